@@ -1,10 +1,10 @@
-//! Why a file cannot be read, or a metadata value not be had.
+//! Errors of reading a file or getting a metadata value.
 
 use std::path::PathBuf;
 
 use crate::tensor::TensorKind;
 
-/// Every way in which reading a header or asking it for a value fails.
+/// Error of reading a header or getting a value from it.
 #[derive(Debug, thiserror::Error)]
 pub enum GgufError {
     #[error("cannot {action} {}: {source}", path.display())]
@@ -58,7 +58,7 @@ pub enum GgufError {
         "this is part {number} of {count}; open the first, {first:?}, with the others beside it"
     )]
     NotFirstPart { number: u32, count: u32, first: String },
-    /// The other parts cannot be found by a name that does not say which part it is.
+    /// The name does not say which part the file is, so the other parts cannot be found.
     #[error("the name of a part of a split model must end in {wanted:?}; it is {found:?}")]
     PartName { found: String, wanted: String },
     #[error("part {number} of {count} is missing: there is no file {}", path.display())]

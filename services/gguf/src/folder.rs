@@ -2,8 +2,8 @@
 
 use std::path::{Path, PathBuf};
 
-/// Files that make a folder a Hugging Face model. Its weights are safetensors; a folder without weights
-/// is enough for a router and for random weights.
+/// Files that make a folder a Hugging Face model. Its weights are safetensors; a folder without weights is
+/// enough for a router and for random weights.
 const WEIGHTS: [&str; 2] = ["model.safetensors", "model.safetensors.index.json"];
 const WITHOUT_WEIGHTS: [&str; 2] = ["config.json", "tokenizer.json"];
 
@@ -22,7 +22,7 @@ pub fn file_of_folder(folder: &Path) -> Option<PathBuf> {
     files.next().filter(|_| files.next().is_none())
 }
 
-/// Reports whether the name ends in `-NNNNN-of-NNNNN`, with a first number above 1.
+/// Returns whether the name ends in `-NNNNN-of-NNNNN` with a part number above 1.
 fn is_later_part(path: &Path) -> bool {
     let stem = path.file_stem().and_then(|stem| stem.to_str()).unwrap_or_default();
     let Some((name, count)) = stem.rsplit_once("-of-") else { return false };

@@ -15,50 +15,50 @@ use crate::{
     value::{Array, Value},
 };
 
-/// The most a header may take; what is kept of one is a few times that at worst (a String for every
-/// empty string). The largest vocabularies in use need some 20 MB.
+/// Maximum bytes of a header. The parsed header takes a few times this size at worst (a String for every
+/// empty string). The largest vocabularies in use need about 20 MB.
 pub const HEADER_BYTES_MAX: u64 = 64 << 20;
 
 const ALIGNMENT_DEFAULT: u64 = 32;
 const DIMENSIONS_MAX: usize = 4;
-/// No known file nests at all; the format allows it.
+/// Maximum nesting of arrays. The format allows nesting, but no known file uses it.
 const ARRAY_DEPTH_MAX: usize = 4;
-/// Vectors are grown past this only by items that were really read.
+/// Maximum preallocated items; vectors grow beyond this only by items that were read.
 const PREALLOCATED_ITEMS_MAX: u64 = 1024;
 
-// The least that one item takes in the file; a count is refused when so many cannot follow.
+// Minimum bytes of one item in the file. A count that cannot fit the rest of the file is rejected.
 const STRING_BYTES_MIN: u64 = 8;
 const ARRAY_BYTES_MIN: u64 = 4 + 8;
 const ENTRY_BYTES_MIN: u64 = STRING_BYTES_MIN + 4 + 1;
 const TENSOR_BYTES_MIN: u64 = STRING_BYTES_MIN + 4 + 8 + 4 + 8;
 
-/// Everything in a GGUF file but the tensors' data.
+/// Contents of a GGUF file without the tensors' data.
 ///
-/// Holds of every tensor: its name is unique, its element count does not overflow, its offset is
-/// aligned, and its bytes (if its kind is supported) lie within the file.
+/// For every tensor: its name is unique, its element count does not overflow, its offset is aligned, and
+/// its bytes (if its kind is supported) are within the file.
 #[derive(Clone, Debug)]
 pub struct Header {
     pub version: u32,
     pub metadata: Metadata,
-    /// What tensor offsets are multiples of, counted from `data_offset`.
+    /// Alignment of tensor offsets from `data_offset`, in bytes.
     pub alignment: u64,
-    /// Where tensor data begins, from the file's start.
+    /// Offset of the tensor data from the start of the file, in bytes.
     pub data_offset: u64,
     tensors: Vec<TensorInfo>,
     tensor_index: HashMap<String, usize>,
 }
 
 impl Header {
-    /// Reads the header at the start of `file`, which is the whole file (mapped, for example).
+    /// Parses the header at the start of `file`, which must be the whole file (mapped, for example).
     ///
     /// # Errors
-    /// Every [`GgufError`] except `Io` and those of asking for values.
+    /// Every [`GgufError`] except `Io` and the errors of the metadata getters.
     pub fn parse(file: &[u8]) -> Result<Self, GgufError> {
         let file_bytes = file.len() as u64;
         read_header(HeaderReader::new(file, file_bytes, HEADER_BYTES_MAX)).map_err(|error| {
             match error {
                 ReadError::Format(error) => error,
-                // Lengths are checked before a slice is read, so it cannot end early.
+                // Lengths are checked before a slice is read, so reading cannot end early.
                 ReadError::Io(source) => {
                     GgufError::Io { path: "(memory)".into(), action: "read", source }
                 }
@@ -66,10 +66,10 @@ impl Header {
         })
     }
 
-    /// Reads the header of the file at `path`, and nothing behind it.
+    /// Reads only the header of the file at `path`.
     ///
     /// # Errors
-    /// Every [`GgufError`] except those of asking for values.
+    /// Every [`GgufError`] except the errors of the metadata getters.
     pub fn read_from(path: impl AsRef<Path>) -> Result<Self, GgufError> {
         let path = path.as_ref();
         let io_error = |action: &'static str| {
@@ -91,17 +91,17 @@ impl Header {
         })
     }
 
-    /// The directory, in the file's order.
+    /// Returns the tensor directory in the file's order.
     pub fn tensors(&self) -> &[TensorInfo] {
         &self.tensors
     }
 
-    /// The tensor called `name`.
+    /// Returns the tensor with this name.
     pub fn tensor(&self, name: &str) -> Option<&TensorInfo> {
         self.tensor_index.get(name).map(|&index| &self.tensors[index])
     }
 
-    /// The tensor called `name`, with its size, if it is there and its kind is supported.
+    /// Returns the tensor with this name and its size in bytes, if it exists and its kind is supported.
     ///
     /// # Errors
     /// `MissingTensor`, `UnsupportedKind`.
@@ -125,7 +125,8 @@ fn read_header<R: Read>(mut reader: HeaderReader<R>) -> Result<Header, ReadError
     let version = reader.u32(|| "the version".into())?;
     match version {
         2 | 3 => {}
-        // Versions are small numbers; one that is small with its bytes swapped is big endian.
+        // Versions are small numbers; a version that is small with its bytes swapped means big
+        // endian.
         _ if version > 0xffff && version.swap_bytes() <= 0xffff => {
             return Err(GgufError::BigEndian.into());
         }
@@ -244,7 +245,7 @@ fn read_array<R: Read>(
     })
 }
 
-/// Reads the directory; offsets are still those in the file, from the data's start.
+/// Reads the directory. Offsets are relative to the start of the data, as in the file.
 fn read_directory<R: Read>(
     reader: &mut HeaderReader<R>,
     tensor_count: u64,
@@ -267,7 +268,7 @@ fn read_directory<R: Read>(
     Ok(tensors)
 }
 
-/// Checks where a tensor lies and gives it its absolute offset and its size.
+/// Checks the tensor's range and sets its absolute offset and its size.
 fn place(
     tensor: &mut TensorInfo,
     data_offset: u64,

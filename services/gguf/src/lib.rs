@@ -1,10 +1,9 @@
-//! The GGUF container (versions 2 and 3, little endian): header, metadata and tensor directory.
+//! GGUF container (versions 2 and 3, little endian): header, metadata and tensor directory.
 //!
-//! [`Header`] is read from a file or from its bytes, with every count, length and offset checked
-//! against the file's real size before it is believed: a hostile file costs a typed error, never a
-//! panic or an allocation out of proportion. [`Split`] finds the other files of a model that is cut into
-//! several. Left out: mapping files, decoding tensors, and what the
-//! metadata means to a model (crate `model`) or a tokenizer (crate `text`).
+//! [`Header`] is read from a file or from its bytes. Every count, length and offset is checked against the
+//! file's real size before use, so a hostile file causes a typed error, never a panic or a disproportionate
+//! allocation. [`Split`] finds the other files of a split model. Other crates map files and decode tensors
+//! (`model`), and interpret the metadata (`model` and `text`).
 //!
 //! ```no_run
 //! let header = gguf::Header::read_from("model.gguf")?;

@@ -1,4 +1,4 @@
-//! The metadata map and its typed getters.
+//! Metadata map and its typed getters.
 
 use std::collections::BTreeMap;
 
@@ -7,27 +7,27 @@ use crate::{
     value::{Array, Value},
 };
 
-/// Keys and values, in the keys' order.
+/// Keys and values, sorted by key.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Metadata {
     entries: BTreeMap<String, Value>,
 }
 
 impl Metadata {
-    /// The value of `key` in the type the file gives it.
+    /// Returns the value of `key` with the type in the file.
     pub fn value(&self, key: &str) -> Option<&Value> {
         self.entries.get(key)
     }
 
-    /// The value of `key` as `T`; `None` when the key is absent.
+    /// Returns the value of `key` as `T`; `None` when the key is absent.
     ///
     /// # Errors
-    /// `WrongType` or `OutOfRange` when the key is there but is no `T`.
+    /// `WrongType` or `OutOfRange` when the value cannot be converted to `T`.
     pub fn get<'a, T: FromValue<'a>>(&'a self, key: &str) -> Result<Option<T>, GgufError> {
         self.entries.get(key).map(|value| T::from_value(key, value)).transpose()
     }
 
-    /// The value of `key` as `T`.
+    /// Returns the value of `key` as `T`.
     ///
     /// # Errors
     /// As [`get`](Self::get), and `MissingKey` when the key is absent.
@@ -47,7 +47,7 @@ impl Metadata {
         self.entries.is_empty()
     }
 
-    /// False when the key was there already; the first value stays.
+    /// Inserts a value. Returns false, and keeps the first value, when the key exists already.
     pub(crate) fn insert(&mut self, key: String, value: Value) -> bool {
         match self.entries.entry(key) {
             std::collections::btree_map::Entry::Vacant(entry) => {
@@ -59,12 +59,15 @@ impl Metadata {
     }
 }
 
-/// A type in which a metadata value can be asked for.
+/// Type to which a metadata value can be converted.
 ///
-/// Integers of every width and sign are taken where the number fits; writers do not agree on one.
+/// Integers of every width and sign are accepted where the number fits, because writers use different
+/// types.
 pub trait FromValue<'a>: Sized {
-    /// What errors say was wanted.
+    /// Name of the type in errors.
     const WANTED: &'static str;
+    /// Converts a value.
+    ///
     /// # Errors
     /// `WrongType` or `OutOfRange`, naming `key`.
     fn from_value(key: &str, value: &'a Value) -> Result<Self, GgufError>;
@@ -176,7 +179,7 @@ mod tests {
     }
 
     #[test]
-    fn integers_of_any_width_are_taken_where_they_fit() {
+    fn integers_of_any_width_are_accepted_where_they_fit() {
         assert_eq!(metadata("a", Value::U8(7)).require::<u32>("a").unwrap(), 7);
         assert_eq!(metadata("a", Value::I64(7)).require::<u32>("a").unwrap(), 7);
         let negative = metadata("a", Value::I32(-1));

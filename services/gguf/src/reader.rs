@@ -1,10 +1,10 @@
-//! Reads little-endian fields and never believes a length before the file's size allows it.
+//! Reads little-endian fields and checks every length against the file's size first.
 
 use std::io::{self, Read};
 
 use crate::error::GgufError;
 
-/// Why a field could not be read: the operating system, or the file's contents.
+/// Error of reading a field: from the operating system, or from the file's contents.
 pub(crate) enum ReadError {
     Io(io::Error),
     Format(GgufError),
@@ -84,7 +84,7 @@ impl<R: Read> HeaderReader<R> {
         self.array(what).map(u64::from_le_bytes)
     }
 
-    /// `count * N` bytes at once. The allocation is at most what is left of the file.
+    /// Reads `count * N` bytes at once. The allocation is at most the rest of the file.
     pub fn items<const N: usize, T>(
         &mut self,
         count: u64,
@@ -97,7 +97,7 @@ impl<R: Read> HeaderReader<R> {
         Ok(bytes.as_chunks::<N>().0.iter().map(|&item| convert(item)).collect())
     }
 
-    /// A length (u64), then that many bytes of UTF-8.
+    /// Reads a length (u64), then this many bytes of UTF-8.
     pub fn string(&mut self, what: impl Fn() -> String) -> Result<String, ReadError> {
         let len = self.u64(&what)?;
         self.claim(len, 1, &what)?;

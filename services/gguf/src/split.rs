@@ -1,31 +1,31 @@
-//! Models split over several files, `NAME-00001-of-0000N.gguf` and so on: every part is a GGUF file of
-//! its own; the first has the metadata, and each says which part of how many it is.
+//! Models split over several files, `NAME-00001-of-0000N.gguf` and so on. Every part is a complete GGUF
+//! file. The first has the metadata, and each states its number and the number of parts.
 
 use std::path::{Path, PathBuf};
 
 use crate::{error::GgufError, header::Header};
 
-/// The part's number, from 0; its name counts from 1.
+/// Key of the part's number, from 0; file names count from 1.
 const NUMBER: &str = "split.no";
 const COUNT: &str = "split.count";
-/// Tensors of all parts together.
+/// Key of the number of tensors in all parts.
 const TENSOR_COUNT: &str = "split.tensors.count";
-/// What five digits can count to.
+/// Maximum of a five-digit number.
 const PARTS_MAX: u32 = 99_999;
 
-/// The parts of one model.
+/// Parts of one model.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Split {
-    /// In order, the first included.
+    /// Paths of all parts in order, including the first.
     paths: Vec<PathBuf>,
     tensor_count: Option<u64>,
 }
 
 impl Split {
-    /// What `header`, read from `path`, says of further parts; `None` for a model in one file.
+    /// Returns the parts that `header`, read from `path`, announces; `None` for a model in one file.
     ///
     /// # Errors
-    /// `NotFirstPart`, `PartName` and `MissingPart`, and those of asking for values.
+    /// `NotFirstPart`, `PartName` and `MissingPart`, and the errors of the metadata getters.
     pub fn of_first(path: &Path, header: &Header) -> Result<Option<Self>, GgufError> {
         let count = header.metadata.get::<u32>(COUNT)?.unwrap_or(1);
         if count <= 1 {
@@ -55,15 +55,15 @@ impl Split {
         }
     }
 
-    /// The files of all parts, in order.
+    /// Returns the files of all parts, in order.
     pub fn paths(&self) -> &[PathBuf] {
         &self.paths
     }
 
-    /// Checks that `header` is that of the part at `paths()[index]`.
+    /// Checks that `header` belongs to the part at `paths()[index]`.
     ///
     /// # Errors
-    /// `PartMismatch`, and those of asking for values.
+    /// `PartMismatch`, and the errors of the metadata getters.
     pub fn check_part(&self, index: usize, header: &Header) -> Result<(), GgufError> {
         let metadata = &header.metadata;
         let expected = [
@@ -80,7 +80,7 @@ impl Split {
         Ok(())
     }
 
-    /// Checks that all parts together have as many tensors as the first says.
+    /// Checks that all parts together have the number of tensors that the first part states.
     ///
     /// # Errors
     /// `PartTensors`.

@@ -1,10 +1,10 @@
-//! The tensor directory's entries and the kinds of element block they may hold.
+//! Entries of the tensor directory, and the kinds of element blocks.
 
 use std::fmt;
 
-/// How a tensor's elements are stored. Kinds that cannot be decoded keep their number.
+/// Storage kind of a tensor's elements. An unsupported kind keeps its number.
 ///
-/// What the blocks of each kind hold is told where they are decoded, in crate `model`.
+/// Crate `model` documents the contents of each kind's blocks, where it decodes them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum TensorKind {
     F32,
@@ -21,7 +21,7 @@ pub enum TensorKind {
     Other(u32),
 }
 
-/// A supported kind as files have it.
+/// Supported kind and its number in files.
 struct Known {
     kind: TensorKind,
     number: u32,
@@ -54,13 +54,13 @@ static KNOWN: [Known; 11] = [
 ];
 
 impl TensorKind {
-    /// From the number in the file.
+    /// Returns the kind with this number.
     pub fn from_number(number: u32) -> Self {
         let known = KNOWN.iter().find(|known| known.number == number);
         known.map_or(TensorKind::Other(number), |known| known.kind)
     }
 
-    /// The number in the file.
+    /// Returns the number in the file.
     pub fn number(self) -> u32 {
         match self {
             TensorKind::Other(number) => number,
@@ -68,22 +68,22 @@ impl TensorKind {
         }
     }
 
-    /// Elements and bytes of one block; `None` for a kind that is not supported.
+    /// Returns elements and bytes of one block; `None` for an unsupported kind.
     pub fn block(self) -> Option<KindBlock> {
         self.known().map(|known| known.block)
     }
 
-    /// As messages have it; `None` for a kind that is not supported.
+    /// Returns the name for messages; `None` for an unsupported kind.
     pub fn name(self) -> Option<&'static str> {
         self.known().map(|known| known.name)
     }
 
-    /// The kinds whose layout is known here.
+    /// Returns the supported kinds.
     pub fn supported() -> impl Iterator<Item = TensorKind> {
         KNOWN.iter().map(|known| known.kind)
     }
 
-    /// For messages: `F32, F16, BF16, …`.
+    /// Returns the supported names for messages: `F32, F16, BF16, …`.
     pub fn supported_names() -> String {
         KNOWN.iter().map(|known| known.name).collect::<Vec<_>>().join(", ")
     }
@@ -93,7 +93,7 @@ impl TensorKind {
     }
 }
 
-/// The smallest unit a kind is stored in.
+/// Smallest storage unit of a kind.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct KindBlock {
     pub elements: u64,
@@ -106,7 +106,7 @@ impl fmt::Display for TensorKind {
             return f.write_str(name);
         }
         let other = self.number();
-        // Names of kinds that are only reported, so that a message says more than a number.
+        // Names of unsupported kinds, so that a message has more than a number.
         let name = match other {
             9 => "Q8_1",
             10 => "Q2_K",
@@ -137,16 +137,16 @@ impl fmt::Display for TensorKind {
     }
 }
 
-/// One entry of the tensor directory.
+/// Entry of the tensor directory.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TensorInfo {
     pub name: String,
-    /// The fastest-varying dimension first: a matrix `[out][in]` is `[in, out]` here.
+    /// Dimensions, fastest-varying first: a matrix `[out][in]` is `[in, out]` here.
     pub dims: Vec<u64>,
     pub kind: TensorKind,
-    /// From the file's start.
+    /// Offset from the start of the file, in bytes.
     pub offset: u64,
-    /// `None` when the kind is not supported, so that its size is unknown.
+    /// Size in bytes; `None` when the kind is not supported.
     pub bytes: Option<u64>,
 }
 
@@ -162,7 +162,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn kinds_numbers_and_names_belong_together() {
+    fn kinds_numbers_and_names_match() {
         for kind in TensorKind::supported() {
             assert_eq!(TensorKind::from_number(kind.number()), kind);
             assert!(kind.block().is_some());

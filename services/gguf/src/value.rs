@@ -1,8 +1,8 @@
-//! What a metadata key may hold.
+//! Metadata values.
 
 use std::fmt;
 
-/// One metadata value, in the type the file gives it.
+/// One metadata value, with the type in the file.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Value {
     U8(u8),
@@ -20,7 +20,7 @@ pub enum Value {
     F64(f64),
 }
 
-/// An array, all elements of one type.
+/// An array whose elements have one type.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Array {
     U8(Vec<u8>),
@@ -39,7 +39,7 @@ pub enum Array {
 }
 
 impl Value {
-    /// The type, as errors name it: `u32`, `array of string[49152]`.
+    /// Returns the type as errors name it: `u32`, `array of string[49152]`.
     pub fn type_name(&self) -> String {
         match self {
             Value::U8(_) => "u8".into(),
@@ -60,7 +60,7 @@ impl Value {
         }
     }
 
-    /// The value as an integer, whatever its width and sign; `None` for other types.
+    /// Returns the value as an integer of any width and sign; `None` for other types.
     pub fn as_integer(&self) -> Option<i128> {
         Some(match *self {
             Value::U8(v) => v.into(),
@@ -76,7 +76,7 @@ impl Value {
     }
 }
 
-/// Short: long strings are cut, arrays give type and length.
+/// Formats the value briefly: long strings are cut, arrays give type and length.
 impl fmt::Display for Value {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         const SHOWN_CHARS: usize = 80;
@@ -125,7 +125,7 @@ impl Array {
         self.len() == 0
     }
 
-    /// The element type, as errors name it.
+    /// Returns the element type as errors name it.
     pub fn element_type_name(&self) -> &'static str {
         match self {
             Array::U8(_) => "u8",

@@ -1,11 +1,11 @@
-//! Files that lie, end early or were damaged: a typed error each, never a panic.
+//! Files with false sizes, truncated or damaged files: each gives a typed error, never a panic.
 
 use std::io::Write;
 
 use gguf::{GgufError, Header, TensorKind};
 use proptest::prelude::*;
 
-/// Writes the pieces of a GGUF file as the format has them.
+/// Writes the elements of a GGUF file.
 #[derive(Clone, Default)]
 struct Bytes(Vec<u8>);
 
@@ -49,7 +49,7 @@ impl Bytes {
     }
 }
 
-/// A small file with every value type and tensors of several kinds, one of them unsupported.
+/// Returns a small file with every value type and tensors of several kinds, one of them unsupported.
 fn good_file() -> Bytes {
     let mut bytes = Bytes::start(3, 6, 16)
         .text("general.architecture")
@@ -148,7 +148,7 @@ fn version_2_is_read_and_others_are_named() {
 }
 
 #[test]
-fn absurd_counts_and_lengths_are_refused_before_they_are_allocated() {
+fn absurd_counts_and_lengths_are_rejected_before_allocation() {
     for absurd in [1 << 20, 1 << 40, u64::MAX / 4, u64::MAX] {
         let files = [
             Bytes::start(3, absurd, 0),
@@ -172,7 +172,7 @@ fn absurd_counts_and_lengths_are_refused_before_they_are_allocated() {
 
 #[test]
 fn a_header_that_fits_its_file_is_still_bounded() {
-    // A sparse file: the string it claims is really there, and a gigabyte long.
+    // A sparse file: the string has the claimed length of one gigabyte.
     let mut file = tempfile::NamedTempFile::new().unwrap();
     file.write_all(&Bytes::start(3, 0, 1).text("k").u32(8).u64(1 << 30).0).unwrap();
     file.as_file().set_len(2 << 30).unwrap();
@@ -235,7 +235,7 @@ fn bad_tensors_are_named() {
     for offset in [u64::MAX - 31, 1 << 40] {
         let error = one(&[4], 0, offset).parse().unwrap_err();
         assert!(matches!(error, GgufError::TensorTruncated { .. }), "{error}");
-        // The end is unknown when the kind is, the beginning is not.
+        // The end is unknown when the kind is unsupported, but the beginning is known.
         let error = one(&[4], 77, offset).parse().unwrap_err();
         assert!(matches!(error, GgufError::TensorTruncated { .. }), "{error}");
     }
@@ -268,7 +268,7 @@ fn bad_metadata_is_named() {
 #[test]
 fn every_truncation_of_a_good_file_is_an_error() {
     let bytes = good_file().0;
-    // The last tensor is of an unknown size: it ends, as far as can be known, where it begins.
+    // The last tensor has an unknown size, so its known end is its beginning.
     let last = Header::parse(&bytes).unwrap().tensors()[5].offset as usize;
     for len in 0..last {
         Header::parse(&bytes[..len]).expect_err(&format!("{len} bytes were enough"));
@@ -298,7 +298,7 @@ proptest! {
     }
 
     #[test]
-    fn noise_behind_a_good_start_never_panics(
+    fn random_bytes_after_a_valid_start_never_panic(
         noise in prop::collection::vec(any::<u8>(), 0..400),
         tensors in 0u64..4,
         entries in 0u64..4,
@@ -309,7 +309,7 @@ proptest! {
     }
 }
 
-/// Whatever is accepted lies within the file.
+/// Asserts that every accepted tensor lies within the file.
 fn check_bounds(bytes: &[u8]) {
     let Ok(header) = Header::parse(bytes) else { return };
     for tensor in header.tensors() {

@@ -1,4 +1,5 @@
-//! What grammars cost with a model's vocabulary: `figures MODEL`, a `.gguf` file or a folder.
+//! Measures the cost of grammars with a model's vocabulary: `figures MODEL`, where MODEL is a `.gguf` file or
+//! a folder.
 
 use std::time::{Duration, Instant};
 

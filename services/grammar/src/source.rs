@@ -20,7 +20,7 @@ use crate::{
     tool_calls::ToolCalls,
 };
 
-/// What the whole output must match.
+/// Grammar that the whole output must match.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum Grammar {
     /// A JSON schema.

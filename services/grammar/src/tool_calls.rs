@@ -45,7 +45,7 @@ pub struct CallableTool {
     pub arguments: Option<String>,
 }
 
-/// What the output may be instead of tool calls.
+/// Output that is allowed instead of tool calls.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum Otherwise {
     /// Nothing: the output must call a tool.

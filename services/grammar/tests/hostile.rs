@@ -1,5 +1,5 @@
-//! Grammars that are made to cost much: each ends as a matcher or as a typed error, and what follows
-//! one is bounded, too.
+//! Grammars designed to be expensive: each gives a matcher or a typed error, and the cost of using a
+//! matcher is bounded too.
 
 use std::time::{Duration, Instant};
 
@@ -8,14 +8,14 @@ use grammar::{
 };
 use serde_json::{Map, Value, json};
 
-/// Of a loaded machine; an idle one takes a hundredth.
+/// Time-out on a loaded machine; an idle one takes a hundredth.
 const WITHIN: Duration = Duration::from_secs(60);
 
 fn many(count: usize, of: impl Fn(usize) -> (String, Value)) -> Value {
     (0..count).map(of).collect::<Map<_, _>>().into()
 }
 
-/// Each definition is made of several of the next.
+/// Returns a schema in which each definition contains several of the next.
 fn laughs(keyword: &str) -> Value {
     let mut definitions = many(20, |level| {
         let next = json!({"$ref": format!("#/$defs/d{}", level + 1)});
@@ -25,7 +25,7 @@ fn laughs(keyword: &str) -> Value {
     json!({"$ref": "#/$defs/d0", "$defs": definitions})
 }
 
-/// Each definition contains the next.
+/// Returns a schema in which each definition contains the next.
 fn chain(length: usize, wrap: impl Fn(Value) -> Value) -> Value {
     let mut definitions = many(length, |level| {
         (format!("d{level}"), wrap(json!({"$ref": format!("#/$defs/d{}", level + 1)})))
@@ -96,12 +96,12 @@ fn schemas_that_cost_much_are_taken_or_refused_in_bounded_time() {
         (json!({"type": "number", "multipleOf": 0.01}), taken),
         (json!({"type": "integer", "multipleOf": 9973}), taken),
         (json!({"type": "integer", "multipleOf": 100_000}), taken),
-        // 100 s of CPU time and 3 GB without the bound.
+        // Took 100 s of CPU time and 3 GB before the bound existed.
         (
             json!({"type": "integer", "multipleOf": 9_999_991}),
             "has multipleOf 9999991; allowed: a whole number up to 10000, times a power of ten",
         ),
-        // Coefficients that the bound allows, but too many remainders.
+        // The coefficients are within the bound, but there are too many remainders.
         (json!({"type": "integer", "multipleOf": 99_730_000}), "cannot be followed: too many"),
         (json!({"type": "integer", "allOf": [{"multipleOf": 7}, {"multipleOf": 11}]}), taken),
         (
@@ -123,14 +123,14 @@ fn schemas_that_cost_much_are_taken_or_refused_in_bounded_time() {
             })}),
             "cannot be followed: fuel exhausted",
         ),
-        // The intersection is empty, after 2^1000 states; the `x` hides it from the first check.
+        // The intersection is empty after 2^1000 states; the `x` hides this from the first check.
         (
             json!({"type": "string", "allOf": [
                 {"pattern": "^(x|(a|b)*a(a|b){1000}a)$"}, {"pattern": "^(x|(a|b)*b(a|b){1001})$"},
             ]}),
             taken,
         ),
-        // Overflows a stack of 2 MiB.
+        // Would overflow a stack of 2 MiB.
         (chain(1400, |next| json!({"items": next})), taken),
         (json!({"prefixItems": vec![json!({}); 3000]}), "has 3001 objects; allowed: at most 3000"),
         (
@@ -173,14 +173,14 @@ fn schemas_that_cost_much_are_taken_or_refused_in_bounded_time() {
     assert!(peak_mib() < 512, "{} MiB", peak_mib());
 }
 
-/// Peak resident memory of the process, in MiB.
+/// Returns the peak resident memory of the process in MiB.
 fn peak_mib() -> u64 {
     let status = std::fs::read_to_string("/proc/self/status").unwrap();
     let peak = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).unwrap();
     peak.trim().trim_end_matches(" kB").parse::<u64>().unwrap() >> 10
 }
 
-/// The bounds of one schema are no bounds of a request.
+/// A request with several functions has bounds of its own beside those of one schema.
 #[test]
 fn functions_that_cost_much_together_are_refused_in_bounded_time() {
     let compiler = Compiler::for_bytes();
@@ -249,7 +249,7 @@ fn expressions_that_cost_much_are_taken_or_refused_in_bounded_time() {
     }
 }
 
-/// As many states as there are strings of two letters before it: each token is one of its own.
+/// The grammar has as many states as there are strings of two letters: each token leads to another state.
 #[test]
 fn a_mask_beyond_its_budget_is_a_typed_error_and_no_mask() {
     let letters = |length: u32, bits: u32| -> Vec<u8> {
@@ -263,14 +263,14 @@ fn a_mask_beyond_its_budget_is_a_typed_error_and_no_mask() {
     let mut matcher = compiler.compile(&costly).unwrap();
     let error = matcher.allowed().unwrap_err();
     assert!(matches!(error, MatchError::TooComplex { .. }), "{error:?}");
-    // Nor is there one afterwards.
+    // There is no mask afterwards either.
     assert!(matcher.allowed().is_err() && matcher.accept(0).is_err());
-    // The compiler is as good as before.
+    // The compiler is still usable.
     let mut cheap = compiler.compile(&Grammar::Regex("(ab){1,3}".into())).unwrap();
     assert!(cheap.allowed().is_ok());
 }
 
-/// None of its masks is beyond the bound of one.
+/// Each mask alone is within its bound.
 #[test]
 fn masks_that_together_cost_too_much_end_the_answer_with_a_typed_error() {
     let words: Vec<String> = (1..=10).map(|length| "a".repeat(length)).collect();

@@ -1,4 +1,4 @@
-//! What matchers allow is what they accept, wherever an answer goes.
+//! Matchers accept exactly the tokens that they allow, at any point of an answer.
 
 use std::sync::LazyLock;
 
@@ -6,7 +6,7 @@ use grammar::{Compiler, Grammar, GrammarError, Matcher, Token};
 use proptest::prelude::*;
 use serde_json::{Value, json};
 
-/// The 256 bytes, tokens of several bytes that cut JSON in all places, and silent ones.
+/// The 256 bytes, multi-byte tokens that split JSON at arbitrary positions, and silent tokens.
 static TOKENS: LazyLock<Vec<Vec<u8>>> = LazyLock::new(|| {
     let words = [
         "{\"", "\":", "\": ", "\",", "\"}", "},", "tr", "true", "als", "null", "12", "123", "-1",
@@ -15,7 +15,7 @@ static TOKENS: LazyLock<Vec<Vec<u8>>> = LazyLock::new(|| {
     ];
     let mut tokens: Vec<Vec<u8>> = (0..=255_u8).map(|byte| vec![byte]).collect();
     tokens.extend(words.iter().map(|word| word.as_bytes().to_vec()));
-    // Silent, and the halves of a character.
+    // Silent tokens, and the halves of a character.
     tokens.extend([vec![], "é".as_bytes()[..1].to_vec(), vec![0xe6, 0x97], vec![]]);
     tokens
 });
@@ -45,14 +45,14 @@ fn allowed(matcher: &mut Matcher) -> Vec<u32> {
     (0..TOKENS.len() as u32).filter(|id| words[*id as usize / 32] >> (id % 32) & 1 == 1).collect()
 }
 
-/// The text that a byte-by-byte answer may have: accepted to its end, which may be one.
+/// Returns whether the grammar accepts `text` byte by byte and allows the end after it.
 fn matches(grammar: &Grammar, text: &str) -> bool {
     let mut matcher = compile(grammar);
     let taken = text.bytes().all(|byte| matcher.accept(u32::from(byte)).is_ok());
     taken && matcher.may_end().unwrap()
 }
 
-/// SentencePiece vocabularies have a token for each byte beside the tokens of characters.
+/// SentencePiece vocabularies have byte tokens beside character tokens with equal bytes.
 #[test]
 fn tokens_of_equal_bytes_are_allowed_alike() {
     let space = TOKENS.iter().rposition(|token| token == b" ").unwrap() as u32;
@@ -145,13 +145,13 @@ fn what_cannot_be_followed_is_an_error_that_says_why() {
         assert!(message.contains(words), "{message} has no {words:?}");
         assert!(message.len() < 320 && !message.contains('\n'), "{message}");
     }
-    // Its own options are not the client's to set.
+    // The client may not set the compiler's own options.
     let sly = schema(json!({"x-guidance": {"lenient": true}, "not": {}}));
     assert!(said(sly).contains("not"));
 }
 
-/// Deep, wide and self-referring schemas within the bounds either compile or are refused; on the
-/// stack of a small thread.
+/// Deep, wide and recursive schemas within the bounds either compile or are rejected, even on a small
+/// thread stack.
 #[test]
 fn schemas_at_the_bounds_neither_overflow_nor_hang() {
     let deep =
@@ -183,7 +183,7 @@ fn schemas_at_the_bounds_neither_overflow_nor_hang() {
     let work = move || {
         for grammar in &grammars {
             if let Ok(mut matcher) = COMPILER.compile(grammar) {
-                // Bounded as well, as an error if need be.
+                // The mask is bounded too, possibly by an error.
                 let _ = matcher.allowed();
             }
         }
@@ -211,8 +211,8 @@ fn grammars() -> impl Strategy<Value = Grammar> {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 60, ..ProptestConfig::default() })]
 
-    /// Tokens are allowed if and only if they are accepted; a copy that takes the output anew has
-    /// the same masks; an answer that may end is one, byte by byte.
+    /// Tokens are allowed if and only if they are accepted. A copy that replays the output has the same
+    /// masks. An answer that may end matches byte by byte.
     #[test]
     fn any_walk_stays_within_the_grammar(
         grammar in grammars(),
@@ -224,7 +224,7 @@ proptest! {
             let allowed_now = allowed(&mut matcher);
             let others = (0..TOKENS.len() as u32).filter(|token| !allowed_now.contains(token));
             for token in others {
-                // And nothing comes of trying.
+                // Rejected tokens leave the state unchanged.
                 prop_assert!(matcher.accept(token).is_err(), "{} after {:?}", token, text);
             }
             for &token in allowed_now.iter().step_by(allowed_now.len() / 4 + 1) {

@@ -1,4 +1,4 @@
-//! Calls of functions: what is allowed, and what is not.
+//! Function calls: which output is allowed.
 
 use grammar::{
     CallWriting, CallableTool, Compiler, Grammar, GrammarError, Matcher, Otherwise, Prose, Token,
@@ -76,7 +76,7 @@ fn llama_prose() -> Otherwise {
     Otherwise::Text(Prose { mark: "<|python_tag|>".into(), never_begins })
 }
 
-/// Byte by byte: how far it is taken, and whether it may end there.
+/// Feeds bytes; returns how many were accepted, and whether the answer may end there.
 fn taken(matcher: &mut Matcher, text: &str) -> (usize, bool) {
     for (at, byte) in text.bytes().enumerate() {
         let words = matcher.allowed().unwrap();
@@ -194,7 +194,7 @@ fn text_is_free_until_a_call_begins() {
     );
 }
 
-/// Tokens that reach beyond the mark, or begin it, lead nowhere else.
+/// Tokens that extend beyond the mark, or begin it, are allowed only where their bytes are.
 #[test]
 fn tokens_of_several_bytes_are_allowed_just_where_their_bytes_are() {
     let texts = [format!("I look.\n{PARIS}\n{GET} x"), format!("{PARIS}\n{GET}")];
@@ -229,7 +229,7 @@ fn an_answer_may_match_a_schema_instead() {
     check(&calls(hermes(), false, regex), &[PARIS, "yes", "no"], &["y"], &["yesno", "maybe"]);
 }
 
-/// The text of such an answer is read for calls, too.
+/// The text of such an answer is searched for calls, too.
 #[test]
 fn an_answer_that_matches_an_expression_writes_no_call_past_its_schema() {
     let wrong = PARIS.replace("Paris", "Rome");
@@ -253,7 +253,8 @@ fn an_answer_that_matches_an_expression_writes_no_call_past_its_schema() {
     check(&json, &["[\"<tool_call> is text here\"]"], &[], &[]);
 }
 
-/// Alone it is refused; behind the choice among several the model would find out.
+/// A single function with such arguments is rejected at once. Among several functions the model would get
+/// stuck after its choice.
 #[test]
 fn arguments_that_cannot_be_written_are_refused_with_their_function() {
     let short = json!({"type": "string", "pattern": "^a$", "minLength": 5});

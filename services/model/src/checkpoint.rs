@@ -1,4 +1,4 @@
-//! Weights on disk, whatever the format.
+//! Checkpoints: weights on disk in any format.
 
 pub(crate) mod dummy;
 mod folder;
@@ -19,19 +19,19 @@ use crate::{
     weight::{Weight, WeightShape},
 };
 
-/// Where weights come from.
+/// Source of the weights.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum LoadFormat {
-    /// A GGUF file or a Hugging Face folder, whichever the path is.
+    /// GGUF file or Hugging Face folder, detected from the path.
     #[default]
     Auto,
-    /// Random weights; the path needs to hold a configuration only.
+    /// Random weights; the path only needs to hold a configuration.
     Dummy { seed: u64 },
 }
 
-/// An opened model: its configuration, and its weights ready to be read.
+/// Opened model: its configuration, and its weights ready to be read.
 ///
-/// Every weight is known to be there in its shape and encoding, with all its bytes.
+/// Every weight was checked to exist with its shape, encoding and all its bytes.
 pub struct Checkpoint {
     path: PathBuf,
     config: ModelConfig,
@@ -45,13 +45,13 @@ enum Weights {
     Dummy(DummyWeights),
 }
 
-/// One weight in a file, before its shape is checked.
+/// Weight in a file, before its shape is checked.
 struct StoredTensor<'a> {
     path: &'a Path,
     name: String,
-    /// From the file's start.
+    /// Offset from the start of the file, in bytes.
     offset: u64,
-    /// Slowest dimension first.
+    /// Dimensions, slowest first.
     dims: Vec<u64>,
     encoding: Encoding,
     bytes: &'a [u8],
@@ -60,13 +60,15 @@ struct StoredTensor<'a> {
 
 impl Checkpoint {
     /// Opens the model at `path`: a `.gguf` file, a folder with one such file, or a folder with
-    /// `config.json` and `model.safetensors` (or its shards and their index). With [`LoadFormat::Dummy`] the
-    /// configuration is enough: a `config.json`, a folder that holds one, or a GGUF file.
+    /// `config.json` and `model.safetensors` (or its shards and their index). With
+    /// [`LoadFormat::Dummy`] the configuration is enough: a `config.json`, a folder that holds one, or
+    /// a GGUF file.
     ///
-    /// Maps files and reads headers; weights are read when a backend packs them.
+    /// Maps files and reads headers. A backend reads the weights when it packs them.
     ///
     /// # Errors
-    /// Everything of [`ModelError`]: what is unreadable, unsupported, missing, misshapen, truncated.
+    /// Any [`ModelError`]: the model is unreadable, unsupported, incomplete, truncated, or has a weight
+    /// of the wrong shape.
     pub fn open(path: impl AsRef<Path>, format: LoadFormat) -> Result<Self, ModelError> {
         let path = path.as_ref();
         let (config, weights) = match (Location::of(path)?, format) {
@@ -101,7 +103,7 @@ impl Checkpoint {
         Ok(checkpoint)
     }
 
-    /// As given to [`open`](Self::open).
+    /// Returns the path passed to [`open`](Self::open).
     pub fn path(&self) -> &Path {
         &self.path
     }
@@ -110,21 +112,22 @@ impl Checkpoint {
         &self.config
     }
 
-    /// Equal for equal models only: over the configuration, the tensor directory and a sample of
-    /// every weight's bytes. The element type that a node computes in is not part of it.
+    /// Returns a fingerprint that is equal for equal models only. It covers the configuration, the
+    /// tensor directory and a sample of every weight's bytes, but not the element type that a node
+    /// computes in.
     ///
     /// The same weights in another file format are another model: they may round differently.
     pub fn model_fingerprint(&self) -> u128 {
         self.fingerprint
     }
 
-    /// Bytes of the weights as they are stored; 0 when they are generated.
+    /// Returns the bytes of the stored weights; 0 for random weights.
     pub fn stored_bytes(&self) -> u64 {
         self.directory()
             .map_or(0, |directory| directory.iter().map(|tensor| tensor.bytes.len() as u64).sum())
     }
 
-    /// For people: `GGUF, F32 + Q4_1 + Q8_0`.
+    /// Returns a description for logs: `GGUF, F32 + Q4_1 + Q8_0`.
     pub fn description(&self) -> String {
         let format = match &self.weights {
             Weights::Gguf(_) => "GGUF",
@@ -140,7 +143,7 @@ impl Checkpoint {
         format!("{format}, {}", encodings.join(" + "))
     }
 
-    /// A weight matrix, row by row in f32.
+    /// Returns a weight matrix, row by row in f32.
     ///
     /// # Errors
     /// As [`open`](Self::open) for a weight that this model does not have.
@@ -161,10 +164,10 @@ impl Checkpoint {
         Ok(MatrixSource::new(rows, cols, data))
     }
 
-    /// A weight vector in f32.
+    /// Returns a weight vector in f32.
     ///
     /// # Errors
-    /// As [`matrix`](Self::matrix), and `NotFinite` when an element is infinite or no number.
+    /// As [`matrix`](Self::matrix), and `NotFinite` when an element is infinite or NaN.
     ///
     /// # Panics
     /// When `weight` is a matrix.
@@ -180,8 +183,8 @@ impl Checkpoint {
         Ok(values)
     }
 
-    /// What was read of the files no longer counts as this process's memory. Without it, a process
-    /// that has packed its weights would have held them twice.
+    /// Drops the pages read so far from this process's resident memory. Otherwise the weights would be
+    /// resident twice after packing.
     pub(crate) fn forget_pages(&self) {
         match &self.weights {
             Weights::Gguf(file) => file.forget_pages(),
@@ -198,7 +201,7 @@ impl Checkpoint {
         }
     }
 
-    /// A stored weight whose shape is as the configuration says.
+    /// Returns a stored weight after checking its shape against the configuration.
     fn checked(&self, weight: Weight) -> Result<StoredTensor<'_>, ModelError> {
         let tensor = self.stored(weight)?;
         let wanted = weight.shape(&self.config).dims();
@@ -211,7 +214,7 @@ impl Checkpoint {
                 wanted,
             });
         }
-        // Files are checked when opened: a tensor has its bytes, in whole blocks.
+        // Files are checked when opened: a tensor has all its bytes, in whole blocks.
         let cols = wanted.last().map_or(0, |&cols| cols as usize);
         let rows = (weight.shape(&self.config).elements() as usize).checked_div(cols).unwrap_or(0);
         assert_eq!(
@@ -223,7 +226,7 @@ impl Checkpoint {
         Ok(tensor)
     }
 
-    /// The error for an element of a stored weight that is infinite or no number.
+    /// Returns the error for an element of a stored weight that is infinite or NaN.
     pub(crate) fn not_finite(&self, weight: Weight, element: usize, found: f32) -> ModelError {
         match self.checked(weight) {
             Ok(tensor) => tensor.not_finite(element, found),
@@ -274,7 +277,7 @@ impl fmt::Debug for Checkpoint {
 }
 
 impl StoredTensor<'_> {
-    /// Decodes all of it; refuses what is not finite.
+    /// Decodes all elements; rejects non-finite ones.
     fn read_vector(&self, out: &mut [f32]) -> Result<(), ModelError> {
         self.encoding.decode_row(self.bytes, out);
         match out.iter().position(|value| !value.is_finite()) {
@@ -294,7 +297,7 @@ impl StoredTensor<'_> {
     }
 }
 
-/// The kind of model at a path.
+/// Kind of model at a path.
 enum Location {
     Gguf { file: PathBuf },
     Folder { config: PathBuf },
@@ -327,7 +330,7 @@ impl Location {
     }
 }
 
-/// Reads `config.json` and, beside it, `generation_config.json` if it is there.
+/// Reads `config.json` and, if it exists, `generation_config.json` beside it.
 fn read_config(path: &Path) -> Result<ModelConfig, ModelError> {
     let config = read_json(path)?;
     let generation_path = path.with_file_name("generation_config.json");
@@ -337,7 +340,7 @@ fn read_config(path: &Path) -> Result<ModelConfig, ModelError> {
 }
 
 fn read_json(path: &Path) -> Result<JsonFile, ModelError> {
-    // A shard index of a very large model is some 10 MB; configurations are a few kB.
+    // A shard index of a very large model has about 10 MB; configurations have a few kB.
     const BYTES_MAX: u64 = 64 << 20;
     let metadata = std::fs::metadata(path).map_err(io_error(path, "open"))?;
     // Opening a FIFO blocks.

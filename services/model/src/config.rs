@@ -1,4 +1,4 @@
-//! What a checkpoint says about its model, whichever format says it.
+//! Model configuration, independent of the checkpoint format.
 
 mod architecture;
 mod gguf_metadata;
@@ -15,7 +15,7 @@ pub(crate) use self::{
 };
 use crate::{error::ModelError, rope, weight::Weight};
 
-/// A model's shape and constants, validated: every division below is exact, every size bounded.
+/// Validated shape and constants of a model: every division below is exact, every size is bounded.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ModelConfig {
     pub architecture: Architecture,
@@ -23,70 +23,72 @@ pub struct ModelConfig {
     pub hidden_size: usize,
     pub layer_count: usize,
     pub query_head_count: usize,
-    /// Divides `query_head_count`.
+    /// Number of KV heads; divides `query_head_count`.
     pub kv_head_count: usize,
-    /// Even.
+    /// Head size in elements; even.
     pub head_dim: usize,
-    /// Width of the feed-forward network's middle.
+    /// Width of the intermediate layer of the feed-forward network.
     pub ffn_size: usize,
     pub vocab_size: usize,
-    /// Longest sequence the model was trained for, in tokens.
+    /// Maximum sequence length of the model in tokens.
     pub context_tokens: usize,
     pub rms_eps: f32,
     pub rope_theta: f32,
     pub rope_scaling: RopeScaling,
     /// `None` when every layer sees the whole sequence.
     pub sliding_window: Option<SlidingWindow>,
-    /// The output projection is the embedding.
+    /// Whether the output projection is the embedding.
     pub tied_output: bool,
     pub bos_token_id: Option<u32>,
-    /// Each ends an answer.
+    /// Tokens that end an answer.
     pub eos_token_ids: Vec<u32>,
 }
 
-/// How rope frequencies are stretched for contexts beyond those of the first training.
+/// Scaling of the rope frequencies for contexts longer than in the first training.
 #[derive(Clone, Debug, PartialEq)]
 pub enum RopeScaling {
     None,
-    /// All frequencies divided by `factor`.
+    /// All frequencies are divided by `factor`.
     Linear {
         factor: f32,
     },
-    /// Long wavelengths divided by `factor`, short ones kept, those between blended.
+    /// Frequencies of long wavelengths are divided by `factor`, those of short ones are kept, and those
+    /// between are interpolated.
     Llama3 {
         factor: f32,
         low_frequency_factor: f32,
         high_frequency_factor: f32,
         original_context_tokens: f32,
     },
-    /// Each frequency divided by its own number (`head_dim / 2` of them): GGUF's `rope_freqs`.
+    /// Each frequency is divided by its own divisor (`head_dim / 2` of them): GGUF's `rope_freqs`.
     Divisors(Vec<f32>),
 }
 
-/// Some layers, or all, see only the last tokens of a sequence.
+/// Sliding window: some or all layers see only the last tokens of a sequence.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SlidingWindow {
-    /// What a token sees, itself the last.
+    /// Tokens that a token sees, including itself as the last.
     pub tokens: NonZeroUsize,
-    /// Which layers have the window: one entry for each, at least one true.
+    /// Whether each layer has the window; at least one entry is true.
     pub layers: Vec<bool>,
 }
 
 impl SlidingWindow {
-    /// A window in those layers that `has_window` names; `None` when that is none, or 0 tokens.
+    /// Creates a window for the layers that `has_window` selects; returns `None` when no layer or 0
+    /// tokens are selected.
     fn of_layers(
         tokens: usize,
         layer_count: usize,
         has_window: impl Fn(usize) -> bool,
     ) -> Option<Self> {
         let tokens = NonZeroUsize::new(tokens)?;
-        // A count beyond is refused later; it must not be allocated before.
+        // A count above the limit is rejected later, and must not be allocated before.
         let layers: Vec<bool> = (0..layer_count.min(LAYERS_MAX)).map(has_window).collect();
         layers.contains(&true).then_some(Self { tokens, layers })
     }
 }
 
-// Far above every published model, low enough that sizes of weights and KV do not overflow.
+// Far above every published model, and low enough that sizes of weights and KV do not overflow.
 const HIDDEN_MAX: usize = 1 << 17;
 const LAYERS_MAX: usize = 4096;
 const HEADS_MAX: usize = 4096;
@@ -96,7 +98,7 @@ const VOCAB_MAX: usize = 1 << 22;
 const CONTEXT_MAX: usize = 1 << 26;
 
 impl ModelConfig {
-    /// `path` is the file that said so, for the error.
+    /// Validates the configuration. `path` names its file in errors.
     pub(crate) fn validate(self, path: &Path) -> Result<Self, ModelError> {
         let bad = |name: &'static str, found: String, allowed: String| {
             Err(ModelError::ConfigValue { path: path.into(), name, found, allowed })
@@ -123,7 +125,7 @@ impl ModelConfig {
         if !self.head_dim.is_multiple_of(2) {
             return bad("head dimension", self.head_dim.to_string(), "an even number".into());
         }
-        // NaN is in no range.
+        // NaN is outside every range.
         if !(0.0..=0.1).contains(&self.rms_eps) {
             return bad("RMS norm epsilon", self.rms_eps.to_string(), "0 to 0.1".into());
         }
@@ -179,15 +181,15 @@ impl ModelConfig {
         Ok(self)
     }
 
-    /// Among how many ranks the model can be shared out, 1 first: each has as many KV heads as the
-    /// others, and as many rows of the feed-forward network.
+    /// Returns the supported numbers of ranks, 1 first: all ranks have equally many KV heads and rows
+    /// of the feed-forward network.
     pub fn rank_counts(&self) -> impl Iterator<Item = usize> {
         let counts = [self.kv_head_count, self.ffn_size];
         let most = self.vocab_size.min(RANKS_MAX);
         (1..=most).filter(move |&of| counts.iter().all(|count| count.is_multiple_of(of)))
     }
 
-    /// Refuses a group that the model cannot be shared out among.
+    /// Rejects a group over which the model cannot be sharded.
     pub fn check_shard(&self, shard: Shard) -> Result<(), ModelError> {
         if self.rank_counts().any(|of| of == shard.of()) {
             return Ok(());
@@ -200,7 +202,7 @@ impl ModelConfig {
         })
     }
 
-    /// The heads that a rank computes.
+    /// Returns the heads that a rank computes.
     pub fn head_shape_of(&self, shard: Shard) -> HeadShape {
         HeadShape {
             query_heads: shard.part(self.query_head_count).len(),
@@ -217,7 +219,7 @@ impl ModelConfig {
         }
     }
 
-    /// How the KV of all layers and heads lies in a block.
+    /// Returns the KV layout of a block with all layers and heads.
     pub fn kv_layout(&self, dtype: Dtype) -> KvLayout {
         KvLayout {
             layer_count: self.layer_count,
@@ -227,49 +229,52 @@ impl ModelConfig {
         }
     }
 
-    /// As [`Self::kv_layout`], of a rank's heads alone.
+    /// Returns the KV layout of a block with a rank's heads only.
     pub fn kv_layout_of(&self, dtype: Dtype, shard: Shard) -> KvLayout {
         let kv_head_count = shard.part(self.kv_head_count).len();
         KvLayout { kv_head_count, ..self.kv_layout(dtype) }
     }
 
-    /// What attention scores are multiplied by.
+    /// Returns the factor of attention scores.
     pub fn attention_scale(&self) -> f32 {
         1.0 / (self.head_dim as f32).sqrt()
     }
 
-    /// How many tokens a layer's attention sees, where that is bounded.
+    /// Returns the number of tokens that a layer's attention sees, if bounded.
     pub fn window(&self, layer: usize) -> Option<NonZeroUsize> {
         let window = self.sliding_window.as_ref()?;
         window.layers[layer].then_some(window.tokens)
     }
 
-    /// Radians per position of each of the `head_dim / 2` rotary pairs, scaling applied.
+    /// Returns the radians per position of each of the `head_dim / 2` rotary pairs, with scaling
+    /// applied.
     pub fn rope_frequencies(&self) -> Vec<f32> {
         rope::frequencies(self.rope_theta, self.head_dim, &self.rope_scaling)
     }
 
-    /// Elements of all weights; a tied output is counted once.
+    /// Returns the elements of all weights; a tied output counts once.
     pub fn parameter_count(&self) -> u64 {
         Weight::all(self).map(|weight| weight.shape(self).elements()).sum()
     }
 
-    /// Elements of the weights that a rank holds: a tied output's part is there beside the embedding.
+    /// Returns the elements of the weights that a rank holds; a rank's part of a tied output is stored
+    /// beside the embedding.
     pub fn parameter_count_of(&self, shard: Shard) -> u64 {
         let tied = self.tied_output && !shard.is_whole();
         let weights = Weight::all(self).chain(tied.then_some(Weight::Output));
         weights.map(|weight| weight.part(self, shard).elements()).sum()
     }
 
-    /// Elements of the weights that every forward reads whole: of an embedding table that is not the
-    /// output as well, only the rows of its tokens are.
+    /// Returns the elements of the weights that every forward pass reads in full. An embedding table
+    /// that is not also the output does not count: only the rows of the tokens are read.
     pub fn forward_parameter_count(&self) -> u64 {
         let looked_up = |weight: &Weight| *weight == Weight::Embedding && !self.tied_output;
         let read = Weight::all(self).filter(|weight| !looked_up(weight));
         read.map(|weight| weight.shape(self).elements()).sum()
     }
 
-    /// Bytes of KV that one more token reads which has `tokens` before it, itself among them.
+    /// Returns the bytes of KV that attention reads for one more token after `tokens` tokens, including
+    /// its own KV.
     pub fn kv_read_bytes(&self, tokens: usize, dtype: Dtype) -> u64 {
         let token_bytes = 2 * self.kv_head_count * self.head_dim * dtype.bytes();
         let seen = |layer| self.window(layer).map_or(tokens, |window| tokens.min(window.get()));

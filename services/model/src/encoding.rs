@@ -1,4 +1,4 @@
-//! How elements lie in a checkpoint, and how a row of them becomes f32.
+//! Element encodings of checkpoints, and their decoding to f32.
 
 mod blocks;
 
@@ -6,7 +6,7 @@ use gguf::TensorKind;
 use half::{bf16, f16};
 use kernels::Dtype;
 
-/// The encodings that can be read.
+/// Supported encodings.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Encoding {
     F32,
@@ -70,14 +70,15 @@ impl Encoding {
         }
     }
 
-    /// Bytes of a row of `cols` elements; `None` when they are no whole number of blocks.
+    /// Returns the bytes of a row of `cols` elements; `None` when they are not a whole number of
+    /// blocks.
     pub fn row_bytes(self, cols: usize) -> Option<usize> {
         let block = self.kind().block()?;
         let (elements, bytes) = (block.elements as usize, block.bytes as usize);
         cols.is_multiple_of(elements).then(|| cols / elements * bytes)
     }
 
-    /// Whether elements lie in a file as this machine has them in memory.
+    /// Returns whether the file's elements have this machine's in-memory representation.
     pub fn is(self, dtype: Dtype) -> bool {
         let is_same = match dtype {
             Dtype::F32 => self == Encoding::F32,
@@ -99,15 +100,15 @@ impl Encoding {
         if before == 0 && out.len().is_multiple_of(elements) {
             return self.decode_row(row, out);
         }
-        // A block that begins or ends elsewhere is decoded whole.
+        // A block that is only partly wanted is decoded as a whole.
         let mut whole = vec![0.0; (before + out.len()).next_multiple_of(elements)];
         self.decode_row(row, &mut whole);
         out.copy_from_slice(&whole[before..before + out.len()]);
     }
 
-    /// Decodes `row`, the `row_bytes(out.len())` bytes of one row, into `out`. A product or a sum
-    /// rounds once to f32; F32, F16 and BF16 do not round at all. Where `row` is shorter than that,
-    /// what it has no whole block for stays as it was; files are checked when they are opened.
+    /// Decodes `row`, the `row_bytes(out.len())` bytes of one row, into `out`. Each multiplication or
+    /// addition rounds once to f32; F32, F16 and BF16 do not round at all. If `row` is shorter, the
+    /// elements beyond its last whole block stay unchanged; files are checked when they are opened.
     pub fn decode_row(self, row: &[u8], out: &mut [f32]) {
         match self {
             Encoding::F32 => each(row, out, |bytes, [value]| *value = f32::from_le_bytes(*bytes)),
@@ -129,7 +130,7 @@ impl Encoding {
     }
 }
 
-/// Decodes block after block; the blocks' sizes are those of `decode`.
+/// Decodes block by block; `decode` has the sizes of the blocks.
 fn each<const BYTES: usize, const ELEMENTS: usize>(
     row: &[u8],
     out: &mut [f32],
@@ -164,8 +165,8 @@ mod tests {
         assert_eq!(decode(Encoding::Bf16, &[0x80, 0x3f, 0xc0, 0xff], 2)[0], 1.0);
     }
 
-    /// The fixture holds, for every quantised kind, a tensor of random blocks and a second one of
-    /// the same name with `.f32` behind it: what the `gguf` Python package makes of the first.
+    /// Compares with a fixture that holds, for every quantised kind, a tensor of random blocks and a
+    /// second tensor with suffix `.f32`: the first as decoded by the `gguf` Python package.
     #[test]
     fn quantised_blocks_equal_those_of_the_python_package_bit_for_bit() {
         let file = include_bytes!("../tests/fixtures/quantised.gguf");
@@ -201,7 +202,7 @@ mod tests {
     }
 
     proptest! {
-        /// A block that is not whole is no block.
+        /// An incomplete block is ignored.
         #[test]
         fn truncated_rows_are_decoded_as_far_as_they_go(
             encoding in prop::sample::select(Encoding::all()),

@@ -1,18 +1,18 @@
-//! Why a model cannot be opened.
+//! Errors of opening a model.
 
 use std::path::PathBuf;
 
-/// Every way in which opening or reading a checkpoint fails. All name the file.
+/// Error of opening or reading a checkpoint. Every message names the file.
 #[derive(Debug, thiserror::Error)]
 pub enum ModelError {
     #[error("cannot {action} {}: {source}", path.display())]
     Io { path: PathBuf, action: &'static str, source: std::io::Error },
-    /// The path holds nothing that can be opened as asked.
+    /// The path does not hold a model of the requested kind.
     #[error("{} is no model: {reason}", path.display())]
     NotAModel { path: PathBuf, reason: String },
     #[error("{}: {source}", path.display())]
     Gguf { path: PathBuf, source: gguf::GgufError },
-    #[error("{}: the safetensors header is unusable: {source}", path.display())]
+    #[error("{}: the safetensors header is invalid: {source}", path.display())]
     Safetensors { path: PathBuf, source: safetensors::SafeTensorError },
     #[error("{}: not valid JSON: {source}", path.display())]
     Json { path: PathBuf, source: serde_json::Error },
@@ -26,12 +26,12 @@ pub enum ModelError {
     /// A value of the configuration is out of bounds or contradicts another.
     #[error("{}: {name} is {found}; allowed is {allowed}", path.display())]
     ConfigValue { path: PathBuf, name: &'static str, found: String, allowed: String },
-    /// The configuration asks for something that is not built.
+    /// The configuration requires an unsupported feature.
     #[error("{}: {key} is {found}, which is not supported; supported is {supported}", path.display())]
     Unsupported { path: PathBuf, key: String, found: String, supported: &'static str },
     #[error("{}: tensor {tensor:?} is missing (wanted shape {wanted:?})", path.display())]
     MissingTensor { path: PathBuf, tensor: String, wanted: Vec<u64> },
-    /// Ignoring a weight would give wrong answers in silence.
+    /// The checkpoint has an unknown weight. Ignoring it would silently give wrong output.
     #[error("{}: tensor {tensor:?} at offset {offset} is not part of the {architecture} architecture", path.display())]
     UnknownTensor { path: PathBuf, tensor: String, offset: u64, architecture: &'static str },
     #[error(
@@ -65,7 +65,7 @@ pub enum ModelError {
     )]
     NotFinite { path: PathBuf, tensor: String, offset: u64, element: usize, found: f32 },
     #[error(
-        "{ranks} ranks cannot share the model's {kv_heads} KV heads and feed-forward size {ffn_size}; \
+        "cannot shard the model's {kv_heads} KV heads and feed-forward size {ffn_size} over {ranks} ranks; \
          allowed are {}",
         allowed.iter().map(|count| count.to_string()).collect::<Vec<_>>().join(", ")
     )]

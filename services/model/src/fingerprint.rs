@@ -1,10 +1,10 @@
-//! One number that two nodes compare to know that they hold the same model.
+//! Fingerprint that two nodes compare to check that they hold the same model.
 
 use xxhash_rust::xxh3::Xxh3;
 
 use crate::config::{ModelConfig, RopeScaling, SlidingWindow};
 
-/// What of one stored weight enters the fingerprint.
+/// Inputs of the fingerprint from one stored weight.
 pub struct DirectoryEntry<'a> {
     pub name: &'a str,
     pub encoding: &'static str,
@@ -12,19 +12,19 @@ pub struct DirectoryEntry<'a> {
     pub bytes: &'a [u8],
 }
 
-/// Windows of each weight that are hashed: fine-tuned models differ nearly everywhere, so a few
-/// pages of every tensor tell them apart and even the largest file opens in moments.
+/// Windows of each weight that are hashed. Fine-tuned models differ nearly everywhere, so a few pages of
+/// every tensor distinguish them, and even the largest file opens quickly.
 const WINDOWS: usize = 4;
 const WINDOW_BYTES: usize = 256;
 
-/// xxh3-128 over configuration, seed of dummy weights, directory and samples.
+/// Computes the xxh3-128 hash over configuration, seed of dummy weights, directory and samples.
 pub fn of<'a>(
     config: &ModelConfig,
     dummy_seed: Option<u64>,
     directory: impl Iterator<Item = DirectoryEntry<'a>>,
 ) -> u128 {
     let mut hash = Hash(Xxh3::new());
-    // Changes whenever the meaning of what follows does.
+    // Changes whenever the meaning of the following bytes changes.
     hash.bytes(b"baton model 2");
     hash.config(config);
     hash.numbers(&[dummy_seed.is_some().into(), dummy_seed.unwrap_or(0)]);
@@ -40,7 +40,7 @@ pub fn of<'a>(
 struct Hash(Xxh3);
 
 impl Hash {
-    /// Length first, so that neighbours cannot be confused.
+    /// Hashes the length first, so that neighbouring fields cannot be confused.
     fn bytes(&mut self, bytes: &[u8]) {
         self.0.update(&(bytes.len() as u64).to_le_bytes());
         self.0.update(bytes);
@@ -61,7 +61,7 @@ impl Hash {
     }
 
     fn config(&mut self, config: &ModelConfig) {
-        // Taken apart, so that a new field cannot be forgotten here.
+        // Destructured, so that a new field cannot be forgotten here.
         let ModelConfig {
             architecture,
             hidden_size,
@@ -131,7 +131,7 @@ impl Hash {
         self.numbers(&eos_token_ids.iter().map(|&id| id.into()).collect::<Vec<_>>());
     }
 
-    /// A few windows, evenly spread, the first and last bytes among them.
+    /// Hashes a few evenly spaced windows, including the first and last bytes.
     fn sample(&mut self, bytes: &[u8]) {
         if bytes.len() <= WINDOWS * WINDOW_BYTES {
             return self.bytes(bytes);

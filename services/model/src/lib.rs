@@ -1,14 +1,14 @@
-//! Models: their configuration, their weights on disk, and the forward pass of each architecture.
+//! Models: configuration, weights on disk, and the forward pass of each architecture.
 //!
 //! * [`Checkpoint`] opens a GGUF file, a Hugging Face folder, or (with [`LoadFormat::Dummy`]) a
-//!   `config.json` alone, checks that every weight is there in its shape, and serves weights row by
-//!   row in f32, in Hugging Face's order.
-//! * [`ModelConfig`] is what both formats say about the model, validated.
+//!   `config.json` alone. It checks that every weight exists with the right shape, and provides weights row
+//!   by row in f32, in Hugging Face's order.
+//! * [`ModelConfig`] is the validated configuration, from either format.
 //! * [`Llama`] packs the weights for a backend of crate `kernels` and runs the forward pass of every
 //!   [`Architecture`].
 //!
-//! Left out: tokenizers and templates (crate `text`), batching and sampling (crate `engine`),
-//! arithmetic (crate `kernels`).
+//! Other crates have tokenizers and templates (`text`), batching and sampling (`engine`), and arithmetic
+//! (`kernels`).
 
 #![forbid(unsafe_code)]
 

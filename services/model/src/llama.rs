@@ -1,5 +1,5 @@
-//! Packing a model's weights, and its forward pass from top to bottom: Llama's, with what sets other
-//! architectures apart named where it is done.
+//! Packs a model's weights and runs its forward pass: Llama's, with the differences of other architectures
+//! named where they occur.
 
 use std::num::NonZeroUsize;
 
@@ -16,19 +16,19 @@ use crate::{
     weight::{LayerWeight, Weight, WeightPart},
 };
 
-/// A loaded model, or what one rank has of it: packed weights, and room for the activations of one
-/// step. What the ranks exchange is the backend's business.
+/// Loaded model, or one rank's shard of it: packed weights and the activations of one step. The backend
+/// performs the collectives of the ranks.
 pub struct Llama<B: Backend> {
     config: ModelConfig,
     shard: Shard,
     limits: Limits,
-    /// The rank's.
+    /// Heads of the rank.
     heads: HeadShape,
     rope_frequencies: B::Vector,
     embedding: B::Matrix,
     layers: Vec<Layer<B>>,
     output_norm: B::Vector,
-    /// `None` when it is the embedding: of one rank alone.
+    /// Output projection; `None` when it is the embedding, which is possible on a single rank only.
     output: Option<B::Matrix>,
     activations: Activations<B>,
 }
@@ -39,9 +39,9 @@ struct Layer<B: Backend> {
     qkv: B::Matrix,
     /// `[qkv_width]`: Qwen2.
     qkv_bias: Option<B::Vector>,
-    /// Of every query head and of every key head: Qwen3.
+    /// Norms of query heads and key heads: Qwen3.
     head_norms: Option<HeadNorms<B>>,
-    /// Tokens that attention sees: Mistral, and some layers of Qwen.
+    /// Tokens that attention sees, in layers with a sliding window: Mistral, and some layers of Qwen.
     window: Option<NonZeroUsize>,
     /// `[hidden][query_width]`.
     attention_output: B::Matrix,
@@ -57,7 +57,7 @@ struct HeadNorms<B: Backend> {
     key: B::Vector,
 }
 
-/// Reused by every layer of every step.
+/// Activations, reused by every layer of every step.
 struct Activations<B: Backend> {
     /// The residual stream `[rows][hidden]`.
     residual: B::Buffer,
@@ -67,30 +67,31 @@ struct Activations<B: Backend> {
     qkv: B::Buffer,
     /// `[rows][query_width]`.
     attended: B::Buffer,
-    /// What attention or feed-forward adds to the residual stream `[rows][hidden]`.
+    /// Output of attention or feed-forward that is added to the residual stream `[rows][hidden]`.
     delta: B::Buffer,
     /// `[rows][2 * ffn]`.
     gate_up: B::Buffer,
     /// `[rows][ffn]`.
     activated: B::Buffer,
-    /// Of the rows that sample, once no others are asked for: `[sampled_rows][query_width]`
+    /// Attention output of the rows that sample, used after the last attention:
+    /// `[sampled_rows][query_width]`
     sampled_attended: B::Buffer,
-    /// and `[sampled_rows][hidden]`.
+    /// and their residual stream `[sampled_rows][hidden]`.
     sampled_residual: B::Buffer,
     /// `[sampled_rows][vocab]`.
     logits: B::Buffer,
 }
 
-/// The largest step.
+/// Limits of a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
-    /// Token rows of one forward.
+    /// Maximum token rows of a forward pass.
     pub rows_max: usize,
-    /// Rows of one forward that sample.
+    /// Maximum rows of a forward pass that sample.
     pub sampled_max: usize,
 }
 
-/// How far loading has come, in weight elements.
+/// Progress of loading, in weight elements.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LoadProgress {
     pub parameters_done: u64,
@@ -98,12 +99,12 @@ pub struct LoadProgress {
 }
 
 impl<B: Backend> Llama<B> {
-    /// Packs for `backend` every weight, or what its [`Backend::shard`] has of it, and reserves the
-    /// activations of the largest step. `progress` is told after every matrix.
+    /// Packs every weight, or the part in [`Backend::shard`], for `backend`, and allocates the
+    /// activations of the largest step. Calls `progress` after every matrix.
     ///
     /// # Errors
-    /// As [`Checkpoint::matrix`] and [`Checkpoint::vector`]; when the model cannot be shared out
-    /// among so many ranks.
+    /// As [`Checkpoint::matrix`] and [`Checkpoint::vector`]; when the model cannot be sharded over this
+    /// number of ranks.
     pub fn load(
         checkpoint: &Checkpoint,
         backend: &B,
@@ -197,24 +198,24 @@ impl<B: Backend> Llama<B> {
         &self.config
     }
 
-    /// The part of the model that this is.
+    /// Returns the shard of the model that this value holds.
     pub fn shard(&self) -> Shard {
         self.shard
     }
 
-    /// Where the last forward, or its replay, left them: `[sampled_rows][vocab]`, of a rank those of
-    /// its [tokens](Shard::tokens).
+    /// Returns the logits of the last forward pass or its replay: `[sampled_rows][vocab]`; on a rank
+    /// those of its [tokens](Shard::tokens).
     pub fn logits(&self) -> &B::Buffer {
         &self.activations.logits
     }
 
     /// Computes one step: stores the KV of its rows in their blocks and returns the logits
-    /// `[sampled_rows][vocab]`, in the order of the step's sampled rows; a rank those of its
+    /// `[sampled_rows][vocab]`, in the order of the step's sampled rows; on a rank those of its
     /// [tokens](Shard::tokens).
     ///
     /// # Panics
-    /// When the step is larger than the limits, or its blocks have another layout than this model's
-    /// KV: defects of the executor.
+    /// When the step exceeds the limits, or its blocks have another layout than this model's KV. Both
+    /// are bugs of the executor.
     pub fn forward(&mut self, backend: &mut B, step: &mut B::Step) -> &B::Buffer {
         let Self { config, shard, limits, heads, activations, .. } = self;
         let (heads, eps, scale) = (*heads, config.rms_eps, config.attention_scale());
@@ -261,7 +262,7 @@ impl<B: Backend> Llama<B> {
             backend.attention(index, heads, scale, layer.window, qkv, step, attended);
             let (mut rows, mut attended, mut residual) = (rows, &*attended, &mut *residual);
             if next.is_none() && sampled_rows < rows {
-                // Behind the last attention no row is asked for but those that sample.
+                // After the last attention only the rows that sample are needed.
                 backend.gather_sampled(attended, step, sampled_attended);
                 backend.gather_sampled(residual, step, sampled_residual);
                 (rows, attended) = (sampled_rows, &*sampled_attended);
@@ -282,7 +283,7 @@ impl<B: Backend> Llama<B> {
     }
 }
 
-/// Hands weights to the backend and counts them.
+/// Passes weights to the backend and counts them.
 struct Packer<'a, B: Backend> {
     checkpoint: &'a Checkpoint,
     backend: &'a B,
@@ -293,7 +294,7 @@ struct Packer<'a, B: Backend> {
 }
 
 impl<'a, B: Backend> Packer<'a, B> {
-    /// The rank's parts of `weights` on top of each other, as one matrix.
+    /// Packs the rank's parts of `weights`, stacked by rows, as one matrix.
     fn matrix(&mut self, weights: &[Weight]) -> Result<B::Matrix, ModelError> {
         let parts = weights
             .iter()
@@ -302,13 +303,13 @@ impl<'a, B: Backend> Packer<'a, B> {
         self.pack(weights, parts)
     }
 
-    /// The rank's rows of the embedding.
+    /// Packs the rank's rows of the embedding.
     fn tied_output(&mut self) -> Result<B::Matrix, ModelError> {
         let part = self.part(Weight::Embedding, Weight::Output)?;
         self.pack(&[Weight::Embedding], vec![part])
     }
 
-    /// Of `weight` the part that the rank has of `like`, which is of its shape.
+    /// Returns the part of `weight` that the rank loads of `like`, which has the same shape.
     fn part(&self, weight: Weight, like: Weight) -> Result<MatrixSource<'a>, ModelError> {
         let WeightPart { rows, cols } = like.part(self.checkpoint.config(), self.shard);
         Ok(self.checkpoint.matrix(weight)?.part(rows, cols))
@@ -329,7 +330,7 @@ impl<'a, B: Backend> Packer<'a, B> {
         Ok(matrix)
     }
 
-    /// The rank's parts of `weights` behind each other, as one vector.
+    /// Returns the rank's parts of `weights`, concatenated, as one vector.
     fn vector(&mut self, weights: &[Weight]) -> Result<B::Vector, ModelError> {
         let mut values = Vec::new();
         for &weight in weights {

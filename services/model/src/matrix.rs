@@ -1,4 +1,4 @@
-//! Weight matrices as row sources for a backend to pack.
+//! Weight matrices as row sources that a backend packs.
 
 use std::{
     ops::Range,
@@ -9,14 +9,13 @@ use kernels::{Dtype, RowSource, backend::convert_rows};
 
 use crate::{checkpoint::dummy::RandomRows, encoding::Encoding};
 
-/// One matrix of a checkpoint, or a part of it, decoded to f32 row by row, in Hugging Face's row
-/// order.
+/// Matrix of a checkpoint, or a part of it, decoded to f32 row by row, in Hugging Face's row order.
 #[derive(Clone, Debug)]
 pub struct MatrixSource<'a> {
-    /// The part that is read; rows and columns of a part count from its first.
+    /// Rows of the part; rows and columns of a part count from 0.
     rows: Range<usize>,
     cols: Range<usize>,
-    /// Rows and columns of the whole.
+    /// Rows and columns of the whole matrix.
     stored_rows: usize,
     stored_cols: usize,
     data: MatrixData<'a>,
@@ -33,17 +32,17 @@ pub(crate) enum MatrixData<'a> {
     Random(RandomRows),
 }
 
-/// In which order a file holds the rows of a query or key projection.
+/// Order in which a file stores the rows of a query or key projection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum RowOrder {
-    /// As Hugging Face: rotary pairs are rows i and i + dim/2 of a head.
+    /// Hugging Face's order: rotary pairs are rows i and i + dim/2 of a head.
     Halves,
-    /// As llama.cpp's converter writes the `llama` architecture: pairs are neighbours.
+    /// Order of llama.cpp's converter for the `llama` architecture: rotary pairs are adjacent.
     Pairs { head_dim: usize },
 }
 
 impl RowOrder {
-    /// Where the file holds row `row` of Hugging Face's order.
+    /// Returns the index in the file of row `row` in Hugging Face's order.
     pub(crate) fn stored_row(self, row: usize) -> usize {
         match self {
             RowOrder::Halves => row,
@@ -61,10 +60,10 @@ impl<'a> MatrixSource<'a> {
         Self { rows: 0..rows, cols: 0..cols, stored_rows: rows, stored_cols: cols, data }
     }
 
-    /// Some rows and columns of it. Of a file, no more than those are read.
+    /// Returns some rows and columns. Only these are read from the file.
     ///
     /// # Panics
-    /// When it has not all of them.
+    /// When the matrix does not have all of them.
     pub fn part(&self, rows: Range<usize>, cols: Range<usize>) -> Self {
         assert!(rows.start <= rows.end && rows.end <= self.rows.len(), "{rows:?} are rows");
         assert!(cols.start <= cols.end && cols.end <= self.cols.len(), "{cols:?} are columns");
@@ -74,7 +73,7 @@ impl<'a> MatrixSource<'a> {
         Self { rows: within(&self.rows, rows), cols: within(&self.cols, cols), ..self.clone() }
     }
 
-    /// Number of an element in the file's order.
+    /// Returns the index of an element in the file's order.
     fn stored_element(&self, row: usize, column: usize) -> usize {
         let row = self.rows.start + row;
         let stored_row = match &self.data {
@@ -107,7 +106,7 @@ impl RowSource for MatrixSource<'_> {
         }
     }
 
-    /// Bytes that are stored as they are wanted are copied.
+    /// Copies bytes that are stored in the requested type.
     fn read_rows(&self, first: usize, dtype: Dtype, out: &mut [u8]) {
         let MatrixData::Stored { bytes, encoding, order } = &self.data else {
             return convert_rows(self, first, dtype, out);
@@ -129,15 +128,17 @@ impl RowSource for MatrixSource<'_> {
     }
 }
 
-/// Matrices of equal width on top of each other: Q, K and V; gate and up.
+/// Matrices of equal width stacked by rows: Q, K and V; gate and up.
 #[derive(Clone, Debug)]
 pub struct StackedRows<'a> {
     parts: Vec<MatrixSource<'a>>,
 }
 
 impl<'a> StackedRows<'a> {
+    /// Stacks the parts.
+    ///
     /// # Panics
-    /// When there are no parts, or their widths differ; a model's validated shapes are neither.
+    /// When there are no parts, or their widths differ; a model's validated shapes exclude both.
     pub fn new(parts: Vec<MatrixSource<'a>>) -> Self {
         assert!(!parts.is_empty() && parts.iter().all(|part| part.cols() == parts[0].cols()));
         Self { parts }
@@ -183,19 +184,19 @@ impl RowSource for StackedRows<'_> {
     }
 }
 
-/// Passes rows on and remembers the first, by number, that has an element which is infinite or no
-/// number: whoever packs them has no way to refuse one.
+/// Passes rows through and records the element with the lowest row that is infinite or NaN: a backend that
+/// packs the rows cannot return an error.
 pub(crate) struct CheckedRows<'a> {
     rows: StackedRows<'a>,
     first_bad: AtomicUsize,
 }
 
-/// Where an element that is not finite stands.
+/// Place of an element that is not finite.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct NotFinite {
     /// Index of the matrix in the stack.
     pub part: usize,
-    /// In the file's order of elements.
+    /// Index of the element in the file's order.
     pub element: usize,
     pub found: f32,
 }
@@ -205,7 +206,7 @@ impl<'a> CheckedRows<'a> {
         Self { rows, first_bad: AtomicUsize::new(usize::MAX) }
     }
 
-    /// What was met so far that is not finite.
+    /// Returns the first non-finite element found so far.
     pub fn not_finite(&self) -> Option<NotFinite> {
         let mut row = self.first_bad.load(Ordering::Relaxed);
         for (part, matrix) in self.rows.parts.iter().enumerate() {
@@ -233,7 +234,7 @@ impl RowSource for CheckedRows<'_> {
 
     fn read_row(&self, row: usize, out: &mut [f32]) {
         self.rows.read_row(row, out);
-        // Without a branch for each element, so that it takes no time beside the decoding.
+        // Without a branch per element, so that the check is negligible beside the decoding.
         let all_finite = out.iter().fold(true, |finite, value| finite & value.is_finite());
         if !all_finite {
             self.first_bad.fetch_min(row, Ordering::Relaxed);
@@ -243,7 +244,7 @@ impl RowSource for CheckedRows<'_> {
     fn read_rows(&self, first: usize, dtype: Dtype, out: &mut [u8]) {
         self.rows.read_rows(first, dtype, out);
         if !are_finite(dtype, out) {
-            // What is there says which; a large number that bf16 does not reach is none.
+            // The stored value decides: a large number outside bf16's range is finite.
             let mut values = vec![0.0; self.cols()];
             let rows = out.len() / (self.cols() * dtype.bytes());
             (first..first + rows).for_each(|row| self.read_row(row, &mut values));
@@ -251,8 +252,8 @@ impl RowSource for CheckedRows<'_> {
     }
 }
 
-/// No element is infinite or no number: none has all bits of its exponent set. Without branches, so
-/// that it takes no time beside the copying.
+/// Returns whether all elements are finite: a non-finite float has all exponent bits set. Without branches,
+/// so that the check is negligible beside the copying.
 fn are_finite(dtype: Dtype, elements: &[u8]) -> bool {
     match dtype {
         Dtype::Bf16 => {
@@ -273,7 +274,7 @@ mod tests {
 
     use super::*;
 
-    /// The converter's permutation, from its definition: a head's rows `[2][dim/2]` transposed.
+    /// Computes the converter's permutation from its definition: a head's rows `[2][dim/2]` transposed.
     fn permute(rows: &[u32], head_dim: usize) -> Vec<u32> {
         let mut out = Vec::new();
         for head in rows.chunks(head_dim) {
@@ -286,7 +287,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn reading_undoes_the_converters_permutation(heads in 1usize..6, half in 1usize..40) {
+        fn row_order_inverts_the_converters_permutation(heads in 1usize..6, half in 1usize..40) {
             let head_dim = half * 2;
             let rows: Vec<u32> = (0..(heads * head_dim) as u32).collect();
             let stored = permute(&rows, head_dim);
@@ -302,7 +303,7 @@ mod tests {
         }
     }
 
-    /// Whatever a file has and a device wants, in one piece or several, over every part's border.
+    /// Covers every stored and requested type, in one piece or several, across the boundaries of parts.
     #[test]
     fn rows_read_together_are_the_rows_read_one_by_one() {
         let values: Vec<f32> = (0..18 * 6).map(|i| (i as f32 - 50.0) * 0.37).collect();
@@ -337,7 +338,7 @@ mod tests {
         for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
             let mut values = vec![f32::from_bits(0x7f7f_0000); 40 * 33];
             (values[7 * 33 + 32], values[31 * 33 + 1]) = (bad, bad);
-            // Finite, though not in bf16, and before the others.
+            // Finite, though outside bf16's range, and before the non-finite elements.
             let in_f32: Vec<u8> = [f32::MAX]
                 .iter()
                 .chain(&values[1..])
@@ -364,7 +365,7 @@ mod tests {
         }
     }
 
-    /// In every encoding, from any column on: blocks of a quantised row may be cut through.
+    /// Covers every encoding and any first column: a part may begin inside a quantised block.
     #[test]
     fn a_part_has_the_rows_and_columns_of_the_whole() {
         let noise =

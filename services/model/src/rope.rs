@@ -1,14 +1,15 @@
-//! Rope frequencies, computed as transformers does: in f32, operation by operation.
+//! Rope frequencies, computed as in transformers: in f32, with the same operations.
 
 use std::f32::consts::PI;
 
 use crate::config::RopeScaling;
 
-/// Radians per position of each of the `head_dim / 2` pairs.
+/// Returns the radians per position of each of the `head_dim / 2` pairs.
 pub fn frequencies(theta: f32, head_dim: usize, scaling: &RopeScaling) -> Vec<f32> {
     let plain = (0..head_dim / 2).map(|pair| {
         let exponent = (2 * pair) as f32 / head_dim as f32;
-        // The power in f64, rounded once: within an ulp of every f32 library's.
+        // The power is computed in f64 and rounded once: within one ulp of every f32 library's
+        // result.
         1.0 / f64::from(theta).powf(f64::from(exponent)) as f32
     });
     match scaling {

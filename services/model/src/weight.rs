@@ -1,4 +1,4 @@
-//! The weights of a model: which there are, their shapes, and their names in each format.
+//! Weights of a model: their shapes, and their names in each format.
 
 use std::ops::Range;
 
@@ -11,7 +11,7 @@ use crate::config::{Architecture, ModelConfig};
 pub enum Weight {
     Embedding,
     OutputNorm,
-    /// The output projection; there is none when it is tied to the embedding.
+    /// Output projection; absent when it is tied to the embedding.
     Output,
     Layer(usize, LayerWeight),
 }
@@ -26,7 +26,7 @@ pub enum LayerWeight {
     QueryBias,
     KeyBias,
     ValueBias,
-    /// Normalises every query head by itself.
+    /// Weight of the norm that is applied to each query head.
     QueryNorm,
     KeyNorm,
     AttentionOutput,
@@ -36,7 +36,7 @@ pub enum LayerWeight {
     Down,
 }
 
-/// A weight's shape; matrices are `[rows][cols]` = `[out][in]`.
+/// Shape of a weight; matrices are `[rows][cols]` = `[out][in]`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum WeightShape {
     Vector { len: usize },
@@ -44,7 +44,7 @@ pub enum WeightShape {
 }
 
 impl WeightShape {
-    /// As checkpoints state it, slowest dimension first.
+    /// Returns the dimensions as checkpoints state them, slowest first.
     pub fn dims(self) -> Vec<u64> {
         match self {
             WeightShape::Vector { len } => vec![len as u64],
@@ -57,7 +57,7 @@ impl WeightShape {
     }
 }
 
-/// What one rank reads of a weight; a vector is one row.
+/// Part of a weight that one rank loads; a vector counts as one row.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct WeightPart {
     pub rows: Range<usize>,
@@ -88,7 +88,7 @@ impl LayerWeight {
         LayerWeight::Down,
     ];
 
-    /// Those that a layer of `architecture` has, in the order of the forward pass.
+    /// Returns the weights of a layer of `architecture`, in the order of the forward pass.
     pub fn of(architecture: Architecture) -> impl Iterator<Item = LayerWeight> {
         Self::ALL.into_iter().filter(move |weight| match weight {
             LayerWeight::QueryBias | LayerWeight::KeyBias | LayerWeight::ValueBias => {
@@ -99,7 +99,7 @@ impl LayerWeight {
         })
     }
 
-    /// Names in GGUF and in Hugging Face's checkpoints, within a layer.
+    /// Returns the names in GGUF and in Hugging Face's checkpoints, within a layer.
     fn names(self) -> (&'static str, &'static str) {
         match self {
             LayerWeight::AttentionNorm => ("attn_norm.weight", "input_layernorm.weight"),
@@ -121,7 +121,7 @@ impl LayerWeight {
 }
 
 impl Weight {
-    /// Every weight of a model, in the order of the forward pass.
+    /// Returns every weight of a model, in the order of the forward pass.
     pub fn all(config: &ModelConfig) -> impl Iterator<Item = Weight> + use<> {
         let architecture = config.architecture;
         let layers = (0..config.layer_count).flat_map(move |layer| {
@@ -157,15 +157,16 @@ impl Weight {
         }
     }
 
-    /// What a rank of a group reads of it. Heads, the rows between the products of the feed-forward
-    /// network and tokens of the output are shared out: as rows of what makes them, as columns of
-    /// what takes them in.
+    /// Returns the part of the weight that a rank loads. Heads, intermediate rows of the feed-forward
+    /// network and tokens of the output are sharded: by rows in the weights that produce them, by
+    /// columns in the weights that consume them.
     ///
-    /// The embedding stays whole: a lookup reads the rows of its tokens alone, so that sharing it out
-    /// would save memory only, at the price of one sum over the ranks more in every step.
+    /// The embedding is replicated: a lookup reads only the rows of its tokens, so sharding would only
+    /// save memory, and would cost one more all-reduce per step.
     ///
     /// # Panics
-    /// When the model cannot be shared out so: [`ModelConfig::check_shard`] has refused it.
+    /// When the model cannot be sharded over these ranks; [`ModelConfig::check_shard`] rejects this
+    /// earlier.
     pub fn part(self, config: &ModelConfig, shard: Shard) -> WeightPart {
         let (rows, cols) = match self.shape(config) {
             WeightShape::Vector { len } => (1, len),
@@ -200,7 +201,7 @@ impl Weight {
         }
     }
 
-    /// The tensor's name in a GGUF file.
+    /// Returns the tensor's name in a GGUF file.
     pub fn gguf_name(self) -> String {
         match self {
             Weight::Embedding => "token_embd.weight".into(),
@@ -210,7 +211,7 @@ impl Weight {
         }
     }
 
-    /// The tensor's name in a Hugging Face checkpoint.
+    /// Returns the tensor's name in a Hugging Face checkpoint.
     pub fn hugging_face_name(self) -> String {
         match self {
             Weight::Embedding => "model.embed_tokens.weight".into(),

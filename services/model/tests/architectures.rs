@@ -1,4 +1,4 @@
-//! Every architecture, from a folder and from a GGUF file, against what transformers computed from the
+//! Every architecture, from a folder and from a GGUF file, compared with outputs of transformers for the
 //! same weights (`fixtures/architectures.py`).
 
 mod common;
@@ -14,7 +14,7 @@ use serde::Deserialize;
 struct Expected {
     tokens: Vec<u32>,
     positions: Vec<usize>,
-    /// By model, one row for each position.
+    /// Logits by model, one row per position.
     logits: std::collections::BTreeMap<String, Vec<Vec<f32>>>,
 }
 
@@ -23,7 +23,7 @@ fn expected() -> Expected {
     serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap()
 }
 
-/// The folder of a model, and its GGUF file where it has one.
+/// Returns the folder of a model, and its GGUF file if there is one.
 fn files(name: &str) -> Vec<PathBuf> {
     let folder = common::fixture("architectures").join(name);
     let gguf = folder.join("model.gguf");
@@ -114,7 +114,7 @@ fn configurations_name_architecture_window_and_width() {
     let qwen3 = config("qwen3");
     assert_eq!((qwen3.architecture, qwen3.head_dim), (Architecture::Qwen3, 16));
 
-    // Converters call Mistral's models Llama's; all else is the same in both formats.
+    // Converters write Mistral's models as Llama's; everything else is equal in both formats.
     for name in ["llama3", "mistral", "qwen2", "qwen3"] {
         let (folder, gguf) = (config(name), open(&files(name)[1]).config().clone());
         let architecture = match folder.architecture {

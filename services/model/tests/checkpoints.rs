@@ -61,7 +61,7 @@ fn a_gguf_file_gives_the_weights_in_hugging_faces_order() {
 }
 
 #[test]
-fn the_real_model_is_opened_without_reading_it() {
+fn opening_the_real_model_does_not_read_its_weights() {
     let checkpoint = open(&common::smollm2_path()).unwrap();
     let config = checkpoint.config();
     assert_eq!((config.hidden_size, config.layer_count, config.ffn_size), (576, 30, 1536));
@@ -74,20 +74,20 @@ fn the_real_model_is_opened_without_reading_it() {
     assert_eq!(checkpoint.description(), "GGUF, F32 + Q4_1 + Q8_0");
     let again = open(&common::smollm2_path()).unwrap();
     assert_eq!(checkpoint.model_fingerprint(), again.model_fingerprint());
-    // The same shape with other weights is another model.
+    // Equal shapes with other weights are another model.
     let dummy = Checkpoint::open(common::smollm2_path(), LoadFormat::Dummy { seed: 1 }).unwrap();
     assert_eq!(dummy.config(), config);
     assert_ne!(dummy.model_fingerprint(), checkpoint.model_fingerprint());
 }
 
-/// The same weights, read as Mistral's.
+/// Turns the configuration into a Mistral configuration.
 fn make_mistral(config: &mut String, window: &str) {
     let class = format!("\"MistralForCausalLM\"], \"sliding_window\": {window}");
     *config = config.replace("\"LlamaForCausalLM\"]", &class);
 }
 
 #[test]
-fn fingerprints_differ_wherever_models_do() {
+fn fingerprints_differ_between_different_models() {
     let dummy = common::tiny_llama3();
     let fingerprint = |shards, element, change: &dyn Fn(&mut Vec<Tensor>, &mut String)| {
         let folder = tempfile::tempdir().unwrap();
@@ -116,7 +116,7 @@ fn fingerprints_differ_wherever_models_do() {
     distinct.sort_unstable();
     distinct.dedup();
     assert_eq!(distinct.len(), variants.len() + 1);
-    // How a model is cut into files is no part of it.
+    // The split into files is not part of the fingerprint.
     assert_eq!(fingerprint(3, Element::F32, &|_, _| {}), plain);
     let seed = |seed| {
         Checkpoint::open(common::fixture("tiny_llama3"), LoadFormat::Dummy { seed })
@@ -128,7 +128,7 @@ fn fingerprints_differ_wherever_models_do() {
 }
 
 #[test]
-fn paths_that_hold_no_model_say_what_is_wanted() {
+fn paths_without_a_model_are_rejected_with_what_is_expected() {
     let folder = tempfile::tempdir().unwrap();
     let message = |path: &Path| open(path).unwrap_err().to_string();
     let empty = message(folder.path());
@@ -161,13 +161,13 @@ fn paths_that_hold_no_model_say_what_is_wanted() {
     );
 }
 
-/// Opening a FIFO blocks until somebody writes to it.
+/// Creates a FIFO, whose opening blocks until another process writes.
 fn fifo(path: &Path) {
     assert!(Command::new("mkfifo").arg(path).status().unwrap().success());
 }
 
 #[test]
-fn fifos_and_devices_are_refused_without_reading_them() {
+fn fifos_and_devices_are_rejected_without_reading() {
     let folder = tempfile::tempdir().unwrap();
     let model = folder.path().join("model.gguf");
     fifo(&model);
@@ -241,7 +241,7 @@ fn missing_misshapen_and_unknown_tensors_are_named() {
 }
 
 #[test]
-fn norms_that_are_not_finite_are_refused() {
+fn non_finite_norms_are_rejected() {
     let folder = tempfile::tempdir().unwrap();
     let mut tensors = common::hugging_face_tensors(&common::tiny_llama3(), Element::F32);
     tensors[1].bytes[8..12].copy_from_slice(&f32::NAN.to_le_bytes());
@@ -260,7 +260,7 @@ fn load(checkpoint: &Checkpoint, weights: WeightFormat) -> Result<(), ModelError
 }
 
 #[test]
-fn matrices_that_are_not_finite_are_refused_when_they_are_packed() {
+fn non_finite_matrices_are_rejected_during_packing() {
     let dummy = common::tiny_llama3();
     let folder = tempfile::tempdir().unwrap();
     let refused = |path: &Path, name: &str, element: usize| {
@@ -287,7 +287,7 @@ fn matrices_that_are_not_finite_are_refused_when_they_are_packed() {
             refused(folder.path(), &tensor.name, element);
         }
     }
-    // Rows that the file holds in another order are named by their place in it.
+    // Elements of permuted rows are reported by their index in the file.
     let path = folder.path().join("tiny.gguf");
     let mut tensors = common::gguf_tensors(&dummy, Element::F32);
     let query = tensors.iter_mut().find(|tensor| tensor.name == "blk.0.attn_q.weight").unwrap();
@@ -314,7 +314,7 @@ fn a_truncated_safetensors_file_names_tensor_and_offset() {
 }
 
 #[test]
-fn an_index_that_lies_is_refused() {
+fn an_invalid_shard_index_is_rejected() {
     let folder = tempfile::tempdir().unwrap();
     let tensors = common::hugging_face_tensors(&common::tiny_llama3(), Element::F32);
     common::write_folder(folder.path(), &tensors, 2);
@@ -337,7 +337,7 @@ fn an_index_that_lies_is_refused() {
 }
 
 #[test]
-fn a_gguf_file_of_another_kind_or_architecture_is_refused() {
+fn gguf_files_of_unsupported_kind_or_architecture_are_rejected() {
     let dummy = common::tiny_llama3();
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("tiny.gguf");
@@ -415,7 +415,7 @@ proptest! {
     }
 }
 
-/// Whatever opens can be read to the end.
+/// Reads all weights if the checkpoint opens.
 fn read_everything(path: &Path) {
     let Ok(checkpoint) = open(path) else { return };
     for weight in Weight::all(checkpoint.config()) {

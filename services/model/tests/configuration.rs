@@ -1,4 +1,4 @@
-//! Configurations of both formats: what is read, what is refused and how the refusal reads.
+//! Configurations of both formats: valid ones, rejected ones and the error messages.
 
 mod common;
 
@@ -8,7 +8,7 @@ use common::Entry;
 use model::{Checkpoint, LoadFormat, ModelConfig, ModelError, RopeScaling};
 use serde_json::{Value, json};
 
-/// Opens the tiny model's configuration with some keys changed; null removes one.
+/// Opens the tiny model's configuration with some keys changed; null removes a key.
 fn open(changes: Value) -> Result<ModelConfig, ModelError> {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("config.json");
@@ -25,13 +25,13 @@ fn open(changes: Value) -> Result<ModelConfig, ModelError> {
 
 fn refusal(changes: Value) -> String {
     let message = open(changes).unwrap_err().to_string();
-    // Every message names the file first, in a folder of its own.
+    // Every message names the file first; each test has its own folder.
     let (_, message) = message.split_once("config.json: ").expect("names the file");
     message.to_owned()
 }
 
 #[test]
-fn a_hugging_face_configuration_is_read_whole() {
+fn a_hugging_face_configuration_is_read() {
     let config = open(json!({})).unwrap();
     assert_eq!(config.hidden_size, 32);
     assert_eq!(config.ffn_size, 64);
@@ -99,7 +99,7 @@ fn absent_keys_have_the_defaults_of_each_architecture() {
         let config = open(class, changes).unwrap();
         config.sliding_window.map(|window| (window.tokens.get(), window.layers))
     };
-    // Absent is the default, null is none.
+    // An absent key means the default, null means none.
     assert_eq!(window("MistralForCausalLM", json!({})), Some((4096, vec![true; 3])));
     assert_eq!(window("MistralForCausalLM", json!({"sliding_window": null})), None);
     assert_eq!(window("LlamaForCausalLM", json!({"sliding_window": 5})), None);
@@ -150,7 +150,7 @@ fn generation_config_adds_end_tokens() {
 }
 
 #[test]
-fn what_is_not_built_is_refused_by_name() {
+fn unsupported_features_are_rejected_by_name() {
     let supported_rope = "supported is \"default\", \"linear\" and \"llama3\"";
     for kind in ["dynamic", "yarn", "longrope"] {
         assert_eq!(
@@ -194,7 +194,7 @@ fn what_is_not_built_is_refused_by_name() {
 }
 
 #[test]
-fn bad_values_are_refused_with_key_value_and_range() {
+fn invalid_values_are_rejected_with_key_value_and_range() {
     let cases = [
         (json!({"hidden_size": null}), "key \"hidden_size\": is missing"),
         (
@@ -249,20 +249,20 @@ fn bad_values_are_refused_with_key_value_and_range() {
     }
 }
 
-/// Opens a GGUF file of the tiny model without rope scaling, some of its entries changed.
+/// Opens a GGUF file of the tiny model without rope scaling and with some entries changed.
 fn open_gguf(changes: &[(&str, Option<Entry<'_>>)]) -> Result<ModelConfig, ModelError> {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("tiny.gguf");
     let config =
         ModelConfig { rope_scaling: RopeScaling::None, ..common::tiny_llama3().config().clone() };
     fs::write(&path, common::gguf_with(&config, &[], changes)).unwrap();
-    // Weights are checked by other tests; here the file has none.
+    // Other tests check weights; here the file has none.
     let checkpoint = Checkpoint::open(&path, LoadFormat::Dummy { seed: 0 })?;
     Ok(checkpoint.config().clone())
 }
 
 #[test]
-fn a_gguf_configuration_is_read_whole() {
+fn a_gguf_configuration_is_read() {
     let config = open_gguf(&[
         ("tokenizer.ggml.bos_token_id", Some(Entry::U32(1))),
         ("tokenizer.ggml.eos_token_id", Some(Entry::U32(2))),
@@ -295,7 +295,7 @@ fn absent_gguf_keys_have_the_formats_defaults() {
 }
 
 #[test]
-fn bad_gguf_configurations_are_refused_by_key() {
+fn invalid_gguf_configurations_are_rejected_by_key() {
     let cases = [
         (
             ("llama.rope.scaling.type", Some(Entry::Text("yarn"))),
@@ -337,7 +337,7 @@ fn bad_gguf_configurations_are_refused_by_key() {
 }
 
 #[test]
-fn files_that_are_no_configuration_are_refused() {
+fn files_without_a_configuration_are_rejected() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("config.json");
     let open = || Checkpoint::open(&path, LoadFormat::Dummy { seed: 0 }).map(drop);
@@ -380,7 +380,8 @@ fn frequencies_equal_those_of_transformers() {
         assert_eq!(frequencies.len(), expected.len());
         for (pair, (&found, expected)) in frequencies.iter().zip(expected).enumerate() {
             let expected = number(expected);
-            // Powers differ by an ulp between libraries; blending may double it.
+            // Powers differ by one ulp between libraries; interpolation may double the
+            // difference.
             let ulps = found.to_bits().abs_diff(expected.to_bits());
             assert!(ulps <= 2, "{}: pair {pair} is {found}, expected {expected}", case["name"]);
         }

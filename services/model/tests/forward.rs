@@ -1,5 +1,5 @@
-//! The forward pass of a tiny model against an independent computation in f64, and of one model in
-//! every format against itself.
+//! Forward pass of a tiny model compared with an independent computation in f64, and one model compared
+//! across all formats.
 
 mod common;
 
@@ -12,7 +12,7 @@ use common::{
 use kernels::{WeightFormat, cpu::Isa};
 use model::{Checkpoint, Limits, Llama, LoadFormat, LoadProgress};
 
-/// The reference's tokens, and (position, logits) of some of them.
+/// Returns the reference's tokens, and (position, logits) of some of them.
 fn reference() -> (Vec<u32>, Vec<(usize, Vec<f32>)>) {
     let reference = common::reference();
     let case = &reference["tiny_llama3"];
@@ -30,7 +30,7 @@ fn worst_difference(found: &[f32], expected: &[f32]) -> f32 {
     found.iter().zip(expected).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max)
 }
 
-/// The logits of every token, in f32, fed whole.
+/// Returns the logits of every token in f32, with prefill in one chunk.
 fn all_logits(
     checkpoint: &Checkpoint,
     weights: WeightFormat,
@@ -60,7 +60,8 @@ fn bf16_logits_are_near_the_reference() {
     for isa in [Isa::Auto, Isa::Portable] {
         let logits = all_logits(&common::tiny_llama3(), WeightFormat::Bf16, isa, &tokens);
         for (position, expected) in &expected {
-            // Logits are about 1; products over 32 rounded inputs each add 2^-9 or so.
+            // Logits are about 1; each dot product over 32 rounded inputs adds an error of
+            // about 2^-9.
             let worst = worst_difference(&logits[*position], expected);
             assert!(worst < 0.1, "{isa}: position {position} is off by {worst}");
             let squares = logits[*position].iter().zip(expected).map(|(a, b)| (a - b).powi(2));
@@ -82,7 +83,7 @@ fn chunks_and_batches_change_no_bit_in_f32() {
         assert_eq!(logits, whole[tokens.len() - 1], "chunks of {chunk}");
     }
 
-    // Three sequences in one step, each at another position, one of them without sampling.
+    // Three sequences in one step at different positions, one of them without sampling.
     let mut sequences: Vec<Sequence> = (0..3).map(|_| runner.sequence(tokens.len())).collect();
     let [a, b, c] = &mut sequences[..] else { unreachable!() };
     runner.forward(&mut [(a, &tokens[..20], 0), (b, &tokens[..3], 1)]);
@@ -115,15 +116,15 @@ fn every_format_of_one_model_gives_the_same_logits() {
         }
     }
 
-    // The GGUF file made of a rounded folder gives that folder's logits: rows are put back into
-    // order, and the norms, f32 here, hold the rounded values.
+    // The GGUF file made of a rounded folder gives that folder's logits: the row order is restored, and
+    // the norms, here in f32, hold the rounded values.
     for (element, checkpoint, from_folder) in rounded {
         let path = folder.path().join(format!("{element:?}.gguf"));
         let tensors = common::gguf_tensors(&checkpoint, element);
         fs::write(&path, common::gguf(checkpoint.config(), &tensors)).unwrap();
         let from_gguf = logits(&Checkpoint::open(&path, LoadFormat::Auto).unwrap());
         for (found, expected) in from_gguf.iter().zip(&from_folder) {
-            // Rope divisors are rounded once more than the formula's own frequencies.
+            // Rope divisors are rounded once more than the formula's frequencies.
             let worst = worst_difference(found, expected);
             assert!(worst < 1e-5, "{element:?}: off by {worst}");
         }

@@ -1,4 +1,4 @@
-//! The real model against transformers' outputs, which are in `integration-tests/golden`.
+//! The real model compared with transformers' outputs in `integration-tests/golden`.
 
 mod common;
 
@@ -34,7 +34,8 @@ impl Run {
         self.prompt_ids.len() + self.output_ids.len()
     }
 
-    /// How far the first step's best five are from the golden ones.
+    /// Returns the greatest difference between the five best logits of the first step and the golden
+    /// ones.
     fn worst_top5(&self, logits: &[f32]) -> f32 {
         let off = |candidate: &Candidate| (candidate.logit - logits[candidate.id as usize]).abs();
         self.first_step_top5.iter().map(off).fold(0.0, f32::max)
@@ -54,7 +55,7 @@ fn smollm2() -> Checkpoint {
     Checkpoint::open(common::smollm2_path(), LoadFormat::Auto).unwrap()
 }
 
-/// Greedy tokens of every prompt, in f32, with prompts cut into chunks.
+/// Checks the greedy tokens of every prompt in f32 with chunked prefill.
 fn check_greedy(chunk: usize, rows_max: usize) {
     let mut runner = Runner::new(&smollm2(), WeightFormat::F32, Isa::Auto, rows_max);
     for run in golden() {
@@ -83,17 +84,17 @@ fn f32_greedy_tokens_of_chunks_of_16_are_the_golden_ones() {
 }
 
 #[test]
-fn bf16_agrees_with_the_golden_ids_wherever_they_are_sure() {
+fn bf16_gives_the_golden_ids_where_the_margin_suffices() {
     check_forced(WeightFormat::Bf16, 0.15, 0.15);
 }
 
 #[test]
-fn q8_agrees_with_the_golden_ids_wherever_they_are_sure() {
+fn q8_gives_the_golden_ids_where_the_margin_suffices() {
     check_forced(WeightFormat::Q8, 0.3, 0.6);
 }
 
-/// Teacher-forced: every step sees the golden tokens before it. Where the golden margin is at least
-/// `sure_margin`, the best token is the golden one.
+/// Checks with teacher forcing: every step sees the golden tokens before it. Where the golden margin is at
+/// least `sure_margin`, the best token must be the golden one.
 fn check_forced(weights: WeightFormat, sure_margin: f32, top5_tolerance: f32) {
     let mut runner = Runner::new(&smollm2(), weights, Isa::Auto, 640);
     let (mut failures, mut steps, mut equal) = (Vec::new(), 0, 0);

@@ -1,5 +1,5 @@
-//! Files of every format that end early or lie about sizes, opened in a process that may not use much
-//! memory: an answer each time, never a panic and never an allocation that a lie asked for.
+//! Files of every format that end early or contain false sizes, opened in a process with a memory limit.
+//! Each gives a result or an error, never a panic, and never an allocation of a falsely claimed size.
 
 mod common;
 
@@ -16,14 +16,14 @@ use model::{Checkpoint, LoadFormat, Weight, WeightShape};
 use proptest::{prelude::*, sample::Index};
 use serde_json::{Value, json};
 
-/// Address space of the child, in KiB: program, threads, allocator and the largest fixture take a
-/// quarter; the smallest lie below asks for 16 times as much.
+/// Address space of the child process in KiB. Program, threads, allocator and the largest fixture need a
+/// quarter of it; the smallest false size below claims 16 times as much.
 const LIMIT_KIB: u64 = 1 << 20;
 
-/// Far more than a loaded machine needs.
+/// Time-out, far above the time on a loaded machine.
 const WITHIN: Duration = Duration::from_secs(600);
 
-/// Sizes that no file of these has; each product with a size of an element is absurd or overflows.
+/// False sizes that no file here has; multiplied by an element size each is absurd or overflows.
 const LIES: [u64; 8] = [
     u64::MAX,
     u64::MAX / 2,
@@ -35,13 +35,13 @@ const LIES: [u64; 8] = [
     u32::MAX as u64,
 ];
 
-/// What it says until it ends by itself, which it must.
+/// Returns the output of a command, which must end on its own.
 fn output(command: &mut Command) -> Output {
     let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
     let deadline = Instant::now() + WITHIN;
     while child.try_wait().unwrap().is_none() {
         if Instant::now() > deadline {
-            // Its status is no success.
+            // The exit status must not be success.
             child.kill().unwrap();
             break;
         }
@@ -51,7 +51,7 @@ fn output(command: &mut Command) -> Output {
 }
 
 #[test]
-fn damaged_files_are_answered_within_a_memory_limit() {
+fn damaged_files_give_errors_within_a_memory_limit() {
     let program = std::env::current_exe().unwrap();
     let mut shell = Command::new("sh");
     shell
@@ -65,16 +65,16 @@ fn damaged_files_are_answered_within_a_memory_limit() {
     assert!(text.contains("1 passed"), "{text}");
 }
 
-/// What is done to a file.
+/// Damage to a file.
 #[derive(Clone, Debug)]
 enum Damage {
     Cut(Index),
-    /// Eight bytes of the first part, where sizes are, become a lie.
+    /// Eight bytes in the first part of the file, where sizes are, become a false size.
     Lie {
         at: Index,
         lie: u64,
     },
-    /// So do four.
+    /// Four bytes become a false size.
     ShortLie {
         at: Index,
         lie: u32,
@@ -100,7 +100,7 @@ fn damage() -> impl Strategy<Value = Vec<Damage>> {
 
 impl Damage {
     fn apply(&self, bytes: &mut Vec<u8>) {
-        // Headers of the models here are within this.
+        // The models' headers are shorter than this.
         let front = bytes.len().min(3000);
         match self {
             _ if bytes.len() < 16 => {}
@@ -118,7 +118,7 @@ impl Damage {
     }
 }
 
-/// Copies of small models, one path of each to open and the files that are damaged.
+/// Copies of small models: one path to open for each, and the files to damage.
 struct Models {
     _folder: tempfile::TempDir,
     models: Vec<(PathBuf, Vec<PathBuf>)>,
@@ -199,7 +199,7 @@ proptest! {
     }
 }
 
-/// One number of the configuration becomes a lie.
+/// Replaces one number of the configuration by a false one.
 fn lie_in_json(file: &[u8], key: Index, lie: u64) -> Vec<u8> {
     let mut config: Value = serde_json::from_slice(file).unwrap();
     let numbers: Vec<String> = config
@@ -213,7 +213,7 @@ fn lie_in_json(file: &[u8], key: Index, lie: u64) -> Vec<u8> {
     config.to_string().into_bytes()
 }
 
-/// Whatever opens can be read to the end, with its own weights and, row by row, with random ones.
+/// Opens a model and reads all of it, with its own weights and, row by row, with random ones.
 fn read_everything(path: &Path) -> Result<(), model::ModelError> {
     if let Ok(dummy) = Checkpoint::open(path, LoadFormat::Dummy { seed: 1 }) {
         let first = Weight::all(dummy.config()).next().unwrap();

@@ -1,4 +1,4 @@
-//! Models shared out among ranks: threads of this process, as processes would be.
+//! Models sharded over ranks: threads of this process, standing in for processes.
 
 mod common;
 
@@ -32,7 +32,7 @@ fn region(purpose: &str, bytes: usize) -> Arc<SharedRegion> {
     SharedRegion::create(&RegionName::own(epoch, purpose), bytes).unwrap()
 }
 
-/// What every rank brings, and the memory that all of them kept whole blocks in.
+/// Runs every rank and returns their results and the shared arena of whole blocks.
 fn together<T: Send>(
     checkpoint: &Checkpoint,
     weights: WeightFormat,
@@ -62,7 +62,7 @@ fn together<T: Send>(
     (brought, arena())
 }
 
-/// Every row's logits of all ranks behind each other.
+/// Concatenates every row's logits over the ranks.
 fn whole_rows(ranks: &[Vec<Vec<f32>>]) -> Vec<Vec<f32>> {
     (0..ranks[0].len())
         .map(|row| ranks.iter().flat_map(|rows| rows[row].iter().copied()).collect())
@@ -87,8 +87,8 @@ fn all_logits(runner: &mut Runner, tokens: &[u32]) -> Vec<Vec<f32>> {
     runner.forward(&mut [(&mut sequence, tokens, tokens.len() as u32)])
 }
 
-/// The same model on one rank and on `of`: logits agree but for rounding, chunks change no bit, and the
-/// blocks hold the same KV.
+/// Compares a model on one rank and on `of` ranks: logits agree up to rounding, chunks change no bit, and
+/// the blocks hold equal KV.
 fn check(checkpoint: &Checkpoint, weights: WeightFormat, of: usize, tolerance: f32, name: &str) {
     let tokens = tokens(40, checkpoint.config().vocab_size);
     let (alone, alone_kv) = together(checkpoint, weights, 1, name, |runner| {
@@ -129,7 +129,7 @@ fn check(checkpoint: &Checkpoint, weights: WeightFormat, of: usize, tolerance: f
 }
 
 #[test]
-fn every_architecture_from_every_format_is_the_same_on_two_ranks() {
+fn every_architecture_and_format_agrees_on_two_ranks() {
     let folder = common::fixture("architectures");
     let mut checked = 0;
     for name in ["llama3", "mistral", "qwen2", "qwen2_window", "qwen3"] {
@@ -161,7 +161,7 @@ fn dummy(folder: &Path, changes: Value) -> Checkpoint {
 }
 
 #[test]
-fn dummy_weights_of_ranks_are_parts_of_the_whole_ones() {
+fn dummy_weights_of_ranks_are_parts_of_the_whole_weights() {
     let folder = tempfile::tempdir().unwrap();
     let changes = [
         (json!({}), vec![2, 4, 8]),
@@ -170,7 +170,7 @@ fn dummy_weights_of_ranks_are_parts_of_the_whole_ones() {
         (json!({"num_attention_heads": 9, "num_key_value_heads": 3}), vec![3]),
         (json!({"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}), vec![2, 4]),
         (json!({"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}), vec![2, 4]),
-        // Not in whole blocks of 32 or 256 elements, nor in whole panels.
+        // The parts are not whole blocks of 32 or 256 elements, nor whole panels.
         (json!({"intermediate_size": 72, "vocab_size": 45}), vec![2, 4]),
     ];
     for (changes, counts) in changes {
@@ -214,11 +214,11 @@ fn a_rank_may_keep_its_heads_in_memory_of_its_own() {
 }
 
 #[test]
-fn counts_that_do_not_divide_are_refused_and_those_that_do_are_named() {
+fn unsupported_rank_counts_are_rejected_with_the_supported_ones() {
     let folder = tempfile::tempdir().unwrap();
     let load = |checkpoint: &Checkpoint, shard: Shard, progress: &mut dyn FnMut(LoadProgress)| {
         let options = CpuOptions { weights: WeightFormat::F32, threads: 1, isa: Isa::Auto };
-        // Nobody exchanges anything: the others need not be there.
+        // No collective runs, so the other ranks are not needed.
         let region = region("refused", Group::region_bytes(shard.of()));
         let group = Group::new(&region, 0, shard, Duration::from_secs(1));
         let backend = CpuBackend::new(options).unwrap().in_group(group);
@@ -230,7 +230,7 @@ fn counts_that_do_not_divide_are_refused_and_those_that_do_are_named() {
     assert!(matches!(&error, ModelError::Ranks { ranks: 2, kv_heads: 3, .. }));
     assert_eq!(
         error.to_string(),
-        "2 ranks cannot share the model's 3 KV heads and feed-forward size 192; allowed are 1, 3"
+        "cannot shard the model's 3 KV heads and feed-forward size 192 over 2 ranks; allowed are 1, 3"
     );
     // More ranks than heads.
     let eight = dummy(folder.path(), json!({}));
@@ -239,7 +239,7 @@ fn counts_that_do_not_divide_are_refused_and_those_that_do_are_named() {
     let narrow = dummy(folder.path(), json!({"intermediate_size": 12}));
     assert_eq!(narrow.config().rank_counts().collect::<Vec<_>>(), [1, 2, 4]);
 
-    // Loading says how much of a rank's parameters is there.
+    // Loading reports the rank's parameters.
     for checkpoint in [eight, dummy(folder.path(), json!({"tie_word_embeddings": true}))] {
         let config = checkpoint.config();
         let mut sum = 0;
@@ -252,7 +252,7 @@ fn counts_that_do_not_divide_are_refused_and_those_that_do_are_named() {
             assert_eq!(seen.last().unwrap().parameters_done, total);
             sum += total;
         }
-        // What all ranks have, and what each of them has.
+        // Replicated weights, and the sharded part of each rank.
         let norms = (2 * 3 + 1) * 64;
         let embedding = 301 * 64;
         let tied = if config.tied_output { embedding } else { 0 };
@@ -262,7 +262,7 @@ fn counts_that_do_not_divide_are_refused_and_those_that_do_are_named() {
 }
 
 #[test]
-fn parts_of_a_weight_are_the_whole_weight() {
+fn parts_of_a_weight_form_the_whole_weight() {
     let folder = tempfile::tempdir().unwrap();
     let changes = json!({"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"});
     let checkpoint = dummy(folder.path(), changes);

@@ -1,4 +1,4 @@
-//! GGUF models cut into several files.
+//! GGUF models split into several files.
 
 mod common;
 
@@ -16,8 +16,8 @@ fn part(folder: &Path, number: usize) -> PathBuf {
     folder.join(format!("tiny-{number:05}-of-{PARTS:05}.gguf"))
 }
 
-/// Writes the tiny model in three parts, of which the first has no tensors, as splitting tools can
-/// leave it. `change` may alter a part's split keys: number, count and tensors of all.
+/// Writes the tiny model in three parts. The first part has no tensors, as splitting tools can produce.
+/// `change` may alter each part's split keys: part number, part count and tensor count.
 fn write(folder: &Path, change: impl Fn(usize, &mut [Option<u32>; 3])) -> Checkpoint {
     let dummy = common::tiny_llama3();
     let tensors = common::gguf_tensors(&dummy, Element::F32);
@@ -30,7 +30,7 @@ fn write(folder: &Path, change: impl Fn(usize, &mut [Option<u32>; 3])) -> Checkp
         let mut entries =
             vec![("split.no", number), ("split.count", count), ("split.tensors.count", all)];
         if index > 0 {
-            // Only the first part says what model it is.
+            // Only the first part has the model's configuration.
             entries.push(("general.architecture", None));
         }
         let bytes = common::gguf_with(dummy.config(), tensors, &entries);
@@ -48,7 +48,7 @@ fn refusal(folder: &Path) -> String {
 }
 
 #[test]
-fn all_parts_together_are_the_whole_model() {
+fn all_parts_form_the_whole_model() {
     let folder = tempfile::tempdir().unwrap();
     let dummy = write(folder.path(), |_, _| ());
     let split = open(&part(folder.path(), 1)).unwrap();
@@ -58,7 +58,7 @@ fn all_parts_together_are_the_whole_model() {
     let whole = open(&whole).unwrap();
     assert_eq!(split.config(), whole.config());
     assert_eq!(split.stored_bytes(), whole.stored_bytes());
-    // How a model is cut into files is no part of what it is.
+    // The split into files is not part of the model.
     assert_eq!(split.model_fingerprint(), whole.model_fingerprint());
     for weight in model::Weight::all(whole.config()) {
         assert_eq!(common::elements(&split, weight), common::elements(&whole, weight));
@@ -76,7 +76,7 @@ fn a_missing_part_is_named() {
 }
 
 #[test]
-fn another_part_than_the_first_names_the_first() {
+fn opening_a_later_part_names_the_first() {
     let folder = tempfile::tempdir().unwrap();
     write(folder.path(), |_, _| ());
     let message = open(&part(folder.path(), 2)).unwrap_err().to_string();
@@ -86,7 +86,7 @@ fn another_part_than_the_first_names_the_first() {
 }
 
 #[test]
-fn a_part_by_another_name_is_refused() {
+fn a_part_with_an_invalid_name_is_rejected() {
     let folder = tempfile::tempdir().unwrap();
     write(folder.path(), |_, _| ());
     let renamed = folder.path().join("model.gguf");
@@ -98,7 +98,7 @@ fn a_part_by_another_name_is_refused() {
 }
 
 #[test]
-fn parts_that_contradict_each_other_are_refused() {
+fn contradictory_parts_are_rejected() {
     type Change = fn(usize, &mut [Option<u32>; 3]);
     let cases: [(Change, &str); 6] = [
         (
@@ -132,10 +132,10 @@ fn parts_that_contradict_each_other_are_refused() {
 }
 
 #[test]
-fn a_tensor_in_two_parts_is_refused() {
+fn a_tensor_in_two_parts_is_rejected() {
     let folder = tempfile::tempdir().unwrap();
     write(folder.path(), |_, keys| keys[2] = None);
-    // The second part's tensors once more, called the third.
+    // The third file repeats the second part's tensors.
     let second = fs::read(part(folder.path(), 2)).unwrap();
     let key = b"split.no";
     let at = second.windows(key.len()).position(|bytes| bytes == key).unwrap() + key.len() + 4;

@@ -53,7 +53,7 @@ impl Coverage {
             Cause::Stale => "attempt stale",
             // A node whose executor failed.
             Cause::Internal => "attempt internal",
-            // Shipped nodes fail like this only by a defect.
+            // A shipped node fails like this only because of a bug.
             Cause::SlowReader
             | Cause::Mismatch
             | Cause::Duplicate

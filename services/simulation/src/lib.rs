@@ -42,7 +42,7 @@ use std::time::Duration;
 use event_loop::Simulation;
 use scenario::Scenario;
 
-/// What a run without a failure returns.
+/// Result of a run without a failure.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Outcome {
     pub coverage: Coverage,

@@ -1,7 +1,8 @@
-//! What a tokenizer costs: `cargo run --release -p text --example encode_speed -- MODEL TEXT_FILE`.
+//! Measures the cost of a tokenizer: `cargo run --release -p text --example encode_speed -- MODEL
+//! TEXT_FILE`.
 //!
-//! Prints the time and memory that opening takes, then the rate of five encodings and of
-//! detokenising the result, on one thread.
+//! Prints the time and memory of opening, then the throughput of five encodings and of detokenizing the
+//! result, on one thread.
 
 use std::{path::PathBuf, sync::Arc, time::Instant};
 
@@ -40,7 +41,7 @@ fn report(what: &str, bytes: usize, tokens: usize, start: Instant) {
     println!("{what}: {bytes} bytes, {tokens} tokens, {milliseconds:.1} ms, {rate:.0} tokens/s");
 }
 
-/// Anonymous and file pages of this process; 0 where /proc is not there.
+/// Returns the anonymous and file pages of this process in kB; 0 where /proc does not exist.
 fn resident_kb() -> u64 {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"));

@@ -1,11 +1,11 @@
 //! Byte-pair encoding of one word, over a compact vocabulary.
 //!
 //! Replaces the BPE model of the `tokenizers` crate inside its pipeline, with equal results. That model
-//! keeps every token as two heap strings and needs the strings of all merges while it loads: a process
-//! that opens Llama 3.2's tokenizer (128k tokens) has 169 MB resident against 18 MB here, with Qwen 2.5's
-//! 58 MB against 13 MB, and a router has 40 MB. Llama 3.2's encodes 0.9 million tokens/s against 1.3
-//! (`examples/encode_speed.rs`, one thread). Dropout, prefixes and suffixes of subwords, which no language
-//! model uses, are left out.
+//! keeps every token as two heap strings and needs the strings of all merges while it loads. A process that
+//! opens Llama 3.2's tokenizer (128k tokens) has 169 MB resident with the crate against 18 MB here, with
+//! Qwen 2.5's 58 MB against 13 MB; a router's budget is 40 MB. The crate encodes 0.9 million tokens/s with
+//! Llama 3.2's tokenizer, this model 1.3 (`examples/encode_speed.rs`, one thread). Dropout, and prefixes
+//! and suffixes of subwords, are not supported: no language model uses them.
 
 use std::{
     cmp::Reverse,
@@ -21,25 +21,25 @@ use crate::{
     vocabulary::{Vocabulary, WordHasher},
 };
 
-/// The largest merge lists in use have 500,000.
+/// Maximum number of merges. The largest merge lists in use have 500,000.
 const MERGES_MAX: usize = 1 << 23;
-/// Characters below this have their id in an array: all of the byte-level alphabet is here.
+/// Characters below this limit have their id in an array, including the whole byte-level alphabet.
 const DIRECT_CHARS: usize = 0x180;
 const NO_ID: u32 = u32::MAX;
 
-/// How words that are not spelled by merges alone are treated.
+/// Handling of words that merges alone cannot spell.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct BytePairOptions {
     pub unknown_token: Option<String>,
-    /// Neighbouring unknown characters become one unknown token.
+    /// Whether adjacent unknown characters become one unknown token.
     pub fuse_unknown: bool,
-    /// An unknown character becomes tokens `<0x00>` to `<0xFF>`.
+    /// Whether an unknown character becomes byte tokens `<0x00>` to `<0xFF>`.
     pub byte_fallback: bool,
-    /// A word that is itself a token is that token.
+    /// Whether a word that is itself a token becomes that token.
     pub whole_words_first: bool,
 }
 
-/// What a merge makes, and how early.
+/// Result and rank of a merge.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct MergeRule {
     rank: u32,
@@ -59,13 +59,13 @@ pub(crate) struct BytePairModel {
     unknown_id: Option<u32>,
     fuse_unknown: bool,
     whole_words_first: bool,
-    /// Ids that no text may become: special tokens are recognised before, or not at all.
+    /// Ids that text never becomes: special tokens are recognised before encoding, or not at all.
     special: Vec<u32>,
 }
 
 impl BytePairModel {
-    /// `merges` holds pairs: the left part of merge `n` at `2n`, the right at `2n + 1`; earlier ones
-    /// come first. `special` ids are never produced.
+    /// Creates the model. `merges` holds pairs: the left part of merge `n` at `2n`, the right part at
+    /// `2n + 1`; earlier merges come first. `special` ids are never produced.
     pub fn new(
         vocabulary: Arc<Vocabulary>,
         merges: &PackedStrings,
@@ -120,7 +120,7 @@ impl BytePairModel {
         ids.extend(symbols.iter().filter(|symbol| symbol.alive).map(|symbol| symbol.id));
     }
 
-    /// The id of `string`, unless it is a special token.
+    /// Returns the id of `string`, unless it is a special token.
     fn text_id(&self, string: &str) -> Option<u32> {
         self.vocabulary.id(string).filter(|id| self.special.binary_search(id).is_err())
     }
@@ -141,7 +141,8 @@ impl BytePairModel {
         known.then(|| bytes.map(move |at| table[usize::from(buffer[at])]))
     }
 
-    /// One symbol for each character, or for its bytes, or for what is unknown.
+    /// Splits the word into symbols: one per character, per byte of an unsupported character, or for
+    /// unknown text.
     fn symbols(&self, word: &str) -> Vec<Symbol> {
         let mut ids: Vec<u32> = Vec::with_capacity(word.len());
         let mut unknown: Option<u32> = None;
@@ -169,7 +170,7 @@ impl BytePairModel {
         ids.into_iter().enumerate().map(symbol).collect()
     }
 
-    /// Applies merges by rank, then from the left, until none fits.
+    /// Applies merges by rank, then from the left, until none applies.
     fn merge(&self, symbols: &mut [Symbol]) {
         let rule = |left: u32, right: u32| self.merges.get(&pair_key(left, right)).copied();
         let mut queue: BinaryHeap<Reverse<Candidate>> = symbols
@@ -206,7 +207,7 @@ impl BytePairModel {
 /// No neighbour.
 const NONE: u32 = u32::MAX;
 
-/// A token of the word in the making, linked to its neighbours.
+/// Token of a partially merged word, linked to its neighbours.
 #[derive(Clone, Copy, Debug)]
 struct Symbol {
     id: u32,
@@ -215,8 +216,8 @@ struct Symbol {
     alive: bool,
 }
 
-/// A merge that may be applied to the symbol at `at` and its right neighbour. Lowest rank first, then
-/// the leftmost.
+/// Merge that may apply to the symbol at `at` and its right neighbour. Lowest rank first, then the
+/// leftmost.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Candidate {
     rank: u32,
@@ -258,7 +259,7 @@ fn merge_rules(
         };
         let (left, right, id) = (id_of(left)?, id_of(right)?, id_of(&joined)?);
         if special.binary_search(&id).is_err() {
-            // Of equal pairs the last counts, as in the `tokenizers` crate.
+            // Of equal pairs the last one counts, as in the `tokenizers` crate.
             rules.insert(pair_key(left, right), MergeRule { rank: index as u32, id });
         }
     }
@@ -330,7 +331,7 @@ mod tests {
         assert_eq!(error.to_string(), "merge 0 names \"ab\", which is no token of the vocabulary");
     }
 
-    /// A vocabulary of random merges over a small alphabet.
+    /// Generates a vocabulary of random merges over a small alphabet.
     fn random_model() -> impl Strategy<Value = (Vec<String>, Vec<(String, String)>)> {
         prop::collection::vec((any::<prop::sample::Index>(), any::<prop::sample::Index>()), 0..24)
             .prop_map(|picks| {

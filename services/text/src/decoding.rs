@@ -1,22 +1,22 @@
-//! What bytes each token stands for.
+//! Bytes that each token represents.
 
 use crate::{error::VocabularyError, vocabulary::Vocabulary};
 
-/// How a token's string becomes bytes. Text is the bytes of its tokens, one after the other, read as
-/// UTF-8; what is not UTF-8 becomes U+FFFD.
+/// Conversion of a token's string to bytes. Text is the concatenated bytes of its tokens, read as UTF-8;
+/// invalid UTF-8 becomes U+FFFD.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Decoding {
     /// GPT-2's alphabet: one visible character for each byte.
     ByteLevel,
-    /// SentencePiece's way.
+    /// SentencePiece's conversion.
     Pieces {
-        /// Replacements within a token, in order: `▁` by a space. Never by something longer.
+        /// Replacements within a token, in order: `▁` by a space. Never by a longer string.
         replacements: Vec<(String, String)>,
-        /// `<0x41>` is the byte 0x41.
+        /// Whether `<0x41>` is the byte 0x41.
         byte_fallback: bool,
-        /// How many of this character are dropped from the start of a text.
+        /// Number of these characters that are dropped from the start of a text.
         strip_start: Option<(char, usize)>,
-        /// Added tokens stand for themselves, whatever they look like.
+        /// Whether added tokens represent their own text in any case.
         keeps_added: bool,
     },
 }
@@ -29,7 +29,8 @@ impl Decoding {
                 for char in token.chars() {
                     match byte_of(char) {
                         Some(byte) => bytes.push(byte),
-                        // Not spelled in the alphabet: an added token, which stands for itself.
+                        // Characters outside the alphabet: an added token, which
+                        // represents its own text.
                         None => {
                             bytes.truncate(start);
                             bytes.extend_from_slice(token.as_bytes());
@@ -53,15 +54,15 @@ impl Decoding {
     }
 }
 
-/// The byte that `<0x41>` names.
+/// Returns the byte that `<0x41>` names.
 pub(crate) fn byte_token(token: &str) -> Option<u8> {
     let digits = token.strip_prefix("<0x")?.strip_suffix('>')?;
     let hexadecimal = digits.len() == 2 && digits.bytes().all(|digit| digit.is_ascii_hexdigit());
     hexadecimal.then(|| u8::from_str_radix(digits, 16).ok())?
 }
 
-/// The byte a character of GPT-2's alphabet stands for. Visible Latin-1 characters stand for
-/// themselves, the other 68 bytes are U+0100 and up.
+/// Returns the byte that a character of GPT-2's alphabet represents. Visible Latin-1 characters represent
+/// themselves; the other 68 bytes are U+0100 and up.
 fn byte_of(char: char) -> Option<u8> {
     match char as u32 {
         code @ (0x21..=0x7e | 0xa1..=0xac | 0xae..=0xff) => Some(code as u8),
@@ -72,7 +73,7 @@ fn byte_of(char: char) -> Option<u8> {
     }
 }
 
-/// The bytes of all tokens, by id.
+/// Bytes of all tokens, by id.
 #[derive(Clone, Debug)]
 pub(crate) struct TokenBytes {
     bytes: Box<[u8]>,
@@ -80,8 +81,8 @@ pub(crate) struct TokenBytes {
 }
 
 impl TokenBytes {
-    /// An added token may be kept in another form than the vocabulary's: `added` says which.
-    /// `silent` ids (placeholders of the format; sorted) stand for nothing.
+    /// Computes the bytes of all tokens. `added` lists added tokens, whose form may differ from the
+    /// vocabulary's. `silent` ids (placeholders of the format; sorted) represent nothing.
     pub fn new(
         vocabulary: &Vocabulary,
         added: impl Fn(u32) -> Option<String>,
@@ -117,7 +118,7 @@ impl TokenBytes {
         Some(&self.bytes[start..end])
     }
 
-    /// Bytes of the longest token.
+    /// Returns the bytes of the longest token.
     pub fn longest(&self) -> usize {
         (0..self.ends.len() as u32)
             .filter_map(|id| self.get(id))

@@ -1,30 +1,29 @@
-//! Tokens to text, one at a time.
+//! Detokenizer: converts tokens to text one at a time.
 //!
-//! A token may end in the middle of a character, so text lags behind: what [`Detokenizer::push`]
-//! returns is certain, and never half a character or a U+FFFD that a later token would have made
-//! whole. Pushed text and [`finish`](Detokenizer::finish) together are exactly the decoding of all
-//! tokens at once.
+//! A token may end in the middle of a character, so text lags behind tokens. [`Detokenizer::push`] returns
+//! only final text: never half a character, and never a U+FFFD that a later token would have completed.
+//! Pushed text and [`finish`](Detokenizer::finish) together equal the decoding of all tokens at once.
 
 use std::sync::Arc;
 
 use crate::tokenizer::Tokenizer;
 
-/// How the tokens of one answer become text.
+/// Options of a detokenizer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DetokenizerOptions {
-    /// Special tokens give no text.
+    /// Whether special tokens give no text.
     pub skip_special: bool,
-    /// The text goes on where a prompt ended. When false it is a text of its own, and the space that
-    /// some vocabularies put before the first word is dropped.
+    /// Whether the text continues a prompt. When false, the text is separate, and the space that some
+    /// vocabularies put before the first word is dropped.
     pub continues: bool,
 }
 
-/// The text of one sequence of tokens, in the making. Each push costs what the token's own bytes cost.
+/// Text of one sequence of tokens so far. Each push costs time in proportion to the token's bytes.
 #[derive(Clone, Debug)]
 pub struct Detokenizer {
     tokenizer: Arc<Tokenizer>,
     options: DetokenizerOptions,
-    /// Special tokens that give text all the same.
+    /// Special tokens that give text regardless of the options.
     shown: Arc<[u32]>,
     utf8: Utf8Stream,
     /// Characters that are still to be dropped from the start.
@@ -37,20 +36,20 @@ impl Detokenizer {
         Self { tokenizer, options, shown: Arc::default(), utf8: Utf8Stream::default(), strip }
     }
 
-    /// These special tokens give their names as text whatever the options say.
+    /// Makes these special tokens give their names as text regardless of the options.
     pub fn showing(mut self, tokens: Arc<[u32]>) -> Self {
         self.shown = tokens;
         self
     }
 
-    /// The text that is certain now. Ids outside the vocabulary give none.
+    /// Adds a token and returns the final text. Ids outside the vocabulary give none.
     pub fn push(&mut self, id: u32) -> String {
         let mut text = String::new();
         self.push_to(id, &mut text);
         text
     }
 
-    /// As [`push`](Self::push), appending to `text`.
+    /// Adds a token as [`push`](Self::push) does, appending to `text`.
     pub fn push_to(&mut self, id: u32, text: &mut String) {
         let skips = self.options.skip_special && self.tokenizer.is_special(id);
         if skips && !self.shown.contains(&id) {
@@ -62,7 +61,7 @@ impl Detokenizer {
         strip_start(&mut self.strip, text, start);
     }
 
-    /// The last text: U+FFFD when the tokens ended within a character.
+    /// Returns the last text: U+FFFD when the tokens ended within a character.
     pub fn finish(mut self) -> String {
         let mut text = String::new();
         self.utf8.finish(&mut text);
@@ -70,7 +69,7 @@ impl Detokenizer {
     }
 }
 
-/// Drops leading characters of `text[start..]` while `strip` says so.
+/// Drops leading characters of `text[start..]` as `strip` requests.
 fn strip_start(strip: &mut Option<(char, usize)>, text: &mut String, start: usize) {
     while let Some((char, left)) = strip
         && let Some(first) = text[start..].chars().next()
@@ -84,11 +83,11 @@ fn strip_start(strip: &mut Option<(char, usize)>, text: &mut String, start: usiz
     }
 }
 
-/// UTF-8 out of byte pieces cut anywhere; what is invalid becomes U+FFFD as
-/// [`String::from_utf8_lossy`] has it, which is also Python's rule.
+/// Decodes UTF-8 from byte pieces of any size. Invalid bytes become U+FFFD as in
+/// [`String::from_utf8_lossy`], which is also Python's rule.
 #[derive(Clone, Debug, Default)]
 struct Utf8Stream {
-    /// The beginning of a character, at most three bytes.
+    /// Beginning of a character, at most three bytes.
     pending: Vec<u8>,
 }
 

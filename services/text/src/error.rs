@@ -1,11 +1,11 @@
-//! Why a model's text side cannot be loaded.
+//! Errors of loading a model's text side.
 
 use std::path::PathBuf;
 
 use crate::vocabulary::VOCABULARY_SIZE_MAX;
 
-/// Every way in which [`ModelText::open`](crate::ModelText::open) fails. Each message names the file,
-/// the key and what is allowed.
+/// Error of [`ModelText::open`](crate::ModelText::open). Each message names the file, the key and what is
+/// allowed.
 #[derive(Debug, thiserror::Error)]
 pub enum LoadError {
     #[error("{}: cannot be read: {source}", path.display())]
@@ -23,7 +23,7 @@ pub enum LoadError {
     /// Not JSON, or a key is missing or of the wrong type.
     #[error("{}: {source}", path.display())]
     Json { path: PathBuf, source: serde_json::Error },
-    /// The key has a value that is none of the supported.
+    /// The key has an unsupported value.
     #[error("{}: {key} is {found:?}; supported: {supported}", path.display())]
     Unsupported { path: PathBuf, key: String, found: String, supported: String },
     /// The key's value contradicts itself or the rest of the file.
@@ -33,7 +33,7 @@ pub enum LoadError {
     Vocabulary { path: PathBuf, key: &'static str, source: VocabularyError },
 }
 
-/// What can be wrong with a vocabulary or its merges.
+/// Error in a vocabulary or its merges.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum VocabularyError {
     #[error("there are no tokens")]
@@ -67,7 +67,7 @@ pub enum VocabularyError {
 }
 
 impl VocabularyError {
-    /// True when the merges are to blame, false when the tokens are.
+    /// Returns true when the error is in the merges, false when it is in the tokens.
     pub(crate) fn is_about_merges(&self) -> bool {
         matches!(
             self,

@@ -1,15 +1,14 @@
-//! Text on its way to and from a model: tokenizer, chat template, detokeniser, stop strings.
+//! Text side of a model: tokenizer, chat template, detokenizer, stop strings.
 //!
-//! * [`ModelText`] reads a model's [`Tokenizer`], [`ChatTemplate`] and [`SamplingDefaults`] out of a GGUF
+//! * [`ModelText`] reads a model's [`Tokenizer`], [`ChatTemplate`] and [`SamplingDefaults`] from a GGUF
 //!   file or a Hugging Face folder.
-//! * [`TextStream`] turns one choice's tokens into text as they come: a [`Detokenizer`] that never
-//!   shows half a character and [`StopStrings`] that hold back what may begin a stop string.
-//! * [`ToolParser`] tells calls of tools from content in that text.
-//!
+//! * [`TextStream`] turns one choice's tokens into text: a [`Detokenizer`] that never emits half a
+//!   character, and [`StopStrings`] that hold back a possible beginning of a stop string.
+//! * [`ToolParser`] separates tool calls from content in this text.
 //! * [`TokenTable`] is the part that a node needs: the bytes of each token.
 //!
-//! Nothing here knows kernels, sockets or clocks. Encoding and rendering are CPU work in proportion
-//! to the text: long ones belong on blocking threads.
+//! This crate uses no kernels, sockets or clocks. Encoding and rendering cost CPU time in proportion to the
+//! text: callers process long texts on blocking threads.
 
 #![forbid(unsafe_code)]
 

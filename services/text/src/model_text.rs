@@ -1,4 +1,4 @@
-//! The text side of one model.
+//! Text side of one model.
 
 use std::{path::Path, sync::Arc};
 
@@ -20,28 +20,29 @@ pub struct ModelText {
     tool_format: Option<ToolFormat>,
 }
 
-/// What takes the place of what a model says of itself.
+/// Replacements for parts of a model's own configuration.
 #[derive(Clone, Debug, Default)]
 pub struct ModelTextOptions {
-    /// A chat template, as Jinja.
+    /// Chat template in Jinja.
     pub chat_template: Option<String>,
-    /// How calls of tools are written; else what the chat template asks for.
+    /// Format of tool calls; `None` means the format that the chat template requests.
     pub tool_format: Option<ToolFormat>,
 }
 
 impl ModelText {
-    /// [`open_with`](Self::open_with) nothing replaced.
+    /// Opens a model as [`open_with`](Self::open_with) does, without replacements.
     ///
     /// # Errors
-    /// The same.
+    /// As [`open_with`](Self::open_with).
     pub fn open(path: impl AsRef<Path>) -> Result<Self, LoadError> {
         Self::open_with(path, ModelTextOptions::default())
     }
 
-    /// Reads a `.gguf` file, a folder with one such file, or a Hugging Face folder, without the weights.
+    /// Reads a `.gguf` file, a folder with one such file, or a Hugging Face folder, without the
+    /// weights.
     ///
-    /// A chat template that is missing or does not compile is no error here: the model can still
-    /// complete plain prompts. [`chat_template`](Self::chat_template) says what is wrong with it.
+    /// A chat template that is missing or does not compile is no error here, because the model can
+    /// still complete plain prompts. [`chat_template`](Self::chat_template) returns the error.
     ///
     /// # Errors
     /// See [`LoadError`]; each names the file, the key and what is allowed.
@@ -70,19 +71,21 @@ impl ModelText {
         &self.tokenizer
     }
 
+    /// Returns the chat template.
+    ///
     /// # Errors
-    /// `Missing` when the model brings no template, `Syntax` when it does not compile.
+    /// `Missing` when the model has no template, `Syntax` when it does not compile.
     pub fn chat_template(&self) -> Result<&ChatTemplate, &TemplateError> {
         self.chat_template.as_ref()
     }
 
-    /// How the model writes calls of tools; `None` when its template does not show tools to it or
-    /// asks for calls in a way that is not known here.
+    /// Returns the model's format of tool calls; `None` when its template does not present tools or
+    /// requests calls in an unknown format.
     pub fn tool_format(&self) -> Option<ToolFormat> {
         self.tool_format
     }
 
-    /// For requests that do not say.
+    /// Returns the defaults for requests that do not set sampling parameters.
     pub fn sampling_defaults(&self) -> &SamplingDefaults {
         &self.sampling_defaults
     }

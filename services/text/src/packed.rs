@@ -1,13 +1,13 @@
 //! Many short strings in one allocation.
 //!
-//! A vocabulary as `Vec<String>` costs some 60 bytes a token beyond its text; a router keeps one
-//! resident for as long as it lives.
+//! A vocabulary as `Vec<String>` costs about 60 bytes per token beyond its text, and a router keeps its
+//! vocabulary resident.
 
-/// Strings by index, `u32::MAX` bytes in all at most.
+/// Strings by index, at most `u32::MAX` bytes in total.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct PackedStrings {
     text: String,
-    /// Where each string ends in `text`.
+    /// End of each string in `text`, in bytes.
     ends: Vec<u32>,
 }
 
@@ -16,7 +16,8 @@ impl PackedStrings {
         self.ends.len()
     }
 
-    /// False, and nothing happens, when the strings would no longer fit.
+    /// Appends a string. Returns false, and changes nothing, when the strings would exceed the maximum
+    /// size.
     #[must_use]
     pub fn push(&mut self, string: &str) -> bool {
         let Ok(end) = u32::try_from(self.text.len() + string.len()) else { return false };
@@ -25,7 +26,7 @@ impl PackedStrings {
         true
     }
 
-    /// The string at `index`, which must be less than [`len`](Self::len).
+    /// Returns the string at `index`, which must be less than [`len`](Self::len).
     pub fn get(&self, index: usize) -> &str {
         let start = if index == 0 { 0 } else { self.ends[index - 1] as usize };
         &self.text[start..self.ends[index] as usize]

@@ -1,4 +1,5 @@
-//! A vocabulary as the `tokenizers` crate's pipeline sees a model: it looks up added tokens here.
+//! Adapts a vocabulary to the model interface of the `tokenizers` crate, whose pipeline looks up added
+//! tokens here.
 
 use std::{
     collections::HashMap,

@@ -1,9 +1,9 @@
-//! How a model's authors would have answers drawn where a request does not say.
+//! Sampling defaults of a model's authors, for requests without their own parameters.
 
 use std::{fmt::Display, ops::RangeInclusive};
 
-/// What the model brings (`generation_config.json`, or `general.sampling.*` in GGUF); `None` where it
-/// says nothing. Every number is within the limits that requests have.
+/// Defaults of the model (`generation_config.json`, or `general.sampling.*` in GGUF); `None` where the
+/// model has none. Every number is within the limits of requests.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct SamplingDefaults {
     pub temperature: Option<f32>,
@@ -14,7 +14,7 @@ pub struct SamplingDefaults {
     pub repetition_penalty: Option<f32>,
 }
 
-/// The numbers as a file has them, each with its key.
+/// Numbers of a file, each with its key.
 #[derive(Debug)]
 pub(crate) struct UncheckedDefaults {
     pub temperature: (&'static str, Option<f64>),
@@ -24,7 +24,7 @@ pub(crate) struct UncheckedDefaults {
     pub repetition_penalty: (&'static str, Option<f64>),
 }
 
-/// A key, and what is wrong with its value.
+/// Key, and the error of its value.
 pub(crate) type BadDefault = (&'static str, String);
 
 impl UncheckedDefaults {

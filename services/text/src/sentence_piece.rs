@@ -1,9 +1,9 @@
-//! SentencePiece's byte-pair encoding: of all neighbours whose text is a token those with the highest
-//! score become one, until none are left.
+//! SentencePiece's byte-pair encoding: repeatedly merges the adjacent pair whose text is the token with the
+//! highest score.
 //!
-//! Merges are found by their text, as SentencePiece and llama.cpp find them, not in a list that is
-//! made from the scores beforehand: such a list has no place for tokens with parts that are none, ranks
-//! the several ways to one token, which are equals here, and costs as much memory as the vocabulary.
+//! Pairs are looked up by their text, as in SentencePiece and llama.cpp. A merge list made from the scores
+//! would not work: it cannot contain tokens whose parts are not tokens, it would rank the several ways to
+//! one token, which are equal here, and it would cost as much memory as the vocabulary.
 
 use std::{
     cmp::Reverse,
@@ -13,33 +13,34 @@ use std::{
 
 use crate::{error::VocabularyError, vocabulary::Vocabulary};
 
-/// Stands for a space within tokens.
+/// Represents a space within tokens.
 pub(crate) const SPACE: char = '▁';
-/// The longest in use have some 100 bytes. Bounds what looking up one pair costs.
+/// Maximum bytes of a token. The longest in use have about 100 bytes. Bounds the cost of looking up one
+/// pair.
 const TOKEN_BYTES_MAX: usize = 1024;
 const NO_ID: u32 = u32::MAX;
 
-/// What a vocabulary says about its tokens, beside their text.
+/// Properties of a vocabulary's tokens beside their text.
 #[derive(Debug, Default)]
 pub(crate) struct PieceOptions {
-    /// By id; none is NaN.
+    /// Scores by id; none is NaN.
     pub scores: Vec<f32>,
-    /// Ids that text is not merged to: control tokens, bytes, the unknown token.
+    /// Ids that merges never produce: control tokens, byte tokens, the unknown token.
     pub never_merged: Vec<u32>,
-    /// Merged to and then taken apart again.
+    /// Ids of unused tokens, which are produced by merges and then split again.
     pub unused: Vec<u32>,
-    /// For characters that neither tokens nor bytes spell.
+    /// Token for characters that neither tokens nor bytes can spell.
     pub unknown_id: Option<u32>,
-    /// Texts begin with a space, and so does what follows an added token.
+    /// Whether a text, and text after an added token, gets a leading space.
     pub add_space_prefix: bool,
 }
 
 #[derive(Debug)]
 pub(crate) struct PieceModel {
     vocabulary: Arc<Vocabulary>,
-    /// By id; higher ones merge first, 0 never.
+    /// Merge order by id; higher values merge first, 0 never.
     order: Box<[u32]>,
-    /// Bytes of the longest token that text is merged to.
+    /// Bytes of the longest token that merges produce.
     longest: usize,
     /// Ids of `<0x00>` to `<0xFF>`.
     byte_ids: Box<[u32; 256]>,
@@ -47,7 +48,7 @@ pub(crate) struct PieceModel {
     /// Sorted.
     unused: Vec<u32>,
     add_space_prefix: bool,
-    /// No token has a space behind something else, so words are merged each on its own.
+    /// Whether no token has a space after another character, so that words are merged separately.
     words_stand_alone: bool,
 }
 
@@ -97,13 +98,13 @@ impl PieceModel {
         })
     }
 
-    /// True where a token may stand for text of any length.
+    /// Returns whether a token may represent text of any length.
     pub fn has_unbounded_tokens(&self) -> bool {
         self.byte_ids.contains(&NO_ID)
     }
 
-    /// Appends the ids of `text`, which has no added tokens in it. `begins`: it begins the whole text or
-    /// follows an added token.
+    /// Appends the ids of `text`, which contains no added tokens. `begins` says that it begins the
+    /// whole text or follows an added token.
     pub fn encode(&self, text: &str, begins: bool, ids: &mut Vec<u32>) {
         if text.is_empty() {
             return;
@@ -122,7 +123,7 @@ impl PieceModel {
         }
     }
 
-    /// Where the part of `text` ends that merges with nothing behind it.
+    /// Returns the end of the first part of `text` that cannot merge with the following text.
     fn first_word(&self, text: &str) -> usize {
         if !self.words_stand_alone {
             return text.len();
@@ -131,7 +132,7 @@ impl PieceModel {
         text[spaces..].find(SPACE).map_or(text.len(), |end| spaces + end)
     }
 
-    /// The token that `text` is, if text may be merged to it.
+    /// Returns the token that equals `text`, if merges may produce it.
     fn token(&self, text: &str) -> Option<u32> {
         if text.len() > self.longest {
             return None;
@@ -157,7 +158,7 @@ impl PieceModel {
         }
         while let Some(pair) = merging.queue.pop() {
             let left = merging.symbols[pair.left.0 as usize];
-            // What was queued may have been merged with others since.
+            // A queued pair may have merged with other symbols since.
             if left.bytes == 0 || left.next == NONE {
                 continue;
             }
@@ -188,7 +189,7 @@ impl PieceModel {
         }
     }
 
-    /// Queues two neighbours if they make a token.
+    /// Queues two adjacent symbols if together they are a token.
     fn consider(&self, word: &str, left: u32, right: u32, merging: &mut Merging) {
         let (first, second) = (merging.symbols[left as usize], merging.symbols[right as usize]);
         let bytes = first.bytes + second.bytes;
@@ -203,8 +204,8 @@ impl PieceModel {
         self.unused.binary_search(&id).is_ok()
     }
 
-    /// Appends the ids of what is no token, or an unused one: those of its halves, its bytes', or the
-    /// unknown one, which stands for all unknown characters in a row.
+    /// Appends the ids of text that is not a token, or is an unused token: the ids of its halves, of
+    /// its bytes, or the unknown token, which represents all adjacent unknown characters.
     fn take_apart(
         &self,
         text: &str,
@@ -239,9 +240,9 @@ impl PieceModel {
     }
 }
 
-/// Numbers in the order of scores; none is 0.
+/// Returns an integer that orders like the score; never 0.
 fn ascending(score: f32) -> u32 {
-    // Both zeros are one score.
+    // Positive and negative zero are equal scores.
     let bits = (score + 0.0).to_bits();
     if bits >> 31 == 0 { bits | 1 << 31 } else { !bits }
 }
@@ -249,7 +250,7 @@ fn ascending(score: f32) -> u32 {
 /// No neighbour.
 const NONE: u32 = u32::MAX;
 
-/// A part of the word, linked to its neighbours. One without bytes has become part of another.
+/// Part of the word, linked to its neighbours. A part without bytes was merged into another.
 #[derive(Clone, Copy, Debug)]
 struct Symbol {
     start: u32,
@@ -259,7 +260,7 @@ struct Symbol {
     id: u32,
 }
 
-/// Two neighbours that make a token. The greatest has the highest score, then is the leftmost.
+/// Two adjacent symbols that form a token. The greatest has the highest score, then is the leftmost.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Pair {
     order: u32,
@@ -268,12 +269,12 @@ struct Pair {
     id: u32,
 }
 
-/// What merging one word after the other needs.
+/// Reused memory for merging words.
 #[derive(Debug, Default)]
 struct Merging {
     symbols: Vec<Symbol>,
     queue: BinaryHeap<Pair>,
-    /// Of unused tokens: how many bytes the first half has.
+    /// Bytes of the first half, by unused token.
     halves: HashMap<u32, u32>,
     after_unknown: bool,
 }
@@ -380,7 +381,7 @@ mod tests {
         assert_eq!(new("a", None), Err(error.to_owned()));
     }
 
-    /// The same by looking at all pairs again and again.
+    /// Reference encoder that examines all pairs repeatedly.
     fn plainly(tokens: &[(String, f32)], text: &str) -> Vec<u32> {
         let find = |text: &str| tokens.iter().position(|(token, _)| token == text);
         let mut parts: Vec<String> = text.chars().map(String::from).collect();

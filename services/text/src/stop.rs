@@ -1,16 +1,15 @@
 //! Stop strings: text that ends an answer where it appears.
 //!
-//! Text arrives in pieces of any size. A suffix that may begin a stop string is held back, never more
-//! than that; everything else is emitted at once. Which stop string wins does not depend on how the
-//! text was cut: the one that is complete first, and of several complete at the same character the
-//! longest.
+//! Text arrives in pieces of any size. Only a suffix that may begin a stop string is held back; all other
+//! text is emitted at once. The pieces do not affect which stop string is reported: the one that is
+//! complete first, and among those complete at the same character the longest.
 
-/// Stop strings of one request, at most. OpenAI allows 4; vLLM sets no limit.
+/// Maximum number of stop strings per request. OpenAI allows 4; vLLM sets no limit.
 pub const STOP_STRINGS_MAX: usize = 32;
-/// Length of one stop string, at most. Also bounds what is ever held back.
+/// Maximum bytes of a stop string. Also bounds the text that is held back.
 pub const STOP_STRING_BYTES_MAX: usize = 1024;
 
-/// A list of stop strings that cannot be taken.
+/// Error of a list of stop strings.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum StopError {
     #[error("stop has {count} strings; at most {STOP_STRINGS_MAX} are allowed")]
@@ -21,7 +20,7 @@ pub enum StopError {
     TooLong { index: usize, bytes: usize },
 }
 
-/// What one piece of text brought.
+/// Result of one piece of text.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct StopProgress {
     /// Text that is certain to belong to the answer.
@@ -30,21 +29,22 @@ pub struct StopProgress {
     pub stopped: Option<usize>,
 }
 
-/// Looks for one request's stop strings in the text of one choice.
+/// Searches for one request's stop strings in the text of one choice.
 ///
-/// Lifecycle: [`push`](Self::push) until it reports a stop, or [`finish`](Self::finish) when the
-/// answer ended otherwise. After either, pushed text is ignored.
+/// Lifecycle: [`push`](Self::push) until it reports a stop, or [`finish`](Self::finish) when the answer
+/// ended otherwise. After either, pushed text is ignored.
 #[derive(Clone, Debug)]
 pub struct StopStrings {
     patterns: Vec<Pattern>,
     include_stop: bool,
-    /// The end of the text so far, not yet emitted: a proper prefix of some pattern.
+    /// End of the text so far that is not emitted yet: a proper prefix of some pattern.
     held: String,
     done: bool,
 }
 
 impl StopStrings {
-    /// With `include_stop` the stop string itself is part of the answer, so nothing is held back.
+    /// Creates the search. With `include_stop` the stop string itself is part of the answer, so nothing
+    /// is held back.
     ///
     /// # Errors
     /// See [`StopError`]; the limits are [`STOP_STRINGS_MAX`] and [`STOP_STRING_BYTES_MAX`].
@@ -68,23 +68,23 @@ impl StopStrings {
         self.patterns.is_empty()
     }
 
-    /// Text that is held back now, in bytes.
+    /// Returns the bytes of text that are held back.
     pub fn held_bytes(&self) -> usize {
         self.held.len()
     }
 
-    /// Takes the next piece of text.
+    /// Processes the next piece of text.
     pub fn push(&mut self, text: &str) -> StopProgress {
         self.advance(text, true)
     }
 
-    /// Takes text in which a stop string may begin but must not end: it belongs to tokens that the
-    /// request demands at least (`min_tokens`).
+    /// Processes text in which a stop string may begin but must not end, because its tokens are
+    /// required by `min_tokens`.
     pub fn push_unstoppable(&mut self, text: &str) -> String {
         self.advance(text, false).emit
     }
 
-    /// The answer ended without a stop string: what is held back belongs to it.
+    /// Returns the held-back text when the answer ended without a stop string.
     pub fn finish(&mut self) -> String {
         self.done = true;
         std::mem::take(&mut self.held)
@@ -109,7 +109,7 @@ impl StopStrings {
         StopProgress { emit: std::mem::replace(&mut self.held, rest), stopped: None }
     }
 
-    /// Advances every pattern by one byte; the longest that is complete, the first among equals.
+    /// Advances every pattern by one byte; returns the longest complete one, the first among equals.
     fn feed(&mut self, byte: u8) -> Option<usize> {
         let mut complete: Option<usize> = None;
         for index in 0..self.patterns.len() {
@@ -125,8 +125,8 @@ impl StopStrings {
         complete
     }
 
-    /// `text` ends with the last byte of pattern `index`. Both are UTF-8, so the cuts are between
-    /// characters.
+    /// Ends the answer after `text`, whose last byte completes pattern `index`. Both are UTF-8, so the
+    /// cuts are between characters.
     fn stop(&mut self, text: &str, index: usize) -> StopProgress {
         self.done = true;
         let mut emit = std::mem::take(&mut self.held);
@@ -137,20 +137,20 @@ impl StopStrings {
         StopProgress { emit, stopped: Some(index) }
     }
 
-    /// Length of the longest suffix that is a proper prefix of a pattern. Patterns begin with a
-    /// character's first byte, so the suffix does too.
+    /// Returns the length of the longest suffix that is a proper prefix of a pattern. Patterns begin
+    /// with a character's first byte, so the suffix does too.
     fn longest_partial(&self) -> usize {
         self.patterns.iter().map(|pattern| pattern.matched).max().unwrap_or(0)
     }
 }
 
-/// One stop string as a Knuth–Morris–Pratt automaton.
+/// Stop string as a Knuth–Morris–Pratt automaton.
 #[derive(Clone, Debug)]
 struct Pattern {
     bytes: Box<[u8]>,
     /// `borders[n]`: length of the longest proper border of the first `n + 1` bytes.
     borders: Box<[u16]>,
-    /// How many bytes of the pattern the text now ends with; less than the whole.
+    /// Bytes of the pattern that the text now ends with; less than the whole.
     matched: usize,
 }
 
@@ -170,7 +170,7 @@ impl Pattern {
         Self { bytes, borders: borders.into(), matched: 0 }
     }
 
-    /// True when the text now ends with the whole pattern.
+    /// Advances by one byte; returns true when the text now ends with the whole pattern.
     fn feed(&mut self, byte: u8) -> bool {
         while self.matched > 0 && self.bytes[self.matched] != byte {
             self.matched = usize::from(self.borders[self.matched - 1]);
@@ -204,7 +204,7 @@ mod tests {
         (text, None)
     }
 
-    /// Earliest end, then longest, then lowest index.
+    /// Reference search: earliest end, then longest, then lowest index.
     fn naive(stops: &[String], include_stop: bool, text: &str) -> (String, Option<usize>) {
         for end in 0..=text.len() {
             let mut best: Option<usize> = None;
@@ -248,7 +248,8 @@ mod tests {
 
     #[test]
     fn characters_of_several_bytes_are_never_cut() {
-        // The two differ in their last byte only: the partial match ends inside a character.
+        // The two strings differ in their last byte only: the partial match ends inside a
+        // character.
         assert_eq!(run(&["é"], false, &["aè", "é"]), ("aè".into(), Some(0)));
         assert_eq!(run(&["👍🏽"], false, &["👍", "👍", "🏽!"]), ("👍".into(), Some(0)));
         assert_eq!(run(&["\u{0301}x"], false, &["e\u{0301}", "y"]), ("e\u{0301}y".into(), None));

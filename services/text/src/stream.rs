@@ -1,4 +1,4 @@
-//! One choice's tokens to the text its client sees.
+//! Converts one choice's tokens to the text that its client sees.
 
 use std::sync::Arc;
 
@@ -8,11 +8,11 @@ use crate::{
     tokenizer::Tokenizer,
 };
 
-/// How one choice's tokens become text.
+/// Options of a text stream.
 #[derive(Clone, Debug)]
 pub struct TextStreamOptions {
     pub skip_special: bool,
-    /// A stop string that completes within this many tokens is text.
+    /// Number of first tokens within which a stop string is ordinary text.
     pub min_tokens: u32,
 }
 
@@ -22,32 +22,32 @@ impl Default for TextStreamOptions {
     }
 }
 
-/// What some tokens brought.
+/// Result of some tokens.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct TextDelta {
-    /// Text that is certain: whole characters, none of which may belong to a stop string.
+    /// Final text: whole characters, none of which may belong to a stop string.
     pub text: String,
-    /// A stop string is complete; the answer ends here.
+    /// Set when a stop string is complete; the answer ends here.
     pub stopped: Option<StopHit>,
 }
 
-/// Where a stop string ended an answer.
+/// Position of the stop string that ended an answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StopHit {
     /// Index in the request's list of stop strings.
     pub stop_index: usize,
-    /// Tokens of this stream up to and including the one that completed it. Later ones are not part
-    /// of the answer: they count in no usage and give no logprobs.
+    /// Number of tokens up to and including the one that completed the stop string. Later tokens are
+    /// not part of the answer: they are not counted in the usage and have no logprobs.
     pub token_count: u32,
 }
 
-/// Detokeniser and stop strings of one choice.
+/// Detokenizer and stop strings of one choice.
 ///
-/// Lifecycle: [`push`](Self::push) until it reports a stop, or [`finish`](Self::finish) when the
-/// answer ended otherwise (EOS, length, abort). Tokens pushed after a stop are ignored. EOS itself is a
-/// special token: with `skip_special` it gives no text.
+/// Lifecycle: [`push`](Self::push) until it reports a stop, or [`finish`](Self::finish) when the answer
+/// ended otherwise (EOS, length, abort). Tokens pushed after a stop are ignored. EOS itself is a special
+/// token: with `skip_special` it gives no text.
 ///
-/// Log-probabilities want text for single tokens; that is [`Tokenizer::token_text`] and
+/// For the text of single tokens, which log-probabilities need, use [`Tokenizer::token_text`] and
 /// [`Tokenizer::token_bytes`].
 #[derive(Clone, Debug)]
 pub struct TextStream {
@@ -66,13 +66,13 @@ impl TextStream {
         Self { detokenizer, stops, min_tokens, token_count: 0, stopped: None }
     }
 
-    /// These special tokens give their names as text whatever the options say.
+    /// Makes these special tokens give their names as text regardless of the options.
     pub fn showing(mut self, tokens: Arc<[u32]>) -> Self {
         self.detokenizer = self.detokenizer.showing(tokens);
         self
     }
 
-    /// Takes the next tokens of the answer.
+    /// Processes the next tokens of the answer.
     pub fn push(&mut self, ids: &[u32]) -> TextDelta {
         let mut text = String::new();
         let mut piece = String::new();
@@ -96,12 +96,12 @@ impl TextStream {
         TextDelta { text, stopped: self.stopped }
     }
 
-    /// Tokens taken, up to the stop.
+    /// Returns the number of tokens processed, up to the stop.
     pub fn token_count(&self) -> u32 {
         self.token_count
     }
 
-    /// The answer ended without a stop string: the rest of its text.
+    /// Ends an answer without a stop string and returns the rest of its text.
     pub fn finish(mut self) -> String {
         if self.stopped.is_some() {
             return String::new();

@@ -1,4 +1,4 @@
-//! The bytes of a model's tokens, without the rest of its tokenizer.
+//! Bytes of a model's tokens, without the rest of its tokenizer.
 
 use std::{collections::HashMap, path::Path};
 
@@ -10,12 +10,12 @@ use crate::{
     vocabulary::Vocabulary,
 };
 
-/// What every token of a model stands for: what is needed to match answers, not to read or write
-/// text.
+/// Bytes that every token of a model represents. This suffices to match answers, but not to encode or
+/// decode text.
 #[derive(Clone, Debug)]
 pub struct TokenTable {
     bytes: TokenBytes,
-    /// Sorted.
+    /// Ids of special tokens, sorted.
     special: Vec<u32>,
     size: u32,
 }
@@ -50,13 +50,13 @@ impl TokenTable {
         Ok(Self { bytes, special, size: vocabulary.size() })
     }
 
-    /// Highest token id + 1. A model may have more rows than that.
+    /// Returns the highest token id + 1. A model may have more rows.
     pub fn size(&self) -> u32 {
         self.size
     }
 
-    /// The bytes a token stands for; a special token's are its name. Empty for placeholders, `None`
-    /// outside the vocabulary.
+    /// Returns the bytes that a token represents; for a special token, its name. Empty for
+    /// placeholders, `None` outside the vocabulary.
     pub fn bytes(&self, id: u32) -> Option<&[u8]> {
         self.bytes.get(id)
     }

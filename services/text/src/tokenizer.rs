@@ -1,4 +1,4 @@
-//! Text to token ids and back.
+//! Tokenizer: encodes text to token ids and decodes ids to text.
 
 use std::sync::Arc;
 
@@ -18,42 +18,43 @@ use crate::{
     vocabulary::Vocabulary,
 };
 
-/// Longest text encoded in one call, in bytes. While it is encoded a text takes some 125 times its size
-/// in memory, so callers also bound how many long texts they encode at once.
+/// Maximum bytes of text encoded in one call. Encoding takes about 125 times the text's size in memory, so
+/// callers also bound the number of long texts encoded at once.
 pub const TEXT_BYTES_MAX: usize = 4 << 20;
 
-/// What becomes of text that spells a special token, such as `<|im_end|>`.
+/// Handling of text that spells a special token, such as `<|im_end|>`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SpecialTokens {
-    /// It becomes that token. For rendered chat templates, whose control tokens are text, and, as
-    /// vLLM has it, for prompts of `/v1/completions`. A user's message inside a template can therefore
-    /// spell control tokens too: whoever must prevent it encodes the message as text.
+    /// The text becomes the special token. Used for rendered chat templates, whose control tokens are
+    /// text, and, as in vLLM, for prompts of `/v1/completions`. A user's message inside a template can
+    /// therefore spell control tokens too; a caller that must prevent this encodes the message with
+    /// `AsText`.
     Parse,
-    /// It becomes ordinary tokens that decode to the same text; no id is returned for which
-    /// [`is_special`](Tokenizer::is_special) holds.
+    /// The text becomes ordinary tokens that decode to the same text; no returned id satisfies
+    /// [`is_special`](Tokenizer::is_special).
     AsText,
 }
 
-/// Why a text cannot be encoded.
+/// Error of encoding a text.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum EncodeError {
     #[error("the text has {bytes} bytes; at most {TEXT_BYTES_MAX} are encoded")]
     TooLong { bytes: usize },
-    /// The model's own normaliser or pre-tokenizer refuses the text.
+    /// The model's own normaliser or pre-tokenizer rejects the text.
     #[error("the model's tokenizer cannot split the text: {reason}")]
     Pipeline { reason: String },
 }
 
-/// The tokenizer of one model. Immutable: share it by [`Arc`].
+/// Tokenizer of one model. Immutable; share it by [`Arc`].
 ///
-/// Encoding costs CPU time in proportion to the text, a second or more for a megabyte; callers on an
-/// async runtime encode long texts on blocking threads.
+/// Encoding costs CPU time in proportion to the text, a second or more per megabyte. Callers on an async
+/// runtime encode long texts on blocking threads.
 pub struct Tokenizer {
     vocabulary: Arc<Vocabulary>,
     bytes: TokenBytes,
     model: WordModel,
     added: AddedVocabulary,
-    /// The same with special tokens switched off.
+    /// The added vocabulary with special tokens switched off.
     added_as_text: AddedVocabulary,
     normalizer: Option<NormalizerWrapper>,
     pre_tokenizer: Option<PreTokenizerWrapper>,
@@ -64,19 +65,19 @@ pub struct Tokenizer {
     eos_ids: Vec<u32>,
     pad_id: Option<u32>,
     strip_start: Option<(char, usize)>,
-    /// How much of a text one token can stand for, where that is bounded.
+    /// Maximum bytes of text that one token can represent, if bounded.
     token_text_bytes_max: Option<usize>,
 }
 
-/// How text between added tokens becomes ids.
+/// Model that encodes the text between added tokens.
 enum WordModel {
-    /// Of each word that normaliser and pre-tokenizer leave.
+    /// Encodes each word that normaliser and pre-tokenizer produce.
     BytePair(BytePairModel),
-    /// Of all text at once.
+    /// Encodes the whole text at once.
     Pieces(PieceModel),
 }
 
-/// What a [`WordModel`] is made of.
+/// Inputs of a [`WordModel`].
 pub(crate) enum WordModelParts {
     /// `merges` are pairs, as [`BytePairModel::new`] takes them.
     BytePair {
@@ -92,17 +93,17 @@ impl Default for WordModelParts {
     }
 }
 
-/// What a tokenizer is made of, wherever it was read from.
+/// Inputs of a tokenizer, from either source.
 #[derive(Default)]
 pub(crate) struct TokenizerParts {
-    /// Token strings in any order, and the id of each.
+    /// Token strings in any order, with the id of each.
     pub strings: PackedStrings,
     pub ids: Vec<u32>,
     pub model: WordModelParts,
-    /// Tokens recognised before the text is split, special or not, with the ids they are given
-    /// unless their string has one already.
+    /// Tokens recognised before the text is split, special or not, with the ids they get unless their
+    /// string has an id already.
     pub added: Vec<(u32, AddedToken)>,
-    /// Placeholders that stand for nothing.
+    /// Placeholders that represent no text.
     pub silent: Vec<u32>,
     pub normalizer: Option<NormalizerWrapper>,
     pub pre_tokenizer: Option<PreTokenizerWrapper>,
@@ -159,7 +160,7 @@ impl Tokenizer {
         added_as_text.set_encode_special_tokens(true);
 
         let decoding = parts.decoding.unwrap_or(Decoding::ByteLevel);
-        // Perhaps in the form that the normaliser gave it.
+        // The token may be stored in its normalised form.
         let added_form = |id| added.simple_id_to_token(id);
         let bytes = TokenBytes::new(&vocabulary, added_form, &decoding, &parts.silent)?;
         Ok(Self {
@@ -189,7 +190,7 @@ impl Tokenizer {
         })
     }
 
-    /// The ids of `text` and nothing else: no BOS. Rendered chat templates bring their own.
+    /// Encodes `text` without BOS. Rendered chat templates contain their own BOS.
     ///
     /// # Errors
     /// See [`EncodeError`].
@@ -199,8 +200,8 @@ impl Tokenizer {
         Ok(ids)
     }
 
-    /// The ids of `text` with the tokens that the model wants around a prompt, for most models BOS or
-    /// nothing. For prompts of `/v1/completions`.
+    /// Encodes `text` with the tokens that the model requires around a prompt, usually BOS or none.
+    /// Used for prompts of `/v1/completions`.
     ///
     /// # Errors
     /// See [`EncodeError`].
@@ -246,8 +247,8 @@ impl Tokenizer {
         Ok(())
     }
 
-    /// The text of `ids` as a text of its own. Ids outside the vocabulary give none; bytes that are
-    /// not UTF-8 give U+FFFD.
+    /// Decodes `ids` as a separate text. Ids outside the vocabulary give no text; bytes that are not
+    /// UTF-8 give U+FFFD.
     pub fn decode(self: &Arc<Self>, ids: &[u32], skip_special: bool) -> String {
         let options = DetokenizerOptions { skip_special, continues: false };
         let mut detokenizer = Detokenizer::new(Arc::clone(self), options);
@@ -258,23 +259,24 @@ impl Tokenizer {
         text + &detokenizer.finish()
     }
 
-    /// One token as text of its own, with U+FFFD where it is not whole characters. `None` outside
-    /// the vocabulary.
+    /// Returns one token as separate text, with U+FFFD for incomplete characters; `None` outside the
+    /// vocabulary.
     pub fn token_text(&self, id: u32) -> Option<String> {
         Some(String::from_utf8_lossy(self.token_bytes(id)?).into_owned())
     }
 
-    /// The bytes a token stands for; a special token's are its name. `None` outside the vocabulary.
+    /// Returns the bytes that a token represents; for a special token, its name. `None` outside the
+    /// vocabulary.
     pub fn token_bytes(&self, id: u32) -> Option<&[u8]> {
         self.bytes.get(id)
     }
 
-    /// The id of a token by its string in the vocabulary, such as `<|im_end|>`.
+    /// Returns the id of a token by its string in the vocabulary, such as `<|im_end|>`.
     pub fn token_id(&self, token: &str) -> Option<u32> {
         self.vocabulary.id(token)
     }
 
-    /// Highest token id + 1. A model may have more rows than that.
+    /// Returns the highest token id + 1. A model may have more rows.
     pub fn vocabulary_size(&self) -> u32 {
         self.vocabulary.size()
     }
@@ -283,7 +285,7 @@ impl Tokenizer {
         self.special.binary_search(&id).is_ok()
     }
 
-    /// The tokens that end an answer, in ascending order; may be empty.
+    /// Returns the tokens that end an answer, in ascending order; may be empty.
     pub fn eos_ids(&self) -> &[u32] {
         &self.eos_ids
     }
@@ -296,8 +298,8 @@ impl Tokenizer {
         self.pad_id
     }
 
-    /// A lower bound of the ids that `text` becomes, at no cost: a text that is too long even by this
-    /// bound can be refused without encoding it.
+    /// Returns a lower bound of the number of ids of `text`, at no cost. A text that is too long by
+    /// this bound can be rejected without encoding.
     pub fn tokens_at_least(&self, text: &str) -> usize {
         match self.token_text_bytes_max {
             Some(bytes) => text.len().div_ceil(bytes),
@@ -319,7 +321,7 @@ impl std::fmt::Debug for Tokenizer {
     }
 }
 
-/// How many bytes of text one token can stand for; `None` when there is no bound.
+/// Returns the maximum bytes of text that one token can represent; `None` when unbounded.
 fn token_text_bytes_max(
     longest_token: usize,
     model: &WordModel,
@@ -330,20 +332,21 @@ fn token_text_bytes_max(
         _ if matches!(model, WordModel::Pieces(model) if model.has_unbounded_tokens()) => {
             return None;
         }
-        // The mark of a space has three bytes; in a text it is one more spelling of a space.
+        // The space mark has three bytes; in a text it is another spelling of a space.
         None if matches!(model, WordModel::Pieces(_)) => SPACE.len_utf8(),
         None => 1,
-        // Three Hangul letters of three bytes compose to one syllable of three; none shrink more.
+        // Three Hangul letters of three bytes compose to one syllable of three bytes; no other
+        // composition shrinks more.
         Some(NormalizerWrapper::NFC(_)) => 3,
         Some(_) => return None,
     };
-    // Such a token takes the white space beside it, however much it is.
+    // Such a token absorbs any amount of adjacent white space.
     let mut added = added.get_added_tokens_decoder().values();
     let bounded = longest_token > 0 && !added.any(|token| token.lstrip || token.rstrip);
     bounded.then_some(longest_token * shrinks_to_a)
 }
 
-/// `vocabulary` with those added tokens whose string it lacks.
+/// Returns `vocabulary` plus the added tokens whose string it lacks.
 pub(crate) fn add_missing(
     vocabulary: Vocabulary,
     parts: &mut TokenizerParts,

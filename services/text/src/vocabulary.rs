@@ -4,13 +4,13 @@ use std::hash::Hasher;
 
 use crate::{error::VocabularyError, packed::PackedStrings};
 
-/// Largest vocabulary taken: ten times the largest in use. Bounds what a corrupt id can allocate.
+/// Maximum vocabulary size, ten times the largest in use. Bounds the allocation for a corrupt id.
 pub const VOCABULARY_SIZE_MAX: u32 = 1 << 22;
 
-/// Marks a free place of the index.
+/// Marks a free entry of the index.
 const FREE: u32 = u32::MAX;
 
-/// The strings of all ids. An id without a string (a hole) has the empty one.
+/// Strings of all ids. An id without a string (a hole) has the empty string.
 #[derive(Clone, Debug)]
 pub(crate) struct Vocabulary {
     strings: PackedStrings,
@@ -19,8 +19,8 @@ pub(crate) struct Vocabulary {
 }
 
 impl Vocabulary {
-    /// From strings in any order and the id of each. Of equal strings the lowest id is the one found
-    /// by [`id`](Self::id).
+    /// Creates a vocabulary from strings in any order and the id of each. Of equal strings,
+    /// [`id`](Self::id) returns the lowest id.
     pub fn new(strings: &PackedStrings, ids: &[u32]) -> Result<Self, VocabularyError> {
         assert_eq!(strings.len(), ids.len(), "every string has an id");
         let size = ids.iter().map(|id| u64::from(*id) + 1).max().unwrap_or(0);
@@ -32,7 +32,7 @@ impl Vocabulary {
             let at = ids.iter().position(|other| *other == id).unwrap_or(0);
             return Err(VocabularyError::IdTooLarge { id, token: strings.get(at).to_owned() });
         }
-        // `order[id]` is the place of that id's string.
+        // `order[id]` is the index of the id's string.
         let mut order = vec![FREE; size as usize];
         for (at, &id) in ids.iter().enumerate() {
             let place = &mut order[id as usize];
@@ -76,12 +76,12 @@ impl Vocabulary {
         self.index[at] = id;
     }
 
-    /// Highest id + 1.
+    /// Returns the highest id + 1.
     pub fn size(&self) -> u32 {
         self.strings.len() as u32
     }
 
-    /// `None` for holes and beyond the end.
+    /// Returns the string of `id`; `None` for holes and ids above the highest.
     pub fn string(&self, id: u32) -> Option<&str> {
         let string = ((id as usize) < self.strings.len()).then(|| self.strings.get(id as usize))?;
         (!string.is_empty()).then_some(string)
@@ -109,8 +109,8 @@ fn hash(string: &str) -> u64 {
     hasher.finish()
 }
 
-/// Multiply-and-fold hashing, eight bytes at a time. Tables keyed by a model's own vocabulary need
-/// speed, not resistance to chosen keys: users' text is only looked up, never inserted.
+/// Multiply-and-fold hash, eight bytes at a time. Tables keyed by a model's own vocabulary need speed and
+/// no resistance to chosen keys: user text is looked up and never inserted.
 #[derive(Clone, Copy, Default)]
 pub(crate) struct WordHasher(u64);
 

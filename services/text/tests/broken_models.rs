@@ -1,5 +1,4 @@
-//! Files that are not what they should be give one typed error that names file, key and what is
-//! allowed.
+//! Invalid files give one typed error that names file, key and what is allowed.
 
 mod common;
 
@@ -35,7 +34,7 @@ fn without(key: &str) -> Metadata {
     metadata
 }
 
-/// The error's message without the file's name.
+/// Returns the error's message without the file's name.
 fn message(metadata: &Metadata) -> String {
     let message = open_gguf(metadata).unwrap_err().to_string();
     let (file, message) = message.split_once("model.gguf: ").expect("names the file");
@@ -113,7 +112,7 @@ fn unsupported_kinds_are_refused_with_those_supported() {
         message(&with("tokenizer.ggml.model", string("bert"))),
         "tokenizer.ggml.model is \"bert\"; supported: gpt2 (byte-level BPE), llama (SentencePiece BPE)"
     );
-    // The same tokens are no SentencePiece vocabulary.
+    // The same tokens are not a SentencePiece vocabulary.
     assert_eq!(
         message(&with("tokenizer.ggml.model", string("llama"))),
         "metadata key \"tokenizer.ggml.scores\" is missing (wanted array of f32)"
@@ -163,7 +162,7 @@ fn ids_beyond_the_vocabulary_are_refused() {
         let expected = format!("{key}: the id is {id}; the vocabulary has 265 tokens");
         assert_eq!(message(&with(key, Value::U64(id))), expected);
     }
-    // Some writers say "none" by −1 in 32 bits.
+    // Some writers store −1 in 32 bits for "none".
     let none = with("tokenizer.ggml.bos_token_id", Value::U32(u32::MAX));
     assert_eq!(open_gguf(&none).unwrap().tokenizer().bos_id(), None);
 }
@@ -363,7 +362,7 @@ fn fifos_are_refused_without_reading_them() {
     }
 }
 
-/// A tokenizer.json that works, with one place changed.
+/// Returns a valid tokenizer.json with one value changed.
 fn tokenizer_json(pointer: &str, value: serde_json::Value) -> String {
     let mut file = json!({
         "added_tokens": [{"id": 3, "content": "<s>", "single_word": false, "lstrip": false,
@@ -611,7 +610,7 @@ fn a_tokenizer_with_more_ids_than_the_embedding_has_rows_is_refused() {
     let problem = "config.json: vocab_size: is 3, but tokenizer.json has token id 3: they are of \
                    different models";
     assert!(error.ends_with(problem), "{error}");
-    // What ends an answer must be a token too.
+    // A token that ends an answer must exist.
     let error = with(r#"{"vocab_size": 64, "eos_token_id": 9}"#).unwrap_err().to_string();
     assert!(error.contains("is 9; the vocabulary has 4 tokens"), "{error}");
 }

@@ -1,4 +1,4 @@
-//! What chat templates may do, and what they may not.
+//! Abilities and limits of chat templates.
 
 mod common;
 
@@ -49,7 +49,7 @@ fn weather_tool() -> Value {
     }}])
 }
 
-/// Header style, date, tools with indentation, one call an answer: as Llama 3's.
+/// Header style, date, indented tools, one call per answer: like Llama 3's template.
 const HEADERS: &str = r#"{{- bos_token }}
 {%- if not date_string is defined %}
     {%- set date_string = strftime_now("%d %b %Y") %}
@@ -85,7 +85,7 @@ const HEADERS: &str = r#"{{- bos_token }}
 {%- endif %}
 "#;
 
-/// Tools as JSON lines, answers of tools grouped: as Qwen 2.5's.
+/// Tools as JSON lines, grouped tool results: like Qwen 2.5's template.
 const GROUPS: &str = r#"{%- if tools %}
     {{- '<|im_start|>system\n' }}
     {%- if messages[0].role == 'system' %}{{- messages[0].content }}{%- endif %}
@@ -204,7 +204,7 @@ fn an_exception_of_the_template_is_the_requests_fault() {
     let error = render("{{ raise_exception('roles must alternate') }}").unwrap_err();
     assert_eq!(error, TemplateError::Refused { reason: "roles must alternate".into() });
     assert!(error.is_requests_fault());
-    // From inside a macro, too.
+    // Also from inside a macro.
     let error = render("{% macro f() %}{{ raise_exception('no') }}{% endmacro %}{{ f() }}");
     assert_eq!(error.unwrap_err(), TemplateError::Refused { reason: "no".into() });
 }
@@ -240,7 +240,7 @@ fn what_goes_wrong_names_the_line() {
     assert!(message.contains("strftime_now does not know %Q"), "{message}");
 }
 
-/// tokenizer.json of one token.
+/// tokenizer.json with a single token.
 const MINIMAL_TOKENIZER: &str = r#"{"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}, "decoder": {"type": "ByteLevel"}}"#;
 
 fn render_folder(files: &[(&str, &str)], tools: &Value) -> Result<String, TemplateError> {

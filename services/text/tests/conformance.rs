@@ -1,6 +1,7 @@
-//! Real vocabularies: the ids that llama.cpp's own test vectors and the `tokenizers` Python package give.
+//! Real vocabularies: the ids equal those of llama.cpp's own test vectors and of the `tokenizers` Python
+//! package.
 //!
-//! `deploy/fetch-tokenizers.sh`, which `make test` runs, puts them into target/tokenizers. Without
+//! `deploy/fetch-tokenizers.sh`, which `make test` runs, puts the files into target/tokenizers. Without
 //! those files these tests fail.
 
 mod common;
@@ -30,8 +31,8 @@ fn fetched(name: &str) -> PathBuf {
     path
 }
 
-/// Texts and ids as `llama.cpp` keeps them beside a vocabulary: texts with a line of their own between
-/// them, ids of one text on one line, without the tokens around a prompt.
+/// Returns texts and ids from the vectors that `llama.cpp` keeps beside a vocabulary: texts with a
+/// separator line between them, ids of one text per line, without the tokens around a prompt.
 fn vectors(vocabulary: &Path) -> Vec<(String, Vec<u32>)> {
     let read = |ending: &str| {
         let path = format!("{}.{ending}", vocabulary.display());
@@ -72,10 +73,10 @@ fn calls_that_real_templates_write_are_read_back() {
         let before = rendered(json!([question]));
         let prompt = rendered(json!([question, answer]));
         assert!(before.contains("Tells it"), "{name}: {before}");
-        // Behind the line that says who speaks.
+        // After the line that names the speaker.
         let answer = prompt.strip_prefix(&before).unwrap().split_once('\n').unwrap().1;
         let tokenizer = model.tokenizer();
-        // As the router has it: special tokens give no text, but for those that begin calls.
+        // As in the router: special tokens give no text, except those that begin calls.
         let stops = StopStrings::new::<&str>(&[], false).unwrap();
         let mut text = TextStream::new(tokenizer.clone(), stops, TextStreamOptions::default())
             .showing(format.shown_tokens(tokenizer).into());
@@ -99,7 +100,7 @@ fn calls_that_real_templates_write_are_read_back() {
 
 #[test]
 fn llama_cpps_vectors_give_its_ids() {
-    // One vocabulary for every kind of splitting that is built.
+    // One vocabulary for every supported pre-tokenizer.
     for name in ["llama-bpe", "qwen2", "gpt-2", "starcoder", "refact", "llama-spm", "phi-3"] {
         let path = fetched(&format!("llama.cpp/ggml-vocab-{name}.gguf"));
         let model = ModelText::open(&path).unwrap();
@@ -116,8 +117,8 @@ fn llama_cpps_vectors_give_its_ids() {
     }
 }
 
-/// tokenizer.json as `transformers` makes it of a SentencePiece model: merges in the order of the
-/// scores of what they make, then of the ids of what they merge.
+/// Returns tokenizer.json as `transformers` derives it from a SentencePiece model: merges ordered by the
+/// scores of their results, then by the ids of their parts.
 fn folder_of_pieces(vocabulary: &Path) -> Value {
     let metadata = gguf::Header::read_from(vocabulary).unwrap().metadata;
     let tokens: &[String] = metadata.require("tokenizer.ggml.tokens").unwrap();
@@ -143,7 +144,8 @@ fn folder_of_pieces(vocabulary: &Path) -> Value {
     common::pieces_json(tokens, json!(merges))
 }
 
-/// One vocabulary three ways: by its scores, and as a folder by merges, in Metaspace's way too.
+/// Reads one vocabulary in three forms: with scores, and as a folder with merges, with and without
+/// Metaspace.
 #[test]
 fn a_folder_of_the_same_pieces_gives_the_same_ids_and_texts() {
     let path = fetched("llama.cpp/ggml-vocab-llama-spm.gguf");
@@ -173,7 +175,7 @@ fn a_folder_of_the_same_pieces_gives_the_same_ids_and_texts() {
         let theirs = folder.tokenizer();
         assert_eq!((theirs.bos_id(), theirs.eos_ids()), (ours.bos_id(), ours.eos_ids()));
         for text in &texts {
-            // Where a text begins with a space, Metaspace counts that one.
+            // Metaspace counts a space at the beginning of a text.
             if name == "Metaspace" && text.starts_with([' ', '▁']) {
                 continue;
             }

@@ -1,4 +1,4 @@
-//! Text that grows by tokens is the text of all tokens.
+//! Incremental text equals the text of all tokens.
 
 mod common;
 
@@ -10,7 +10,7 @@ use text::{Detokenizer, DetokenizerOptions, ModelText, Tokenizer};
 static SMOLLM2: LazyLock<ModelText> =
     LazyLock::new(|| ModelText::open(common::model_path()).unwrap());
 
-/// The tokens that stand for one byte each: every text of bytes can be spelled with them.
+/// Tokens that represent one byte each, which can spell any bytes.
 static BYTE_TOKENS: LazyLock<Vec<u32>> = LazyLock::new(|| {
     let tokenizer = SMOLLM2.tokenizer();
     let spelled = |id: &u32| tokenizer.token_bytes(*id).is_some_and(|bytes| bytes.len() == 1);
@@ -21,7 +21,7 @@ fn options(skip_special: bool) -> DetokenizerOptions {
     DetokenizerOptions { skip_special, continues: false }
 }
 
-/// `bytes` without the beginning of a character at its end.
+/// Returns `bytes` without an incomplete character at the end.
 fn certain(bytes: &[u8]) -> String {
     let incomplete = (1..=3.min(bytes.len())).rev().find(|n| {
         let tail = &bytes[bytes.len() - n..];
@@ -65,7 +65,7 @@ proptest! {
             let tokenizer = SMOLLM2.tokenizer();
             BYTE_TOKENS.iter().copied().find(|id| tokenizer.token_bytes(*id) == Some(&[byte]))
         };
-        // Random bytes, then whole characters of which the end may be missing.
+        // Random bytes, then whole characters, the last of which may be incomplete.
         let spelled: Vec<u32> = text.bytes().filter_map(by_byte).collect();
         let mut ids: Vec<u32> = picks.iter().map(|pick| *pick.get(&BYTE_TOKENS)).collect();
         ids.extend(&spelled[..cut.min(spelled.len())]);

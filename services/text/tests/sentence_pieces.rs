@@ -64,7 +64,7 @@ fn what_no_token_spells_becomes_bytes() {
     }));
     assert_eq!(encode("👍🏽e\u{301}"), expected);
     assert_eq!(encode("é\n"), [piece("▁"), piece("é"), byte_piece(b'\n')]);
-    // The names of bytes and of special tokens are text like any other.
+    // Names of byte tokens and special tokens are ordinary text.
     for name in ["<0x41>", "</s>", "<unk>", "[PAD]"] {
         let ids = tokenizer().encode(name, SpecialTokens::AsText).unwrap();
         assert_eq!(tokenizer().decode(&ids, true), name);
@@ -155,7 +155,7 @@ fn long_texts_of_any_kind_come_back() {
     ] {
         let ids = encode(&text);
         assert!(tokenizer().tokens_at_least(&text) <= ids.len());
-        // What marks a space in a token is a space in a text.
+        // The space mark of tokens is a space in a text.
         assert_eq!(tokenizer().decode(&ids, false), text.replace('▁', " "));
     }
     assert_eq!(encode(&" ".repeat(10_000)).len(), 2501);
@@ -175,7 +175,7 @@ fn half_a_character_is_never_shown() {
     for byte in &"👍".as_bytes()[..3] {
         assert_eq!(cut.push(byte_piece(*byte)), "");
     }
-    // A byte on its own that cannot go on, then whole text.
+    // A single byte that cannot continue, then whole text.
     assert_eq!(cut.push(piece("▁hello")), "\u{fffd} hello");
     assert_eq!(cut.finish(), "");
 }
@@ -187,7 +187,7 @@ fn the_first_space_is_dropped_once_and_only_at_the_beginning() {
     assert_eq!(decode(&[BOS, piece("▁hello"), EOS, piece("▁hello")]), "hello hello");
     assert_eq!(decode(&[byte_piece(b' '), piece("▁hello")]), " hello");
     assert_eq!(decode(&[PIECES_UNUSED, piece("▁"), PIECES_UNUSED]), "");
-    // An answer goes on where its prompt ended: its spaces are its own.
+    // An answer continues its prompt, so its spaces are kept.
     let stops = StopStrings::new(&["world"], false).unwrap();
     let mut stream = TextStream::new(tokenizer().clone(), stops, TextStreamOptions::default());
     assert_eq!(stream.push(&[piece("▁hello")]).text, " hello");
@@ -236,7 +236,7 @@ fn added_tokens_stand_for_their_own_text() {
     assert_eq!(model.tokenizer().decode(&ids, false), "a▁b");
 }
 
-/// As those of Llama 2 and Mistral, of TinyLlama, and of files that have BOS written out.
+/// Templates like those of Llama 2 and Mistral, of TinyLlama, and of files that write BOS as text.
 #[test]
 fn chats_begin_with_one_bos_where_the_template_has_one() {
     let inst = "{% for m in messages %}{% if m['role'] == 'user' %}\
@@ -276,7 +276,7 @@ fn chats_begin_with_one_bos_where_the_template_has_one() {
         let ids = model.tokenizer().encode(&text, SpecialTokens::Parse).unwrap();
         assert_eq!(ids.iter().filter(|id| **id == BOS).count(), bos_count, "{rendered}");
         assert!(!ids.windows(2).any(|pair| pair == [BOS, BOS]));
-        // Each part behind a special token has its space, and nothing else is changed.
+        // Each part after a special token has its space, and nothing else changes.
         let decoded = model.tokenizer().decode(&ids, true);
         let spoken = |text: &str| text.replace("<s>", "").replace("</s>", "").replace(' ', "");
         assert_eq!(spoken(&decoded), spoken(rendered));
@@ -289,7 +289,7 @@ proptest! {
     fn any_text_comes_back_and_its_pieces_are_its_bytes(
         text in prop_oneof!["[helo wrd{}\":é👍\u{301}]{0,60}", "\\PC{0,40}", any::<String>()],
     ) {
-        // The mark of spaces is the one character that is not itself again.
+        // Only the space mark does not decode to itself.
         let text = text.replace('▁', "_");
         let ids = tokenizer().encode(&text, SpecialTokens::AsText).unwrap();
         prop_assert_eq!(&tokenizer().decode(&ids, true), &text);
@@ -297,7 +297,7 @@ proptest! {
         let bytes: Vec<u8> =
             ids.iter().flat_map(|id| tokenizer().token_bytes(*id).unwrap()).copied().collect();
         let whole = String::from_utf8(bytes).unwrap();
-        // Behind an added token, which text may be, there is one more space.
+        // After an added token, which may be part of the text, there is one more space.
         prop_assert_eq!(whole.replace(' ', ""), text.replace(' ', ""));
     }
 

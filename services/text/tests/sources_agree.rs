@@ -1,5 +1,5 @@
-//! A model's GGUF file and its Hugging Face folder make the same tokenizer, and both do what the
-//! `tokenizers` crate does with the same tokenizer.json.
+//! A model's GGUF file and its Hugging Face folder give the same tokenizer, and both behave like the
+//! `tokenizers` crate with the same tokenizer.json.
 
 mod common;
 
@@ -20,7 +20,7 @@ struct Trio {
     reference: Tokenizer,
 }
 
-/// SmolLM2 three times; tokenizer.json is written by the `tokenizers` crate.
+/// SmolLM2 from three sources; the `tokenizers` crate wrote tokenizer.json.
 static SMOLLM2: LazyLock<Trio> = LazyLock::new(|| {
     let path = common::model_path();
     let header = gguf::Header::read_from(&path).unwrap();
@@ -138,7 +138,8 @@ proptest! {
     }
 }
 
-/// A SentencePiece-like vocabulary: `▁` for spaces, bytes for unknown characters, BOS before prompts.
+/// Returns a SentencePiece-like vocabulary: `▁` for spaces, bytes for unknown characters, BOS before
+/// prompts.
 fn pieces_json() -> String {
     let mut tokens = vec!["<unk>".to_owned(), "<s>".to_owned(), "</s>".to_owned()];
     tokens.extend((0..256).map(|byte| format!("<0x{byte:02X}>")));

@@ -1,4 +1,4 @@
-//! One choice's tokens to its client's text, with stop strings.
+//! Converts one choice's tokens to its client's text, with stop strings.
 
 mod common;
 
@@ -14,7 +14,7 @@ fn stream(stops: &[&str], include_stop: bool, options: TextStreamOptions) -> Tex
     TextStream::new(Arc::clone(TINY.tokenizer()), stops, options)
 }
 
-/// One token a byte.
+/// Returns one token per byte.
 fn ids(text: &str) -> Vec<u32> {
     text.bytes().map(u32::from).collect()
 }
@@ -28,7 +28,7 @@ fn a_stop_string_names_the_token_that_completed_it() {
     let mut stream = stream(&["x", "END"], false, TextStreamOptions::default());
     assert_eq!(stream.push(&ids("one E")), delta("one "));
     let stopped = Some(StopHit { stop_index: 1, token_count: 7 });
-    // Two tokens came with and after the one that completed it.
+    // Two tokens came with and after the one that completed the stop string.
     assert_eq!(stream.push(&ids("NDab")), TextDelta { text: String::new(), stopped });
     assert_eq!(stream.token_count(), 7);
     assert_eq!(stream.push(&ids("more")), TextDelta { text: String::new(), stopped });
@@ -68,16 +68,16 @@ fn stop_strings_are_compared_character_by_character_as_they_were_sent() {
         delta.text + &if delta.stopped.is_some() { String::new() } else { stream.finish() }
     };
     for (stop, text, expected) in [
-        // A letter with its accent is not the letter and then the accent.
+        // A precomposed accented letter differs from the letter followed by the accent.
         ("é", "caf\u{65}\u{301}!", "caf\u{65}\u{301}!"),
         ("\u{65}\u{301}", "caf\u{65}\u{301}!", "caf"),
-        // The accent alone; what it stood on stays.
+        // The accent alone matches; the letter before it stays.
         ("\u{301}", "caf\u{65}\u{301}!", "cafe"),
-        // The first of several that are shown as one; the joiner alone.
+        // The first of several characters that are displayed as one; the joiner alone.
         ("👩", "a👩\u{200d}👧b", "a"),
         ("\u{200d}", "a👩\u{200d}👧b", "a👩"),
         ("👩\u{200d}👧", "a👩\u{200d}👦 👩\u{200d}👧", "a👩\u{200d}👦 "),
-        // From right to left, with a mark of direction.
+        // Right-to-left text with a direction mark.
         ("שלום", "אמר שלום", "אמר "),
         ("\u{200f}", "א\u{200f}ב", "א"),
         ("\0", "a\0b", "a"),
@@ -154,7 +154,7 @@ proptest! {
                 let stop = &stops[hit.stop_index];
                 prop_assert!(whole[..end].ends_with(stop.as_str()));
                 prop_assert_eq!(&text, &whole[..end - stop.len()]);
-                // The tokens counted contain the stop string, and no fewer do.
+                // The counted tokens contain the stop string, and no fewer tokens do.
                 let contains = |count: usize| {
                     let text = tokenizer.decode(&tokens[..count], true);
                     stops.iter().any(|stop| text.contains(stop.as_str()))

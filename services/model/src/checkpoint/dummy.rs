@@ -1,4 +1,4 @@
-//! Random weights from a seed: the same on every machine, any row without the others.
+//! Random weights from a seed: equal on every machine, and each row is computed independently.
 
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
@@ -7,16 +7,16 @@ use crate::{
     weight::{LayerWeight, Weight, WeightShape},
 };
 
-/// The weights of no file.
+/// Generated weights without a file.
 #[derive(Clone, Copy, Debug)]
 pub struct DummyWeights {
     pub seed: u64,
 }
 
-/// The rows of one random weight: `mean ± amplitude`, uniform.
+/// Rows of one random weight: `mean ± amplitude`, uniform.
 ///
-/// Element c of row r depends on (seed, weight, r, c) alone. Only integer arithmetic, one exact
-/// conversion and two IEEE operations are used, so that machines agree to the bit.
+/// Element c of row r depends on (seed, weight, r, c) only. The code uses integer arithmetic, one exact
+/// conversion and two IEEE operations, so that all machines get equal bits.
 #[derive(Clone, Copy, Debug)]
 pub struct RandomRows {
     key: u64,
@@ -29,11 +29,12 @@ impl DummyWeights {
         let key = xxh3_64_with_seed(weight.hugging_face_name().as_bytes(), self.seed);
         let (mean, deviation) = match weight.shape(config) {
             WeightShape::Vector { .. } if is_bias(weight) => (0.0, 0.05),
-            // Norms near 1, so that activations keep their size.
+            // Norms near 1, so that activations keep their magnitude.
             WeightShape::Vector { .. } => (1.0, 0.05),
             WeightShape::Matrix { cols, .. } => {
-                // Unit inputs give unit outputs; what is added to the residual stream is scaled
-                // down by the number of additions, so that no depth blows it up.
+                // Unit inputs give unit outputs. Outputs that are added to the residual
+                // stream are scaled down by the number of additions, so that activations do
+                // not grow with depth.
                 let additions = match weight {
                     Weight::Layer(_, LayerWeight::AttentionOutput | LayerWeight::Down) => {
                         2 * config.layer_count
@@ -43,7 +44,7 @@ impl DummyWeights {
                 (0.0, 1.0 / ((cols * additions) as f32).sqrt())
             }
         };
-        // A uniform distribution of this deviation.
+        // A uniform distribution with this standard deviation.
         RandomRows { key, mean, amplitude: deviation * 3.0f32.sqrt() }
     }
 }
@@ -58,9 +59,9 @@ impl RandomRows {
         self.read_part(row, 0, out);
     }
 
-    /// The elements of a row from column `first` on.
+    /// Writes the elements of a row from column `first` on.
     pub fn read_part(&self, row: usize, first: usize, out: &mut [f32]) {
-        // One draw of 64 bits makes four elements of 16.
+        // One draw of 64 bits makes four elements of 16 bits.
         const LANES: usize = 4;
         let row_key = mix(self.key ^ mix(row as u64));
         let fill = |counter: usize, first_lane: usize, lanes: &mut [f32]| {
@@ -80,7 +81,7 @@ impl RandomRows {
     }
 }
 
-/// SplitMix64's step: a bijection that spreads every input bit over all output bits.
+/// Computes SplitMix64's step: a bijection that spreads every input bit over all output bits.
 fn mix(counter: u64) -> u64 {
     let mut z = counter.wrapping_add(1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
     z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -92,7 +93,7 @@ fn mix(counter: u64) -> u64 {
 mod tests {
     use super::*;
 
-    /// Computed apart from this code, from the definition of SplitMix64.
+    /// Expected values, computed independently from the definition of SplitMix64.
     const PINNED: [f32; 6] = [12020.0, 24779.0, -29022.0, -14466.0, 10479.0, -26948.0];
 
     #[test]
@@ -101,11 +102,11 @@ mod tests {
         let mut out = [0.0; 6];
         rows.read_row(3, &mut out);
         assert_eq!(out, PINNED);
-        // A shorter row begins equally.
+        // A shorter row has equal first elements.
         let mut short = [0.0; 3];
         rows.read_row(3, &mut short);
         assert_eq!(short, PINNED[..3]);
-        // And any part of it is that part.
+        // A part of a row equals the same part of the whole row.
         for first in 0..6 {
             for end in first..=6 {
                 let mut part = vec![0.0; end - first];

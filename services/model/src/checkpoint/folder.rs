@@ -15,14 +15,14 @@ use crate::{
 
 const SINGLE: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
-/// Every safetensors file begins with its header's length.
+/// Bytes of the header length, with which every safetensors file begins.
 const LENGTH_BYTES: usize = 8;
-/// Older exports store the rope frequencies of every layer; they follow from the configuration.
+/// Older exports store the rope frequencies of every layer, which follow from the configuration.
 const IGNORED_SUFFIX: &str = ".rotary_emb.inv_freq";
 
 pub struct SafetensorsFolder {
     shards: Vec<Shard>,
-    /// Where each tensor lies.
+    /// Index of each tensor's shard.
     shard_of: HashMap<String, usize>,
 }
 
@@ -30,7 +30,7 @@ struct Shard {
     path: PathBuf,
     file: MappedFile,
     metadata: Metadata,
-    /// Where tensor data begins.
+    /// Offset of the tensor data in the file, in bytes.
     data_offset: usize,
 }
 
@@ -68,7 +68,7 @@ impl SafetensorsFolder {
             let file = file.as_str().ok_or_else(|| {
                 bad_index(format!("tensor {name:?} has file {file}, wanted a string"))
             })?;
-            // A file of this folder, whatever the index says.
+            // The index may only name files of this folder.
             if Path::new(file).file_name().is_none_or(|name| name != file) {
                 return Err(bad_index(format!(
                     "tensor {name:?} has file {file:?}, wanted a file name without folders"
@@ -101,7 +101,7 @@ impl SafetensorsFolder {
         match self.shard_of.get(&name) {
             Some(&shard) => self.shards[shard].tensor(name),
             None => Err(ModelError::MissingTensor {
-                // A folder has at least one file, or it was not opened; an empty index has none.
+                // An opened folder has at least one file; an empty index has none.
                 path: self.shards.first().map(|shard| shard.path.clone()).unwrap_or_default(),
                 tensor: name,
                 wanted: weight.shape(config).dims(),
@@ -154,7 +154,7 @@ impl Shard {
         }
     }
 
-    /// Where the bytes of `name` lie in the file.
+    /// Returns the byte range of `name` in the file.
     fn range(&self, name: &str) -> Option<std::ops::Range<usize>> {
         let (begin, end) = self.metadata.info(name)?.data_offsets;
         Some(self.data_offset + begin..self.data_offset + end)
@@ -186,7 +186,7 @@ impl Shard {
     }
 }
 
-/// The first tensor whose bytes are not all in the file.
+/// Returns an error for the first tensor that is not completely in the file.
 fn first_truncated(path: &Path, file: &[u8]) -> Option<ModelError> {
     let (length, rest) = file.split_first_chunk::<LENGTH_BYTES>()?;
     let header_bytes = usize::try_from(u64::from_le_bytes(*length)).ok()?;

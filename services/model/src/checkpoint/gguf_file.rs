@@ -1,4 +1,4 @@
-//! Weights in a memory-mapped GGUF file, or in the several files of a split model.
+//! Weights in a memory-mapped GGUF file, or in the files of a split model.
 
 use std::{
     collections::{HashMap, HashSet},
@@ -17,13 +17,13 @@ use crate::{
     weight::{LayerWeight, Weight},
 };
 
-/// Divisors of the rope frequencies; part of the configuration.
+/// Divisors of the rope frequencies, which are part of the configuration.
 const ROPE_DIVISORS: &str = "rope_freqs.weight";
 
 pub struct GgufFile {
-    /// The first has the metadata; mostly it is the only one.
+    /// Files of the model; the first has the metadata and is usually the only one.
     parts: Vec<Part>,
-    /// Where each tensor lies.
+    /// Index of each tensor's file.
     part_of: HashMap<String, usize>,
 }
 
@@ -129,7 +129,7 @@ impl GgufFile {
         self.stored(name, order)
     }
 
-    /// A tensor that is there.
+    /// Returns a tensor that the directory has.
     fn stored(&self, name: String, order: RowOrder) -> Result<StoredTensor<'_>, ModelError> {
         let part = &self.parts[self.part_of[&name]];
         let gguf_error = gguf_error(&part.path);
@@ -147,7 +147,7 @@ impl GgufFile {
             offset: info.offset,
             dims: info.dims.iter().rev().copied().collect(),
             encoding,
-            // The header was checked against this very file.
+            // The header was checked against this file.
             bytes: &part.file.bytes()[begin..begin + bytes as usize],
             order,
             name,

@@ -1,10 +1,10 @@
-//! The families whose forward pass is built, and what sets them apart.
+//! Supported model architectures and their differences.
 
-/// One family. All are pre-norm decoders with grouped-query attention, rope over whole heads and a
-/// gated feed-forward network; the methods are the differences.
+/// Supported architecture. All are pre-norm decoders with grouped-query attention, rope over whole heads
+/// and a gated feed-forward network; the methods return the differences.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Architecture {
-    /// Llama 1 to 3.x, and every GGUF file of the `llama` architecture, Mistral's among them.
+    /// Llama 1 to 3.x, and every GGUF file of the `llama` architecture, including Mistral's.
     Llama,
     /// Llama with a sliding window.
     Mistral,
@@ -16,11 +16,12 @@ pub enum Architecture {
 impl Architecture {
     const ALL: [Architecture; 4] =
         [Architecture::Llama, Architecture::Mistral, Architecture::Qwen2, Architecture::Qwen3];
-    /// Converters write Mistral's models as `llama`.
+    /// GGUF architectures. Converters write Mistral's models as `llama`.
     const IN_GGUF: [Architecture; 3] =
         [Architecture::Llama, Architecture::Qwen2, Architecture::Qwen3];
 
-    /// As `model_type` of Hugging Face and, where it occurs, `general.architecture` of GGUF have it.
+    /// Returns the name as in Hugging Face's `model_type` and, where it occurs, GGUF's
+    /// `general.architecture`.
     pub fn name(self) -> &'static str {
         match self {
             Architecture::Llama => "llama",
@@ -30,7 +31,7 @@ impl Architecture {
         }
     }
 
-    /// The name of the class in transformers.
+    /// Returns the name of the class in transformers.
     pub(crate) fn class(self) -> &'static str {
         match self {
             Architecture::Llama => "LlamaForCausalLM",
@@ -52,27 +53,28 @@ impl Architecture {
         Self::IN_GGUF.into_iter().find(|architecture| architecture.name() == name)
     }
 
-    /// For messages.
+    /// Returns all class names, for error messages.
     pub(crate) fn classes() -> String {
         Self::ALL.map(|architecture| format!("{:?}", architecture.class())).join(", ")
     }
 
-    /// For messages.
+    /// Returns all GGUF names, for error messages.
     pub(crate) fn gguf_names() -> String {
         Self::IN_GGUF.map(|architecture| format!("{:?}", architecture.name())).join(", ")
     }
 
-    /// Queries, keys and values have biases.
+    /// Returns whether queries, keys and values have biases.
     pub fn has_qkv_bias(self) -> bool {
         self == Architecture::Qwen2
     }
 
-    /// Every query and key head is normalised before it is rotated.
+    /// Returns whether every query and key head is normalised before the rotary embedding.
     pub fn has_head_norms(self) -> bool {
         self == Architecture::Qwen3
     }
 
-    /// GGUF files hold the rows of query and key projections with rotary pairs side by side.
+    /// Returns whether GGUF files store the rows of query and key projections with rotary pairs
+    /// adjacent.
     pub(crate) fn pairs_rows_in_gguf(self) -> bool {
         self == Architecture::Llama
     }

@@ -1,4 +1,4 @@
-//! The configuration from a GGUF file's metadata.
+//! Model configuration from a GGUF file's metadata.
 
 use std::path::Path;
 
@@ -7,8 +7,8 @@ use gguf::{FromValue, GgufError, Header};
 use super::{Architecture, ModelConfig, RopeScaling, SlidingWindow};
 use crate::error::ModelError;
 
-/// `has_output` says whether there is a tensor for the output projection, and `rope_divisors` are the
-/// elements of `rope_freqs.weight`, where there is one.
+/// Reads the configuration. `has_output` says whether the file has an output projection. `rope_divisors`
+/// are the elements of `rope_freqs.weight`, if the file has this tensor.
 pub(crate) fn from_gguf(
     path: &Path,
     header: &Header,
@@ -45,7 +45,7 @@ pub(crate) fn from_gguf(
             });
         }
     };
-    // A head's values are as wide as its keys, and all of it is rotated.
+    // A head's values must be as wide as its keys, and the whole head must be rotated.
     for key in ["attention.value_length", "rope.dimension_count"] {
         if let Some(found) = metadata.of_model::<usize>(key)?
             && found != head_dim
@@ -55,7 +55,7 @@ pub(crate) fn from_gguf(
     }
     let vocab_size = match metadata.of_model("vocab_size")? {
         Some(size) => {
-            // The tokenizer that the file brings would name rows that the embedding does not have.
+            // Otherwise the file's tokenizer would have ids without a row in the embedding.
             if let Some(tokens) = metadata.get::<&[String]>("tokenizer.ggml.tokens")?
                 && tokens.len() > size
             {
@@ -96,7 +96,8 @@ pub(crate) fn from_gguf(
         rms_eps: metadata.require("attention.layer_norm_rms_epsilon")?,
         rope_theta: metadata.of_model("rope.freq_base")?.unwrap_or(10_000.0),
         rope_scaling: rope_scaling(&metadata, rope_divisors)?,
-        // No known file of these architectures says which layers: it is all of them.
+        // No known file of these architectures says which layers have the window: all layers have
+        // it.
         sliding_window: metadata
             .of_model::<usize>("attention.sliding_window")?
             .and_then(|tokens| SlidingWindow::of_layers(tokens, layer_count, |_| true)),
@@ -114,10 +115,10 @@ fn rope_scaling(
     const TYPE: &str = "rope.scaling.type";
     let factor = match metadata.of_model("rope.scaling.factor")? {
         Some(factor) => Some(factor),
-        // Its name before there were other kinds of scaling.
+        // Name of the key from before other kinds of scaling existed.
         None => metadata.of_model("rope.scale_linear")?,
     };
-    // As llama.cpp: a factor without a type is linear, and 0 is no factor.
+    // As in llama.cpp: a factor without a type is linear, and 0 means no factor.
     let factor = factor.filter(|&factor: &f32| factor != 0.0 && factor != 1.0);
     let scaling = match metadata.of_model::<&str>(TYPE)? {
         Some("none") => RopeScaling::None,
@@ -140,8 +141,8 @@ fn rope_scaling(
     }
 }
 
-/// The metadata with errors that name the file. Keys of the model begin with its architecture's name,
-/// which callers leave out.
+/// Metadata with errors that name the file. Keys of the model begin with the architecture's name, which
+/// callers omit.
 struct Metadata<'a> {
     path: &'a Path,
     header: &'a Header,

@@ -1,4 +1,4 @@
-//! The configuration from a Hugging Face `config.json` (and `generation_config.json`).
+//! Model configuration from a Hugging Face `config.json` (and `generation_config.json`).
 
 use std::path::{Path, PathBuf};
 
@@ -10,7 +10,8 @@ use crate::error::ModelError;
 
 const SUPPORTED_ROPE: &str = "\"default\", \"linear\" and \"llama3\"";
 
-/// `generation` adds end-of-sequence ids, as the model's authors put the chat's there.
+/// Reads the configuration. `generation` adds end-of-sequence ids, because model authors put the chat's ids
+/// there.
 pub(crate) fn from_hugging_face(
     config: &JsonFile,
     generation: Option<&JsonFile>,
@@ -70,12 +71,12 @@ pub(crate) fn from_hugging_face(
     .validate(&config.path)
 }
 
-/// What an absent key means, as the configuration classes of transformers have it. A null is
-/// "none", not absent.
+/// Values of absent keys, as the configuration classes of transformers define them. A null means "none",
+/// not "absent".
 struct Defaults {
-    /// `None`: as many as query heads.
+    /// Number of KV heads; `None` means as many as query heads.
     kv_head_count: Option<usize>,
-    /// `None`: the hidden size shared out among the query heads.
+    /// Head size; `None` means the hidden size divided by the number of query heads.
     head_dim: Option<usize>,
     context_tokens: usize,
 }
@@ -96,7 +97,7 @@ fn architecture(fields: &Fields<'_>) -> Result<Architecture, ModelError> {
     let (known, found) = match fields.get::<Vec<String>>("architectures")?.as_deref() {
         Some([class]) => (Architecture::of_class(class), format!("{class:?}")),
         Some(others) => (None, format!("{others:?}")),
-        // Older files name the family only.
+        // Older files name the model family only.
         None => {
             let family = fields.get::<String>("model_type")?;
             let known = family.as_deref().and_then(Architecture::of_model_type);
@@ -109,7 +110,7 @@ fn architecture(fields: &Fields<'_>) -> Result<Architecture, ModelError> {
     })
 }
 
-/// Which layers see how much of a sequence.
+/// Returns which layers have a sliding window, and its size.
 fn sliding_window(
     fields: &Fields<'_>,
     architecture: Architecture,
@@ -132,7 +133,7 @@ fn sliding_window(
                 let full = fields.get("max_window_layers")?.unwrap_or(FULL_LAYERS_DEFAULT);
                 return Ok(SlidingWindow::of_layers(tokens, layer_count, |layer| layer >= full));
             };
-            // How many there are is checked with the rest of the configuration.
+            // The number of layers is validated with the rest of the configuration.
             Ok(SlidingWindow::of_layers(tokens, types.len(), |layer| {
                 types[layer] == LayerType::SlidingAttention
             }))
@@ -147,14 +148,14 @@ enum LayerType {
     SlidingAttention,
 }
 
-/// Refuses what would change the arithmetic.
+/// Rejects keys that would change the arithmetic.
 fn check_supported(fields: &Fields<'_>, architecture: Architecture) -> Result<(), ModelError> {
     if let Some(activation) = fields.get::<String>("hidden_act")?
         && activation != "silu"
     {
         return Err(fields.unsupported("hidden_act", format!("{activation:?}"), "\"silu\""));
     }
-    // Transformers reads these for some architectures only; in others' files they mean nothing.
+    // Transformers uses these keys for some architectures only and ignores them for others.
     let biases: &[&str] = match architecture {
         Architecture::Llama => &["attention_bias", "mlp_bias"],
         Architecture::Qwen3 => &["attention_bias"],
@@ -177,7 +178,8 @@ fn check_supported(fields: &Fields<'_>, architecture: Architecture) -> Result<()
     Ok(())
 }
 
-/// Theta and scaling: `rope_parameters` since transformers 5, `rope_theta` and `rope_scaling` before.
+/// Returns theta and scaling: from `rope_parameters` since transformers 5, from `rope_theta` and
+/// `rope_scaling` before.
 fn rope(fields: &Fields<'_>) -> Result<(f32, RopeScaling), ModelError> {
     const THETA_DEFAULT: f32 = 10_000.0;
     let outer_theta = fields.get::<f32>("rope_theta")?;
@@ -212,7 +214,7 @@ fn rope(fields: &Fields<'_>) -> Result<(f32, RopeScaling), ModelError> {
     Ok((theta, scaling))
 }
 
-/// A parsed JSON file and where it lies.
+/// Parsed JSON file and its path.
 pub(crate) struct JsonFile {
     pub path: PathBuf,
     pub value: Value,
@@ -222,22 +224,22 @@ impl JsonFile {
     fn fields(&self) -> Result<Fields<'_>, ModelError> {
         let object = self.value.as_object().ok_or_else(|| ModelError::NotAModel {
             path: self.path.clone(),
-            reason: "its JSON is no object".into(),
+            reason: "its JSON is not an object".into(),
         })?;
         Ok(Fields { path: &self.path, object, parent: None })
     }
 }
 
-/// The keys of one object, with errors that name file and key.
+/// Keys of one object, with errors that name file and key.
 struct Fields<'a> {
     path: &'a Path,
     object: &'a Map<String, Value>,
-    /// The key under which the object lies.
+    /// Key of the object in its parent.
     parent: Option<&'static str>,
 }
 
 impl Fields<'_> {
-    /// A null is an absent key.
+    /// Returns the value of `key`. A null counts as absent.
     fn get<T: DeserializeOwned>(&self, key: &str) -> Result<Option<T>, ModelError> {
         match self.object.get(key) {
             None | Some(Value::Null) => Ok(None),
@@ -247,7 +249,7 @@ impl Fields<'_> {
         }
     }
 
-    /// As [`get`](Self::get), but a null is no absent key.
+    /// Returns the value of `key` or a default. Unlike in [`get`](Self::get), a null is not absent.
     fn get_or<T: DeserializeOwned>(
         &self,
         key: &str,
@@ -260,7 +262,7 @@ impl Fields<'_> {
         self.get(key)?.ok_or_else(|| self.bad(key, "is missing".into()))
     }
 
-    /// One id, several, or none.
+    /// Returns the ids of a key that holds one id, a list, or nothing.
     fn token_ids(&self, key: &str) -> Result<Vec<u32>, ModelError> {
         match self.object.get(key) {
             Some(Value::Array(_)) => self.require(key),
@@ -268,7 +270,7 @@ impl Fields<'_> {
         }
     }
 
-    /// Heads are rotated whole.
+    /// Rejects partial rotary embeddings: heads are rotated as a whole.
     fn check_rotary_factor(&self) -> Result<(), ModelError> {
         const KEY: &str = "partial_rotary_factor";
         match self.get::<f64>(KEY)? {

@@ -1,7 +1,6 @@
-//! GGUF's quantised blocks. A small one has 32 elements of one scale; a "K" block has 256 in 8 or 16
-//! groups whose scales are themselves small integers. Every element is `scale * integer`, plus or
-//! minus a minimum; each function does these operations in ggml's order, so that results are equal
-//! to the bit.
+//! GGUF's quantised blocks. A small block has 32 elements with one scale. A "K" block has 256 elements in 8
+//! or 16 groups whose scales are small integers. Every element is `scale * integer`, plus or minus a
+//! minimum. Each function uses ggml's order of operations, so that results are bit-equal.
 
 use half::f16;
 
@@ -60,8 +59,8 @@ fn fifth_bit(nibble: u8, high: u32, at: usize) -> u8 {
     nibble | ((high >> at & 1) as u8) << 4
 }
 
-/// f16 scale, f16 minimum, 8 scales and minima of 6 bits, 256 nibbles; 8 groups of 32, two of which
-/// share 32 bytes: low nibbles the first, high ones the second.
+/// f16 scale, f16 minimum, 8 scales and minima of 6 bits, 256 nibbles; 8 groups of 32. Two groups share 32
+/// bytes: the first has the low nibbles, the second the high ones.
 pub fn q4_k(block: &[u8; 144], out: &mut [f32; LARGE]) {
     let groups = group_scales(block);
     for (pair, bytes) in block[16..].as_chunks::<32>().0.iter().enumerate() {
@@ -75,8 +74,8 @@ pub fn q4_k(block: &[u8; 144], out: &mut [f32; LARGE]) {
     }
 }
 
-/// As [`q4_k`], with 32 bytes of fifth bits before the nibbles: bit `group` of byte `i` belongs to
-/// element `i` of that group.
+/// As [`q4_k`], with 32 bytes of fifth bits before the nibbles: bit `group` of byte `i` belongs to element
+/// `i` of that group.
 pub fn q5_k(block: &[u8; 176], out: &mut [f32; LARGE]) {
     let groups = group_scales(block);
     let high = &block[16..48];
@@ -90,11 +89,11 @@ pub fn q5_k(block: &[u8; 176], out: &mut [f32; LARGE]) {
     }
 }
 
-/// Scale and minimum of each of the 8 groups of a Q4_K or Q5_K block.
+/// Returns scale and minimum of each of the 8 groups of a Q4_K or Q5_K block.
 fn group_scales(block: &[u8]) -> [(f32, f32); 8] {
     let (scale, minimum) = (f16_at(block, 0), f16_at(block, 2));
-    // The first four have their six bits in a byte each; the others' low four are in the last four
-    // bytes and their high two on top of the first eight.
+    // The first four groups have their six bits in one byte each. The other groups' low four bits are
+    // in the last four bytes, and their high two bits are on top of the first eight bytes.
     let bits = &block[4..16];
     std::array::from_fn(|group| {
         let (group_scale, group_minimum) = match group {
@@ -108,16 +107,15 @@ fn group_scales(block: &[u8]) -> [(f32, f32); 8] {
     })
 }
 
-/// 256 low nibbles, 256 pairs of high bits, 16 signed group scales, f16 scale:
-/// `scale * group scale * (six bits - 32)`. Each half of 128 elements has 64 bytes of nibbles and 32
-/// of high bits.
+/// 256 low nibbles, 256 pairs of high bits, 16 signed group scales, f16 scale: `scale * group scale * (six
+/// bits - 32)`. Each half of 128 elements has 64 bytes of nibbles and 32 of high bits.
 pub fn q6_k(block: &[u8; 210], out: &mut [f32; LARGE]) {
     let scale = f16_at(block, 208);
     for (half, out) in out.as_chunks_mut::<128>().0.iter_mut().enumerate() {
         let low = &block[64 * half..][..64];
         let high = &block[128 + 32 * half..][..32];
         let group_scales = &block[192 + 8 * half..][..8];
-        // 32 elements take one place of the four in every byte of high bits.
+        // Each group of 32 elements uses one of the four bit pairs in every byte of high bits.
         for (quarter, out) in out.as_chunks_mut::<32>().0.iter_mut().enumerate() {
             let low = &low[quarter % 2 * 32..][..32];
             for (i, value) in out.iter_mut().enumerate() {

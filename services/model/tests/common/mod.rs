@@ -1,4 +1,4 @@
-//! What several test files need: models on disk, made or found.
+//! Helpers of several test files: generated models and the real model.
 #![allow(dead_code, reason = "no test file uses all of it")]
 
 pub mod sequence;
@@ -28,7 +28,7 @@ pub fn tiny_llama3() -> Checkpoint {
     Checkpoint::open(fixture("tiny_llama3"), LoadFormat::Dummy { seed: SEED }).unwrap()
 }
 
-/// The real model; it is fetched, not part of the repository.
+/// Returns the path of the real model, which is downloaded and not part of the repository.
 pub fn smollm2_path() -> PathBuf {
     let path = std::env::var_os("BATON_TEST_MODEL").map(PathBuf::from).unwrap_or_else(|| {
         Path::new(env!("CARGO_MANIFEST_DIR"))
@@ -38,7 +38,7 @@ pub fn smollm2_path() -> PathBuf {
     path
 }
 
-/// All elements of a weight, row after row.
+/// Returns all elements of a weight, row after row.
 pub fn elements(checkpoint: &Checkpoint, weight: Weight) -> Vec<f32> {
     match weight.shape(checkpoint.config()) {
         WeightShape::Vector { .. } => checkpoint.vector(weight).unwrap(),
@@ -54,7 +54,7 @@ pub fn elements(checkpoint: &Checkpoint, weight: Weight) -> Vec<f32> {
     }
 }
 
-/// An encoding that both formats have.
+/// Encoding that both formats support.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Element {
     F32,
@@ -96,7 +96,7 @@ impl Element {
     }
 }
 
-/// A tensor to be written: name, dimensions with the slowest first, bytes.
+/// Tensor to write: name, dimensions with the slowest first, bytes.
 #[derive(Clone)]
 pub struct Tensor {
     pub name: String,
@@ -105,7 +105,7 @@ pub struct Tensor {
     pub bytes: Vec<u8>,
 }
 
-/// The weights of `checkpoint` under their Hugging Face names.
+/// Returns the weights of `checkpoint` under their Hugging Face names.
 pub fn hugging_face_tensors(checkpoint: &Checkpoint, element: Element) -> Vec<Tensor> {
     Weight::all(checkpoint.config())
         .map(|weight| Tensor {
@@ -136,7 +136,7 @@ pub fn safetensors(tensors: &[Tensor]) -> Vec<u8> {
     file
 }
 
-/// Writes config.json (of the fixture) and the weights, in one file or in `shards` of them.
+/// Writes the fixture's config.json and the weights, in one file or in `shards` files.
 pub fn write_folder(folder: &Path, tensors: &[Tensor], shards: usize) {
     fs::copy(fixture("tiny_llama3/config.json"), folder.join("config.json")).unwrap();
     if shards == 1 {
@@ -154,7 +154,7 @@ pub fn write_folder(folder: &Path, tensors: &[Tensor], shards: usize) {
     fs::write(folder.join("model.safetensors.index.json"), index.to_string()).unwrap();
 }
 
-/// The weights of `checkpoint` as llama.cpp's converter stores them.
+/// Returns the weights of `checkpoint` as llama.cpp's converter stores them.
 pub fn gguf_tensors(checkpoint: &Checkpoint, element: Element) -> Vec<Tensor> {
     let config = checkpoint.config();
     let mut tensors: Vec<Tensor> = Weight::all(config)
@@ -197,7 +197,7 @@ pub fn gguf_tensors(checkpoint: &Checkpoint, element: Element) -> Vec<Tensor> {
     tensors
 }
 
-/// The converter's permutation: within a head, rows i and i + dim/2 become neighbours.
+/// Applies the converter's permutation: within a head, rows i and i + dim/2 become adjacent.
 fn neighbouring_pairs(values: &[f32], head_dim: usize, cols: usize) -> Vec<f32> {
     let rows: Vec<&[f32]> = values.chunks(cols).collect();
     let heads = rows.chunks(head_dim);
@@ -210,7 +210,7 @@ fn neighbouring_pairs(values: &[f32], head_dim: usize, cols: usize) -> Vec<f32> 
         .collect()
 }
 
-/// A metadata value to be written.
+/// Metadata value to write.
 #[derive(Clone, Copy, Debug)]
 pub enum Entry<'a> {
     U32(u32),
@@ -218,12 +218,12 @@ pub enum Entry<'a> {
     Text(&'a str),
 }
 
-/// What a GGUF file of this configuration and these weights holds.
+/// Returns the bytes of a GGUF file with this configuration and these weights.
 pub fn gguf(config: &ModelConfig, tensors: &[Tensor]) -> Vec<u8> {
     gguf_with(config, tensors, &[])
 }
 
-/// As [`gguf`], with entries changed, added, or (with `None`) left out.
+/// Returns a file as [`gguf`] does, with entries changed, added, or (with `None`) omitted.
 pub fn gguf_with(
     config: &ModelConfig,
     tensors: &[Tensor],

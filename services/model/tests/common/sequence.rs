@@ -1,4 +1,4 @@
-//! One model on the CPU backend, fed sequence by sequence.
+//! Runs one model on the CPU backend, sequence by sequence.
 
 use std::sync::Arc;
 
@@ -11,7 +11,7 @@ use model::{Checkpoint, Limits, Llama};
 /// Blocks of a runner's arena.
 pub const BLOCKS: u32 = 512;
 
-/// A loaded model, or one rank's part of it, the arena for its KV, and a counter that hands out blocks.
+/// Loaded model or one rank's shard of it, the arena for its KV, and a counter that allocates blocks.
 pub struct Runner {
     backend: CpuBackend,
     llama: Llama<CpuBackend>,
@@ -19,7 +19,7 @@ pub struct Runner {
     next_block: u32,
 }
 
-/// A sequence whose KV lies in the runner's arena.
+/// Sequence whose KV is in the runner's arena.
 pub struct Sequence {
     position: u32,
     blocks: Vec<BlockId>,
@@ -39,7 +39,7 @@ impl Runner {
         Self::on(checkpoint, backend, arena.unwrap(), rows_max)
     }
 
-    /// As one rank of a group, with one thread. The arena has all heads, or the rank's.
+    /// Creates one rank of a group, with one thread. The arena has all heads, or the rank's.
     pub fn rank(
         checkpoint: &Checkpoint,
         weights: impl Into<WeightFormat>,
@@ -67,7 +67,7 @@ impl Runner {
         self.llama.shard()
     }
 
-    /// Room for `tokens` tokens.
+    /// Allocates blocks for `tokens` tokens.
     pub fn sequence(&mut self, tokens: usize) -> Sequence {
         let blocks = tokens.div_ceil(kernels::BLOCK_TOKENS) as u32;
         let first = self.next_block;
@@ -75,8 +75,8 @@ impl Runner {
         Sequence { position: 0, blocks: (first..self.next_block).map(BlockId).collect() }
     }
 
-    /// One forward over some tokens of each sequence; the logits of the last `sampled` tokens of
-    /// each, one after the other.
+    /// Runs one forward pass over some tokens of each sequence, and returns the logits of the last
+    /// `sampled` tokens of each, concatenated.
     pub fn forward(&mut self, parts: &mut [(&mut Sequence, &[u32], u32)]) -> Vec<Vec<f32>> {
         let sequences: Vec<StepSequence<'_>> = parts
             .iter()
@@ -100,7 +100,7 @@ impl Runner {
         rows
     }
 
-    /// The logits after `tokens`, which are fed in chunks.
+    /// Prefills `tokens` in chunks and returns the logits after them.
     pub fn prefill(&mut self, sequence: &mut Sequence, tokens: &[u32], chunk: usize) -> Vec<f32> {
         let mut logits = Vec::new();
         let chunks = tokens.len().div_ceil(chunk);
@@ -111,13 +111,13 @@ impl Runner {
         logits.pop().expect("the last chunk sampled")
     }
 
-    /// The logits after one more token.
+    /// Returns the logits after one more token.
     pub fn decode(&mut self, sequence: &mut Sequence, token: u32) -> Vec<f32> {
         self.forward(&mut [(sequence, &[token], 1)]).pop().expect("one row sampled")
     }
 }
 
-/// The lowest id among the highest logits.
+/// Returns the lowest id among the greatest logits.
 pub fn argmax(logits: &[f32]) -> u32 {
     let best =
         (0..logits.len()).fold(0, |best, id| if logits[id] > logits[best] { id } else { best });

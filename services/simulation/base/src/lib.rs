@@ -1,4 +1,4 @@
-//! What every simulation stands on: seeded random numbers, a virtual clock and a network with faults.
+//! Foundations of every simulation: seeded random numbers, a virtual clock and a network with faults.
 //!
 //! Nothing here knows what is simulated: events, endpoints and data are the caller's types. The
 //! simulation of a cluster (crate `simulation`) and that of the transfer protocol (tests of crate

@@ -11,7 +11,7 @@ use crate::Random;
 /// A late datagram arrives within this time: after every lease of its sender and its receiver.
 const LATE_MAX: Duration = Duration::from_secs(6);
 
-/// What the network does to messages. Probabilities are in percent.
+/// Faults that the network applies to messages. Probabilities are in percent.
 #[derive(Clone, Copy, Debug)]
 pub struct NetworkFaults {
     /// A datagram is lost.

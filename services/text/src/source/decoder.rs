@@ -1,4 +1,4 @@
-//! What a tokenizer.json's `decoder` says about the bytes of tokens.
+//! Interprets a tokenizer.json's `decoder`: the bytes of tokens.
 
 use serde::Deserialize;
 use serde_json::Value;
@@ -30,7 +30,7 @@ enum PatternEntry {
     String(String),
 }
 
-/// The decoder, or what it is instead.
+/// Returns the decoding, or the decoder's kind when it is not supported.
 pub(super) fn decoding_of(decoder: &Value) -> Result<Decoding, String> {
     let shown = || {
         let steps = decoder["decoders"].as_array();

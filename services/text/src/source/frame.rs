@@ -1,16 +1,16 @@
-//! What a tokenizer.json's `post_processor` puts before and after a prompt.
+//! Interprets a tokenizer.json's `post_processor`: the tokens before and after a prompt.
 
 use serde::Deserialize;
 use serde_json::Value;
 
-/// Token ids around a prompt of one text.
+/// Token ids before and after a prompt of one text.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct PromptFrame {
     pub prefix: Vec<u32>,
     pub suffix: Vec<u32>,
 }
 
-/// Why a post-processor cannot be used.
+/// Error of interpreting a post-processor.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum FrameError {
     UnsupportedType(String),
@@ -19,7 +19,8 @@ pub(super) enum FrameError {
 
 pub(super) const SUPPORTED_TYPES: &str =
     "TemplateProcessing, ByteLevel, RobertaProcessing, BertProcessing, Sequence of these, null";
-/// A sequence within a sequence does not occur; corrupt files must not recurse without end.
+/// Maximum nesting of sequences. Real files do not nest them, and corrupt files must not cause unbounded
+/// recursion.
 const DEPTH_MAX: usize = 4;
 
 impl PromptFrame {
@@ -29,7 +30,7 @@ impl PromptFrame {
         Ok(frame)
     }
 
-    /// Puts what `value` adds around what is there.
+    /// Adds the tokens of `value` around the present ones.
     fn wrap(&mut self, value: &Value, depth: usize) -> Result<(), FrameError> {
         let kind = value["type"].as_str().unwrap_or_default();
         let (prefix, suffix) = match kind {
@@ -83,7 +84,7 @@ struct SpecialToken {
 }
 
 impl TemplateProcessing {
-    /// The ids before and after the text, which stands in the template once.
+    /// Returns the ids before and after the text, which the template must contain once.
     fn around(&self) -> Result<(Vec<u32>, Vec<u32>), FrameError> {
         let (mut prefix, mut suffix) = (Vec::new(), Vec::new());
         let mut texts = 0;

@@ -1,4 +1,4 @@
-//! The tokenizer and chat template inside a GGUF file.
+//! Tokenizer and chat template in a GGUF file.
 
 mod pieces;
 
@@ -31,7 +31,7 @@ const EOS_KEY: &str = "tokenizer.ggml.eos_token_id";
 const UNKNOWN_KEY: &str = "tokenizer.ggml.unknown_token_id";
 const PADDING_KEY: &str = "tokenizer.ggml.padding_token_id";
 
-/// Keys of single tokens, and the names that chat templates know them by.
+/// Keys of single tokens, and their names in chat templates.
 const NAMED_TOKENS: [(&str, &str); 4] = [
     (BOS_KEY, "bos_token"),
     (EOS_KEY, "eos_token"),
@@ -43,10 +43,10 @@ const MORE_EOS: [&str; 2] = ["tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_
 
 const SUPPORTED_MODELS: &str = "gpt2 (byte-level BPE), llama (SentencePiece BPE)";
 
-/// Where tokens and merges are, for errors found while they are put together.
+/// Keys of tokens and merges, for errors in the vocabulary.
 pub(crate) const KEYS: [&str; 2] = [TOKENS, MERGES];
 
-/// The values of `tokenizer.ggml.token_type`.
+/// Values of `tokenizer.ggml.token_type`.
 mod token_type {
     pub const UNKNOWN: i32 = 2;
     pub const CONTROL: i32 = 3;
@@ -56,11 +56,11 @@ mod token_type {
     pub const LAST: i32 = BYTE;
 }
 
-/// Reads the header of the file at `path`; no tensor is touched.
+/// Reads the header of the file at `path` and no tensors.
 pub(crate) fn read(path: &Path) -> Result<Source, LoadError> {
     let gguf = |source| LoadError::Gguf { path: path.into(), source };
     let header = Header::read_from(path).map_err(gguf)?;
-    // Of a split model the first part has the tokenizer; the others say which that is.
+    // The first part of a split model has the tokenizer; other parts state their number.
     Split::of_first(path, &header).map_err(gguf)?;
     let file = File { path, metadata: &header.metadata };
     file.check_embedding(&header)?;
@@ -76,12 +76,12 @@ struct File<'a> {
     metadata: &'a Metadata,
 }
 
-/// The two kinds of vocabulary.
+/// Kind of the vocabulary.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Kind {
-    /// Bytes in GPT-2's alphabet, and merges.
+    /// Bytes in GPT-2's alphabet, with merges.
     ByteLevel(PreTokenizerKind),
-    /// SentencePiece's, with scores.
+    /// SentencePiece's vocabulary, with scores.
     Pieces,
 }
 
@@ -92,7 +92,7 @@ impl File<'_> {
             "llama" => return Ok(Kind::Pieces),
             model => return Err(self.unsupported(MODEL, model, SUPPORTED_MODELS.into())),
         }
-        // Files older than the key are GPT-2's kind more often than any other.
+        // Files older than this key usually have GPT-2's kind.
         let pre: &str = self.get(PRE)?.unwrap_or("default");
         PreTokenizerKind::of_name(pre)
             .map(Kind::ByteLevel)
@@ -155,7 +155,7 @@ impl File<'_> {
         Ok(())
     }
 
-    /// The type of each token, where the file says.
+    /// Returns the type of each token, if the file has types.
     fn types(&self, tokens: &[String]) -> Result<Option<&[i32]>, LoadError> {
         let Some(types) = self.get::<&[i32]>(TOKEN_TYPES)? else { return Ok(None) };
         if types.len() != tokens.len() {
@@ -173,10 +173,10 @@ impl File<'_> {
         }
     }
 
-    /// Every token must be a row of the model's embedding; rows beyond them are padding.
+    /// Checks that every token is a row of the model's embedding. Further rows are padding.
     fn check_embedding(&self, header: &Header) -> Result<(), LoadError> {
         let tokens: &[String] = self.require(TOKENS)?;
-        // A vocabulary alone, or the first part of a split model, may lack it.
+        // A file with only a vocabulary, or the first part of a split model, may lack it.
         let Some(embedding) = header.tensor(EMBEDDING) else { return Ok(()) };
         match embedding.dims.get(1) {
             Some(&rows) if rows < tokens.len() as u64 => {
@@ -233,7 +233,7 @@ impl File<'_> {
         unchecked.check().map_err(|(key, problem)| self.invalid(key, problem))
     }
 
-    /// The id at `key`, or where SentencePiece puts BOS and EOS when the file names none.
+    /// Returns the id at `key`, or SentencePiece's default ids of BOS and EOS when the file has none.
     fn named_token(&self, key: &'static str, tokens: &[String]) -> Result<Option<u32>, LoadError> {
         let usual = match key {
             BOS_KEY => pieces::BOS_ID,
@@ -248,7 +248,8 @@ impl File<'_> {
         Ok(is_control.then_some(usual))
     }
 
-    /// The id at `key`, which is one of the vocabulary. −1 in 32 bits is how some writers say "none".
+    /// Returns the id at `key`, which must be in the vocabulary. Some writers store −1 in 32 bits for
+    /// "none".
     fn token_id(&self, key: &'static str, tokens: &[String]) -> Result<Option<u32>, LoadError> {
         match self.get::<u64>(key)? {
             None => Ok(None),
@@ -306,7 +307,7 @@ fn classify(tokens: &[String], types: Option<&[i32]>, parts: &mut TokenizerParts
     }
 }
 
-/// The two tokens of merge `index`.
+/// Splits merge `index` into its two tokens.
 pub(super) fn split_merge(index: usize, merge: &str) -> Result<(&str, &str), VocabularyError> {
     merge
         .split_once(' ')

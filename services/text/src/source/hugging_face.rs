@@ -1,9 +1,8 @@
-//! The tokenizer and chat template of a Hugging Face folder.
+//! Tokenizer and chat template of a Hugging Face folder.
 //!
-//! `tokenizer.json` says how text is split. What stands around it is spread over
-//! `tokenizer_config.json`, `special_tokens_map.json` (names of special tokens),
-//! `generation_config.json` (sampling defaults, tokens that end an answer), `config.json` (such tokens
-//! too) and `chat_template.jinja`.
+//! `tokenizer.json` defines how text is split. Other files complete it: `tokenizer_config.json`,
+//! `special_tokens_map.json` (names of special tokens), `generation_config.json` (sampling defaults and
+//! end-of-sequence tokens), `config.json` (end-of-sequence tokens too) and `chat_template.jinja`.
 
 mod configs;
 mod tokenizer_file;
@@ -28,13 +27,13 @@ use super::{Source, TemplateSources};
 use crate::{error::LoadError, sampling_defaults::SamplingDefaults, tokenizer::TokenizerParts};
 
 pub(crate) const TOKENIZER_FILE: &str = "tokenizer.json";
-/// Where tokens and merges are, for errors found while they are put together.
+/// Keys of tokens and merges, for errors in the vocabulary.
 pub(crate) const KEYS: [&str; 2] = ["model.vocab", "model.merges"];
-/// The largest in use has 33 MB.
+/// Maximum bytes of tokenizer.json. The largest in use has 33 MB.
 const TOKENIZER_BYTES_MAX: u64 = 256 << 20;
 const CONFIG_BYTES_MAX: u64 = 16 << 20;
 
-/// Reads the text files of `folder`; no weight is touched.
+/// Reads the text files of `folder` and no weights.
 pub(crate) fn read(folder: &Path) -> Result<Source, LoadError> {
     let path = folder.join(TOKENIZER_FILE);
     let file: TokenizerFile = read_json(&path, TOKENIZER_BYTES_MAX)?
@@ -57,7 +56,7 @@ pub(crate) fn read(folder: &Path) -> Result<Source, LoadError> {
     let id_of = |name: &str| id_of_token(&parts, templates.special_tokens.get(name)?);
     let (bos_id, eos_id, pad_id) = (id_of("bos_token"), id_of("eos_token"), id_of("pad_token"));
     if config.add_bos_token.is_some() || config.add_eos_token.is_some() {
-        // As transformers 5: what is said here takes the place of the post-processor.
+        // As in transformers 5, this setting replaces the post-processor.
         let wanted = |flag: Option<bool>, id: Option<u32>| id.filter(|_| flag == Some(true));
         parts.prompt_prefix = wanted(config.add_bos_token, bos_id).into_iter().collect();
         parts.prompt_suffix = wanted(config.add_eos_token, eos_id).into_iter().collect();
@@ -76,7 +75,7 @@ pub(crate) fn read(folder: &Path) -> Result<Source, LoadError> {
     Ok(Source { parts, templates, sampling_defaults })
 }
 
-/// Every id of the tokenizer must be a row of the model's embedding; rows beyond them are padding.
+/// Checks that every id of the tokenizer is a row of the model's embedding. Further rows are padding.
 fn check_embedding(parts: &TokenizerParts, rows: u64, path: PathBuf) -> Result<(), LoadError> {
     let added = parts.added.iter().map(|(id, _)| id);
     match parts.ids.iter().chain(added).max() {
@@ -91,8 +90,7 @@ fn check_embedding(parts: &TokenizerParts, rows: u64, path: PathBuf) -> Result<(
     }
 }
 
-/// What `generation_config.json` says, and the tokens that end an answer: its own, or those of
-/// `config.json`.
+/// Reads `generation_config.json`, and the end-of-sequence tokens from it or from `config.json`.
 fn generation(
     folder: &Path,
     model: Option<ModelConfig>,
@@ -111,8 +109,8 @@ fn generation(
     Ok((defaults, ends.map(|ends| ends.ids()).unwrap_or_default()))
 }
 
-/// The templates of `tokenizer_config.json` and of files of their own, which is what newer writers
-/// leave, and what counts when there are both.
+/// Adds the templates of `tokenizer_config.json`, and those of separate files, which newer tools write and
+/// which take precedence.
 fn add_templates(
     folder: &Path,
     configured: Option<ChatTemplates>,
@@ -137,7 +135,7 @@ fn add_templates(
     Ok(())
 }
 
-/// The file's text; `None` when there is no such file.
+/// Returns the file's text; `None` when there is no such file.
 fn read_text(path: &Path, bytes_max: u64) -> Result<Option<String>, LoadError> {
     let io = |source| LoadError::Io { path: path.into(), source };
     let metadata = match std::fs::metadata(path) {
@@ -166,7 +164,7 @@ fn read_json<T: DeserializeOwned>(path: &Path, bytes_max: u64) -> Result<Option<
     parsed.map(Some).map_err(|source| LoadError::Json { path: path.into(), source })
 }
 
-/// Adds those tokens of `added_tokens_decoder` that tokenizer.json does not have.
+/// Adds the tokens of `added_tokens_decoder` that are missing in tokenizer.json.
 fn add_configured_tokens(
     config: &TokenizerConfig,
     path: &Path,
@@ -194,7 +192,7 @@ fn add_configured_tokens(
     Ok(())
 }
 
-/// Tokens that a configuration names are special, even where tokenizer.json does not say so.
+/// Marks tokens that a configuration names as special, even if tokenizer.json does not.
 fn mark_special(config: &NamedTokens, map: &NamedTokens, parts: &mut TokenizerParts) {
     for name in config.all().chain(map.all()) {
         if let Some((_, token)) = parts.added.iter_mut().find(|(_, token)| token.content == name) {
@@ -205,7 +203,7 @@ fn mark_special(config: &NamedTokens, map: &NamedTokens, parts: &mut TokenizerPa
     }
 }
 
-/// The id of a token named in a configuration.
+/// Returns the id of a token that a configuration names.
 fn id_of_token(parts: &TokenizerParts, token: &str) -> Option<u32> {
     (0..parts.strings.len())
         .find(|at| parts.strings.get(*at) == token)

@@ -1,4 +1,4 @@
-//! Where a model's text side is read from: a GGUF file or a Hugging Face folder.
+//! Sources of a model's text side: a GGUF file or a Hugging Face folder.
 
 mod decoder;
 mod frame;
@@ -18,14 +18,14 @@ use crate::{
     tokenizer::TokenizerParts,
 };
 
-/// A source that was read, and where errors in its vocabulary are to be looked for.
+/// A source that was read, with the keys of its vocabulary for errors.
 pub(crate) struct Opened {
     pub source: Source,
     pub file: PathBuf,
     pub keys: VocabularyKeys,
 }
 
-/// The keys of tokens and merges.
+/// Keys of tokens and merges.
 pub(crate) struct VocabularyKeys([&'static str; 2]);
 
 impl Opened {
@@ -51,7 +51,7 @@ impl Opened {
 }
 
 impl VocabularyKeys {
-    /// The error with the file and the key that it is about.
+    /// Adds the file and the key to a vocabulary error.
     pub fn blame(&self, path: PathBuf, source: VocabularyError) -> LoadError {
         let [tokens, merges] = self.0;
         let key = if source.is_about_merges() { merges } else { tokens };
@@ -59,25 +59,25 @@ impl VocabularyKeys {
     }
 }
 
-/// All that a source says.
+/// Contents of a source.
 pub(crate) struct Source {
     pub parts: TokenizerParts,
     pub templates: TemplateSources,
     pub sampling_defaults: SamplingDefaults,
 }
 
-/// Chat templates as the model brings them.
+/// Chat templates of the model.
 #[derive(Debug, Default)]
 pub(crate) struct TemplateSources {
     pub default: Option<String>,
-    /// Takes the default's place when a request has tools.
+    /// Template that replaces the default when a request has tools.
     pub tool_use: Option<String>,
-    /// What templates may refer to: `bos_token`, `eos_token` and the like.
+    /// Variables of templates: `bos_token`, `eos_token` and the like.
     pub special_tokens: BTreeMap<String, String>,
 }
 
 impl TemplateSources {
-    /// Takes one of several named templates; names that nothing asks for are dropped.
+    /// Adds one of several named templates; unused names are dropped.
     pub fn insert(&mut self, name: &str, template: String) {
         match name {
             "default" => self.default = Some(template),

@@ -1,4 +1,4 @@
-//! Vocabulary and merges out of JSON, without a heap string for each.
+//! Reads vocabulary and merges from JSON without a heap string for each.
 
 use std::fmt;
 
@@ -35,7 +35,8 @@ impl<'de> Deserialize<'de> for PackedVocabulary {
                 Ok(vocabulary)
             }
 
-            /// Other kinds of model have a list here; the kind is refused by name later.
+            /// Skips the list that other kinds of model have here; the kind itself is rejected
+            /// later by name.
             fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<Self::Value, A::Error> {
                 while seq.next_element::<IgnoredAny>()?.is_some() {}
                 Ok(PackedVocabulary::default())

@@ -1,4 +1,5 @@
-//! GGUF files name their pre-tokenizer; what the names mean is agreed, not written down in the file.
+//! Pre-tokenizers that GGUF files refer to by name. The meaning of a name is a convention that the file
+//! does not contain.
 
 use tokenizers::{
     NormalizerWrapper, PreTokenizerWrapper, SplitDelimiterBehavior,
@@ -11,30 +12,30 @@ use tokenizers::{
     },
 };
 
-/// Contractions, words, up to three digits, punctuation, line ends, spaces.
+/// Regex for contractions, words, up to three digits, punctuation, line ends, spaces.
 const LLAMA_3: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
-/// As Llama 3, but digits stand alone.
+/// As Llama 3, but each digit is a word.
 const QWEN_2: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
-/// Mistral's: words change where lower case turns to upper.
+/// Mistral's regex: words end where lower case changes to upper case.
 const TEKKEN: &str = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Splitting {
-    /// The expression built into the byte-level pre-tokenizer.
+    /// Regex that is built into the byte-level pre-tokenizer.
     Gpt2,
-    /// Every digit stands alone, then as GPT-2.
+    /// Splits off every digit, then applies GPT-2's regex.
     DigitsThenGpt2,
     Expression(&'static str),
 }
 
-/// What one name stands for.
+/// Meaning of one name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct PreTokenizerKind {
     names: &'static [&'static str],
     splitting: Splitting,
-    /// Text is brought to Unicode's composed form first.
+    /// Whether text is first normalised to Unicode's composed form (NFC).
     composes: bool,
-    /// A word that is itself a token is that token, whatever the merges say.
+    /// Whether a word that is itself a token becomes that token regardless of merges.
     pub whole_words_first: bool,
     /// Whether prompts begin with BOS when the file does not say.
     pub adds_bos: bool,
@@ -83,7 +84,7 @@ impl PreTokenizerKind {
         KINDS.into_iter().find(|kind| kind.names.contains(&name))
     }
 
-    /// All names, for the message that refuses another.
+    /// Returns all names, for the error about an unsupported name.
     pub fn supported_names() -> String {
         KINDS.iter().flat_map(|kind| kind.names).copied().collect::<Vec<_>>().join(", ")
     }

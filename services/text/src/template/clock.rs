@@ -18,7 +18,7 @@ const MONTHS: [&str; 12] = [
 ];
 const FORMAT_BYTES_MAX: usize = 256;
 
-/// `seconds` since 1970 by `format`; an error says what is not known.
+/// Formats `seconds` since 1970; an error names the unknown directive.
 pub(super) fn format_utc(seconds: u64, format: &str) -> Result<String, String> {
     if format.len() > FORMAT_BYTES_MAX {
         return Err(format!("strftime_now takes at most {FORMAT_BYTES_MAX} bytes"));
@@ -50,7 +50,7 @@ pub(super) fn format_utc(seconds: u64, format: &str) -> Result<String, String> {
     Ok(out)
 }
 
-/// A point in time of the Gregorian calendar.
+/// Date and time of the Gregorian calendar.
 struct Date {
     year: u64,
     /// From 1.
@@ -69,7 +69,7 @@ struct Date {
 impl Date {
     fn of(seconds: u64) -> Self {
         let days = seconds / 86_400;
-        // Years that begin in March end with the leap day; 719,468 days lie before 1970-01-01.
+        // Years that begin in March end with the leap day; 719,468 days precede 1970-01-01.
         let shifted = days + 719_468;
         let era = shifted / 146_097;
         let day_of_era = shifted % 146_097;
@@ -134,7 +134,7 @@ impl Date {
 mod tests {
     use super::*;
 
-    // Expected texts are what GNU date prints: date -u -d @SECONDS +FORMAT.
+    // Expected texts are the output of GNU date: date -u -d @SECONDS +FORMAT.
 
     #[test]
     fn dates_are_those_of_the_calendar() {

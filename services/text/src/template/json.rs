@@ -8,12 +8,13 @@ use minijinja::{
     value::{Kwargs, ValueKind},
 };
 
-/// Deeper values than any request can carry are a defect of the template.
+/// Maximum depth of values. Requests cannot contain deeper values, so exceeding it is a bug in the
+/// template.
 const DEPTH_MAX: usize = 200;
-/// Spaces per level, at most.
+/// Maximum spaces per level.
 const INDENT_MAX: usize = 16;
 
-/// `value|tojson(indent=None, ensure_ascii=False, separators=None, sort_keys=False)`.
+/// Implements `value|tojson(indent=None, ensure_ascii=False, separators=None, sort_keys=False)`.
 pub(super) fn tojson(value: &Value, indent: Option<Value>, named: Kwargs) -> Result<Value, Error> {
     let indent = match indent {
         Some(indent) => Some(indent),
@@ -116,7 +117,7 @@ impl Writer {
         }
     }
 
-    /// Python writes numbers, booleans and None as keys, in quotes.
+    /// Writes a key. Python writes numbers, booleans and None as keys in quotes.
     fn key(&mut self, key: &Value) -> Result<(), Error> {
         match key.kind() {
             ValueKind::String => self.string(key.as_str().unwrap_or_default()),
@@ -163,7 +164,7 @@ impl Writer {
     }
 }
 
-/// Python's `repr` of a float: the shortest digits, with an exponent from 1e16 up and below 1e-4.
+/// Formats a float like Python's `repr`: the shortest digits, with an exponent from 1e16 up and below 1e-4.
 fn float_repr(value: f64) -> String {
     if value.is_nan() {
         return "NaN".to_owned();
@@ -200,7 +201,7 @@ mod tests {
         environment.render_str(&template, context).unwrap()
     }
 
-    // Expected texts are what Python 3.11 prints for json.dumps(..., ensure_ascii=False).
+    // Expected texts are the output of Python 3.11's json.dumps(..., ensure_ascii=False).
 
     #[test]
     fn spaces_and_order_are_pythons() {

@@ -1,8 +1,8 @@
-//! Messages in the form that templates expect.
+//! Conversion of messages to the form that templates expect.
 //!
-//! Templates are written for `content` as one string. Lists of text parts are joined by line ends, a
-//! missing content becomes the empty string, and the arguments of tool calls, which the API carries
-//! as JSON text, become the objects that templates print: all as vLLM does it.
+//! Templates are written for `content` as one string. As in vLLM, lists of text parts are joined by line
+//! ends, a missing content becomes the empty string, and the arguments of tool calls, which the API carries
+//! as JSON text, become objects.
 
 use serde_json::{Map, Value};
 
@@ -25,7 +25,7 @@ pub(super) fn normalise(messages: &Value) -> Result<Value, TemplateError> {
     Ok(Value::Array(normalised.collect::<Result<_, _>>()?))
 }
 
-/// One message, by its place in the request.
+/// Message with its index in the request.
 struct Message {
     index: usize,
 }

@@ -1,10 +1,10 @@
-//! Chat templates: messages to the text a model was trained on.
+//! Chat templates: render messages to the text format that a model was trained on.
 //!
-//! Templates are Jinja programs written for Python. They run here with the environment that Hugging
-//! Face's `transformers` gives them: its white-space rules, `raise_exception`, `strftime_now`, Python's
-//! methods on strings, mappings and lists, and `tojson` as Python writes JSON. A template comes with
-//! the model, from wherever that was downloaded: its steps and its output are bounded. What one
-//! expression builds is not: a template that doubles a string in a loop can use up memory.
+//! Templates are Jinja programs written for Python. They run here in the environment of Hugging Face's
+//! `transformers`: its white-space rules, `raise_exception`, `strftime_now`, Python's methods on strings,
+//! mappings and lists, and `tojson` as Python writes JSON. A template comes with the model and is not
+//! trusted: its steps and its output are bounded. The memory of a single expression is not bounded: a
+//! template that doubles a string in a loop can exhaust memory.
 
 mod clock;
 mod json;
@@ -24,44 +24,45 @@ use minijinja::{
 
 use crate::source::TemplateSources;
 
-/// Steps one rendering may take. A thousand messages take some 50,000.
+/// Maximum steps of one rendering. A thousand messages need about 50,000.
 pub const TEMPLATE_FUEL: u64 = 10_000_000;
-/// Bytes one rendering may give: more than is ever encoded.
+/// Maximum bytes of a rendered prompt: more than is ever encoded.
 pub const RENDERED_BYTES_MAX: usize = crate::tokenizer::TEXT_BYTES_MAX;
-/// Macros that call each other, loops within loops.
+/// Maximum nesting of macro calls and loops.
 const RECURSION_MAX: usize = 64;
 
 const DEFAULT: &str = "chat_template";
 const TOOL_USE: &str = "chat_template.tool_use";
 
-/// Why there is no prompt.
+/// Error of rendering a prompt.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum TemplateError {
     #[error("this model brings no chat template; use plain completions")]
     Missing,
     #[error("the chat template {name} does not compile: {reason}")]
     Syntax { name: String, reason: String },
-    /// The request's messages are not what a template takes. The client's fault.
+    /// The request's messages do not have the form that templates expect. The client's fault.
     #[error("messages[{index}]{field}: {problem}")]
     BadMessage { index: usize, field: String, problem: String },
     #[error("messages must be a list, not {found}")]
     NoList { found: &'static str },
     #[error("messages is empty; a conversation has at least one message")]
     NoMessages,
-    /// The template itself refuses the conversation (`raise_exception`). The client's fault.
+    /// The template itself rejects the conversation (`raise_exception`). The client's fault.
     #[error("the chat template refuses these messages: {reason}")]
     Refused { reason: String },
     #[error("the chat template takes more than {limit} steps; it may not end")]
     OutOfFuel { limit: u64 },
     #[error("the rendered prompt has more than {limit} bytes")]
     TooLong { limit: usize },
-    /// Anything else that goes wrong inside the template.
+    /// Any other error inside the template.
     #[error("the chat template fails: {reason}")]
     Failed { reason: String },
 }
 
 impl TemplateError {
-    /// True when another request could succeed with this template: the messages are to blame.
+    /// Returns true when the messages cause the error, so that another request could succeed with this
+    /// template.
     pub fn is_requests_fault(&self) -> bool {
         matches!(
             self,
@@ -74,23 +75,23 @@ impl TemplateError {
     }
 }
 
-/// What a rendering is made from.
+/// Inputs of a rendering.
 #[derive(Clone, Debug)]
 pub struct RenderRequest<'a> {
-    /// A list of objects with `role` and, as OpenAI has it, `content`: text, a list of text parts, or
-    /// nothing. Further fields (`tool_calls`, `name`) reach the template as they are.
+    /// List of objects with `role` and, as in OpenAI's API, `content`: text, a list of text parts, or
+    /// nothing. Further fields (`tool_calls`, `name`) are passed to the template unchanged.
     pub messages: &'a serde_json::Value,
-    /// A list of tool descriptions, or null.
+    /// List of tool descriptions, or null.
     pub tools: &'a serde_json::Value,
-    /// Ends the prompt with the beginning of the assistant's answer.
+    /// Whether the prompt ends with the beginning of the assistant's answer.
     pub add_generation_prompt: bool,
-    /// Further variables (`chat_template_kwargs`); they take the place of variables above.
+    /// Further variables (`chat_template_kwargs`), which override the variables above.
     pub extra: &'a serde_json::Map<String, serde_json::Value>,
-    /// What `strftime_now` takes for now; the time zone is UTC.
+    /// Time that `strftime_now` uses; the time zone is UTC.
     pub now: SystemTime,
 }
 
-/// A model's chat template, compiled. Immutable: share it.
+/// Compiled chat template of a model. Immutable; share it.
 pub struct ChatTemplate {
     environment: Environment<'static>,
     has_tool_use: bool,
@@ -102,7 +103,7 @@ impl ChatTemplate {
     /// Compiles one template. `special_tokens` are the variables `bos_token`, `eos_token` and the like.
     ///
     /// # Errors
-    /// `Syntax` when it does not compile.
+    /// `Syntax` when the template does not compile.
     pub fn new(
         source: &str,
         special_tokens: BTreeMap<String, String>,
@@ -132,15 +133,15 @@ impl ChatTemplate {
         Ok(Self { environment, has_tool_use, takes_tools, special_tokens: sources.special_tokens })
     }
 
-    /// Whether it shows the model the tools of a request.
+    /// Returns whether the template presents a request's tools to the model.
     pub fn takes_tools(&self) -> bool {
         self.takes_tools
     }
 
-    /// The prompt for a conversation, as text: encode it with
+    /// Renders a conversation's prompt as text. Encode it with
     /// [`SpecialTokens::Parse`](crate::SpecialTokens::Parse) and without BOS.
     ///
-    /// Costs CPU time in proportion to the conversation; long ones belong on a blocking thread.
+    /// Costs CPU time in proportion to the conversation; render long ones on a blocking thread.
     ///
     /// # Errors
     /// See [`TemplateError`].
@@ -177,7 +178,7 @@ impl ChatTemplate {
         match rendered {
             _ if output.overflowed => Err(TemplateError::TooLong { limit: RENDERED_BYTES_MAX }),
             Err(error) => Err(failure(&error)),
-            // The engine writes whole strings only.
+            // The template engine writes whole strings only.
             Ok(()) => String::from_utf8(output.bytes)
                 .map_err(|error| TemplateError::Failed { reason: error.to_string() }),
         }
@@ -230,20 +231,20 @@ fn failure(error: &Error) -> TemplateError {
     }
 }
 
-/// Kind, detail and line, on one line.
+/// Returns kind, detail and line on one line.
 fn reason_of(error: &Error) -> String {
     let detail = error.detail().map(|detail| format!(": {detail}")).unwrap_or_default();
     let line = error.line().map(|line| format!(" (line {line})")).unwrap_or_default();
     format!("{}{detail}{line}", error.kind())
 }
 
-/// `{% generation %}` marks the assistant's text for training. It is no Jinja; an `if` that holds
-/// takes its place, with the same control of white space.
+/// Replaces `{% generation %}`, which marks the assistant's text for training and is not Jinja, by an `if`
+/// that holds, with the same white-space control.
 fn without_generation_tags(source: &str) -> String {
     let mut out = String::with_capacity(source.len());
     let mut rest = source;
     while let Some(start) = rest.find("{%") {
-        // The end is another percent sign than the beginning: `{%}` is no tag.
+        // The closing percent sign differs from the opening one: `{%}` is not a tag.
         let Some(inside) = rest[start + 2..].find("%}") else { break };
         let (before, tag_on) = rest.split_at(start);
         let (tag, after) = tag_on.split_at(inside + 4);
@@ -254,7 +255,8 @@ fn without_generation_tags(source: &str) -> String {
             "generation" => out.push_str(&tag.replacen("generation", "if true", 1)),
             "endgeneration" => out.push_str(&tag.replacen("endgeneration", "endif", 1)),
             _ => {
-                // Not ours: go on behind its first characters, as the end found may be inside it.
+                // Another tag: continue after its first characters, because the end found
+                // may be inside it.
                 out.push_str("{%");
                 rest = &rest[start + 2..];
                 continue;
@@ -266,7 +268,7 @@ fn without_generation_tags(source: &str) -> String {
     out
 }
 
-/// Takes [`RENDERED_BYTES_MAX`] bytes and then fails.
+/// Writer that accepts [`RENDERED_BYTES_MAX`] bytes and then fails.
 #[derive(Default)]
 struct BoundedOutput {
     bytes: Vec<u8>,

@@ -1,39 +1,39 @@
-//! One JSON object, byte by byte: where it ends, or where it stops being JSON.
+//! Incremental parser of one JSON object, byte by byte: finds its end, or where it stops being JSON.
 
-/// Objects and lists within each other, at most; serde_json takes 127.
+/// Maximum nesting of objects and lists; serde_json accepts 127.
 const DEPTH_MAX: usize = 64;
 
-/// What one byte brought.
+/// Result of one byte.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Step {
     More,
-    /// A key of the object itself is complete; it lies between these offsets, quotes included.
+    /// A key of the outermost object is complete, between these offsets including quotes.
     Key(usize, usize),
-    /// So is a text that is the value of such a key.
+    /// A string value of such a key is complete, between these offsets including quotes.
     Text(usize, usize),
     /// The byte closes the object.
     Complete,
-    /// With this byte it is not the beginning of a JSON object.
+    /// With this byte the text is not the beginning of a JSON object.
     Broken,
 }
 
-/// What may come next.
+/// Input that may follow.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Expect {
-    /// The first byte.
+    /// The opening brace.
     Open,
-    /// A key or the end, behind `{`.
+    /// A key or the end, after `{`.
     KeyOrEnd,
-    /// A key, behind a comma.
+    /// A key, after a comma.
     Key,
     Colon,
     Value,
-    /// A value or the end, behind `[`.
+    /// A value or the end, after `[`.
     ValueOrEnd,
     CommaOrEnd,
     Text(InText),
     Number(InNumber),
-    /// The rest of `true`, `false` or `null`.
+    /// Remaining bytes of `true`, `false` or `null`.
     Word(&'static [u8]),
     Nothing,
 }
@@ -42,7 +42,7 @@ enum Expect {
 enum InText {
     Plain,
     Escape,
-    /// So many hexadecimal digits are still to come.
+    /// Number of hexadecimal digits still to come.
     Unicode(u8),
 }
 
@@ -58,13 +58,13 @@ enum InNumber {
     ExponentDigits,
 }
 
-/// Reads an object as it comes. After `Complete` or `Broken` every byte is `Broken`.
+/// Parser of one object. After `Complete` or `Broken` every byte is `Broken`.
 #[derive(Clone, Debug)]
 pub(super) struct JsonObject {
-    /// What is open, outermost first: true for an object, false for a list.
+    /// Open brackets, outermost first: true for an object, false for a list.
     open: Vec<bool>,
     expect: Expect,
-    /// Bytes read.
+    /// Number of bytes read.
     at: usize,
     text_start: usize,
     text_is_key: bool,
@@ -95,7 +95,7 @@ impl JsonObject {
                 if !is_whole(state) {
                     return Step::Broken;
                 }
-                // The byte behind a number is no part of it.
+                // The byte after a number does not belong to it.
                 self.expect = Expect::CommaOrEnd;
             }
             Expect::Word([next, rest @ ..]) => {
@@ -196,7 +196,7 @@ impl JsonObject {
     }
 }
 
-/// The state after one more byte of a number; `None` where the byte is no part of it.
+/// Returns the state after one more byte of a number; `None` when the byte does not belong to it.
 fn number(state: InNumber, byte: u8) -> Option<InNumber> {
     use InNumber::{Exponent, ExponentDigits, ExponentSign, Fraction, Minus, Point, Whole, Zero};
     Some(match (state, byte) {
@@ -223,7 +223,7 @@ mod tests {
 
     use super::*;
 
-    /// How the last byte that was needed ended it, and how many there were.
+    /// Returns the last step and the number of bytes read.
     fn read(text: &str) -> (Step, usize) {
         let mut object = JsonObject::new();
         for (at, &byte) in text.as_bytes().iter().enumerate() {
@@ -267,7 +267,8 @@ mod tests {
             prop_assert_eq!(read(&format!("{text}{behind}")), (Step::Complete, text.len()));
         }
 
-        /// Complete exactly where serde_json takes the text, broken only where no further text helps.
+        /// The parser completes exactly the texts that serde_json accepts, and breaks only where no
+        /// continuation is valid.
         #[test]
         fn it_agrees_with_serde_json(text in r#"\{[ \n]?("[a\\"u0-9\n]{0,6}"|[-+0-9.eE]{1,6}|[\[\]{},:"tfn ]|true|null){0,10}\}"#) {
             let (step, used) = read(&text);

@@ -1,8 +1,8 @@
-//! Calls of tools in the text of an answer.
+//! Tool calls in the text of an answer.
 //!
-//! Models write calls as text, each family in its own way ([`ToolFormat`]). [`ToolParser`] takes the
-//! text as it comes and tells calls from content. It leaves out what models cannot be held to without
-//! a grammar: that a call is made at all, and that its arguments fit the tool's schema.
+//! Models write calls as text, each family in its own format ([`ToolFormat`]). [`ToolParser`] processes
+//! streamed text and separates calls from content. It does not enforce that a call is made, or that its
+//! arguments match the tool's schema; only a grammar can enforce this.
 
 mod json_object;
 mod parser;
@@ -15,35 +15,35 @@ const PYTHON_TAG: &str = "<|python_tag|>";
 const CALL_START: &str = "<tool_call>";
 const CALL_END: &str = "</tool_call>";
 
-/// How a model writes its calls.
+/// Format in which a model writes its calls.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ToolFormat {
-    /// `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, one after another, with text
-    /// before, between or behind: Hermes, Qwen 2.5 and Qwen 3.
+    /// `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, one after another, with text before,
+    /// between or after: Hermes, Qwen 2.5 and Qwen 3.
     Hermes,
-    /// `{"name": ..., "parameters": {...}}` as the whole answer, several with `;` between them; or
-    /// the same behind `<|python_tag|>`, also after text: Llama 3.1 to 3.3.
+    /// `{"name": ..., "parameters": {...}}` as the whole answer, several separated by `;`; or the same
+    /// after `<|python_tag|>`, also after text: Llama 3.1 to 3.3.
     Llama3,
 }
 
-/// A call is `before_name "NAME" before_arguments {ARGUMENTS} behind_arguments`.
+/// Template of a call: `before_name "NAME" before_arguments {ARGUMENTS} behind_arguments`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CallWriting {
     pub before_name: &'static str,
     pub before_arguments: &'static str,
     pub behind_arguments: &'static str,
-    /// Between two calls.
+    /// Text between two calls.
     pub between: &'static str,
-    /// In text, what a call stands behind, or begins with.
+    /// Mark that precedes or begins a call in text.
     pub mark: &'static str,
-    /// A regular expression for how an answer begins that is a call without the mark.
+    /// Regular expression for the beginning of an answer that is a call without the mark.
     pub never_begins: Option<&'static str>,
 }
 
 impl ToolFormat {
-    /// What a chat template asks the model to write, as far as that is known here.
+    /// Returns the format that a chat template asks the model to write, if known.
     pub(crate) fn of_template(source: &str, tokenizer: &Tokenizer) -> Option<Self> {
-        // Qwen 3 Coder has the same tags around calls that are no JSON.
+        // Qwen 3 Coder uses the same tags around calls that are not JSON.
         if source.contains(CALL_START) && !source.contains("<function=") {
             return Some(Self::Hermes);
         }
@@ -52,7 +52,7 @@ impl ToolFormat {
         is_llama.then_some(Self::Llama3)
     }
 
-    /// What a call begins with, and what ends it.
+    /// Returns the opening mark of a call and its closing mark.
     pub(crate) fn marks(self) -> (&'static str, Option<&'static str>) {
         match self {
             Self::Hermes => (CALL_START, Some(CALL_END)),
@@ -60,12 +60,12 @@ impl ToolFormat {
         }
     }
 
-    /// Whether this is a mark of any format.
+    /// Returns whether `text` is a mark of any format.
     pub fn is_mark(text: &[u8]) -> bool {
         [PYTHON_TAG, CALL_START, CALL_END].iter().any(|mark| mark.as_bytes() == text)
     }
 
-    /// How a call is written by a model that must write it just so.
+    /// Returns the template for models that a grammar forces to write a call.
     pub fn writing(self) -> CallWriting {
         match self {
             Self::Hermes => CallWriting {
@@ -82,19 +82,20 @@ impl ToolFormat {
                 behind_arguments: "}",
                 between: "; ",
                 mark: PYTHON_TAG,
-                // What [`ToolParser`] may take for a call, and is not written as above.
+                // Starts of calls that [`ToolParser`] accepts and the template does not
+                // produce.
                 never_begins: Some(r#"\s*\{\s*"(name|parameters|arguments|type|id)""#),
             },
         }
     }
 
-    /// Whether an answer may be a call without any mark.
+    /// Returns whether an answer may be a call without a mark.
     fn takes_bare(self) -> bool {
         self == Self::Llama3
     }
 
-    /// Special tokens that must become text all the same: the marks, where the vocabulary has them
-    /// so.
+    /// Returns the special tokens that must become text: marks that are special tokens of the
+    /// vocabulary.
     pub fn shown_tokens(self, tokenizer: &Tokenizer) -> Vec<u32> {
         let (start, end) = self.marks();
         let ids =

@@ -1,11 +1,10 @@
-//! Tells calls from content in the text of one answer.
+//! Separates tool calls from content in the text of one answer.
 //!
-//! Text arrives in pieces of any size; how it was cut makes no difference. Content is emitted at
-//! once, except what may still belong to a call: white space, the beginning of a mark, a JSON object
-//! whose keys and name are those of a call so far. A call is emitted when its object is complete.
-//! What turns out to be none (broken JSON, a function that was not offered, an answer that ends
-//! within a call) is content, whole and in its place. White space right before and behind a call
-//! belongs to the call.
+//! Text arrives in pieces of any size, which do not affect the result. Content is emitted at once, except
+//! text that may still belong to a call: white space, the beginning of a mark, or a JSON object whose keys
+//! and name match a call so far. A call is emitted when its object is complete. Text that turns out not to
+//! be a call (broken JSON, a function that was not offered, an answer that ends within a call) is emitted
+//! unchanged as content. White space directly before and after a call belongs to the call.
 
 use std::sync::Arc;
 
@@ -17,22 +16,22 @@ use super::{
     json_object::{JsonObject, Step},
 };
 
-/// A call of a function.
+/// Call of a function.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ToolCall {
     pub name: String,
-    /// A JSON object, as the model wrote it.
+    /// Arguments: a JSON object as the model wrote it.
     pub arguments: String,
 }
 
-/// A part of an answer.
+/// Part of an answer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ToolPiece {
     Content(String),
     Call(ToolCall),
 }
 
-/// Reads one answer.
+/// Parser of one answer.
 ///
 /// Lifecycle: [`push`](Self::push) for each piece of text, then [`finish`](Self::finish).
 #[derive(Clone, Debug)]
@@ -41,41 +40,41 @@ pub struct ToolParser {
     /// Functions that may be called.
     names: Arc<[String]>,
     state: State,
-    /// Text that is not emitted because it may belong to a call.
+    /// Text that is held back because it may belong to a call.
     held: String,
-    /// A call without a mark may begin: at the start and behind a call.
+    /// Whether a call without a mark may begin: at the start and after a call.
     bare: bool,
-    /// A call was read and only white space since.
+    /// Whether a call was read and only white space since.
     behind_call: bool,
-    /// The last call's closing mark may come.
+    /// Whether the last call's closing mark may follow.
     closes: bool,
 }
 
 #[derive(Clone, Debug)]
 enum State {
-    /// Between calls; what is held is white space and, behind a bare call, one `;`.
+    /// Between calls. The held text is white space and, after a call without a mark, at most one `;`.
     Text,
-    /// What is held from `start` on is the beginning of a mark.
+    /// The held text from `start` on is the beginning of a mark.
     Mark { start: usize },
-    /// Behind a mark: white space until the object begins.
+    /// After a mark: white space until the object begins.
     Marked,
-    /// Within an object that begins at `start`.
+    /// Inside an object that begins at `start`.
     Object { start: usize, key: Key, json: JsonObject },
 }
 
-/// The key whose value is being read.
+/// Key whose value is being read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Key {
     Name,
     Other,
 }
 
-/// What became of a character.
+/// Result of processing a character.
 enum Taken {
     Yes,
-    /// What is held is no call; the character is not part of it.
+    /// The held text is not a call; the character does not belong to it.
     FallsOut,
-    /// Nor is it with the character, which is held now.
+    /// The held text, which includes the character, is not a call.
     FallsOutWithIt,
 }
 
@@ -92,14 +91,14 @@ impl ToolParser {
         }
     }
 
-    /// Takes the next piece of text; appends what is certain.
+    /// Processes the next piece of text and appends final pieces.
     pub fn push(&mut self, text: &str, out: &mut Vec<ToolPiece>) {
         for char in text.chars() {
             match self.take(char, out) {
                 Taken::Yes => {}
                 Taken::FallsOut => {
                     self.fall_out(out);
-                    // In plain text every character finds its place.
+                    // In plain text every character is accepted.
                     self.take(char, out);
                 }
                 Taken::FallsOutWithIt => self.fall_out(out),
@@ -107,8 +106,8 @@ impl ToolParser {
         }
     }
 
-    /// The answer ended: what is held belongs to it, but for white space and the beginning of a
-    /// closing mark behind a call.
+    /// Ends the answer: held text is content, except white space and the beginning of a closing mark
+    /// after a call.
     pub fn finish(mut self, out: &mut Vec<ToolPiece>) {
         let ends_a_call = self.behind_call
             && match self.state {
@@ -121,7 +120,7 @@ impl ToolParser {
         }
     }
 
-    /// Bytes of text that are held back now.
+    /// Returns the bytes of text that are held back.
     pub fn held_bytes(&self) -> usize {
         self.held.len()
     }
@@ -151,7 +150,7 @@ impl ToolParser {
         Taken::Yes
     }
 
-    /// Whether a `;` stands between two bare calls.
+    /// Returns whether a `;` separates two calls without marks.
     fn separates(&self) -> bool {
         self.bare && self.behind_call && !self.held.contains(';')
     }
@@ -161,7 +160,7 @@ impl ToolParser {
         end.is_some_and(|end| end.starts_with(&self.held[start..]))
     }
 
-    /// The last character of what is held was read as part of a mark.
+    /// Checks the held text, whose last character may be part of a mark.
     fn take_mark(&mut self, start: usize) -> Taken {
         let (begin, end) = self.format.marks();
         let mark = &self.held[start..];
@@ -190,7 +189,7 @@ impl ToolParser {
     fn take_json(&mut self, char: char, out: &mut Vec<ToolPiece>) -> Taken {
         let State::Object { start, key, json } = &mut self.state else { return Taken::FallsOut };
         let mut bytes = [0; 4];
-        // Characters of several bytes occur in texts alone, where each of their bytes is taken.
+        // Multi-byte characters occur only inside strings, where each of their bytes is accepted.
         let steps = char.encode_utf8(&mut bytes).bytes().map(|byte| json.feed(byte));
         let step = steps.last().unwrap_or(Step::Broken);
         if step == Step::Broken {
@@ -235,7 +234,7 @@ impl ToolParser {
         self.closes = self.format.marks().1.is_some();
     }
 
-    /// What is held is content.
+    /// Emits the held text as content.
     fn fall_out(&mut self, out: &mut Vec<ToolPiece>) {
         self.state = State::Text;
         if self.held.is_empty() {
@@ -250,7 +249,7 @@ impl ToolParser {
     }
 }
 
-/// The object as a call.
+/// Parses the object as a call.
 fn call(object: &str) -> Option<ToolCall> {
     #[derive(Deserialize)]
     struct Call<'a> {
@@ -266,7 +265,7 @@ fn call(object: &str) -> Option<ToolCall> {
     let arguments = match call.arguments.map(RawValue::get) {
         None => "{}".to_owned(),
         Some(arguments) if arguments.starts_with('{') => arguments.to_owned(),
-        // Some models write the object once more as a text.
+        // Some models encode the arguments as a JSON string.
         Some(text) => {
             let inner: String = serde_json::from_str(text).ok()?;
             let is_object = serde_json::from_str::<&RawValue>(&inner)
@@ -320,7 +319,7 @@ mod tests {
             ),
             [call("f", "{\"a\": [1.50, null]}"), content(" so")]
         );
-        // Ended by its stop token or length before the mark, or within it.
+        // The answer ended by its stop token or length before the mark, or within it.
         for end in ["", "\n", "\n</tool", "</tool_call>"] {
             let text = format!("<tool_call>{{\"name\": \"f\"}}{end}");
             assert_eq!(read(&text), [call("f", "{}")]);
@@ -352,7 +351,7 @@ mod tests {
     #[test]
     fn what_is_no_call_is_content_to_the_last_character() {
         for (format, text) in [
-            // Broken, cut short, of the wrong shape, of a function that nobody offered.
+            // Broken, incomplete, of the wrong shape, or of a function that was not offered.
             (
                 ToolFormat::Hermes,
                 "a <tool_call>{\"name\": \"f\", \"arguments\": {1}}</tool_call> b",
@@ -376,7 +375,7 @@ mod tests {
         ] {
             assert_eq!(read(format, &[text]), [content(text)], "{format:?}");
         }
-        // Behind what was broken the next call is read all the same.
+        // After a broken call the next call is still recognised.
         assert_eq!(
             read(ToolFormat::Hermes, &["<tool_call>{\"name\": <tool_call>{\"name\": \"f\"}"]),
             [content("<tool_call>{\"name\": "), call("f", "{}")]
@@ -418,7 +417,7 @@ mod tests {
         }
     }
 
-    /// Bits of calls and of text, in any order.
+    /// Generates fragments of calls and text in any order.
     fn bits() -> impl Strategy<Value = String> {
         let bit = prop_oneof![
             Just("<tool_call>"),
@@ -443,7 +442,7 @@ mod tests {
         prop::collection::vec(bit, 0..12).prop_map(|bits| bits.concat())
     }
 
-    /// Adjacent content is one.
+    /// Joins adjacent content.
     fn joined(pieces: Vec<ToolPiece>) -> Vec<ToolPiece> {
         let mut all: Vec<ToolPiece> = Vec::new();
         for piece in pieces {
@@ -471,8 +470,8 @@ mod tests {
             prop_assert_eq!(joined(read(format, &pieces)), joined(read(format, &[&text])));
         }
 
-        /// What is shown and the calls are the text in its order: but for white space and marks
-        /// nothing is missing, nothing is new.
+        /// Emitted text and calls reproduce the answer in order: only white space and marks are
+        /// dropped, and nothing is added.
         #[test]
         fn no_text_is_lost(text in bits(), llama in any::<bool>()) {
             let format = if llama { ToolFormat::Llama3 } else { ToolFormat::Hermes };
@@ -485,7 +484,7 @@ mod tests {
             };
             let shown: String = read(format, &[&text]).into_iter().map(written).collect();
             let (shown, text) = (without_marks(&shown), without_marks(&text));
-            // Of a closing mark that was cut short.
+            // The beginning of an incomplete closing mark.
             let cut = text.strip_suffix('<').unwrap_or(&text);
             prop_assert!(shown == text || shown == cut, "{shown:?} {text:?}");
         }

@@ -1,4 +1,4 @@
-//! Models that tests read: the real one, and small ones written here.
+//! Models for tests: the real one, and small generated ones.
 #![allow(dead_code, reason = "each test file uses its own part")]
 
 use std::{
@@ -9,12 +9,12 @@ use std::{
 use gguf::{Array, Value};
 use text::ModelText;
 
-/// The workspace's root.
+/// Returns the workspace's root.
 pub fn workspace() -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../..")
 }
 
-/// The GGUF file of SmolLM2-135M-Instruct.
+/// Returns the path of SmolLM2-135M-Instruct's GGUF file.
 pub fn model_path() -> PathBuf {
     let path = match std::env::var_os("BATON_TEST_MODEL") {
         Some(path) => PathBuf::from(path),
@@ -26,7 +26,7 @@ pub fn model_path() -> PathBuf {
 
 pub type Metadata = BTreeMap<String, Value>;
 
-/// GPT-2's character for each byte.
+/// Returns GPT-2's character for each byte.
 pub fn byte_chars() -> Vec<char> {
     let visible = |byte: u32| matches!(byte, 0x21..=0x7e | 0xa1..=0xac | 0xae..=0xff);
     let mut next = 0x100..;
@@ -34,8 +34,8 @@ pub fn byte_chars() -> Vec<char> {
     (0..256).map(code).map(|code| char::from_u32(code).unwrap()).collect()
 }
 
-/// The metadata of a small byte-level model: ids 0 to 255 are the bytes, then a few merges, then
-/// special tokens. Its merges are `h e`, `l l`, `he ll`, `Ġ w`, `hell o`.
+/// Returns the metadata of a small byte-level model: ids 0 to 255 are the bytes, followed by a few merges
+/// and the special tokens. Its merges are `h e`, `l l`, `he ll`, `Ġ w`, `hell o`.
 pub fn tiny() -> Metadata {
     let mut tokens: Vec<String> = byte_chars().into_iter().map(String::from).collect();
     tokens.extend(["he", "ll", "hell", "Ġw", "hello"].map(str::to_owned));
@@ -64,10 +64,10 @@ pub const END: u32 = 261;
 pub const START: u32 = 262;
 /// Recognised before splitting, but not special.
 pub const TOOL: u32 = 263;
-/// Stands for nothing.
+/// Represents no text.
 pub const UNUSED: u32 = 264;
 
-/// Tokens of [`tiny_pieces`] behind `<unk>`, `<s>`, `</s>` and the bytes; earlier ones merge first.
+/// Tokens of [`tiny_pieces`] after `<unk>`, `<s>`, `</s>` and the bytes; earlier ones merge first.
 const PIECES: [&str; 29] = [
     "▁h",
     "el",
@@ -99,15 +99,15 @@ const PIECES: [&str; 29] = [
     ":",
     "}",
 ];
-/// A token of [`tiny_pieces`] by its place in [`PIECES`].
+/// Id of the first entry of [`PIECES`] in [`tiny_pieces`].
 const FIRST_PIECE: u32 = 3 + 256;
 
-/// The id of an ordinary token of [`tiny_pieces`].
+/// Returns the id of an ordinary token of [`tiny_pieces`].
 pub fn piece(token: &str) -> u32 {
     FIRST_PIECE + PIECES.iter().position(|other| *other == token).expect(token) as u32
 }
 
-/// The id of a byte's token in [`tiny_pieces`].
+/// Returns the id of a byte token of [`tiny_pieces`].
 pub fn byte_piece(byte: u8) -> u32 {
     3 + u32::from(byte)
 }
@@ -117,7 +117,7 @@ pub const PIECES_TURN: u32 = FIRST_PIECE + PIECES.len() as u32;
 pub const PIECES_TOOL: u32 = PIECES_TURN + 1;
 pub const PIECES_UNUSED: u32 = PIECES_TURN + 2;
 
-/// The metadata of a small SentencePiece model, as Llama 2's: byte fallback, `▁` for spaces.
+/// Returns the metadata of a small SentencePiece model like Llama 2's: byte fallback, `▁` for spaces.
 pub fn tiny_pieces() -> Metadata {
     let mut tokens: Vec<String> = ["<unk>", "<s>", "</s>"].map(str::to_owned).to_vec();
     let mut types = vec![2, 3, 3];
@@ -149,7 +149,7 @@ pub fn write_gguf(path: &Path, metadata: &Metadata) {
     write_gguf_with(path, metadata, None);
 }
 
-/// The same with an embedding of this many rows, each of one number.
+/// Writes a GGUF file as [`write_gguf`] does, with an embedding of this many rows and one column.
 pub fn write_gguf_with(path: &Path, metadata: &Metadata, embedding_rows: Option<u64>) {
     let mut bytes = b"GGUF".to_vec();
     bytes.extend(3u32.to_le_bytes());
@@ -236,7 +236,7 @@ fn put_array(bytes: &mut Vec<u8>, array: &Array) {
     }
 }
 
-/// Opens a GGUF file of this metadata.
+/// Opens a GGUF file with this metadata.
 pub fn open_gguf(metadata: &Metadata) -> Result<ModelText, text::LoadError> {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("model.gguf");
@@ -255,7 +255,7 @@ pub fn folder(files: &[(&str, &str)]) -> tempfile::TempDir {
     folder
 }
 
-/// A `tokenizer.json` as Llama 2 has it: `<unk>`, `<s>` and `</s>` first, spaces as `▁` with one in
+/// Returns a `tokenizer.json` like Llama 2's: `<unk>`, `<s>` and `</s>` first, spaces as `▁` with one in
 /// front, bytes for unknown characters, BOS before prompts.
 pub fn pieces_json(tokens: &[String], merges: serde_json::Value) -> serde_json::Value {
     let vocab: BTreeMap<&str, usize> = tokens.iter().map(String::as_str).zip(0..).collect();

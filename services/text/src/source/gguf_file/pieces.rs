@@ -1,4 +1,4 @@
-//! The vocabulary of a SentencePiece model: scores in the place of merges.
+//! Vocabulary of a SentencePiece model, with scores instead of merges.
 
 use std::collections::HashMap;
 
@@ -10,7 +10,7 @@ use crate::{
     tokenizer::{TokenizerParts, WordModelParts},
 };
 
-/// Ids of files that name none: where SentencePiece puts them itself.
+/// SentencePiece's default ids, for files that name none.
 const UNKNOWN_ID: u32 = 0;
 pub(super) const BOS_ID: u32 = 1;
 pub(super) const EOS_ID: u32 = 2;
@@ -75,7 +75,7 @@ impl File<'_> {
         }
     }
 
-    /// What text is merged to is found by its text, so no two tokens may have the same.
+    /// Rejects equal tokens: merges look up tokens by their text, so each text must be unique.
     fn refuse_equal(&self, tokens: &[String]) -> Result<(), LoadError> {
         let mut seen = HashMap::with_capacity(tokens.len());
         for (id, token) in (0..).zip(tokens).filter(|(_, token)| !token.is_empty()) {

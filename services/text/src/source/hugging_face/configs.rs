@@ -1,4 +1,4 @@
-//! The smaller files beside `tokenizer.json`, as far as they matter here.
+//! Smaller files beside `tokenizer.json`, with the keys that are used here.
 
 use serde::Deserialize;
 
@@ -31,7 +31,7 @@ pub struct NamedTokens {
     additional_special_tokens: Option<Vec<NamedToken>>,
 }
 
-/// Names under which configurations give single special tokens.
+/// Keys under which configurations name single special tokens.
 pub const NAMED_TOKENS: [&str; 7] =
     ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"];
 
@@ -50,7 +50,7 @@ impl NamedTokens {
         token.as_ref().map(NamedToken::content)
     }
 
-    /// Every token that is named.
+    /// Returns every named token.
     pub fn all(&self) -> impl Iterator<Item = &str> {
         let additional = self.additional_special_tokens.iter().flatten().map(NamedToken::content);
         NAMED_TOKENS.into_iter().filter_map(|name| self.token(name)).chain(additional)
@@ -103,13 +103,13 @@ pub struct AddedTokenConfig {
 /// `config.json`.
 #[derive(Deserialize)]
 pub struct ModelConfig {
-    /// Rows of the embedding.
+    /// Number of rows of the embedding.
     pub vocab_size: Option<u64>,
     pub eos_token_id: Option<OneOrMany>,
 }
 
-/// `generation_config.json`. Like vLLM this takes its numbers and leaves
-/// `do_sample` alone: which of the two a request wants it says by its temperature.
+/// `generation_config.json`. Like vLLM, the loader uses its numbers and ignores `do_sample`: a request
+/// chooses greedy sampling by its temperature.
 #[derive(Default, Deserialize)]
 pub struct GenerationConfig {
     pub eos_token_id: Option<OneOrMany>,

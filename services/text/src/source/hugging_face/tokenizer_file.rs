@@ -41,7 +41,7 @@ struct AddedTokenEntry {
 
 #[derive(Deserialize)]
 struct ModelEntry {
-    /// Absent in old files, which are all of one kind.
+    /// Absent in old files, which all have the same kind.
     #[serde(rename = "type")]
     kind: Option<String>,
     #[serde(default)]
