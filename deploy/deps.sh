@@ -1,6 +1,5 @@
 #!/usr/bin/env bash
-# Makes sure that a C++ compiler and pip are here, and the programs named as arguments; installs them
-# with apt when they are not.
+# Installs a C++ compiler, pip and the programs named as arguments with apt, unless they are on PATH.
 set -euo pipefail
 
 wanted=()

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Puts an etcd into the target folder for the tests, unless there is one on PATH.
+# Installs etcd into the target folder for the tests, unless etcd is on PATH.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 target=${CARGO_TARGET_DIR:-$PWD/target}

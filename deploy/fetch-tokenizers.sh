@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Fetches what the tokenizer tests compare with, into target/tokenizers: llama.cpp's vocabularies with
-# their test vectors (out of a Python package's sources) and tokenizer.json files of three families.
+# Fetches the references of the tokenizer tests into target/tokenizers: llama.cpp's vocabularies with
+# their test vectors (from the sources of a Python package) and tokenizer.json files of three model families.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 target=${CARGO_TARGET_DIR:-$PWD/target}
@@ -12,7 +12,7 @@ trap 'rm -rf "$work"' EXIT
 rm -rf "$folder"
 mkdir -p "$folder/llama.cpp"
 
-# Only this package from its sources: what its build needs may come built.
+# Download only this package as sources; its build dependencies may be wheels.
 python3 -m pip download --quiet --no-deps --no-binary llama-cpp-python --dest "$work" 'llama-cpp-python==0.3.36'
 tar -xzf "$work"/llama_cpp_python-*.tar.gz -C "$folder/llama.cpp" --strip-components=4 --no-same-owner \
     --wildcards '*/vendor/llama.cpp/models/ggml-vocab-*'

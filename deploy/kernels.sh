@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Builds libbaton_kernels.so, the CUDA kernels, from nothing: a pinned nvcc and FlashInfer's headers by pip, no CUDA
-# toolkit, no root. Everything lies under the build folder; what has not changed is not done again.
+# Builds libbaton_kernels.so, the CUDA kernels. The script installs a pinned nvcc and FlashInfer's headers with pip into
+# the build folder; it needs neither a CUDA toolkit nor root. It rebuilds only units that changed.
 #
-#   BATON_CUDA_ARCHS   architectures, first to last: "90a" (the default), or for example "80 89 90a"
-#   BATON_CUDA_JOBS    compilers at a time, 1 if unset; the FA3 units take 3.6 GB each and run one at a time anyhow
+#   BATON_CUDA_ARCHS   architectures in rising order, default "90a"; for example "80 89 90a"
+#   BATON_CUDA_JOBS    parallel compilers, default 1; the FA3 units take 3.6 GB each and always compile one at a time
 set -euo pipefail
 shopt -s nullglob
 cd "$(dirname "$0")/.."
@@ -13,19 +13,19 @@ jobs=${BATON_CUDA_JOBS:-1}
 out=${CARGO_TARGET_DIR:-$root/target}/kernels
 library=$out/libbaton_kernels.so
 
-# One exact version of each: FlashInfer's C++ interface moves between releases, and the output of a newer nvcc may
-# want a newer driver.
+# Exact versions: FlashInfer's C++ interface changes between releases, and the output of a newer nvcc may need a
+# newer driver.
 flashinfer=0.6.12
 tools="nvidia-cuda-nvcc==13.0.88 nvidia-nvvm==13.0.88 nvidia-cuda-crt==13.0.88
     nvidia-cuda-runtime==13.0.96 nvidia-cuda-cccl==13.0.85"
 headers="nvidia-curand==10.4.0.35 flashinfer-python==$flashinfer"
-# For one unit alone, so it changes no other's key.
+# Only one unit uses NVTX, so NVTX is not part of the other units' keys.
 ranges="nvidia-nvtx==13.0.85"
 
 for arch in $archs; do
-    [[ $arch =~ ^[0-9]+[af]?$ ]] || { echo "BATON_CUDA_ARCHS is \"$archs\"; allowed are numbers such as 80 or 90a" >&2; exit 1; }
+    [[ $arch =~ ^[0-9]+[af]?$ ]] || { echo "invalid BATON_CUDA_ARCHS: \"$archs\"; expected numbers such as 80 or 90a" >&2; exit 1; }
 done
-[[ $jobs =~ ^[1-9][0-9]*$ ]] || { echo "BATON_CUDA_JOBS is \"$jobs\"; allowed is 1 or more" >&2; exit 1; }
+[[ $jobs =~ ^[1-9][0-9]*$ ]] || { echo "invalid BATON_CUDA_JOBS: \"$jobs\"; expected 1 or more" >&2; exit 1; }
 
 key_of() { sha256sum | cut -c1-16; }
 mapfile -t sources < <(find kernels/cuda -type f \( -name '*.cu' -o -name '*.cuh' -o -name '*.h' \) ! -path '*/tests/*' | sort)
@@ -37,7 +37,7 @@ if [[ -e $library && $(cat "$out/key" 2>/dev/null) == "$key" ]]; then
 fi
 
 deploy/deps.sh
-# The toolchain, once per set of pins.
+# One toolchain per set of pinned versions.
 toolchain=$out/toolchain-$(echo "$tools $headers" | key_of)
 if [[ ! -e $toolchain/complete ]]; then
     echo "fetching the compiler and FlashInfer $flashinfer (270 MB) to $toolchain"
@@ -63,7 +63,7 @@ with wheel("flashinfer_python") as flashinfer:
     for name in flashinfer.namelist():
         if name.startswith(tuple(f"flashinfer/data/{folder}" for folder in wanted)) or "/licenses/" in name:
             flashinfer.extract(name, toolchain)
-# One header of FlashInfer includes these two and uses nothing of them.
+# One FlashInfer header includes these two and uses no symbol of them.
 for name in ("cublasLt.h", "cublas_v2.h"):
     (cuda / "include" / name).touch()
 PYTHON
@@ -81,7 +81,7 @@ fi
 
 flags=(-std=c++17 -O3 --expt-relaxed-constexpr -lineinfo -cudart static --threads 1
     -Xcompiler -fPIC,-fvisibility=hidden -Ikernels/cuda/include -Ikernels/cuda/src)
-# FlashInfer needs its own CCCL, which is newer than the toolkit's.
+# FlashInfer needs its own CCCL, which is newer than the CCCL of the toolkit.
 flash_flags=(-DNDEBUG -DFLASHINFER_ENABLE_BF16 -DFLASHINFER_ENABLE_F16 -DFLASHINFER_ENABLE_FP8_E4M3
     -DFLASHINFER_ENABLE_FP8_E5M2 -DCUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED
     "-I$data/include" "-I$data/cccl/cub" "-I$data/cccl/libcudacxx/include" "-I$data/cccl/thrust"
@@ -93,13 +93,13 @@ for arch in $archs; do
 done
 names=$(for arch in $archs; do printf 'sm_%s ' "$arch"; done)
 
-# Units: name, source, further flags. FA3 exists for sm_90a alone.
+# Units: name, source, further flags. FA3 exists only for sm_90a.
 units=()
 unit() { units+=("$*"); }
 unit abi src/abi.cu "-DBATON_ARCHES=\"${names% }\" -DBATON_FLASHINFER=\"$flashinfer\""
 for name in rows rope blocks step probe; do unit $name src/$name.cu; done
 unit attention src/attention.cu $has_hopper
-# Probabilities have the CPU's bits.
+# Without fused multiply-add the probabilities are bit-equal to the CPU's.
 for name in sample sample_draw sample_choose; do unit $name src/$name.cu -fmad=false; done
 unit sample_together collective/sample_together.cu -fmad=false
 unit decode_attention attention/decode_attention.cu
@@ -113,13 +113,13 @@ for dim in 64 128; do
     [[ -z $has_hopper ]] || unit flash_hopper_$dim src/flash_hopper.cu -DBATON_HEAD_DIM=$dim
 done
 
-# A unit's object is named by what it is made of: its source, all headers, its flags.
+# An object's name contains the hash of the unit's source, headers and flags.
 objects=$out/objects
 mkdir -p "$objects"
 compile() {
     local name source further started=$SECONDS unit_gencode=("${gencode[@]}") unit_flags=("${flags[@]}")
     read -r name source further <<<"$1"
-    # What the unit includes of ours; FlashInfer's units compile slowly and see three headers only.
+    # Baton's headers that the unit includes. FlashInfer's units compile slowly and include only a few.
     local own_headers=(kernels/cuda/include/*.h kernels/cuda/src/*.h)
     case $name in
         flash_hopper_*) unit_gencode=(-gencode=arch=compute_90a,code=sm_90a) ;&
@@ -174,13 +174,13 @@ for item in "${units[@]}"; do
 done
 
 mapfile -t paths < <(cat "$objects"/*.path)
-((${#paths[@]} == ${#units[@]})) || { echo "a unit did not compile" >&2; exit 1; }
-# Nothing of C++ is left to the machine it runs on; CUDA's driver is opened when first used.
+((${#paths[@]} == ${#units[@]})) || { echo "cannot link $library: a unit did not compile" >&2; exit 1; }
+# Link the C++ runtime statically. The CUDA driver is loaded at first use.
 nice -n 15 "$cuda/bin/nvcc" -shared -cudart static -L"$cuda/lib" -Xlinker --no-undefined -Xlinker --gc-sections \
     -Xlinker --exclude-libs -Xlinker ALL -Xlinker -s -Xcompiler -static-libstdc++ -Xcompiler -static-libgcc \
     -o "$library.part" "${paths[@]}" -lpthread -ldl -lrt
 mv "$library.part" "$library"
-# Objects that this build did not use.
+# Delete objects of earlier builds.
 for object in "$objects"/*.o; do
     [[ " ${paths[*]} " == *" $object "* ]] || rm -f "$object"
 done

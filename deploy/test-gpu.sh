@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs the tests of the CUDA backend. With cargo on PATH the script first builds them into target/gpu: the
-# test program, the kernel library and the programs that tests of whole clusters start. A GPU machine
-# without a toolchain needs only that folder and this script. A test that this machine cannot run is
+# test program, the kernel library and the programs that cluster tests start. A GPU machine without a
+# toolchain needs only that folder and this script. A test that this machine cannot run is
 # skipped; with BATON_TEST_GPU=N a test that needs at most N GPUs fails instead.
 #
 #   --memcheck, --racecheck   run a short selection under compute-sanitizer

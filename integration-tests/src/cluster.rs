@@ -433,7 +433,7 @@ fn spawn_node(
         ("BATON_NODE_ID", name.as_str()),
         ("BATON_NODE_GRPC", grpc),
         ("BATON_NODE_METRICS", "127.0.0.1:0"),
-        ("BATON_TRANSFER_NOTICE", "127.0.0.1:0"),
+        ("BATON_TRANSFER_CONTROL", "127.0.0.1:0"),
         ("BATON_TRANSFER_DATA", "127.0.0.1:0"),
     ] {
         settings.entry(setting.to_owned()).or_insert_with(|| value.to_owned());

@@ -173,7 +173,7 @@ impl World {
             spec = spec.set("BATON_TRANSFER_TRANSPORT", transport);
             if transport == "nccl" {
                 // Of two that are set otherwise the smaller number holds, for both.
-                let (name, sender) = ("BATON_TRANSFER_NCCL_BLOCKS", "8");
+                let (name, sender) = ("BATON_TRANSFER_NCCL_MAX_CTAS", "8");
                 spec.prefill_settings.insert(name.to_owned(), sender.to_owned());
             }
         }

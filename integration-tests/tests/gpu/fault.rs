@@ -148,7 +148,7 @@ fn settings(folder: &Path) -> Config {
         ("node.blocks", "128"),
         // Two of the requests run, the others wait.
         ("node.slots", "2"),
-        ("transfer.notice", "127.0.0.1:0"),
+        ("transfer.control", "127.0.0.1:0"),
         ("transfer.data", "127.0.0.1:0"),
         ("transfer.secret", SECRET),
     ];

@@ -113,7 +113,7 @@ impl NodeProcess {
             ("node.blocks", "64".to_owned()),
             // Two of the requests run, the others wait.
             ("node.slots", "2".to_owned()),
-            ("transfer.notice", "127.0.0.1:0".to_owned()),
+            ("transfer.control", "127.0.0.1:0".to_owned()),
             ("transfer.data", "127.0.0.1:0".to_owned()),
             ("transfer.secret", SECRET.to_owned()),
             ("cluster.etcd", etcd.url()),

@@ -81,7 +81,7 @@ pub struct TransferArgs {
     /// Contiguous blocks instead of scattered ones.
     #[arg(long)]
     adjacent: bool,
-    /// Maximum CTAs of nccl (`transfer.nccl_blocks`); 0: no limit.
+    /// Maximum CTAs of nccl (`transfer.nccl_max_ctas`); 0: no limit.
     #[arg(long, default_value_t = 4)]
     ctas: u32,
     /// Gather of scattered blocks for nccl [default: kernel, as in nodes; copies if the kernel library is

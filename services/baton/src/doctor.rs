@@ -1,6 +1,6 @@
-//! `baton doctor`: what this machine has for serving, what is missing, and what to do about it.
+//! `baton doctor`: reports GPUs, driver and libraries of this machine, missing parts and their remedies.
 //!
-//! [`Report::of_this_machine`] asks driver and libraries; everything else is made of what it found.
+//! [`Report::of_this_machine`] queries the driver and the libraries; the other functions only format the report.
 
 use std::{env, fmt, path::PathBuf, thread::available_parallelism};
 
@@ -14,8 +14,8 @@ use serde::Serialize;
 
 #[derive(Args, Clone)]
 pub struct KernelsArg {
-    /// The library of our own GPU kernels, as `make kernels` builds it [default: libbaton_kernels.so
-    /// beside this program].
+    /// Library of Baton's GPU kernels, built by `make kernels` [default: libbaton_kernels.so beside this
+    /// program].
     #[arg(long, value_name = "PATH", env = "BATON_NODE_KERNELS")]
     kernels: Option<PathBuf>,
 }
@@ -30,12 +30,12 @@ impl KernelsArg {
 pub struct DoctorArgs {
     #[command(flatten)]
     kernels: KernelsArg,
-    /// One JSON object instead of a table.
+    /// Print a JSON object instead of a table.
     #[arg(long)]
     json: bool,
 }
 
-/// Prints the report. Without a GPU that is no fault: the CPU serves.
+/// Prints the report. A machine without a GPU is no fault, because the CPU can serve.
 pub fn run(args: DoctorArgs) -> Result<()> {
     let report = Report::of_this_machine(args.kernels.path());
     if args.json {
@@ -45,27 +45,27 @@ pub fn run(args: DoctorArgs) -> Result<()> {
     }
     match report.faults.len() {
         0 => Ok(()),
-        1 => bail!("one fault keeps the GPU from serving"),
-        count => bail!("{count} faults keep the GPU from serving"),
+        1 => bail!("the GPU cannot serve because of 1 fault"),
+        count => bail!("the GPU cannot serve because of {count} faults"),
     }
 }
 
 #[derive(Debug, Default, Serialize)]
 struct Report {
-    /// `cuda` when a GPU can serve, else `cpu`.
+    /// `cuda` if a GPU can serve, otherwise `cpu`.
     serves_on: &'static str,
     cpus: usize,
     driver: Part,
     libraries: Vec<Library>,
     gpus: Vec<Gpu>,
     links: Vec<Link>,
-    /// What keeps a GPU that is here from serving; each says what to do.
+    /// Reasons why a present GPU cannot serve, each with its remedy.
     faults: Vec<String>,
-    /// What is missing and not needed for serving as things are.
+    /// Missing parts that this machine does not need for serving.
     notes: Vec<String>,
 }
 
-/// Something that is there in some version, or is not.
+/// Presence and version of a driver or library.
 #[derive(Debug, Default, Serialize)]
 struct Part {
     found: bool,
@@ -85,11 +85,11 @@ struct Library {
 struct Gpu {
     uuid: String,
     name: String,
-    /// 90 is sm_90.
+    /// Compute capability; 90 is sm_90.
     compute: u32,
     sms: u32,
     memory_bytes: u64,
-    /// `None` when the GPU gave no context.
+    /// Free memory; `None` if no context could be created.
     free_bytes: Option<u64>,
     pci: String,
 }
@@ -99,20 +99,20 @@ struct Link {
     from: String,
     to: String,
     way: String,
-    /// Of copies that the second GPU makes out of the first's memory; `None` where it cannot.
+    /// Rate of copies from the first GPU's memory by the second GPU; `None` without peer access.
     rate: Option<Rate>,
-    /// What carries KV between nodes on the two, where nothing else is set.
+    /// Transport of KV between nodes on the two GPUs with `transfer.transport = "auto"`.
     transport: &'static str,
 }
 
 #[derive(Clone, Copy, Debug, Serialize)]
 struct Rate {
     gb_per_s: f64,
-    /// Of a few kilobytes, until the host has seen their end.
+    /// Latency of a copy of a few KiB, until the host observes its completion.
     latency_us: f64,
 }
 
-/// Enough to see the rate, and little beside what a GPU has.
+/// Bytes of the measured copy.
 const COPY_BYTES: usize = 64 << 20;
 
 fn rate(driver: Driver, from: &Device, to: &Device) -> Result<Rate, CudaError> {
@@ -147,13 +147,13 @@ impl Report {
             cpus: available_parallelism().map_or(1, usize::from),
             driver: Part::of(&driver, |driver| Some(format!("CUDA {}", driver.version()))),
             libraries: vec![
-                library("cublasLt", "matrix products", Part::of(&cublas, |()| None)),
+                library("cublasLt", "GEMMs", Part::of(&cublas, |()| None)),
                 library(
                     "kernels",
-                    "all else",
+                    "all other kernels",
                     Part::of(&kernels, |kernels| Some(kernels.build().to_owned())),
                 ),
-                library("nccl", "KV between GPUs of two nodes", Part::of(&nccl, |()| None)),
+                library("nccl", "KV transfer between GPUs of two nodes", Part::of(&nccl, |()| None)),
             ],
             ..Self::default()
         };
@@ -163,7 +163,7 @@ impl Report {
                 let needed = [cublas.err(), kernels.err()];
                 report.faults.extend(needed.iter().flatten().map(CudaError::to_string));
             }
-            // No GPU was meant to be here.
+            // The machine has no GPU.
             Err(error @ (CudaError::NoDriver | CudaError::NoDevice)) => {
                 report.notes.push(error.to_string());
             }
@@ -172,7 +172,7 @@ impl Report {
         if let (Err(error), false) = (nccl, report.gpus.is_empty()) {
             report
                 .notes
-                .push(format!("{error}; within a host KV goes by ipc without it, else by tcp"));
+                .push(format!("{error}; without it KV goes by ipc within a host, otherwise by tcp"));
         }
         let is_gpu = !report.gpus.is_empty() && report.faults.is_empty();
         report.serves_on = if is_gpu { "cuda" } else { "cpu" };
@@ -210,7 +210,7 @@ impl Report {
         let rate = if reaches { rate(driver, from, to).map(Some) } else { Ok(None) };
         let rate = rate.unwrap_or_else(|error| {
             let (from, to) = (&from.uuid, &to.uuid);
-            self.notes.push(format!("GPU {to} does not copy from GPU {from}: {error}"));
+            self.notes.push(format!("GPU {to} cannot copy from GPU {from}: {error}"));
             None
         });
         Link {
@@ -222,7 +222,7 @@ impl Report {
         }
     }
 
-    /// Makes a context, which a busy GPU refuses, and loads the kernels into it.
+    /// Creates a context, which fails on a GPU in exclusive use, and loads the kernels. Returns the free memory.
     fn try_gpu(
         &mut self,
         driver: Driver,
@@ -252,7 +252,7 @@ impl fmt::Display for Report {
             };
             writeln!(
                 f,
-                "GPU        {} {} sm_{}, {} multiprocessors, {} memory, {free}, PCI {}",
+                "GPU        {} {} sm_{}, {} SMs, {} memory, {free}, PCI {}",
                 gpu.uuid,
                 gpu.name,
                 gpu.compute,
@@ -297,14 +297,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_report_names_every_part_and_what_is_wrong_with_it() {
+    fn report_lists_parts_links_and_faults() {
         let part = |found| Part { found, version: None, reason: None };
         let report = Report {
             serves_on: "cpu",
             cpus: 4,
             driver: Part { found: true, version: Some("CUDA 13.0".into()), reason: None },
             libraries: vec![
-                Library { name: "cublasLt", needed_for: "matrix products", part: part(true) },
+                Library { name: "cublasLt", needed_for: "GEMMs", part: part(true) },
                 Library { name: "nccl", needed_for: "KV", part: part(false) },
             ],
             gpus: vec![Gpu {
@@ -339,9 +339,9 @@ mod tests {
             report.to_string(),
             "serves on  cpu (4 CPUs)\n\
              driver     CUDA 13.0\n\
-             cublasLt   found (for matrix products)\n\
+             cublasLt   found (for GEMMs)\n\
              nccl       missing (for KV)\n\
-             GPU        GPU-1 a GPU sm_90, 132 multiprocessors, 1.5 GiB memory, cannot be used, PCI \
+             GPU        GPU-1 a GPU sm_90, 132 SMs, 1.5 GiB memory, cannot be used, PCI \
              0000:01:00.0\n\
              link       GPU-1 GPU-2 nvlink, 391 GB/s, 8 us, KV by ipc\n\
              link       GPU-1 GPU-3 none, KV by tcp\n\

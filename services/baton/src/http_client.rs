@@ -1,4 +1,4 @@
-//! A small HTTP/1.1 client for loopback and lab use: plain TCP, JSON bodies, streamed answers.
+//! A small HTTP/1.1 client over plain TCP, with JSON request bodies and streamed responses.
 
 use std::time::Duration;
 
@@ -12,9 +12,9 @@ use hyper_util::{
     rt::TokioExecutor,
 };
 
-/// What is asked for with GET is small and at hand.
+/// Deadline of a GET request.
 const GET_WITHIN: Duration = Duration::from_secs(10);
-/// A body that is read whole is refused beyond this.
+/// Maximum size of a response body that is read whole.
 const WHOLE_BODY_MAX: usize = 16 << 20;
 
 #[derive(Clone)]
@@ -32,14 +32,14 @@ impl HttpClient {
         Self { inner, get_within: GET_WITHIN }
     }
 
-    /// Sends a JSON body; the answer's body is still to be read.
+    /// Sends a JSON body and returns the response with an unread body.
     pub async fn post_json(
         &self,
         url: &str,
         headers: &[(&str, &str)],
         body: &serde_json::Value,
     ) -> Result<Response<Incoming>> {
-        let uri: Uri = url.parse().with_context(|| format!("{url:?} is not a URL"))?;
+        let uri: Uri = url.parse().with_context(|| format!("invalid URL {url:?}"))?;
         let mut request = Request::post(uri).header("content-type", "application/json");
         for (name, value) in headers {
             request = request.header(*name, *value);
@@ -48,9 +48,9 @@ impl HttpClient {
         self.inner.request(request).await.map_err(|error| anyhow!("{url}: {}", chain(&error)))
     }
 
-    /// Status and whole body, within [`GET_WITHIN`].
+    /// Returns status and whole body, within [`GET_WITHIN`].
     pub async fn get(&self, url: &str) -> Result<(http::StatusCode, Bytes)> {
-        let uri: Uri = url.parse().with_context(|| format!("{url:?} is not a URL"))?;
+        let uri: Uri = url.parse().with_context(|| format!("invalid URL {url:?}"))?;
         let answer = async {
             let response =
                 self.inner.get(uri).await.map_err(|error| anyhow!("{url}: {}", chain(&error)))?;
@@ -68,10 +68,10 @@ pub async fn whole_body(response: Response<Incoming>) -> Result<Bytes> {
         .collect()
         .await
         .map(|body| body.to_bytes())
-        .map_err(|error| anyhow!("reading the answer: {error}"))
+        .map_err(|error| anyhow!("cannot read the response: {error}"))
 }
 
-/// hyper's errors hide their cause one level down.
+/// Joins an error with its causes: the text of a hyper error lacks the cause.
 fn chain(error: &dyn std::error::Error) -> String {
     let mut text = error.to_string();
     let mut source = error.source();
@@ -93,7 +93,7 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn a_server_that_says_nothing_or_only_half_is_given_up() {
+    async fn silent_or_stalled_server_times_out() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let url = format!("http://{}/health", listener.local_addr().unwrap());
         let mut client = HttpClient::new(Duration::from_secs(10));
@@ -101,10 +101,10 @@ mod tests {
         let error = client.get(&url).await.unwrap_err().to_string();
         assert_eq!(error, format!("{url}: no answer within 1s"));
         let server = std::thread::spawn(move || {
-            // The first connection is the one that was given up.
+            // The first connection is that of the request that timed out.
             let (_given_up, _) = listener.accept().unwrap();
             let (mut stream, _) = listener.accept().unwrap();
-            // hyper takes an answer that overtakes its question for an error of its own kind.
+            // Read the request first: hyper rejects a response that arrives before its request.
             let mut request = [0; 1024];
             assert_ne!(stream.read(&mut request).unwrap(), 0);
             stream.write_all(b"HTTP/1.1 200 OK\r\ncontent-length: 10\r\n\r\nhalf").unwrap();

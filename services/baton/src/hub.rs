@@ -1,11 +1,11 @@
-//! Models of the hub: fetched into the cache that its own tools use.
+//! Download of Hugging Face hub models into the cache of the hub's own tools.
 //!
-//! 1. The hub is asked for the model's files and the commit that the revision stands for.
-//! 2. What is needed of it is fetched at exactly this commit, broken downloads going on where they
-//!    broke; a file that is stored under its SHA-256 is checked against it.
-//! 3. The revision is pointed to the commit: half a model is never found.
+//! 1. Query the hub for the model's files and the commit of the revision.
+//! 2. Download the required files of this commit. An interrupted download resumes; a file whose tag is a SHA-256
+//!    is verified.
+//! 3. Point the revision to the commit. Before this step no lookup finds the model.
 //!
-//! Services read the cache by [`config::hub`]; of the four programs this one alone links a client.
+//! Services read the cache with [`config::hub`]; only this program links an HTTP client for the hub.
 
 mod download;
 mod select;
@@ -33,15 +33,16 @@ use indicatif::ProgressBar;
 use self::download::Download;
 use crate::model_store;
 
-/// A fetch is given up when nothing arrived for this long.
+/// Time-out of a download without progress.
 const STALL_MAX: Duration = Duration::from_secs(120);
-/// How long another process may fetch the same model first.
+/// Time-out for another process that downloads the same model.
 const OTHER_MAX: Duration = Duration::from_secs(3600);
+/// Polling interval.
 const LOOK_EVERY: Duration = Duration::from_millis(200);
-/// In the model's folder of the cache; held by the process that fetches it.
+/// Lock file in the model's folder of the cache; the downloading process holds the lock.
 const LOCK_FILE: &str = ".baton-fetch.lock";
 
-/// What the environment says, in the words of the hub's own tools.
+/// Settings from the environment variables of the hub's own tools.
 pub struct HubSettings {
     hub: Hub,
     endpoint: Option<String>,
@@ -59,7 +60,7 @@ impl HubSettings {
         let token = set("HF_TOKEN");
         ensure!(
             token.iter().all(|token| token.bytes().all(|byte| byte.is_ascii_graphic())),
-            "HF_TOKEN holds characters that no token has; allowed: printable ASCII without spaces"
+            "invalid HF_TOKEN; expected printable ASCII characters without spaces"
         );
         let yes = ["1", "on", "yes", "true"];
         let offline = set("HF_HUB_OFFLINE")
@@ -69,7 +70,7 @@ impl HubSettings {
     }
 }
 
-/// The model's path in the cache; fetches what is not there.
+/// Returns the model's path in the cache. Downloads the model if the cache lacks it.
 pub fn obtain(model: &HubModel, parts: Parts) -> Result<PathBuf> {
     let settings = HubSettings::from_process()?;
     match settings.hub.find(model, parts) {
@@ -78,8 +79,8 @@ pub fn obtain(model: &HubModel, parts: Parts) -> Result<PathBuf> {
     }
 }
 
-/// Asks the hub what the revision stands for now and fetches what is missing of it. Offline the
-/// cache is enough.
+/// Queries the hub for the revision's current commit and downloads missing files. Offline, the function
+/// accepts the cached model.
 pub fn fetch(model: &HubModel, parts: Parts) -> Result<PathBuf> {
     let settings = HubSettings::from_process()?;
     match settings.hub.find(model, parts) {
@@ -92,11 +93,11 @@ fn fetch_by(settings: HubSettings, model: &HubModel, parts: Parts) -> Result<Pat
     let cache = settings
         .hub
         .cache()
-        .ok_or_else(|| anyhow!("there is no cache for {model}: set HF_HOME to a folder"))?;
+        .ok_or_else(|| anyhow!("cannot fetch {model}: no cache folder is known; expected HF_HOME to name a folder"))?;
     ensure!(
         !settings.offline,
-        "{model} is not in {} and HF_HUB_OFFLINE is set: fetch it where there is a network, or \
-         unset the variable",
+        "cannot fetch {model}: it is not in {} and HF_HUB_OFFLINE is set; fetch it on a machine with a \
+         network, or unset the variable",
         cache.display()
     );
     let folder = cache.join(cache_folder(model));
@@ -104,10 +105,11 @@ fn fetch_by(settings: HubSettings, model: &HubModel, parts: Parts) -> Result<Pat
     let _lock = lock(&folder.join(LOCK_FILE), model)?;
     download(&settings, cache, model, parts).with_context(|| format!("cannot fetch {model}"))?;
     let found = settings.hub.find(model, parts);
-    found.ok_or_else(|| anyhow!("{model} was fetched and is not whole in {}", cache.display()))
+    found.ok_or_else(|| anyhow!("cannot find all files of {model} in {} after the download", cache.display()))
 }
 
-/// Several services may want the same model at once; one fetches it. A process that dies lets go.
+/// Locks the model's folder, so that only one process downloads a model. The kernel releases the lock of a dead
+/// process.
 fn lock(path: &Path, model: &HubModel) -> Result<File> {
     let file = File::create(path).with_context(|| format!("cannot create {}", path.display()))?;
     let began = Instant::now();
@@ -122,18 +124,19 @@ fn lock(path: &Path, model: &HubModel) -> Result<File> {
         }
         ensure!(
             began.elapsed() < OTHER_MAX,
-            "another process has been fetching {model} for {} minutes",
+            "cannot lock {model}: another process has been fetching it for {} minutes",
             OTHER_MAX.as_secs() / 60
         );
         if !told {
-            eprintln!("baton: another process fetches {model}; waiting for it");
+            eprintln!("baton: waiting for another process that fetches {model}");
             told = true;
         }
         thread::sleep(LOOK_EVERY);
     }
 }
 
-/// Downloads on a thread of its own, because its reads have no deadline: this one has.
+/// Downloads on a thread of its own and fails after a time without progress: the client's reads have no
+/// deadline.
 fn download(settings: &HubSettings, cache: &Path, model: &HubModel, parts: Parts) -> Result<()> {
     let arrived = Arc::new(AtomicU64::new(0));
     let bar = model_store::bar(0, &model.name);
@@ -146,7 +149,7 @@ fn download(settings: &HubSettings, cache: &Path, model: &HubModel, parts: Parts
     )?;
     let (done, outcome) = mpsc::channel();
     thread::spawn(move || {
-        // Fails only when it was given up.
+        // The receiver is gone after a time-out.
         let _ = done.send(download.run(parts));
     });
     let outcome = watch(&outcome, &arrived);
@@ -160,16 +163,16 @@ fn watch(outcome: &mpsc::Receiver<Result<()>>, arrived: &AtomicU64) -> Result<()
     loop {
         match outcome.recv_timeout(LOOK_EVERY) {
             Ok(outcome) => return outcome,
-            Err(mpsc::RecvTimeoutError::Disconnected) => bail!("the download broke off"),
+            Err(mpsc::RecvTimeoutError::Disconnected) => bail!("the download thread panicked"),
             Err(mpsc::RecvTimeoutError::Timeout) => {}
         }
         let now = arrived.load(Ordering::Relaxed);
         if now != seen {
             (seen, grown) = (now, Instant::now());
         }
-        ensure!(grown.elapsed() < STALL_MAX, "nothing arrived for {} s", STALL_MAX.as_secs());
+        ensure!(grown.elapsed() < STALL_MAX, "no data arrived for {} s", STALL_MAX.as_secs());
     }
 }
 
-/// What a download tells while it runs.
+/// Progress of a download: the bar, and a counter that grows with every byte and file.
 type Watched = (ProgressBar, Arc<AtomicU64>);

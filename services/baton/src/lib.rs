@@ -1,10 +1,10 @@
 //! The modules of the operator's command `baton`, one for each subcommand.
 //!
 //! `up` runs a whole cluster on this machine, `bench` measures an engine or a server, `model` fetches
-//! weights, `doctor` reports what this machine has. `baton-bench` uses the engine benchmark, its
+//! models, `doctor` reports GPUs and libraries. `baton-bench` uses the engine benchmark, its
 //! statistics and the model store from here.
 
-// Only `up::process` starts processes in a way that the standard library does not offer.
+// Only `up::process` needs unsafe code, for system calls that the standard library does not offer.
 #![deny(unsafe_code)]
 
 pub mod bench;

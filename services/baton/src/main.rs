@@ -7,7 +7,7 @@ use std::process::ExitCode;
 use baton::{bench, doctor, model_store, up};
 use clap::{Parser, Subcommand};
 
-/// Runs, measures and looks after a Baton cluster.
+/// Operator's command for Baton clusters.
 #[derive(Parser)]
 #[command(name = "baton", version, about, arg_required_else_help = true)]
 struct Cli {
@@ -17,15 +17,15 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Command {
-    /// Starts a router, prefill nodes and decode nodes on this machine and looks after them.
+    /// Starts a router, prefill nodes and decode nodes on this machine, and restarts those that die.
     Up(up::UpArgs),
-    /// Measures an engine alone or a running server.
+    /// Measures one engine or a running server.
     #[command(subcommand)]
     Bench(bench::BenchCommand),
     /// Fetches and lists models.
     #[command(subcommand)]
     Model(model_store::ModelCommand),
-    /// Prints what this machine has for serving, what is missing, and what to do about it.
+    /// Reports GPUs, driver and libraries of this machine, missing parts and their remedies.
     Doctor(doctor::DoctorArgs),
 }
 

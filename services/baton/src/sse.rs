@@ -1,13 +1,13 @@
-//! Reads a server-sent event stream: bytes in, the `data` of whole events out.
+//! Parser of server-sent events: takes bytes, returns the `data` of complete events.
 
-/// A line longer than this ends the stream with an error; no server of ours sends one.
+/// Maximum length of a line in bytes.
 const LINE_BYTES_MAX: usize = 4 << 20;
 
 #[derive(Debug, PartialEq, thiserror::Error)]
 pub enum SseError {
-    #[error("an event line is longer than {LINE_BYTES_MAX} bytes")]
+    #[error("invalid event: a line is longer than {LINE_BYTES_MAX} bytes")]
     LineTooLong,
-    #[error("an event line is not UTF-8")]
+    #[error("invalid event: a line is not UTF-8")]
     NotUtf8,
 }
 
@@ -18,7 +18,7 @@ pub struct SseReader {
 }
 
 impl SseReader {
-    /// Takes the next bytes and appends the data of every event that they complete.
+    /// Parses the next bytes and appends the data of each completed event to `events`.
     pub fn push(&mut self, bytes: &[u8], events: &mut Vec<String>) -> Result<(), SseError> {
         let mut rest = bytes;
         while let Some(end) = rest.iter().position(|&byte| byte == b'\n') {
@@ -47,7 +47,7 @@ impl SseReader {
             }
             self.data.push_str(data.strip_prefix(' ').unwrap_or(data));
         }
-        // Comments (keep-alives) and other fields say nothing to us.
+        // Ignore comments (keep-alives) and other fields.
         Ok(())
     }
 }
@@ -66,7 +66,7 @@ mod tests {
     }
 
     #[test]
-    fn events_may_be_cut_anywhere() {
+    fn event_may_be_split_at_any_byte() {
         let stream =
             b"data: {\"a\":1}\n\n: keep-alive\n\ndata: two\r\ndata: lines\r\n\r\ndata: [DONE]\n\n";
         let whole = read(&[stream]);
@@ -77,12 +77,12 @@ mod tests {
     }
 
     #[test]
-    fn an_unfinished_event_is_not_reported() {
+    fn incomplete_event_is_not_reported() {
         assert!(read(&[b"data: half\n"]).is_empty());
     }
 
     #[test]
-    fn an_endless_line_is_refused() {
+    fn line_beyond_the_limit_is_rejected() {
         let mut reader = SseReader::default();
         let chunk = vec![b'x'; LINE_BYTES_MAX];
         assert_eq!(reader.push(&chunk, &mut Vec::new()), Ok(()));

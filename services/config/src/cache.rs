@@ -1,13 +1,13 @@
-//! The folder for data that programs can recreate.
+//! Folder for data that programs can recreate.
 
 use std::path::PathBuf;
 
 use crate::Environment;
 
-/// Variables that say where, in falling precedence.
+/// Variables that locate the folder, in falling precedence.
 pub(crate) const VARIABLES: [&str; 2] = ["XDG_CACHE_HOME", "HOME"];
 
-/// `baton` in `XDG_CACHE_HOME`, else in `.cache` in the user's home; `None` where there is neither.
+/// Returns `baton` in `XDG_CACHE_HOME`, otherwise in `.cache` of the home folder; `None` if neither is set.
 pub fn cache_folder(environment: &Environment) -> Option<PathBuf> {
     let folder = |name: &str| {
         let path = environment.get(name).map(PathBuf::from);
@@ -22,14 +22,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_cache_is_where_the_user_has_it() {
+    fn cache_folder_follows_xdg_cache_home_and_home() {
         let of = |variables: &[(&str, &str)]| {
             cache_folder(&variables.iter().map(|(k, v)| ((*k).into(), (*v).into())).collect())
         };
         let home = ("HOME", "/h");
         assert_eq!(of(&[("XDG_CACHE_HOME", "/c"), home]), Some("/c/baton".into()));
         assert_eq!(of(&[("XDG_CACHE_HOME", ""), home]), Some("/h/.cache/baton".into()));
-        // A relative one would be another folder for every folder that a program is started in.
+        // A relative path would depend on the working directory.
         assert_eq!(of(&[("XDG_CACHE_HOME", "c"), home]), Some("/h/.cache/baton".into()));
         assert_eq!(of(&[]), None);
     }

@@ -1,4 +1,4 @@
-//! Values that must fit each other, and values that are made of several.
+//! Checks of several settings together, and values that derive from several settings.
 
 use std::{fs, net::IpAddr};
 
@@ -11,8 +11,8 @@ use crate::{
 };
 
 impl Config {
-    /// Lowers defaults that a smaller limit, set on purpose, leaves no room for: who asks for small
-    /// steps need not also ask for small chunks.
+    /// Lowers a default that exceeds a limit which the operator set: with a small `step_tokens` the default of
+    /// `chunk_tokens` shrinks too.
     pub(crate) fn fit_defaults(&mut self) {
         let node = self.node.clone();
         self.lower("node.chunk_tokens", node.step_tokens, |config| &mut config.node.chunk_tokens);
@@ -41,7 +41,7 @@ impl Config {
         }
     }
 
-    /// Notes pairs of values that cannot stand together, both set on purpose.
+    /// Reports pairs of explicitly set values that exclude each other.
     pub(crate) fn check_combinations(&self, problems: &mut Vec<Problem>) {
         let mut conflict = |detail: String| problems.push(Problem::Conflict { detail });
         let at = |key: &str| format!("{key} ({})", self.source_of(key));
@@ -49,7 +49,7 @@ impl Config {
         let node = &self.node;
         if node.chunk_tokens > node.step_tokens {
             conflict(format!(
-                "{} = {} is more than {} = {}: a chunk is part of a step",
+                "{} = {} exceeds {} = {}: a chunk is part of a step",
                 at("node.chunk_tokens"),
                 node.chunk_tokens,
                 at("node.step_tokens"),
@@ -58,7 +58,7 @@ impl Config {
         }
         if node.slots > node.step_tokens {
             conflict(format!(
-                "{} = {} is more than {} = {}: each row of the batch takes a token of the step",
+                "{} = {} exceeds {} = {}: each row of the batch takes a token of the step",
                 at("node.slots"),
                 node.slots,
                 at("node.step_tokens"),
@@ -67,7 +67,7 @@ impl Config {
         }
         if node.speculate_ngram_min > node.speculate_ngram_max {
             conflict(format!(
-                "{} = {} is more than {} = {}",
+                "{} = {} exceeds {} = {}",
                 at("node.speculate_ngram_min"),
                 node.speculate_ngram_min,
                 at("node.speculate_ngram_max"),
@@ -85,7 +85,7 @@ impl Config {
             && threads as usize > cpus.cpus().len()
         {
             conflict(format!(
-                "{} = {threads} is more than the {} CPUs of {} = {cpus}: each thread has its own",
+                "{} = {threads} exceeds the {} CPUs of {} = {cpus}: each thread needs a CPU",
                 at("node.threads"),
                 cpus.cpus().len(),
                 at("node.cpus"),
@@ -94,7 +94,7 @@ impl Config {
         let router = &self.router;
         if router.timeout > router.timeout_max {
             conflict(format!(
-                "{} = {} is more than {} = {}",
+                "{} = {} exceeds {} = {}",
                 at("router.timeout"),
                 router.timeout.show(),
                 at("router.timeout_max"),
@@ -112,7 +112,7 @@ impl Config {
             }
             if names.contains(name) {
                 conflict(format!(
-                    "{} names {name:?}, which is another model's name already",
+                    "{} names {name:?}, but another model has this name",
                     at("router.models"),
                 ));
             }
@@ -130,7 +130,7 @@ impl Config {
                         at(key),
                         pair.name,
                         match &router.models[..] {
-                            [] => "none, for it is empty".to_owned(),
+                            [] => "none, because router.models is empty".to_owned(),
                             models => {
                                 let names: Vec<&str> =
                                     models.iter().map(|model| model.name.as_str()).collect();
@@ -162,7 +162,7 @@ impl Config {
                 ));
             }
             if names.contains(alias) {
-                conflict(format!("{} has {pair}: {alias:?} is taken", at("router.aliases")));
+                conflict(format!("{} has {pair}: {alias:?} is already taken", at("router.aliases")));
             }
             names.push(alias.clone());
         }
@@ -175,13 +175,13 @@ impl Config {
             ));
         }
         if transfer.advertise.is_none()
-            && (transfer.notice.ip().is_unspecified() || transfer.data.ip().is_unspecified())
+            && (transfer.control.ip().is_unspecified() || transfer.data.ip().is_unspecified())
         {
             conflict(format!(
                 "{} = {} or {} = {} listens on every address; set transfer.advertise to the host \
                  under which peers reach this node",
-                at("transfer.notice"),
-                transfer.notice,
+                at("transfer.control"),
+                transfer.control,
                 at("transfer.data"),
                 transfer.data,
             ));
@@ -259,7 +259,7 @@ impl Config {
     }
 }
 
-/// The error for a setting that has no default and is needed.
+/// Returns the error for a missing required setting.
 pub(crate) fn missing(key: &str) -> ConfigError {
     let setting = all_settings().into_iter().find(|setting| setting.key() == key);
     let setting = setting.expect("the key is written in this crate and its settings are tested");
@@ -267,12 +267,12 @@ pub(crate) fn missing(key: &str) -> ConfigError {
 }
 
 impl Model {
-    /// `path`, which every service needs.
+    /// Returns `path`, which every service requires.
     pub fn required_path(&self) -> Result<&ModelPath, ConfigError> {
         self.path.as_ref().ok_or_else(|| missing("model.path"))
     }
 
-    /// `name`, or what the path calls the model.
+    /// Returns `name`, or the name that derives from `path`.
     pub fn served_name(&self) -> Result<String, ConfigError> {
         if let Some(name) = &self.name {
             return Ok(name.clone());
@@ -282,7 +282,7 @@ impl Model {
 }
 
 impl Transfer {
-    /// The secret, from its setting or its file; white space around it does not count.
+    /// Returns the secret from its setting or file, without surrounding white space.
     pub fn required_secret(&self) -> Result<Secret, ConfigError> {
         if let Some(secret) = &self.secret {
             return Ok(secret.clone());
@@ -292,7 +292,7 @@ impl Transfer {
             .map_err(|reason| Problem::FileUnreadable { path: path.clone(), reason })?;
         Secret::from_text(&text).ok_or_else(|| {
             let detail = format!(
-                "transfer.secret_file = {}: the file must hold {}",
+                "transfer.secret_file = {}: expected a file with {}",
                 path.display(),
                 <Secret as Value>::allowed()
             );
@@ -300,15 +300,15 @@ impl Transfer {
         })
     }
 
-    /// The host under which peers reach this node, fit for `tcp://HOST:PORT`.
+    /// Returns the host under which peers reach this node, in the form for `tcp://HOST:PORT`.
     pub fn advertised_host(&self) -> String {
         match &self.advertise {
             Some(host) => host.clone(),
-            None => url_host(self.notice.ip()),
+            None => url_host(self.control.ip()),
         }
     }
 
-    /// The host under which routers reach a node that listens for them there.
+    /// Returns the host under which routers reach a node that listens on `listens`.
     pub fn advertised_grpc_host(&self, listens: IpAddr) -> String {
         match &self.advertise {
             Some(host) if listens.is_unspecified() => host.clone(),

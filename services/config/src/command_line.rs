@@ -1,4 +1,4 @@
-//! Flags by clap, and the one function that looks at the process.
+//! Command-line flags, and the only function that reads the process's arguments and environment.
 
 use std::{env, ffi::OsString, io::Write, path::PathBuf};
 
@@ -13,14 +13,14 @@ use crate::{
 
 const FILE_FLAG: &str = "config";
 const FILE_VARIABLE: &str = "BATON_CONFIG";
-/// Lies beside the services and fetches models.
+/// Program that downloads models, in the folder of the services.
 const FETCHER: &str = "baton";
 const EXPLAIN_FLAG: &str = "explain-config";
 
-/// Arguments and configuration that a process starts with.
+/// Configuration and arguments of a process.
 pub struct Started {
     pub config: Config,
-    /// For flags of the service's own.
+    /// Parsed arguments, for flags of one service.
     pub matches: ArgMatches,
 }
 
@@ -35,7 +35,7 @@ pub fn from_process(command: Command, sections: &[Section]) -> Result<Started, C
     let program = env::current_exe().ok();
     config.hub = config.hub.fetched_by(program.map(|program| program.with_file_name(FETCHER)));
     if matches.get_flag(EXPLAIN_FLAG) {
-        // Whoever reads it may have seen enough.
+        // The reader may have closed the pipe.
         let _ = write!(std::io::stdout(), "{}", config.explain(sections));
         std::process::exit(0);
     }
@@ -75,12 +75,21 @@ pub fn args_for(command: Command, sections: &[Section]) -> Command {
                 .long_help(setting.explanation())
                 .help_heading(heading.clone());
             command = command.arg(arg);
+            if let Some(former) = setting.former() {
+                let arg = Arg::new(former.key())
+                    .long(former.flag())
+                    .value_name(former.placeholder)
+                    .value_parser(clap::builder::StringValueParser::new())
+                    .allow_negative_numbers(true)
+                    .hide(true);
+                command = command.arg(arg);
+            }
         }
     }
     command
 }
 
-/// From parsed arguments and a map. The file is `--config`, else `BATON_CONFIG`, else none.
+/// Loads from parsed arguments and a map of variables. The file is that of `--config`, otherwise of `BATON_CONFIG`.
 pub fn from_matches(
     matches: &ArgMatches,
     environment: Environment,
@@ -89,6 +98,7 @@ pub fn from_matches(
     let flags: Flags = sections
         .iter()
         .flat_map(|section| section.settings())
+        .flat_map(|setting| [setting.former(), Some(setting)].into_iter().flatten())
         .filter_map(|setting| {
             let text = matches.get_one::<String>(&setting.key())?;
             Some((setting.key(), text.clone()))
@@ -99,7 +109,7 @@ pub fn from_matches(
     Config::load(LoadInput { file, environment, flags })
 }
 
-/// The variables that begin with `BATON_` and those that place the hub's cache; one that is not UTF-8 is a problem, not a panic.
+/// Collects the variables that begin with `BATON_` and those that locate the caches; a value that is not UTF-8 is an error.
 pub fn environment_of(
     variables: impl Iterator<Item = (OsString, OsString)>,
 ) -> Result<Environment, ConfigError> {
@@ -116,7 +126,7 @@ pub fn environment_of(
         match value.into_string() {
             Ok(value) => drop(environment.insert(name, value)),
             Err(_) => problems.push(Problem::Conflict {
-                detail: format!("environment {name} is not UTF-8; allowed: text in UTF-8"),
+                detail: format!("environment {name} is not UTF-8; expected UTF-8 text"),
             }),
         }
     }

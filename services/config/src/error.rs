@@ -1,4 +1,4 @@
-//! Errors of a configuration, and the sources of its values.
+//! Errors of a configuration, and sources of its values.
 
 use std::{fmt, io, path::PathBuf};
 
@@ -22,7 +22,7 @@ impl fmt::Display for Source {
     }
 }
 
-/// Everything that is wrong with a configuration, at least one problem.
+/// All problems of a configuration, at least one.
 #[derive(Debug)]
 pub struct ConfigError {
     pub problems: Vec<Problem>,
@@ -48,7 +48,7 @@ impl From<Problem> for ConfigError {
     }
 }
 
-/// One thing that is wrong.
+/// One problem.
 #[derive(Debug, thiserror::Error)]
 pub enum Problem {
     #[error("cannot read {path}: {reason}", path = path.display())]
@@ -61,12 +61,12 @@ pub enum Problem {
     UnknownKey { key: String, nearest: String, source_: Source },
     #[error("unknown section [{section}] ({source_}); the nearest valid section is [{nearest}]")]
     UnknownSection { section: String, nearest: String, source_: Source },
-    /// `value` is hidden when the setting is a secret.
+    /// Invalid value; `(hidden)` replaces the value of a secret.
     #[error("{key} = {value} is not allowed ({source_}); allowed: {allowed}")]
     BadValue { key: String, value: String, allowed: String, source_: Source },
     #[error("{key} is not set; give flag --{flag}, environment {env}, or the key in the file")]
     Missing { key: String, flag: String, env: String },
-    /// Two values that cannot stand together.
+    /// Values that exclude each other.
     #[error("{detail}")]
     Conflict { detail: String },
 }

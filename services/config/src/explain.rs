@@ -8,7 +8,7 @@ use crate::{
     section::Setting,
 };
 
-/// One setting's value and where it came from. A secret's value is `(hidden)` or `unset`.
+/// Value of one setting and its source. A secret's value is `(hidden)` or `unset`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Explained {
     pub setting: Setting,
@@ -16,14 +16,14 @@ pub struct Explained {
     pub source: Source,
 }
 
-/// A table of values and sources, for people.
+/// Table of values and sources for `--explain-config`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Explanation {
     pub values: Vec<Explained>,
 }
 
 impl Config {
-    /// Every value of these sections, in the order of the schema.
+    /// Returns every value of `sections` in the order of the schema.
     pub fn explain(&self, sections: &[Section]) -> Explanation {
         let named = |value: &&Explained| {
             sections.iter().any(|section| section.name() == value.setting.section)

@@ -1,4 +1,4 @@
-//! The TOML file: read with positions, so that a problem can name its line.
+//! The TOML file, parsed with positions so that an error names the line.
 
 use std::{
     fs,
@@ -17,7 +17,7 @@ use crate::{
     section::Setting,
 };
 
-/// The whole schema with comments takes about 10 KiB.
+/// Maximum size in bytes. A file with all settings and comments takes about 10 KiB.
 const FILE_BYTES_MAX: u64 = 1 << 20;
 
 /// A file's text before it is parsed; empty without a file.
@@ -31,7 +31,7 @@ impl FileText {
     pub(crate) fn read(path: &Path) -> Result<Self, ConfigError> {
         let unreadable = |reason: io::Error| Problem::FileUnreadable { path: path.into(), reason };
         let mut text = String::new();
-        // The limit is on what is read, not on what the file claims: it may be a pipe.
+        // Limit the bytes read instead of the file's size: the file may be a pipe.
         let mut limited = fs::File::open(path).map_err(unreadable)?.take(FILE_BYTES_MAX + 1);
         limited.read_to_string(&mut text).map_err(unreadable)?;
         if text.len() as u64 > FILE_BYTES_MAX {
@@ -52,7 +52,7 @@ impl<'a> File<'a> {
     pub(crate) fn parse(source: &'a FileText) -> Result<Self, ConfigError> {
         match DeTable::parse(&source.text) {
             Ok(table) => Ok(Self { source, table: table.into_inner() }),
-            // The error's own text quotes the line, which may hold a secret.
+            // The parser's full error text quotes the line, which may contain a secret.
             Err(error) => {
                 let line = error.span().map_or(1, |span| line_of(&source.text, span.start));
                 let reason = error.message().to_owned();
@@ -67,7 +67,7 @@ impl<'a> File<'a> {
         Some((value.get_ref(), self.source(key.span().start)))
     }
 
-    /// Notes every section and key that is not in the schema.
+    /// Reports every section and key that is not in the schema.
     pub(crate) fn refuse_unknown(&self, settings: &[Setting], problems: &mut Vec<Problem>) {
         for (name, value) in &self.table {
             let source_ = self.source(name.span().start);
@@ -84,7 +84,7 @@ impl<'a> File<'a> {
                     nearest: nearest(section_name, Section::ALL.iter().map(|s| s.name())).into(),
                     source_,
                 }),
-                // A key in front of the first section, or a section's name given a value.
+                // A key before the first section, or a value with a section's name.
                 None => problems.push(Problem::UnknownKey {
                     key: section_name.into(),
                     nearest: nearest_key(None, section_name, settings),
@@ -102,7 +102,11 @@ impl<'a> File<'a> {
         problems: &mut Vec<Problem>,
     ) {
         let name = key.get_ref().as_ref();
-        if settings.iter().any(|setting| setting.section == section && setting.name == name) {
+        let is_known = |setting: &Setting| {
+            setting.section == section
+                && (setting.name == name || setting.former_name == Some(name))
+        };
+        if settings.iter().any(is_known) {
             return;
         }
         problems.push(Problem::UnknownKey {
@@ -117,7 +121,7 @@ impl<'a> File<'a> {
     }
 }
 
-/// The same name in another section is nearer than another name in the same section.
+/// Returns the nearest valid key. The same name in another section precedes similar names in this section.
 fn nearest_key(section: Option<&str>, name: &str, settings: &[Setting]) -> String {
     let misplaced = settings.iter().find(|setting| setting.name == name);
     let in_reach = |setting: &&Setting| section.is_none_or(|section| setting.section == section);
@@ -136,7 +140,7 @@ fn line_of(text: &str, byte: usize) -> usize {
     1 + text.as_bytes()[..byte.min(text.len())].iter().filter(|byte| **byte == b'\n').count()
 }
 
-/// A value as it may stand in a message.
+/// Returns the text of a value for an error message.
 pub(crate) fn show(value: &DeValue<'_>) -> String {
     match value {
         DeValue::String(text) => format!("{text:?}"),

@@ -1,8 +1,8 @@
-//! Models of a hub in the cache that all programs of a machine share.
+//! Models of the Hugging Face hub in the cache that all programs of a machine share.
 //!
 //! The layout is the hub's own: `models--ORG--NAME` with `refs/REVISION` (a commit) and
-//! `snapshots/COMMIT/FILE`. Services only read it. What is missing is fetched by the program `baton`
-//! that lies beside them, so that one binary carries the HTTP and TLS clients, not four.
+//! `snapshots/COMMIT/FILE`. Services only read the cache. The program `baton` in the same folder downloads
+//! missing models, so only one of four binaries contains HTTP and TLS clients.
 
 use std::{
     fs::{self, File},
@@ -16,21 +16,21 @@ use crate::{
     types::{HubModel, ModelPath, is_word, parts_of},
 };
 
-/// A commit is 40 digits.
+/// Maximum size of a reference file in bytes; a commit has 40 digits.
 const REF_BYTES_MAX: u64 = 256;
-/// Variables that say where the cache is, in falling precedence.
+/// Variables that locate the cache, in falling precedence.
 pub(crate) const VARIABLES: [&str; 3] = ["HF_HUB_CACHE", "HF_HOME", "HOME"];
 
-/// How much of a model is needed.
+/// Required files of a model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Parts {
-    /// Tokenizer, chat template and sampling defaults: what the router reads. All of a GGUF file.
+    /// Tokenizer, chat template and sampling defaults, for the router. A GGUF file is needed whole.
     Text,
-    /// The weights as well.
+    /// Also the weights.
     All,
 }
 
-/// The local cache of the hub, and the program that fills the cache.
+/// Local cache of the hub, and the program that downloads missing models.
 #[derive(Clone, Debug, Default)]
 pub struct Hub {
     cache: Option<PathBuf>,
@@ -39,23 +39,23 @@ pub struct Hub {
 
 #[derive(Debug, thiserror::Error)]
 pub enum HubError {
-    #[error("{model} has no cache to lie in: set HF_HOME to a folder")]
+    #[error("cannot fetch {model}: no cache folder is known; expected HF_HOME to name a folder")]
     NoCache { model: HubModel },
     #[error(
-        "{model} is not in {cache}: run `baton model fetch {model}` on this machine",
+        "cannot load {model}: it is not in the cache {cache}; run `baton model fetch {model}` on this machine",
         cache = cache.display()
     )]
     NotCached { model: HubModel, cache: PathBuf },
-    #[error("cannot run {program}, which fetches {model}: {source}", program = program.display())]
+    #[error("cannot fetch {model} with {program}: {source}", program = program.display())]
     NotRun { model: HubModel, program: PathBuf, source: io::Error },
     #[error(
-        "cannot fetch {model}: `baton model fetch` ended with {status}; its line above says why"
+        "cannot fetch {model}: `baton model fetch` failed with {status}; its log line above has the cause"
     )]
     NotFetched { model: HubModel, status: ExitStatus },
 }
 
 impl Hub {
-    /// `HF_HUB_CACHE`, else `hub` in `HF_HOME`, else where the hub's own tools have it.
+    /// Uses `HF_HUB_CACHE`, otherwise `hub` in `HF_HOME`, otherwise the default folder of the hub's own tools.
     pub fn new(environment: &Environment) -> Self {
         let folder =
             |name: &str| environment.get(name).filter(|path| !path.is_empty()).map(PathBuf::from);
@@ -66,17 +66,17 @@ impl Hub {
         Self { cache, fetcher: None }
     }
 
-    /// Has missing models fetched by `program`, as `PROGRAM model fetch NAME`.
+    /// Sets the program that downloads missing models with `PROGRAM model fetch NAME`.
     pub fn fetched_by(self, program: Option<PathBuf>) -> Self {
         Self { fetcher: program.filter(|program| program.is_file()), ..self }
     }
 
-    /// The folder of all cached models.
+    /// Returns the folder of all cached models.
     pub fn cache(&self) -> Option<&Path> {
         self.cache.as_deref()
     }
 
-    /// The path of a model that is here whole: a folder, or a GGUF file (the first of its parts).
+    /// Returns the path of a complete cached model: a folder, or a GGUF file (the first part).
     pub fn find(&self, model: &HubModel, parts: Parts) -> Option<PathBuf> {
         let folder = self.cache.as_ref()?.join(cache_folder(model));
         let snapshots = folder.join("snapshots");
@@ -95,10 +95,10 @@ impl Hub {
         (text && (parts == Parts::Text || has_weights(&snapshot))).then_some(snapshot)
     }
 
-    /// A local path as it is; a hub's model from the cache, fetched first where it is not there.
+    /// Returns the local path of a model. Downloads a hub model that the cache lacks.
     ///
     /// # Errors
-    /// [`HubError`]; that a local path leads nowhere is found by who opens it.
+    /// [`HubError`]. The function does not check that a local path exists.
     pub async fn obtain(&self, path: &ModelPath, parts: Parts) -> Result<PathBuf, HubError> {
         let model = match path {
             ModelPath::Local(path) => return Ok(path.clone()),
@@ -117,7 +117,7 @@ impl Hub {
         if parts == Parts::Text {
             fetch.arg("--text-only");
         }
-        // It gives up by itself when nothing arrives; a service that is stopped takes it along.
+        // The program has a time-out of its own. It is killed when the service stops.
         let status = fetch.stdin(Stdio::null()).stdout(Stdio::null()).kill_on_drop(true).status();
         match status.await {
             Err(source) => Err(HubError::NotRun { model, program, source }),
@@ -127,7 +127,7 @@ impl Hub {
     }
 }
 
-/// The folder of a model in the cache.
+/// Returns the name of a model's folder in the cache.
 pub fn cache_folder(model: &HubModel) -> String {
     format!("models--{}", model.name.replace('/', "--"))
 }
@@ -138,12 +138,12 @@ fn commit_of(reference: &Path) -> Option<String> {
     Some(commit.trim().to_owned()).filter(|commit| is_word(commit))
 }
 
-/// At least one file of weights, and every part that one of them belongs to.
+/// Returns whether the folder has weights and all parts of each split file.
 fn has_weights(snapshot: &Path) -> bool {
     let Ok(entries) = fs::read_dir(snapshot) else { return false };
     let names: Vec<String> = entries
         .flatten()
-        // Behind a link whose blob is gone there is nothing.
+        // Skip links to missing blobs.
         .filter(|entry| entry.path().is_file())
         .filter_map(|entry| entry.file_name().into_string().ok())
         .filter(|name| name.ends_with(".safetensors"))
@@ -169,7 +169,7 @@ mod tests {
     }
 
     #[test]
-    fn the_cache_is_where_the_hubs_own_tools_have_it() {
+    fn hub_cache_follows_the_hub_tools_variables() {
         let [cache, home, user] = ["/c", "/h", "/u"].map(Path::new);
         let of = |variables: &[_]| Hub::new(&environment(variables)).cache;
         let all = [("HF_HUB_CACHE", cache), ("HF_HOME", home), ("HOME", user)];
@@ -180,7 +180,7 @@ mod tests {
     }
 
     #[test]
-    fn a_model_is_found_once_all_that_is_needed_of_it_is_here() {
+    fn model_is_found_once_all_required_files_are_cached() {
         let home = tempfile::tempdir().unwrap();
         let hub_of_home = Hub::new(&environment(&[("HF_HUB_CACHE", home.path())]));
         let folder = home.path().join("models--acme--tiny");
@@ -212,7 +212,7 @@ mod tests {
     }
 
     #[test]
-    fn a_reference_that_leads_out_of_the_cache_is_not_followed() {
+    fn reference_that_escapes_the_cache_is_ignored() {
         let home = tempfile::tempdir().unwrap();
         let folder = home.path().join("models--acme--tiny");
         fs::create_dir_all(folder.join("refs")).unwrap();
@@ -225,7 +225,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn without_a_program_to_fetch_it_the_error_says_what_to_run() {
+    async fn missing_model_error_names_the_fetch_command() {
         let home = tempfile::tempdir().unwrap();
         let hub = Hub::new(&environment(&[("HF_HOME", home.path())]));
         let path = ModelPath::parse("hf:acme/tiny").unwrap();

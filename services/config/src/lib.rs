@@ -1,24 +1,23 @@
 //! One configuration for every Baton service.
 //!
-//! A setting is declared once, in [`schema`], with its type, default, the reason for the default and
-//! its limits. From that one declaration come the TOML key, the flag, the environment variable, the
-//! help text and the check:
+//! [`schema`] declares each setting once, with type, default, reason for the default and limits. TOML key,
+//! flag, environment variable, help text and validation derive from this declaration:
 //!
 //! | key | flag | environment |
 //! | --- | --- | --- |
 //! | `node.step_tokens` | `--node-step-tokens` | `BATON_NODE_STEP_TOKENS` |
 //!
 //! Flags win over the environment, the environment over the file, the file over the defaults.
-//! A key that does not exist is refused with the nearest one that does. A value that is not allowed
-//! is refused with the key, the value, what is allowed, and where it came from; all problems are
-//! reported at once.
+//! An unknown key is an error that names the nearest valid key. An invalid value is an error with key,
+//! value, allowed values and source. All problems are reported at once. A renamed setting keeps its former
+//! name until the next minor version; [`Config::warnings`] lists the uses of former names.
 //!
-//! * `main` calls [`from_process`]; it alone reads the process's arguments and environment.
-//! * Tests and everything else call [`Config::load`] with maps.
-//! * [`hub`] finds models in the hub's cache; [`cache_folder`] is our own.
+//! * `main` calls [`from_process`], the only function that reads the process's arguments and environment.
+//! * All other callers, such as tests, call [`Config::load`] with maps.
+//! * [`hub`] finds models in the cache of the Hugging Face hub; [`cache_folder`] returns Baton's own cache.
 //! * [`Config::explain`] lists each value with its source. Secrets are never printed.
 //!
-//! Left out: what the values mean. Each service turns its section into its own types.
+//! The meaning of the values is left out. Each service converts its sections into its own types.
 
 #![forbid(unsafe_code)]
 

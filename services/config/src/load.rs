@@ -61,35 +61,36 @@ macro_rules! sections {
             }
         }
 
-        /// Every setting of every service, checked. [`Default`] is what no file, variable or flag gives.
+        /// All settings of all services, checked. [`Default`] has the default of every setting.
         #[derive(Clone, Debug, Default)]
         pub struct Config {
             $( $(#[doc = $about])+ pub $field: $Name, )+
-            /// Where models of the hub lie.
+            /// Local cache of the model hub.
             pub hub: Hub,
-            /// Where programs keep what they can make again, if anywhere.
+            /// Folder for data that programs can recreate, if there is one.
             pub cache: Option<PathBuf>,
             pub(crate) explained: Vec<Explained>,
+            pub(crate) warnings: Vec<String>,
         }
 
         impl Config {
             fn read(reader: &mut Reader<'_>) -> Self {
-                Self { $( $field: $Name::read(reader), )+ hub: Hub::default(), cache: None, explained: Vec::new() }
+                Self { $( $field: $Name::read(reader), )+ hub: Hub::default(), cache: None, explained: Vec::new(), warnings: Vec::new() }
             }
         }
     };
 }
 
 sections! {
-    /// Which model is served.
+    /// The served model.
     Model model;
     /// The router.
     Router router;
     /// A prefill or decode node.
     Node node;
-    /// How KV travels.
+    /// KV transfer between nodes.
     Transfer transfer;
-    /// Which nodes the router knows.
+    /// Membership of the cluster.
     Cluster cluster;
     /// Logs, traces, metrics.
     Telemetry telemetry;
@@ -113,18 +114,25 @@ impl Config {
             settings: Vec::new().into_iter(),
             problems,
             explained: Vec::new(),
+            warnings: Vec::new(),
         };
         let mut config = Self::read(&mut reader);
-        let Reader { mut problems, explained, .. } = reader;
+        let Reader { mut problems, explained, warnings, .. } = reader;
         config.explained = explained;
+        config.warnings = warnings;
         config.hub = Hub::new(&input.environment);
         config.cache = cache_folder(&input.environment);
-        // Values that were refused stand at their defaults now; combining them would mislead.
+        // Invalid values have their defaults here, so checks of combinations would mislead.
         if problems.is_empty() {
             config.fit_defaults();
             config.check_combinations(&mut problems);
         }
         if problems.is_empty() { Ok(config) } else { Err(ConfigError { problems }) }
+    }
+
+    /// Returns one warning per use of a setting's former name. `main` logs the warnings once logging works.
+    pub fn warnings(&self) -> &[String] {
+        &self.warnings
     }
 }
 
@@ -132,30 +140,31 @@ pub(crate) fn all_settings() -> Vec<Setting> {
     Section::ALL.iter().flat_map(|section| section.settings()).collect()
 }
 
-/// Hands out values by precedence and notes what is wrong with them.
+/// Returns the values of settings by precedence and collects problems and warnings.
 pub(crate) struct Reader<'a> {
     file: &'a File<'a>,
     input: &'a LoadInput,
-    /// Those of the section that is being read, from the next one on.
+    /// Settings of the current section that are not read yet.
     settings: vec::IntoIter<Setting>,
     problems: Vec<Problem>,
     explained: Vec<Explained>,
+    warnings: Vec<String>,
 }
 
-/// A value as somebody wrote it.
+/// A value before it is parsed.
 enum Written<'a> {
     Toml(&'a DeValue<'a>),
     Text(&'a str),
 }
 
 impl Reader<'_> {
-    /// Values of a section are asked for next, in the order of its settings.
+    /// Begins a section; `next` then reads its settings in this order.
     pub(crate) fn begin(&mut self, settings: Vec<Setting>) {
         self.settings = settings.into_iter();
     }
 
-    /// The next setting's value of highest precedence. Small, as there is one of it for every type of value:
-    /// the work is done below, once.
+    /// Returns the next setting's value of highest precedence. The function is small because the compiler
+    /// instantiates it for each type of value; `choose` does the work.
     pub(crate) fn next<T: Value>(&mut self, default: T, accepts: &dyn Fn(&T) -> bool) -> T {
         let setting = self.settings.next().expect("as many settings as fields");
         let mut chosen = default;
@@ -170,23 +179,35 @@ impl Reader<'_> {
         chosen
     }
 
-    /// Has every value that was written taken, in the order of precedence, and returns where the last that is
-    /// allowed came from. One of lower precedence must be allowed too: it would come to light at the next
-    /// change.
+    /// Passes every written value to `take` in rising precedence and returns the source of the last valid one.
+    /// Values of lower precedence must be valid too: a later change could uncover them. In each source the
+    /// setting's former name precedes its name.
     fn choose(&mut self, setting: &Setting, take: &mut dyn FnMut(&Written<'_>) -> bool) -> Source {
+        let names: Vec<Setting> =
+            setting.former().into_iter().chain([setting.clone()]).collect();
         let mut written = Vec::new();
-        if let Some((value, source)) = self.file.get(setting) {
-            written.push((Written::Toml(value), source));
+        for named in &names {
+            if let Some((value, source)) = self.file.get(named) {
+                written.push((named, Written::Toml(value), source));
+            }
         }
-        let name = setting.env();
-        if let Some(text) = self.input.environment.get(&name) {
-            written.push((Written::Text(text), Source::Environment { name }));
+        for named in &names {
+            let name = named.env();
+            if let Some(text) = self.input.environment.get(&name) {
+                written.push((named, Written::Text(text), Source::Environment { name }));
+            }
         }
-        if let Some(text) = self.input.flags.get(&setting.key()) {
-            written.push((Written::Text(text), Source::Flag { name: setting.flag() }));
+        for named in &names {
+            if let Some(text) = self.input.flags.get(&named.key()) {
+                written.push((named, Written::Text(text), Source::Flag { name: named.flag() }));
+            }
         }
         let mut chosen = Source::Default;
-        for (value, source) in written {
+        for (named, value, source) in written {
+            if named.name != setting.name {
+                let (old, new) = (named.key(), setting.key());
+                self.warnings.push(format!("{old} ({source}) is deprecated: it is now {new}"));
+            }
             if take(&value) {
                 chosen = source;
                 continue;
@@ -206,7 +227,7 @@ impl Reader<'_> {
     }
 }
 
-/// Enough of a wrong value to recognise it.
+/// Truncates an invalid value for an error message.
 fn shorten(mut text: String) -> String {
     if text.chars().count() > 120 {
         text = text.chars().take(117).collect();
@@ -215,13 +236,15 @@ fn shorten(mut text: String) -> String {
     text
 }
 
-/// A variable that begins like one of ours but is none would be a setting silently lost.
+/// Reports unknown variables that look like a setting, so that a typing error does not go unnoticed.
 fn refuse_unknown_variables(
     environment: &Environment,
     settings: &[Setting],
     problems: &mut Vec<Problem>,
 ) {
-    let known: BTreeSet<String> = settings.iter().map(Setting::env).collect();
+    let former = settings.iter().filter_map(Setting::former);
+    let known: BTreeSet<String> =
+        settings.iter().cloned().chain(former).map(|setting| setting.env()).collect();
     for name in environment.keys() {
         if !name.starts_with(ENV_PREFIX) || known.contains(name) || is_service_link(name) {
             continue;
@@ -230,8 +253,8 @@ fn refuse_unknown_variables(
         let in_a_section = Section::ALL.iter().any(|section| {
             name.starts_with(&format!("{ENV_PREFIX}{}_", section.name().to_uppercase()))
         });
-        // Other variables of Baton's (where tests find their model, say) are none of our business,
-        // unless they look like a slip of the finger.
+        // Variables outside the sections have other users, such as the tests; report only probable typing
+        // errors.
         if in_a_section || strsim::damerau_levenshtein(name, nearest) <= 2 {
             problems.push(Problem::UnknownKey {
                 key: name.clone(),
@@ -242,7 +265,7 @@ fn refuse_unknown_variables(
     }
 }
 
-/// Kubernetes gives every pod such variables for a service named `baton-router` or the like.
+/// Returns whether Kubernetes sets such a variable in every pod for a service named `baton-...`.
 fn is_service_link(name: &str) -> bool {
     name.ends_with("_SERVICE_HOST")
         || name.contains("_SERVICE_PORT")
@@ -250,7 +273,7 @@ fn is_service_link(name: &str) -> bool {
         || name.split("_PORT_").skip(1).any(|rest| rest.starts_with(|c: char| c.is_ascii_digit()))
 }
 
-/// The candidate with the fewest edits; the first of equals.
+/// Returns the candidate with the smallest edit distance, the first of equal ones.
 pub(crate) fn nearest<'a>(text: &str, candidates: impl Iterator<Item = &'a str>) -> &'a str {
     candidates
         .min_by_key(|candidate| strsim::damerau_levenshtein(text, candidate))

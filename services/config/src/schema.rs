@@ -1,7 +1,7 @@
-//! Every setting of every service: this file is the reference.
+//! All settings of all services.
 //!
-//! One file may serve a whole cluster: each service reads the sections it uses and checks the rest.
-//! The transfer lease (2 s) is a constant of the protocol, not a setting: both ends must agree.
+//! One configuration file may serve a whole cluster: a service uses its own sections and checks the
+//! others. The transfer lease (2 s) is a protocol constant and not a setting, because both nodes must agree.
 
 use std::{net::SocketAddr, path::PathBuf, time::Duration};
 
@@ -22,330 +22,338 @@ const fn secs(count: u64) -> Duration {
 }
 
 section! {
-    /// Which model is served and how its weights are read. The same on router and nodes.
+    /// The served model and how its weights are loaded. Router and nodes need equal values.
     pub struct Model = "model" {
-        /// A GGUF file, a folder with one GGUF file, a folder with config.json, tokenizer.json and
-        /// safetensors, or a model of the hub: hf:ORG/NAME[@REVISION], or
-        /// hf:ORG/NAME[@REVISION]/FILE.gguf for one file of it. What is not in
-        /// the cache yet is fetched; HF_HOME, HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE count.
+        /// Path of the model: a GGUF file, a folder with one GGUF file, a folder with config.json,
+        /// tokenizer.json and safetensors, or a model of the Hugging Face hub as hf:ORG/NAME[@REVISION]
+        /// or hf:ORG/NAME[@REVISION]/FILE.gguf. A service downloads hub files that the cache lacks; HF_HOME,
+        /// HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE have their usual meaning.
         path: Option<ModelPath> = None,
-            "Every service needs it: the router for tokenizer and chat template, nodes for weights.";
-        /// The name under which clients ask for the model.
+            "Required: the router loads tokenizer and chat template, nodes load the weights.";
+        /// Name of the model in client requests.
         name: Option<String> = None,
-            "Unset means the name of the file or folder, without .gguf; ORG/NAME for a model of the hub.";
-        /// The number format of weights, activations and KV; with q8, KV is bf16.
+            "Unset means the name of the file or folder without .gguf, and ORG/NAME for a model of the hub.";
+        /// Number format of weights, activations and KV; with q8 the KV is bf16.
         dtype: Dtype = Dtype::Bf16,
-            "Half the memory and traffic of f32, which is for exact comparisons; q8 halves the weights again and rounds more.";
-        /// auto reads the weights at the path; dummy makes seeded random ones from a config.json alone.
+            "bf16 needs half the memory and bandwidth of f32; q8 halves the weights again with larger rounding errors; f32 is for exact comparisons.";
+        /// Source of the weights: auto loads the files at model.path, dummy generates seeded random weights
+        /// from config.json alone.
         load_format: LoadFormat = LoadFormat::Auto,
-            "dummy is for measuring speed without the weights; the router still needs a tokenizer.json.";
-        /// A file with a chat template, as Jinja, in place of the model's own. Only the router reads it.
+            "dummy measures speed without a download of the weights; the router still needs tokenizer.json.";
+        /// File with a Jinja chat template that replaces the model's own template. Only the router reads it.
         chat_template: Option<PathBuf> = None,
-            "Models bring the one they were trained with; some lack the part that shows tools.";
-        /// How the model writes calls of tools: hermes is JSON between tool_call tags, llama3 JSON
-        /// alone or behind the python tag, auto what the chat template asks for.
+            "Unset means the model's own template; some of these do not support tools.";
+        /// Format of tool calls in the model's output: hermes is JSON between tool_call tags, llama3 is JSON
+        /// alone or after the python tag, auto infers the format from the chat template.
         tool_format: ToolFormat = ToolFormat::Auto,
-            "Templates show the model what to write, so it can be read off them.";
+            "A chat template shows the model the format, so the router can infer it.";
     }
 }
 
 section! {
-    /// The router: where clients connect, and how much it takes on.
+    /// The router: its addresses, admission limits and time-outs.
     pub struct Router = "router" {
-        /// Where the OpenAI HTTP API, /health, /live and /metrics are served.
+        /// Address of the OpenAI HTTP API, /health, /live and /metrics.
         http: SocketAddr = loopback(8000),
-            "8000 is what clients of other servers expect; loopback until it is opened on purpose.";
-        /// Where the gRPC API (baton.v1.Inference), health and reflection are served.
+            "Port 8000 is usual for OpenAI-compatible servers; the loopback address keeps the API private until the operator opens it.";
+        /// Address of the gRPC API (baton.v1.Inference), gRPC health and reflection.
         grpc: SocketAddr = loopback(8001),
-            "The port after HTTP's.";
-        /// Further models beside that of [model], each as NAME=PATH: the name that its nodes have as
-        /// model.name, and a path as in model.path, for tokenizer and chat template.
+            "The port after the HTTP port.";
+        /// Models besides the model of section [model], each as NAME=PATH. NAME is model.name of the model's
+        /// nodes; PATH is as in model.path, for tokenizer and chat template.
         models: Vec<Pair> = Vec::new(),
-            "One cluster serves one model unless more are named.";
-        /// Of these further models, files with a chat template as in model.chat_template, each as
-        /// NAME=PATH.
+            "Most clusters serve one model.";
+        /// Chat templates of the models in router.models, each as NAME=PATH; PATH is as in
+        /// model.chat_template.
         chat_templates: Vec<Pair> = Vec::new(),
-            "As for the model of [model], whose own setting is model.chat_template.";
-        /// Of these further models, how they write calls of tools as in model.tool_format, each as
-        /// NAME=FORMAT.
+            "Empty means each model's own template.";
+        /// Tool call formats of the models in router.models, each as NAME=FORMAT; FORMAT is as in
+        /// model.tool_format.
         tool_formats: Vec<Pair> = Vec::new(),
-            "As for the model of [model], whose own setting is model.tool_format.";
-        /// Further names for models, each as ALIAS=NAME.
+            "Empty means that the router infers each format from the chat template.";
+        /// Additional model names, each as ALIAS=NAME.
         aliases: Vec<Pair> = Vec::new(),
-            "For clients that ask for a name they were built with.";
-        /// Largest request body; a larger one is answered with 413.
+            "Aliases serve clients with a built-in model name.";
+        /// Maximum size of a request body; the router answers a larger body with 413.
         body_bytes_max: ByteSize = ByteSize::mib(4),
-            "128 Ki tokens take about 1 MiB as text or as JSON ids; four times that.",
+            "A prompt of 128 Ki tokens takes about 1 MiB as text or as JSON ids; 4 MiB leaves room.",
             ByteSize::kib(1)..=ByteSize::gib(1);
-        /// Requests in work at once, waiting ones included; one more is answered with 429.
+        /// Maximum number of in-flight requests, including waiting requests; the router answers further
+        /// requests with 429.
         requests_max: u32 = 1024,
-            "Some hundred KiB each at worst, so the router stays under a few hundred MiB.",
+            "A request takes at most a few hundred KiB, so the router stays below a few hundred MiB.",
             1..=1_000_000;
-        /// Of these, requests that wait until a node has room, for whichever model; one more is answered
-        /// with 429.
+        /// Maximum number of requests that wait for a node, over all models; the router answers further
+        /// requests with 429.
         waiting_max: u32 = 512,
-            "Half of the requests: what waits longer than the other half takes is better refused.",
+            "Half of router.requests_max: a longer queue delays requests more than a retry would.",
             0..=1_000_000;
-        /// How long a request waits for a node that has room before it is answered with 503.
+        /// Maximum time that a request waits for a node with free capacity; then the router answers 503.
         waiting_timeout: Duration = secs(30),
-            "Most clients give up after a minute; half of that leaves time for the answer.",
+            "Most clients give up after a minute; half of a minute leaves time for the answer.",
             secs(0)..=secs(3600);
-        /// Attempts of one request in a row that emit no token, after lost nodes or failed transfers.
+        /// Maximum number of consecutive attempts of one request that emit no token. Attempts fail when a
+        /// node or a transfer fails.
         attempts_max: u32 = 4,
-            "A lost prefill node, a lost decode node and one Busy can befall one request; more is a storm.",
+            "One request may meet a lost prefill node, a lost decode node and one Busy; more failures indicate an overloaded cluster.",
             1..=16;
-        /// Time for a whole request. Over gRPC a client may name another; over HTTP none can.
+        /// Deadline of a whole request. A gRPC client may set another deadline; an HTTP client cannot.
         timeout: Duration = secs(600),
-            "4,096 tokens at 10 a second take seven minutes.",
+            "4,096 tokens at 10 tokens/s take seven minutes.",
             secs(1)..=secs(86_400);
-        /// How long a node may be silent on an attempt before it counts as lost and the next attempt
-        /// begins. Once the decode node writes, only a token ends its silence; before that, while the
-        /// request waits or its prompt is read, any change of load that the awaited node reports does.
+        /// Maximum time without progress on an attempt; then the router starts the next attempt. While a request
+        /// waits or is prefilled, a change in the node's reported load counts as progress. While it decodes, only a
+        /// token does.
         idle_timeout: Duration = secs(60),
-            "Longer than the slowest step; raise it where one chunk of a prompt takes a minute.",
+            "It must exceed the slowest step; raise it where one chunk of a prompt takes a minute.",
             secs(1)..=secs(86_400);
-        /// The longest time over gRPC: a larger timeout_ms is refused, a later deadline of the call is
-        /// brought down to it.
+        /// Maximum deadline over gRPC: the router rejects a larger timeout_ms and shortens a later deadline of
+        /// the call.
         timeout_max: Duration = secs(3600),
-            "An hour covers the longest sequences on the slowest machines.",
+            "An hour suffices for the longest sequences on the slowest machines.",
             secs(1)..=secs(86_400);
-        /// How long a client may leave its full stream unread before the stream ends.
+        /// Maximum time that a client may leave a full stream unread; then the router ends the stream.
         slow_client_timeout: Duration = secs(30),
-            "Longer than a phone changing networks, short enough to free its blocks.",
+            "A phone that changes networks recovers within 30 s; a longer time-out would hold KV blocks longer.",
             secs(1)..=secs(3600);
-        /// Events kept for a client that reads slowly; beyond them its request waits.
+        /// Maximum number of events that the router buffers for a slow client; then backpressure pauses the
+        /// request.
         slow_client_events: u32 = 1024,
-            "About 10 s of a fast answer, 200 KiB at most.",
+            "About 10 s of a fast answer, at most 200 KiB.",
             1..=65_536;
-        /// How long requests in work may take after SIGTERM before they are ended.
+        /// Maximum time after SIGTERM until in-flight requests finish; then the router cancels them.
         drain_timeout: Duration = secs(25),
-            "Kubernetes kills 30 s after SIGTERM.",
+            "Kubernetes sends SIGKILL 30 s after SIGTERM.",
             secs(0)..=secs(3600);
     }
 }
 
 section! {
-    /// A prefill or decode node: its addresses, and how large its batch and memory are.
+    /// A prefill or decode node: its addresses, batch limits, memory and device.
     pub struct Node = "node" {
-        /// The node's name: letters, digits, '.', '_' and '-', at most 64.
+        /// Name of the node: letters, digits, '.', '_' and '-', at most 64 characters.
         id: Option<String> = None,
-            "Unset means role and port, such as decode-50061. In Kubernetes: the pod's name.";
-        /// Where routers reach this node.
+            "Unset means role and port, such as decode-50061. In Kubernetes use the name of the pod.";
+        /// Address of the node's gRPC server, to which routers connect.
         grpc: SocketAddr = loopback(50_061),
-            "Several nodes on one machine each need their own port.";
-        /// Where /metrics, /live and /health are served.
+            "Nodes on one machine need different ports.";
+        /// Address of /metrics, /live and /health.
         metrics: SocketAddr = loopback(0),
-            "Port 0 takes any free port and logs it, so that nodes on one machine never collide.";
-        /// Memory for KV blocks.
+            "Port 0 takes a free port and logs it, so nodes on one machine do not conflict.";
+        /// Memory of the KV cache.
         kv_memory: Option<ByteSize> = None,
-            "Unset means 1GiB on a CPU, 20,000 tokens of a 135M model in f32: give a node what its machine has to spare. On a GPU it means what gpu_memory_percent leaves.",
+            "Unset means 1GiB on a CPU (20,000 tokens of a 135M model in f32) and the rest of gpu_memory_percent on a GPU. On a CPU set it to the memory that the machine has left.",
             ByteSize::mib(1)..=ByteSize::gib(16_384);
-        /// Number of KV blocks, each of 16 tokens; overrides kv_memory.
+        /// Number of KV blocks (16 tokens each); overrides kv_memory.
         blocks: Option<u32> = None,
-            "For tests and measurements that need an exact count.",
+            "Tests and benchmarks need an exact count.",
             2..=16_777_216;
-        /// Rows of the running batch: sequences that advance in one step.
+        /// Maximum number of sequences in one step (rows of the running batch).
         slots: u32 = 64,
-            "Decode gains little beyond 64 rows on a CPU; a GPU wants 256.",
+            "On a CPU decode throughput grows little beyond 64 rows; 256 suits a GPU.",
             1..=4096;
-        /// Tokens in one step, over all sequences, prompts and answers together.
+        /// Maximum number of tokens in one step, over all sequences, prefill and decode together.
         step_tokens: u32 = 512,
-            "Large enough to fill the matrix units, small enough that answers are not held up long.",
+            "512 tokens keep the matrix units busy and a step short.",
             1..=65_536;
-        /// The most tokens of one prompt in one step.
+        /// Maximum number of prompt tokens of one sequence in one step (chunked prefill).
         chunk_tokens: u32 = 256,
-            "Half a step: two prompts advance at once, and the first KV leaves early.",
+            "Half of step_tokens: two prompts are prefilled at once, and the transfer of the first KV starts early.",
             1..=65_536;
-        /// Whether KV of past prompts is kept and found again while no block is needed elsewhere.
+        /// Enables the prefix cache: KV of finished sequences stays in free blocks and serves later prompts with
+        /// the same beginning.
         prefix_cache: bool = true,
-            "It costs nothing when nothing repeats; false is for measuring without it.";
-        /// Steps in flight: launched, result not yet read.
+            "The cache uses only blocks that are free anyway; false is for measurements without it.";
+        /// Maximum number of steps in flight: launched, with the result not yet read.
         depth: u32 = 2,
-            "One computes while the next is planned; more only delays seeing a stop.",
+            "The next step is planned while one step runs; more steps only delay stop conditions.",
             1..=8;
-        /// Whether a step may verify guessed tokens along with the known ones: off, or ngram, which
-        /// guesses what followed the last time the sequence said the same. The answer is the same.
+        /// Speculative decoding: off, or ngram, which takes draft tokens from an earlier occurrence of the
+        /// last tokens in the sequence. The output does not change.
         speculate: Speculate = Speculate::Off,
-            "Up to four times as fast where answers repeat their prompt, nothing elsewhere.";
-        /// The most tokens guessed ahead for one sequence in one step.
+            "ngram is up to four times faster where answers repeat their prompt, and brings nothing elsewhere.";
+        /// Maximum number of draft tokens of one sequence in one step.
         speculate_tokens: u32 = 8,
-            "From here on each costs about what it brings, on a CPU and where answers do repeat.",
+            "Measured on a CPU with repetitive answers: further draft tokens cost as much as they save.",
             1..=64;
-        /// Steps of this many tokens carry no guesses, smaller ones up to it.
+        /// Number of tokens in a step up to which draft tokens are added.
         speculate_step_tokens: u32 = 64,
-            "Up to about here a CPU waits for the weights, beyond it for its arithmetic.",
+            "On a CPU smaller steps are limited by memory bandwidth, larger steps by arithmetic.",
             2..=65_536;
-        /// How many tokens must repeat before what followed them is guessed.
+        /// Minimum number of tokens that must repeat before draft tokens are proposed.
         speculate_ngram_min: u32 = 3,
-            "Two repeat by chance, in any prose; three seldom do.",
+            "Two tokens repeat by chance in any prose; three seldom do.",
             1..=64;
-        /// How many tokens are compared to find the best of several places that repeat.
+        /// Maximum number of tokens compared to select the best of several repetitions.
         speculate_ngram_max: u32 = 8,
-            "A line of code or half a sentence; beyond it places hardly differ in what follows.",
+            "About half a sentence or a line of code; a longer match predicts little better.",
             1..=64;
-        /// Where forwards run: cpu, cuda (an NVIDIA GPU), or auto, which takes a GPU that can serve and
-        /// else the CPU. A GPU has no q8 and guesses nothing ahead: auto then takes the CPU.
+        /// Device of the forward pass: cpu, cuda (an NVIDIA GPU), or auto, which selects a usable GPU and
+        /// otherwise the CPU. GPUs support neither q8 nor speculative decoding: with these, auto selects the CPU.
         device: Device = Device::Auto,
-            "A GPU is there to be used; cuda is refused where there is none, and baton doctor says why.";
-        /// The GPU, by its UUID as baton doctor and nvidia-smi -L show it, or as much of it as is unique; with
-        /// ranks one for each, separated by commas.
+            "auto uses a GPU where there is one; cuda is an error where no GPU is usable, and baton doctor gives the reason.";
+        /// UUID of the GPU as baton doctor and nvidia-smi -L show it, or a unique prefix; with tensor parallelism
+        /// one for each rank, separated by commas.
         gpu: Option<String> = None,
-            "Unset means the first that the process is shown, or the first as many.";
-        /// Processes that share the model, its ranks: each has as many of the heads as the others, and
-        /// computes its part of every layer, on a GPU of its own (2, 4 or 8 of one host) or on CPUs.
+            "Unset means the first visible GPU, or the first node.tp visible GPUs.";
+        /// Tensor parallelism: number of ranks. Each rank is a process on a GPU of its own (2, 4 or 8 of one
+        /// host) or on CPUs, with an equal share of the heads.
         tp: u32 = 1,
-            "One process is quickest until its device is too small or too slow; allowed are divisors of the model's KV heads.",
+            "One rank is fastest unless its device is too small or too slow; tp must divide the model's number of KV heads.",
             1..=16;
-        /// How much of the GPU's memory weights, activations and KV take together, in percent, where
-        /// neither kv_memory nor blocks is set.
+        /// Percentage of the GPU's memory for weights, activations and KV together; used when neither kv_memory
+        /// nor blocks is set.
         gpu_memory_percent: u32 = 90,
-            "What else runs on a GPU seldom wants more than a tenth; two nodes of one GPU take 45 each.",
+            "Other processes on a GPU seldom need more than a tenth; two nodes on one GPU take 45 each.",
             1..=100;
-        /// What of that share KV leaves to CUDA graphs, and to kernels that are loaded when they first run.
+        /// Part of that memory that stays free for CUDA graphs and for kernels that are loaded at their first
+        /// launch.
         gpu_reserve: ByteSize = ByteSize::gib(1),
-            "More than they were seen to take; the log says at start what they did.",
+            "More than measured so far; the log shows the measured use at start.",
             ByteSize::mib(1)..=ByteSize::gib(1_024);
-        /// How long a start may take to find the quickest algorithms for the model's matrix products on
-        /// this GPU; 0s: not at all. What it finds the next start knows, what it leaves the next finds.
+        /// Maximum time at start to find the fastest cuBLASLt algorithms for the model's GEMMs; 0s disables
+        /// tuning. Results are kept for later starts, and a later start continues an unfinished search.
         gpu_tune: Duration = secs(2),
             "Enough for an 8B model on an H200, once.",
             secs(0)..=secs(600);
-        /// The folder where the algorithms found are kept, by GPU, driver and cuBLASLt.
+        /// Folder of the tuning results, by GPU, driver and cuBLASLt version.
         gpu_tune_dir: Option<PathBuf> = None,
-            "Unset means baton in XDG_CACHE_HOME, else .cache/baton in HOME, else nowhere: every start finds them again.";
-        /// While a step runs on the GPU, the thread that plans steps keeps its core awake instead of
-        /// sleeping. A core that slept finds its caches empty: what it does between steps takes twice as long.
+            "Unset means baton in XDG_CACHE_HOME, otherwise .cache/baton in HOME, otherwise no folder: every start tunes again.";
+        /// Lets the engine thread poll instead of sleep while a step runs on the GPU. Sleep empties the core's
+        /// caches, which doubles the host time between steps.
         gpu_poll: bool = true,
-            "A GPU costs more than a core; where nodes share few cores, false leaves theirs to others.";
-        /// The library of our own GPU kernels, as make kernels builds it.
+            "A GPU costs more than a core; set false where nodes share few cores.";
+        /// Path of the library of Baton's GPU kernels, which make kernels builds.
         kernels: Option<PathBuf> = None,
             "Unset means libbaton_kernels.so beside the program.";
-        /// Threads that compute.
+        /// Number of compute threads.
         threads: Option<u32> = None,
-            "Unset means as many as node.cpus or node.numa_node name, else as the process may use at once.",
+            "Unset means one thread per CPU of node.cpus or node.numa_node, otherwise one per CPU that the process may use.",
             1..=1024;
-        /// CPUs for the threads that compute, one each, in this order: numbers and ranges as Linux
-        /// writes them. Other threads run where the system likes.
+        /// CPUs of the compute threads, one thread per CPU in this order, in Linux notation. Other
+        /// threads are not pinned.
         cpus: Option<CpuList> = None,
-            "The system places threads well until several nodes share a machine.";
-        /// The NUMA node whose CPUs these threads take, in place of a list. Weights and KV are first
-        /// touched by threads on these CPUs, so their memory is that node's.
+            "Unset means that Linux places the threads, which works well with one node per machine.";
+        /// NUMA node whose CPUs the compute threads use, instead of node.cpus. These threads touch weights and KV
+        /// first, so the memory is local to this NUMA node.
         numa_node: Option<u32> = None,
-            "For machines of several sockets: one baton node on each reads no memory of the other.",
+            "Unset means no pinning. On a machine with several sockets run one baton node per NUMA node.",
             0..=1023;
-        /// The instructions that forwards use: auto takes the fastest that the machine has, the
-        /// others are refused where they are missing.
+        /// Instruction set of the CPU kernels: auto selects the fastest that the machine supports; an unsupported
+        /// one is an error.
         isa: Isa = Isa::Auto,
-            "Another one is for comparing machines: f32 has the same bits from avx2 up.";
-        /// Sequences that wait for a slot; one more is answered Busy and tried elsewhere.
+            "Other values are for comparisons: f32 results are bit-equal from avx2 up.";
+        /// Maximum number of sequences that wait for a slot; the node rejects further ones with Busy, and the
+        /// router tries another node.
         waiting_max: u32 = 256,
             "Four full batches; a longer queue belongs in the router.",
             0..=65_536;
-        /// Longest sequence, prompt and answer, in tokens.
+        /// Maximum length of a sequence, prompt and answer, in tokens.
         sequence_tokens_max: Option<u32> = None,
-            "Unset means what the model was trained for, as far as the blocks reach.",
+            "Unset means the model's context length, at most the tokens that the KV blocks hold.",
             16..=16_777_216;
-        /// How long sequences in work may take after SIGTERM before they are ended.
+        /// Maximum time after SIGTERM until in-flight sequences finish; then the node aborts them.
         drain_timeout: Duration = secs(25),
-            "Kubernetes kills 30 s after SIGTERM.",
+            "Kubernetes sends SIGKILL 30 s after SIGTERM.",
             secs(0)..=secs(3600);
     }
 }
 
 section! {
-    /// How KV travels from prefill to decode nodes. The same secret on every node.
+    /// KV transfer between nodes. All nodes need the same secret.
     pub struct Transfer = "transfer" {
-        /// Where this node hears notices of its peers (ZeroMQ).
-        notice: SocketAddr = loopback(0),
-            "Port 0 takes any free port: peers learn it from the router. Fix it behind a firewall.";
-        /// What carries KV to and from other nodes: tcp; from GPU to GPU of one host ipc, by copy engines,
-        /// or nccl, by kernels of both; or auto, the fastest that both nodes of a pair can do.
+        /// Address on which this node receives control messages from its peers (ZeroMQ).
+        control was "notice": SocketAddr = loopback(0),
+            "Port 0 takes a free port, which peers learn from the router. Set a port behind a firewall.";
+        /// Transport of KV: tcp; ipc (copy engines) or nccl (kernels on both GPUs) between GPUs of one host;
+        /// or auto, the fastest that both nodes support.
         transport: Transport = Transport::Auto,
-            "With a node that cannot do what is set here KV goes by tcp: log and metrics say so.";
-        /// Multiprocessors of each GPU that nccl takes for a pair of nodes while it moves KV.
-        nccl_blocks: u32 = 4,
-            "Each carries 30 GB/s on an H200; of two nodes the smaller number holds. Up to 4 are left to it by decoding \
-             steps of few sequences where transport is nccl, which are no longer for that; more than 4 delay the \
-             steps beside them, by up to 40 % with 8 or 16.",
+            "KV goes by tcp to a node that does not support the set transport; the log and metrics report this.";
+        /// Maximum number of CTAs, each on an SM of its own, that NCCL uses on each GPU for one pair of nodes.
+        nccl_max_ctas was "nccl_blocks": u32 = 4,
+            "A CTA moves 30 GB/s on an H200; the smaller value of two nodes applies. With transport nccl, decode \
+             steps of few sequences leave up to 4 SMs free without becoming slower; with 8 or 16 CTAs concurrent \
+             steps take up to 40 % longer.",
             1..=64;
-        /// Whether KV that goes from GPU to GPU is hashed at both ends. What goes by tcp always is.
+        /// Enables hashing of KV at both ends of a transfer between GPUs. The tcp transport always hashes KV.
         verify: bool = false,
-            "Each GPU reads once more what went, in 0.08 ms for 256 MiB on an H200, before the next step of its way.";
-        /// Where this node receives KV, or hears where it lies.
+            "Each GPU reads the KV once more, which takes 0.08 ms for 256 MiB on an H200 and delays each chunk by that.";
+        /// Address on which this node receives KV over TCP, or with ipc and nccl the control data of each chunk.
         data: SocketAddr = loopback(0),
-            "Port 0 as above.";
-        /// Host name or IP address under which peers reach the two; needed when they listen on all.
-        /// With etcd also the host of node.grpc when that listens on all.
+            "Port 0 takes a free port, which peers learn from the router.";
+        /// Host name or IP address under which peers reach transfer.control and transfer.data; required when
+        /// these listen on all addresses. With etcd it is also the host of a node.grpc that listens on all addresses.
         advertise: Option<String> = None,
-            "Unset means the address that notice listens on.";
-        /// The most bytes of KV sent in one chunk.
+            "Unset means the IP address of transfer.control.";
+        /// Maximum number of KV bytes in one chunk.
         chunk_bytes: Option<ByteSize> = None,
-            "Unset means 4MiB, 2 ms at 2 GB/s, and on a GPU 32MiB, 0.1 ms: long enough to be efficient, short enough to overlap with computing.",
+            "Unset means 4MiB on a CPU (2 ms at 2 GB/s) and 32MiB on a GPU (0.1 ms): large enough for full bandwidth, small enough to overlap with computation.",
             ByteSize::kib(4)..=ByteSize::mib(256);
-        /// What all nodes of a cluster share; notices without its tag are not believed. Prefer
-        /// secret_file or the environment: flags are visible to every user of the machine.
+        /// Secret that authenticates control messages between the nodes of a cluster. Prefer secret_file or the
+        /// environment: every user of the machine can see flags.
         secret: Option<Secret> = None,
-            "There is none, so that nobody runs with a known one. Make one: openssl rand -hex 32.";
-        /// A file that holds the secret.
+            "A default secret would be known to everybody. Generate one: openssl rand -hex 32.";
+        /// File that contains the secret.
         secret_file: Option<PathBuf> = None,
-            "The way of Kubernetes and Docker; only one of secret and secret_file may be set.";
+            "Kubernetes and Docker mount secrets as files; set either secret or secret_file.";
     }
 }
 
 section! {
-    /// How router and nodes find each other: by a list that the router reads, or through etcd.
+    /// Membership: a static list of nodes, or registration in etcd.
     pub struct Cluster = "cluster" {
-        /// gRPC addresses of prefill nodes.
+        /// gRPC addresses of the prefill nodes.
         prefill: Vec<GrpcUrl> = Vec::new(),
-            "Without any, decode nodes read prompts themselves.";
-        /// gRPC addresses of decode nodes.
+            "Without prefill nodes decode nodes prefill the prompts.";
+        /// gRPC addresses of the decode nodes.
         decode: Vec<GrpcUrl> = Vec::new(),
-            "At least one is needed before the router is ready.";
-        /// Endpoints of an etcd cluster. Nodes then register there and routers follow it, so that
-        /// nodes join and leave while everything runs; prefill and decode stay empty.
+            "The router is ready when at least one decode node is ready.";
+        /// Endpoints of an etcd cluster. Nodes register in etcd and routers watch it, so nodes can join and leave
+        /// a running cluster; cluster.prefill and cluster.decode must be empty.
         etcd: Vec<EtcdUrl> = Vec::new(),
-            "A list needs nothing else to run.";
-        /// What the cluster's keys in etcd begin with; clusters that share an etcd need one each.
+            "A static list needs no etcd.";
+        /// Prefix of the cluster's keys in etcd; clusters that share an etcd need different prefixes.
         etcd_prefix: EtcdPrefix = EtcdPrefix::default(),
-            "One cluster needs no name; /baton/staging is a second one.";
-        /// The etcd user; it needs read and write permission on the prefix, for routers read alone.
+            "Use for example /baton/staging for a second cluster.";
+        /// User name in etcd. Nodes need read and write permission on the prefix; routers need read
+        /// permission.
         etcd_user: Option<String> = None,
-            "etcd asks nobody's name until its operator enables authentication.";
-        /// The etcd user's password. Prefer the environment: flags are visible to every user of the
-        /// machine.
+            "etcd checks users only after its operator enables authentication.";
+        /// Password of the etcd user. Prefer the environment: every user of the machine can see flags.
         etcd_password: Option<Password> = None,
-            "Goes with etcd_user.";
-        /// A PEM file with the certificate authority that signed etcd's certificate.
+            "Required with etcd_user.";
+        /// PEM file with the certificate authority of etcd's certificate.
         etcd_ca: Option<PathBuf> = None,
-            "Needed exactly when the endpoints are https; no authority is trusted unasked.";
-        /// A PEM file with the certificate that this process shows to etcd.
+            "Required with https endpoints: no authority is trusted by default.";
+        /// PEM file with the client certificate for etcd.
         etcd_cert: Option<PathBuf> = None,
-            "For an etcd that asks its clients for certificates; needs etcd_key.";
-        /// A PEM file with the key of etcd_cert.
+            "Required when etcd demands client certificates; needs etcd_key.";
+        /// PEM file with the private key of etcd_cert.
         etcd_key: Option<PathBuf> = None,
-            "Goes with etcd_cert.";
-        /// How long etcd keeps a node's record after the node last renewed it, in whole seconds.
+            "Required with etcd_cert.";
+        /// Lease of a node's record in etcd, in whole seconds: etcd deletes the record when the node has not
+        /// renewed the lease for this time.
         etcd_ttl: Duration = secs(10),
-            "Routers notice a lost node themselves within 2.5 s: this only removes its record.",
+            "Routers detect a lost node within 2.5 s themselves; the lease only removes its record.",
             secs(2)..=secs(3600);
     }
 }
 
 section! {
-    /// What a service tells about itself.
+    /// Logs, traces and metrics.
     pub struct Telemetry = "telemetry" {
-        /// What is logged: a level (error, warn, info, debug, trace), or levels by module such as
-        /// info,router=debug.
+        /// Log level (error, warn, info, debug or trace), or levels by module such as info,router=debug.
         log: String = "info".into(),
-            "One line for each start, stop, failure and change of health; none per token. Release \
-             builds leave trace out.";
-        /// pretty for people, json for collectors, auto: pretty on a terminal, json otherwise.
+            "info logs one line for each start, stop, failure and change of health, and none per token. Release \
+             builds contain no trace level.";
+        /// Log format: pretty is readable text, json is for log collectors, auto is pretty on a terminal and
+        /// json otherwise.
         log_format: LogFormat = LogFormat::Auto,
-            "Right in a terminal and in a container without being set.";
-        /// Where traces and metrics are sent by OTLP over gRPC.
+            "auto suits a terminal and a container.";
+        /// Address of an OpenTelemetry collector for traces and metrics (OTLP over gRPC).
         otlp: Option<GrpcUrl> = None,
-            "Off unless set; a collector usually listens on port 4317.";
-        /// Tells this process from others of its kind in traces and metrics.
+            "Unset means no export; a collector usually listens on port 4317.";
+        /// Instance name of this process in traces and metrics.
         instance: Option<String> = None,
             "Unset means the node's id, or router and its port.";
     }

@@ -1,49 +1,56 @@
-//! How a section of the schema is declared: each setting once.
+//! Declaration of a section of the schema: one line per setting yields its key, flag, variable and help.
 
 use std::fmt::Write;
 
 use crate::load::Reader;
 
-/// One setting, as it is named, described and checked everywhere.
+/// Description of one setting: names, help text, default and allowed values.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Setting {
     pub section: &'static str,
     pub name: &'static str,
-    /// The doc comment of the field, one entry a line.
+    /// Name before the setting was renamed; accepted with a warning.
+    pub former_name: Option<&'static str>,
+    /// Lines of the field's doc comment.
     pub help: &'static [&'static str],
-    /// Why the default is what it is.
+    /// Reason for the default.
     pub why: &'static str,
     pub default: String,
-    /// What may be written, as the end of the sentence "allowed: ...".
+    /// Allowed values, as the end of the sentence "allowed: ...".
     pub allowed: String,
-    /// Stands for the value in help texts.
+    /// Placeholder of the value in help texts.
     pub placeholder: &'static str,
-    /// The value is never shown.
+    /// Hides the value in every output.
     pub secret: bool,
 }
 
 impl Setting {
-    /// `node.step_tokens`.
+    /// Returns the key, such as `node.step_tokens`.
     pub fn key(&self) -> String {
         format!("{}.{}", self.section, self.name)
     }
 
-    /// `node-step-tokens`, without the dashes in front.
+    /// Returns the flag without leading dashes, such as `node-step-tokens`.
     pub fn flag(&self) -> String {
         self.key().replace(['.', '_'], "-")
     }
 
-    /// `BATON_NODE_STEP_TOKENS`.
+    /// Returns the environment variable, such as `BATON_NODE_STEP_TOKENS`.
     pub fn env(&self) -> String {
         format!("BATON_{}", self.key().replace('.', "_").to_uppercase())
     }
 
-    /// What it is, in one paragraph.
+    /// Returns the setting under its former name.
+    pub(crate) fn former(&self) -> Option<Self> {
+        self.former_name.map(|name| Self { name, former_name: None, ..self.clone() })
+    }
+
+    /// Returns the help text as one paragraph.
     pub fn summary(&self) -> String {
         self.help.iter().map(|line| line.trim()).collect::<Vec<_>>().join(" ")
     }
 
-    /// What it is, its default and the reason, what is allowed, and its other names.
+    /// Returns the help text with default, reason, allowed values, key and environment variable.
     pub fn explanation(&self) -> String {
         let mut text = self.summary();
         let _ = write!(text, "\nDefault: {}. {}", self.default, self.why);
@@ -53,26 +60,27 @@ impl Setting {
     }
 }
 
-/// What the declaration of a section provides.
+/// A declared section.
 pub(crate) trait Declared: Sized {
     const NAME: &'static str;
-    /// The section's doc comment, one entry a line.
+    /// Lines of the section's doc comment.
     const ABOUT: &'static [&'static str];
     fn settings() -> Vec<Setting>;
-    /// Takes every value of the section from the reader, which notes what is wrong.
+    /// Reads all values of the section from `reader`, which collects the problems.
     fn read(reader: &mut Reader<'_>) -> Self;
 }
 
-/// Declares a section: a struct, its keys, flags, variables, help texts, defaults and limits.
+/// Declares a section: a struct with keys, flags, variables, help texts, defaults and limits.
 ///
-/// `field: Type = default, "reason for the default", low..=high;` (the limits may be absent).
+/// `field was "former_name": Type = default, "reason for the default", low..=high;`. The former name and the
+/// limits are optional.
 macro_rules! section {
     (
         $(#[doc = $about:literal])+
         pub struct $Section:ident = $name:literal {
             $(
                 $(#[doc = $help:literal])+
-                $field:ident: $T:ty = $default:expr, $why:literal $(, $range:expr)?;
+                $field:ident $(was $former:literal)?: $T:ty = $default:expr, $why:literal $(, $range:expr)?;
             )+
         }
     ) => {
@@ -93,6 +101,7 @@ macro_rules! section {
                     $crate::section::Setting {
                         section: $name,
                         name: stringify!($field),
+                        former_name: $crate::section::section!(@former $($former)?),
                         help: &[$($help),+],
                         why: $why,
                         default: default.show(),
@@ -121,6 +130,8 @@ macro_rules! section {
             }
         }
     };
+    (@former) => { None };
+    (@former $former:literal) => { Some($former) };
     (@allowed $T:ty) => { <$T as $crate::value::Value>::allowed() };
     (@allowed $T:ty, $range:expr) => {
         <$T as $crate::value::Ranged>::allowed_within(&$range)

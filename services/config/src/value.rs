@@ -1,4 +1,4 @@
-//! What a setting's type must know: how it is read, shown, described and limited.
+//! Parsing, display, description and limits of the types that settings have.
 
 use std::{net::SocketAddr, ops::RangeInclusive, path::PathBuf, time::Duration};
 
@@ -12,22 +12,22 @@ use crate::types::{
 
 /// A type that a setting can have.
 pub(crate) trait Value: Sized + Clone {
-    /// Stands for the value in help texts, such as `BYTES`.
+    /// Placeholder of the value in help texts, such as `BYTES`.
     const PLACEHOLDER: &'static str;
-    /// Must never be shown.
+    /// Hides the value in every output.
     const SECRET: bool = false;
-    /// What may be written, as the end of the sentence "allowed: ...".
+    /// Returns the allowed values, as the end of the sentence "allowed: ...".
     fn allowed() -> String;
-    /// From a flag or an environment variable. `None`: not allowed.
+    /// Parses the text of a flag or an environment variable; `None` if the text is not allowed.
     fn from_text(text: &str) -> Option<Self>;
-    /// From a TOML value; by default one that is text.
+    /// Parses a TOML value; the default implementation takes a string.
     fn from_toml(value: &DeValue<'_>) -> Option<Self> {
         value.as_str().and_then(Self::from_text)
     }
     fn show(&self) -> String;
 }
 
-/// A type whose values can be held within limits.
+/// A type whose values can be limited to a range.
 pub(crate) trait Ranged: Value {
     type Bound: PartialOrd + Value;
     fn within(&self, range: &RangeInclusive<Self::Bound>) -> bool;
@@ -280,7 +280,7 @@ impl Value for Password {
     }
 }
 
-/// Shorter secrets can be guessed by trying.
+/// A shorter secret is open to brute force.
 const SECRET_BYTES_MIN: usize = 16;
 
 impl Value for Secret {
@@ -300,7 +300,7 @@ impl Value for Secret {
     }
 }
 
-/// Unset when absent. An empty flag or variable unsets what the file had set.
+/// An absent value is unset. An empty flag or variable unsets the value of the file.
 impl<T: Value> Value for Option<T> {
     const PLACEHOLDER: &'static str = T::PLACEHOLDER;
     const SECRET: bool = T::SECRET;
@@ -322,14 +322,14 @@ impl<T: Value> Value for Option<T> {
     }
 }
 
-/// In TOML an array; in flags and the environment separated by commas. Empty text is an empty list.
+/// A list is an array in TOML and comma-separated in flags and variables. Empty text is an empty list.
 impl<T: Value> Value for Vec<T> {
     const PLACEHOLDER: &'static str = "LIST";
     const SECRET: bool = T::SECRET;
 
     fn allowed() -> String {
         format!(
-            "a list, each entry {}; an array in the file, else separated by commas",
+            "a list with entries of the form {}; an array in the file, otherwise separated by commas",
             T::allowed()
         )
     }

@@ -215,7 +215,7 @@ fn what_cannot_work_ends_with_1_and_one_clear_line() {
         (&["--model-load-format", "auto"], &["safetensors"]),
         (&["--node-grpc", &taken], &["node.grpc", &taken, "in use"]),
         (&["--node-metrics", &taken], &["node.metrics", &taken, "in use"]),
-        (&["--transfer-notice", &taken], &["control messages", &taken]),
+        (&["--transfer-control", &taken], &["control messages", &taken]),
         (&["--transfer-data", &taken], &["KV", &taken, "in use"]),
         (&["--node-sequence-tokens-max", "9999"], &["node.sequence_tokens_max", "4096"]),
     ];

@@ -307,7 +307,7 @@ impl Gpu {
 fn reserve(config: &Config) -> u64 {
     let of_pairs = match config.transfer.transport {
         Transport::Nccl => {
-            PRECONNECTED_PAIRS_MAX as u64 * nccl_link_bytes(config.transfer.nccl_blocks)
+            PRECONNECTED_PAIRS_MAX as u64 * nccl_link_bytes(config.transfer.nccl_max_ctas)
         }
         Transport::Auto | Transport::Tcp | Transport::Ipc => 0,
     };
@@ -318,7 +318,7 @@ fn reserve(config: &Config) -> u64 {
 /// rare. A rank's GPU gives its process and the node's, whose NCCL's kernels are, turns: there is nothing to leave.
 fn reserved_sms(config: &Config) -> u32 {
     match config.transfer.transport {
-        Transport::Nccl if config.node.tp == 1 => nccl_reserved_sms(config.transfer.nccl_blocks),
+        Transport::Nccl if config.node.tp == 1 => nccl_reserved_sms(config.transfer.nccl_max_ctas),
         _ => 0,
     }
 }
@@ -350,7 +350,7 @@ mod tests {
         let of_a_pair = |flags: &[_]| (reserved(flags) - (1 << 30)) / PRECONNECTED_PAIRS_MAX as u64;
         // Three slots of 64 MiB, and NCCL's own for as many blocks as two communicators are made for.
         assert_eq!(of_a_pair(&[nccl]), (192 + 6 * 4) << 20);
-        assert_eq!(of_a_pair(&[nccl, ("transfer.nccl_blocks", "16")]), (192 + 6 * 32) << 20);
+        assert_eq!(of_a_pair(&[nccl, ("transfer.nccl_max_ctas", "16")]), (192 + 6 * 32) << 20);
     }
 
     #[test]
@@ -360,9 +360,9 @@ mod tests {
         assert_eq!(spare(&[]), 0);
         assert_eq!(spare(&[nccl]), 4);
         for (set, spared) in [("1", 2), ("2", 2), ("3", 2), ("4", 4)] {
-            assert_eq!(spare(&[nccl, ("transfer.nccl_blocks", set)]), spared, "{set}");
+            assert_eq!(spare(&[nccl, ("transfer.nccl_max_ctas", set)]), spared, "{set}");
         }
-        assert_eq!(spare(&[nccl, ("transfer.nccl_blocks", "8")]), 0, "steps would be longer");
+        assert_eq!(spare(&[nccl, ("transfer.nccl_max_ctas", "8")]), 0, "steps would be longer");
         assert_eq!(spare(&[nccl, ("node.tp", "2")]), 0, "a rank's process has turns of its own");
     }
 

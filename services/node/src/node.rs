@@ -222,7 +222,7 @@ impl Node {
                 epoch,
                 identity,
                 secret,
-                control_bind: config.transfer.notice,
+                control_bind: config.transfer.control,
                 data_bind: config.transfer.data,
                 advertise_host: config.transfer.advertised_host(),
                 limits: transfer_limits,

@@ -16,7 +16,7 @@ use kernels::cuda::{NcclError, set_nccl_environment};
 use ranks::RankSpec;
 use telemetry::{Metrics, Resource, Telemetry, TelemetryConfig};
 use tokio::signal::unix::{Signal, SignalKind, signal};
-use tracing::{error, info};
+use tracing::{error, info, warn};
 
 use crate::{
     node::{Addresses, Node},
@@ -179,6 +179,9 @@ async fn serve_with_telemetry(
     };
     if let Err(error) = telemetry.install() {
         return complain(name, &error, 1);
+    }
+    for warning in config.warnings() {
+        warn!("{warning}");
     }
     let metrics = telemetry.metrics();
     let code = match serve(role, config, &metrics, ready_file, started, wrap).await {

@@ -297,7 +297,7 @@ pub(crate) fn transport_config(transfer: &config::Transfer) -> TransportConfig {
         config::Transport::Ipc => TransportChoice::Only(TransferKind::Ipc),
         config::Transport::Nccl => TransportChoice::Only(TransferKind::Nccl),
     };
-    TransportConfig { choice, verify: transfer.verify, nccl_max_ctas: Some(transfer.nccl_blocks) }
+    TransportConfig { choice, verify: transfer.verify, nccl_max_ctas: Some(transfer.nccl_max_ctas) }
 }
 
 /// Returns the default node id: role and port.

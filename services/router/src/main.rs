@@ -191,6 +191,9 @@ async fn run(setup: Setup, ready_file: Option<&Path>) -> Result<()> {
     let resource = Resource { service: "baton-router".into(), instance };
     let telemetry = Telemetry::start(&TelemetryConfig::from(&config.telemetry), resource)?;
     telemetry.install()?;
+    for warning in config.warnings() {
+        warn!("{warning}");
+    }
 
     let served = serve(setup, ready_file, &telemetry, &mut interrupt, &mut terminate).await;
     if let Err(error) = telemetry.shutdown(TELEMETRY_MAX).await {

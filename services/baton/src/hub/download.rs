@@ -1,4 +1,4 @@
-//! One model's download: every request to the hub is made here.
+//! Download of one model, with all requests to the hub.
 
 use std::{
     collections::BTreeMap,
@@ -26,10 +26,11 @@ use indicatif::ProgressBar;
 use super::{Watched, select};
 use crate::model_store;
 
-/// Each goes on where the last one broke.
+/// Number of attempts. Each attempt resumes the interrupted download.
 const TRIES: u32 = 4;
+/// Delay before the second attempt; later delays are four times the one before.
 const WAIT_FIRST: Duration = Duration::from_millis(250);
-/// What hf-hub calls a file that is not whole yet.
+/// Extension of hf-hub's incomplete files.
 const PART_EXTENSION: &str = "part";
 const SHA256_DIGITS: usize = 64;
 
@@ -53,7 +54,7 @@ impl Download {
         let cache = Cache::new(cache.to_owned());
         let token = token.or_else(|| cache.token());
         let has_token = token.is_some();
-        // Its own retries would append to a file from the wrong place; ours start anew.
+        // hf-hub's own retries append at the wrong offset; `tried` retries instead.
         let mut builder =
             ApiBuilder::from_cache(cache.clone()).with_progress(false).with_token(token);
         if let Some(endpoint) = &endpoint {
@@ -66,11 +67,11 @@ impl Download {
     pub fn run(&self, parts: Parts) -> Result<()> {
         let asked = self.repo(&self.model.revision);
         let info = self.tried(|| self.api.repo(asked.clone()).info())?;
-        ensure!(is_digits(&info.sha), "the hub names commit {:?}, wanted hex digits", info.sha);
+        ensure!(is_digits(&info.sha), "invalid commit {:?} from the hub; expected hex digits", info.sha);
         let all: Vec<String> = info.siblings.into_iter().map(|file| file.rfilename).collect();
         let files = select::needed(&self.model, parts, &all)?;
 
-        // By commit, so that all files belong together whatever is pushed meanwhile.
+        // Request files by commit: a push during the download could mix two versions.
         let commit = self.repo(&info.sha);
         let (api, cached) = (self.api.repo(commit.clone()), self.cache.repo(commit));
         let snapshot = cached.pointer_path(&info.sha);
@@ -97,15 +98,15 @@ impl Download {
         Repo::with_revision(self.model.name.clone(), RepoType::Model, revision.to_owned())
     }
 
-    /// Size and tag of a file. The tag becomes a file name, so it must be fit for one.
+    /// Requests size and tag of a file. The tag becomes a file name, so it must be a valid one.
     fn metadata(&self, api: &ApiRepo, file: &str) -> Result<Metadata> {
         let metadata = self.tried(|| self.api.metadata(&api.url(file)))?;
         let tag = metadata.etag();
         let plain = tag.strip_prefix("W/").unwrap_or(tag);
         let fits = plain.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"_-".contains(&byte));
-        ensure!(fits && !plain.is_empty(), "the hub names tag {tag:?}, wanted letters and digits");
+        ensure!(fits && !plain.is_empty(), "invalid tag {tag:?} from the hub; expected letters and digits");
         let commit = metadata.commit_hash();
-        ensure!(is_digits(commit), "the hub names commit {commit:?}, wanted hex digits");
+        ensure!(is_digits(commit), "invalid commit {commit:?} from the hub; expected hex digits");
         Ok(metadata)
     }
 
@@ -113,7 +114,7 @@ impl Download {
         let blob = cached.blob_path(size.etag());
         let base = self.watched.0.position();
         let path = self.tried(|| {
-            // Whole but for its name, or longer than the file: either cannot go on.
+            // Delete a partial file that is complete or too long: a download cannot resume it.
             let part = blob.with_extension(PART_EXTENSION);
             if fs::metadata(&part).is_ok_and(|part| part.len() >= size.size() as u64) {
                 fs::remove_file(&part)?;
@@ -123,14 +124,14 @@ impl Download {
         })?;
         let outcome = check(&path, size.etag());
         if outcome.is_err() {
-            // The next attempt shall not find it.
+            // Delete the file, so that the next attempt downloads it again.
             let _ = fs::remove_file(&path);
             let _ = fs::remove_file(&blob);
         }
         outcome
     }
 
-    /// Repeats what may go better the next time.
+    /// Retries `act` after transient errors.
     fn tried<T>(&self, act: impl Fn() -> Result<T, ApiError>) -> Result<T> {
         let mut wait = WAIT_FIRST;
         for _ in 1..TRIES {
@@ -145,31 +146,31 @@ impl Download {
         act().map_err(|error| self.explain(error))
     }
 
-    /// Says what to do about it.
+    /// Adds the remedy to an error.
     fn explain(&self, error: ApiError) -> anyhow::Error {
         let HubModel { name, revision, .. } = &self.model;
         let hub = self.endpoint.as_deref().unwrap_or("the hub");
         match status_of(&error) {
             Some(status @ (401 | 403)) if self.has_token => anyhow!(
-                "{hub} answers {status}: the token (HF_TOKEN) may not read {name}, or there is no \
-                 such model; a gated model's terms must be accepted on its page"
+                "{hub} answers {status}: the token in HF_TOKEN may not read {name}, or the model \
+                 does not exist; accept the terms of a gated model on its page"
             ),
             Some(status @ (401 | 403)) => anyhow!(
-                "{hub} answers {status}: {name} is private or gated, or there is no such model; \
+                "{hub} answers {status}: {name} is private or gated, or does not exist; \
                  set HF_TOKEN to a token that may read it"
             ),
             Some(404) => anyhow!(
-                "{hub} answers 404: there is no model {name} with revision {revision}; check both"
+                "{hub} answers 404: model {name} with revision {revision} does not exist"
             ),
-            Some(status) => anyhow!("{hub} answers {status}, after {TRIES} tries"),
+            Some(status) => anyhow!("{hub} answers {status}, after {TRIES} attempts"),
             None => anyhow::Error::new(error).context(format!(
-                "{hub} cannot be read; HF_ENDPOINT names another, HF_HUB_OFFLINE=1 keeps to the cache"
+                "cannot reach {hub}; HF_ENDPOINT sets another hub, HF_HUB_OFFLINE=1 uses only the cache"
             )),
         }
     }
 }
 
-/// A file whose tag is its SHA-256 has that one.
+/// Verifies a file whose tag is a SHA-256.
 fn check(path: &Path, tag: &str) -> Result<()> {
     if tag.len() != SHA256_DIGITS || !is_digits(tag) {
         return Ok(());
@@ -177,7 +178,7 @@ fn check(path: &Path, tag: &str) -> Result<()> {
     let found = model_store::sha256(path, &ProgressBar::hidden())?;
     ensure!(
         found.eq_ignore_ascii_case(tag),
-        "the file is damaged: its SHA-256 is {found}, not {tag}; it was removed, fetch again"
+        "the file is damaged: its SHA-256 is {found}; expected {tag}; the file was deleted, fetch it again"
     );
     Ok(())
 }
@@ -196,7 +197,8 @@ fn status_of(error: &ApiError) -> Option<u16> {
     }
 }
 
-/// Broken connections and tired servers; not refusals, and not our own full disk.
+/// Returns whether an error is transient: a broken connection, an overloaded server, or a local I/O error other
+/// than a full or read-only disk.
 fn is_passing(error: &ApiError) -> bool {
     use std::io::ErrorKind;
     if let Some(status) = status_of(error) {
@@ -212,18 +214,18 @@ fn is_passing(error: &ApiError) -> bool {
     }
 }
 
-/// Moves the bar of the whole model by what one file brings.
+/// Adds the progress of one file to the bar of the whole model.
 struct FileProgress {
     bar: ProgressBar,
     arrived: Arc<AtomicU64>,
-    /// Of the files before.
+    /// Bytes of the files before this one.
     base: u64,
     bytes: u64,
 }
 
 impl Progress for FileProgress {
     fn init(&mut self, _size: usize, _file: &str) {
-        // Called anew for every try, which then tells at once how much is here.
+        // hf-hub calls `init` for every attempt and then reports the bytes that exist already.
         self.bytes = 0;
         self.arrived.fetch_add(1, Ordering::Relaxed);
     }

@@ -1,10 +1,10 @@
-//! Which of a model's files are needed.
+//! Selection of a model's files.
 
 use anyhow::{Result, bail, ensure};
 use config::{HubModel, hub::Parts, parts_of};
 
 const REQUIRED: [&str; 2] = ["config.json", "tokenizer.json"];
-/// Read where they are there.
+/// Files that are fetched if the model has them.
 const OPTIONAL: [&str; 5] = [
     "generation_config.json",
     "tokenizer_config.json",
@@ -14,10 +14,10 @@ const OPTIONAL: [&str; 5] = [
 ];
 const WEIGHTS: &str = "model.safetensors";
 const WEIGHTS_INDEX: &str = "model.safetensors.index.json";
-/// Enough of a long list to choose from.
+/// Maximum number of GGUF files that an error lists.
 const LISTED_MAX: usize = 20;
 
-/// The files to fetch, weights last, out of all that the hub has of the model.
+/// Selects the files to fetch from `all` files of the model, weights last.
 pub fn needed(model: &HubModel, parts: Parts, all: &[String]) -> Result<Vec<String>> {
     let has = |name: &str| all.iter().any(|other| other == name);
     if let Some(file) = &model.file {
@@ -28,7 +28,7 @@ pub fn needed(model: &HubModel, parts: Parts, all: &[String]) -> Result<Vec<Stri
         return Ok(files);
     }
     for name in REQUIRED {
-        ensure!(has(name), "the model has no {name}, which is needed; {}", gguf_files(all));
+        ensure!(has(name), "the model has no {name}, which is required; {}", gguf_files(all));
     }
     let mut files: Vec<String> = REQUIRED.map(str::to_owned).into();
     files.extend(OPTIONAL.into_iter().filter(|name| has(name)).map(str::to_owned));
@@ -42,7 +42,7 @@ pub fn needed(model: &HubModel, parts: Parts, all: &[String]) -> Result<Vec<Stri
     let shards: Vec<&String> = all.iter().filter(|name| is_shard(name)).collect();
     ensure!(
         has(WEIGHTS_INDEX) && !shards.is_empty(),
-        "the model has neither {WEIGHTS} nor {WEIGHTS_INDEX} with its files; {}",
+        "the model has neither {WEIGHTS} nor {WEIGHTS_INDEX} with its parts; {}",
         gguf_files(all)
     );
     files.push(WEIGHTS_INDEX.to_owned());
@@ -50,7 +50,8 @@ pub fn needed(model: &HubModel, parts: Parts, all: &[String]) -> Result<Vec<Stri
     Ok(files)
 }
 
-/// `model-00001-of-00003.safetensors`, and nothing that leads out of the folder.
+/// Returns whether a file is a part of the weights, such as `model-00001-of-00003.safetensors`. The name must not
+/// escape the folder.
 fn is_shard(name: &str) -> bool {
     name.starts_with("model-")
         && name.ends_with(".safetensors")
@@ -61,7 +62,7 @@ fn gguf_files(all: &[String]) -> String {
     let files: Vec<&str> =
         all.iter().map(String::as_str).filter(|n| n.ends_with(".gguf")).collect();
     match files.len() {
-        0 => "it has no GGUF files either".to_owned(),
+        0 => "the model has no GGUF files either".to_owned(),
         count => {
             let more = if count > LISTED_MAX { ", ..." } else { "" };
             let listed = files[..count.min(LISTED_MAX)].join(", ");
@@ -88,7 +89,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_fetched_that_nobody_reads() {
+    fn only_required_files_are_selected() {
         let all = names(&[
             "README.md",
             "config.json",
@@ -115,7 +116,7 @@ mod tests {
     }
 
     #[test]
-    fn one_file_stands_for_its_parts_and_no_other_file() {
+    fn gguf_file_selects_its_parts_only() {
         let all =
             names(&["m-00001-of-00002.gguf", "m-00002-of-00002.gguf", "n.gguf", "config.json"]);
         let split = hub("hf:acme/tiny/m-00001-of-00002.gguf");
@@ -124,7 +125,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_there_is_named_beside_what_is() {
+    fn missing_file_error_lists_gguf_files() {
         let all = names(&["q4.gguf", "q8.gguf"]);
         for model in ["hf:acme/tiny", "hf:acme/tiny/q5.gguf"] {
             let error = needed(&hub(model), Parts::All, &all).unwrap_err().to_string();

@@ -463,7 +463,7 @@ impl Common {
         });
         let args = flags(&[
             ("--node-id", &name),
-            ("--transfer-notice", "127.0.0.1:0"),
+            ("--transfer-control", "127.0.0.1:0"),
             ("--transfer-data", "127.0.0.1:0"),
         ]);
         ChildSpec {

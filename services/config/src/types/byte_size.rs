@@ -1,12 +1,12 @@
-//! Sizes in bytes, written as people write them.
+//! Sizes in bytes, such as `4MiB`.
 
 use std::fmt;
 
-/// A number of bytes: `4MiB`, `1GiB`, `100MB`, or bare bytes.
+/// A number of bytes, written as `4MiB`, `1GiB`, `100MB`, or without a unit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ByteSize(pub u64);
 
-/// Largest first, so that showing a size takes the largest unit that divides it.
+/// Units, largest first: `Display` uses the first unit that divides the size.
 const UNITS: [(&str, u64); 9] = [
     ("TiB", 1 << 40),
     ("TB", 1_000_000_000_000),
@@ -36,12 +36,12 @@ impl ByteSize {
         self.0
     }
 
-    /// For sizes of memory in this process; `usize::MAX` where the size does not fit.
+    /// Returns the size as `usize`, or `usize::MAX` if the size does not fit.
     pub fn as_usize(self) -> usize {
         usize::try_from(self.0).unwrap_or(usize::MAX)
     }
 
-    /// `None` for anything but a whole number with one of the known units, or too large a number.
+    /// Parses a whole number with an optional known unit; `None` for other text or on overflow.
     pub fn parse(text: &str) -> Option<Self> {
         let text = text.trim();
         let digits = text.len() - text.trim_start_matches(|c: char| c.is_ascii_digit()).len();

@@ -1,6 +1,6 @@
-//! Settings with a few allowed words.
+//! Settings with a fixed set of allowed words.
 
-/// Declares an enum whose variants are words of the configuration.
+/// Declares an enum with one configuration word per variant.
 macro_rules! choice {
     (
         $(#[$about:meta])+
@@ -11,7 +11,7 @@ macro_rules! choice {
         pub enum $Name { $( $(#[$what])+ $Variant, )+ }
 
         impl $Name {
-            /// The words, in the order of their declaration.
+            /// All words, in the order of declaration.
             pub const WORDS: &'static [&'static str] = &[$($word),+];
 
             pub fn parse(text: &str) -> Option<Self> {
@@ -35,103 +35,103 @@ macro_rules! choice {
 }
 
 choice! {
-    /// The number format of weights, activations and KV.
+    /// Number format of weights, activations and KV.
     pub enum Dtype {
-        /// 32 bits: the reference, invariant to batching and chunking.
+        /// 32 bits. Results do not depend on batching and chunking.
         F32 = "f32",
-        /// 16 bits with the range of f32: half the memory, the fast path.
+        /// 16 bits with the range of f32: half the memory and bandwidth.
         Bf16 = "bf16",
-        /// Weights in 8 bits, KV in bf16: where reading weights is the limit, the fastest.
+        /// Weights in 8 bits, KV in bf16: fastest where the bandwidth for weights limits a step.
         Q8 = "q8",
     }
 }
 
 choice! {
-    /// Where weights come from.
+    /// Source of the weights.
     pub enum LoadFormat {
-        /// From `model.path`, in the format found there.
+        /// Files at `model.path`, in the format found there.
         Auto = "auto",
-        /// Seeded random numbers in the shapes of a config.json: speed without weights.
+        /// Seeded random numbers in the shapes of a config.json, for measurements without weights.
         Dummy = "dummy",
     }
 }
 
 choice! {
-    /// Where forwards run.
+    /// Device of the forward pass.
     pub enum Device {
-        /// On a GPU that can serve, else on the CPU.
+        /// A usable GPU, otherwise the CPU.
         Auto = "auto",
-        /// On the CPU.
+        /// The CPU.
         Cpu = "cpu",
-        /// On an NVIDIA GPU.
+        /// An NVIDIA GPU.
         Cuda = "cuda",
     }
 }
 
 choice! {
-    /// The instructions that forwards use.
+    /// Instruction set of the CPU kernels.
     pub enum Isa {
-        /// The fastest that the machine has.
+        /// The fastest instruction set of the machine.
         Auto = "auto",
-        /// AMX tiles (Linux on Intel), the rest as avx512.
+        /// AMX tiles for GEMMs (Linux on Intel), AVX-512 otherwise.
         Amx = "amx",
-        /// AVX-512 with products of bf16 pairs.
+        /// AVX-512 with bf16 dot products.
         Avx512Bf16 = "avx512-bf16",
         /// AVX-512.
         Avx512 = "avx512",
         /// AVX2 with FMA.
         Avx2 = "avx2",
-        /// What every machine of the build's target has.
+        /// The baseline of the build target.
         Portable = "portable",
-        /// The slow loops that define every operation.
+        /// Plain loops that define the result of every operation; slow.
         Reference = "reference",
     }
 }
 
 choice! {
-    /// How a model writes calls of tools.
+    /// Format of tool calls in the model's output.
     pub enum ToolFormat {
-        /// As the chat template asks for them.
+        /// The format that the chat template asks for.
         Auto = "auto",
         /// JSON between `<tool_call>` and `</tool_call>`.
         Hermes = "hermes",
-        /// JSON alone or behind `<|python_tag|>`.
+        /// JSON alone or after `<|python_tag|>`.
         Llama3 = "llama3",
     }
 }
 
 choice! {
-    /// Whether and how tokens are guessed ahead.
+    /// Source of draft tokens for speculative decoding.
     pub enum Speculate {
-        /// Every step brings one token a row.
+        /// No speculative decoding.
         Off = "off",
-        /// What followed the last time the sequence said the same.
+        /// Tokens that followed an earlier occurrence of the last tokens in the sequence.
         Ngram = "ngram",
     }
 }
 
 choice! {
-    /// What carries KV between two nodes.
+    /// Transport of KV between two nodes.
     pub enum Transport {
-        /// The fastest that both can do.
+        /// The fastest transport that both nodes support.
         Auto = "auto",
-        /// Through host memory and a socket.
+        /// TCP through host memory.
         Tcp = "tcp",
-        /// From GPU to GPU of one host, by the receiver's copy engines.
+        /// Copy engines of the receiving GPU; both GPUs are on one host.
         Ipc = "ipc",
-        /// From GPU to GPU of one host, by kernels of both.
+        /// NCCL send and receive kernels; both GPUs are on one host.
         Nccl = "nccl",
     }
 }
 
 choice! {
-    /// What a log line looks like.
+    /// Format of log lines.
     pub enum LogFormat {
         /// Pretty on a terminal, JSON otherwise.
         Auto = "auto",
-        /// For people.
+        /// Readable text.
         Pretty = "pretty",
-        /// One JSON object a line, for collectors.
+        /// One JSON object per line, for log collectors.
         Json = "json",
     }
 }

@@ -1,11 +1,11 @@
-//! Lists of CPUs, written as Linux writes them.
+//! Lists of CPUs in Linux notation.
 
 use std::fmt;
 
-/// CPU numbers are below it.
+/// Exclusive upper bound of CPU numbers.
 const CPUS_MAX: u32 = 8192;
 
-/// `0-3,8`: numbers and ranges in the order given, no CPU twice, at least one.
+/// CPU numbers and ranges such as `0-3,8`, in the given order. The list is not empty and has no duplicates.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct CpuList(Vec<u32>);
 
@@ -19,7 +19,7 @@ impl CpuList {
                 return None;
             }
             cpus.extend(first..=last);
-            // Some CPU is named twice.
+            // A list longer than the number of CPUs has duplicates.
             if cpus.len() > CPUS_MAX as usize {
                 return None;
             }

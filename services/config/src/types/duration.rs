@@ -2,11 +2,11 @@
 
 use std::time::Duration;
 
-/// Largest first, so that showing a duration takes the largest unit that divides it.
+/// Units in microseconds, largest first: a duration is shown in the first unit that divides it.
 const UNITS: [(&str, u64); 5] =
     [("h", 3_600_000_000), ("m", 60_000_000), ("s", 1_000_000), ("ms", 1_000), ("us", 1)];
 
-/// Reads `2s`, `500ms`, `10m`, `1h`, `250us`. A bare number is refused: its unit would be a guess.
+/// Parses `2s`, `500ms`, `10m`, `1h` or `250us`. A number without a unit is invalid.
 pub fn parse_duration(text: &str) -> Option<Duration> {
     let text = text.trim();
     let digits = text.len() - text.trim_start_matches(|c: char| c.is_ascii_digit()).len();
@@ -16,7 +16,7 @@ pub fn parse_duration(text: &str) -> Option<Duration> {
     count.checked_mul(*micros).map(Duration::from_micros)
 }
 
-/// The shortest text that reads back as the same duration, to the microsecond.
+/// Returns the shortest text that parses to the same duration, to the microsecond.
 pub fn format_duration(duration: Duration) -> String {
     let micros = u64::try_from(duration.as_micros()).unwrap_or(u64::MAX);
     let (unit, factor) = UNITS

@@ -1,10 +1,10 @@
-//! The endpoints of an etcd cluster, and the key prefix.
+//! Endpoints and key prefix of an etcd cluster.
 
 use std::fmt;
 
 use super::grpc_url::authority;
 
-/// `http://host:port` or `https://host:port`; plain `host:port` is read as the former.
+/// An etcd endpoint, `http://host:port` or `https://host:port`; `host:port` means `http://host:port`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct EtcdUrl(String);
 
@@ -34,15 +34,15 @@ impl fmt::Display for EtcdUrl {
     }
 }
 
-/// Key prefix of one cluster: `/` and words with `/` between them.
+/// Key prefix of one cluster: words with `/` in front of each.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct EtcdPrefix(String);
 
-/// Part of every key; longer ones only make them unreadable.
+/// Maximum length of a prefix in bytes. The prefix is part of every key.
 const PREFIX_BYTES_MAX: usize = 128;
 
 impl EtcdPrefix {
-    /// Slashes at either end make no difference.
+    /// Parses a prefix; slashes at both ends are optional.
     pub fn parse(text: &str) -> Option<Self> {
         let path = text.trim().trim_matches('/');
         let is_word = |word: &str| {
@@ -52,7 +52,7 @@ impl EtcdPrefix {
             .then(|| Self(format!("/{path}")))
     }
 
-    /// With a slash in front and none at the end.
+    /// Returns the prefix with a leading and without a trailing slash.
     pub fn as_str(&self) -> &str {
         &self.0
     }
@@ -75,7 +75,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn endpoints_are_read_with_and_without_a_scheme() {
+    fn endpoint_scheme_is_optional() {
         for (text, url) in [
             ("127.0.0.1:2379", "http://127.0.0.1:2379"),
             ("http://etcd-0.etcd:2379/", "http://etcd-0.etcd:2379"),
@@ -89,7 +89,7 @@ mod tests {
     }
 
     #[test]
-    fn a_prefix_is_one_path_however_its_ends_are_written() {
+    fn slashes_around_a_prefix_are_optional() {
         for text in ["baton/a", "/baton/a", "/baton/a/"] {
             assert_eq!(EtcdPrefix::parse(text).unwrap().as_str(), "/baton/a");
         }

@@ -2,24 +2,24 @@
 
 use std::fmt;
 
-/// `http://host:port`; plain `host:port` is read as that. The host is a name or an IP address.
+/// Address of a gRPC server, `http://host:port`; `host:port` means the same. The host is a name or an IP address.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct GrpcUrl(String);
 
 impl GrpcUrl {
-    /// `None` unless there is a host and a port from 1 to 65535, and nothing behind them.
+    /// Parses a host and a port from 1 to 65535; `None` for anything else, including a path.
     pub fn parse(text: &str) -> Option<Self> {
         let text = text.trim();
         authority(text.strip_prefix("http://").unwrap_or(text))
             .map(|authority| Self(format!("http://{authority}")))
     }
 
-    /// The whole URL, as `tonic::transport::Endpoint` takes it.
+    /// Returns the URL for `tonic::transport::Endpoint`.
     pub fn as_str(&self) -> &str {
         &self.0
     }
 
-    /// `host:port`.
+    /// Returns `host:port`.
     pub fn authority(&self) -> &str {
         self.0.strip_prefix("http://").unwrap_or(&self.0)
     }
@@ -31,7 +31,7 @@ impl fmt::Display for GrpcUrl {
     }
 }
 
-/// `host:port` of what follows a URL's scheme; `None` when it is anything else.
+/// Parses the part of a URL after the scheme as `host:port`; `None` for anything else.
 pub(super) fn authority(text: &str) -> Option<String> {
     let (host, port) = text.strip_suffix('/').unwrap_or(text).rsplit_once(':')?;
     let port: u16 = port.parse().ok().filter(|port| *port > 0)?;
@@ -51,7 +51,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn hosts_addresses_and_whole_urls_are_read() {
+    fn hosts_addresses_and_urls_are_valid() {
         for (text, url) in [
             ("http://127.0.0.1:50061", "http://127.0.0.1:50061"),
             ("decode-0.decode:50061", "http://decode-0.decode:50061"),
@@ -62,7 +62,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_dialled_is_refused() {
+    fn invalid_address_is_rejected() {
         for text in [
             "",
             "host",

@@ -1,4 +1,4 @@
-//! The types that settings have beyond those of the standard library.
+//! Types of settings that the standard library does not have.
 
 mod byte_size;
 mod choice;

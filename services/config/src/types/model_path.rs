@@ -1,40 +1,40 @@
-//! The location of a model: a local path, or a name on the Hugging Face hub.
+//! Location of a model: a local path, or a name on the Hugging Face hub.
 
 use std::{
     fmt,
     path::{Path, PathBuf},
 };
 
-/// Prefix of a path that names a model of the hub.
+/// Prefix of hub models.
 const HUB_PREFIX: &str = "hf:";
 const DEFAULT_REVISION: &str = "main";
-/// Hubs allow 96 bytes in a name; file names may be longer.
+/// Maximum length of a word in bytes. The hub allows 96 bytes in a model name; file names may be longer.
 const WORD_BYTES_MAX: usize = 200;
-/// More parts than any model has; a name that claims more is not believed.
+/// Maximum number of parts of a split model file.
 const PARTS_MAX: u32 = 1_000;
 
-/// A file or folder, or a model of a hub.
+/// A local file or folder, or a model of the hub.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ModelPath {
     Local(PathBuf),
     Hub(HubModel),
 }
 
-/// `hf:ORG/NAME[@REVISION][/FILE.gguf]`.
+/// A model of the hub, `hf:ORG/NAME[@REVISION][/FILE.gguf]`.
 ///
-/// Every part is a plain word, so that none of them can lead out of a folder or a URL.
+/// Each part is a plain word, so no part can escape a folder or a URL.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HubModel {
     /// `ORG/NAME`.
     pub name: String,
-    /// A branch, a tag or a commit.
+    /// Branch, tag or commit.
     pub revision: String,
-    /// A GGUF file of the model's; without it the whole folder.
+    /// GGUF file of the model; `None` means the whole folder.
     pub file: Option<String>,
 }
 
 impl ModelPath {
-    /// `None`: empty, or begins like a hub's model and is none.
+    /// Parses a path; `None` if the text is empty or an invalid hub model.
     pub fn parse(text: &str) -> Option<Self> {
         match text.strip_prefix(HUB_PREFIX) {
             Some(name) => HubModel::parse(name).map(Self::Hub),
@@ -42,7 +42,7 @@ impl ModelPath {
         }
     }
 
-    /// Under this name clients ask for the model unless another is set.
+    /// Returns the model's default name in client requests.
     pub(crate) fn served_name(&self) -> Option<String> {
         let last = |path: &Path| {
             let name = path.file_name()?.to_string_lossy().into_owned();
@@ -91,7 +91,7 @@ impl fmt::Display for ModelPath {
     }
 }
 
-/// One part of a hub's path or URL, with nothing that would have to be escaped in either.
+/// Returns whether `text` is a valid part of a hub path or URL and needs no escaping there.
 pub(crate) fn is_word(text: &str) -> bool {
     let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"._-".contains(&byte);
     (1..=WORD_BYTES_MAX).contains(&text.len())
@@ -99,7 +99,7 @@ pub(crate) fn is_word(text: &str) -> bool {
         && text.bytes().any(|byte| byte != b'.')
 }
 
-/// All files of which `file` is one: `m-00001-of-00003.gguf` stands for three, any other for itself.
+/// Returns all parts of the split model to which `file` belongs: three for `m-00001-of-00003.gguf`, otherwise `file`.
 pub fn parts_of(file: &str) -> Vec<String> {
     let parts = || -> Option<Vec<String>> {
         let (stem, extension) = file.rsplit_once('.')?;
@@ -127,7 +127,7 @@ mod tests {
     }
 
     #[test]
-    fn names_of_a_hub_have_an_organisation_and_perhaps_a_revision_and_a_file() {
+    fn hub_model_has_organisation_name_and_optional_revision_and_file() {
         let model = hub("hf:acme/tiny-1.5B");
         assert_eq!((model.name.as_str(), model.revision.as_str()), ("acme/tiny-1.5B", "main"));
         assert_eq!(model.file, None);
@@ -140,7 +140,7 @@ mod tests {
     }
 
     #[test]
-    fn a_name_that_could_lead_elsewhere_is_no_name() {
+    fn hub_model_that_escapes_its_folder_is_invalid() {
         for text in [
             "hf:",
             "hf:tiny",
@@ -163,14 +163,14 @@ mod tests {
     }
 
     #[test]
-    fn a_path_is_a_path_whatever_else_it_resembles() {
+    fn path_without_hub_prefix_is_local() {
         for text in ["acme/tiny", "./hf:acme/tiny", "m.gguf"] {
             assert_eq!(ModelPath::parse(text), Some(ModelPath::Local(text.into())));
         }
     }
 
     #[test]
-    fn a_part_stands_for_all_parts() {
+    fn one_part_yields_all_parts() {
         let all = ["m-00001-of-00002.gguf", "m-00002-of-00002.gguf"];
         assert_eq!(parts_of(all[0]), all);
         assert_eq!(parts_of(all[1]), all);
@@ -180,7 +180,7 @@ mod tests {
     }
 
     #[test]
-    fn a_model_is_served_under_the_name_that_tells_it_best() {
+    fn served_name_is_file_folder_or_hub_name() {
         let name = |text| ModelPath::parse(text).unwrap().served_name().unwrap();
         assert_eq!(name("models/tiny.gguf"), "tiny");
         assert_eq!(name("models/tiny"), "tiny");

@@ -1,8 +1,8 @@
-//! Two texts that belong together.
+//! A setting entry of the form `NAME=VALUE`.
 
 use std::fmt;
 
-/// `NAME=VALUE`, neither of them empty. The value may hold further equals signs.
+/// `NAME=VALUE`; neither part is empty. The value may contain equals signs.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Pair {
     pub name: String,
@@ -29,7 +29,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_pair_has_two_sides() {
+    fn pair_needs_name_and_value() {
         let pair = Pair::parse(" llama = models/a=b.gguf ").unwrap();
         assert_eq!((pair.name.as_str(), pair.value.as_str()), ("llama", "models/a=b.gguf"));
         assert_eq!(Pair::parse(&pair.to_string()), Some(pair));

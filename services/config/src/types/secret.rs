@@ -1,8 +1,8 @@
-//! Text that must never be shown.
+//! Texts that no output may contain.
 
 use std::fmt;
 
-/// Declares a text that is hidden wherever it is shown.
+/// Implements `Debug` and `Display` with `(hidden)` instead of the text.
 macro_rules! hidden {
     ($Name:ident) => {
         impl fmt::Debug for $Name {
@@ -19,7 +19,7 @@ macro_rules! hidden {
     };
 }
 
-/// A secret. `Debug` and `Display` hide it; only [`Secret::reveal`] gives it away.
+/// A secret. `Debug` and `Display` hide the secret; only [`Secret::reveal`] returns it.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Secret(String);
 
@@ -28,7 +28,7 @@ impl Secret {
         Self(text.into())
     }
 
-    /// The bytes themselves, for the one place that keys something with them.
+    /// Returns the secret's bytes. Only code that derives keys may call this function.
     pub fn reveal(&self) -> &[u8] {
         self.0.as_bytes()
     }
@@ -40,7 +40,7 @@ impl Secret {
 
 hidden!(Secret);
 
-/// A password for somebody else's server, which decides how long it must be. Hidden likewise.
+/// A password of another server, of any length. `Debug` and `Display` hide it.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Password(String);
 
@@ -49,7 +49,7 @@ impl Password {
         Self(text.into())
     }
 
-    /// The text itself, for the one place that sends it.
+    /// Returns the password. Only code that sends it may call this function.
     pub fn reveal(&self) -> &str {
         &self.0
     }

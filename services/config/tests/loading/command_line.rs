@@ -52,10 +52,10 @@ fn a_typo_in_a_flag_is_refused_with_the_nearest_one() {
 fn help_shows_the_sections_in_use_with_default_reason_and_other_names() {
     let long = command().term_width(400).render_long_help().to_string();
     assert!(long.contains("--router-body-bytes-max <BYTES>"), "{long}");
-    assert!(long.contains("Default: 4MiB. 128 Ki tokens take about 1 MiB"), "{long}");
+    assert!(long.contains("Default: 4MiB. A prompt of 128 Ki tokens takes about 1 MiB"), "{long}");
     assert!(long.contains("Allowed: a size such as 512KiB"), "{long}");
     assert!(long.contains("BATON_ROUTER_BODY_BYTES_MAX"), "{long}");
-    assert!(long.contains("[router] The router: where clients connect"), "{long}");
+    assert!(long.contains("[router] The router: its addresses"), "{long}");
     assert!(!long.contains("--node-slots"), "a router has no slots");
     let short = command().term_width(400).render_help().to_string();
     assert!(short.contains("[default: 127.0.0.1:8000]"), "{short}");

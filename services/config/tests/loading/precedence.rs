@@ -1,10 +1,11 @@
-//! Which value counts, and where it says it came from.
+//! Precedence of sources, and the source that each value reports.
 
 use std::time::Duration;
 
-use config::{ByteSize, Config, Dtype, Section, Source};
+use clap::Command;
+use config::{ByteSize, Config, Dtype, Section, Source, args_for, from_matches};
 
-use crate::load;
+use crate::{load, map};
 
 #[test]
 fn flags_win_over_the_environment_over_the_file_over_the_defaults() {
@@ -111,4 +112,27 @@ fn a_smaller_limit_takes_the_defaults_below_it_along() {
     let text = config.explain(&[Section::Node]).to_string();
     let chunk = text.lines().find(|line| line.starts_with("node.chunk_tokens")).unwrap();
     assert!(chunk.contains(" 32 ") && chunk.ends_with("default"), "{chunk}");
+}
+
+#[test]
+fn former_name_of_a_setting_is_accepted_with_a_warning() {
+    let old = "127.0.0.1:7000";
+    let file = format!("[transfer]\nnotice = \"{old}\"");
+    let flag = args_for(Command::new("node"), &[Section::Transfer]);
+    let matches = flag.get_matches_from(["node", "--transfer-notice", old]);
+    for (config, source) in [
+        (load(&file, &[], &[]), "line 2"),
+        (load("", &[("BATON_TRANSFER_NOTICE", old)], &[]), "environment BATON_TRANSFER_NOTICE"),
+        (from_matches(&matches, map(&[]), &[Section::Transfer]), "flag --transfer-notice"),
+    ] {
+        let config = config.unwrap();
+        assert_eq!(config.transfer.control.to_string(), old);
+        let [warning] = config.warnings() else { panic!("{:?}", config.warnings()) };
+        assert!(warning.starts_with("transfer.notice ("), "{warning}");
+        assert!(warning.contains(source) && warning.ends_with("transfer.control"), "{warning}");
+    }
+    let both = [("transfer.notice", old), ("transfer.control", "127.0.0.1:7001")];
+    let config = load("", &[], &both).unwrap();
+    assert_eq!(config.transfer.control.to_string(), "127.0.0.1:7001");
+    assert!(load("", &[], &[]).unwrap().warnings().is_empty());
 }
