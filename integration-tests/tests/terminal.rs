@@ -143,7 +143,7 @@ fn control_c_stops_the_router_first_and_then_the_nodes() -> Result<()> {
         let found = shown.iter().position(|line| words.iter().all(|word| line.contains(word)));
         found.with_context(|| format!("no line with {words:?} in {shown:#?}"))
     };
-    let stopping = position(["baton: stopping", ""])?;
+    let stopping = position(["baton: shutting down", ""])?;
     let router_stopped = position(["[router]", "stopped"])?;
     assert!(stopping < router_stopped, "{shown:#?}");
     for node in ["[prefill-0]", "[decode-0]"] {

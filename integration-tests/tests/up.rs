@@ -178,7 +178,7 @@ async fn a_dead_router_is_reported_and_comes_back_at_its_address() -> Result<()>
     let client = up.client()?;
     kill_child(&up, "baton-router")?;
     let line = up.lines.wait_for("; restarting")?;
-    assert!(line.starts_with("baton: router ended (signal: 9"), "{line}");
+    assert!(line.starts_with("baton: router exited with signal: 9"), "{line}");
     wait_decode_nodes(&client, 1).await?;
     let body = json!({"prompt": "The capital of France is", "max_tokens": 4, "temperature": 0});
     let answer = client.post("/v1/completions", &body).await?;

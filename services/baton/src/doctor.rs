@@ -153,7 +153,11 @@ impl Report {
                     "all other kernels",
                     Part::of(&kernels, |kernels| Some(kernels.build().to_owned())),
                 ),
-                library("nccl", "KV transfer between GPUs of two nodes", Part::of(&nccl, |()| None)),
+                library(
+                    "nccl",
+                    "KV transfer between GPUs of two nodes",
+                    Part::of(&nccl, |()| None),
+                ),
             ],
             ..Self::default()
         };
@@ -170,9 +174,9 @@ impl Report {
             Err(error) => report.faults.push(error.to_string()),
         }
         if let (Err(error), false) = (nccl, report.gpus.is_empty()) {
-            report
-                .notes
-                .push(format!("{error}; without it KV goes by ipc within a host, otherwise by tcp"));
+            report.notes.push(format!(
+                "{error}; without it KV goes by ipc within a host, otherwise by tcp"
+            ));
         }
         let is_gpu = !report.gpus.is_empty() && report.faults.is_empty();
         report.serves_on = if is_gpu { "cuda" } else { "cpu" };

@@ -90,10 +90,9 @@ pub fn fetch(model: &HubModel, parts: Parts) -> Result<PathBuf> {
 }
 
 fn fetch_by(settings: HubSettings, model: &HubModel, parts: Parts) -> Result<PathBuf> {
-    let cache = settings
-        .hub
-        .cache()
-        .ok_or_else(|| anyhow!("cannot fetch {model}: no cache folder is known; expected HF_HOME to name a folder"))?;
+    let cache = settings.hub.cache().ok_or_else(|| {
+        anyhow!("cannot fetch {model}: no cache folder is known; expected HF_HOME to name a folder")
+    })?;
     ensure!(
         !settings.offline,
         "cannot fetch {model}: it is not in {} and HF_HUB_OFFLINE is set; fetch it on a machine with a \
@@ -105,7 +104,9 @@ fn fetch_by(settings: HubSettings, model: &HubModel, parts: Parts) -> Result<Pat
     let _lock = lock(&folder.join(LOCK_FILE), model)?;
     download(&settings, cache, model, parts).with_context(|| format!("cannot fetch {model}"))?;
     let found = settings.hub.find(model, parts);
-    found.ok_or_else(|| anyhow!("cannot find all files of {model} in {} after the download", cache.display()))
+    found.ok_or_else(|| {
+        anyhow!("cannot find all files of {model} in {} after the download", cache.display())
+    })
 }
 
 /// Locks the model's folder, so that only one process downloads a model. The kernel releases the lock of a dead

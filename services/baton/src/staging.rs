@@ -1,8 +1,8 @@
-//! Where a fetch puts what is not whole yet: a folder `.fetch-PID` beside the final place.
+//! Staging folder `.fetch-PID` of a download, beside the model's final folder.
 //!
-//! Its owner holds a lock on the file `.fetch-PID.lock` as long as it lives, and removes both at its
-//! end. A fetch that was killed cannot; the system drops its lock, and the next fetch removes what
-//! nobody holds. A process id alone would not do: another process may have it by then.
+//! The downloading process locks the file `.fetch-PID.lock` and deletes folder and lock file at its end. When the
+//! process is killed the kernel releases the lock, and the next download deletes unlocked folders. The process id
+//! alone does not suffice, because the system reuses ids.
 
 use std::{
     fs::{self, File, TryLockError},
@@ -18,11 +18,12 @@ use anyhow::{Context, Result, bail};
 const PREFIX: &str = ".fetch-";
 const LOCK: &str = ".lock";
 
-/// A fetch that cleans up holds a lock no longer than it takes to remove a folder.
-const PATIENCE: Duration = Duration::from_secs(5);
+/// Time-out for the lock. Another process holds the lock only while it deletes a folder.
+const LOCK_WITHIN: Duration = Duration::from_secs(5);
+/// Polling interval of the lock.
 const PAUSE: Duration = Duration::from_millis(10);
 
-/// Removed when dropped.
+/// A staging folder; deleted when dropped.
 pub struct Staging {
     pub folder: PathBuf,
     lock_path: PathBuf,
@@ -30,29 +31,28 @@ pub struct Staging {
 }
 
 impl Staging {
-    /// An empty folder of this process in `parent`. What processes that are gone have left there is
-    /// removed.
+    /// Creates an empty folder of this process in `parent`. Deletes folders of dead processes.
     pub fn create(parent: &Path) -> Result<Self> {
-        Self::create_within(parent, PATIENCE)
+        Self::create_within(parent, LOCK_WITHIN)
     }
 
-    fn create_within(parent: &Path, patience: Duration) -> Result<Self> {
+    fn create_within(parent: &Path, timeout: Duration) -> Result<Self> {
         fs::create_dir_all(parent)
             .with_context(|| format!("cannot create {}", parent.display()))?;
         remove_abandoned(parent);
         let folder = parent.join(format!("{PREFIX}{}", std::process::id()));
         let lock_path = lock_of(&folder);
-        // The lock comes first: a folder without one belongs to nobody.
-        let deadline = Instant::now() + patience;
+        // Lock before creating the folder: other processes delete a folder without a lock.
+        let deadline = Instant::now() + timeout;
         let lock = loop {
             let tried = take(&lock_path);
             match tried.with_context(|| format!("cannot create {}", lock_path.display()))? {
-                // Some network file systems have no locks; then nobody can tell, and nobody removes.
+                // Some network file systems have no locks. Then no process deletes folders.
                 Taken::Held(lock) | Taken::Unlockable(lock) => break lock,
-                // Whoever cleans up may have come between our file and our lock on it.
+                // Another process may have locked the file to delete it.
                 Taken::Busy if Instant::now() < deadline => thread::sleep(PAUSE),
                 Taken::Busy => {
-                    bail!("{} is in use: is another fetch running?", folder.display())
+                    bail!("cannot lock {}: another download uses it", folder.display())
                 }
             }
         };
@@ -70,15 +70,15 @@ impl Drop for Staging {
 }
 
 enum Taken {
-    /// Nobody else has it or removes it.
+    /// This process holds the lock.
     Held(File),
     /// The file system has no locks.
     Unlockable(File),
-    /// Another holds it, or has just removed it.
+    /// Another process holds the lock, or has just deleted the file.
     Busy,
 }
 
-/// Creates a lock file where there is none, and locks it.
+/// Creates a lock file if necessary and tries to lock it.
 fn take(path: &Path) -> io::Result<Taken> {
     let lock = File::create(path)?;
     Ok(match lock.try_lock() {
@@ -88,7 +88,7 @@ fn take(path: &Path) -> io::Result<Taken> {
     })
 }
 
-/// Whether this open file is still the one that others find at `path`.
+/// Returns whether `path` still names this open file.
 fn is_at(file: &File, path: &Path) -> io::Result<bool> {
     let ours = file.metadata()?;
     match fs::metadata(path) {
@@ -98,7 +98,7 @@ fn is_at(file: &File, path: &Path) -> io::Result<bool> {
     }
 }
 
-/// What cannot be removed does no harm but takes room.
+/// Deletes the folders of dead processes. Ignores errors: a remaining folder only takes space.
 fn remove_abandoned(parent: &Path) {
     for entry in fs::read_dir(parent).into_iter().flatten().flatten() {
         let name = entry.file_name();
@@ -109,7 +109,7 @@ fn remove_abandoned(parent: &Path) {
         }
         let folder = parent.join(format!("{PREFIX}{process}"));
         let lock_path = lock_of(&folder);
-        // Held until both are gone, so that nobody takes what is about to be removed.
+        // Hold the lock until folder and lock file are deleted.
         let Ok(Taken::Held(_lock)) = take(&lock_path) else { continue };
         let _ = fs::remove_dir_all(&folder);
         let _ = fs::remove_file(&lock_path);
@@ -138,10 +138,10 @@ mod tests {
     }
 
     #[test]
-    fn what_nobody_holds_is_removed_and_nothing_else() {
+    fn only_unlocked_folders_are_deleted() {
         let parent = tempfile::tempdir().unwrap();
         let place = |name: &str| parent.path().join(name);
-        // Process ids that none has: the numbers are too large.
+        // Invalid process ids: the numbers are too large.
         for (process, has_lock) in [("4194305", true), ("4194306", false), ("4194307", true)] {
             fs::create_dir(place(&format!(".fetch-{process}"))).unwrap();
             fs::write(place(&format!(".fetch-{process}")).join("half.whl"), b"half").unwrap();
@@ -151,7 +151,7 @@ mod tests {
         }
         fs::write(place("model.gguf"), b"whole").unwrap();
         fs::create_dir(place(".fetch-me-not")).unwrap();
-        // Somebody works in the last one.
+        // Another download uses the last folder.
         let held = File::open(place(".fetch-4194307.lock")).unwrap();
         held.try_lock().unwrap();
 
@@ -176,7 +176,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_same_process_id_has_left_is_no_ones() {
+    fn folder_of_a_dead_process_with_the_same_id_is_reused() {
         let parent = tempfile::tempdir().unwrap();
         let folder = parent.path().join(format!(".fetch-{}", std::process::id()));
         fs::create_dir(&folder).unwrap();
@@ -191,7 +191,7 @@ mod tests {
     }
 
     #[test]
-    fn a_lock_on_a_removed_file_is_none() {
+    fn lock_on_a_deleted_file_does_not_count() {
         let parent = tempfile::tempdir().unwrap();
         let path = parent.path().join(".fetch-4194305.lock");
         let file = File::create(&path).unwrap();
@@ -202,9 +202,9 @@ mod tests {
         assert!(!is_at(&file, &path).unwrap(), "the name alone is the same");
     }
 
-    /// Others clean up at every moment of a fetch that begins.
+    /// Other threads delete abandoned folders while downloads start.
     #[test]
-    fn those_who_clean_up_take_nothing_from_those_who_begin() {
+    fn concurrent_cleanup_does_not_delete_new_folders() {
         let parent = tempfile::tempdir().unwrap();
         let is_over = AtomicBool::new(false);
         thread::scope(|scope| {
@@ -226,7 +226,7 @@ mod tests {
                     Err(error) => failed = Some(format!("{error:#}")),
                 }
             }
-            // The others end before anything is said.
+            // End the other threads before the assertion.
             is_over.store(true, Ordering::Relaxed);
             assert_eq!(failed, None);
         });

@@ -162,7 +162,10 @@ impl Config {
                 ));
             }
             if names.contains(alias) {
-                conflict(format!("{} has {pair}: {alias:?} is already taken", at("router.aliases")));
+                conflict(format!(
+                    "{} has {pair}: {alias:?} is already taken",
+                    at("router.aliases")
+                ));
             }
             names.push(alias.clone());
         }

@@ -183,8 +183,7 @@ impl Reader<'_> {
     /// Values of lower precedence must be valid too: a later change could uncover them. In each source the
     /// setting's former name precedes its name.
     fn choose(&mut self, setting: &Setting, take: &mut dyn FnMut(&Written<'_>) -> bool) -> Source {
-        let names: Vec<Setting> =
-            setting.former().into_iter().chain([setting.clone()]).collect();
+        let names: Vec<Setting> = setting.former().into_iter().chain([setting.clone()]).collect();
         let mut written = Vec::new();
         for named in &names {
             if let Some((value, source)) = self.file.get(named) {

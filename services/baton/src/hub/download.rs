@@ -67,7 +67,11 @@ impl Download {
     pub fn run(&self, parts: Parts) -> Result<()> {
         let asked = self.repo(&self.model.revision);
         let info = self.tried(|| self.api.repo(asked.clone()).info())?;
-        ensure!(is_digits(&info.sha), "invalid commit {:?} from the hub; expected hex digits", info.sha);
+        ensure!(
+            is_digits(&info.sha),
+            "invalid commit {:?} from the hub; expected hex digits",
+            info.sha
+        );
         let all: Vec<String> = info.siblings.into_iter().map(|file| file.rfilename).collect();
         let files = select::needed(&self.model, parts, &all)?;
 
@@ -104,7 +108,10 @@ impl Download {
         let tag = metadata.etag();
         let plain = tag.strip_prefix("W/").unwrap_or(tag);
         let fits = plain.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"_-".contains(&byte));
-        ensure!(fits && !plain.is_empty(), "invalid tag {tag:?} from the hub; expected letters and digits");
+        ensure!(
+            fits && !plain.is_empty(),
+            "invalid tag {tag:?} from the hub; expected letters and digits"
+        );
         let commit = metadata.commit_hash();
         ensure!(is_digits(commit), "invalid commit {commit:?} from the hub; expected hex digits");
         Ok(metadata)

@@ -2,9 +2,11 @@
 
 use std::time::Duration;
 
+/// First delay.
 const FIRST: Duration = Duration::from_millis(200);
+/// Maximum delay.
 const LONGEST: Duration = Duration::from_secs(10);
-/// A child that served for this long works: its death was not caused by its start.
+/// Minimum time in service after which a restart is not delayed.
 const HEALTHY_AFTER: Duration = Duration::from_secs(5);
 
 /// Delays restarts of a child that dies soon after its start: 200 ms, doubling to 10 s.

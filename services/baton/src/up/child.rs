@@ -1,4 +1,4 @@
-//! One child process: started, its lines passed on under its name, watched, restarted, stopped.
+//! Supervisor of one child process: starts, watches, restarts and stops it, and forwards its log lines.
 
 use std::{
     ffi::OsString,
@@ -19,24 +19,24 @@ use tokio_util::sync::CancellationToken;
 
 use super::{backoff::Backoff, console::Console};
 
-/// Between looks at a ready file.
+/// Polling interval of a ready file.
 const READY_POLL: Duration = Duration::from_millis(5);
-/// A line of a child that is longer is passed on in pieces of this size.
+/// Maximum length of a forwarded line in bytes; a longer line is split.
 const LINE_BYTES_MAX: u64 = 16 << 10;
 
-/// A program to run, and the name that its log lines carry.
+/// A program to run, and the name that prefixes its log lines.
 pub struct ChildSpec {
     pub name: String,
     pub console: Console,
     pub program: PathBuf,
     pub args: Vec<OsString>,
     pub envs: Vec<(String, String)>,
-    /// Added once the first start has told them, so that a restart keeps its addresses.
+    /// Returns arguments that keep the addresses of the first start across restarts.
     pub sticky: fn(&Ready) -> Vec<OsString>,
     pub ready_file: PathBuf,
-    /// How long a start may take.
+    /// Time-out of a start.
     pub ready_within: Duration,
-    /// How long SIGTERM may take before SIGKILL.
+    /// Grace period from SIGTERM to SIGKILL.
     pub stop_within: Duration,
 }
 
@@ -56,12 +56,12 @@ pub struct Ready {
 pub enum ChildState {
     Starting,
     Ready(Ready),
-    /// The first start failed; it is not tried again.
+    /// The first start failed; there is no restart.
     Failed(String),
     Stopped,
 }
 
-/// Runs the child until `stop`, restarting it with back-off when it dies after it was once ready.
+/// Runs the child until `stop`. Restarts it with back-off if it dies after it was ready once.
 pub async fn supervise(spec: ChildSpec, stop: CancellationToken, state: watch::Sender<ChildState>) {
     let mut backoff = Backoff::default();
     let mut known: Option<Ready> = None;
@@ -75,7 +75,7 @@ pub async fn supervise(spec: ChildSpec, stop: CancellationToken, state: watch::S
             return;
         }
         let (reason, served) = match ended {
-            Ok(Ended { status, served }) => (format!("ended ({status})"), served),
+            Ok(Ended { status, served }) => (format!("exited with {status}"), served),
             Err(error) => (format!("{error:#}"), Duration::ZERO),
         };
         if known.is_none() {
@@ -101,7 +101,7 @@ pub async fn supervise(spec: ChildSpec, stop: CancellationToken, state: watch::S
 
 struct Running {
     child: Child,
-    /// Pass on the child's lines; they end when its pipes close.
+    /// Tasks that forward the child's lines until its pipes close.
     lines: JoinSet<()>,
 }
 
@@ -117,13 +117,13 @@ fn start(spec: &ChildSpec, known: Option<&Ready>) -> Result<Running> {
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())
-        // Ctrl-C on the terminal must reach us alone: we decide the order of stopping.
+        // Keep Ctrl-C from the child: this process decides the order of shutdown.
         .process_group(0)
         .kill_on_drop(true);
     super::die_with_parent(&mut command);
-    let mut child = command
-        .spawn()
-        .with_context(|| format!("{}: cannot run {}", spec.name, spec.program.display()))?;
+    let mut child = command.spawn().with_context(|| {
+        format!("cannot start {}: cannot run {}", spec.name, spec.program.display())
+    })?;
     let mut lines = JoinSet::new();
     let (console, name) = (&spec.console, &spec.name);
     let (stdout, stderr) = (child.stdout.take(), child.stderr.take());
@@ -132,14 +132,14 @@ fn start(spec: &ChildSpec, known: Option<&Ready>) -> Result<Running> {
     Ok(Running { child, lines })
 }
 
-/// How a child that could be started ended.
+/// Exit of a child that was started.
 struct Ended {
     status: ExitStatus,
-    /// Time from its being ready to its end.
+    /// Time from ready to exit.
     served: Duration,
 }
 
-/// Returns how the child ended, once all of its log lines are passed on.
+/// Waits for the child's exit and forwards all of its log lines.
 async fn running_until_end(
     spec: &ChildSpec,
     mut running: Running,
@@ -188,23 +188,23 @@ async fn terminate(child: &mut Child, spec: &ChildSpec) -> Result<ExitStatus> {
 
 fn read_ready(path: &Path) -> Result<Option<Ready>> {
     match std::fs::read(path) {
-        // Services rename the file into place, so what is there is whole.
+        // Services rename the file into place, so an existing file is complete.
         Ok(bytes) => serde_json::from_slice(&bytes)
             .map(Some)
-            .map_err(|error| anyhow!("ready file {}: {error}", path.display())),
+            .map_err(|error| anyhow!("cannot read ready file {}: {error}", path.display())),
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
-        Err(error) => Err(anyhow!("ready file {}: {error}", path.display())),
+        Err(error) => Err(anyhow!("cannot read ready file {}: {error}", path.display())),
     }
 }
 
-/// Passes lines on to our standard error, each under the child's name.
+/// Forwards lines to the console, each prefixed with the child's name.
 async fn pass_on(console: Console, name: String, stream: impl AsyncRead + Unpin) {
     let prefix = super::coloured(&name);
     let mut reader = BufReader::new(stream);
     let mut line = Vec::new();
     loop {
         line.clear();
-        // Bounded: an endless line comes out in pieces.
+        // Limit the length of a line.
         match (&mut reader).take(LINE_BYTES_MAX).read_until(b'\n', &mut line).await {
             Ok(0) | Err(_) => return,
             Ok(_) => {

@@ -1,8 +1,7 @@
 //! The terminal output: log lines of the children and of baton, and one streamed response.
 //!
-//! A thread of its own writes them. A terminal that is paused, or a pipe that nobody reads, takes no
-//! part in starting, stopping and supervising: lines that find no room are counted, and the count is
-//! written once there is room again.
+//! A thread writes the lines, so a paused terminal or a full pipe does not block the supervisor. Lines beyond the
+//! bounded queue are dropped and counted; the count is written when the queue has space again.
 
 use std::{
     io::Write,
@@ -14,11 +13,11 @@ use std::{
     time::Duration,
 };
 
-/// With more than these held back, nothing is held any longer.
+/// Maximum number of held lines; more lines end the hold.
 const HELD_LINES_MAX: usize = 4096;
-/// Lines that wait to be written; a burst at the start is some hundred.
+/// Maximum number of queued lines; a start writes a few hundred.
 const QUEUED_LINES_MAX: usize = 4096;
-/// How long is waited until all lines so far are written, where an answer or the end follows them.
+/// Time-out for writing all queued lines before an answer or the exit.
 const WRITTEN_WITHIN: Duration = Duration::from_millis(500);
 
 /// Writes lines to standard error, except while they are held.
@@ -26,23 +25,24 @@ const WRITTEN_WITHIN: Duration = Duration::from_millis(500);
 pub struct Console(Arc<Mutex<State>>);
 
 struct State {
-    /// Lines that wait until an answer has streamed.
+    /// Lines that are held while an answer streams.
     held: Option<Vec<String>>,
     queue: SyncSender<Item>,
+    /// Number of dropped lines.
     lost: u64,
 }
 
 enum Item {
     Line(String),
-    /// Answered when all before it is written.
+    /// Answered when all earlier items are written.
     Mark(SyncSender<()>),
 }
 
-/// Hears when all is written.
+/// Waits for the last lines.
 pub struct LastLines(Receiver<()>);
 
 impl Console {
-    /// With the thread that writes; it ends with the last clone.
+    /// Starts the writer thread, which ends with the last clone.
     pub fn start() -> std::io::Result<(Self, LastLines)> {
         let (queue, lines) = sync_channel(QUEUED_LINES_MAX);
         let (ended, end) = sync_channel(0);
@@ -54,7 +54,7 @@ impl Console {
         Ok((Self(Arc::new(Mutex::new(state))), LastLines(end)))
     }
 
-    /// Never waits.
+    /// Queues a line without blocking.
     pub fn say(&self, line: &str) {
         let mut state = self.lock();
         match &mut state.held {
@@ -66,8 +66,8 @@ impl Console {
         }
     }
 
-    /// From now until the guard goes away lines wait, so that none cuts into an answer. Waits a
-    /// little for those before.
+    /// Holds lines until the guard is dropped, so that no line interrupts an answer. Waits up to
+    /// [`WRITTEN_WITHIN`] for earlier lines.
     pub fn hold(&self) -> Held<'_> {
         let mut state = self.lock();
         state.held = Some(Vec::new());
@@ -92,7 +92,7 @@ impl State {
 
     fn write(&mut self, line: String) {
         if self.lost > 0 {
-            let told = format!("baton: {} lines were not shown: nobody read them", self.lost);
+            let told = format!("baton: {} lines were dropped: the reader was too slow", self.lost);
             match self.queue.try_send(Item::Line(told)) {
                 Ok(()) => self.lost = 0,
                 Err(_) => return self.lost += 1,
@@ -105,19 +105,19 @@ impl State {
 }
 
 impl LastLines {
-    /// After the last [`Console`] is gone: until all is written, unless nobody reads it.
+    /// Waits until all lines are written, at most [`WRITTEN_WITHIN`]. Call it after the last [`Console`] is dropped.
     pub fn wait(self) {
         wait(&self.0);
     }
 }
 
 fn wait(written: &Receiver<()>) {
-    // Whether it was seen, the thread is gone, or nobody reads: what follows cannot wait longer.
+    // Continue in any case: written, time-out, or the thread has ended.
     let (Ok(()) | Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected)) =
         written.recv_timeout(WRITTEN_WITHIN);
 }
 
-/// Writes what waited when it goes away.
+/// Writes the held lines when dropped.
 pub struct Held<'a>(&'a Console);
 
 impl Drop for Held<'_> {
@@ -126,7 +126,7 @@ impl Drop for Held<'_> {
     }
 }
 
-/// A closed terminal is no reason to stop serving.
+/// Writes all items. Ignores errors, because serving continues without a terminal.
 fn write_all(items: &Receiver<Item>) {
     for item in items {
         match item {
@@ -140,7 +140,7 @@ fn write_all(items: &Receiver<Item>) {
 mod tests {
     use super::*;
 
-    /// A console whose lines nobody takes, and where they wait.
+    /// Returns a console without a writer thread, and its queue.
     fn unread(room: usize) -> (Console, Receiver<Item>) {
         let (queue, lines) = sync_channel(room);
         let state = State { held: None, queue, lost: 0 };
@@ -156,7 +156,7 @@ mod tests {
     }
 
     #[test]
-    fn lines_wait_while_they_are_held_and_keep_their_order() {
+    fn held_lines_keep_their_order() {
         let (console, queue) = unread(8);
         console.say("a");
         let held = console.hold();
@@ -169,14 +169,14 @@ mod tests {
     }
 
     #[test]
-    fn what_nobody_reads_is_counted_and_told_later() {
+    fn dropped_lines_are_counted_and_reported() {
         let (console, queue) = unread(2);
         for line in ["a", "b", "c", "d"] {
             console.say(line);
         }
         assert_eq!(lines(&queue), ["a", "b"]);
         console.say("e");
-        let told = "baton: 2 lines were not shown: nobody read them";
+        let told = "baton: 2 lines were dropped: the reader was too slow";
         assert_eq!(lines(&queue), [told, "e"]);
     }
 }

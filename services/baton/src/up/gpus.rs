@@ -1,9 +1,9 @@
-//! Which node gets which GPU.
+//! Assignment of GPUs to nodes.
 
 use anyhow::{Context as _, Result, bail, ensure};
 use kernels::cuda::Driver;
 
-/// More than a host has.
+/// Exclusive upper bound of GPU indices.
 const GPUS_MAX: usize = 64;
 
 /// Parses the list of `--gpus`: indices, ranges of them such as 0-3, and UUIDs.
@@ -17,12 +17,12 @@ pub fn parse(list: &str) -> Result<Vec<String>> {
             Some((first, last)) => {
                 ensure!(
                     first <= last && last < GPUS_MAX,
-                    "--gpus {list}: {part} is no range; allowed are such as 0-3"
+                    "invalid --gpus {list}: {part} is not a range; expected for example 0-3"
                 );
                 names.extend((first..=last).map(|index| index.to_string()));
             }
             None if part.is_empty() => {
-                bail!("--gpus {list}: allowed are indices, ranges such as 0-3, and UUIDs")
+                bail!("invalid --gpus {list}; expected indices, ranges such as 0-3, or UUIDs")
             }
             None => names.push(part.to_owned()),
         }
@@ -30,20 +30,20 @@ pub fn parse(list: &str) -> Result<Vec<String>> {
     Ok(names)
 }
 
-/// The GPUs of each node, one for each of its ranks: prefill nodes first, then decode nodes. GPUs for
-/// one node are shared by all.
+/// Returns the GPUs of each node, one per rank, prefill nodes first. All nodes share the GPUs if the list has the
+/// GPUs of one node.
 pub fn of_nodes(list: &str, nodes: u32, ranks: u32) -> Result<Vec<Vec<String>>> {
     let names = parse(list)?;
     let (given, ranks) = (names.len(), ranks as usize);
     let wanted = nodes as usize * ranks;
     let each = match ranks {
-        1 => "one for each".to_owned(),
-        _ => format!("{ranks} for the ranks of each"),
+        1 => "one for each node".to_owned(),
+        _ => format!("{ranks} for each node"),
     };
     ensure!(
         given == ranks || given == wanted,
-        "--gpus {list} names {given} GPUs for {nodes} nodes; allowed are {wanted}, {each}, prefill \
-         nodes first, or {ranks} that all share"
+        "invalid --gpus {list}: it names {given} GPUs for {nodes} nodes; expected {wanted} ({each}, prefill \
+         nodes first) or {ranks} shared by all nodes"
     );
     let driver = Driver::open().with_context(|| format!("--gpus {list}"))?;
     let uuid = |name: &String| -> Result<String> {
@@ -54,7 +54,7 @@ pub fn of_nodes(list: &str, nodes: u32, ranks: u32) -> Result<Vec<Vec<String>>> 
     Ok(nodes.map(<[String]>::to_vec).collect())
 }
 
-/// How many nodes share the GPU that the most of them have.
+/// Returns the largest number of nodes that share one GPU.
 pub fn most_shared(gpus: &[Vec<String>]) -> u32 {
     let count = |gpu: &String| gpus.iter().filter(|others| others.contains(gpu)).count() as u32;
     gpus.iter().flatten().map(count).max().unwrap_or(1)
@@ -65,7 +65,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_list_has_indices_ranges_and_uuids() {
+    fn gpu_list_has_indices_ranges_and_uuids() {
         let parsed = |list| parse(list).map(|names| names.join(" "));
         assert_eq!(parsed("0").unwrap(), "0");
         assert_eq!(parsed("0,1").unwrap(), "0 1");
@@ -79,20 +79,17 @@ mod tests {
     }
 
     #[test]
-    fn as_many_gpus_as_nodes_or_one() {
+    fn number_of_gpus_must_match_nodes_and_ranks() {
         let error = of_nodes("0-2", 2, 1).unwrap_err().to_string();
         assert!(error.contains("names 3 GPUs for 2 nodes"), "{error}");
-        assert!(error.contains("allowed are 2, one for each"), "{error}");
+        assert!(error.contains("expected 2 (one for each node"), "{error}");
         let error = of_nodes("0", 2, 2).unwrap_err().to_string();
         assert!(error.contains("names 1 GPUs for 2 nodes"), "{error}");
-        assert!(
-            error.contains("4, 2 for the ranks of each, prefill nodes first, or 2 that"),
-            "{error}"
-        );
+        assert!(error.contains("4 (2 for each node, prefill nodes first) or 2 shared"), "{error}");
     }
 
     #[test]
-    fn those_that_share_a_gpu_are_counted() {
+    fn nodes_that_share_a_gpu_are_counted() {
         let counted = |nodes: &[&str]| {
             let gpus = |node: &&str| node.split(' ').map(str::to_owned).collect();
             most_shared(&nodes.iter().map(gpus).collect::<Vec<_>>())

@@ -1,7 +1,7 @@
-//! `baton up`: a whole cluster on this machine, as child processes that are looked after.
+//! `baton up`: runs a cluster on this machine as supervised child processes.
 //!
-//! Order of a start: nodes first, each on a port of its choice; when all are ready the router, with
-//! their addresses. Order of a stop: the router first, so that no request meets a missing node.
+//! Nodes start first, each on a free port. When all nodes are ready the router starts with their addresses. On
+//! shutdown the router stops first, so no request loses its node.
 
 mod backoff;
 mod child;
@@ -36,66 +36,66 @@ use self::{
 };
 use crate::{http_client::HttpClient, hub, model_store};
 
-/// A start that takes longer is a failure; loading is bound by the disk.
+/// Time-out of a service's start.
 const READY_WITHIN: Duration = Duration::from_secs(120);
-/// From SIGTERM to SIGKILL: requests in flight may end.
+/// Grace period from SIGTERM to SIGKILL for in-flight requests.
 const STOP_WITHIN: Duration = Duration::from_secs(30);
 const NODES_MAX: u32 = 64;
-/// Part of every Hugging Face folder; a GGUF file has its tokenizer inside.
+/// Tokenizer of a Hugging Face folder. A GGUF file contains its tokenizer.
 const TOKENIZER_FILE: &str = "tokenizer.json";
-/// Served when neither flag nor configuration names a model.
+/// Model that is served when neither flag nor configuration names one.
 const DEFAULT_MODEL: &str = "smollm2-135m";
 
 #[derive(Args)]
 pub struct UpArgs {
-    /// Model to serve: a GGUF file, a Hugging Face folder, a name `baton model list` prints, or
-    /// hf:ORG/NAME[@REVISION][/FILE.gguf], which is fetched if it is not in the cache.
-    /// [default: the configuration's, else smollm2-135m]
+    /// Model: a GGUF file, a Hugging Face folder, a name that `baton model list` prints, or
+    /// hf:ORG/NAME[@REVISION][/FILE.gguf], which is downloaded if the cache lacks it.
+    /// [default: that of the configuration, otherwise smollm2-135m]
     #[arg(long)]
     model: Option<String>,
-    /// Prefill nodes. With 0 the decode nodes read the prompts themselves.
+    /// Number of prefill nodes. With 0 the decode nodes prefill the prompts.
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(0..=i64::from(NODES_MAX)))]
     prefill: u32,
-    /// Decode nodes.
+    /// Number of decode nodes.
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=i64::from(NODES_MAX)))]
     decode: u32,
-    /// GPUs, by index (0,1), range (0-3) or UUID: one for each node, or each rank of each node, prefill nodes
-    /// first; or those of one node, which all share. [default: the configuration's, else the first, which all
-    /// share]
+    /// GPUs by index (0,1), range (0-3) or UUID: one for each rank of each node, prefill nodes first, or the GPUs of
+    /// one node, which all nodes share. [default: those of the configuration, otherwise all nodes share the first]
     #[arg(long)]
     gpus: Option<String>,
-    /// Where the OpenAI HTTP API listens. [default: the configuration's, else 127.0.0.1:8000]
+    /// Address of the OpenAI HTTP API. [default: that of the configuration, otherwise 127.0.0.1:8000]
     #[arg(long)]
     http: Option<SocketAddr>,
-    /// Where the gRPC API listens. [default: the configuration's, else 127.0.0.1:8001]
+    /// Address of the gRPC API. [default: that of the configuration, otherwise 127.0.0.1:8001]
     #[arg(long)]
     grpc: Option<SocketAddr>,
-    /// Number format of weights; KV is f32 with f32, else bf16. [default: the configuration's, else bf16]
+    /// Number format of the weights; KV is f32 with f32, otherwise bf16. [default: that of the configuration,
+    /// otherwise bf16]
     #[arg(long)]
     dtype: Option<DtypeArg>,
-    /// Ranks of each node: processes that share the model, each with its part of every layer; a divisor
-    /// of the model's KV heads. [default: the configuration's, else 1]
+    /// Tensor-parallel ranks of each node; must divide the model's number of KV heads. [default: that of the
+    /// configuration, otherwise 1]
     #[arg(long)]
     tp: Option<u32>,
-    /// `dummy`: random weights; a folder with config.json and tokenizer.json is then enough.
-    /// [default: the configuration's, else auto]
+    /// Source of the weights: auto (the model's files) or dummy (random weights; needs only config.json and
+    /// tokenizer.json). [default: that of the configuration, otherwise auto]
     #[arg(long)]
     load_format: Option<LoadFormatArg>,
-    /// Etcd endpoints, separated by commas: nodes register there and the router follows them, so that
-    /// further nodes may join. [default: the configuration's, else a list of the nodes started here]
+    /// Etcd endpoints, separated by commas. Nodes register in etcd, so further nodes can join. [default: those of
+    /// the configuration, otherwise a static list of the nodes started here]
     #[arg(long, value_name = "URL")]
     etcd: Option<String>,
-    /// Configuration file for all services; the environment (BATON_*) and the flags here win over
-    /// it. Addresses of nodes and the list of them are `up`'s own.
+    /// Configuration file of all services. The environment (BATON_*) and these flags override the file. `up` sets
+    /// the nodes' addresses and the router's list of nodes.
     #[arg(long, env = "BATON_CONFIG")]
     config: Option<PathBuf>,
-    /// Folder with the models that were fetched by name.
+    /// Folder of the models that were fetched by name.
     #[arg(long, env = "BATON_MODELS_DIR", default_value = "models")]
     models_dir: PathBuf,
-    /// Folder with the service binaries; by default where `baton` itself lies.
+    /// Folder of the service binaries. [default: the folder of `baton`]
     #[arg(long)]
     bin_dir: Option<PathBuf>,
-    /// Ask a sample question when ready and print the answer as it streams.
+    /// Send a sample question when ready and print the streamed answer.
     #[arg(long)]
     sample: bool,
     /// Stop after the sample answer.
@@ -116,7 +116,7 @@ enum LoadFormatArg {
     Dummy,
 }
 
-/// A child's name in a colour of its own, when somebody looks.
+/// Returns a child's name as a prefix of its log lines, coloured on a terminal.
 fn coloured(name: &str) -> String {
     use std::io::IsTerminal;
     if !std::io::stderr().is_terminal() {
@@ -128,9 +128,9 @@ fn coloured(name: &str) -> String {
 
 pub fn run(args: UpArgs) -> Result<()> {
     let config = configuration(&args)?;
-    // Before signals are caught, so that Ctrl-C ends a long download.
+    // Before the signal handlers are installed, so that Ctrl-C ends a long download.
     let model = find_model(&args, &config)?;
-    // One thread: children are tied to the life of the thread that spawns them.
+    // A single thread: the kernel kills a child when the thread that spawned it ends.
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     runtime.block_on(up(args, config, model))
 }
@@ -157,16 +157,18 @@ impl Supervised {
             .state
             .wait_for(|state| !matches!(state, ChildState::Starting))
             .await
-            .map_err(|_| anyhow!("{} is not looked after any more", self.name))?;
+            .map_err(|_| anyhow!("the supervisor of {} panicked", self.name))?;
         match &*state {
             ChildState::Ready(ready) => Ok(ready.clone()),
-            ChildState::Failed(reason) => bail!("{} {reason}; its lines above say why", self.name),
+            ChildState::Failed(reason) => {
+                bail!("{} {reason}; its log lines above have the cause", self.name)
+            }
             ChildState::Starting | ChildState::Stopped => bail!("{} was stopped", self.name),
         }
     }
 }
 
-/// Everything that was started, in the order of starting.
+/// All started children, in the order of their start.
 #[derive(Default)]
 struct Cluster {
     nodes: Vec<Supervised>,
@@ -188,14 +190,14 @@ impl Cluster {
     }
 }
 
-/// As the services will read it, to find mistakes once and before anything starts.
+/// Loads the configuration as the services will load it, to report errors once and before any start.
 fn configuration(args: &UpArgs) -> Result<Config> {
     let environment = config::environment_of(std::env::vars_os())?;
     let etcd = args.etcd.iter().map(|etcd| ("cluster.etcd".to_owned(), etcd.clone()));
     let tp = args.tp.iter().map(|tp| ("node.tp".to_owned(), tp.to_string()));
     let flags = etcd.chain(tp).collect();
     let config = Config::load(LoadInput { file: args.config.clone(), environment, flags })?;
-    // All nodes have the same settings, and a CPU that two of them want helps neither.
+    // All nodes have the same settings, so two nodes would compete for the same CPUs.
     let nodes = args.prefill + args.decode;
     for (key, is_set) in [
         ("node.cpus", config.node.cpus.is_some()),
@@ -203,23 +205,23 @@ fn configuration(args: &UpArgs) -> Result<Config> {
     ] {
         ensure!(
             !is_set || nodes == 1,
-            "{key} ({}) would tie the threads of all {nodes} nodes to the same CPUs; leave it out, or \
-             start each node by itself with CPUs of its own",
+            "cannot use {key} ({}): it would pin the threads of all {nodes} nodes to the same CPUs; remove it, \
+             or start the nodes one by one without `baton up`",
             config.source_of(key),
         );
     }
     Ok(config)
 }
 
-/// The model that is served.
+/// The served model.
 struct FoundModel {
-    /// On this machine.
+    /// Local path.
     path: PathBuf,
-    /// What the services must be told beyond their configuration.
+    /// Environment variables that tell the services about the model.
     envs: Vec<(String, String)>,
 }
 
-/// Finds the model, and fetches it where it is the hub's and not here.
+/// Finds the model. Downloads a hub model that the cache lacks.
 fn find_model(args: &UpArgs, config: &Config) -> Result<FoundModel> {
     let mut envs = Vec::new();
     let asked = match (&args.model, &config.model.path) {
@@ -233,13 +235,13 @@ fn find_model(args: &UpArgs, config: &Config) -> Result<FoundModel> {
         (asked, _) => asked.as_deref().unwrap_or(DEFAULT_MODEL),
     };
     let path = model_store::resolve(&args.models_dir, asked)?;
-    // By its name services find a model of the hub themselves, and name it to clients.
+    // Services resolve a hub model by its name and serve the model under this name.
     let told = match model_store::hub_model(asked)? {
         Some(model) => model.to_string(),
         None => path.display().to_string(),
     };
     envs.push(("BATON_MODEL_PATH".to_owned(), told));
-    // Clients ask for a fetched model by the name that it was fetched by.
+    // A model fetched by name is served under this name.
     if model_store::is_known(asked) && config.model.name.is_none() {
         envs.push(("BATON_MODEL_NAME".to_owned(), asked.to_owned()));
     }
@@ -271,16 +273,16 @@ async fn serve_until_told(
     if cluster.nodes.is_empty() {
         return outcome;
     }
-    console.say("baton: stopping (once more to stop at once)");
+    console.say("baton: shutting down; a second signal stops at once");
     tokio::select! {
         () = cluster.stop() => outcome,
-        // Leaving drops the children, which kills them.
-        _ = interrupt.recv() => Err(anyhow!("stopped at once; requests in flight were cut")),
-        _ = terminate.recv() => Err(anyhow!("stopped at once; requests in flight were cut")),
+        // Returning drops the children, which kills them.
+        _ = interrupt.recv() => Err(anyhow!("stopped at once; in-flight requests were cancelled")),
+        _ = terminate.recv() => Err(anyhow!("stopped at once; in-flight requests were cancelled")),
     }
 }
 
-/// Starts everything and serves until the caller drops this future; returns early with `--once`.
+/// Starts all services and serves until the caller drops this future; returns early with `--once`.
 async fn serve(
     args: &UpArgs,
     (config, model): (&Config, FoundModel),
@@ -312,7 +314,7 @@ async fn serve(
     ));
     if args.sample {
         let held = console.hold();
-        sample::run(&ready.http).await.context("the sample answer failed")?;
+        sample::run(&ready.http).await.context("the sample request failed")?;
         drop(held);
         if args.once {
             return Ok(());
@@ -322,16 +324,16 @@ async fn serve(
     std::future::pending().await
 }
 
-/// The router is up before it has seen its nodes; users want all of them.
+/// Waits until the router is ready and has connected to all nodes.
 async fn wait_healthy(http: &str, prefill: u32, decode: u32) -> Result<()> {
     let client = HttpClient::new(Duration::from_secs(1));
     let deadline = Instant::now() + READY_WITHIN;
     loop {
         if let Ok((status, body)) = client.get(&format!("http://{http}/health")).await {
             let health: Value = serde_json::from_slice(&body).unwrap_or_default();
-            // In etcd there may be more than ours.
+            // etcd may list further nodes.
             let sees = |key: &str, count: u32| health[key].as_u64() >= Some(count.into());
-            // And those have met.
+            // A success status means that the nodes have connected to each other.
             let sees_all = sees("prefill_nodes", prefill) && sees("decode_nodes", decode);
             if sees_all && status.is_success() {
                 return Ok(());
@@ -339,7 +341,7 @@ async fn wait_healthy(http: &str, prefill: u32, decode: u32) -> Result<()> {
         }
         ensure!(
             Instant::now() < deadline,
-            "the router was not ready with {prefill} prefill and {decode} decode nodes within {} s",
+            "the router did not connect to {prefill} prefill and {decode} decode nodes within {} s",
             READY_WITHIN.as_secs()
         );
         tokio::time::sleep(Duration::from_millis(10)).await;
@@ -354,9 +356,9 @@ struct Common {
     /// GPUs of each node's ranks, prefill nodes first; empty where nodes choose their GPUs.
     gpus: Vec<Vec<String>>,
     config: Option<PathBuf>,
-    /// Nodes register themselves; the router is given no list.
+    /// Nodes register in etcd; the router gets no list.
     etcd: bool,
-    /// Removed when the cluster is gone.
+    /// Folder of the ready files; deleted when the cluster has stopped.
     ready_dir: tempfile::TempDir,
 }
 
@@ -366,21 +368,21 @@ impl Common {
             Some(folder) => folder.clone(),
             None => std::env::current_exe()?
                 .parent()
-                .ok_or_else(|| anyhow!("baton lies in no folder"))?
+                .ok_or_else(|| anyhow!("cannot find the folder of baton"))?
                 .to_owned(),
         };
         for program in ["baton-router", "baton-prefill-node", "baton-decode-node"] {
             let path = bin_dir.join(program);
             ensure!(
                 path.exists(),
-                "{} is missing: build it (cargo build --release) or name its folder with --bin-dir",
+                "{} is missing: build it (cargo build --release), or set --bin-dir to its folder",
                 path.display()
             );
         }
         for (name, given, configured) in
             [("http", args.http, config.router.http), ("grpc", args.grpc, config.router.grpc)]
         {
-            // Found now rather than after every node has loaded.
+            // Fail now rather than after all nodes have loaded.
             let address = given.unwrap_or(configured);
             TcpListener::bind(address)
                 .with_context(|| format!("cannot listen on {address} (--{name})"))?;
@@ -398,12 +400,12 @@ impl Common {
         if let Some(tp) = args.tp {
             set("BATON_NODE_TP", tp.to_string());
         }
-        // Only the router would miss it, once every node has loaded.
+        // Otherwise only the router would fail, after all nodes have loaded.
         ensure!(
             !model.is_dir()
                 || model.join(TOKENIZER_FILE).exists()
                 || gguf::file_of_folder(&model).is_some(),
-            "{} has no {TOKENIZER_FILE}, which the router needs",
+            "cannot serve {}: it has no {TOKENIZER_FILE}, which the router needs",
             model.display()
         );
         for (name, value) in [
@@ -415,23 +417,24 @@ impl Common {
             }
         }
         if config.transfer.secret.is_none() && config.transfer.secret_file.is_none() {
-            // A secret of this run's own.
+            // Generate a secret for this cluster.
             let mut secret = [0; 32];
-            getrandom::fill(&mut secret).map_err(|error| anyhow!("no random numbers: {error}"))?;
+            getrandom::fill(&mut secret)
+                .map_err(|error| anyhow!("cannot generate a secret: {error}"))?;
             let secret = secret.iter().map(|byte| format!("{byte:02x}")).collect();
             set("BATON_TRANSFER_SECRET", secret);
         }
         if config.source_of("node.gpu_memory_percent") == Source::Default {
-            // Nodes of one GPU load at the same time.
+            // Divide the GPU's memory among the nodes that share the GPU.
             let together = if gpus.is_empty() { nodes } else { gpus::most_shared(&gpus) };
             let share = config.node.gpu_memory_percent / together.max(1);
             set("BATON_NODE_GPU_MEMORY_PERCENT", share.max(1).to_string());
         }
         if config.source_of("telemetry.log_format") == Source::Default {
-            // Lines pass through our pipe, so the services cannot see that a person reads them.
+            // The services write to a pipe and would choose json.
             set("BATON_TELEMETRY_LOG_FORMAT", "pretty".to_owned());
         }
-        let ready_dir = tempfile::tempdir().context("no temporary folder")?;
+        let ready_dir = tempfile::tempdir().context("cannot create a temporary folder")?;
         let etcd = !config.cluster.etcd.is_empty();
         let (console, config) = (console.clone(), args.config.clone());
         Ok(Self { console, bin_dir, envs, gpus, config, etcd, ready_dir })
@@ -457,7 +460,7 @@ impl Common {
     fn node(&self, role: &str, index: u32, gpus: Option<&Vec<String>>) -> ChildSpec {
         let name = format!("{role}-{index}");
         let on_gpu = gpus.map(|gpus| {
-            // Who names a GPU wants it.
+            // With --gpus a node must not fall back to the CPU.
             [("BATON_NODE_GPU", gpus.join(",")), ("BATON_NODE_DEVICE", "cuda".to_owned())]
                 .map(|(name, value)| (name.to_owned(), value))
         });
@@ -467,7 +470,7 @@ impl Common {
             ("--transfer-data", "127.0.0.1:0"),
         ]);
         ChildSpec {
-            // The router knows a node by its address, so a restart must come back to it.
+            // The router identifies a node by its address, so a restarted node must keep it.
             sticky: |ready| {
                 flags(&[("--node-grpc", &ready.grpc), ("--node-metrics", &ready.metrics)])
             },
@@ -495,14 +498,14 @@ impl Common {
         {
             router.envs.extend(address.map(|address| (name.to_owned(), address.to_string())));
         }
-        // Clients know it by its address, so a restart must come back to it.
+        // Clients know the router's addresses, so a restarted router must keep them.
         router.sticky =
             |ready| flags(&[("--router-http", &ready.http), ("--router-grpc", &ready.grpc)]);
         router
     }
 }
 
-/// Flags with their values; a flag with an empty value is left out.
+/// Returns flags with their values, without flags whose value is empty.
 fn flags(pairs: &[(&str, &str)]) -> Vec<OsString> {
     pairs
         .iter()

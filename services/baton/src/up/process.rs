@@ -1,9 +1,9 @@
-//! The two things about processes that the standard library does not offer.
+//! Two process system calls that the standard library does not offer.
 
 use tokio::process::Command;
 
-/// Asks the kernel to send SIGTERM to the child when we are gone, however we went, so that no node
-/// is left behind by a killed `baton up`.
+/// Makes the kernel send SIGTERM to the child when this process dies, so that a killed `baton up` leaves no nodes
+/// behind.
 ///
 /// The signal follows the *thread* that spawned the child; `up` spawns from its main thread only.
 pub fn die_with_parent(command: &mut Command) {
@@ -24,9 +24,9 @@ pub fn die_with_parent(command: &mut Command) {
     }
 }
 
-/// Sends SIGTERM to a child that has not been waited for, so that the id is still its own.
+/// Sends SIGTERM to a child. The caller has not reaped the child yet, so the id is not reused.
 pub fn send_terminate(child_id: u32) {
-    // SAFETY: kill takes plain numbers; the id belongs to our unreaped child.
+    // SAFETY: kill takes plain numbers; the id belongs to an unreaped child of this process.
     unsafe {
         libc::kill(child_id as libc::pid_t, libc::SIGTERM);
     }

@@ -1,4 +1,4 @@
-//! One streamed answer through the fresh cluster, with the figures that show what happened.
+//! Sample request through a new cluster, with its statistics.
 
 use std::{
     io::Write,
@@ -18,11 +18,11 @@ const QUESTION: &str = "What is the capital of France? Answer in one sentence.";
 const ANSWER_TOKENS_MAX: u32 = 64;
 const DEADLINE: Duration = Duration::from_secs(60);
 
-/// Asks, prints the answer as it comes, then one line of figures.
+/// Sends the question, prints the streamed answer and then a line of statistics.
 pub async fn run(http: &str) -> Result<()> {
     tokio::time::timeout(DEADLINE, ask(http))
         .await
-        .map_err(|_| anyhow!("the sample answer took longer than {} s", DEADLINE.as_secs()))?
+        .map_err(|_| anyhow!("the sample request did not finish within {} s", DEADLINE.as_secs()))?
 }
 
 async fn ask(http: &str) -> Result<()> {
@@ -43,13 +43,13 @@ async fn ask(http: &str) -> Result<()> {
     let mut stream = response.into_body();
     let (mut reader, mut events) = (SseReader::default(), Vec::new());
     let (mut first, mut last) = (None, sent);
-    let (mut tokens, mut figures) = (0, Value::Null);
+    let (mut tokens, mut stats) = (0, Value::Null);
     while let Some(frame) = stream.frame().await {
-        let frame = frame.map_err(|error| anyhow!("the stream broke: {error}"))?;
+        let frame = frame.map_err(|error| anyhow!("cannot read the stream: {error}"))?;
         let Some(bytes) = frame.data_ref() else { continue };
         reader.push(bytes, &mut events)?;
         for event in events.drain(..).filter(|event| event != "[DONE]") {
-            let event: Value = serde_json::from_str(&event).context("an event is not JSON")?;
+            let event: Value = serde_json::from_str(&event).context("invalid event: not JSON")?;
             if let Some(message) = event["error"]["message"].as_str() {
                 bail!("{message}");
             }
@@ -65,31 +65,31 @@ async fn ask(http: &str) -> Result<()> {
                 tokens = usage;
             }
             if event["baton"].is_object() {
-                figures = event["baton"].clone();
+                stats = event["baton"].clone();
             }
         }
     }
     println!();
-    let first = first.ok_or_else(|| anyhow!("no text came"))?;
-    ensure!(tokens > 0, "the server counted no token");
+    let first = first.ok_or_else(|| anyhow!("the answer has no text"))?;
+    ensure!(tokens > 0, "invalid usage: completion_tokens is 0");
     let decode_s = (last - first).as_secs_f64();
-    println!("{}\n", line(tokens, (first - sent).as_secs_f64(), decode_s, &figures));
+    println!("{}\n", line(tokens, (first - sent).as_secs_f64(), decode_s, &stats));
     Ok(())
 }
 
-fn line(tokens: u64, first_s: f64, decode_s: f64, figures: &Value) -> String {
+fn line(tokens: u64, first_s: f64, decode_s: f64, stats: &Value) -> String {
     let mut line = format!("[{tokens} tokens; time to first token {:.0} ms", first_s * 1e3);
     if tokens > 1 && decode_s > 0.0 {
         line += &format!("; {:.0} tokens/s", (tokens - 1) as f64 / decode_s);
     }
-    if let Some(bytes) = figures["kv_bytes"].as_u64().filter(|&bytes| bytes > 0) {
+    if let Some(bytes) = stats["kv_bytes"].as_u64().filter(|&bytes| bytes > 0) {
         line += &format!("; {:.1} MB of KV moved", bytes as f64 / 1e6);
-        if let Some(micros) = figures["transfer_us"].as_u64() {
+        if let Some(micros) = stats["transfer_us"].as_u64() {
             line += &format!(" in {:.1} ms", micros as f64 / 1e3);
         }
     }
     if let (Some(prefill), Some(decode)) =
-        (figures["prefill_node"].as_str(), figures["decode_node"].as_str())
+        (stats["prefill_node"].as_str(), stats["decode_node"].as_str())
     {
         line += &format!("; prefilled by {prefill}, decoded by {decode}");
     }
@@ -101,11 +101,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_line_shows_what_is_known() {
-        let figures = json!({"kv_bytes": 1_500_000, "transfer_us": 2500,
+    fn statistics_line_omits_unknown_values() {
+        let stats = json!({"kv_bytes": 1_500_000, "transfer_us": 2500,
             "prefill_node": "prefill-0", "decode_node": "decode-0"});
         assert_eq!(
-            line(11, 0.05, 0.1, &figures),
+            line(11, 0.05, 0.1, &stats),
             "[11 tokens; time to first token 50 ms; 100 tokens/s; 1.5 MB of KV moved in 2.5 ms; \
              prefilled by prefill-0, decoded by decode-0]"
         );
