@@ -192,7 +192,7 @@ async fn run(setup: Setup, ready_file: Option<&Path>) -> Result<()> {
     let telemetry = Telemetry::start(&TelemetryConfig::from(&config.telemetry), resource)?;
     telemetry.install()?;
     for warning in config.warnings() {
-        warn!("{warning}");
+        tracing::warn!("{warning}");
     }
 
     let served = serve(setup, ready_file, &telemetry, &mut interrupt, &mut terminate).await;
