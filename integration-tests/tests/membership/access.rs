@@ -53,7 +53,7 @@ async fn a_wrong_password_or_none_is_refused_in_one_line() -> Result<()> {
     for (settings, named) in [
         (settings(&user(&url, "baton", "wrong-password"))?, "user \"baton\""),
         (settings(&user(&url, "nobody", "wrong-password"))?, "user \"nobody\""),
-        (at(&url), "a client without a name"),
+        (at(&url), "a client without a user name"),
     ] {
         let follower = follow(settings.clone()).await.map(drop).expect_err("it is let in");
         let node = register(settings, &entry("n", 1)).await.map(drop).expect_err("it is let in");

@@ -1,8 +1,8 @@
-//! How long to wait before the next try.
+//! Back-off with jitter.
 
 use std::time::Duration;
 
-/// Random numbers that depend on the seed alone (splitmix64): a run can be repeated.
+/// Deterministic random numbers (splitmix64): equal seeds yield equal runs.
 pub(crate) struct Jitter(u64);
 
 impl Jitter {
@@ -18,14 +18,14 @@ impl Jitter {
         z ^ (z >> 31)
     }
 
-    /// Between half of `duration` and all of it.
+    /// Returns a random duration between half of `duration` and `duration`.
     pub(crate) fn spread(&mut self, duration: Duration) -> Duration {
         let fraction = (self.next() >> 11) as f64 / (1u64 << 53) as f64;
         duration / 2 + (duration / 2).mul_f64(fraction)
     }
 }
 
-/// `first`, doubled with every failure before this one, at most `longest`.
+/// Returns `first` doubled with each earlier failure, at most `longest`.
 pub(crate) fn doubled(first: Duration, failures: u32, longest: Duration) -> Duration {
     first.saturating_mul(1u32.checked_shl(failures).unwrap_or(u32::MAX)).min(longest)
 }

@@ -1,15 +1,15 @@
 //! Cluster membership, node records and health, and the selection of a node for each request.
 //!
 //! * [`Epoch`] and [`NodeId`] name a process and a node.
-//! * [`NodeRecord`], [`ModelIdentity`] and [`Load`] are what a node says about itself, checked:
-//!   everything that comes from a peer enters through their conversions.
-//! * [`Directory`] is the pure core: a router's view of all nodes, with health, load and cached
-//!   prefixes, and the choice among them. Events and `now` in, actions out; no socket, clock or task.
-//! * [`PrefixKeys`] are what nodes cache a prompt's blocks under, for knowing who has them.
-//! * [`membership`] is where addresses come from: a static list, or [`etcd`], where nodes register.
+//! * [`NodeRecord`], [`ModelIdentity`] and [`Load`] are a node's validated reports about itself. All data of a
+//!   peer passes through their conversions.
+//! * [`Directory`] is the pure core: a router's view of all nodes with health, load and cached prefixes, and the
+//!   node selection. It takes events and `now`, returns actions, and has no socket, clock or task.
+//! * [`PrefixKeys`] are the cache keys of a prompt's blocks, which tell the router what each node has cached.
+//! * [`membership`] is the source of addresses: a static list, or [`etcd`], where nodes register.
 //!
-//! Left out: the calls themselves. The router opens the `Observe` streams that a [`Directory`] asks
-//! for and feeds it what they bring.
+//! RPCs are left out. The router opens the `Observe` streams that a [`Directory`] requests and passes their events to
+//! the directory.
 
 #![forbid(unsafe_code)]
 

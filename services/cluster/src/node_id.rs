@@ -1,12 +1,12 @@
-//! Names of nodes.
+//! Node names.
 
 use std::{fmt, sync::Arc};
 
-/// Fits into a log line, a metric and a Kubernetes pod name.
+/// Maximum length of a name; it fits into a log line, a metric label and a Kubernetes pod name.
 const BYTES_MAX: usize = 64;
 
-/// A node's name: 1 to 64 ASCII letters, digits, `.`, `_` and `-`, first a letter or digit. It
-/// outlives restarts; the process behind it is named by its [`crate::Epoch`]. Cheap to clone.
+/// A node's name: 1 to 64 ASCII letters, digits, `.`, `_` and `-`, first a letter or digit. The name survives
+/// restarts; the [`crate::Epoch`] identifies the process. Cheap to clone.
 #[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct NodeId(Arc<str>);
 
@@ -15,7 +15,7 @@ pub enum NodeIdError {
     #[error("a node id has 1 to {BYTES_MAX} bytes, not {byte_count}")]
     Length { byte_count: usize },
     #[error(
-        "{character:?} cannot stand at byte {position} of a node id; allowed: ASCII letters, digits, '.', '_', '-', first a letter or digit"
+        "invalid node id: {character:?} at byte {position}; allowed: ASCII letters, digits, '.', '_', '-', first a letter or digit"
     )]
     Character { character: char, position: usize },
 }

@@ -1,16 +1,15 @@
-//! The keys under which nodes cache the blocks of a prompt.
+//! Cache keys of a prompt's blocks.
 //!
-//! A node's engine keys each full block by a hash of its tokens and of the key before it; the first
-//! key follows from model, weights and the tenant's salt. Nodes publish the keys they hold; a router
-//! computes those of a prompt here, to see which node knows how much of it. The engine has a chain
-//! of its own (it grows with a sequence and compares tokens); a test of the crate `node`, which sees
-//! both, holds the two together.
+//! The key of a full block is a hash of its tokens and of the key before it. The first key derives from model, weights
+//! and cache salt. Nodes publish the keys of their cached blocks; the router computes the keys of a prompt to find how
+//! much of the prompt each node has cached. The engine computes its keys incrementally and compares tokens too; a test
+//! of the crate `node` asserts that both computations agree.
 
 use xxhash_rust::xxh3::xxh3_128;
 
 use crate::ModelIdentity;
 
-/// Properties of a model, beside tokens and salt, that the keys of cached blocks depend on.
+/// Properties of a model that determine cache keys, besides tokens and salt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CacheIdentity {
     model_fingerprint: u128,
@@ -28,7 +27,7 @@ impl CacheIdentity {
     }
 }
 
-/// One prompt's keys on nodes of one identity.
+/// Cache keys of one prompt on nodes of one identity.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PrefixKeys {
     identity: CacheIdentity,
@@ -36,7 +35,7 @@ pub struct PrefixKeys {
 }
 
 impl PrefixKeys {
-    /// Keys of the full blocks of `tokens`, first block first.
+    /// Computes the keys of the full blocks of `tokens`, in order.
     pub fn new(identity: CacheIdentity, cache_salt: &str, tokens: &[u32]) -> Self {
         let mut bytes = Vec::with_capacity(24 + cache_salt.len());
         bytes.extend_from_slice(&identity.model_fingerprint.to_le_bytes());
@@ -54,12 +53,12 @@ impl PrefixKeys {
         Self { keys: keys.collect(), identity }
     }
 
-    /// The keys, of the first block first.
+    /// Returns the keys in the order of the blocks.
     pub fn keys(&self) -> &[u128] {
         &self.keys
     }
 
-    /// Whether nodes of this identity use these keys.
+    /// Returns whether nodes of this identity use these keys.
     pub fn are_of(&self, identity: &ModelIdentity) -> bool {
         self.identity == CacheIdentity::of(identity)
     }

@@ -6,9 +6,9 @@ use proto::v1;
 
 use crate::{Epoch, EpochError, NodeId, NodeIdError};
 
-/// Longer texts of a record are refused.
+/// Maximum length of a text in a record, in bytes.
 pub const TEXT_BYTES_MAX: usize = 256;
-/// 256 Mi tokens; far beyond any arena, far below overflow.
+/// Maximum number of blocks (256 Mi tokens); it excludes overflow.
 const BLOCKS_MAX: u32 = 1 << 24;
 const BLOCK_TOKENS_MAX: u32 = 1024;
 
@@ -51,7 +51,7 @@ impl From<Role> for v1::Role {
     }
 }
 
-/// Why a record, snapshot or delta of a node is not believed.
+/// Reason for rejecting a record, snapshot or delta of a node.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
 pub enum RecordError {
     #[error("{field} is missing")]
@@ -79,21 +79,21 @@ pub enum RecordError {
 /// Properties that must be equal for two nodes to exchange KV.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct ModelIdentity {
-    /// Over the configuration and the weights' directory; most significant byte first on the wire.
+    /// Hash of configuration and weights' directory; big-endian on the wire.
     pub model_fingerprint: u128,
     pub weight_version: u64,
     pub kv_layout: String,
-    /// Tokens in one block.
+    /// Tokens per block.
     pub block_size: u32,
     pub dtype: String,
-    /// Ranks that share a model.
+    /// Number of tensor-parallel ranks.
     pub tp: u32,
     pub protocol_min: u32,
     pub protocol_max: u32,
 }
 
 impl ModelIdentity {
-    /// Whether KV of one may be used by the other: all equal, and a protocol that both speak.
+    /// Returns whether two nodes can exchange KV: all properties are equal and the protocol versions overlap.
     pub fn fits(&self, other: &Self) -> bool {
         let protocols =
             self.protocol_min <= other.protocol_max && other.protocol_min <= self.protocol_max;
@@ -140,26 +140,26 @@ impl From<&ModelIdentity> for v1::ModelIdentity {
     }
 }
 
-/// The identity of a node process and what it can take.
+/// Identity and limits of a node process.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NodeRecord {
     pub node_id: NodeId,
     pub epoch: Epoch,
     pub role: Role,
-    /// ZeroMQ endpoint of its notice listener, `tcp://host:port`.
+    /// ZeroMQ endpoint of its listener for control messages, `tcp://host:port`.
     pub notice_endpoint: String,
-    /// The name under which clients ask for the model.
+    /// Name of the model in client requests.
     pub model: String,
     pub identity: ModelIdentity,
-    /// Longest prompt, in tokens.
+    /// Maximum length of a prompt, in tokens.
     pub prompt_tokens_max: u32,
-    /// Longest sequence, prompt and output, in tokens.
+    /// Maximum length of a sequence (prompt and output), in tokens.
     pub sequence_tokens_max: u32,
     pub block_count: u32,
     pub vocabulary_size: u32,
-    /// Newest version of grammars that the node holds answers to; 0 for none.
+    /// Newest grammar version that the node supports; 0 for none.
     pub grammar_version: u32,
-    /// Why the node computes on the CPU although its host has a GPU.
+    /// Reason why the node computes on the CPU although its host has a GPU.
     pub cpu_fallback: Option<String>,
 }
 
@@ -213,18 +213,18 @@ impl From<&NodeRecord> for v1::NodeRecord {
     }
 }
 
-/// How busy a node is. Any numbers are believed: they only make it more or less attractive.
+/// Load of a node. Any values are accepted, because they only influence node selection.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Load {
     pub running: u32,
     pub waiting: u32,
-    /// Tokens of admitted prompts that are not yet computed.
+    /// Tokens of admitted prompts that are not prefilled yet.
     pub pending_prompt_tokens: u64,
     pub blocks_free: u32,
     pub blocks_cached: u32,
     pub blocks_held: u32,
     pub blocks_reserved: u32,
-    /// Takes no new requests.
+    /// The node accepts no new requests.
     pub draining: bool,
 }
 
@@ -258,7 +258,7 @@ impl From<&Load> for v1::NodeLoad {
     }
 }
 
-/// 16 bytes as a number, most significant first.
+/// Reads 16 bytes as a big-endian number.
 pub(crate) fn sixteen_bytes(field: &'static str, bytes: &[u8]) -> Result<u128, RecordError> {
     let wrong = |_| RecordError::Length { field, byte_count: bytes.len(), allowed: "16" };
     bytes.try_into().map(u128::from_be_bytes).map_err(wrong)
@@ -275,7 +275,7 @@ fn text(field: &'static str, value: String) -> Result<String, RecordError> {
     Ok(value)
 }
 
-/// `scheme` followed by `host:port`.
+/// Checks for `scheme` followed by `host:port`.
 pub(crate) fn url(
     field: &'static str,
     scheme: &'static str,

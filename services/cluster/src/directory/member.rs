@@ -1,4 +1,4 @@
-//! One address and the process behind it.
+//! One member: an address and the process that answers there.
 
 use std::{
     collections::{BTreeMap, HashSet},
@@ -15,40 +15,41 @@ use crate::{
     record::sixteen_bytes,
 };
 
-/// The first wait after a failed probe: a restarted process needs about as long.
+/// First delay after a failed probe; a process restarts in about this time.
 const PROBE_DELAY_FIRST: Duration = Duration::from_millis(100);
-/// A node that is back is noticed at most so late.
+/// Maximum delay between probes, so the maximum time until a recovered node is noticed.
 const PROBE_DELAY_MAX: Duration = Duration::from_secs(2);
-/// A node that was up for less than this flaps.
+/// A node that was up for less than this time flaps.
 const STABLE_AFTER: Duration = Duration::from_secs(2);
-/// A load report this much later than an assignment includes it: nodes report changes within 50 ms.
+/// A load report that arrives this much later than an assignment includes the assignment: nodes report changes within
+/// 50 ms.
 const REPORT_LAG: Duration = Duration::from_millis(150);
-/// The first pause after Busy when the node names none: some steps.
+/// First pause after Busy if the node names none; a few steps.
 const BUSY_DELAY_FIRST: Duration = Duration::from_millis(50);
 const BUSY_DELAY_MAX: Duration = Duration::from_secs(2);
 
 pub(super) struct Member {
     pub(super) address: NodeAddress,
-    /// Still in the membership.
+    /// The address is still in the membership.
     pub(super) listed: bool,
     pub(super) health: Health,
     pub(super) reason: String,
     pub(super) stream: Option<Stream>,
-    /// When to probe next; set exactly when `stream` is not.
+    /// Time of the next probe; set exactly when `stream` is `None`.
     pub(super) retry_at: Option<Instant>,
     pub(super) up_since: Option<Instant>,
-    /// Failures since it was last up for a while.
+    /// Consecutive failures since the node was last stable.
     failures: u32,
     pub(super) seen: Option<Seen>,
-    /// When it last told a change of its load or cache: some work was done.
+    /// Time of the last reported change of load or cache.
     pub(super) changed_at: Option<Instant>,
-    /// This router's attempts that its load cannot show yet.
+    /// This router's attempts that the reported load cannot include yet.
     pub(super) unseen: BTreeMap<AssignmentId, Unseen>,
-    /// All of this router's attempts on the present process.
+    /// All attempts of this router on the current process.
     pub(super) in_flight: usize,
     pub(super) busy_until: Option<Instant>,
     busy_count: u32,
-    /// The number of the pick that chose it last: ties go to who waited longest.
+    /// Number of the last pick of this node. Ties go to the node that was not picked for the longest time.
     pub(super) last_picked: u64,
 }
 
@@ -61,7 +62,7 @@ enum StreamState {
     Asked {
         answer_by: Instant,
     },
-    /// `check_at`: when its silence is no longer taken for idleness.
+    /// `check_at` is the time when the directory requests a fresh snapshot from a silent node.
     Synced {
         last: u64,
         check_at: Instant,
@@ -87,22 +88,22 @@ pub(super) struct Unseen {
     pub(super) prompt_tokens: u64,
     pub(super) blocks: u64,
     pub(super) since: Instant,
-    /// The node has said something about the attempt.
+    /// The node sent an event of the attempt.
     pub(super) answered: bool,
 }
 
 /// The effect of an event of an `Observe` stream.
 pub(super) enum Verdict {
     Applied,
-    /// The first event: this process stands there.
+    /// The first event: this process answers at the address.
     Snapshot {
         epoch: Epoch,
     },
-    /// An event was lost: observe again.
+    /// An event was lost; a new stream is needed.
     Resync {
         reason: String,
     },
-    /// The event cannot be believed.
+    /// The event is invalid.
     Reject {
         reason: String,
     },
@@ -233,14 +234,14 @@ impl Member {
         Ok(Verdict::Applied)
     }
 
-    /// From here on the load shows every attempt that the node can have counted.
+    /// Drops the unseen attempts that this load report includes.
     fn load_reported(&mut self, now: Instant) {
         self.unseen.retain(|_, attempt| {
             !attempt.answered && now.saturating_duration_since(attempt.since) < REPORT_LAG
         });
     }
 
-    /// Another process stands here: what this router had given to the old one is gone.
+    /// Drops the state of the old process when a new one answers at the address.
     pub(super) fn forget_process(&mut self) {
         self.unseen.clear();
         self.changed_at = None;
@@ -250,7 +251,7 @@ impl Member {
         self.failures = 0;
     }
 
-    /// Counts a lost stream or failed probe; the delay before the next probe, zero for at once.
+    /// Counts a lost stream or failed probe. Returns the delay before the next probe; zero means at once.
     pub(super) fn failed(&mut self, now: Instant, jitter: &mut Jitter) -> Duration {
         let up_for = self.up_since.take().map(|since| now.saturating_duration_since(since));
         if up_for.is_some_and(|up_for| up_for >= STABLE_AFTER) {
@@ -264,14 +265,14 @@ impl Member {
         jitter.spread(doubled(PROBE_DELAY_FIRST, failures.saturating_sub(1), PROBE_DELAY_MAX))
     }
 
-    /// The delay before asking again a node whose answer was wrong.
+    /// Returns the delay before the next probe of a node with an invalid answer.
     pub(super) fn rejected(&mut self, jitter: &mut Jitter) -> Duration {
         self.up_since = None;
         self.failures = self.failures.saturating_add(1);
         jitter.spread(PROBE_DELAY_MAX)
     }
 
-    /// The node refused as Busy: leave it alone for a while.
+    /// Handles Busy: no attempt goes to the node for a while.
     pub(super) fn busy(&mut self, now: Instant, asked: Option<Duration>, jitter: &mut Jitter) {
         let pause = match asked {
             Some(asked) => asked.min(BUSY_DELAY_MAX).max(BUSY_DELAY_FIRST / 2),
@@ -281,7 +282,7 @@ impl Member {
         self.busy_until = Some(now + pause);
     }
 
-    /// The node took an attempt.
+    /// Handles an accepted attempt: resets the pause after Busy.
     pub(super) fn took(&mut self) {
         self.busy_count = 0;
         self.busy_until = None;
@@ -302,7 +303,7 @@ impl Member {
     }
 }
 
-/// Adds hashes to the cached set, which never outgrows the node's arena nor our own bound.
+/// Adds hashes to the cached set, up to the node's number of blocks and the directory's limit.
 fn remember(
     cached: &mut HashSet<u128>,
     hashes: &[impl AsRef<[u8]>],

@@ -1,18 +1,17 @@
-//! A router's view of all nodes: pure, events and `now` in, actions out.
+//! A router's view of all nodes. Pure: takes events and `now`, returns actions.
 //!
 //! Life of a member, as [`Health`]:
-//! 1. *Unknown* from joining on: an `Observe` stream is asked for, which is also the probe.
-//! 2. *Up* from the stream's snapshot on, as long as the stream lasts and its deltas have no gap.
-//! 3. *Suspect* when the stream ends or a call loses its connection: it is not picked any more, and
-//!    probed at once. A node that flaps (up for less than 2 s) is probed with back-off instead.
+//! 1. *Unknown* after joining: the directory requests an `Observe` stream, which is also the probe.
+//! 2. *Up* from the stream's snapshot until the stream ends or its deltas have a gap.
+//! 3. *Suspect* when the stream ends or a call loses its connection: the node is not picked and is probed at once. A
+//!    node that flaps (up for less than 2 s) is probed with back-off.
 //! 4. *Down* when a probe fails: probed again after 100 ms … 2 s, doubling, with jitter.
-//! 5. Forgotten when it left the membership and a probe failed. Leaving alone proves nothing: a
-//!    member that is up stays up.
+//! 5. Forgotten when the member left the membership and a probe failed. A member that left but is up stays up.
 //!
-//! What stands behind an address is a process, named by its epoch. Another epoch is another node:
-//! load, cached prefixes, Busy and assignments of the old one are dropped.
+//! An epoch identifies the process at an address. A new epoch is a new node: the directory drops load, cached
+//! prefixes, Busy and assignments of the old process.
 //!
-//! Each member is either being observed or waits for its next probe, never neither.
+//! Each member has a stream or a scheduled probe.
 
 mod member;
 mod select;
@@ -29,30 +28,29 @@ use member::{Member, Verdict};
 
 pub use select::{NoNode, NodeChoice, Wanted};
 
-/// A node that says nothing within this time of being asked is not there: the lease of DESIGN.
+/// Time-out of a probe; equals the transfer lease.
 pub const PROBE_TIMEOUT: Duration = Duration::from_secs(2);
-/// A node that told nothing for so long is asked for a fresh snapshot: an idle one has nothing to
-/// tell, and one whose engine hangs answers every ping of its connection all the same.
+/// Maximum silence of a node; then the directory requests a fresh snapshot. Pings do not suffice: a node with a hung
+/// engine still answers them.
 pub const SILENCE_MAX: Duration = Duration::from_secs(30);
-/// Most cached blocks believed of one node: 4 MiB of hashes here, the KV of 4 Mi tokens. They are hints:
-/// a prompt whose blocks are beyond them is computed anew, or found by the node itself. More are
-/// ignored in silence because nobody has to act: such a node is large, not broken, and the next
-/// evictions make room for its next blocks.
+/// Maximum number of cached blocks that the directory keeps for a node: 4 MiB of hashes, the KV of 4 Mi tokens.
+/// Further blocks are ignored without a log line: the hashes are only hints for node selection, and such a node is
+/// large but not faulty.
 pub const CACHED_BLOCKS_MAX: usize = 1 << 18;
 
-/// Names a member of one directory; never used again after it is forgotten.
+/// Id of a member of one directory; never reused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct NodeKey(u64);
 
-/// Names one `Observe` stream; what comes from an older one is ignored.
+/// Id of an `Observe` stream; events of older streams are ignored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct StreamId(u64);
 
-/// Names one attempt's use of a node, from [`Directory::pick`] to [`Directory::release`].
+/// Id of an attempt's assignment to a node, from [`Directory::pick`] to [`Directory::release`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct AssignmentId(u64);
 
-/// Whether a member can be picked.
+/// Health of a member.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Health {
     Unknown,
@@ -78,17 +76,17 @@ impl Health {
 #[derive(Clone, Debug)]
 pub enum Input {
     Member(MemberChange),
-    /// One event of an `Observe` stream, as it came.
+    /// An event of an `Observe` stream.
     Observed {
         stream: StreamId,
         event: v1::ObserveEvent,
     },
-    /// A stream could not be opened, broke, or ended.
+    /// A stream failed to open, broke, or ended.
     StreamEnded {
         stream: StreamId,
         reason: String,
     },
-    /// A call to this process lost its connection, or found another process there.
+    /// A call to this process lost its connection or reached another process.
     CallLost {
         epoch: Epoch,
         reason: String,
@@ -98,17 +96,17 @@ pub enum Input {
 /// An operation for the shell to perform.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Action {
-    /// Open an `Observe` stream to this address and feed what it brings under this id.
+    /// Open an `Observe` stream to this address and pass its events with this id.
     Observe { stream: StreamId, node: NodeKey, address: NodeAddress },
-    /// Drop this stream; nothing of it is wanted any more.
+    /// Drop this stream.
     StopObserving { stream: StreamId },
-    /// To be logged and counted, once.
+    /// Log and count this change.
     HealthChanged { node: NodeKey, address: NodeAddress, from: Health, to: Health, reason: String },
-    /// The member is gone for good.
+    /// The member is forgotten.
     Forgotten { node: NodeKey, address: NodeAddress },
 }
 
-/// One member as others may see it.
+/// Public view of a member.
 #[derive(Clone, Debug)]
 pub struct NodeView<'a> {
     pub node: NodeKey,
@@ -118,26 +116,26 @@ pub struct NodeView<'a> {
     pub record: Option<&'a NodeRecord>,
     pub load: Load,
     pub cached_blocks: usize,
-    /// This router's attempts on it.
+    /// Number of this router's attempts on the node.
     pub in_flight: usize,
-    /// Refuses requests until then.
+    /// End of the pause after Busy.
     pub busy_until: Option<Instant>,
-    /// Why it is in its state.
+    /// Reason for the health.
     pub reason: &'a str,
 }
 
-/// All members and what is known of them.
+/// All members with their last reports.
 pub struct Directory {
     members: BTreeMap<NodeKey, Member>,
     streams: HashMap<StreamId, NodeKey>,
     assignments: HashMap<AssignmentId, NodeKey>,
     jitter: Jitter,
-    /// Numbers keys, streams, assignments and picks.
+    /// Counter for the ids of members, streams, assignments and picks.
     counter: u64,
 }
 
 impl Directory {
-    /// `seed` spreads the probes and retries of several routers; any number will do.
+    /// Creates an empty directory. `seed` spreads the probes of several routers; any number is valid.
     pub fn new(seed: u64) -> Self {
         Self {
             members: BTreeMap::new(),
@@ -168,19 +166,19 @@ impl Directory {
         self.check();
     }
 
-    /// When to call [`Directory::on_deadline`] if nothing else happens first.
+    /// Returns the time of the next call of [`Directory::on_deadline`].
     pub fn next_deadline(&self) -> Option<Instant> {
         self.members.values().filter_map(Member::deadline).min()
     }
 
-    /// Probes what is due, asks nodes that are silent for too long again, and gives up on probes that were not answered.
+    /// Starts due probes, requests snapshots from silent nodes, and fails unanswered probes.
     pub fn on_deadline(&mut self, now: Instant, actions: &mut Vec<Action>) {
         let due = |member: &Member| member.deadline().is_some_and(|deadline| deadline <= now);
         let keys: Vec<_> =
             self.members.iter().filter(|(_, member)| due(member)).map(|(key, _)| *key).collect();
         for key in keys {
             if self.member(key).is_synced() {
-                // It counts as up until the answer is late.
+                // The node stays up until the answer is late.
                 self.stop_observing(key, actions);
                 self.observe(now, key, actions);
             } else if self.member(key).stream.is_some() {
@@ -194,18 +192,18 @@ impl Directory {
         self.check();
     }
 
-    /// Every member, in the order of joining.
+    /// Returns all members in the order of joining.
     pub fn nodes(&self) -> impl Iterator<Item = NodeView<'_>> {
         self.members.iter().map(|(key, member)| member.view(*key))
     }
 
-    /// How many members have this role and health.
+    /// Returns the number of members with this role and health.
     pub fn count(&self, role: Role, health: Health) -> usize {
         let matches = |member: &&Member| member.address.role == role && member.health == health;
         self.members.values().filter(matches).count()
     }
 
-    /// Records of the nodes of this role that can be picked: up and not draining.
+    /// Returns the records of this role's nodes that can be picked: up and not draining.
     pub fn serving(&self, role: Role) -> impl Iterator<Item = &NodeRecord> {
         self.members.values().filter_map(move |member| {
             let seen = member.serving()?;
@@ -213,7 +211,7 @@ impl Directory {
         })
     }
 
-    /// Cached blocks that are known of the nodes of this role that can be picked.
+    /// Returns the number of known cached blocks on this role's nodes that can be picked.
     pub fn cached_blocks(&self, role: Role) -> usize {
         let of_role = self.members.values().filter(|member| member.address.role == role);
         of_role.filter_map(|member| Some(member.serving()?.cached.len())).sum()
@@ -223,7 +221,7 @@ impl Directory {
         let known = self.members.iter_mut().find(|(_, member)| member.address == address);
         if let Some((key, member)) = known {
             let (key, returned) = (*key, !std::mem::replace(&mut member.listed, true));
-            // Its return to the list says that it can serve: do not wait for the next probe.
+            // A member that joins again can serve: probe it at once.
             if returned && member.stream.is_none() {
                 self.observe(now, key, actions);
             }
@@ -283,7 +281,7 @@ impl Directory {
         }
     }
 
-    /// The stream of this member is gone. Probes at once what was up for a while, else later.
+    /// Handles the end of a member's stream: probes a stable node at once, others after a delay.
     fn lost(&mut self, now: Instant, key: NodeKey, reason: String, actions: &mut Vec<Action>) {
         let member = self.members.get_mut(&key).expect("callers hold a key of a member");
         let was_up = member.health == Health::Up;
@@ -300,7 +298,7 @@ impl Directory {
         }
     }
 
-    /// What answers there is not what it should be; asking at once would change nothing.
+    /// Handles an invalid answer: the next probe follows after a delay.
     fn reject(&mut self, now: Instant, key: NodeKey, reason: String, actions: &mut Vec<Action>) {
         self.stop_observing(key, actions);
         let member = self.members.get_mut(&key).expect("callers hold a key of a member");
@@ -351,7 +349,7 @@ impl Directory {
         self.members.iter().find(|(_, member)| is(member)).map(|(key, _)| *key)
     }
 
-    /// Another member that is up as the same process: one address is listed under two names.
+    /// Returns another member with the same process: one process is listed under two addresses.
     fn twin_of(&self, key: NodeKey, epoch: Epoch) -> Option<NodeKey> {
         let is = |member: &Member| member.health == Health::Up && member.epoch() == Some(epoch);
         self.members
@@ -369,12 +367,12 @@ impl Directory {
         self.counter
     }
 
-    /// Asserts the invariants that hold after every call.
+    /// Asserts the directory's invariants.
     fn check(&self) {
         for (key, member) in &self.members {
             assert!(
                 member.stream.is_some() != member.retry_at.is_some(),
-                "{} is observed or waits for its probe",
+                "{} has neither a stream nor a scheduled probe",
                 member.address
             );
             assert!(member.unseen.len() <= member.in_flight);

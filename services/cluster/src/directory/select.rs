@@ -1,20 +1,20 @@
-//! Which node takes an attempt.
+//! Node selection for an attempt.
 //!
-//! The choice is the eligible node of lowest cost. Cost is work ahead of the attempt, in units of one
-//! prompt token:
+//! The directory picks the eligible node with the lowest cost. Cost estimates the work before the attempt, in units of
+//! one prompt token:
 //!
 //! ```text
-//! cost = pending prompt tokens, reported and own unseen
+//! cost = pending prompt tokens (reported + own unseen)
 //!      + row     * (running + waiting + own unseen attempts)
-//!      + own     uncached tokens, if this node computes them; else one per uncached block (transfer)
-//!      + 64      * blocks that are missing: needed - (free + cached - own unseen)
-//! row  = 64 on decode nodes: a row costs each step about two prompt tokens, over some 32 shared steps
-//!        16 on prefill nodes: what a sequence costs beside its tokens
+//!      + uncached tokens of the attempt if this node prefills them, otherwise its uncached blocks (transfer)
+//!      + 64      * missing blocks: needed - (free + cached - own unseen)
+//! row  = 64 on decode nodes: a row costs each step about two prompt tokens, over about 32 shared steps
+//!        16 on prefill nodes: the overhead of a sequence besides its tokens
 //! ```
 //!
-//! *Own unseen* attempts are those of this router that the node's load report cannot include yet;
-//! without them a burst would go to one node. Ties go to the node with fewer of our attempts, then to
-//! the one not picked for longest, then to the one that joined first: equal inputs, equal choice.
+//! *Own unseen* attempts are attempts of this router that the node's load report cannot include yet. Without them a
+//! burst would go to one node. Ties go to the node with fewer attempts of this router, then to the node that was not
+//! picked for the longest time, then to the node that joined first. The selection is deterministic.
 
 use std::{
     sync::Arc,
@@ -29,52 +29,52 @@ use crate::{Epoch, ModelIdentity, NodeAddress, NodeRecord, PrefixKeys, Role};
 
 const DECODE_ROW_COST: u64 = 64;
 const PREFILL_ROW_COST: u64 = 16;
-/// A missing block makes the attempt wait for others to finish, or preempts them: dearer than
-/// computing the block's 16 tokens four times over.
+/// Cost of a missing block. The attempt waits for other sequences or preempts them, which costs more than computing
+/// the block's 16 tokens four times.
 const MISSING_BLOCK_COST: u64 = 64;
-/// Decode nodes reserve for the prompt at once; the answer grows later, so only its beginning counts.
+/// Output tokens that count as needed. A decode node reserves the prompt's blocks at once; the answer grows later.
 const NEW_TOKENS_COUNTED: u32 = 64;
 
 /// Requirements of an attempt on a node.
 #[derive(Clone, Copy, Debug)]
 pub struct Wanted<'a> {
     pub role: Role,
-    /// The model's name; `None` where every node serves the same.
+    /// Name of the model; `None` if all nodes serve the same model.
     pub model: Option<&'a str>,
-    /// The client's prompt, in tokens.
+    /// Length of the client's prompt, in tokens.
     pub prompt_tokens: u32,
-    /// The prompt and what was already emitted.
+    /// Prompt and emitted tokens.
     pub tokens: u32,
-    /// How many tokens may still be written.
+    /// Maximum number of further output tokens.
     pub new_tokens_max: u32,
-    /// The node reads the prompt itself (always so on a prefill node).
+    /// The node prefills the prompt itself (always true on a prefill node).
     pub computes_prompt: bool,
-    /// Keys of the prompt's blocks for each identity among the nodes; those of another identity find
-    /// nothing cached, nor does a prompt whose keys are not known.
+    /// Cache keys of the prompt's blocks for each identity of the nodes. Without keys of its identity a node counts as
+    /// having no cached block.
     pub prefix: &'a [PrefixKeys],
-    /// The identity of the attempt's other node, which this node must match.
+    /// Identity of the attempt's other node; this node must have a compatible one.
     pub identity: Option<&'a ModelIdentity>,
-    /// The version of grammars that the answer is held to; 0 for none.
+    /// Grammar version that the answer needs; 0 for none.
     pub grammar_version: u32,
-    /// Processes that have failed this request already.
+    /// Processes that already failed this request.
     pub exclude: &'a [Epoch],
 }
 
-/// The node that was chosen, and the receipt for having chosen it.
+/// The picked node and its assignment.
 #[derive(Clone, Debug)]
 pub struct NodeChoice {
     pub node: NodeKey,
     pub address: NodeAddress,
     pub record: Arc<NodeRecord>,
-    /// Give it back by [`Directory::release`] or [`Directory::busy`] when the attempt ends.
+    /// Id to release with [`Directory::release`] or [`Directory::busy`] when the attempt ends.
     pub assignment: AssignmentId,
-    /// Tokens that the node is believed to have cached.
+    /// Estimated number of cached tokens on the node.
     pub cached_tokens: u32,
-    /// Work ahead of the attempt, in prompt tokens; for logs.
+    /// Cost in prompt tokens, for logs.
     pub cost: u64,
 }
 
-/// Why no node was chosen: the reason of the node that came nearest.
+/// Reason why no node was picked: that of the node closest to eligible.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum NoNode {
     #[error("no {role} node is listed")]
@@ -98,8 +98,7 @@ pub enum NoNode {
 }
 
 impl NoNode {
-    /// When asking again may help: an estimate; `None` where only another request or configuration
-    /// does.
+    /// Returns an estimate of when a retry may succeed; `None` if only another request or configuration helps.
     pub fn retry_after(&self) -> Option<Duration> {
         match self {
             Self::Busy { retry_after, .. } => Some(*retry_after),
@@ -112,7 +111,7 @@ impl NoNode {
         }
     }
 
-    /// How near the node came to being chosen.
+    /// Rank of the reason: how close the node was to eligible.
     fn rank(&self) -> u8 {
         match self {
             Self::NoneListed { .. } => 0,
@@ -127,7 +126,7 @@ impl NoNode {
         }
     }
 
-    /// The nearer of two; of two alike the one with the better news.
+    /// Returns the reason of higher rank; of equal reasons the one with the earlier retry or the larger limit.
     fn nearer(self, other: Self) -> Self {
         match (&self, &other) {
             (Self::Busy { retry_after: a, .. }, Self::Busy { retry_after: b, .. }) => {
@@ -147,7 +146,7 @@ impl NoNode {
 }
 
 impl Directory {
-    /// Chooses a node and counts the attempt as its own until it is released.
+    /// Picks a node and counts the attempt on the node until its release.
     pub fn pick(&mut self, now: Instant, wanted: &Wanted<'_>) -> Result<NodeChoice, NoNode> {
         let role = wanted.role;
         let listed = self.members.values().filter(|member| member.address.role == role).count();
@@ -162,7 +161,7 @@ impl Directory {
                     let cost = cost(member, seen, wanted);
                     let rank =
                         Rank { cost, in_flight: member.in_flight, last_picked: member.last_picked };
-                    // Strictly less: of equals the first that joined stays.
+                    // Strictly less, so that of equal nodes the first one stays.
                     if best.as_ref().is_none_or(|(lowest, _)| rank < *lowest) {
                         best = Some((rank, *key));
                     }
@@ -175,7 +174,7 @@ impl Directory {
         }
     }
 
-    /// The node said something about the attempt: it took it.
+    /// Handles the first event of an attempt: the node accepted it.
     pub fn answered(&mut self, assignment: AssignmentId) {
         let Some(key) = self.assignments.get(&assignment).copied() else { return };
         let member = self.member(key);
@@ -185,12 +184,12 @@ impl Directory {
         }
     }
 
-    /// When the attempt's node last told a change of its load or cache.
+    /// Returns the time of the last load or cache change that the attempt's node reported.
     pub fn changed_at(&self, assignment: AssignmentId) -> Option<Instant> {
         self.members.get(self.assignments.get(&assignment)?)?.changed_at
     }
 
-    /// The node refused the attempt as Busy, with or without saying for how long. Releases it.
+    /// Handles Busy with an optional pause, and releases the attempt.
     pub fn busy(&mut self, now: Instant, assignment: AssignmentId, retry_after: Option<Duration>) {
         let Some(key) = self.assignments.get(&assignment).copied() else { return };
         let member = self.members.get_mut(&key).expect("every assignment has its member");
@@ -198,7 +197,7 @@ impl Directory {
         self.release(assignment);
     }
 
-    /// The attempt ended. Releasing twice, or after the node was replaced, does nothing.
+    /// Releases an attempt. A second release, or one after the process was replaced, has no effect.
     pub fn release(&mut self, assignment: AssignmentId) {
         let Some(key) = self.assignments.remove(&assignment) else { return };
         let member = self.member(key);
@@ -239,7 +238,7 @@ struct Rank {
     last_picked: u64,
 }
 
-/// `Err(None)`: it is not up.
+/// Returns the report of an eligible node, or the reason why the node is not eligible; `Err(None)` if it is not up.
 fn eligible<'a>(
     now: Instant,
     member: &'a Member,
@@ -283,7 +282,7 @@ fn eligible<'a>(
 struct Need {
     cached_tokens: u32,
     uncached_tokens: u64,
-    /// Blocks beyond the cached ones.
+    /// Number of needed blocks that are not cached.
     blocks: u64,
 }
 
@@ -294,7 +293,7 @@ impl Need {
         let keys = wanted.prefix.iter().find(|keys| keys.are_of(identity));
         let keys = keys.map_or(&[][..], PrefixKeys::keys);
         let hits = keys.iter().take_while(|key| seen.cached.contains(key)).count();
-        // The last token is always computed: its logits are wanted.
+        // The last token is always computed, because sampling needs its logits.
         let cached_tokens = u32::try_from(hits)
             .unwrap_or(u32::MAX)
             .saturating_mul(block_size)

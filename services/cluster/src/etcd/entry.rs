@@ -1,20 +1,19 @@
 //! The record that a node writes into etcd, and its strict parser.
 //!
-//! Key: `PREFIX/nodes/NODE_ID/EPOCH`. The epoch makes it the key of one process: nobody else
-//! overwrites or removes it, and registering again writes the same one. The value is a line of JSON
-//! that people can read too. It only says where to ask; what a node is, its own `Observe` stream
-//! tells.
+//! Key: `PREFIX/nodes/NODE_ID/EPOCH`. The epoch ties the key to one process: no other process overwrites or deletes the
+//! key, and registering again writes the same key. The value is a line of JSON with the node's address. Routers learn
+//! everything else from the node's `Observe` stream.
 
 use serde::{Deserialize, Serialize};
 
 use crate::{Epoch, EpochError, NodeAddress, NodeId, NodeIdError, RecordError, Role, record};
 
-/// Raised when a field changes its meaning or a new one must be understood.
+/// Version of the format; it grows when the meaning of a field changes or a required field is added.
 const VERSION: u32 = 1;
-/// Longer values are not ours: the longest valid one has under 600 bytes.
+/// Maximum size of a value in bytes; the longest valid value has less than 600.
 const VALUE_BYTES_MAX: usize = 1024;
 
-/// A node process and where to ask it.
+/// A node process and its address.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NodeEntry {
     pub node_id: NodeId,
@@ -22,7 +21,7 @@ pub struct NodeEntry {
     pub address: NodeAddress,
 }
 
-/// Why a key of the prefix is no node.
+/// Reason why a record below the prefix is not a node.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
 pub enum EntryError {
     #[error("the key is not PREFIX/nodes/NODE_ID/EPOCH")]
@@ -53,7 +52,7 @@ struct Value {
     grpc: String,
 }
 
-/// Whatever else is there, a later release may have written it.
+/// Fields of a value. Unknown fields are ignored, because a later release may add them.
 #[derive(Deserialize)]
 struct Versioned {
     version: u32,
@@ -80,7 +79,7 @@ impl NodeEntry {
         serde_json::to_string(&value).expect("texts and a number are JSON")
     }
 
-    /// Believes nothing: anybody may have written there.
+    /// Parses and validates a record, which any client of etcd may have written.
     pub fn parse(prefix: &str, key: &[u8], value: &[u8]) -> Result<Self, EntryError> {
         let name = std::str::from_utf8(key)
             .ok()
@@ -171,7 +170,7 @@ mod tests {
             let parsed = NodeEntry::parse("/baton", key.as_bytes(), value.as_bytes());
             assert_eq!(parsed, Err(EntryError::Key), "{key}");
         }
-        // A zero epoch and one that is not 32 digits name no process, even where key and value agree.
+        // A zero epoch, or one without exactly 32 digits, is invalid even if key and value agree.
         for epoch in ["0".repeat(32), "7".repeat(31), "g".repeat(32), "F".repeat(32)] {
             let key = format!("/baton/nodes/decode-1/{epoch}");
             let value = value.replace(&entry().epoch.to_string(), &epoch);

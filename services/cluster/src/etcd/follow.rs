@@ -1,4 +1,4 @@
-//! A router's view of the members: does what a [`Follower`] wants done.
+//! A router's membership from etcd: performs the actions of a [`Follower`].
 
 use std::{future::Future, pin::Pin, sync::Arc, time::Instant};
 
@@ -16,7 +16,7 @@ use crate::{
     membership::Shutdown,
 };
 
-/// The nodes that are registered in etcd. Dropping it stops following without waiting.
+/// Nodes that are registered in etcd. Dropping it stops the task without waiting.
 pub struct EtcdMembership {
     list: Arc<MemberList>,
     stop: DropGuard,
@@ -24,11 +24,11 @@ pub struct EtcdMembership {
 }
 
 impl EtcdMembership {
-    /// Reads once and follows from then on. An etcd that does not answer is waited for in the
-    /// background, with an empty list.
+    /// Reads all records once and watches them from then on. If etcd does not answer, the list is empty and the task
+    /// retries in the background.
     ///
     /// # Errors
-    /// When etcd refuses us, or the settings cannot be used.
+    /// If etcd rejects the user or its certificate is not trusted, or if the settings are invalid.
     pub async fn start(settings: EtcdSettings) -> Result<Self, EtcdError> {
         let settings = Arc::new(settings);
         let list = Arc::new(MemberList::new(Members::new()));
@@ -44,7 +44,7 @@ impl EtcdMembership {
         };
         let task = tokio::spawn(follow.run(stop.clone()));
         let membership = Self { list, stop: stop.drop_guard(), task };
-        // Told after at most the time of one reading.
+        // The task reports within the time-out of one read.
         match first.await {
             Ok(Err(error)) => Err(error),
             Ok(Ok(())) | Err(_) => Ok(membership),
@@ -82,7 +82,7 @@ struct Follow {
     list: Arc<MemberList>,
     reading: Option<Reading>,
     watch: Option<OpenWatch>,
-    /// Hears how the first reading went.
+    /// Receives the outcome of the first read.
     first: Option<oneshot::Sender<Result<(), EtcdError>>>,
 }
 
@@ -114,7 +114,7 @@ impl Follow {
     fn read(&mut self, read: Result<(Vec<Record>, OpenWatch), CallError>) -> Input {
         if let Some(first) = self.first.take() {
             let refused = read.as_ref().err().map(|error| error.refuse_start(&self.settings));
-            // Whoever started us may have gone.
+            // The receiver may be gone.
             let _ = first.send(refused.unwrap_or(Ok(())));
         }
         match read {
@@ -134,7 +134,7 @@ impl Follow {
             }
             Action::AskProgress => {
                 if let Some(watch) = &mut self.watch {
-                    // One at a time is out, so there is room; that the watch is gone, it says itself.
+                    // One request is in flight at a time, so the channel has space. The watch reports its own end.
                     let _ = watch.stream.request_progress().await;
                 }
             }
@@ -150,11 +150,9 @@ impl Follow {
             Report::Following { nodes } => {
                 tracing::info!(etcd, prefix = self.settings.prefix, nodes, "following etcd");
             }
-            Report::Away { reason } => tracing::warn!(
-                etcd,
-                reason,
-                "etcd is away: the members stay those that were known last"
-            ),
+            Report::Away { reason } => {
+                tracing::warn!(etcd, reason, "etcd is unreachable: keeping the last known members")
+            }
             Report::Ignored { count, first } => {
                 let first: Vec<String> =
                     first.iter().map(|it| format!("{}: {}", it.key, it.reason)).collect();
@@ -169,13 +167,13 @@ impl Follow {
             Report::TooMany => tracing::warn!(
                 prefix = self.settings.prefix,
                 records_max = super::follower::RECORDS_MAX,
-                "more records in etcd than a cluster can have; the rest is ignored"
+                "too many records in etcd; ignoring the rest"
             ),
         }
     }
 }
 
-/// The outcome of the reading; never, while there is none.
+/// Waits for the outcome of the read. Never returns while no read is in flight.
 async fn done(reading: &mut Option<Reading>) -> Result<(Vec<Record>, OpenWatch), CallError> {
     match reading {
         Some(reading) => reading.await,
@@ -205,8 +203,7 @@ fn changes(response: &WatchResponse) -> Input {
     let changes = response.events().iter().filter_map(|event| {
         let kv = event.kv()?;
         let (key, modified) = (kv.key().to_vec(), kv.mod_revision());
-        // A version of 0 is how etcd says deleted. The event's type says it too, but the library
-        // panics on one that it does not know.
+        // Version 0 means deleted. The event's type shows this too, but the library panics on unknown types.
         Some(match kv.version() {
             0 => Change::Removed { key, modified },
             _ => Change::Written(Record { key, value: kv.value().to_vec(), modified }),

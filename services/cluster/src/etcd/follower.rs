@@ -1,15 +1,15 @@
-//! Follows the records of a cluster's nodes in etcd: pure, what etcd says and `now` in, calls out.
+//! Follows the records of a cluster's nodes in etcd. Pure: takes events of etcd and `now`, returns calls.
 //!
 //! Life of a follower:
-//! 1. *Away*: waits, with back-off, to read.
-//! 2. *Reading*: asks for all records at one revision and a watch from the next one on.
-//! 3. *Following* that watch. etcd is asked for a sign of life whenever it was silent for a while:
-//!    neither a hung etcd nor a dead connection ends a watch by itself.
-//! 4. Away again when the watch ends, is cancelled, finds its revision compacted, or stays silent.
-//!    What changed meanwhile shows when the next reading is compared with what was known.
+//! 1. *Away*: waits with back-off before the next read.
+//! 2. *Reading*: requests all records at one revision and a watch from the next revision on.
+//! 3. *Following* the watch. After a silence the follower requests a progress notification, because neither a hung
+//!    etcd nor a dead connection ends a watch.
+//! 4. Away again when the watch ends, is cancelled, finds its revision compacted, or stays silent. The next read
+//!    shows the changes since then.
 //!
-//! The members stay what they were until a reading or a change says otherwise. That a record is gone
-//! is published like any other change: whoever uses the members probes before believing a death.
+//! The list of members changes only with a read or a watch event. A deleted record is published like any other change;
+//! the directory probes the node before it drops the node.
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -19,35 +19,35 @@ use std::{
 use super::{entry::NodeEntry, retry::Retry};
 use crate::Members;
 
-/// More records are not believed to be nodes of one cluster.
+/// Maximum number of records; further records are ignored.
 pub const RECORDS_MAX: usize = 4096;
-/// Connecting, proving who one is, two round trips and a few pages.
+/// Time-out of a read: connect, authenticate, two round trips and a few pages.
 const READ_WITHIN: Duration = Duration::from_secs(5);
-/// Also what keeps etcd from calling this client a nuisance: it closes connections that ping it more
-/// often than every 5 s without asking anything.
+/// Silence after which the follower requests a progress notification. Also prevents etcd from closing the connection:
+/// etcd closes idle connections that ping more often than every 5 s.
 const SILENCE_MAX: Duration = Duration::from_secs(2);
 const ANSWER_WITHIN: Duration = Duration::from_secs(2);
-/// A watch that ended sooner has not ended the trouble before it.
+/// Minimum duration of a watch that resets the back-off.
 const STABLE_AFTER: Duration = Duration::from_secs(2);
-/// Keys of nodes are shorter; what is kept of longer ones tells them apart well enough.
+/// Maximum number of bytes kept of a key. Keys of nodes are shorter.
 const KEY_BYTES_MAX: usize = 256;
-/// Characters that a report shows of a key that is not a node's.
+/// Maximum number of characters that a report shows of a foreign key.
 const SHOWN_CHARS_MAX: usize = 100;
-/// Records that a report of ignored records names.
+/// Maximum number of ignored records that a report names.
 pub const IGNORED_SHOWN_MAX: usize = 3;
-/// Time between two reports of ignored records.
+/// Minimum time between two reports of ignored records.
 const IGNORED_INTERVAL: Duration = Duration::from_secs(10);
 
-/// A record as it stands in etcd.
+/// A record in etcd.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Record {
     pub key: Vec<u8>,
     pub value: Vec<u8>,
-    /// The revision that wrote it.
+    /// Revision that wrote the record.
     pub modified: i64,
 }
 
-/// One event of a watch.
+/// An event of a watch.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Change {
     Written(Record),
@@ -56,11 +56,11 @@ pub enum Change {
 
 #[derive(Clone, Debug)]
 pub enum Input {
-    /// All records at one revision; a watch from the next one is open.
+    /// All records at one revision; a watch from the next revision is open.
     Read { records: Vec<Record> },
-    /// Something came over the watch; without changes, a sign of life.
+    /// A message of the watch; without changes it is a progress notification.
     Changed { changes: Vec<Change> },
-    /// The reading failed, or the watch ended.
+    /// The read failed, or the watch ended.
     Failed { reason: String },
 }
 
@@ -70,7 +70,7 @@ pub enum Action {
     Read {
         within: Duration,
     },
-    /// Ask for a sign of life over the watch.
+    /// Request a progress notification over the watch.
     AskProgress,
     /// Drop the watch and its connection.
     Disconnect,
@@ -78,7 +78,7 @@ pub enum Action {
     Report(Report),
 }
 
-/// To be logged, once.
+/// An event to log once.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Report {
     Following {
@@ -113,12 +113,12 @@ enum State {
 /// The result of parsing a record.
 struct Known {
     modified: i64,
-    /// `None`: it was reported and is ignored.
+    /// `None`: the record is ignored and was reported.
     entry: Option<NodeEntry>,
 }
 
 pub struct Follower {
-    /// Without a slash at the end.
+    /// Key prefix without a trailing slash.
     prefix: String,
     state: State,
     known: BTreeMap<Vec<u8>, Known>,
@@ -132,7 +132,7 @@ pub struct Follower {
 }
 
 impl Follower {
-    /// Due at once.
+    /// Creates a follower whose first read is due at once.
     pub fn new(now: Instant, prefix: &str, seed: u64) -> Self {
         Self {
             prefix: prefix.to_owned(),
@@ -164,7 +164,7 @@ impl Follower {
         assert!(self.known.len() <= RECORDS_MAX);
     }
 
-    /// When to call [`Self::on_deadline`]; `None` while a reading is out.
+    /// Returns the time of the next call of [`Self::on_deadline`]; `None` while a read is in flight.
     pub fn next_deadline(&self) -> Option<Instant> {
         match self.state {
             State::Away { retry_at } => Some(retry_at),
@@ -189,7 +189,7 @@ impl Follower {
                 actions.push(Action::AskProgress);
             }
             State::Following { .. } => {
-                let reason = format!("no sign of life within {ANSWER_WITHIN:?}");
+                let reason = format!("no answer within {ANSWER_WITHIN:?}");
                 self.failed(now, reason, actions);
             }
             State::Reading => {}
@@ -231,7 +231,7 @@ impl Follower {
         self.publish(actions);
     }
 
-    /// Takes a record for what it is worth; what `before` ignored already is not reported again.
+    /// Parses a record. A record that `before` ignored already is not reported again.
     fn believe(
         &mut self,
         record: Record,
@@ -269,7 +269,7 @@ impl Follower {
         self.known.insert(short.to_vec(), Known { modified, entry });
     }
 
-    /// Reports ignored records, at most once per interval: somebody may write thousands.
+    /// Reports ignored records, at most once per interval: there may be thousands.
     fn report_ignored(&mut self, now: Instant, actions: &mut Vec<Action>) {
         let is_recent = |at| now.saturating_duration_since(at) < IGNORED_INTERVAL;
         if self.ignored_count == 0 || self.ignored_reported.is_some_and(is_recent) {

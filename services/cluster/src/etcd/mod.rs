@@ -1,14 +1,13 @@
 //! Members that register in etcd.
 //!
-//! * A node holds a [`Registration`]: its [`NodeEntry`] stands in etcd for as long as the node renews
-//!   its lease, and is taken away when it leaves.
+//! * A node holds a [`Registration`]: etcd keeps the node's [`NodeEntry`] while the node renews its lease. The node
+//!   deletes the entry when it leaves.
 //! * A router holds an [`EtcdMembership`], which follows all entries of the cluster.
 //!
-//! The decisions are pure ([`registrant`], [`follower`]: proptest drives them); `register`, `follow`
-//! and `session` do the I/O. While etcd is away nothing is forgotten on either side, and everything
-//! goes on: etcd is asked who is there, never whether somebody is well.
+//! [`registrant`] and [`follower`] are pure and tested by proptest; `register`, `follow` and `session` do the I/O.
+//! During an etcd outage routers keep their members and nodes continue to serve: etcd provides addresses, not health.
 //!
-//! Left out: elections, locks, configuration in etcd, and TLS with other than a PEM authority.
+//! Elections, locks and configuration in etcd are left out, and TLS authorities other than PEM files.
 
 pub mod follower;
 pub mod registrant;
@@ -25,7 +24,7 @@ pub use follow::EtcdMembership;
 pub use register::{Registrar, Registration};
 pub use settings::{EtcdError, EtcdSettings};
 
-/// Spreads the calls of processes that began together.
+/// Returns a random seed that spreads the calls of processes with the same start time.
 fn seed() -> Result<u64, EtcdError> {
     getrandom::u64().map_err(|error| EtcdError::NoRandomness { reason: error.to_string() })
 }

@@ -1,4 +1,4 @@
-//! A node's record in etcd: does what a [`Registrant`] wants done.
+//! A node's record in etcd: performs the actions of a [`Registrant`].
 
 use std::{
     future::Future,
@@ -17,18 +17,18 @@ use super::{
     settings::{EtcdError, EtcdSettings},
 };
 
-/// A process that starts waits no longer to hear whether it is welcome.
+/// Time-out of the check at start.
 const CHECK_WITHIN: Duration = Duration::from_secs(3);
 
-/// An etcd that may be registered with.
+/// An etcd that accepted the node's credentials, or did not answer yet.
 pub struct Registrar {
     settings: Arc<EtcdSettings>,
     seed: u64,
 }
 
 impl Registrar {
-    /// Asks etcd once, so that a wrong password is found before a model is loaded. That etcd does
-    /// not answer is no error: registering waits for it.
+    /// Connects to etcd once, to report a wrong password before the model is loaded. An unreachable etcd is no error:
+    /// registration retries.
     pub async fn connect(settings: EtcdSettings) -> Result<Self, EtcdError> {
         let settings = Arc::new(settings);
         if let Err(error) = Session::new(settings.clone()).check(CHECK_WITHIN).await {
@@ -36,7 +36,7 @@ impl Registrar {
             tracing::warn!(
                 etcd = settings.endpoints(),
                 reason = error.reason(),
-                "etcd is away: this node registers when it is back"
+                "etcd is unreachable: this node registers when etcd is back"
             );
         }
         Ok(Self { settings, seed: super::seed()? })
@@ -58,7 +58,7 @@ impl Registrar {
     }
 }
 
-/// A node's record, renewed for as long as this lives. Dropping it leaves the record to its lease.
+/// A node's record, which a task renews. After a drop the record expires with its lease.
 pub struct Registration {
     leave: CancellationToken,
     stop: DropGuard,
@@ -66,18 +66,18 @@ pub struct Registration {
 }
 
 impl Registration {
-    /// Takes the record away, so that routers hear of it at once. Gives up after `within`; then the
-    /// lease does it.
+    /// Deletes the record, so that routers see the change at once. Gives up after `within`; the record then expires
+    /// with its lease.
     pub async fn leave(self, within: Duration) {
         self.leave.cancel();
         if tokio::time::timeout(within, self.task).await.is_err() {
-            tracing::warn!(?within, "etcd did not confirm that this node left");
+            tracing::warn!(?within, "cannot confirm the deletion of this node's record in etcd");
         }
         drop(self.stop);
     }
 }
 
-/// A call that is out. It takes the connection along and brings it back; given up, both are gone.
+/// A call in flight. It owns the connection until it returns; dropping the call drops both.
 type CallOut = Pin<Box<dyn Future<Output = (Session, Input)> + Send>>;
 
 struct Register {
@@ -150,7 +150,9 @@ impl Register {
         let (etcd, key) = (self.settings.endpoints(), &self.key);
         match report {
             Report::Registered { ttl, .. } => tracing::info!(etcd, key, ?ttl, "registered in etcd"),
-            Report::Recovered => tracing::info!(etcd, key, "etcd is back and kept the record"),
+            Report::Recovered => {
+                tracing::info!(etcd, key, "etcd is reachable again and kept the record")
+            }
             Report::Restored => {
                 tracing::warn!(etcd, key, "the record in etcd was deleted or changed; restored");
             }
@@ -158,17 +160,27 @@ impl Register {
                 tracing::warn!(etcd, key, reason, "the record in etcd is lost; registering again");
             }
             Report::Away { reason } => {
-                tracing::warn!(etcd, key, reason, "etcd is away; this node serves on");
+                tracing::warn!(
+                    etcd,
+                    key,
+                    reason,
+                    "etcd is unreachable; this node continues to serve"
+                );
             }
             Report::Removed => tracing::info!(etcd, key, "left etcd"),
             Report::NotRemoved { reason } => {
-                tracing::warn!(etcd, key, reason, "could not leave etcd; the lease will end");
+                tracing::warn!(
+                    etcd,
+                    key,
+                    reason,
+                    "cannot delete the record in etcd; it expires with its lease"
+                );
             }
         }
     }
 }
 
-/// The outcome of the call; never, while there is none.
+/// Waits for the outcome of the call. Never returns while no call is in flight.
 async fn outcome(call: &mut Option<CallOut>) -> (Session, Input) {
     match call {
         Some(call) => call.await,

@@ -1,33 +1,31 @@
-//! Keeps one node's record in etcd: pure, outcomes of calls and `now` in, calls out.
+//! Keeps one node's record in etcd. Pure: takes outcomes of calls and `now`, returns calls.
 //!
 //! Life of a registration:
-//! 1. *Absent*: the record is not there as far as this process knows; it is written as soon as
-//!    etcd answers, with back-off.
+//! 1. *Absent*: as far as this process knows the record is missing. The registrant writes it, with back-off.
 //! 2. *Present* under a lease, which is renewed every third of its time. Each renewal also checks the
 //!    record, and writes it again under the same lease where somebody deleted or changed it. A renewal
-//!    that fails is tried again with back-off for as long as the lease can still be alive.
-//! 3. Absent again when etcd says that the lease is gone, or when nothing confirmed it for its whole
-//!    time: past that the record is lost whatever etcd says later. It is written again under the same
-//!    key, with the same epoch: the process is the same.
-//! 4. *Gone* once leaving was asked for and the lease was revoked, or could not be.
+//!    that fails is retried with back-off until the lease must have expired.
+//! 3. Absent again when etcd reports that the lease does not exist, or when no renewal succeeded for the lease's whole
+//!    time. The record is written again under the same key and epoch, because the process is the same.
+//! 4. *Gone* after a request to leave, when the lease was revoked or the revocation failed.
 //!
-//! At most one call is out at any time, and its action says how long it may take.
+//! At most one call is in flight; its action has the call's time-out.
 
 use std::time::{Duration, Instant};
 
 use super::retry::Retry;
 
-/// Connecting, proving who one is, and two round trips.
+/// Time-out of a call: connect, authenticate, two round trips.
 const WRITE_WITHIN: Duration = Duration::from_secs(3);
-/// Draining goes on meanwhile; afterwards the lease ends by itself.
+/// Time-out of leaving. The node drains meanwhile; after the time-out the lease expires by itself.
 const REMOVE_WITHIN: Duration = Duration::from_secs(2);
 const RENEW_WITHIN_MIN: Duration = Duration::from_secs(1);
 const RENEW_WITHIN_MAX: Duration = Duration::from_secs(3);
-/// Bounds on the time that etcd says it gave.
+/// Bounds on the lease time that etcd reports.
 const TTL_MIN: Duration = Duration::from_secs(1);
 const TTL_MAX: Duration = Duration::from_secs(24 * 3600);
 
-/// Names a lease in etcd.
+/// Id of a lease in etcd.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LeaseId(pub i64);
 
@@ -36,28 +34,28 @@ pub struct LeaseId(pub i64);
 pub enum Input {
     /// The record is written under this lease.
     Written { lease: LeaseId, ttl: Duration },
-    /// The lease runs its full time again, and the record stands under it. `restored`: the record was
-    /// missing or changed, and is written again.
+    /// The lease was renewed and the record is there. `restored`: the record was missing or changed and was written
+    /// again.
     Renewed { restored: bool },
-    /// etcd does not know the lease any more.
+    /// The lease expired.
     Expired,
-    /// The lease is revoked, and with it the record is gone.
+    /// The lease is revoked, which deletes the record.
     Removed,
-    /// The call did not succeed, whatever it was.
+    /// The call failed.
     Failed { reason: String },
-    /// The node leaves: take the record away, for good.
+    /// The node leaves: delete the record.
     Leave,
 }
 
 /// An operation for the shell to perform.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Action {
-    /// Replaces whatever call is out. Its outcome comes back as an [`Input`].
+    /// Start this call instead of the one in flight. Its outcome returns as an [`Input`].
     Call {
         call: Call,
         within: Duration,
     },
-    /// Nothing follows.
+    /// The registrant has ended.
     Finish,
     Report(Report),
 }
@@ -65,24 +63,24 @@ pub enum Action {
 /// A call to etcd.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Call {
-    /// Take a lease and write the record under it.
+    /// Create a lease and write the record under it.
     Write,
-    /// Renew the lease, and write the record again where it is missing or changed.
+    /// Renew the lease, and write the record again if it is missing or changed.
     Renew(LeaseId),
-    /// Revoke the lease, and with it the record.
+    /// Revoke the lease, which deletes the record.
     Remove(LeaseId),
 }
 
-/// To be logged, once.
+/// An event to log once.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Report {
     Registered {
         lease: LeaseId,
         ttl: Duration,
     },
-    /// etcd is there again and the record was kept.
+    /// etcd is reachable again and kept the record.
     Recovered,
-    /// Somebody deleted or changed the record while its lease lived. The record is written again.
+    /// The record was deleted or changed before its lease expired, and was written again.
     Restored,
     Lost {
         reason: String,
@@ -116,7 +114,7 @@ pub struct Registrant {
 }
 
 impl Registrant {
-    /// Due at once.
+    /// Creates a registrant whose first call is due at once.
     pub fn new(now: Instant, seed: u64) -> Self {
         Self { state: State::Absent { write_at: now }, retry: Retry::new(seed), leaving: false }
     }
@@ -137,7 +135,7 @@ impl Registrant {
         }
     }
 
-    /// When to call [`Self::on_deadline`]; `None` while a call is out, and at the end.
+    /// Returns the time of the next call of [`Self::on_deadline`]; `None` while a call is in flight, and at the end.
     pub fn next_deadline(&self) -> Option<Instant> {
         match &self.state {
             State::Absent { write_at } => Some(*write_at),
@@ -156,12 +154,12 @@ impl Registrant {
                     return;
                 }
                 if *lost_at <= now {
-                    let reason = format!("nothing confirmed the lease for {ttl:?}");
+                    let reason = format!("no renewal of the lease succeeded for {ttl:?}");
                     actions.push(Action::Report(Report::Lost { reason }));
                     self.write(now, actions);
                     return;
                 }
-                // Answered or not by two thirds of the lease's time, when it is asked at one third.
+                // A renewal starts at one third of the lease time and ends by two thirds.
                 let within = (*ttl / 3).clamp(RENEW_WITHIN_MIN, RENEW_WITHIN_MAX);
                 *renewal = Renewal::Out { since: now };
                 actions.push(Action::Call { call: Call::Renew(*lease), within });
@@ -201,14 +199,13 @@ impl Registrant {
     }
 
     fn expired(&mut self, now: Instant, actions: &mut Vec<Action>) {
-        let reason = "etcd does not know the lease any more".to_owned();
+        let reason = "the lease expired".to_owned();
         match self.state {
             State::Present { renewal: Renewal::Out { .. }, .. } => {
                 actions.push(Action::Report(Report::Lost { reason }));
                 self.state = State::Absent { write_at: now + self.retry.delay() };
             }
-            // It ended between being granted and the record's writing: a process or a machine that
-            // was stopped for so long.
+            // The lease expired before the record was written, because the process or machine was suspended.
             State::Writing { .. } => self.failed(now, reason, actions),
             State::Removing => {
                 actions.push(Action::Report(Report::Removed));
@@ -218,7 +215,7 @@ impl Registrant {
         }
     }
 
-    /// The lease's time counts from before the call: etcd began to count later.
+    /// Computes the expiry from the start of the call: the lease cannot expire earlier.
     fn confirmed(&mut self, lease: LeaseId, ttl: Duration, called: Instant) {
         let renewal = Renewal::Due(called + ttl / 3);
         self.state = State::Present { lease, ttl, lost_at: called + ttl, renewal };
@@ -249,7 +246,7 @@ impl Registrant {
         match self.state {
             State::Absent { .. } => self.finish(actions),
             State::Present { lease, .. } => self.remove(lease, actions),
-            // What is being written must be known before it can be removed.
+            // Wait for the write in flight before revoking its lease.
             State::Writing { .. } | State::Removing | State::Gone => {}
         }
     }

@@ -1,11 +1,11 @@
-//! When to call etcd again after a failure, and when a failure is worth a line in the log.
+//! Back-off after failed calls to etcd, and suppression of repeated log lines.
 
 use std::time::Duration;
 
 use crate::backoff::{Jitter, doubled};
 
 const DELAY_FIRST: Duration = Duration::from_millis(100);
-/// An etcd that is back is noticed at most so late.
+/// Maximum delay, so the maximum time until a recovered etcd is noticed.
 const DELAY_MAX: Duration = Duration::from_secs(2);
 
 pub(super) struct Retry {
@@ -15,19 +15,19 @@ pub(super) struct Retry {
 }
 
 impl Retry {
-    /// `seed` spreads the calls of many processes; any number will do.
+    /// Creates the state. `seed` spreads the calls of several processes; any number is valid.
     pub fn new(seed: u64) -> Self {
         Self { failures: 0, jitter: Jitter::new(seed), reason: None }
     }
 
-    /// How long to wait after this failure.
+    /// Returns the delay after this failure.
     pub fn delay(&mut self) -> Duration {
         let delay = self.jitter.spread(doubled(DELAY_FIRST, self.failures, DELAY_MAX));
         self.failures = self.failures.saturating_add(1);
         delay
     }
 
-    /// Whether this differs from what was said last; a failure that repeats itself is said once.
+    /// Returns whether to log this failure: only if it differs from the last logged one.
     pub fn is_news(&mut self, reason: &str) -> bool {
         let news = self.reason.as_deref() != Some(reason);
         if news {
@@ -36,12 +36,12 @@ impl Retry {
         news
     }
 
-    /// A call succeeded. Returns whether failures were told of before.
+    /// Handles a success. Returns whether failures were logged before.
     pub fn succeeded(&mut self) -> bool {
         self.reason.take().is_some()
     }
 
-    /// Successes have lasted: the next failure is a first one.
+    /// Resets the back-off after lasting success.
     pub fn stable(&mut self) {
         self.failures = 0;
     }

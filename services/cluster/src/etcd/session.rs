@@ -1,7 +1,7 @@
-//! Calls to etcd, each with its deadline.
+//! Calls to etcd, each with a deadline.
 //!
-//! After a failure the connection is dropped and made anew: that heals what the client library does
-//! not (a stream that ended, a dead connection behind a living one, a token that expired).
+//! A failed call drops the connection. A new connection repairs states that the client library does not repair: an
+//! ended stream, a dead connection, an expired token.
 
 use std::{error::Error as _, sync::Arc, time::Duration};
 
@@ -18,25 +18,25 @@ use super::{
 };
 
 const CONNECT_MAX: Duration = Duration::from_secs(2);
-/// Records in one response. A record has at most 1.5 MiB (etcd's bound) and ours some hundred bytes;
-/// answers that grow too large are asked for again in smaller pages.
+/// Number of records per page. Records of nodes have a few hundred bytes, others at most 1.5 MiB (etcd's limit); a
+/// response beyond the size limit is requested again with smaller pages.
 const PAGE_RECORDS: usize = 256;
-/// The client library answers so when it was the lease that etcd did not know.
+/// Error text of the client library for an unknown lease.
 const LEASE_GONE: &str = "lease not found";
-/// The TLS library begins so when it does not believe a server's certificate.
+/// Start of the TLS library's error for an untrusted certificate.
 const UNTRUSTED: &str = "invalid peer certificate";
 
-/// Why a call did not succeed.
+/// Reason why a call failed.
 #[derive(Debug)]
 pub(super) enum CallError {
-    /// etcd knows us and will not serve us, or the settings make no sense: asking again is in vain.
+    /// etcd rejected the user, or the settings are invalid; a retry cannot succeed.
     Refused(String),
     Unusable(String),
-    /// Whoever answers there shows a certificate that our authority did not sign for it.
+    /// The server's certificate is not signed by the configured authority for this host.
     Untrusted(String),
-    /// The lease is unknown there.
+    /// The lease does not exist.
     LeaseGone,
-    /// Anything else, above all that nobody answers.
+    /// Any other failure, such as no answer.
     Away(String),
 }
 
@@ -51,15 +51,14 @@ impl CallError {
         }
     }
 
-    /// For a process that is only starting: what its operator must put right is an error, an etcd
-    /// that may come back is none.
+    /// Returns the error for a starting process: only failures that the operator must fix, no outage.
     pub fn refuse_start(&self, settings: &EtcdSettings) -> Result<(), EtcdError> {
         let endpoints = settings.endpoints();
         match self {
             Self::Refused(reason) => {
                 let user = match &settings.user {
                     Some((name, _)) => format!("user {name:?}"),
-                    None => "a client without a name".to_owned(),
+                    None => "a client without a user name".to_owned(),
                 };
                 Err(EtcdError::Refused { endpoints, user, reason: reason.clone() })
             }
@@ -81,7 +80,7 @@ impl From<Error> for CallError {
         };
         match &error {
             Error::GRpcStatus(status) => match status.code() {
-                // What we ask is well-formed, so it is us that etcd means.
+                // The requests are well-formed, so the error concerns the credentials.
                 Unauthenticated | PermissionDenied | InvalidArgument | FailedPrecondition => {
                     Self::Refused(status.message().to_owned())
                 }
@@ -93,7 +92,7 @@ impl From<Error> for CallError {
             },
             Error::LeaseKeepAliveError(reason) if reason.contains(LEASE_GONE) => Self::LeaseGone,
             Error::InvalidUri(_) | Error::InvalidArgs(_) => Self::Unusable(error.to_string()),
-            // Comes from the options alone; the network answers with a status.
+            // Only invalid options yield this error; network failures yield a status.
             Error::TransportError(error) => {
                 let cause = error.source().map(ToString::to_string);
                 Self::Unusable(cause.unwrap_or_else(|| error.to_string()))
@@ -103,7 +102,7 @@ impl From<Error> for CallError {
     }
 }
 
-/// A status says little of why a connection failed; its causes do.
+/// Joins a status with its causes: the status alone does not tell why a connection failed.
 fn with_causes(status: &tonic::Status) -> String {
     let mut text = status.message().to_owned();
     let mut cause = status.source();
@@ -117,13 +116,13 @@ fn with_causes(status: &tonic::Status) -> String {
     text
 }
 
-/// A connection to etcd, made when it is needed.
+/// A connection to etcd that is opened on demand.
 pub(super) struct Session {
     settings: Arc<EtcdSettings>,
     client: Option<Client>,
 }
 
-/// A watch that is open, and what it needs to live.
+/// An open watch with its connection.
 pub(super) struct OpenWatch {
     pub stream: WatchStream,
     _client: Client,
@@ -134,7 +133,7 @@ impl Session {
         Self { settings, client: None }
     }
 
-    /// Whether we are known there and may read.
+    /// Checks the credentials and the read permission.
     pub async fn check(&mut self, within: Duration) -> Result<(), CallError> {
         let keys = entry::keys(&self.settings.prefix);
         let options = GetOptions::new().with_prefix().with_count_only();
@@ -145,7 +144,7 @@ impl Session {
         self.call(within, call).await
     }
 
-    /// Takes a lease and writes the record under it; the lease and its time.
+    /// Creates a lease and writes the record under it. Returns the lease and its time.
     pub async fn write(
         &mut self,
         key: String,
@@ -164,10 +163,10 @@ impl Session {
         self.call(within, call).await
     }
 
-    /// Renews the lease, and writes the record again under it where somebody deleted or changed the
-    /// record. Returns whether the record was written.
+    /// Renews the lease, and writes the record again if it was deleted or changed. Returns whether the record was
+    /// written.
     ///
-    /// Opens a stream for each renewal: a stream that was open for longer may have died unnoticed.
+    /// Opens a new stream for each renewal, because an old stream may be dead without notice.
     pub async fn renew(
         &mut self,
         lease: LeaseId,
@@ -188,7 +187,7 @@ impl Session {
         self.call(within, call).await
     }
 
-    /// Ends the lease and all that stands under it.
+    /// Revokes the lease, which deletes the record.
     pub async fn revoke(&mut self, lease: LeaseId, within: Duration) -> Result<(), CallError> {
         let call = async |client: &mut Client| {
             client.lease_revoke(lease.0).await?;
@@ -200,7 +199,7 @@ impl Session {
         }
     }
 
-    /// All records of nodes at one revision, and a watch from the next one on.
+    /// Reads all records at one revision and opens a watch from the next revision on.
     pub async fn read(mut self, within: Duration) -> Result<(Vec<Record>, OpenWatch), CallError> {
         let keys = entry::keys(&self.settings.prefix);
         let call = async |client: &mut Client| {
@@ -222,7 +221,7 @@ impl Session {
         within: Duration,
         call: impl AsyncFnOnce(&mut Client) -> Result<T, Error>,
     ) -> Result<T, CallError> {
-        // Taken, so that neither a failure nor a caller who gives up leaves a broken one behind.
+        // Take the connection, so that a failed or dropped call does not leave a broken one.
         let connected = self.client.take();
         let settings = &self.settings;
         let whole = async {
@@ -242,7 +241,7 @@ impl Session {
 }
 
 async fn connect(settings: &EtcdSettings) -> Result<Client, Error> {
-    // A member that lost the others would answer from the past, or not at all.
+    // Without a quorum an etcd member returns stale data or no answer.
     let mut options =
         ConnectOptions::new().with_connect_timeout(CONNECT_MAX).with_require_leader(true);
     if let Some((name, password)) = &settings.user {
@@ -258,7 +257,7 @@ async fn connect(settings: &EtcdSettings) -> Result<Client, Error> {
     Client::connect(&settings.endpoints, Some(options)).await
 }
 
-/// Page by page, all at the revision of the first.
+/// Reads page by page, all pages at the revision of the first.
 async fn read_all(client: &mut Client, keys: &str) -> Result<(Vec<Record>, i64), Error> {
     let end = after_prefix(keys);
     let (mut from, mut revision) = (keys.as_bytes().to_vec(), 0);
@@ -288,7 +287,7 @@ async fn read_all(client: &mut Client, keys: &str) -> Result<(Vec<Record>, i64),
             modified: kv.mod_revision(),
         }));
         match records.last() {
-            // One more than is believed, so that its being too many shows.
+            // Read one record beyond the limit to detect an excess.
             Some(last) if page.more() && records.len() <= RECORDS_MAX => {
                 from = [last.key.as_slice(), &[0]].concat();
             }
@@ -297,7 +296,7 @@ async fn read_all(client: &mut Client, keys: &str) -> Result<(Vec<Record>, i64),
     }
 }
 
-/// The first key that does not begin with `prefix`, which ends with a slash.
+/// Returns the first key after all keys with `prefix`, which ends with a slash.
 fn after_prefix(prefix: &str) -> Vec<u8> {
     let mut end = prefix.as_bytes().to_vec();
     if let Some(last) = end.last_mut() {

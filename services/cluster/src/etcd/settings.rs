@@ -9,22 +9,22 @@ use std::{
 
 use config::Password;
 
-/// A chain of certificates has some KiB.
+/// Maximum size of a PEM file in bytes; a certificate chain has a few KiB.
 const PEM_BYTES_MAX: u64 = 1 << 20;
 
 /// Endpoints, credentials and key prefix.
 #[derive(Clone, Debug)]
 pub struct EtcdSettings {
     pub(super) endpoints: Vec<String>,
-    /// Without a slash at the end.
+    /// Key prefix without a trailing slash.
     pub(super) prefix: String,
     pub(super) user: Option<(String, Password)>,
     pub(super) tls: Option<Tls>,
-    /// How long a record outlives its last renewal.
+    /// Lease time of a record.
     pub(super) ttl: Duration,
 }
 
-/// PEM, as it was read.
+/// Contents of the PEM files.
 #[derive(Clone)]
 pub(super) struct Tls {
     pub ca: Vec<u8>,
@@ -38,7 +38,7 @@ impl std::fmt::Debug for Tls {
     }
 }
 
-/// Why etcd cannot be used as configured. That it does not answer is no such error: it may come back.
+/// Error of the etcd settings or credentials. An unreachable etcd is not an error here.
 #[derive(Debug, thiserror::Error)]
 pub enum EtcdError {
     #[error("{key} = {path}: {reason}", path = path.display())]
@@ -58,7 +58,7 @@ pub enum EtcdError {
 }
 
 impl EtcdSettings {
-    /// Reads the PEM files. `None` when members are listed.
+    /// Reads the settings and PEM files. Returns `None` for a static list of members.
     pub fn read(cluster: &config::Cluster) -> Result<Option<Self>, EtcdError> {
         if cluster.etcd.is_empty() {
             return Ok(None);
@@ -77,7 +77,7 @@ impl EtcdSettings {
         }))
     }
 
-    /// For messages.
+    /// Returns the endpoints as text for messages.
     pub(super) fn endpoints(&self) -> String {
         self.endpoints.join(",")
     }
@@ -107,9 +107,9 @@ fn pem(key: &'static str, path: Option<&Path>) -> Result<Vec<u8>, EtcdError> {
     File::open(path)
         .and_then(|file| file.take(PEM_BYTES_MAX).read_to_end(&mut bytes))
         .map_err(wrong)?;
-    // What is inside, the TLS library checks; a file without PEM it would take for an empty one.
+    // The TLS library validates PEM blocks but accepts a file without any.
     if !bytes.windows(11).any(|window| window == b"-----BEGIN ") {
-        return Err(wrong(io::Error::new(io::ErrorKind::InvalidData, "the file holds no PEM")));
+        return Err(wrong(io::Error::new(io::ErrorKind::InvalidData, "the file has no PEM block")));
     }
     Ok(bytes)
 }

@@ -31,15 +31,14 @@ impl fmt::Display for NodeAddress {
     }
 }
 
-/// Listed addresses, each with the epoch of its process where the source knows it.
+/// Listed addresses with the epoch of each process, if the source knows it.
 pub type Members = BTreeMap<NodeAddress, Option<Epoch>>;
 
-/// One difference between two lists of members. A new process behind an old address is another node:
-/// its address left and joined.
+/// A difference between two lists of members. A new process at a known address yields `Left` and `Joined`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum MemberChange {
     Joined(NodeAddress),
-    /// No longer listed: a reason to probe, no proof of death.
+    /// The address is no longer listed. The directory probes the node before it drops the node.
     Left(NodeAddress),
 }
 
@@ -53,22 +52,22 @@ pub enum MembershipError {
     Stopped { reason: String },
 }
 
-/// A source of addresses. Its last list stays good while the source itself is away.
+/// A source of addresses. The last list stays valid while the source is unreachable.
 pub trait Membership: Send + Sync {
-    /// Everything known now, each as `Joined`, then what changes.
+    /// Watches the list: first each known address as `Joined`, then the changes.
     fn watch(&self) -> MemberWatch;
 
-    /// The last list, in order.
+    /// Returns the last list, in order.
     fn last_known(&self) -> Vec<NodeAddress>;
 
-    /// Stops whatever follows the source and waits for it, at most `deadline`.
+    /// Stops the source's task and waits for its end, at most until `deadline`.
     fn shutdown(self: Box<Self>, deadline: Duration) -> Shutdown;
 }
 
 /// The future that [`Membership::shutdown`] returns.
 pub type Shutdown = Pin<Box<dyn Future<Output = Result<(), MembershipError>> + Send>>;
 
-/// The current list, from which watches are made. A source replaces it as a whole.
+/// The current list and its watches. A source replaces the whole list.
 pub struct MemberList {
     list: watch::Sender<Arc<Members>>,
 }
@@ -96,18 +95,17 @@ impl MemberList {
     }
 }
 
-/// Turns lists into changes. Bounded however slowly it is read: only the latest list counts.
+/// Converts lists into changes. A slow reader needs bounded memory, because only the latest list counts.
 pub struct MemberWatch {
     list: watch::Receiver<Arc<Members>>,
     seen: Members,
     changes: VecDeque<MemberChange>,
-    /// The list at the time of the call to `watch` was not looked at yet.
+    /// The first list was not compared yet.
     fresh: bool,
 }
 
 impl MemberWatch {
-    /// The next change; waits for one as long as the source lives, then `None`. Dropping the future
-    /// loses nothing.
+    /// Waits for the next change; `None` when the source has ended. The function is cancel-safe.
     pub async fn next(&mut self) -> Option<MemberChange> {
         loop {
             if let Some(change) = self.changes.pop_front() {

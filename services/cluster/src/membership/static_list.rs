@@ -1,17 +1,17 @@
-//! Members that are listed in the configuration.
+//! Static list of members from the configuration.
 
 use std::time::Duration;
 
 use super::{MemberList, MemberWatch, Members, Membership, MembershipError, NodeAddress, Shutdown};
 use crate::Role;
 
-/// A list that never changes.
+/// A list of members that never changes.
 pub struct StaticMembership {
     list: MemberList,
 }
 
 impl StaticMembership {
-    /// From gRPC URLs by role; an address has one role and is listed once.
+    /// Creates the list from gRPC URLs by role. Each address is listed once.
     pub fn new<P, D>(
         prefill: impl IntoIterator<Item = P>,
         decode: impl IntoIterator<Item = D>,
@@ -43,7 +43,7 @@ impl Membership for StaticMembership {
         self.list.members().keys().cloned().collect()
     }
 
-    /// Nothing runs; watches end.
+    /// Ends the watches; there is no task.
     fn shutdown(self: Box<Self>, _deadline: Duration) -> Shutdown {
         drop(self);
         Box::pin(std::future::ready(Ok(())))

@@ -1,4 +1,4 @@
-//! What a request to `/v1/chat/completions` asks for.
+//! Fields of a request to `/v1/chat/completions`.
 
 use serde_json::{Map, Value};
 
@@ -15,7 +15,7 @@ use crate::request::{
     tools::OfferedTools,
 };
 
-/// Known from OpenAI or vLLM, not supported, with the values that mean "off".
+/// Unsupported fields of OpenAI and vLLM, with the values that disable them.
 const UNSUPPORTED: [(&str, &[&str]); 5] = [
     ("functions", &["[]"]),
     ("audio", &[]),
@@ -57,7 +57,7 @@ pub fn read(fields: &Fields<'_>) -> Result<RequestFields, FieldError> {
     })
 }
 
-/// The conversation and how it is rendered.
+/// Reads the conversation and its rendering options.
 pub fn chat_source(
     fields: &Fields<'_>,
     tools: Option<&OfferedTools>,

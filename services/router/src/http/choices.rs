@@ -1,4 +1,4 @@
-//! Answers as the two APIs write them: tokens and text become choices, whole or in chunks.
+//! Converts tokens and text into the choices of both APIs, complete or in chunks.
 
 use std::sync::Arc;
 
@@ -15,14 +15,14 @@ use crate::{
     request::tools::{AnswerPiece, CallReader, Calls},
 };
 
-/// Which of the two shapes.
+/// API of a request: chat or completion.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Api {
     Chat,
     Text,
 }
 
-/// One answer as far as it came.
+/// Content of one answer so far.
 #[derive(Debug, Default)]
 pub struct Collected {
     pub text: String,
@@ -31,12 +31,12 @@ pub struct Collected {
     pub text_logprobs: TextLogprobs,
 }
 
-/// Turns tokens into what the client asked to see of them.
+/// Converts tokens into the fields that the client requested.
 #[derive(Clone)]
 pub struct TokenView {
     pub tokenizer: Arc<Tokenizer>,
     pub api: Api,
-    /// Log-probabilities of so many tokens beside the chosen one.
+    /// Number of top log-probabilities for each token.
     pub logprobs: Option<u32>,
     pub token_ids: bool,
 }
@@ -52,14 +52,14 @@ impl TokenView {
         tokens.iter().map(one).collect()
     }
 
-    /// `text_offset` is the number of characters before these tokens, and afterwards behind them.
+    /// `text_offset` is the number of characters before these tokens; the function advances it past them.
     pub fn text_logprobs(&self, tokens: &[Token], text_offset: &mut u64) -> TextLogprobs {
         let Some(count) = self.logprobs else { return TextLogprobs::default() };
         let mut logprobs = TextLogprobs::default();
         for token in tokens {
             let (chosen, top) = self.logprobs_of(token, count);
             let text = self.text_of(token.id);
-            // As OpenAI has it the chosen token is always among them.
+            // As in OpenAI's API, the sampled token is always included.
             let mut shown: Vec<(String, f32)> =
                 top.iter().map(|&(id, logprob)| (self.text_of(id), logprob)).collect();
             if !top.iter().any(|&(id, _)| id == token.id) {
@@ -170,7 +170,7 @@ impl Collected {
     }
 }
 
-/// The first chunk of a chat answer: who speaks.
+/// Returns the first chunk of a chat answer, with its role.
 pub fn chat_role(choice: u32) -> ChatChunkChoice {
     ChatChunkChoice {
         index: choice,
@@ -186,8 +186,8 @@ pub fn chat_role(choice: u32) -> ChatChunkChoice {
     }
 }
 
-/// The chunks for some tokens and what became certain with them; the first tells of the tokens. None
-/// where there is nothing to tell.
+/// Returns the chunks for some tokens and the text that they release. The first chunk describes the tokens.
+/// Returns no chunk if there is nothing to send.
 pub fn chat_chunks(
     view: &TokenView,
     choice: u32,
@@ -219,7 +219,7 @@ fn chat_chunk(choice: u32, delta: ChatDelta) -> ChatChunkChoice {
     }
 }
 
-/// A call begins with its name; its arguments follow.
+/// Returns the two parts of a tool call: the name, then the arguments.
 fn deltas(piece: AnswerPiece) -> Vec<ChatDelta> {
     let (index, id, call) = match piece {
         AnswerPiece::Content(text) => {
@@ -243,7 +243,7 @@ fn deltas(piece: AnswerPiece) -> Vec<ChatDelta> {
     vec![delta(head), delta(arguments)]
 }
 
-/// The end, behind all text.
+/// Returns the last chunk, with the finish reason.
 pub fn chat_end(end: &AnswerEnd, calls: Calls) -> ChatChunkChoice {
     ChatChunkChoice {
         finish_reason: Some(finish_reason(calls.finish_reason(end.reason))),

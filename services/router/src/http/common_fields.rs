@@ -19,19 +19,19 @@ use crate::{
     },
 };
 
-/// How the answer is sent.
+/// Delivery of the answer.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Delivery {
     pub stream: bool,
-    /// A last chunk with the usage.
+    /// Sends the usage in a last chunk.
     pub include_usage: bool,
-    /// The usage so far in every chunk (vLLM).
+    /// Sends the usage so far in every chunk (as vLLM does).
     pub continuous_usage: bool,
     pub token_ids: bool,
 }
 
-/// Fields that would change the answer, are known from other servers, and are not supported; with
-/// the values that mean "off". Silence about them would be a wrong answer.
+/// Unsupported fields of other servers that would change the answer, with the values that disable them. The
+/// router rejects other values instead of ignoring them.
 const UNSUPPORTED: [(&str, &[&str]); 14] = [
     ("logit_bias", &["{}"]),
     ("bad_words", &["[]"]),
@@ -49,22 +49,22 @@ const UNSUPPORTED: [(&str, &[&str]); 14] = [
     ("thinking_token_budget", &["-1"]),
 ];
 
-/// What the body of a request asks for, the model aside.
+/// Fields of a request's body, without the model.
 #[derive(Debug)]
 pub struct RequestFields {
     pub prompts: Vec<PromptSource>,
-    /// Answers to each prompt.
+    /// Number of answers to each prompt.
     pub choices: u32,
     pub options: Options,
     pub default_length: DefaultLength,
-    /// The field that sets the length.
+    /// Name of the field that sets the length.
     pub max_tokens_name: &'static str,
     pub delivery: Delivery,
-    /// Tools that the answers may call.
+    /// Tools that the model may call.
     pub tools: Option<OfferedTools>,
 }
 
-/// The model that a request names.
+/// Returns the model that a request names.
 pub fn named_model(fields: &Fields<'_>, front: &Front) -> Result<NamedModel, RequestError> {
     front.models.find(fields.string("model")?.as_deref())
 }
@@ -98,7 +98,7 @@ pub fn delivery(fields: &Fields<'_>) -> Result<Delivery, FieldError> {
     })
 }
 
-/// How many answers to one prompt.
+/// Reads the number of answers to each prompt.
 pub fn choices(fields: &Fields<'_>) -> Result<u32, FieldError> {
     let n = fields.count("n", CHOICES)?.unwrap_or(1);
     let best_of = fields.count("best_of", CHOICES)?.unwrap_or(n);
@@ -111,7 +111,7 @@ pub fn choices(fields: &Fields<'_>) -> Result<u32, FieldError> {
     Ok(n)
 }
 
-/// Everything but the length and the log-probabilities, whose fields differ.
+/// Reads the options that both APIs share: all except length and log-probabilities.
 pub fn options(fields: &Fields<'_>) -> Result<Options, FieldError> {
     Ok(Options {
         max_tokens: None,
@@ -120,7 +120,7 @@ pub fn options(fields: &Fields<'_>) -> Result<Options, FieldError> {
         top_p: fields.number("top_p", TOP_P)?,
         top_k: fields.integer("top_k", TOP_K)?.map(|k| u32::try_from(k).unwrap_or(0)),
         min_p: fields.number("min_p", MIN_P)?,
-        // The same bits, whichever sign they were written with.
+        // A negative seed has the same bits as its unsigned value.
         seed: fields.integer("seed", SEED)?.map(|seed| seed as u64),
         repetition_penalty: fields.number("repetition_penalty", REPETITION_PENALTY)?,
         presence_penalty: fields.number("presence_penalty", PENALTY)?,
@@ -136,7 +136,7 @@ pub fn options(fields: &Fields<'_>) -> Result<Options, FieldError> {
     })
 }
 
-/// A string or a list of strings. How many and how long is checked where they are looked for.
+/// Reads `stop`: a string or a list of strings. The text stream checks their number and lengths.
 fn stop(fields: &Fields<'_>) -> Result<Vec<String>, FieldError> {
     #[derive(Deserialize)]
     #[serde(untagged)]

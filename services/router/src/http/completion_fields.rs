@@ -1,4 +1,4 @@
-//! What a request to `/v1/completions` asks for.
+//! Fields of a request to `/v1/completions`.
 
 use super::{
     common_fields::{self, RequestFields},

@@ -1,4 +1,4 @@
-//! Errors as HTTP: the one place where causes become a status and OpenAI's error object.
+//! Conversion of errors into an HTTP status and OpenAI's error object.
 
 use axum::{
     Json,
@@ -16,10 +16,10 @@ use crate::{
     request::{field_error::FieldError, ids::NoRandomness},
 };
 
-/// Seconds after which a refused client may find room: a few answers have ended by then.
+/// `Retry-After` of rejected requests, in seconds: a few requests finish in this time.
 const RETRY_AFTER_S: u32 = 1;
 
-/// Every status and code that there is; the service's page explains them.
+/// All pairs of status and code; docs/api.md explains them.
 const CODES: [(u16, &str); 22] = [
     (400, "invalid_json"),
     (400, "invalid_value"),
@@ -98,7 +98,7 @@ impl ApiError {
         )
     }
 
-    /// `header` describes a body that this API does not take; `value` is `None` without the header.
+    /// Returns the error for an unsupported body. `header` describes the body; `value` is `None` without the header.
     pub fn unsupported_body(header: &str, value: Option<&str>, allowed: &str) -> Self {
         let found = match value {
             Some(value) => format!("is {:?}", value.chars().take(100).collect::<String>()),
@@ -223,11 +223,11 @@ mod tests {
     use super::*;
     use crate::grpc;
 
-    const PAGE: &str = include_str!("../../README.md");
+    const PAGE: &str = include_str!("../../../../docs/api.md");
 
-    /// Status, codes, and the code of gRPC: the rows of the page's table.
+    /// Returns the rows of the page's table: status, codes and gRPC code.
     fn rows() -> Vec<(u16, Vec<&'static str>, Option<Code>)> {
-        let (_, table) = PAGE.split_once("## Errors and what to do").unwrap();
+        let (_, table) = PAGE.split_once("## Errors\n").unwrap();
         let (table, _) = table.split_once("\n## ").unwrap();
         let words = |cell: &'static str| cell.split('`').skip(1).step_by(2).collect::<Vec<_>>();
         let row = |line: &'static str| {
@@ -242,7 +242,7 @@ mod tests {
         table.lines().filter_map(row).collect()
     }
 
-    /// `NotFound` as `NOT_FOUND`.
+    /// Converts `NotFound` to `NOT_FOUND`.
     fn name_of(code: Code) -> String {
         let mut name = String::new();
         for letter in format!("{code:?}").chars() {
@@ -254,7 +254,7 @@ mod tests {
         name
     }
 
-    /// One of each kind; a new kind does not compile until it is here.
+    /// Returns one error of each kind. The match makes a new kind a compile error here.
     fn errors() -> Vec<RequestError> {
         let waited = Duration::from_secs(1);
         let reason = || "why".to_owned();

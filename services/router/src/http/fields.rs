@@ -30,13 +30,13 @@ pub enum BodyError {
 #[derive(Debug)]
 pub struct Fields<'a> {
     by_name: HashMap<Cow<'a, str>, &'a RawValue>,
-    /// Names that somebody asked for, for holding the API's description to them.
+    /// Names that were read; a test compares them with the OpenAPI document.
     #[cfg(test)]
     pub asked: std::sync::Mutex<std::collections::BTreeSet<String>>,
 }
 
 impl<'a> Fields<'a> {
-    /// Of a field that is named twice the last one counts, as in most JSON parsers.
+    /// Parses a body. The last value of a repeated field counts, as in most JSON parsers.
     pub fn parse(body: &'a [u8]) -> Result<Self, BodyError> {
         let text = std::str::from_utf8(body)
             .map_err(|error| BodyError::NotUtf8 { offset: error.valid_up_to() })?;
@@ -45,7 +45,7 @@ impl<'a> Fields<'a> {
         }
         serde_json::from_str::<Self>(text).map_err(|error| {
             let reason = error.to_string();
-            // The position is told apart; serde_json appends its own.
+            // Remove serde_json's position: the error has fields for it.
             let reason = reason.rsplit_once(" at line ").map_or(reason.as_str(), |(what, _)| what);
             BodyError::NotJson {
                 reason: reason.to_owned(),
@@ -55,14 +55,14 @@ impl<'a> Fields<'a> {
         })
     }
 
-    /// The field's text; absent and `null` are the same.
+    /// Returns the field's JSON text; `None` if the field is absent or `null`.
     pub fn raw(&self, name: &str) -> Option<&'a str> {
         #[cfg(test)]
         self.asked.lock().unwrap().insert(name.to_owned());
         self.by_name.get(name).map(|raw| raw.get()).filter(|&text| text != "null")
     }
 
-    /// The field as any type; `allowed` ends the sentence "allowed: ...".
+    /// Parses the field as any type; `allowed` ends the sentence "allowed: ...".
     pub fn value<T: DeserializeOwned>(
         &self,
         name: &str,
@@ -81,7 +81,7 @@ impl<'a> Fields<'a> {
         self.value(name, "a string")
     }
 
-    /// A number within `range`.
+    /// Parses a number within `range`.
     pub fn number(
         &self,
         name: &str,
@@ -97,7 +97,7 @@ impl<'a> Fields<'a> {
         }
     }
 
-    /// A whole number within `range`; `16.0` is one, as in Python's JSON.
+    /// Parses a whole number within `range`; `16.0` is valid, because Python clients write it.
     pub fn integer(
         &self,
         name: &str,
@@ -110,14 +110,13 @@ impl<'a> Fields<'a> {
         })
     }
 
-    /// A whole number within a range of `u32`.
+    /// Parses a whole number within a range of `u32`.
     pub fn count(&self, name: &str, range: RangeInclusive<u32>) -> Result<Option<u32>, FieldError> {
         let wide = i128::from(*range.start())..=i128::from(*range.end());
         Ok(self.integer(name, wide)?.map(|number| number as u32))
     }
 
-    /// Refuses the field unless it is absent, `null`, or one of `neutral` (as JSON text): it is
-    /// known, would change the answer, and is not supported.
+    /// Rejects an unsupported field unless the field is absent, `null`, or one of `neutral` (as JSON text).
     pub fn unsupported(&self, name: &str, neutral: &[&str]) -> Result<(), FieldError> {
         let value = |text| serde_json::from_str::<Value>(text).ok();
         let is_neutral = |text| neutral.iter().any(|neutral| value(text) == value(neutral));
@@ -136,7 +135,7 @@ fn whole_number(text: &str) -> Option<i128> {
         return Some(number);
     }
     let number = serde_json::from_str::<f64>(text).ok()?;
-    // Up to 2^53 a float names one whole number.
+    // Up to 2^53 each whole number has a float of its own.
     (number.fract() == 0.0 && number.abs() <= 9_007_199_254_740_992.0).then_some(number as i128)
 }
 
@@ -166,7 +165,7 @@ impl<'de> Deserialize<'de> for Fields<'de> {
     }
 }
 
-/// A key, borrowed where it has no escapes.
+/// A key, borrowed unless it has escapes.
 #[derive(Deserialize)]
 struct Name<'a>(#[serde(borrow)] Cow<'a, str>);
 
@@ -236,7 +235,7 @@ mod tests {
             }
         }
         let deep = format!("{{\"a\": {}1{}}}", "[".repeat(100_000), "]".repeat(100_000));
-        // No recursion, so no end of the stack: it is text until somebody asks for it.
+        // Parsing keeps the field as text without recursion, so deep nesting does not overflow the stack.
         with(&deep, |fields| {
             assert!(fields.value::<serde_json::Value>("a", "less depth").is_err());
         });

@@ -1,4 +1,4 @@
-//! `POST /v1/chat/completions` and `POST /v1/completions`: read, start, reply.
+//! `POST /v1/chat/completions` and `POST /v1/completions`: reads the request, starts it, sends the reply.
 
 use std::{sync::Arc, time::SystemTime};
 
@@ -66,7 +66,7 @@ fn operation(api: Api) -> Operation {
     }
 }
 
-/// The request's path through this file: body, fields, journey, reply.
+/// Handles a request: reads the body, parses the fields, starts the generation, sends the reply.
 async fn answer(
     front: &Arc<Front>,
     context: &RequestContext,
@@ -79,7 +79,7 @@ async fn answer(
         let body = read_body(front, headers, body).await?;
         let fields = Fields::parse(&body)?;
         let named = named_model(&fields, front)?;
-        // A refusal counts for the model that was asked for, too.
+        // The metrics count a rejected request for its model too.
         record.set_model(&named.model);
         let read = match api {
             Api::Chat => chat_fields::read(&fields)?,

@@ -1,5 +1,5 @@
-//! What an answer must match: OpenAI's `response_format`, and the names that SGLang and vLLM have for
-//! a regular expression and a schema. At most one of them.
+//! Grammar fields of a request: OpenAI's `response_format`, and the names of SGLang and vLLM for a regular
+//! expression and a schema. A request has at most one of these fields.
 
 use grammar::Grammar;
 use serde::Deserialize;
@@ -103,12 +103,12 @@ fn structured_outputs(fields: &Fields<'_>) -> Result<Option<AskedGrammar>, Field
     Ok(Some(AskedGrammar::new(OUTPUTS, grammar)))
 }
 
-/// Of a JSON object alone: serde takes an array for a structure, too.
+/// Parses a JSON object. The check is needed because serde also reads an array as a struct.
 fn object<'a, T: Deserialize<'a>>(text: &'a str) -> Option<T> {
     text.starts_with('{').then(|| serde_json::from_str(text).ok())?
 }
 
-/// A schema as JSON, or as a string that holds it.
+/// Reads a schema given as JSON or as a string with JSON.
 fn schema_or_its_text(name: &str, text: &str) -> Result<Grammar, FieldError> {
     let schema = match text.starts_with('"') {
         true => serde_json::from_str(text)

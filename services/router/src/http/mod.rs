@@ -20,7 +20,7 @@ mod wire;
 
 pub use service::routes;
 
-/// Reads a body as every endpoint would, and drops what it says: fuzzing has no server around it.
+/// Parses a body as each endpoint does and discards the result. Fuzz targets call this without a server.
 pub fn read_bodies(body: &[u8]) {
     let Ok(fields) = fields::Fields::parse(body) else { return };
     let _ = fields.string("model");

@@ -1,4 +1,4 @@
-//! The prompt of `/v1/completions` in its four shapes.
+//! The prompt of `/v1/completions`: a text, token ids, or a list of either.
 
 use serde::{
     Deserialize,
@@ -15,13 +15,13 @@ pub enum Prompt {
     Tokens(Vec<u32>),
 }
 
-/// One prompt or several, each a text or token ids.
+/// Reads one or several prompts, each a text or token ids.
 pub fn prompts(fields: &Fields<'_>) -> Result<Vec<Prompt>, FieldError> {
     let name = "prompt";
     let Some(text) = fields.raw(name) else {
         return Err(FieldError::new(name, "is missing; allowed: a text, token ids, or a list"));
     };
-    // serde's own message tells what stood where a prompt was expected.
+    // serde's message names the JSON type that it found.
     let Prompts(prompts) = serde_json::from_str(text).map_err(|error| {
         let reason = error.to_string();
         let reason = reason.rsplit_once(" at line ").map_or(reason.as_str(), |(what, _)| what);
@@ -33,8 +33,7 @@ pub fn prompts(fields: &Fields<'_>) -> Result<Vec<Prompt>, FieldError> {
     Ok(prompts)
 }
 
-/// Reads the four shapes in one pass: token ids never become JSON values, which are ten times as
-/// large.
+/// Reads the four forms in one pass, without JSON values: these take ten times the memory of token ids.
 struct Prompts(Vec<Prompt>);
 
 impl<'de> Deserialize<'de> for Prompts {
@@ -82,7 +81,7 @@ impl<'de> Deserialize<'de> for Prompts {
     }
 }
 
-/// An element of a list of prompts, or the first token id of a single one.
+/// An element of a list of prompts, or a token id of a single prompt.
 enum Element {
     Token(u32),
     Prompt(Prompt),

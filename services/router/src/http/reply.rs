@@ -1,4 +1,4 @@
-//! The answer to a chat or completion request: one JSON body, or a stream of events.
+//! Response to a chat or completion request: one JSON body, or a stream of events.
 
 use std::{collections::HashMap, sync::Arc, time::Duration};
 
@@ -25,25 +25,25 @@ use crate::{
     request::tools::{AnswerPiece, CallReader, CallReading, Calls},
 };
 
-/// What all chunks of an answer have in common.
+/// Fields that all chunks of a response share.
 pub struct Reply {
     pub id: String,
-    /// Seconds since 1970.
+    /// Creation time in seconds since 1970.
     pub created: u64,
     pub model: Arc<str>,
     pub system_fingerprint: String,
     pub view: TokenView,
     pub delivery: Delivery,
-    /// Where answers may call tools.
+    /// Parser of tool calls; `None` without tools.
     pub calls: Option<CallReading>,
     pub wants_figures: bool,
-    /// Answers to each prompt.
+    /// Number of answers to each prompt.
     pub choices_per_prompt: u32,
-    /// How long a stream may be silent.
+    /// Maximum time between events of a stream; then a keep-alive comment follows.
     pub keep_alive: Duration,
 }
 
-/// Counts over all answers.
+/// Token counts over all answers.
 #[derive(Debug, Default)]
 struct Totals {
     usage: Usage,
@@ -51,7 +51,7 @@ struct Totals {
 }
 
 impl Totals {
-    /// `prompts` counts each prompt once, however many answers it has.
+    /// Adds up the usage; `prompts` counts each prompt once, whatever its number of answers.
     fn new(prompts: &[Arc<[u32]>]) -> Self {
         let prompt_tokens = prompts.iter().map(|prompt| prompt.len() as u64).sum();
         let usage = Usage { prompt_tokens, total_tokens: prompt_tokens, ..Usage::default() };
@@ -64,7 +64,7 @@ impl Totals {
     }
 
     fn ended(&mut self, end: &AnswerEnd, choices_per_prompt: u32) {
-        // One prompt is read from the cache once; its first answer says how much of it.
+        // Count a prompt's cached tokens once, from its first answer.
         if end.choice.is_multiple_of(choices_per_prompt) {
             self.usage.prompt_tokens_details.cached_tokens += u64::from(end.cached_tokens);
         }
@@ -78,7 +78,7 @@ impl Totals {
 }
 
 impl Reply {
-    /// Waits for all answers.
+    /// Waits for all answers and returns one JSON body.
     pub async fn whole(self, mut started: RunningRequest) -> Result<Response, RequestError> {
         let mut totals = Totals::new(&started.prompts);
         let mut collected: HashMap<u32, Collected> = HashMap::new();
@@ -157,8 +157,8 @@ impl Reply {
         prompts.get((choice / self.choices_per_prompt) as usize).map_or(&[], |prompt| prompt)
     }
 
-    /// Answers with a stream. Waits for the first event, so that what fails at once has its status;
-    /// but not for long, so that clients and proxies see that somebody is there.
+    /// Responds with a stream. Waits a limited time for the first event, so that an immediate failure has its
+    /// own HTTP status.
     pub async fn stream(self, mut started: RunningRequest) -> Result<Response, RequestError> {
         let first = tokio::time::timeout(self.keep_alive, started.next()).await;
         let first = match first {
@@ -172,13 +172,13 @@ impl Reply {
         let headers = response.headers_mut();
         headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("text/event-stream"));
         headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-cache"));
-        // Proxies of the nginx family would hold events back.
+        // Disables buffering in nginx.
         headers.insert("x-accel-buffering", HeaderValue::from_static("no"));
         Ok(response)
     }
 }
 
-/// The events of a streamed answer, made when the client's connection has room for them.
+/// Events of a streamed response, created when the client's connection accepts more data.
 pub struct Chunks {
     reply: Reply,
     started: RunningRequest,
@@ -188,11 +188,11 @@ pub struct Chunks {
     end: End,
 }
 
-/// What must be known of an answer to write its next chunk.
+/// State of one answer between its chunks.
 #[derive(Default)]
 struct AnswerProgress {
     introduced: bool,
-    /// From the first event until the end, where tools may be called.
+    /// Parser of tool calls, from the first event until the end; `None` without tools.
     reader: Option<CallReader>,
     text_offset: u64,
     completion_tokens: u64,
@@ -210,11 +210,11 @@ impl Chunks {
         Self { reply, started, first, totals, answers: HashMap::new(), end: End::NotYet }
     }
 
-    /// The next events; `None` when the stream is over. Dropping the future loses nothing.
+    /// Returns the next events; `None` at the end of the stream. The function is cancel-safe.
     pub async fn next(&mut self) -> Option<Bytes> {
         loop {
             let bytes = self.after_next_event().await?;
-            // Where all text is held back there is nothing to send.
+            // Send nothing while all text is held back.
             if !bytes.is_empty() {
                 return Some(bytes);
             }
@@ -283,7 +283,7 @@ impl Chunks {
                     }
                 }
             }
-            // The one typed error that ends the stream: no [DONE] follows it.
+            // An error event ends the stream; no [DONE] follows.
             Some(Err(error)) => {
                 self.end = End::Done;
                 sse::event(&ErrorBody { error: ApiError::from(error).content }, &mut out);
@@ -296,7 +296,7 @@ impl Chunks {
         Some(out.into())
     }
 
-    /// A chat answer begins with who speaks.
+    /// Sends the role at the beginning of a chat answer.
     fn introduce(&mut self, choice: u32, out: &mut Vec<u8>) {
         if self.reply.view.api == Api::Text {
             return;
@@ -316,7 +316,7 @@ impl Chunks {
 
     fn write_chat_end(&mut self, end: &AnswerEnd, out: &mut Vec<u8>) {
         let progress = self.answers.entry(end.choice).or_default();
-        // The rest of the text, where some had been held back.
+        // Send text that was held back.
         let (pieces, calls) = match progress.reader.take() {
             Some(reader) => reader.finish(&end.text),
             None if end.text.is_empty() => (Vec::new(), Calls::None),
@@ -341,8 +341,8 @@ impl Chunks {
         sse::event(&chunk, out);
     }
 
-    /// The usage that every chunk has: none, `null` when the last one will have it, or that of its
-    /// answer so far.
+    /// Returns the usage of an ordinary chunk: absent, `null` if the last chunk has it, or the usage of the answer so
+    /// far.
     fn usage_of(&self, choice: u32) -> Option<Option<Usage>> {
         let delivery = &self.reply.delivery;
         if delivery.continuous_usage {

@@ -1,4 +1,4 @@
-//! What every API request has: its id and label, its span, its deadline, its body.
+//! Context of an API request: id, label, span, deadline and body.
 
 use std::{ops::Deref, time::Duration};
 
@@ -23,21 +23,21 @@ use crate::{
 };
 
 pub const X_REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
-/// With `1` the answer's last chunk tells what moved between the nodes.
+/// With value `1` the last chunk contains statistics of the hand-over between nodes.
 const X_BATON_FIGURES: HeaderName = HeaderName::from_static("x-baton-figures");
 
-/// Of a body that is refused unread so much is read all the same: a client that is still sending
-/// would otherwise see its connection break instead of the refusal.
+/// Maximum number of bytes read from a rejected body. Without reading, a client that is still sending would see
+/// a broken connection instead of the error.
 const DISCARD_BYTES_MAX: usize = 64 << 20;
 const DISCARD_MAX: Duration = Duration::from_secs(5);
 
 pub struct RequestContext {
     pub request_id: RequestId,
-    /// The client's own name for the request.
+    /// Client's label of the request.
     pub label: Option<String>,
     pub span: Span,
     pub wants_figures: bool,
-    /// A bad name is told with the other errors of the request.
+    /// An invalid tenant; reported with the other errors of the request.
     pub tenant: Result<Option<Tenant>, FieldError>,
 }
 
@@ -54,25 +54,25 @@ impl RequestContext {
         Ok(Self { request_id, label, span, wants_figures, tenant })
     }
 
-    /// What the answer's `x-request-id` says: the client's label, else our id.
+    /// Returns the response's `x-request-id`: the client's label, otherwise the router's id.
     pub fn echo(&self) -> HeaderValue {
         echo(self.label.as_deref(), self.request_id)
     }
 }
 
-/// The client's own name for the request.
+/// Reads the client's label of the request.
 pub fn label_of(headers: &HeaderMap) -> Option<String> {
     headers.get(X_REQUEST_ID).and_then(|value| label(value.to_str().ok()?))
 }
 
-/// The label, else the id.
+/// Returns the label, otherwise the id.
 pub fn echo(client_label: Option<&str>, request_id: RequestId) -> HeaderValue {
     let text = client_label.map_or_else(|| request_id.to_string(), str::to_owned);
     // Labels are visible ASCII and ids are hexadecimal.
     HeaderValue::try_from(text).unwrap_or_else(|_| HeaderValue::from_static("invalid"))
 }
 
-/// A body and the room that it takes.
+/// A body and its permit for memory.
 pub struct ReadBody {
     bytes: BytesMut,
     room: Option<OwnedSemaphorePermit>,
@@ -124,14 +124,14 @@ fn check_body_headers(headers: &HeaderMap) -> Result<(), ApiError> {
     Ok(())
 }
 
-/// Whether this is `application/json` or `application/*+json`, with or without parameters.
+/// Returns whether the type is `application/json` or `application/*+json`, with or without parameters.
 fn is_json(content_type: &str) -> bool {
     let kind = content_type.split(';').next().unwrap_or_default().trim().to_ascii_lowercase();
     let subtype = kind.strip_prefix("application/");
     subtype.is_some_and(|subtype| subtype == "json" || subtype.ends_with("+json"))
 }
 
-/// The whole body, within the bounds on one body and on all.
+/// Reads the whole body, within the limits on one body and on all bodies.
 pub async fn read_body(
     front: &Front,
     headers: &HeaderMap,
@@ -173,7 +173,7 @@ pub async fn read_body(
     }
 }
 
-/// Reads on without keeping anything, within bounds.
+/// Reads and discards the rest of a body, within limits.
 async fn discard(body: &mut Body) {
     let all = async {
         let mut bytes = 0;

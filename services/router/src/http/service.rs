@@ -1,4 +1,4 @@
-//! The routes, and the small ones among them.
+//! Routes of the HTTP API, and the handlers of small endpoints.
 
 use std::sync::Arc;
 
@@ -26,7 +26,7 @@ use super::{
 };
 use crate::{front::Front, models::NamedModel, nodes::Serving, request::ids::RequestId};
 
-/// Everything that is served over HTTP. `started` is the process's start, in seconds since 1970.
+/// Returns all HTTP routes. `started` is the start of the process in seconds since 1970.
 pub fn routes(front: Arc<Front>, metrics: Metrics, started: u64) -> Router {
     let mut router = Router::new();
     for Route { path, method, handler } in table(metrics, started) {
@@ -38,7 +38,7 @@ pub fn routes(front: Arc<Front>, metrics: Metrics, started: u64) -> Router {
         .with_state(front)
 }
 
-/// What is served at a path.
+/// A route: path, method and handler.
 struct Route {
     path: &'static str,
     method: &'static str,
@@ -56,7 +56,7 @@ fn table(metrics: Metrics, started: u64) -> Vec<Route> {
         post("/tokenize", routing::post(tokenize)),
         post("/detokenize", routing::post(detokenize)),
         get("/v1/models", routing::get(move |state| models(state, started))),
-        // Names of models may hold slashes.
+        // A model name may contain slashes.
         get("/v1/models/{*id}", routing::get(move |state, id| model(state, id, started))),
         get("/health", routing::get(health)),
         get("/live", routing::get(async || "live\n")),
@@ -65,7 +65,7 @@ fn table(metrics: Metrics, started: u64) -> Vec<Route> {
     ]
 }
 
-/// Every answer has an `x-request-id`; those of the API have it from their request already.
+/// Adds `x-request-id` to responses that lack it. API handlers set the header themselves.
 async fn with_request_id(request: Request, next: Next) -> Response {
     let label = label_of(request.headers());
     let mut response = next.run(request).await;
@@ -114,16 +114,16 @@ fn card(front: &Front, named: NamedModel, started: u64) -> ModelCard {
 pub struct Health<'a> {
     #[schemars(extend("enum" = ["ready", "no decode node", "nodes meet", "stopping"]))]
     status: &'static str,
-    /// Some model has no prefill node or no decode node.
+    /// At least one model has no prefill node or no decode node.
     degraded: bool,
-    /// The default model.
+    /// Name of the default model.
     model: &'a str,
     models: Vec<ModelHealth<'a>>,
-    /// Prefill nodes of all models.
+    /// Number of prefill nodes of all models.
     prefill_nodes: usize,
     decode_nodes: usize,
     requests_in_work: u32,
-    /// Nodes that compute on the CPU although their host has a GPU; left out when there are none.
+    /// Nodes that compute on the CPU although their host has a GPU; absent when there are none.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     cpu_fallbacks: Vec<CpuFallback>,
 }
@@ -210,7 +210,7 @@ mod tests {
         assert_eq!(described.collect::<BTreeSet<_>>(), served);
     }
 
-    /// Names that reading these bodies asks for are those that the schema has.
+    /// Asserts that the handler reads exactly the fields of the schema.
     fn is_described(schema: &str, bodies: &[&str], read: impl Fn(&Fields<'_>)) {
         let mut asked = BTreeSet::from(["model".to_owned()]);
         for body in bodies {
@@ -239,7 +239,7 @@ mod tests {
         });
     }
 
-    /// Every reference leads to a schema, and every schema is referred to.
+    /// Asserts that every reference names a schema and every schema is referenced.
     #[test]
     fn the_descriptions_references_are_whole() {
         fn references(value: &Value, found: &mut BTreeSet<String>) {

@@ -1,4 +1,4 @@
-//! Server-sent events: how they are written, and the comments that keep idle streams alive.
+//! Writes server-sent events and the comments that keep idle streams alive.
 
 use std::{convert::Infallible, time::Duration};
 
@@ -8,21 +8,20 @@ use serde::Serialize;
 
 use super::reply::Chunks;
 
-/// Appends one event with this content.
+/// Appends an event with this content.
 pub fn event(content: &impl Serialize, out: &mut Vec<u8>) {
     out.extend_from_slice(b"data: ");
     serde_json::to_writer(&mut *out, content)
-        .expect("a vector takes all bytes, and our own types have text keys only");
+        .expect("writing to a vector succeeds, and these types have string keys");
     out.extend_from_slice(b"\n\n");
 }
 
-/// Appends the mark of a complete stream.
+/// Appends `[DONE]`, the end of a complete stream.
 pub fn done(out: &mut Vec<u8>) {
     out.extend_from_slice(b"data: [DONE]\n\n");
 }
 
-/// The stream's bytes, made when the connection asks for them. One that is silent for `keep_alive`
-/// says that it lives.
+/// Returns the stream's bytes on demand. Sends a comment after `keep_alive` without an event.
 pub fn stream(
     chunks: Chunks,
     keep_alive: Duration,

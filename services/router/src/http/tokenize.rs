@@ -1,4 +1,4 @@
-//! `POST /tokenize` and `POST /detokenize`, as vLLM has them.
+//! `POST /tokenize` and `POST /detokenize`, as in vLLM.
 
 use std::sync::Arc;
 
@@ -65,7 +65,7 @@ pub async fn detokenize(State(front): State<Arc<Front>>, request: Request<Body>)
     detokenized.await.map_err(|error: ApiError| error).into_response()
 }
 
-/// A text, or a conversation to be rendered first.
+/// Reads a text, or a conversation that the chat template renders first.
 pub fn prompt_source(fields: &Fields<'_>) -> Result<PromptSource, FieldError> {
     let Some(text) = fields.string("prompt")? else {
         if fields.raw("messages").is_none() {

@@ -1,4 +1,4 @@
-//! Tools as a request body has them.
+//! Tool fields of a request body.
 
 use serde::Deserialize;
 use serde_json::{Map, Value};
@@ -11,7 +11,7 @@ use crate::request::{
     },
 };
 
-/// The tools that the answer may call, if any.
+/// Reads the tools that the model may call, if any.
 pub fn read(fields: &Fields<'_>) -> Result<Option<OfferedTools>, FieldError> {
     let offered = offered(fields)?;
     let choice = choice(fields)?;
@@ -21,7 +21,7 @@ pub fn read(fields: &Fields<'_>) -> Result<Option<OfferedTools>, FieldError> {
     OfferedTools::new(definitions, functions, choice, parallel)
 }
 
-/// `None` where none may be called.
+/// Reads `tool_choice`; `None` if the model may call no tool.
 fn choice(fields: &Fields<'_>) -> Result<Option<ToolChoice>, FieldError> {
     #[derive(Deserialize)]
     struct Named {
@@ -45,7 +45,7 @@ fn choice(fields: &Fields<'_>) -> Result<Option<ToolChoice>, FieldError> {
             "required" => Some(ToolChoice::Required),
             _ => return Err(other()),
         },
-        // serde takes an array for a structure, too.
+        // serde also reads an array as a struct.
         Value::Object(object) if !object.get("function").is_some_and(Value::is_array) => {
             let named = Named::deserialize(&choice).map_err(|_| other())?;
             if named.r#type != "function" {
@@ -72,7 +72,7 @@ struct Function {
     strict: Option<bool>,
 }
 
-/// The tools as they came, and what is to be known of them; `None` for none.
+/// Returns the tools as the client sent them, and their parsed functions; `None` without tools.
 fn offered(fields: &Fields<'_>) -> Result<Option<(Value, Vec<OfferedFunction>)>, FieldError> {
     let allowed = "a list of tools, each with type function and a function with a name";
     let Some(text) = fields.raw(TOOLS) else { return Ok(None) };
@@ -85,7 +85,7 @@ fn offered(fields: &Fields<'_>) -> Result<Option<(Value, Vec<OfferedFunction>)>,
     check_count(list.len())?;
     let function = |(index, tool): (usize, &Value)| {
         let field = format!("tools[{index}]");
-        // serde takes an array for a structure, too.
+        // serde also reads an array as a struct.
         if tool.is_array() || tool["function"].is_array() {
             return Err(refused(&field, &tool.to_string(), allowed));
         }

@@ -8,7 +8,7 @@ use std::collections::HashMap;
 use schemars::JsonSchema;
 use serde::{Serialize, Serializer, ser::SerializeMap};
 
-/// What a token without a finite log-probability has: JSON knows no infinity.
+/// Log-probability of a token without a finite one: JSON has no infinity.
 const LOGPROB_MIN: f32 = -9999.0;
 
 #[derive(Serialize, JsonSchema)]
@@ -207,7 +207,7 @@ impl Serialize for TopLogprobs {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         let mut map = serializer.serialize_map(None)?;
         for (index, (token, logprob)) in self.0.iter().enumerate() {
-            // Different tokens may read alike, such as parts of characters; the best one counts.
+            // Several tokens may have the same text, such as parts of characters; keep the best one.
             if !self.0[..index].iter().any(|(earlier, _)| earlier == token) {
                 map.serialize_entry(token, &clamped(*logprob))?;
             }

@@ -23,8 +23,8 @@ use super::requests::RequestCount;
 /// The bytes that open an HTTP/2 connection.
 const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
 
-/// Tells the records of a connection's requests why the connection ended. The requests are dropped
-/// with their connection and cannot tell a client that left from a client that did not read.
+/// Reason why a connection ended, for its requests: a dropped request cannot distinguish a client that disconnected
+/// from a client that did not read.
 #[derive(Clone, Debug, Default)]
 pub struct ConnectionEnd(Arc<AtomicBool>);
 
@@ -42,11 +42,11 @@ impl ConnectionEnd {
 /// Time limits of one connection.
 #[derive(Clone, Copy, Debug)]
 pub struct TimeLimits {
-    /// From connecting to the first whole request head, or to the whole HTTP/2 preface.
+    /// Maximum time from connecting to the first complete request head or HTTP/2 preface.
     pub opening_max: Duration,
-    /// From the first byte of a later HTTP/1.1 request head to its last byte.
+    /// Maximum time from the first to the last byte of a later HTTP/1.1 request head.
     pub head_max: Duration,
-    /// For a write that waits for the client to read.
+    /// Maximum time of a write that waits for the client to read.
     pub write_max: Duration,
 }
 
@@ -56,7 +56,7 @@ pub struct ClientConnection {
     requests: Arc<RequestCount>,
     limits: TimeLimits,
     reading: Reading,
-    /// Runs while a write waits for the client.
+    /// Timer of a write that waits for the client.
     write: Option<Pin<Box<Sleep>>>,
 }
 
@@ -88,7 +88,7 @@ impl ClientConnection {
         Self { stream, end, requests, limits, reading, write: None }
     }
 
-    /// Notes bytes that have arrived.
+    /// Handles received bytes.
     fn received(&mut self, bytes: &[u8]) {
         let head_max = self.limits.head_max;
         let begun = self.requests.begun();
@@ -116,7 +116,7 @@ impl ClientConnection {
         }
     }
 
-    /// Completes once the client has taken too long.
+    /// Completes when a time limit has passed.
     fn poll_timeout(&mut self, cx: &mut Context<'_>) -> Poll<()> {
         match &mut self.reading {
             Reading::Opening { timer, .. } => timer.as_mut().poll(cx),
@@ -127,7 +127,7 @@ impl ClientConnection {
         }
     }
 
-    /// Passes on the result of a write. Fails when the write waits too long.
+    /// Returns the result of a write, or an error when the write waits too long.
     fn watch<T>(
         &mut self,
         cx: &mut Context<'_>,

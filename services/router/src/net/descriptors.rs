@@ -2,20 +2,20 @@
 
 /// Descriptors kept for listeners, connections to nodes, telemetry and logs.
 const DESCRIPTORS_KEPT: u64 = 128;
-/// HTTP and gRPC.
+/// Number of ports: HTTP and gRPC.
 const PORTS: u64 = 2;
-/// Ordinary connections on each port. A connection takes some 20 KiB.
+/// Maximum number of ordinary connections per port. A connection takes about 20 KiB.
 const CONNECTIONS_MAX: u64 = 4096;
-/// Reserved connections on each port, and as many that are closing.
+/// Maximum number of reserved connections per port, and of closing ones.
 const RESERVED_MAX: u64 = 64;
-/// The reserve takes at most this fraction of a port's descriptors, twice.
+/// Divisor: reserved and closing connections each take at most this fraction of a port's descriptors.
 const RESERVED_FRACTION: u64 = 16;
 
-/// Connections that one port keeps open at a time.
+/// Maximum numbers of open connections of a port.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ConnectionLimits {
     pub ordinary_max: usize,
-    /// Connections for probes, used while every ordinary connection has a request in progress.
+    /// Connections for probes while every ordinary connection has a request in progress.
     pub reserved_max: usize,
 }
 
@@ -34,7 +34,7 @@ impl ConnectionLimits {
         limits
     }
 
-    /// Leaves one connection of each kind under any limit: a tight limit makes the router slow, not
+    /// Computes the limits. Each kind has at least one connection, so a low limit does not make the router
     /// unreachable.
     fn split(open_files_max: u64) -> Self {
         let each = open_files_max.saturating_sub(DESCRIPTORS_KEPT) / PORTS;

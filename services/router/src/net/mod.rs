@@ -1,4 +1,4 @@
-//! Accepts, bounds, watches and owns the connections of HTTP and gRPC clients.
+//! Connections of HTTP and gRPC clients: accepting, limits, deadlines and shutdown.
 
 mod connection;
 mod descriptors;

@@ -1,4 +1,4 @@
-//! The requests of one connection, counted from their heads to the last bytes of their responses.
+//! Counts the requests of one connection, from the request head to the last byte of the response.
 
 use std::{
     pin::Pin,
@@ -24,7 +24,7 @@ pub struct RequestCount {
     slot: Slot,
 }
 
-/// A request in progress, until it is dropped.
+/// Guard of a request in progress.
 pub struct RequestInProgress(Arc<RequestCount>);
 
 impl RequestCount {
@@ -32,7 +32,7 @@ impl RequestCount {
         Arc::new(Self { in_progress: watch::Sender::new(0), begun: AtomicU64::new(0), slot })
     }
 
-    /// Counts a request whose head has arrived, and returns whether it may be served.
+    /// Counts a request after its head has arrived, and returns whether the router may serve it.
     pub fn begin(self: &Arc<Self>, is_probe: bool) -> (RequestInProgress, Verdict) {
         self.begun.fetch_add(1, Ordering::Relaxed);
         self.in_progress.send_modify(|count| *count += 1);
@@ -78,7 +78,7 @@ impl Drop for RequestInProgress {
     }
 }
 
-/// A response whose request is in progress until the response is written or given up.
+/// A response body; its request is in progress until the body is written or dropped.
 pub struct CountedBody {
     pub body: Body,
     pub _request: RequestInProgress,

@@ -1,4 +1,4 @@
-//! Accepts connections and owns them until each has ended.
+//! Accepts connections and runs each until its end.
 
 use std::{convert::Infallible, io, net::SocketAddr, time::Duration};
 
@@ -24,36 +24,35 @@ use super::{
     slots::{Slot, Slots, Verdict},
 };
 
-/// The kernel's queue of connections not yet accepted. What does not fit waits a second for its next
-/// try. The kernel takes no more than `net.core.somaxconn`, which is as much by default.
+/// Length of the kernel's accept queue, which `net.core.somaxconn` also limits (4,096 by default). A client that finds
+/// the queue full retries after a second.
 const BACKLOG: u32 = 4096;
-/// Half of the kernel's send buffer for one client. By default the buffer grows to megabytes, and a
-/// stopped client would be noticed only once the buffer is full.
+/// Half of the kernel's send buffer per connection. The default buffer grows to megabytes, and a client that does not
+/// read is detected only when the buffer is full.
 const SEND_BUFFER_BYTES: u32 = 128 << 10;
-/// For a request head: from connecting, or from the first byte of a later head, to its last byte.
+/// Time-out of a request head, from connecting or from the first byte of a later head.
 const HEAD_MAX: Duration = Duration::from_secs(10);
-/// The same for a connection that is open for a probe alone.
+/// Time-out of a request head on a reserved connection.
 const RESERVED_HEAD_MAX: Duration = Duration::from_secs(2);
-/// A connection without any request is closed after this time, on HTTP/2 as on HTTP/1.1. Pings do not
-/// count: a client that only answers pings would keep its connection for ever.
+/// Time-out of an idle HTTP/1.1 or HTTP/2 connection. Pings do not count as activity.
 const IDLE_MAX: Duration = Duration::from_secs(75);
-/// HTTP/2 requests at once on one connection.
+/// Maximum number of concurrent HTTP/2 requests per connection.
 const STREAMS_MAX: u32 = 256;
 const PING_INTERVAL: Duration = Duration::from_secs(20);
 const PING_TIMEOUT: Duration = Duration::from_secs(20);
-/// A connection that closes gracefully is cut after this time without a request.
+/// Maximum idle time of a connection that closes gracefully; then it is cut.
 const LEAVE_MAX: Duration = Duration::from_secs(2);
-/// The same for a connection whose slot another connection has taken.
+/// Maximum idle time of a closing connection whose slot another connection took.
 const CLOSE_MAX: Duration = Duration::from_millis(100);
-/// Seconds after which a refused client may find a free connection.
+/// `Retry-After` of a rejected request, in seconds.
 const RETRY_AFTER_S: u32 = 1;
 
-/// The protocol of a port.
+/// Protocol of a port.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Protocol {
-    /// HTTP/1.1, or HTTP/2 when the client opens with its preface.
+    /// HTTP/1.1, or HTTP/2 if the client sends its preface.
     Http,
-    /// HTTP/2 alone.
+    /// HTTP/2 only.
     Grpc,
 }
 
@@ -61,12 +60,12 @@ pub enum Protocol {
 #[derive(Clone, Copy, Debug)]
 pub struct Bounds {
     connections: ConnectionLimits,
-    /// For one request, from its head to its last byte.
+    /// Maximum time of a request, from its head to its last byte.
     read_max: Duration,
-    /// For a client that does not read.
+    /// Maximum time of a write to a client that does not read.
     write_max: Duration,
     head_max: Duration,
-    /// Without a request.
+    /// Maximum idle time.
     idle_max: Duration,
 }
 
@@ -76,11 +75,11 @@ impl Bounds {
     }
 }
 
-/// Binds so that streams notice slow clients.
+/// Binds a listener with a small send buffer, so that slow clients are detected.
 pub fn bind(address: SocketAddr) -> io::Result<TcpListener> {
     let socket = if address.is_ipv4() { TcpSocket::new_v4()? } else { TcpSocket::new_v6()? };
     socket.set_reuseaddr(true)?;
-    // Accepted connections inherit it.
+    // Accepted connections inherit the buffer size.
     socket.set_send_buffer_size(SEND_BUFFER_BYTES)?;
     socket.bind(address)?;
     socket.listen(BACKLOG)
@@ -111,7 +110,7 @@ pub async fn serve(
                 let (routes, stop, slot) = (routes.clone(), stop.clone(), slots.admit());
                 connections.spawn(connection(stream, protocol, routes, bounds, stop, slot));
             }
-            // Most likely out of descriptors: other connections need time to close theirs.
+            // Probably no descriptor is free: wait until other connections close.
             Err(error) => {
                 tracing::warn!(%error, "cannot accept a connection");
                 tokio::time::sleep(Duration::from_millis(50)).await;
@@ -134,9 +133,9 @@ async fn connection(
     stop: CancellationToken,
     slot: Slot,
 ) {
-    // A token is one small packet that must not wait for the next.
+    // Send each token at once as a small packet.
     if let Err(error) = stream.set_nodelay(true) {
-        tracing::debug!(%error, "a client left at once");
+        tracing::debug!(%error, "a client disconnected at once");
         return;
     }
     let limits = TimeLimits {
@@ -157,7 +156,7 @@ async fn connection(
                 Verdict::Refuse => too_many_connections(),
                 Verdict::Serve => {
                     let request = request.map(|body| match protocol {
-                        // The HTTP handlers bound the time themselves, with their own errors.
+                        // HTTP handlers have deadlines of their own.
                         Protocol::Http => Body::new(body),
                         Protocol::Grpc => Body::new(TimedBody::new(body, bounds.read_max)),
                     });
@@ -181,7 +180,7 @@ async fn connection(
     let connection = builder.serve_connection(TokioIo::new(io), service);
     tokio::pin!(connection);
     let cut_after = tokio::select! {
-        // A client that breaks off or sends garbage harms itself alone.
+        // A broken or invalid connection concerns only its client.
         _ = connection.as_mut() => return,
         () = stop.cancelled() => LEAVE_MAX,
         () = requests.idle_for(bounds.idle_max) => LEAVE_MAX,
@@ -190,7 +189,7 @@ async fn connection(
     connection.as_mut().graceful_shutdown();
     let cut = async {
         requests.idle().await;
-        // A client that never sent a whole head has no response to read.
+        // A client without a complete head expects no response.
         if requests.begun() > 0 {
             tokio::time::sleep(cut_after).await;
         }
@@ -206,7 +205,7 @@ fn is_probe(path: &str) -> bool {
     matches!(path, "/live" | "/health" | "/metrics" | "/grpc.health.v1.Health/Check")
 }
 
-/// Refuses a request before it is routed. A gRPC client reads the status as UNAVAILABLE.
+/// Rejects a request before routing. A gRPC client reads the status as UNAVAILABLE.
 fn too_many_connections() -> Response<Body> {
     let error = serde_json::json!({"error": {
         "message": "the router has too many connections",
@@ -219,7 +218,7 @@ fn too_many_connections() -> Response<Body> {
         .header(header::CONTENT_TYPE, "application/json")
         .header(header::RETRY_AFTER, RETRY_AFTER_S)
         .body(Body::from(error.to_string()))
-        .expect("constants make a valid response")
+        .expect("the response is constant and valid")
 }
 
 #[cfg(test)]
@@ -239,12 +238,12 @@ mod tests {
 
     use super::*;
 
-    /// Time enough to begin a connection on a busy machine.
+    /// Time-out of a connection's start, generous for a busy machine.
     const SHORT: Duration = Duration::from_secs(1);
     const LONG: Duration = Duration::from_secs(60);
     const DEADLINE: Duration = Duration::from_secs(20);
 
-    /// A port for one ordinary connection at a time.
+    /// Starts a port with one ordinary connection.
     fn port(protocol: Protocol, head_max: Duration, idle_max: Duration) -> Port {
         let listener = bind("127.0.0.1:0".parse().unwrap()).unwrap();
         let address = listener.local_addr().unwrap();
@@ -279,7 +278,7 @@ mod tests {
             TcpStream::connect(self.address).await.unwrap()
         }
 
-        /// The status of a GET over a connection of its own, once it is accepted.
+        /// Returns the status of a GET over a new connection.
         async fn get(&self, client: &Client<HttpConnector, Empty<Bytes>>, path: &str) -> u16 {
             let url = format!("http://{}{path}", self.address).parse().unwrap();
             let answer = tokio::time::timeout(DEADLINE, client.get(url)).await.unwrap().unwrap();
@@ -292,7 +291,7 @@ mod tests {
         }
     }
 
-    /// Tokio's own is 1,024: the next one would wait for a second, and longer each time.
+    /// With tokio's default backlog of 1,024 further clients would retry after a second.
     #[tokio::test]
     async fn a_burst_of_connections_waits_in_the_kernel_until_there_is_time_for_it() {
         let listener = bind("127.0.0.1:0".parse().unwrap()).unwrap();
@@ -301,7 +300,7 @@ mod tests {
         let kernel_max = kernel_max.ok().and_then(|text| text.trim().parse().ok());
         let burst = 1500.min(kernel_max.unwrap_or(1500));
         for number in 0..burst {
-            // It is queued although it has left, and takes no descriptor here.
+            // The kernel keeps the closed connection in its queue.
             let connected = tokio::time::timeout(DEADLINE, TcpStream::connect(address)).await;
             let connected = connected.unwrap_or_else(|_| panic!("connection {number} waits"));
             drop(connected.unwrap_or_else(|error| panic!("connection {number}: {error}")));

@@ -1,16 +1,14 @@
-//! Decides which connections a port keeps: pure, no socket and no clock.
+//! Decides which connections a port keeps. Pure: no socket and no clock.
 //!
 //! Life of a connection on a port that admits at most `ordinary_max` connections:
 //! 1. Below the cap the connection is *ordinary*.
-//! 2. At the cap, the connection takes the slot of the ordinary connection that has been idle for the
-//!    longest time, and that connection is closed. A connection is idle while it has no request in
+//! 2. At the cap the connection takes the slot of the longest-idle ordinary connection, which is closed. A connection is idle while it has no request in
 //!    progress: a kept-alive connection, or a client that has not sent a whole request head yet.
-//! 3. When every ordinary connection has a request in progress, the connection is *reserved*: only a
-//!    probe is served on it, once. Any other request is refused, unless a slot has become free. When
-//!    the reserve is full, too, the longest-idle reserved connection is closed.
-//! 4. A *closing* connection holds its descriptor, but no slot, until its task ends. A request that
-//!    arrives on it is refused. At most `reserved_max` connections are closing at a time: until one of
-//!    them has ended, the port accepts no other.
+//! 3. When every ordinary connection has a request in progress, the connection is *reserved*: it serves one probe. Other
+//!    requests are rejected, unless a slot is free by then. When the reserve is full too, the longest-idle reserved
+//!    connection is closed.
+//! 4. A *closing* connection holds its descriptor but no slot until its task ends. Its requests are rejected. At most
+//!    `reserved_max` connections are closing at a time; then the port accepts no connection until one has ended.
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -28,7 +26,7 @@ pub struct Slots {
     freed: Arc<Notify>,
 }
 
-/// One connection's entry. Dropping it gives the entry back.
+/// Guard of a connection's entry.
 pub struct Slot {
     id: u64,
     slots: Slots,
@@ -36,7 +34,7 @@ pub struct Slot {
     is_reserved: bool,
 }
 
-/// Whether a request may be served on its connection.
+/// Decision about a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Verdict {
     Serve,
@@ -50,9 +48,9 @@ struct Table {
     entries: HashMap<u64, Entry>,
     ordinary: Class,
     reserved: Class,
-    /// Numbers connections, and orders the moments at which they became idle.
+    /// Counter for connection ids and for the order of idle connections.
     next: u64,
-    /// Set while the port is known to be full, so that the log says it once.
+    /// Set while the port is full, so that the log reports it once.
     is_full: bool,
 }
 
@@ -60,13 +58,13 @@ struct Table {
 #[derive(Default)]
 struct Class {
     count: usize,
-    /// Ids of the idle connections by the moment at which they became idle.
+    /// Ids of the idle connections, ordered by the start of their idle time.
     idle: BTreeMap<u64, u64>,
 }
 
 struct Entry {
     state: State,
-    /// Requests in progress. HTTP/2 allows several.
+    /// Number of requests in progress; HTTP/2 allows several.
     requests: u32,
     /// Key in [`Class::idle`] while there is no request in progress.
     idle_since: u64,
@@ -94,14 +92,14 @@ impl Slots {
         Self { table: Arc::new(Mutex::new(table)), freed: Arc::default() }
     }
 
-    /// Admits a connection, and closes another one where the port is full.
+    /// Admits a connection; closes another one if the port is full.
     pub fn admit(&self) -> Slot {
         let close = CancellationToken::new();
         let (id, state) = self.lock().admit(close.clone());
         Slot { id, slots: self.clone(), close, is_reserved: state == State::Reserved }
     }
 
-    /// Waits until the port has a descriptor for one more connection.
+    /// Waits until the port may accept one more connection.
     pub async fn has_descriptor(&self) {
         loop {
             let freed = self.freed.notified();
@@ -118,22 +116,22 @@ impl Slots {
 }
 
 impl Slot {
-    /// Reports whether the connection was admitted for a probe alone.
+    /// Returns whether the connection is reserved for a probe.
     pub fn is_reserved(&self) -> bool {
         self.is_reserved
     }
 
-    /// Returns once the connection has to close. A request in progress may end first.
+    /// Waits until the connection must close. Requests in progress may finish first.
     pub async fn closing(&self) {
         self.close.cancelled().await;
     }
 
-    /// Counts a request whose head has arrived. [`Self::end_request`] must follow in either case.
+    /// Counts a request after its head has arrived. The caller must call [`Self::end_request`] for any verdict.
     pub fn begin_request(&self, is_probe: bool) -> Verdict {
         self.slots.lock().begin_request(self.id, is_probe)
     }
 
-    /// Ends a request: its response is written or given up.
+    /// Ends a request whose response was written or dropped.
     pub fn end_request(&self) {
         self.slots.lock().end_request(self.id);
     }
@@ -164,7 +162,7 @@ impl Table {
         (id, state)
     }
 
-    /// Makes sure that one more connection can be ordinary.
+    /// Frees an ordinary slot if possible.
     fn take_ordinary_slot(&mut self) -> bool {
         if self.ordinary.count < self.ordinary_max {
             return true;
@@ -185,7 +183,7 @@ impl Table {
         true
     }
 
-    /// Marks a connection that is in no class any more.
+    /// Marks a connection as closing after it left its class.
     fn close(&mut self, id: u64) {
         let entry = self.entries.get_mut(&id).expect("classes name open connections");
         entry.state = State::Closing;
@@ -209,7 +207,7 @@ impl Table {
         self.reserved.count -= 1;
         if self.take_ordinary_slot() {
             self.ordinary.count += 1;
-            self.entries.get_mut(&id).expect("it was found above").state = State::Ordinary;
+            self.entries.get_mut(&id).expect("the id was found above").state = State::Ordinary;
             return Verdict::Serve;
         }
         self.close(id);

@@ -5,21 +5,21 @@ use std::time::Duration;
 use proto::v1::node_client::NodeClient;
 use tonic::transport::{Channel, Endpoint};
 
-/// A node in the same cluster accepts a connection within milliseconds.
+/// Connect time-out. A node of the cluster accepts a connection within milliseconds.
 const CONNECT_MAX: Duration = Duration::from_secs(1);
-/// A silent node is detected within interval plus time-out: the lease and half a second.
+/// Interval of pings. A silent node is detected within interval plus time-out: the lease plus 0.5 s.
 const PING_INTERVAL: Duration = Duration::from_millis(500);
 const PING_TIMEOUT: Duration = Duration::from_secs(2);
-/// Flow-control window of one stream: some thousand token events.
+/// Flow-control window of one stream: a few thousand token events.
 const STREAM_WINDOW_BYTES: u32 = 256 << 10;
 /// Flow-control window of all streams of a node: an unread stream must not block the others.
 const CONNECTION_WINDOW_BYTES: u32 = 64 << 20;
-/// Twice the size of a snapshot with the maximum of cached blocks that a directory accepts.
+/// Maximum size of a received message: twice that of a snapshot with the maximum number of cached blocks.
 const EVENT_BYTES_MAX: usize = 16 << 20;
-/// Size of the longest prompts in use, at a few bytes per token.
+/// Maximum size of a sent message, for the longest prompts at a few bytes per token.
 const REQUEST_BYTES_MAX: usize = 16 << 20;
 
-/// Opens a connection on first use, and again whenever it broke.
+/// Returns a channel that connects at first use and reconnects after failures.
 pub fn open(url: &str) -> Result<Channel, tonic::transport::Error> {
     let endpoint = Endpoint::from_shared(url.to_owned())?
         .connect_timeout(CONNECT_MAX)

@@ -244,14 +244,14 @@ impl Served {
         let Some(served) = all.iter().find(|served| *served.model == record.model) else {
             let names: Vec<_> = all.iter().map(|served| &*served.model).collect();
             return Err(format!(
-                "it serves {:?}, this router serves {names:?}: give both the same model.name, or the \
+                "it serves model {:?}, but this router serves {names:?}: set the same model.name for both, or the \
                  router that model in router.models",
                 record.model.chars().take(100).collect::<String>()
             ));
         };
         if record.vocabulary_size < served.vocabulary_size {
             return Err(format!(
-                "its model has {} token ids, this router's tokenizer has {}: give both the same \
+                "its model has {} token ids, but this router's tokenizer has {}: use the same \
                  model.path",
                 record.vocabulary_size, served.vocabulary_size
             ));
@@ -418,7 +418,7 @@ mod tests {
         assert!(check("theirs", 1000).unwrap_err().contains("\"theirs\""));
         assert_eq!(
             check("ours", 999).unwrap_err(),
-            "its model has 999 token ids, this router's tokenizer has 1000: give both the same \
+            "its model has 999 token ids, but this router's tokenizer has 1000: use the same \
              model.path"
         );
     }

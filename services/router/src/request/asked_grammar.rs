@@ -1,23 +1,23 @@
-//! A grammar that an answer must match, as a client asked for it.
+//! A grammar that a client requested for its answer.
 
 use grammar::{Grammar, GrammarError, Otherwise};
 use proto::v1;
 
 use super::field_error::FieldError;
 
-/// A grammar and the field that it stood in.
+/// A grammar and its field in the request.
 #[derive(Clone, Debug, PartialEq)]
 pub struct AskedGrammar {
-    /// For refusals: the field as the client wrote it.
+    /// Name of the client's field, for errors.
     pub field: &'static str,
     pub grammar: Grammar,
-    /// Of calls: where each function's schema stood.
+    /// Fields of the functions' schemas, for tool calls.
     pub functions: Vec<FunctionField>,
-    /// Asked for, too: it must be one by itself, whether this one holds it, or nothing does.
+    /// A grammar that the client requested besides tools. It must be valid by itself, even if no answer uses it.
     pub alone: Option<Box<AskedGrammar>>,
 }
 
-/// Where the schema of a function's arguments stood.
+/// Field of the schema of a function's arguments.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct FunctionField {
     pub field: String,
@@ -29,7 +29,7 @@ impl AskedGrammar {
         Self { field, grammar, functions: Vec::new(), alone: None }
     }
 
-    /// The version of grammars that a node must know to hold an answer to this one.
+    /// Returns the grammar version that a node must support for this grammar.
     pub fn version(&self) -> u32 {
         match self.grammar {
             Grammar::JsonSchema(_) | Grammar::Regex(_) => 1,
@@ -37,7 +37,7 @@ impl AskedGrammar {
         }
     }
 
-    /// What is wrong with it, by its field.
+    /// Converts an error of the grammar into an error of its field.
     pub fn refused(&self, error: &GrammarError) -> FieldError {
         match error {
             GrammarError::InTool { index, error } => match self.functions.get(*index) {
@@ -50,7 +50,7 @@ impl AskedGrammar {
         }
     }
 
-    /// As nodes are told it.
+    /// Returns the grammar's form for nodes.
     pub fn for_nodes(self) -> v1::Grammar {
         let kind = match self.grammar {
             Grammar::JsonSchema(text) => v1::grammar::Kind::JsonSchema(text),
@@ -87,7 +87,7 @@ fn tool_calls(calls: grammar::ToolCalls) -> v1::ToolCalls {
             Otherwise::Answer { grammar, .. } => match *grammar {
                 Grammar::JsonSchema(text) => Some(Wire::JsonSchema(text)),
                 Grammar::Regex(text) => Some(Wire::Regex(text)),
-                // Refused by the check of the grammar.
+                // The check of the grammar has rejected this case.
                 Grammar::ToolCalls(_) => None,
             },
         },

@@ -1,18 +1,18 @@
-//! Which requests find each other's cached prefixes: those of one tenant with one salt.
+//! Isolation of cached prefixes: requests share cached KV only with the same tenant and the same salt.
 //!
-//! How long an answer takes tells whether its prompt was cached, and so what others have asked. A
-//! client keeps to itself with a salt of its own; a gateway that knows its clients names each one's
-//! tenant in a header, on every request, and no client then meets another one's prefixes.
+//! The latency of a response shows whether its prompt was cached, and so reveals prompts of other clients. A client
+//! isolates itself with a salt of its own. A gateway isolates its clients by naming each request's tenant in a
+//! header.
 
 use super::field_error::{FieldError, shown};
 
-/// The header, and the key of gRPC metadata, that names a request's tenant.
+/// Header and gRPC metadata key of a request's tenant.
 pub const TENANT_HEADER: &str = "x-baton-tenant";
 const TENANT_CHARS_MAX: usize = 64;
-/// A hash in any notation; with a tenant still below what nodes take.
+/// Maximum length of a salt in bytes. Salt and tenant together stay below the limit of the nodes.
 pub const CACHE_SALT_BYTES_MAX: usize = 128;
 
-/// A tenant's name, checked.
+/// A validated tenant name.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Tenant(String);
 
@@ -31,7 +31,7 @@ impl Tenant {
     }
 }
 
-/// A client's own salt, within bounds.
+/// Checks the length of a client's salt.
 pub fn check_salt(field: &str, salt: String) -> Result<String, FieldError> {
     if salt.len() > CACHE_SALT_BYTES_MAX {
         let bytes = salt.len();
@@ -41,7 +41,7 @@ pub fn check_salt(field: &str, salt: String) -> Result<String, FieldError> {
     Ok(salt)
 }
 
-/// The salt that nodes are told. A tenant's name has no slash, so that no two pairs give the same.
+/// Returns the salt for nodes. A tenant name has no slash, so different pairs yield different salts.
 pub fn salt_for_nodes(tenant: Option<&Tenant>, salt: String) -> String {
     match tenant {
         Some(Tenant(tenant)) => format!("{tenant}/{salt}"),

@@ -1,11 +1,10 @@
-//! Which variables of a chat template a client may set.
+//! Check of the chat template variables that a client sets.
 
 use serde_json::{Map, Value};
 
 use super::field_error::FieldError;
 
-/// Variables that the template has from the router or the model. Another value would make a prompt
-/// of something else than was checked.
+/// Variables that the router or the model sets. A client's value could bypass the checks of the request.
 const RESERVED: [&str; 15] = [
     "messages",
     "tools",
@@ -24,7 +23,7 @@ const RESERVED: [&str; 15] = [
     "additional_special_tokens",
 ];
 
-/// Refuses variables that are not the client's to set; `field` holds them.
+/// Rejects variables of the router or the model in `field`.
 pub fn check_variables(field: &str, variables: &Map<String, Value>) -> Result<(), FieldError> {
     match RESERVED.iter().find(|&&name| variables.contains_key(name)) {
         Some(name) => Err(FieldError::new(

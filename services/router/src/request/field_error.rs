@@ -1,15 +1,15 @@
-//! A field of a request with a value that is not allowed.
+//! Error for an invalid field of a request.
 
-/// Characters of a refused value that its error shows.
+/// Maximum number of characters that an error shows of an invalid value.
 const SHOWN_CHARS_MAX: usize = 64;
 
-/// Names the field, and says in one line what is wrong with it and what is allowed.
+/// Error with the field's name, its problem and the allowed values in one line.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{field} {problem}")]
 pub struct FieldError {
-    /// Name of the field, as the client wrote it.
+    /// Name of the client's field.
     pub field: String,
-    /// What is wrong and what is allowed: the rest of a sentence that begins with the name.
+    /// Problem and allowed values, as the rest of a sentence that begins with the name.
     pub problem: String,
 }
 
@@ -19,12 +19,12 @@ impl FieldError {
     }
 }
 
-/// The error for a field whose value is `text`; `allowed` ends the sentence "allowed: ...".
+/// Returns the error for a field with value `text`; `allowed` ends the sentence "allowed: ...".
 pub fn refused(field: &str, text: &str, allowed: &str) -> FieldError {
     FieldError::new(field, format!("is {}; allowed: {allowed}", shown(text)))
 }
 
-/// `text`, shortened for an error message.
+/// Returns `text`, truncated for an error message.
 pub fn shown(text: &str) -> String {
     match text.char_indices().nth(SHOWN_CHARS_MAX) {
         Some((end, _)) => format!("{}… ({} bytes)", &text[..end], text.len()),

@@ -1,23 +1,23 @@
-//! Ids that the router mints, and labels that clients bring.
+//! Ids that the router creates, and labels that clients send.
 
 use std::fmt;
 
 use proto::ids::random_bits;
 pub use proto::ids::{NoRandomness, TransferId};
 
-/// Characters of a client's label that are kept.
+/// Maximum length of a client's label.
 const LABEL_CHARS_MAX: usize = 128;
 
-/// 128 random bits. Names a request at the nodes; the same over all of its attempts.
+/// Id of a request at the nodes: 128 random bits, equal for all attempts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct RequestId(pub u128);
 
-/// A seed for a request that brought none.
+/// Returns a seed for a request without one.
 pub fn mint_seed() -> Result<u64, NoRandomness> {
     random_bits().map(|bits| bits as u64)
 }
 
-/// A text that nothing else contains.
+/// Returns a random marker text that occurs nowhere else.
 pub fn mint_mark() -> Result<String, NoRandomness> {
     random_bits().map(|bits| format!("{bits:032x}"))
 }
@@ -38,8 +38,8 @@ impl fmt::Display for RequestId {
     }
 }
 
-/// A client's own name for its request, fit to be echoed in a header and a log line: visible ASCII,
-/// bounded. `None` when nothing of it is left. Never a key.
+/// Sanitises a client's label for headers and log lines: visible ASCII of bounded length. `None` if nothing is
+/// left. The label is never a key.
 pub fn label(text: &str) -> Option<String> {
     let label: String = text.chars().filter(char::is_ascii_graphic).take(LABEL_CHARS_MAX).collect();
     (!label.is_empty()).then_some(label)

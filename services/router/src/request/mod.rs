@@ -1,4 +1,4 @@
-//! What a client asks for, independent of the API it came by.
+//! Contents of a client's request, independent of the API.
 
 pub mod asked_grammar;
 pub mod cache_salt;

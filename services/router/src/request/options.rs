@@ -1,5 +1,5 @@
-//! What a client may ask for beside the prompt: the same fields, limits and defaults for HTTP and
-//! gRPC, and how they become what nodes are told.
+//! Options of a request besides the prompt: fields, limits and defaults for HTTP and gRPC, and their conversion into
+//! a node's request.
 
 use std::ops::RangeInclusive;
 
@@ -9,32 +9,32 @@ use text::SamplingDefaults;
 use super::{asked_grammar::AskedGrammar, field_error::FieldError};
 
 pub const TEMPERATURE: RangeInclusive<f64> = 0.0..=2.0;
-/// 0 would keep no token.
+/// Range of `top_p`; 0 would keep no token.
 pub const TOP_P: RangeInclusive<f64> = 0.000_001..=1.0;
 pub const MIN_P: RangeInclusive<f64> = 0.0..=1.0;
-/// Presence and frequency, as OpenAI has them.
+/// Range of presence and frequency penalty, as in OpenAI's API.
 pub const PENALTY: RangeInclusive<f64> = -2.0..=2.0;
-/// 1 changes nothing; logits are divided by it.
+/// Range of the repetition penalty, which divides logits; 1 has no effect.
 pub const REPETITION_PENALTY: RangeInclusive<f64> = 0.01..=100.0;
-/// -1 and 0 keep every token.
+/// Range of `top_k`; -1 and 0 keep every token.
 pub const TOP_K: RangeInclusive<i128> = -1..=i32::MAX as i128;
-/// 64 bits, signed (as OpenAI has it) or not.
+/// Range of the seed: 64 bits, signed (as in OpenAI's API) or unsigned.
 pub const SEED: RangeInclusive<i128> = i64::MIN as i128..=u64::MAX as i128;
-/// What nodes report at most.
+/// Range of the number of log-probabilities that nodes support.
 pub const LOGPROBS: RangeInclusive<u32> = 0..=20;
-/// Answers to one prompt, as OpenAI has it.
+/// Range of answers to one prompt, as in OpenAI's API.
 pub const CHOICES: RangeInclusive<u32> = 1..=128;
-/// Answers in one request, over all its prompts: each is a request of its own to the nodes.
+/// Maximum number of answers over all prompts of a request. Each answer is a request of its own to the nodes.
 pub const CHOICES_PER_REQUEST_MAX: usize = 128;
-/// More stop tokens than any model has.
+/// Maximum number of stop tokens.
 pub const STOP_TOKENS_MAX: usize = 256;
-/// Any count of tokens; the model's own limit is checked when the prompt's length is known.
+/// Range of token counts. The model's limit is checked once the prompt's length is known.
 pub const TOKENS: RangeInclusive<u32> = 1..=i32::MAX as u32;
 
-/// Tokens of a completion whose client does not say, as OpenAI and vLLM have it.
+/// Default `max_tokens` of a completion, as in OpenAI and vLLM.
 pub const COMPLETION_TOKENS_DEFAULT: u32 = 16;
 
-/// Fields as the client gave them, each within its own limits.
+/// The client's fields, each within its limits.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Options {
     pub max_tokens: Option<u32>,
@@ -54,29 +54,29 @@ pub struct Options {
     pub ignore_eos: bool,
     pub logprobs: Option<u32>,
     pub cache_salt: String,
-    /// What the answer must match.
+    /// Grammar of the answer.
     pub grammar: Option<AskedGrammar>,
 }
 
-/// What the served model allows.
+/// Limits of the served model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ModelLimits {
     pub prompt_tokens_max: u32,
-    /// Prompt and answer together.
+    /// Maximum tokens of prompt and answer together.
     pub sequence_tokens_max: u32,
     pub vocabulary_size: u32,
 }
 
-/// How many tokens an answer has when the client does not say.
+/// Default length of an answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DefaultLength {
-    /// What is left of the model's longest sequence.
+    /// The rest of the model's maximum sequence length.
     Rest,
     Tokens(u32),
 }
 
 impl Options {
-    /// Where the client did not say, what the model's authors said.
+    /// Fills absent sampling options with the model's defaults.
     pub fn or(self, defaults: &SamplingDefaults) -> Self {
         Self {
             temperature: self.temperature.or(defaults.temperature),
@@ -88,8 +88,8 @@ impl Options {
         }
     }
 
-    /// What nodes are told, with every default filled in. `seed` is used when the client gave none;
-    /// `end_tokens` are the model's own. `max_tokens_name` is the field the client would change.
+    /// Returns a node's options with all defaults filled in. `seed` applies if the client set none; `end_tokens`
+    /// are those of the model; `max_tokens_name` is the client's field for errors.
     pub fn sampling(
         &self,
         prompt_tokens: u32,
@@ -99,7 +99,7 @@ impl Options {
         seed: u64,
         max_tokens_name: &str,
     ) -> Result<Sampling, FieldError> {
-        // The prompt's length was checked: it leaves room for a token.
+        // The checked prompt leaves space for at least one token.
         let rest = limits.sequence_tokens_max.saturating_sub(prompt_tokens);
         let max_tokens = match (self.max_tokens, default_length) {
             (Some(asked), _) if asked > rest => {
@@ -145,7 +145,7 @@ impl Options {
             frequency_penalty: self.frequency_penalty.unwrap_or(0.0),
             max_tokens,
             min_tokens: self.min_tokens,
-            // Nothing is left to stop at: the node need not look.
+            // No stop token remains.
             ignore_stop_tokens: stop_token_ids.is_empty(),
             stop_token_ids,
             logprobs: self.logprobs,
@@ -153,10 +153,10 @@ impl Options {
     }
 }
 
-/// Refuses a prompt that no node can take.
+/// Rejects a prompt that no node can serve.
 pub fn check_prompt(field: &str, tokens: &[u32], limits: &ModelLimits) -> Result<(), FieldError> {
     let count = tokens.len() as u64;
-    // One place must be left for the answer.
+    // Leave one token for the answer.
     let longest = limits.prompt_tokens_max.min(limits.sequence_tokens_max.saturating_sub(1));
     if count == 0 {
         return Err(FieldError::new(field, "is empty; allowed: at least one token"));

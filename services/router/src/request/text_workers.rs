@@ -1,5 +1,5 @@
-//! Rendering and tokenising: short prompts in place, long ones on blocking threads, a bounded number
-//! at once.
+//! Chat template rendering and tokenization: short prompts in place, long prompts on a bounded number of blocking
+//! threads.
 
 use std::sync::{Arc, OnceLock};
 
@@ -15,20 +15,19 @@ use tokio::sync::{AcquireError, OwnedSemaphorePermit, Semaphore};
 use super::{asked_grammar::AskedGrammar, field_error::FieldError, ids::mint_mark};
 use crate::generation::RequestError;
 
-/// Up to this many bytes a prompt takes less than a millisecond, less than a thread's detour costs.
+/// Maximum size of a prompt that is tokenized in place, in bytes: this takes less than 1 ms.
 const INLINE_BYTES_MAX: usize = 4096;
 
-/// Text in work at once on threads, in bytes; that of prompts is encoded in a hundred times its size,
-/// so the router stays under 512 MiB whatever the number of threads. One text of the longest kind that
-/// is encoded at all has room.
+/// Maximum bytes of text on all threads. Tokenization takes a hundred times the text's memory, so this limit keeps
+/// the router below 512 MiB. The longest valid text fits.
 const BYTES_IN_WORK_MAX: usize = TEXT_BYTES_MAX;
 
-/// Grammars of all models that are checked at the same time. One check takes at most some tenths of a
-/// second and 50 MB ([`grammar::limits`]).
+/// Maximum number of concurrent grammar checks. A check takes at most a few tenths of a second and 50 MB
+/// ([`grammar::limits`]).
 const GRAMMAR_CHECKS_MAX: usize = 2;
 
-/// Room for the long texts and the grammar checks of all models: threads, and memory by the lengths of
-/// the texts. Grammar checks have permits of their own, so they do not delay prompts.
+/// Permits for long texts (threads, and bytes of text) and grammar checks of all models. Grammar checks have permits
+/// of their own, so they do not delay prompts.
 #[derive(Clone)]
 pub struct TextRoom {
     threads: Arc<Semaphore>,
@@ -46,8 +45,8 @@ impl TextRoom {
         }
     }
 
-    /// Waits for room for a text of so many bytes, in order of coming. A longer one than there can be
-    /// room for is refused before its encoding.
+    /// Waits in FIFO order for permits for a text of this size. A text beyond the limit takes all
+    /// permits.
     async fn enter(&self, bytes: usize) -> Result<[OwnedSemaphorePermit; 2], AcquireError> {
         let bytes = bytes.min(BYTES_IN_WORK_MAX) as u32;
         let bytes = self.bytes.clone().acquire_many_owned(bytes).await?;
@@ -71,11 +70,11 @@ impl TextRoom {
     }
 }
 
-/// A prompt as a client gave it.
+/// A client's prompt.
 #[derive(Clone, Debug, PartialEq)]
 pub enum PromptSource {
     Tokens(Vec<u32>),
-    /// Encoded with what the model wants around a prompt, if asked for.
+    /// A text, with the model's special tokens around it if requested.
     Text {
         text: String,
         add_special_tokens: bool,
@@ -86,19 +85,19 @@ pub enum PromptSource {
 #[derive(Clone, Debug, PartialEq)]
 pub struct ChatSource {
     pub messages: Value,
-    /// A list of tool descriptions, or null.
+    /// List of tool descriptions, or null.
     pub tools: Value,
     pub add_generation_prompt: bool,
-    /// The last message is the beginning of the answer.
+    /// The answer continues the last message.
     pub continue_final_message: bool,
-    /// Further variables for the template.
+    /// Further template variables.
     pub template_kwargs: serde_json::Map<String, Value>,
     /// Length of the messages, tools and variables as JSON.
     pub bytes: usize,
 }
 
 impl PromptSource {
-    /// How much text there is to work on.
+    /// Returns the number of bytes to process.
     pub fn bytes(&self) -> usize {
         match self {
             Self::Tokens(_) => 0,
@@ -107,7 +106,7 @@ impl PromptSource {
         }
     }
 
-    /// The field that a refusal names.
+    /// Returns the field that an error names.
     pub fn field(&self) -> &'static str {
         match self {
             Self::Tokens(_) | Self::Text { .. } => "prompt",
@@ -116,16 +115,16 @@ impl PromptSource {
     }
 }
 
-/// What the keys of a prompt's blocks follow from, beside its tokens.
+/// Inputs of the cache keys of a prompt's blocks, besides the tokens.
 #[derive(Debug)]
 pub struct CacheKeying {
-    /// Of the nodes.
+    /// Cache identities of the nodes.
     pub identities: Vec<CacheIdentity>,
-    /// The tenant's.
+    /// Salt of tenant and client.
     pub salt: String,
 }
 
-/// A prompt's token ids, and under what nodes may have its blocks cached.
+/// A prompt's token ids, and the cache keys of its blocks.
 #[derive(Debug)]
 pub struct TokenisedPrompt {
     pub tokens: Vec<u32>,
@@ -134,7 +133,7 @@ pub struct TokenisedPrompt {
 
 impl TokenisedPrompt {
     fn new(tokens: Vec<u32>, tokens_max: u32, keying: &CacheKeying) -> Self {
-        // Longer ones are refused; their keys would be work for nothing.
+        // A longer prompt is rejected, so it needs no keys.
         let is_taken = tokens.len() as u64 <= u64::from(tokens_max);
         let identities = if is_taken { &keying.identities[..] } else { &[] };
         let keys = |identity: &CacheIdentity| PrefixKeys::new(*identity, &keying.salt, &tokens);
@@ -142,16 +141,16 @@ impl TokenisedPrompt {
     }
 }
 
-/// The model's text side, and who works on it.
+/// Tokenizer, template and grammar checker of a model, with the shared permits.
 pub struct TextWorkers {
     text: Arc<ModelText>,
     room: TextRoom,
-    /// Finds out whether a grammar is one; made with the first.
+    /// Grammar checker, created at first use.
     grammars: Arc<OnceLock<Compiler>>,
 }
 
 impl TextWorkers {
-    /// All models share the room.
+    /// Permits that all models share.
     pub fn new(text: Arc<ModelText>, room: TextRoom) -> Self {
         Self { text, room, grammars: Arc::default() }
     }
@@ -164,12 +163,12 @@ impl TextWorkers {
         self.text.sampling_defaults()
     }
 
-    /// How the model writes calls of tools, if that is known.
+    /// Returns the model's tool call format, if known.
     pub fn tool_format(&self) -> Option<ToolFormat> {
         self.text.tool_format()
     }
 
-    /// The prompt's token ids alone.
+    /// Returns only the prompt's token ids.
     pub async fn tokens(
         &self,
         source: PromptSource,
@@ -193,7 +192,7 @@ impl TextWorkers {
         self.room.check_grammar(check).await
     }
 
-    /// The text of these ids, special ones by their names.
+    /// Returns the text of these ids; special tokens appear by name.
     pub async fn text_of(&self, tokens: Vec<u32>) -> Result<String, RequestError> {
         self.work(tokens.len() * size_of::<u32>(), move |text| {
             Ok(text.tokenizer().decode(&tokens, false))
@@ -201,8 +200,8 @@ impl TextWorkers {
         .await
     }
 
-    /// The prompt's token ids and its keys. A text that has more than `tokens_max` by any count is
-    /// refused without the work.
+    /// Returns the prompt's token ids and cache keys. Rejects a text without tokenizing it if its length implies more
+    /// than `tokens_max` tokens.
     pub async fn prompt(
         &self,
         source: PromptSource,
@@ -216,7 +215,7 @@ impl TextWorkers {
         .await
     }
 
-    /// Does this here when the text is short, or on a blocking thread when there is room.
+    /// Runs `work` in place for a short text, otherwise on a blocking thread once a permit is free.
     async fn work<T: Send + 'static>(
         &self,
         bytes: usize,
@@ -228,7 +227,7 @@ impl TextWorkers {
         let room = self.room.enter(bytes).await.map_err(|error| internal(&error))?;
         let text = self.text.clone();
         let on_thread = move || {
-            // Held by the work itself: it goes on when nobody waits for it any more.
+            // The closure holds the permit: it runs to its end even if the caller leaves.
             let _room = room;
             work(&text)
         };
@@ -307,7 +306,7 @@ fn render(template: &ChatTemplate, chat: &ChatSource) -> Result<String, RequestE
     if !chat.continue_final_message {
         return render(&chat.messages);
     }
-    // The template may write the content elsewhere too, so a mark shows where the message ends.
+    // A marker shows the message's end, because the template may repeat the content elsewhere.
     let mark = mint_mark().map_err(|error| RequestError::Internal { reason: error.to_string() })?;
     let mut prompt = render(&with_mark_at_the_end(&chat.messages, &mark)?)?;
     let end = prompt.rfind(&mark).ok_or_else(|| {
@@ -319,7 +318,7 @@ fn render(template: &ChatTemplate, chat: &ChatSource) -> Result<String, RequestE
     Ok(prompt)
 }
 
-/// The messages with `mark` behind the last one's text.
+/// Returns the messages with `mark` appended to the last message's text.
 fn with_mark_at_the_end(messages: &Value, mark: &str) -> Result<Value, FieldError> {
     let mut messages = messages.clone();
     let last = messages.as_array_mut().and_then(|messages| messages.last_mut());
@@ -354,7 +353,7 @@ mod tests {
         let room = TextRoom::new(2);
         let first = room.enter(mebibytes(3)).await.unwrap();
         let mut second = pin!(room.enter(mebibytes(2)));
-        assert!(poll!(&mut second).is_pending(), "its bytes have no room");
+        assert!(poll!(&mut second).is_pending(), "no permits are free for its bytes");
         drop(first);
         let second = second.await.unwrap();
         let third = room.enter(mebibytes(1)).await.unwrap();
@@ -362,7 +361,7 @@ mod tests {
         assert!(poll!(&mut fourth).is_pending(), "both threads are busy");
         drop((second, third));
         drop(fourth.await.unwrap());
-        // Longer ones than there is room for are alone, not stuck.
+        // A text beyond the limit takes all permits and does not wait for ever.
         let whole = room.enter(usize::MAX).await.unwrap();
         assert!(poll!(pin!(room.enter(1))).is_pending());
         drop(whole);
@@ -409,7 +408,7 @@ mod tests {
 
     #[test]
     fn the_final_message_is_left_open() {
-        // Some of it comes again in what the template writes behind the message.
+        // The template repeats a part of the content after the message.
         for content in ["sure, it", "<", "|", "end", "<|end|>", "a ", "ü"] {
             assert_eq!(
                 continued(TEMPLATE, json!(content)).unwrap(),

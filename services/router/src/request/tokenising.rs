@@ -1,4 +1,4 @@
-//! Text to tokens and back for its own sake, within the same bounds as requests to nodes.
+//! Tokenization and detokenization for `/tokenize` and `/detokenize`, within the limits of requests to nodes.
 
 use std::sync::Arc;
 
@@ -11,11 +11,11 @@ use crate::{
     models::ServedModel,
 };
 
-/// Longest text, or conversation, that is tokenised for its own sake: 128 Ki tokens are less. No node's
-/// limit bounds it, and while it is encoded it takes a hundred times its size.
+/// Maximum size of a text or conversation in bytes; 128 Ki tokens take less. Tokenization takes a hundred times the
+/// text's memory.
 const BYTES_MAX: usize = 1 << 20;
 
-/// The prompt's token ids, as a request with it would have them.
+/// Returns the token ids that a request with this prompt has.
 pub async fn tokenize(
     front: &Front,
     model: &ServedModel,
@@ -32,7 +32,7 @@ pub async fn tokenize(
     tokens.await.map_err(|_| RequestError::Deadline { timeout: deadline.timeout })?
 }
 
-/// The text of these tokens, special ones by their names.
+/// Returns the text of these tokens; special tokens appear by name.
 pub async fn detokenize(
     front: &Front,
     model: &ServedModel,
@@ -44,7 +44,7 @@ pub async fn detokenize(
     text.await.map_err(|_| RequestError::Deadline { timeout: deadline.timeout })?
 }
 
-/// Refuses ids that stand for nothing.
+/// Rejects ids outside the vocabulary.
 pub fn check_vocabulary(
     field: &str,
     tokens: &[u32],

@@ -1,8 +1,8 @@
-//! Tools: what a request offers, what its answers are held to, and the calls in them.
+//! Tools: the offer of a request, the grammar of its answers, and the calls in them.
 //!
-//! Where the model may decide and no function is strict, nothing holds it: calls are found in what it
-//! writes. Else a grammar does ([`OfferedTools::grammar`]): where a call is demanded the answer is
-//! calls alone, and else it is text until a call begins.
+//! If the model may choose and no function is strict, there is no grammar: the router parses calls from free text.
+//! Otherwise a grammar constrains the answer ([`OfferedTools::grammar`]): to calls only if a call is required,
+//! otherwise to text until a call begins.
 
 use std::sync::Arc;
 
@@ -18,43 +18,43 @@ use super::{
 };
 use crate::{generation::RequestError, request_driver::ParsedRequest};
 
-/// Tools that may be called.
+/// Tools that the model may call.
 #[derive(Clone, Debug, PartialEq)]
 pub struct OfferedTools {
-    /// As OpenAI's API has them, for the template.
+    /// OpenAI's JSON of the tools, for the chat template.
     pub definitions: Value,
     pub functions: Vec<OfferedFunction>,
     pub choice: ToolChoice,
-    /// More than one call an answer.
+    /// Allows several calls in an answer.
     pub parallel: bool,
 }
 
 #[derive(Clone, Debug, PartialEq)]
 pub struct OfferedFunction {
     pub name: String,
-    /// A JSON schema; none is that of no arguments.
+    /// JSON schema of the arguments; `None` means no arguments.
     pub parameters: Option<Map<String, Value>>,
-    /// Where they stand.
+    /// Field of the schema in the request.
     pub field: String,
-    /// Its arguments match the schema whether or not a call is demanded.
+    /// Constrains the arguments to the schema even if no call is required.
     pub strict: bool,
 }
 
-/// Which call is wanted. That none is wanted is no offer.
+/// Value of `tool_choice`. There is no variant for `none`: such a request offers no tools.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ToolChoice {
     Auto,
-    /// One at least.
+    /// At least one call.
     Required,
-    /// One, of this function.
+    /// One call of this function.
     Named(String),
 }
 
-/// Names of the fields, for refusals.
+/// Names of the fields, for errors.
 pub const TOOLS: &str = "tools";
 pub const TOOL_CHOICE: &str = "tool_choice";
 
-/// Checks how many there are.
+/// Checks the number of tools.
 pub fn check_count(count: usize) -> Result<(), FieldError> {
     if count > TOOLS_MAX {
         let problem = format!("has {count} tools; allowed: at most {TOOLS_MAX}");
@@ -73,7 +73,7 @@ pub fn check_name(field: &str, name: &str) -> Result<(), FieldError> {
 }
 
 impl OfferedTools {
-    /// The offer, unless there is none; what is demanded must be there.
+    /// Returns the offer, or `None` without tools. Rejects a `tool_choice` that names an absent function.
     pub fn new(
         definitions: Value,
         functions: Vec<OfferedFunction>,
@@ -98,7 +98,7 @@ impl OfferedTools {
         Ok(Some(Self { definitions, functions, choice, parallel }))
     }
 
-    /// Functions that the answer may call.
+    /// Returns the functions that the answer may call.
     fn callable(&self) -> impl Iterator<Item = &OfferedFunction> {
         self.functions.iter().filter(|function| match &self.choice {
             ToolChoice::Named(name) => function.name == *name,
@@ -106,7 +106,7 @@ impl OfferedTools {
         })
     }
 
-    /// What the answer is held to; `content` is what was asked for its text.
+    /// Returns the answer's grammar; `content` is the requested grammar of the text.
     fn grammar(
         &self,
         format: ToolFormat,
@@ -120,7 +120,7 @@ impl OfferedTools {
         let mut tools = Vec::new();
         let mut fields = Vec::new();
         for function in self.callable() {
-            // Where the model decides it is held to what was promised, and to no more.
+            // If the model may choose, only strict functions are constrained.
             let is_held = !is_auto || function.strict;
             let arguments = is_held.then(|| arguments_schema(function)).transpose()?;
             tools.push(CallableTool { name: function.name.clone(), arguments });
@@ -129,7 +129,7 @@ impl OfferedTools {
         }
         let writing = format.writing();
         let (otherwise, alone) = match (is_auto, content) {
-            // A demanded call leaves no text that the format could hold for.
+            // A required call leaves no text to which the format could apply.
             (false, content) => (Otherwise::Nothing, content),
             (true, None) => {
                 let never_begins = writing.never_begins.map(str::to_owned);
@@ -173,7 +173,7 @@ fn top_level(field: &'static str) -> &'static str {
     field.split('.').next().unwrap_or(field)
 }
 
-/// The schema of an object: arguments are nothing else.
+/// Returns the schema of the arguments, which must be an object.
 fn arguments_schema(function: &OfferedFunction) -> Result<String, FieldError> {
     let Some(parameters) = &function.parameters else {
         return Ok(r#"{"type":"object","properties":{},"additionalProperties":false}"#.to_owned());
@@ -194,8 +194,8 @@ fn arguments_schema(function: &OfferedFunction) -> Result<String, FieldError> {
     Ok(Value::Object(parameters).to_string())
 }
 
-/// Holds the answers to the offer and says how their calls are read; `None` where the model has no
-/// format for calls, which its template's rendering refuses.
+/// Sets the grammar of the offer and returns the settings for parsing calls. Returns `None` if the model has no call
+/// format; rendering the chat template then fails.
 pub fn offer(
     asked: &mut ParsedRequest,
     offered: &OfferedTools,
@@ -214,26 +214,26 @@ pub fn offer(
     }))
 }
 
-/// How calls in the answers of a request are read.
+/// Settings for parsing calls in the answers of a request.
 #[derive(Clone)]
 pub struct CallReading {
     pub format: ToolFormat,
     pub names: Arc<[String]>,
     pub parallel: bool,
-    /// The client named the function: that it is called is no news.
+    /// The client named the function.
     pub is_named: bool,
-    /// What the ids of calls have in common.
+    /// Prefix of the calls' ids.
     pub id: String,
 }
 
-/// A part of an answer.
+/// A piece of an answer.
 #[derive(Debug, PartialEq)]
 pub enum AnswerPiece {
     Content(String),
     Call { index: u32, id: String, call: ToolCall },
 }
 
-/// Reads the calls in one answer.
+/// Parser of the calls in one answer.
 pub struct CallReader {
     parser: ToolParser,
     parallel: bool,
@@ -259,7 +259,7 @@ impl CallReader {
         self.numbered(pieces)
     }
 
-    /// The rest, and whether the answer ends with calls.
+    /// Returns the remaining pieces, and whether the answer ends with calls.
     pub fn finish(mut self, text: &str) -> (Vec<AnswerPiece>, Calls) {
         let mut pieces = Vec::new();
         self.parser.push(text, &mut pieces);
@@ -274,7 +274,7 @@ impl CallReader {
         (pieces, calls)
     }
 
-    /// Where only one call is wanted the answer ends with it.
+    /// Drops everything after the first call if only one call is allowed.
     fn numbered(&mut self, pieces: Vec<ToolPiece>) -> Vec<AnswerPiece> {
         let mut numbered = Vec::with_capacity(pieces.len());
         for piece in pieces {
@@ -294,20 +294,20 @@ impl CallReader {
     }
 }
 
-/// What calls an answer has, as far as its end depends on them.
+/// Calls of an answer, as far as the finish reason depends on them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Calls {
     None,
     Some,
-    /// More were not wanted: the answer ends with the first.
+    /// Only one call is allowed, and the answer ends with it.
     OnlyOne,
-    /// The client named it.
+    /// The client named the called function.
     Named,
 }
 
 impl Calls {
-    /// Why the answer ended. One that was cut short says so, unless it ends with its one call; of a
-    /// named function OpenAI and vLLM say that it stopped.
+    /// Returns the finish reason. A truncated answer reports its truncation unless the answer ends with its only
+    /// call. A call of a named function reports `stop`, as in OpenAI and vLLM.
     pub fn finish_reason(self, reason: FinishReason) -> FinishReason {
         match (self, reason) {
             (Self::OnlyOne, _) | (Self::Some, FinishReason::Stop) => FinishReason::ToolCalls,
