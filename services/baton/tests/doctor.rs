@@ -10,7 +10,7 @@ use serde_json::Value;
 /// Far more than a loaded machine needs.
 const WITHIN: Duration = Duration::from_secs(60);
 
-/// What it says until it ends by itself, which it must.
+/// Returns the output of a process that must exit by itself.
 fn output(command: &mut Command) -> Output {
     let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
     let deadline = Instant::now() + WITHIN;

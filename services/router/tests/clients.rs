@@ -33,7 +33,7 @@ async fn dropped_within_a_second(cluster: &Cluster, mut leave: impl AsyncFnMut()
         cluster.dropped_after(call, left).await
     })
     .await;
-    eventually("nothing is in work", async || {
+    eventually("no request is in flight", async || {
         cluster.client.get("/health").await.json()["requests_in_work"] == 0
     })
     .await;
@@ -102,7 +102,7 @@ async fn silent_client(cluster: &Cluster) -> TcpStream {
     stream
 }
 
-/// Whichever notices first, the request's queue or the connection: it is one client that did not read.
+/// The request's queue or the connection may detect a slow client first; both count one client.
 #[tokio::test]
 async fn a_client_that_does_not_read_ends_alone() {
     let mut settings = settings();
@@ -248,12 +248,12 @@ fn noise(seed: u64, count: usize) -> Vec<u8> {
     (0..count).map(|_| next()).collect()
 }
 
-/// What became of garbage at one port.
+/// Outcomes of malformed input on one port.
 #[derive(Clone, Copy, Debug, Default)]
 struct Thrown {
     messages: usize,
     bytes: usize,
-    /// Those that must be answered or hung up on, and were.
+    /// Number of inputs that were answered or disconnected, as required.
     refused: usize,
 }
 

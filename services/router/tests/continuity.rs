@@ -1,4 +1,4 @@
-//! What one attempt has shown binds the next: the model, and an answer that token 0 ended.
+//! The next attempt must agree with the previous one: same model, and no continuation after token 0 ended the answer.
 
 mod common;
 

@@ -329,7 +329,7 @@ async fn a_client_that_leaves_cancels_both_nodes_within_a_second() {
     }
 }
 
-/// What a handler never sees is counted all the same, once, by what it was.
+/// A request that reaches no handler is counted once, by its kind.
 #[tokio::test]
 async fn messages_that_are_refused_are_counted() {
     let mut settings = settings();
@@ -359,7 +359,7 @@ async fn messages_that_are_refused_are_counted() {
     assert_eq!(status.code(), Code::ResourceExhausted, "{status}");
     assert_eq!(counts().await, [0.0, 1.0, 1.0, 0.0], "no room");
 
-    // A message that is none, and one that is announced and never comes.
+    // An invalid message, and a message that is announced and never sent.
     let broken = Bytes::from_static(&[0, 0, 0, 0, 5, 255, 255, 255, 255, 255]);
     for (body, code) in [
         (broken, Code::Internal),
@@ -377,7 +377,7 @@ async fn messages_that_are_refused_are_counted() {
     collect(generate(&cluster, request(options())).await.unwrap()).await.unwrap();
     eventually("the one that was served", async || counts().await == [1.0, 3.0, 1.0, 0.0]).await;
     let running = async || cluster.metric("baton_requests", &["state=\"running\""]).await;
-    eventually("nothing is in work", async || running().await == 0.0).await;
+    eventually("no request is in flight", async || running().await == 0.0).await;
     assert_eq!(cluster.decode[0].calls().len(), 1);
 }
 
@@ -388,7 +388,7 @@ async fn a_client_that_leaves_before_its_message_is_complete_is_counted_as_gone(
     let stuck =
         tokio::spawn(client.request(unfinished(&cluster, Bytes::from_static(&[0, 0, 0, 0, 100]))));
     let running = async || cluster.metric("baton_requests", &["state=\"running\""]).await;
-    eventually("it is in work", async || running().await == 1.0).await;
+    eventually("the request is in flight", async || running().await == 1.0).await;
     stuck.abort();
     eventually("it is counted", async || cluster.finished("client_gone").await == 1.0).await;
     eventually("it is over", async || running().await == 0.0).await;
@@ -484,12 +484,13 @@ async fn an_answer_that_nobody_reads_is_in_work_until_it_is_given_up() {
     let is_free = |call: &common::node::Call| call.left.lock().unwrap().is_some();
     eventually("its node is free", async || node.calls().first().is_some_and(is_free)).await;
     let running = async || cluster.metric("baton_requests", &["state=\"running\""]).await;
-    eventually("what waits for the client is in work", async || running().await == 1.0).await;
+    eventually("a request that waits for its client is in flight", async || running().await == 1.0)
+        .await;
     eventually("it is given up", async || {
         cluster.metric("baton_requests_finished_total", &["slow_client"]).await == 1.0
     })
     .await;
-    eventually("it is in work no more", async || running().await == 0.0).await;
+    eventually("the request is not in flight", async || running().await == 0.0).await;
     let (shown, status) = cut_short(stream).await;
     assert_eq!(status.code(), Code::Aborted, "{status}");
     assert!(shown < 1900, "{shown} messages were kept for a client that read none");
@@ -590,7 +591,7 @@ async fn health_says_at_once_that_the_router_drains() {
         client.check(request).await.unwrap().into_inner().status() == ServingStatus::NotServing
     })
     .await;
-    // What is in work goes on until it ends, or is told to.
+    // In-flight requests continue until they finish or are cancelled.
     assert!(!shutdown.is_finished());
     cut.cancel();
     let ended = collect(stream).await.unwrap_err();

@@ -16,7 +16,7 @@ fn router(arguments: &[&str]) -> Command {
     command
 }
 
-/// What a process that ends by itself said, and its exit code.
+/// Returns output and exit code of a process that exits by itself.
 fn ended(arguments: &[&str]) -> (String, Option<i32>) {
     let mut child = router(arguments).spawn().unwrap();
     let code = wait(&mut child).code();

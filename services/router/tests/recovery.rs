@@ -50,7 +50,7 @@ async fn a_prefill_node_that_fails_is_replaced_by_another() {
         Behaviour::Refuse(Code::Unavailable, "draining"),
         Behaviour::Refuse(Code::FailedPrecondition, "another epoch"),
         Behaviour::Refuse(Code::AlreadyExists, "known"),
-        Behaviour::Refuse(Code::Internal, "a defect"),
+        Behaviour::Refuse(Code::Internal, "a bug"),
         Behaviour::FailAfter(0, FailureKind::Busy),
         Behaviour::FailAfter(0, FailureKind::Draining),
         Behaviour::FailAfter(1, FailureKind::TransferFailed),

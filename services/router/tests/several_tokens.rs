@@ -1,4 +1,4 @@
-//! Nodes that guess ahead send several tokens an event; clients see what they would see anyway.
+//! With speculative decoding an event has several tokens; the client's stream does not change.
 
 mod common;
 

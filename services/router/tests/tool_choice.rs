@@ -50,7 +50,7 @@ fn named(name: &str) -> Value {
     json!({"type": "function", "function": {"name": name}})
 }
 
-/// What the node was told last that calls are held to.
+/// Returns the grammar of the node's last call.
 fn told(cluster: &Cluster) -> Option<ToolCalls> {
     match cluster.decode[0].calls().last().unwrap().attempt.grammar.clone()?.kind? {
         Kind::ToolCalls(calls) => Some(calls),

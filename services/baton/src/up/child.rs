@@ -1,4 +1,4 @@
-//! Supervisor of one child process: starts, watches, restarts and stops it, and forwards its log lines.
+//! Supervisor of one child process: starts, watches, restarts and stops it, and prints its log lines.
 
 use std::{
     ffi::OsString,
@@ -21,7 +21,7 @@ use super::{backoff::Backoff, console::Console};
 
 /// Polling interval of a ready file.
 const READY_POLL: Duration = Duration::from_millis(5);
-/// Maximum length of a forwarded line in bytes; a longer line is split.
+/// Maximum length of a printed line in bytes; a longer line is split.
 const LINE_BYTES_MAX: u64 = 16 << 10;
 
 /// A program to run, and the name that prefixes its log lines.
@@ -101,7 +101,7 @@ pub async fn supervise(spec: ChildSpec, stop: CancellationToken, state: watch::S
 
 struct Running {
     child: Child,
-    /// Tasks that forward the child's lines until its pipes close.
+    /// Tasks that print the child's lines until its pipes close.
     lines: JoinSet<()>,
 }
 
@@ -139,7 +139,7 @@ struct Ended {
     served: Duration,
 }
 
-/// Waits for the child's exit and forwards all of its log lines.
+/// Waits for the child's exit and prints all of its log lines.
 async fn running_until_end(
     spec: &ChildSpec,
     mut running: Running,
@@ -197,7 +197,7 @@ fn read_ready(path: &Path) -> Result<Option<Ready>> {
     }
 }
 
-/// Forwards lines to the console, each prefixed with the child's name.
+/// Prints lines on the console, each prefixed with the child's name.
 async fn pass_on(console: Console, name: String, stream: impl AsyncRead + Unpin) {
     let prefix = super::coloured(&name);
     let mut reader = BufReader::new(stream);

@@ -166,7 +166,7 @@ impl Session {
     /// Renews the lease, and writes the record again if it was deleted or changed. Returns whether the record was
     /// written.
     ///
-    /// Opens a new stream for each renewal, because an old stream may be dead without notice.
+    /// Opens a new stream for each renewal, because an old stream may have died silently.
     pub async fn renew(
         &mut self,
         lease: LeaseId,

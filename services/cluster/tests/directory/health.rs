@@ -1,4 +1,4 @@
-//! Who is up, and how that is found out.
+//! Health of members.
 
 use std::time::Duration;
 
@@ -33,7 +33,7 @@ fn a_lost_stream_makes_a_node_suspect_and_is_probed_at_once() {
     world.advance(3 * SECOND);
     world.end_stream(&node);
     assert_eq!(world.health_of(&node), Some(Health::Suspect));
-    assert!(world.stream_of(&node).is_some(), "the probe is under way");
+    assert!(world.stream_of(&node).is_some(), "the probe is in flight");
     assert!(world.pick(&wanted(Role::Decode, 8)).is_err());
     world.send(&node, snapshot(&record(Role::Decode, 1), idle(), &[]));
     assert_eq!(world.health_of(&node), Some(Health::Up));
@@ -139,7 +139,7 @@ fn a_call_that_lost_its_connection_makes_exactly_that_process_suspect() {
     world.input(Input::CallLost { epoch: epoch(1), reason: "reset".into() });
     assert_eq!(world.health_of(&one), Some(Health::Suspect));
     assert_eq!(world.health_of(&two), Some(Health::Up));
-    // Of a process that is gone nobody takes notice.
+    // Events of a replaced process are ignored.
     world.input(Input::CallLost { epoch: epoch(77), reason: "reset".into() });
     assert_eq!(world.health_of(&two), Some(Health::Up));
 }

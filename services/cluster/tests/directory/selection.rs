@@ -1,4 +1,4 @@
-//! Who is picked.
+//! Node selection.
 
 use std::{collections::BTreeMap, time::Duration};
 
@@ -136,7 +136,7 @@ fn an_attempt_is_counted_until_the_node_reports_it_and_not_twice() {
     world.up(&two, &record(Role::Decode, 2), idle());
     let first = world.pick(&wanted(Role::Decode, 100)).unwrap();
     assert_eq!(first.address, one);
-    // A report that was under way does not include the attempt.
+    // A report that was in flight does not include the attempt.
     world.send(&one, delta(1, Some(idle()), &[], &[]));
     assert_eq!(world.pick(&wanted(Role::Decode, 100)).unwrap().address, two);
     // A report after the node's answer does: its own figures count alone.
@@ -214,7 +214,7 @@ fn a_grammar_goes_to_nodes_that_announce_its_version() {
     world.up(&decode(1), &of(1, 0), idle());
     let none = NoNode::NoGrammar { role: Role::Decode, version: 1 };
     assert_eq!(world.pick(&with(1)).unwrap_err(), none);
-    assert!(none.retry_after().is_some(), "an update may be under way");
+    assert!(none.retry_after().is_some(), "an update may be in progress");
     assert_eq!(world.pick(&with(0)).unwrap().record.epoch, epoch(1));
     let busy = Load { pending_prompt_tokens: 100_000, ..idle() };
     world.up(&decode(2), &of(2, 1), busy);

@@ -81,7 +81,7 @@ struct World {
     /// The records among them that are nodes: port and process.
     nodes: BTreeMap<Vec<u8>, (u16, Epoch)>,
     follower: Follower,
-    /// What an open watch has still to deliver.
+    /// Events that an open watch has not delivered yet.
     watch: Option<VecDeque<Change>>,
     /// When a reading gives up.
     reading: Option<Instant>,
@@ -257,7 +257,7 @@ impl World {
         }
     }
 
-    /// What the records say, worked out the plain way.
+    /// Returns the expected members, computed directly from the records.
     fn expected(&self) -> Members {
         let mut newest = BTreeMap::new();
         for (key, (port, epoch)) in &self.nodes {

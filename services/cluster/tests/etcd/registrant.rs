@@ -12,7 +12,7 @@ const TTL: Duration = Duration::from_secs(5);
 /// The longest back-off, the longest call, and some.
 const HEALS_WITHIN: Duration = Duration::from_secs(6);
 
-/// What becomes of one call.
+/// Outcome of a call.
 #[derive(Clone, Copy, Debug)]
 enum Fate {
     Answered {

@@ -116,23 +116,22 @@ fn a_smaller_limit_takes_the_defaults_below_it_along() {
 
 #[test]
 fn former_name_of_a_setting_is_accepted_with_a_warning() {
-    let old = "127.0.0.1:7000";
-    let file = format!("[transfer]\nnotice = \"{old}\"");
-    let flag = args_for(Command::new("node"), &[Section::Transfer]);
-    let matches = flag.get_matches_from(["node", "--transfer-notice", old]);
+    let file = "[transfer]\nnccl_blocks = 7";
+    let command = args_for(Command::new("node"), &[Section::Transfer]);
+    let matches = command.get_matches_from(["node", "--transfer-nccl-blocks", "7"]);
     for (config, source) in [
-        (load(&file, &[], &[]), "line 2"),
-        (load("", &[("BATON_TRANSFER_NOTICE", old)], &[]), "environment BATON_TRANSFER_NOTICE"),
-        (from_matches(&matches, map(&[]), &[Section::Transfer]), "flag --transfer-notice"),
+        (load(file, &[], &[]), "line 2"),
+        (load("", &[("BATON_TRANSFER_NCCL_BLOCKS", "7")], &[]), "BATON_TRANSFER_NCCL_BLOCKS"),
+        (from_matches(&matches, map(&[]), &[Section::Transfer]), "--transfer-nccl-blocks"),
     ] {
         let config = config.unwrap();
-        assert_eq!(config.transfer.control.to_string(), old);
+        assert_eq!(config.transfer.nccl_max_ctas, 7);
         let [warning] = config.warnings() else { panic!("{:?}", config.warnings()) };
-        assert!(warning.starts_with("transfer.notice ("), "{warning}");
-        assert!(warning.contains(source) && warning.ends_with("transfer.control"), "{warning}");
+        assert!(warning.starts_with("transfer.nccl_blocks ("), "{warning}");
+        assert!(warning.contains(source), "{warning}");
+        assert!(warning.ends_with("transfer.nccl_max_ctas"), "{warning}");
     }
-    let both = [("transfer.notice", old), ("transfer.control", "127.0.0.1:7001")];
-    let config = load("", &[], &both).unwrap();
-    assert_eq!(config.transfer.control.to_string(), "127.0.0.1:7001");
+    let both = [("transfer.nccl_blocks", "7"), ("transfer.nccl_max_ctas", "8")];
+    assert_eq!(load("", &[], &both).unwrap().transfer.nccl_max_ctas, 8);
     assert!(load("", &[], &[]).unwrap().warnings().is_empty());
 }

@@ -1,4 +1,4 @@
-//! What is wrong is named, with what would be right.
+//! Errors name the invalid key or value and the valid ones.
 
 use config::{Config, LoadInput, Model, Problem};
 

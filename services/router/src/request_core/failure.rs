@@ -47,7 +47,7 @@ pub enum Cause {
     Stale,
     /// The node knows this transfer id already.
     Duplicate,
-    /// A defect of the node.
+    /// A bug of the node.
     Internal,
     /// The node can never serve this request.
     Invalid,

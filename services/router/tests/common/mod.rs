@@ -176,7 +176,7 @@ impl Cluster {
         .await;
     }
 
-    /// What is told while this is the thread's subscriber goes to the cluster's telemetry.
+    /// Subscriber that sends spans and logs to the cluster's telemetry.
     pub fn dispatch(&self) -> tracing::Dispatch {
         self.telemetry.dispatch()
     }
@@ -217,7 +217,7 @@ pub async fn grpc_channel(cluster: &Cluster) -> tonic::transport::Channel {
     tonic::transport::Channel::from_shared(url).unwrap().connect().await.unwrap()
 }
 
-/// What is left of a client must be gone within a second. Nothing in the router waits here, so that one
+/// The remains of a disconnected client must be released within a second. Nothing in the router waits here, so that one
 /// of a few tries is that fast even where other processes have the machine; a timer that some code
 /// waits for would slow down all of them.
 pub async fn one_within_a_second(mut one_try: impl AsyncFnMut() -> Duration) {

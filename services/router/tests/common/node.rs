@@ -31,7 +31,7 @@ pub const VOCABULARY: u32 = 49152;
 pub const SEQUENCE_MAX: u32 = 2048;
 pub const BLOCK_SIZE: u32 = 16;
 
-/// What a node does with a call.
+/// Behaviour of a node on a call.
 #[derive(Clone, Debug)]
 pub enum Behaviour {
     /// Serves the whole answer.
@@ -55,7 +55,7 @@ pub enum Behaviour {
     Flood,
 }
 
-/// What the node was asked, and when the caller left.
+/// A call that the node received, and when its caller left.
 #[derive(Clone, Debug)]
 pub struct Call {
     pub attempt: Attempt,
@@ -65,7 +65,7 @@ pub struct Call {
     pub left: Arc<Mutex<Option<Instant>>>,
 }
 
-/// What all of a node's tasks share with the test.
+/// State that a node's tasks share with the test.
 pub struct State {
     role: Role,
     identity: ModelIdentity,
@@ -87,7 +87,7 @@ pub struct State {
     cpu_fallback: Mutex<String>,
     /// How often somebody began to observe.
     observed: AtomicUsize,
-    /// Those that it was told to meet.
+    /// Peers of the node's Meet calls.
     met: Mutex<BTreeSet<String>>,
     /// While true no meeting is over.
     meeting: watch::Sender<bool>,
@@ -492,7 +492,7 @@ impl ScriptedNode {
         *self.state.behaviours.lock().unwrap() = behaviours;
     }
 
-    /// What its record says of grammars, to routers that observe it from now on.
+    /// Sets the grammar version in the node's record, for later Observe streams.
     pub fn announce_grammars(&self, version: u32) {
         self.state.grammar_version.store(version, Ordering::SeqCst);
     }
@@ -520,7 +520,7 @@ impl ScriptedNode {
         self.report(load);
     }
 
-    /// Those that it was told to meet.
+    /// Peers of the node's Meet calls.
     pub fn met(&self) -> BTreeSet<String> {
         self.state.met.lock().unwrap().clone()
     }

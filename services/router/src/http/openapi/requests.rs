@@ -93,7 +93,7 @@ fn token_ids() -> Value {
     json!({"type": "array", "items": count(0..=u32::MAX)})
 }
 
-/// Of an answer. More is refused: what is no schema, and what is too large.
+/// Format of an answer. Invalid and too large schemas are rejected.
 fn schema() -> Value {
     json!({"anyOf": [{"type": "object"}, {"const": true}]})
 }
