@@ -1,16 +1,15 @@
 //! `/openapi.json`: the HTTP API in OpenAPI 3.1, for client generators and for tests.
 //!
 //! Responses are derived from the types that the router serializes. Routes and requests are listed here,
-//! with the limits that the readers of request fields check. Unit tests compare them with the routes
-//! that are served and the fields that are read. A test of a whole cluster checks that every answer
-//! matches its schema, whatever a client sends.
+//! with the limits that request parsing checks. Unit tests compare the lists with the served routes and the parsed
+//! fields. A cluster test fuzzes requests and checks that every response matches its schema.
 
 mod requests;
 mod responses;
 
 use serde_json::{Map, Value, json};
 
-/// The whole description.
+/// Returns the OpenAPI document.
 pub fn document() -> Value {
     json!({
         "openapi": "3.1.0",

@@ -1,4 +1,4 @@
-//! The bodies of requests.
+//! Schemas of the request bodies.
 
 use std::ops::RangeInclusive;
 
@@ -15,7 +15,7 @@ use crate::{
     },
 };
 
-/// A field: its name, schema and meaning. Absent and `null` are the same in every one of them.
+/// A field: its name, schema and meaning. An absent field and `null` are equivalent.
 type Field = (&'static str, Value, &'static str);
 
 pub fn schemas() -> impl Iterator<Item = (String, Value)> {
@@ -46,7 +46,7 @@ fn object(required: &[&str], fields: Vec<Field>) -> Value {
     json!({"type": "object", "required": required, "properties": properties})
 }
 
-/// A request that is answered.
+/// An example of a valid request.
 pub fn example(request: &str) -> Value {
     let messages = json!([{"role": "user", "content": "What is the capital of France?"}]);
     match request {
@@ -61,7 +61,7 @@ pub fn example(request: &str) -> Value {
     }
 }
 
-/// The same schema for which `null` holds too.
+/// Returns the schema extended by `null`.
 fn nullable(mut schema: Value) -> Value {
     if let Some(kind) = schema["type"].as_str() {
         schema["type"] = json!([kind, "null"]);
@@ -93,7 +93,7 @@ fn token_ids() -> Value {
     json!({"type": "array", "items": count(0..=u32::MAX)})
 }
 
-/// Format of an answer. Invalid and too large schemas are rejected.
+/// JSON schema of an answer. The router also rejects invalid and too large schemas.
 fn schema() -> Value {
     json!({"anyOf": [{"type": "object"}, {"const": true}]})
 }
@@ -102,13 +102,12 @@ fn regex() -> Value {
     json!({"type": "string", "maxLength": grammar::limits::REGEX_BYTES_MAX})
 }
 
-/// A field that is known and has no effect but with these values, which mean "off".
+/// An unsupported field; only the values that disable it are valid.
 fn off(values: &[Value]) -> Value {
     json!({"enum": values})
 }
 
-const NOT_SUPPORTED: &str =
-    "Known from other servers and not supported: refused with other values.";
+const NOT_SUPPORTED: &str = "Not supported: other values are rejected.";
 
 fn common() -> Vec<Field> {
     let seed =
@@ -120,9 +119,9 @@ fn common() -> Vec<Field> {
             "items": {"type": "string", "minLength": 1, "maxLength": text::STOP_STRING_BYTES_MAX}},
     ]});
     let stream_options = json!({"type": "object", "properties": {
-        "include_usage": {"type": ["boolean", "null"], "description": "A last chunk with the usage."},
+        "include_usage": {"type": ["boolean", "null"], "description": "Send the usage in a last chunk."},
         "continuous_usage_stats": {"type": ["boolean", "null"],
-            "description": "The usage so far in every chunk."},
+            "description": "Send the usage so far in every chunk."},
     }});
     let response_format = json!({"anyOf": [
         {"type": "object", "required": ["type"],
@@ -143,35 +142,39 @@ fn common() -> Vec<Field> {
         json!({"type": "array", "maxItems": STOP_TOKENS_MAX, "items": count(0..=u32::MAX)});
     let salt = json!({"type": "string", "maxLength": CACHE_SALT_BYTES_MAX});
     let mut fields = vec![
-        ("model", string(), "A model's name or alias; the default model without one."),
+        (
+            "model",
+            string(),
+            "Name or alias of a model; without the field the default model answers.",
+        ),
         ("n", count(CHOICES), "Answers to the prompt."),
         ("best_of", count(CHOICES), "Allowed: `n`."),
-        ("stream", boolean(), "Send the answer as events, as it comes."),
+        ("stream", boolean(), "Stream the answer as server-sent events."),
         ("stream_options", stream_options, "Only with `stream`."),
-        ("return_token_ids", boolean(), "Show the token ids of prompt and answer."),
-        ("min_tokens", count(0..=*TOKENS.end()), "No end before so many tokens."),
-        ("temperature", number(TEMPERATURE), "0 is greedy; 1 unless given."),
+        ("return_token_ids", boolean(), "Return the token ids of prompt and answer."),
+        ("min_tokens", count(0..=*TOKENS.end()), "Minimum number of generated tokens."),
+        ("temperature", number(TEMPERATURE), "0 means greedy decoding; the default is 1."),
         ("top_p", number(TOP_P), "1 keeps every token."),
-        ("top_k", top_k, "0 and -1 keep every token."),
+        ("top_k", top_k, "0 and -1 keep all tokens."),
         ("min_p", number(MIN_P), "0 keeps every token."),
-        ("seed", seed, "Equal seeds draw equal numbers."),
-        ("repetition_penalty", number(REPETITION_PENALTY), "1 changes nothing."),
+        ("seed", seed, "Requests with equal seeds sample equally."),
+        ("repetition_penalty", number(REPETITION_PENALTY), "1 has no effect."),
         ("presence_penalty", number(PENALTY), "0 changes nothing."),
         ("frequency_penalty", number(PENALTY), "0 changes nothing."),
         ("stop", stop, "Texts that end the answer."),
-        ("include_stop_str_in_output", boolean(), "Show the text that ended the answer."),
-        ("skip_special_tokens", boolean(), "Special tokens give no text; true unless given."),
-        ("stop_token_ids", stop_token_ids, "Tokens that end the answer."),
-        ("ignore_eos", boolean(), "The model's own end tokens are ordinary ones."),
-        ("cache_salt", salt, "Only prompts with the same salt find each other cached."),
+        ("include_stop_str_in_output", boolean(), "Include the stop text in the answer."),
         (
-            "response_format",
-            response_format,
-            "What the answer is, from its first to its last character.",
+            "skip_special_tokens",
+            boolean(),
+            "Omit special tokens from the text; the default is true.",
         ),
-        ("regex", regex(), "The whole answer matches it."),
+        ("stop_token_ids", stop_token_ids, "Tokens that end the answer."),
+        ("ignore_eos", boolean(), "Continue after the model's end tokens."),
+        ("cache_salt", salt, "Only prompts with the same salt share cached KV."),
+        ("response_format", response_format, "Format of the whole answer."),
+        ("regex", regex(), "Regular expression that the whole answer matches."),
         ("guided_regex", regex(), "As `regex`."),
-        ("guided_json", schema_or_text(), "As `response_format` with a schema."),
+        ("guided_json", schema_or_text(), "Same as `response_format` with a schema."),
         ("structured_outputs", structured_outputs, "One of these."),
     ];
     let empty_list = || off(&[json!([])]);
@@ -196,7 +199,7 @@ fn common() -> Vec<Field> {
     fields
 }
 
-/// How a conversation becomes a prompt.
+/// Fields for rendering a conversation into a prompt.
 fn conversation() -> Vec<Field> {
     let tools = json!({"type": "array", "maxItems": TOOLS_MAX, "items": super::reference("Tool")});
     let messages = json!({"type": "array", "minItems": 1, "items": super::reference("Message")});
@@ -208,7 +211,7 @@ fn conversation() -> Vec<Field> {
             "End the prompt with the beginning of the assistant's answer; true unless the final \
              message is continued.",
         ),
-        ("continue_final_message", boolean(), "The last message is the beginning of the answer."),
+        ("continue_final_message", boolean(), "The answer continues the last message."),
         (
             "chat_template_kwargs",
             json!({"type": "object"}),
@@ -217,20 +220,20 @@ fn conversation() -> Vec<Field> {
         (
             "tools",
             tools,
-            "Functions that the answer may call. Refused where the model's chat template does not \
-             show them to it.",
+            "Functions that the model may call. Rejected if the model's chat template does not \
+             show tools.",
         ),
         (
             "tool_choice",
             tool_choice(),
-            "Whether functions may be called; auto unless given. Where a call is demanded the answer is \
-             calls alone, whose arguments match their schemas; of a named function it is one call, and \
+            "Whether the model may call functions; the default is auto. With `required` the answer consists of \
+             calls only, whose arguments match their schemas. A named function yields one call, and \
              `finish_reason` is `stop`.",
         ),
         (
             "parallel_tool_calls",
             boolean(),
-            "With false the answer ends with its first call; true unless given.",
+            "With false the answer ends after its first call; the default is true.",
         ),
     ]
 }
@@ -241,16 +244,12 @@ fn chat() -> Vec<Field> {
         (
             "max_completion_tokens",
             count(TOKENS),
-            "The longest answer; the model's own unless given.",
+            "Maximum number of generated tokens; the default is the rest of the model's context.",
         ),
-        ("max_tokens", count(TOKENS), "The older name of `max_completion_tokens`."),
+        ("max_tokens", count(TOKENS), "Older name of `max_completion_tokens`."),
         ("logprobs", boolean(), "Show log-probabilities."),
-        (
-            "top_logprobs",
-            count(LOGPROBS),
-            "Of so many tokens beside the chosen; only with `logprobs`.",
-        ),
-        ("add_special_tokens", off(&[json!(false)]), "Templates bring their own special tokens."),
+        ("top_logprobs", count(LOGPROBS), "Number of top tokens; only with `logprobs`."),
+        ("add_special_tokens", off(&[json!(false)]), "The chat template adds special tokens."),
         ("functions", off(&[json!([])]), NOT_SUPPORTED),
         ("audio", off(&[]), NOT_SUPPORTED),
         ("chat_template", off(&[]), NOT_SUPPORTED),
@@ -269,16 +268,12 @@ fn completion() -> Vec<Field> {
     ]});
     vec![
         ("prompt", prompt, "A text or token ids, or a list of either."),
-        ("max_tokens", count(TOKENS), "The longest answer; 16 unless given."),
-        (
-            "logprobs",
-            count(LOGPROBS),
-            "Show log-probabilities of so many tokens beside the chosen.",
-        ),
+        ("max_tokens", count(TOKENS), "Maximum number of generated tokens; the default is 16."),
+        ("logprobs", count(LOGPROBS), "Return log-probabilities of this number of top tokens."),
         (
             "add_special_tokens",
             boolean(),
-            "With what the model wants around a prompt; true unless given.",
+            "Add the model's special tokens around the prompt; the default is true.",
         ),
         ("suffix", off(&[json!("")]), NOT_SUPPORTED),
     ]
@@ -286,13 +281,17 @@ fn completion() -> Vec<Field> {
 
 fn tokenize() -> Vec<Field> {
     let mut fields = vec![
-        ("model", string(), "A model's name or alias; the default model without one."),
+        (
+            "model",
+            string(),
+            "Name or alias of a model; without the field the default model answers.",
+        ),
         ("prompt", string(), "A text."),
         ("return_token_strs", boolean(), "Show each token's text."),
         (
             "add_special_tokens",
             boolean(),
-            "With what the model wants around a prompt; true unless given. Templates bring their own: \
+            "Add the model's special tokens; the default is true. Chat templates add their own: \
              only false beside messages.",
         ),
     ];
@@ -302,7 +301,11 @@ fn tokenize() -> Vec<Field> {
 
 fn detokenize() -> Vec<Field> {
     vec![
-        ("model", string(), "A model's name or alias; the default model without one."),
+        (
+            "model",
+            string(),
+            "Name or alias of a model; without the field the default model answers.",
+        ),
         ("tokens", token_ids(), "Token ids."),
     ]
 }
@@ -349,8 +352,8 @@ fn message() -> Value {
         "properties": {
             "role": {"enum": ["system", "developer", "user", "assistant", "tool", "function", "ipython"]},
             "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": part}, {"type": "null"}]},
-            "name": {"description": "For templates that show it."},
+            "name": {"description": "Name for chat templates that use it."},
         },
-        "description": "Further fields reach the model's chat template as they are.",
+        "description": "Further fields are passed to the chat template.",
     })
 }

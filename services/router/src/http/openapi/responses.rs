@@ -37,7 +37,7 @@ pub fn schemas() -> Map<String, Value> {
     schemas
 }
 
-/// A whole answer, which has a usage, or a chunk, which may have one.
+/// A complete response, which has a usage, or a chunk, whose usage is optional.
 fn completion<C: JsonSchema>(generator: &mut SchemaGenerator, object: &str, whole: bool) -> Schema {
     let mut schema = Completion::<'_, C>::json_schema(generator);
     if let Some(properties) = schema.get_mut("properties") {
@@ -49,7 +49,7 @@ fn completion<C: JsonSchema>(generator: &mut SchemaGenerator, object: &str, whol
     schema
 }
 
-/// Forbids further properties, and `null` where the router leaves a property out instead.
+/// Forbids further properties, and `null` for properties that the router omits instead.
 fn close(schema: &mut Value) {
     let required = schema["required"].as_array().cloned().unwrap_or_default();
     let Some(properties) = schema.get_mut("properties").and_then(Value::as_object_mut) else {
