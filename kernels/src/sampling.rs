@@ -20,8 +20,9 @@ pub struct Sampling {
     pub seed: u64,
     /// 1 changes nothing; applies to prompt and output tokens.
     pub repetition_penalty: f32,
-    /// 0 changes nothing; this and the frequency penalty apply to output tokens only.
+    /// 0 changes nothing; applies to output tokens only.
     pub presence_penalty: f32,
+    /// 0 changes nothing; applies to output tokens only.
     pub frequency_penalty: f32,
     /// Tokens that cannot be sampled while the output has fewer than `min_tokens`.
     pub stop_token_ids: Vec<u32>,

@@ -40,9 +40,11 @@ const SLOTS: usize = 2;
 /// prefetch pairs.
 const LINE_WORDS: usize = 32;
 const LINE_BYTES: usize = LINE_WORDS * 4;
-/// Index of the exchange number in a rank's line.
+/// Word of the exchange number in a rank's line.
 const NUMBER: usize = 0;
+/// Word of the number of ranks that sleep on the exchange number.
 const WAITERS: usize = 1;
+/// Word that says whether the rank has left the group.
 const HAS_LEFT: usize = 2;
 
 /// Time for which a wait spins before it sleeps: about the time of a wake-up.

@@ -1,7 +1,7 @@
 //! Schedules the requests of one node and runs their steps on one device.
 //!
 //! The core is pure: inputs and `now` go in, actions and plans come out. [`scheduler`] decides,
-//! [`block_pool`] and [`prefix_cache`] track the KV blocks, and [`frames`] tracks the steps in flight.
+//! `block_pool` and `prefix_cache` track the KV blocks, and `frames` tracks the steps in flight.
 //! [`executor`] is the interface to the device, and [`constraint`] is the interface to grammars.
 //! [`step_loop`] drives scheduler and executor and queues a [`StepRecord`] for each step. [`event`] holds
 //! the types between node and scheduler, [`plan`] the types between scheduler and executor.
@@ -10,14 +10,14 @@
 //! (`text`): a node sees token ids only.
 #![forbid(unsafe_code)]
 
-pub mod block_pool;
+mod block_pool;
 pub mod constraint;
 pub mod event;
 pub mod executor;
-pub mod frames;
+mod frames;
 mod kv_blocks;
 pub mod plan;
-pub mod prefix_cache;
+mod prefix_cache;
 pub mod scheduler;
 pub mod step_loop;
 mod step_record;

@@ -159,10 +159,6 @@ impl PrefixCache {
         self.entries.len()
     }
 
-    pub fn is_empty(&self) -> bool {
-        self.entries.is_empty()
-    }
-
     /// Records a change; a change and its opposite cancel.
     fn note(&mut self, hash: BlockHash, change: CacheChange) {
         match self.changes.get(&hash) {
@@ -262,7 +258,7 @@ mod tests {
         assert_eq!(cache.take_changes(), []);
         cache.evict(BlockId(0));
         assert_eq!(cache.take_changes(), [CacheChange::Evicted(chain.hashes()[0])]);
-        assert!(cache.is_empty());
+        assert_eq!(cache.len(), 0);
     }
 
     #[test]

@@ -135,7 +135,7 @@ fn cpu_engine(drafts: Option<Speculation>) -> CpuEngine {
     engine(&tiny_model(), patient(limits), 2).0
 }
 
-/// Returns a request without stop tokens, whose output soon repeats with a random model.
+/// Returns a request with a periodic prompt; the output of the random model soon repeats.
 fn request(id: u128, sampling: Sampling) -> NewSequence {
     let tokens = (0..24).map(|index| (index % 6 * 7 + 3 + id as u32) % 96).collect();
     NewSequence { sampling, max_tokens: 60, ..sequence(id, COMPUTE, tokens, Instant::now()) }

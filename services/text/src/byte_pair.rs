@@ -141,8 +141,8 @@ impl BytePairModel {
         known.then(|| bytes.map(move |at| table[usize::from(buffer[at])]))
     }
 
-    /// Splits the word into symbols: one per character, per byte of an unsupported character, or for
-    /// unknown text.
+    /// Splits the word into symbols: one per known character; for an unknown character, one per
+    /// byte or the unknown token.
     fn symbols(&self, word: &str) -> Vec<Symbol> {
         let mut ids: Vec<u32> = Vec::with_capacity(word.len());
         let mut unknown: Option<u32> = None;

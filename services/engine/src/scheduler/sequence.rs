@@ -228,7 +228,7 @@ impl Sequence {
         }
     }
 
-    /// Stores the number of cached tokens at the first admission, which the client is told.
+    /// Stores the number of cached tokens at the first admission, which the client sees in the usage.
     pub(super) fn note_cached(&mut self, blocks: usize) {
         let tokens = (blocks * BLOCK_TOKENS).min(self.prompt_len) as u32;
         self.cached_tokens.get_or_insert(tokens);

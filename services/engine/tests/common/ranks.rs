@@ -37,7 +37,7 @@ pub enum Kv {
 struct RankBlocks(Arc<KvArena>);
 
 impl RankBlocks {
-    /// Calls `copy` block by block for the bytes from `offset` on.
+    /// Calls `visit` with each block of the range and the block's bytes in it.
     fn each(
         &self,
         offset: usize,
