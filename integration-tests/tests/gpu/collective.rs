@@ -6,8 +6,8 @@ use half::bf16;
 use kernels::{
     Backend, Dtype, RowSource, Shard, WeightFormat,
     cuda::{
-        Compute, CudaBackend, CudaError, CudaOptions, DeviceMemory, Graph, Group, GroupArena,
-        GroupHandle, Range, Stream, SumNorm, SumRows, SumWay,
+        AllReduceAlgorithm, AllReduceNorm, AllReduceShape, Compute, CudaBackend, CudaError,
+        CudaOptions, DeviceMemory, Graph, Group, GroupArena, GroupHandle, Range, Stream,
     },
 };
 
@@ -83,16 +83,19 @@ fn sums(rank: Rank) {
     {
         let count = rows * width;
         let seed = index as u32 * 16;
-        let shape = SumRows { dtype, rows, width };
+        let shape = AllReduceShape { dtype, rows, width };
         put(&x, dtype, &numbers(seed + rank.rank as u32, count));
         let sum = summed(seed, rank.ranks, count);
-        for (turn, way) in [SumWay::Auto, SumWay::OneShot, SumWay::TwoShot].into_iter().enumerate()
+        for (turn, way) in
+            [AllReduceAlgorithm::Auto, AllReduceAlgorithm::OneShot, AllReduceAlgorithm::TwoShot]
+                .into_iter()
+                .enumerate()
         {
             out.fill(0xff, &stream).unwrap();
             // Recorded and replayed: the second time over what the first has left.
             if turn == 0 {
                 let record = || group.all_reduce(shape, &x, &out, way, true, &stream);
-                let mut graph = Graph::record(&stream, record).unwrap();
+                let mut graph = Graph::capture(&stream, record).unwrap();
                 graph.launch(&stream).unwrap();
                 graph.launch(&stream).unwrap();
                 stream.synchronize().unwrap();
@@ -111,7 +114,7 @@ fn sums(rank: Rank) {
         residual.write(0, &before).unwrap();
         weight.write(0, &weights).unwrap();
         out.fill(0xff, &stream).unwrap();
-        let norm = SumNorm { residual: &residual, weight: &weight, eps: EPS };
+        let norm = AllReduceNorm { residual: &residual, weight: &weight, eps: EPS };
         group.all_reduce_norm(shape, &x, norm, &out, true, &stream).unwrap();
         stream.synchronize().unwrap();
         let after: Vec<f32> = before.iter().zip(&sum).map(|(before, sum)| before + sum).collect();
@@ -129,8 +132,10 @@ fn sums(rank: Rank) {
         assert!(said.iter().all(|other| *other == said[0]), "ranks differ");
     }
     group.check().unwrap();
-    let too_long = SumRows { dtype: Dtype::F32, rows: 1024, width: 512 };
-    let error = group.all_reduce(too_long, &x, &out, SumWay::OneShot, false, &stream).unwrap_err();
+    let too_long = AllReduceShape { dtype: Dtype::F32, rows: 1024, width: 512 };
+    let error = group
+        .all_reduce(too_long, &x, &out, AllReduceAlgorithm::OneShot, false, &stream)
+        .unwrap_err();
     assert!(error.to_string().contains("the arenas of"), "{error}");
 }
 
@@ -186,7 +191,7 @@ fn gathers(rank: Rank) {
             }
             x.write(0, &mine).unwrap();
             let gather = || group.gather(&columns, (&x, stride), (&out, all + 5), rows, &stream);
-            let mut graph = Graph::record(&stream, || gather().and_then(|()| gather())).unwrap();
+            let mut graph = Graph::capture(&stream, || gather().and_then(|()| gather())).unwrap();
             for turn in 0..3 {
                 out.fill(0x55, &stream).unwrap();
                 match turn {
@@ -364,15 +369,15 @@ pub fn missing_rank_times_out_and_the_group_restarts() {
         let timeout = Duration::from_millis(200);
         let group = group(&rank, timeout);
         let stream: Stream<Compute> = Stream::new(&rank.context).unwrap();
-        let shape = SumRows { dtype: Dtype::F32, rows: 3, width: 1024 };
+        let shape = AllReduceShape { dtype: Dtype::F32, rows: 3, width: 1024 };
         let x = memory(&rank, shape.bytes());
         put(&x, Dtype::F32, &numbers(rank.rank as u32, 3 * 1024));
         let sum = |way| group.all_reduce(shape, &x, &x, way, false, &stream).unwrap();
         if rank.rank == 0 {
             let begin = Instant::now();
             // The second one does not wait again.
-            sum(SumWay::OneShot);
-            sum(SumWay::TwoShot);
+            sum(AllReduceAlgorithm::OneShot);
+            sum(AllReduceAlgorithm::TwoShot);
             stream.synchronize().unwrap();
             assert!(begin.elapsed() >= timeout && begin.elapsed() < SOON, "{:?}", begin.elapsed());
             assert_eq!(group.check(), Err(CudaError::GroupStopped { rank: 0, timeout }));
@@ -382,7 +387,7 @@ pub fn missing_rank_times_out_and_the_group_restarts() {
         group.check().unwrap();
         rank.meet();
         put(&x, Dtype::F32, &numbers(rank.rank as u32, 3 * 1024));
-        sum(SumWay::OneShot);
+        sum(AllReduceAlgorithm::OneShot);
         stream.synchronize().unwrap();
         group.check().unwrap();
         assert!(get(&x, Dtype::F32, 3 * 1024) == summed(0, 2, 3 * 1024));
@@ -393,10 +398,10 @@ pub fn abort_and_group_shutdown_end_an_all_reduce_at_once() {
     on_ranks("collective::abort_and_group_shutdown_end_an_all_reduce_at_once", 2, |rank| {
         let group = group(&rank, Duration::from_secs(600));
         let stream: Stream<Compute> = Stream::new(&rank.context).unwrap();
-        let shape = SumRows { dtype: Dtype::Bf16, rows: 1, width: 4096 };
+        let shape = AllReduceShape { dtype: Dtype::Bf16, rows: 1, width: 4096 };
         let x = memory(&rank, shape.bytes());
         if rank.rank == 0 {
-            group.all_reduce(shape, &x, &x, SumWay::Auto, false, &stream).unwrap();
+            group.all_reduce(shape, &x, &x, AllReduceAlgorithm::Auto, false, &stream).unwrap();
             let begin = Instant::now();
             group.stop().unwrap();
             stream.synchronize().unwrap();
@@ -408,7 +413,7 @@ pub fn abort_and_group_shutdown_end_an_all_reduce_at_once() {
         rank.meet();
         if rank.rank == 0 {
             let begin = Instant::now();
-            group.all_reduce(shape, &x, &x, SumWay::Auto, false, &stream).unwrap();
+            group.all_reduce(shape, &x, &x, AllReduceAlgorithm::Auto, false, &stream).unwrap();
             drop(group);
             assert!(begin.elapsed() < SOON, "{:?}", begin.elapsed());
         }
@@ -420,13 +425,13 @@ pub fn killed_rank_is_detected_and_the_gpu_stays_usable() {
     on_ranks("collective::killed_rank_is_detected_and_the_gpu_stays_usable", 2, |rank| {
         let group = group(&rank, Duration::from_millis(300));
         let stream: Stream<Compute> = Stream::new(&rank.context).unwrap();
-        let shape = SumRows { dtype: Dtype::Bf16, rows: 8, width: 4096 };
+        let shape = AllReduceShape { dtype: Dtype::Bf16, rows: 8, width: 4096 };
         let x = memory(&rank, shape.bytes());
         x.fill(0, &stream).unwrap();
         rank.meet();
         let begin = Instant::now();
         for count in 0.. {
-            group.all_reduce(shape, &x, &x, SumWay::Auto, false, &stream).unwrap();
+            group.all_reduce(shape, &x, &x, AllReduceAlgorithm::Auto, false, &stream).unwrap();
             if rank.rank == 1 && count == 500 {
                 rank.die();
             }
@@ -464,11 +469,12 @@ pub fn mismatched_ipc_handles_are_rejected_by_rank() {
             assert!(error.contains("the arena of rank") && error.contains(words), "{error}");
         };
         // The first that does not fit is the one that is named.
-        let words = ["is not the one that this rank has made", "bytes for 2 ranks, this one's"];
+        let words =
+            ["differs from the arena that this rank has allocated", "bytes and 2 ranks; expected"];
         refused(other, &said, words[rank.rank]);
         said.swap(0, 1);
-        refused(own, &said, "in another rank's place");
-        refused(arena(1 << 20), &[], "is not named");
+        refused(own, &said, "has the handle of another rank");
+        refused(arena(1 << 20), &[], "has no handle");
         let alone = GroupArena::new(&rank.context, &rank.library, (0, 3), 1 << 20).unwrap_err();
         assert!(alone.to_string().contains("2, 4 or 8"), "{alone}");
         rank.meet();

@@ -19,7 +19,7 @@ use super::bench::{Bench, gpu, numbers};
 fn assert_stale<T>(launched: thread::Result<T>, what: &str) {
     let Err(panic) = launched else { panic!("{what}, and nobody noticed") };
     let words = panic.downcast_ref::<String>().map_or("a panic without words", String::as_str);
-    assert!(words.contains("memory is no longer what was recorded"), "{what}: {words}");
+    assert!(words.contains("memory is no longer what was captured"), "{what}: {words}");
 }
 
 pub fn graph_replay_without_its_memory_is_detected() {
@@ -38,7 +38,7 @@ pub fn graph_replay_without_its_memory_is_detected() {
         backend.silu_mul(rows, &gate_up, &mut out);
     };
     run(&mut backend);
-    let mut graph = backend.record(run).unwrap();
+    let mut graph = backend.capture(run).unwrap();
     let compute = Arc::clone(backend.compute());
     graph.launch(&compute).unwrap();
     compute.synchronize().unwrap();
@@ -55,7 +55,7 @@ pub fn graph_replay_on_reused_memory_is_detected() {
     let stream = Stream::<Compute>::new(&gpu.context).unwrap();
     let memory = || DeviceMemory::new(&gpu.context, "a test", 64 << 20).unwrap();
     let range = memory().cut(64 << 20).unwrap();
-    let mut graph = Graph::record(&stream, || range.fill(1, &stream)).unwrap();
+    let mut graph = Graph::capture(&stream, || range.fill(1, &stream)).unwrap();
     graph.launch(&stream).unwrap();
     stream.synchronize().unwrap();
     drop(range);

@@ -13,7 +13,7 @@ use engine::executor::{
 };
 use kernels::{
     Backend, Dtype, KvArena, RowSource, WeightFormat,
-    cuda::{AttentionKind, CudaBackend, CudaOptions, DeviceKv, Product, Tuning, row_steps},
+    cuda::{AttentionKind, CudaBackend, CudaOptions, DeviceKv, GemmShape, Tuning, row_steps},
 };
 
 use super::{
@@ -134,7 +134,7 @@ fn products(gpu: &Gpu, dtype: Dtype, folder: Option<&Path>) -> (Vec<Vec<f32>>, (
         });
     let mut counts = (0, 0);
     if let Some(folder) = folder {
-        let shape = |rows| Product::packed(rows, INPUTS, OUTPUTS, dtype, Dtype::F32);
+        let shape = |rows| GemmShape::packed(rows, INPUTS, OUTPUTS, dtype, Dtype::F32);
         let tuning = Tuning { folder: Some(folder.to_owned()), within: Duration::from_secs(3600) };
         let tuned = backend.tune(row_steps(ROWS).into_iter().map(shape), &tuning).unwrap();
         assert_eq!((tuned.left, tuned.faults.len()), (0, 0), "{tuned:?}");

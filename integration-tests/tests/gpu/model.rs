@@ -158,7 +158,7 @@ fn by_gpu(
         batch.sample(&cuda, llama.logits(), &step, false).unwrap();
         if step_id == 1 && options.graphs {
             let mut step = batch.filling(4);
-            graph = Some(cuda.record(|cuda| _ = llama.forward(cuda, &mut step)).unwrap());
+            graph = Some(cuda.capture(|cuda| _ = llama.forward(cuda, &mut step)).unwrap());
         }
         if depth == 1 {
             all_logits.push(cuda.get(llama.logits(), 3));
@@ -244,9 +244,9 @@ pub fn fused_kernels_and_graph_replay_match_cpu_logits_in_bf16() {
                 assert!(error < 0.05 * size, "{what}: logits of {size} are off by {error}");
             }
             eprintln!("{what}: {same} of {STEPS} steps chose the CPU's tokens");
-            let can_record = options.attention == AttentionKind::Auto && head_dim >= 64;
+            let can_capture = options.attention == AttentionKind::Auto && head_dim >= 64;
             for (graphs, dependent_launch) in [(false, true), (true, false), (true, true)] {
-                if graphs && !can_record {
+                if graphs && !can_capture {
                     continue;
                 }
                 let options = CudaOptions { graphs, dependent_launch, ..options };

@@ -297,8 +297,8 @@ fn together(rank: Rank) {
             let (step, clock) = ours.begin(rows);
             let Place { cuda, logits, batch } = &mut ours;
             let compute = Arc::clone(cuda.compute());
-            let record = || batch.record_sample(cuda, logits, &step);
-            let mut graph = Graph::record(&compute, record).unwrap();
+            let record = || batch.capture_sample(cuda, logits, &step);
+            let mut graph = Graph::capture(&compute, record).unwrap();
             graph.launch(&compute).unwrap();
             let replayed = ours.end(rows, clock);
             assert!(words(&replayed) == words(&wanted), "{what}, {vocabulary} tokens: replayed");
@@ -401,8 +401,8 @@ fn time(place: &mut Place, rows: &[Row]) -> f64 {
     let (step, clock) = place.begin(rows);
     let Place { cuda, logits, batch } = place;
     let compute = Arc::clone(cuda.compute());
-    let record = || (0..CALLS).try_for_each(|_| batch.record_sample(cuda, logits, &step));
-    let mut graph = Graph::record(&compute, record).unwrap();
+    let record = || (0..CALLS).try_for_each(|_| batch.capture_sample(cuda, logits, &step));
+    let mut graph = Graph::capture(&compute, record).unwrap();
     graph.launch(&compute).unwrap();
     compute.synchronize().unwrap();
     let mut times: Vec<f64> = (0..15)

@@ -16,7 +16,9 @@ use std::{
 use half::bf16;
 use kernels::{
     BlockId, Dtype,
-    cuda::{Compute, DeviceMemory, Graph, Group, Range, Stream, SumRows, SumWay},
+    cuda::{
+        AllReduceAlgorithm, AllReduceShape, Compute, DeviceMemory, Graph, Group, Range, Stream,
+    },
     sampling::SampledToken,
 };
 use kv_transfer::{
@@ -346,9 +348,14 @@ fn sums(rank: &Rank, time: Duration, heart: &Heart, is_enough: impl Fn() -> bool
         let elements = (elements + chance.below(elements)).min((SUM_BYTES / dtype.bytes()) as u64);
         let width = 8 * (1 + chance.below((elements / 8).min(2048))) as usize;
         let rows = (elements as usize / width).max(1);
-        let shape = SumRows { dtype, rows, width };
+        let shape = AllReduceShape { dtype, rows, width };
         let count = rows * width;
-        let way = [SumWay::Auto, SumWay::Auto, SumWay::OneShot, SumWay::TwoShot];
+        let way = [
+            AllReduceAlgorithm::Auto,
+            AllReduceAlgorithm::Auto,
+            AllReduceAlgorithm::OneShot,
+            AllReduceAlgorithm::TwoShot,
+        ];
         let way = way[chance.below(4) as usize];
         let is_recorded = chance.below(32) == 0;
         let at: Vec<usize> = (0..RANKS).map(|_| chance.below(ELEMENTS as u64) as usize).collect();
@@ -364,7 +371,7 @@ fn sums(rank: &Rank, time: Duration, heart: &Heart, is_enough: impl Fn() -> bool
         }
         if is_recorded {
             let sum = || group.all_reduce(shape, &x, &out, way, true, &stream);
-            let mut graph = Graph::record(&stream, || sum().and_then(|()| sum())).unwrap();
+            let mut graph = Graph::capture(&stream, || sum().and_then(|()| sum())).unwrap();
             graph.launch(&stream).unwrap();
         } else {
             group.all_reduce(shape, &x, &out, way, false, &stream).unwrap();

@@ -1,4 +1,4 @@
-//! The workspaces of attention, and the plans that the present step has made in them.
+//! Workspaces of attention, and the attention plans of the current step.
 
 use std::{ffi::c_void, num::NonZeroUsize, sync::Arc};
 
@@ -14,23 +14,23 @@ use crate::{backend::HeadShape, layout::Dtype};
 
 const FLOAT_BYTES: usize = 256 << 20;
 const INT_BYTES: usize = 8 << 20;
-/// Plans that may be under way: two steps with two windows each.
+/// Plans in flight: two steps with two attention windows each.
 const PLACES: usize = 4;
 
-/// What our own decode attention is made for.
+/// Limits of Baton's decode attention.
 const DECODE_ROWS_MAX: usize = 1024;
 const DECODE_GROUP_MAX: usize = 8;
 const DECODE_KV_HEADS_MAX: usize = 128;
 const DECODE_HEAD_DIMS: [usize; 2] = [64, 128];
 
-/// Which kernel computes attention.
+/// Kernel that computes attention.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum AttentionKind {
-    /// The quickest that serves the shape: our own where every row decodes, FlashInfer's for prompts.
+    /// The fastest that supports the shape: Baton's decode attention where every row decodes, else FlashInfer.
     Auto,
-    /// FlashInfer's wherever it serves the shape.
+    /// FlashInfer wherever it supports the shape.
     Flash,
-    /// Our own, of every shape. A row's result does not depend on batch or chunk.
+    /// Baton's plain kernel, which supports every shape. A row's result does not depend on batch or chunk.
     Plain,
 }
 
@@ -40,27 +40,27 @@ pub(super) struct Attention {
     decode: Option<Decode>,
     floats: Range,
     places: Vec<Place>,
-    /// Of `places`, the next to be used.
+    /// Index of the next entry of `places` to use.
     next: usize,
-    /// Plans of step `serial`.
+    /// Serial number of the step that the plans are for.
     serial: u64,
     plans: Vec<Planned>,
 }
 
-/// What our own decode attention needs. It makes no plan: its blocks share out the pages on the device.
+/// Buffers of Baton's decode attention, which has no host plan: its CTAs split the pages on the device.
 struct Decode {
     partial: Range,
-    /// Zero between calls.
+    /// Zero between launches.
     counters: Range,
-    /// Those that share the pages.
+    /// SMs that share the pages.
     sms: i32,
 }
 
-/// Where one plan lies.
+/// Buffers of one plan.
 struct Place {
     ints: Range,
     pinned: Pinned<u8>,
-    /// The copy from `pinned` is over.
+    /// Recorded when the copy from `pinned` has completed.
     copied: Event,
 }
 
@@ -100,8 +100,8 @@ impl Attention {
         Ok(Self { kind, decode, floats, places, next: 0, serial: 0, plans: Vec::new() })
     }
 
-    /// True when a decoding step's attention can be recorded: no plan is made for it on the host.
-    pub fn can_be_recorded(&self, heads: HeadShape, dtype: Dtype) -> bool {
+    /// Returns whether a decode step's attention can be captured: it has no host plan.
+    pub fn can_be_captured(&self, heads: HeadShape, dtype: Dtype) -> bool {
         match self.kind_of(dtype) {
             AttentionKind::Auto => Decode::serves(heads, dtype),
             AttentionKind::Plain => true,
@@ -109,7 +109,7 @@ impl Attention {
         }
     }
 
-    /// Nothing but the plain kernel serves f32.
+    /// Returns the kernel for this type; only the plain kernel supports f32.
     fn kind_of(&self, dtype: Dtype) -> AttentionKind {
         match dtype {
             Dtype::F32 => AttentionKind::Plain,
@@ -117,8 +117,8 @@ impl Attention {
         }
     }
 
-    /// Puts the attention of one layer into `stream`. With `starts_early` it may begin while the
-    /// kernel before it ends, which must have waited for its own predecessor before it allowed that.
+    /// Launches the attention of one layer on `stream`. With `starts_early` the kernel may start while its
+    /// predecessor ends; that predecessor must itself have waited for its own predecessor first.
     pub fn run(
         &mut self,
         library: &KernelLibrary,
@@ -150,8 +150,8 @@ impl Attention {
         let index = self.planned(library, stream, step, shape)?;
         let planned = &self.plans[index];
         let workspace = self.workspace(planned.place);
-        // SAFETY: the step's arrays and blocks were made for its rows; queries and output were
-        // checked by the caller to hold them; plan and workspace belong together.
+        // SAFETY: the step's arrays and KV blocks were allocated for its rows; the caller has checked the
+        // sizes of queries and output; plan and workspace belong together.
         let code = unsafe {
             (library.functions().baton_attention_run)(
                 &planned.plan,
@@ -171,7 +171,7 @@ impl Attention {
         library.check("baton_attention_run", code)
     }
 
-    /// The plan of this shape, made by the first layer that has it.
+    /// Returns the plan of this shape, which the first layer of that shape creates.
     fn planned(
         &mut self,
         library: &KernelLibrary,
@@ -190,15 +190,15 @@ impl Attention {
             return Err(CudaError::Unsupported {
                 what: "the number of different attention windows",
                 value: (self.plans.len() + 1).to_string(),
-                allowed: "room for 4",
+                allowed: "at most 4",
             });
         }
         let kind = self.kind_of(step.kv_layout().dtype);
         let place = self.next;
         self.next = (self.next + 1) % self.places.len();
-        // The plain kernel's plan is nothing but its name: no copy is made, so it can be recorded.
+        // The plain kernel's plan is empty. No copy is enqueued, so the kernel can be captured.
         let copies = kind != AttentionKind::Plain;
-        // Of the step before last: over, unless the host is far ahead.
+        // This buffer belongs to the step before last, which is complete unless the host is far ahead.
         let copied = &self.places[place].copied;
         if copies && !copied.is_done()? {
             copied.synchronize()?;
@@ -209,8 +209,8 @@ impl Attention {
             AttentionKind::Auto | AttentionKind::Flash => 0,
             AttentionKind::Plain => 1,
         };
-        // SAFETY: the host's arrays have as many elements as the step has sequences, and one more
-        // where that is wanted; nobody else touches the pinned place until its copy is over.
+        // SAFETY: the host arrays have an element per sequence, and one more where required; nobody else
+        // accesses the pinned buffer until its copy completes.
         let code = unsafe {
             (library.functions().baton_attention_prepare)(
                 kind_code,
@@ -248,7 +248,7 @@ impl Decode {
         stream: &Stream<Compute>,
         sms: i32,
     ) -> Result<Self, CudaError> {
-        // SAFETY: a function of four numbers, which grows with each of them.
+        // SAFETY: the function of four numbers grows with each of them.
         let partial = unsafe {
             (library.functions().baton_decode_attention_workspace)(
                 sms,
@@ -313,9 +313,8 @@ impl Decode {
             pdl: starts_early.into(),
             ..ffi::DecodeAttentionArgs::default()
         };
-        // SAFETY: the step's arrays and blocks were made for its rows; queries and output were
-        // checked by the caller to hold them; the workspace is for the greatest shape, and one
-        // stream's alone.
+        // SAFETY: the step's arrays and KV blocks were allocated for its rows; the caller has checked the
+        // sizes of queries and output; the workspace fits the largest shape and belongs to this stream.
         let code =
             unsafe { (library.functions().baton_decode_attention)(&args, stream.raw().cast()) };
         library.check("baton_decode_attention", code)

@@ -1,8 +1,8 @@
-//! The operations, each one call of our own kernels or of cuBLASLt on one stream.
+//! The [`Backend`] operations on CUDA: each is one call of Baton's kernels or of cuBLASLt on one stream.
 //!
-//! Operations of the [`Backend`] face cannot fail, GPUs can: the first fault is kept, what comes
-//! after it does nothing, and [`CudaBackend::check`] says it. Sizes that do not fit are defects of the
-//! caller and panic, as on the CPU.
+//! Operations of the [`Backend`] interface cannot fail, but GPUs can. The backend keeps the first error,
+//! ignores later operations, and [`CudaBackend::check`] returns the error. Sizes that do not fit are bugs of
+//! the caller and panic, as on the CPU.
 
 use std::{
     cell::Cell,
@@ -16,15 +16,15 @@ use half::bf16;
 use super::{
     attention::{Attention, AttentionKind, dtype_code},
     buffer::{CudaBuffer, CudaMatrix, CudaVector, row_stride},
-    collective::{Group, SumNorm, SumRows},
+    collective::{AllReduceNorm, AllReduceShape, Group},
     context::{Compute, Context, Stream},
     driver::Driver,
     error::CudaError,
     ffi,
+    gemm::{Gemm, GemmShape, WORKSPACE_BYTES},
     graph::Graph,
     library::KernelLibrary,
     memory::{DeviceMemory, Range},
-    product::{Product, Products, WORKSPACE_BYTES},
     skinny::Skinny,
     step::CudaStep,
     tune::{Tuned, Tuning},
@@ -36,26 +36,26 @@ use crate::{
     shard::Shard,
 };
 
-/// How a CUDA backend is made.
+/// Options of a CUDA backend.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CudaOptions {
-    /// Of weights and activations; sums and the residual stream are f32.
+    /// Format of weights and activations; accumulators and the residual stream are f32.
     pub weights: WeightFormat,
     pub attention: AttentionKind,
-    /// Products of few rows do what surrounds them.
+    /// Whether skinny GEMMs fuse their neighbouring operations.
     pub fused: bool,
-    /// Decoding steps are recorded once and replayed.
+    /// Whether decode steps are captured as CUDA graphs and replayed.
     pub graphs: bool,
-    /// Kernels start while the one before them ends, where the GPU can do that.
+    /// Whether kernels use programmatic dependent launch, where the GPU supports it.
     pub dependent_launch: bool,
-    /// Multiprocessors that are left to kernels which stay for long beside the steps, as NCCL's do. A decoding
-    /// step's products and attention are cut into equal shares, one a multiprocessor: with fewer
-    /// of those than shares some wait until others are done, and the step takes up to twice as long.
+    /// SMs left to long-running kernels beside the steps, such as NCCL's. The GEMMs and attention of a decode
+    /// step are split into one equal share per SM. With fewer free SMs than shares, some shares wait for
+    /// others, and the step takes up to twice as long.
     pub reserved_sms: u32,
 }
 
 impl CudaOptions {
-    /// The quickest.
+    /// Returns the fastest options.
     pub fn new(weights: WeightFormat) -> Self {
         Self {
             weights,
@@ -68,11 +68,10 @@ impl CudaOptions {
     }
 }
 
-/// Runs forwards on one GPU.
+/// Runs forward passes on one GPU.
 ///
-/// Weights and activations have one allocation each, which is taken when it is known how much they
-/// are: what is made at first is only counted, [`CudaBackend::place`] takes the memory, and what is
-/// made then, the same again, lies in it.
+/// Weights and activations have one allocation each. Objects that are created first are only counted;
+/// [`CudaBackend::place`] then allocates the memory, and the same objects are created again in that memory.
 pub struct CudaBackend {
     context: Arc<Context>,
     library: Arc<KernelLibrary>,
@@ -82,20 +81,20 @@ pub struct CudaBackend {
     weights: DeviceMemory,
     activations: DeviceMemory,
     is_placed: bool,
-    products: Products,
+    gemm: Gemm,
     skinny: Skinny,
     attention: Attention,
-    /// `None` until weights are loaded, and again when they all are.
+    /// `Some` while weights are loaded.
     uploads: Mutex<Option<Uploads>>,
     fault: Mutex<Option<CudaError>>,
     group: Option<Group>,
 }
 
 impl CudaBackend {
-    /// Of the GPU with this UUID, or the first, with the kernels at this path.
+    /// Opens the GPU with this UUID, or the first GPU, with the kernel library at this path.
     ///
     /// # Errors
-    /// What is missing or does not fit, and what to do about it.
+    /// When the driver, the GPU or a library is missing or does not fit.
     pub fn open(
         gpu: Option<&str>,
         kernels: Option<&Path>,
@@ -107,7 +106,7 @@ impl CudaBackend {
         Self::new(&Context::new(driver, device)?, library, options)
     }
 
-    /// Loads the kernels and takes the workspaces.
+    /// Loads the kernels and allocates the workspaces.
     pub fn new(
         context: &Arc<Context>,
         library: Arc<KernelLibrary>,
@@ -118,9 +117,9 @@ impl CudaBackend {
             WeightFormat::Bf16 => Dtype::Bf16,
             WeightFormat::Q8 => {
                 return Err(CudaError::Unsupported {
-                    what: "the weights' format",
+                    what: "the weight format",
                     value: options.weights.to_string(),
-                    allowed: "f32 and bf16",
+                    allowed: "f32 or bf16",
                 });
             }
         };
@@ -130,7 +129,7 @@ impl CudaBackend {
         let sms = context.device().sm_count as i32;
         let shares = sms.saturating_sub_unsigned(options.reserved_sms).max(1);
         let workspace_bytes = WORKSPACE_BYTES + Skinny::BYTES;
-        let workspace = DeviceMemory::new(context, "the products' workspace", workspace_bytes)?;
+        let workspace = DeviceMemory::new(context, "the GEMM workspace", workspace_bytes)?;
         let compute = Arc::new(Stream::new(context)?);
         Ok(Self {
             context: Arc::clone(context),
@@ -139,7 +138,7 @@ impl CudaBackend {
             weights: DeviceMemory::counting("the weights"),
             activations: DeviceMemory::counting("the activations"),
             is_placed: false,
-            products: Products::new(context, workspace.cut(WORKSPACE_BYTES)?)?,
+            gemm: Gemm::new(context, workspace.cut(WORKSPACE_BYTES)?)?,
             skinny: Skinny::new(&workspace, &library, options.fused, dependent_launch, shares)?,
             attention: Attention::new(context, &library, &compute, options.attention, shares)?,
             library,
@@ -150,7 +149,7 @@ impl CudaBackend {
         })
     }
 
-    /// As one rank of a group, which computes its part of a model.
+    /// Makes this backend one rank of a tensor-parallel group.
     pub fn in_group(self, group: Group) -> Self {
         Self { group: Some(group), ..self }
     }
@@ -159,10 +158,10 @@ impl CudaBackend {
         self.group.as_ref()
     }
 
-    /// Takes the memory that everything made so far would need. All of that is void; it is made
-    /// again, and only then has it memory.
+    /// Allocates memory for everything that was created so far. Those objects stay without memory and must be
+    /// created again.
     pub fn place(&mut self) -> Result<(), CudaError> {
-        assert!(!self.is_placed, "memory is taken once");
+        assert!(!self.is_placed, "memory is allocated once");
         let (weights, activations) = (self.weights.used_bytes(), self.activations.used_bytes());
         self.weights = DeviceMemory::new(&self.context, "the weights", weights)?;
         self.activations = DeviceMemory::new(&self.context, "the activations", activations)?;
@@ -171,25 +170,25 @@ impl CudaBackend {
         Ok(())
     }
 
-    /// Waits until all weights are there, and gives back what loading took.
+    /// Waits for all weight uploads and releases the upload buffers.
     pub fn finish_loading(&self) -> Result<(), CudaError> {
         self.check()?;
         self.uploads().take().map_or(Ok(()), Uploads::finish)
     }
 
-    /// Finds the quickest algorithms for these products and those of a few rows less. Comes after
-    /// loading and before the first forward: activations are written over.
+    /// Tunes these GEMM shapes. Call this after loading and before the first forward pass, because tuning
+    /// overwrites the activations.
     pub fn tune(
         &mut self,
-        products: impl Iterator<Item = Product>,
+        shapes: impl Iterator<Item = GemmShape>,
         tuning: &Tuning,
     ) -> Result<Tuned, CudaError> {
         let (weights, out) = (self.weights.everything(), self.activations.everything());
-        self.products.tune(products, tuning, &weights, &out, &self.compute)
+        self.gemm.tune(shapes, tuning, &weights, &out, &self.compute)
     }
 
-    /// The first fault of what was asked for so far, if there was one, or of the group. Kernels that
-    /// are under way may still fail: that is said where their stream is waited for.
+    /// Returns the first error of the operations so far, or of the group. Errors of kernels in flight are
+    /// returned when their stream is synchronized.
     pub fn check(&self) -> Result<(), CudaError> {
         let fault = self.fault.lock().unwrap_or_else(PoisonError::into_inner);
         fault.clone().map_or(Ok(()), Err)?;
@@ -200,7 +199,7 @@ impl CudaBackend {
         &self.context
     }
 
-    /// Of weights and activations.
+    /// Returns the type of weights and activations.
     pub fn dtype(&self) -> Dtype {
         self.dtype
     }
@@ -209,29 +208,29 @@ impl CudaBackend {
         &self.library
     }
 
-    /// Where its kernels run.
+    /// Returns the stream of the kernels.
     pub fn compute(&self) -> &Arc<Stream<Compute>> {
         &self.compute
     }
 
-    /// What it was made with, apart from what the GPU cannot do.
+    /// Returns the options in force, without those that the GPU does not support.
     pub fn options(&self) -> &CudaOptions {
         &self.options
     }
 
-    /// True when a decoding step's forward can be [recorded](Self::record): attention of these heads
-    /// plans nothing on the host.
-    pub fn can_record(&self, heads: HeadShape) -> bool {
-        self.attention.can_be_recorded(heads, self.dtype)
+    /// Returns whether a decode step can be [captured](Self::capture): attention of these heads plans
+    /// nothing on the host.
+    pub fn can_capture(&self, heads: HeadShape) -> bool {
+        self.attention.can_be_captured(heads, self.dtype)
     }
 
-    /// Records a forward. What it uses must have run once before.
+    /// Captures a forward pass as a CUDA graph. The forward pass must have run once before.
     ///
     /// # Errors
-    /// The first fault of `work`.
-    pub fn record(&mut self, work: impl FnOnce(&mut Self)) -> Result<Graph, CudaError> {
+    /// The first error of `work`.
+    pub fn capture(&mut self, work: impl FnOnce(&mut Self)) -> Result<Graph, CudaError> {
         let compute = Arc::clone(&self.compute);
-        Graph::record(&compute, || {
+        Graph::capture(&compute, || {
             work(self);
             self.check()
         })
@@ -241,15 +240,15 @@ impl CudaBackend {
         &self.skinny
     }
 
-    /// Bytes of weights and of activations.
+    /// Returns the bytes of weights and of activations.
     pub fn memory_bytes(&self) -> (usize, usize) {
         (self.weights.used_bytes(), self.activations.used_bytes())
     }
 
-    /// Reads the first rows of a buffer, as f32, once all kernels have run. For tests.
+    /// Reads the first rows of a buffer as f32, after all kernels have completed. For tests.
     pub fn read(&self, buffer: &CudaBuffer, rows: usize) -> Result<Vec<f32>, CudaError> {
         self.check()?;
-        assert_eq!(buffer.pending.get(), None, "rows that are not finished are not read");
+        assert_eq!(buffer.pending.get(), None, "cannot read rows with a deferred norm");
         self.compute.synchronize()?;
         let count = buffer.bytes(rows) / buffer.dtype.bytes();
         let values = match buffer.dtype {
@@ -268,7 +267,7 @@ impl CudaBackend {
         Ok(rows.flat_map(|row| &row[..buffer.width]).copied().collect())
     }
 
-    /// Writes a buffer's first rows. For tests.
+    /// Writes the first rows of a buffer. For tests.
     pub fn write(&self, buffer: &mut CudaBuffer, values: &[f32]) -> Result<(), CudaError> {
         self.compute.synchronize()?;
         for (row, values) in values.chunks(buffer.width).enumerate() {
@@ -285,7 +284,7 @@ impl CudaBackend {
         Ok(())
     }
 
-    /// Fills a buffer with what is no number, so that what is not written is found. For tests.
+    /// Fills a buffer with NaN, so that tests detect values that no kernel has written.
     pub fn poison(&self, buffer: &mut CudaBuffer) -> Result<(), CudaError> {
         buffer.data.fill(0xff, &self.compute)
     }
@@ -294,24 +293,24 @@ impl CudaBackend {
         self.uploads.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The sum over the ranks of the first rows of `x`, in place.
-    fn sum_rows(&self, group: &Group, rows: usize, x: &CudaBuffer) -> Result<(), CudaError> {
+    /// Launches in-place all-reduces of the first rows of `x`.
+    fn all_reduce_rows(&self, group: &Group, rows: usize, x: &CudaBuffer) -> Result<(), CudaError> {
         let row_bytes = x.stride * x.dtype.bytes();
-        // What the arenas take at a time.
+        // The arenas hold this many rows at a time.
         let rows_most = group.message_bytes() / row_bytes;
         if rows_most == 0 && rows > 0 {
             let (wanted, left) = (row_bytes as u64, group.message_bytes() as u64);
-            return Err(CudaError::RangeFull { what: "a row's sum", wanted, left });
+            return Err(CudaError::RangeFull { what: "the all-reduce of a row", wanted, left });
         }
         (0..rows).step_by(rows_most.max(1)).try_for_each(|first| {
             let rows = rows_most.min(rows - first);
-            let shape = SumRows { dtype: x.dtype, rows, width: x.stride };
+            let shape = AllReduceShape { dtype: x.dtype, rows, width: x.stride };
             let (at, is_dependent) = (first * row_bytes, self.options.dependent_launch);
-            group.sum_at(shape, (&x.data, at), is_dependent, &self.compute)
+            group.all_reduce_at(shape, (&x.data, at), is_dependent, &self.compute)
         })
     }
 
-    /// Keeps the first fault.
+    /// Keeps the first error.
     fn note(&self, outcome: Result<(), CudaError>) {
         if let Err(error) = outcome {
             let mut fault = self.fault.lock().unwrap_or_else(PoisonError::into_inner);
@@ -319,7 +318,7 @@ impl CudaBackend {
         }
     }
 
-    /// What is asked for after a fault is not done.
+    /// Returns whether an operation has failed; later operations are ignored.
     fn is_faulty(&self) -> bool {
         self.fault.lock().unwrap_or_else(PoisonError::into_inner).is_some()
     }
@@ -335,7 +334,7 @@ impl CudaBackend {
         }
     }
 
-    /// A range of the memory, or after a fault an empty one.
+    /// Cuts a range, or returns an empty range after an error.
     fn cut(&self, memory: &DeviceMemory, bytes: usize) -> Range {
         memory.cut(bytes).unwrap_or_else(|error| {
             self.note(Err(error));
@@ -365,7 +364,8 @@ impl Backend for CudaBackend {
         let data = self.cut(&self.weights, bytes);
         if self.is_placed && !self.is_faulty() {
             let mut uploads = self.uploads();
-            let uploads = uploads.as_mut().expect("weights are loaded between place and finish");
+            let uploads =
+                uploads.as_mut().expect("weights are loaded between place and finish_loading");
             self.note(uploads.rows(source, dtype, &data));
         }
         CudaMatrix { data, rows, cols, dtype }
@@ -400,15 +400,15 @@ impl Backend for CudaBackend {
     }
 
     fn embed(&mut self, table: &CudaMatrix, step: &CudaStep, out: &mut CudaBuffer) {
-        assert_eq!(out.width, table.cols, "embed: a row of the table is a row of the buffer");
+        assert_eq!(out.width, table.cols, "embed: widths differ");
         wide(out);
         let (rows, width) = (step.rows(), out.width);
         let to = out.data.part(0, out.bytes(rows));
         self.use_dependent_launch();
         self.call("baton_embed", |functions, stream| {
             let (table, tokens) = (table.data.address(), step.arrays().row_tokens);
-            // SAFETY: the step has so many tokens, the buffer so many rows; ids are below the
-            // vocabulary's size, as whoever admits them checks.
+            // SAFETY: the step has this many tokens and the buffer this many rows; token ids are below the
+            // vocabulary size, as admission checks.
             unsafe {
                 (functions.baton_embed)(
                     dtype_code(self.dtype),
@@ -431,12 +431,12 @@ impl Backend for CudaBackend {
         eps: f32,
         out: &mut CudaBuffer,
     ) {
-        assert!(x.width == weight.len && out.width == weight.len, "rms_norm: widths are equal");
+        assert!(x.width == weight.len && out.width == weight.len, "rms_norm: widths differ");
         wide(x);
         out.pending.set(None);
         let (from, to) = (x.data.part(0, x.bytes(rows)), out.data.part(0, out.bytes(rows)));
         self.call("baton_rms_norm", |functions, stream| {
-            // SAFETY: three ranges of the sizes just checked.
+            // SAFETY: the three ranges have the sizes checked above.
             unsafe {
                 (functions.baton_rms_norm)(
                     dtype_code(out.dtype),
@@ -464,15 +464,15 @@ impl Backend for CudaBackend {
         let width = weight.len;
         assert!(
             residual.width == width && x.width == width && out.width == width,
-            "add_rms_norm: widths are equal"
+            "add_rms_norm: widths differ"
         );
         wide(residual);
-        assert_eq!(x.dtype, out.dtype, "add_rms_norm: what is added is of the output's type");
+        assert_eq!(x.dtype, out.dtype, "add_rms_norm: types of addend and output differ");
         out.pending.set(None);
         let sum = residual.data.part(0, residual.bytes(rows));
         let (from, to) = (x.data.part(0, x.bytes(rows)), out.data.part(0, out.bytes(rows)));
         self.call("baton_add_rms_norm", |functions, stream| {
-            // SAFETY: four ranges of the sizes just checked.
+            // SAFETY: the four ranges have the sizes checked above.
             unsafe {
                 (functions.baton_add_rms_norm)(
                     dtype_code(out.dtype),
@@ -491,21 +491,24 @@ impl Backend for CudaBackend {
     }
 
     fn matmul(&mut self, rows: usize, x: &CudaBuffer, w: &CudaMatrix, out: &mut CudaBuffer) {
-        assert!(rows <= x.rows_max && rows <= out.rows_max, "matmul: both have {rows} rows");
-        assert_eq!(x.width, w.cols, "matmul: the input is as wide as the matrix");
-        assert_eq!(out.width, w.rows, "matmul: the output is as wide as the matrix is high");
-        assert_eq!(x.dtype, w.dtype, "matmul: the input is of the matrix's type");
+        assert!(
+            rows <= x.rows_max && rows <= out.rows_max,
+            "matmul: a buffer has fewer than {rows} rows"
+        );
+        assert_eq!(x.width, w.cols, "matmul: input width and matrix columns differ");
+        assert_eq!(out.width, w.rows, "matmul: output width and matrix rows differ");
+        assert_eq!(x.dtype, w.dtype, "matmul: types of input and matrix differ");
         if self.is_faulty() {
             return;
         }
-        // A rank's norms are finished where they are summed: the product is the same.
+        // The skinny kernel applies a deferred norm. A rank has no deferred norms, but uses the same kernel.
         if x.pending.get().is_some() || self.group.is_some() {
-            if self.skinny_product(rows, (x, w), out) {
+            if self.skinny_matmul(rows, (x, w), out) {
                 return;
             }
             self.finish_rows(rows, x);
         }
-        let product = Product {
+        let shape = GemmShape {
             rows,
             inputs: w.cols,
             outputs: w.rows,
@@ -514,7 +517,7 @@ impl Backend for CudaBackend {
             x_stride: x.stride,
             out_stride: out.stride,
         };
-        let outcome = self.products.run(product, &x.data, &w.data, &out.data, &self.compute);
+        let outcome = self.gemm.run(shape, &x.data, &w.data, &out.data, &self.compute);
         self.note(outcome);
     }
 
@@ -528,11 +531,11 @@ impl Backend for CudaBackend {
         step: &mut CudaStep,
     ) {
         self.check_heads(shape, qkv, step);
-        assert!(layer < step.kv_layout().layer_count, "the blocks have layer {layer}");
-        assert_eq!(frequencies.len * 2, shape.head_dim, "one frequency per pair");
+        assert!(layer < step.kv_layout().layer_count, "the KV cache has no layer {layer}");
+        assert_eq!(frequencies.len * 2, shape.head_dim, "RoPE has one frequency per pair");
         let address = |vector: Option<&CudaVector>, len: usize| {
             vector.map_or(0, |vector| {
-                assert_eq!(vector.len, len, "the heads' weights have the heads' width");
+                assert_eq!(vector.len, len, "length of a head weight or bias");
                 vector.data.address()
             })
         };
@@ -554,8 +557,8 @@ impl Backend for CudaBackend {
             rows: rows as i32,
         };
         self.call("baton_rope_store_kv", |functions, stream| {
-            // SAFETY: the buffer has the step's rows, vectors were checked, and the step's
-            // destinations are places of blocks that it may write.
+            // SAFETY: the buffer has the step's rows, the vectors were checked, and the step's KV
+            // destinations are blocks that the step may write.
             unsafe { (functions.baton_rope_store_kv)(step.kv(), &args, stream) }
         });
     }
@@ -571,9 +574,9 @@ impl Backend for CudaBackend {
         out: &mut CudaBuffer,
     ) {
         self.check_heads(shape, qkv, step);
-        assert_eq!(out.width, shape.query_width(), "attention: the output holds all queries");
-        assert_eq!(out.width, out.stride, "attention: the output is packed");
-        assert!(layer < step.kv_layout().layer_count, "the blocks have layer {layer}");
+        assert_eq!(out.width, shape.query_width(), "attention: output and query width differ");
+        assert_eq!(out.width, out.stride, "attention: the output is contiguous");
+        assert!(layer < step.kv_layout().layer_count, "the KV cache has no layer {layer}");
         if step.rows() == 0 || self.is_faulty() {
             return;
         }
@@ -594,12 +597,12 @@ impl Backend for CudaBackend {
 
     fn silu_mul(&mut self, rows: usize, gate_up: &CudaBuffer, out: &mut CudaBuffer) {
         let width = out.width;
-        assert_eq!(gate_up.width, 2 * width, "silu_mul: gate and up are as wide as the output");
-        assert_eq!(gate_up.dtype, out.dtype, "silu_mul: types are equal");
+        assert_eq!(gate_up.width, 2 * width, "silu_mul: gate and up have the output's width");
+        assert_eq!(gate_up.dtype, out.dtype, "silu_mul: types differ");
         let from = gate_up.data.part(0, gate_up.bytes(rows));
         let to = out.data.part(0, out.bytes(rows));
         self.call("baton_silu_mul", |functions, stream| {
-            // SAFETY: two ranges of the sizes just checked.
+            // SAFETY: the two ranges have the sizes checked above.
             unsafe {
                 (functions.baton_silu_mul)(
                     dtype_code(out.dtype),
@@ -620,16 +623,16 @@ impl Backend for CudaBackend {
 
     fn all_reduce(&mut self, rows: usize, x: &mut CudaBuffer) {
         let Some(group) = &self.group else { return };
-        assert_eq!(x.pending.get(), None, "all_reduce: the terms are finished");
+        assert_eq!(x.pending.get(), None, "all_reduce: the input has a deferred norm");
         if !self.is_faulty() {
-            self.note(self.sum_rows(group, rows, x));
+            self.note(self.all_reduce_rows(group, rows, x));
         }
     }
 
     fn gather_sampled(&mut self, x: &CudaBuffer, step: &CudaStep, out: &mut CudaBuffer) {
-        assert!(x.width == out.width && x.dtype == out.dtype, "gather_sampled: equal rows");
-        assert_eq!(x.pending.get(), None, "gather_sampled: the input is finished");
-        assert!(step.rows() <= x.rows_max, "gather_sampled: the buffer has the step's rows");
+        assert!(x.width == out.width && x.dtype == out.dtype, "gather_sampled: row types differ");
+        assert_eq!(x.pending.get(), None, "gather_sampled: the input has a deferred norm");
+        assert!(step.rows() <= x.rows_max, "gather_sampled: the input lacks rows of the step");
         let rows = step.samples();
         let to = out.data.part(0, out.bytes(rows));
         self.call("baton_gather_rows", |functions, stream| {
@@ -676,9 +679,9 @@ impl Backend for CudaBackend {
         out: &mut CudaBuffer,
     ) {
         if self.group.is_some() {
-            // What a rank's product brings is a part of the sum.
+            // A rank's GEMM returns a partial sum.
             self.matmul(rows, x, w, delta);
-            self.sum_onto_residual(rows, delta, residual, (norm, eps), out);
+            self.all_reduce_onto_residual(rows, delta, residual, (norm, eps), out);
         } else if !self.skinny_onto_residual(rows, (x, w), residual, (norm, eps), out) {
             self.matmul(rows, x, w, delta);
             self.add_rms_norm(rows, residual, delta, norm, eps, out);
@@ -700,9 +703,9 @@ impl Backend for CudaBackend {
 }
 
 impl CudaBackend {
-    /// Kernels of ours are launched so from now on: the library has one switch for all.
+    /// Sets the library's switch for programmatic dependent launch, which all backends share.
     pub(super) fn use_dependent_launch(&self) {
-        // SAFETY: it sets a number.
+        // SAFETY: the function sets a number.
         unsafe {
             (self.library.functions().baton_programmatic_launch)(
                 self.options.dependent_launch.into(),
@@ -710,9 +713,9 @@ impl CudaBackend {
         }
     }
 
-    /// `residual` += the ranks' sum of `delta`, `out` = its norm: in one kernel where the arenas take
-    /// it at once.
-    fn sum_onto_residual(
+    /// Launches an all-reduce of `delta`, the residual add and the RMS norm, fused into one kernel where
+    /// possible.
+    fn all_reduce_onto_residual(
         &mut self,
         rows: usize,
         delta: &mut CudaBuffer,
@@ -721,25 +724,25 @@ impl CudaBackend {
         out: &mut CudaBuffer,
     ) {
         let width = norm.len;
-        let group = self.group.as_ref().expect("only a rank has partial sums");
-        let shape = SumRows { dtype: delta.dtype, rows, width };
+        let group = self.group.as_ref().expect("only a rank of a group has partial sums");
+        let shape = AllReduceShape { dtype: delta.dtype, rows, width };
         let is_packed =
             [&*delta, &*residual, &*out].iter().all(|b| (b.width, b.stride) == (width, width));
-        if !is_packed || !group.takes_norm_of(shape) {
+        if !is_packed || !group.fuses_norm(shape) {
             self.all_reduce(rows, delta);
             return self.add_rms_norm(rows, residual, delta, norm, eps, out);
         }
         wide(residual);
-        assert_eq!(delta.dtype, out.dtype, "what is added is of the output's type");
+        assert_eq!(delta.dtype, out.dtype, "types of addend and output differ");
         assert!(
             [&*delta, &*residual, &*out].iter().all(|buffer| rows <= buffer.rows_max),
-            "all have {rows} rows"
+            "a buffer has fewer than {rows} rows"
         );
         out.pending.set(None);
         if self.is_faulty() {
             return;
         }
-        let norm = SumNorm { residual: &residual.data, weight: &norm.data, eps };
+        let norm = AllReduceNorm { residual: &residual.data, weight: &norm.data, eps };
         let is_dependent = self.options.dependent_launch;
         let stream = &self.compute;
         let outcome =
@@ -747,23 +750,23 @@ impl CudaBackend {
         self.note(outcome);
     }
 
-    /// A model whose heads do not fit its KV layout is a defect, never a request's fault.
+    /// Panics when the heads do not match the KV layout, which is a bug of the model, never of a request.
     fn check_heads(&self, shape: HeadShape, qkv: &CudaBuffer, step: &CudaStep) {
         let layout = step.kv_layout();
         assert!(
             shape.kv_heads > 0 && shape.query_heads.is_multiple_of(shape.kv_heads),
-            "heads {shape:?} are no attention layer"
+            "invalid attention heads {shape:?}"
         );
-        assert_eq!(qkv.width, shape.qkv_width(), "a fused row holds queries, keys and values");
+        assert_eq!(qkv.width, shape.qkv_width(), "a fused row has queries, keys and values");
         assert!(
             layout.kv_head_count == shape.kv_heads && layout.head_dim == shape.head_dim,
-            "the arena's blocks ({layout}) hold the layer's heads {shape:?}"
+            "the KV layout ({layout}) differs from the layer's heads {shape:?}"
         );
-        assert_eq!(qkv.dtype, layout.dtype, "activations are of the blocks' type");
+        assert_eq!(qkv.dtype, layout.dtype, "types of activations and KV differ");
     }
 }
 
 fn wide(buffer: &CudaBuffer) {
     assert_eq!(buffer.dtype, Dtype::F32, "the residual stream is f32");
-    assert_eq!(buffer.width, buffer.stride, "the residual stream is packed");
+    assert_eq!(buffer.width, buffer.stride, "the residual stream is contiguous");
 }

@@ -1,8 +1,8 @@
-//! The running batch on the device, and how a step gets there and its tokens back.
+//! The running batch in GPU memory, and the transfers of each step's plan and results.
 //!
 //! The device keeps each slot's tokens, block table, position and sampling state; a step uploads only
-//! what changed. Three streams: plans go up on one, kernels run on the backend's, results come down on
-//! the third. Whoever overwrites waits for who reads, on the device: the host only waits for results.
+//! changes. There are three streams: plan uploads, kernels, and result downloads. A stream that overwrites a
+//! buffer waits on the device for its readers; the host only waits for results.
 
 use std::{
     collections::VecDeque,
@@ -33,13 +33,13 @@ use crate::{
     sampling::TokenMask,
 };
 
-/// What is made room for.
+/// Capacity of a batch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BatchLimits {
     pub slots: u32,
-    /// Longest sequence, what a step in flight adds included.
+    /// Tokens of the longest sequence, including those that a step in flight adds.
     pub sequence_tokens: u32,
-    /// Of one step.
+    /// Rows of one step.
     pub rows: u32,
     pub samples: u32,
     /// Stop tokens of one slot.
@@ -49,10 +49,10 @@ pub struct BatchLimits {
     pub depth: u32,
 }
 
-/// Words of a plan, beside what every slot needs: tokens of newcomers.
+/// Words of a plan for the prompt tokens of admitted sequences, beyond the minimum.
 const PLAN_WORDS: usize = 1 << 16;
 
-/// Where the batch lies. Addresses in `pool`, `step` and `kv` are of the ranges beside them.
+/// GPU memory of the batch. The addresses in `pool`, `step` and `kv` point into the ranges beside them.
 #[derive(Debug)]
 pub(super) struct BatchMemory {
     pub kv: ffi::Kv,
@@ -68,20 +68,20 @@ impl BatchMemory {
     }
 }
 
-/// A step's input.
+/// Input of a step.
 #[derive(Clone, Copy, Debug)]
 pub struct StepInput<'a> {
     pub step_id: u64,
     pub admissions: &'a [Admission<'a>],
     pub extensions: &'a [Extension<'a>],
     pub sequences: &'a [StepRows],
-    /// By the rows that `sequences` name.
+    /// Token masks, indexed by [`StepRows::mask`].
     pub masks: &'a [&'a TokenMask],
-    /// The device fills a step of decoding rows up to so many, with rows of nobody's.
+    /// The device pads a decode step to this number of rows.
     pub rows_min: u32,
 }
 
-/// A batch on the device, of one backend.
+/// A batch on one backend's GPU.
 #[derive(Debug)]
 pub struct DeviceBatch {
     limits: BatchLimits,
@@ -92,26 +92,26 @@ pub struct DeviceBatch {
     plan_words: usize,
     inputs: VecDeque<Input>,
     sampler: Sampler,
-    /// The compute stream has written the results.
+    /// Recorded when the compute stream has written the results.
     sampled: Event,
-    /// They are read.
+    /// Recorded when the results were downloaded.
     downloaded: Event,
     outputs: Vec<Output>,
-    /// Of the step under way: its way down, and what went up.
+    /// Output buffers of the step between `begin` and `end`.
     output: Option<Output>,
     uploaded_bytes: u64,
-    /// Of every slot: which of sampling's kernels its occupant wants.
+    /// For each slot, the sampling kernels that its sequence needs.
     needs: Vec<i32>,
-    /// Only in tests.
+    /// Random delays, in tests only.
     delays: Option<Delays>,
 }
 
-/// One way up: pinned memory, and where it goes.
+/// An upload buffer: pinned memory and its device copy.
 #[derive(Debug)]
 struct Input {
     pinned: InputState,
     device: Range,
-    /// The kernels that read `device` have run.
+    /// Recorded when the kernels that read `device` have run.
     consumed: Event,
 }
 
@@ -119,11 +119,11 @@ struct Input {
 enum InputState {
     Free(Pinned<u32>, Event),
     InFlight(InFlight<u32>),
-    /// A fault took it.
+    /// An error lost the pinned memory.
     Lost,
 }
 
-/// What one frame's results come down through.
+/// Download buffers of one frame.
 #[derive(Debug)]
 pub struct Output {
     results: (Pinned<SampleResult>, Event),
@@ -131,16 +131,16 @@ pub struct Output {
     begin: Event,
     end: Event,
     launched_at: Instant,
-    /// Of the frame that came down last.
+    /// Gathered rows as of the last downloaded frame.
     rows_gathered: u64,
     samples: u64,
 }
 
-/// A launched step whose results are on their way.
+/// A launched step whose results are in flight.
 #[derive(Debug)]
 pub struct CudaFrame {
     step_id: u64,
-    /// One for every sample.
+    /// Whether each sample wants log-probabilities.
     wants_logprobs: Vec<bool>,
     results: InFlight<SampleResult>,
     top: Result<InFlight<TokenLogprob>, (Pinned<TokenLogprob>, Event)>,
@@ -150,24 +150,24 @@ pub struct CudaFrame {
     uploaded_bytes: u64,
 }
 
-/// What a frame brought.
+/// Results of a frame.
 #[derive(Debug)]
 pub struct Finished {
-    /// One for every sampled row, in the step's order.
+    /// Outcomes of all sampled rows, in the step's order.
     pub outcomes: Vec<SampleOutcome>,
-    /// When the GPU began and ended, by the host's clock.
+    /// Host times at which the GPU began and ended the step.
     pub began_at: Instant,
     pub ended_at: Instant,
-    /// When the results were in the host's memory.
+    /// Host time at which the results were in host memory.
     pub landed_at: Instant,
-    /// The step's plan and masks.
+    /// Bytes of the step's plan and masks.
     pub uploaded_bytes: u64,
-    /// For [`DeviceBatch::recycle`].
+    /// Buffers to be returned by [`DeviceBatch::recycle`].
     pub output: Output,
 }
 
 impl Finished {
-    /// Time that the GPU took.
+    /// Returns the time that the GPU was busy.
     pub fn busy(&self) -> Duration {
         self.ended_at.saturating_duration_since(self.began_at)
     }
@@ -177,12 +177,12 @@ fn plan_words(limits: &BatchLimits) -> usize {
     plan::words_min(limits.slots as usize) + PLAN_WORDS
 }
 
-/// A plan and the masks that come with it.
+/// Returns the words of a plan and its token masks.
 fn input_words(limits: &BatchLimits) -> usize {
     plan_words(limits) + 4 + limits.samples as usize * sample::mask_words(limits)
 }
 
-/// What `Sizes` name, the inputs, and what sampling wants.
+/// Ranges of `Sizes`, of the upload buffers and of the sampler.
 type Ranges = (Vec<Range>, [Range; 2], Sampler);
 
 fn lay_out(
@@ -200,7 +200,7 @@ fn lay_out(
 }
 
 impl DeviceBatch {
-    /// Takes all its memory.
+    /// Allocates all memory of the batch.
     pub fn new(
         backend: &CudaBackend,
         kv: Arc<DeviceKv>,
@@ -258,7 +258,7 @@ impl DeviceBatch {
         })
     }
 
-    /// From now on time passes between what the streams do: for tests.
+    /// Adds random delays between the work of the streams. For tests.
     pub fn delay_streams(&mut self, delays: Delays) {
         self.delays = Some(delays);
     }
@@ -267,10 +267,10 @@ impl DeviceBatch {
         self.delays.as_ref().map_or(Ok(()), |delays| delays.pass(stream))
     }
 
-    /// Bytes of the GPU's memory that one of these limits takes.
+    /// Returns the GPU memory in bytes that these limits need.
     pub fn bytes(backend: &CudaBackend, limits: &BatchLimits) -> usize {
         let counting = DeviceMemory::counting("the batch");
-        lay_out(&counting, backend, limits).expect("counting has no end");
+        lay_out(&counting, backend, limits).expect("counting cannot fail");
         counting.used_bytes()
     }
 
@@ -278,19 +278,19 @@ impl DeviceBatch {
         &self.limits
     }
 
-    /// Uploads a step's plan and prepares its rows on the device.
+    /// Uploads a step's plan and prepares the step's rows on the device.
     ///
     /// # Errors
-    /// When the input is not within the limits, or the GPU has a fault.
+    /// When the input exceeds the limits, or after a GPU error.
     pub fn begin(
         &mut self,
         backend: &CudaBackend,
         input: &StepInput<'_>,
     ) -> Result<CudaStep, CudaError> {
         self.check(input)?;
-        // Of a step that failed, if there was one.
+        // `self.output` is still set after a step that failed.
         let output = self.output.take().or_else(|| self.outputs.pop());
-        let mut output = output.expect("as many outputs as steps in flight");
+        let mut output = output.expect("there is an output per step in flight");
         output.launched_at = Instant::now();
         self.output = Some(output);
         let step_id = input.step_id as u32;
@@ -327,7 +327,7 @@ impl DeviceBatch {
         masks: &[&TokenMask],
         (rows, sequences, samples): (usize, usize, usize),
     ) -> Result<(), CudaError> {
-        let mut input = self.inputs.pop_front().expect("each is put back");
+        let mut input = self.inputs.pop_front().expect("every input is returned");
         let outcome =
             self.upload_through(&mut input, backend, words, masks, (rows, sequences, samples));
         self.inputs.push_back(input);
@@ -335,7 +335,7 @@ impl DeviceBatch {
         Ok(())
     }
 
-    /// Words that went up.
+    /// Uploads `words` and returns their number.
     fn upload_through(
         &self,
         input: &mut Input,
@@ -349,7 +349,7 @@ impl DeviceBatch {
             InputState::InFlight(copy) => copy.finish()?,
             InputState::Lost => {
                 backend.check()?;
-                let (what, value) = ("a step behind one that failed", "the next".to_owned());
+                let (what, value) = ("a step after a failed step", "the next".to_owned());
                 return Err(CudaError::Unsupported { what, value, allowed: "none" });
             }
         };
@@ -367,7 +367,7 @@ impl DeviceBatch {
         compute.wait(copy.event())?;
         self.pass(compute)?;
         if let Some(output) = &self.output {
-            // Waiting for the plan is no work. Of several plans the last counts.
+            // The step's GPU time excludes waiting for its plan. The last of several plans counts.
             output.begin.record(compute)?;
         }
         input.pinned = InputState::InFlight(copy);
@@ -380,8 +380,8 @@ impl DeviceBatch {
                 compute,
             )?;
         }
-        // SAFETY: the plan was encoded within the limits that pool and step were made for, its
-        // slots and places checked; it is uploaded before the kernels run, and overwritten after.
+        // SAFETY: the plan was encoded within the limits of pool and step, and its slots and blocks were
+        // checked. The plan is uploaded before the kernels run, and overwritten after them.
         let code = unsafe {
             (backend.library().functions().baton_step_prepare)(
                 &self.memory.pool,
@@ -398,14 +398,14 @@ impl DeviceBatch {
         Ok(end)
     }
 
-    /// A step of so many rows of nobody's, as a recording wants it: it has the places of every other.
+    /// Returns a step of padding rows for a graph capture, with the addresses that every step has.
     pub fn filling(&self, rows: u32) -> CudaStep {
         let serial = self.serial.fetch_add(1, Ordering::Relaxed);
         CudaStep::new(Arc::clone(&self.memory), serial, &[], rows as usize, 0)
     }
 
-    /// Chooses a token for every sampled row of the step; it joins its slot's tokens. In a group,
-    /// `logits` are of the rank's tokens, and all ranks come to the same.
+    /// Samples a token for every sampled row and appends it to its slot's tokens. In a group, `logits`
+    /// covers the rank's vocabulary shard, and all ranks sample the same token.
     pub fn sample(
         &mut self,
         backend: &CudaBackend,
@@ -415,16 +415,16 @@ impl DeviceBatch {
     ) -> Result<(), CudaError> {
         backend.check()?;
         let compute = backend.compute();
-        // Of the step before.
+        // Results of the previous step must be downloaded first.
         compute.wait(&self.downloaded)?;
         self.pass(compute)?;
         self.sampler.sample(backend, logits, step, has_masks)
     }
 
-    /// The same for a recording, which may wait for nothing of another stream. Whoever replays it sees
-    /// to it that the results of the step before have come down, and that its rows ask for what those
-    /// of the recording's step do.
-    pub fn record_sample(
+    /// Samples within a graph capture, which may not wait for another stream. Before a replay, the caller
+    /// makes sure that the previous results were downloaded, and that the rows need the same sampling
+    /// kernels as the captured step.
+    pub fn capture_sample(
         &mut self,
         backend: &CudaBackend,
         logits: &CudaBuffer,
@@ -433,12 +433,12 @@ impl DeviceBatch {
         self.sampler.sample(backend, logits, step, true)
     }
 
-    /// Rows so far whose logits were gathered from all ranks: elsewhere ranks tell each other less.
+    /// Returns the number of rows so far whose whole logits were gathered from all ranks.
     pub fn rows_gathered(&self) -> u64 {
         self.sampler.rows_gathered()
     }
 
-    /// Sends the results of the step's samples down.
+    /// Downloads the results of the step's samples.
     pub fn end(
         &mut self,
         backend: &CudaBackend,
@@ -446,7 +446,7 @@ impl DeviceBatch {
         wants_logprobs: Vec<bool>,
     ) -> Result<CudaFrame, CudaError> {
         let compute = backend.compute();
-        let output = self.output.take().expect("a step ends once it has begun");
+        let output = self.output.take().expect("`begin` precedes `end`");
         output.end.record(compute)?;
         self.sampled.record(compute)?;
         self.down.wait(&self.sampled)?;
@@ -477,13 +477,13 @@ impl DeviceBatch {
         })
     }
 
-    /// Takes back what a frame came down through.
+    /// Returns the download buffers of a frame.
     pub fn recycle(&mut self, output: Output) {
         self.sampler.add_gathered(output.rows_gathered, output.samples);
         self.outputs.push(output);
     }
 
-    /// What the device would not check.
+    /// Checks what the device does not check.
     fn check(&self, input: &StepInput<'_>) -> Result<(), CudaError> {
         let BatchLimits { slots, sequence_tokens, rows, samples, stops, vocabulary, .. } =
             self.limits;
@@ -497,31 +497,39 @@ impl DeviceBatch {
             .chain(input.extensions.iter().map(|extension| extension.slot))
             .chain(input.sequences.iter().map(|sequence| sequence.slot));
         if let Some(slot) = all_slots.max().filter(|slot| *slot >= slots) {
-            return bad("a slot of the step", slot.into(), "those of the batch");
+            return bad("a slot of the step", slot.into(), "a slot of the batch");
         }
         let tables = input.admissions.iter().map(|admission| (0, admission.blocks));
         let tables = tables.chain(input.extensions.iter().map(|e| (e.first as usize, e.blocks)));
         for (first, ids) in tables {
             if let Some(block) = ids.iter().find(|block| block.0 >= blocks) {
-                return bad("a block of the step", block.0.into(), "those of the arena");
+                return bad("a block of the step", block.0.into(), "a block of the arena");
             }
             if first + ids.len() > table {
-                return bad("a table's blocks", (first + ids.len()) as u64, "those of a sequence");
+                return bad(
+                    "a block table's length",
+                    (first + ids.len()) as u64,
+                    "that of the longest sequence or less",
+                );
             }
         }
         for admission in input.admissions {
             if admission.tokens.len() > sequence_tokens as usize {
-                return bad("a sequence's tokens", admission.tokens.len() as u64, "the longest's");
+                return bad(
+                    "a sequence's tokens",
+                    admission.tokens.len() as u64,
+                    "the longest sequence's tokens or fewer",
+                );
             }
             if let Some(token) = admission.tokens.iter().find(|token| **token >= vocabulary) {
-                return bad("a token of the step", (*token).into(), "those of the vocabulary");
+                return bad("a token of the step", (*token).into(), "a token of the vocabulary");
             }
             let sampling = admission.sampling;
             if sampling.min_tokens > 0 && sampling.stop_token_ids.len() > stops as usize {
                 return bad(
                     "the number of stop tokens",
                     sampling.stop_token_ids.len() as u64,
-                    "fewer",
+                    "the limit or fewer",
                 );
             }
         }
@@ -529,30 +537,42 @@ impl DeviceBatch {
             input.sequences.iter().map(|sequence| u64::from(count(sequence))).sum()
         };
         if sum(|sequence| sequence.rows) > rows.into() {
-            return bad("the number of rows", sum(|sequence| sequence.rows), "those of the limits");
+            return bad("the number of rows", sum(|sequence| sequence.rows), "the limit or fewer");
         }
         if sum(|sequence| sequence.samples) > samples.into() || input.masks.len() > samples as usize
         {
-            return bad("the number of samples", sum(|s| s.samples), "those of the limits");
+            return bad("the number of samples", sum(|s| s.samples), "the limit or fewer");
         }
         if input.rows_min > rows.min(samples).min(slots) {
-            return bad("the rows to fill up to", input.rows_min.into(), "those of the limits");
+            return bad("the padded number of rows", input.rows_min.into(), "the limit or fewer");
         }
         for sequence in input.sequences {
             if input.rows_min > 0 && (sequence.rows, sequence.samples) != (1, 1) {
-                return bad("the rows of a sequence", sequence.rows.into(), "one that samples");
+                return bad(
+                    "the rows of a padded step's sequence",
+                    sequence.rows.into(),
+                    "one row that samples",
+                );
             }
             let end = u64::from(sequence.position) + u64::from(sequence.rows);
             if sequence.rows == 0
                 || sequence.samples > sequence.rows
                 || end > sequence_tokens.into()
             {
-                return bad("a sequence's end", end, "within the longest, with rows to sample");
+                return bad(
+                    "a sequence's end",
+                    end,
+                    "an end within the longest sequence, at least one row and at most one sample a row",
+                );
             }
             let is_mask =
                 |row: u32| u64::from(row) + u64::from(sequence.samples) <= input.masks.len() as u64;
             if sequence.mask.is_some_and(|row| !is_mask(row)) {
-                return bad("a mask of the step", input.masks.len() as u64, "those of its samples");
+                return bad(
+                    "the number of masks",
+                    input.masks.len() as u64,
+                    "a mask for every sample",
+                );
             }
         }
         Ok(())
@@ -592,7 +612,7 @@ impl CudaFrame {
     /// Waits for the results.
     pub fn finish(self, clock: &mut DeviceClock) -> Result<Finished, CudaError> {
         let Self { wants_logprobs, begin, mut end, launched_at, uploaded_bytes, .. } = self;
-        // The last copy of the stream first, so that the host waits once.
+        // The last copy of the stream is waited for first, so that the host blocks once.
         let top = match self.top {
             Ok(top) => top.finish()?,
             Err(idle) => idle,
@@ -612,7 +632,7 @@ impl CudaFrame {
     }
 }
 
-/// Bytes of the arrays of pool and step, in the order of their structs.
+/// Byte sizes of the arrays of pool and step, in the order of their structs.
 struct Sizes {
     pool: [usize; 5],
     step: [usize; 14],
@@ -626,7 +646,7 @@ impl Sizes {
         let samples = limits.samples as usize;
         let tokens = limits.sequence_tokens as usize;
         let table_width = tokens.div_ceil(BLOCK_TOKENS);
-        // Sequences may share blocks.
+        // Sequences may share blocks, so each counts its own.
         let pages = slots * table_width;
         let pool = [
             slots * size_of::<ffi::SlotState>(),
@@ -661,7 +681,7 @@ impl Sizes {
 }
 
 impl Sizes {
-    /// `ranges` are those of [`Self::all`].
+    /// Fills the structs from the ranges of [`Self::all`].
     fn memory(
         &self,
         limits: &BatchLimits,

@@ -1,11 +1,11 @@
-//! What a forward names on the GPU: matrices, vectors, activations.
+//! Matrices, vectors and activations in GPU memory.
 
 use std::{cell::Cell, fmt};
 
 use super::{memory::Range, skinny::Pending};
 use crate::layout::Dtype;
 
-/// A weight matrix `[rows][cols]`, row-major without gaps.
+/// A weight matrix `[rows][cols]`, row-major and contiguous.
 pub struct CudaMatrix {
     pub(super) data: Range,
     pub(super) rows: usize,
@@ -13,24 +13,24 @@ pub struct CudaMatrix {
     pub(super) dtype: Dtype,
 }
 
-/// A small vector, f32.
+/// A small f32 vector.
 pub struct CudaVector {
     pub(super) data: Range,
     pub(super) len: usize,
 }
 
-/// Activations `[rows][stride]`, of which `width` elements are used.
+/// Activations `[rows][stride]`, of which the first `width` elements of a row are used.
 pub struct CudaBuffer {
     pub(super) data: Range,
     pub(super) rows_max: usize,
     pub(super) width: usize,
     pub(super) stride: usize,
     pub(super) dtype: Dtype,
-    /// Of the rows that a product left unfinished for the one that reads them.
+    /// The deferred norm of the rows, if any.
     pub(super) pending: Cell<Option<Pending>>,
 }
 
-/// Elements from one row to the next: rows begin where 16-byte loads may.
+/// Returns the elements from one row to the next: rows are aligned for 16-byte loads.
 pub(super) fn row_stride(width: usize, dtype: Dtype) -> usize {
     width.next_multiple_of(16 / dtype.bytes())
 }
@@ -48,12 +48,12 @@ impl CudaBuffer {
         self.dtype
     }
 
-    /// Bytes of so many rows.
+    /// Returns the bytes of `rows` rows.
     ///
     /// # Panics
-    /// Beyond [`Self::rows_max`], as slices do.
+    /// When `rows` exceeds [`Self::rows_max`].
     pub(super) fn bytes(&self, rows: usize) -> usize {
-        assert!(rows <= self.rows_max, "{rows} rows are within the {} there are", self.rows_max);
+        assert!(rows <= self.rows_max, "{rows} rows exceed the buffer's {}", self.rows_max);
         rows * self.stride * self.dtype.bytes()
     }
 }

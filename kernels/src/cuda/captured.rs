@@ -1,7 +1,7 @@
-//! In debug builds: the memory that recorded work touches, so that each replay is known to find it.
+//! In debug builds: checks before each replay that the memory a CUDA graph uses is still allocated.
 //!
-//! A recording holds addresses as plain numbers among its kernels' parameters. The driver gives every
-//! allocation a number of its own, so memory that was freed, or has become another's, is found out.
+//! A graph holds addresses as plain numbers in kernel parameters. The driver gives every allocation a unique
+//! id, which detects memory that was freed or reallocated.
 
 use std::{collections::BTreeMap, mem::MaybeUninit, ptr};
 
@@ -9,16 +9,16 @@ use cudarc::driver::sys;
 
 use super::error::{CudaError, Named};
 
-/// What lies in kernels' parameters where an address may.
+/// Bytes of an address within kernel parameters.
 const WORD: usize = size_of::<sys::CUdeviceptr>();
 
-/// Of each allocation that a recording touches: the driver's number, and one address in it.
+/// For each allocation that a graph uses: the driver's buffer id, and one address in the allocation.
 #[derive(Debug, Default)]
 pub(super) struct Captured(BTreeMap<u64, sys::CUdeviceptr>);
 
 impl Captured {
-    /// StuckLimits through all parameters of `graph`, whose context is bound. Finds nothing in builds that
-    /// are not for debugging.
+    /// Scans the parameters of all nodes of `graph`, whose context is bound. Returns an empty set in release
+    /// builds.
     pub fn of(graph: sys::CUgraph) -> Result<Self, CudaError> {
         let mut found = BTreeMap::new();
         if !cfg!(debug_assertions) {
@@ -31,7 +31,7 @@ impl Captured {
         };
         for node in nodes(graph)? {
             let mut kind = sys::CUgraphNodeType::CU_GRAPH_NODE_TYPE_EMPTY;
-            // SAFETY: the node is its graph's, which is alive; the result is ours.
+            // SAFETY: the graph of the node is alive, and `kind` is writable.
             unsafe { sys::cuGraphNodeGetType(node, &mut kind) }
                 .result()
                 .named("cuGraphNodeGetType")?;
@@ -39,20 +39,20 @@ impl Captured {
                 sys::CUgraphNodeType::CU_GRAPH_NODE_TYPE_KERNEL => each_word(node, &mut note)?,
                 sys::CUgraphNodeType::CU_GRAPH_NODE_TYPE_MEMSET => {
                     let mut params = MaybeUninit::uninit();
-                    // SAFETY: as above; the node is of this kind.
+                    // SAFETY: as above; the node is a memset node.
                     unsafe { sys::cuGraphMemsetNodeGetParams(node, params.as_mut_ptr()) }
                         .result()
                         .named("cuGraphMemsetNodeGetParams")?;
-                    // SAFETY: the call has succeeded, so it was written.
+                    // SAFETY: the call succeeded and initialised `params`.
                     note(unsafe { params.assume_init() }.dst);
                 }
                 sys::CUgraphNodeType::CU_GRAPH_NODE_TYPE_MEMCPY => {
                     let mut params = MaybeUninit::uninit();
-                    // SAFETY: as above.
+                    // SAFETY: as above; the node is a memcpy node.
                     unsafe { sys::cuGraphMemcpyNodeGetParams(node, params.as_mut_ptr()) }
                         .result()
                         .named("cuGraphMemcpyNodeGetParams")?;
-                    // SAFETY: as above.
+                    // SAFETY: the call succeeded and initialised `params`.
                     let params = unsafe { params.assume_init() };
                     note(params.srcDevice);
                     note(params.dstDevice);
@@ -64,13 +64,13 @@ impl Captured {
     }
 
     /// # Panics
-    /// When memory that the recording touches is gone, or another's: a defect.
+    /// When memory that the graph uses was freed or reallocated, which is a bug.
     pub fn verify(&self) {
         for (allocation, address) in &self.0 {
             assert_eq!(
                 allocation_of(*address),
                 Some(*allocation),
-                "recorded work would touch {address:#x}, whose memory is no longer what was recorded"
+                "the CUDA graph would access {address:#x}, whose memory is no longer what was captured"
             );
         }
     }
@@ -78,12 +78,12 @@ impl Captured {
 
 fn nodes(graph: sys::CUgraph) -> Result<Vec<sys::CUgraphNode>, CudaError> {
     let mut count = 0;
-    // SAFETY: without room it only counts.
+    // SAFETY: with a null list the call only counts the nodes.
     unsafe { sys::cuGraphGetNodes(graph, ptr::null_mut(), &mut count) }
         .result()
         .named("cuGraphGetNodes")?;
     let mut nodes = vec![ptr::null_mut(); count];
-    // SAFETY: there is room for as many as it counted; the graph belongs to this thread.
+    // SAFETY: the list has room for `count` nodes, and no other thread has the graph.
     unsafe { sys::cuGraphGetNodes(graph, nodes.as_mut_ptr(), &mut count) }
         .result()
         .named("cuGraphGetNodes")?;
@@ -91,24 +91,24 @@ fn nodes(graph: sys::CUgraph) -> Result<Vec<sys::CUgraphNode>, CudaError> {
     Ok(nodes)
 }
 
-/// Every aligned word of a kernel's parameters, also within structs.
+/// Passes every aligned word of a kernel's parameters to `note`, words within structs included.
 fn each_word(
     node: sys::CUgraphNode,
     note: &mut impl FnMut(sys::CUdeviceptr),
 ) -> Result<(), CudaError> {
     let mut params = MaybeUninit::uninit();
-    // SAFETY: the node is a kernel's, and alive; the result is ours.
+    // SAFETY: the node is a live kernel node, and `params` is writable.
     unsafe { sys::cuGraphKernelNodeGetParams_v2(node, params.as_mut_ptr()) }
         .result()
         .named("cuGraphKernelNodeGetParams")?;
-    // SAFETY: the call has succeeded, so it was written.
+    // SAFETY: the call succeeded and initialised `params`.
     let params: sys::CUDA_KERNEL_NODE_PARAMS = unsafe { params.assume_init() };
     if params.kernelParams.is_null() {
         return Ok(());
     }
     for index in 0.. {
         let (mut offset, mut bytes) = (0, 0);
-        // SAFETY: one of the two is the node's kernel; behind its last parameter the answer is an error.
+        // SAFETY: one of the two handles is the node's kernel. Past the last parameter the call fails.
         let answer = unsafe {
             match params.func.is_null() {
                 true => sys::cuKernelGetParamInfo(params.kern, index, &mut offset, &mut bytes),
@@ -118,7 +118,7 @@ fn each_word(
         if answer != sys::CUresult::CUDA_SUCCESS {
             return Ok(());
         }
-        // SAFETY: the node keeps a copy of each parameter, as long as the kernel says.
+        // SAFETY: the node keeps a copy of each parameter, `bytes` long.
         let parameter = unsafe {
             std::slice::from_raw_parts((*params.kernelParams.add(index)).cast::<u8>(), bytes)
         };
@@ -129,11 +129,11 @@ fn each_word(
     Ok(())
 }
 
-/// The driver's number of the allocation that holds `address`; `None` when that is no address.
+/// Returns the driver's buffer id of the allocation that holds `address`, or `None` for a non-address.
 fn allocation_of(address: sys::CUdeviceptr) -> Option<u64> {
     let mut allocation = 0_u64;
     let attribute = sys::CUpointer_attribute::CU_POINTER_ATTRIBUTE_BUFFER_ID;
-    // SAFETY: the attribute is of this type; any number may be asked about.
+    // SAFETY: the attribute is a `u64`; the driver accepts any address.
     let answer =
         unsafe { sys::cuPointerGetAttribute((&raw mut allocation).cast(), attribute, address) };
     (answer == sys::CUresult::CUDA_SUCCESS && allocation != 0).then_some(allocation)

@@ -1,4 +1,4 @@
-//! The GPU's time on the host's clock.
+//! Converts GPU event times to the host's clock.
 
 use std::{
     sync::Arc,
@@ -10,13 +10,13 @@ use super::{
     error::CudaError,
 };
 
-/// Tries to see an event of the GPU at a known moment.
+/// Attempts to observe a GPU event at a known host time.
 const TRIES: usize = 8;
-/// A difference of events is an `f32` of milliseconds: up to here it is exact to half a microsecond.
+/// `cuEventElapsedTime` returns an `f32` in ms, which is exact to 0.5 µs up to this age.
 const REFERENCE_AGE_MAX_MS: f32 = 4000.0;
 
-/// Puts the moments of timed events on the host's clock, by their distance to one event that was seen
-/// from both sides at the start.
+/// Converts timed events to host time, relative to a reference event that was observed on both clocks at
+/// start.
 #[derive(Debug)]
 pub struct DeviceClock {
     reference: Event,
@@ -24,7 +24,7 @@ pub struct DeviceClock {
 }
 
 impl DeviceClock {
-    /// Waits for the stream a few times: for the start.
+    /// Creates the clock. Synchronizes the stream a few times, so it is called at start only.
     pub fn start<R: Role>(context: &Arc<Context>, stream: &Stream<R>) -> Result<Self, CudaError> {
         let mut best: Option<(Duration, Event, Instant)> = None;
         for _ in 0..TRIES {
@@ -38,13 +38,13 @@ impl DeviceClock {
                 best = Some((between, event, before + between / 2));
             }
         }
-        let (_, reference, at) = best.expect("it was tried");
+        let (_, reference, at) = best.expect("there was at least one attempt");
         Ok(Self { reference, host: HostTime { reference: at } })
     }
 
-    /// From `begin` to `end`, both done. Work that was given to the GPU at `launched_at` begins after
-    /// that, and ends before `seen_at`: so the two clocks do not drift apart. `end` may be exchanged
-    /// for another event.
+    /// Returns the host times of two completed events, `begin` and `end`. The work cannot have begun before
+    /// `launched_at` or ended after `seen_at`; these bounds correct clock drift. `end` may be swapped for
+    /// another event.
     pub fn span(
         &mut self,
         begin: &Event,
@@ -63,15 +63,15 @@ impl DeviceClock {
     }
 }
 
-/// When the reference was on the host's clock.
+/// Host time of the reference event.
 #[derive(Debug)]
 struct HostTime {
     reference: Instant,
 }
 
 impl HostTime {
-    /// The end of work, so long after the reference. Where cause and effect disagree with it, the
-    /// reference moves.
+    /// Returns the host time at which work ended, `since` after the reference. Moves the reference when the
+    /// result contradicts `launched_at` or `seen_at`.
     fn place(
         &mut self,
         since: Duration,
@@ -81,7 +81,7 @@ impl HostTime {
     ) -> Instant {
         let mut ended_at = self.reference + since;
         ended_at += (launched_at + busy).saturating_duration_since(ended_at);
-        // What the host has seen is the surer of the two: between the GPU's two marks it may wait.
+        // The host's observation wins, because the GPU may stall between its two events.
         ended_at = ended_at.min(seen_at);
         self.reference = ended_at.checked_sub(since).unwrap_or(self.reference);
         ended_at
@@ -101,7 +101,7 @@ mod tests {
     }
 
     #[test]
-    fn work_lies_where_the_reference_says_unless_that_cannot_be() {
+    fn device_span_is_bounded_by_launch_and_observation() {
         let start = Instant::now();
         let mut host = HostTime { reference: start };
         let mut place = |since, launched, seen| {
@@ -109,10 +109,10 @@ mod tests {
             (ended - start, host.reference.saturating_duration_since(start))
         };
         assert_eq!(place(1000, 10, 2000), (us(1000), us(0)));
-        // Begun before it was launched: the GPU's clock is slow.
+        // It began before its launch: the GPU's clock is slow.
         assert_eq!(place(2000, 1930, 4000), (us(2030), us(30)));
         assert_eq!(place(3000, 100, 4000), (us(3030), us(30)));
-        // Seen before it was done: it is fast.
+        // It was observed before its end: the GPU's clock is fast.
         assert_eq!(place(4000, 100, 4010), (us(4010), us(10)));
         assert_eq!(place(5000, 100, 6000), (us(5010), us(10)));
     }

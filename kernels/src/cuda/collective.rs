@@ -1,13 +1,14 @@
-//! Sums over the GPUs of one host, a process each, by kernels of ours: for messages whose latency counts.
+//! Low-latency all-reduce between the GPUs of one host, one process per GPU, by Baton's own kernels.
 //!
-//! 1. Every rank makes a [`GroupArena`], memory that the others will write into, and tells them its
-//!    [`GroupHandle`] as bytes, by whatever way the processes have.
-//! 2. With the handles of all it becomes a [`Group`]. Before the first sum all ranks have got there.
-//! 3. All ranks put the same sums into their streams, eagerly or recorded. Addresses never change, and a
-//!    sum is the same on all ranks in every bit.
-//! 4. No kernel waits for ever: after the group's patience, or [`Group::stop`], sums end at once and are
-//!    worthless, which [`Group::check`] says. Then every rank waits for its streams, all meet, all
-//!    [`Group::reset`], all meet again; or all end.
+//! 1. Every rank allocates a [`GroupArena`], which the other ranks will write into, and sends its
+//!    [`GroupHandle`] as bytes to the other ranks.
+//! 2. With the handles of all ranks, the arena becomes a [`Group`]. All ranks must have created their group
+//!    before the first all-reduce.
+//! 3. All ranks launch the same all-reduces, eagerly or in a CUDA graph. Addresses never change, and the result
+//!    is bitwise equal on all ranks.
+//! 4. No kernel waits forever: after the group's time-out, or after [`Group::stop`], all-reduces return at once
+//!    with undefined results, and [`Group::check`] returns an error. To recover, every rank synchronizes its
+//!    streams, passes a barrier, calls [`Group::reset`], and passes another barrier.
 
 use std::{
     ops, ptr,
@@ -30,12 +31,12 @@ use super::{
 use crate::layout::Dtype;
 
 const RANKS: [usize; 3] = [2, 4, 8];
-/// Of f32; bf16's rows may be twice as wide.
+/// Maximum width of f32 rows; bf16 rows may be twice as wide.
 const NORM_WIDTH_MAX: usize = 16_384;
-/// In front of every handle, with the version of what follows.
+/// Prefix of every handle, with the version of the format.
 const MAGIC: [u8; 8] = *b"BATONGA3";
 
-/// What a rank tells the others of its arena.
+/// A rank's arena, as the other ranks need it to map the memory.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct GroupHandle {
     rank: u32,
@@ -55,10 +56,10 @@ impl GroupHandle {
             &self.arena_bytes.to_le_bytes(),
             &self.memory.to_bytes(),
         ];
-        fields.concat().try_into().expect("the fields have that length together")
+        fields.concat().try_into().expect("the fields have the sum of these lengths")
     }
 
-    /// `None`: of another version, or nothing of ours.
+    /// Parses a handle. Returns `None` for another version or other bytes.
     pub fn from_bytes(mut bytes: &[u8]) -> Option<Self> {
         if take(&mut bytes)? != MAGIC {
             return None;
@@ -72,22 +73,22 @@ impl GroupHandle {
         bytes.is_empty().then_some(handle)
     }
 
-    /// The arena of which a rank has told this, mapped for the GPU of one that has told `own`.
+    /// Maps this rank's arena into the process of the rank with handle `own`.
     fn map(&self, context: &Arc<Context>, own: &Self) -> Result<Range, CudaError> {
         let wrong = |reason| CudaError::GroupArena { rank: self.rank as usize, reason };
         if (self.ranks, self.arena_bytes) != (own.ranks, own.arena_bytes) {
             let (bytes, ranks) = (self.arena_bytes, self.ranks);
             let (wanted, count) = (own.arena_bytes, own.ranks);
             return Err(wrong(format!(
-                "has {bytes} bytes for {ranks} ranks, this one's {wanted} for {count}"
+                "has {bytes} bytes and {ranks} ranks; expected {wanted} bytes and {count} ranks"
             )));
         }
-        let mapped = self.memory.map(context, "the arena of a rank", self.arena_bytes);
-        mapped.map_err(|error| wrong(format!("is of no use here: {error}")))
+        let mapped = self.memory.map(context, "a rank's arena", self.arena_bytes);
+        mapped.map_err(|error| wrong(format!("cannot be mapped: {error}")))
     }
 }
 
-/// Memory of this rank that the others write into, before it knows them.
+/// Memory of this rank that the other ranks write into, before the other ranks are known.
 #[derive(Debug)]
 pub struct GroupArena {
     data: Range,
@@ -98,7 +99,7 @@ pub struct GroupArena {
 }
 
 impl GroupArena {
-    /// For sums of up to `message_bytes` bytes; takes four times that of the GPU.
+    /// Allocates an arena for messages of up to `message_bytes` bytes; it takes four times that memory.
     pub fn new(
         context: &Arc<Context>,
         library: &Arc<KernelLibrary>,
@@ -107,13 +108,13 @@ impl GroupArena {
     ) -> Result<Self, CudaError> {
         if !RANKS.contains(&ranks) || rank >= ranks {
             let value = format!("{rank} of {ranks}");
-            let (what, allowed) = ("the rank in a group", "ranks below the count, of 2, 4 or 8");
+            let (what, allowed) = ("the group's rank", "a rank below the count of 2, 4 or 8 ranks");
             return Err(CudaError::Unsupported { what, value, allowed });
         }
         let (_, message) = (context.bind()?, message_bytes.min(isize::MAX as usize / 8) as i64);
-        // SAFETY: it multiplies.
+        // SAFETY: the function only computes a number.
         let bytes = unsafe { (library.functions().baton_group_arena_bytes)(ranks as i32, message) };
-        let memory = DeviceMemory::new(context, "the arena of a group", bytes as usize)?;
+        let memory = DeviceMemory::new(context, "the group's arena", bytes as usize)?;
         let data = memory.cut(bytes as usize)?;
         let handle = GroupHandle {
             rank: rank as u32,
@@ -125,50 +126,50 @@ impl GroupArena {
         Ok(Self { data, message_bytes, handle, context, library })
     }
 
-    /// For the other ranks.
+    /// Returns the handle for the other ranks.
     pub fn handle(&self) -> GroupHandle {
         self.handle.clone()
     }
 }
 
-/// How a sum is made.
+/// All-reduce algorithm.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum SumWay {
-    /// The quicker for the size.
+pub enum AllReduceAlgorithm {
+    /// The faster one for the message size.
     #[default]
     Auto,
-    /// Everybody sends everything to everybody.
+    /// Every rank sends its whole message to every rank.
     OneShot,
-    /// Everybody sums one part and sends the sum.
+    /// Reduce-scatter, then all-gather.
     TwoShot,
 }
 
-/// What is summed: packed rows.
+/// Shape of the message of an all-reduce: contiguous rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct SumRows {
+pub struct AllReduceShape {
     pub dtype: Dtype,
     pub rows: usize,
-    /// A multiple of 8.
+    /// Elements of a row, a multiple of 8.
     pub width: usize,
 }
 
-impl SumRows {
+impl AllReduceShape {
     pub fn bytes(self) -> usize {
         self.rows * self.width * self.dtype.bytes()
     }
 }
 
-/// What follows a sum in the same kernel.
+/// A residual add and RMS norm that is fused into the all-reduce.
 #[derive(Clone, Copy, Debug)]
-pub struct SumNorm<'a> {
-    /// f32; the sum is added to it.
+pub struct AllReduceNorm<'a> {
+    /// f32; the result of the all-reduce is added to it.
     pub residual: &'a Range,
-    /// f32, as wide as a row.
+    /// f32, with the width of a row.
     pub weight: &'a Range,
     pub eps: f32,
 }
 
-/// This rank's place among the ranks.
+/// This rank's member of a group of ranks.
 #[derive(Debug)]
 pub struct Group {
     raw: ffi::Group,
@@ -177,21 +178,21 @@ pub struct Group {
     fault: Pinned<u32>,
     context: Arc<Context>,
     library: Arc<KernelLibrary>,
-    /// Where a stop passes the kernels that wait.
+    /// Stream of `stop`, which must not queue behind the waiting kernels.
     aside: Stream<HostToDevice>,
-    /// Arenas of the other ranks.
+    /// Mapped arenas of the other ranks.
     _mapped: Vec<Range>,
     data: Range,
 }
 
-// SAFETY: the addresses inside are numbers to us; the host memory among them is `fault`'s.
+// SAFETY: the raw addresses are only passed to kernels; the host memory among them belongs to `fault`.
 unsafe impl Send for Group {}
-// SAFETY: as above; what changes is an atomic number.
+// SAFETY: as above; the only shared mutable state is an atomic.
 unsafe impl Sync for Group {}
 
 impl Group {
-    /// Maps the others' arenas; `handles` are of all ranks in their order. No kernel waits for
-    /// longer than `timeout`.
+    /// Maps the other ranks' arenas; `handles` has all ranks in order. No kernel waits for longer than
+    /// `timeout`.
     pub fn new(
         arena: GroupArena,
         handles: &[GroupHandle],
@@ -203,14 +204,14 @@ impl Group {
         let mut mapped = Vec::new();
         for (rank, place) in arenas.iter_mut().enumerate().take(own.ranks as usize) {
             let wrong = |reason: &str| CudaError::GroupArena { rank, reason: reason.to_owned() };
-            let theirs = handles.get(rank).ok_or_else(|| wrong("is not named"))?;
+            let theirs = handles.get(rank).ok_or_else(|| wrong("has no handle"))?;
             if theirs.rank as usize != rank {
-                return Err(wrong("is named in another rank's place"));
+                return Err(wrong("has the handle of another rank"));
             }
             *place = if theirs == &own {
                 data.address()
             } else if theirs.rank == own.rank {
-                return Err(wrong("is not the one that this rank has made"));
+                return Err(wrong("differs from the arena that this rank has allocated"));
             } else {
                 let arena = theirs.map(&context, &own)?;
                 let address = arena.address();
@@ -218,7 +219,7 @@ impl Group {
                 address
             };
         }
-        let fault = Pinned::zeroed(&context, "the fault of a group", 1)?;
+        let fault = Pinned::zeroed(&context, "the group's fault flag", 1)?;
         let raw = ffi::Group {
             arenas,
             arena_bytes: own.arena_bytes as i64,
@@ -243,20 +244,20 @@ impl Group {
         self.raw.ranks as usize
     }
 
-    /// What it takes of the GPU.
+    /// Returns the arena's GPU memory in bytes.
     pub fn arena_bytes(&self) -> usize {
         self.data.bytes()
     }
 
-    /// The longest message.
+    /// Returns the maximum message size in bytes.
     pub fn message_bytes(&self) -> usize {
         self.message_bytes
     }
 
-    /// Whether a sum of these rows has its norm in the same kernel: it goes in one shot, which beyond
-    /// some size is slower than two and a norm behind them.
-    pub(super) fn takes_norm_of(&self, rows: SumRows) -> bool {
-        // Measured for 2 and 4.
+    /// Returns whether the residual add and RMS norm are fused into an all-reduce of this shape. The fused
+    /// kernel is one-shot, which is slower than two-shot plus a separate norm above some size.
+    pub(super) fn fuses_norm(&self, rows: AllReduceShape) -> bool {
+        // Measured for 2 and 4 ranks.
         let quicker = match self.ranks() {
             2 => 2 << 20,
             4 => 256 << 10,
@@ -266,12 +267,11 @@ impl Group {
         rows.bytes() <= fits.min(quicker) && rows.width <= NORM_WIDTH_MAX
     }
 
-    /// Makes this rank's arena as new. Between two points at which all ranks have met, and none has a
-    /// sum under way.
+    /// Resets this rank's arena. All ranks pass a barrier before and after, with no all-reduce in flight.
     pub fn reset(&self) -> Result<(), CudaError> {
         let call = "baton_group_reset";
         self.aside(call, |functions, group, stream| {
-            // SAFETY: the arena is this rank's, and its memory lives.
+            // SAFETY: the arena belongs to this rank and is allocated.
             unsafe { (functions.baton_group_reset)(group, stream) }
         })?;
         self.aside.synchronize()?;
@@ -279,7 +279,7 @@ impl Group {
         Ok(())
     }
 
-    /// Ends sums that wait for other ranks, and those that follow, until the next reset.
+    /// Aborts all-reduces that wait for other ranks, and all later ones until the next reset.
     pub fn stop(&self) -> Result<(), CudaError> {
         self.fault_word().store(1, Ordering::Relaxed);
         self.aside("baton_group_stop", |functions, group, stream| {
@@ -288,10 +288,10 @@ impl Group {
         })
     }
 
-    /// What was summed so far is right, as far as the host has seen its end.
+    /// Checks the all-reduces that the host has seen complete. Reads one word of host memory.
     ///
     /// # Errors
-    /// [`CudaError::GroupStopped`] when a sum was given up. It costs nothing to ask.
+    /// [`CudaError::GroupStopped`] when an all-reduce was aborted.
     pub fn check(&self) -> Result<(), CudaError> {
         match self.fault_word().load(Ordering::Relaxed) {
             0 => Ok(()),
@@ -299,37 +299,37 @@ impl Group {
         }
     }
 
-    /// `out` = the sum of all ranks' `x`, which may be the same range; rounded to the rows' type once.
+    /// Launches `out` = sum of all ranks' `x`, rounded once to the row type. `out` may be `x`.
     ///
     /// # Panics
     /// When a range is too short.
     pub fn all_reduce(
         &self,
-        rows: SumRows,
+        rows: AllReduceShape,
         x: &Range,
         out: &Range,
-        way: SumWay,
+        way: AllReduceAlgorithm,
         is_dependent: bool,
         stream: &Stream<Compute>,
     ) -> Result<(), CudaError> {
         let way = match way {
-            SumWay::Auto => ffi::ALL_REDUCE_AUTO,
-            SumWay::OneShot => ffi::ALL_REDUCE_ONE_SHOT,
-            SumWay::TwoShot => ffi::ALL_REDUCE_TWO_SHOT,
+            AllReduceAlgorithm::Auto => ffi::ALL_REDUCE_AUTO,
+            AllReduceAlgorithm::OneShot => ffi::ALL_REDUCE_ONE_SHOT,
+            AllReduceAlgorithm::TwoShot => ffi::ALL_REDUCE_TWO_SHOT,
         };
         let args = ffi::AllReduceArgs { way, ..self.args(rows, x, out, is_dependent) };
         self.run(&args, stream)
     }
 
-    /// `residual` += the sum of all ranks' `x`; `out` = its RMS norm, in the rows' type.
+    /// Launches `residual` += sum of all ranks' `x`, and `out` = RMS norm of `residual` in the row type.
     ///
     /// # Panics
     /// When a range is too short.
     pub fn all_reduce_norm(
         &self,
-        rows: SumRows,
+        rows: AllReduceShape,
         x: &Range,
-        norm: SumNorm<'_>,
+        norm: AllReduceNorm<'_>,
         out: &Range,
         is_dependent: bool,
         stream: &Stream<Compute>,
@@ -343,10 +343,10 @@ impl Group {
         self.run(&args, stream)
     }
 
-    /// Of the rows at `offset` of a range, in place.
-    pub(super) fn sum_at(
+    /// Launches an in-place all-reduce of the rows at byte `offset` of a range.
+    pub(super) fn all_reduce_at(
         &self,
-        rows: SumRows,
+        rows: AllReduceShape,
         (x, offset): (&Range, usize),
         is_dependent: bool,
         stream: &Stream<Compute>,
@@ -355,11 +355,11 @@ impl Group {
         self.run(&ffi::AllReduceArgs { x: at, out: at, ..shape(rows, is_dependent) }, stream)
     }
 
-    /// `out` = rows of all ranks' columns, in their order; `x` has this rank's. Any number of rows of any
-    /// width: what the arenas do not take at once goes in rounds.
+    /// Launches an all-gather of columns: `x` has this rank's columns, `out` the columns of all ranks in
+    /// order. Rows that do not fit into the arenas at once are gathered in rounds.
     ///
     /// # Panics
-    /// When a range is too short, or columns are not one range after the other from 0 on.
+    /// When a range is too short, or the columns of the ranks are not contiguous from 0 on.
     pub fn gather(
         &self,
         columns: &[ops::Range<usize>],
@@ -370,7 +370,7 @@ impl Group {
     ) -> Result<(), CudaError> {
         let firsts = self.firsts(columns);
         let (own, all) = (columns[self.rank()].len(), firsts[self.ranks()] as usize);
-        assert!(own <= x_stride && all <= out_stride, "gather: columns are within a row");
+        assert!(own <= x_stride && all <= out_stride, "gather: columns exceed the row");
         let args = ffi::GatherArgs {
             x: x.part(0, rows * x_stride * size_of::<f32>()),
             x_stride: x_stride as i64,
@@ -381,29 +381,30 @@ impl Group {
             ..Default::default()
         };
         stream.context().bind()?;
-        // SAFETY: both ranges have the rows, as was checked; arenas as for a sum.
+        // SAFETY: both ranges have the rows, as checked above; the arenas are as for an all-reduce.
         let code = unsafe {
             (self.library.functions().baton_group_gather)(&self.raw, &args, stream.raw().cast())
         };
         self.library.check("baton_group_gather", code)
     }
 
-    /// Where each rank's columns begin, and the end.
+    /// Returns the first column of each rank, and the end.
     fn firsts(&self, columns: &[ops::Range<usize>]) -> [i32; ffi::GROUP_RANKS_MAX + 1] {
         assert_eq!(columns.len(), self.ranks(), "every rank has columns");
         let mut firsts = [0; ffi::GROUP_RANKS_MAX + 1];
         for (rank, columns) in columns.iter().enumerate() {
-            assert_eq!(columns.start as i32, firsts[rank], "columns follow each other");
+            assert_eq!(columns.start as i32, firsts[rank], "columns of the ranks are contiguous");
             firsts[rank + 1] = columns.end as i32;
         }
         firsts
     }
 
-    /// Chooses tokens by logits of this rank's, which all ranks do together; `tokens` are of all ranks.
+    /// Launches sampling from logits that are sharded over the ranks; `tokens` has the vocabulary range of
+    /// each rank.
     ///
     /// # Safety
-    /// As for `baton_sample` of the whole rows: `args` names ranges of the sizes of pool and step, and
-    /// scratch memory for so many ranks.
+    /// See `baton_sample` for whole rows: `args` has ranges of the sizes of pool and step, and scratch
+    /// memory for this number of ranks.
     pub(super) unsafe fn sample(
         &self,
         tokens: &[ops::Range<usize>],
@@ -414,7 +415,7 @@ impl Group {
         let firsts = self.firsts(tokens);
         stream.context().bind()?;
         let call = self.library.functions().baton_group_sample;
-        // SAFETY: the caller's promise; arenas as for a sum.
+        // SAFETY: guaranteed by the caller; the arenas are as for an all-reduce.
         let code =
             unsafe { call(&self.raw, pool, step, args, firsts.as_ptr(), stream.raw().cast()) };
         self.library.check("baton_group_sample", code)
@@ -422,7 +423,7 @@ impl Group {
 
     fn args(
         &self,
-        rows: SumRows,
+        rows: AllReduceShape,
         x: &Range,
         out: &Range,
         is_dependent: bool,
@@ -436,8 +437,8 @@ impl Group {
 
     fn run(&self, args: &ffi::AllReduceArgs, stream: &Stream<Compute>) -> Result<(), CudaError> {
         stream.context().bind()?;
-        // SAFETY: ranges have the rows' sizes, as was checked; arenas are written within their size, which
-        // all ranks have agreed upon, whatever the others do.
+        // SAFETY: the ranges have the rows' sizes, as checked above. The kernel stays within the arenas' size,
+        // which is equal on all ranks, whatever the other ranks write.
         let code = unsafe {
             (self.library.functions().baton_all_reduce)(&self.raw, args, stream.raw().cast())
         };
@@ -456,14 +457,14 @@ impl Group {
     }
 
     fn fault_word(&self) -> &AtomicU32 {
-        // SAFETY: one aligned number that lives as long as this value; the GPU writes it, and the host only
-        // by this.
+        // SAFETY: the word is aligned and lives as long as this value. The GPU writes it, and the host
+        // accesses it through this atomic only.
         unsafe { AtomicU32::from_ptr(self.fault.base()) }
     }
 }
 
-fn shape(rows: SumRows, is_dependent: bool) -> ffi::AllReduceArgs {
-    // More than fits is refused by the library, as other sizes are.
+fn shape(rows: AllReduceShape, is_dependent: bool) -> ffi::AllReduceArgs {
+    // The library rejects sizes that do not fit an `i32`, as it rejects other invalid sizes.
     let count = |count: usize| i32::try_from(count).unwrap_or(i32::MAX);
     ffi::AllReduceArgs {
         dtype: dtype_code(rows.dtype),
@@ -476,7 +477,7 @@ fn shape(rows: SumRows, is_dependent: bool) -> ffi::AllReduceArgs {
 
 impl Drop for Group {
     fn drop(&mut self) {
-        // Kernels that wait for ranks that are gone end now, and not after the timeout.
+        // Stops kernels that wait for dead ranks, so that they do not wait for the time-out.
         let _ = self.stop();
         let _ = self.context.synchronize();
     }
@@ -492,7 +493,7 @@ mod tests {
     }
 
     #[test]
-    fn a_handle_reads_as_it_was_written_and_nothing_else_does() {
+    fn handle_round_trips_and_other_bytes_are_rejected() {
         let bytes = handle().to_bytes();
         assert_eq!(GroupHandle::from_bytes(&bytes), Some(handle()));
         assert_eq!(GroupHandle::from_bytes(&bytes[1..]), None);
@@ -504,7 +505,7 @@ mod tests {
     }
 
     #[test]
-    fn sizes_are_the_headers() {
+    fn struct_sizes_match_the_header() {
         assert_eq!((size_of::<ffi::Group>(), size_of::<ffi::AllReduceArgs>()), (96, 64));
         assert_eq!(size_of::<ffi::GatherArgs>(), 80);
     }

@@ -1,12 +1,12 @@
-//! A GPU's context, its streams, and the events between them.
+//! A GPU's context, its streams and events.
 //!
-//! Each stream has a role in its type, so that work of one role cannot be put on the stream of another.
+//! A stream's type has a role, so that work of one role cannot be enqueued on a stream of another role.
 //!
-//! A device buffer that one stream writes and another reads lies in one owner together with its events: a
-//! step's plan and results in `DeviceBatch`, a staging slot in `Staging`. The owner records the event
-//! behind the last use and makes the next stream wait for it; the buffer never leaves the owner. Host
-//! memory of a copy travels in `InFlight`, which holds memory and event. KV blocks reach another stream
-//! only after the host has seen the event of the step that wrote them.
+//! A device buffer that one stream writes and another reads has one owner, together with its events: a step's
+//! plan and results in `DeviceBatch`, a staging slot in `Staging`. The owner records the event after the last
+//! use and makes the next stream wait for the event; the buffer never leaves the owner. Host memory of a copy
+//! is an `InFlight`, which holds memory and event. Another stream accesses KV blocks only after the host has
+//! seen the event of the step that wrote them.
 
 use std::{
     marker::PhantomData,
@@ -24,29 +24,28 @@ use super::{
     error::{CudaError, Named, reason},
 };
 
-/// The primary context of one GPU. Whoever calls the driver from a thread of its own makes it
-/// current there first, by [`Context::bind`].
+/// The primary context of one GPU. Every thread that calls the driver first calls [`Context::bind`].
 #[derive(Debug)]
 pub struct Context {
     raw: sys::CUcontext,
     device: Device,
     driver: Driver,
-    /// Bytes of its memory that this process has allocated.
+    /// GPU memory in bytes that this process has allocated.
     taken: AtomicU64,
-    /// DriverCalls that made the host wait for the device.
+    /// Calls that blocked the host until the device was done.
     waits: AtomicU64,
     calls: DriverCalls,
 }
 
-// SAFETY: the driver lets every thread use a context; the handle is a number to us.
+// SAFETY: the driver allows a context on every thread; the handle is never dereferenced.
 unsafe impl Send for Context {}
 // SAFETY: as above.
 unsafe impl Sync for Context {}
 
 impl Context {
-    /// Makes the GPU ready for this process, and current on this thread.
+    /// Retains the GPU's primary context and makes it current on this thread.
     pub fn new(driver: Driver, device: Device) -> Result<Arc<Self>, CudaError> {
-        // SAFETY: the device was enumerated by the driver, which is started.
+        // SAFETY: the started driver has enumerated the device.
         let raw = unsafe { result::primary_ctx::retain(device.raw) }.map_err(|error| {
             let (uuid, code) = (device.uuid.clone(), error.0 as i32);
             CudaError::DeviceBusy { uuid, code, reason: reason(error) }
@@ -65,18 +64,18 @@ impl Context {
         self.driver
     }
 
-    /// Those made through this value that may take long.
+    /// Returns the tracked driver calls of this context that may take long.
     pub(super) fn calls(&self) -> &DriverCalls {
         &self.calls
     }
 
-    /// Makes it current on the calling thread.
+    /// Makes the context current on the calling thread.
     pub fn bind(&self) -> Result<(), CudaError> {
-        // SAFETY: the context is alive as long as this value.
+        // SAFETY: the context lives as long as this value.
         unsafe { result::ctx::set_current(self.raw) }.named("cuCtxSetCurrent")
     }
 
-    /// Lets work of this context reach the memory of another GPU's, where the two can.
+    /// Enables access to the memory of another GPU, where the two GPUs support peer access.
     pub(super) fn reach(&self, other: &Context) -> Result<(), CudaError> {
         if self.device == other.device {
             return Ok(());
@@ -90,15 +89,15 @@ impl Context {
         }
     }
 
-    /// Bytes of the GPU's memory that nobody has taken.
+    /// Returns the free GPU memory in bytes.
     pub fn free_bytes(&self) -> Result<u64, CudaError> {
         self.bind()?;
         let (free, _) = result::mem_get_info().named("cuMemGetInfo")?;
         Ok(free as u64)
     }
 
-    /// Bytes that this process has allocated. What others do on the GPU meanwhile does not show in it,
-    /// as it would in a difference of free bytes.
+    /// Returns the bytes that this process has allocated. Unlike a difference of free bytes, the number
+    /// excludes other processes.
     pub fn taken_bytes(&self) -> u64 {
         self.taken.load(Ordering::Relaxed)
     }
@@ -111,14 +110,14 @@ impl Context {
         self.taken.fetch_sub(bytes, Ordering::Relaxed);
     }
 
-    /// Waits for everything. For start and end only.
+    /// Waits for all work of the context. For start and shutdown only.
     pub fn synchronize(&self) -> Result<(), CudaError> {
         self.bind()?;
         self.count_wait();
         result::ctx::synchronize().named("cuCtxSynchronize")
     }
 
-    /// How often the host waited for the device so far: once a step is the aim.
+    /// Returns how often the host has blocked on the device; the target is once per step.
     pub fn waits(&self) -> u64 {
         self.waits.load(Ordering::Relaxed)
     }
@@ -130,22 +129,22 @@ impl Context {
 
 impl Drop for Context {
     fn drop(&mut self) {
-        // A context that a fault has ended cannot be released any better.
-        // SAFETY: retained once in `new`; everything made in it holds it and is gone.
+        // A failure means that an error has ended the context, and nothing can be released.
+        // SAFETY: the context was retained once in `new`; everything created in it holds it and was dropped.
         let _ = unsafe { result::primary_ctx::release(self.device.raw) };
     }
 }
 
-/// What a stream is for.
+/// The use of a stream.
 pub trait Role: 'static {}
 
-/// Copies to the device.
+/// Copies from host to device.
 #[derive(Debug)]
 pub enum HostToDevice {}
 /// Kernels.
 #[derive(Debug)]
 pub enum Compute {}
-/// Copies to the host.
+/// Copies from device to host.
 #[derive(Debug)]
 pub enum DeviceToHost {}
 
@@ -153,7 +152,7 @@ impl Role for HostToDevice {}
 impl Role for Compute {}
 impl Role for DeviceToHost {}
 
-/// An ordered queue of work, never the default one (which orders itself with all others).
+/// A CUDA stream, never the default stream, which synchronizes with all others.
 #[derive(Debug)]
 pub struct Stream<R: Role> {
     raw: sys::CUstream,
@@ -161,7 +160,7 @@ pub struct Stream<R: Role> {
     role: PhantomData<fn() -> R>,
 }
 
-// SAFETY: the driver lets every thread use a stream.
+// SAFETY: the driver allows a stream on every thread.
 unsafe impl<R: Role> Send for Stream<R> {}
 // SAFETY: as above.
 unsafe impl<R: Role> Sync for Stream<R> {}
@@ -174,11 +173,11 @@ impl<R: Role> Stream<R> {
         Ok(Self { raw, context: Arc::clone(context), role: PhantomData })
     }
 
-    /// One whose kernels begin before those of others that wait for room as well.
+    /// Creates a stream of the highest priority: its kernels are scheduled before waiting kernels of others.
     pub fn urgent(context: &Arc<Context>) -> Result<Self, CudaError> {
         context.bind()?;
         let (mut least, mut greatest) = (0, 0);
-        // SAFETY: two numbers are written; a context is bound.
+        // SAFETY: two numbers are written; a context is current.
         unsafe { sys::cuCtxGetStreamPriorityRange(&mut least, &mut greatest) }
             .result()
             .named("cuCtxGetStreamPriorityRange")?;
@@ -192,7 +191,7 @@ impl<R: Role> Stream<R> {
         &self.context
     }
 
-    /// Waits until all of its work is done. For start and end only.
+    /// Waits for all work of the stream. For start and shutdown only.
     pub fn synchronize(&self) -> Result<(), CudaError> {
         self.context.bind()?;
         self.context.count_wait();
@@ -200,7 +199,7 @@ impl<R: Role> Stream<R> {
         unsafe { result::stream::synchronize(self.raw) }.named("cuStreamSynchronize")
     }
 
-    /// Work put here from now on begins after what the event stands for.
+    /// Makes all later work of this stream wait for the event.
     pub fn wait(&self, event: &Event) -> Result<(), CudaError> {
         let flags = sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT;
         // SAFETY: both are alive; the driver keeps what it needs of the event.
@@ -214,31 +213,31 @@ impl<R: Role> Stream<R> {
 
 impl<R: Role> Drop for Stream<R> {
     fn drop(&mut self) {
-        // SAFETY: it is destroyed once; the driver ends its work first. A failure means that a fault
-        // ended the context, and nothing is left to give back.
+        // SAFETY: the stream is destroyed once; the driver completes its work first. A failure means that an
+        // error has ended the context, and nothing can be released.
         let _ = unsafe { result::stream::destroy(self.raw) };
     }
 }
 
-/// A mark in a stream's work.
+/// A CUDA event.
 #[derive(Debug)]
 pub struct Event {
     raw: sys::CUevent,
     context: Arc<Context>,
 }
 
-// SAFETY: the driver lets every thread use an event.
+// SAFETY: the driver allows an event on every thread.
 unsafe impl Send for Event {}
 // SAFETY: as above.
 unsafe impl Sync for Event {}
 
 impl Event {
-    /// For order alone.
+    /// Creates an event without timing.
     pub fn new(context: &Arc<Context>) -> Result<Self, CudaError> {
         Self::with(context, sys::CUevent_flags::CU_EVENT_DISABLE_TIMING)
     }
 
-    /// One that time can be read from, at some cost.
+    /// Creates an event with timing, which has some overhead.
     pub fn timed(context: &Arc<Context>) -> Result<Self, CudaError> {
         Self::with(context, sys::CUevent_flags::CU_EVENT_DEFAULT)
     }
@@ -249,13 +248,13 @@ impl Event {
         Ok(Self { raw, context: Arc::clone(context) })
     }
 
-    /// Stands for all work put into the stream so far.
+    /// Records the event after all work enqueued on the stream so far.
     pub fn record<R: Role>(&self, stream: &Stream<R>) -> Result<(), CudaError> {
         // SAFETY: both are alive.
         unsafe { result::event::record(self.raw, stream.raw) }.named("cuEventRecord")
     }
 
-    /// True when that work is done, or nothing was recorded.
+    /// Returns whether the recorded work has completed; true when nothing was recorded.
     pub fn is_done(&self) -> Result<bool, CudaError> {
         // SAFETY: the event is alive.
         match unsafe { result::event::query(self.raw) } {
@@ -265,23 +264,23 @@ impl Event {
         }
     }
 
-    /// Makes the host wait for that work.
+    /// Blocks the host until the recorded work has completed.
     pub fn synchronize(&self) -> Result<(), CudaError> {
         self.context.count_wait();
         // SAFETY: the event is alive.
         unsafe { result::event::synchronize(self.raw) }.named("cuEventSynchronize")
     }
 
-    /// Milliseconds between two [`timed`](Self::timed) events whose work is done.
+    /// Returns the milliseconds between two completed [`timed`](Self::timed) events.
     pub fn milliseconds_since(&self, begin: &Event) -> Result<f32, CudaError> {
-        // SAFETY: both are alive; others than timed and done ones are answered with an error.
+        // SAFETY: both are alive; the driver returns an error for events without timing or not completed.
         unsafe { result::event::elapsed(begin.raw, self.raw) }.named("cuEventElapsedTime")
     }
 }
 
 impl Drop for Event {
     fn drop(&mut self) {
-        // SAFETY: destroyed once. As with streams, a failure leaves nothing to do.
+        // SAFETY: the event is destroyed once. As with streams, nothing can be done about a failure.
         let _ = unsafe { result::event::destroy(self.raw) };
     }
 }

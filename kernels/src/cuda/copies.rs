@@ -1,7 +1,7 @@
-//! Many copies at once by the copy engines.
+//! Batched copies by the copy engines.
 //!
-//! One after another in a stream, copies between GPUs leave pauses: each waits for the end of the one
-//! before. In a batch they are in no order, and follow one another without.
+//! Consecutive copies on one stream serialize, which leaves gaps between copies from GPU to GPU. The copies
+//! of one `cuMemcpyBatchAsync` call are unordered and have no gaps.
 
 use cudarc::driver::sys;
 
@@ -10,7 +10,7 @@ use super::{
     error::{CudaError, Named},
 };
 
-/// Copies that may happen in any order: none writes what another reads or writes.
+/// Copies that may run in any order: no copy writes what another copy reads or writes.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Copies {
     to: Vec<sys::CUdeviceptr>,
@@ -25,15 +25,15 @@ impl Copies {
         self.bytes.push(bytes);
     }
 
-    /// Puts all of them into the stream, as one piece of its work.
+    /// Enqueues all copies on `stream` as one batch.
     ///
     /// # Safety
-    /// Every range copied from and to is mapped in the stream's context until the stream's work is
-    /// done, and nothing else writes those that are written.
+    /// Every source and destination is mapped in the stream's context until the copies complete, and
+    /// nothing else writes the destinations.
     pub unsafe fn put<R: Role>(&mut self, stream: &Stream<R>) -> Result<(), CudaError> {
         if self.bytes.len() < 2 {
-            // SAFETY: the caller's promise.
-            return unsafe { self.put_one_by_one(stream) };
+            // SAFETY: guaranteed by the caller.
+            return unsafe { self.enqueue_one_by_one(stream) };
         }
         let nowhere = sys::CUmemLocation {
             type_: sys::CUmemLocationType::CU_MEM_LOCATION_TYPE_INVALID,
@@ -45,8 +45,8 @@ impl Copies {
             dstLocHint: nowhere,
             flags: sys::CUmemcpyFlags::CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE as u32,
         };
-        // SAFETY: the lists are equally long and are read before the call returns; the attributes are
-        // those of all copies from the first on. The rest is the caller's promise.
+        // SAFETY: the three lists have equal length and are read before the call returns. The attributes
+        // apply to all copies. The caller guarantees the rest.
         let batch = unsafe {
             sys::cuMemcpyBatchAsync_v2(
                 self.to.as_mut_ptr(),
@@ -60,22 +60,22 @@ impl Copies {
             )
         };
         match batch {
-            // Memory of a kind that batches do not know: the copies are the same, and slower.
+            // The batch call does not support this kind of memory: enqueue single copies, which are slower.
             sys::CUresult::CUDA_ERROR_NOT_SUPPORTED | sys::CUresult::CUDA_ERROR_INVALID_VALUE => {
-                // SAFETY: the caller's promise.
-                unsafe { self.put_one_by_one(stream) }
+                // SAFETY: guaranteed by the caller.
+                unsafe { self.enqueue_one_by_one(stream) }
             }
             code => code.named("cuMemcpyBatchAsync"),
         }
     }
 
-    /// As [`put`](Self::put), in the order in which they were added.
+    /// Enqueues the copies one by one, in the order in which they were added.
     ///
     /// # Safety
-    /// As there.
-    pub unsafe fn put_one_by_one<R: Role>(&self, stream: &Stream<R>) -> Result<(), CudaError> {
+    /// See [`put`](Self::put).
+    pub unsafe fn enqueue_one_by_one<R: Role>(&self, stream: &Stream<R>) -> Result<(), CudaError> {
         for ((to, from), bytes) in self.to.iter().zip(&self.from).zip(&self.bytes) {
-            // SAFETY: the caller's promise.
+            // SAFETY: guaranteed by the caller.
             unsafe { sys::cuMemcpyAsync(*to, *from, *bytes, stream.raw()) }
                 .named("cuMemcpyAsync")?;
         }

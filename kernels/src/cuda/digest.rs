@@ -1,4 +1,4 @@
-//! The digest of blocks, where they lie.
+//! Computes the digest of KV blocks on the GPU that has them.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -11,29 +11,29 @@ use super::{
 };
 use crate::{digest::Heads, layout::BlockId};
 
-/// What the kernel needs on one GPU, made ahead, for one digest at a time.
+/// Buffers of the digest kernel on one GPU, for one digest at a time.
 #[derive(Debug)]
 pub(super) struct Digester {
     library: Arc<KernelLibrary>,
     digest_blocks: DigestBlocks,
     context: Arc<Context>,
     stream: Stream<DeviceToHost>,
-    /// Where a digest is added up.
+    /// Device memory in which the digest is accumulated.
     sum: Range,
-    /// Its way to the host. `None` after a fault.
+    /// Host memory and event of the result's download. `None` after an error.
     way: Mutex<Option<(Pinned<u64>, Event)>>,
 }
 
-/// A digest that the GPU computes.
+/// A digest that the GPU is computing.
 pub(super) struct DigestInFlight<'a> {
-    // Waited for before the next one may go.
+    // `finish` waits for the copy before it releases the lock.
     copy: InFlight<u64>,
     way: MutexGuard<'a, Option<(Pinned<u64>, Event)>>,
 }
 
 impl Digester {
     /// # Errors
-    /// When the library has no such kernel, or there is no memory.
+    /// When the library has no digest kernel, or memory is exhausted.
     pub fn new(context: &Arc<Context>, library: Arc<KernelLibrary>) -> Result<Self, CudaError> {
         let digest_blocks = library.digest_blocks()?;
         let memory = DeviceMemory::new(context, "a digest", size_of::<u64>())?;
@@ -48,8 +48,8 @@ impl Digester {
         })
     }
 
-    /// Starts to compute what these heads of `blocks` add to the digest. In `data` a block has these heads
-    /// alone. Whatever wrote the blocks is done, and nothing writes them before the end.
+    /// Launches the digest of `heads` of `blocks`; a block of `data` has these heads only. The blocks must be
+    /// written already and stay unchanged until the digest completes.
     pub fn start(
         &self,
         data: &Range,
@@ -57,18 +57,18 @@ impl Digester {
         blocks: &[BlockId],
     ) -> Result<DigestInFlight<'_>, CudaError> {
         const FAULTY: CudaError =
-            CudaError::RangeFull { what: "a digest after a fault", wanted: 1, left: 0 };
+            CudaError::RangeFull { what: "a digest after an error", wanted: 1, left: 0 };
         let block_bytes = heads.own().block_bytes();
         let ids: Vec<i32> = blocks.iter().map(|block| block.0 as i32).collect();
         let end = blocks.iter().map(|block| block.index() + 1).max().unwrap_or(0);
-        // StuckLimits whether they are inside.
+        // Checks that the blocks are inside the range.
         let arena = data.part(0, end * block_bytes);
         let (run_bytes, run_stride, first_bytes) = heads.runs();
         let mut way = self.way.lock().unwrap_or_else(PoisonError::into_inner);
         self.context.bind()?;
         let (pinned, done) = way.take().ok_or(FAULTY)?;
-        // SAFETY: the blocks are inside their range, by the layout of `heads`; the sum has room for one
-        // number, which nobody else uses under the lock. The list is read before the call returns.
+        // SAFETY: the blocks are inside their range, by the layout of `heads`. The sum has room for one
+        // number, which the lock protects. The list is read before the call returns.
         let code = unsafe {
             (self.digest_blocks)(
                 arena,
@@ -84,7 +84,7 @@ impl Digester {
             )
         };
         if let Err(error) = self.library.check("baton_digest_blocks", code) {
-            // A refusal, behind which the next one may go.
+            // The launch was refused, so the next digest may start.
             *way = Some((pinned, done));
             return Err(error);
         }

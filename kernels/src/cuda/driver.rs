@@ -1,4 +1,4 @@
-//! The driver and the GPUs it shows, found without making anything of them.
+//! The CUDA driver and its GPUs, enumerated without creating a context.
 
 use std::{ffi::CStr, fmt};
 
@@ -10,10 +10,10 @@ use libloading::Library;
 
 use super::error::{CudaError, CudaVersion, Named, reason};
 
-/// What the bindings were made for; the driver may be newer.
+/// CUDA version of the bindings; the driver may be newer.
 pub const CUDA_NEEDED: CudaVersion = CudaVersion(13000);
 
-/// NVIDIA's driver, loaded and started. There is one a process; this is the permission to use it.
+/// NVIDIA's driver, loaded and initialised: a token for calling the driver.
 #[derive(Clone, Copy, Debug)]
 pub struct Driver {
     version: CudaVersion,
@@ -26,7 +26,7 @@ pub struct Device {
     /// `GPU-` and 32 hexadecimal digits in groups, as nvidia-smi shows it.
     pub uuid: String,
     pub name: String,
-    /// 90 is sm_90.
+    /// Compute capability; 90 is sm_90.
     pub compute: u32,
     pub memory_bytes: u64,
     pub sm_count: u32,
@@ -34,12 +34,12 @@ pub struct Device {
     pub pci: String,
 }
 
-/// How two GPUs reach each other's memory.
+/// Peer connection between two GPUs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Link {
     NvLink,
     Pcie,
-    /// Through host memory.
+    /// No peer access: copies go through host memory.
     None,
 }
 
@@ -54,18 +54,18 @@ impl fmt::Display for Link {
 }
 
 impl Driver {
-    /// Loads the driver and starts it.
+    /// Loads and initialises the driver.
     ///
     /// # Errors
-    /// [`CudaError::NoDriver`] where there is none: no defect, the CPU serves.
+    /// [`CudaError::NoDriver`] where there is none; the CPU backend then serves.
     pub fn open() -> Result<Self, CudaError> {
         // SAFETY: opens and closes a library by name; NVIDIA's initialisers may run at any time.
         if !unsafe { sys::is_culib_present() } {
             return Err(CudaError::NoDriver);
         }
         let mut version = 0;
-        // SAFETY: the library is there, the function is in every version of it, and it writes one
-        // number to where it is told.
+        // SAFETY: the library is loaded, every version of it has this function, and the function writes one
+        // number.
         unsafe { sys::cuDriverGetVersion(&mut version) }.named("cuDriverGetVersion")?;
         let found = CudaVersion(version);
         if found < CUDA_NEEDED {
@@ -86,24 +86,24 @@ impl Driver {
         self.version
     }
 
-    /// Every GPU that the process is shown.
+    /// Returns all GPUs that are visible to the process.
     pub fn devices(&self) -> Result<Vec<Device>, CudaError> {
         let count = result::device::get_count().named("cuDeviceGetCount")?;
         (0..count).map(device).collect()
     }
 
-    /// The GPU of this UUID (with or without `GPU-`, and as short as it is unique); with none named,
-    /// the first.
+    /// Returns the GPU of this UUID (with or without `GPU-`; a unique prefix suffices), or the first GPU for
+    /// `None`.
     pub fn device(&self, uuid: Option<&str>) -> Result<Device, CudaError> {
         choose(self.devices()?, uuid)
     }
 
-    /// The GPU of this index among those shown, or of this UUID.
+    /// Returns the visible GPU of this index or UUID.
     pub fn device_named(&self, name: &str) -> Result<Device, CudaError> {
         named(self.devices()?, name)
     }
 
-    /// What the driver says of the way from one GPU to another.
+    /// Returns the peer connection from one GPU to another.
     pub fn link(&self, from: &Device, to: &Device) -> Result<Link, CudaError> {
         use sys::CUdevice_P2PAttribute as Attribute;
         let read = |attribute| {
@@ -116,7 +116,7 @@ impl Driver {
         if !read(Attribute::CU_DEVICE_P2P_ATTRIBUTE_ACCESS_SUPPORTED)? {
             return Ok(Link::None);
         }
-        // PCIe carries no atomics between GPUs.
+        // PCIe has no native atomics between GPUs, NVLink has.
         match read(Attribute::CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED)? {
             true => Ok(Link::NvLink),
             false => Ok(Link::Pcie),
@@ -129,7 +129,7 @@ fn device(ordinal: i32) -> Result<Device, CudaError> {
     let raw = result::device::get(ordinal).named("cuDeviceGet")?;
     let uuid = result::device::get_uuid(raw).named("cuDeviceGetUuid")?;
     let attribute = |attribute| {
-        // SAFETY: `raw` is a device that the driver just gave.
+        // SAFETY: the driver has just enumerated `raw`.
         unsafe { result::device::get_attribute(raw, attribute) }
             .named("cuDeviceGetAttribute")
             .map(|value| u32::try_from(value).unwrap_or(0))
@@ -151,7 +151,7 @@ fn device(ordinal: i32) -> Result<Device, CudaError> {
 
 fn pci(raw: sys::CUdevice) -> Result<String, CudaError> {
     let mut text = [0u8; 32];
-    // SAFETY: the buffer is as long as is said, and `raw` is a device.
+    // SAFETY: the buffer has the length that is passed, and `raw` is a device.
     unsafe { sys::cuDeviceGetPCIBusId(text.as_mut_ptr().cast(), text.len() as i32, raw) }
         .named("cuDeviceGetPCIBusId")?;
     let text = CStr::from_bytes_until_nul(&text);
@@ -187,7 +187,7 @@ fn choose(devices: Vec<Device>, uuid: Option<&str>) -> Result<Device, CudaError>
     }
 }
 
-/// A short number is an index; what is longer is the start of a UUID.
+/// Finds a GPU by name: a short number is an index, a longer text is a UUID prefix.
 fn named(devices: Vec<Device>, name: &str) -> Result<Device, CudaError> {
     const INDEX_DIGITS_MAX: usize = 2;
     if name.len() <= INDEX_DIGITS_MAX
@@ -202,16 +202,16 @@ fn named(devices: Vec<Device>, name: &str) -> Result<Device, CudaError> {
     choose(devices, Some(name))
 }
 
-/// Whether matrix products can run: their library is found.
+/// Returns whether cuBLASLt can be loaded.
 pub fn has_cublaslt() -> bool {
     // SAFETY: opens and closes a library by name.
     unsafe { cublaslt::is_culib_present() }
 }
 
-/// Whether GPUs can talk to each other across processes: NCCL is found.
+/// Returns whether NCCL can be loaded.
 pub fn has_nccl() -> bool {
-    // cudarc looks for other names; this is the one that NCCL is installed under.
-    // SAFETY: NCCL's initialisers only read its own settings.
+    // cudarc searches for other file names than the one that NCCL installs.
+    // SAFETY: NCCL's initialisers only read NCCL's own settings.
     unsafe { Library::new("libnccl.so.2") }.is_ok()
 }
 
@@ -234,13 +234,13 @@ mod tests {
     }
 
     #[test]
-    fn a_uuid_reads_as_nvidia_smi_shows_it() {
+    fn uuid_is_formatted_as_by_nvidia_smi() {
         let bytes = [0x1f, 0x2e, 0x3d, 0x4c, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 0xff];
         assert_eq!(uuid_text(bytes), "GPU-1f2e3d4c-0506-0708-090a-0b0c0d0e0fff");
     }
 
     #[test]
-    fn a_device_is_chosen_by_the_start_of_its_uuid_if_that_is_one() {
+    fn device_is_chosen_by_unique_uuid_prefix() {
         let chosen = |uuid| choose(devices(), uuid).map(|device| device.uuid[4..6].to_owned());
         assert_eq!(chosen(None).unwrap(), "11");
         assert_eq!(chosen(Some("GPU-22222222-2222-2222-2222-222222222222")).unwrap(), "22");
@@ -258,7 +258,7 @@ mod tests {
     }
 
     #[test]
-    fn a_device_is_named_by_its_index_or_its_uuid() {
+    fn device_is_named_by_index_or_uuid() {
         let chosen = |name| named(devices(), name).map(|device| device.uuid[4..6].to_owned());
         assert_eq!((chosen("0").unwrap(), chosen("2").unwrap()), ("11".into(), "22".into()));
         assert_eq!(chosen("GPU-12").unwrap(), "12");
@@ -267,9 +267,9 @@ mod tests {
         assert!(chosen("x").is_err());
     }
 
-    /// Whatever the machine has, asking is no panic, and where there is nothing that is said.
+    /// Opening the driver never panics, and a missing driver is an error.
     #[test]
-    fn asking_for_the_driver_is_safe_on_every_machine() {
+    fn opening_the_driver_is_safe_on_every_machine() {
         match Driver::open() {
             Ok(driver) => assert!(driver.version() >= CUDA_NEEDED),
             Err(error) => assert!(!error.to_string().is_empty()),

@@ -1,4 +1,4 @@
-//! What can be wrong with a GPU and what lies around it. Each fault says what to do.
+//! Errors of the GPU, the driver and the libraries. Each message says what to do.
 
 use std::{fmt, path::PathBuf, time::Duration};
 
@@ -7,7 +7,7 @@ use cudarc::{
     driver::{DriverError, sys},
 };
 
-/// A version of CUDA, as the driver counts: 13000 is 13.0.
+/// A CUDA version in the driver's encoding: 13000 is 13.0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct CudaVersion(pub i32);
 
@@ -17,81 +17,87 @@ impl fmt::Display for CudaVersion {
     }
 }
 
-/// Why the GPU cannot be used, or no longer.
+/// An error of the CUDA backend.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum CudaError {
     #[error(
-        "no CUDA driver: libcuda.so.1 is not found; install NVIDIA's driver, or serve on the CPU"
+        "cannot load the CUDA driver: libcuda.so.1 is missing; install NVIDIA's driver, or serve on the CPU"
     )]
     NoDriver,
     #[error(
-        "NVIDIA's driver is for CUDA {found}, at least {needed} is needed; install a newer driver"
+        "cannot use NVIDIA's driver: it supports CUDA {found}; expected {needed} or newer: install a newer driver"
     )]
     DriverTooOld { found: CudaVersion, needed: CudaVersion },
     #[error(
-        "NVIDIA's driver does not start ({code}): {reason}; check that its kernel module is loaded and \
+        "cannot start NVIDIA's driver ({code}): {reason}; check that its kernel module is loaded and \
          that this process may open /dev/nvidia*"
     )]
     DriverUnusable { code: i32, reason: String },
-    #[error("the driver finds no GPU; check that the container or CUDA_VISIBLE_DEVICES shows one")]
+    #[error(
+        "cannot find a GPU: the driver lists none; check the container's devices and CUDA_VISIBLE_DEVICES"
+    )]
     NoDevice,
-    #[error("there is no GPU {wanted:?}; allowed are {found}")]
+    #[error("cannot find GPU {wanted:?}; expected {found}")]
     NoSuchDevice { wanted: String, found: String },
     #[error(
-        "GPU {uuid} gives this process no context ({code}): {reason}; it may be in exclusive use or \
+        "cannot create a context on GPU {uuid} ({code}): {reason}; the GPU may be in exclusive mode or \
          out of memory: see nvidia-smi"
     )]
     DeviceBusy { uuid: String, code: i32, reason: String },
     #[error(
-        "{what} wants {wanted} bytes of the GPU's memory, {free} are free; take a smaller model or \
-         less KV, or end what else runs there"
+        "cannot allocate GPU memory for {what}: {wanted} bytes needed, {free} bytes free; use a smaller \
+         model or KV cache, or stop other processes on the GPU"
     )]
     OutOfMemory { what: &'static str, wanted: u64, free: u64 },
-    #[error("{what} wants {wanted} bytes of pinned host memory, and the driver refused them")]
+    #[error("cannot allocate pinned host memory for {what}: the driver refused {wanted} bytes")]
     OutOfPinnedMemory { what: &'static str, wanted: u64 },
-    #[error("cannot start the threads that read weights: {reason}")]
+    #[error("cannot start the threads that load weights: {reason}")]
     NoThreads { reason: String },
-    /// What was planned before the start was less than what is used: a defect.
-    #[error("{what} wants {wanted} bytes more, {left} of its range are left")]
+    /// The memory that was counted at start does not suffice, which is a bug.
+    #[error(
+        "cannot reserve memory for {what}: {wanted} bytes needed, {left} bytes left in its range"
+    )]
     RangeFull { what: &'static str, wanted: u64, left: u64 },
     #[error(
-        "{name} is not found; install CUDA's runtime libraries, or name their folder in \
+        "cannot load {name}: library missing; install CUDA's runtime libraries, or add their folder to \
          LD_LIBRARY_PATH"
     )]
     LibraryMissing { name: &'static str },
-    #[error("no kernel library is configured; build it with `make kernels` and name it")]
+    #[error(
+        "cannot load the kernel library: no path is configured; build it with `make kernels` and set its path"
+    )]
     KernelsNotNamed,
-    #[error("the kernel library {} cannot be opened: {reason}; build it with `make kernels`", path.display())]
+    #[error("cannot open the kernel library {}: {reason}; build it with `make kernels`", path.display())]
     KernelsNotOpened { path: PathBuf, reason: String },
     #[error(
-        "the kernel library {} has interface {found}, this program needs {needed}; build it with \
+        "cannot use the kernel library {}: its ABI version is {found}; expected {needed}: build it with \
          `make kernels` from the same source",
         path.display()
     )]
     KernelsVersion { path: PathBuf, found: i32, needed: i32 },
     #[error(
-        "the kernel library {} is built for {built}, the GPU {device} is sm_{compute}; build it with \
-         `make kernels` for that",
+        "cannot use the kernel library {}: it is built for {built}; expected sm_{compute} for GPU \
+         {device}: build it with `make kernels` for that architecture",
         path.display()
     )]
     KernelsArch { path: PathBuf, built: String, device: String, compute: u32 },
-    /// What the kernels cannot do for this model.
-    #[error("{what} is {value}; the kernels have {allowed}")]
+    /// A value that the kernels do not support.
+    #[error("cannot run the kernels: {what} is {value}; expected {allowed}")]
     Unsupported { what: &'static str, value: String, allowed: &'static str },
-    #[error("the arena of rank {rank} {reason}")]
+    #[error("cannot use the arena of rank {rank}: it {reason}")]
     GroupArena { rank: usize, reason: String },
-    /// Until all ranks have reset their group, its sums are worthless.
+    /// All-reduce results are undefined until all ranks have reset their group.
     #[error(
-        "the group of ranks has stopped: rank {rank} waited for the others for longer than \
-         {timeout:?}, or was told to stop"
+        "cannot run the all-reduce: rank {rank} waited for the other ranks for longer than {timeout:?}, \
+         or was stopped"
     )]
     GroupStopped { rank: usize, timeout: Duration },
     #[error(
-        "a copy between GPUs has not ended after {waited:?}; see dmesg for faults of theirs or of \
-         their links"
+        "cannot complete a copy between GPUs: still in flight after {waited:?}; see dmesg for errors of \
+         the GPUs or their links"
     )]
     CopyStuck { waited: Duration },
-    /// A call failed. After most of these the context is of no more use.
+    /// A failed call. After most of these errors the context is unusable.
     #[error("{call} failed ({code}): {reason}")]
     Call { call: &'static str, code: i32, reason: String },
 }
@@ -106,7 +112,7 @@ impl CudaError {
     }
 }
 
-/// The driver's own words.
+/// Returns the driver's name and text of an error.
 pub(super) fn reason(error: DriverError) -> String {
     let name = error.error_name().map(|name| name.to_string_lossy().into_owned());
     let text = error.error_string().map(|text| text.to_string_lossy().into_owned());
@@ -116,7 +122,7 @@ pub(super) fn reason(error: DriverError) -> String {
     }
 }
 
-/// Names the call that failed.
+/// Adds the name of the failed call to an error.
 pub(super) trait Named<T> {
     fn named(self, call: &'static str) -> Result<T, CudaError>;
 }
@@ -144,17 +150,17 @@ mod tests {
     use super::*;
 
     #[test]
-    fn versions_read_as_nvidia_writes_them() {
+    fn cuda_version_is_shown_as_major_minor() {
         assert_eq!(CudaVersion(13000).to_string(), "13.0");
         assert_eq!(CudaVersion(12080).to_string(), "12.8");
     }
 
     #[test]
-    fn what_was_wanted_and_what_is_free_are_named() {
+    fn out_of_memory_names_needed_and_free_bytes() {
         let error = CudaError::OutOfMemory { what: "the weights", wanted: 300, free: 200 };
         let text = error.to_string();
         assert!(
-            text.contains("the weights wants 300 bytes") && text.contains("200 are free"),
+            text.contains("the weights: 300 bytes needed") && text.contains("200 bytes free"),
             "{text}"
         );
     }

@@ -1,12 +1,12 @@
-//! `kernels/cuda/include/baton_kernels.h` in Rust, and behind it `kernels/cuda/collective/collective.h`
-//! and `kernels/cuda/trace/ranges.h`: the same structs and functions in the same order.
-//! [`STRUCT_BYTES`] is compared with the library's own before anything is called.
+//! Rust declarations of `kernels/cuda/include/baton_kernels.h`, `kernels/cuda/collective/collective.h` and
+//! `kernels/cuda/trace/ranges.h`: the same structs and functions in the same order. [`STRUCT_BYTES`] is compared
+//! with the library's own sizes before the first call.
 
 use std::ffi::{c_char, c_void};
 
 use cudarc::driver::sys::CUdeviceptr;
 
-/// Of the header.
+/// `BATON_ABI_VERSION`.
 pub const ABI_VERSION: i32 = 2;
 /// `BATON_INVALID`.
 pub const INVALID: i32 = 1;
@@ -377,7 +377,7 @@ pub struct GatherArgs {
     pub reserved: [i32; 2],
 }
 
-/// Bytes of each struct of the headers, in their order.
+/// Sizes in bytes of the headers' structs, in order.
 pub const STRUCT_BYTES: [usize; 22] = [
     size_of::<Kv>(),
     size_of::<RopeArgs>(),
@@ -403,7 +403,7 @@ pub const STRUCT_BYTES: [usize; 22] = [
     size_of::<GatherArgs>(),
 ];
 
-/// Declares the table of functions and how it is read from an opened library.
+/// Declares the function table and how it is loaded from an opened library.
 macro_rules! functions {
     ($($name:ident: fn($($argument:ty),* $(,)?) -> $result:ty;)*) => {
         /// Every function of the headers.
@@ -414,11 +414,11 @@ macro_rules! functions {
 
         impl Functions {
             /// # Safety
-            /// The library's functions have the header's signatures, and it stays open as long as
-            /// they are called.
+            /// The library's functions have the header's signatures, and the library stays open while they are
+            /// called.
             pub unsafe fn load(library: &libloading::Library) -> Result<Self, libloading::Error> {
                 Ok(Self {
-                    // SAFETY: the caller's promise.
+                    // SAFETY: guaranteed by the caller.
                     $($name: unsafe {
                         *library.get(concat!(stringify!($name), "\0").as_bytes())?
                     },)*
@@ -428,8 +428,8 @@ macro_rules! functions {
     };
 }
 
-/// `baton_digest_blocks` of `kernels/cuda/digest/digest.h`. Not of the functions below, which a library must
-/// have to be opened: only where transfers are verified is it looked for.
+/// `baton_digest_blocks` of `kernels/cuda/digest/digest.h`. It is not in the function table, because only
+/// verified transfers need it and a library may lack it.
 pub type DigestBlocks = unsafe extern "C" fn(
     Address,
     i64,

@@ -1,11 +1,10 @@
-//! KV blocks of another process's GPU memory, read by this one's copy engines.
+//! Copies KV blocks out of another process's GPU memory with the copy engines (CUDA IPC).
 //!
-//! The exporter names its allocations by handles of the driver; the importer maps each once and copies
-//! out of it on streams of its own. No kernel runs, on either GPU.
+//! The exporter names its allocations by IPC handles. The importer maps each allocation once and copies on its
+//! own streams. No kernel runs on either GPU.
 //!
-//! A node has its blocks in one part for each of its ranks, each with the rank's heads, and so has its
-//! peer, with as many ranks or others: every GPU here pulls what its heads are out of every part that
-//! has some of them.
+//! A node has one part per rank, with the rank's heads of all blocks. Its peer may have another number of
+//! ranks: each receiving GPU copies its heads out of every peer part that has some of these heads.
 
 use std::{sync::Arc, thread};
 
@@ -27,40 +26,40 @@ use crate::{
     shard::RANKS_MAX,
 };
 
-/// Copies from another GPU, or another process's memory on this one.
+/// Copies from another GPU, or from another process's memory on this GPU.
 #[derive(Debug)]
 pub enum PeerToDevice {}
 
 impl Role for PeerToDevice {}
 
-/// Streams that a peer's chunks take turns on: while one ends the next is under way.
+/// Streams per peer part, used in turn, so that one copy is in flight while another ends.
 const STREAMS: usize = 2;
 
 const HANDLE_BYTES: usize = 64;
 const UUID_BYTES: usize = 40;
 
-/// Memory of one GPU that processes of this host may map: one rank's heads of all blocks, or where it sums.
+/// GPU memory that processes of this host may map: one rank's heads of all blocks, or an all-reduce arena.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Part {
-    /// Of the process that owns the memory: the driver maps it into others only.
+    /// Id of the owning process; the driver only maps the memory into other processes.
     process: u128,
     handle: [u8; HANDLE_BYTES],
-    /// From the allocation's base to where the memory begins.
+    /// Offset of the memory in its allocation, in bytes.
     offset: u64,
     pub uuid: String,
 }
 
-/// What one process tells another of its KV's memory.
+/// Export of a process's KV memory.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Export {
-    /// Of a block of all heads.
+    /// Bytes of a block of all heads.
     pub block_bytes: u64,
     pub block_count: u32,
-    /// In order of rank.
+    /// Parts in rank order.
     pub parts: Vec<Part>,
 }
 
-/// In front of every export, with the version of what follows.
+/// Prefix of every export, with the version of the format.
 const MAGIC: [u8; 8] = *b"BATONIP3";
 
 impl Export {
@@ -75,7 +74,7 @@ impl Export {
         bytes
     }
 
-    /// `None`: of another version, or nothing of ours.
+    /// Parses an export. Returns `None` for another version or other bytes.
     pub fn from_bytes(mut bytes: &[u8]) -> Option<Self> {
         if take(&mut bytes)? != MAGIC {
             return None;
@@ -91,7 +90,7 @@ impl Export {
     }
 }
 
-/// The next bytes of a message, if there are so many.
+/// Takes the next `N` bytes of a message, or returns `None` if fewer are left.
 pub(super) fn take<const N: usize>(bytes: &mut &[u8]) -> Option<[u8; N]> {
     let (taken, rest) = bytes.split_first_chunk()?;
     *bytes = rest;
@@ -106,10 +105,10 @@ impl Part {
         uuid[..self.uuid.len()].copy_from_slice(self.uuid.as_bytes());
         let fields: [&[u8]; 4] =
             [&self.process.to_le_bytes(), &self.handle, &self.offset.to_le_bytes(), &uuid];
-        fields.concat().try_into().expect("the fields have that length together")
+        fields.concat().try_into().expect("the fields have the sum of these lengths")
     }
 
-    /// From the front of a message.
+    /// Parses a part from the front of a message.
     pub fn take(bytes: &mut &[u8]) -> Option<Self> {
         Some(Self {
             process: u128::from_le_bytes(take(bytes)?),
@@ -122,7 +121,7 @@ impl Part {
         })
     }
 
-    /// Of memory that this process has taken.
+    /// Exports memory that this process has allocated.
     pub fn of(context: &Context, data: &Range) -> Result<Self, CudaError> {
         context.bind()?;
         let address = data.address();
@@ -131,8 +130,8 @@ impl Part {
         unsafe { sys::cuMemGetAddressRange_v2(&mut base, &mut bytes, address) }
             .named("cuMemGetAddressRange")?;
         let mut handle = sys::CUipcMemHandle { reserved: [0; HANDLE_BYTES] };
-        // SAFETY: as above; one handle is written. It lets a process of this host map the memory,
-        // which lasts as long as this process has it.
+        // SAFETY: as above; one handle is written. It lets processes of this host map the memory until this
+        // process frees it.
         unsafe { sys::cuIpcGetMemHandle(&mut handle, base) }.named("cuIpcGetMemHandle")?;
         Ok(Self {
             process: process::mark(),
@@ -142,7 +141,7 @@ impl Part {
         })
     }
 
-    /// So many bytes of it, mapped for this GPU; `what` they are is for errors.
+    /// Maps `bytes` bytes of the memory for this GPU; `what` names the memory in errors.
     pub fn map(
         &self,
         context: &Arc<Context>,
@@ -151,16 +150,16 @@ impl Part {
     ) -> Result<Range, String> {
         let (own, theirs) = (&context.device().uuid, &self.uuid);
         if self.process == process::mark() {
-            return Err("the driver maps no memory into the process that owns it".to_owned());
+            return Err("CUDA IPC cannot map memory into the process that owns it".to_owned());
         }
         if own != theirs {
             let named = |error: CudaError| error.to_string();
             let devices = context.driver().devices().map_err(named)?;
             let Some(peer) = devices.iter().find(|device| device.uuid == *theirs) else {
-                return Err(format!("this process is not shown GPU {theirs}"));
+                return Err(format!("GPU {theirs} is not visible to this process"));
             };
             if context.driver().link(context.device(), peer).map_err(named)? == Link::None {
-                return Err(format!("GPU {own} has no access to the memory of GPU {theirs}"));
+                return Err(format!("GPU {own} has no peer access to GPU {theirs}"));
             }
         }
         let handle = sys::CUipcMemHandle { reserved: self.handle.map(|byte| byte as _) };
@@ -169,21 +168,21 @@ impl Part {
     }
 }
 
-/// What the processes of this host may be let in on: one arena's blocks.
+/// An arena's blocks, exported to the processes of this host.
 pub struct IpcMemory {
-    /// Whose parts these are: whole blocks.
+    /// The whole blocks that these parts belong to.
     blocks: Arc<dyn RemoteBlocks>,
-    /// In order of rank.
+    /// Parts in rank order.
     parts: Vec<Arc<DeviceKv>>,
 }
 
 impl IpcMemory {
-    /// Of a rank alone, or a node without ranks.
+    /// Creates the memory of a single rank, or of a node without ranks.
     pub fn new(kv: Arc<DeviceKv>) -> Self {
         Self { blocks: kv.clone(), parts: vec![kv] }
     }
 
-    /// Of blocks whose heads lie in these parts, in order of rank.
+    /// Creates the memory of blocks whose heads are split over these parts, in rank order.
     pub(super) fn of_parts(blocks: Arc<dyn RemoteBlocks>, parts: Vec<Arc<DeviceKv>>) -> Self {
         Self { blocks, parts }
     }
@@ -201,19 +200,19 @@ impl IpcMemory {
         let block_bytes = layout.block_bytes() as u64;
         if export.block_bytes != block_bytes {
             let bytes = export.block_bytes;
-            return Err(format!("its blocks have {bytes} bytes, ours {block_bytes}"));
+            return Err(format!("its blocks have {bytes} bytes; expected {block_bytes}"));
         }
         let (ours, theirs) = (self.parts.len(), export.parts.len());
         if !layout.kv_head_count.is_multiple_of(theirs) {
             let heads = layout.kv_head_count;
-            return Err(format!("{theirs} ranks cannot have equal parts of {heads} heads"));
+            return Err(format!("cannot split {heads} heads equally over {theirs} ranks"));
         }
-        // Whose GPU this process has not used yet is made ready, which takes a while: all at once.
+        // Retaining the context of a GPU takes long, so all GPUs are initialised concurrently.
         let ends = thread::scope(|scope| {
             let end = |rank| move || self.end(export, rank);
             let threads: Vec<_> = (0..ours).map(|rank| scope.spawn(end(rank))).collect();
             let ends = threads.into_iter().map(|thread| {
-                thread.join().unwrap_or_else(|_| Err("mapping its memory panicked".to_owned()))
+                thread.join().unwrap_or_else(|_| Err("the mapping thread panicked".to_owned()))
             });
             ends.collect::<Result<Vec<_>, String>>()
         })?;
@@ -227,7 +226,7 @@ impl IpcMemory {
 }
 
 impl IpcMemory {
-    /// What one of our parts takes from all of theirs.
+    /// Maps what one of our parts receives from all peer parts.
     fn end(&self, export: &Export, rank: usize) -> Result<ReceivingEnd, String> {
         let (layout, kv) = (self.blocks.layout(), &self.parts[rank]);
         let (ours, theirs) = (self.parts.len(), export.parts.len());
@@ -253,16 +252,16 @@ impl PeerMemory for IpcMemory {
 
     fn import(&self, export: &[u8]) -> Result<Box<dyn PeerBlocks>, String> {
         let export = Export::from_bytes(export)
-            .ok_or("it exports memory in a way that this build does not know")?;
+            .ok_or("unknown export format; expected an export of the same build")?;
         Ok(Box::new(self.imported(&export)?))
     }
 }
 
-/// Which bytes of a part's block are which of another's: the same in each of the runs that a layer's keys
-/// and values are. Blocks follow each other without a gap, so they go on from block to block.
+/// The common bytes of a block of one part and a block of another part. A block has runs, one per layer's keys
+/// or values, and each run has its common bytes at the same offset. Blocks are contiguous.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Strides {
-    /// From one run to the next, and where in it the bytes begin.
+    /// Bytes from one run to the next, and the offset of the common bytes in a run.
     pub from: (usize, usize),
     pub to: (usize, usize),
     pub bytes: usize,
@@ -276,7 +275,7 @@ impl Strides {
     }
 }
 
-/// The heads that one rank of some has in common with one of others; `None` when there are none.
+/// Returns the heads that two ranks of different rank counts have in common, or `None` if there are none.
 pub(super) fn shared_heads(
     layout: KvLayout,
     (from, from_of): (usize, usize),
@@ -294,7 +293,7 @@ pub(super) fn shared_heads(
     })
 }
 
-/// What one part of ours takes from one part of the peer's, which is mapped until this is dropped.
+/// Copies from one mapped peer part to one of our parts.
 #[derive(Debug)]
 struct Piece {
     memory: Range,
@@ -303,7 +302,7 @@ struct Piece {
 
 impl Piece {
     /// # Safety
-    /// As [`Copies::put`]: the blocks that are written are nobody else's until the stream has done so.
+    /// See [`Copies::put`]: nobody else accesses the destination blocks until the copies complete.
     unsafe fn put<R: Role>(
         &self,
         runs: &[Run],
@@ -345,8 +344,8 @@ impl Piece {
                 WidthInBytes: strides.bytes,
                 Height: count * strides.runs,
             };
-            // SAFETY: rows of both are inside their blocks, which were just checked; the rest is the
-            // caller's promise.
+            // SAFETY: the rows of both are inside their blocks, as just checked. The caller guarantees the
+            // rest.
             unsafe { sys::cuMemcpy2DAsync_v2(&copy, stream.raw()) }.named("cuMemcpy2DAsync")?;
         }
         if strides.is_contiguous() {
@@ -357,7 +356,7 @@ impl Piece {
     }
 }
 
-/// One of our parts, with what it takes from the peer's.
+/// One of our parts, with its copies from the peer's parts.
 #[derive(Debug)]
 struct ReceivingEnd {
     kv: Arc<DeviceKv>,
@@ -365,7 +364,7 @@ struct ReceivingEnd {
     streams: Vec<Stream<PeerToDevice>>,
 }
 
-/// Blocks of a peer, and the streams on which they are copied.
+/// Mapped blocks of a peer, and the streams of the copies.
 struct CudaPeerBlocks {
     blocks: Arc<dyn RemoteBlocks>,
     block_count: u32,
@@ -374,7 +373,7 @@ struct CudaPeerBlocks {
 }
 
 impl CudaPeerBlocks {
-    /// One mark for each of our parts.
+    /// Enqueues the copies and returns one event per part.
     fn start(&mut self, runs: &[Run]) -> Result<Vec<Event>, CudaError> {
         let turn = self.next_stream;
         self.next_stream += 1;
@@ -384,8 +383,8 @@ impl CudaPeerBlocks {
             let mark = Event::new(end.kv.context())?;
             end.kv.pass_time(stream)?;
             for piece in &end.pieces {
-                // SAFETY: those that are written are borrowed until the mark is seen, each by one
-                // guard, and the mapping lives as long.
+                // SAFETY: the caller holds a write guard of each destination block until the event is seen,
+                // and the mapping lives as long.
                 unsafe { piece.put(runs, end.kv.data(), stream) }?;
             }
             mark.record(stream)?;
@@ -393,7 +392,7 @@ impl CudaPeerBlocks {
         };
         let marks: Result<_, CudaError> = self.ends.iter().map(start).collect();
         if marks.is_err() {
-            // Without marks only the streams can be waited for: nothing may be written later.
+            // Without events only the streams can be waited for: nothing may be written later.
             for end in self.ends.iter() {
                 let _ = end.streams[turn % end.streams.len()].synchronize();
             }
@@ -408,11 +407,14 @@ impl PeerBlocks for CudaPeerBlocks {
         from: &[BlockId],
         to: Vec<BlockWrite>,
     ) -> Result<Box<dyn Moving<BlockWrite>>, String> {
-        assert_eq!(from.len(), to.len(), "each block has its place");
-        assert!(to.iter().all(|block| block.lies_in(&*self.blocks)), "only own blocks are written");
+        assert_eq!(from.len(), to.len(), "one destination per block");
+        assert!(to.iter().all(|block| block.lies_in(&*self.blocks)), "a destination is not ours");
         if let Some(block) = from.iter().find(|block| block.0 >= self.block_count) {
             let BlockId(block) = block;
-            return Err(format!("the peer has {} blocks, not {block}", self.block_count));
+            return Err(format!(
+                "unknown peer block {block}; expected less than {}",
+                self.block_count
+            ));
         }
         let runs = runs(from.iter().copied().zip(to.iter().map(BlockWrite::block)));
         let marks = self.start(&runs).map_err(|error| error.to_string())?;
@@ -420,7 +422,7 @@ impl PeerBlocks for CudaPeerBlocks {
     }
 }
 
-/// Copies with marks behind them. The fields go in this order, once the marks were seen.
+/// Copies in flight with their events. The fields are dropped in this order after the events completed.
 struct CudaPull {
     marks: Vec<Event>,
     to: Option<Vec<BlockWrite>>,
@@ -447,7 +449,7 @@ impl Moving<BlockWrite> for CudaPull {
 impl Drop for CudaPull {
     fn drop(&mut self) {
         for mark in &self.marks {
-            // After a fault, which ended the context, nothing is written any more.
+            // After an error that ended the context, nothing is written any more.
             let _ = mark.synchronize();
         }
     }
@@ -468,7 +470,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn an_export_comes_out_as_it_went_in_and_nothing_else_is_taken_for_one() {
+    fn export_round_trips_and_other_bytes_are_rejected() {
         for ranks in [1, 2, RANKS_MAX as u8] {
             let parts = (0..ranks).map(part).collect();
             let export = Export { block_bytes: 2 << 20, block_count: 99, parts };
@@ -491,10 +493,10 @@ pub(super) mod tests {
 
     /// Copies as the driver does, row by row.
     #[test]
-    fn heads_of_any_number_of_ranks_find_their_places_in_any_other() {
+    fn heads_are_mapped_between_any_two_rank_counts() {
         let layout = KvLayout { layer_count: 3, kv_head_count: 8, head_dim: 2, dtype: Dtype::Bf16 };
         let head = layout.head_elements() * layout.dtype.bytes();
-        // Of a rank's part of a block: which head of which layer's keys or values a byte is of.
+        // Returns for each byte of a rank's block its head, layer, and keys or values.
         let named = |rank: usize, of: usize| -> Vec<u16> {
             let heads = layout.kv_head_count / of;
             let runs = 0..2 * layout.layer_count;

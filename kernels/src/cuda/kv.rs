@@ -1,4 +1,4 @@
-//! KV blocks in the GPU's memory.
+//! KV blocks in GPU memory.
 
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
@@ -20,36 +20,36 @@ use crate::{
     peer::{PeerChannels, PeerMemory},
 };
 
-/// The memory of an arena's blocks, and one block more, which rows that nobody wants write to.
+/// The memory of an arena's KV blocks, and one extra block that padding rows write to.
 #[derive(Debug)]
 pub struct DeviceKv {
     layout: KvLayout,
     blocks: u32,
     data: Range,
-    /// Where another process has it, if one does.
+    /// Exported memory of the owning process, for imported blocks.
     part: Option<Part>,
     context: Arc<Context>,
     copies: Mutex<Copies>,
-    /// Whose kernels move blocks to and from staging; copies do where there is none.
+    /// Library whose kernel gathers and scatters blocks; without it the copy engines do.
     library: OnceLock<Arc<KernelLibrary>>,
-    /// Copies to the host take its place where there is none.
+    /// GPU digest; without it blocks are copied to the host.
     digester: OnceLock<Digester>,
-    /// For tests.
+    /// Random delays, in tests only.
     delays: OnceLock<Delays>,
 }
 
-/// Copies of single blocks, by whoever moves KV over a network.
+/// Copies of single blocks, for network transfers.
 #[derive(Debug)]
 struct Copies {
     context: Arc<Context>,
     up: Stream<HostToDevice>,
     down: Stream<DeviceToHost>,
-    /// `None` after a fault.
+    /// `None` after an error.
     staging: Option<(Pinned<u8>, Event)>,
 }
 
 impl DeviceKv {
-    /// Zeroed.
+    /// Allocates zeroed blocks.
     pub fn new(
         context: &Arc<Context>,
         layout: KvLayout,
@@ -67,17 +67,19 @@ impl DeviceKv {
         Self::over(context, layout, blocks, data, None)
     }
 
-    /// The blocks of a process of this host, such as a rank, by what its [`PeerMemory::export`] says:
-    /// each has `layout`, as there. Their GPU is made ready for this process.
+    /// Maps the blocks of another process of this host, such as a rank, by its [`PeerMemory::export`]. Each
+    /// block has `layout`. Retains the context of their GPU in this process.
     ///
     /// # Errors
-    /// For people.
+    /// A message for operators.
     pub fn imported(layout: KvLayout, export: &[u8]) -> Result<Arc<Self>, String> {
-        let export = Export::from_bytes(export).ok_or("the export is none of this build")?;
-        let [part] = &export.parts[..] else { return Err("the export has several parts".into()) };
+        let export = Export::from_bytes(export).ok_or("unknown export format")?;
+        let [part] = &export.parts[..] else {
+            return Err("the export has several ranks; expected one".into());
+        };
         if export.block_bytes != layout.block_bytes() as u64 {
             let (found, wanted) = (export.block_bytes, layout.block_bytes());
-            return Err(format!("its blocks have {found} bytes, not {wanted}"));
+            return Err(format!("its blocks have {found} bytes; expected {wanted}"));
         }
         let named = |error: CudaError| error.to_string();
         let driver = Driver::open().map_err(named)?;
@@ -101,7 +103,7 @@ impl DeviceKv {
             up: Stream::new(context)?,
             down: Stream::new(context)?,
             staging: Some((
-                Pinned::zeroed(context, "a block's way", layout.block_bytes())?,
+                Pinned::zeroed(context, "a block's copy", layout.block_bytes())?,
                 Event::new(context)?,
             )),
         };
@@ -120,7 +122,7 @@ impl DeviceKv {
         }))
     }
 
-    /// For other processes.
+    /// Returns the memory's export for other processes.
     pub(super) fn part(&self) -> Result<Part, CudaError> {
         match &self.part {
             Some(part) => Ok(part.clone()),
@@ -132,7 +134,7 @@ impl DeviceKv {
         self.layout
     }
 
-    /// Without the one more.
+    /// Returns the number of blocks, without the extra block.
     pub fn block_count(&self) -> u32 {
         self.blocks
     }
@@ -145,8 +147,8 @@ impl DeviceKv {
         &self.context
     }
 
-    /// From now on blocks go to and from staging by a kernel of this library, and not by copies, of which
-    /// each has its price. The first call counts.
+    /// Sets the library whose kernel gathers and scatters blocks, instead of one copy per piece. Only the first
+    /// call has an effect.
     pub fn move_with(&self, library: Arc<KernelLibrary>) -> Result<(), CudaError> {
         self.context.bind()?;
         // SAFETY: a context is current.
@@ -160,11 +162,11 @@ impl DeviceKv {
         self.library.get().map(|library| &**library)
     }
 
-    /// From now on digests of blocks are computed on the GPU, by a kernel of this library, which is loaded
-    /// now. The first call counts.
+    /// Sets the library that computes digests of blocks on the GPU, and loads its kernel. Only the first call
+    /// has an effect.
     ///
     /// # Errors
-    /// When the library has no such kernel for this GPU.
+    /// When the library has no digest kernel for this GPU.
     pub fn digest_with(&self, library: Arc<KernelLibrary>) -> Result<(), CudaError> {
         let digester = Digester::new(&self.context, library)?;
         digester.start(&self.data, &Heads::all(self.layout), &[BlockId(0)])?.finish()?;
@@ -172,7 +174,8 @@ impl DeviceKv {
         Ok(())
     }
 
-    /// For tests: from now on streams that move blocks between GPUs take their time. The first call counts.
+    /// Adds random delays to streams that transfer blocks between GPUs, in tests. Only the first call has an
+    /// effect.
     pub fn delay_streams(&self, delays: Delays) {
         let _ = self.delays.set(delays);
     }
@@ -216,7 +219,7 @@ impl RemoteBlocks for DeviceKv {
     }
 }
 
-/// The blocks of a node with ranks: each rank has its heads of every block on a GPU of its own.
+/// The KV blocks of a tensor-parallel node: each rank has its heads of every block on its own GPU.
 #[derive(Debug)]
 pub struct RankedKv {
     blocks: BlockSlices,
@@ -224,41 +227,44 @@ pub struct RankedKv {
 }
 
 impl RankedKv {
-    /// Of what the ranks have [exported](DeviceKv::imported), in their order; a whole block has `layout`.
+    /// Maps the blocks that the ranks have [exported](DeviceKv::imported), in rank order; a block of all heads
+    /// has `layout`.
     ///
     /// # Errors
-    /// For people.
+    /// A message for operators.
     pub fn imported(layout: KvLayout, exports: &[Vec<u8>]) -> Result<Arc<Self>, String> {
         let own = layout.with_heads(layout.kv_head_count / exports.len().max(1));
         let parts = exports.iter().zip(0..).map(|(export, rank): (_, usize)| {
             DeviceKv::imported(own, export)
-                .map_err(|error| format!("the KV of rank {rank}: {error}"))
+                .map_err(|error| format!("cannot map the KV of rank {rank}: {error}"))
         });
         Self::of(parts.collect::<Result<Vec<_>, _>>()?)
     }
 
-    /// Of the ranks' own, in their order, which have equal layouts.
+    /// Combines the ranks' blocks, in rank order. All ranks have equal layouts.
     ///
     /// # Errors
-    /// For people.
+    /// A message for operators.
     pub fn of(parts: Vec<Arc<DeviceKv>>) -> Result<Arc<Self>, String> {
-        let first = parts.first().ok_or("there is no rank")?.block_count();
+        let first = parts.first().ok_or("no ranks; expected at least one")?.block_count();
         if let Some(other) = parts.iter().map(|part| part.block_count()).find(|&it| it != first) {
-            return Err(format!("the ranks have {first} and {other} blocks"));
+            return Err(format!(
+                "the ranks have {first} and {other} blocks; expected equal counts"
+            ));
         }
         let slices = parts.iter().map(|part| Arc::clone(part) as Arc<dyn RemoteBlocks>);
         Ok(Arc::new(Self { blocks: BlockSlices::new(slices.collect()), parts }))
     }
 
-    /// As [`DeviceKv::digest_with`], for every rank's part.
+    /// Calls [`DeviceKv::digest_with`] for every rank.
     ///
     /// # Errors
-    /// As there.
+    /// See [`DeviceKv::digest_with`].
     pub fn digest_with(&self, library: &Arc<KernelLibrary>) -> Result<(), CudaError> {
         self.parts.iter().try_for_each(|part| part.digest_with(Arc::clone(library)))
     }
 
-    /// `None` when not every part has a kernel for it.
+    /// Returns the digest, or `None` when a rank has no digest kernel.
     fn digest_parts(&self, blocks: &[BlockId]) -> Option<Result<u64, CudaError>> {
         let digesters = self.parts.iter().map(|part| part.digester.get());
         let digesters = digesters.collect::<Option<Vec<_>>>()?;
@@ -269,20 +275,20 @@ impl RankedKv {
                 let heads = Heads::some(whole, rank * own_heads, own_heads);
                 digester.start(&part.data, &heads, blocks)
             });
-        // All at once, each on its GPU.
+        // All ranks' digests run concurrently.
         let started: Vec<_> = started.collect();
-        // To the end of each, whatever another says.
+        // Every digest is waited for, even if one fails.
         let parts: Vec<_> =
             started.into_iter().map(|part| part.and_then(DigestInFlight::finish)).collect();
         Some(parts.into_iter().try_fold(0_u64, |sum, part| Ok(sum.wrapping_add(part?))))
     }
 
-    /// As [`DeviceKv::move_with`], on each GPU.
+    /// Calls [`DeviceKv::move_with`] for every rank.
     pub fn move_with(&self, library: &Arc<KernelLibrary>) -> Result<(), CudaError> {
         self.parts.iter().try_for_each(|part| part.move_with(Arc::clone(library)))
     }
 
-    /// As [`DeviceKv::delay_streams`], on each GPU.
+    /// Calls [`DeviceKv::delay_streams`] for every rank.
     pub fn delay_streams(&self, mut delays: impl FnMut() -> Delays) {
         self.parts.iter().for_each(|part| part.delay_streams(delays()));
     }
@@ -323,7 +329,8 @@ impl RemoteBlocks for RankedKv {
     }
 }
 
-const FAULTY: CudaError = CudaError::RangeFull { what: "a copy after a fault", wanted: 1, left: 0 };
+const FAULTY: CudaError =
+    CudaError::RangeFull { what: "a copy after an error", wanted: 1, left: 0 };
 
 impl Copies {
     fn read(&mut self, data: &Range, offset: usize, host: &mut [u8]) -> Result<(), CudaError> {

@@ -1,4 +1,4 @@
-//! Our own kernels: one shared library, opened at run time and checked before it is used.
+//! Baton's kernel library: one shared library, opened at run time and checked before use.
 
 use std::{
     ffi::{CStr, c_char},
@@ -15,40 +15,40 @@ use super::{
     ffi::{self, Functions},
 };
 
-/// The opened library, whose interface is this program's.
+/// The opened kernel library, whose ABI version and struct sizes match this program.
 #[derive(Debug)]
 pub struct KernelLibrary {
     path: PathBuf,
     build: String,
     functions: Functions,
-    /// Keeps `functions` in place.
+    /// Keeps the code of `functions` loaded.
     library: Library,
 }
 
 impl KernelLibrary {
     const FILE: &str = "libbaton_kernels.so";
 
-    /// Where it lies beside this program, if it does.
+    /// Returns the path of the library beside this program, if the file exists.
     pub fn beside(program: &Path) -> Option<PathBuf> {
         let path = program.with_file_name(Self::FILE);
         path.exists().then_some(path)
     }
 
-    /// Opens it. Needs no GPU: nothing is asked of one.
+    /// Opens the library. Needs no GPU.
     ///
     /// # Errors
-    /// When there is none at `path`, or it has another interface than this program.
+    /// When `path` has no library, or its interface differs from this program's.
     pub fn open(path: Option<&Path>) -> Result<Self, CudaError> {
         let path = path.ok_or(CudaError::KernelsNotNamed)?;
         let not_opened = |reason: &dyn std::fmt::Display| CudaError::KernelsNotOpened {
             path: path.to_owned(),
             reason: reason.to_string(),
         };
-        // A bare file name would be searched for in the system's folders.
+        // `dlopen` searches the system's folders for a bare file name, so the path is made absolute.
         let full = path.canonicalize().map_err(|error| not_opened(&error))?;
         // SAFETY: the library's initialisers are those of the C++ and CUDA runtimes.
         let library = unsafe { Library::new(&full) }.map_err(|error| not_opened(&error))?;
-        // SAFETY: a library that has this function has it with this signature in every version.
+        // SAFETY: this function has this signature in every version of the library.
         let version = unsafe {
             library
                 .get::<unsafe extern "C" fn() -> i32>(b"baton_abi_version\0")
@@ -59,15 +59,15 @@ impl KernelLibrary {
         if found != needed {
             return Err(CudaError::KernelsVersion { path: path.to_owned(), found, needed });
         }
-        // SAFETY: of this version the signatures are those of `ffi`; the library is kept open below.
+        // SAFETY: `ffi` has the signatures of this version, and `library` stays open below.
         let functions = unsafe { Functions::load(&library) }.map_err(|error| not_opened(&error))?;
         check_structs(&functions).map_err(|reason| not_opened(&reason))?;
-        // SAFETY: it gives a string of its own, which never changes and ends with a zero.
+        // SAFETY: the function returns a static string that ends with a zero.
         let build = unsafe { text((functions.baton_build_info)()) };
         Ok(Self { path: path.to_owned(), build, functions, library })
     }
 
-    /// What it was built of and for.
+    /// Returns the library's build information: source and GPU architectures.
     pub fn build(&self) -> &str {
         &self.build
     }
@@ -76,10 +76,10 @@ impl KernelLibrary {
         &self.path
     }
 
-    /// Loads every kernel onto the GPU, so that no later call does.
+    /// Loads every kernel onto the GPU, so that no later launch does.
     ///
     /// # Errors
-    /// When it holds no code for this GPU.
+    /// When the library has no code for this GPU.
     pub fn initialise(&self, context: &Context) -> Result<(), CudaError> {
         context.bind()?;
         // SAFETY: a context is current.
@@ -94,9 +94,9 @@ impl KernelLibrary {
         }
     }
 
-    /// A range of this thread's time, which profilers show with its number; it lasts until it is dropped.
+    /// Begins a profiler range of this thread, with a number; it ends when it is dropped.
     pub fn range(self: &Arc<Self>, name: &'static CStr, number: u64) -> TimeRange {
-        // SAFETY: the name ends with a zero, and is copied.
+        // SAFETY: the name ends with a zero and is copied.
         unsafe { (self.functions.baton_range_push)(name.as_ptr(), number) };
         TimeRange { library: Arc::clone(self), _thread: PhantomData }
     }
@@ -105,9 +105,9 @@ impl KernelLibrary {
         &self.functions
     }
 
-    /// What digests blocks; not to be called once this is gone.
+    /// Returns the digest function, which must not be called after this library is dropped.
     pub(super) fn digest_blocks(&self) -> Result<ffi::DigestBlocks, CudaError> {
-        // SAFETY: of this version the function has this signature.
+        // SAFETY: the function has this signature in this version.
         let found = unsafe { self.library.get::<ffi::DigestBlocks>(b"baton_digest_blocks\0") };
         found.map(|function| *function).map_err(|error| CudaError::KernelsNotOpened {
             path: self.path.clone(),
@@ -115,7 +115,7 @@ impl KernelLibrary {
         })
     }
 
-    /// What a function answered, with the library's own words where it is a fault.
+    /// Converts a function's return code to a result, with the library's own error text.
     pub(super) fn check(&self, call: &'static str, code: i32) -> Result<(), CudaError> {
         match code {
             0 => Ok(()),
@@ -124,23 +124,22 @@ impl KernelLibrary {
         }
     }
 
-    /// The fault of a function that answers with something else than a code.
+    /// Returns the error of a function that does not return a code.
     pub(super) fn failure(&self, call: &'static str) -> CudaError {
         self.failed(call, ffi::INVALID)
     }
 
     fn failed(&self, call: &'static str, code: i32) -> CudaError {
-        // SAFETY: it gives this thread's own string, which ends with a zero and lasts until the next
-        // failed call.
+        // SAFETY: the function returns this thread's own string, which ends with a zero and is valid until
+        // the next failed call.
         let reason = unsafe { text((self.functions.baton_last_error)()) };
         CudaError::Call { call, code, reason }
     }
 }
 
-/// What [`KernelLibrary::range`] began. Ranges end in the order opposite to that in which they began,
-/// on their thread.
+/// A profiler range begun by [`KernelLibrary::range`]. Ranges of a thread nest.
 #[derive(Debug)]
-#[must_use = "it ends when it is dropped"]
+#[must_use = "the range ends when it is dropped"]
 pub struct TimeRange {
     library: Arc<KernelLibrary>,
     _thread: PhantomData<*const ()>,
@@ -148,33 +147,33 @@ pub struct TimeRange {
 
 impl Drop for TimeRange {
     fn drop(&mut self) {
-        // SAFETY: one was begun on this thread.
+        // SAFETY: this thread has begun a range.
         unsafe { (self.library.functions.baton_range_pop)() };
     }
 }
 
-/// Compares every struct's size: a field that was added on one side only is found here.
+/// Compares every struct's size, which detects a field that one side lacks.
 fn check_structs(functions: &Functions) -> Result<(), String> {
     let ours = ffi::STRUCT_BYTES.map(|bytes| bytes as u32);
     let mut theirs = [0; ffi::STRUCT_BYTES.len()];
-    // SAFETY: it writes at most as many numbers as there is room for.
+    // SAFETY: the function writes at most `theirs.len()` numbers.
     let count = unsafe { (functions.baton_struct_sizes)(theirs.as_mut_ptr(), theirs.len() as i32) };
     if count == ours.len() as i32 && theirs == ours {
         Ok(())
     } else {
-        Err(format!("its structs have {theirs:?} bytes, this program's {ours:?}"))
+        Err(format!("its structs have {theirs:?} bytes; expected {ours:?}"))
     }
 }
 
-/// What a library says; nothing where it gives no string.
+/// Returns a library's string; empty for null.
 ///
 /// # Safety
-/// The string, if there is one, ends with a zero, and lasts and stays as it is during the call.
+/// A non-null string ends with a zero and does not change during the call.
 pub(super) unsafe fn text(string: *const c_char) -> String {
     if string.is_null() {
         return String::new();
     }
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     unsafe { CStr::from_ptr(string) }.to_string_lossy().into_owned()
 }
 
@@ -185,7 +184,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn it_is_found_beside_the_program() {
+    fn library_is_found_beside_the_program() {
         let folder = tempfile::tempdir().unwrap();
         let program = folder.path().join("baton-node");
         assert_eq!(KernelLibrary::beside(&program), None);
@@ -195,7 +194,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_kernel_library_is_said_with_its_path() {
+    fn file_that_is_no_kernel_library_is_reported_with_its_path() {
         assert_eq!(KernelLibrary::open(None).unwrap_err(), CudaError::KernelsNotNamed);
         let mut file = tempfile::NamedTempFile::new().unwrap();
         file.write_all(b"not a library").unwrap();
@@ -206,9 +205,9 @@ mod tests {
         }
     }
 
-    /// What the header says of them.
+    /// The sizes that the header states.
     #[test]
-    fn structs_have_the_sizes_that_the_header_states() {
+    fn struct_sizes_match_the_header() {
         assert_eq!(size_of::<ffi::SlotSampling>(), 64);
         assert_eq!(size_of::<ffi::SlotState>(), 16);
         assert_eq!(size_of::<ffi::PlanHeader>(), 64);

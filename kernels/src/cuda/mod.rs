@@ -1,21 +1,22 @@
-//! The backend for NVIDIA's GPUs, behind a face without `unsafe`.
+//! The CUDA backend for NVIDIA GPUs, behind an interface without `unsafe`.
 //!
-//! Nothing of CUDA is linked: the driver, cuBLASLt and our own kernels are opened when
-//! [`Driver::open`] and what follows are called, and where one is missing that is an error which
-//! says what to do. So one binary serves machines with and without a GPU.
+//! Nothing of CUDA is linked. [`Driver::open`] loads the driver, and later calls load cuBLASLt, NCCL and
+//! Baton's kernel library. A missing library is an error that says what to install. So one binary serves
+//! machines with and without a GPU.
 //!
-//! * [`Driver`] finds [`Device`]s; [`Context`] makes one ready; [`Stream`]s and [`Event`]s
+//! * [`Driver`] enumerates [`Device`]s; a [`Context`] initialises one; [`Stream`]s and [`Event`]s
 //!   order its work.
-//! * [`DeviceMemory`] is taken once at start and cut into [`Range`]s; [`Pinned`] is host memory that
-//!   copies use.
-//! * [`Nccl`] makes [`Communicator`]s between GPUs of several processes.
-//!   A [`Group`] sums what they have in each other's memory, without it.
-//! * [`KernelLibrary`] holds our own kernels, [`Products`] are matrix products.
-//! * [`CudaBackend`] runs forwards; [`DeviceKv`] holds their KV, a [`DeviceBatch`] the running batch,
-//!   of which a [`CudaStep`] is prepared and a [`CudaFrame`] brings the tokens back.
+//! * [`DeviceMemory`] is allocated once at start and cut into [`Range`]s; [`Pinned`] is page-locked host
+//!   memory for copies.
+//! * [`Nccl`] creates [`Communicator`]s between the GPUs of several processes. A [`Group`] runs all-reduces
+//!   through peer memory, without NCCL.
+//! * [`KernelLibrary`] holds Baton's own kernels; [`Gemm`] runs matrix products on cuBLASLt.
+//! * [`CudaBackend`] runs forward passes. [`DeviceKv`] holds the KV cache and [`DeviceBatch`] the running
+//!   batch. A [`CudaStep`] is a prepared step; a [`CudaFrame`] returns its tokens.
 
 mod attention;
 mod backend;
+mod bandwidth;
 mod batch;
 mod buffer;
 mod captured;
@@ -30,6 +31,7 @@ mod driver_calls;
 mod error;
 #[allow(dead_code)] // The whole header, called or not.
 mod ffi;
+mod gemm;
 mod graph;
 mod ipc;
 mod kv;
@@ -41,8 +43,6 @@ mod nccl;
 mod plan;
 mod probe;
 mod process;
-mod product;
-mod roof;
 mod sample;
 mod skinny;
 mod staging;
@@ -57,10 +57,13 @@ pub use batch::{BatchLimits, CudaFrame, DeviceBatch, Finished, Output, StepInput
 pub use buffer::{CudaBuffer, CudaMatrix, CudaVector};
 pub use channel::{NcclChannels, PeerExchange, nccl_link_bytes, nccl_reserved_sms};
 pub use clock::DeviceClock;
-pub use collective::{Group, GroupArena, GroupHandle, SumNorm, SumRows, SumWay};
+pub use collective::{
+    AllReduceAlgorithm, AllReduceNorm, AllReduceShape, Group, GroupArena, GroupHandle,
+};
 pub use context::{Compute, Context, DeviceToHost, Event, HostToDevice, Role, Stream};
 pub use driver::{CUDA_NEEDED, Device, Driver, Link, has_cublaslt, has_nccl};
 pub use error::{CudaError, CudaVersion};
+pub use gemm::{Gemm, GemmShape, WORKSPACE_BYTES};
 pub use graph::Graph;
 pub use ipc::{IpcMemory, PeerToDevice};
 pub use kv::{DeviceKv, RankedKv};
@@ -73,7 +76,6 @@ pub use nccl::{
 };
 pub use plan::{Admission, Extension, StepRows};
 pub use probe::Delays;
-pub use product::{Product, Products, WORKSPACE_BYTES};
 pub use sample::SampleOutcome;
 pub use step::CudaStep;
 pub use tune::{Tuned, TunedTime, Tuning, row_steps};

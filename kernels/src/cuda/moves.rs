@@ -1,7 +1,7 @@
-//! Blocks that lie apart, or parts of them, to and from a range where they follow one another.
+//! Gathers KV blocks, or parts of them, into contiguous memory, and scatters them back.
 //!
-//! By a kernel of few thread blocks, all of them in one launch, where [`DeviceKv::move_with`] has named its
-//! library; else, or where multiprocessors are to be left alone, by the copy engines, at 5 us for a block of 2 MiB.
+//! One kernel launch with few CTAs moves all blocks if [`DeviceKv::move_with`] has set a library. Otherwise, or
+//! when SMs must stay free, the copy engines move whole blocks at 5 µs per 2 MiB block.
 
 use std::ops::Range as Indices;
 
@@ -18,17 +18,17 @@ use super::{
 };
 use crate::layout::{BlockId, KvLayout};
 
-/// Thread blocks of the kernel: enough to keep pace with NCCL, and few beside a forward's.
+/// CTAs of the kernel: enough to match NCCL's throughput, and few beside a forward pass.
 const MOVERS: i32 = 16;
-/// What the kernel moves at once.
+/// Vector width of the kernel in bytes.
 const VECTOR_BYTES: usize = 16;
 
-/// Which bytes of a block are moved: the same of each row, which are a layer's keys or values.
+/// The bytes that are moved of each row of a block; a row has a layer's keys or values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Rows {
-    /// From one row to the next.
+    /// Bytes from one row to the next.
     pub pitch: usize,
-    /// Where in a row they begin.
+    /// First byte within a row.
     pub first: usize,
     pub width: usize,
     /// Rows of a block.
@@ -36,7 +36,7 @@ pub(super) struct Rows {
 }
 
 impl Rows {
-    /// These heads of blocks that have `layout`.
+    /// Returns the bytes of these heads in blocks of `layout`.
     fn of_heads(layout: KvLayout, heads: Indices<usize>) -> Self {
         let head_bytes = layout.head_elements() * layout.dtype.bytes();
         Self {
@@ -47,17 +47,17 @@ impl Rows {
         }
     }
 
-    /// Of a whole block.
+    /// Returns the bytes of a whole block.
     pub fn block_bytes(&self) -> usize {
         self.pitch * self.count
     }
 
-    /// What is moved of a block.
+    /// Returns the bytes that are moved of a block.
     pub fn bytes(&self) -> usize {
         self.width * self.count
     }
 
-    /// Whether blocks are moved as they are.
+    /// Returns whether whole blocks are moved.
     pub fn are_whole(&self) -> bool {
         self.width == self.pitch
     }
@@ -65,11 +65,11 @@ impl Rows {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Way {
-    /// Out of the blocks.
+    /// From the blocks to contiguous memory.
     Gather,
-    /// Into the blocks.
+    /// From contiguous memory to the blocks.
     Scatter,
-    /// The same, without multiprocessors where blocks are whole.
+    /// Like `Scatter`, with copy engines instead of SMs where blocks are whole.
     ScatterAside,
 }
 
@@ -79,7 +79,7 @@ impl Way {
     }
 }
 
-/// Where blocks lie, as few places as there are runs: offset and bytes.
+/// Returns the contiguous runs of these blocks: offset and bytes.
 pub(super) fn places_of(
     ids: &[BlockId],
     block_bytes: usize,
@@ -88,10 +88,10 @@ pub(super) fn places_of(
         .map(move |run| (run[0].index() * block_bytes, run.len() * block_bytes))
 }
 
-/// Moves the rows of these blocks to or from `place` on, one block behind the other.
+/// Enqueues a gather to, or a scatter from, contiguous memory at `place`.
 ///
 /// # Safety
-/// Nothing else writes what is read, or reads or writes what is written, until the stream has done it.
+/// Nothing else writes the source, or accesses the destination, until the work completes.
 pub(super) unsafe fn move_blocks<R: Role>(
     kv: &DeviceKv,
     rows: &Rows,
@@ -105,15 +105,15 @@ pub(super) unsafe fn move_blocks<R: Role>(
         && fit
         && !way.by_copies(rows)
     {
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         return unsafe { by_kernel(library, kv, rows, ids, (staging, place), way, stream) };
     }
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     unsafe { by_copies(kv, rows, ids, (staging, place), way, stream) }
 }
 
 /// # Safety
-/// As [`move_blocks`].
+/// See [`move_blocks`].
 unsafe fn by_kernel<R: Role>(
     library: &KernelLibrary,
     kv: &DeviceKv,
@@ -123,13 +123,13 @@ unsafe fn by_kernel<R: Role>(
     way: Way,
     stream: &Stream<R>,
 ) -> Result<(), CudaError> {
-    // Blocks are within the KV, and the place within the staging.
+    // Checks that the blocks are within the KV memory and `place` within the staging memory.
     let end = ids.iter().map(|id| id.index() + 1).max().unwrap_or(0);
     let arena = kv.data().part(0, end * rows.block_bytes());
     let staging = staging.part(place, ids.len() * rows.bytes());
     let ids: Vec<i32> = ids.iter().map(|id| id.0 as i32).collect();
-    // SAFETY: blocks and place are inside their ranges; the rest is the caller's promise. The list is read
-    // before the call returns.
+    // SAFETY: blocks and place are inside their ranges, and the caller guarantees the rest. The list is
+    // read before the call returns.
     let code = unsafe {
         (library.functions().baton_move_rows)(
             arena,
@@ -149,7 +149,7 @@ unsafe fn by_kernel<R: Role>(
 }
 
 /// # Safety
-/// As [`move_blocks`].
+/// See [`move_blocks`].
 unsafe fn by_copies<R: Role>(
     kv: &DeviceKv,
     rows: &Rows,
@@ -173,8 +173,8 @@ unsafe fn by_copies<R: Role>(
                     Way::Gather => (apart, together),
                     Way::Scatter | Way::ScatterAside => (together, apart),
                 };
-                // SAFETY: rows of both are inside their parts, which were just checked; the rest is the
-                // caller's promise.
+                // SAFETY: rows of both are inside their parts, as just checked. The caller guarantees the
+                // rest.
                 unsafe { copy_rows(from, to, rows.width, height, stream) }?;
             }
         }
@@ -183,10 +183,10 @@ unsafe fn by_copies<R: Role>(
     unsafe { whole.put(stream) }
 }
 
-/// From and to: address, pitch, and where in a row the bytes begin.
+/// Enqueues a strided copy. `from` and `to` have address, pitch and first byte within a row.
 ///
 /// # Safety
-/// As [`move_blocks`], of rows in memory that is mapped.
+/// See [`move_blocks`]; the rows are in mapped memory.
 unsafe fn copy_rows<R: Role>(
     (from, from_pitch, from_first): (sys::CUdeviceptr, usize, usize),
     (to, to_pitch, to_first): (sys::CUdeviceptr, usize, usize),
@@ -213,12 +213,12 @@ unsafe fn copy_rows<R: Role>(
         WidthInBytes: width,
         Height: height,
     };
-    // SAFETY: the caller's promise; the description is read before the call returns.
+    // SAFETY: guaranteed by the caller; the description is read before the call returns.
     unsafe { sys::cuMemcpy2DAsync_v2(&copy, stream.raw()) }.named("cuMemcpy2DAsync")
 }
 
 impl DeviceKv {
-    /// For tests: these heads of blocks, one block behind the other, as a channel brings them together.
+    /// Gathers these heads of blocks as an NCCL channel does. For tests.
     pub fn gather(&self, heads: Indices<usize>, ids: &[BlockId]) -> Result<Vec<u8>, CudaError> {
         let rows = Rows::of_heads(self.layout(), heads);
         let mut bytes = vec![0; ids.len() * rows.bytes()];
@@ -226,7 +226,7 @@ impl DeviceKv {
         Ok(bytes)
     }
 
-    /// For tests: puts these heads of blocks to their places, as a channel does.
+    /// Scatters these heads of blocks as an NCCL channel does. For tests.
     pub fn scatter(
         &self,
         heads: Indices<usize>,
@@ -234,11 +234,11 @@ impl DeviceKv {
         bytes: &[u8],
     ) -> Result<(), CudaError> {
         let rows = Rows::of_heads(self.layout(), heads);
-        assert_eq!(bytes.len(), ids.len() * rows.bytes(), "bytes of {} blocks", ids.len());
+        assert_eq!(bytes.len(), ids.len() * rows.bytes(), "size of {} blocks", ids.len());
         self.moved(&rows, ids, bytes, Way::Scatter).map(drop)
     }
 
-    /// What has these bytes at first, once all was moved to or from it.
+    /// Runs a gather or scatter on staging memory of these initial bytes, and returns its final bytes.
     fn moved(
         &self,
         rows: &Rows,
@@ -246,14 +246,14 @@ impl DeviceKv {
         bytes: &[u8],
         way: Way,
     ) -> Result<Range, CudaError> {
-        assert!(rows.first + rows.width <= rows.pitch, "a block has these heads");
-        assert!(ids.iter().all(|id| id.0 < self.block_count()), "there are these blocks");
-        let staging = DeviceMemory::new(self.context(), "blocks of a test", bytes.len())?;
+        assert!(rows.first + rows.width <= rows.pitch, "heads exceed the block's heads");
+        assert!(ids.iter().all(|id| id.0 < self.block_count()), "a block id is out of range");
+        let staging = DeviceMemory::new(self.context(), "a test's staging", bytes.len())?;
         let staging = staging.cut(bytes.len())?;
         staging.write(0, bytes)?;
         let stream: Stream<StagingCopies> = Stream::new(self.context())?;
-        // SAFETY: `bytes` is as long as the rows; nobody else has the staging, and the blocks are the test's
-        // own until this returns.
+        // SAFETY: `bytes` is as long as the rows; nobody else has the staging memory, and the test owns the
+        // blocks until this returns.
         unsafe { move_blocks(self, rows, ids, (&staging, 0), way, &stream) }?;
         stream.synchronize()?;
         Ok(staging)

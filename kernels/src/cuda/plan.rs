@@ -1,47 +1,47 @@
-//! A step's plan as the device reads it: words behind a header (`baton_plan_header`).
+//! Encodes a step's plan for the device: 32-bit words behind a header (`baton_plan_header`).
 
 use super::ffi::{
     PlanAdmission, PlanHeader, PlanRun, PlanSequence, RunTarget, SlotSampling, SlotState,
 };
 use crate::{layout::BlockId, sampling::Sampling};
 
-/// A slot's new occupant.
+/// A sequence that is admitted to a slot.
 #[derive(Clone, Copy, Debug)]
 pub struct Admission<'a> {
     pub slot: u32,
-    /// Every token known; ids are below the vocabulary's size.
+    /// Known token ids, each below the vocabulary size.
     pub tokens: &'a [u32],
     pub prompt_len: u32,
-    /// Tokens whose KV is in `blocks` already.
+    /// Tokens whose KV is already in `blocks`.
     pub position: u32,
     pub blocks: &'a [BlockId],
     pub sampling: &'a Sampling,
 }
 
-/// Blocks that join a slot's table.
+/// Blocks appended to a slot's block table.
 #[derive(Clone, Copy, Debug)]
 pub struct Extension<'a> {
     pub slot: u32,
-    /// Blocks of the table so far.
+    /// Blocks in the table so far.
     pub first: u32,
     pub blocks: &'a [BlockId],
 }
 
-/// One sequence of a step: `rows` tokens from its slot's position on.
+/// One sequence of a step: `rows` tokens from the slot's position on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StepRows {
     pub slot: u32,
-    /// The slot's position, as the device has it too.
+    /// Position of the slot, equal to the device's copy.
     pub position: u32,
     pub rows: u32,
-    /// How many of the last rows choose a token.
+    /// Number of last rows that sample a token.
     pub samples: u32,
-    /// Of the step's masks, the first of its samples; one each.
+    /// Index of the token mask of the first sample; each sample has one mask.
     pub mask: Option<u32>,
 }
 
 impl StepRows {
-    /// What the device fills a step up with: a row of no slot.
+    /// A padding row that belongs to no slot.
     pub(super) const FILLING: Self =
         Self { slot: u32::MAX, position: 0, rows: 1, samples: 1, mask: None };
 }
@@ -51,13 +51,13 @@ const SEQUENCE_WORDS: usize = size_of::<PlanSequence>() / 4;
 const ADMISSION_WORDS: usize = size_of::<PlanAdmission>() / 4;
 const RUN_WORDS: usize = size_of::<PlanRun>() / 4;
 
-/// Words that a plan of so many slots needs at least.
+/// Returns the minimum words of a plan for `slots` slots.
 pub(super) fn words_min(slots: usize) -> usize {
-    // A run of one word for each slot's tokens, blocks and stops.
+    // A run of one word for the tokens, blocks and stop tokens of each slot.
     HEADER_WORDS + slots * (SEQUENCE_WORDS + ADMISSION_WORDS + 3 * (RUN_WORDS + 1)) + 8
 }
 
-/// Words of a slot's row in one of the pool's arrays, to be written.
+/// Words to be written to a slot's row in one of the pool's arrays.
 struct Write {
     target: RunTarget,
     slot: u32,
@@ -65,8 +65,8 @@ struct Write {
     words: Vec<u32>,
 }
 
-/// The plans of one step, to be applied one after the other: the last has the sequences, those before
-/// it only what did not fit into `words_max` words.
+/// Encodes the plans of one step, to be applied in order. The last plan has the sequences; the plans before
+/// the last hold what did not fit into `words_max` words.
 pub(super) fn encode(
     step_id: u32,
     admissions: &[Admission<'_>],
@@ -101,7 +101,7 @@ pub(super) fn encode(
 fn admission(admission: &Admission<'_>) -> PlanAdmission {
     let Sampling { logprobs, stop_token_ids, min_tokens, .. } = admission.sampling;
     let sampling = admission.sampling;
-    // Stop tokens are only wanted to be masked.
+    // Stop tokens are only needed for masking them before `min_tokens`.
     let stops = if *min_tokens > 0 { stop_token_ids.len() } else { 0 };
     PlanAdmission {
         slot: admission.slot as i32,
@@ -215,7 +215,7 @@ fn put<T: bytemuck::NoUninit>(words: &mut [u32], value: &T) {
 mod tests {
     use super::*;
 
-    /// What the device would make of some plans: words of (target, slot, place).
+    /// Decodes plans as the device does, into (target, slot, place, word).
     fn applied(plans: &[Vec<u32>]) -> Vec<(i32, i32, u32, u32)> {
         let mut writes = Vec::new();
         for plan in plans {
@@ -235,7 +235,7 @@ mod tests {
     }
 
     #[test]
-    fn a_plan_holds_sequences_occupants_and_their_words() {
+    fn plan_encodes_sequences_admissions_and_writes() {
         let blocks = [BlockId(7), BlockId(9)];
         let sampling = Sampling {
             seed: 1 << 40,
@@ -272,7 +272,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_too_long_for_one_plan_comes_in_several_before_the_sequences() {
+    fn oversized_plan_is_split_before_the_sequences() {
         let tokens: Vec<u32> = (0..1000).collect();
         let blocks: Vec<BlockId> = (0..63).map(BlockId).collect();
         let sampling = Sampling::greedy();

@@ -1,4 +1,4 @@
-//! For tests: streams that take their time, and a fault that ends the context.
+//! Random stream delays, and an error that ends the context. For tests.
 
 use std::{
     sync::{
@@ -14,7 +14,7 @@ use super::{
     library::KernelLibrary,
 };
 
-/// Lets time pass at random between what streams do: what one of them forgets to wait for comes late.
+/// Adds random delays between the work of streams, so that missing waits become visible.
 #[derive(Debug)]
 pub struct Delays {
     library: Arc<KernelLibrary>,
@@ -23,12 +23,12 @@ pub struct Delays {
 }
 
 impl Delays {
-    /// Of up to `longest`, by `seed`.
+    /// Creates delays of up to `longest`, seeded with `seed`.
     pub fn new(library: Arc<KernelLibrary>, longest: Duration, seed: u64) -> Self {
         Self { library, longest, state: AtomicU64::new(seed) }
     }
 
-    /// Every other time for a while.
+    /// Enqueues a delay, every other time.
     pub(super) fn pass<R: Role>(&self, stream: &Stream<R>) -> Result<(), CudaError> {
         let count = self.state.fetch_add(1, Ordering::Relaxed);
         let random = (count ^ 0x9e37_79b9).wrapping_mul(0xbf58_476d_1ce4_e5b9) >> 32;
@@ -36,7 +36,7 @@ impl Delays {
             return Ok(());
         }
         let nanoseconds = self.longest.as_nanos() as u64 * (random >> 1) / (1 << 31);
-        // SAFETY: the stream is alive, and no memory is touched.
+        // SAFETY: the stream is alive, and no memory is accessed.
         let code = unsafe {
             (self.library.functions().baton_delay)(nanoseconds as i64, stream.raw().cast())
         };
@@ -45,11 +45,11 @@ impl Delays {
 }
 
 impl KernelLibrary {
-    /// A kernel that writes where there is no memory. From then on every call in this context fails,
+    /// Launches a kernel that writes to an unmapped address. From then on every call in this context fails,
     /// until the process ends.
     pub fn fault<R: Role>(&self, stream: &Stream<R>) -> Result<(), CudaError> {
         const NOWHERE: u64 = 256;
-        // SAFETY: the driver gives this address to nobody; that the write fails is what is wanted.
+        // SAFETY: the driver never allocates this address; the write is meant to fail.
         let code = unsafe {
             (self.functions().baton_fill_random)(0, NOWHERE, 1, 0, 1.0, stream.raw().cast())
         };

@@ -1,8 +1,8 @@
-//! Which process this is, to the others of its host.
+//! Identifies this process to other processes of its host.
 
 use std::sync::OnceLock;
 
-/// Random, made once: containers of one host count their processes from 1 each.
+/// Returns a random id of this process. Process ids of containers on one host are not unique.
 pub fn mark() -> u128 {
     static MARK: OnceLock<u128> = OnceLock::new();
     *MARK.get_or_init(|| {

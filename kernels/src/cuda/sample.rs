@@ -1,9 +1,9 @@
-//! Choosing tokens on the device, by the rules of [`crate::sampling`].
+//! Sampling on the device, by the rules of [`crate::sampling`].
 //!
-//! In a group every rank has the logits of its own tokens. All ranks choose, and choose alike: they
-//! tell each other what they have found between the kernels. Where that does not do, logits are
-//! gathered, and the rows are counted: vocabularies too small to be cut between runs, and rows of
-//! whose tokens too many are as likely as the last that top-k or top-p leaves.
+//! In a group every rank has the logits of its vocabulary shard. All ranks sample and choose the same token:
+//! they exchange intermediate results between the kernels. Two cases gather the whole logits instead, and
+//! those rows are counted: vocabularies too small to be sharded, and rows in which too many tokens tie with
+//! the last token that top-k or top-p keeps.
 
 use std::ops;
 
@@ -24,11 +24,11 @@ use crate::{
     shard::cuts_between_runs,
 };
 
-/// What one sampled row brought.
+/// Outcome of one sampled row.
 #[derive(Clone, Debug, PartialEq)]
 pub enum SampleOutcome {
     Token(SampledToken),
-    /// The logit of this token is no finite number.
+    /// The logit of this token is not finite.
     BadLogit {
         token: u32,
         value: f32,
@@ -37,7 +37,7 @@ pub enum SampleOutcome {
     NoCandidate,
 }
 
-/// What sampling reads and writes of a batch.
+/// Buffers of sampling.
 #[derive(Debug)]
 pub(super) struct Sampler {
     vocabulary: usize,
@@ -45,14 +45,14 @@ pub(super) struct Sampler {
     results: Range,
     top: Range,
     scratch: Range,
-    /// Logits of all tokens, where ranks gather them.
+    /// Logits of the whole vocabulary, where ranks gather them.
     whole: Option<Range>,
-    /// Of every rank.
+    /// Vocabulary range of every rank.
     tokens: Vec<ops::Range<usize>>,
     rows_gathered: u64,
 }
 
-/// Of the mask of one row.
+/// Returns the words of a row's token mask.
 pub(super) fn mask_words(limits: &BatchLimits) -> usize {
     limits.vocabulary.div_ceil(32) as usize
 }
@@ -67,7 +67,7 @@ impl Sampler {
         let shard = backend.shard();
         let is_gathered = !cuts_between_runs(vocabulary, shard.of());
         let ranks = if is_gathered { 1 } else { shard.of() };
-        // SAFETY: a function of numbers.
+        // SAFETY: the function only computes a number.
         let scratch_bytes = unsafe {
             (backend.library().functions().baton_group_sample_scratch_bytes)(
                 ranks as i32,
@@ -88,7 +88,7 @@ impl Sampler {
         })
     }
 
-    /// As the kernels want it before the first call.
+    /// Clears the scratch memory before the first launch.
     pub fn clear(&self, stream: &Stream<HostToDevice>) -> Result<(), CudaError> {
         self.scratch.fill(0, stream)
     }
@@ -97,12 +97,12 @@ impl Sampler {
         &self.masks
     }
 
-    /// One for every sample.
+    /// Returns the range of the results, one per sample.
     pub fn results(&self) -> &Range {
         &self.results
     }
 
-    /// Log-probabilities, so many places for every sample.
+    /// Returns the range of the log-probabilities, a fixed number per sample.
     pub fn top(&self) -> &Range {
         &self.top
     }
@@ -111,8 +111,8 @@ impl Sampler {
         self.rows_gathered
     }
 
-    /// So many of a step's samples, as the device has told: all of them, where logits are gathered
-    /// for whatever they ask.
+    /// Adds gathered rows: `told` as counted by the device, or all `samples` where logits are always
+    /// gathered.
     pub fn add_gathered(&mut self, told: u64, samples: u64) {
         self.rows_gathered += if self.whole.is_some() { samples } else { told };
     }
@@ -125,7 +125,7 @@ impl Sampler {
         has_masks: bool,
     ) -> Result<(), CudaError> {
         let tokens = &self.tokens[backend.shard().rank()];
-        assert_eq!(logits.width, tokens.len(), "a logit for every token of the rank's");
+        assert_eq!(logits.width, tokens.len(), "one logit per token of the rank's shard");
         let own = logits.data.part(0, logits.bytes(step.samples()));
         let (address, stride) = match &self.whole {
             None => (own, logits.stride),
@@ -146,7 +146,7 @@ impl Sampler {
         };
         if let (Some(group), None) = (backend.group(), &self.whole) {
             let places = (step.pool(), step.arrays());
-            // SAFETY: every range was made for the limits that the step is within.
+            // SAFETY: every range was allocated for the limits that the step is within.
             return unsafe { group.sample(&self.tokens, places, &args, backend.compute()) };
         }
         // SAFETY: as above.
@@ -161,7 +161,7 @@ impl Sampler {
         backend.library().check("baton_sample", code)
     }
 
-    /// Whole rows of all ranks' logits: where they are, and from one to the next.
+    /// Launches a gather of all ranks' logits. Returns the address of the rows and their stride.
     fn gather(
         &self,
         backend: &CudaBackend,
@@ -169,7 +169,7 @@ impl Sampler {
         rows: usize,
     ) -> Result<(ffi::Address, usize), CudaError> {
         let (group, whole) = (backend.group(), self.whole.as_ref());
-        let (group, whole) = group.zip(whole).expect("a batch is made by a rank of the group");
+        let (group, whole) = group.zip(whole).expect("the batch belongs to a rank of the group");
         let stride = row_stride(self.vocabulary, Dtype::F32);
         let from = (&logits.data, logits.stride);
         group.gather(&self.tokens, from, (whole, stride), rows, backend.compute())?;
@@ -177,7 +177,7 @@ impl Sampler {
     }
 }
 
-/// What the rules of one sequence want of sampling's kernels beside the choice of the best.
+/// Returns the sampling kernels that a sequence needs beyond the argmax.
 pub(super) fn needs(sampling: &Sampling) -> i32 {
     let Sampling { temperature, top_k, top_p, logprobs, .. } = sampling;
     let has_penalty = sampling.repetition_penalty != 1.0
@@ -193,7 +193,7 @@ pub(super) fn needs(sampling: &Sampling) -> i32 {
     .fold(0, |all, (is_wanted, bit)| if *is_wanted { all | bit } else { all })
 }
 
-/// Of a sample that has come down.
+/// Converts a downloaded sample.
 pub(super) fn outcome(
     result: &SampleResult,
     top: &[TokenLogprob],

@@ -1,11 +1,11 @@
-//! Products of few rows with what surrounds them, in one pass over the weight.
+//! Skinny (small-M) GEMMs with fused prologue and epilogue, in one pass over the weight.
 //!
-//! A decode step of few rows costs what reading its weights costs, and every kernel between two
-//! products leaves the memory idle. So a product does what follows it: heads are turned and stored, gate
-//! and up activated, the residual added. An RMS norm is two factors: the weight's goes into the
-//! output of the product before, the row's own is applied to the sums of the product behind, from
-//! sums of squares that the one before has left ([`Pending`]). Where the library leaves a product to
-//! cuBLAS, what surrounds it is done by kernels of their own.
+//! A decode step of few rows is bound by reading its weights, and every kernel between two GEMMs leaves
+//! memory bandwidth unused. So the GEMM's epilogue does the next operation: RoPE and the KV store, SiLU and
+//! multiply, or the residual add. An RMS norm is split into two factors. The producing GEMM multiplies its
+//! output by the norm's weight and stores partial sums of squares ([`Pending`]); the consuming GEMM scales
+//! its accumulators by the row's factor. Where the library leaves a GEMM to cuBLASLt, separate kernels do
+//! these operations.
 
 use super::{
     attention::dtype_code,
@@ -22,36 +22,36 @@ use crate::{
     layout::Dtype,
 };
 
-/// Rows of a weight whose outputs one block computes, at least.
+/// Minimum weight rows (outputs) per CTA.
 const TILE_MIN: usize = 16;
-/// Outputs of the widest product onto the residual stream.
+/// Outputs of the widest GEMM that adds to the residual stream.
 const WIDTH_MAX: usize = 1 << 16;
 
-/// What is still to be done to a buffer's rows: each is to be divided by the root of the mean of
-/// its squares, plus `eps`.
+/// A deferred RMS norm: each row of a buffer is still to be divided by the root of the mean of its
+/// squares plus `eps`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Pending {
-    /// Partial sums of every row.
+    /// Partial sums of squares per row.
     count: usize,
     eps: f32,
-    /// Where the rows came from, and the weight that they were multiplied with.
+    /// Source of the rows and the norm's weight that they are already multiplied by.
     residual: ffi::Address,
     norm: ffi::Address,
 }
 
-/// What these products need beside their operands.
+/// State of the skinny GEMMs beside their operands.
 pub(super) struct Skinny {
-    /// Partial sums of squares of the rows that the last product onto the residual stream left.
+    /// Partial sums of squares, written by the last GEMM that added to the residual stream.
     squares: Range,
-    /// A product's kernel may start while the one before it ends.
+    /// Whether a kernel may start while its predecessor ends (programmatic dependent launch).
     starts_early: bool,
-    /// Rows that a product takes at most; 0: it is switched off.
+    /// Maximum rows of a skinny GEMM; 0 disables skinny GEMMs.
     rows_max: usize,
-    /// Those that share a product's outputs.
+    /// SMs that share the outputs of a GEMM.
     sms: i32,
 }
 
-/// What follows a product.
+/// The operation fused behind a GEMM.
 enum Epilogue<'a> {
     Plain,
     Residual {
@@ -69,7 +69,7 @@ enum Epilogue<'a> {
     },
 }
 
-/// Rows for which sums of squares have room.
+/// Maximum rows with partial sums of squares.
 const SQUARES_ROWS: usize = 256;
 
 impl Skinny {
@@ -80,19 +80,19 @@ impl Skinny {
         starts_early: bool,
         sms: i32,
     ) -> Result<Self, CudaError> {
-        // SAFETY: it gives a number.
+        // SAFETY: the function only returns a number.
         let rows_max = unsafe { (library.functions().baton_skinny_gemm_rows_max)() };
         let rows_max = usize::try_from(rows_max).unwrap_or(0).min(SQUARES_ROWS);
         let rows_max = if is_on { rows_max } else { 0 };
         Ok(Self { squares: memory.cut(Self::BYTES)?, starts_early, rows_max, sms })
     }
 
-    /// Of the memory that it cuts its own from.
+    /// Bytes that [`new`](Self::new) cuts from the workspace.
     pub const BYTES: usize = SQUARES_ROWS * WIDTH_MAX / TILE_MIN * size_of::<f32>();
 }
 
 impl CudaBackend {
-    /// As [`crate::Backend::project_heads`], for heads without norms. False: nothing was done.
+    /// Runs [`crate::Backend::project_heads`] for heads without norms. Returns false when nothing was launched.
     pub(super) fn skinny_heads(
         &self,
         layer: usize,
@@ -107,13 +107,13 @@ impl CudaBackend {
         assert_eq!(frequencies.len * 2, shape.head_dim, "one frequency per pair");
         let (bias, places, arrays) = (weights.bias, step.places(layer), step.arrays());
         let epilogue = Epilogue::Heads { shape, bias, frequencies, places, arrays };
-        // A tile is part of one head.
+        // A tile lies within one head.
         let is_served = weights.norms.is_none() && shape.head_dim.is_multiple_of(TILE_MIN);
         is_served && self.skinny(step.rows(), (x, w), epilogue, qkv).is_some()
     }
 
-    /// The product alone. False: nothing was done.
-    pub(super) fn skinny_product(
+    /// Runs the plain GEMM. Returns false when nothing was launched.
+    pub(super) fn skinny_matmul(
         &self,
         rows: usize,
         product: (&CudaBuffer, &CudaMatrix),
@@ -126,7 +126,7 @@ impl CudaBackend {
         self.skinny(rows, product, epilogue, out).is_some()
     }
 
-    /// As [`crate::Backend::project_onto_residual`]. False: nothing was done.
+    /// Runs [`crate::Backend::project_onto_residual`]. Returns false when nothing was launched.
     pub(super) fn skinny_onto_residual(
         &self,
         rows: usize,
@@ -138,7 +138,7 @@ impl CudaBackend {
         let width = product.1.rows;
         assert!(
             residual.width == width && norm.len == width && out.width == width,
-            "project_onto_residual: widths are equal"
+            "project_onto_residual: widths differ"
         );
         let is_packed = residual.stride == width && out.stride == width;
         if residual.dtype != Dtype::F32 || !is_packed || width > WIDTH_MAX {
@@ -153,7 +153,7 @@ impl CudaBackend {
         true
     }
 
-    /// As [`crate::Backend::project_gated`]. False: nothing was done.
+    /// Runs [`crate::Backend::project_gated`]. Returns false when nothing was launched.
     pub(super) fn skinny_gated(
         &self,
         rows: usize,
@@ -163,13 +163,13 @@ impl CudaBackend {
         self.skinny(rows, product, Epilogue::Gated, out).is_some()
     }
 
-    /// Does what is still to be done to a buffer's rows, for a reader that does not do it by itself.
+    /// Applies the deferred norm to a buffer's rows, for a consumer that does not apply it itself.
     pub(super) fn finish_rows(&self, rows: usize, x: &CudaBuffer) {
         let Some(Pending { eps, residual, norm, .. }) = x.pending.take() else { return };
         let (to, width) = (x.data.part(0, x.bytes(rows)), x.width);
         self.call("baton_rms_norm", |functions, stream| {
-            // SAFETY: the rows came from there, which is as wide and has as many rows, and nobody has
-            // written to it since.
+            // SAFETY: the rows were computed from `residual`, which has the same shape and was not written
+            // since.
             unsafe {
                 (functions.baton_rms_norm)(
                     dtype_code(x.dtype),
@@ -185,7 +185,7 @@ impl CudaBackend {
         });
     }
 
-    /// One product. Returns the rows of a tile, or `None` when it is left to cuBLAS.
+    /// Launches one skinny GEMM. Returns the rows of a tile, or `None` when cuBLASLt is to run the GEMM.
     fn skinny(
         &self,
         rows: usize,
@@ -249,13 +249,13 @@ impl CudaBackend {
             }
         }
         let functions = self.library().functions();
-        // SAFETY: it reads the arguments alone.
+        // SAFETY: the function only reads its arguments.
         let tile = unsafe { (functions.baton_skinny_gemm_tile)(&args) };
         let tile = usize::try_from(tile).ok().filter(|tile| *tile > 0)?;
         self.call("baton_skinny_gemm", |functions, stream| {
-            // SAFETY: operands and output have the step's rows and the matrix's sizes, as was just
-            // checked; sums of squares have room for the smallest tile; the step's destinations are
-            // places of blocks that it may write.
+            // SAFETY: operands and output have the step's rows and the matrix's sizes, as checked above; the
+            // partial sums have room for the smallest tile; the step's KV destinations are blocks that the
+            // step may write.
             unsafe { (functions.baton_skinny_gemm)(&args, stream) }
         });
         Some(tile)

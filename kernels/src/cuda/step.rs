@@ -1,21 +1,21 @@
-//! The rows of one forward on the GPU, prepared there.
+//! The rows of one forward pass, prepared on the GPU.
 
 use std::sync::Arc;
 
 use super::{batch::BatchMemory, ffi, plan::StepRows};
 use crate::layout::{BLOCK_TOKENS, KvLayout};
 
-/// One forward: what the kernels read lies on the device; this names it and its sizes.
+/// One forward pass: addresses and sizes of the arrays that its kernels read.
 #[derive(Debug)]
 pub struct CudaStep {
     memory: Arc<BatchMemory>,
-    /// No two steps of a process have the same.
+    /// Unique within the process.
     serial: u64,
     rows: usize,
     samples: usize,
-    /// Every sequence has one row, which samples.
+    /// Whether every sequence has one row, which samples.
     is_decode: bool,
-    /// Of sampling's kernels, for all rows together.
+    /// Sampling kernels that any row needs.
     needs: i32,
     row_indptr: Vec<i32>,
     page_indptr: Vec<i32>,
@@ -23,7 +23,7 @@ pub struct CudaStep {
 }
 
 impl CudaStep {
-    /// Of these sequences, and as many more of one row each that the device fills up with as make
+    /// Creates a step of these sequences. The device pads the step with sequences of one row up to
     /// `sequences_min`.
     pub(super) fn new(
         memory: Arc<BatchMemory>,
@@ -73,8 +73,8 @@ impl CudaStep {
         self.kv_lengths.len()
     }
 
-    /// True when every sequence has one row, which samples. Sampled rows then are all rows in their
-    /// order, apart from those that only fill the step up, for which the first stands.
+    /// Returns whether every sequence has one row, which samples. Then the sampled rows are all rows in
+    /// order; for padding rows the first row is sampled again.
     pub fn is_decode(&self) -> bool {
         self.is_decode
     }
@@ -103,7 +103,7 @@ impl CudaStep {
         self.needs
     }
 
-    /// Where a layer's keys and values are.
+    /// Returns the addresses of a layer's keys and values.
     pub(super) fn places(&self, layer: usize) -> Places {
         let kv = self.kv();
         let token = i64::from(kv.head_dim);
@@ -120,7 +120,7 @@ impl CudaStep {
         }
     }
 
-    /// Points into this value.
+    /// Returns a struct that points into this value.
     pub(super) fn host_batch(&self) -> ffi::AttentionBatch {
         ffi::AttentionBatch {
             row_indptr_host: self.row_indptr.as_ptr(),
@@ -134,7 +134,8 @@ impl CudaStep {
     }
 }
 
-/// One layer's keys and values in block 0, and elements from one block, head and token to the next.
+/// Addresses of a layer's keys and values in block 0, and strides in elements from one block, head and token
+/// to the next.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Places {
     pub keys: ffi::Address,

@@ -1,9 +1,8 @@
-//! Which algorithm of cuBLASLt is quickest for which product, measured once a machine.
+//! Times cuBLASLt's algorithms per GEMM shape and keeps the fastest, once per machine.
 //!
-//! cuBLASLt guesses an algorithm from a product's shape, and names others that might do. They are timed
-//! at start, and the quickest is kept: in a file too, so that the next start has nothing to time. Rows
-//! vary from step to step, so what is found for one number of rows of [`row_steps`] holds for those just
-//! below it.
+//! cuBLASLt's heuristic picks an algorithm by shape and names alternatives. All of them are timed at
+//! start. The fastest is stored in a file, so that the next start times nothing. The number of rows varies from
+//! step to step, so the result for one of [`row_steps`] also holds for the row counts just below it.
 
 use std::{
     collections::HashMap,
@@ -13,45 +12,45 @@ use std::{
     time::{Duration, Instant, SystemTime, UNIX_EPOCH},
 };
 
-use super::product::Product;
+use super::gemm::GemmShape;
 use crate::layout::Dtype;
 
-/// How products are tuned.
+/// Settings of GEMM tuning.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Tuning {
-    /// Where what was found is kept; `None`: nowhere.
+    /// Folder of the results' file; `None` stores nothing.
     pub folder: Option<PathBuf>,
-    /// After this nothing more is timed; what is left has cuBLASLt's first guess, until the next start.
+    /// Time budget. Shapes that remain use the heuristic's algorithm until the next start.
     pub within: Duration,
 }
 
-/// What tuning came to.
+/// Result of tuning.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Tuned {
-    /// Shapes that an earlier start had timed.
+    /// Shapes that an earlier start has timed.
     pub known: usize,
-    /// For which the time did not suffice.
+    /// Shapes left untimed because the time budget was used up.
     pub left: usize,
     pub took: Duration,
     pub times: Vec<TunedTime>,
-    /// What kept the file from being read or written.
+    /// Errors of reading or writing the file.
     pub faults: Vec<String>,
 }
 
-/// What one product takes.
+/// Times of one shape.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct TunedTime {
-    pub product: Product,
-    /// With what cuBLASLt takes unasked.
-    pub first_guess: Duration,
+    pub shape: GemmShape,
+    /// Time of the heuristic's algorithm.
+    pub heuristic: Duration,
     pub chosen: Duration,
 }
 
-/// cuBLASLt's own description of an algorithm: opaque, and of use to the same version only.
+/// Opaque description of an algorithm, valid for one version of cuBLASLt.
 pub(super) type Algorithm = [u64; 8];
 
-/// The number of rows for which a product of `rows` rows is tuned: as many as recorded decoding steps
-/// have, and above them four to an octave.
+/// Returns the number of rows that a GEMM of `rows` rows is tuned for: the batch sizes of captured decode
+/// steps, and four values per power of two above them.
 pub(super) fn row_step(rows: usize) -> usize {
     match rows {
         0..=2 => rows,
@@ -65,7 +64,7 @@ pub(super) fn row_step(rows: usize) -> usize {
     }
 }
 
-/// All numbers of rows that products of up to `rows_max` rows are tuned for.
+/// Returns all row counts that GEMMs of up to `rows_max` rows are tuned for.
 pub fn row_steps(rows_max: usize) -> Vec<usize> {
     let (last, mut steps) = (row_step(rows_max), Vec::new());
     let mut step = 0;
@@ -76,17 +75,17 @@ pub fn row_steps(rows_max: usize) -> Vec<usize> {
     steps
 }
 
-/// What is known of one machine.
+/// Tuned algorithms of one machine.
 #[derive(Debug)]
 pub(super) struct Table {
-    /// Of GPU, driver and cuBLASLt: an algorithm holds for them alone.
+    /// GPU, driver and cuBLASLt version; an algorithm is valid for this combination only.
     machine: String,
-    algorithms: HashMap<Product, Algorithm>,
+    algorithms: HashMap<GemmShape, Algorithm>,
 }
 
-/// The first line of every file; its number changes when what follows does.
+/// First line of every file; its number changes with the file format.
 const HEADING: &str = "baton products 1";
-/// A file has a line of some 200 bytes for every shape of every model served here.
+/// Maximum size of a file, which has about 200 bytes per shape.
 const FILE_BYTES_MAX: u64 = 16 << 20;
 
 impl Table {
@@ -94,27 +93,27 @@ impl Table {
         Self { machine, algorithms: HashMap::new() }
     }
 
-    /// What is known for products of about so many rows.
-    pub fn get(&self, product: &Product) -> Option<Algorithm> {
-        self.algorithms.get(&Product { rows: row_step(product.rows), ..*product }).copied()
+    /// Returns the algorithm that was tuned for this shape's row step.
+    pub fn get(&self, shape: &GemmShape) -> Option<Algorithm> {
+        self.algorithms.get(&GemmShape { rows: row_step(shape.rows), ..*shape }).copied()
     }
 
-    /// `product` has rows of [`row_steps`].
-    pub fn insert(&mut self, product: Product, algorithm: Algorithm) {
-        debug_assert_eq!(product.rows, row_step(product.rows));
-        self.algorithms.insert(product, algorithm);
+    /// Inserts an algorithm; `shape.rows` is one of [`row_steps`].
+    pub fn insert(&mut self, shape: GemmShape, algorithm: Algorithm) {
+        debug_assert_eq!(shape.rows, row_step(shape.rows));
+        self.algorithms.insert(shape, algorithm);
     }
 
-    /// Adds what the folder's file of this machine has. A missing file is no fault.
+    /// Adds the contents of this machine's file in `folder`. A missing file is no error.
     pub fn read(&mut self, folder: &Path) -> Result<(), String> {
         let path = self.path(folder);
         let told =
-            |reason: &dyn std::fmt::Display| format!("{} is ignored: {reason}", path.display());
+            |reason: &dyn std::fmt::Display| format!("cannot read {}: {reason}", path.display());
         match fs::metadata(&path) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
             Err(error) => return Err(told(&error)),
             Ok(metadata) if metadata.len() > FILE_BYTES_MAX => {
-                return Err(told(&format_args!("it has more than {FILE_BYTES_MAX} bytes")));
+                return Err(told(&format_args!("more than {FILE_BYTES_MAX} bytes")));
             }
             Ok(_) => {}
         }
@@ -124,18 +123,18 @@ impl Table {
         Ok(())
     }
 
-    /// Adds this to the folder's file of this machine, which is replaced whole or not at all. Of two
-    /// that do so in the same moment one is lost, and timed again at the next start.
+    /// Merges this table into the folder's file of this machine and replaces the file atomically. Of two
+    /// concurrent writers, one is lost and its shapes are timed again at the next start.
     pub fn write(&mut self, folder: &Path) -> Result<(), String> {
-        // Another rank, whose products are others, has written since this one has read.
+        // Another rank has other shapes and may have written since this rank read the file.
         let mut there = Self::new(self.machine.clone());
         if there.read(folder).is_ok() {
             there.algorithms.extend(self.algorithms.drain());
             self.algorithms = there.algorithms;
         }
         let path = self.path(folder);
-        let told = |error: io::Error| format!("{} is not written: {error}", path.display());
-        // Processes of several containers may share the folder, and each be number 1 in its own.
+        let told = |error: io::Error| format!("cannot write {}: {error}", path.display());
+        // Containers that share the folder may have equal process ids.
         let moment = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_nanos());
         let new = path.with_extension(format!("{}-{moment:x}.new", std::process::id()));
         fs::create_dir_all(folder).map_err(told)?;
@@ -147,56 +146,60 @@ impl Table {
     }
 
     fn path(&self, folder: &Path) -> PathBuf {
-        folder.join(format!("products-{:016x}", sum(self.machine.as_bytes())))
+        folder.join(format!("products-{:016x}", checksum(self.machine.as_bytes())))
     }
 
     fn text(&self) -> String {
         let mut lines: Vec<_> = self.algorithms.iter().map(line).collect();
         lines.sort_unstable();
         let text = format!("{HEADING}\n{}\n{}", self.machine, lines.concat());
-        let sum = sum(text.as_bytes());
-        format!("{text}{sum:016x}\n")
+        let checksum = checksum(text.as_bytes());
+        format!("{text}{checksum:016x}\n")
     }
 }
 
-fn line((product, algorithm): (&Product, &Algorithm)) -> String {
-    let Product { rows, inputs, outputs, from, to, x_stride, out_stride } = product;
+fn line((shape, algorithm): (&GemmShape, &Algorithm)) -> String {
+    let GemmShape { rows, inputs, outputs, from, to, x_stride, out_stride } = shape;
     let mut line = format!("{rows} {inputs} {outputs} {from} {to} {x_stride} {out_stride}");
     for word in algorithm {
-        write!(line, " {word:x}").expect("a string takes all");
+        write!(line, " {word:x}").expect("writing to a string cannot fail");
     }
     line.push('\n');
     line
 }
 
-fn parse(text: &str, machine: &str) -> Result<Vec<(Product, Algorithm)>, String> {
+fn parse(text: &str, machine: &str) -> Result<Vec<(GemmShape, Algorithm)>, String> {
     let body = text.strip_suffix('\n').and_then(|text| text.rfind('\n'));
-    let (body, last) = text.split_at(body.ok_or("it is no list of products")? + 1);
-    if u64::from_str_radix(last.trim_end(), 16) != Ok(sum(body.as_bytes())) {
-        return Err("its check sum is another".to_owned());
+    let (body, last) = text.split_at(body.ok_or("malformed file; expected a list of shapes")? + 1);
+    if u64::from_str_radix(last.trim_end(), 16) != Ok(checksum(body.as_bytes())) {
+        return Err("wrong checksum".to_owned());
     }
     let mut lines = body.lines();
     if lines.next() != Some(HEADING) {
-        return Err(format!("it does not begin with {HEADING:?}"));
+        return Err(format!("wrong first line; expected {HEADING:?}"));
     }
     match lines.next() {
         Some(found) if found == machine => {}
-        found => return Err(format!("it is of {:?}, not of {machine:?}", found.unwrap_or(""))),
+        found => {
+            let found = found.unwrap_or("");
+            return Err(format!("the file is for {found:?}; expected {machine:?}"));
+        }
     }
-    let parsed = lines.map(|line| parse_line(line).ok_or_else(|| format!("line {line:?}")));
+    let parsed =
+        lines.map(|line| parse_line(line).ok_or_else(|| format!("malformed line {line:?}")));
     parsed.collect()
 }
 
-fn parse_line(line: &str) -> Option<(Product, Algorithm)> {
+fn parse_line(line: &str) -> Option<(GemmShape, Algorithm)> {
     let words: Vec<&str> = line.split(' ').collect();
-    let (shape, algorithm) = words.split_first_chunk::<7>()?;
-    let number = |index: usize| shape[index].parse::<usize>().ok();
-    let dtype = |index: usize| match shape[index] {
+    let (fields, algorithm) = words.split_first_chunk::<7>()?;
+    let number = |index: usize| fields[index].parse::<usize>().ok();
+    let dtype = |index: usize| match fields[index] {
         "f32" => Some(Dtype::F32),
         "bf16" => Some(Dtype::Bf16),
         _ => None,
     };
-    let product = Product {
+    let shape = GemmShape {
         rows: number(0)?,
         inputs: number(1)?,
         outputs: number(2)?,
@@ -207,30 +210,30 @@ fn parse_line(line: &str) -> Option<(Product, Algorithm)> {
     };
     let algorithm = algorithm.iter().map(|word| u64::from_str_radix(word, 16).ok());
     let algorithm = algorithm.collect::<Option<Vec<_>>>()?.try_into().ok()?;
-    (product.rows == row_step(product.rows)).then_some((product, algorithm))
+    (shape.rows == row_step(shape.rows)).then_some((shape, algorithm))
 }
 
-/// FNV-1a: finds accidents, and that is all it is for.
-fn sum(bytes: &[u8]) -> u64 {
+/// Returns the FNV-1a checksum, which detects accidental corruption only.
+fn checksum(bytes: &[u8]) -> u64 {
     let add = |sum: u64, byte: &u8| (sum ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3);
     bytes.iter().fold(0xcbf2_9ce4_8422_2325, add)
 }
 
-/// One of several algorithms, timed.
+/// Candidate algorithms that can be timed.
 pub(super) trait Candidates {
     type Error;
     fn count(&self) -> usize;
-    /// What one product takes; `None` where this one cannot.
+    /// Returns the time of one GEMM, or `None` when the algorithm does not support the shape.
     fn time(&mut self, candidate: usize) -> Result<Option<Duration>, Self::Error>;
 }
 
-/// Rounds of timing, and by how much one must be quicker than the first guess. Below that, noise would
-/// choose, and each machine another.
+/// Timing rounds, and the minimum gain over the heuristic's algorithm. Below that gain, noise would decide,
+/// and each machine would choose another algorithm.
 const ROUNDS: usize = 3;
 const GAIN_MIN: f64 = 0.02;
 
-/// The quickest, what it takes and what the first guess takes. Those that are far behind in one round
-/// are not timed again.
+/// Returns the fastest candidate, its time and the time of the heuristic's algorithm. A candidate that is
+/// much slower in one round is not timed again.
 pub(super) fn choose<C: Candidates>(
     candidates: &mut C,
 ) -> Result<Option<(usize, Duration, Duration)>, C::Error> {
@@ -249,7 +252,7 @@ pub(super) fn choose<C: Candidates>(
         let best = best_of(&times, &is_out).map(|(_, time)| time);
         for (candidate, times) in times.iter().enumerate() {
             let is_slow = median(times) > best.map(|best| best.mul_f64(1.1));
-            // The first is what others are compared with.
+            // The first candidate is the baseline of the comparison.
             is_out[candidate] |= is_slow && candidate > 0;
         }
     }
@@ -273,25 +276,25 @@ fn median(times: &[Duration]) -> Option<Duration> {
     times.get(times.len().checked_sub(1)? / 2).copied()
 }
 
-/// Tunes what is not known yet, in this order, until the time is over.
+/// Tunes the shapes that have no algorithm yet, in this order, within the time budget.
 pub(super) fn tune<E>(
     table: &mut Table,
-    products: impl Iterator<Item = Product>,
+    shapes: impl Iterator<Item = GemmShape>,
     tuning: &Tuning,
-    mut time: impl FnMut(Product) -> Result<Option<(Algorithm, Duration, Duration)>, E>,
+    mut time: impl FnMut(GemmShape) -> Result<Option<(Algorithm, Duration, Duration)>, E>,
 ) -> Result<Tuned, E> {
     let (started, mut tuned) = (Instant::now(), Tuned::default());
     if let Some(folder) = &tuning.folder {
         tuned.faults.extend(table.read(folder).err());
     }
-    for product in products {
-        if table.get(&product).is_some() {
+    for shape in shapes {
+        if table.get(&shape).is_some() {
             tuned.known += 1;
         } else if started.elapsed() >= tuning.within {
             tuned.left += 1;
-        } else if let Some((algorithm, chosen, first_guess)) = time(product)? {
-            table.insert(product, algorithm);
-            tuned.times.push(TunedTime { product, first_guess, chosen });
+        } else if let Some((algorithm, chosen, heuristic)) = time(shape)? {
+            table.insert(shape, algorithm);
+            tuned.times.push(TunedTime { shape, heuristic, chosen });
         }
     }
     if let (Some(folder), 1..) = (&tuning.folder, tuned.times.len()) {
@@ -311,8 +314,8 @@ mod tests {
 
     const MACHINE: &str = "a GPU, driver 13.0, cuBLASLt 130200";
 
-    fn product(rows: usize) -> Product {
-        Product::packed(rows, 4096, 6144, Dtype::Bf16, Dtype::F32)
+    fn shape(rows: usize) -> GemmShape {
+        GemmShape::packed(rows, 4096, 6144, Dtype::Bf16, Dtype::F32)
     }
 
     fn tuning(folder: &Path) -> Tuning {
@@ -325,7 +328,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn rows_have_a_step_at_most_a_quarter_above_them(rows in 1_usize..100_000) {
+        fn row_step_is_at_most_a_quarter_above_the_rows(rows in 1_usize..100_000) {
             let step = row_step(rows);
             prop_assert!(step >= rows && row_step(step) == step);
             if rows > 28 {
@@ -335,13 +338,13 @@ mod tests {
         }
 
         #[test]
-        fn no_text_is_read_as_what_it_is_not(text in "\\PC{0,60}(\n\\PC{0,20}){0,4}\n?") {
+        fn arbitrary_text_is_rejected(text in "\\PC{0,60}(\n\\PC{0,20}){0,4}\n?") {
             prop_assert!(parse(&text, MACHINE).is_err());
         }
     }
 
     #[test]
-    fn steps_are_few_and_every_size_of_a_decode_graph_is_one() {
+    fn row_steps_are_few_and_include_every_decode_graph_size() {
         let steps = row_steps(8192);
         assert_eq!(steps[..6], [1, 2, 4, 8, 16, 24]);
         let mut graphs = (8..=256).step_by(8).chain((256..=512).step_by(16));
@@ -351,74 +354,74 @@ mod tests {
     }
 
     #[test]
-    fn what_was_timed_once_is_known_to_the_next_start() {
+    fn tuned_shapes_are_read_at_the_next_start() {
         let folder = tempfile::tempdir().unwrap();
         let not_there_yet = folder.path().join("not/there/yet");
         let folder = not_there_yet.as_path();
-        let products = || [1, 8, 512].map(product).into_iter();
-        let time = |product: Product| {
-            Ok::<_, Infallible>(Some(([product.rows as u64; 8], milliseconds(2), milliseconds(3))))
+        let shapes = || [1, 8, 512].map(shape).into_iter();
+        let time = |shape: GemmShape| {
+            Ok::<_, Infallible>(Some(([shape.rows as u64; 8], milliseconds(2), milliseconds(3))))
         };
         let mut table = Table::new(MACHINE.into());
-        let tuned = tune(&mut table, products(), &tuning(folder), time).unwrap();
+        let tuned = tune(&mut table, shapes(), &tuning(folder), time).unwrap();
         assert_eq!(
             (tuned.known, tuned.times.len(), tuned.left, &tuned.faults[..]),
             (0, 3, 0, &[][..])
         );
         let [_, found, _] = tuned.times[..] else { panic!("{tuned:?}") };
-        let (first_guess, chosen) = (milliseconds(3), milliseconds(2));
-        assert_eq!(found, TunedTime { product: product(8), first_guess, chosen });
+        let (heuristic, chosen) = (milliseconds(3), milliseconds(2));
+        assert_eq!(found, TunedTime { shape: shape(8), heuristic, chosen });
 
         let mut table = Table::new(MACHINE.into());
-        let never = |product| -> Result<_, Infallible> { panic!("{product:?} is known") };
-        let tuned = tune(&mut table, products(), &tuning(folder), never).unwrap();
+        let never = |shape| -> Result<_, Infallible> { panic!("{shape:?} is known") };
+        let tuned = tune(&mut table, shapes(), &tuning(folder), never).unwrap();
         assert_eq!((tuned.known, tuned.times.len(), tuned.faults.len()), (3, 0, 0));
-        // Rows just below have it too, other shapes have not.
-        assert_eq!(table.get(&product(497)), Some([512; 8]));
-        assert_eq!(table.get(&product(496)), None);
-        assert_eq!(table.get(&Product { to: Dtype::Bf16, ..product(8) }), None);
+        // The row counts just below share the algorithm; other shapes do not.
+        assert_eq!(table.get(&shape(497)), Some([512; 8]));
+        assert_eq!(table.get(&shape(496)), None);
+        assert_eq!(table.get(&GemmShape { to: Dtype::Bf16, ..shape(8) }), None);
 
-        // Another driver knows nothing, and leaves the file alone.
+        // With another driver nothing is tuned, and the file of the first driver stays.
         let mut table = Table::new("a GPU, driver 13.1".into());
-        assert_eq!(tune(&mut table, products(), &tuning(folder), time).unwrap().times.len(), 3);
+        assert_eq!(tune(&mut table, shapes(), &tuning(folder), time).unwrap().times.len(), 3);
         assert_eq!(fs::read_dir(folder).unwrap().count(), 2, "no half-written file is left");
     }
 
     #[test]
-    fn when_the_time_is_over_the_rest_is_left_to_the_next_start() {
+    fn shapes_beyond_the_time_budget_are_left_untimed() {
         let tuning = Tuning { folder: None, within: Duration::ZERO };
         let mut table = Table::new(MACHINE.into());
-        table.insert(product(8), [1; 8]);
-        let never = |product| -> Result<_, Infallible> { panic!("{product:?} is timed") };
-        let tuned = tune(&mut table, [1, 8].map(product).into_iter(), &tuning, never).unwrap();
+        table.insert(shape(8), [1; 8]);
+        let never = |shape| -> Result<_, Infallible> { panic!("{shape:?} is timed") };
+        let tuned = tune(&mut table, [1, 8].map(shape).into_iter(), &tuning, never).unwrap();
         assert_eq!((tuned.known, tuned.times.len(), tuned.left), (1, 0, 1));
     }
 
     #[test]
-    fn ranks_that_find_different_products_keep_each_others() {
+    fn concurrent_ranks_merge_their_shapes() {
         let folder = tempfile::tempdir().unwrap();
         let mut ranks = [Table::new(MACHINE.into()), Table::new(MACHINE.into())];
         for table in &mut ranks {
             table.read(folder.path()).unwrap();
         }
-        ranks[0].insert(product(8), [1; 8]);
-        ranks[0].insert(product(1), [2; 8]);
-        ranks[1].insert(product(8), [3; 8]);
+        ranks[0].insert(shape(8), [1; 8]);
+        ranks[0].insert(shape(1), [2; 8]);
+        ranks[1].insert(shape(8), [3; 8]);
         for table in &mut ranks {
             table.write(folder.path()).unwrap();
         }
         let mut next = Table::new(MACHINE.into());
         next.read(folder.path()).unwrap();
-        let found = [8, 1].map(|rows| next.get(&product(rows)));
+        let found = [8, 1].map(|rows| next.get(&shape(rows)));
         assert_eq!(found, [Some([3; 8]), Some([2; 8])]);
     }
 
     #[test]
-    fn a_file_that_is_cut_changed_or_foreign_is_ignored_and_replaced() {
+    fn truncated_corrupt_or_foreign_file_is_ignored_and_replaced() {
         let folder = tempfile::tempdir().unwrap();
         let folder = folder.path();
         let mut table = Table::new(MACHINE.into());
-        table.insert(product(8), [7; 8]);
+        table.insert(shape(8), [7; 8]);
         table.write(folder).unwrap();
         let path = table.path(folder);
         let good = fs::read(&path).unwrap();
@@ -426,11 +429,11 @@ mod tests {
         let foreign = foreign.text();
         let changed = String::from_utf8(good.clone()).unwrap().replace("4096", "4097");
         let bad: [(&[u8], &str); 6] = [
-            (&good[..good.len() - 1], "no list"),
-            (&good[..good.len() / 2], "no list"),
-            (b"", "no list"),
+            (&good[..good.len() - 1], "expected a list"),
+            (&good[..good.len() / 2], "expected a list"),
+            (b"", "expected a list"),
             (b"\xff\xfe\n\n", "UTF-8"),
-            (changed.as_bytes(), "check sum"),
+            (changed.as_bytes(), "checksum"),
             (foreign.as_bytes(), "another"),
         ];
         for (bytes, word) in bad {
@@ -440,7 +443,7 @@ mod tests {
             assert!(error.contains(word) && error.contains("products-"), "{error:?}: {word}");
             assert!(table.algorithms.is_empty());
             let time = |_| Ok::<_, Infallible>(Some(([1; 8], milliseconds(1), milliseconds(1))));
-            let tuned = tune(&mut table, [product(8)].into_iter(), &tuning(folder), time).unwrap();
+            let tuned = tune(&mut table, [shape(8)].into_iter(), &tuning(folder), time).unwrap();
             assert_eq!((tuned.times.len(), tuned.faults.len()), (1, 1));
             Table::new(MACHINE.into()).read(folder).unwrap();
         }
@@ -448,7 +451,7 @@ mod tests {
         assert!(table.write(nowhere).unwrap_err().contains("/proc/nowhere/products-"));
     }
 
-    /// Candidates that take what is said, one after the other.
+    /// Candidates with given times in ms.
     struct Told(Vec<Option<u64>>, usize);
 
     impl Candidates for Told {
@@ -465,7 +468,7 @@ mod tests {
     }
 
     #[test]
-    fn the_quickest_is_chosen_if_it_is_clearly_quicker_than_the_first_guess() {
+    fn fastest_algorithm_is_chosen_if_clearly_faster_than_the_heuristic() {
         let chosen = |times: &[Option<u64>]| choose(&mut Told(times.to_vec(), 0)).unwrap();
         let ms = milliseconds;
         assert_eq!(chosen(&[Some(100), Some(90), Some(80)]), Some((2, ms(80), ms(100))));
@@ -473,7 +476,7 @@ mod tests {
         assert_eq!(chosen(&[Some(300), Some(90)]), Some((1, ms(90), ms(300))));
         assert_eq!(chosen(&[None, Some(90), None]), Some((1, ms(90), ms(90))));
         assert_eq!((chosen(&[None, None]), chosen(&[])), (None, None));
-        // What is far behind is timed once.
+        // A candidate that is far behind is timed once.
         let mut told = Told(vec![Some(100), Some(500), Some(101), None], 0);
         choose(&mut told).unwrap();
         assert_eq!(told.1, 3 + 1 + 3 + 1);

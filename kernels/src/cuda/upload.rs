@@ -1,5 +1,5 @@
-//! Weights on their way to the GPU: read into pinned memory by several threads, and copied from there
-//! while the next are read.
+//! Weight uploads to the GPU: several threads read weights into pinned memory, while earlier weights are
+//! copied.
 
 use std::{collections::VecDeque, sync::Arc, thread};
 
@@ -10,17 +10,16 @@ use super::{
 };
 use crate::{backend::RowSource, cpu::threads::ThreadPool, layout::Dtype};
 
-/// One is read into while others are copied; more than two, so that neither waits for the other's
-/// hiccups.
+/// Pinned buffers. One is filled while others are copied; more than two absorb jitter of either side.
 const BUFFERS: usize = 4;
-/// Of each buffer.
+/// Bytes of each buffer.
 const BUFFER_BYTES: usize = 16 << 20;
-/// What a thread reads at once: stays in its cache until it is checked.
+/// Bytes that a thread reads at once, which fit into its cache until they are checked.
 const PIECE_BYTES: usize = 256 << 10;
-/// Of threads that read; so many saturate any host's memory.
+/// Maximum reader threads, enough to saturate host memory.
 const READERS_MAX: usize = 32;
 
-/// The buffers and threads of one load.
+/// Buffers and threads of loading.
 pub(super) struct Uploads {
     stream: Stream<HostToDevice>,
     free: Vec<(Pinned<u8>, Event)>,
@@ -45,12 +44,12 @@ impl Uploads {
         })
     }
 
-    /// Waits for the copies under way.
+    /// Waits for the copies in flight.
     pub fn finish(self) -> Result<(), CudaError> {
         self.in_flight.into_iter().try_for_each(|copy| copy.finish().map(|_| ()))
     }
 
-    /// Reads a matrix and puts its copies into the stream; the last may be under way on return.
+    /// Reads a matrix and enqueues its copies. The last copies may be in flight on return.
     pub fn rows(
         &mut self,
         source: &dyn RowSource,
@@ -73,7 +72,9 @@ impl Uploads {
             let bytes = step.min(rows - first) * row_bytes;
             let (mut pinned, done) = match self.free.pop() {
                 Some(buffer) => buffer,
-                None => self.in_flight.pop_front().expect("free or in flight").finish()?,
+                None => {
+                    self.in_flight.pop_front().expect("a buffer is free or in flight").finish()?
+                }
             };
             read(&mut self.readers, source, first, dtype, &mut pinned[..bytes]);
             let copy = pinned.upload(bytes, to, first * row_bytes, &self.stream, done)?;
@@ -83,7 +84,7 @@ impl Uploads {
     }
 }
 
-/// Rows from `first` on as the GPU has them, by all threads.
+/// Reads rows from `first` on into the GPU's format, with all threads.
 fn read(
     readers: &mut ThreadPool,
     source: &dyn RowSource,
@@ -120,9 +121,9 @@ mod tests {
         }
     }
 
-    /// Small whole numbers, so that bf16 holds most of them; the rest is rounded.
+    /// Rows of small whole numbers, most of which bf16 represents exactly.
     #[test]
-    fn rows_that_are_read_are_the_sources_whatever_the_threads() {
+    fn uploaded_rows_equal_the_source_for_any_thread_count() {
         for (dtype, first, rows) in
             [(Dtype::F32, 0, 700), (Dtype::Bf16, 3, 697), (Dtype::F32, 9, 1)]
         {

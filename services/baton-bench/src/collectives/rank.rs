@@ -10,9 +10,9 @@ use anyhow::{Context as _, Result, ensure};
 use kernels::{
     Dtype,
     cuda::{
-        Communicator, CommunicatorOptions, Compute, Context, CudaError, DeviceMemory, Driver,
-        Event, Graph, Group, GroupArena, GroupHandle, KernelLibrary, Nccl, NcclError, Piece, Range,
-        Stream, SumRows, SumWay, UniqueId,
+        AllReduceAlgorithm, AllReduceShape, Communicator, CommunicatorOptions, Compute, Context,
+        CudaError, DeviceMemory, Driver, Event, Graph, Group, GroupArena, GroupHandle,
+        KernelLibrary, Nccl, NcclError, Piece, Range, Stream, UniqueId,
     },
 };
 
@@ -133,15 +133,16 @@ impl Bench {
     }
 
     fn row(&self, bytes: usize, nccl: Option<&mut Communicator>) -> Result<Row> {
-        let shape = SumRows { dtype: Dtype::Bf16, rows: 1, width: bytes / Dtype::Bf16.bytes() };
+        let shape =
+            AllReduceShape { dtype: Dtype::Bf16, rows: 1, width: bytes / Dtype::Bf16.bytes() };
         let ours =
             |way| move || self.group.all_reduce(shape, &self.x, &self.x, way, true, &self.stream);
         let mut row = Row {
             bytes,
-            one_shot_graph_us: Some(self.graph_us(ours(SumWay::OneShot))?),
-            two_shot_graph_us: Some(self.graph_us(ours(SumWay::TwoShot))?),
-            graph_us: self.graph_us(ours(SumWay::Auto))?,
-            eager_us: self.eager_us(ours(SumWay::Auto))?,
+            one_shot_graph_us: Some(self.graph_us(ours(AllReduceAlgorithm::OneShot))?),
+            two_shot_graph_us: Some(self.graph_us(ours(AllReduceAlgorithm::TwoShot))?),
+            graph_us: self.graph_us(ours(AllReduceAlgorithm::Auto))?,
+            eager_us: self.eager_us(ours(AllReduceAlgorithm::Auto))?,
             ..Row::default()
         };
         if let Some(communicator) = nccl {
@@ -167,7 +168,7 @@ impl Bench {
     fn graph_us(&self, mut call: impl FnMut() -> Result<(), CudaError>) -> Result<f64> {
         call()?;
         self.stream.synchronize()?;
-        let mut graph = Graph::record(&self.stream, || (0..self.calls).try_for_each(|_| call()))?;
+        let mut graph = Graph::capture(&self.stream, || (0..self.calls).try_for_each(|_| call()))?;
         graph.launch(&self.stream)?;
         self.timed(self.calls * REPLAYS, || {
             (0..REPLAYS).try_for_each(|_| graph.launch(&self.stream))

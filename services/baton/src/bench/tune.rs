@@ -44,7 +44,7 @@ pub(super) fn tune(
     }
     let mut by_rows = BTreeMap::new();
     for time in &tuned.times {
-        let rows = time.product.rows;
+        let rows = time.shape.rows;
         let row = by_rows.entry(rows).or_insert(TunedRows {
             rows,
             products: 0,
@@ -52,7 +52,7 @@ pub(super) fn tune(
             tuned_ms: 0.0,
         });
         row.products += 1;
-        row.first_guess_ms += time.first_guess.as_secs_f64() * 1e3;
+        row.first_guess_ms += time.heuristic.as_secs_f64() * 1e3;
         row.tuned_ms += time.chosen.as_secs_f64() * 1e3;
     }
     Ok(by_rows.into_values().collect())

@@ -23,7 +23,7 @@ use kernels::{
     arena::{StreamAccess, StreamStep},
     cuda::{
         Admission, BatchLimits, CudaBackend, CudaError, CudaFrame, Delays, DeviceBatch,
-        DeviceClock, DeviceKv, Extension, Finished, Product, SampleOutcome, StepInput, Tuned,
+        DeviceClock, DeviceKv, Extension, Finished, GemmShape, SampleOutcome, StepInput, Tuned,
         Tuning, row_steps,
     },
 };
@@ -456,7 +456,7 @@ fn products(
     shard: Shard,
     dtype: Dtype,
     limits: &ExecutorLimits,
-) -> Vec<Product> {
+) -> Vec<GemmShape> {
     let heads = config.head_shape_of(shard);
     let ffn_size = shard.part(config.ffn_size).len();
     let tokens = shard.tokens(config.vocab_size).len();
@@ -475,7 +475,7 @@ fn products(
         products.push((rows, config.hidden_size, tokens, Dtype::F32));
     }
     products.extend(prompts.into_iter().rev());
-    let packed = |(rows, inputs, outputs, to)| Product::packed(rows, inputs, outputs, dtype, to);
+    let packed = |(rows, inputs, outputs, to)| GemmShape::packed(rows, inputs, outputs, dtype, to);
     products.into_iter().map(packed).collect()
 }
 

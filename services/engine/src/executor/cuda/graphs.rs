@@ -80,17 +80,17 @@ impl Graphs {
         let prompts_read = started.elapsed();
         let heads = parts.model.config().head_shape_of(parts.model.shard());
         let is_on = parts.backend.options().graphs;
-        let can_record = is_on && parts.backend.can_record(heads);
+        let can_capture = is_on && parts.backend.can_capture(heads);
         let rows_max = limits.slots.min(limits.step_tokens);
         let mut sizes = Vec::new();
         // The largest graph first: it needs the largest shared workspace.
         for rows in decode_sizes(rows_max).into_iter().rev() {
             parts.step(&StepInput { rows_min: rows, ..NOTHING })?;
             let mut graph = None;
-            if can_record {
+            if can_capture {
                 let Parts { model, backend, batch, .. } = &mut parts;
                 let mut step = batch.filling(rows);
-                graph = Some(backend.record(|backend| _ = model.forward(backend, &mut step))?);
+                graph = Some(backend.capture(|backend| _ = model.forward(backend, &mut step))?);
             }
             sizes.push((rows, graph));
         }

@@ -1,4 +1,4 @@
-//! Matrix products by cuBLASLt, with descriptors and algorithm kept for every shape met.
+//! GEMMs by cuBLASLt. Descriptors and algorithm are cached per shape.
 
 use std::{
     collections::HashMap,
@@ -21,28 +21,28 @@ use super::{
 };
 use crate::layout::Dtype;
 
-/// What NVIDIA advises for Hopper; no algorithm of older GPUs wants more.
+/// Workspace size that NVIDIA recommends for Hopper; older GPUs need no more.
 pub const WORKSPACE_BYTES: usize = 32 << 20;
-/// Shapes whose plan is kept. Only the rows of a step vary, so more is a defect of no consequence.
+/// Shapes whose plan is cached. The cache is cleared when it is full.
 const PLANS_MAX: usize = 1 << 15;
 
 /// `out[rows][outputs] = x[rows][inputs] · w[outputs][inputs]ᵀ`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Product {
+pub struct GemmShape {
     pub rows: usize,
     pub inputs: usize,
     pub outputs: usize,
-    /// Of `x` and `w`. Sums are f32 in any case, and full f32 where this is f32.
+    /// Type of `x` and `w`. Accumulation is f32.
     pub from: Dtype,
-    /// Of `out`.
+    /// Type of `out`.
     pub to: Dtype,
-    /// Elements from one row to the next.
+    /// Elements from one row of `x` to the next.
     pub x_stride: usize,
     pub out_stride: usize,
 }
 
-impl Product {
-    /// Of rows that are as far apart as those of buffers.
+impl GemmShape {
+    /// Returns a shape whose row strides are those of [`CudaBuffer`](super::CudaBuffer).
     pub fn packed(rows: usize, inputs: usize, outputs: usize, from: Dtype, to: Dtype) -> Self {
         let (x_stride, out_stride) = (row_stride(inputs, from), row_stride(outputs, to));
         Self { rows, inputs, outputs, from, to, x_stride, out_stride }
@@ -61,29 +61,29 @@ impl Product {
     }
 }
 
-/// cuBLASLt, for one stream at a time: its workspace is shared by all products.
+/// cuBLASLt for one stream: all GEMMs share one workspace.
 #[derive(Debug)]
-pub struct Products {
+pub struct Gemm {
     handle: sys::cublasLtHandle_t,
     workspace: Range,
-    plans: HashMap<Product, Plan>,
+    plans: HashMap<GemmShape, Plan>,
     tuned: Table,
 }
 
-// SAFETY: the handle may be used by every thread; descriptors are reached through `&mut self` only.
-unsafe impl Send for Products {}
+// SAFETY: cuBLASLt handles are thread-safe; descriptors are only reached through `&mut self`.
+unsafe impl Send for Gemm {}
 
-impl Products {
-    /// The context is current on the calling thread.
+impl Gemm {
+    /// Creates the cuBLASLt handle. The context is current on the calling thread.
     ///
     /// # Errors
-    /// When cuBLASLt is not found, or does not start.
+    /// When cuBLASLt is missing or fails to start.
     pub fn new(context: &Context, workspace: Range) -> Result<Self, CudaError> {
         if !has_cublaslt() {
             return Err(CudaError::LibraryMissing { name: "libcublasLt.so.13" });
         }
         let handle = result::create_handle().named("cublasLtCreate")?;
-        // SAFETY: the library is there, and the function in every version of it.
+        // SAFETY: the library is loaded, and every version of it has this function.
         let version = unsafe { sys::cublasLtGetVersion() };
         let (device, driver) = (context.device(), context.driver().version());
         let machine = format!(
@@ -93,84 +93,85 @@ impl Products {
         Ok(Self { handle, workspace, plans: HashMap::new(), tuned: Table::new(machine) })
     }
 
-    /// Puts one product into `stream`.
+    /// Launches one GEMM on `stream`.
     ///
     /// # Panics
-    /// When a range is smaller than its matrix: a defect.
+    /// When a range is smaller than its matrix, which is a bug in the caller.
     pub fn run(
         &mut self,
-        product: Product,
+        shape: GemmShape,
         x: &Range,
         w: &Range,
         out: &Range,
         stream: &Stream<Compute>,
     ) -> Result<(), CudaError> {
-        let Product { rows, inputs, outputs, x_stride, out_stride, .. } = product;
+        let GemmShape { rows, inputs, outputs, x_stride, out_stride, .. } = shape;
         assert!(x_stride >= inputs && out_stride >= outputs, "rows do not overlap");
         if rows == 0 {
             return Ok(());
         }
-        let x = x.part(0, product.x_bytes());
-        let w = w.part(0, product.w_bytes());
-        let out = out.part(0, product.out_bytes());
-        if !self.plans.contains_key(&product) {
+        let x = x.part(0, shape.x_bytes());
+        let w = w.part(0, shape.w_bytes());
+        let out = out.part(0, shape.out_bytes());
+        if !self.plans.contains_key(&shape) {
             if self.plans.len() == PLANS_MAX {
                 self.plans.clear();
             }
-            let plan = self.plan(product)?;
-            self.plans.insert(product, plan);
+            let plan = self.plan(shape)?;
+            self.plans.insert(shape, plan);
         }
-        let Plan { shape, algorithm } = &self.plans[&product];
-        // SAFETY: the three were just found to hold the product's matrices.
-        unsafe { self.launch(shape, algorithm, x, w, out, stream) }
+        let Plan { descriptors, algorithm } = &self.plans[&shape];
+        // SAFETY: the three ranges hold the shape's matrices, as `part` has checked.
+        unsafe { self.launch(descriptors, algorithm, x, w, out, stream) }
     }
 
-    /// Times what cuBLASLt names for each of the products that is not known yet; `run` takes the
-    /// quickest from then on. `weights` and `out` are read and written as if they were the products'
-    /// own; products that they do not hold stay as they are.
+    /// Times cuBLASLt's candidate algorithms for each shape that has no tuned algorithm yet; `run` uses
+    /// the fastest. Timing reads `weights` and overwrites `out`. A shape that does not fit into them
+    /// keeps the heuristic's algorithm.
     ///
-    /// Nothing was run yet, so that a shape's algorithm is one and the same for good.
+    /// Tuning precedes the first GEMM, so the algorithm of a shape never changes.
     pub fn tune(
         &mut self,
-        products: impl Iterator<Item = Product>,
+        shapes: impl Iterator<Item = GemmShape>,
         tuning: &Tuning,
         weights: &Range,
         out: &Range,
         stream: &Stream<Compute>,
     ) -> Result<Tuned, CudaError> {
-        assert!(self.plans.is_empty(), "tuning comes before the first product");
+        assert!(self.plans.is_empty(), "tuning precedes the first GEMM");
         let events = [Event::timed(stream.context())?, Event::timed(stream.context())?];
-        // Taken out while the products' timing borrows the rest.
+        // The closure below borrows `self`, so the table is moved out.
         let mut table = mem::replace(&mut self.tuned, Table::new(String::new()));
-        let outcome = tune::tune(&mut table, products, tuning, |product| {
-            self.time(product, weights, out, stream, &events)
+        let outcome = tune::tune(&mut table, shapes, tuning, |shape| {
+            self.time(shape, weights, out, stream, &events)
         });
         self.tuned = table;
         outcome
     }
 
-    /// The quickest algorithm, what it takes and what the first guess takes; `None` where memory or
-    /// algorithms are missing.
+    /// Returns the fastest algorithm, its time and the time of the heuristic's algorithm. Returns `None`
+    /// when the ranges are too small or there is no algorithm.
     fn time(
         &self,
-        product: Product,
+        shape: GemmShape,
         weights: &Range,
         out: &Range,
         stream: &Stream<Compute>,
         events: &[Event; 2],
     ) -> Result<Option<(Algorithm, Duration, Duration)>, CudaError> {
-        if product.rows == 0
-            || out.bytes() < product.out_bytes()
-            || weights.bytes() < product.x_bytes().max(product.w_bytes())
+        if shape.rows == 0
+            || out.bytes() < shape.out_bytes()
+            || weights.bytes() < shape.x_bytes().max(shape.w_bytes())
         {
             return Ok(None);
         }
-        let shape = Shape::new(product)?;
-        let algorithms = shape.algorithms::<CANDIDATES>(self.handle, self.workspace.bytes())?;
+        let descriptors = Descriptors::new(shape)?;
+        let algorithms =
+            descriptors.algorithms::<CANDIDATES>(self.handle, self.workspace.bytes())?;
         let mut timed = Timed {
-            products: self,
-            product,
+            gemm: self,
             shape,
+            descriptors,
             algorithms,
             weights,
             out,
@@ -183,31 +184,32 @@ impl Products {
         Ok(chosen.map(|(best, time, first)| (timed.algorithms[best].data, time, first)))
     }
 
-    fn plan(&self, product: Product) -> Result<Plan, CudaError> {
-        let shape = Shape::new(product)?;
+    fn plan(&self, shape: GemmShape) -> Result<Plan, CudaError> {
+        let descriptors = Descriptors::new(shape)?;
         let (handle, workspace) = (self.handle, self.workspace.bytes());
-        // What comes from a file, or of another number of rows, is asked about before it is used.
-        let tuned = self.tuned.get(&product).map(|data| sys::cublasLtMatmulAlgo_t { data });
-        let algorithm = match tuned.filter(|algorithm| shape.takes(handle, algorithm, workspace)) {
-            Some(algorithm) => algorithm,
-            None => {
-                let first = shape.algorithms::<1>(handle, workspace)?.first().copied();
-                first.ok_or(CudaError::Call {
-                    call: "cublasLtMatmulAlgoGetHeuristic",
-                    code: sys::cublasStatus_t::CUBLAS_STATUS_NOT_SUPPORTED as i32,
-                    reason: format!("no algorithm for {product:?}"),
-                })?
-            }
-        };
-        Ok(Plan { shape, algorithm })
+        // A tuned algorithm may come from a file or from another row count, so cuBLASLt checks it first.
+        let tuned = self.tuned.get(&shape).map(|data| sys::cublasLtMatmulAlgo_t { data });
+        let algorithm =
+            match tuned.filter(|algorithm| descriptors.takes(handle, algorithm, workspace)) {
+                Some(algorithm) => algorithm,
+                None => {
+                    let first = descriptors.algorithms::<1>(handle, workspace)?.first().copied();
+                    first.ok_or(CudaError::Call {
+                        call: "cublasLtMatmulAlgoGetHeuristic",
+                        code: sys::cublasStatus_t::CUBLAS_STATUS_NOT_SUPPORTED as i32,
+                        reason: format!("no algorithm for {shape:?}"),
+                    })?
+                }
+            };
+        Ok(Plan { descriptors, algorithm })
     }
 
     /// # Safety
-    /// The addresses are of memory that holds the shape's matrices, and no other work touches the
-    /// last while this does.
+    /// The addresses point to memory that holds the shape's matrices, and no other work accesses `out`
+    /// meanwhile.
     unsafe fn launch(
         &self,
-        shape: &Shape,
+        descriptors: &Descriptors,
         algorithm: &sys::cublasLtMatmulAlgo_t,
         x: Address,
         w: Address,
@@ -215,23 +217,23 @@ impl Products {
         stream: &Stream<Compute>,
     ) -> Result<(), CudaError> {
         let (one, zero) = (1.0f32, 0.0f32);
-        // SAFETY: the descriptors were made for matrices of these sizes, which the caller has at the
-        // three addresses, and the workspace has the bytes that are said. The factors are f32, as the
-        // descriptor says, and read before the call returns. `out` is not read, for its factor is 0.
+        // SAFETY: the caller's matrices have the sizes of the descriptors, and the workspace has the size
+        // that is passed. The scale factors are f32, as the descriptor says, and are read before the call
+        // returns. `out` is not read because beta is 0.
         unsafe {
             result::matmul(
                 self.handle,
-                shape.product.raw,
+                descriptors.operation.raw,
                 ptr::from_ref(&one).cast(),
                 ptr::from_ref(&zero).cast(),
                 w as *const c_void,
-                shape.w.raw,
+                descriptors.w.raw,
                 x as *const c_void,
-                shape.x.raw,
+                descriptors.x.raw,
                 out as *const c_void,
-                shape.out.raw,
+                descriptors.out.raw,
                 out as *mut c_void,
-                shape.out.raw,
+                descriptors.out.raw,
                 algorithm,
                 self.workspace.address() as *mut c_void,
                 self.workspace.bytes(),
@@ -242,53 +244,53 @@ impl Products {
     }
 }
 
-impl Drop for Products {
+impl Drop for Gemm {
     fn drop(&mut self) {
-        // SAFETY: made once, destroyed once.
+        // SAFETY: the handle is created once and destroyed once.
         let _ = unsafe { result::destroy_handle(self.handle) };
     }
 }
 
-/// Algorithms that are timed for a shape.
+/// Algorithms timed per shape.
 const CANDIDATES: usize = 8;
-/// Products between two events, so that what launching costs is hidden behind them; those of many rows
-/// hide it alone.
+/// GEMMs between two timing events, to hide the launch latency. A GEMM of more rows hides the latency
+/// alone.
 const LAUNCHES: usize = 3;
 const LAUNCHES_ROWS_MAX: usize = 512;
 
-/// The algorithms of one shape, on memory of the model's.
+/// The candidate algorithms of one shape, timed on the model's weights.
 struct Timed<'a> {
-    products: &'a Products,
-    product: Product,
-    shape: Shape,
+    gemm: &'a Gemm,
+    shape: GemmShape,
+    descriptors: Descriptors,
     algorithms: Vec<sys::cublasLtMatmulAlgo_t>,
     weights: &'a Range,
     out: &'a Range,
     stream: &'a Stream<Compute>,
     events: &'a [Event; 2],
     turn: usize,
-    /// By algorithm: its code is loaded.
+    /// Whether each algorithm has run once, so that its code is loaded.
     has_run: [bool; CANDIDATES],
 }
 
 impl Timed<'_> {
-    /// Weights that were not read for a while: the model's other matrices.
+    /// Returns the next weight range, so that the weights are not in the L2 cache.
     fn next_w(&mut self) -> Address {
-        let bytes = self.product.w_bytes();
+        let bytes = self.shape.w_bytes();
         let places = self.weights.bytes() / bytes.next_multiple_of(ALIGNMENT).max(1);
         self.turn += 1;
         let place = self.turn % places.max(1);
         self.weights.part(place * bytes.next_multiple_of(ALIGNMENT), bytes)
     }
 
-    /// False where the algorithm is refused after all.
+    /// Launches one GEMM. Returns false when cuBLASLt rejects the algorithm.
     fn launch(&mut self, candidate: usize) -> bool {
         let w = self.next_w();
-        let x = self.weights.part(0, self.product.x_bytes());
-        let out = self.out.part(0, self.product.out_bytes());
+        let x = self.weights.part(0, self.shape.x_bytes());
+        let out = self.out.part(0, self.shape.out_bytes());
         let algorithm = &self.algorithms[candidate];
-        // SAFETY: the three are parts of the product's sizes, and whoever tunes wants nothing of `out`.
-        unsafe { self.products.launch(&self.shape, algorithm, x, w, out, self.stream) }.is_ok()
+        // SAFETY: the three ranges have the shape's sizes, and nobody reads `out` during tuning.
+        unsafe { self.gemm.launch(&self.descriptors, algorithm, x, w, out, self.stream) }.is_ok()
     }
 }
 
@@ -304,7 +306,7 @@ impl Candidates for Timed<'_> {
         if !has_run && !self.launch(candidate) {
             return Ok(None);
         }
-        let launches = if self.product.rows <= LAUNCHES_ROWS_MAX { LAUNCHES } else { 1 };
+        let launches = if self.shape.rows <= LAUNCHES_ROWS_MAX { LAUNCHES } else { 1 };
         let [begin, end] = self.events;
         begin.record(self.stream)?;
         for _ in 0..launches {
@@ -319,37 +321,37 @@ impl Candidates for Timed<'_> {
     }
 }
 
-/// What one shape runs by, made once.
+/// Descriptors and algorithm of one shape.
 #[derive(Debug)]
 struct Plan {
-    shape: Shape,
+    descriptors: Descriptors,
     algorithm: sys::cublasLtMatmulAlgo_t,
 }
 
-/// One shape in cuBLASLt's words.
+/// cuBLASLt descriptors of one shape.
 #[derive(Debug)]
-struct Shape {
-    product: Descriptor,
+struct Descriptors {
+    operation: Descriptor,
     w: Layout,
     x: Layout,
     out: Layout,
 }
 
-impl Shape {
-    /// cuBLAS counts columns first: `w` is `[inputs]` by `[outputs]` to it and is transposed, `x` is
-    /// `[inputs]` by `[rows]`, and what comes out `[outputs]` by `[rows]`.
-    fn new(product: Product) -> Result<Self, CudaError> {
-        let Product { rows, inputs, outputs, from, to, x_stride, out_stride } = product;
+impl Descriptors {
+    /// cuBLAS is column-major: `w` is `[inputs]` by `[outputs]` and transposed, `x` is `[inputs]` by
+    /// `[rows]`, and `out` is `[outputs]` by `[rows]`.
+    fn new(shape: GemmShape) -> Result<Self, CudaError> {
+        let GemmShape { rows, inputs, outputs, from, to, x_stride, out_stride } = shape;
         let (from, to) = (data_type(from), data_type(to));
         Ok(Self {
-            product: Descriptor::new()?,
+            operation: Descriptor::new()?,
             w: Layout::new(from, inputs, outputs, inputs)?,
             x: Layout::new(from, inputs, rows, x_stride)?,
             out: Layout::new(to, outputs, rows, out_stride)?,
         })
     }
 
-    /// At most so many that might be the quickest, cuBLASLt's favourite first.
+    /// Returns at most `COUNT` algorithms, the heuristic's first choice first.
     fn algorithms<const COUNT: usize>(
         &self,
         handle: sys::cublasLtHandle_t,
@@ -358,11 +360,11 @@ impl Shape {
         let preference = Preference::new(workspace_bytes)?;
         let mut found = [MaybeUninit::<sys::cublasLtMatmulHeuristicResult_t>::zeroed(); COUNT];
         let mut count = 0;
-        // SAFETY: all descriptors are alive, and there is room for as many results as are asked for.
+        // SAFETY: all descriptors are alive, and `found` has room for `COUNT` results.
         let status = unsafe {
             sys::cublasLtMatmulAlgoGetHeuristic(
                 handle,
-                self.product.raw,
+                self.operation.raw,
                 self.w.raw,
                 self.x.raw,
                 self.out.raw,
@@ -375,7 +377,7 @@ impl Shape {
         };
         status.result().named("cublasLtMatmulAlgoGetHeuristic")?;
         let count = usize::try_from(count).unwrap_or(0).min(COUNT);
-        // SAFETY: so many were written; the call succeeded, so that their states are known ones.
+        // SAFETY: the call succeeded and initialised `count` results.
         let found = found[..count].iter().map(|found| unsafe { found.assume_init() });
         let is_usable = |found: &sys::cublasLtMatmulHeuristicResult_t| {
             found.state == sys::cublasStatus_t::CUBLAS_STATUS_SUCCESS
@@ -383,7 +385,7 @@ impl Shape {
         Ok(found.filter(is_usable).map(|found| found.algo).collect())
     }
 
-    /// Whether an algorithm from elsewhere can compute this shape in so much workspace.
+    /// Returns whether `algorithm` can compute this shape within the workspace.
     fn takes(
         &self,
         handle: sys::cublasLtHandle_t,
@@ -395,7 +397,7 @@ impl Shape {
         let status = unsafe {
             sys::cublasLtMatmulAlgoCheck(
                 handle,
-                self.product.raw,
+                self.operation.raw,
                 self.w.raw,
                 self.x.raw,
                 self.out.raw,
@@ -404,7 +406,7 @@ impl Shape {
                 found.as_mut_ptr(),
             )
         };
-        // SAFETY: zeroes are a result too: a success that wants no workspace.
+        // SAFETY: all-zero bytes are a valid result.
         let found = unsafe { found.assume_init() };
         status.result().is_ok() && found.workspaceSize <= workspace_bytes
     }
@@ -423,7 +425,7 @@ struct Descriptor {
 }
 
 impl Descriptor {
-    /// f32 sums, the first matrix transposed.
+    /// f32 accumulation, first matrix transposed.
     fn new() -> Result<Self, CudaError> {
         let compute = sys::cublasComputeType_t::CUBLAS_COMPUTE_32F;
         let raw = result::create_matmul_desc(compute, sys::cudaDataType::CUDA_R_32F)
@@ -432,7 +434,7 @@ impl Descriptor {
         // CUBLAS_OP_T.
         let transposed = 1u32;
         let attribute = sys::cublasLtMatmulDescAttributes_t::CUBLASLT_MATMUL_DESC_TRANSA;
-        // SAFETY: the attribute is a 32-bit number, and read before the call returns.
+        // SAFETY: the attribute is a 32-bit number that is read before the call returns.
         unsafe {
             result::set_matmul_desc_attribute(
                 raw,
@@ -448,7 +450,7 @@ impl Descriptor {
 
 impl Drop for Descriptor {
     fn drop(&mut self) {
-        // SAFETY: made once, destroyed once.
+        // SAFETY: the descriptor is created once and destroyed once.
         let _ = unsafe { result::destroy_matmul_desc(self.raw) };
     }
 }
@@ -459,7 +461,7 @@ struct Layout {
 }
 
 impl Layout {
-    /// `stride` elements from one column to the next.
+    /// `stride`: elements from one column to the next.
     fn new(
         dtype: sys::cudaDataType,
         rows: usize,
@@ -474,7 +476,7 @@ impl Layout {
 
 impl Drop for Layout {
     fn drop(&mut self) {
-        // SAFETY: made once, destroyed once.
+        // SAFETY: the layout is created once and destroyed once.
         let _ = unsafe { result::destroy_matrix_layout(self.raw) };
     }
 }
@@ -488,7 +490,7 @@ impl Preference {
         use sys::cublasLtMatmulPreferenceAttributes_t as Attribute;
         let raw = result::create_matmul_pref().named("cublasLtMatmulPreferenceCreate")?;
         let preference = Self { raw };
-        // SAFETY: the attribute is a size, and read before the call returns.
+        // SAFETY: the attribute is a `size_t` that is read before the call returns.
         unsafe {
             result::set_matmul_pref_attribute(
                 raw,
@@ -504,7 +506,7 @@ impl Preference {
 
 impl Drop for Preference {
     fn drop(&mut self) {
-        // SAFETY: made once, destroyed once.
+        // SAFETY: the preference is created once and destroyed once.
         let _ = unsafe { result::destroy_matmul_pref(self.raw) };
     }
 }

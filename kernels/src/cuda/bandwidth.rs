@@ -1,18 +1,18 @@
-//! How fast a GPU's memory is read by a kernel that does nothing else.
+//! Measures a GPU's peak read bandwidth with a kernel that only reads.
 
 use super::{backend::CudaBackend, context::Event, error::CudaError, memory::DeviceMemory};
 
-/// Much more than any cache holds.
+/// Much larger than any cache.
 const BYTES_MIN: u64 = 4 << 30;
 const BYTES_MAX: u64 = 8 << 30;
 const TRIES: usize = 6;
 
 impl CudaBackend {
-    /// Gigabytes a second, the best of a few tries; `None` where less than 4 GiB are free. For
-    /// measurements, before weights take the memory.
+    /// Measures the peak read bandwidth in GB/s, the best of six runs. Returns `None` when less than 8 GiB
+    /// are free. For benchmarks, before the weights are loaded.
     pub fn read_gb_per_s(&self) -> Result<Option<f64>, CudaError> {
         let context = self.context();
-        // LinkEnd of it: others may be starting, too.
+        // Half of the free memory: other processes may be starting.
         let bytes = (context.free_bytes()? / 2).min(BYTES_MAX) & !0xff;
         if bytes < BYTES_MIN {
             return Ok(None);
