@@ -588,9 +588,9 @@ BATON_API int64_t baton_decode_attention_workspace(int32_t sms, int32_t kv_heads
     const Device* device;
     if (sms == 0) {
       BATON_TRY(any_device(device));
-      sms = device->multiprocessors;
+      sms = device->sm_count;
     }
-    // Two pieces a block, and two blocks of four heads or one of eight a multiprocessor.
+    // Two pieces per block, and per SM two blocks of four heads or one of eight.
     const int64_t heads = kv_heads < 8 ? kv_heads : 8;
     bytes = int64_t{sms} * 2 * 2 * heads * group * (head_dim + 4) * 4;
     return BATON_OK;
@@ -606,7 +606,7 @@ BATON_API int32_t baton_decode_attention(const baton_decode_attention_args* args
     if (in.rows == 0) return BATON_OK;
     const Device* device;
     BATON_TRY(any_device(device));
-    const int sms = in.sms > 0 ? in.sms : device->multiprocessors;
+    const int sms = in.sms > 0 ? in.sms : device->sm_count;
     int variant = in.variant;
     // Four heads of every row a block where that just fits: rows of one length then meet in no merge.
     const int blocks_of_four = in.rows * (in.kv_heads / 4);

@@ -1,4 +1,4 @@
-"""Decode attention: the read roof, correctness, block-major against compact pages, own kernel against FlashInfer.
+"""Decode attention: peak read bandwidth, correctness, block-major against contiguous pages, Baton against FlashInfer.
 
 Needs libbaton_kernels.so, libroof.so, libpeer.so in BATON_KERNELS_DIR (see README.md beside this), PyTorch and one GPU.
 Writes attention.json to OUT.
@@ -82,7 +82,7 @@ def correctness():
         rows, layers, layer = len(lens_l), 2, 1
         need = [(x + PAGE - 1) // PAGE for x in lens_l]
         width, blocks = max(max(need), 1) + 3, sum(need) + 5
-        # Everything that is no token of a row is NaN.
+        # All KV outside the rows' tokens is NaN.
         pool = torch.full((blocks, layers, 2, heads, PAGE, dim), float("nan"), dtype=torch.bfloat16, device="cuda")
         perm = torch.randperm(blocks)
         table = torch.full((rows, width), -1, dtype=torch.int32)

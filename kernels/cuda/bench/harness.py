@@ -1,4 +1,4 @@
-"""What the benches share: loading the kernels, graphs, alternating timing, and results as JSON.
+"""Code shared by the benchmarks: loading the kernels, graphs, alternating timing, and results as JSON.
 
 Times are medians over graph replays; every case of a comparison is replayed in turn, so that drift of the card
 meets all of them alike. A graph goes over more bytes than the L2 holds before it touches any again.
@@ -20,7 +20,7 @@ def load(name):
 
 
 def load_kernels():
-    """Baton's library, its kernels on the device."""
+    """Loads Baton's library and its kernels."""
     library = load("libbaton_kernels.so")
     library.baton_last_error.restype = ctypes.c_char_p
     library.baton_decode_attention_workspace.restype = ctypes.c_int64

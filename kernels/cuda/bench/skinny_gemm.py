@@ -1,4 +1,4 @@
-"""Skinny products (1 to 128 rows) at the shapes of Llama-3.2-1B and 3.1-8B: correctness, then own against torch.mm (cuBLAS).
+"""Skinny GEMMs (1 to 128 rows) at the shapes of Llama-3.2-1B and 3.1-8B: correctness, then Baton against torch.mm (cuBLAS).
 
 Every launch of a graph reads another copy of the weight, so the L2 is cold. Needs libbaton_kernels.so in BATON_KERNELS_DIR.
 Writes gemm.json to OUT. Argument: the read roof in TB/s.
@@ -27,13 +27,13 @@ def own(w, x, epilogue, out=None, tile=0, pdl=0, grid=0, **more):
 
 
 def tile_of(w, rows):
-    """Rows a tile that RESIDUAL takes by itself."""
+    """Weight rows per tile that RESIDUAL chooses."""
     a = SkinnyArgs(rows=rows, n=w.shape[0], depth=w.shape[1], epilogue=RESIDUAL)
     return kernels.baton_skinny_gemm_tile(ctypes.byref(a))
 
 
 def tiles_of(rows, n, depth, epilogue=PLAIN, head_dim=0):
-    """Those that a product can be asked for."""
+    """Tiles that a GEMM accepts."""
     ask = lambda t: kernels.baton_skinny_gemm_tile(ctypes.byref(SkinnyArgs(rows=rows, n=n, depth=depth, epilogue=epilogue, head_dim=head_dim, tile=t)))
     return [t for t in (16, 32, 64, 112, 128, 224) if ask(t) == t]
 
@@ -162,7 +162,7 @@ def speed(results, best, only=None):
             graphs = {"cublas": capture(peer)}
             for tile, pdl in ((0, 0), (0, 1), *((t, 1) for t in tiles_of(rows, n, depth))) if rows <= 64 else ():
                 graphs[f"own {tile}" + (" pdl" if pdl else "")] = capture(lambda: [own(w[i], x, PLAIN, out, tile, pdl) for i in range(copies)])
-            # What follows them in a step, at the numbers of rows that wide tiles are for.
+            # The epilogues of a step, at row counts of wide tiles.
             if rows >= 32 and name.endswith(("gate_up", "lm_head")):
                 is_gated = name.endswith("gate_up")
                 label, epilogue = ("silu", SILU) if is_gated else ("f32", F32)

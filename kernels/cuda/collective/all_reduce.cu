@@ -1,17 +1,18 @@
-// Sums over GPUs that see each other's memory, for messages so small that latency is what counts.
+// All-reduce between GPUs with peer access, for messages whose latency matters.
 //
-// Ranks push: each writes its numbers into the arenas of the others and waits for theirs in its own, so a sum costs one
-// way over the link and nobody reads remotely. Numbers are their own flags: an arena is full of a word that is never
-// sent (UNSENT, a NaN), and a word is there when it is another one. Whoever has read a word puts UNSENT back. So there
-// are no barriers, no fences and no order of stores to rely on, and 16 bytes of payload are 16 bytes on the link.
+// Ranks push: each rank writes its data into the other ranks' arenas and waits for their data in its own arena. An
+// all-reduce takes one hop, and no rank reads remotely. Data words are their own flags: an arena is filled with a word
+// that is never sent (UNSENT, a NaN), and a word has arrived when it differs from UNSENT. The reader of a word restores
+// UNSENT. There are no barriers, no fences and no reliance on store order, and 16 bytes on the link are 16 bytes of
+// payload.
 //
-// An arena has two halves, used in turn. A rank writes a half again two calls later; to get there it has finished the
-// call between, for which it needed what every other rank sent in that call, hence after those had read and put back
-// all of the call before. The number of the call lies in the arena, and the last block to have read it counts it up:
-// graphs replay without an argument that changes.
+// An arena has two halves, used in turn. A rank writes a half again two calls later. By then it has finished the call
+// between, which needed data that every other rank sent in that call, so after those ranks had read and restored the
+// whole call before. The call number is in the arena, and the last block to read it increments it: graphs replay
+// without a changing argument.
 //
-// Nobody waits for ever. A thread that has waited for too long, or sees that the host or another thread has given up,
-// leaves; from then on every call returns at once. The arena is dirty then, and all ranks reset theirs together.
+// No wait is endless. A thread that times out, or sees that the host or another thread has stopped, returns; from then
+// on every call returns at once. The arena is dirty then, and all ranks reset their arenas.
 #include <algorithm>
 
 #include "group.cuh"
@@ -26,7 +27,7 @@ using namespace collective;
 
 constexpr int THREADS_MAX = 512;
 
-// Another NaN where it says UNSENT.
+// Replaces UNSENT by another NaN.
 __device__ __forceinline__ uint4 sendable(uint4 x) {
   x.x = x.x == UNSENT ? UNSENT - 1 : x.x;
   x.y = x.y == UNSENT ? UNSENT - 1 : x.y;
@@ -35,7 +36,7 @@ __device__ __forceinline__ uint4 sendable(uint4 x) {
   return x;
 }
 
-// 16 bytes: what a thread sends at a time.
+// 16 bytes, the unit of a thread's stores.
 template <class T>
 struct Item {
   static constexpr int WIDTH = 16 / sizeof(T);
@@ -88,7 +89,7 @@ __device__ __forceinline__ void store_floats(float* to, const float (&from)[WIDT
   }
 }
 
-// The sum of what all ranks sent to their places, which are cleared; `own` is this rank's. False when it was given up.
+// Returns the sum of what all ranks sent for this item, and clears it; `own` is this rank's item. False after a stop.
 template <class T, int N>
 __device__ __forceinline__ bool collect(const Group& group, char* places, int64_t place_bytes, const Item<T>& own,
                                         Wait& wait, float (&sum)[Item<T>::WIDTH]) {
@@ -103,7 +104,7 @@ __device__ __forceinline__ bool collect(const Group& group, char* places, int64_
       is_here &= is_sent(items[source].raw);
     }
   } while (!is_here && !wait.gives_up(group));
-  // In the order of the ranks.
+    // Accumulates in rank order.
 #pragma unroll
   for (int i = 0; i < Item<T>::WIDTH; ++i) sum[i] = 0.f;
 #pragma unroll
@@ -126,7 +127,7 @@ __device__ __forceinline__ void send_to_all(const Group& group, int64_t at, cons
   }
 }
 
-// `items` are of 16 bytes; a thread has UNROLL of them under way.
+// `items` are of 16 bytes; a thread has UNROLL of them in flight.
 template <class T, int N, int UNROLL>
 __global__ void __launch_bounds__(THREADS_MAX)
     one_shot_kernel(const __grid_constant__ Group group, const T* x, T* out, int64_t items) {
@@ -150,7 +151,7 @@ __global__ void __launch_bounds__(THREADS_MAX)
   }
   if (!is_counted(group, call)) return;
   Wait wait;
-  // Of one round only, the numbers are still in registers.
+    // In a single round the words are still in registers.
   const bool is_kept = stride * UNROLL >= items;
   char* const places = group.arenas[group.rank] + call.half;
   for (int64_t base = first; base < items; base += stride * UNROLL) {
@@ -166,7 +167,7 @@ __global__ void __launch_bounds__(THREADS_MAX)
   }
 }
 
-// A rank sums its part of the items and sends the sums.
+// A rank reduces its part of the items and sends the results.
 template <class T, int N>
 __global__ void __launch_bounds__(THREADS_MAX)
     two_shot_kernel(const __grid_constant__ Group group, const T* x, T* out, int64_t items) {
@@ -179,7 +180,7 @@ __global__ void __launch_bounds__(THREADS_MAX)
   const int64_t first = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   for (int64_t item = first; item < part; item += stride) {
     Item<T> sent[N];
-    // Each begins with another peer.
+        // Every rank starts with another peer.
 #pragma unroll
     for (int step = 1; step < N; ++step) {
       const int64_t at = ((rank + step) % N) * part + item;
@@ -200,7 +201,7 @@ __global__ void __launch_bounds__(THREADS_MAX)
   for (int64_t item = first; item < part && rank * part + item < items; item += stride) {
     const int64_t at = rank * part + item;
     float sum[WIDTH];
-    // Nobody shall take for a sum what is none.
+        // Marks the results as missing, so that no rank uses them.
     if (!collect<T, N>(group, numbers + item * 16, part_bytes, Item<T>::load(x + at * WIDTH), wait, sum)) return;
     const Item<T> result = Item<T>::of(sum);
     send_to_all<T, N>(group, call.half + (N + rank) * part_bytes + item * 16, {sendable(result.raw)});
@@ -229,17 +230,17 @@ __global__ void __launch_bounds__(THREADS_MAX)
   }
 }
 
-// Threads of a norm's block: of rows a thread has one item of, registers let it be more, for few ranks.
+// Threads per block of the norm kernel: with one item per thread, registers allow more threads for few ranks.
 template <int N, int ITEMS>
 constexpr int NORM_THREADS = ITEMS == 1 && N <= 4 ? 2 * THREADS_MAX : THREADS_MAX;
 
-// One block to a row; a thread keeps ITEMS items, `blockDim.x` apart.
+// One block per row; a thread holds ITEMS items, `blockDim.x` apart.
 template <class T, int N, int ITEMS>
 __global__ void __launch_bounds__((NORM_THREADS<N, ITEMS>))
     one_shot_norm_kernel(const __grid_constant__ Group group, const T* x, float* residual, const float* weight, float eps,
                          T* out, int rows, int width) {
   constexpr int WIDTH = Item<T>::WIDTH;
-  // Of few items everything is kept in registers; of many it is read again.
+    // Few items stay in registers; many are read again.
   constexpr bool KEEPS = ITEMS <= 2;
   __shared__ float shared[2][WARP];
   follow_predecessor();
@@ -290,7 +291,7 @@ __global__ void __launch_bounds__((NORM_THREADS<N, ITEMS>))
       }
       store_floats(residual + begin + at, values[item]);
     }
-    // Two sets of partial sums in turn: a block that is on with the next row has left the one before.
+        // Two sets of partial sums in turn: a block in the next row has left the previous set.
     const float scale = 1.f / sqrtf(block_sum(squares, shared[turn]) / static_cast<float>(width) + eps);
 #pragma unroll
     for (int item = 0; item < ITEMS; ++item) {
@@ -323,8 +324,8 @@ int32_t all_reduce(const baton_group& group, const baton_all_reduce_args& args, 
     return fail(BATON_TOO_SMALL, "a message has %lld bytes; the arenas of %lld bytes take less",
                 static_cast<long long>(bytes), static_cast<long long>(group.arena_bytes));
   };
-  // Blocks that wait for blocks of the peers must all be running: one a multiprocessor at the most.
-  const int most = device->multiprocessors;
+    // Blocks that wait for blocks of the peers must all be resident: at most one per SM.
+  const int most = device->sm_count;
   if (args.residual) {
     BATON_REQUIRE(args.width <= 8 * THREADS_MAX * WIDTH, "width is %d; allowed is at most %d", args.width,
                   8 * THREADS_MAX * WIDTH);
@@ -340,14 +341,14 @@ int32_t all_reduce(const baton_group& group, const baton_all_reduce_args& args, 
                        stream, to, x, args.residual, args.weight, args.eps, out, args.rows, args.width);
     };
     const int threads = args.threads ? args.threads : THREADS_MAX;
-    // Few blocks are quicker with more work to a thread, many with more threads: measured.
+        // Measured: few blocks are faster with more work per thread, many blocks with more threads.
     const int widest = args.threads ? args.threads : args.rows < 16 ? THREADS_MAX : NORM_THREADS<N, 1>;
     if (groups <= widest) return run(std::integral_constant<int, 1>());
     if (groups <= 2 * threads) return run(std::integral_constant<int, 2>());
     if (groups <= 4 * threads) return run(std::integral_constant<int, 4>());
     return run(std::integral_constant<int, 8>());
   }
-  // Measured for 2 and 4.
+    // Measured for 2 and 4 ranks.
   constexpr int64_t ONE_SHOT_MOST = N == 2 ? 1536 << 10 : N == 4 ? 128 << 10 : 32 << 10;
   const bool is_two = args.way == BATON_ALL_REDUCE_TWO_SHOT ||
                       (args.way == BATON_ALL_REDUCE_AUTO && (!one_fits || bytes > ONE_SHOT_MOST));
@@ -397,7 +398,7 @@ using namespace baton::collective;
 
 BATON_API int64_t baton_group_arena_bytes(int32_t ranks, int64_t message_bytes) {
   if (ranks < 2 || ranks > GROUP_MAX || message_bytes < 0) return 0;
-  // Two shots take every part once as numbers and once as sums, parts rounded up to whole items.
+    // Two-shot sends every part once as data and once as results, with parts rounded up to whole items.
   const int64_t half = 2 * (message_bytes + 32 * ranks);
   return STATE_BYTES + 2 * ((half + 511) / 512 * 512);
 }

@@ -1,9 +1,8 @@
-/* Sums over the GPUs of a group, and what else they tell each other: a part of the C ABI, with the rules of baton_kernels.h.
+/* Collectives between the GPUs of a group: a part of the C ABI, with the rules of baton_kernels.h.
  *
- * Every rank has an arena: device memory of its own, from the plain allocator, exported by CUDA IPC and mapped by all
- * others, made ready by baton_group_reset before the first call. All ranks make the same calls in the same order.
- * Addresses never change, so graphs need no registration; which of an arena's two halves a call uses is read from
- * device memory.
+ * Every rank has an arena: device memory of the plain allocator, exported by CUDA IPC, mapped by all other ranks, and
+ * initialised by baton_group_reset before the first call. All ranks make the same calls in the same order. Addresses
+ * never change, so graphs need no registration. The half of the arena that a call uses is read from device memory.
  */
 #ifndef BATON_COLLECTIVE_H
 #define BATON_COLLECTIVE_H
@@ -15,9 +14,9 @@
 /* 96 bytes. */
 typedef struct {
   void *arenas[BATON_GROUP_RANKS_MAX]; /* of every rank, as mapped here */
-  int64_t arena_bytes;                 /* of each: what baton_group_arena_bytes says */
-  uint32_t *fault;                     /* host memory that the device can write: not 0 once a wait was given up */
-  int64_t timeout_ns;                  /* how long a kernel waits for a peer; above 0 */
+  int64_t arena_bytes;                 /* of each arena: result of baton_group_arena_bytes */
+  uint32_t *fault;                     /* host memory that the device can write: not 0 once a wait timed out */
+  int64_t timeout_ns;                  /* time-out of a wait for a peer; above 0 */
   int32_t rank;
   int32_t ranks; /* 2, 4 or 8 */
 } baton_group;
@@ -35,50 +34,50 @@ typedef struct {
 
 typedef enum {
   BATON_ALL_REDUCE_AUTO = 0,
-  BATON_ALL_REDUCE_ONE_SHOT = 1, /* everybody sends everything to everybody */
-  BATON_ALL_REDUCE_TWO_SHOT = 2  /* everybody sums one part and sends the sum; without a norm */
+  BATON_ALL_REDUCE_ONE_SHOT = 1, /* every rank sends its message to every rank */
+  BATON_ALL_REDUCE_TWO_SHOT = 2  /* reduce-scatter, then all-gather; without a norm */
 } baton_all_reduce_way;
 
 /* 64 bytes. */
 typedef struct {
   const void *x;       /* T [rows][width] */
   void *out;           /* T [rows][width]; may be x */
-  float *residual;     /* null, or [rows][width]: the sum is added to it, and out is its norm */
+  float *residual;     /* null, or [rows][width]: the result is added to it, and out is its norm */
   const float *weight; /* [width], of the norm */
   float eps;
   int32_t dtype;
   int32_t rows;
   int32_t width; /* a multiple of 8 */
   int32_t way;
-  int32_t blocks;  /* 0 chooses */
-  int32_t threads; /* a block; 0 chooses */
-  int32_t pdl;     /* 1: may be launched before the preceding kernel of the stream has ended; it waits for that */
+  int32_t blocks;  /* CTAs; 0: automatic */
+  int32_t threads; /* per CTA; 0: automatic */
+  int32_t pdl;     /* 1: may start before the preceding kernel of the stream has completed, and waits for it */
 } baton_all_reduce_args;
 
-/* Bytes of an arena for messages of up to `message_bytes` of x. */
+/* Returns the bytes of an arena for messages of up to `message_bytes` of x. */
 BATON_API int64_t baton_group_arena_bytes(int32_t ranks, int64_t message_bytes);
-/* Makes this rank's arena as new: all its words but the first few are filled with 0xff. Sets no `fault` back to 0, which is
- * the caller's to do. Between two points at which all ranks have met with no call under way. Not in a graph. */
+/* Resets this rank's arena: fills all words but the first few with 0xff. The caller resets `fault`. All ranks pass a
+ * barrier before and after, with no call in flight. Not in a graph. */
 BATON_API int32_t baton_group_reset(const baton_group *group, void *stream);
-/* Ends the waits of calls under way and of those that follow, up to the next reset. `stream` is another than theirs. */
+/* Aborts the waits of calls in flight and of later calls, until the next reset. `stream` differs from their stream. */
 BATON_API int32_t baton_group_stop(const baton_group *group, void *stream);
-/* out = the sum of all ranks' x, in f32 in the order of the ranks: equal in every bit on all of them. Without a norm it
+/* out = the sum of all ranks' x, in f32 in the order of the ranks: bitwise equal on all ranks. Without a norm it
  * is rounded to T once; with one, residual[row] += sum (one shot: not rounded before), out = residual[row] / sqrt(mean of
- * its squares + eps) * weight. BATON_TOO_SMALL for more than the arenas were made for.
- * A wait of more than timeout_ns is given up: `fault` is set, results are worthless, and every later call returns
+ * its squares + eps) * weight. BATON_TOO_SMALL for messages larger than the arenas allow.
+ * A wait of more than timeout_ns is aborted: `fault` is set, results are undefined, and every later call returns
  * at once until all ranks have reset. */
 BATON_API int32_t baton_all_reduce(const baton_group *group, const baton_all_reduce_args *args, void *stream);
-/* Every rank's columns of every row, in every bit; in as many rounds as the arenas want, in one kernel. Waits as a sum
+/* Gathers all ranks' columns of every row, in one kernel with as many rounds as the arenas need. Waits as an all-reduce
  * does. */
 BATON_API int32_t baton_group_gather(const baton_group *group, const baton_gather_args *args, void *stream);
 
-/* Bytes of scratch for baton_group_sample. */
+/* Returns the bytes of scratch for baton_group_sample. */
 BATON_API uint64_t baton_group_sample_scratch_bytes(int32_t ranks, int32_t samples_max, int32_t vocabulary);
-/* As baton_sample, by all ranks of a group together: `args->logits` are of this rank's tokens, rank r has those from
- * firsts[r] up to firsts[r + 1] (ranks + 1 numbers in host memory; whole runs of 1,024 but for the end), `args->vocabulary`
- * counts all. Results are equal on all ranks in every bit, and those of baton_sample over the whole rows. `reserved` of a
- * result is 1 where logits were gathered for it. After a wait that was given up results are worthless, and some are
- * those of an earlier call. */
+/* baton_sample with logits sharded over the ranks of a group: `args->logits` has this rank's tokens; rank r has the tokens
+ * from firsts[r] up to firsts[r + 1] (ranks + 1 numbers in host memory; whole runs of 1,024 but for the end), `args->vocabulary`
+ * counts all. Results are bitwise equal on all ranks and equal to those of baton_sample over the whole rows. `reserved`
+ * of a result is 1 where logits were gathered for it. After an aborted wait results are undefined, and some may be those
+ * of an earlier call. */
 BATON_API int32_t baton_group_sample(const baton_group *group, const baton_pool *pool, const baton_step *step,
                                      const baton_sample_args *args, const int32_t *firsts, void *stream);
 

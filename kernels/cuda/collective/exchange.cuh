@@ -1,12 +1,12 @@
-// What every rank has a part of, made whole on all of them: kernels in which ranks exchange words as they are.
+// Kernels in which the ranks exchange words, so that each rank has all parts.
 //
-// As with sums, a word in the arena is there once it is not UNSENT. Words here may be anything, so an item of 16 bytes
-// carries three of them and says in the fourth which of them it had to change.
+// As in an all-reduce, a word in the arena has arrived once it differs from UNSENT. Words may have any value here, so
+// an item of 16 bytes has three words of payload and a fourth that tells which of them were replaced.
 //
-// A block talks to the blocks of the same place of all other ranks and to no one else, in rounds: it has a range of the
-// call's half for itself, in two parts that take turns. It writes a part again two rounds later; by then it has what the
-// others sent in the round between, which they did once they had read and put back all of the round before (their
-// fence comes first). So one call moves as much as is wanted, and how much that is may be found out on the way.
+// A block communicates only with the blocks of the same index on the other ranks, in rounds. It has a range of the
+// call's half, in two parts that are used in turn. It writes a part again two rounds later. By then it has what the
+// others sent in the round between, so after those had read and restored the round before (their fence comes first).
+// One call therefore moves any amount of data, which may be determined during the call.
 #pragma once
 
 #include <algorithm>
@@ -16,7 +16,7 @@
 namespace baton::collective {
 
 constexpr int EXCHANGE_THREADS = 512;
-// At most; as all of them must be running, and their number decides where things lie, it does not depend on the GPU.
+// Maximum blocks. All must be resident, and their number determines addresses, so it does not depend on the GPU.
 constexpr int EXCHANGE_BLOCKS = 64;
 constexpr int ITEM_WORDS = 3;
 
@@ -30,7 +30,7 @@ __device__ __forceinline__ void unpack(const uint4& item, uint32_t (&words)[ITEM
   words[2] = item.z + (item.w >> 2 & 1);
 }
 
-// A block's line to the blocks of its place on N ranks.
+// A block's connection to the blocks of the same index on N ranks.
 template <int N>
 class Channel {
  public:
@@ -39,8 +39,8 @@ class Channel {
     base_ = call.half + static_cast<int64_t>(block) * 2 * N * capacity * 16;
   }
 
-  // Sends the items from `begin` up to `end` of this rank's message and takes those of all others, which are as many.
-  // By all threads; false when it was given up. What is taken is seen by the thread that took it alone.
+    // Sends the items from `begin` up to `end` of this rank's message and receives those of all other ranks, in equal
+    // number. Called by all threads; false after a stop. Only the receiving thread sees a received item.
   //   message.read(item, words)          this rank's
   //   message.take(source, item, words)  another rank's
   template <class Message>
@@ -70,7 +70,7 @@ class Channel {
           const uint4 item = pack(words[k]);
 #pragma unroll
           for (int step = 1; step < N; ++step) {
-            // Each begins with another peer.
+                        // Every rank starts with another peer.
             const int peer = (group_.rank + step) % N;
             store_sys(reinterpret_cast<uint4*>(group_.arenas[peer] + own_place + static_cast<int64_t>(i) * 16), item);
           }
@@ -118,7 +118,7 @@ class Channel {
     return true;
   }
 
-  // Whether this thread has waited in vain.
+    // Whether this thread's wait has timed out.
   __device__ bool has_given_up() const { return has_given_up_; }
 
  private:
@@ -131,10 +131,10 @@ class Channel {
   Wait wait_;
 };
 
-// Rows of the same number of words from every rank, at least one. A block has a row's part, or several whole rows.
+// Rows of an equal number of words per rank, at least one. A block has a part of a row, or several whole rows.
 //   rows.read(row, word)                  this rank's; words beyond its part may be anything
 //   rows.take(row, source, word, value)   another rank's
-//   rows.finish(row)                      with FINISHES: when all of a row is here, by its block, which has all of it
+//   rows.finish(row)                      with FINISHES: called by the row's block when the whole row has arrived
 template <class Rows>
 struct RowItems {
   const Rows& rows;
@@ -193,7 +193,7 @@ inline int32_t exchange_shape(const baton_group& group, int rows, int row_items,
               static_cast<int>(STATE_BYTES) + 2 * EXCHANGE_BLOCKS * 2 * group.ranks * 16);
 }
 
-// `row_words` of every rank, at least one.
+// `row_words` per rank, at least one.
 template <int N, class Rows>
 int32_t exchange_rows(const char* name, const baton_group& group, const Rows& rows, int row_count, int row_words,
                       cudaStream_t stream) {

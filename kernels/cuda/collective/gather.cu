@@ -1,4 +1,4 @@
-// Whole rows out of the parts that the ranks of a group have of them: logits, of which each rank has its own tokens'.
+// All-gather of columns: logits, of which each rank has its vocabulary shard.
 #include "exchange.cuh"
 
 namespace baton {

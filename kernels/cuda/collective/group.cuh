@@ -1,5 +1,5 @@
-// What kernels over a group of GPUs share: the arenas, words that are their own flags, waits that end. all_reduce.cu
-// says how it works.
+// Shared by kernels of a GPU group: the arenas, words that are their own flags, and waits with a time-out.
+// all_reduce.cu explains the protocol.
 #pragma once
 
 #include "collective.h"
@@ -11,7 +11,7 @@ constexpr uint32_t UNSENT = 0xffffffffu;
 constexpr int64_t STATE_BYTES = 512;  // before the two halves
 constexpr int GROUP_MAX = BATON_GROUP_RANKS_MAX;
 
-// At the beginning of an arena.
+// The beginning of an arena.
 struct State {
   uint32_t calls;
   uint32_t arrived;  // blocks of the running call that know its number
@@ -49,12 +49,12 @@ __device__ __forceinline__ uint64_t now_ns() {
   return now;
 }
 
-// One thread's patience in one call.
+// The wait of one thread in one call, with its time-out.
 struct Wait {
   uint64_t begin = 0;
   uint32_t polls = 0;
 
-  // Asked after a look in vain; true when there is no use in looking again.
+    // Called after an unsuccessful poll; true when the wait must stop.
   __device__ __forceinline__ bool gives_up(const Group& group) {
     if (++polls % 128 != 0) return false;
     const uint64_t now = now_ns();
@@ -68,7 +68,7 @@ struct Wait {
   }
 };
 
-// A call, as its blocks find it.
+// State of a call, as read by its blocks.
 struct Call {
   int64_t half;  // where the half of this call begins in every arena
   bool is_stopped;
@@ -77,7 +77,7 @@ __device__ __forceinline__ Call begin_call(const Group& group) {
   const uint4 state = load_sys(reinterpret_cast<const uint4*>(group.arenas[group.rank]));
   return {STATE_BYTES + (state.x & 1 ? group.half_bytes : 0), state.z != 0};
 }
-// Where all threads of the block have begun the call, it is counted; false when the group has stopped.
+// Counts the call once all threads of the block have begun it; false when the group has stopped.
 __device__ __forceinline__ bool is_counted(const Group& group, const Call& call) {
   if (__syncthreads_or(call.is_stopped)) return false;
   if (threadIdx.x == blockDim.x - 1) {

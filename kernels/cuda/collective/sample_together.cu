@@ -1,18 +1,17 @@
-// Sampling by the ranks of a group, each of which has the logits of its tokens: all come to the same token in every bit,
-// the one that ../src/sample.cu takes from the whole row. Logits stay where they are.
+// Tensor-parallel sampling: each rank has the logits of its vocabulary shard, and all ranks choose the token that
+// ../src/sample.cu chooses from the whole row, bitwise. Logits are not gathered.
 //
-// The kernels of sample.cuh look at the rank's slices and leave what they find at these slices' places in the scratch.
-// Between them the kernels here put the other ranks' findings beside it, and the next one works as though the row were
-// whole:
-//   1. after `survey`, always: what the slices look like. With that greedy rows are done.
-//   2. after `weigh`: who arrives first in each slice, the runs' totals (each of one rank, so they are added in the order
-//      of the row), and of every bin of likelihood how many tokens it has and how likely these are, in whole numbers.
-//   3. after `gather`, top-k and top-p: how many tokens each rank has listed, and then those; where there is no list
-//      (NO_LIST, see sample.cuh), what every rank has of the row. Such rows are the only ones whose logits are gathered;
-//      their results say so in `reserved`.
-//   4. after `choose`, log-probabilities: the chosen token's logit, and each rank's greatest.
+// The kernels of sample.cuh process the rank's slices and store the results at these slices' places in the scratch.
+// Between them, the kernels here add the other ranks' results, and the next kernel works as if the row were whole:
+//   1. after `survey`, always: the summaries of the slices. Greedy rows are then complete.
+//   2. after `weigh`: the earliest arrival of each slice, the runs' totals (each from one rank, added in the order of
+//      the row), and for every bin of likelihood the count and total likelihood of its tokens, as integers.
+//   3. after `gather`, top-k and top-p: the number of tokens each rank has listed, and then these tokens; without a
+//      list (NO_LIST, see sample.cuh), each rank's part of the row. Only such rows have their logits gathered; their
+//      results have `reserved` set.
+//   4. after `choose`, log-probabilities: the chosen token's logit, and each rank's greatest logits.
 //
-// What is sent for a row depends on `needs` and on what all ranks know alike, so everybody knows every length.
+// The length of a row's message follows from `needs` and from values that are equal on all ranks.
 #include "exchange.cuh"
 #include "sample_weights.cuh"
 
@@ -27,7 +26,7 @@ using namespace sampling;
 
 static_assert(RANKS_MAX == GROUP_MAX);
 
-// Some neighbouring words in the scratch of every rank.
+// Contiguous words in the scratch of every rank.
 struct Span {
   uint32_t* at;
   int words;
@@ -50,7 +49,7 @@ __device__ __forceinline__ int64_t of_rank(const Arguments& in, int row, int ran
   return static_cast<int64_t>(row) * in.shares.ranks + rank;
 }
 
-// A message that is one span after the other: Parts has COUNT of them, `span(in, row, rank, number)`.
+// A message of consecutive spans: Parts has COUNT of them, `span(in, row, rank, number)`.
 template <class Parts>
 struct Spans {
   Arguments in;
@@ -84,7 +83,7 @@ struct Surveys {
   __device__ static Span span(const Arguments& in, int row, int rank, int) {
     return span_of_slices(in, rank, in.scratch.surveys + row * SLICES_MAX);
   }
-  // Greedy rows, by the block.
+    // Greedy rows, one block each.
   __device__ static void finish(const Arguments& in, int row) {
     if (threadIdx.x >= WARP) return;
     const Sample sample = in.scratch.samples[row];
@@ -172,7 +171,7 @@ struct Logprobs {
 
 // ---- Lists of candidates ----
 
-// How many tokens are listed, and who of those that stay for certain arrives first in each slice.
+// The number of listed tokens, and the earliest arrival of each slice among the tokens that are kept for certain.
 struct Heads {
   const Arguments& in;
   uint32_t (*counts)[GROUP_MAX];  // of this block's rows
@@ -202,7 +201,7 @@ struct Heads {
   }
 };
 
-// One row's candidates, or its logits: what Way says of word after word.
+// A row's candidates, or its logits, word by word as Way defines.
 template <class Way>
 struct Single {
   const Way& way;
@@ -217,7 +216,7 @@ struct Single {
   }
 };
 
-// The order of a list does not matter: this rank's come first.
+// The order of a list does not matter: this rank's tokens come first.
 struct Candidates {
   uint32_t* list;
   const uint32_t* counts;
@@ -251,7 +250,7 @@ struct Logits {
   }
 };
 
-// A block has at most so many rows: BATON_SEQUENCES_MAX over EXCHANGE_BLOCKS.
+// Maximum rows per block: BATON_SEQUENCES_MAX over EXCHANGE_BLOCKS.
 constexpr int BLOCK_ROWS_MAX = BATON_SEQUENCES_MAX / EXCHANGE_BLOCKS;
 
 template <int N>
@@ -265,7 +264,7 @@ __global__ void __launch_bounds__(EXCHANGE_THREADS, 2)
   Channel<N> channel(group, call, capacity);
   const Heads heads{in, counts};
   const int own_rows = (in.args.samples - blockIdx.y + gridDim.y - 1) / gridDim.y;
-  // Every block of a row hears all of its head.
+    // Every block of a row receives all of the row's head.
   if (!channel.exchange(RowItems<Heads>{heads, head_items}, 0, own_rows * head_items)) return;
   if (__syncthreads_or(channel.has_given_up())) return;
   for (int k = 0; k < own_rows; ++k) {
@@ -298,7 +297,7 @@ int32_t exchange_candidates(const baton_group& group, const Arguments& in, int s
                             cudaStream_t stream) {
   const int head_items = divide_up(1 + slices_most * static_cast<int>(sizeof(Winner) / 4), ITEM_WORDS);
   ExchangeShape shape;
-  // As many blocks as whole rows of logits are worth; where these are few, all others are for nothing.
+    // As many blocks as whole rows of logits are worth; with few such rows, the other blocks do nothing.
   BATON_TRY(exchange_shape(group, in.args.samples, divide_up(tokens_most, ITEM_WORDS), shape));
   return launch("sampling: candidates", candidates_kernel<N>, shape.grid, dim3(shape.threads), 0, stream,
                 device_group(group), in, head_items, tokens_most, shape.capacity);

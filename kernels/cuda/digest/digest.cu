@@ -1,4 +1,4 @@
-// The digest of KV blocks: a sum over their words, each mixed with its place.
+// Digest of KV blocks: a sum over their words, each mixed with its position.
 #include "digest.h"
 #include "device.cuh"
 
@@ -7,10 +7,10 @@ namespace {
 
 constexpr int THREADS = 256;
 constexpr int WARPS = THREADS / WARP;
-constexpr int UNROLL = 8;                     // 16-byte loads that a thread has under way
+constexpr int UNROLL = 8;                     // 16-byte loads that a thread has in flight
 constexpr int ROUNDS = 4;                     // of them in a piece
 constexpr int PIECE = ROUNDS * UNROLL * WARP; // 16-byte words that a warp takes at a time, all of one run
-// Blocks are named in the launch itself: no list has to lie in device memory and outlive it.
+// Block ids are passed in the launch arguments, so no list in device memory must outlive the launch.
 constexpr int LIST_MAX = 512;
 
 constexpr uint64_t STEP = 0x9e3779b97f4a7c15ull;
@@ -129,9 +129,9 @@ BATON_API int32_t baton_digest_blocks(const void* arena, int64_t block_bytes, in
       digest.block_pieces = static_cast<int32_t>(block_pieces);
       digest.pieces = static_cast<int32_t>(share * block_pieces);
       for (int32_t i = 0; i < share; ++i) digest.blocks[i] = blocks[first + i];
-      const int32_t grid_max = device.multiprocessors * 8;
+      const int32_t grid_max = device.sm_count * 8;
       const int32_t grid = divide_up(digest.pieces, WARPS);
-      // Never before its predecessor has ended: that writes what is read, or clears the sum.
+            // Without PDL: the predecessor writes the data, or clears the sum.
       BATON_TRY(launch_as(false, "digest of blocks", digest_kernel, dim3(grid < grid_max ? grid : grid_max),
                           dim3(THREADS), 0, as_stream(stream), digest));
     }

@@ -3,7 +3,7 @@
 // Every warp of a block streams its own slices of k (cp.async, 16 bytes a lane, swizzled) through its own ring in
 // shared memory and multiplies them with all the rows of x, so no barrier stands in the stream; the warps' sums
 // meet in shared memory at the end of a tile of weight rows. Fragments are loaded as 16-byte pieces with k permuted
-// alike in both operands, which a sum over k does not notice.
+// alike in both operands, which a reduction over k does not see.
 //
 // What surrounds the product happens here. An RMS norm before it is two factors: the weight's is put into x by
 // whoever wrote x, the row's own scale comes out of the sum and is applied at the end, from the sums of squares
@@ -426,7 +426,7 @@ BATON_API int32_t baton_skinny_gemm_tile(const baton_skinny_gemm_args* args) {
       return BATON_OK;
     }
     if (device->shared_bytes < kSmemHalf || args->tile > 64) return BATON_UNSUPPORTED;
-    tile = choose_tile(*args, args->grid > 0 ? args->grid : device->multiprocessors);
+    tile = choose_tile(*args, args->grid > 0 ? args->grid : device->sm_count);
     return BATON_OK;
   });
   return tile;
@@ -455,7 +455,7 @@ BATON_API int32_t baton_skinny_gemm(const baton_skinny_gemm_args* args, void* st
       return fail(BATON_UNSUPPORTED, "tile is %d; allowed for this product is 0, 16, 32 or 64", p.tile);
     }
     const bool deep = p.pdl != 0 && device->shared_bytes >= kSmemWhole;
-    int grid = p.grid > 0 ? p.grid : device->multiprocessors;
+    int grid = p.grid > 0 ? p.grid : device->sm_count;
     const int tile = choose_tile(p, grid);
     const int tiles = divide_up(p.n, tile);
     grid = tiles < grid ? tiles : grid;

@@ -296,7 +296,7 @@ __device__ __forceinline__ void finish_heads(const baton_skinny_gemm_args& p, in
   }
 }
 
-// RESIDUAL: the loads of a row are all under way before the first store. OWN weight rows, half of them from `low` on,
+// RESIDUAL: the loads of a row are all in flight before the first store. OWN weight rows, half of them from `low` on,
 // half from `high` on; `place` is that of their squares.
 template <int OWN>
 __device__ __forceinline__ void finish_residual(const baton_skinny_gemm_args& p, int place, int places, int m, bool valid,
@@ -475,7 +475,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   } else if (warp > S::kGroups * 4) {
     // Rows' scales, from the squares that the writer of x left, while the others multiply.
     follow_predecessor();
-    constexpr int TOGETHER = 11;  // rows whose loads are under way, a third of 32
+    constexpr int TOGETHER = 11;  // rows whose loads are in flight, a third of 32
     for (int first = (warp - S::kGroups * 4 - 1) * TOGETHER; first < NR; first += 3 * TOGETHER) {
       float sum[TOGETHER] = {};
       if (p.squares) {
@@ -616,7 +616,7 @@ int wide_gemm_tile(const baton_skinny_gemm_args& p, const Device& device) {
   // A block has many tiles of logits: what counts is how even its share is.
   if (p.epilogue == BATON_SKINNY_F32 && is_served(64)) return 64;
   // The busiest block's rows, the time for the end of each tile, and x, which every tile goes over.
-  const int grid = p.grid > 0 ? p.grid : device.multiprocessors;
+  const int grid = p.grid > 0 ? p.grid : device.sm_count;
   int best = 0, least = 1 << 30;
   for (int tile : {224, 128, 112, 64, 32, 16}) {
     if (!is_served(tile)) continue;
@@ -627,7 +627,7 @@ int wide_gemm_tile(const baton_skinny_gemm_args& p, const Device& device) {
 }
 
 int32_t wide_gemm(const baton_skinny_gemm_args& p, int tile, const Device& device, cudaStream_t stream) {
-  const int blocks = p.grid > 0 && p.grid < device.multiprocessors ? p.grid : device.multiprocessors;
+  const int blocks = p.grid > 0 && p.grid < device.sm_count ? p.grid : device.sm_count;
   return with_kernel(tile, p.rows, p.epilogue, [&](auto kernel) { return decltype(kernel)::run(p, blocks, stream); });
 }
 

@@ -1,18 +1,18 @@
-/* The C ABI of libbaton_kernels.so: Baton's device code, as its Rust face calls it.
+/* The C ABI of libbaton_kernels.so, Baton's device code, which Rust calls.
  *
- * Rules that hold for every function
- * - It returns 0 or one of `baton_error`; `baton_last_error()` then says what was wrong, in words, to
- *   the same thread. No C++ exception leaves the library.
+ * Rules of every function
+ * - It returns 0 or one of `baton_error`; `baton_last_error()` then returns the error text of the thread.
+ *   No C++ exception leaves the library.
  * - Pointers are device addresses unless their name ends in `_host`. `stream` is a `cudaStream_t`.
  *   The calling thread has a current CUDA context (the primary one), as every cudarc user has.
- * - Nothing here allocates device memory, waits for the device or asks it anything. All work is put
- *   on `stream`. Errors of kernels that are already running show up where the stream is waited for.
+ * - No function allocates device memory, synchronizes with the device or reads from it. All work is enqueued
+ *   on `stream`. Errors of running kernels are returned where the caller synchronizes the stream.
  * - Everything that takes a stream may be captured in a CUDA graph, unless its comment says "not in a
- *   graph". What differs from step to step is read from device memory; arguments are what a capture
- *   may freeze: shapes, addresses, upper bounds. Call `baton_initialise` before the first capture.
- * - Element types: `T` stands for the type that `dtype` names. Sums are f32 in either. Vectors (norm
+ *   graph". Values that change between steps are read from device memory. Arguments are values that a
+ *   capture may freeze: shapes, addresses, upper bounds. Call `baton_initialise` before the first capture.
+ * - Element types: `T` is the type that `dtype` names. Accumulators are f32 for either. Vectors (norm
  *   weights, biases, rope frequencies) and the residual stream are f32 always.
- * - Matrices and activations are row-major and packed unless a stride is given; strides and offsets
+ * - Matrices and activations are row-major and contiguous unless a stride is given; strides and offsets
  *   count elements. Widths, strides and head dimensions are multiples of 8;
  *   addresses are 16-byte aligned.
  * - Zero rows are no error: nothing is launched.
@@ -29,21 +29,21 @@
 #define BATON_API
 #endif
 
-/* Rises with every change of this file that an older caller would notice. */
+/* Increases with every incompatible change of this file. */
 #define BATON_ABI_VERSION 2
 
-/* Tokens whose KV one block holds. */
+/* Tokens per KV block. */
 #define BATON_BLOCK_TOKENS 16
-/* Most alternatives that `baton_sample` reports beside a chosen token. */
+/* Maximum alternatives that `baton_sample` reports per chosen token. */
 #define BATON_TOP_LOGPROBS_MAX 32
-/* Most rows that sample in one call, and most sequences of one step. */
+/* Maximum samples per call, and maximum sequences per step. */
 #define BATON_SEQUENCES_MAX 4096
 
 typedef enum {
   BATON_OK = 0,
-  BATON_INVALID = 1,     /* an argument is out of its range; the text names it, its value and the range */
+  BATON_INVALID = 1,     /* an argument is out of range; the text names it, its value and the range */
   BATON_UNSUPPORTED = 2, /* well-formed, but this build or device has no kernel for it */
-  BATON_TOO_SMALL = 3,   /* a workspace; the text says how much is needed */
+  BATON_TOO_SMALL = 3,   /* a workspace is too small; the text has the size needed */
   BATON_EXCEPTION = 4,   /* a C++ exception, its text in baton_last_error */
   BATON_CUDA = 1000      /* BATON_CUDA + cudaError_t */
 } baton_error;
@@ -56,27 +56,26 @@ typedef enum { BATON_F32 = 0, BATON_BF16 = 1 } baton_dtype;
 BATON_API int32_t baton_abi_version(void);
 /* "abi 2; cuda 13.0; arches sm_90a; flashinfer 0.6.12". Static. */
 BATON_API const char *baton_build_info(void);
-/* Of this thread's last failed call; empty before the first. Valid until its next failed call. */
+/* Error text of this thread's last failed call; empty before the first. Valid until its next failed call. */
 BATON_API const char *baton_last_error(void);
-/* Loads every kernel onto the current device and sets their limits, so that no later call does (a first
+/* Loads every kernel onto the current device and sets its limits, so that no later call does (a first
  * launch under capture, or while a communication kernel waits for its peer, may hang). FlashInfer's kernels are
  * the exception: run each attention kind once before a capture. BATON_UNSUPPORTED
- * when the library holds no code for the device. Not in a graph; takes up to a second. */
+ * when the library has no code for the device. Not in a graph; takes up to a second. */
 BATON_API int32_t baton_initialise(void);
-/* 1: kernels of ours that follow one another on a stream may overlap at their edges (programmatic dependent
- * launch, compute capability 9.0 on); 0: not. A switch for comparisons, 0 at first; captured graphs keep what
- * they were captured with. The functions with a `pdl` of their own go by that instead.
- * Either way a kernel of ours lets the next one of the stream begin only after its own predecessor is done and what
- * that wrote can be seen; so whatever a kernel reads before it waits need only be two kernels old. Kernels of others
- * (cuBLAS, FlashInfer's) are launched plainly: they begin when everything before them is done. */
+/* 1: launches this library's kernels with programmatic dependent launch (PDL, compute capability 9.0 on), so that
+ * consecutive kernels of a stream overlap at their edges; 0 (default): without. Captured graphs keep the setting of
+ * their capture. Functions with a `pdl` argument use that argument instead.
+ * In both cases a kernel of this library releases its successor only after its own predecessor has completed and
+ * its writes are visible. Data that a kernel reads before its wait must therefore be written at least two kernels
+ * before. Other kernels (cuBLAS, FlashInfer) are launched without PDL and start after all their predecessors. */
 BATON_API void baton_programmatic_launch(int32_t enabled);
-/* sizeof of the structs below, in the order of their definition, for the caller to compare; returns how
- * many there are. `sizes_host` may be null. */
+/* Writes sizeof of the structs below, in the order of their definition, and returns their number. `sizes_host` may be null. */
 BATON_API int32_t baton_struct_sizes(uint32_t *sizes_host, int32_t capacity);
 
 /* ---- Rows: embedding, norms, activations ----------------------------------------------------------- */
 
-/* residual[row][width] (f32) = table[tokens[row]] (T). Ids are below the table's rows: nobody checks. */
+/* residual[row][width] (f32) = table[tokens[row]] (T). Ids must be below the table's rows; they are not checked. */
 BATON_API int32_t baton_embed(int32_t dtype, const void *table, const int32_t *tokens, float *residual,
                               int32_t rows, int32_t width, void *stream);
 
@@ -85,8 +84,8 @@ BATON_API int32_t baton_rms_norm(int32_t dtype, const float *residual, const flo
                                  void *out, int32_t rows, int32_t width, void *stream);
 
 /* residual[row] += delta[row] (T), then as baton_rms_norm.
- * With `gather` (device, [rows]; null: none) output row i is that of input row gather[i] of residual and
- * delta, and residual is left as it was: the last norm, of sampled rows only. */
+ * With `gather` (device, [rows]; null: none) output row i uses input row gather[i] of residual and
+ * delta, and residual is unchanged: the last norm, of sampled rows only. */
 BATON_API int32_t baton_add_rms_norm(int32_t dtype, float *residual, const void *delta,
                                      const float *weight, float eps, void *out, const int32_t *gather,
                                      int32_t rows, int32_t width, void *stream);
@@ -103,13 +102,13 @@ BATON_API int32_t baton_silu_mul(int32_t dtype, const void *gate_up, void *out, 
 BATON_API int32_t baton_gather_rows(int32_t dtype, const void *x, const int32_t *indices, void *out,
                                     int32_t rows, int32_t width, void *stream);
 
-/* to[i] = (to's type) from[i]; `count` elements of any number. f32 <-> bf16, to nearest even. */
+/* to[i] = (to's type) from[i]; any `count` of elements. f32 <-> bf16, round to nearest even. */
 BATON_API int32_t baton_convert(int32_t from_dtype, const void *from, int32_t to_dtype, void *to,
                                 int64_t count, void *stream);
 
 /* ---- The KV arena -------------------------------------------------------------------------------------- */
 
-/* Blocks of `[layer][K, V][head][token 16][dim]`, one after the other from `base` on. */
+/* Contiguous blocks of `[layer][K, V][head][token 16][dim]` from `base` on. */
 typedef struct {
   void *base;
   int64_t block_elements; /* layer_count * 2 * head_count * 16 * head_dim */
@@ -121,16 +120,16 @@ typedef struct {
   int32_t reserved;
 } baton_kv;
 
-/* Everything between the QKV product and attention, in one pass. For every row of qkv
+/* Computes everything between the QKV GEMM and attention, in one pass. For every row of qkv
  * ([rows][(query_heads + 2 * kv.head_count) * head_dim], T = kv->dtype; queries, keys, values):
  *   1. bias added (null: none; [that width]),
- *   2. each query and key head RMS-normed by itself (`query_norm`, `key_norm` [head_dim]; both or neither
+ *   2. an RMS norm of each query and key head (`query_norm`, `key_norm` [head_dim]; both or neither
  *      null),
- *   3. pairs (i, i + dim/2) of query and key heads turned by positions[row] * frequencies[i], the angle an
- *      f32 product (`frequencies` [dim/2], radians a position; null: no turn),
+ *   3. RoPE: pairs (i, i + dim/2) of query and key heads rotated by positions[row] * frequencies[i], an f32
+ *      product (`frequencies` [dim/2], radians per position; null: no rotation),
  *   4. keys and values written to destinations[row] = block * 16 + token in block, queries to
- *      queries, `query_stride` elements (a multiple of 8) from row to row (query_heads * head_dim when packed; `queries` may be
- *      qkv itself, with the width of its rows as stride). Keys and values of qkv stay as they are.
+ *      queries, `query_stride` elements (a multiple of 8) from row to row (query_heads * head_dim when contiguous; `queries` may be
+ *      qkv itself, with the width of its rows as stride). Keys and values of qkv are unchanged.
  * Arithmetic is f32 between loads and stores. */
 typedef struct {
   const void *qkv;
@@ -149,7 +148,7 @@ typedef struct {
 } baton_rope_args;
 BATON_API int32_t baton_rope_store_kv(const baton_kv *kv, const baton_rope_args *args, void *stream);
 
-/* Block `pairs[2 * i]` is copied to block `pairs[2 * i + 1]`, whole. No block is both read and written. */
+/* Copies block `pairs[2 * i]` to block `pairs[2 * i + 1]`. No block is both read and written. */
 BATON_API int32_t baton_copy_blocks(const baton_kv *kv, const int32_t *pairs, int32_t count,
                                     void *stream);
 /* staging[i] = block blocks[i]; staging may be mapped pinned host memory. */
@@ -159,35 +158,35 @@ BATON_API int32_t baton_gather_blocks(const baton_kv *kv, const int32_t *blocks,
 BATON_API int32_t baton_scatter_blocks(const baton_kv *kv, const int32_t *blocks, int32_t count,
                                        const void *staging, void *stream);
 
-/* ---- Products of few rows --------------------------------------------------------------------------------- */
+/* ---- Skinny (small-M) GEMMs -------------------------------------------------------------------------------- */
 
 typedef enum {
   BATON_SKINNY_PLAIN = 0,    /* out bf16 [rows][n] = x W^T (+ bias) */
-  BATON_SKINNY_RESIDUAL = 1, /* residual f32 [rows][n] += x W^T; mirror for what follows */
+  BATON_SKINNY_RESIDUAL = 1, /* residual f32 [rows][n] += x W^T; mirror for the next GEMM */
   BATON_SKINNY_SILU = 2,     /* W holds n/2 gate rows, then n/2 up rows; out bf16 [rows][n/2] = silu(gate) * up */
   BATON_SKINNY_F32 = 3,      /* out f32 [rows][n] = x W^T: logits */
-  BATON_SKINNY_QKV = 4       /* + bias, rotation of queries and keys, keys and values into the arena */
+  BATON_SKINNY_QKV = 4       /* + bias, RoPE of queries and keys, store of keys and values into the arena */
 } baton_skinny_epilogue;
 
 /* 200 bytes. */
 typedef struct {
-  const void *weight; /* bf16 [n][depth], packed */
+  const void *weight; /* bf16 [n][depth], contiguous */
   const void *x;      /* bf16 [rows][x_stride] */
   int64_t x_stride;   /* at least depth, a multiple of 8 */
-  /* Null, or the sums of squares of every row before its norm, [rows][squares_count]: the products of row r are
-   * scaled by 1 / sqrt(sum of its squares / depth + eps). x then is the residual times the norm's weight, as
-   * RESIDUAL (or baton_skinny_prepare, with a count of 1) leaves it. */
+  /* Null, or the sums of squares of every row before its norm, [rows][squares_count]: the results of row r are
+   * scaled by 1 / sqrt(sum of its squares / depth + eps). Then x is the residual times the norm's weight, as written
+   * by RESIDUAL (or baton_skinny_prepare, with a count of 1). */
   const float *squares;
   const float *bias;  /* [n] or null; PLAIN and QKV */
   void *out;          /* RESIDUAL: unused */
-  int64_t out_stride; /* QKV: of the query rows */
-  float *residual;    /* RESIDUAL: [rows][n] packed */
-  void *mirror;       /* RESIDUAL: [rows][n] packed bf16, or null: the new residual, times next_norm [n] if not null */
+  int64_t out_stride; /* QKV: stride of the query rows */
+  float *residual;    /* RESIDUAL: [rows][n] contiguous */
+  void *mirror;       /* RESIDUAL: [rows][n] contiguous bf16, or null: the new residual, times next_norm [n] if not null */
   const float *next_norm;
-  float *squares_out; /* RESIDUAL: null, or [rows][ceil(n / tile)], for the next product's `squares` */
+  float *squares_out; /* RESIDUAL: null, or [rows][ceil(n / tile)], for the next GEMM's `squares` */
   /* QKV: k and v are this layer's keys and values of block 0 (strides of a baton_kv: block_elements, 16 * head_dim,
    * head_dim); destinations[row] = block * 16 + token, negative for none; angles are positions[row] *
-   * frequencies[i], frequencies null for no rotation. Heads are not normed: for models that norm them take PLAIN and
+   * frequencies[i], frequencies null for no rotation. Heads are not normalized: models with head norms use PLAIN and
    * baton_rope_store_kv. */
   void *k;
   void *v;
@@ -205,32 +204,31 @@ typedef struct {
   int32_t query_heads; /* QKV: n = (query_heads + 2 * kv_heads) * head_dim, head_dim a multiple of the tile */
   int32_t kv_heads;
   int32_t head_dim;
-  int32_t grid; /* blocks at most; 0: one a multiprocessor */
-  int32_t tile; /* weight rows a tile; 0 chooses, else one of those that baton_skinny_gemm_tile may say */
-  int32_t pdl;  /* 1: may start before the preceding kernel of the stream has ended, whichever that is: only weights
-                   are fetched until then */
+  int32_t grid; /* maximum CTAs; 0: one per SM */
+  int32_t tile; /* weight rows per tile; 0: automatic, else a value that baton_skinny_gemm_tile may return */
+  int32_t pdl;  /* 1: may start before the preceding kernel of the stream has completed, whichever that is: until then
+                   it only loads weights */
   int32_t squares_count;
 } baton_skinny_gemm_args;
 
-/* y = x W^T, bf16 with sums in f32, at the rate at which the weight can be read, and what surrounds the product in a
- * decode step in the same launch. BATON_UNSUPPORTED for more rows than it takes, and for shapes without a tile. Results
- * do not depend on `pdl`; they do on the tile, in the order of a row's squares, and on whether rows are more than 8 or
- * 16. */
+/* y = x W^T in bf16 with f32 accumulators, bound by reading the weight, with fused neighbouring operations of a decode
+ * step. BATON_UNSUPPORTED above the maximum rows and for shapes without a tile. Results do not depend on `pdl`. They
+ * depend on the tile, on the order of a row's squares, and on whether there are more than 8 or 16 rows. */
 BATON_API int32_t baton_skinny_gemm(const baton_skinny_gemm_args *args, void *stream);
-/* Rows a tile that a call with these arguments takes (rows, n, depth, epilogue, head_dim, grid and tile matter;
- * addresses may be null); squares_out has ceil(n / that) numbers a row. 0: no kernel of ours for it, or none that
- * is quicker than cuBLAS. */
+/* Returns the weight rows per tile for these arguments (rows, n, depth, epilogue, head_dim, grid and tile matter;
+ * addresses may be null); squares_out has ceil(n / tile) numbers per row. 0: there is no kernel for the shape, or
+ * cuBLAS is faster. */
 BATON_API int32_t baton_skinny_gemm_tile(const baton_skinny_gemm_args *args);
-/* Most rows that baton_skinny_gemm takes; up to there baton_skinny_gemm_tile says shape by shape. */
+/* Maximum rows of baton_skinny_gemm; baton_skinny_gemm_tile decides by shape. */
 BATON_API int32_t baton_skinny_gemm_rows_max(void);
 /* mirror (bf16 [rows][width]) = residual * norm; squares [rows]: for the first norm of a step. `width` is a multiple
  * of 8. */
 BATON_API int32_t baton_skinny_prepare(const float *residual, const float *norm, void *mirror, float *squares,
                                        int32_t rows, int32_t width, int32_t pdl, void *stream);
 
-/* ---- Slots: what the device knows of every sequence ---------------------------------------------- */
+/* ---- Slots: the state of every sequence on the device --------------------------------------------- */
 
-/* How one slot's tokens are chosen; kernels/src/sampling.rs has the rules. 64 bytes. */
+/* Sampling parameters of a slot; kernels/src/sampling.rs has the rules. 64 bytes. */
 typedef struct {
   uint64_t seed;
   float temperature; /* below 1e-5: greedy */
@@ -240,8 +238,8 @@ typedef struct {
   float presence_penalty;
   float frequency_penalty;
   uint32_t top_k;      /* 0 keeps all */
-  uint32_t min_tokens; /* stop tokens are masked before that many */
-  int32_t stop_count;  /* of the slot's row of `stop_tokens` */
+  uint32_t min_tokens; /* stop tokens are masked before this many tokens */
+  int32_t stop_count;  /* length of the slot's row of `stop_tokens` */
   int32_t logprobs;    /* -1: none; else this many alternatives, at most BATON_TOP_LOGPROBS_MAX */
   int32_t prompt_len;  /* output index = tokens before - prompt_len */
   int32_t reserved[3];
@@ -255,7 +253,7 @@ typedef struct {
   int32_t reserved;
 } baton_slot;
 
-/* Device arrays of the running batch, made once and zeroed. The first index is the slot. */
+/* Device arrays of the running batch, allocated once and zeroed. The first index is the slot. */
 typedef struct {
   baton_slot *slots;         /* [slot_count] */
   baton_sampling *sampling;  /* [slot_count] */
@@ -266,14 +264,14 @@ typedef struct {
   int32_t token_width; /* longest sequence */
   int32_t table_width;
   int32_t stop_width;
-  int32_t trash_block; /* where padding rows write; in no table */
+  int32_t trash_block; /* block that padding rows write to; in no table */
   int32_t reserved;
 } baton_pool;
 
 /* ---- A step's plan: one small upload -------------------------------------------------------------------- */
 
 /* The plan is a range of 32-bit words that begins with this header; `*_at` are word offsets from its
- * start (`sequences_at` and `admissions_at` multiples of 4, as alignment wants). 64 bytes. */
+ * start (`sequences_at` and `admissions_at` are multiples of 4 for alignment). 64 bytes. */
 typedef struct {
   uint32_t word_count; /* of the whole plan */
   uint32_t sequence_count;
@@ -297,7 +295,7 @@ typedef struct {
   int32_t mask_row;
 } baton_plan_sequence;
 
-/* A slot's new occupant; applied before runs and sequences. 96 bytes. */
+/* A sequence admitted to a slot; applied before runs and sequences. 96 bytes. */
 typedef struct {
   int32_t slot;
   int32_t reserved[3];
@@ -320,7 +318,7 @@ typedef struct {
   uint32_t at;
 } baton_plan_run;
 
-/* What a plan becomes on the device. Arrays made once for the greatest step. */
+/* The expanded plan on the device. Arrays are allocated once for the largest step. */
 typedef struct {
   int32_t *row_tokens;       /* [rows_max] */
   int32_t *row_positions;    /* [rows_max] */
@@ -348,8 +346,8 @@ typedef struct {
  * exactly the plan's). A padding sequence has one row, which follows the real rows: token 0 at position 0,
  * one page, the trash block. So rows - row_count is at least sequences - sequence_count; padding rows beyond
  * that write to the trash block too and belong to no sequence (row_sequences is -1).
- * A plan that does not fit these bounds, or names a slot or place outside the pool, is a defect of the
- * caller that nobody checks on the device.
+ * A plan that does not fit these bounds, or names a slot or place outside the pool, is a bug of the
+ * caller that the device does not check.
  * Two launches. `plan` is 16-byte aligned. */
 BATON_API int32_t baton_step_prepare(const baton_pool *pool, const void *plan, const baton_step *step,
                                      int32_t rows, int32_t sequences, int32_t samples, void *stream);
@@ -357,8 +355,8 @@ BATON_API int32_t baton_step_prepare(const baton_pool *pool, const void *plan, c
 /* ---- Attention ------------------------------------------------------------------------------------------------ */
 
 typedef enum {
-  BATON_ATTENTION_AUTO = 0,   /* the quickest that serves the shape */
-  BATON_ATTENTION_PLAIN = 1,  /* own: any dtype, head_dim <= 256, group; a row's result does not depend on batch or chunk */
+  BATON_ATTENTION_AUTO = 0,   /* the fastest kernel that supports the shape */
+  BATON_ATTENTION_PLAIN = 1,  /* Baton's: any dtype, head_dim <= 256, group; a row's result does not depend on batch or chunk */
   BATON_ATTENTION_DECODE = 2, /* FlashInfer decode: bf16, one row a sequence, groups 1, 2, 3, 4, 8, dims 64, 128 */
   BATON_ATTENTION_FA2 = 3,    /* FlashInfer FA2: bf16, any rows and group, dims 64, 128 */
   BATON_ATTENTION_FA3 = 4     /* FlashInfer FA3: as FA2, no window, compute capability 9.0, not in a graph */
@@ -370,10 +368,10 @@ typedef struct {
   int32_t head_dim;
   int32_t dtype;
   int32_t window; /* a row sees itself and the window - 1 tokens before; 0: all */
-  float scale;    /* of the products, usually 1 / sqrt(head_dim) */
+  float scale;    /* of the scores, usually 1 / sqrt(head_dim) */
 } baton_attention_shape;
 
-/* What a step's attention needs to know, on the host. */
+/* A step's lengths on the host, for attention planning. */
 typedef struct {
   const int32_t *row_indptr_host;  /* [sequences + 1] */
   const int32_t *page_indptr_host; /* [sequences + 1] */
@@ -384,12 +382,12 @@ typedef struct {
   int32_t reserved;
 } baton_attention_batch;
 
-/* Memory of attention, made once. Two plans in flight need two `pinned_host` (and two of `ints` unless
+/* Workspace of attention, allocated once. Two plans in flight need two `pinned_host` (and two of `ints` unless
  * they are on one stream). */
 typedef struct {
-  void *floats; /* device, 128-byte aligned; 256 MiB serves everything */
+  void *floats; /* device, 128-byte aligned; 256 MiB suffices for all shapes */
   uint64_t float_bytes;
-  void *ints; /* device; 8 MiB serves everything */
+  void *ints; /* device; 8 MiB suffices for all shapes */
   uint64_t int_bytes;
   void *pinned_host; /* page-locked, as large as `ints` */
 } baton_attention_workspace;
@@ -402,9 +400,9 @@ typedef struct {
   int64_t words[22];
 } baton_attention_plan;
 
-/* Splits the step's work over the device: host arithmetic on the `_host` arrays, written to pinned_host, then
- * one asynchronous copy to `ints` on `stream`. pinned_host is the caller's again when that copy is done.
- * Once a step, for all layers of one shape. Not in a graph. PLAIN needs no workspace (pass null). */
+/* Plans the step's attention: host arithmetic on the `_host` arrays, written to pinned_host, then
+ * one asynchronous copy to `ints` on `stream`. The caller may reuse pinned_host when the copy has completed.
+ * Called once per step for all layers of one shape. Not in a graph. PLAIN needs no workspace (pass null). */
 BATON_API int32_t baton_attention_prepare(int32_t kind, const baton_attention_shape *shape,
                                           const baton_attention_batch *batch,
                                           const baton_attention_workspace *workspace,
@@ -421,8 +419,8 @@ BATON_API int32_t baton_attention_run(const baton_attention_plan *plan_host,
                                       const baton_step *step, void *out, int32_t sequences, int32_t rows,
                                       void *stream);
 
-/* Decode attention of our own: one query token a row, bf16, any mix of lengths, no plan on the host; what a captured
- * launch does follows from the lengths in device memory. 160 bytes. */
+/* Baton's decode attention: one query token per row, bf16, any mix of lengths, no host plan. A captured launch follows
+ * the lengths in device memory. 160 bytes. */
 typedef struct {
   const void *q;    /* [rows][kv_heads * group][head_dim], rows q_stride apart */
   int64_t q_stride; /* at least kv_heads * group * head_dim, a multiple of 8 */
@@ -445,21 +443,18 @@ typedef struct {
   int32_t group;    /* query heads a KV head: 1 to 8 */
   int32_t head_dim; /* 64 or 128 */
   int32_t window;   /* tokens attended to; 0: all */
-  float scale;      /* of the products, usually 1 / sqrt(head_dim) */
-  int32_t sms;         /* multiprocessors to fill; 0: all */
-  int32_t least_pages; /* work is spread no further than so many pages of a head a block, or an average row's where that
-                        * is less; 0: a good number */
-  int32_t variant;     /* 0 chooses; else warps a block * 10 + KV heads side by side: 41, 44, 81, 88 */
-  /* 1: may start before the preceding kernel of the stream has ended. kv_len, page_indptr, pages, and all KV but the
-   * last page of a row are read before that, so these are older than the preceding kernel, and that kernel is one
-   * that lets its successor begin only after its own wait. Every kernel of this library is such a one, under
-   * baton_programmatic_launch too: baton_skinny_gemm (QKV), baton_rope_store_kv (before it cuBLAS or any kernel of
-   * ours), and what else there is. Kernels that write no more than this step's tokens may stand there. After
-   * baton_step_prepare, a block copy or a kernel of somebody else that starts programmatically: 0. */
+  float scale;      /* of the scores, usually 1 / sqrt(head_dim) */
+  int32_t sms;         /* SMs to use; 0: all */
+  int32_t least_pages; /* minimum pages of a head per CTA, or an average row's pages where these are fewer; 0: automatic */
+  int32_t variant;     /* 0: automatic; else warps per CTA * 10 + KV heads per CTA: 41, 44, 81, 88 */
+  /* 1: may start before the preceding kernel of the stream has completed. Until then it reads kv_len, page_indptr,
+   * pages, and all KV but the last page of a row. The preceding kernel must not write these, except this step's
+   * tokens, and must release its successor only after its own wait, as every kernel of this library does. Use 0
+   * after baton_step_prepare, a block copy, or another library's kernel with programmatic launch. */
   int32_t pdl;
 } baton_decode_attention_args;
 
-/* Bytes of `partial` when so many multiprocessors are filled (0: all of the current device); 0 when a number is out of
+/* Returns the bytes of `partial` for this number of SMs (0: all of the current device); 0 when an argument is out of
  * range. */
 BATON_API int64_t baton_decode_attention_workspace(int32_t sms, int32_t kv_heads, int32_t group, int32_t head_dim);
 BATON_API int32_t baton_decode_attention(const baton_decode_attention_args *args, void *stream);
@@ -489,7 +484,7 @@ typedef struct {
   float logprob;
 } baton_token_logprob;
 
-/* What the settings of a call's rows ask for, all rows taken together: bits of baton_sample_args.needs. */
+/* Sampling features that any row of a call needs: bits of baton_sample_args.needs. */
 typedef enum {
   BATON_NEEDS_DRAW = 1,      /* a temperature of 1e-5 or more */
   BATON_NEEDS_CUT = 2,       /* with it: top_k, or a top_p below 1 (min_p needs no bit) */
@@ -508,11 +503,11 @@ typedef struct {
   uint64_t scratch_bytes;
   int32_t vocabulary;
   int32_t samples; /* padded */
-  int32_t needs;   /* of baton_sample_needs; what no row asks for is not launched: 0 is one kernel, ALL five */
+  int32_t needs;   /* bits of baton_sample_needs, which select the kernels: 0 launches one kernel, ALL five */
   int32_t reserved;
 } baton_sample_args;
 
-/* Bytes of scratch for that many padded samples. */
+/* Returns the bytes of scratch for this number of padded samples. */
 BATON_API uint64_t baton_sample_scratch_bytes(int32_t samples_max, int32_t vocabulary);
 
 /* Chooses a token for every sample of `step` by its slot's baton_sampling, with the rules, tie-breaks and
@@ -523,12 +518,12 @@ BATON_API uint64_t baton_sample_scratch_bytes(int32_t samples_max, int32_t vocab
 BATON_API int32_t baton_sample(const baton_pool *pool, const baton_step *step,
                                const baton_sample_args *args, void *stream);
 
-/* ---- For tests and measurements ---------------------------------------------------------------------------- */
+/* ---- For tests and benchmarks --------------------------------------------------------------------------- */
 
-/* Keeps the stream busy for so long. */
+/* Keeps the stream busy for this time. */
 BATON_API int32_t baton_delay(int64_t nanoseconds, void *stream);
 /* Reads `bytes` (a multiple of 16) once and writes one word to `sink` [1] that depends on all of them;
- * `blocks` of 512 threads, 0: two to a multiprocessor, the quickest. */
+ * `blocks` CTAs of 512 threads; 0: two per SM, the fastest. */
 BATON_API int32_t baton_read_stream(const void *from, uint64_t bytes, uint32_t *sink, int32_t blocks,
                                     void *stream);
 /* to[i] = uniform in [-scale, scale) by a hash of (seed, i): random weights without an upload. */

@@ -63,7 +63,7 @@ int32_t current_device(Device& device) {
     auto ask = [&](cudaDeviceAttr attribute, int& value) {
       return check(cudaDeviceGetAttribute(&value, attribute, index), "a device attribute");
     };
-    BATON_TRY(ask(cudaDevAttrMultiProcessorCount, kept.multiprocessors));
+    BATON_TRY(ask(cudaDevAttrMultiProcessorCount, kept.sm_count));
     BATON_TRY(ask(cudaDevAttrComputeCapabilityMajor, kept.major));
     BATON_TRY(ask(cudaDevAttrComputeCapabilityMinor, kept.minor));
     BATON_TRY(ask(cudaDevAttrMaxSharedMemoryPerBlockOptin, kept.shared_bytes));
@@ -75,7 +75,7 @@ int32_t current_device(Device& device) {
 
 int32_t any_device(const Device*& device) {
   static thread_local Device kept;
-  if (kept.multiprocessors == 0) BATON_TRY(current_device(kept));
+  if (kept.sm_count == 0) BATON_TRY(current_device(kept));
   device = &kept;
   return BATON_OK;
 }

@@ -1,4 +1,4 @@
-// Attention: which kernel serves a shape, and the plain kernel that serves all of them.
+// Attention: dispatch by shape, and the plain kernel that supports all shapes.
 #include <utility>
 
 #include "device.cuh"
@@ -30,8 +30,8 @@ struct PlainParameters {
   int dim;
 };
 
-// Tiles are counted from position 0 and tile i belongs to warp i % WARPS, so the order of every sum follows from
-// the row's position (and the window) alone: results do not depend on the batch or on how a prompt was cut.
+// Tiles are counted from position 0, and tile i belongs to warp i % WARPS. The order of every accumulation depends only
+// on the row's position (and the window), so results do not depend on the batch or on prefill chunks.
 template <class T, int EACH>  // dimensions that a lane holds; dim <= 32 * EACH
 __global__ void __launch_bounds__(WARPS* WARP)
     plain_kernel(const T* queries, const T* arena, T* out, const PlainParameters in) {
@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(WARPS* WARP)
     sum = sum * correction + warp_sum(weight);
 #pragma unroll
     for (int i = 0; i < EACH; ++i) values[i] *= correction;
-    // Eight values at a time are under way. Tokens that the row does not see are not read: they may hold anything.
+        // Eight values at a time are in flight. Tokens that the row does not attend to are not read: they may have any value.
     const int from = max(begin - tile * TILE, 0), until = min(end - tile * TILE, TILE);
     for (int half = 0; half < TILE / TOKENS; ++half) {
       if (half * TOKENS >= until) break;
@@ -149,14 +149,14 @@ bool has_hopper(const Device& device) {
 #endif
 }
 
-// Rows a sequence, on average, from which FA3 is quicker than FA2 (README.md has the figures).
+// Average rows per sequence from which FA3 is faster than FA2 (figures in README.md).
 constexpr int HOPPER_ROWS = 512;
 
 int32_t choose(const baton_attention_shape& shape, const baton_attention_batch& batch, const Device& device) {
   const bool is_served = shape.dtype == BATON_BF16 && (shape.head_dim == 64 || shape.head_dim == 128);
   if (!is_served || batch.sequences == 0 || batch.rows == 0) return BATON_ATTENTION_PLAIN;
   const int group = shape.query_heads / shape.kv_heads;
-  // From groups of 3 on FA2's tensor cores win at every length (README.md has the figures).
+    // For groups of 3 and more FA2's tensor cores are faster at every length (figures in README.md).
   if (batch.rows == batch.sequences && group < 3) return BATON_ATTENTION_DECODE;
   const bool fills_tiles = batch.rows >= static_cast<int64_t>(HOPPER_ROWS) * batch.sequences;
   if (has_hopper(device) && shape.window == 0 && !batch.is_graph && fills_tiles) return BATON_ATTENTION_FA3;

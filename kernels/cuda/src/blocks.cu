@@ -1,4 +1,4 @@
-// Whole KV blocks: from block to block, and to and from a staging range.
+// Copies of whole KV blocks: block to block, gather to staging memory, and scatter from it.
 #include <utility>
 
 #include "device.cuh"
@@ -12,7 +12,7 @@ namespace {
 constexpr int THREADS = 256;
 constexpr int64_t PIECE = 64 * 1024;  // bytes that one thread block moves
 
-// Where the copy of one block begins and ends.
+// Source and destination of a block's copy.
 struct BlockMove {
   enum Kind { PAIRS, GATHER, SCATTER } kind;
   const int32_t* blocks;
@@ -72,13 +72,13 @@ int32_t move_blocks(BlockMove::Kind kind, const baton_kv* kv, const int32_t* blo
   return BATON_OK;
 }
 
-// Blocks named in the launch itself: no list has to lie in device memory and outlive it. A few thread blocks take one
-// piece after another, so that what else runs keeps its multiprocessors.
+// Block ids are passed in the launch arguments, so no list in device memory must outlive the launch. A few CTAs process
+// one piece after another and leave the other SMs free.
 constexpr int LIST_MAX = 512;
 constexpr int LIST_THREADS = 512;
 constexpr int VECTOR = 16;  // bytes; everything is counted in them
 
-// Of each row of a block, which is `pitch` long, `width` from `first` on. Staging has them without gaps.
+// Of each row of a block, `pitch` long, `width` from `first` on is moved. Staging memory is contiguous.
 struct ListedMove {
   uint4* arena;
   uint4* staging;
@@ -151,14 +151,14 @@ BATON_API int32_t baton_scatter_blocks(const baton_kv* kv, const int32_t* blocks
   });
 }
 
-// What baton_move_rows needs of baton_initialise, for a process that calls nothing else.
+// Loads what baton_move_rows needs, for a process that calls no other function.
 BATON_API int32_t baton_load_moves(void) {
   return guarded([] { return load_listed(); });
 }
 
-// gathers: staging[i] = the rows' parts of block blocks[i], one behind the other; else the other way round. A block is
-// rows of `pitch` bytes, of each of which `width` from `first` on are moved. `blocks` lies in host memory and is read
-// before the call returns. `grid`: thread blocks at a time.
+// gathers: staging[i] = the rows' parts of block blocks[i], contiguous; else scatters them back. A block has rows of
+// `pitch` bytes, of each of which `width` from `first` on are moved. `blocks` is in host memory and is read before the
+// call returns. `grid`: CTAs.
 BATON_API int32_t baton_move_rows(void* arena, int64_t block_bytes, int64_t pitch, int64_t first, int64_t width,
                                   const int32_t* blocks, int32_t count, void* staging, int32_t gathers, int32_t grid,
                                   void* stream) {
@@ -188,7 +188,7 @@ BATON_API int32_t baton_move_rows(void* arena, int64_t block_bytes, int64_t pitc
       move.pieces = static_cast<int32_t>(share * ((moved_bytes + PIECE - 1) / PIECE));
       move.gathers = gathers;
       for (int32_t i = 0; i < share; ++i) move.blocks[i] = blocks[begin + i];
-      // Never before its predecessor has ended: others write what it reads.
+            // Without PDL: the predecessor writes what this kernel reads.
       BATON_TRY(launch_as(false, "listed block copy", kernel, dim3(grid < move.pieces ? grid : move.pieces),
                           dim3(LIST_THREADS), 0, as_stream(stream), move));
     }

@@ -1,4 +1,4 @@
-// What every kernel of ours uses: element types, 8-element loads and stores, sums over a block, launches.
+// Shared by all kernels: element types, 8-element loads and stores, block reductions, launches.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -58,7 +58,7 @@ __device__ inline void store8(bf16* to, const float (&from)[8]) {
   *reinterpret_cast<uint4*>(to) = make_uint4(words[0], words[1], words[2], words[3]);
 }
 
-// Every thread gets the same sum, added in an order that depends on the block's size alone.
+// Returns the same sum to every thread, accumulated in an order that depends on the block size only.
 __device__ inline float warp_sum(float x) {
 #pragma unroll
   for (int distance = WARP / 2; distance > 0; distance /= 2) x += __shfl_xor_sync(FULL, x, distance);
@@ -81,10 +81,10 @@ __device__ inline float block_sum(float x, float* shared) {
   return warp_sum(x);
 }
 
-// Programmatic dependent launch: a kernel may start while the one before it in the stream ends. Every thread of every
-// block waits for that one (else a kernel two places later would no longer be sure of it), and lets the next kernel
-// start only after: so a kernel may read before its wait whatever is older than its predecessor. Without the launch
-// attribute all of this is nothing.
+// Programmatic dependent launch: a kernel may start while its predecessor in the stream ends. Every thread of every block
+// waits for the predecessor (else a kernel two positions later could not rely on it) and releases the next kernel only
+// after that. So before its wait, a kernel may read data that is older than its predecessor. Without the launch attribute
+// these calls do nothing.
 __device__ inline void predecessor_done() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -95,7 +95,7 @@ __device__ inline void successor_may_start() {
   asm volatile("griddepcontrol.launch_dependents;");
 #endif
 }
-// The beginning of a kernel that has nothing to do before.
+// The start of a kernel that has no work before the wait.
 __device__ inline void follow_predecessor() {
   predecessor_done();
   successor_may_start();
@@ -119,7 +119,7 @@ int32_t launch_as(bool programmatic, const char* name, void (*kernel)(Parameters
   config.numAttrs = programmatic ? 1 : 0;
   const cudaError_t error =
       cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(std::forward<Arguments>(arguments))...);
-  // Taken away, so that the next call is not blamed for it.
+    // Cleared, so that the next call does not return the error.
   if (error != cudaSuccess) cudaGetLastError();
   return check(error, name);
 }
@@ -143,14 +143,14 @@ int32_t with_dtype(int32_t dtype, Body&& body) {
 
 inline int divide_up(int64_t a, int64_t b) { return static_cast<int>((a + b - 1) / b); }
 
-// Loading a kernel onto the device, for baton_initialise.
+// Loads a kernel onto the device, for baton_initialise.
 template <class Kernel>
 int32_t load(Kernel* kernel) {
   cudaFuncAttributes attributes;
   return check(cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel)), "loading a kernel");
 }
 
-// And the limit of its dynamic shared memory, which no launch sets again. A device that has less cannot run it.
+// Loads a kernel and sets its dynamic shared memory limit. A device with less shared memory cannot run the kernel.
 template <class Kernel>
 int32_t load(Kernel* kernel, int shared_bytes) {
   BATON_TRY(load(kernel));

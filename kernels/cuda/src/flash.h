@@ -6,7 +6,7 @@
 
 namespace baton {
 
-// What a run needs, collected.
+// Arguments of a launch.
 struct FlashRun {
   const baton_attention_plan* plan;
   const baton_attention_shape* shape;
@@ -42,7 +42,7 @@ BATON_FLASH_KIND(FlashPrefill)
 BATON_FLASH_KIND(FlashHopper)
 #undef BATON_FLASH_KIND
 
-// FlashInfer's plans are vectors of int64; ours is a plain value.
+// FlashInfer's plans are vectors of int64; Baton's plan is a plain value.
 template <class Words>
 int32_t keep_plan(const Words& words, int32_t kind, baton_attention_plan& plan) {
   constexpr size_t capacity = sizeof(plan.words) / sizeof(plan.words[0]);

@@ -1,4 +1,4 @@
-// For tests and measurements: time that passes, bytes that are read, numbers that are random.
+// For tests and benchmarks: delay, bandwidth probe, random fill.
 #include <utility>
 
 #include "device.cuh"
@@ -17,7 +17,7 @@ __global__ void delay_kernel(int64_t nanoseconds) {
 }
 
 constexpr int READ_THREADS = 512;
-constexpr int READ_UNROLL = 8;  // 16-byte loads that a thread has under way
+constexpr int READ_UNROLL = 8;  // 16-byte loads that a thread has in flight
 
 __device__ inline uint4 read_once(const uint4* from) {
   uint4 value;
@@ -27,7 +27,7 @@ __device__ inline uint4 read_once(const uint4* from) {
   return value;
 }
 
-// Each block reads pieces of 64 KiB, a grid's length apart.
+// Each block reads pieces of 64 KiB with a stride of the grid.
 __global__ void __launch_bounds__(READ_THREADS) read_kernel(const uint4* from, uint64_t count, uint32_t* sink) {
   follow_predecessor();
   uint32_t mixed = 0;
@@ -91,7 +91,7 @@ BATON_API int32_t baton_read_stream(const void* from, uint64_t bytes, uint32_t* 
     Device device;
     BATON_TRY(current_device(device));
     if (bytes == 0) return static_cast<int32_t>(BATON_OK);
-    const int grid = blocks > 0 ? blocks : 2 * device.multiprocessors;
+    const int grid = blocks > 0 ? blocks : 2 * device.sm_count;
     return launch("read stream", read_kernel, dim3(grid), dim3(READ_THREADS), 0, as_stream(stream),
                   static_cast<const uint4*>(from), bytes / 16, sink);
   });

@@ -1,7 +1,7 @@
-// Between the QKV product and attention, in one pass: bias, norm of heads, rotation, KV into its blocks.
+// Between the QKV GEMM and attention, in one pass: bias, head norms, RoPE, KV store.
 //
-// One warp takes one head of a row after the other: their angles are the same. A lane holds neighbours in the head's
-// lower half and their partners in the upper one, so that a rotation needs no other lane and loads are wide.
+// One warp processes one head of a row after another, because their angles are equal. A lane holds neighbours of the
+// head's lower half and their partners of the upper half, so RoPE needs no shuffles and loads are wide.
 #include <utility>
 
 #include "device.cuh"
@@ -174,7 +174,7 @@ BATON_API int32_t baton_rope_store_kv(const baton_kv* kv, const baton_rope_args*
     shape.value_offset = static_cast<int64_t>(kv->head_count) * BATON_BLOCK_TOKENS * dim;
     shape.layer_offset = 2 * args->layer * shape.value_offset;
     shape.norm_eps = args->norm_eps;
-    // Few rows want many blocks, many rows few angles.
+        // Few rows need many blocks; many rows save angle computations with fewer blocks.
     const int heads = shape.query_heads + 2 * shape.kv_heads;
     const dim3 grid(args->rows, args->rows < ROWS_MANY ? divide_up(heads, HEADS) : 1);
     return with_dtype(kv->dtype, [&](auto element) {

@@ -1,6 +1,5 @@
-// Operations on rows of activations: embedding, norms, biases, the gated activation, gathers, conversions.
-// All are bound by memory (at large batches) or by latency (at small ones): 16-byte loads, one block to a row
-// where a row is summed, everything else flat.
+// Row-wise operations on activations: embedding, norms, biases, gated activation, gathers, conversions. They are bound by
+// memory bandwidth (large batches) or latency (small ones): 16-byte loads, one block per row for reductions, else flat.
 #include <initializer_list>
 #include <utility>
 
@@ -25,7 +24,7 @@ __global__ void embed_kernel(const T* table, const int32_t* tokens, float* resid
   }
 }
 
-// One block to a row; a thread keeps ITEMS groups of 8, `blockDim.x` groups apart.
+// One block per row; a thread holds ITEMS groups of 8, `blockDim.x` groups apart.
 template <class T, int ITEMS, bool ADD>
 __global__ void norm_kernel(float* residual, const T* delta, const float* weight, float eps, T* out,
                             const int32_t* gather, int width) {
@@ -132,7 +131,7 @@ int32_t check_rows(int32_t rows, int32_t width) {
   return BATON_OK;
 }
 
-// A block to a row and, where rows are few and wide, more of them.
+// One block per row; more blocks per row where rows are few and wide.
 dim3 row_grid(int32_t rows, int32_t width) {
   const int groups = divide_up(width, 8 * FLAT);
   return dim3(rows, rows < 512 ? groups : divide_up(groups, 4));

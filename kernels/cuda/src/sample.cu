@@ -1,7 +1,7 @@
-// From logits to tokens, by the rules of kernels/src/sampling.rs, with the CPU's arithmetic: the entry, and the kernels
-// that every call or every penalty needs. sample.cuh has the whole plan.
-// Compiled without fused multiply-adds: weights, totals and the comparison with top_p then have the CPU's bits, so a
-// draw differs only where logits do.
+// Sampling by the rules of kernels/src/sampling.rs with the CPU's arithmetic: the entry, and the kernels for every call
+// and for penalties. sample.cuh describes the algorithm.
+// Compiled without fused multiply-adds: weights, totals and the comparison with top_p are bitwise equal to the CPU's, so
+// a draw differs only where logits do.
 #include <algorithm>
 
 #include "sample.cuh"
@@ -50,7 +50,7 @@ __global__ void history_kernel(const Arguments in) {
   uint32_t* counts = in.scratch.counts + static_cast<int64_t>(index) * in.args.vocabulary;
   const int end = sample.position + 1;
   const int prompt = min(sample.how.prompt_len, end);
-  // The prompt matters to the repetition penalty alone.
+    // Only the repetition penalty counts prompt tokens.
   const int begin = sample.how.repetition_penalty != 1.f ? 0 : prompt;
   for (int i = begin + thread; i < end; i += threads) {
     const int token = tokens[i];
@@ -88,7 +88,7 @@ __device__ void begin_sample(const Arguments& in, const Sample& sample, int inde
   }
 }
 
-// The block of the last slice to be done puts them all together; by its first warp.
+// The block of the last completed slice combines all slices, with its first warp.
 __device__ void finish_greedy(const Arguments& in, const Sample& sample, int index) {
   int is_last = 0;
   if (threadIdx.x == 0) {
@@ -110,7 +110,7 @@ __device__ void finish_greedy(const Arguments& in, const Sample& sample, int ind
   deliver(in, sample, index, result, slot.length);
 }
 
-// IS_LAST: no row draws or reports log-probabilities, so that nothing comes after this kernel.
+// IS_LAST: no row draws or reports log-probabilities, so this is the last kernel.
 template <bool IS_LAST>
 __global__ void __launch_bounds__(SLICE_THREADS) survey_kernel(const Arguments in) {
   __shared__ uint32_t stops[RUN / 32];
@@ -133,7 +133,7 @@ __global__ void __launch_bounds__(SLICE_THREADS) survey_kernel(const Arguments i
 
   Survey own = nothing_seen();
   const int place = threadIdx.x * 4;  // RUN is four times the threads
-  constexpr int TOGETHER = 4;         // runs whose logits are under way
+  constexpr int TOGETHER = 4;         // runs whose logits are in flight
   for (int run = 0; run < in.slice_runs; run += TOGETHER) {
     float4 loaded[TOGETHER];
 #pragma unroll
@@ -233,7 +233,7 @@ int32_t prepare(const baton_pool* pool, const baton_step* step, const baton_samp
                 BATON_NEEDS_ALL);
   if (args->samples == 0) return BATON_OK;
   in = {*pool, *step, *args};
-  // By the most samples, so that calls with fewer find the counts at the same places.
+    // Laid out for the maximum samples, so that calls with fewer samples find the counts at the same addresses.
   const uint64_t needed =
       lay_out(static_cast<char*>(args->scratch), ranks, step->samples_max, args->vocabulary, in.scratch);
   if (args->scratch == nullptr || args->scratch_bytes < needed) {
@@ -241,7 +241,7 @@ int32_t prepare(const baton_pool* pool, const baton_step* step, const baton_samp
                 static_cast<unsigned long long>(args->scratch_bytes), step->samples_max, args->vocabulary,
                 static_cast<unsigned long long>(needed));
   }
-  // Enough blocks for every multiprocessor, few enough that putting slices together stays cheap.
+    // Enough blocks for every SM, but few enough that combining slices stays cheap.
   const int slices = std::min({divide_up(2048 / ranks, args->samples), runs_most, SLICES_MAX / ranks});
   in.slice_runs = divide_up(runs_most, slices);
   shares.slices[0] = 0;

@@ -1,6 +1,6 @@
-// Sampling: one block a sample chooses the token and reports. sample.cuh says what came before.
-// Compiled without fused multiply-adds: weights, totals and the comparison with top_p then have the CPU's bits, so a
-// draw differs only where logits do.
+// Sampling: one block per sample chooses the token and reports it. sample.cuh describes the previous kernels.
+// Compiled without fused multiply-adds: weights, totals and the comparison with top_p are bitwise equal to the CPU's, so
+// a draw differs only where logits do.
 #include "sample_weights.cuh"
 
 namespace baton::sampling {

@@ -1,7 +1,7 @@
-// Sampling: tokens are weighed against each other, and those at the cut of top-k or top-p are listed. sample.cuh says
-// what comes before and after.
-// Compiled without fused multiply-adds: weights, totals and the comparison with top_p then have the CPU's bits, so a
-// draw differs only where logits do.
+// Sampling: draws between tokens, and lists the tokens at the cut of top-k or top-p. sample.cuh describes the kernels
+// before and after.
+// Compiled without fused multiply-adds: weights, totals and the comparison with top_p are bitwise equal to the CPU's, so
+// a draw differs only where logits do.
 #include "sample_weights.cuh"
 
 namespace baton::sampling {
@@ -39,7 +39,7 @@ __device__ uint64_t level_mass(int level, uint32_t number, uint64_t distance) {
   return shift >= 0 ? mass << shift : shift > -64 ? mass >> -shift : 0;
 }
 
-// Four neighbours of each of several runs, so that many loads are under way. What lies beyond the row is left out.
+// Four neighbours of each of several runs, so that many loads are in flight. What lies beyond the row is left out.
 constexpr int TOGETHER = 4;
 __device__ void load_runs(const Arguments& in, const float* row, int run, float4 (&loaded)[TOGETHER]) {
 #pragma unroll

@@ -1,4 +1,4 @@
-// How a failure reaches the caller: a code, and a text that waits in the thread.
+// Error handling: every entry returns a code and keeps an error text per thread.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -12,13 +12,13 @@ namespace baton {
 // Keeps the text for baton_last_error and returns `code`.
 int32_t fail(int32_t code, const char* format, ...) __attribute__((format(printf, 2, 3)));
 
-// 0, or BATON_CUDA + error with CUDA's own words.
+// Returns 0, or BATON_CUDA + error with CUDA's error text.
 int32_t check(cudaError_t error, const char* what);
 
-// To be called after a launch. Takes the error away, so that the next call is not blamed for it.
+// Called after a launch. Clears the error, so that the next call does not return it.
 inline int32_t launched(const char* kernel) { return check(cudaGetLastError(), kernel); }
 
-// Runs the body of an entry; exceptions end here.
+// Runs the body of an entry and converts exceptions to codes.
 template <class Body>
 int32_t guarded(Body&& body) {
   try {
@@ -32,16 +32,15 @@ int32_t guarded(Body&& body) {
 
 inline cudaStream_t as_stream(void* stream) { return static_cast<cudaStream_t>(stream); }
 
-// What the current device is; asked once and kept.
+// Properties of the current device, cached.
 struct Device {
-  int multiprocessors;
+  int sm_count;
   int major;
   int minor;
-  int shared_bytes;  // most that a block may have
+  int shared_bytes;  // maximum per CTA
 };
 int32_t current_device(Device& device);
-// Of the device that the thread asked about first (a process serves with one): no call of CUDA's after that, for
-// launches whose host time counts.
+// Returns the device of the first call (a process uses one device) without further CUDA calls, to keep launches fast.
 int32_t any_device(const Device*& device);
 
 }  // namespace baton

@@ -1,7 +1,7 @@
-// A step's plan, as uploaded, becomes what the kernels of the step read.
+// Expands a step's uploaded plan into the arrays that the step's kernels read.
 //
-// The first kernel is one thread block: it applies the diff to the pool, then adds up rows, samples and pages over
-// the sequences, eight at most to a thread. The second fills the arrays of rows and pages, many blocks to it.
+// The first kernel is one block: it applies the plan's changes to the pool, then computes prefix sums of rows, samples
+// and pages over the sequences, at most eight per thread. The second kernel fills the arrays of rows and pages.
 #include <utility>
 
 #include "device.cuh"
@@ -27,7 +27,7 @@ __device__ inline Sums shuffle_up(Sums x, int distance) {
           __shfl_up_sync(FULL, x.pages, distance)};
 }
 
-// The sum over all threads before this one.
+// The sum over all previous threads.
 __device__ Sums sum_before(Sums own, Sums* shared) {
   const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
   Sums through = own;
@@ -56,7 +56,7 @@ __device__ void apply_plan(const baton_pool& pool, const uint32_t* words, const 
     pool.slots[admissions[i].slot] = admissions[i].state;
     pool.sampling[admissions[i].slot] = admissions[i].sampling;
   }
-  // A warp to a run: most are one block number long, a few a prompt.
+    // One warp per run: most runs are one block id, a few are prompts.
   const auto* runs = reinterpret_cast<const baton_plan_run*>(words + header.runs_at);
   const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, warps = THREADS / WARP;
   constexpr int LONG = 512;
@@ -68,7 +68,7 @@ __device__ void apply_plan(const baton_pool& pool, const uint32_t* words, const 
                                                     : pool.stop_tokens + static_cast<int64_t>(run.slot) * pool.stop_width;
     for (int at = lane; at < run.count; at += WARP) row[run.first + at] = static_cast<int32_t>(words[run.at + at]);
   }
-  // Long ones by everybody.
+    // All warps process the long runs.
   for (uint32_t i = 0; i < header.run_count; ++i) {
     const baton_plan_run run = runs[i];
     if (run.count <= LONG) continue;
@@ -157,7 +157,7 @@ __global__ void __launch_bounds__(THREADS)
   }
 }
 
-// blockIdx.y is the sequence; the blocks of one share its rows and pages. The last y takes rows of no sequence.
+// blockIdx.y is the sequence, whose blocks share its rows and pages. The last y processes rows of no sequence.
 __global__ void expand_kernel(const baton_pool pool, const baton_step step, int rows, int sequences) {
   follow_predecessor();
   const int thread = blockIdx.x * blockDim.x + threadIdx.x, threads = gridDim.x * blockDim.x;

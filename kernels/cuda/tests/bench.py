@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Times of the kernels at the shapes of Llama-3.1-8B's decode steps: bench.py LIBRARY
+"""Latencies of the kernels at the shapes of Llama-3.1-8B's decode steps: bench.py LIBRARY
 
 Each time is that of one call among many in a replayed graph. Attention takes another layer with each call, so that
 its KV comes from memory; what the other kernels read was written by the kernel before, as in a step.
@@ -17,7 +17,7 @@ HIDDEN, INNER, HEADS, KV_HEADS, DIM, LAYERS, VOCABULARY = 4096, 14336, 32, 8, 12
 
 
 def microseconds(call, repeats=32, replays=8):
-    """Of one call(i)."""
+    """Latency of one call(i)."""
     call(0)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

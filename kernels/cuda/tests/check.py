@@ -59,7 +59,7 @@ def rand(*shape, dtype=torch.float32, scale=1.0):
 
 
 def poisoned(rows, width, dtype):
-    """One row more than asked for, to see writes beyond the end."""
+    """Allocates one extra row, which detects writes beyond the end."""
     return torch.full((rows + 1, width), NAN, dtype=dtype, device="cuda")
 
 
@@ -198,7 +198,7 @@ def check_blocks():
 
 
 class Host:
-    """What a host keeps to write plans, and what the device should make of them."""
+    """Host state for encoding plans, and the expected device state."""
 
     def __init__(self, slots, token_width, blocks, stop_width=8):
         self.slots, self.token_width, self.table_width = slots, token_width, (token_width + 15) // 16
@@ -398,7 +398,7 @@ def check_attention():
         blocks, layers, layer = 1000, 2, random.randrange(2)
         arena, kv = kv_arena(blocks, layers, kv_heads, dim, dtype)
         sequences = Sequences(shapes, range(blocks - 1), padding=random.choice((0, 3)), trash=blocks - 1)
-        # What no row may see stays NaN: other blocks, the other layer. Unfilled places of last blocks are zeros, as
+        # KV outside the rows' context stays NaN: other blocks, the other layer. Unused tokens of last blocks are zeros, as
         # a kernel may read them with weight 0.
         used = [block for table in sequences.tables for block in table]
         arena[used, layer] = 0
@@ -420,7 +420,7 @@ def check_attention():
 
 
 def check_attention_invariance():
-    """The plain kernel: a row's bits depend on its own sequence alone, however a prompt is cut."""
+    """The plain kernel: a row's bits depend on its own sequence only, for any prefill chunks."""
     for dtype in DTYPES:
         arena, kv = kv_arena(200, 1, 2, 64, dtype, 0)
         arena.copy_(rand(*arena.shape, dtype=dtype))
@@ -503,7 +503,7 @@ def random_how():
 
 
 def without(how, needs):
-    """The settings that are left when only those that `needs` names count."""
+    """The settings that apply when only those in `needs` count."""
     left = dict(how)
     if not needs & NEEDS_DRAW:
         left["temperature"] = 0.0
@@ -626,7 +626,7 @@ def check_sample():
                             assert got_token == token, f"top {place}: {got_token} for {token}: {what}"
                             assert got_logprob == logprob or abs(got_logprob - logprob) < 1e-5 * max(1, abs(logprob)), what
                 assert all(got[i].slot == -1 for i in range(count, samples)), "padding"
-    # The share of top_p may be reached one token sooner or later by the rounding of sums; nothing else may differ.
+    # Rounding may move the top-p cut by one token; nothing else may differ.
     assert len(unlike) <= total // 500, f"{len(unlike)} of {total} draws differ: {unlike[:3]}"
     return f"{total} draws, {len(unlike)} unlike" + (f" ({unlike[0]})" if unlike else "")
 
@@ -671,7 +671,7 @@ def check_step_graph():
 
 
 def check_errors():
-    """Products and decode attention: the texts of bad arguments. What they compute is checked by ../bench."""
+    """GEMMs and decode attention: error texts of invalid arguments. ../bench checks their results."""
     x = rand(16, 4096, dtype=torch.bfloat16)
     at = x.data_ptr()
 
@@ -716,7 +716,7 @@ def check_errors():
 
 
 def check_dependent_launch():
-    """Decode attention that starts early behind what may stand there: rotation after a plain product, or a skinny one."""
+    """Decode attention with early start after allowed predecessors: RoPE after a plain GEMM, or a skinny GEMM."""
     heads, kv_heads, dim, depth, rows, layers = 32, 8, 128, 1024, 40, 3
     arena, kv = kv_arena(rows * 40, layers, kv_heads, dim, torch.bfloat16, 0)
     arena.copy_(rand(*arena.shape, dtype=torch.bfloat16))
@@ -762,7 +762,7 @@ def check_dependent_launch():
 
         want = step(0)
         for _ in range(20):
-            # What is read too early is wrong.
+            # Data that is read too early is wrong.
             last = torch.tensor([table[-1] for table in sequences.tables], device="cuda")
             saved = arena[last].clone()
             tokens = torch.tensor([(length - 1) % 16 for length in sequences.lengths], device="cuda")

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Sums over this machine's GPUs, a process each: collective.py LIBRARY [--ranks N] [--calls N] [--bench] [--sweep] [--json FILE]
+"""Collectives between this machine's GPUs, one process per GPU: collective.py LIBRARY [--ranks N] [--calls N] [--bench] [--sweep] [--json FILE]
 
 Checks every call against sums of the same numbers in the order of the ranks, bit by bit, with ranks delayed at random,
 eagerly and in replayed graphs; then what happens when a rank leaves a call out, the host stops the group, or a rank is
@@ -86,7 +86,7 @@ class Rank:
 
 
 class Numbers:
-    """What every rank sends, known to all: bits that move on by themselves, so that graphs replay with others."""
+    """Data of every rank, known to all ranks. The data changes by itself, so that replays of a graph differ."""
 
     def __init__(self, ranks, elements):
         generator = torch.Generator(device="cuda").manual_seed(7)
@@ -140,7 +140,7 @@ class Checker:
         return dtype, rows, width, offset
 
     def one(self, most_elements=1 << 21, may_sleep=True):
-        """One call of any kind; what is wrong is counted on the device."""
+        """One call of any kind; the device counts wrong results."""
         draw, rank = self.random, self.rank
         dtype, rows, width, offset = self.draw(most_elements)
         count = rows * width
@@ -237,7 +237,7 @@ def check_graphs(rank, numbers, calls, seed):
         with torch.cuda.stream(stream):
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
-            # Small ones mostly: a step's.
+            # Mostly small messages, as in a decode step.
             most = 1 << 21 if checker.random.random() < 0.2 else 1 << 17
             with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
                 for _ in range(per_graph):
@@ -254,7 +254,7 @@ def check_graphs(rank, numbers, calls, seed):
 
 def check_faults(rank):
     x, out = torch.ones(4096, device="cuda"), torch.zeros(4096, device="cuda")
-    # A rank leaves a call out.
+    # A rank skips a call.
     rank.group.timeout_ns = 50_000_000
     rank.exchange(None)
     begin = time.time()
@@ -294,7 +294,7 @@ def check_faults(rank):
 
 
 def check_killed(rank):
-    """The last rank dies by SIGKILL among calls; the others end in time, and their GPUs serve on."""
+    """The last rank dies by SIGKILL between calls; the others time out, and their GPUs keep working."""
     x, out = torch.ones(1 << 16, device="cuda"), torch.zeros(1 << 16, device="cuda")
     rank.group.timeout_ns = 200_000_000
     rank.exchange(None)
@@ -360,7 +360,7 @@ def bench(rank, is_sweep, path):
                 shapes += [(blocks, threads) for threads in (128, 256, 512) for blocks in (8, 16, 32, 48, 64, 96, 132)]
             for pdl in (0, 1):
                 for blocks, threads in shapes:
-                    # More blocks than there is work for are no case of their own.
+                    # More blocks than work is no separate case.
                     work = size // 16 // (1 if way == ONE else rank.ranks)
                     if blocks and (blocks - 16) * threads >= work and blocks > 8:
                         continue
@@ -410,7 +410,7 @@ def bench(rank, is_sweep, path):
 
 def run(index, options, gate, slots, failed):
     def exchange(value):
-        """Everybody's value, once all are here."""
+        """Returns all ranks' values after a barrier."""
         slots[index] = value
         gate.wait(120)
         values = [slots[rank] for rank in range(options.ranks)]

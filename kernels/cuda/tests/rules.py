@@ -1,4 +1,4 @@
-"""The rules of sampling, transcribed from kernels/src/cpu/sample in numpy: what the device is compared with."""
+"""The rules of sampling, transcribed from kernels/src/cpu/sample in numpy: the reference of the device."""
 
 import numpy as np
 
