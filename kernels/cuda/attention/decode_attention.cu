@@ -1,15 +1,14 @@
-// Split-KV decode attention over paged bf16 KV: one query token a row, any mix of lengths, no host plan.
+// Split-KV decode attention over paged bf16 KV: one query token per row, any mix of lengths, no host plan.
 //
-// The work is a line of tiles ordered by (row, group of KV heads, page); a tile is one page of 16 tokens. The
-// line is cut into equal ranges, one a block of the grid, from the lengths in device memory: a captured launch
-// stays right whatever the lengths are when it is replayed, and the balance is within one tile. Where there are
-// blocks enough for every (row, head group), each of these is cut by itself into equal pieces, one a block, so that no
-// block waits for two merges. A (row, head group) of several blocks is merged by the one that arrives last; its
-// counter is left at zero again.
+// The work is a sequence of tiles ordered by (row, group of KV heads, page); a tile is one page of 16 tokens. The
+// tiles are split into equal ranges, one per block, by the lengths in device memory. A captured launch stays valid for
+// any lengths, and the balance is within one tile. With enough blocks for every (row, head group), each of these is
+// split into equal pieces, one per block, so that no block waits for two merges. The last block to arrive merges a
+// (row, head group) of several blocks and resets its counter to zero.
 //
-// Inside a block every warp streams its own tiles through its own ring in shared memory (cp.async, swizzled), so
-// no barrier stands in the stream. S^T = K Q^T and O^T = V^T P^T run on the tensor cores with the query heads of
-// one KV head (1..8) as the n8 side; the transposed score fragment is one movmatrix away from the second operand.
+// Within a block every warp streams its own tiles through its own ring in shared memory (cp.async, swizzled), so the
+// inner loop has no barrier. S^T = K Q^T and O^T = V^T P^T run on the tensor cores with the query heads of one KV head
+// (1..8) as the n8 side; the transposed score fragment is one movmatrix away from the second operand.
 #include <utility>
 
 #include "device.cuh"

@@ -1,17 +1,17 @@
-// y[rows][n] = x[rows][k] W[n][k]^T for up to 16 rows: the weight is read once, at the rate of memory.
+// y[rows][n] = x[rows][k] W[n][k]^T for up to 16 rows: the weight is read once, at peak read bandwidth.
 //
-// Every warp of a block streams its own slices of k (cp.async, 16 bytes a lane, swizzled) through its own ring in
-// shared memory and multiplies them with all the rows of x, so no barrier stands in the stream; the warps' sums
-// meet in shared memory at the end of a tile of weight rows. Fragments are loaded as 16-byte pieces with k permuted
-// alike in both operands, which a reduction over k does not see.
+// Every warp of a block streams its own slices of k (cp.async, 16 bytes per lane, swizzled) through its own ring in
+// shared memory and multiplies them with all rows of x, so the inner loop has no barrier. The warps' partial sums are
+// reduced in shared memory at the end of a tile of weight rows. Fragments are loaded as 16-byte pieces with the same
+// permutation of k in both operands, which does not change the reduction over k.
 //
-// What surrounds the product happens here. An RMS norm before it is two factors: the weight's is put into x by
-// whoever wrote x, the row's own scale comes out of the sum and is applied at the end, from the sums of squares
-// that the writer left (one a tile, added up in a fixed order). After the product: the residual, silu(gate) * up, or
-// bias, rotation and the KV store. Rows that belong together (gate and up, the two halves of a head) share a tile.
+// Neighbouring operations are fused. A preceding RMS norm has two factors: the producer of x applies the norm's weight;
+// the row's scale is applied to the result here, from the partial sums of squares that the producer stored (one per
+// tile, added in a fixed order). The epilogue is the residual add, silu(gate) * up, or bias, RoPE and KV store. Rows
+// that the epilogue combines (gate and up, the two halves of a head) share a tile.
 //
-// With `pdl` the ring is filled with weights before the preceding kernel has ended; x is read after. Dependents
-// are let go only after that wait, so whatever a kernel reads early was written at least two kernels before.
+// With `pdl` the ring is filled with weights before the preceding kernel has completed; x is read after that. Successors
+// are released only after that wait, so data that a kernel reads early was written at least two kernels before.
 // The rings of such a launch take a whole SM's shared memory on purpose: the next kernel's block starts where this
 // one's ends, one an SM. With room for two, blocks of the next kernel crowd where one is free already, and the SM that
 // got two is waited for: measured, worse than no early start at all.

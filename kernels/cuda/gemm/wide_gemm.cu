@@ -1,14 +1,13 @@
-// y[rows][n] = x[rows][k] W[n][k]^T for 17 to 128 rows (sm_90a): the weight is read once, at the rate of memory.
+// y[rows][n] = x[rows][k] W[n][k]^T for 17 to 128 rows (sm_90a): the weight is read once, at peak read bandwidth.
 //
-// One thread asks for boxes of W and x by TMA, stage by stage of a ring in shared memory; one warpgroup (two above 64
-// rows) multiplies them with wgmma, rows of x as M and the tile's weight rows as N, since N may be any multiple of 8:
-// so tiles are cut that give every multiprocessor the same share, and no sum is split between blocks. A tile's sums are
-// whole in registers, and what surrounds the product (see skinny_gemm.cu) is done from there. Whatever that needs
-// besides is fetched or computed before the sums are there: rotations, the old residual, and rows' scales by three warps
-// of their own.
+// One thread loads boxes of W and x by TMA, stage by stage of a ring in shared memory. One warpgroup (two above 64
+// rows) computes with wgmma, with rows of x as M and the tile's weight rows as N. N may be any multiple of 8, so the
+// tiles give every SM an equal share, and no accumulation is split between blocks. A tile's accumulators stay in
+// registers, where the epilogue (see skinny_gemm.cu) reads them. Epilogue inputs are loaded or computed before the
+// accumulators are complete: rotation angles, the old residual, and the rows' scales, by three separate warps.
 //
-// With `pdl` the ring is filled with weights before the preceding kernel has ended, as in skinny_gemm.cu, and rings take
-// a whole multiprocessor's shared memory for the same reason.
+// With `pdl` the ring is filled with weights before the preceding kernel has completed, as in skinny_gemm.cu, and a ring
+// takes the whole shared memory of an SM for the same reason.
 #include "wide_gemm.h"
 
 #include <cuda.h>
