@@ -19,7 +19,7 @@ namespace {
 constexpr int kPage = BATON_BLOCK_TOKENS;
 constexpr int kMaxGroup = 8;
 constexpr int kMaxRows = 1024;
-// Pieces may be longer than equal shares by one part in so many, where there are more than a few rows.
+// With more than a few rows, a piece may exceed an equal share by one part in kPieceSlack.
 constexpr int kPieceSlack = 5;
 constexpr float kInf = __builtin_huge_valf();
 
@@ -41,7 +41,7 @@ struct Params {
 
 __device__ __forceinline__ uint32_t smem_addr(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
 
-// Copies 16 bytes, or zeros where `valid` is false: what lies behind the last token must not reach a product.
+// Copies 16 bytes, or zeros where `valid` is false: data past the last token must not reach the MMA.
 __device__ __forceinline__ void cp_async16(uint32_t dst, const void* src, bool valid) {
   int n = valid ? 16 : 0;
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(n) : "memory");
@@ -78,7 +78,7 @@ __device__ __forceinline__ uint32_t pack(float lo, float hi) {
   __nv_bfloat162 v = __floats2bfloat162_rn(lo, hi);
   return *reinterpret_cast<uint32_t*>(&v);
 }
-// A walk over the (row, head group) pieces of one block's range of the line.
+// Iterator over the (row, head group) pieces of one block's tile range.
 struct Walk {
   int pos, end;    // next piece begins at pos; the range ends before end
   int row, group;  // of the current piece
@@ -87,23 +87,23 @@ struct Walk {
   int unit_pages;
 };
 
-// What a block works on where every block has one piece: its range of the line, its row, and the first and the last
-// block of its (row, head group).
+// The piece of a block, where every block has one piece: its tile range, its row, and the first and last block of its
+// (row, head group).
 struct Piece {
   int begin = 0, end = 0, row = 0, first_block = 0, last_block = 0;
 };
 constexpr int kNoPieces = -1;  // as `first_block`: the blocks have shares of the line
 
-// Of each unit (row, head group) by pages: how many pieces of at most `size` all rows have, for one group. One warp.
+// For each unit (row, head group) by pages: the number of pieces of at most `size` in all rows, for one group. One warp.
 __device__ __forceinline__ int count_pieces(const int* first, int rows, int size) {
   int count = 0;
   for (int r = threadIdx.x; r < rows; r += WARP) count += (first[r + 1] - first[r] + size - 1) / size;
   return __reduce_add_sync(~0u, count);
 }
 
-// Cuts every (row, head group) into equal pieces, one a block, of the least size for which there are blocks enough, and
-// finds this block's. Shares of the line would have a block finish one unit and begin another, and wait for both merges;
-// but they are equal whatever the lengths are, so `size_max` says from which size on they are better. One warp.
+// Splits every (row, head group) into equal pieces, one per block, of the least size for which there are enough blocks,
+// and finds this block's piece. With shares of the tile sequence, a block may end one unit and begin another, and wait
+// for both merges. But shares are always equal, so shares are better from the size `size_max` on. One warp.
 __device__ __forceinline__ Piece own_piece(const int* first, int rows, int groups, int size, int size_max) {
   const int lane = threadIdx.x, blocks = gridDim.x;
   while (count_pieces(first, rows, size) * groups > blocks) {
@@ -146,7 +146,7 @@ __device__ __forceinline__ Piece own_piece(const int* first, int rows, int group
   return Piece{};  // there are more blocks than pieces
 }
 
-// `first` of the rows: pages before row r. Empty rows have no tile and are stepped over.
+// `first` of the rows: number of pages before row r. Empty rows have no tile and are skipped.
 __device__ __forceinline__ bool next_piece(Walk& w, const int* first, int groups) {
   if (w.pos >= w.end) return false;
   while (first[w.row + 1] * groups <= w.pos) ++w.row;
@@ -162,7 +162,7 @@ __device__ __forceinline__ bool next_piece(Walk& w, const int* first, int groups
   return true;
 }
 
-// Online combination of partial results of one head: two or more come together, in f32 and base-2 exponents.
+// Online merge of partial results of one head, in f32 with base-2 exponents.
 struct Merge {
   float m = -kInf, l = 0.f;
   float4 o = make_float4(0.f, 0.f, 0.f, 0.f);
@@ -188,7 +188,7 @@ __host__ __device__ constexpr int ring_bytes() {
   return WARPS * STAGES * 2 * kPage * HD * 2;
 }
 
-// HEADS: KV heads a block works on side by side; WARPS / HEADS warps share the pages of each.
+// HEADS: KV heads per block; WARPS / HEADS warps share the pages of each head.
 template <int HD, int WARPS, int STAGES, int HEADS>
 __global__ void __launch_bounds__(WARPS * 32) decode_attention_kernel(const __grid_constant__ Params p) {
   constexpr int SPLITS = WARPS / HEADS;
@@ -208,8 +208,8 @@ __global__ void __launch_bounds__(WARPS * 32) decode_attention_kernel(const __gr
   int* last_flag = lens + p.rows;
   Piece* own = reinterpret_cast<Piece*>(last_flag + 1);
 
-  // Lengths are older than the preceding kernel (every kernel of a step lets its dependents start only after its
-  // own wait), so all this may run before it has ended.
+    // Lengths are older than the preceding kernel (every kernel of a step releases its successors only after its own
+    // wait), so this code may run before that kernel has completed.
   if (warp == 0) {
     int sum = 0;
     for (int base = 0; base < p.rows; base += 128) {
@@ -243,7 +243,7 @@ __global__ void __launch_bounds__(WARPS * 32) decode_attention_kernel(const __gr
     if (sum > 0 && p.rows * groups <= (int)gridDim.x) {
       const int share = (sum * groups + (int)gridDim.x - 1) / (int)gridDim.x;
       const int least = min(p.least_pages, (sum + p.rows - 1) / p.rows);
-      // Of few rows each is long beside what a merge takes, or all are short.
+            // With few rows, each row is long compared with a merge, or all rows are short.
       const int size_max = p.rows <= WARP ? 0x7fffffff : share + share / kPieceSlack;
       piece = own_piece(first, p.rows, groups, max(max(share, least), 1), size_max);
     }
@@ -253,7 +253,7 @@ __global__ void __launch_bounds__(WARPS * 32) decode_attention_kernel(const __gr
 
   const bool has_pieces = own->first_block != kNoPieces;
   const int total = first[p.rows] * groups;
-  // Where rows are shorter than the least share, a share is a row's head: several would wait for each other.
+    // Where rows are shorter than the least share, a share is one head of a row: otherwise several blocks would wait.
   const int least = min(p.least_pages, (first[p.rows] + p.rows - 1) / p.rows);
   const int per_block = max(max((total + (int)gridDim.x - 1) / (int)gridDim.x, least), 1);
   Walk walk;
@@ -274,7 +274,7 @@ __global__ void __launch_bounds__(WARPS * 32) decode_attention_kernel(const __gr
     walk.row = lo;
   }
 
-  // The producing walk runs STAGES tiles ahead of the consuming one.
+    // The loading iterator runs STAGES tiles ahead of the computing one.
   Walk ahead = walk;
   bool ahead_ok = next_piece(ahead, first, groups);
   int ahead_page = split, ahead_batch = 0, ahead_ids = 0;
@@ -325,7 +325,7 @@ __global__ void __launch_bounds__(WARPS * 32) decode_attention_kernel(const __gr
   waited = true;
   successor_may_start();
 
-  // Rows without tokens (padding) get zeros.
+    // Rows without tokens (padding) are zeroed.
   for (int r = blockIdx.x; r < p.rows; r += gridDim.x) {
     if (lens[r] > 0) continue;
     for (int i = threadIdx.x; i < p.kv_heads * p.group * HD / 8; i += WARPS * 32)
@@ -356,7 +356,7 @@ __global__ void __launch_bounds__(WARPS * 32) decode_attention_kernel(const __gr
       cp_async_wait<STAGES - 1>();
       __syncwarp();
       const uint32_t kt = ring + stage * (2 * TILE_BYTES), vt = kt + TILE_BYTES;
-      // All fragments are asked for before the first is used: the tile's latency is what bounds a short context.
+            // All fragments are loaded before the first is used: a tile's latency bounds short contexts.
       uint32_t kf[KS][4], vf[KS][4];
       const int t_k = ((quad & 1) << 3) + in_quad, t_v = ((quad >> 1) << 3) + in_quad;
 #pragma unroll
@@ -413,7 +413,7 @@ __global__ void __launch_bounds__(WARPS * 32) decode_attention_kernel(const __gr
       l0 += __shfl_xor_sync(~0u, l0, d);
       l1 += __shfl_xor_sync(~0u, l1, d);
     }
-    // Warp -> block: every warp lays its O, m and l down, then the block's threads add them up.
+        // Warp to block: every warp stores its O, m and l, then the block's threads merge them.
     {
       float* mine = merge + (warp * p.group + 2 * c) * ROW_F;
       if (2 * c < p.group) {
@@ -446,7 +446,7 @@ __global__ void __launch_bounds__(WARPS * 32) decode_attention_kernel(const __gr
     const int b_first = has_pieces ? own->first_block : done.unit_begin / per_block;
     const int b_last = has_pieces ? own->last_block : (unit_end - 1) / per_block;
     const int64_t part_floats = (int64_t)HEADS * p.group * ROW_F;
-    // A block has at most one piece that began before it (slot 0) and one that goes on behind it (slot 1).
+        // A block has at most one piece that began in an earlier block (slot 0) and one that continues in a later one (slot 1).
     float* part = p.partial + ((int64_t)blockIdx.x * 2 + (done.page == 0 ? 1 : 0)) * part_floats;
     for (int it = threadIdx.x; it < items; it += WARPS * 32) {
       int hg = it / (HD / 4), d = (it % (HD / 4)) * 4;
@@ -512,7 +512,7 @@ int shared_bytes(int group, int rows) {
   return ring_bytes<HD, WARPS, STAGES, HEADS>() + WARPS * group * (HD + 4) * 4 + (2 * rows + 8) * 4;
 }
 
-// Calls body(kernel, shared bytes of a group and so many rows) for a variant; false when there is none of that number.
+// Calls body(kernel, shared bytes for this group and row count) for a variant; false for an unknown variant.
 template <int HD, class Body>
 bool with_variant(int variant, int group, int rows, Body&& body) {
   switch (variant) {
@@ -565,7 +565,7 @@ int32_t load_decode_attention() {
     int32_t code = BATON_OK;
     for (int variant : {41, 44, 81, 88}) {
       with_variant<decltype(dim)::value>(variant, kMaxGroup, kMaxRows, [&](auto* kernel, int most) {
-        // The greatest group with the most rows is more than a Hopper block can have; each alone is not.
+                // The largest group with the most rows exceeds the shared memory of a Hopper block; each alone fits.
         if (code == BATON_OK) code = load(kernel, most < device->shared_bytes ? most : device->shared_bytes);
       });
     }
@@ -607,7 +607,7 @@ BATON_API int32_t baton_decode_attention(const baton_decode_attention_args* args
     BATON_TRY(any_device(device));
     const int sms = in.sms > 0 ? in.sms : device->sm_count;
     int variant = in.variant;
-    // Four heads of every row a block where that just fits: rows of one length then meet in no merge.
+        // Four heads of every row per block where that just fits: rows of equal length then need no merge.
     const int blocks_of_four = in.rows * (in.kv_heads / 4);
     const bool fits_four = in.kv_heads % 4 == 0 && blocks_of_four <= 2 * sms && blocks_of_four * 9 >= 2 * sms * 8;
     if (variant == 0) variant = in.rows < 16 ? 81 : fits_four && in.rows > WARP ? 44 : 41;

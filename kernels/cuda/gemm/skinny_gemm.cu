@@ -12,9 +12,9 @@
 //
 // With `pdl` the ring is filled with weights before the preceding kernel has completed; x is read after that. Successors
 // are released only after that wait, so data that a kernel reads early was written at least two kernels before.
-// The rings of such a launch take a whole SM's shared memory on purpose: the next kernel's block starts where this
-// one's ends, one an SM. With room for two, blocks of the next kernel crowd where one is free already, and the SM that
-// got two is waited for: measured, worse than no early start at all.
+// With `pdl` the ring takes a whole SM's shared memory on purpose: the next kernel's block then starts where a block of
+// this kernel ends, one per SM. With room for two, early blocks gather on free SMs, and the SM with two blocks is late.
+// That was slower than no early start.
 #include <utility>
 
 #include "device.cuh"
@@ -62,7 +62,7 @@ __device__ __forceinline__ int2 tile_rows(const baton_skinny_gemm_args& p, int t
   return make_int2(tile * R, tile * R + R / 2);
 }
 
-// The warps' sums of a tile meet, and what follows the product is done.
+// Reduces the warps' partial sums of a tile and applies the epilogue.
 template <int NT, int MT, int EPI>
 __device__ __forceinline__ void finish_tile(const baton_skinny_gemm_args& p, int tile, int tiles,
                                             const float (&acc)[NT][4], float* sums, const float* scales) {
@@ -77,7 +77,7 @@ __device__ __forceinline__ void finish_tile(const baton_skinny_gemm_args& p, int
   }
   __syncthreads();
   const int2 at = tile_rows<R, EPI>(p, tile);
-  // Whole warps stay together: RESIDUAL adds up the squares of a tile's row by shuffles.
+    // Whole warps stay converged: RESIDUAL adds the squares of a tile's row with shuffles.
   for (int base = warp * 32; base < p.rows * kHalf; base += kWarps * 32) {
     const int it = base + lane;
     const bool valid = it < p.rows * kHalf;
@@ -144,7 +144,7 @@ __device__ __forceinline__ void finish_tile(const baton_skinny_gemm_args& p, int
       if (EPI == BATON_SKINNY_RESIDUAL && p.squares_out) {
 #pragma unroll
         for (int d = 1; d < kHalf && d < 32; d *= 2) square += __shfl_xor_sync(~0u, square, d);
-        // Of 64 rows the halves fill a warp; of fewer, several rows of x share one.
+                // The halves of 64 rows fill a warp; with fewer rows, several rows of x share a warp.
         if (valid && i == 0) p.squares_out[m * tiles + tile] = square;
       }
     }
@@ -204,8 +204,8 @@ __global__ void __launch_bounds__(kWarps * 32, DEEP ? 1 : 2)
   for (int i = 0; i < S::kStages; ++i) load(i);
   follow_predecessor();
 
-  // A row's scale, from the squares that the writer of x left. Read after the first product at the earliest, behind
-  // the barrier of finish_tile.
+    // The row's scale, from the squares that the producer of x stored. Read after the first GEMM tile at the earliest,
+    // after the barrier of finish_tile.
   for (int m = warp; m < 16; m += kWarps) {
     float sum = 0.f;
     if (p.squares && m < p.rows) {
@@ -266,7 +266,7 @@ __global__ void __launch_bounds__(kWarps * 32, DEEP ? 1 : 2)
   }
 }
 
-// x of the first norm, which no RESIDUAL has left: mirror = residual * norm, and the squares.
+// Prepares x of the first norm, which no RESIDUAL epilogue has written: mirror = residual * norm, and the squares.
 __global__ void __launch_bounds__(256) skinny_prepare_kernel(const float* residual, const float* norm, bf16* mirror,
                                                              float* squares, int width) {
   __shared__ float part[8];
@@ -289,7 +289,7 @@ __global__ void __launch_bounds__(256) skinny_prepare_kernel(const float* residu
   }
 }
 
-// Calls body(kernel, shared bytes) for a tile of NT * 8 rows. Dependent launch has rings as deep as they can be.
+// Calls body(kernel, shared bytes) for a tile of NT * 8 rows. With dependent launch rings are as deep as possible.
 template <int NT, int MT, bool DEEP, class Body>
 int32_t with_epilogue(int epilogue, Body&& body) {
   constexpr int bytes = Shape<NT, MT, DEEP>::kSmem;
@@ -317,8 +317,8 @@ int32_t with_kernel(int tile, int epilogue, int rows, bool deep, Body&& body) {
 }
 constexpr int kTiles[] = {64, 32, 16};
 
-// All products of more than 16 rows are wide_gemm.cu's, and of more than 8 those that are quicker there (README.md has
-// the figures). A tile that has been asked for decides nothing.
+// wide_gemm.cu computes all GEMMs of more than 16 rows, and those of more than 8 rows that are faster there (figures in
+// README.md). A requested tile does not change this.
 bool is_wide(const baton_skinny_gemm_args& p, const Device& device) {
   if (p.rows > kRowsMost) return true;
   const bool is_paired = p.epilogue == BATON_SKINNY_SILU || p.epilogue == BATON_SKINNY_QKV;
@@ -326,11 +326,11 @@ bool is_wide(const baton_skinny_gemm_args& p, const Device& device) {
   return wide_gemm_tile(p, device) != 0;
 }
 
-// The tile of a call that has been found in order.
+// Chooses the tile of a valid call.
 int choose_tile(const baton_skinny_gemm_args& p, int grid) {
   if (p.tile != 0) return p.tile;
-  // The busiest block's rows, and about four rows' time for the end of each tile; of equals the widest, which reads x
-  // less often.
+    // Cost: the busiest block's rows, and the time of about four rows per tile end. Among equals the widest tile wins,
+    // because it reads x less often.
   int best = 0, least = 1 << 30;
   for (int tile : kTiles) {
     if (p.epilogue == BATON_SKINNY_QKV && p.head_dim % tile != 0) continue;

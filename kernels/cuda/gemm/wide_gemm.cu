@@ -23,7 +23,7 @@ constexpr int kChunk = 64;  // k of a row of 128 bytes, the widest that TMA swiz
 constexpr int kSmem = 227 * 1024;
 constexpr int kStagesMost = 12;
 
-// BN: weight rows a tile; NR: rows of x, rounded up; KC: chunks of k a stage.
+// BN: weight rows per tile; NR: rows of x, rounded up; KC: chunks of k per stage.
 template <int BN_, int NR_, int KC_>
 struct Shape {
   static constexpr int BN = BN_, NR = NR_, KC = KC_;
@@ -153,9 +153,9 @@ __device__ __forceinline__ void multiply(float (&d)[N / 2], uint64_t a, uint64_t
 #undef REGS112
 #undef WGMMA
 
-// ---- After the product ----
+// ---- Epilogues ----
 
-// First weight rows of a tile's two halves. Rows that belong together (gate and up, the halves of a head) share one.
+// First weight rows of a tile's two halves. Rows that the epilogue combines (gate and up, halves of a head) share a tile.
 template <int BN, int EPI>
 __device__ __forceinline__ int2 tile_rows(const baton_skinny_gemm_args& p, int tile) {
   if (EPI == BATON_SKINNY_SILU) return make_int2(tile * (BN / 2), p.n / 2 + tile * (BN / 2));
@@ -172,13 +172,13 @@ __device__ __forceinline__ void store2(bf16* to, float a, float b) {
   *reinterpret_cast<__nv_bfloat162*>(to) = __floats2bfloat162_rn(a, b);
 }
 
-// What a thread needs beside the sums, fetched before them: a load after the last sum would be waited for.
+// Epilogue inputs of a thread, loaded before the accumulators are complete to hide their latency.
 template <int OWN, int EPI>
 struct Extras {
   __device__ __forceinline__ void fetch(const baton_skinny_gemm_args&, int2, int) {}
 };
 
-// QKV: rotations, biases and destinations of two rows.
+// QKV: RoPE angles, biases and destinations of two rows.
 template <int OWN>
 struct Extras<OWN, BATON_SKINNY_QKV> {
   float cosine[2][OWN / 16][2], sine[2][OWN / 16][2];
@@ -234,8 +234,8 @@ struct Extras<OWN, BATON_SKINNY_RESIDUAL> {
   }
 };
 
-// A thread has row m of x and, of the tile, the neighbours i, i + 1 of every eight: `low` of the first half, `high` of
-// the second.
+// A thread has row m of x and the neighbours i, i + 1 of every eight weight rows: `low` in the first half, `high` in the
+// second.
 template <int EPI>
 __device__ __forceinline__ void finish_pair(const baton_skinny_gemm_args& p, int m, int ra, int rb, float (&low)[2],
                                             float (&high)[2]) {
@@ -344,7 +344,7 @@ __device__ __forceinline__ void finish_residual(const baton_skinny_gemm_args& p,
   }
 }
 
-// All that follows the sums of a thread's two rows.
+// The epilogue of a thread's two rows.
 template <int OWN, int EPI>
 __device__ __forceinline__ void finish(const baton_skinny_gemm_args& p, int place, int places, int2 at, int m0,
                                        const float (&scales)[2], const Extras<OWN, EPI>& extras,
@@ -472,7 +472,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
       if (warp * 16 < NR) finish<BN, EPI>(p, tile, tiles, at, m0, own_scales, extras, acc);
     }
   } else if (warp > S::kGroups * 4) {
-    // Rows' scales, from the squares that the writer of x left, while the others multiply.
+        // Computes the rows' scales from the squares that the producer of x stored, while the other warps multiply.
     follow_predecessor();
     constexpr int TOGETHER = 11;  // rows whose loads are in flight, a third of 32
     for (int first = (warp - S::kGroups * 4 - 1) * TOGETHER; first < NR; first += 3 * TOGETHER) {
@@ -545,8 +545,8 @@ struct Kernel {
   }
 };
 
-// Tile, rows, chunks a stage: one for every tile and number of rows. Above 64 rows cuBLAS is the quicker one (README.md
-// has the figures) but for the product that is followed by an activation.
+// Tile, rows, chunks per stage: one kernel per tile and row count. Above 64 rows cuBLAS is faster (figures in README.md),
+// except for the GEMM with a fused activation.
 #define SHAPES(X)                                                      \
   X(16, 32, 4) X(32, 32, 4) X(64, 32, 2) X(112, 32, 2) X(128, 32, 2)   \
   X(32, 64, 4) X(64, 64, 2) X(112, 64, 2) X(128, 64, 1)
@@ -612,9 +612,9 @@ int wide_gemm_tile(const baton_skinny_gemm_args& p, const Device& device) {
     return p.epilogue != BATON_SKINNY_QKV || p.head_dim % tile == 0;
   };
   if (p.tile != 0) return is_served(p.tile) ? p.tile : 0;
-  // A block has many tiles of logits: what counts is how even its share is.
+    // A block has many tiles of logits, so the balance of shares decides.
   if (p.epilogue == BATON_SKINNY_F32 && is_served(64)) return 64;
-  // The busiest block's rows, the time for the end of each tile, and x, which every tile goes over.
+    // Cost: the busiest block's rows, the time per tile end, and reading x once per tile.
   const int grid = p.grid > 0 ? p.grid : device.sm_count;
   int best = 0, least = 1 << 30;
   for (int tile : {224, 128, 112, 64, 32, 16}) {
