@@ -1,25 +1,25 @@
-// What the sampling kernels share: what one sample is, what a look at its logits has found, what comes out of it.
+// Shared by the sampling kernels: the description of a sample, intermediate results, and the result.
 //
-// Compiled without fused multiply-adds: weights, totals and the comparison with top_p then have the CPU's bits, so a
-// draw differs only where logits do.
+// Compiled without fused multiply-adds: weights, totals and the comparison with top_p are bitwise equal to the CPU's, so
+// a draw differs only where logits do.
 //
-// A sample's vocabulary is cut into slices of whole runs (1,024 tokens, the unit of the CPU's totals); all kernels but
-// the last give a block to each slice. Those that no row of the call needs (baton_sample_args.needs) are not launched:
-//   history  (sample.cu, penalties) counts the tokens of sequences that have penalties,
-//   survey   (sample.cu, always) applies mask, min_tokens and penalties, finds the greatest logit and what is no
-//            number; when nobody draws or wants log-probabilities, the last slice to be done delivers the token,
-//   weigh    (sample_draw.cu, draws and log-probabilities) races the tokens against each other or, with top-k or
-//            top-p, counts and adds them up by likelihood,
-//   gather   (sample_draw.cu, top-k and top-p) finds the bin of likelihood where the cut lies, lists whom that
-//            concerns and races those that stay for certain,
-//   choose   (sample_choose.cu, draws and log-probabilities) one block a sample: puts the slices together, narrows
-//            the list, reports, appends the token.
-// Where the list overflows (thousands of tokens of nearly equal likelihood at the cut, or top-k and top-p both with a
-// large k), `choose` goes over the vocabulary by itself; that takes up to a millisecond.
+// A sample's vocabulary is split into slices of whole runs (1,024 tokens, the unit of the CPU's totals). All kernels but
+// the last have one block per slice. Kernels that no row of the call needs (baton_sample_args.needs) are not launched:
+//   history  (sample.cu, penalties) counts the tokens of sequences with penalties,
+//   survey   (sample.cu, always) applies mask, min_tokens and penalties, and finds the greatest logit and non-finite
+//            logits; without draws and log-probabilities, the last completed slice delivers the token,
+//   weigh    (sample_draw.cu, draws and log-probabilities) draws between the tokens by exponential arrival times, or
+//            with top-k or top-p counts and sums tokens by likelihood,
+//   gather   (sample_draw.cu, top-k and top-p) finds the bin of likelihood with the cut, lists the tokens that may be
+//            cut, and draws between the tokens that stay for certain,
+//   choose   (sample_choose.cu, draws and log-probabilities) one block per sample: combines the slices, applies the cut
+//            to the list, reports, and appends the token.
+// When the list overflows (thousands of tokens of nearly equal likelihood at the cut, or top-k and top-p together with a
+// large k), `choose` scans the vocabulary itself, which takes up to a millisecond.
 //
-// The ranks of a group have a part of every row's logits each. The kernels then look at the slices of their part, at the
-// places in the scratch that these have among all, and what the other ranks have found is put beside it between the
-// kernels (../collective/sample_together.cu).
+// In a group, each rank has a part of every row's logits. The kernels process the slices of this part at the slices'
+// global places in the scratch memory, and the other ranks' results are added between the kernels
+// (../collective/sample_together.cu).
 #pragma once
 
 #include <utility>
@@ -42,7 +42,7 @@ constexpr int NOBODY = 0x7fffffff;
 constexpr int BINS = 256;
 constexpr int RANKS_MAX = 8;
 
-// What a slice of a row looks like.
+// Summary of a slice of a row.
 struct Survey {
   float raw_best;
   int raw_bad;          // lowest id that is NaN or +infinity, NOBODY if none
@@ -59,7 +59,7 @@ struct Winner {
   int reserved;
 };
 
-// Where top-k or top-p cuts.
+// The cut of top-k or top-p.
 struct Cut {
   enum Mode {
     LIST_ALL,  // everybody up to the level is listed
@@ -74,7 +74,7 @@ struct Cut {
   uint64_t need;  // of the listed ones, in LIST_LAST
 };
 
-// What one sample asks for: its slot's settings, as far as the call says that any row has such.
+// Parameters of one sample: its slot's settings, restricted to the call's `needs`.
 struct Sample {
   int slot;  // -1: padding
   int position;
@@ -89,7 +89,7 @@ struct Sample {
   baton_sampling how;
 };
 
-// What a rank says for a row's log-probabilities.
+// A rank's contribution to a row's log-probabilities.
 struct Reported {
   float raw;  // the chosen token's logit, if that is the rank's
   struct {
@@ -117,7 +117,7 @@ struct Scratch {
   Reported* reported;  // [samples][ranks]
 };
 
-// Who has which tokens: the ranks of a group, or one all of them.
+// The vocabulary range of each rank of a group, or of a single rank.
 struct Shares {
   int rank;
   int ranks;
@@ -138,12 +138,12 @@ struct Arguments {
   int slice_first, slice_count;
 };
 
-// Where a run of this block's slice begins.
+// The first token of a run of this block's slice.
 __device__ inline int run_first(const Arguments& in, int run) {
   return in.first + (blockIdx.x * in.slice_runs + run) * RUN;
 }
 
-// ---- What a sample is ----
+// ---- Samples ----
 
 __device__ inline Sample find_sample(const Arguments& in, int index) {
   Sample sample;
@@ -168,7 +168,7 @@ __device__ inline Sample find_sample(const Arguments& in, int index) {
   return sample;
 }
 
-// By the tokens' ids; there are those that are looked at here.
+// Indexed by token id; has the tokens of this rank.
 __device__ inline const float* raw_row(const Arguments& in, int index) {
   return in.args.logits + index * in.args.logit_stride - in.first;
 }
@@ -179,7 +179,7 @@ __device__ inline const float* values_of(const Arguments& in, const Sample& samp
   return sample.is_adjusted ? adjusted_row(in, index) : raw_row(in, index);
 }
 
-// ---- What a look at its logits has found ----
+// ---- Surveys ----
 
 __device__ inline bool is_bad(float x) { return isnan(x) || x == INFINITY; }
 
@@ -210,7 +210,7 @@ __device__ inline Survey join_warp(Survey own) {
 
 __device__ inline Survey nothing_seen() { return {-INFINITY, NOBODY, 0.f, -INFINITY, NOBODY, NOBODY, 0.f}; }
 
-// The whole row's, in every thread.
+// Combines the whole row's surveys, in every thread.
 __device__ inline Survey whole_survey(const Arguments& in, int index, Survey* shared) {
   if (threadIdx.x < WARP) {
     Survey own = nothing_seen();
@@ -241,7 +241,7 @@ __device__ inline baton_sample_result padding_result() {
   return result;
 }
 
-// All but the token, or why there is none.
+// Fills everything but the token, or the failure status.
 __device__ inline baton_sample_result begin_result(const Arguments& in, const Sample& sample, int index,
                                                    const Survey& survey, int failed_before) {
   baton_sample_result result = {};
@@ -265,27 +265,27 @@ __device__ inline baton_sample_result begin_result(const Arguments& in, const Sa
   return result;
 }
 
-// Ranks tell each other what they know of its log-probabilities before it is delivered.
+// Log-probabilities of ranks are exchanged before delivery.
 __device__ inline bool is_reported_together(const Sample& sample, const baton_sample_result& result) {
   return sample.how.logprobs >= 0 && result.status == BATON_SAMPLE_OK;
 }
 
-// Reports, and appends the token to a sequence that was `length` long; by one thread.
+// Reports, and appends the token to a sequence of length `length`; one thread.
 __device__ inline void deliver(const Arguments& in, const Sample& sample, int index, const baton_sample_result& result,
                                int length) {
   in.args.results[index] = result;
   baton_slot& slot = in.pool.slots[sample.slot];
   if (result.status != BATON_SAMPLE_OK) slot.failed = result.status;
   if (sample.position + 1 == length && length < in.pool.token_width) {
-    // A sequence that failed goes on with token 0 until the host stops it: what the next step reads is an id. So it is
-    // when another rank was waited for in vain.
+        // A failed sequence continues with token 0 until the host stops it, since the next step needs a valid id. The same
+        // holds after a time-out of another rank.
     const bool is_id = result.status == BATON_SAMPLE_OK && result.token < in.args.vocabulary;
     in.pool.tokens[static_cast<int64_t>(sample.slot) * in.pool.token_width + length] = is_id ? result.token : 0;
     slot.length = length + 1;
   }
 }
 
-// Of the other units. `shares` says the ranks and their tokens, and gets their slices.
+// Entry points of the other units. `shares` has the ranks and their tokens, and receives their slices.
 int32_t prepare(const baton_pool* pool, const baton_step* step, const baton_sample_args* args, Shares& shares,
                 Arguments& in);
 uint64_t scratch_bytes(int32_t ranks, int32_t samples_max, int32_t vocabulary);

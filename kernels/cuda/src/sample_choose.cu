@@ -6,8 +6,8 @@
 namespace baton::sampling {
 namespace {
 
-// All lanes of a warp add to bins together, those without anything with is_in = false: equal bins are added up
-// within the warp first, since most tokens of a row share a few bins.
+// Adds to bins, a whole warp at a time; lanes without a key pass is_in = false. Equal bins are combined within the warp
+// first, since most tokens of a row share a few bins.
 template <bool BY_MASS>
 __device__ void add_to_bins(uint64_t* masses, uint32_t* numbers, bool is_in, uint32_t bin, uint64_t mass) {
   const unsigned peers = __match_any_sync(FULL, is_in ? bin : 0xffffffffu);
@@ -31,9 +31,9 @@ struct Bins {
   int found;        // -1: all of them hold less than is needed
 };
 
-// The greatest key of the shortest sorted prefix that holds `need` (tokens, or mass); false when all keys up to
-// `limit` hold less. `source(visit)` calls visit(is_in, key) for every key, whole warps at a time. With
-// `WHOLE_TIES` keys of equal upper halves stay together.
+// Finds the greatest key of the shortest sorted prefix that holds `need` (tokens, or mass); false when all keys up to
+// `limit` hold less. `source(visit)` calls visit(is_in, key) for every key, whole warps at a time. With `WHOLE_TIES`,
+// keys with equal upper halves are kept together.
 template <bool BY_MASS, bool WHOLE_TIES, class Source>
 __device__ bool find_limit(Bins& bins, const Source& source, uint64_t need, uint64_t& limit) {
   uint64_t prefix = 0;
@@ -48,7 +48,7 @@ __device__ bool find_limit(Bins& bins, const Source& source, uint64_t need, uint
     });
     __syncthreads();
     if (threadIdx.x < WARP) {
-      // Eight bins to a lane.
+            // Eight bins per lane.
       constexpr int EACH = BINS / WARP;
       uint64_t own = 0;
       for (int i = 0; i < EACH; ++i) {
@@ -116,7 +116,7 @@ struct ChooseShared {
   float near_bound;
 };
 
-// Which tokens top-k and top-p leave: those up to the limit. `whole` is what top-p is a share of, without top-k.
+// Returns the limit of the tokens that top-k and top-p keep. Without top-k, `whole` is the total of top-p's share.
 template <class Source>
 __device__ void narrow(ChooseShared& shared, const Source& source, const Sample& sample, double whole,
                        uint64_t& limit) {
@@ -127,7 +127,7 @@ __device__ void narrow(ChooseShared& shared, const Source& source, const Sample&
     source([&](bool is_in, uint64_t key) { own += is_in && key <= limit ? mass_of(weight_of(key)) : 0; });
     whole = static_cast<double>(block_sum_mass(own, shared.sums)) / UNIT;
   }
-  // By rounding alone all together can be less than their share: then all of them stay.
+    // Rounding may make the total less than the share: then all tokens stay.
   find_limit<true, false>(shared.bins, source, needed_mass(sample.how.top_p, whole), limit);
 }
 
@@ -145,7 +145,7 @@ __device__ int draw(const Arguments& in, const Sample& sample, int index, const 
   if (sample.is_restricted) {
     const int vocabulary = in.args.vocabulary;
     const bool is_shared = in.shares.ranks > 1;
-    // What other ranks have is there for rows without a list.
+        // The other ranks' tokens are present for rows without a list.
     const float* values = is_shared ? adjusted_row(in, index) : values_of(in, sample, index);
     const float temperature = sample.how.temperature, min_p = sample.how.min_p;
     const int listed = (is_shared ? in.scratch.listed : in.scratch.list_count)[index];
@@ -191,7 +191,7 @@ __device__ int draw(const Arguments& in, const Sample& sample, int index, const 
   return shared.winners[0].token;
 }
 
-// The `count` greatest logits of the part that is looked at here, in shared.top.
+// Finds the `count` greatest logits of this rank's part, into shared.top.
 __device__ void find_top(const Arguments& in, int index, int count, ChooseShared& shared) {
   const float* raw = raw_row(in, index);
   auto source = [&](auto visit) {
@@ -200,7 +200,7 @@ __device__ void find_top(const Arguments& in, int index, int count, ChooseShared
       visit(id < in.end, id < in.end ? ranked_logit(id, raw[id]) : 0);
     }
   };
-  // The greatest logits of `count` slices are as many tokens, so nobody below the least of those is among the best.
+    // The greatest logits of `count` slices are `count` tokens, so no token below the least of these is among the best.
   const int slices = in.slice_count;
   if (threadIdx.x == 0) {
     shared.near_count = slices >= count ? 0 : NEAR_MAX + 1;
@@ -259,7 +259,7 @@ __device__ void report_logprobs(const Arguments& in, const Sample& sample, int i
   const float* raw = raw_row(in, index);
   const int count = top_count(in, sample);
   if (in.shares.ranks > 1) {
-    // What the rank knows; together they put it into the result.
+        // The rank's contribution; after the exchange all contributions form the result.
     Reported& own = in.scratch.reported[index * in.shares.ranks + in.shares.rank];
     if (count > 0) find_top(in, index, count, shared);
     if (threadIdx.x == 0) own.raw = token >= in.first && token < in.end ? raw[token] : 0.f;

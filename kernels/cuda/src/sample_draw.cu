@@ -7,7 +7,7 @@
 namespace baton::sampling {
 namespace {
 
-// Sum of a run's weights in the CPU's order: 16 lanes, then a tree. By 16 neighbouring threads.
+// Sum of a run's weights in the CPU's order: 16 lanes, then a tree. Called by 16 neighbouring threads.
 __device__ float run_total(const float* weights, float floor) {
   const int lane = threadIdx.x % LANES;
   float sum = 0.f;
@@ -30,7 +30,7 @@ __device__ float level_edge(int level) {
   return __int_as_float(max(ONE_BITS - ((level + 1) << LEVEL_BITS) + 1, 0));
 }
 
-// The mass of `number` weights of one bin, whose bits lie `distance` below the bin's greatest in sum.
+// The mass of `number` weights of one bin, with `distance` the sum of their bits' distances below the bin's greatest.
 __device__ uint64_t level_mass(int level, uint32_t number, uint64_t distance) {
   const int below = ONE_BITS - (level << LEVEL_BITS) - 1;
   const uint64_t greatest = ((below & 0x7fffff) | 0x800000) + 1;  // in units of the last place beneath it
@@ -39,7 +39,7 @@ __device__ uint64_t level_mass(int level, uint32_t number, uint64_t distance) {
   return shift >= 0 ? mass << shift : shift > -64 ? mass >> -shift : 0;
 }
 
-// Four neighbours of each of several runs, so that many loads are in flight. What lies beyond the row is left out.
+// Loads four neighbours of each of several runs, so that many loads are in flight. Tokens past the row are skipped.
 constexpr int TOGETHER = 4;
 __device__ void load_runs(const Arguments& in, const float* row, int run, float4 (&loaded)[TOGETHER]) {
 #pragma unroll
@@ -49,7 +49,7 @@ __device__ void load_runs(const Arguments& in, const float* row, int run, float4
   }
 }
 
-// Calls visit(k, id, value) for every token of the runs loaded; is_in is false beyond the row. All threads take part.
+// Calls visit(k, id, value) for every token of the loaded runs; is_in is false past the row. All threads take part.
 template <class Visit>
 __device__ void visit_runs(const Arguments& in, int run, const float4 (&loaded)[TOGETHER], const Visit& visit) {
 #pragma unroll
@@ -63,7 +63,7 @@ __device__ void visit_runs(const Arguments& in, int run, const float4 (&loaded)[
   }
 }
 
-// Sums the runs whose weights are in shared memory, a warp to each.
+// Sums the runs whose weights are in shared memory, one warp per run.
 __device__ void total_runs(const Arguments& in, int run, const float (&weights)[TOGETHER][RUN], float floor,
                            float* totals) {
   __syncthreads();
@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(SLICE_THREADS) weigh_kernel(const Arguments in
   __shared__ Survey survey_shared;
   __shared__ Winner winners[SLICE_THREADS / WARP];
   __shared__ float weights[TOGETHER][RUN];
-  // Of each bin: how many there are, and how far their bits lie below the bin's greatest, in two parts.
+    // For each bin: the count, and the sum of distances below the bin's greatest, in two parts.
   __shared__ uint32_t numbers[LEVELS], far_low[LEVELS], far_high[LEVELS];
   constexpr int PART_BITS = LEVEL_BITS / 2, PART = (1 << PART_BITS) - 1;
   follow_predecessor();
@@ -99,7 +99,7 @@ __global__ void __launch_bounds__(SLICE_THREADS) weigh_kernel(const Arguments in
   const bool wants_total = sample.is_restricted && sample.top_k == 0;
   const Key key(sample.how.seed, sample.output_len);
   Race race;
-  // A likely token as the one to beat makes the quick look sharp. It is met again in its own slice.
+    // A likely token as the first bound makes the quick test selective. Its own slice draws it again.
   if (wants_race) race.meet(key, survey.best_id, weigh(survey.best, survey.best, temperature));
   const float sharpness = 1.f / temperature;
   if (sample.is_restricted) {
@@ -113,7 +113,7 @@ __global__ void __launch_bounds__(SLICE_THREADS) weigh_kernel(const Arguments in
     if (wants_race) {
       race.learn_bound(in.scratch.bounds + index);
       visit_runs(in, run, loaded, [&](int, int id, bool is_in, float logit) {
-        // With a rough exponential first; only who passes that needs the exact one.
+                // The quick test uses an approximate exponential; only tokens that pass need the exact one.
         const float rough = __expf((logit - survey.best) * sharpness) * 1.001f;
         const float v = static_cast<float>(key.bits(id) >> 8) * (1.f / 16777216.f);
         if (is_in && v <= rough * race.bound) {
@@ -173,7 +173,7 @@ struct CutShared {
   Cut cut;
 };
 
-// The level at which top-k (or, without it, top-p) is reached. By a block of SLICE_THREADS.
+// Finds the level at which top-k (or, without it, top-p) is reached. Called by a block of SLICE_THREADS.
 __device__ Cut find_cut(const Arguments& in, const Sample& sample, int index, CutShared& shared) {
   constexpr int EACH = LEVELS / SLICE_THREADS;
   const bool by_mass = sample.top_k == 0;
@@ -264,7 +264,7 @@ __global__ void __launch_bounds__(SLICE_THREADS) gather_kernel(const Arguments i
     load_runs(in, values, run, loaded);
     race.learn_bound(in.scratch.bounds + index);
     visit_runs(in, run, loaded, [&](int, int id, bool is_in, float logit) {
-      // With a rough exponential first: most tokens lie far below the edge.
+            // The quick test uses an approximate exponential: most tokens are far below the edge.
       is_in = is_in && __expf((logit - survey.best) * sharpness) * 1.001f >= edge;
       float weight = 0.f;
       int level = LEVELS + 1;

@@ -51,7 +51,7 @@ struct Key {
   }
 };
 
-// The first to arrive so far, of one thread, then of more of them.
+// The earliest arrival so far, of one thread, then of more threads.
 struct Race {
   double arrival = INFINITY;
   int token = NOBODY;
@@ -64,12 +64,12 @@ struct Race {
       bound = static_cast<float>(arrival) * 1.000001f;
     }
   }
-  // -ln(1 - v) >= v, so whoever has v > p * bound has lost.
+    // -ln(1 - v) >= v, so a token with v > p * bound has lost.
   __device__ void meet(const Key& key, int other, float p) {
     const uint32_t bits = key.bits(other);
     if (static_cast<float>(bits >> 8) * (1.f / 16777216.f) <= p * bound) meet_exactly(Key::arrival(bits, p), other);
   }
-  // What other blocks of the sample have found makes the quick look sharper, and the other way round.
+    // The bound of the sample's other blocks makes the quick test more selective, and vice versa.
   __device__ void learn_bound(const int32_t* shared) {
     bound = fminf(bound, __int_as_float(*reinterpret_cast<const volatile int32_t*>(shared)));
   }
@@ -100,19 +100,19 @@ struct Race {
   }
 };
 
-// In sorting order: the more likely first, then the lower id.
+// In sort order: more likely tokens first, then lower ids.
 __device__ inline uint64_t ranked(int id, float weight) {
   return static_cast<uint64_t>(~__float_as_uint(weight)) << 32 | static_cast<uint32_t>(id);
 }
 __device__ inline float weight_of(uint64_t ranked) { return __uint_as_float(~static_cast<uint32_t>(ranked >> 32)); }
 
-// Probabilities relative to the best one's, as whole numbers of 2^-43: sums of them do not depend on their order, and
-// those of a million tokens fit.
+// Probabilities relative to the best token's, as integers in units of 2^-43: their sums do not depend on the order, and
+// the sum of a million tokens fits.
 constexpr int UNIT_BITS = 43;
 constexpr double UNIT = 8796093022208.0;
 __device__ inline uint64_t mass_of(float weight) { return static_cast<uint64_t>(static_cast<double>(weight) * UNIT); }
 
-// Runs' totals in f64, one after the other. In every thread.
+// Adds the runs' totals in f64, in order. In every thread.
 __device__ inline double sum_runs(const float* totals, int runs, float* shared, double* result) {
   __syncthreads();
   for (int i = threadIdx.x; i < runs; i += blockDim.x) shared[i] = totals[i];
@@ -135,12 +135,12 @@ __device__ inline uint64_t ranked_logit(int id, float logit) {
   return static_cast<uint64_t>(~ascending) << 32 | static_cast<uint32_t>(id);
 }
 
-// How many are told beside the chosen token's.
+// The number of alternatives reported beside the chosen token.
 __device__ inline int top_count(const Arguments& in, const Sample& sample) {
   return min(min(sample.how.logprobs, BATON_TOP_LOGPROBS_MAX), in.args.vocabulary);
 }
 
-// Of all likelihoods. By all threads.
+// The total of all likelihoods. Called by all threads.
 __device__ inline double log_total(const Arguments& in, int index, float* shared, double* result) {
   const int runs = (in.args.vocabulary + RUN - 1) / RUN;
   return log(sum_runs(in.scratch.raw_totals + index * RUNS_MAX, runs, shared, result));
@@ -149,9 +149,9 @@ __device__ inline float logprob(float logit, const Survey& survey, double log_to
   return static_cast<float>(static_cast<double>(logit) - static_cast<double>(survey.raw_best) - log_total);
 }
 
-// ---- Shares of all ----
+// ---- Top-p ----
 
-// What the kept tokens' mass must reach.
+// The mass that the kept tokens must reach.
 __device__ inline uint64_t needed_mass(float top_p, double whole) {
   const double wanted = ceil(static_cast<double>(top_p) * whole * UNIT);
   return wanted < 1.0 ? 1 : static_cast<uint64_t>(wanted);
