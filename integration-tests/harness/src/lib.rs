@@ -58,9 +58,15 @@ impl<E: Debug> TestResult for Result<(), E> {
     }
 }
 
-/// Runs an asynchronous test on a runtime of its own.
+/// Runs an asynchronous test on a single-threaded runtime of its own.
 pub fn block_on<T>(test: impl Future<Output = T>) -> T {
     let mut runtime = tokio::runtime::Builder::new_current_thread();
+    runtime.enable_all().build().expect("a runtime starts").block_on(test)
+}
+
+/// Runs an asynchronous test on a multi-threaded runtime of its own.
+pub fn block_on_threads<T>(test: impl Future<Output = T>) -> T {
+    let mut runtime = tokio::runtime::Builder::new_multi_thread();
     runtime.enable_all().build().expect("a runtime starts").block_on(test)
 }
 
@@ -107,7 +113,18 @@ macro_rules! tests {
     };
 }
 
-/// Lists asynchronous functions as tests.
+/// Lists asynchronous functions as tests, each on a multi-threaded runtime.
+#[macro_export]
+macro_rules! multi_thread_tests {
+    ($($path:path),* $(,)?) => {
+        vec![$($crate::test(
+            stringify!($path),
+            || $crate::TestResult::check($crate::block_on_threads($path())),
+        )),*]
+    };
+}
+
+/// Lists asynchronous functions as tests, each on a single-threaded runtime.
 #[macro_export]
 macro_rules! async_tests {
     ($($path:path),* $(,)?) => {

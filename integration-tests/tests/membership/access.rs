@@ -34,8 +34,7 @@ fn user<'a>(url: &'a str, name: &'a str, password: &'a str) -> [(&'a str, &'a st
     [("cluster.etcd", url), ("cluster.etcd_user", name), ("cluster.etcd_password", password)]
 }
 
-#[tokio::test]
-async fn a_user_with_its_password_registers_and_follows() -> Result<()> {
+pub async fn a_user_with_its_password_registers_and_follows() -> Result<()> {
     let etcd = with_users(None).await?;
     let url = etcd.url();
     let node = entry("decode-1", 1);
@@ -46,8 +45,7 @@ async fn a_user_with_its_password_registers_and_follows() -> Result<()> {
     Ok(())
 }
 
-#[tokio::test]
-async fn a_wrong_password_or_none_is_refused_in_one_line() -> Result<()> {
+pub async fn a_wrong_password_or_none_is_refused_in_one_line() -> Result<()> {
     let etcd = with_users(None).await?;
     let url = etcd.url();
     for (settings, named) in [
@@ -66,8 +64,7 @@ async fn a_wrong_password_or_none_is_refused_in_one_line() -> Result<()> {
     Ok(())
 }
 
-#[tokio::test]
-async fn services_with_a_wrong_password_end_before_they_load_a_model() -> Result<()> {
+pub async fn services_with_a_wrong_password_end_before_they_load_a_model() -> Result<()> {
     let etcd = with_users(None).await?;
     refused_at_start(&etcd, &[], &["refuses user \"baton\""])
 }
@@ -133,8 +130,7 @@ async fn check_untrusted(settings: EtcdSettings, url: &str) {
     }
 }
 
-#[tokio::test]
-async fn an_authority_alone_is_enough_where_etcd_asks_for_no_certificate() -> Result<()> {
+pub async fn an_authority_alone_is_enough_where_etcd_asks_for_no_certificate() -> Result<()> {
     let folder = tempfile::tempdir()?;
     let ours = EtcdTls { asks_clients: false, ..certificates(folder.path(), "ours")? };
     let foreign = certificates(folder.path(), "foreign")?;
@@ -160,8 +156,7 @@ async fn an_authority_alone_is_enough_where_etcd_asks_for_no_certificate() -> Re
     Ok(())
 }
 
-#[tokio::test]
-async fn users_and_passwords_count_over_tls_too() -> Result<()> {
+pub async fn users_and_passwords_count_over_tls_too() -> Result<()> {
     let folder = tempfile::tempdir()?;
     let ours = EtcdTls { asks_clients: false, ..certificates(folder.path(), "ours")? };
     let foreign = certificates(folder.path(), "foreign")?;
@@ -187,8 +182,7 @@ async fn users_and_passwords_count_over_tls_too() -> Result<()> {
     Ok(())
 }
 
-#[tokio::test]
-async fn tls_lets_in_whom_both_sides_trust_and_nobody_else() -> Result<()> {
+pub async fn tls_lets_in_whom_both_sides_trust_and_nobody_else() -> Result<()> {
     let folder = tempfile::tempdir()?;
     let [ours, foreign] = ["ours", "foreign"].map(|name| certificates(folder.path(), name));
     let (ours, foreign) = (ours?, foreign?);

@@ -132,8 +132,7 @@ fn short_runs() -> Vec<GoldenRun> {
     runs
 }
 
-#[tokio::test(flavor = "multi_thread")]
-async fn nodes_join_and_leave_a_serving_cluster_and_nothing_is_restarted() -> Result<()> {
+pub async fn nodes_join_and_leave_a_serving_cluster_and_nothing_is_restarted() -> Result<()> {
     let etcd = Etcd::start()?;
     let mut cluster = Cluster::start(spec(&etcd)).await?;
     let processes: Vec<u32> = cluster.all().map(|service| service.id()).collect();
@@ -158,8 +157,7 @@ async fn nodes_join_and_leave_a_serving_cluster_and_nothing_is_restarted() -> Re
     Ok(())
 }
 
-#[tokio::test(flavor = "multi_thread")]
-async fn nodes_of_both_roles_join_and_leave_under_load_and_no_token_is_lost() -> Result<()> {
+pub async fn nodes_of_both_roles_join_and_leave_under_load_and_no_token_is_lost() -> Result<()> {
     let etcd = Etcd::start()?;
     let mut cluster = Cluster::start(spec(&etcd)).await?;
     // Long enough that every prompt is handed over.
@@ -196,9 +194,8 @@ async fn nodes_of_both_roles_join_and_leave_under_load_and_no_token_is_lost() ->
     Ok(())
 }
 
-#[tokio::test(flavor = "multi_thread")]
-async fn a_node_killed_and_started_again_at_its_address_is_served_by_its_new_process() -> Result<()>
-{
+pub async fn a_node_killed_and_started_again_at_its_address_is_served_by_its_new_process()
+-> Result<()> {
     let etcd = Etcd::start()?;
     let mut cluster = Cluster::start(spec(&etcd)).await?;
     let decode = format!("{PREFIX}/nodes/decode-0/");
@@ -216,13 +213,11 @@ async fn a_node_killed_and_started_again_at_its_address_is_served_by_its_new_pro
     Ok(())
 }
 
-#[tokio::test(flavor = "multi_thread")]
-async fn serving_goes_on_while_etcd_is_dead_for_20_seconds() -> Result<()> {
+pub async fn serving_goes_on_while_etcd_is_dead_for_20_seconds() -> Result<()> {
     outage(|etcd| etcd.kill(), |etcd| etcd.restart()).await
 }
 
-#[tokio::test(flavor = "multi_thread")]
-async fn serving_goes_on_while_etcd_is_frozen_for_20_seconds() -> Result<()> {
+pub async fn serving_goes_on_while_etcd_is_frozen_for_20_seconds() -> Result<()> {
     let thaw = |etcd: &mut Etcd| {
         etcd.continue_signal();
         Ok(())
@@ -264,8 +259,7 @@ async fn outage(
     cluster.stop()
 }
 
-#[tokio::test(flavor = "multi_thread")]
-async fn up_with_etcd_answers_and_leaves_nothing_behind() -> Result<()> {
+pub async fn up_with_etcd_answers_and_leaves_nothing_behind() -> Result<()> {
     let etcd = Etcd::start()?;
     let mut up = Command::new(bin_dir().join("baton"));
     up.args(["up", "--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0", "--sample", "--once"])
@@ -284,8 +278,7 @@ async fn up_with_etcd_answers_and_leaves_nothing_behind() -> Result<()> {
     Ok(())
 }
 
-#[test]
-fn a_list_and_etcd_together_are_refused_in_one_line() -> Result<()> {
+pub fn a_list_and_etcd_together_are_refused_in_one_line() -> Result<()> {
     let mut router = Command::new(bin_dir().join("baton-router"));
     router
         .args(["--model-path", "any", "--cluster-etcd", "127.0.0.1:1"])

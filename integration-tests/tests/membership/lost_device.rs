@@ -1,14 +1,14 @@
 //! A node whose device is lost in the middle: what is in work there fails, each request once and by
 //! its type, the node's record goes, and the process ends so that its supervisor starts it again.
 //!
-//! The node is a process of its own: this program again, running a test that serves when it is told.
+//! The node runs in a helper process.
 
 use std::{
     collections::BTreeMap,
     env,
     fs::{self, File},
     path::PathBuf,
-    process::{Child, Command, Stdio},
+    process::{Child, Stdio},
     time::{Duration, Instant},
 };
 
@@ -30,7 +30,10 @@ use tonic::{Code, Streaming, transport::Channel};
 
 use crate::{DEADLINE, PREFIX};
 
-const FOLDER: &str = "BATON_TEST_LOST_DEVICE";
+/// Name of the helper that runs [`run_node`].
+pub const NODE_HELPER: &str = "node";
+/// Names the folder through which the test and the helper exchange files.
+const FOLDER: &str = "BATON_TEST_FOLDER";
 const REASON: &str = "an illegal memory access was encountered";
 /// Results that the device brings before it hangs.
 const RESULTS: u32 = 5;
@@ -69,9 +72,8 @@ impl Executor for LostDevice {
     }
 }
 
-#[test]
-fn serves_if_told() {
-    let Some(folder) = env::var_os(FOLDER).map(PathBuf::from) else { return };
+pub fn run_node() {
+    let folder = PathBuf::from(env::var_os(FOLDER).expect("the test names a folder"));
     let settings = fs::read(folder.join("settings")).expect("it was written before");
     let flags = serde_json::from_slice(&settings).expect("it was written as JSON");
     let config = Config::load(LoadInput { flags, ..LoadInput::default() }).expect("they are valid");
@@ -122,8 +124,7 @@ impl NodeProcess {
             ("cluster.etcd_ttl", "600s".to_owned()),
         ]);
         fs::write(folder.path().join("settings"), serde_json::to_vec(&settings)?)?;
-        let child = Command::new(env::current_exe()?)
-            .args(["--exact", "lost_device::serves_if_told", "--nocapture"])
+        let child = test_harness::helper(NODE_HELPER)
             .env(FOLDER, folder.path())
             .stdin(Stdio::null())
             .stdout(Stdio::null())
@@ -206,8 +207,7 @@ async fn to_the_end(mut stream: Streaming<v1::DecodeEvent>) -> Result<Vec<Event>
     Ok(events)
 }
 
-#[tokio::test]
-async fn a_lost_device_fails_every_request_once_and_ends_record_and_process() -> Result<()> {
+pub async fn a_lost_device_fails_every_request_once_and_ends_record_and_process() -> Result<()> {
     let etcd = Etcd::start()?;
     let mut node = NodeProcess::start(&etcd)?;
     let ready = node.ready().await?;

@@ -68,3 +68,35 @@ fn joined(entry: &NodeEntry) -> MemberChange {
 fn left(entry: &NodeEntry) -> MemberChange {
     MemberChange::Left(entry.address.clone())
 }
+
+fn main() -> std::process::ExitCode {
+    let mut tests = test_harness::async_tests![
+        access::a_user_with_its_password_registers_and_follows,
+        access::a_wrong_password_or_none_is_refused_in_one_line,
+        access::services_with_a_wrong_password_end_before_they_load_a_model,
+        access::an_authority_alone_is_enough_where_etcd_asks_for_no_certificate,
+        access::users_and_passwords_count_over_tls_too,
+        access::tls_lets_in_whom_both_sides_trust_and_nobody_else,
+        lost_device::a_lost_device_fails_every_request_once_and_ends_record_and_process,
+        records::nodes_join_and_leave_while_a_router_follows,
+        records::a_record_lives_for_as_long_as_its_node,
+        records::registering_again_after_a_lost_lease_keeps_the_epoch,
+        records::a_deleted_record_is_written_again_under_its_lease,
+        records::a_new_process_behind_an_old_address_is_a_new_node,
+        records::records_that_are_no_nodes_are_ignored,
+        records::more_records_than_fit_on_a_page_are_all_read,
+        records::what_changed_behind_a_cut_connection_shows_even_after_a_compaction,
+        records::an_etcd_that_starts_last_is_found_by_both_sides,
+        records::a_frozen_etcd_ends_leases_and_nodes_register_again,
+    ];
+    tests.extend(test_harness::multi_thread_tests![
+        clusters::nodes_join_and_leave_a_serving_cluster_and_nothing_is_restarted,
+        clusters::nodes_of_both_roles_join_and_leave_under_load_and_no_token_is_lost,
+        clusters::a_node_killed_and_started_again_at_its_address_is_served_by_its_new_process,
+        clusters::serving_goes_on_while_etcd_is_dead_for_20_seconds,
+        clusters::serving_goes_on_while_etcd_is_frozen_for_20_seconds,
+        clusters::up_with_etcd_answers_and_leaves_nothing_behind,
+    ]);
+    tests.extend(test_harness::tests![clusters::a_list_and_etcd_together_are_refused_in_one_line,]);
+    test_harness::main(&[(lost_device::NODE_HELPER, lost_device::run_node)], tests)
+}

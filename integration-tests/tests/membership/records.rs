@@ -6,8 +6,7 @@ use integration_tests::etcd::Etcd;
 
 use crate::{DEADLINE, PREFIX, TTL, at, entry, follow, joined, left, next, proxy::Proxy, register};
 
-#[tokio::test]
-async fn nodes_join_and_leave_while_a_router_follows() -> Result<()> {
+pub async fn nodes_join_and_leave_while_a_router_follows() -> Result<()> {
     let etcd = Etcd::start()?;
     let one = entry("decode-1", 1);
     let registration = register(at(&etcd.url()), &one).await?;
@@ -34,8 +33,7 @@ async fn nodes_join_and_leave_while_a_router_follows() -> Result<()> {
     Ok(())
 }
 
-#[tokio::test]
-async fn a_record_lives_for_as_long_as_its_node() -> Result<()> {
+pub async fn a_record_lives_for_as_long_as_its_node() -> Result<()> {
     let etcd = Etcd::start()?;
     let registration = register(at(&etcd.url()), &entry("decode-1", 1)).await?;
     // A machine that others use too can keep etcd from hearing of a renewal, though not each time.
@@ -53,8 +51,7 @@ async fn a_record_lives_for_as_long_as_its_node() -> Result<()> {
     Ok(())
 }
 
-#[tokio::test]
-async fn registering_again_after_a_lost_lease_keeps_the_epoch() -> Result<()> {
+pub async fn registering_again_after_a_lost_lease_keeps_the_epoch() -> Result<()> {
     let etcd = Etcd::start()?;
     let node = entry("decode-1", 1);
     let registration = register(at(&etcd.url()), &node).await?;
@@ -73,8 +70,7 @@ async fn registering_again_after_a_lost_lease_keeps_the_epoch() -> Result<()> {
     Ok(())
 }
 
-#[tokio::test]
-async fn a_deleted_record_is_written_again_under_its_lease() -> Result<()> {
+pub async fn a_deleted_record_is_written_again_under_its_lease() -> Result<()> {
     let etcd = Etcd::start()?;
     let node = entry("decode-1", 1);
     let registration = register(at(&etcd.url()), &node).await?;
@@ -90,8 +86,7 @@ async fn a_deleted_record_is_written_again_under_its_lease() -> Result<()> {
     Ok(())
 }
 
-#[tokio::test]
-async fn a_new_process_behind_an_old_address_is_a_new_node() -> Result<()> {
+pub async fn a_new_process_behind_an_old_address_is_a_new_node() -> Result<()> {
     let etcd = Etcd::start()?;
     let old = entry("decode-1", 1);
     let new = entry("decode-1", 1);
@@ -115,8 +110,7 @@ async fn drop_registered(etcd: &Etcd, node: &cluster::etcd::NodeEntry) -> Result
     Ok(())
 }
 
-#[tokio::test]
-async fn records_that_are_no_nodes_are_ignored() -> Result<()> {
+pub async fn records_that_are_no_nodes_are_ignored() -> Result<()> {
     let etcd = Etcd::start()?;
     let mut client = etcd.client().await?;
     let key = |name: &str| format!("{PREFIX}/nodes/{name}/{}", "7".repeat(32));
@@ -145,8 +139,7 @@ async fn records_that_are_no_nodes_are_ignored() -> Result<()> {
     Ok(())
 }
 
-#[tokio::test]
-async fn more_records_than_fit_on_a_page_are_all_read() -> Result<()> {
+pub async fn more_records_than_fit_on_a_page_are_all_read() -> Result<()> {
     let etcd = Etcd::start()?;
     let mut client = etcd.client().await?;
     let epoch = "7".repeat(32);
@@ -161,8 +154,7 @@ async fn more_records_than_fit_on_a_page_are_all_read() -> Result<()> {
     Ok(())
 }
 
-#[tokio::test]
-async fn what_changed_behind_a_cut_connection_shows_even_after_a_compaction() -> Result<()> {
+pub async fn what_changed_behind_a_cut_connection_shows_even_after_a_compaction() -> Result<()> {
     let etcd = Etcd::start()?;
     let mut proxy = Proxy::start(etcd.port()).await?;
     let (one, two, three) = (entry("n-1", 1), entry("n-2", 2), entry("n-3", 3));
@@ -191,8 +183,7 @@ async fn what_changed_behind_a_cut_connection_shows_even_after_a_compaction() ->
     Ok(())
 }
 
-#[tokio::test]
-async fn an_etcd_that_starts_last_is_found_by_both_sides() -> Result<()> {
+pub async fn an_etcd_that_starts_last_is_found_by_both_sides() -> Result<()> {
     let mut etcd = Etcd::start()?;
     etcd.kill();
     let node = entry("decode-1", 1);
@@ -206,8 +197,7 @@ async fn an_etcd_that_starts_last_is_found_by_both_sides() -> Result<()> {
     Ok(())
 }
 
-#[tokio::test]
-async fn a_frozen_etcd_ends_leases_and_nodes_register_again() -> Result<()> {
+pub async fn a_frozen_etcd_ends_leases_and_nodes_register_again() -> Result<()> {
     let etcd = Etcd::start()?;
     let node = entry("decode-1", 1);
     let registration = register(at(&etcd.url()), &node).await?;

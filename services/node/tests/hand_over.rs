@@ -56,7 +56,6 @@ impl Pair {
     }
 }
 
-#[tokio::test]
 async fn an_answer_that_changes_hands_equals_one_that_does_not() {
     let pair = Pair::start(&[], &[]).await;
     // Below, at and above the edges of blocks, chunks and steps.
@@ -78,7 +77,6 @@ async fn an_answer_that_changes_hands_equals_one_that_does_not() {
     pair.stop().await;
 }
 
-#[tokio::test]
 async fn many_hand_overs_at_once_stay_apart() {
     let pair = Pair::start(&[], &[]).await;
     let prompts: Vec<Vec<u32>> =
@@ -94,7 +92,6 @@ async fn many_hand_overs_at_once_stay_apart() {
     pair.stop().await;
 }
 
-#[tokio::test]
 async fn a_later_attempt_goes_on_behind_the_emitted_tokens() {
     let pair = Pair::start(&[], &[]).await;
     let prompt = dummy_prompt(50, 1);
@@ -108,7 +105,6 @@ async fn a_later_attempt_goes_on_behind_the_emitted_tokens() {
     pair.stop().await;
 }
 
-#[tokio::test]
 async fn sampled_answers_with_logprobs_change_hands_too() {
     let pair = Pair::start(&[], &[]).await;
     let prompt = dummy_prompt(70, 3);
@@ -128,7 +124,6 @@ async fn sampled_answers_with_logprobs_change_hands_too() {
     pair.stop().await;
 }
 
-#[tokio::test]
 async fn prefixes_known_to_d_are_not_sent_and_those_known_to_p_not_computed() {
     let pair = Pair::start(&[], &[]).await;
     let prompt = dummy_prompt(100, 1);
@@ -148,7 +143,6 @@ async fn prefixes_known_to_d_are_not_sent_and_those_known_to_p_not_computed() {
     pair.stop().await;
 }
 
-#[tokio::test]
 async fn a_rest_below_one_block_needs_no_peer() {
     let pair = Pair::start(&[], &[]).await;
     let prompt = dummy_prompt(60, 1);
@@ -162,7 +156,6 @@ async fn a_rest_below_one_block_needs_no_peer() {
     pair.stop().await;
 }
 
-#[tokio::test]
 async fn token_0_can_end_the_request_at_p() {
     let pair = Pair::start(&[], &[]).await;
     let prompt = dummy_prompt(80, 1);
@@ -180,7 +173,6 @@ async fn token_0_can_end_the_request_at_p() {
     pair.stop().await;
 }
 
-#[tokio::test]
 async fn the_two_calls_may_come_in_any_order() {
     let pair = Pair::start(&[], &[]).await;
     let (p, d) = (pair.p.side(), pair.d.side());
@@ -208,7 +200,6 @@ async fn the_two_calls_may_come_in_any_order() {
     pair.stop().await;
 }
 
-#[tokio::test]
 async fn a_cancel_at_any_moment_frees_both_sides_within_a_second() {
     let pair = Pair::start(&[], &[]).await;
     let (p, d) = (pair.p.side(), pair.d.side());
@@ -235,7 +226,6 @@ async fn a_cancel_at_any_moment_frees_both_sides_within_a_second() {
     pair.stop().await;
 }
 
-#[tokio::test]
 async fn either_call_alone_ends_in_a_typed_failure() {
     let pair = Pair::start(&[], &[]).await;
     let (p, d) = (pair.p.side(), pair.d.side());
@@ -253,7 +243,6 @@ async fn either_call_alone_ends_in_a_typed_failure() {
 
 /// What each node says in one line when it is to exchange KV with a node that does not fit: both
 /// fingerprints, and both values of what differs.
-#[tokio::test]
 async fn nodes_that_do_not_fit_refuse_each_other_and_serve_on() {
     let pair = Pair::start(&[], &[]).await;
     let (p, d) = (pair.p.side(), pair.d.side());
@@ -304,7 +293,6 @@ async fn nodes_that_do_not_fit_refuse_each_other_and_serve_on() {
     pair.stop().await;
 }
 
-#[tokio::test]
 async fn a_duplicate_attempt_already_exists_on_either_side() {
     let pair = Pair::start(&[], &[]).await;
     let again = attempt(&dummy_prompt(80, 1), 5);
@@ -357,12 +345,11 @@ const FULL_PROMPT: usize = 500;
 
 /// P is full of finished work for a decode node that takes none of it, D full of reservations of
 /// what P has still to compute: the pools empty each other, and each request ends well.
-#[tokio::test]
 async fn a_full_decode_node_does_not_hold_up_a_full_prefill_node() {
     let small = [("node.blocks", FULL_BLOCKS)];
     let pair = Pair::start(&small, &small).await;
     let flags: Flags = dummy_settings(pair.model.path(), &small);
-    let other = NodeProcess::start(PROCESS_TEST, Role::Decode, &flags).await;
+    let other = NodeProcess::start(Role::Decode, &flags).await;
     let (p, d) = (pair.p.side(), pair.d.side());
     let deadline = Instant::now() + PATIENCE;
     let mut were_full = false;
@@ -477,7 +464,7 @@ impl Split {
         let there = if here == Role::Decode { Role::Prefill } else { Role::Decode };
         let model = dummy_model();
         let flags: Flags = dummy_settings(model.path(), &[]);
-        let there = NodeProcess::start(PROCESS_TEST, there, &flags).await;
+        let there = NodeProcess::start(there, &flags).await;
         let split = Self { here: TestNode::start(here, flags).await, there, _model: model };
         // The two know each other before anything happens to one of them.
         let warm_up = attempt(&dummy_prompt(40, 99), 2);
@@ -491,15 +478,6 @@ impl Split {
     }
 }
 
-const PROCESS_TEST: &str = "a_node_in_a_process_of_its_own";
-
-/// Not a test but the node of [`Split`]; it returns at once when the tests are run.
-#[tokio::test]
-async fn a_node_in_a_process_of_its_own() {
-    process::serve_if_told().await;
-}
-
-#[tokio::test]
 async fn a_killed_prefill_node_is_reported_and_its_blocks_come_back() {
     let mut split = Split::start(Role::Decode).await;
     let d = split.here.side();
@@ -528,7 +506,6 @@ async fn a_killed_prefill_node_is_reported_and_its_blocks_come_back() {
     split.here.stop().await;
 }
 
-#[tokio::test]
 async fn a_frozen_prefill_node_is_reported_within_the_lease() {
     let split = Split::start(Role::Decode).await;
     let d = split.here.side();
@@ -553,7 +530,6 @@ async fn a_frozen_prefill_node_is_reported_within_the_lease() {
     split.here.stop().await;
 }
 
-#[tokio::test]
 async fn a_decode_node_that_is_killed_gives_the_prefill_node_its_blocks_back() {
     let mut split = Split::start(Role::Prefill).await;
     let (p, d) = (split.here.side(), split.there.side.clone());
@@ -571,4 +547,26 @@ async fn a_decode_node_that_is_killed_gives_the_prefill_node_its_blocks_back() {
     p.observe().await.until(is_free).await;
     assert!(killed.elapsed() < LOST_WITHIN, "took {:?}", killed.elapsed());
     split.here.stop().await;
+}
+
+fn main() -> std::process::ExitCode {
+    let tests = test_harness::async_tests![
+        an_answer_that_changes_hands_equals_one_that_does_not,
+        many_hand_overs_at_once_stay_apart,
+        a_later_attempt_goes_on_behind_the_emitted_tokens,
+        sampled_answers_with_logprobs_change_hands_too,
+        prefixes_known_to_d_are_not_sent_and_those_known_to_p_not_computed,
+        a_rest_below_one_block_needs_no_peer,
+        token_0_can_end_the_request_at_p,
+        the_two_calls_may_come_in_any_order,
+        a_cancel_at_any_moment_frees_both_sides_within_a_second,
+        either_call_alone_ends_in_a_typed_failure,
+        nodes_that_do_not_fit_refuse_each_other_and_serve_on,
+        a_duplicate_attempt_already_exists_on_either_side,
+        a_full_decode_node_does_not_hold_up_a_full_prefill_node,
+        a_killed_prefill_node_is_reported_and_its_blocks_come_back,
+        a_frozen_prefill_node_is_reported_within_the_lease,
+        a_decode_node_that_is_killed_gives_the_prefill_node_its_blocks_back,
+    ];
+    test_harness::main(&[(process::NODE_HELPER, process::run_node)], tests)
 }

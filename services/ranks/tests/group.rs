@@ -1,7 +1,7 @@
 //! Groups of real processes, which compute by simulation: equal to one executor in this process, and
 //! what happens when a rank dies, hangs, differs, or cannot start, or when their node goes.
 //!
-//! A rank's process is this program again, running a test that takes a spec when it is told.
+//! A rank process is this program again, running a helper that reads its rank spec from a variable.
 
 use std::{
     env, fs,
@@ -24,8 +24,12 @@ use kernels::sampling::Sampling;
 use kernels::shared::RegionName;
 use ranks::{GroupError, GroupSettings, RankGroup, RankSpec, run_rank};
 
-const RANK_SPEC: &str = "BATON_TEST_SEAT";
-const NODE: &str = "BATON_TEST_NODE";
+const RANK_HELPER: &str = "rank";
+const NODE_HELPER: &str = "node";
+/// Names the rank spec of a rank helper.
+const RANK_SPEC: &str = "BATON_TEST_RANK_SPEC";
+/// Names the file to which a node helper writes the process ids of its ranks.
+const PROCESS_IDS: &str = "BATON_TEST_PROCESS_IDS";
 const WITHIN: Duration = Duration::from_secs(60);
 const LIMITS: ExecutorLimits = ExecutorLimits {
     slots: 6,
@@ -139,10 +143,8 @@ fn long() -> ExecutorLimits {
     }
 }
 
-#[test]
-fn rank_process_runs_its_rank() {
-    let Ok(spec) = env::var(RANK_SPEC) else { return };
-    let spec: RankSpec = spec.parse().unwrap();
+fn run_rank_process() {
+    let spec: RankSpec = env::var(RANK_SPEC).unwrap().parse().unwrap();
     let outcome = run_rank(&spec, |told| {
         let is_faulty = spec.rank == FAULTY_RANK.min(spec.of - 1);
         let fault = Fault::of(told);
@@ -162,15 +164,14 @@ fn rank_process_runs_its_rank() {
     std::process::exit(i32::from(outcome.is_err()));
 }
 
-fn this_test(name: &str, variable: &str, value: &str) -> Command {
-    let mut command = Command::new(env::current_exe().unwrap());
-    command.args(["--exact", name, "--nocapture"]).env(variable, value);
-    command.stdin(Stdio::null()).stdout(Stdio::null());
+fn helper(name: &str, variable: &str, value: &str) -> Command {
+    let mut command = test_harness::helper(name);
+    command.env(variable, value).stdin(Stdio::null()).stdout(Stdio::null());
     command
 }
 
 fn rank_command(spec: &RankSpec) -> Command {
-    this_test("rank_process_runs_its_rank", RANK_SPEC, &spec.to_string())
+    helper(RANK_HELPER, RANK_SPEC, &spec.to_string())
 }
 
 fn settings(ranks: u32, fault: Fault) -> GroupSettings {
@@ -278,7 +279,6 @@ fn signal(id: u32, signal: &str) {
     assert!(status.success());
 }
 
-#[test]
 fn groups_of_any_size_do_what_one_executor_does() {
     let sim = SimExecutor::new(LIMITS, CostModel::default(), Instant::now());
     let expected = outputs(sim, sequences()).unwrap();
@@ -293,7 +293,6 @@ fn groups_of_any_size_do_what_one_executor_does() {
     }
 }
 
-#[test]
 fn a_prompt_of_a_hundred_thousand_tokens_passes_the_ring() {
     let sequences = || vec![sequence(0, 100_000, 3), sequence(1, 3_000, 3)];
     let expected =
@@ -301,7 +300,6 @@ fn a_prompt_of_a_hundred_thousand_tokens_passes_the_ring() {
     assert_eq!(outputs(group(2, Fault::Long), sequences()).unwrap(), expected.unwrap());
 }
 
-#[test]
 fn a_rank_that_chooses_another_token_is_found_in_that_step() {
     let error = end(4, Fault::Differs(6));
     assert_eq!(
@@ -310,7 +308,6 @@ fn a_rank_that_chooses_another_token_is_found_in_that_step() {
     );
 }
 
-#[test]
 fn a_rank_that_ends_says_why_if_it_can() {
     let error = end(2, Fault::Stops(3));
     assert!(error.ends_with("rank 1 of 2: it burnt down"), "{error}");
@@ -320,7 +317,6 @@ fn a_rank_that_ends_says_why_if_it_can() {
     assert!(error.contains("rank 0 of 1 ended: exit code 3"), "{error}");
 }
 
-#[test]
 fn a_killed_rank_ends_the_group_in_the_middle_of_a_step_and_when_idle() {
     for is_idle in [false, true] {
         let group = group(3, if is_idle { Fault::None } else { Fault::Hangs(2) });
@@ -354,7 +350,6 @@ fn a_killed_rank_ends_the_group_in_the_middle_of_a_step_and_when_idle() {
     }
 }
 
-#[test]
 fn a_stopped_rank_is_taken_for_dead_and_ended() {
     let settings =
         GroupSettings { silence_max: Duration::from_secs(2), ..settings(2, Fault::None) };
@@ -374,7 +369,6 @@ fn a_stopped_rank_is_taken_for_dead_and_ended() {
     assert_gone(&ids);
 }
 
-#[test]
 fn a_wait_for_a_result_ends_by_the_waker_and_a_stuck_group_is_ended_by_force() {
     let settings =
         GroupSettings { stop_within: Duration::from_millis(100), ..settings(2, Fault::Hangs(0)) };
@@ -396,7 +390,6 @@ fn a_wait_for_a_result_ends_by_the_waker_and_a_stuck_group_is_ended_by_force() {
     assert_gone(&ids);
 }
 
-#[test]
 fn a_plan_that_fits_no_rank_is_that() {
     let mut group = group(2, Fault::None);
     group.launch(StepPlan::default()).unwrap();
@@ -412,7 +405,6 @@ fn a_plan_that_fits_no_rank_is_that() {
     assert!(error.to_string().contains("0 rows with 0 tokens"), "{error}");
 }
 
-#[test]
 fn a_group_that_cannot_start_says_why_and_leaves_nothing() {
     // Of its own, since other tests of this program have groups of theirs meanwhile.
     const EPOCH: u128 = 78;
@@ -452,9 +444,9 @@ fn a_group_that_cannot_start_says_why_and_leaves_nothing() {
     }
 }
 
-#[test]
-fn a_node_if_told() {
-    let Ok(path) = env::var(NODE) else { return };
+/// Starts three ranks, reports their process ids and sleeps until it is killed.
+fn run_node() {
+    let path = env::var(PROCESS_IDS).unwrap();
     let group = RankGroup::start(settings(3, Fault::None), rank_command).unwrap();
     let ids: Vec<String> = group.process_ids().iter().map(u32::to_string).collect();
     let unfinished = format!("{path}.new");
@@ -463,11 +455,10 @@ fn a_node_if_told() {
     thread::sleep(Duration::from_secs(3600));
 }
 
-#[test]
 fn ranks_go_with_their_node_also_those_that_are_stopped() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("ids");
-    let mut node = this_test("a_node_if_told", NODE, path.to_str().unwrap()).spawn().unwrap();
+    let mut node = helper(NODE_HELPER, PROCESS_IDS, path.to_str().unwrap()).spawn().unwrap();
     let deadline = Instant::now() + WITHIN;
     let ids = loop {
         if let Ok(text) = fs::read_to_string(&path) {
@@ -484,4 +475,20 @@ fn ranks_go_with_their_node_also_those_that_are_stopped() {
     node.kill().unwrap();
     node.wait().unwrap();
     assert_gone(&ids);
+}
+
+fn main() -> std::process::ExitCode {
+    let tests = test_harness::tests![
+        groups_of_any_size_do_what_one_executor_does,
+        a_prompt_of_a_hundred_thousand_tokens_passes_the_ring,
+        a_rank_that_chooses_another_token_is_found_in_that_step,
+        a_rank_that_ends_says_why_if_it_can,
+        a_killed_rank_ends_the_group_in_the_middle_of_a_step_and_when_idle,
+        a_stopped_rank_is_taken_for_dead_and_ended,
+        a_wait_for_a_result_ends_by_the_waker_and_a_stuck_group_is_ended_by_force,
+        a_plan_that_fits_no_rank_is_that,
+        a_group_that_cannot_start_says_why_and_leaves_nothing,
+        ranks_go_with_their_node_also_those_that_are_stopped,
+    ];
+    test_harness::main(&[(RANK_HELPER, run_rank_process), (NODE_HELPER, run_node)], tests)
 }

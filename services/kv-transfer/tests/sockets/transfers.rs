@@ -17,8 +17,7 @@ use crate::node::{
     BLOCK_COUNT, Node, SECRET, WAIT_TIMEOUT, blocks, config, fresh, identity, layout, run_transfer,
 };
 
-#[test]
-fn blocks_arrive_unchanged_in_several_chunks() {
+pub fn blocks_arrive_unchanged_in_several_chunks() {
     let (prefill, decode) = (Node::start("prefill"), Node::start("decode"));
     let transfer = TransferId(fresh());
     // The receiver has the first 3 of 43 blocks cached, and reserves the others in reverse order.
@@ -62,8 +61,7 @@ fn blocks_arrive_unchanged_in_several_chunks() {
     assert_eq!((metrics.arrived, metrics.bytes_received), (1, bytes));
 }
 
-#[test]
-fn tcp_copies_device_blocks_through_host_memory() {
+pub fn tcp_copies_device_blocks_through_host_memory() {
     let host = Node::start("host");
     let remote = [Node::start_remote("remote-0"), Node::start_remote("remote-1")];
     for (from, to) in [(&host, &remote[0]), (&remote[0], &remote[1]), (&remote[1], &host)] {
@@ -75,8 +73,7 @@ fn tcp_copies_device_blocks_through_host_memory() {
     }
 }
 
-#[test]
-fn many_transfers_share_a_pair_in_both_directions() {
+pub fn many_transfers_share_a_pair_in_both_directions() {
     let (one, other) = (Node::start("one"), Node::start("other"));
     let ids: Vec<TransferId> = (0..24).map(|_| TransferId(fresh())).collect();
     // Even transfers go from `one` to `other`. Each transfer has eight blocks of its own on both
@@ -122,8 +119,7 @@ fn many_transfers_share_a_pair_in_both_directions() {
     );
 }
 
-#[test]
-fn abort_on_either_side_releases_both_at_once() {
+pub fn abort_on_either_side_releases_both_at_once() {
     let (prefill, decode) = (Node::start("prefill"), Node::start("decode"));
     for decode_aborts in [true, false] {
         let transfer = TransferId(fresh());
@@ -156,8 +152,7 @@ fn abort_on_either_side_releases_both_at_once() {
     run_transfer(&prefill, &decode, &blocks(0..64), &blocks(0..64));
 }
 
-#[test]
-fn different_model_is_rejected_with_both_fingerprints() {
+pub fn different_model_is_rejected_with_both_fingerprints() {
     let prefill = Node::start("prefill");
     let mut other = identity();
     other.model_fingerprint = 0xbeef;
@@ -170,8 +165,7 @@ fn different_model_is_rejected_with_both_fingerprints() {
     assert!(line.contains("0000feed") && line.contains("0000beef"), "{line}");
 }
 
-#[test]
-fn weight_change_fails_transfers_in_progress_and_rejects_peers_until_they_match() {
+pub fn weight_change_fails_transfers_in_progress_and_rejects_peers_until_they_match() {
     let (prefill, decode) = (Node::start("prefill"), Node::start("decode"));
     let changed = |weight_version| Command::WeightsChanged { weight_version };
     let failure_of = |node: &Node| match node.event() {
@@ -205,8 +199,7 @@ fn weight_change_fails_transfers_in_progress_and_rejects_peers_until_they_match(
     run_transfer(&prefill, &decode, &blocks(0..16), &blocks(0..16));
 }
 
-#[test]
-fn wrong_cluster_secret_is_rejected_by_zap() {
+pub fn wrong_cluster_secret_is_rejected_by_zap() {
     let prefill = Node::start("prefill");
     let decode = Node::start_with("decode", "the secret of another cluster", identity());
     let transfer = TransferId(fresh());
@@ -218,8 +211,7 @@ fn wrong_cluster_secret_is_rejected_by_zap() {
     decode.assert_free();
 }
 
-#[test]
-fn unreachable_peer_fails_after_one_lease() {
+pub fn unreachable_peer_fails_after_one_lease() {
     let decode = Node::start("decode");
     let gone = {
         let prefill = Node::start("prefill");
@@ -243,8 +235,7 @@ fn unreachable_peer_fails_after_one_lease() {
     decode.assert_free();
 }
 
-#[test]
-fn peer_shutdown_is_detected_at_once() {
+pub fn peer_shutdown_is_detected_at_once() {
     let (prefill, decode) = (Node::start("prefill"), Node::start("decode"));
     let transfer = TransferId(fresh());
     decode.receive(transfer, &prefill, 0, &blocks(0..BLOCK_COUNT));
@@ -264,8 +255,7 @@ fn peer_shutdown_is_detected_at_once() {
     prefill.assert_free();
 }
 
-#[test]
-fn shutdown_joins_all_threads_and_is_idempotent() {
+pub fn shutdown_joins_all_threads_and_is_idempotent() {
     let (prefill, decode) = (Node::start("prefill"), Node::start("decode"));
     run_transfer(&prefill, &decode, &blocks(0..16), &blocks(0..16));
     for node in [prefill, decode] {
@@ -274,8 +264,7 @@ fn shutdown_joins_all_threads_and_is_idempotent() {
     }
 }
 
-#[test]
-fn invalid_endpoint_fails_the_transfer_at_once() {
+pub fn invalid_endpoint_fails_the_transfer_at_once() {
     let decode = Node::start("decode");
     let nowhere = PeerAddress {
         node_id: "nowhere".to_owned(),
@@ -288,8 +277,7 @@ fn invalid_endpoint_fails_the_transfer_at_once() {
     assert!(failure.to_string().contains("kind pigeon"), "{failure}");
 }
 
-#[test]
-fn port_in_use_is_named_and_all_ports_are_released() {
+pub fn port_in_use_is_named_and_all_ports_are_released() {
     let node = Node::start("node");
     let bound = |endpoint: &str| endpoint.strip_prefix("tcp://").unwrap().parse().unwrap();
     let taken: SocketAddr = bound(node.transfers.control_endpoint());
@@ -320,8 +308,7 @@ fn port_in_use_is_named_and_all_ports_are_released() {
 }
 
 /// A node that does not take its events gets `Overloaded` and loses none of them.
-#[test]
-fn blocked_event_sink_rejects_commands_and_loses_no_event() {
+pub fn blocked_event_sink_rejects_commands_and_loses_no_event() {
     let mut config = config("slow", SECRET, identity());
     config.limits.commands_max = 8;
     let (sender, events) = crossbeam_channel::bounded(1);
@@ -371,8 +358,7 @@ fn blocked_event_sink_rejects_commands_and_loses_no_event() {
 }
 
 /// Reading metrics never blocks on the driver.
-#[test]
-fn metrics_are_readable_while_the_driver_is_blocked() {
+pub fn metrics_are_readable_while_the_driver_is_blocked() {
     let (entered, in_sink) = crossbeam_channel::bounded(1);
     let (release, held) = crossbeam_channel::bounded::<()>(0);
     let sink = move |_: Event| {

@@ -89,8 +89,7 @@ fn begin(prefill: &Node, decode: &Node, count: u32) -> TransferId {
     transfer
 }
 
-#[test]
-fn every_transport_preserves_contiguous_and_scattered_blocks() {
+pub fn every_transport_preserves_contiguous_and_scattered_blocks() {
     for (kind, start) in TRANSPORTS {
         let (one, other) = (start("one"), start("other"));
         let scattered: Vec<BlockId> = (0..40).map(|index| BlockId(index * 37 % 256)).collect();
@@ -116,8 +115,7 @@ fn every_transport_preserves_contiguous_and_scattered_blocks() {
     }
 }
 
-#[test]
-fn abort_at_any_moment_releases_all_blocks() {
+pub fn abort_at_any_moment_releases_all_blocks() {
     for (kind, start) in TRANSPORTS {
         let (prefill, decode) = (start("prefill"), start("decode"));
         for round in 0..40_u64 {
@@ -139,8 +137,7 @@ fn abort_at_any_moment_releases_all_blocks() {
     }
 }
 
-#[test]
-fn leaving_peer_releases_the_blocks_of_the_other_side() {
+pub fn leaving_peer_releases_the_blocks_of_the_other_side() {
     for (kind, start) in TRANSPORTS {
         for decode_leaves in [true, false] {
             let (prefill, decode) = (start("prefill"), start("decode"));
@@ -160,8 +157,7 @@ fn leaving_peer_releases_the_blocks_of_the_other_side() {
     }
 }
 
-#[test]
-fn transport_follows_the_settings_of_both_nodes() {
+pub fn transport_follows_the_settings_of_both_nodes() {
     let with = |choice| {
         let transport = TransportConfig { choice, ..TransportConfig::default() };
         Node::start_reaching("a node", Reach::default(), transport)
@@ -186,8 +182,7 @@ fn transport_follows_the_settings_of_both_nodes() {
     }
 }
 
-#[test]
-fn unreachable_memory_falls_back_to_tcp_and_is_counted() {
+pub fn unreachable_memory_falls_back_to_tcp_and_is_counted() {
     for kind in GPU_TRANSPORTS {
         let no = Some("no peer access");
         let reach = Reach { refused: no, apart: no, ..Reach::default() };
@@ -207,8 +202,7 @@ fn unreachable_memory_falls_back_to_tcp_and_is_counted() {
     }
 }
 
-#[test]
-fn failed_transport_falls_back_to_the_next_common_one_before_tcp() {
+pub fn failed_transport_falls_back_to_the_next_common_one_before_tcp() {
     let no = Some("not here");
     let refusing = Reach { refused: no, ..Reach::default() };
     let apart = Reach { apart: no, ..Reach::default() };
@@ -233,8 +227,7 @@ fn failed_transport_falls_back_to_the_next_common_one_before_tcp() {
 }
 
 /// A node does not try transports that it cannot use, and counts no fallback for them.
-#[test]
-fn unusable_transport_counts_as_no_fallback() {
+pub fn unusable_transport_counts_as_no_fallback() {
     let without = [
         Reach { unloaded: Some("no library"), ..Reach::default() },
         Reach { channelless: true, ..Reach::default() },
@@ -253,8 +246,7 @@ fn unusable_transport_counts_as_no_fallback() {
 }
 
 /// A peer that leaves while joining does not show that the transport fails.
-#[test]
-fn peer_lost_while_joining_counts_as_no_fallback() {
+pub fn peer_lost_while_joining_counts_as_no_fallback() {
     for sender_leaves in [true, false] {
         let absent = Reach { hangs: true, ..Reach::default() };
         let reach = Reach::default();
@@ -274,8 +266,7 @@ fn peer_lost_while_joining_counts_as_no_fallback() {
 }
 
 /// A node that waits for its peer to join learns of the failure long before the time-out.
-#[test]
-fn failed_join_is_reported_to_the_waiting_peer() {
+pub fn failed_join_is_reported_to_the_waiting_peer() {
     let failing = || Reach { fails: Some("out of memory"), ..Reach::default() };
     for (sender, receiver) in [(failing(), Reach::default()), (Reach::default(), failing())] {
         let prefill = Node::start_reaching("prefill", sender, only(TransferKind::Nccl, false));
@@ -299,8 +290,7 @@ fn connect(node: &Node, peer: PeerAddress, sends: bool) -> Weak<impl Sized> {
 }
 
 /// GPU connections are ready before the first transfer once the guard is dropped.
-#[test]
-fn nodes_connect_before_the_first_transfer() {
+pub fn nodes_connect_before_the_first_transfer() {
     for kind in GPU_TRANSPORTS {
         // On a busy machine the guard may time out before they are connected.
         let connected_in_time = (0..TRIES).any(|_| {
@@ -329,8 +319,7 @@ fn nodes_connect_before_the_first_transfer() {
     }
 }
 
-#[test]
-fn connect_guard_is_dropped_soon_if_the_peer_does_not_answer() {
+pub fn connect_guard_is_dropped_soon_if_the_peer_does_not_answer() {
     // One of several attempts is fast even on a busy machine.
     let is_dropped_within = |most: Duration, wait: &dyn Fn() -> Duration| {
         (0..TRIES).any(|_| {
@@ -373,8 +362,7 @@ fn connect_guard_is_dropped_soon_if_the_peer_does_not_answer() {
     until("the guard is dropped", || held.strong_count() == 0);
 }
 
-#[test]
-fn connecting_in_advance_creates_no_tcp_pair() {
+pub fn connecting_in_advance_creates_no_tcp_pair() {
     let (prefill, decode) = (Node::start("prefill"), Node::start("decode"));
     let peer = decode.address.clone();
     prefill.transfers.command(Command::Connect { peer, sends: true, guard: None }).unwrap();
@@ -384,8 +372,7 @@ fn connecting_in_advance_creates_no_tcp_pair() {
     assert_eq!(prefill.transfers.metrics().peers.len(), 1);
 }
 
-#[test]
-fn preconnected_pairs_are_bounded() {
+pub fn preconnected_pairs_are_bounded() {
     let prefill = reaching("prefill");
     let others: Vec<Node> = (0..6).map(|_| reaching("decode")).collect();
     for other in &others {
@@ -432,8 +419,7 @@ fn blocks_stay_held(kind: TransferKind, decode_aborts: bool) -> bool {
     in_time
 }
 
-#[test]
-fn blocks_stay_held_while_a_copy_is_in_flight() {
+pub fn blocks_stay_held_while_a_copy_is_in_flight() {
     for (kind, decode_aborts) in GPU_TRANSPORTS.into_iter().flat_map(|it| [(it, true), (it, false)])
     {
         let seen = (0..TRIES).any(|_| blocks_stay_held(kind, decode_aborts));
@@ -486,8 +472,7 @@ fn other_pair_completes_first() -> bool {
     ended[0] == free
 }
 
-#[test]
-fn hung_copy_fails_after_a_lease_and_delays_no_other_pair() {
+pub fn hung_copy_fails_after_a_lease_and_delays_no_other_pair() {
     assert!(
         (0..TRIES).any(|_| other_pair_completes_first()),
         "the other pair waited for the stuck pair"
@@ -496,8 +481,7 @@ fn hung_copy_fails_after_a_lease_and_delays_no_other_pair() {
 
 /// The peer's GPU never launches its half: aborting the communicator releases the blocks, and the
 /// next transfer opens a new one.
-#[test]
-fn nccl_operation_without_its_peer_is_aborted() {
+pub fn nccl_operation_without_its_peer_is_aborted() {
     let reach = Reach::default();
     let prefill = Node::start_reaching("prefill", reach.clone(), only(TransferKind::Nccl, false));
     let decode = Node::start_reaching("decode", Reach::default(), only(TransferKind::Nccl, false));
@@ -517,8 +501,7 @@ fn nccl_operation_without_its_peer_is_aborted() {
 }
 
 /// A sender whose sends complete early does not make the receiver exceed its bound.
-#[test]
-fn nccl_operations_in_flight_are_bounded() {
+pub fn nccl_operations_in_flight_are_bounded() {
     let reach = Reach::default();
     reach.open.store(false, Ordering::Release);
     let hasty = Reach { hasty: true, ..Reach::default() };
@@ -536,8 +519,7 @@ fn nccl_operations_in_flight_are_bounded() {
     reach.open.store(true, Ordering::Release);
 }
 
-#[test]
-fn corruption_is_detected_if_either_side_verifies() {
+pub fn corruption_is_detected_if_either_side_verifies() {
     for (kind, receiver_asks) in GPU_TRANSPORTS.into_iter().flat_map(|it| [(it, true), (it, false)])
     {
         let transport = |verify| only(kind, verify);

@@ -1,7 +1,4 @@
-//! A node in a process of its own, to be stopped and killed.
-//!
-//! The process is this test binary again, running one test that does nothing unless it is told to
-//! be a node.
+//! A node in a helper process, to be stopped and killed.
 
 use std::{
     fs,
@@ -16,7 +13,10 @@ use proto::v1;
 
 use super::{PATIENCE, Side, TestNode, connect};
 
-const FOLDER_VARIABLE: &str = "NODE_TEST_PROCESS_FOLDER";
+/// Name of the helper that runs [`run_node`].
+pub const NODE_HELPER: &str = "node";
+/// Names the folder through which the test and the helper exchange files.
+const FOLDER_VARIABLE: &str = "BATON_TEST_FOLDER";
 const SETTINGS: &str = "settings";
 const READY: &str = "ready";
 
@@ -28,16 +28,14 @@ pub struct NodeProcess {
 }
 
 impl NodeProcess {
-    /// Runs the test `test_name` of this binary as a node; that test calls [`serve_if_told`].
-    pub async fn start(test_name: &str, role: Role, flags: &Flags) -> Self {
+    pub async fn start(role: Role, flags: &Flags) -> Self {
         let folder = tempfile::tempdir().unwrap();
         let mut settings = format!("{role}\n");
         for (key, value) in flags {
             settings.push_str(&format!("{key}={value}\n"));
         }
         fs::write(folder.path().join(SETTINGS), settings).unwrap();
-        let child = Command::new(std::env::current_exe().unwrap())
-            .args(["--exact", test_name])
+        let child = test_harness::helper(NODE_HELPER)
             .env(FOLDER_VARIABLE, folder.path())
             .stdout(Stdio::null())
             .stdin(Stdio::null())
@@ -91,9 +89,13 @@ async fn wait_ready(folder: &Path) -> Side {
     }
 }
 
-/// Serves until it is killed, when this process was started for that; else returns at once.
-pub async fn serve_if_told() {
-    let Some(folder) = std::env::var_os(FOLDER_VARIABLE) else { return };
+/// Main function of the helper process: serves until the process is killed.
+pub fn run_node() {
+    test_harness::block_on(serve());
+}
+
+async fn serve() {
+    let folder = std::env::var_os(FOLDER_VARIABLE).unwrap();
     let folder = Path::new(&folder);
     let settings = fs::read_to_string(folder.join(SETTINGS)).unwrap();
     let mut lines = settings.lines();
