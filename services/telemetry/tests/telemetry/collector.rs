@@ -1,4 +1,4 @@
-//! A small OTLP receiver.
+//! A minimal OTLP collector for tests.
 
 use std::{
     collections::BTreeMap,
@@ -24,7 +24,7 @@ use tokio::{net::TcpListener, sync::oneshot, task::JoinHandle};
 use tokio_stream::wrappers::TcpListenerStream;
 use tonic::{Request, Response, Status, transport::Server};
 
-/// What one span looks like from the outside.
+/// A span that the collector received.
 #[derive(Clone, Debug)]
 pub struct Received {
     pub service: String,

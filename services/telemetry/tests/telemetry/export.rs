@@ -1,4 +1,4 @@
-//! What leaves the process, and how it ends.
+//! Export of spans and metrics, and its shutdown.
 
 use std::time::{Duration, Instant};
 
@@ -12,7 +12,7 @@ use crate::{collector::Collector, start};
 
 const DEADLINE: Duration = Duration::from_secs(20);
 
-/// Client → router (HTTP) → prefill node (gRPC) → decode node (a plain string): one trace.
+/// The path is client → router (HTTP) → prefill node (gRPC) → decode node (control message).
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn one_trace_spans_all_processes_with_parents_and_children() {
     let collector = Collector::start().await;
@@ -32,14 +32,14 @@ async fn one_trace_spans_all_processes_with_parents_and_children() {
         propagation::inject_grpc(&attempt, &mut metadata);
         assert_eq!(propagation::current_traceparent(), propagation::traceparent(&request));
     });
-    let notice = with_default(&prefill.dispatch(), || {
+    let control_message = with_default(&prefill.dispatch(), || {
         let span = info_span!("prefill");
         propagation::set_parent_from_grpc(&span, &metadata);
         span.in_scope(propagation::current_traceparent)
     });
     with_default(&decode.dispatch(), || {
         let span = info_span!("transfer");
-        propagation::set_parent(&span, &notice);
+        propagation::set_parent(&span, &control_message);
         drop(span);
     });
     for telemetry in [router, prefill, decode] {
@@ -71,7 +71,7 @@ async fn metrics_are_pushed_at_shutdown_at_the_latest() {
     assert!(names.contains(&"baton.attempts".to_owned()), "{names:?}");
 }
 
-/// The collector accepts connections and never answers.
+/// The collector accepts connections and never responds.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn hung_collector_delays_shutdown_by_the_deadline_only() {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();

@@ -1,4 +1,4 @@
-//! Telemetry as a service uses it, with a collector in this process.
+//! Tests of the telemetry crate through its public interface, with a collector in this process.
 
 mod collector;
 mod export;
@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex};
 
 use telemetry::{LogFormat, LogSink, Resource, Telemetry, TelemetryConfig};
 
-/// Telemetry of a service, and where its log lines are.
+/// Starts the telemetry of a service. Returns it with the buffer of its log lines.
 fn start(service: &str, otlp: Option<String>) -> (Telemetry, Arc<Mutex<Vec<u8>>>) {
     let lines = Arc::new(Mutex::new(Vec::new()));
     let config = TelemetryConfig {

@@ -1,4 +1,4 @@
-//! Numbers as Prometheus reads them.
+//! Metrics in the Prometheus text format.
 
 use std::time::Duration;
 
@@ -12,7 +12,7 @@ use telemetry::{
 
 use crate::start;
 
-/// The value of the only line that begins with `name` and holds all of `labels`.
+/// Returns the value of the only line that begins with `name` and contains all `labels`.
 fn value(text: &str, name: &str, labels: &[&str]) -> f64 {
     let matches = |line: &&str| {
         let (series, _) = line.rsplit_once(' ').unwrap_or_default();
@@ -168,7 +168,7 @@ fn node_load_is_exported_under_baton_and_vllm_names() {
     assert_eq!(value(&text, "baton_kv_transfers_total", &lost), 1.0);
 }
 
-/// One block of `# HELP`, `# TYPE` and series for each name, as scrapers require.
+/// Scrapers require one block of `# HELP`, `# TYPE` and series per metric name.
 #[test]
 fn prometheus_text_has_each_family_once() {
     let (telemetry, _) = start("router", None);

@@ -1,4 +1,4 @@
-//! The trace context without a collector, and what peers may send instead of one.
+//! Propagation of the trace context without a collector, and invalid contexts from peers.
 
 use http::HeaderMap;
 use telemetry::propagation;

@@ -1,4 +1,4 @@
-//! The metrics server.
+//! Tests of the metrics server.
 
 use std::{net::SocketAddr, time::Duration};
 
@@ -17,7 +17,7 @@ async fn ask(address: SocketAddr, bytes: &[u8]) -> String {
     let mut stream = TcpStream::connect(address).await.unwrap();
     stream.write_all(bytes).await.unwrap();
     let mut answer = Vec::new();
-    // A reset after the answer is a valid end.
+    // A connection reset after the response is valid.
     let _ = stream.read_to_end(&mut answer).await;
     String::from_utf8_lossy(&answer).into_owned()
 }
@@ -70,7 +70,7 @@ async fn idle_client_delays_shutdown_by_the_deadline_only() {
     let server =
         MetricsServer::start(any_port(), telemetry.metrics(), Router::new()).await.unwrap();
     let _silent = TcpStream::connect(server.address()).await.unwrap();
-    // The server accepts connections in order: it has accepted the idle one, too.
+    // The server accepts connections in order, so it has accepted the idle connection before.
     ask(server.address(), &request("/metrics")).await;
     let outcome = server.shutdown(Duration::from_millis(200)).await;
     assert!(matches!(outcome, Err(TelemetryError::ShutdownDeadline { .. })), "{outcome:?}");
