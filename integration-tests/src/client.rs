@@ -1,4 +1,4 @@
-//! A plain HTTP client that keeps every streamed event with the time it came.
+//! HTTP client that records every streamed event with its arrival time.
 
 use std::time::{Duration, Instant};
 
@@ -13,7 +13,7 @@ use hyper_util::{
 };
 use serde_json::{Value, json};
 
-/// No test waits longer than this for anything.
+/// Time-out of every wait in a test.
 pub const DEADLINE: Duration = Duration::from_secs(120);
 
 #[derive(Clone)]
@@ -22,7 +22,7 @@ pub struct Client {
     inner: HyperClient<HttpConnector, Full<Bytes>>,
 }
 
-/// A whole answer.
+/// A complete response.
 #[derive(Debug)]
 pub struct Answer {
     pub status: StatusCode,
@@ -54,7 +54,7 @@ impl Client {
         whole(self.inner.request(request).await?).await
     }
 
-    /// The sum of this metric over all series whose labels contain `label`.
+    /// Returns the sum of the metric over all series whose labels contain `label`.
     pub async fn metric(&self, name: &str, label: &str) -> Result<f64> {
         let text = String::from_utf8(self.get("/metrics").await?.body.to_vec())?;
         let values = text.lines().filter_map(|line| {
@@ -95,7 +95,7 @@ impl Client {
         Ok(self.inner.request(request.body(Full::from(body))?).await?)
     }
 
-    /// Starts a streamed request; errors when the answer is not 200.
+    /// Starts a streamed request. Fails unless the status is 200.
     pub async fn stream(&self, path: &str, body: &Value) -> Result<EventStream> {
         self.stream_with(path, body, &[]).await
     }
@@ -113,7 +113,7 @@ impl Client {
         Err(anyhow!("{}: {}", refused.status, String::from_utf8_lossy(&refused.body)))
     }
 
-    /// The same; an answer that is not 200 comes as it is.
+    /// Starts a streamed request. Returns the response as the inner error if its status is not 200.
     pub async fn try_stream(
         &self,
         path: &str,
@@ -132,20 +132,20 @@ impl Client {
         Ok(Ok(EventStream { sent, body: response.into_body(), buffer: Vec::new() }))
     }
 
-    /// A streamed completion, to its end, with how it came about.
+    /// Runs a streamed completion to its end and returns the tokens with the request's statistics.
     pub async fn complete(&self, body: &Value) -> Result<Completion> {
         let figures = [("x-baton-figures", "1")];
         self.stream_with("/v1/completions", body, &figures).await?.completion().await
     }
 
-    /// Greedy completion of a prompt given as token ids: the output's token ids.
+    /// Returns the output token ids of a greedy completion of a tokenized prompt.
     pub async fn greedy(&self, prompt_ids: &[u32], tokens: usize) -> Result<Vec<u32>> {
         let mut stream = self.stream("/v1/completions", &greedy_body(prompt_ids, tokens)).await?;
         stream.token_ids().await
     }
 }
 
-/// The request that the golden outputs answer.
+/// Returns the request of the golden outputs.
 pub fn greedy_body(prompt_ids: &[u32], tokens: usize) -> Value {
     json!({
         "prompt": prompt_ids, "max_tokens": tokens, "temperature": 0.0, "ignore_eos": true,
@@ -153,7 +153,7 @@ pub fn greedy_body(prompt_ids: &[u32], tokens: usize) -> Value {
     })
 }
 
-/// The same with a salt, under which no other request's prompt is found in a cache.
+/// Returns the request with a cache salt, so that it has no prefix-cache hit from other requests.
 pub fn salted_body(prompt_ids: &[u32], tokens: usize, salt: &str) -> Value {
     let mut body = greedy_body(prompt_ids, tokens);
     body["cache_salt"] = json!(salt);
@@ -166,28 +166,28 @@ async fn whole(response: http::Response<Incoming>) -> Result<Answer> {
     Ok(Answer { status, headers, body })
 }
 
-/// A streamed answer that ended well, and how it came about (`x-baton-figures`).
+/// A completed streamed answer with the request's statistics (`x-baton-figures`).
 #[derive(Clone, Debug)]
 pub struct Completion {
     pub token_ids: Vec<u32>,
     pub cached_tokens: u64,
     pub kv_bytes: u64,
     pub attempts: u64,
-    /// Empty when the decode node read the prompt itself.
+    /// Node that prefilled the prompt. Empty if the decode node did.
     pub prefill_node: String,
     pub decode_node: String,
-    /// The longest time without an event, from when the rest of the stream was asked for.
+    /// Longest time without an event since the rest of the stream was requested.
     pub longest_pause: Duration,
 }
 
-/// A server-sent event stream being read. Dropping it closes the connection.
+/// A server-sent event stream. Dropping it closes the connection.
 pub struct EventStream {
     pub sent: Instant,
     body: Incoming,
     buffer: Vec<u8>,
 }
 
-/// One event and when it came, since the request was sent.
+/// One event and its arrival time since the request was sent.
 #[derive(Clone, Debug)]
 pub struct Event {
     pub after: Duration,
@@ -203,7 +203,7 @@ impl Event {
         self.data == "[DONE]"
     }
 
-    /// Token ids of the first choice in this event.
+    /// Returns the token ids of the first choice in this event.
     pub fn token_ids(&self) -> Vec<u32> {
         if self.is_done() {
             return Vec::new();
@@ -218,7 +218,7 @@ impl Event {
 }
 
 impl EventStream {
-    /// The next event; `None` when the stream ended.
+    /// Returns the next event, or `None` at the end of the stream.
     pub async fn next(&mut self) -> Result<Option<Event>> {
         loop {
             if let Some(end) = self.buffer.windows(2).position(|pair| pair == b"\n\n") {
@@ -247,7 +247,7 @@ impl EventStream {
         }
     }
 
-    /// All events to the end; fails unless the last is `[DONE]`.
+    /// Returns all events to the end. Fails unless the last is `[DONE]`.
     pub async fn all(&mut self) -> Result<Vec<Event>> {
         let mut events = Vec::new();
         while let Some(event) = self.next().await? {
@@ -257,12 +257,13 @@ impl EventStream {
         Ok(events)
     }
 
-    /// Token ids of the first choice, to the end of a stream that ended well.
+    /// Returns the token ids of the first choice, to the end of a completed stream.
     pub async fn token_ids(&mut self) -> Result<Vec<u32>> {
         Ok(self.all_well().await?.iter().flat_map(Event::token_ids).collect())
     }
 
-    /// What is still to come, to the end of a stream that ended well and that was asked for figures.
+    /// Reads a completed stream to its end and returns its tokens and statistics. The request must
+    /// have set `x-baton-figures`.
     pub async fn completion(&mut self) -> Result<Completion> {
         let mut last_after = self.sent.elapsed();
         let events = self.all_well().await?;
@@ -272,8 +273,11 @@ impl EventStream {
             last_after = event.after;
         }
         let mut values = events.iter().filter(|event| !event.is_done()).map(Event::json);
-        let last = values.rfind(|value| !value["baton"].is_null()).context("no figures")?;
-        let number = |value: &Value| value.as_u64().with_context(|| format!("figures: {last}"));
+        let last = values
+            .rfind(|value| !value["baton"].is_null())
+            .context("no statistics in the stream")?;
+        let number =
+            |value: &Value| value.as_u64().with_context(|| format!("invalid statistics: {last}"));
         let name = |field: &str| last["baton"][field].as_str().unwrap_or_default().to_owned();
         Ok(Completion {
             token_ids: events.iter().flat_map(Event::token_ids).collect(),

@@ -17,7 +17,7 @@ const READY_WITHIN: Duration = Duration::from_secs(60);
 const STOP_WITHIN: Duration = Duration::from_secs(20);
 pub const SECRET: &str = "00112233445566778899aabbccddeeff00112233445566778899aabbccddeeff";
 
-/// What a cluster shall be. Settings are environment names and values, as an operator would set.
+/// Description of a cluster. Settings are environment variables, as an operator would set them.
 #[derive(Clone, Debug)]
 pub struct ClusterSpec {
     pub prefill: usize,
@@ -25,22 +25,22 @@ pub struct ClusterSpec {
     pub dtype: &'static str,
     pub model: PathBuf,
     pub load_format: &'static str,
-    /// For all processes.
+    /// Settings of all processes.
     pub settings: BTreeMap<String, String>,
-    /// For prefill nodes alone and for decode nodes alone.
+    /// Settings of the prefill nodes only and of the decode nodes only.
     pub prefill_settings: BTreeMap<String, String>,
     pub decode_settings: BTreeMap<String, String>,
-    /// Of each node, or of each of its ranks, by UUID: prefill nodes first. None: nodes choose.
+    /// GPU UUIDs of each node's ranks, prefill nodes first. If empty, nodes choose.
     pub gpus: Vec<Vec<String>>,
 }
 
 impl ClusterSpec {
-    /// One prefill and one decode node with the real model in f32.
+    /// Returns one prefill and one decode node with the real model in f32.
     pub fn smollm2() -> Self {
         Self { model: smollm2(), ..Self::of(1, 1) }
     }
 
-    /// So many prefill and decode nodes, in f32, of a model that is still to be named.
+    /// Returns a cluster of this many prefill and decode nodes in f32. The caller sets the model.
     pub fn of(prefill: usize, decode: usize) -> Self {
         Self {
             prefill,
@@ -76,7 +76,7 @@ impl ClusterSpec {
     }
 }
 
-/// The model file that `make model` fetches.
+/// Returns the path of the model file that `make model` downloads.
 pub fn smollm2() -> PathBuf {
     let path = match std::env::var_os("BATON_TEST_MODEL") {
         Some(path) => PathBuf::from(path),
@@ -87,10 +87,11 @@ pub fn smollm2() -> PathBuf {
     path
 }
 
-/// Names the folder of the service binaries where they are not the test binary's neighbours.
+/// Environment variable: folder of the service binaries, if they are not next to the test binary.
 pub const BINARIES: &str = "BATON_TEST_BINARIES";
 
-/// The folder of the service binaries: the one that is named, else the test binary's own build folder.
+/// Returns the folder of the service binaries: the one that `BATON_TEST_BINARIES` names, otherwise
+/// the test binary's build folder.
 pub fn bin_dir() -> PathBuf {
     if let Some(folder) = std::env::var_os(BINARIES) {
         return folder.into();
@@ -100,7 +101,7 @@ pub fn bin_dir() -> PathBuf {
     folder.to_owned()
 }
 
-/// What a service writes to its ready file.
+/// Contents of a service's ready file.
 #[derive(Clone, Debug, Default, Deserialize)]
 pub struct Ready {
     #[serde(default)]
@@ -124,7 +125,7 @@ pub struct Service {
 }
 
 impl Service {
-    /// Starts a binary and waits until it wrote its ready file.
+    /// Starts a binary and waits until it has written its ready file.
     pub fn start(
         folder: &Path,
         name: &str,
@@ -190,25 +191,25 @@ impl Service {
         self.child.id()
     }
 
-    /// A metric of a node, summed over its labels.
+    /// Returns a metric of the node, summed over its labels.
     pub async fn metric(&self, name: &str) -> Result<f64> {
         Client::new(format!("http://{}", self.ready.metrics)).metric(name, "").await
     }
 
-    /// Whether the node has a sequence in work or waiting.
+    /// Returns whether the node has a running or waiting sequence.
     pub async fn is_busy(&self) -> Result<bool> {
         let running = self.metric("vllm:num_requests_running").await?;
         Ok(running + self.metric("vllm:num_requests_waiting").await? > 0.0)
     }
 
     fn signal(&self, signal: i32) {
-        // The process is our own and not reaped, so its id cannot name another.
+        // The process is a child that has not been reaped, so its id is not reused.
         let id = self.child.id().to_string();
         let status = Command::new("kill").args([format!("-{signal}"), id]).status();
         assert!(status.is_ok_and(|status| status.success()), "cannot signal {}", self.name);
     }
 
-    /// SIGKILL, and the process is gone when this returns.
+    /// Sends SIGKILL and waits until the process has ended.
     pub fn kill(&mut self) {
         let _ = self.child.kill();
         let _ = self.child.wait();
@@ -226,7 +227,8 @@ impl Service {
         self.signal(libc::SIGTERM);
     }
 
-    /// Exit code after the process ended by itself; `None` when a signal ended it.
+    /// Waits for the process to end. Returns the exit code, or `None` if a signal ended the
+    /// process.
     pub fn wait_end(&mut self, within: Duration) -> Result<Option<i32>> {
         let deadline = Instant::now() + within;
         loop {
@@ -264,7 +266,7 @@ impl Drop for Service {
     }
 }
 
-/// Index of the first of these nodes that has work, as soon as one has.
+/// Waits until one of the nodes has work and returns its index.
 pub async fn busy_node(nodes: &[Service]) -> Result<usize> {
     let deadline = Instant::now() + DEADLINE;
     while Instant::now() < deadline {
@@ -275,7 +277,7 @@ pub async fn busy_node(nodes: &[Service]) -> Result<usize> {
         }
         tokio::time::sleep(Duration::from_millis(1)).await;
     }
-    bail!("none of {} nodes runs anything", nodes.len())
+    bail!("none of {} nodes has work", nodes.len())
 }
 
 /// Router and nodes. Dropping it kills them.
@@ -288,7 +290,7 @@ pub struct Cluster {
 }
 
 impl Cluster {
-    /// Starts nodes and router and waits until the router answers `/health` with every node seen.
+    /// Starts nodes and router, and waits until the router's `/health` reports every node.
     pub async fn start(spec: ClusterSpec) -> Result<Self> {
         let folder = tempfile::tempdir()?;
         let mut prefill = Vec::new();
@@ -330,7 +332,8 @@ impl Cluster {
         format!("http://{}", self.router.ready.grpc)
     }
 
-    /// Waits until the router is ready, as far as it can be, and its health names this many serving nodes.
+    /// Waits until the router is ready, as far as it can be, and its `/health` reports these
+    /// numbers of serving nodes.
     pub async fn wait_nodes(&self, prefill: usize, decode: usize) -> Result<()> {
         let client = Client::new(self.http());
         let deadline = Instant::now() + READY_WITHIN;
@@ -352,7 +355,7 @@ impl Cluster {
         }
     }
 
-    /// Starts one more decode node, which the router must find by itself.
+    /// Starts one more decode node. The router must discover it.
     pub fn add_decode(&mut self) -> Result<()> {
         let index = self.decode.len();
         let mut node = spawn_node(&self.spec, self.folder.path(), "decode", index, "127.0.0.1:0")?;
@@ -361,7 +364,7 @@ impl Cluster {
         Ok(())
     }
 
-    /// Starts one more prefill node, which the router must find by itself.
+    /// Starts one more prefill node. The router must discover it.
     pub fn add_prefill(&mut self) -> Result<()> {
         let index = self.prefill.len();
         let mut node = spawn_node(&self.spec, self.folder.path(), "prefill", index, "127.0.0.1:0")?;
@@ -370,7 +373,7 @@ impl Cluster {
         Ok(())
     }
 
-    /// Starts a decode node again at its old address.
+    /// Restarts a decode node at its old address.
     pub fn restart_decode(&mut self, index: usize) -> Result<()> {
         let address = self.decode[index].ready.grpc.clone();
         self.decode[index].kill();
@@ -384,7 +387,7 @@ impl Cluster {
         self.prefill.iter_mut().chain(&mut self.decode).chain([&mut self.router])
     }
 
-    /// SIGTERM to all, router first; every process must end with code 0.
+    /// Sends SIGTERM to all processes, the router first. Every process must exit with code 0.
     pub fn stop(mut self) -> Result<()> {
         self.router.terminate_signal();
         let mut codes = vec![(self.router.name.clone(), self.router.wait_end(STOP_WITHIN)?)];

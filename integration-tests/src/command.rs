@@ -1,4 +1,4 @@
-//! Programs that are to end by themselves, without a test that waits for ever if they do not.
+//! Runs programs that must end by themselves, with a time-out.
 
 use std::{
     fs::File,
@@ -9,16 +9,16 @@ use std::{
 
 use anyhow::{Context, Result, bail};
 
-/// Nothing that ends by itself takes longer, however busy the machine is.
+/// Time-out of every program, long enough for a busy machine.
 const DEADLINE: Duration = Duration::from_secs(600);
 
-/// What the program said until its end. One that does not end is killed, and that is an error.
+/// Returns the output of a program. Kills a program that has not ended in time, and fails.
 pub fn output(command: &mut Command) -> Result<Output> {
     output_within(command, DEADLINE)
 }
 
 fn output_within(command: &mut Command, time: Duration) -> Result<Output> {
-    // Files and not pipes: whoever inherits a pipe and lives on would hold up the reader too.
+    // Files instead of pipes: a surviving grandchild that inherits a pipe would block the reader.
     let (mut stdout, mut stderr) = (tempfile::tempfile()?, tempfile::tempfile()?);
     let mut child = command
         .stdin(Stdio::null())

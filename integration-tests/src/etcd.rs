@@ -1,4 +1,4 @@
-//! A real etcd, on ports and in a folder of its own.
+//! Runs a real etcd on free ports with a data folder of its own.
 
 use std::{
     fs::File,
@@ -15,17 +15,17 @@ use etcd_client::{Certificate, Client, ConnectOptions, GetOptions, Identity, Tls
 use crate::cluster::bin_dir;
 
 const READY_WITHIN: Duration = Duration::from_secs(30);
-/// What etcd logs when it has a leader, itself, and answers.
+/// Log line of an etcd that has elected itself leader and serves.
 const SERVES: &str = "ready to serve client requests";
 const CALL_WITHIN: Duration = Duration::from_secs(10);
 
-/// PEM files of an etcd that speaks TLS.
+/// PEM files of an etcd with TLS.
 #[derive(Clone, Debug)]
 pub struct EtcdTls {
     pub ca: PathBuf,
     pub cert: PathBuf,
     pub key: PathBuf,
-    /// Whether it lets in only clients with a certificate of the same authority.
+    /// Requires a client certificate of the same authority.
     pub asks_clients: bool,
 }
 
@@ -45,7 +45,7 @@ impl Etcd {
 
     pub fn start_with(tls: Option<EtcdTls>) -> Result<Self> {
         let folder = tempfile::tempdir()?;
-        // Somebody may take a port before etcd does.
+        // Another process may take a port before etcd binds it.
         for _ in 0..3 {
             let (port, peer_port) = (free_port()?, free_port()?);
             let mut child = spawn(folder.path(), port, peer_port, tls.as_ref())?;
@@ -66,7 +66,7 @@ impl Etcd {
         self.port
     }
 
-    /// SIGKILL; [`Self::restart`] brings it back with its data.
+    /// Sends SIGKILL. [`Self::restart`] starts etcd again with its data.
     pub fn kill(&mut self) {
         let _ = self.child.kill();
         let _ = self.child.wait();
@@ -75,9 +75,9 @@ impl Etcd {
     pub fn restart(&mut self) -> Result<()> {
         self.kill();
         let folder = self.folder.path();
-        let said = std::fs::metadata(log_file(folder))?.len();
+        let logged = std::fs::metadata(log_file(folder))?.len();
         self.child = spawn(folder, self.port, self.peer_port, self.tls.as_ref())?;
-        ensure!(wait_serving(&mut self.child, folder, said)?, "etcd does not start again");
+        ensure!(wait_serving(&mut self.child, folder, logged)?, "etcd does not start again");
         Ok(())
     }
 
@@ -95,7 +95,7 @@ impl Etcd {
         assert!(status.is_ok_and(|status| status.success()), "cannot signal etcd");
     }
 
-    /// A client of the test's own.
+    /// Returns a client for the test itself.
     pub async fn client(&self) -> Result<Client> {
         self.client_as(None).await
     }
@@ -106,7 +106,7 @@ impl Etcd {
             options = options.with_user(name, password);
         }
         if let Some(tls) = &self.tls {
-            let read = |path: &Path| std::fs::read(path).context("a PEM file is gone");
+            let read = |path: &Path| std::fs::read(path).context("cannot read a PEM file");
             let mut trusted =
                 TlsOptions::new().ca_certificate(Certificate::from_pem(read(&tls.ca)?));
             if tls.asks_clients {
@@ -120,7 +120,7 @@ impl Etcd {
             .context("etcd does not answer")??)
     }
 
-    /// Keys under `prefix` with the lease of each, in order.
+    /// Returns the keys under `prefix` with their lease ids, in order.
     pub async fn leases(&self, prefix: &str) -> Result<Vec<(String, i64)>> {
         let options = GetOptions::new().with_prefix();
         let found = self.client().await?.get(prefix, Some(options)).await?;
@@ -130,7 +130,7 @@ impl Etcd {
         Ok(found.kvs().iter().map(entry).collect())
     }
 
-    /// Waits until what stands under `prefix` is as wanted.
+    /// Waits until the keys under `prefix` satisfy the condition.
     pub async fn wait_leases(
         &self,
         prefix: &str,
@@ -142,7 +142,7 @@ impl Etcd {
             if wanted(&found) {
                 return Ok(found);
             }
-            ensure!(Instant::now() < deadline, "under {prefix} stand {found:?}");
+            ensure!(Instant::now() < deadline, "keys under {prefix}: {found:?}");
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
     }
@@ -154,7 +154,7 @@ impl Drop for Etcd {
     }
 }
 
-/// From PATH, or what `make test` installed.
+/// Returns the etcd in PATH, or the one that `make test` installs.
 fn program() -> PathBuf {
     let on_path = std::env::var_os("PATH").and_then(|path| {
         std::env::split_paths(&path).map(|folder| folder.join("etcd")).find(|file| file.is_file())
@@ -196,14 +196,13 @@ fn log_file(folder: &Path) -> PathBuf {
     folder.join("log")
 }
 
-/// Until etcd says in its log, behind the first `said` bytes, that it serves; false when it ended
-/// instead. It listens long before that, and one that is killed in between may never elect itself
-/// again.
-fn wait_serving(child: &mut Child, folder: &Path, said: u64) -> Result<bool> {
+/// Waits until etcd logs, after the first `logged` bytes, that it serves. Returns false if it ended.
+/// Etcd listens long before it serves, and an etcd killed in between may never elect itself again.
+fn wait_serving(child: &mut Child, folder: &Path, logged: u64) -> Result<bool> {
     let deadline = Instant::now() + READY_WITHIN;
     loop {
         let mut log = File::open(log_file(folder))?;
-        log.seek(SeekFrom::Start(said))?;
+        log.seek(SeekFrom::Start(logged))?;
         let mut text = String::new();
         log.read_to_string(&mut text)?;
         if text.contains(SERVES) {

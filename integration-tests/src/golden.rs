@@ -14,7 +14,7 @@ pub struct GoldenRun {
     pub prompt_ids: Vec<u32>,
     pub output_ids: Vec<u32>,
     pub output_text: String,
-    /// By how much the best logit leads the second best, at each output token.
+    /// Margin of the best logit over the second best, for each output token.
     #[serde(rename = "top1_top2_margin_per_step")]
     pub margins: Vec<f32>,
 }
@@ -27,13 +27,12 @@ pub fn golden() -> Golden {
     serde_json::from_str(&text).unwrap_or_else(|error| panic!("{path}: {error}"))
 }
 
-/// The run with the longest prompt: many blocks, so that KV has to cross and there is something to
-/// find in a cache.
+/// Returns the run with the longest prompt. It has many blocks to transfer and to cache.
 pub fn longest() -> GoldenRun {
     golden().runs.into_iter().max_by_key(|run| run.prompt_ids.len()).expect("there are runs")
 }
 
-/// The run of this name.
+/// Returns the run with this name.
 pub fn run_named(name: &str) -> GoldenRun {
     golden().runs.into_iter().find(|run| run.name == name).unwrap_or_else(|| panic!("no {name}"))
 }

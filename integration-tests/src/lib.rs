@@ -1,10 +1,10 @@
-//! What the tests of whole clusters share: real processes on loopback, a client, golden outputs.
+//! Helpers of the cluster tests: real processes on loopback, a client, golden outputs.
 //!
-//! [`cluster`] starts the service binaries that lie beside the test binary, on ports of their own
-//! choice, and ends them by id. [`client`] is a plain HTTP client that keeps every event with the
-//! time it came. [`up`] is a cluster as a user starts it. [`processes`] looks at processes by number.
-//! [`command`] runs what ends by itself. [`lines`] reads what a process says. [`etcd`] runs a real etcd.
-//! [`golden`] reads the reference outputs.
+//! [`cluster`] starts the service binaries next to the test binary on free ports and stops them by
+//! process id. [`client`] is an HTTP client that records every event with its time. [`up`] runs
+//! `baton up`. [`processes`] inspects processes by id. [`command`] runs programs that end by
+//! themselves. [`lines`] reads the output of a process. [`etcd`] runs a real etcd. [`golden`] reads
+//! the reference outputs.
 
 #![forbid(unsafe_code)]
 

@@ -1,4 +1,4 @@
-//! What a process says, line by line, as it comes.
+//! Reads the output of a process line by line.
 
 use std::{
     io::{BufRead, BufReader, Read},
@@ -10,7 +10,7 @@ use anyhow::{Context, Result};
 
 const DEADLINE: Duration = Duration::from_secs(60);
 
-/// The lines of a pipe, read on a thread of their own, so that the process never waits for us.
+/// Lines of a pipe. A thread of its own reads them, so that the process never blocks on the pipe.
 pub struct Lines {
     coming: mpsc::Receiver<String>,
     seen: Vec<String>,
@@ -29,7 +29,7 @@ impl Lines {
         Self { coming, seen: Vec::new() }
     }
 
-    /// Reads on until a line holds `words`.
+    /// Reads until a line contains `words`.
     pub fn wait_for(&mut self, words: &str) -> Result<String> {
         let deadline = Instant::now() + DEADLINE;
         loop {
@@ -45,12 +45,12 @@ impl Lines {
         }
     }
 
-    /// Lines that were read so far.
+    /// Returns the lines read so far.
     pub fn seen(&self) -> &[String] {
         &self.seen
     }
 
-    /// All lines of a process that has ended.
+    /// Returns all lines of a process that has ended.
     pub fn all(&mut self) -> &[String] {
         while let Ok(line) = self.coming.recv_timeout(DEADLINE) {
             self.seen.push(line);

@@ -1,4 +1,4 @@
-//! Processes by number: who has started which, signals, and their end.
+//! Processes by id: children, signals and their end.
 
 use std::{
     fs,
@@ -10,16 +10,16 @@ use anyhow::{Result, ensure};
 
 const DEADLINE: Duration = Duration::from_secs(60);
 
-/// State and parent of a process; `None` when there is none of this number.
+/// Returns state and parent of a process, or `None` if it does not exist.
 fn state_of(id: u32) -> Option<(char, u32)> {
     let stat = fs::read_to_string(format!("/proc/{id}/stat")).ok()?;
-    // Behind the name, which is in brackets and may have any characters.
+    // The name is in brackets and may contain any character.
     let (_, rest) = stat.rsplit_once(") ")?;
     let mut fields = rest.split(' ');
     Some((fields.next()?.chars().next()?, fields.next()?.parse().ok()?))
 }
 
-/// Numbers of the processes that this one has started and that run, in order.
+/// Returns the ids of the running children of a process, in order.
 pub fn children(parent: u32) -> Vec<u32> {
     let entries = fs::read_dir("/proc").expect("processes are listed").flatten();
     let ids = entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok());
@@ -31,24 +31,24 @@ pub fn children(parent: u32) -> Vec<u32> {
     found
 }
 
-/// The program and its arguments; empty when it is gone.
+/// Returns the program and its arguments. Empty if the process has ended.
 pub fn arguments(id: u32) -> Vec<String> {
     let line = fs::read(format!("/proc/{id}/cmdline")).unwrap_or_default();
     let words = line.split(|byte| *byte == 0).filter(|word| !word.is_empty());
     words.map(|word| String::from_utf8_lossy(word).into_owned()).collect()
 }
 
-/// Sends a signal, as `KILL`, to a process that a test has started.
+/// Sends a signal such as `KILL` to a process of the test.
 pub fn signal(id: u32, name: &str) {
     let status = Command::new("kill").args([format!("-{name}"), id.to_string()]).status();
     assert!(status.is_ok_and(|status| status.success()), "cannot signal {id}");
 }
 
-/// Until none of them runs any more.
+/// Waits until no process of the list is running.
 pub fn wait_gone(ids: &[u32]) -> Result<()> {
     let deadline = Instant::now() + DEADLINE;
     while ids.iter().any(|id| state_of(*id).is_some_and(|(state, _)| state != 'Z')) {
-        ensure!(Instant::now() < deadline, "processes of {ids:?} are still there");
+        ensure!(Instant::now() < deadline, "processes of {ids:?} are still running");
         std::thread::sleep(Duration::from_millis(5));
     }
     Ok(())

@@ -1,4 +1,4 @@
-//! `baton up`, and the processes that it has started.
+//! `baton up` and the processes that it starts.
 
 use std::{
     collections::BTreeMap,
@@ -17,7 +17,7 @@ use crate::{
 
 const DEADLINE: Duration = Duration::from_secs(60);
 
-/// Dropping it kills it, and its children with it.
+/// A running `baton up`. Dropping it kills it and its children.
 pub struct Up {
     pub child: Child,
     pub lines: Lines,
@@ -29,7 +29,7 @@ impl Up {
             .arg("up")
             .args(args)
             .envs(settings)
-            // Tests on GPUs have it for themselves; nodes choose their own.
+            // GPU tests set this variable for themselves; nodes choose their own value.
             .env_remove("CUDA_DEVICE_MAX_CONNECTIONS")
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
@@ -40,7 +40,7 @@ impl Up {
         Ok(Self { child, lines })
     }
 
-    /// A client of the router, once everything is ready.
+    /// Waits until the cluster is ready and returns a client of the router.
     pub fn client(&mut self) -> Result<Client> {
         let ready = self.lines.wait_for("baton: ready")?;
         let http =
@@ -52,14 +52,13 @@ impl Up {
         children(self.child.id())
     }
 
-    /// The process that an argument, such as a node's id, tells from the others; `None` while it is
-    /// not running.
+    /// Returns the running child that has this argument, such as a node id.
     pub fn child_with(&self, argument: &str) -> Option<u32> {
         let is_it = |id: &u32| arguments(*id).iter().any(|word| word == argument);
         self.children().into_iter().find(is_it)
     }
 
-    /// Of what it has said, after its end, which this brings about.
+    /// Stops `baton up` and returns the last lines of its output.
     pub fn last_lines(&mut self) -> String {
         let _ = self.child.kill();
         let _ = self.child.wait();
@@ -77,7 +76,7 @@ impl Up {
             if let Some(status) = self.child.try_wait()? {
                 return Ok(status.code());
             }
-            ensure!(Instant::now() < deadline, "baton up does not end");
+            ensure!(Instant::now() < deadline, "baton up has not ended");
             std::thread::sleep(Duration::from_millis(10));
         }
     }

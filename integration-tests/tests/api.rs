@@ -1,5 +1,4 @@
-//! What the public API promises, against real nodes: which nodes take a request, and what clients
-//! may see of each other.
+//! Promises of the public API with real nodes: prefix-cache routing and isolation of clients.
 
 use std::{
     collections::BTreeSet,
@@ -14,12 +13,12 @@ use integration_tests::{
 };
 use serde_json::{Value, json};
 
-/// Token ids that no other `number` shares a block with.
+/// Returns token ids that share no block with the prompt of another `number`.
 fn prompt(number: u32, count: u32) -> Vec<u32> {
     (0..count).map(|index| 1000 + number * 3000 + index * 7 % 2900).collect()
 }
 
-/// Where an answer came from, and how much of its prompt was cached there.
+/// Nodes of an answer, and the cached tokens of its prompt.
 #[derive(Debug)]
 struct Served {
     prefill: String,
@@ -43,7 +42,7 @@ async fn ask(client: &Client, prompt: &[u32], salt: Option<&str>) -> Result<Serv
     })
 }
 
-/// Waits until the router has heard of so many cached blocks on the nodes of this role.
+/// Waits until the router knows of this many cached blocks on nodes of the role.
 async fn cached_blocks_are_known(client: &Client, role: &str, count: f64) -> Result<()> {
     let deadline = Instant::now() + DEADLINE;
     let (name, label) = ("baton_nodes_cached_blocks", format!("role=\"{role}\""));
@@ -66,7 +65,7 @@ async fn cached_blocks_are_known(client: &Client, role: &str, count: f64) -> Res
 async fn a_repeated_prompt_goes_where_it_is_cached_and_others_are_spread() -> Result<()> {
     let cluster = Cluster::start(ClusterSpec::smollm2().nodes(2, 2)).await?;
     let client = Client::new(cluster.http());
-    // Long enough to outweigh a row that a load report still shows.
+    // Long enough to outweigh a queue that a load report still shows.
     let long = prompt(0, 1600);
     let first = ask(&client, &long, None).await?;
     assert_eq!(first.cached_tokens, 0);
@@ -79,7 +78,7 @@ async fn a_repeated_prompt_goes_where_it_is_cached_and_others_are_spread() -> Re
         assert_eq!((&served.prefill, &served.decode), (&first.prefill, &first.decode));
         assert!(served.cached_tokens >= 1600, "{served:?}");
     }
-    // Side by side: while none of them is reported yet, the router counts its own.
+    // The requests run concurrently: until a node reports them, the router counts its own.
     let others: Vec<Vec<u32>> = (0..4).map(|number| prompt(5 + number, 320)).collect();
     let served = try_join_all(others.iter().map(|prompt| ask(&client, prompt, None))).await?;
     let nodes = |name: fn(&Served) -> &str| served.iter().map(name).collect::<BTreeSet<_>>().len();

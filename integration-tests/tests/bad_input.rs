@@ -1,5 +1,5 @@
-//! Hostile and mistaken input against a whole cluster: each is answered by its own clear refusal, and
-//! the requests beside it never notice.
+//! Hostile and invalid input to a whole cluster. Each input is rejected with its own clear error,
+//! and concurrent requests are not disturbed.
 
 #[path = "bad_input/data_port.rs"]
 mod data_port;
@@ -24,13 +24,13 @@ use serde_json::{Value, json};
 
 use crate::data_port::Target;
 
-/// What a node may need more than before while its data port is attacked: the rest of its arena
-/// (94 MB), stacks of threads and buffers; far less than what is announced and sent.
+/// Allowed growth of a node's memory during an attack on its data port: the rest of its arena (94
+/// MB), thread stacks and buffers. The announced and sent bytes are far more.
 const GROWTH_BYTES_MAX: u64 = 180 << 20;
-/// At each port.
+/// Connections to each port.
 const ROUNDS: u64 = 40;
 const GARBAGE_KINDS: u64 = 5;
-/// Connections that one attacker leaves open; a node takes 128 that have not proven themselves.
+/// Connections that one attacker leaves open. A node accepts 128 unauthenticated ones.
 const HELD_MAX: usize = 60;
 
 async fn start(spec: ClusterSpec) -> Result<(Cluster, Client)> {
@@ -39,23 +39,24 @@ async fn start(spec: ClusterSpec) -> Result<(Cluster, Client)> {
     Ok((cluster, client))
 }
 
-/// The whole of a long prompt is computed on one node and decoded on another, with the reference's
-/// tokens; nothing of it is cached on either.
+/// Checks that a long uncached prompt is prefilled on one node and decoded on another, with the
+/// golden tokens.
 async fn hand_over_is_golden(client: &Client, run: &GoldenRun, salt: &str) -> Result<()> {
     let body = salted_body(&run.prompt_ids, run.output_ids.len(), salt);
     let answer = client.complete(&body).await?;
     assert_eq!(answer.token_ids, run.output_ids, "{salt}");
     assert_eq!((answer.cached_tokens, answer.attempts), (0, 1), "{salt}: {answer:?}");
-    assert!(answer.kv_bytes > 0, "{salt}: no KV crossed: {answer:?}");
+    assert!(answer.kv_bytes > 0, "{salt}: no KV was transferred: {answer:?}");
     Ok(())
 }
 
-/// Posts and expects this status and that the error's message holds every word.
+/// Posts a request and expects this status and an error message with every word.
 async fn refused(client: &Client, body: Value, status: u16, words: &[&str]) -> Result<()> {
     for path in ["/v1/completions", "/v1/chat/completions"] {
         let mut body = body.clone();
         if path.ends_with("chat/completions") {
-            // The same mistakes in a chat request; those of the prompt are the completion's own.
+            // A chat request with the same mistakes. Mistakes in the prompt apply to completions
+            // only.
             if let Some(prompt) = body.as_object_mut().and_then(|body| body.remove("prompt")) {
                 if prompt != json!("hi") {
                     continue;
@@ -77,7 +78,7 @@ async fn refused(client: &Client, body: Value, status: u16, words: &[&str]) -> R
 #[tokio::test]
 async fn every_mistake_is_named() -> Result<()> {
     let (mut cluster, client) = start(ClusterSpec::smollm2()).await?;
-    // A request that runs all the while and must not be disturbed.
+    // This request runs during the whole test and must complete.
     let run = golden().runs.remove(0);
     let undisturbed = tokio::spawn({
         let client = client.clone();
@@ -144,7 +145,7 @@ async fn every_mistake_is_named() -> Result<()> {
 
     assert_eq!(undisturbed.await??, run.output_ids);
     for service in cluster.all() {
-        assert!(service.is_running(), "{} is gone", service.name);
+        assert!(service.is_running(), "{} has ended", service.name);
     }
     cluster.stop()
 }
@@ -170,13 +171,14 @@ async fn garbage_on_every_port_disturbs_nobody() -> Result<()> {
                 let thrown = throw_garbage(address, round)
                     .with_context(|| format!("{address} in round {round}"))?;
                 sent_bytes += thrown.sent_bytes;
-                // Bytes that no protocol begins with are answered, or hung up on.
+                // Bytes of no known protocol get an error response or a closed connection.
                 ensure!(
                     thrown.heard || !round.is_multiple_of(GARBAGE_KINDS),
                     "{address} waits for more in round {round}"
                 );
             }
-            // All of the short ones, and of the long ones what came before the end.
+            // Short payloads must be sent completely, long ones up to the point where the service
+            // closes the connection.
             ensure!(sent_bytes > ROUNDS as usize * 64, "{sent_bytes} bytes went to {address}");
         }
         Ok(())
@@ -186,10 +188,10 @@ async fn garbage_on_every_port_disturbs_nobody() -> Result<()> {
         hand_over_is_golden(&client, &run, &format!("round {round}")).await?;
         round += 1;
     }
-    flood.join().expect("the flood does not panic")?;
+    flood.join().expect("a flood thread panicked")?;
     hand_over_is_golden(&client, &run, "after").await?;
     for service in cluster.all() {
-        assert!(service.is_running(), "{} is gone", service.name);
+        assert!(service.is_running(), "{} has ended", service.name);
     }
     cluster.stop()
 }
@@ -228,7 +230,8 @@ async fn garbage_on_the_data_ports_stops_no_hand_over_and_fills_no_memory() -> R
                 for target in targets.iter() {
                     match target.throw_garbage(rounds) {
                         Ok(stream) => held.push(stream),
-                        // Many are hung up on while they speak; the port itself stays open.
+                        // The node may close the connection during the write. The port must stay
+                        // open.
                         Err(error) => ensure!(
                             error.kind() != std::io::ErrorKind::ConnectionRefused,
                             "{}: {error}",
@@ -247,7 +250,7 @@ async fn garbage_on_the_data_ports_stops_no_hand_over_and_fills_no_memory() -> R
     });
     let traitor = std::thread::spawn({
         let targets = targets.clone();
-        move || targets.iter().try_for_each(|target| target.betray(&look))
+        move || targets.iter().try_for_each(|target| target.attack_authenticated(&look))
     });
     let mut answers = 0;
     while answers < 3 || !traitor.is_finished() {
@@ -255,34 +258,34 @@ async fn garbage_on_the_data_ports_stops_no_hand_over_and_fills_no_memory() -> R
         answers += 1;
     }
     over.store(true, Ordering::Relaxed);
-    traitor.join().expect("the traitor does not panic")?;
-    let rounds = strangers.join().expect("the strangers do not panic")?;
+    traitor.join().expect("the authenticated attacker panicked")?;
+    let rounds = strangers.join().expect("an unauthenticated attacker panicked")?;
     assert!(rounds >= 10, "{rounds}");
     targets.iter().try_for_each(Target::turns_away)?;
     hand_over_is_golden(&client, &run, "after").await?;
     for service in cluster.all() {
-        assert!(service.is_running(), "{} is gone", service.name);
+        assert!(service.is_running(), "{} has ended", service.name);
     }
     cluster.stop()
 }
 
-/// What became of one connection.
+/// Outcome of one connection.
 struct Thrown {
     sent_bytes: usize,
-    /// The service answered or hung up.
+    /// Whether the service answered or closed the connection.
     heard: bool,
 }
 
-/// One connection that sends something wrong and reads a little; of the kind that must be found out at
-/// once, as long as it takes.
+/// Sends invalid data on a connection and reads a little. Waits longer where the service must
+/// detect the error at once.
 fn throw_garbage(address: &str, round: u64) -> std::io::Result<Thrown> {
     let mut stream = TcpStream::connect(address)?;
-    let patience = match round % GARBAGE_KINDS {
+    let timeout = match round % GARBAGE_KINDS {
         0 => Duration::from_secs(20),
         _ => Duration::from_millis(5),
     };
     stream.set_write_timeout(Some(Duration::from_millis(200)))?;
-    stream.set_read_timeout(Some(patience))?;
+    stream.set_read_timeout(Some(timeout))?;
     let mut state = round.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     let mut noise = |count: usize| -> Vec<u8> {
         (0..count)
@@ -297,15 +300,15 @@ fn throw_garbage(address: &str, round: u64) -> std::io::Result<Thrown> {
     let message: Vec<u8> = match round % GARBAGE_KINDS {
         0 => noise(64),
         1 => noise(100_000),
-        // A ZMTP greeting, then a frame that announces 2^60 bytes.
+        // The signature of a ZMTP peer, then a frame that announces 2^60 bytes.
         2 => {
-            let mut greeting = vec![0xff, 0, 0, 0, 0, 0, 0, 0, 1, 0x7f, 3, 0];
-            greeting.extend_from_slice(b"NULL");
-            greeting.resize(64, 0);
-            greeting.extend_from_slice(&[2, 0x10, 0, 0, 0, 0, 0, 0, 0]);
-            greeting
+            let mut handshake = vec![0xff, 0, 0, 0, 0, 0, 0, 0, 1, 0x7f, 3, 0];
+            handshake.extend_from_slice(b"NULL");
+            handshake.resize(64, 0);
+            handshake.extend_from_slice(&[2, 0x10, 0, 0, 0, 0, 0, 0, 0]);
+            handshake
         }
-        // The HTTP/2 preface, then noise for frames.
+        // The HTTP/2 preface, then noise instead of frames.
         3 => [b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n".to_vec(), noise(500)].concat(),
         _ => b"POST /v1/completions HTTP/1.1\r\ncontent-length: 99999999999999\r\n\r\n{".to_vec(),
     };
@@ -313,7 +316,7 @@ fn throw_garbage(address: &str, round: u64) -> std::io::Result<Thrown> {
     while sent_bytes < message.len() {
         match stream.write(&message[sent_bytes..]) {
             Ok(count) => sent_bytes += count,
-            // Hung up on, or not read any more.
+            // The service has closed the connection or stopped reading.
             Err(_) => break,
         }
     }
@@ -326,7 +329,7 @@ fn throw_garbage(address: &str, round: u64) -> std::io::Result<Thrown> {
     Ok(Thrown { sent_bytes, heard })
 }
 
-/// Starting a service with these settings must fail with exit code 1 or 2 and these words.
+/// Asserts that a service with these settings exits with code 1 or 2 and prints these words.
 fn start_fails(program: &str, settings: &[(&str, &str)], words: &[&str]) -> Result<()> {
     let folder = tempfile::tempdir()?;
     let settings = settings.iter().map(|(k, v)| ((*k).to_owned(), (*v).to_owned())).collect();

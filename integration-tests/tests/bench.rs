@@ -1,4 +1,5 @@
-//! `baton bench` and `baton-bench` as a user runs them, against the real model and a real cluster.
+//! `baton bench` and `baton-bench`, run as a user runs them, with the real model and a real
+//! cluster.
 
 #[allow(dead_code)]
 #[path = "hugging_face/folder.rs"]
@@ -20,7 +21,7 @@ fn bench(args: &[&str]) -> Result<Output> {
     output(Command::new(bin_dir().join("baton")).arg("bench").args(args))
 }
 
-/// The table on standard output and the report in the file that `--json` names.
+/// Returns the table on standard output, and the report in the file that `--json` names.
 fn measured(args: &[&str], json: &Path) -> Result<(String, Value)> {
     let json_path = json.display().to_string();
     let output = bench(&[args, &["--json", &json_path]].concat())?;
@@ -44,7 +45,7 @@ fn an_engine_alone_is_measured_at_every_batch_size() -> Result<()> {
     let args = [&args, &sizes[..]];
     let (table, report) = measured(&args.concat(), &folder.path().join("engine.json"))?;
 
-    // 135 million parameters, two bytes each.
+    // The model has 135 million parameters of two bytes.
     assert_eq!(report["weight_bytes"], 269_030_016u64, "{report}");
     assert_eq!(report["dtype"], "bf16");
     for key in ["load_s", "weight_read_gb_per_s", "threads"] {
@@ -89,14 +90,14 @@ fn check_decode_steps(decode: &Value) {
     assert!(number(&decode["device_busy_us"]["p50"]) > 0.0, "{decode}");
     let idle = number(&decode["device_idle_share"]);
     assert!((0.0..1.0).contains(&idle), "{decode}");
-    // Three runs of seven steps after the one with the last first token; a CPU has no graphs, and no
-    // measured peak bandwidth.
+    // Three runs of seven steps after the step with the last first token. A CPU has no CUDA graphs
+    // and no measured peak bandwidth.
     let dispatches = json!({"eager": 21, "graph": 0, "fallback": 0, "padding_rows": 0});
     assert_eq!(decode["dispatches"], dispatches);
     assert_eq!((&decode["floor_ms"], &decode["share_of_floor"]), (&Value::Null, &Value::Null));
 }
 
-/// As the viewers read it: named tracks, and on each of them events one after the other.
+/// Checks a trace as a viewer reads it: named tracks, and sequential events on each track.
 fn check_trace(trace: &Value) {
     let events = trace["traceEvents"].as_array().expect("a list of events");
     let track = |event: &Value| event["tid"].as_u64().expect("a track") as usize;
@@ -109,7 +110,7 @@ fn check_trace(trace: &Value) {
     let mut of_step = std::collections::BTreeMap::<u64, Vec<usize>>::new();
     for event in events.iter().filter(|event| event["ph"] == "X") {
         let (begin, length) = (number(&event["ts"]), number(&event["dur"]));
-        // Microseconds in binary: the last digits are not exact.
+        // Times are binary fractions of µs, so the last digits are not exact.
         assert!(begin >= free_from[track(event)] - 1e-3 && length >= 0.0, "{event}");
         free_from[track(event)] = begin + length;
         if let Some(step) = event["args"]["step"].as_u64() {
@@ -125,7 +126,7 @@ fn check_trace(trace: &Value) {
             );
         }
     }
-    // Of each batch and run at least a step for the prompt, and eight for an answer.
+    // Every batch and run has at least one prefill step and eight decode steps.
     assert!(of_step.len() >= 6 + 6 * 8, "{} steps", of_step.len());
     assert!(of_step.values().all(|tracks| tracks[..] == [1, 2, 3, 4]), "{of_step:?}");
 }
@@ -152,7 +153,7 @@ async fn a_cluster_is_measured_at_every_load() -> Result<()> {
         assert!(chart.contains("<svg") && chart.trim_end().ends_with("</svg>"), "{chart}");
     }
 
-    // What the server refuses is counted by its reason: the model reads 8,192 tokens at most.
+    // Rejected requests are counted by reason: the model's context is 8,192 tokens.
     let long = ["serve", "--url", &url, "--requests", "3", "--input-tokens", "9000"];
     let output = bench(&long)?;
     assert_eq!(output.status.code(), Some(1));
@@ -164,7 +165,7 @@ async fn a_cluster_is_measured_at_every_load() -> Result<()> {
     cluster.stop()
 }
 
-/// Three conversations of two turns, each with six tokens of answer.
+/// Checks a load point of three conversations with two turns of six output tokens each.
 fn check_point(point: &Value) {
     let counted = ["conversations", "conversations_completed", "requests", "completed"];
     assert_eq!(counted.map(|what| number(&point[what])), [3.0, 3.0, 6.0, 6.0], "{point}");
@@ -187,7 +188,7 @@ fn check_point(point: &Value) {
     let elapsed_s = number(&point["elapsed_s"]);
     let count = |per_s: &str| (number(&point[per_s]) * elapsed_s).round();
     assert_eq!((count("request_per_s"), count("output_token_per_s")), (6.0, 36.0), "{point}");
-    // The second prompt repeats the first and its answer.
+    // The second prompt contains the first prompt and its answer.
     let prompts = |tokens: f64| 3.0 * (tokens + tokens + 6.0 + tokens);
     let all = 36.0 + prompts(20.0)..=36.0 + prompts(40.0);
     assert!(all.contains(&count("total_token_per_s")), "{point}");
@@ -195,7 +196,7 @@ fn check_point(point: &Value) {
     assert!(cached > 0.0 && cached < 0.5, "{point}");
 }
 
-/// Requests that were sent; every one of them, and every conversation, must have ended well.
+/// Returns the number of sent requests. All requests and conversations must have completed.
 fn all_ended_well(point: &Value, conversations: u32) -> Result<u64> {
     for what in ["conversations", "conversations_completed"] {
         ensure!(point[what] == conversations, "{what} in {point}");
@@ -209,7 +210,7 @@ fn all_ended_well(point: &Value, conversations: u32) -> Result<u64> {
     Ok(requests)
 }
 
-/// How many lines are drawn in a file that must be XML.
+/// Returns the number of polylines in a file that must be valid XML.
 fn lines_in_xml(path: &Path) -> Result<usize> {
     let read = "import sys, xml.etree.ElementTree as tree
 root = tree.parse(sys.argv[1]).getroot()
@@ -239,7 +240,7 @@ async fn jobs_and_talks_are_measured_against_limits_and_drawn() -> Result<()> {
         measured(&[&common[..], flags].concat(), &json_path)
     };
 
-    // Tool-calling jobs at the rates that they are known by.
+    // Tool-calling jobs at rates that are given.
     let limits = ["--goodput", "ttft:600000,e2e:600000"];
     let (table, report) = serve(&[&["--agents", "--requests", "2"], &limits[..]].concat())?;
     let points = report["points"].as_array().context("no points")?;
@@ -250,9 +251,9 @@ async fn jobs_and_talks_are_measured_against_limits_and_drawn() -> Result<()> {
         let elapsed_s = number(&point["elapsed_s"]);
         let tokens = (number(&point["output_token_per_s"]) * elapsed_s).round();
         assert_eq!(tokens, 320.0, "20 tokens a turn: {point}");
-        // Seven tools of half a second each.
+        // Seven tool calls of half a second each.
         assert!(number(&point["conversation_s"]["p50"]) >= 3.5, "{point}");
-        // Scaled down, and yet more than half of what the model reads.
+        // Lengths are scaled down, but fill more than half of the model's context.
         let whole = number(&point["total_token_per_s"]) * elapsed_s;
         assert!(whole > 2.0 * 8.0 * 1000.0, "{point}");
         assert_eq!(point["goodput_share"], 1.0, "{point}");
@@ -261,10 +262,10 @@ async fn jobs_and_talks_are_measured_against_limits_and_drawn() -> Result<()> {
     assert!(report["workload"].as_str().is_some_and(|said| said.starts_with("tool-calling jobs")));
     assert_eq!(table.matches("16 of 16 requests completed").count(), 4, "{table}");
     assert_eq!(table.matches("goodput: 100.0 % of the requests").count(), 4, "{table}");
-    // Three lines and three in the legend in each of three panels.
+    // Three panels, each with three lines and three legend entries.
     assert!(lines_in_xml(&svg)? >= 18);
 
-    // Talks with the lengths of ShareGPT's, and a limit that nothing can keep.
+    // Conversations with the lengths of ShareGPT, and a limit that no request meets.
     let talks = ["--sharegpt", "--requests", "3", "--concurrency", "3"];
     let (table, report) = serve(&[&talks[..], &["--goodput", "ttft:0.001"]].concat())?;
     let points = report["points"].as_array().context("no points")?;
@@ -277,7 +278,7 @@ async fn jobs_and_talks_are_measured_against_limits_and_drawn() -> Result<()> {
     assert!(report["workload"].as_str().is_some_and(|said| said.starts_with("ShareGPT-like")));
     assert!(lines_in_xml(&svg)? >= 18);
 
-    // The model's name comes from the server, and is that of its folder.
+    // The server's model name is that of its folder.
     let name = Path::new(&model).file_name().context("a name")?.to_string_lossy();
     assert_eq!(report["model"], *name, "{report}");
     cluster.stop()
@@ -319,7 +320,7 @@ fn a_wrong_flag_is_named_in_one_clear_line() -> Result<()> {
         let output = bench(&args)?;
         let said = String::from_utf8_lossy(&output.stderr);
         assert_eq!(output.status.code(), Some(code), "{args:?}: {said}");
-        // What clap says about usage comes after the line that matters.
+        // The first line is the error; usage text of clap follows.
         let line = said.lines().next().unwrap_or_default();
         for word in words {
             assert!(line.contains(word), "{args:?}: {said:?} lacks {word:?}");
@@ -330,7 +331,7 @@ fn a_wrong_flag_is_named_in_one_clear_line() -> Result<()> {
     Ok(())
 }
 
-/// Without a GPU: in host memory, by tcp.
+/// Without a GPU the KV is in host memory and the transport is tcp.
 #[test]
 fn kv_transfer_is_measured_between_two_processes() -> Result<()> {
     let sizes = ["--block-kib", "16", "--blocks", "1,6", "--chunk-blocks", "4", "--rounds", "3"];

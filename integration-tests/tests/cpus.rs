@@ -1,4 +1,4 @@
-//! Threads that compute run on the CPUs that a node was given, and others do not care.
+//! Compute threads of a node are pinned to the node's CPUs; its other threads are not.
 
 use std::{
     collections::BTreeMap,
@@ -14,10 +14,10 @@ use integration_tests::{
 
 const NUMA_NODES: &str = "/sys/devices/system/node";
 
-/// `0-1,4` as numbers.
+/// Parses a CPU list such as `0-1,4`.
 fn listed(text: &str) -> Result<Vec<u32>> {
     let mut cpus = Vec::new();
-    // A NUMA node of memory alone has none.
+    // A NUMA node without CPUs has an empty list.
     for part in text.trim().split(',').filter(|part| !part.is_empty()) {
         let (first, last) = part.split_once('-').unwrap_or((part, part));
         cpus.extend(first.parse::<u32>()?..=last.parse()?);
@@ -25,19 +25,19 @@ fn listed(text: &str) -> Result<Vec<u32>> {
     Ok(cpus)
 }
 
-/// `Cpus_allowed_list` of a status file.
+/// Returns `Cpus_allowed_list` of a status file.
 fn allowed(status: &Path) -> Result<Vec<u32>> {
     let text = std::fs::read_to_string(status)?;
     let line = text.lines().find_map(|line| line.strip_prefix("Cpus_allowed_list:"));
     listed(line.with_context(|| format!("{} names no CPUs", status.display()))?)
 }
 
-/// The threads of a process by name, each with the CPUs that it may run on.
+/// Returns the threads of a process by name, with the CPUs that each may run on.
 fn threads(process: u32) -> Result<Vec<(String, Vec<u32>)>> {
     let mut threads = Vec::new();
     for task in std::fs::read_dir(format!("/proc/{process}/task"))? {
         let task: PathBuf = task?.path();
-        // One may end while we look.
+        // A thread may end during the listing.
         if let Ok(name) = std::fs::read_to_string(task.join("comm"))
             && let Ok(cpus) = allowed(&task.join("status"))
         {
@@ -47,7 +47,7 @@ fn threads(process: u32) -> Result<Vec<(String, Vec<u32>)>> {
     Ok(threads)
 }
 
-/// That of the only thread of this name; the kernel keeps 15 characters of it.
+/// Returns the CPUs of the only thread with this name. The kernel keeps 15 characters of a name.
 fn of<'a>(threads: &'a [(String, Vec<u32>)], name: &str) -> Result<&'a [u32]> {
     let kept = &name[..name.len().min(15)];
     let mut found = threads.iter().filter(|(name, _)| name == kept);
@@ -74,7 +74,7 @@ async fn compute_threads_are_pinned_to_the_configured_cpus_in_order() -> Result<
     for (worker, cpu) in cpus.iter().enumerate().skip(1) {
         assert_eq!(of(&threads, &format!("baton-cpu-{worker}"))?, [*cpu]);
     }
-    // No further worker, and whoever answers RPCs runs anywhere.
+    // There is no further worker, and RPC threads may run on any CPU.
     let workers = threads.iter().filter(|(name, _)| name.starts_with("baton-cpu-")).count();
     assert_eq!(workers, cpus.len() - 1, "{threads:?}");
     let main = cluster.decode[0].id();
@@ -86,7 +86,7 @@ async fn compute_threads_are_pinned_to_the_configured_cpus_in_order() -> Result<
     cluster.stop()
 }
 
-/// The first that has CPUs which this process may use, and these.
+/// Returns the first NUMA node with CPUs that this process may use, and those CPUs.
 fn usable_numa_node() -> Result<Option<(u32, Vec<u32>)>> {
     let all = allowed(Path::new("/proc/self/status"))?;
     let mut nodes: Vec<u32> = std::fs::read_dir(NUMA_NODES)

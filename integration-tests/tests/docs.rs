@@ -21,7 +21,8 @@ fn page(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs").join(name)
 }
 
-/// Compares the list between `<!-- BEGIN -->` and `<!-- end -->` with what it should be, or writes it.
+/// Compares the list between `<!-- BEGIN -->` and `<!-- end -->` with the expected one, or writes
+/// it.
 fn check_list(path: &Path, begin: &str, wanted: &str) -> Result<()> {
     let text = fs::read_to_string(path).with_context(|| path.display().to_string())?;
     let begin = format!("<!-- {begin} -->\n");
@@ -64,7 +65,7 @@ fn settings(sections: &[Section]) -> String {
     list
 }
 
-/// Name, type and help of each family in Prometheus text.
+/// Returns type and help of each metric family in Prometheus text, by name.
 fn families(text: &str) -> BTreeMap<String, (String, String)> {
     let mut families: BTreeMap<String, (String, String)> = BTreeMap::new();
     for line in text.lines() {
@@ -102,8 +103,8 @@ fn configuration_page_lists_every_setting() -> Result<()> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn metrics_page_lists_every_metric() -> Result<()> {
-    // A metric appears with its first value: one request must wait, one must use speculative decoding,
-    // and one must use a grammar.
+    // A metric appears with its first value: one request must wait, one must use speculative
+    // decoding, and one must use a grammar.
     let spec = ClusterSpec::smollm2()
         .set("BATON_NODE_SLOTS", 1)
         .set("BATON_NODE_WAITING_MAX", 0)
@@ -111,7 +112,7 @@ async fn metrics_page_lists_every_metric() -> Result<()> {
     let cluster = Cluster::start(spec).await?;
     let client = Client::new(cluster.http());
     let answers = (0..3).map(|index| {
-        // More than one block, so that its KV is moved from node to node.
+        // The prompt has several blocks, so that its KV is transferred.
         let prompt = format!("{index} {}", "one two three four five six seven ".repeat(12));
         let body =
             json!({"prompt": prompt, "max_tokens": 24, "ignore_eos": true, "temperature": 0});
@@ -143,7 +144,7 @@ async fn metrics_page_lists_every_metric() -> Result<()> {
     cluster.stop()
 }
 
-/// The names of a service's instruments, as Prometheus has them but for unit and `_total`.
+/// Returns the names of a service's instruments. Prometheus adds the unit and `_total`.
 fn instruments(service: &str) -> Result<Vec<String>> {
     let file = format!("../services/telemetry/src/metrics/{service}.rs");
     let source = std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join(file))?;

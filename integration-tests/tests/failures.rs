@@ -1,4 +1,4 @@
-//! What happens to requests when processes die, stop, drain or are overloaded.
+//! Requests while processes are killed, stopped, drained or overloaded.
 
 use std::time::{Duration, Instant};
 
@@ -15,12 +15,12 @@ use proto::v1::{
 };
 use serde_json::json;
 
-/// A request ends within this after the process that worked on it was killed.
+/// Time limit for the end of a request after a kill of its node.
 const RECOVERY_MAX: Duration = Duration::from_secs(3);
-/// A silent peer is given up after it.
+/// Lease after which a silent peer counts as lost.
 const LEASE: Duration = Duration::from_secs(2);
 
-/// A streamed request that has shown its first tokens, and the decode node that works on it.
+/// A streamed request with its first tokens, and its decode node.
 struct Begun {
     run: GoldenRun,
     stream: EventStream,
@@ -34,14 +34,14 @@ impl Begun {
         let figures = [("x-baton-figures", "1")];
         let mut stream = client.stream_with("/v1/completions", &body, &figures).await?;
         let mut found = Vec::new();
-        // Token 0 is of the prefill node, token 1 of the decode node.
+        // The prefill node samples token 0, the decode node token 1.
         while found.len() < 2 {
             found.extend(stream.next().await?.expect("the stream goes on").token_ids());
         }
         Ok(Self { run, stream, found })
     }
 
-    /// To the end; the tokens must be the reference's.
+    /// Reads to the end. The tokens must be the golden ones.
     async fn end(mut self) -> Result<Completion> {
         let rest = self.stream.completion().await?;
         self.found.extend(&rest.token_ids);
@@ -50,7 +50,7 @@ impl Begun {
     }
 }
 
-/// Two requests, the first on the node of the index that comes with them, the second on the other.
+/// Returns one running request on each node; the first is on the node with the returned index.
 async fn one_request_on_each(cluster: &Cluster, client: &Client) -> Result<(usize, Begun, Begun)> {
     let first = Begun::new(client, "chat_template").await?;
     let node = busy_node(&cluster.decode).await?;
@@ -60,7 +60,7 @@ async fn one_request_on_each(cluster: &Cluster, client: &Client) -> Result<(usiz
     Ok((node, first, second))
 }
 
-/// On a machine that others use too any step can take seconds: one of a few tries keeps the promise.
+/// Repeats a recovery up to a few times: on a shared machine a step may take seconds.
 async fn recovers_in_time(recovery: impl AsyncFn() -> Result<Duration>) -> Result<()> {
     let mut took = Vec::new();
     while took.len() < 4 {
@@ -86,10 +86,11 @@ async fn decode_node_killed() -> Result<Duration> {
     let hit = async { hit.end().await.map(|hit| (hit, killed.elapsed())) };
     let ((hit, complete), other) = tokio::try_join!(hit, other.end())?;
     println!("paused for {:?} by the kill, complete {complete:?} after it", hit.longest_pause);
-    // The request of the node that died went on where the other was all the while.
+    // The killed node's request continued on the other node. The other node's request was not
+    // moved.
     assert!(hit.attempts >= 2 && hit.decode_node == names[1], "{names:?}: {hit:?}");
     assert!(other.attempts == 1 && other.decode_node == names[1], "{names:?}: {other:?}");
-    // The cluster serves on with the node that is left, and with the node when it is back.
+    // The cluster serves with the remaining node, and with the restarted node afterwards.
     cluster.wait_nodes(1, 1).await?;
     let run = longest();
     assert_eq!(client.greedy(&run.prompt_ids, 8).await?, run.output_ids[..8]);
@@ -99,8 +100,8 @@ async fn decode_node_killed() -> Result<Duration> {
     Ok(complete)
 }
 
-/// A decode node does not hear a prefill node that signs with another secret: what it reserved is
-/// given up, and the router reads the prompt elsewhere.
+/// A decode node rejects messages of a prefill node with another secret. It releases its
+/// reservation, and the router retries on another prefill node.
 #[tokio::test]
 async fn a_prefill_node_with_another_secret_costs_attempts_but_no_token() -> Result<()> {
     let other = SECRET.chars().rev().collect::<String>();
@@ -122,8 +123,8 @@ async fn a_killed_prefill_node_in_mid_prompt_is_replaced() -> Result<()> {
 }
 
 async fn prefill_node_killed() -> Result<Duration> {
-    // Small chunks make the prompt's computation long enough to be met in its middle; bf16 leaves
-    // time to do it again within the bound.
+    // Small chunks make prefill long enough for a kill in its middle; bf16 leaves time to repeat it
+    // within the limit.
     let mut spec = ClusterSpec::smollm2().nodes(2, 2).set("BATON_NODE_CHUNK_TOKENS", 32);
     spec.dtype = "bf16";
     let (mut cluster, client) = start(spec).await?;
@@ -133,7 +134,7 @@ async fn prefill_node_killed() -> Result<Duration> {
     salted["cache_salt"] = json!("found nowhere else");
     let expected = client.stream("/v1/completions", &salted).await?.token_ids().await?;
     let expected_elsewhere = client.greedy(&other.prompt_ids, 48).await?;
-    // Prefilled already, so that only its decode node works on it.
+    // This prompt is cached, so only the request's decode node works.
     let mut elsewhere =
         client.stream("/v1/completions", &greedy_body(&other.prompt_ids, 48)).await?;
     let first = elsewhere.next().await?.expect("the stream goes on").token_ids();
@@ -163,7 +164,7 @@ async fn prefill_node_killed() -> Result<Duration> {
     found.extend(elsewhere.token_ids().await?);
     assert_eq!(found, expected_elsewhere, "a request elsewhere was disturbed");
 
-    // Without any prefill node the cluster is degraded but serves: decode nodes read prompts.
+    // Without a prefill node the cluster is degraded: decode nodes prefill.
     cluster.prefill[1 - busy].kill();
     cluster.wait_nodes(0, 2).await?;
     let (status, health) = client.get_json("/health").await?;
@@ -187,7 +188,7 @@ async fn without_any_decode_node_requests_end_with_one_typed_error_at_their_dead
     let mut last = None;
     while let Some(event) = stream.next().await? {
         assert!(last.is_none(), "{last:?} was not the last: {event:?}");
-        assert!(!event.is_done(), "an answer that is not complete ends as if it were");
+        assert!(!event.is_done(), "a failed answer ends with [DONE]");
         last = Some(event.json()["error"].clone()).filter(|error| !error.is_null());
     }
     let error = last.context("no error")?;
@@ -206,7 +207,7 @@ async fn without_any_decode_node_requests_end_with_one_typed_error_at_their_dead
 async fn a_client_that_leaves_frees_its_blocks_within_a_second() -> Result<()> {
     let (cluster, client) = start(ClusterSpec::smollm2()).await?;
     let run = longest();
-    // On a machine that others use too a step can take seconds: one of a few tries is fast.
+    // On a shared machine a step may take seconds, so one of several tries must be fast.
     for tries in 1.. {
         let body = greedy_body(&run.prompt_ids, 2000);
         let mut stream = client.stream("/v1/completions", &body).await?;
@@ -218,19 +219,19 @@ async fn a_client_that_leaves_frees_its_blocks_within_a_second() -> Result<()> {
         drop(stream);
         let left = Instant::now();
         while held_blocks(&cluster).await? > 0.0 {
-            ensure!(left.elapsed() < DEADLINE, "blocks are held");
+            ensure!(left.elapsed() < DEADLINE, "blocks are still allocated");
             tokio::time::sleep(Duration::from_millis(10)).await;
         }
         println!("blocks free {:?} after the client left", left.elapsed());
         if left.elapsed() < Duration::from_secs(1) {
             break;
         }
-        ensure!(tries < 10, "blocks were held for more than a second each time");
+        ensure!(tries < 10, "blocks stayed allocated for more than a second in every try");
     }
     cluster.stop()
 }
 
-/// Blocks in use on all nodes, by their own metrics.
+/// Returns the number of used blocks on all nodes, from their metrics.
 async fn held_blocks(cluster: &Cluster) -> Result<f64> {
     let mut held = 0.0;
     for node in cluster.prefill.iter().chain(&cluster.decode) {
@@ -253,7 +254,7 @@ async fn a_draining_node_finishes_its_work() -> Result<()> {
     let names = [cluster.decode[leaving].name.clone(), cluster.decode[1 - leaving].name.clone()];
     cluster.decode[leaving].terminate_signal();
     let (first, second) = tokio::try_join!(first.end(), second.end())?;
-    // Each where it began: the work of the leaving node was not moved, it was finished there.
+    // Each request finished on its first node: a drain does not move requests.
     assert_eq!((first.attempts, &first.decode_node), (1, &names[0]), "{first:?}");
     assert_eq!((second.attempts, &second.decode_node), (1, &names[1]), "{second:?}");
     assert_eq!(cluster.decode[leaving].wait_end(Duration::from_secs(10))?, Some(0));
@@ -278,7 +279,7 @@ async fn a_frozen_prefill_node_delays_its_requests_by_no_more_than_the_lease() -
     let found = client.stream("/v1/completions", &body).await?.token_ids().await?;
     assert_eq!(found, expected);
     println!("complete {:?} after the freeze", frozen.elapsed());
-    // The decode node then reads the prompt itself, on a machine that both share.
+    // The decode node then prefills the prompt itself, on a CPU shared by both nodes.
     let allowed = 2 * unfrozen + 3 * LEASE;
     ensure!(frozen.elapsed() < allowed, "took {:?}, allowed {allowed:?}", frozen.elapsed());
     cluster.prefill[0].continue_signal();
@@ -322,8 +323,8 @@ async fn overload_is_answered_not_queued_without_end() -> Result<()> {
     cluster.stop()
 }
 
-/// Nodes that take one sequence at a time and let none wait refuse most attempts; the router tries
-/// elsewhere or waits for room, and every request gets its tokens.
+/// Nodes with one slot and no queue reject most attempts. The router tries another node or waits,
+/// and every request completes.
 #[tokio::test]
 async fn busy_nodes_are_left_for_others_and_cost_no_token() -> Result<()> {
     let spec = ClusterSpec::smollm2()
@@ -336,7 +337,7 @@ async fn busy_nodes_are_left_for_others_and_cost_no_token() -> Result<()> {
         ["code", "chat_template"].into_iter().cycle().take(6).map(run_named).collect();
     let answers = runs.iter().enumerate().map(|(index, run)| {
         let mut body = greedy_body(&run.prompt_ids, run.output_ids.len());
-        // Each prompt is read anew.
+        // The salt prevents prefix-cache hits.
         body["cache_salt"] = json!(index.to_string());
         let client = client.clone();
         async move { client.complete(&body).await }
@@ -347,37 +348,38 @@ async fn busy_nodes_are_left_for_others_and_cost_no_token() -> Result<()> {
     }
     let busy = client.metric("baton_attempts_total", "outcome=\"busy\"").await?;
     println!("{busy} attempts met a busy node");
-    assert!(busy > 0.0, "nodes with one slot had room for six requests");
+    assert!(busy > 0.0, "no attempt was rejected as busy");
     cluster.stop()
 }
 
-/// How a client asks, and how it leaves: by dropping what this gives.
+/// API of a client. Dropping the request disconnects the client.
 #[derive(Clone, Copy, Debug)]
-enum Way {
+enum Api {
     Http,
     Grpc,
 }
 
-/// Whoever leaves before the first token, over HTTP or gRPC, leaves no block behind.
+/// A client that disconnects before the first token, over HTTP or gRPC, leaves no block allocated.
 #[tokio::test]
 async fn a_client_that_leaves_before_the_first_token_frees_all_blocks_within_a_second() -> Result<()>
 {
-    // Small chunks: no single step takes a second, and the prompt takes many of them.
+    // Small chunks: a step takes less than a second, and prefill takes many steps.
     let spec = ClusterSpec::smollm2().set("BATON_NODE_CHUNK_TOKENS", 16);
     let (cluster, client) = start(spec).await?;
     let mut loads = Vec::new();
     for node in cluster.prefill.iter().chain(&cluster.decode) {
         loads.push(Load::of(node).await?);
     }
-    for way in [Way::Http, Way::Grpc] {
-        // On a machine that others use too a step can take seconds. Nothing but the step under way is
-        // waited for, so one of a few tries is fast; a time-out in the code would slow down them all.
+    for way in [Api::Http, Api::Grpc] {
+        // On a shared machine a step may take seconds. Only the running step delays the
+        // cancellation, so one of several tries must be fast. A time-out in the code would slow
+        // down every try.
         let (mut tries, mut took) = (0, Vec::new());
         loop {
             tries += 1;
-            ensure!(tries < 20, "{way:?}: the blocks were back after {took:?}, never within 1 s");
+            ensure!(tries < 20, "{way:?}: blocks were free after {took:?}, never within 1 s");
             let asked = ask(&cluster, way, &format!("{way:?} {tries}")).await?;
-            // P reads the prompt, D has reserved for it.
+            // The prefill node is prefilling and the decode node has reserved blocks.
             let begun = loads[0].until(|load| load.blocks_held > 0).await.is_ok()
                 && loads[1].until(|load| load.blocks_reserved > 0).await.is_ok();
             let begun = begun && !asked.is_finished();
@@ -390,7 +392,7 @@ async fn a_client_that_leaves_before_the_first_token_frees_all_blocks_within_a_s
                 })
                 .await?;
             }
-            // The next try begins as the first did: with nothing left of this one.
+            // The next try starts when both nodes are idle.
             if !begun || answered {
                 continue;
             }
@@ -407,12 +409,13 @@ async fn a_client_that_leaves_before_the_first_token_frees_all_blocks_within_a_s
     cluster.stop()
 }
 
-/// A long prompt that no node has cached. The task ends with the first token; to abort it is to leave.
-async fn ask(cluster: &Cluster, way: Way, salt: &str) -> Result<tokio::task::JoinHandle<()>> {
+/// Sends a long uncached prompt. The task ends with the first token; aborting the task disconnects
+/// the client.
+async fn ask(cluster: &Cluster, way: Api, salt: &str) -> Result<tokio::task::JoinHandle<()>> {
     let prompt = longest().prompt_ids;
     Ok(match way {
-        Way::Http => {
-            // A client of its own: its connection ends with it.
+        Api::Http => {
+            // A separate client: its connection closes with it.
             let client = Client::new(cluster.http());
             let body = salted_body(&prompt, 16, salt);
             tokio::spawn(async move {
@@ -421,7 +424,7 @@ async fn ask(cluster: &Cluster, way: Way, salt: &str) -> Result<tokio::task::Joi
                 }
             })
         }
-        Way::Grpc => {
+        Api::Grpc => {
             let mut client = InferenceClient::connect(cluster.grpc()).await?;
             let request = GenerateRequest {
                 model: String::new(),
@@ -442,7 +445,7 @@ async fn ask(cluster: &Cluster, way: Way, salt: &str) -> Result<tokio::task::Joi
     })
 }
 
-/// What a node says of its load, as routers hear it.
+/// Load of a node, as a router observes it.
 struct Load {
     events: tonic::Streaming<ObserveEvent>,
     last: Option<NodeLoad>,

@@ -1,4 +1,4 @@
-//! Ten thousand requests at once, each on a connection of its own, against a router that may open a
+//! Ten thousand concurrent requests, each on its own connection, to a router that may open a
 //! thousand files.
 
 use std::{
@@ -25,7 +25,7 @@ const REQUESTS: usize = 10_000;
 const ROUTER_FILES_MAX: usize = 1024;
 const WITHIN: Duration = Duration::from_secs(100);
 
-/// Bounds the files of this process and of those that it starts from now on.
+/// Limits the open files of this process and of its later children.
 fn set_files_max(count: usize) -> Result<()> {
     let id = std::process::id().to_string();
     let limit = format!("--nofile={count}:");
@@ -38,7 +38,7 @@ fn files_of(process: u32) -> Result<usize> {
     Ok(std::fs::read_dir(format!("/proc/{process}/fd"))?.count())
 }
 
-/// Head and body of the one answer on a connection, to its end.
+/// Returns head and body of the only response on a connection.
 async fn ask(address: &str, request: &[u8]) -> std::io::Result<Vec<u8>> {
     let mut stream = TcpStream::connect(address).await?;
     stream.write_all(request).await?;
@@ -47,8 +47,8 @@ async fn ask(address: &str, request: &[u8]) -> std::io::Result<Vec<u8>> {
     Ok(answer)
 }
 
-/// The same for a client that connects again: with thousands of connections that nobody took yet the
-/// kernel resets some, of which the router never hears.
+/// Repeats `ask` with a new connection after a reset. With thousands of pending connections the
+/// kernel resets some before the router accepts them.
 async fn ask_until_taken(address: &str, request: &[u8]) -> Result<(String, Value)> {
     let answer = loop {
         match ask(address, request).await {
@@ -61,7 +61,7 @@ async fn ask_until_taken(address: &str, request: &[u8]) -> Result<(String, Value
     Ok((head.to_lowercase(), serde_json::from_str(body).with_context(|| answer.clone())?))
 }
 
-/// What became of one request.
+/// Outcome of one request.
 enum Ended {
     Served,
     Refused,
@@ -125,13 +125,13 @@ async fn ten_thousand_requests_at_once_are_served_or_refused_and_none_is_lost() 
     assert_eq!(served + refused, REQUESTS);
     assert!(served >= 64 && refused >= 1000, "{served} served, {refused} refused");
     assert!(files_max < ROUTER_FILES_MAX, "{files_max} files");
-    // Of what the router took each request had its answer, and none had two.
+    // The router answered each accepted request exactly once.
     let ended = client.metric("baton_requests_finished_total", "").await?;
     assert_eq!(ended as usize, REQUESTS);
     let log = cluster.router.log();
     assert!(!log.contains("could not be accepted"), "{log}");
 
-    // Afterwards it is as it was: nothing in work, no file more, the next request answered.
+    // Afterwards no request is running, no additional file is open, and the next request is served.
     let deadline = Instant::now() + WITHIN;
     loop {
         let (status, health) = client.get_json("/health").await?;

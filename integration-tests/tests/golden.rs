@@ -1,4 +1,4 @@
-//! Whole clusters give the reference's tokens, however the work is spread.
+//! Whole clusters generate the golden tokens in every configuration.
 
 use std::collections::BTreeSet;
 
@@ -16,7 +16,7 @@ async fn client(spec: ClusterSpec) -> Result<(Cluster, Client)> {
     Ok((cluster, client))
 }
 
-/// All runs one after another.
+/// Checks all runs one after the other.
 async fn check_each(client: &Client) -> Result<()> {
     for run in golden().runs {
         check(client, &run).await?;
@@ -34,16 +34,17 @@ async fn check(client: &Client, run: &GoldenRun) -> Result<()> {
 async fn one_prefill_and_one_decode_node() -> Result<()> {
     let (cluster, client) = client(ClusterSpec::smollm2()).await?;
     check_each(&client).await?;
-    // The answer really crossed: the decode node received KV.
+    // The decode node must have received KV.
     let received = cluster.decode[0].metric("baton_kv_transfer_bytes_total").await?;
     assert!(received > 0.0, "no KV was received");
     cluster.stop()
 }
 
-/// Rounding to bf16 moves logits by less than this much.
-const SURE_MARGIN: f32 = 0.15;
-/// Every golden prompt begins with as many sure tokens, so the test cannot be empty.
-const SURE_TOKENS_MIN: usize = 6;
+/// Bound of the logit error of bf16.
+const CERTAIN_MARGIN: f32 = 0.15;
+/// Smallest number of certain tokens at the start of every golden prompt, so that the test compares
+/// something.
+const CERTAIN_TOKENS_MIN: usize = 6;
 const BLOCK_TOKENS: u64 = 16;
 /// K and V of 30 layers with 3 heads of 64 elements, two bytes each.
 const BF16_BLOCK_BYTES: u64 = BLOCK_TOKENS * 2 * 30 * 3 * 64 * 2;
@@ -52,8 +53,8 @@ const BF16_BLOCK_BYTES: u64 = BLOCK_TOKENS * 2 * 30 * 3 * 64 * 2;
 async fn bf16_agrees_up_to_the_first_token_that_is_not_sure() -> Result<()> {
     let (cluster, client) = client(ClusterSpec { dtype: "bf16", ..ClusterSpec::smollm2() }).await?;
     for run in golden().runs {
-        let sure = run.margins.iter().take_while(|margin| **margin >= SURE_MARGIN).count();
-        assert!(sure >= SURE_TOKENS_MIN, "{}: only {sure} tokens are sure", run.name);
+        let sure = run.margins.iter().take_while(|margin| **margin >= CERTAIN_MARGIN).count();
+        assert!(sure >= CERTAIN_TOKENS_MIN, "{}: only {sure} tokens are certain", run.name);
         let answer = client.complete(&greedy_body(&run.prompt_ids, run.output_ids.len())).await?;
         assert_eq!(answer.token_ids[..sure], run.output_ids[..sure], "{}", run.name);
         assert_eq!(answer.token_ids.len(), run.output_ids.len(), "{}", run.name);
@@ -65,8 +66,8 @@ async fn bf16_agrees_up_to_the_first_token_that_is_not_sure() -> Result<()> {
     cluster.stop()
 }
 
-/// Rounding weights to 8 bits moves logits by less than this much.
-const Q8_SURE_MARGIN: f32 = 1.0;
+/// Bound of the logit error of 8-bit weights.
+const Q8_CERTAIN_MARGIN: f32 = 1.0;
 
 #[tokio::test]
 async fn q8_through_a_cluster_gives_what_one_engine_gives_alone() -> Result<()> {
@@ -85,10 +86,10 @@ async fn q8_through_a_cluster_gives_what_one_engine_gives_alone() -> Result<()> 
     for (run, expected) in runs.iter().zip(&expected) {
         let answer = client.complete(&greedy_body(&run.prompt_ids, run.output_ids.len())).await?;
         assert_eq!(&answer.token_ids, expected, "{}", run.name);
-        let sure = run.margins.iter().take_while(|margin| **margin >= Q8_SURE_MARGIN).count();
+        let sure = run.margins.iter().take_while(|margin| **margin >= Q8_CERTAIN_MARGIN).count();
         assert_eq!(answer.token_ids[..sure], run.output_ids[..sure], "{}", run.name);
         if run.name == longest().name {
-            // KV is bf16, and all of it crossed.
+            // KV is bf16, and all blocks were transferred.
             let blocks = (run.prompt_ids.len() as u64).div_ceil(BLOCK_TOKENS);
             assert_eq!(answer.kv_bytes, blocks * BF16_BLOCK_BYTES, "{answer:?}");
         }
@@ -134,24 +135,24 @@ async fn all_prompts_at_once() -> Result<()> {
     cluster.stop()
 }
 
-/// Half of the prompt first, then the whole: both nodes look for the first half, those named find
-/// it, and what the decode node lacks travels.
+/// Sends the first half of the prompt, then the whole prompt. The named nodes find the first half
+/// in their caches, and only blocks missing on the decode node are transferred.
 async fn check_prefix_hits(spec: ClusterSpec, on_prefill: bool, on_decode: bool) -> Result<()> {
     let (cluster, client) = client(spec).await?;
     let run = longest();
     let half = run.prompt_ids.len() / 2 / BLOCK_TOKENS as usize * BLOCK_TOKENS as usize;
-    // One token more than the blocks that are to be found: a hit leaves a token to compute.
+    // One token more than the cached blocks, because a cache hit leaves one token to compute.
     client.greedy(&run.prompt_ids[..half + 1], 2).await?;
     let hits = "baton_prefix_cache_hits_total";
     let before = [cluster.prefill[0].metric(hits).await?, cluster.decode[0].metric(hits).await?];
     let answer = client.complete(&greedy_body(&run.prompt_ids, run.output_ids.len())).await?;
     assert_eq!(answer.token_ids, run.output_ids, "{answer:?}");
     assert_eq!((answer.cached_tokens, answer.attempts), (half as u64, 1), "{answer:?}");
-    // What the decode node found did not have to cross.
+    // Blocks cached on the decode node are not transferred.
     let found = if on_decode { half as u64 / BLOCK_TOKENS } else { 0 };
     let crossed = (run.prompt_ids.len() as u64).div_ceil(BLOCK_TOKENS) - found;
     assert_eq!(answer.kv_bytes, crossed * 2 * BF16_BLOCK_BYTES, "{answer:?}");
-    // And each node counted what it found itself.
+    // Each node counts its own cache hits.
     for (node, before, hit) in
         [(&cluster.prefill[0], before[0], on_prefill), (&cluster.decode[0], before[1], on_decode)]
     {
@@ -193,7 +194,7 @@ async fn a_prompt_that_the_decode_node_knows_needs_no_prefill_node() -> Result<(
 #[tokio::test]
 async fn three_prefill_and_two_decode_nodes() -> Result<()> {
     let (cluster, client) = client(ClusterSpec::smollm2().nodes(3, 2)).await?;
-    // Those that are long enough to be handed over.
+    // Only prompts that are long enough for a hand-over.
     let runs: Vec<GoldenRun> =
         golden().runs.into_iter().filter(|run| run.prompt_ids.len() > 16).collect();
     let (mut prefill, mut decode) = (BTreeSet::new(), BTreeSet::new());

@@ -1,21 +1,22 @@
-//! The CUDA backend against the CPU's, on a GPU. One program without needs, for GPU machines often have
-//! no toolchain: `make test-gpu` builds it, and what it reads is named by variables.
+//! Tests of the CUDA backend on a GPU. GPU machines often have no toolchain, so this is one
+//! self-contained program: `make test-gpu` builds it, and environment variables name its inputs.
 //!
-//! | variable | what |
+//! | variable | meaning and default |
 //! | --- | --- |
-//! | `BATON_TEST_KERNELS` | the kernel library |
-//! | `BATON_TEST_NCCL` | NCCL; what the system's loader finds |
+//! | `BATON_TEST_KERNELS` | path of the kernel library |
+//! | `BATON_TEST_NCCL` | path of the NCCL library; default: the loader's search path |
 //! | `BATON_TEST_MODEL`, `BATON_TEST_GOLDEN` | SmolLM2 as GGUF and its golden tokens |
 //! | `BATON_TEST_REFERENCE` | the folder that `gpu/transformers_reference.py` wrote on this GPU |
-//! | `BATON_TEST_BINARIES` | the folder of `baton` and the services, for tests of whole clusters |
-//! | `BATON_TEST_CLUSTERS` | `cpu`: those run on CPUs, and fewer of them |
-//! | `BATON_TEST_MIXES` | how many random mixes of requests are run; 200 |
-//! | `BATON_TEST_TRANSFERS` | how many transfers are ended at random, by each carrier; 400 |
-//! | `BATON_TEST_SOAK_SECONDS` | how long ranks sum while KV goes over; 5 |
+//! | `BATON_TEST_BINARIES` | the folder of `baton` and the services, for cluster tests |
+//! | `BATON_TEST_CLUSTERS` | `cpu`: run fewer cluster tests, on CPUs |
+//! | `BATON_TEST_MIXES` | number of random request mixes; default 200 |
+//! | `BATON_TEST_TRANSFERS` | transfers per transport in the random abort test; default 400 |
+//! | `BATON_TEST_SOAK_SECONDS` | duration of the soak test of all-reduce and KV transfers; default
+//! 5 |
 //! | `BATON_TEST_SHORT` | `1`: few rounds, for a run under compute-sanitizer |
-//! | `BATON_TEST_GPU` | `N`: a test that needs at most N GPUs fails where it would be skipped |
+//! | `BATON_TEST_GPU` | `N`: a test that needs at most N GPUs fails instead of being skipped |
 //!
-//! A test that needs more than this machine has is skipped, with the reason, and counted as ignored.
+//! A test that needs more than this machine has is skipped with a reason and counted as ignored.
 
 use std::process::ExitCode;
 

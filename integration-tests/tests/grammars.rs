@@ -1,4 +1,5 @@
-//! Answers of a real model, through whole clusters, that must match a schema or an expression.
+//! Structured output of a real model through whole clusters: answers match a schema or a regular
+//! expression.
 
 use anyhow::{Context, Result, bail, ensure};
 use futures_util::future::{join, try_join_all};
@@ -16,7 +17,7 @@ use serde_json::{Value, json};
 const CHAT: &str = "/v1/chat/completions";
 const QUESTION: &str = "Describe Ada, a friend from Paris, as JSON.";
 
-/// Every answer ends: strings, lists and numbers are bounded.
+/// Returns a schema with bounded strings, lists and numbers, so that every answer ends.
 fn person() -> Value {
     json!({
         "type": "object",
@@ -40,7 +41,7 @@ fn person() -> Value {
     })
 }
 
-/// Checks the keywords that these tests use.
+/// Validates the keywords that these tests use.
 fn validate(root: &Value, schema: &Value, value: &Value) -> Result<()> {
     for (keyword, rule) in schema.as_object().context("a schema is an object")? {
         let most = rule.as_u64().unwrap_or(0) as usize;
@@ -61,7 +62,7 @@ fn validate(root: &Value, schema: &Value, value: &Value) -> Result<()> {
                 let mut names = rule.as_array().context("a list")?.iter();
                 names.all(|name| object.contains_key(name.as_str().unwrap_or_default()))
             }
-            // All objects here are closed.
+            // Objects reject additional properties.
             ("properties", Value::Object(object)) => object.iter().all(|(name, value)| {
                 rule.get(name).is_some_and(|schema| validate(root, schema, value).is_ok())
             }),
@@ -105,7 +106,7 @@ fn chat(question: &str, more: Value) -> Value {
     with(json!({"messages": messages, "max_tokens": 200, "temperature": 0}), more)
 }
 
-/// The text, and why it ended.
+/// Returns the text and the finish reason.
 async fn ask(client: &Client, body: &Value, stream: bool) -> Result<(String, String)> {
     let body = with(body.clone(), json!({"stream": stream}));
     let text_of = |value: &Value| value.as_str().unwrap_or_default().to_owned();
@@ -162,7 +163,7 @@ async fn answers_match_their_schema_or_expression_streamed_and_whole() -> Result
             text.chars().map(|char| if char.is_ascii_digit() { '9' } else { char }).collect();
         assert!(["+99 999-9999", "+99 999-9999 ext. 9"].contains(&shape.as_str()), "{text}");
     }
-    // One token is the whole answer: the prefill node ends it.
+    // The answer is a single token, so the prefill node finishes the request.
     let long = format!("{} Yes or no?", "It may rain. ".repeat(20));
     let (text, reason) = ask(&client, &chat(&long, json!({"regex": "yes|no"})), true).await?;
     assert!(["yes", "no"].contains(&text.as_str()) && reason == "stop", "{text} {reason}");
@@ -180,25 +181,26 @@ async fn lengths_stops_and_ignored_ends_go_together_with_a_schema() -> Result<()
     let (cluster, client) = start(ClusterSpec::smollm2()).await?;
     let whole = chat(QUESTION, json!({"response_format": response_format(person())}));
     let (text, _) = ask(&client, &whole, false).await?;
-    // Cut by its length, it is the beginning of the same answer.
+    // With a smaller `max_tokens` the answer is a prefix of the full answer.
     let short = with(whole.clone(), json!({"max_tokens": 7}));
     let (cut, reason) = ask(&client, &short, true).await?;
     assert_eq!(reason, "length");
     assert!(text.starts_with(&cut) && !cut.is_empty(), "{cut} of {text}");
-    // A stop string ends it inside.
+    // A stop string ends the answer early.
     let stopping = with(whole.clone(), json!({"stop": "\"age\""}));
     let (stopped, reason) = ask(&client, &stopping, true).await?;
     assert_eq!(reason, "stop");
     assert_eq!(stopped, text[..text.find("\"age\"").context("it has an age")?]);
-    // Neither makes more of a whole answer.
+    // Neither option continues a complete answer.
     for more in [json!({"min_tokens": 150}), json!({"ignore_eos": true})] {
         let (same, reason) = ask(&client, &with(whole.clone(), more.clone()), false).await?;
         assert_eq!((&same, reason.as_str()), (&text, "stop"), "{more}");
     }
-    // An end that may come, and is not wanted, does not.
+    // An allowed end of sequence is ignored.
     let endless = chat("Count.", json!({"regex": "[0-9]{1,30}", "ignore_eos": true}));
     assert_eq!(ask(&client, &endless, false).await?.0.len(), 30);
-    // Penalties and draws stay within the schema, log-probabilities are of what was chosen.
+    // Penalties and sampling stay within the schema, and log-probabilities belong to the sampled
+    // tokens.
     let drawn = json!({"logprobs": true, "top_logprobs": 2, "temperature": 0.8, "top_k": 5,
         "top_p": 0.9, "frequency_penalty": 1.5, "presence_penalty": 1.0, "n": 3, "seed": 11,
         "max_tokens": 400});
@@ -215,7 +217,7 @@ async fn lengths_stops_and_ignored_ends_go_together_with_a_schema() -> Result<()
     cluster.stop()
 }
 
-/// A long prompt, so that its KV crosses.
+/// Returns a request with a long prompt, so that its KV is transferred.
 fn long_body(more: Value) -> Value {
     let format = response_format(person());
     let asked = json!({"response_format": format, "ignore_eos": false});
@@ -245,8 +247,9 @@ async fn a_forced_retry_goes_on_inside_the_grammar() -> Result<()> {
                 kv_bytes = event["baton"]["kv_bytes"].as_u64().unwrap_or(kv_bytes);
             }
         }
-        // A node that was killed may have been reading its blocks; the next may read the prompt itself.
-        assert!(kv_bytes > 0 || kill_after.is_some(), "nothing crossed");
+        // A killed node may have been receiving KV; the next decode node may prefill the prompt
+        // itself.
+        assert!(kv_bytes > 0 || kill_after.is_some(), "no KV was transferred");
         let expected = whole.get_or_insert_with(|| found.clone());
         assert_eq!(&found, expected, "killed after {kill_after:?}");
         assert!(found.len() > 15, "{found:?}");
@@ -313,8 +316,8 @@ async fn hostile_grammars_are_refused_with_their_field_and_hurt_nobody() -> Resu
         assert!(message.starts_with(field) && message.contains(words), "{message}");
         assert!(message.len() < 400, "{message}");
     }
-    // What costs much but can be followed ends as an answer or as one typed error; nobody else
-    // notices.
+    // Expensive grammars end with an answer or with one typed error, and do not disturb other
+    // requests.
     let kinds = (0..150).map(
         |index| json!({"type": "object", "properties": {format!("k{index}"): {"type": "string"}}}),
     );

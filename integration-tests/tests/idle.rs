@@ -1,4 +1,4 @@
-//! What a cluster costs that has nothing to do.
+//! Resource use of an idle cluster.
 
 use std::time::{Duration, Instant};
 
@@ -9,11 +9,11 @@ use integration_tests::{
     golden::run_named,
 };
 
-/// An unstripped debug build of the router with the model's vocabulary in it.
+/// Limit for an unstripped debug build of the router, with the model's vocabulary.
 const ROUTER_RESIDENT_KIB_MAX: u64 = 40 << 10;
 const WINDOW: Duration = Duration::from_secs(2);
-/// Of the window's 200 ticks for each core: beats, probes and load reports, in a debug build. One
-/// thread that spins takes all 200.
+/// Limit of CPU ticks in the window, out of 200 per core: heartbeats, probes and load reports of a
+/// debug build. One spinning thread takes 200.
 const TICKS_MAX: u64 = 40;
 
 #[tokio::test]
@@ -25,7 +25,7 @@ async fn an_idle_cluster_is_small_and_does_not_spin() -> Result<()> {
         let client = Client::new(cluster.http());
         (cluster, client)
     };
-    // Whatever is set up on first use is there, and threads have had work to wait for after.
+    // Warms up everything that is created on first use.
     let run = run_named("code");
     assert_eq!(client.greedy(&run.prompt_ids, 48).await?, run.output_ids);
     for node in cluster.prefill.iter().chain(&cluster.decode) {
@@ -47,10 +47,11 @@ async fn an_idle_cluster_is_small_and_does_not_spin() -> Result<()> {
     cluster.stop()
 }
 
-/// Processor time that a process has used so far, in ticks of 10 ms.
+/// Returns the CPU time of a process, in ticks of 10 ms.
 fn ticks(service: &Service) -> Result<u64> {
     let stat = std::fs::read_to_string(format!("/proc/{}/stat", service.id()))?;
-    // After the name, which may hold anything: state is the first field, utime and stime follow.
+    // The name may contain any character. The fields behind it start with state; utime and stime
+    // follow.
     let (_, fields) = stat.rsplit_once(')').context("no name")?;
     let times = fields.split_whitespace().skip(11).take(2).map(str::parse::<u64>);
     Ok(times.sum::<Result<u64, _>>()?)

@@ -1,4 +1,4 @@
-//! A load generator that knows nothing of Baton runs unmodified against a cluster.
+//! A load generator without knowledge of Baton runs unmodified against a cluster.
 
 use std::{path::PathBuf, process::Command};
 
@@ -8,7 +8,7 @@ use integration_tests::{
     command::output,
 };
 
-/// Where `make test` installs it.
+/// Returns the k6 that `make test` installs.
 fn k6() -> PathBuf {
     let program = bin_dir().join("../python/bin/k6");
     assert!(program.exists(), "{} is missing: run `make test`", program.display());
@@ -26,7 +26,7 @@ async fn k6_gets_an_answer_to_every_request() -> Result<()> {
     })
     .await??;
     let said = String::from_utf8_lossy(&output.stdout);
-    // Its exit status tells whether every threshold of the script held.
+    // The exit status tells whether all thresholds of the script hold.
     assert!(
         output.status.success() && said.contains("iterations"),
         "{said}{}",

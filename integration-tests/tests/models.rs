@@ -1,4 +1,5 @@
-//! Two models of different shape in one cluster: real nodes, one router, a request goes by its name.
+//! Two models of different shape in one cluster. The router selects nodes by the request's model
+//! name.
 
 #[allow(dead_code)]
 #[path = "hugging_face/folder.rs"]
@@ -41,7 +42,7 @@ impl Nodes {
     }
 }
 
-/// A node of the model that has this name.
+/// Starts a node of the model.
 fn start(
     folder: &Path,
     role: &str,
@@ -71,7 +72,7 @@ async fn each_model_has_its_own_template_and_tool_format() -> Result<()> {
     let folder = tempfile::tempdir()?;
     folder::write_tiny_config(folder.path(), 256)?;
     folder::write_tokenizer(&smollm2(), folder.path())?;
-    // Shows tools, but not how to call them.
+    // This template shows tools, but not the format of calls.
     let template = folder.path().join("tools.jinja");
     let text = "{{ tools | tojson }}{% for message in messages %}{{ message.content }}{% endfor %}";
     std::fs::write(&template, text)?;
@@ -128,7 +129,7 @@ async fn each_model_has_its_own_template_and_tool_format() -> Result<()> {
     Ok(())
 }
 
-/// What the tiny model says to this prompt when nothing else is there.
+/// Returns the tiny model's answer from a cluster without other models.
 async fn tiny_alone(model: &Path, prompt_ids: &[u32]) -> Result<Vec<u32>> {
     let spec = ClusterSpec {
         model: model.to_owned(),
@@ -149,7 +150,7 @@ async fn ask(client: &Client, name: Option<&str>, run: &GoldenRun) -> Result<Com
     client.complete(&body).await
 }
 
-/// What the router's health says of the model: prefill and decode nodes.
+/// Returns the numbers of prefill and decode nodes of the model in the router's `/health`.
 async fn nodes_of(client: &Client, name: &str) -> Result<[u64; 2]> {
     let (_, health) = client.get_json("/health").await?;
     let models = health["models"].as_array().with_context(|| format!("no models: {health}"))?;
@@ -173,7 +174,7 @@ async fn each_name_is_answered_by_its_model_and_one_that_dies_leaves_the_other_a
     folder::write_tiny_config(model.path(), 256)?;
     folder::write_tokenizer(&smollm2(), model.path())?;
     let mut run = longest();
-    // Several blocks, so that KV crosses, and within what the tiny model reads.
+    // Several blocks, so that KV is transferred, and within the tiny model's context.
     run.prompt_ids.truncate(100);
     let expected_tiny = tiny_alone(model.path(), &run.prompt_ids).await?;
 
@@ -193,7 +194,7 @@ async fn each_name_is_answered_by_its_model_and_one_that_dies_leaves_the_other_a
             ("BATON_ROUTER_ALIASES", &format!("small={TINY}")),
             ("BATON_ROUTER_HTTP", "127.0.0.1:0"),
             ("BATON_ROUTER_GRPC", "127.0.0.1:0"),
-            // The model that dies has no node until its request's deadline.
+            // Requests for a model without nodes wait until their deadline.
             ("BATON_ROUTER_TIMEOUT", "30s"),
             ("BATON_CLUSTER_PREFILL", &both(&large.prefill, &tiny.prefill)),
             ("BATON_CLUSTER_DECODE", &both(&large.decode, &tiny.decode)),
@@ -204,7 +205,7 @@ async fn each_name_is_answered_by_its_model_and_one_that_dies_leaves_the_other_a
         wait_nodes(&client, name, [1, 1]).await?;
     }
 
-    // The first model's own answer, as it gives it alone, to whoever names no other.
+    // Requests without a model name get the first model's answer.
     let expected_large = ask(&client, None, &run).await?.token_ids;
     assert_ne!(expected_large, expected_tiny);
     for round in 0..2 {
@@ -218,11 +219,11 @@ async fn each_name_is_answered_by_its_model_and_one_that_dies_leaves_the_other_a
             assert_eq!(answer.decode_node, format!("decode-{name}"), "{answer:?}");
         }
     }
-    // KV crossed from each model's prefill node to its own decode node.
+    // Each model's prefill node has sent KV to its own decode node.
     for node in [&large.decode, &tiny.decode] {
         assert!(node.metric("baton_kv_transfer_bytes_total").await? > 0.0, "{}", node.name);
     }
-    // And the golden outputs are those of the first model.
+    // The golden outputs are those of the first model.
     let golden = longest();
     let found = ask(&client, Some(LARGE), &golden).await?.token_ids;
     assert_eq!(found, golden.output_ids[..TOKENS]);
@@ -240,7 +241,8 @@ async fn each_name_is_answered_by_its_model_and_one_that_dies_leaves_the_other_a
         assert!(message.contains(name), "{name} is not in {message}");
     }
 
-    // One model's nodes die while the other is asked: no answer of that one suffers.
+    // One model's nodes are killed while requests for the other model run. No answer of the other
+    // model changes.
     let load = async {
         for _ in 0..8 {
             let answer = ask(&client, Some(LARGE), &run).await?;

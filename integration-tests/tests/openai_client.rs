@@ -1,4 +1,4 @@
-//! The OpenAI Python client works unmodified, streaming and not.
+//! The unmodified OpenAI Python client works, streaming and non-streaming.
 
 use std::process::Command;
 
@@ -15,13 +15,13 @@ async fn the_openai_python_client_works_unmodified() -> Result<()> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn the_openai_python_client_may_offer_tools() -> Result<()> {
-    // The model's own template does not show tools.
+    // The model's own template does not render tools.
     let template = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/tool_template.jinja");
     let spec = ClusterSpec::smollm2().set("BATON_MODEL_CHAT_TEMPLATE", template);
     run(spec, "openai_tools.py").await
 }
 
-/// Runs a script of this folder against a cluster; it must end with "ok".
+/// Runs a script of this folder against a cluster. The script must end with "ok".
 async fn run(spec: ClusterSpec, script: &str) -> Result<()> {
     let cluster = Cluster::start(spec).await?;
     let script = format!("{}/tests/{script}", env!("CARGO_MANIFEST_DIR"));

@@ -1,4 +1,5 @@
-//! The API's description against a running cluster: whatever is sent, answers are as described.
+//! Compares the OpenAPI description with a running cluster: responses to generated requests conform
+//! to it.
 
 use std::{path::PathBuf, process::Command};
 
@@ -8,14 +9,15 @@ use integration_tests::{
     command::output,
 };
 
-/// Where `make test` installs Python packages.
+/// Returns the folder of the Python packages that `make test` installs.
 fn python_folder() -> PathBuf {
     let folder = bin_dir().join("../python");
     assert!(folder.exists(), "{} is missing: run `make test`", folder.display());
     folder
 }
 
-/// Few tokens and few answers a request: what is sent asks for the most that is allowed.
+/// Starts a cluster with few tokens and choices per request, because generated requests use the
+/// allowed maximum.
 async fn small_cluster() -> Result<Cluster> {
     let spec = ClusterSpec { dtype: "bf16", ..ClusterSpec::smollm2() }
         .set("BATON_NODE_SEQUENCE_TOKENS_MAX", 40)
@@ -24,9 +26,9 @@ async fn small_cluster() -> Result<Cluster> {
     Cluster::start(spec).await
 }
 
-/// Runs Python with the installed packages; it must succeed.
+/// Runs Python with the installed packages. It must succeed.
 async fn python(args: Vec<String>) -> Result<()> {
-    // Where programs may leave what they like.
+    // Programs may leave files in their working folder.
     let folder = tempfile::tempdir()?;
     let run = move || {
         let mut python = Command::new("python3");
@@ -46,8 +48,8 @@ async fn python(args: Vec<String>) -> Result<()> {
 #[tokio::test(flavor = "multi_thread")]
 async fn whatever_is_sent_is_answered_as_described() -> Result<()> {
     let cluster = small_cluster().await?;
-    // Not that all described data is accepted: what a template or the model's length allows is not
-    // in the description.
+    // The check that all described data is accepted is left out: the description does not include
+    // limits of the template and of the context.
     let checks = "not_a_server_error,status_code_conformance,content_type_conformance,\
                   response_headers_conformance,response_schema_conformance,\
                   negative_data_rejection,unsupported_method,allow_header_conformance";

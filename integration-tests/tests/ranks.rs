@@ -1,5 +1,5 @@
-//! Nodes with ranks, as whole clusters of real processes: the reference's tokens with any number of
-//! ranks on either side of a transfer, and what a rank's end means for requests and membership.
+//! Clusters of tensor-parallel nodes: golden tokens with any rank count on either side of a
+//! transfer, and the effect of a lost rank on requests and membership.
 
 use std::{
     fs,
@@ -24,7 +24,7 @@ const TP: &str = "BATON_NODE_TP";
 const RANKS: usize = 3;
 
 fn spec() -> ClusterSpec {
-    // 45 MiB of KV in f32, in shared memory: the longest run has 41 blocks.
+    // 45 MiB of f32 KV in shared memory: the longest run has 41 blocks.
     ClusterSpec::smollm2().set("BATON_NODE_DEVICE", "cpu").set("BATON_NODE_BLOCKS", 64)
 }
 
@@ -79,14 +79,14 @@ async fn ranks_share_the_cpus_that_their_node_is_given() -> Result<()> {
     cluster.stop()
 }
 
-/// Which ends a rank.
+/// Signal that ends a rank.
 #[derive(Clone, Copy, PartialEq)]
 enum End {
     Killed,
     Stopped,
 }
 
-/// A decode node alone loses a rank while it writes an answer.
+/// Checks that a decode node fails its request and exits when it loses a rank.
 async fn loses_a_rank(end: End) -> Result<()> {
     let etcd = Etcd::start()?;
     let spec = spec()
@@ -94,7 +94,7 @@ async fn loses_a_rank(end: End) -> Result<()> {
         .set(TP, RANKS)
         .set("BATON_CLUSTER_ETCD", etcd.url())
         .set("BATON_CLUSTER_ETCD_PREFIX", PREFIX)
-        // Far longer than the test: a record that goes was taken away.
+        // Far longer than the test, so a record disappears only when the node removes it.
         .set("BATON_CLUSTER_ETCD_TTL", "600s");
     let mut cluster = Cluster::start(spec).await?;
     etcd.wait_leases(PREFIX, |keys| keys.len() == 1).await?;
@@ -113,7 +113,7 @@ async fn loses_a_rank(end: End) -> Result<()> {
     let mut error = None;
     while let Some(event) = stream.next().await? {
         assert!(error.is_none(), "{error:?} was not the last: {event:?}");
-        assert!(!event.is_done(), "an answer that is not complete ends as if it were");
+        assert!(!event.is_done(), "a failed answer ends with [DONE]");
         error = Some(event.json()["error"].clone()).filter(|error| !error.is_null());
     }
     let error = error.context("no error")?;
@@ -134,7 +134,7 @@ async fn loses_a_rank(end: End) -> Result<()> {
     if end == End::Stopped {
         return Ok(());
     }
-    // As its supervisor does.
+    // Restarts the node, as its supervisor does.
     cluster.restart_decode(0)?;
     etcd.wait_leases(PREFIX, |keys| keys.len() == 1).await?;
     cluster.wait_nodes(0, 1).await?;
@@ -154,7 +154,7 @@ async fn a_stopped_rank_ends_its_requests_typed_and_its_node() -> Result<()> {
     loses_a_rank(End::Stopped).await
 }
 
-/// A node that is to start with so many ranks, on this device: its exit code and its lines.
+/// Starts a node with invalid ranks. Returns its exit code and output.
 fn refused(ranks: &str, device: &str) -> Result<(Option<i32>, String)> {
     let mut command = Command::new(bin_dir().join("baton-decode-node"));
     for (name, value) in [
@@ -191,7 +191,7 @@ fn a_number_of_ranks_that_the_model_does_not_allow_is_refused_with_those_that_it
     Ok(())
 }
 
-/// Named memory of a process.
+/// Returns the names of a process's shared memory regions.
 fn shared_memory_of(id: u32) -> Vec<String> {
     let names = fs::read_dir("/dev/shm").expect("shared memory is listed").flatten();
     let names = names.filter_map(|entry| entry.file_name().into_string().ok());
@@ -216,7 +216,7 @@ fn a_node_that_is_told_to_stop_while_its_ranks_load_leaves_no_memory_behind() ->
     let id = node.id();
     let deadline = Instant::now() + DEADLINE;
     while shared_memory_of(id).is_empty() && node.try_wait()?.is_none() {
-        ensure!(Instant::now() < deadline, "the node makes no memory for its ranks");
+        ensure!(Instant::now() < deadline, "the node has not created shared memory for its ranks");
         std::thread::sleep(Duration::from_millis(1));
     }
     let ranks = children(id);
@@ -227,7 +227,7 @@ fn a_node_that_is_told_to_stop_while_its_ranks_load_leaves_no_memory_behind() ->
     wait_gone(&ranks)
 }
 
-/// As when somebody gives the flag that is the node's own.
+/// Uses the internal flag of rank processes by hand.
 #[test]
 fn a_rank_that_no_node_has_started_ends_with_a_line() -> Result<()> {
     let spec = format!("baton-{:032x}-1-ranks:0/2", 5);

@@ -17,7 +17,7 @@ use integration_tests::{
 use serde_json::{Value, json};
 
 const READY_WITHIN: Duration = Duration::from_secs(60);
-/// A killed process ends at once, on a busy machine nearly so.
+/// Time limit for the end of a killed process on a busy machine.
 const ENDED_WITHIN: Duration = Duration::from_secs(30);
 
 fn root() -> PathBuf {
@@ -32,7 +32,7 @@ fn readme() -> String {
     page("README.md")
 }
 
-/// README.md, CONTRIBUTING.md and the pages of docs/.
+/// Returns README.md, CONTRIBUTING.md and the pages of docs/.
 fn pages() -> Vec<String> {
     let mut pages = vec!["README.md".to_owned(), "CONTRIBUTING.md".to_owned()];
     for folder in ["docs", "docs/benchmarks"] {
@@ -44,7 +44,7 @@ fn pages() -> Vec<String> {
     pages
 }
 
-/// A shell and everything that it has started: a process group, ended as one.
+/// A shell and its children: a process group that is killed together.
 struct Script(Child);
 
 impl Script {
@@ -62,8 +62,8 @@ impl Script {
 
 impl Drop for Script {
     fn drop(&mut self) {
-        // The shell is not reaped yet, so the number is still its group's. A shell's own `kill`: the
-        // program need not be there.
+        // The shell is not reaped yet, so its group id is not reused. The shell's built-in `kill`
+        // is used, because the program may be missing.
         let kill = format!("kill -s KILL -- -{}", self.0.id());
         let _ = Command::new("sh").args(["-c", &kill]).status();
         let _ = self.0.kill();
@@ -74,7 +74,7 @@ impl Drop for Script {
     }
 }
 
-/// Different ones: none is given back before the last is chosen.
+/// Returns distinct free ports: all ports stay bound until the last is chosen.
 fn free_ports<const COUNT: usize>() -> Result<[u16; COUNT]> {
     let mut held = Vec::new();
     let mut ports = [0; COUNT];
@@ -86,7 +86,7 @@ fn free_ports<const COUNT: usize>() -> Result<[u16; COUNT]> {
     Ok(ports)
 }
 
-/// As it stands there, but for the ports and the secret, and one model under both names.
+/// Runs the documented commands with other ports, a secret and one model under both names.
 #[tokio::test]
 async fn two_models_start_as_documented() -> Result<()> {
     let blocks = fences(&page("docs/operations.md"));
@@ -102,7 +102,8 @@ async fn two_models_start_as_documented() -> Result<()> {
     assert_eq!(text.matches(secret).count(), 1, "{text}");
     text = text.replace(secret, SECRET);
     let [http_port, ports @ ..] = free_ports::<5>()?;
-    // All are marked before the first is replaced: a chosen number may be one that is shown.
+    // All ports are marked before the first is replaced, because a chosen port may equal a
+    // documented one.
     for place in 0..ports.len() {
         let shown = format!(":{}", 50_061 + place);
         assert_eq!(text.matches(&shown).count(), 2, "{shown} in {text}");
@@ -141,7 +142,7 @@ async fn two_models_start_as_documented() -> Result<()> {
     Ok(())
 }
 
-/// The fenced blocks: language and text.
+/// Returns the fenced code blocks: language and text.
 fn fences(readme: &str) -> Vec<(String, String)> {
     let mut fences = Vec::new();
     let mut lines = readme.lines();
@@ -154,14 +155,15 @@ fn fences(readme: &str) -> Vec<(String, String)> {
     fences
 }
 
-/// What stands between single backticks, on one line or two.
+/// Returns the text between single backticks, on one line or two.
 fn code_spans(readme: &str) -> Vec<String> {
     let outside_fences: Vec<&str> = readme.split("```").step_by(2).collect();
     let text = outside_fences.join("\n");
     text.split('`').skip(1).step_by(2).map(|span| span.replace('\n', " ")).collect()
 }
 
-/// The rows of the table under the heading that begins with `a chat with`: fields and status.
+/// Returns the rows of the table under the heading that starts with `a chat with`: fields and
+/// status.
 fn chat_rows(readme: &str) -> Vec<(Vec<Value>, u16)> {
     let rows = readme.lines().skip_while(|line| !line.starts_with("| a chat with |"));
     let rows = rows.skip(2).take_while(|line| line.starts_with('|'));
@@ -177,7 +179,7 @@ fn chat_rows(readme: &str) -> Vec<(Vec<Value>, u16)> {
     .collect()
 }
 
-/// With the tools that `make test` installs.
+/// Returns PATH with the tools that `make test` installs.
 fn search_path() -> String {
     let tools = bin_dir().join("../python/bin");
     let path = std::env::var("PATH").unwrap_or_default();
@@ -188,7 +190,7 @@ fn run(program: &str, args: &[&str]) -> Result<Output> {
     output(Command::new(program).args(args).env("PATH", search_path()))
 }
 
-/// Standard output of a command that succeeded.
+/// Returns the standard output of a successful command.
 fn said_by(program: &str, args: &[&str]) -> Result<String> {
     let output = run(program, args)?;
     let complaint = String::from_utf8_lossy(&output.stderr);
@@ -242,7 +244,7 @@ async fn documented_request_limits_hold() -> Result<()> {
             if status != 200 {
                 let json = answer.json();
                 let param = json["error"]["param"].as_str().context("a field is named")?;
-                // The field, or what in it is wrong.
+                // The error names the field, or a part of it.
                 let is_named = param.strip_prefix(names[0].as_str());
                 let is_named =
                     is_named.is_some_and(|rest| rest.is_empty() || rest.starts_with('.'));
@@ -296,7 +298,7 @@ fn every_documented_command_has_valid_flags() -> Result<()> {
                 [program @ ("baton" | "target/release/baton" | "baton-bench"), ref args @ ..] => {
                     let program = program.rsplit('/').next().unwrap_or_default();
                     let program = bin_dir().join(program).display().to_string();
-                    // With --help a program checks the flags before it and does nothing.
+                    // With --help a program checks the flags before it and exits.
                     said_by(&program, &[args, &["--help"]].concat())
                         .with_context(|| format!("{name}: {command}"))?;
                     baton += 1;

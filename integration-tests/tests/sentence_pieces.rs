@@ -1,5 +1,5 @@
-//! A Llama with a SentencePiece vocabulary, written here as a GGUF file, through a whole cluster: what
-//! its users read.
+//! A Llama with a SentencePiece vocabulary through a whole cluster. The test writes the model as a
+//! GGUF file.
 
 use std::{fs, path::Path};
 
@@ -16,13 +16,13 @@ const FFN: u64 = 256;
 const KV: u64 = 32;
 const TEMPLATE: &str = "{{ bos_token }}{% for m in messages %}\
     {{ '[INST] ' + m['content'] + ' [/INST]' }}{% endfor %}";
-/// Behind `<unk>`, `<s>`, `</s>` and the bytes; earlier ones merge first.
+/// Tokens after `<unk>`, `<s>`, `</s>` and the bytes. Earlier tokens merge first.
 const PIECES: [&str; 31] = [
     "▁t", "he", "▁the", "in", "er", "▁a", "on", "▁w", "▁wor", "ld", "▁world", "▁h", "el", "lo",
     "▁hello", "\":", "▁\"", "▁", "e", "t", "a", "o", "i", "n", "h", "l", "w", "r", "d", "é", "日",
 ];
 
-/// Bytes of a GGUF file in the making.
+/// Writer of a GGUF file.
 struct Writer(Vec<u8>);
 
 impl Writer {
@@ -47,7 +47,7 @@ impl Writer {
     }
 }
 
-/// A Llama of one layer with seeded random weights.
+/// Writes a Llama of one layer with seeded random weights.
 fn write_model(path: &Path) -> Result<()> {
     let mut tokens: Vec<String> = ["<unk>", "<s>", "</s>"].map(str::to_owned).to_vec();
     tokens.extend((0..=255).map(|byte| format!("<0x{byte:02X}>")));
@@ -132,7 +132,7 @@ fn write_model(path: &Path) -> Result<()> {
                 .wrapping_mul(6_364_136_223_846_793_005)
                 .wrapping_add(1_442_695_040_888_963_407);
             let random = (state >> 40) as f32 / (1u64 << 24) as f32 - 0.5;
-            // Vectors are norms.
+            // Vectors are norm weights.
             let value = if dims.len() == 1 { 1.0 } else { random };
             file.0.extend(value.to_le_bytes());
         }
@@ -152,7 +152,7 @@ async fn answers_of_a_sentence_piece_model_are_read_as_its_tokenizer_writes_them
     let cluster = Cluster::start(spec).await?;
     let client = Client::new(cluster.http());
 
-    // Random bytes, words and halves of characters, all at once and as they come.
+    // Random bytes, words and incomplete characters, streamed and non-streaming.
     let prompt = "hello the world, 日é👍";
     let ids = tokenizer.encode_prompt(prompt, SpecialTokens::Parse)?;
     for seed in 0..4 {
@@ -178,7 +178,7 @@ async fn answers_of_a_sentence_piece_model_are_read_as_its_tokenizer_writes_them
         assert!(!expected.contains('▁') && !expected.contains("<0x"), "{expected:?}");
     }
 
-    // A chat has one BOS, its template's, and a space behind it.
+    // The chat template adds one BOS and a space after it.
     let mut chat = json!({"messages": [{"role": "user", "content": "hello"}], "max_tokens": 400,
         "temperature": 1, "seed": 3});
     let expected = tokenizer.encode("<s>[INST] hello [/INST]", SpecialTokens::Parse)?;
@@ -200,7 +200,7 @@ async fn answers_of_a_sentence_piece_model_are_read_as_its_tokenizer_writes_them
             assert!(object["hé 日"].is_boolean() && object["b"].is_string(), "{object}");
         }
     }
-    // The real thing that clients send.
+    // A response format as clients send it.
     chat["response_format"] = json!({"type": "json_object"});
     let answer = client.post("/v1/chat/completions", &chat).await?.json();
     let content = answer["choices"][0]["message"]["content"].as_str().context("no content")?;

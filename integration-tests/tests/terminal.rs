@@ -1,4 +1,4 @@
-//! What a person at a terminal sees and does. `script` makes the terminal.
+//! Logs and signals at a terminal. The program `script` creates the terminal.
 
 use std::{
     io::Write,
@@ -14,10 +14,10 @@ use integration_tests::{
 use serde_json::Value;
 
 const DEADLINE: Duration = Duration::from_secs(60);
-/// What a terminal sends when Ctrl-C is pressed.
+/// Byte of Ctrl-C on a terminal.
 const CONTROL_C: &[u8] = b"\x03";
 
-/// A command on a terminal of its own.
+/// A command on its own terminal.
 struct Terminal {
     script: Child,
     keyboard: ChildStdin,
@@ -26,8 +26,7 @@ struct Terminal {
 
 impl Terminal {
     fn run(command: &str) -> Result<Self> {
-        // A shell that stays would also get the Ctrl-C, and say that it died of it; some stay
-        // unless told to make way.
+        // Without `exec` some shells stay, receive the Ctrl-C too and report a signal.
         let command = format!("exec {command}");
         let mut script = Command::new("script")
             .args(["--quiet", "--return", "--command", &command, "/dev/null"])
@@ -46,7 +45,7 @@ impl Terminal {
         Ok(self.keyboard.flush()?)
     }
 
-    /// All that it showed, when the command has ended well.
+    /// Returns the whole output of a command that succeeded.
     fn end(&mut self) -> Result<&[String]> {
         let deadline = Instant::now() + DEADLINE;
         let status = loop {
@@ -124,7 +123,7 @@ fn no_log_line_cuts_into_the_sample_answer() -> Result<()> {
     let (before, rest) = shown.split_at(question);
     assert_eq!(rest[1], "The capital of France is Paris.", "{rest:#?}");
     assert!(rest[2].starts_with("[8 tokens; "), "{rest:#?}");
-    // Every child spoke, in a colour, and what it said of this request came after the answer.
+    // Every child has printed coloured lines, and its log lines of the request follow the answer.
     for name in ["prefill-0", "decode-0", "router"] {
         let prefix = format!("m[{name}]\x1b[0m ");
         let speaks = |lines: &[String]| lines.iter().any(|line| line.contains(&prefix));

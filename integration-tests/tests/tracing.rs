@@ -1,5 +1,5 @@
 //! One request is one trace: router, prefill node, transfer and decode node, each span under its
-//! parent, as a collector receives it.
+//! parent, as an OTLP collector receives it.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -26,7 +26,7 @@ use tonic::{Request, Response, Status, transport::server::TcpIncoming};
 const TRACE: &str = "0af7651916cd43dd8448eb211c80319c";
 const CALLER: &str = "b7ad6b7169203331";
 
-/// Keeps every span with the name of the service that sent it.
+/// Collector that stores every span with its service name.
 #[derive(Clone, Default)]
 struct Collector {
     spans: Arc<Mutex<Vec<(String, Span)>>>,
@@ -38,7 +38,7 @@ impl TraceService for Collector {
         &self,
         request: Request<ExportTraceServiceRequest>,
     ) -> Result<Response<ExportTraceServiceResponse>, Status> {
-        let mut spans = self.spans.lock().expect("no holder panics");
+        let mut spans = self.spans.lock().expect("the lock is not poisoned");
         for resource in request.into_inner().resource_spans {
             let service = resource
                 .resource
@@ -62,7 +62,7 @@ fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-// The collector must answer while the test waits for processes to end.
+// The collector must respond while the test waits for processes to end.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_request_is_one_trace_from_router_to_decode_node() -> Result<()> {
     let collector = Collector::default();
@@ -88,10 +88,10 @@ async fn a_request_is_one_trace_from_router_to_decode_node() -> Result<()> {
         .token_ids()
         .await?;
     assert_eq!(found, run.output_ids[..8]);
-    // Stopping flushes what is not sent yet.
+    // Shutdown flushes the remaining spans.
     cluster.stop()?;
 
-    // Both ends of a transfer have a span of that name.
+    // Both sides of a transfer have a span with that name.
     let wanted = [
         ("router", "request"),
         ("router", "attempt"),
@@ -107,7 +107,7 @@ async fn a_request_is_one_trace_from_router_to_decode_node() -> Result<()> {
         let spans: Vec<(String, Span)> = collector
             .spans
             .lock()
-            .expect("no holder panics")
+            .expect("the lock is not poisoned")
             .iter()
             .filter(|(_, span)| hex(&span.trace_id) == TRACE)
             .cloned()
@@ -120,12 +120,12 @@ async fn a_request_is_one_trace_from_router_to_decode_node() -> Result<()> {
             break;
         }
         if Instant::now() >= deadline {
-            let seen = collector.spans.lock().expect("no holder panics").clone();
+            let seen = collector.spans.lock().expect("the lock is not poisoned").clone();
             let seen: Vec<String> = seen
                 .iter()
                 .map(|(service, span)| format!("{service} {} {}", hex(&span.trace_id), span.name))
                 .collect();
-            bail!("of {wanted:?} came {names:?}; all spans:\n{}", seen.join("\n"));
+            bail!("received {names:?} of {wanted:?}; all spans:\n{}", seen.join("\n"));
         }
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
@@ -133,7 +133,8 @@ async fn a_request_is_one_trace_from_router_to_decode_node() -> Result<()> {
     Ok(())
 }
 
-/// The sender's transfer belongs to the receiver's: its parent came by `RESERVE`, over ZeroMQ.
+/// Checks that the sender's transfer span is a child of the receiver's: `RESERVE` carries the
+/// parent over ZeroMQ.
 fn check_transfer(spans: &[(String, Span)]) {
     let transfer_of = |wanted: &str| {
         let mut found = spans
@@ -157,7 +158,7 @@ fn check_transfer(spans: &[(String, Span)]) {
     );
 }
 
-/// Every span hangs on another of the trace, and in the end on the caller's.
+/// Checks that every span descends from the caller's span.
 fn check_tree(spans: &[(String, Span)]) {
     let parents: BTreeMap<String, String> =
         spans.iter().map(|(_, span)| (hex(&span.span_id), hex(&span.parent_span_id))).collect();
@@ -172,7 +173,7 @@ fn check_tree(spans: &[(String, Span)]) {
                 .unwrap_or_else(|| panic!("{service} {}: parent {at} is unknown", span.name))
                 .clone();
         }
-        assert_eq!(at, CALLER, "{service} {} hangs on nothing", span.name);
+        assert_eq!(at, CALLER, "{service} {} has no parent", span.name);
     }
     let services: BTreeSet<&str> = spans.iter().map(|(service, _)| service.as_str()).collect();
     assert!(services.len() >= 3, "{services:?}");

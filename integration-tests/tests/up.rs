@@ -1,4 +1,4 @@
-//! `baton up` as a user runs it.
+//! `baton up`, run as a user runs it.
 
 use std::{
     collections::BTreeMap,
@@ -23,7 +23,7 @@ use serde_json::json;
 
 const DEADLINE: Duration = Duration::from_secs(60);
 
-/// With the real model, on ports of its choice.
+/// Starts it with the real model on free ports.
 fn start(args: &[&str]) -> Result<Up> {
     let model = smollm2().display().to_string();
     let common = ["--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0", "--model", &model];
@@ -80,7 +80,7 @@ async fn as_many_nodes_and_the_number_format_that_were_asked_for_serve() -> Resu
     assert_eq!(formats, [true; 4], "{:#?}", up.lines.seen());
     let (_, health) = client.get_json("/health").await?;
     assert_eq!((&health["prefill_nodes"], &health["decode_nodes"]), (&json!(2), &json!(2)));
-    // To the bit, which bf16 would not be.
+    // Bit-exact values, which bf16 would not give.
     let run = longest();
     assert_eq!(client.greedy(&run.prompt_ids, 48).await?, run.output_ids);
     up.interrupt();
@@ -88,7 +88,7 @@ async fn as_many_nodes_and_the_number_format_that_were_asked_for_serve() -> Resu
     Ok(())
 }
 
-/// A paused terminal, a pager: nobody reads, and a pipe holds 64 KiB.
+/// Nobody reads the output, as with a paused terminal. A pipe holds 64 KiB.
 #[test]
 fn a_log_that_nobody_reads_does_not_hold_up_the_end() -> Result<()> {
     let model = smollm2().display().to_string();
@@ -102,7 +102,7 @@ fn a_log_that_nobody_reads_does_not_hold_up_the_end() -> Result<()> {
         .spawn()?;
     let mut answer = Lines::of(child.stdout.take().context("stdout is piped")?);
     let unread = child.stderr.take().context("stderr is piped")?;
-    // By then far more was logged than the pipe holds, and it serves all the same.
+    // By now the log exceeds the pipe's capacity, and the cluster still serves.
     answer.wait_for("time to first token")?;
     let mut up = Up { child, lines: Lines::of(std::io::empty()) };
     up.interrupt();
@@ -111,7 +111,7 @@ fn a_log_that_nobody_reads_does_not_hold_up_the_end() -> Result<()> {
     Ok(())
 }
 
-/// The newcomer's command; the compiler has done its part before the tests.
+/// Runs `make run` with the binaries already built.
 #[test]
 fn make_run_once_streams_an_answer_and_ends() -> Result<()> {
     let built = bin_dir();

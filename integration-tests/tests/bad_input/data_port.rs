@@ -1,4 +1,5 @@
-//! The port on which KV arrives, as strangers find it and as one does who knows the cluster's secret.
+//! Attacks on the port that receives KV: by clients without the cluster secret, and by one that
+//! knows the secret.
 
 use std::{
     io::{self, Read, Write},
@@ -17,11 +18,11 @@ use proto::v1::{
     NodeRecord, ObserveRequest, node_client::NodeClient, observe_event::Event as Observed,
 };
 
-/// Far beyond what any step here needs.
-const PATIENCE: Duration = Duration::from_secs(20);
-const GREETING_BYTES: usize = 40;
+/// Time-out of every step.
+const TIMEOUT: Duration = Duration::from_secs(20);
+const CHALLENGE_BYTES: usize = 40;
 const TAG_BYTES: usize = 32;
-/// What a receiver reads past at most where nobody waits for a frame.
+/// Largest frame without a matching transfer that a receiver skips.
 const FRAME_BYTES: u64 = 200 << 20;
 
 /// A node whose data port is attacked.
@@ -35,13 +36,13 @@ pub struct Target {
 }
 
 impl Target {
-    /// Asks the node who it is, as a router does.
+    /// Reads the node's record, as a router does.
     pub async fn of(service: &Service) -> Result<Self> {
         let mut client = NodeClient::connect(format!("http://{}", service.ready.grpc)).await?;
         let mut events = client.observe(ObserveRequest {}).await?.into_inner();
-        let first = events.message().await?.context("the node says nothing")?;
+        let first = events.message().await?.context("the stream has no first event")?;
         let Some(Observed::Snapshot(snapshot)) = first.event else {
-            anyhow::bail!("no snapshot comes first: {first:?}");
+            anyhow::bail!("the first event is not a snapshot: {first:?}");
         };
         let NodeRecord { epoch, identity, notice_endpoint, .. } =
             snapshot.record.context("no record")?;
@@ -55,7 +56,7 @@ impl Target {
         })
     }
 
-    /// Memory that the process has in use.
+    /// Returns the resident memory of the process.
     pub fn resident_bytes(&self) -> Result<u64> {
         let status = std::fs::read_to_string(format!("/proc/{}/status", self.process))?;
         let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"));
@@ -63,29 +64,29 @@ impl Target {
         Ok(kib.context("no VmRSS")?.trim().parse::<u64>()? << 10)
     }
 
-    /// One connection of somebody who does not know the secret. Those that are given back stay open
-    /// and say nothing more.
+    /// Sends garbage on one connection without knowledge of the secret. A returned connection is
+    /// open and silent.
     pub fn throw_garbage(&self, round: u64) -> io::Result<TcpStream> {
         let mut stream = TcpStream::connect(&self.data)?;
         stream.set_write_timeout(Some(Duration::from_millis(200)))?;
-        stream.set_read_timeout(Some(PATIENCE))?;
-        let mut greeting = [0; GREETING_BYTES];
+        stream.set_read_timeout(Some(TIMEOUT))?;
+        let mut challenge = [0; CHALLENGE_BYTES];
         match round % 5 {
             0 => stream.write_all(&noise(round, 1 + (round * 7919 % 100_000) as usize))?,
-            // Half of what a sender says of itself.
+            // Half of a sender's handshake.
             1 => {
-                stream.read_exact(&mut greeting)?;
+                stream.read_exact(&mut challenge)?;
                 stream.write_all(&noise(round, 48))?;
             }
             2 => {}
-            // All of it, with a tag that is none, and a frame of 2^62 bytes behind it.
+            // A complete handshake with an invalid tag, and then a frame of 2^62 bytes.
             3 => {
-                stream.read_exact(&mut greeting)?;
+                stream.read_exact(&mut challenge)?;
                 stream.write_all(&noise(round, 96))?;
                 stream.write_all(&header(1 << 62))?;
                 stream.write_all(&noise(round, 1 << 20))?;
             }
-            // A frame without any greeting.
+            // A frame without a handshake.
             _ => {
                 stream.write_all(&header(u64::MAX))?;
                 stream.write_all(&noise(round, 1 << 20))?;
@@ -94,25 +95,25 @@ impl Target {
         Ok(stream)
     }
 
-    /// Whether somebody who proves nothing is hung up on.
-    pub fn turns_away(&self) -> Result<()> {
+    /// Asserts that the node closes a connection without authentication.
+    pub fn assert_rejects_unauthenticated(&self) -> Result<()> {
         let mut stream = TcpStream::connect(&self.data)?;
-        stream.set_write_timeout(Some(PATIENCE))?;
-        stream.set_read_timeout(Some(PATIENCE))?;
-        stream.read_exact(&mut [0; GREETING_BYTES])?;
+        stream.set_write_timeout(Some(TIMEOUT))?;
+        stream.set_read_timeout(Some(TIMEOUT))?;
+        stream.read_exact(&mut [0; CHALLENGE_BYTES])?;
         stream.write_all(&noise(1, 96))?;
-        ensure!(is_closed(&mut stream), "{} lets a stranger in", self.name);
+        ensure!(is_closed(&mut stream), "{} accepts an unauthenticated connection", self.name);
         Ok(())
     }
 
-    /// A process that knows the secret, is let in, and then announces more than there is. `look` is
-    /// called while the bytes flow.
-    pub fn betray(&self, mut look: impl FnMut() -> Result<()>) -> Result<()> {
+    /// Connects with the secret, then announces more bytes than it sends. Calls `look` while the
+    /// bytes are in flight.
+    pub fn attack_authenticated(&self, mut look: impl FnMut() -> Result<()>) -> Result<()> {
         let keys = Keys::derive(&ClusterSecret::new(SECRET)?);
         let me = Epoch(u128::from(self.process) << 64 | 1);
-        let _greeting = self.greet(&keys, me)?;
+        let _peer = self.send_hello(&keys, me)?;
         let mut stream = self.enter(&keys, me)?;
-        // A frame that nobody waits for is read past, and the next one finds its place.
+        // A receiver skips a frame without a matching transfer, and reads the next one.
         let piece = noise(1, 1 << 20);
         for _ in 0..2 {
             stream.write_all(&header(FRAME_BYTES))?;
@@ -121,14 +122,14 @@ impl Target {
                 look()?;
             }
         }
-        // One without an end is not.
+        // The receiver rejects a frame of unlimited length.
         stream.write_all(&header(u64::MAX))?;
         ensure!(is_closed(&mut stream), "{} waits for {} bytes", self.name, u64::MAX);
         Ok(())
     }
 
-    /// Makes `me` known as a peer, as a HELLO does.
-    fn greet(&self, keys: &Keys, me: Epoch) -> Result<(zmq::Context, zmq::Socket)> {
+    /// Registers `me` as a peer with a HELLO.
+    fn send_hello(&self, keys: &Keys, me: Epoch) -> Result<(zmq::Context, zmq::Socket)> {
         let context = zmq::Context::new();
         let dealer = context.socket(zmq::DEALER)?;
         dealer.set_linger(0)?;
@@ -137,7 +138,7 @@ impl Target {
         dealer.connect(&self.notice)?;
         let hello = ControlMessage::untraced(Body::Hello(Hello {
             identity: self.identity.clone(),
-            // Nobody listens on the discard port.
+            // No process listens on the discard port.
             control_endpoint: "tcp://127.0.0.1:9".to_owned(),
             data_endpoint: "tcp://127.0.0.1:9".to_owned(),
             transports: vec!["tcp".to_owned()],
@@ -151,33 +152,38 @@ impl Target {
         Ok((context, dealer))
     }
 
-    /// Connects as `me`, again until the HELLO has been heard.
+    /// Connects as `me`. Repeats until the node has processed the HELLO.
     fn enter(&self, keys: &Keys, me: Epoch) -> Result<TcpStream> {
         let start = Instant::now();
         loop {
             let mut stream = TcpStream::connect(&self.data)?;
-            stream.set_read_timeout(Some(PATIENCE))?;
-            stream.set_write_timeout(Some(PATIENCE))?;
-            let mut greeting = [0; GREETING_BYTES];
-            stream.read_exact(&mut greeting)?;
+            stream.set_read_timeout(Some(TIMEOUT))?;
+            stream.set_write_timeout(Some(TIMEOUT))?;
+            let mut challenge = [0; CHALLENGE_BYTES];
+            stream.read_exact(&mut challenge)?;
             let (nonce, from, to) = (noise(9, 32), me.to_bytes(), self.epoch.to_bytes());
-            let tag = keys.tag_data(&[b"s", &greeting[8..], &nonce, &from, &to]);
+            let tag = keys.tag_data(&[b"s", &challenge[8..], &nonce, &from, &to]);
             stream.write_all(&[&nonce[..], &from, &to, &tag].concat())?;
             stream.read_exact(&mut [0; TAG_BYTES])?;
-            // Whoever has no pair is turned away now; the others hear nothing more.
+            // The node closes the connection of an unknown peer; to a known one it sends nothing
+            // more.
             stream.set_read_timeout(Some(Duration::from_millis(50)))?;
             match stream.read(&mut [0; 1]) {
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-                    stream.set_read_timeout(Some(PATIENCE))?;
+                    stream.set_read_timeout(Some(TIMEOUT))?;
                     return Ok(stream);
                 }
-                _ => ensure!(start.elapsed() < PATIENCE, "{} lets nobody in", self.name),
+                _ => ensure!(
+                    start.elapsed() < TIMEOUT,
+                    "{} accepts no authenticated connection",
+                    self.name
+                ),
             }
         }
     }
 }
 
-/// The header of a frame for a transfer that nobody knows, with this many bytes behind it.
+/// Returns the header of a frame for an unknown transfer with this many payload bytes.
 fn header(payload_bytes: u64) -> Vec<u8> {
     let mut bytes = b"BKV1".to_vec();
     bytes.extend_from_slice(&7u32.to_le_bytes());

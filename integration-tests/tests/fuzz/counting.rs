@@ -1,4 +1,4 @@
-//! What a thread takes: an allocator that knows how much each holds, and the time it computed.
+//! Resource use of a thread: an allocator that counts each thread's bytes, and CPU time.
 
 use std::{
     alloc::{GlobalAlloc, Layout, System},
@@ -12,20 +12,20 @@ struct Counting;
 static COUNTING: Counting = Counting;
 
 thread_local! {
-    // Constant and without a destructor: reading them allocates nothing.
+    // Constant initial value and no destructor: access allocates nothing.
     static HELD: Cell<isize> = const { Cell::new(0) };
     static MOST: Cell<isize> = const { Cell::new(0) };
 }
 
 fn add(bytes: isize) {
-    // A thread that ends frees after its cells are gone.
+    // An ending thread frees memory after its thread-local cells are gone.
     let _ = HELD.try_with(|held| {
         held.set(held.get() + bytes);
         let _ = MOST.try_with(|most| most.set(most.get().max(held.get())));
     });
 }
 
-/// The result, and the most bytes that this thread held beyond what it held before.
+/// Returns the result, and the peak of bytes that this thread allocated in addition.
 pub fn most_bytes<T>(act: impl FnOnce() -> T) -> (T, usize) {
     let before = HELD.get();
     MOST.set(before);
@@ -33,7 +33,7 @@ pub fn most_bytes<T>(act: impl FnOnce() -> T) -> (T, usize) {
     (result, usize::try_from(MOST.get() - before).unwrap_or(0))
 }
 
-/// How long this thread has computed; other work on the machine does not count.
+/// Returns this thread's CPU time. Other load on the machine does not count.
 pub fn computed() -> Duration {
     let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
     // SAFETY: the clock exists on every Linux, and the pointer is to a live value of its type.

@@ -1,10 +1,10 @@
-//! Writes small GGUF files: a Llama of one layer whose weights and tokens fit into a few kilobytes.
+//! Writes small GGUF files: a Llama of one layer with weights and tokens of a few kilobytes.
 
 const HIDDEN: u64 = 32;
-/// One block of the largest kind, so that a row of this width can have any kind.
+/// A block of the largest quantization type, so that a row of this width can have any type.
 const FFN: u64 = 256;
 const VOCABULARY: u64 = 8;
-/// Kind number of F32.
+/// GGUF type number of F32.
 const F32: u32 = 0;
 const ALIGNMENT: usize = 32;
 
@@ -19,8 +19,8 @@ enum Value<'a> {
 
 const TOKENS: [&str; VOCABULARY as usize] = ["a", "b", "c", "ab", "Ġ", "Ġa", "<s>", "</s>"];
 
-/// The matrix `ffn_down` gets this kind, and `content`, repeated, for its bytes; all other weights are
-/// zeros in F32.
+/// Writes a model whose matrix `ffn_down` has this type and repeats `content`. All other weights
+/// are F32 zeros.
 pub fn with_blocks(kind: u32, block: (u64, u64), content: &[u8]) -> Vec<u8> {
     let entries = [
         ("general.architecture", Value::Text("llama")),
@@ -69,7 +69,7 @@ pub fn with_blocks(kind: u32, block: (u64, u64), content: &[u8]) -> Vec<u8> {
     write(&entries, &tensors)
 }
 
-/// The tokenizer of a SentencePiece model, with every type of token and without weights.
+/// Writes the tokenizer of a SentencePiece model, with every type of token and without weights.
 pub fn with_pieces() -> Vec<u8> {
     const TOKENS: [&str; 14] = [
         "<unk>", "<s>", "</s>", "<0x0A>", "<0xC3>", "<0xA9>", "▁", "a", "b", "▁a", "ab", "▁▁",

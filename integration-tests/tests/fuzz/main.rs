@@ -1,8 +1,8 @@
-//! Decoders of untrusted bytes: a committed corpus and mutations of it, each within bounds of memory
-//! and time, and without a panic.
+//! Decoders of untrusted bytes. A committed corpus and its mutations must decode without a panic
+//! and within limits of memory and time.
 //!
-//! `BATON_WRITE_CORPUS=1` writes the seeds anew; `integration-tests/fuzz` explores further with
-//! libFuzzer and starts from the same corpus.
+//! `BATON_WRITE_CORPUS=1` rewrites the seeds. `integration-tests/fuzz` continues with libFuzzer
+//! from the same corpus.
 
 #[allow(unsafe_code, reason = "neither an allocator nor a thread's clock can be had without")]
 mod counting;
@@ -23,19 +23,20 @@ use self::{
     targets::{TARGETS, Target},
 };
 
-/// Of each seed, beside the seed itself.
+/// Mutations of each seed.
 const MUTATIONS: u64 = 100;
 const RANDOM_SEED: u64 = 20_261_121;
-/// Beyond the input: parsers, file buffers, a template's rendering, the vocabulary's tables.
+/// Memory limit beyond the input: parsers, file buffers, a rendered template, the vocabulary's
+/// tables.
 const BYTES_MAX: usize = 64 << 20;
-/// Of computing, far beyond what any input takes without optimisation.
+/// CPU time limit, far beyond any input's need in a debug build.
 const TIME_MAX: Duration = Duration::from_secs(10);
 
 fn corpus(target: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests").join("fuzz").join("corpus").join(target)
 }
 
-/// The seeds of a target with their names, in a fixed order.
+/// Returns the seeds of a target with their names, in a fixed order.
 fn read_corpus(target: &str) -> Vec<(String, Vec<u8>)> {
     let mut seeds = Vec::new();
     for entry in fs::read_dir(corpus(target)).expect("every target has a corpus") {
@@ -47,7 +48,7 @@ fn read_corpus(target: &str) -> Vec<(String, Vec<u8>)> {
     seeds
 }
 
-/// Runs one input; what it was is kept when it breaks a bound.
+/// Runs one input. Saves an input that exceeds a limit.
 fn check(target: &str, run: Target, what: &str, input: &[u8]) {
     let began = counting::computed();
     let measured = counting::most_bytes(|| catch_unwind(AssertUnwindSafe(|| run(input))));
@@ -82,7 +83,7 @@ fn replay(target: &str) {
     }
 }
 
-/// A test for each target, and that none is missing.
+/// Defines a test for each target, and a test that no target is missing.
 macro_rules! replays {
     ($($test:ident: $target:literal;)+) => {
         $( #[test] fn $test() { replay($target); } )+
@@ -127,7 +128,7 @@ fn the_corpus_is_what_its_writer_writes() {
     }
 }
 
-/// The bounds themselves are tried: a decoder that breaks them would be found.
+/// Tests the limits themselves with a decoder that exceeds them.
 #[test]
 fn a_large_allocation_and_a_panic_are_seen() {
     let (_, bytes) = counting::most_bytes(|| drop(std::hint::black_box(vec![1u8; 3 << 20])));

@@ -1,9 +1,9 @@
-//! Changes to bytes, as many as asked for, the same ones for the same seed.
+//! Random changes to bytes, equal for equal seeds.
 
-/// Sizes that no input has, ends of ranges, and numbers that products with overflow.
+/// Sizes that no input has, ends of ranges, and numbers whose products overflow.
 const NUMBERS: [u64; 10] =
     [0, 1, 0x7f, 0xffff, u32::MAX as u64, 1 << 31, 1 << 34, 1 << 40, u64::MAX / 2, u64::MAX];
-/// For text: what ends, begins, escapes or overgrows something.
+/// Text pieces that close, open, escape or nest.
 const WORDS: [&str; 12] = [
     "\"",
     "{",
@@ -20,7 +20,7 @@ const WORDS: [&str; 12] = [
 ];
 const CHANGES_MAX: u64 = 6;
 
-/// A small generator; its numbers need be neither secret nor good.
+/// A small pseudo-random generator.
 pub struct Random(u64);
 
 impl Random {
@@ -41,7 +41,7 @@ impl Random {
     }
 }
 
-/// A few changes to `bytes`; `other` is another input of the same kind, to take pieces from.
+/// Returns a few changes to `bytes`. Pieces may come from `other`, an input of the same kind.
 pub fn mutate(random: &mut Random, bytes: &[u8], other: &[u8]) -> Vec<u8> {
     let mut bytes = bytes.to_vec();
     for _ in 0..=random.next() % CHANGES_MAX {
@@ -51,7 +51,7 @@ pub fn mutate(random: &mut Random, bytes: &[u8], other: &[u8]) -> Vec<u8> {
 }
 
 fn change(random: &mut Random, bytes: &mut Vec<u8>, other: &[u8]) {
-    // Where sizes are: most formats have them at the beginning.
+    // Most formats have their sizes at the beginning.
     let near = if random.next().is_multiple_of(2) { bytes.len().min(512) } else { bytes.len() };
     let at = random.below(near);
     match random.next() % 8 {

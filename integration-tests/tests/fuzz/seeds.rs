@@ -1,4 +1,4 @@
-//! What the corpus begins with: one good input of each kind, and those that once were trouble.
+//! Seeds of the corpus: one valid input of each kind, and inputs that once caused a bug.
 
 use bytes::Bytes;
 use cluster::{Epoch, NodeId};
@@ -36,7 +36,7 @@ prefill = ["http://127.0.0.1:50061"]
 decode = ["127.0.0.1:50062"]
 "#;
 
-/// Target, name and bytes.
+/// Returns target, name and bytes of every seed.
 pub fn all() -> Vec<(&'static str, String, Vec<u8>)> {
     let mut seeds = Vec::new();
     let mut add = |target, name: &str, bytes: Vec<u8>| seeds.push((target, name.to_owned(), bytes));
@@ -90,7 +90,7 @@ pub fn all() -> Vec<(&'static str, String, Vec<u8>)> {
     seeds
 }
 
-/// The weights that the configuration of the target wants, all zeros.
+/// Returns all-zero weights for the target's configuration.
 fn safetensors() -> Vec<u8> {
     let layer = |name: &str| format!("model.layers.0.{name}.weight");
     let shapes = [

@@ -1,7 +1,8 @@
-//! Every decoder of bytes that somebody else wrote, as a function over bytes.
+//! Fuzz targets: every decoder of untrusted bytes, as a function of bytes.
 //!
-//! A target may refuse its input in any way but a panic; the replay also bounds its memory and time.
-//! Used by the replay in `main.rs` on stable Rust and by `integration-tests/fuzz` with libFuzzer.
+//! A target may reject its input in any way but a panic. The replay also limits memory and time.
+//! The replay in `main.rs` runs on stable Rust; `integration-tests/fuzz` runs the same targets with
+//! libFuzzer.
 
 use std::{
     cell::LazyCell,
@@ -28,10 +29,11 @@ use text::{ModelText, RenderRequest, SpecialTokens, TokenTable};
 
 use super::gguf_file;
 
-/// Takes any bytes and comes back.
+/// Function that accepts any bytes.
 pub type Target = fn(&[u8]);
 
-/// Name and function; the name is that of the folder in `corpus` and of the libFuzzer program.
+/// Name and function of each target. The name is that of its folder in `corpus` and of the
+/// libFuzzer program.
 pub const TARGETS: [(&str, Target); 14] = [
     ("gguf", fuzz_gguf),
     ("gguf_blocks", fuzz_gguf_blocks),
@@ -49,9 +51,9 @@ pub const TARGETS: [(&str, Target); 14] = [
     ("etcd_entry", fuzz_etcd_entry),
 ];
 
-/// Weights of files that pass are read up to here: the file's own size bounds them otherwise.
+/// Number of weights read from a valid file. The file's own size is the only other limit.
 const ELEMENTS_MAX: usize = 1 << 20;
-/// The configuration that goes with safetensors under test.
+/// Configuration for the safetensors under test.
 const CONFIG: &str = r#"{"model_type": "llama", "hidden_size": 32, "intermediate_size": 64,
     "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,
     "vocab_size": 8, "max_position_embeddings": 64, "tie_word_embeddings": true}"#;
@@ -62,7 +64,7 @@ pub const TOKENIZER: &str = r#"{"version": "1.0", "added_tokens": [{"id": 3, "co
     "use_regex": true}, "decoder": {"type": "ByteLevel"}, "model": {"type": "BPE",
     "vocab": {"a": 0, "b": 1, "ab": 2}, "merges": ["a b"]}}"#;
 
-/// A folder of this thread's own, for decoders that read files.
+/// A folder for decoders that read files, one per thread.
 struct Folder(tempfile::TempDir);
 
 impl Folder {
@@ -81,7 +83,7 @@ impl Folder {
     }
 }
 
-/// A folder that is made once in a thread and has these files.
+/// Returns a folder with these files, created once per thread.
 macro_rules! folder {
     ($(($name:expr, $bytes:expr)),*) => {{
         thread_local! {
@@ -94,7 +96,7 @@ macro_rules! folder {
     }};
 }
 
-/// Header, directory, tokens and weights of a GGUF file.
+/// Decodes header, directory, tokens and weights of a GGUF file.
 pub fn fuzz_gguf(data: &[u8]) {
     let _ = Header::parse(data);
     let path = folder!()("model.gguf", data).join("model.gguf");
@@ -102,7 +104,8 @@ pub fn fuzz_gguf(data: &[u8]) {
     read_text(&path);
 }
 
-/// The blocks of every quantised kind: the first byte chooses it, the rest are its blocks.
+/// Decodes blocks of every quantization type. The first byte selects the type; the rest are the
+/// blocks.
 pub fn fuzz_gguf_blocks(data: &[u8]) {
     let Some((&kind, content)) = data.split_first() else { return };
     let kinds: Vec<TensorKind> = TensorKind::supported().collect();
@@ -122,7 +125,7 @@ pub fn fuzz_safetensors(data: &[u8]) {
     read_weights(&folder, LoadFormat::Auto);
 }
 
-/// The index beside one shard that is no safetensors file.
+/// Decodes a shard index next to a shard that is not a safetensors file.
 pub fn fuzz_shard_index(data: &[u8]) {
     let files =
         folder!(("config.json", CONFIG.as_bytes()), ("shard.safetensors", b"\x02\0\0\0\0\0\0\0{}"));
@@ -131,7 +134,7 @@ pub fn fuzz_shard_index(data: &[u8]) {
 
 pub fn fuzz_config_json(data: &[u8]) {
     let folder = folder!(("tokenizer.json", TOKENIZER.as_bytes()))("config.json", data);
-    // Whatever sizes it claims: nothing is made before it is asked for.
+    // Weights are allocated only on use, whatever sizes the file claims.
     let _ = Checkpoint::open(&folder, LoadFormat::Dummy { seed: 1 });
     read_text(&folder);
 }
@@ -152,7 +155,7 @@ pub fn fuzz_chat_template(data: &[u8]) {
     read_text(&files("chat_template.jinja", data));
 }
 
-/// What a peer that knows the cluster's secret may send, and what a stranger may.
+/// Decodes control messages of a peer with the secret, and of one without it.
 pub fn fuzz_notice(data: &[u8]) {
     let keys = Keys::derive(&ClusterSecret::new([7; 32]).expect("the secret is long enough"));
     let mut verifier = Verifier::new(keys, Epoch(2));
@@ -161,7 +164,7 @@ pub fn fuzz_notice(data: &[u8]) {
     let _ = verifier.read(data);
 }
 
-/// The header of a chunk, as it came and with its check made right.
+/// Decodes the header of a chunk, unchanged and with a corrected checksum.
 pub fn fuzz_data_frame(data: &[u8]) {
     let Some(bytes) = data.first_chunk::<{ frame::HEADER_BYTES }>() else { return };
     let _ = frame::Header::from_bytes(bytes);
@@ -173,7 +176,7 @@ pub fn fuzz_data_frame(data: &[u8]) {
     }
 }
 
-/// Every field of every HTTP request.
+/// Decodes every field of every HTTP request.
 pub fn fuzz_http_body(data: &[u8]) {
     router::read_bodies(data);
 }
@@ -186,7 +189,7 @@ pub fn fuzz_config_toml(data: &[u8]) {
     }
 }
 
-/// What a node tells a router about itself.
+/// Decodes a node record, which nodes send to routers.
 pub fn fuzz_node_record(data: &[u8]) {
     if let Ok(record) = v1::NodeRecord::decode(data) {
         let _ = NodeRecord::try_from(record);
@@ -194,7 +197,7 @@ pub fn fuzz_node_record(data: &[u8]) {
     let _ = v1::ObserveEvent::decode(data);
 }
 
-/// Key and value of a node in etcd, with a line end between them.
+/// Decodes key and value of a node in etcd, separated by a line end.
 pub fn fuzz_etcd_entry(data: &[u8]) {
     let at = data.iter().position(|&byte| byte == b'\n').unwrap_or(data.len());
     let (key, value) = data.split_at(at);
@@ -228,7 +231,7 @@ fn read_weights(path: &Path, format: LoadFormat) {
     }
 }
 
-/// Opens a model's text side and uses all of it once; nodes read the table of its tokens.
+/// Opens a model's tokenizer and uses it once. Nodes also read its token table.
 fn read_text(path: &Path) {
     if let Ok(table) = TokenTable::open(path) {
         assert!((0..table.size()).all(|id| table.bytes(id).is_some()));

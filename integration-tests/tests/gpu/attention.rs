@@ -1,4 +1,5 @@
-//! Heads from the fused product to what attention gives, and the KV between them.
+//! Compares attention on the GPU with the CPU's, from the fused QKV projection to the attention
+//! output and the KV in the blocks.
 
 use std::{num::NonZeroUsize, sync::Arc};
 
@@ -16,7 +17,7 @@ use super::bench::{Bench, DTYPES, Gpu, assert_near, blocks, cpu, gpu, numbers, t
 const BLOCKS: u32 = 251;
 const LAYERS: usize = 2;
 
-/// One sequence: so many tokens are computed, so many more are this step's.
+/// One sequence of a step: tokens already in the KV cache, and new tokens.
 #[derive(Clone, Copy, Debug)]
 struct Part {
     position: u32,
@@ -30,7 +31,7 @@ struct Case {
     has_weights: bool,
 }
 
-/// The heads' output of the last layer, and what the step's blocks hold after it.
+/// Returns the attention output of the last layer, and the contents of the step's blocks.
 fn attended<B: Bench>(
     backend: &mut B,
     case: &Case,
@@ -78,7 +79,7 @@ fn make<B: Backend>(backend: &B, shape: HeadShape, rows: usize) -> Made<B> {
     }
 }
 
-/// The same numbers in both arenas, others in each block.
+/// Fills both arenas with equal values, different in each block.
 fn fill(arena: &Arc<KvArena>) {
     let layout = arena.layout();
     let values = numbers(1000, layout.block_elements());
@@ -107,7 +108,7 @@ fn values(bytes: &[u8], dtype: Dtype) -> Vec<f32> {
     bytes.chunks(dtype.bytes()).map(element).collect()
 }
 
-/// Prepares a step on the device over blocks that the sequences hold from their start.
+/// Prepares a step on the device with the blocks of the sequences.
 fn step(batch: &mut DeviceBatch, backend: &kernels::cuda::CudaBackend, parts: &[Part]) -> CudaStep {
     let sampling = Sampling::greedy();
     let known: Vec<Vec<u32>> =
@@ -147,7 +148,7 @@ fn step(batch: &mut DeviceBatch, backend: &kernels::cuda::CudaBackend, parts: &[
     batch.begin(backend, &input).unwrap()
 }
 
-/// Block tables that share nothing.
+/// Returns block tables that share no block.
 fn tables(parts: &[Part]) -> Vec<Vec<BlockId>> {
     let mut first = 0;
     let mut table = |part: &Part| {
@@ -209,7 +210,7 @@ fn check(gpu: &Gpu, case: &Case, kind: AttentionKind, parts: &[Part]) {
     let mut prepared = CpuStep::new(&arena, &sequences).unwrap();
     let wanted = attended(&mut cpu, case, &mut prepared, &mut on_cpu);
     drop(prepared);
-    // Angles of some hundred radians are rounded; products of normed heads add up.
+    // RoPE angles of some hundred radians are rounded, and errors of normed heads accumulate.
     let tolerance = match dtype {
         Dtype::F32 => 2e-4,
         Dtype::Bf16 => tolerance(dtype),
@@ -228,7 +229,7 @@ fn shape(query_heads: usize, kv_heads: usize, head_dim: usize) -> HeadShape {
     HeadShape { query_heads, kv_heads, head_dim }
 }
 
-/// Decode, whole prompts, chunks behind a prefix, and all of them mixed.
+/// Batches: decode only, whole prompts, chunks behind a prefix, and all three mixed.
 const MIXES: [&[Part]; 4] = [
     &[Part { position: 0, rows: 1 }],
     &[

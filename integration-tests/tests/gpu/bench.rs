@@ -1,4 +1,5 @@
-//! What the tests stand on: the GPU, and one set of words for both backends.
+//! Shared helpers of the GPU tests: access to the GPU, and one interface to the buffers of both
+//! backends.
 
 use std::{
     path::PathBuf,
@@ -16,7 +17,7 @@ use kernels::{
 };
 use test_harness::skip;
 
-/// The GPU, for one test at a time.
+/// Exclusive access to the GPU for one test at a time.
 pub struct Gpu {
     pub context: Arc<Context>,
     pub library: Arc<KernelLibrary>,
@@ -62,13 +63,13 @@ pub fn gpu() -> Gpu {
     opened.unwrap_or_else(|error| lacks(1, &error.to_string()))
 }
 
-/// Few rounds are enough.
+/// Returns whether `BATON_TEST_SHORT` asks for few rounds.
 pub fn short() -> bool {
     std::env::var_os("BATON_TEST_SHORT").is_some_and(|value| value == "1")
 }
 
 impl Gpu {
-    /// A backend with what `make` makes.
+    /// Returns a backend and the buffers that `make` creates.
     pub fn backend<T>(
         &self,
         weights: impl Into<WeightFormat>,
@@ -99,12 +100,12 @@ impl Gpu {
 }
 
 pub fn cpu(weights: impl Into<WeightFormat>) -> CpuBackend {
-    // The reference itself: neither fast nor fused.
+    // The CPU reference: single-threaded and unfused.
     let options = CpuOptions { weights: weights.into(), threads: 1, isa: Isa::Auto };
     CpuBackend::new(options).unwrap()
 }
 
-/// What tests do with buffers and operations do not.
+/// Buffer access that only tests need.
 pub trait Bench: Backend {
     fn put(&self, buffer: &mut Self::Buffer, values: &[f32]);
     fn get(&self, buffer: &Self::Buffer, rows: usize) -> Vec<f32>;
@@ -141,7 +142,7 @@ impl Bench for CudaBackend {
     }
 }
 
-/// A matrix of reproducible numbers.
+/// Matrix of reproducible random values.
 pub struct Random {
     pub rows: usize,
     pub cols: usize,
@@ -165,7 +166,7 @@ impl RowSource for Random {
     }
 }
 
-/// Reproducible numbers between -1 and 1, the same in bf16.
+/// Returns reproducible values between -1 and 1 that bf16 represents exactly.
 pub fn numbers(seed: u32, count: usize) -> Vec<f32> {
     let mut state = seed.wrapping_add(1).wrapping_mul(2_654_435_761) | 1;
     let mut next = || {
@@ -175,7 +176,7 @@ pub fn numbers(seed: u32, count: usize) -> Vec<f32> {
     (0..count).map(|_| next()).collect()
 }
 
-/// How far results may be apart, relative to 1 + their size.
+/// Returns the largest allowed difference, relative to 1 + the magnitude.
 pub fn tolerance(dtype: Dtype) -> f32 {
     match dtype {
         Dtype::F32 => 2e-5,
@@ -188,13 +189,13 @@ pub fn assert_near(found: &[f32], expected: &[f32], tolerance: f32, what: &str) 
     assert_eq!(found.len(), expected.len(), "{what}");
     for (index, (found, expected)) in found.iter().zip(expected).enumerate() {
         let error = (found - expected).abs() / (1.0 + expected.abs());
-        // A number that is none compares as false.
+        // A comparison with NaN is false.
         let is_near = error <= tolerance;
         assert!(is_near, "{what}: element {index} is {found}, not {expected}");
     }
 }
 
-/// Blocks in an order of their own.
+/// Returns distinct blocks in an order that depends on `first`.
 pub fn blocks(first: u32, count: usize, all: u32) -> Vec<BlockId> {
     (0..count as u32).map(|i| BlockId((first + i * 7) % all)).collect()
 }

@@ -1,8 +1,9 @@
-//! Whole clusters of the real binaries on GPUs: tokens are those of one GPU alone, however nodes, ranks
-//! and carriers are chosen, and whichever process is killed or drained under way.
+//! Clusters of the real binaries on GPUs. They generate the tokens of a single GPU with every
+//! placement of nodes and ranks and with every transport, also while processes are killed or
+//! drained.
 //!
-//! `BATON_TEST_BINARIES` names the binaries' folder. With `BATON_TEST_CLUSTERS=cpu` nodes and ranks are
-//! on CPUs, fewer of them, for machines without GPUs.
+//! `BATON_TEST_BINARIES` names the folder of the binaries. With `BATON_TEST_CLUSTERS=cpu` fewer
+//! nodes and ranks run, on CPUs, for machines without GPUs.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -35,26 +36,28 @@ use super::{
     processes::{Process, wait_gone},
 };
 
-/// `cpu`: on CPUs.
+/// Environment variable; the value `cpu` selects clusters on CPUs.
 const CLUSTERS: &str = "BATON_TEST_CLUSTERS";
 const DEADLINE: Duration = Duration::from_secs(60);
-/// Of a whole test, several clusters and all: whatever it waits for without a deadline of its own.
+/// Deadline of a whole test, which may start several clusters.
 const TEST_DEADLINE: Duration = Duration::from_secs(20 * 60);
-/// Logits that are nearer to each other may change places where sums have another order.
-const SURE: f32 = 1e-3;
-/// Of so many requests at most one may go on otherwise from an unsure token: where it is more, nothing
-/// much was compared.
-const UNSURE_ONE_OF: usize = 4;
+/// Smallest logit margin of a certain token. A smaller margin may vanish when a sum has another
+/// order.
+const CERTAIN_MARGIN: f32 = 1e-3;
+/// At most one request in this many may diverge at an uncertain token. With more, the test would
+/// compare too few tokens.
+const REQUESTS_PER_DIVERGENCE: usize = 4;
 
-/// Where nodes compute.
+/// Devices of the nodes.
 #[derive(Clone, Debug)]
 pub enum Place {
-    /// On these, by UUID.
+    /// GPUs, by UUID.
     Gpus(Vec<String>),
     Cpus,
 }
 
-/// Returns where the cluster tests run, one at a time. Skips the running test if it cannot run here.
+/// Returns the devices of the cluster tests, for one test at a time. Skips the running test if it
+/// cannot run here.
 pub fn place(gpus: usize) -> (Place, MutexGuard<'static, ()>) {
     static ALONE: Mutex<()> = Mutex::new(());
     let alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
@@ -62,7 +65,7 @@ pub fn place(gpus: usize) -> (Place, MutexGuard<'static, ()>) {
         return (Place::Cpus, alone);
     }
     if env::var_os(BINARIES).is_none() {
-        lacks(gpus, &format!("{BINARIES} names no folder with the binaries"));
+        lacks(gpus, &format!("{BINARIES} does not name the folder of the binaries"));
     }
     require_gpus(gpus);
     let devices =
@@ -75,38 +78,40 @@ struct Request {
     tokens: usize,
 }
 
-/// What one node alone answers, and by how much each token led the next one.
+/// Tokens of a single node, and the logit margin of each token over the second-best one.
 struct Wanted {
     tokens: Vec<u32>,
     margins: Vec<f32>,
 }
 
-/// A model, requests of it and their answers.
-struct World {
+/// A model, requests and the expected answers.
+struct Fixture {
     place: Place,
     model: TempDir,
     requests: Vec<Request>,
     wanted: &'static [Wanted],
 }
 
-impl World {
+impl Fixture {
     fn new(place: Place) -> Result<Self> {
         static WANTED: OnceLock<Vec<Wanted>> = OnceLock::new();
         let model = tempfile::tempdir()?;
         write_model(model.path(), matches!(place, Place::Cpus))?;
         let requests = requests(&place);
-        let mut world = Self { place, model, requests, wanted: &[] };
-        world.wanted = match WANTED.get() {
+        let mut fixture = Self { place, model, requests, wanted: &[] };
+        fixture.wanted = match WANTED.get() {
             Some(wanted) => wanted,
             None => {
                 let wanted = runtime().block_on(async {
-                    let wanted = timeout(TEST_DEADLINE, world.alone()).await;
-                    wanted.with_context(|| format!("no node answers within {TEST_DEADLINE:?}"))?
+                    let wanted = timeout(TEST_DEADLINE, fixture.single_node_answers()).await;
+                    wanted.with_context(|| {
+                        format!("the single node has not answered within {TEST_DEADLINE:?}")
+                    })?
                 })?;
                 WANTED.get_or_init(|| wanted)
             }
         };
-        Ok(world)
+        Ok(fixture)
     }
 
     /// Skips the running test if nodes run on CPUs: other tests cover the same clusters there.
@@ -123,7 +128,7 @@ impl World {
         }
     }
 
-    /// Of every process.
+    /// Returns the settings of every process.
     fn settings(&self) -> BTreeMap<String, String> {
         let (device, blocks) = match self.place {
             Place::Gpus(_) => ("cuda", 2000),
@@ -135,10 +140,11 @@ impl World {
             ("BATON_NODE_SLOTS", "16"),
             ("BATON_NODE_STEP_TOKENS", "1024"),
             ("BATON_NODE_CHUNK_TOKENS", "256"),
-            // Whichever algorithms are quickest today: sums shall have one order.
+            // GEMM tuning may select another algorithm in each process, and with it another
+            // summation order.
             ("BATON_NODE_GPU_TUNE", "0s"),
             ("BATON_TRANSFER_VERIFY", "true"),
-            // Many chunks in every transfer.
+            // Small chunks, so that every transfer has many.
             ("BATON_TRANSFER_CHUNK_BYTES", "1MiB"),
         ]
         .map(|(name, value)| (name.to_owned(), value.to_owned()))
@@ -172,16 +178,16 @@ impl World {
         if let Some(transport) = shape.transport {
             spec = spec.set("BATON_TRANSFER_TRANSPORT", transport);
             if transport == "nccl" {
-                // Of two that are set otherwise the smaller number holds, for both.
-                let (name, sender) = ("BATON_TRANSFER_NCCL_MAX_CTAS", "8");
+                // The nodes' settings differ: both sides of a pair use the smaller number.
+                let (name, sender) = ("BATON_TRANSFER_NCCL_BLOCKS", "8");
                 spec.prefill_settings.insert(name.to_owned(), sender.to_owned());
             }
         }
         spec
     }
 
-    /// Every request by a decode node alone, one after the other.
-    async fn alone(&self) -> Result<Vec<Wanted>> {
+    /// Returns the tokens of every request from one decode node, one request at a time.
+    async fn single_node_answers(&self) -> Result<Vec<Wanted>> {
         let shape = Shape { decode: vec![vec![0]], ..Shape::default() };
         let cluster = Cluster::start(self.spec(&shape)).await?;
         let client = Client::new(cluster.http());
@@ -200,36 +206,45 @@ impl World {
             ensure!(wanted.margins.len() == request.tokens, "{} margins", wanted.margins.len());
             all.push(wanted);
         }
-        // Else another request's KV would do as well.
+        // Otherwise a test could not detect the KV of another request.
         let distinct: BTreeSet<&[u32]> = all.iter().map(|wanted| &wanted.tokens[..8]).collect();
-        ensure!(distinct.len() == all.len(), "{} answers of {}", distinct.len(), all.len());
+        ensure!(
+            distinct.len() == all.len(),
+            "{} distinct answers of {}",
+            distinct.len(),
+            all.len()
+        );
         cluster.stop()?;
         Ok(all)
     }
 
-    /// Whether all tokens are as wanted; `false` where one that is not was not sure either.
+    /// Returns whether all tokens match, or `false` if they diverge at an uncertain token. Any
+    /// other difference is an error.
     fn compare(&self, index: usize, found: &[u32], what: &str) -> Result<bool> {
         let wanted = &self.wanted[index];
         let differs = |(found, wanted): (&u32, &u32)| found != wanted;
         let Some(at) = found.iter().zip(&wanted.tokens).position(differs) else { return Ok(true) };
         let (margin, found, wanted) = (wanted.margins[at], found[at], wanted.tokens[at]);
         println!(
-            "{what}: request {index}, token {at}: {found}, and {wanted} of a node alone, with \
-             {margin} between it and the next"
+            "{what}: request {index}, token {at} is {found}; a single node generates {wanted}, \
+             with a margin of {margin}"
         );
-        ensure!(margin < SURE, "{what}: request {index}: token {at} is {found}, not {wanted}");
+        ensure!(
+            margin < CERTAIN_MARGIN,
+            "{what}: request {index}: token {at} is {found}, not {wanted}"
+        );
         Ok(false)
     }
 }
 
-/// Between the first and the second of each token.
+/// Returns each token's logit margin over the second-best one.
 fn margins(event: &Value) -> Vec<f32> {
     let tops = event["choices"][0]["logprobs"]["top_logprobs"].as_array();
     let margin = |top: &Value| {
         let values = top.as_object().into_iter().flat_map(|top| top.values());
         let mut values: Vec<f32> = values.map(|value| value.as_f64().unwrap() as f32).collect();
         values.sort_by(|one, other| other.total_cmp(one));
-        // Two tokens of the same text are one here: as if they were sure.
+        // Two tokens with the same text share a map entry: such a token counts as certain.
         values.get(1).map_or(f32::MAX, |second| values[0] - second)
     };
     tops.into_iter().flatten().map(margin).collect()
@@ -237,7 +252,8 @@ fn margins(event: &Value) -> Vec<f32> {
 
 const VOCABULARY: usize = 13_000;
 
-/// Four KV heads, a vocabulary that is cut between runs of tokens, and a tokenizer of bytes.
+/// Writes a model with four KV heads, a vocabulary that is split unevenly over ranks, and a
+/// byte-level tokenizer.
 fn write_model(folder: &Path, is_small: bool) -> Result<()> {
     let (layers, hidden, head_dim) = if is_small { (2, 128, 32) } else { (6, 512, 64) };
     let config = json!({
@@ -249,7 +265,8 @@ fn write_model(folder: &Path, is_small: bool) -> Result<()> {
         "bos_token_id": VOCABULARY - 2, "eos_token_id": VOCABULARY - 1
     });
     fs::write(folder.join("config.json"), config.to_string())?;
-    // Bytes as byte-level BPE writes them: printable ones as they are, the others from 256 on.
+    // Byte-level BPE writes printable bytes as themselves and maps all others to code points from
+    // 256 on.
     let printable = |byte: &u32| matches!(byte, 33..=126 | 161..=172 | 174..=255) && *byte != 173;
     let mut others = 256..;
     let letters: Vec<String> = (0..256_u32)
@@ -257,7 +274,7 @@ fn write_model(folder: &Path, is_small: bool) -> Result<()> {
         .map(|letter| char::from_u32(letter).unwrap().to_string())
         .collect();
     let pairs = letters.iter().flat_map(|left| letters.iter().map(move |right| (left, right)));
-    // Of plain text first.
+    // Tokens of plain text come first.
     let (plain, rest): (Vec<_>, Vec<_>) =
         pairs.partition(|(left, right)| left.is_ascii() && right.is_ascii());
     let merges: Vec<_> = plain.into_iter().chain(rest).take(VOCABULARY - 2 - 256).collect();
@@ -285,7 +302,7 @@ fn write_model(folder: &Path, is_small: bool) -> Result<()> {
     Ok(fs::write(folder.join("tokenizer.json"), tokenizer.to_string())?)
 }
 
-/// Prompts of mixed length, and answers that end at different times.
+/// Returns requests with prompts and answers of mixed length.
 fn requests(place: &Place) -> Vec<Request> {
     let lengths: &[(usize, usize)] = match place {
         Place::Gpus(_) => &[
@@ -309,11 +326,11 @@ fn requests(place: &Place) -> Vec<Request> {
     lengths.iter().enumerate().map(request).collect()
 }
 
-/// How a request ended.
+/// Outcome of a request.
 enum End {
     Complete,
-    /// With this error's code.
-    Typed(String),
+    /// The request failed with this error code.
+    Failed(String),
 }
 
 struct Answer {
@@ -322,10 +339,11 @@ struct Answer {
     kv_bytes: u64,
 }
 
-/// In exactly one of two ways; every other is an error, and so is none in time.
+/// Returns the outcome of a request. Any outcome other than completion or a failed error is an
+/// error, and so is a time-out.
 async fn ask(client: &Client, request: &Request, salt: &str) -> Result<Answer> {
     let answer = timeout(client::DEADLINE, answer(client, request, salt)).await;
-    answer.with_context(|| format!("salt {salt}: no end after {:?}", client::DEADLINE))?
+    answer.with_context(|| format!("salt {salt}: not finished after {:?}", client::DEADLINE))?
 }
 
 async fn answer(client: &Client, request: &Request, salt: &str) -> Result<Answer> {
@@ -338,27 +356,27 @@ async fn answer(client: &Client, request: &Request, salt: &str) -> Result<Answer
     let mut stream = match client.try_stream("/v1/completions", &body, &figures).await? {
         Ok(stream) => stream,
         Err(refused) => {
-            let end = End::Typed(code(&refused.json()["error"])?);
+            let end = End::Failed(code(&refused.json()["error"])?);
             return Ok(Answer { tokens, end, kv_bytes });
         }
     };
     while let Some(event) = stream.next().await? {
-        ensure!(end.is_none(), "{event:?} after the end");
+        ensure!(end.is_none(), "{event:?} after the final event");
         if event.is_done() {
             end = Some(End::Complete);
             continue;
         }
         let value = event.json();
         if !value["error"].is_null() {
-            end = Some(End::Typed(code(&value["error"])?));
+            end = Some(End::Failed(code(&value["error"])?));
             continue;
         }
         tokens.extend(event.token_ids());
         kv_bytes = value["baton"]["kv_bytes"].as_u64().unwrap_or(kv_bytes);
     }
-    let end = end.context("the stream ends without an end")?;
+    let end = end.context("the stream has no final event")?;
     if let End::Complete = end {
-        ensure!(tokens.len() == request.tokens, "{} tokens are complete", tokens.len());
+        ensure!(tokens.len() == request.tokens, "the answer has {} tokens", tokens.len());
     }
     Ok(Answer { tokens, end, kv_bytes })
 }
@@ -368,26 +386,26 @@ pub fn runtime() -> tokio::runtime::Runtime {
     builder.worker_threads(4).enable_all().build().unwrap()
 }
 
-/// Runs a test of a cluster where there are so many GPUs.
-fn on<T: Future<Output = Result<()>>>(gpus: usize, test: impl FnOnce(Arc<World>) -> T) {
+/// Runs a cluster test on at least `gpus` GPUs.
+fn run_on<T: Future<Output = Result<()>>>(gpus: usize, test: impl FnOnce(Arc<Fixture>) -> T) {
     let (place, _alone) = place(gpus);
-    let outcome = World::new(place).and_then(|world| {
+    let outcome = Fixture::new(place).and_then(|fixture| {
         runtime().block_on(async {
-            let outcome = timeout(TEST_DEADLINE, test(Arc::new(world))).await;
-            outcome.with_context(|| format!("the test is not over after {TEST_DEADLINE:?}"))?
+            let outcome = timeout(TEST_DEADLINE, test(Arc::new(fixture))).await;
+            outcome.with_context(|| format!("the test has not finished after {TEST_DEADLINE:?}"))?
         })
     });
     outcome.unwrap_or_else(|error| panic!("{error:#}"));
 }
 
-/// Of each node the GPUs of its ranks.
+/// GPUs of each node's ranks.
 #[derive(Clone, Debug, Default)]
 struct Shape {
     prefill: Vec<Vec<usize>>,
     decode: Vec<Vec<usize>>,
-    /// What is set, else the nodes choose.
+    /// Value of the transport setting; `None` leaves the choice to the nodes.
     transport: Option<&'static str>,
-    /// How KV then goes.
+    /// Transport that the nodes are expected to use.
     path: &'static str,
 }
 
@@ -401,44 +419,44 @@ impl Shape {
         Self { transport: Some(transport), path: transport, ..self }
     }
 
-    fn all(&self) -> String {
+    fn describe(&self) -> String {
         let Self { prefill, decode, transport, path } = self;
         let transport = transport.unwrap_or("auto");
         format!("prefill on {prefill:?}, decode on {decode:?}, {transport}: {path}")
     }
 }
 
-fn assert_few_unsure(unsure: usize, complete: usize) {
+fn assert_few_diverged(diverged: usize, complete: usize) {
     assert!(
-        unsure * UNSURE_ONE_OF <= complete,
-        "{unsure} of {complete} requests go on otherwise from an unsure token; allowed is one of \
-         {UNSURE_ONE_OF}"
+        diverged * REQUESTS_PER_DIVERGENCE <= complete,
+        "{diverged} of {complete} requests diverge at an uncertain token; expected at most one in \
+         {REQUESTS_PER_DIVERGENCE}"
     );
 }
 
-/// All requests at once, and once more, are answered as by a node alone.
-async fn serves(world: &World, shape: Shape) -> Result<()> {
+/// Sends all requests at once, twice, and compares the answers with a single node's.
+async fn check_cluster(fixture: &Fixture, shape: Shape) -> Result<()> {
     let begun = Instant::now();
-    let what = shape.all();
-    let cluster = Cluster::start(world.spec(&shape)).await.with_context(|| what.clone())?;
+    let what = shape.describe();
+    let cluster = Cluster::start(fixture.spec(&shape)).await.with_context(|| what.clone())?;
     let ready = begun.elapsed();
     let client = Client::new(cluster.http());
-    let (mut kv_bytes, mut unsure) = (0, 0);
-    for salt in ["once", "once more"] {
-        let answers = world.requests.iter().map(|request| ask(&client, request, salt));
-        // Unwinding shows what the nodes said.
+    let (mut kv_bytes, mut diverged) = (0, 0);
+    for salt in ["first", "second"] {
+        let answers = fixture.requests.iter().map(|request| ask(&client, request, salt));
+        // A panic prints the captured output of the nodes.
         let answers = try_join_all(answers).await;
         let answers = answers.unwrap_or_else(|error| panic!("{what}: {error:#}"));
         for (index, answer) in answers.iter().enumerate() {
-            if let End::Typed(code) = &answer.end {
-                panic!("{what}: request {index} ended with {code}");
+            if let End::Failed(code) = &answer.end {
+                panic!("{what}: request {index} failed with {code}");
             }
-            let compared = world.compare(index, &answer.tokens, &what);
-            unsure += usize::from(!compared.unwrap_or_else(|error| panic!("{error}")));
+            let compared = fixture.compare(index, &answer.tokens, &what);
+            diverged += usize::from(!compared.unwrap_or_else(|error| panic!("{error}")));
             kv_bytes += answer.kv_bytes;
         }
     }
-    assert_few_unsure(unsure, 2 * world.requests.len());
+    assert_few_diverged(diverged, 2 * fixture.requests.len());
     let mut paths = Vec::new();
     for node in &cluster.decode {
         let metrics = Client::new(format!("http://{}", node.ready.metrics));
@@ -450,14 +468,14 @@ async fn serves(world: &World, shape: Shape) -> Result<()> {
         assert_eq!(fallbacks, 0.0, "{what}: {}", node.name);
     }
     let path = format!("path=\"{}\"", shape.path);
-    assert!(!paths.is_empty(), "{what}: nodes have no peers");
+    assert!(!paths.is_empty(), "{what}: no decode node reports a peer");
     assert!(paths.iter().all(|line| line.contains(&path)), "{what}: {paths:?}");
-    assert!(kv_bytes > 0, "{what}: no KV went over");
+    assert!(kv_bytes > 0, "{what}: no KV was transferred");
     cluster.stop().with_context(|| what.clone())?;
     println!(
-        "{what}: {} requests, {unsure} of them up to an unsure token, {:.1} MB of KV; ready after \
-         {:.1} s, {:.1} s in all",
-        2 * world.requests.len(),
+        "{what}: {} requests, {diverged} diverged at an uncertain token, {:.1} MB of KV; ready after \
+         {:.1} s, {:.1} s in total",
+        2 * fixture.requests.len(),
         kv_bytes as f64 / 1e6,
         ready.as_secs_f64(),
         begun.elapsed().as_secs_f64()
@@ -465,135 +483,135 @@ async fn serves(world: &World, shape: Shape) -> Result<()> {
     Ok(())
 }
 
-async fn serve(world: &World, shapes: Vec<Shape>) -> Result<()> {
+async fn check_clusters(fixture: &Fixture, shapes: Vec<Shape>) -> Result<()> {
     for shape in shapes {
-        serves(world, shape).await?;
+        check_cluster(fixture, shape).await?;
     }
     Ok(())
 }
 
 pub fn prefill_and_decode_on_one_gpu_match_a_single_node() {
-    on(1, async |world| {
-        world.require_gpus();
-        serves(&world, Shape::new(&[&[0]], &[&[0]], "ipc")).await
+    run_on(1, async |fixture| {
+        fixture.require_gpus();
+        check_cluster(&fixture, Shape::new(&[&[0]], &[&[0]], "ipc")).await
     });
 }
 
 pub fn prefill_and_decode_on_two_gpus_match_by_every_transport() {
-    on(2, async |world| {
-        world.require_gpus();
+    run_on(2, async |fixture| {
+        fixture.require_gpus();
         let pair = Shape::new(&[&[0]], &[&[1]], "");
-        serve(&world, ["ipc", "nccl", "tcp"].map(|by| pair.clone().by(by)).into()).await
+        check_clusters(&fixture, ["ipc", "nccl", "tcp"].map(|by| pair.clone().by(by)).into()).await
     });
 }
 
 pub fn tp_nodes_on_two_gpus_match_a_single_node() {
-    on(2, async |world| {
+    run_on(2, async |fixture| {
         let shape = |prefill, decode| Shape::new(&[prefill], &[decode], "ipc");
-        let shapes = match world.place {
+        let shapes = match fixture.place {
             Place::Cpus => vec![Shape { path: "tcp", ..shape(&[0, 1], &[0, 1]) }],
             Place::Gpus(_) => {
                 vec![shape(&[0], &[0, 1]), shape(&[0, 1], &[1]), shape(&[0, 1], &[0, 1])]
             }
         };
-        serve(&world, shapes).await
+        check_clusters(&fixture, shapes).await
     });
 }
 
 pub fn two_prefill_and_two_decode_nodes_match_a_single_node() {
-    on(2, async |world| {
-        let shape = match world.gpus() {
-            // Of other tests.
+    run_on(2, async |fixture| {
+        let shape = match fixture.gpus() {
+            // The other tests cover this cluster on CPUs.
             0 => return Ok(()),
             1..4 => Shape::new(&[&[0], &[1]], &[&[0], &[1]], "ipc"),
             _ => Shape::new(&[&[0], &[1]], &[&[2], &[3]], "ipc"),
         };
-        serves(&world, shape).await
+        check_cluster(&fixture, shape).await
     });
 }
 
 pub fn tp_nodes_on_four_gpus_match_a_single_node() {
-    on(4, async |world| {
-        world.require_gpus();
+    run_on(4, async |fixture| {
+        fixture.require_gpus();
         let shapes = vec![
             Shape::new(&[&[0, 1]], &[&[2, 3]], "ipc"),
             Shape::new(&[&[0, 1, 2, 3]], &[&[0, 1, 2, 3]], "ipc"),
             Shape::new(&[&[0, 1]], &[&[0, 1, 2, 3]], "ipc"),
             Shape::new(&[&[0, 1, 2, 3]], &[&[3]], "ipc"),
         ];
-        serve(&world, shapes).await
+        check_clusters(&fixture, shapes).await
     });
 }
 
-/// Requests without a pause, by several clients.
+/// Clients that send one request after the other.
 struct Load {
     is_over: Arc<AtomicBool>,
     complete: Arc<AtomicUsize>,
-    workers: Vec<JoinHandle<Result<Tally>>>,
+    workers: Vec<JoinHandle<Result<LoadStats>>>,
 }
 
-/// How they ended.
+/// Counts of finished requests by outcome.
 #[derive(Debug, Default)]
-struct Tally {
+struct LoadStats {
     complete: usize,
-    unsure: usize,
-    typed: BTreeMap<String, usize>,
+    diverged: usize,
+    failed: BTreeMap<String, usize>,
 }
 
-impl Tally {
-    /// What did not end whole says that there was no node for it, and nothing else.
-    fn assert_typed_for_want_of_nodes(&self) {
+impl LoadStats {
+    /// Asserts that requests failed only because no node was available.
+    fn assert_failed_only_without_nodes(&self) {
         let codes = ["no_decode_node", "attempts_spent", "overloaded"];
-        let others: Vec<_> = self.typed.keys().filter(|code| !codes.contains(&&***code)).collect();
+        let others: Vec<_> = self.failed.keys().filter(|code| !codes.contains(&&***code)).collect();
         assert!(others.is_empty(), "{others:?} of {self:?}");
     }
 }
 
 impl Load {
-    fn start(world: &Arc<World>, client: &Client) -> Self {
+    fn start(fixture: &Arc<Fixture>, client: &Client) -> Self {
         let (is_over, complete) = <(Arc<AtomicBool>, Arc<AtomicUsize>)>::default();
-        let workers = if world.gpus() == 0 { 3 } else { 8 };
+        let workers = if fixture.gpus() == 0 { 3 } else { 8 };
         let worker = |worker: usize| {
-            let (world, client) = (Arc::clone(world), client.clone());
+            let (fixture, client) = (Arc::clone(fixture), client.clone());
             let (is_over, complete) = (Arc::clone(&is_over), Arc::clone(&complete));
             tokio::spawn(async move {
-                let mut tally = Tally::default();
-                let count = world.requests.len();
+                let mut stats = LoadStats::default();
+                let count = fixture.requests.len();
                 for number in 0.. {
                     if is_over.load(Ordering::Relaxed) {
                         break;
                     }
                     let (index, salt) =
                         ((number * 3 + worker * 7) % count, format!("{worker} {number}"));
-                    let answer = ask(&client, &world.requests[index], &salt).await;
+                    let answer = ask(&client, &fixture.requests[index], &salt).await;
                     let answer = answer.with_context(|| format!("request {index}, salt {salt}"))?;
-                    // Also what comes before an error is right.
-                    let is_sure = world.compare(index, &answer.tokens, &salt)?;
+                    // The tokens before an error are compared, too.
+                    let is_equal = fixture.compare(index, &answer.tokens, &salt)?;
                     match answer.end {
                         End::Complete => {
-                            tally.complete += 1;
-                            tally.unsure += usize::from(!is_sure);
+                            stats.complete += 1;
+                            stats.diverged += usize::from(!is_equal);
                             complete.fetch_add(1, Ordering::Relaxed);
                         }
-                        End::Typed(code) => {
-                            *tally.typed.entry(code).or_default() += 1;
+                        End::Failed(code) => {
+                            *stats.failed.entry(code).or_default() += 1;
                             tokio::time::sleep(Duration::from_millis(20)).await;
                         }
                     }
                 }
-                Ok(tally)
+                Ok(stats)
             })
         };
         Self { workers: (0..workers).map(worker).collect(), is_over, complete }
     }
 
-    /// Until so many more are complete.
-    async fn more(&self, count: usize) -> Result<()> {
+    /// Waits until `count` more requests are complete.
+    async fn wait_complete(&self, count: usize) -> Result<()> {
         let deadline = Instant::now() + DEADLINE;
         let wanted = self.complete.load(Ordering::Relaxed) + count;
         while self.complete.load(Ordering::Relaxed) < wanted {
-            ensure!(Instant::now() < deadline, "requests do not end any more");
-            // One that is over has met an error, which comes at the end.
+            ensure!(Instant::now() < deadline, "no request has completed within {DEADLINE:?}");
+            // Finished workers have failed: `end` returns their error.
             if self.workers.iter().all(JoinHandle::is_finished) {
                 return Ok(());
             }
@@ -602,56 +620,56 @@ impl Load {
         Ok(())
     }
 
-    async fn end(self) -> Result<Tally> {
+    async fn end(self) -> Result<LoadStats> {
         self.is_over.store(true, Ordering::Relaxed);
-        let mut all = Tally::default();
+        let mut all = LoadStats::default();
         for worker in self.workers {
-            let tally = worker.await??;
-            all.complete += tally.complete;
-            all.unsure += tally.unsure;
-            for (code, count) in tally.typed {
-                *all.typed.entry(code).or_default() += count;
+            let stats = worker.await??;
+            all.complete += stats.complete;
+            all.diverged += stats.diverged;
+            for (code, count) in stats.failed {
+                *all.failed.entry(code).or_default() += count;
             }
         }
         Ok(all)
     }
 }
 
-/// A cluster that looks after its processes, and all of those that it ever had.
-struct Watched {
+/// `baton up`, and all processes that it has started so far.
+struct Supervised {
     up: Up,
     client: Client,
     seen: BTreeSet<Process>,
     nodes: (usize, usize),
 }
 
-impl Watched {
-    async fn start(world: &World, nodes: (usize, usize), tp: usize) -> Result<Self> {
+impl Supervised {
+    async fn start(fixture: &Fixture, nodes: (usize, usize), tp: usize) -> Result<Self> {
         let (prefill, decode) = (nodes.0.to_string(), nodes.1.to_string());
-        let (model, tp_given) = (world.model.path().display().to_string(), tp.to_string());
-        // Every node has as many GPUs as ranks, in turn.
+        let (model, tp_given) = (fixture.model.path().display().to_string(), tp.to_string());
+        // Assigns GPUs to the ranks round-robin.
         let ranks = (nodes.0 + nodes.1) * tp;
         let gpus: Vec<String> =
-            (0..ranks).map(|rank| (rank % world.gpus().max(1)).to_string()).collect();
+            (0..ranks).map(|rank| (rank % fixture.gpus().max(1)).to_string()).collect();
         let gpus = gpus.join(",");
         let mut args = vec!["--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0", "--model", &model];
         args.extend(["--load-format", "dummy", "--dtype", "f32", "--tp", &tp_given]);
         args.extend(["--prefill", &prefill, "--decode", &decode]);
-        if let Place::Gpus(_) = world.place {
+        if let Place::Gpus(_) = fixture.place {
             args.extend(["--gpus", &gpus]);
         }
-        let mut up = Up::start(&args, &world.settings())?;
+        let mut up = Up::start(&args, &fixture.settings())?;
         let client = match up.client() {
             Ok(client) => client,
             Err(error) => return Err(error.context(up.last_lines())),
         };
-        let mut watched = Self { up, client, seen: BTreeSet::new(), nodes };
-        watched.look();
-        Ok(watched)
+        let mut cluster = Self { up, client, seen: BTreeSet::new(), nodes };
+        cluster.record_processes();
+        Ok(cluster)
     }
 
-    /// Notes all processes that there are.
-    fn look(&mut self) {
+    /// Records all running processes.
+    fn record_processes(&mut self) {
         for child in self.up.children().into_iter().filter_map(Process::running) {
             self.seen.insert(child);
             self.seen.extend(child.children());
@@ -663,15 +681,15 @@ impl Watched {
     }
 
     fn node(&mut self, name: &str) -> Result<Process> {
-        self.look();
-        self.running(name).with_context(|| format!("{name} does not run"))
+        self.record_processes();
+        self.running(name).with_context(|| format!("{name} is not running"))
     }
 
-    /// Until the node of this name is another process than it was, and serves.
-    async fn back(&mut self, name: &str, was: Process) -> Result<()> {
+    /// Waits until the node `name` runs in another process than `was` and the router reports it.
+    async fn wait_restarted(&mut self, name: &str, was: Process) -> Result<()> {
         let deadline = Instant::now() + DEADLINE;
         loop {
-            ensure!(Instant::now() < deadline, "{name} does not come back");
+            ensure!(Instant::now() < deadline, "{name} has not restarted within {DEADLINE:?}");
             tokio::time::sleep(Duration::from_millis(5)).await;
             let Some(node) = self.running(name).filter(|node| *node != was) else { continue };
             let words = arguments(node.id);
@@ -680,7 +698,7 @@ impl Watched {
                 break;
             }
         }
-        self.look();
+        self.record_processes();
         loop {
             let health = timeout(DEADLINE, self.client.get_json("/health")).await;
             if let Ok(Ok((status, health))) = health {
@@ -689,26 +707,27 @@ impl Watched {
                     return Ok(());
                 }
             }
-            ensure!(Instant::now() < deadline, "the router does not see {name}");
+            ensure!(Instant::now() < deadline, "the router does not report {name}");
             tokio::time::sleep(Duration::from_millis(10)).await;
         }
     }
 
-    /// Every request once more; then the end, which leaves nothing behind.
-    async fn end(mut self, world: &World) -> Result<()> {
-        let answers = world.requests.iter().map(|request| ask(&self.client, request, "last"));
+    /// Sends every request once more and stops the cluster. No process and no shared memory may
+    /// remain.
+    async fn end(mut self, fixture: &Fixture) -> Result<()> {
+        let answers = fixture.requests.iter().map(|request| ask(&self.client, request, "last"));
         for (index, answer) in try_join_all(answers).await?.iter().enumerate() {
-            if let End::Typed(code) = &answer.end {
-                panic!("request {index} of an undisturbed cluster ended with {code}");
+            if let End::Failed(code) = &answer.end {
+                panic!("request {index} failed with {code} after the load");
             }
-            world.compare(index, &answer.tokens, "at the end")?;
+            fixture.compare(index, &answer.tokens, "at the end")?;
         }
-        self.look();
+        self.record_processes();
         self.up.interrupt();
         assert_eq!(self.up.wait()?, Some(0));
         let seen: Vec<Process> = self.seen.into_iter().collect();
         wait_gone(&seen)?;
-        // Of none that has the number of one of them by now.
+        // The owner's process id may belong to another process by now.
         let is_of_these =
             |id: u32| seen.iter().any(|seen| seen.id == id) && Process::running(id).is_none();
         let left: Vec<String> = fs::read_dir("/dev/shm")?
@@ -721,35 +740,36 @@ impl Watched {
     }
 }
 
-/// A test of a cluster under load; where it fails its last lines are shown.
-async fn disturbed(
-    world: Arc<World>,
+/// Runs `disturb` on a cluster under load. On failure the error shows the last lines of the
+/// cluster.
+async fn under_load(
+    fixture: Arc<Fixture>,
     (nodes, tp): ((usize, usize), usize),
-    disturb: impl AsyncFnOnce(&mut Watched, &Load) -> Result<()>,
-) -> Result<Tally> {
-    let mut watched = Watched::start(&world, nodes, tp).await?;
-    let load = Load::start(&world, &watched.client);
+    disturb: impl AsyncFnOnce(&mut Supervised, &Load) -> Result<()>,
+) -> Result<LoadStats> {
+    let mut cluster = Supervised::start(&fixture, nodes, tp).await?;
+    let load = Load::start(&fixture, &cluster.client);
     let disturbed = async {
-        load.more(2).await?;
-        disturb(&mut watched, &load).await?;
-        load.more(5).await
+        load.wait_complete(2).await?;
+        disturb(&mut cluster, &load).await?;
+        load.wait_complete(5).await
     };
     let disturbed = disturbed.await;
-    let tally = load.end().await;
-    match disturbed.and(tally) {
-        Ok(tally) => {
-            watched.end(&world).await?;
-            assert_few_unsure(tally.unsure, tally.complete);
-            Ok(tally)
+    let stats = load.end().await;
+    match disturbed.and(stats) {
+        Ok(stats) => {
+            cluster.end(&fixture).await?;
+            assert_few_diverged(stats.diverged, stats.complete);
+            Ok(stats)
         }
-        Err(error) => Err(error.context(watched.up.last_lines())),
+        Err(error) => Err(error.context(cluster.up.last_lines())),
     }
 }
 
-/// Numbers that come as if by chance.
-struct Chance(u64);
+/// Pseudo-random number generator.
+struct Rng(u64);
 
-impl Chance {
+impl Rng {
     fn below(&mut self, count: u64) -> u64 {
         self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
         (self.0 >> 33) % count
@@ -757,88 +777,88 @@ impl Chance {
 }
 
 pub fn killed_nodes_change_no_answer() {
-    on(1, async |world| {
-        let (time, rounds_min) = match world.gpus() {
+    run_on(1, async |fixture| {
+        let (time, rounds_min) = match fixture.gpus() {
             0 => (Duration::ZERO, 2),
             _ if short() => (Duration::from_secs(6), 2),
             _ => (Duration::from_secs(25), 4),
         };
-        let pause = if world.gpus() == 0 { 300 } else { 700 };
-        let (mut chance, mut rounds) = (Chance(0x5eed), 0);
-        let tally = disturbed(world, ((2, 2), 1), async |watched, load| {
+        let pause = if fixture.gpus() == 0 { 300 } else { 700 };
+        let (mut rng, mut rounds) = (Rng(0x5eed), 0);
+        let stats = under_load(fixture, ((2, 2), 1), async |cluster, load| {
             let until = Instant::now() + time;
             while rounds < rounds_min || Instant::now() < until {
                 let role = ["decode", "prefill"][rounds % 2];
-                let name = format!("{role}-{}", chance.below(2));
-                tokio::time::sleep(Duration::from_millis(chance.below(pause))).await;
-                let victim = watched.node(&name)?;
+                let name = format!("{role}-{}", rng.below(2));
+                tokio::time::sleep(Duration::from_millis(rng.below(pause))).await;
+                let victim = cluster.node(&name)?;
                 victim.signal("KILL");
-                watched.back(&name, victim).await?;
-                load.more(1).await?;
+                cluster.wait_restarted(&name, victim).await?;
+                load.wait_complete(1).await?;
                 rounds += 1;
             }
             Ok(())
         })
         .await?;
-        println!("{rounds} nodes killed: {tally:?}");
-        tally.assert_typed_for_want_of_nodes();
+        println!("{rounds} nodes killed: {stats:?}");
+        stats.assert_failed_only_without_nodes();
         Ok(())
     });
 }
 
 pub fn killed_rank_ends_only_its_node_which_recovers() {
-    on(2, async |world| {
-        let mut chance = Chance(0x5eed);
-        let rounds = if short() || world.gpus() == 0 { 1 } else { 2 };
-        let tally = disturbed(world, ((1, 1), 2), async |watched, load| {
+    run_on(2, async |fixture| {
+        let mut rng = Rng(0x5eed);
+        let rounds = if short() || fixture.gpus() == 0 { 1 } else { 2 };
+        let stats = under_load(fixture, ((1, 1), 2), async |cluster, load| {
             for name in ["prefill-0", "decode-0"].repeat(rounds) {
-                let node = watched.node(name)?;
+                let node = cluster.node(name)?;
                 let ranks = node.children();
                 assert_eq!(ranks.len(), 2, "{name}");
-                tokio::time::sleep(Duration::from_millis(chance.below(200))).await;
+                tokio::time::sleep(Duration::from_millis(rng.below(200))).await;
                 let killed = Instant::now();
-                ranks[chance.below(2) as usize].signal("KILL");
+                ranks[rng.below(2) as usize].signal("KILL");
                 wait_gone(&[vec![node], ranks].concat())?;
                 let gone = killed.elapsed();
-                watched.back(name, node).await?;
+                cluster.wait_restarted(name, node).await?;
                 println!(
-                    "{name}: its processes are gone after {gone:?}, it serves after {:?}",
+                    "{name}: all processes ended after {gone:?}; the node served again after {:?}",
                     killed.elapsed()
                 );
-                load.more(3).await?;
+                load.wait_complete(3).await?;
             }
             Ok(())
         })
         .await?;
-        println!("{} ranks killed: {tally:?}", 2 * rounds);
-        tally.assert_typed_for_want_of_nodes();
+        println!("{} ranks killed: {stats:?}", 2 * rounds);
+        stats.assert_failed_only_without_nodes();
         Ok(())
     });
 }
 
 pub fn drained_nodes_under_load_change_no_answer() {
-    on(1, async |world| {
-        let rounds = if short() || world.gpus() == 0 { 1 } else { 3 };
-        let tally = disturbed(world, ((2, 2), 1), async |watched, load| {
+    run_on(1, async |fixture| {
+        let rounds = if short() || fixture.gpus() == 0 { 1 } else { 3 };
+        let stats = under_load(fixture, ((2, 2), 1), async |cluster, load| {
             for round in 0..rounds {
                 for role in ["decode", "prefill"] {
                     let name = format!("{role}-{}", round % 2);
-                    let node = watched.node(&name)?;
+                    let node = cluster.node(&name)?;
                     node.signal("TERM");
-                    let lines = &mut watched.up.lines;
+                    let lines = &mut cluster.up.lines;
                     let line = tokio::task::block_in_place(|| {
                         lines.wait_for(&format!("baton: {name} ended"))
                     })?;
                     assert!(line.contains("(exit status: 0)"), "{line}");
-                    watched.back(&name, node).await?;
-                    load.more(2).await?;
+                    cluster.wait_restarted(&name, node).await?;
+                    load.wait_complete(2).await?;
                 }
             }
             Ok(())
         })
         .await?;
-        println!("{} nodes told to stop: {tally:?}", 2 * rounds);
-        assert!(tally.typed.is_empty(), "{tally:?}");
+        println!("{} nodes drained: {stats:?}", 2 * rounds);
+        assert!(stats.failed.is_empty(), "{stats:?}");
         Ok(())
     });
 }

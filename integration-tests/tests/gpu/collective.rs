@@ -1,4 +1,5 @@
-//! Sums over GPUs by our own kernels: right and equal on all ranks, and ended when a rank is missing.
+//! All-reduce and all-gather by Baton's kernels. Results are correct and equal on all ranks, and a
+//! missing rank ends the collective.
 
 use std::time::{Duration, Instant};
 
@@ -17,7 +18,7 @@ use super::{
 };
 
 const MESSAGE_BYTES: usize = 1 << 20;
-pub const SOON: Duration = Duration::from_secs(30);
+pub const TIMEOUT: Duration = Duration::from_secs(30);
 
 pub fn group(rank: &Rank, timeout: Duration) -> Group {
     group_for(rank, timeout, MESSAGE_BYTES)
@@ -26,10 +27,11 @@ pub fn group(rank: &Rank, timeout: Duration) -> Group {
 fn group_for(rank: &Rank, timeout: Duration, bytes: usize) -> Group {
     let place = (rank.rank, rank.ranks);
     let arena = GroupArena::new(&rank.context, &rank.library, place, bytes).unwrap();
-    let said = rank.exchange(&arena.handle().to_bytes());
-    let handles: Vec<_> = said.iter().map(|said| GroupHandle::from_bytes(said).unwrap()).collect();
+    let received = rank.exchange(&arena.handle().to_bytes());
+    let handles: Vec<_> =
+        received.iter().map(|received| GroupHandle::from_bytes(received).unwrap()).collect();
     let group = Group::new(arena, &handles, timeout).unwrap();
-    rank.meet();
+    rank.barrier();
     group
 }
 
@@ -60,8 +62,8 @@ fn get(range: &Range, dtype: Dtype, count: usize) -> Vec<f32> {
     wide
 }
 
-/// In f32, in the order of the ranks.
-fn summed(seed: u32, ranks: usize, count: usize) -> Vec<f32> {
+/// Returns the expected f32 all-reduce, summed in rank order.
+fn rank_sum(seed: u32, ranks: usize, count: usize) -> Vec<f32> {
     let mut sum = vec![0.0f32; count];
     for rank in 0..ranks {
         let sent = numbers(seed + rank as u32, count);
@@ -70,9 +72,9 @@ fn summed(seed: u32, ranks: usize, count: usize) -> Vec<f32> {
     sum
 }
 
-fn sums(rank: Rank) {
+fn check_all_reduce(rank: Rank) {
     const EPS: f32 = 1e-5;
-    let group = group(&rank, SOON);
+    let group = group(&rank, TIMEOUT);
     let stream: Stream<Compute> = Stream::new(&rank.context).unwrap();
     let [x, out, residual, weight] = [(); 4].map(|()| memory(&rank, MESSAGE_BYTES * 2));
     let shapes = [(1, 8), (1, 4096), (7, 576), (33, 1032), (2, 16_384), (64, 2048), (130, 1000)];
@@ -85,14 +87,15 @@ fn sums(rank: Rank) {
         let seed = index as u32 * 16;
         let shape = AllReduceShape { dtype, rows, width };
         put(&x, dtype, &numbers(seed + rank.rank as u32, count));
-        let sum = summed(seed, rank.ranks, count);
+        let sum = rank_sum(seed, rank.ranks, count);
         for (turn, way) in
             [AllReduceAlgorithm::Auto, AllReduceAlgorithm::OneShot, AllReduceAlgorithm::TwoShot]
                 .into_iter()
                 .enumerate()
         {
             out.fill(0xff, &stream).unwrap();
-            // Recorded and replayed: the second time over what the first has left.
+            // The CUDA graph is replayed twice; the second replay overwrites the output of the
+            // first.
             if turn == 0 {
                 let record = || group.all_reduce(shape, &x, &out, way, true, &stream);
                 let mut graph = Graph::capture(&stream, record).unwrap();
@@ -108,7 +111,7 @@ fn sums(rank: Rank) {
                 Dtype::Bf16 => sum.iter().map(|sum| bf16::from_f32(*sum).to_f32()).collect(),
             };
             let found = get(&out, dtype, count);
-            assert!(found == wanted, "{dtype} {rows} x {width} {way:?}: not the sum in order");
+            assert!(found == wanted, "{dtype} {rows} x {width} {way:?}: not the sum in rank order");
         }
         let (before, weights) = (numbers(seed + 8, count), numbers(seed + 9, width));
         residual.write(0, &before).unwrap();
@@ -128,8 +131,8 @@ fn sums(rank: Rank) {
         let found = get(&out, dtype, count);
         assert_near(&found, &wanted, tolerance(dtype), &format!("{dtype} {rows} x {width} norm"));
         let bits: Vec<u8> = found.iter().flat_map(|value| value.to_le_bytes()).collect();
-        let said = rank.exchange(&bits[..bits.len().min(4096)]);
-        assert!(said.iter().all(|other| *other == said[0]), "ranks differ");
+        let received = rank.exchange(&bits[..bits.len().min(4096)]);
+        assert!(received.iter().all(|other| *other == received[0]), "ranks differ");
     }
     group.check().unwrap();
     let too_long = AllReduceShape { dtype: Dtype::F32, rows: 1024, width: 512 };
@@ -140,26 +143,26 @@ fn sums(rank: Rank) {
 }
 
 pub fn all_reduce_of_two_ranks_is_identical_on_both() {
-    on_ranks("collective::all_reduce_of_two_ranks_is_identical_on_both", 2, sums);
+    on_ranks("collective::all_reduce_of_two_ranks_is_identical_on_both", 2, check_all_reduce);
 }
 
 pub fn all_reduce_of_four_ranks_is_identical_on_all() {
-    on_ranks("collective::all_reduce_of_four_ranks_is_identical_on_all", 4, sums);
+    on_ranks("collective::all_reduce_of_four_ranks_is_identical_on_all", 4, check_all_reduce);
 }
 
-/// Words of any bits, a hundredth of which say what an arena says where nothing has arrived.
+/// Returns random words. One in a hundred equals the arena's marker of missing data.
 fn words(seed: u32, count: usize) -> Vec<u32> {
     let hash = |i: u32| (i ^ seed.wrapping_mul(0x85eb_ca6b)).wrapping_mul(0x9e37_79b9);
     (0..count as u32).map(|i| if hash(i) >> 16 < 655 { u32::MAX } else { hash(i) }).collect()
 }
 
-fn gathers(rank: Rank) {
+fn check_all_gather(rank: Rank) {
     let stream: Stream<Compute> = Stream::new(&rank.context).unwrap();
     let shard = Shard::new(rank.rank, rank.ranks).unwrap();
     let bytes = 40 << 20;
     let [x, out] = [(); 2].map(|()| memory(&rank, bytes));
     let even = |columns: usize| -> Vec<_> { shard.all().map(|s| s.tokens(columns)).collect() };
-    // The last has nothing.
+    // The last rank has no columns.
     let uneven = |columns: usize| -> Vec<_> {
         let border = |rank| match rank {
             0 => 0,
@@ -170,7 +173,7 @@ fn gathers(rank: Rank) {
     };
     // A small arena takes many rounds.
     for message_bytes in [32 << 10, MESSAGE_BYTES] {
-        let group = group_for(&rank, SOON, message_bytes);
+        let group = group_for(&rank, TIMEOUT, message_bytes);
         let shapes = [
             (1, even(7)),
             (1, even(128_256)),
@@ -209,13 +212,13 @@ fn gathers(rank: Rank) {
                         found[..all] == *whole,
                         "row {row} of {rows}, {columns:?}, turn {turn}"
                     );
-                    assert!(found[all..] == [0x5555_5555; 5], "row {row}: written beyond it");
+                    assert!(found[all..] == [0x5555_5555; 5], "row {row}: written beyond its end");
                 }
             }
         }
-        rank.meet();
+        rank.barrier();
     }
-    // A rank that leaves it out is not waited for.
+    // A rank that skips the collective causes a time-out.
     let timeout = Duration::from_millis(200);
     let group = group_for(&rank, timeout, MESSAGE_BYTES);
     let columns = even(128_256);
@@ -226,27 +229,27 @@ fn gathers(rank: Rank) {
         gather();
         gather();
         stream.synchronize().unwrap();
-        assert!(begin.elapsed() >= timeout && begin.elapsed() < SOON, "{:?}", begin.elapsed());
+        assert!(begin.elapsed() >= timeout && begin.elapsed() < TIMEOUT, "{:?}", begin.elapsed());
         assert_eq!(group.check(), Err(CudaError::GroupStopped { rank: 0, timeout }));
     }
-    rank.meet();
+    rank.barrier();
     group.reset().unwrap();
-    rank.meet();
+    rank.barrier();
     gather();
     stream.synchronize().unwrap();
     group.check().unwrap();
-    rank.meet();
+    rank.barrier();
 }
 
 pub fn two_ranks_all_gather_rows() {
-    on_ranks("collective::two_ranks_all_gather_rows", 2, gathers);
+    on_ranks("collective::two_ranks_all_gather_rows", 2, check_all_gather);
 }
 
 pub fn four_ranks_all_gather_rows() {
-    on_ranks("collective::four_ranks_all_gather_rows", 4, gathers);
+    on_ranks("collective::four_ranks_all_gather_rows", 4, check_all_gather);
 }
 
-/// Some columns of a matrix of reproducible numbers.
+/// Some columns of a matrix of reproducible random values.
 struct Columns {
     whole: Random,
     columns: std::ops::Range<usize>,
@@ -268,11 +271,11 @@ impl RowSource for Columns {
     }
 }
 
-/// What a product leads back into the residual stream, and its norm: of all columns by the CPU's
-/// reference, of each rank's by the GPUs.
-fn onto_residual(rank: Rank) {
+/// Checks a row-parallel GEMM with all-reduce into the residual stream and the norm behind it. The
+/// CPU backend computes the expected values with all columns.
+fn check_all_reduce_to_residual(rank: Rank) {
     const EPS: f32 = 1e-5;
-    // More rows than the arenas take at once among them.
+    // The last case has more rows than the arenas hold at once.
     for (dtype, rows, inputs, width) in [
         (Dtype::F32, 1, 64, 128),
         (Dtype::Bf16, 1, 1024, 1024),
@@ -282,7 +285,8 @@ fn onto_residual(rank: Rank) {
         (Dtype::F32, 1501, 64, 1024),
     ] {
         let source = || Random { rows: width, cols: inputs, seed: 21 };
-        // Small, since each rank's part is rounded to bf16 and parts may cancel out.
+        // Values are small: each rank's partial sum is rounded to bf16, and partial sums may cancel
+        // out.
         let input: Vec<f32> = numbers(22, rows * inputs).iter().map(|x| x / 16.0).collect();
         let (before, weights) = (numbers(23, rows * width), numbers(24, width));
         let mut cpu = cpu(dtype);
@@ -298,7 +302,7 @@ fn onto_residual(rank: Rank) {
         let norm = cpu.vector(&weights);
         let norm = (&norm, EPS);
         cpu.project_onto_residual(rows, (&x, &w), &mut delta, &mut residual, norm, &mut out);
-        // Every rank has all rows of the norm, and reads them for a product of its own.
+        // Every rank has all rows of the norm and multiplies them by another matrix.
         let reader = || Random { rows: 48, cols: width, seed: 25 };
         let (next, mut read) = (cpu.matrix(&reader()), cpu.buffer(rows, 48));
         cpu.matmul(rows, &out, &next, &mut read);
@@ -308,7 +312,7 @@ fn onto_residual(rank: Rank) {
             Dtype::F32 => WeightFormat::F32,
             Dtype::Bf16 => WeightFormat::Bf16,
         };
-        let group = group(&rank, SOON);
+        let group = group(&rank, TIMEOUT);
         let options = CudaOptions::new(format);
         let mut cuda =
             CudaBackend::new(&rank.context, rank.library.clone(), options).unwrap().in_group(group);
@@ -341,26 +345,34 @@ fn onto_residual(rank: Rank) {
         let found = [&residual, &out, &read].map(|buffer| cuda.get(buffer, rows));
         for (index, (found, wanted)) in found.iter().zip(&wanted).enumerate() {
             let what = format!("{dtype} {rows} x {inputs} x {width}, result {index}");
-            // The product adds up as many rounded numbers as a row has.
+            // The rounding error grows with the number of rounded values in a sum.
             let factor = if index == 2 { (width as f32).sqrt() } else { 2.0 };
             assert_near(found, wanted, factor * tolerance(dtype), &what);
         }
         let bits: Vec<u8> = found.concat().iter().flat_map(|value| value.to_le_bytes()).collect();
         let hash = xxhash_rust::xxh3::xxh3_128(&bits).to_le_bytes();
-        let said = rank.exchange(&hash);
-        assert!(said.iter().all(|other| *other == hash), "ranks differ: {dtype} {rows} rows");
+        let received = rank.exchange(&hash);
+        assert!(received.iter().all(|other| *other == hash), "ranks differ: {dtype} {rows} rows");
         cuda.check().unwrap();
-        // Nobody frees an arena that another still writes to.
-        rank.meet();
+        // A rank must not free its arena while another rank may write to it.
+        rank.barrier();
     }
 }
 
 pub fn backend_of_two_ranks_adds_all_reduce_to_residual() {
-    on_ranks("collective::backend_of_two_ranks_adds_all_reduce_to_residual", 2, onto_residual);
+    on_ranks(
+        "collective::backend_of_two_ranks_adds_all_reduce_to_residual",
+        2,
+        check_all_reduce_to_residual,
+    );
 }
 
 pub fn backend_of_four_ranks_adds_all_reduce_to_residual() {
-    on_ranks("collective::backend_of_four_ranks_adds_all_reduce_to_residual", 4, onto_residual);
+    on_ranks(
+        "collective::backend_of_four_ranks_adds_all_reduce_to_residual",
+        4,
+        check_all_reduce_to_residual,
+    );
 }
 
 pub fn missing_rank_times_out_and_the_group_restarts() {
@@ -375,22 +387,26 @@ pub fn missing_rank_times_out_and_the_group_restarts() {
         let sum = |way| group.all_reduce(shape, &x, &x, way, false, &stream).unwrap();
         if rank.rank == 0 {
             let begin = Instant::now();
-            // The second one does not wait again.
+            // The second collective does not wait for the time-out again.
             sum(AllReduceAlgorithm::OneShot);
             sum(AllReduceAlgorithm::TwoShot);
             stream.synchronize().unwrap();
-            assert!(begin.elapsed() >= timeout && begin.elapsed() < SOON, "{:?}", begin.elapsed());
+            assert!(
+                begin.elapsed() >= timeout && begin.elapsed() < TIMEOUT,
+                "{:?}",
+                begin.elapsed()
+            );
             assert_eq!(group.check(), Err(CudaError::GroupStopped { rank: 0, timeout }));
         }
-        rank.meet();
+        rank.barrier();
         group.reset().unwrap();
         group.check().unwrap();
-        rank.meet();
+        rank.barrier();
         put(&x, Dtype::F32, &numbers(rank.rank as u32, 3 * 1024));
         sum(AllReduceAlgorithm::OneShot);
         stream.synchronize().unwrap();
         group.check().unwrap();
-        assert!(get(&x, Dtype::F32, 3 * 1024) == summed(0, 2, 3 * 1024));
+        assert!(get(&x, Dtype::F32, 3 * 1024) == rank_sum(0, 2, 3 * 1024));
     });
 }
 
@@ -405,19 +421,19 @@ pub fn abort_and_group_shutdown_end_an_all_reduce_at_once() {
             let begin = Instant::now();
             group.stop().unwrap();
             stream.synchronize().unwrap();
-            assert!(begin.elapsed() < SOON, "{:?}", begin.elapsed());
+            assert!(begin.elapsed() < TIMEOUT, "{:?}", begin.elapsed());
             assert!(group.check().is_err());
         }
-        rank.meet();
+        rank.barrier();
         group.reset().unwrap();
-        rank.meet();
+        rank.barrier();
         if rank.rank == 0 {
             let begin = Instant::now();
             group.all_reduce(shape, &x, &x, AllReduceAlgorithm::Auto, false, &stream).unwrap();
             drop(group);
-            assert!(begin.elapsed() < SOON, "{:?}", begin.elapsed());
+            assert!(begin.elapsed() < TIMEOUT, "{:?}", begin.elapsed());
         }
-        rank.meet();
+        rank.barrier();
     });
 }
 
@@ -428,20 +444,20 @@ pub fn killed_rank_is_detected_and_the_gpu_stays_usable() {
         let shape = AllReduceShape { dtype: Dtype::Bf16, rows: 8, width: 4096 };
         let x = memory(&rank, shape.bytes());
         x.fill(0, &stream).unwrap();
-        rank.meet();
+        rank.barrier();
         let begin = Instant::now();
         for count in 0.. {
             group.all_reduce(shape, &x, &x, AllReduceAlgorithm::Auto, false, &stream).unwrap();
             if rank.rank == 1 && count == 500 {
-                rank.die();
+                rank.kill_self();
             }
             stream.synchronize().unwrap();
             if group.check().is_err() {
                 break;
             }
-            assert!(begin.elapsed() < SOON, "a fault is noticed");
+            assert!(begin.elapsed() < TIMEOUT, "the missing rank is not detected");
         }
-        println!("noticed after {:?}", begin.elapsed());
+        println!("missing rank detected after {:?}", begin.elapsed());
         drop(group);
         let more = memory(&rank, 64 << 20);
         more.fill(3, &stream).unwrap();
@@ -459,24 +475,24 @@ pub fn mismatched_ipc_handles_are_rejected_by_rank() {
             GroupArena::new(&rank.context, &rank.library, place, bytes).unwrap()
         };
         let (own, other) = (arena(1 << 20), arena(2 << 20));
-        let mut said: Vec<GroupHandle> = rank
+        let mut received: Vec<GroupHandle> = rank
             .exchange(&own.handle().to_bytes())
             .iter()
-            .map(|said| GroupHandle::from_bytes(said).unwrap())
+            .map(|received| GroupHandle::from_bytes(received).unwrap())
             .collect();
         let refused = |arena, handles: &[GroupHandle], words: &str| {
-            let error = Group::new(arena, handles, SOON).unwrap_err().to_string();
+            let error = Group::new(arena, handles, TIMEOUT).unwrap_err().to_string();
             assert!(error.contains("the arena of rank") && error.contains(words), "{error}");
         };
-        // The first that does not fit is the one that is named.
+        // The error names the first mismatched rank.
         let words =
             ["differs from the arena that this rank has allocated", "bytes and 2 ranks; expected"];
-        refused(other, &said, words[rank.rank]);
-        said.swap(0, 1);
-        refused(own, &said, "has the handle of another rank");
+        refused(other, &received, words[rank.rank]);
+        received.swap(0, 1);
+        refused(own, &received, "has the handle of another rank");
         refused(arena(1 << 20), &[], "has no handle");
         let alone = GroupArena::new(&rank.context, &rank.library, (0, 3), 1 << 20).unwrap_err();
         assert!(alone.to_string().contains("2, 4 or 8"), "{alone}");
-        rank.meet();
+        rank.barrier();
     });
 }

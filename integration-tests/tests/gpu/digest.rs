@@ -1,4 +1,4 @@
-//! Digests of blocks by the GPU against the CPU's, and how fast they are.
+//! Compares KV block digests on the GPU with the CPU's, and reports their bandwidth.
 
 use std::{sync::Arc, time::Instant};
 
@@ -25,7 +25,8 @@ fn random(seed: u64, bytes: usize) -> Vec<u8> {
     (0..bytes.div_ceil(4)).flat_map(|_| next().to_le_bytes()).take(bytes).collect()
 }
 
-/// Each part on the same GPU, as if it were several; with kernels for digests or without.
+/// Returns the KV parts of several ranks, all on one GPU. `by_kernel` selects the digest kernel
+/// instead of copies to the host.
 fn ranked(
     gpu: &Gpu,
     layout: KvLayout,
@@ -66,7 +67,7 @@ pub fn block_digests_match_cpu_for_any_layout_and_rank_count() {
         ids(0..BLOCKS),
         ids([7, 0, 39, 21, 5, 38]),
         ids((0..BLOCKS).rev().step_by(3)),
-        // More than one launch names.
+        // Takes more than one launch.
         ids((0..1_300).map(|at| at * 7 % BLOCKS)),
     ];
     for layout in layouts() {
@@ -97,7 +98,7 @@ pub fn block_digests_match_cpu_for_any_layout_and_rank_count() {
             for (list, expected) in lists.iter().zip(&expected) {
                 assert_eq!(memory.digest(list), Ok(*expected), "{what}, {} blocks", list.len());
             }
-            // A byte is changed, and changed back.
+            // Changes one byte and restores it.
             let guards =
                 || ids([9, 4]).iter().map(|id| arena.read(*id).unwrap()).collect::<Vec<_>>();
             let before = BlockRead::digest(&guards()).unwrap();
@@ -112,19 +113,19 @@ pub fn block_digests_match_cpu_for_any_layout_and_rank_count() {
     }
 }
 
-/// What verifying costs; nothing is demanded of it.
+/// Prints the bandwidth of digests and asserts nothing.
 pub fn digest_bandwidth_is_reported() {
     let gpu = gpu();
     if short() {
         skip("BATON_TEST_SHORT is set");
     }
-    // An 8B model's: 2 MiB a block.
+    // KV layout of an 8B model: 2 MiB a block.
     let layout = KvLayout { layer_count: 32, kv_head_count: 8, head_dim: 128, dtype: Dtype::Bf16 };
     for ranks in [1, 2, 4, 8] {
         let kv = ranked(&gpu, layout, ranks, 512, true);
         let mut seconds = Vec::new();
         for blocks in [16_u32, 128, 512] {
-            // No two neighbours.
+            // No two blocks are adjacent.
             let list = ids((0..blocks).map(|at| at * 37 % 512));
             let mut times = (0..30).map(|_| {
                 let began = Instant::now();
@@ -143,6 +144,6 @@ pub fn digest_bandwidth_is_reported() {
         }
         let (more, less) = (seconds[2], seconds[1]);
         let rate = (more.0 - less.0) / (more.1 - less.1) / 1e9;
-        println!("digest, {ranks} parts: {rate:.0} GB/s without what each call takes");
+        println!("digest, {ranks} parts: {rate:.0} GB/s without the fixed time of a call");
     }
 }

@@ -1,5 +1,5 @@
-//! The whole engine on the GPU: every sequence brings the tokens that it brings on the CPU, however
-//! steps overlap, and whoever leaves in the middle.
+//! The whole engine on the GPU. Every sequence generates the tokens of the CPU, with one or two
+//! steps in flight, also when sequences are aborted.
 
 use std::{
     collections::HashMap,
@@ -85,7 +85,7 @@ pub fn sequence(id: u128, tokens: Vec<u32>, max_tokens: u32, sampling: Sampling)
     }
 }
 
-/// What the GPU's marks may be off by.
+/// Clock error of the GPU's timestamps.
 const CLOCK: Duration = Duration::from_micros(20);
 
 #[derive(Debug, Default, PartialEq)]
@@ -101,7 +101,8 @@ impl Outcome {
     }
 }
 
-/// Runs them, two arriving at a time, and aborts some once they have brought so many tokens.
+/// Runs the sequences, two arriving at a time, and aborts a sequence once it has generated the
+/// given number of tokens.
 pub fn run<E: Executor>(
     engine: &mut StepLoop<E>,
     arriving: Vec<NewSequence>,
@@ -149,11 +150,11 @@ pub fn run_arriving<E: Executor>(
             assert_eq!((load.blocks_held, load.blocks_reserved), (0, 0));
             return outcomes;
         }
-        assert!(Instant::now() < until, "no end: {:?}", engine.scheduler());
+        assert!(Instant::now() < until, "time-out: {:?}", engine.scheduler());
     }
 }
 
-/// Prompts that share beginnings, with every way to choose.
+/// Returns prompts with shared prefixes and all sampling settings.
 fn mix(round: u128, count: u128) -> Vec<NewSequence> {
     (0..count)
         .map(|index| {
@@ -192,8 +193,8 @@ pub fn request_mixes_match_cpu_tokens_with_one_and_two_steps_in_flight() {
         let wanted = run(&mut reference, mix(round, 14), &HashMap::new());
         let mut lengths: Vec<usize> = wanted.values().map(|outcome| outcome.tokens.len()).collect();
         lengths.sort_unstable();
-        assert!(lengths[13] > 20, "the test would show little: {lengths:?}");
-        // Some leave while a step that holds them is in flight.
+        assert!(lengths[13] > 20, "answers are too short for this test: {lengths:?}");
+        // Some sequences are aborted while a step that contains them is in flight.
         let aborts: HashMap<_, _> = wanted
             .iter()
             .filter(|(id, outcome)| id.0 % 5 == 1 && outcome.tokens.len() > 3)
@@ -214,7 +215,7 @@ pub fn request_mixes_match_cpu_tokens_with_one_and_two_steps_in_flight() {
                 }
             }
             let pins = |id| arena.pins(kernels::BlockId(id)).unwrap();
-            assert!((0..*blocks).all(|id| pins(id) == 0), "blocks are given back");
+            assert!((0..*blocks).all(|id| pins(id) == 0), "a block is still pinned");
         }
     }
 }
@@ -231,7 +232,7 @@ pub fn step_synchronises_with_the_gpu_once() {
     run(&mut engine, mix(2, 8), &HashMap::new());
     let steps = engine.take_records().len() as u64;
     let waits = engine.executor().waits() - before;
-    assert!(steps > 20 && waits <= steps, "{waits} waits in {steps} steps");
+    assert!(steps > 20 && waits <= steps, "{waits} synchronisations in {steps} steps");
 }
 
 pub fn step_records_contain_gpu_start_and_end() {
@@ -246,10 +247,10 @@ pub fn step_records_contain_gpu_start_and_end() {
         assert!(records.len() > 20, "{} steps", records.len());
         let mut idle_from = None;
         for record in &records {
-            let device = record.device.expect("a GPU tells");
+            let device = record.device.expect("a GPU step has timestamps");
             assert!(idle_from.is_none_or(|from| from <= device.begin + CLOCK), "{record:?}");
             assert!(record.launch.begin <= device.begin + CLOCK, "{record:?}");
-            let landed_at = record.landed_at.expect("a GPU tells");
+            let landed_at = record.landed_at.expect("a GPU step has timestamps");
             assert!(device.end <= landed_at && landed_at <= record.collect.begin, "{record:?}");
             assert!(record.busy > Duration::ZERO && record.uploaded_bytes > 0, "{record:?}");
             idle_from = Some(device.end);

@@ -1,5 +1,6 @@
-//! A fault of the GPU in the middle of serving: the executor stops, and with it a node, whose requests
-//! fail one by one. It ends the context of the whole process, so this program runs again for it.
+//! A GPU fault while a node serves. The executor stops, the node's requests fail one by one, and
+//! the node exits. A fault ends the CUDA context of the whole process, so each test runs in a
+//! process of its own.
 
 use std::{
     collections::BTreeMap,
@@ -34,11 +35,12 @@ use super::{
 };
 
 const TOLD: &str = "BATON_TEST_FAULT";
-const PATIENCE: Duration = Duration::from_secs(120);
-/// The driver's words for it.
+const TIMEOUT: Duration = Duration::from_secs(120);
+/// The driver's message for the fault.
 const FAULT: &str = "an illegal memory access was encountered";
 
-/// Runs `test` in this process when it was started for that, else in one of its own.
+/// Runs `test` in a process of its own: starts this program again, or runs `test` if this process
+/// was started for it.
 fn in_its_own_process(name: &str, test: impl FnOnce(&Gpu)) {
     let gpu = gpu();
     if env::var_os(TOLD).is_some() {
@@ -50,14 +52,14 @@ fn in_its_own_process(name: &str, test: impl FnOnce(&Gpu)) {
         .stdin(Stdio::null())
         .spawn()
         .unwrap();
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + TIMEOUT;
     let status = loop {
         if let Some(status) = child.try_wait().unwrap() {
             break status;
         }
         if Instant::now() > deadline {
             child.kill().unwrap();
-            panic!("the process with the fault does not end");
+            panic!("the process has not exited after the fault");
         }
         thread::sleep(Duration::from_millis(10));
     };
@@ -75,7 +77,7 @@ pub fn gpu_fault_stops_the_executor_with_its_cause() {
             let new = sequence(id, vec![3, 1, 4, 1, 5], 500, Sampling::greedy());
             engine.handle(Input::Arrived(new), &mut actions);
         }
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + TIMEOUT;
         while !actions.iter().any(|action| matches!(action, Action::Tokens { .. })) {
             engine.turn(Duration::from_secs(20), &mut actions).unwrap();
             assert!(Instant::now() < deadline, "no token");
@@ -86,16 +88,16 @@ pub fn gpu_fault_stops_the_executor_with_its_cause() {
             if let Err(error) = engine.turn(Duration::from_secs(20), &mut actions) {
                 break error;
             }
-            assert!(Instant::now() < deadline, "the fault is not noticed");
+            assert!(Instant::now() < deadline, "the fault is not detected");
         };
         let ExecutorError::Stopped { reason } = &error else { panic!("{error}") };
         assert!(reason.contains(FAULT), "{reason}");
-        // What is left of it goes without another word.
+        // The failed context must not cause a panic on drop.
         drop((engine, arena));
     });
 }
 
-/// The GPU of a node, with a fault after some results.
+/// GPU executor of a node that causes a fault after some results.
 struct Faulty {
     device: Box<dyn Executor>,
     results: u32,
@@ -146,7 +148,7 @@ fn settings(folder: &Path) -> Config {
         ("node.metrics", "127.0.0.1:0"),
         ("node.gpu_tune", "0s"),
         ("node.blocks", "128"),
-        // Two of the requests run, the others wait.
+        // Two of the requests run and two wait.
         ("node.slots", "2"),
         ("transfer.control", "127.0.0.1:0"),
         ("transfer.data", "127.0.0.1:0"),
@@ -179,8 +181,8 @@ fn request(index: u8, epoch: &bytes::Bytes) -> v1::DecodeRequest {
     v1::DecodeRequest { attempt: Some(attempt), prefill: None }
 }
 
-/// The last word of each of four requests.
-async fn last_words(ready: &Path) -> Vec<Option<Event>> {
+/// Returns the final event of each of four requests.
+async fn final_events(ready: &Path) -> Vec<Option<Event>> {
     let ready: Ready = loop {
         if let Ok(text) = fs::read(ready) {
             break serde_json::from_slice(&text).unwrap();
@@ -191,14 +193,14 @@ async fn last_words(ready: &Path) -> Vec<Option<Event>> {
     let mut observed = client.observe(v1::ObserveRequest {}).await.unwrap().into_inner();
     let Some(Observed::Snapshot(snapshot)) = observed.message().await.unwrap().unwrap().event
     else {
-        panic!("it begins with a snapshot")
+        panic!("the stream does not start with a snapshot")
     };
     let epoch = snapshot.record.unwrap().epoch;
     let mut streams = Vec::new();
     for index in 0..4 {
         match client.decode(request(index, &epoch)).await {
             Ok(stream) => streams.push(stream.into_inner()),
-            // The fault was quicker.
+            // The fault may come before the request.
             Err(status) => assert!(index > 0, "{status}"),
         }
     }
@@ -230,7 +232,7 @@ pub fn gpu_fault_fails_the_nodes_requests_and_exits_with_1() {
             })
         });
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
-        let words = async { tokio::time::timeout(PATIENCE, last_words(&ready)).await };
+        let words = async { tokio::time::timeout(TIMEOUT, final_events(&ready)).await };
         let words = runtime.block_on(words).unwrap();
         assert!(!words.is_empty());
         for word in words {

@@ -30,7 +30,7 @@ const CERTAIN_MARGIN: f32 = 0.15;
 fn smollm2() -> (Checkpoint, Vec<GoldenRun>) {
     for name in ["BATON_TEST_MODEL", "BATON_TEST_GOLDEN"] {
         if std::env::var_os(name).is_none() {
-            skip(format!("{name} names no file"));
+            skip(format!("{name} does not name a file"));
         }
     }
     let model = integration_tests::cluster::smollm2();

@@ -1,4 +1,4 @@
-//! Recorded work, and the memory that it was recorded with.
+//! CUDA graphs, and the memory that they were captured with.
 
 use std::{
     panic::{AssertUnwindSafe, catch_unwind},
@@ -15,10 +15,10 @@ use test_harness::skip;
 
 use super::bench::{Bench, gpu, numbers};
 
-/// It ended in the words of whoever looks at recorded addresses, and not otherwise.
+/// Asserts that a replay panicked because a captured address is stale.
 fn assert_stale<T>(launched: thread::Result<T>, what: &str) {
-    let Err(panic) = launched else { panic!("{what}, and nobody noticed") };
-    let words = panic.downcast_ref::<String>().map_or("a panic without words", String::as_str);
+    let Err(panic) = launched else { panic!("not detected: {what}") };
+    let words = panic.downcast_ref::<String>().map_or("a panic without a message", String::as_str);
     assert!(words.contains("memory is no longer what was captured"), "{what}: {words}");
 }
 
@@ -44,7 +44,7 @@ pub fn graph_replay_without_its_memory_is_detected() {
     compute.synchronize().unwrap();
     drop((backend, gate_up, out));
     let stale = catch_unwind(AssertUnwindSafe(|| graph.launch(&compute)));
-    assert_stale(stale, "a kernel's memory was gone");
+    assert_stale(stale, "a kernel's memory was freed");
 }
 
 pub fn graph_replay_on_reused_memory_is_detected() {
@@ -59,7 +59,7 @@ pub fn graph_replay_on_reused_memory_is_detected() {
     graph.launch(&stream).unwrap();
     stream.synchronize().unwrap();
     drop(range);
-    // As a rule at the same address.
+    // The allocator usually returns the same address.
     let _other = memory();
     let stale = catch_unwind(AssertUnwindSafe(|| graph.launch(&stream)));
     assert_stale(stale, "other memory would have been overwritten");

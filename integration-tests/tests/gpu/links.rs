@@ -1,4 +1,4 @@
-//! KV between GPUs, by every carrier that needs them, between this process and another.
+//! KV transfers between this process and another, by every transport that needs GPUs.
 
 use std::{
     env,
@@ -17,56 +17,56 @@ use kv_transfer::{
 use super::{
     bench::{lacks, require_gpus, short},
     nodes::{
-        BLOCKS, CARRIERS, Manner, Node, PATIENCE, Peer, event, gpus, pairs, pattern, scattered,
+        BLOCKS, GPU_TRANSPORTS, Node, NodeKind, Peer, TIMEOUT, event, gpus, pairs, pattern,
+        scattered,
     },
 };
 
-/// How many transfers the test with random ends makes, where it is set.
+/// Environment variable: number of transfers of the test with random aborts.
 const TRANSFERS: &str = "BATON_TEST_TRANSFERS";
 
 pub fn kv_transfer_between_processes_preserves_kv_in_any_block_order() {
     let (gpus, _alone) = gpus();
-    let ways = [
-        (TransferKind::Ipc, Manner::Verifying),
-        (TransferKind::Nccl, Manner::Verifying),
-        (TransferKind::Nccl, Manner::Large),
+    let cases = [
+        (TransferKind::Ipc, NodeKind::Verifying),
+        (TransferKind::Nccl, NodeKind::Verifying),
+        (TransferKind::Nccl, NodeKind::Large),
     ];
-    for (carrier, manner) in ways {
-        for (from, to) in pairs(carrier, gpus) {
-            let mut peer = Peer::start_as(from, carrier, manner);
+    for (transport, kind) in cases {
+        for (from, to) in pairs(transport, gpus) {
+            let mut peer = Peer::start_as(from, transport, kind);
             let (sink, events) = channel();
-            let node = Node::start_as("node", to, carrier, manner, sink);
+            let node = Node::start_as("node", to, transport, kind, sink);
             for seed in 0..if short() { 2 } else { 12 } {
-                // What was there before is not what comes.
+                // Overwrites the KV of the previous transfer.
                 node.fill(|_, bytes| vec![seed as u8; bytes]);
-                let counts =
-                    if manner.is_large() { [96, 90, 41, 5, 17] } else { [1, 7, 8, 50, 96] };
+                let counts = if kind.is_large() { [96, 90, 41, 5, 17] } else { [1, 7, 8, 50, 96] };
                 let (count, transfer) = (counts[seed as usize % 5], TransferId(seed.into()));
-                let places = manner.places(seed / 2 + 100, count);
+                let places = kind.places(seed / 2 + 100, count);
                 peer.send(transfer, &node, seed, count, true);
                 node.receive(transfer, &peer.address, &places);
                 let arrived = event(&events);
                 assert!(matches!(arrived, Event::Arrived { .. }), "{arrived:?}");
-                node.assert_holds(&manner.places(seed, count), &places);
+                node.assert_holds(&kind.places(seed, count), &places);
             }
             node.assert_free();
             let metrics = node.transfers.metrics();
-            assert_eq!((node.path().as_str(), metrics.fallbacks.len()), (carrier.name(), 0));
+            assert_eq!((node.path().as_str(), metrics.fallbacks.len()), (transport.name(), 0));
             let chunks = metrics.chunks_received;
-            println!("{carrier}, {}, from GPU {from} to GPU {to}: {chunks} chunks", manner.name());
+            println!("{transport}, {}, from GPU {from} to GPU {to}: {chunks} chunks", kind.name());
         }
     }
 }
 
 pub fn abort_at_any_time_leaks_no_block() {
     let (gpus, _alone) = gpus();
-    for carrier in CARRIERS {
-        let Some((from, to)) = pairs(carrier, gpus).pop() else { continue };
-        let mut peer = Peer::start(from, carrier);
+    for transport in GPU_TRANSPORTS {
+        let Some((from, to)) = pairs(transport, gpus).pop() else { continue };
+        let mut peer = Peer::start(from, transport);
         let (sink, events) = channel();
-        let node = Node::start("node", to, carrier, sink);
+        let node = Node::start("node", to, transport, sink);
         let mut next = 0;
-        // Else all would end while the two connect.
+        // Without a connection every transfer would be aborted during the connection setup.
         until_arrived(&node, &mut peer, &events, &mut next);
         let whole = |peer: &mut Peer, number: u128| {
             let (transfer, begun) = (TransferId(number), Instant::now());
@@ -84,7 +84,7 @@ pub fn abort_at_any_time_leaks_no_block() {
             peer.send(transfer, &node, round, 96, false);
             node.receive(transfer, &peer.address, &scattered(1, 96));
             if round < rounds {
-                // All over a whole one's time, and beyond.
+                // Aborts at every moment of a transfer's usual time, and after it.
                 thread::sleep(usual.mul_f64((round * 389 % 1300) as f64 / 1000.0));
             } else {
                 node.until_more_chunks(chunks);
@@ -94,7 +94,7 @@ pub fn abort_at_any_time_leaks_no_block() {
             assert!(matches!(failed, Event::ReceiveFailed { .. }), "{failed:?}");
             node.assert_free();
         }
-        println!("{carrier}: {} chunks before aborts", node.chunks() - chunks);
+        println!("{transport}: {} chunks received before aborts", node.chunks() - chunks);
         whole(&mut peer, next + 3 + u128::from(rounds));
         node.assert_holds(&scattered(1, 96), &scattered(3, 96));
     }
@@ -102,21 +102,22 @@ pub fn abort_at_any_time_leaks_no_block() {
 
 pub fn killed_sender_fails_only_its_own_transfers() {
     let (gpus, _alone) = gpus();
-    let ways = [
-        (TransferKind::Ipc, Manner::Verifying),
-        (TransferKind::Nccl, Manner::Verifying),
-        (TransferKind::Nccl, Manner::Two),
+    let cases = [
+        (TransferKind::Ipc, NodeKind::Verifying),
+        (TransferKind::Nccl, NodeKind::Verifying),
+        (TransferKind::Nccl, NodeKind::TwoRanks),
     ];
-    for (carrier, manner) in ways {
-        let Some((from, to)) = pairs(carrier, gpus).pop() else { continue };
+    for (transport, kind) in cases {
+        let Some((from, to)) = pairs(transport, gpus).pop() else { continue };
         let (sink, events) = channel();
-        let node = Node::start_as("node", to, carrier, manner, sink);
+        let node = Node::start_as("node", to, transport, kind, sink);
         for round in 0..if short() { 2 } else { 4_u64 } {
-            let mut peer = Peer::start_as(from, carrier, manner);
+            let mut peer = Peer::start_as(from, transport, kind);
             let (transfer, chunks) = (TransferId(round.into()), node.chunks());
             peer.send(transfer, &node, 1, 96, false);
-            node.receive(transfer, &peer.address, &manner.places(1, 96));
-            // While the two connect, and once chunks come.
+            node.receive(transfer, &peer.address, &kind.places(1, 96));
+            // Kills the sender during connection setup in even rounds and during chunks in odd
+            // rounds.
             if round % 2 == 1 {
                 node.until_more_chunks(chunks);
             }
@@ -125,18 +126,18 @@ pub fn killed_sender_fails_only_its_own_transfers() {
             assert!(matches!(failed, Event::ReceiveFailed { .. }), "{failed:?}");
             node.assert_free();
         }
-        // The GPU, and this process on it, are as they were.
-        let mut peer = Peer::start_as(from, carrier, manner);
+        // The GPU and this process's context still work.
+        let mut peer = Peer::start_as(from, transport, kind);
         let transfer = TransferId(1000);
         peer.send(transfer, &node, 1, 96, true);
-        node.receive(transfer, &peer.address, &manner.places(3, 96));
+        node.receive(transfer, &peer.address, &kind.places(3, 96));
         let arrived = event(&events);
         assert!(matches!(arrived, Event::Arrived { .. }), "{arrived:?}");
-        node.assert_holds(&manner.places(1, 96), &manner.places(3, 96));
+        node.assert_holds(&kind.places(1, 96), &kind.places(3, 96));
     }
 }
 
-/// The driver maps no memory into the process that owns it.
+/// Falls back to tcp: the driver cannot map IPC memory into the process that owns the memory.
 pub fn nodes_in_one_process_fall_back_to_tcp_and_count_it() {
     let (gpus, _alone) = gpus();
     let (one_sink, one_events) = channel();
@@ -149,7 +150,7 @@ pub fn nodes_in_one_process_fall_back_to_tcp_and_count_it() {
         transfer,
         peer: other.address.clone(),
         prompt_hash: 1,
-        deadline: PATIENCE,
+        deadline: TIMEOUT,
         traceparent: String::new(),
     };
     one.transfers.command(expect).unwrap();
@@ -166,8 +167,9 @@ pub fn nodes_in_one_process_fall_back_to_tcp_and_count_it() {
     assert_eq!(other.transfers.metrics().fallbacks["ipc"], 1);
 }
 
-/// One transfer of all blocks after another with this peer, for so long: how many, and the longest.
-fn steadily(
+/// Runs transfers with the peer one after the other for `time`. Returns their number and the
+/// longest duration.
+fn run_transfers(
     node: &Node,
     peer: &mut Peer,
     events: &Receiver<Event>,
@@ -194,39 +196,39 @@ fn steadily(
     (count, longest)
 }
 
-/// Those that [`steadily`] leaves alone.
+/// Returns the blocks that [`run_transfers`] does not use.
 fn other_places() -> Vec<BlockId> {
     let used = scattered(3, BLOCKS / 2);
     (0..BLOCKS).map(BlockId).filter(|block| !used.contains(block)).collect()
 }
 
-/// Who is not to be delayed by what befalls other peers.
+/// A pair of nodes whose transfers other peers must not delay.
 struct SteadyPair {
     node: Node,
     steady: Peer,
     events: Receiver<Event>,
-    /// The last transfer's number.
+    /// Number of the last transfer.
     next: u128,
-    /// Of the transfers that the two made alone.
+    /// Longest transfer of this pair alone.
     longest: Duration,
 }
 
 impl SteadyPair {
-    /// Lets the two make transfers alone, for so long.
-    fn start(carrier: TransferKind, from: usize, to: usize, time: Duration) -> Self {
+    /// Measures the pair's transfers for `time`, without other peers.
+    fn start(transport: TransferKind, from: usize, to: usize, time: Duration) -> Self {
         let (sink, events) = channel();
-        let node = Node::start_as("node", to, carrier, Manner::Quick, sink);
-        let mut steady = Peer::start_as(from, carrier, Manner::Quick);
+        let node = Node::start_as("node", to, transport, NodeKind::Plain, sink);
+        let mut steady = Peer::start_as(from, transport, NodeKind::Plain);
         let mut next = 0;
         until_arrived(&node, &mut steady, &events, &mut next);
         let nothing = |event| panic!("{event:?}");
-        let (count, longest) = steadily(&node, &mut steady, &events, &mut next, time, nothing);
-        println!("{carrier}, alone: {count} transfers in {time:?}, longest {longest:?}");
+        let (count, longest) = run_transfers(&node, &mut steady, &events, &mut next, time, nothing);
+        println!("{transport}, alone: {count} transfers in {time:?}, longest {longest:?}");
         Self { node, steady, events, next, longest }
     }
 }
 
-/// Transfers, one after another, until one with this peer arrives: how long that took.
+/// Repeats transfers with the peer until one arrives. Returns the time taken.
 fn until_arrived(
     node: &Node,
     peer: &mut Peer,
@@ -242,20 +244,20 @@ fn until_arrived(
         if let Event::Arrived { .. } = event(events) {
             return begin.elapsed();
         }
-        // It has not noticed yet that the pair was lost.
-        assert!(begin.elapsed() < PATIENCE, "it comes back");
+        // The peer has not detected yet that the pair was lost.
+        assert!(begin.elapsed() < TIMEOUT, "time-out: no transfer arrives");
         thread::sleep(Duration::from_millis(10));
     }
 }
 
 pub fn stopped_peer_delays_no_other_pair_and_frees_blocks_after_the_lease() {
     let (gpus, _alone) = gpus();
-    for carrier in CARRIERS {
-        let Some((from, to)) = pairs(carrier, gpus).pop() else { continue };
+    for transport in GPU_TRANSPORTS {
+        let Some((from, to)) = pairs(transport, gpus).pop() else { continue };
         let (sink, events) = channel();
-        let node = Node::start_as("node", to, carrier, Manner::Quick, sink);
+        let node = Node::start_as("node", to, transport, NodeKind::Plain, sink);
         let [mut steady, mut stopped] =
-            [(); 2].map(|()| Peer::start_as(from, carrier, Manner::Quick));
+            [(); 2].map(|()| Peer::start_as(from, transport, NodeKind::Plain));
         let mut next = 0;
         for peer in [&mut steady, &mut stopped] {
             until_arrived(&node, peer, &events, &mut next);
@@ -263,8 +265,8 @@ pub fn stopped_peer_delays_no_other_pair_and_frees_blocks_after_the_lease() {
         let nothing = |event| panic!("{event:?}");
         let time = Duration::from_millis(if short() { 500 } else { 2000 });
         let (before, longest_before) =
-            steadily(&node, &mut steady, &events, &mut next, time, nothing);
-        // Never finished, so that none arrives, wherever it is when its sender stops.
+            run_transfers(&node, &mut steady, &events, &mut next, time, nothing);
+        // These transfers are never finished, so none arrives before its sender stops.
         const STUCK: u128 = 1 << 100;
         let places = other_places();
         let stuck: Vec<&[BlockId]> = places.chunks(8).collect();
@@ -283,7 +285,8 @@ pub fn stopped_peer_delays_no_other_pair_and_frees_blocks_after_the_lease() {
             }
             other => panic!("{other:?}"),
         };
-        let (after, longest) = steadily(&node, &mut steady, &events, &mut next, 2 * LEASE, lost);
+        let (after, longest) =
+            run_transfers(&node, &mut steady, &events, &mut next, 2 * LEASE, lost);
         while failed < stuck.len() {
             assert!(matches!(event(&events), Event::ReceiveFailed { .. }));
             (failed, last) = (failed + 1, at.elapsed());
@@ -292,44 +295,52 @@ pub fn stopped_peer_delays_no_other_pair_and_frees_blocks_after_the_lease() {
         node.assert_holds(&scattered(1, BLOCKS / 2), &scattered(3, BLOCKS / 2));
         let rate = |count: usize, time: Duration| count as f64 / time.as_secs_f64();
         println!(
-            "{carrier}: the other pair makes {:.0} transfers/s, longest {longest_before:?}, and \
-             {:.0} transfers/s, longest {longest:?} beside a stopped peer, whose blocks are back \
+            "{transport}: {:.0} transfers/s alone, longest {longest_before:?}; \
+             {:.0} transfers/s, longest {longest:?} beside a stopped peer; its blocks are free \
              after {last:?}",
             rate(before, time),
             rate(after, 2 * LEASE)
         );
-        // Whoever waited for the stopped one would have waited for a lease.
-        assert!(longest < longest_before + LEASE / 2, "{carrier}: {longest_before:?} {longest:?}");
-        // Nor is each slower by more than what else the machine does can explain.
-        assert!(2.0 * rate(after, 2 * LEASE) >= rate(before, time), "{carrier}: {before} {after}");
-        // A lease and what is allowed beyond it, an abort, and what a busy machine takes.
-        assert!(last <= LEASE + Duration::from_secs(2), "{carrier}: {last:?}");
+        // A transfer that waits for the stopped peer takes a lease or longer.
+        assert!(
+            longest < longest_before + LEASE / 2,
+            "{transport}: {longest_before:?} {longest:?}"
+        );
+        // Throughput may fall by half on a busy machine.
+        assert!(
+            2.0 * rate(after, 2 * LEASE) >= rate(before, time),
+            "{transport}: {before} {after}"
+        );
+        // Blocks return after the lease, the grace period and an abort, with a margin for a busy
+        // machine.
+        assert!(last <= LEASE + Duration::from_secs(2), "{transport}: {last:?}");
         stopped.signal("-CONT");
         let back = until_arrived(&node, &mut stopped, &events, &mut next);
-        println!("{carrier}: it is back {back:?} after it goes on");
+        println!("{transport}: connected {back:?} after the peer continued");
         stopped.kill();
-        let mut again = Peer::start_as(from, carrier, Manner::Quick);
+        let mut again = Peer::start_as(from, transport, NodeKind::Plain);
         let back = until_arrived(&node, &mut again, &events, &mut next);
-        println!("{carrier}: its next process is connected {back:?} after it is ready");
+        println!("{transport}: the next process connected {back:?} after it was ready");
     }
 }
 
-/// The end of one pair's channel waits for the whole GPU, and so for what another pair waits for in vain.
+/// Destroying one pair's channel waits for the whole GPU, and with it for operations of another
+/// stuck pair.
 pub fn peers_stopped_or_killed_together_delay_no_other_pair() {
     let (gpus, _alone) = gpus();
-    for carrier in CARRIERS {
-        let Some((from, to)) = pairs(carrier, gpus).pop() else { continue };
-        let pair = SteadyPair::start(carrier, from, to, Duration::from_millis(500));
+    for transport in GPU_TRANSPORTS {
+        let Some((from, to)) = pairs(transport, gpus).pop() else { continue };
+        let pair = SteadyPair::start(transport, from, to, Duration::from_millis(500));
         let SteadyPair { node, mut steady, events, mut next, longest: longest_before } = pair;
         let places = other_places();
         for round in 0..if short() { 2 } else { 4_u128 } {
-            let mut lost = [(); 2].map(|()| Peer::start_as(from, carrier, Manner::Quick));
+            let mut lost = [(); 2].map(|()| Peer::start_as(from, transport, NodeKind::Plain));
             for peer in &mut lost {
                 until_arrived(&node, peer, &events, &mut next);
             }
             let first = (1 << 100) + round * 100;
             let chunks: Vec<&[BlockId]> = places.chunks(4).collect();
-            // Not all in one order: those of the two are under way at the same time.
+            // Alternates between the two peers, so that transfers of both are in flight.
             for (index, places) in chunks.iter().enumerate() {
                 let (transfer, peer) = (TransferId(first + index as u128), &mut lost[index % 2]);
                 peer.send(transfer, &node, 1, places.len() as u32, false);
@@ -349,48 +360,48 @@ pub fn peers_stopped_or_killed_together_delay_no_other_pair() {
                 }
                 other => panic!("{other:?}"),
             };
-            let lease_and_more = LEASE + Duration::from_secs(1);
+            let beyond_lease = LEASE + Duration::from_secs(1);
             let (count, longest) =
-                steadily(&node, &mut steady, &events, &mut next, lease_and_more, &mut is_lost);
+                run_transfers(&node, &mut steady, &events, &mut next, beyond_lease, &mut is_lost);
             while failed < chunks.len() {
                 assert!(matches!(event(&events), Event::ReceiveFailed { .. }));
                 (failed, last) = (failed + 1, at.elapsed());
             }
             println!(
-                "{carrier}, two {}: {count} others, longest {longest:?} ({longest_before:?} alone), \
-                 blocks back after {last:?}",
+                "{transport}, two {}: {count} transfers of the other pair, longest {longest:?} ({longest_before:?} alone), \
+                 blocks free after {last:?}",
                 ["stopped", "killed"][round as usize % 2]
             );
             node.assert_free();
             assert!(longest < longest_before + LEASE / 2, "{longest_before:?} {longest:?}");
-            assert!(last <= LEASE + Duration::from_secs(2), "{carrier}: {last:?}");
+            assert!(last <= LEASE + Duration::from_secs(2), "{transport}: {last:?}");
         }
         node.assert_holds(&scattered(1, BLOCKS / 2), &scattered(3, BLOCKS / 2));
     }
 }
 
-/// The driver waits for the whole GPU when memory is freed, which an end does, and a beginning may. An operation of
-/// which a part was put when the other peer died, and a part was not, would hold others up for longer.
+/// The driver synchronises with the whole GPU when memory is freed: at teardown, and sometimes at
+/// setup. An operation that was launched in part when its peer died would delay other pairs longer.
 pub fn teardown_or_setup_beside_a_stopped_peer_delays_no_other_pair() {
     let (gpus, _alone) = gpus();
-    let carrier = TransferKind::Nccl;
-    let Some((from, to)) = pairs(carrier, gpus).pop() else { lacks(2, "needs two GPUs") };
-    let pair = SteadyPair::start(carrier, from, to, Duration::from_millis(500));
+    let transport = TransferKind::Nccl;
+    let Some((from, to)) = pairs(transport, gpus).pop() else { lacks(2, "needs two GPUs") };
+    let pair = SteadyPair::start(transport, from, to, Duration::from_millis(500));
     let SteadyPair { node, mut steady, events, mut next, longest: longest_before } = pair;
     let places = other_places();
     let (others, places) = places.split_at(8);
     let mut in_the_middle = 0;
     for round in 0..if short() { 4 } else { 10_u64 } {
         let is_end = round % 2 == 0;
-        // Its late streams let its transfers take long enough.
+        // Delayed streams make this peer's transfers slow enough to stop one in flight.
         let [mut stopped, mut other] =
-            [Manner::Late, Manner::Quick].map(|manner| Peer::start_as(from, carrier, manner));
+            [NodeKind::Delayed, NodeKind::Plain].map(|kind| Peer::start_as(from, transport, kind));
         until_arrived(&node, &mut stopped, &events, &mut next);
         if is_end {
             until_arrived(&node, &mut other, &events, &mut next);
         }
         let (first, chunks) = ((1 << 100) + u128::from(round) * 100, node.chunks());
-        // Many short ones, never finished, so that it stops within one.
+        // Many short, unfinished transfers, so that the peer stops within one.
         for (index, place) in places.iter().enumerate() {
             let transfer = TransferId(first + index as u128);
             stopped.send(transfer, &node, 1, 1, false);
@@ -416,16 +427,16 @@ pub fn teardown_or_setup_beside_a_stopped_peer_delays_no_other_pair() {
             }
             other => panic!("{other:?}"),
         };
-        let lease_and_more = LEASE + Duration::from_secs(1);
+        let beyond_lease = LEASE + Duration::from_secs(1);
         let (count, longest) =
-            steadily(&node, &mut steady, &events, &mut next, lease_and_more, &mut ended);
+            run_transfers(&node, &mut steady, &events, &mut next, beyond_lease, &mut ended);
         println!(
-            "stopped after {came} chunks, another {}: {count} others, longest {longest:?} \
+            "stopped after {came} chunks, another peer {}: {count} transfers of the other pair, longest {longest:?} \
              ({longest_before:?} alone)",
             match arrived {
                 _ if is_end => "killed".to_owned(),
-                Some(time) => format!("begins within {time:?}"),
-                None => "has not begun".to_owned(),
+                Some(time) => format!("connected within {time:?}"),
+                None => "not connected".to_owned(),
             }
         );
         while failed + usize::from(arrived.is_some()) < places.len() + 1 {
@@ -435,28 +446,29 @@ pub fn teardown_or_setup_beside_a_stopped_peer_delays_no_other_pair() {
                 other => panic!("{other:?}"),
             }
         }
-        // By nccl, and not by what comes after an end.
+        // The pair uses nccl, without a fallback.
         let fallbacks = node.transfers.metrics().fallbacks;
         assert!((is_end || arrived.is_some()) && fallbacks.is_empty(), "{arrived:?} {fallbacks:?}");
         node.assert_free();
         assert!(longest < longest_before + LEASE / 4, "{longest_before:?} {longest:?}");
     }
-    assert!(in_the_middle > 0, "none was stopped before all had come");
+    assert!(in_the_middle > 0, "no peer was stopped in the middle of its transfers");
     node.assert_holds(&scattered(1, BLOCKS / 2), &scattered(3, BLOCKS / 2));
 }
 
-/// Whatever it is about when it stops: whoever waits for it holds nothing that others need.
+/// Stops a peer at several moments of its connection setup. A wait for this peer must not hold a
+/// resource that other pairs need.
 pub fn peer_stopped_during_setup_delays_no_other_pair() {
     let (gpus, _alone) = gpus();
-    let carrier = TransferKind::Nccl;
-    let Some((from, to)) = pairs(carrier, gpus).pop() else { lacks(2, "needs two GPUs") };
+    let transport = TransferKind::Nccl;
+    let Some((from, to)) = pairs(transport, gpus).pop() else { lacks(2, "needs two GPUs") };
     let time = Duration::from_millis(1500);
-    let pair = SteadyPair::start(carrier, from, to, time);
+    let pair = SteadyPair::start(transport, from, to, time);
     let SteadyPair { node, mut steady, events, mut next, longest: longest_before } = pair;
     const JOINING: u128 = 1 << 100;
     let waits: &[u64] = if short() { &[20, 200] } else { &[0, 20, 60, 120, 200, 300, 400] };
     for (round, wait) in waits.iter().enumerate() {
-        let mut joining = Peer::start_as(from, carrier, Manner::Quick);
+        let mut joining = Peer::start_as(from, transport, NodeKind::Plain);
         let transfer = TransferId(JOINING + round as u128);
         joining.send(transfer, &node, 1, 8, false);
         node.receive(transfer, &joining.address, &other_places()[..8]);
@@ -467,11 +479,14 @@ pub fn peer_stopped_during_setup_delays_no_other_pair() {
             Event::ReceiveFailed { transfer: failed, .. } if failed == transfer => is_lost = true,
             other => panic!("{other:?}"),
         };
-        let (count, longest) = steadily(&node, &mut steady, &events, &mut next, time, &mut lost);
-        println!("stopped {wait} ms into its first transfer: {count} others, longest {longest:?}");
+        let (count, longest) =
+            run_transfers(&node, &mut steady, &events, &mut next, time, &mut lost);
+        println!(
+            "stopped {wait} ms into its first transfer: {count} transfers of the other pair, longest {longest:?}"
+        );
         assert!(longest < longest_before + LEASE / 2, "{wait} ms: {longest_before:?} {longest:?}");
         joining.kill();
-        // The next one has the same blocks.
+        // The next peer uses the same blocks.
         if !is_lost {
             let failed = event(&events);
             assert!(matches!(failed, Event::ReceiveFailed { .. }), "{failed:?}");
@@ -486,19 +501,19 @@ pub fn random_aborts_from_either_side_leave_other_transfers_intact() {
     let count = env::var(TRANSFERS).map_or(if short() { 60 } else { 400 }, |count| {
         count.parse().expect("a count of transfers")
     });
-    for carrier in CARRIERS {
-        let Some((from, to)) = pairs(carrier, gpus).pop() else { continue };
-        let mut peer = Peer::start(from, carrier);
+    for transport in GPU_TRANSPORTS {
+        let Some((from, to)) = pairs(transport, gpus).pop() else { continue };
+        let mut peer = Peer::start(from, transport);
         let (sink, events) = channel();
-        let node = Node::start("node", to, carrier, sink);
-        let (mut arrived, mut ended_by) = (0, [0, 0]);
+        let node = Node::start("node", to, transport, sink);
+        let (mut arrived, mut aborted_by) = (0, [0, 0]);
         let mut state = 0x5eed_u64;
         let mut random = |below: u64| {
             state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
             (state >> 33) % below
         };
         const COUNTS: [u32; 5] = [1, 7, 8, 50, BLOCKS];
-        // How long a whole transfer of each of these takes, in microseconds.
+        // Mean time of a completed transfer of each size, in microseconds.
         let mut usual = [5000.0; COUNTS.len()];
         let (begun, mut longest) = (Instant::now(), Duration::ZERO);
         for number in 0..count {
@@ -506,10 +521,10 @@ pub fn random_aborts_from_either_side_leave_other_transfers_intact() {
             let (seed, place) = (random(1000), random(1000));
             let which = random(COUNTS.len() as u64) as usize;
             let blocks = COUNTS[which];
-            // At every moment of a transfer, however long it takes; some are longer than it is.
+            // Aborts at every moment of a transfer; some aborts come too late.
             let part = random(1300) as f64 / 1000.0;
             let after = Duration::from_micros((part * usual[which]) as u64);
-            // The first two can only be ended, one by each side.
+            // The first transfer is aborted by the receiver, the second by the sender.
             let ends = if number < 2 { number as u64 } else { random(4) };
             let finishes = ends > 1 || number >= 2 && random(8) > 0;
             let (ours, theirs) = (ends == 0, (ends == 1).then_some(after));
@@ -517,23 +532,23 @@ pub fn random_aborts_from_either_side_leave_other_transfers_intact() {
             peer.send_until(transfer, &node, seed, blocks, finishes, theirs);
             let places = scattered(place, blocks);
             node.receive(transfer, &peer.address, &places);
-            let mut ended = events.recv_timeout(if ours { after } else { PATIENCE });
+            let mut ended = events.recv_timeout(if ours { after } else { TIMEOUT });
             if ours && ended.is_err() {
                 node.abort(transfer);
-                ended = events.recv_timeout(PATIENCE);
+                ended = events.recv_timeout(TIMEOUT);
             }
-            match ended.expect("it ends") {
+            match ended.expect("time-out: the transfer has not ended") {
                 Event::Arrived { .. } => {
                     arrived += 1;
                     usual[which] += (sent.elapsed().as_micros() as f64 - usual[which]) / 8.0;
-                    // All were hashed at both sides.
+                    // Both sides have hashed all of the transfers.
                     if arrived % 4 == 0 {
                         node.assert_holds(&scattered(seed, blocks), &places);
                     }
                 }
                 Event::ReceiveFailed { failure, .. } => {
-                    assert!(ends < 2, "nobody ended {number}: {failure}");
-                    ended_by[ends as usize] += 1;
+                    assert!(ends < 2, "transfer {number} failed without an abort: {failure}");
+                    aborted_by[ends as usize] += 1;
                 }
                 other => panic!("{other:?}"),
             }
@@ -543,35 +558,35 @@ pub fn random_aborts_from_either_side_leave_other_transfers_intact() {
             }
         }
         node.assert_free();
-        let [by_us, by_them] = ended_by;
+        let [by_us, by_them] = aborted_by;
         let took = begun.elapsed();
         println!(
-            "{carrier}: {arrived} transfers arrived whole, {by_us} were ended by the receiver and \
-             {by_them} by the sender, in {:.1} s: {:.2} ms each, {longest:?} at most; usual are \
-             {usual:.0?} microseconds for {COUNTS:?} blocks",
+            "{transport}: {arrived} transfers completed, {by_us} were aborted by the receiver and \
+             {by_them} by the sender, in {:.1} s: {:.2} ms each, {longest:?} at most; mean times \
+             {usual:.0?} µs for {COUNTS:?} blocks",
             took.as_secs_f64(),
             took.as_secs_f64() * 1e3 / count as f64
         );
-        assert!(arrived > 0 && by_us > 0 && by_them > 0, "{arrived} {ended_by:?}");
+        assert!(arrived > 0 && by_us > 0 && by_them > 0, "{arrived} {aborted_by:?}");
     }
 }
 
-/// What one stream forgets to wait for comes late; and a kernel brings blocks together as copies do.
+/// Delayed streams expose a missing synchronisation, and the gather kernel must match the copies.
 pub fn delayed_streams_and_gather_kernels_preserve_kv() {
     let (gpus, _alone) = gpus();
-    let ways = [
-        (TransferKind::Ipc, Manner::Late),
-        (TransferKind::Nccl, Manner::Late),
-        (TransferKind::Nccl, Manner::Kernel),
-        (TransferKind::Nccl, Manner::LargeLate),
-        (TransferKind::Nccl, Manner::LargeKernel),
+    let cases = [
+        (TransferKind::Ipc, NodeKind::Delayed),
+        (TransferKind::Nccl, NodeKind::Delayed),
+        (TransferKind::Nccl, NodeKind::GatherKernel),
+        (TransferKind::Nccl, NodeKind::LargeDelayed),
+        (TransferKind::Nccl, NodeKind::LargeGatherKernel),
     ];
-    for (carrier, manner) in ways {
-        let Some((from, to)) = pairs(carrier, gpus).pop() else { continue };
-        let mut peer = Peer::start_as(from, carrier, manner);
+    for (transport, kind) in cases {
+        let Some((from, to)) = pairs(transport, gpus).pop() else { continue };
+        let mut peer = Peer::start_as(from, transport, kind);
         let (sink, events) = channel();
-        let node = Node::start_as("node", to, carrier, manner, sink);
-        let rounds = match (short(), manner.is_large()) {
+        let node = Node::start_as("node", to, transport, kind, sink);
+        let rounds = match (short(), kind.is_large()) {
             (true, _) => 6,
             (false, true) => 15,
             (false, false) => 60_u64,
@@ -579,35 +594,35 @@ pub fn delayed_streams_and_gather_kernels_preserve_kv() {
         for round in 0..rounds {
             node.fill(|_, bytes| vec![round as u8; bytes]);
             let transfer = TransferId(round.into());
-            let places = manner.places(round / 2 + 7, BLOCKS);
+            let places = kind.places(round / 2 + 7, BLOCKS);
             peer.send(transfer, &node, round, BLOCKS, true);
             node.receive(transfer, &peer.address, &places);
             let arrived = event(&events);
             assert!(matches!(arrived, Event::Arrived { .. }), "{arrived:?}");
-            node.assert_holds(&manner.places(round, BLOCKS), &places);
+            node.assert_holds(&kind.places(round, BLOCKS), &places);
         }
         node.assert_free();
     }
 }
 
-/// Every number of ranks to every other for which the GPUs suffice, the receiver's ranks on others than
-/// those of the sender that have heads in common with them.
+/// Transfers between all supported rank counts that the GPUs allow. Sender and receiver ranks with
+/// common heads are on different GPUs.
 pub fn nccl_transfer_between_tp_ranks_preserves_kv() {
     let (gpus, _alone) = gpus();
-    use Manner::{Four, LargeKernel, LargeLate, Two, TwoLate};
-    let ways = [
-        (2, Two, Two),
-        (2, TwoLate, TwoLate),
-        (3, LargeKernel, Two),
-        (3, TwoLate, LargeLate),
-        (4, Two, Four),
-        (4, Four, Two),
-        (4, Four, Four),
+    use NodeKind::{FourRanks, LargeDelayed, LargeGatherKernel, TwoRanks, TwoRanksDelayed};
+    let cases = [
+        (2, TwoRanks, TwoRanks),
+        (2, TwoRanksDelayed, TwoRanksDelayed),
+        (3, LargeGatherKernel, TwoRanks),
+        (3, TwoRanksDelayed, LargeDelayed),
+        (4, TwoRanks, FourRanks),
+        (4, FourRanks, TwoRanks),
+        (4, FourRanks, FourRanks),
     ];
-    for (needed, sender, receiver) in ways {
+    for (needed, sender, receiver) in cases {
         let what = format!("{} to {}", sender.name(), receiver.name());
         if gpus < needed {
-            println!("{what}: not run, needs {needed} GPUs");
+            println!("{what}: skipped, needs {needed} GPUs");
             continue;
         }
         let mut peer = Peer::start_as(0, TransferKind::Nccl, sender);
@@ -629,19 +644,20 @@ pub fn nccl_transfer_between_tp_ranks_preserves_kv() {
     }
 }
 
-/// One GPU would be at both ends of a communicator: said, counted, and KV goes all the same.
+/// A rank that shares its GPU with its peer rank cannot use NCCL: the pair counts a fallback and
+/// uses another transport.
 pub fn ranks_sharing_a_gpu_with_their_sender_fall_back_to_another_transport() {
     let (_, _alone) = gpus();
     require_gpus(2);
-    // The sender's first rank and the receiver's.
-    let mut peer = Peer::start_as(0, TransferKind::Nccl, Manner::LargeKernel);
+    // The first ranks of sender and receiver share GPU 0.
+    let mut peer = Peer::start_as(0, TransferKind::Nccl, NodeKind::LargeGatherKernel);
     let (sink, events) = channel();
-    let node = Node::start_as("node", 0, TransferKind::Nccl, Manner::Two, sink);
-    let (transfer, places) = (TransferId(1), Manner::Two.places(3, BLOCKS));
+    let node = Node::start_as("node", 0, TransferKind::Nccl, NodeKind::TwoRanks, sink);
+    let (transfer, places) = (TransferId(1), NodeKind::TwoRanks.places(3, BLOCKS));
     peer.send(transfer, &node, 1, BLOCKS, true);
     node.receive(transfer, &peer.address, &places);
     let arrived = event(&events);
     assert!(matches!(arrived, Event::Arrived { .. }), "{arrived:?}");
-    node.assert_holds(&Manner::Two.places(1, BLOCKS), &places);
+    node.assert_holds(&NodeKind::TwoRanks.places(1, BLOCKS), &places);
     assert_eq!((node.path().as_str(), node.transfers.metrics().fallbacks["nccl"]), ("tcp", 1));
 }

@@ -1,4 +1,4 @@
-//! Weights lie on the GPU as their source has them, KV takes what they leave, and products are timed once.
+//! Weight loading, KV cache sizing and GEMM tuning on the GPU.
 
 use std::{
     fs,
@@ -23,7 +23,7 @@ use super::{
 
 const COLS: usize = 72;
 
-/// Small whole numbers, and a count of rows that were read.
+/// Matrix of small integers that counts the rows read.
 struct Numbered {
     rows: usize,
     read: AtomicUsize,
@@ -50,7 +50,7 @@ impl RowSource for Numbered {
     }
 }
 
-/// One row, and as many as go through all buffers several times with a rest.
+/// Uses one row, and enough rows to pass through all staging buffers several times.
 pub fn weight_rows_of_any_matrix_size_load_correctly() {
     let gpu = gpu();
     for dtype in DTYPES {
@@ -60,8 +60,8 @@ pub fn weight_rows_of_any_matrix_size_load_correctly() {
                 gpu.backend(dtype, AttentionKind::Plain, |backend| {
                     (backend.matrix(&source), backend.buffer(1, COLS), backend.wide_buffer(1, rows))
                 });
-            assert_eq!(source.read.into_inner(), rows, "each is read once");
-            // A column at a time.
+            assert_eq!(source.read.into_inner(), rows, "every row is read once");
+            // Reads back one column at a time.
             for col in [0, 41, COLS - 1] {
                 let mut one = [0.0; COLS];
                 one[col] = 1.0;
@@ -92,7 +92,7 @@ pub fn kv_cache_uses_only_the_free_memory() {
     let options = CudaOptions::new(WeightFormat::Bf16);
     let backend = CudaBackend::new(&gpu.context, gpu.library.clone(), options).unwrap();
     let model = CudaModel::load(&checkpoint, backend, &limits(2), &mut |_| ()).unwrap();
-    // Blocks of a small model are many: a share for which their number is no bound.
+    // A small model's blocks are many: this share does not limit their number.
     let total = gpu.context.device().memory_bytes;
     let taken = gpu.context.taken_bytes();
     let percent = (100 * (taken + (4 << 30))).div_ceil(total) as u32;
@@ -102,7 +102,7 @@ pub fn kv_cache_uses_only_the_free_memory() {
     let bytes = u64::from(blocks) * layout.block_bytes() as u64;
     assert!(bytes > 3 << 30 && taken + bytes <= total * u64::from(percent) / 100, "{bytes}");
 
-    // What does not fit is said with what there is.
+    // The error names the requested and the available memory.
     let nothing = KvShare { percent: 1, reserve: total };
     let error = model.kv_blocks(&limits(2), layout, nothing, 512).unwrap_err();
     let CudaExecutorError::KvTooSmall { left, free, tokens, wanted } = error else {
@@ -124,8 +124,8 @@ const INPUTS: usize = 520;
 const OUTPUTS: usize = 1032;
 const ROWS: usize = 300;
 
-/// A product of every number of rows, by a backend that was tuned, if a folder is named.
-fn products(gpu: &Gpu, dtype: Dtype, folder: Option<&Path>) -> (Vec<Vec<f32>>, (usize, usize)) {
+/// Returns a GEMM for every number of rows. If `folder` is given, the backend is tuned with it.
+fn gemm_results(gpu: &Gpu, dtype: Dtype, folder: Option<&Path>) -> (Vec<Vec<f32>>, (usize, usize)) {
     let source = Random { rows: OUTPUTS, cols: INPUTS, seed: 3 };
     let (mut backend, (matrix, mut x, mut out)) =
         gpu.backend(dtype, AttentionKind::Plain, |backend| {
@@ -153,23 +153,23 @@ pub fn tuned_gemm_matches_untuned_and_is_timed_once() {
     let gpu = gpu();
     for dtype in DTYPES {
         let folder = tempfile::tempdir().unwrap();
-        let (wanted, _) = products(&gpu, dtype, None);
-        let (found, (known, timed)) = products(&gpu, dtype, Some(folder.path()));
+        let (wanted, _) = gemm_results(&gpu, dtype, None);
+        let (found, (known, timed)) = gemm_results(&gpu, dtype, Some(folder.path()));
         assert_eq!((known, timed), (0, row_steps(ROWS).len()));
-        let (again, counts) = products(&gpu, dtype, Some(folder.path()));
-        assert_eq!(counts, (timed, 0), "a second start knows them");
+        let (again, counts) = gemm_results(&gpu, dtype, Some(folder.path()));
+        assert_eq!(counts, (timed, 0), "the second start tunes again");
         for ((found, again), wanted) in found.iter().zip(&again).zip(&wanted) {
             assert_near(found, wanted, tolerance(dtype), "tuned");
-            assert!(found == again, "the same algorithm has the same result");
+            assert!(found == again, "equal algorithms give different results");
         }
     }
 }
 
-/// What a file names for a product is asked about before it is run.
+/// A tuning file with an unsupported algorithm is checked before use.
 pub fn invalid_gemm_algorithm_is_not_used() {
     let gpu = gpu();
     let folder = tempfile::tempdir().unwrap();
-    let (wanted, _) = products(&gpu, Dtype::Bf16, Some(folder.path()));
+    let (wanted, _) = gemm_results(&gpu, Dtype::Bf16, Some(folder.path()));
     let file = fs::read_dir(folder.path()).unwrap().next().unwrap().unwrap().path();
     let text = fs::read_to_string(&file).unwrap();
     let mut lines: Vec<String> = text.lines().map(str::to_owned).collect();
@@ -183,9 +183,9 @@ pub fn invalid_gemm_algorithm_is_not_used() {
         (sum ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
     });
     fs::write(&file, format!("{body}{sum:016x}\n")).unwrap();
-    let (found, (known, timed)) = products(&gpu, Dtype::Bf16, Some(folder.path()));
-    assert_eq!((known, timed), (row_steps(ROWS).len(), 0), "the file itself is whole");
+    let (found, (known, timed)) = gemm_results(&gpu, Dtype::Bf16, Some(folder.path()));
+    assert_eq!((known, timed), (row_steps(ROWS).len(), 0), "the tuning file is not complete");
     for (found, wanted) in found.iter().zip(&wanted) {
-        assert_near(found, wanted, tolerance(Dtype::Bf16), "without what the file names");
+        assert_near(found, wanted, tolerance(Dtype::Bf16), "without the algorithms of the file");
     }
 }

@@ -1,10 +1,10 @@
-//! Random mixes of requests: however steps are launched, overlap, wait or are cut short, every sequence
-//! brings the tokens that it brings otherwise.
+//! Random mixes of requests. Every sequence generates the same tokens whatever the launch mode, the
+//! number of steps in flight, the number of blocks and the aborts.
 //!
-//! What computes the same in the same order is compared token for token. Where sums are taken in
-//! another order (other kernels, or KV computed again after a preemption), a sequence may go another
-//! way only where the choice was close: the CPU's sampling makes it, too, once the two tokens' logits,
-//! and the bounds of what is likely enough, are moved by a little.
+//! Configurations with the same order of operations must give equal tokens. Where the order of a
+//! sum differs (other kernels, or KV recomputed after a preemption), a sequence may diverge only at
+//! a close choice: the CPU sampler makes the same choice after a small change of the logits of both
+//! tokens and of the sampling cut-offs.
 
 use std::{collections::HashMap, time::Duration};
 
@@ -26,19 +26,19 @@ use super::{
     model::checkpoint_with,
 };
 
-/// How many are run, unless `BATON_TEST_MIXES` says otherwise.
+/// Number of mixes, unless `BATON_TEST_MIXES` is set.
 const MIXES: u64 = 200;
 const SLOTS: u32 = 8;
 const ROOMY: u32 = 400;
-/// Few enough that sequences take each other's place.
+/// Few enough blocks that sequences preempt each other.
 const TIGHT: u32 = 24;
 
-/// In bf16 a logit of about 1 is off by 0.01 on average and ten times that at worst; of f32 nothing is
-/// seen.
+/// Largest logit change that may turn a choice. In bf16 the error of a logit of about 1 is 0.01 on
+/// average and 0.1 at most; in f32 no error was seen.
 const BF16: f32 = 0.1;
 const F32: f32 = 1e-4;
 
-/// Numbers that a seed determines.
+/// Pseudo-random number generator.
 struct Numbers(u64);
 
 impl Numbers {
@@ -94,26 +94,26 @@ impl Mix {
     }
 }
 
-/// One way to run them, and the earlier one that it is compared with.
-struct Way {
+/// One configuration of the executor, and the earlier one that it is compared with.
+struct Configuration {
     name: &'static str,
     options: CudaOptions,
     depth: u32,
     blocks: u32,
-    like: Like,
+    baseline: Baseline,
 }
 
 #[derive(Clone, Copy)]
-enum Like {
-    /// It is the first of its kind.
+enum Baseline {
+    /// The first configuration of its data type.
     None,
-    /// Token for token.
+    /// Equal tokens.
     Exactly(&'static str),
-    /// Up to choices that moving two logits by so much turns.
+    /// Equal tokens up to choices that a logit change of this size turns.
     Nearly(&'static str, f32),
 }
 
-fn ways() -> Vec<Way> {
+fn configurations() -> Vec<Configuration> {
     let best = CudaOptions::new(WeightFormat::Bf16);
     let eager = CudaOptions { graphs: false, ..best };
     let exact = CudaOptions {
@@ -121,31 +121,37 @@ fn ways() -> Vec<Way> {
         graphs: false,
         ..CudaOptions::new(WeightFormat::F32)
     };
-    let way = |name, options, depth, blocks, like| Way { name, options, depth, blocks, like };
+    let case = |name, options, depth, blocks, baseline| Configuration {
+        name,
+        options,
+        depth,
+        blocks,
+        baseline,
+    };
     let late = CudaOptions { dependent_launch: false, ..best };
     let unfused = CudaOptions { fused: false, ..eager };
     let flash = CudaOptions { attention: AttentionKind::Flash, ..eager };
-    let sparing = CudaOptions { reserved_sms: 127, ..best };
+    let reserving = CudaOptions { reserved_sms: 127, ..best };
     let replayed = CudaOptions { graphs: true, ..exact };
     vec![
-        way("f32", exact, 1, ROOMY, Like::None),
-        way("f32, depth 2", exact, 2, ROOMY, Like::Nearly("f32", F32)),
-        way("f32, depth 2, replayed", replayed, 2, ROOMY, Like::Exactly("f32, depth 2")),
-        way("f32, preempted", replayed, 2, TIGHT, Like::Nearly("f32", F32)),
-        way("bf16", eager, 1, ROOMY, Like::None),
-        way("bf16, replayed", best, 1, ROOMY, Like::Exactly("bf16")),
-        way("bf16, depth 2", eager, 2, ROOMY, Like::Nearly("bf16", BF16)),
-        way("bf16, depth 2, replayed", best, 2, ROOMY, Like::Exactly("bf16, depth 2")),
-        way("bf16, depth 2, no early start", late, 2, ROOMY, Like::Exactly("bf16, depth 2")),
-        way("bf16, unfused", unfused, 2, ROOMY, Like::Nearly("bf16", BF16)),
-        way("bf16, FlashInfer", flash, 2, ROOMY, Like::Nearly("bf16", BF16)),
-        way("bf16, multiprocessors spared", sparing, 2, ROOMY, Like::Nearly("bf16", BF16)),
-        way("bf16, preempted", best, 2, TIGHT, Like::Nearly("bf16", BF16)),
+        case("f32", exact, 1, ROOMY, Baseline::None),
+        case("f32, depth 2", exact, 2, ROOMY, Baseline::Nearly("f32", F32)),
+        case("f32, depth 2, replayed", replayed, 2, ROOMY, Baseline::Exactly("f32, depth 2")),
+        case("f32, preempted", replayed, 2, TIGHT, Baseline::Nearly("f32", F32)),
+        case("bf16", eager, 1, ROOMY, Baseline::None),
+        case("bf16, replayed", best, 1, ROOMY, Baseline::Exactly("bf16")),
+        case("bf16, depth 2", eager, 2, ROOMY, Baseline::Nearly("bf16", BF16)),
+        case("bf16, depth 2, replayed", best, 2, ROOMY, Baseline::Exactly("bf16, depth 2")),
+        case("bf16, depth 2, no early start", late, 2, ROOMY, Baseline::Exactly("bf16, depth 2")),
+        case("bf16, unfused", unfused, 2, ROOMY, Baseline::Nearly("bf16", BF16)),
+        case("bf16, FlashInfer", flash, 2, ROOMY, Baseline::Nearly("bf16", BF16)),
+        case("bf16, SMs reserved", reserving, 2, ROOMY, Baseline::Nearly("bf16", BF16)),
+        case("bf16, preempted", best, 2, TIGHT, Baseline::Nearly("bf16", BF16)),
     ]
 }
 
-/// How far the logits of the two tokens, and what is cut off by likelihood, must be moved until the CPU
-/// chooses the second one, too.
+/// Returns how far the logits of the two tokens and the sampling cut-offs must move until the CPU
+/// samples the second token as well.
 fn distance(new: &NewSequence, known: &[SampledToken], chosen: &SampledToken, other: u32) -> f32 {
     const FAR: f32 = -1e4;
     let tokens: Vec<u32> =
@@ -157,9 +163,13 @@ fn distance(new: &NewSequence, known: &[SampledToken], chosen: &SampledToken, ot
         allowed: None,
     };
     let mut logits = vec![FAR; 1003];
-    let top = &chosen.logprobs.as_ref().expect("they were wanted").top;
+    let top = &chosen.logprobs.as_ref().expect("log-probabilities were requested").top;
     top.iter().for_each(|(token, logprob)| logits[*token as usize] = *logprob);
-    assert_eq!(sample(&logits, &row).map(|token| token.id), Ok(chosen.id), "the CPU chooses it");
+    assert_eq!(
+        sample(&logits, &row).map(|token| token.id),
+        Ok(chosen.id),
+        "the CPU samples another token"
+    );
     let mut moved = 1e-6;
     while moved < 100.0 {
         let mut logits = logits.clone();
@@ -182,7 +192,7 @@ fn distance(new: &NewSequence, known: &[SampledToken], chosen: &SampledToken, ot
     f32::INFINITY
 }
 
-/// What has come of comparing a way with another.
+/// Result of a comparison of two configurations.
 #[derive(Default)]
 struct Compared {
     sequences: usize,
@@ -208,7 +218,7 @@ impl Compared {
                     eprintln!("{what}: token {same} is {}, {far:.1e} from {}", other.id, chosen.id);
                     self.farthest = self.farthest.max(far);
                 }
-                // Steps in flight bring a token more or less of what is aborted.
+                // An aborted sequence has a token more or less with more steps in flight.
                 _ if mix.aborts.contains_key(&new.id) => {}
                 _ => assert_eq!(
                     (wanted.tokens.len(), wanted.finish),
@@ -223,54 +233,67 @@ impl Compared {
 pub fn random_request_mixes_give_equal_tokens_in_every_configuration() {
     let gpu = gpu();
     let checkpoint = checkpoint_with("Qwen3ForCausalLM", "qwen3", 64);
-    let ways = ways();
-    let mut engines: Vec<_> = ways
+    let configurations = configurations();
+    let mut engines: Vec<_> = configurations
         .iter()
-        .map(|way| {
-            let config = config(&checkpoint, SLOTS, way.blocks, way.depth);
-            on_gpu(&gpu, &checkpoint, way.options, config, |_| ())
+        .map(|configuration| {
+            let config = config(&checkpoint, SLOTS, configuration.blocks, configuration.depth);
+            on_gpu(&gpu, &checkpoint, configuration.options, config, |_| ())
         })
         .collect();
-    let mut compared: Vec<_> = ways.iter().map(|_| Compared::default()).collect();
-    let place = |name: &str| ways.iter().position(|way| way.name == name).expect("a way's name");
+    let mut compared: Vec<_> = configurations.iter().map(|_| Compared::default()).collect();
+    let place = |name: &str| {
+        configurations
+            .iter()
+            .position(|configuration| configuration.name == name)
+            .expect("a configuration's name")
+    };
     let mixes = std::env::var("BATON_TEST_MIXES").map_or(MIXES, |mixes| mixes.parse().unwrap());
     for seed in 0..if short() { 3 } else { mixes } {
         let outcomes: Vec<_> = engines
             .iter_mut()
-            .zip(&ways)
-            // Distances are taken from those that are first.
-            .map(|((engine, _), way)| Mix::new(seed, matches!(way.like, Like::None)).run(engine))
+            .zip(&configurations)
+            // The distance needs the log-probabilities of the baseline.
+            .map(|((engine, _), configuration)| {
+                Mix::new(seed, matches!(configuration.baseline, Baseline::None)).run(engine)
+            })
             .collect();
         let mix = Mix::new(seed, false);
-        for (index, way) in ways.iter().enumerate() {
-            let like = match way.like {
-                Like::None => continue,
-                Like::Exactly(like) => {
+        for (index, configuration) in configurations.iter().enumerate() {
+            let baseline = match configuration.baseline {
+                Baseline::None => continue,
+                Baseline::Exactly(baseline) => {
                     let ids = |outcomes: &HashMap<SequenceId, Outcome>| -> Vec<Vec<u32>> {
                         mix.sequences.iter().map(|new| outcomes[&new.id].ids()).collect()
                     };
-                    let (wanted, found) = (ids(&outcomes[place(like)]), ids(&outcomes[index]));
-                    assert_eq!(found, wanted, "mix {seed}: {} and {like}", way.name);
+                    let (wanted, found) = (ids(&outcomes[place(baseline)]), ids(&outcomes[index]));
+                    assert_eq!(found, wanted, "mix {seed}: {} and {baseline}", configuration.name);
                     continue;
                 }
-                Like::Nearly(like, _) => place(like),
+                Baseline::Nearly(baseline, _) => place(baseline),
             };
-            let what = format!("mix {seed}, {}", way.name);
-            compared[index].add(&what, &mix, [&outcomes[like], &outcomes[index]]);
+            let what = format!("mix {seed}, {}", configuration.name);
+            compared[index].add(&what, &mix, [&outcomes[baseline], &outcomes[index]]);
         }
     }
-    for ((way, compared), (engine, _)) in ways.iter().zip(&compared).zip(&engines) {
+    for ((configuration, compared), (engine, _)) in
+        configurations.iter().zip(&compared).zip(&engines)
+    {
         let preemptions = engine.scheduler().preemptions();
         let Compared { sequences, tokens, turned, farthest } = compared;
         eprintln!(
             "{}: {turned} of {sequences} sequences turned, by {farthest:.1e} at most; {tokens} tokens \
              were the same; {preemptions} preemptions",
-            way.name
+            configuration.name
         );
-        assert_eq!(way.blocks == TIGHT, preemptions > 0, "{}", way.name);
-        if let Like::Nearly(_, most) = way.like {
-            assert!(*farthest <= most, "{}: a choice was turned that was not close", way.name);
-            assert!(*tokens > 10 * sequences, "{}: it would show little", way.name);
+        assert_eq!(configuration.blocks == TIGHT, preemptions > 0, "{}", configuration.name);
+        if let Baseline::Nearly(_, most) = configuration.baseline {
+            assert!(*farthest <= most, "{}: a clear choice differs", configuration.name);
+            assert!(
+                *tokens > 10 * sequences,
+                "{}: too few tokens for this test",
+                configuration.name
+            );
         }
     }
 }
@@ -294,7 +317,7 @@ pub fn randomly_delayed_streams_change_no_token() {
     }
 }
 
-/// Needs no GPU: what the others rely on.
+/// Checks `distance`, on which the other tests rely. Needs no GPU.
 pub fn margin_check_separates_close_from_clear_choices() {
     let token = |id: u32, likely: &[f32]| {
         let top = likely.iter().enumerate().map(|(id, share)| (id as u32, share.ln())).collect();
@@ -307,7 +330,7 @@ pub fn margin_check_separates_close_from_clear_choices() {
     assert!(close < 2e-4, "{close}");
     let clear = distance(&greedy, &[], &token(0, &[0.9, 0.05]), 1);
     assert!(clear > 1.0, "{clear}");
-    // The last one is cut off by a hair, and else would be chosen.
+    // The last token is just below the cut-off, and would be sampled above it.
     let likely = [0.6, 0.3001, 0.0999];
     let logits: Vec<f32> = likely.iter().map(|share: &f32| share.ln()).collect();
     let drawn = |top_p, seed| {
@@ -316,7 +339,7 @@ pub fn margin_check_separates_close_from_clear_choices() {
             SampleRow { sampling: &sampling, tokens: &[1, 2, 3], prompt_len: 3, allowed: None };
         sample(&logits, &row).unwrap().id
     };
-    let seed = (0..1000).find(|seed| drawn(1.0, *seed) == 2).expect("one in ten draws it");
+    let seed = (0..1000).find(|seed| drawn(1.0, *seed) == 2).expect("one seed in ten samples it");
     assert_ne!(drawn(0.9, seed), 2);
     let cut = new(Sampling { temperature: 1.0, top_p: 0.9, seed, ..Sampling::greedy() });
     let close = distance(&cut, &[], &token(drawn(0.9, seed), &likely), 2);

@@ -1,4 +1,5 @@
-//! A whole model with random weights: logits of the CPU, and tokens that stay on the GPU.
+//! Whole models with random weights: logits match the CPU's, and sampled tokens stay on the GPU as
+//! the next step's input.
 
 use std::sync::Arc;
 
@@ -15,7 +16,7 @@ use model::{Checkpoint, Limits, Llama, LoadFormat};
 
 use super::bench::{Bench, assert_near, cpu, gpu};
 
-/// Architectures of which each has something that others lack.
+/// Returns a model of the architecture. Each architecture has a feature that the others lack.
 pub fn checkpoint(architecture: &str, model_type: &str) -> Checkpoint {
     checkpoint_with(architecture, model_type, 16)
 }
@@ -46,7 +47,7 @@ fn table(sequence: usize) -> Vec<BlockId> {
     (0..16).map(|i| BlockId(sequence as u32 * 16 + (i * 5) % 16)).collect()
 }
 
-/// Tokens and logits of every step, by the CPU.
+/// Returns tokens and logits of every step, computed by the CPU.
 fn by_cpu(checkpoint: &Checkpoint, weights: WeightFormat) -> Vec<(Vec<u32>, Vec<f32>)> {
     let mut cpu = cpu(weights);
     let limits = Limits { rows_max: ROWS, sampled_max: 4 };
@@ -84,9 +85,9 @@ fn by_cpu(checkpoint: &Checkpoint, weights: WeightFormat) -> Vec<(Vec<u32>, Vec<
         .collect()
 }
 
-/// The same by the GPU, which is told the prompts and nothing after them. `depth` steps are launched
-/// before the first result is looked at. With graphs, decoding steps are replayed, with a row of
-/// nobody's at their end; without, they have it too.
+/// Returns tokens and logits of every step, computed by the GPU. The host sends the prompts and no
+/// later token. `depth` steps are launched before the first result is read. With graphs, decode
+/// steps are replayed with a padding row; without graphs they have the same padding row.
 fn by_gpu(
     gpu: &super::bench::Gpu,
     checkpoint: &Checkpoint,
@@ -180,7 +181,7 @@ fn tokens(outcomes: Vec<SampleOutcome>) -> Vec<u32> {
     outcomes.into_iter().map(token).collect()
 }
 
-/// The root of the mean square.
+/// Returns the root mean square.
 fn rms(values: impl Iterator<Item = f32>) -> f32 {
     let (mut sum, mut count) = (0.0, 0);
     values.for_each(|value| (sum, count) = (sum + value * value, count + 1));
@@ -216,7 +217,8 @@ pub fn every_architecture_matches_cpu_logits_and_tokens() {
     }
 }
 
-/// Every way to run bf16: near the CPU, and bit for bit the same where nothing but the launches differs.
+/// Runs bf16 in every configuration. Logits are close to the CPU's. They are bit-identical where
+/// only the kind of launch differs.
 pub fn fused_kernels_and_graph_replay_match_cpu_logits_in_bf16() {
     let gpu = gpu();
     let best = CudaOptions::new(WeightFormat::Bf16);
@@ -235,13 +237,16 @@ pub fn fused_kernels_and_graph_replay_match_cpu_logits_in_bf16() {
             let what = format!("{architecture}, heads of {head_dim}, {options:?}");
             let options = CudaOptions { graphs: false, dependent_launch: false, ..options };
             let rounded = by_gpu(&gpu, &checkpoint, options, 1);
-            // As long as the tokens are the same, so are the inputs.
+            // Inputs are equal as long as the tokens are equal.
             let same = rounded.iter().zip(&wanted).take_while(|(a, b)| a.0 == b.0).count();
             for (found, wanted) in rounded.iter().zip(&wanted).take(same + 1) {
                 let error =
                     rms(found.1.iter().zip(&wanted.1).map(|(found, wanted)| found - wanted));
                 let size = rms(wanted.1.iter().copied());
-                assert!(error < 0.05 * size, "{what}: logits of {size} are off by {error}");
+                assert!(
+                    error < 0.05 * size,
+                    "{what}: logits of magnitude {size} have an error of {error}"
+                );
             }
             eprintln!("{what}: {same} of {STEPS} steps chose the CPU's tokens");
             let can_capture = options.attention == AttentionKind::Auto && head_dim >= 64;

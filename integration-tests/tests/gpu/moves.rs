@@ -1,4 +1,4 @@
-//! Blocks brought together and put back: by the kernel and by copies as by the CPU, of any heads.
+//! Gather and scatter of KV blocks: the kernel and the copies match the CPU for any heads.
 
 use std::sync::Arc;
 
@@ -6,7 +6,7 @@ use kernels::{BlockId, Dtype, KvArena, KvLayout, cuda::DeviceKv};
 
 use super::bench::{gpu, short};
 
-/// What a launch names at once, and some more.
+/// More blocks than one launch takes.
 const BLOCKS: u32 = 600;
 
 fn bytes_of(seed: u64, count: usize) -> Vec<u8> {
@@ -21,13 +21,13 @@ fn bytes_of(seed: u64, count: usize) -> Vec<u8> {
     bytes
 }
 
-/// In no order, with some that lie together.
+/// Returns block ids in random order, with some contiguous runs.
 fn scattered(seed: u64, count: usize) -> Vec<BlockId> {
     let mut ids: Vec<BlockId> = (0..BLOCKS).map(BlockId).collect();
     let mut state = seed;
     for last in (1..ids.len()).rev() {
         state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
-        // Few are moved far, the others keep their neighbours.
+        // Few blocks move far, so that the others stay contiguous.
         if state >> 61 < 5 {
             ids.swap(last, (state >> 33) as usize % (last + 1));
         }
@@ -36,7 +36,7 @@ fn scattered(seed: u64, count: usize) -> Vec<BlockId> {
     ids
 }
 
-/// Where in a block the heads lie: begin and end of each layer's keys and values.
+/// Returns the byte range of the heads in a block, for each layer's keys and values.
 fn places(layout: KvLayout, first: usize, count: usize) -> impl Iterator<Item = (usize, usize)> {
     let head = layout.head_elements() * layout.dtype.bytes();
     let rows = 0..2 * layout.layer_count;
@@ -48,7 +48,7 @@ fn places(layout: KvLayout, first: usize, count: usize) -> impl Iterator<Item = 
 
 pub fn gather_and_scatter_of_heads_match_cpu() {
     let gpu = gpu();
-    // All heads and all parts of them; heads whose bytes are few, and no power of two.
+    // All heads and parts of them, also heads of few bytes and of a size that is no power of two.
     for (layer_count, kv_head_count, head_dim) in [(1, 1, 8), (3, 2, 24), (7, 3, 40), (2, 5, 64)] {
         for dtype in [Dtype::Bf16, Dtype::F32] {
             if short() && dtype == Dtype::F32 {
@@ -86,7 +86,7 @@ pub fn gather_and_scatter_of_heads_match_cpu() {
                                 .collect();
                             assert!(found == wanted, "{what}: heads {heads:?} of {blocks} blocks");
                         }
-                        // Others', so that what is put to a wrong place shows.
+                        // Scatters to other blocks, so that a write to a wrong place is detected.
                         let ids = scattered(seed + 100, BLOCKS as usize / 2);
                         let moved = layout.block_bytes() / kv_head_count * count;
                         let new = bytes_of(seed, ids.len() * moved);
@@ -104,7 +104,7 @@ pub fn gather_and_scatter_of_heads_match_cpu() {
                 let mut found = vec![0; layout.block_bytes()];
                 for (id, wanted) in (0..BLOCKS).zip(&held) {
                     arena.read(BlockId(id)).unwrap().copy_to_host(&mut found).unwrap();
-                    assert!(found == *wanted, "{what}: block {id} at the end");
+                    assert!(found == *wanted, "{what}: block {id} after the last scatter");
                 }
             }
         }

@@ -1,5 +1,5 @@
-//! Communicators between two processes: what is sent arrives, who is missing is not waited for, and
-//! who has died is got rid of.
+//! NCCL communicators between two processes: transfers preserve data, an absent rank causes a
+//! time-out, and a dead peer's communicator can be aborted.
 
 use std::{
     sync::Arc,
@@ -16,7 +16,7 @@ use kernels::{
 
 use super::ranks::{Rank, on_ranks};
 
-const SOON: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);
 
 fn nccl() -> Arc<Nccl> {
     let path = std::env::var_os("BATON_TEST_NCCL").map(std::path::PathBuf::from);
@@ -28,11 +28,11 @@ fn options(rank: &Rank, id: UniqueId) -> CommunicatorOptions {
     CommunicatorOptions { rank: rank.rank as u32, ranks: rank.ranks as u32, id, ctas }
 }
 
-/// Rank 0 makes the id.
+/// Returns the communicator of a rank. Rank 0 creates the id.
 fn connected(rank: &Rank, nccl: &Arc<Nccl>) -> Communicator {
     let id = if rank.rank == 0 { nccl.unique_id().unwrap().0.to_vec() } else { Vec::new() };
     let id = UniqueId(rank.exchange(&id)[0].clone().try_into().unwrap());
-    Communicator::new(nccl, &rank.context, options(rank, id), Instant::now() + SOON).unwrap()
+    Communicator::new(nccl, &rank.context, options(rank, id), Instant::now() + TIMEOUT).unwrap()
 }
 
 fn memory(rank: &Rank, bytes: usize) -> Range {
@@ -48,10 +48,10 @@ pub fn two_ranks_send_receive_and_all_reduce() {
         let nccl = nccl();
         for turn in ["first", "second"] {
             let begin = Instant::now();
-            Communicator::load_kernels(&nccl, &rank.context, begin + SOON).unwrap();
-            println!("a {turn} loading of its kernels took {:?}", begin.elapsed());
+            Communicator::load_kernels(&nccl, &rank.context, begin + TIMEOUT).unwrap();
+            println!("a {turn} load of its kernels took {:?}", begin.elapsed());
         }
-        rank.meet();
+        rank.barrier();
         let begin = Instant::now();
         let mut communicator = connected(&rank, &nccl);
         let (took, bytes) = (begin.elapsed(), communicator.memory_bytes());
@@ -62,7 +62,7 @@ pub fn two_ranks_send_receive_and_all_reduce() {
         let (from, to) = (memory(&rank, size), memory(&rank, size));
         from.write(0, &pattern(rank.rank, size)).unwrap();
         let mut sequence = 0;
-        // Pieces of odd sizes at odd places, each in a group with others.
+        // Pieces of odd sizes at odd offsets, each in a group with others.
         for (at, bytes) in [(0, 1), (17, 65_535), (1 << 20, 1 << 20), (100, 0), (0, size)] {
             to.fill(0xee, &stream).unwrap();
             let (mine, theirs) = (Piece::new(&from, at, bytes), Piece::new(&to, at, bytes));
@@ -72,7 +72,7 @@ pub fn two_ranks_send_receive_and_all_reduce() {
                 &[send, Move { peer, piece: Piece::new(&from, 0, 0) }],
                 &[receive, Move { peer, piece: again }],
                 &stream,
-                Instant::now() + SOON,
+                Instant::now() + TIMEOUT,
             );
             sequence += 1;
             assert_eq!(done, Ok(sequence));
@@ -88,7 +88,7 @@ pub fn two_ranks_send_receive_and_all_reduce() {
         let numbers: Vec<f32> = (0..1000).map(|index| (index * (rank.rank + 1)) as f32).collect();
         from.write(0, &numbers).unwrap();
         let piece = Piece::new(&from, 0, 4000);
-        let deadline = Instant::now() + SOON;
+        let deadline = Instant::now() + TIMEOUT;
         communicator.all_reduce(piece, piece, Dtype::F32, &compute, deadline).unwrap();
         compute.synchronize().unwrap();
         let mut found = vec![0.0f32; 1000];
@@ -98,8 +98,11 @@ pub fn two_ranks_send_receive_and_all_reduce() {
         let error = communicator.exchange(&[own], &[], &stream, deadline).unwrap_err();
         assert!(matches!(error, NcclError::Peer { .. }), "{error}");
         assert_eq!(communicator.sequence(), 6);
-        rank.meet();
-        println!("an abort of an idle communicator took {:?}", communicator.abort(SOON).unwrap());
+        rank.barrier();
+        println!(
+            "an abort of an idle communicator took {:?}",
+            communicator.abort(TIMEOUT).unwrap()
+        );
     });
 }
 
@@ -113,14 +116,14 @@ pub fn absent_rank_times_out() {
             let error = Communicator::new(&nccl, &rank.context, options(&rank, id), deadline);
             let error = error.unwrap_err();
             assert!(matches!(error, NcclError::TimedOut { .. }), "{error}");
-            assert!(begin.elapsed() < SOON, "{:?}", begin.elapsed());
-            println!("given up after {:?}: {error}", begin.elapsed());
+            assert!(begin.elapsed() < TIMEOUT, "{:?}", begin.elapsed());
+            println!("time-out after {:?}: {error}", begin.elapsed());
             let mut wrong = options(&rank, id);
             wrong.rank = 2;
             let refused = Communicator::new(&nccl, &rank.context, wrong, deadline).unwrap_err();
             assert_eq!(refused, NcclError::Rank { rank: 2, ranks: 2 });
         }
-        rank.meet();
+        rank.barrier();
     });
 }
 
@@ -132,28 +135,28 @@ pub fn killed_peer_is_aborted_and_its_memory_freed() {
         let stream: Stream<HostToDevice> = Stream::new(&rank.context).unwrap();
         let other: Stream<HostToDevice> = Stream::new(&rank.context).unwrap();
         let range = memory(&rank, BYTES);
-        let deadline = Instant::now() + SOON;
+        let deadline = Instant::now() + TIMEOUT;
         range.fill(1, &other).unwrap();
         other.synchronize().unwrap();
-        rank.meet();
+        rank.barrier();
         let of = |peer| [Move { peer, piece: Piece::new(&range, 0, BYTES) }];
         if rank.rank == 1 {
-            // Half of what is sent to it.
+            // Receives half of what the peer would send.
             for _ in 0..20 {
                 communicator.exchange(&[], &of(0), &stream, deadline).unwrap();
             }
-            rank.die();
+            rank.kill_self();
         }
         for _ in 0..40 {
             communicator.exchange(&of(1), &[], &stream, deadline).unwrap();
         }
-        // Until the other one must be dead; the transfer waits for it.
+        // The event is not done until the peer is dead: the transfer waits for the peer.
         let event = kernels::cuda::Event::new(&rank.context).unwrap();
         event.record(&stream).unwrap();
         std::thread::sleep(Duration::from_secs(2));
-        assert!(!event.is_done().unwrap(), "the transfer is stuck");
-        let took = communicator.abort(SOON).unwrap();
-        println!("aborting took {took:?}");
+        assert!(!event.is_done().unwrap(), "the transfer has finished without the peer");
+        let took = communicator.abort(TIMEOUT).unwrap();
+        println!("an abort took {took:?}");
         let begin = Instant::now();
         stream.synchronize().unwrap();
         range.fill(7, &other).unwrap();
@@ -165,6 +168,6 @@ pub fn killed_peer_is_aborted_and_its_memory_freed() {
         let more = memory(&rank, BYTES);
         more.fill(0, &stream).unwrap();
         stream.synchronize().unwrap();
-        assert!(begin.elapsed() < SOON);
+        assert!(begin.elapsed() < TIMEOUT);
     });
 }

@@ -1,5 +1,5 @@
-//! Two nodes that KV goes between, by a carrier that needs GPUs: one in this process, and its peer in
-//! another, this program again, which sends. With one GPU both processes are on it.
+//! Two nodes with a GPU transport between them. The receiver is in this process. The sender, the
+//! peer, runs this program again in another process. With one GPU both processes use it.
 
 use std::{
     collections::BTreeMap,
@@ -32,20 +32,20 @@ use ranks::RankGroup;
 
 use super::{bench::require_gpus, tp::kv_group};
 
-/// Any wait; far beyond what anything takes.
-pub const PATIENCE: Duration = Duration::from_secs(60);
+/// Time-out of every wait.
+pub const TIMEOUT: Duration = Duration::from_secs(60);
 pub const BLOCKS: u32 = 96;
-/// In the environment of the other process: its GPU's index, the carrier, and how its node is.
+/// Environment variable of the peer process: GPU index, transport and kind of node.
 const PEER: &str = "BATON_TEST_LINKS_PEER";
 pub const PEER_HELPER: &str = "kv-peer";
-/// Its node's id.
+/// Node id of the peer.
 const PEER_NAME: &str = "peer";
 
-/// What is tested: each needs GPUs.
-pub const CARRIERS: [TransferKind; 2] = [TransferKind::Ipc, TransferKind::Nccl];
+/// Transports that need GPUs.
+pub const GPU_TRANSPORTS: [TransferKind; 2] = [TransferKind::Ipc, TransferKind::Nccl];
 
-/// Of the delays of streams that are late; the peer's is one more.
-const LATE_SEED: u64 = 20;
+/// Seed of the stream delays of this process; the peer's seed is one higher.
+const DELAY_SEED: u64 = 20;
 
 /// Returns the number of GPUs, for one test at a time. Skips the running test if there is none.
 pub fn gpus() -> (usize, MutexGuard<'static, ()>) {
@@ -54,15 +54,16 @@ pub fn gpus() -> (usize, MutexGuard<'static, ()>) {
     (require_gpus(1), alone)
 }
 
-/// The sender's and the receiver's GPU: every pair on which the carrier works, those of two GPUs last.
-pub fn pairs(carrier: TransferKind, gpus: usize) -> Vec<(usize, usize)> {
+/// Returns the GPUs of sender and receiver: every pair that the transport supports, pairs of two
+/// GPUs last.
+pub fn pairs(transport: TransferKind, gpus: usize) -> Vec<(usize, usize)> {
     let all = (0..gpus).flat_map(|from| (0..gpus).map(move |to| (from, to)));
-    // NCCL joins no two processes on one GPU.
-    let works = |(from, to): &(usize, usize)| carrier != TransferKind::Nccl || from != to;
+    // NCCL rejects two ranks on one GPU.
+    let works = |(from, to): &(usize, usize)| transport != TransferKind::Nccl || from != to;
     let mut pairs: Vec<_> = all.filter(works).collect();
     pairs.sort_by_key(|(from, to)| from != to);
     if pairs.is_empty() {
-        eprintln!("skipped, for {carrier} needs two GPUs");
+        eprintln!("skipped: {transport} needs two GPUs");
     }
     pairs
 }
@@ -77,7 +78,7 @@ pub fn pattern(block: BlockId, block_bytes: usize) -> Vec<u8> {
     bytes
 }
 
-/// The same, made once.
+/// Returns `pattern`, computed once per block.
 fn known_pattern(block: BlockId, block_bytes: usize) -> Arc<Vec<u8>> {
     type Known = BTreeMap<(u32, usize), Arc<Vec<u8>>>;
     static KNOWN: Mutex<Known> = Mutex::new(BTreeMap::new());
@@ -86,11 +87,11 @@ fn known_pattern(block: BlockId, block_bytes: usize) -> Arc<Vec<u8>> {
     Arc::clone(made.or_insert_with(|| Arc::new(pattern(block, block_bytes))))
 }
 
-/// Runs in which large blocks lie: they end within chunks, slots and each other's; some are brought
-/// together, some go as they lie, and some of either are longer than a slot.
+/// Lengths of contiguous runs of large blocks. Runs end within chunks, slots and each other. Some
+/// are gathered, some are sent in place, and some of either kind are longer than a slot.
 const RUNS: [u32; 19] = [3, 3, 3, 3, 3, 3, 20, 3, 5, 3, 3, 17, 3, 3, 3, 3, 3, 3, 9];
 
-/// Runs as they are at both sides, each side's in places of its own.
+/// Returns all blocks as the runs of `RUNS`, placed by the seed.
 fn in_runs(seed: u64) -> Vec<BlockId> {
     assert_eq!(RUNS.iter().sum::<u32>(), BLOCKS);
     let mut order: Vec<usize> = (0..RUNS.len()).collect();
@@ -110,11 +111,10 @@ fn in_runs(seed: u64) -> Vec<BlockId> {
     runs.flat_map(|(first, count)| (first..first + count).map(BlockId)).collect()
 }
 
-/// Where a transfer's blocks lie at either side: apart, together, and mixed.
+/// Returns blocks in random order for odd seeds, and in order for even ones.
 pub fn scattered(seed: u64, count: u32) -> Vec<BlockId> {
     let mut ids: Vec<BlockId> = (0..BLOCKS).map(BlockId).collect();
     let mut state = seed;
-    // Half of the seeds leave them in order.
     if seed % 2 == 1 {
         for last in (1..ids.len()).rev() {
             state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(seed | 1);
@@ -125,42 +125,43 @@ pub fn scattered(seed: u64, count: u32) -> Vec<BlockId> {
     ids
 }
 
-/// How a node is.
+/// Kind of a test node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Manner {
-    /// Hashes what comes and goes.
+pub enum NodeKind {
+    /// Hashes every chunk.
     Verifying,
-    Quick,
-    /// Its streams are late at random.
-    Late,
-    /// Blocks are brought together by a kernel.
-    Kernel,
-    /// Blocks as large as an 8B model's, in chunks longer than a slot.
+    Plain,
+    /// Delays its streams at random.
+    Delayed,
+    /// Gathers and scatters blocks with a kernel.
+    GatherKernel,
+    /// Has blocks of an 8B model's size, in chunks longer than a slot.
     Large,
-    LargeLate,
-    LargeKernel,
-    /// The same of several ranks, each on a GPU of its own: from the named one on, and round.
-    Two,
-    TwoLate,
-    Four,
+    LargeDelayed,
+    LargeGatherKernel,
+    /// Has large blocks over several ranks. The ranks use consecutive GPUs from the named one on,
+    /// modulo the number of GPUs.
+    TwoRanks,
+    TwoRanksDelayed,
+    FourRanks,
 }
 
-impl Manner {
+impl NodeKind {
     const ALL: [(Self, &str); 10] = [
         (Self::Verifying, "verifying"),
-        (Self::Quick, "quick"),
-        (Self::Late, "late"),
-        (Self::Kernel, "kernel"),
+        (Self::Plain, "plain"),
+        (Self::Delayed, "delayed"),
+        (Self::GatherKernel, "gather-kernel"),
         (Self::Large, "large"),
-        (Self::LargeLate, "large-late"),
-        (Self::LargeKernel, "large-kernel"),
-        (Self::Two, "two"),
-        (Self::TwoLate, "two-late"),
-        (Self::Four, "four"),
+        (Self::LargeDelayed, "large-delayed"),
+        (Self::LargeGatherKernel, "large-gather-kernel"),
+        (Self::TwoRanks, "two-ranks"),
+        (Self::TwoRanksDelayed, "two-ranks-delayed"),
+        (Self::FourRanks, "four-ranks"),
     ];
 
     pub fn name(self) -> &'static str {
-        Self::ALL.iter().find(|(manner, _)| *manner == self).unwrap().1
+        Self::ALL.iter().find(|(kind, _)| *kind == self).unwrap().1
     }
 
     fn named(name: &str) -> Self {
@@ -168,37 +169,40 @@ impl Manner {
     }
 
     pub fn is_large(self) -> bool {
-        !matches!(self, Self::Verifying | Self::Quick | Self::Late | Self::Kernel)
+        !matches!(self, Self::Verifying | Self::Plain | Self::Delayed | Self::GatherKernel)
     }
 
-    fn is_late(self) -> bool {
-        matches!(self, Self::Late | Self::LargeLate | Self::TwoLate)
+    fn is_delayed(self) -> bool {
+        matches!(self, Self::Delayed | Self::LargeDelayed | Self::TwoRanksDelayed)
     }
 
     fn has_kernel(self) -> bool {
-        matches!(self, Self::Kernel | Self::LargeKernel | Self::Two | Self::Four)
+        matches!(
+            self,
+            Self::GatherKernel | Self::LargeGatherKernel | Self::TwoRanks | Self::FourRanks
+        )
     }
 
-    /// Of nccl: what nodes take where nothing else is said, whose receivers scatter by copies, and more where a kernel
-    /// is to.
-    fn multiprocessors(self) -> u32 {
+    /// CTAs of the NCCL communicator: the default is enough for receivers that scatter by copies,
+    /// and receivers with a scatter kernel use more.
+    fn nccl_max_ctas(self) -> u32 {
         if self.has_kernel() { 8 } else { 4 }
     }
 
     fn ranks(self) -> usize {
         match self {
-            Self::Two | Self::TwoLate => 2,
-            Self::Four => 4,
+            Self::TwoRanks | Self::TwoRanksDelayed => 2,
+            Self::FourRanks => 4,
             _ => 1,
         }
     }
 
-    /// Whether chunks are hashed on both sides.
+    /// Returns whether chunks are hashed on both sides.
     fn verifies(self) -> bool {
-        matches!(self, Self::Verifying | Self::Two | Self::Four)
+        matches!(self, Self::Verifying | Self::TwoRanks | Self::FourRanks)
     }
 
-    /// 2 MiB a block, or 256 KiB.
+    /// Returns the KV layout: 2 MiB a block for large blocks, otherwise 256 KiB.
     fn layout(self) -> KvLayout {
         let dtype = Dtype::Bf16;
         match self.is_large() {
@@ -211,7 +215,7 @@ impl Manner {
         if self.is_large() { 40 } else { 7 }
     }
 
-    /// Where so many blocks of a transfer lie, by a seed.
+    /// Returns the blocks of a transfer, placed by a seed.
     pub fn places(self, seed: u64, count: u32) -> Vec<BlockId> {
         match self.is_large() {
             true => in_runs(seed)[..count as usize].to_vec(),
@@ -225,47 +229,47 @@ pub struct Node {
     arena: Arc<KvArena>,
     pub address: PeerAddress,
     block_bytes: usize,
-    /// As long as their memory is used.
+    /// Owns the memory of the ranks.
     _group: Option<RankGroup>,
 }
 
 impl Node {
-    pub fn start(name: &str, gpu: usize, carrier: TransferKind, sink: Sender<Event>) -> Self {
-        Self::start_as(name, gpu, carrier, Manner::Verifying, sink)
+    pub fn start(name: &str, gpu: usize, transport: TransferKind, sink: Sender<Event>) -> Self {
+        Self::start_as(name, gpu, transport, NodeKind::Verifying, sink)
     }
 
     pub fn start_as(
         name: &str,
         gpu: usize,
-        carrier: TransferKind,
-        manner: Manner,
+        transport: TransferKind,
+        kind: NodeKind,
         sink: Sender<Event>,
     ) -> Self {
         let driver = Driver::open().unwrap();
-        let layout = manner.layout();
-        let library = (manner.is_late() || manner.has_kernel()).then(|| {
+        let layout = kind.layout();
+        let library = (kind.is_delayed() || kind.has_kernel()).then(|| {
             let path = env::var_os("BATON_TEST_KERNELS").map(PathBuf::from);
             Arc::new(KernelLibrary::open(path.as_deref()).unwrap())
         });
-        let mut seed = LATE_SEED + u64::from(name == PEER_NAME);
+        let mut seed = DELAY_SEED + u64::from(name == PEER_NAME);
         let delays = |library: &Arc<KernelLibrary>, seed: u64| {
-            println!("{name} is late by seed {seed}");
+            println!("{name} delays its streams with seed {seed}");
             Delays::new(Arc::clone(library), Duration::from_micros(500), seed)
         };
-        let (blocks, group): (Arc<dyn RemoteBlocks>, _) = if manner.ranks() > 1 {
+        let (blocks, group): (Arc<dyn RemoteBlocks>, _) = if kind.ranks() > 1 {
             let all = driver.devices().unwrap().len();
-            let gpus: Vec<usize> = (0..manner.ranks()).map(|rank| (gpu + rank) % all).collect();
+            let gpus: Vec<usize> = (0..kind.ranks()).map(|rank| (gpu + rank) % all).collect();
             let group = kv_group(&gpus, layout, BLOCKS);
             let kv = RankedKv::imported(layout, &group.said()).unwrap();
             match &library {
-                Some(library) if manner.is_late() => kv.delay_streams(|| {
+                Some(library) if kind.is_delayed() => kv.delay_streams(|| {
                     seed += 2;
                     delays(library, seed)
                 }),
                 Some(library) => {
                     kv.move_with(library).unwrap();
                     if name == PEER_NAME {
-                        // One end by kernels, the other by copies.
+                        // The peer computes digests with a kernel, this process by copies.
                         kv.digest_with(library).unwrap();
                     }
                 }
@@ -276,8 +280,8 @@ impl Node {
             let device = driver.device_named(&gpu.to_string()).unwrap();
             let context = Context::new(driver, device).unwrap();
             let kv = DeviceKv::new(&context, layout, BLOCKS).unwrap();
-            if manner == Manner::Verifying && name == PEER_NAME {
-                // One end by a kernel, where there is one, the other by copies.
+            if kind == NodeKind::Verifying && name == PEER_NAME {
+                // The peer computes digests with a kernel if there is one, this process by copies.
                 let path = env::var_os("BATON_TEST_KERNELS").map(PathBuf::from);
                 if let Ok(library) = KernelLibrary::open(path.as_deref()) {
                     kv.digest_with(Arc::new(library)).unwrap();
@@ -285,7 +289,7 @@ impl Node {
             }
             if let Some(library) = &library {
                 library.initialise(&context).unwrap();
-                if manner.is_late() {
+                if kind.is_delayed() {
                     kv.delay_streams(delays(library, seed));
                 } else {
                     kv.move_with(Arc::clone(library)).unwrap();
@@ -315,17 +319,17 @@ impl Node {
             data_bind: "127.0.0.1:0".parse().unwrap(),
             advertise_host: "127.0.0.1".to_owned(),
             limits: TransferLimits {
-                chunk_bytes_max: manner.chunk_blocks() * layout.block_bytes(),
+                chunk_bytes_max: kind.chunk_blocks() * layout.block_bytes(),
                 ..TransferLimits::default()
             },
             transport: TransportConfig {
-                choice: TransportChoice::Only(carrier),
-                verify: manner.verifies(),
-                nccl_max_ctas: Some(manner.multiprocessors()),
+                choice: TransportChoice::Only(transport),
+                verify: kind.verifies(),
+                nccl_max_ctas: Some(kind.nccl_max_ctas()),
             },
         };
         let sink = move |event| {
-            // Fails when nobody waits any more.
+            // Fails once the receiver of the events is dropped.
             let _ = sink.send(event);
         };
         let transfers = Transfers::start(config, Arc::clone(&arena), sink).unwrap();
@@ -341,7 +345,7 @@ impl Node {
             prompt_hash: 1,
             first_block: 0,
             blocks: blocks.to_vec(),
-            deadline: PATIENCE,
+            deadline: TIMEOUT,
             traceparent: String::new(),
         };
         self.transfers.command(command).unwrap();
@@ -352,7 +356,7 @@ impl Node {
         self.transfers.command(api::Command::Abort { transfer, reason }).unwrap();
     }
 
-    /// With the bytes that it gives for a block of so many.
+    /// Fills every block with `bytes(block, block_bytes)`.
     pub fn fill(&self, bytes: impl Fn(BlockId, usize) -> Vec<u8>) {
         for block in (0..BLOCKS).map(BlockId) {
             let bytes = bytes(block, self.block_bytes);
@@ -366,7 +370,7 @@ impl Node {
             self.arena.read(*to).unwrap().copy_to_host(&mut found).unwrap();
             assert!(
                 found == *known_pattern(*from, self.block_bytes),
-                "{to:?} holds what {from:?} held"
+                "{to:?} differs from {from:?} of the sender"
             );
         }
     }
@@ -385,17 +389,17 @@ impl Node {
         self.transfers.metrics().chunks_received
     }
 
-    /// Until it has received more chunks than so many.
+    /// Waits until the node has received more than `than` chunks.
     pub fn until_more_chunks(&self, than: u64) {
         let begun = Instant::now();
         while self.chunks() <= than {
-            assert!(begun.elapsed() < PATIENCE, "no chunk comes after {than}");
+            assert!(begun.elapsed() < TIMEOUT, "no chunk received after {than}");
             thread::sleep(Duration::from_micros(100));
         }
     }
 }
 
-/// The sending process.
+/// Handle of the sending process.
 pub struct Peer {
     child: Child,
     stdin: ChildStdin,
@@ -403,20 +407,20 @@ pub struct Peer {
 }
 
 impl Peer {
-    pub fn start(gpu: usize, carrier: TransferKind) -> Self {
-        Self::start_as(gpu, carrier, Manner::Verifying)
+    pub fn start(gpu: usize, transport: TransferKind) -> Self {
+        Self::start_as(gpu, transport, NodeKind::Verifying)
     }
 
-    pub fn start_as(gpu: usize, carrier: TransferKind, manner: Manner) -> Self {
+    pub fn start_as(gpu: usize, transport: TransferKind, kind: NodeKind) -> Self {
         let mut child = test_harness::helper(PEER_HELPER)
-            .env(PEER, format!("{gpu} {carrier} {}", manner.name()))
+            .env(PEER, format!("{gpu} {transport} {}", kind.name()))
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()
             .unwrap();
         let lines = BufReader::new(child.stdout.take().unwrap()).lines();
         let (sender, said) = channel();
-        // Nothing more is said, but the pipe stays open.
+        // The pipe must stay open after the only message.
         thread::spawn(move || {
             for line in lines.map_while(Result::ok) {
                 if let Some((_, words)) = line.split_once("KV ") {
@@ -424,9 +428,9 @@ impl Peer {
                 }
             }
         });
-        let Ok(words) = said.recv_timeout(2 * PATIENCE) else {
+        let Ok(words) = said.recv_timeout(2 * TIMEOUT) else {
             let _ = child.kill();
-            panic!("the other process does not start, and is ended: {:?}", child.wait());
+            panic!("the peer process has not started and was killed: {:?}", child.wait());
         };
         let address = PeerAddress {
             node_id: PEER_NAME.to_owned(),
@@ -437,12 +441,13 @@ impl Peer {
         Self { child, stdin, address }
     }
 
-    /// Lets it send so many blocks as they lie by this seed; `finishes`: to the end.
+    /// Tells the peer to send `count` blocks, placed by the seed. Without `finishes` the transfer
+    /// never completes.
     pub fn send(&mut self, transfer: TransferId, to: &Node, seed: u64, count: u32, finishes: bool) {
         self.send_until(transfer, to, seed, count, finishes, None);
     }
 
-    /// It gives up so long after it was ready.
+    /// Tells the peer to send, and to abort the transfer after `abort` if it is given.
     pub fn send_until(
         &mut self,
         transfer: TransferId,
@@ -474,23 +479,23 @@ impl Peer {
 
 impl Drop for Peer {
     fn drop(&mut self) {
-        // It may have ended already.
+        // The process may have ended already.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
 }
 
-/// Runs the sending node of a test, in a process of its own.
+/// Runs the sending node of a test in a process of its own.
 pub fn run_peer() {
     let setting = env::var(PEER).expect("the test sets it");
     let words: Vec<&str> = setting.split(' ').collect();
-    let (gpu, manner) = (words[0].parse().unwrap(), Manner::named(words[2]));
-    let carrier = TransferKind::from_offer(words[1]).unwrap();
+    let (gpu, kind) = (words[0].parse().unwrap(), NodeKind::named(words[2]));
+    let transport = TransferKind::from_offer(words[1]).unwrap();
     let (sink, events) = channel();
-    let node = Node::start_as(PEER_NAME, gpu, carrier, manner, sink);
+    let node = Node::start_as(PEER_NAME, gpu, transport, kind, sink);
     node.fill(pattern);
     println!("KV {} {}", node.address.epoch, node.address.control_endpoint);
-    // Each transfer is announced by a line before it can be ready.
+    // A line announces each transfer before the transfer can be ready.
     let (sender, lines) = channel();
     thread::spawn(move || {
         for line in std::io::stdin().lock().lines().map_while(Result::ok) {
@@ -500,8 +505,8 @@ pub fn run_peer() {
     let mut known = Vec::new();
     let mut to_abort: Vec<(Instant, TransferId)> = Vec::new();
     let mut asked = Instant::now();
-    // Never left behind, whatever becomes of the parent.
-    while asked.elapsed() < 5 * PATIENCE {
+    // The process ends even if its parent never closes the pipe.
+    while asked.elapsed() < 5 * TIMEOUT {
         match lines.recv_timeout(Duration::from_micros(200)) {
             Ok(line) => {
                 asked = Instant::now();
@@ -512,14 +517,14 @@ pub fn run_peer() {
                     epoch: Epoch(u128::from_str_radix(words[2], 16).unwrap()),
                     control_endpoint: words[3].to_owned(),
                 };
-                let blocks = manner.places(words[4].parse().unwrap(), words[5].parse().unwrap());
+                let blocks = kind.places(words[4].parse().unwrap(), words[5].parse().unwrap());
                 let abort = words[7].parse().ok().map(Duration::from_micros);
                 known.push((transfer, blocks, words[6] == "true", abort));
                 let command = api::Command::Expect {
                     transfer,
                     peer,
                     prompt_hash: 1,
-                    deadline: PATIENCE,
+                    deadline: TIMEOUT,
                     traceparent: String::new(),
                 };
                 node.transfers.command(command).unwrap();
@@ -550,5 +555,5 @@ pub fn run_peer() {
 }
 
 pub fn event(events: &Receiver<Event>) -> Event {
-    events.recv_timeout(PATIENCE).expect("an event comes")
+    events.recv_timeout(TIMEOUT).expect("time-out: no event")
 }

@@ -1,4 +1,5 @@
-//! Processes that tests start and kill: a number alone does not tell one, for it may be used again.
+//! Processes that tests start and kill. The start time identifies a process, because the system
+//! reuses process ids.
 
 use std::{
     fs,
@@ -9,19 +10,19 @@ use std::{
 use anyhow::{Result, ensure};
 use integration_tests::processes;
 
-/// Until processes that were told to end, or lost their parent, are gone.
+/// Time limit for the end of killed processes and of their children.
 const DEADLINE: Duration = Duration::from_secs(60);
 
-/// One process, whichever others have had its number before or have it after.
+/// Identity of one process, also when its id is reused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Process {
     pub id: u32,
-    /// In clock ticks since the machine's start.
+    /// Start time in clock ticks since boot.
     started: u64,
 }
 
 impl Process {
-    /// The one that has this number and runs.
+    /// Returns the running process with this id.
     pub fn running(id: u32) -> Option<Self> {
         let stat = fs::read_to_string(format!("/proc/{id}/stat")).ok()?;
         let (state, started) = state_and_start(&stat)?;
@@ -32,27 +33,27 @@ impl Process {
         Self::running(self.id) == Some(self)
     }
 
-    /// Those that it has started and that run.
+    /// Returns the running children of this process.
     pub fn children(self) -> Vec<Self> {
         processes::children(self.id).into_iter().filter_map(Self::running).collect()
     }
 
     pub fn signal(self, name: &str) {
-        assert!(self.is_running(), "{self:?} has ended by itself");
+        assert!(self.is_running(), "{self:?} is not running");
         processes::signal(self.id, name);
     }
 }
 
-/// Fields 3 and 22, as proc(5) counts them.
+/// Returns fields 3 and 22 of `/proc/PID/stat` (see proc(5)).
 fn state_and_start(stat: &str) -> Option<(&str, u64)> {
-    // Behind the name, which is in brackets and may have any characters.
+    // The name is in brackets and may contain any character.
     let (_, rest) = stat.rsplit_once(") ")?;
     let mut fields = rest.split(' ');
     let state = fields.next()?;
     Some((state, fields.nth(22 - 4)?.parse().ok()?))
 }
 
-/// Until none of them runs any more.
+/// Waits until no process of the list is running.
 pub fn wait_gone(processes: &[Process]) -> Result<()> {
     let deadline = Instant::now() + DEADLINE;
     loop {
@@ -60,7 +61,7 @@ pub fn wait_gone(processes: &[Process]) -> Result<()> {
         if left.is_empty() {
             return Ok(());
         }
-        ensure!(Instant::now() < deadline, "{left:?} still run after {DEADLINE:?}");
+        ensure!(Instant::now() < deadline, "{left:?} still running after {DEADLINE:?}");
         std::thread::sleep(Duration::from_millis(5));
     }
 }

@@ -1,4 +1,4 @@
-//! Tests of several processes, a GPU each: this program runs again for every rank.
+//! Tests with a process and a GPU for each rank. Each rank runs this program again.
 
 use std::{
     env,
@@ -13,13 +13,14 @@ use kernels::cuda::{Context, Driver, KernelLibrary, NCCL_ENVIRONMENT};
 
 use super::bench::{gpu, require_gpus};
 
-const TOLD: &str = "BATON_TEST_RANK";
-const PATIENCE: Duration = Duration::from_secs(180);
-/// In front of what a rank says to all, and of its wish to die by SIGKILL.
-const SAYS: &str = "@all ";
-const DIES: &str = "@kill";
+const RANK_VARIABLE: &str = "BATON_TEST_RANK";
+const TIMEOUT: Duration = Duration::from_secs(180);
+/// Prefixes of a rank's output lines: a payload for all ranks, and a request to be killed with
+/// SIGKILL.
+const PAYLOAD_PREFIX: &str = "@all ";
+const KILL_REQUEST: &str = "@kill";
 
-/// This process among its test's.
+/// Handle of a rank in its own process.
 pub struct Rank {
     pub rank: usize,
     pub ranks: usize,
@@ -28,47 +29,47 @@ pub struct Rank {
 }
 
 impl Rank {
-    /// What every rank said, in their order, once all have.
+    /// Sends `bytes` to all ranks and returns every rank's bytes in rank order.
     pub fn exchange(&self, bytes: &[u8]) -> Vec<Vec<u8>> {
         let hex: String = bytes.iter().map(|byte| format!("{byte:02x}")).collect();
-        println!("\n{SAYS}{hex}-");
+        println!("\n{PAYLOAD_PREFIX}{hex}-");
         let mut line = String::new();
         stdin().read_line(&mut line).unwrap();
-        let said: Vec<Vec<u8>> = line.split_whitespace().map(from_hex).collect();
-        assert_eq!(said.len(), self.ranks, "another rank has ended");
-        said
+        let payloads: Vec<Vec<u8>> = line.split_whitespace().map(from_hex).collect();
+        assert_eq!(payloads.len(), self.ranks, "another rank has exited");
+        payloads
     }
 
-    /// Until all are here.
-    pub fn meet(&self) {
+    /// Waits until all ranks call this.
+    pub fn barrier(&self) {
         self.exchange(&[]);
     }
 
-    pub fn die(&self) -> ! {
-        println!("\n{DIES}");
+    pub fn kill_self(&self) -> ! {
+        println!("\n{KILL_REQUEST}");
         loop {
             thread::park();
         }
     }
 }
 
-/// Ends with a sign, for nothing at all would not be seen.
+/// Decodes an exchanged payload. Each payload ends with a dash, so that an empty one is visible.
 fn from_hex(text: &str) -> Vec<u8> {
     let digits = text.trim_end_matches('-').as_bytes();
     let byte = |pair: &[u8]| u8::from_str_radix(str::from_utf8(pair).unwrap(), 16).unwrap();
     digits.chunks(2).map(byte).collect()
 }
 
-/// Runs `test` of this module's sibling in as many processes, when there are as many GPUs. All end
-/// well but those that wished to die.
+/// Runs `test` in `ranks` processes if there are as many GPUs. Every process must succeed, except
+/// those that asked to be killed.
 pub fn on_ranks(name: &str, ranks: usize, test: impl FnOnce(Rank)) {
     on_ranks_for(name, ranks, Duration::ZERO, test);
 }
 
-/// The same for a test that takes so much longer than others.
+/// Runs a test that may take `longer` than other tests.
 pub fn on_ranks_for(name: &str, ranks: usize, longer: Duration, test: impl FnOnce(Rank)) {
-    if let Some(told) = env::var_os(TOLD) {
-        let rank: usize = told.to_str().unwrap().parse().unwrap();
+    if let Some(rank) = env::var_os(RANK_VARIABLE) {
+        let rank: usize = rank.to_str().unwrap().parse().unwrap();
         let driver = Driver::open().unwrap();
         let device = driver.devices().unwrap()[rank].clone();
         let path = env::var_os("BATON_TEST_KERNELS").map(Into::<std::path::PathBuf>::into);
@@ -77,27 +78,27 @@ pub fn on_ranks_for(name: &str, ranks: usize, longer: Duration, test: impl FnOnc
         library.initialise(&context).unwrap();
         return test(Rank { rank, ranks, context, library });
     }
-    // Held: one test at a time.
+    // Only one test uses the GPUs at a time.
     require_gpus(ranks);
     let _alone = gpu();
-    let mut family = Family::start(name, ranks);
-    family.serve(PATIENCE + longer);
+    let mut processes = RankProcesses::start(name, ranks);
+    processes.serve(TIMEOUT + longer);
 }
 
-/// The processes of a test; those that are left at its end are killed.
-struct Family {
+/// Processes of a test. Dropping it kills them.
+struct RankProcesses {
     children: Vec<Child>,
     lines: mpsc::Receiver<(usize, Option<String>)>,
 }
 
-impl Family {
+impl RankProcesses {
     fn start(name: &str, ranks: usize) -> Self {
         let (sender, lines) = mpsc::channel();
         let mut children = Vec::new();
         for rank in 0..ranks {
             let mut child = Command::new(env::current_exe().unwrap())
                 .args(["--exact", &format!("gpu::{name}"), "--nocapture"])
-                .env(TOLD, rank.to_string())
+                .env(RANK_VARIABLE, rank.to_string())
                 .env(NCCL_ENVIRONMENT.0, NCCL_ENVIRONMENT.1)
                 .stdin(Stdio::piped())
                 .stdout(Stdio::piped())
@@ -105,7 +106,7 @@ impl Family {
                 .unwrap();
             let output = BufReader::new(child.stdout.take().unwrap());
             let sender = sender.clone();
-            // Ends with the child.
+            // The thread ends with the child.
             thread::spawn(move || {
                 for line in output.lines().map_while(Result::ok) {
                     let _ = sender.send((rank, Some(line)));
@@ -117,32 +118,35 @@ impl Family {
         Self { children, lines }
     }
 
-    fn serve(&mut self, patience: Duration) {
-        let deadline = Instant::now() + patience;
+    fn serve(&mut self, timeout: Duration) {
+        let deadline = Instant::now() + timeout;
         let count = self.children.len();
-        let (mut said, mut ended, mut killed) =
+        let (mut payloads, mut ended, mut killed) =
             (vec![None; count], vec![false; count], vec![false; count]);
         while ended.contains(&false) {
             let left = deadline.saturating_duration_since(Instant::now());
-            let (rank, line) = self.lines.recv_timeout(left).expect("all ranks end in time");
+            let (rank, line) =
+                self.lines.recv_timeout(left).expect("time-out: a rank has not exited");
             match line.as_deref().map(str::trim) {
                 None => ended[rank] = true,
-                Some(DIES) => {
+                Some(KILL_REQUEST) => {
                     killed[rank] = true;
                     self.children[rank].kill().unwrap();
                 }
-                Some(line) => match line.strip_prefix(SAYS) {
-                    Some(words) => said[rank] = Some(words.to_owned()),
+                Some(line) => match line.strip_prefix(PAYLOAD_PREFIX) {
+                    Some(words) => payloads[rank] = Some(words.to_owned()),
                     None if line.is_empty() => {}
                     None => println!("rank {rank}: {line}"),
                 },
             }
-            // One that has ended says nothing more, and whoever waits for it shall fail.
-            let is_said = said.iter().zip(&ended).all(|(said, ended)| said.is_some() || *ended);
-            if is_said && said.iter().any(Option::is_some) {
-                let words: Vec<String> = said.iter_mut().filter_map(Option::take).collect();
+            // An ended rank counts as present: the other ranks then receive too few payloads and
+            // fail.
+            let is_complete =
+                payloads.iter().zip(&ended).all(|(payloads, ended)| payloads.is_some() || *ended);
+            if is_complete && payloads.iter().any(Option::is_some) {
+                let words: Vec<String> = payloads.iter_mut().filter_map(Option::take).collect();
                 for child in &mut self.children {
-                    // One that has just died reads nothing.
+                    // Fails if the rank has just died.
                     let _ = writeln!(child.stdin.as_mut().unwrap(), "{}", words.join(" "));
                 }
             }
@@ -154,7 +158,7 @@ impl Family {
     }
 }
 
-impl Drop for Family {
+impl Drop for RankProcesses {
     fn drop(&mut self) {
         for child in &mut self.children {
             let _ = child.kill();

@@ -1,5 +1,5 @@
-//! Random Llama, Qwen2 and Qwen3 models against transformers on the same GPU: the logits of every step
-//! behind three prompts, each with the tokens that transformers chose before it.
+//! Compares random Llama, Qwen2 and Qwen3 models with transformers on the same GPU: the logits of
+//! every step after three prompts, with the tokens that transformers sampled.
 //!
 //! `transformers_reference.py` writes the folder that `BATON_TEST_REFERENCE` names.
 
@@ -24,7 +24,7 @@ const PROMPTS: usize = 3;
 const STEPS: usize = 32;
 const BLOCKS: u32 = 16;
 
-/// What transformers computed for one prompt.
+/// Results of transformers for one prompt.
 struct Reference {
     tokens: Vec<u32>,
     prompt_len: usize,
@@ -53,7 +53,7 @@ fn references(folder: &Path) -> Vec<Reference> {
         .collect()
 }
 
-/// The logits of every step of each prompt.
+/// Returns the logits of every step of each prompt.
 fn logits(
     gpu: &Gpu,
     checkpoint: &Checkpoint,
@@ -112,7 +112,7 @@ fn logits(
         llama.forward(&mut cuda, &mut step);
         let found = cuda.get(llama.logits(), PROMPTS);
         all.iter_mut().zip(found.chunks(vocabulary)).for_each(|(all, row)| all.extend(row));
-        // What it chooses is known already.
+        // The sampled token is ignored: transformers' token is the next input.
         batch.sample(&cuda, llama.logits(), &step, false).unwrap();
         let frame = batch.end(&cuda, step_id as u64, vec![false; PROMPTS]).unwrap();
         batch.recycle(frame.finish(&mut clock).unwrap().output);
@@ -120,7 +120,7 @@ fn logits(
     all
 }
 
-/// Root of the mean square of the differences.
+/// Returns the root mean square of the differences.
 fn error(found: &[f32], wanted: &[f32]) -> f32 {
     assert_eq!(found.len(), wanted.len());
     let squares = found.iter().zip(wanted).map(|(a, b)| (a - b) * (a - b));
@@ -131,7 +131,7 @@ pub fn random_models_match_logits_of_transformers() {
     let gpu = gpu();
     let Some(folder) = std::env::var_os("BATON_TEST_REFERENCE").map(PathBuf::from) else {
         skip(
-            "BATON_TEST_REFERENCE names no folder: python3 has no torch with CUDA, or no transformers",
+            "BATON_TEST_REFERENCE does not name a folder: python3 has no torch with CUDA, or no transformers",
         );
     };
     let exact =
@@ -157,8 +157,8 @@ pub fn random_models_match_logits_of_transformers() {
                 let size = error(&reference.f32, &vec![0.0; reference.f32.len()]);
                 let ours = error(found, &reference.f32);
                 let theirs = error(&reference.bf16, &reference.f32);
-                eprintln!("{what}: off by {ours:.4} of {size:.2}, transformers by {theirs:.4}");
-                // Both round to bf16, each at its own places.
+                eprintln!("{what}: error {ours:.4} of {size:.2}, of transformers {theirs:.4}");
+                // Both implementations round to bf16, at different places.
                 assert!(ours < 1.5 * theirs && theirs < 0.05 * size, "{what}");
             }
         }

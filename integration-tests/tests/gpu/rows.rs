@@ -1,4 +1,4 @@
-//! Operations on rows, over odd sizes.
+//! Row operations with odd sizes.
 
 use kernels::Backend;
 
@@ -9,7 +9,7 @@ const ROWS: [usize; 5] = [1, 2, 7, 33, 130];
 const WIDTHS: [usize; 5] = [8, 72, 576, 1032, 4096];
 const EPS: f32 = 1e-5;
 
-/// What norms give: after the plain one, and after an addition with the sum.
+/// Returns the outputs of the plain norm, and of the norm after a residual addition with the sum.
 fn norms<B: Bench>(
     backend: &mut B,
     (x, delta, normed): (&mut B::Buffer, &mut B::Buffer, &mut B::Buffer),
@@ -53,7 +53,7 @@ pub fn norms_match_cpu() {
                 let wanted = norms(&mut cpu, buffers, &weight, (rows, width));
                 for (index, (found, wanted)) in found.iter().zip(&wanted).enumerate() {
                     let what = format!("{dtype} {rows} x {width}, result {index}");
-                    // The sum is f32 in both.
+                    // Both backends compute the sum in f32.
                     let tolerance = if index == 2 { 1e-6 } else { tolerance(dtype) };
                     assert_near(found, wanted, tolerance, &what);
                 }
@@ -89,7 +89,7 @@ pub fn silu_matches_cpu() {
     }
 }
 
-/// Sums in f64 of the same inputs: what a product may differ by is rounding of its own.
+/// Compares GEMMs with f64 sums of the same inputs, so that only the GEMM's own rounding differs.
 pub fn gemm_matches_cpu_for_both_output_types() {
     let gpu = gpu();
     for dtype in DTYPES {
@@ -123,7 +123,7 @@ pub fn gemm_matches_cpu_for_both_output_types() {
             }
             let what = format!("{dtype} {rows} x {inputs} x {outputs}");
             assert_near(&cuda.get(&out, rows), &wanted, tolerance(dtype), &what);
-            // Of sums of a thousand products in f32.
+            // Tolerance of sums of a thousand f32 products.
             assert_near(&cuda.get(&wide, rows), &wanted, 2e-4, &what);
         }
     }

@@ -1,4 +1,4 @@
-//! Choosing tokens: the CPU's choices, to the tie-break and the last bit of chance.
+//! Sampling on the GPU matches the CPU, including ties and random draws.
 
 use std::{
     sync::Arc,
@@ -19,7 +19,7 @@ use kernels::{
 
 use super::{
     bench::{Bench, gpu, numbers, short},
-    collective::{SOON, group},
+    collective::{TIMEOUT, group},
     ranks::{Rank, on_ranks},
 };
 
@@ -37,10 +37,10 @@ struct Place {
 }
 
 const SLOTS: u32 = 40;
-/// More rows than blocks talk to other ranks.
-const CROWD: u32 = 4 * 34;
+/// More rows than CTAs that exchange data with other ranks.
+const MANY_ROWS: u32 = 4 * 34;
 
-/// Of all tokens, or of those of a rank.
+/// Returns the sampler of one GPU with the whole vocabulary, or of a rank with its part.
 fn place(
     (context, library): (&Arc<Context>, &Arc<KernelLibrary>),
     group: Option<Group>,
@@ -74,7 +74,7 @@ fn place(
 }
 
 impl Place {
-    /// Its tokens' logits of rows of all.
+    /// Writes the rank's part of the rows' logits.
     fn put(&mut self, rows: usize, logits: &[f32]) {
         let vocabulary = logits.len() / rows;
         let own = self.cuda.shard().tokens(vocabulary);
@@ -127,8 +127,8 @@ impl Place {
     }
 }
 
-/// What the GPU chooses for rows over these logits.
-fn chosen(place: &mut Place, rows: &[Row], logits: &[f32]) -> Vec<SampleOutcome> {
+/// Returns the outcomes that the GPU samples from these logits.
+fn sample_on_gpu(place: &mut Place, rows: &[Row], logits: &[f32]) -> Vec<SampleOutcome> {
     place.put(rows.len(), logits);
     let (step, clock) = place.begin(rows);
     let has_masks = rows.iter().any(|row| row.mask.is_some());
@@ -149,7 +149,7 @@ fn wanted(row: &Row, logits: &[f32]) -> Result<SampledToken, SampleError> {
 #[track_caller]
 fn check(place: &mut Place, rows: &[Row], logits: &[f32]) {
     let vocabulary = logits.len() / rows.len();
-    for (index, outcome) in chosen(place, rows, logits).into_iter().enumerate() {
+    for (index, outcome) in sample_on_gpu(place, rows, logits).into_iter().enumerate() {
         let logits = &logits[index * vocabulary..][..vocabulary];
         let sampling = &rows[index].sampling;
         match (outcome, wanted(&rows[index], logits)) {
@@ -179,7 +179,7 @@ fn check(place: &mut Place, rows: &[Row], logits: &[f32]) {
     }
 }
 
-/// A row for every setting, with seeds and histories of their own.
+/// Returns a row for every sampling setting, with distinct seeds and histories.
 fn rows(vocabulary: u32, round: u64) -> Vec<Row> {
     let random = Sampling { temperature: 1.0, ..Sampling::greedy() };
     let settings = [
@@ -227,7 +227,7 @@ pub fn sampled_tokens_match_cpu() {
         let mut place = place((&gpu.context, &gpu.library), None, vocabulary, SLOTS);
         for round in 0..4 {
             let rows = rows(vocabulary, round);
-            // Few different logits in the last round: equals are decided by their ids.
+            // The last round has few distinct logits: ties are broken by token id.
             let scale = if round == 3 { 1.0 } else { 9.0 };
             let logits = numbers(round as u32 + 50, rows.len() * vocabulary as usize);
             let logits: Vec<f32> = logits
@@ -254,7 +254,7 @@ pub fn non_finite_logits_fail_only_their_row() {
     check(&mut place, &rows, &logits);
 }
 
-/// All of it, to the bit.
+/// Encodes the outcomes bit by bit.
 fn words(outcomes: &[SampleOutcome]) -> Vec<u32> {
     let mut words = Vec::new();
     for outcome in outcomes {
@@ -273,17 +273,17 @@ fn words(outcomes: &[SampleOutcome]) -> Vec<u32> {
     words
 }
 
-/// Ranks choose what one GPU chooses from the whole rows, and so do replays.
-fn together(rank: Rank) {
+/// Checks that ranks sample what one GPU samples from whole rows, also in a graph replay.
+fn check_ranks_match_one_gpu(rank: Rank) {
     let mut turns = 0;
     for vocabulary in [33, 1003, 20_000, 49_152, 50_257, 128_256] {
         let parts = (&rank.context, &rank.library);
-        let mut alone = place(parts, None, vocabulary, CROWD);
-        let mut ours = place(parts, Some(group(&rank, SOON)), vocabulary, CROWD);
+        let mut alone = place(parts, None, vocabulary, MANY_ROWS);
+        let mut ours = place(parts, Some(group(&rank, TIMEOUT)), vocabulary, MANY_ROWS);
         let mut asked = 0;
         let mut compare = |rows: &[Row], logits: &[f32], what: &str| {
-            let wanted = chosen(&mut alone, rows, logits);
-            let found = chosen(&mut ours, rows, logits);
+            let wanted = sample_on_gpu(&mut alone, rows, logits);
+            let found = sample_on_gpu(&mut ours, rows, logits);
             for (index, (found, wanted)) in found.iter().zip(&wanted).enumerate() {
                 let (found, wanted) = (std::slice::from_ref(found), std::slice::from_ref(wanted));
                 let sampling = &rows[index].sampling;
@@ -293,7 +293,7 @@ fn together(rank: Rank) {
                 );
             }
             let mut bytes: Vec<u8> = words(&found).iter().flat_map(|w| w.to_le_bytes()).collect();
-            // Replayed, over what the first time has left.
+            // The replay overwrites the outcomes of the first launch.
             let (step, clock) = ours.begin(rows);
             let Place { cuda, logits, batch } = &mut ours;
             let compute = Arc::clone(cuda.compute());
@@ -301,7 +301,10 @@ fn together(rank: Rank) {
             let mut graph = Graph::capture(&compute, record).unwrap();
             graph.launch(&compute).unwrap();
             let replayed = ours.end(rows, clock);
-            assert!(words(&replayed) == words(&wanted), "{what}, {vocabulary} tokens: replayed");
+            assert!(
+                words(&replayed) == words(&wanted),
+                "{what}, {vocabulary} tokens: the replay differs"
+            );
             bytes.truncate(4096);
             let said = rank.exchange(&bytes);
             assert!(said.iter().all(|other| *other == bytes), "{what}: ranks differ");
@@ -312,14 +315,14 @@ fn together(rank: Rank) {
             let rows = rows(vocabulary, round);
             let logits = numbers(round as u32 + 50, rows.len() * vocabulary as usize);
             let logits: Vec<f32> = match round {
-                // Few different ones: equals are decided by their ids, across ranks.
+                // Few distinct logits: ties across ranks are broken by token id.
                 3 => logits.iter().map(|logit| (logit * 2.0).round()).collect(),
-                // As models have them: few are likely.
+                // A distribution as of real models: few tokens are likely.
                 4 => logits.iter().map(|x| (x * x * x * 14.0 * 8.0).round() / 8.0).collect(),
                 _ => logits.iter().map(|logit| logit * 9.0).collect(),
             };
             compare(&rows, &logits, &format!("round {round}"));
-            // One kind at a time: what the others want is not launched then.
+            // One kind of sampling at a time: kernels of the other kinds are not launched.
             for kind in rows.chunks(2).filter(|_| round == 4) {
                 let logits = &logits[..kind.len() * vocabulary as usize];
                 compare(kind, logits, &format!("{:?}", kind[0].sampling));
@@ -343,29 +346,29 @@ fn together(rank: Rank) {
                 2 => logits[..all / 2].fill(f32::NEG_INFINITY),
                 3 => logits.fill(f32::NEG_INFINITY),
                 4 => odd[row].mask = Some(TokenMask::new(vec![], vocabulary)),
-                // Equals of different ranks.
+                // Equal logits on different ranks.
                 _ => (logits[1], logits[all - 1]) = (3.0, 3.0),
             }
         }
         compare(&odd, &logits, "nonsense");
         ours.cuda.check().unwrap();
-        // Few need to be; where runs would be cut, all are.
+        // Only few rows need a gather, or all rows when the vocabulary split cuts runs of tokens.
         let gathered = ours.batch.rows_gathered();
         println!("{vocabulary} tokens: {gathered} of {asked} rows were gathered");
         let is_cut = cuts_between_runs(vocabulary as usize, rank.ranks);
         assert!(if is_cut { gathered * 10 < asked } else { gathered == asked });
-        // Nobody frees an arena that another still writes to.
-        rank.meet();
+        // A rank must not free its arena while another rank may write to it.
+        rank.barrier();
     }
-    println!("{turns} calls are one GPU's");
+    println!("{turns} calls match one GPU");
 }
 
 pub fn two_ranks_sample_the_tokens_of_one_gpu() {
-    on_ranks("sampling::two_ranks_sample_the_tokens_of_one_gpu", 2, together);
+    on_ranks("sampling::two_ranks_sample_the_tokens_of_one_gpu", 2, check_ranks_match_one_gpu);
 }
 
 pub fn four_ranks_sample_the_tokens_of_one_gpu() {
-    on_ranks("sampling::four_ranks_sample_the_tokens_of_one_gpu", 4, together);
+    on_ranks("sampling::four_ranks_sample_the_tokens_of_one_gpu", 4, check_ranks_match_one_gpu);
 }
 
 pub fn missing_rank_in_sampling_times_out() {
@@ -378,24 +381,27 @@ pub fn missing_rank_in_sampling_times_out() {
         let logits = numbers(5, rows.len() * vocabulary as usize);
         if rank.rank == 0 {
             let begin = Instant::now();
-            chosen(&mut ours, &rows, &logits);
+            sample_on_gpu(&mut ours, &rows, &logits);
             let took = begin.elapsed();
-            assert!(took >= timeout && took < SOON, "{took:?}");
+            assert!(took >= timeout && took < TIMEOUT, "{took:?}");
             let error = ours.cuda.check().unwrap_err();
             assert_eq!(error, CudaError::GroupStopped { rank: 0, timeout });
         }
-        rank.meet();
+        rank.barrier();
         ours.cuda.group().unwrap().reset().unwrap();
         let mut alone = place(parts, None, vocabulary, SLOTS);
-        let wanted = chosen(&mut alone, &rows, &logits);
-        rank.meet();
-        assert!(words(&chosen(&mut ours, &rows, &logits)) == words(&wanted), "after a reset");
+        let wanted = sample_on_gpu(&mut alone, &rows, &logits);
+        rank.barrier();
+        assert!(
+            words(&sample_on_gpu(&mut ours, &rows, &logits)) == words(&wanted),
+            "after a reset"
+        );
         ours.cuda.check().unwrap();
-        rank.meet();
+        rank.barrier();
     });
 }
 
-/// Microseconds of one call, in a replayed graph of many.
+/// Returns the latency of one call in µs, measured in a CUDA graph of many calls.
 fn time(place: &mut Place, rows: &[Row]) -> f64 {
     const CALLS: usize = 20;
     let (step, clock) = place.begin(rows);
@@ -418,13 +424,13 @@ fn time(place: &mut Place, rows: &[Row]) -> f64 {
     times[times.len() / 2]
 }
 
-/// What choosing takes, for the documentation: it asserts nothing of time.
+/// Prints the sampling latency for the docs and asserts nothing about time.
 pub fn sampling_latency_of_two_ranks_is_reported() {
     on_ranks("sampling::sampling_latency_of_two_ranks_is_reported", 2, |rank| {
         let vocabulary = 128_256;
         let parts = (&rank.context, &rank.library);
         let mut alone = place(parts, None, vocabulary, 128);
-        let mut ours = place(parts, Some(group(&rank, SOON)), vocabulary, 128);
+        let mut ours = place(parts, Some(group(&rank, TIMEOUT)), vocabulary, 128);
         let warm = Sampling { temperature: 0.8, ..Sampling::greedy() };
         let kinds = [
             ("greedy", Sampling::greedy()),
@@ -449,9 +455,9 @@ pub fn sampling_latency_of_two_ranks_is_reported() {
                     mask: None,
                 };
                 let rows: Vec<Row> = (0..count as u64).map(row).collect();
-                rank.meet();
+                rank.barrier();
                 let one = time(&mut alone, &rows);
-                rank.meet();
+                rank.barrier();
                 let two = time(&mut ours, &rows);
                 if rank.rank == 0 {
                     println!("{name}, {count} rows: one GPU {one:.1} us, two ranks {two:.1} us");
@@ -460,6 +466,6 @@ pub fn sampling_latency_of_two_ranks_is_reported() {
         }
         ours.cuda.check().unwrap();
         println!("{} rows were gathered", ours.batch.rows_gathered());
-        rank.meet();
+        rank.barrier();
     });
 }

@@ -1,4 +1,4 @@
-//! What is refused at start, and that memory and streams do what they say.
+//! Errors at start, and the guarantees of device memory and streams.
 
 use kernels::WeightFormat;
 use kernels::cuda::{
@@ -25,7 +25,7 @@ pub fn dropped_memory_is_freed() {
     drop(memory);
     assert!(
         gpu.context.free_bytes().unwrap() + (1 << 30) <= before + (1 << 21),
-        "a range holds it"
+        "a range keeps the memory allocated"
     );
     drop(range);
     assert!(gpu.context.free_bytes().unwrap() + (1 << 21) >= before);
@@ -60,5 +60,5 @@ pub fn event_orders_a_write_before_a_read_on_another_stream() {
         from = sent.finish().unwrap().0;
         assert!(from[..] == to[..], "round {round}");
     }
-    assert!(context.waits() < 25, "a wait a round: {}", context.waits());
+    assert!(context.waits() < 25, "too many synchronisations: {}", context.waits());
 }

@@ -1,5 +1,5 @@
-//! Nodes of several ranks, a process and a GPU each: their tokens are one GPU's, and their KV is one
-//! arena's, whichever numbers of ranks it goes from and to.
+//! Tensor-parallel nodes with a process and a GPU for each rank. They generate the tokens of one
+//! GPU, and their KV moves between any rank counts.
 
 use std::{
     collections::HashMap,
@@ -37,14 +37,14 @@ use super::{
     executor::{Outcome, on_gpu, run_arriving, sequence},
 };
 
-const RANK_SPEC: &str = "BATON_TEST_SEAT";
-const PATIENCE: Duration = Duration::from_secs(120);
+const RANK_SPEC: &str = "BATON_TEST_RANK_SPEC";
+const TIMEOUT: Duration = Duration::from_secs(120);
 const BLOCKS: u32 = 400;
 
-/// What ranks are told to be.
+/// Task of a rank process.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Part {
-    /// Memory for KV and nothing else.
+    /// Only allocates KV memory.
     Kv,
     Model {
         weights: WeightFormat,
@@ -70,7 +70,7 @@ fn options(weights: WeightFormat, graphs: bool) -> CudaOptions {
     CudaOptions { graphs, ..CudaOptions::new(weights) }
 }
 
-/// Four KV heads, and a vocabulary that is cut between runs of tokens.
+/// Returns a model with four KV heads and a vocabulary that is split unevenly over ranks.
 fn model() -> Checkpoint {
     let folder = tempfile::tempdir().unwrap();
     let config = serde_json::json!({
@@ -89,7 +89,7 @@ fn model() -> Checkpoint {
 fn limits(checkpoint: &Checkpoint) -> ExecutorLimits {
     ExecutorLimits {
         slots: 8,
-        // Steps of all sizes.
+        // Allows steps of all sizes.
         step_tokens: 2500,
         sequence_tokens: 2600,
         blocks: BLOCKS,
@@ -109,7 +109,7 @@ fn layout(checkpoint: &Checkpoint, part: Part) -> KvLayout {
 
 pub const RANK_HELPER: &str = "tp-rank";
 
-/// Runs a rank, in a process of its own.
+/// Runs a rank in a process of its own.
 pub fn run_rank_process() {
     let spec = env::var(RANK_SPEC).expect("the test sets it");
     let spec: RankSpec = spec.parse().unwrap();
@@ -132,7 +132,7 @@ pub fn run_rank_process() {
         let (executor, kv): (Box<dyn Executor>, _) = match part {
             Part::Kv => {
                 let kv = DeviceKv::new(&context, own, blocks as u32).unwrap();
-                // As long as the process.
+                // The memory must live as long as the process.
                 std::mem::forget(kv.clone());
                 (Box::new(SimExecutor::new(limits, CostModel::default(), Instant::now())), kv)
             }
@@ -162,7 +162,7 @@ fn exchange(region: &str, spec: &RankSpec) -> Group {
     let (rank, of) = (spec.rank as usize, spec.of as usize);
     let name = RegionName::parse(region).unwrap();
     let region = SharedRegion::open(&name, Group::region_bytes(of)).unwrap();
-    Group::new(&region, 0, Shard::new(rank, of).unwrap(), PATIENCE)
+    Group::new(&region, 0, Shard::new(rank, of).unwrap(), TIMEOUT)
 }
 
 fn epoch() -> u128 {
@@ -176,7 +176,7 @@ fn group(ranks: u32, part: Part) -> RankGroup {
     group_on(&gpus, part, layout(&model(), part), BLOCKS)
 }
 
-/// Ranks with memory for so many blocks and nothing else, one on each of these GPUs.
+/// Returns ranks that only allocate KV memory, one on each of these GPUs.
 pub fn kv_group(gpus: &[usize], layout: KvLayout, blocks: u32) -> RankGroup {
     group_on(gpus, Part::Kv, layout, blocks)
 }
@@ -195,7 +195,7 @@ fn group_on(gpus: &[usize], part: Part, layout: KvLayout, blocks: u32) -> RankGr
         gpus.join(" ")
     );
     let settings = GroupSettings {
-        start_within: PATIENCE,
+        start_within: TIMEOUT,
         ..GroupSettings::new(epoch, ranks, told.into_bytes())
     };
     let command = |spec: &RankSpec| {
@@ -220,7 +220,8 @@ fn step_loop<E: Executor>(executor: E) -> StepLoop<E> {
     StepLoop::new(Scheduler::new(config, seeds).unwrap(), executor)
 }
 
-/// Greedy ones say how sure they were; the others show that ranks draw alike.
+/// Returns greedy requests with log-probabilities, which show the margins, and sampled ones, which
+/// show that all ranks draw alike.
 fn requests() -> Vec<NewSequence> {
     let request = |id: u128| {
         let length =
@@ -243,10 +244,10 @@ fn run<E: Executor>(engine: &mut StepLoop<E>) -> Outcomes {
     run_arriving(engine, requests(), 2, &HashMap::new())
 }
 
-/// Sums of the same numbers in another order differ by less.
-const SURE: f32 = 1e-3;
+/// Smallest logit margin of a certain token. Sums in another order differ by less.
+const CERTAIN_MARGIN: f32 = 1e-3;
 
-/// Greedy tokens are equal as long as they are sure; `true` where a draw or a tie may differ.
+/// Asserts that greedy tokens are equal up to an uncertain one.
 fn compare(found: &Outcomes, wanted: &Outcomes, what: &str) {
     let mut compared = 0;
     for (id, wanted) in wanted {
@@ -258,14 +259,14 @@ fn compare(found: &Outcomes, wanted: &Outcomes, what: &str) {
         }
         for (at, (found, wanted)) in found.tokens.iter().zip(&wanted.tokens).enumerate() {
             let top = &wanted.logprobs.as_ref().unwrap().top;
-            if top[0].1 - top[1].1 < SURE {
+            if top[0].1 - top[1].1 < CERTAIN_MARGIN {
                 break;
             }
             assert_eq!(found.id, wanted.id, "{what}: sequence {}, token {at}", id.0);
             compared += 1;
         }
     }
-    assert!(compared > 100, "{what}: {compared} tokens show little");
+    assert!(compared > 100, "{what}: only {compared} tokens compared");
 }
 
 fn same(found: &Outcomes, wanted: &Outcomes, what: &str) {
@@ -274,8 +275,9 @@ fn same(found: &Outcomes, wanted: &Outcomes, what: &str) {
     }
 }
 
-/// That the ranks chose the same tokens the group has looked at in every step.
-fn tokens_of(ranks: u32) {
+/// Compares the tokens of `ranks` ranks with one GPU's. The group itself checks in every step that
+/// all ranks sampled the same tokens.
+fn check_tokens_of(ranks: u32) {
     let gpu = gpus(ranks);
     let checkpoint = model();
     let config = SchedulerConfig { waiting_max: 1000, ..SchedulerConfig::new(limits(&checkpoint)) };
@@ -287,7 +289,7 @@ fn tokens_of(ranks: u32) {
     let recorded = {
         let mut engine = step_loop(group(ranks, Part::Model { weights, graphs: true }));
         let first = run(&mut engine);
-        // Once more, of what the prefix cache has.
+        // Repeats the requests with a filled prefix cache.
         compare(&run(&mut engine), &wanted, &format!("{what}, again"));
         first
     };
@@ -302,11 +304,11 @@ fn tokens_of(ranks: u32) {
 }
 
 pub fn two_ranks_generate_the_tokens_of_one() {
-    tokens_of(2);
+    check_tokens_of(2);
 }
 
 pub fn four_ranks_generate_the_tokens_of_one() {
-    tokens_of(4);
+    check_tokens_of(4);
 }
 
 pub fn killed_rank_ends_its_group_and_the_next_group_serves() {
@@ -321,16 +323,16 @@ pub fn killed_rank_ends_its_group_and_the_next_group_serves() {
     }
     let has_tokens =
         |actions: &[Action]| actions.iter().any(|action| matches!(action, Action::Tokens { .. }));
-    let until = Instant::now() + PATIENCE;
+    let until = Instant::now() + TIMEOUT;
     while !has_tokens(&actions) {
-        engine.turn(PATIENCE, &mut actions).unwrap();
-        assert!(Instant::now() < until, "a first token");
+        engine.turn(TIMEOUT, &mut actions).unwrap();
+        assert!(Instant::now() < until, "time-out: no first token");
     }
     assert!(Command::new("kill").args(["-9", &victim.to_string()]).status().unwrap().success());
     let killed = Instant::now();
     let error = loop {
-        match engine.turn(PATIENCE, &mut actions) {
-            Ok(_) => assert!(killed.elapsed() < PATIENCE, "the group goes on without a rank"),
+        match engine.turn(TIMEOUT, &mut actions) {
+            Ok(_) => assert!(killed.elapsed() < TIMEOUT, "the group still runs without a rank"),
             Err(error) => break error.to_string(),
         }
     };
@@ -350,7 +352,7 @@ fn pattern(layout: KvLayout, block: u32, seed: u32) -> Vec<u8> {
     (0..layout.block_bytes()).map(|_| next()).collect()
 }
 
-/// The test plays both nodes: it has what the ranks of each have let it in on.
+/// The test plays both nodes, with access to the KV of each node's ranks.
 pub fn kv_moves_between_any_two_rank_counts() {
     let gpu = gpus(1);
     let found = gpu.context.driver().devices().unwrap().len() as u32;
@@ -373,7 +375,7 @@ pub fn kv_moves_between_any_two_rank_counts() {
             }
             let export = sends.peer_memory().unwrap().export().unwrap();
             let mut peer = receives.peer_memory().unwrap().import(&export).unwrap();
-            // Runs, single blocks and others' places.
+            // Contiguous runs, single blocks and other destinations.
             let pairs: Vec<(u32, u32)> = (0..20)
                 .map(|i| (i, i + 7))
                 .chain((0..5).map(|i| (40 + 3 * i, 60 - 2 * i)))
@@ -382,9 +384,9 @@ pub fn kv_moves_between_any_two_rank_counts() {
             let to_blocks: Vec<BlockWrite> =
                 pairs.iter().map(|pair| receives.write(BlockId(pair.1)).unwrap()).collect();
             let mut moving = peer.pull(&from_blocks, to_blocks).unwrap();
-            let until = Instant::now() + PATIENCE;
+            let until = Instant::now() + TIMEOUT;
             while !moving.is_done().unwrap() {
-                assert!(Instant::now() < until, "{what}: copies end");
+                assert!(Instant::now() < until, "{what}: the copies have not finished");
             }
             drop(moving.finish().unwrap());
             for block in 0..64 {

@@ -1,4 +1,4 @@
-//! Models by their name on a hub: fetched by the real program from a real server, and served.
+//! Models named by their hub id: downloaded by the real program from a test server, and served.
 
 mod server;
 
@@ -33,7 +33,7 @@ fn large(seed: u8) -> Content {
     Content::Large(Arc::new(bytes), tag)
 }
 
-/// A model with everything that hubs tend to have beside what is needed.
+/// Returns a model with the additional files that hubs usually have.
 fn tiny() -> Behaviour {
     let plain = |text: &str| Content::Plain(text.into());
     let files = [
@@ -50,7 +50,7 @@ fn tiny() -> Behaviour {
     Behaviour { files, ..Behaviour::default() }
 }
 
-/// A user's machine: a home of the hub's tools, and the program.
+/// A user's machine: a Hugging Face cache folder and the program.
 struct Machine {
     home: tempfile::TempDir,
     variables: BTreeMap<String, String>,
@@ -81,7 +81,7 @@ impl Machine {
         command::output(command.args(["model", "fetch"]).args(args).envs(&self.variables))
     }
 
-    /// The path that a successful fetch prints.
+    /// Returns the path that a successful fetch prints.
     fn fetch(&self, args: &[&str]) -> Result<PathBuf> {
         let output = self.run(args)?;
         let said = String::from_utf8_lossy(&output.stderr);
@@ -89,7 +89,7 @@ impl Machine {
         Ok(String::from_utf8(output.stdout)?.trim().into())
     }
 
-    /// What a fetch that fails says.
+    /// Returns the error output of a failed fetch.
     fn refused(&self, args: &[&str]) -> Result<String> {
         let output = self.run(args)?;
         ensure!(!output.status.success(), "it was fetched");
@@ -131,7 +131,7 @@ fn what_a_model_needs_is_fetched_once_and_nothing_else() -> Result<()> {
         assert!(asked.iter().all(|asked| !asked.path.contains(other)), "{other}: {asked:?}");
     }
 
-    // The hub is asked again only what the revision stands for now, and offline nothing.
+    // The second fetch only resolves the revision; offline it sends no request.
     assert_eq!(machine.fetch(&["hf:acme/tiny"])?, path);
     let asked = hub.take_asked();
     assert_eq!(asked.len(), 1, "{asked:?}");
@@ -147,7 +147,7 @@ fn a_router_fetches_no_weights() -> Result<()> {
     let machine = Machine::new(&hub)?;
     let path = machine.fetch(&["--text-only", "hf:acme/tiny@v1"])?;
     assert_eq!(names(&path)?, NEEDED.into_iter().filter(|n| *n != WEIGHTS).collect::<Vec<_>>());
-    // The rest comes when a node asks for it.
+    // The node downloads the weights when it needs them.
     assert_eq!(names(&machine.fetch(&["hf:acme/tiny@v1"])?)?, NEEDED);
     Ok(())
 }
@@ -188,7 +188,7 @@ fn a_damaged_file_is_refused_and_not_kept() -> Result<()> {
     assert!(said.contains("damaged") && said.contains(WEIGHTS), "{said}");
     let snapshot = machine.cache().join("snapshots").join(COMMIT);
     assert!(!names(&snapshot)?.contains(&WEIGHTS.to_owned()));
-    // Half a model is none.
+    // An incomplete model is not used.
     let offline = machine.with("HF_HUB_OFFLINE", "1");
     let said = offline.refused(&["hf:acme/tiny"])?;
     assert!(said.contains("HF_HUB_OFFLINE"), "{said}");
@@ -209,7 +209,7 @@ fn a_model_that_wants_a_token_says_so() -> Result<()> {
     let machine = machine.with("HF_TOKEN", "hf_right");
     assert_eq!(names(&machine.fetch(&["hf:acme/tiny"])?)?, NEEDED);
 
-    // What the hub's own tools have stored is found too.
+    // Files cached by the hub's own tools are used.
     let other = Machine::new(&hub)?;
     std::fs::write(other.home.path().join("token"), "hf_right\n")?;
     assert_eq!(names(&other.fetch(&["hf:acme/tiny"])?)?, NEEDED);
@@ -253,7 +253,7 @@ fn a_hub_that_is_not_there_is_named() -> Result<()> {
     Ok(())
 }
 
-/// Three processes want the same file at once: one fetches it, all serve it.
+/// Three processes need the same file at once: one downloads it, all use it.
 #[tokio::test]
 async fn a_cluster_serves_a_model_of_the_hub_that_was_not_here() -> Result<()> {
     let file = "SmolLM2-135M-Instruct.Q4_1.gguf";
@@ -302,7 +302,8 @@ async fn up_serves_a_model_of_the_hub_that_was_not_here() -> Result<()> {
         let asked = hub.take_asked().into_iter();
         asked.filter(|asked| asked.path.starts_with("/stored/") && asked.wants_content()).count()
     };
-    // Fetched before anything starts, and not again by router and nodes, or the next time.
+    // The download precedes the start of all processes. Router, nodes and the next start download
+    // nothing.
     for fetched in [1, 0] {
         let output = up()?;
         let said = String::from_utf8_lossy(&output.stderr);

@@ -1,5 +1,5 @@
-//! A hub of one model: a folder served over HTTP with the paths, headers and redirects of a real one,
-//! and the faults that a test asks for.
+//! Test hub with one model: serves a folder over HTTP with the paths, headers and redirects of the
+//! real hub, and with the faults that a test selects.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -23,29 +23,29 @@ pub const COMMIT: &str = "0123456789abcdef0123456789abcdef01234567";
 const SOCKET_MAX: Duration = Duration::from_secs(20);
 const HEADER_LINES_MAX: usize = 100;
 
-/// What the hub has, and how it behaves.
+/// Contents and behaviour of the hub.
 #[derive(Default)]
 pub struct Behaviour {
     pub files: BTreeMap<String, Content>,
-    /// Only who shows this token is answered.
+    /// Token that every request must have.
     pub token: Option<String>,
-    /// Of these files the first whole answer ends after so many bytes.
+    /// Files whose first full response is cut after this many bytes.
     pub cut_once: BTreeMap<String, usize>,
-    /// These files are announced with a SHA-256 that they do not have.
+    /// Files with a wrong SHA-256 in their header.
     pub damaged: BTreeSet<String>,
 }
 
 #[derive(Clone)]
 pub enum Content {
-    /// Answered at once, tagged by a number.
+    /// Small file: sent directly, with a number as its ETag.
     Plain(Vec<u8>),
-    /// Stored elsewhere, tagged by its SHA-256; the answer leads there.
+    /// Large file: a redirect to its storage, with its SHA-256 as ETag.
     Large(Arc<Vec<u8>>, String),
-    /// As `Large`, read from a file when asked for.
+    /// Like `Large`, read from a file on request.
     OnDisk(PathBuf, String),
 }
 
-/// One request, as it came.
+/// One request.
 #[derive(Clone, Debug)]
 pub struct Asked {
     pub path: String,
@@ -53,7 +53,7 @@ pub struct Asked {
 }
 
 impl Asked {
-    /// Not only a look at headers and size.
+    /// Returns whether the request is more than a query of headers and size.
     pub fn wants_content(&self) -> bool {
         self.range.as_deref() != Some("bytes=0-0")
     }
@@ -88,7 +88,7 @@ impl Hub {
                         return;
                     }
                     let own = &own;
-                    // A client that leaves early is part of the tests.
+                    // Some tests disconnect the client early.
                     scope.spawn(move || own.answer(stream, address).ok());
                 }
             });
@@ -100,7 +100,7 @@ impl Hub {
         format!("http://{}", self.address)
     }
 
-    /// Everything asked so far; forgets it.
+    /// Returns all requests so far and clears the list.
     pub fn take_asked(&self) -> Vec<Asked> {
         std::mem::take(&mut self.shared.asked.lock().unwrap())
     }
@@ -218,7 +218,7 @@ impl Reply {
         Self { head: status.to_owned(), body: Vec::new(), cut: None }
     }
 
-    /// The bytes of `range`, which is `bytes=FIRST-` or `bytes=FIRST-LAST`.
+    /// Returns the bytes of `range`, which is `bytes=FIRST-` or `bytes=FIRST-LAST`.
     fn part(bytes: &[u8], range: Option<&str>, more: &str) -> Self {
         let total = bytes.len();
         let range = range.and_then(|range| range.strip_prefix("bytes=")?.split_once('-'));

@@ -1,4 +1,4 @@
-//! Writes models as Hugging Face folders have them.
+//! Writes models in the Hugging Face folder format.
 
 use std::{borrow::Cow, collections::HashMap, fs, path::Path};
 
@@ -9,10 +9,10 @@ use model::{Checkpoint, LoadFormat, ModelConfig, RopeScaling, Weight};
 use safetensors::{Dtype, View};
 use serde_json::{Map, Value, json};
 
-/// Type of a special token in a GGUF file's list.
+/// Type of a special token in a GGUF token list.
 const SPECIAL: i32 = 3;
 
-/// The model of a GGUF file, weights in f32, in one file or in `shards` of them.
+/// Converts the model of a GGUF file to f32 safetensors, in one file or in `shards` files.
 pub fn write(gguf: &Path, folder: &Path, shards: usize) -> Result<()> {
     let checkpoint = Checkpoint::open(gguf, LoadFormat::Auto)?;
     write_config(checkpoint.config(), folder)?;
@@ -44,7 +44,7 @@ fn write_config(config: &ModelConfig, folder: &Path) -> Result<()> {
     Ok(fs::write(folder.join("config.json"), config.to_string())?)
 }
 
-/// The config.json of a model of a few kilobytes that speaks SmolLM2's tokens.
+/// Writes the config.json of a model of a few kilobytes with SmolLM2's vocabulary.
 pub fn write_tiny_config(folder: &Path, context_tokens: usize) -> Result<()> {
     let config = json!({
         "model_type": "llama",
@@ -62,7 +62,8 @@ pub fn write_tiny_config(folder: &Path, context_tokens: usize) -> Result<()> {
     Ok(fs::write(folder.join("config.json"), config.to_string())?)
 }
 
-/// tokenizer.json and tokenizer_config.json of SmolLM2: byte-level BPE that splits off digits.
+/// Writes SmolLM2's tokenizer.json and tokenizer_config.json: byte-level BPE that splits off
+/// digits.
 pub fn write_tokenizer(gguf: &Path, folder: &Path) -> Result<()> {
     let Header { metadata, .. } = Header::read_from(gguf)?;
     let tokens: &[String] = metadata.require("tokenizer.ggml.tokens")?;
@@ -127,7 +128,7 @@ fn write_file(tensors: &[Tensor<'_>], path: &Path) -> Result<()> {
     Ok(safetensors::serialize_to_file(named, Some(format), path)?)
 }
 
-/// A weight that is decoded when it is written.
+/// A weight that is dequantized when it is written.
 struct Tensor<'a> {
     checkpoint: &'a Checkpoint,
     weight: Weight,

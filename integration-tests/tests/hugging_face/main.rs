@@ -1,5 +1,5 @@
-//! Hugging Face folders through whole clusters: real weights, and dummy ones from a configuration
-//! alone.
+//! Hugging Face folders through whole clusters: with real weights, and with dummy weights from the
+//! configuration alone.
 
 mod folder;
 
@@ -24,7 +24,8 @@ async fn safetensors_in_shards_give_the_reference_tokens() -> Result<()> {
     check_golden(3).await
 }
 
-/// A prompt of token ids tries the weights, one of text tokenizer.json as well.
+/// Checks the golden outputs. Prompts of token ids test the weights, text prompts also test
+/// tokenizer.json.
 async fn check_golden(shards: usize) -> Result<()> {
     let folder = tempfile::tempdir()?;
     folder::write(&smollm2(), folder.path(), shards)?;
@@ -41,7 +42,7 @@ async fn check_golden(shards: usize) -> Result<()> {
         assert_eq!(answer["usage"]["prompt_tokens"], run.prompt_ids.len(), "{answer}");
         assert_eq!(answer["choices"][0]["text"], run.output_text, "{name}");
     }
-    // The template of tokenizer_config.json, and the end of sequence of config.json.
+    // Uses the chat template of tokenizer_config.json and the end of sequence of config.json.
     let question = "What is the capital of France? Answer in one sentence.";
     let body = json!({"messages": [{"role": "user", "content": question}], "temperature": 0});
     let answer = client.post("/v1/chat/completions", &body).await?.json();
@@ -73,7 +74,8 @@ async fn dummy_weights_need_no_more_than_config_and_tokenizer() -> Result<()> {
         assert_eq!(answer["usage"]["completion_tokens"], 5, "{answer}");
         cluster.stop()?;
     }
-    // The same weights in every process: what one node began another goes on with.
+    // All processes have equal dummy weights, so that a decode node can continue a prefill node's
+    // request.
     assert_eq!(answers[0], answers[1]);
     assert_eq!(answers[0].len(), 20);
     Ok(())
@@ -96,7 +98,7 @@ async fn without_a_tokenizer_the_missing_file_is_named() -> Result<()> {
     let up = ["up", "--model", &path, "--load-format", "dummy"];
     let addresses = ["--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0"];
     let (code, said) = said_by("baton", &[&up[..], &addresses].concat())?;
-    // Before any node has started.
+    // The error comes before any node starts.
     assert_eq!((code, said.lines().count()), (Some(1), 1), "{said}");
     assert!(said.contains(&path) && said.contains("tokenizer.json"), "{said}");
     Ok(())

@@ -1,4 +1,4 @@
-//! The decode node as an operator meets it: arguments, ready file, probes, signals, exit codes.
+//! The decode node's binary: arguments, ready file, probes, signals, exit codes.
 
 use std::{
     fs,
@@ -11,9 +11,9 @@ use std::{
 
 use proto::v1::{self, node_client::NodeClient};
 
-const DEADLINE: Duration = Duration::from_secs(30);
+const TIMEOUT: Duration = Duration::from_secs(30);
 
-/// A folder with the configuration of a model whose answers take seconds, and nothing else.
+/// Returns a folder with only the configuration of a model whose answers take seconds.
 fn model() -> tempfile::TempDir {
     let folder = tempfile::tempdir().unwrap();
     let config = r#"{
@@ -27,7 +27,7 @@ fn model() -> tempfile::TempDir {
     folder
 }
 
-/// The binary with settings that work; `more` are flags.
+/// Returns the binary with valid settings; `more` are further flags.
 fn command(model: &tempfile::TempDir, more: &[&str]) -> Command {
     let mut command = bare(more);
     command
@@ -45,13 +45,13 @@ fn bare(more: &[&str]) -> Command {
     command
 }
 
-/// Returns the output of a process that must exit by itself.
+/// Returns the output of a process that must end by itself.
 fn output(command: &mut Command) -> Output {
     let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
-    let deadline = Instant::now() + DEADLINE;
+    let deadline = Instant::now() + TIMEOUT;
     while child.try_wait().unwrap().is_none() {
         if Instant::now() > deadline {
-            // Its status is no success.
+            // A killed process has no success status.
             child.kill().unwrap();
             break;
         }
@@ -66,7 +66,7 @@ fn ended(mut command: Command) -> (Option<i32>, String) {
     (status.code(), String::from_utf8(stderr).unwrap())
 }
 
-/// A node that became ready. Killed when dropped.
+/// A ready node. Dropping it kills the process.
 struct Running {
     child: Child,
     ready: serde_json::Value,
@@ -80,7 +80,7 @@ impl Running {
         let mut command = command(model, more);
         let mut child =
             command.arg("--ready-file").arg(&file).stderr(Stdio::piped()).spawn().unwrap();
-        let deadline = Instant::now() + DEADLINE;
+        let deadline = Instant::now() + TIMEOUT;
         let ready = loop {
             if let Ok(text) = fs::read_to_string(&file) {
                 break serde_json::from_str(&text).expect("the file is whole when it is there");
@@ -102,7 +102,7 @@ impl Running {
     }
 
     fn wait(&mut self) -> Option<i32> {
-        let deadline = Instant::now() + DEADLINE;
+        let deadline = Instant::now() + TIMEOUT;
         loop {
             if let Some(status) = self.child.try_wait().unwrap() {
                 return status.code();
@@ -112,7 +112,7 @@ impl Running {
         }
     }
 
-    /// Everything on standard error, once the node has ended.
+    /// Returns the standard error of a node that has ended.
     fn log(&mut self) -> String {
         let mut text = String::new();
         self.child.stderr.take().unwrap().read_to_string(&mut text).unwrap();
@@ -121,7 +121,7 @@ impl Running {
 
     fn http(&self, path: &str) -> (u16, String) {
         let mut stream = TcpStream::connect(self.address("metrics")).unwrap();
-        stream.set_read_timeout(Some(DEADLINE)).unwrap();
+        stream.set_read_timeout(Some(TIMEOUT)).unwrap();
         write!(stream, "GET {path} HTTP/1.1\r\nhost: node\r\nconnection: close\r\n\r\n").unwrap();
         let mut answer = String::new();
         stream.read_to_string(&mut answer).unwrap();
@@ -148,8 +148,8 @@ fn a_node_says_where_it_is_answers_probes_and_ends_on_either_signal() {
         TcpStream::connect(node.address("grpc")).unwrap();
         assert_eq!(node.http("/live").0, 200);
         assert_eq!(node.http("/health").0, 200);
-        // A node that has just started may be asked before it has said anything of its load.
-        let deadline = Instant::now() + DEADLINE;
+        // The probe may run before the node's first load report.
+        let deadline = Instant::now() + TIMEOUT;
         loop {
             let (status, metrics) = node.http("/metrics");
             assert_eq!(status, 200);
@@ -230,7 +230,7 @@ fn what_cannot_work_ends_with_1_and_one_clear_line() {
     }
 }
 
-/// A long answer that has begun.
+/// Starts a long answer and waits for its first event.
 async fn begin_long_answer(node: &Running) -> tonic::Streaming<v1::DecodeEvent> {
     let mut client = NodeClient::connect(format!("http://{}", node.address("grpc"))).await.unwrap();
     let mut observe = client.observe(v1::ObserveRequest {}).await.unwrap().into_inner();
@@ -284,8 +284,8 @@ async fn a_second_signal_ends_a_draining_node_at_once() {
     let mut node = Running::start(&model, &[]);
     let mut stream = begin_long_answer(&node).await;
     node.signal("-TERM");
-    // It drains: the probe says so, and work goes on.
-    let deadline = Instant::now() + DEADLINE;
+    // The draining node reports it in its probe and continues its requests.
+    let deadline = Instant::now() + TIMEOUT;
     while node.http("/health").0 == 200 {
         assert!(Instant::now() < deadline);
     }
@@ -297,7 +297,7 @@ async fn a_second_signal_ends_a_draining_node_at_once() {
     })
     .await
     .unwrap();
-    // With 0 it ends when its work has.
+    // Exit code 0 is for a node whose requests have finished.
     assert_eq!(code, Some(1));
     drop(node);
 }

@@ -1,4 +1,4 @@
-//! One decode node that reads prompts itself, over gRPC.
+//! One decode node that prefills itself, over gRPC.
 
 mod common;
 
@@ -21,7 +21,7 @@ async fn decode_node(more: &[(&str, &str)]) -> (TestNode, Side, tempfile::TempDi
     decode_node_of(dummy_model(), more).await
 }
 
-/// Answers take seconds.
+/// Starts a decode node whose answers take seconds.
 async fn slow_decode_node(more: &[(&str, &str)]) -> (TestNode, Side, tempfile::TempDir) {
     decode_node_of(slow_model(), more).await
 }
@@ -47,7 +47,7 @@ async fn an_answer_is_written_index_by_index() {
     assert_eq!(finished.reason(), FinishReason::Length);
     assert_eq!(finished.received_bytes, 0);
 
-    // A later attempt goes on where an earlier one stopped, and finds the prompt in the cache.
+    // A later attempt continues after the emitted tokens and finds the prompt in the cache.
     let mut later = attempt(&[&prompt[..], &decoded.ids[..7]].concat(), 20);
     later.prompt_len = 40;
     let rest = side.decode_alone(&later).await;
@@ -82,7 +82,7 @@ async fn many_at_once_are_answered_as_each_alone() {
 async fn a_dropped_stream_frees_its_blocks_within_a_second() {
     let (node, side, _model) = slow_decode_node(&[]).await;
     let mut observer = side.observe().await;
-    // On a machine that others use too a step can take seconds: one of a few tries is fast.
+    // On a shared machine a step may take seconds, so one of several tries must be fast.
     for seed in 1.. {
         let prompt = dummy_prompt(100, seed);
         let mut stream = side.try_decode(&attempt(&prompt, 900), None).await.unwrap();
@@ -129,7 +129,7 @@ async fn wrong_fields_are_refused_by_name_and_disturb_nobody() {
         (Code::InvalidArgument, "attempt.tokens = empty", |attempt| attempt.tokens.clear()),
         (Code::InvalidArgument, "attempt.tokens = 96 at index 3", |attempt| attempt.tokens[3] = 96),
         (Code::InvalidArgument, "attempt.tokens = 2048 tokens", |attempt| {
-            // 128 blocks hold no more.
+            // 128 blocks hold exactly this many tokens.
             attempt.tokens = vec![1; 2048];
         }),
         (Code::InvalidArgument, "attempt.prompt_len = 21", |attempt| attempt.prompt_len = 21),
@@ -151,17 +151,17 @@ async fn wrong_fields_are_refused_by_name_and_disturb_nobody() {
     }
     let absent = side.client.clone().decode(v1::DecodeRequest::default()).await;
     assert!(refused(absent, Code::InvalidArgument).contains("attempt = absent"));
-    // Another process than the router believes.
+    // The router expects an earlier process of this node.
     let stale = v1::DecodeRequest {
         attempt: Some(v1::Attempt { node_epoch: fresh_id(), ..attempt(&[1], 2) }),
         prefill: None,
     };
     let message = refused(side.client.clone().decode(stale).await, Code::FailedPrecondition);
     assert!(message.contains("node_epoch"), "{message}");
-    // The other role's call.
+    // A call of the other role.
     let other = side.try_prefill(&attempt(&[1], 2), side.peer.clone()).await;
     assert!(refused(other, Code::FailedPrecondition).contains("decode node"));
-    // A message beyond every bound.
+    // A message larger than any limit.
     let huge = attempt(&vec![u32::MAX; 200_000], 2);
     refused(side.try_decode(&huge, None).await, Code::OutOfRange);
 
@@ -175,7 +175,7 @@ async fn a_second_start_of_an_attempt_already_exists() {
     let long = attempt(&dummy_prompt(20, 1), 500);
     let mut first = side.try_decode(&long, None).await.unwrap();
     refused(side.try_decode(&long, None).await, Code::AlreadyExists);
-    // The first goes on untouched.
+    // The first request is not disturbed.
     let mut decoded = Decoded::default();
     while let Some(event) = next(&mut first).await.unwrap() {
         decoded.take(event);
@@ -214,7 +214,7 @@ async fn observers_see_a_snapshot_then_numbered_changes() {
     assert_eq!(snapshot.cached_blocks.len(), 4);
     assert!(snapshot.cached_blocks.iter().all(|hash| hash.len() == 16));
 
-    // What is cached later comes as a change, once; what is known is not repeated.
+    // Later cached blocks are reported once, as a change. Known blocks are not repeated.
     side.decode_alone(&attempt(&dummy_prompt(64, 2), 2)).await;
     let mut cached = Vec::new();
     while cached.len() < 4 {
@@ -265,7 +265,7 @@ async fn a_drain_that_takes_too_long_ends_what_is_left() {
     let stream = side.try_decode(&attempt(&dummy_prompt(20, 1), 1000), None).await.unwrap();
     let decoded = tokio::spawn(Decoded::of(stream));
     node.stop().await;
-    // It was not waited for.
+    // The shutdown did not wait for the request.
     let decoded = decoded.await.unwrap();
     assert_eq!(decoded.failure.unwrap().kind(), FailureKind::Draining);
 }
@@ -290,17 +290,17 @@ async fn a_lost_connection_cancels_its_requests() {
     let mut stream = far.try_decode(&attempt(&dummy_prompt(20, 1), 1000), None).await.unwrap();
     next(&mut stream).await.unwrap();
     observer.until(|load| load.running == 1).await;
-    // No FIN, no RST: packets just do not arrive any more.
+    // Packets are dropped, without FIN or RST.
     relay.black_hole();
     let lost = Instant::now();
     observer.until(is_free).await;
-    // Keep-alive: a ping after 500 ms, 2 s for the answer; and a machine that others use too.
+    // Keep-alive: a ping after 500 ms and 2 s for the response, with a margin for a shared machine.
     assert!(lost.elapsed() < Duration::from_secs(10), "took {:?}", lost.elapsed());
     drop(stream);
     node.stop().await;
 }
 
-/// Carries bytes between a client and a node until it is told not to.
+/// Relays bytes between a client and a node until the test tells it to stop.
 struct Relay {
     address: std::net::SocketAddr,
     black_hole: tokio_util::sync::CancellationToken,
@@ -338,7 +338,7 @@ impl Drop for Relay {
 #[tokio::test]
 async fn a_caller_that_does_not_read_is_ended_alone() {
     let (node, side, _model) = decode_node(&[("node.blocks", "512")]).await;
-    // A small window, so that little waits in the sockets.
+    // A small window, so that the sockets buffer little.
     let endpoint =
         tonic::transport::Channel::from_shared(format!("http://{}", node.node.addresses().grpc));
     let channel = endpoint.unwrap().initial_stream_window_size(1024).connect().await.unwrap();
@@ -347,9 +347,9 @@ async fn a_caller_that_does_not_read_is_ended_alone() {
     long.sampling.as_mut().unwrap().logprobs = Some(20);
     let mut observer = side.observe().await;
     let stream = slow.try_decode(&long, None).await.unwrap();
-    // Others are answered meanwhile.
+    // Other requests are served meanwhile.
     assert_eq!(side.decode_alone(&attempt(&dummy_prompt(20, 2), 50)).await.ids.len(), 50);
-    // It was ended with its queue full of events; what it had written stays in the cache.
+    // The request was cancelled with a full event queue. Its generated tokens stay in the cache.
     observer.until(|load| is_free(load) && load.blocks_cached > 60).await;
     let decoded = Decoded::of(stream).await;
     assert_eq!(decoded.failure.unwrap().kind(), FailureKind::SlowReader);
@@ -402,12 +402,12 @@ async fn garbage_and_silence_on_the_grpc_port_disturb_nobody() {
     ];
     for message in messages {
         let mut stream = tokio::net::TcpStream::connect(address).await.unwrap();
-        // Either end may close first.
+        // Either side may close first.
         let _ = stream.write_all(message).await;
         let again = attempt(&dummy_prompt(20, 1), 50);
         assert_eq!(side.decode_alone(&again).await.ids, expected);
     }
-    // The node says goodbye and closes.
+    // The node sends GOAWAY and closes the connection.
     let mut said = Vec::new();
     let closed = tokio::time::timeout(Duration::from_secs(10), silent.read_to_end(&mut said)).await;
     assert!(closed.is_ok(), "a silent connection is closed");
@@ -418,7 +418,7 @@ async fn garbage_and_silence_on_the_grpc_port_disturb_nobody() {
 async fn a_request_that_is_never_complete_ends_in_time() {
     let (node, _side, _model) = decode_node(&[]).await;
     let client = Client::builder(TokioExecutor::new()).http2_only(true).build(HttpConnector::new());
-    // A message of 100 bytes is announced; one comes, then nothing.
+    // The message announces 100 bytes; one byte arrives.
     let half = Frame::data(Bytes::from_static(&[0, 0, 0, 0, 100, 7]));
     let body = stream::iter([Ok::<_, std::io::Error>(half)]).chain(stream::pending());
     let address = node.node.addresses().grpc;
@@ -427,7 +427,7 @@ async fn a_request_that_is_never_complete_ends_in_time() {
         .header("te", "trailers")
         .body(StreamBody::new(Box::pin(body)))
         .unwrap();
-    let answer = tokio::time::timeout(PATIENCE, client.request(request)).await.unwrap().unwrap();
+    let answer = tokio::time::timeout(TIMEOUT, client.request(request)).await.unwrap().unwrap();
     let status = Status::from_header_map(answer.headers()).unwrap();
     assert_eq!(status.code(), Code::DeadlineExceeded, "{status}");
     assert!(status.message().contains("did not arrive within 5s"), "{status}");

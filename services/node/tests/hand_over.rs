@@ -351,7 +351,7 @@ async fn a_full_decode_node_does_not_hold_up_a_full_prefill_node() {
     let flags: Flags = dummy_settings(pair.model.path(), &small);
     let other = NodeProcess::start(Role::Decode, &flags).await;
     let (p, d) = (pair.p.side(), pair.d.side());
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + TIMEOUT;
     let mut were_full = false;
     for round in 0.. {
         let salted = |seed| v1::Attempt {
@@ -412,7 +412,7 @@ async fn a_full_decode_node_does_not_hold_up_a_full_prefill_node() {
 
 /// P has computed these and holds them for a decode node that is frozen: for a lease.
 async fn fill_with_finished_work(p: &Side, other: &NodeProcess, attempts: &[v1::Attempt]) {
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + TIMEOUT;
     let mut load = p.observe().await;
     // For the RESERVEs to reach P before the other falls silent.
     let mut pause = Duration::from_millis(20);

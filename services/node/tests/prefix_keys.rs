@@ -1,5 +1,5 @@
-//! Routers look for a prompt under the keys that engines cache its blocks under. Two crates that do
-//! not know each other compute them; here they meet.
+//! Router and engine compute the prefix keys of a prompt's blocks in separate crates. This test
+//! compares both.
 
 use cluster::{CacheIdentity, ModelIdentity, PrefixKeys};
 use engine::{CacheSeeds, HashChain};

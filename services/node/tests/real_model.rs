@@ -1,4 +1,4 @@
-//! SmolLM2 in f32 gives the reference's tokens, whoever reads the prompt.
+//! SmolLM2 in f32 generates the golden tokens, whichever node prefills.
 
 mod common;
 

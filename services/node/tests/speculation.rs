@@ -1,4 +1,4 @@
-//! Nodes that guess ahead, and a caller that does what a router does.
+//! Nodes with speculative decoding, and a caller that acts as a router.
 
 mod common;
 
@@ -9,12 +9,12 @@ use proto::v1::{self, FinishReason, decode_event};
 const SPECULATE: &[(&str, &str)] =
     &[("node.speculate", "ngram"), ("node.speculate_ngram_min", "2")];
 
-/// A prompt that says the same again and again; so does the answer of any small model.
+/// Returns a repetitive prompt. Small models continue the repetition.
 fn repeating_prompt() -> Vec<u32> {
     (0..60).map(|index| 10 + index % 5).collect()
 }
 
-/// The numbers of tokens of each event, and all tokens.
+/// Returns the number of tokens of each event, and all tokens.
 async fn events_of(side: &Side, attempt: &v1::Attempt) -> (Vec<usize>, Vec<v1::Token>) {
     let mut stream = side.try_decode(attempt, None).await.expect("the node takes it");
     let (mut counts, mut tokens) = (Vec::new(), Vec::new());
@@ -53,7 +53,7 @@ async fn an_event_carries_several_tokens_and_the_answer_is_the_same() {
         .lines()
         .find(|line| line.starts_with("vllm:spec_decode_num_accepted_tokens_total{"))
         .unwrap_or_else(|| panic!("{metrics}"));
-    // Tokens that were computed behind the last one are counted by the node alone.
+    // The node counts tokens computed behind the last emitted one.
     let counted: usize = line.rsplit(' ').next().unwrap().parse().unwrap();
     assert!(counted >= accepted && counted <= accepted + 16, "{line}, {accepted} were seen");
     plain.stop().await;

@@ -1,4 +1,4 @@
-//! The prefill node as a process: it becomes ready under its own role and ends in order.
+//! The prefill node's binary: it becomes ready under its own role and shuts down in order.
 
 use std::{
     fs,
@@ -8,10 +8,10 @@ use std::{
 
 use proto::v1::{self, node_client::NodeClient, observe_event::Event};
 
-const DEADLINE: Duration = Duration::from_secs(30);
+const TIMEOUT: Duration = Duration::from_secs(30);
 
 fn wait_until<T>(mut look: impl FnMut() -> Option<T>) -> T {
-    let deadline = Instant::now() + DEADLINE;
+    let deadline = Instant::now() + TIMEOUT;
     loop {
         if let Some(found) = look() {
             return found;
@@ -21,7 +21,7 @@ fn wait_until<T>(mut look: impl FnMut() -> Option<T>) -> T {
     }
 }
 
-/// Killed when dropped.
+/// A running node. Dropping it kills the process.
 struct Running(Child);
 
 impl Drop for Running {
@@ -73,7 +73,7 @@ async fn a_prefill_node_tells_its_role_and_ends_in_order() {
 
     let signal = Command::new("kill").args(["-TERM", &node.0.id().to_string()]).status();
     assert!(signal.unwrap().success());
-    // Observers learn of the drain, then of the end.
+    // Observers see the drain and then the end of the stream.
     let mut drained = false;
     let end = loop {
         match observe.message().await {

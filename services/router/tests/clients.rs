@@ -1,4 +1,4 @@
-//! Clients that leave, do not read, or send garbage: each is its own problem. And the end: draining.
+//! Clients that disconnect, do not read, or send garbage do not disturb others. The router drains.
 
 mod common;
 
@@ -23,7 +23,8 @@ fn body(stream: bool) -> Value {
     json!({"prompt": long_prompt(), "max_tokens": 1900, "stream": stream, "ignore_eos": true})
 }
 
-/// Begins requests and leaves them, until the nodes' streams were dropped within a second of that.
+/// Repeats: starts requests, disconnects, and waits until the nodes' streams were dropped. One try
+/// must take less than a second.
 async fn dropped_within_a_second(cluster: &Cluster, mut leave: impl AsyncFnMut() -> Instant) {
     let mut tries = 0;
     one_within_a_second(async || {
@@ -33,11 +34,11 @@ async fn dropped_within_a_second(cluster: &Cluster, mut leave: impl AsyncFnMut()
         cluster.dropped_after(call, left).await
     })
     .await;
-    eventually("no request is in flight", async || {
+    eventually("no request is running", async || {
         cluster.client.get("/health").await.json()["requests_in_work"] == 0
     })
     .await;
-    eventually("each is counted as one that left", async || {
+    eventually("each request is counted as cancelled", async || {
         let label = "outcome=\"cancelled\"";
         let cancelled = cluster.metric("baton_attempts_total", &[label]).await;
         [cluster.finished("client_gone").await, cancelled] == [tries as f64; 2]
@@ -68,7 +69,7 @@ async fn a_client_that_leaves_before_the_answer_cancels_both_nodes() {
         cluster.decode[0].behave(Behaviour::HangAfter(0));
         let mut calls = 0;
         dropped_within_a_second(&cluster, async || {
-            // A client of its own, so that the connection is not kept for the next request.
+            // A separate client, so that the connection is not pooled for the next request.
             let client = Client::new(format!("http://{}", cluster.router.http));
             let request =
                 tokio::spawn(async move { client.post("/v1/completions", &body(stream)).await });
@@ -86,9 +87,9 @@ async fn a_client_that_leaves_before_the_answer_cancels_both_nodes() {
     }
 }
 
-/// Sends a request and reads nothing of the answer.
+/// Sends a request and reads nothing of the response.
 async fn silent_client(cluster: &Cluster) -> TcpStream {
-    // A window so small that the kernel does not hide that nobody reads.
+    // A small receive window, so that the kernel does not buffer the response.
     let socket = tokio::net::TcpSocket::new_v4().unwrap();
     socket.set_recv_buffer_size(4096).unwrap();
     let mut stream = socket.connect(cluster.router.http).await.unwrap();
@@ -102,15 +103,16 @@ async fn silent_client(cluster: &Cluster) -> TcpStream {
     stream
 }
 
-/// The request's queue or the connection may detect a slow client first; both count one client.
+/// Both the request's queue and the connection may detect the client. The metric counts one slow
+/// client.
 #[tokio::test]
 async fn a_client_that_does_not_read_ends_alone() {
     let mut settings = settings();
     settings.front.slow_client_timeout = Duration::from_secs(1);
     settings.front.slow_client_events = 16;
-    // More than the kernel keeps for a client that does not read.
+    // More than the kernel buffers for a client that does not read.
     let cluster = Cluster::start_with(settings, 0, 1, &ANSWER.repeat(300)).await;
-    // Another stream, from before the silent one to after its end.
+    // A second stream spans the lifetime of the unread one.
     cluster.decode[0].pace(Duration::from_millis(2));
     let max_tokens = encode(&ANSWER.repeat(40)).len();
     let long = json!({"prompt": long_prompt(), "max_tokens": max_tokens, "stream": true});
@@ -129,14 +131,15 @@ async fn a_client_that_does_not_read_ends_alone() {
         assert_eq!(answer.json()["usage"]["completion_tokens"], 50);
         chunks
     };
-    let (mut chunks, ()) = tokio::join!(others, eventually("the slow request is over", is_over));
+    let (mut chunks, ()) =
+        tokio::join!(others, eventually("the slow request is finished", is_over));
     chunks.insert(0, serde_json::from_str(&first).unwrap());
     assert_eq!(text_of(&chunks, 0), ANSWER.repeat(40));
-    eventually("its node is free", async || {
+    eventually("the node's stream is closed", async || {
         cluster.decode[0].calls()[1].left.lock().unwrap().is_some()
     })
     .await;
-    // Its connection is over, and what it finds there does not look complete.
+    // The connection is closed, and the received part does not look complete.
     let mut found = Vec::new();
     let end = async { while matches!(silent.read_buf(&mut found).await, Ok(1..)) {} };
     tokio::time::timeout(DEADLINE, end).await.expect("the connection ends");
@@ -145,7 +148,8 @@ async fn a_client_that_does_not_read_ends_alone() {
     assert!(!found.contains("[DONE]"), "a cut stream says that it is done");
 }
 
-/// Over HTTP/2 the connection lives on, with its other streams; the unread one ends with the error.
+/// Over HTTP/2 only the unread stream ends with the error. The connection and its other streams go
+/// on.
 #[tokio::test]
 async fn an_unread_stream_leaves_the_others_of_its_connection_alone() {
     let mut settings = settings();
@@ -160,7 +164,10 @@ async fn an_unread_stream_leaves_the_others_of_its_connection_alone() {
     let mut unread = client.stream("/v1/completions", &long).await;
     let mut read = client.stream("/v1/completions", &long).await;
     let given_up = async {
-        eventually("it is given up", async || cluster.finished("slow_client").await == 1.0).await;
+        eventually("the slow client is counted", async || {
+            cluster.finished("slow_client").await == 1.0
+        })
+        .await;
     };
     let (chunks, ()) = tokio::join!(read.chunks(), given_up);
     assert_eq!(text_of(&chunks, 0), ANSWER.repeat(40));
@@ -172,12 +179,12 @@ async fn an_unread_stream_leaves_the_others_of_its_connection_alone() {
     assert_eq!(ends, [1.0, 0.0]);
 }
 
-/// It takes an event now and then, so that it never counts as one that does not read: its request's
-/// time bounds it.
+/// A client that reads an event now and then is not a slow client. Only the request's time-out
+/// applies.
 #[tokio::test]
 async fn a_client_that_reads_ever_so_slowly_has_the_time_of_its_request() {
     let mut settings = settings();
-    // Time enough for the first event on a busy machine, and too little for all of them at its pace.
+    // Enough time for the first event on a busy machine, but not for all events.
     settings.front.timeout = Duration::from_secs(5);
     settings.front.slow_client_timeout = DEADLINE;
     settings.front.slow_client_events = 4;
@@ -194,8 +201,8 @@ async fn a_client_that_reads_ever_so_slowly_has_the_time_of_its_request() {
     }
     let last: Value = serde_json::from_str(events.last().unwrap()).unwrap();
     assert_eq!(last["error"]["code"], "deadline_exceeded", "{last}");
-    eventually("it is counted", async || cluster.finished("deadline").await == 1.0).await;
-    eventually("its node is free", async || {
+    eventually("the request is counted", async || cluster.finished("deadline").await == 1.0).await;
+    eventually("the node's stream is closed", async || {
         cluster.decode[0].calls()[0].left.lock().unwrap().is_some()
     })
     .await;
@@ -224,7 +231,7 @@ async fn a_silent_stream_says_that_it_lives() {
     let mut settings = settings();
     settings.front.keep_alive = Duration::from_millis(30);
     let cluster = Cluster::start_with(settings, 1, 1, ANSWER).await;
-    // The head of the answer comes before any token, and comments until one does.
+    // The response head is sent before any token, and comments until the first token.
     cluster.prefill[0].behave(Behaviour::HangAfter(0));
     cluster.decode[0].behave(Behaviour::HangAfter(0));
     let mut stream = cluster.client.stream("/v1/completions", &body(true)).await;
@@ -236,7 +243,7 @@ async fn a_silent_stream_says_that_it_lives() {
     assert!(stream.raw.starts_with(said), "{:?}", String::from_utf8_lossy(&stream.raw));
 }
 
-/// Pseudo-random bytes.
+/// Returns pseudo-random bytes.
 fn noise(seed: u64, count: usize) -> Vec<u8> {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     let mut next = || {
@@ -248,12 +255,12 @@ fn noise(seed: u64, count: usize) -> Vec<u8> {
     (0..count).map(|_| next()).collect()
 }
 
-/// Outcomes of malformed input on one port.
+/// Outcome of garbage on one port.
 #[derive(Clone, Copy, Debug, Default)]
 struct Thrown {
     messages: usize,
     bytes: usize,
-    /// Number of inputs that were answered or disconnected, as required.
+    /// Connections that were rejected or closed, out of those that must be.
     refused: usize,
 }
 
@@ -280,7 +287,7 @@ async fn garbage_on_either_port_disturbs_nobody() {
                 let mut stream = TcpStream::connect(port).await.expect("the port is open");
                 thrown.messages += 1;
                 let mut rest = &message[..];
-                // Until it is out, or the router hangs up on it.
+                // Writes until everything is sent or the router closes the connection.
                 let write = async {
                     while !rest.is_empty() {
                         match stream.write(rest).await {
@@ -294,7 +301,7 @@ async fn garbage_on_either_port_disturbs_nobody() {
                 let mut answer = [0; 64];
                 let read = stream.read(&mut answer);
                 if round % 6 == 0 {
-                    // Nothing that could follow makes this a request.
+                    // No further bytes can turn this into a request.
                     let heard = tokio::time::timeout(DEADLINE, read).await;
                     assert!(heard.is_ok(), "round {round}: {port} waits for more");
                     thrown.refused += 1;
@@ -314,10 +321,10 @@ async fn garbage_on_either_port_disturbs_nobody() {
     }
     for thrown in flood.await.unwrap() {
         assert_eq!((thrown.messages, thrown.refused), (60, 10), "{thrown:?}");
-        // The long ones are cut where they are found out.
+        // Long payloads are cut off where the router detects the error.
         assert!(thrown.bytes > 20_000, "{thrown:?}");
     }
-    // None of it became a request of the nodes.
+    // No node received a request from the garbage.
     assert_eq!(cluster.decode[0].calls().len(), served);
     assert_eq!(cluster.client.get("/health").await.status, 200);
 }
@@ -335,7 +342,7 @@ async fn draining_is_unready_at_once_and_lets_work_end() {
     let Cluster { router, client, prefill, decode, .. } = cluster;
     let http = router.http;
     let shutdown = tokio::spawn(router.shutdown());
-    eventually("unready", async || client.get("/health").await.status == 503).await;
+    eventually("not ready", async || client.get("/health").await.status == 503).await;
     assert_eq!(client.get("/live").await.status, 200);
     let refused = client.post("/v1/completions", &request).await;
     assert_eq!(

@@ -1,4 +1,5 @@
-//! The next attempt must agree with the previous one: same model, and no continuation after token 0 ended the answer.
+//! Constraints of an attempt's output on later attempts: the same model, and an answer that ended
+//! with token 0.
 
 mod common;
 
@@ -17,7 +18,7 @@ use serde_json::{Value, json};
 
 const ANSWER: &str = " one two three four five";
 
-/// Two decode nodes of different weights; the first one is picked while it may be.
+/// Starts two decode nodes with different weights. The router prefers the first.
 async fn two_models() -> Cluster {
     two_models_with(settings()).await
 }
@@ -86,7 +87,7 @@ async fn an_answer_that_has_not_begun_may_move_to_another_model() {
 
 #[tokio::test]
 async fn a_transfer_that_failed_because_token_0_ended_the_answer_costs_no_attempt() {
-    // The prefill node says so only after the decode node has given the transfer up.
+    // The prefill node reports the end only after the decode node has aborted the transfer.
     for max_tokens in [1, 50] {
         let cluster = Cluster::start(1, 1, if max_tokens == 1 { ANSWER } else { "" }).await;
         cluster.prefill[0].pace(Duration::from_millis(50));

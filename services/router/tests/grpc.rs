@@ -53,7 +53,7 @@ async fn generate(
     Ok(client.generate(request).await?.into_inner())
 }
 
-/// How many messages came before the error that ends the stream.
+/// Returns the number of messages before the error that ends the stream.
 async fn cut_short(mut stream: Streaming<GenerateResponse>) -> (usize, Status) {
     let mut shown = 0;
     loop {
@@ -65,7 +65,7 @@ async fn cut_short(mut stream: Streaming<GenerateResponse>) -> (usize, Status) {
     }
 }
 
-/// Everything a stream brought: ids, text and the end.
+/// Collects a stream: token ids, text and the final message.
 async fn collect(
     mut stream: Streaming<GenerateResponse>,
 ) -> Result<(Vec<u32>, String, Finished), Status> {
@@ -104,7 +104,7 @@ async fn tokens_and_text_are_streamed_and_end_with_finished() {
         (finished.prompt_tokens, finished.completion_tokens, finished.cached_tokens),
         (100, expected().len() as u32, 16)
     );
-    // A prompt as text is tokenised here.
+    // The router tokenizes a text prompt.
     let text_prompt = GenerateRequest {
         prompt: Some(Prompt::Text("Once upon a time".into())),
         options: None,
@@ -154,7 +154,7 @@ async fn a_conversation_is_rendered_by_the_models_template() {
     assert_eq!((ids, text.as_str()), (expected(), ANSWER));
     let attempt = &cluster.decode[0].calls()[0].attempt;
     assert_eq!(attempt.cache_salt, "mine");
-    // As over HTTP: what is left of the longest sequence.
+    // The default is the rest of the context, as over HTTP.
     let rest = 2048 - finished.prompt_tokens;
     assert_eq!(attempt.sampling.as_ref().unwrap().max_tokens, rest);
     let prompt = model_text().tokenizer().decode(&attempt.tokens, false);
@@ -254,7 +254,7 @@ async fn a_deadline_of_the_clients_is_kept() {
     let stream = generate(&cluster, request(short)).await.unwrap();
     let status = collect(stream).await.unwrap_err();
     assert_eq!(status.code(), Code::DeadlineExceeded, "{status}");
-    // gRPC's own way of saying it; the server may be first or the client.
+    // Both the server and the client may report the deadline first; each uses gRPC's own status.
     let mut client = InferenceClient::new(channel(&cluster).await);
     let mut request = tonic::Request::new(request(options()));
     request.set_timeout(Duration::from_millis(200));
@@ -322,20 +322,20 @@ async fn a_client_that_leaves_cancels_both_nodes_within_a_second() {
             cluster.dropped_after(call, left).await
         })
         .await;
-        eventually("it is counted as one that left", async || {
+        eventually("the request is counted as cancelled", async || {
             cluster.finished("client_gone").await == tries as f64
         })
         .await;
     }
 }
 
-/// A request that reaches no handler is counted once, by its kind.
+/// Requests that fail before the handler are counted once, by cause.
 #[tokio::test]
 async fn messages_that_are_refused_are_counted() {
     let mut settings = settings();
     settings.front.body_bytes_max = 20 << 10;
     settings.front.bodies_bytes_max = 18 << 10;
-    // It holds for those too that come whole.
+    // The limit also applies to messages that arrive complete.
     settings.front.request_read_max = Duration::from_secs(3);
     let cluster = Cluster::start_with(settings, 0, 1, ANSWER).await;
     let padded =
@@ -350,7 +350,7 @@ async fn messages_that_are_refused_are_counted() {
     };
     assert_eq!(counts().await, [0.0; 4]);
 
-    // The first frame of it finds room.
+    // The first frame of this size fits into the limit.
     let status = refused(30 << 10).await;
     assert_eq!(status.code(), Code::OutOfRange, "{status}");
     assert_eq!(counts().await, [0.0, 1.0, 0.0, 0.0], "too large");
@@ -359,7 +359,7 @@ async fn messages_that_are_refused_are_counted() {
     assert_eq!(status.code(), Code::ResourceExhausted, "{status}");
     assert_eq!(counts().await, [0.0, 1.0, 1.0, 0.0], "no room");
 
-    // An invalid message, and a message that is announced and never sent.
+    // An invalid message, and an announced message that never arrives.
     let broken = Bytes::from_static(&[0, 0, 0, 0, 5, 255, 255, 255, 255, 255]);
     for (body, code) in [
         (broken, Code::Internal),
@@ -375,9 +375,10 @@ async fn messages_that_are_refused_are_counted() {
     }
 
     collect(generate(&cluster, request(options())).await.unwrap()).await.unwrap();
-    eventually("the one that was served", async || counts().await == [1.0, 3.0, 1.0, 0.0]).await;
+    eventually("the completed request is counted", async || counts().await == [1.0, 3.0, 1.0, 0.0])
+        .await;
     let running = async || cluster.metric("baton_requests", &["state=\"running\""]).await;
-    eventually("no request is in flight", async || running().await == 0.0).await;
+    eventually("no request is running", async || running().await == 0.0).await;
     assert_eq!(cluster.decode[0].calls().len(), 1);
 }
 
@@ -388,13 +389,15 @@ async fn a_client_that_leaves_before_its_message_is_complete_is_counted_as_gone(
     let stuck =
         tokio::spawn(client.request(unfinished(&cluster, Bytes::from_static(&[0, 0, 0, 0, 100]))));
     let running = async || cluster.metric("baton_requests", &["state=\"running\""]).await;
-    eventually("the request is in flight", async || running().await == 1.0).await;
+    eventually("the request is running", async || running().await == 1.0).await;
     stuck.abort();
-    eventually("it is counted", async || cluster.finished("client_gone").await == 1.0).await;
-    eventually("it is over", async || running().await == 0.0).await;
+    eventually("the request is counted", async || cluster.finished("client_gone").await == 1.0)
+        .await;
+    eventually("the request is finished", async || running().await == 0.0).await;
 }
 
-/// Two streams of one connection: who does not read one of them has the other undisturbed.
+/// A client that does not read one stream of a connection does not delay the connection's other
+/// stream.
 #[tokio::test]
 async fn an_unread_stream_leaves_the_others_of_its_connection_alone() {
     let mut settings = settings();
@@ -418,7 +421,10 @@ async fn an_unread_stream_leaves_the_others_of_its_connection_alone() {
     };
     let (unread, read) = (ask().await, ask().await);
     let given_up = async {
-        eventually("it is given up", async || cluster.finished("slow_client").await == 1.0).await;
+        eventually("the slow client is counted", async || {
+            cluster.finished("slow_client").await == 1.0
+        })
+        .await;
     };
     let (read, ()) = tokio::join!(collect(read), given_up);
     let (ids, text, finished) = read.expect("the other stream is undisturbed");
@@ -448,7 +454,7 @@ async fn a_client_that_does_not_read_ends_alone() {
         .unwrap();
     let mut client = InferenceClient::new(channel);
     let stream = client.generate(request(everything)).await.unwrap().into_inner();
-    eventually("it is given up", async || {
+    eventually("the slow client is counted", async || {
         cluster.metric("baton_requests_finished_total", &["slow_client"]).await == 1.0
     })
     .await;
@@ -456,12 +462,13 @@ async fn a_client_that_does_not_read_ends_alone() {
     assert_eq!(status.code(), Code::Aborted, "{status}");
 }
 
-/// An answer that fits the queue never holds up its request; unread, it is one all the same.
+/// An unread response that fits into the queue does not block its request, but the request stays in
+/// flight.
 #[tokio::test]
 async fn an_answer_that_nobody_reads_is_in_work_until_it_is_given_up() {
     let mut settings = settings();
     settings.front.slow_client_timeout = Duration::from_secs(2);
-    // Room for all of it, which with its log probabilities is far more than is taken at once for a
+    // Space for the whole response, which with log-probabilities exceeds the HTTP/2 window of a
     // client that does not read.
     settings.front.slow_client_events = 4096;
     let cluster = Cluster::start_with(settings, 0, 1, ANSWER).await;
@@ -482,19 +489,19 @@ async fn an_answer_that_nobody_reads_is_in_work_until_it_is_given_up() {
     let stream = client.generate(request(all.clone())).await.unwrap().into_inner();
     let node = &cluster.decode[0];
     let is_free = |call: &common::node::Call| call.left.lock().unwrap().is_some();
-    eventually("its node is free", async || node.calls().first().is_some_and(is_free)).await;
-    let running = async || cluster.metric("baton_requests", &["state=\"running\""]).await;
-    eventually("a request that waits for its client is in flight", async || running().await == 1.0)
+    eventually("the node's stream is closed", async || node.calls().first().is_some_and(is_free))
         .await;
-    eventually("it is given up", async || {
+    let running = async || cluster.metric("baton_requests", &["state=\"running\""]).await;
+    eventually("the unread request is running", async || running().await == 1.0).await;
+    eventually("the slow client is counted", async || {
         cluster.metric("baton_requests_finished_total", &["slow_client"]).await == 1.0
     })
     .await;
-    eventually("the request is not in flight", async || running().await == 0.0).await;
+    eventually("the request is not running", async || running().await == 0.0).await;
     let (shown, status) = cut_short(stream).await;
     assert_eq!(status.code(), Code::Aborted, "{status}");
     assert!(shown < 1900, "{shown} messages were kept for a client that read none");
-    // Who reads gets everything over the same connection.
+    // A client that reads gets everything over the same connection.
     let mut stream =
         InferenceClient::new(channel).generate(request(all)).await.unwrap().into_inner();
     let mut finished = false;
@@ -528,19 +535,19 @@ async fn health_follows_the_nodes_and_the_drain() {
     assert!(status.message().contains("no decode node was available"), "{status}");
 }
 
-/// Not ready, but requests are served.
+/// The router serves requests before it reports ready.
 #[tokio::test]
 async fn health_waits_for_nodes_that_meet_and_requests_do_not() {
-    /// The router waits no longer.
+    /// Longest time that readiness waits for peer connections.
     const MET_MAX: Duration = Duration::from_secs(2);
-    // On a busy machine that time may have passed before anybody looks.
+    // On a busy machine this time may be over before the first check.
     for _ in 0..10 {
         let (prefill, decode) = Cluster::nodes(1, 1, ANSWER);
         prefill[0].keep_meeting(true);
         let source = ModelSource { name: MODEL.to_owned(), text: model_text() };
         let start = Instant::now();
         let cluster = Cluster::begin(settings(), vec![source], prefill, decode);
-        eventually("both are told", async || {
+        eventually("both nodes know their peers", async || {
             [&cluster.prefill[0], &cluster.decode[0]].iter().all(|node| !node.met().is_empty())
         })
         .await;
@@ -570,7 +577,7 @@ async fn health_waits_for_nodes_that_meet_and_requests_do_not() {
 async fn nodes_that_never_meet_keep_no_router_from_being_ready() {
     let (prefill, decode) = Cluster::nodes(1, 1, ANSWER);
     decode[0].keep_meeting(true);
-    // Waits until it is ready.
+    // Waits until the router is ready.
     let cluster = Cluster::start_over(settings(), prefill, decode).await;
     collect(generate(&cluster, request(options())).await.unwrap()).await.unwrap();
 }
@@ -591,7 +598,7 @@ async fn health_says_at_once_that_the_router_drains() {
         client.check(request).await.unwrap().into_inner().status() == ServingStatus::NotServing
     })
     .await;
-    // In-flight requests continue until they finish or are cancelled.
+    // A running request continues until it finishes or is cancelled.
     assert!(!shutdown.is_finished());
     cut.cancel();
     let ended = collect(stream).await.unwrap_err();
@@ -633,7 +640,7 @@ async fn a_request_that_is_never_complete_ends_in_time() {
     settings.front.request_read_max = Duration::from_millis(200);
     let cluster = Cluster::start_with(settings, 1, 1, ANSWER).await;
     let client = http_2();
-    // A message of 100 bytes is announced; one comes, then nothing.
+    // The message announces 100 bytes; one byte arrives.
     let request = unfinished(&cluster, Bytes::from_static(&[0, 0, 0, 0, 100, 7]));
     let answer = tokio::time::timeout(DEADLINE, client.request(request)).await.unwrap().unwrap();
     let status = Status::from_header_map(answer.headers()).unwrap();
@@ -645,7 +652,7 @@ fn http_2<B: hyper::body::Body<Data: Send> + Send>() -> Client<HttpConnector, B>
     Client::builder(TokioExecutor::new()).http2_only(true).build(HttpConnector::new())
 }
 
-/// A call whose body begins so and never ends.
+/// Starts a call whose body never ends.
 fn unfinished(
     cluster: &Cluster,
     beginning: Bytes,
@@ -670,21 +677,21 @@ async fn messages_that_are_not_complete_take_bounded_room() {
     let ask = async || generate(&cluster, padded.clone()).await.map(|_| ());
     ask().await.unwrap();
 
-    // Half of a message, and then silence.
+    // Half of a message, without the rest.
     let mut half = vec![0; 50_000];
     half[..5].copy_from_slice(&[0, 0, 1, 0x86, 0xa0]);
     let client = http_2();
     let stuck = tokio::spawn(client.request(unfinished(&cluster, half.into())));
-    eventually("there is no room for another", async || ask().await.is_err()).await;
+    eventually("memory for messages is full", async || ask().await.is_err()).await;
     let refused = ask().await.unwrap_err();
     assert_eq!(refused.code(), Code::ResourceExhausted, "{refused}");
     assert!(refused.message().contains("65536 bytes"), "{refused}");
     assert_eq!(refused.metadata().get("retry-after").unwrap(), "1");
-    // What fits is served all the same.
+    // Requests within the limit are still served.
     generate(&cluster, request(options())).await.unwrap();
 
     stuck.abort();
-    eventually("the room is free again", async || ask().await.is_ok()).await;
+    eventually("memory for bodies is free", async || ask().await.is_ok()).await;
 }
 
 #[tokio::test]

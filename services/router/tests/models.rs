@@ -1,4 +1,4 @@
-//! Several models behind one router, asked for by name.
+//! Several models behind one router, selected by name.
 
 mod common;
 
@@ -25,7 +25,8 @@ async fn two_models() -> Cluster {
     two_models_with(settings()).await
 }
 
-/// A prefill and a decode node each for `scripted` and `other`, which has the alias `latest`.
+/// Starts a prefill and a decode node each for `scripted` and `other`, which has the alias
+/// `latest`.
 async fn two_models_with(mut settings: RouterSettings) -> Cluster {
     let nodes = |role: Role, name: &str| {
         [MODEL, "other"]
@@ -62,14 +63,14 @@ async fn a_request_is_answered_by_nodes_of_the_model_that_it_names() {
         (json!("other"), "other"),
         (json!("latest"), "other"),
     ] {
-        // Often enough that picking by load alone would stray.
+        // Repeats, so that a selection by load alone would fail.
         for _ in 0..3 {
             let body = completion_of(&name, json!({"max_tokens": 3}));
             let answer = cluster.client.post_with("/v1/completions", &asked, &body).await;
             let answer = answer.json();
             assert_eq!(answer["baton"]["decode_node"], format!("decode-{nodes}"), "{answer}");
             assert_eq!(answer["baton"]["prefill_node"], format!("prefill-{nodes}"), "{answer}");
-            // Named as it was asked for.
+            // The response has the requested name.
             let expected = name.as_str().filter(|name| !name.is_empty()).unwrap_or(MODEL);
             assert_eq!(answer["model"], expected);
         }
@@ -147,10 +148,11 @@ async fn requests_that_wait_for_one_model_do_not_hold_up_another() {
         })
         .await;
         assert_eq!(ask("other").await.status, 200);
-        // The bound is for all models together.
+        // The limit applies to all models together.
         cluster.decode[1].behave(busy);
-        // One of those that wait may just be trying again: then this one waits in its place, and gives up.
-        eventually("one more is refused", async || {
+        // A waiting request may be retrying at this moment. The new request then waits in its place
+        // and times out.
+        eventually("one more request is rejected", async || {
             let refused = tokio::time::timeout(Duration::from_secs(1), ask("other")).await;
             refused.is_ok_and(|refused| {
                 refused.status == 429 && refused.message().contains("8 requests wait")
@@ -225,11 +227,11 @@ async fn every_api_takes_an_alias() {
     assert!(!ids.is_empty());
     let detokenize = DetokenizeRequest { model: model(), ids };
     assert!(client.detokenize(detokenize).await.unwrap().into_inner().text.contains("hi"));
-    // Where the nodes of the alias' model were asked, and no others.
+    // Only nodes of the alias's model received requests.
     assert!(cluster.decode[0].calls().is_empty() && cluster.decode[1].calls().len() >= 3);
 }
 
-/// A model of three tokens whose authors say how to draw.
+/// Returns a model of three tokens with this generation config.
 fn small_model(generation_config: &Value) -> ModelSource {
     let folder = tempfile::tempdir().unwrap();
     let tokenizer = json!({

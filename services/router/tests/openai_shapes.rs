@@ -1,4 +1,4 @@
-//! Answers in the shapes that OpenAI's clients expect, streamed and whole.
+//! Responses in the formats that OpenAI's clients expect, streamed and not.
 
 mod common;
 
@@ -27,7 +27,7 @@ fn completion(extra: Value) -> Value {
     body
 }
 
-/// An object's keys, sorted.
+/// Returns an object's keys, sorted.
 fn keys(value: &Value) -> Vec<&str> {
     let mut keys: Vec<&str> = value.as_object().unwrap().keys().map(String::as_str).collect();
     keys.sort_unstable();
@@ -69,7 +69,7 @@ async fn a_whole_chat_answer_has_openais_shape() {
             "prompt_tokens_details": {"cached_tokens": 16},
         })
     );
-    // The template was rendered with the beginning of the assistant's answer.
+    // The rendered prompt ends with the header of the assistant's answer.
     let attempt = &cluster.decode[0].calls()[0].attempt;
     let prompt = model_text().tokenizer().decode(&attempt.tokens, false);
     assert!(prompt.ends_with("What is the capital of France?<|im_end|>\n<|im_start|>assistant\n"));
@@ -148,7 +148,7 @@ async fn the_length_ends_an_answer_and_has_a_default() {
     let body = chat(json!({"max_completion_tokens": 5, "max_tokens": 50}));
     let answer = cluster.client.post("/v1/chat/completions", &body).await.json();
     assert_eq!(answer["usage"]["completion_tokens"], 5);
-    // One token: the prefill node finishes it, and the decode node is not needed.
+    // With one token the prefill node finishes the request without a decode node.
     let answer =
         cluster.client.post("/v1/completions", &completion(json!({"max_tokens": 1}))).await.json();
     assert_eq!(answer["usage"]["completion_tokens"], 1);
@@ -192,7 +192,7 @@ async fn sampling_options_reach_both_nodes_with_defaults_filled_in() {
     assert_eq!(sampling.stop_token_ids, stops);
     assert_eq!(sampling.min_tokens, 2);
 
-    // A missing seed is minted, and another one each time.
+    // The router generates a new seed for each request without one.
     for _ in 0..2 {
         cluster.client.post("/v1/completions", &completion(json!({}))).await;
     }
@@ -216,7 +216,7 @@ async fn n_choices_are_attempts_of_their_own_with_seeds_of_their_own() {
         assert_eq!(choice["index"], index);
         assert_eq!(choice["message"]["content"], ANSWER);
     }
-    // The prompt counts once, the answers each.
+    // The prompt is counted once, each answer separately.
     assert_eq!(answer["usage"]["completion_tokens"], 3 * (encode(ANSWER).len() + 1));
     assert_eq!(answer["usage"]["prompt_tokens_details"]["cached_tokens"], 16);
     let calls: Vec<_> = cluster.decode.iter().flat_map(|node| node.calls()).collect();
@@ -333,7 +333,7 @@ async fn completion_logprobs_are_lists_side_by_side() {
     assert_eq!(logprobs["token_logprobs"], json!([-0.25, -0.25, -0.25]));
     assert_eq!(logprobs["top_logprobs"][0][" one"], -0.25);
     assert_eq!(logprobs["top_logprobs"][0].as_object().unwrap().len(), 2);
-    // Streamed, they are the same in pieces.
+    // Streamed log-probabilities have the same values.
     let body = completion(json!({"logprobs": 2, "stream": true}));
     let chunks = cluster.client.stream("/v1/completions", &body).await.chunks().await;
     let offsets: Vec<Value> = chunks
@@ -368,7 +368,7 @@ async fn a_stop_string_ends_the_answer_and_the_node_is_told() {
         };
         assert_eq!(text, " Paris is the ");
         assert_eq!((finish, stop), (json!("stop"), json!("capital of")));
-        // Up to and including the token that completed it.
+        // Counts tokens up to the one that completed the stop string.
         assert_eq!(usage["completion_tokens"], encode(" Paris is the capital of").len());
     }
     let node = &cluster.decode[0];
@@ -439,7 +439,7 @@ async fn a_decode_node_that_needs_nobody_drops_the_prefill_node() {
         prefill.calls()[0].left.lock().unwrap().is_some()
     })
     .await;
-    // A prompt of less than a block asks no prefill node at all.
+    // A prompt of less than a block uses no prefill node.
     let body = json!({"prompt": [1, 2, 3], "max_tokens": 3});
     assert_eq!(cluster.client.post("/v1/completions", &body).await.status, 200);
     assert_eq!(cluster.prefill[0].calls().len(), 1);
@@ -539,14 +539,14 @@ async fn request_ids_are_echoed_bounded_and_minted() {
     let minted =
         cluster.client.post("/v1/completions", &body).await.headers["x-request-id"].clone();
     assert_eq!(minted.len(), 32);
-    // Errors and streams have one too.
+    // Errors and streams have a request id, too.
     let answer =
         cluster.client.post_with("/v1/completions", &[("x-request-id", "e")], &json!({})).await;
     assert_eq!(
         (answer.status.as_u16(), &answer.headers["x-request-id"]),
         (400, &"e".parse().unwrap())
     );
-    // Only the router's own ids reach nodes.
+    // Nodes receive only the router's own ids.
     let ids = cluster.decode[0].calls();
     assert!(ids.iter().all(|call| call.attempt.request_id.len() == 16));
     assert_ne!(ids[0].attempt.request_id, ids[1].attempt.request_id);

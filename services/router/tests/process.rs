@@ -1,4 +1,4 @@
-//! The binary from outside: exit codes and signals.
+//! The router's binary: exit codes and signals.
 
 use std::{
     io::{Read, Write},
@@ -7,7 +7,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// No test waits longer than this for the process.
+/// Time-out of every wait for the process.
 const DEADLINE: Duration = Duration::from_secs(60);
 
 fn router(arguments: &[&str]) -> Command {
@@ -16,14 +16,14 @@ fn router(arguments: &[&str]) -> Command {
     command
 }
 
-/// Returns output and exit code of a process that exits by itself.
+/// Returns the output and the exit code of a process that ends by itself.
 fn ended(arguments: &[&str]) -> (String, Option<i32>) {
     let mut child = router(arguments).spawn().unwrap();
     let code = wait(&mut child).code();
     (said_by(&mut child), code)
 }
 
-/// Standard error of a process that is over.
+/// Returns the standard error of a process that has ended.
 fn said_by(child: &mut Child) -> String {
     let mut said = Vec::new();
     child.stderr.take().unwrap().read_to_end(&mut said).unwrap();
@@ -80,7 +80,7 @@ fn a_model_that_is_not_there_is_a_failure() {
     assert!(said.contains("/nowhere/model.gguf"), "{said}");
 }
 
-/// A GGUF file of a SentencePiece vocabulary and an embedding with this many rows.
+/// Returns a GGUF file with a SentencePiece vocabulary and an embedding of this many rows.
 fn gguf(tokens: &[&str], rows: u64) -> Vec<u8> {
     fn put(file: &mut Vec<u8>, text: &str) {
         file.extend((text.len() as u64).to_le_bytes());
@@ -140,7 +140,7 @@ fn a_tokenizer_of_another_model_is_refused_in_one_line_with_both_numbers() {
 fn a_signal_ends_a_router_that_is_still_reading_its_model() {
     const BYTES: usize = 100 << 20;
     let folder = tempfile::tempdir().unwrap();
-    // Parsing takes far longer than a signal.
+    // Parsing takes far longer than the delivery of a signal.
     let tokenizer = format!("{{\"added_tokens\": [], \"x\": [{}0]}}", "0,".repeat(BYTES / 2));
     std::fs::write(folder.path().join("tokenizer.json"), tokenizer).unwrap();
     let model = folder.path().to_str().unwrap();
@@ -151,7 +151,7 @@ fn a_signal_ends_a_router_that_is_still_reading_its_model() {
         let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"))?;
         line.split_whitespace().next()?.parse().ok()
     };
-    // The file is in memory: the router parses it, and takes signals since before.
+    // The router is parsing the file and already handles signals.
     let deadline = Instant::now() + DEADLINE;
     while memory_kib().is_none_or(|memory| memory < BYTES >> 10) {
         if Instant::now() > deadline || child.try_wait().unwrap().is_some() {
@@ -165,7 +165,7 @@ fn a_signal_ends_a_router_that_is_still_reading_its_model() {
     assert_eq!(wait(&mut child).code(), Some(0));
 }
 
-/// A router that serves, under limits on its open files.
+/// A serving router with limits on its open files.
 struct Serving {
     child: Child,
     http: SocketAddr,
@@ -209,7 +209,7 @@ impl Serving {
         stream
     }
 
-    /// The status line of a GET on a new connection.
+    /// Returns the status line of a GET on a new connection.
     fn get(&self, path: &str) -> String {
         let request = format!("GET {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n");
         let mut response = String::new();
@@ -243,9 +243,9 @@ fn probes_are_answered_while_idle_connections_fill_the_port() {
     assert_eq!(router.get("/live"), "HTTP/1.1 200 OK");
     assert_eq!(router.get("/metrics"), "HTTP/1.1 200 OK");
     assert_eq!(router.get("/health"), "HTTP/1.1 503 Service Unavailable", "there is no node");
-    // A request head has ten seconds: no probe waited for one to time out.
+    // The time-out of a request head is ten seconds: no probe waited for it.
     assert!(asked.elapsed() < Duration::from_secs(8), "{:?}", asked.elapsed());
-    // The first connection was idle for the longest time. Its client reads to the end.
+    // The router closed the connection that was idle longest.
     let mut rest = String::new();
     kept_alive.into_iter().next().unwrap().read_to_string(&mut rest).unwrap();
     assert!(rest.ends_with("live\n"), "{rest}");

@@ -1,4 +1,4 @@
-//! Whatever happens to a node, the client sees each token once or one typed error.
+//! Node failures: the client receives each token once, or one typed error.
 
 mod common;
 
@@ -18,9 +18,9 @@ use proto::v1::{
 use serde_json::{Value, json};
 use tonic::Code;
 
-/// By the lease of 2 s at the latest, on a machine that others use too; not by a time-out of the
-/// request.
-const NOTICED_WITHIN: Duration = Duration::from_secs(10);
+/// Time limit of the detection: the lease of 2 s plus a margin for a shared machine, but less than
+/// the request's time-out.
+const DETECTED_WITHIN: Duration = Duration::from_secs(10);
 const ANSWER: &str = " one two three four five six seven eight nine ten";
 
 fn streamed() -> Value {
@@ -33,7 +33,7 @@ fn expected() -> Vec<u32> {
     ids
 }
 
-/// The whole answer comes, each token once; returns the figures.
+/// Asserts that the whole answer arrives with each token once. Returns the statistics.
 async fn complete(cluster: &Cluster) -> Value {
     let figures = [("x-baton-figures", "1")];
     let chunks =
@@ -62,11 +62,11 @@ async fn a_prefill_node_that_fails_is_replaced_by_another() {
         let (prefill, decode) = Cluster::nodes(2, 1, ANSWER);
         prefill[0].behave(behaviour.clone());
         decode[0].behave(Behaviour::NoKvFrom("prefill-0"));
-        // The other one is picked only when it must be.
+        // The router selects the other node only if it must.
         prefill[1].report(NodeLoad { pending_prompt_tokens: 5000, ..Default::default() });
         let cluster = Cluster::start_over(settings(), prefill, decode).await;
         let figures = complete(&cluster).await;
-        // A refusal as busy is no attempt, and a repeated id says nothing against its node.
+        // A busy rejection is not an attempt, and a repeated id does not count against its node.
         match &behaviour {
             Behaviour::Refuse(Code::AlreadyExists, _) => assert_eq!(figures["attempts"], 4),
             Behaviour::Refuse(Code::ResourceExhausted, _)
@@ -79,7 +79,7 @@ async fn a_prefill_node_that_fails_is_replaced_by_another() {
         }
         let (prefill_calls, decode_calls) = (cluster.prefill[0].calls(), cluster.decode[0].calls());
         let first = &prefill_calls[0].attempt;
-        // Calls may overtake each other on their way to the node.
+        // Calls may reach the node in another order.
         let second = decode_calls
             .iter()
             .map(|call| &call.attempt)
@@ -103,7 +103,7 @@ async fn a_decode_node_that_fails_is_replaced_over_prompt_and_emitted_tokens() {
         (Behaviour::CutAfter(4), 4),
     ] {
         let cluster = Cluster::start(1, 2, ANSWER).await;
-        // Whichever is picked first fails, the other serves.
+        // The first selected node fails and the other serves.
         let first_calls = || cluster.decode.iter().map(|node| node.calls()).collect::<Vec<_>>();
         for node in &cluster.decode {
             node.behave_in_turn(vec![behaviour.clone(), Behaviour::Serve]);
@@ -127,7 +127,8 @@ async fn a_decode_node_that_fails_is_replaced_over_prompt_and_emitted_tokens() {
         let last = attempts.last().unwrap();
         assert!(attempts.len() >= 2, "{behaviour:?}");
         assert_eq!(last.prompt_len, 100);
-        // At least what the node itself had said; token 0 may have come from the prefill node.
+        // The prompt contains at least the node's own tokens. Token 0 may come from the prefill
+        // node.
         assert!(last.tokens.len() >= 100 + shown, "{behaviour:?}: {}", last.tokens.len());
         assert_eq!(last.tokens[100..], expected()[..last.tokens.len() - 100]);
     }
@@ -137,7 +138,7 @@ async fn a_decode_node_that_fails_is_replaced_over_prompt_and_emitted_tokens() {
 async fn nodes_are_told_whom_they_will_meet_before_any_request() {
     let cluster = Cluster::start(1, 2, ANSWER).await;
     let met = |node: &ScriptedNode| node.met().into_iter().collect::<Vec<_>>();
-    eventually("each is told of those of the other role", async || {
+    eventually("each node knows the nodes of the other role", async || {
         met(&cluster.prefill[0]) == ["decode-0", "decode-1"]
             && cluster.decode.iter().all(|node| met(node) == ["prefill-0"])
     })
@@ -168,7 +169,7 @@ async fn a_killed_decode_node_costs_no_token_and_little_time() {
         }
     }
     assert_eq!(ids, expected());
-    assert!(killed.unwrap().elapsed() < NOTICED_WITHIN);
+    assert!(killed.unwrap().elapsed() < DETECTED_WITHIN);
     cluster.wait_nodes(1, 1).await;
 }
 
@@ -178,15 +179,15 @@ async fn a_killed_prefill_node_is_noticed_at_once() {
     cluster.prefill[0].behave(Behaviour::HangAfter(1));
     cluster.decode[0].behave_in_turn(vec![Behaviour::HangAfter(0), Behaviour::Serve]);
     let mut stream = cluster.client.stream("/v1/completions", &streamed()).await;
-    // Token 0 is shown, the KV never comes.
+    // The client has token 0, and the KV never arrives.
     let first: Value = serde_json::from_str(&stream.next().await.unwrap()).unwrap();
     assert_eq!(ids_of(std::slice::from_ref(&first), 0), expected()[..1]);
     cluster.prefill[0].kill();
     let killed = Instant::now();
     let chunks = stream.chunks().await;
     assert_eq!([ids_of(&[first], 0), ids_of(&chunks, 0)].concat(), expected());
-    assert!(killed.elapsed() < NOTICED_WITHIN, "{:?}", killed.elapsed());
-    // The decode node worked alone, over the prompt and token 0.
+    assert!(killed.elapsed() < DETECTED_WITHIN, "{:?}", killed.elapsed());
+    // The decode node prefilled the prompt and token 0 itself.
     let calls = cluster.decode[0].calls();
     assert_eq!((calls.len(), calls[1].with_peer, calls[1].attempt.tokens.len()), (2, false, 101));
     assert_eq!(cluster.metric("baton_attempts_total", &["prefill_lost"]).await, 1.0);
@@ -212,28 +213,28 @@ async fn a_frozen_decode_node_is_given_up_within_the_lease_and_half_a_second() {
     ids.extend(ids_of(&stream.chunks().await, 0));
     assert_eq!(ids, expected());
     let took = since.elapsed();
-    assert!(took > Duration::from_secs(1) && took < NOTICED_WITHIN, "{took:?}");
-    // Nobody is sent there while it is silent.
+    assert!(took > Duration::from_secs(1) && took < DETECTED_WITHIN, "{took:?}");
+    // The router sends no request to the silent node.
     complete(&cluster).await;
     assert_eq!(frozen[0].calls().len(), 1);
 }
 
-/// A cluster whose nodes may be silent for a moment only.
-async fn impatient(prefill: usize, decode: usize) -> Cluster {
+/// Starts a cluster with a short limit for silent nodes.
+async fn short_silence_limit(prefill: usize, decode: usize) -> Cluster {
     let mut settings = settings();
     settings.front.idle_timeout = IDLE;
     Cluster::start_with(settings, prefill, decode, ANSWER).await
 }
 
-/// Far more than a pause of a busy machine between two reports.
+/// Limit for silent nodes: far more than a pause of a busy machine between two reports.
 const IDLE: Duration = Duration::from_secs(2);
 
 #[tokio::test]
 async fn a_node_that_falls_silent_counts_as_lost_although_its_connection_lives() {
     for silent_after in [0, 3] {
-        let cluster = impatient(1, 2).await;
+        let cluster = short_silence_limit(1, 2).await;
         let calls = || cluster.decode.iter().map(|node| node.calls().len()).collect::<Vec<_>>();
-        // Whichever is picked.
+        // Applies to the selected node, whichever it is.
         for node in &cluster.decode {
             node.behave_in_turn(vec![Behaviour::HangAfter(silent_after), Behaviour::Serve]);
         }
@@ -249,7 +250,7 @@ async fn a_node_that_falls_silent_counts_as_lost_although_its_connection_lives()
 
 #[tokio::test]
 async fn a_silent_prefill_node_counts_as_lost() {
-    let cluster = impatient(1, 1).await;
+    let cluster = short_silence_limit(1, 1).await;
     cluster.prefill[0].behave(Behaviour::HangAfter(0));
     cluster.decode[0].behave(Behaviour::NoKvFrom("prefill-0"));
     let figures = complete(&cluster).await;
@@ -259,24 +260,26 @@ async fn a_silent_prefill_node_counts_as_lost() {
 
 #[tokio::test]
 async fn a_prompt_may_be_read_for_long_while_its_node_reports_work() {
-    let cluster = impatient(1, 1).await;
+    let cluster = short_silence_limit(1, 1).await;
     cluster.prefill[0].behave(Behaviour::HangAfter(0));
     cluster.decode[0].behave(Behaviour::NoKvFrom("prefill-0"));
     let request = async { complete(&cluster).await };
     let reports = async {
         let since = Instant::now();
-        eventually("the prompt is being read", async || !cluster.prefill[0].calls().is_empty())
-            .await;
+        eventually("the prompt is being prefilled", async || {
+            !cluster.prefill[0].calls().is_empty()
+        })
+        .await;
         let mut left = 1_000_000;
         while since.elapsed() < 4 * IDLE {
-            // The other node's work does not count.
+            // Progress of the other node does not count.
             cluster.decode[0].report(NodeLoad { running: left as u32, ..Default::default() });
             let load = NodeLoad { pending_prompt_tokens: left, ..Default::default() };
             cluster.prefill[0].report(load);
             left -= 1;
             tokio::time::sleep(IDLE / 10).await;
         }
-        // Still the first attempt; then the prefill node reports nothing more.
+        // The first attempt is still running. The prefill node then stops reporting.
         assert_eq!(cluster.decode[0].calls().len(), 1);
         let mut free = 0;
         eventually("a second attempt", async || {
@@ -306,7 +309,7 @@ async fn without_a_decode_node_until_the_deadline_there_is_one_error_event() {
     let message = last["error"]["message"].as_str().unwrap();
     assert!(message.contains("no decode node was available"), "{message}");
     assert_eq!(events.iter().filter(|event| event.contains("\"error\"")).count(), 1);
-    assert!(killed.elapsed() < NOTICED_WITHIN, "{:?}", killed.elapsed());
+    assert!(killed.elapsed() < DETECTED_WITHIN, "{:?}", killed.elapsed());
 }
 
 #[tokio::test]
@@ -329,7 +332,7 @@ async fn a_decode_node_that_comes_back_in_time_takes_the_request_over() {
     assert_eq!(reborn.calls()[0].attempt.tokens.len(), 103);
 }
 
-/// Starts another process in the place of a decode node that was killed.
+/// Starts another process at the address of a killed decode node.
 fn restart_decode(cluster: &mut Cluster, index: usize) {
     let node = &cluster.decode[index];
     let name = format!("decode-{index}");
@@ -374,7 +377,7 @@ async fn while_all_decode_nodes_restart_new_and_running_requests_wait_and_comple
         ids.extend(ids_of(&stream.chunks().await, 0));
         assert_eq!(ids, expected());
     }
-    eventually("none waits", async || {
+    eventually("no request waits", async || {
         cluster.metric("baton_requests", &["state=\"waiting\""]).await == 0.0
     })
     .await;
@@ -459,20 +462,20 @@ async fn busy_nodes_are_waited_for() {
     });
     let node = &cluster.decode[0];
     eventually("several tries", async || node.calls().len() >= 3).await;
-    // Between two tries.
+    // Waits until the request is between two tries.
     let waiting = async || cluster.metric("baton_requests", &["state=\"waiting\""]).await;
-    eventually("it waits", async || waiting().await == 1.0).await;
+    eventually("the request waits", async || waiting().await == 1.0).await;
     node.behave(Behaviour::Serve);
     let chunks = request.await.unwrap();
     assert_eq!(ids_of(&chunks, 0), expected());
     assert_eq!(chunks.last().unwrap()["baton"]["attempts"], 1);
-    eventually("it waits no more", async || waiting().await == 0.0).await;
+    eventually("the request does not wait", async || waiting().await == 0.0).await;
 }
 
 #[tokio::test]
 async fn waiting_for_busy_nodes_is_bounded_in_time_and_number() {
     let mut settings = settings();
-    // All four are here before the first gives up.
+    // All four requests are waiting before the first times out.
     settings.front.waiting_timeout = Duration::from_secs(3);
     settings.front.waiting_max = 2;
     let cluster = Cluster::start_with(settings, 1, 1, ANSWER).await;
@@ -489,8 +492,8 @@ async fn waiting_for_busy_nodes_is_bounded_in_time_and_number() {
     assert!(answers.iter().all(|answer| answer.error()["code"] == "overloaded"));
 }
 
-/// Nobody waits for a prefill node: neither the request that finds all of them full, nor the next one,
-/// which does not even ask while they are left alone.
+/// No request waits for a prefill node: neither the request that finds all prefill nodes full, nor
+/// the next one, which does not try them during their back-off.
 #[tokio::test]
 async fn where_all_prefill_nodes_are_full_the_decode_node_works_alone() {
     let cluster = Cluster::start(1, 1, ANSWER).await;
@@ -502,11 +505,11 @@ async fn where_all_prefill_nodes_are_full_the_decode_node_works_alone() {
     }
     let waited = cluster.metric("baton_requests", &["state=\"waiting\""]).await;
     assert_eq!(waited, 0.0);
-    // Calls of one connection may be taken in any order.
+    // Calls of one connection may be received in any order.
     let alone = cluster.decode[0].calls().iter().filter(|call| !call.with_peer).count();
     assert_eq!(alone, 2);
     assert!(!cluster.prefill[0].calls().is_empty(), "it was asked");
-    // As soon as it has room it reads prompts again.
+    // The router uses the prefill node again as soon as it has capacity.
     for node in [&cluster.prefill[0], &cluster.decode[0]] {
         node.behave(Behaviour::Serve);
     }
@@ -516,7 +519,7 @@ async fn where_all_prefill_nodes_are_full_the_decode_node_works_alone() {
     .await;
 }
 
-/// The decode node's own bound holds: then the request waits, and goes on with both.
+/// At the decode node's own limit the request waits, and then uses both nodes.
 #[tokio::test]
 async fn where_both_kinds_are_full_the_request_waits() {
     let cluster = Cluster::start(1, 1, ANSWER).await;
@@ -529,7 +532,7 @@ async fn where_both_kinds_are_full_the_request_waits() {
         let body = json!({"prompt": long_prompt(), "max_tokens": 5});
         async move { client.post("/v1/completions", &body).await }
     });
-    eventually("it waits", async || {
+    eventually("the request waits", async || {
         cluster.metric("baton_requests", &["state=\"waiting\""]).await == 1.0
     })
     .await;
@@ -552,7 +555,7 @@ async fn only_equal_models_are_paired() {
     assert!(cluster.prefill[0].calls().is_empty());
 }
 
-/// Streams against nodes that send exactly these events; the events that the client saw.
+/// Streams from nodes that send exactly these events. Returns the events that the client received.
 async fn scripted(
     prefill: Vec<prefill_event::Event>,
     decode: Vec<decode_event::Event>,
@@ -621,7 +624,7 @@ async fn repeated_tokens_are_shown_once() {
     let ids = expected();
     let mut decode = vec![reserved()];
     for end in 1..=ids.len() {
-        // Everything so far, again and again.
+        // Repeats all tokens so far.
         decode.push(decode_tokens(0, &ids[..end]));
     }
     decode.push(decode_event::Event::Finished(proto::v1::DecodeFinished {
@@ -638,7 +641,7 @@ async fn repeated_tokens_are_shown_once() {
 
 #[tokio::test]
 async fn a_complete_answer_needs_no_last_word_of_its_node() {
-    // Every token is here when the node is lost or falls silent.
+    // Every token has arrived when the node disconnects or falls silent.
     for behaviour in [Behaviour::CutAfter(7), Behaviour::HangAfter(7)] {
         let cluster = Cluster::start(1, 1, ANSWER).await;
         cluster.decode[0].behave(behaviour);
@@ -668,7 +671,7 @@ async fn requests_go_to_the_least_loaded_nodes() {
     }
     assert_eq!((cluster.prefill[0].calls().len(), cluster.prefill[1].calls().len()), (0, 3));
     assert_eq!((cluster.decode[0].calls().len(), cluster.decode[1].calls().len()), (3, 0));
-    // A draining node takes nothing, whatever its load.
+    // A draining node receives no request, whatever its load.
     cluster.decode[0].report(NodeLoad { draining: true, ..Default::default() });
     cluster.wait_nodes(2, 1).await;
     complete(&cluster).await;
@@ -684,7 +687,7 @@ async fn a_gap_in_a_nodes_events_means_observe_again() {
     tokio::time::sleep(Duration::from_millis(50)).await;
     assert_eq!(node.observed(), 1);
     node.report_with_a_gap(NodeLoad { running: 2, ..Default::default() });
-    eventually("it is observed again", async || node.observed() == 2).await;
+    eventually("the node is observed again", async || node.observed() == 2).await;
     cluster.wait_nodes(1, 1).await;
     complete(&cluster).await;
 }

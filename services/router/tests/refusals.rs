@@ -1,4 +1,4 @@
-//! Every mistake is answered by its own clear refusal, with OpenAI's error object.
+//! Every invalid request is rejected with its own clear error, in OpenAI's error object.
 
 mod common;
 
@@ -19,7 +19,7 @@ use tokio::{io::AsyncWriteExt, net::TcpStream};
 const ANSWER: &str = " fine";
 const PATHS: [&str; 2] = ["/v1/completions", "/v1/chat/completions"];
 
-/// A request that would be served, for either path.
+/// Returns a valid request for either path.
 fn good(path: &str) -> Value {
     if path.contains("chat") {
         json!({"messages": [{"role": "user", "content": "hello"}], "max_tokens": 3})
@@ -28,7 +28,8 @@ fn good(path: &str) -> Value {
     }
 }
 
-/// The error object is whole, names the field, and its message holds the words.
+/// Asserts that the error object is complete, names the field, and that its message contains the
+/// words.
 fn check(answer: &Answer, status: u16, param: Option<&str>, words: &[&str]) {
     let error = answer.error();
     assert_eq!(answer.status, status, "{error}");
@@ -99,7 +100,7 @@ async fn a_wrong_field_is_named_with_its_value_and_what_is_allowed() {
             assert!(answer.message().starts_with(field), "{}", answer.message());
         }
     }
-    // Nothing of it reached a node.
+    // No node received a request.
     assert!(cluster.decode[0].calls().is_empty() && cluster.prefill[0].calls().is_empty());
     for path in PATHS {
         assert_eq!(cluster.client.post(path, &good(path)).await.status, 200);
@@ -249,12 +250,12 @@ async fn too_many_requests_are_told_to_come_back() {
     check(&answer, 429, None, &["2 requests"]);
     assert_eq!(answer.error()["type"], "rate_limit_error");
     assert_eq!(answer.headers["retry-after"], "1");
-    // More answers than could ever be taken are a mistake, not bad luck.
+    // More answers than the limit ever allows are an invalid request, not an overload.
     let answer = cluster.client.post("/v1/completions", &json!({"prompt": "a", "n": 3})).await;
     check(&answer, 400, Some("n"), &["at most 2"]);
     drop(streams);
     cluster.decode[0].behave(Behaviour::Serve);
-    common::client::eventually("room again", async || {
+    common::client::eventually("memory for bodies is free", async || {
         cluster.client.get("/health").await.json()["requests_in_work"] == 0
     })
     .await;
@@ -277,7 +278,7 @@ async fn without_a_decode_node_until_the_deadline_requests_are_told_to_retry() {
 #[tokio::test]
 async fn a_request_that_takes_too_long_ends_with_one_error() {
     let mut settings = settings();
-    // Time enough to come to the nodes on a busy machine.
+    // Enough time to reach the nodes on a busy machine.
     settings.front.timeout = Duration::from_secs(2);
     let cluster = Cluster::start_with(settings, 1, 1, ANSWER).await;
     cluster.decode[0].behave(Behaviour::HangAfter(0));
@@ -288,7 +289,7 @@ async fn a_request_that_takes_too_long_ends_with_one_error() {
     let remaining = cluster.decode[0].calls()[0].attempt.remaining_ms;
     assert!((1..=2000).contains(&remaining), "{remaining}");
 
-    // In the middle of a stream it is the last event.
+    // In a stream the error is the last event.
     cluster.decode[0].behave(Behaviour::HangAfter(1));
     cluster.prefill[0].behave(Behaviour::Serve);
     let body = json!({"prompt": long_prompt(), "max_tokens": 5, "stream": true});
@@ -324,24 +325,24 @@ async fn bodies_that_are_not_complete_take_bounded_room() {
     };
     assert_eq!(post().await.status(), 200);
 
-    // Half of its body, and then silence.
+    // Half of the body, without the rest.
     let mut half = TcpStream::connect(cluster.router.http).await.unwrap();
     let head = "POST /v1/completions HTTP/1.1\r\nhost: router\r\ncontent-type: application/json\r\n\
                 content-length: 100000\r\n\r\n";
     half.write_all(head.as_bytes()).await.unwrap();
     half.write_all(&[b' '; 50_000]).await.unwrap();
-    eventually("there is no room for another body", async || post().await.status() == 429).await;
+    eventually("memory for bodies is full", async || post().await.status() == 429).await;
     let refused = post().await;
     assert_eq!(refused.status(), 429);
     assert_eq!(refused.headers()["retry-after"], "1");
     let overloaded = &["finished_reason=\"overloaded\""];
     assert!(cluster.metric("baton_requests_finished_total", overloaded).await >= 1.0);
-    // What fits is served all the same.
+    // Requests within the limit are still served.
     let answer = cluster.client.post("/v1/completions", &good("/v1/completions")).await;
     assert_eq!(answer.status, 200);
 
     drop(half);
-    eventually("the room is free again", async || post().await.status() == 200).await;
+    eventually("memory for bodies is free", async || post().await.status() == 200).await;
 }
 
 #[tokio::test]
@@ -365,7 +366,7 @@ async fn compressed_body_is_rejected_with_the_header_and_its_value() {
     }
 }
 
-/// A web page can post these to a router on the loopback interface without asking the browser's user.
+/// A web page can post these bodies to a router on loopback without a CORS preflight.
 #[tokio::test]
 async fn body_with_another_content_type_than_json_is_rejected() {
     let cluster = Cluster::start(1, 1, ANSWER).await;

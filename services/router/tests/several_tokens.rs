@@ -1,4 +1,5 @@
-//! With speculative decoding an event has several tokens; the client's stream does not change.
+//! Nodes with speculative decoding send several tokens per event. Clients see the same output as
+//! without.
 
 mod common;
 
@@ -19,7 +20,7 @@ fn token(id: u32) -> Token {
     Token { id, logprobs: Some(TokenLogprobs { chosen: -0.5, top }) }
 }
 
-/// Everything in as few events as nodes may use.
+/// Returns the events with the given numbers of tokens.
 fn events(counts: &[usize]) -> Vec<Event> {
     let ids = [encode(ANSWER), vec![END]].concat();
     let mut events = vec![Event::Reserved(Reserved { cached_tokens: 0, alone: true })];

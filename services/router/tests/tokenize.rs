@@ -1,4 +1,4 @@
-//! `/tokenize` and `/detokenize`, in vLLM's shapes, and the same over gRPC.
+//! `/tokenize` and `/detokenize` in vLLM's formats, and their gRPC counterparts.
 
 mod common;
 
@@ -27,7 +27,7 @@ async fn a_text_becomes_the_tokens_that_a_completion_of_it_has() {
     let long = "lorem ipsum ".repeat(2000);
     let body = json!({"prompt": long, "return_token_strs": true, "add_special_tokens": false});
     let answer = cluster.client.post("/tokenize", &body).await.json();
-    // Counted also where no node could take it.
+    // Tokens are counted also if the text exceeds the context.
     assert_eq!(answer["count"], encode(&long).len());
     let strings = answer["token_strs"].as_array().unwrap().iter();
     assert_eq!(strings.map(|text| text.as_str().unwrap()).collect::<String>(), long);

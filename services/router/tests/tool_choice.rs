@@ -1,4 +1,4 @@
-//! Calls that are demanded or must match their schemas: what nodes are told, over HTTP and gRPC.
+//! Required and strict tool calls: the constraints that nodes receive, over HTTP and gRPC.
 
 mod common;
 
@@ -50,7 +50,7 @@ fn named(name: &str) -> Value {
     json!({"type": "function", "function": {"name": name}})
 }
 
-/// Returns the grammar of the node's last call.
+/// Returns the tool-call constraint of the node's last request.
 fn told(cluster: &Cluster) -> Option<ToolCalls> {
     match cluster.decode[0].calls().last().unwrap().attempt.grammar.clone()?.kind? {
         Kind::ToolCalls(calls) => Some(calls),
@@ -77,7 +77,7 @@ async fn a_demanded_call_is_what_the_answer_is_held_to() {
             false,
             "tool_calls",
         ),
-        // As OpenAI and vLLM say it of a function that was named.
+        // OpenAI and vLLM report the finish reason stop for a named function.
         (json!({"tool_choice": named("weather")}), vec!["weather"], false, "stop"),
     ] {
         let whole = cluster.client.post(PATH, &chat(more.clone())).await.json();
@@ -125,7 +125,8 @@ async fn a_strict_function_is_held_to_its_schema_where_the_model_decides() {
     assert_eq!((prose.mark.as_str(), &prose.never_begins), ("<tool_call>", &None));
     assert_eq!(schema(&calls.functions[0]), city());
     assert_eq!(calls.functions[1].arguments_schema, None);
-    // Without any nothing holds the model, and where none may be called nothing is strict.
+    // Without `tool_choice` calls are not constrained; with `tool_choice` none no function is
+    // strict.
     for more in [json!({}), json!({"tools": tools, "tool_choice": "none"})] {
         assert_eq!(cluster.client.post(PATH, &chat(more)).await.status, 200);
         assert_eq!(told(&cluster), None);
@@ -144,7 +145,7 @@ async fn a_response_format_holds_for_answers_that_are_no_calls() {
     assert_eq!(serde_json::from_str::<Value>(text).unwrap(), city());
     assert_eq!(calls.mark, "<tool_call>");
     assert!(calls.functions.iter().all(|function| function.arguments_schema.is_none()));
-    // A demanded call leaves no text for it, which is checked all the same.
+    // A required call leaves no content for the response format, which is validated all the same.
     let demanded = chat(json!({"response_format": format, "tool_choice": "required"}));
     assert_eq!(cluster.client.post(PATH, &demanded).await.status, 200);
     assert_eq!(told(&cluster).unwrap().otherwise, None);
@@ -162,7 +163,7 @@ async fn a_response_format_holds_for_answers_that_are_no_calls() {
     assert_eq!(told(&cluster).unwrap().before_name, "{\"name\": ");
 }
 
-/// The tools are as they should be.
+/// Checks that valid tools are accepted and invalid ones are rejected.
 #[tokio::test]
 async fn what_is_wrong_with_the_answers_own_format_is_said_of_its_field() {
     let cluster = Cluster::start_with_template(HERMES, WEATHER).await;
@@ -225,7 +226,7 @@ async fn schemas_that_cannot_be_followed_are_refused_with_their_function() {
             assert_eq!(answer.error()["param"], param, "{answer:?}");
             assert!(answer.message().contains(words), "{answer:?}");
         }
-        // Nothing is held to it: it reaches the template and no further.
+        // This schema is not enforced, only rendered into the template.
         if parameters.to_string().len() < 2000 {
             let answer = cluster.client.post(PATH, &chat(json!({"tools": tools(false)}))).await;
             assert_eq!(answer.status, 200, "{answer:?}");
@@ -234,7 +235,7 @@ async fn schemas_that_cannot_be_followed_are_refused_with_their_function() {
     assert_eq!(cluster.decode[0].calls().len(), 4);
 }
 
-/// A router over a decode node and a prefill node with these versions.
+/// Returns a router with a decode node and a prefill node that announce these grammar versions.
 async fn announcing(prefill: Option<u32>, decode: u32) -> Cluster {
     let node = |role, name: &str, version| {
         let node = ScriptedNode::start(role, name);
@@ -257,7 +258,7 @@ async fn no_node_is_sent_a_grammar_that_it_does_not_announce() {
         }
         body
     };
-    // An older release, which would not see it.
+    // An older release would ignore the constraint.
     let cluster = announcing(None, 0).await;
     let answer = cluster.client.post("/v1/completions", &with(true)).await;
     let code = &answer.error()["code"];
@@ -272,7 +273,7 @@ async fn no_node_is_sent_a_grammar_that_it_does_not_announce() {
     assert_eq!(status.code(), Code::Unimplemented, "{status:?}");
     assert_eq!(cluster.client.post("/v1/completions", &with(false)).await.status, 200);
 
-    // Of two kinds of nodes only the newer are asked.
+    // Only the newer of two nodes receives the request.
     let cluster = announcing(Some(0), 2).await;
     assert_eq!(cluster.client.post("/v1/completions", &with(true)).await.status, 200);
     assert!(cluster.prefill[0].calls().is_empty());
@@ -320,7 +321,7 @@ fn choice(choice: Choice) -> Option<ToolChoice> {
     Some(ToolChoice { choice: Some(choice) })
 }
 
-/// Text, calls, and why the answer ended.
+/// Returns text, calls and finish reason.
 async fn grpc_answer(
     cluster: &Cluster,
     request: ChatRequest,
@@ -362,7 +363,7 @@ async fn grpc_offers_tools_and_tells_calls_as_http_does() {
         );
     }
     assert_eq!(told(&cluster), None);
-    // Templates see what they see over HTTP.
+    // The prompt equals the one over HTTP.
     let prompt = |cluster: &Cluster| {
         let calls = cluster.decode[0].calls();
         model_text().tokenizer().decode(&calls.last().unwrap().attempt.tokens, false)

@@ -1,4 +1,4 @@
-//! Tools: how they reach the model's template, and how its calls reach the client.
+//! Tools: rendering into the model's template, and tool calls in responses.
 
 mod common;
 
@@ -11,7 +11,7 @@ use common::{
 use serde_json::{Value, json};
 use text::SpecialTokens;
 
-/// Tools in a system message, calls between tags: as Qwen's and Hermes' templates.
+/// Template in the style of Qwen and Hermes: tools in a system message, calls between tags.
 const HERMES: &str = r#"{%- if tools %}
     {{- '<|im_start|>system\n<tools>' }}
     {%- for tool in tools %}
@@ -30,7 +30,7 @@ const HERMES: &str = r#"{%- if tools %}
     {{- '<|im_start|>assistant\n' }}
 {%- endif %}"#;
 
-/// Tools in the user's message, a bare object as the call: as Llama's template.
+/// Template in the style of Llama: tools in the user's message, a bare object as the call.
 const LLAMA: &str = r#"{%- for message in messages %}
     {%- if tools and loop.first %}
         {{- 'Respond with {"name": function name, "parameters": dictionary}. <|python_tag|>\n' }}
@@ -63,8 +63,8 @@ fn call(id: &Value, name: &str, arguments: &str) -> Value {
     json!({"id": id, "type": "function", "function": {"name": name, "arguments": arguments}})
 }
 
-/// The calls in the chunks of a choice, put together as OpenAI's clients do; each begins with its id
-/// and name.
+/// Joins the tool-call deltas of a choice as OpenAI's clients do. Each call starts with its id and
+/// name.
 fn calls_of(chunks: &[Value], choice: u64) -> Value {
     let mut calls: Vec<Value> = Vec::new();
     let parts = chunks.iter().flat_map(|chunk| chunk["choices"].as_array().unwrap());
@@ -111,7 +111,7 @@ async fn calls_are_told_from_content_whole_and_streamed() {
         assert_eq!(text_of(&chunks, choice), "I look.");
         let calls = calls_of(&chunks, choice);
         assert_eq!(calls, expected(&calls));
-        // Each token is told of once, also those that became calls.
+        // Each token is reported once, also tokens that became calls.
         let tokens: Vec<u32> = encode(TWO_CALLS).into_iter().chain([END]).collect();
         assert_eq!(ids_of(&chunks, choice), tokens);
     }
@@ -153,7 +153,7 @@ async fn tools_calls_and_their_results_reach_the_template() {
     assert_eq!(tokenizer.decode(prompt, false), expected);
     assert_eq!(*prompt, tokenizer.encode(&expected, SpecialTokens::Parse).unwrap());
 
-    // /tokenize counts them as well; where none may be called they are not shown.
+    // `/tokenize` counts the tools as well. Tools are not rendered with `tool_choice` none.
     let tokens = cluster.client.post("/tokenize", &body).await.json();
     assert_eq!(tokens["count"], prompt.len());
     let body = chat(json!({"tool_choice": "none"}));
@@ -163,7 +163,7 @@ async fn tools_calls_and_their_results_reach_the_template() {
     assert_eq!(tokenizer.decode(prompt, false), expected);
 }
 
-/// Text and finish reason of an answer without calls, whole or streamed.
+/// Returns text and finish reason of an answer without calls, streamed or not.
 async fn text_answer(cluster: &Cluster, mut body: Value, stream: bool) -> (String, String) {
     body["stream"] = stream.into();
     if stream {
@@ -187,7 +187,7 @@ async fn a_call_that_is_cut_short_is_text() {
         let (text, reason) = text_answer(&cluster, body, stream).await;
         assert_eq!(reason, "length");
         assert!(text.contains("<tool_call>") && TWO_CALLS.starts_with(&text), "{text:?}");
-        // Where nothing may be called nothing is looked for.
+        // Without allowed calls the output is not parsed for calls.
         let body = chat(json!({"tool_choice": "none"}));
         let expected = (TWO_CALLS.to_owned(), "stop".to_owned());
         assert_eq!(text_answer(&cluster, body, stream).await, expected);

@@ -1,12 +1,12 @@
-//! Characters that software stumbles over, from the client's JSON to the nodes and back.
+//! Unusual characters, from the client's JSON to the nodes and back.
 
 mod common;
 
 use common::{Cluster, client::text_of, encode, model_text};
 use serde_json::{Value, json};
 
-/// Accents on their own, one picture out of several characters, right to left, NUL, a byte order
-/// mark, the last code point.
+/// Combining accents, an emoji of several code points, right-to-left text, NUL, a byte order mark,
+/// the last code point.
 const TEXTS: [&str; 8] = [
     "cafe\u{301} \u{301}",
     "👩\u{200d}👩\u{200d}👧 🏳\u{fe0f}\u{200d}🌈 👍🏽",
@@ -39,7 +39,7 @@ async fn every_text_reaches_the_model_and_comes_back_as_it_is() {
         let chunks = cluster.client.stream("/v1/chat/completions", &body).await.chunks().await;
         assert_eq!(text_of(&chunks, 0), text);
 
-        // The same text written with escapes alone, pairs of surrogates among them.
+        // The same text in escapes only, including surrogate pairs.
         let escaped: String = text.encode_utf16().map(|unit| format!("\\u{unit:04x}")).collect();
         let body = format!(r#"{{"prompt": "{escaped}"}}"#).into_bytes();
         let answer = cluster.client.post_bytes("/tokenize", body.leak()).await.json();
@@ -82,9 +82,9 @@ async fn half_a_pair_of_surrogates_is_refused_wherever_it_stands() {
             br#"{"messages": [{"role": "user", "content": "\ud800\ud800"}]}"#,
             json!("messages"),
         ),
-        // Nobody's field, but its name is no text.
+        // An unknown field, but its name is invalid text.
         (TEXT, br#"{"prompt": "a", "\ud800": 1}"#, json!(null)),
-        // A byte order mark is no JSON.
+        // A byte order mark is invalid JSON.
         (TEXT, b"\xef\xbb\xbf{\"prompt\": \"a\"}", json!(null)),
     ] {
         let answer = cluster.client.post_bytes(path, body).await;
@@ -92,7 +92,7 @@ async fn half_a_pair_of_surrogates_is_refused_wherever_it_stands() {
         assert_eq!((answer.status.as_u16(), &answer.error()["param"]), (400, &param), "{shown}");
     }
     assert!(cluster.decode[0].calls().is_empty());
-    // In a field that nobody reads it is nobody's concern.
+    // An unknown field's value is not decoded.
     let answer = cluster.client.post_bytes(TEXT, br#"{"prompt": "a", "other": "\ud800"}"#).await;
     assert_eq!(answer.status, 200);
 }

@@ -1,4 +1,4 @@
-//! Real nodes on loopback, and a caller that does what a router does.
+//! Real nodes on loopback, and a caller that acts as a router.
 #![allow(dead_code, reason = "no test file uses all of it")]
 
 use std::{
@@ -17,30 +17,30 @@ use telemetry::{LogFormat, LogSink, Resource, Telemetry, TelemetryConfig};
 use tempfile::TempDir;
 use tonic::{Code, Status, Streaming, transport::Channel};
 
-/// Nothing in these tests takes longer, unless it hangs.
-pub const PATIENCE: Duration = Duration::from_secs(60);
+/// Time-out of every wait in these tests.
+pub const TIMEOUT: Duration = Duration::from_secs(60);
 const SECRET: &str = "0123456789abcdef0123456789abcdef";
-/// Tokens that the made-up models reach.
+/// Context length of the dummy models.
 pub const DUMMY_CONTEXT: u32 = 4096;
 pub const DUMMY_VOCABULARY: u32 = 96;
 
-/// A folder with the configuration of a small model; its weights are made up. It writes some ten
-/// thousand tokens a second.
+/// Returns a folder with the configuration of a small model with dummy weights. It generates about
+/// ten thousand tokens a second.
 pub fn dummy_model() -> TempDir {
     model_of(32, 2)
 }
 
-/// Another model: its fingerprint differs.
+/// Returns another model with a different fingerprint.
 pub fn other_model() -> TempDir {
     model_of(64, 2)
 }
 
-/// The same as [`dummy_model`] with one more layer.
+/// Returns [`dummy_model`] with one more layer.
 pub fn deeper_model() -> TempDir {
     model_of(32, 3)
 }
 
-/// A model whose answers take seconds, so that there is time to disturb them.
+/// Returns a model whose answers take seconds, so that tests can disturb them.
 pub fn slow_model() -> TempDir {
     model_of(512, 8)
 }
@@ -63,7 +63,7 @@ fn model_of(hidden_size: u32, layers: u32) -> TempDir {
     folder
 }
 
-/// The real model; it is fetched, not part of the repository.
+/// Returns the path of the real model, which is not part of the repository.
 pub fn smollm2() -> PathBuf {
     let path = std::env::var_os("BATON_TEST_MODEL").map_or_else(
         || {
@@ -76,7 +76,7 @@ pub fn smollm2() -> PathBuf {
     path
 }
 
-/// Settings of a node on loopback, every port free, f32.
+/// Returns settings of a node on loopback with free ports, in f32.
 pub fn settings(model: &Path, load_format: &str, more: &[(&str, &str)]) -> Flags {
     let mut flags: Flags = [
         ("model.path", model.to_str().unwrap()),
@@ -97,7 +97,8 @@ pub fn settings(model: &Path, load_format: &str, more: &[(&str, &str)]) -> Flags
     flags
 }
 
-/// A dummy model's node: few slots, small steps, so that batches and chunks really happen.
+/// Returns settings of a dummy model's node with few slots and small steps, so that requests need
+/// several batches and chunks.
 pub fn dummy_settings(model: &Path, more: &[(&str, &str)]) -> Flags {
     let mut all = vec![
         ("node.blocks", "128"),
@@ -109,7 +110,7 @@ pub fn dummy_settings(model: &Path, more: &[(&str, &str)]) -> Flags {
     settings(model, "dummy", &all)
 }
 
-/// A node of this process.
+/// A node in this process.
 pub struct TestNode {
     pub node: Node,
     pub peer: v1::Peer,
@@ -152,17 +153,14 @@ impl TestNode {
         Side { peer: self.peer.clone(), client: self.client.clone() }
     }
 
-    /// Ends the node in order; nothing may be left running.
+    /// Stops the node in order and asserts that nothing is left running.
     pub async fn stop(self) {
         drop(self.client);
-        tokio::time::timeout(PATIENCE, self.node.drain())
-            .await
-            .expect("in time")
-            .expect("in order");
+        tokio::time::timeout(TIMEOUT, self.node.drain()).await.expect("in time").expect("in order");
     }
 }
 
-/// What a router knows of a node.
+/// The node, as a router knows it.
 #[derive(Clone)]
 pub struct Side {
     pub peer: v1::Peer,
@@ -174,7 +172,7 @@ pub async fn connect(address: &str) -> NodeClient<Channel> {
     NodeClient::new(endpoint.connect().await.unwrap())
 }
 
-/// 16 bytes that were never used before in this process.
+/// Returns 16 bytes that are unique in this process.
 pub fn fresh_id() -> bytes::Bytes {
     static NEXT: AtomicU64 = AtomicU64::new(1);
     let mut id = [0; 16];
@@ -183,12 +181,12 @@ pub fn fresh_id() -> bytes::Bytes {
     id.to_vec().into()
 }
 
-/// `count` tokens of the dummy vocabulary, other ones for each `seed`.
+/// Returns `count` tokens of the dummy vocabulary, different for each `seed`.
 pub fn dummy_prompt(count: usize, seed: u32) -> Vec<u32> {
     (0..count as u32).map(|index| 3 + (index * 7 + seed * 31 + index * index) % 90).collect()
 }
 
-/// A greedy attempt of `max_tokens`, never stopped by a stop token.
+/// Returns a greedy attempt of `max_tokens` without stop tokens.
 pub fn attempt(tokens: &[u32], max_tokens: u32) -> v1::Attempt {
     v1::Attempt {
         request_id: fresh_id(),
@@ -212,7 +210,7 @@ pub fn attempt(tokens: &[u32], max_tokens: u32) -> v1::Attempt {
 }
 
 impl Side {
-    /// `attempt` for this node.
+    /// Returns `attempt` addressed to this node.
     pub fn addressed(&self, attempt: &v1::Attempt) -> v1::Attempt {
         v1::Attempt { node_epoch: self.peer.epoch.clone(), ..attempt.clone() }
     }
@@ -225,7 +223,7 @@ impl Side {
         let request = v1::DecodeRequest { attempt: Some(self.addressed(attempt)), prefill };
         let mut client = self.client.clone();
         let answer = client.decode(request);
-        Ok(tokio::time::timeout(PATIENCE, answer).await.expect("in time")?.into_inner())
+        Ok(tokio::time::timeout(TIMEOUT, answer).await.expect("in time")?.into_inner())
     }
 
     pub async fn try_prefill(
@@ -237,7 +235,7 @@ impl Side {
             v1::PrefillRequest { attempt: Some(self.addressed(attempt)), decode: Some(decode) };
         let mut client = self.client.clone();
         let answer = client.prefill(request);
-        Ok(tokio::time::timeout(PATIENCE, answer).await.expect("in time")?.into_inner())
+        Ok(tokio::time::timeout(TIMEOUT, answer).await.expect("in time")?.into_inner())
     }
 
     pub async fn decode_alone(&self, attempt: &v1::Attempt) -> Decoded {
@@ -250,7 +248,7 @@ impl Side {
     }
 }
 
-/// A whole `Decode` stream.
+/// A complete `Decode` stream.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Decoded {
     pub ids: Vec<u32>,
@@ -288,7 +286,7 @@ impl Decoded {
     }
 }
 
-/// A whole `Prefill` stream.
+/// A complete `Prefill` stream.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Prefilled {
     pub token: Option<v1::PrefillToken>,
@@ -310,7 +308,7 @@ impl Prefilled {
     }
 }
 
-/// The two calls of one attempt, as a router makes them: at the same time, with one transfer id.
+/// Makes the two calls of one attempt as a router does: concurrently, with one transfer id.
 pub async fn hand_over(
     prefill: &Side,
     decode: &Side,
@@ -327,12 +325,12 @@ pub async fn hand_over(
     tokio::join!(prefilled, decoded)
 }
 
-/// The next event, or the end, in time.
+/// Returns the next event, or `None` at the end, within the time-out.
 pub async fn next<T>(stream: &mut Streaming<T>) -> Result<Option<T>, Status> {
-    tokio::time::timeout(PATIENCE, stream.message()).await.expect("an event in time")
+    tokio::time::timeout(TIMEOUT, stream.message()).await.expect("an event in time")
 }
 
-/// An `Observe` stream whose numbering is checked.
+/// An `Observe` stream. Checks the event numbers.
 pub struct Observer {
     stream: Streaming<v1::ObserveEvent>,
     next: u64,
@@ -352,7 +350,7 @@ impl Observer {
         Ok(event)
     }
 
-    /// Reads until the load is as wanted, and says how long that took.
+    /// Reads until the load satisfies the condition. Returns the time taken.
     pub async fn until(&mut self, wanted: impl Fn(&v1::NodeLoad) -> bool) -> Duration {
         let started = Instant::now();
         while !self.load.as_ref().is_some_and(&wanted) {
@@ -362,12 +360,12 @@ impl Observer {
     }
 }
 
-/// No sequence and no transfer owns a block.
+/// Returns whether no sequence and no transfer owns a block.
 pub fn is_free(load: &v1::NodeLoad) -> bool {
     load.running == 0 && load.waiting == 0 && load.blocks_held == 0 && load.blocks_reserved == 0
 }
 
-/// The status of a call that must be refused.
+/// Returns the message of a call that must be rejected with this code.
 pub fn refused<T>(answer: Result<T, Status>, code: Code) -> String {
     let status = answer.err().expect("the call is refused");
     assert_eq!(status.code(), code, "{status}");

@@ -11,7 +11,7 @@ use config::Flags;
 use node::Role;
 use proto::v1;
 
-use super::{PATIENCE, Side, TestNode, connect};
+use super::{Side, TIMEOUT, TestNode, connect};
 
 /// Name of the helper that runs [`run_node`].
 pub const NODE_HELPER: &str = "node";
@@ -74,7 +74,7 @@ impl Drop for NodeProcess {
 }
 
 async fn wait_ready(folder: &Path) -> Side {
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + TIMEOUT;
     loop {
         if let Ok(text) = fs::read_to_string(folder.join(READY)) {
             let mut lines = text.lines();
@@ -116,5 +116,5 @@ async fn serve() {
     fs::write(folder.join("unfinished"), ready).unwrap();
     fs::rename(folder.join("unfinished"), folder.join(READY)).unwrap();
     // A test that forgot its process must not leave it for ever.
-    tokio::time::sleep(2 * PATIENCE).await;
+    tokio::time::sleep(2 * TIMEOUT).await;
 }

@@ -1,4 +1,4 @@
-//! A plain HTTP client that sees events as they come.
+//! HTTP client that returns events as they arrive.
 
 use std::time::{Duration, Instant};
 
@@ -12,7 +12,7 @@ use hyper_util::{
 };
 use serde_json::Value;
 
-/// No test waits longer than this for anything.
+/// Time-out of every wait in a test.
 pub const DEADLINE: Duration = Duration::from_secs(20);
 
 #[derive(Clone)]
@@ -48,7 +48,7 @@ impl Client {
         Self { base, inner: HyperClient::builder(TokioExecutor::new()).build(HttpConnector::new()) }
     }
 
-    /// Speaks HTTP/2 over one connection and lets no stream bring more than is read of it.
+    /// Uses HTTP/2 over one connection with small flow-control windows.
     pub fn with_small_windows(base: String) -> Self {
         let inner = HyperClient::builder(TokioExecutor::new())
             .http2_only(true)
@@ -122,12 +122,12 @@ pub struct EventStream {
     pub headers: HeaderMap,
     body: Incoming,
     buffer: Vec<u8>,
-    /// Everything that came.
+    /// All received bytes.
     pub raw: Vec<u8>,
 }
 
 impl EventStream {
-    /// The data of the next event; `None` at the end of the stream.
+    /// Returns the data of the next event, or `None` at the end of the stream.
     pub async fn next(&mut self) -> Option<String> {
         loop {
             if let Some(end) = self.buffer.windows(2).position(|pair| pair == b"\n\n") {
@@ -153,7 +153,7 @@ impl EventStream {
         }
     }
 
-    /// All events to the end, `[DONE]` among them.
+    /// Returns all events to the end, including `[DONE]`.
     pub async fn all(&mut self) -> Vec<String> {
         let mut events = Vec::new();
         while let Some(event) = self.next().await {
@@ -162,7 +162,7 @@ impl EventStream {
         events
     }
 
-    /// The chunks of a stream that ended well.
+    /// Returns the chunks of a completed stream.
     pub async fn chunks(&mut self) -> Vec<Value> {
         let mut events = self.all().await;
         assert_eq!(events.pop().as_deref(), Some("[DONE]"), "{events:?}");
@@ -170,7 +170,7 @@ impl EventStream {
     }
 }
 
-/// The text of one choice out of the chunks of either API.
+/// Returns the text of one choice from the chunks of either API.
 pub fn text_of(chunks: &[Value], choice: u64) -> String {
     chunks
         .iter()
@@ -180,7 +180,7 @@ pub fn text_of(chunks: &[Value], choice: u64) -> String {
         .collect()
 }
 
-/// The token ids of one choice out of the chunks of either API.
+/// Returns the token ids of one choice from the chunks of either API.
 pub fn ids_of(chunks: &[Value], choice: u64) -> Vec<u32> {
     chunks
         .iter()
@@ -191,7 +191,7 @@ pub fn ids_of(chunks: &[Value], choice: u64) -> Vec<u32> {
         .collect()
 }
 
-/// Waits until `holds`, with a deadline.
+/// Waits until `holds` returns true, with a deadline.
 pub async fn eventually(what: &str, mut holds: impl AsyncFnMut() -> bool) {
     let deadline = Instant::now() + DEADLINE;
     while !holds().await {

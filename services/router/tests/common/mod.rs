@@ -1,4 +1,4 @@
-//! A router in front of scripted nodes, and a client.
+//! A router with scripted nodes, and a client.
 
 #![allow(dead_code, reason = "each test binary uses its part")]
 
@@ -50,7 +50,7 @@ pub fn model_path() -> PathBuf {
     path
 }
 
-/// The tokenizer and chat template of the model that `make model` fetches.
+/// Returns the tokenizer and chat template of the model that `make model` downloads.
 pub fn model_text() -> Arc<ModelText> {
     static TEXT: OnceLock<Arc<ModelText>> = OnceLock::new();
     let open = || Arc::new(ModelText::open(model_path()).unwrap());
@@ -62,7 +62,7 @@ pub fn encode(text: &str) -> Vec<u32> {
 }
 
 impl Cluster {
-    /// So many nodes of each role, all answering with `answer`.
+    /// Starts a router with this many nodes of each role, all answering with `answer`.
     pub async fn start(prefill: usize, decode: usize, answer: &str) -> Self {
         Self::start_with(settings(), prefill, decode, answer).await
     }
@@ -77,7 +77,8 @@ impl Cluster {
         Self::start_over(settings, prefill, decode).await
     }
 
-    /// The nodes alone. What they report before a router starts it knows from the first request on.
+    /// Starts only the nodes. A router started later observes their reported loads before its first
+    /// request.
     pub fn nodes(
         prefill: usize,
         decode: usize,
@@ -95,7 +96,7 @@ impl Cluster {
         (prefill, decode)
     }
 
-    /// A router over these nodes, all of which it has seen when this returns.
+    /// Starts a router over these nodes and waits until the router has observed all of them.
     pub async fn start_over(
         settings: RouterSettings,
         prefill: Vec<ScriptedNode>,
@@ -104,7 +105,7 @@ impl Cluster {
         Self::start_models(settings, &[MODEL], prefill, decode).await
     }
 
-    /// The same for a router that serves these models, the first by default.
+    /// Starts a router that serves these models. The first one is the default.
     pub async fn start_models(
         settings: RouterSettings,
         names: &[&str],
@@ -116,7 +117,8 @@ impl Cluster {
         Self::start_sources(settings, models, prefill, decode).await
     }
 
-    /// One decode node that answers with `answer`, for a model with this chat template.
+    /// Starts a router with one decode node that answers with `answer`, for a model with this chat
+    /// template.
     pub async fn start_with_template(template: &str, answer: &str) -> Self {
         let options =
             ModelTextOptions { chat_template: Some(template.to_owned()), tool_format: None };
@@ -127,7 +129,7 @@ impl Cluster {
         Self::start_sources(settings(), vec![model], vec![], vec![decode]).await
     }
 
-    /// The same for models with texts of their own.
+    /// Starts a router for models with these texts.
     pub async fn start_sources(
         settings: RouterSettings,
         models: Vec<ModelSource>,
@@ -140,7 +142,7 @@ impl Cluster {
         cluster
     }
 
-    /// The same, without waiting for anything.
+    /// Starts a router without waiting for its nodes.
     pub fn begin(
         settings: RouterSettings,
         models: Vec<ModelSource>,
@@ -176,12 +178,12 @@ impl Cluster {
         .await;
     }
 
-    /// Subscriber that sends spans and logs to the cluster's telemetry.
+    /// Returns a tracing dispatcher that sends to the cluster's telemetry.
     pub fn dispatch(&self) -> tracing::Dispatch {
         self.telemetry.dispatch()
     }
 
-    /// How long after `since` every node's stream of this call was dropped.
+    /// Returns the time from `since` until every node's stream of this call was dropped.
     pub async fn dropped_after(&self, call: usize, since: Instant) -> Duration {
         let mut after = Duration::ZERO;
         for node in self.prefill.iter().chain(&self.decode) {
@@ -193,13 +195,13 @@ impl Cluster {
         after
     }
 
-    /// How many requests ended so.
+    /// Returns the number of requests with this outcome.
     pub async fn finished(&self, end: &str) -> f64 {
         let label = format!("finished_reason=\"{end}\"");
         self.metric("baton_requests_finished_total", &[&label]).await
     }
 
-    /// The sum of a metric's samples whose line holds all of `labels`.
+    /// Returns the sum of a metric's samples whose line contains all `labels`.
     pub async fn metric(&self, name: &str, labels: &[&str]) -> f64 {
         let text = String::from_utf8(self.client.get("/metrics").await.body.to_vec()).unwrap();
         text.lines()
@@ -211,15 +213,14 @@ impl Cluster {
     }
 }
 
-/// A connection to the router's gRPC port.
+/// Returns a connection to the router's gRPC port.
 pub async fn grpc_channel(cluster: &Cluster) -> tonic::transport::Channel {
     let url = format!("http://{}", cluster.router.grpc);
     tonic::transport::Channel::from_shared(url).unwrap().connect().await.unwrap()
 }
 
-/// The remains of a disconnected client must be released within a second. Nothing in the router waits here, so that one
-/// of a few tries is that fast even where other processes have the machine; a timer that some code
-/// waits for would slow down all of them.
+/// Asserts that one of several tries takes less than a second. On a shared machine a single try may
+/// be slow. A time-out in the router would slow down every try.
 pub async fn one_within_a_second(mut one_try: impl AsyncFnMut() -> Duration) {
     let mut took = Vec::new();
     while took.len() < 5 {
@@ -233,14 +234,14 @@ pub async fn one_within_a_second(mut one_try: impl AsyncFnMut() -> Duration) {
     panic!("no try was over within a second: {took:?}");
 }
 
-/// A long completion for this model, with further fields.
+/// Returns a long completion for this model, with further fields.
 pub fn completion_of(model: &Value, fields: Value) -> Value {
     let mut body = json!({"model": model, "prompt": long_prompt(), "max_tokens": 50});
     body.as_object_mut().unwrap().extend(fields.as_object().unwrap().clone());
     body
 }
 
-/// A prompt long enough to be worth a transfer, as token ids.
+/// Returns the token ids of a prompt that is long enough for a transfer.
 pub fn long_prompt() -> Vec<u32> {
     (0..100).map(|index| 1000 + index).collect()
 }

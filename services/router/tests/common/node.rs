@@ -1,4 +1,4 @@
-//! A node that does as a test says: a real gRPC server with scripted answers.
+//! Scripted node: a real gRPC server whose answers the test defines.
 
 use std::{
     collections::BTreeSet,
@@ -31,74 +31,74 @@ pub const VOCABULARY: u32 = 49152;
 pub const SEQUENCE_MAX: u32 = 2048;
 pub const BLOCK_SIZE: u32 = 16;
 
-/// Behaviour of a node on a call.
+/// Behaviour of a node in a call.
 #[derive(Clone, Debug)]
 pub enum Behaviour {
-    /// Serves the whole answer.
+    /// Sends the whole answer.
     Serve,
-    /// Refuses the call with this status code and message.
+    /// Rejects the call with this status code and message.
     Refuse(tonic::Code, &'static str),
-    /// Takes the call and ends it with this failure after so many tokens of its own.
+    /// Fails with this failure after this many tokens of its own.
     FailAfter(usize, FailureKind),
-    /// Takes the call and ends the stream without a final event after so many tokens.
+    /// Closes the stream without a final event after this many tokens.
     CutAfter(usize),
-    /// Takes the call and says nothing more after so many tokens.
+    /// Stops sending after this many tokens.
     HangAfter(usize),
-    /// Waits for ever for the KV of this prefill node; serves with any other, or alone.
+    /// Never receives KV from this prefill node. Serves with any other, or alone.
     NoKvFrom(&'static str),
     /// Reports that it needs no prefill node.
     Alone,
     /// Sends exactly these events, then hangs.
     DecodeEvents(Vec<decode_event::Event>),
     PrefillEvents(Vec<prefill_event::Event>),
-    /// Sends tokens without end, as fast as they are taken.
+    /// Sends tokens without end, as fast as the caller reads.
     Flood,
 }
 
-/// A call that the node received, and when its caller left.
+/// A call to the node, and the time when the caller left.
 #[derive(Clone, Debug)]
 pub struct Call {
     pub attempt: Attempt,
-    /// Whether the other half of a transfer was named.
+    /// Whether the call names the other node of a transfer.
     pub with_peer: bool,
     pub traceparent: Option<String>,
     pub left: Arc<Mutex<Option<Instant>>>,
 }
 
-/// State that a node's tasks share with the test.
+/// State shared by the node's tasks and the test.
 pub struct State {
     role: Role,
     identity: ModelIdentity,
     epoch: [u8; 16],
     node_id: String,
     model: String,
-    /// The behaviour of the next calls, one each; the last stays.
+    /// Behaviour of the next calls, one each. The last one is kept.
     behaviours: Mutex<Vec<Behaviour>>,
-    /// The answer, without the token that ends it.
+    /// Tokens of the answer, without the final token.
     answer: Mutex<Vec<u32>>,
-    /// Between two tokens.
+    /// Pause between two tokens.
     pace: Mutex<Duration>,
     pub calls: Mutex<Vec<Call>>,
     open: AtomicUsize,
     load: watch::Sender<NodeLoad>,
-    /// Events that the next delta leaves out.
+    /// Number of events that the next delta skips.
     skip: AtomicU64,
     grammar_version: AtomicU32,
     cpu_fallback: Mutex<String>,
-    /// How often somebody began to observe.
+    /// Number of observers so far.
     observed: AtomicUsize,
-    /// Peers of the node's Meet calls.
+    /// Ids of the peers that the router told this node to connect to.
     met: Mutex<BTreeSet<String>>,
-    /// While true no meeting is over.
+    /// Value true delays the answers to `Meet`.
     meeting: watch::Sender<bool>,
 }
 
-/// Ends every answer, as in the model that the tests' tokenizer belongs to.
+/// End-of-sequence token of the tests' tokenizer.
 pub const END: u32 = 2;
 
 impl State {
-    /// Token `index` of the answer, and whether it ends it. Depends on the index alone, so that every
-    /// node and attempt agrees.
+    /// Returns token `index` of the answer, and its finish reason if it is the last. It depends
+    /// only on the index, so that all nodes and attempts agree.
     fn token(&self, index: u32, attempt: &Attempt) -> (Token, Option<FinishReason>) {
         let answer = self.answer.lock().unwrap();
         let sampling = attempt.sampling.as_ref().unwrap();
@@ -141,7 +141,7 @@ impl State {
     }
 }
 
-/// Notes when the caller dropped the stream.
+/// Records when the caller dropped the stream.
 struct CallGuard(Arc<Mutex<Option<Instant>>>);
 
 impl Drop for CallGuard {
@@ -185,7 +185,7 @@ where
 {
     let (sender, events) = mpsc::channel(4);
     state.open.fetch_add(1, Ordering::SeqCst);
-    // `None` is a caller that left; the script ends with it.
+    // `None` means that the caller left. The script then ends.
     tokio::spawn(script(state.clone(), sender));
     Response::new(Box::pin(Events { events, state: state.clone(), _guard: guard }))
 }
@@ -303,7 +303,7 @@ impl node_server::Node for Service {
                 | Behaviour::HangAfter(count) => count,
                 _ => usize::MAX,
             };
-            // Token 0 of an attempt with a prefill node comes after the transfer.
+            // With a prefill node, token 0 follows the transfer.
             for _ in 0..count {
                 if !matches!(behaviour, Behaviour::Flood) {
                     tokio::time::sleep(pace).await;
@@ -339,7 +339,7 @@ impl node_server::Node for Service {
         let peers = request.into_inner().peers.into_iter().map(|peer| peer.node_id);
         self.0.met.lock().unwrap().extend(peers);
         let mut meeting = self.0.meeting.subscribe();
-        // Fails only with the node.
+        // Fails only when the node stops.
         let _ = meeting.wait_for(|meeting| !meeting).await;
         Ok(Response::new(MeetReply {}))
     }
@@ -396,11 +396,11 @@ impl State {
     }
 }
 
-/// A node process, as far as anybody outside can tell.
+/// A node process, as seen from outside.
 pub struct ScriptedNode {
     pub state: Arc<State>,
     pub address: SocketAddr,
-    /// Dropped at a kill, and every socket with it.
+    /// Dropped by `kill`, together with all sockets.
     runtime: Option<Runtime>,
 }
 
@@ -413,7 +413,7 @@ impl ScriptedNode {
         Self::start_with(role, node_id, MODEL, address, fingerprint)
     }
 
-    /// A node that serves this model.
+    /// Starts a node that serves this model.
     pub fn start_for(model: &str, role: Role, node_id: &str) -> Self {
         Self::start_with(role, node_id, model, "127.0.0.1:0".parse().unwrap(), 7)
     }
@@ -462,7 +462,7 @@ impl ScriptedNode {
             .unwrap();
         let incoming = {
             let _inside = runtime.enter();
-            // A restarted node finds its old connections in TIME_WAIT.
+            // Old connections of a restarted node are in TIME_WAIT.
             let socket = tokio::net::TcpSocket::new_v4().unwrap();
             socket.set_reuseaddr(true).unwrap();
             socket.bind(address).unwrap();
@@ -482,22 +482,22 @@ impl ScriptedNode {
         format!("http://{}", self.address)
     }
 
-    /// From now on.
+    /// Sets the behavior of all later calls.
     pub fn behave(&self, behaviour: Behaviour) {
         *self.state.behaviours.lock().unwrap() = vec![behaviour];
     }
 
-    /// One for each call; the last stays.
+    /// Sets the behavior of the next calls, one each. The last one is kept.
     pub fn behave_in_turn(&self, behaviours: Vec<Behaviour>) {
         *self.state.behaviours.lock().unwrap() = behaviours;
     }
 
-    /// Sets the grammar version in the node's record, for later Observe streams.
+    /// Sets the grammar version in the node's record, for later observers.
     pub fn announce_grammars(&self, version: u32) {
         self.state.grammar_version.store(version, Ordering::SeqCst);
     }
 
-    /// Sets the reason for the CPU in its record, for routers that observe it from now on.
+    /// Sets the reason for the CPU in the node's record, for later observers.
     pub fn announce_cpu_fallback(&self, reason: &str) {
         *self.state.cpu_fallback.lock().unwrap() = reason.to_owned();
     }
@@ -514,18 +514,18 @@ impl ScriptedNode {
         self.state.load.send_replace(load);
     }
 
-    /// Reports a load as if an event before it had been lost.
+    /// Reports a load with a gap in the event numbers.
     pub fn report_with_a_gap(&self, load: NodeLoad) {
         self.state.skip.store(1, Ordering::SeqCst);
         self.report(load);
     }
 
-    /// Peers of the node's Meet calls.
+    /// Returns the peers that the router told this node to connect to.
     pub fn met(&self) -> BTreeSet<String> {
         self.state.met.lock().unwrap().clone()
     }
 
-    /// Whether `Meet` is answered.
+    /// Sets whether answers to `Meet` are delayed.
     pub fn keep_meeting(&self, meeting: bool) {
         self.state.meeting.send_replace(meeting);
     }
@@ -538,19 +538,19 @@ impl ScriptedNode {
         self.state.calls.lock().unwrap().clone()
     }
 
-    /// Streams of attempts and observers that are open now.
+    /// Returns the number of open streams of attempts and observers.
     pub fn open_streams(&self) -> usize {
         self.state.open.load(Ordering::SeqCst)
     }
 
-    /// As SIGSTOP does, for so long: connections stay open and nothing answers.
+    /// Stops the node for this time, as SIGSTOP does: connections stay open.
     pub fn freeze(&self, time: Duration) {
         let runtime = self.runtime.as_ref().expect("a killed node cannot freeze");
-        // Blocks the only thread there is.
+        // Blocks the runtime's only thread.
         runtime.spawn(async move { std::thread::sleep(time) });
     }
 
-    /// As SIGKILL does: every connection breaks, nothing is said.
+    /// Stops the node as SIGKILL does: every connection closes without a message.
     pub fn kill(&mut self) {
         if let Some(runtime) = self.runtime.take() {
             runtime.shutdown_background();
