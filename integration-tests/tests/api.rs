@@ -62,7 +62,7 @@ async fn cached_blocks_are_known(client: &Client, role: &str, count: f64) -> Res
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_repeated_prompt_goes_where_it_is_cached_and_others_are_spread() -> Result<()> {
+async fn repeated_prompt_is_routed_to_its_cache_and_others_are_balanced() -> Result<()> {
     let cluster = Cluster::start(ClusterSpec::smollm2().nodes(2, 2)).await?;
     let client = Client::new(cluster.http());
     // Long enough to outweigh a queue that a load report still shows.
@@ -88,7 +88,7 @@ async fn a_repeated_prompt_goes_where_it_is_cached_and_others_are_spread() -> Re
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn another_salt_or_tenant_never_finds_a_cached_prompt() -> Result<()> {
+async fn another_salt_or_tenant_has_no_prefix_cache_hit() -> Result<()> {
     let cluster = Cluster::start(ClusterSpec::smollm2()).await?;
     let client = Client::new(cluster.http());
     let prompt = prompt(0, 320);

@@ -76,7 +76,7 @@ async fn refused(client: &Client, body: Value, status: u16, words: &[&str]) -> R
 }
 
 #[tokio::test]
-async fn every_mistake_is_named() -> Result<()> {
+async fn every_invalid_request_is_rejected_with_its_field() -> Result<()> {
     let (mut cluster, client) = start(ClusterSpec::smollm2()).await?;
     // This request runs during the whole test and must complete.
     let run = golden().runs.remove(0);
@@ -151,7 +151,7 @@ async fn every_mistake_is_named() -> Result<()> {
 }
 
 #[tokio::test]
-async fn garbage_on_every_port_disturbs_nobody() -> Result<()> {
+async fn garbage_on_every_port_disturbs_no_request() -> Result<()> {
     let (mut cluster, client) = start(ClusterSpec::smollm2()).await?;
     let run = longest();
     let addresses: Vec<String> = cluster
@@ -197,7 +197,7 @@ async fn garbage_on_every_port_disturbs_nobody() -> Result<()> {
 }
 
 #[tokio::test]
-async fn garbage_on_the_data_ports_stops_no_hand_over_and_fills_no_memory() -> Result<()> {
+async fn garbage_on_data_ports_delays_no_hand_over_and_fills_no_memory() -> Result<()> {
     let spec = ClusterSpec::smollm2().set("BATON_NODE_BLOCKS", 128);
     let (mut cluster, client) = start(spec).await?;
     let run = longest();
@@ -345,7 +345,7 @@ fn start_fails(program: &str, settings: &[(&str, &str)], words: &[&str]) -> Resu
 }
 
 #[test]
-fn a_service_that_cannot_start_says_why() -> Result<()> {
+fn failed_service_start_reports_its_cause() -> Result<()> {
     let model = smollm2().display().to_string();
     let secret = integration_tests::cluster::SECRET;
     let folder = tempfile::tempdir()?;

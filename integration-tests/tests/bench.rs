@@ -35,7 +35,7 @@ fn number(value: &Value) -> f64 {
 }
 
 #[test]
-fn an_engine_alone_is_measured_at_every_batch_size() -> Result<()> {
+fn engine_bench_reports_every_batch_size() -> Result<()> {
     let folder = tempfile::tempdir()?;
     let model = smollm2().display().to_string();
     let sizes = ["--prefill-tokens", "48", "--context-tokens", "16", "--decode-tokens", "8"];
@@ -132,7 +132,7 @@ fn check_trace(trace: &Value) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_cluster_is_measured_at_every_load() -> Result<()> {
+async fn serve_bench_reports_every_load() -> Result<()> {
     let folder = tempfile::tempdir()?;
     let (json_path, svg) = (folder.path().join("serve.json"), folder.path().join("serve.svg"));
     let cluster = Cluster::start(ClusterSpec::smollm2()).await?;
@@ -222,7 +222,7 @@ print(len(root.findall('.//{http://www.w3.org/2000/svg}polyline')))";
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn jobs_and_talks_are_measured_against_limits_and_drawn() -> Result<()> {
+async fn serve_bench_checks_goodput_limits_and_draws_charts() -> Result<()> {
     let folder = tempfile::tempdir()?;
     folder::write_tiny_config(folder.path(), 4096)?;
     folder::write_tokenizer(&smollm2(), folder.path())?;
@@ -285,7 +285,7 @@ async fn jobs_and_talks_are_measured_against_limits_and_drawn() -> Result<()> {
 }
 
 #[test]
-fn a_wrong_flag_is_named_in_one_clear_line() -> Result<()> {
+fn invalid_flag_is_rejected_in_one_line() -> Result<()> {
     let model = smollm2().display().to_string();
     let engine = |flags: &[&str]| [&["engine", "--model", &model], flags].concat().join("\t");
     let serve = |flags: &[&str]| [&["serve"], flags].concat().join("\t");
@@ -333,7 +333,7 @@ fn a_wrong_flag_is_named_in_one_clear_line() -> Result<()> {
 
 /// Without a GPU the KV is in host memory and the transport is tcp.
 #[test]
-fn kv_transfer_is_measured_between_two_processes() -> Result<()> {
+fn transfer_bench_runs_between_two_processes() -> Result<()> {
     let sizes = ["--block-kib", "16", "--blocks", "1,6", "--chunk-blocks", "4", "--rounds", "3"];
     let bench = |args: &[&str]| output(Command::new(bin_dir().join("baton-bench")).args(args));
     let output = bench(&[&["transfer", "--in-flight", "2", "--json"], &sizes[..]].concat())?;

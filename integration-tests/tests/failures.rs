@@ -73,7 +73,7 @@ async fn recovers_in_time(recovery: impl AsyncFn() -> Result<Duration>) -> Resul
 }
 
 #[tokio::test]
-async fn a_killed_decode_node_costs_no_token() -> Result<()> {
+async fn killed_decode_node_loses_no_token() -> Result<()> {
     recovers_in_time(decode_node_killed).await
 }
 
@@ -103,7 +103,7 @@ async fn decode_node_killed() -> Result<Duration> {
 /// A decode node rejects messages of a prefill node with another secret. It releases its
 /// reservation, and the router retries on another prefill node.
 #[tokio::test]
-async fn a_prefill_node_with_another_secret_costs_attempts_but_no_token() -> Result<()> {
+async fn prefill_node_with_another_secret_loses_attempts_but_no_token() -> Result<()> {
     let other = SECRET.chars().rev().collect::<String>();
     let spec = ClusterSpec::smollm2().set_prefill("BATON_TRANSFER_SECRET", other);
     let (cluster, client) = start(spec).await?;
@@ -118,7 +118,7 @@ async fn a_prefill_node_with_another_secret_costs_attempts_but_no_token() -> Res
 }
 
 #[tokio::test]
-async fn a_killed_prefill_node_in_mid_prompt_is_replaced() -> Result<()> {
+async fn prefill_node_killed_during_prefill_is_replaced() -> Result<()> {
     recovers_in_time(prefill_node_killed).await
 }
 
@@ -174,8 +174,7 @@ async fn prefill_node_killed() -> Result<Duration> {
 }
 
 #[tokio::test]
-async fn without_any_decode_node_requests_end_with_one_typed_error_at_their_deadline() -> Result<()>
-{
+async fn requests_without_a_decode_node_fail_once_at_their_deadline() -> Result<()> {
     let spec = ClusterSpec::smollm2().set("BATON_ROUTER_TIMEOUT", "15s");
     let (mut cluster, client) = start(spec).await?;
     let run = longest();
@@ -204,7 +203,7 @@ async fn without_any_decode_node_requests_end_with_one_typed_error_at_their_dead
 }
 
 #[tokio::test]
-async fn a_client_that_leaves_frees_its_blocks_within_a_second() -> Result<()> {
+async fn disconnected_client_frees_its_blocks_within_a_second() -> Result<()> {
     let (cluster, client) = start(ClusterSpec::smollm2()).await?;
     let run = longest();
     // On a shared machine a step may take seconds, so one of several tries must be fast.
@@ -248,7 +247,7 @@ async fn held_blocks(cluster: &Cluster) -> Result<f64> {
 }
 
 #[tokio::test]
-async fn a_draining_node_finishes_its_work() -> Result<()> {
+async fn draining_node_finishes_its_requests() -> Result<()> {
     let (mut cluster, client) = start(ClusterSpec::smollm2().nodes(1, 2)).await?;
     let (leaving, first, second) = one_request_on_each(&cluster, &client).await?;
     let names = [cluster.decode[leaving].name.clone(), cluster.decode[1 - leaving].name.clone()];
@@ -266,7 +265,7 @@ async fn a_draining_node_finishes_its_work() -> Result<()> {
 }
 
 #[tokio::test]
-async fn a_frozen_prefill_node_delays_its_requests_by_no_more_than_the_lease() -> Result<()> {
+async fn stopped_prefill_node_delays_its_requests_by_at_most_the_lease() -> Result<()> {
     let (cluster, client) = start(ClusterSpec::smollm2().nodes(1, 1)).await?;
     let run = longest();
     let asked = Instant::now();
@@ -288,7 +287,7 @@ async fn a_frozen_prefill_node_delays_its_requests_by_no_more_than_the_lease() -
 }
 
 #[tokio::test]
-async fn overload_is_answered_not_queued_without_end() -> Result<()> {
+async fn overload_is_rejected_and_queues_stay_bounded() -> Result<()> {
     let spec = ClusterSpec::smollm2()
         .set("BATON_ROUTER_REQUESTS_MAX", 8)
         .set("BATON_ROUTER_WAITING_MAX", 4);
@@ -326,7 +325,7 @@ async fn overload_is_answered_not_queued_without_end() -> Result<()> {
 /// Nodes with one slot and no queue reject most attempts. The router tries another node or waits,
 /// and every request completes.
 #[tokio::test]
-async fn busy_nodes_are_left_for_others_and_cost_no_token() -> Result<()> {
+async fn busy_nodes_are_retried_elsewhere_without_losing_a_token() -> Result<()> {
     let spec = ClusterSpec::smollm2()
         .nodes(1, 2)
         .set("BATON_NODE_SLOTS", 1)
@@ -361,7 +360,7 @@ enum Api {
 
 /// A client that disconnects before the first token, over HTTP or gRPC, leaves no block allocated.
 #[tokio::test]
-async fn a_client_that_leaves_before_the_first_token_frees_all_blocks_within_a_second() -> Result<()>
+async fn client_disconnected_before_the_first_token_frees_all_blocks_within_a_second() -> Result<()>
 {
     // Small chunks: a step takes less than a second, and prefill takes many steps.
     let spec = ClusterSpec::smollm2().set("BATON_NODE_CHUNK_TOKENS", 16);

@@ -50,7 +50,7 @@ const BLOCK_TOKENS: u64 = 16;
 const BF16_BLOCK_BYTES: u64 = BLOCK_TOKENS * 2 * 30 * 3 * 64 * 2;
 
 #[tokio::test]
-async fn bf16_agrees_up_to_the_first_token_that_is_not_sure() -> Result<()> {
+async fn bf16_matches_up_to_the_first_uncertain_token() -> Result<()> {
     let (cluster, client) = client(ClusterSpec { dtype: "bf16", ..ClusterSpec::smollm2() }).await?;
     for run in golden().runs {
         let sure = run.margins.iter().take_while(|margin| **margin >= CERTAIN_MARGIN).count();
@@ -70,7 +70,7 @@ async fn bf16_agrees_up_to_the_first_token_that_is_not_sure() -> Result<()> {
 const Q8_CERTAIN_MARGIN: f32 = 1.0;
 
 #[tokio::test]
-async fn q8_through_a_cluster_gives_what_one_engine_gives_alone() -> Result<()> {
+async fn q8_cluster_matches_a_single_engine() -> Result<()> {
     let runs = golden().runs;
     let of = |prefill, decode| {
         ClusterSpec { dtype: "q8", ..ClusterSpec::smollm2() }.nodes(prefill, decode)
@@ -180,7 +180,7 @@ async fn prefix_hits_on_both() -> Result<()> {
 }
 
 #[tokio::test]
-async fn a_prompt_that_the_decode_node_knows_needs_no_prefill_node() -> Result<()> {
+async fn prompt_cached_on_the_decode_node_needs_no_prefill_node() -> Result<()> {
     let (cluster, client) = client(ClusterSpec::smollm2()).await?;
     let run = longest();
     for round in 0..2 {
@@ -215,7 +215,7 @@ async fn three_prefill_and_two_decode_nodes() -> Result<()> {
 }
 
 #[tokio::test]
-async fn a_forced_retry_at_token_0_1_and_20() -> Result<()> {
+async fn forced_retry_at_token_0_1_and_20_loses_no_token() -> Result<()> {
     let run = longest();
     for kill_after in [0, 1, 20] {
         let (mut cluster, client) = client(ClusterSpec::smollm2().nodes(1, 2)).await?;

@@ -177,7 +177,7 @@ async fn answers_match_their_schema_or_expression_streamed_and_whole() -> Result
 }
 
 #[tokio::test]
-async fn lengths_stops_and_ignored_ends_go_together_with_a_schema() -> Result<()> {
+async fn max_tokens_stop_strings_and_ignore_eos_combine_with_a_schema() -> Result<()> {
     let (cluster, client) = start(ClusterSpec::smollm2()).await?;
     let whole = chat(QUESTION, json!({"response_format": response_format(person())}));
     let (text, _) = ask(&client, &whole, false).await?;
@@ -225,7 +225,7 @@ fn long_body(more: Value) -> Value {
 }
 
 #[tokio::test]
-async fn a_forced_retry_goes_on_inside_the_grammar() -> Result<()> {
+async fn forced_retry_resumes_inside_the_grammar() -> Result<()> {
     let mut whole = None;
     for kill_after in [None, Some(0), Some(1), Some(9)] {
         let (mut cluster, client) = start(ClusterSpec::smollm2().nodes(1, 2)).await?;
@@ -259,7 +259,7 @@ async fn a_forced_retry_goes_on_inside_the_grammar() -> Result<()> {
 }
 
 #[tokio::test]
-async fn a_mixed_batch_brings_what_each_brings_alone_with_guesses_and_without() -> Result<()> {
+async fn mixed_batch_matches_single_requests_with_and_without_speculative_decoding() -> Result<()> {
     let mut first = None;
     for speculate in ["off", "ngram"] {
         let spec = ClusterSpec::smollm2().set("BATON_NODE_SPECULATE", speculate);
@@ -284,7 +284,7 @@ async fn a_mixed_batch_brings_what_each_brings_alone_with_guesses_and_without() 
 }
 
 #[tokio::test]
-async fn hostile_grammars_are_refused_with_their_field_and_hurt_nobody() -> Result<()> {
+async fn hostile_grammars_are_rejected_with_their_field_and_disturb_no_request() -> Result<()> {
     let (cluster, client) = start(ClusterSpec::smollm2()).await?;
     let nested = (0..60).fold(json!(true), |inner, _| json!({"type": "array", "items": inner}));
     let names = (0..3000).map(|index| (format!("key_{index:020}"), json!({"type": "string"})));
@@ -343,7 +343,7 @@ async fn hostile_grammars_are_refused_with_their_field_and_hurt_nobody() -> Resu
 }
 
 #[tokio::test]
-async fn grpc_takes_a_grammar_too() -> Result<()> {
+async fn grpc_accepts_a_grammar() -> Result<()> {
     let cluster = Cluster::start(ClusterSpec::smollm2()).await?;
     let mut client = InferenceClient::connect(cluster.grpc()).await?;
     let request = |kind| {

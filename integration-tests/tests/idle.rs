@@ -17,7 +17,7 @@ const WINDOW: Duration = Duration::from_secs(2);
 const TICKS_MAX: u64 = 40;
 
 #[tokio::test]
-async fn an_idle_cluster_is_small_and_does_not_spin() -> Result<()> {
+async fn idle_cluster_uses_little_memory_and_cpu() -> Result<()> {
     let (mut cluster, client) = {
         // Populating a large arena takes half a core for seconds.
         let spec = ClusterSpec::smollm2().set("BATON_NODE_KV_MEMORY", "64MiB");

@@ -168,8 +168,7 @@ async fn wait_nodes(client: &Client, name: &str, wanted: [u64; 2]) -> Result<()>
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn each_name_is_answered_by_its_model_and_one_that_dies_leaves_the_other_alone() -> Result<()>
-{
+async fn each_model_name_is_served_by_its_nodes_and_a_dead_model_disturbs_no_other() -> Result<()> {
     let model = tempfile::tempdir()?;
     folder::write_tiny_config(model.path(), 256)?;
     folder::write_tokenizer(&smollm2(), model.path())?;

@@ -46,7 +46,7 @@ async fn python(args: Vec<String>) -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn whatever_is_sent_is_answered_as_described() -> Result<()> {
+async fn responses_match_the_openapi_description() -> Result<()> {
     let cluster = small_cluster().await?;
     // The check that all described data is accepted is left out: the description does not include
     // limits of the template and of the context.
@@ -63,7 +63,7 @@ async fn whatever_is_sent_is_answered_as_described() -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn streamed_chunks_are_as_described() -> Result<()> {
+async fn streamed_chunks_match_the_openapi_description() -> Result<()> {
     let cluster = small_cluster().await?;
     let script = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/openapi_stream.py");
     python(vec![script.to_owned(), cluster.http()]).await?;

@@ -145,12 +145,12 @@ async fn loses_a_rank(end: End) -> Result<()> {
 }
 
 #[tokio::test]
-async fn a_killed_rank_ends_its_requests_typed_and_its_node_which_comes_back() -> Result<()> {
+async fn killed_rank_fails_its_requests_and_its_node_recovers() -> Result<()> {
     loses_a_rank(End::Killed).await
 }
 
 #[tokio::test]
-async fn a_stopped_rank_ends_its_requests_typed_and_its_node() -> Result<()> {
+async fn stopped_rank_fails_its_requests_and_its_node_exits() -> Result<()> {
     loses_a_rank(End::Stopped).await
 }
 
@@ -173,8 +173,7 @@ fn refused(ranks: &str, device: &str) -> Result<(Option<i32>, String)> {
 }
 
 #[test]
-fn a_number_of_ranks_that_the_model_does_not_allow_is_refused_with_those_that_it_does() -> Result<()>
-{
+fn unsupported_rank_count_is_rejected_with_the_supported_ones() -> Result<()> {
     for (ranks, device, expected, words) in [
         ("2", "cpu", 1, &["node.tp = 2: ", "model's 3 KV heads", "allowed: 1, 3"][..]),
         ("4", "auto", 1, &["node.tp = 4: ", "allowed: 1, 3"]),
@@ -199,7 +198,7 @@ fn shared_memory_of(id: u32) -> Vec<String> {
 }
 
 #[test]
-fn a_node_that_is_told_to_stop_while_its_ranks_load_leaves_no_memory_behind() -> Result<()> {
+fn node_stopped_while_its_ranks_load_leaks_no_shared_memory() -> Result<()> {
     let mut command = Command::new(bin_dir().join("baton-decode-node"));
     let mut node = command
         .env("BATON_MODEL_PATH", smollm2())
@@ -229,7 +228,7 @@ fn a_node_that_is_told_to_stop_while_its_ranks_load_leaves_no_memory_behind() ->
 
 /// Uses the internal flag of rank processes by hand.
 #[test]
-fn a_rank_that_no_node_has_started_ends_with_a_line() -> Result<()> {
+fn rank_process_without_a_node_exits_with_an_error() -> Result<()> {
     let spec = format!("baton-{:032x}-1-ranks:0/2", 5);
     for (spec, code, words) in [
         (spec.as_str(), 1, "rank 0 of 2: the node that started the rank has ended"),
@@ -245,7 +244,7 @@ fn a_rank_that_no_node_has_started_ends_with_a_line() -> Result<()> {
 }
 
 #[tokio::test]
-async fn a_killed_node_takes_its_ranks_with_it_and_leaves_no_memory() -> Result<()> {
+async fn killed_node_ends_its_ranks_and_leaks_no_shared_memory() -> Result<()> {
     let mut cluster = Cluster::start(spec().nodes(0, 1).set(TP, RANKS)).await?;
     let node = &mut cluster.decode[0];
     let (id, ranks) = (node.id(), children(node.id()));

@@ -142,7 +142,7 @@ fn write_model(path: &Path) -> Result<()> {
 }
 
 #[tokio::test]
-async fn answers_of_a_sentence_piece_model_are_read_as_its_tokenizer_writes_them() -> Result<()> {
+async fn sentence_piece_answers_are_detokenized_correctly() -> Result<()> {
     let folder = tempfile::tempdir()?;
     let model = folder.path().join("pieces.gguf");
     write_model(&model)?;

@@ -59,7 +59,7 @@ fn cpus_for_several_nodes_are_refused_in_one_line() -> Result<()> {
 }
 
 #[test]
-fn once_answers_shows_figures_and_stops_cleanly() -> Result<()> {
+fn once_prints_an_answer_with_statistics_and_stops_cleanly() -> Result<()> {
     let mut up = start(&["--sample", "--once"])?;
     let mut answer = String::new();
     up.child.stdout.take().expect("stdout is piped").read_to_string(&mut answer)?;
@@ -72,7 +72,7 @@ fn once_answers_shows_figures_and_stops_cleanly() -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn as_many_nodes_and_the_number_format_that_were_asked_for_serve() -> Result<()> {
+async fn requested_node_counts_and_dtype_are_used() -> Result<()> {
     let mut up = start(&["--prefill", "2", "--decode", "2", "--dtype", "f32"])?;
     let client = up.client()?;
     let loaded = up.lines.seen().iter().filter(|line| line.contains("loaded the weights"));
@@ -90,7 +90,7 @@ async fn as_many_nodes_and_the_number_format_that_were_asked_for_serve() -> Resu
 
 /// Nobody reads the output, as with a paused terminal. A pipe holds 64 KiB.
 #[test]
-fn a_log_that_nobody_reads_does_not_hold_up_the_end() -> Result<()> {
+fn unread_log_does_not_delay_the_shutdown() -> Result<()> {
     let model = smollm2().display().to_string();
     let mut child = Command::new(bin_dir().join("baton"))
         .args(["up", "--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0", "--model", &model])
@@ -139,7 +139,7 @@ fn make_run_once_streams_an_answer_and_ends() -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_dead_child_comes_back_and_an_interrupt_stops_everything() -> Result<()> {
+async fn dead_child_is_restarted_and_an_interrupt_stops_all_processes() -> Result<()> {
     let mut up = start(&["--decode", "2"])?;
     let client = up.client()?;
     let body = json!({"prompt": "The capital of France is", "max_tokens": 4, "temperature": 0});
@@ -173,7 +173,7 @@ async fn wait_decode_nodes(client: &Client, count: u32) -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_dead_router_is_reported_and_comes_back_at_its_address() -> Result<()> {
+async fn dead_router_is_reported_and_restarted_at_its_address() -> Result<()> {
     let mut up = start(&[])?;
     let client = up.client()?;
     kill_child(&up, "baton-router")?;
@@ -189,7 +189,7 @@ async fn a_dead_router_is_reported_and_comes_back_at_its_address() -> Result<()>
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_configuration_file_has_its_say() -> Result<()> {
+async fn configuration_file_is_applied() -> Result<()> {
     let folder = tempfile::tempdir()?;
     let path = folder.path().join("baton.toml");
     let model = format!("path = {:?}\nname = \"capitals\"", smollm2());
@@ -227,7 +227,7 @@ async fn a_configuration_file_has_its_say() -> Result<()> {
 }
 
 #[test]
-fn killing_it_leaves_no_child_behind() -> Result<()> {
+fn killed_baton_up_leaves_no_child_running() -> Result<()> {
     let mut up = start(&[])?;
     up.client()?;
     let children = up.children();
@@ -245,7 +245,7 @@ fn killing_it_leaves_no_child_behind() -> Result<()> {
 }
 
 #[test]
-fn a_wrong_model_or_a_taken_port_ends_with_one_clear_line() -> Result<()> {
+fn invalid_model_or_used_port_is_reported_in_one_line() -> Result<()> {
     let run = |args: &[&str]| -> Result<(Option<i32>, String)> {
         let output = command::output(Command::new(bin_dir().join("baton")).arg("up").args(args))?;
         Ok((output.status.code(), String::from_utf8_lossy(&output.stderr).into_owned()))

@@ -30,7 +30,7 @@ pub struct Target {
     pub name: String,
     process: u32,
     data: String,
-    notice: String,
+    control: String,
     epoch: Epoch,
     identity: Identity,
 }
@@ -50,7 +50,7 @@ impl Target {
             name: service.name.clone(),
             process: service.id(),
             data: service.ready.data.trim_start_matches("tcp://").to_owned(),
-            notice: notice_endpoint,
+            control: notice_endpoint,
             epoch: Epoch::from_bytes(&epoch).context("an epoch has 16 bytes")?,
             identity: identity_from_wire(identity.context("no identity")?)?,
         })
@@ -135,7 +135,7 @@ impl Target {
         dealer.set_linger(0)?;
         dealer.set_plain_username(Some("baton"))?;
         dealer.set_plain_password(Some(&keys.zap_password(self.epoch)))?;
-        dealer.connect(&self.notice)?;
+        dealer.connect(&self.control)?;
         let hello = ControlMessage::untraced(Body::Hello(Hello {
             identity: self.identity.clone(),
             // No process listens on the discard port.

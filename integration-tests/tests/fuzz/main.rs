@@ -106,7 +106,7 @@ replays! {
     tokenizers_are_read_or_refused: "tokenizer_json";
     settings_of_tokenizers_are_read_or_refused: "tokenizer_config";
     chat_templates_are_rendered_or_refused: "chat_template";
-    notices_of_peers_are_read_or_refused: "notice";
+    control_messages_are_decoded_or_rejected: "control_message";
     headers_of_chunks_are_read_or_refused: "data_frame";
     bodies_of_requests_are_read_or_refused: "http_body";
     configurations_of_services_are_read_or_refused: "config_toml";
@@ -115,7 +115,7 @@ replays! {
 }
 
 #[test]
-fn the_corpus_is_what_its_writer_writes() {
+fn committed_corpus_matches_its_generator() {
     let write = std::env::var_os("BATON_WRITE_CORPUS").is_some();
     for (target, name, seed) in seeds::all() {
         let path = corpus(target).join(name);
@@ -130,7 +130,7 @@ fn the_corpus_is_what_its_writer_writes() {
 
 /// Tests the limits themselves with a decoder that exceeds them.
 #[test]
-fn a_large_allocation_and_a_panic_are_seen() {
+fn large_allocation_and_panic_are_detected() {
     let (_, bytes) = counting::most_bytes(|| drop(std::hint::black_box(vec![1u8; 3 << 20])));
     assert!((3 << 20..4 << 20).contains(&bytes), "{bytes}");
     let hungry = |_: &[u8]| drop(std::hint::black_box(vec![1u8; BYTES_MAX + (1 << 20)]));

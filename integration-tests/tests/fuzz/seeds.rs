@@ -77,7 +77,7 @@ pub fn all() -> Vec<(&'static str, String, Vec<u8>)> {
         add("chat_template", name, template.into());
     }
     for (name, body) in control_messages() {
-        add("notice", name, envelope(body).encode_to_vec());
+        add("control_message", name, envelope(body).encode_to_vec());
     }
     let header = frame::Header { transfer: TransferId(7 << 100), chunk: 3, payload_bytes: 4 << 20 };
     add("data_frame", "chunk", header.to_bytes().to_vec());

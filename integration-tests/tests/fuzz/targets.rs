@@ -43,7 +43,7 @@ pub const TARGETS: [(&str, Target); 14] = [
     ("tokenizer_json", fuzz_tokenizer_json),
     ("tokenizer_config", fuzz_tokenizer_config),
     ("chat_template", fuzz_chat_template),
-    ("notice", fuzz_notice),
+    ("control_message", fuzz_control_message),
     ("data_frame", fuzz_data_frame),
     ("http_body", fuzz_http_body),
     ("config_toml", fuzz_config_toml),
@@ -156,7 +156,7 @@ pub fn fuzz_chat_template(data: &[u8]) {
 }
 
 /// Decodes control messages of a peer with the secret, and of one without it.
-pub fn fuzz_notice(data: &[u8]) {
+pub fn fuzz_control_message(data: &[u8]) {
     let keys = Keys::derive(&ClusterSecret::new([7; 32]).expect("the secret is long enough"));
     let mut verifier = Verifier::new(keys, Epoch(2));
     let _ = verifier.verify(&[data]);

@@ -114,7 +114,7 @@ const NEEDED: [&str; 5] =
     ["config.json", "generation_config.json", WEIGHTS, "tokenizer.json", "tokenizer_config.json"];
 
 #[test]
-fn what_a_model_needs_is_fetched_once_and_nothing_else() -> Result<()> {
+fn only_needed_files_are_downloaded_and_only_once() -> Result<()> {
     let hub = Hub::start(tiny())?;
     let machine = Machine::new(&hub)?;
     let path = machine.fetch(&["hf:acme/tiny"])?;
@@ -164,7 +164,7 @@ fn one_gguf_file_is_fetched_alone() -> Result<()> {
 }
 
 #[test]
-fn a_download_that_breaks_off_goes_on_where_it_broke() -> Result<()> {
+fn interrupted_download_resumes_where_it_stopped() -> Result<()> {
     let kept = 123_457;
     let cut_once = [(WEIGHTS.to_owned(), kept)].into();
     let hub = Hub::start(Behaviour { cut_once, ..tiny() })?;
@@ -180,7 +180,7 @@ fn a_download_that_breaks_off_goes_on_where_it_broke() -> Result<()> {
 }
 
 #[test]
-fn a_damaged_file_is_refused_and_not_kept() -> Result<()> {
+fn corrupt_download_is_rejected_and_deleted() -> Result<()> {
     let damaged = [WEIGHTS.to_owned()].into();
     let hub = Hub::start(Behaviour { damaged, ..tiny() })?;
     let machine = Machine::new(&hub)?;
@@ -196,7 +196,7 @@ fn a_damaged_file_is_refused_and_not_kept() -> Result<()> {
 }
 
 #[test]
-fn a_model_that_wants_a_token_says_so() -> Result<()> {
+fn gated_model_without_a_token_is_reported() -> Result<()> {
     let token = Some("hf_right".to_owned());
     let hub = Hub::start(Behaviour { token, ..tiny() })?;
     let machine = Machine::new(&hub)?;
@@ -217,7 +217,7 @@ fn a_model_that_wants_a_token_says_so() -> Result<()> {
 }
 
 #[test]
-fn what_the_hub_does_not_have_is_named() -> Result<()> {
+fn missing_model_revision_or_file_is_reported() -> Result<()> {
     let hub = Hub::start(tiny())?;
     let machine = Machine::new(&hub)?;
     for (model, words) in [
@@ -233,7 +233,7 @@ fn what_the_hub_does_not_have_is_named() -> Result<()> {
 }
 
 #[test]
-fn offline_and_not_cached_says_what_to_do() -> Result<()> {
+fn uncached_model_offline_is_reported_with_a_remedy() -> Result<()> {
     let hub = Hub::start(tiny())?;
     let machine = Machine::new(&hub)?.with("HF_HUB_OFFLINE", "yes");
     let said = machine.refused(&["hf:acme/tiny"])?;
@@ -243,7 +243,7 @@ fn offline_and_not_cached_says_what_to_do() -> Result<()> {
 }
 
 #[test]
-fn a_hub_that_is_not_there_is_named() -> Result<()> {
+fn unreachable_hub_is_reported_with_its_address() -> Result<()> {
     let hub = Hub::start(tiny())?;
     let machine = Machine::new(&hub)?;
     let address = hub.address.to_string();
@@ -255,7 +255,7 @@ fn a_hub_that_is_not_there_is_named() -> Result<()> {
 
 /// Three processes need the same file at once: one downloads it, all use it.
 #[tokio::test]
-async fn a_cluster_serves_a_model_of_the_hub_that_was_not_here() -> Result<()> {
+async fn cluster_downloads_and_serves_an_uncached_model() -> Result<()> {
     let file = "SmolLM2-135M-Instruct.Q4_1.gguf";
     let content = Content::OnDisk(smollm2(), sha256(&std::fs::read(smollm2())?));
     let files = [(file.to_owned(), content)].into();
@@ -279,7 +279,7 @@ async fn a_cluster_serves_a_model_of_the_hub_that_was_not_here() -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn up_serves_a_model_of_the_hub_that_was_not_here() -> Result<()> {
+async fn up_downloads_and_serves_an_uncached_model() -> Result<()> {
     let file = "SmolLM2-135M-Instruct.Q4_1.gguf";
     let content = Content::OnDisk(smollm2(), sha256(&std::fs::read(smollm2())?));
     let files = [(file.to_owned(), content)].into();
@@ -315,7 +315,7 @@ async fn up_serves_a_model_of_the_hub_that_was_not_here() -> Result<()> {
 }
 
 #[test]
-fn up_ends_with_one_line_about_a_model_that_the_hub_does_not_have() -> Result<()> {
+fn up_reports_a_model_missing_on_the_hub_in_one_line() -> Result<()> {
     let hub = Hub::start(tiny())?;
     let machine = Machine::new(&hub)?;
     let output = command::output(

@@ -82,7 +82,7 @@ async fn dummy_weights_need_no_more_than_config_and_tokenizer() -> Result<()> {
 }
 
 #[tokio::test]
-async fn without_a_tokenizer_the_missing_file_is_named() -> Result<()> {
+async fn missing_tokenizer_file_is_reported() -> Result<()> {
     let folder = tempfile::tempdir()?;
     folder::write_tiny_config(folder.path(), 256)?;
     let path = folder.path().display().to_string();

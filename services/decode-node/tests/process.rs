@@ -138,7 +138,7 @@ impl Drop for Running {
 }
 
 #[test]
-fn a_node_says_where_it_is_answers_probes_and_ends_on_either_signal() {
+fn node_writes_its_ready_file_answers_probes_and_exits_on_either_signal() {
     let model = model();
     for signal in ["-TERM", "-INT"] {
         let mut node = Running::start(&model, &[]);
@@ -170,7 +170,7 @@ fn a_node_says_where_it_is_answers_probes_and_ends_on_either_signal() {
 }
 
 #[test]
-fn usage_errors_end_with_2_and_name_what_is_wrong() {
+fn usage_errors_exit_with_2_and_name_the_argument() {
     let model = model();
     let cases: [(Command, &[&str]); 8] = [
         (command(&model, &["--node-id", "a b"]), &["node.id", "a b"]),
@@ -206,7 +206,7 @@ fn usage_errors_end_with_2_and_name_what_is_wrong() {
 }
 
 #[test]
-fn what_cannot_work_ends_with_1_and_one_clear_line() {
+fn start_failures_exit_with_1_and_one_line() {
     let model = model();
     let taken = TcpListener::bind("127.0.0.1:0").unwrap();
     let taken = taken.local_addr().unwrap().to_string();
@@ -264,7 +264,7 @@ async fn begin_long_answer(node: &Running) -> tonic::Streaming<v1::DecodeEvent> 
 }
 
 #[tokio::test]
-async fn a_terminated_node_ends_its_work_first() {
+async fn terminated_node_finishes_its_requests() {
     let model = model();
     let mut node = Running::start(&model, &[]);
     let mut stream = begin_long_answer(&node).await;
@@ -279,7 +279,7 @@ async fn a_terminated_node_ends_its_work_first() {
 }
 
 #[tokio::test]
-async fn a_second_signal_ends_a_draining_node_at_once() {
+async fn second_signal_stops_a_draining_node_at_once() {
     let model = model();
     let mut node = Running::start(&model, &[]);
     let mut stream = begin_long_answer(&node).await;

@@ -36,7 +36,7 @@ async fn decode_node_of(
 }
 
 #[tokio::test]
-async fn an_answer_is_written_index_by_index() {
+async fn tokens_are_generated_in_index_order() {
     let (node, side, _model) = decode_node(&[]).await;
     let prompt = dummy_prompt(40, 1);
     let decoded = side.decode_alone(&attempt(&prompt, 20)).await;
@@ -58,7 +58,7 @@ async fn an_answer_is_written_index_by_index() {
 }
 
 #[tokio::test]
-async fn many_at_once_are_answered_as_each_alone() {
+async fn concurrent_requests_match_single_requests() {
     let (node, side, _model) = decode_node(&[]).await;
     let prompts: Vec<Vec<u32>> =
         (0..8).map(|seed| dummy_prompt(10 + 9 * seed, seed as u32)).collect();
@@ -103,7 +103,7 @@ async fn a_dropped_stream_frees_its_blocks_within_a_second() {
 }
 
 #[tokio::test]
-async fn a_full_node_is_busy_and_takes_requests_again_later() {
+async fn full_node_rejects_as_busy_and_accepts_again_later() {
     let (node, side, _model) =
         slow_decode_node(&[("node.slots", "1"), ("node.waiting_max", "1"), ("node.blocks", "64")])
             .await;
@@ -120,7 +120,7 @@ async fn a_full_node_is_busy_and_takes_requests_again_later() {
 }
 
 #[tokio::test]
-async fn wrong_fields_are_refused_by_name_and_disturb_nobody() {
+async fn invalid_fields_are_rejected_by_name_and_disturb_no_request() {
     let (node, side, _model) = decode_node(&[]).await;
     let good = attempt(&dummy_prompt(20, 1), 8);
     let expected = side.decode_alone(&good).await.ids;
@@ -170,7 +170,7 @@ async fn wrong_fields_are_refused_by_name_and_disturb_nobody() {
 }
 
 #[tokio::test]
-async fn a_second_start_of_an_attempt_already_exists() {
+async fn duplicate_attempt_is_rejected_as_already_existing() {
     let (node, side, _model) = decode_node(&[]).await;
     let long = attempt(&dummy_prompt(20, 1), 500);
     let mut first = side.try_decode(&long, None).await.unwrap();
@@ -186,7 +186,7 @@ async fn a_second_start_of_an_attempt_already_exists() {
 }
 
 #[tokio::test]
-async fn a_deadline_ends_the_attempt_that_has_it() {
+async fn deadline_cancels_only_its_own_attempt() {
     let (node, side, _model) = slow_decode_node(&[]).await;
     let mut observer = side.observe().await;
     let short = v1::Attempt { remaining_ms: 200, ..attempt(&dummy_prompt(20, 1), 1000) };
@@ -233,7 +233,7 @@ async fn observers_see_a_snapshot_then_numbered_changes() {
 }
 
 #[tokio::test]
-async fn a_drain_lets_work_end_and_takes_nothing_new() {
+async fn draining_node_finishes_requests_and_accepts_none() {
     let (node, side, _model) = decode_node(&[]).await;
     let mut observer = side.observe().await;
     let mut stream = side.try_decode(&attempt(&dummy_prompt(20, 1), 600), None).await.unwrap();
@@ -260,7 +260,7 @@ async fn a_drain_lets_work_end_and_takes_nothing_new() {
 }
 
 #[tokio::test]
-async fn a_drain_that_takes_too_long_ends_what_is_left() {
+async fn drain_timeout_cancels_the_remaining_requests() {
     let (node, side, _model) = slow_decode_node(&[("node.drain_timeout", "100ms")]).await;
     let stream = side.try_decode(&attempt(&dummy_prompt(20, 1), 1000), None).await.unwrap();
     let decoded = tokio::spawn(Decoded::of(stream));
@@ -271,7 +271,7 @@ async fn a_drain_that_takes_too_long_ends_what_is_left() {
 }
 
 #[tokio::test]
-async fn a_port_in_use_is_named_before_the_model_is_read() {
+async fn used_port_is_reported_before_the_model_is_loaded() {
     let (node, _side, model) = decode_node(&[]).await;
     let address = node.node.addresses().grpc.to_string();
     let flags = dummy_settings(model.path(), &[("node.grpc", &address)]);
@@ -336,7 +336,7 @@ impl Drop for Relay {
 }
 
 #[tokio::test]
-async fn a_caller_that_does_not_read_is_ended_alone() {
+async fn slow_caller_is_cancelled_without_disturbing_others() {
     let (node, side, _model) = decode_node(&[("node.blocks", "512")]).await;
     // A small window, so that the sockets buffer little.
     let endpoint =
@@ -383,7 +383,7 @@ async fn health_says_serving_until_the_drain() {
 }
 
 #[tokio::test]
-async fn garbage_and_silence_on_the_grpc_port_disturb_nobody() {
+async fn garbage_and_silence_on_the_grpc_port_disturb_no_request() {
     use tokio::io::{AsyncReadExt, AsyncWriteExt};
     let (node, side, _model) = decode_node(&[]).await;
     let address = node.node.addresses().grpc;

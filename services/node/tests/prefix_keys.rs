@@ -20,7 +20,7 @@ fn identity(model_fingerprint: u128, weight_version: u64) -> CacheIdentity {
 
 proptest! {
     #[test]
-    fn a_router_computes_the_keys_that_an_engine_caches_under(
+    fn router_and_engine_compute_equal_prefix_keys(
         model_fingerprint: u128,
         weight_version: u64,
         salt in "\\PC{0,40}",

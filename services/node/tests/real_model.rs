@@ -34,7 +34,7 @@ fn golden() -> Vec<GoldenRun> {
 }
 
 #[tokio::test]
-async fn the_reference_is_met_alone_and_handed_over() {
+async fn golden_tokens_match_with_and_without_hand_over() {
     let settings =
         settings(&smollm2(), "auto", &[("node.threads", "2"), ("node.kv_memory", "256MiB")]);
     let p = TestNode::start(Role::Prefill, settings.clone()).await;

@@ -34,7 +34,7 @@ async fn events_of(side: &Side, attempt: &v1::Attempt) -> (Vec<usize>, Vec<v1::T
 }
 
 #[tokio::test]
-async fn an_event_carries_several_tokens_and_the_answer_is_the_same() {
+async fn speculative_decoding_sends_several_tokens_per_event_and_changes_none() {
     let model = dummy_model();
     let plain = TestNode::start(Role::Decode, dummy_settings(model.path(), &[])).await;
     let ahead = TestNode::start(Role::Decode, dummy_settings(model.path(), SPECULATE)).await;
@@ -61,7 +61,7 @@ async fn an_event_carries_several_tokens_and_the_answer_is_the_same() {
 }
 
 #[tokio::test]
-async fn an_answer_that_changes_hands_is_written_ahead_too() {
+async fn speculative_decoding_works_after_a_hand_over() {
     let model = dummy_model();
     let p = TestNode::start(Role::Prefill, dummy_settings(model.path(), SPECULATE)).await;
     let d = TestNode::start(Role::Decode, dummy_settings(model.path(), SPECULATE)).await;

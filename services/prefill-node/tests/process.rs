@@ -32,7 +32,7 @@ impl Drop for Running {
 }
 
 #[tokio::test]
-async fn a_prefill_node_tells_its_role_and_ends_in_order() {
+async fn prefill_node_reports_its_role_and_shuts_down_in_order() {
     let folder = tempfile::tempdir().unwrap();
     let config = r#"{
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32,

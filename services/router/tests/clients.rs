@@ -47,7 +47,7 @@ async fn dropped_within_a_second(cluster: &Cluster, mut leave: impl AsyncFnMut()
 }
 
 #[tokio::test]
-async fn a_client_that_leaves_its_stream_cancels_both_nodes() {
+async fn disconnected_stream_cancels_both_nodes() {
     let cluster = Cluster::start(1, 1, ANSWER).await;
     cluster.prefill[0].behave(Behaviour::HangAfter(1));
     cluster.decode[0].behave(Behaviour::HangAfter(0));
@@ -62,7 +62,7 @@ async fn a_client_that_leaves_its_stream_cancels_both_nodes() {
 }
 
 #[tokio::test]
-async fn a_client_that_leaves_before_the_answer_cancels_both_nodes() {
+async fn client_disconnected_before_the_answer_cancels_both_nodes() {
     for stream in [false, true] {
         let cluster = Cluster::start(1, 1, ANSWER).await;
         cluster.prefill[0].behave(Behaviour::HangAfter(0));
@@ -106,7 +106,7 @@ async fn silent_client(cluster: &Cluster) -> TcpStream {
 /// Both the request's queue and the connection may detect the client. The metric counts one slow
 /// client.
 #[tokio::test]
-async fn a_client_that_does_not_read_ends_alone() {
+async fn slow_client_fails_without_disturbing_others() {
     let mut settings = settings();
     settings.front.slow_client_timeout = Duration::from_secs(1);
     settings.front.slow_client_events = 16;
@@ -151,7 +151,7 @@ async fn a_client_that_does_not_read_ends_alone() {
 /// Over HTTP/2 only the unread stream ends with the error. The connection and its other streams go
 /// on.
 #[tokio::test]
-async fn an_unread_stream_leaves_the_others_of_its_connection_alone() {
+async fn unread_stream_disturbs_no_other_stream_of_its_connection() {
     let mut settings = settings();
     settings.front.slow_client_timeout = Duration::from_secs(1);
     settings.front.slow_client_events = 4;
@@ -182,7 +182,7 @@ async fn an_unread_stream_leaves_the_others_of_its_connection_alone() {
 /// A client that reads an event now and then is not a slow client. Only the request's time-out
 /// applies.
 #[tokio::test]
-async fn a_client_that_reads_ever_so_slowly_has_the_time_of_its_request() {
+async fn very_slow_client_is_bounded_by_its_request_timeout() {
     let mut settings = settings();
     // Enough time for the first event on a busy machine, but not for all events.
     settings.front.timeout = Duration::from_secs(5);
@@ -227,7 +227,7 @@ async fn a_slow_but_steady_client_gets_everything() {
 }
 
 #[tokio::test]
-async fn a_silent_stream_says_that_it_lives() {
+async fn silent_stream_sends_keep_alive_comments() {
     let mut settings = settings();
     settings.front.keep_alive = Duration::from_millis(30);
     let cluster = Cluster::start_with(settings, 1, 1, ANSWER).await;
@@ -265,7 +265,7 @@ struct Thrown {
 }
 
 #[tokio::test]
-async fn garbage_on_either_port_disturbs_nobody() {
+async fn garbage_on_either_port_disturbs_no_request() {
     const ROUNDS: u64 = 60;
     let cluster = Cluster::start(1, 1, ANSWER).await;
     let ports = [cluster.router.http, cluster.router.grpc];
@@ -330,7 +330,7 @@ async fn garbage_on_either_port_disturbs_nobody() {
 }
 
 #[tokio::test]
-async fn draining_is_unready_at_once_and_lets_work_end() {
+async fn draining_router_is_unready_at_once_and_finishes_requests() {
     let cluster = Cluster::start(1, 1, ANSWER).await;
     for node in cluster.prefill.iter().chain(&cluster.decode) {
         node.pace(Duration::from_millis(40));
@@ -362,7 +362,7 @@ async fn draining_is_unready_at_once_and_lets_work_end() {
 }
 
 #[tokio::test]
-async fn what_drains_too_long_ends_with_one_typed_error() {
+async fn drain_timeout_ends_requests_with_one_typed_error() {
     let mut settings = settings();
     settings.drain_timeout = Duration::from_millis(200);
     let cluster = Cluster::start_with(settings, 1, 1, ANSWER).await;
@@ -379,7 +379,7 @@ async fn what_drains_too_long_ends_with_one_typed_error() {
 }
 
 #[tokio::test]
-async fn a_trace_goes_on_at_the_nodes() {
+async fn trace_context_is_passed_to_the_nodes() {
     let cluster = Cluster::start(1, 1, ANSWER).await;
     let trace = "0af7651916cd43dd8448eb211c80319c";
     let traceparent = format!("00-{trace}-b7ad6b7169203331-01");

@@ -51,7 +51,7 @@ fn expected() -> Vec<u32> {
 }
 
 #[tokio::test]
-async fn an_answer_goes_on_only_with_the_model_that_began_it() {
+async fn answer_resumes_only_on_the_model_that_started_it() {
     let cluster = two_models().await;
     let fails = Behaviour::FailAfter(3, FailureKind::Internal);
     cluster.decode[0].behave_in_turn(vec![fails, Behaviour::Serve]);
@@ -62,7 +62,7 @@ async fn an_answer_goes_on_only_with_the_model_that_began_it() {
 }
 
 #[tokio::test]
-async fn without_the_model_that_began_it_an_answer_ends_with_an_error() {
+async fn answer_fails_without_the_model_that_started_it() {
     let mut settings = settings();
     settings.front.waiting_timeout = Duration::from_secs(2);
     let mut cluster = two_models_with(settings).await;
@@ -78,7 +78,7 @@ async fn without_the_model_that_began_it_an_answer_ends_with_an_error() {
 }
 
 #[tokio::test]
-async fn an_answer_that_has_not_begun_may_move_to_another_model() {
+async fn answer_without_tokens_may_move_to_another_model() {
     let cluster = two_models().await;
     cluster.decode[0].behave(Behaviour::FailAfter(0, FailureKind::Internal));
     assert_eq!(ids_of(&chunks(&events(&cluster).await), 0), expected());
@@ -86,7 +86,7 @@ async fn an_answer_that_has_not_begun_may_move_to_another_model() {
 }
 
 #[tokio::test]
-async fn a_transfer_that_failed_because_token_0_ended_the_answer_costs_no_attempt() {
+async fn transfer_aborted_after_a_final_token_0_uses_no_attempt() {
     // The prefill node reports the end only after the decode node has aborted the transfer.
     for max_tokens in [1, 50] {
         let cluster = Cluster::start(1, 1, if max_tokens == 1 { ANSWER } else { "" }).await;

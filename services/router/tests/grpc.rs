@@ -204,7 +204,7 @@ async fn log_probabilities_come_with_their_tokens() {
 }
 
 #[tokio::test]
-async fn mistakes_have_a_status_that_names_the_field() {
+async fn invalid_requests_have_a_status_that_names_the_field() {
     let cluster = Cluster::start(1, 1, ANSWER).await;
     let with = |change: fn(&mut GenerateOptions)| {
         let mut options = options();
@@ -246,7 +246,7 @@ async fn mistakes_have_a_status_that_names_the_field() {
 }
 
 #[tokio::test]
-async fn a_deadline_of_the_clients_is_kept() {
+async fn client_deadline_is_applied() {
     let cluster = Cluster::start(1, 1, ANSWER).await;
     cluster.decode[0].behave(Behaviour::HangAfter(0));
     cluster.prefill[0].behave(Behaviour::HangAfter(1));
@@ -267,7 +267,7 @@ async fn a_deadline_of_the_clients_is_kept() {
 }
 
 #[tokio::test]
-async fn more_time_than_allowed_is_refused_as_a_field_and_brought_down_as_a_deadline() {
+async fn excessive_timeout_is_rejected_as_a_field_and_capped_as_a_deadline() {
     let mut settings = settings();
     settings.front.timeout_max = Duration::from_secs(1);
     let cluster = Cluster::start_with(settings, 1, 1, ANSWER).await;
@@ -331,7 +331,7 @@ async fn a_client_that_leaves_cancels_both_nodes_within_a_second() {
 
 /// Requests that fail before the handler are counted once, by cause.
 #[tokio::test]
-async fn messages_that_are_refused_are_counted() {
+async fn rejected_messages_are_counted() {
     let mut settings = settings();
     settings.front.body_bytes_max = 20 << 10;
     settings.front.bodies_bytes_max = 18 << 10;
@@ -383,7 +383,7 @@ async fn messages_that_are_refused_are_counted() {
 }
 
 #[tokio::test]
-async fn a_client_that_leaves_before_its_message_is_complete_is_counted_as_gone() {
+async fn client_disconnected_during_its_message_is_counted() {
     let cluster = Cluster::start(0, 1, ANSWER).await;
     let client = http_2();
     let stuck =
@@ -399,7 +399,7 @@ async fn a_client_that_leaves_before_its_message_is_complete_is_counted_as_gone(
 /// A client that does not read one stream of a connection does not delay the connection's other
 /// stream.
 #[tokio::test]
-async fn an_unread_stream_leaves_the_others_of_its_connection_alone() {
+async fn unread_stream_disturbs_no_other_stream_of_its_connection() {
     let mut settings = settings();
     settings.front.slow_client_timeout = Duration::from_secs(1);
     settings.front.slow_client_events = 4;
@@ -438,7 +438,7 @@ async fn an_unread_stream_leaves_the_others_of_its_connection_alone() {
 }
 
 #[tokio::test]
-async fn a_client_that_does_not_read_ends_alone() {
+async fn slow_client_fails_without_disturbing_others() {
     let mut settings = settings();
     settings.front.slow_client_timeout = Duration::from_millis(200);
     settings.front.slow_client_events = 4;
@@ -465,7 +465,7 @@ async fn a_client_that_does_not_read_ends_alone() {
 /// An unread response that fits into the queue does not block its request, but the request stays in
 /// flight.
 #[tokio::test]
-async fn an_answer_that_nobody_reads_is_in_work_until_it_is_given_up() {
+async fn unread_answer_is_in_flight_until_its_client_counts_as_slow() {
     let mut settings = settings();
     settings.front.slow_client_timeout = Duration::from_secs(2);
     // Space for the whole response, which with log-probabilities exceeds the HTTP/2 window of a
@@ -537,7 +537,7 @@ async fn health_follows_the_nodes_and_the_drain() {
 
 /// The router serves requests before it reports ready.
 #[tokio::test]
-async fn health_waits_for_nodes_that_meet_and_requests_do_not() {
+async fn readiness_waits_for_peer_connections_and_requests_do_not() {
     /// Longest time that readiness waits for peer connections.
     const MET_MAX: Duration = Duration::from_secs(2);
     // On a busy machine this time may be over before the first check.
@@ -574,7 +574,7 @@ async fn health_waits_for_nodes_that_meet_and_requests_do_not() {
 }
 
 #[tokio::test]
-async fn nodes_that_never_meet_keep_no_router_from_being_ready() {
+async fn missing_peer_connections_delay_readiness_only_briefly() {
     let (prefill, decode) = Cluster::nodes(1, 1, ANSWER);
     decode[0].keep_meeting(true);
     // Waits until the router is ready.
@@ -583,7 +583,7 @@ async fn nodes_that_never_meet_keep_no_router_from_being_ready() {
 }
 
 #[tokio::test]
-async fn health_says_at_once_that_the_router_drains() {
+async fn health_reports_a_drain_at_once() {
     let cluster = Cluster::start(1, 1, ANSWER).await;
     cluster.decode[0].behave(Behaviour::HangAfter(1));
     let channel = channel(&cluster).await;
@@ -669,7 +669,7 @@ fn unfinished(
 }
 
 #[tokio::test]
-async fn messages_that_are_not_complete_take_bounded_room() {
+async fn incomplete_messages_use_bounded_memory() {
     let mut settings = settings();
     settings.front.bodies_bytes_max = 64 << 10;
     let cluster = Cluster::start_with(settings, 1, 1, ANSWER).await;

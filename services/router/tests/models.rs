@@ -83,7 +83,7 @@ async fn a_request_is_answered_by_nodes_of_the_model_that_it_names() {
 }
 
 #[tokio::test]
-async fn every_name_is_listed_and_an_unknown_one_is_refused_with_them() {
+async fn unknown_model_is_rejected_with_the_list_of_models() {
     let cluster = two_models().await;
     let models = cluster.client.get("/v1/models").await.json();
     let names: Vec<(&str, &str)> = models["data"]
@@ -107,7 +107,7 @@ async fn every_name_is_listed_and_an_unknown_one_is_refused_with_them() {
 }
 
 #[tokio::test]
-async fn one_model_without_nodes_leaves_the_other_served() {
+async fn model_without_nodes_disturbs_no_other_model() {
     let mut settings = settings();
     settings.front.timeout = Duration::from_secs(3);
     let mut cluster = two_models_with(settings).await;
@@ -129,7 +129,7 @@ async fn one_model_without_nodes_leaves_the_other_served() {
 }
 
 #[tokio::test]
-async fn requests_that_wait_for_one_model_do_not_hold_up_another() {
+async fn requests_waiting_for_one_model_do_not_delay_another() {
     const WAITING: usize = 8;
     let mut settings = settings();
     settings.front.waiting_max = WAITING as u32;
@@ -166,7 +166,7 @@ async fn requests_that_wait_for_one_model_do_not_hold_up_another() {
 }
 
 #[tokio::test]
-async fn a_refused_request_counts_for_the_model_that_it_names() {
+async fn rejected_request_is_counted_for_its_model() {
     let cluster = two_models().await;
     let body = completion_of(&json!("latest"), json!({"max_tokens": -1}));
     assert_eq!(cluster.client.post("/v1/completions", &body).await.status, 400);
@@ -253,7 +253,7 @@ fn small_model(generation_config: &Value) -> ModelSource {
 }
 
 #[tokio::test]
-async fn what_generation_config_says_reaches_the_node_unless_the_client_says_otherwise() {
+async fn generation_config_supplies_default_sampling_options() {
     let model = small_model(&json!({"temperature": 0.25, "top_k": 7, "top_p": 0.5,
         "min_p": 0.125, "repetition_penalty": 1.5}));
     let decode = ScriptedNode::start(Role::Decode, "decode-0");

@@ -35,7 +35,7 @@ fn keys(value: &Value) -> Vec<&str> {
 }
 
 #[tokio::test]
-async fn a_whole_chat_answer_has_openais_shape() {
+async fn chat_response_has_openai_format() {
     let cluster = Cluster::start(1, 1, ANSWER).await;
     let answer = cluster.client.post("/v1/chat/completions", &chat(json!({}))).await;
     assert_eq!(answer.status, 200, "{answer:?}");
@@ -77,7 +77,7 @@ async fn a_whole_chat_answer_has_openais_shape() {
 }
 
 #[tokio::test]
-async fn a_streamed_chat_answer_has_openais_chunks() {
+async fn streamed_chat_response_has_openai_chunks() {
     let cluster = Cluster::start(1, 1, ANSWER).await;
     let body = chat(json!({"stream": true, "stream_options": {"include_usage": true}}));
     let mut stream = cluster.client.stream("/v1/chat/completions", &body).await;
@@ -103,7 +103,7 @@ async fn a_streamed_chat_answer_has_openais_chunks() {
 }
 
 #[tokio::test]
-async fn without_stream_options_no_chunk_speaks_of_usage() {
+async fn stream_without_stream_options_has_no_usage() {
     let cluster = Cluster::start(0, 1, ANSWER).await;
     for (path, body) in [
         ("/v1/chat/completions", chat(json!({"stream": true}))),
@@ -116,7 +116,7 @@ async fn without_stream_options_no_chunk_speaks_of_usage() {
 }
 
 #[tokio::test]
-async fn a_completion_has_openais_shape_whole_and_streamed() {
+async fn completion_has_openai_format_streamed_and_not() {
     let cluster = Cluster::start(1, 1, ANSWER).await;
     let answer = cluster.client.post("/v1/completions", &completion(json!({}))).await;
     let body = answer.json();
@@ -206,7 +206,7 @@ async fn sampling_options_reach_both_nodes_with_defaults_filled_in() {
 }
 
 #[tokio::test]
-async fn n_choices_are_attempts_of_their_own_with_seeds_of_their_own() {
+async fn n_choices_are_separate_attempts_with_separate_seeds() {
     let cluster = Cluster::start(1, 2, ANSWER).await;
     let body = chat(json!({"n": 3, "seed": 40}));
     let answer = cluster.client.post("/v1/chat/completions", &body).await.json();
@@ -388,7 +388,7 @@ async fn a_stop_string_can_be_part_of_the_answer_and_waits_for_the_least_tokens(
 }
 
 #[tokio::test]
-async fn a_stop_token_of_the_clients_is_named_and_gives_no_text() {
+async fn client_stop_token_is_reported_and_adds_no_text() {
     let cluster = Cluster::start(1, 1, ANSWER).await;
     let tokens = encode(ANSWER);
     let body = completion(json!({"stop_token_ids": [tokens[3]]}));
@@ -412,7 +412,7 @@ async fn ignored_ends_of_sequence_make_answers_of_an_exact_length() {
 }
 
 #[tokio::test]
-async fn figures_come_only_when_asked_for() {
+async fn statistics_are_sent_only_on_request() {
     let cluster = Cluster::start(1, 1, ANSWER).await;
     let asked = [("x-baton-figures", "1")];
     let expected = json!({"kv_bytes": 4096, "transfer_us": 81, "attempts": 1,
@@ -428,7 +428,7 @@ async fn figures_come_only_when_asked_for() {
 }
 
 #[tokio::test]
-async fn a_decode_node_that_needs_nobody_drops_the_prefill_node() {
+async fn decode_node_that_needs_no_peer_cancels_the_prefill_call() {
     let cluster = Cluster::start(1, 1, ANSWER).await;
     cluster.decode[0].behave(Behaviour::Alone);
     cluster.prefill[0].behave(Behaviour::HangAfter(0));
@@ -485,7 +485,7 @@ async fn every_answer_carries_the_clients_label_or_an_id() {
 }
 
 #[tokio::test]
-async fn models_health_and_metrics_tell_what_is_served() {
+async fn models_health_and_metrics_name_the_served_model() {
     let mut cluster = Cluster::start(1, 1, ANSWER).await;
     let models = cluster.client.get("/v1/models").await.json();
     assert_eq!(models["object"], "list");

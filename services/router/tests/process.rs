@@ -46,7 +46,7 @@ fn wait(child: &mut Child) -> ExitStatus {
 }
 
 #[test]
-fn a_wrong_flag_or_setting_is_a_usage_error() {
+fn invalid_flag_or_setting_is_a_usage_error() {
     for (arguments, word) in [
         (&["--no-such-flag"][..], "no-such-flag"),
         (&[], "model.path"),
@@ -59,7 +59,7 @@ fn a_wrong_flag_or_setting_is_a_usage_error() {
 }
 
 #[test]
-fn a_chat_template_that_is_not_there_is_named_with_its_setting() {
+fn missing_chat_template_is_reported_with_its_setting() {
     let models = ["--model-path", "/nowhere/a.gguf", "--router-models", "b=/nowhere/b.gguf"];
     for (flag, value, key) in [
         ("--model-chat-template", "/nowhere/t.jinja", "model.chat_template"),
@@ -74,7 +74,7 @@ fn a_chat_template_that_is_not_there_is_named_with_its_setting() {
 }
 
 #[test]
-fn a_model_that_is_not_there_is_a_failure() {
+fn missing_model_is_a_start_failure() {
     let (said, code) = ended(&["--model-path", "/nowhere/model.gguf"]);
     assert_eq!(code, Some(1), "{said}");
     assert!(said.contains("/nowhere/model.gguf"), "{said}");
@@ -114,7 +114,7 @@ fn gguf(tokens: &[&str], rows: u64) -> Vec<u8> {
 }
 
 #[test]
-fn a_tokenizer_of_another_model_is_refused_in_one_line_with_both_numbers() {
+fn tokenizer_of_another_model_is_rejected_with_both_vocabulary_sizes() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("model.gguf");
     std::fs::write(&file, gguf(&["a", "b", "c", "d", "e"], 4)).unwrap();
@@ -137,7 +137,7 @@ fn a_tokenizer_of_another_model_is_refused_in_one_line_with_both_numbers() {
 }
 
 #[test]
-fn a_signal_ends_a_router_that_is_still_reading_its_model() {
+fn signal_stops_a_router_that_is_loading_its_model() {
     const BYTES: usize = 100 << 20;
     let folder = tempfile::tempdir().unwrap();
     // Parsing takes far longer than the delivery of a signal.

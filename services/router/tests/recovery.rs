@@ -135,7 +135,7 @@ async fn a_decode_node_that_fails_is_replaced_over_prompt_and_emitted_tokens() {
 }
 
 #[tokio::test]
-async fn nodes_are_told_whom_they_will_meet_before_any_request() {
+async fn nodes_receive_their_peers_before_any_request() {
     let cluster = Cluster::start(1, 2, ANSWER).await;
     let met = |node: &ScriptedNode| node.met().into_iter().collect::<Vec<_>>();
     eventually("each node knows the nodes of the other role", async || {
@@ -147,7 +147,7 @@ async fn nodes_are_told_whom_they_will_meet_before_any_request() {
 }
 
 #[tokio::test]
-async fn a_killed_decode_node_costs_no_token_and_little_time() {
+async fn killed_decode_node_loses_no_token_and_little_time() {
     let mut cluster = Cluster::start(1, 2, ANSWER).await;
     for node in &cluster.decode {
         node.pace(Duration::from_millis(30));
@@ -174,7 +174,7 @@ async fn a_killed_decode_node_costs_no_token_and_little_time() {
 }
 
 #[tokio::test]
-async fn a_killed_prefill_node_is_noticed_at_once() {
+async fn killed_prefill_node_is_detected_at_once() {
     let mut cluster = Cluster::start(1, 1, ANSWER).await;
     cluster.prefill[0].behave(Behaviour::HangAfter(1));
     cluster.decode[0].behave_in_turn(vec![Behaviour::HangAfter(0), Behaviour::Serve]);
@@ -194,7 +194,7 @@ async fn a_killed_prefill_node_is_noticed_at_once() {
 }
 
 #[tokio::test]
-async fn a_frozen_decode_node_is_given_up_within_the_lease_and_half_a_second() {
+async fn stopped_decode_node_is_lost_within_the_lease_and_half_a_second() {
     let cluster = Cluster::start(1, 2, ANSWER).await;
     for node in &cluster.decode {
         node.behave_in_turn(vec![Behaviour::HangAfter(2), Behaviour::Serve]);
@@ -230,7 +230,7 @@ async fn short_silence_limit(prefill: usize, decode: usize) -> Cluster {
 const IDLE: Duration = Duration::from_secs(2);
 
 #[tokio::test]
-async fn a_node_that_falls_silent_counts_as_lost_although_its_connection_lives() {
+async fn silent_node_with_an_open_connection_counts_as_lost() {
     for silent_after in [0, 3] {
         let cluster = short_silence_limit(1, 2).await;
         let calls = || cluster.decode.iter().map(|node| node.calls().len()).collect::<Vec<_>>();
@@ -259,7 +259,7 @@ async fn a_silent_prefill_node_counts_as_lost() {
 }
 
 #[tokio::test]
-async fn a_prompt_may_be_read_for_long_while_its_node_reports_work() {
+async fn long_prefill_is_no_failure_while_its_node_reports_progress() {
     let cluster = short_silence_limit(1, 1).await;
     cluster.prefill[0].behave(Behaviour::HangAfter(0));
     cluster.decode[0].behave(Behaviour::NoKvFrom("prefill-0"));
@@ -294,7 +294,7 @@ async fn a_prompt_may_be_read_for_long_while_its_node_reports_work() {
 }
 
 #[tokio::test]
-async fn without_a_decode_node_until_the_deadline_there_is_one_error_event() {
+async fn stream_without_a_decode_node_gets_one_error_event_at_its_deadline() {
     let mut settings = settings();
     settings.front.timeout = Duration::from_secs(4);
     let mut cluster = Cluster::start_with(settings, 1, 1, ANSWER).await;
@@ -313,7 +313,7 @@ async fn without_a_decode_node_until_the_deadline_there_is_one_error_event() {
 }
 
 #[tokio::test]
-async fn a_decode_node_that_comes_back_in_time_takes_the_request_over() {
+async fn decode_node_restarted_before_the_deadline_takes_the_request_over() {
     let mut cluster = Cluster::start(1, 1, ANSWER).await;
     cluster.decode[0].behave(Behaviour::HangAfter(3));
     let mut stream = cluster.client.stream("/v1/completions", &streamed()).await;
@@ -436,7 +436,7 @@ async fn attempts_without_a_token_are_bounded() {
 }
 
 #[tokio::test]
-async fn transfers_that_keep_failing_end_with_a_decode_node_alone() {
+async fn repeated_transfer_failures_fall_back_to_a_decode_node_alone() {
     let cluster = Cluster::start(2, 1, ANSWER).await;
     let failing = Behaviour::FailAfter(0, FailureKind::TransferFailed);
     cluster.decode[0].behave_in_turn(vec![failing.clone(), failing, Behaviour::Serve]);
@@ -450,7 +450,7 @@ async fn transfers_that_keep_failing_end_with_a_decode_node_alone() {
 }
 
 #[tokio::test]
-async fn busy_nodes_are_waited_for() {
+async fn request_waits_for_busy_nodes() {
     let cluster = Cluster::start(1, 1, ANSWER).await;
     cluster.decode[0].behave(Behaviour::Refuse(Code::ResourceExhausted, "queue full"));
     let request = tokio::spawn({
@@ -495,7 +495,7 @@ async fn waiting_for_busy_nodes_is_bounded_in_time_and_number() {
 /// No request waits for a prefill node: neither the request that finds all prefill nodes full, nor
 /// the next one, which does not try them during their back-off.
 #[tokio::test]
-async fn where_all_prefill_nodes_are_full_the_decode_node_works_alone() {
+async fn decode_node_prefills_if_all_prefill_nodes_are_full() {
     let cluster = Cluster::start(1, 1, ANSWER).await;
     cluster.prefill[0].behave(Behaviour::Refuse(Code::ResourceExhausted, "queue full"));
     cluster.decode[0].behave(Behaviour::NoKvFrom("prefill-0"));
@@ -521,7 +521,7 @@ async fn where_all_prefill_nodes_are_full_the_decode_node_works_alone() {
 
 /// At the decode node's own limit the request waits, and then uses both nodes.
 #[tokio::test]
-async fn where_both_kinds_are_full_the_request_waits() {
+async fn request_waits_if_nodes_of_both_roles_are_full() {
     let cluster = Cluster::start(1, 1, ANSWER).await;
     let full = Behaviour::Refuse(Code::ResourceExhausted, "queue full");
     for node in [&cluster.prefill[0], &cluster.decode[0]] {
@@ -589,7 +589,7 @@ fn first_token(id: u32) -> prefill_event::Event {
 }
 
 #[tokio::test]
-async fn a_contradiction_ends_the_request_with_one_typed_error() {
+async fn contradicting_tokens_fail_the_request_with_one_typed_error() {
     let ids = expected();
     let events =
         scripted(vec![first_token(ids[0])], vec![reserved(), decode_tokens(0, &[ids[0] + 1])])
@@ -600,7 +600,7 @@ async fn a_contradiction_ends_the_request_with_one_typed_error() {
 }
 
 #[tokio::test]
-async fn what_breaks_the_protocol_costs_an_attempt_but_no_token() {
+async fn protocol_violation_uses_an_attempt_and_loses_no_token() {
     let ids = expected();
     for decode in [
         vec![decode_tokens(0, &ids[..1])],
@@ -620,7 +620,7 @@ async fn what_breaks_the_protocol_costs_an_attempt_but_no_token() {
 }
 
 #[tokio::test]
-async fn repeated_tokens_are_shown_once() {
+async fn repeated_tokens_are_sent_to_the_client_once() {
     let ids = expected();
     let mut decode = vec![reserved()];
     for end in 1..=ids.len() {
@@ -640,7 +640,7 @@ async fn repeated_tokens_are_shown_once() {
 }
 
 #[tokio::test]
-async fn a_complete_answer_needs_no_last_word_of_its_node() {
+async fn complete_answer_needs_no_final_event() {
     // Every token has arrived when the node disconnects or falls silent.
     for behaviour in [Behaviour::CutAfter(7), Behaviour::HangAfter(7)] {
         let cluster = Cluster::start(1, 1, ANSWER).await;
@@ -679,7 +679,7 @@ async fn requests_go_to_the_least_loaded_nodes() {
 }
 
 #[tokio::test]
-async fn a_gap_in_a_nodes_events_means_observe_again() {
+async fn gap_in_node_events_restarts_the_observation() {
     let cluster = Cluster::start(1, 1, ANSWER).await;
     let node = &cluster.decode[0];
     assert_eq!(node.observed(), 1);

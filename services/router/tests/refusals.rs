@@ -42,7 +42,7 @@ fn check(answer: &Answer, status: u16, param: Option<&str>, words: &[&str]) {
 }
 
 #[tokio::test]
-async fn a_wrong_field_is_named_with_its_value_and_what_is_allowed() {
+async fn invalid_field_is_rejected_with_its_value_and_the_allowed_ones() {
     let cluster = Cluster::start(1, 1, ANSWER).await;
     for (field, value, words) in [
         ("max_tokens", json!(-1), &["-1", "1 to 2147483647"][..]),
@@ -108,7 +108,7 @@ async fn a_wrong_field_is_named_with_its_value_and_what_is_allowed() {
 }
 
 #[tokio::test]
-async fn prompts_that_cannot_be_served_say_why() {
+async fn unservable_prompts_are_rejected_with_the_reason() {
     let cluster = Cluster::start(1, 1, ANSWER).await;
     let long: Vec<u32> = vec![5; 9000];
     let text = "word ".repeat(100_000);
@@ -172,7 +172,7 @@ async fn prompts_that_cannot_be_served_say_why() {
 }
 
 #[tokio::test]
-async fn template_variables_that_the_router_sets_are_refused_by_name() {
+async fn reserved_template_variables_are_rejected_by_name() {
     let cluster = Cluster::start(1, 1, ANSWER).await;
     for name in ["messages", "tools", "documents", "add_generation_prompt", "bos_token"] {
         let mut body = good("/v1/chat/completions");
@@ -188,7 +188,7 @@ async fn template_variables_that_the_router_sets_are_refused_by_name() {
 }
 
 #[tokio::test]
-async fn bodies_that_are_no_requests_are_refused_with_the_position() {
+async fn invalid_bodies_are_rejected_with_the_position() {
     let mut settings = settings();
     settings.front.body_bytes_max = 1 << 20;
     let cluster = Cluster::start_with(settings, 1, 1, ANSWER).await;
@@ -236,7 +236,7 @@ async fn an_unknown_model_is_not_found() {
 }
 
 #[tokio::test]
-async fn too_many_requests_are_told_to_come_back() {
+async fn excess_requests_are_rejected_with_retry_after() {
     let mut settings = settings();
     settings.front.requests_max = 2;
     let cluster = Cluster::start_with(settings, 1, 1, ANSWER).await;
@@ -264,7 +264,7 @@ async fn too_many_requests_are_told_to_come_back() {
 }
 
 #[tokio::test]
-async fn without_a_decode_node_until_the_deadline_requests_are_told_to_retry() {
+async fn requests_without_a_decode_node_get_retry_after_at_their_deadline() {
     let mut settings = settings();
     settings.front.timeout = Duration::from_secs(2);
     let mut cluster = Cluster::start_with(settings, 1, 1, ANSWER).await;
@@ -300,7 +300,7 @@ async fn a_request_that_takes_too_long_ends_with_one_error() {
 }
 
 #[tokio::test]
-async fn what_a_node_can_never_serve_is_the_clients_mistake() {
+async fn request_beyond_node_limits_is_a_client_error() {
     let cluster = Cluster::start(1, 1, ANSWER).await;
     cluster.decode[0].behave(Behaviour::Refuse(tonic::Code::InvalidArgument, "tokens = 9: no"));
     let body = json!({"prompt": long_prompt()});
@@ -313,7 +313,7 @@ async fn what_a_node_can_never_serve_is_the_clients_mistake() {
 }
 
 #[tokio::test]
-async fn bodies_that_are_not_complete_take_bounded_room() {
+async fn incomplete_bodies_use_bounded_memory() {
     let mut settings = settings();
     settings.front.bodies_bytes_max = 64 << 10;
     let cluster = Cluster::start_with(settings, 1, 1, ANSWER).await;

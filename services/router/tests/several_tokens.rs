@@ -47,7 +47,7 @@ async fn ask(counts: &[usize], more: &Value) -> Value {
 }
 
 #[tokio::test]
-async fn text_usage_and_logprobs_do_not_depend_on_how_tokens_are_bundled() {
+async fn text_usage_and_logprobs_are_independent_of_tokens_per_event() {
     let count = encode(ANSWER).len() + 1;
     for counts in [vec![1; count], vec![1, count - 1], vec![count], vec![3, 2, count - 5]] {
         let answer = ask(&counts, &json!({})).await;

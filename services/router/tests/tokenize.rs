@@ -17,7 +17,7 @@ fn messages() -> Value {
 }
 
 #[tokio::test]
-async fn a_text_becomes_the_tokens_that_a_completion_of_it_has() {
+async fn tokenized_text_matches_the_prompt_of_a_completion() {
     let cluster = Cluster::start(1, 1, " ok").await;
     let answer = cluster.client.post("/tokenize", &json!({"model": MODEL, "prompt": TEXT})).await;
     let expected = json!({"count": encode(TEXT).len(), "max_model_len": 2048,
@@ -34,7 +34,7 @@ async fn a_text_becomes_the_tokens_that_a_completion_of_it_has() {
 }
 
 #[tokio::test]
-async fn a_conversation_becomes_the_tokens_that_a_chat_with_it_has() {
+async fn tokenized_conversation_matches_the_prompt_of_a_chat() {
     let cluster = Cluster::start(0, 1, " ok").await;
     for kwargs in [json!({}), json!({"add_generation_prompt": false})] {
         let mut body = json!({"messages": messages()});
@@ -48,7 +48,7 @@ async fn a_conversation_becomes_the_tokens_that_a_chat_with_it_has() {
 }
 
 #[tokio::test]
-async fn tokens_become_their_text_again() {
+async fn tokens_are_detokenized_to_their_text() {
     let cluster = Cluster::start(0, 1, " ok").await;
     let body = json!({"model": MODEL, "tokens": encode(TEXT)});
     let answer = cluster.client.post("/detokenize", &body).await;
@@ -63,7 +63,7 @@ async fn tokens_become_their_text_again() {
 }
 
 #[tokio::test]
-async fn mistakes_name_their_field() {
+async fn invalid_tokenize_requests_name_their_field() {
     let cluster = Cluster::start(0, 1, " ok").await;
     for (path, body, param) in [
         ("/tokenize", json!({}), "prompt"),
@@ -83,7 +83,7 @@ async fn mistakes_name_their_field() {
 }
 
 #[tokio::test]
-async fn a_text_too_long_to_be_tokenised_is_refused_with_the_limit() {
+async fn text_too_long_to_tokenize_is_rejected_with_the_limit() {
     const MEBIBYTE: usize = 1 << 20;
     let cluster = Cluster::start(0, 1, " ok").await;
     let long = "x".repeat(MEBIBYTE + 1);

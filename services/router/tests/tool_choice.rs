@@ -67,7 +67,7 @@ fn schema(function: &CallableFunction) -> Value {
 }
 
 #[tokio::test]
-async fn a_demanded_call_is_what_the_answer_is_held_to() {
+async fn required_call_constrains_the_answer() {
     let cluster = Cluster::start_with_template(HERMES, WEATHER).await;
     for (more, functions, several, reason) in [
         (json!({"tool_choice": "required"}), vec!["weather", "clock"], true, "tool_calls"),
@@ -111,7 +111,7 @@ async fn a_demanded_call_is_what_the_answer_is_held_to() {
 }
 
 #[tokio::test]
-async fn a_strict_function_is_held_to_its_schema_where_the_model_decides() {
+async fn strict_function_is_constrained_with_automatic_tool_choice() {
     let cluster = Cluster::start_with_template(HERMES, WEATHER).await;
     let tools = json!([
         function("weather", json!({"parameters": city(), "strict": true})),
@@ -134,7 +134,7 @@ async fn a_strict_function_is_held_to_its_schema_where_the_model_decides() {
 }
 
 #[tokio::test]
-async fn a_response_format_holds_for_answers_that_are_no_calls() {
+async fn response_format_applies_to_answers_without_calls() {
     let format = json!({"type": "json_schema", "json_schema": {"name": "n", "schema": city()}});
     let cluster = Cluster::start_with_template(HERMES, "{\"city\": \"Bonn\"}").await;
     let body = chat(json!({"response_format": format}));
@@ -165,7 +165,7 @@ async fn a_response_format_holds_for_answers_that_are_no_calls() {
 
 /// Checks that valid tools are accepted and invalid ones are rejected.
 #[tokio::test]
-async fn what_is_wrong_with_the_answers_own_format_is_said_of_its_field() {
+async fn invalid_response_format_is_rejected_with_its_field() {
     let cluster = Cluster::start_with_template(HERMES, WEATHER).await;
     let deep = (0..60).fold(json!(true), |inner, _| json!({"type": "array", "items": inner}));
     let format = |schema: Value| {
@@ -195,7 +195,7 @@ async fn what_is_wrong_with_the_answers_own_format_is_said_of_its_field() {
 }
 
 #[tokio::test]
-async fn schemas_that_cannot_be_followed_are_refused_with_their_function() {
+async fn unsupported_schemas_are_rejected_with_their_function() {
     let cluster = Cluster::start_with_template(HERMES, WEATHER).await;
     let deep = (0..60).fold(json!(true), |inner, _| json!({"type": "array", "items": inner}));
     let deep = json!({"type": "object", "properties": {"a": deep}});
@@ -249,7 +249,7 @@ async fn announcing(prefill: Option<u32>, decode: u32) -> Cluster {
 }
 
 #[tokio::test]
-async fn no_node_is_sent_a_grammar_that_it_does_not_announce() {
+async fn nodes_receive_no_grammar_version_that_they_do_not_announce() {
     let long = json!({"prompt": "It may rain. ".repeat(40), "max_tokens": 5});
     let with = |regex: bool| {
         let mut body = long.clone();
@@ -283,7 +283,7 @@ async fn no_node_is_sent_a_grammar_that_it_does_not_announce() {
 }
 
 #[tokio::test]
-async fn nodes_that_know_no_calls_are_not_sent_any() {
+async fn nodes_without_tool_call_support_receive_no_tool_calls() {
     let cluster = {
         let node = ScriptedNode::start(Role::Decode, "decode-0");
         node.answer_with(&encode(WEATHER));
@@ -346,7 +346,7 @@ async fn grpc_answer(
 }
 
 #[tokio::test]
-async fn grpc_offers_tools_and_tells_calls_as_http_does() {
+async fn grpc_tools_and_calls_match_http() {
     let written = format!("I look.\n{WEATHER}\n{WEATHER}");
     let cluster = Cluster::start_with_template(HERMES, &written).await;
     let tools =
@@ -419,7 +419,7 @@ async fn grpc_conversations_hold_calls_and_their_results() {
 }
 
 #[tokio::test]
-async fn grpc_refuses_what_is_no_tool_or_no_choice_by_its_field() {
+async fn grpc_rejects_invalid_tools_and_tool_choices_by_field() {
     let cluster = Cluster::start_with_template(HERMES, WEATHER).await;
     let tools = || vec![grpc_tool("f", "{}", false)];
     let with = |tools, tool_choice| ChatRequest { tools, tool_choice, ..grpc_chat() };

@@ -89,7 +89,7 @@ fn finish_reasons(chunks: &[Value]) -> Vec<&str> {
 }
 
 #[tokio::test]
-async fn calls_are_told_from_content_whole_and_streamed() {
+async fn tool_calls_are_separated_from_content_streamed_and_not() {
     let cluster = Cluster::start_with_template(HERMES, TWO_CALLS).await;
     let expected = |calls: &Value| {
         let ids = [&calls[0]["id"], &calls[1]["id"]];
@@ -179,7 +179,7 @@ async fn text_answer(cluster: &Cluster, mut body: Value, stream: bool) -> (Strin
 }
 
 #[tokio::test]
-async fn a_call_that_is_cut_short_is_text() {
+async fn incomplete_call_is_returned_as_text() {
     let cluster = Cluster::start_with_template(HERMES, TWO_CALLS).await;
     let cut = encode(TWO_CALLS).len() as u64 / 4;
     for stream in [false, true] {
@@ -195,7 +195,7 @@ async fn a_call_that_is_cut_short_is_text() {
 }
 
 #[tokio::test]
-async fn one_call_is_all_where_no_more_are_wanted() {
+async fn parallel_calls_can_be_disabled() {
     let cluster = Cluster::start_with_template(HERMES, TWO_CALLS).await;
     let body = chat(json!({"parallel_tool_calls": false, "stream": true}));
     let chunks = cluster.client.stream(PATH, &body).await.chunks().await;
@@ -210,7 +210,7 @@ async fn one_call_is_all_where_no_more_are_wanted() {
 }
 
 #[tokio::test]
-async fn llamas_bare_calls_are_read_and_other_objects_are_text() {
+async fn llama_bare_calls_are_parsed_and_other_objects_are_text() {
     let written = "{\"name\": \"weather\", \"parameters\": {\"city\": \"Cologne\"}}";
     let cluster = Cluster::start_with_template(LLAMA, written).await;
     let answer = cluster.client.post(PATH, &chat(json!({}))).await.json();
@@ -227,7 +227,7 @@ async fn llamas_bare_calls_are_read_and_other_objects_are_text() {
 }
 
 #[tokio::test]
-async fn tools_that_a_model_cannot_be_shown_are_refused() {
+async fn tools_without_template_support_are_rejected() {
     let cluster = Cluster::start(0, 1, "Hi").await;
     for path in [PATH, "/tokenize"] {
         let answer = cluster.client.post(path, &chat(json!({}))).await;

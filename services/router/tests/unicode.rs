@@ -23,7 +23,7 @@ fn user(content: &str) -> Value {
 }
 
 #[tokio::test]
-async fn every_text_reaches_the_model_and_comes_back_as_it_is() {
+async fn every_text_round_trips_unchanged() {
     let cluster = Cluster::start(0, 1, "").await;
     let model = model_text();
     for text in TEXTS {
@@ -48,7 +48,7 @@ async fn every_text_reaches_the_model_and_comes_back_as_it_is() {
 }
 
 #[tokio::test]
-async fn stop_strings_of_such_characters_end_an_answer() {
+async fn unicode_stop_strings_end_an_answer() {
     let cluster = Cluster::start(0, 1, "").await;
     for text in TEXTS {
         let (at, stop) = text.char_indices().nth(text.chars().count() / 2).unwrap();
@@ -68,7 +68,7 @@ async fn stop_strings_of_such_characters_end_an_answer() {
 }
 
 #[tokio::test]
-async fn half_a_pair_of_surrogates_is_refused_wherever_it_stands() {
+async fn lone_surrogate_is_rejected_in_every_field() {
     let cluster = Cluster::start(0, 1, "Hi").await;
     const CHAT: &str = "/v1/chat/completions";
     const TEXT: &str = "/v1/completions";
