@@ -419,7 +419,7 @@ impl Peer {
             .spawn()
             .unwrap();
         let lines = BufReader::new(child.stdout.take().unwrap()).lines();
-        let (sender, said) = channel();
+        let (sender, addresses) = channel();
         // The pipe must stay open after the only message.
         thread::spawn(move || {
             for line in lines.map_while(Result::ok) {
@@ -428,7 +428,7 @@ impl Peer {
                 }
             }
         });
-        let Ok(words) = said.recv_timeout(2 * TIMEOUT) else {
+        let Ok(words) = addresses.recv_timeout(2 * TIMEOUT) else {
             let _ = child.kill();
             panic!("the peer process has not started and was killed: {:?}", child.wait());
         };

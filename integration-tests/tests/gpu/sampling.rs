@@ -306,8 +306,8 @@ fn check_ranks_match_one_gpu(rank: Rank) {
                 "{what}, {vocabulary} tokens: the replay differs"
             );
             bytes.truncate(4096);
-            let said = rank.exchange(&bytes);
-            assert!(said.iter().all(|other| *other == bytes), "{what}: ranks differ");
+            let received = rank.exchange(&bytes);
+            assert!(received.iter().all(|other| *other == bytes), "{what}: ranks differ");
             turns += 1;
             asked += 2 * rows.len() as u64;
         };
