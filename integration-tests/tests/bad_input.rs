@@ -261,7 +261,7 @@ async fn garbage_on_data_ports_delays_no_hand_over_and_fills_no_memory() -> Resu
     traitor.join().expect("the authenticated attacker panicked")?;
     let rounds = strangers.join().expect("an unauthenticated attacker panicked")?;
     assert!(rounds >= 10, "{rounds}");
-    targets.iter().try_for_each(Target::turns_away)?;
+    targets.iter().try_for_each(Target::assert_rejects_unauthenticated)?;
     hand_over_is_golden(&client, &run, "after").await?;
     for service in cluster.all() {
         assert!(service.is_running(), "{} has ended", service.name);
