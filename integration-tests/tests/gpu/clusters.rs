@@ -179,7 +179,7 @@ impl Fixture {
             spec = spec.set("BATON_TRANSFER_TRANSPORT", transport);
             if transport == "nccl" {
                 // The nodes' settings differ: both sides of a pair use the smaller number.
-                let (name, sender) = ("BATON_TRANSFER_NCCL_BLOCKS", "8");
+                let (name, sender) = ("BATON_TRANSFER_NCCL_MAX_CTAS", "8");
                 spec.prefill_settings.insert(name.to_owned(), sender.to_owned());
             }
         }
