@@ -4,7 +4,7 @@
 //! Every rank has two slots, used in turn. Ranks exchange a piece in two steps:
 //! 1. A rank writes its piece and the piece's kind into its slot, then its exchange number (release).
 //! 2. The rank waits until each other rank's number is as high (acquire), checks that the other rank sent
-//! the same kind, and reads the other rank's slot.
+//!    the same kind, and reads the other rank's slot.
 //!
 //! A writer never waits for readers: a rank that shows number n + 1 has finished reading exchange n, and no
 //! rank writes exchange n + 2 into the slot of n before every rank shows n + 1. Long messages are split

@@ -3,14 +3,14 @@
 //! The order is vLLM's:
 //! 1. Log-probabilities are taken from the raw logits.
 //! 2. Tokens that the sequence's grammar does not allow are masked, and stop tokens while the output has
-//! fewer than `min_tokens`.
+//!    fewer than `min_tokens`.
 //! 3. Repetition penalty (prompt and output), then frequency and presence penalty (output).
 //! 4. A temperature below 1e-5 is greedy: the greatest logit, the lowest id among equals.
 //! 5. Otherwise `p = exp((logit − greatest) / temperature)`; p below e⁻⁸⁷ of the best is 0.
 //! 6. min-p keeps tokens with at least `min_p` of the best token's probability.
 //! 7. top-k keeps the k most likely of those, and tokens as likely as the k-th.
 //! 8. top-p keeps the most likely of the remaining tokens until their share of the probability reaches
-//! `top_p`; among equals the lower id comes first.
+//!    `top_p`; among equals the lower id comes first.
 //! 9. One of the kept tokens is drawn (see `sample/draw.rs`).
 //!
 //! The arithmetic is the same at every level and thread count.

@@ -6,7 +6,7 @@
 //! 2. A worker *enters* by counting itself in `state`, which succeeds only while the job is open.
 //! 3. All threads inside, including the caller, claim task numbers until none is left.
 //! 4. The caller closes the job and waits for the workers inside. It does not wait for a worker that was
-//! never scheduled: on a busy machine the caller does the work alone.
+//!    never scheduled: on a busy machine the caller does the work alone.
 //!
 //! Between regions a worker spins for some tens of microseconds and then parks, so that an idle pool uses
 //! no CPU time.

@@ -6,8 +6,8 @@
 //!   written leave through [`Action::KvWritten`]; token 0 ends the sequence. The outgoing transfer holds
 //!   the blocks until [`Input::TransferEnded`].
 //! * `Receive` (decode node): blocks are reserved as soon as enough are available, and leave through
-//!   [`Action::Reserve`]. After [`Input::KvArrived`] they belong to the sequence, which decodes from index
-//!   + 1 on. After [`Input::TransferEnded`] without arrival the sequence has failed and its blocks are
+//!   [`Action::Reserve`]. After [`Input::KvArrived`] they belong to the sequence, which decodes from the next
+//!   index on. After [`Input::TransferEnded`] without arrival the sequence has failed and its blocks are
 //!   free. When less than one block is not cached, the sequence is *alone*: it is a `Compute` from then on.
 //!
 //! A transfer may outlive its sequence. The scheduler knows a transfer for every accepted `Send`, and for a

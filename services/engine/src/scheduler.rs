@@ -3,13 +3,13 @@
 //!
 //! Life of a sequence in the scheduler (the [`event`](crate::event) docs describe the node's view):
 //! 1. `handle(Arrived)` rejects or queues the sequence. A `Send` waits until its transfer is ready, a
-//! `Receive` until blocks can be reserved (at once where possible), a `Compute` until a plan has room.
+//!    `Receive` until blocks can be reserved (at once where possible), a `Compute` until a plan has room.
 //! 2. Admission looks up the prefix cache and takes every block of the known tokens, so that prefill never
-//! waits for blocks in the middle of a prompt.
+//!    waits for blocks in the middle of a prompt.
 //! 3. `plan` gives each running row its part of the step's token budget. There are no prefill and decode
-//! phases: a row has one or many tokens that are not computed yet.
+//!    phases: a row has one or many tokens that are not computed yet.
 //! 4. `complete` processes the result: the row's KV is written, full blocks enter the prefix cache, and a
-//! sampled token may end the sequence.
+//!    sampled token may end the sequence.
 //!
 //! A plan is made before the results of the steps in flight are known, so positions and lengths of a
 //! running row are upper bounds. A stop is seen one step late. The block for the surplus token was taken

@@ -211,7 +211,7 @@ fn merges(schema: &Map<String, Value>) -> bool {
     let lists = ["items", "prefixItems", "additionalItems"];
     schema.contains_key("allOf")
         || combined > 1
-        || (combined == 1 && own.iter().chain(&lists).any(|keyword| has(keyword)))
+        || (combined == 1 && own.iter().chain(&lists).any(has))
 }
 
 /// `coefficient / 10^places`, as llguidance reads a `multipleOf`.
