@@ -45,7 +45,8 @@ check: fmt lint test ## What a commit must pass.
 fmt: ## Formatting, checked.
 	$(CARGO) fmt --all --check
 
-lint: ## Lints, warnings are errors.
+lint: ## Lints (warnings are errors), and words that have a standard term.
+	deploy/terms.sh
 	$(CARGO) clippy --locked --workspace --all-targets -- -D warnings
 
 bench: build ## Engine speed on this machine, as a table.

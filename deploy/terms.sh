@@ -6,12 +6,12 @@ cd "$(dirname "$0")/.."
 # A pattern (extended, Perl-compatible) and the term to use instead.
 terms=(
     '\b[Mm]ultiprocessors?\b(?! \(SM)|SM (streaming multiprocessor)'
-    '\b[Gg]reet(s|ed|ing|ings)?\b|handshake, connect'
+    '\b[Gg]reet(s|ed|ings)?\b|handshake, connect'
     '\b[Gg]uess(es|ed|ing)? (ahead|right)\b|speculative decoding, draft tokens, accepted'
     '\b[Rr]ecorded steps?\b|CUDA graph'
     '\b[Ss]ums? (of|over) (the )?(ranks|GPUs)\b|all-reduce'
     '\b[Cc]arriers?\b|transport'
-    '\b[Nn]otices?\b|control message'
+    '(?<!["._])\b[Nn]otices?\b(?! 1")|control message'
     '\b([Pp]atience|PATIENCE)\b|time-out, deadline'
     '\b[Uu]nder way\b|in flight, running, in progress'
     '\bin work\b|in flight, running'

@@ -111,7 +111,7 @@ pub struct Ready {
     #[serde(default)]
     pub metrics: String,
     #[serde(default)]
-    pub notice: String,
+    pub control: String,
     #[serde(default)]
     pub data: String,
 }

@@ -158,7 +158,7 @@ async fn garbage_on_every_port_disturbs_no_request() -> Result<()> {
         .all()
         .flat_map(|service| {
             let ready = service.ready.clone();
-            [ready.http, ready.grpc, ready.metrics, ready.notice, ready.data]
+            [ready.http, ready.grpc, ready.metrics, ready.control, ready.data]
         })
         .filter(|address| !address.is_empty())
         .map(|address| address.trim_start_matches("tcp://").to_owned())

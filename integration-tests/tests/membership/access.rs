@@ -1,4 +1,4 @@
-//! Who is let in: users and passwords, TLS and client certificates.
+//! Access to etcd: users and passwords, TLS and client certificates.
 
 use std::{collections::BTreeMap, path::Path};
 

@@ -24,7 +24,7 @@ use crate::{DEADLINE, PREFIX};
 
 /// How long etcd is away.
 const OUTAGE: Duration = Duration::from_secs(20);
-/// Requests that are always in work.
+/// Requests that are always running.
 const CLIENTS: usize = 3;
 const TOKENS: usize = 8;
 

@@ -1,5 +1,5 @@
-//! A node whose device is lost in the middle: what is in work there fails, each request once and by
-//! its type, the node's record goes, and the process ends so that its supervisor starts it again.
+//! A node loses its device: each running request fails once with a typed error, the node removes its record, and the
+//! process exits so that its supervisor restarts it.
 //!
 //! The node runs in a helper process.
 

@@ -18,7 +18,7 @@ pub(super) const FREE_USUAL: Duration = Duration::from_secs(1);
 /// A call that is overdue for this long never returns, whatever is aborted.
 const OVERDUE_MAX: Duration = Duration::from_secs(10);
 
-/// DriverCalls under way that say how long they usually take at most.
+/// Driver calls in flight, each with its longest usual time.
 #[derive(Debug, Default)]
 pub(super) struct DriverCalls {
     /// By call number: when the call becomes overdue.

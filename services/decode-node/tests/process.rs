@@ -143,7 +143,7 @@ fn node_writes_its_ready_file_answers_probes_and_exits_on_either_signal() {
     for signal in ["-TERM", "-INT"] {
         let mut node = Running::start(&model, &[]);
         assert_eq!(node.ready["ready"], true);
-        assert!(node.address("notice").starts_with("tcp://127.0.0.1:"));
+        assert!(node.address("control").starts_with("tcp://127.0.0.1:"));
         assert!(node.address("data").starts_with("tcp://127.0.0.1:"));
         TcpStream::connect(node.address("grpc")).unwrap();
         assert_eq!(node.http("/live").0, 200);

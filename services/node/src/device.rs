@@ -81,7 +81,7 @@ fn host_has_gpu(devices: &Path) -> bool {
     entries.flatten().any(|entry| entry.file_name().as_encoded_bytes().starts_with(b"nvidia"))
 }
 
-/// What a GPU computes with, and into.
+/// A GPU that is ready to serve.
 pub(crate) struct Started {
     pub executor: CudaExecutor,
     pub kv: Arc<DeviceKv>,
@@ -126,7 +126,7 @@ pub(crate) fn gpus_of_ranks(
     Ok(chosen)
 }
 
-/// What is wrong with them is said here rather than by each rank.
+/// Checks the GPUs here, so that one message reports a problem instead of one per rank.
 fn find_for_ranks(config: &Config, weights: WeightFormat) -> Result<Vec<String>, StartError> {
     let node = &config.node;
     check_speculation(node)?;
@@ -174,18 +174,18 @@ fn find_for_ranks(config: &Config, weights: WeightFormat) -> Result<Vec<String>,
     Ok(devices.into_iter().map(|device| device.uuid).collect())
 }
 
-/// What this process needs on each of these GPUs, by UUID, to reach memory there.
+/// Creates a context on each of these GPUs, by UUID.
 pub(crate) fn contexts(gpus: &[String]) -> Result<Vec<Arc<Context>>, CudaError> {
     let driver = Driver::open()?;
     gpus.iter().map(|gpu| Context::new(driver, driver.device(Some(gpu))?)).collect()
 }
 
-/// Has the ranks' GPUs bring blocks together, and verify KV where that is wanted, for this process, which
-/// loads no kernel else.
+/// Loads the kernels that gather blocks, and those that verify KV if wanted, on the ranks' GPUs. This process needs
+/// no other kernel.
 pub(crate) fn move_on_gpus(node: &config::Node, kv: &RankedKv, verify: bool) {
     let library = KernelLibrary::open(kernels(node).as_deref()).map(Arc::new);
     if let Err(error) = library.as_ref().map_err(Clone::clone).and_then(|it| kv.move_with(it)) {
-        warn!(%error, "KV that goes by nccl is brought together by copies");
+        warn!(%error, "KV for nccl is gathered by copies instead of a kernel");
     }
     if verify {
         warn_of_copies(library.and_then(|library| kv.digest_with(&library)));
@@ -302,8 +302,8 @@ impl Gpu {
     }
 }
 
-/// What KV leaves of its share of the GPU's memory. Where `nccl` alone is to carry it that is also what the pairs
-/// take that are made in advance.
+/// Returns the GPU memory in bytes to leave free beside the KV cache: `node.gpu_reserve`, and with transport `nccl` the
+/// memory of the pairs that connect in advance.
 fn reserve(config: &Config) -> u64 {
     let of_pairs = match config.transfer.transport {
         Transport::Nccl => {
@@ -314,8 +314,8 @@ fn reserve(config: &Config) -> u64 {
     config.node.gpu_reserve.bytes() + of_pairs
 }
 
-/// What decoding steps leave to `nccl`, if that carries KV and takes few: what one pair takes, while two at a time are
-/// rare. A rank's GPU gives its process and the node's, whose NCCL's kernels are, turns: there is nothing to leave.
+/// Returns the SMs that decode steps leave to NCCL: those of one pair, because two transfers at a time are rare. With
+/// ranks it is 0: NCCL's kernels run in the node's process, which shares the GPU with the rank by time slices.
 fn reserved_sms(config: &Config) -> u32 {
     match config.transfer.transport {
         Transport::Nccl if config.node.tp == 1 => nccl_reserved_sms(config.transfer.nccl_max_ctas),

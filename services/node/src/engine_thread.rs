@@ -48,7 +48,7 @@ pub enum EngineError {
     Panicked { reason: String },
 }
 
-/// What the thread needs.
+/// Everything that the thread owns.
 pub(crate) struct EngineParts<E> {
     pub steps: StepLoop<E>,
     pub transfers: Arc<Transfers>,

@@ -91,7 +91,7 @@ pub enum StartError {
     Backend(#[from] CpuError),
     #[error(transparent)]
     Executor(#[from] CpuExecutorError),
-    /// Of `node.device` = cuda, or of a GPU that was found and then failed.
+    /// `node.device` is cuda, or a GPU was found and then failed.
     #[error("node.device: {0}")]
     Cuda(#[from] CudaError),
     #[error(transparent)]
@@ -101,7 +101,7 @@ pub enum StartError {
     Shared(#[from] kernels::shared::SharedError),
     #[error("node.tp: {0}")]
     Ranks(#[from] ranks::GroupError),
-    /// What the ranks have on GPUs, which this process is to move.
+    /// Mapping the ranks' KV on GPUs failed.
     #[error("node.tp: {0}")]
     RankedKv(String),
     #[error(transparent)]
@@ -137,7 +137,7 @@ pub struct Addresses {
     pub grpc: SocketAddr,
     pub metrics: SocketAddr,
     /// `tcp://host:port`, as peers reach it.
-    pub notice: String,
+    pub control: String,
     /// The same, for KV.
     pub data: String,
 }
@@ -279,7 +279,7 @@ impl Node {
         let addresses = Addresses {
             grpc: grpc_address,
             metrics: metrics_server.address(),
-            notice: record.notice_endpoint.clone(),
+            control: record.notice_endpoint.clone(),
             data: transfers.data_endpoint().to_owned(),
         };
         let populate = Populate::start(arena, cpus).map_err(StartError::Thread)?;
@@ -408,13 +408,13 @@ async fn stop_threads(
     engine.and(transfers).and(closed.map(drop))
 }
 
-/// What comes of opening a model.
+/// An opened model.
 struct Loaded {
     path: PathBuf,
     arena: Arc<KvArena>,
     identity: Identity,
     executor: Box<dyn Executor>,
-    /// Where the threads that compute run; none: anywhere.
+    /// CPUs of the compute threads; empty means any CPU.
     cpus: Vec<u32>,
     /// Why the CPU serves although the host has a GPU.
     cpu_fallback: Option<String>,
@@ -422,7 +422,7 @@ struct Loaded {
 
 /// Opens and packs the model, off the async threads.
 async fn load(config: Config, epoch: u128) -> Result<Loaded, StartError> {
-    // Before hours are spent on a download.
+    // Checked before a download that may take hours.
     let threads = settings::threads(&config.node)?;
     let path = config.hub.obtain(config.model.required_path()?, hub::Parts::All).await?;
     tokio::task::spawn_blocking(move || load_blocking(&config, epoch, &path, threads))
@@ -437,9 +437,8 @@ fn load_blocking(
     (threads, cpus): (usize, Vec<u32>),
 ) -> Result<Loaded, StartError> {
     let started = Instant::now();
-    // This thread packs, the compute thread that it starts inherits its CPU: both touch first what
-    // forwards read later.
-    // Ranks are processes, which would inherit it too: each confines itself.
+    // This thread packs the weights, and the compute thread inherits its CPU: pages that forward passes read are
+    // first touched on that NUMA node. Rank processes would inherit the CPU too, so each pins itself.
     let own_cpu = cpus.first().filter(|_| config.node.tp == 1);
     let confined = own_cpu.map(|cpu| affinity::confine(&[*cpu])).transpose();
     let _confined = confined.map_err(StartError::Affinity)?;

@@ -223,7 +223,7 @@ async fn serve(
     info!(
         grpc = %addresses.grpc,
         metrics = %addresses.metrics,
-        notice = %addresses.notice,
+        control = %addresses.control,
         data = %addresses.data,
         node_id = %node.record().node_id,
         epoch = %node.record().epoch,
@@ -278,12 +278,12 @@ impl Signals {
 
 /// Writes the file atomically.
 fn write_ready_file(path: &Path, addresses: &Addresses) -> io::Result<()> {
-    let Addresses { grpc, metrics, notice, data } = addresses;
+    let Addresses { grpc, metrics, control, data } = addresses;
     let ready = serde_json::json!({
         "ready": true,
         "grpc": grpc.to_string(),
         "metrics": metrics.to_string(),
-        "notice": notice,
+        "control": control,
         "data": data,
     });
     let mut unfinished = path.as_os_str().to_owned();

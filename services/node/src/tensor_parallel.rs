@@ -45,11 +45,11 @@ use crate::{
 /// The purpose in the name of the region for KV and all-reduce buffers.
 const PURPOSE: &str = "kv";
 /// Time-out of every exchange between ranks. The node detects a dead rank far sooner.
-const PATIENCE: Duration = Duration::from_secs(30);
+const EXCHANGE_TIMEOUT: Duration = Duration::from_secs(30);
 /// Alignment of the arena in the region.
 const PAGE: usize = 4096;
 
-/// What every rank needs to start: the model's path and the shared memory.
+/// Parameters of a rank process: the model's path and the shared memory.
 #[derive(Clone, Debug, PartialEq)]
 struct RankStart {
     model: PathBuf,
@@ -241,7 +241,7 @@ fn on_cpu(spec: &RankSpec, config: &Config, start: &RankStart) -> Result<CpuExec
     let limits = settings::executor_limits(&config.node, checkpoint.config(), start.blocks)?;
     let isa = settings::isa(config.node.isa);
     let backend = CpuBackend::on(CpuOptions { weights, threads, isa }, &cpus)?;
-    let backend = backend.in_group(Group::new(&region, 0, shard(spec), PATIENCE));
+    let backend = backend.in_group(Group::new(&region, 0, shard(spec), EXCHANGE_TIMEOUT));
     let mut log = LoadLog::new();
     let progress = &mut |progress| log.at(progress);
     let executor = CpuExecutor::start_with_progress(&checkpoint, backend, arena, limits, progress)?;

@@ -21,8 +21,8 @@ pub(crate) fn register(meter: &Meter, transfers: &Transfers) {
         }
     };
     meter
-        .u64_observable_counter("baton.kv_transfer.notices")
-        .with_description("Notices between nodes; those sent again count in both")
+        .u64_observable_counter("baton.kv_transfer.control_messages")
+        .with_description("Control messages between nodes, by direction; a resent message also counts as sent")
         .with_callback(observe(|stats, instrument| {
             instrument.observe(stats.control_sent, &[direction("sent")]);
             instrument.observe(stats.control_received, &[direction("received")]);
@@ -31,7 +31,7 @@ pub(crate) fn register(meter: &Meter, transfers: &Transfers) {
         .build();
     meter
         .u64_observable_counter("baton.kv_transfer.chunks")
-        .with_description("Chunks of KV that moved")
+        .with_description("Transferred chunks of KV, by direction")
         .with_callback(observe(|stats, instrument| {
             instrument.observe(stats.chunks_sent, &[direction("sent")]);
             instrument.observe(stats.chunks_received, &[direction("received")]);
@@ -39,15 +39,15 @@ pub(crate) fn register(meter: &Meter, transfers: &Transfers) {
         .build();
     meter
         .u64_observable_counter("baton.kv_transfer.refused")
-        .with_description("Notices and data frames that were not believed or had no place here")
+        .with_description("Control messages and data frames that this node rejected, by reason")
         .with_callback(observe(|stats, instrument| {
-            refused(instrument, "notice", &stats.control_refused);
+            refused(instrument, "control", &stats.control_refused);
             refused(instrument, "data", &stats.data_refused);
         }))
         .build();
     meter
         .u64_observable_counter("baton.kv_transfer.fallbacks")
-        .with_description("Connections to or from nodes for which KV goes by tcp, as what was agreed on did not work")
+        .with_description("Connections that fell back to another transport, by the transport that was wanted")
         .with_callback(observe(|stats, instrument| {
             for (wanted, count) in &stats.fallbacks {
                 instrument.observe(*count, &[KeyValue::new("wanted", *wanted)]);
@@ -56,18 +56,18 @@ pub(crate) fn register(meter: &Meter, transfers: &Transfers) {
         .build();
     meter
         .u64_observable_gauge("baton.kv_transfer.active")
-        .with_description("Transfers under way")
+        .with_description("KV transfers in progress")
         .with_callback(observe(|stats, instrument| {
             instrument.observe(stats.transfers_active as u64, &[]);
         }))
         .build();
     meter
         .u64_observable_gauge("baton.kv_transfer.peers")
-        .with_description("Nodes with which this one is connected, by the path that KV takes")
+        .with_description("Connected nodes, by transport path")
         .with_callback(observe(|stats, instrument| {
             let mut peers: BTreeMap<&str, u64> = BTreeMap::new();
             for peer in &stats.peers {
-                let path = if peer.path.is_empty() { "greeting" } else { peer.path.as_str() };
+                let path = if peer.path.is_empty() { "connecting" } else { peer.path.as_str() };
                 *peers.entry(path).or_default() += 1;
             }
             for (path, count) in peers {

@@ -38,7 +38,7 @@ impl Pair {
         hand_over(&self.p.side(), &self.d.side(), attempt).await
     }
 
-    /// What D writes without a peer and without its cache.
+    /// Returns the tokens that D generates alone and without its prefix cache.
     async fn alone(&self, tokens: &[u32], max_tokens: u32) -> Vec<u32> {
         let attempt = v1::Attempt { cache_salt: "alone".into(), ..attempt(tokens, max_tokens) };
         self.d.side().decode_alone(&attempt).await.ids
@@ -241,8 +241,7 @@ async fn either_call_alone_ends_in_a_typed_failure() {
     pair.stop().await;
 }
 
-/// What each node says in one line when it is to exchange KV with a node that does not fit: both
-/// fingerprints, and both values of what differs.
+/// Each node reports in one line that the peer does not fit: both fingerprints and both values of what differs.
 async fn nodes_that_do_not_fit_refuse_each_other_and_serve_on() {
     let pair = Pair::start(&[], &[]).await;
     let (p, d) = (pair.p.side(), pair.d.side());
@@ -481,7 +480,7 @@ impl Split {
 async fn a_killed_prefill_node_is_reported_and_its_blocks_come_back() {
     let mut split = Split::start(Role::Decode).await;
     let d = split.here.side();
-    // Frozen, so that the transfer is certainly under way when the node dies.
+    // P is frozen, so the transfer is certainly in progress when P dies.
     split.there.freeze();
     let attempt = attempt(&dummy_prompt(300, 1), 50);
     let mut stream = d.try_decode(&attempt, Some(split.there.side.peer.clone())).await.unwrap();

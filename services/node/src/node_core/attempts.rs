@@ -202,7 +202,7 @@ impl Attempts {
         self.fail(id, SequenceEnd::Busy, FailureKind::Busy, reason);
     }
 
-    /// What the scheduler wants done.
+    /// Handles an action of the scheduler.
     pub fn on_action(&mut self, action: Action, now: Instant) {
         match action {
             // Step 2, decode: D asks P for the blocks that D does not have.

@@ -1,4 +1,4 @@
-//! What routers observe of this node: a snapshot, then numbered deltas of load and prefix cache.
+//! State that routers observe: a snapshot, then numbered deltas of load and prefix cache.
 
 use std::{
     collections::VecDeque,

@@ -1,4 +1,5 @@
-//! Aliases under vLLM's metric names, so that its dashboards and autoscalers work unchanged.
+//! Aliases of metrics: vLLM's names, so that its dashboards and autoscalers work unchanged, and former names of
+//! Baton, which are kept for one release.
 //!
 //! Aliases exist in the Prometheus text only; OTLP has each metric once.
 
@@ -34,7 +35,7 @@ const fn part(
     Alias { ours, theirs, part: Part::Only(label, value) }
 }
 
-const ALIASES: [Alias; 25] = [
+const ALIASES: [Alias; 26] = [
     // Router.
     whole("gen_ai_server_time_to_first_token_seconds", "vllm:time_to_first_token_seconds"),
     whole("gen_ai_server_time_per_output_token_seconds", "vllm:time_per_output_token_seconds"),
@@ -64,6 +65,7 @@ const ALIASES: [Alias; 25] = [
     // Node.
     part("baton_sequences", "vllm:num_requests_running", "state", "running"),
     part("baton_sequences", "vllm:num_requests_waiting", "state", "waiting"),
+    whole("baton_kv_transfer_control_messages_total", "baton_kv_transfer_notices_total"),
     whole("baton_kv_cache_usage", "vllm:kv_cache_usage_perc"),
     whole("baton_prefix_cache_queries_total", "vllm:prefix_cache_queries_total"),
     whole("baton_prefix_cache_hits_total", "vllm:prefix_cache_hits_total"),
