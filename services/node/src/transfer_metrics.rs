@@ -22,7 +22,9 @@ pub(crate) fn register(meter: &Meter, transfers: &Transfers) {
     };
     meter
         .u64_observable_counter("baton.kv_transfer.control_messages")
-        .with_description("Control messages between nodes, by direction; a resent message also counts as sent")
+        .with_description(
+            "Control messages between nodes, by direction; a resent message also counts as sent",
+        )
         .with_callback(observe(|stats, instrument| {
             instrument.observe(stats.control_sent, &[direction("sent")]);
             instrument.observe(stats.control_received, &[direction("received")]);
@@ -47,7 +49,9 @@ pub(crate) fn register(meter: &Meter, transfers: &Transfers) {
         .build();
     meter
         .u64_observable_counter("baton.kv_transfer.fallbacks")
-        .with_description("Connections that fell back to another transport, by the transport that was wanted")
+        .with_description(
+            "Connections that fell back to another transport, by the transport that was wanted",
+        )
         .with_callback(observe(|stats, instrument| {
             for (wanted, count) in &stats.fallbacks {
                 instrument.observe(*count, &[KeyValue::new("wanted", *wanted)]);

@@ -245,7 +245,10 @@ mod tests {
             (plan(vec![admitted(0, 5, 0, &[9])], vec![]), "block 9 is not one of 8"),
             (plan(vec![admitted(0, 5, 5, &[1])], vec![]), "5 of them computed"),
             (plan(vec![admitted(0, 5, 0, &[1])], vec![row(0, 6, true)]), "plans tokens 0..6 of 5"),
-            (plan(vec![admitted(0, 5, 0, &[1])], vec![row(0, 4, true)]), "samples before"),
+            (
+                plan(vec![admitted(0, 5, 0, &[1])], vec![row(0, 4, true)]),
+                "must sample after its last token",
+            ),
             (plan(vec![admitted(0, 20, 0, &[1])], vec![row(0, 20, true)]), "to position 20 with 1"),
             (plan(vec![admitted(0, 5, 0, &[1])], vec![row(0, 4, false); 2]), "planned twice"),
             (plan(vec![admitted(2, 5, 0, &[1])], vec![]), "slot 2 is not one of 2"),
