@@ -92,6 +92,8 @@ async fn loses_a_rank(end: End) -> Result<()> {
     let spec = spec()
         .nodes(0, 1)
         .set(TP, RANKS)
+        // The request waits for another decode node until its deadline, and no other node starts.
+        .set("BATON_ROUTER_TIMEOUT", "20s")
         .set("BATON_CLUSTER_ETCD", etcd.url())
         .set("BATON_CLUSTER_ETCD_PREFIX", PREFIX)
         // Far longer than the test, so a record disappears only when the node removes it.
