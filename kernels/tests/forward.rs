@@ -310,7 +310,7 @@ fn an_isa_that_the_machine_lacks_names_what_is_missing() {
     let options = |isa, threads| CpuOptions { weights: WeightFormat::Bf16, threads, isa };
     for isa in ISAS {
         if let Err(error) = CpuBackend::new(options(isa, 1)) {
-            let expected = format!("for isa {isa}");
+            let expected = format!("cannot use isa {isa}");
             assert!(error.to_string().contains(&expected), "{error}");
         }
     }

@@ -462,11 +462,18 @@ impl ScriptedNode {
             .unwrap();
         let incoming = {
             let _inside = runtime.enter();
-            // Old connections of a restarted node are in TIME_WAIT.
-            let socket = tokio::net::TcpSocket::new_v4().unwrap();
-            socket.set_reuseaddr(true).unwrap();
-            socket.bind(address).unwrap();
-            TcpIncoming::from(socket.listen(64).unwrap())
+            let deadline = Instant::now() + Duration::from_secs(10);
+            loop {
+                // Old connections of a restarted node are in TIME_WAIT.
+                let socket = tokio::net::TcpSocket::new_v4().unwrap();
+                socket.set_reuseaddr(true).unwrap();
+                match socket.bind(address).and_then(|()| socket.listen(64)) {
+                    Ok(listener) => break TcpIncoming::from(listener),
+                    // The runtime of a killed node closes its listener in the background.
+                    Err(error) => assert!(Instant::now() < deadline, "{address}: {error}"),
+                }
+                std::thread::sleep(Duration::from_millis(1));
+            }
         };
         let address = incoming.local_addr().unwrap();
         let service = node_server::NodeServer::new(Service(state.clone()));
