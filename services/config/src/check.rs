@@ -11,251 +11,226 @@ use crate::{
 };
 
 impl Config {
-    /// Lowers a default that exceeds a limit which the operator set: with a small `step_tokens` the default of
-    /// `chunk_tokens` shrinks too.
-    pub(crate) fn fit_defaults(&mut self) {
-        let node = self.node.clone();
-        self.lower("node.chunk_tokens", node.step_tokens, |config| &mut config.node.chunk_tokens);
-        self.lower("node.slots", node.step_tokens, |config| &mut config.node.slots);
-        self.lower("node.speculate_ngram_min", node.speculate_ngram_max, |config| {
-            &mut config.node.speculate_ngram_min
-        });
-        let router = self.router.clone();
-        self.lower("router.timeout", router.timeout_max, |config| &mut config.router.timeout);
-        self.lower("router.waiting_max", router.requests_max, |config| {
-            &mut config.router.waiting_max
-        });
+    /// Checks settings that depend on each other. A default above a limit that the operator set is lowered: with
+    /// a small `step_tokens` the default of `chunk_tokens` shrinks too. Set values that exclude each other are
+    /// reported.
+    pub(crate) fn check_combinations(&mut self, problems: &mut Vec<Problem>) {
+        let mut details = Vec::new();
+        self.check_limits(&mut details);
+        self.check_cpus(&mut details);
+        self.check_models(&mut details);
+        self.check_transfer(&mut details);
+        self.check_cluster(&mut details);
+        self.check_etcd(&mut details);
+        problems.extend(details.into_iter().map(|detail| Problem::Conflict { detail }));
     }
 
+    /// Returns the key with the source of its value.
+    fn at(&self, key: &str) -> String {
+        format!("{key} ({})", self.source_of(key))
+    }
+
+    fn check_limits(&mut self, conflicts: &mut Vec<String>) {
+        let step = ("node.step_tokens", self.node.step_tokens);
+        conflicts.extend(
+            self.lower("node.chunk_tokens", step, |config| &mut config.node.chunk_tokens)
+                .map(|conflict| conflict + ": a chunk is part of a step"),
+        );
+        conflicts.extend(
+            self.lower("node.slots", step, |config| &mut config.node.slots)
+                .map(|conflict| conflict + ": each row of the batch takes a token of the step"),
+        );
+        let ngram_max = ("node.speculate_ngram_max", self.node.speculate_ngram_max);
+        conflicts.extend(self.lower("node.speculate_ngram_min", ngram_max, |config| {
+            &mut config.node.speculate_ngram_min
+        }));
+        let timeout_max = ("router.timeout_max", self.router.timeout_max);
+        conflicts
+            .extend(self.lower("router.timeout", timeout_max, |config| &mut config.router.timeout));
+        // A longer waiting queue than `requests_max` is allowed and has no effect.
+        let requests_max = ("router.requests_max", self.router.requests_max);
+        self.lower("router.waiting_max", requests_max, |config| &mut config.router.waiting_max);
+    }
+
+    /// Lowers the default of `key` to the limit. Returns the conflict when a set value exceeds the limit.
     fn lower<T: Value + PartialOrd>(
         &mut self,
         key: &str,
-        limit: T,
+        (limit_key, limit): (&str, T),
         field: impl Fn(&mut Self) -> &mut T,
-    ) {
-        if self.source_of(key) == Source::Default && *field(self) > limit {
-            if let Some(explained) = self.explained.iter_mut().find(|e| e.setting.key() == key) {
-                explained.value = limit.show();
-            }
-            *field(self) = limit;
+    ) -> Option<String> {
+        let value = field(self).clone();
+        if value <= limit {
+            return None;
+        }
+        if self.source_of(key) != Source::Default {
+            let (at, limit_at) = (self.at(key), self.at(limit_key));
+            return Some(format!("{at} = {} exceeds {limit_at} = {}", value.show(), limit.show()));
+        }
+        if let Some(explained) = self.explained.iter_mut().find(|e| e.setting.key() == key) {
+            explained.value = limit.show();
+        }
+        *field(self) = limit;
+        None
+    }
+
+    fn check_cpus(&self, conflicts: &mut Vec<String>) {
+        let node = &self.node;
+        let Some(cpus) = &node.cpus else { return };
+        let cpus_at = self.at("node.cpus");
+        if let Some(numa_node) = node.numa_node {
+            let numa_at = self.at("node.numa_node");
+            conflicts.push(format!(
+                "{cpus_at} = {cpus} and {numa_at} = {numa_node} are both set; give one"
+            ));
+        }
+        let count = cpus.cpus().len();
+        if let Some(threads) = node.threads.filter(|threads| *threads as usize > count) {
+            conflicts.push(format!(
+                "{} = {threads} exceeds the {count} CPUs of {cpus_at} = {cpus}: each thread needs a CPU",
+                self.at("node.threads"),
+            ));
         }
     }
 
-    /// Reports pairs of explicitly set values that exclude each other.
-    pub(crate) fn check_combinations(&self, problems: &mut Vec<Problem>) {
-        let mut conflict = |detail: String| problems.push(Problem::Conflict { detail });
-        let at = |key: &str| format!("{key} ({})", self.source_of(key));
-
-        let node = &self.node;
-        if node.chunk_tokens > node.step_tokens {
-            conflict(format!(
-                "{} = {} exceeds {} = {}: a chunk is part of a step",
-                at("node.chunk_tokens"),
-                node.chunk_tokens,
-                at("node.step_tokens"),
-                node.step_tokens,
-            ));
-        }
-        if node.slots > node.step_tokens {
-            conflict(format!(
-                "{} = {} exceeds {} = {}: each row of the batch takes a token of the step",
-                at("node.slots"),
-                node.slots,
-                at("node.step_tokens"),
-                node.step_tokens,
-            ));
-        }
-        if node.speculate_ngram_min > node.speculate_ngram_max {
-            conflict(format!(
-                "{} = {} exceeds {} = {}",
-                at("node.speculate_ngram_min"),
-                node.speculate_ngram_min,
-                at("node.speculate_ngram_max"),
-                node.speculate_ngram_max,
-            ));
-        }
-        if let (Some(cpus), Some(numa_node)) = (&node.cpus, node.numa_node) {
-            conflict(format!(
-                "{} = {cpus} and {} = {numa_node} are both set; give one",
-                at("node.cpus"),
-                at("node.numa_node"),
-            ));
-        }
-        if let (Some(cpus), Some(threads)) = (&node.cpus, node.threads)
-            && threads as usize > cpus.cpus().len()
-        {
-            conflict(format!(
-                "{} = {threads} exceeds the {} CPUs of {} = {cpus}: each thread needs a CPU",
-                at("node.threads"),
-                cpus.cpus().len(),
-                at("node.cpus"),
-            ));
-        }
+    fn check_models(&self, conflicts: &mut Vec<String>) {
         let router = &self.router;
-        if router.timeout > router.timeout_max {
-            conflict(format!(
-                "{} = {} exceeds {} = {}",
-                at("router.timeout"),
-                router.timeout.show(),
-                at("router.timeout_max"),
-                router.timeout_max.show(),
-            ));
-        }
-        let mut names: Vec<String> = self.model.served_name().into_iter().collect();
+        let mut names: Vec<&str> = Vec::new();
+        let first = self.model.served_name().ok();
+        names.extend(first.as_deref());
+        let models_at = self.at("router.models");
         for Pair { name, value } in &router.models {
             if ModelPath::parse(value).is_none() {
-                conflict(format!(
-                    "{} has {name}={value}; allowed: {}",
-                    at("router.models"),
-                    <ModelPath as Value>::allowed(),
-                ));
+                let allowed = <ModelPath as Value>::allowed();
+                conflicts.push(format!("{models_at} has {name}={value}; allowed: {allowed}"));
             }
-            if names.contains(name) {
-                conflict(format!(
-                    "{} names {name:?}, but another model has this name",
-                    at("router.models"),
-                ));
+            if names.contains(&name.as_str()) {
+                conflicts
+                    .push(format!("{models_at} names {name:?}, but another model has this name"));
             }
-            names.push(name.clone());
+            names.push(name);
         }
-        let model_count = names.len();
+        let added: Vec<&str> = router.models.iter().map(|model| model.name.as_str()).collect();
         for (key, pairs) in [
             ("router.chat_templates", &router.chat_templates),
             ("router.tool_formats", &router.tool_formats),
         ] {
             for (index, pair) in pairs.iter().enumerate() {
-                if !router.models.iter().any(|model| model.name == pair.name) {
-                    conflict(format!(
-                        "{} has {pair}: router.models has no {:?}; allowed: {}",
-                        at(key),
+                if !added.contains(&pair.name.as_str()) {
+                    let allowed = match added.is_empty() {
+                        true => "none, because router.models is empty".to_owned(),
+                        false => added.join(", "),
+                    };
+                    conflicts.push(format!(
+                        "{} has {pair}: router.models has no {:?}; allowed: {allowed}",
+                        self.at(key),
                         pair.name,
-                        match &router.models[..] {
-                            [] => "none, because router.models is empty".to_owned(),
-                            models => {
-                                let names: Vec<&str> =
-                                    models.iter().map(|model| model.name.as_str()).collect();
-                                names.join(", ")
-                            }
-                        },
                     ));
                 }
                 if pairs[..index].iter().any(|other| other.name == pair.name) {
-                    conflict(format!("{} names {:?} twice", at(key), pair.name));
+                    conflicts.push(format!("{} names {:?} twice", self.at(key), pair.name));
                 }
             }
         }
         for pair in &router.tool_formats {
             if ToolFormat::parse(&pair.value).is_none() {
-                conflict(format!(
-                    "{} has {pair}; allowed: {}",
-                    at("router.tool_formats"),
-                    <ToolFormat as Value>::allowed(),
-                ));
+                let allowed = <ToolFormat as Value>::allowed();
+                let at = self.at("router.tool_formats");
+                conflicts.push(format!("{at} has {pair}; allowed: {allowed}"));
             }
         }
+        let aliases_at = self.at("router.aliases");
+        let models = names.clone();
         for pair @ Pair { name: alias, value: name } in &router.aliases {
-            if !names[..model_count].contains(name) {
-                conflict(format!(
-                    "{} has {pair}: there is no model {name:?}; allowed: {}",
-                    at("router.aliases"),
-                    names[..model_count].join(", "),
+            if !models.contains(&name.as_str()) {
+                conflicts.push(format!(
+                    "{aliases_at} has {pair}: there is no model {name:?}; allowed: {}",
+                    models.join(", "),
                 ));
             }
-            if names.contains(alias) {
-                conflict(format!(
-                    "{} has {pair}: {alias:?} is already taken",
-                    at("router.aliases")
-                ));
+            if names.contains(&alias.as_str()) {
+                conflicts.push(format!("{aliases_at} has {pair}: {alias:?} is already taken"));
             }
-            names.push(alias.clone());
+            names.push(alias);
         }
+    }
+
+    fn check_transfer(&self, conflicts: &mut Vec<String>) {
         let transfer = &self.transfer;
         if transfer.secret.is_some() && transfer.secret_file.is_some() {
-            conflict(format!(
-                "{} and {} are both set; give one",
-                at("transfer.secret"),
-                at("transfer.secret_file"),
-            ));
+            let (secret, file) = (self.at("transfer.secret"), self.at("transfer.secret_file"));
+            conflicts.push(format!("{secret} and {file} are both set; give one"));
         }
         if transfer.advertise.is_none()
             && (transfer.control.ip().is_unspecified() || transfer.data.ip().is_unspecified())
         {
-            conflict(format!(
+            conflicts.push(format!(
                 "{} = {} or {} = {} listens on every address; set transfer.advertise to the host \
                  under which peers reach this node",
-                at("transfer.control"),
+                self.at("transfer.control"),
                 transfer.control,
-                at("transfer.data"),
+                self.at("transfer.data"),
                 transfer.data,
             ));
         }
-        let cluster = &self.cluster;
-        for (index, url) in cluster.prefill.iter().chain(&cluster.decode).enumerate() {
-            if cluster.prefill.iter().chain(&cluster.decode).take(index).any(|other| other == url) {
-                conflict(format!(
-                    "{url} is listed twice in {} and {}; a node has one role",
-                    at("cluster.prefill"),
-                    at("cluster.decode"),
+    }
+
+    fn check_cluster(&self, conflicts: &mut Vec<String>) {
+        let urls: Vec<_> = self.cluster.prefill.iter().chain(&self.cluster.decode).collect();
+        for (index, url) in urls.iter().enumerate() {
+            if urls[..index].contains(url) {
+                let (prefill, decode) = (self.at("cluster.prefill"), self.at("cluster.decode"));
+                conflicts.push(format!(
+                    "{url} is listed twice in {prefill} and {decode}; a node has one role"
                 ));
             }
         }
-        self.check_etcd(&mut conflict);
     }
 
-    fn check_etcd(&self, conflict: &mut impl FnMut(String)) {
+    fn check_etcd(&self, conflicts: &mut Vec<String>) {
         let cluster = &self.cluster;
         if cluster.etcd.is_empty() {
             return;
         }
-        let at = |key: &str| format!("{key} ({})", self.source_of(key));
-        let etcd = at("cluster.etcd");
+        let etcd = self.at("cluster.etcd");
         for (key, list) in
             [("cluster.prefill", &cluster.prefill), ("cluster.decode", &cluster.decode)]
         {
             if !list.is_empty() {
-                let listed = at(key);
-                conflict(format!("{etcd} and {listed} are both set; list the nodes or use etcd"));
+                let listed = self.at(key);
+                conflicts
+                    .push(format!("{etcd} and {listed} are both set; list the nodes or use etcd"));
             }
         }
         let https = cluster.etcd.iter().filter(|url| url.is_https()).count();
         if https > 0 && https < cluster.etcd.len() {
-            conflict(format!("{etcd} has http and https endpoints; give all of them one scheme"));
+            conflicts
+                .push(format!("{etcd} has http and https endpoints; give all of them one scheme"));
         } else if https > 0 && cluster.etcd_ca.is_none() {
-            conflict(format!("{etcd} is https; set cluster.etcd_ca to trust its certificate"));
+            conflicts
+                .push(format!("{etcd} is https; set cluster.etcd_ca to trust its certificate"));
         }
-        for (key, file) in [
-            ("cluster.etcd_ca", &cluster.etcd_ca),
-            ("cluster.etcd_cert", &cluster.etcd_cert),
-            ("cluster.etcd_key", &cluster.etcd_key),
-        ] {
-            if https == 0 && file.is_some() {
-                conflict(format!("{} is set, but {etcd} is not https", at(key)));
+        let ca = ("cluster.etcd_ca", cluster.etcd_ca.is_some());
+        let cert = ("cluster.etcd_cert", cluster.etcd_cert.is_some());
+        let private_key = ("cluster.etcd_key", cluster.etcd_key.is_some());
+        for (key, is_set) in [ca, cert, private_key] {
+            if https == 0 && is_set {
+                conflicts.push(format!("{} is set, but {etcd} is not https", self.at(key)));
             }
         }
-        for (one, other, set) in [
-            (
-                "cluster.etcd_user",
-                "cluster.etcd_password",
-                (cluster.etcd_user.is_some(), cluster.etcd_password.is_some()),
-            ),
-            (
-                "cluster.etcd_cert",
-                "cluster.etcd_key",
-                (cluster.etcd_cert.is_some(), cluster.etcd_key.is_some()),
-            ),
-        ] {
-            let (set, unset) = match set {
-                (true, false) => (one, other),
-                (false, true) => (other, one),
-                _ => continue,
-            };
-            conflict(format!("{} is set without {unset}; give both", at(set)));
+        let user = ("cluster.etcd_user", cluster.etcd_user.is_some());
+        let password = ("cluster.etcd_password", cluster.etcd_password.is_some());
+        for (one, other) in [(user, password), (cert, private_key)] {
+            if one.1 != other.1 {
+                let (set, unset) = if one.1 { (one.0, other.0) } else { (other.0, one.0) };
+                conflicts.push(format!("{} is set without {unset}; give both", self.at(set)));
+            }
         }
         if self.node.grpc.ip().is_unspecified() && self.transfer.advertise.is_none() {
-            conflict(format!(
+            conflicts.push(format!(
                 "{} = {} listens on every address; set transfer.advertise to the host under which \
                  routers reach this node",
-                at("node.grpc"),
+                self.at("node.grpc"),
                 self.node.grpc,
             ));
         }

@@ -9,6 +9,7 @@ use crate::{
     error::{ConfigError, Problem},
     hub,
     load::{Config, Environment, Flags, LoadInput, Section},
+    section::Setting,
 };
 
 const FILE_FLAG: &str = "config";
@@ -26,8 +27,8 @@ pub struct Started {
 
 /// Reads the arguments and the environment of this process, and the file that they name.
 ///
-/// `--help`, `--version`, `--explain-config` and wrong flags end the process here. The only
-/// function of this crate that looks at the process; `main` calls it before anything else.
+/// `--help`, `--version`, `--explain-config` and invalid flags end the process here. No other function of
+/// this crate reads the process's arguments or environment. `main` calls it first.
 pub fn from_process(command: Command, sections: &[Section]) -> Result<Started, ConfigError> {
     let matches = args_for(command, sections).get_matches();
     let environment = environment_of(env::vars_os())?;
@@ -60,36 +61,31 @@ pub fn args_for(command: Command, sections: &[Section]) -> Command {
             Arg::new(EXPLAIN_FLAG)
                 .long(EXPLAIN_FLAG)
                 .action(ArgAction::SetTrue)
-                .help("Prints every setting with its value and where it came from, then exits"),
+                .help("Prints every setting with its value and the source of the value, then exits"),
         );
     for section in sections {
         let about = section.about();
         let heading = format!("[{}] {}", section.name(), about.trim_end_matches('.'));
         for setting in section.settings() {
-            let arg = Arg::new(setting.key())
-                .long(setting.flag())
-                .value_name(setting.placeholder)
-                .value_parser(clap::builder::StringValueParser::new())
-                .allow_negative_numbers(true)
+            let arg = |setting: &Setting| {
+                Arg::new(setting.key())
+                    .long(setting.flag())
+                    .value_name(setting.placeholder)
+                    .value_parser(clap::builder::StringValueParser::new())
+                    .allow_negative_numbers(true)
+            };
+            let described = arg(&setting)
                 .help(format!("{} [default: {}]", setting.summary(), setting.default))
                 .long_help(setting.explanation())
                 .help_heading(heading.clone());
-            command = command.arg(arg);
-            if let Some(former) = setting.former() {
-                let arg = Arg::new(former.key())
-                    .long(former.flag())
-                    .value_name(former.placeholder)
-                    .value_parser(clap::builder::StringValueParser::new())
-                    .allow_negative_numbers(true)
-                    .hide(true);
-                command = command.arg(arg);
-            }
+            command =
+                command.arg(described).args(setting.former().map(|former| arg(&former).hide(true)));
         }
     }
     command
 }
 
-/// Loads from parsed arguments and a map of variables. The file is that of `--config`, otherwise of `BATON_CONFIG`.
+/// Loads from parsed arguments and a map of variables. `--config` names the file, otherwise `BATON_CONFIG`.
 pub fn from_matches(
     matches: &ArgMatches,
     environment: Environment,

@@ -23,24 +23,11 @@ impl fmt::Display for Source {
 }
 
 /// All problems of a configuration, at least one.
-#[derive(Debug)]
+#[derive(Debug, thiserror::Error)]
+#[error("{}", problems.iter().map(Problem::to_string).collect::<Vec<_>>().join("\n"))]
 pub struct ConfigError {
     pub problems: Vec<Problem>,
 }
-
-impl fmt::Display for ConfigError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        for (index, problem) in self.problems.iter().enumerate() {
-            if index > 0 {
-                f.write_str("\n")?;
-            }
-            write!(f, "{problem}")?;
-        }
-        Ok(())
-    }
-}
-
-impl std::error::Error for ConfigError {}
 
 impl From<Problem> for ConfigError {
     fn from(problem: Problem) -> Self {

@@ -40,19 +40,11 @@ impl Config {
 
 impl fmt::Display for Explanation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let width =
-            |text: &dyn Fn(&Explained) -> usize| self.values.iter().map(text).max().unwrap_or(0);
-        let keys = width(&|value| value.setting.key().chars().count());
-        let values = width(&|value| value.value.chars().count().min(40));
-        for value in &self.values {
-            writeln!(
-                f,
-                "{:keys$}  {:values$}  {}",
-                value.setting.key(),
-                value.value,
-                value.source
-            )?;
-        }
-        Ok(())
+        let keys = self.values.iter().map(|value| value.setting.key().chars().count()).max();
+        let values = self.values.iter().map(|value| value.value.chars().count().min(40)).max();
+        let (keys, values) = (keys.unwrap_or(0), values.unwrap_or(0));
+        self.values.iter().try_for_each(|Explained { setting, value, source }| {
+            writeln!(f, "{:keys$}  {value:values$}  {source}", setting.key())
+        })
     }
 }

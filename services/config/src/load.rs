@@ -1,4 +1,4 @@
-//! Brings file, environment and flags together.
+//! Merges defaults, file, environment and flags.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -19,13 +19,14 @@ use crate::{
     value::Value,
 };
 
-/// Every variable of Baton's begins with this.
+/// Prefix of all variables of Baton.
 const ENV_PREFIX: &str = "BATON_";
 
-/// Variables as a map; only those that begin with `BATON_` and those of [`Hub`] and [`cache_folder`] are looked at.
+/// Environment variables by name. Loading reads those that begin with `BATON_` and those of [`Hub`] and
+/// [`cache_folder`].
 pub type Environment = BTreeMap<String, String>;
 
-/// Values of flags by key (`node.slots`), as they were typed.
+/// Unparsed values of flags by key (`node.slots`).
 pub type Flags = BTreeMap<String, String>;
 
 /// The sources of settings.
@@ -38,7 +39,7 @@ pub struct LoadInput {
 
 macro_rules! sections {
     ($($(#[doc = $about:literal])+ $Name:ident $field:ident;)+) => {
-        /// The names of the sections, for saying which of them a service uses.
+        /// A section of the schema. Each service names the sections that it uses.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
         pub enum Section { $( $(#[doc = $about])+ $Name, )+ }
 
@@ -55,7 +56,7 @@ macro_rules! sections {
                 lines.iter().map(|line| line.trim()).collect::<Vec<_>>().join(" ")
             }
 
-            /// Its settings, in the order of their declaration.
+            /// Returns the settings in the order of declaration.
             pub fn settings(self) -> Vec<Setting> {
                 match self { $( Self::$Name => $Name::settings(), )+ }
             }
@@ -75,7 +76,7 @@ macro_rules! sections {
 
         impl Config {
             fn read(reader: &mut Reader<'_>) -> Self {
-                Self { $( $field: $Name::read(reader), )+ hub: Hub::default(), cache: None, explained: Vec::new(), warnings: Vec::new() }
+                Self { $( $field: $Name::read(reader), )+ ..Self::default() }
             }
         }
     };
@@ -97,7 +98,7 @@ sections! {
 }
 
 impl Config {
-    /// Reads, merges and checks everything; all problems come back together.
+    /// Reads, merges and checks all sources. The error lists all problems.
     pub fn load(input: LoadInput) -> Result<Self, ConfigError> {
         let mut problems = Vec::new();
         let settings = all_settings();
@@ -124,7 +125,6 @@ impl Config {
         config.cache = cache_folder(&input.environment);
         // Invalid values have their defaults here, so checks of combinations would mislead.
         if problems.is_empty() {
-            config.fit_defaults();
             config.check_combinations(&mut problems);
         }
         if problems.is_empty() { Ok(config) } else { Err(ConfigError { problems }) }
@@ -264,7 +264,7 @@ fn refuse_unknown_variables(
     }
 }
 
-/// Returns whether Kubernetes sets such a variable in every pod for a service named `baton-...`.
+/// Returns whether Kubernetes sets a variable of this form in every pod, for a service named `baton-...`.
 fn is_service_link(name: &str) -> bool {
     name.ends_with("_SERVICE_HOST")
         || name.contains("_SERVICE_PORT")

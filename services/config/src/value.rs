@@ -5,9 +5,8 @@ use std::{net::SocketAddr, ops::RangeInclusive, path::PathBuf, time::Duration};
 use toml::de::DeValue;
 
 use crate::types::{
-    ByteSize, CpuList, Device, Dtype, EtcdPrefix, EtcdUrl, GrpcUrl, Isa, LoadFormat, LogFormat,
-    ModelPath, Pair, Password, Secret, Speculate, ToolFormat, Transport, format_duration,
-    parse_duration,
+    ByteSize, CpuList, EtcdPrefix, EtcdUrl, GrpcUrl, ModelPath, Pair, Password, Secret,
+    format_duration, parse_duration,
 };
 
 /// A type that a setting can have.
@@ -118,22 +117,6 @@ impl Value for Duration {
     }
 }
 
-impl Value for String {
-    const PLACEHOLDER: &'static str = "TEXT";
-
-    fn allowed() -> String {
-        "text that is not empty".into()
-    }
-
-    fn from_text(text: &str) -> Option<Self> {
-        Some(text.trim().to_owned()).filter(|text| !text.is_empty())
-    }
-
-    fn show(&self) -> String {
-        self.clone()
-    }
-}
-
 impl Value for PathBuf {
     const PLACEHOLDER: &'static str = "PATH";
 
@@ -142,7 +125,7 @@ impl Value for PathBuf {
     }
 
     fn from_text(text: &str) -> Option<Self> {
-        (!text.is_empty()).then(|| text.into())
+        not_empty(text).map(PathBuf::from)
     }
 
     fn show(&self) -> String {
@@ -150,117 +133,49 @@ impl Value for PathBuf {
     }
 }
 
-impl Value for ModelPath {
-    const PLACEHOLDER: &'static str = "PATH";
+/// Implements [`Value`] for types that `Display` shows and that TOML holds as strings. Each line has the placeholder,
+/// the allowed values and the parser.
+macro_rules! text_values {
+    ($($T:ty: $placeholder:literal, $allowed:expr, $parse:expr;)+) => { $(
+        impl $crate::value::Value for $T {
+            const PLACEHOLDER: &'static str = $placeholder;
 
-    fn allowed() -> String {
-        "a path, or hf:ORG/NAME[@REVISION][/FILE.gguf] for a model of the hub".into()
-    }
+            fn allowed() -> String {
+                $allowed.into()
+            }
 
-    fn from_text(text: &str) -> Option<Self> {
-        Self::parse(text)
-    }
+            fn from_text(text: &str) -> Option<Self> {
+                $parse(text)
+            }
 
-    fn show(&self) -> String {
-        self.to_string()
-    }
+            fn show(&self) -> String {
+                self.to_string()
+            }
+        }
+    )+ };
 }
 
-impl Value for SocketAddr {
-    const PLACEHOLDER: &'static str = "ADDR:PORT";
+pub(crate) use text_values;
 
-    fn allowed() -> String {
-        "an IP address and a port such as 127.0.0.1:8000, 0.0.0.0:8000 or [::]:8000".into()
-    }
-
-    fn from_text(text: &str) -> Option<Self> {
-        text.trim().parse().ok()
-    }
-
-    fn show(&self) -> String {
-        self.to_string()
-    }
+text_values! {
+    String: "TEXT", NOT_EMPTY, |text: &str| not_empty(text.trim()).map(str::to_owned);
+    ModelPath: "PATH", "a path, or hf:ORG/NAME[@REVISION][/FILE.gguf] for a model of the hub", Self::parse;
+    SocketAddr: "ADDR:PORT",
+        "an IP address and a port such as 127.0.0.1:8000, 0.0.0.0:8000 or [::]:8000",
+        |text: &str| text.trim().parse().ok();
+    GrpcUrl: "URL", "host:port or http://host:port", Self::parse;
+    CpuList: "CPUS", "CPU numbers below 8192 and ranges of them such as 0-3,8, no CPU twice", Self::parse;
+    Pair: "NAME=VALUE", "NAME=VALUE", Self::parse;
+    EtcdUrl: "URL", "host:port, http://host:port or https://host:port", Self::parse;
+    EtcdPrefix: "TEXT",
+        "words of ASCII letters, digits, '.', '_' and '-' with '/' between them, at most 128 bytes",
+        Self::parse;
 }
 
-impl Value for GrpcUrl {
-    const PLACEHOLDER: &'static str = "URL";
+const NOT_EMPTY: &str = "text that is not empty";
 
-    fn allowed() -> String {
-        "host:port or http://host:port".into()
-    }
-
-    fn from_text(text: &str) -> Option<Self> {
-        Self::parse(text)
-    }
-
-    fn show(&self) -> String {
-        self.to_string()
-    }
-}
-
-impl Value for CpuList {
-    const PLACEHOLDER: &'static str = "CPUS";
-
-    fn allowed() -> String {
-        "CPU numbers below 8192 and ranges of them such as 0-3,8, no CPU twice".into()
-    }
-
-    fn from_text(text: &str) -> Option<Self> {
-        Self::parse(text)
-    }
-
-    fn show(&self) -> String {
-        self.to_string()
-    }
-}
-
-impl Value for Pair {
-    const PLACEHOLDER: &'static str = "NAME=VALUE";
-
-    fn allowed() -> String {
-        "NAME=VALUE".into()
-    }
-
-    fn from_text(text: &str) -> Option<Self> {
-        Self::parse(text)
-    }
-
-    fn show(&self) -> String {
-        self.to_string()
-    }
-}
-
-impl Value for EtcdUrl {
-    const PLACEHOLDER: &'static str = "URL";
-
-    fn allowed() -> String {
-        "host:port, http://host:port or https://host:port".into()
-    }
-
-    fn from_text(text: &str) -> Option<Self> {
-        Self::parse(text)
-    }
-
-    fn show(&self) -> String {
-        self.to_string()
-    }
-}
-
-impl Value for EtcdPrefix {
-    const PLACEHOLDER: &'static str = "TEXT";
-
-    fn allowed() -> String {
-        "words of ASCII letters, digits, '.', '_' and '-' with '/' between them, at most 128 bytes"
-            .into()
-    }
-
-    fn from_text(text: &str) -> Option<Self> {
-        Self::parse(text)
-    }
-
-    fn show(&self) -> String {
-        self.to_string()
-    }
+fn not_empty(text: &str) -> Option<&str> {
+    (!text.is_empty()).then_some(text)
 }
 
 impl Value for Password {
@@ -268,11 +183,11 @@ impl Value for Password {
     const SECRET: bool = true;
 
     fn allowed() -> String {
-        "text that is not empty".into()
+        NOT_EMPTY.into()
     }
 
     fn from_text(text: &str) -> Option<Self> {
-        (!text.is_empty()).then(|| Self::new(text))
+        not_empty(text).map(Self::new)
     }
 
     fn show(&self) -> String {
@@ -292,7 +207,7 @@ impl Value for Secret {
     }
 
     fn from_text(text: &str) -> Option<Self> {
-        Some(Self::new(text.trim())).filter(|secret| secret.byte_count() >= SECRET_BYTES_MIN)
+        Some(Self::new(text.trim())).filter(|secret| secret.reveal().len() >= SECRET_BYTES_MIN)
     }
 
     fn show(&self) -> String {
@@ -349,33 +264,6 @@ impl<T: Value> Value for Vec<T> {
         self.iter().map(T::show).collect::<Vec<_>>().join(",")
     }
 }
-
-macro_rules! choice_value {
-    ($($Choice:ident),+) => { $(
-        impl Value for $Choice {
-            const PLACEHOLDER: &'static str = "WORD";
-
-            fn allowed() -> String {
-                match Self::WORDS {
-                    [first @ .., last] if !first.is_empty() => {
-                        format!("{} or {last}", first.join(", "))
-                    }
-                    words => words.concat(),
-                }
-            }
-
-            fn from_text(text: &str) -> Option<Self> {
-                Self::parse(text)
-            }
-
-            fn show(&self) -> String {
-                self.to_string()
-            }
-        }
-    )+ };
-}
-
-choice_value!(Device, Dtype, Isa, LoadFormat, LogFormat, Speculate, ToolFormat, Transport);
 
 macro_rules! ranged {
     ($($Scalar:ty),+) => { $(

@@ -268,7 +268,7 @@ fn shown(numbers: &[u32]) -> String {
 }
 
 pub(crate) fn secret(transfer: &config::Transfer) -> Result<ClusterSecret, SettingsError> {
-    Ok(ClusterSecret::new(transfer.required_secret()?.reveal())?)
+    Ok(ClusterSecret::new(transfer.required_secret()?.reveal().as_bytes())?)
 }
 
 /// Default bytes of a chunk between GPUs.

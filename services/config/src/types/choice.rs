@@ -1,5 +1,7 @@
 //! Settings with a fixed set of allowed words.
 
+use crate::value::text_values;
+
 /// Declares an enum with one configuration word per variant.
 macro_rules! choice {
     (
@@ -31,7 +33,15 @@ macro_rules! choice {
                 f.write_str(self.as_str())
             }
         }
+
+        text_values! { $Name: "WORD", alternatives($Name::WORDS), Self::parse; }
     };
+}
+
+/// Joins words as `a, b or c`.
+fn alternatives(words: &[&str]) -> String {
+    let (last, first) = words.split_last().expect("every choice has words");
+    format!("{} or {last}", first.join(", "))
 }
 
 choice! {

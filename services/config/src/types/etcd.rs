@@ -1,12 +1,11 @@
 //! Endpoints and key prefix of an etcd cluster.
 
-use std::fmt;
+use super::grpc_url::{authority, text_type};
 
-use super::grpc_url::authority;
-
-/// An etcd endpoint, `http://host:port` or `https://host:port`; `host:port` means `http://host:port`.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct EtcdUrl(String);
+text_type! {
+    /// An etcd endpoint, `http://host:port` or `https://host:port`; `host:port` means `http://host:port`.
+    EtcdUrl
+}
 
 impl EtcdUrl {
     pub fn parse(text: &str) -> Option<Self> {
@@ -19,24 +18,15 @@ impl EtcdUrl {
         authority(rest).map(|authority| Self(format!("{scheme}://{authority}")))
     }
 
-    pub fn as_str(&self) -> &str {
-        &self.0
-    }
-
     pub fn is_https(&self) -> bool {
         self.0.starts_with("https://")
     }
 }
 
-impl fmt::Display for EtcdUrl {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.0)
-    }
+text_type! {
+    /// Key prefix of one cluster: words with `/` in front of each, and no trailing slash.
+    EtcdPrefix
 }
-
-/// Key prefix of one cluster: words with `/` in front of each.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct EtcdPrefix(String);
 
 /// Maximum length of a prefix in bytes. The prefix is part of every key.
 const PREFIX_BYTES_MAX: usize = 128;
@@ -51,22 +41,11 @@ impl EtcdPrefix {
         (path.len() < PREFIX_BYTES_MAX && path.split('/').all(is_word))
             .then(|| Self(format!("/{path}")))
     }
-
-    /// Returns the prefix with a leading and without a trailing slash.
-    pub fn as_str(&self) -> &str {
-        &self.0
-    }
 }
 
 impl Default for EtcdPrefix {
     fn default() -> Self {
         Self("/baton".into())
-    }
-}
-
-impl fmt::Display for EtcdPrefix {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.0)
     }
 }
 

@@ -1,10 +1,33 @@
-//! Addresses of gRPC servers.
+//! Addresses of servers.
 
-use std::fmt;
+/// Declares a text that was validated when it was parsed.
+macro_rules! text_type {
+    ($(#[doc = $about:literal])+ $Name:ident) => {
+        $(#[doc = $about])+
+        #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+        pub struct $Name(String);
 
-/// Address of a gRPC server, `http://host:port`; `host:port` means the same. The host is a name or an IP address.
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct GrpcUrl(String);
+        impl $Name {
+            pub fn as_str(&self) -> &str {
+                &self.0
+            }
+        }
+
+        impl std::fmt::Display for $Name {
+            fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                f.write_str(&self.0)
+            }
+        }
+    };
+}
+
+pub(super) use text_type;
+
+text_type! {
+    /// Address of a gRPC server, `http://host:port`; `host:port` means the same. The host is a name or an IP
+    /// address.
+    GrpcUrl
+}
 
 impl GrpcUrl {
     /// Parses a host and a port from 1 to 65535; `None` for anything else, including a path.
@@ -12,22 +35,6 @@ impl GrpcUrl {
         let text = text.trim();
         authority(text.strip_prefix("http://").unwrap_or(text))
             .map(|authority| Self(format!("http://{authority}")))
-    }
-
-    /// Returns the URL for `tonic::transport::Endpoint`.
-    pub fn as_str(&self) -> &str {
-        &self.0
-    }
-
-    /// Returns `host:port`.
-    pub fn authority(&self) -> &str {
-        self.0.strip_prefix("http://").unwrap_or(&self.0)
-    }
-}
-
-impl fmt::Display for GrpcUrl {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.0)
     }
 }
 

@@ -10,7 +10,7 @@ const SECRET: &str = "correct-horse-battery-staple";
 fn a_secret_is_not_in_any_output() {
     let toml = format!("[transfer]\nsecret = \"{SECRET}\"\n");
     let config = load(&toml, &[], &[]).unwrap();
-    assert_eq!(config.transfer.required_secret().unwrap().reveal(), SECRET.as_bytes());
+    assert_eq!(config.transfer.required_secret().unwrap().reveal(), SECRET);
     let outputs =
         [format!("{config:?}"), format!("{config:#?}"), config.explain(Section::ALL).to_string()];
     for output in outputs {
@@ -46,7 +46,7 @@ fn a_password_of_any_length_is_read_and_never_shown() {
 fn a_secret_file_is_read_without_its_line_end() {
     let file = file(format!("{SECRET}\n"));
     let transfer = Transfer { secret_file: Some(file.path().into()), ..Transfer::default() };
-    assert_eq!(transfer.required_secret().unwrap().reveal(), SECRET.as_bytes());
+    assert_eq!(transfer.required_secret().unwrap().reveal(), SECRET);
 }
 
 #[test]
