@@ -7,25 +7,19 @@
 //! Llama 3.2's tokenizer, this model 1.3 (`examples/encode_speed.rs`, one thread). Dropout, and prefixes
 //! and suffixes of subwords, are not supported: no language model uses them.
 
-use std::{
-    cmp::Reverse,
-    collections::{BinaryHeap, HashMap},
-    hash::BuildHasherDefault,
-    ops::Range,
-    sync::Arc,
-};
+use std::{collections::HashMap, ops::Range, sync::Arc};
 
 use crate::{
     error::VocabularyError,
+    merging::Merging,
     packed::PackedStrings,
-    vocabulary::{Vocabulary, WordHasher},
+    vocabulary::{NO_ID, Vocabulary, WordHasher, byte_ids},
 };
 
 /// Maximum number of merges. The largest merge lists in use have 500,000.
 const MERGES_MAX: usize = 1 << 23;
 /// Characters below this limit have their id in an array, including the whole byte-level alphabet.
 const DIRECT_CHARS: usize = 0x180;
-const NO_ID: u32 = u32::MAX;
 
 /// Handling of words that merges alone cannot spell.
 #[derive(Clone, Debug, Default)]
@@ -46,7 +40,7 @@ struct MergeRule {
     id: u32,
 }
 
-type MergeRules = HashMap<u64, MergeRule, BuildHasherDefault<WordHasher>>;
+type MergeRules = HashMap<u64, MergeRule, WordHasher>;
 
 #[derive(Debug)]
 pub(crate) struct BytePairModel {
@@ -80,21 +74,12 @@ impl BytePairModel {
             let char = char::from_u32(code as u32).expect("below the surrogates");
             *id = id_of(char.encode_utf8(&mut [0; 4])).unwrap_or(NO_ID);
         }
-        let byte_tokens = options.byte_fallback.then(|| {
-            let mut ids = Box::new([NO_ID; 256]);
-            for (byte, id) in ids.iter_mut().enumerate() {
-                *id = id_of(&format!("<0x{byte:02X}>")).unwrap_or(NO_ID);
-            }
-            ids
-        });
-        let unknown_id = match &options.unknown_token {
-            None => None,
-            Some(token) => Some(
-                vocabulary
-                    .id(token)
-                    .ok_or_else(|| VocabularyError::UnknownToken { token: token.clone() })?,
-            ),
+        let byte_tokens = options.byte_fallback.then(|| byte_ids(id_of));
+        let known = |token: &String| {
+            let unknown = || VocabularyError::UnknownToken { token: token.clone() };
+            vocabulary.id(token).ok_or_else(unknown)
         };
+        let unknown_id = options.unknown_token.as_ref().map(known).transpose()?;
         Ok(Self {
             merges: rules,
             direct,
@@ -116,8 +101,12 @@ impl BytePairModel {
             return;
         }
         let mut symbols = self.symbols(word);
-        self.merge(&mut symbols);
-        ids.extend(symbols.iter().filter(|symbol| symbol.alive).map(|symbol| symbol.id));
+        // The lowest rank merges first.
+        symbols.run(|left, right| {
+            let rule = self.merges.get(&pair_key(left.id, right.id))?;
+            Some((!rule.rank, rule.id))
+        });
+        ids.extend(symbols.merged().map(|symbol| symbol.id));
     }
 
     /// Returns the id of `string`, unless it is a special token.
@@ -143,91 +132,23 @@ impl BytePairModel {
 
     /// Splits the word into symbols: one per known character; for an unknown character, one per
     /// byte or the unknown token.
-    fn symbols(&self, word: &str) -> Vec<Symbol> {
-        let mut ids: Vec<u32> = Vec::with_capacity(word.len());
+    fn symbols(&self, word: &str) -> Merging {
+        let mut symbols = Merging::default();
         let mut unknown: Option<u32> = None;
         for char in word.chars() {
             if let Some(id) = self.char_id(char) {
-                ids.extend(unknown.take());
-                ids.push(id);
+                unknown.take().into_iter().chain([id]).for_each(|id| symbols.push(id, 1));
             } else if let Some(bytes) = self.byte_ids(char) {
-                ids.extend(bytes);
+                bytes.for_each(|id| symbols.push(id, 1));
             } else if let Some(id) = self.unknown_id {
                 if !self.fuse_unknown {
-                    ids.extend(unknown);
+                    unknown.into_iter().for_each(|id| symbols.push(id, 1));
                 }
                 unknown = Some(id);
             }
         }
-        ids.extend(unknown);
-        let count = ids.len();
-        let symbol = |(at, id)| Symbol {
-            id,
-            previous: if at == 0 { NONE } else { at as u32 - 1 },
-            next: if at + 1 == count { NONE } else { at as u32 + 1 },
-            alive: true,
-        };
-        ids.into_iter().enumerate().map(symbol).collect()
-    }
-
-    /// Applies merges by rank, then from the left, until none applies.
-    fn merge(&self, symbols: &mut [Symbol]) {
-        let rule = |left: u32, right: u32| self.merges.get(&pair_key(left, right)).copied();
-        let mut queue: BinaryHeap<Reverse<Candidate>> = symbols
-            .windows(2)
-            .enumerate()
-            .filter_map(|(at, pair)| Some(rule(pair[0].id, pair[1].id)?.at(at as u32)))
-            .collect();
-        while let Some(Reverse(candidate)) = queue.pop() {
-            let left = symbols[candidate.at as usize];
-            if !left.alive || left.next == NONE {
-                continue;
-            }
-            let right = symbols[left.next as usize];
-            // The pair may have changed since it was queued.
-            if rule(left.id, right.id).is_none_or(|rule| rule.id != candidate.id) {
-                continue;
-            }
-            symbols[left.next as usize].alive = false;
-            symbols[candidate.at as usize].id = candidate.id;
-            symbols[candidate.at as usize].next = right.next;
-            if right.next != NONE {
-                symbols[right.next as usize].previous = candidate.at;
-                let after = symbols[right.next as usize];
-                queue.extend(rule(candidate.id, after.id).map(|rule| rule.at(candidate.at)));
-            }
-            if left.previous != NONE {
-                let before = symbols[left.previous as usize];
-                queue.extend(rule(before.id, candidate.id).map(|rule| rule.at(left.previous)));
-            }
-        }
-    }
-}
-
-/// No neighbour.
-const NONE: u32 = u32::MAX;
-
-/// Token of a partially merged word, linked to its neighbours.
-#[derive(Clone, Copy, Debug)]
-struct Symbol {
-    id: u32,
-    previous: u32,
-    next: u32,
-    alive: bool,
-}
-
-/// Merge that may apply to the symbol at `at` and its right neighbour. Lowest rank first, then the
-/// leftmost.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-struct Candidate {
-    rank: u32,
-    at: u32,
-    id: u32,
-}
-
-impl MergeRule {
-    fn at(self, at: u32) -> Reverse<Candidate> {
-        Reverse(Candidate { rank: self.rank, at, id: self.id })
+        unknown.into_iter().for_each(|id| symbols.push(id, 1));
+        symbols
     }
 }
 
@@ -244,7 +165,7 @@ fn merge_rules(
     if count > MERGES_MAX {
         return Err(VocabularyError::TooManyMerges { found: count, max: MERGES_MAX });
     }
-    let mut rules = MergeRules::with_capacity_and_hasher(count, BuildHasherDefault::default());
+    let mut rules = MergeRules::with_capacity_and_hasher(count, WordHasher::default());
     let mut joined = String::new();
     for index in 0..count {
         let (left, right) = (merges.get(2 * index), merges.get(2 * index + 1));

@@ -4,9 +4,10 @@ use crate::{error::VocabularyError, vocabulary::Vocabulary};
 
 /// Conversion of a token's string to bytes. Text is the concatenated bytes of its tokens, read as UTF-8;
 /// invalid UTF-8 becomes U+FFFD.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) enum Decoding {
     /// GPT-2's alphabet: one visible character for each byte.
+    #[default]
     ByteLevel,
     /// SentencePiece's conversion.
     Pieces {
@@ -94,12 +95,9 @@ impl TokenBytes {
         for id in 0..vocabulary.size() {
             let shown = silent.binary_search(&id).is_err();
             if let Some(token) = vocabulary.string(id).filter(|_| shown) {
+                let keeps_added = matches!(decoding, Decoding::Pieces { keeps_added: true, .. });
                 match added(id) {
-                    Some(token)
-                        if matches!(decoding, Decoding::Pieces { keeps_added: true, .. }) =>
-                    {
-                        bytes.extend_from_slice(token.as_bytes());
-                    }
+                    Some(token) if keeps_added => bytes.extend_from_slice(token.as_bytes()),
                     Some(token) => decoding.append(&token, &mut bytes),
                     None => decoding.append(token, &mut bytes),
                 }

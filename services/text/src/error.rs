@@ -1,6 +1,6 @@
 //! Errors of loading a model's text side.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use crate::vocabulary::VOCABULARY_SIZE_MAX;
 
@@ -31,6 +31,17 @@ pub enum LoadError {
     Invalid { path: PathBuf, key: String, problem: String },
     #[error("{}: {key}: {source}", path.display())]
     Vocabulary { path: PathBuf, key: &'static str, source: VocabularyError },
+}
+
+impl LoadError {
+    pub(crate) fn unsupported(path: &Path, key: &str, found: String, supported: &str) -> Self {
+        let (key, supported) = (key.to_owned(), supported.to_owned());
+        Self::Unsupported { path: path.into(), key, found, supported }
+    }
+
+    pub(crate) fn invalid(path: &Path, key: &str, problem: String) -> Self {
+        Self::Invalid { path: path.into(), key: key.to_owned(), problem }
+    }
 }
 
 /// Error in a vocabulary or its merges.

@@ -5,7 +5,7 @@ use std::{path::Path, sync::Arc};
 use crate::{
     error::LoadError,
     sampling_defaults::SamplingDefaults,
-    source::{Opened, Source},
+    source::Source,
     template::{ChatTemplate, TemplateError},
     tokenizer::Tokenizer,
     tools::ToolFormat,
@@ -47,12 +47,12 @@ impl ModelText {
     /// # Errors
     /// See [`LoadError`]; each names the file, the key and what is allowed.
     pub fn open_with(path: impl AsRef<Path>, options: ModelTextOptions) -> Result<Self, LoadError> {
-        let Opened { source, file, keys } = Opened::read(path.as_ref())?;
-        let Source { parts, mut templates, sampling_defaults } = source;
+        let source = Source::read(path.as_ref())?;
+        let Source { parts, mut templates, sampling_defaults, origin } = source;
         if let Some(template) = options.chat_template {
             (templates.default, templates.tool_use) = (Some(template), None);
         }
-        let tokenizer = Tokenizer::new(parts).map_err(|error| keys.blame(file, error))?;
+        let tokenizer = Tokenizer::new(parts).map_err(|error| origin.locate(error))?;
         let source = templates.tool_use.as_ref().or(templates.default.as_ref());
         let tool_format = options
             .tool_format

@@ -5,20 +5,19 @@
 //! would not work: it cannot contain tokens whose parts are not tokens, it would rank the several ways to
 //! one token, which are equal here, and it would cost as much memory as the vocabulary.
 
-use std::{
-    cmp::Reverse,
-    collections::{BinaryHeap, HashMap},
-    sync::Arc,
-};
+use std::{collections::HashMap, sync::Arc};
 
-use crate::{error::VocabularyError, vocabulary::Vocabulary};
+use crate::{
+    error::VocabularyError,
+    merging::Merging,
+    vocabulary::{NO_ID, Vocabulary, byte_ids},
+};
 
 /// Represents a space within tokens.
 pub(crate) const SPACE: char = '▁';
 /// Maximum bytes of a token. The longest in use have about 100 bytes. Bounds the cost of looking up one
 /// pair.
 const TOKEN_BYTES_MAX: usize = 1024;
-const NO_ID: u32 = u32::MAX;
 
 /// Properties of a vocabulary's tokens beside their text.
 #[derive(Debug, Default)]
@@ -62,10 +61,7 @@ impl PieceModel {
         for (place, score) in order.iter_mut().zip(&options.scores) {
             *place = ascending(*score);
         }
-        let mut byte_ids = Box::new([NO_ID; 256]);
-        for (byte, id) in byte_ids.iter_mut().enumerate() {
-            *id = vocabulary.id(&format!("<0x{byte:02X}>")).unwrap_or(NO_ID);
-        }
+        let byte_ids = byte_ids(|token| vocabulary.id(token));
         let bytes = byte_ids.iter().filter(|id| **id != NO_ID);
         for &id in bytes.chain(&options.never_merged) {
             order[id as usize] = 0;
@@ -114,11 +110,11 @@ impl PieceModel {
             escaped.push(SPACE);
         }
         escaped.extend(text.chars().map(|char| if char == ' ' { SPACE } else { char }));
-        let mut merging = Merging::default();
+        let mut state = State::default();
         let mut rest = escaped.as_str();
         while !rest.is_empty() {
             let (word, after) = rest.split_at(self.first_word(rest));
-            self.encode_word(word, &mut merging, ids);
+            self.encode_word(word, &mut state, ids);
             rest = after;
         }
     }
@@ -140,63 +136,29 @@ impl PieceModel {
         self.vocabulary.id(text).filter(|id| self.order[*id as usize] != 0)
     }
 
-    fn encode_word(&self, word: &str, merging: &mut Merging, ids: &mut Vec<u32>) {
-        merging.symbols.clear();
+    fn encode_word(&self, word: &str, state: &mut State, ids: &mut Vec<u32>) {
+        let State { merging, halves, after_unknown } = state;
+        merging.clear();
         for (at, char) in word.char_indices() {
-            let (bytes, number) = (char.len_utf8(), merging.symbols.len() as u32);
-            let end = at + bytes;
-            merging.symbols.push(Symbol {
-                start: at as u32,
-                bytes: bytes as u32,
-                previous: number.checked_sub(1).unwrap_or(NONE),
-                next: if end == word.len() { NONE } else { number + 1 },
-                id: self.token(&word[at..end]).unwrap_or(NO_ID),
-            });
+            let len = char.len_utf8();
+            merging.push(self.token(&word[at..at + len]).unwrap_or(NO_ID), len as u32);
         }
-        for at in 1..merging.symbols.len() as u32 {
-            self.consider(word, at - 1, at, merging);
-        }
-        while let Some(pair) = merging.queue.pop() {
-            let left = merging.symbols[pair.left.0 as usize];
-            // A queued pair may have merged with other symbols since.
-            if left.bytes == 0 || left.next == NONE {
-                continue;
+        merging.run(|left, right| {
+            let text = &word[left.start as usize..][..(left.len + right.len) as usize];
+            let id = self.token(text)?;
+            if self.is_unused(id) {
+                halves.insert(id, left.len);
             }
-            let right = merging.symbols[left.next as usize];
-            if left.bytes + right.bytes != pair.bytes {
-                continue;
-            }
-            merging.symbols[left.next as usize].bytes = 0;
-            let merged = &mut merging.symbols[pair.left.0 as usize];
-            (merged.bytes, merged.id, merged.next) = (pair.bytes, pair.id, right.next);
-            if right.next != NONE {
-                merging.symbols[right.next as usize].previous = pair.left.0;
-                self.consider(word, pair.left.0, right.next, merging);
-            }
-            if left.previous != NONE {
-                self.consider(word, left.previous, pair.left.0, merging);
-            }
-        }
-        let Merging { symbols, halves, after_unknown, .. } = merging;
-        for symbol in symbols.iter().filter(|symbol| symbol.bytes != 0) {
+            Some((self.order[id as usize], id))
+        });
+        for symbol in merging.merged() {
             if symbol.id != NO_ID && !self.is_unused(symbol.id) {
                 ids.push(symbol.id);
                 *after_unknown = false;
             } else {
-                let text = &word[symbol.start as usize..][..symbol.bytes as usize];
+                let text = &word[symbol.start as usize..][..symbol.len as usize];
                 self.take_apart(text, symbol.id, halves, after_unknown, ids);
             }
-        }
-    }
-
-    /// Queues two adjacent symbols if together they are a token.
-    fn consider(&self, word: &str, left: u32, right: u32, merging: &mut Merging) {
-        let (first, second) = (merging.symbols[left as usize], merging.symbols[right as usize]);
-        let bytes = first.bytes + second.bytes;
-        let Some(id) = self.token(&word[first.start as usize..][..bytes as usize]) else { return };
-        merging.queue.push(Pair { order: self.order[id as usize], left: Reverse(left), bytes, id });
-        if self.is_unused(id) {
-            merging.halves.insert(id, first.bytes);
         }
     }
 
@@ -247,33 +209,10 @@ fn ascending(score: f32) -> u32 {
     if bits >> 31 == 0 { bits | 1 << 31 } else { !bits }
 }
 
-/// No neighbour.
-const NONE: u32 = u32::MAX;
-
-/// Part of the word, linked to its neighbours. A part without bytes was merged into another.
-#[derive(Clone, Copy, Debug)]
-struct Symbol {
-    start: u32,
-    bytes: u32,
-    previous: u32,
-    next: u32,
-    id: u32,
-}
-
-/// Two adjacent symbols that form a token. The greatest has the highest score, then is the leftmost.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-struct Pair {
-    order: u32,
-    left: Reverse<u32>,
-    bytes: u32,
-    id: u32,
-}
-
-/// Reused memory for merging words.
+/// State of encoding one text.
 #[derive(Debug, Default)]
-struct Merging {
-    symbols: Vec<Symbol>,
-    queue: BinaryHeap<Pair>,
+struct State {
+    merging: Merging,
     /// Bytes of the first half, by unused token.
     halves: HashMap<u32, u32>,
     after_unknown: bool,

@@ -96,11 +96,6 @@ impl TextStream {
         TextDelta { text, stopped: self.stopped }
     }
 
-    /// Returns the number of tokens processed, up to the stop.
-    pub fn token_count(&self) -> u32 {
-        self.token_count
-    }
-
     /// Ends an answer without a stop string and returns the rest of its text.
     pub fn finish(mut self) -> String {
         if self.stopped.is_some() {

@@ -3,9 +3,9 @@
 use std::{collections::HashMap, path::Path};
 
 use crate::{
-    decoding::{Decoding, TokenBytes},
+    decoding::TokenBytes,
     error::{LoadError, VocabularyError},
-    source::Opened,
+    source::Source,
     tokenizer::{TokenizerParts, add_missing},
     vocabulary::Vocabulary,
 };
@@ -26,8 +26,8 @@ impl TokenTable {
     /// # Errors
     /// See [`LoadError`]; each names the file, the key and what is allowed.
     pub fn open(path: impl AsRef<Path>) -> Result<Self, LoadError> {
-        let Opened { source, file, keys } = Opened::read(path.as_ref())?;
-        Self::new(source.parts).map_err(|error| keys.blame(file, error))
+        let Source { parts, origin, .. } = Source::read(path.as_ref())?;
+        Self::new(parts).map_err(|error| origin.locate(error))
     }
 
     fn new(mut parts: TokenizerParts) -> Result<Self, VocabularyError> {
@@ -41,7 +41,7 @@ impl TokenTable {
             })
             .collect();
         parts.silent.sort_unstable();
-        let decoding = parts.decoding.unwrap_or(Decoding::ByteLevel);
+        let decoding = parts.decoding;
         let added_form = |id| added.get(&id).map(|(content, _)| content.clone());
         let bytes = TokenBytes::new(&vocabulary, added_form, &decoding, &parts.silent)?;
         let special = added.iter().filter(|(_, (_, special))| *special).map(|(&id, _)| id);

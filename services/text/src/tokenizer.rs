@@ -63,7 +63,6 @@ pub struct Tokenizer {
     prompt_suffix: Vec<u32>,
     bos_id: Option<u32>,
     eos_ids: Vec<u32>,
-    pad_id: Option<u32>,
     strip_start: Option<(char, usize)>,
     /// Maximum bytes of text that one token can represent, if bounded.
     token_text_bytes_max: Option<usize>,
@@ -107,12 +106,11 @@ pub(crate) struct TokenizerParts {
     pub silent: Vec<u32>,
     pub normalizer: Option<NormalizerWrapper>,
     pub pre_tokenizer: Option<PreTokenizerWrapper>,
-    pub decoding: Option<Decoding>,
+    pub decoding: Decoding,
     pub prompt_prefix: Vec<u32>,
     pub prompt_suffix: Vec<u32>,
     pub bos_id: Option<u32>,
     pub eos_ids: Vec<u32>,
-    pub pad_id: Option<u32>,
 }
 
 impl Tokenizer {
@@ -128,16 +126,15 @@ impl Tokenizer {
             .filter_map(|(_, token)| vocabulary.id(&token.content))
             .collect();
         special.sort_unstable();
-        special.dedup();
         parts.silent.sort_unstable();
         parts.eos_ids.sort_unstable();
         parts.eos_ids.dedup();
-        let named = [("the bos token", parts.bos_id), ("the pad token", parts.pad_id)];
-        let eos = parts.eos_ids.iter().map(|id| ("the eos token", Some(*id)));
+        let bos = parts.bos_id.map(|id| ("the bos token", id));
+        let eos = parts.eos_ids.iter().map(|id| ("the eos token", *id));
         let frame = parts.prompt_prefix.iter().chain(&parts.prompt_suffix);
-        let frame = frame.map(|id| ("a token around prompts", Some(*id)));
-        for (name, id) in named.into_iter().chain(eos).chain(frame) {
-            if let Some(id) = id.filter(|id| *id >= vocabulary.size()) {
+        let frame = frame.map(|id| ("a token around prompts", *id));
+        for (name, id) in bos.into_iter().chain(eos).chain(frame) {
+            if id >= vocabulary.size() {
                 let size = vocabulary.size();
                 return Err(VocabularyError::NoSuchId { name, id: id.into(), size });
             }
@@ -159,7 +156,7 @@ impl Tokenizer {
         let mut added_as_text = added.clone();
         added_as_text.set_encode_special_tokens(true);
 
-        let decoding = parts.decoding.unwrap_or(Decoding::ByteLevel);
+        let decoding = parts.decoding;
         // The token may be stored in its normalised form.
         let added_form = |id| added.simple_id_to_token(id);
         let bytes = TokenBytes::new(&vocabulary, added_form, &decoding, &parts.silent)?;
@@ -181,7 +178,6 @@ impl Tokenizer {
             prompt_suffix: parts.prompt_suffix,
             bos_id: parts.bos_id,
             eos_ids: parts.eos_ids,
-            pad_id: parts.pad_id,
             strip_start: match decoding {
                 Decoding::ByteLevel => None,
                 Decoding::Pieces { strip_start, .. } => strip_start,
@@ -292,10 +288,6 @@ impl Tokenizer {
 
     pub fn bos_id(&self) -> Option<u32> {
         self.bos_id
-    }
-
-    pub fn pad_id(&self) -> Option<u32> {
-        self.pad_id
     }
 
     /// Returns a lower bound of the number of ids of `text`, at no cost. A text that is too long by

@@ -1,21 +1,20 @@
 //! Token strings by id, and ids by token string.
 
-use std::hash::Hasher;
+use std::hash::BuildHasher;
+
+use hashbrown::HashTable;
 
 use crate::{error::VocabularyError, packed::PackedStrings};
 
 /// Maximum vocabulary size, ten times the largest in use. Bounds the allocation for a corrupt id.
 pub const VOCABULARY_SIZE_MAX: u32 = 1 << 22;
 
-/// Marks a free entry of the index.
-const FREE: u32 = u32::MAX;
-
 /// Strings of all ids. An id without a string (a hole) has the empty string.
 #[derive(Clone, Debug)]
 pub(crate) struct Vocabulary {
     strings: PackedStrings,
-    /// Open addressing with linear probing, at most two thirds full; holds ids.
-    index: Box<[u32]>,
+    /// Ids by the hash of their string.
+    index: HashTable<u32>,
 }
 
 impl Vocabulary {
@@ -33,47 +32,32 @@ impl Vocabulary {
             return Err(VocabularyError::IdTooLarge { id, token: strings.get(at).to_owned() });
         }
         // `order[id]` is the index of the id's string.
-        let mut order = vec![FREE; size as usize];
+        let mut order = vec![None; size as usize];
         for (at, &id) in ids.iter().enumerate() {
-            let place = &mut order[id as usize];
-            if *place != FREE {
-                let first = strings.get(*place as usize).to_owned();
+            if let Some(first) = order[id as usize].replace(at as u32) {
+                let first = strings.get(first as usize).to_owned();
                 let second = strings.get(at).to_owned();
                 return Err(VocabularyError::IdTwice { id, first, second });
             }
-            *place = at as u32;
         }
         let mut in_order = PackedStrings::default();
-        for place in order {
-            let string = if place == FREE { "" } else { strings.get(place as usize) };
-            if !in_order.push(string) {
+        for at in order {
+            if !in_order.push(at.map_or("", |at| strings.get(at as usize))) {
                 return Err(VocabularyError::TooLarge);
             }
         }
         in_order.shrink();
-        let capacity = (in_order.len() * 3 / 2 + 1).next_power_of_two();
-        let mut vocabulary =
-            Self { strings: in_order, index: vec![FREE; capacity].into_boxed_slice() };
-        for id in 0..vocabulary.strings.len() as u32 {
-            vocabulary.insert(id);
+        let index = HashTable::with_capacity(in_order.len());
+        let mut vocabulary = Self { strings: in_order, index };
+        for id in 0..vocabulary.size() {
+            let Some(string) = vocabulary.string(id) else { continue };
+            if vocabulary.id(string).is_none() {
+                let (hash, strings) = (hash(string), &vocabulary.strings);
+                let rehash = |id: &u32| self::hash(strings.get(*id as usize));
+                vocabulary.index.insert_unique(hash, id, rehash);
+            }
         }
         Ok(vocabulary)
-    }
-
-    fn insert(&mut self, id: u32) {
-        let string = self.strings.get(id as usize);
-        if string.is_empty() {
-            return;
-        }
-        let mask = self.index.len() - 1;
-        let mut at = hash(string) as usize & mask;
-        while self.index[at] != FREE {
-            if self.strings.get(self.index[at] as usize) == string {
-                return;
-            }
-            at = (at + 1) & mask;
-        }
-        self.index[at] = id;
     }
 
     /// Returns the highest id + 1.
@@ -88,59 +72,26 @@ impl Vocabulary {
     }
 
     pub fn id(&self, string: &str) -> Option<u32> {
-        if string.is_empty() {
-            return None;
-        }
-        let mask = self.index.len() - 1;
-        let mut at = hash(string) as usize & mask;
-        loop {
-            match self.index[at] {
-                FREE => return None,
-                id if self.strings.get(id as usize) == string => return Some(id),
-                _ => at = (at + 1) & mask,
-            }
-        }
+        self.index.find(hash(string), |id| self.strings.get(*id as usize) == string).copied()
     }
+}
+
+/// Marks an absent id in a table of ids.
+pub(crate) const NO_ID: u32 = u32::MAX;
+
+/// Returns the ids of `<0x00>` to `<0xFF>`.
+pub(crate) fn byte_ids(id_of: impl Fn(&str) -> Option<u32>) -> Box<[u32; 256]> {
+    let id = |byte| id_of(&format!("<0x{byte:02X}>")).unwrap_or(NO_ID);
+    Box::new(std::array::from_fn(id))
 }
 
 fn hash(string: &str) -> u64 {
-    let mut hasher = WordHasher::default();
-    hasher.write(string.as_bytes());
-    hasher.finish()
+    WordHasher::default().hash_one(string)
 }
 
-/// Multiply-and-fold hash, eight bytes at a time. Tables keyed by a model's own vocabulary need speed and
-/// no resistance to chosen keys: user text is looked up and never inserted.
-#[derive(Clone, Copy, Default)]
-pub(crate) struct WordHasher(u64);
-
-impl WordHasher {
-    fn mix(&mut self, word: u64) {
-        let product =
-            u128::from(self.0 ^ word ^ 0x9e37_79b9_7f4a_7c15) * 0xd6e8_feb8_6659_fd93_u128;
-        self.0 = (product >> 64) as u64 ^ product as u64;
-    }
-}
-
-impl Hasher for WordHasher {
-    fn write(&mut self, bytes: &[u8]) {
-        let mut words = bytes.chunks_exact(8);
-        for word in &mut words {
-            self.mix(u64::from_le_bytes(word.try_into().expect("chunks of eight")));
-        }
-        let mut last = [0; 8];
-        last[..words.remainder().len()].copy_from_slice(words.remainder());
-        self.mix(u64::from_le_bytes(last) ^ ((bytes.len() as u64) << 56));
-    }
-
-    fn write_u64(&mut self, word: u64) {
-        self.mix(word);
-    }
-
-    fn finish(&self) -> u64 {
-        self.0
-    }
-}
+/// Fast hash with a fixed seed. Tables keyed by a model's own vocabulary need no resistance to chosen keys:
+/// user text is looked up and never inserted.
+pub(crate) type WordHasher = foldhash::fast::FixedState;
 
 #[cfg(test)]
 mod tests {

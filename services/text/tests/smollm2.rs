@@ -59,7 +59,6 @@ fn the_files_ids_are_known() {
     assert_eq!(tokenizer.vocabulary_size(), 49152);
     assert_eq!(tokenizer.bos_id(), Some(1));
     assert_eq!(tokenizer.eos_ids(), [2]);
-    assert_eq!(tokenizer.pad_id(), Some(2));
     assert_eq!(tokenizer.token_text(2).as_deref(), Some("<|im_end|>"));
     assert!(tokenizer.is_special(2) && !tokenizer.is_special(504));
     assert_eq!(tokenizer.token_bytes(7042), Some(&b" Paris"[..]));

@@ -4,10 +4,10 @@ mod pieces;
 
 use std::path::Path;
 
-use gguf::{Header, Metadata, Split};
+use gguf::{GgufError, Header, Metadata, Split};
 use tokenizers::AddedToken;
 
-use super::{Source, TemplateSources, pre_tokenizer::PreTokenizerKind};
+use super::{Origin, Source, TemplateSources, pre_tokenizer::PreTokenizerKind};
 use crate::{
     byte_pair::BytePairOptions,
     decoding::Decoding,
@@ -43,9 +43,6 @@ const MORE_EOS: [&str; 2] = ["tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_
 
 const SUPPORTED_MODELS: &str = "gpt2 (byte-level BPE), llama (SentencePiece BPE)";
 
-/// Keys of tokens and merges, for errors in the vocabulary.
-pub(crate) const KEYS: [&str; 2] = [TOKENS, MERGES];
-
 /// Values of `tokenizer.ggml.token_type`.
 mod token_type {
     pub const UNKNOWN: i32 = 2;
@@ -68,6 +65,7 @@ pub(crate) fn read(path: &Path) -> Result<Source, LoadError> {
         parts: file.parts()?,
         templates: file.templates()?,
         sampling_defaults: file.sampling_defaults()?,
+        origin: Origin { file: path.into(), keys: [TOKENS, MERGES] },
     })
 }
 
@@ -90,13 +88,13 @@ impl File<'_> {
         match self.require(MODEL)? {
             "gpt2" => {}
             "llama" => return Ok(Kind::Pieces),
-            model => return Err(self.unsupported(MODEL, model, SUPPORTED_MODELS.into())),
+            model => return Err(self.unsupported(MODEL, model, SUPPORTED_MODELS)),
         }
         // Files older than this key usually have GPT-2's kind.
         let pre: &str = self.get(PRE)?.unwrap_or("default");
         PreTokenizerKind::of_name(pre)
             .map(Kind::ByteLevel)
-            .ok_or_else(|| self.unsupported(PRE, pre, PreTokenizerKind::supported_names()))
+            .ok_or_else(|| self.unsupported(PRE, pre, &PreTokenizerKind::supported_names()))
     }
 
     fn parts(&self) -> Result<TokenizerParts, LoadError> {
@@ -112,14 +110,13 @@ impl File<'_> {
             strings,
             ids: (0..u32::try_from(tokens.len()).unwrap_or(u32::MAX)).collect(),
             bos_id: self.named_token(BOS_KEY, tokens)?,
-            pad_id: self.token_id(PADDING_KEY, tokens)?,
             eos_ids: eos_id.into_iter().collect(),
             ..TokenizerParts::default()
         };
         for key in MORE_EOS {
             parts.eos_ids.extend(self.token_id(key, tokens)?);
         }
-        classify(tokens, types, &mut parts);
+        classify(tokens, types, self.token_id(PADDING_KEY, tokens)?, &mut parts);
         let adds_bos = match kind {
             Kind::ByteLevel(kind) => {
                 self.byte_level(kind, &mut parts)?;
@@ -151,7 +148,7 @@ impl File<'_> {
         };
         parts.normalizer = kind.normalizer();
         parts.pre_tokenizer = Some(kind.pre_tokenizer());
-        parts.decoding = Some(Decoding::ByteLevel);
+        parts.decoding = Decoding::ByteLevel;
         Ok(())
     }
 
@@ -162,11 +159,10 @@ impl File<'_> {
             let problem = format!("has {} entries, {TOKENS} has {}", types.len(), tokens.len());
             return Err(self.invalid(TOKEN_TYPES, problem));
         }
-        let known = 0..=token_type::LAST;
-        match types.iter().enumerate().find(|(_, kind)| !known.contains(*kind)) {
+        let last = token_type::LAST;
+        match types.iter().enumerate().find(|(_, kind)| !(0..=last).contains(*kind)) {
             Some((id, kind)) => {
-                let last = token_type::LAST;
-                let problem = format!("entry {id} is {kind}; types are 0 to {last}");
+                let problem = format!("entry {id} is {kind}; expected 0 to {last}");
                 Err(self.invalid(TOKEN_TYPES, problem))
             }
             None => Ok(Some(types)),
@@ -264,22 +260,23 @@ impl File<'_> {
     }
 
     fn get<'a, T: gguf::FromValue<'a>>(&'a self, key: &str) -> Result<Option<T>, LoadError> {
-        self.metadata.get(key).map_err(|source| LoadError::Gguf { path: self.path.into(), source })
+        self.metadata.get(key).map_err(|source| self.gguf(source))
     }
 
     fn require<'a, T: gguf::FromValue<'a>>(&'a self, key: &str) -> Result<T, LoadError> {
-        self.metadata
-            .require(key)
-            .map_err(|source| LoadError::Gguf { path: self.path.into(), source })
+        self.metadata.require(key).map_err(|source| self.gguf(source))
     }
 
-    fn unsupported(&self, key: &str, found: &str, supported: String) -> LoadError {
-        let (path, found) = (self.path.into(), found.to_owned());
-        LoadError::Unsupported { path, key: key.to_owned(), found, supported }
+    fn gguf(&self, source: GgufError) -> LoadError {
+        LoadError::Gguf { path: self.path.into(), source }
+    }
+
+    fn unsupported(&self, key: &str, found: &str, supported: &str) -> LoadError {
+        LoadError::unsupported(self.path, key, found.to_owned(), supported)
     }
 
     fn invalid(&self, key: &str, problem: String) -> LoadError {
-        LoadError::Invalid { path: self.path.into(), key: key.to_owned(), problem }
+        LoadError::invalid(self.path, key, problem)
     }
 
     fn vocabulary(&self, key: &'static str, source: VocabularyError) -> LoadError {
@@ -288,9 +285,14 @@ impl File<'_> {
 }
 
 /// Sorts tokens by their type: special, recognised before splitting, placeholders, ordinary.
-fn classify(tokens: &[String], types: Option<&[i32]>, parts: &mut TokenizerParts) {
+fn classify(
+    tokens: &[String],
+    types: Option<&[i32]>,
+    pad_id: Option<u32>,
+    parts: &mut TokenizerParts,
+) {
     let Some(types) = types else {
-        for id in parts.bos_id.iter().chain(&parts.eos_ids).chain(&parts.pad_id) {
+        for id in parts.bos_id.iter().chain(&parts.eos_ids).chain(&pad_id) {
             parts.added.push((*id, special_token(&tokens[*id as usize], true)));
         }
         return;

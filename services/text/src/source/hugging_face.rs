@@ -7,28 +7,22 @@
 mod configs;
 mod tokenizer_file;
 
-use std::{
-    fs::File,
-    io::Read,
-    path::{Path, PathBuf},
-};
+use std::{fs::File, io::Read, path::Path};
 
 use serde::de::DeserializeOwned;
 use tokenizers::AddedToken;
 
 use self::{
     configs::{
-        ChatTemplates, GenerationConfig, ModelConfig, NAMED_TOKENS, NamedTokens, SpecialTokensMap,
+        ChatTemplates, GenerationConfig, ModelConfig, NAMED_TOKENS, NamedTokens, OneOrMany,
         TokenizerConfig,
     },
     tokenizer_file::{TokenizerFile, parts_of},
 };
-use super::{Source, TemplateSources};
+use super::{Origin, Source, TemplateSources};
 use crate::{error::LoadError, sampling_defaults::SamplingDefaults, tokenizer::TokenizerParts};
 
-pub(crate) const TOKENIZER_FILE: &str = "tokenizer.json";
-/// Keys of tokens and merges, for errors in the vocabulary.
-pub(crate) const KEYS: [&str; 2] = ["model.vocab", "model.merges"];
+const TOKENIZER_FILE: &str = "tokenizer.json";
 /// Maximum bytes of tokenizer.json. The largest in use has 33 MB.
 const TOKENIZER_BYTES_MAX: u64 = 256 << 20;
 const CONFIG_BYTES_MAX: u64 = 16 << 20;
@@ -42,19 +36,19 @@ pub(crate) fn read(folder: &Path) -> Result<Source, LoadError> {
 
     let config_path = folder.join("tokenizer_config.json");
     let config: TokenizerConfig = read_json(&config_path, CONFIG_BYTES_MAX)?.unwrap_or_default();
-    let map: SpecialTokensMap =
+    let map: NamedTokens =
         read_json(&folder.join("special_tokens_map.json"), CONFIG_BYTES_MAX)?.unwrap_or_default();
     add_configured_tokens(&config, &config_path, &mut parts)?;
-    mark_special(&config.named, &map.0, &mut parts);
+    mark_special(&config.named, &map, &mut parts);
 
     let mut templates = TemplateSources::default();
     for name in NAMED_TOKENS {
-        if let Some(token) = config.named.token(name).or_else(|| map.0.token(name)) {
+        if let Some(token) = config.named.token(name).or_else(|| map.token(name)) {
             templates.special_tokens.insert(name.to_owned(), token.to_owned());
         }
     }
     let id_of = |name: &str| id_of_token(&parts, templates.special_tokens.get(name)?);
-    let (bos_id, eos_id, pad_id) = (id_of("bos_token"), id_of("eos_token"), id_of("pad_token"));
+    let (bos_id, eos_id) = (id_of("bos_token"), id_of("eos_token"));
     if config.add_bos_token.is_some() || config.add_eos_token.is_some() {
         // As in transformers 5, this setting replaces the post-processor.
         let wanted = |flag: Option<bool>, id: Option<u32>| id.filter(|_| flag == Some(true));
@@ -62,30 +56,29 @@ pub(crate) fn read(folder: &Path) -> Result<Source, LoadError> {
         parts.prompt_suffix = wanted(config.add_eos_token, eos_id).into_iter().collect();
     }
     parts.bos_id = bos_id;
-    parts.pad_id = pad_id;
     parts.eos_ids.extend(eos_id);
     let model_path = folder.join("config.json");
     let model: Option<ModelConfig> = read_json(&model_path, CONFIG_BYTES_MAX)?;
     if let Some(size) = model.as_ref().and_then(|model| model.vocab_size) {
-        check_embedding(&parts, size, model_path)?;
+        check_embedding(&parts, size, &model_path)?;
     }
     let (sampling_defaults, ends) = generation(folder, model)?;
     parts.eos_ids.extend(ends);
     add_templates(folder, config.chat_template, &mut templates)?;
-    Ok(Source { parts, templates, sampling_defaults })
+    let origin = Origin { file: path, keys: ["model.vocab", "model.merges"] };
+    Ok(Source { parts, templates, sampling_defaults, origin })
 }
 
 /// Checks that every id of the tokenizer is a row of the model's embedding. Further rows are padding.
-fn check_embedding(parts: &TokenizerParts, rows: u64, path: PathBuf) -> Result<(), LoadError> {
+fn check_embedding(parts: &TokenizerParts, rows: u64, path: &Path) -> Result<(), LoadError> {
     let added = parts.added.iter().map(|(id, _)| id);
     match parts.ids.iter().chain(added).max() {
-        Some(&largest) if u64::from(largest) >= rows => Err(LoadError::Invalid {
-            path,
-            key: "vocab_size".to_owned(),
-            problem: format!(
+        Some(&largest) if u64::from(largest) >= rows => {
+            let problem = format!(
                 "is {rows}, but {TOKENIZER_FILE} has token id {largest}: they are of different models"
-            ),
-        }),
+            );
+            Err(LoadError::invalid(path, "vocab_size", problem))
+        }
         _ => Ok(()),
     }
 }
@@ -97,16 +90,11 @@ fn generation(
 ) -> Result<(SamplingDefaults, Vec<u32>), LoadError> {
     let path = folder.join("generation_config.json");
     let generation: GenerationConfig = read_json(&path, CONFIG_BYTES_MAX)?.unwrap_or_default();
-    let defaults = generation.sampling_defaults().map_err(|(key, problem)| LoadError::Invalid {
-        path,
-        key: key.to_owned(),
-        problem,
-    })?;
-    let ends = match generation.eos_token_id {
-        Some(ends) => Some(ends),
-        None => model.and_then(|config| config.eos_token_id),
-    };
-    Ok((defaults, ends.map(|ends| ends.ids()).unwrap_or_default()))
+    let defaults = generation
+        .sampling_defaults()
+        .map_err(|(key, problem)| LoadError::invalid(&path, key, problem))?;
+    let ends = generation.eos_token_id.or_else(|| model?.eos_token_id);
+    Ok((defaults, ends.map(OneOrMany::ids).unwrap_or_default()))
 }
 
 /// Adds the templates of `tokenizer_config.json`, and those of separate files, which newer tools write and
@@ -179,8 +167,7 @@ fn add_configured_tokens(
                 "gives id {id} to {:?}, which {TOKENIZER_FILE} gives to {:?}",
                 entry.content, taken.content
             );
-            let key = "added_tokens_decoder".to_owned();
-            return Err(LoadError::Invalid { path: PathBuf::from(path), key, problem });
+            return Err(LoadError::invalid(path, "added_tokens_decoder", problem));
         }
         let token = AddedToken::from(entry.content.as_str(), entry.special)
             .single_word(entry.single_word)

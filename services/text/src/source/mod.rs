@@ -2,8 +2,8 @@
 
 mod decoder;
 mod frame;
-pub(crate) mod gguf_file;
-pub(crate) mod hugging_face;
+mod gguf_file;
+mod hugging_face;
 mod packed_json;
 mod pre_tokenizer;
 
@@ -18,17 +18,22 @@ use crate::{
     tokenizer::TokenizerParts,
 };
 
-/// A source that was read, with the keys of its vocabulary for errors.
-pub(crate) struct Opened {
-    pub source: Source,
-    pub file: PathBuf,
-    pub keys: VocabularyKeys,
+/// Contents of a source.
+pub(crate) struct Source {
+    pub parts: TokenizerParts,
+    pub templates: TemplateSources,
+    pub sampling_defaults: SamplingDefaults,
+    pub origin: Origin,
 }
 
-/// Keys of tokens and merges.
-pub(crate) struct VocabularyKeys([&'static str; 2]);
+/// File of the vocabulary, for errors.
+pub(crate) struct Origin {
+    pub file: PathBuf,
+    /// Keys of tokens and merges.
+    pub keys: [&'static str; 2],
+}
 
-impl Opened {
+impl Source {
     /// Reads a `.gguf` file, a folder with one such file, or a Hugging Face folder, without the weights.
     pub fn read(path: &Path) -> Result<Self, LoadError> {
         if let Some(file) = gguf::file_of_folder(path) {
@@ -38,32 +43,21 @@ impl Opened {
             .map_err(|source| LoadError::Io { path: path.into(), source })?
             .is_dir();
         let is_gguf = path.extension().is_some_and(|name| name.eq_ignore_ascii_case("gguf"));
-        let (source, file, keys) = match (is_folder, is_gguf) {
-            (true, _) => {
-                let file = path.join(hugging_face::TOKENIZER_FILE);
-                (hugging_face::read(path)?, file, hugging_face::KEYS)
-            }
-            (false, true) => (gguf_file::read(path)?, path.into(), gguf_file::KEYS),
-            (false, false) => return Err(LoadError::NotAModel { path: path.into() }),
-        };
-        Ok(Self { source, file, keys: VocabularyKeys(keys) })
+        match (is_folder, is_gguf) {
+            (true, _) => hugging_face::read(path),
+            (false, true) => gguf_file::read(path),
+            (false, false) => Err(LoadError::NotAModel { path: path.into() }),
+        }
     }
 }
 
-impl VocabularyKeys {
+impl Origin {
     /// Adds the file and the key to a vocabulary error.
-    pub fn blame(&self, path: PathBuf, source: VocabularyError) -> LoadError {
-        let [tokens, merges] = self.0;
+    pub fn locate(self, source: VocabularyError) -> LoadError {
+        let [tokens, merges] = self.keys;
         let key = if source.is_about_merges() { merges } else { tokens };
-        LoadError::Vocabulary { path, key, source }
+        LoadError::Vocabulary { path: self.file, key, source }
     }
-}
-
-/// Contents of a source.
-pub(crate) struct Source {
-    pub parts: TokenizerParts,
-    pub templates: TemplateSources,
-    pub sampling_defaults: SamplingDefaults,
 }
 
 /// Chat templates of the model.

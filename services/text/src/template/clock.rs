@@ -1,21 +1,7 @@
-//! Dates for templates: the part of C's `strftime` that they use, in UTC.
+//! Dates for templates: Python's `strftime`, in UTC.
 
-const WEEKDAYS: [&str; 7] =
-    ["Thursday", "Friday", "Saturday", "Sunday", "Monday", "Tuesday", "Wednesday"];
-const MONTHS: [&str; 12] = [
-    "January",
-    "February",
-    "March",
-    "April",
-    "May",
-    "June",
-    "July",
-    "August",
-    "September",
-    "October",
-    "November",
-    "December",
-];
+use time::{OffsetDateTime, format_description::parse_strftime_borrowed};
+
 const FORMAT_BYTES_MAX: usize = 256;
 
 /// Formats `seconds` since 1970; an error names the unknown directive.
@@ -23,111 +9,32 @@ pub(super) fn format_utc(seconds: u64, format: &str) -> Result<String, String> {
     if format.len() > FORMAT_BYTES_MAX {
         return Err(format!("strftime_now takes at most {FORMAT_BYTES_MAX} bytes"));
     }
-    let date = Date::of(seconds);
+    let date = i64::try_from(seconds).ok().map(OffsetDateTime::from_unix_timestamp);
+    let date =
+        date.and_then(Result::ok).ok_or("strftime_now: the year has more than four digits")?;
     let mut out = String::new();
-    let mut chars = format.chars();
-    while let Some(char) = chars.next() {
-        if char != '%' {
-            out.push(char);
-            continue;
+    let mut rest = format;
+    while let Some((text, directive)) = rest.split_once('%') {
+        out.push_str(text);
+        // `%-d` is GNU's form of a number without its leading zero.
+        let name_at = usize::from(directive.starts_with('-'));
+        let name = directive[name_at..].chars().next();
+        let name = name.ok_or("strftime_now: the format ends within a directive")?;
+        let (directive, after) = directive.split_at(name_at + name.len_utf8());
+        match name {
+            'Z' => out.push_str("UTC"),
+            'z' => out.push_str("+0000"),
+            _ => {
+                let unknown = || format!("strftime_now does not know %{name}");
+                let directive = format!("%{directive}");
+                let parsed = parse_strftime_borrowed(&directive).map_err(|_| unknown())?;
+                out.push_str(&date.format(&parsed).map_err(|_| unknown())?);
+            }
         }
-        let mut directive = chars.next().ok_or("strftime_now: the format ends with %")?;
-        // GNU's mark for a number without its leading zero.
-        let unpadded = directive == '-';
-        if unpadded {
-            directive = chars.next().ok_or("strftime_now: the format ends with %-")?;
-        }
-        let text = date
-            .directive(directive)
-            .ok_or_else(|| format!("strftime_now does not know %{directive}"))?;
-        let trimmed = text.trim_start_matches('0');
-        out.push_str(match (unpadded, trimmed) {
-            (false, _) => &text,
-            (true, "") => "0",
-            (true, trimmed) => trimmed,
-        });
+        rest = after;
     }
+    out.push_str(rest);
     Ok(out)
-}
-
-/// Date and time of the Gregorian calendar.
-struct Date {
-    year: u64,
-    /// From 1.
-    month: u64,
-    /// From 1.
-    day: u64,
-    /// From 1.
-    day_of_year: u64,
-    /// 0 is Thursday, the weekday of 1970-01-01.
-    weekday: u64,
-    hour: u64,
-    minute: u64,
-    second: u64,
-}
-
-impl Date {
-    fn of(seconds: u64) -> Self {
-        let days = seconds / 86_400;
-        // Years that begin in March end with the leap day; 719,468 days precede 1970-01-01.
-        let shifted = days + 719_468;
-        let era = shifted / 146_097;
-        let day_of_era = shifted % 146_097;
-        let year_of_era =
-            (day_of_era - day_of_era / 1_460 + day_of_era / 36_524 - day_of_era / 146_096) / 365;
-        let day_of_shifted_year =
-            day_of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
-        let shifted_month = (5 * day_of_shifted_year + 2) / 153;
-        let day = day_of_shifted_year - (153 * shifted_month + 2) / 5 + 1;
-        let month = if shifted_month < 10 { shifted_month + 3 } else { shifted_month - 9 };
-        let year = year_of_era + era * 400 + u64::from(month <= 2);
-        let leap =
-            year.is_multiple_of(4) && (!year.is_multiple_of(100) || year.is_multiple_of(400));
-        let day_of_year = if month <= 2 {
-            day_of_shifted_year - 306 + 1
-        } else {
-            day_of_shifted_year + 59 + u64::from(leap) + 1
-        };
-        Self {
-            year,
-            month,
-            day,
-            day_of_year,
-            weekday: days % 7,
-            hour: seconds / 3_600 % 24,
-            minute: seconds / 60 % 60,
-            second: seconds % 60,
-        }
-    }
-
-    fn directive(&self, directive: char) -> Option<String> {
-        let weekday = WEEKDAYS[self.weekday as usize];
-        let month = MONTHS[self.month as usize - 1];
-        let hour_of_12 = (self.hour + 11) % 12 + 1;
-        Some(match directive {
-            'Y' => self.year.to_string(),
-            'y' => format!("{:02}", self.year % 100),
-            'm' => format!("{:02}", self.month),
-            'B' => month.to_owned(),
-            'b' | 'h' => month[..3].to_owned(),
-            'd' => format!("{:02}", self.day),
-            'e' => format!("{:2}", self.day),
-            'j' => format!("{:03}", self.day_of_year),
-            'A' => weekday.to_owned(),
-            'a' => weekday[..3].to_owned(),
-            'H' => format!("{:02}", self.hour),
-            'I' => format!("{hour_of_12:02}"),
-            'p' => (if self.hour < 12 { "AM" } else { "PM" }).to_owned(),
-            'M' => format!("{:02}", self.minute),
-            'S' => format!("{:02}", self.second),
-            'F' => format!("{}-{:02}-{:02}", self.year, self.month, self.day),
-            'T' => format!("{:02}:{:02}:{:02}", self.hour, self.minute, self.second),
-            'Z' => "UTC".to_owned(),
-            'z' => "+0000".to_owned(),
-            '%' => "%".to_owned(),
-            _ => return None,
-        })
-    }
 }
 
 #[cfg(test)]

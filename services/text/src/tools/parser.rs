@@ -58,15 +58,8 @@ enum State {
     Mark { start: usize },
     /// After a mark: white space until the object begins.
     Marked,
-    /// Inside an object that begins at `start`.
-    Object { start: usize, key: Key, json: JsonObject },
-}
-
-/// Key whose value is being read.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Key {
-    Name,
-    Other,
+    /// Inside an object that begins at `start`. `in_name` says that the last key was `name`.
+    Object { start: usize, in_name: bool, json: JsonObject },
 }
 
 /// Result of processing a character.
@@ -118,11 +111,6 @@ impl ToolParser {
         if !ends_a_call {
             self.fall_out(out);
         }
-    }
-
-    /// Returns the bytes of text that are held back.
-    pub fn held_bytes(&self) -> usize {
-        self.held.len()
     }
 
     fn take(&mut self, char: char, out: &mut Vec<ToolPiece>) -> Taken {
@@ -181,13 +169,15 @@ impl ToolParser {
     fn begin_object(&mut self) -> Taken {
         let mut json = JsonObject::new();
         json.feed(b'{');
-        self.state = State::Object { start: self.held.len(), key: Key::Other, json };
+        self.state = State::Object { start: self.held.len(), in_name: false, json };
         self.held.push('{');
         Taken::Yes
     }
 
     fn take_json(&mut self, char: char, out: &mut Vec<ToolPiece>) -> Taken {
-        let State::Object { start, key, json } = &mut self.state else { return Taken::FallsOut };
+        let State::Object { start, in_name, json } = &mut self.state else {
+            return Taken::FallsOut;
+        };
         let mut bytes = [0; 4];
         // Multi-byte characters occur only inside strings, where each of their bytes is accepted.
         let steps = char.encode_utf8(&mut bytes).bytes().map(|byte| json.feed(byte));
@@ -199,39 +189,27 @@ impl ToolParser {
         let object = &self.held[*start..];
         let is_call_so_far = match step {
             Step::Key(from, to) => {
-                let (is_known, is_name) = match &object[from..to] {
-                    "\"name\"" => (true, true),
-                    "\"arguments\"" | "\"parameters\"" | "\"type\"" | "\"id\"" => (true, false),
-                    _ => (false, false),
-                };
-                *key = if is_name { Key::Name } else { Key::Other };
-                is_known
+                let key = &object[from + 1..to - 1];
+                *in_name = key == "name";
+                ["name", "arguments", "parameters", "type", "id"].contains(&key)
             }
-            Step::Text(from, to) if *key == Key::Name => {
+            Step::Text(from, to) if *in_name => {
                 let name = serde_json::from_str::<String>(&object[from..to]);
                 name.is_ok_and(|name| self.names.contains(&name))
             }
-            Step::Complete => match call(object) {
-                Some(call) if self.names.contains(&call.name) => {
-                    self.emit(call, out);
-                    true
-                }
-                _ => false,
-            },
+            Step::Complete => {
+                let call = call(object).filter(|call| self.names.contains(&call.name));
+                let Some(call) = call else { return Taken::FallsOutWithIt };
+                out.push(ToolPiece::Call(call));
+                self.held.clear();
+                self.state = State::Text;
+                (self.bare, self.behind_call) = (self.format.takes_bare(), true);
+                self.closes = self.format.marks().1.is_some();
+                true
+            }
             _ => true,
         };
-        if is_call_so_far {
-            return Taken::Yes;
-        }
-        Taken::FallsOutWithIt
-    }
-
-    fn emit(&mut self, call: ToolCall, out: &mut Vec<ToolPiece>) {
-        out.push(ToolPiece::Call(call));
-        self.held.clear();
-        self.state = State::Text;
-        (self.bare, self.behind_call) = (self.format.takes_bare(), true);
-        self.closes = self.format.marks().1.is_some();
+        if is_call_so_far { Taken::Yes } else { Taken::FallsOutWithIt }
     }
 
     /// Emits the held text as content.
@@ -401,8 +379,8 @@ mod tests {
         let shown_after = |format, text: &str| {
             let (mut parser, mut out) = (parser(format), Vec::new());
             parser.push(text, &mut out);
-            assert_eq!(parser.held_bytes() == 0, out == [content(text)], "{text}: {out:?}");
-            parser.held_bytes() == 0
+            assert_eq!(parser.held.len() == 0, out == [content(text)], "{text}: {out:?}");
+            parser.held.len() == 0
         };
         for (format, held, shown) in [
             (ToolFormat::Hermes, "<", "<b"),

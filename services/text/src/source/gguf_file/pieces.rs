@@ -24,12 +24,12 @@ impl File<'_> {
     ) -> Result<(), LoadError> {
         self.refuse_equal(tokens)?;
         let add_space_prefix = self.get("tokenizer.ggml.add_space_prefix")?.unwrap_or(true);
-        parts.decoding = Some(Decoding::Pieces {
+        parts.decoding = Decoding::Pieces {
             replacements: vec![(SPACE.to_string(), " ".to_owned())],
             byte_fallback: true,
             strip_start: add_space_prefix.then_some((' ', 1)),
             keeps_added: true,
-        });
+        };
         let of_type = |wanted: &[i32]| -> Vec<u32> {
             let types = (0..).zip(types.into_iter().flatten());
             types.filter(|(_, kind)| wanted.contains(kind)).map(|(id, _)| id).collect()

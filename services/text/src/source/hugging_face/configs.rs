@@ -16,9 +16,7 @@ pub struct TokenizerConfig {
     pub added_tokens_decoder: std::collections::BTreeMap<u32, AddedTokenConfig>,
 }
 
-#[derive(Default, Deserialize)]
-pub struct SpecialTokensMap(pub NamedTokens);
-
+/// Names of special tokens, in `tokenizer_config.json` or `special_tokens_map.json`.
 #[derive(Default, Deserialize)]
 pub struct NamedTokens {
     bos_token: Option<NamedToken>,
@@ -65,7 +63,7 @@ pub enum NamedToken {
 }
 
 impl NamedToken {
-    pub fn content(&self) -> &str {
+    fn content(&self) -> &str {
         match self {
             NamedToken::Plain(content) | NamedToken::Full { content } => content,
         }

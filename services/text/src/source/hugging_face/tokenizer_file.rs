@@ -61,18 +61,8 @@ struct ModelEntry {
 }
 
 pub fn parts_of(file: TokenizerFile, path: &Path) -> Result<TokenizerParts, LoadError> {
-    let unsupported = |key: &str, found: String, supported: &str| LoadError::Unsupported {
-        path: path.into(),
-        key: key.to_owned(),
-        found,
-        supported: supported.to_owned(),
-    };
-    let invalid = |key: &str, problem: String| LoadError::Invalid {
-        path: path.into(),
-        key: key.to_owned(),
-        problem,
-    };
-
+    let unsupported = |key, found, supported| LoadError::unsupported(path, key, found, supported);
+    let invalid = |key, problem| LoadError::invalid(path, key, problem);
     let model = file.model;
     if let Some(kind) = model.kind.filter(|kind| kind != "BPE") {
         return Err(unsupported("model.type", kind, "BPE"));
@@ -118,7 +108,7 @@ pub fn parts_of(file: TokenizerFile, path: &Path) -> Result<TokenizerParts, Load
         added: file.added_tokens.into_iter().map(|entry| (entry.id, entry.token)).collect(),
         normalizer,
         pre_tokenizer,
-        decoding: Some(decoding),
+        decoding,
         prompt_prefix: frame.prefix,
         prompt_suffix: frame.suffix,
         ..TokenizerParts::default()
