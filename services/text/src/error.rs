@@ -72,7 +72,7 @@ pub enum VocabularyError {
     #[error("token {id} has {bytes} bytes; tokens that are no control tokens have at most {max}")]
     TokenTooLong { id: u32, bytes: usize, max: usize },
     #[error("there is neither a token <0x{byte:02X}> nor an unknown token: some texts have no ids")]
-    NothingForTheUnknown { byte: u8 },
+    NoUnknownToken { byte: u8 },
     #[error("{name} is {id}; the vocabulary has {size} tokens")]
     NoSuchId { name: &'static str, id: u64, size: u32 },
 }

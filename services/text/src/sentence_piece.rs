@@ -48,7 +48,7 @@ pub(crate) struct PieceModel {
     unused: Vec<u32>,
     add_space_prefix: bool,
     /// Whether no token has a space after another character, so that words are merged separately.
-    words_stand_alone: bool,
+    merges_within_words: bool,
 }
 
 impl PieceModel {
@@ -69,9 +69,9 @@ impl PieceModel {
         if options.unknown_id.is_none()
             && let Some(byte) = byte_ids.iter().position(|id| *id == NO_ID)
         {
-            return Err(VocabularyError::NothingForTheUnknown { byte: byte as u8 });
+            return Err(VocabularyError::NoUnknownToken { byte: byte as u8 });
         }
-        let (mut longest, mut words_stand_alone) = (0, true);
+        let (mut longest, mut merges_within_words) = (0, true);
         for (id, _) in (0..).zip(&order).filter(|(_, order)| **order != 0) {
             let Some(token) = vocabulary.string(id) else { continue };
             if token.len() > TOKEN_BYTES_MAX {
@@ -79,7 +79,7 @@ impl PieceModel {
                 return Err(VocabularyError::TokenTooLong { id, bytes, max });
             }
             longest = longest.max(token.len());
-            words_stand_alone &= !token.trim_start_matches(SPACE).contains(SPACE);
+            merges_within_words &= !token.trim_start_matches(SPACE).contains(SPACE);
         }
         options.unused.sort_unstable();
         Ok(Self {
@@ -90,7 +90,7 @@ impl PieceModel {
             unknown_id: options.unknown_id,
             unused: options.unused,
             add_space_prefix: options.add_space_prefix,
-            words_stand_alone,
+            merges_within_words,
         })
     }
 
@@ -121,7 +121,7 @@ impl PieceModel {
 
     /// Returns the end of the first part of `text` that cannot merge with the following text.
     fn first_word(&self, text: &str) -> usize {
-        if !self.words_stand_alone {
+        if !self.merges_within_words {
             return text.len();
         }
         let spaces = text.len() - text.trim_start_matches(SPACE).len();
@@ -157,7 +157,7 @@ impl PieceModel {
                 *after_unknown = false;
             } else {
                 let text = &word[symbol.start as usize..][..symbol.len as usize];
-                self.take_apart(text, symbol.id, halves, after_unknown, ids);
+                self.split_unknown(text, symbol.id, halves, after_unknown, ids);
             }
         }
     }
@@ -168,7 +168,7 @@ impl PieceModel {
 
     /// Appends the ids of text that is not a token, or is an unused token: the ids of its halves, of
     /// its bytes, or the unknown token, which represents all adjacent unknown characters.
-    fn take_apart(
+    fn split_unknown(
         &self,
         text: &str,
         id: u32,

@@ -176,7 +176,7 @@ fn token_types_must_fit_the_tokens() {
     );
     assert_eq!(
         message(&types([vec![1; 264], vec![9]].concat())),
-        "tokenizer.ggml.token_type: entry 264 is 9; types are 0 to 6"
+        "tokenizer.ggml.token_type: entry 264 is 9; expected 0 to 6"
     );
 }
 
@@ -213,7 +213,7 @@ fn pieces_need_scores_types_and_bytes_that_fit() {
         (
             common::tiny_pieces(),
             vec![types(vec![7; count])],
-            "tokenizer.ggml.token_type: entry 0 is 7; types are 0 to 6",
+            "tokenizer.ggml.token_type: entry 0 is 7; expected 0 to 6",
         ),
         (
             common::tiny_pieces(),

@@ -45,7 +45,7 @@ pub struct ToolParser {
     /// Whether a call without a mark may begin: at the start and after a call.
     bare: bool,
     /// Whether a call was read and only white space since.
-    behind_call: bool,
+    after_call: bool,
     /// Whether the last call's closing mark may follow.
     closes: bool,
 }
@@ -62,13 +62,13 @@ enum State {
     Object { start: usize, in_name: bool, json: JsonObject },
 }
 
-/// Result of processing a character.
-enum Taken {
-    Yes,
+/// Result of adding a character to the held text.
+enum Outcome {
+    Accepted,
     /// The held text is not a call; the character does not belong to it.
-    FallsOut,
+    Rejected,
     /// The held text, which includes the character, is not a call.
-    FallsOutWithIt,
+    RejectedWithIt,
 }
 
 impl ToolParser {
@@ -79,7 +79,7 @@ impl ToolParser {
             state: State::Text,
             held: String::new(),
             bare: format.takes_bare(),
-            behind_call: false,
+            after_call: false,
             closes: false,
         }
     }
@@ -88,13 +88,13 @@ impl ToolParser {
     pub fn push(&mut self, text: &str, out: &mut Vec<ToolPiece>) {
         for char in text.chars() {
             match self.take(char, out) {
-                Taken::Yes => {}
-                Taken::FallsOut => {
-                    self.fall_out(out);
+                Outcome::Accepted => {}
+                Outcome::Rejected => {
+                    self.emit_content(out);
                     // In plain text every character is accepted.
                     self.take(char, out);
                 }
-                Taken::FallsOutWithIt => self.fall_out(out),
+                Outcome::RejectedWithIt => self.emit_content(out),
             }
         }
     }
@@ -102,18 +102,18 @@ impl ToolParser {
     /// Ends the answer: held text is content, except white space and the beginning of a closing mark
     /// after a call.
     pub fn finish(mut self, out: &mut Vec<ToolPiece>) {
-        let ends_a_call = self.behind_call
+        let ends_a_call = self.after_call
             && match self.state {
                 State::Text => true,
-                State::Mark { start } => self.closes && self.begins_the_end(start),
+                State::Mark { start } => self.closes && self.may_close(start),
                 State::Marked | State::Object { .. } => false,
             };
         if !ends_a_call {
-            self.fall_out(out);
+            self.emit_content(out);
         }
     }
 
-    fn take(&mut self, char: char, out: &mut Vec<ToolPiece>) -> Taken {
+    fn take(&mut self, char: char, out: &mut Vec<ToolPiece>) -> Outcome {
         match self.state {
             State::Text if char.is_whitespace() => self.held.push(char),
             State::Text if char == '<' => {
@@ -124,7 +124,7 @@ impl ToolParser {
             State::Text if char == ';' && self.separates() => self.held.push(char),
             State::Text => {
                 self.held.push(char);
-                self.fall_out(out);
+                self.emit_content(out);
             }
             State::Mark { start } => {
                 self.held.push(char);
@@ -132,24 +132,24 @@ impl ToolParser {
             }
             State::Marked if char.is_whitespace() => self.held.push(char),
             State::Marked if char == '{' => return self.begin_object(),
-            State::Marked => return Taken::FallsOut,
+            State::Marked => return Outcome::Rejected,
             State::Object { .. } => return self.take_json(char, out),
         }
-        Taken::Yes
+        Outcome::Accepted
     }
 
     /// Returns whether a `;` separates two calls without marks.
     fn separates(&self) -> bool {
-        self.bare && self.behind_call && !self.held.contains(';')
+        self.bare && self.after_call && !self.held.contains(';')
     }
 
-    fn begins_the_end(&self, start: usize) -> bool {
+    fn may_close(&self, start: usize) -> bool {
         let (_, end) = self.format.marks();
         end.is_some_and(|end| end.starts_with(&self.held[start..]))
     }
 
     /// Checks the held text, whose last character may be part of a mark.
-    fn take_mark(&mut self, start: usize) -> Taken {
+    fn take_mark(&mut self, start: usize) -> Outcome {
         let (begin, end) = self.format.marks();
         let mark = &self.held[start..];
         if mark == begin {
@@ -157,33 +157,33 @@ impl ToolParser {
         } else if self.closes && Some(mark) == end {
             (self.state, self.closes) = (State::Text, false);
             self.held.clear();
-        } else if begin.starts_with(mark) || self.closes && self.begins_the_end(start) {
-            return Taken::Yes;
+        } else if begin.starts_with(mark) || self.closes && self.may_close(start) {
+            return Outcome::Accepted;
         } else {
             self.held.pop();
-            return Taken::FallsOut;
+            return Outcome::Rejected;
         }
-        Taken::Yes
+        Outcome::Accepted
     }
 
-    fn begin_object(&mut self) -> Taken {
+    fn begin_object(&mut self) -> Outcome {
         let mut json = JsonObject::new();
         json.feed(b'{');
         self.state = State::Object { start: self.held.len(), in_name: false, json };
         self.held.push('{');
-        Taken::Yes
+        Outcome::Accepted
     }
 
-    fn take_json(&mut self, char: char, out: &mut Vec<ToolPiece>) -> Taken {
+    fn take_json(&mut self, char: char, out: &mut Vec<ToolPiece>) -> Outcome {
         let State::Object { start, in_name, json } = &mut self.state else {
-            return Taken::FallsOut;
+            return Outcome::Rejected;
         };
         let mut bytes = [0; 4];
         // Multi-byte characters occur only inside strings, where each of their bytes is accepted.
         let steps = char.encode_utf8(&mut bytes).bytes().map(|byte| json.feed(byte));
         let step = steps.last().unwrap_or(Step::Broken);
         if step == Step::Broken {
-            return Taken::FallsOut;
+            return Outcome::Rejected;
         }
         self.held.push(char);
         let object = &self.held[*start..];
@@ -199,26 +199,26 @@ impl ToolParser {
             }
             Step::Complete => {
                 let call = call(object).filter(|call| self.names.contains(&call.name));
-                let Some(call) = call else { return Taken::FallsOutWithIt };
+                let Some(call) = call else { return Outcome::RejectedWithIt };
                 out.push(ToolPiece::Call(call));
                 self.held.clear();
                 self.state = State::Text;
-                (self.bare, self.behind_call) = (self.format.takes_bare(), true);
+                (self.bare, self.after_call) = (self.format.takes_bare(), true);
                 self.closes = self.format.marks().1.is_some();
                 true
             }
             _ => true,
         };
-        if is_call_so_far { Taken::Yes } else { Taken::FallsOutWithIt }
+        if is_call_so_far { Outcome::Accepted } else { Outcome::RejectedWithIt }
     }
 
     /// Emits the held text as content.
-    fn fall_out(&mut self, out: &mut Vec<ToolPiece>) {
+    fn emit_content(&mut self, out: &mut Vec<ToolPiece>) {
         self.state = State::Text;
         if self.held.is_empty() {
             return;
         }
-        (self.bare, self.behind_call, self.closes) = (false, false, false);
+        (self.bare, self.after_call, self.closes) = (false, false, false);
         match out.last_mut() {
             Some(ToolPiece::Content(content)) => content.push_str(&self.held),
             _ => out.push(ToolPiece::Content(self.held.clone())),

@@ -22,7 +22,7 @@ impl File<'_> {
         types: Option<&[i32]>,
         parts: &mut TokenizerParts,
     ) -> Result<(), LoadError> {
-        self.refuse_equal(tokens)?;
+        self.reject_duplicates(tokens)?;
         let add_space_prefix = self.get("tokenizer.ggml.add_space_prefix")?.unwrap_or(true);
         parts.decoding = Decoding::Pieces {
             replacements: vec![(SPACE.to_string(), " ".to_owned())],
@@ -76,7 +76,7 @@ impl File<'_> {
     }
 
     /// Rejects equal tokens: merges look up tokens by their text, so each text must be unique.
-    fn refuse_equal(&self, tokens: &[String]) -> Result<(), LoadError> {
+    fn reject_duplicates(&self, tokens: &[String]) -> Result<(), LoadError> {
         let mut seen = HashMap::with_capacity(tokens.len());
         for (id, token) in (0..).zip(tokens).filter(|(_, token)| !token.is_empty()) {
             if let Some(first) = seen.insert(token.as_str(), id) {
