@@ -17,6 +17,7 @@
 //! picked for the longest time, then to the node that joined first. The selection is deterministic.
 
 use std::{
+    cmp::Reverse,
     sync::Arc,
     time::{Duration, Instant},
 };
@@ -111,37 +112,28 @@ impl NoNode {
         }
     }
 
-    /// Rank of the reason: how close the node was to eligible.
-    fn rank(&self) -> u8 {
-        match self {
+    /// Orders reasons by how close the node was to eligible. `fits`: the node's last record fits the request, so the
+    /// request may wait for this node. Of equal reasons the earlier retry or the larger limit is closer.
+    fn nearness(&self, fits: bool) -> (u8, Reverse<Duration>, u32) {
+        let (mut retry_after, mut tokens_max) = (Duration::ZERO, 0);
+        let rank = match self {
             Self::NoneListed { .. } => 0,
             Self::OtherModel { .. } => 1,
-            Self::NoneUp { .. } => 2,
-            Self::Draining { .. } => 3,
+            Self::NoneUp { .. } => 2 + 5 * u8::from(fits),
+            Self::Draining { .. } => 3 + 5 * u8::from(fits),
             Self::NoneFits { .. } => 4,
             Self::NoGrammar { .. } => 5,
-            Self::TooLong { .. } => 6,
-            Self::Excluded { .. } => 7,
-            Self::Busy { .. } => 8,
-        }
-    }
-
-    /// Returns the reason of higher rank; of equal reasons the one with the earlier retry or the larger limit.
-    fn nearer(self, other: Self) -> Self {
-        match (&self, &other) {
-            (Self::Busy { retry_after: a, .. }, Self::Busy { retry_after: b, .. }) => {
-                if a <= b {
-                    self
-                } else {
-                    other
-                }
+            Self::TooLong { tokens_max: limit, .. } => {
+                tokens_max = *limit;
+                6
             }
-            (Self::TooLong { tokens_max: a, .. }, Self::TooLong { tokens_max: b, .. }) => {
-                if a >= b { self } else { other }
+            Self::Excluded { .. } => 9,
+            Self::Busy { retry_after: pause, .. } => {
+                retry_after = *pause;
+                10
             }
-            _ if self.rank() >= other.rank() => self,
-            _ => other,
-        }
+        };
+        (rank, Reverse(retry_after), tokens_max)
     }
 }
 
@@ -150,12 +142,17 @@ impl Directory {
     pub fn pick(&mut self, now: Instant, wanted: &Wanted<'_>) -> Result<NodeChoice, NoNode> {
         let role = wanted.role;
         let listed = self.members.values().filter(|member| member.address.role == role).count();
-        let mut refusal = NoNode::NoneListed { role };
+        let mut nearest = (NoNode::NoneListed { role }, false);
         let mut best: Option<(Rank, NodeKey)> = None;
         for (key, member) in self.members.iter().filter(|(_, m)| m.address.role == role) {
-            match eligible(now, member, wanted) {
+            let misfit = member.seen.as_ref().map(|seen| misfit(&seen.record, wanted));
+            let fits = misfit == Some(None);
+            match eligible(now, member, misfit.flatten(), wanted) {
                 Err(reason) => {
-                    refusal = reason.unwrap_or(NoNode::NoneUp { role, listed }).nearer(refusal)
+                    let reason = reason.unwrap_or(NoNode::NoneUp { role, listed });
+                    if reason.nearness(fits) > nearest.0.nearness(nearest.1) {
+                        nearest = (reason, fits);
+                    }
                 }
                 Ok(seen) => {
                     let cost = cost(member, seen, wanted);
@@ -170,7 +167,7 @@ impl Directory {
         }
         match best {
             Some((rank, key)) => Ok(self.assign(now, key, rank.cost, wanted)),
-            None => Err(refusal),
+            None => Err(nearest.0),
         }
     }
 
@@ -242,40 +239,45 @@ struct Rank {
 fn eligible<'a>(
     now: Instant,
     member: &'a Member,
+    misfit: Option<NoNode>,
     wanted: &Wanted<'_>,
 ) -> Result<&'a Seen, Option<NoNode>> {
     let role = wanted.role;
-    let named = |name: &str| wanted.model.is_none_or(|model| model == name);
-    if member.seen.as_ref().is_some_and(|seen| !named(&seen.record.model)) {
-        return Err(Some(NoNode::OtherModel { role }));
+    if matches!(misfit, Some(NoNode::OtherModel { .. })) {
+        return Err(misfit);
     }
     let Some(seen) = member.serving() else {
         let draining = member.health == super::Health::Up;
         return Err(draining.then_some(NoNode::Draining { role }));
     };
-    let record = &seen.record;
-    if wanted.identity.is_some_and(|identity| !record.identity.fits(identity)) {
-        return Err(Some(NoNode::NoneFits { role }));
+    if misfit.is_some() {
+        return Err(misfit);
     }
-    if wanted.grammar_version > record.grammar_version {
-        let version = wanted.grammar_version;
-        return Err(Some(NoNode::NoGrammar { role, version }));
-    }
-    if wanted.prompt_tokens > record.prompt_tokens_max {
-        let (tokens, tokens_max) = (wanted.prompt_tokens, record.prompt_tokens_max);
-        return Err(Some(NoNode::TooLong { role, tokens, tokens_max }));
-    }
-    let tokens_max = record.sequence_tokens_max.saturating_sub(1);
-    if wanted.tokens > tokens_max {
-        return Err(Some(NoNode::TooLong { role, tokens: wanted.tokens, tokens_max }));
-    }
-    if wanted.exclude.contains(&record.epoch) {
+    if wanted.exclude.contains(&seen.record.epoch) {
         return Err(Some(NoNode::Excluded { role }));
     }
     match member.busy_until {
         Some(until) if until > now => Err(Some(NoNode::Busy { role, retry_after: until - now })),
         _ => Ok(seen),
     }
+}
+
+/// Returns why a node with this record cannot serve the request, if it cannot.
+fn misfit(record: &NodeRecord, wanted: &Wanted<'_>) -> Option<NoNode> {
+    let role = wanted.role;
+    if wanted.model.is_some_and(|model| model != record.model) {
+        return Some(NoNode::OtherModel { role });
+    }
+    if wanted.identity.is_some_and(|identity| !record.identity.fits(identity)) {
+        return Some(NoNode::NoneFits { role });
+    }
+    if wanted.grammar_version > record.grammar_version {
+        return Some(NoNode::NoGrammar { role, version: wanted.grammar_version });
+    }
+    let sequence_max = record.sequence_tokens_max.saturating_sub(1);
+    let lengths = [(wanted.prompt_tokens, record.prompt_tokens_max), (wanted.tokens, sequence_max)];
+    let (tokens, tokens_max) = lengths.into_iter().find(|(tokens, most)| tokens > most)?;
+    Some(NoNode::TooLong { role, tokens, tokens_max })
 }
 
 /// Load that an attempt adds to a node.

@@ -204,6 +204,30 @@ fn only_equals_are_paired() {
     assert_eq!(world.pick(&request).unwrap().record.epoch, epoch(2));
 }
 
+/// The router waits for the fitting node until the deadline, and for an unfit one only for a bounded time.
+#[test]
+fn fitting_node_that_restarts_or_drains_outranks_an_unfit_one() {
+    let role = Role::Decode;
+    let mut world = World::new();
+    let fitting = record(role, 1);
+    let identity = ModelIdentity { weight_version: 9, ..fitting.identity.clone() };
+    let unfit = NodeRecord { identity, ..record(role, 2) };
+    world.up(&decode(1), &fitting, idle());
+    world.up(&decode(2), &unfit, idle());
+    let request = Wanted { identity: Some(&fitting.identity), ..wanted(role, 8) };
+    world.send(&decode(1), delta(1, Some(Load { draining: true, ..idle() }), &[], &[]));
+    assert_eq!(world.pick(&request).unwrap_err(), NoNode::Draining { role });
+    world.end_stream(&decode(1));
+    assert_eq!(world.pick(&request).unwrap_err(), NoNode::NoneUp { role, listed: 2 });
+    // The last record of the absent node does not fit a longer prompt either.
+    assert!(matches!(world.pick(&wanted(role, 3000)), Err(NoNode::TooLong { .. })));
+    // Nothing is known of a node that was never seen.
+    let mut world = World::new();
+    world.join(&decode(1));
+    world.up(&decode(2), &unfit, idle());
+    assert_eq!(world.pick(&request).unwrap_err(), NoNode::NoneFits { role });
+}
+
 /// One that does not announce a version would not see the grammar, and write anything.
 #[test]
 fn a_grammar_goes_to_nodes_that_announce_its_version() {
