@@ -1,7 +1,9 @@
-//! The ids that routers and nodes exchange. Each has 128 random bits and travels as 16 bytes, most
-//! significant first.
+//! The ids and the model identity that routers and nodes exchange. An id has 128 random bits and travels as
+//! 16 bytes, most significant first.
 
 use std::fmt;
+
+use crate::v1;
 
 /// The operating system returned no random numbers, so no id can be created.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -78,6 +80,52 @@ impl Epoch {
 
     fn checked(bits: u128) -> Result<Self, EpochError> {
         if bits == 0 { Err(EpochError::Zero) } else { Ok(Self(bits)) }
+    }
+}
+
+/// Properties that must be equal on two nodes that exchange KV.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct ModelIdentity {
+    /// Hash of configuration and weights' directory; big-endian on the wire.
+    pub model_fingerprint: u128,
+    pub weight_version: u64,
+    pub kv_layout: String,
+    /// Tokens per block.
+    pub block_size: u32,
+    pub dtype: String,
+    /// Number of tensor-parallel ranks.
+    pub tp: u32,
+    pub protocol_min: u32,
+    pub protocol_max: u32,
+}
+
+impl ModelIdentity {
+    /// Returns whether two nodes can exchange KV: all properties are equal and the protocol versions overlap.
+    pub fn fits(&self, other: &Self) -> bool {
+        let protocols =
+            self.protocol_min <= other.protocol_max && other.protocol_min <= self.protocol_max;
+        protocols
+            && self.model_fingerprint == other.model_fingerprint
+            && self.weight_version == other.weight_version
+            && self.kv_layout == other.kv_layout
+            && self.block_size == other.block_size
+            && self.dtype == other.dtype
+            && self.tp == other.tp
+    }
+}
+
+impl From<&ModelIdentity> for v1::ModelIdentity {
+    fn from(identity: &ModelIdentity) -> Self {
+        Self {
+            model_fingerprint: identity.model_fingerprint.to_be_bytes().to_vec().into(),
+            weight_version: identity.weight_version,
+            kv_layout: identity.kv_layout.clone(),
+            block_size: identity.block_size,
+            dtype: identity.dtype.clone(),
+            tp: identity.tp,
+            protocol_min: identity.protocol_min,
+            protocol_max: identity.protocol_max,
+        }
     }
 }
 

@@ -151,7 +151,7 @@ pub async fn an_authority_alone_is_enough_where_etcd_asks_for_no_certificate() -
     let untrusted = ["is not trusted", url.as_str(), "check cluster.etcd_ca"];
     refused_at_start(&etcd, &[("BATON_CLUSTER_ETCD_CA", &foreign.ca)], &untrusted)?;
     // And without an authority there is nothing to look at it with.
-    let error = settings(&[("cluster.etcd", &url)]).expect_err("it is believed").to_string();
+    let error = settings(&[("cluster.etcd", &url)]).err().expect("it is believed").to_string();
     assert!(error.contains("cluster.etcd_ca"), "{error}");
     Ok(())
 }
@@ -215,7 +215,7 @@ pub async fn tls_lets_in_whom_both_sides_trust_and_nobody_else() -> Result<()> {
     // A file that is no certificate is found at once, with the key that names it.
     let broken = folder.path().join("broken.pem");
     std::fs::write(&broken, "hello")?;
-    let error = with(&broken, None).expect_err("it is read").to_string();
+    let error = with(&broken, None).err().expect("it is read").to_string();
     assert!(error.contains("cluster.etcd_ca") && error.contains("broken.pem"), "{error}");
     Ok(())
 }

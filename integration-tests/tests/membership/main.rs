@@ -11,7 +11,7 @@ use std::time::Duration;
 use anyhow::{Context, Result};
 use cluster::{
     Epoch, MemberChange, MemberWatch, Membership, NodeAddress, NodeId, Role,
-    etcd::{EtcdError, EtcdMembership, EtcdSettings, NodeEntry, Registrar, Registration},
+    etcd::{EtcdError, EtcdSettings, NodeEntry, Registrar, Registration},
 };
 use config::{Config, LoadInput};
 
@@ -50,10 +50,10 @@ async fn register(settings: EtcdSettings, entry: &NodeEntry) -> Result<Registrat
 }
 
 /// A membership and its watch.
-async fn follow(settings: EtcdSettings) -> Result<(Box<dyn Membership>, MemberWatch), EtcdError> {
-    let membership = EtcdMembership::start(settings).await?;
+async fn follow(settings: EtcdSettings) -> Result<(Membership, MemberWatch), EtcdError> {
+    let membership = Membership::registered(settings).await?;
     let watch = membership.watch();
-    Ok((Box::new(membership), watch))
+    Ok((membership, watch))
 }
 
 async fn next(watch: &mut MemberWatch) -> Result<MemberChange> {

@@ -6,7 +6,7 @@
 //! * [`Directory`] is the pure core: a router's view of all nodes with health, load and cached prefixes, and the
 //!   node selection. It takes events and `now`, returns actions, and has no socket, clock or task.
 //! * [`PrefixKeys`] are the cache keys of a prompt's blocks, which tell the router what each node has cached.
-//! * [`membership`] is the source of addresses: a static list, or [`etcd`], where nodes register.
+//! * [`Membership`] is the source of addresses: a static list, or [`etcd`], where nodes register.
 //!
 //! RPCs are left out. The router opens the `Observe` streams that a [`Directory`] requests and passes their events to
 //! the directory.
@@ -16,7 +16,7 @@
 mod backoff;
 pub mod directory;
 pub mod etcd;
-pub mod membership;
+mod membership;
 mod node_id;
 mod prefix;
 mod record;
@@ -27,9 +27,10 @@ pub use directory::{
 };
 pub use membership::{
     MemberChange, MemberList, MemberWatch, Members, Membership, MembershipError, NodeAddress,
-    StaticMembership,
 };
 pub use node_id::{NodeId, NodeIdError};
 pub use prefix::{CacheIdentity, PrefixKeys};
-pub use proto::ids::{Epoch, EpochError};
-pub use record::{Load, ModelIdentity, NodeRecord, RecordError, Role, TEXT_BYTES_MAX};
+pub use proto::ids::{Epoch, EpochError, ModelIdentity};
+/// Load of a node. Any values are accepted, because they only influence node selection.
+pub use proto::v1::NodeLoad as Load;
+pub use record::{NodeRecord, RecordError, Role, TEXT_BYTES_MAX};

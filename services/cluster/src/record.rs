@@ -4,7 +4,7 @@ use std::fmt;
 
 use proto::v1;
 
-use crate::{Epoch, EpochError, NodeId, NodeIdError};
+use crate::{Epoch, EpochError, ModelIdentity, NodeId, NodeIdError};
 
 /// Maximum length of a text in a record, in bytes.
 pub const TEXT_BYTES_MAX: usize = 256;
@@ -76,68 +76,18 @@ pub enum RecordError {
     NoSnapshot { found: &'static str },
 }
 
-/// Properties that must be equal for two nodes to exchange KV.
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub struct ModelIdentity {
-    /// Hash of configuration and weights' directory; big-endian on the wire.
-    pub model_fingerprint: u128,
-    pub weight_version: u64,
-    pub kv_layout: String,
-    /// Tokens per block.
-    pub block_size: u32,
-    pub dtype: String,
-    /// Number of tensor-parallel ranks.
-    pub tp: u32,
-    pub protocol_min: u32,
-    pub protocol_max: u32,
-}
-
-impl ModelIdentity {
-    /// Returns whether two nodes can exchange KV: all properties are equal and the protocol versions overlap.
-    pub fn fits(&self, other: &Self) -> bool {
-        let protocols =
-            self.protocol_min <= other.protocol_max && other.protocol_min <= self.protocol_max;
-        protocols
-            && self.model_fingerprint == other.model_fingerprint
-            && self.weight_version == other.weight_version
-            && self.kv_layout == other.kv_layout
-            && self.block_size == other.block_size
-            && self.dtype == other.dtype
-            && self.tp == other.tp
-    }
-}
-
-impl TryFrom<v1::ModelIdentity> for ModelIdentity {
-    type Error = RecordError;
-
-    fn try_from(wire: v1::ModelIdentity) -> Result<Self, RecordError> {
-        range("protocol_min", wire.protocol_min, 0, wire.protocol_max)?;
-        Ok(Self {
-            model_fingerprint: sixteen_bytes("model_fingerprint", &wire.model_fingerprint)?,
-            weight_version: wire.weight_version,
-            kv_layout: text("kv_layout", wire.kv_layout)?,
-            block_size: range("block_size", wire.block_size, 1, BLOCK_TOKENS_MAX)?,
-            dtype: text("dtype", wire.dtype)?,
-            tp: range("tp", wire.tp, 1, 1024)?,
-            protocol_min: wire.protocol_min,
-            protocol_max: wire.protocol_max,
-        })
-    }
-}
-
-impl From<&ModelIdentity> for v1::ModelIdentity {
-    fn from(identity: &ModelIdentity) -> Self {
-        Self {
-            model_fingerprint: identity.model_fingerprint.to_be_bytes().to_vec().into(),
-            weight_version: identity.weight_version,
-            kv_layout: identity.kv_layout.clone(),
-            block_size: identity.block_size,
-            dtype: identity.dtype.clone(),
-            tp: identity.tp,
-            protocol_min: identity.protocol_min,
-            protocol_max: identity.protocol_max,
-        }
-    }
+fn model_identity(wire: v1::ModelIdentity) -> Result<ModelIdentity, RecordError> {
+    range("protocol_min", wire.protocol_min, 0, wire.protocol_max)?;
+    Ok(ModelIdentity {
+        model_fingerprint: sixteen_bytes("model_fingerprint", &wire.model_fingerprint)?,
+        weight_version: wire.weight_version,
+        kv_layout: text("kv_layout", wire.kv_layout)?,
+        block_size: range("block_size", wire.block_size, 1, BLOCK_TOKENS_MAX)?,
+        dtype: text("dtype", wire.dtype)?,
+        tp: range("tp", wire.tp, 1, 1024)?,
+        protocol_min: wire.protocol_min,
+        protocol_max: wire.protocol_max,
+    })
 }
 
 /// Identity and limits of a node process.
@@ -178,9 +128,9 @@ impl TryFrom<v1::NodeRecord> for NodeRecord {
             node_id: NodeId::parse(&wire.node_id)?,
             epoch: Epoch::from_bytes(&wire.epoch)?,
             role,
-            notice_endpoint: url("notice_endpoint", "tcp://", wire.notice_endpoint)?,
+            notice_endpoint: url("notice_endpoint", "tcp://host:port", wire.notice_endpoint)?,
             model: text("model", wire.model)?,
-            identity: identity.try_into()?,
+            identity: model_identity(identity)?,
             prompt_tokens_max: range("prompt_tokens_max", wire.prompt_tokens_max, 1, tokens_max)?,
             sequence_tokens_max: tokens_max,
             block_count: range("block_count", wire.block_count, 1, BLOCKS_MAX)?,
@@ -213,51 +163,6 @@ impl From<&NodeRecord> for v1::NodeRecord {
     }
 }
 
-/// Load of a node. Any values are accepted, because they only influence node selection.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Load {
-    pub running: u32,
-    pub waiting: u32,
-    /// Tokens of admitted prompts that are not prefilled yet.
-    pub pending_prompt_tokens: u64,
-    pub blocks_free: u32,
-    pub blocks_cached: u32,
-    pub blocks_held: u32,
-    pub blocks_reserved: u32,
-    /// The node accepts no new requests.
-    pub draining: bool,
-}
-
-impl From<v1::NodeLoad> for Load {
-    fn from(wire: v1::NodeLoad) -> Self {
-        Self {
-            running: wire.running,
-            waiting: wire.waiting,
-            pending_prompt_tokens: wire.pending_prompt_tokens,
-            blocks_free: wire.blocks_free,
-            blocks_cached: wire.blocks_cached,
-            blocks_held: wire.blocks_held,
-            blocks_reserved: wire.blocks_reserved,
-            draining: wire.draining,
-        }
-    }
-}
-
-impl From<&Load> for v1::NodeLoad {
-    fn from(load: &Load) -> Self {
-        Self {
-            running: load.running,
-            waiting: load.waiting,
-            pending_prompt_tokens: load.pending_prompt_tokens,
-            blocks_free: load.blocks_free,
-            blocks_cached: load.blocks_cached,
-            blocks_held: load.blocks_held,
-            blocks_reserved: load.blocks_reserved,
-            draining: load.draining,
-        }
-    }
-}
-
 /// Reads 16 bytes as a big-endian number.
 pub(crate) fn sixteen_bytes(field: &'static str, bytes: &[u8]) -> Result<u128, RecordError> {
     let wrong = |_| RecordError::Length { field, byte_count: bytes.len(), allowed: "16" };
@@ -275,28 +180,22 @@ fn text(field: &'static str, value: String) -> Result<String, RecordError> {
     Ok(value)
 }
 
-/// Checks for `scheme` followed by `host:port`.
+/// Checks that the value has the form of `allowed`: a scheme, then `host:port`.
 pub(crate) fn url(
     field: &'static str,
-    scheme: &'static str,
+    allowed: &'static str,
     value: String,
 ) -> Result<String, RecordError> {
     let value = text(field, value)?;
     let host_byte = |c: char| c.is_ascii_alphanumeric() || "._-:[]%".contains(c);
     let port = value
-        .strip_prefix(scheme)
+        .strip_prefix(allowed.trim_end_matches("host:port"))
         .and_then(|rest| rest.rsplit_once(':'))
         .filter(|(host, _)| !host.is_empty() && host.chars().all(host_byte))
         .and_then(|(_, port)| port.parse::<u16>().ok());
     match port {
         Some(1..) => Ok(value),
-        _ => {
-            let allowed = match scheme {
-                "tcp://" => "tcp://host:port",
-                _ => "http://host:port",
-            };
-            Err(RecordError::Text { field, value, allowed })
-        }
+        _ => Err(RecordError::Text { field, value, allowed }),
     }
 }
 

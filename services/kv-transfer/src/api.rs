@@ -26,7 +26,7 @@
 use std::{any::Any, sync::Arc, time::Duration};
 
 use kernels::{BlockId, sampling::SampledToken};
-pub use proto::ids::{Epoch, TransferId};
+pub use proto::ids::{Epoch, ModelIdentity as Identity, TransferId};
 
 /// A peer process, as the router names it.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -35,19 +35,6 @@ pub struct PeerAddress {
     pub epoch: Epoch,
     /// ZeroMQ endpoint of the peer's control listener, `tcp://host:port`.
     pub control_endpoint: String,
-}
-
-/// Properties that must be equal on both nodes before a block moves.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Identity {
-    pub model_fingerprint: u128,
-    pub weight_version: u64,
-    pub kv_layout: String,
-    pub block_size: u32,
-    pub dtype: String,
-    pub tp: u32,
-    pub protocol_min: u32,
-    pub protocol_max: u32,
 }
 
 /// Dropped when two nodes are connected or will not connect. The owner of the other end of the

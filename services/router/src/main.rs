@@ -12,10 +12,7 @@ use std::{
 
 use anyhow::{Context, Result, bail};
 use clap::{Arg, Command};
-use cluster::{
-    Membership, StaticMembership,
-    etcd::{EtcdMembership, EtcdSettings},
-};
+use cluster::{Membership, etcd::EtcdSettings};
 use config::{
     Config, ModelPath, Pair, Section,
     hub::{Hub, Parts},
@@ -139,7 +136,7 @@ impl ModelSetup {
 
 /// Source of the node addresses.
 enum Members {
-    Listed(StaticMembership),
+    Listed(Membership),
     Registered(EtcdSettings),
 }
 
@@ -151,13 +148,13 @@ impl Members {
         let urls = |urls: &[config::GrpcUrl]| -> Vec<String> {
             urls.iter().map(|url| url.as_str().to_owned()).collect()
         };
-        Ok(Self::Listed(StaticMembership::new(urls(&cluster.prefill), urls(&cluster.decode))?))
+        Ok(Self::Listed(Membership::listed(urls(&cluster.prefill), urls(&cluster.decode))?))
     }
 
-    async fn start(self) -> Result<Box<dyn Membership>> {
+    async fn start(self) -> Result<Membership> {
         Ok(match self {
-            Self::Listed(members) => Box::new(members),
-            Self::Registered(settings) => Box::new(EtcdMembership::start(settings).await?),
+            Self::Listed(members) => members,
+            Self::Registered(settings) => Membership::registered(settings).await?,
         })
     }
 }

@@ -66,7 +66,7 @@ pub struct RunningRouter {
     grpc_task: JoinHandle<()>,
     health: HealthTask,
     watch: NodeWatch,
-    membership: Box<dyn Membership>,
+    membership: Membership,
 }
 
 /// Binds both ports and serves these models; the first is the default model. Must run inside a tokio
@@ -74,7 +74,7 @@ pub struct RunningRouter {
 pub fn start(
     settings: RouterSettings,
     models: Vec<ModelSource>,
-    membership: Box<dyn Membership>,
+    membership: Membership,
     metrics: Metrics,
 ) -> Result<RunningRouter, StartError> {
     let listen = |setting, address| {
@@ -94,7 +94,7 @@ pub fn start(
         model: model.name.clone(),
         vocabulary_size: model.text.tokenizer().vocabulary_size(),
     });
-    let (nodes, watch) = Nodes::watch(&*membership, served.collect(), router_metrics)?;
+    let (nodes, watch) = Nodes::watch(&membership, served.collect(), router_metrics)?;
     let front = Arc::new(Front::new(settings.front, models, nodes));
 
     let (draining, stop) = (CancellationToken::new(), CancellationToken::new());

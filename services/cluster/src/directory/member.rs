@@ -92,23 +92,6 @@ pub(super) struct Unseen {
     pub(super) answered: bool,
 }
 
-/// The effect of an event of an `Observe` stream.
-pub(super) enum Verdict {
-    Applied,
-    /// The first event: this process answers at the address.
-    Snapshot {
-        epoch: Epoch,
-    },
-    /// An event was lost; a new stream is needed.
-    Resync {
-        reason: String,
-    },
-    /// The event is invalid.
-    Reject {
-        reason: String,
-    },
-}
-
 impl Member {
     pub(super) fn new(address: NodeAddress) -> Self {
         Self {
@@ -151,20 +134,19 @@ impl Member {
         }
     }
 
-    pub(super) fn observed(&mut self, now: Instant, event: v1::ObserveEvent) -> Verdict {
-        let outcome = match event.event {
-            None => Err(RecordError::Missing { field: "event" }),
-            Some(v1::observe_event::Event::Snapshot(snapshot)) => {
+    /// Handles an event of the member's stream. Returns the epoch of the process after a snapshot, `None` after a delta.
+    pub(super) fn observed(
+        &mut self,
+        now: Instant,
+        event: v1::ObserveEvent,
+    ) -> Result<Option<Epoch>, RecordError> {
+        match event.event.ok_or(RecordError::Missing { field: "event" })? {
+            v1::observe_event::Event::Snapshot(snapshot) => {
                 self.snapshot(now, event.sequence, snapshot)
             }
-            Some(v1::observe_event::Event::Delta(delta)) => self.delta(now, event.sequence, delta),
-        };
-        match outcome {
-            Ok(verdict) => verdict,
-            Err(error @ RecordError::SequenceGap { .. }) => {
-                Verdict::Resync { reason: error.to_string() }
+            v1::observe_event::Event::Delta(delta) => {
+                self.delta(now, event.sequence, delta).map(|()| None)
             }
-            Err(error) => Verdict::Reject { reason: error.to_string() },
         }
     }
 
@@ -173,8 +155,8 @@ impl Member {
         now: Instant,
         sequence: u64,
         snapshot: v1::NodeSnapshot,
-    ) -> Result<Verdict, RecordError> {
-        let Some(stream) = &mut self.stream else { return Ok(Verdict::Applied) };
+    ) -> Result<Option<Epoch>, RecordError> {
+        let Some(stream) = &mut self.stream else { return Ok(None) };
         match stream.state {
             StreamState::Synced { last, .. } => {
                 return Err(RecordError::SequenceGap { last, found: sequence });
@@ -191,14 +173,14 @@ impl Member {
             let allowed = "the role under which the address is listed";
             return Err(RecordError::Text { field: "role", value, allowed });
         }
-        let load = snapshot.load.ok_or(RecordError::Missing { field: "load" })?.into();
+        let load = snapshot.load.ok_or(RecordError::Missing { field: "load" })?;
         let mut cached = HashSet::new();
         remember(&mut cached, &snapshot.cached_blocks, &record)?;
         stream.state = StreamState::Synced { last: 0, check_at: now + SILENCE_MAX };
         let epoch = record.epoch;
         self.seen = Some(Seen { record: Arc::new(record), load, cached });
         self.load_reported(now);
-        Ok(Verdict::Snapshot { epoch })
+        Ok(Some(epoch))
     }
 
     fn delta(
@@ -206,7 +188,7 @@ impl Member {
         now: Instant,
         sequence: u64,
         delta: v1::NodeDelta,
-    ) -> Result<Verdict, RecordError> {
+    ) -> Result<(), RecordError> {
         let (Some(stream), Some(seen)) = (&mut self.stream, &mut self.seen) else {
             return Err(RecordError::NoSnapshot { found: "a delta" });
         };
@@ -228,10 +210,10 @@ impl Member {
         }
         remember(&mut seen.cached, &delta.cached, &seen.record)?;
         if let Some(load) = delta.load {
-            seen.load = load.into();
+            seen.load = load;
             self.load_reported(now);
         }
-        Ok(Verdict::Applied)
+        Ok(())
     }
 
     /// Drops the unseen attempts that this load report includes.

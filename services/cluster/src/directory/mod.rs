@@ -23,8 +23,10 @@ use std::{
 
 use proto::v1;
 
-use crate::{Epoch, Load, MemberChange, NodeAddress, NodeRecord, Role, backoff::Jitter};
-use member::{Member, Verdict};
+use crate::{
+    Epoch, Load, MemberChange, NodeAddress, NodeRecord, RecordError, Role, backoff::Jitter,
+};
+use member::Member;
 
 pub use select::{NoNode, NodeChoice, Wanted};
 
@@ -157,7 +159,8 @@ impl Directory {
                 self.lost(now, key, reason, actions);
             }
             Input::CallLost { epoch, reason } => {
-                if let Some(key) = self.up_with_epoch(epoch) {
+                let up = self.up_with_epoch(epoch).next();
+                if let Some(key) = up {
                     self.stop_observing(key, actions);
                     self.lost(now, key, reason, actions);
                 }
@@ -251,33 +254,32 @@ impl Directory {
         actions: &mut Vec<Action>,
     ) {
         let Some(key) = self.streams.get(&stream).copied() else { return };
-        let (member_epoch, verdict) = {
-            let member = self.members.get_mut(&key).expect("every stream has its member");
-            (member.epoch(), member.observed(now, event))
-        };
-        match verdict {
-            Verdict::Applied => {}
-            Verdict::Snapshot { epoch } => {
-                if member_epoch.is_some_and(|before| before != epoch) {
-                    self.assignments.retain(|_, assigned| *assigned != key);
-                    self.member(key).forget_process();
-                }
-                if let Some(twin) = self.twin_of(key, epoch) {
-                    let reason = format!("it is the same process as {}", self.member(twin).address);
-                    self.reject(now, key, reason, actions);
-                    return;
-                }
-                let was_up = self.member(key).health == Health::Up && member_epoch == Some(epoch);
-                self.set_health(key, Health::Up, format!("process {epoch} answers"), actions);
-                if !was_up {
-                    self.member(key).up_since = Some(now);
-                }
-            }
-            Verdict::Resync { reason } => {
+        let member = self.member(key);
+        let epoch_before = member.epoch();
+        let epoch = match member.observed(now, event) {
+            Ok(None) => return,
+            Ok(Some(epoch)) => epoch,
+            // An event was lost; a new stream is needed.
+            Err(error @ RecordError::SequenceGap { .. }) => {
                 self.stop_observing(key, actions);
-                self.lost(now, key, reason, actions);
+                return self.lost(now, key, error.to_string(), actions);
             }
-            Verdict::Reject { reason } => self.reject(now, key, reason, actions),
+            Err(error) => return self.reject(now, key, error.to_string(), actions),
+        };
+        if epoch_before.is_some_and(|before| before != epoch) {
+            self.assignments.retain(|_, assigned| *assigned != key);
+            self.member(key).forget_process();
+        }
+        // One process may be listed under two addresses.
+        let twin = self.up_with_epoch(epoch).find(|other| *other != key);
+        if let Some(twin) = twin {
+            let reason = format!("it is the same process as {}", self.member(twin).address);
+            return self.reject(now, key, reason, actions);
+        }
+        let was_up = self.member(key).health == Health::Up && epoch_before == Some(epoch);
+        self.set_health(key, Health::Up, format!("process {epoch} answers"), actions);
+        if !was_up {
+            self.member(key).up_since = Some(now);
         }
     }
 
@@ -344,18 +346,10 @@ impl Directory {
         }
     }
 
-    fn up_with_epoch(&self, epoch: Epoch) -> Option<NodeKey> {
-        let is = |member: &Member| member.health == Health::Up && member.epoch() == Some(epoch);
-        self.members.iter().find(|(_, member)| is(member)).map(|(key, _)| *key)
-    }
-
-    /// Returns another member with the same process: one process is listed under two addresses.
-    fn twin_of(&self, key: NodeKey, epoch: Epoch) -> Option<NodeKey> {
-        let is = |member: &Member| member.health == Health::Up && member.epoch() == Some(epoch);
-        self.members
-            .iter()
-            .find(|(other, member)| **other != key && is(member))
-            .map(|(key, _)| *key)
+    fn up_with_epoch(&self, epoch: Epoch) -> impl Iterator<Item = NodeKey> {
+        let is =
+            move |member: &Member| member.health == Health::Up && member.epoch() == Some(epoch);
+        self.members.iter().filter(move |(_, member)| is(member)).map(|(key, _)| *key)
     }
 
     fn member(&mut self, key: NodeKey) -> &mut Member {

@@ -107,7 +107,10 @@ impl NodeEntry {
         Ok(Self {
             node_id: NodeId::parse(&value.node_id)?,
             epoch: Epoch::parse(&value.epoch)?,
-            address: NodeAddress { role, grpc: record::url("grpc", "http://", value.grpc)? },
+            address: NodeAddress {
+                role,
+                grpc: record::url("grpc", "http://host:port", value.grpc)?,
+            },
         })
     }
 }

@@ -1,86 +1,54 @@
 //! A router's membership from etcd: performs the actions of a [`Follower`].
 
-use std::{future::Future, pin::Pin, sync::Arc, time::Instant};
+use std::{sync::Arc, time::Instant};
 
 use etcd_client::WatchResponse;
-use tokio::{sync::oneshot, task::JoinHandle, time::Duration};
-use tokio_util::sync::{CancellationToken, DropGuard};
+use tokio::sync::oneshot;
+use tokio_util::sync::CancellationToken;
 
 use super::{
-    follower::{Action, Change, Follower, Input, Record, Report},
+    InFlight,
+    follower::{Action, Change, Follower, Input, RECORDS_MAX, Record, Records, Report},
     session::{CallError, OpenWatch, Session},
     settings::{EtcdError, EtcdSettings},
 };
-use crate::{
-    MemberList, MemberWatch, Members, Membership, MembershipError, NodeAddress,
-    membership::Shutdown,
-};
+use crate::{MemberList, Members, Membership};
 
-/// Nodes that are registered in etcd. Dropping it stops the task without waiting.
-pub struct EtcdMembership {
-    list: Arc<MemberList>,
-    stop: DropGuard,
-    task: JoinHandle<()>,
-}
-
-impl EtcdMembership {
-    /// Reads all records once and watches them from then on. If etcd does not answer, the list is empty and the task
-    /// retries in the background.
+impl Membership {
+    /// Follows the nodes that are registered in etcd: reads all records once and watches them from then on. If etcd
+    /// does not answer, the list is empty and the task retries in the background.
     ///
     /// # Errors
     /// If etcd rejects the user or its certificate is not trusted, or if the settings are invalid.
-    pub async fn start(settings: EtcdSettings) -> Result<Self, EtcdError> {
-        let settings = Arc::new(settings);
-        let list = Arc::new(MemberList::new(Members::new()));
+    pub async fn registered(settings: EtcdSettings) -> Result<Self, EtcdError> {
+        let list = MemberList::new(Members::new());
         let stop = CancellationToken::new();
-        let (tell_first, first) = oneshot::channel();
+        let (first, first_read) = oneshot::channel();
         let follow = Follow {
             follower: Follower::new(Instant::now(), &settings.prefix, super::seed()?),
-            settings: settings.clone(),
+            settings: Arc::new(settings),
             list: list.clone(),
             reading: None,
             watch: None,
-            first: Some(tell_first),
+            first: Some(first),
         };
         let task = tokio::spawn(follow.run(stop.clone()));
-        let membership = Self { list, stop: stop.drop_guard(), task };
+        let membership = Self { list, task: Some((stop.drop_guard(), task)) };
         // The task reports within the time-out of one read.
-        match first.await {
+        match first_read.await {
             Ok(Err(error)) => Err(error),
             Ok(Ok(())) | Err(_) => Ok(membership),
         }
     }
 }
 
-impl Membership for EtcdMembership {
-    fn watch(&self) -> MemberWatch {
-        self.list.watch()
-    }
-
-    fn last_known(&self) -> Vec<NodeAddress> {
-        self.list.members().keys().cloned().collect()
-    }
-
-    fn shutdown(self: Box<Self>, deadline: Duration) -> Shutdown {
-        let Self { list, stop, task } = *self;
-        drop((list, stop));
-        Box::pin(async move {
-            match tokio::time::timeout(deadline, task).await {
-                Ok(Ok(())) => Ok(()),
-                Ok(Err(error)) => Err(MembershipError::Stopped { reason: error.to_string() }),
-                Err(_) => Err(MembershipError::ShutdownDeadline { deadline }),
-            }
-        })
-    }
-}
-
-type Reading = Pin<Box<dyn Future<Output = Result<(Vec<Record>, OpenWatch), CallError>> + Send>>;
+type ReadOutcome = Result<(Records, OpenWatch), CallError>;
 
 struct Follow {
     follower: Follower,
     settings: Arc<EtcdSettings>,
-    list: Arc<MemberList>,
-    reading: Option<Reading>,
+    list: MemberList,
+    reading: Option<InFlight<ReadOutcome>>,
     watch: Option<OpenWatch>,
     /// Receives the outcome of the first read.
     first: Option<oneshot::Sender<Result<(), EtcdError>>>,
@@ -93,7 +61,7 @@ impl Follow {
             let mut actions = Vec::new();
             tokio::select! {
                 () = stop.cancelled() => return,
-                read = done(&mut self.reading) => {
+                read = super::outcome(&mut self.reading) => {
                     self.reading = None;
                     let input = self.read(read);
                     self.follower.handle(Instant::now(), input, &mut actions);
@@ -111,7 +79,7 @@ impl Follow {
         }
     }
 
-    fn read(&mut self, read: Result<(Vec<Record>, OpenWatch), CallError>) -> Input {
+    fn read(&mut self, read: ReadOutcome) -> Input {
         if let Some(first) = self.first.take() {
             let refused = read.as_ref().err().map(|error| error.refuse_start(&self.settings));
             // The receiver may be gone.
@@ -120,7 +88,7 @@ impl Follow {
         match read {
             Ok((records, watch)) => {
                 self.watch = Some(watch);
-                Input::Read { records }
+                Input::Read(records)
             }
             Err(error) => Input::Failed { reason: error.reason().to_owned() },
         }
@@ -164,20 +132,13 @@ impl Follow {
                     "ignoring records in etcd that are not nodes"
                 );
             }
-            Report::TooMany => tracing::warn!(
+            Report::TooMany { found } => tracing::warn!(
                 prefix = self.settings.prefix,
-                records_max = super::follower::RECORDS_MAX,
-                "too many records in etcd; ignoring the rest"
+                found,
+                records_max = RECORDS_MAX,
+                "too many records in etcd; ignoring all beyond records_max"
             ),
         }
-    }
-}
-
-/// Waits for the outcome of the read. Never returns while no read is in flight.
-async fn done(reading: &mut Option<Reading>) -> Result<(Vec<Record>, OpenWatch), CallError> {
-    match reading {
-        Some(reading) => reading.await,
-        None => std::future::pending().await,
     }
 }
 

@@ -47,6 +47,15 @@ pub struct Record {
     pub modified: i64,
 }
 
+/// The records at one revision.
+#[derive(Clone, Debug)]
+pub struct Records {
+    /// All records, or the first ones in the order of their keys and at least one more than [`RECORDS_MAX`].
+    pub records: Vec<Record>,
+    /// Number of all records.
+    pub found: usize,
+}
+
 /// An event of a watch.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Change {
@@ -56,8 +65,8 @@ pub enum Change {
 
 #[derive(Clone, Debug)]
 pub enum Input {
-    /// All records at one revision; a watch from the next revision is open.
-    Read { records: Vec<Record> },
+    /// The records were read, and a watch from the next revision is open.
+    Read(Records),
     /// A message of the watch; without changes it is a progress notification.
     Changed { changes: Vec<Change> },
     /// The read failed, or the watch ended.
@@ -93,8 +102,10 @@ pub enum Report {
         /// At most [`IGNORED_SHOWN_MAX`] of them.
         first: Vec<IgnoredRecord>,
     },
-    /// More than [`RECORDS_MAX`] keys.
-    TooMany,
+    /// More than [`RECORDS_MAX`] records. Reported once until a read finds fewer.
+    TooMany {
+        found: usize,
+    },
 }
 
 /// A record that is not a node.
@@ -149,7 +160,7 @@ impl Follower {
 
     pub fn handle(&mut self, now: Instant, input: Input, actions: &mut Vec<Action>) {
         match input {
-            Input::Read { records } => {
+            Input::Read(records) => {
                 if let State::Reading = self.state {
                     self.read(now, records, actions);
                 }
@@ -196,9 +207,13 @@ impl Follower {
         }
     }
 
-    fn read(&mut self, now: Instant, records: Vec<Record>, actions: &mut Vec<Action>) {
+    fn read(&mut self, now: Instant, read: Records, actions: &mut Vec<Action>) {
         let before = std::mem::take(&mut self.known);
-        self.too_many &= records.len() > RECORDS_MAX;
+        let Records { records, found } = read;
+        self.too_many &= found > RECORDS_MAX;
+        if found > RECORDS_MAX {
+            self.report_too_many(found, actions);
+        }
         for record in records {
             self.believe(record, &before, actions);
         }
@@ -244,10 +259,7 @@ impl Follower {
             return;
         }
         if self.known.len() == RECORDS_MAX && !self.known.contains_key(short) {
-            if !std::mem::replace(&mut self.too_many, true) {
-                actions.push(Action::Report(Report::TooMany));
-            }
-            return;
+            return self.report_too_many(RECORDS_MAX + 1, actions);
         }
         let entry = match NodeEntry::parse(&self.prefix, &key, &value) {
             Ok(entry) => Some(entry),
@@ -267,6 +279,12 @@ impl Follower {
             }
         };
         self.known.insert(short.to_vec(), Known { modified, entry });
+    }
+
+    fn report_too_many(&mut self, found: usize, actions: &mut Vec<Action>) {
+        if !std::mem::replace(&mut self.too_many, true) {
+            actions.push(Action::Report(Report::TooMany { found }));
+        }
     }
 
     /// Reports ignored records, at most once per interval: there may be thousands.

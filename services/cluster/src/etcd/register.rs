@@ -1,8 +1,6 @@
 //! A node's record in etcd: performs the actions of a [`Registrant`].
 
 use std::{
-    future::Future,
-    pin::Pin,
     sync::Arc,
     time::{Duration, Instant},
 };
@@ -11,6 +9,7 @@ use tokio::task::JoinHandle;
 use tokio_util::sync::{CancellationToken, DropGuard};
 
 use super::{
+    InFlight,
     entry::NodeEntry,
     registrant::{Action, Call, Input, Registrant, Report},
     session::{CallError, Session},
@@ -77,8 +76,8 @@ impl Registration {
     }
 }
 
-/// A call in flight. It owns the connection until it returns; dropping the call drops both.
-type CallOut = Pin<Box<dyn Future<Output = (Session, Input)> + Send>>;
+/// A call owns the connection until it returns.
+type CallOut = InFlight<(Session, Input)>;
 
 struct Register {
     registrant: Registrant,
@@ -101,7 +100,7 @@ impl Register {
                     leaving = true;
                     self.registrant.handle(Instant::now(), Input::Leave, &mut actions);
                 }
-                (returned, input) = outcome(&mut self.call) => {
+                (returned, input) = super::outcome(&mut self.call) => {
                     self.call = None;
                     session = Some(returned);
                     self.registrant.handle(Instant::now(), input, &mut actions);
@@ -177,13 +176,5 @@ impl Register {
                 );
             }
         }
-    }
-}
-
-/// Waits for the outcome of the call. Never returns while no call is in flight.
-async fn outcome(call: &mut Option<CallOut>) -> (Session, Input) {
-    match call {
-        Some(call) => call.await,
-        None => std::future::pending().await,
     }
 }

@@ -12,7 +12,7 @@ use etcd_client::{
 
 use super::{
     entry,
-    follower::{RECORDS_MAX, Record},
+    follower::{RECORDS_MAX, Record, Records},
     registrant::LeaseId,
     settings::{EtcdError, EtcdSettings},
 };
@@ -199,8 +199,8 @@ impl Session {
         }
     }
 
-    /// Reads all records at one revision and opens a watch from the next revision on.
-    pub async fn read(mut self, within: Duration) -> Result<(Vec<Record>, OpenWatch), CallError> {
+    /// Reads the records at one revision and opens a watch from the next revision on.
+    pub async fn read(mut self, within: Duration) -> Result<(Records, OpenWatch), CallError> {
         let keys = entry::keys(&self.settings.prefix);
         let call = async |client: &mut Client| {
             let (records, revision) = read_all(client, &keys).await?;
@@ -257,10 +257,10 @@ async fn connect(settings: &EtcdSettings) -> Result<Client, Error> {
     Client::connect(&settings.endpoints, Some(options)).await
 }
 
-/// Reads page by page, all pages at the revision of the first.
-async fn read_all(client: &mut Client, keys: &str) -> Result<(Vec<Record>, i64), Error> {
+/// Reads page by page, all pages at the revision of the first, until the excess over [`RECORDS_MAX`] is certain.
+async fn read_all(client: &mut Client, keys: &str) -> Result<(Records, i64), Error> {
     let end = after_prefix(keys);
-    let (mut from, mut revision) = (keys.as_bytes().to_vec(), 0);
+    let (mut from, mut revision, mut found) = (keys.as_bytes().to_vec(), 0, 0);
     let mut page_records = PAGE_RECORDS;
     let mut records: Vec<Record> = Vec::new();
     loop {
@@ -280,6 +280,7 @@ async fn read_all(client: &mut Client, keys: &str) -> Result<(Vec<Record>, i64),
         };
         if revision == 0 {
             revision = page.header().map_or(0, |header| header.revision());
+            found = usize::try_from(page.count()).unwrap_or(0);
         }
         records.extend(page.kvs().iter().map(|kv| Record {
             key: kv.key().to_vec(),
@@ -291,7 +292,7 @@ async fn read_all(client: &mut Client, keys: &str) -> Result<(Vec<Record>, i64),
             Some(last) if page.more() && records.len() <= RECORDS_MAX => {
                 from = [last.key.as_slice(), &[0]].concat();
             }
-            _ => return Ok((records, revision)),
+            _ => return Ok((Records { records, found }, revision)),
         }
     }
 }

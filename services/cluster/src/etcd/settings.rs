@@ -13,7 +13,7 @@ use config::Password;
 const PEM_BYTES_MAX: u64 = 1 << 20;
 
 /// Endpoints, credentials and key prefix.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub struct EtcdSettings {
     pub(super) endpoints: Vec<String>,
     /// Key prefix without a trailing slash.
@@ -30,12 +30,6 @@ pub(super) struct Tls {
     pub ca: Vec<u8>,
     /// Certificate and key.
     pub identity: Option<(Vec<u8>, Vec<u8>)>,
-}
-
-impl std::fmt::Debug for Tls {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Tls").field("identity", &self.identity.is_some()).finish_non_exhaustive()
-    }
 }
 
 /// Error of the etcd settings or credentials. An unreachable etcd is not an error here.

@@ -153,7 +153,7 @@ pub fn idle() -> Load {
 pub fn snapshot(record: &NodeRecord, load: Load, cached: &[u128]) -> v1::ObserveEvent {
     let cached_blocks = cached.iter().map(|hash| hash.to_be_bytes().to_vec().into()).collect();
     let snapshot =
-        v1::NodeSnapshot { record: Some(record.into()), load: Some((&load).into()), cached_blocks };
+        v1::NodeSnapshot { record: Some(record.into()), load: Some(load), cached_blocks };
     v1::ObserveEvent { sequence: 0, event: Some(v1::observe_event::Event::Snapshot(snapshot)) }
 }
 
@@ -166,11 +166,7 @@ pub fn delta(
     let bytes = |hashes: &[u128]| {
         hashes.iter().map(|hash| hash.to_be_bytes().to_vec().into()).collect::<Vec<_>>()
     };
-    let delta = v1::NodeDelta {
-        load: load.as_ref().map(Into::into),
-        cached: bytes(cached),
-        evicted: bytes(evicted),
-    };
+    let delta = v1::NodeDelta { load, cached: bytes(cached), evicted: bytes(evicted) };
     v1::ObserveEvent { sequence, event: Some(v1::observe_event::Event::Delta(delta)) }
 }
 

@@ -8,7 +8,7 @@ use std::{
 use cluster::{
     Epoch, Members, NodeAddress, Role,
     etcd::follower::{
-        Action, Change, Follower, IGNORED_SHOWN_MAX, Input, RECORDS_MAX, Record, Report,
+        Action, Change, Follower, IGNORED_SHOWN_MAX, Input, RECORDS_MAX, Record, Records, Report,
     },
 };
 use proptest::prelude::*;
@@ -185,8 +185,9 @@ impl World {
         } else if self.now >= self.hangs_until {
             self.reading = None;
             self.watch = Some(VecDeque::new());
-            let records = self.records.values().cloned().collect();
-            self.input(Input::Read { records });
+            let records: Vec<_> = self.records.values().cloned().collect();
+            let found = records.len();
+            self.input(Input::Read(Records { records, found }));
         } else if self.now >= gives_up {
             self.reading = None;
             self.fail("no answer");
@@ -398,7 +399,7 @@ fn ignored_records_are_summarised() {
 }
 
 #[test]
-fn more_records_than_a_cluster_can_have_are_told_once_and_left_out() {
+fn too_many_records_are_reported_once_with_their_number() {
     let mut world = World::new();
     for index in 0..RECORDS_MAX + 10 {
         world.write(format!("{PREFIX}/nodes/x/{index}").into_bytes(), Vec::new());
@@ -406,5 +407,19 @@ fn more_records_than_a_cluster_can_have_are_told_once_and_left_out() {
     world.happen(Event::Deliver);
     world.happen(Event::Break);
     world.wait(HEALS_WITHIN);
-    assert_eq!(world.count(|report| *report == Report::TooMany), 1);
+    // The first of them is found by the watch, all of them by the next read.
+    let too_many = |found| Report::TooMany { found };
+    assert_eq!(world.count(|report| matches!(report, Report::TooMany { .. })), 1);
+    assert_eq!(world.count(|report| *report == too_many(RECORDS_MAX + 1)), 1);
+
+    let mut world = World::new();
+    world.happen(Event::Stop { ms: 1000 });
+    for index in 0..RECORDS_MAX + 10 {
+        world.write(format!("{PREFIX}/nodes/x/{index}").into_bytes(), Vec::new());
+    }
+    world.wait(HEALS_WITHIN);
+    world.happen(Event::Break);
+    world.wait(HEALS_WITHIN);
+    assert_eq!(world.count(|report| matches!(report, Report::TooMany { .. })), 1);
+    assert_eq!(world.count(|report| *report == too_many(RECORDS_MAX + 10)), 1);
 }

@@ -75,20 +75,6 @@ fn transfer_to_wire(transfer: &TransferId) -> Bytes {
     Bytes::copy_from_slice(&transfer.to_bytes())
 }
 
-/// Encodes an identity for HELLO and for node records.
-pub fn identity_to_wire(identity: &Identity) -> v1::ModelIdentity {
-    v1::ModelIdentity {
-        model_fingerprint: bits_to_wire(identity.model_fingerprint),
-        weight_version: identity.weight_version,
-        kv_layout: identity.kv_layout.clone(),
-        block_size: identity.block_size,
-        dtype: identity.dtype.clone(),
-        tp: identity.tp,
-        protocol_min: identity.protocol_min,
-        protocol_max: identity.protocol_max,
-    }
-}
-
 /// Fails if the fingerprint does not have 16 bytes or a name is too long.
 pub fn identity_from_wire(identity: v1::ModelIdentity) -> Result<Identity, InvalidMessage> {
     Ok(Identity {
@@ -147,7 +133,7 @@ fn abort_cause(cause: v1::AbortCause) -> AbortCause {
 pub fn body_to_wire(body: &Body) -> wire::Body {
     match body {
         Body::Hello(hello) => wire::Body::Hello(v1::Hello {
-            identity: Some(identity_to_wire(&hello.identity)),
+            identity: Some((&hello.identity).into()),
             control_endpoint: hello.control_endpoint.clone(),
             data_endpoint: hello.data_endpoint.clone(),
             transports: hello.transports.clone(),
@@ -156,7 +142,7 @@ pub fn body_to_wire(body: &Body) -> wire::Body {
             in_advance: hello.in_advance,
         }),
         Body::HelloOk(ok) => wire::Body::HelloOk(v1::HelloOk {
-            identity: Some(identity_to_wire(&ok.identity)),
+            identity: Some((&ok.identity).into()),
             data_endpoint: ok.data_endpoint.clone(),
             transport: ok.transport.clone(),
             integrity: ok.integrity.clone(),
@@ -165,7 +151,7 @@ pub fn body_to_wire(body: &Body) -> wire::Body {
         }),
         Body::Reject { reason, identity } => wire::Body::Reject(v1::Reject {
             reason: truncate(reason, REASON_BYTES_MAX),
-            identity: Some(identity_to_wire(identity)),
+            identity: Some(identity.into()),
         }),
         Body::Reserve(reserve) => wire::Body::Reserve(v1::Reserve {
             transfer_id: transfer_to_wire(&reserve.transfer),

@@ -12,7 +12,7 @@ mod message;
 mod replay;
 
 pub use authentication::{InvalidMessage, SignedMessage, Signer, VerifiedMessage, Verifier};
-pub use codec::{identity_from_wire, identity_to_wire};
+pub use codec::identity_from_wire;
 pub use keys::Keys;
 pub use message::{AbortCause, Body, ControlMessage, Done, Hello, HelloOk, Reserve, Source};
 

@@ -69,7 +69,7 @@ impl Nodes {
     /// Starts watching the members. Only nodes that serve a model of `served` are used. Fails without random
     /// numbers from the operating system.
     pub fn watch(
-        membership: &dyn Membership,
+        membership: &Membership,
         served: Arc<[Served]>,
         metrics: RouterMetrics,
     ) -> Result<(Self, NodeWatch), NoRandomness> {
@@ -305,7 +305,7 @@ mod tests {
     #[tokio::test]
     async fn without_a_node_the_grammar_version_is_unknown() {
         let none: [&str; 0] = [];
-        let members = cluster::StaticMembership::new(none, none).unwrap();
+        let members = Membership::listed(none, none).unwrap();
         let served = Arc::new([Served { model: "ours".into(), vocabulary_size: 10 }]);
         let (nodes, _watch) = Nodes::watch(&members, served, metrics()).unwrap();
         assert_eq!(nodes.serving("ours").limits, None);

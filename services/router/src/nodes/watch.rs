@@ -278,7 +278,7 @@ mod tests {
 
     /// Returns a watch that the test drives, and the idle watch of the nodes.
     fn watch() -> (Watch, NodeWatch) {
-        let members = cluster::StaticMembership::new(["http://p"; 0], ["http://d"; 0]).unwrap();
+        let members = cluster::Membership::listed(["http://p"; 0], ["http://d"; 0]).unwrap();
         let served = Arc::new([]);
         let (nodes, task) = Nodes::watch(&members, served.clone(), metrics()).unwrap();
         (Watch::new(nodes, mpsc::channel(1).1, served), task)

@@ -11,7 +11,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use cluster::StaticMembership;
+use cluster::Membership;
 use config::LogFormat;
 use proto::v1::Role;
 use router::{FrontSettings, ModelSource, RouterSettings, RunningRouter};
@@ -150,7 +150,7 @@ impl Cluster {
         decode: Vec<ScriptedNode>,
     ) -> Self {
         let urls = |nodes: &[ScriptedNode]| nodes.iter().map(|node| node.url()).collect::<Vec<_>>();
-        let members = StaticMembership::new(urls(&prefill), urls(&decode)).unwrap();
+        let members = Membership::listed(urls(&prefill), urls(&decode)).unwrap();
         let telemetry = Telemetry::start(
             &TelemetryConfig {
                 log: "off".into(),
@@ -162,7 +162,7 @@ impl Cluster {
         )
         .unwrap();
         let metrics = telemetry.metrics();
-        let router = router::start(settings, models, Box::new(members), metrics).unwrap();
+        let router = router::start(settings, models, members, metrics).unwrap();
         let client = Client::new(format!("http://{}", router.http));
         Self { router, client, prefill, decode, telemetry }
     }

@@ -1,21 +1,16 @@
-//! Sources of node addresses.
-
-mod static_list;
+//! Sources of node addresses: a static list, or [etcd](crate::etcd).
 
 use std::{
     collections::{BTreeMap, VecDeque},
     fmt,
-    future::Future,
-    pin::Pin,
     sync::Arc,
     time::Duration,
 };
 
-use tokio::sync::watch;
+use tokio::{sync::watch, task::JoinHandle};
+use tokio_util::sync::DropGuard;
 
 use crate::{Epoch, Role};
-
-pub use static_list::StaticMembership;
 
 /// A node's gRPC address and its listed role. The node's record confirms the role.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -53,21 +48,57 @@ pub enum MembershipError {
 }
 
 /// A source of addresses. The last list stays valid while the source is unreachable.
-pub trait Membership: Send + Sync {
-    /// Watches the list: first each known address as `Joined`, then the changes.
-    fn watch(&self) -> MemberWatch;
-
-    /// Returns the last list, in order.
-    fn last_known(&self) -> Vec<NodeAddress>;
-
-    /// Stops the source's task and waits for its end, at most until `deadline`.
-    fn shutdown(self: Box<Self>, deadline: Duration) -> Shutdown;
+pub struct Membership {
+    pub(crate) list: MemberList,
+    /// The task that replaces the list; a static list has none. Dropping the guard stops the task without waiting.
+    pub(crate) task: Option<(DropGuard, JoinHandle<()>)>,
 }
 
-/// The future that [`Membership::shutdown`] returns.
-pub type Shutdown = Pin<Box<dyn Future<Output = Result<(), MembershipError>> + Send>>;
+impl Membership {
+    /// Creates a list that never changes from gRPC URLs by role. Each address is listed once.
+    pub fn listed<P: Into<String>, D: Into<String>>(
+        prefill: impl IntoIterator<Item = P>,
+        decode: impl IntoIterator<Item = D>,
+    ) -> Result<Self, MembershipError> {
+        let prefill = prefill.into_iter().map(|url| (Role::Prefill, url.into()));
+        let decode = decode.into_iter().map(|url| (Role::Decode, url.into()));
+        let mut members = Members::new();
+        for (role, grpc) in prefill.chain(decode) {
+            let address = NodeAddress { role, grpc };
+            if members.keys().any(|member| member.grpc == address.grpc) {
+                return Err(MembershipError::Duplicate { address });
+            }
+            members.insert(address, None);
+        }
+        Ok(Self { list: MemberList::new(members), task: None })
+    }
 
-/// The current list and its watches. A source replaces the whole list.
+    /// Watches the list: first each known address as `Joined`, then the changes.
+    pub fn watch(&self) -> MemberWatch {
+        self.list.watch()
+    }
+
+    /// Returns the last list, in order.
+    pub fn last_known(&self) -> Vec<NodeAddress> {
+        self.list.members().keys().cloned().collect()
+    }
+
+    /// Ends the watches. Stops the source's task and waits for its end, at most until `deadline`.
+    pub async fn shutdown(self, deadline: Duration) -> Result<(), MembershipError> {
+        let Self { list, task } = self;
+        drop(list);
+        let Some((stop, task)) = task else { return Ok(()) };
+        drop(stop);
+        match tokio::time::timeout(deadline, task).await {
+            Ok(Ok(())) => Ok(()),
+            Ok(Err(error)) => Err(MembershipError::Stopped { reason: error.to_string() }),
+            Err(_) => Err(MembershipError::ShutdownDeadline { deadline }),
+        }
+    }
+}
+
+/// The current list and its watches; clones share both. A source replaces the whole list.
+#[derive(Clone)]
 pub struct MemberList {
     list: watch::Sender<Arc<Members>>,
 }
@@ -140,6 +171,22 @@ mod tests {
 
     fn list<const N: usize>(ports: [u16; N]) -> Members {
         ports.map(|port| (decode(port), None)).into()
+    }
+
+    #[tokio::test]
+    async fn shutdown_ends_the_watches_of_a_static_list() {
+        let members = Membership::listed(["http://a:1"], ["http://b:1"]).unwrap();
+        let mut watch = members.watch();
+        assert_eq!(members.last_known().len(), 2);
+        assert!(watch.next().await.is_some() && watch.next().await.is_some());
+        members.shutdown(Duration::from_secs(1)).await.unwrap();
+        assert_eq!(watch.next().await, None);
+    }
+
+    #[test]
+    fn address_with_two_roles_is_rejected() {
+        let twice = Membership::listed(["http://a:1"], ["http://a:1"]);
+        assert!(matches!(twice, Err(MembershipError::Duplicate { .. })));
     }
 
     #[tokio::test]
