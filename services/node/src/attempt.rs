@@ -12,7 +12,7 @@ use kv_transfer::api::{Epoch, PeerAddress};
 use proto::v1;
 use xxhash_rust::xxh3::xxh3_128;
 
-use crate::refusal::Refusal;
+use crate::node_core::Refusal;
 
 /// A day; a router's own limit is lower.
 const REMAINING_MS_MAX: u64 = 86_400_000;

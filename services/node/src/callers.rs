@@ -8,8 +8,7 @@ use tokio::sync::oneshot;
 
 use crate::{
     inbox::Arrival,
-    node_core::{AttemptEnd, Call, CallId, Reply, Stage, StageAttributes},
-    refusal::Refusal,
+    node_core::{AttemptEnd, Call, CallId, Refusal, Reply, Stage, StageChange},
     stages::Stages,
     stream::{AttemptPermit, EventSender, QueueFull},
 };
@@ -78,27 +77,9 @@ impl Callers {
         Ok(())
     }
 
-    pub fn stage_began(&mut self, call: CallId, stage: Stage) {
+    pub fn change_stage(&mut self, call: CallId, change: StageChange) {
         if let Some(caller) = self.callers.get_mut(&call.number) {
-            caller.stages.begin(stage);
-        }
-    }
-
-    pub fn stage_ended(&mut self, call: CallId, stage: Stage, attributes: &StageAttributes) {
-        if let Some(caller) = self.callers.get_mut(&call.number) {
-            caller.stages.end(stage, attributes);
-        }
-    }
-
-    pub fn stages_failed(&mut self, call: CallId, error: &str) {
-        if let Some(caller) = self.callers.get_mut(&call.number) {
-            caller.stages.fail(error);
-        }
-    }
-
-    pub fn set_transfer_parent(&mut self, call: CallId, traceparent: String) {
-        if let Some(caller) = self.callers.get_mut(&call.number) {
-            caller.stages.set_transfer_parent(traceparent);
+            caller.stages.handle(change);
         }
     }
 

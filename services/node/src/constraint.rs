@@ -18,6 +18,10 @@ use kernels::sampling::TokenMask;
 
 use crate::node_core::Refusal;
 
+/// Version of [`proto::v1::Grammar`] that nodes support, as announced in their records. Version 2 has tool
+/// calls.
+pub const GRAMMAR_VERSION: u32 = 2;
+
 /// Receives the time that each token bitmask took to compute.
 pub type MaskTimer = Arc<dyn Fn(Duration) + Send + Sync>;
 

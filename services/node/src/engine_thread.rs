@@ -12,11 +12,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-use cluster::NodeRecord;
 use crossbeam_channel::{Receiver, TryRecvError, select};
 use engine::{
-    StepLoop, Turn,
-    executor::{Executor, ExecutorError},
+    Turn,
+    executor::{Executor, ExecutorError, panic_message},
 };
 use kv_transfer::{Transfers, api as transfer};
 use telemetry::NodeMetrics;
@@ -27,7 +26,7 @@ use crate::{
     callers::Callers,
     core_metrics,
     inbox::{Command, CommandReceiver},
-    node_core::{CallId, CloseReason, NodeCore, Output, Stall},
+    node_core::{CloseReason, NodeCore, Output},
     observe::{ObserveEnd, Observers},
     stream::QueueFull,
 };
@@ -48,17 +47,9 @@ pub enum EngineError {
     Panicked { reason: String },
 }
 
-/// Everything that the thread owns.
-pub(crate) struct EngineParts<E> {
-    pub steps: StepLoop<E>,
-    pub transfers: Arc<Transfers>,
-    pub commands: CommandReceiver,
-    pub events: Receiver<transfer::Event>,
-    pub record: NodeRecord,
-    pub metrics: NodeMetrics,
-    /// [`STALL_AFTER`](crate::node_core::STALL_AFTER).
-    pub stall_after: Duration,
-}
+/// The device that the engine computed with. Transfers may still access its memory, so it is dropped
+/// after them. Dropping a broken device may block.
+pub(crate) type Device = Option<Box<dyn Any + Send>>;
 
 /// A running engine thread. End it with [`Command::Stop`], then [`EngineThread::join`].
 #[derive(Debug)]
@@ -67,27 +58,14 @@ pub(crate) struct EngineThread {
     ended: oneshot::Receiver<()>,
 }
 
-/// The device that the engine computed with. Transfers may still access its memory, so it is dropped
-/// after them. Dropping a broken device may block.
-#[must_use = "drop it when the transfers have ended"]
-#[derive(Default)]
-pub(crate) struct Device(Option<Box<dyn Any + Send>>);
-
-impl Device {
-    pub fn close(self) {
-        drop(self.0);
-    }
-}
-
 impl EngineThread {
-    pub fn start<E: Executor + 'static>(parts: EngineParts<E>) -> io::Result<Self> {
+    pub fn start<E: Executor + 'static>(mut engine: Engine<E>) -> io::Result<Self> {
         // Dropped when the thread ends, also by a panic.
         let (ending, ended) = oneshot::channel();
         let thread = thread::Builder::new().name("baton-engine".to_owned()).spawn(move || {
-            let mut engine = Engine::new(parts);
             let _ending: oneshot::Sender<()> = ending;
             let ended = engine.run();
-            (ended, Device(Some(Box::new(engine.core))))
+            (ended, Some(Box::new(engine.core) as Box<dyn Any + Send>))
         })?;
         Ok(Self { thread, ended })
     }
@@ -106,12 +84,13 @@ impl EngineThread {
     /// Blocks until the thread has ended.
     pub fn join(self) -> (Result<(), EngineError>, Device) {
         self.thread.join().unwrap_or_else(|panic| {
-            (Err(EngineError::Panicked { reason: message_of(&*panic) }), Device::default())
+            (Err(EngineError::Panicked { reason: panic_message(&*panic) }), None)
         })
     }
 }
 
-struct Engine<E> {
+/// Everything that the thread owns.
+pub(crate) struct Engine<E> {
     core: NodeCore<E>,
     callers: Callers,
     observers: Observers,
@@ -123,27 +102,21 @@ struct Engine<E> {
 }
 
 impl<E: Executor> Engine<E> {
-    fn new(parts: EngineParts<E>) -> Self {
-        let EngineParts { steps, transfers, commands, events, record, metrics, stall_after } =
-            parts;
-        Self {
-            core: NodeCore::new(steps, &record, stall_after),
-            callers: Callers::default(),
-            observers: Observers::default(),
-            transfers,
-            commands,
-            events,
-            metrics,
-            is_stopping: false,
-        }
+    pub fn new(
+        core: NodeCore<E>,
+        transfers: Arc<Transfers>,
+        commands: CommandReceiver,
+        events: Receiver<transfer::Event>,
+        metrics: NodeMetrics,
+    ) -> Self {
+        let (callers, observers) = (Callers::default(), Observers::default());
+        Self { core, callers, observers, transfers, commands, events, metrics, is_stopping: false }
     }
 
     /// Runs until the stop command or a failure of the device. A failure ends every attempt.
     fn run(&mut self) -> Result<(), EngineError> {
         let ended = self.step_until_stopped();
         if let Err(error) = &ended {
-            // Tokens of earlier steps still reach their callers.
-            self.carry_out();
             self.core.handle_close(&CloseReason::EngineFailed { reason: error.to_string() });
             self.carry_out();
         }
@@ -178,7 +151,7 @@ impl<E: Executor> Engine<E> {
         }
         for _ in 0..TAKEN_PER_STEP_MAX {
             match self.commands.try_recv() {
-                Ok(command) => self.on_command(command),
+                Ok(command) => self.handle(command),
                 Err(TryRecvError::Empty) => break,
                 Err(TryRecvError::Disconnected) => {
                     self.is_stopping = true;
@@ -191,18 +164,17 @@ impl<E: Executor> Engine<E> {
 
     /// Waits for a command, an event or a deadline. No step is in flight.
     fn sleep(&mut self) -> Result<(), EngineError> {
-        let timeout = self.time_until_due();
         select! {
             recv(*self.commands) -> command => match command {
-                Ok(command) => self.on_command(command),
+                Ok(command) => self.handle(command),
                 // Every sender is dropped.
                 Err(_) => self.is_stopping = true,
             },
-            recv(self.events) -> event => match event {
-                Ok(event) => self.core.handle_transfer_event(event, Instant::now()),
-                Err(_) => return Err(EngineError::TransfersStopped),
+            recv(self.events) -> event => {
+                let event = event.map_err(|_| EngineError::TransfersStopped)?;
+                self.core.handle_transfer_event(event, Instant::now());
             },
-            default(timeout) => {}
+            default(self.time_until_due()) => {}
         }
         Ok(())
     }
@@ -212,7 +184,7 @@ impl<E: Executor> Engine<E> {
         due.map_or(SLEEP_MAX, |due| due.saturating_duration_since(Instant::now())).min(SLEEP_MAX)
     }
 
-    fn on_command(&mut self, command: Command) {
+    fn handle(&mut self, command: Command) {
         let now = Instant::now();
         match command {
             Command::Begin(arrival) => self.core.handle_call(self.callers.add(*arrival), now),
@@ -224,10 +196,8 @@ impl<E: Executor> Engine<E> {
                 }
                 self.core.handle_observe(self.observers.add(observer), now);
             }
-            Command::Connect { peers, sends, guard } => {
-                for peer in peers {
-                    let guard = Some(guard.clone());
-                    let command = transfer::Command::Connect { peer, sends, guard };
+            Command::Connect(commands) => {
+                for command in commands {
                     // A full queue drops the command; routers repeat it.
                     let _ = self.transfers.command(command);
                 }
@@ -251,15 +221,14 @@ impl<E: Executor> Engine<E> {
                     }
                 }
                 Output::Forgotten { call } => self.callers.remove(call),
-                Output::Transfer { call, command } => self.command_transfers(call, command),
-                Output::StageBegan { call, stage } => self.callers.stage_began(call, stage),
-                Output::StageEnded { call, stage, attributes } => {
-                    self.callers.stage_ended(call, stage, &attributes);
+                Output::Transfer { call, mut command } => {
+                    self.callers.set_traceparent(call, &mut command);
+                    if let Err(full) = self.transfers.command(command.clone()) {
+                        let (reason, now) = (full.to_string(), Instant::now());
+                        self.core.handle_transfer_queue_full(call, command, reason, now);
+                    }
                 }
-                Output::StagesFailed { call, error } => self.callers.stages_failed(call, &error),
-                Output::TransferParent { call, traceparent } => {
-                    self.callers.set_transfer_parent(call, traceparent);
-                }
+                Output::Stage { call, change } => self.callers.change_stage(call, change),
                 Output::Observe { observer, event } => {
                     if !self.observers.send(observer, event) {
                         self.core.handle_observe_ended(observer);
@@ -269,27 +238,14 @@ impl<E: Executor> Engine<E> {
                     self.observers.end(observer, ObserveEnd::Stalled);
                 }
                 Output::Metric(metric) => core_metrics::record(&self.metrics, &metric),
-                Output::Stall(Stall::Began { after }) => {
+                Output::Stalled { after } => {
                     let seconds = after.as_secs_f64();
                     warn!("the node is stalled: no step has finished for {seconds} s");
                 }
-                Output::Stall(Stall::Ended) => info!("the node recovered: steps finish again"),
+                Output::Recovered => info!("the node recovered: steps finish again"),
             }
         }
     }
-
-    fn command_transfers(&mut self, call: CallId, mut command: transfer::Command) {
-        self.callers.set_traceparent(call, &mut command);
-        if let Err(full) = self.transfers.command(command.clone()) {
-            let now = Instant::now();
-            self.core.handle_transfer_queue_full(call, command, full.to_string(), now);
-        }
-    }
-}
-
-fn message_of(panic: &(dyn Any + Send)) -> String {
-    let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
-    text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_else(|| "no message".into())
 }
 
 #[cfg(test)]

@@ -19,7 +19,7 @@ use tracing::{info, warn};
 use crate::{
     attempt::NewAttempt,
     constraint::{CallMark, GrammarVocabulary},
-    refusal::Refusal,
+    node_core::Refusal,
 };
 
 /// Compilations that run at the same time. They compete with the engine for CPU cores.
@@ -28,10 +28,6 @@ const COMPILING_MAX: usize = 2;
 const WAITING_MAX: usize = 256;
 /// Longest wait for a constraint.
 const CONSTRAIN_WITHIN: Duration = Duration::from_secs(10);
-
-/// Version of [`proto::v1::Grammar`] that this node supports, as announced in its record. Version 2 has tool
-/// calls.
-pub(crate) const VERSION: u32 = 2;
 
 /// Compiles constraints for the vocabulary of one model.
 #[derive(Debug)]

@@ -1,19 +1,22 @@
-//! The identity of this node: which peers it can be paired with.
+//! The identity of a node: which peers it can be paired with, and the limits that its record announces.
 
 use cluster::{ModelIdentity, NodeRecord};
+use engine::CacheSeeds;
 use kernels::{BLOCK_TOKENS, KvLayout, WeightFormat};
-use kv_transfer::{api::Identity, control};
+use kv_transfer::control;
+
+use crate::attempt::AttemptLimits;
 
 /// Weights are loaded once, at start.
-pub(crate) const WEIGHT_VERSION: u64 = 1;
+const WEIGHT_VERSION: u64 = 1;
 
 /// Returns what must be equal on two nodes that exchange KV.
-pub(crate) fn identity(
+pub fn model_identity(
     model_fingerprint: u128,
     weights: WeightFormat,
     layout: KvLayout,
-) -> Identity {
-    Identity {
+) -> ModelIdentity {
+    ModelIdentity {
         model_fingerprint,
         weight_version: WEIGHT_VERSION,
         kv_layout: layout.to_string(),
@@ -27,28 +30,26 @@ pub(crate) fn identity(
     }
 }
 
-/// Returns the identity for the node's record.
-pub(crate) fn model_identity(identity: &Identity) -> ModelIdentity {
-    ModelIdentity {
-        model_fingerprint: identity.model_fingerprint,
-        weight_version: identity.weight_version,
-        kv_layout: identity.kv_layout.clone(),
-        block_size: identity.block_size,
-        dtype: identity.dtype.clone(),
-        tp: identity.tp,
-        protocol_min: identity.protocol_min,
-        protocol_max: identity.protocol_max,
-    }
+/// Returns the seeds of the prefix cache.
+pub fn cache_seeds(identity: &ModelIdentity) -> CacheSeeds {
+    let ModelIdentity { model_fingerprint, weight_version, .. } = *identity;
+    CacheSeeds { model_fingerprint, weight_version }
 }
 
 /// Returns the longest prompt: at least one position is left for a sampled token.
-pub(crate) fn prompt_tokens_max(record_sequence_tokens_max: u32) -> u32 {
-    record_sequence_tokens_max.saturating_sub(1)
+pub fn prompt_tokens_max(sequence_tokens_max: u32) -> u32 {
+    sequence_tokens_max.saturating_sub(1)
 }
 
-/// Returns role, id and model for logs.
-pub(crate) fn describe(record: &NodeRecord) -> String {
-    format!("{} node {} for {}", record.role, record.node_id, record.model)
+/// Returns the bounds that attempts at the node with this record are checked against.
+pub fn attempt_limits(record: &NodeRecord) -> AttemptLimits {
+    AttemptLimits {
+        epoch: record.epoch,
+        weight_version: record.identity.weight_version,
+        vocabulary_size: record.vocabulary_size,
+        prompt_tokens_max: record.prompt_tokens_max,
+        sequence_tokens_max: record.sequence_tokens_max,
+    }
 }
 
 #[cfg(test)]
@@ -60,7 +61,7 @@ mod tests {
         let identity = |weights: WeightFormat| {
             let dtype = weights.kv_dtype();
             let layout = KvLayout { layer_count: 2, kv_head_count: 3, head_dim: 64, dtype };
-            model_identity(&identity(7, weights, layout))
+            model_identity(7, weights, layout)
         };
         let (bf16, q8) = (identity(WeightFormat::Bf16), identity(WeightFormat::Q8));
         assert_eq!(bf16.kv_layout, q8.kv_layout);

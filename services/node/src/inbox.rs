@@ -14,14 +14,14 @@ use std::{
 
 use crossbeam_channel::{Receiver, Sender, TrySendError, bounded};
 use engine::executor::CollectWaker;
-use kv_transfer::api::{ConnectGuard, PeerAddress};
+use kv_transfer::api as transfer;
 use tokio::sync::{Semaphore, oneshot};
 
 use crate::{
     attempt::NewAttempt,
     node_core::CallId,
+    node_core::Refusal,
     observe::ObserverSender,
-    refusal::Refusal,
     stream::{AttemptPermit, AttemptStream, EventSender, attempt_stream},
 };
 
@@ -39,13 +39,8 @@ pub(crate) enum Command {
         _permit: AttemptPermit,
     },
     Observe(ObserverSender),
-    /// Transfers with these peers are expected: connect now.
-    Connect {
-        peers: Vec<PeerAddress>,
-        /// This node will send to them.
-        sends: bool,
-        guard: ConnectGuard,
-    },
+    /// Commands for the transfers: transfers with some peers are expected.
+    Connect(Vec<transfer::Command>),
     /// Reject new calls and tell observers.
     Drain,
     /// End every attempt with the failure `DRAINING`.

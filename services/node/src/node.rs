@@ -13,12 +13,12 @@ use std::{
 
 use axum::{Router, http::StatusCode, routing::get};
 use cluster::{
-    Epoch, EpochError, NodeAddress, NodeId, NodeIdError, NodeRecord, Role,
+    Epoch, EpochError, ModelIdentity, NodeAddress, NodeId, NodeIdError, NodeRecord, Role,
     etcd::{EtcdError, EtcdSettings, NodeEntry, Registrar, Registration},
 };
 use config::{Config, hub};
 use engine::{
-    CacheSeeds, Scheduler, SchedulerConfig, SchedulerConfigError, StepLoop,
+    Scheduler, SchedulerConfig, SchedulerConfigError, StepLoop,
     executor::{
         Executor, ExecutorLimits,
         cpu::{CpuExecutor, CpuExecutorError},
@@ -30,7 +30,7 @@ use kernels::{
     cpu::{CpuBackend, CpuError, CpuOptions, affinity},
     cuda::CudaError,
 };
-use kv_transfer::{TransferConfig, Transfers, api::Identity};
+use kv_transfer::{TransferConfig, Transfers};
 use model::{Checkpoint, ModelError};
 use telemetry::{Metrics, MetricsServer, NodeMetrics, TelemetryError};
 use tokio::task::JoinError;
@@ -38,15 +38,15 @@ use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
 use crate::{
-    attempt::AttemptLimits,
+    constraint::GRAMMAR_VERSION,
     device::{self, Chosen},
-    engine_thread::{Device, EngineError, EngineParts, EngineThread},
-    grammars::{self, Grammars},
+    engine_thread::{Device, Engine, EngineError, EngineThread},
+    grammars::Grammars,
     grpc_server::{GrpcLimits, GrpcServer, ReservedAddress},
-    identity::{self, WEIGHT_VERSION, describe},
+    identity,
     inbox::{Command, Inbox},
     load_log::LoadLog,
-    node_core::STALL_AFTER,
+    node_core::{NodeCore, STALL_AFTER},
     populate::Populate,
     service::NodeService,
     settings::{self, SettingsError},
@@ -201,11 +201,7 @@ impl Node {
             waiting_max: node.waiting_max,
             ..SchedulerConfig::new(limits)
         };
-        let seeds = CacheSeeds {
-            model_fingerprint: identity.model_fingerprint,
-            weight_version: identity.weight_version,
-        };
-        let scheduler = Scheduler::new(scheduler_config, seeds)?;
+        let scheduler = Scheduler::new(scheduler_config, identity::cache_seeds(&identity))?;
         let sequence_tokens_max = scheduler.sequence_tokens_max() as u32;
         let steps = StepLoop::new(scheduler, executor);
 
@@ -215,12 +211,11 @@ impl Node {
             !arena.is_host(),
         );
         let (sink, events) = TransferEvents::new(transfer_limits.transfers_max, steps.waker());
-        let model_identity = identity::model_identity(&identity);
         let transfers = Arc::new(Transfers::start(
             TransferConfig {
                 node_id: node_id.as_str().to_owned(),
                 epoch,
-                identity,
+                identity: identity.clone(),
                 secret,
                 control_bind: config.transfer.control,
                 data_bind: config.transfer.data,
@@ -238,37 +233,24 @@ impl Node {
             role,
             notice_endpoint: transfers.control_endpoint().to_owned(),
             model: served_name.clone(),
-            identity: model_identity,
+            identity,
             prompt_tokens_max: identity::prompt_tokens_max(sequence_tokens_max),
             sequence_tokens_max,
             block_count: limits.blocks,
             vocabulary_size: limits.vocabulary,
-            grammar_version: grammars::VERSION,
+            grammar_version: GRAMMAR_VERSION,
             cpu_fallback,
         };
 
         let attempts_max = attempts_max(&scheduler_config);
         let (inbox, commands) = Inbox::new(attempts_max, steps.waker());
         let node_metrics = NodeMetrics::new(metrics, &served_name);
-        let engine = EngineThread::start(EngineParts {
-            steps,
-            transfers: transfers.clone(),
-            commands,
-            events,
-            record: record.clone(),
-            metrics: node_metrics.clone(),
-            stall_after: STALL_AFTER,
-        })
-        .map_err(StartError::Thread)?;
+        let core = NodeCore::new(steps, &record, STALL_AFTER);
+        let engine = Engine::new(core, transfers.clone(), commands, events, node_metrics.clone());
+        let engine = EngineThread::start(engine).map_err(StartError::Thread)?;
 
         let draining = CancellationToken::new();
-        let attempt_limits = AttemptLimits {
-            epoch,
-            weight_version: WEIGHT_VERSION,
-            vocabulary_size: record.vocabulary_size,
-            prompt_tokens_max: record.prompt_tokens_max,
-            sequence_tokens_max,
-        };
+        let attempt_limits = identity::attempt_limits(&record);
         let grammars = Grammars::new(path, record.vocabulary_size, node_metrics);
         let service =
             NodeService::new(role, attempt_limits, grammars, inbox.clone(), draining.clone());
@@ -339,7 +321,8 @@ impl Node {
         } = self;
         // A failed engine has no attempts: callers only read the end of their streams.
         let drain_timeout = if engine.has_ended() { END_WITHIN } else { self.drain_timeout };
-        let name = describe(&self.record);
+        let NodeRecord { role, node_id, model, .. } = &self.record;
+        let name = format!("{role} node {node_id} for {model}");
         self.ready.store(false, Ordering::Release);
         self.draining.cancel();
         server.set_not_serving().await;
@@ -385,9 +368,7 @@ async fn stop_threads(
 ) -> Result<(), NodeFailure> {
     let joined = tokio::task::spawn_blocking(move || engine.join());
     let (engine, device) = match tokio::time::timeout(ENGINE_STOP_WITHIN, joined).await {
-        Err(_) => {
-            (Err(NodeFailure::Deadline { what: "the engine thread".into() }), Device::default())
-        }
+        Err(_) => (Err(NodeFailure::Deadline { what: "the engine thread".into() }), Device::None),
         Ok(joined) => {
             let (ended, device) = joined.expect("join catches panics and is not aborted");
             (ended.map_err(NodeFailure::from), device)
@@ -402,7 +383,7 @@ async fn stop_threads(
         .expect("shutdown does not panic and is not aborted")
         .map_err(|error| NodeFailure::Deadline { what: error.threads.join(", ") });
     // Transfers accessed the device's memory, so it is dropped after them.
-    let closed = tokio::task::spawn_blocking(move || device.close());
+    let closed = tokio::task::spawn_blocking(move || drop(device));
     let closed = tokio::time::timeout(ENGINE_STOP_WITHIN, closed).await;
     let closed = closed.map_err(|_| NodeFailure::Deadline { what: "the device".into() });
     engine.and(transfers).and(closed.map(drop))
@@ -412,7 +393,7 @@ async fn stop_threads(
 struct Loaded {
     path: PathBuf,
     arena: Arc<KvArena>,
-    identity: Identity,
+    identity: ModelIdentity,
     executor: Box<dyn Executor>,
     /// CPUs of the compute threads; empty means any CPU.
     cpus: Vec<u32>,
@@ -473,7 +454,7 @@ fn load_blocking(
             seconds = format_args!("{:.3}", started.elapsed().as_secs_f64()),
             "loaded the weights, a part on each rank"
         );
-        let identity = identity::identity(fingerprint, weights, layout);
+        let identity = identity::model_identity(fingerprint, weights, layout);
         let (path, executor, cpus) = (path.to_owned(), Box::new(executor), Vec::new());
         return Ok(Loaded { path, arena, identity, executor, cpus, cpu_fallback });
     }
@@ -489,7 +470,7 @@ fn load_blocking(
                 seconds = format_args!("{:.3}", started.elapsed().as_secs_f64()),
                 "loaded the weights onto the GPU"
             );
-            let identity = identity::identity(fingerprint, weights, layout);
+            let identity = identity::model_identity(fingerprint, weights, layout);
             let (path, executor, cpus) = (path.to_owned(), Box::new(executor), Vec::new());
             return Ok(Loaded { path, arena, identity, executor, cpus, cpu_fallback: None });
         }
@@ -514,7 +495,7 @@ fn load_blocking(
         seconds = format_args!("{:.3}", started.elapsed().as_secs_f64()),
         "loaded the weights"
     );
-    let identity = identity::identity(fingerprint, weights, layout);
+    let identity = identity::model_identity(fingerprint, weights, layout);
     let executor = Box::new(executor);
     Ok(Loaded { path: path.to_owned(), arena, identity, executor, cpus, cpu_fallback })
 }

@@ -7,19 +7,21 @@ use std::{convert::Infallible, pin::Pin, sync::Arc, time::Instant};
 
 use cluster::Role;
 use futures_util::{Stream, StreamExt};
-use kv_transfer::CONNECT_TIMEOUT;
+use kv_transfer::{
+    CONNECT_TIMEOUT,
+    api::{self as transfer, ConnectGuard},
+};
 use proto::v1::{self, node_server};
 use tokio::sync::{Semaphore, mpsc};
 use tokio_util::sync::CancellationToken;
-use tonic::{Request, Response, Status, metadata::MetadataMap};
+use tonic::{Code, Request, Response, Status, metadata::MetadataMap};
 
 use crate::{
     attempt::{self, AttemptLimits, NewAttempt},
     grammars::Grammars,
     inbox::{Command, Inbox},
-    observe,
-    refusal::Refusal,
-    wire,
+    node_core::Refusal,
+    observe, wire,
 };
 
 /// A `traceparent` of version 00 has 55 bytes; later versions may append.
@@ -107,7 +109,10 @@ impl node_server::Node for NodeService {
         let peers = attempt::meet_peers(request.into_inner(), &self.limits)?;
         let sends = self.role == Role::Prefill;
         let (guard, mut over) = mpsc::channel::<Infallible>(1);
-        self.inbox.send(Command::Connect { peers, sends, guard: Arc::new(guard) })?;
+        let guard: ConnectGuard = Arc::new(guard);
+        let connect = |peer| transfer::Command::Connect { peer, sends, guard: Some(guard.clone()) };
+        self.inbox.send(Command::Connect(peers.into_iter().map(connect).collect()))?;
+        drop(guard);
         // Nothing is ever sent: `recv` returns when every clone of the guard is dropped.
         tokio::select! {
             _ = over.recv() => {}
@@ -129,6 +134,24 @@ impl node_server::Node for NodeService {
         let (ends, stream) = observe::observer(place);
         self.inbox.send(Command::Observe(ends))?;
         Ok(Response::new(stream))
+    }
+}
+
+impl From<Refusal> for Status {
+    /// Maps refusals as `node.proto` documents.
+    fn from(refusal: Refusal) -> Self {
+        let code = match &refusal {
+            Refusal::Field { .. } | Refusal::Invalid { .. } => Code::InvalidArgument,
+            Refusal::Busy { .. } => Code::ResourceExhausted,
+            Refusal::Draining => Code::Unavailable,
+            Refusal::Duplicate { .. } => Code::AlreadyExists,
+            Refusal::OtherEpoch { .. }
+            | Refusal::OtherWeights { .. }
+            | Refusal::OtherRole { .. } => Code::FailedPrecondition,
+            Refusal::Deadline => Code::DeadlineExceeded,
+            Refusal::Internal { .. } | Refusal::Stopped => Code::Internal,
+        };
+        Self::new(code, refusal.to_string())
     }
 }
 
@@ -180,31 +203,33 @@ mod tests {
             let request = v1::MeetRequest { node_epoch, peers: vec![peer(1), peer(2)] };
             node_server::Node::meet(&service, Request::new(request))
         };
-        let guard = || match commands.try_recv() {
-            Ok(Command::Connect { guard, peers, sends: true }) if peers.len() == 2 => guard,
+        let guards = || match commands.try_recv() {
+            Ok(Command::Connect(commands)) if commands.len() == 2 => {
+                commands.into_iter().map(|command| match command {
+                    transfer::Command::Connect { sends: true, guard, .. } => guard,
+                    other => panic!("{other:?}"),
+                })
+            }
             other => panic!("{other:?}"),
         };
         let mut context = Context::from_waker(Waker::noop());
 
         let mut call = pin!(meet());
         assert!(call.as_mut().poll(&mut context).is_pending());
-        let (first, second) = {
-            let both = guard();
-            (both.clone(), both)
-        };
-        drop(first);
+        let mut both = guards();
+        drop(both.next());
         assert!(call.as_mut().poll(&mut context).is_pending(), "the second is not over");
-        drop(second);
+        drop(both);
         assert!(matches!(call.as_mut().poll(&mut context), Poll::Ready(Ok(_))));
 
         let (start, call) = (tokio::time::Instant::now(), meet());
         call.await.unwrap();
         assert_eq!(start.elapsed().as_secs(), CONNECT_TIMEOUT.as_secs());
-        let _never_over = guard();
+        let _never_over = guards();
 
         let mut call = pin!(meet());
         assert!(call.as_mut().poll(&mut context).is_pending());
-        let _never_over = guard();
+        let _never_over = guards();
         draining.cancel();
         assert!(matches!(call.as_mut().poll(&mut context), Poll::Ready(Ok(_))));
     }

@@ -3,7 +3,7 @@
 use telemetry::propagation;
 use tracing::{Span, field::Empty, info_span};
 
-use crate::node_core::{Stage, StageAttributes};
+use crate::node_core::{Stage, StageAttributes, StageChange};
 
 /// The open spans of one attempt. Dropping it closes them.
 #[derive(Debug)]
@@ -27,13 +27,20 @@ impl Stages {
         }
     }
 
-    /// The receiver's span, under which [`Stage::Transfer`] will open.
-    pub fn set_transfer_parent(&mut self, traceparent: String) {
-        self.transfer_parent = traceparent;
+    pub fn handle(&mut self, change: StageChange) {
+        match change {
+            StageChange::Began(stage) => self.begin(stage),
+            StageChange::Ended { stage, attributes } => self.end(stage, &attributes),
+            StageChange::Failed { error } => {
+                for span in self.open.iter_mut().filter_map(Option::take) {
+                    span.record("error", error.as_str());
+                }
+            }
+            StageChange::TransferParent { traceparent } => self.transfer_parent = traceparent,
+        }
     }
 
-    /// Opens a stage.
-    pub fn begin(&mut self, stage: Stage) {
+    fn begin(&mut self, stage: Stage) {
         macro_rules! stage_span {
             ($name:literal) => {
                 info_span!(
@@ -63,8 +70,7 @@ impl Stages {
         self.open[stage as usize] = Some(span);
     }
 
-    /// Closes a stage.
-    pub fn end(&mut self, stage: Stage, attributes: &StageAttributes) {
+    fn end(&mut self, stage: Stage, attributes: &StageAttributes) {
         let Some(span) = self.open[stage as usize].take() else { return };
         if let Some(cached_tokens) = attributes.cached_tokens {
             span.record("cached_tokens", cached_tokens);
@@ -78,17 +84,10 @@ impl Stages {
         }
     }
 
-    /// The trace context of an open stage, for a peer; else the caller's own.
+    /// Returns the trace context of an open stage, for a peer; else the caller's own.
     pub fn traceparent(&self, stage: Stage) -> String {
         let span = self.open[stage as usize].as_ref();
         let own = span.map(propagation::traceparent).filter(|text| !text.is_empty());
         own.unwrap_or_else(|| self.traceparent.clone())
-    }
-
-    /// Records the error on every open stage and closes the stages.
-    pub fn fail(&mut self, error: &str) {
-        for span in self.open.iter_mut().filter_map(Option::take) {
-            span.record("error", error);
-        }
     }
 }

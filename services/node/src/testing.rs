@@ -40,7 +40,7 @@ pub(crate) fn record() -> NodeRecord {
         sequence_tokens_max: 64,
         block_count: 16,
         vocabulary_size: 10,
-        grammar_version: crate::grammars::VERSION,
+        grammar_version: crate::constraint::GRAMMAR_VERSION,
         cpu_fallback: None,
     }
 }

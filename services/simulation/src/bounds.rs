@@ -10,6 +10,7 @@ use kv_transfer::{TransferLimits, config::LEASE};
 use simulation_base::NetworkFaults;
 
 use crate::{
+    checks::BLOCKS_FREE_MAX,
     device::StepCost,
     event_loop::Simulation,
     planted::PlantedBug,
@@ -21,8 +22,6 @@ use crate::{
 
 /// Time until a client gets the next token after its decode node was killed.
 const RECOVERY_MAX: Duration = Duration::from_secs(3);
-/// Time until all blocks of a transfer with a killed peer are free.
-const BLOCKS_FREE_MAX: Duration = LEASE.saturating_add(Duration::from_millis(500));
 
 fn node(role: Role) -> NodePlan {
     let limits = ExecutorLimits {

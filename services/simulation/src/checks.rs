@@ -14,7 +14,7 @@ use crate::{
 };
 
 /// All blocks of a transfer with a lost peer are free within this time.
-const BLOCKS_FREE_MAX: Duration = Duration::from_millis(500).saturating_add(LEASE);
+pub const BLOCKS_FREE_MAX: Duration = Duration::from_millis(500).saturating_add(LEASE);
 
 /// A time during which no message of process `of` reached `to`; without `to`, any process.
 #[derive(Clone, Copy, Debug)]

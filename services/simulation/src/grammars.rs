@@ -9,8 +9,6 @@ use simulation_base::Random;
 
 use crate::scenario::VOCABULARY;
 
-/// The grammar version that the nodes support.
-pub const GRAMMAR_VERSION: u32 = 2;
 /// The text of each token. Tokens 3 and 4 are stop tokens and have no text.
 const CHARACTERS: &str = "abc\0\0defghijklrstuvwxy01234567[]{},:\"";
 

@@ -8,23 +8,25 @@ use std::{
     time::{Duration, Instant},
 };
 
-use cluster::{ModelIdentity, NodeId, NodeRecord, Role};
+use cluster::{NodeId, NodeRecord, Role};
 use engine::{
-    CacheSeeds, Scheduler, StepLoop, Turn,
+    Scheduler, StepLoop, Turn,
     event::Load,
     executor::{ExecutorError, sim::fingerprints},
 };
-use kernels::BlockId;
+use kernels::{BlockId, Dtype, KvLayout, WeightFormat};
 use kv_transfer::{
     EventSink, TransferLimits,
-    api::{self as transfer, Command, Epoch, Identity, TransferId},
-    control::{self, ControlMessage, Source},
+    api::{self as transfer, Command, Epoch, TransferId},
+    control::{ControlMessage, Source},
     driver::{Input as TransferInput, TransferDriver},
     protocol::{Core, DataEvent, Local},
     transport::TransportEvent,
 };
 use node::{
     attempt::{AttemptLimits, NewAttempt},
+    constraint::GRAMMAR_VERSION,
+    identity,
     node_core::{
         Call, CallId, CloseReason, Metric, NodeCore, ObserverId, Output as CoreOutput, Reply,
         STALL_AFTER,
@@ -37,12 +39,16 @@ use router::request_core::Side;
 use crate::{
     coverage::Coverage,
     device::Device,
-    grammars::{self, GRAMMAR_VERSION},
+    grammars,
     nodes::{Connection, Stream},
     router::{CallKey, NodeCall, NodeMessage},
     scenario::{BLOCK_BYTES, ModelPlan, NodePlan, VOCABULARY},
     transport::{SimLinks, SimTransport},
 };
+
+/// A layout with the bytes of the `sim` executor's KV: 8 per token.
+const KV_LAYOUT: KvLayout =
+    KvLayout { layer_count: 1, kv_head_count: 1, head_dim: 1, dtype: Dtype::F32 };
 
 /// Time until the transfer thread offers an event again after a full queue.
 pub const OFFER_AGAIN: Duration = Duration::from_millis(5);
@@ -199,25 +205,23 @@ impl Process {
     ) -> Self {
         let name = format!("{}-{host}", plan.role);
         let tokens_max = plan.longest_sequence();
-        let identity = identity(model);
+        let identity = identity::model_identity(model.fingerprint, WeightFormat::F32, KV_LAYOUT);
+        assert_eq!(KV_LAYOUT.block_bytes(), BLOCK_BYTES);
         let record = NodeRecord {
             node_id: NodeId::parse(&name).expect("a plain name"),
             epoch,
             role: plan.role,
             notice_endpoint: control_endpoint(host),
             model: model.name.to_string(),
-            identity: model_identity(&identity),
-            prompt_tokens_max: tokens_max - 1,
+            identity: identity.clone(),
+            prompt_tokens_max: identity::prompt_tokens_max(tokens_max),
             sequence_tokens_max: tokens_max,
             block_count: plan.scheduler.limits.blocks,
             vocabulary_size: VOCABULARY,
             grammar_version: GRAMMAR_VERSION,
             cpu_fallback: None,
         };
-        let seeds = CacheSeeds {
-            model_fingerprint: identity.model_fingerprint,
-            weight_version: identity.weight_version,
-        };
+        let seeds = identity::cache_seeds(&identity);
         let scheduler = Scheduler::new(plan.scheduler, seeds).expect("the plan is consistent");
         assert_eq!(scheduler.sequence_tokens_max(), tokens_max as usize);
         let device = Device::new(plan.scheduler.limits, plan.step_cost, now);
@@ -233,13 +237,7 @@ impl Process {
             block_bytes: BLOCK_BYTES,
             limits: plan.transfers,
         };
-        let limits = AttemptLimits {
-            epoch,
-            weight_version: record.identity.weight_version,
-            vocabulary_size: VOCABULARY,
-            prompt_tokens_max: record.prompt_tokens_max,
-            sequence_tokens_max: record.sequence_tokens_max,
-        };
+        let limits = identity::attempt_limits(&record);
         Self {
             core: NodeCore::new(StepLoop::new(scheduler, device), &record, STALL_AFTER),
             transfers: TransferDriver::new(
@@ -497,7 +495,6 @@ impl Process {
     }
 
     fn engine_failed(&mut self, error: &ExecutorError, outputs: &mut Vec<Output>) {
-        self.carry_out(outputs);
         self.core.handle_close(&CloseReason::EngineFailed { reason: error.to_string() });
         self.carry_out(outputs);
         outputs.push(Output::EngineFailed);
@@ -526,12 +523,8 @@ impl Process {
                 CoreOutput::Metric(Metric::Preempted(count)) => {
                     self.coverage.add("preemptions", count);
                 }
-                CoreOutput::Stall(_) => self.coverage.count("stalls"),
-                CoreOutput::Metric(_)
-                | CoreOutput::StageBegan { .. }
-                | CoreOutput::StageEnded { .. }
-                | CoreOutput::StagesFailed { .. }
-                | CoreOutput::TransferParent { .. } => {}
+                CoreOutput::Stalled { .. } => self.coverage.count("stalls"),
+                CoreOutput::Metric(_) | CoreOutput::Stage { .. } | CoreOutput::Recovered => {}
             }
         }
     }
@@ -563,10 +556,10 @@ impl Process {
         self.is_command_waiting = false;
         if self.commands >= self.transfer_limits.queued_max(&command) {
             self.coverage.count("transfer queue full");
-            self.is_command_waiting =
-                !matches!(command, Command::Receive { .. } | Command::Expect { .. });
             let reason = "the transfer queue is full".to_owned();
-            return self.core.handle_transfer_queue_full(call, command, reason, self.now);
+            self.is_command_waiting =
+                self.core.handle_transfer_queue_full(call, command, reason, self.now);
+            return;
         }
         if let Command::Receive { transfer, blocks, .. } = &command {
             self.begin_hold(*transfer, blocks.clone());
@@ -609,32 +602,6 @@ impl Process {
 
 pub fn control_endpoint(host: usize) -> String {
     format!("tcp://127.0.0.1:{}", 10_000 + host)
-}
-
-fn identity(model: &ModelPlan) -> Identity {
-    Identity {
-        model_fingerprint: model.fingerprint,
-        weight_version: 1,
-        kv_layout: "simulated".to_owned(),
-        block_size: kernels::BLOCK_TOKENS as u32,
-        dtype: "u64".to_owned(),
-        tp: model.tp,
-        protocol_min: control::PROTOCOL_MIN,
-        protocol_max: control::PROTOCOL_MAX,
-    }
-}
-
-fn model_identity(identity: &Identity) -> ModelIdentity {
-    ModelIdentity {
-        model_fingerprint: identity.model_fingerprint,
-        weight_version: identity.weight_version,
-        kv_layout: identity.kv_layout.clone(),
-        block_size: identity.block_size,
-        dtype: identity.dtype.clone(),
-        tp: identity.tp,
-        protocol_min: identity.protocol_min,
-        protocol_max: identity.protocol_max,
-    }
 }
 
 /// The queue of events from the transfer thread to the engine thread.

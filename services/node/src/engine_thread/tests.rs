@@ -1,7 +1,7 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use engine::{
-    CacheSeeds, Scheduler, SchedulerConfig,
+    CacheSeeds, Scheduler, SchedulerConfig, StepLoop,
     event::{NewSequence, SequenceId, SequenceKind},
     executor::{
         CollectWaker, ExecutorLimits,
@@ -20,9 +20,9 @@ use crate::{
     attempt::NewAttempt,
     identity,
     inbox::Inbox,
+    node_core::Refusal,
     node_core::{AttemptEnd, STALL_AFTER},
     observe::{self, ObserveStream},
-    refusal::Refusal,
     stream::StreamItem,
     testing,
     transfer_events::TransferEvents,
@@ -105,11 +105,15 @@ impl Executor for HangingDevice {
     }
 }
 
-fn parts<E: Executor>(executor: E) -> (EngineParts<E>, Inbox) {
+fn engine<E: Executor>(executor: E) -> (Engine<E>, Inbox) {
+    engine_that_stalls_after(STALL_AFTER, executor)
+}
+
+fn engine_that_stalls_after<E: Executor>(stall_after: Duration, executor: E) -> (Engine<E>, Inbox) {
     let seeds = CacheSeeds { model_fingerprint: 1, weight_version: 1 };
     let scheduler = Scheduler::new(SchedulerConfig::new(LIMITS), seeds).unwrap();
     let layout = KvLayout { layer_count: 1, kv_head_count: 1, head_dim: 2, dtype: Dtype::F32 };
-    let identity = identity::identity(1, WeightFormat::F32, layout);
+    let identity = identity::model_identity(1, WeightFormat::F32, layout);
     let (sink, events) = TransferEvents::new(8, CollectWaker::default());
     let transfers = Transfers::start(
         TransferConfig {
@@ -128,16 +132,9 @@ fn parts<E: Executor>(executor: E) -> (EngineParts<E>, Inbox) {
     )
     .unwrap();
     let (inbox, commands) = Inbox::new(4, CollectWaker::default());
-    let parts = EngineParts {
-        steps: StepLoop::new(scheduler, executor),
-        transfers: Arc::new(transfers),
-        commands,
-        events,
-        record: testing::record(),
-        metrics: testing::metrics(),
-        stall_after: STALL_AFTER,
-    };
-    (parts, inbox)
+    let steps = StepLoop::new(scheduler, executor);
+    let core = NodeCore::new(steps, &testing::record(), stall_after);
+    (Engine::new(core, Arc::new(transfers), commands, events, testing::metrics()), inbox)
 }
 
 fn attempt(id: u128) -> NewAttempt {
@@ -163,8 +160,8 @@ fn attempt(id: u128) -> NewAttempt {
 
 #[tokio::test]
 async fn failed_device_fails_every_attempt_and_ends_the_thread() {
-    let (parts, inbox) = parts(BrokenDevice);
-    let mut engine = EngineThread::start(parts).unwrap();
+    let (engine, inbox) = engine(BrokenDevice);
+    let mut engine = EngineThread::start(engine).unwrap();
     // Rejected when the device fails before the call is accepted, else failed.
     let kind = match inbox.begin(attempt(1)).await {
         Ok(stream) => match stream.collect::<Vec<StreamItem>>().await.pop() {
@@ -190,8 +187,8 @@ async fn failed_device_fails_every_attempt_and_ends_the_thread() {
 #[tokio::test]
 async fn device_that_blocks_when_dropped_delays_no_caller() {
     let (release, released) = crossbeam_channel::bounded(0);
-    let (parts, inbox) = parts(ClingingDevice { released });
-    let mut engine = EngineThread::start(parts).unwrap();
+    let (engine, inbox) = engine(ClingingDevice { released });
+    let mut engine = EngineThread::start(engine).unwrap();
     let end = async {
         // Rejected when the device fails before the call is accepted, else failed.
         if let Ok(stream) = inbox.begin(attempt(1)).await {
@@ -229,9 +226,10 @@ async fn first_observed(inbox: &Inbox) -> (ObserveStream, Result<ObserveEvent, C
 async fn stalled_node_ends_observers_until_a_step_finishes() {
     let released = Arc::new(AtomicBool::new(false));
     let sim = SimExecutor::new(LIMITS, CostModel::default(), Instant::now());
-    let (parts, inbox) = parts(HangingDevice { sim, released: released.clone() });
     let stall_after = Duration::from_millis(200);
-    let engine = EngineThread::start(EngineParts { stall_after, ..parts }).unwrap();
+    let device = HangingDevice { sim, released: released.clone() };
+    let (engine, inbox) = engine_that_stalls_after(stall_after, device);
+    let engine = EngineThread::start(engine).unwrap();
     // An idle node is not stalled, however long it is idle.
     tokio::time::sleep(2 * stall_after).await;
     let (mut observed, first) = first_observed(&inbox).await;
@@ -265,8 +263,8 @@ async fn stalled_node_ends_observers_until_a_step_finishes() {
 #[tokio::test]
 async fn idle_thread_stops_on_command_and_when_every_sender_is_dropped() {
     for tell in [true, false] {
-        let (parts, inbox) = parts(BrokenDevice);
-        let mut engine = EngineThread::start(parts).unwrap();
+        let (engine, inbox) = engine(BrokenDevice);
+        let mut engine = EngineThread::start(engine).unwrap();
         if tell {
             inbox.send(Command::Stop).unwrap();
         }

@@ -24,7 +24,7 @@ use super::{
     known_ids::KnownIds,
     output::{
         AttemptEnd, AttemptEvent, Call, CallId, CloseReason, Metric, Output, Refusal, Reply, Stage,
-        StageAttributes,
+        StageAttributes, StageChange,
     },
 };
 
@@ -167,7 +167,7 @@ impl Attempts {
     }
 
     /// The transfer queue had no room for this command. A transfer that has not begun is rejected:
-    /// for its caller the node is busy. A command on an active transfer must reach it: false; the
+    /// for its caller the node is busy. A command on an active transfer must reach it: true; the
     /// command is the next one again.
     pub fn transfer_queue_full(
         &mut self,
@@ -178,7 +178,7 @@ impl Attempts {
         match command {
             transfer::Command::Receive { .. } | transfer::Command::Expect { .. } => {
                 self.transfer_rejected(call.sequence, reason);
-                true
+                false
             }
             transfer::Command::Written { .. }
             | transfer::Command::Finish { .. }
@@ -186,7 +186,7 @@ impl Attempts {
             | transfer::Command::Connect { .. }
             | transfer::Command::WeightsChanged { .. } => {
                 self.commands.push_front((call, command));
-                false
+                true
             }
         }
     }
@@ -378,7 +378,8 @@ impl Attempts {
                     let call = record.call;
                     record.end(Stage::Queue, StageAttributes::default(), &mut self.outputs);
                     record.begin(Stage::Prefill, &mut self.outputs);
-                    self.outputs.push_back(Output::TransferParent { call, traceparent });
+                    let change = StageChange::TransferParent { traceparent };
+                    self.outputs.push_back(Output::Stage { call, change });
                     record.admit(now, &mut self.outputs);
                 }
                 self.inputs.push_back(Input::TransferReady { id, first_block });
@@ -584,7 +585,7 @@ impl AttemptRecord {
     fn begin(&mut self, stage: Stage, outputs: &mut VecDeque<Output>) {
         if self.open_stages & (1 << stage as u8) == 0 {
             self.open_stages |= 1 << stage as u8;
-            outputs.push_back(Output::StageBegan { call: self.call, stage });
+            outputs.push_back(Output::Stage { call: self.call, change: StageChange::Began(stage) });
         }
     }
 
@@ -598,7 +599,8 @@ impl AttemptRecord {
         let is_open = self.open_stages & (1 << stage as u8) != 0;
         if is_open {
             self.open_stages &= !(1 << stage as u8);
-            outputs.push_back(Output::StageEnded { call: self.call, stage, attributes });
+            let change = StageChange::Ended { stage, attributes };
+            outputs.push_back(Output::Stage { call: self.call, change });
         }
         is_open
     }
@@ -606,7 +608,8 @@ impl AttemptRecord {
     /// Ends every open stage with this error.
     fn fail_stages(&mut self, error: &str, outputs: &mut VecDeque<Output>) {
         if std::mem::take(&mut self.open_stages) != 0 {
-            outputs.push_back(Output::StagesFailed { call: self.call, error: error.to_owned() });
+            let change = StageChange::Failed { error: error.to_owned() };
+            outputs.push_back(Output::Stage { call: self.call, change });
         }
     }
 }

@@ -43,7 +43,7 @@ use kv_transfer::api as transfer;
 
 pub use output::{
     AttemptEnd, AttemptEvent, Call, CallId, CloseReason, Metric, ObserverId, Output, Refusal,
-    Reply, Stage, StageAttributes, Stall,
+    Reply, Stage, StageAttributes, StageChange,
 };
 
 use attempts::Attempts;
@@ -119,18 +119,20 @@ impl<E: Executor> NodeCore<E> {
 
     /// The transfer queue had no room for the last [`Output::Transfer`]. A command that begins a
     /// transfer is rejected: its call is told that the node is busy. Any other command is offered
-    /// again after [`TRANSFER_RETRY_AFTER`], before all later commands.
+    /// again after [`TRANSFER_RETRY_AFTER`], before all later commands: true.
     pub fn handle_transfer_queue_full(
         &mut self,
         call: CallId,
         command: transfer::Command,
         reason: String,
         now: Instant,
-    ) {
+    ) -> bool {
         self.now = now;
-        if !self.attempts.transfer_queue_full(call, command, reason) {
+        let is_offered_again = self.attempts.transfer_queue_full(call, command, reason);
+        if is_offered_again {
             self.transfer_retry_at = Some(now + TRANSFER_RETRY_AFTER);
         }
+        is_offered_again
     }
 
     /// A router observes this node from now on.
@@ -156,8 +158,12 @@ impl<E: Executor> NodeCore<E> {
         self.observers.drain(now, self.steps.scheduler_mut(), outputs);
     }
 
-    /// Every attempt ends with a failure, and new calls are rejected.
+    /// Every attempt ends with a failure, and new calls are rejected. Tokens of earlier steps still reach their
+    /// callers.
     pub fn handle_close(&mut self, reason: &CloseReason) {
+        while let Some(action) = self.actions.pop_front() {
+            self.attempts.on_action(action, self.now);
+        }
         self.attempts.close(reason);
     }
 
@@ -278,9 +284,9 @@ impl<E: Executor> NodeCore<E> {
         let outputs = &mut self.attempts.outputs;
         if is_stalled {
             self.observers.stall(outputs);
-            outputs.push_back(Output::Stall(Stall::Began { after: self.stall_after }));
+            outputs.push_back(Output::Stalled { after: self.stall_after });
         } else {
-            outputs.push_back(Output::Stall(Stall::Ended));
+            outputs.push_back(Output::Recovered);
         }
     }
 

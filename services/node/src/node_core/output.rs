@@ -58,24 +58,10 @@ pub enum Output {
         call: CallId,
         command: transfer::Command,
     },
-    StageBegan {
+    /// A stage of the call began or ended.
+    Stage {
         call: CallId,
-        stage: Stage,
-    },
-    StageEnded {
-        call: CallId,
-        stage: Stage,
-        attributes: StageAttributes,
-    },
-    /// Every open stage of the call ends with this error.
-    StagesFailed {
-        call: CallId,
-        error: String,
-    },
-    /// The receiver's trace context, under which [`Stage::Transfer`] will open.
-    TransferParent {
-        call: CallId,
-        traceparent: String,
+        change: StageChange,
     },
     /// The observer gets this event. When the observer's queue is full, call
     /// [`handle_observe_ended`](super::NodeCore::handle_observe_ended).
@@ -88,8 +74,12 @@ pub enum Output {
         observer: ObserverId,
     },
     Metric(Metric),
-    /// No step has finished for this time, or steps finish again.
-    Stall(Stall),
+    /// No step has finished for this time.
+    Stalled {
+        after: Duration,
+    },
+    /// Steps finish again after a stall.
+    Recovered,
 }
 
 /// A reply to one call. [`Rejected`](Reply::Rejected) and [`Ended`](Reply::Ended) are the last one.
@@ -192,6 +182,24 @@ impl Stage {
     pub const COUNT: usize = Self::Decode as usize + 1;
 }
 
+/// A change of one call's stages.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum StageChange {
+    Began(Stage),
+    Ended {
+        stage: Stage,
+        attributes: StageAttributes,
+    },
+    /// Every open stage ends with this error.
+    Failed {
+        error: String,
+    },
+    /// The receiver's trace context, under which [`Stage::Transfer`] will open.
+    TransferParent {
+        traceparent: String,
+    },
+}
+
 /// Attributes of a stage that are known when the stage ends.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct StageAttributes {
@@ -221,12 +229,6 @@ pub enum Metric {
     Speculated(Speculated),
     Preempted(u64),
     Load(Load),
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Stall {
-    Began { after: Duration },
-    Ended,
 }
 
 /// Why every attempt ends and no call is accepted any more.

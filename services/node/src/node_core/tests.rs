@@ -324,7 +324,7 @@ fn full_transfer_queue_aborts_the_sequence_and_ends_its_transfer() {
             scene.act(abort());
         }
         let reason = "the transfer queue is full".to_owned();
-        assert!(scene.attempts.transfer_queue_full(call, command, reason.clone()));
+        assert!(!scene.attempts.transfer_queue_full(call, command, reason.clone()));
         assert_eq!(scene.failure(), (FailureKind::Busy, reason));
         assert_eq!(scene.input(), Input::Abort { id: ID });
         assert_eq!(scene.input(), Input::TransferEnded { id: ID, delivered: false });
@@ -654,7 +654,7 @@ fn stalled_step_ends_the_observers_until_a_step_finishes() {
     node.run();
     node.advance(Duration::ZERO);
     let outputs = node.outputs();
-    assert!(outputs.iter().any(|output| matches!(output, Output::Stall(Stall::Ended))));
+    assert!(outputs.iter().any(|output| matches!(output, Output::Recovered)));
     node.core.handle_observe(ObserverId(3), node.now);
     assert_eq!(observe_events(node.outputs()).len(), 1);
 }
