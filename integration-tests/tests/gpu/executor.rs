@@ -67,7 +67,10 @@ fn on_cpu(checkpoint: &Checkpoint, config: SchedulerConfig) -> StepLoop<CpuExecu
     let layout = checkpoint.config().kv_layout(WeightFormat::F32.kv_dtype());
     let arena = KvArena::host(layout, config.limits.blocks).unwrap();
     let backend = cpu(WeightFormat::F32);
-    step_loop(config, CpuExecutor::start(checkpoint, backend, arena, config.limits).unwrap())
+    step_loop(
+        config,
+        CpuExecutor::start(checkpoint, backend, arena, config.limits, &mut |_| {}).unwrap(),
+    )
 }
 
 pub fn sequence(id: u128, tokens: Vec<u32>, max_tokens: u32, sampling: Sampling) -> NewSequence {

@@ -15,7 +15,7 @@ use clap::Args;
 use engine::{
     CacheSeeds, Scheduler, SchedulerConfig, Speculated, StepLoop,
     event::{Action, Input, NewSequence, SequenceId, SequenceKind},
-    executor::{Executor, ExecutorLimits, Speculation, cpu::CpuExecutor},
+    executor::{ExecutorLimits, Speculation, cpu::CpuExecutor},
 };
 use kernels::{
     BLOCK_TOKENS, KvArena, WeightFormat,
@@ -230,7 +230,8 @@ fn start(
     };
     let arena = KvArena::host(config.kv_layout(args.dtype.kv_dtype()), limits.blocks)?;
     let seeds = CacheSeeds { model_fingerprint: checkpoint.model_fingerprint(), weight_version: 0 };
-    let executor = CpuExecutor::start(&checkpoint, backend, Arc::clone(&arena), limits)?;
+    let executor =
+        CpuExecutor::start(&checkpoint, backend, Arc::clone(&arena), limits, &mut |_| {})?;
     Ok(StepLoop::new(Scheduler::new(SchedulerConfig::new(limits), seeds)?, executor))
 }
 
@@ -265,9 +266,10 @@ fn answer(
         engine.handle(Input::Arrived(sequence), &mut actions);
     }
     let mut answers = vec![Vec::new(); args.batch as usize];
-    let (mut finished, mut all_begun) = (0, None);
+    let (mut finished, mut steps, mut all_begun) = (0, 0, None);
     while finished < args.batch {
         engine.turn(Duration::from_secs(60), &mut actions)?;
+        steps += engine.take_records().len();
         for action in actions.drain(..) {
             match action {
                 Action::Tokens { id, tokens, .. } => {
@@ -280,7 +282,7 @@ fn answer(
         }
         if all_begun.is_none() && answers.iter().all(|answer| !answer.is_empty()) {
             let counted: usize = answers.iter().map(Vec::len).sum();
-            take_step_count(engine);
+            steps = 0;
             engine.take_speculated();
             all_begun = Some((Instant::now(), counted));
         }
@@ -288,16 +290,11 @@ fn answer(
     let (began, counted) = all_begun.context("an answer is empty")?;
     let tokens = answers.iter().map(Vec::len).sum::<usize>() - counted;
     let tokens_per_s = tokens as f64 / began.elapsed().as_secs_f64();
-    let (steps, speculated) = (take_step_count(engine), engine.take_speculated());
+    let speculated = engine.take_speculated();
     while engine.steps_in_flight() > 0 {
         engine.turn(Duration::from_secs(60), &mut actions)?;
     }
     Ok(RunResult { tokens_per_s, answers, steps, speculated })
-}
-
-/// Returns how many steps finished since the last call.
-fn take_step_count<E: Executor>(engine: &mut StepLoop<E>) -> usize {
-    engine.take_records().len() + engine.take_dropped_records() as usize
 }
 
 #[cfg(test)]

@@ -123,7 +123,7 @@ fn arrival(criterion: &mut Criterion) {
                 let (id, now, mut actions) = (sequence.id, Instant::now(), Vec::new());
                 scheduler.handle(now, Input::Arrived(sequence), &mut actions);
                 scheduler.handle(now, Input::Abort { id }, &mut actions);
-                scheduler.handle(now, Input::TransferEnded { id, delivered: false }, &mut actions);
+                scheduler.handle(now, Input::TransferEnded { id }, &mut actions);
                 black_box(actions)
             },
             BatchSize::SmallInput,

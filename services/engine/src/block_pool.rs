@@ -107,24 +107,42 @@ impl BlockPool {
         self.blocks[block.index()].retained
     }
 
-    /// Allocates `count` blocks, each with one reference, and appends evicted blocks to `evicted`. Returns
-    /// `None` and allocates nothing when fewer blocks are available.
-    pub fn allocate(&mut self, count: u32, evicted: &mut Vec<BlockId>) -> Option<Vec<BlockId>> {
-        let taken = self.take(count, BlockState::Held { refs: 1 }, evicted)?;
-        self.counts.held += count;
-        self.assert_counts();
-        Some(taken)
-    }
-
-    /// Allocates blocks as [`Self::allocate`] does, reserved for an incoming transfer.
-    pub fn reserve(
+    /// Takes `count` blocks, held with one reference or reserved for an incoming transfer, and appends evicted blocks to
+    /// `evicted`. Returns `None` and takes nothing when fewer blocks are available.
+    pub fn take(
         &mut self,
         count: u32,
-        owner: SequenceId,
+        state: BlockState,
         evicted: &mut Vec<BlockId>,
     ) -> Option<Vec<BlockId>> {
-        let taken = self.take(count, BlockState::Reserved { owner }, evicted)?;
-        self.counts.reserved += count;
+        if self.available() < count {
+            return None;
+        }
+        match state {
+            BlockState::Held { refs: 1 } => self.counts.held += count,
+            BlockState::Reserved { .. } => self.counts.reserved += count,
+            state => panic!("{state:?} is no state of taken blocks"),
+        }
+        let mut taken = Vec::with_capacity(count as usize);
+        for _ in 0..count {
+            let block = match self.free.pop() {
+                Some(block) => {
+                    self.counts.free -= 1;
+                    block
+                }
+                None => {
+                    let block = self.oldest.expect("available blocks are free or cached");
+                    self.unlink(block);
+                    self.counts.cached -= 1;
+                    self.blocks[block.index()].retained = false;
+                    evicted.push(block);
+                    block
+                }
+            };
+            debug_assert_eq!(self.blocks[block.index()].pins, 0);
+            self.blocks[block.index()].state = state;
+            taken.push(block);
+        }
         self.assert_counts();
         Some(taken)
     }
@@ -253,38 +271,6 @@ impl BlockPool {
         assert_eq!(previous, self.newest);
     }
 
-    fn take(
-        &mut self,
-        count: u32,
-        state: BlockState,
-        evicted: &mut Vec<BlockId>,
-    ) -> Option<Vec<BlockId>> {
-        if self.available() < count {
-            return None;
-        }
-        let mut taken = Vec::with_capacity(count as usize);
-        for _ in 0..count {
-            let block = match self.free.pop() {
-                Some(block) => {
-                    self.counts.free -= 1;
-                    block
-                }
-                None => {
-                    let block = self.oldest.expect("available blocks are free or cached");
-                    self.unlink(block);
-                    self.counts.cached -= 1;
-                    self.blocks[block.index()].retained = false;
-                    evicted.push(block);
-                    block
-                }
-            };
-            debug_assert_eq!(self.blocks[block.index()].pins, 0);
-            self.blocks[block.index()].state = state;
-            taken.push(block);
-        }
-        Some(taken)
-    }
-
     fn put_free(&mut self, block: BlockId) {
         self.blocks[block.index()].state = BlockState::Free;
         self.free.push(block);
@@ -332,8 +318,11 @@ mod tests {
 
     const OWNER: SequenceId = SequenceId(7);
 
+    const HELD: BlockState = BlockState::Held { refs: 1 };
+    const RESERVED: BlockState = BlockState::Reserved { owner: OWNER };
+
     fn allocate(pool: &mut BlockPool, count: u32) -> Vec<BlockId> {
-        pool.allocate(count, &mut Vec::new()).expect("enough blocks")
+        pool.take(count, HELD, &mut Vec::new()).expect("enough blocks")
     }
 
     #[test]
@@ -357,7 +346,7 @@ mod tests {
         // A table is released from its end.
         blocks.iter().rev().for_each(|&block| pool.release(block));
         let mut evicted = Vec::new();
-        assert_eq!(pool.allocate(2, &mut evicted), Some(vec![blocks[2], blocks[1]]));
+        assert_eq!(pool.take(2, HELD, &mut evicted), Some(vec![blocks[2], blocks[1]]));
         assert_eq!(evicted, [blocks[1]], "the tail is evicted before the head");
         pool.check();
     }
@@ -369,7 +358,7 @@ mod tests {
         pool.retain(block);
         pool.release(block);
         pool.hold(block);
-        assert_eq!(pool.allocate(2, &mut Vec::new()), None, "nothing is taken when too few");
+        assert_eq!(pool.take(2, HELD, &mut Vec::new()), None, "nothing is taken when too few");
         assert_eq!(pool.available(), 1);
         pool.check();
     }
@@ -377,7 +366,7 @@ mod tests {
     #[test]
     fn a_reservation_becomes_held_or_free_and_never_cached() {
         let mut pool = BlockPool::new(2);
-        let blocks = pool.reserve(2, OWNER, &mut Vec::new()).expect("two are free");
+        let blocks = pool.take(2, RESERVED, &mut Vec::new()).expect("two are free");
         pool.accept(blocks[0], OWNER);
         pool.cancel_reservation(blocks[1], OWNER);
         assert_eq!(pool.counts(), BlockCounts { free: 1, cached: 0, held: 1, reserved: 0 });
@@ -397,7 +386,7 @@ mod tests {
     #[should_panic(expected = "cannot be held")]
     fn a_reserved_block_cannot_be_held() {
         let mut pool = BlockPool::new(1);
-        let block = pool.reserve(1, OWNER, &mut Vec::new()).expect("one is free")[0];
+        let block = pool.take(1, RESERVED, &mut Vec::new()).expect("one is free")[0];
         pool.hold(block);
     }
 
@@ -442,13 +431,13 @@ mod tests {
                 match operation {
                     Operation::Allocate(count) => {
                         let available = pool.available();
-                        match pool.allocate(count, &mut Vec::new()) {
+                        match pool.take(count, HELD, &mut Vec::new()) {
                             Some(blocks) => held.extend(blocks.iter().map(|&block| (block, 1, 0))),
                             None => prop_assert!(available < count),
                         }
                     }
                     Operation::Reserve(count) => {
-                        if let Some(blocks) = pool.reserve(count, OWNER, &mut Vec::new()) {
+                        if let Some(blocks) = pool.take(count, RESERVED, &mut Vec::new()) {
                             reserved.extend(blocks);
                         }
                     }

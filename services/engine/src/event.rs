@@ -77,7 +77,6 @@ pub enum Input {
     /// no write can land.
     TransferEnded {
         id: SequenceId,
-        delivered: bool,
     },
 }
 

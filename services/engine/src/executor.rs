@@ -1,10 +1,11 @@
 //! Interface between scheduler and device.
 
-pub mod batch;
+mod batch;
 pub mod cpu;
 pub mod cuda;
-pub mod ngram;
+mod ngram;
 pub mod sim;
+mod worker;
 
 use std::{
     any::Any,
@@ -14,7 +15,8 @@ use std::{
 };
 
 use crossbeam_channel::{Receiver, bounded};
-use kernels::cpu::GroupError;
+use kernels::{KvLayout, cpu::GroupError};
+use model::ModelConfig;
 use serde::{Deserialize, Serialize};
 
 use crate::plan::{StepPlan, StepResult};
@@ -92,6 +94,32 @@ pub struct ExecutorLimits {
     pub vocabulary: u32,
     /// `None`: a step samples at most one token per row.
     pub speculation: Option<Speculation>,
+}
+
+/// Arena or limits do not match the model.
+#[derive(Debug, thiserror::Error)]
+pub enum Misfit {
+    #[error("the arena's blocks are {found}, the model's KV is {wanted}")]
+    Layout { found: KvLayout, wanted: KvLayout },
+    #[error("limits.{field} is {value}; model and arena allow {min} to {max}")]
+    Limit { field: &'static str, value: u32, min: usize, max: usize },
+}
+
+impl ExecutorLimits {
+    /// Checks the limits against the model and the arena's number of blocks.
+    fn check(&self, config: &ModelConfig, block_count: u32) -> Result<(), Misfit> {
+        let (blocks, vocabulary) = (block_count as usize, config.vocab_size);
+        for (field, value, min, max) in [
+            ("blocks", self.blocks, blocks, blocks),
+            ("vocabulary", self.vocabulary, vocabulary, vocabulary),
+            ("sequence_tokens", self.sequence_tokens, 0, config.context_tokens),
+        ] {
+            if !(min..=max).contains(&(value as usize)) {
+                return Err(Misfit::Limit { field, value, min, max });
+            }
+        }
+        Ok(())
+    }
 }
 
 /// Limits of speculative decoding. A row's forward pass then also verifies draft tokens. A draft token is

@@ -15,8 +15,8 @@ pub(crate) fn blocks_for(token_count: usize) -> u32 {
 
 #[derive(Debug)]
 pub(crate) struct KvBlocks {
-    pool: BlockPool,
-    cache: PrefixCache,
+    pub(crate) pool: BlockPool,
+    pub(crate) cache: PrefixCache,
     /// Whether the prefix cache is used; if false, it stays empty.
     caching: bool,
     /// Scratch memory of allocations.
@@ -31,18 +31,6 @@ impl KvBlocks {
             caching,
             evicted: Vec::new(),
         }
-    }
-
-    pub(crate) fn pool(&self) -> &BlockPool {
-        &self.pool
-    }
-
-    pub(crate) fn cache(&self) -> &PrefixCache {
-        &self.cache
-    }
-
-    pub(crate) fn cache_mut(&mut self) -> &mut PrefixCache {
-        &mut self.cache
     }
 
     /// Holds and returns the cached prefix of `tokens`, if the rest of `blocks_total` blocks could be
@@ -66,14 +54,16 @@ impl KvBlocks {
     }
 
     pub(crate) fn allocate(&mut self, count: u32) -> Option<Vec<BlockId>> {
-        let blocks = self.pool.allocate(count, &mut self.evicted);
-        self.forget_evicted();
-        blocks
+        self.take(count, BlockState::Held { refs: 1 })
     }
 
     pub(crate) fn reserve(&mut self, count: u32, owner: SequenceId) -> Option<Vec<BlockId>> {
-        let blocks = self.pool.reserve(count, owner, &mut self.evicted);
-        self.forget_evicted();
+        self.take(count, BlockState::Reserved { owner })
+    }
+
+    fn take(&mut self, count: u32, state: BlockState) -> Option<Vec<BlockId>> {
+        let blocks = self.pool.take(count, state, &mut self.evicted);
+        self.evicted.drain(..).for_each(|block| self.cache.evict(block));
         blocks
     }
 
@@ -129,11 +119,5 @@ impl KvBlocks {
             retained += usize::from(known);
         }
         assert_eq!(retained, self.cache.len());
-    }
-
-    fn forget_evicted(&mut self) {
-        for block in self.evicted.drain(..) {
-            self.cache.evict(block);
-        }
     }
 }

@@ -1,9 +1,9 @@
 //! Schedules the requests of one node and runs their steps on one device.
 //!
-//! The core is pure: inputs and `now` go in, actions and plans come out. [`scheduler`] decides,
+//! The core is pure: inputs and `now` go in, actions and plans come out. [`Scheduler`] decides,
 //! `block_pool` and `prefix_cache` track the KV blocks, and `frames` tracks the steps in flight.
 //! [`executor`] is the interface to the device, and [`constraint`] is the interface to grammars.
-//! [`step_loop`] drives scheduler and executor and queues a [`StepRecord`] for each step. [`event`] holds
+//! [`StepLoop`] drives scheduler and executor and queues a [`StepRecord`] for each step. [`event`] holds
 //! the types between node and scheduler, [`plan`] the types between scheduler and executor.
 //!
 //! Other crates have models (`model`), arithmetic (`kernels`), KV transfer (`kv-transfer`) and text
@@ -18,8 +18,8 @@ mod frames;
 mod kv_blocks;
 pub mod plan;
 mod prefix_cache;
-pub mod scheduler;
-pub mod step_loop;
+mod scheduler;
+mod step_loop;
 mod step_record;
 
 pub use block_pool::BlockCounts;

@@ -114,7 +114,7 @@ impl Scheduler {
             Input::KvArrived { id, first_index, token } => {
                 self.kv_arrived(id, first_index, token, actions)
             }
-            Input::TransferEnded { id, delivered: _ } => self.transfer_ended(id, actions),
+            Input::TransferEnded { id } => self.transfer_ended(id, actions),
         }
         self.admit_receives(actions);
     }
@@ -149,7 +149,7 @@ impl Scheduler {
     }
 
     pub fn load(&self) -> Load {
-        let BlockCounts { free, cached, held, reserved } = self.kv.pool().counts();
+        let BlockCounts { free, cached, held, reserved } = self.kv.pool.counts();
         let pending = |sequence: &Sequence| match &sequence.phase {
             Phase::Reserved { .. } => 0,
             Phase::AwaitingReady | Phase::Waiting => sequence.given_len,
@@ -169,22 +169,17 @@ impl Scheduler {
 
     /// Takes the changes of the prefix cache since the last call; each key occurs at most once.
     pub fn take_cache_changes(&mut self) -> Vec<CacheChange> {
-        self.kv.cache_mut().take_changes()
+        self.kv.cache.take_changes()
     }
 
     /// Returns the keys of all cached blocks: the snapshot that later changes refer to.
     pub fn cached_hashes(&self) -> Vec<BlockHash> {
-        self.kv.cache().hashes()
+        self.kv.cache.hashes()
     }
 
     /// Returns whether no sequence, transfer or step is left.
     pub fn is_idle(&self) -> bool {
         self.sequences.is_empty() && self.transfers.len() == 0 && self.frames.is_empty()
-    }
-
-    /// Returns the number of steps in flight.
-    pub fn frames_in_flight(&self) -> usize {
-        self.frames.len()
     }
 
     /// Returns the number of preemptions since the start.
@@ -255,7 +250,7 @@ impl Scheduler {
     /// Panics when owners, references, pins and counts disagree. For tests.
     pub fn check(&self) {
         self.kv.check();
-        let pool = self.kv.pool();
+        let pool = &self.kv.pool;
         let mut refs = vec![0; pool.total() as usize];
         let mut pins = vec![0; pool.total() as usize];
         let mut count = |blocks: &[BlockId]| {

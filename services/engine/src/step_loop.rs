@@ -10,10 +10,10 @@ use crate::{
     executor::{CollectWaker, Executor, ExecutorError},
     plan::{Dispatch, RowResult, Span, StepPlan},
     scheduler::Scheduler,
-    step_record::{StepKind, StepRecord, StepRecords},
+    step_record::{StepKind, StepRecord},
 };
 
-/// Step records kept until their reader takes them.
+/// Step records kept until their reader takes them; the oldest is dropped first.
 const RECORDS_MAX: usize = 1024;
 
 /// Outcome of a turn.
@@ -64,8 +64,8 @@ pub struct StepLoop<E> {
     executor: E,
     /// Records of the steps in flight.
     launched: VecDeque<StepRecord>,
-    /// Records of collected steps.
-    records: StepRecords,
+    /// Records of the last collected steps.
+    records: VecDeque<StepRecord>,
     /// When the last result was collected.
     collected_at: Option<Instant>,
     speculated: Speculated,
@@ -83,7 +83,7 @@ impl<E: Executor> StepLoop<E> {
             scheduler,
             executor,
             launched: VecDeque::new(),
-            records: StepRecords::new(RECORDS_MAX),
+            records: VecDeque::with_capacity(RECORDS_MAX),
             collected_at: None,
             speculated: Speculated::default(),
         }
@@ -127,7 +127,10 @@ impl<E: Executor> StepLoop<E> {
         self.scheduler.complete(result, actions);
         let begin = run.taken_at.unwrap_or(collected_at);
         record.collect = Span { begin, end: self.executor.now() };
-        self.records.push(record);
+        if self.records.len() == RECORDS_MAX {
+            self.records.pop_front();
+        }
+        self.records.push_back(record);
         // Launches before the caller handles the actions, so that the device stays busy.
         self.launch_planned(actions)?;
         Ok(Turn::Stepped)
@@ -173,17 +176,12 @@ impl<E: Executor> StepLoop<E> {
 
     /// Takes the records of the last steps, oldest first; at most 1,024.
     pub fn take_records(&mut self) -> Vec<StepRecord> {
-        std::iter::from_fn(|| self.records.pop()).collect()
+        self.records.drain(..).collect()
     }
 
     /// Takes the oldest step record.
     pub fn take_record(&mut self) -> Option<StepRecord> {
-        self.records.pop()
-    }
-
-    /// Takes the number of step records dropped since the last call, because the queue was full.
-    pub fn take_dropped_records(&mut self) -> u64 {
-        self.records.take_dropped()
+        self.records.pop_front()
     }
 
     /// Takes the statistics of speculative decoding since the last call.

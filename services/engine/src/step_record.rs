@@ -1,9 +1,6 @@
 //! Statistics of finished steps.
 
-use std::{
-    collections::VecDeque,
-    time::{Duration, Instant},
-};
+use std::time::{Duration, Instant};
 
 use crate::plan::{Dispatch, Span, StepId};
 
@@ -55,49 +52,16 @@ impl StepRecord {
     }
 }
 
-/// Bounded queue of step records with one reader. When the queue is full, the oldest record is dropped
-/// and counted.
-#[derive(Debug)]
-pub(crate) struct StepRecords {
-    queue: VecDeque<StepRecord>,
-    capacity: usize,
-    dropped: u64,
-}
-
-impl StepRecords {
-    pub(crate) fn new(capacity: usize) -> Self {
-        assert!(capacity > 0, "a queue holds at least one record");
-        Self { queue: VecDeque::with_capacity(capacity), capacity, dropped: 0 }
-    }
-
-    pub(crate) fn push(&mut self, record: StepRecord) {
-        if self.queue.len() == self.capacity {
-            self.queue.pop_front();
-            self.dropped += 1;
-        }
-        self.queue.push_back(record);
-    }
-
-    /// Takes the oldest record.
-    pub(crate) fn pop(&mut self) -> Option<StepRecord> {
-        self.queue.pop_front()
-    }
-
-    /// Takes the number of records dropped since the last call.
-    pub(crate) fn take_dropped(&mut self) -> u64 {
-        std::mem::take(&mut self.dropped)
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn record(step_id: StepId) -> StepRecord {
+    #[test]
+    fn graph_with_more_rows_than_the_step_has_padding_rows() {
         let now = Instant::now();
         let span = Span { begin: now, end: now };
-        StepRecord {
-            step_id,
+        let record = StepRecord {
+            step_id: 0,
             rows: 5,
             tokens: 5,
             sampled: 5,
@@ -110,23 +74,8 @@ mod tests {
             collect: span,
             device: None,
             landed_at: None,
-        }
-    }
-
-    #[test]
-    fn full_queue_drops_and_counts_the_oldest_records() {
-        let mut records = StepRecords::new(4);
-        (0..3).for_each(|id| records.push(record(id)));
-        assert_eq!(records.pop().map(|record| record.step_id), Some(0));
-        (3..9).for_each(|id| records.push(record(id)));
-        assert_eq!((records.take_dropped(), records.take_dropped()), (4, 0));
-        let kept = std::iter::from_fn(|| records.pop()).map(|record| record.step_id);
-        assert!(kept.eq(5..9));
-    }
-
-    #[test]
-    fn graph_with_more_rows_than_the_step_has_padding_rows() {
-        let padding = |dispatch| StepRecord { dispatch, ..record(0) }.padding_rows();
+        };
+        let padding = |dispatch| StepRecord { dispatch, ..record }.padding_rows();
         assert_eq!(padding(Dispatch::Graph { rows: 8 }), 3);
         assert_eq!(padding(Dispatch::Fallback), 0);
     }

@@ -441,7 +441,7 @@ fn an_id_stays_known_until_its_transfer_has_ended() {
     let failure = SequenceFailure::Duplicate;
     let again = actions(&mut scheduler, now, Input::Arrived(new(1, SEND, 8, 1)));
     assert_eq!(again, [Action::Failed { id, failure }]);
-    actions(&mut scheduler, now, Input::TransferEnded { id, delivered: false });
+    actions(&mut scheduler, now, Input::TransferEnded { id });
     assert_eq!(actions(&mut scheduler, now, Input::Arrived(new(1, SEND, 8, 1))), []);
 }
 
@@ -455,7 +455,7 @@ fn inputs_about_unknown_sequences_change_nothing() {
         Input::Abort { id },
         Input::TransferReady { id, first_block: 0 },
         Input::KvArrived { id, first_index: 0, token },
-        Input::TransferEnded { id, delivered: true },
+        Input::TransferEnded { id },
     ];
     for input in overtaken {
         assert_eq!(actions(&mut scheduler, now, input), []);

@@ -483,8 +483,7 @@ fn load_blocking(
     let isa = backend.isa_name();
     let mut log = LoadLog::new();
     let progress = &mut |progress| log.at(progress);
-    let executor =
-        CpuExecutor::start_with_progress(&checkpoint, backend, arena.clone(), limits, progress)?;
+    let executor = CpuExecutor::start(&checkpoint, backend, arena.clone(), limits, progress)?;
     info!(
         dtype = %weights,
         isa,

@@ -244,7 +244,7 @@ fn on_cpu(spec: &RankSpec, config: &Config, start: &RankStart) -> Result<CpuExec
     let backend = backend.in_group(Group::new(&region, 0, shard(spec), EXCHANGE_TIMEOUT));
     let mut log = LoadLog::new();
     let progress = &mut |progress| log.at(progress);
-    let executor = CpuExecutor::start_with_progress(&checkpoint, backend, arena, limits, progress)?;
+    let executor = CpuExecutor::start(&checkpoint, backend, arena, limits, progress)?;
     let (rank, cpus) = (spec.rank, settings::shown_cpus(&cpus));
     info!(rank, of = spec.of, threads, cpus, "loaded the rank's part of the weights");
     Ok(executor)

@@ -437,7 +437,7 @@ fn on_cpu(
     let arena = KvArena::host(layout, limits.blocks)?;
     let (started, bar) = (Instant::now(), load_bar());
     let progress = &mut |progress| show(&bar, progress);
-    let executor = CpuExecutor::start_with_progress(checkpoint, backend, arena, limits, progress)?;
+    let executor = CpuExecutor::start(checkpoint, backend, arena, limits, progress)?;
     bar.finish_and_clear();
     let parts = vec![StartPart::new("weights", started.elapsed())];
     let (executor, read_stream) = (Box::new(executor), Some(read_stream));

@@ -136,19 +136,10 @@ impl<T: Tokens> Batch<T> {
         Self { rows: (0..limits.slots).map(|_| None).collect(), limits, plans: 0 }
     }
 
-    /// Applies the diff and advances the rows of the step by their tokens and draft tokens. `draft` proposes
-    /// up to the given number of draft tokens. After an error the batch is unusable.
+    /// Applies the diff and advances the rows of the step by their tokens and draft tokens. An admitted row fails if
+    /// `refuse` returns a reason. `draft` proposes up to the given number of draft tokens. After an error the batch is
+    /// unusable.
     pub fn apply(
-        &mut self,
-        plan: &StepPlan,
-        draft: impl FnMut(&BatchRow<T>, usize) -> Vec<u32>,
-    ) -> Result<Vec<ScheduledRow>, ExecutorError> {
-        self.apply_refusing(plan, |_| None, draft)
-    }
-
-    /// Applies a plan as [`apply`](Self::apply) does. An admitted row fails if `refuse` returns a
-    /// reason.
-    pub fn apply_refusing(
         &mut self,
         plan: &StepPlan,
         refuse: impl Fn(&AdmittedRow) -> Option<RowFailure>,
@@ -448,7 +439,7 @@ mod tests {
     }
 
     fn apply(batch: &mut Batch, plan: &StepPlan) -> Result<Vec<ScheduledRow>, ExecutorError> {
-        batch.apply(plan, |_, _| panic!("no drafts are planned"))
+        batch.apply(plan, |_| None, |_, _| panic!("no drafts are planned"))
     }
 
     fn token(id: u32) -> Result<SampledToken, RowFailure> {
@@ -466,10 +457,14 @@ mod tests {
             drafts_max: 2,
             ..plan(vec![admitted(6, 0)], vec![RowPlan { drafts_max: 8, ..row(6, true) }])
         };
-        let scheduled = batch.apply(&plan, |_, most| {
-            assert_eq!(most, 2, "the step's bound is below the row's");
-            drafts.to_vec()
-        });
+        let scheduled = batch.apply(
+            &plan,
+            |_| None,
+            |_, most| {
+                assert_eq!(most, 2, "the step's bound is below the row's");
+                drafts.to_vec()
+            },
+        );
         let scheduled = scheduled.expect("fits")[0];
         assert_eq!(scheduled.token_count, 6 + drafts.len());
         assert_eq!(scheduled.sampled_lengths(), 6..7 + drafts.len());
@@ -513,10 +508,14 @@ mod tests {
         plan.admitted[0].blocks.push(BlockId(2));
         let mut asked = Vec::new();
         for right in [4, 1, 2, 0, 1, 2, 4] {
-            let scheduled = batch.apply(&plan, |_, most| {
-                asked.push(most);
-                vec![50; most]
-            });
+            let scheduled = batch.apply(
+                &plan,
+                |_| None,
+                |_, most| {
+                    asked.push(most);
+                    vec![50; most]
+                },
+            );
             let scheduled = scheduled.expect("fits")[0];
             let answers =
                 (0..=scheduled.draft_count).map(|index| token(50 + u32::from(index >= right)));

@@ -1,8 +1,7 @@
 //! Executor that runs everywhere: the forward pass on threads of this process.
 //!
-//! One named thread owns model, backend and batch. Plans go to this thread and results come back through
-//! bounded channels, so `launch` never blocks and the scheduler works while a step computes. The thread
-//! ends when the channel of plans closes; dropping the executor closes the channel and joins the thread.
+//! One named thread owns model, backend and batch, so `launch` never blocks and the scheduler works while a
+//! step computes.
 //!
 //! With a backend in a group the executor is one of several ranks that run the same plans. Each rank has
 //! its shard of the model and the KV of its heads, and all ranks return the same results.
@@ -11,21 +10,20 @@ use std::{
     io,
     ops::Range,
     sync::Arc,
-    thread::{self, JoinHandle},
     time::{Duration, Instant},
 };
 
-use crossbeam_channel::{Receiver, RecvError, Sender, bounded, select};
 use kernels::{
-    Backend, KvArena, KvLayout,
+    Backend, KvArena,
     cpu::{CpuBackend, CpuStep, GroupError, SampleError, SampleRow, StepSequence},
 };
 use model::{Checkpoint, Limits, Llama, LoadProgress, ModelError};
 
 use super::{
-    CollectWaker, Executor, ExecutorError, ExecutorLimits,
+    CollectWaker, Executor, ExecutorError, ExecutorLimits, Misfit,
     batch::{Batch, ScheduledRow},
-    ngram, panic_message,
+    ngram,
+    worker::Worker,
 };
 use crate::plan::{RowFailure, RowResult, Span, StepPlan, StepResult, StepRun};
 
@@ -34,47 +32,27 @@ use crate::plan::{RowFailure, RowResult, Span, StepPlan, StepResult, StepRun};
 pub enum CpuExecutorError {
     #[error(transparent)]
     Model(#[from] ModelError),
-    #[error("the arena's blocks are {found}, the model's KV is {wanted}")]
-    Layout { found: KvLayout, wanted: KvLayout },
-    #[error("limits.{field} is {value}, the {of} has {wanted}")]
-    Limit { field: &'static str, value: u32, of: &'static str, wanted: usize },
+    #[error(transparent)]
+    Misfit(#[from] Misfit),
     #[error("cannot start the engine's compute thread: {0}")]
     Spawn(#[from] io::Error),
 }
 
-type Answer = Result<StepResult, ExecutorError>;
-
 #[derive(Debug)]
 pub struct CpuExecutor {
     limits: ExecutorLimits,
-    /// `None` once the executor stops the thread.
-    plans: Option<Sender<StepPlan>>,
-    results: Receiver<Answer>,
+    worker: Worker<StepPlan, StepResult, ExecutorError>,
     in_flight: u32,
-    waker: CollectWaker,
-    woken: Receiver<()>,
-    /// `None` once the thread was joined.
-    thread: Option<JoinHandle<()>>,
 }
 
 impl CpuExecutor {
     /// Packs the model's weights (a rank: its shard of them) and starts the thread. KV is computed into
     /// `arena`, which transfers share. A rank's arena has the blocks of all heads, or of its own heads
-    /// only.
+    /// only. Calls `progress` after every matrix.
     ///
     /// # Errors
     /// When a weight cannot be read, or arena and limits do not match the model.
     pub fn start(
-        checkpoint: &Checkpoint,
-        backend: CpuBackend,
-        arena: Arc<KvArena>,
-        limits: ExecutorLimits,
-    ) -> Result<Self, CpuExecutorError> {
-        Self::start_with_progress(checkpoint, backend, arena, limits, &mut |_| {})
-    }
-
-    /// Starts as [`Self::start`] does and calls `progress` after every matrix.
-    pub fn start_with_progress(
         checkpoint: &Checkpoint,
         backend: CpuBackend,
         arena: Arc<KvArena>,
@@ -88,25 +66,10 @@ impl CpuExecutor {
             sampled_max: limits.slots.max(speculating) as usize,
         };
         let model = Llama::load(checkpoint, &backend, largest_step, progress)?;
-        let runner = Runner { model, backend, arena, heads, limits, batch: Batch::new(limits) };
-        // Room for every step in flight in both directions: neither side ever blocks on a send.
-        let (plans, planned) = bounded(limits.depth as usize);
-        let (answers, results) = bounded(limits.depth as usize);
-        let thread = thread::Builder::new()
-            .name("baton-engine-cpu".to_owned())
-            .spawn(move || runner.run(&planned, &answers))?;
-        let (waker, woken) = CollectWaker::new();
-        let (plans, thread) = (Some(plans), Some(thread));
-        Ok(Self { limits, plans, results, in_flight: 0, waker, woken, thread })
-    }
-
-    /// Joins the ended thread and returns why it ended.
-    fn stopped(&mut self) -> ExecutorError {
-        let reason = match self.thread.take().map(JoinHandle::join) {
-            Some(Err(panic)) => panic_message(panic.as_ref()),
-            Some(Ok(())) | None => "the thread ended".to_owned(),
-        };
-        ExecutorError::Stopped { reason }
+        let mut runner = Runner { model, backend, arena, heads, limits, batch: Batch::new(limits) };
+        let step = move |plan: StepPlan| runner.step(&plan);
+        let worker = Worker::start("baton-engine-cpu", limits.depth, step)?;
+        Ok(Self { limits, worker, in_flight: 0 })
     }
 }
 
@@ -116,40 +79,16 @@ impl Executor for CpuExecutor {
             let reason = format!("{} steps are in flight already", self.in_flight);
             return Err(ExecutorError::BadPlan { step_id: plan.step_id, reason });
         }
-        let is_sent = match &self.plans {
-            Some(plans) => plans.try_send(plan).is_ok(),
-            None => false,
-        };
-        if is_sent {
-            self.in_flight += 1;
-            return Ok(());
-        }
-        // The channel has room for every step in flight, so a failed send means that the thread ended. An
-        // error of an earlier step tells the reason.
-        match self.results.try_iter().find_map(Result::err) {
-            Some(error) => Err(error),
-            None => Err(self.stopped()),
-        }
+        self.worker.send(plan)?;
+        self.in_flight += 1;
+        Ok(())
     }
 
     fn collect(&mut self, timeout: Duration) -> Result<Option<StepResult>, ExecutorError> {
-        let answer = match self.results.try_recv() {
-            Ok(answer) => Ok(answer),
-            Err(_) => select! {
-                recv(self.results) -> answer => answer,
-                recv(self.woken) -> _ => return Ok(None),
-                default(timeout) => return Ok(None),
-            },
-        };
-        match answer {
-            Ok(answer) => {
-                self.in_flight -= 1;
-                let mut result = answer?;
-                result.run.taken_at = Some(Instant::now());
-                Ok(Some(result))
-            }
-            Err(RecvError) => Err(self.stopped()),
-        }
+        let Some(mut result) = self.worker.receive(timeout)? else { return Ok(None) };
+        self.in_flight -= 1;
+        result.run.taken_at = Some(Instant::now());
+        Ok(Some(result))
     }
 
     fn limits(&self) -> ExecutorLimits {
@@ -157,18 +96,7 @@ impl Executor for CpuExecutor {
     }
 
     fn waker(&self) -> CollectWaker {
-        self.waker.clone()
-    }
-}
-
-impl Drop for CpuExecutor {
-    fn drop(&mut self) {
-        self.plans = None;
-        if let Some(thread) = self.thread.take()
-            && let Err(panic) = thread.join()
-        {
-            tracing::error!(reason = panic_message(panic.as_ref()), "the compute thread panicked");
-        }
+        self.worker.waker()
     }
 }
 
@@ -184,24 +112,16 @@ struct Runner {
 }
 
 impl Runner {
-    /// Runs steps until the channel of plans closes or a step fails.
-    fn run(mut self, plans: &Receiver<StepPlan>, answers: &Sender<Answer>) {
-        for plan in plans {
-            let answer = self.step(&plan);
-            let failed = answer.is_err();
-            // The channel is closed while the executor is dropped.
-            if answers.send(answer).is_err() || failed {
-                break;
-            }
-        }
-    }
-
-    fn step(&mut self, plan: &StepPlan) -> Answer {
+    fn step(&mut self, plan: &StepPlan) -> Result<StepResult, ExecutorError> {
         let started = Instant::now();
-        let scheduled = self.batch.apply(plan, |row, most| match &self.limits.speculation {
-            Some(rules) => ngram::draft(&row.tokens, most, rules),
-            None => Vec::new(),
-        })?;
+        let scheduled = self.batch.apply(
+            plan,
+            |_| None,
+            |row, most| match &self.limits.speculation {
+                Some(rules) => ngram::draft(&row.tokens, most, rules),
+                None => Vec::new(),
+            },
+        )?;
         let sequences: Vec<_> = scheduled
             .iter()
             .filter(|row| row.token_count > 0)
@@ -296,21 +216,8 @@ fn check(
     let heads = match found {
         _ if found == wanted => heads,
         _ if found == wanted.with_heads(heads.len()) => 0..heads.len(),
-        _ => return Err(CpuExecutorError::Layout { found, wanted }),
+        _ => return Err(Misfit::Layout { found, wanted }.into()),
     };
-    let equal = [
-        ("blocks", limits.blocks, "arena", arena.block_count() as usize),
-        ("vocabulary", limits.vocabulary, "model", config.vocab_size),
-    ];
-    for (field, value, of, wanted) in equal {
-        if value as usize != wanted {
-            return Err(CpuExecutorError::Limit { field, value, of, wanted });
-        }
-    }
-    let (value, wanted) = (limits.sequence_tokens, config.context_tokens);
-    if value as usize > wanted {
-        let (field, of) = ("sequence_tokens", "model's context");
-        return Err(CpuExecutorError::Limit { field, value, of, wanted });
-    }
+    limits.check(config, arena.block_count())?;
     Ok(heads)
 }

@@ -11,13 +11,12 @@ mod rank;
 mod rows;
 
 use std::{
+    collections::VecDeque,
     io,
     sync::Arc,
-    thread::{self, JoinHandle},
     time::{Duration, Instant},
 };
 
-use crossbeam_channel::{Receiver, RecvError, Sender, bounded, select};
 use kernels::{
     Backend, Dtype, KvArena, KvLayout, Shard,
     arena::{StreamAccess, StreamStep},
@@ -32,8 +31,8 @@ use model::{Checkpoint, Limits, Llama, LoadProgress, ModelConfig, ModelError};
 use self::graphs::{Graphs, Parts};
 pub use self::kv_size::{KvRoom, KvShare, kv_blocks};
 pub use self::rank::{CudaRank, join};
-use self::rows::{Rows, STOPS_MAX, Scheduled};
-use super::{CollectWaker, Executor, ExecutorError, ExecutorLimits, panic_message};
+use self::rows::{Rows, STOPS_MAX};
+use super::{CollectWaker, Executor, ExecutorError, ExecutorLimits, Misfit, worker::Worker};
 use crate::plan::{Dispatch, RowFailure, RowResult, Span, StepPlan, StepResult, StepRun};
 
 /// Error of starting a CUDA executor.
@@ -43,10 +42,8 @@ pub enum CudaExecutorError {
     Model(#[from] ModelError),
     #[error(transparent)]
     Cuda(#[from] CudaError),
-    #[error("the arena's blocks are {found}, the model's KV is {wanted}")]
-    Layout { found: KvLayout, wanted: KvLayout },
-    #[error("limits.{field} is {value}; allowed is {allowed}")]
-    Limit { field: &'static str, value: u64, allowed: String },
+    #[error(transparent)]
+    Misfit(#[from] Misfit),
     #[error(
         "the GPU's memory has {left} bytes left for KV ({free} are free), a sequence of {tokens} tokens \
          wants {wanted}; raise node.gpu_memory_percent, lower node.gpu_reserve or \
@@ -146,8 +143,6 @@ impl CudaModel {
     }
 }
 
-type Waited = Result<Finished, CudaError>;
-
 /// Maximum time to poll for a result. A longer step is not a decode step, and a wake-up costs little in
 /// comparison.
 const POLL_MAX: Duration = Duration::from_millis(100);
@@ -160,14 +155,9 @@ pub struct CudaExecutor {
     graphs: Graphs,
     access: StreamAccess,
     rows: Rows,
-    launched: std::collections::VecDeque<Launched>,
-    /// `None` once the executor stops the thread.
-    frames: Option<Sender<CudaFrame>>,
-    results: Receiver<Waited>,
-    waker: CollectWaker,
-    woken: Receiver<()>,
-    /// `None` once the thread was joined.
-    thread: Option<JoinHandle<()>>,
+    launched: VecDeque<Launched>,
+    /// Waits for the GPU. Closed before the other fields are dropped.
+    worker: Worker<CudaFrame, Finished, CudaError>,
     /// `collect` polls instead of sleeping.
     polls: bool,
 }
@@ -175,7 +165,8 @@ pub struct CudaExecutor {
 /// Host state of a step in flight.
 struct Launched {
     step_id: u64,
-    scheduled: Vec<Scheduled>,
+    /// The results of the plan's rows without their tokens, and whether each row samples.
+    scheduled: Vec<(RowResult, bool)>,
     blocks: StreamStep,
     dispatch: Dispatch,
 }
@@ -203,21 +194,13 @@ impl CudaExecutor {
             clock: &mut clock,
         };
         let graphs = Graphs::record(parts, &limits)?;
-        let (frames, in_flight) = bounded::<CudaFrame>(limits.depth as usize);
-        let (answers, results) = bounded(limits.depth as usize);
         let context = Arc::clone(backend.context());
-        let wait = move || {
-            let bound = context.bind();
-            for frame in in_flight {
-                let waited = bound.clone().and_then(|()| frame.finish(&mut clock));
-                let failed = waited.is_err();
-                if answers.send(waited).is_err() || failed {
-                    break;
-                }
-            }
+        let mut bound = None;
+        let wait = move |frame: CudaFrame| {
+            bound.get_or_insert_with(|| context.bind()).clone()?;
+            frame.finish(&mut clock)
         };
-        let thread = thread::Builder::new().name("baton-engine-gpu".to_owned()).spawn(wait)?;
-        let (waker, woken) = CollectWaker::new();
+        let worker = Worker::start("baton-engine-gpu", limits.depth, wait)?;
         Ok(Self {
             limits,
             model,
@@ -226,12 +209,8 @@ impl CudaExecutor {
             graphs,
             access: StreamAccess::new(arena),
             rows: Rows::new(limits),
-            launched: std::collections::VecDeque::new(),
-            frames: Some(frames),
-            results,
-            waker,
-            woken,
-            thread: Some(thread),
+            launched: VecDeque::new(),
+            worker,
             polls: true,
         })
     }
@@ -303,28 +282,13 @@ impl CudaExecutor {
             }
             self.batch.end(backend, step_id, wants_logprobs)
         })();
-        let frame = frame.map_err(|error: CudaError| stopped(&error))?;
-        let is_sent = self.frames.as_ref().is_some_and(|frames| frames.try_send(frame).is_ok());
-        // The channel has room for every step in flight, so a failed send means that the thread ended.
-        if is_sent { Ok(()) } else { Err(self.thread_ended()) }
+        self.worker.send(frame.map_err(|error: CudaError| ExecutorError::from(error))?)
     }
 
-    fn thread_ended(&mut self) -> ExecutorError {
-        if let Some(error) = self.results.try_iter().find_map(Result::err) {
-            return stopped(&error);
-        }
-        let reason = match self.thread.take().map(JoinHandle::join) {
-            Some(Err(panic)) => panic_message(panic.as_ref()),
-            Some(Ok(())) | None => "the thread ended".to_owned(),
-        };
-        ExecutorError::Stopped { reason }
-    }
-
-    fn result(&mut self, waited: Waited) -> Result<StepResult, ExecutorError> {
+    fn result(&mut self, finished: Finished) -> Result<StepResult, ExecutorError> {
         let taken_at = Some(Instant::now());
-        let finished = waited.map_err(|error| stopped(&error))?;
         // An all-reduce may have timed out.
-        self.backend.check().map_err(|error| stopped(&error))?;
+        self.backend.check()?;
         let busy = finished.busy();
         let launched = self.launched.pop_front().expect("a result belongs to a launched step");
         let _collecting = self.backend.library().range(c"collect", launched.step_id);
@@ -339,9 +303,11 @@ impl CudaExecutor {
         };
         self.batch.recycle(finished.output);
         let mut outcomes = finished.outcomes.into_iter();
-        let rows = launched.scheduled.into_iter().map(|row| {
-            let outcome = if row.samples { outcomes.next() } else { None };
-            row_result(row, outcome)
+        let rows = launched.scheduled.into_iter().map(|(mut row, samples)| {
+            if samples {
+                sampled(&mut row, outcomes.next());
+            }
+            row
         });
         Ok(StepResult { step_id: launched.step_id, rows: rows.collect(), busy, run })
     }
@@ -360,22 +326,14 @@ impl Executor for CudaExecutor {
         let deadline = Instant::now().checked_add(timeout);
         if self.polls && !self.launched.is_empty() {
             let until = Instant::now() + timeout.min(POLL_MAX);
-            while self.results.is_empty() && self.woken.is_empty() && Instant::now() < until {
+            while !self.worker.has_news() && Instant::now() < until {
                 std::hint::spin_loop();
             }
         }
         let left = deadline.map_or(timeout, |at| at.saturating_duration_since(Instant::now()));
-        let waited = match self.results.try_recv() {
-            Ok(waited) => Ok(waited),
-            Err(_) => select! {
-                recv(self.results) -> waited => waited,
-                recv(self.woken) -> _ => return Ok(None),
-                default(left) => return Ok(None),
-            },
-        };
-        match waited {
-            Ok(waited) => self.result(waited).map(Some),
-            Err(RecvError) => Err(self.thread_ended()),
+        match self.worker.receive(left)? {
+            Some(finished) => self.result(finished).map(Some),
+            None => Ok(None),
         }
     }
 
@@ -384,27 +342,24 @@ impl Executor for CudaExecutor {
     }
 
     fn waker(&self) -> CollectWaker {
-        self.waker.clone()
+        self.worker.waker()
     }
 }
 
 impl Drop for CudaExecutor {
     fn drop(&mut self) {
-        self.frames = None;
         if let (Some(group), false) = (self.backend.group(), self.launched.is_empty()) {
             // The other ranks may have ended.
             let _ = group.stop();
         }
-        if let Some(thread) = self.thread.take()
-            && let Err(panic) = thread.join()
-        {
-            tracing::error!(reason = panic_message(panic.as_ref()), "the GPU's thread panicked");
-        }
+        self.worker.close();
     }
 }
 
-fn stopped(error: &CudaError) -> ExecutorError {
-    ExecutorError::Stopped { reason: error.to_string() }
+impl From<CudaError> for ExecutorError {
+    fn from(error: CudaError) -> Self {
+        Self::Stopped { reason: error.to_string() }
+    }
 }
 
 fn admission(row: &crate::plan::AdmittedRow) -> Admission<'_> {
@@ -418,9 +373,7 @@ fn admission(row: &crate::plan::AdmittedRow) -> Admission<'_> {
     }
 }
 
-fn row_result(row: Scheduled, outcome: Option<SampleOutcome>) -> RowResult {
-    let Scheduled { slot, generation, failure, .. } = row;
-    let mut result = RowResult { slot, generation, tokens: Vec::new(), drafted: 0, failure };
+fn sampled(result: &mut RowResult, outcome: Option<SampleOutcome>) {
     match outcome {
         None => {}
         Some(SampleOutcome::Token(token)) => result.tokens.push(token),
@@ -433,7 +386,6 @@ fn row_result(row: Scheduled, outcome: Option<SampleOutcome>) -> RowResult {
             result.failure = Some(RowFailure::Sampling { reason });
         }
     }
-    result
 }
 
 /// Returns the tokens that steps in flight may add to the longest sequence.
@@ -509,27 +461,14 @@ fn check(
 ) -> Result<(), CudaExecutorError> {
     let (found, wanted) = (kv.layout(), config.kv_layout_of(kv.layout().dtype, shard));
     if found != wanted || arena.layout() != found {
-        return Err(CudaExecutorError::Layout { found, wanted });
+        return Err(Misfit::Layout { found, wanted }.into());
     }
-    let limit = |field, value: u64, allowed: String| {
-        Err(CudaExecutorError::Limit { field, value, allowed })
-    };
     for blocks in [kv.block_count(), arena.block_count()] {
-        if limits.blocks != blocks {
-            return limit("blocks", limits.blocks.into(), format!("the arena's, {blocks}"));
-        }
-    }
-    if limits.vocabulary as usize != config.vocab_size {
-        let allowed = format!("the model's, {}", config.vocab_size);
-        return limit("vocabulary", limits.vocabulary.into(), allowed);
-    }
-    if limits.sequence_tokens as usize > config.context_tokens {
-        let allowed = format!("up to the model's context, {}", config.context_tokens);
-        return limit("sequence_tokens", limits.sequence_tokens.into(), allowed);
+        limits.check(config, blocks)?;
     }
     if let Some(speculation) = limits.speculation {
-        let allowed = "none: GPUs do not support speculative decoding".to_owned();
-        return limit("speculation.row_drafts", speculation.row_drafts.into(), allowed);
+        let (what, value) = ("speculative decoding", format!("{speculation:?}"));
+        return Err(CudaError::Unsupported { what, value, allowed: "off" }.into());
     }
     Ok(())
 }

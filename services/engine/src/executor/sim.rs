@@ -192,7 +192,8 @@ impl SimExecutor {
 
     fn carry_out(&mut self, plan: &StepPlan) -> Result<(Duration, Vec<RowResult>), ExecutorError> {
         let vocabulary = self.limits.vocabulary;
-        let scheduled = self.batch.apply(plan, |row, most| draft(row, most, vocabulary))?;
+        let scheduled =
+            self.batch.apply(plan, |_| None, |row, most| draft(row, most, vocabulary))?;
         for admitted in &plan.admitted {
             self.histories[admitted.slot.0 as usize] = fingerprints(&admitted.tokens);
         }

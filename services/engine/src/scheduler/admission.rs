@@ -6,7 +6,7 @@ use kernels::{BLOCK_TOKENS, sampling::SampledToken};
 
 use super::{
     Scheduler,
-    sequence::{Phase, Row, Sequence, Table},
+    sequence::{Arrival, Phase, Row, Sequence, Table},
 };
 use crate::{
     event::{Action, NewSequence, SequenceFailure, SequenceId, SequenceKind},
@@ -150,8 +150,7 @@ impl Scheduler {
         let finish = sequence.take_token(token.id);
         sequence.phase = Phase::Ready(Table { blocks, computed });
         self.reserved_count -= 1;
-        let entry = (sequence.arrival, id);
-        self.ready.insert(self.ready.partition_point(|&other| other < entry), entry);
+        insert(&mut self.ready, (sequence.arrival, id));
         let finish = match finish {
             Ok(finish) => finish,
             Err(failure) => return self.fail(id, failure.into(), actions),
@@ -217,8 +216,7 @@ impl Scheduler {
             prefix.extend(rest);
             sequence.kind = SequenceKind::Compute;
             sequence.phase = Phase::Ready(Table { blocks: prefix, computed });
-            let entry = (sequence.arrival, id);
-            self.ready.insert(self.ready.partition_point(|&other| other < entry), entry);
+            insert(&mut self.ready, (sequence.arrival, id));
         } else {
             let blocks =
                 self.kv.reserve(blocks_total - first_block, id).expect("availability was checked");
@@ -241,7 +239,7 @@ impl Scheduler {
             };
             sequence.phase =
                 Phase::Running(Row::new(slot, generation, table, sequence.tokens.len()));
-            self.insert_running(arrival, id);
+            insert(&mut self.running, (arrival, id));
         }
     }
 
@@ -282,14 +280,8 @@ impl Scheduler {
         let (slot, generation) = self.slots.occupy().expect("a slot is unclaimed");
         let table = Table { blocks, computed };
         sequence.phase = Phase::Running(Row::new(slot, generation, table, sequence.tokens.len()));
-        let arrival = sequence.arrival;
-        self.insert_running(arrival, id);
+        insert(&mut self.running, (sequence.arrival, id));
         Some(id)
-    }
-
-    fn insert_running(&mut self, arrival: u64, id: SequenceId) {
-        let entry = (arrival, id);
-        self.running.insert(self.running.partition_point(|&other| other < entry), entry);
     }
 
     /// Returns the slots that are neither occupied nor claimed by a sequence with blocks.
@@ -302,4 +294,8 @@ impl Scheduler {
     pub(super) fn headroom(&self) -> u32 {
         (self.running.len() + self.ready.len()) as u32
     }
+}
+
+fn insert(sorted: &mut Vec<(Arrival, SequenceId)>, entry: (Arrival, SequenceId)) {
+    sorted.insert(sorted.partition_point(|&other| other < entry), entry);
 }

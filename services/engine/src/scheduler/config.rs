@@ -49,7 +49,7 @@ impl SchedulerConfig {
             ("limits.depth", depth),
             ("chunk_tokens", self.chunk_tokens),
         ];
-        let guessing = self.limits.speculation.into_iter().flat_map(|speculation| {
+        let speculation_limits = self.limits.speculation.into_iter().flat_map(|speculation| {
             let Speculation { row_drafts, step_tokens, ngram_min, ngram_max } = speculation;
             [
                 ("limits.speculation.row_drafts", row_drafts),
@@ -58,7 +58,7 @@ impl SchedulerConfig {
                 ("limits.speculation.ngram_max", ngram_max),
             ]
         });
-        for (field, value) in positive.into_iter().chain(guessing) {
+        for (field, value) in positive.into_iter().chain(speculation_limits) {
             if value == 0 {
                 return Err(SchedulerConfigError::Zero { field });
             }

@@ -70,13 +70,14 @@ impl Scheduler {
                 index += 1;
                 continue;
             }
-            if sequence.row().missing_blocks(count) == 0 {
+            let missing = sequence.row().missing_blocks(count);
+            if missing == 0 {
                 // Most rows of most steps take this path, which looks the sequence up once.
                 advance(sequence, id, step_id, count, draft);
                 index += 1;
                 continue;
             }
-            match self.grow(index, id, count, draft) {
+            match self.grow(index, id, missing, draft) {
                 Growth::Done => {
                     self.advance(id, count, draft);
                     index += 1;
@@ -97,12 +98,8 @@ impl Scheduler {
         }
     }
 
-    /// Extends the row's table by `count` positions, and preempts younger rows if needed.
-    fn grow(&mut self, index: usize, id: SequenceId, count: u32, draft: &mut Draft) -> Growth {
-        let missing = self.row(id).missing_blocks(count);
-        if missing == 0 {
-            return Growth::Done;
-        }
+    /// Extends the row's table by `missing` blocks, and preempts younger rows if needed.
+    fn grow(&mut self, index: usize, id: SequenceId, missing: u32, draft: &mut Draft) -> Growth {
         loop {
             if let Some(blocks) = self.kv.allocate(missing) {
                 self.append(id, blocks, draft);
@@ -165,8 +162,8 @@ impl Scheduler {
         for index in 0..draft.frame.len() {
             let FrameRow { sequence: id, samples, .. } = draft.frame[index];
             let sequence = &self.sequences[&id];
-            let may_guess = sequence.kind != SequenceKind::Send && sequence.constraint.is_none();
-            if !samples || !may_guess {
+            let may_draft = sequence.kind != SequenceKind::Send && sequence.constraint.is_none();
+            if !samples || !may_draft {
                 continue;
             }
             let to_the_end = sequence.length_here() - self.row(id).length;
@@ -187,7 +184,7 @@ impl Scheduler {
         let row = self.row(id);
         let missing = blocks_for(row.launched + count).saturating_sub(row.blocks.len() as u32);
         if missing > 0
-            && self.kv.pool().available() >= missing + headroom
+            && self.kv.pool.available() >= missing + headroom
             && let Some(blocks) = self.kv.allocate(missing)
         {
             self.append(id, blocks, draft);

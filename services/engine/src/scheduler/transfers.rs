@@ -17,23 +17,14 @@ pub(super) struct Transfers {
 
 #[derive(Debug)]
 struct Transfer {
-    side: Side,
+    is_incoming: bool,
+    /// Outgoing: the first prompt block that the receiver wants.
+    first_block: u32,
+    /// Incoming: the reserved blocks. Outgoing: the blocks from `first_block` on that were handed over; the list
+    /// only grows, so no block is handed over twice.
+    blocks: Vec<BlockId>,
     /// The node was told to abort this transfer.
     abort_told: bool,
-}
-
-#[derive(Debug)]
-enum Side {
-    Outgoing(Outgoing),
-    Incoming { blocks: Vec<BlockId> },
-}
-
-/// Prompt blocks from `first_block` on that were handed over. The list only grows, so no block is handed
-/// over twice.
-#[derive(Debug, Default)]
-struct Outgoing {
-    first_block: u32,
-    handed_over: Vec<BlockId>,
 }
 
 impl Transfers {
@@ -46,20 +37,23 @@ impl Transfers {
     }
 
     pub(super) fn expect_outgoing(&mut self, id: SequenceId) {
-        let side = Side::Outgoing(Outgoing::default());
-        self.known.insert(id, Transfer { side, abort_told: false });
+        self.insert(id, false, Vec::new());
     }
 
     pub(super) fn start_incoming(&mut self, id: SequenceId, blocks: Vec<BlockId>) {
-        let side = Side::Incoming { blocks };
-        self.known.insert(id, Transfer { side, abort_told: false });
+        self.insert(id, true, blocks);
+    }
+
+    fn insert(&mut self, id: SequenceId, is_incoming: bool, blocks: Vec<BlockId>) {
+        let transfer = Transfer { is_incoming, first_block: 0, blocks, abort_told: false };
+        self.known.insert(id, transfer);
     }
 
     /// Sets the first block that the receiver wants.
     pub(super) fn set_first_block(&mut self, id: SequenceId, first_block: u32) {
-        if let Some(outgoing) = self.outgoing(id) {
-            debug_assert!(outgoing.handed_over.is_empty());
-            outgoing.first_block = first_block;
+        if let Some(transfer) = self.known.get_mut(&id) {
+            debug_assert!(!transfer.is_incoming && transfer.blocks.is_empty());
+            transfer.first_block = first_block;
         }
     }
 
@@ -72,33 +66,28 @@ impl Transfers {
         written: usize,
         kv: &mut KvBlocks,
     ) -> Option<(u32, Vec<BlockId>)> {
-        let outgoing = self.outgoing(id)?;
-        let next = outgoing.first_block as usize + outgoing.handed_over.len();
+        let transfer = self.known.get_mut(&id).filter(|transfer| !transfer.is_incoming)?;
+        let next = transfer.first_block as usize + transfer.blocks.len();
         if next >= written {
             return None;
         }
         let blocks = table[next..written].to_vec();
         kv.hold_pinned(&blocks);
-        outgoing.handed_over.extend_from_slice(&blocks);
+        transfer.blocks.extend_from_slice(&blocks);
         Some((next as u32, blocks))
     }
 
-    /// Ends a transfer whose KV is all written, and returns its reserved blocks.
+    /// Ends an incoming transfer whose KV is all written, and returns its reserved blocks.
     pub(super) fn arrived(&mut self, id: SequenceId) -> Option<Vec<BlockId>> {
-        match self.known.get(&id)?.side {
-            Side::Outgoing(_) => None,
-            Side::Incoming { .. } => match self.known.remove(&id)?.side {
-                Side::Incoming { blocks } => Some(blocks),
-                Side::Outgoing(_) => None,
-            },
-        }
+        self.known.get(&id).filter(|transfer| transfer.is_incoming)?;
+        self.known.remove(&id).map(|transfer| transfer.blocks)
     }
 
     /// Releases the blocks of a transfer that has no copy in flight.
     pub(super) fn ended(&mut self, id: SequenceId, kv: &mut KvBlocks) {
-        match self.known.remove(&id).map(|transfer| transfer.side) {
-            Some(Side::Outgoing(outgoing)) => kv.release_pinned(&outgoing.handed_over),
-            Some(Side::Incoming { blocks }) => kv.cancel_reservation(&blocks, id),
+        match self.known.remove(&id) {
+            Some(transfer) if transfer.is_incoming => kv.cancel_reservation(&transfer.blocks, id),
+            Some(transfer) => kv.release_pinned(&transfer.blocks),
             None => {}
         }
     }
@@ -109,28 +98,17 @@ impl Transfers {
         transfer.is_some_and(|transfer| !std::mem::replace(&mut transfer.abort_told, true))
     }
 
-    /// Returns the blocks on which a transfer has a reference and a pin.
+    /// Returns the blocks on which outgoing transfers have a reference and a pin.
     pub(super) fn pinned_blocks(&self) -> impl Iterator<Item = BlockId> {
-        self.known.values().flat_map(|transfer| match &transfer.side {
-            Side::Outgoing(outgoing) => outgoing.handed_over.iter().copied(),
-            Side::Incoming { .. } => [].iter().copied(),
-        })
+        self.blocks(false).map(|(_, block)| block)
     }
 
     pub(super) fn reserved_blocks(&self) -> impl Iterator<Item = (SequenceId, BlockId)> {
-        self.known.iter().flat_map(|(&id, transfer)| {
-            let blocks = match &transfer.side {
-                Side::Outgoing(_) => &[],
-                Side::Incoming { blocks } => blocks.as_slice(),
-            };
-            blocks.iter().map(move |&block| (id, block))
-        })
+        self.blocks(true)
     }
 
-    fn outgoing(&mut self, id: SequenceId) -> Option<&mut Outgoing> {
-        match &mut self.known.get_mut(&id)?.side {
-            Side::Outgoing(outgoing) => Some(outgoing),
-            Side::Incoming { .. } => None,
-        }
+    fn blocks(&self, is_incoming: bool) -> impl Iterator<Item = (SequenceId, BlockId)> {
+        let transfers = self.known.iter().filter(move |(_, it)| it.is_incoming == is_incoming);
+        transfers.flat_map(|(&id, it)| it.blocks.iter().map(move |&block| (id, block)))
     }
 }

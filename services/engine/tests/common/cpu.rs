@@ -97,7 +97,8 @@ pub fn engine_with(
     let dtype = if weights == WeightFormat::F32 { Dtype::F32 } else { Dtype::Bf16 };
     let layout = checkpoint.config().kv_layout(dtype);
     let arena = KvArena::host(layout, config.limits.blocks).expect("memory for the arena");
-    let executor = CpuExecutor::start(checkpoint, backend, Arc::clone(&arena), config.limits);
+    let executor =
+        CpuExecutor::start(checkpoint, backend, Arc::clone(&arena), config.limits, &mut |_| {});
     let executor = executor.expect("model, arena and limits agree");
     (StepLoop::new(scheduler(config), executor), arena)
 }

@@ -162,7 +162,7 @@ impl Node {
             }
         };
         tracked.transfer_failed |= !delivered;
-        self.input(Input::TransferEnded { id, delivered });
+        self.input(Input::TransferEnded { id });
         let tracked = &self.sequences[&id];
         assert!(tracked.end.is_some(), "nothing waits for a transfer that ended");
     }

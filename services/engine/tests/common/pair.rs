@@ -214,7 +214,7 @@ impl<E: Executor> Pair<E> {
         let (first_index, token) = wire.token_0.expect("token 0 came before the end");
         self.answers.get_mut(&id).expect("known").blocks_moved = wire.targets.len() as u32;
         self.tell_decode(Input::KvArrived { id, first_index, token });
-        self.tell_prefill(Input::TransferEnded { id, delivered: true });
+        self.tell_prefill(Input::TransferEnded { id });
         true
     }
 
@@ -222,10 +222,10 @@ impl<E: Executor> Pair<E> {
     fn end_transfer(&mut self, id: SequenceId) {
         let reserved = self.wires.remove(&id).is_some();
         if self.expected.remove(&id).is_some() {
-            self.tell_prefill(Input::TransferEnded { id, delivered: false });
+            self.tell_prefill(Input::TransferEnded { id });
         }
         if reserved {
-            self.tell_decode(Input::TransferEnded { id, delivered: false });
+            self.tell_decode(Input::TransferEnded { id });
         }
     }
 

@@ -124,7 +124,7 @@ impl Together {
             let options = CpuOptions { weights, threads: 1, isa: Isa::Auto };
             let group = Group::new(&region, 0, shard, timeout);
             let backend = CpuBackend::new(options).expect("the options fit this machine");
-            CpuExecutor::start(checkpoint, backend.in_group(group), arena, limits)
+            CpuExecutor::start(checkpoint, backend.in_group(group), arena, limits, &mut |_| {})
                 .expect("model, arena and limits agree")
         });
         (Self { ranks: ranks.collect() }, arena.expect("the layout is one"))

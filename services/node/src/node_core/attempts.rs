@@ -198,7 +198,7 @@ impl Attempts {
         // action may have been handled before the refusal. So the transfer's end is reported here; a
         // second report is ignored.
         self.inputs.push_back(Input::Abort { id });
-        self.inputs.push_back(Input::TransferEnded { id, delivered: false });
+        self.inputs.push_back(Input::TransferEnded { id });
         self.fail(id, SequenceEnd::Busy, FailureKind::Busy, reason);
     }
 
@@ -366,7 +366,7 @@ impl Attempts {
             return;
         }
         // The transfers do not know it, or have ended it: no block is in flight.
-        self.inputs.push_back(Input::TransferEnded { id, delivered: false });
+        self.inputs.push_back(Input::TransferEnded { id });
     }
 
     pub fn on_transfer_event(&mut self, event: transfer::Event, now: Instant) {
@@ -403,7 +403,7 @@ impl Attempts {
                 let id = SequenceId(transfer.0);
                 let end = TransferEnd::Complete;
                 self.transfer_ended(id, TransferSide::Sender, end, stats, None);
-                self.inputs.push_back(Input::TransferEnded { id, delivered: true });
+                self.inputs.push_back(Input::TransferEnded { id });
                 self.end(id, SequenceEnd::HandedOver, AttemptEnd::Delivered(stats));
             }
             transfer::Event::SendFailed { transfer, failure } => {
@@ -441,7 +441,7 @@ impl Attempts {
         let message = failure.to_string();
         let error = Some(message.clone());
         self.transfer_ended(id, side, end, TransferStats::default(), error);
-        self.inputs.push_back(Input::TransferEnded { id, delivered: false });
+        self.inputs.push_back(Input::TransferEnded { id });
         self.fail(id, SequenceEnd::TransferFailed, kind, message);
         self.forget_if_over(id);
     }

@@ -164,7 +164,7 @@ fn prefill_sends_token_0_and_ends_with_delivered() {
     assert!(matches!(scene.command(), transfer::Command::Finish { first_index: 0, .. }));
 
     scene.transfer_event(transfer::Event::Delivered { transfer: TRANSFER, stats: STATS });
-    assert_eq!(scene.input(), Input::TransferEnded { id: ID, delivered: true });
+    assert_eq!(scene.input(), Input::TransferEnded { id: ID });
     assert_eq!(scene.replies(), [Reply::Ended(AttemptEnd::Delivered(STATS))]);
     scene.assert_quiet();
     scene.assert_forgotten();
@@ -215,7 +215,7 @@ fn token_0_that_ends_the_request_aborts_the_transfer() {
 
     let failure = TransferFailure::Aborted { reason: "not needed".into() };
     scene.transfer_event(transfer::Event::SendFailed { transfer: TRANSFER, failure });
-    assert_eq!(scene.input(), Input::TransferEnded { id: ID, delivered: false });
+    assert_eq!(scene.input(), Input::TransferEnded { id: ID });
     scene.assert_quiet();
     scene.assert_forgotten();
 }
@@ -303,7 +303,7 @@ fn failed_transfer_fails_its_attempt_with_the_reason() {
         scene.transfer_event(transfer::Event::ReceiveFailed { transfer: TRANSFER, failure });
         let (found, message) = scene.failure();
         assert!(found == kind && message.contains(text), "{found:?} {message}");
-        assert_eq!(scene.input(), Input::TransferEnded { id: ID, delivered: false });
+        assert_eq!(scene.input(), Input::TransferEnded { id: ID });
         // The scheduler's own failure comes later and is ignored.
         scene.act(Action::Failed { id: ID, failure: SequenceFailure::TransferFailed });
         scene.assert_quiet();
@@ -327,10 +327,10 @@ fn full_transfer_queue_aborts_the_sequence_and_ends_its_transfer() {
         assert!(!scene.attempts.transfer_queue_full(call, command, reason.clone()));
         assert_eq!(scene.failure(), (FailureKind::Busy, reason));
         assert_eq!(scene.input(), Input::Abort { id: ID });
-        assert_eq!(scene.input(), Input::TransferEnded { id: ID, delivered: false });
+        assert_eq!(scene.input(), Input::TransferEnded { id: ID });
         if !is_aborted_before {
             scene.act(abort());
-            assert_eq!(scene.input(), Input::TransferEnded { id: ID, delivered: false });
+            assert_eq!(scene.input(), Input::TransferEnded { id: ID });
             scene.assert_quiet();
         }
         scene.assert_forgotten();

@@ -9,27 +9,18 @@ use super::super::{
     ExecutorError, ExecutorLimits,
     batch::{Batch, ScheduledRow, TokenCount},
 };
-use crate::plan::{AdmittedRow, Generation, RowFailure, Slot, StepPlan};
+use crate::plan::{AdmittedRow, RowFailure, RowResult, Slot, StepPlan};
 
 /// Stop tokens that a row may have beside `min_tokens`.
 pub const STOPS_MAX: u32 = 64;
 /// Upper bound on the top log-probabilities of a row.
 const LOGPROBS_MAX: u32 = 32;
 
-/// One row of a launched plan.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Scheduled {
-    pub slot: Slot,
-    pub generation: Generation,
-    pub samples: bool,
-    pub failure: Option<RowFailure>,
-}
-
 /// A plan translated for the device.
 #[derive(Debug, Default)]
 pub struct Step {
-    /// One entry for each row of the plan, in the plan's order.
-    pub scheduled: Vec<Scheduled>,
+    /// The results of the plan's rows without their tokens, and whether each row samples; in the plan's order.
+    pub scheduled: Vec<(RowResult, bool)>,
     /// Rows that take part in the forward pass.
     pub sequences: Vec<StepRows>,
     /// One entry for each sample.
@@ -54,7 +45,7 @@ impl Rows {
     /// Applies the diff and advances the rows of the step. After an error the rows are unusable.
     pub fn apply(&mut self, plan: &StepPlan) -> Result<Step, ExecutorError> {
         let mut step = Step::default();
-        for row in self.batch.apply_refusing(plan, refusal, |_, _| Vec::new())? {
+        for row in self.batch.apply(plan, refusal, |_, _| Vec::new())? {
             self.add(&row, &mut step);
         }
         let is_taken = |admitted: &AdmittedRow| self.batch.row(admitted.slot).failure.is_none();
@@ -85,12 +76,10 @@ impl Rows {
     }
 
     fn add(&mut self, scheduled: &ScheduledRow, step: &mut Step) {
-        let ScheduledRow { slot, generation, start, token_count, samples, .. } = *scheduled;
+        let ScheduledRow { slot, start, token_count, samples, .. } = *scheduled;
+        step.scheduled.push((self.batch.unsampled(scheduled), samples));
         let row = self.batch.row(slot);
-        let failure = row.failure.clone();
-        let is_skipped = failure.is_some();
-        step.scheduled.push(Scheduled { slot, generation, samples, failure });
-        if is_skipped {
+        if row.failure.is_some() {
             return;
         }
         let mask = row.allowed.as_ref().filter(|_| samples);
@@ -210,11 +199,11 @@ mod tests {
             let released = vec![Slot(0), Slot(1)];
             let step = rows.apply(&plan(both, vec![row(0, 5, true), row(1, 5, true)])).unwrap();
             assert_eq!((&step.admitted[..], step.sequences.len()), (&[1][..], 1));
-            assert!(matches!(step.scheduled[0].failure, Some(RowFailure::Sampling { .. })));
-            assert!(!step.scheduled[0].samples && step.scheduled[1].samples);
+            assert!(matches!(step.scheduled[0].0.failure, Some(RowFailure::Sampling { .. })));
+            assert!(!step.scheduled[0].1 && step.scheduled[1].1);
             // The next step was planned before the failure was known.
             let step = rows.apply(&plan(vec![], vec![row(0, 1, true)])).unwrap();
-            assert!(step.sequences.is_empty() && step.scheduled[0].failure.is_some());
+            assert!(step.sequences.is_empty() && step.scheduled[0].0.failure.is_some());
             let again =
                 StepPlan { released, ..plan(vec![admitted(0, 5, 0, &[0])], vec![row(0, 5, true)]) };
             assert_eq!(rows.apply(&again).unwrap().sequences.len(), 1);
@@ -235,7 +224,7 @@ mod tests {
         assert_eq!((right.masks.len(), right.sequences[0].mask), (1, Some(0)));
         let wrong = step(6);
         assert!(wrong.masks.is_empty() && wrong.sequences.is_empty());
-        assert_eq!(wrong.scheduled[0].failure, Some(RowFailure::NoMask { position: 5 }));
+        assert_eq!(wrong.scheduled[0].0.failure, Some(RowFailure::NoMask { position: 5 }));
     }
 
     #[test]
