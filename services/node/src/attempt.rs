@@ -2,7 +2,10 @@
 //!
 //! Each refusal names the field, its value and the allowed values.
 
-use std::time::{Duration, Instant};
+use std::{
+    fmt,
+    time::{Duration, Instant},
+};
 
 use cluster::NodeId;
 use engine::event::{NewSequence, SequenceId, SequenceKind};
@@ -58,7 +61,7 @@ impl NewAttempt {
         now: Instant,
     ) -> Result<Self, Refusal> {
         let peer = request.decode.ok_or_else(|| missing("decode"))?;
-        let peer = checked_peer(peer, &DECODE_FIELDS, limits)?;
+        let peer = checked_peer(peer, "decode", limits)?;
         let mut attempt =
             Self::checked(request.attempt, SequenceKind::Send, traceparent, limits, now)?;
         attempt.peer = Some(peer);
@@ -72,8 +75,7 @@ impl NewAttempt {
         limits: &AttemptLimits,
         now: Instant,
     ) -> Result<Self, Refusal> {
-        let peer =
-            request.prefill.map(|peer| checked_peer(peer, &PREFILL_FIELDS, limits)).transpose()?;
+        let peer = request.prefill.map(|peer| checked_peer(peer, "prefill", limits)).transpose()?;
         let kind = if peer.is_some() { SequenceKind::Receive } else { SequenceKind::Compute };
         let mut attempt = Self::checked(request.attempt, kind, traceparent, limits, now)?;
         attempt.peer = peer;
@@ -118,21 +120,15 @@ impl NewAttempt {
         within("attempt.remaining_ms", remaining_ms, 1, REMAINING_MS_MAX)?;
         let salt_bytes = attempt.cache_salt.len();
         if salt_bytes > CACHE_SALT_BYTES_MAX {
-            return Err(Refusal::Field {
-                field: "attempt.cache_salt",
-                value: format!("{salt_bytes} bytes"),
-                allowed: format!("at most {CACHE_SALT_BYTES_MAX} bytes are allowed"),
-            });
+            let allowed = format!("at most {CACHE_SALT_BYTES_MAX} bytes are allowed");
+            return Err(invalid("attempt.cache_salt", format!("{salt_bytes} bytes"), allowed));
         }
         let wire = attempt.sampling.ok_or_else(|| missing("attempt.sampling"))?;
         let (max_tokens, ignore_stop_tokens) = (wire.max_tokens, wire.ignore_stop_tokens);
         let emitted = attempt.tokens.len() as u32 - attempt.prompt_len;
         if max_tokens <= emitted {
-            return Err(Refusal::Field {
-                field: "attempt.sampling.max_tokens",
-                value: max_tokens.to_string(),
-                allowed: format!("must be more than the {emitted} tokens that were emitted"),
-            });
+            let allowed = format!("must be more than the {emitted} tokens that were emitted");
+            return Err(invalid("attempt.sampling.max_tokens", max_tokens, allowed));
         }
         let sampling = checked_sampling(wire, limits)?;
         let grammar = attempt.grammar.map(checked_grammar).transpose()?;
@@ -198,47 +194,48 @@ fn tool_calls(wire: v1::ToolCalls) -> ToolCalls {
 fn check_tokens(attempt: &v1::Attempt, limits: &AttemptLimits) -> Result<(), Refusal> {
     let count = attempt.tokens.len() as u64;
     if count == 0 {
-        return Err(Refusal::Field {
-            field: "attempt.tokens",
-            value: "empty".into(),
-            allowed: "at least one token is needed".into(),
-        });
+        return Err(invalid("attempt.tokens", "empty", "at least one token is needed"));
     }
     // At least one position is left for a sampled token.
     let count_max = u64::from(limits.sequence_tokens_max.saturating_sub(1));
     if count > count_max {
-        return Err(Refusal::Field {
-            field: "attempt.tokens",
-            value: format!("{count} tokens"),
-            allowed: format!("at most {count_max} fit this node"),
-        });
+        let allowed = format!("at most {count_max} fit this node");
+        return Err(invalid("attempt.tokens", format!("{count} tokens"), allowed));
     }
     let prompt_max = count.min(u64::from(limits.prompt_tokens_max));
     within("attempt.prompt_len", u64::from(attempt.prompt_len), 1, prompt_max)?;
-    let outside = |(_, token): &(usize, &u32)| **token >= limits.vocabulary_size;
-    if let Some((index, token)) = attempt.tokens.iter().enumerate().find(outside) {
-        return Err(Refusal::Field {
-            field: "attempt.tokens",
-            value: format!("{token} at index {index}"),
-            allowed: format!("the vocabulary has {} tokens", limits.vocabulary_size),
-        });
+    if let Some((index, token)) = outside_vocabulary(&attempt.tokens, limits) {
+        let allowed = format!("the vocabulary has {} tokens", limits.vocabulary_size);
+        return Err(invalid("attempt.tokens", format!("{token} at index {index}"), allowed));
     }
     Ok(())
 }
 
+/// Returns the first token that the model does not know, with its index.
+fn outside_vocabulary(tokens: &[u32], limits: &AttemptLimits) -> Option<(usize, u32)> {
+    let index = tokens.iter().position(|token| *token >= limits.vocabulary_size)?;
+    Some((index, tokens[index]))
+}
+
 fn checked_sampling(wire: v1::Sampling, limits: &AttemptLimits) -> Result<Sampling, Refusal> {
-    let large = SAMPLING_MAGNITUDE_MAX;
-    float("attempt.sampling.temperature", wire.temperature, 0.0, large)?;
-    float("attempt.sampling.top_p", wire.top_p, f32::MIN_POSITIVE, 1.0)?;
-    float("attempt.sampling.min_p", wire.min_p, 0.0, 1.0)?;
-    float(
-        "attempt.sampling.repetition_penalty",
-        wire.repetition_penalty,
-        f32::MIN_POSITIVE,
-        large,
-    )?;
-    float("attempt.sampling.presence_penalty", wire.presence_penalty, -PENALTY_MAX, PENALTY_MAX)?;
-    float("attempt.sampling.frequency_penalty", wire.frequency_penalty, -PENALTY_MAX, PENALTY_MAX)?;
+    const POSITIVE: f32 = f32::MIN_POSITIVE;
+    for (field, value, min, max) in [
+        ("temperature", wire.temperature, 0.0, SAMPLING_MAGNITUDE_MAX),
+        ("top_p", wire.top_p, POSITIVE, 1.0),
+        ("min_p", wire.min_p, 0.0, 1.0),
+        ("repetition_penalty", wire.repetition_penalty, POSITIVE, SAMPLING_MAGNITUDE_MAX),
+        ("presence_penalty", wire.presence_penalty, -PENALTY_MAX, PENALTY_MAX),
+        ("frequency_penalty", wire.frequency_penalty, -PENALTY_MAX, PENALTY_MAX),
+    ] {
+        // No range contains NaN or an infinity.
+        if !(min..=max).contains(&value) {
+            let allowed = match min {
+                POSITIVE => format!("must be above 0 and at most {max}"),
+                _ => format!("must be from {min} to {max}"),
+            };
+            return Err(invalid(&format!("attempt.sampling.{field}"), value, allowed));
+        }
+    }
     let (min, max) = (wire.min_tokens, wire.max_tokens);
     within("attempt.sampling.min_tokens", u64::from(min), 0, u64::from(max))?;
     if let Some(count) = wire.logprobs {
@@ -246,18 +243,16 @@ fn checked_sampling(wire: v1::Sampling, limits: &AttemptLimits) -> Result<Sampli
     }
     let stop_count = wire.stop_token_ids.len();
     if stop_count > STOP_TOKENS_MAX {
-        return Err(Refusal::Field {
-            field: "attempt.sampling.stop_token_ids",
-            value: format!("{stop_count} ids"),
-            allowed: format!("at most {STOP_TOKENS_MAX} are allowed"),
-        });
+        let allowed = format!("at most {STOP_TOKENS_MAX} are allowed");
+        return Err(invalid(
+            "attempt.sampling.stop_token_ids",
+            format!("{stop_count} ids"),
+            allowed,
+        ));
     }
-    if let Some(token) = wire.stop_token_ids.iter().find(|id| **id >= limits.vocabulary_size) {
-        return Err(Refusal::Field {
-            field: "attempt.sampling.stop_token_ids",
-            value: token.to_string(),
-            allowed: format!("the vocabulary has {} tokens", limits.vocabulary_size),
-        });
+    if let Some((_, token)) = outside_vocabulary(&wire.stop_token_ids, limits) {
+        let allowed = format!("the vocabulary has {} tokens", limits.vocabulary_size);
+        return Err(invalid("attempt.sampling.stop_token_ids", token, allowed));
     }
     Ok(Sampling {
         temperature: wire.temperature,
@@ -274,31 +269,6 @@ fn checked_sampling(wire: v1::Sampling, limits: &AttemptLimits) -> Result<Sampli
     })
 }
 
-/// The field names of a peer in one kind of call, for errors.
-struct PeerFields {
-    node_id: &'static str,
-    epoch: &'static str,
-    notice_endpoint: &'static str,
-}
-
-const DECODE_FIELDS: PeerFields = PeerFields {
-    node_id: "decode.node_id",
-    epoch: "decode.epoch",
-    notice_endpoint: "decode.notice_endpoint",
-};
-
-const PREFILL_FIELDS: PeerFields = PeerFields {
-    node_id: "prefill.node_id",
-    epoch: "prefill.epoch",
-    notice_endpoint: "prefill.notice_endpoint",
-};
-
-const MEET_FIELDS: PeerFields = PeerFields {
-    node_id: "peers.node_id",
-    epoch: "peers.epoch",
-    notice_endpoint: "peers.notice_endpoint",
-};
-
 /// Peers of one `Meet` call beyond this number are ignored.
 const MEET_PEERS_MAX: usize = 64;
 
@@ -312,34 +282,27 @@ pub(crate) fn meet_peers(
         return Err(Refusal::OtherEpoch { named, own: limits.epoch });
     }
     let peers = request.peers.into_iter().take(MEET_PEERS_MAX);
-    peers.map(|peer| checked_peer(peer, &MEET_FIELDS, limits)).collect()
+    peers.map(|peer| checked_peer(peer, "peers", limits)).collect()
 }
 
+/// Checks a peer in the field `within` of a call.
 fn checked_peer(
     peer: v1::Peer,
-    fields: &PeerFields,
+    within: &str,
     limits: &AttemptLimits,
 ) -> Result<PeerAddress, Refusal> {
-    NodeId::parse(&peer.node_id).map_err(|error| Refusal::Field {
-        field: fields.node_id,
-        value: shown(&peer.node_id),
-        allowed: error.to_string(),
-    })?;
-    let epoch = Epoch(id(fields.epoch, &peer.epoch)?);
+    let field = |name: &str| format!("{within}.{name}");
+    NodeId::parse(&peer.node_id)
+        .map_err(|error| invalid(&field("node_id"), shown(&peer.node_id), error.to_string()))?;
+    let epoch = Epoch(id(&field("epoch"), &peer.epoch)?);
     if epoch == limits.epoch {
-        return Err(Refusal::Field {
-            field: fields.epoch,
-            value: epoch.to_string(),
-            allowed: "must name another process than this one".into(),
-        });
+        let allowed = "must name another process than this one";
+        return Err(invalid(&field("epoch"), epoch, allowed));
     }
     let endpoint = &peer.notice_endpoint;
     if endpoint.len() > ENDPOINT_BYTES_MAX || !is_tcp_endpoint(endpoint) {
-        return Err(Refusal::Field {
-            field: fields.notice_endpoint,
-            value: shown(endpoint),
-            allowed: "must be tcp://host:port".into(),
-        });
+        let allowed = "must be tcp://host:port";
+        return Err(invalid(&field("notice_endpoint"), shown(endpoint), allowed));
     }
     Ok(PeerAddress { node_id: peer.node_id, epoch, control_endpoint: peer.notice_endpoint })
 }
@@ -355,38 +318,26 @@ fn is_tcp_endpoint(text: &str) -> bool {
     !host.is_empty() && host.chars().all(plain) && port_is_one
 }
 
-fn missing(field: &'static str) -> Refusal {
-    Refusal::Field { field, value: "absent".into(), allowed: "must be set".into() }
+fn invalid(field: &str, value: impl fmt::Display, allowed: impl Into<String>) -> Refusal {
+    Refusal::Field { field: field.to_owned(), value: value.to_string(), allowed: allowed.into() }
 }
 
-fn id(field: &'static str, bytes: &[u8]) -> Result<u128, Refusal> {
-    let sixteen: [u8; 16] = bytes.try_into().map_err(|_| Refusal::Field {
-        field,
-        value: format!("{} bytes", bytes.len()),
-        allowed: "must have 16 bytes".into(),
-    })?;
+fn missing(field: &str) -> Refusal {
+    invalid(field, "absent", "must be set")
+}
+
+fn id(field: &str, bytes: &[u8]) -> Result<u128, Refusal> {
+    let sixteen: [u8; 16] = bytes
+        .try_into()
+        .map_err(|_| invalid(field, format!("{} bytes", bytes.len()), "must have 16 bytes"))?;
     Ok(u128::from_be_bytes(sixteen))
 }
 
-fn within(field: &'static str, value: u64, min: u64, max: u64) -> Result<(), Refusal> {
-    if (min..=max).contains(&value) {
-        return Ok(());
+fn within(field: &str, value: u64, min: u64, max: u64) -> Result<(), Refusal> {
+    match (min..=max).contains(&value) {
+        true => Ok(()),
+        false => Err(invalid(field, value, format!("must be from {min} to {max}"))),
     }
-    let allowed = format!("must be from {min} to {max}");
-    Err(Refusal::Field { field, value: value.to_string(), allowed })
-}
-
-fn float(field: &'static str, value: f32, min: f32, max: f32) -> Result<(), Refusal> {
-    // No range contains NaN or an infinity.
-    if (min..=max).contains(&value) {
-        return Ok(());
-    }
-    let allowed = if min == f32::MIN_POSITIVE {
-        format!("must be above 0 and at most {max}")
-    } else {
-        format!("must be from {min} to {max}")
-    };
-    Err(Refusal::Field { field, value: value.to_string(), allowed })
 }
 
 /// Quotes the first 80 characters of a caller's text on one line.

@@ -323,35 +323,35 @@ impl Attempts {
 
     fn on_failed(&mut self, id: SequenceId, failure: SequenceFailure) {
         let Some(record) = self.records.get(&id) else { return };
+        let is_waiting = record.caller == CallerState::Waiting;
         let message = failure.to_string();
-        if record.caller == CallerState::Waiting {
-            let (end, refusal) = match failure {
-                SequenceFailure::Busy { reason } => (SequenceEnd::Busy, Refusal::Busy { reason }),
-                SequenceFailure::Invalid { reason } => {
-                    (SequenceEnd::Invalid, Refusal::Invalid { reason })
-                }
-                SequenceFailure::Duplicate => {
-                    (SequenceEnd::Invalid, Refusal::Duplicate { id: id.0 })
-                }
-                SequenceFailure::Deadline => (SequenceEnd::Deadline, Refusal::Deadline),
-                // An arrival meets neither.
-                SequenceFailure::TransferFailed | SequenceFailure::Internal { .. } => {
-                    (SequenceEnd::Internal, Refusal::Internal { reason: message })
-                }
-            };
-            return self.reject(id, end, refusal);
-        }
-        let (end, kind) = match failure {
-            SequenceFailure::Busy { .. } => (SequenceEnd::Busy, FailureKind::Busy),
-            SequenceFailure::Invalid { .. } => (SequenceEnd::Invalid, FailureKind::Invalid),
-            SequenceFailure::Duplicate => (SequenceEnd::Internal, FailureKind::Internal),
-            SequenceFailure::Deadline => (SequenceEnd::Deadline, FailureKind::Deadline),
-            SequenceFailure::TransferFailed => {
-                (SequenceEnd::TransferFailed, FailureKind::TransferFailed)
+        let (end, kind, refusal) = match failure {
+            SequenceFailure::Busy { reason } => {
+                (SequenceEnd::Busy, FailureKind::Busy, Refusal::Busy { reason })
             }
-            SequenceFailure::Internal { .. } => (SequenceEnd::Internal, FailureKind::Internal),
+            SequenceFailure::Invalid { reason } => {
+                (SequenceEnd::Invalid, FailureKind::Invalid, Refusal::Invalid { reason })
+            }
+            // Rejects the arrival only: the known sequence continues.
+            SequenceFailure::Duplicate => {
+                (SequenceEnd::Invalid, FailureKind::Invalid, Refusal::Duplicate { id: id.0 })
+            }
+            SequenceFailure::Deadline => {
+                (SequenceEnd::Deadline, FailureKind::Deadline, Refusal::Deadline)
+            }
+            SequenceFailure::TransferFailed => {
+                let refusal = Refusal::Internal { reason: message.clone() };
+                (SequenceEnd::TransferFailed, FailureKind::TransferFailed, refusal)
+            }
+            SequenceFailure::Internal { .. } => {
+                let refusal = Refusal::Internal { reason: message.clone() };
+                (SequenceEnd::Internal, FailureKind::Internal, refusal)
+            }
         };
-        self.fail(id, end, kind, message);
+        match is_waiting {
+            true => self.reject(id, end, refusal),
+            false => self.fail(id, end, kind, message),
+        }
     }
 
     /// The scheduler no longer wants the transfer. It waits for `TransferEnded`.
@@ -420,23 +420,21 @@ impl Attempts {
         failure: TransferFailure,
     ) {
         let id = SequenceId(transfer.0);
-        let (end, kind) = match &failure {
+        let end = match &failure {
             TransferFailure::Refused { .. } | TransferFailure::WeightsChanged { .. } => {
-                (TransferEnd::Refused, FailureKind::Mismatch)
+                TransferEnd::Refused
             }
-            TransferFailure::PeerLost { .. } => {
-                (TransferEnd::PeerLost, FailureKind::TransferFailed)
-            }
+            TransferFailure::PeerLost { .. } => TransferEnd::PeerLost,
             TransferFailure::PeerAborted { .. } | TransferFailure::Aborted { .. } => {
-                (TransferEnd::Aborted, FailureKind::TransferFailed)
+                TransferEnd::Aborted
             }
-            TransferFailure::Deadline { .. } => {
-                (TransferEnd::Deadline, FailureKind::TransferFailed)
-            }
-            TransferFailure::Damaged { .. } => (TransferEnd::Damaged, FailureKind::TransferFailed),
-            TransferFailure::Protocol { .. } => {
-                (TransferEnd::Protocol, FailureKind::TransferFailed)
-            }
+            TransferFailure::Deadline { .. } => TransferEnd::Deadline,
+            TransferFailure::Damaged { .. } => TransferEnd::Damaged,
+            TransferFailure::Protocol { .. } => TransferEnd::Protocol,
+        };
+        let kind = match end {
+            TransferEnd::Refused => FailureKind::Mismatch,
+            _ => FailureKind::TransferFailed,
         };
         let message = failure.to_string();
         let error = Some(message.clone());

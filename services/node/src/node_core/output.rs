@@ -136,7 +136,7 @@ impl AttemptEnd {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Refusal {
     #[error("{field} = {value}: {allowed}")]
-    Field { field: &'static str, value: String, allowed: String },
+    Field { field: String, value: String, allowed: String },
     /// The sequence can never run on this node.
     #[error("{reason}")]
     Invalid { reason: String },
