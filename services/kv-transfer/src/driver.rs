@@ -11,24 +11,24 @@
 //! * The end of a connection that was closed or replaced meanwhile is ignored.
 //! * While the node does not take its events, it gets no new ones: no command is taken.
 
-use std::{collections::VecDeque, fmt::Display, time::Instant};
+use std::{collections::VecDeque, time::Instant};
 
 use crate::{
-    api::{Command, Epoch, Event, PeerAddress},
+    api::{Command, Epoch, Event, PeerAddress, TransferId},
     control::{ControlMessage, Source},
     protocol::{Action, Core, DataEvent},
     shell::EventSink,
     transfer_kind::TransferKind,
-    transport::{Released, Transport, TransportEvent},
+    transport::{DataError, Released, Transport, TransportEvent},
 };
 
 /// The outbound queues of control messages, one per peer.
 pub trait ControlLinks {
     /// Opens the queue to this peer.
-    fn open(&mut self, peer: &PeerAddress) -> Result<(), impl Display>;
+    fn open(&mut self, peer: &PeerAddress) -> Result<(), String>;
 
     /// Queues a message. Drops it if the peer has no open queue; fails if the queue is full.
-    fn send(&mut self, peer: Epoch, message: ControlMessage) -> Result<(), impl Display>;
+    fn send(&mut self, peer: Epoch, message: ControlMessage) -> Result<(), String>;
 
     /// Closes the queue. Messages in the queue may still be sent.
     fn close(&mut self, peer: Epoch);
@@ -119,7 +119,7 @@ impl<T: Transport, C: ControlLinks> TransferDriver<T, C> {
             match action {
                 Action::Connect { peer } => {
                     self.transport.admit(peer.epoch);
-                    let opened = self.links.open(&peer).map_err(|error| error.to_string());
+                    let opened = self.links.open(&peer);
                     self.fail_peer(now, peer.epoch, opened);
                 }
                 Action::Disconnect { peer } => {
@@ -127,7 +127,7 @@ impl<T: Transport, C: ControlLinks> TransferDriver<T, C> {
                     self.transport.dismiss(peer);
                 }
                 Action::SendControl { peer, message } => {
-                    let sent = self.links.send(peer, message).map_err(|error| error.to_string());
+                    let sent = self.links.send(peer, message);
                     self.fail_peer(now, peer, sent);
                 }
                 Action::CloseData { peer } => self.transport.close(peer),
@@ -137,29 +137,27 @@ impl<T: Transport, C: ControlLinks> TransferDriver<T, C> {
                     self.transport.open(peer, &endpoint, kinds.collect());
                 }
                 Action::PostReceive { peer, transfer, chunk, blocks } => {
-                    if let Err(error) = self.transport.post(peer, transfer, chunk, &blocks) {
-                        let reason = error.to_string();
-                        self.core.handle_data(now, DataEvent::Failed { transfer, reason });
-                    }
+                    let posted = self.transport.post(peer, transfer, chunk, &blocks);
+                    self.fail_transfer(now, transfer, posted);
                 }
                 Action::SendChunk { peer, transfer, chunk, blocks } => {
-                    if let Err(error) = self.transport.send(peer, transfer, chunk, &blocks) {
-                        let reason = error.to_string();
-                        self.core.handle_data(now, DataEvent::Failed { transfer, reason });
-                    }
+                    let sent = self.transport.send(peer, transfer, chunk, &blocks);
+                    self.fail_transfer(now, transfer, sent);
                 }
-                Action::CancelReceive { peer, transfer } => {
-                    if self.transport.cancel_receive(peer, transfer) == Released::Now {
-                        self.core.handle_data(now, DataEvent::ReceiveReleased { transfer });
-                    }
-                }
-                Action::CancelSend { peer, transfer } => {
-                    if self.transport.cancel_send(peer, transfer) == Released::Now {
-                        self.core.handle_data(now, DataEvent::SendReleased { transfer });
+                Action::Cancel { peer, transfer } => {
+                    if self.transport.cancel(peer, transfer) == Released::Now {
+                        self.core.handle_data(now, DataEvent::Released { transfer });
                     }
                 }
                 Action::Emit(event) => self.events.push_back(event),
             }
+        }
+    }
+
+    fn fail_transfer(&mut self, now: Instant, id: TransferId, result: Result<(), DataError>) {
+        if let Err(error) = result {
+            let event = DataEvent::Failed { transfer: id, reason: error.to_string() };
+            self.core.handle_data(now, event);
         }
     }
 
@@ -208,10 +206,7 @@ mod tests {
         ) -> Result<(), DataError> {
             Ok(())
         }
-        fn cancel_send(&mut self, _: Epoch, _: TransferId) -> Released {
-            Released::Now
-        }
-        fn cancel_receive(&mut self, _: Epoch, _: TransferId) -> Released {
+        fn cancel(&mut self, _: Epoch, _: TransferId) -> Released {
             Released::Now
         }
         fn close(&mut self, _: Epoch) {}
@@ -228,11 +223,11 @@ mod tests {
     struct FullLinks;
 
     impl ControlLinks for FullLinks {
-        fn open(&mut self, _: &PeerAddress) -> Result<(), impl Display> {
-            Ok::<(), String>(())
+        fn open(&mut self, _: &PeerAddress) -> Result<(), String> {
+            Ok(())
         }
-        fn send(&mut self, _: Epoch, _: ControlMessage) -> Result<(), impl Display> {
-            Err("the queue is full")
+        fn send(&mut self, _: Epoch, _: ControlMessage) -> Result<(), String> {
+            Err("the queue is full".to_owned())
         }
         fn close(&mut self, _: Epoch) {}
     }

@@ -28,9 +28,9 @@ mod threads;
 mod transfer_kind;
 pub mod transport;
 
-/// Parts of the wire format that tests, fuzz targets and benchmarks need. Not for nodes.
+/// Parts of the wire format that fuzz targets need. Not for nodes.
 pub mod testing {
-    pub use crate::{data::tcp::frame, shell::sockets};
+    pub use crate::data::tcp::frame;
 }
 
 pub use config::{

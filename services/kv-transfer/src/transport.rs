@@ -16,9 +16,8 @@ use crate::{
 /// * It writes only into blocks that were posted and reads only from blocks that were sent.
 /// * Every `send` ends in `Sent` and every `post` in `Received`, unless the transfer is cancelled,
 ///   one of its chunks fails (`Failed`) or the connection closes ([`TransportEvent::Closed`]).
-/// * Once `cancel_*` has returned [`Released::Now`], or `SendReleased` or `ReceiveReleased` was
-///   reported, it holds no block of that transfer. One of these happens soon, even if the peer is
-///   stopped.
+/// * Once `cancel` has returned [`Released::Now`], or [`DataEvent::Released`] was reported, it holds
+///   no block of that transfer. One of these happens soon, even if the peer is stopped.
 /// * A stopped peer delays no other peer.
 pub trait Transport: Send {
     /// Accepts connections from `peer`. Connections from peers that were not admitted are closed,
@@ -47,9 +46,8 @@ pub trait Transport: Send {
         blocks: &[BlockId],
     ) -> Result<(), DataError>;
 
-    fn cancel_send(&mut self, peer: Epoch, transfer: TransferId) -> Released;
-
-    fn cancel_receive(&mut self, peer: Epoch, transfer: TransferId) -> Released;
+    /// Drops the transfer's queued chunks and posted blocks.
+    fn cancel(&mut self, peer: Epoch, transfer: TransferId) -> Released;
 
     /// Closes both connections with `peer`. No event about these connections follows.
     fn close(&mut self, peer: Epoch);

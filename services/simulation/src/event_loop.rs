@@ -107,7 +107,6 @@ pub enum SimEvent {
     },
     Release {
         process: usize,
-        is_receive: bool,
         transfer: TransferId,
     },
     Fault(FaultStep),
@@ -309,10 +308,10 @@ impl Simulation {
             SimEvent::ChunkEnds { from, to, connection, data } => {
                 self.chunk_ends(from, to, connection, data);
             }
-            SimEvent::Release { process, is_receive, transfer } => {
+            SimEvent::Release { process, transfer } => {
                 if self.processes[process].state != ProcessState::Dead {
                     let transport = &mut self.processes[process].transfers.transport;
-                    let event = transport.released(is_receive, transfer);
+                    let event = transport.released(transfer);
                     self.input(process, Input::Data(event));
                 }
             }
@@ -379,9 +378,9 @@ impl Simulation {
                 Output::SendChunk { transfer, chunk } => {
                     self.send(SimEvent::SendChunk { process, transfer, chunk });
                 }
-                Output::Release { is_receive, transfer } => {
+                Output::Release { transfer } => {
                     let delay = self.random.up_to(self.scenario.release_delay_max);
-                    let event = SimEvent::Release { process, is_receive, transfer };
+                    let event = SimEvent::Release { process, transfer };
                     self.clock.after(delay, event);
                 }
                 Output::HoldEnded { transfer, hold } => self.check_hold(process, transfer, &hold),

@@ -134,7 +134,6 @@ pub enum Output {
         chunk: u32,
     },
     Release {
-        is_receive: bool,
         transfer: TransferId,
     },
     /// The scheduler owns the blocks of a transfer again.

@@ -5,8 +5,6 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
-    convert::Infallible,
-    fmt::Display,
     time::Instant,
 };
 
@@ -126,12 +124,9 @@ impl SimTransport {
         assert!(ended.is_some(), "{}: {transfer} ends twice, or never began", self.name);
     }
 
-    pub fn released(&mut self, is_receive: bool, transfer: TransferId) -> DataEvent {
-        if !is_receive {
-            return DataEvent::SendReleased { transfer };
-        }
+    pub fn released(&mut self, transfer: TransferId) -> DataEvent {
         self.writing.retain(|(id, _), _| *id != transfer);
-        DataEvent::ReceiveReleased { transfer }
+        DataEvent::Released { transfer }
     }
 
     /// Returns the peer of a chunk that was not sent yet.
@@ -248,17 +243,11 @@ impl Transport for SimTransport {
         Ok(())
     }
 
-    fn cancel_send(&mut self, _peer: Epoch, transfer: TransferId) -> Released {
+    /// A chunk that has begun to arrive continues until [`Self::released`].
+    fn cancel(&mut self, _peer: Epoch, transfer: TransferId) -> Released {
         self.sending.retain(|(id, _), _| *id != transfer);
-        self.outputs.push(Output::Release { is_receive: false, transfer });
-        Released::Later
-    }
-
-    /// Cancels posted receives. A chunk that has begun to arrive continues until
-    /// [`Self::released`].
-    fn cancel_receive(&mut self, _peer: Epoch, transfer: TransferId) -> Released {
         self.posted.retain(|(id, _), _| *id != transfer);
-        self.outputs.push(Output::Release { is_receive: true, transfer });
+        self.outputs.push(Output::Release { transfer });
         Released::Later
     }
 
@@ -288,13 +277,13 @@ pub struct SimLinks {
 }
 
 impl ControlLinks for SimLinks {
-    fn open(&mut self, _peer: &PeerAddress) -> Result<(), impl Display> {
-        Ok::<(), Infallible>(())
+    fn open(&mut self, _peer: &PeerAddress) -> Result<(), String> {
+        Ok(())
     }
 
-    fn send(&mut self, peer: Epoch, message: ControlMessage) -> Result<(), impl Display> {
+    fn send(&mut self, peer: Epoch, message: ControlMessage) -> Result<(), String> {
         self.outputs.push(Output::ControlMessage { to: peer, message });
-        Ok::<(), Infallible>(())
+        Ok(())
     }
 
     fn close(&mut self, _peer: Epoch) {}

@@ -49,7 +49,7 @@ pub fn not_posted(
             let reason = format!("the peer no longer waits for chunk {chunk}");
             shared.report(DataEvent::Failed { transfer, reason });
         }
-        outbox::GivenBack::Released => shared.report(DataEvent::SendReleased { transfer }),
+        outbox::GivenBack::Released => shared.report(DataEvent::Released { transfer }),
         outbox::GivenBack::Cancelled | outbox::GivenBack::Unknown => {}
     }
     Ok(())
@@ -100,7 +100,7 @@ fn report_unwritten(
 ) {
     match given_back {
         inbox::GivenBack::Wanted => shared.report(DataEvent::Failed { transfer, reason }),
-        inbox::GivenBack::Released => shared.report(DataEvent::ReceiveReleased { transfer }),
+        inbox::GivenBack::Released => shared.report(DataEvent::Released { transfer }),
         inbox::GivenBack::Cancelled => {}
     }
 }

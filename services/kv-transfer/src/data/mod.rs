@@ -217,12 +217,12 @@ impl Transport for DataConnections {
         self.inbound.post(peer, transfer, chunk, blocks)
     }
 
-    fn cancel_send(&mut self, peer: Epoch, transfer: TransferId) -> Released {
-        self.outbound.get(&peer).map_or(Released::Now, |outbox| outbox.cancel(transfer))
-    }
-
-    fn cancel_receive(&mut self, peer: Epoch, transfer: TransferId) -> Released {
-        self.inbound.cancel(peer, transfer)
+    fn cancel(&mut self, peer: Epoch, transfer: TransferId) -> Released {
+        let sends = self.outbound.get(&peer).map(|outbox| outbox.cancel(transfer));
+        match (sends, self.inbound.cancel(peer, transfer)) {
+            (None | Some(Released::Now), Released::Now) => Released::Now,
+            _ => Released::Later,
+        }
     }
 
     fn close(&mut self, peer: Epoch) {

@@ -32,7 +32,7 @@ pub fn run(shared: &Shared, outbox: &Outbox, peer: Epoch, endpoint: &str, kinds:
     };
     let (cancelled, reason) = outbox.end(reason);
     for transfer in cancelled {
-        shared.report(DataEvent::SendReleased { transfer });
+        shared.report(DataEvent::Released { transfer });
     }
     if let Some(reason) = reason {
         let reason = format!("data connection to {endpoint}: {reason}");

@@ -6,15 +6,14 @@ use std::{
 };
 
 use super::{
-    Action, Counters, DataEvent, Local, Peer, Turn,
+    Action, Counters, DataEvent, Local, Turn,
     pair::{Close, Pair},
-    receiver::Incoming,
-    sender::Outgoing,
     tombstone::{Tombstone, Tombstones},
+    transfer::{Phase, Side, Transfer},
 };
 use crate::{
-    api::{Command, Epoch, Event, TransferFailure, TransferId},
-    control::{AbortCause, Body, ControlMessage, Source},
+    api::{Command, Epoch, TransferFailure, TransferId},
+    control::{AbortCause, Body, ControlMessage, Reserve, Source},
 };
 
 /// Borrows the fields of a `Turn` and leaves the tables free.
@@ -53,27 +52,6 @@ pub struct Core {
     sessions: u64,
 }
 
-enum Transfer {
-    Outgoing(Outgoing),
-    Incoming(Incoming),
-}
-
-/// Side of a transfer that a command starts.
-#[derive(Clone, Copy)]
-enum Side {
-    Sender,
-    Receiver,
-}
-
-impl Side {
-    fn failed(self, transfer: TransferId, failure: TransferFailure) -> Event {
-        match self {
-            Side::Sender => Event::SendFailed { transfer, failure },
-            Side::Receiver => Event::ReceiveFailed { transfer, failure },
-        }
-    }
-}
-
 impl Core {
     pub fn new(local: Local) -> Self {
         Self {
@@ -109,21 +87,24 @@ impl Core {
                     return turn!(self, now).emit(Side::Receiver.failed(transfer, failure));
                 }
                 let Some(peer) = self.admit(now, transfer, &peer, Side::Receiver) else { return };
-                let mut turn = turn!(self, now);
-                let mut incoming = Incoming::start(
-                    &turn,
+                let reserve = Reserve {
                     transfer,
-                    peer.clone(),
+                    model_fingerprint: self.local.identity.model_fingerprint,
+                    weight_version: self.local.identity.weight_version,
                     prompt_hash,
                     first_block,
                     blocks,
-                    deadline,
-                    traceparent,
-                );
-                if self.pairs.get(&peer.epoch).is_some_and(Pair::is_up) {
+                };
+                let phase = Phase::Connecting { reserve };
+                let is_up = self.pairs.get(&peer.epoch).is_some_and(Pair::is_up);
+                let mut turn = turn!(self, now);
+                let side = Side::Receiver;
+                let mut incoming =
+                    Transfer::begin(&turn, transfer, peer, side, deadline, traceparent, phase);
+                if is_up {
                     incoming.on_pair_up(&mut turn);
                 }
-                self.insert(now, transfer, peer.epoch, Transfer::Incoming(incoming));
+                self.insert(now, incoming);
             }
             Command::Expect { transfer, peer, prompt_hash, deadline, traceparent } => {
                 let deadline = deadline.min(DEADLINE_MAX);
@@ -138,24 +119,19 @@ impl Core {
                     return;
                 }
                 let Some(peer) = self.admit(now, transfer, &peer, Side::Sender) else { return };
-                let turn = turn!(self, now);
-                let outgoing = Outgoing::expect(
-                    &turn,
-                    transfer,
-                    peer.clone(),
-                    prompt_hash,
-                    deadline,
-                    traceparent,
-                );
-                self.insert(now, transfer, peer.epoch, Transfer::Outgoing(outgoing));
+                let (turn, side) = (turn!(self, now), Side::Sender);
+                let phase = Phase::Expecting { prompt_hash };
+                let outgoing =
+                    Transfer::begin(&turn, transfer, peer, side, deadline, traceparent, phase);
+                self.insert(now, outgoing);
             }
             Command::Written { transfer, first_block, blocks } => {
-                self.with_outgoing(now, transfer, |outgoing, turn| {
+                self.with_transfer(now, transfer, |outgoing, turn| {
                     outgoing.written(turn, first_block, blocks);
                 });
             }
             Command::Finish { transfer, first_index, token } => {
-                self.with_outgoing(now, transfer, |outgoing, turn| {
+                self.with_transfer(now, transfer, |outgoing, turn| {
                     outgoing.finish(turn, first_index, token);
                 });
             }
@@ -177,9 +153,8 @@ impl Core {
         let failure = TransferFailure::WeightsChanged { from, to };
         let transfers: Vec<TransferId> = self.transfers.keys().copied().collect();
         for id in transfers {
-            self.with_transfer(now, id, |side, turn| match side {
-                Transfer::Outgoing(outgoing) => outgoing.on_weights_changed(turn, failure.clone()),
-                Transfer::Incoming(incoming) => incoming.on_weights_changed(turn, failure.clone()),
+            self.with_transfer(now, id, |side, turn| {
+                side.on_weights_changed(turn, failure.clone())
             });
         }
         let refused = self.pairs.values().filter(|pair| pair.refusal().is_some());
@@ -254,32 +229,20 @@ impl Core {
     pub fn handle_data(&mut self, now: Instant, event: DataEvent) {
         match event {
             DataEvent::Sent { transfer, chunk, integrity } => {
-                self.with_outgoing(now, transfer, |outgoing, turn| {
+                self.with_transfer(now, transfer, |outgoing, turn| {
                     outgoing.on_sent(turn, chunk, integrity);
                 });
             }
-            DataEvent::SendReleased { transfer } => {
-                self.with_outgoing(now, transfer, |outgoing, turn| outgoing.on_released(turn));
-            }
             DataEvent::Received { transfer, chunk, integrity } => {
-                self.with_transfer(now, transfer, |side, turn| {
-                    if let Transfer::Incoming(incoming) = side {
-                        incoming.on_received(turn, chunk, integrity);
-                    }
+                self.with_transfer(now, transfer, |incoming, turn| {
+                    incoming.on_received(turn, chunk, integrity);
                 });
             }
-            DataEvent::ReceiveReleased { transfer } => {
-                self.with_transfer(now, transfer, |side, turn| {
-                    if let Transfer::Incoming(incoming) = side {
-                        incoming.on_released(turn);
-                    }
-                });
+            DataEvent::Released { transfer } => {
+                self.with_transfer(now, transfer, |side, turn| side.on_released(turn));
             }
             DataEvent::Failed { transfer, reason } => {
-                self.with_transfer(now, transfer, |side, turn| match side {
-                    Transfer::Outgoing(outgoing) => outgoing.on_data_failed(turn, reason),
-                    Transfer::Incoming(incoming) => incoming.on_data_failed(turn, reason),
-                });
+                self.with_transfer(now, transfer, |side, turn| side.on_data_failed(turn, reason));
             }
             DataEvent::Closed { peer, reason } => self.handle_peer_failed(now, peer, &reason),
         }
@@ -295,11 +258,7 @@ impl Core {
     pub fn on_deadline(&mut self, now: Instant) {
         self.tombstones.forget_old(now);
         for transfer in self.transfers.values_mut() {
-            let mut turn = turn!(self, now);
-            match transfer {
-                Transfer::Outgoing(outgoing) => outgoing.on_deadline(&mut turn),
-                Transfer::Incoming(incoming) => incoming.on_deadline(&mut turn),
-            }
+            transfer.on_deadline(&mut turn!(self, now));
         }
         self.bury_all(now);
         let epochs: Vec<Epoch> = self.pairs.keys().copied().collect();
@@ -316,10 +275,7 @@ impl Core {
 
     /// Returns when to call [`Core::on_deadline`] if no other event occurs.
     pub fn next_deadline(&self, now: Instant) -> Option<Instant> {
-        let transfers = self.transfers.values().filter_map(|transfer| match transfer {
-            Transfer::Outgoing(outgoing) => outgoing.next_deadline(),
-            Transfer::Incoming(incoming) => incoming.next_deadline(),
-        });
+        let transfers = self.transfers.values().filter_map(Transfer::next_deadline);
         let pair_idle = self.local.limits.pair_idle;
         let pairs = self.pairs.values().map(|pair| pair.next_deadline(now, pair_idle));
         transfers.chain(pairs).chain(self.tombstones.next_deadline()).min()
@@ -353,10 +309,7 @@ impl Core {
             let tombstone = Tombstone::Failed { cause: AbortCause::GivenUp, reason };
             return self.tombstones.bury(now, transfer, tombstone);
         }
-        self.with_transfer(now, transfer, |side, turn| match side {
-            Transfer::Outgoing(outgoing) => outgoing.abort(turn, reason),
-            Transfer::Incoming(incoming) => incoming.abort(turn, reason),
-        });
+        self.with_transfer(now, transfer, |side, turn| side.abort(turn, reason));
     }
 
     fn on_abort(
@@ -372,25 +325,19 @@ impl Core {
             self.tombstones.bury(now, transfer, Tombstone::Failed { cause, reason });
             return turn!(self, now).send(from.epoch, Body::AbortAck { transfer });
         }
-        self.with_transfer_of(now, from, transfer, |side, turn| match side {
-            Transfer::Outgoing(outgoing) => outgoing.on_abort(turn, cause, reason),
-            Transfer::Incoming(incoming) => incoming.on_abort(turn, cause, reason),
-        });
+        self.with_transfer_of(now, from, transfer, |side, turn| side.on_abort(turn, cause, reason));
     }
 
     fn on_abort_ack(&mut self, now: Instant, from: &Source, transfer: TransferId) {
         if self.transfers.contains_key(&transfer) {
-            self.with_transfer_of(now, from, transfer, |side, _| match side {
-                Transfer::Outgoing(outgoing) => outgoing.on_abort_ack(),
-                Transfer::Incoming(incoming) => incoming.on_abort_ack(),
-            });
+            self.with_transfer_of(now, from, transfer, |side, _| side.on_abort_ack());
         }
     }
 
     fn bury(&mut self, now: Instant, id: TransferId) {
         let Some(transfer) = self.transfers.get(&id) else { return };
         let Some(tombstone) = transfer.tombstone() else { return };
-        let peer = transfer.peer().epoch;
+        let peer = transfer.peer.epoch;
         self.transfers.remove(&id);
         self.tombstones.bury(now, id, tombstone);
         if let Some(pair) = self.pairs.get_mut(&peer) {
@@ -422,19 +369,6 @@ impl Core {
         }
     }
 
-    fn with_outgoing(
-        &mut self,
-        now: Instant,
-        id: TransferId,
-        act: impl FnOnce(&mut Outgoing, &mut Turn<'_>),
-    ) {
-        self.with_transfer(now, id, |side, turn| {
-            if let Transfer::Outgoing(outgoing) = side {
-                act(outgoing, turn);
-            }
-        });
-    }
-
     /// Handles a control message: only the peer of a transfer may act on it.
     fn with_transfer_of(
         &mut self,
@@ -444,7 +378,7 @@ impl Core {
         act: impl FnOnce(&mut Transfer, &mut Turn<'_>),
     ) {
         match self.transfers.get_mut(&id) {
-            Some(transfer) if transfer.peer().epoch == from.epoch => {
+            Some(transfer) if transfer.peer.epoch == from.epoch => {
                 transfer.renew(now);
                 self.with_transfer(now, id, act);
             }
@@ -458,11 +392,11 @@ impl Core {
         now: Instant,
         from: &Source,
         id: TransferId,
-        act: impl FnOnce(&mut Outgoing, &mut Turn<'_>),
+        act: impl FnOnce(&mut Transfer, &mut Turn<'_>),
     ) {
-        self.with_transfer_of(now, from, id, |side, turn| match side {
-            Transfer::Outgoing(outgoing) => act(outgoing, turn),
-            Transfer::Incoming(_) => turn.refuse("wrong_side"),
+        self.with_transfer_of(now, from, id, |transfer, turn| match transfer.side {
+            Side::Sender => act(transfer, turn),
+            Side::Receiver => turn.refuse("wrong_side"),
         });
     }
 
@@ -474,12 +408,14 @@ impl Core {
         from: &Source,
         transfer: TransferId,
         traceparent: &str,
-        act: impl FnOnce(&mut Incoming, &mut Turn<'_>),
+        act: impl FnOnce(&mut Transfer, &mut Turn<'_>),
     ) {
         if self.transfers.contains_key(&transfer) {
-            return self.with_transfer_of(now, from, transfer, |side, turn| match side {
-                Transfer::Incoming(incoming) => act(incoming, turn),
-                Transfer::Outgoing(_) => turn.refuse("wrong_side"),
+            return self.with_transfer_of(now, from, transfer, |transfer, turn| {
+                match transfer.side {
+                    Side::Receiver => act(transfer, turn),
+                    Side::Sender => turn.refuse("wrong_side"),
+                }
             });
         }
         let answer = match self.tombstones.get(transfer) {
@@ -490,35 +426,5 @@ impl Core {
             None => Body::give_up(transfer, "unknown transfer".to_owned()),
         };
         turn!(self, now).send_traced(from.epoch, answer, traceparent);
-    }
-}
-
-impl Transfer {
-    fn peer(&self) -> &Peer {
-        match self {
-            Transfer::Outgoing(outgoing) => outgoing.peer(),
-            Transfer::Incoming(incoming) => incoming.peer(),
-        }
-    }
-
-    fn renew(&mut self, now: Instant) {
-        match self {
-            Transfer::Outgoing(outgoing) => outgoing.renew(now),
-            Transfer::Incoming(incoming) => incoming.renew(now),
-        }
-    }
-
-    fn is_unfinished(&self) -> bool {
-        match self {
-            Transfer::Outgoing(outgoing) => outgoing.is_unfinished(),
-            Transfer::Incoming(incoming) => incoming.is_unfinished(),
-        }
-    }
-
-    fn tombstone(&self) -> Option<Tombstone> {
-        match self {
-            Transfer::Outgoing(outgoing) => outgoing.tombstone(),
-            Transfer::Incoming(incoming) => incoming.tombstone(),
-        }
     }
 }

@@ -9,8 +9,9 @@
 //! * [`Core::poll_action`] after each of these until it returns `None`, and executes the actions in
 //!   order.
 //!
-//! [`pair`] is the connection of two processes, [`sender`] and [`receiver`] are the two sides of
-//! one transfer, `abort` is the failure path of either side, and [`core`] dispatches between them.
+//! `pair` is the connection of two processes, `transfer` is one transfer with the steps of its two
+//! sides in `sender` and `receiver`, `abort` is the failure path, and `core` dispatches between
+//! them.
 //!
 //! Invariants:
 //! * A transfer that the node has started ends with exactly one final event.
@@ -24,13 +25,14 @@
 
 mod abort;
 mod chunks;
-pub mod core;
-pub mod identity;
-pub mod pair;
-pub mod receiver;
+mod core;
+mod identity;
+mod pair;
+mod receiver;
 mod retry;
-pub mod sender;
+mod sender;
 mod tombstone;
+mod transfer;
 
 use std::{
     collections::{BTreeMap, VecDeque},
@@ -89,13 +91,8 @@ pub enum Action {
         chunk: u32,
         blocks: Vec<BlockId>,
     },
-    /// Stop writes into blocks of this transfer. One [`DataEvent::ReceiveReleased`] answers.
-    CancelReceive {
-        peer: Epoch,
-        transfer: TransferId,
-    },
-    /// Stop reads of this transfer's blocks. One [`DataEvent::SendReleased`] answers.
-    CancelSend {
+    /// Stop reads and writes of this transfer's blocks. One [`DataEvent::Released`] answers.
+    Cancel {
         peer: Epoch,
         transfer: TransferId,
     },
@@ -109,10 +106,8 @@ pub enum DataEvent {
     Sent { transfer: TransferId, chunk: u32, integrity: u64 },
     /// The chunk's blocks are written. `integrity` covers the received bytes.
     Received { transfer: TransferId, chunk: u32, integrity: u64 },
-    /// No block of this transfer is read any more.
-    SendReleased { transfer: TransferId },
-    /// No block of this transfer is written any more.
-    ReceiveReleased { transfer: TransferId },
+    /// No block of this transfer is read or written any more.
+    Released { transfer: TransferId },
     /// A chunk of the transfer cannot be sent or received.
     Failed { transfer: TransferId, reason: String },
     /// A data connection to or from the peer could not be opened or has closed.
@@ -170,6 +165,10 @@ impl Peer {
             AbortCause::GivenUp => TransferFailure::PeerAborted { peer, reason },
             AbortCause::Mismatch => TransferFailure::Refused { peer, reason },
         }
+    }
+
+    fn lost(&self, reason: String) -> TransferFailure {
+        TransferFailure::PeerLost { peer: self.node_id.clone(), reason }
     }
 
     /// Returns the failure for a start with the id of a finished transfer.

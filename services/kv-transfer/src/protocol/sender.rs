@@ -16,90 +16,35 @@ use kernels::{BlockId, sampling::SampledToken};
 
 use super::{
     Action, Peer, Turn,
-    abort::{Aborting, Tell},
+    abort::Tell,
     chunks::Chunks,
     core::RESERVED_BLOCKS_MAX,
     identity::weights_difference,
     retry::Retry,
-    tombstone::Tombstone,
+    transfer::{Phase, Side, Transfer},
 };
 use crate::{
-    api::{Event, TransferFailure, TransferId, TransferStats},
+    api::{Event, TransferFailure, TransferStats},
     config::LEASE,
-    control::{AbortCause, Body, Done, Reserve},
+    control::{Body, Done, Reserve},
 };
 
-pub struct Outgoing {
-    transfer: TransferId,
-    peer: Peer,
-    /// The node's trace context after `Expect`; before it, the receiver's.
-    traceparent: String,
-    /// `Expect` has arrived, so the node must get a final event.
-    is_begun: bool,
-    /// Deadline of the whole transfer, set by the node.
-    deadline: Instant,
-    /// End of the lease, which the receiver renews by naming the transfer. Applies after `RESERVE`.
-    lease: Instant,
-    phase: Phase,
-}
-
-enum Phase {
-    /// Only `Expect` has arrived. No block is held, so no lease applies.
-    Expecting {
-        prompt_hash: u128,
-    },
-    /// Only `RESERVE` has arrived.
-    Early {
-        reserve: Reserve,
-    },
-    Sending(Sending),
-    Delivered,
-    Aborting(Aborting),
-}
-
-struct Sending {
-    chunks: Chunks,
+pub struct Sending {
+    pub chunks: Chunks,
     /// Index and value of the first token, after `Finish`.
-    finish: Option<(u32, SampledToken)>,
-    done: Option<Done>,
+    pub finish: Option<(u32, SampledToken)>,
+    pub done: Option<Done>,
     first_given: Option<Instant>,
-    retry: Retry,
 }
 
-impl Outgoing {
-    /// Starts with `Expect`.
-    pub fn expect(
-        turn: &Turn<'_>,
-        transfer: TransferId,
-        peer: Peer,
-        prompt_hash: u128,
-        deadline: Duration,
-        traceparent: String,
-    ) -> Self {
-        Self {
-            transfer,
-            peer,
-            traceparent,
-            is_begun: true,
-            deadline: turn.now + deadline,
-            lease: turn.now + LEASE,
-            phase: Phase::Expecting { prompt_hash },
-        }
-    }
-
+impl Transfer {
     /// Starts with `RESERVE`, which is kept for one lease. It is not acknowledged: a named transfer
     /// counts as wanted, and this node has not asked for it yet, so the receiver's lease must run
     /// from its own start.
     pub fn early(turn: &Turn<'_>, peer: Peer, reserve: Reserve, traceparent: String) -> Self {
-        Self {
-            transfer: reserve.transfer,
-            peer,
-            traceparent,
-            is_begun: false,
-            deadline: turn.now + LEASE,
-            lease: turn.now + LEASE,
-            phase: Phase::Early { reserve },
-        }
+        let (id, phase) = (reserve.transfer, Phase::Early { reserve });
+        let begun = Self::begin(turn, id, peer, Side::Sender, LEASE, traceparent, phase);
+        Self { is_begun: false, ..begun }
     }
 
     /// Handles `Expect` after a `RESERVE` that waits, has expired or was aborted.
@@ -118,7 +63,7 @@ impl Outgoing {
             Phase::Early { reserve } => self.match_reserve(turn, prompt_hash, reserve, theirs),
             Phase::Aborting(aborting) => {
                 let failure = self.peer.ended_before(aborting.cause(), aborting.reason());
-                turn.emit(Event::SendFailed { transfer: self.transfer, failure });
+                turn.emit(Event::SendFailed { transfer: self.id, failure });
                 self.phase = Phase::Aborting(aborting);
             }
             begun => self.phase = begun,
@@ -133,7 +78,7 @@ impl Outgoing {
             }
             // Retransmitted: the answer was lost.
             Phase::Sending(_) => self.name(turn),
-            Phase::Early { .. } | Phase::Delivered | Phase::Aborting(_) => {}
+            _ => {}
         }
     }
 
@@ -180,11 +125,11 @@ impl Outgoing {
             finish: None,
             done: None,
             first_given: None,
-            retry: Retry::start(turn.now),
         });
+        self.retry = Retry::start(turn.now);
         self.lease = turn.now + LEASE;
         turn.emit(Event::Ready {
-            transfer: self.transfer,
+            transfer: self.id,
             first_block,
             block_count: reserve.blocks.len() as u32,
             traceparent,
@@ -198,28 +143,28 @@ impl Outgoing {
 
     /// Acknowledges `RESERVE` by a heartbeat that names the transfer.
     fn name(&self, turn: &mut Turn<'_>) {
-        let named = Body::Heartbeat { transfers: vec![self.transfer], awaited: Vec::new() };
+        let named = Body::Heartbeat { transfers: vec![self.id], awaited: Vec::new() };
         turn.send(self.peer.epoch, named);
     }
 
     pub fn written(&mut self, turn: &mut Turn<'_>, first_block: u32, blocks: Vec<BlockId>) {
         let Phase::Sending(sending) = &mut self.phase else {
             if let Phase::Expecting { .. } = self.phase {
-                self.misused(turn, "invalid command Written; expected Ready first".to_owned());
+                self.abort(turn, "invalid command Written; expected Ready first".to_owned());
             }
             return;
         };
         match sending.chunks.add(first_block, &blocks) {
             Ok(()) => self.give(turn),
-            Err(error) => self.misused(turn, error.to_string()),
+            Err(error) => self.abort(turn, error.to_string()),
         }
     }
 
     fn announce(&mut self, turn: &mut Turn<'_>) {
         let Phase::Sending(sending) = &mut self.phase else { return };
         while let Some(chunk) = sending.chunks.announce() {
-            sending.retry = Retry::start(turn.now);
-            let message = sending.chunks.message(self.transfer, chunk, turn.local.block_bytes);
+            self.retry = Retry::start(turn.now);
+            let message = sending.chunks.message(self.id, chunk, turn.local.block_bytes);
             if let Some(message) = message {
                 turn.send(self.peer.epoch, message);
             }
@@ -229,7 +174,7 @@ impl Outgoing {
     pub fn finish(&mut self, turn: &mut Turn<'_>, first_index: u32, token: SampledToken) {
         let Phase::Sending(sending) = &mut self.phase else {
             if let Phase::Expecting { .. } = self.phase {
-                self.misused(turn, "invalid command Finish; expected Ready first".to_owned());
+                self.abort(turn, "invalid command Finish; expected Ready first".to_owned());
             }
             return;
         };
@@ -239,7 +184,7 @@ impl Outgoing {
                 "invalid command Finish; expected blocks {} to {} first",
                 due.start, due.end
             );
-            return self.misused(turn, reason);
+            return self.abort(turn, reason);
         }
         sending.finish.get_or_insert((first_index, token));
         self.send_done_when_all_is_sent(turn);
@@ -249,7 +194,7 @@ impl Outgoing {
         let Phase::Sending(sending) = &mut self.phase else { return };
         match sending.chunks.clear(chunk) {
             Ok(true) => {
-                sending.retry = Retry::start(turn.now);
+                self.retry = Retry::start(turn.now);
                 self.give(turn);
             }
             Ok(false) => {}
@@ -261,7 +206,7 @@ impl Outgoing {
     fn give(&mut self, turn: &mut Turn<'_>) {
         let Phase::Sending(sending) = &mut self.phase else { return };
         while let Some((chunk, blocks)) = sending.chunks.give() {
-            let (peer, transfer) = (self.peer.epoch, self.transfer);
+            let (peer, transfer) = (self.peer.epoch, self.id);
             turn.act(Action::SendChunk { peer, transfer, chunk, blocks });
             sending.first_given.get_or_insert(turn.now);
         }
@@ -282,7 +227,7 @@ impl Outgoing {
         }
         let Some(integrity) = sending.chunks.integrity() else { return };
         let done = Done {
-            transfer: self.transfer,
+            transfer: self.id,
             chunk_count: sending.chunks.count(),
             first_index: *first_index,
             token: token.clone(),
@@ -292,7 +237,7 @@ impl Outgoing {
             weight_version: turn.local.identity.weight_version,
         };
         sending.done = Some(done.clone());
-        sending.retry = Retry::start(turn.now);
+        self.retry = Retry::start(turn.now);
         turn.send_traced(self.peer.epoch, Body::Done(done), &self.traceparent);
     }
 
@@ -308,113 +253,15 @@ impl Outgoing {
                 .first_given
                 .map_or(Duration::ZERO, |first| turn.now.saturating_duration_since(first)),
         };
-        self.phase = Phase::Delivered;
-        turn.emit(Event::Delivered { transfer: self.transfer, stats });
+        self.phase = Phase::Complete;
+        turn.emit(Event::Delivered { transfer: self.id, stats });
     }
 
-    pub fn on_abort(&mut self, turn: &mut Turn<'_>, cause: AbortCause, reason: String) {
-        if let Phase::Aborting(aborting) = &mut self.phase {
-            return aborting.on_abort(turn);
-        }
-        self.fail(turn, self.peer.aborted(cause, reason), Tell::AbortAck);
-    }
-
-    pub fn on_abort_ack(&mut self) {
-        if let Phase::Aborting(aborting) = &mut self.phase {
-            aborting.on_abort_ack();
-        }
-    }
-
-    pub fn on_released(&mut self, turn: &mut Turn<'_>) {
-        if let Phase::Aborting(aborting) = &mut self.phase {
-            aborting.on_released(turn);
-        }
-    }
-
-    /// Aborts on behalf of the node. If the receiver's `RESERVE` arrives later, the tombstone
-    /// answers it.
-    pub fn abort(&mut self, turn: &mut Turn<'_>, reason: String) {
-        let tell = self.tell();
-        self.fail(turn, TransferFailure::Aborted { reason }, tell);
-    }
-
-    /// A transfer that the node has started uses the old weights. A `RESERVE` without `Expect`
-    /// names its weights and is checked when `Expect` arrives.
-    pub fn on_weights_changed(&mut self, turn: &mut Turn<'_>, failure: TransferFailure) {
-        if self.is_begun {
-            let tell = self.tell();
-            self.fail(turn, failure, tell);
-        }
-    }
-
-    /// The node has violated the order of its commands. The receiver is informed.
-    fn misused(&mut self, turn: &mut Turn<'_>, reason: String) {
-        self.abort(turn, reason);
-    }
-
-    fn broken(&mut self, turn: &mut Turn<'_>, detail: String) {
-        let peer = self.peer.node_id.clone();
-        self.fail(turn, TransferFailure::Protocol { peer, detail }, Tell::Abort);
-    }
-
-    pub fn on_data_failed(&mut self, turn: &mut Turn<'_>, reason: String) {
-        self.fail(turn, TransferFailure::Aborted { reason }, Tell::Abort);
-    }
-
-    pub fn on_peer_lost(&mut self, turn: &mut Turn<'_>, failure: TransferFailure) {
-        self.fail(turn, failure, Tell::AbortOnce);
-        if let Phase::Aborting(aborting) = &mut self.phase {
-            aborting.on_peer_lost();
-        }
-    }
-
-    /// The peer has reconnected and dropped its transfers with this node. It may still send
-    /// `RESERVE` for an expected transfer.
-    pub fn on_pair_anew(&mut self, turn: &mut Turn<'_>) {
-        if !matches!(self.phase, Phase::Expecting { .. }) {
-            let peer = self.peer.node_id.clone();
-            let reason = "the peer reconnected and dropped its transfers".to_owned();
-            self.fail(turn, TransferFailure::PeerLost { peer, reason }, Tell::Abort);
-        }
-    }
-
-    /// Starts the abort, unless the transfer is already over.
-    fn fail(&mut self, turn: &mut Turn<'_>, failure: TransferFailure, tell: Tell) {
-        if matches!(self.phase, Phase::Aborting(_) | Phase::Delivered) {
-            return;
-        }
-        let reads = match &self.phase {
-            Phase::Sending(sending) => sending.chunks.are_read(),
-            _ => false,
-        };
-        let event = self
-            .is_begun
-            .then(|| Event::SendFailed { transfer: self.transfer, failure: failure.clone() });
-        let cancel =
-            reads.then_some(Action::CancelSend { peer: self.peer.epoch, transfer: self.transfer });
-        self.phase = Phase::Aborting(Aborting::begin(
-            turn,
-            self.transfer,
-            self.peer.clone(),
-            self.traceparent.clone(),
-            &failure,
-            event,
-            cancel,
-            tell,
-        ));
-    }
-
-    /// Renews the lease: the receiver has named the transfer or sent a message about it.
-    pub fn renew(&mut self, now: Instant) {
-        self.lease = now + LEASE;
-    }
-
-    /// Retransmits unanswered messages. Returns whether there were any.
-    pub fn resend(&mut self, turn: &mut Turn<'_>) -> bool {
-        let Phase::Sending(sending) = &self.phase else { return false };
+    pub(super) fn resend_chunks_and_done(&self, turn: &mut Turn<'_>) {
+        let Phase::Sending(sending) = &self.phase else { return };
         let mut resent = 0;
         for chunk in sending.chunks.unanswered() {
-            let message = sending.chunks.message(self.transfer, chunk, turn.local.block_bytes);
+            let message = sending.chunks.message(self.id, chunk, turn.local.block_bytes);
             if let Some(message) = message {
                 turn.send(self.peer.epoch, message);
                 resent += 1;
@@ -425,118 +272,5 @@ impl Outgoing {
             resent += 1;
         }
         turn.counters.control_resent += resent;
-        resent > 0
-    }
-
-    pub fn on_deadline(&mut self, turn: &mut Turn<'_>) {
-        if let Phase::Aborting(aborting) = &mut self.phase {
-            return aborting.on_deadline(turn);
-        }
-        if turn.now >= self.deadline {
-            let waiting_for = self.waiting_for().to_owned();
-            let tell = self.tell();
-            return self.fail(turn, TransferFailure::Deadline { waiting_for }, tell);
-        }
-        if self.is_leased() && turn.now >= self.lease {
-            let peer = self.peer.node_id.clone();
-            let reason = format!(
-                "the peer has not named the transfer in a heartbeat for {} s",
-                LEASE.as_secs()
-            );
-            return self.fail(turn, TransferFailure::PeerLost { peer, reason }, Tell::Abort);
-        }
-        if let Phase::Sending(sending) = &mut self.phase
-            && sending.awaits_answer()
-            && sending.retry.is_due(turn.now)
-        {
-            self.resend(turn);
-        }
-    }
-
-    pub fn next_deadline(&self) -> Option<Instant> {
-        match &self.phase {
-            Phase::Aborting(aborting) => aborting.next_deadline(),
-            Phase::Delivered => None,
-            Phase::Expecting { .. } => Some(self.deadline),
-            Phase::Early { .. } => Some(self.deadline.min(self.lease)),
-            Phase::Sending(sending) if sending.awaits_answer() => {
-                Some(self.deadline.min(self.lease).min(sending.retry.at()))
-            }
-            Phase::Sending(_) => Some(self.deadline.min(self.lease)),
-        }
-    }
-
-    pub fn peer(&self) -> &Peer {
-        &self.peer
-    }
-
-    pub fn is_early(&self) -> bool {
-        matches!(self.phase, Phase::Early { .. })
-    }
-
-    pub fn is_begun(&self) -> bool {
-        self.is_begun
-    }
-
-    pub fn is_over(&self) -> bool {
-        matches!(self.phase, Phase::Aborting(_) | Phase::Delivered)
-    }
-
-    /// Returns whether heartbeats name the transfer.
-    pub fn is_wanted(&self) -> bool {
-        matches!(self.phase, Phase::Sending(_))
-    }
-
-    /// Returns whether heartbeats name the transfer as awaiting `RESERVE`.
-    pub fn is_awaiting(&self) -> bool {
-        matches!(self.phase, Phase::Expecting { .. })
-    }
-
-    /// Returns whether the node still has to get its final event.
-    pub fn is_unfinished(&self) -> bool {
-        match &self.phase {
-            Phase::Expecting { .. } | Phase::Sending(_) => true,
-            Phase::Early { .. } | Phase::Delivered => false,
-            Phase::Aborting(aborting) => aborting.is_unfinished(),
-        }
-    }
-
-    /// Returns the outcome once nothing is left to do.
-    pub fn tombstone(&self) -> Option<Tombstone> {
-        match &self.phase {
-            Phase::Delivered => Some(Tombstone::Complete),
-            Phase::Aborting(aborting) => aborting.tombstone(),
-            Phase::Expecting { .. } | Phase::Early { .. } | Phase::Sending(_) => None,
-        }
-    }
-
-    /// Before `RESERVE` the receiver may not know the transfer.
-    fn tell(&self) -> Tell {
-        match self.phase {
-            Phase::Expecting { .. } => Tell::Nothing,
-            _ => Tell::Abort,
-        }
-    }
-
-    /// Before `RESERVE` the receiver may not know the transfer and cannot renew the lease.
-    fn is_leased(&self) -> bool {
-        matches!(self.phase, Phase::Early { .. } | Phase::Sending(_))
-    }
-
-    fn waiting_for(&self) -> &'static str {
-        match &self.phase {
-            Phase::Expecting { .. } => "RESERVE",
-            Phase::Early { .. } => "this node's Prefill call",
-            Phase::Sending(sending) if sending.done.is_some() => "ACK",
-            Phase::Sending(sending) if sending.finish.is_some() => "the last chunks to leave",
-            Phase::Sending(_) => "this node's KV",
-            Phase::Delivered | Phase::Aborting(_) => "nothing",
-        }
-    }
-}
-
-impl Sending {
-    fn awaits_answer(&self) -> bool {
-        self.done.is_some() || self.chunks.has_unanswered()
     }
 }

@@ -11,7 +11,7 @@
 mod driver;
 mod listener;
 mod outbound;
-pub mod sockets;
+mod sockets;
 
 use std::{
     collections::BTreeMap,

@@ -2,7 +2,6 @@
 
 use std::{
     collections::BTreeMap,
-    fmt::Display,
     io,
     net::{SocketAddr, TcpStream},
     sync::{
@@ -53,11 +52,6 @@ pub struct Outbound {
     closing: Arc<AtomicBool>,
 }
 
-/// The queue to this peer is full.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{QUEUE_MAX} control messages are queued for the peer, the maximum")]
-pub struct QueueFull;
-
 impl Outbound {
     pub fn start(
         shared: &OutboundContext,
@@ -76,8 +70,11 @@ impl Outbound {
         Ok(Self { queue, closing })
     }
 
-    pub fn send(&self, message: ControlMessage) -> Result<(), QueueFull> {
-        self.queue.try_send(message).map_err(|_| QueueFull)
+    /// Fails if the queue is full.
+    pub fn send(&self, message: ControlMessage) -> Result<(), String> {
+        self.queue.try_send(message).map_err(|_| {
+            format!("{QUEUE_MAX} control messages are queued for the peer, the maximum")
+        })
     }
 }
 
@@ -95,14 +92,14 @@ pub struct OutboundQueues {
 }
 
 impl ControlLinks for OutboundQueues {
-    fn open(&mut self, peer: &PeerAddress) -> Result<(), impl Display> {
+    fn open(&mut self, peer: &PeerAddress) -> Result<(), String> {
         let outbound = Outbound::start(&self.context, peer, &self.senders)
-            .map_err(|error| format!("cannot start the thread of its control messages: {error}"))?;
+            .map_err(|error| format!("cannot start the thread for control messages: {error}"))?;
         self.queues.insert(peer.epoch, outbound);
-        Ok::<(), String>(())
+        Ok(())
     }
 
-    fn send(&mut self, peer: Epoch, message: ControlMessage) -> Result<(), impl Display> {
+    fn send(&mut self, peer: Epoch, message: ControlMessage) -> Result<(), String> {
         self.queues.get(&peer).map_or(Ok(()), |queue| queue.send(message))
     }
 

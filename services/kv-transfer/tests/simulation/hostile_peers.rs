@@ -228,7 +228,7 @@ fn kv_of_another_model_or_other_weights_never_arrives() {
             if done_first {
                 core.handle_control(now, &from, done);
                 if !is_ours {
-                    core.handle_data(now, DataEvent::ReceiveReleased { transfer });
+                    core.handle_data(now, DataEvent::Released { transfer });
                 }
                 core.handle_data(now, received);
             } else {
@@ -408,11 +408,8 @@ fn drain(
             Action::SendChunk { transfer, chunk, .. } if random.chance(50) => {
                 core.handle_data(now, DataEvent::Sent { transfer, chunk, integrity: 7 });
             }
-            Action::CancelReceive { transfer, .. } => {
-                core.handle_data(now, DataEvent::ReceiveReleased { transfer });
-            }
-            Action::CancelSend { transfer, .. } => {
-                core.handle_data(now, DataEvent::SendReleased { transfer });
+            Action::Cancel { transfer, .. } => {
+                core.handle_data(now, DataEvent::Released { transfer });
             }
             Action::Emit(
                 Event::Arrived { transfer, .. }

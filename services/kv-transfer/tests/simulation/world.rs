@@ -85,7 +85,6 @@ pub enum Step {
         contents: Vec<u64>,
     },
     Release {
-        receive: bool,
         transfer: TransferId,
     },
     /// The sending node has computed up to this block of the prompt.
@@ -315,14 +314,9 @@ impl World {
             Step::ChunkEnds { from, connection, transfer, chunk, contents } => {
                 self.chunk_ends(index, from, connection, transfer, chunk, contents);
             }
-            Step::Release { receive, transfer } => {
-                let event = if receive {
-                    node.writing.retain(|(id, _), _| *id != transfer);
-                    DataEvent::ReceiveReleased { transfer }
-                } else {
-                    DataEvent::SendReleased { transfer }
-                };
-                node.core.handle_data(now, event);
+            Step::Release { transfer } => {
+                node.writing.retain(|(id, _), _| *id != transfer);
+                node.core.handle_data(now, DataEvent::Released { transfer });
             }
             Step::Compute { transfer, end } => self.compute(index, transfer, end),
         }
@@ -492,23 +486,20 @@ impl World {
                     assert_eq!(before, None, "sent twice");
                     self.soon(index, Step::SendChunk { transfer, chunk });
                 }
-                Action::CancelReceive { transfer, .. } => {
+                Action::Cancel { transfer, .. } => {
                     // A chunk that has begun to arrive continues until the release.
                     self.nodes[index].posted.retain(|(id, _), _| *id != transfer);
-                    self.release(index, true, transfer);
-                }
-                Action::CancelSend { transfer, .. } => {
                     self.nodes[index].sending.retain(|(id, _), _| *id != transfer);
-                    self.release(index, false, transfer);
+                    self.release(index, transfer);
                 }
                 Action::Emit(event) => self.emitted(index, event),
             }
         }
     }
 
-    fn release(&mut self, index: usize, receive: bool, transfer: TransferId) {
+    fn release(&mut self, index: usize, transfer: TransferId) {
         let delay = self.random.up_to(self.release_delay_max);
-        self.at(self.now() + delay, index, Step::Release { receive, transfer });
+        self.at(self.now() + delay, index, Step::Release { transfer });
     }
 
     fn disconnect(&mut self, index: usize, peer: Epoch) {

@@ -66,7 +66,7 @@ fn take_answers(shared: &Shared, outbox: &Outbox, mut answers: Messages) -> Resu
                         shared.counters.sent(bytes);
                         shared.report(DataEvent::Sent { transfer, chunk, integrity });
                     }
-                    GivenBack::Released => shared.report(DataEvent::SendReleased { transfer }),
+                    GivenBack::Released => shared.report(DataEvent::Released { transfer }),
                     GivenBack::Cancelled | GivenBack::Unknown => {}
                 }
             }

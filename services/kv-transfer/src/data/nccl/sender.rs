@@ -202,7 +202,7 @@ fn complete_all(
                     shared.counters.sent(bytes);
                     shared.report(DataEvent::Sent { transfer, chunk, integrity });
                 }
-                GivenBack::Released => shared.report(DataEvent::SendReleased { transfer }),
+                GivenBack::Released => shared.report(DataEvent::Released { transfer }),
                 GivenBack::Cancelled | GivenBack::Unknown => {}
             },
             Err(reason) => {

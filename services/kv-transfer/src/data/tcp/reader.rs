@@ -54,7 +54,7 @@ pub(in crate::data) fn read_frames(
         let read = read_payload(inbox, stream, &header, blocks);
         let event = match (inbox.give_back(transfer, header.chunk), &read) {
             (GivenBack::Cancelled, _) => None,
-            (GivenBack::Released, _) => Some(DataEvent::ReceiveReleased { transfer }),
+            (GivenBack::Released, _) => Some(DataEvent::Released { transfer }),
             (GivenBack::Wanted, Ok(Payload::Whole { integrity })) => {
                 shared.counters.received(header.payload_bytes);
                 let (chunk, integrity) = (header.chunk, *integrity);

@@ -31,7 +31,7 @@ pub fn write_frames(shared: &Shared, outbox: &Outbox, stream: &mut TcpStream) ->
         let written = write_frame(outbox, stream, job);
         // `write_frame` drops the blocks in every case.
         if outbox.give_back(transfer, chunk) == GivenBack::Released {
-            shared.report(DataEvent::SendReleased { transfer });
+            shared.report(DataEvent::Released { transfer });
         } else if let Ok(Frame::Whole { payload_bytes, integrity }) = &written {
             shared.counters.sent(*payload_bytes);
             shared.report(DataEvent::Sent { transfer, chunk, integrity: *integrity });

@@ -2,11 +2,16 @@
 
 use std::time::{Duration, Instant};
 
-use super::{Core, Side, Transfer};
+use super::Core;
 use crate::{
-    api::{Epoch, PeerAddress, TransferFailure, TransferId},
+    api::{PeerAddress, TransferFailure, TransferId},
     control::{Body, Reserve, Source},
-    protocol::{Peer, Turn, pair::Pair, sender::Outgoing, tombstone::Tombstone},
+    protocol::{
+        Peer, Turn,
+        pair::Pair,
+        tombstone::Tombstone,
+        transfer::{Side, Transfer},
+    },
 };
 
 impl Core {
@@ -19,8 +24,8 @@ impl Core {
         side: Side,
     ) -> Option<Peer> {
         match self.transfers.get(&transfer) {
-            Some(Transfer::Outgoing(outgoing)) if !outgoing.is_begun() => {
-                let peer = outgoing.peer().node_id.clone();
+            Some(early) if !early.is_begun => {
+                let peer = early.peer.node_id.clone();
                 let detail = "RESERVE for a transfer that this node receives".to_owned();
                 let failure = TransferFailure::Protocol { peer, detail };
                 turn!(self, now).emit(side.failed(transfer, failure));
@@ -88,14 +93,14 @@ impl Core {
         Ok(())
     }
 
-    pub(super) fn insert(&mut self, now: Instant, id: TransferId, peer: Epoch, transfer: Transfer) {
-        if let Some(pair) = self.pairs.get_mut(&peer) {
-            pair.begin(&mut turn!(self, now), id);
-            if matches!(transfer, Transfer::Outgoing(_)) {
+    pub(super) fn insert(&mut self, now: Instant, transfer: Transfer) {
+        if let Some(pair) = self.pairs.get_mut(&transfer.peer.epoch) {
+            pair.begin(&mut turn!(self, now), transfer.id);
+            if transfer.side == Side::Sender {
                 pair.open_data(&mut turn!(self, now));
             }
         }
-        self.transfers.insert(id, transfer);
+        self.transfers.insert(transfer.id, transfer);
         debug_assert!(self.transfers.len() <= self.local.limits.transfers_max);
     }
 
@@ -109,20 +114,17 @@ impl Core {
         deadline: Duration,
         traceparent: &str,
     ) -> bool {
-        let Some(Transfer::Outgoing(outgoing)) = self.transfers.get_mut(&transfer) else {
+        let Some(outgoing) = self.transfers.get(&transfer).filter(|known| !known.is_begun) else {
             return false;
         };
-        if outgoing.is_begun() {
-            return false;
-        }
-        if outgoing.peer().epoch == address.epoch || !outgoing.is_early() {
-            self.with_outgoing(now, transfer, |outgoing, turn| {
+        if outgoing.peer.epoch == address.epoch || !outgoing.is_early() {
+            self.with_transfer(now, transfer, |outgoing, turn| {
                 outgoing.on_expect(turn, prompt_hash, deadline, traceparent.to_owned());
             });
             return true;
         }
         // Another peer has reserved under this id, not the peer that the router named.
-        let stranger = outgoing.peer().epoch;
+        let stranger = outgoing.peer.epoch;
         let reason = format!("the router paired this transfer with {}", address.node_id);
         turn!(self, now).send(stranger, Body::give_up(transfer, reason));
         self.transfers.remove(&transfer);
@@ -141,7 +143,7 @@ impl Core {
     ) {
         let transfer = reserve.transfer;
         match self.transfers.get(&transfer) {
-            Some(Transfer::Outgoing(outgoing)) if outgoing.peer().epoch == from.epoch => {
+            Some(known) if known.side == Side::Sender && known.peer.epoch == from.epoch => {
                 return self.with_outgoing_of(now, from, transfer, |outgoing, turn| {
                     outgoing.on_reserve(turn, reserve, traceparent);
                 });
@@ -167,15 +169,11 @@ impl Core {
             return turn!(self, now).send_traced(from.epoch, abort, &traceparent);
         }
         let peer = Peer { node_id: from.node_id.clone(), epoch: from.epoch };
-        let early = Outgoing::early(&turn!(self, now), peer, reserve, traceparent);
-        self.insert(now, transfer, from.epoch, Transfer::Outgoing(early));
+        let early = Transfer::early(&turn!(self, now), peer, reserve, traceparent);
+        self.insert(now, early);
     }
 
     pub(super) fn early_count(&self) -> usize {
-        let is_early = |transfer: &&Transfer| match transfer {
-            Transfer::Outgoing(outgoing) => outgoing.is_early(),
-            Transfer::Incoming(_) => false,
-        };
-        self.transfers.values().filter(is_early).count()
+        self.transfers.values().filter(|transfer| transfer.is_early()).count()
     }
 }

@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use super::{Core, Transfer};
+use super::Core;
 use crate::{
     api::{Epoch, PeerAddress, TransferFailure, TransferId},
     config::PRECONNECTED_PAIRS_MAX,
@@ -11,6 +11,7 @@ use crate::{
         Action, Turn,
         pair::{Change, Pair},
         tombstone::Tombstone,
+        transfer::Side,
     },
 };
 
@@ -65,29 +66,17 @@ impl Core {
                 }
                 self.open_data(now, epoch);
                 for id in transfers {
-                    self.with_transfer(now, id, |side, turn| {
-                        if let Transfer::Incoming(incoming) = side {
-                            incoming.on_pair_up(turn);
-                        }
-                    });
+                    self.with_transfer(now, id, |side, turn| side.on_pair_up(turn));
                 }
             }
             Change::UpAgain => {
                 for id in transfers {
-                    self.with_transfer(now, id, |side, turn| {
-                        match side {
-                            Transfer::Outgoing(outgoing) => outgoing.resend(turn),
-                            Transfer::Incoming(incoming) => incoming.resend(turn),
-                        };
-                    });
+                    self.with_transfer(now, id, |side, turn| side.resend(turn));
                 }
             }
             Change::Anew => {
                 for id in transfers {
-                    self.with_transfer(now, id, |side, turn| match side {
-                        Transfer::Outgoing(outgoing) => outgoing.on_pair_anew(turn),
-                        Transfer::Incoming(incoming) => incoming.on_pair_anew(turn),
-                    });
+                    self.with_transfer(now, id, |side, turn| side.on_pair_anew(turn));
                 }
                 turn!(self, now).act(Action::CloseData { peer: epoch });
                 self.open_data(now, epoch);
@@ -142,8 +131,7 @@ impl Core {
     fn open_data(&mut self, now: Instant, epoch: Epoch) {
         let Some(pair) = self.pairs.get_mut(&epoch) else { return };
         let mut sends = pair.transfers().iter().filter_map(|id| self.transfers.get(id));
-        let has_work =
-            sends.any(|side| matches!(side, Transfer::Outgoing(outgoing) if !outgoing.is_over()));
+        let has_work = sends.any(|known| known.side == Side::Sender && !known.is_over());
         if has_work || (pair.will_send() && pair.transport() != TCP) {
             pair.open_data(&mut turn!(self, now));
         }
@@ -157,10 +145,7 @@ impl Core {
         } else {
             tracing::debug!(peer, reason, "lost idle peer");
         }
-        let failure = TransferFailure::PeerLost {
-            peer: pair.peer().node_id.clone(),
-            reason: reason.to_owned(),
-        };
+        let failure = pair.peer().lost(reason.to_owned());
         self.end_transfers(now, pair.transfers().iter().copied().collect(), &failure);
         turn!(self, now).act(Action::Disconnect { peer: epoch });
     }
@@ -172,10 +157,7 @@ impl Core {
         failure: &TransferFailure,
     ) {
         for id in transfers {
-            self.with_transfer(now, id, |side, turn| match side {
-                Transfer::Outgoing(outgoing) => outgoing.on_peer_lost(turn, failure.clone()),
-                Transfer::Incoming(incoming) => incoming.on_peer_lost(turn, failure.clone()),
-            });
+            self.with_transfer(now, id, |side, turn| side.on_peer_lost(turn, failure.clone()));
         }
     }
 
@@ -218,9 +200,8 @@ impl Core {
         let (mut transfers, mut awaited) = (Vec::new(), Vec::new());
         for id in pair.transfers() {
             match self.transfers.get(id) {
-                Some(Transfer::Outgoing(outgoing)) if outgoing.is_awaiting() => awaited.push(*id),
-                Some(Transfer::Outgoing(outgoing)) if outgoing.is_wanted() => transfers.push(*id),
-                Some(Transfer::Incoming(incoming)) if incoming.is_wanted() => transfers.push(*id),
+                Some(transfer) if transfer.is_awaiting() => awaited.push(*id),
+                Some(transfer) if transfer.is_wanted() => transfers.push(*id),
                 Some(_) | None => {}
             }
         }
@@ -242,7 +223,7 @@ impl Core {
         }
         for id in transfers {
             if let Some(transfer) = self.transfers.get_mut(id)
-                && transfer.peer().epoch == from.epoch
+                && transfer.peer.epoch == from.epoch
             {
                 transfer.renew(now);
             }

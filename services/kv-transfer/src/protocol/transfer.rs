@@ -1,0 +1,319 @@
+//! The state that both sides of a transfer share, and the failure path of either side.
+//!
+//! `sender` and `receiver` add the steps of one side.
+
+use std::time::{Duration, Instant};
+
+use super::{
+    Action, Peer, Turn,
+    abort::{Aborting, Tell},
+    receiver::Receiving,
+    retry::Retry,
+    sender::Sending,
+    tombstone::Tombstone,
+};
+use crate::{
+    api::{Event, TransferFailure, TransferId},
+    config::LEASE,
+    control::{AbortCause, Reserve},
+};
+
+/// Side of a transfer that this node has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Side {
+    Sender,
+    Receiver,
+}
+
+impl Side {
+    pub fn failed(self, transfer: TransferId, failure: TransferFailure) -> Event {
+        match self {
+            Side::Sender => Event::SendFailed { transfer, failure },
+            Side::Receiver => Event::ReceiveFailed { transfer, failure },
+        }
+    }
+}
+
+pub struct Transfer {
+    pub id: TransferId,
+    pub peer: Peer,
+    pub side: Side,
+    /// The node's trace context. A sender before `Expect` has the receiver's.
+    pub traceparent: String,
+    /// The node has started the transfer, so the node must get a final event. A sender starts with
+    /// `Expect`.
+    pub is_begun: bool,
+    /// Deadline of the whole transfer, set by the node.
+    pub deadline: Instant,
+    /// End of the lease, which the peer renews by naming the transfer.
+    pub lease: Instant,
+    /// Timer of the unanswered messages.
+    pub retry: Retry,
+    pub phase: Phase,
+}
+
+pub enum Phase {
+    /// Sender: only `Expect` has arrived. No block is held, so no lease applies.
+    Expecting {
+        prompt_hash: u128,
+    },
+    /// Sender: only `RESERVE` has arrived.
+    Early {
+        reserve: Reserve,
+    },
+    Sending(Sending),
+    /// Receiver: the pair is not connected yet.
+    Connecting {
+        reserve: Reserve,
+    },
+    Receiving(Receiving),
+    /// Delivered or arrived.
+    Complete,
+    Aborting(Aborting),
+}
+
+impl Transfer {
+    /// Creates a transfer that the node has started.
+    pub fn begin(
+        turn: &Turn<'_>,
+        id: TransferId,
+        peer: Peer,
+        side: Side,
+        deadline: Duration,
+        traceparent: String,
+        phase: Phase,
+    ) -> Self {
+        Self {
+            id,
+            peer,
+            side,
+            traceparent,
+            is_begun: true,
+            deadline: turn.now + deadline,
+            lease: turn.now + LEASE,
+            retry: Retry::start(turn.now),
+            phase,
+        }
+    }
+
+    pub fn on_abort(&mut self, turn: &mut Turn<'_>, cause: AbortCause, reason: String) {
+        if let Phase::Aborting(aborting) = &mut self.phase {
+            return aborting.on_abort(turn);
+        }
+        self.fail(turn, self.peer.aborted(cause, reason), Tell::AbortAck);
+    }
+
+    pub fn on_abort_ack(&mut self) {
+        if let Phase::Aborting(aborting) = &mut self.phase {
+            aborting.on_abort_ack();
+        }
+    }
+
+    pub fn on_released(&mut self, turn: &mut Turn<'_>) {
+        if let Phase::Aborting(aborting) = &mut self.phase {
+            aborting.on_released(turn);
+        }
+    }
+
+    /// Aborts on behalf of the node. The tombstone answers a `RESERVE` that arrives later.
+    pub fn abort(&mut self, turn: &mut Turn<'_>, reason: String) {
+        self.fail(turn, TransferFailure::Aborted { reason }, self.tell());
+    }
+
+    /// Fails a transfer that the node has started: its KV or its reservation may depend on the old
+    /// weights. A `RESERVE` without `Expect` names its weights and is checked when `Expect` arrives.
+    pub fn on_weights_changed(&mut self, turn: &mut Turn<'_>, failure: TransferFailure) {
+        if self.is_begun {
+            self.fail(turn, failure, self.tell());
+        }
+    }
+
+    pub fn on_data_failed(&mut self, turn: &mut Turn<'_>, reason: String) {
+        self.fail(turn, TransferFailure::Aborted { reason }, Tell::Abort);
+    }
+
+    pub fn on_peer_lost(&mut self, turn: &mut Turn<'_>, failure: TransferFailure) {
+        let tell = match self.phase {
+            Phase::Connecting { .. } => Tell::Nothing,
+            _ => Tell::AbortOnce,
+        };
+        self.fail(turn, failure, tell);
+        if let Phase::Aborting(aborting) = &mut self.phase {
+            aborting.on_peer_lost();
+        }
+    }
+
+    /// Handles a peer that has reconnected and dropped its transfers with this node. The peer may
+    /// still send `RESERVE` for an expected transfer. If a receiver got no chunk, the peer may not
+    /// know the reservation, so `RESERVE` is sent again.
+    pub fn on_pair_anew(&mut self, turn: &mut Turn<'_>) {
+        match &mut self.phase {
+            Phase::Expecting { .. } => {}
+            Phase::Connecting { .. } => self.on_pair_up(turn),
+            Phase::Receiving(receiving) if receiving.chunks.is_empty() => {
+                receiving.is_named = false;
+                self.retry = Retry::start(turn.now);
+                self.resend(turn);
+            }
+            _ => {
+                let reason = "the peer reconnected and dropped its transfers".to_owned();
+                self.fail(turn, self.peer.lost(reason), Tell::Abort);
+            }
+        }
+    }
+
+    /// The peer has violated the protocol.
+    pub fn broken(&mut self, turn: &mut Turn<'_>, detail: String) {
+        let peer = self.peer.node_id.clone();
+        self.fail(turn, TransferFailure::Protocol { peer, detail }, Tell::Abort);
+    }
+
+    /// Starts the abort, unless the transfer is already over.
+    pub fn fail(&mut self, turn: &mut Turn<'_>, failure: TransferFailure, tell: Tell) {
+        if self.is_over() {
+            return;
+        }
+        let is_moving = match &self.phase {
+            Phase::Sending(sending) => sending.chunks.are_read(),
+            Phase::Receiving(receiving) => receiving.is_written(),
+            _ => false,
+        };
+        let event = self.is_begun.then(|| self.side.failed(self.id, failure.clone()));
+        let cancel =
+            is_moving.then_some(Action::Cancel { peer: self.peer.epoch, transfer: self.id });
+        self.phase = Phase::Aborting(Aborting::begin(
+            turn,
+            self.id,
+            self.peer.clone(),
+            self.traceparent.clone(),
+            &failure,
+            event,
+            cancel,
+            tell,
+        ));
+    }
+
+    /// Renews the lease: the peer has named the transfer or sent a message about it. A sender that
+    /// does so has the `RESERVE`.
+    pub fn renew(&mut self, now: Instant) {
+        self.lease = now + LEASE;
+        if let Phase::Receiving(receiving) = &mut self.phase {
+            receiving.is_named = true;
+        }
+    }
+
+    /// Retransmits unanswered messages.
+    pub fn resend(&mut self, turn: &mut Turn<'_>) {
+        match &self.phase {
+            Phase::Sending(_) => self.resend_chunks_and_done(turn),
+            Phase::Receiving(receiving) if !receiving.is_named => {
+                turn.counters.control_resent += 1;
+                self.send_reserve(turn);
+            }
+            _ => {}
+        }
+    }
+
+    pub fn on_deadline(&mut self, turn: &mut Turn<'_>) {
+        if let Phase::Aborting(aborting) = &mut self.phase {
+            return aborting.on_deadline(turn);
+        }
+        if turn.now >= self.deadline {
+            let waiting_for = self.waiting_for().to_owned();
+            return self.fail(turn, TransferFailure::Deadline { waiting_for }, self.tell());
+        }
+        if self.is_leased() && turn.now >= self.lease {
+            let reason = format!(
+                "the peer has not named the transfer in a heartbeat for {} s",
+                LEASE.as_secs()
+            );
+            return self.fail(turn, self.peer.lost(reason), self.tell());
+        }
+        if self.awaits_answer() && self.retry.is_due(turn.now) {
+            self.resend(turn);
+        }
+    }
+
+    pub fn next_deadline(&self) -> Option<Instant> {
+        match &self.phase {
+            Phase::Aborting(aborting) => aborting.next_deadline(),
+            Phase::Complete => None,
+            _ => {
+                let lease = self.is_leased().then_some(self.lease);
+                let retry = self.awaits_answer().then(|| self.retry.at());
+                [lease, retry].into_iter().flatten().chain([self.deadline]).min()
+            }
+        }
+    }
+
+    pub fn is_early(&self) -> bool {
+        matches!(self.phase, Phase::Early { .. })
+    }
+
+    pub fn is_over(&self) -> bool {
+        matches!(self.phase, Phase::Aborting(_) | Phase::Complete)
+    }
+
+    /// Returns whether heartbeats name the transfer.
+    pub fn is_wanted(&self) -> bool {
+        matches!(self.phase, Phase::Sending(_) | Phase::Connecting { .. } | Phase::Receiving(_))
+    }
+
+    /// Returns whether heartbeats name the transfer as awaiting `RESERVE`.
+    pub fn is_awaiting(&self) -> bool {
+        matches!(self.phase, Phase::Expecting { .. })
+    }
+
+    /// Returns whether the node still has to get its final event.
+    pub fn is_unfinished(&self) -> bool {
+        match &self.phase {
+            Phase::Aborting(aborting) => aborting.is_unfinished(),
+            _ => self.is_wanted() || self.is_awaiting(),
+        }
+    }
+
+    /// Returns the outcome once nothing is left to do.
+    pub fn tombstone(&self) -> Option<Tombstone> {
+        match &self.phase {
+            Phase::Complete => Some(Tombstone::Complete),
+            Phase::Aborting(aborting) => aborting.tombstone(),
+            _ => None,
+        }
+    }
+
+    /// Before `RESERVE` the peer may not know the transfer.
+    fn tell(&self) -> Tell {
+        match self.phase {
+            Phase::Expecting { .. } | Phase::Connecting { .. } => Tell::Nothing,
+            _ => Tell::Abort,
+        }
+    }
+
+    /// Before `RESERVE` a receiver may not know the transfer and cannot renew the lease.
+    fn is_leased(&self) -> bool {
+        !self.is_over() && !self.is_awaiting()
+    }
+
+    fn awaits_answer(&self) -> bool {
+        match &self.phase {
+            Phase::Sending(sending) => sending.done.is_some() || sending.chunks.has_unanswered(),
+            Phase::Receiving(receiving) => !receiving.is_named,
+            _ => false,
+        }
+    }
+
+    fn waiting_for(&self) -> &'static str {
+        match &self.phase {
+            Phase::Expecting { .. } => "RESERVE",
+            Phase::Early { .. } => "this node's Prefill call",
+            Phase::Sending(sending) if sending.done.is_some() => "ACK",
+            Phase::Sending(sending) if sending.finish.is_some() => "the last chunks to leave",
+            Phase::Sending(_) => "this node's KV",
+            Phase::Connecting { .. } => "HELLO_OK",
+            Phase::Receiving(receiving) if !receiving.is_named => "an answer to RESERVE",
+            Phase::Receiving(receiving) if receiving.done.is_some() => "the last chunks",
+            Phase::Receiving(_) => "the sender's KV",
+            Phase::Complete | Phase::Aborting(_) => "nothing",
+        }
+    }
+}
