@@ -13,7 +13,7 @@ pub enum GgufError {
     NotGguf { found: Vec<u8> },
     #[error("this GGUF file is big endian; only little endian is supported")]
     BigEndian,
-    #[error("GGUF version {found} is not supported; supported are 2 and 3")]
+    #[error("unsupported GGUF version {found}; expected 2 or 3")]
     Version { found: u32 },
     /// The file ends inside its header, or a length in the header points past the end.
     #[error(
@@ -25,17 +25,17 @@ pub enum GgufError {
     HeaderTooLarge { what: String, limit: u64 },
     #[error("{what} at offset {offset} is not valid UTF-8")]
     NotUtf8 { what: String, offset: u64 },
-    #[error("metadata key {key:?} has value type {found}; known are 0 to 12")]
+    #[error("metadata key {key:?} has value type {found}; expected 0 to 12")]
     ValueType { key: String, found: u32 },
     #[error("metadata key {key:?} nests arrays deeper than {limit}")]
     NestedTooDeep { key: String, limit: usize },
     #[error("metadata key {key:?} appears twice")]
     DuplicateKey { key: String },
-    #[error("general.alignment is {found}; it must be a power of two")]
+    #[error("general.alignment is {found}; expected a power of two")]
     Alignment { found: u64 },
     #[error("tensor {tensor:?} appears twice")]
     DuplicateTensor { tensor: String },
-    #[error("tensor {tensor:?} has {found} dimensions; 1 to {max} are allowed")]
+    #[error("tensor {tensor:?} has {found} dimensions; expected 1 to {max}")]
     DimensionCount { tensor: String, found: u32, max: usize },
     #[error("tensor {tensor:?} has dimensions {dims:?}: {reason}")]
     Dimensions { tensor: String, dims: Vec<u64>, reason: &'static str },
@@ -50,7 +50,7 @@ pub enum GgufError {
     #[error("there is no tensor {tensor:?}")]
     MissingTensor { tensor: String },
     #[error(
-        "tensor {tensor:?} at offset {offset} is of kind {found}; supported are {}",
+        "tensor {tensor:?} at offset {offset} has unsupported kind {found}; expected one of {}",
         TensorKind::supported_names()
     )]
     UnsupportedKind { tensor: String, offset: u64, found: TensorKind },
@@ -59,22 +59,22 @@ pub enum GgufError {
     )]
     NotFirstPart { number: u32, count: u32, first: String },
     /// The name does not say which part the file is, so the other parts cannot be found.
-    #[error("the name of a part of a split model must end in {wanted:?}; it is {found:?}")]
+    #[error("{found:?} is part of a split model; expected a name that ends in {wanted:?}")]
     PartName { found: String, wanted: String },
     #[error("part {number} of {count} is missing: there is no file {}", path.display())]
     MissingPart { number: u32, count: u32, path: PathBuf },
     #[error(
-        "the parts are of different models: {key} is {}, but by the first part it should be {}",
+        "the parts are of different models: {key} is {}; expected {} as in the first part",
         shown(*found), shown(*wanted)
     )]
     PartMismatch { key: &'static str, found: Option<u64>, wanted: Option<u64> },
-    #[error("all parts together have {found} tensors; the first says {wanted}")]
+    #[error("all parts together have {found} tensors; expected {wanted} as the first part states")]
     PartTensors { found: u64, wanted: u64 },
-    #[error("metadata key {key:?} is missing (wanted {wanted})")]
+    #[error("metadata key {key:?} is missing; expected {wanted}")]
     MissingKey { key: String, wanted: &'static str },
-    #[error("metadata key {key:?} is {found}, wanted {wanted}")]
+    #[error("metadata key {key:?} is {found}; expected {wanted}")]
     WrongType { key: String, found: String, wanted: &'static str },
-    #[error("metadata key {key:?} is {found}, which does not fit {wanted}")]
+    #[error("metadata key {key:?} is {found}; expected a number that fits {wanted}")]
     OutOfRange { key: String, found: String, wanted: &'static str },
 }
 

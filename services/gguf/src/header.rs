@@ -26,6 +26,10 @@ const ARRAY_DEPTH_MAX: usize = 4;
 /// Maximum preallocated items; vectors grow beyond this only by items that were read.
 const PREALLOCATED_ITEMS_MAX: u64 = 1024;
 
+/// Value types that are not scalars.
+const STRING: u32 = 8;
+const ARRAY: u32 = 9;
+
 // Minimum bytes of one item in the file. A count that cannot fit the rest of the file is rejected.
 const STRING_BYTES_MIN: u64 = 8;
 const ARRAY_BYTES_MIN: u64 = 4 + 8;
@@ -183,22 +187,12 @@ fn read_value<R: Read>(
     value_type: u32,
 ) -> Result<Value, ReadError> {
     let what = || format!("the value of metadata key {key:?}");
-    Ok(match value_type {
-        0 => Value::U8(u8::from_le_bytes(reader.array(what)?)),
-        1 => Value::I8(i8::from_le_bytes(reader.array(what)?)),
-        2 => Value::U16(u16::from_le_bytes(reader.array(what)?)),
-        3 => Value::I16(i16::from_le_bytes(reader.array(what)?)),
-        4 => Value::U32(u32::from_le_bytes(reader.array(what)?)),
-        5 => Value::I32(i32::from_le_bytes(reader.array(what)?)),
-        6 => Value::F32(f32::from_le_bytes(reader.array(what)?)),
-        7 => Value::Bool(reader.array::<1>(what)? != [0]),
-        8 => Value::String(reader.string(what)?),
-        9 => Value::Array(read_array(reader, key, 1)?),
-        10 => Value::U64(u64::from_le_bytes(reader.array(what)?)),
-        11 => Value::I64(i64::from_le_bytes(reader.array(what)?)),
-        12 => Value::F64(f64::from_le_bytes(reader.array(what)?)),
-        found => return Err(GgufError::ValueType { key: key.into(), found }.into()),
-    })
+    match value_type {
+        STRING => Ok(Value::String(reader.string(what)?)),
+        ARRAY => Ok(Value::Array(read_array(reader, key, 1)?)),
+        found => Value::read_scalar(reader, found, what)?
+            .ok_or_else(|| GgufError::ValueType { key: key.into(), found }.into()),
+    }
 }
 
 fn read_array<R: Read>(
@@ -213,36 +207,26 @@ fn read_array<R: Read>(
     let what = || format!("the array of metadata key {key:?}");
     let element_type = reader.u32(what)?;
     let count = reader.u64(what)?;
-    Ok(match element_type {
-        0 => Array::U8(reader.items(count, what, u8::from_le_bytes)?),
-        1 => Array::I8(reader.items(count, what, i8::from_le_bytes)?),
-        2 => Array::U16(reader.items(count, what, u16::from_le_bytes)?),
-        3 => Array::I16(reader.items(count, what, i16::from_le_bytes)?),
-        4 => Array::U32(reader.items(count, what, u32::from_le_bytes)?),
-        5 => Array::I32(reader.items(count, what, i32::from_le_bytes)?),
-        6 => Array::F32(reader.items(count, what, f32::from_le_bytes)?),
-        7 => Array::Bool(reader.items(count, what, |[byte]| byte != 0)?),
-        8 => {
+    match element_type {
+        STRING => {
             reader.claim(count, STRING_BYTES_MIN, what)?;
             let mut strings = Vec::with_capacity(count.min(PREALLOCATED_ITEMS_MAX) as usize);
             for index in 0..count {
                 strings.push(reader.string(|| format!("string {index} of metadata key {key:?}"))?);
             }
-            Array::String(strings)
+            Ok(Array::String(strings))
         }
-        9 => {
+        ARRAY => {
             reader.claim(count, ARRAY_BYTES_MIN, what)?;
             let mut arrays = Vec::with_capacity(count.min(PREALLOCATED_ITEMS_MAX) as usize);
             for _ in 0..count {
                 arrays.push(read_array(reader, key, depth + 1)?);
             }
-            Array::Array(arrays)
+            Ok(Array::Array(arrays))
         }
-        10 => Array::U64(reader.items(count, what, u64::from_le_bytes)?),
-        11 => Array::I64(reader.items(count, what, i64::from_le_bytes)?),
-        12 => Array::F64(reader.items(count, what, f64::from_le_bytes)?),
-        found => return Err(GgufError::ValueType { key: key.into(), found }.into()),
-    })
+        found => Array::read_scalars(reader, found, count, what)?
+            .ok_or_else(|| GgufError::ValueType { key: key.into(), found }.into()),
+    }
 }
 
 /// Reads the directory. Offsets are relative to the start of the data, as in the file.

@@ -35,18 +35,6 @@ impl Metadata {
         self.get(key)?.ok_or_else(|| GgufError::MissingKey { key: key.into(), wanted: T::WANTED })
     }
 
-    pub fn iter(&self) -> impl Iterator<Item = (&str, &Value)> {
-        self.entries.iter().map(|(key, value)| (key.as_str(), value))
-    }
-
-    pub fn len(&self) -> usize {
-        self.entries.len()
-    }
-
-    pub fn is_empty(&self) -> bool {
-        self.entries.is_empty()
-    }
-
     /// Inserts a value. Returns false, and keeps the first value, when the key exists already.
     pub(crate) fn insert(&mut self, key: String, value: Value) -> bool {
         match self.entries.entry(key) {
@@ -94,78 +82,28 @@ macro_rules! integers {
 }
 integers!(u32: "u32", u64: "u64", usize: "u64", i32: "i32", i64: "i64");
 
-impl<'a> FromValue<'a> for f32 {
-    const WANTED: &'static str = "f32";
-    fn from_value(key: &str, value: &'a Value) -> Result<Self, GgufError> {
-        match value {
-            Value::F32(v) => Ok(*v),
-            Value::F64(v) => Ok(*v as f32),
-            _ => Err(wrong_type::<Self>(key, value)),
-        }
-    }
-}
-
-impl<'a> FromValue<'a> for f64 {
-    const WANTED: &'static str = "f64";
-    fn from_value(key: &str, value: &'a Value) -> Result<Self, GgufError> {
-        match value {
-            Value::F32(v) => Ok((*v).into()),
-            Value::F64(v) => Ok(*v),
-            _ => Err(wrong_type::<Self>(key, value)),
-        }
-    }
-}
-
-impl<'a> FromValue<'a> for bool {
-    const WANTED: &'static str = "bool";
-    fn from_value(key: &str, value: &'a Value) -> Result<Self, GgufError> {
-        match value {
-            Value::Bool(v) => Ok(*v),
-            _ => Err(wrong_type::<Self>(key, value)),
-        }
-    }
-}
-
-impl<'a> FromValue<'a> for &'a str {
-    const WANTED: &'static str = "string";
-    fn from_value(key: &str, value: &'a Value) -> Result<Self, GgufError> {
-        match value {
-            Value::String(v) => Ok(v),
-            _ => Err(wrong_type::<Self>(key, value)),
-        }
-    }
-}
-
-impl<'a> FromValue<'a> for &'a Array {
-    const WANTED: &'static str = "array";
-    fn from_value(key: &str, value: &'a Value) -> Result<Self, GgufError> {
-        match value {
-            Value::Array(v) => Ok(v),
-            _ => Err(wrong_type::<Self>(key, value)),
-        }
-    }
-}
-
-macro_rules! arrays {
-    ($($type:ty, $variant:ident, $wanted:literal;)*) => {$(
-        impl<'a> FromValue<'a> for &'a [$type] {
+/// Implements [`FromValue`] by the patterns that convert.
+macro_rules! conversions {
+    ($($T:ty: $wanted:literal, $($pattern:pat => $converted:expr),+;)+) => {$(
+        impl<'a> FromValue<'a> for $T {
             const WANTED: &'static str = $wanted;
             fn from_value(key: &str, value: &'a Value) -> Result<Self, GgufError> {
                 match value {
-                    Value::Array(Array::$variant(v)) => Ok(v),
+                    $($pattern => Ok($converted),)+
                     _ => Err(wrong_type::<Self>(key, value)),
                 }
             }
         }
-    )*};
+    )+};
 }
-arrays! {
-    String, String, "array of string";
-    i32, I32, "array of i32";
-    u32, U32, "array of u32";
-    f32, F32, "array of f32";
-    u8, U8, "array of u8";
-    bool, Bool, "array of bool";
+conversions! {
+    f32: "f32", Value::F32(v) => *v, Value::F64(v) => *v as f32;
+    f64: "f64", Value::F32(v) => f64::from(*v), Value::F64(v) => *v;
+    bool: "bool", Value::Bool(v) => *v;
+    &'a str: "string", Value::String(v) => v;
+    &'a [String]: "array of string", Value::Array(Array::String(v)) => v;
+    &'a [i32]: "array of i32", Value::Array(Array::I32(v)) => v;
+    &'a [f32]: "array of f32", Value::Array(Array::F32(v)) => v;
 }
 
 #[cfg(test)]
@@ -184,18 +122,21 @@ mod tests {
         assert_eq!(metadata("a", Value::I64(7)).require::<u32>("a").unwrap(), 7);
         let negative = metadata("a", Value::I32(-1));
         let error = negative.require::<u32>("a").unwrap_err();
-        assert_eq!(error.to_string(), "metadata key \"a\" is -1, which does not fit u32");
+        assert_eq!(error.to_string(), "metadata key \"a\" is -1; expected a number that fits u32");
     }
 
     #[test]
     fn wrong_types_name_key_found_and_wanted() {
         let tokens = metadata("tokens", Value::Array(Array::String(vec!["a".into(), "b".into()])));
         let error = tokens.require::<u32>("tokens").unwrap_err();
-        assert_eq!(error.to_string(), "metadata key \"tokens\" is array of string[2], wanted u32");
+        assert_eq!(
+            error.to_string(),
+            "metadata key \"tokens\" is array of string[2]; expected u32"
+        );
         let error = tokens.require::<&[i32]>("tokens").unwrap_err();
         assert_eq!(
             error.to_string(),
-            "metadata key \"tokens\" is array of string[2], wanted array of i32"
+            "metadata key \"tokens\" is array of string[2]; expected array of i32"
         );
         assert_eq!(tokens.require::<&[String]>("tokens").unwrap(), ["a", "b"]);
     }
@@ -205,6 +146,6 @@ mod tests {
         let empty = Metadata::default();
         assert_eq!(empty.get::<f32>("eps").unwrap(), None);
         let error = empty.require::<f32>("eps").unwrap_err();
-        assert_eq!(error.to_string(), "metadata key \"eps\" is missing (wanted f32)");
+        assert_eq!(error.to_string(), "metadata key \"eps\" is missing; expected f32");
     }
 }

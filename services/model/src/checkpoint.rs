@@ -14,7 +14,7 @@ use crate::{
     config::{JsonFile, ModelConfig, from_hugging_face},
     encoding::Encoding,
     error::ModelError,
-    fingerprint::{self, DirectoryEntry},
+    fingerprint,
     matrix::{MatrixData, MatrixSource, RowOrder},
     weight::{Weight, WeightShape},
 };
@@ -33,7 +33,6 @@ pub enum LoadFormat {
 ///
 /// Every weight was checked to exist with its shape, encoding and all its bytes.
 pub struct Checkpoint {
-    path: PathBuf,
     config: ModelConfig,
     weights: Weights,
     fingerprint: u128,
@@ -46,15 +45,15 @@ enum Weights {
 }
 
 /// Weight in a file, before its shape is checked.
-struct StoredTensor<'a> {
+pub(crate) struct StoredTensor<'a> {
     path: &'a Path,
-    name: String,
+    pub name: String,
     /// Offset from the start of the file, in bytes.
     offset: u64,
     /// Dimensions, slowest first.
-    dims: Vec<u64>,
-    encoding: Encoding,
-    bytes: &'a [u8],
+    pub dims: Vec<u64>,
+    pub encoding: Encoding,
+    pub bytes: &'a [u8],
     order: RowOrder,
 }
 
@@ -96,16 +95,15 @@ impl Checkpoint {
                 });
             }
         };
-        let mut checkpoint = Self { path: path.into(), config, weights, fingerprint: 0 };
-        checkpoint.check_weights()?;
-        checkpoint.fingerprint = checkpoint.compute_fingerprint()?;
+        let mut checkpoint = Self { config, weights, fingerprint: 0 };
+        let seed = match &checkpoint.weights {
+            Weights::Dummy(DummyWeights { seed }) => Some(*seed),
+            _ => None,
+        };
+        checkpoint.fingerprint =
+            fingerprint::of(&checkpoint.config, seed, &checkpoint.directory()?);
         checkpoint.forget_pages();
         Ok(checkpoint)
-    }
-
-    /// Returns the path passed to [`open`](Self::open).
-    pub fn path(&self) -> &Path {
-        &self.path
     }
 
     pub fn config(&self) -> &ModelConfig {
@@ -119,12 +117,6 @@ impl Checkpoint {
     /// The same weights in another file format are another model: they may round differently.
     pub fn model_fingerprint(&self) -> u128 {
         self.fingerprint
-    }
-
-    /// Returns the bytes of the stored weights; 0 for random weights.
-    pub fn stored_bytes(&self) -> u64 {
-        self.directory()
-            .map_or(0, |directory| directory.iter().map(|tensor| tensor.bytes.len() as u64).sum())
     }
 
     /// Returns a description for logs: `GGUF, F32 + Q4_1 + Q8_0`.
@@ -234,42 +226,20 @@ impl Checkpoint {
         }
     }
 
-    fn check_weights(&self) -> Result<(), ModelError> {
-        match &self.weights {
-            Weights::Gguf(file) => file.refuse_unknown_tensors(&self.config)?,
-            Weights::Folder(folder) => folder.refuse_unknown_tensors(&self.config)?,
-            Weights::Dummy(_) => return Ok(()),
-        }
-        Weight::all(&self.config).try_for_each(|weight| self.checked(weight).map(drop))
-    }
-
+    /// Returns all stored weights after checking them.
     fn directory(&self) -> Result<Vec<StoredTensor<'_>>, ModelError> {
         match &self.weights {
-            Weights::Dummy(_) => Ok(Vec::new()),
-            _ => Weight::all(&self.config).map(|weight| self.checked(weight)).collect(),
+            Weights::Dummy(_) => return Ok(Vec::new()),
+            Weights::Gguf(file) => file.refuse_unknown_tensors(&self.config)?,
+            Weights::Folder(folder) => folder.refuse_unknown_tensors(&self.config)?,
         }
-    }
-
-    fn compute_fingerprint(&self) -> Result<u128, ModelError> {
-        let directory = self.directory()?;
-        let entries = directory.iter().map(|tensor| DirectoryEntry {
-            name: &tensor.name,
-            encoding: tensor.encoding.name(),
-            dims: &tensor.dims,
-            bytes: tensor.bytes,
-        });
-        let seed = match &self.weights {
-            Weights::Dummy(DummyWeights { seed }) => Some(*seed),
-            _ => None,
-        };
-        Ok(fingerprint::of(&self.config, seed, entries))
+        Weight::all(&self.config).map(|weight| self.checked(weight)).collect()
     }
 }
 
 impl fmt::Debug for Checkpoint {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Checkpoint")
-            .field("path", &self.path)
             .field("config", &self.config)
             .field("description", &self.description())
             .finish_non_exhaustive()

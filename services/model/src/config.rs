@@ -4,7 +4,7 @@ mod architecture;
 mod gguf_metadata;
 mod hugging_face;
 
-use std::{num::NonZeroUsize, path::Path};
+use std::{num::NonZeroUsize, ops::RangeInclusive, path::Path};
 
 use kernels::{Dtype, KvLayout, Shard, backend::HeadShape, shard::RANKS_MAX};
 
@@ -97,6 +97,23 @@ const FFN_MAX: usize = 1 << 20;
 const VOCAB_MAX: usize = 1 << 22;
 const CONTEXT_MAX: usize = 1 << 26;
 
+/// Returns the head dimension of a model that states none. Errors name the file `path` and its key `name` for the
+/// number of heads.
+fn default_head_dim(
+    path: &Path,
+    name: &'static str,
+    heads: usize,
+    hidden_size: usize,
+) -> Result<usize, ModelError> {
+    let head_dim = hidden_size.checked_div(heads).filter(|dim| dim * heads == hidden_size);
+    head_dim.ok_or_else(|| ModelError::ConfigValue {
+        path: path.into(),
+        name,
+        found: heads.to_string(),
+        allowed: format!("a divisor of the hidden size {hidden_size}"),
+    })
+}
+
 impl ModelConfig {
     /// Validates the configuration. `path` names its file in errors.
     pub(crate) fn validate(self, path: &Path) -> Result<Self, ModelError> {
@@ -115,55 +132,49 @@ impl ModelConfig {
         ];
         for (name, found, max) in sizes {
             if !(1..=max).contains(&found) {
-                return bad(name, found.to_string(), format!("1 to {max}"));
+                bad(name, found.to_string(), format!("1 to {max}"))?;
             }
         }
         if !self.query_head_count.is_multiple_of(self.kv_head_count) {
             let allowed = format!("a divisor of the {} attention heads", self.query_head_count);
-            return bad("KV head count", self.kv_head_count.to_string(), allowed);
+            bad("KV head count", self.kv_head_count.to_string(), allowed)?;
         }
         if !self.head_dim.is_multiple_of(2) {
-            return bad("head dimension", self.head_dim.to_string(), "an even number".into());
+            bad("head dimension", self.head_dim.to_string(), "an even number".into())?;
         }
-        // NaN is outside every range.
-        if !(0.0..=0.1).contains(&self.rms_eps) {
-            return bad("RMS norm epsilon", self.rms_eps.to_string(), "0 to 0.1".into());
-        }
-        if !(1.0..=1e12).contains(&self.rope_theta) {
-            return bad("rope theta", self.rope_theta.to_string(), "1 to 1e12".into());
-        }
+        let within = |name, value: f32, range: RangeInclusive<f32>, allowed: &str| {
+            // NaN is outside every range.
+            let is_within = range.contains(&value);
+            if is_within { Ok(()) } else { bad(name, value.to_string(), allowed.into()) }
+        };
+        within("RMS norm epsilon", self.rms_eps, 0.0..=0.1, "0 to 0.1")?;
+        within("rope theta", self.rope_theta, 1.0..=1e12, "1 to 1e12")?;
+        let factor_within = |factor| within("rope scaling factor", factor, 1.0..=1e6, "1 to 1e6");
         match &self.rope_scaling {
             RopeScaling::None => {}
-            RopeScaling::Linear { factor } => {
-                if !(1.0..=1e6).contains(factor) {
-                    return bad("rope scaling factor", factor.to_string(), "1 to 1e6".into());
-                }
-            }
+            RopeScaling::Linear { factor } => factor_within(*factor)?,
             RopeScaling::Llama3 {
                 factor,
                 low_frequency_factor: low,
                 high_frequency_factor: high,
                 original_context_tokens: original,
             } => {
-                if !(1.0..=1e6).contains(factor) {
-                    return bad("rope scaling factor", factor.to_string(), "1 to 1e6".into());
-                }
+                factor_within(*factor)?;
                 if !(*low > 0.0 && low < high && *high <= 1e6) {
                     let allowed = "low frequency factor > 0, high above it, up to 1e6".into();
-                    return bad("rope scaling", format!("low {low}, high {high}"), allowed);
+                    bad("rope scaling", format!("low {low}, high {high}"), allowed)?;
                 }
-                if !(1.0..=CONTEXT_MAX as f32).contains(original) {
-                    let allowed = format!("1 to {CONTEXT_MAX}");
-                    return bad("rope scaling's original context", original.to_string(), allowed);
-                }
+                let allowed = format!("1 to {CONTEXT_MAX}");
+                let range = 1.0..=CONTEXT_MAX as f32;
+                within("rope scaling's original context", *original, range, &allowed)?;
             }
             RopeScaling::Divisors(divisors) => {
                 if divisors.len() != self.head_dim / 2 {
                     let allowed = format!("{} (half the head dimension)", self.head_dim / 2);
-                    return bad("number of rope divisors", divisors.len().to_string(), allowed);
+                    bad("number of rope divisors", divisors.len().to_string(), allowed)?;
                 }
-                if let Some(found) = divisors.iter().find(|d| !(1e-6..=1e6).contains(*d)) {
-                    return bad("rope divisor", found.to_string(), "1e-6 to 1e6".into());
+                for divisor in divisors {
+                    within("rope divisor", *divisor, 1e-6..=1e6, "1e-6 to 1e6")?;
                 }
             }
         }
@@ -171,12 +182,12 @@ impl ModelConfig {
             && window.layers.len() != self.layer_count
         {
             let allowed = format!("{} (one for each layer)", self.layer_count);
-            return bad("number of layer types", window.layers.len().to_string(), allowed);
+            bad("number of layer types", window.layers.len().to_string(), allowed)?;
         }
         let ids = self.bos_token_id.iter().chain(&self.eos_token_ids);
         if let Some(id) = ids.into_iter().find(|&&id| id as usize >= self.vocab_size) {
             let allowed = format!("less than the vocabulary size {}", self.vocab_size);
-            return bad("bos or eos token id", id.to_string(), allowed);
+            bad("bos or eos token id", id.to_string(), allowed)?;
         }
         Ok(self)
     }
@@ -207,14 +218,6 @@ impl ModelConfig {
         HeadShape {
             query_heads: shard.part(self.query_head_count).len(),
             kv_heads: shard.part(self.kv_head_count).len(),
-            head_dim: self.head_dim,
-        }
-    }
-
-    pub fn head_shape(&self) -> HeadShape {
-        HeadShape {
-            query_heads: self.query_head_count,
-            kv_heads: self.kv_head_count,
             head_dim: self.head_dim,
         }
     }

@@ -6,95 +6,61 @@ use gguf::TensorKind;
 use half::{bf16, f16};
 use kernels::Dtype;
 
-/// Supported encodings.
+/// Encoding of a tensor's elements: one of GGUF's supported kinds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Encoding {
-    F32,
-    F16,
-    Bf16,
-    Q4_0,
-    Q4_1,
-    Q5_0,
-    Q5_1,
-    Q8_0,
-    Q4K,
-    Q5K,
-    Q6K,
-}
+pub struct Encoding(TensorKind);
 
 impl Encoding {
+    pub const F32: Self = Self(TensorKind::F32);
+    pub const BF16: Self = Self(TensorKind::Bf16);
+
     pub fn of_gguf(kind: TensorKind) -> Option<Self> {
-        Some(match kind {
-            TensorKind::F32 => Encoding::F32,
-            TensorKind::F16 => Encoding::F16,
-            TensorKind::Bf16 => Encoding::Bf16,
-            TensorKind::Q4_0 => Encoding::Q4_0,
-            TensorKind::Q4_1 => Encoding::Q4_1,
-            TensorKind::Q5_0 => Encoding::Q5_0,
-            TensorKind::Q5_1 => Encoding::Q5_1,
-            TensorKind::Q8_0 => Encoding::Q8_0,
-            TensorKind::Q4K => Encoding::Q4K,
-            TensorKind::Q5K => Encoding::Q5K,
-            TensorKind::Q6K => Encoding::Q6K,
-            TensorKind::Other(_) => return None,
-        })
+        kind.block().map(|_| Self(kind))
     }
 
     pub fn of_safetensors(dtype: safetensors::Dtype) -> Option<Self> {
         Some(match dtype {
-            safetensors::Dtype::F32 => Encoding::F32,
-            safetensors::Dtype::F16 => Encoding::F16,
-            safetensors::Dtype::BF16 => Encoding::Bf16,
+            safetensors::Dtype::F32 => Self::F32,
+            safetensors::Dtype::F16 => Self(TensorKind::F16),
+            safetensors::Dtype::BF16 => Self::BF16,
             _ => return None,
         })
     }
 
     #[cfg(test)]
     pub fn all() -> Vec<Self> {
-        TensorKind::supported().map(|kind| Self::of_gguf(kind).unwrap()).collect()
+        TensorKind::supported().map(Self).collect()
     }
 
-    fn kind(self) -> TensorKind {
-        match self {
-            Encoding::F32 => TensorKind::F32,
-            Encoding::F16 => TensorKind::F16,
-            Encoding::Bf16 => TensorKind::Bf16,
-            Encoding::Q4_0 => TensorKind::Q4_0,
-            Encoding::Q4_1 => TensorKind::Q4_1,
-            Encoding::Q5_0 => TensorKind::Q5_0,
-            Encoding::Q5_1 => TensorKind::Q5_1,
-            Encoding::Q8_0 => TensorKind::Q8_0,
-            Encoding::Q4K => TensorKind::Q4K,
-            Encoding::Q5K => TensorKind::Q5K,
-            Encoding::Q6K => TensorKind::Q6K,
-        }
+    /// Returns elements and bytes of one block.
+    fn block(self) -> (usize, usize) {
+        let block = self.0.block().expect("an encoding is a supported kind");
+        (block.elements as usize, block.bytes as usize)
     }
 
     /// Returns the bytes of a row of `cols` elements; `None` when they are not a whole number of
     /// blocks.
     pub fn row_bytes(self, cols: usize) -> Option<usize> {
-        let block = self.kind().block()?;
-        let (elements, bytes) = (block.elements as usize, block.bytes as usize);
+        let (elements, bytes) = self.block();
         cols.is_multiple_of(elements).then(|| cols / elements * bytes)
     }
 
     /// Returns whether the file's elements have this machine's in-memory representation.
     pub fn is(self, dtype: Dtype) -> bool {
         let is_same = match dtype {
-            Dtype::F32 => self == Encoding::F32,
-            Dtype::Bf16 => self == Encoding::Bf16,
+            Dtype::F32 => self == Self::F32,
+            Dtype::Bf16 => self == Self::BF16,
         };
         is_same && cfg!(target_endian = "little")
     }
 
     pub fn name(self) -> &'static str {
-        self.kind().name().expect("every encoding is of a supported kind")
+        self.0.name().expect("an encoding is a supported kind")
     }
 
     /// Decodes the elements of `row` from column `first` on, as many as `out` takes.
     pub fn decode_part(self, row: &[u8], first: usize, out: &mut [f32]) {
-        let block = self.kind().block().expect("every encoding is of a supported kind");
-        let (elements, bytes) = (block.elements as usize, block.bytes as usize);
+        let (elements, bytes) = self.block();
         let (before, begin) = (first % elements, first / elements);
         let row = &row[begin * bytes..];
         if before == 0 && out.len().is_multiple_of(elements) {
@@ -110,22 +76,23 @@ impl Encoding {
     /// addition rounds once to f32; F32, F16 and BF16 do not round at all. If `row` is shorter, the
     /// elements beyond its last whole block stay unchanged; files are checked when they are opened.
     pub fn decode_row(self, row: &[u8], out: &mut [f32]) {
-        match self {
-            Encoding::F32 => each(row, out, |bytes, [value]| *value = f32::from_le_bytes(*bytes)),
-            Encoding::F16 => {
+        match self.0 {
+            TensorKind::F32 => each(row, out, |bytes, [value]| *value = f32::from_le_bytes(*bytes)),
+            TensorKind::F16 => {
                 each(row, out, |bytes, [value]| *value = f16::from_le_bytes(*bytes).to_f32());
             }
-            Encoding::Bf16 => {
+            TensorKind::Bf16 => {
                 each(row, out, |bytes, [value]| *value = bf16::from_le_bytes(*bytes).to_f32());
             }
-            Encoding::Q4_0 => each(row, out, blocks::q4_0),
-            Encoding::Q4_1 => each(row, out, blocks::q4_1),
-            Encoding::Q5_0 => each(row, out, blocks::q5_0),
-            Encoding::Q5_1 => each(row, out, blocks::q5_1),
-            Encoding::Q8_0 => each(row, out, blocks::q8_0),
-            Encoding::Q4K => each(row, out, blocks::q4_k),
-            Encoding::Q5K => each(row, out, blocks::q5_k),
-            Encoding::Q6K => each(row, out, blocks::q6_k),
+            TensorKind::Q4_0 => each(row, out, blocks::q4_0),
+            TensorKind::Q4_1 => each(row, out, blocks::q4_1),
+            TensorKind::Q5_0 => each(row, out, blocks::q5_0),
+            TensorKind::Q5_1 => each(row, out, blocks::q5_1),
+            TensorKind::Q8_0 => each(row, out, blocks::q8_0),
+            TensorKind::Q4K => each(row, out, blocks::q4_k),
+            TensorKind::Q5K => each(row, out, blocks::q5_k),
+            TensorKind::Q6K => each(row, out, blocks::q6_k),
+            TensorKind::Other(_) => unreachable!("an encoding is a supported kind"),
         }
     }
 }
@@ -161,8 +128,8 @@ mod tests {
         let bytes: Vec<u8> = values.iter().flat_map(|v| v.to_le_bytes()).collect();
         assert_eq!(decode(Encoding::F32, &bytes, 4), values);
         let bytes: Vec<u8> = values.iter().flat_map(|&v| f16::from_f32(v).to_le_bytes()).collect();
-        assert_eq!(decode(Encoding::F16, &bytes, 4), values);
-        assert_eq!(decode(Encoding::Bf16, &[0x80, 0x3f, 0xc0, 0xff], 2)[0], 1.0);
+        assert_eq!(decode(Encoding(TensorKind::F16), &bytes, 4), values);
+        assert_eq!(decode(Encoding::BF16, &[0x80, 0x3f, 0xc0, 0xff], 2)[0], 1.0);
     }
 
     /// Compares with a fixture that holds, for every quantised kind, a tensor of random blocks and a
@@ -195,10 +162,10 @@ mod tests {
 
     #[test]
     fn rows_of_broken_blocks_have_no_size() {
-        assert_eq!(Encoding::Q4_1.row_bytes(33), None);
-        assert_eq!(Encoding::Q6K.row_bytes(255), None);
-        assert_eq!(Encoding::Q8_0.row_bytes(64), Some(68));
-        assert_eq!(Encoding::Q4K.row_bytes(512), Some(288));
+        assert_eq!(Encoding(TensorKind::Q4_1).row_bytes(33), None);
+        assert_eq!(Encoding(TensorKind::Q6K).row_bytes(255), None);
+        assert_eq!(Encoding(TensorKind::Q8_0).row_bytes(64), Some(68));
+        assert_eq!(Encoding(TensorKind::Q4K).row_bytes(512), Some(288));
     }
 
     proptest! {
@@ -210,8 +177,7 @@ mod tests {
             cols in 0_usize..600,
         ) {
             const UNTOUCHED: f32 = 1.2345e37;
-            let block = encoding.kind().block().unwrap();
-            let (elements, size) = (block.elements as usize, block.bytes as usize);
+            let (elements, size) = encoding.block();
             let whole = (bytes.len() / size).min(cols / elements) * elements;
             let mut out = vec![UNTOUCHED; cols];
             encoding.decode_row(&bytes, &mut out);

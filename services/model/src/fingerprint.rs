@@ -2,15 +2,10 @@
 
 use xxhash_rust::xxh3::Xxh3;
 
-use crate::config::{ModelConfig, RopeScaling, SlidingWindow};
-
-/// Inputs of the fingerprint from one stored weight.
-pub struct DirectoryEntry<'a> {
-    pub name: &'a str,
-    pub encoding: &'static str,
-    pub dims: &'a [u64],
-    pub bytes: &'a [u8],
-}
+use crate::{
+    checkpoint::StoredTensor,
+    config::{ModelConfig, RopeScaling, SlidingWindow},
+};
 
 /// Windows of each weight that are hashed. Fine-tuned models differ nearly everywhere, so a few pages of
 /// every tensor distinguish them, and even the largest file opens quickly.
@@ -18,21 +13,17 @@ const WINDOWS: usize = 4;
 const WINDOW_BYTES: usize = 256;
 
 /// Computes the xxh3-128 hash over configuration, seed of dummy weights, directory and samples.
-pub fn of<'a>(
-    config: &ModelConfig,
-    dummy_seed: Option<u64>,
-    directory: impl Iterator<Item = DirectoryEntry<'a>>,
-) -> u128 {
+pub fn of(config: &ModelConfig, dummy_seed: Option<u64>, directory: &[StoredTensor<'_>]) -> u128 {
     let mut hash = Hash(Xxh3::new());
     // Changes whenever the meaning of the following bytes changes.
     hash.bytes(b"baton model 2");
     hash.config(config);
     hash.numbers(&[dummy_seed.is_some().into(), dummy_seed.unwrap_or(0)]);
-    for entry in directory {
-        hash.bytes(entry.name.as_bytes());
-        hash.bytes(entry.encoding.as_bytes());
-        hash.numbers(entry.dims);
-        hash.sample(entry.bytes);
+    for tensor in directory {
+        hash.bytes(tensor.name.as_bytes());
+        hash.bytes(tensor.encoding.name().as_bytes());
+        hash.numbers(&tensor.dims);
+        hash.sample(tensor.bytes);
     }
     hash.0.digest128()
 }

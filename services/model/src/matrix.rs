@@ -310,7 +310,7 @@ mod tests {
         let in_f32: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
         let in_bf16: Vec<u8> =
             values.iter().flat_map(|&value| bf16::from_f32(value).to_le_bytes()).collect();
-        for (encoding, bytes) in [(Encoding::F32, &in_f32), (Encoding::Bf16, &in_bf16)] {
+        for (encoding, bytes) in [(Encoding::F32, &in_f32), (Encoding::BF16, &in_bf16)] {
             for order in [RowOrder::Halves, RowOrder::Pairs { head_dim: 6 }] {
                 let part = |rows: Range<usize>| {
                     let at = |row| row * bytes.len() / 18;
@@ -346,7 +346,7 @@ mod tests {
                 .collect();
             let in_bf16: Vec<u8> =
                 values.iter().flat_map(|&value| bf16::from_f32(value).to_le_bytes()).collect();
-            for (encoding, bytes) in [(Encoding::F32, &in_f32), (Encoding::Bf16, &in_bf16)] {
+            for (encoding, bytes) in [(Encoding::F32, &in_f32), (Encoding::BF16, &in_bf16)] {
                 for dtype in [Dtype::F32, Dtype::Bf16] {
                     let order = RowOrder::Halves;
                     let data = MatrixData::Stored { bytes, encoding, order };

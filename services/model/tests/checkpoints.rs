@@ -37,8 +37,6 @@ fn folders_of_every_element_type_single_or_sharded_give_the_weights_written() {
             let checkpoint = open(folder.path()).unwrap();
             assert_eq!(checkpoint.config(), dummy.config());
             assert_same_weights(&checkpoint, &dummy, element);
-            let bytes: usize = tensors.iter().map(|tensor| tensor.bytes.len()).sum();
-            assert_eq!(checkpoint.stored_bytes(), bytes as u64);
         }
     }
 }
@@ -219,12 +217,12 @@ fn missing_misshapen_and_unknown_tensors_are_named() {
     let error = open_changed(|tensors| drop(tensors.remove(2)));
     assert!(
         error.to_string().ends_with(
-            "tensor \"model.layers.0.self_attn.q_proj.weight\" is missing (wanted shape [64, 32])"
+            "tensor \"model.layers.0.self_attn.q_proj.weight\" is missing; expected shape [64, 32]"
         ),
         "{error}"
     );
     let error = open_changed(|tensors| tensors[2].dims = vec![32, 64]);
-    assert!(error.to_string().ends_with("has shape [32, 64], wanted [64, 32]"), "{error}");
+    assert!(error.to_string().ends_with("has shape [32, 64]; expected [64, 32]"), "{error}");
     let error = open_changed(|tensors| {
         tensors.push(Tensor {
             name: "model.layers.0.self_attn.q_proj.bias".into(),
@@ -325,9 +323,9 @@ fn an_invalid_shard_index_is_rejected() {
     };
     for file in ["../model.safetensors", "/etc/passwd", "a/b", "..", ""] {
         let message = message(json!({ "t": file }));
-        assert!(message.contains("wanted a file name without folders"), "{file:?}: {message}");
+        assert!(message.contains("expected a file name without folders"), "{file:?}: {message}");
     }
-    assert!(message(json!({"t": 3})).ends_with("tensor \"t\" has file 3, wanted a string"));
+    assert!(message(json!({"t": 3})).ends_with("tensor \"t\" has file 3; expected a string"));
     assert!(message(json!([])).ends_with("has no object weight_map"));
     assert!(message(json!({"t": "absent.safetensors"})).contains("cannot map"));
     let shard = "model-00001-of-00002.safetensors";
@@ -354,7 +352,7 @@ fn gguf_files_of_unsupported_kind_or_architecture_are_rejected() {
     let value = position(b"general.architecture") + 20 + 4 + 8;
     other[value..value + 5].copy_from_slice(b"bloom");
     assert!(message(&other).ends_with(
-        "architecture \"bloom\" is not supported; supported are \"llama\", \"qwen2\", \"qwen3\""
+        "unsupported architecture \"bloom\"; expected one of \"llama\", \"qwen2\", \"qwen3\""
     ));
 
     let mut other = good.clone();
@@ -366,7 +364,7 @@ fn gguf_files_of_unsupported_kind_or_architecture_are_rejected() {
     assert!(found.contains("tensor \"blk.1.ffn_up.weight\" at offset"), "{found}");
     assert!(
         found.ends_with(
-            "is of kind Q2_K (number 10); supported are F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, \
+            "has unsupported kind Q2_K (number 10); expected one of F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, \
              Q8_0, Q4_K, Q5_K, Q6_K"
         ),
         "{found}"

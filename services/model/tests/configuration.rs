@@ -115,7 +115,7 @@ fn absent_keys_have_the_defaults_of_each_architecture() {
     let refusal = |changes| open("Qwen3ForCausalLM", changes).unwrap_err().to_string();
     let few = json!({"use_sliding_window": true, "layer_types": ["sliding_attention"]});
     let message = refusal(few);
-    assert!(message.ends_with("number of layer types is 1; allowed is 3 (one for each layer)"));
+    assert!(message.ends_with("number of layer types is 1; expected 3 (one for each layer)"));
     let chunked = json!({"use_sliding_window": true, "layer_types": ["chunked_attention"]});
     let message = refusal(chunked);
     assert!(
@@ -151,41 +151,33 @@ fn generation_config_adds_end_tokens() {
 
 #[test]
 fn unsupported_features_are_rejected_by_name() {
-    let supported_rope = "supported is \"default\", \"linear\" and \"llama3\"";
+    let supported_rope = "expected \"default\", \"linear\" or \"llama3\"";
     for kind in ["dynamic", "yarn", "longrope"] {
         assert_eq!(
             refusal(json!({"rope_scaling": {"rope_type": kind, "factor": 4.0}})),
-            format!(
-                "rope_scaling.rope_type is \"{kind}\", which is not supported; {supported_rope}"
-            )
+            format!("unsupported rope_scaling.rope_type: \"{kind}\"; {supported_rope}")
         );
     }
     let cases = [
         (
             json!({"architectures": ["MixtralForCausalLM"]}),
-            "architecture \"MixtralForCausalLM\" is not supported; supported are \
+            "unsupported architecture \"MixtralForCausalLM\"; expected one of \
              \"LlamaForCausalLM\", \"MistralForCausalLM\", \"Qwen2ForCausalLM\", \"Qwen3ForCausalLM\"",
         ),
-        (
-            json!({"hidden_act": "gelu"}),
-            "hidden_act is \"gelu\", which is not supported; supported is \"silu\"",
-        ),
+        (json!({"hidden_act": "gelu"}), "unsupported hidden_act: \"gelu\"; expected \"silu\""),
         (
             json!({"architectures": ["Qwen3ForCausalLM"], "attention_bias": true}),
-            "attention_bias is true, which is not supported; supported is false",
+            "unsupported attention_bias: true; expected false",
         ),
         (
             json!({"rope_parameters": {"partial_rotary_factor": 0.5}}),
-            "rope_parameters.partial_rotary_factor is 0.5, which is not supported; supported is 1",
+            "unsupported rope_parameters.partial_rotary_factor: 0.5; expected 1",
         ),
-        (
-            json!({"attention_bias": true}),
-            "attention_bias is true, which is not supported; supported is false",
-        ),
+        (json!({"attention_bias": true}), "unsupported attention_bias: true; expected false"),
         (
             json!({"quantization_config": {"quant_method": "gptq"}}),
-            "quantization_config is of method \"gptq\", which is not supported; \
-             supported is no quantization, or a GGUF file",
+            "unsupported quantization_config: method \"gptq\"; \
+             expected no quantization, or a GGUF file",
         ),
     ];
     for (changes, message) in cases {
@@ -205,29 +197,29 @@ fn invalid_values_are_rejected_with_key_value_and_range() {
             json!({"num_hidden_layers": -3}),
             "key \"num_hidden_layers\": invalid value: integer `-3`, expected usize",
         ),
-        (json!({"num_hidden_layers": 0}), "layer count is 0; allowed is 1 to 4096"),
+        (json!({"num_hidden_layers": 0}), "layer count is 0; expected 1 to 4096"),
         (
             json!({"vocab_size": 1e18 as u64}),
-            "vocabulary size is 1000000000000000000; allowed is 1 to 4194304",
+            "vocabulary size is 1000000000000000000; expected 1 to 4194304",
         ),
         (
             json!({"num_key_value_heads": 3}),
-            "KV head count is 3; allowed is a divisor of the 4 attention heads",
+            "KV head count is 3; expected a divisor of the 4 attention heads",
         ),
         (
             json!({"num_attention_heads": 5, "head_dim": null}),
-            "num_attention_heads is 5; allowed is a divisor of hidden_size 32",
+            "num_attention_heads is 5; expected a divisor of the hidden size 32",
         ),
         (
             json!({"num_attention_heads": 0, "head_dim": null}),
-            "num_attention_heads is 0; allowed is a divisor of hidden_size 32",
+            "num_attention_heads is 0; expected a divisor of the hidden size 32",
         ),
-        (json!({"head_dim": 7}), "head dimension is 7; allowed is an even number"),
-        (json!({"rms_norm_eps": 3.0}), "RMS norm epsilon is 3; allowed is 0 to 0.1"),
-        (json!({"rope_theta": 0}), "rope theta is 0; allowed is 1 to 1e12"),
+        (json!({"head_dim": 7}), "head dimension is 7; expected an even number"),
+        (json!({"rms_norm_eps": 3.0}), "RMS norm epsilon is 3; expected 0 to 0.1"),
+        (json!({"rope_theta": 0}), "rope theta is 0; expected 1 to 1e12"),
         (
             json!({"eos_token_id": 96}),
-            "bos or eos token id is 96; allowed is less than the vocabulary size 96",
+            "bos or eos token id is 96; expected less than the vocabulary size 96",
         ),
         (
             json!({"rope_scaling": {"rope_type": "linear"}}),
@@ -235,12 +227,12 @@ fn invalid_values_are_rejected_with_key_value_and_range() {
         ),
         (
             json!({"rope_scaling": {"rope_type": "linear", "factor": 0.0}}),
-            "rope scaling factor is 0; allowed is 1 to 1e6",
+            "rope scaling factor is 0; expected 1 to 1e6",
         ),
         (
             json!({"rope_scaling": {"rope_type": "llama3", "factor": 8, "low_freq_factor": 4,
                 "high_freq_factor": 4, "original_max_position_embeddings": 8192}}),
-            "rope scaling is low 4, high 4; allowed is low frequency factor > 0, \
+            "rope scaling is low 4, high 4; expected low frequency factor > 0, \
              high above it, up to 1e6",
         ),
     ];
@@ -299,34 +291,37 @@ fn invalid_gguf_configurations_are_rejected_by_key() {
     let cases = [
         (
             ("llama.rope.scaling.type", Some(Entry::Text("yarn"))),
-            "llama.rope.scaling.type is \"yarn\", which is not supported; \
-             supported is \"none\" and \"linear\"",
+            "unsupported llama.rope.scaling.type: \"yarn\"; \
+             expected \"none\" or \"linear\"",
         ),
         (
             ("general.architecture", Some(Entry::Text("gemma3"))),
-            "architecture \"gemma3\" is not supported; supported are \"llama\", \"qwen2\", \"qwen3\"",
+            "unsupported architecture \"gemma3\"; expected one of \"llama\", \"qwen2\", \"qwen3\"",
         ),
         (
             ("llama.expert_count", Some(Entry::U32(8))),
-            "llama.expert_count is 8, which is not supported; supported is 0",
+            "unsupported llama.expert_count: 8; expected 0",
         ),
         (
             ("llama.rope.dimension_count", Some(Entry::U32(8))),
-            "llama.rope.dimension_count is 8, which is not supported; \
-             supported is the head dimension",
+            "unsupported llama.rope.dimension_count: 8; \
+             expected the head dimension",
         ),
-        (("llama.block_count", None), "metadata key \"llama.block_count\" is missing (wanted u64)"),
+        (
+            ("llama.block_count", None),
+            "metadata key \"llama.block_count\" is missing; expected u64",
+        ),
         (
             ("llama.block_count", Some(Entry::Text("many"))),
-            "metadata key \"llama.block_count\" is string, wanted u64",
+            "metadata key \"llama.block_count\" is string; expected u64",
         ),
         (
             ("llama.attention.head_count_kv", Some(Entry::U32(3))),
-            "KV head count is 3; allowed is a divisor of the 4 attention heads",
+            "KV head count is 3; expected a divisor of the 4 attention heads",
         ),
         (
             ("llama.vocab_size", None),
-            "metadata key \"tokenizer.ggml.tokens\" is missing (wanted array of string)",
+            "metadata key \"tokenizer.ggml.tokens\" is missing; expected array of string",
         ),
     ];
     for (change, message) in cases {

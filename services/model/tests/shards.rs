@@ -230,12 +230,12 @@ fn unsupported_rank_counts_are_rejected_with_the_supported_ones() {
     assert!(matches!(&error, ModelError::Ranks { ranks: 2, kv_heads: 3, .. }));
     assert_eq!(
         error.to_string(),
-        "cannot shard the model's 3 KV heads and feed-forward size 192 over 2 ranks; allowed are 1, 3"
+        "cannot shard the model's 3 KV heads and feed-forward size 192 over 2 ranks; expected one of 1, 3"
     );
     // More ranks than heads.
     let eight = dummy(folder.path(), json!({}));
     let error = load(&eight, Shard::new(0, 16).unwrap(), &mut |_| ()).unwrap_err();
-    assert!(error.to_string().ends_with("allowed are 1, 2, 4, 8"), "{error}");
+    assert!(error.to_string().ends_with("expected one of 1, 2, 4, 8"), "{error}");
     let narrow = dummy(folder.path(), json!({"intermediate_size": 12}));
     assert_eq!(narrow.config().rank_counts().collect::<Vec<_>>(), [1, 2, 4]);
 

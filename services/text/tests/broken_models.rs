@@ -115,7 +115,7 @@ fn unsupported_kinds_are_refused_with_those_supported() {
     // The same tokens are not a SentencePiece vocabulary.
     assert_eq!(
         message(&with("tokenizer.ggml.model", string("llama"))),
-        "metadata key \"tokenizer.ggml.scores\" is missing (wanted array of f32)"
+        "metadata key \"tokenizer.ggml.scores\" is missing; expected array of f32"
     );
     let message = message(&with("tokenizer.ggml.pre", string("gpt-5")));
     for name in ["\"gpt-5\"", "smollm", "gpt-2", "default", "llama-bpe", "qwen2"] {
@@ -208,7 +208,7 @@ fn pieces_need_scores_types_and_bytes_that_fit() {
         (
             common::tiny_pieces(),
             vec![(SCORES, strings(&["0"]))],
-            "metadata key \"tokenizer.ggml.scores\" is array of string[1], wanted array of f32",
+            "metadata key \"tokenizer.ggml.scores\" is array of string[1]; expected array of f32",
         ),
         (
             common::tiny_pieces(),

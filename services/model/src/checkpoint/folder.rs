@@ -66,12 +66,12 @@ impl SafetensorsFolder {
         let mut names_of_file: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
         for (name, file) in weight_map {
             let file = file.as_str().ok_or_else(|| {
-                bad_index(format!("tensor {name:?} has file {file}, wanted a string"))
+                bad_index(format!("tensor {name:?} has file {file}; expected a string"))
             })?;
             // The index may only name files of this folder.
             if Path::new(file).file_name().is_none_or(|name| name != file) {
                 return Err(bad_index(format!(
-                    "tensor {name:?} has file {file:?}, wanted a file name without folders"
+                    "tensor {name:?} has file {file:?}; expected a file name without folders"
                 )));
             }
             names_of_file.entry(file).or_default().push(name);
@@ -171,7 +171,7 @@ impl Shard {
                 tensor: name.clone(),
                 offset,
                 found: format!("{:?}", info.dtype),
-                supported: "F32, F16, BF16",
+                supported: "F32, F16 or BF16",
             })?;
         Ok(StoredTensor {
             path: &self.path,

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use gguf::{FromValue, GgufError, Header};
 
-use super::{Architecture, ModelConfig, RopeScaling, SlidingWindow};
+use super::{Architecture, ModelConfig, RopeScaling, SlidingWindow, default_head_dim};
 use crate::error::ModelError;
 
 /// Reads the configuration. `has_output` says whether the file has an output projection. `rope_divisors`
@@ -33,17 +33,7 @@ pub(crate) fn from_gguf(
     let query_head_count = metadata.require::<usize>("attention.head_count")?;
     let head_dim = match metadata.of_model("attention.key_length")? {
         Some(key_length) => key_length,
-        None if query_head_count > 0 && hidden_size.is_multiple_of(query_head_count) => {
-            hidden_size / query_head_count
-        }
-        None => {
-            return Err(ModelError::ConfigValue {
-                path: path.into(),
-                name: "attention head count",
-                found: query_head_count.to_string(),
-                allowed: format!("a divisor of the hidden size {hidden_size}"),
-            });
-        }
+        None => default_head_dim(path, "attention head count", query_head_count, hidden_size)?,
     };
     // A head's values must be as wide as its keys, and the whole head must be rotated.
     for key in ["attention.value_length", "rope.dimension_count"] {
@@ -128,14 +118,14 @@ fn rope_scaling(
         },
         Some(other) => {
             let found = format!("{other:?}");
-            return Err(metadata.unsupported(TYPE, found, "\"none\" and \"linear\""));
+            return Err(metadata.unsupported(TYPE, found, "\"none\" or \"linear\""));
         }
     };
     match (scaling, divisors) {
         (scaling, None) => Ok(scaling),
         (RopeScaling::None, Some(divisors)) => Ok(RopeScaling::Divisors(divisors)),
         (_, Some(_)) => {
-            let found = "\"linear\" beside the tensor \"rope_freqs.weight\"".into();
+            let found = "\"linear\" and the tensor \"rope_freqs.weight\"".into();
             Err(metadata.unsupported(TYPE, found, "one of the two"))
         }
     }

@@ -5,10 +5,10 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, de::DeserializeOwned};
 use serde_json::{Map, Value};
 
-use super::{Architecture, ModelConfig, RopeScaling, SlidingWindow};
+use super::{Architecture, ModelConfig, RopeScaling, SlidingWindow, default_head_dim};
 use crate::error::ModelError;
 
-const SUPPORTED_ROPE: &str = "\"default\", \"linear\" and \"llama3\"";
+const SUPPORTED_ROPE: &str = "\"default\", \"linear\" or \"llama3\"";
 
 /// Reads the configuration. `generation` adds end-of-sequence ids, because model authors put the chat's ids
 /// there.
@@ -25,16 +25,8 @@ pub(crate) fn from_hugging_face(
     let query_head_count = fields.require::<usize>("num_attention_heads")?;
     let head_dim = match fields.get_or("head_dim", defaults.head_dim)? {
         Some(head_dim) => head_dim,
-        None if query_head_count > 0 && hidden_size.is_multiple_of(query_head_count) => {
-            hidden_size / query_head_count
-        }
         None => {
-            return Err(ModelError::ConfigValue {
-                path: config.path.clone(),
-                name: "num_attention_heads",
-                found: query_head_count.to_string(),
-                allowed: format!("a divisor of hidden_size {hidden_size}"),
-            });
+            default_head_dim(&config.path, "num_attention_heads", query_head_count, hidden_size)?
         }
     };
     let mut eos_token_ids = fields.token_ids("eos_token_id")?;
@@ -171,7 +163,7 @@ fn check_supported(fields: &Fields<'_>, architecture: Architecture) -> Result<()
         let found = quantization.get("quant_method").unwrap_or(&Value::Null).to_string();
         return Err(fields.unsupported(
             "quantization_config",
-            format!("of method {found}"),
+            format!("method {found}"),
             "no quantization, or a GGUF file",
         ));
     }

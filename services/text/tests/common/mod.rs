@@ -211,28 +211,28 @@ fn put_value(bytes: &mut Vec<u8>, value: &Value) {
 }
 
 fn put_array(bytes: &mut Vec<u8>, array: &Array) {
-    let mut head = |code: u32| {
+    let mut head = |code: u32, len: usize| {
         bytes.extend(code.to_le_bytes());
-        bytes.extend((array.len() as u64).to_le_bytes());
+        bytes.extend((len as u64).to_le_bytes());
     };
     match array {
         Array::I32(items) => {
-            head(5);
+            head(5, items.len());
             items.iter().for_each(|item| bytes.extend(item.to_le_bytes()));
         }
         Array::U32(items) => {
-            head(4);
+            head(4, items.len());
             items.iter().for_each(|item| bytes.extend(item.to_le_bytes()));
         }
         Array::F32(items) => {
-            head(6);
+            head(6, items.len());
             items.iter().for_each(|item| bytes.extend(item.to_le_bytes()));
         }
         Array::String(items) => {
-            head(8);
+            head(8, items.len());
             items.iter().for_each(|item| put_string(bytes, item));
         }
-        other => panic!("no test writes arrays of {}", other.element_type_name()),
+        other => panic!("no test writes {other:?}"),
     }
 }
 
