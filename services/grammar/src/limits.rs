@@ -19,9 +19,10 @@ pub const SCHEMA_ALTERNATIVES_MAX: usize = 500;
 /// Values of `format` in a schema. One `uri` takes 1.5 ms to compile.
 pub const SCHEMA_FORMATS_MAX: usize = 100;
 /// Coefficient of a `multipleOf`, written as a whole number times a power of ten. The lexer has a state
-/// for each remainder: 9,973 compiles in 36 ms, 131,071 in 0.9 s, 9,999,991 in minutes.
-pub const MULTIPLE_OF_MAX: u32 = 10_000;
-/// The same without its decimal point: ten times a remainder fits 32 bits.
+/// for each remainder: 4,999 compiles in 25 ms, 9,973 in 50 to 70 ms, 131,071 in 0.9 s, 9,999,991 in
+/// minutes.
+pub const MULTIPLE_OF_MAX: u32 = 5_000;
+/// A `multipleOf` without its decimal point: ten times a remainder fits 32 bits.
 pub(crate) const MULTIPLE_OF_COEFFICIENT_MAX: f64 = 1e8;
 /// Decimal places of a `multipleOf`: powers of ten fit 32 bits.
 pub(crate) const MULTIPLE_OF_PLACES_MAX: u32 = 8;
@@ -54,20 +55,20 @@ pub const WIRE_BYTES_MAX: usize =
 /// small models emit white space until `max_tokens`.
 pub(crate) const JSON_WHITE_SPACE: &str = r"[\x20\x0A\x0D\x09]{1,40}";
 
-/// Fuel to compute the bitmasks of one output, in addition to [`MASK_WORK_PER_TOKEN`] for each token. A
-/// large grammar builds most lexer states during its first tokens. About 20 ms.
+/// Fuel to compute the bitmasks of one output, in addition to [`MASK_WORK_PER_TOKEN`] for each token: about
+/// 20 ms. A large grammar builds most lexer states during its first tokens.
 pub const MASK_WORK_BESIDE: u64 = 500_000;
-/// Fuel per token. Bitmasks are computed between two steps, so they delay other requests: about 0.2 ms. A
+/// Fuel per token: about 0.2 ms. Bitmasks are computed between two steps, so they delay other requests. A
 /// schema with 1,000 optional properties takes 3,200, strings of bounded length 600, others less than 100.
 pub const MASK_WORK_PER_TOKEN: u64 = 5_000;
 /// Fuel that corresponds to one Earley item.
 pub(crate) const ITEM_WORK: u64 = 16;
 
-/// Fuel to build the lexer of a grammar and the transitions of its start state: 20 to 50 ms, less than
-/// 10 MB.
+/// Fuel to build the lexer of a grammar and the transitions of its start state: 20 to 70 ms of CPU time,
+/// less than 10 MB.
 pub(crate) const LEXER_FUEL: u64 = 1_000_000;
-/// Stack of the thread that compiles. llguidance recurses into subschemas and into what they refer to: a
-/// chain of [`SCHEMA_OBJECTS_MAX`] takes a third of this.
+/// Stack of the thread that compiles. llguidance recurses into subschemas and references: a chain of
+/// [`SCHEMA_OBJECTS_MAX`] takes a third of this stack.
 pub(crate) const COMPILER_STACK_BYTES: usize = 64 << 20;
 /// Fuel to compile the arguments of all tools of a request one by one.
 pub(crate) const TOOLS_LEXER_FUEL: u64 = 4 * LEXER_FUEL;

@@ -32,7 +32,7 @@ impl Matcher {
             return Ok(vec![0; words.tok_trie().vocab_size().div_ceil(32)]);
         }
         if self.work_done > self.work_allowed {
-            let reason = "its masks together exceeded the work that an answer may take";
+            let reason = "the bitmasks of the output together exceed their bound of work";
             return Err(MatchError::TooComplex { reason: reason.to_owned() });
         }
         let mask = self.inner.compute_mask().map_err(|error| self.error(&error))?;
