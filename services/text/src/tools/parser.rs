@@ -379,8 +379,8 @@ mod tests {
         let shown_after = |format, text: &str| {
             let (mut parser, mut out) = (parser(format), Vec::new());
             parser.push(text, &mut out);
-            assert_eq!(parser.held.len() == 0, out == [content(text)], "{text}: {out:?}");
-            parser.held.len() == 0
+            assert_eq!(parser.held.is_empty(), out == [content(text)], "{text}: {out:?}");
+            parser.held.is_empty()
         };
         for (format, held, shown) in [
             (ToolFormat::Hermes, "<", "<b"),
