@@ -17,6 +17,20 @@ pub fn random_bits() -> Result<u128, NoRandomness> {
     Ok(u128::from_be_bytes(bytes))
 }
 
+/// Id of a request, equal in all of its attempts.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub struct RequestId(pub u128);
+
+impl RequestId {
+    pub fn mint() -> Result<Self, NoRandomness> {
+        random_bits().map(Self)
+    }
+
+    pub fn to_bytes(self) -> [u8; 16] {
+        self.0.to_be_bytes()
+    }
+}
+
 /// Id of one attempt and of its KV transfer. The router creates one per attempt.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct TransferId(pub u128);
@@ -140,6 +154,7 @@ macro_rules! hexadecimal {
     };
 }
 
+hexadecimal!(RequestId, Debug, Display);
 hexadecimal!(TransferId, Debug, Display);
 hexadecimal!(Epoch, Debug, Display);
 

@@ -1,18 +1,18 @@
 //! Bounds on the router's load: answers in flight, answers that wait for a node, and bytes of request
 //! bodies that are being read.
 
-use std::sync::{
-    Arc,
-    atomic::{AtomicBool, AtomicU32, Ordering},
+use std::{
+    collections::HashMap,
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicBool, AtomicU32, Ordering},
+    },
 };
 
-use telemetry::RouterMetrics;
-use telemetry::metrics::WaitingRequest;
-use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
+use telemetry::{RouterMetrics, metrics::WaitingRequest};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, oneshot, watch};
 
-/// Queued answers of one model that pick nodes at the same time. Few, so that busy nodes do not spend
-/// their time on refusals; more than one, so that one slow node does not delay every answer.
-const TURNS_MAX: usize = 4;
+use crate::request_core::TurnQueue;
 
 /// A bound on the load is reached.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -131,26 +131,44 @@ impl WaitingPlaces {
 }
 
 /// The answers of one model that wait for a node. Those that found every node busy queue for their turn to
-/// pick, in order of arrival. Those without any node wait beside the queue.
+/// pick. Those without any node wait beside the queue.
 pub struct WaitingRoom {
-    turns: Arc<Semaphore>,
-    queued: Arc<AtomicU32>,
+    turns: Arc<Mutex<Turns>>,
     places: Arc<WaitingPlaces>,
+}
+
+#[derive(Default)]
+struct Turns {
+    queue: TurnQueue<u64>,
+    /// Notified when the answer has its turn.
+    notified: HashMap<u64, oneshot::Sender<()>>,
+    next_id: u64,
+}
+
+fn lock(turns: &Mutex<Turns>) -> MutexGuard<'_, Turns> {
+    turns.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Turns {
+    fn give(&mut self) {
+        while let Some(id) = self.queue.next_turn() {
+            if let Some(answer) = self.notified.remove(&id) {
+                // Fails only when the answer is about to leave the queue.
+                let _ = answer.send(());
+            }
+        }
+    }
 }
 
 impl WaitingRoom {
     /// `places` are shared by the rooms of all models.
     pub fn new(places: Arc<WaitingPlaces>) -> Self {
-        Self {
-            turns: Arc::new(Semaphore::new(TURNS_MAX)),
-            queued: Arc::new(AtomicU32::new(0)),
-            places,
-        }
+        Self { turns: Arc::default(), places }
     }
 
     /// Whether an answer queues for its turn: a new answer must queue behind it.
     pub fn has_queue(&self) -> bool {
-        self.queued.load(Ordering::Relaxed) > 0
+        !lock(&self.turns).queue.is_empty()
     }
 
     /// Takes a place. `has_begun`: the answer emitted tokens, and is admitted over the bound.
@@ -163,8 +181,7 @@ impl WaitingRoom {
             .map_err(|_| Full::Waiting { max })?;
         Ok(Waiting {
             turns: self.turns.clone(),
-            queued: self.queued.clone(),
-            queue_place: None,
+            queued: None,
             _place: Place(self.places.clone()),
             _counted: metrics.request_waiting(),
         })
@@ -173,9 +190,8 @@ impl WaitingRoom {
 
 /// A place in the waiting room, until dropped.
 pub struct Waiting {
-    turns: Arc<Semaphore>,
-    queued: Arc<AtomicU32>,
-    queue_place: Option<QueuePlace>,
+    turns: Arc<Mutex<Turns>>,
+    queued: Option<Queued>,
     _place: Place,
     _counted: WaitingRequest,
 }
@@ -183,35 +199,49 @@ pub struct Waiting {
 impl Waiting {
     /// Joins the queue, behind every other answer.
     pub fn queue(&mut self) {
-        if self.queue_place.is_none() {
-            self.queued.fetch_add(1, Ordering::Relaxed);
-            self.queue_place = Some(QueuePlace { queued: self.queued.clone(), turn: None });
+        if self.queued.is_none() {
+            let mut turns = lock(&self.turns);
+            let (id, (notified, turn)) = (turns.next_id, oneshot::channel());
+            turns.next_id += 1;
+            turns.notified.insert(id, notified);
+            turns.queue.join(id);
+            turns.give();
+            self.queued = Some(Queued { turns: self.turns.clone(), id, turn: Some(turn) });
         }
     }
 
     /// Leaves the queue, and gives the turn to the next answer.
     pub fn leave_queue(&mut self) {
-        self.queue_place = None;
+        self.queued = None;
     }
 
-    /// Blocks until it is the turn of this answer, which keeps the turn until it leaves the queue.
-    pub async fn turn(&mut self) {
-        let Some(place) = &mut self.queue_place else { return std::future::pending().await };
-        if place.turn.is_none() {
-            // The semaphore is never closed.
-            place.turn = self.turns.clone().acquire_owned().await.ok();
+    /// Blocks until it is the turn of this answer, which keeps the turn until it leaves the queue. Blocks
+    /// forever outside of the queue.
+    pub async fn turn(waiting: &mut Option<Self>) {
+        let queued = waiting.as_mut().and_then(|waiting| waiting.queued.as_mut());
+        let Some(Queued { turn, .. }) = queued else { return std::future::pending().await };
+        if let Some(notified) = turn {
+            // The sender is kept until it notifies.
+            let _ = notified.await;
         }
+        *turn = None;
     }
 }
 
-struct QueuePlace {
-    queued: Arc<AtomicU32>,
-    turn: Option<OwnedSemaphorePermit>,
+/// An answer in the queue, until dropped.
+struct Queued {
+    turns: Arc<Mutex<Turns>>,
+    id: u64,
+    /// `None` once the answer has its turn.
+    turn: Option<oneshot::Receiver<()>>,
 }
 
-impl Drop for QueuePlace {
+impl Drop for Queued {
     fn drop(&mut self) {
-        self.queued.fetch_sub(1, Ordering::Relaxed);
+        let mut turns = lock(&self.turns);
+        turns.notified.remove(&self.id);
+        turns.queue.leave(self.id);
+        turns.give();
     }
 }
 

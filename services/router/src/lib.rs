@@ -6,7 +6,7 @@
 //!    for [`request_core`], which is pure: it owns the list of emitted tokens, decides which nodes to pick,
 //!    and what follows each event and failure.
 //! 3. `nodes` holds the directory of nodes, kept up to date by `Observe` streams, and the connections.
-//! 4. `generation` returns the answers as bounded events, which `http` and `grpc` write.
+//! 4. The driver returns the answers as bounded events, which `http` and `grpc` write.
 //!
 //! [`start`] serves both APIs; the binary reads the configuration and waits for signals. Tokenization is in
 //! `text`, node selection in `cluster`.
@@ -14,9 +14,7 @@
 #![forbid(unsafe_code)]
 
 mod admission;
-mod event_queue;
 mod front;
-mod generation;
 mod grpc;
 mod http;
 mod models;

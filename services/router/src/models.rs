@@ -7,8 +7,10 @@ use text::ModelText;
 
 use crate::{
     admission::{WaitingPlaces, WaitingRoom},
-    generation::RequestError,
-    request::text_workers::{TextRoom, TextWorkers},
+    request::{
+        error::RequestError,
+        text_workers::{TextRoom, TextWorkers},
+    },
 };
 
 /// Characters of an unknown name that the error message shows.

@@ -8,17 +8,20 @@ use std::{
     time::{Duration, Instant},
 };
 
-use proto::v1::FinishReason;
-use telemetry::metrics::{FinishedRequest, Operation, RequestEnd, RunningRequest};
+use proto::{ids::RequestId, v1::FinishReason};
+use telemetry::metrics::{AttemptEnd, FinishedRequest, Operation, RequestEnd, RunningRequest};
 use tracing::Span;
 
 use crate::{
-    admission::Full,
-    generation::{AnswerEnd, RequestError},
     models::ServedModel,
     net::ConnectionEnd,
-    request::ids::RequestId,
+    request::error::RequestError,
+    request_core::{AttemptOutcome, Cause, EndedAttempt, Side},
+    request_driver::AnswerEnd,
 };
+
+/// Maximum length of a client's label.
+const LABEL_CHARS_MAX: usize = 128;
 
 /// Record of one request, logged and counted when dropped. A request that no error and no complete answer
 /// ended was left by its client, or lost its connection because the client did not read.
@@ -129,28 +132,31 @@ impl RequestRecord {
         state.cut_short |= end.reason == FinishReason::Length;
     }
 
-    pub fn failed(&self, error: &RequestError) {
-        let end = match error {
-            RequestError::Field(_)
-            | RequestError::UnknownModel { .. }
-            | RequestError::Text { .. }
-            | RequestError::Refused { .. } => RequestEnd::Invalid,
-            RequestError::Full(
-                Full::InFlight { .. } | Full::Waiting { .. } | Full::Bodies { .. },
-            )
-            | RequestError::Busy { .. } => RequestEnd::Overloaded,
-            RequestError::Deadline { .. } => RequestEnd::Deadline,
-            RequestError::SlowClient { .. } => RequestEnd::SlowClient,
-            RequestError::ClientGone => RequestEnd::ClientGone,
-            RequestError::Full(Full::Stopping)
-            | RequestError::NoDecodeNode { .. }
-            | RequestError::NoGrammar { .. }
-            | RequestError::AttemptsSpent { .. }
-            | RequestError::Contradiction { .. }
-            | RequestError::Stopped
-            | RequestError::Internal { .. } => RequestEnd::Failed,
+    pub fn attempt_ended(&self, ended: &EndedAttempt) -> AttemptEnd {
+        if ended.stats.kv_bytes > 0 {
+            let duration = Duration::from_micros(ended.stats.transfer_us);
+            self.model.metrics.transfer_delivered(ended.stats.kv_bytes, duration);
+        }
+        let end = match &ended.outcome {
+            AttemptOutcome::Complete => AttemptEnd::Complete,
+            AttemptOutcome::Cancelled => AttemptEnd::Cancelled,
+            AttemptOutcome::Failed(failure) => match (failure.cause, failure.side) {
+                (Cause::Busy, _) => AttemptEnd::Busy,
+                (Cause::Lost | Cause::Draining, Side::Prefill) => AttemptEnd::PrefillLost,
+                (Cause::Lost | Cause::Draining, Side::Decode) => AttemptEnd::DecodeLost,
+                (Cause::TransferFailed, _) => AttemptEnd::TransferFailed,
+                (Cause::Mismatch | Cause::Stale, _) => AttemptEnd::Mismatch,
+                (Cause::Deadline, _) => AttemptEnd::Deadline,
+                (Cause::SlowReader, _) => AttemptEnd::Cancelled,
+                _ => AttemptEnd::Internal,
+            },
         };
-        self.state().error = Some((end, error.to_string()));
+        self.model.metrics.attempt_ended(end);
+        end
+    }
+
+    pub fn failed(&self, error: &RequestError) {
+        self.rejected(error.report().end, &error.to_string());
     }
 
     /// The request was rejected before it was parsed completely.
@@ -218,4 +224,24 @@ impl Drop for RequestRecord {
 /// Returns whole microseconds in milliseconds: at most three decimals in a log line.
 fn milliseconds(duration: Duration) -> f64 {
     duration.as_micros() as f64 / 1e3
+}
+
+/// Returns a client's label for headers and log lines: visible ASCII of bounded length; `None` if nothing is
+/// left. The label is never a key.
+pub fn label(text: &str) -> Option<String> {
+    let label: String = text.chars().filter(char::is_ascii_graphic).take(LABEL_CHARS_MAX).collect();
+    (!label.is_empty()).then_some(label)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn labels_are_visible_and_bounded() {
+        assert_eq!(label("req-1").as_deref(), Some("req-1"));
+        assert_eq!(label("a\r\nb: c\u{7f}é").as_deref(), Some("ab:c"));
+        assert_eq!(label("\n\t ").as_deref(), None);
+        assert_eq!(label(&"x".repeat(4000)).unwrap().len(), LABEL_CHARS_MAX);
+    }
 }

@@ -3,6 +3,7 @@
 use std::{io, net::SocketAddr, sync::Arc, time::Duration};
 
 use cluster::{Membership, MembershipError};
+use proto::ids::NoRandomness;
 use telemetry::{Metrics, RouterMetrics};
 use tokio::task::{JoinError, JoinHandle};
 use tokio_util::sync::{CancellationToken, DropGuard};
@@ -14,7 +15,6 @@ use crate::{
     models::{ModelSource, Models},
     net::{self, Protocol},
     nodes::{NodeWatch, Nodes, Served},
-    request::ids::NoRandomness,
 };
 
 /// Time for requests to end after they were cut.

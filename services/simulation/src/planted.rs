@@ -17,8 +17,8 @@ pub enum PlantedBug {
 impl PlantedBug {
     pub fn mutate(self, outputs: &mut Vec<Output>) {
         for output in &mut *outputs {
-            if let Output::Message { message: NodeMessage::Decode(Some(event)), .. } = output
-                && let DecodeEvent::Tokens(event) = event
+            if let Output::Message { message: NodeMessage::Decode(event), .. } = output
+                && let Some(DecodeEvent::Tokens(event)) = &mut event.event
                 && event.first_index > 3
             {
                 match self {

@@ -540,10 +540,8 @@ impl Process {
             Reply::Ended(end) => (StreamItem::End(end), true),
         };
         let message = match key.side {
-            Side::Prefill => {
-                wire::prefill_event(item).map(|event| NodeMessage::Prefill(event.event))
-            }
-            Side::Decode => wire::decode_event(item).map(|event| NodeMessage::Decode(event.event)),
+            Side::Prefill => wire::prefill_event(item).map(NodeMessage::Prefill),
+            Side::Decode => wire::decode_event(item).map(NodeMessage::Decode),
         };
         message.into_iter().for_each(&mut send);
         if is_end {

@@ -1,24 +1,20 @@
 //! A router: its shipped directory and request cores, with calls and timers of the simulation.
 
 use std::{
-    collections::{BTreeMap, BTreeSet, VecDeque},
+    collections::BTreeMap,
     sync::Arc,
     time::{Duration, Instant},
 };
 
-use bytes::Bytes;
-use cluster::{MemberChange, NodeAddress, NodeRecord, StreamId};
+use cluster::{MemberChange, NodeAddress, StreamId};
 use grammar::Grammar;
 use proto::{
-    ids::TransferId,
-    v1::{
-        self, DecodeRequest, ObserveEvent, PrefillRequest, decode_event::Event as DecodeEvent,
-        prefill_event::Event as PrefillEvent,
-    },
+    ids::{RequestId, TransferId},
+    v1::{self, DecodeEvent, DecodeRequest, ObserveEvent, PrefillEvent, PrefillRequest},
 };
 use router::request_core::{
-    AnswerSpec, AttemptFailure, AttemptOutcome, Cause, EndedAttempt, GiveUp, Output,
-    RecoveryPolicy, RequestCore, Side,
+    AnswerSpec, AttemptOutcome, EndedAttempt, GiveUp, NodeReport, Output, RecoveryPolicy,
+    RequestCore, Side, TurnQueue,
 };
 use simulation_base::Random;
 use tonic::Status;
@@ -36,8 +32,6 @@ const POLICY: RecoveryPolicy = RecoveryPolicy {
     busy_timeout: Duration::from_secs(30),
     idle_timeout: Duration::from_secs(60),
 };
-/// Queued requests that may pick at the same time.
-const TURNS_MAX: usize = 4;
 
 /// Names one call of an attempt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -56,8 +50,8 @@ pub enum NodeCall {
 /// A message of a call on its way to the router.
 #[derive(Clone, Debug)]
 pub enum NodeMessage {
-    Decode(Option<DecodeEvent>),
-    Prefill(Option<PrefillEvent>),
+    Decode(DecodeEvent),
+    Prefill(PrefillEvent),
     /// The call was rejected.
     Rejected(Status),
     /// The node ended the stream.
@@ -84,7 +78,7 @@ pub struct Router {
     pub nodes: Nodes,
     answers: BTreeMap<usize, Answer>,
     calls: BTreeMap<CallKey, OpenCall>,
-    waiting: BTreeMap<Arc<str>, WaitingRoom>,
+    waiting: BTreeMap<Arc<str>, TurnQueue<usize>>,
     random: Random,
     actions: Vec<RouterAction>,
     pub coverage: Coverage,
@@ -121,20 +115,6 @@ pub enum End {
     Failed(GiveUp),
 }
 
-/// Requests of one model that found every node busy.
-#[derive(Default)]
-struct WaitingRoom {
-    queue: VecDeque<usize>,
-    turns: BTreeSet<usize>,
-}
-
-impl WaitingRoom {
-    fn leave(&mut self, request: usize) {
-        self.queue.retain(|queued| *queued != request);
-        self.turns.remove(&request);
-    }
-}
-
 impl Router {
     pub fn new(index: usize, addresses: Vec<NodeAddress>, mut random: Random) -> Self {
         Self {
@@ -163,9 +143,7 @@ impl Router {
     pub fn check_idle(&self) {
         self.nodes.check_idle();
         assert!(self.calls.is_empty(), "calls are open");
-        for room in self.waiting.values() {
-            assert!(room.queue.is_empty() && room.turns.is_empty(), "requests are queued");
-        }
+        assert!(self.waiting.values().all(TurnQueue::is_empty), "requests are queued");
     }
 
     // Inputs.
@@ -173,16 +151,19 @@ impl Router {
     pub fn request(&mut self, now: Instant, id: usize, model: Arc<str>, plan: RequestPlan) {
         let deadline = now + plan.timeout;
         let spec = AnswerSpec {
-            model: Some(model.clone()),
-            prompt_tokens: plan.prompt.len() as u32,
+            request_id: RequestId(id as u128 + 1),
+            model: model.clone(),
+            prompt: plan.prompt.clone().into(),
             prefix: Arc::new([]),
+            sampling: wire_sampling(&plan),
+            grammar: plan.grammar.as_ref().map(|grammar| Arc::new(wire_grammar(grammar))),
             grammar_version: u32::from(plan.grammar.is_some()),
-            max_tokens: plan.max_tokens,
+            cache_salt: plan.cache_salt.as_str().into(),
             vocabulary_size: VOCABULARY,
             deadline,
         };
         let mut core = RequestCore::new(spec, POLICY);
-        let is_queued = self.waiting.get(&model).is_some_and(|room| !room.queue.is_empty());
+        let is_queued = self.waiting.get(&model).is_some_and(|queue| !queue.is_empty());
         core.start(now, is_queued);
         let client = Client::new(&plan);
         let answer = Answer {
@@ -232,19 +213,19 @@ impl Router {
             self.nodes.answered(node);
         }
         let core = &mut answer.core;
-        match message {
-            NodeMessage::Decode(event) => {
-                self.coverage.count_decode_event(&event);
-                core.handle_decode_event(now, event);
+        match (key.side, message) {
+            (_, NodeMessage::Decode(event)) => {
+                self.coverage.count_decode_event(&event.event);
+                core.handle_decode(now, Ok(Some(event)));
             }
-            NodeMessage::Prefill(event) => {
-                self.coverage.count_prefill_event(&event);
-                core.handle_prefill_event(now, event);
+            (_, NodeMessage::Prefill(event)) => {
+                self.coverage.count_prefill_event(&event.event);
+                core.handle_prefill(now, Ok(Some(event)));
             }
-            NodeMessage::Rejected(status) => {
-                core.handle_stream_end(now, AttemptFailure::status(key.side, &status));
-            }
-            NodeMessage::End => core.handle_stream_end(now, AttemptFailure::cut(key.side)),
+            (Side::Decode, NodeMessage::Rejected(status)) => core.handle_decode(now, Err(status)),
+            (Side::Decode, NodeMessage::End) => core.handle_decode(now, Ok(None)),
+            (Side::Prefill, NodeMessage::Rejected(status)) => core.handle_prefill(now, Err(status)),
+            (Side::Prefill, NodeMessage::End) => core.handle_prefill(now, Ok(None)),
         }
         self.perform(now, id);
     }
@@ -338,18 +319,7 @@ impl Router {
         while let Some(output) = self.answer(id).core.poll_output() {
             match output {
                 Output::Pick => self.pick(now, id),
-                Output::OpenCalls { transfer_id, number } => {
-                    self.coverage.count("attempts");
-                    if number > 1 && self.answer(id).plan.grammar.is_some() {
-                        self.coverage.count("structured output migrated");
-                    }
-                    self.open_calls(now, id, transfer_id, number);
-                }
-                Output::DropPrefillCall => {
-                    if let Some(transfer) = self.answer(id).transfer {
-                        self.drop_call(CallKey { transfer, side: Side::Prefill });
-                    }
-                }
+                Output::DropPrefillCall => self.drop_prefill_call(id),
                 Output::EndAttempt(ended) => self.end_attempt(now, id, &ended),
                 Output::Emit { first_index, tokens, .. } => {
                     let answer = self.answer(id);
@@ -360,9 +330,9 @@ impl Router {
                 }
                 Output::WaitForTurn => {
                     let model = self.answer(id).model.clone();
-                    self.waiting.entry(model).or_default().queue.push_back(id);
+                    self.waiting.entry(model).or_default().join(id);
                 }
-                Output::WaitForNode | Output::StopWaiting => self.leave_waiting_room(id),
+                Output::WaitForNode | Output::StopWaiting => self.leave_queue(id),
                 Output::Finish(finished) => {
                     self.answer(id).client.check_complete(finished.reason);
                     self.end(now, id, End::Complete);
@@ -373,20 +343,16 @@ impl Router {
         self.give_turns(now);
     }
 
-    fn leave_waiting_room(&mut self, id: usize) {
+    fn leave_queue(&mut self, id: usize) {
         let model = self.answer(id).model.clone();
-        if let Some(room) = self.waiting.get_mut(&model) {
-            room.leave(id);
+        if let Some(queue) = self.waiting.get_mut(&model) {
+            queue.leave(id);
         }
     }
 
     fn give_turns(&mut self, now: Instant) {
         for model in self.waiting.keys().cloned().collect::<Vec<_>>() {
-            while let Some(room) = self.waiting.get_mut(&model)
-                && room.turns.len() < TURNS_MAX
-                && let Some(id) = room.queue.pop_front()
-            {
-                room.turns.insert(id);
+            while let Some(id) = self.waiting.get_mut(&model).and_then(TurnQueue::next_turn) {
                 self.coverage.count("turns");
                 self.answer(id).core.handle_turn(now);
                 self.perform(now, id);
@@ -394,38 +360,39 @@ impl Router {
         }
     }
 
+    /// Picks nodes and opens the calls of an attempt.
     fn pick(&mut self, now: Instant, id: usize) {
         let answer = self.answers.get_mut(&id).expect("requests are kept");
-        match self.nodes.pick(now, &answer.core.wanted_decode()) {
-            Ok(decode) => {
-                let wanted = answer.core.wanted_prefill(&decode.record);
-                let prefill = wanted.and_then(|wanted| self.nodes.pick(now, &wanted).ok());
-                let records =
-                    (decode.record.clone(), prefill.as_ref().map(|node| node.record.clone()));
-                answer.nodes = Some((decode, prefill));
-                let transfer = TransferId(self.random.id());
-                answer.core.handle_picked(now, transfer, records.0, records.1);
-            }
-            Err(reason) => answer.core.handle_no_node(now, &reason),
+        let decode = match self.nodes.pick(now, &answer.core.wanted_decode()) {
+            Ok(decode) => decode,
+            Err(reason) => return answer.core.handle_no_node(now, &reason),
+        };
+        let wanted = answer.core.wanted_prefill(&decode.record);
+        let prefill = wanted.and_then(|wanted| self.nodes.pick(now, &wanted).ok());
+        let records = (decode.record.clone(), prefill.as_ref().map(|node| node.record.clone()));
+        answer.nodes = Some((decode.clone(), prefill.clone()));
+        let transfer = TransferId(self.random.id());
+        let calls = answer.core.handle_picked(now, transfer, records.0, records.1);
+        (answer.transfer, answer.attempts) = (Some(transfer), calls.number);
+        self.coverage.count("attempts");
+        if calls.number > 1 && answer.plan.grammar.is_some() {
+            self.coverage.count("structured output migrated");
+        }
+        let key = CallKey { transfer, side: Side::Decode };
+        self.open_call(id, key, &decode, NodeCall::Decode(calls.decode));
+        if let (Some(prefill), Some(call)) = (prefill, calls.prefill) {
+            let key = CallKey { transfer, side: Side::Prefill };
+            self.open_call(id, key, &prefill, NodeCall::Prefill(call));
         }
     }
 
-    fn open_calls(&mut self, now: Instant, id: usize, transfer: TransferId, number: u32) {
+    fn drop_prefill_call(&mut self, id: usize) {
         let answer = self.answer(id);
-        (answer.transfer, answer.attempts) = (Some(transfer), number);
-        let (decode, prefill) = answer.nodes.clone().expect("nodes were picked");
-        let attempt = |node: &Assigned| Some(answer.attempt(now, id, transfer, node));
-        let decode_call = NodeCall::Decode(DecodeRequest {
-            attempt: attempt(&decode),
-            prefill: prefill.as_ref().map(|node| peer(&node.record)),
-        });
-        let prefill_call = prefill.as_ref().map(|prefill| {
-            let decode = Some(peer(&decode.record));
-            NodeCall::Prefill(PrefillRequest { attempt: attempt(prefill), decode })
-        });
-        self.open_call(id, CallKey { transfer, side: Side::Decode }, &decode, decode_call);
-        if let (Some(prefill), Some(call)) = (prefill, prefill_call) {
-            self.open_call(id, CallKey { transfer, side: Side::Prefill }, &prefill, call);
+        let prefill = answer.nodes.as_mut().and_then(|(_, prefill)| prefill.take());
+        let transfer = answer.transfer;
+        if let (Some(prefill), Some(transfer)) = (prefill, transfer) {
+            self.drop_call(CallKey { transfer, side: Side::Prefill });
+            self.nodes.release(&prefill);
         }
     }
 
@@ -450,12 +417,12 @@ impl Router {
                 (Side::Prefill, Some(prefill)) => prefill,
                 (Side::Prefill, None) | (Side::Decode, _) => &decode,
             };
-            match failure.cause {
-                Cause::Busy => self.nodes.busy(now, node),
-                Cause::Lost | Cause::Stale => {
+            match failure.node_report() {
+                Some(NodeReport::Busy) => self.nodes.busy(now, node),
+                Some(NodeReport::Lost) => {
                     self.nodes.call_lost(now, node, failure.message.clone());
                 }
-                _ => {}
+                None => {}
             }
         }
         for node in [Some(decode), prefill].into_iter().flatten() {
@@ -470,7 +437,7 @@ impl Router {
         let attempts = answer.attempts;
         answer.end = Some(end.clone());
         self.coverage.count_end(&end, attempts);
-        self.leave_waiting_room(id);
+        self.leave_queue(id);
     }
 
     fn drop_call(&mut self, key: CallKey) {
@@ -487,44 +454,24 @@ impl Answer {
             (Side::Prefill, (_, prefill)) => prefill.as_ref(),
         }
     }
+}
 
-    /// Returns the attempt as this node receives it: the prompt and all emitted tokens.
-    fn attempt(
-        &self,
-        now: Instant,
-        id: usize,
-        transfer: TransferId,
-        node: &Assigned,
-    ) -> v1::Attempt {
-        let plan = &self.plan;
-        let sampling = &plan.sampling;
-        let remaining = self.deadline.saturating_duration_since(now);
-        v1::Attempt {
-            request_id: Bytes::copy_from_slice(&(id as u128 + 1).to_be_bytes()),
-            transfer_id: Bytes::copy_from_slice(&transfer.to_bytes()),
-            tokens: [&plan.prompt[..], self.core.emitted()].concat(),
-            prompt_len: plan.prompt.len() as u32,
-            sampling: Some(v1::Sampling {
-                temperature: sampling.temperature,
-                top_k: sampling.top_k,
-                top_p: sampling.top_p,
-                min_p: sampling.min_p,
-                seed: sampling.seed,
-                repetition_penalty: sampling.repetition_penalty,
-                presence_penalty: sampling.presence_penalty,
-                frequency_penalty: sampling.frequency_penalty,
-                stop_token_ids: sampling.stop_token_ids.clone(),
-                min_tokens: sampling.min_tokens,
-                logprobs: sampling.logprobs,
-                max_tokens: plan.max_tokens,
-                ignore_stop_tokens: plan.ignore_stop_tokens,
-            }),
-            remaining_ms: (remaining.as_millis() as u64).max(1),
-            cache_salt: plan.cache_salt.clone(),
-            node_epoch: Bytes::copy_from_slice(&node.record.epoch.to_bytes()),
-            weight_version: node.record.identity.weight_version,
-            grammar: plan.grammar.as_ref().map(wire_grammar),
-        }
+fn wire_sampling(plan: &RequestPlan) -> v1::Sampling {
+    let sampling = &plan.sampling;
+    v1::Sampling {
+        temperature: sampling.temperature,
+        top_k: sampling.top_k,
+        top_p: sampling.top_p,
+        min_p: sampling.min_p,
+        seed: sampling.seed,
+        repetition_penalty: sampling.repetition_penalty,
+        presence_penalty: sampling.presence_penalty,
+        frequency_penalty: sampling.frequency_penalty,
+        stop_token_ids: sampling.stop_token_ids.clone(),
+        min_tokens: sampling.min_tokens,
+        logprobs: sampling.logprobs,
+        max_tokens: plan.max_tokens,
+        ignore_stop_tokens: plan.ignore_stop_tokens,
     }
 }
 
@@ -535,12 +482,4 @@ fn wire_grammar(grammar: &Grammar) -> v1::Grammar {
         Grammar::ToolCalls(_) => unreachable!("no request calls tools"),
     };
     v1::Grammar { kind: Some(kind) }
-}
-
-fn peer(record: &NodeRecord) -> v1::Peer {
-    v1::Peer {
-        node_id: record.node_id.to_string(),
-        epoch: Bytes::copy_from_slice(&record.epoch.to_bytes()),
-        notice_endpoint: record.notice_endpoint.clone(),
-    }
 }

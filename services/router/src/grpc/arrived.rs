@@ -12,11 +12,11 @@ use axum::{
     middleware::Next,
     response::Response,
 };
-use proto::v1::inference_server::SERVICE_NAME;
+use proto::{ids::RequestId, v1::inference_server::SERVICE_NAME};
 use telemetry::metrics::{Operation, RequestEnd};
 use tonic::{Code, Status};
 
-use crate::{front::Front, record::RequestRecord, request::ids::RequestId};
+use crate::{front::Front, record::RequestRecord};
 
 /// Record of a request whose message is being read.
 #[derive(Clone)]

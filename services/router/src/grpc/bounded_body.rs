@@ -11,7 +11,7 @@ use tokio::sync::OwnedSemaphorePermit;
 use tonic::Status;
 
 use super::{arrived::Arrived, status::status};
-use crate::{admission::BodyRoom, generation::RequestError};
+use crate::{admission::BodyRoom, request::error::RequestError};
 
 type BoxError = Box<dyn std::error::Error + Send + Sync>;
 

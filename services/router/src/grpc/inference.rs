@@ -3,10 +3,14 @@
 use std::{pin::Pin, sync::Arc};
 
 use futures_util::Stream;
-use proto::v1::{
-    ChatRequest, DetokenizeRequest, DetokenizeResponse, Finished, GenerateOptions, GenerateRequest,
-    GenerateResponse, GeneratedTokens, ListModelsRequest, ListModelsResponse, ModelInfo,
-    TokenizeRequest, TokenizeResponse, generate_response, inference_server::Inference,
+use proto::{
+    ids::RequestId,
+    v1::{
+        ChatRequest, DetokenizeRequest, DetokenizeResponse, Finished, GenerateOptions,
+        GenerateRequest, GenerateResponse, GeneratedTokens, ListModelsRequest, ListModelsResponse,
+        ModelInfo, TokenizeRequest, TokenizeResponse, generate_response,
+        inference_server::Inference,
+    },
 };
 use telemetry::{metrics::Operation, propagation};
 use tonic::{Extensions, Request, Response, Status, metadata::MetadataMap};
@@ -21,17 +25,16 @@ use super::{
 };
 use crate::{
     front::Front,
-    generation::{Event, RequestError, RunningRequest},
     models::NamedModel,
+    record::label,
     request::{
-        field_error::FieldError,
-        ids::{RequestId, label},
+        error::{FieldError, RequestError},
         options::{COMPLETION_TOKENS_DEFAULT, DefaultLength},
         text_workers::PromptSource,
         tokenising::{self, check_vocabulary},
         tools::{CallReader, CallReading, Calls, OfferedTools, offer},
     },
-    request_driver::{self, ParsedRequest},
+    request_driver::{self, Event, ParsedRequest, RunningRequest},
 };
 
 pub struct InferenceService {

@@ -11,7 +11,7 @@ use crate::{
     request::{
         asked_grammar::AskedGrammar,
         cache_salt::{TENANT_HEADER, Tenant, check_salt},
-        field_error::FieldError,
+        error::FieldError,
         options::{
             LOGPROBS, MIN_P, Options, PENALTY, REPETITION_PENALTY, STOP_TOKENS_MAX, TEMPERATURE,
             TOKENS, TOP_P,

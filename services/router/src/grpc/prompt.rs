@@ -5,7 +5,7 @@ use serde_json::{Map, Value, json};
 
 use crate::request::{
     chat_variables::check_variables,
-    field_error::{FieldError, refused},
+    error::{FieldError, refused},
     text_workers::{ChatSource, PromptSource},
     tools::OfferedTools,
 };

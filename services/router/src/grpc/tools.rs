@@ -4,7 +4,7 @@ use proto::v1::{self, ToolChoiceMode, tool_choice::Choice};
 use serde_json::{Map, Value, json};
 
 use crate::request::{
-    field_error::{FieldError, refused},
+    error::{FieldError, refused},
     tools::{
         AnswerPiece, OfferedFunction, OfferedTools, TOOL_CHOICE, ToolChoice, check_count,
         check_name,

@@ -9,7 +9,7 @@ use super::{
 };
 use crate::request::{
     chat_variables::check_variables,
-    field_error::{FieldError, refused},
+    error::{FieldError, refused},
     options::{DefaultLength, LOGPROBS, TOKENS},
     text_workers::{ChatSource, PromptSource},
     tools::OfferedTools,

@@ -11,8 +11,8 @@ use super::wire::{
     ToolCallWhole, TopLogprobs,
 };
 use crate::{
-    generation::{AnswerEnd, StoppedBy},
     request::tools::{AnswerPiece, CallReader, Calls},
+    request_driver::{AnswerEnd, StoppedBy},
 };
 
 /// API of a request: chat or completion.

@@ -5,11 +5,10 @@ use serde::Deserialize;
 use super::{fields::Fields, grammar_field};
 use crate::{
     front::Front,
-    generation::RequestError,
     models::NamedModel,
     request::{
         cache_salt::check_salt,
-        field_error::FieldError,
+        error::{FieldError, RequestError},
         options::{
             CHOICES, DefaultLength, MIN_P, Options, PENALTY, REPETITION_PENALTY, SEED,
             STOP_TOKENS_MAX, TEMPERATURE, TOKENS, TOP_K, TOP_P,

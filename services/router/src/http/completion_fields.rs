@@ -6,7 +6,7 @@ use super::{
     prompt_field::{Prompt, prompts},
 };
 use crate::request::{
-    field_error::FieldError,
+    error::FieldError,
     options::{COMPLETION_TOKENS_DEFAULT, DefaultLength, LOGPROBS, TOKENS},
     text_workers::PromptSource,
 };

@@ -6,88 +6,30 @@ use axum::{
 };
 use http::{HeaderValue, StatusCode, header};
 
+use telemetry::metrics::RequestEnd;
+
 use super::{
     fields::BodyError,
     wire::{ErrorBody, ErrorContent},
 };
-use crate::{
-    admission::Full,
-    generation::RequestError,
-    request::{field_error::FieldError, ids::NoRandomness},
-};
+use crate::request::error::{ErrorReport, FieldError, RequestError};
 
 /// `Retry-After` of rejected requests, in seconds: a few requests finish in this time.
 const RETRY_AFTER_S: u32 = 1;
-
-/// All pairs of status and code; docs/api.md explains them.
-const CODES: [(u16, &str); 22] = [
-    (400, "invalid_json"),
-    (400, "invalid_value"),
-    (400, "invalid_text"),
-    (400, "body_broken"),
-    (400, "refused_by_node"),
-    (404, "model_not_found"),
-    (404, "not_found"),
-    (405, "method_not_allowed"),
-    (408, "body_timeout"),
-    (408, "slow_client"),
-    (408, "client_gone"),
-    (413, "body_too_large"),
-    (415, "unsupported_media_type"),
-    (429, "overloaded"),
-    (501, "grammar_not_supported"),
-    (502, "attempts_spent"),
-    (503, "overloaded"),
-    (503, "no_decode_node"),
-    (503, "stopping"),
-    (504, "deadline_exceeded"),
-    (500, "contradiction"),
-    (500, "internal"),
-];
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ApiError {
     pub status: StatusCode,
     pub content: ErrorContent,
-    pub retry_after_s: Option<u32>,
+    /// Whether the client may retry soon.
+    pub retry: bool,
 }
 
 impl ApiError {
-    fn new(status: StatusCode, kind: &'static str, code: &'static str, message: String) -> Self {
-        debug_assert!(CODES.contains(&(status.as_u16(), code)), "{status} {code} is listed");
-        let content = ErrorContent { message, kind, param: None, code: Some(code) };
-        Self { status, content, retry_after_s: None }
-    }
-
     pub fn invalid(status: StatusCode, code: &'static str, message: String) -> Self {
-        Self::new(status, "invalid_request_error", code, message)
-    }
-
-    fn server(status: StatusCode, code: &'static str, message: String) -> Self {
-        Self::new(status, "server_error", code, message)
-    }
-
-    fn param(mut self, param: impl Into<String>) -> Self {
-        self.content.param = Some(param.into());
-        self
-    }
-
-    fn retry(mut self) -> Self {
-        self.retry_after_s = Some(RETRY_AFTER_S);
-        self
-    }
-
-    pub fn no_such_path(path: &str) -> Self {
-        let path: String = path.chars().take(200).collect();
-        Self::invalid(StatusCode::NOT_FOUND, "not_found", format!("there is nothing at {path}"))
-    }
-
-    pub fn wrong_method(method: &http::Method, allowed: &str) -> Self {
-        Self::invalid(
-            StatusCode::METHOD_NOT_ALLOWED,
-            "method_not_allowed",
-            format!("{method} is not allowed here; allowed: {allowed}"),
-        )
+        let kind = "invalid_request_error";
+        let content = ErrorContent { message, kind, param: None, code: Some(code) };
+        Self { status, content, retry: false }
     }
 
     pub fn body_too_large(limit: u64) -> Self {
@@ -110,22 +52,6 @@ impl ApiError {
             format!("the header {header} {found}; allowed: {allowed}"),
         )
     }
-
-    pub fn body_timeout(seconds: u64) -> Self {
-        Self::invalid(
-            StatusCode::REQUEST_TIMEOUT,
-            "body_timeout",
-            format!("the body did not arrive within {seconds} s"),
-        )
-    }
-
-    pub fn body_broken(reason: &str) -> Self {
-        Self::invalid(
-            StatusCode::BAD_REQUEST,
-            "body_broken",
-            format!("the body could not be read: {reason}"),
-        )
-    }
 }
 
 impl From<BodyError> for ApiError {
@@ -136,79 +62,36 @@ impl From<BodyError> for ApiError {
 
 impl From<FieldError> for ApiError {
     fn from(error: FieldError) -> Self {
-        Self::invalid(StatusCode::BAD_REQUEST, "invalid_value", error.to_string())
-            .param(error.field)
-    }
-}
-
-impl From<NoRandomness> for ApiError {
-    fn from(error: NoRandomness) -> Self {
-        Self::server(StatusCode::INTERNAL_SERVER_ERROR, "internal", error.to_string())
+        RequestError::Field(error).into()
     }
 }
 
 impl From<RequestError> for ApiError {
     fn from(error: RequestError) -> Self {
+        let ErrorReport { end, status, code, retry, .. } = error.report();
+        let kind = match (end, status) {
+            (RequestEnd::Invalid, _) => "invalid_request_error",
+            (_, StatusCode::TOO_MANY_REQUESTS) => "rate_limit_error",
+            _ => "server_error",
+        };
         let message = error.to_string();
-        let unavailable =
-            |code| Self::server(StatusCode::SERVICE_UNAVAILABLE, code, message.clone());
-        match error {
-            RequestError::Field(error) => error.into(),
-            RequestError::UnknownModel { .. } => {
-                Self::invalid(StatusCode::NOT_FOUND, "model_not_found", message).param("model")
-            }
-            RequestError::Full(
-                Full::InFlight { .. } | Full::Waiting { .. } | Full::Bodies { .. },
-            ) => {
-                Self::new(StatusCode::TOO_MANY_REQUESTS, "rate_limit_error", "overloaded", message)
-                    .retry()
-            }
-            RequestError::Full(Full::Stopping) | RequestError::Stopped => {
-                unavailable("stopping").retry()
-            }
-            RequestError::Busy { .. } => unavailable("overloaded").retry(),
-            RequestError::NoDecodeNode { .. } => unavailable("no_decode_node").retry(),
-            RequestError::NoGrammar { field } => {
-                Self::server(StatusCode::NOT_IMPLEMENTED, "grammar_not_supported", message)
-                    .param(field)
-            }
-            RequestError::AttemptsSpent { .. } => {
-                Self::server(StatusCode::BAD_GATEWAY, "attempts_spent", message)
-            }
-            RequestError::Refused { .. } => {
-                Self::invalid(StatusCode::BAD_REQUEST, "refused_by_node", message)
-            }
-            RequestError::Deadline { .. } => {
-                Self::server(StatusCode::GATEWAY_TIMEOUT, "deadline_exceeded", message)
-            }
-            RequestError::Contradiction { .. } => {
-                Self::server(StatusCode::INTERNAL_SERVER_ERROR, "contradiction", message)
-            }
-            RequestError::SlowClient { .. } => {
-                Self::server(StatusCode::REQUEST_TIMEOUT, "slow_client", message)
-            }
-            RequestError::ClientGone => {
-                Self::server(StatusCode::REQUEST_TIMEOUT, "client_gone", message)
-            }
-            RequestError::Text { field, .. } => {
-                let error = Self::invalid(StatusCode::BAD_REQUEST, "invalid_text", message);
-                match field {
-                    Some(field) => error.param(field),
-                    None => error,
-                }
-            }
-            RequestError::Internal { .. } => {
-                Self::server(StatusCode::INTERNAL_SERVER_ERROR, "internal", message)
-            }
-        }
+        let param = match error {
+            RequestError::Field(error) => Some(error.field),
+            RequestError::UnknownModel { .. } => Some("model".to_owned()),
+            RequestError::NoGrammar { field } => Some(field.to_owned()),
+            RequestError::Text { field, .. } => field.map(str::to_owned),
+            _ => None,
+        };
+        let content = ErrorContent { message, kind, param, code: Some(code) };
+        Self { status, content, retry }
     }
 }
 
 impl IntoResponse for ApiError {
     fn into_response(self) -> Response {
         let mut response = (self.status, Json(ErrorBody { error: self.content })).into_response();
-        if let Some(seconds) = self.retry_after_s {
-            response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from(seconds));
+        if self.retry {
+            response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from(RETRY_AFTER_S));
         }
         response
     }
@@ -221,7 +104,33 @@ mod tests {
     use tonic::Code;
 
     use super::*;
-    use crate::grpc;
+    use crate::{admission::Full, grpc};
+
+    /// All pairs of status and code.
+    const CODES: [(u16, &str); 22] = [
+        (400, "invalid_json"),
+        (400, "invalid_value"),
+        (400, "invalid_text"),
+        (400, "body_broken"),
+        (400, "refused_by_node"),
+        (404, "model_not_found"),
+        (404, "not_found"),
+        (405, "method_not_allowed"),
+        (408, "body_timeout"),
+        (408, "slow_client"),
+        (408, "client_gone"),
+        (413, "body_too_large"),
+        (415, "unsupported_media_type"),
+        (429, "overloaded"),
+        (501, "grammar_not_supported"),
+        (502, "attempts_spent"),
+        (503, "overloaded"),
+        (503, "no_decode_node"),
+        (503, "stopping"),
+        (504, "deadline_exceeded"),
+        (500, "contradiction"),
+        (500, "internal"),
+    ];
 
     const PAGE: &str = include_str!("../../../../docs/api.md");
 

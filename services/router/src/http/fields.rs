@@ -13,7 +13,7 @@ use serde::{
 };
 use serde_json::{Value, value::RawValue};
 
-use crate::request::field_error::{FieldError, refused, shown};
+use crate::request::error::{FieldError, refused, shown};
 
 /// A body that is not one JSON object.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]

@@ -8,7 +8,7 @@ use serde_json::value::RawValue;
 use super::fields::Fields;
 use crate::request::{
     asked_grammar::AskedGrammar,
-    field_error::{FieldError, refused},
+    error::{FieldError, refused},
 };
 
 const FORMAT: &str = "response_format";

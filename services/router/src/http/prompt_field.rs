@@ -6,7 +6,7 @@ use serde::{
 };
 
 use super::fields::Fields;
-use crate::request::field_error::{FieldError, shown};
+use crate::request::error::{FieldError, shown};
 
 /// A prompt of `/v1/completions`.
 #[derive(Clone, Debug, PartialEq)]

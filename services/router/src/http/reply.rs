@@ -21,8 +21,11 @@ use super::{
     wire::{Completion, ErrorBody, HandOver, TextChoice, Usage},
 };
 use crate::{
-    generation::{AnswerEnd, Event, RequestError, RunningRequest},
-    request::tools::{AnswerPiece, CallReader, CallReading, Calls},
+    request::{
+        error::RequestError,
+        tools::{AnswerPiece, CallReader, CallReading, Calls},
+    },
+    request_driver::{AnswerEnd, Event, RunningRequest},
 };
 
 /// Fields that all chunks of a response share.

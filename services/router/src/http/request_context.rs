@@ -6,19 +6,18 @@ use axum::body::Body;
 use bytes::{Bytes, BytesMut};
 use http::{HeaderMap, HeaderName, HeaderValue, StatusCode, header};
 use http_body_util::BodyExt;
+use proto::ids::RequestId;
 use telemetry::propagation;
-use tracing::Span;
-
 use tokio::sync::OwnedSemaphorePermit;
+use tracing::Span;
 
 use super::error::ApiError;
 use crate::{
     front::Front,
-    generation::RequestError,
+    record::label,
     request::{
         cache_salt::{TENANT_HEADER, Tenant},
-        field_error::FieldError,
-        ids::{NoRandomness, RequestId, label},
+        error::{FieldError, RequestError},
     },
 };
 
@@ -42,7 +41,7 @@ pub struct RequestContext {
 }
 
 impl RequestContext {
-    pub fn new(headers: &HeaderMap, api: &'static str) -> Result<Self, NoRandomness> {
+    pub fn new(headers: &HeaderMap, api: &'static str) -> Result<Self, RequestError> {
         let request_id = RequestId::mint()?;
         let text = |name: &HeaderName| headers.get(name).and_then(|value| value.to_str().ok());
         let label = label_of(headers);
@@ -152,14 +151,21 @@ pub async fn read_body(
     let mut whole = ReadBody { bytes: BytesMut::new(), room: None };
     let read = async {
         while let Some(frame) = body.frame().await {
-            let frame = frame.map_err(|error| ApiError::body_broken(&error.to_string()))?;
+            let frame = frame.map_err(|error| {
+                let message = format!("the body could not be read: {error}");
+                ApiError::invalid(StatusCode::BAD_REQUEST, "body_broken", message)
+            })?;
             let Ok(data) = frame.into_data() else { continue };
             whole.extend(&data, front)?;
         }
         Ok(())
     };
     let read = tokio::time::timeout(read_max, read).await;
-    match read.unwrap_or_else(|_| Err(ApiError::body_timeout(read_max.as_secs()))) {
+    let late = || {
+        let message = format!("the body did not arrive within {} s", read_max.as_secs());
+        ApiError::invalid(StatusCode::REQUEST_TIMEOUT, "body_timeout", message)
+    };
+    match read.unwrap_or_else(|_| Err(late())) {
         Ok(()) => Ok(whole),
         Err(error) => {
             drop(whole);

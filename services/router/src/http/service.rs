@@ -12,6 +12,7 @@ use axum::{
 };
 use bytes::Bytes;
 use http::{HeaderValue, Method, StatusCode, Uri, header};
+use proto::ids::RequestId;
 use schemars::JsonSchema;
 use serde::Serialize;
 use telemetry::Metrics;
@@ -24,7 +25,7 @@ use super::{
     tokenize::{detokenize, tokenize},
     wire::{ModelCard, ModelList},
 };
-use crate::{front::Front, models::NamedModel, nodes::Serving, request::ids::RequestId};
+use crate::{front::Front, models::NamedModel, nodes::Serving};
 
 /// Returns all HTTP routes. `started` is the start of the process in seconds since 1970.
 pub fn routes(front: Arc<Front>, metrics: Metrics, started: u64) -> Router {
@@ -33,7 +34,7 @@ pub fn routes(front: Arc<Front>, metrics: Metrics, started: u64) -> Router {
         router = router.route(path, only(method, handler));
     }
     router
-        .fallback(async |uri: Uri| ApiError::no_such_path(uri.path()))
+        .fallback(async |uri: Uri| no_such_path(&uri))
         .layer(middleware::from_fn(with_request_id))
         .with_state(front)
 }
@@ -79,10 +80,18 @@ async fn with_request_id(request: Request, next: Next) -> Response {
 
 fn only(allowed: &'static str, route: MethodRouter<Arc<Front>>) -> MethodRouter<Arc<Front>> {
     route.fallback(async move |method: Method| {
-        let mut response = ApiError::wrong_method(&method, allowed).into_response();
+        let message = format!("{method} is not allowed here; allowed: {allowed}");
+        let (status, code) = (StatusCode::METHOD_NOT_ALLOWED, "method_not_allowed");
+        let mut response = ApiError::invalid(status, code, message).into_response();
         response.headers_mut().insert(header::ALLOW, HeaderValue::from_static(allowed));
         response
     })
+}
+
+fn no_such_path(uri: &Uri) -> ApiError {
+    let path: String = uri.path().chars().take(200).collect();
+    let message = format!("there is nothing at {path}");
+    ApiError::invalid(StatusCode::NOT_FOUND, "not_found", message)
 }
 
 async fn models(State(front): State<Arc<Front>>, started: u64) -> Response {

@@ -22,7 +22,7 @@ use super::{
 use crate::{
     front::Front,
     request::{
-        field_error::FieldError,
+        error::FieldError,
         text_workers::PromptSource,
         tokenising::{self, check_vocabulary},
     },

@@ -5,7 +5,7 @@ use serde_json::{Map, Value};
 
 use super::fields::Fields;
 use crate::request::{
-    field_error::{FieldError, refused},
+    error::{FieldError, refused},
     tools::{
         OfferedFunction, OfferedTools, TOOL_CHOICE, TOOLS, ToolChoice, check_count, check_name,
     },

@@ -10,7 +10,8 @@ use cluster::{NodeRecord, Role};
 use proto::v1::{MeetRequest, Peer};
 use tonic::Request;
 
-use super::{Nodes, channel};
+use super::{Nodes, calls};
+use crate::request_core::peer;
 
 /// Interval of rounds. Nodes close the connection of a pair that is idle for a minute.
 const EVERY: Duration = Duration::from_secs(20);
@@ -111,15 +112,6 @@ pub fn meet_calls(serving: &[(String, Role, NodeRecord)]) -> Vec<MeetCall> {
     serving.iter().zip(peers).filter_map(call).collect()
 }
 
-/// Returns the node as its peers receive it.
-pub fn peer(record: &NodeRecord) -> Peer {
-    Peer {
-        node_id: record.node_id.to_string(),
-        epoch: record.epoch.to_bytes().to_vec().into(),
-        notice_endpoint: record.notice_endpoint.clone(),
-    }
-}
-
 /// Calls Meet. The node answers once its connections are set up. Without an answer, as from a node of an
 /// older release, the first request of a pair connects it.
 pub async fn meet(
@@ -132,7 +124,7 @@ pub async fn meet(
     let Ok(channel) = nodes.channel(&url) else { return };
     let mut request = Request::new(request);
     request.set_timeout(deadline.saturating_duration_since(Instant::now()));
-    let mut client = channel::client(channel);
+    let mut client = calls::client(channel);
     match tokio::time::timeout_at(deadline.into(), client.meet(request)).await {
         Ok(Ok(_)) => {}
         Ok(Err(status)) => tracing::debug!(node = url, %status, "a node rejected connection setup"),

@@ -1,6 +1,6 @@
 //! The router's view of the nodes: a directory, kept up to date by one task, and connections.
 
-mod channel;
+mod calls;
 mod connection_setup;
 mod watch;
 
@@ -10,23 +10,20 @@ use std::{
         Arc, Mutex, MutexGuard,
         atomic::{AtomicBool, Ordering},
     },
-    time::{Duration, Instant},
+    time::Instant,
 };
 
 use cluster::{
-    CacheIdentity, Directory, Epoch, Health, Input, Membership, NoNode, NodeChoice, NodeRecord,
-    Role, Wanted,
+    CacheIdentity, Directory, Health, Input, Membership, NoNode, NodeChoice, NodeRecord, Role,
+    Wanted,
 };
-use proto::v1::node_client::NodeClient;
+use proto::ids::{NoRandomness, random_bits};
 use telemetry::RouterMetrics;
 use tokio::sync::{mpsc, watch as latest};
 use tonic::transport::Channel;
 
-use crate::request::{
-    ids::{NoRandomness, mint_seed},
-    options::ModelLimits,
-};
-pub use connection_setup::peer;
+use crate::request::options::ModelLimits;
+pub use calls::{NodeCall, next_message};
 pub use watch::{NodeWatch, Served};
 
 /// Nodes that `/health` names because they compute on the CPU unexpectedly.
@@ -75,7 +72,7 @@ impl Nodes {
     ) -> Result<(Self, NodeWatch), NoRandomness> {
         let (inputs, received) = mpsc::channel(INPUTS_MAX);
         // A random seed spreads the probes of several routers.
-        let seed = mint_seed()?;
+        let seed = random_bits()? as u64;
         let nodes = Self(Arc::new(Shared {
             directory: Mutex::new(Directory::new(seed)),
             channels: Mutex::new(HashMap::new()),
@@ -200,7 +197,7 @@ impl Nodes {
         if let Some(channel) = channels.get(url) {
             return Ok(channel.clone());
         }
-        let channel = channel::open(url)?;
+        let channel = calls::open(url)?;
         channels.insert(url.to_owned(), channel.clone());
         Ok(channel)
     }
@@ -246,16 +243,8 @@ impl Assigned {
         &self.choice.record
     }
 
-    pub fn epoch(&self) -> Epoch {
-        self.choice.record.epoch
-    }
-
-    pub fn client(&self) -> NodeClient<Channel> {
-        channel::client(self.channel.clone())
-    }
-
     /// The node sent an event: it took the attempt.
-    pub fn answered(&self) {
+    fn answered(&self) {
         self.nodes.directory().answered(self.choice.assignment);
     }
 
@@ -265,14 +254,15 @@ impl Assigned {
     }
 
     /// The node refused the attempt as busy.
-    pub fn busy(&self, retry_after: Option<Duration>) {
-        self.nodes.directory().busy(Instant::now(), self.choice.assignment, retry_after);
+    pub fn busy(&self) {
+        self.nodes.directory().busy(Instant::now(), self.choice.assignment, None);
     }
 
     /// The connection broke, or another process answered: the directory probes the node.
     pub fn lost(&self, reason: String) {
         // Where the queue is full, the node's Observe stream reports the loss.
-        let _ = self.nodes.0.inputs.try_send(Input::CallLost { epoch: self.epoch(), reason });
+        let _ =
+            self.nodes.0.inputs.try_send(Input::CallLost { epoch: self.record().epoch, reason });
     }
 }
 

@@ -3,7 +3,7 @@
 use grammar::{Grammar, GrammarError, Otherwise};
 use proto::v1;
 
-use super::field_error::FieldError;
+use super::error::FieldError;
 
 /// A grammar and its field in the request.
 #[derive(Clone, Debug, PartialEq)]

@@ -4,7 +4,7 @@
 //! isolates itself with a salt of its own. A gateway isolates its clients by naming each request's tenant in a
 //! header.
 
-use super::field_error::{FieldError, shown};
+use super::error::{FieldError, shown};
 
 /// Header and gRPC metadata key of a request's tenant.
 pub const TENANT_HEADER: &str = "x-baton-tenant";

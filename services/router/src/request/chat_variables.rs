@@ -2,7 +2,7 @@
 
 use serde_json::{Map, Value};
 
-use super::field_error::FieldError;
+use super::error::FieldError;
 
 /// Variables that the router or the model sets. A client's value could bypass the checks of the request.
 const RESERVED: [&str; 15] = [

@@ -3,8 +3,7 @@
 pub mod asked_grammar;
 pub mod cache_salt;
 pub mod chat_variables;
-pub mod field_error;
-pub mod ids;
+pub mod error;
 pub mod options;
 pub mod text_workers;
 pub mod tokenising;

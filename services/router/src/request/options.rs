@@ -6,7 +6,7 @@ use std::ops::RangeInclusive;
 use proto::v1::Sampling;
 use text::SamplingDefaults;
 
-use super::{asked_grammar::AskedGrammar, field_error::FieldError};
+use super::{asked_grammar::AskedGrammar, error::FieldError};
 
 pub const TEMPERATURE: RangeInclusive<f64> = 0.0..=2.0;
 /// Range of `top_p`; 0 would keep no token.

@@ -5,6 +5,7 @@ use std::sync::{Arc, OnceLock};
 
 use cluster::{CacheIdentity, PrefixKeys};
 use grammar::Compiler;
+use proto::ids::random_bits;
 use serde_json::Value;
 use text::{
     ChatTemplate, EncodeError, ModelText, RenderRequest, SamplingDefaults, SpecialTokens,
@@ -12,8 +13,10 @@ use text::{
 };
 use tokio::sync::{AcquireError, OwnedSemaphorePermit, Semaphore};
 
-use super::{asked_grammar::AskedGrammar, field_error::FieldError, ids::mint_mark};
-use crate::generation::RequestError;
+use super::{
+    asked_grammar::AskedGrammar,
+    error::{FieldError, RequestError},
+};
 
 /// Maximum size of a prompt that is tokenized in place, in bytes: this takes less than 1 ms.
 const INLINE_BYTES_MAX: usize = 4096;
@@ -60,13 +63,15 @@ impl TextRoom {
         check: impl FnOnce() -> Result<(), RequestError> + Send + 'static,
     ) -> Result<(), RequestError> {
         let permit = self.grammar_checks.clone().acquire_owned().await;
-        let permit = permit.map_err(|error| internal(&error))?;
+        let permit = permit.map_err(|error| RequestError::internal(&error))?;
         let on_thread = move || {
             // The check itself holds the permit: the check goes on when its caller leaves.
             let _permit = permit;
             check()
         };
-        tokio::task::spawn_blocking(on_thread).await.map_err(|error| internal(&error))?
+        tokio::task::spawn_blocking(on_thread)
+            .await
+            .map_err(|error| RequestError::internal(&error))?
     }
 }
 
@@ -224,19 +229,17 @@ impl TextWorkers {
         if bytes <= INLINE_BYTES_MAX {
             return work(&self.text);
         }
-        let room = self.room.enter(bytes).await.map_err(|error| internal(&error))?;
+        let room = self.room.enter(bytes).await.map_err(|error| RequestError::internal(&error))?;
         let text = self.text.clone();
         let on_thread = move || {
             // The closure holds the permit: it runs to its end even if the caller leaves.
             let _room = room;
             work(&text)
         };
-        tokio::task::spawn_blocking(on_thread).await.map_err(|error| internal(&error))?
+        tokio::task::spawn_blocking(on_thread)
+            .await
+            .map_err(|error| RequestError::internal(&error))?
     }
-}
-
-fn internal(error: &impl ToString) -> RequestError {
-    RequestError::Internal { reason: error.to_string() }
 }
 
 fn tokens(
@@ -307,7 +310,7 @@ fn render(template: &ChatTemplate, chat: &ChatSource) -> Result<String, RequestE
         return render(&chat.messages);
     }
     // A marker shows the message's end, because the template may repeat the content elsewhere.
-    let mark = mint_mark().map_err(|error| RequestError::Internal { reason: error.to_string() })?;
+    let mark = format!("{:032x}", random_bits()?);
     let mut prompt = render(&with_mark_at_the_end(&chat.messages, &mark)?)?;
     let end = prompt.rfind(&mark).ok_or_else(|| {
         let problem = "is true; the chat template changes the end of the last message, so it \

@@ -4,12 +4,11 @@ use std::sync::Arc;
 
 use text::Tokenizer;
 
-use super::{field_error::FieldError, text_workers::PromptSource};
-use crate::{
-    front::Front,
-    generation::{Deadline, RequestError},
-    models::ServedModel,
+use super::{
+    error::{FieldError, RequestError},
+    text_workers::PromptSource,
 };
+use crate::{front::Front, models::ServedModel, request_driver::Deadline};
 
 /// Maximum size of a text or conversation in bytes; 128 Ki tokens take less. Tokenization takes a hundred times the
 /// text's memory.
@@ -28,8 +27,7 @@ pub async fn tokenize(
     }
     let _admitted = front.admission.admit(1)?;
     let deadline = Deadline::after(front.settings.timeout);
-    let tokens = tokio::time::timeout_at(deadline.at, model.text.tokens(source, u32::MAX));
-    tokens.await.map_err(|_| RequestError::Deadline { timeout: deadline.timeout })?
+    deadline.limit(model.text.tokens(source, u32::MAX)).await?
 }
 
 /// Returns the text of these tokens; special tokens appear by name.
@@ -40,8 +38,7 @@ pub async fn detokenize(
 ) -> Result<String, RequestError> {
     let _admitted = front.admission.admit(1)?;
     let deadline = Deadline::after(front.settings.timeout);
-    let text = tokio::time::timeout_at(deadline.at, model.text.text_of(tokens));
-    text.await.map_err(|_| RequestError::Deadline { timeout: deadline.timeout })?
+    deadline.limit(model.text.text_of(tokens)).await?
 }
 
 /// Rejects ids outside the vocabulary.

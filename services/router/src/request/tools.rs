@@ -14,9 +14,9 @@ use text::{ToolCall, ToolFormat, ToolParser, ToolPiece};
 
 use super::{
     asked_grammar::{AskedGrammar, FunctionField},
-    field_error::{FieldError, refused},
+    error::{FieldError, RequestError, refused},
 };
-use crate::{generation::RequestError, request_driver::ParsedRequest};
+use crate::request_driver::ParsedRequest;
 
 /// Tools that the model may call.
 #[derive(Clone, Debug, PartialEq)]

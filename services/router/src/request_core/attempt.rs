@@ -277,11 +277,6 @@ impl AttemptState {
         self.on_prefill_end(failure)
     }
 
-    /// Handles the end of the decode node's stream.
-    pub fn on_decode_end(&mut self, failure: AttemptFailure) -> Vec<AttemptAction> {
-        vec![AttemptAction::Fail(failure)]
-    }
-
     /// Handles the end of the prefill node's stream.
     pub fn on_prefill_end(&mut self, failure: AttemptFailure) -> Vec<AttemptAction> {
         if self.transfer_failed.is_some() {
@@ -394,7 +389,7 @@ mod tests {
     }
 
     fn lost(side: Side) -> AttemptFailure {
-        AttemptFailure::cut(side)
+        AttemptFailure::stream_end(side, None)
     }
 
     fn causes(next: &[AttemptAction]) -> Vec<Cause> {

@@ -91,6 +91,14 @@ impl Cause {
     }
 }
 
+/// What the directory must learn about the node of a failed attempt.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum NodeReport {
+    Busy,
+    /// The connection broke, or another process answered.
+    Lost,
+}
+
 /// The failure of one attempt.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{side} node: {}: {message}", cause.as_str())]
@@ -108,7 +116,7 @@ impl AttemptFailure {
     }
 
     /// Converts the status of a refused call or a broken stream.
-    pub fn status(side: Side, status: &Status) -> Self {
+    fn status(side: Side, status: &Status) -> Self {
         // tonic sets a source where the connection failed; a status from the node has none.
         let broken = status.source().is_some();
         let cause = match status.code() {
@@ -129,8 +137,11 @@ impl AttemptFailure {
         Self { side, cause, message }
     }
 
-    /// The stream ended without a final event.
-    pub fn cut(side: Side) -> Self {
+    /// A stream broke, or ended without a final event.
+    pub fn stream_end(side: Side, error: Option<Status>) -> Self {
+        if let Some(status) = error {
+            return Self::status(side, &status);
+        }
         let message = "the stream ended without a final event".to_owned();
         Self { side, cause: Cause::Lost, message }
     }
@@ -139,6 +150,15 @@ impl AttemptFailure {
     pub fn silent(side: Side, silence: Duration) -> Self {
         let message = format!("no event for {silence:?} (router.idle_timeout)");
         Self { side, cause: Cause::Lost, message }
+    }
+
+    /// Returns the report about the node of [`Self::side`], if the failure says anything about it.
+    pub fn node_report(&self) -> Option<NodeReport> {
+        match self.cause {
+            Cause::Busy => Some(NodeReport::Busy),
+            Cause::Lost | Cause::Stale => Some(NodeReport::Lost),
+            _ => None,
+        }
     }
 
     pub fn violation(side: Side, message: impl Into<String>) -> Self {

@@ -9,15 +9,14 @@
 //! 2. The owner performs every [`Output`] that [`RequestCore::poll_output`] returns, in order, before it
 //!    passes the next input:
 //!    * [`Output::Pick`]: the owner picks nodes by [`RequestCore::wanted_decode`] and
-//!      [`RequestCore::wanted_prefill`], and answers with [`RequestCore::handle_picked`] or
-//!      [`RequestCore::handle_no_node`].
-//!    * [`Output::OpenCalls`]: the owner opens the calls of an attempt. Events of both streams go in through [`RequestCore::handle_decode_event`] and
-//!      [`RequestCore::handle_prefill_event`]; a stream that ends or breaks through
-//!      [`RequestCore::handle_stream_end`].
+//!      [`RequestCore::wanted_prefill`], and calls [`RequestCore::handle_picked`] or
+//!      [`RequestCore::handle_no_node`]. The former returns the calls of an attempt, which the owner opens. It
+//!      passes what their streams return to [`RequestCore::handle_decode`] and [`RequestCore::handle_prefill`].
 //!    * [`Output::Emit`]: the owner delivers tokens to the client, then calls
 //!      [`RequestCore::handle_emitted`]. No other output follows until then.
 //!    * [`Output::WaitForTurn`] and [`Output::WaitForNode`]: no node takes the request now. The owner
-//!      calls [`RequestCore::handle_turn`] or [`RequestCore::handle_nodes_changed`].
+//!      calls [`RequestCore::handle_turn`], in the order of a [`TurnQueue`], or
+//!      [`RequestCore::handle_nodes_changed`].
 //! 3. The owner calls [`RequestCore::handle_deadline`] at [`RequestCore::next_deadline`].
 //! 4. The last output is [`Output::Finish`] or [`Output::Fail`], exactly once. A client that leaves ends
 //!    the request by [`RequestCore::handle_client_left`], without either.
@@ -34,6 +33,7 @@ mod failure;
 mod recovery;
 #[cfg(test)]
 mod tests;
+mod turn_queue;
 
 use std::{
     collections::VecDeque,
@@ -41,19 +41,24 @@ use std::{
     time::{Duration, Instant},
 };
 
+use bytes::Bytes;
 use cluster::{ModelIdentity, NoNode, NodeRecord, PrefixKeys, Role, Wanted};
 use proto::{
-    ids::TransferId,
+    ids::{RequestId, TransferId},
     v1::{
-        FinishReason, Token, decode_event::Event as DecodeEvent,
-        prefill_event::Event as PrefillEvent,
+        Attempt, DecodeEvent, DecodeRequest, FinishReason, Grammar, Peer, PrefillEvent,
+        PrefillRequest, Sampling, Token,
     },
 };
+use tonic::Status;
 
-pub use attempt::{AttemptAction, AttemptState, AttemptStats, LAST_EVENT_MAX, TOKEN_0_MAX};
-pub use emitted::{EmissionError, EmittedTokens};
-pub use failure::{AttemptFailure, Cause, Side};
-pub use recovery::{GiveUp, NextStep, Recovery, RecoveryPolicy};
+pub use attempt::AttemptStats;
+use attempt::{AttemptAction, AttemptState, LAST_EVENT_MAX, TOKEN_0_MAX};
+use emitted::EmittedTokens;
+pub use failure::{AttemptFailure, Cause, NodeReport, Side};
+pub use recovery::{GiveUp, RecoveryPolicy};
+use recovery::{NextStep, Recovery};
+pub use turn_queue::TurnQueue;
 
 /// Interval between two picks of a request that holds the turn: a step or two of a busy node.
 const PICK_AGAIN: Duration = Duration::from_millis(25);
@@ -61,20 +66,39 @@ const PICK_AGAIN: Duration = Duration::from_millis(25);
 /// wait at once; a node that only ends draining, or failed this request before, is found by picking.
 const PICK_AGAIN_ABSENT: (Duration, Duration) = (Duration::from_millis(50), Duration::from_secs(1));
 
-/// Properties of one answer that the core decides by.
+/// One answer of a request, as nodes receive it.
 #[derive(Clone, Debug)]
 pub struct AnswerSpec {
-    /// The model's name; `None` where every node serves the same model.
-    pub model: Option<Arc<str>>,
-    pub prompt_tokens: u32,
+    pub request_id: RequestId,
+    pub model: Arc<str>,
+    pub prompt: Arc<[u32]>,
     /// Keys under which nodes may have cached the prompt's blocks.
     pub prefix: Arc<[PrefixKeys]>,
+    pub sampling: Sampling,
+    /// Grammar that the answer must match.
+    pub grammar: Option<Arc<Grammar>>,
     /// Grammar version that the decode node must support; 0 for none.
     pub grammar_version: u32,
-    pub max_tokens: u32,
+    pub cache_salt: Arc<str>,
     pub vocabulary_size: u32,
     /// The request fails when it has not finished by then.
     pub deadline: Instant,
+}
+
+impl AnswerSpec {
+    fn prompt_tokens(&self) -> u32 {
+        self.prompt.len() as u32
+    }
+}
+
+/// The calls of one attempt.
+#[derive(Debug)]
+pub struct AttemptCalls {
+    /// Number of the attempt, from 1.
+    pub number: u32,
+    pub decode: DecodeRequest,
+    /// `None` when the decode node works alone.
+    pub prefill: Option<PrefillRequest>,
 }
 
 /// An action that the owner must perform.
@@ -82,10 +106,7 @@ pub struct AnswerSpec {
 pub enum Output {
     /// Pick nodes for the next attempt.
     Pick,
-    /// Open the Decode call, and the Prefill call if a prefill node was picked, under this transfer id.
-    /// `number` counts the request's attempts from 1.
-    OpenCalls { transfer_id: TransferId, number: u32 },
-    /// Drop the stream of the Prefill call and keep the Decode call.
+    /// Drop the Prefill call, release its node, and keep the Decode call.
     DropPrefillCall,
     /// The attempt is over: drop its calls, release its nodes, count it.
     EndAttempt(EndedAttempt),
@@ -122,6 +143,7 @@ pub enum AttemptOutcome {
 #[derive(Debug, PartialEq)]
 pub struct FinishedAnswer {
     pub reason: FinishReason,
+    pub prompt_tokens: u32,
     /// Prompt tokens found in a prefix cache.
     pub cached_tokens: u32,
     pub hand_over: HandOverStats,
@@ -205,7 +227,7 @@ impl OpenAttempt {
 impl RequestCore {
     pub fn new(spec: AnswerSpec, policy: RecoveryPolicy) -> Self {
         Self {
-            emitted: EmittedTokens::new(spec.max_tokens, spec.vocabulary_size),
+            emitted: EmittedTokens::new(spec.sampling.max_tokens, spec.vocabulary_size),
             recovery: Recovery::new(policy),
             state: State::Picking,
             identity: None,
@@ -268,10 +290,10 @@ impl RequestCore {
         let emitted = self.emitted.next_index();
         Wanted {
             role: Role::Decode,
-            model: self.spec.model.as_deref(),
-            prompt_tokens: self.spec.prompt_tokens,
-            tokens: self.spec.prompt_tokens + emitted,
-            new_tokens_max: self.spec.max_tokens - emitted,
+            model: Some(&self.spec.model),
+            prompt_tokens: self.spec.prompt_tokens(),
+            tokens: self.spec.prompt_tokens() + emitted,
+            new_tokens_max: self.spec.sampling.max_tokens - emitted,
             computes_prompt: self.recovery.decode_alone(),
             prefix: &self.spec.prefix,
             identity: self.identity.as_ref(),
@@ -299,18 +321,30 @@ impl RequestCore {
         })
     }
 
-    /// Nodes were picked: an attempt begins under this transfer id, which no other attempt has.
+    /// Nodes were picked: an attempt begins under this transfer id, which no other attempt has. Returns
+    /// the calls that the owner must open.
     pub fn handle_picked(
         &mut self,
         now: Instant,
         transfer_id: TransferId,
         decode: Arc<NodeRecord>,
         prefill: Option<Arc<NodeRecord>>,
-    ) {
+    ) -> AttemptCalls {
         debug_assert!(matches!(self.state, State::Picking));
         self.stats.attempts = self.recovery.attempts();
         self.stats.decode_node = Some(decode.node_id.to_string());
         self.stats.prefill_node = prefill.as_ref().map(|node| node.node_id.to_string());
+        let calls = AttemptCalls {
+            number: self.stats.attempts,
+            decode: DecodeRequest {
+                attempt: Some(self.attempt_for(now, transfer_id, &decode)),
+                prefill: prefill.as_deref().map(peer),
+            },
+            prefill: prefill.as_deref().map(|prefill| PrefillRequest {
+                attempt: Some(self.attempt_for(now, transfer_id, prefill)),
+                decode: Some(peer(&decode)),
+            }),
+        };
         self.state = State::Attempting(Box::new(OpenAttempt {
             state: AttemptState::new(self.emitted.next_index(), prefill.is_some()),
             decode,
@@ -321,7 +355,26 @@ impl RequestCore {
             silent_since: now,
             token_0_at: None,
         }));
-        self.outputs.push_back(Output::OpenCalls { transfer_id, number: self.stats.attempts });
+        calls
+    }
+
+    /// Returns the attempt as this node receives it: the prompt and all emitted tokens.
+    fn attempt_for(&self, now: Instant, transfer_id: TransferId, node: &NodeRecord) -> Attempt {
+        let spec = &self.spec;
+        let remaining = spec.deadline.saturating_duration_since(now);
+        Attempt {
+            request_id: Bytes::copy_from_slice(&spec.request_id.to_bytes()),
+            transfer_id: Bytes::copy_from_slice(&transfer_id.to_bytes()),
+            tokens: [&spec.prompt, self.emitted.ids()].concat(),
+            prompt_len: spec.prompt_tokens(),
+            sampling: Some(spec.sampling.clone()),
+            // 0 would mean that no time is left.
+            remaining_ms: (remaining.as_millis() as u64).max(1),
+            cache_salt: spec.cache_salt.to_string(),
+            node_epoch: Bytes::copy_from_slice(&node.epoch.to_bytes()),
+            weight_version: node.identity.weight_version,
+            grammar: spec.grammar.as_deref().cloned(),
+        }
     }
 
     /// No decode node was picked.
@@ -331,31 +384,27 @@ impl RequestCore {
         self.follow(now, next);
     }
 
-    /// The decode node sent `event`; `None` for an event of unknown type.
-    pub fn handle_decode_event(&mut self, now: Instant, event: Option<DecodeEvent>) {
-        if let State::Attempting(attempt) = &mut self.state {
-            let actions = attempt.state.on_decode_event(event, &mut self.emitted);
-            self.act(now, actions);
-        }
+    /// The Decode call returned `message`: an event, the end of the stream, or an error. The owner calls
+    /// this only while [`Self::expects_decode`].
+    pub fn handle_decode(&mut self, now: Instant, message: Result<Option<DecodeEvent>, Status>) {
+        let State::Attempting(attempt) = &mut self.state else { return };
+        let actions = match message {
+            Ok(Some(event)) => attempt.state.on_decode_event(event.event, &mut self.emitted),
+            end => vec![AttemptAction::Fail(AttemptFailure::stream_end(Side::Decode, end.err()))],
+        };
+        self.act(now, actions);
     }
 
-    /// The prefill node sent `event`; `None` for an event of unknown type.
-    pub fn handle_prefill_event(&mut self, now: Instant, event: Option<PrefillEvent>) {
-        if let State::Attempting(attempt) = &mut self.state {
-            let actions = attempt.state.on_prefill_event(event, &mut self.emitted);
-            self.act(now, actions);
-        }
-    }
-
-    /// The stream of `failure.side` was refused, broke, or ended without a final event.
-    pub fn handle_stream_end(&mut self, now: Instant, failure: AttemptFailure) {
-        if let State::Attempting(attempt) = &mut self.state {
-            let actions = match failure.side {
-                Side::Decode => attempt.state.on_decode_end(failure),
-                Side::Prefill => attempt.state.on_prefill_end(failure),
-            };
-            self.act(now, actions);
-        }
+    /// The Prefill call returned `message`; as [`Self::handle_decode`].
+    pub fn handle_prefill(&mut self, now: Instant, message: Result<Option<PrefillEvent>, Status>) {
+        let State::Attempting(attempt) = &mut self.state else { return };
+        let actions = match message {
+            Ok(Some(event)) => attempt.state.on_prefill_event(event.event, &mut self.emitted),
+            end => {
+                attempt.state.on_prefill_end(AttemptFailure::stream_end(Side::Prefill, end.err()))
+            }
+        };
+        self.act(now, actions);
     }
 
     /// The tokens of the last [`Output::Emit`] were delivered. `stop`: they complete the answer.
@@ -547,7 +596,8 @@ impl RequestCore {
         self.state = State::Ended;
         self.outputs.push_back(Output::Finish(FinishedAnswer {
             reason,
-            cached_tokens: self.cached_tokens.unwrap_or(0).min(self.spec.prompt_tokens),
+            prompt_tokens: self.spec.prompt_tokens(),
+            cached_tokens: self.cached_tokens.unwrap_or(0).min(self.spec.prompt_tokens()),
             hand_over: self.stats.clone(),
         }));
     }
@@ -588,5 +638,14 @@ impl RequestCore {
         }
         self.outputs.push_back(Output::EndAttempt(EndedAttempt { outcome, stats }));
         Some(*attempt)
+    }
+}
+
+/// Returns the node as its peers receive it.
+pub fn peer(node: &NodeRecord) -> Peer {
+    Peer {
+        node_id: node.node_id.to_string(),
+        epoch: Bytes::copy_from_slice(&node.epoch.to_bytes()),
+        notice_endpoint: node.notice_endpoint.clone(),
     }
 }

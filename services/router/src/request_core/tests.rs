@@ -1,7 +1,10 @@
 //! The request core in virtual time, with scripted nodes.
 
 use cluster::{Epoch, NodeId};
-use proto::v1::{DecodeFinished, DecodeTokens, Failure, FailureKind, PrefillToken, Reserved};
+use proto::v1::{
+    DecodeFinished, DecodeTokens, Failure, FailureKind, PrefillToken, Reserved,
+    decode_event::Event, prefill_event,
+};
 
 use super::*;
 
@@ -53,7 +56,7 @@ fn node(role: Role, number: u128) -> Arc<NodeRecord> {
 }
 
 fn lost() -> AttemptFailure {
-    AttemptFailure::cut(Side::Decode)
+    AttemptFailure::stream_end(Side::Decode, None)
 }
 
 fn token(id: u32) -> Token {
@@ -64,11 +67,14 @@ impl Owner {
     fn new() -> Self {
         let now = Instant::now();
         let spec = AnswerSpec {
-            model: None,
-            prompt_tokens: 64,
+            request_id: RequestId(1),
+            model: "model".into(),
+            prompt: [7; 64].into(),
             prefix: Arc::default(),
+            sampling: Sampling { max_tokens: MAX_TOKENS, ..Sampling::default() },
+            grammar: None,
             grammar_version: 0,
-            max_tokens: MAX_TOKENS,
+            cache_salt: "".into(),
             vocabulary_size: 1000,
             deadline: now + TIMEOUT,
         };
@@ -109,28 +115,33 @@ impl Owner {
         self.picked += 1;
         let prefill = with_prefill.then(|| node(Role::Prefill, 1000 + self.picked));
         let (transfer_id, decode) = (TransferId(self.picked), node(Role::Decode, self.picked));
-        self.core.handle_picked(self.now, transfer_id, decode, prefill);
-        let [Output::OpenCalls { transfer_id: opened, .. }] = self.outputs()[..] else { panic!() };
-        assert_eq!(opened, transfer_id);
+        let calls = self.core.handle_picked(self.now, transfer_id, decode, prefill);
+        let attempt = calls.decode.attempt.unwrap();
+        assert_eq!(attempt.transfer_id[..], transfer_id.to_bytes());
+        assert_eq!(attempt.tokens, [&[7; 64][..], &self.received].concat());
+        assert_eq!(calls.prefill.is_some(), with_prefill);
+        assert_eq!(self.outputs(), []);
+    }
+
+    fn decode_sends(&mut self, event: Event) -> Vec<Output> {
+        self.core.handle_decode(self.now, Ok(Some(DecodeEvent { event: Some(event) })));
+        self.outputs()
     }
 
     fn reserved(&mut self) -> Vec<Output> {
-        let event = DecodeEvent::Reserved(Reserved { cached_tokens: 0, alone: false });
-        self.core.handle_decode_event(self.now, Some(event));
-        self.outputs()
+        self.decode_sends(Event::Reserved(Reserved { cached_tokens: 0, alone: false }))
     }
 
     /// The decode node sends the next `count` tokens. Token `i` is number `i`.
     fn tokens(&mut self, count: u32) -> Vec<Output> {
         let first_index = self.received.len() as u32;
         let tokens = (first_index..first_index + count).map(token).collect();
-        let event = DecodeEvent::Tokens(DecodeTokens { first_index, tokens });
-        self.core.handle_decode_event(self.now, Some(event));
-        self.outputs()
+        self.decode_sends(Event::Tokens(DecodeTokens { first_index, tokens }))
     }
 
-    fn fails(&mut self, failure: AttemptFailure) -> Vec<Output> {
-        self.core.handle_stream_end(self.now, failure);
+    /// The stream of the decode node ends.
+    fn loses_decode(&mut self) -> Vec<Output> {
+        self.core.handle_decode(self.now, Ok(None));
         self.outputs()
     }
 
@@ -162,8 +173,7 @@ impl Owner {
         self.tokens(MAX_TOKENS - self.received.len() as u32);
         let reason = FinishReason::Length.into();
         let event = DecodeFinished { reason, received_bytes: 0, transfer_us: 0 };
-        self.core.handle_decode_event(self.now, Some(DecodeEvent::Finished(event)));
-        let outputs = self.outputs();
+        let outputs = self.decode_sends(Event::Finished(event));
         assert!(matches!(
             outputs[..],
             [
@@ -217,7 +227,7 @@ fn a_running_request_survives_the_absence_of_all_decode_nodes() {
     owner.reserved();
     owner.tokens(3);
     let ended = EndedAttempt { outcome: AttemptOutcome::Failed(lost()), stats: Default::default() };
-    assert_eq!(owner.fails(lost()), [Output::EndAttempt(ended), Output::Pick]);
+    assert_eq!(owner.loses_decode(), [Output::EndAttempt(ended), Output::Pick]);
     owner.stays_absent(Duration::from_secs(5));
     let wanted = owner.core.wanted_decode();
     assert_eq!((wanted.tokens, wanted.new_tokens_max), (67, 97));
@@ -236,7 +246,7 @@ fn a_request_completes_while_its_nodes_are_killed_every_three_seconds() {
         owner.reserved();
         owner.tokens(1);
         owner.now += Duration::from_secs(3);
-        let outputs = owner.fails(lost());
+        let outputs = owner.loses_decode();
         assert_eq!(outputs[1..], [Output::Pick], "after {killed} kills");
         owner.stays_absent(Duration::from_millis(500));
     }
@@ -251,7 +261,7 @@ fn attempts_without_a_token_are_bounded() {
     for number in 1..=4 {
         assert_eq!(owner.core.wanted_decode().computes_prompt, number == 4);
         owner.picked(number < 4);
-        let outputs = owner.fails(lost());
+        let outputs = owner.loses_decode();
         if number < 4 {
             assert_eq!(outputs[1..], [Output::Pick]);
         } else {
@@ -330,7 +340,7 @@ fn a_complete_answer_finishes_without_the_last_event() {
         owner.picked(false);
         owner.reserved();
         assert_eq!(owner.tokens(MAX_TOKENS), []);
-        let outputs = if is_lost { owner.fails(lost()) } else { owner.deadline() };
+        let outputs = if is_lost { owner.loses_decode() } else { owner.deadline() };
         assert_eq!(owner.elapsed(), if is_lost { Duration::ZERO } else { LAST_EVENT_MAX });
         let [_, Output::Finish(finished)] = &outputs[..] else { panic!("{outputs:?}") };
         assert_eq!(finished.reason, FinishReason::Length);
@@ -342,8 +352,7 @@ fn a_failed_transfer_waits_for_token_0_for_a_bounded_time() {
     let mut owner = Owner::started();
     owner.picked(true);
     let failure = Failure { kind: FailureKind::TransferFailed.into(), message: "lost".into() };
-    owner.core.handle_decode_event(owner.now, Some(DecodeEvent::Failure(failure)));
-    assert_eq!(owner.outputs(), []);
+    assert_eq!(owner.decode_sends(Event::Failure(failure)), []);
     assert!(!owner.core.expects_decode() && owner.core.expects_prefill());
     assert_eq!(owner.deadline()[1..], [Output::Pick]);
     assert_eq!(owner.elapsed(), TOKEN_0_MAX);
@@ -360,7 +369,8 @@ fn a_complete_stop_string_drops_the_calls_and_whatever_follows() {
         finish: Some(FinishReason::Length.into()),
         cached_tokens: 0,
     };
-    owner.core.handle_prefill_event(owner.now, Some(PrefillEvent::Token(event)));
+    let event = PrefillEvent { event: Some(prefill_event::Event::Token(event)) };
+    owner.core.handle_prefill(owner.now, Ok(Some(event)));
     assert!(matches!(owner.core.poll_output(), Some(Output::Emit { first_index: 0, .. })));
     // Nothing follows before the tokens are delivered.
     assert_eq!(owner.core.poll_output(), None);
@@ -378,7 +388,8 @@ fn the_time_that_a_client_takes_to_read_is_no_silence() {
     owner.picked(false);
     owner.reserved();
     let event = DecodeTokens { first_index: 0, tokens: vec![token(0)] };
-    owner.core.handle_decode_event(owner.now, Some(DecodeEvent::Tokens(event)));
+    let event = DecodeEvent { event: Some(Event::Tokens(event)) };
+    owner.core.handle_decode(owner.now, Ok(Some(event)));
     assert!(matches!(owner.core.poll_output(), Some(Output::Emit { .. })));
     assert_eq!(owner.core.next_deadline(), Some(owner.start + TIMEOUT));
     owner.now += 2 * POLICY.idle_timeout;
@@ -416,6 +427,6 @@ fn kv_of_less_than_a_block_needs_no_prefill_node() {
     let decode = node(Role::Decode, 1);
     let wanted = owner.core.wanted_prefill(&decode).unwrap();
     assert_eq!((wanted.role, wanted.identity), (Role::Prefill, Some(&decode.identity)));
-    owner.core.spec.prompt_tokens = decode.identity.block_size - 1;
+    owner.core.spec.prompt = [7; 15].into();
     assert!(owner.core.wanted_prefill(&decode).is_none());
 }

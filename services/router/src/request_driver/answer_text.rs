@@ -3,22 +3,13 @@
 use std::sync::Arc;
 
 use proto::v1::{FinishReason, Sampling, Token};
-use text::{StopStrings, TextStream, TextStreamOptions, Tokenizer};
+use text::{TextStream, TextStreamOptions, Tokenizer};
 
-use crate::{generation::StoppedBy, request_core::Stop};
-
-/// Detokenization options, equal for all answers of a request.
-pub struct AnswerTextOptions {
-    pub tokenizer: Arc<Tokenizer>,
-    pub stops: StopStrings,
-    /// The strings of `stops`.
-    pub stop_texts: Arc<[String]>,
-    pub skip_special: bool,
-    /// Whether tokens are detokenized. Without text no stop string is found.
-    pub with_text: bool,
-    /// Special tokens that are detokenized even where others are skipped.
-    pub shown_tokens: Arc<[u32]>,
-}
+use super::{
+    events::{AnswerEnd, StoppedBy},
+    prepare::PreparedRequest,
+};
+use crate::request_core::{FinishedAnswer, Stop};
 
 /// Detokenizer of one answer.
 pub struct AnswerText {
@@ -41,30 +32,14 @@ enum Ended {
     StopText(StoppedBy),
 }
 
-/// Tokens that belong to the answer, and their text.
-#[derive(Debug, PartialEq)]
-pub struct Shown {
-    pub tokens: Vec<Token>,
-    pub text: String,
-}
-
-/// The end of an answer.
-#[derive(Debug, PartialEq)]
-pub struct Conclusion {
-    /// Text that was held back.
-    pub text: String,
-    pub reason: FinishReason,
-    pub stopped_by: Option<StoppedBy>,
-    pub completion_tokens: u32,
-}
-
 impl AnswerText {
-    pub fn new(options: &AnswerTextOptions, sampling: &Sampling) -> Self {
+    pub fn new(request: &PreparedRequest, sampling: &Sampling) -> Self {
+        let tokenizer = request.model.text.tokenizer();
         let stream = || {
-            let min_tokens = sampling.min_tokens;
-            let stream = TextStreamOptions { skip_special: options.skip_special, min_tokens };
-            TextStream::new(options.tokenizer.clone(), options.stops.clone(), stream)
-                .showing(options.shown_tokens.clone())
+            let (skip_special, min_tokens) = (request.skip_special, sampling.min_tokens);
+            let options = TextStreamOptions { skip_special, min_tokens };
+            TextStream::new(tokenizer.clone(), request.stops.clone(), options)
+                .showing(request.shown_tokens.clone())
         };
         let mut stop_token_ids = match sampling.ignore_stop_tokens {
             true => Vec::new(),
@@ -72,10 +47,10 @@ impl AnswerText {
         };
         stop_token_ids.sort_unstable();
         Self {
-            stream: options.with_text.then(stream),
-            stop_texts: options.stop_texts.clone(),
+            stream: request.with_text.then(stream),
+            stop_texts: request.stop_texts.clone(),
             stop_token_ids,
-            tokenizer: options.tokenizer.clone(),
+            tokenizer: tokenizer.clone(),
             min_tokens: sampling.min_tokens,
             token_count: 0,
             ended: None,
@@ -90,10 +65,11 @@ impl AnswerText {
         }
     }
 
-    /// Adds the next tokens. Tokens behind a stop do not belong to the answer.
-    pub fn push(&mut self, mut tokens: Vec<Token>) -> Shown {
+    /// Adds the next tokens. Returns those that belong to the answer, and their text. Tokens behind a stop
+    /// do not belong to the answer.
+    pub fn push(&mut self, mut tokens: Vec<Token>) -> (Vec<Token>, String) {
         if self.ended.is_some() {
-            return Shown { tokens: vec![], text: String::new() };
+            return (vec![], String::new());
         }
         let stops = |(index, token): (u32, &Token)| {
             index >= self.min_tokens && self.stop_token_ids.binary_search(&token.id).is_ok()
@@ -119,18 +95,25 @@ impl AnswerText {
         };
         tokens.truncate(count);
         self.token_count += count as u32;
-        Shown { tokens, text: delta.text }
+        (tokens, delta.text)
     }
 
     /// Ends the answer. A stop found here takes precedence over the node's finish reason.
-    pub fn finish(&mut self, reason: FinishReason) -> Conclusion {
-        let text = self.stream.take().map(TextStream::finish).unwrap_or_default();
-        let completion_tokens = self.token_count;
+    pub fn finish(&mut self, choice: u32, finished: FinishedAnswer) -> AnswerEnd {
         let (reason, stopped_by) = match self.ended.take() {
             Some(Ended::StopToken(by)) => (FinishReason::Stop, by),
             Some(Ended::StopText(by)) => (FinishReason::Stop, Some(by)),
-            None => (reason, None),
+            None => (finished.reason, None),
         };
-        Conclusion { text, reason, stopped_by, completion_tokens }
+        AnswerEnd {
+            choice,
+            reason,
+            stopped_by,
+            text: self.stream.take().map(TextStream::finish).unwrap_or_default(),
+            prompt_tokens: finished.prompt_tokens,
+            completion_tokens: self.token_count,
+            cached_tokens: finished.cached_tokens,
+            hand_over: finished.hand_over,
+        }
     }
 }

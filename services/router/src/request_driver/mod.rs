@@ -3,29 +3,39 @@
 //! A request passes these stages:
 //! 1. [`ParsedRequest`]: `http` or `grpc` parsed and checked its fields.
 //! 2. [`PreparedRequest`](prepare::PreparedRequest): it is admitted and tokenized, with one
-//!    [`PreparedAnswer`](prepare::PreparedAnswer) for each choice.
+//!    [`AnswerSpec`](crate::request_core::AnswerSpec) for each choice.
 //! 3. [`RunningRequest`]: one task runs an [`AnswerDriver`] for each answer, until all are finished or one
 //!    fails. The driver performs the outputs of its [`RequestCore`](crate::request_core::RequestCore).
 
 mod answer_driver;
 mod answer_text;
-mod node_calls;
+mod events;
 mod prepare;
 
 use std::sync::Arc;
 
 use futures_util::{StreamExt, stream::FuturesUnordered};
-use tokio::time::Instant;
+use tokio::{task::JoinHandle, time::Instant};
 use tracing::{Instrument, Span};
 
 use crate::{
-    front::Front,
-    generation::{EventSender, RequestError, RunningRequest},
-    record::RequestRecord,
+    front::Front, record::RequestRecord, request::error::RequestError, request_core::AnswerSpec,
 };
 use answer_driver::AnswerDriver;
-pub use prepare::ParsedRequest;
-use prepare::{PreparedAnswer, PreparedRequest, prepare};
+pub use events::{AnswerEnd, Event, StoppedBy};
+use events::{EventReceiver, EventSender, event_queue};
+pub use prepare::{Deadline, ParsedRequest};
+use prepare::{PreparedRequest, prepare};
+
+/// A running request, for the writer of its response. Dropping it ends the task, which drops the node
+/// streams: a client that leaves cancels its request this way.
+#[derive(Debug)]
+pub struct RunningRequest {
+    /// The tokenized prompts. The prompt of choice `i` is prompt `i / choices`.
+    pub prompts: Vec<Arc<[u32]>>,
+    events: EventReceiver,
+    task: Option<JoinHandle<Result<(), RequestError>>>,
+}
 
 /// Prepares the request and starts its task inside `span`.
 pub async fn start(
@@ -41,12 +51,10 @@ pub async fn start(
             let prompts = answers.iter().step_by(choices).map(|answer| answer.prompt.clone());
             let prompts = prompts.collect();
             let settings = &front.settings;
-            let (events_max, wait_max) =
-                (settings.slow_client_events, settings.slow_client_timeout);
-            let front = front.clone();
-            Ok(RunningRequest::start(prompts, events_max, wait_max, |events| {
-                run(front, request, answers, events, record).instrument(span)
-            }))
+            let (sender, events) =
+                event_queue(settings.slow_client_events, settings.slow_client_timeout);
+            let run = run(front.clone(), request, answers, sender, record).instrument(span);
+            Ok(RunningRequest { prompts, events, task: Some(tokio::spawn(run)) })
         }
         Err(error) => {
             record.failed(&error);
@@ -59,14 +67,14 @@ pub async fn start(
 async fn run(
     front: Arc<Front>,
     request: PreparedRequest,
-    answers: Vec<PreparedAnswer>,
+    answers: Vec<AnswerSpec>,
     events: EventSender,
     record: RequestRecord,
 ) -> Result<(), RequestError> {
-    let mut drivers: FuturesUnordered<_> = answers
-        .into_iter()
-        .map(|answer| AnswerDriver::new(&front, &request, answer, &events, &record).run())
-        .collect();
+    let driver = |(choice, answer)| {
+        AnswerDriver::new(&front, &request, choice, answer, &events, &record).run()
+    };
+    let mut drivers: FuturesUnordered<_> = (0..).zip(answers).map(driver).collect();
     let all = async {
         while let Some(ended) = drivers.next().await {
             ended?;
@@ -98,4 +106,94 @@ async fn run(
         record.failed(error);
     }
     ended.and(read)
+}
+
+impl RunningRequest {
+    /// Returns the next event; at the end `None`, or the one error that the request failed with.
+    /// Cancel-safe.
+    pub async fn next(&mut self) -> Option<Result<Event, RequestError>> {
+        if let Some(event) = self.events.recv().await {
+            return Some(Ok(event));
+        }
+        let ended = self.task.as_mut()?.await;
+        self.task = None;
+        match ended {
+            Ok(Ok(())) => None,
+            Ok(Err(error)) => Some(Err(error)),
+            Err(error) => Some(Err(RequestError::Internal { reason: error.to_string() })),
+        }
+    }
+}
+
+impl Drop for RunningRequest {
+    fn drop(&mut self) {
+        if let Some(task) = &self.task {
+            task.abort();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::{events::AnswerTokens, *};
+
+    fn start<F>(work: impl FnOnce(EventSender) -> F) -> RunningRequest
+    where
+        F: Future<Output = Result<(), RequestError>> + Send + 'static,
+    {
+        let (sender, events) = event_queue(1, WAIT_MAX);
+        RunningRequest { prompts: vec![], events, task: Some(tokio::spawn(work(sender))) }
+    }
+
+    const WAIT_MAX: Duration = Duration::from_millis(20);
+
+    fn tokens(choice: u32) -> Event {
+        Event::Tokens(AnswerTokens { choice, first_index: 0, tokens: vec![], text: "t".into() })
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn events_come_in_order_and_then_the_end() {
+        let mut running = start(|events| async move {
+            for choice in 0..5 {
+                events.send(tokens(choice)).await?;
+            }
+            Err(RequestError::Stopped)
+        });
+        for choice in 0..5 {
+            assert_eq!(running.next().await, Some(Ok(tokens(choice))));
+        }
+        assert_eq!(running.next().await, Some(Err(RequestError::Stopped)));
+        assert_eq!(running.next().await, None);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_reader_that_does_not_read_ends_its_own_request() {
+        let mut running = start(|events| async move {
+            loop {
+                events.send(tokens(0)).await?;
+            }
+        });
+        tokio::time::sleep(WAIT_MAX * 4).await;
+        assert_eq!(running.next().await, Some(Ok(tokens(0))));
+        assert_eq!(running.next().await, Some(Err(RequestError::SlowClient { waited: WAIT_MAX })));
+    }
+
+    #[tokio::test]
+    async fn dropping_the_reader_ends_the_work() {
+        let (alive, ended) = tokio::sync::oneshot::channel::<()>();
+        let running = start(|_| async move {
+            let _alive = alive;
+            std::future::pending().await
+        });
+        drop(running);
+        assert!(ended.await.is_err());
+    }
+
+    #[tokio::test]
+    async fn a_panic_inside_is_an_error_of_this_request_alone() {
+        let mut running = start(|_| async move { panic!("a bug") });
+        assert!(matches!(running.next().await, Some(Err(RequestError::Internal { .. }))));
+    }
 }

@@ -2,25 +2,23 @@
 
 use std::{sync::Arc, time::Duration};
 
-use cluster::PrefixKeys;
-use proto::v1::{Grammar, Sampling};
+use proto::ids::{RequestId, random_bits};
 use text::StopStrings;
+use tokio::time::Instant;
 
-use super::answer_text::AnswerTextOptions;
 use crate::{
     admission::Admitted,
     front::Front,
-    generation::{Deadline, RequestError},
     models::ServedModel,
     record::RequestRecord,
     request::{
         asked_grammar::AskedGrammar,
         cache_salt::{Tenant, salt_for_nodes},
-        field_error::FieldError,
-        ids::{NoRandomness, RequestId, mint_seed},
-        options::{CHOICES_PER_REQUEST_MAX, DefaultLength, ModelLimits, Options, check_prompt},
+        error::{FieldError, RequestError},
+        options::{CHOICES_PER_REQUEST_MAX, DefaultLength, Options, check_prompt},
         text_workers::{CacheKeying, PromptSource, TokenisedPrompt},
     },
+    request_core::AnswerSpec,
 };
 
 /// A request whose fields were parsed and checked one by one.
@@ -42,29 +40,39 @@ pub struct ParsedRequest {
     pub shown_tokens: Arc<[u32]>,
 }
 
-/// An admitted and tokenized request: the properties that all of its answers share.
+/// An admitted request: the properties that all of its answers share.
 pub struct PreparedRequest {
-    pub request_id: RequestId,
     pub model: Arc<ServedModel>,
-    pub text: AnswerTextOptions,
-    /// Grammar that every answer must match.
-    pub grammar: Option<Grammar>,
-    /// Grammar version that decode nodes must support; 0 for none.
-    pub grammar_version: u32,
-    pub cache_salt: String,
-    pub limits: ModelLimits,
+    pub stops: StopStrings,
+    /// The strings of `stops`.
+    pub stop_texts: Arc<[String]>,
+    pub skip_special: bool,
+    /// Whether the answers are detokenized. Without text no stop string is found.
+    pub with_text: bool,
+    /// Special tokens that are detokenized even where others are skipped.
+    pub shown_tokens: Arc<[u32]>,
     pub deadline: Deadline,
     /// The request's share of the requests in flight.
     _admitted: Admitted,
 }
 
-/// One answer of a prepared request.
-pub struct PreparedAnswer {
-    pub choice: u32,
-    pub prompt: Arc<[u32]>,
-    /// Keys under which nodes may have cached the prompt's blocks.
-    pub prefix: Arc<[PrefixKeys]>,
-    pub sampling: Sampling,
+/// The deadline of a request, and its time-out for error messages.
+#[derive(Clone, Copy, Debug)]
+pub struct Deadline {
+    pub at: Instant,
+    pub timeout: Duration,
+}
+
+impl Deadline {
+    pub fn after(timeout: Duration) -> Self {
+        Self { at: Instant::now() + timeout, timeout }
+    }
+
+    /// Returns the output of `work`, or the error that the deadline has passed.
+    pub async fn limit<T>(self, work: impl Future<Output = T>) -> Result<T, RequestError> {
+        let late = RequestError::Deadline { timeout: self.timeout };
+        tokio::time::timeout_at(self.at, work).await.map_err(|_| late)
+    }
 }
 
 /// Admits and tokenizes a request. Returns its answers, ordered by choice.
@@ -72,7 +80,7 @@ pub async fn prepare(
     front: &Front,
     parsed: ParsedRequest,
     record: &RequestRecord,
-) -> Result<(PreparedRequest, Vec<PreparedAnswer>), RequestError> {
+) -> Result<(PreparedRequest, Vec<AnswerSpec>), RequestError> {
     let deadline = Deadline::after(parsed.timeout);
     let model = parsed.model;
     let answers_max = CHOICES_PER_REQUEST_MAX.min(front.admission.max() as usize);
@@ -96,22 +104,18 @@ pub async fn prepare(
     let grammar_version = options.grammar.as_ref().map_or(0, AskedGrammar::version);
     let grammar = match options.grammar.take() {
         Some(asked) => {
-            let check = model.text.check_grammar(&asked);
-            tokio::time::timeout_at(deadline.at, check)
-                .await
-                .map_err(|_| RequestError::Deadline { timeout: deadline.timeout })??;
+            deadline.limit(model.text.check_grammar(&asked)).await??;
             // Without any node nothing is known, and the request waits for one in its core.
             let newest = front.nodes.grammar_version(&model.name);
             if newest.is_some_and(|newest| newest < grammar_version) {
                 return Err(RequestError::NoGrammar { field: asked.field });
             }
-            Some(asked.for_nodes())
+            Some(Arc::new(asked.for_nodes()))
         }
         None => None,
     };
 
-    let internal = |error: NoRandomness| RequestError::Internal { reason: error.to_string() };
-    let seed = mint_seed().map_err(internal)?;
+    let seed = random_bits()? as u64;
     let tokenizer = model.text.tokenizer();
     let cache_salt =
         salt_for_nodes(parsed.tenant.as_ref(), std::mem::take(&mut options.cache_salt));
@@ -119,13 +123,12 @@ pub async fn prepare(
         identities: front.nodes.cache_identities(&model.name),
         salt: cache_salt.clone(),
     });
+    let cache_salt: Arc<str> = cache_salt.into();
     let (mut prompt_tokens, mut answers) = (0, Vec::new());
     for source in parsed.prompts {
         let field = source.field();
         let work = model.text.prompt(source, limits.prompt_tokens_max, keying.clone());
-        let TokenisedPrompt { tokens, prefix } = tokio::time::timeout_at(deadline.at, work)
-            .await
-            .map_err(|_| RequestError::Deadline { timeout: deadline.timeout })??;
+        let TokenisedPrompt { tokens, prefix } = deadline.limit(work).await??;
         check_prompt(field, &tokens, &limits)?;
         let sampling = options.sampling(
             tokens.len() as u32,
@@ -135,37 +138,34 @@ pub async fn prepare(
             seed,
             parsed.max_tokens_name,
         )?;
-        let (prompt, prefix): (Arc<[u32]>, Arc<[PrefixKeys]>) = (tokens.into(), prefix.into());
+        prompt_tokens += tokens.len() as u32;
+        let answer = AnswerSpec {
+            request_id: parsed.request_id,
+            model: model.name.clone(),
+            prompt: tokens.into(),
+            prefix: prefix.into(),
+            sampling,
+            grammar: grammar.clone(),
+            grammar_version,
+            cache_salt: cache_salt.clone(),
+            vocabulary_size: limits.vocabulary_size,
+            deadline: deadline.at.into_std(),
+        };
         for copy in 0..parsed.choices {
+            let mut answer = answer.clone();
             // Each answer has a seed of its own, whether or not the client named one.
-            let seed = sampling.seed.wrapping_add(u64::from(copy));
-            answers.push(PreparedAnswer {
-                choice: answers.len() as u32,
-                prompt: prompt.clone(),
-                prefix: prefix.clone(),
-                sampling: Sampling { seed, ..sampling.clone() },
-            });
+            answer.sampling.seed = answer.sampling.seed.wrapping_add(u64::from(copy));
+            answers.push(answer);
         }
-        prompt_tokens += prompt.len() as u32;
     }
     record.prepared(answer_count as u32, prompt_tokens);
-    let text = AnswerTextOptions {
-        tokenizer: tokenizer.clone(),
+    let request = PreparedRequest {
+        model,
         stops,
         stop_texts: options.stop.into(),
         skip_special: options.skip_special_tokens.unwrap_or(true),
         with_text: parsed.with_text,
         shown_tokens: parsed.shown_tokens,
-    };
-    let request_id = parsed.request_id;
-    let request = PreparedRequest {
-        request_id,
-        model,
-        text,
-        grammar,
-        grammar_version,
-        cache_salt,
-        limits,
         deadline,
         _admitted: admitted,
     };

@@ -1,4 +1,5 @@
-//! The bounded queue between a request's task and the writer of its answers.
+//! The events of a request's answers, and the bounded queue that carries them from the request's task to the
+//! writer of its response.
 //!
 //! Unlike a channel, the sender can empty the queue: a client that does not read keeps its stream as long as
 //! its connection lives, but not the queued events.
@@ -9,12 +10,58 @@ use std::{
     time::Duration,
 };
 
+use proto::v1::{FinishReason, Token};
 use tokio::sync::Notify;
 
-/// Returns sender and receiver of a queue of at most `events_max` events.
-pub fn event_queue<T>(events_max: usize) -> (Sender<T>, Receiver<T>) {
+use crate::{request::error::RequestError, request_core::HandOverStats};
+
+/// An event of one of the request's answers.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Event {
+    Tokens(AnswerTokens),
+    Finished(AnswerEnd),
+}
+
+/// Emitted tokens, and the text that they complete.
+#[derive(Clone, Debug, PartialEq)]
+pub struct AnswerTokens {
+    /// Index of the answer among the answers of the request.
+    pub choice: u32,
+    /// Index of the first token in the whole answer.
+    pub first_index: u32,
+    pub tokens: Vec<Token>,
+    /// Empty while a character, or a possible stop string, is incomplete.
+    pub text: String,
+}
+
+/// The end of a complete answer.
+#[derive(Clone, Debug, PartialEq)]
+pub struct AnswerEnd {
+    pub choice: u32,
+    pub reason: FinishReason,
+    /// The stop token or stop string of the client that ended the answer.
+    pub stopped_by: Option<StoppedBy>,
+    /// The rest of the text, which was held back.
+    pub text: String,
+    pub prompt_tokens: u32,
+    pub completion_tokens: u32,
+    /// Prompt tokens found in a prefix cache.
+    pub cached_tokens: u32,
+    pub hand_over: HandOverStats,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum StoppedBy {
+    Token(u32),
+    Text(String),
+}
+
+/// Returns sender and receiver of a queue of at most `events_max` events. The sender waits at most
+/// `wait_max` for a receiver that takes nothing.
+pub fn event_queue(events_max: usize, wait_max: Duration) -> (EventSender, EventReceiver) {
     let queue = Arc::new(Queue {
         events_max: events_max.max(1),
+        wait_max,
         state: Mutex::new(State {
             events: VecDeque::new(),
             taken: 0,
@@ -24,13 +71,14 @@ pub fn event_queue<T>(events_max: usize) -> (Sender<T>, Receiver<T>) {
         queued: Notify::new(),
         took: Notify::new(),
     });
-    (Sender(queue.clone()), Receiver(queue))
+    (EventSender(queue.clone()), EventReceiver(queue))
 }
 
 #[derive(Debug)]
-struct Queue<T> {
+struct Queue {
     events_max: usize,
-    state: Mutex<State<T>>,
+    wait_max: Duration,
+    state: Mutex<State>,
     /// Notified when an event was queued, or the sender dropped.
     queued: Notify,
     /// Notified when an event was taken, or the receiver dropped.
@@ -38,8 +86,8 @@ struct Queue<T> {
 }
 
 #[derive(Debug)]
-struct State<T> {
-    events: VecDeque<T>,
+struct State {
+    events: VecDeque<Event>,
     /// Number of events taken so far.
     taken: u64,
     sender_dropped: bool,
@@ -55,17 +103,8 @@ enum ReceiverState {
     },
 }
 
-/// Why queued events were not taken.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum NotTaken {
-    /// The receiver took nothing within the time-out.
-    Slow,
-    /// The receiver was dropped.
-    Gone,
-}
-
-impl<T> Queue<T> {
-    fn lock(&self) -> MutexGuard<'_, State<T>> {
+impl Queue {
+    fn lock(&self) -> MutexGuard<'_, State> {
         // Nothing panics while it holds the lock.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -73,9 +112,8 @@ impl<T> Queue<T> {
     /// Blocks until `check` returns a result, or the receiver took nothing for `wait_max`.
     async fn wait_until(
         &self,
-        wait_max: Duration,
-        mut check: impl FnMut(&mut State<T>) -> Option<Result<(), NotTaken>>,
-    ) -> Result<(), NotTaken> {
+        mut check: impl FnMut(&mut State) -> Option<Result<(), RequestError>>,
+    ) -> Result<(), RequestError> {
         let mut taken = self.lock().taken;
         loop {
             let took = self.took.notified();
@@ -85,45 +123,45 @@ impl<T> Queue<T> {
             if let Some(result) = check(&mut self.lock()) {
                 return result;
             }
-            let woken = tokio::time::timeout(wait_max, took).await;
+            let woken = tokio::time::timeout(self.wait_max, took).await;
             let now = self.lock().taken;
             if woken.is_err() && now == taken {
-                return Err(NotTaken::Slow);
+                return Err(RequestError::SlowClient { waited: self.wait_max });
             }
             taken = now;
         }
     }
 }
 
-/// Sender of the queue, for one task or several of its futures.
+/// Sends the events of a request. A client that does not read blocks its own request only.
 #[derive(Debug)]
-pub struct Sender<T>(Arc<Queue<T>>);
+pub struct EventSender(Arc<Queue>);
 
-impl<T> Sender<T> {
-    /// Queues an event. Blocks while the queue is full, at most `wait_max` after the last event was taken.
-    pub async fn send(&self, event: T, wait_max: Duration) -> Result<(), NotTaken> {
+impl EventSender {
+    /// Queues an event. Blocks while the queue is full.
+    pub async fn send(&self, event: Event) -> Result<(), RequestError> {
         let mut event = Some(event);
-        let put = |state: &mut State<T>| match state.receiver {
-            ReceiverState::Dropped { .. } => Some(Err(NotTaken::Gone)),
+        let put = |state: &mut State| match state.receiver {
+            ReceiverState::Dropped { .. } => Some(Err(RequestError::ClientGone)),
             ReceiverState::Connected if state.events.len() < self.0.events_max => {
                 state.events.extend(event.take());
                 Some(Ok(()))
             }
             ReceiverState::Connected => None,
         };
-        self.0.wait_until(wait_max, put).await?;
+        self.0.wait_until(put).await?;
         self.0.queued.notify_one();
         Ok(())
     }
 
-    /// Blocks until every event was taken, at most `wait_max` after the last event was taken.
-    pub async fn read_out(&self, wait_max: Duration) -> Result<(), NotTaken> {
-        let is_read = |state: &mut State<T>| match state.receiver {
-            ReceiverState::Dropped { unread: true } => Some(Err(NotTaken::Gone)),
+    /// Blocks until every event was taken.
+    pub async fn read_out(&self) -> Result<(), RequestError> {
+        let is_read = |state: &mut State| match state.receiver {
+            ReceiverState::Dropped { unread: true } => Some(Err(RequestError::ClientGone)),
             ReceiverState::Dropped { unread: false } => Some(Ok(())),
             ReceiverState::Connected => state.events.is_empty().then_some(Ok(())),
         };
-        self.0.wait_until(wait_max, is_read).await
+        self.0.wait_until(is_read).await
     }
 
     /// Drops all queued events.
@@ -132,20 +170,20 @@ impl<T> Sender<T> {
     }
 }
 
-impl<T> Drop for Sender<T> {
+impl Drop for EventSender {
     fn drop(&mut self) {
         self.0.lock().sender_dropped = true;
         self.0.queued.notify_one();
     }
 }
 
-/// Receiver of the queue.
+/// Receives the events of a request.
 #[derive(Debug)]
-pub struct Receiver<T>(Arc<Queue<T>>);
+pub struct EventReceiver(Arc<Queue>);
 
-impl<T> Receiver<T> {
+impl EventReceiver {
     /// Returns the next event; `None` when the queue is empty and the sender was dropped. Cancel-safe.
-    pub async fn recv(&mut self) -> Option<T> {
+    pub async fn recv(&mut self) -> Option<Event> {
         loop {
             {
                 let mut state = self.0.lock();
@@ -165,7 +203,7 @@ impl<T> Receiver<T> {
     }
 }
 
-impl<T> Drop for Receiver<T> {
+impl Drop for EventReceiver {
     fn drop(&mut self) {
         let mut state = self.0.lock();
         let unread = std::mem::take(&mut state.events);
@@ -179,15 +217,20 @@ impl<T> Drop for Receiver<T> {
 mod tests {
     use super::*;
 
+    fn event(choice: u32) -> Event {
+        Event::Tokens(AnswerTokens { choice, first_index: 0, tokens: vec![], text: "t".into() })
+    }
+
+    const SLOW: Result<(), RequestError> = Err(RequestError::SlowClient { waited: SHORT });
+    const GONE: Result<(), RequestError> = Err(RequestError::ClientGone);
     const SHORT: Duration = Duration::from_millis(20);
-    const LONG: Duration = Duration::from_secs(60);
 
     #[tokio::test(start_paused = true)]
     async fn events_keep_their_order_through_a_queue_of_one() {
-        let (sender, mut receiver) = event_queue(1);
+        let (sender, mut receiver) = event_queue(1, SHORT);
         let send = async {
             for number in 0..100 {
-                sender.send(number, LONG).await.unwrap();
+                sender.send(event(number)).await.unwrap();
             }
             drop(sender);
         };
@@ -198,36 +241,36 @@ mod tests {
             }
             found
         };
-        assert_eq!(tokio::join!(send, receive).1, (0..100).collect::<Vec<_>>());
+        assert_eq!(tokio::join!(send, receive).1, (0..100).map(event).collect::<Vec<_>>());
     }
 
     #[tokio::test(start_paused = true)]
     async fn a_receiver_that_takes_nothing_is_slow_and_a_dropped_one_is_gone() {
-        let (sender, mut receiver) = event_queue(2);
-        sender.send(1, SHORT).await.unwrap();
-        sender.send(2, SHORT).await.unwrap();
-        assert_eq!(sender.send(3, SHORT).await, Err(NotTaken::Slow));
-        assert_eq!(receiver.recv().await, Some(1));
-        sender.send(3, SHORT).await.unwrap();
+        let (sender, mut receiver) = event_queue(2, SHORT);
+        sender.send(event(1)).await.unwrap();
+        sender.send(event(2)).await.unwrap();
+        assert_eq!(sender.send(event(3)).await, SLOW);
+        assert_eq!(receiver.recv().await, Some(event(1)));
+        sender.send(event(3)).await.unwrap();
         drop(receiver);
-        assert_eq!(sender.send(4, LONG).await, Err(NotTaken::Gone));
-        assert_eq!(sender.read_out(LONG).await, Err(NotTaken::Gone));
+        assert_eq!(sender.send(event(4)).await, GONE);
+        assert_eq!(sender.read_out().await, GONE);
     }
 
     #[tokio::test(start_paused = true)]
     async fn a_receiver_that_leaves_after_the_last_event_has_read_everything() {
-        let (sender, mut receiver) = event_queue(2);
-        sender.send(1, SHORT).await.unwrap();
-        assert_eq!(receiver.recv().await, Some(1));
+        let (sender, mut receiver) = event_queue(2, SHORT);
+        sender.send(event(1)).await.unwrap();
+        assert_eq!(receiver.recv().await, Some(event(1)));
         drop(receiver);
-        assert_eq!(sender.read_out(SHORT).await, Ok(()));
+        assert_eq!(sender.read_out().await, Ok(()));
     }
 
     #[tokio::test(start_paused = true)]
     async fn a_slow_receiver_reads_everything_and_a_stalled_one_can_be_discarded() {
-        let (sender, mut receiver) = event_queue(10);
+        let (sender, mut receiver) = event_queue(10, SHORT);
         for number in 0..10 {
-            sender.send(number, SHORT).await.unwrap();
+            sender.send(event(number)).await.unwrap();
         }
         let take = async {
             for _ in 0..10 {
@@ -236,11 +279,11 @@ mod tests {
             }
             receiver
         };
-        let (read_out, mut receiver) = tokio::join!(sender.read_out(SHORT), take);
+        let (read_out, mut receiver) = tokio::join!(sender.read_out(), take);
         assert_eq!(read_out, Ok(()));
 
-        sender.send(11, SHORT).await.unwrap();
-        assert_eq!(sender.read_out(SHORT).await, Err(NotTaken::Slow));
+        sender.send(event(11)).await.unwrap();
+        assert_eq!(sender.read_out().await, SLOW);
         sender.discard();
         drop(sender);
         assert_eq!(receiver.recv().await, None, "discarded");

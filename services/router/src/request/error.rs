@@ -1,0 +1,183 @@
+//! Errors of requests, and what both APIs and the metrics report for each.
+
+use std::time::Duration;
+
+use http::StatusCode;
+use proto::ids::NoRandomness;
+use telemetry::metrics::RequestEnd;
+use tonic::Code;
+
+use crate::{
+    admission::Full,
+    request_core::{Cause, GiveUp},
+};
+
+/// Maximum number of characters that an error shows of an invalid value.
+const SHOWN_CHARS_MAX: usize = 64;
+
+/// Error with the field's name, its problem and the allowed values in one line.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{field} {problem}")]
+pub struct FieldError {
+    /// Name of the client's field.
+    pub field: String,
+    /// Problem and allowed values, as the rest of a sentence that begins with the name.
+    pub problem: String,
+}
+
+impl FieldError {
+    pub fn new(field: impl Into<String>, problem: impl Into<String>) -> Self {
+        Self { field: field.into(), problem: problem.into() }
+    }
+}
+
+/// Returns the error for a field with value `text`; `allowed` ends the sentence "allowed: ...".
+pub fn refused(field: &str, text: &str, allowed: &str) -> FieldError {
+    FieldError::new(field, format!("is {}; allowed: {allowed}", shown(text)))
+}
+
+/// Returns `text`, truncated for an error message.
+pub fn shown(text: &str) -> String {
+    match text.char_indices().nth(SHOWN_CHARS_MAX) {
+        Some((end, _)) => format!("{}… ({} bytes)", &text[..end], text.len()),
+        None => text.to_owned(),
+    }
+}
+
+/// Why a request is rejected or fails.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum RequestError {
+    #[error(transparent)]
+    Field(#[from] FieldError),
+    #[error("the model {model:?} does not exist; served: {}", served.join(", "))]
+    UnknownModel { model: String, served: Vec<String> },
+    #[error(transparent)]
+    Full(#[from] Full),
+    #[error("all nodes are busy, for {} ms now", waited.as_millis())]
+    Busy { waited: Duration },
+    #[error("no decode node was available for {} ms", waited.as_millis())]
+    NoDecodeNode { waited: Duration },
+    #[error(
+        "{field} cannot be served now: no decode node of the model supports such a grammar; nodes of an \
+         older release do not"
+    )]
+    NoGrammar { field: &'static str },
+    #[error("{attempts} attempts in a row failed; the last: {last}")]
+    AttemptsSpent { attempts: u32, last: String },
+    /// A node can never serve the request.
+    #[error("a node refused the request: {reason}")]
+    Refused { reason: String },
+    #[error("the request did not complete within its {} ms", timeout.as_millis())]
+    Deadline { timeout: Duration },
+    #[error("a node contradicted an emitted token: {reason}")]
+    Contradiction { reason: String },
+    #[error("the client did not read its stream for {} ms", waited.as_millis())]
+    SlowClient { waited: Duration },
+    #[error("the client left")]
+    ClientGone,
+    /// The prompt or the messages cannot be rendered or tokenized.
+    #[error("{reason}")]
+    Text {
+        /// The invalid field, if one is known.
+        field: Option<&'static str>,
+        reason: String,
+    },
+    #[error("the router stopped before the request was complete")]
+    Stopped,
+    #[error("the router failed: {reason}")]
+    Internal { reason: String },
+}
+
+/// What the APIs and the metrics report for an error.
+#[derive(Clone, Copy, Debug)]
+pub struct ErrorReport {
+    pub end: RequestEnd,
+    pub status: StatusCode,
+    /// The `code` of OpenAI's error object.
+    pub code: &'static str,
+    pub grpc: Code,
+    /// Whether the client may retry soon.
+    pub retry: bool,
+}
+
+impl RequestError {
+    /// Returns the error of a request that its core gave up. `timeout` is the request's.
+    pub fn gave_up(reason: GiveUp, timeout: Duration, slow_client_timeout: Duration) -> Self {
+        match reason {
+            GiveUp::AttemptsSpent { attempts, last } => {
+                Self::AttemptsSpent { attempts, last: last.to_string() }
+            }
+            GiveUp::Busy { waited } => Self::Busy { waited },
+            GiveUp::NoDecodeNode { waited } => Self::NoDecodeNode { waited },
+            GiveUp::Deadline => Self::Deadline { timeout },
+            GiveUp::Final(failure) => match failure.cause {
+                Cause::Deadline => Self::Deadline { timeout },
+                // The node's queue filled because the router's did, and the router's because the client
+                // did not read.
+                Cause::SlowReader => Self::SlowClient { waited: slow_client_timeout },
+                Cause::Contradiction => Self::Contradiction { reason: failure.message },
+                _ => Self::Refused { reason: failure.message },
+            },
+        }
+    }
+
+    pub fn internal(reason: &impl ToString) -> Self {
+        Self::Internal { reason: reason.to_string() }
+    }
+
+    pub fn report(&self) -> ErrorReport {
+        let (end, status, code, grpc, retry) = match self {
+            Self::Field(_) => {
+                (RequestEnd::Invalid, 400, "invalid_value", Code::InvalidArgument, false)
+            }
+            Self::Text { .. } => {
+                (RequestEnd::Invalid, 400, "invalid_text", Code::InvalidArgument, false)
+            }
+            Self::Refused { .. } => {
+                (RequestEnd::Invalid, 400, "refused_by_node", Code::InvalidArgument, false)
+            }
+            Self::UnknownModel { .. } => {
+                (RequestEnd::Invalid, 404, "model_not_found", Code::NotFound, false)
+            }
+            Self::SlowClient { .. } => {
+                (RequestEnd::SlowClient, 408, "slow_client", Code::Aborted, false)
+            }
+            Self::ClientGone => {
+                (RequestEnd::ClientGone, 408, "client_gone", Code::Cancelled, false)
+            }
+            Self::Full(Full::InFlight { .. } | Full::Waiting { .. } | Full::Bodies { .. }) => {
+                (RequestEnd::Overloaded, 429, "overloaded", Code::ResourceExhausted, true)
+            }
+            Self::Contradiction { .. } => {
+                (RequestEnd::Failed, 500, "contradiction", Code::Internal, false)
+            }
+            Self::Internal { .. } => (RequestEnd::Failed, 500, "internal", Code::Internal, false),
+            Self::NoGrammar { .. } => {
+                (RequestEnd::Failed, 501, "grammar_not_supported", Code::Unimplemented, false)
+            }
+            Self::AttemptsSpent { .. } => {
+                (RequestEnd::Failed, 502, "attempts_spent", Code::Unavailable, false)
+            }
+            Self::Busy { .. } => {
+                (RequestEnd::Overloaded, 503, "overloaded", Code::ResourceExhausted, true)
+            }
+            Self::NoDecodeNode { .. } => {
+                (RequestEnd::Failed, 503, "no_decode_node", Code::Unavailable, true)
+            }
+            Self::Full(Full::Stopping) | Self::Stopped => {
+                (RequestEnd::Failed, 503, "stopping", Code::Unavailable, true)
+            }
+            Self::Deadline { .. } => {
+                (RequestEnd::Deadline, 504, "deadline_exceeded", Code::DeadlineExceeded, false)
+            }
+        };
+        let status = StatusCode::from_u16(status).expect("every status above is valid");
+        ErrorReport { end, status, code, grpc, retry }
+    }
+}
+
+impl From<NoRandomness> for RequestError {
+    fn from(error: NoRandomness) -> Self {
+        Self::internal(&error)
+    }
+}
