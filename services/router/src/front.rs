@@ -21,60 +21,36 @@ const BODIES_BYTES_MAX: u64 = 128 << 20;
 /// Time to receive a request of the largest size over a slow connection.
 const REQUEST_READ_MAX: Duration = Duration::from_secs(30);
 
-/// Bounds and time-outs of the router, from the configuration's `router` section.
+/// Settings of the router: the configuration's `router` section, and bounds that only tests change.
 #[derive(Clone, Debug)]
-pub struct FrontSettings {
-    /// Pairs of an alias and the name of a model.
-    pub aliases: Vec<(String, String)>,
-    pub body_bytes_max: u64,
+pub struct RouterSettings {
+    pub router: config::Router,
+    /// Limit on the open files of the process.
+    pub open_files_max: u64,
     /// Bytes of all bodies that are being read or parsed.
     pub bodies_bytes_max: u64,
     /// Time-out from a request's head to its last byte.
     pub request_read_max: Duration,
-    /// Answers in flight, waiting ones included.
-    pub requests_max: u32,
-    /// Answers of all models that wait for a node.
-    pub waiting_max: u32,
-    pub waiting_timeout: Duration,
-    pub attempts_max: u32,
-    /// Deadline of a request when the client names none.
-    pub timeout: Duration,
-    /// How long a node of an attempt may be silent.
-    pub idle_timeout: Duration,
-    /// The longest deadline that a client may name.
-    pub timeout_max: Duration,
-    pub slow_client_timeout: Duration,
-    pub slow_client_events: usize,
     /// Silence of an SSE stream after which the router sends a keep-alive comment.
     pub keep_alive: Duration,
 }
 
-impl FrontSettings {
-    pub fn new(router: &config::Router) -> Self {
-        let aliases = router.aliases.iter();
+impl RouterSettings {
+    pub fn new(router: config::Router, open_files_max: u64) -> Self {
         Self {
-            aliases: aliases.map(|pair| (pair.name.clone(), pair.value.clone())).collect(),
-            body_bytes_max: router.body_bytes_max.bytes(),
+            open_files_max,
             // A single body of the largest size must find room.
             bodies_bytes_max: BODIES_BYTES_MAX.max(router.body_bytes_max.bytes()),
             request_read_max: REQUEST_READ_MAX,
-            requests_max: router.requests_max,
-            waiting_max: router.waiting_max,
-            waiting_timeout: router.waiting_timeout,
-            attempts_max: router.attempts_max,
-            timeout: router.timeout,
-            idle_timeout: router.idle_timeout,
-            timeout_max: router.timeout_max,
-            slow_client_timeout: router.slow_client_timeout,
-            slow_client_events: router.slow_client_events as usize,
             keep_alive: KEEP_ALIVE,
+            router,
         }
     }
 }
 
 /// The state that all requests of both APIs share.
 pub struct Front {
-    pub settings: FrontSettings,
+    pub settings: RouterSettings,
     pub models: Models,
     pub nodes: Nodes,
     pub bodies: BodyRoom,
@@ -84,10 +60,10 @@ pub struct Front {
 }
 
 impl Front {
-    pub fn new(settings: FrontSettings, models: Models, nodes: Nodes) -> Self {
+    pub fn new(settings: RouterSettings, models: Models, nodes: Nodes) -> Self {
         Self {
             bodies: BodyRoom::new(settings.bodies_bytes_max),
-            admission: Admission::new(settings.requests_max),
+            admission: Admission::new(settings.router.requests_max),
             models,
             nodes,
             cut: CancellationToken::new(),
@@ -108,9 +84,9 @@ impl Front {
 
     pub fn recovery_policy(&self) -> RecoveryPolicy {
         RecoveryPolicy {
-            attempts_max: self.settings.attempts_max,
-            busy_timeout: self.settings.waiting_timeout,
-            idle_timeout: self.settings.idle_timeout,
+            attempts_max: self.settings.router.attempts_max,
+            busy_timeout: self.settings.router.waiting_timeout,
+            idle_timeout: self.settings.router.idle_timeout,
         }
     }
 }

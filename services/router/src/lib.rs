@@ -26,8 +26,8 @@ pub mod request_core;
 mod request_driver;
 mod serve;
 
-pub use front::FrontSettings;
+pub use front::RouterSettings;
 #[doc(hidden)]
 pub use http::read_bodies;
 pub use models::ModelSource;
-pub use serve::{RouterSettings, RunningRouter, StartError, StopError, start};
+pub use serve::{RunningRouter, StartError, StopError, start};

@@ -17,7 +17,7 @@ use config::{
     Config, ModelPath, Pair, Section,
     hub::{Hub, Parts},
 };
-use router::{FrontSettings, ModelSource, RouterSettings, RunningRouter};
+use router::{ModelSource, RouterSettings, RunningRouter};
 use telemetry::{Resource, Telemetry, TelemetryConfig};
 use text::{ModelText, ModelTextOptions, ToolFormat};
 use tokio::signal::unix::{Signal, SignalKind, signal};
@@ -162,14 +162,9 @@ impl Members {
 impl Setup {
     fn new(config: Config) -> Result<Self> {
         let models = ModelSetup::all(&config)?;
-        let settings = RouterSettings {
-            http: config.router.http,
-            grpc: config.router.grpc,
-            drain_timeout: config.router.drain_timeout,
-            open_files_max: rlimit::increase_nofile_limit(u64::MAX)
-                .context("cannot raise the limit on open files")?,
-            front: FrontSettings::new(&config.router),
-        };
+        let open_files_max = rlimit::increase_nofile_limit(u64::MAX)
+            .context("cannot raise the limit on open files")?;
+        let settings = RouterSettings::new(config.router.clone(), open_files_max);
         let members = Members::new(&config.cluster)?;
         Ok(Self { config, models, settings, members })
     }

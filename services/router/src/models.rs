@@ -50,16 +50,14 @@ pub struct Models {
 }
 
 impl Models {
-    /// `first` is the default model. `aliases` are pairs of an alias and a model's name; the first entry of
-    /// a name takes precedence. `waiting_max` bounds the answers of all models that wait for a node.
+    /// `first` is the default model. The first entry of a name takes precedence.
     pub fn new(
         first: ModelSource,
         others: Vec<ModelSource>,
-        aliases: &[(String, String)],
-        waiting_max: u32,
+        settings: &config::Router,
         metrics: &RouterMetrics,
     ) -> Self {
-        let places = Arc::new(WaitingPlaces::new(waiting_max));
+        let places = Arc::new(WaitingPlaces::new(settings.waiting_max));
         let threads = std::thread::available_parallelism().map_or(2, usize::from);
         let room = TextRoom::new(threads);
         let serve = |source: ModelSource| {
@@ -75,9 +73,9 @@ impl Models {
         for model in &all {
             by_name.entry(model.name.clone()).or_insert_with(|| model.clone());
         }
-        for (alias, name) in aliases {
-            if let Some(model) = by_name.get(name.as_str()).cloned() {
-                by_name.entry(alias.as_str().into()).or_insert(model);
+        for alias in &settings.aliases {
+            if let Some(model) = by_name.get(alias.value.as_str()).cloned() {
+                by_name.entry(alias.name.as_str().into()).or_insert(model);
             }
         }
         Self { all, by_name }

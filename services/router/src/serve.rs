@@ -9,7 +9,7 @@ use tokio::task::{JoinError, JoinHandle};
 use tokio_util::sync::{CancellationToken, DropGuard};
 
 use crate::{
-    front::{Front, FrontSettings},
+    front::{Front, RouterSettings},
     grpc::{self, HealthTask},
     http,
     models::{ModelSource, Models},
@@ -20,17 +20,6 @@ use crate::{
 /// Time for requests to end after they were cut.
 const CUT_MAX: Duration = Duration::from_secs(2);
 const MEMBERSHIP_MAX: Duration = Duration::from_secs(2);
-
-#[derive(Clone, Debug)]
-pub struct RouterSettings {
-    pub http: SocketAddr,
-    pub grpc: SocketAddr,
-    /// Time for requests in flight to finish after [`RunningRouter::shutdown`] was called.
-    pub drain_timeout: Duration,
-    /// Limit on the open files of the process.
-    pub open_files_max: u64,
-    pub front: FrontSettings,
-}
 
 #[derive(Debug, thiserror::Error)]
 pub enum StartError {
@@ -59,7 +48,6 @@ pub struct RunningRouter {
     /// Address of the gRPC listener.
     pub grpc: SocketAddr,
     front: Arc<Front>,
-    drain_timeout: Duration,
     draining: CancellationToken,
     stop: DropGuard,
     http_task: JoinHandle<()>,
@@ -82,20 +70,19 @@ pub fn start(
             .and_then(|listener| Ok((listener.local_addr()?, listener)))
             .map_err(|reason| StartError::Listen { setting, address, reason })
     };
-    let (http_address, http_listener) = listen("router.http", settings.http)?;
-    let (grpc_address, grpc_listener) = listen("router.grpc", settings.grpc)?;
+    let (http_address, http_listener) = listen("router.http", settings.router.http)?;
+    let (grpc_address, grpc_listener) = listen("router.grpc", settings.router.grpc)?;
 
     let mut models = models.into_iter();
     let first = models.next().ok_or(StartError::NoModel)?;
     let router_metrics = RouterMetrics::new(&metrics, &first.name);
-    let (aliases, waiting_max) = (&settings.front.aliases, settings.front.waiting_max);
-    let models = Models::new(first, models.collect(), aliases, waiting_max, &router_metrics);
+    let models = Models::new(first, models.collect(), &settings.router, &router_metrics);
     let served = models.all().iter().map(|model| Served {
         model: model.name.clone(),
         vocabulary_size: model.text.tokenizer().vocabulary_size(),
     });
     let (nodes, watch) = Nodes::watch(&membership, served.collect(), router_metrics)?;
-    let front = Arc::new(Front::new(settings.front, models, nodes));
+    let front = Arc::new(Front::new(settings, models, nodes));
 
     let (draining, stop) = (CancellationToken::new(), CancellationToken::new());
     let (health, health_service) = HealthTask::start(front.clone(), draining.clone());
@@ -103,9 +90,9 @@ pub fn start(
     let http_routes = http::routes(front.clone(), metrics, started);
     let grpc_routes = grpc::routes(front.clone(), health_service)?;
     let bounds = net::Bounds::new(
-        net::ConnectionLimits::new(settings.open_files_max),
+        net::ConnectionLimits::new(front.settings.open_files_max),
         front.settings.request_read_max,
-        front.settings.slow_client_timeout,
+        front.settings.router.slow_client_timeout,
     );
     let serve = |listener, protocol, routes| {
         let serve = net::serve(listener, protocol, routes, bounds, stop.clone());
@@ -117,7 +104,6 @@ pub fn start(
         http_task: serve(http_listener, Protocol::Http, http_routes),
         grpc_task: serve(grpc_listener, Protocol::Grpc, grpc_routes),
         front,
-        drain_timeout: settings.drain_timeout,
         draining,
         stop: stop.drop_guard(),
         health,
@@ -132,13 +118,14 @@ impl RunningRouter {
     /// ended.
     pub async fn shutdown(self) -> Result<(), StopError> {
         let admission = &self.front.admission;
+        let drain_timeout = self.front.settings.router.drain_timeout;
         admission.close();
         self.draining.cancel();
         tracing::info!(in_flight = admission.in_flight(), "draining");
-        if tokio::time::timeout(self.drain_timeout, admission.emptied()).await.is_err() {
+        if tokio::time::timeout(drain_timeout, admission.emptied()).await.is_err() {
             tracing::warn!(
                 in_flight = admission.in_flight(),
-                after = ?self.drain_timeout,
+                after = ?drain_timeout,
                 "requests are still in flight after the drain time-out and are ended"
             );
             self.front.cut.cancel();

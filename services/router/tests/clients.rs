@@ -108,8 +108,8 @@ async fn silent_client(cluster: &Cluster) -> TcpStream {
 #[tokio::test]
 async fn slow_client_fails_without_disturbing_others() {
     let mut settings = settings();
-    settings.front.slow_client_timeout = Duration::from_secs(1);
-    settings.front.slow_client_events = 16;
+    settings.router.slow_client_timeout = Duration::from_secs(1);
+    settings.router.slow_client_events = 16;
     // More than the kernel buffers for a client that does not read.
     let cluster = Cluster::start_with(settings, 0, 1, &ANSWER.repeat(300)).await;
     // A second stream spans the lifetime of the unread one.
@@ -153,8 +153,8 @@ async fn slow_client_fails_without_disturbing_others() {
 #[tokio::test]
 async fn unread_stream_disturbs_no_other_stream_of_its_connection() {
     let mut settings = settings();
-    settings.front.slow_client_timeout = Duration::from_secs(1);
-    settings.front.slow_client_events = 4;
+    settings.router.slow_client_timeout = Duration::from_secs(1);
+    settings.router.slow_client_events = 4;
     let cluster = Cluster::start_with(settings, 0, 2, &ANSWER.repeat(40)).await;
     for node in &cluster.decode {
         node.pace(Duration::from_millis(5));
@@ -185,9 +185,9 @@ async fn unread_stream_disturbs_no_other_stream_of_its_connection() {
 async fn very_slow_client_is_bounded_by_its_request_timeout() {
     let mut settings = settings();
     // Enough time for the first event on a busy machine, but not for all events.
-    settings.front.timeout = Duration::from_secs(5);
-    settings.front.slow_client_timeout = DEADLINE;
-    settings.front.slow_client_events = 4;
+    settings.router.timeout = Duration::from_secs(5);
+    settings.router.slow_client_timeout = DEADLINE;
+    settings.router.slow_client_events = 4;
     let cluster = Cluster::start_with(settings, 0, 1, &ANSWER.repeat(300)).await;
     cluster.decode[0].behave(Behaviour::Flood);
     let client = Client::with_small_windows(format!("http://{}", cluster.router.http));
@@ -211,7 +211,7 @@ async fn very_slow_client_is_bounded_by_its_request_timeout() {
 #[tokio::test]
 async fn a_slow_but_steady_client_gets_everything() {
     let mut settings = settings();
-    settings.front.slow_client_events = 4;
+    settings.router.slow_client_events = 4;
     let cluster = Cluster::start_with(settings, 1, 1, &ANSWER.repeat(10)).await;
     for node in cluster.prefill.iter().chain(&cluster.decode) {
         node.pace(Duration::ZERO);
@@ -229,7 +229,7 @@ async fn a_slow_but_steady_client_gets_everything() {
 #[tokio::test]
 async fn silent_stream_sends_keep_alive_comments() {
     let mut settings = settings();
-    settings.front.keep_alive = Duration::from_millis(30);
+    settings.keep_alive = Duration::from_millis(30);
     let cluster = Cluster::start_with(settings, 1, 1, ANSWER).await;
     // The response head is sent before any token, and comments until the first token.
     cluster.prefill[0].behave(Behaviour::HangAfter(0));
@@ -364,7 +364,7 @@ async fn draining_router_is_unready_at_once_and_finishes_requests() {
 #[tokio::test]
 async fn drain_timeout_ends_requests_with_one_typed_error() {
     let mut settings = settings();
-    settings.drain_timeout = Duration::from_millis(200);
+    settings.router.drain_timeout = Duration::from_millis(200);
     let cluster = Cluster::start_with(settings, 1, 1, ANSWER).await;
     cluster.decode[0].behave(Behaviour::HangAfter(1));
     let mut stream = cluster.client.stream("/v1/completions", &body(true)).await;

@@ -65,7 +65,7 @@ async fn answer_resumes_only_on_the_model_that_started_it() {
 async fn answer_fails_without_the_model_that_started_it() {
     let mut settings = settings();
     // The request waits for its node until its deadline.
-    settings.front.timeout = Duration::from_secs(5);
+    settings.router.timeout = Duration::from_secs(5);
     let mut cluster = two_models_with(settings).await;
     cluster.decode[0].behave(Behaviour::HangAfter(2));
     let body = json!({"prompt": long_prompt(), "max_tokens": 50, "stream": true});

@@ -269,7 +269,7 @@ async fn client_deadline_is_applied() {
 #[tokio::test]
 async fn excessive_timeout_is_rejected_as_a_field_and_capped_as_a_deadline() {
     let mut settings = settings();
-    settings.front.timeout_max = Duration::from_secs(1);
+    settings.router.timeout_max = Duration::from_secs(1);
     let cluster = Cluster::start_with(settings, 1, 1, ANSWER).await;
     let long = GenerateOptions { timeout_ms: Some(1001), ..options() };
     let status = generate(&cluster, request(long)).await.unwrap_err();
@@ -288,7 +288,7 @@ async fn excessive_timeout_is_rejected_as_a_field_and_capped_as_a_deadline() {
 #[tokio::test]
 async fn overload_is_resource_exhausted_with_retry_after() {
     let mut settings = settings();
-    settings.front.requests_max = 1;
+    settings.router.requests_max = 1;
     let cluster = Cluster::start_with(settings, 1, 1, ANSWER).await;
     cluster.decode[0].behave(Behaviour::HangAfter(1));
     let mut first = generate(&cluster, request(options())).await.unwrap();
@@ -333,10 +333,10 @@ async fn a_client_that_leaves_cancels_both_nodes_within_a_second() {
 #[tokio::test]
 async fn rejected_messages_are_counted() {
     let mut settings = settings();
-    settings.front.body_bytes_max = 20 << 10;
-    settings.front.bodies_bytes_max = 18 << 10;
+    settings.router.body_bytes_max = config::ByteSize::kib(20);
+    settings.bodies_bytes_max = 18 << 10;
     // The limit also applies to messages that arrive complete.
-    settings.front.request_read_max = Duration::from_secs(3);
+    settings.request_read_max = Duration::from_secs(3);
     let cluster = Cluster::start_with(settings, 0, 1, ANSWER).await;
     let padded =
         |bytes| GenerateRequest { client_request_id: "x".repeat(bytes), ..request(options()) };
@@ -401,8 +401,8 @@ async fn client_disconnected_during_its_message_is_counted() {
 #[tokio::test]
 async fn unread_stream_disturbs_no_other_stream_of_its_connection() {
     let mut settings = settings();
-    settings.front.slow_client_timeout = Duration::from_secs(1);
-    settings.front.slow_client_events = 4;
+    settings.router.slow_client_timeout = Duration::from_secs(1);
+    settings.router.slow_client_events = 4;
     let cluster = Cluster::start_with(settings, 0, 2, &ANSWER.repeat(40)).await;
     for node in &cluster.decode {
         node.pace(Duration::from_millis(5));
@@ -440,8 +440,8 @@ async fn unread_stream_disturbs_no_other_stream_of_its_connection() {
 #[tokio::test]
 async fn slow_client_fails_without_disturbing_others() {
     let mut settings = settings();
-    settings.front.slow_client_timeout = Duration::from_millis(200);
-    settings.front.slow_client_events = 4;
+    settings.router.slow_client_timeout = Duration::from_millis(200);
+    settings.router.slow_client_events = 4;
     let cluster = Cluster::start_with(settings, 0, 1, ANSWER).await;
     cluster.decode[0].behave(Behaviour::Flood);
     let everything =
@@ -467,10 +467,10 @@ async fn slow_client_fails_without_disturbing_others() {
 #[tokio::test]
 async fn unread_answer_is_in_flight_until_its_client_counts_as_slow() {
     let mut settings = settings();
-    settings.front.slow_client_timeout = Duration::from_secs(2);
+    settings.router.slow_client_timeout = Duration::from_secs(2);
     // Space for the whole response, which with log-probabilities exceeds the HTTP/2 window of a
     // client that does not read.
-    settings.front.slow_client_events = 4096;
+    settings.router.slow_client_events = 4096;
     let cluster = Cluster::start_with(settings, 0, 1, ANSWER).await;
     cluster.decode[0].behave(Behaviour::Flood);
     let all = GenerateOptions {
@@ -637,7 +637,7 @@ async fn reflection_lists_the_services() {
 #[tokio::test]
 async fn a_request_that_is_never_complete_ends_in_time() {
     let mut settings = settings();
-    settings.front.request_read_max = Duration::from_millis(200);
+    settings.request_read_max = Duration::from_millis(200);
     let cluster = Cluster::start_with(settings, 1, 1, ANSWER).await;
     let client = http_2();
     // The message announces 100 bytes; one byte arrives.
@@ -671,7 +671,7 @@ fn unfinished(
 #[tokio::test]
 async fn incomplete_messages_use_bounded_memory() {
     let mut settings = settings();
-    settings.front.bodies_bytes_max = 64 << 10;
+    settings.bodies_bytes_max = 64 << 10;
     let cluster = Cluster::start_with(settings, 1, 1, ANSWER).await;
     let padded = GenerateRequest { client_request_id: "x".repeat(32 << 10), ..request(options()) };
     let ask = async || generate(&cluster, padded.clone()).await.map(|_| ());

@@ -34,7 +34,7 @@ async fn two_models_with(mut settings: RouterSettings) -> Cluster {
             .into()
     };
     let (prefill, decode) = (nodes(Role::Prefill, "prefill"), nodes(Role::Decode, "decode"));
-    settings.front.aliases = vec![("latest".into(), "other".into())];
+    settings.router.aliases = vec![config::Pair { name: "latest".into(), value: "other".into() }];
     Cluster::start_models(settings, &[MODEL, "other"], prefill, decode).await
 }
 
@@ -109,7 +109,7 @@ async fn unknown_model_is_rejected_with_the_list_of_models() {
 #[tokio::test]
 async fn model_without_nodes_disturbs_no_other_model() {
     let mut settings = settings();
-    settings.front.timeout = Duration::from_secs(3);
+    settings.router.timeout = Duration::from_secs(3);
     let mut cluster = two_models_with(settings).await;
     cluster.decode[1].kill();
     cluster.wait_nodes(2, 1).await;
@@ -132,7 +132,7 @@ async fn model_without_nodes_disturbs_no_other_model() {
 async fn requests_waiting_for_one_model_do_not_delay_another() {
     const WAITING: usize = 8;
     let mut settings = settings();
-    settings.front.waiting_max = WAITING as u32;
+    settings.router.waiting_max = WAITING as u32;
     let cluster = two_models_with(settings).await;
     let busy = Behaviour::Refuse(Code::ResourceExhausted, "queue full");
     cluster.decode[0].behave(busy.clone());

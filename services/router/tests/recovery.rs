@@ -222,7 +222,7 @@ async fn stopped_decode_node_is_lost_within_the_lease_and_half_a_second() {
 /// Starts a cluster with a short limit for silent nodes.
 async fn short_silence_limit(prefill: usize, decode: usize) -> Cluster {
     let mut settings = settings();
-    settings.front.idle_timeout = IDLE;
+    settings.router.idle_timeout = IDLE;
     Cluster::start_with(settings, prefill, decode, ANSWER).await
 }
 
@@ -296,7 +296,7 @@ async fn long_prefill_is_no_failure_while_its_node_reports_progress() {
 #[tokio::test]
 async fn stream_without_a_decode_node_gets_one_error_event_at_its_deadline() {
     let mut settings = settings();
-    settings.front.timeout = Duration::from_secs(4);
+    settings.router.timeout = Duration::from_secs(4);
     let mut cluster = Cluster::start_with(settings, 1, 1, ANSWER).await;
     cluster.decode[0].behave(Behaviour::HangAfter(2));
     let mut stream = cluster.client.stream("/v1/completions", &streamed()).await;
@@ -476,8 +476,8 @@ async fn request_waits_for_busy_nodes() {
 async fn waiting_for_busy_nodes_is_bounded_in_time_and_number() {
     let mut settings = settings();
     // All four requests are waiting before the first times out.
-    settings.front.waiting_timeout = Duration::from_secs(3);
-    settings.front.waiting_max = 2;
+    settings.router.waiting_timeout = Duration::from_secs(3);
+    settings.router.waiting_max = 2;
     let cluster = Cluster::start_with(settings, 1, 1, ANSWER).await;
     cluster.decode[0].behave(Behaviour::Refuse(Code::ResourceExhausted, "queue full"));
     let body = json!({"prompt": long_prompt(), "max_tokens": 5});

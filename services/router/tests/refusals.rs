@@ -190,7 +190,7 @@ async fn reserved_template_variables_are_rejected_by_name() {
 #[tokio::test]
 async fn invalid_bodies_are_rejected_with_the_position() {
     let mut settings = settings();
-    settings.front.body_bytes_max = 1 << 20;
+    settings.router.body_bytes_max = config::ByteSize::mib(1);
     let cluster = Cluster::start_with(settings, 1, 1, ANSWER).await;
     for path in PATHS {
         for (body, words) in [
@@ -238,7 +238,7 @@ async fn an_unknown_model_is_not_found() {
 #[tokio::test]
 async fn excess_requests_are_rejected_with_retry_after() {
     let mut settings = settings();
-    settings.front.requests_max = 2;
+    settings.router.requests_max = 2;
     let cluster = Cluster::start_with(settings, 1, 1, ANSWER).await;
     cluster.decode[0].behave(Behaviour::HangAfter(1));
     let body = json!({"prompt": long_prompt(), "max_tokens": 50, "stream": true});
@@ -266,7 +266,7 @@ async fn excess_requests_are_rejected_with_retry_after() {
 #[tokio::test]
 async fn requests_without_a_decode_node_get_retry_after_at_their_deadline() {
     let mut settings = settings();
-    settings.front.timeout = Duration::from_secs(2);
+    settings.router.timeout = Duration::from_secs(2);
     let mut cluster = Cluster::start_with(settings, 1, 1, ANSWER).await;
     cluster.decode[0].kill();
     cluster.wait_nodes(1, 0).await;
@@ -279,7 +279,7 @@ async fn requests_without_a_decode_node_get_retry_after_at_their_deadline() {
 async fn a_request_that_takes_too_long_ends_with_one_error() {
     let mut settings = settings();
     // Enough time to reach the nodes on a busy machine.
-    settings.front.timeout = Duration::from_secs(2);
+    settings.router.timeout = Duration::from_secs(2);
     let cluster = Cluster::start_with(settings, 1, 1, ANSWER).await;
     cluster.decode[0].behave(Behaviour::HangAfter(0));
     cluster.prefill[0].behave(Behaviour::HangAfter(0));
@@ -315,7 +315,7 @@ async fn request_beyond_node_limits_is_a_client_error() {
 #[tokio::test]
 async fn incomplete_bodies_use_bounded_memory() {
     let mut settings = settings();
-    settings.front.bodies_bytes_max = 64 << 10;
+    settings.bodies_bytes_max = 64 << 10;
     let cluster = Cluster::start_with(settings, 1, 1, ANSWER).await;
     let mut padded = good("/v1/completions").to_string();
     padded.push_str(&" ".repeat(32 << 10));

@@ -31,7 +31,8 @@ pub fn routes(
     front: Arc<Front>,
     health: HealthServer<HealthService>,
 ) -> Result<axum::Router, tonic_reflection::server::Error> {
-    let body_bytes_max = usize::try_from(front.settings.body_bytes_max).unwrap_or(usize::MAX);
+    let body_bytes_max =
+        usize::try_from(front.settings.router.body_bytes_max.bytes()).unwrap_or(usize::MAX);
     let reflection = || {
         tonic_reflection::server::Builder::configure()
             .register_encoded_file_descriptor_set(proto::DESCRIPTORS)

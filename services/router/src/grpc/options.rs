@@ -103,7 +103,7 @@ pub fn timeout(
     wire: &GenerateOptions,
     metadata: &MetadataMap,
 ) -> Result<Duration, FieldError> {
-    let longest = front.settings.timeout_max;
+    let longest = front.settings.router.timeout_max;
     let asked = wire.timeout_ms.map(Duration::from_millis);
     if let Some(asked) = asked.filter(|asked| asked.is_zero() || *asked > longest) {
         let (asked, longest) = (asked.as_millis(), longest.as_millis());
@@ -113,7 +113,7 @@ pub fn timeout(
     let deadline =
         metadata.get("grpc-timeout").and_then(|value| grpc_timeout(value.to_str().ok()?));
     let named = [asked, deadline].into_iter().flatten().min();
-    Ok(named.unwrap_or(front.settings.timeout).min(longest))
+    Ok(named.unwrap_or(front.settings.router.timeout).min(longest))
 }
 
 /// Parses gRPC's `TimeoutValue TimeoutUnit`: at most eight digits and a letter.

@@ -5,12 +5,9 @@
 //! Derived structs (serde with `serde_path_to_error`) would lose this: serde reports a type but neither
 //! the value as sent nor the allowed range, and a flattened struct cannot borrow the JSON text.
 
-use std::{borrow::Cow, collections::HashMap, fmt, ops::RangeInclusive};
+use std::{collections::HashMap, ops::RangeInclusive};
 
-use serde::{
-    Deserialize, Deserializer,
-    de::{DeserializeOwned, MapAccess, Visitor},
-};
+use serde::de::DeserializeOwned;
 use serde_json::{Value, value::RawValue};
 
 use crate::request::error::{FieldError, refused, shown};
@@ -29,7 +26,7 @@ pub enum BodyError {
 /// The top-level fields of a request.
 #[derive(Debug)]
 pub struct Fields<'a> {
-    by_name: HashMap<Cow<'a, str>, &'a RawValue>,
+    by_name: HashMap<String, &'a RawValue>,
     /// Names that were read; a test compares them with the OpenAPI document.
     #[cfg(test)]
     pub asked: std::sync::Mutex<std::collections::BTreeSet<String>>,
@@ -43,8 +40,8 @@ impl<'a> Fields<'a> {
         if text.trim_ascii().is_empty() {
             return Err(BodyError::Empty);
         }
-        serde_json::from_str::<Self>(text).map_err(|error| {
-            let reason = error.to_string();
+        let by_name = serde_json::from_str(text).map_err(|error| {
+            let reason = error.to_string().replace("expected a map", "expected a JSON object");
             // Remove serde_json's position: the error has fields for it.
             let reason = reason.rsplit_once(" at line ").map_or(reason.as_str(), |(what, _)| what);
             BodyError::NotJson {
@@ -52,6 +49,11 @@ impl<'a> Fields<'a> {
                 line: error.line(),
                 column: error.column(),
             }
+        })?;
+        Ok(Self {
+            by_name,
+            #[cfg(test)]
+            asked: Default::default(),
         })
     }
 
@@ -139,36 +141,6 @@ fn whole_number(text: &str) -> Option<i128> {
     (number.fract() == 0.0 && number.abs() <= 9_007_199_254_740_992.0).then_some(number as i128)
 }
 
-impl<'de> Deserialize<'de> for Fields<'de> {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct Walk;
-        impl<'de> Visitor<'de> for Walk {
-            type Value = Fields<'de>;
-
-            fn expecting(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-                formatter.write_str("a JSON object")
-            }
-
-            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
-                let mut by_name = HashMap::new();
-                while let Some(Name(name)) = map.next_key()? {
-                    by_name.insert(name, map.next_value()?);
-                }
-                Ok(Fields {
-                    by_name,
-                    #[cfg(test)]
-                    asked: Default::default(),
-                })
-            }
-        }
-        deserializer.deserialize_map(Walk)
-    }
-}
-
-/// A key, borrowed unless it has escapes.
-#[derive(Deserialize)]
-struct Name<'a>(#[serde(borrow)] Cow<'a, str>);
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -215,6 +187,15 @@ mod tests {
             let message = said(fields.count("n", 1..=8).unwrap_err());
             assert!(message.contains("… (1002 bytes)") && message.len() < 250, "{message}");
         });
+    }
+
+    #[test]
+    fn a_body_must_be_an_object() {
+        let said = Fields::parse(b"[1]").unwrap_err().to_string();
+        assert_eq!(
+            said,
+            "the body is not valid JSON: invalid type: sequence, expected a JSON object (line 1, column 0)"
+        );
     }
 
     #[test]

@@ -94,7 +94,7 @@ async fn answer(
             options: read.options,
             default_length: read.default_length,
             max_tokens_name: read.max_tokens_name,
-            timeout: front.settings.timeout,
+            timeout: front.settings.router.timeout,
             with_text: true,
             shown_tokens: Arc::default(),
         };

@@ -1,9 +1,7 @@
 //! The prompt of `/v1/completions`: a text, token ids, or a list of either.
 
-use serde::{
-    Deserialize,
-    de::{self, SeqAccess, Visitor},
-};
+use serde::Deserialize;
+use serde_json::value::RawValue;
 
 use super::fields::Fields;
 use crate::request::error::{FieldError, shown};
@@ -15,138 +13,42 @@ pub enum Prompt {
     Tokens(Vec<u32>),
 }
 
-/// Reads one or several prompts, each a text or token ids.
+/// Reads one or several prompts, each a text or token ids. Token ids never become JSON values, which take
+/// ten times their memory.
 pub fn prompts(fields: &Fields<'_>) -> Result<Vec<Prompt>, FieldError> {
-    let name = "prompt";
-    let Some(text) = fields.raw(name) else {
-        return Err(FieldError::new(name, "is missing; allowed: a text, token ids, or a list"));
+    let Some(text) = fields.raw("prompt") else {
+        let problem = "is missing; allowed: a text, token ids, or a list of either";
+        return Err(FieldError::new("prompt", problem));
     };
-    // serde's message names the JSON type that it found.
-    let Prompts(prompts) = serde_json::from_str(text).map_err(|error| {
+    let inner = text.strip_prefix('[').map(str::trim_ascii_start);
+    match inner {
+        Some(inner) if inner.starts_with(['"', '[']) => {
+            json::<Vec<&RawValue>>(text)?.into_iter().map(|one| prompt(one.get())).collect()
+        }
+        Some("]") => Err(FieldError::new("prompt", "is empty; allowed: at least one token")),
+        _ => prompt(text).map(|prompt| vec![prompt]),
+    }
+}
+
+fn prompt(text: &str) -> Result<Prompt, FieldError> {
+    match text.as_bytes().first() {
+        Some(b'"') => json(text).map(Prompt::Text),
+        Some(b'[') => json(text).map(Prompt::Tokens),
+        _ => {
+            let problem = "allowed: a text, token ids, or a list of either";
+            Err(FieldError::new("prompt", format!("has {}; {problem}", shown(text))))
+        }
+    }
+}
+
+/// Parses a part of the prompt. The error says what was found and what is expected there.
+fn json<'a, T: Deserialize<'a>>(text: &'a str) -> Result<T, FieldError> {
+    serde_json::from_str(text).map_err(|error| {
         let reason = error.to_string();
         let reason = reason.rsplit_once(" at line ").map_or(reason.as_str(), |(what, _)| what);
-        FieldError::new(name, format!("{reason} (it is {})", shown(text)))
-    })?;
-    if prompts.is_empty() {
-        return Err(FieldError::new(name, "is empty; allowed: at least one token"));
-    }
-    Ok(prompts)
-}
-
-/// Reads the four forms in one pass, without JSON values: these take ten times the memory of token ids.
-struct Prompts(Vec<Prompt>);
-
-impl<'de> Deserialize<'de> for Prompts {
-    fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct Shapes;
-        impl<'de> Visitor<'de> for Shapes {
-            type Value = Prompts;
-
-            fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-                f.write_str("a text, a list of texts, a list of token ids or a list of such lists")
-            }
-
-            fn visit_str<E: de::Error>(self, text: &str) -> Result<Prompts, E> {
-                Ok(Prompts(vec![Prompt::Text(text.to_owned())]))
-            }
-
-            fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> Result<Prompts, A::Error> {
-                let mut prompts = Vec::new();
-                match list.next_element()? {
-                    None => {}
-                    Some(Element::Token(first)) => {
-                        let mut tokens = vec![first];
-                        while let Some(TokenId(token)) = list.next_element()? {
-                            tokens.push(token);
-                        }
-                        prompts.push(Prompt::Tokens(tokens));
-                    }
-                    Some(Element::Prompt(first)) => {
-                        prompts.push(first);
-                        while let Some(element) = list.next_element()? {
-                            match element {
-                                Element::Prompt(prompt) => prompts.push(prompt),
-                                Element::Token(token) => {
-                                    let message = format!("token id {token} among whole prompts");
-                                    return Err(de::Error::custom(message));
-                                }
-                            }
-                        }
-                    }
-                }
-                Ok(Prompts(prompts))
-            }
-        }
-        deserializer.deserialize_any(Shapes)
-    }
-}
-
-/// An element of a list of prompts, or a token id of a single prompt.
-enum Element {
-    Token(u32),
-    Prompt(Prompt),
-}
-
-impl<'de> Deserialize<'de> for Element {
-    fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct Shapes;
-        impl<'de> Visitor<'de> for Shapes {
-            type Value = Element;
-
-            fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-                f.write_str("a text, a token id or a list of token ids")
-            }
-
-            fn visit_str<E: de::Error>(self, text: &str) -> Result<Element, E> {
-                Ok(Element::Prompt(Prompt::Text(text.to_owned())))
-            }
-
-            fn visit_u64<E: de::Error>(self, id: u64) -> Result<Element, E> {
-                token_id(id).map(Element::Token)
-            }
-
-            fn visit_i64<E: de::Error>(self, id: i64) -> Result<Element, E> {
-                Err(E::custom(format!("token id {id} is negative")))
-            }
-
-            fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> Result<Element, A::Error> {
-                let mut tokens = Vec::new();
-                while let Some(TokenId(token)) = list.next_element()? {
-                    tokens.push(token);
-                }
-                Ok(Element::Prompt(Prompt::Tokens(tokens)))
-            }
-        }
-        deserializer.deserialize_any(Shapes)
-    }
-}
-
-struct TokenId(u32);
-
-impl<'de> Deserialize<'de> for TokenId {
-    fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct Number;
-        impl Visitor<'_> for Number {
-            type Value = TokenId;
-
-            fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-                f.write_str("a token id")
-            }
-
-            fn visit_u64<E: de::Error>(self, id: u64) -> Result<TokenId, E> {
-                token_id(id).map(TokenId)
-            }
-
-            fn visit_i64<E: de::Error>(self, id: i64) -> Result<TokenId, E> {
-                Err(E::custom(format!("token id {id} is negative")))
-            }
-        }
-        deserializer.deserialize_any(Number)
-    }
-}
-
-fn token_id<E: de::Error>(id: u64) -> Result<u32, E> {
-    u32::try_from(id).map_err(|_| E::custom(format!("token id {id} is larger than any vocabulary")))
+        let reason = reason.replace("expected u32", "expected a token id");
+        FieldError::new("prompt", format!("is invalid: {reason} (it is {})", shown(text)))
+    })
 }
 
 #[cfg(test)]
@@ -176,13 +78,13 @@ mod tests {
         for (prompt, words) in [
             ("[]", "prompt is empty"),
             ("null", "prompt is missing"),
-            ("7", "integer `7`"),
-            ("{\"a\": 1}", "map"),
+            ("7", "has 7; allowed: a text, token ids"),
+            ("{\"a\": 1}", "has {\"a\": 1}; allowed"),
             ("[1, \"a\"]", "string \"a\""),
-            ("[\"a\", 1]", "token id 1 among whole prompts"),
-            ("[-1]", "token id -1 is negative"),
-            ("[[1, -2]]", "token id -2 is negative"),
-            ("[4294967296]", "4294967296 is larger"),
+            ("[\"a\", 1]", "has 1; allowed"),
+            ("[-1]", "integer `-1`, expected a token id"),
+            ("[[1, -2]]", "integer `-2`, expected a token id"),
+            ("[4294967296]", "integer `4294967296`, expected a token id"),
             ("[1.5]", "1.5"),
             ("[true]", "boolean"),
         ] {

@@ -87,7 +87,7 @@ impl Deref for ReadBody {
 
 impl ReadBody {
     fn extend(&mut self, data: &[u8], front: &Front) -> Result<(), ApiError> {
-        let limit = front.settings.body_bytes_max;
+        let limit = front.settings.router.body_bytes_max.bytes();
         if (self.bytes.len() + data.len()) as u64 > limit {
             return Err(ApiError::body_too_large(limit));
         }
@@ -140,7 +140,8 @@ pub async fn read_body(
         discard(&mut body).await;
         return Err(error);
     }
-    let (limit, read_max) = (front.settings.body_bytes_max, front.settings.request_read_max);
+    let limit = front.settings.router.body_bytes_max.bytes();
+    let read_max = front.settings.request_read_max;
     let announced = headers
         .get(header::CONTENT_LENGTH)
         .and_then(|value| value.to_str().ok()?.parse::<u64>().ok());

@@ -26,7 +26,7 @@ pub async fn tokenize(
         return Err(FieldError::new(source.field(), problem).into());
     }
     let _admitted = front.admission.admit(1)?;
-    let deadline = Deadline::after(front.settings.timeout);
+    let deadline = Deadline::after(front.settings.router.timeout);
     deadline.limit(model.text.tokens(source, u32::MAX)).await?
 }
 
@@ -37,7 +37,7 @@ pub async fn detokenize(
     tokens: Vec<u32>,
 ) -> Result<String, RequestError> {
     let _admitted = front.admission.admit(1)?;
-    let deadline = Deadline::after(front.settings.timeout);
+    let deadline = Deadline::after(front.settings.router.timeout);
     deadline.limit(model.text.text_of(tokens)).await?
 }
 

@@ -98,7 +98,7 @@ impl<'a> AnswerDriver<'a> {
                         return deadline.limit(self.events.send(Event::Finished(end))).await?;
                     }
                     Output::Fail(reason) => {
-                        let slow_client_timeout = self.front.settings.slow_client_timeout;
+                        let slow_client_timeout = self.front.settings.router.slow_client_timeout;
                         let timeout = deadline.timeout;
                         return Err(RequestError::gave_up(reason, timeout, slow_client_timeout));
                     }

@@ -50,9 +50,9 @@ pub async fn start(
         Ok((request, answers)) => {
             let prompts = answers.iter().step_by(choices).map(|answer| answer.prompt.clone());
             let prompts = prompts.collect();
-            let settings = &front.settings;
-            let (sender, events) =
-                event_queue(settings.slow_client_events, settings.slow_client_timeout);
+            let settings = &front.settings.router;
+            let events_max = settings.slow_client_events as usize;
+            let (sender, events) = event_queue(events_max, settings.slow_client_timeout);
             let run = run(front.clone(), request, answers, sender, record).instrument(span);
             Ok(RunningRequest { prompts, events, task: Some(tokio::spawn(run)) })
         }
@@ -91,7 +91,8 @@ async fn run(
     }
     // Events that wait for the client take memory, so the request stays in flight until they are read.
     // A client that reads slowly has until the deadline, and once more the time-out of one event.
-    let read_by = request.deadline.at.max(Instant::now()) + front.settings.slow_client_timeout;
+    let read_by =
+        request.deadline.at.max(Instant::now()) + front.settings.router.slow_client_timeout;
     let read = tokio::select! {
         read = events.read_out() => read,
         () = front.cut.cancelled() => Err(RequestError::Stopped),

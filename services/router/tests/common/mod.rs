@@ -14,7 +14,7 @@ use std::{
 use cluster::Membership;
 use config::LogFormat;
 use proto::v1::Role;
-use router::{FrontSettings, ModelSource, RouterSettings, RunningRouter};
+use router::{ModelSource, RouterSettings, RunningRouter};
 use serde_json::{Value, json};
 use telemetry::{LogSink, Resource, Telemetry, TelemetryConfig};
 use text::{ModelText, ModelTextOptions, SpecialTokens};
@@ -31,13 +31,13 @@ pub struct Cluster {
 }
 
 pub fn settings() -> RouterSettings {
-    RouterSettings {
+    let router = config::Router {
         http: "127.0.0.1:0".parse().unwrap(),
         grpc: "127.0.0.1:0".parse().unwrap(),
         drain_timeout: Duration::from_secs(10),
-        open_files_max: 1024,
-        front: FrontSettings::new(&config::Router::default()),
-    }
+        ..config::Router::default()
+    };
+    RouterSettings::new(router, 1024)
 }
 
 pub fn model_path() -> PathBuf {
