@@ -17,7 +17,6 @@ mod admission;
 mod front;
 mod grpc;
 mod http;
-mod models;
 mod net;
 mod nodes;
 mod record;
@@ -26,8 +25,7 @@ pub mod request_core;
 mod request_driver;
 mod serve;
 
-pub use front::RouterSettings;
+pub use front::{ModelSource, RouterSettings};
 #[doc(hidden)]
 pub use http::read_bodies;
-pub use models::ModelSource;
 pub use serve::{RunningRouter, StartError, StopError, start};

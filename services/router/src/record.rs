@@ -9,11 +9,11 @@ use std::{
 };
 
 use proto::{ids::RequestId, v1::FinishReason};
-use telemetry::metrics::{AttemptEnd, FinishedRequest, Operation, RequestEnd, RunningRequest};
+use telemetry::metrics::{AttemptEnd, FinishedRequest, RunningRequest, Operation, RequestEnd};
 use tracing::Span;
 
 use crate::{
-    models::ServedModel,
+    front::ServedModel,
     net::ConnectionEnd,
     request::error::RequestError,
     request_core::{AttemptOutcome, Cause, EndedAttempt, Side},

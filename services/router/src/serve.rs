@@ -9,10 +9,9 @@ use tokio::task::{JoinError, JoinHandle};
 use tokio_util::sync::{CancellationToken, DropGuard};
 
 use crate::{
-    front::{Front, RouterSettings},
+    front::{Front, ModelSource, Models, RouterSettings},
     grpc::{self, HealthTask},
     http,
-    models::{ModelSource, Models},
     net::{self, Protocol},
     nodes::{NodeWatch, Nodes, Served},
 };

@@ -122,7 +122,7 @@ async fn unservable_prompts_are_rejected_with_the_reason() {
         (json!(text), &["at most 2047"]),
         (json!([1, VOCABULARY]), &["49152 at index 1"]),
         (json!([-1]), &["-1"]),
-        (json!({"a": 1}), &["map"]),
+        (json!({"a": 1}), &["{\"a\":1}", "token ids"]),
         (json!(3.5), &["3.5"]),
         (json!([1, "a"]), &["\"a\""]),
         (json!(vec!["a"; 1000]), &["1000 prompts", "at most 128"]),

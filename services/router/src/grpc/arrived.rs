@@ -1,22 +1,32 @@
 //! Records generation requests from their first byte on. tonic reads and rejects messages before any
-//! handler runs; a record that begins here counts those requests too.
+//! handler runs; a record that begins here counts those requests too. The bytes of a message count against the
+//! bound on all bodies while tonic reads it.
 
-use std::sync::{
-    Arc, Mutex, PoisonError,
-    atomic::{AtomicBool, Ordering},
+use std::{
+    pin::Pin,
+    sync::{
+        Arc, Mutex, PoisonError,
+        atomic::{AtomicBool, Ordering},
+    },
+    task::{Context, Poll, ready},
 };
 
 use axum::{
-    body::Body,
+    body::{Body, Bytes},
     extract::{Request, State},
     middleware::Next,
     response::Response,
 };
+use hyper::body::{Frame, SizeHint};
 use proto::{ids::RequestId, v1::inference_server::SERVICE_NAME};
 use telemetry::metrics::{Operation, RequestEnd};
+use tokio::sync::OwnedSemaphorePermit;
 use tonic::{Code, Status};
 
-use crate::{front::Front, record::RequestRecord};
+use super::status;
+use crate::{
+    admission::BodyRoom, front::Front, record::RequestRecord, request::error::RequestError,
+};
 
 /// Record of a request whose message is being read.
 #[derive(Clone)]
@@ -84,5 +94,67 @@ fn operation(path: &str) -> Option<Operation> {
         "/Generate" => Some(Operation::Generate),
         "/Chat" => Some(Operation::Chat),
         _ => None,
+    }
+}
+
+type BoxError = Box<dyn std::error::Error + Send + Sync>;
+
+/// A request body that holds room for its bytes until dropped: tonic drops the body once the message is
+/// decoded.
+pub struct BoundedBody {
+    body: Body,
+    room: BodyRoom,
+    held: Option<OwnedSemaphorePermit>,
+    /// Record of the request, notified when the body breaks off.
+    arrived: Option<Arrived>,
+}
+
+impl BoundedBody {
+    pub fn new(body: Body, room: BodyRoom, arrived: Option<Arrived>) -> Self {
+        Self { body, room, held: None, arrived }
+    }
+
+    fn hold(&mut self, bytes: usize) -> Result<(), Status> {
+        let more = self.room.take(bytes).map_err(|full| status(RequestError::from(full)))?;
+        match &mut self.held {
+            Some(held) => held.merge(more),
+            None => self.held = Some(more),
+        }
+        Ok(())
+    }
+}
+
+impl hyper::body::Body for BoundedBody {
+    type Data = Bytes;
+    type Error = BoxError;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
+        let frame = match ready!(Pin::new(&mut self.body).poll_frame(context)) {
+            Some(Ok(frame)) => frame,
+            Some(Err(error)) => {
+                let error = error.into_inner();
+                // A status error is the router's own: the message was late.
+                if let Some(arrived) = &self.arrived
+                    && !error.is::<Status>()
+                {
+                    arrived.set_broke_off();
+                }
+                return Poll::Ready(Some(Err(error)));
+            }
+            None => return Poll::Ready(None),
+        };
+        let held = self.hold(frame.data_ref().map_or(0, Bytes::len));
+        Poll::Ready(Some(held.map(|()| frame).map_err(BoxError::from)))
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.body.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.body.size_hint()
     }
 }

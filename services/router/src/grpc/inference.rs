@@ -19,22 +19,20 @@ use tracing::Instrument;
 use super::{
     arrived::Arrived,
     options::{options, tenant, timeout},
-    prompt,
-    status::status,
-    tools,
+    prompt, status, tools,
 };
 use crate::{
     front::Front,
-    models::NamedModel,
+    front::NamedModel,
     record::label,
     request::{
         error::{FieldError, RequestError},
         options::{COMPLETION_TOKENS_DEFAULT, DefaultLength},
         text_workers::PromptSource,
         tokenising::{self, check_vocabulary},
-        tools::{CallReader, CallReading, Calls, OfferedTools, offer},
+        tools::{CallReader, Calls, OfferedTools},
     },
-    request_driver::{self, Event, ParsedRequest, RunningRequest},
+    request_driver::{self, Event, GenerationFields, ParsedRequest, RunningRequest},
 };
 
 pub struct InferenceService {
@@ -81,7 +79,7 @@ impl InferenceService {
         }
 
         let tokens_only = call.options.tokens_only;
-        let (parsed, calls) = match read(front, request_id, metadata, named, call) {
+        let parsed = match read(front, request_id, metadata, named, call) {
             Ok(read) => read,
             Err(error) => {
                 record.failed(&error);
@@ -93,7 +91,7 @@ impl InferenceService {
             .await
             .map_err(status)?;
         // A gRPC request has one answer.
-        let reader = calls.map(|calls| CallReader::new(&calls, 0));
+        let reader = running.call_reader(0);
         Ok(Response::new(Box::pin(responses(running, tokens_only, reader))))
     }
 }
@@ -194,7 +192,7 @@ fn read(
     metadata: &MetadataMap,
     named: Result<NamedModel, RequestError>,
     call: GenerationCall,
-) -> Result<(ParsedRequest, Option<CallReading>), RequestError> {
+) -> Result<ParsedRequest, RequestError> {
     let wire = call.options;
     let timeout = timeout(front, &wire, metadata)?;
     if wire.tokens_only && call.tools.is_some() {
@@ -202,24 +200,17 @@ fn read(
         return Err(FieldError::new("options.tokens_only", problem).into());
     }
     let with_text = !wire.tokens_only || !wire.stop.is_empty();
-    let mut parsed = ParsedRequest {
-        request_id,
-        tenant: tenant(metadata)?,
-        model: named?.model,
+    let tenant = tenant(metadata)?;
+    let model = named?.model;
+    let fields = GenerationFields {
         prompts: vec![call.prompt?],
         choices: 1,
         options: options(wire)?,
         default_length: call.default_length,
         max_tokens_name: "options.max_tokens",
-        timeout,
-        with_text,
-        shown_tokens: Arc::default(),
+        tools: call.tools,
     };
-    let calls = match &call.tools {
-        Some(offered) => offer(&mut parsed, offered)?,
-        None => None,
-    };
-    Ok((parsed, calls))
+    Ok(ParsedRequest { request_id, tenant, model, fields, timeout, with_text })
 }
 
 /// Returns the responses of a running request. Dropping the stream cancels the request.

@@ -1,12 +1,10 @@
 //! The gRPC API: `baton.v1.Inference`, health and reflection.
 
 mod arrived;
-mod bounded_body;
 mod health;
 mod inference;
 mod options;
 mod prompt;
-mod status;
 mod tools;
 
 use std::sync::Arc;
@@ -14,16 +12,17 @@ use std::sync::Arc;
 use axum::{body::Body, middleware};
 use http::Request;
 use proto::v1::inference_server::InferenceServer;
-use tonic::service::Routes;
+use tonic::{Status, metadata::MetadataValue, service::Routes};
 use tonic_health::{pb::health_server::HealthServer, server::HealthService};
 use tower::util::MapRequestLayer;
 
-use crate::front::Front;
-use bounded_body::BoundedBody;
+use crate::{front::Front, request::error::RequestError};
+use arrived::BoundedBody;
 pub use health::HealthTask;
 use inference::InferenceService;
-#[cfg(test)]
-pub use status::status;
+
+/// Seconds after which a rejected client may find room, as in HTTP's `Retry-After`.
+const RETRY_AFTER: &str = "1";
 
 /// Returns the routes of every gRPC service of the router. Fails when the compiled-in descriptors are
 /// invalid.
@@ -52,4 +51,14 @@ pub fn routes(
         request.map(|body| Body::new(BoundedBody::new(body, room.clone(), arrived)))
     });
     Ok(routes.prepare().into_axum_router().layer(bounded).layer(counted))
+}
+
+/// Converts an error of a request into a status.
+pub fn status(error: RequestError) -> Status {
+    let report = error.report();
+    let mut status = Status::new(report.grpc, error.to_string());
+    if report.retry {
+        status.metadata_mut().insert("retry-after", MetadataValue::from_static(RETRY_AFTER));
+    }
+    status
 }

@@ -10,11 +10,10 @@ use crate::{
     front::Front,
     request::{
         asked_grammar::AskedGrammar,
-        cache_salt::{TENANT_HEADER, Tenant, check_salt},
         error::FieldError,
         options::{
             LOGPROBS, MIN_P, Options, PENALTY, REPETITION_PENALTY, STOP_TOKENS_MAX, TEMPERATURE,
-            TOKENS, TOP_P,
+            TENANT_HEADER, TOKENS, TOP_P, Tenant, check_salt,
         },
     },
 };

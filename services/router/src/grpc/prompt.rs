@@ -4,9 +4,8 @@ use proto::v1::{ChatMessage, Conversation, ToolCall, generate_request, tokenize_
 use serde_json::{Map, Value, json};
 
 use crate::request::{
-    chat_variables::check_variables,
     error::{FieldError, refused},
-    text_workers::{ChatSource, PromptSource},
+    text_workers::{ChatSource, PromptSource, check_variables},
     tools::OfferedTools,
 };
 

@@ -12,21 +12,18 @@ use telemetry::metrics::{Operation, RequestEnd};
 use tracing::Instrument;
 
 use super::{
-    chat_fields,
     choices::{Api, TokenView},
-    common_fields::{Delivery, named_model},
-    completion_fields,
     error::ApiError,
     fields::Fields,
     reply::Reply,
     request_context::{RequestContext, X_REQUEST_ID, read_body},
+    request_fields::{Delivery, named_model, read_chat, read_completion},
 };
 use crate::{
     front::Front,
-    models::NamedModel,
+    front::NamedModel,
     record::RequestRecord,
-    request::tools,
-    request_driver::{self, ParsedRequest},
+    request_driver::{self, GenerationFields, ParsedRequest},
 };
 
 pub async fn chat_completions(State(front): State<Arc<Front>>, request: Request<Body>) -> Response {
@@ -81,30 +78,21 @@ async fn answer(
         let named = named_model(&fields, front)?;
         // The metrics count a rejected request for its model too.
         record.set_model(&named.model);
-        let read = match api {
-            Api::Chat => chat_fields::read(&fields)?,
-            Api::Text => completion_fields::read(&fields)?,
+        let (fields, delivery) = match api {
+            Api::Chat => read_chat(&fields)?,
+            Api::Text => read_completion(&fields)?,
         };
-        let mut asked = ParsedRequest {
+        let parsed = ParsedRequest {
             request_id: context.request_id,
             tenant: context.tenant.clone()?,
             model: named.model.clone(),
-            prompts: read.prompts,
-            choices: read.choices,
-            options: read.options,
-            default_length: read.default_length,
-            max_tokens_name: read.max_tokens_name,
+            fields,
             timeout: front.settings.router.timeout,
             with_text: true,
-            shown_tokens: Arc::default(),
         };
-        let calls = match &read.tools {
-            Some(offered) => tools::offer(&mut asked, offered)?,
-            None => None,
-        };
-        Ok((asked, named, read.delivery, calls))
+        Ok((parsed, named, delivery))
     };
-    let (asked, named, delivery, calls) = match read.await {
+    let (parsed, named, delivery) = match read.await {
         Ok(read) => read,
         Err(error) => {
             let error: ApiError = error;
@@ -116,11 +104,11 @@ async fn answer(
             return Err(error);
         }
     };
-    let reply = Reply { calls, ..reply(front, context, api, &asked, &named, delivery) };
-    let started = request_driver::start(front, asked, record, context.span.clone()).await?;
+    let reply = reply(front, context, api, &parsed.fields, &named, delivery);
+    let running = request_driver::start(front, parsed, record, context.span.clone()).await?;
     Ok(match delivery.stream {
-        true => reply.stream(started).await?,
-        false => reply.whole(started).await?,
+        true => reply.stream(running).await?,
+        false => reply.whole(running).await?,
     })
 }
 
@@ -128,7 +116,7 @@ fn reply(
     front: &Front,
     context: &RequestContext,
     api: Api,
-    asked: &ParsedRequest,
+    fields: &GenerationFields,
     named: &NamedModel,
     delivery: Delivery,
 ) -> Reply {
@@ -145,13 +133,12 @@ fn reply(
         view: TokenView {
             tokenizer: named.model.text.tokenizer().clone(),
             api,
-            logprobs: asked.options.logprobs,
+            logprobs: fields.options.logprobs,
             token_ids: delivery.token_ids,
         },
         delivery,
-        calls: None,
         wants_figures: context.wants_figures,
-        choices_per_prompt: asked.choices,
+        choices_per_prompt: fields.choices,
         keep_alive: front.settings.keep_alive,
     }
 }

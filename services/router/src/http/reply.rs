@@ -1,6 +1,6 @@
 //! Response to a chat or completion request: one JSON body, or a stream of events.
 
-use std::{collections::HashMap, sync::Arc, time::Duration};
+use std::{collections::HashMap, convert::Infallible, sync::Arc, time::Duration};
 
 use axum::{
     Json,
@@ -8,6 +8,7 @@ use axum::{
     response::{IntoResponse, Response},
 };
 use bytes::Bytes;
+use futures_util::Stream;
 use http::{HeaderValue, header};
 use serde::Serialize;
 
@@ -15,18 +16,20 @@ use super::{
     choices::{
         Api, Collected, TokenView, chat_chunks, chat_end, chat_role, finish_reason, stop_reason,
     },
-    common_fields::Delivery,
     error::ApiError,
-    sse,
+    request_fields::Delivery,
     wire::{Completion, ErrorBody, HandOver, TextChoice, Usage},
 };
 use crate::{
     request::{
         error::RequestError,
-        tools::{AnswerPiece, CallReader, CallReading, Calls},
+        tools::{AnswerPiece, CallReader, Calls},
     },
     request_driver::{AnswerEnd, Event, RunningRequest},
 };
+
+const CHAT_CHUNK: &str = "chat.completion.chunk";
+const TEXT_CHUNK: &str = "text_completion";
 
 /// Fields that all chunks of a response share.
 pub struct Reply {
@@ -37,8 +40,6 @@ pub struct Reply {
     pub system_fingerprint: String,
     pub view: TokenView,
     pub delivery: Delivery,
-    /// Parser of tool calls; `None` without tools.
-    pub calls: Option<CallReading>,
     pub wants_figures: bool,
     /// Number of answers to each prompt.
     pub choices_per_prompt: u32,
@@ -105,7 +106,7 @@ impl Reply {
         Ok(match self.view.api {
             Api::Chat => {
                 let choice = |end: &AnswerEnd| {
-                    taken(end).into_chat_choice(&self.view, end, self.call_reader(end.choice))
+                    taken(end).into_chat_choice(&self.view, end, started.call_reader(end.choice))
                 };
                 let choices = ends.iter().map(choice).collect();
                 let mut body = self.completion("chat.completion", choices, &totals);
@@ -152,10 +153,6 @@ impl Reply {
         }
     }
 
-    fn call_reader(&self, choice: u32) -> Option<CallReader> {
-        self.calls.as_ref().map(|reading| CallReader::new(reading, choice))
-    }
-
     fn prompt<'a>(&self, prompts: &'a [Arc<[u32]>], choice: u32) -> &'a [u32] {
         prompts.get((choice / self.choices_per_prompt) as usize).map_or(&[], |prompt| prompt)
     }
@@ -171,7 +168,7 @@ impl Reply {
         };
         let keep_alive = self.keep_alive;
         let chunks = Chunks::new(self, started, first);
-        let mut response = Response::new(Body::from_stream(sse::stream(chunks, keep_alive)));
+        let mut response = Response::new(Body::from_stream(event_stream(chunks, keep_alive)));
         let headers = response.headers_mut();
         headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("text/event-stream"));
         headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-cache"));
@@ -289,7 +286,7 @@ impl Chunks {
             // An error event ends the stream; no [DONE] follows.
             Some(Err(error)) => {
                 self.end = End::Done;
-                sse::event(&ErrorBody { error: ApiError::from(error).content }, &mut out);
+                write_event(&ErrorBody { error: ApiError::from(error).content }, &mut out);
             }
             None => {
                 self.end = End::Done;
@@ -308,13 +305,13 @@ impl Chunks {
         if std::mem::replace(&mut progress.introduced, true) {
             return;
         }
-        progress.reader = self.reply.call_reader(choice);
+        progress.reader = self.started.call_reader(choice);
         let mut chunk = self.reply.chunk(CHAT_CHUNK, vec![chat_role(choice)]);
         chunk.usage = self.usage_of(choice);
         if self.reply.view.token_ids {
             chunk.prompt_token_ids = Some(self.reply.prompt(&self.started.prompts, choice));
         }
-        sse::event(&chunk, out);
+        write_event(&chunk, out);
     }
 
     fn write_chat_end(&mut self, end: &AnswerEnd, out: &mut Vec<u8>) {
@@ -341,7 +338,7 @@ impl Chunks {
     ) {
         let mut chunk = self.reply.chunk(object, vec![content]);
         chunk.usage = self.usage_of(choice);
-        sse::event(&chunk, out);
+        write_event(&chunk, out);
     }
 
     /// Returns the usage of an ordinary chunk: absent, `null` if the last chunk has it, or the usage of the answer so
@@ -372,11 +369,35 @@ impl Chunks {
             let mut chunk = reply.chunk::<()>(object, vec![]);
             chunk.usage = delivery.include_usage.then_some(Some(self.totals.usage));
             chunk.baton = reply.wants_figures.then(|| self.totals.hand_over.clone());
-            sse::event(&chunk, out);
+            write_event(&chunk, out);
         }
-        sse::done(out);
+        write_done(out);
     }
 }
 
-const CHAT_CHUNK: &str = "chat.completion.chunk";
-const TEXT_CHUNK: &str = "text_completion";
+/// Appends an event with this content.
+fn write_event(content: &impl Serialize, out: &mut Vec<u8>) {
+    out.extend_from_slice(b"data: ");
+    serde_json::to_writer(&mut *out, content)
+        .expect("writing to a vector succeeds, and these types have string keys");
+    out.extend_from_slice(b"\n\n");
+}
+
+/// Appends `[DONE]`, the end of a complete stream.
+fn write_done(out: &mut Vec<u8>) {
+    out.extend_from_slice(b"data: [DONE]\n\n");
+}
+
+/// Returns the stream's bytes on demand. Sends a comment after `keep_alive` without an event.
+fn event_stream(
+    chunks: Chunks,
+    keep_alive: Duration,
+) -> impl Stream<Item = Result<Bytes, Infallible>> + Send {
+    futures_util::stream::unfold(chunks, move |mut chunks| async move {
+        let bytes = match tokio::time::timeout(keep_alive, chunks.next()).await {
+            Ok(next) => next?,
+            Err(_) => Bytes::from_static(b": keep-alive\n\n"),
+        };
+        Some((Ok(bytes), chunks))
+    })
+}

@@ -16,8 +16,8 @@ use crate::{
     front::Front,
     record::label,
     request::{
-        cache_salt::{TENANT_HEADER, Tenant},
         error::{FieldError, RequestError},
+        options::{TENANT_HEADER, Tenant},
     },
 };
 

@@ -11,11 +11,10 @@ use axum::{
 use http::Request;
 
 use super::{
-    chat_fields::chat_source,
-    common_fields::named_model,
     error::ApiError,
     fields::Fields,
     request_context::read_body,
+    request_fields::{chat_source, named_model},
     tools,
     wire::{Detokenized, Tokenized},
 };

@@ -18,10 +18,8 @@ use tokio_util::sync::CancellationToken;
 use tower::ServiceExt;
 
 use super::{
-    connection::{ClientConnection, ConnectionEnd, TimeLimits},
-    descriptors::ConnectionLimits,
-    requests::{CountedBody, RequestCount},
-    slots::{Slot, Slots, Verdict},
+    connection::{ClientConnection, ConnectionEnd, CountedBody, RequestCount, TimeLimits},
+    slots::{ConnectionLimits, Slot, Slots, Verdict},
 };
 
 /// Length of the kernel's accept queue, which `net.core.somaxconn` also limits (4,096 by default). A client that finds

@@ -1,8 +1,6 @@
 //! Contents of a client's request, independent of the API.
 
 pub mod asked_grammar;
-pub mod cache_salt;
-pub mod chat_variables;
 pub mod error;
 pub mod options;
 pub mod text_workers;

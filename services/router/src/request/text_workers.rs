@@ -6,7 +6,7 @@ use std::sync::{Arc, OnceLock};
 use cluster::{CacheIdentity, PrefixKeys};
 use grammar::Compiler;
 use proto::ids::random_bits;
-use serde_json::Value;
+use serde_json::{Map, Value};
 use text::{
     ChatTemplate, EncodeError, ModelText, RenderRequest, SamplingDefaults, SpecialTokens,
     TEXT_BYTES_MAX, TemplateError, Tokenizer, ToolFormat,
@@ -96,7 +96,7 @@ pub struct ChatSource {
     /// The answer continues the last message.
     pub continue_final_message: bool,
     /// Further template variables.
-    pub template_kwargs: serde_json::Map<String, Value>,
+    pub template_kwargs: Map<String, Value>,
     /// Length of the messages, tools and variables as JSON.
     pub bytes: usize,
 }
@@ -333,6 +333,36 @@ fn with_mark_at_the_end(messages: &Value, mark: &str) -> Result<Value, FieldErro
         }
     }
     Ok(messages)
+}
+
+/// Variables that the router or the model sets. A client's value could bypass the checks of the request.
+const RESERVED: [&str; 15] = [
+    "messages",
+    "tools",
+    "documents",
+    "add_generation_prompt",
+    "continue_final_message",
+    "strftime_now",
+    "raise_exception",
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+    "additional_special_tokens",
+];
+
+/// Rejects variables of the router or the model in `field`.
+pub fn check_variables(field: &str, variables: &Map<String, Value>) -> Result<(), FieldError> {
+    match RESERVED.iter().find(|&&name| variables.contains_key(name)) {
+        Some(name) => Err(FieldError::new(
+            format!("{field}.{name}"),
+            "is set by the router; allowed: only the template's own variables",
+        )),
+        None => Ok(()),
+    }
 }
 
 #[cfg(test)]

@@ -8,7 +8,7 @@ use super::{
     error::{FieldError, RequestError},
     text_workers::PromptSource,
 };
-use crate::{front::Front, models::ServedModel, request_driver::Deadline};
+use crate::{front::Front, front::ServedModel, request_driver::Deadline};
 
 /// Maximum size of a text or conversation in bytes; 128 Ki tokens take less. Tokenization takes a hundred times the
 /// text's memory.

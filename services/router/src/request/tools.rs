@@ -8,15 +8,14 @@ use std::sync::Arc;
 
 pub use grammar::limits::{NAME_BYTES_MAX, TOOLS_MAX};
 use grammar::{CallWriting, CallableTool, Grammar, Otherwise, Prose, ToolCalls};
-use proto::v1::FinishReason;
+use proto::{ids::RequestId, v1::FinishReason};
 use serde_json::{Map, Value, json};
 use text::{ToolCall, ToolFormat, ToolParser, ToolPiece};
 
 use super::{
     asked_grammar::{AskedGrammar, FunctionField},
-    error::{FieldError, RequestError, refused},
+    error::{FieldError, refused},
 };
-use crate::request_driver::ParsedRequest;
 
 /// Tools that the model may call.
 #[derive(Clone, Debug, PartialEq)]
@@ -107,7 +106,7 @@ impl OfferedTools {
     }
 
     /// Returns the answer's grammar; `content` is the requested grammar of the text.
-    fn grammar(
+    pub fn grammar(
         &self,
         format: ToolFormat,
         content: Option<AskedGrammar>,
@@ -194,28 +193,8 @@ fn arguments_schema(function: &OfferedFunction) -> Result<String, FieldError> {
     Ok(Value::Object(parameters).to_string())
 }
 
-/// Sets the grammar of the offer and returns the settings for parsing calls. Returns `None` if the model has no call
-/// format; rendering the chat template then fails.
-pub fn offer(
-    asked: &mut ParsedRequest,
-    offered: &OfferedTools,
-) -> Result<Option<CallReading>, RequestError> {
-    let text = &asked.model.text;
-    let Some(format) = text.tool_format() else { return Ok(None) };
-    asked.shown_tokens = format.shown_tokens(text.tokenizer()).into();
-    let content = asked.options.grammar.take();
-    asked.options.grammar = offered.grammar(format, content)?;
-    Ok(Some(CallReading {
-        format,
-        names: offered.callable().map(|function| function.name.clone()).collect(),
-        parallel: offered.parallel,
-        is_named: matches!(offered.choice, ToolChoice::Named(_)),
-        id: format!("call_{}", asked.request_id),
-    }))
-}
-
 /// Settings for parsing calls in the answers of a request.
-#[derive(Clone)]
+#[derive(Clone, Debug)]
 pub struct CallReading {
     pub format: ToolFormat,
     pub names: Arc<[String]>,
@@ -224,6 +203,18 @@ pub struct CallReading {
     pub is_named: bool,
     /// Prefix of the calls' ids.
     pub id: String,
+}
+
+impl CallReading {
+    pub fn new(tools: &OfferedTools, format: ToolFormat, request_id: RequestId) -> Self {
+        Self {
+            format,
+            names: tools.callable().map(|function| function.name.clone()).collect(),
+            parallel: tools.parallel,
+            is_named: matches!(tools.choice, ToolChoice::Named(_)),
+            id: format!("call_{request_id}"),
+        }
+    }
 }
 
 /// A piece of an answer.
@@ -236,21 +227,15 @@ pub enum AnswerPiece {
 /// Parser of the calls in one answer.
 pub struct CallReader {
     parser: ToolParser,
-    parallel: bool,
-    is_named: bool,
-    id: String,
-    pub calls: u32,
+    reading: CallReading,
+    choice: u32,
+    calls: u32,
 }
 
 impl CallReader {
     pub fn new(reading: &CallReading, choice: u32) -> Self {
-        Self {
-            parser: ToolParser::new(reading.format, reading.names.clone()),
-            parallel: reading.parallel,
-            is_named: reading.is_named,
-            id: format!("{}_{choice}", reading.id),
-            calls: 0,
-        }
+        let parser = ToolParser::new(reading.format, reading.names.clone());
+        Self { parser, reading: reading.clone(), choice, calls: 0 }
     }
 
     pub fn push(&mut self, text: &str) -> Vec<AnswerPiece> {
@@ -265,9 +250,9 @@ impl CallReader {
         self.parser.push(text, &mut pieces);
         self.parser.clone().finish(&mut pieces);
         let pieces = self.numbered(pieces);
-        let calls = match (self.calls, self.parallel) {
+        let calls = match (self.calls, self.reading.parallel) {
             (0, _) => Calls::None,
-            _ if self.is_named => Calls::Named,
+            _ if self.reading.is_named => Calls::Named,
             (_, true) => Calls::Some,
             (_, false) => Calls::OnlyOne,
         };
@@ -278,7 +263,7 @@ impl CallReader {
     fn numbered(&mut self, pieces: Vec<ToolPiece>) -> Vec<AnswerPiece> {
         let mut numbered = Vec::with_capacity(pieces.len());
         for piece in pieces {
-            if self.calls > 0 && !self.parallel {
+            if self.calls > 0 && !self.reading.parallel {
                 break;
             }
             numbered.push(match piece {
@@ -286,7 +271,8 @@ impl CallReader {
                 ToolPiece::Call(call) => {
                     let index = self.calls;
                     self.calls += 1;
-                    AnswerPiece::Call { index, id: format!("{}_{index}", self.id), call }
+                    let id = format!("{}_{}_{index}", self.reading.id, self.choice);
+                    AnswerPiece::Call { index, id, call }
                 }
             });
         }

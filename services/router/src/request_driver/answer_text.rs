@@ -35,11 +35,15 @@ enum Ended {
 impl AnswerText {
     pub fn new(request: &PreparedRequest, sampling: &Sampling) -> Self {
         let tokenizer = request.model.text.tokenizer();
+        // Special tokens that mark tool calls are text for their parser.
+        let shown_tokens = request.calls.as_ref();
+        let shown_tokens = shown_tokens.map(|calls| calls.format.shown_tokens(tokenizer));
+        let shown_tokens = shown_tokens.unwrap_or_default();
         let stream = || {
             let (skip_special, min_tokens) = (request.skip_special, sampling.min_tokens);
             let options = TextStreamOptions { skip_special, min_tokens };
             TextStream::new(tokenizer.clone(), request.stops.clone(), options)
-                .showing(request.shown_tokens.clone())
+                .showing(shown_tokens.into())
         };
         let mut stop_token_ids = match sampling.ignore_stop_tokens {
             true => Vec::new(),

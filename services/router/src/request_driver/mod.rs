@@ -19,12 +19,18 @@ use tokio::{task::JoinHandle, time::Instant};
 use tracing::{Instrument, Span};
 
 use crate::{
-    front::Front, record::RequestRecord, request::error::RequestError, request_core::AnswerSpec,
+    front::Front,
+    record::RequestRecord,
+    request::{
+        error::RequestError,
+        tools::{CallReader, CallReading},
+    },
+    request_core::AnswerSpec,
 };
 use answer_driver::AnswerDriver;
 pub use events::{AnswerEnd, Event, StoppedBy};
 use events::{EventReceiver, EventSender, event_queue};
-pub use prepare::{Deadline, ParsedRequest};
+pub use prepare::{Deadline, GenerationFields, ParsedRequest};
 use prepare::{PreparedRequest, prepare};
 
 /// A running request, for the writer of its response. Dropping it ends the task, which drops the node
@@ -33,6 +39,8 @@ use prepare::{PreparedRequest, prepare};
 pub struct RunningRequest {
     /// The tokenized prompts. The prompt of choice `i` is prompt `i / choices`.
     pub prompts: Vec<Arc<[u32]>>,
+    /// Settings for parsing tool calls; `None` without tools.
+    calls: Option<CallReading>,
     events: EventReceiver,
     task: Option<JoinHandle<Result<(), RequestError>>>,
 }
@@ -45,7 +53,7 @@ pub async fn start(
     span: Span,
 ) -> Result<RunningRequest, RequestError> {
     record.set_model(&parsed.model);
-    let choices = parsed.choices as usize;
+    let choices = parsed.fields.choices as usize;
     match prepare(front, parsed, &record).instrument(span.clone()).await {
         Ok((request, answers)) => {
             let prompts = answers.iter().step_by(choices).map(|answer| answer.prompt.clone());
@@ -53,8 +61,9 @@ pub async fn start(
             let settings = &front.settings.router;
             let events_max = settings.slow_client_events as usize;
             let (sender, events) = event_queue(events_max, settings.slow_client_timeout);
+            let calls = request.calls.clone();
             let run = run(front.clone(), request, answers, sender, record).instrument(span);
-            Ok(RunningRequest { prompts, events, task: Some(tokio::spawn(run)) })
+            Ok(RunningRequest { prompts, calls, events, task: Some(tokio::spawn(run)) })
         }
         Err(error) => {
             record.failed(&error);
@@ -110,6 +119,11 @@ async fn run(
 }
 
 impl RunningRequest {
+    /// Returns the parser of the calls in this answer; `None` without tools.
+    pub fn call_reader(&self, choice: u32) -> Option<CallReader> {
+        self.calls.as_ref().map(|reading| CallReader::new(reading, choice))
+    }
+
     /// Returns the next event; at the end `None`, or the one error that the request failed with.
     /// Cancel-safe.
     pub async fn next(&mut self) -> Option<Result<Event, RequestError>> {
@@ -145,7 +159,12 @@ mod tests {
         F: Future<Output = Result<(), RequestError>> + Send + 'static,
     {
         let (sender, events) = event_queue(1, WAIT_MAX);
-        RunningRequest { prompts: vec![], events, task: Some(tokio::spawn(work(sender))) }
+        RunningRequest {
+            prompts: vec![],
+            calls: None,
+            events,
+            task: Some(tokio::spawn(work(sender))),
+        }
     }
 
     const WAIT_MAX: Duration = Duration::from_millis(20);

@@ -9,35 +9,42 @@ use tokio::time::Instant;
 use crate::{
     admission::Admitted,
     front::Front,
-    models::ServedModel,
+    front::ServedModel,
     record::RequestRecord,
     request::{
         asked_grammar::AskedGrammar,
-        cache_salt::{Tenant, salt_for_nodes},
         error::{FieldError, RequestError},
-        options::{CHOICES_PER_REQUEST_MAX, DefaultLength, Options, check_prompt},
+        options::{
+            CHOICES_PER_REQUEST_MAX, DefaultLength, Options, Tenant, check_prompt, salt_for_nodes,
+        },
         text_workers::{CacheKeying, PromptSource, TokenisedPrompt},
+        tools::{CallReading, OfferedTools},
     },
     request_core::AnswerSpec,
 };
 
-/// A request whose fields were parsed and checked one by one.
-pub struct ParsedRequest {
-    pub request_id: RequestId,
-    pub tenant: Option<Tenant>,
-    pub model: Arc<ServedModel>,
+/// Parsed and checked fields of a request.
+pub struct GenerationFields {
     pub prompts: Vec<PromptSource>,
-    /// Answers to each prompt.
+    /// Number of answers to each prompt.
     pub choices: u32,
     pub options: Options,
     pub default_length: DefaultLength,
     /// Name of the field that sets the maximum length, for error messages.
     pub max_tokens_name: &'static str,
+    /// Tools that the model may call.
+    pub tools: Option<OfferedTools>,
+}
+
+/// A parsed request.
+pub struct ParsedRequest {
+    pub request_id: RequestId,
+    pub tenant: Option<Tenant>,
+    pub model: Arc<ServedModel>,
+    pub fields: GenerationFields,
     pub timeout: Duration,
     /// Whether the answer is detokenized.
     pub with_text: bool,
-    /// Special tokens that are detokenized whatever the options say.
-    pub shown_tokens: Arc<[u32]>,
 }
 
 /// An admitted request: the properties that all of its answers share.
@@ -49,8 +56,8 @@ pub struct PreparedRequest {
     pub skip_special: bool,
     /// Whether the answers are detokenized. Without text no stop string is found.
     pub with_text: bool,
-    /// Special tokens that are detokenized even where others are skipped.
-    pub shown_tokens: Arc<[u32]>,
+    /// Settings for parsing tool calls; `None` without tools.
+    pub calls: Option<CallReading>,
     pub deadline: Deadline,
     /// The request's share of the requests in flight.
     _admitted: Admitted,
@@ -83,17 +90,23 @@ pub async fn prepare(
 ) -> Result<(PreparedRequest, Vec<AnswerSpec>), RequestError> {
     let deadline = Deadline::after(parsed.timeout);
     let model = parsed.model;
+    let fields = parsed.fields;
     let answers_max = CHOICES_PER_REQUEST_MAX.min(front.admission.max() as usize);
-    let answer_count = parsed.prompts.len().saturating_mul(parsed.choices as usize);
+    let answer_count = fields.prompts.len().saturating_mul(fields.choices as usize);
     if answer_count > answers_max {
-        let (field, what) = match parsed.prompts.len() {
-            1 => ("n", format!("is {}", parsed.choices)),
-            prompts => ("prompt", format!("has {prompts} prompts, with n {}", parsed.choices)),
+        let (field, what) = match fields.prompts.len() {
+            1 => ("n", format!("is {}", fields.choices)),
+            prompts => ("prompt", format!("has {prompts} prompts, with n {}", fields.choices)),
         };
         let problem = format!("{what}; allowed: at most {answers_max} answers to one request");
         return Err(FieldError::new(field, problem).into());
     }
-    let mut options = parsed.options.or(model.text.sampling_defaults());
+    let mut options = fields.options.or(model.text.sampling_defaults());
+    let mut calls = None;
+    if let (Some(tools), Some(format)) = (&fields.tools, model.text.tool_format()) {
+        options.grammar = tools.grammar(format, options.grammar.take())?;
+        calls = Some(CallReading::new(tools, format, parsed.request_id));
+    }
     let stops = StopStrings::new(&options.stop, options.include_stop)
         .map_err(|error| stop_refused(&error))?;
     let admitted = front.admission.admit(answer_count as u32)?;
@@ -125,7 +138,7 @@ pub async fn prepare(
     });
     let cache_salt: Arc<str> = cache_salt.into();
     let (mut prompt_tokens, mut answers) = (0, Vec::new());
-    for source in parsed.prompts {
+    for source in fields.prompts {
         let field = source.field();
         let work = model.text.prompt(source, limits.prompt_tokens_max, keying.clone());
         let TokenisedPrompt { tokens, prefix } = deadline.limit(work).await??;
@@ -133,10 +146,10 @@ pub async fn prepare(
         let sampling = options.sampling(
             tokens.len() as u32,
             &limits,
-            parsed.default_length,
+            fields.default_length,
             tokenizer.eos_ids(),
             seed,
-            parsed.max_tokens_name,
+            fields.max_tokens_name,
         )?;
         prompt_tokens += tokens.len() as u32;
         let answer = AnswerSpec {
@@ -151,7 +164,7 @@ pub async fn prepare(
             vocabulary_size: limits.vocabulary_size,
             deadline: deadline.at.into_std(),
         };
-        for copy in 0..parsed.choices {
+        for copy in 0..fields.choices {
             let mut answer = answer.clone();
             // Each answer has a seed of its own, whether or not the client named one.
             answer.sampling.seed = answer.sampling.seed.wrapping_add(u64::from(copy));
@@ -165,7 +178,7 @@ pub async fn prepare(
         stop_texts: options.stop.into(),
         skip_special: options.skip_special_tokens.unwrap_or(true),
         with_text: parsed.with_text,
-        shown_tokens: parsed.shown_tokens,
+        calls,
         deadline,
         _admitted: admitted,
     };

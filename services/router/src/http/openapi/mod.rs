@@ -1,9 +1,10 @@
 //! `/openapi.json`: the HTTP API in OpenAPI 3.1, for client generators and for tests.
 //!
-//! Responses are derived from the types that the router serializes. Routes and requests are listed here,
-//! with the limits that request parsing checks. Unit tests compare the lists with the served routes and the parsed
-//! fields. A cluster test fuzzes requests and checks that every response matches its schema.
+//! Responses are derived from the types that the router serializes, requests from types of their own, with the
+//! limits that request parsing checks. Routes are listed here. Unit tests compare routes and request fields with
+//! those that the router serves and reads. A cluster test fuzzes requests and checks that every response matches its schema.
 
+#[expect(dead_code, reason = "only the schemas of its types are used")]
 mod requests;
 mod responses;
 
@@ -182,4 +183,88 @@ fn tenant_header() -> Value {
     json!({"name": "x-baton-tenant", "in": "header",
         "schema": {"type": "string", "pattern": "^[A-Za-z0-9._-]{1,64}$"},
         "description": "Set by a gateway: prefix caches are shared only within a tenant."})
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use telemetry::{Resource, Telemetry, TelemetryConfig};
+
+    use super::*;
+    use crate::http::{
+        fields::Fields,
+        request_fields::{read_chat, read_completion},
+        table,
+        tokenize::prompt_source,
+    };
+
+    #[tokio::test]
+    async fn the_description_has_every_route_and_no_other() {
+        let resource = Resource { service: "baton-router".into(), instance: "test".into() };
+        let config = TelemetryConfig::from(&config::Telemetry::default());
+        let telemetry = Telemetry::start(&config, resource).unwrap();
+        let served: BTreeSet<(String, String)> = table(telemetry.metrics(), 0)
+            .into_iter()
+            .map(|route| (route.path.replace("{*", "{"), route.method.to_lowercase()))
+            .collect();
+        let document = document();
+        let described =
+            document["paths"].as_object().unwrap().iter().flat_map(|(path, methods)| {
+                methods.as_object().unwrap().keys().map(|method| (path.clone(), method.clone()))
+            });
+        assert_eq!(described.collect::<BTreeSet<_>>(), served);
+    }
+
+    /// Asserts that the handler reads exactly the fields of the schema.
+    fn is_described(schema: &str, bodies: &[&str], read: impl Fn(&Fields<'_>)) {
+        let mut asked = BTreeSet::from(["model".to_owned()]);
+        for body in bodies {
+            let fields = Fields::parse(body.as_bytes()).unwrap();
+            read(&fields);
+            asked.extend(std::mem::take(&mut *fields.asked.lock().unwrap()));
+        }
+        let document = document();
+        let described = &document["components"]["schemas"][schema]["properties"];
+        let described: BTreeSet<String> = described.as_object().unwrap().keys().cloned().collect();
+        assert_eq!(described, asked, "{schema}");
+    }
+
+    #[test]
+    fn the_description_has_every_field_that_is_read_and_no_other() {
+        let chat = r#"{"messages": [{"role": "user", "content": "hi"}]}"#;
+        is_described("ChatCompletionRequest", &[chat], |fields| {
+            read_chat(fields).unwrap();
+        });
+        is_described("CompletionRequest", &[r#"{"prompt": "hi"}"#], |fields| {
+            read_completion(fields).unwrap();
+        });
+        is_described("TokenizeRequest", &[chat, r#"{"prompt": "hi"}"#], |fields| {
+            prompt_source(fields).unwrap();
+            fields.boolean("return_token_strs").unwrap();
+        });
+    }
+
+    /// Asserts that every reference names a schema and every schema is referenced.
+    #[test]
+    fn the_descriptions_references_are_whole() {
+        fn references(value: &Value, found: &mut BTreeSet<String>) {
+            match value {
+                Value::Object(object) => {
+                    if let Some(Value::String(name)) = object.get("$ref") {
+                        let name = name.strip_prefix("#/components/schemas/").unwrap();
+                        found.insert(name.to_owned());
+                    }
+                    object.values().for_each(|value| references(value, found));
+                }
+                Value::Array(list) => list.iter().for_each(|value| references(value, found)),
+                _ => {}
+            }
+        }
+        let document = document();
+        let mut found = BTreeSet::new();
+        references(&document, &mut found);
+        let schemas = document["components"]["schemas"].as_object().unwrap();
+        assert_eq!(schemas.keys().cloned().collect::<BTreeSet<_>>(), found);
+    }
 }

@@ -1,52 +1,52 @@
-//! Schemas of the request bodies.
+//! Schemas of the request bodies, derived from the types below. The router does not parse requests into these
+//! types: derived errors lack the field's value and its allowed range (see [`fields`](crate::http::fields)).
 
-use std::ops::RangeInclusive;
-
+use schemars::{JsonSchema, generate::SchemaSettings};
 use serde_json::{Map, Value, json};
 
 use crate::{
-    request::tools::{NAME_BYTES_MAX, TOOLS_MAX},
+    http::request_fields::{CHAT_UNSUPPORTED, COMPLETION_UNSUPPORTED, UNSUPPORTED, Unsupported},
     request::{
-        cache_salt::CACHE_SALT_BYTES_MAX,
         options::{
-            CHOICES, LOGPROBS, MIN_P, PENALTY, REPETITION_PENALTY, SEED, STOP_TOKENS_MAX,
-            TEMPERATURE, TOKENS, TOP_K, TOP_P,
+            CACHE_SALT_BYTES_MAX, CHOICES, LOGPROBS, MIN_P, PENALTY, REPETITION_PENALTY, SEED,
+            STOP_TOKENS_MAX, TEMPERATURE, TOKENS, TOP_K, TOP_P,
         },
+        tools::{NAME_BYTES_MAX, TOOLS_MAX},
     },
 };
 
-/// A field: its name, schema and meaning. An absent field and `null` are equivalent.
-type Field = (&'static str, Value, &'static str);
-
-pub fn schemas() -> impl Iterator<Item = (String, Value)> {
-    let all = [
-        ("ChatCompletionRequest", object(&["messages"], [chat(), common()].concat())),
-        ("CompletionRequest", object(&["prompt"], [completion(), common()].concat())),
-        ("TokenizeRequest", {
-            let mut schema = object(&[], tokenize());
-            schema["anyOf"] = json!([{"required": ["prompt"]}, {"required": ["messages"]}]);
-            schema
-        }),
-        ("DetokenizeRequest", object(&["tokens"], detokenize())),
-        ("Message", message()),
-        ("Tool", tool()),
-    ];
-    all.into_iter().map(|(name, schema)| (name.to_owned(), schema))
-}
-
-fn object(required: &[&str], fields: Vec<Field>) -> Value {
-    let properties = fields.into_iter().map(|(name, mut schema, about)| {
-        if !required.contains(&name) {
-            schema = nullable(schema);
-        }
-        schema["description"] = about.into();
-        (name.to_owned(), schema)
+pub fn schemas() -> Map<String, Value> {
+    let settings = SchemaSettings::draft2020_12().for_deserialize().with(|settings| {
+        settings.definitions_path = "/components/schemas".into();
+        settings.meta_schema = None;
     });
-    let properties: Map<String, Value> = properties.collect();
-    json!({"type": "object", "required": required, "properties": properties})
+    let mut generator = settings.into_generator();
+    generator.subschema_for::<ChatCompletionRequest>();
+    generator.subschema_for::<CompletionRequest>();
+    generator.subschema_for::<TokenizeRequest>();
+    generator.subschema_for::<DetokenizeRequest>();
+    let mut schemas = generator.take_definitions(true);
+    let unsupported: [(&str, &[Unsupported]); 4] = [
+        ("ChatCompletionRequest", &UNSUPPORTED),
+        ("ChatCompletionRequest", &CHAT_UNSUPPORTED),
+        ("CompletionRequest", &UNSUPPORTED),
+        ("CompletionRequest", &COMPLETION_UNSUPPORTED),
+    ];
+    for (request, fields) in unsupported {
+        for (name, disabling) in fields {
+            let disabling = disabling.iter().chain(&["null"]);
+            let mut values: Vec<Value> =
+                disabling.filter_map(|text| serde_json::from_str(text).ok()).collect();
+            // 1 and 1.0 are one value of JSON.
+            values.dedup_by(|one, other| one.is_number() && one.as_f64() == other.as_f64());
+            schemas[request]["properties"][*name] =
+                json!({"enum": values, "description": "Not supported: other values are rejected."});
+        }
+    }
+    schemas
 }
 
-/// An example of a valid request.
+/// Returns an example of a valid request.
 pub fn example(request: &str) -> Value {
     let messages = json!([{"role": "user", "content": "What is the capital of France?"}]);
     match request {
@@ -61,299 +61,293 @@ pub fn example(request: &str) -> Value {
     }
 }
 
-/// Returns the schema extended by `null`.
-fn nullable(mut schema: Value) -> Value {
-    if let Some(kind) = schema["type"].as_str() {
-        schema["type"] = json!([kind, "null"]);
-    } else if let Some(values) = schema.get_mut("enum").and_then(Value::as_array_mut) {
-        values.push(Value::Null);
-    } else if let Some(choices) = schema.get_mut("anyOf").and_then(Value::as_array_mut) {
-        choices.push(json!({"type": "null"}));
-    }
-    schema
+// A `///` comment on a request type would become its description.
+
+// Fields of chat and completion requests.
+#[derive(JsonSchema)]
+struct Generation {
+    /// Name or alias of a model; without the field the default model answers.
+    model: Option<String>,
+    /// Answers to the prompt.
+    #[schemars(range(min = *CHOICES.start(), max = *CHOICES.end()))]
+    n: Option<u32>,
+    /// Allowed: `n`.
+    #[schemars(range(min = *CHOICES.start(), max = *CHOICES.end()))]
+    best_of: Option<u32>,
+    /// Stream the answer as server-sent events.
+    stream: Option<bool>,
+    /// Only with `stream`.
+    stream_options: Option<StreamOptions>,
+    /// Return the token ids of prompt and answer.
+    return_token_ids: Option<bool>,
+    /// Minimum number of generated tokens.
+    #[schemars(range(min = 0, max = *TOKENS.end()))]
+    min_tokens: Option<u32>,
+    /// 0 means greedy decoding; the default is 1.
+    #[schemars(range(min = *TEMPERATURE.start(), max = *TEMPERATURE.end()))]
+    temperature: Option<f64>,
+    /// 1 keeps every token.
+    #[schemars(range(min = *TOP_P.start(), max = *TOP_P.end()))]
+    top_p: Option<f64>,
+    /// 0 and -1 keep all tokens.
+    #[schemars(range(min = *TOP_K.start() as i64, max = *TOP_K.end() as i64))]
+    top_k: Option<i32>,
+    /// 0 keeps every token.
+    #[schemars(range(min = *MIN_P.start(), max = *MIN_P.end()))]
+    min_p: Option<f64>,
+    /// Requests with equal seeds sample equally.
+    #[schemars(range(min = *SEED.start() as i64, max = *SEED.end() as u64))]
+    seed: Option<i64>,
+    /// 1 has no effect.
+    #[schemars(range(min = *REPETITION_PENALTY.start(), max = *REPETITION_PENALTY.end()))]
+    repetition_penalty: Option<f64>,
+    /// 0 has no effect.
+    #[schemars(range(min = *PENALTY.start(), max = *PENALTY.end()))]
+    presence_penalty: Option<f64>,
+    /// 0 has no effect.
+    #[schemars(range(min = *PENALTY.start(), max = *PENALTY.end()))]
+    frequency_penalty: Option<f64>,
+    /// Texts that end the answer.
+    stop: Option<Stop>,
+    /// Include the stop text in the answer.
+    include_stop_str_in_output: Option<bool>,
+    /// Omit special tokens from the text; the default is true.
+    skip_special_tokens: Option<bool>,
+    /// Tokens that end the answer.
+    #[schemars(length(max = STOP_TOKENS_MAX), inner(range(max = u32::MAX)))]
+    stop_token_ids: Option<Vec<u32>>,
+    /// Continue after the model's end tokens.
+    ignore_eos: Option<bool>,
+    /// Only prompts with the same salt share cached KV.
+    #[schemars(length(max = CACHE_SALT_BYTES_MAX))]
+    cache_salt: Option<String>,
+    /// Format of the whole answer.
+    response_format: Option<ResponseFormat>,
+    /// Regular expression that the whole answer matches.
+    #[schemars(length(max = grammar::limits::REGEX_BYTES_MAX))]
+    regex: Option<String>,
+    /// Same as `regex`.
+    #[schemars(length(max = grammar::limits::REGEX_BYTES_MAX))]
+    guided_regex: Option<String>,
+    /// Same as `response_format` with a schema.
+    #[schemars(extend("anyOf" = [{"type": "object"}, {"const": true}, {"type": "string"}, {"type": "null"}]))]
+    guided_json: Option<Value>,
+    /// One of these.
+    structured_outputs: Option<StructuredOutputs>,
 }
 
-fn boolean() -> Value {
-    json!({"type": "boolean"})
+#[derive(JsonSchema)]
+#[schemars(inline)]
+struct StreamOptions {
+    /// Send the usage in a last chunk.
+    include_usage: Option<bool>,
+    /// Send the usage so far in every chunk.
+    continuous_usage_stats: Option<bool>,
 }
 
-fn string() -> Value {
-    json!({"type": "string"})
+#[derive(JsonSchema)]
+#[schemars(inline)]
+#[serde(untagged)]
+enum Stop {
+    One(#[schemars(length(min = 1, max = text::STOP_STRING_BYTES_MAX))] String),
+    Many(
+        #[schemars(
+            length(max = text::STOP_STRINGS_MAX),
+            inner(length(min = 1, max = text::STOP_STRING_BYTES_MAX))
+        )]
+        Vec<String>,
+    ),
 }
 
-fn number(range: RangeInclusive<f64>) -> Value {
-    json!({"type": "number", "minimum": range.start(), "maximum": range.end()})
+#[derive(JsonSchema)]
+#[schemars(inline)]
+#[serde(tag = "type", rename_all = "snake_case")]
+enum ResponseFormat {
+    Text,
+    JsonObject,
+    JsonSchema { json_schema: NamedSchema },
 }
 
-fn count(range: RangeInclusive<u32>) -> Value {
-    json!({"type": "integer", "minimum": range.start(), "maximum": range.end()})
+#[derive(JsonSchema)]
+#[schemars(inline)]
+struct NamedSchema {
+    // The router also rejects invalid and too large schemas.
+    #[schemars(extend("anyOf" = [{"type": "object"}, {"const": true}]))]
+    schema: Value,
 }
 
-fn token_ids() -> Value {
-    json!({"type": "array", "items": count(0..=u32::MAX)})
+#[derive(JsonSchema)]
+#[schemars(inline)]
+#[serde(deny_unknown_fields)]
+struct StructuredOutputs {
+    #[schemars(extend("anyOf" = [{"type": "object"}, {"const": true}, {"type": "string"}, {"type": "null"}]))]
+    json: Option<Value>,
+    #[schemars(length(max = grammar::limits::REGEX_BYTES_MAX))]
+    regex: Option<String>,
+    json_object: Option<bool>,
 }
 
-/// JSON schema of an answer. The router also rejects invalid and too large schemas.
-fn schema() -> Value {
-    json!({"anyOf": [{"type": "object"}, {"const": true}]})
+// Options for rendering a conversation into a prompt.
+#[derive(JsonSchema)]
+struct Rendering {
+    /// End the prompt with the beginning of the assistant's answer; true unless the final message is continued.
+    add_generation_prompt: Option<bool>,
+    /// The answer continues the last message.
+    continue_final_message: Option<bool>,
+    /// Further variables for the chat template.
+    chat_template_kwargs: Option<Map<String, Value>>,
+    /// Functions that the model may call. Rejected if the model's chat template does not show tools.
+    #[schemars(length(max = TOOLS_MAX))]
+    tools: Option<Vec<Tool>>,
+    /// Whether the model may call functions; the default is auto. With `required` the answer consists of calls
+    /// only, whose arguments match their schemas. A named function yields one call, and `finish_reason` is `stop`.
+    tool_choice: Option<ToolChoice>,
+    /// With false the answer ends after its first call; the default is true.
+    parallel_tool_calls: Option<bool>,
 }
 
-fn regex() -> Value {
-    json!({"type": "string", "maxLength": grammar::limits::REGEX_BYTES_MAX})
+#[derive(JsonSchema)]
+struct ChatCompletionRequest {
+    #[serde(flatten)]
+    generation: Generation,
+    #[serde(flatten)]
+    rendering: Rendering,
+    /// The conversation.
+    #[schemars(length(min = 1))]
+    messages: Vec<Message>,
+    /// Maximum number of generated tokens; the default is the rest of the model's context.
+    #[schemars(range(min = *TOKENS.start(), max = *TOKENS.end()))]
+    max_completion_tokens: Option<u32>,
+    /// Older name of `max_completion_tokens`.
+    #[schemars(range(min = *TOKENS.start(), max = *TOKENS.end()))]
+    max_tokens: Option<u32>,
+    /// Show log-probabilities.
+    logprobs: Option<bool>,
+    /// Number of top tokens; only with `logprobs`.
+    #[schemars(range(min = *LOGPROBS.start(), max = *LOGPROBS.end()))]
+    top_logprobs: Option<u32>,
+    /// The chat template adds special tokens.
+    #[schemars(extend("enum" = [false, null]))]
+    add_special_tokens: Option<Value>,
 }
 
-/// An unsupported field; only the values that disable it are valid.
-fn off(values: &[Value]) -> Value {
-    json!({"enum": values})
+#[derive(JsonSchema)]
+struct CompletionRequest {
+    #[serde(flatten)]
+    generation: Generation,
+    /// A text or token ids, or a list of either.
+    prompt: Prompt,
+    /// Maximum number of generated tokens; the default is 16.
+    #[schemars(range(min = *TOKENS.start(), max = *TOKENS.end()))]
+    max_tokens: Option<u32>,
+    /// Return log-probabilities of this number of top tokens.
+    #[schemars(range(min = *LOGPROBS.start(), max = *LOGPROBS.end()))]
+    logprobs: Option<u32>,
+    /// Add the model's special tokens around the prompt; the default is true.
+    add_special_tokens: Option<bool>,
 }
 
-const NOT_SUPPORTED: &str = "Not supported: other values are rejected.";
-
-fn common() -> Vec<Field> {
-    let seed =
-        json!({"type": "integer", "minimum": *SEED.start() as i64, "maximum": *SEED.end() as u64});
-    let top_k = json!({"type": "integer", "minimum": *TOP_K.start() as i64, "maximum": *TOP_K.end() as i64});
-    let stop = json!({"anyOf": [
-        {"type": "string", "minLength": 1, "maxLength": text::STOP_STRING_BYTES_MAX},
-        {"type": "array", "maxItems": text::STOP_STRINGS_MAX,
-            "items": {"type": "string", "minLength": 1, "maxLength": text::STOP_STRING_BYTES_MAX}},
-    ]});
-    let stream_options = json!({"type": "object", "properties": {
-        "include_usage": {"type": ["boolean", "null"], "description": "Send the usage in a last chunk."},
-        "continuous_usage_stats": {"type": ["boolean", "null"],
-            "description": "Send the usage so far in every chunk."},
-    }});
-    let response_format = json!({"anyOf": [
-        {"type": "object", "required": ["type"],
-            "properties": {"type": {"enum": ["text", "json_object"]}}},
-        {"type": "object", "required": ["type", "json_schema"], "properties": {
-            "type": {"const": "json_schema"},
-            "json_schema": {"type": "object", "required": ["schema"],
-                "properties": {"schema": schema()}},
-        }},
-    ]});
-    let schema_or_text = || json!({"anyOf": [schema(), {"type": "string"}]});
-    let structured_outputs = json!({"type": "object", "additionalProperties": false, "properties": {
-        "json": nullable(schema_or_text()),
-        "regex": nullable(regex()),
-        "json_object": nullable(boolean()),
-    }});
-    let stop_token_ids =
-        json!({"type": "array", "maxItems": STOP_TOKENS_MAX, "items": count(0..=u32::MAX)});
-    let salt = json!({"type": "string", "maxLength": CACHE_SALT_BYTES_MAX});
-    let mut fields = vec![
-        (
-            "model",
-            string(),
-            "Name or alias of a model; without the field the default model answers.",
-        ),
-        ("n", count(CHOICES), "Answers to the prompt."),
-        ("best_of", count(CHOICES), "Allowed: `n`."),
-        ("stream", boolean(), "Stream the answer as server-sent events."),
-        ("stream_options", stream_options, "Only with `stream`."),
-        ("return_token_ids", boolean(), "Return the token ids of prompt and answer."),
-        ("min_tokens", count(0..=*TOKENS.end()), "Minimum number of generated tokens."),
-        ("temperature", number(TEMPERATURE), "0 means greedy decoding; the default is 1."),
-        ("top_p", number(TOP_P), "1 keeps every token."),
-        ("top_k", top_k, "0 and -1 keep all tokens."),
-        ("min_p", number(MIN_P), "0 keeps every token."),
-        ("seed", seed, "Requests with equal seeds sample equally."),
-        ("repetition_penalty", number(REPETITION_PENALTY), "1 has no effect."),
-        ("presence_penalty", number(PENALTY), "0 changes nothing."),
-        ("frequency_penalty", number(PENALTY), "0 changes nothing."),
-        ("stop", stop, "Texts that end the answer."),
-        ("include_stop_str_in_output", boolean(), "Include the stop text in the answer."),
-        (
-            "skip_special_tokens",
-            boolean(),
-            "Omit special tokens from the text; the default is true.",
-        ),
-        ("stop_token_ids", stop_token_ids, "Tokens that end the answer."),
-        ("ignore_eos", boolean(), "Continue after the model's end tokens."),
-        ("cache_salt", salt, "Only prompts with the same salt share cached KV."),
-        ("response_format", response_format, "Format of the whole answer."),
-        ("regex", regex(), "Regular expression that the whole answer matches."),
-        ("guided_regex", regex(), "As `regex`."),
-        ("guided_json", schema_or_text(), "Same as `response_format` with a schema."),
-        ("structured_outputs", structured_outputs, "One of these."),
-    ];
-    let empty_list = || off(&[json!([])]);
-    let empty = || off(&[json!({})]);
-    let only_false = || off(&[json!(false)]);
-    fields.extend([
-        ("logit_bias", empty(), NOT_SUPPORTED),
-        ("bad_words", empty_list(), NOT_SUPPORTED),
-        ("allowed_token_ids", empty_list(), NOT_SUPPORTED),
-        ("use_beam_search", only_false(), NOT_SUPPORTED),
-        ("length_penalty", off(&[json!(1)]), NOT_SUPPORTED),
-        ("prompt_logprobs", off(&[]), NOT_SUPPORTED),
-        ("logprob_token_ids", empty_list(), NOT_SUPPORTED),
-        ("truncate_prompt_tokens", off(&[]), NOT_SUPPORTED),
-        ("guided_choice", empty_list(), NOT_SUPPORTED),
-        ("guided_grammar", off(&[]), NOT_SUPPORTED),
-        ("return_tokens_as_token_ids", only_false(), NOT_SUPPORTED),
-        ("prompt_embeds", off(&[]), NOT_SUPPORTED),
-        ("echo", only_false(), NOT_SUPPORTED),
-        ("thinking_token_budget", off(&[json!(-1)]), NOT_SUPPORTED),
-    ]);
-    fields
+#[derive(JsonSchema)]
+#[schemars(inline)]
+#[serde(untagged)]
+enum Prompt {
+    Text(String),
+    Texts(#[schemars(length(min = 1))] Vec<String>),
+    Tokens(#[schemars(length(min = 1), inner(range(max = u32::MAX)))] Vec<u32>),
+    TokenLists(#[schemars(length(min = 1), inner(inner(range(max = u32::MAX))))] Vec<Vec<u32>>),
 }
 
-/// Fields for rendering a conversation into a prompt.
-fn conversation() -> Vec<Field> {
-    let tools = json!({"type": "array", "maxItems": TOOLS_MAX, "items": super::reference("Tool")});
-    let messages = json!({"type": "array", "minItems": 1, "items": super::reference("Message")});
-    vec![
-        ("messages", messages, "The conversation."),
-        (
-            "add_generation_prompt",
-            boolean(),
-            "End the prompt with the beginning of the assistant's answer; true unless the final \
-             message is continued.",
-        ),
-        ("continue_final_message", boolean(), "The answer continues the last message."),
-        (
-            "chat_template_kwargs",
-            json!({"type": "object"}),
-            "Further variables for the chat template.",
-        ),
-        (
-            "tools",
-            tools,
-            "Functions that the model may call. Rejected if the model's chat template does not \
-             show tools.",
-        ),
-        (
-            "tool_choice",
-            tool_choice(),
-            "Whether the model may call functions; the default is auto. With `required` the answer consists of \
-             calls only, whose arguments match their schemas. A named function yields one call, and \
-             `finish_reason` is `stop`.",
-        ),
-        (
-            "parallel_tool_calls",
-            boolean(),
-            "With false the answer ends after its first call; the default is true.",
-        ),
-    ]
+#[derive(JsonSchema)]
+#[schemars(extend("anyOf" = [{"required": ["prompt"]}, {"required": ["messages"]}]))]
+struct TokenizeRequest {
+    #[serde(flatten)]
+    rendering: Rendering,
+    /// Name or alias of a model; without the field the default model answers.
+    model: Option<String>,
+    /// A text.
+    prompt: Option<String>,
+    /// The conversation.
+    #[schemars(length(min = 1))]
+    messages: Option<Vec<Message>>,
+    /// Show each token's text.
+    return_token_strs: Option<bool>,
+    /// Add the model's special tokens; the default is true. Chat templates add their own: only false beside
+    /// messages.
+    add_special_tokens: Option<bool>,
 }
 
-fn chat() -> Vec<Field> {
-    let mut fields = conversation();
-    fields.extend([
-        (
-            "max_completion_tokens",
-            count(TOKENS),
-            "Maximum number of generated tokens; the default is the rest of the model's context.",
-        ),
-        ("max_tokens", count(TOKENS), "Older name of `max_completion_tokens`."),
-        ("logprobs", boolean(), "Show log-probabilities."),
-        ("top_logprobs", count(LOGPROBS), "Number of top tokens; only with `logprobs`."),
-        ("add_special_tokens", off(&[json!(false)]), "The chat template adds special tokens."),
-        ("functions", off(&[json!([])]), NOT_SUPPORTED),
-        ("audio", off(&[]), NOT_SUPPORTED),
-        ("chat_template", off(&[]), NOT_SUPPORTED),
-        ("documents", off(&[json!([])]), NOT_SUPPORTED),
-        ("modalities", off(&[json!(["text"])]), NOT_SUPPORTED),
-    ]);
-    fields
+#[derive(JsonSchema)]
+struct DetokenizeRequest {
+    /// Name or alias of a model; without the field the default model answers.
+    model: Option<String>,
+    /// Token ids.
+    #[schemars(inner(range(max = u32::MAX)))]
+    tokens: Vec<u32>,
 }
 
-fn completion() -> Vec<Field> {
-    let prompt = json!({"anyOf": [
-        {"type": "string"},
-        {"type": "array", "minItems": 1, "items": {"type": "string"}},
-        {"type": "array", "minItems": 1, "items": count(0..=u32::MAX)},
-        {"type": "array", "minItems": 1, "items": token_ids()},
-    ]});
-    vec![
-        ("prompt", prompt, "A text or token ids, or a list of either."),
-        ("max_tokens", count(TOKENS), "Maximum number of generated tokens; the default is 16."),
-        ("logprobs", count(LOGPROBS), "Return log-probabilities of this number of top tokens."),
-        (
-            "add_special_tokens",
-            boolean(),
-            "Add the model's special tokens around the prompt; the default is true.",
-        ),
-        ("suffix", off(&[json!("")]), NOT_SUPPORTED),
-    ]
+/// Further fields are passed to the chat template.
+#[derive(JsonSchema)]
+struct Message {
+    #[schemars(extend("enum" = ["system", "developer", "user", "assistant", "tool", "function", "ipython"]))]
+    role: String,
+    content: Option<Content>,
+    /// Name for chat templates that use it.
+    name: Option<Value>,
 }
 
-fn tokenize() -> Vec<Field> {
-    let mut fields = vec![
-        (
-            "model",
-            string(),
-            "Name or alias of a model; without the field the default model answers.",
-        ),
-        ("prompt", string(), "A text."),
-        ("return_token_strs", boolean(), "Show each token's text."),
-        (
-            "add_special_tokens",
-            boolean(),
-            "Add the model's special tokens; the default is true. Chat templates add their own: \
-             only false beside messages.",
-        ),
-    ];
-    fields.extend(conversation());
-    fields
+#[derive(JsonSchema)]
+#[schemars(inline)]
+#[serde(untagged)]
+enum Content {
+    Text(String),
+    Parts(Vec<ContentPart>),
 }
 
-fn detokenize() -> Vec<Field> {
-    vec![
-        (
-            "model",
-            string(),
-            "Name or alias of a model; without the field the default model answers.",
-        ),
-        ("tokens", token_ids(), "Token ids."),
-    ]
+#[derive(JsonSchema)]
+#[schemars(inline)]
+#[serde(untagged)]
+enum ContentPart {
+    Text(String),
+    Object {
+        #[schemars(extend("const" = "text"))]
+        r#type: Option<Value>,
+        text: String,
+    },
 }
 
-fn tool() -> Value {
-    let function = json!({
-        "type": "object",
-        "required": ["name"],
-        "properties": {
-            "name": {"type": "string", "minLength": 1, "maxLength": NAME_BYTES_MAX},
-            "description": {"type": ["string", "null"]},
-            "parameters": {"type": ["object", "null"], "description": "A JSON schema."},
-            "strict": {"type": ["boolean", "null"],
-                "description": "With true a call's arguments match their schema, also where the model \
-                                decides whether it calls."},
-        },
-    });
-    json!({
-        "type": "object",
-        "required": ["type", "function"],
-        "properties": {"type": {"const": "function"}, "function": function},
-    })
+#[derive(JsonSchema)]
+struct Tool {
+    #[schemars(extend("const" = "function"))]
+    r#type: String,
+    function: Function,
 }
 
-fn tool_choice() -> Value {
-    let function = json!({"type": "object", "required": ["name"],
-        "properties": {"name": {"type": "string"}}});
-    json!({"anyOf": [
-        {"enum": ["auto", "none", "required"]},
-        {"type": "object", "required": ["type", "function"],
-            "properties": {"type": {"const": "function"}, "function": function}},
-    ]})
+#[derive(JsonSchema)]
+#[schemars(inline)]
+struct Function {
+    #[schemars(length(min = 1, max = NAME_BYTES_MAX))]
+    name: String,
+    description: Option<String>,
+    /// A JSON schema.
+    parameters: Option<Map<String, Value>>,
+    /// With true a call's arguments match their schema, also where the model decides whether it calls.
+    strict: Option<bool>,
 }
 
-fn message() -> Value {
-    let part = json!({"anyOf": [
-        {"type": "string"},
-        {"type": "object", "required": ["text"],
-            "properties": {"type": {"const": "text"}, "text": {"type": "string"}}},
-    ]});
-    json!({
-        "type": "object",
-        "required": ["role"],
-        "properties": {
-            "role": {"enum": ["system", "developer", "user", "assistant", "tool", "function", "ipython"]},
-            "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": part}, {"type": "null"}]},
-            "name": {"description": "Name for chat templates that use it."},
-        },
-        "description": "Further fields are passed to the chat template.",
-    })
+#[derive(JsonSchema)]
+#[schemars(inline)]
+#[serde(untagged)]
+enum ToolChoice {
+    Mode(#[schemars(extend("enum" = ["auto", "none", "required"]))] String),
+    Function {
+        #[schemars(extend("const" = "function"))]
+        r#type: String,
+        function: FunctionName,
+    },
+}
+
+#[derive(JsonSchema)]
+#[schemars(inline)]
+struct FunctionName {
+    name: String,
 }

@@ -4,7 +4,7 @@ use schemars::{JsonSchema, Schema, SchemaGenerator, generate::SchemaSettings};
 use serde_json::{Map, Value, json};
 
 use crate::http::{
-    service::Health,
+    info::Health,
     wire::{
         ChatChoice, ChatChunkChoice, Completion, Detokenized, ErrorBody, ModelList, TextChoice,
         Tokenized,

@@ -1,21 +1,28 @@
-//! Fields that chat and completion requests share.
+//! Fields of a request to `/v1/chat/completions` or `/v1/completions`.
 
 use serde::Deserialize;
+use serde_json::{Map, Value};
 
-use super::{fields::Fields, grammar_field};
+use super::{
+    fields::Fields,
+    grammar_field,
+    prompt_field::{Prompt, prompts},
+    tools,
+};
 use crate::{
     front::Front,
-    models::NamedModel,
+    front::NamedModel,
     request::{
-        cache_salt::check_salt,
-        error::{FieldError, RequestError},
+        error::{FieldError, RequestError, refused},
         options::{
-            CHOICES, DefaultLength, MIN_P, Options, PENALTY, REPETITION_PENALTY, SEED,
-            STOP_TOKENS_MAX, TEMPERATURE, TOKENS, TOP_K, TOP_P,
+            CHOICES, COMPLETION_TOKENS_DEFAULT, DefaultLength, LOGPROBS, MIN_P, Options, PENALTY,
+            REPETITION_PENALTY, SEED, STOP_TOKENS_MAX, TEMPERATURE, TOKENS, TOP_K, TOP_P,
+            check_salt,
         },
-        text_workers::PromptSource,
+        text_workers::{ChatSource, PromptSource, check_variables},
         tools::OfferedTools,
     },
+    request_driver::GenerationFields,
 };
 
 /// Delivery of the answer.
@@ -29,9 +36,12 @@ pub struct Delivery {
     pub token_ids: bool,
 }
 
-/// Unsupported fields of other servers that would change the answer, with the values that disable them. The
-/// router rejects other values instead of ignoring them.
-const UNSUPPORTED: [(&str, &[&str]); 14] = [
+/// An unsupported field, with the values (as JSON) that disable it.
+pub type Unsupported = (&'static str, &'static [&'static str]);
+
+/// Unsupported fields of other servers that would change the answer, in every request. The router rejects
+/// other values than the listed ones instead of ignoring them.
+pub const UNSUPPORTED: [Unsupported; 14] = [
     ("logit_bias", &["{}"]),
     ("bad_words", &["[]"]),
     ("allowed_token_ids", &["[]"]),
@@ -48,31 +58,13 @@ const UNSUPPORTED: [(&str, &[&str]); 14] = [
     ("thinking_token_budget", &["-1"]),
 ];
 
-/// Fields of a request's body, without the model.
-#[derive(Debug)]
-pub struct RequestFields {
-    pub prompts: Vec<PromptSource>,
-    /// Number of answers to each prompt.
-    pub choices: u32,
-    pub options: Options,
-    pub default_length: DefaultLength,
-    /// Name of the field that sets the length.
-    pub max_tokens_name: &'static str,
-    pub delivery: Delivery,
-    /// Tools that the model may call.
-    pub tools: Option<OfferedTools>,
-}
-
 /// Returns the model that a request names.
 pub fn named_model(fields: &Fields<'_>, front: &Front) -> Result<NamedModel, RequestError> {
     front.models.find(fields.string("model")?.as_deref())
 }
 
-pub fn check_unsupported(fields: &Fields<'_>) -> Result<(), FieldError> {
-    for (name, neutral) in UNSUPPORTED {
-        fields.unsupported(name, neutral)?;
-    }
-    Ok(())
+fn check_unsupported(fields: &Fields<'_>, all: &[Unsupported]) -> Result<(), FieldError> {
+    all.iter().try_for_each(|(name, neutral)| fields.unsupported(name, neutral))
 }
 
 pub fn delivery(fields: &Fields<'_>) -> Result<Delivery, FieldError> {
@@ -161,6 +153,119 @@ fn stop_token_ids(fields: &Fields<'_>) -> Result<Vec<u32>, FieldError> {
     Ok(ids)
 }
 
+/// Unsupported fields of chat requests.
+pub const CHAT_UNSUPPORTED: [Unsupported; 5] = [
+    ("functions", &["[]"]),
+    ("audio", &[]),
+    ("chat_template", &[]),
+    ("documents", &["[]"]),
+    ("modalities", &["[\"text\"]"]),
+];
+
+/// Unsupported fields of completion requests.
+pub const COMPLETION_UNSUPPORTED: [Unsupported; 1] = [("suffix", &["\"\""])];
+
+/// Reads the fields of `/v1/chat/completions`.
+pub fn read_chat(fields: &Fields<'_>) -> Result<(GenerationFields, Delivery), FieldError> {
+    check_unsupported(fields, &UNSUPPORTED)?;
+    check_unsupported(fields, &CHAT_UNSUPPORTED)?;
+    let mut options = options(fields)?;
+    let max_tokens = fields.count("max_tokens", TOKENS)?;
+    let max_completion_tokens = fields.count("max_completion_tokens", TOKENS)?;
+    options.max_tokens = max_completion_tokens.or(max_tokens);
+    let max_tokens_name = match max_completion_tokens {
+        Some(_) => "max_completion_tokens",
+        None => "max_tokens",
+    };
+    let wants_logprobs = fields.boolean("logprobs")?.unwrap_or(false);
+    let top_logprobs = fields.count("top_logprobs", LOGPROBS)?;
+    if let Some(count @ 1..) = top_logprobs.filter(|_| !wants_logprobs) {
+        let problem = format!("is {count}; allowed: only with logprobs true");
+        return Err(FieldError::new("top_logprobs", problem));
+    }
+    options.logprobs = wants_logprobs.then(|| top_logprobs.unwrap_or(0));
+
+    let tools = tools::read(fields)?;
+    let parsed = GenerationFields {
+        prompts: vec![PromptSource::Chat(chat_source(fields, tools.as_ref())?)],
+        choices: choices(fields)?,
+        options,
+        default_length: DefaultLength::Rest,
+        max_tokens_name,
+        tools,
+    };
+    Ok((parsed, delivery(fields)?))
+}
+
+/// Reads the conversation and its rendering options.
+pub fn chat_source(
+    fields: &Fields<'_>,
+    tools: Option<&OfferedTools>,
+) -> Result<ChatSource, FieldError> {
+    let allowed = "a list of messages, each with role and content";
+    let Some(text) = fields.raw("messages") else {
+        return Err(FieldError::new("messages", format!("is missing; allowed: {allowed}")));
+    };
+    let messages: Value =
+        serde_json::from_str(text).map_err(|_| refused("messages", text, allowed))?;
+    match messages.as_array() {
+        Some(messages) if !messages.is_empty() => {}
+        Some(_) => return Err(FieldError::new("messages", "is empty; allowed: at least one")),
+        None => return Err(refused("messages", text, allowed)),
+    }
+    let continue_final_message = fields.boolean("continue_final_message")?.unwrap_or(false);
+    let add_generation_prompt = fields.boolean("add_generation_prompt")?;
+    if continue_final_message && add_generation_prompt == Some(true) {
+        return Err(FieldError::new(
+            "continue_final_message",
+            "is true; allowed: only with add_generation_prompt false or left out",
+        ));
+    }
+    fields.unsupported("add_special_tokens", &["false"])?;
+    Ok(ChatSource {
+        messages,
+        tools: tools.map_or(Value::Null, |tools| tools.definitions.clone()),
+        add_generation_prompt: add_generation_prompt.unwrap_or(!continue_final_message),
+        continue_final_message,
+        template_kwargs: template_kwargs(fields)?,
+        bytes: [Some(text), fields.raw("chat_template_kwargs"), fields.raw("tools")]
+            .into_iter()
+            .flatten()
+            .map(str::len)
+            .sum(),
+    })
+}
+
+fn template_kwargs(fields: &Fields<'_>) -> Result<Map<String, Value>, FieldError> {
+    const NAME: &str = "chat_template_kwargs";
+    let variables = fields.value(NAME, "an object of template variables")?.unwrap_or_default();
+    check_variables(NAME, &variables)?;
+    Ok(variables)
+}
+
+/// Reads the fields of `/v1/completions`.
+pub fn read_completion(fields: &Fields<'_>) -> Result<(GenerationFields, Delivery), FieldError> {
+    check_unsupported(fields, &UNSUPPORTED)?;
+    check_unsupported(fields, &COMPLETION_UNSUPPORTED)?;
+    let add_special_tokens = fields.boolean("add_special_tokens")?.unwrap_or(true);
+    let source = |prompt| match prompt {
+        Prompt::Tokens(tokens) => PromptSource::Tokens(tokens),
+        Prompt::Text(text) => PromptSource::Text { text, add_special_tokens },
+    };
+    let mut options = options(fields)?;
+    options.max_tokens = fields.count("max_tokens", TOKENS)?;
+    options.logprobs = fields.count("logprobs", LOGPROBS)?;
+    let parsed = GenerationFields {
+        prompts: prompts(fields)?.into_iter().map(source).collect(),
+        choices: choices(fields)?,
+        options,
+        default_length: DefaultLength::Tokens(COMPLETION_TOKENS_DEFAULT),
+        max_tokens_name: "max_tokens",
+        tools: None,
+    };
+    Ok((parsed, delivery(fields)?))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -182,10 +287,10 @@ mod tests {
     #[test]
     fn unsupported_fields_are_refused_unless_they_are_off() {
         with(r#"{"logit_bias": {}, "echo": false, "unheard_of": 7}"#, |fields| {
-            assert_eq!(check_unsupported(fields), Ok(()));
+            assert_eq!(check_unsupported(fields, &UNSUPPORTED), Ok(()));
         });
         with(r#"{"echo": true}"#, |fields| {
-            let said = check_unsupported(fields).unwrap_err().to_string();
+            let said = check_unsupported(fields, &UNSUPPORTED).unwrap_err().to_string();
             assert_eq!(said, "echo is not supported; leave it out (it is true)");
         });
     }
@@ -227,5 +332,15 @@ mod tests {
             let delivery = delivery(fields).unwrap();
             assert!(delivery.stream && delivery.include_usage && !delivery.continuous_usage);
         });
+    }
+
+    #[test]
+    fn a_chats_template_variables_count_as_its_bytes() {
+        let long = "x".repeat(5000);
+        let messages = r#"[{"role":"user","content":"hi"}]"#;
+        let body =
+            format!(r#"{{"messages":{messages},"chat_template_kwargs":{{"system":"{long}"}}}}"#);
+        let chat = chat_source(&Fields::parse(body.as_bytes()).unwrap(), None).unwrap();
+        assert_eq!(chat.bytes, messages.len() + r#"{"system":""}"#.len() + 5000);
     }
 }
