@@ -9,7 +9,7 @@ use std::{
     },
 };
 
-use telemetry::{RouterMetrics, metrics::WaitingRequest};
+use telemetry::{RouterMetrics, metrics::InFlightRequest};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, oneshot, watch};
 
 use crate::request_core::TurnQueue;
@@ -193,7 +193,7 @@ pub struct Waiting {
     turns: Arc<Mutex<Turns>>,
     queued: Option<Queued>,
     _place: Place,
-    _counted: WaitingRequest,
+    _counted: InFlightRequest,
 }
 
 impl Waiting {

@@ -9,7 +9,7 @@ use std::{
 };
 
 use proto::{ids::RequestId, v1::FinishReason};
-use telemetry::metrics::{AttemptEnd, FinishedRequest, RunningRequest, Operation, RequestEnd};
+use telemetry::metrics::{AttemptEnd, FinishedRequest, InFlightRequest, Operation, RequestEnd};
 use tracing::Span;
 
 use crate::{
@@ -39,7 +39,7 @@ pub struct RequestRecord {
     span: Span,
     /// The connection that the request arrived on.
     connection: ConnectionEnd,
-    _running: RunningRequest,
+    _running: InFlightRequest,
 }
 
 #[derive(Default)]

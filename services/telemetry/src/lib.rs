@@ -13,8 +13,6 @@
 
 #![forbid(unsafe_code)]
 
-mod export_health;
-mod log_writer;
 mod logs;
 pub mod metrics;
 pub mod propagation;
@@ -25,14 +23,14 @@ use std::time::Duration;
 
 use opentelemetry_sdk::trace::SdkTracerProvider;
 use tracing::Dispatch;
-use tracing_subscriber::{Layer, Registry, layer::SubscriberExt};
+use tracing_subscriber::{Registry, layer::SubscriberExt};
 
 pub use config::LogFormat;
-pub use log_writer::LogSink;
+pub use logs::LogSink;
 pub use metrics::{Metrics, NodeMetrics, RouterMetrics};
 pub use server::MetricsServer;
 
-use crate::{export_health::ExportHealth, log_writer::LogWriter, metrics::Meters};
+use crate::{logs::LogWriter, metrics::Meters, traces::ExportHealth};
 
 /// Settings of logs, traces and metrics.
 #[derive(Clone, Debug)]
@@ -106,9 +104,7 @@ impl Telemetry {
         let meters = Meters::new(channel, &resource)?;
         let (log_writer, log_queue) = LogWriter::start(config.log_sink.clone());
         let logs = logs::layer(config, log_queue)?;
-        let subscriber = Registry::default()
-            .with(logs)
-            .with(traces::layer(&tracer).with_filter(traces::filter()));
+        let subscriber = Registry::default().with(logs).with(traces::layer(&tracer));
         Ok(Self { dispatch: Dispatch::new(subscriber), tracer, export_health, meters, log_writer })
     }
 

@@ -19,11 +19,6 @@ use tracing_opentelemetry::OpenTelemetrySpanExt;
 
 const TRACEPARENT: &str = "traceparent";
 
-/// Returns the `traceparent` of the current span; empty outside of any span.
-pub fn current_traceparent() -> String {
-    traceparent(&Span::current())
-}
-
 /// Returns the `traceparent` of a span, for messages that are plain structs; empty for a disabled span.
 pub fn traceparent(span: &Span) -> String {
     let mut fields = HashMap::new();
@@ -36,11 +31,6 @@ pub fn traceparent(span: &Span) -> String {
 pub fn set_parent(span: &Span, traceparent: &str) {
     let fields = HashMap::from([(TRACEPARENT.to_owned(), traceparent.to_owned())]);
     adopt(span, &fields);
-}
-
-/// Writes `traceparent` (and `tracestate`) of a span into HTTP headers.
-pub fn inject_http(span: &Span, headers: &mut HeaderMap) {
-    TraceContextPropagator::new().inject_context(&span.context(), &mut Headers(headers));
 }
 
 /// Sets the client's span as the parent of `span`, which must not have been entered yet.
@@ -56,13 +46,6 @@ pub fn inject_grpc(span: &Span, metadata: &mut MetadataMap) {
 /// Sets the caller's span as the parent of `span`, which must not have been entered yet.
 pub fn set_parent_from_grpc(span: &Span, metadata: &MetadataMap) {
     adopt(span, &ReadHeaders(metadata.as_ref()));
-}
-
-/// Returns the trace id as 32 hex digits, for logs; `None` for a disabled span.
-pub fn trace_id(span: &Span) -> Option<String> {
-    let context = span.context();
-    let span_context = context.span().span_context().clone();
-    span_context.is_valid().then(|| span_context.trace_id().to_string())
 }
 
 fn adopt(span: &Span, fields: &dyn Extractor) {

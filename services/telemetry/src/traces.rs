@@ -1,22 +1,26 @@
 //! Export of spans as OpenTelemetry traces.
 
-use std::time::{Duration, Instant};
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::{Duration, Instant},
+};
 
 use opentelemetry::{KeyValue, trace::TracerProvider};
-use opentelemetry_otlp::{SpanExporter, WithExportConfig, WithTonicConfig};
-use opentelemetry_sdk::trace::{
-    BatchConfigBuilder, BatchSpanProcessor, Sampler, SdkTracer, SdkTracerProvider,
+use opentelemetry_otlp::{WithExportConfig, WithTonicConfig};
+use opentelemetry_sdk::{
+    error::OTelSdkResult,
+    trace::{
+        BatchConfigBuilder, BatchSpanProcessor, Sampler, SdkTracerProvider, SpanData, SpanExporter,
+    },
 };
 use tonic::transport::{Channel, Endpoint};
 use tracing::{Subscriber, level_filters::LevelFilter};
-use tracing_opentelemetry::OpenTelemetryLayer;
-use tracing_subscriber::registry::LookupSpan;
+use tracing_subscriber::{Layer, registry::LookupSpan};
 
-use crate::{
-    Resource, TelemetryError,
-    export_health::{ExportHealth, Watched},
-    metrics::Meters,
-};
+use crate::{Resource, TelemetryError, metrics::Meters};
 
 /// A collector on the same machine or network that is slower than this counts as unreachable.
 const EXPORT_TIMEOUT: Duration = Duration::from_secs(2);
@@ -60,7 +64,7 @@ pub(crate) fn provider(
         let pass_through = Sampler::ParentBased(Box::new(Sampler::AlwaysOff));
         return Ok(builder.with_sampler(pass_through).build());
     };
-    let exporter = SpanExporter::builder()
+    let exporter = opentelemetry_otlp::SpanExporter::builder()
         .with_tonic()
         .with_channel(channel)
         .with_timeout(EXPORT_TIMEOUT)
@@ -74,16 +78,15 @@ pub(crate) fn provider(
         .with_max_export_batch_size(512)
         .with_scheduled_delay(EXPORT_INTERVAL)
         .build();
-    let processor = BatchSpanProcessor::builder(Watched::new(exporter, health))
-        .with_batch_config(batch)
-        .build();
+    let processor =
+        BatchSpanProcessor::builder(Watched { exporter, health }).with_batch_config(batch).build();
     Ok(builder
         .with_sampler(Sampler::ParentBased(Box::new(Sampler::AlwaysOn)))
         .with_span_processor(processor)
         .build())
 }
 
-pub(crate) fn layer<S>(provider: &SdkTracerProvider) -> OpenTelemetryLayer<S, SdkTracer>
+pub(crate) fn layer<S>(provider: &SdkTracerProvider) -> impl Layer<S>
 where
     S: Subscriber + for<'a> LookupSpan<'a>,
 {
@@ -93,11 +96,8 @@ where
         .with_threads(false)
         .with_tracked_inactivity(false)
         .with_context_activation(false)
-}
-
-/// Stages of a request are spans at `info`; libraries use `debug` and `trace`.
-pub(crate) fn filter() -> LevelFilter {
-    LevelFilter::INFO
+        // Stages of a request are spans at `info`; libraries use `debug` and `trace`.
+        .with_filter(LevelFilter::INFO)
 }
 
 /// Flushes on a thread of its own, because flushing blocks for seconds when the collector is
@@ -111,7 +111,9 @@ pub(crate) async fn shutdown(
     let began = Instant::now();
     let (done, finished) = tokio::sync::oneshot::channel();
     let flush = move || {
-        let outcome = tracer.shutdown_with_timeout(deadline).and(meters.shutdown(deadline));
+        let outcome = tracer
+            .shutdown_with_timeout(deadline)
+            .and(meters.provider.shutdown_with_timeout(deadline));
         let _ = done.send(outcome);
     };
     let thread = std::thread::Builder::new()
@@ -127,7 +129,7 @@ pub(crate) async fn shutdown(
             // The thread has sent its outcome or panicked, so that joining does not block.
             let panicked = thread.join().is_err();
             let reason = match outcome {
-                Ok(Ok(())) if health.is_failing() => {
+                Ok(Ok(())) if health.0.load(Ordering::Relaxed) => {
                     "the collector was unreachable at the end: the last spans are lost".into()
                 }
                 Ok(Ok(())) if !panicked => return Ok(()),
@@ -136,5 +138,43 @@ pub(crate) async fn shutdown(
             };
             Err(TelemetryError::Shutdown { reason })
         }
+    }
+}
+
+/// Result of the last export, shared with the shutdown.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct ExportHealth(Arc<AtomicBool>);
+
+/// Exporter that logs once when the collector stops accepting spans, and once when it accepts them again.
+#[derive(Debug)]
+struct Watched<E> {
+    exporter: E,
+    health: ExportHealth,
+}
+
+impl<E: SpanExporter> SpanExporter for Watched<E> {
+    async fn export(&self, batch: Vec<SpanData>) -> OTelSdkResult {
+        let outcome = self.exporter.export(batch).await;
+        let was_failing = self.health.0.swap(outcome.is_err(), Ordering::Relaxed);
+        match &outcome {
+            Err(error) if !was_failing => {
+                tracing::warn!(%error, "cannot send traces to telemetry.otlp; spans are dropped");
+            }
+            Ok(()) if was_failing => tracing::info!("telemetry.otlp accepts traces again"),
+            _ => {}
+        }
+        outcome
+    }
+
+    fn shutdown_with_timeout(&self, timeout: Duration) -> OTelSdkResult {
+        self.exporter.shutdown_with_timeout(timeout)
+    }
+
+    fn force_flush(&self) -> OTelSdkResult {
+        self.exporter.force_flush()
+    }
+
+    fn set_resource(&mut self, resource: &opentelemetry_sdk::Resource) {
+        self.exporter.set_resource(resource);
     }
 }

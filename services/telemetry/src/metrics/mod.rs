@@ -6,13 +6,34 @@
 //!
 //! Cardinality is bounded by construction: every attribute is an enum or a constant of the process.
 
+/// Declares an enum whose variants are values of a metric's label.
+macro_rules! labels {
+    ($(#[$meta:meta])* pub enum $name:ident {
+        $($(#[$variant_meta:meta])* $variant:ident = $label:literal,)+
+    }) => {
+        $(#[$meta])*
+        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+        pub enum $name {
+            $($(#[$variant_meta])* $variant,)+
+        }
+
+        impl $name {
+            pub fn as_str(self) -> &'static str {
+                match self {
+                    $(Self::$variant => $label,)+
+                }
+            }
+        }
+    };
+}
+
 mod alias;
 mod node;
 mod router;
 
 use std::time::Duration;
 
-use opentelemetry::metrics::{Meter, MeterProvider};
+use opentelemetry::metrics::{Counter, Gauge, Histogram, Meter, MeterProvider};
 use opentelemetry_otlp::{MetricExporter, WithExportConfig, WithTonicConfig};
 use opentelemetry_sdk::metrics::{PeriodicReader, SdkMeterProvider};
 use prometheus::{Registry, TextEncoder};
@@ -24,8 +45,7 @@ pub use node::{
     LoadStats, NodeMetrics, SequenceEnd, StepDispatch, StepStats, TransferEnd, TransferSide,
 };
 pub use router::{
-    AttemptEnd, FinishedRequest, Operation, RequestEnd, RouterMetrics, RunningRequest,
-    WaitingRequest,
+    AttemptEnd, FinishedRequest, InFlightRequest, Operation, RequestEnd, RouterMetrics,
 };
 
 /// Dashboards rarely resolve less.
@@ -60,7 +80,7 @@ const HOST_SECONDS: [f64; 13] = [
 
 /// Owns the two readers.
 pub(crate) struct Meters {
-    provider: SdkMeterProvider,
+    pub(crate) provider: SdkMeterProvider,
     registry: Registry,
 }
 
@@ -69,13 +89,12 @@ impl Meters {
         channel: Option<Channel>,
         resource: &Resource,
     ) -> Result<Self, TelemetryError> {
-        let failed = |reason: String| TelemetryError::Metrics { reason };
         let registry = Registry::new();
         let prometheus = opentelemetry_prometheus::exporter()
             .with_registry(registry.clone())
             .scope_info_enabled(false)
             .build()
-            .map_err(|error| failed(error.to_string()))?;
+            .map_err(metrics_failed)?;
         let mut builder = SdkMeterProvider::builder()
             .with_resource(otel_resource(resource))
             .with_reader(prometheus);
@@ -85,7 +104,7 @@ impl Meters {
                 .with_channel(channel)
                 .with_timeout(PUSH_TIMEOUT)
                 .build()
-                .map_err(|error| failed(error.to_string()))?;
+                .map_err(metrics_failed)?;
             let push = PeriodicReader::builder(exporter).with_interval(PUSH_INTERVAL).build();
             builder = builder.with_reader(push);
         }
@@ -95,13 +114,10 @@ impl Meters {
     pub(crate) fn metrics(&self) -> Metrics {
         Metrics { meter: self.provider.meter("baton"), registry: self.registry.clone() }
     }
+}
 
-    pub(crate) fn shutdown(
-        &self,
-        deadline: Duration,
-    ) -> Result<(), opentelemetry_sdk::error::OTelSdkError> {
-        self.provider.shutdown_with_timeout(deadline)
-    }
+fn metrics_failed(error: impl ToString) -> TelemetryError {
+    TelemetryError::Metrics { reason: error.to_string() }
 }
 
 /// Creates instruments and renders their values.
@@ -116,6 +132,19 @@ impl Metrics {
     /// bounded.
     pub fn meter(&self) -> &Meter {
         &self.meter
+    }
+
+    fn seconds(&self, name: &'static str, about: &'static str, bounds: &[f64]) -> Histogram<f64> {
+        let histogram = self.meter.f64_histogram(name).with_unit("s").with_description(about);
+        histogram.with_boundaries(bounds.to_vec()).build()
+    }
+
+    fn counter(&self, name: &'static str, about: &'static str) -> Counter<u64> {
+        self.meter.u64_counter(name).with_description(about).build()
+    }
+
+    fn gauge(&self, name: &'static str, about: &'static str) -> Gauge<u64> {
+        self.meter.u64_gauge(name).with_description(about).build()
     }
 
     /// Renders every instrument and alias in Prometheus' text format 0.0.4.

@@ -9,70 +9,42 @@ use opentelemetry::{
 
 use super::{FIRST_TOKEN_SECONDS, HOST_SECONDS, MASK_SECONDS, Metrics, STEP_SECONDS};
 
-/// Outcome of a sequence at this node.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum SequenceEnd {
-    Stop,
-    Length,
-    /// The prefill node sampled token 0 and transferred the KV.
-    HandedOver,
-    /// The router dropped the stream.
-    Cancelled,
-    Busy,
-    TransferFailed,
-    Deadline,
-    Invalid,
-    SlowReader,
-    Internal,
-}
-
-impl SequenceEnd {
-    pub fn as_str(self) -> &'static str {
-        match self {
-            Self::Stop => "stop",
-            Self::Length => "length",
-            Self::HandedOver => "handed_over",
-            Self::Cancelled => "cancelled",
-            Self::Busy => "busy",
-            Self::TransferFailed => "transfer_failed",
-            Self::Deadline => "deadline",
-            Self::Invalid => "invalid",
-            Self::SlowReader => "slow_reader",
-            Self::Internal => "internal",
-        }
+labels! {
+    /// Outcome of a sequence at this node.
+    pub enum SequenceEnd {
+        Stop = "stop",
+        Length = "length",
+        /// The prefill node sampled token 0 and transferred the KV.
+        HandedOver = "handed_over",
+        /// The router dropped the stream.
+        Cancelled = "cancelled",
+        Busy = "busy",
+        TransferFailed = "transfer_failed",
+        Deadline = "deadline",
+        Invalid = "invalid",
+        SlowReader = "slow_reader",
+        Internal = "internal",
     }
 }
 
-/// Side of a transfer that this node has.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum TransferSide {
-    Sender,
-    Receiver,
+labels! {
+    /// Side of a transfer that this node has.
+    pub enum TransferSide {
+        Sender = "sender",
+        Receiver = "receiver",
+    }
 }
 
-/// Outcome of a transfer.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum TransferEnd {
-    Complete,
-    Aborted,
-    PeerLost,
-    Damaged,
-    Deadline,
-    Refused,
-    Protocol,
-}
-
-impl TransferEnd {
-    pub fn as_str(self) -> &'static str {
-        match self {
-            Self::Complete => "complete",
-            Self::Aborted => "aborted",
-            Self::PeerLost => "peer_lost",
-            Self::Damaged => "damaged",
-            Self::Deadline => "deadline",
-            Self::Refused => "refused",
-            Self::Protocol => "protocol",
-        }
+labels! {
+    /// Outcome of a transfer.
+    pub enum TransferEnd {
+        Complete = "complete",
+        Aborted = "aborted",
+        PeerLost = "peer_lost",
+        Damaged = "damaged",
+        Deadline = "deadline",
+        Refused = "refused",
+        Protocol = "protocol",
     }
 }
 
@@ -117,7 +89,7 @@ pub struct StepStats {
 }
 
 /// The instruments of a node. Cheap to clone.
-#[derive(Clone)]
+#[derive(Clone, Debug)]
 pub struct NodeMetrics {
     model: KeyValue,
     sequences: Gauge<u64>,
@@ -150,111 +122,91 @@ pub struct NodeMetrics {
     transfer_duration: Histogram<f64>,
 }
 
-impl std::fmt::Debug for NodeMetrics {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("NodeMetrics").field("model", &self.model).finish_non_exhaustive()
-    }
-}
-
 impl NodeMetrics {
     /// Creates the instruments for a model by its served name.
-    pub fn new(metrics: &Metrics, model: &str) -> Self {
-        let meter = metrics.meter();
-        let seconds = |name: &'static str, description: &'static str, bounds: &[f64]| {
-            meter
-                .f64_histogram(name)
-                .with_unit("s")
-                .with_description(description)
-                .with_boundaries(bounds.to_vec())
-                .build()
-        };
-        let counter = |name: &'static str, description: &'static str| {
-            meter.u64_counter(name).with_description(description).build()
-        };
-        let gauge = |name: &'static str, description: &'static str| {
-            meter.u64_gauge(name).with_description(description).build()
-        };
+    pub fn new(factory: &Metrics, model: &str) -> Self {
         let model = KeyValue::new("gen_ai.request.model", model.to_owned());
         let metrics = Self {
             step_phases: ["plan", "launch", "collect"]
                 .map(|phase| [model.clone(), KeyValue::new("phase", phase)]),
             model,
-            sequences: gauge("baton.sequences", "Sequences on this node, by state"),
-            pending_prompt_tokens: gauge(
+            sequences: factory.gauge("baton.sequences", "Sequences on this node, by state"),
+            pending_prompt_tokens: factory.gauge(
                 "baton.pending_prompt_tokens",
                 "Prompt tokens that are not prefilled yet",
             ),
-            blocks: gauge("baton.kv_blocks", "KV blocks, by state"),
-            kv_cache_usage: meter
+            blocks: factory.gauge("baton.kv_blocks", "KV blocks, by state"),
+            kv_cache_usage: factory
+                .meter
                 .f64_gauge("baton.kv_cache_usage")
                 .with_description("Fraction of KV blocks that are held or reserved")
                 .build(),
-            mask_duration: seconds(
+            mask_duration: factory.seconds(
                 "baton.grammar.mask.duration",
                 "Time to compute the token bitmask of a grammar for one step",
                 &MASK_SECONDS,
             ),
-            grammar_compile_duration: seconds(
+            grammar_compile_duration: factory.seconds(
                 "baton.grammar.compile.duration",
                 "Time to compile a grammar, without its first token bitmask",
                 &STEP_SECONDS,
             ),
-            step_duration: seconds("baton.step.duration", "Device time of one step", &STEP_SECONDS),
-            step_host_duration: seconds(
+            step_duration: factory.seconds("baton.step.duration", "Device time of one step", &STEP_SECONDS),
+            step_host_duration: factory.seconds(
                 "baton.step.host.duration",
                 "Engine thread time of one step by phase, without waiting for the device",
                 &HOST_SECONDS,
             ),
-            step_dispatches: counter(
+            step_dispatches: factory.counter(
                 "baton.step.dispatches",
                 "Steps by launch mode: eager, graph (by its rows), or fallback (eager because no CUDA graph fits)",
             ),
-            step_padding_rows: counter(
+            step_padding_rows: factory.counter(
                 "baton.step.padding_rows",
                 "Padding rows computed because a CUDA graph has more rows than the step",
             ),
-            steps: counter("baton.steps", "Steps (forward passes)"),
-            step_rows: counter("baton.step.rows", "Rows of all steps"),
-            step_tokens: counter("baton.step.tokens", "Tokens of all steps"),
-            queue_time: seconds(
+            steps: factory.counter("baton.steps", "Steps (forward passes)"),
+            step_rows: factory.counter("baton.step.rows", "Rows of all steps"),
+            step_tokens: factory.counter("baton.step.tokens", "Tokens of all steps"),
+            queue_time: factory.seconds(
                 "baton.sequence.queue_time",
                 "From a sequence's arrival to its first step",
                 &FIRST_TOKEN_SECONDS,
             ),
-            prefill_time: seconds(
+            prefill_time: factory.seconds(
                 "baton.sequence.prefill_time",
                 "From a sequence's first step to its first token",
                 &FIRST_TOKEN_SECONDS,
             ),
-            sequences_finished: counter(
+            sequences_finished: factory.counter(
                 "baton.sequences.finished",
                 "Finished sequences, by outcome",
             ),
-            prefix_queries: counter(
+            prefix_queries: factory.counter(
                 "baton.prefix_cache.queries",
                 "Prompt tokens looked up in the prefix cache",
             ),
-            prefix_hits: counter(
+            prefix_hits: factory.counter(
                 "baton.prefix_cache.hits",
                 "Prompt tokens found in the prefix cache",
             ),
-            preemptions: counter(
+            preemptions: factory.counter(
                 "baton.preemptions",
                 "Sequences preempted because no KV block was free",
             ),
-            speculated_rows: counter("baton.speculation.rows", "Rows of steps with draft tokens"),
-            speculated_drafted: counter(
+            speculated_rows: factory.counter("baton.speculation.rows", "Rows of steps with draft tokens"),
+            speculated_drafted: factory.counter(
                 "baton.speculation.drafted",
                 "Draft tokens proposed by speculative decoding",
             ),
-            speculated_accepted: counter("baton.speculation.accepted", "Draft tokens accepted"),
-            speculated_accepted_at: counter(
+            speculated_accepted: factory.counter("baton.speculation.accepted", "Draft tokens accepted"),
+            speculated_accepted_at: factory.counter(
                 "baton.speculation.accepted_at",
                 "Draft tokens accepted, by position in the row from 0",
             ),
-            transfers: counter("baton.kv_transfers", "KV transfers, by side and outcome"),
-            transfer_bytes: counter("baton.kv_transfer.bytes", "KV bytes transferred, by side"),
-            transfer_duration: seconds(
+            transfers: factory.counter("baton.kv_transfers", "KV transfers, by side and outcome"),
+            transfer_bytes: factory.counter("baton.kv_transfer.bytes", "KV bytes transferred, by side"),
+            transfer_duration: factory.seconds(
                 "baton.kv_transfer.duration",
                 "Duration of complete KV transfers, by side",
                 &STEP_SECONDS,
@@ -262,9 +214,13 @@ impl NodeMetrics {
         };
         // Rates and alerts need a first value: counters start at 0 instead of being absent.
         for counter in [&metrics.preemptions, &metrics.prefix_queries, &metrics.prefix_hits] {
-            counter.add(0, std::slice::from_ref(&metrics.model));
+            counter.add(0, metrics.model());
         }
         metrics
+    }
+
+    fn model(&self) -> &[KeyValue] {
+        std::slice::from_ref(&self.model)
     }
 
     /// Sets the load that the node also reports to routers.
@@ -272,8 +228,7 @@ impl NodeMetrics {
         let state = |name| [self.model.clone(), KeyValue::new("state", name)];
         self.sequences.record(load.running.into(), &state("running"));
         self.sequences.record(load.waiting.into(), &state("waiting"));
-        let model = std::slice::from_ref(&self.model);
-        self.pending_prompt_tokens.record(load.pending_prompt_tokens, model);
+        self.pending_prompt_tokens.record(load.pending_prompt_tokens, self.model());
         let blocks = [
             ("free", load.blocks_free),
             ("cached", load.blocks_cached),
@@ -285,13 +240,12 @@ impl NodeMetrics {
         }
         let total: u64 = blocks.iter().map(|(_, count)| u64::from(*count)).sum();
         let used = u64::from(load.blocks_held) + u64::from(load.blocks_reserved);
-        self.kv_cache_usage.record(used as f64 / total.max(1) as f64, model);
+        self.kv_cache_usage.record(used as f64 / total.max(1) as f64, self.model());
     }
 
     /// Records a collected step.
     pub fn step(&self, step: &StepStats) {
-        let model = std::slice::from_ref(&self.model);
-        self.step_duration.record(step.busy.as_secs_f64(), model);
+        self.step_duration.record(step.busy.as_secs_f64(), self.model());
         for (time, phase) in [step.plan, step.launch, step.collect].iter().zip(&self.step_phases) {
             self.step_host_duration.record(time.as_secs_f64(), phase);
         }
@@ -308,31 +262,30 @@ impl NodeMetrics {
                 self.step_dispatches.add(1, &[self.model.clone(), mode("graph"), rows]);
             }
         }
-        self.step_padding_rows.add(step.padding_rows.into(), model);
-        self.steps.add(1, model);
-        self.step_rows.add(step.rows.into(), model);
-        self.step_tokens.add(step.tokens.into(), model);
+        self.step_padding_rows.add(step.padding_rows.into(), self.model());
+        self.steps.add(1, self.model());
+        self.step_rows.add(step.rows.into(), self.model());
+        self.step_tokens.add(step.tokens.into(), self.model());
     }
 
     /// Records the computation of a token bitmask, also a failed one.
     pub fn mask_computed(&self, took: Duration) {
-        self.mask_duration.record(took.as_secs_f64(), std::slice::from_ref(&self.model));
+        self.mask_duration.record(took.as_secs_f64(), self.model());
     }
 
     /// Records the compilation of a grammar, also a rejected one.
     pub fn grammar_compiled(&self, took: Duration) {
-        let model = std::slice::from_ref(&self.model);
-        self.grammar_compile_duration.record(took.as_secs_f64(), model);
+        self.grammar_compile_duration.record(took.as_secs_f64(), self.model());
     }
 
     /// Records the time from the arrival of a sequence to its first step.
     pub fn queued(&self, waited: Duration) {
-        self.queue_time.record(waited.as_secs_f64(), std::slice::from_ref(&self.model));
+        self.queue_time.record(waited.as_secs_f64(), self.model());
     }
 
     /// Records the time from the begin of a sequence's first step to its first token.
     pub fn prefilled(&self, took: Duration) {
-        self.prefill_time.record(took.as_secs_f64(), std::slice::from_ref(&self.model));
+        self.prefill_time.record(took.as_secs_f64(), self.model());
     }
 
     pub fn sequence_ended(&self, end: SequenceEnd) {
@@ -342,22 +295,20 @@ impl NodeMetrics {
 
     /// Records a prefix cache lookup: `hit_tokens` of `prompt_tokens` were cached.
     pub fn prefix_lookup(&self, prompt_tokens: u64, hit_tokens: u64) {
-        let model = std::slice::from_ref(&self.model);
-        self.prefix_queries.add(prompt_tokens, model);
-        self.prefix_hits.add(hit_tokens, model);
+        self.prefix_queries.add(prompt_tokens, self.model());
+        self.prefix_hits.add(hit_tokens, self.model());
     }
 
     pub fn preempted(&self, count: u64) {
-        self.preemptions.add(count, std::slice::from_ref(&self.model));
+        self.preemptions.add(count, self.model());
     }
 
     /// Records speculative decoding over some steps: rows with draft tokens, draft tokens, accepted
     /// draft tokens, and the accepted ones by position in the row.
     pub fn speculated(&self, rows: u64, drafted: u64, accepted: u64, accepted_at: &[u64]) {
-        let model = std::slice::from_ref(&self.model);
-        self.speculated_rows.add(rows, model);
-        self.speculated_drafted.add(drafted, model);
-        self.speculated_accepted.add(accepted, model);
+        self.speculated_rows.add(rows, self.model());
+        self.speculated_drafted.add(drafted, self.model());
+        self.speculated_accepted.add(accepted, self.model());
         for (position, &count) in accepted_at.iter().enumerate() {
             let position = KeyValue::new("position", position as i64);
             self.speculated_accepted_at.add(count, &[self.model.clone(), position]);
@@ -366,14 +317,7 @@ impl NodeMetrics {
 
     /// Records a transfer with the bytes that it moved, complete or not.
     pub fn transfer_ended(&self, side: TransferSide, end: TransferEnd, bytes: u64, took: Duration) {
-        let side = KeyValue::new(
-            "side",
-            match side {
-                TransferSide::Sender => "sender",
-                TransferSide::Receiver => "receiver",
-            },
-        );
-        let attributes = [self.model.clone(), side];
+        let attributes = [self.model.clone(), KeyValue::new("side", side.as_str())];
         self.transfer_bytes.add(bytes, &attributes);
         if end == TransferEnd::Complete {
             self.transfer_duration.record(took.as_secs_f64(), &attributes);

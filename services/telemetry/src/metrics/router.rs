@@ -1,6 +1,6 @@
 //! Metrics of a router.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use opentelemetry::{
     KeyValue,
@@ -11,96 +11,54 @@ use super::{
     FIRST_TOKEN_SECONDS, Metrics, OUTPUT_TOKEN_SECONDS, REQUEST_SECONDS, STEP_SECONDS, TOKENS,
 };
 
-/// API of a request (`gen_ai.operation.name`).
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Operation {
-    /// `/v1/chat/completions`.
-    Chat,
-    /// `/v1/completions`.
-    TextCompletion,
-    /// gRPC `Inference/Generate`.
-    Generate,
-}
-
-impl Operation {
-    pub fn as_str(self) -> &'static str {
-        match self {
-            Self::Chat => "chat",
-            Self::TextCompletion => "text_completion",
-            Self::Generate => "generate_content",
-        }
+labels! {
+    /// API of a request (`gen_ai.operation.name`).
+    pub enum Operation {
+        /// `/v1/chat/completions`.
+        Chat = "chat",
+        /// `/v1/completions`.
+        TextCompletion = "text_completion",
+        /// gRPC `Inference/Generate`.
+        Generate = "generate_content",
     }
 }
 
-/// Outcome of a request: complete, or one typed error.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum RequestEnd {
-    /// A stop token or stop string.
-    Stop,
-    /// `max_tokens` or the maximum sequence length.
-    Length,
-    /// The client disconnected.
-    ClientGone,
-    /// The client did not read the answer in time.
-    SlowClient,
-    /// The request was invalid.
-    Invalid,
-    /// The router or every node was at its limit.
-    Overloaded,
-    Deadline,
-    /// The attempt budget was used up, or no node was ready.
-    Failed,
-}
-
-impl RequestEnd {
-    pub fn as_str(self) -> &'static str {
-        match self {
-            Self::Stop => "stop",
-            Self::Length => "length",
-            Self::ClientGone => "client_gone",
-            Self::SlowClient => "slow_client",
-            Self::Invalid => "invalid",
-            Self::Overloaded => "overloaded",
-            Self::Deadline => "deadline",
-            Self::Failed => "failed",
-        }
-    }
-
-    fn is_success(self) -> bool {
-        matches!(self, Self::Stop | Self::Length)
+labels! {
+    /// Outcome of a request: complete, or one typed error.
+    pub enum RequestEnd {
+        /// A stop token or stop string.
+        Stop = "stop",
+        /// `max_tokens` or the maximum sequence length.
+        Length = "length",
+        /// The client disconnected.
+        ClientGone = "client_gone",
+        /// The client did not read the answer in time.
+        SlowClient = "slow_client",
+        /// The request was invalid.
+        Invalid = "invalid",
+        /// The router or every node was at its limit.
+        Overloaded = "overloaded",
+        Deadline = "deadline",
+        /// The attempt budget was used up, or no node was ready.
+        Failed = "failed",
     }
 }
 
-/// Outcome of an attempt.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum AttemptEnd {
-    Complete,
-    Busy,
-    PrefillLost,
-    DecodeLost,
-    TransferFailed,
-    /// The two nodes are incompatible, or a node is not the one that the router knew.
-    Mismatch,
-    Deadline,
-    /// The client disconnected, or a stop string completed the answer.
-    Cancelled,
-    /// A bug in a node.
-    Internal,
-}
-
-impl AttemptEnd {
-    pub fn as_str(self) -> &'static str {
-        match self {
-            Self::Complete => "complete",
-            Self::Busy => "busy",
-            Self::PrefillLost => "prefill_lost",
-            Self::DecodeLost => "decode_lost",
-            Self::TransferFailed => "transfer_failed",
-            Self::Mismatch => "mismatch",
-            Self::Deadline => "deadline",
-            Self::Cancelled => "cancelled",
-            Self::Internal => "internal",
-        }
+labels! {
+    /// Outcome of an attempt.
+    pub enum AttemptEnd {
+        Complete = "complete",
+        Busy = "busy",
+        PrefillLost = "prefill_lost",
+        DecodeLost = "decode_lost",
+        TransferFailed = "transfer_failed",
+        /// The two nodes are incompatible, or a node is not the one that the router knew.
+        Mismatch = "mismatch",
+        Deadline = "deadline",
+        /// The client disconnected, or a stop string completed the answer.
+        Cancelled = "cancelled",
+        /// A bug in a node.
+        Internal = "internal",
     }
 }
 
@@ -143,76 +101,61 @@ pub struct RouterMetrics {
 impl RouterMetrics {
     /// Creates the instruments for a model by its served name.
     pub fn new(metrics: &Metrics, model: &str) -> Self {
-        let meter = metrics.meter();
-        let seconds = |name: &'static str, description: &'static str, bounds: &[f64]| {
-            meter
-                .f64_histogram(name)
-                .with_unit("s")
-                .with_description(description)
-                .with_boundaries(bounds.to_vec())
-                .build()
-        };
-        let counter = |name: &'static str, description: &'static str| {
-            meter.u64_counter(name).with_description(description).build()
-        };
         Self {
             model: KeyValue::new("gen_ai.request.model", model.to_owned()),
-            time_to_first_token: seconds(
+            time_to_first_token: metrics.seconds(
                 "gen_ai.server.time_to_first_token",
                 "Time from a request's arrival to its first token",
                 &FIRST_TOKEN_SECONDS,
             ),
-            time_per_output_token: seconds(
+            time_per_output_token: metrics.seconds(
                 "gen_ai.server.time_per_output_token",
                 "Mean time between the tokens of a request after the first",
                 &OUTPUT_TOKEN_SECONDS,
             ),
-            inter_token_latency: seconds(
+            inter_token_latency: metrics.seconds(
                 "baton.inter_token_latency",
                 "Time between two events of a request",
                 &OUTPUT_TOKEN_SECONDS,
             ),
-            request_duration: seconds(
+            request_duration: metrics.seconds(
                 "gen_ai.server.request.duration",
                 "Time from a request's arrival to its end",
                 &REQUEST_SECONDS,
             ),
-            queue_time: seconds(
+            queue_time: metrics.seconds(
                 "baton.request.queue_time",
                 "Time a request waited in the router for a node",
                 &FIRST_TOKEN_SECONDS,
             ),
-            token_usage: meter
+            token_usage: metrics
+                .meter
                 .u64_histogram("gen_ai.client.token.usage")
                 .with_unit("{token}")
                 .with_description("Tokens of a request, by type")
                 .with_boundaries(TOKENS.to_vec())
                 .build(),
-            tokens: counter("baton.tokens", "Tokens served, by type"),
-            finished: counter("baton.requests.finished", "Finished requests, by reason"),
-            requests: meter
+            tokens: metrics.counter("baton.tokens", "Tokens served, by type"),
+            finished: metrics.counter("baton.requests.finished", "Finished requests, by reason"),
+            requests: metrics
+                .meter
                 .i64_up_down_counter("baton.requests")
                 .with_description("In-flight requests, by state")
                 .build(),
-            attempts: counter("baton.attempts", "Finished attempts, by outcome"),
-            nodes: meter
-                .u64_gauge("baton.nodes")
-                .with_description("Nodes known to this router, by role and health")
-                .build(),
-            cached_blocks: meter
-                .u64_gauge("baton.nodes.cached_blocks")
-                .with_description("Cached KV blocks known to this router, by role")
-                .build(),
-            hand_over: seconds(
+            attempts: metrics.counter("baton.attempts", "Finished attempts, by outcome"),
+            nodes: metrics.gauge("baton.nodes", "Nodes known to this router, by role and health"),
+            cached_blocks: metrics.gauge(
+                "baton.nodes.cached_blocks",
+                "Cached KV blocks known to this router, by role",
+            ),
+            hand_over: metrics.seconds(
                 "baton.hand_over.gap",
                 "Time from token 0 (prefill node) to token 1 (decode node)",
                 &STEP_SECONDS,
             ),
-            transfer_bytes: counter(
-                "baton.kv_transfer.bytes",
-                "KV bytes transferred between nodes",
-            ),
-            transfer_duration: seconds(
+            transfer_bytes: metrics
+                .counter("baton.kv_transfer.bytes", "KV bytes transferred between nodes"),
+            transfer_duration: metrics.seconds(
                 "baton.kv_transfer.duration",
                 "Time from the first CTS of a transfer to its ACK",
                 &STEP_SECONDS,
@@ -227,15 +170,13 @@ impl RouterMetrics {
     }
 
     /// Counts a request as running until the guard is dropped.
-    pub fn request_running(&self) -> RunningRequest {
-        self.requests.add(1, &[self.model.clone(), KeyValue::new("state", "running")]);
-        RunningRequest { metrics: self.clone() }
+    pub fn request_running(&self) -> InFlightRequest {
+        InFlightRequest::new(self, "running")
     }
 
     /// Counts a request as waiting for a node until the guard is dropped. The guard records the time.
-    pub fn request_waiting(&self) -> WaitingRequest {
-        self.requests.add(1, &[self.model.clone(), KeyValue::new("state", "waiting")]);
-        WaitingRequest { metrics: self.clone(), since: std::time::Instant::now() }
+    pub fn request_waiting(&self) -> InFlightRequest {
+        InFlightRequest::new(self, "waiting")
     }
 
     /// Records the time from a request's arrival to its first token.
@@ -245,19 +186,18 @@ impl RouterMetrics {
 
     /// Records the time between two events of a request.
     pub fn next_tokens(&self, after: Duration) {
-        self.inter_token_latency.record(after.as_secs_f64(), std::slice::from_ref(&self.model));
+        self.inter_token_latency.record(after.as_secs_f64(), self.model());
     }
 
     pub fn request_ended(&self, request: &FinishedRequest) {
         let [operation, model] = self.of(request.operation);
         let count = u64::from(request.completion_tokens);
         let duration = request.duration.as_secs_f64();
-        if request.end.is_success() {
-            self.request_duration.record(duration, &[operation.clone(), model.clone()]);
-        } else {
-            let error = KeyValue::new("error.type", request.end.as_str());
-            self.request_duration.record(duration, &[operation.clone(), model.clone(), error]);
+        let mut attributes = vec![operation.clone(), model.clone()];
+        if !matches!(request.end, RequestEnd::Stop | RequestEnd::Length) {
+            attributes.push(KeyValue::new("error.type", request.end.as_str()));
         }
+        self.request_duration.record(duration, &attributes);
         let reason = KeyValue::new("finished_reason", request.end.as_str());
         self.finished.add(1, &[operation.clone(), model.clone(), reason]);
         if let Some(first) = request.time_to_first_token.filter(|_| count > 1) {
@@ -291,13 +231,16 @@ impl RouterMetrics {
 
     /// Records the time from the prefill node's token to the decode node's first token.
     pub fn hand_over(&self, gap: Duration) {
-        self.hand_over.record(gap.as_secs_f64(), std::slice::from_ref(&self.model));
+        self.hand_over.record(gap.as_secs_f64(), self.model());
     }
 
     pub fn transfer_delivered(&self, bytes: u64, duration: Duration) {
-        let model = std::slice::from_ref(&self.model);
-        self.transfer_bytes.add(bytes, model);
-        self.transfer_duration.record(duration.as_secs_f64(), model);
+        self.transfer_bytes.add(bytes, self.model());
+        self.transfer_duration.record(duration.as_secs_f64(), self.model());
+    }
+
+    fn model(&self) -> &[KeyValue] {
+        std::slice::from_ref(&self.model)
     }
 
     fn of(&self, operation: Operation) -> [KeyValue; 2] {
@@ -305,29 +248,26 @@ impl RouterMetrics {
     }
 }
 
-/// Guard of an in-flight request.
-pub struct RunningRequest {
+/// Guard of a request that runs or waits for a node.
+pub struct InFlightRequest {
     metrics: RouterMetrics,
+    state: &'static str,
+    since: Instant,
 }
 
-impl Drop for RunningRequest {
-    fn drop(&mut self) {
-        let metrics = &self.metrics;
-        metrics.requests.add(-1, &[metrics.model.clone(), KeyValue::new("state", "running")]);
+impl InFlightRequest {
+    fn new(metrics: &RouterMetrics, state: &'static str) -> Self {
+        metrics.requests.add(1, &[metrics.model.clone(), KeyValue::new("state", state)]);
+        Self { metrics: metrics.clone(), state, since: Instant::now() }
     }
 }
 
-/// Guard of a request that waits for a node.
-pub struct WaitingRequest {
-    metrics: RouterMetrics,
-    since: std::time::Instant,
-}
-
-impl Drop for WaitingRequest {
+impl Drop for InFlightRequest {
     fn drop(&mut self) {
-        let metrics = &self.metrics;
-        metrics.requests.add(-1, &[metrics.model.clone(), KeyValue::new("state", "waiting")]);
-        let waited = self.since.elapsed().as_secs_f64();
-        metrics.queue_time.record(waited, std::slice::from_ref(&metrics.model));
+        let Self { metrics, state, since } = self;
+        metrics.requests.add(-1, &[metrics.model.clone(), KeyValue::new("state", *state)]);
+        if *state == "waiting" {
+            metrics.queue_time.record(since.elapsed().as_secs_f64(), metrics.model());
+        }
     }
 }
