@@ -1,17 +1,14 @@
 //! Metrics of the transfers of one node.
 //!
-//! Reading never blocks on the driver: threads count in atomics, and the driver publishes a copy of
-//! the protocol's counters ([`MetricsStore::publish`]) after each turn and before each event.
+//! Reading never blocks on the driver, which publishes a copy of the protocol's counters
+//! ([`MetricsStore::publish`]) after each turn and before each event.
 
 use std::{
     collections::BTreeMap,
-    sync::{
-        Arc, Mutex, PoisonError, Weak,
-        atomic::{AtomicU64, Ordering},
-    },
+    sync::{Arc, Mutex, Weak},
 };
 
-use crate::{api::Epoch, protocol::Core, transfer_kind::TransferKind};
+use crate::{api::Epoch, protocol::Core, threads::locked, transfer_kind::TransferKind};
 
 /// Counters since the start of the process, and gauges.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -65,8 +62,7 @@ impl MetricsReader {
 pub(crate) struct MetricsStore {
     /// Written by the driver, which holds the lock only to move the value in.
     protocol: Mutex<TransferMetrics>,
-    pub data: Arc<DataCounters>,
-    pub messages: Arc<ControlCounters>,
+    pub counters: Arc<Counters>,
 }
 
 impl MetricsStore {
@@ -85,20 +81,33 @@ impl MetricsStore {
                 .pairs()
                 .map(|pair| PeerMetrics {
                     node_id: pair.peer().node_id.clone(),
-                    path: self.data.path(pair.peer().epoch, pair.transport()).to_owned(),
+                    path: self.counters.path(pair.peer().epoch, pair.transport()).to_owned(),
                     transfers_active: pair.transfers().len(),
                 })
                 .collect(),
             ..TransferMetrics::default()
         };
-        *self.protocol.lock().unwrap_or_else(PoisonError::into_inner) = metrics;
+        *locked(&self.protocol) = metrics;
     }
 
     pub fn read(&self) -> TransferMetrics {
-        let mut metrics = self.protocol.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        self.data.add_to(&mut metrics);
-        self.messages.add_to(&mut metrics);
-        metrics
+        let protocol = locked(&self.protocol).clone();
+        let mut threads = locked(&self.counters.counts).clone();
+        for (reason, count) in &protocol.control_refused {
+            *threads.control_refused.entry(reason).or_default() += count;
+        }
+        TransferMetrics {
+            bytes_sent: threads.bytes_sent,
+            bytes_received: threads.bytes_received,
+            chunks_sent: threads.chunks_sent,
+            chunks_received: threads.chunks_received,
+            control_sent: threads.control_sent,
+            control_received: threads.control_received,
+            control_refused: threads.control_refused,
+            data_refused: threads.data_refused,
+            fallbacks: threads.fallbacks,
+            ..protocol
+        }
     }
 
     pub fn reader(self: &Arc<Self>) -> MetricsReader {
@@ -106,112 +115,67 @@ impl MetricsStore {
     }
 }
 
-/// Counts by reason. The reasons are a fixed set.
+/// Counters of the data, listener and sender threads.
 #[derive(Debug, Default)]
-struct Refusals(Mutex<BTreeMap<&'static str, u64>>);
-
-impl Refusals {
-    fn count(&self, reason: &'static str) {
-        *self.0.lock().unwrap_or_else(PoisonError::into_inner).entry(reason).or_default() += 1;
-    }
-
-    fn snapshot(&self) -> BTreeMap<&'static str, u64> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
-    }
-}
-
-/// Counters of the data threads.
-#[derive(Debug, Default)]
-pub struct DataCounters {
-    bytes_sent: AtomicU64,
-    bytes_received: AtomicU64,
-    chunks_sent: AtomicU64,
-    chunks_received: AtomicU64,
-    refused: Refusals,
-    fallbacks: Refusals,
+pub struct Counters {
+    /// The fields that these threads count. Locked for one increment or one copy.
+    counts: Mutex<TransferMetrics>,
     /// Transport in use with each peer, once a connection is open.
     paths: Mutex<BTreeMap<Epoch, TransferKind>>,
 }
 
-impl DataCounters {
+impl Counters {
     /// Records that a connection with `peer` is in use.
     pub fn set_path(&self, peer: Epoch, kind: TransferKind) {
-        self.paths.lock().unwrap_or_else(PoisonError::into_inner).insert(peer, kind);
+        locked(&self.paths).insert(peer, kind);
     }
 
     pub fn is_connected(&self, peer: Epoch) -> bool {
-        self.paths.lock().unwrap_or_else(PoisonError::into_inner).contains_key(&peer)
+        locked(&self.paths).contains_key(&peer)
     }
 
     pub fn forget(&self, peer: Epoch) {
-        self.paths.lock().unwrap_or_else(PoisonError::into_inner).remove(&peer);
+        locked(&self.paths).remove(&peer);
     }
 
     /// Returns the transport in use, or the agreed one while no connection is open.
     fn path(&self, peer: Epoch, agreed: &str) -> &'static str {
-        let paths = self.paths.lock().unwrap_or_else(PoisonError::into_inner);
-        paths
-            .get(&peer)
-            .copied()
-            .or_else(|| TransferKind::from_offer(agreed))
-            .map_or("", TransferKind::name)
+        let path = locked(&self.paths).get(&peer).copied();
+        path.or_else(|| TransferKind::from_offer(agreed)).map_or("", TransferKind::name)
     }
 
     /// Counts a fallback from `wanted`.
     pub fn fell_back(&self, wanted: TransferKind) {
-        self.fallbacks.count(wanted.name());
+        *locked(&self.counts).fallbacks.entry(wanted.name()).or_default() += 1;
     }
 
     pub fn sent(&self, bytes: u64) {
-        self.bytes_sent.fetch_add(bytes, Ordering::Relaxed);
-        self.chunks_sent.fetch_add(1, Ordering::Relaxed);
+        let mut counts = locked(&self.counts);
+        counts.bytes_sent += bytes;
+        counts.chunks_sent += 1;
     }
 
     pub fn received(&self, bytes: u64) {
-        self.bytes_received.fetch_add(bytes, Ordering::Relaxed);
-        self.chunks_received.fetch_add(1, Ordering::Relaxed);
+        let mut counts = locked(&self.counts);
+        counts.bytes_received += bytes;
+        counts.chunks_received += 1;
     }
 
-    pub fn refuse(&self, reason: &'static str) {
-        self.refused.count(reason);
+    pub fn control_sent(&self) {
+        locked(&self.counts).control_sent += 1;
     }
 
-    pub fn add_to(&self, metrics: &mut TransferMetrics) {
-        metrics.bytes_sent = self.bytes_sent.load(Ordering::Relaxed);
-        metrics.bytes_received = self.bytes_received.load(Ordering::Relaxed);
-        metrics.chunks_sent = self.chunks_sent.load(Ordering::Relaxed);
-        metrics.chunks_received = self.chunks_received.load(Ordering::Relaxed);
-        metrics.data_refused = self.refused.snapshot();
-        metrics.fallbacks = self.fallbacks.snapshot();
-    }
-}
-
-/// Counters of the listener and sender threads.
-#[derive(Debug, Default)]
-pub struct ControlCounters {
-    sent: AtomicU64,
-    received: AtomicU64,
-    refused: Refusals,
-}
-
-impl ControlCounters {
-    pub fn sent(&self) {
-        self.sent.fetch_add(1, Ordering::Relaxed);
+    pub fn control_received(&self) {
+        locked(&self.counts).control_received += 1;
     }
 
-    pub fn received(&self) {
-        self.received.fetch_add(1, Ordering::Relaxed);
+    /// Counts a rejected data connection or frame. The reasons are a fixed set.
+    pub fn refuse_data(&self, reason: &'static str) {
+        *locked(&self.counts).data_refused.entry(reason).or_default() += 1;
     }
 
-    pub fn refuse(&self, reason: &'static str) {
-        self.refused.count(reason);
-    }
-
-    pub fn add_to(&self, metrics: &mut TransferMetrics) {
-        metrics.control_sent = self.sent.load(Ordering::Relaxed);
-        metrics.control_received = self.received.load(Ordering::Relaxed);
-        for (reason, count) in self.refused.snapshot() {
-            *metrics.control_refused.entry(reason).or_default() += count;
-        }
+    /// Counts a rejected control message. The reasons are a fixed set.
+    pub fn refuse_control(&self, reason: &'static str) {
+        *locked(&self.counts).control_refused.entry(reason).or_default() += 1;
     }
 }

@@ -18,6 +18,8 @@ use std::{
 
 use crossbeam_channel::{RecvTimeoutError, bounded};
 
+use crate::threads::Permit;
+
 /// Time-out of a lookup: half a lease, so that the other half is left to connect.
 const LOOKUP_TIMEOUT: Duration = Duration::from_secs(1);
 /// Lookups in flight, including those whose caller has timed out.
@@ -69,7 +71,7 @@ impl Resolver {
         if let Ok(address) = host.parse() {
             return Ok(vec![address]);
         }
-        let running = Running::begin(&self.running)
+        let running = Permit::take(&self.running, LOOKUPS_MAX)
             .ok_or_else(|| ResolveError::Busy { host: host.to_owned() })?;
         let (answer, answered) = bounded(1);
         let (lookup, name) = (Arc::clone(&self.lookup), host.to_owned());
@@ -102,26 +104,6 @@ impl fmt::Debug for Resolver {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let running = self.running.load(Ordering::Relaxed);
         f.debug_struct("Resolver").field("running", &running).finish_non_exhaustive()
-    }
-}
-
-/// Counts one lookup in flight until it is dropped.
-struct Running(Arc<AtomicUsize>);
-
-impl Running {
-    fn begin(running: &Arc<AtomicUsize>) -> Option<Self> {
-        running
-            .fetch_update(Ordering::AcqRel, Ordering::Acquire, |count| {
-                (count < LOOKUPS_MAX).then_some(count + 1)
-            })
-            .is_ok()
-            .then(|| Self(Arc::clone(running)))
-    }
-}
-
-impl Drop for Running {
-    fn drop(&mut self) {
-        self.0.fetch_sub(1, Ordering::AcqRel);
     }
 }
 

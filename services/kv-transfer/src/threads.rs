@@ -1,8 +1,11 @@
-//! Threads with an owner that joins them.
+//! Threads with an owner that joins them, permits of a bounded number, and locks.
 
 use std::{
     io,
-    sync::{Mutex, PoisonError},
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicUsize, Ordering},
+    },
     thread::{self, JoinHandle},
     time::{Duration, Instant},
 };
@@ -20,7 +23,7 @@ impl Threads {
     /// Linux shows the first 15 bytes of `name`.
     pub fn spawn(&self, name: &str, run: impl FnOnce() + Send + 'static) -> io::Result<()> {
         let handle = thread::Builder::new().name(name.to_owned()).spawn(run)?;
-        let mut running = self.running.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut running = locked(&self.running);
         // Joins finished threads here, so the list does not grow.
         let (finished, live): (Vec<_>, Vec<_>) =
             running.drain(..).partition(|handle| handle.is_finished());
@@ -33,8 +36,7 @@ impl Threads {
 
     /// Joins all threads and returns the names of those still running at `deadline`.
     pub fn join_all(&self, deadline: Instant) -> Vec<String> {
-        let handles =
-            std::mem::take(&mut *self.running.lock().unwrap_or_else(PoisonError::into_inner));
+        let handles = std::mem::take(&mut *locked(&self.running));
         let mut unfinished = Vec::new();
         for handle in handles {
             while !handle.is_finished() && Instant::now() < deadline {
@@ -54,5 +56,28 @@ fn join(handle: JoinHandle<()>) {
     let name = handle.thread().name().unwrap_or("unnamed").to_owned();
     if handle.join().is_err() {
         tracing::error!(thread = name, "thread panicked");
+    }
+}
+
+/// Locks the mutex. A thread that panicked while it held the lock leaves the value usable.
+pub fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// One permit of a bounded number, returned on drop.
+pub struct Permit(Arc<AtomicUsize>);
+
+impl Permit {
+    /// Returns `None` if `max` permits are taken.
+    pub fn take(taken: &Arc<AtomicUsize>, max: usize) -> Option<Self> {
+        let more = |count: usize| (count < max).then_some(count + 1);
+        taken.fetch_update(Ordering::AcqRel, Ordering::Acquire, more).ok()?;
+        Some(Self(Arc::clone(taken)))
+    }
+}
+
+impl Drop for Permit {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::AcqRel);
     }
 }

@@ -1,14 +1,34 @@
-//! Start and end of a chunk, shared by `ipc` and `nccl`.
+//! Parts that the connections of `ipc` and `nccl` share.
 //!
 //! Chunks are verified by the digest of their blocks ([`kernels::digest`]), which GPUs compute in
 //! place. `tcp` instead hashes the bytes as they pass through host memory.
 
-use std::{io, net::TcpStream};
+use std::{
+    io::{self, ErrorKind},
+    net::{Shutdown, TcpStream},
+    sync::atomic::{AtomicBool, Ordering},
+    thread,
+    time::{Duration, Instant},
+};
 
-use kernels::{BlockRead, BlockWrite};
+use crossbeam_channel::bounded;
+use kernels::{BlockId, BlockRead, BlockWrite, peer::Moving};
 
-use super::{Shared, inbox, inbox::Inbox, message::Message, outbox, outbox::Outbox};
-use crate::{api::TransferId, protocol::DataEvent};
+use super::{
+    Shared,
+    inbound::Ended,
+    inbox,
+    inbox::Inbox,
+    message::{Message, Messages, Polled},
+    outbox,
+    outbox::Outbox,
+};
+use crate::{api::TransferId, config::LEASE, protocol::DataEvent};
+
+/// Time of busy polling: longer than most chunks take.
+const SPIN: Duration = Duration::from_millis(2);
+/// Interval between polls after that.
+const PAUSE: Duration = Duration::from_micros(50);
 
 /// Integrity value and size in bytes of a written chunk.
 pub type Landed = (u64, u64);
@@ -37,6 +57,32 @@ pub fn lend(
     Ok(())
 }
 
+/// Sender: reports a chunk whose blocks are no longer read.
+pub fn report_sent(
+    shared: &Shared,
+    (transfer, chunk): (TransferId, u32),
+    given_back: outbox::GivenBack,
+) {
+    match given_back {
+        outbox::GivenBack::Wanted { integrity, bytes } => {
+            shared.counters.sent(bytes);
+            shared.report(DataEvent::Sent { transfer, chunk, integrity });
+        }
+        outbox::GivenBack::Released => shared.report(DataEvent::Released { transfer }),
+        outbox::GivenBack::Cancelled | outbox::GivenBack::Unknown => {}
+    }
+}
+
+/// Sender: fails if the oldest chunk in flight has had no answer for a lease.
+pub fn check_answers(outbox: &Outbox) -> Result<(), String> {
+    match outbox.oldest() {
+        Some(since) if since.elapsed() >= LEASE => {
+            Err(format!("received no answer to a chunk for {} s", LEASE.as_secs()))
+        }
+        _ => Ok(()),
+    }
+}
+
 /// Sender: handles the answer that the receiver has not posted this chunk.
 pub fn not_posted(
     shared: &Shared,
@@ -53,6 +99,143 @@ pub fn not_posted(
         outbox::GivenBack::Cancelled | outbox::GivenBack::Unknown => {}
     }
     Ok(())
+}
+
+/// Receiver: waits for `Offer`. Returns its payload and whether to hash chunks; `None` if the
+/// connection closes first.
+pub fn receive_offer(
+    shared: &Shared,
+    inbox: &Inbox,
+    messages: &mut Messages,
+) -> io::Result<Option<(Vec<u8>, bool)>> {
+    match messages.next_by(Instant::now() + LEASE, || inbox.is_closed())? {
+        Some(Message::Offer { export, verify }) => {
+            Ok(Some((export, verify || shared.transport.verify)))
+        }
+        Some(_) => Err(invalid("protocol error: unexpected message; expected Offer".to_owned())),
+        None => Ok(None),
+    }
+}
+
+/// Result of one step of the thread that starts chunks.
+pub enum Step<C> {
+    Started(C),
+    Nothing,
+    End(Ended),
+}
+
+/// What the sender has announced.
+pub enum Lend {
+    Chunk {
+        transfer: TransferId,
+        chunk: u32,
+        from: Vec<BlockId>,
+        to: Vec<BlockWrite>,
+    },
+    /// No receive is posted: the transfer was cancelled here while the message was in flight.
+    NotPosted {
+        transfer: TransferId,
+        chunk: u32,
+    },
+    Nothing,
+    End(Ended),
+    Refused {
+        reason: String,
+    },
+}
+
+/// Receiver: polls for `Lend` and takes the blocks that were posted for the chunk.
+pub fn receive_lend(shared: &Shared, inbox: &Inbox, messages: &mut Messages) -> io::Result<Lend> {
+    let (transfer, chunk, from) = match messages.poll()? {
+        Polled::Message(Message::Lend { transfer, chunk, blocks }) => (transfer, chunk, blocks),
+        Polled::Message(Message::Refused { reason }) => return Ok(Lend::Refused { reason }),
+        Polled::Message(_) => {
+            return Err(invalid("protocol error: unexpected message; expected Lend".to_owned()));
+        }
+        Polled::Nothing if !inbox.is_closed() => return Ok(Lend::Nothing),
+        Polled::Nothing | Polled::End => return Ok(Lend::End(Ended::Closed)),
+    };
+    Ok(match inbox.take(transfer, chunk) {
+        Some(to) => Lend::Chunk { transfer, chunk, from, to },
+        None => {
+            shared.counters.refuse_data("frame_not_posted");
+            Lend::NotPosted { transfer, chunk }
+        }
+    })
+}
+
+/// Receiver: starts chunks on this thread and completes them in order on a second one, until `start`
+/// ends or either fails. Completes every started chunk. Sets `ended` when no further chunk starts.
+pub fn start_and_complete<C: Send>(
+    stream: &TcpStream,
+    queued_max: usize,
+    ended: &AtomicBool,
+    mut start: impl FnMut() -> io::Result<Step<C>>,
+    mut complete: impl FnMut(C) -> io::Result<()> + Send,
+) -> io::Result<Ended> {
+    let (started, completions) = bounded(queued_max);
+    thread::scope(|scope| {
+        let complete_all = move || {
+            let mut outcome = Ok(());
+            for chunk in completions {
+                let completed = complete(chunk);
+                outcome = outcome.and(completed);
+                if outcome.is_err() {
+                    // Wakes the other thread from its read. Fails only if the connection has
+                    // already closed.
+                    ended.store(true, Ordering::Release);
+                    let _ = stream.shutdown(Shutdown::Both);
+                }
+            }
+            outcome
+        };
+        let completing = thread::Builder::new()
+            .name("kv-data-done".to_owned())
+            .spawn_scoped(scope, complete_all)?;
+        let result = loop {
+            match start() {
+                Ok(Step::Started(chunk)) => {
+                    if started.send(chunk).is_err() {
+                        break Ok(Ended::Closed);
+                    }
+                }
+                Ok(Step::Nothing) => {}
+                Ok(Step::End(ended)) => break Ok(ended),
+                Err(error) => break Err(error),
+            }
+        };
+        // Nothing more arrives, so chunks that still wait for the sender cannot complete.
+        ended.store(true, Ordering::Release);
+        drop(started);
+        let completed =
+            completing.join().unwrap_or_else(|_| Err(io::Error::other("thread panicked")));
+        completed.and(result)
+    })
+}
+
+/// Polls until the operation has finished, because a blocking wait wakes up late, or until `hopeless`
+/// returns the reason why it never will.
+pub fn until_done<B>(
+    moving: &mut dyn Moving<B>,
+    mut hopeless: impl FnMut(Duration) -> Option<String>,
+) -> Result<(), String> {
+    let start = Instant::now();
+    while !moving.is_done()? {
+        let waited = start.elapsed();
+        if waited < SPIN {
+            thread::yield_now();
+            continue;
+        }
+        if let Some(reason) = hopeless(waited) {
+            return Err(reason);
+        }
+        thread::sleep(PAUSE);
+    }
+    Ok(())
+}
+
+pub fn invalid(reason: String) -> io::Error {
+    io::Error::new(ErrorKind::InvalidData, reason)
 }
 
 /// Receiver: hashes written blocks if asked to, and releases them.

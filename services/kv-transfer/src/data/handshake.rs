@@ -63,22 +63,8 @@ fn nonce() -> Result<[u8; NONCE_BYTES], HandshakeError> {
     Ok(nonce)
 }
 
-/// Fields covered by both tags, besides the direction.
-struct Terms {
-    listener_nonce: [u8; NONCE_BYTES],
-    sender_nonce: [u8; NONCE_BYTES],
-    from: [u8; EPOCH_BYTES],
-    to: [u8; EPOCH_BYTES],
-}
-
-impl Terms {
-    fn parts<'a>(&'a self, direction: &'a [u8; 1]) -> [&'a [u8]; 5] {
-        [direction, &self.listener_nonce, &self.sender_nonce, &self.from, &self.to]
-    }
-}
-
 /// Returns the labels that distinguish the sender's tag from the listener's, per transport.
-fn directions(kind: TransferKind) -> [&'static [u8; 1]; 2] {
+fn directions(kind: TransferKind) -> [&'static [u8]; 2] {
     match kind {
         TransferKind::Tcp => [b"s", b"l"],
         TransferKind::Ipc => [b"i", b"j"],
@@ -102,22 +88,13 @@ pub fn connect(
     if magic != MAGIC {
         return Err(HandshakeError::Magic);
     }
-    let mut terms = Terms {
-        listener_nonce: [0; NONCE_BYTES],
-        sender_nonce: nonce()?,
-        from: me.to_bytes(),
-        to: peer.to_bytes(),
-    };
-    terms.listener_nonce.copy_from_slice(listener_nonce);
-    let mut hello = Vec::with_capacity(HELLO_BYTES);
-    hello.extend_from_slice(&terms.sender_nonce);
-    hello.extend_from_slice(&terms.from);
-    hello.extend_from_slice(&terms.to);
-    hello.extend_from_slice(&keys.tag_data(&terms.parts(sender)));
+    // Both tags cover these fields and the direction.
+    let terms = [listener_nonce, &nonce()?, &me.to_bytes(), &peer.to_bytes()].concat();
+    let hello = [&terms[NONCE_BYTES..], &keys.tag_data(&[sender, &terms])].concat();
     write_all_by(stream, &hello, deadline)?;
     let mut tag = [0; TAG_BYTES];
     read_exact_by(stream, &mut tag, deadline)?;
-    if keys.check_data(&terms.parts(listener), &tag) { Ok(()) } else { Err(HandshakeError::Tag) }
+    if keys.check_data(&[listener, &terms], &tag) { Ok(()) } else { Err(HandshakeError::Tag) }
 }
 
 /// Runs the listener's side. Returns the peer and the transport.
@@ -128,32 +105,18 @@ pub fn accept(
 ) -> Result<(Epoch, TransferKind), HandshakeError> {
     let deadline = Instant::now() + DEADLINE;
     let listener_nonce = nonce()?;
-    let mut challenge = [0; CHALLENGE_BYTES];
-    challenge[..MAGIC.len()].copy_from_slice(&MAGIC);
-    challenge[MAGIC.len()..].copy_from_slice(&listener_nonce);
-    write_all_by(stream, &challenge, deadline)?;
+    write_all_by(stream, &[&MAGIC[..], &listener_nonce].concat(), deadline)?;
     let mut hello = [0; HELLO_BYTES];
     read_exact_by(stream, &mut hello, deadline)?;
-    let (sender_nonce, rest) = hello.split_at(NONCE_BYTES);
-    let (from, rest) = rest.split_at(EPOCH_BYTES);
-    let (to, hello_tag) = rest.split_at(EPOCH_BYTES);
-    let mut terms = Terms {
-        listener_nonce,
-        sender_nonce: [0; NONCE_BYTES],
-        from: [0; EPOCH_BYTES],
-        to: [0; EPOCH_BYTES],
-    };
-    terms.sender_nonce.copy_from_slice(sender_nonce);
-    terms.from.copy_from_slice(from);
-    terms.to.copy_from_slice(to);
-    let mut tag = [0; TAG_BYTES];
-    tag.copy_from_slice(hello_tag);
-    let holds = |kind: &TransferKind| keys.check_data(&terms.parts(directions(*kind)[0]), &tag);
-    let kind = TransferKind::ALL.into_iter().find(holds).ok_or(HandshakeError::Tag)?;
-    let to = Epoch(u128::from_be_bytes(terms.to));
+    let (fields, tag) = hello.split_at(HELLO_BYTES - TAG_BYTES);
+    let terms = [&listener_nonce, fields].concat();
+    let is_signed = |kind: &TransferKind| keys.check_data(&[directions(*kind)[0], &terms], tag);
+    let kind = TransferKind::ALL.into_iter().find(is_signed).ok_or(HandshakeError::Tag)?;
+    let epochs = fields[NONCE_BYTES..].as_chunks::<EPOCH_BYTES>().0;
+    let [from, to] = [0, 1].map(|index| Epoch(u128::from_be_bytes(epochs[index])));
     if to != me {
         return Err(HandshakeError::Epoch { to });
     }
-    write_all_by(stream, &keys.tag_data(&terms.parts(directions(kind)[1])), deadline)?;
-    Ok((Epoch(u128::from_be_bytes(terms.from)), kind))
+    write_all_by(stream, &keys.tag_data(&[directions(kind)[1], &terms]), deadline)?;
+    Ok((from, kind))
 }

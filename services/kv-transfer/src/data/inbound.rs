@@ -27,7 +27,7 @@ use super::{
 use crate::{
     api::{Epoch, TransferId},
     config::LEASE,
-    threads::Threads,
+    threads::{Permit, Threads},
     transfer_kind::TransferKind,
     transport::{DataError, Released},
 };
@@ -131,26 +131,6 @@ struct Acceptor {
     connections_max: usize,
 }
 
-/// One permit of a bounded number, returned on drop.
-struct Permit(Arc<AtomicUsize>);
-
-impl Permit {
-    fn take(counter: &Arc<AtomicUsize>, max: usize) -> Option<Self> {
-        counter
-            .fetch_update(Ordering::AcqRel, Ordering::Acquire, |taken| {
-                (taken < max).then_some(taken + 1)
-            })
-            .is_ok()
-            .then(|| Self(Arc::clone(counter)))
-    }
-}
-
-impl Drop for Permit {
-    fn drop(&mut self) {
-        self.0.fetch_sub(1, Ordering::AcqRel);
-    }
-}
-
 impl Acceptor {
     fn run(self) {
         while !self.stop.load(Ordering::Acquire) {
@@ -170,7 +150,7 @@ impl Acceptor {
 
     fn admit(&self, stream: TcpStream) {
         let Some(permit) = Permit::take(&self.handshakes, HANDSHAKES_MAX) else {
-            return self.shared.counters.refuse("handshakes_full");
+            return self.shared.counters.refuse_data("handshakes_full");
         };
         let (shared, peers) = (Arc::clone(&self.shared), Arc::clone(&self.peers));
         let (connections, connections_max) = (Arc::clone(&self.connections), self.connections_max);
@@ -183,18 +163,18 @@ impl Acceptor {
                     drop(permit);
                     match Permit::take(&connections, connections_max) {
                         Some(_permit) => read_connection(&shared, &peers, peer, kind, stream),
-                        None => shared.counters.refuse("connections_full"),
+                        None => shared.counters.refuse_data("connections_full"),
                     }
                 }
                 Err(error) => {
                     tracing::debug!(%error, "data connection rejected");
-                    shared.counters.refuse(error.label());
+                    shared.counters.refuse_data(error.label());
                 }
             }
         };
         if let Err(error) = self.readers.spawn("kv-data-in", reader) {
             tracing::warn!(%error, "cannot start a thread for a data connection");
-            self.shared.counters.refuse("no_thread");
+            self.shared.counters.refuse_data("no_thread");
         }
     }
 }
@@ -208,7 +188,7 @@ fn read_connection(
     mut stream: TcpStream,
 ) {
     let Some(inbox) = peers.inbox(peer) else {
-        return shared.counters.refuse("peer_not_admitted");
+        return shared.counters.refuse_data("peer_not_admitted");
     };
     let connection = shared.number_connection();
     match inbox.enter(connection, &stream) {
@@ -247,7 +227,7 @@ fn refuse(
     stream: &mut TcpStream,
 ) -> io::Result<Ended> {
     tracing::warn!(%peer, transport = %kind, "peer requested a transport that this node does not offer");
-    shared.counters.refuse("transport_not_offered");
+    shared.counters.refuse_data("transport_not_offered");
     let mut messages = Messages::new(stream, POLL)?;
     match messages.next_by(Instant::now() + LEASE, || inbox.is_closed())? {
         Some(_) => {

@@ -14,6 +14,7 @@ use kernels::BlockWrite;
 use crate::{
     api::{Epoch, TransferId},
     config::LEASE,
+    threads::locked,
     transport::Released,
 };
 
@@ -63,7 +64,7 @@ pub enum GivenBack {
 
 impl Peers {
     fn lock(&self) -> MutexGuard<'_, BTreeMap<Epoch, Arc<Inbox>>> {
-        self.inboxes.lock().unwrap_or_else(PoisonError::into_inner)
+        locked(&self.inboxes)
     }
 
     pub fn admit(&self, peer: Epoch) {
@@ -90,7 +91,7 @@ impl Peers {
 
 impl Inbox {
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        locked(&self.state)
     }
 
     pub fn post(&self, transfer: TransferId, chunk: u32, blocks: Vec<BlockWrite>) {

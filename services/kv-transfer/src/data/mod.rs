@@ -45,7 +45,7 @@ use crate::{
     api::{Epoch, TransferId},
     config::TransportConfig,
     control::Keys,
-    metrics::DataCounters,
+    metrics::Counters,
     protocol::DataEvent,
     resolve::Resolver,
     threads::Threads,
@@ -59,24 +59,21 @@ use outbox::Outbox;
 const DROP_MAX: Duration = Duration::from_secs(1);
 
 /// State shared by both directions.
-struct Shared {
-    me: Epoch,
-    keys: Keys,
-    events: Sender<TransportEvent>,
-    resolver: Resolver,
-    counters: Arc<DataCounters>,
+pub struct Shared {
+    pub me: Epoch,
+    pub keys: Keys,
+    pub events: Sender<TransportEvent>,
+    pub resolver: Resolver,
+    pub counters: Arc<Counters>,
     /// Number of connections so far, in either direction.
-    connections: AtomicU64,
+    pub connections: AtomicU64,
     /// Maps GPU memory between processes of this host; `None` without a GPU.
-    memory: Option<Arc<dyn PeerMemory>>,
+    pub memory: Option<Arc<dyn PeerMemory>>,
     /// Opens NCCL communicators between two GPUs; `None` without a GPU.
-    channels: Option<Arc<dyn PeerChannels>>,
+    pub channels: Option<Arc<dyn PeerChannels>>,
     /// Transports that this node offers in `HELLO`.
-    offered: Vec<TransferKind>,
-    /// Maximum number of CTAs of one NCCL communicator.
-    nccl_max_ctas: Option<u32>,
-    /// Whether this node wants chunks between GPUs hashed.
-    verify: bool,
+    pub offered: Vec<TransferKind>,
+    pub transport: TransportConfig,
 }
 
 impl Shared {
@@ -97,7 +94,7 @@ impl Shared {
             TransferKind::Tcp => Ok(Vec::new()),
             TransferKind::Ipc => self.memory.as_ref().ok_or_else(nothing)?.export(),
             TransferKind::Nccl => {
-                self.channels.as_ref().ok_or_else(nothing)?.invite(self.nccl_max_ctas)
+                self.channels.as_ref().ok_or_else(nothing)?.invite(self.transport.nccl_max_ctas)
             }
         }
     }
@@ -119,36 +116,13 @@ pub struct DataConnections {
 impl DataConnections {
     /// Binds the data listener and starts to accept. `connections_max` bounds the authenticated
     /// connections from peers.
-    #[allow(clippy::too_many_arguments)] // Each is needed once, here.
     pub fn start(
+        shared: Shared,
         bind: SocketAddr,
-        me: Epoch,
-        keys: Keys,
         arena: Arc<KvArena>,
-        channels: Option<Arc<dyn PeerChannels>>,
         connections_max: usize,
-        events: Sender<TransportEvent>,
-        resolver: Resolver,
-        counters: Arc<DataCounters>,
-        offered: Vec<TransferKind>,
-        transport: TransportConfig,
     ) -> io::Result<Self> {
-        let listener = TcpListener::bind(bind)?;
-        let connections = AtomicU64::new(0);
-        let shared = Shared {
-            me,
-            keys,
-            events,
-            resolver,
-            counters,
-            connections,
-            memory: arena.peer_memory(),
-            channels,
-            offered,
-            nccl_max_ctas: transport.nccl_max_ctas,
-            verify: transport.verify,
-        };
-        let shared = Arc::new(shared);
+        let (shared, listener) = (Arc::new(shared), TcpListener::bind(bind)?);
         Ok(Self {
             inbound: Inbound::start(Arc::clone(&shared), listener, connections_max)?,
             shared,

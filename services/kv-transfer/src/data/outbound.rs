@@ -156,6 +156,7 @@ mod tests {
     use crossbeam_channel::bounded;
 
     use super::*;
+    use crate::TransportConfig;
     use crate::{
         config::ClusterSecret, control::Keys, resolve::Resolver, transport::TransportEvent,
     };
@@ -173,8 +174,7 @@ mod tests {
             memory: None,
             channels: None,
             offered: vec![TransferKind::Tcp],
-            nccl_max_ctas: None,
-            verify: false,
+            transport: TransportConfig::default(),
         };
         let outbox = Outbox::new(shared.number_connection());
         run(&shared, &outbox, Epoch(2), "tcp://nowhere.invalid:9", &[TransferKind::Tcp]);

@@ -12,6 +12,7 @@ use kernels::BlockRead;
 
 use crate::{
     api::TransferId,
+    threads::locked,
     transport::{DataError, Released},
 };
 
@@ -100,7 +101,7 @@ impl Outbox {
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        locked(&self.state)
     }
 
     pub fn push(

@@ -6,6 +6,8 @@ use std::{
     time::{Duration, Instant},
 };
 
+use crate::config::LEASE;
+
 /// Longest wait of one system call before the thread checks whether it should stop.
 pub const POLL: Duration = Duration::from_millis(50);
 
@@ -16,6 +18,15 @@ pub fn is_pause(error: &io::Error) -> bool {
 
 fn too_late(doing: &str) -> io::Error {
     io::Error::new(ErrorKind::TimedOut, format!("{doing} timed out"))
+}
+
+/// Fails if the peer has moved no byte of a frame for a lease, even if its heartbeats continue.
+pub fn check_progress(since: Instant, problem: &str) -> io::Result<()> {
+    if since.elapsed() < LEASE {
+        return Ok(());
+    }
+    let reason = format!("{problem} of a frame for {} s", LEASE.as_secs());
+    Err(io::Error::new(ErrorKind::TimedOut, reason))
 }
 
 /// Fills `bytes` or fails, by `deadline`.

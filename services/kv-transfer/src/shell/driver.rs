@@ -1,7 +1,7 @@
 //! The driver thread: owns the protocol core, the clock, the transport and the outbound queues.
 
 use std::{
-    sync::{Arc, Mutex, PoisonError},
+    sync::{Arc, Mutex},
     time::{Duration, Instant},
 };
 
@@ -14,6 +14,7 @@ use crate::{
     control::VerifiedMessage,
     driver::{Input, TransferDriver},
     metrics::MetricsStore,
+    threads::locked,
     transport::{Transport, TransportEvent},
 };
 
@@ -85,7 +86,7 @@ impl<T: Transport, S: EventSink> DriverThread<T, S> {
         drop(inputs);
         let mut threads = transport.shutdown(deadline);
         threads.extend(links.senders.join_all(deadline));
-        *unfinished.lock().unwrap_or_else(PoisonError::into_inner) = threads;
+        *locked(&unfinished) = threads;
     }
 
     /// Handles queued inputs and due deadlines, and executes the resulting actions.
@@ -124,7 +125,9 @@ impl<T: Transport, S: EventSink> DriverThread<T, S> {
         self.driver.handle_deadline(now);
         let core = &self.driver.core;
         self.connecting.retain(|(peer, until, _)| {
-            now < *until && core.is_connecting(now, *peer) && !self.metrics.data.is_connected(*peer)
+            now < *until
+                && core.is_connecting(now, *peer)
+                && !self.metrics.counters.is_connected(*peer)
         });
         self.metrics.publish(&self.driver.core);
         self.driver.offer_events(&mut self.sink);

@@ -3,7 +3,7 @@
 
 use std::{
     net::SocketAddr,
-    sync::{Arc, Mutex, PoisonError},
+    sync::{Arc, Mutex},
     time::{Duration, Instant},
 };
 
@@ -16,8 +16,8 @@ use super::{
 use crate::{
     api::Epoch,
     control::{InvalidMessage, Keys, VerifiedMessage, Verifier},
-    metrics::ControlCounters,
-    threads::Threads,
+    metrics::Counters,
+    threads::{Threads, locked},
 };
 
 /// Time-out of dropping a listener.
@@ -44,7 +44,7 @@ impl Listener {
         keys: Keys,
         me: Epoch,
         messages: Sender<VerifiedMessage>,
-        counters: Arc<ControlCounters>,
+        counters: Arc<Counters>,
     ) -> Result<Self, StartError> {
         let bind_error = |error: zmq::Error| StartError::ControlBind {
             address: bind,
@@ -77,7 +77,7 @@ impl Listener {
 
     pub fn shutdown(&self, deadline: Instant) -> Vec<String> {
         {
-            let stop = self.stop.lock().unwrap_or_else(PoisonError::into_inner);
+            let stop = locked(&self.stop);
             // Fails only if the thread has ended.
             let _ = stop.send("stop", zmq::DONTWAIT);
         }
@@ -107,7 +107,7 @@ struct Receiver {
     stopped: zmq::Socket,
     verifier: Verifier,
     messages: Sender<VerifiedMessage>,
-    counters: Arc<ControlCounters>,
+    counters: Arc<Counters>,
 }
 
 impl Receiver {
@@ -137,7 +137,7 @@ impl Receiver {
         for _ in 0..BATCH {
             match self.zap.answer()? {
                 Some(true) => {}
-                Some(false) => self.counters.refuse("zap_auth"),
+                Some(false) => self.counters.refuse_control("zap_auth"),
                 None => break,
             }
         }
@@ -156,15 +156,15 @@ impl Receiver {
             };
             match opened {
                 Ok(opened) => {
-                    self.counters.received();
+                    self.counters.control_received();
                     if self.messages.try_send(opened).is_err() {
                         // Important messages are retransmitted.
-                        self.counters.refuse("driver_busy");
+                        self.counters.refuse_control("driver_busy");
                     }
                 }
                 Err(error) => {
                     tracing::debug!(%error, "control message rejected");
-                    self.counters.refuse(error.label());
+                    self.counters.refuse_control(error.label());
                 }
             }
         }

@@ -17,7 +17,7 @@ use std::{
     collections::BTreeMap,
     io,
     net::SocketAddr,
-    sync::{Arc, Mutex, PoisonError},
+    sync::{Arc, Mutex, atomic::AtomicU64},
     time::{Duration, Instant},
 };
 
@@ -26,15 +26,14 @@ use kernels::{KvArena, peer::PeerChannels};
 
 use crate::{
     api::{Command, Event},
-    config::TransferConfig,
-    config::TransferLimits,
+    config::{TransferConfig, TransferLimits},
     control::{Keys, Signer, Source},
-    data::DataConnections,
+    data::{self, DataConnections},
     driver::TransferDriver,
     metrics::{MetricsReader, MetricsStore, TransferMetrics},
     protocol::{Core, Local},
     resolve::Resolver,
-    threads::Threads,
+    threads::{Threads, locked},
     transfer_kind::{self, TransferKind, TransportChoice},
 };
 use driver::{DriverThread, Inputs};
@@ -143,21 +142,22 @@ impl Transfers {
         let block_bytes = arena.block_bytes();
         let channels = arena.peer_channels();
         let offers = offers(&config, &arena, channels.as_deref());
-        let connections = DataConnections::start(
-            config.data_bind,
-            config.epoch,
-            keys.clone(),
-            arena,
+        let shared = data::Shared {
+            me: config.epoch,
+            keys: keys.clone(),
+            events: data_sender,
+            resolver: resolver.clone(),
+            counters: Arc::clone(&metrics.counters),
+            connections: AtomicU64::new(0),
+            memory: arena.peer_memory(),
             channels,
-            // A replaced connection may still be closing.
-            2 * limits.pairs_max,
-            data_sender,
-            resolver.clone(),
-            Arc::clone(&metrics.data),
-            offers.iter().filter_map(|offer| TransferKind::from_offer(offer)).collect(),
-            config.transport,
-        )
-        .map_err(|source| StartError::DataBind { address: config.data_bind, source })?;
+            offered: offers.iter().filter_map(|offer| TransferKind::from_offer(offer)).collect(),
+            transport: config.transport,
+        };
+        // A replaced connection may still be closing.
+        let connections_max = 2 * limits.pairs_max;
+        let connections = DataConnections::start(shared, config.data_bind, arena, connections_max)
+            .map_err(|source| StartError::DataBind { address: config.data_bind, source })?;
         let data_endpoint = endpoint(&config.advertise_host, connections.address().port());
         let context = zmq::Context::new();
         let listener = Listener::start(
@@ -166,7 +166,7 @@ impl Transfers {
             keys.clone(),
             config.epoch,
             control_sender,
-            Arc::clone(&metrics.messages),
+            Arc::clone(&metrics.counters),
         )?;
         let control_endpoint = endpoint(&config.advertise_host, listener.port());
         let source = Source { node_id: config.node_id.clone(), epoch: config.epoch };
@@ -188,7 +188,7 @@ impl Transfers {
                 signer: Signer::new(keys.clone(), source),
                 keys,
                 resolver,
-                counters: Arc::clone(&metrics.messages),
+                counters: Arc::clone(&metrics.counters),
                 failures: failure_sender,
                 monitors: Arc::default(),
             },
@@ -252,12 +252,12 @@ impl Transfers {
     /// Aborts all transfers (each still gets its final event), closes every socket and joins every
     /// thread. Takes at most 3.5 s. A second call does nothing.
     pub fn shutdown(&self) -> Result<(), ShutdownError> {
-        let running = self.running.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let running = locked(&self.running).take();
         let Some(Running { listener, driver, stop }) = running else { return Ok(()) };
         drop(stop);
         let deadline = Instant::now() + SHUTDOWN_TIMEOUT + SHUTDOWN_SLACK;
         let mut threads = driver.join_all(deadline);
-        threads.append(&mut self.unfinished.lock().unwrap_or_else(PoisonError::into_inner));
+        threads.append(&mut locked(&self.unfinished));
         threads.extend(listener.shutdown(deadline));
         if threads.is_empty() { Ok(()) } else { Err(ShutdownError { threads }) }
     }

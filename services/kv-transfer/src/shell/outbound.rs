@@ -18,7 +18,7 @@ use crate::{
     api::{Epoch, PeerAddress},
     control::{ControlMessage, Keys, Signer},
     driver::ControlLinks,
-    metrics::ControlCounters,
+    metrics::Counters,
     resolve::Resolver,
     threads::Threads,
 };
@@ -38,7 +38,7 @@ pub struct OutboundContext {
     pub keys: Keys,
     pub signer: Arc<Signer>,
     pub resolver: Resolver,
-    pub counters: Arc<ControlCounters>,
+    pub counters: Arc<Counters>,
     /// Unreachable peers and the reason.
     pub failures: Sender<(Epoch, String)>,
     /// Number of monitors attached so far. It names their endpoints: the peer's epoch is not
@@ -173,7 +173,7 @@ impl PeerSender {
         let flags = if self.closing.load(Ordering::Acquire) { zmq::DONTWAIT } else { 0 };
         match dealer.send_multipart([&signed.frame, &signed.tag], flags) {
             Ok(()) => {
-                self.shared.counters.sent();
+                self.shared.counters.control_sent();
                 Ok(())
             }
             Err(zmq::Error::EAGAIN | zmq::Error::EINTR) => Ok(()),

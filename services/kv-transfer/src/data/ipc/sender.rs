@@ -9,13 +9,13 @@ use std::{
 
 use super::super::{
     Shared,
-    chunk_ends::{lend, not_posted},
+    chunk_ends::{check_answers, lend, not_posted, report_sent},
     message::{Message, Messages, Polled},
     outbound::Ended,
-    outbox::{GivenBack, Outbox},
+    outbox::Outbox,
     stream::POLL,
 };
-use crate::{api::Epoch, config::LEASE, protocol::DataEvent, transfer_kind::TransferKind};
+use crate::{api::Epoch, transfer_kind::TransferKind};
 
 /// Unanswered chunks: the receiver copies a few and has the next ones queued.
 const LENT_MAX: usize = 4;
@@ -32,10 +32,10 @@ pub(in crate::data) fn lend_chunks(
     mut stream: TcpStream,
 ) -> io::Result<Ended> {
     let mut answers = Messages::new(&stream, POLL)?;
-    Message::Offer { export, verify: shared.verify }.write(&mut stream)?;
+    Message::Offer { export, verify: shared.transport.verify }.write(&mut stream)?;
     let deadline = Instant::now() + MAP_TIMEOUT;
     let verify = match answers.next_by(deadline, || outbox.is_closed())? {
-        Some(Message::Ready { verify }) => verify || shared.verify,
+        Some(Message::Ready { verify }) => verify || shared.transport.verify,
         Some(Message::Refused { reason }) => return Ok(Ended::Refused { reason }),
         Some(other) => return Err(unexpected(&other)),
         None if outbox.is_closed() => return Ok(Ended::Closed),
@@ -61,14 +61,7 @@ fn take_answers(shared: &Shared, outbox: &Outbox, mut answers: Messages) -> Resu
     loop {
         match answers.poll().map_err(|error| error.to_string())? {
             Polled::Message(Message::Pulled { transfer, chunk }) => {
-                match outbox.answered(transfer, chunk)? {
-                    GivenBack::Wanted { integrity, bytes } => {
-                        shared.counters.sent(bytes);
-                        shared.report(DataEvent::Sent { transfer, chunk, integrity });
-                    }
-                    GivenBack::Released => shared.report(DataEvent::Released { transfer }),
-                    GivenBack::Cancelled | GivenBack::Unknown => {}
-                }
+                report_sent(shared, (transfer, chunk), outbox.answered(transfer, chunk)?);
             }
             Polled::Message(Message::NotPosted { transfer, chunk }) => {
                 not_posted(shared, outbox, transfer, chunk)?;
@@ -76,11 +69,7 @@ fn take_answers(shared: &Shared, outbox: &Outbox, mut answers: Messages) -> Resu
             Polled::Message(other) => return Err(unexpected(&other).to_string()),
             Polled::End => return Err("the peer closed the connection".to_owned()),
             Polled::Nothing if outbox.is_closed() => return Ok(()),
-            Polled::Nothing => {
-                if outbox.oldest().is_some_and(|since| since.elapsed() >= LEASE) {
-                    return Err(format!("received no answer to a chunk for {} s", LEASE.as_secs()));
-                }
-            }
+            Polled::Nothing => check_answers(outbox)?,
         }
     }
 }

@@ -20,12 +20,7 @@
 mod receiver;
 mod sender;
 
-use std::{
-    thread,
-    time::{Duration, Instant},
-};
-
-use kernels::peer::Moving;
+use std::time::Duration;
 
 pub(in crate::data) use receiver::receive_chunks;
 pub(in crate::data) use sender::send_chunks;
@@ -38,28 +33,3 @@ const JOIN_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Time-out of one poll of the connection while the ranks join.
 const JOIN_POLL: Duration = Duration::from_millis(1);
-
-/// Busy-poll for this long: longer than most chunks take.
-const SPIN: Duration = Duration::from_millis(2);
-/// Interval between polls after that.
-const PAUSE: Duration = Duration::from_micros(50);
-
-/// Polls until the operation has finished, or until `hopeless` returns the reason why it never will.
-fn until_done<B>(
-    moving: &mut dyn Moving<B>,
-    mut hopeless: impl FnMut(Duration) -> Option<String>,
-) -> Result<(), String> {
-    let start = Instant::now();
-    while !moving.is_done()? {
-        let waited = start.elapsed();
-        if waited < SPIN {
-            thread::yield_now();
-            continue;
-        }
-        if let Some(reason) = hopeless(waited) {
-            return Err(reason);
-        }
-        thread::sleep(PAUSE);
-    }
-    Ok(())
-}

@@ -1,17 +1,12 @@
 //! The receiving end: one thread launches receives, another waits for their completion.
 
 use std::{
-    io::{self, ErrorKind},
-    net::{Shutdown, TcpStream},
-    sync::{
-        Arc,
-        atomic::{AtomicBool, Ordering},
-    },
-    thread,
+    io,
+    net::TcpStream,
+    sync::atomic::{AtomicBool, Ordering},
     time::Instant,
 };
 
-use crossbeam_channel::{Receiver, bounded};
 use kernels::{
     BlockWrite,
     peer::{End, Moving, PeerChannel, WaitLimit, runs},
@@ -20,13 +15,16 @@ use kernels::{
 use super::{
     super::{
         Shared,
-        chunk_ends::{give_back, report_failure, verify_and_release},
+        chunk_ends::{
+            Lend, Step, give_back, invalid, receive_lend, receive_offer, report_failure,
+            start_and_complete, until_done, verify_and_release,
+        },
         inbound::Ended,
         inbox::Inbox,
         message::{Message, Messages, Polled},
         stream::POLL,
     },
-    IN_FLIGHT_MAX, JOIN_POLL, JOIN_TIMEOUT, until_done,
+    IN_FLIGHT_MAX, JOIN_POLL, JOIN_TIMEOUT,
 };
 use crate::{
     api::{Epoch, TransferId},
@@ -51,17 +49,12 @@ pub(in crate::data) fn receive_chunks(
     stream: &mut TcpStream,
 ) -> io::Result<Ended> {
     let mut messages = Messages::new(stream, POLL)?;
-    let closed = || inbox.is_closed();
-    let (invitation, verify) = match messages.next_by(Instant::now() + LEASE, closed)? {
-        Some(Message::Offer { export, verify }) => (export, verify || shared.verify),
-        Some(_) => {
-            return Err(invalid("protocol error: unexpected message; expected Offer".to_owned()));
-        }
-        None => return Ok(Ended::Closed),
+    let Some((invitation, verify)) = receive_offer(shared, inbox, &mut messages)? else {
+        return Ok(Ended::Closed);
     };
     let joined = match shared.channels.as_deref() {
         None => Err("this node has no GPU memory".to_owned()),
-        Some(channels) => match channels.accept(&invitation, shared.nccl_max_ctas) {
+        Some(channels) => match channels.accept(&invitation, shared.transport.nccl_max_ctas) {
             Ok(answer) => {
                 // The sender joins at the same time as this node.
                 Message::Accepted { answer: answer.clone() }.write(stream)?;
@@ -98,69 +91,43 @@ pub(in crate::data) fn receive_chunks(
         }
     };
     messages.set_poll_timeout(POLL)?;
-    Message::Ready { verify: shared.verify }.write(stream)?;
+    Message::Ready { verify: shared.transport.verify }.write(stream)?;
     shared.counters.set_path(peer, TransferKind::Nccl);
     // Two more chunks are in flight besides the queue: the one whose completion is polled, and the
     // one that waits for room.
-    let (launched, in_flight) = bounded(IN_FLIGHT_MAX - 2);
-    let (ended, other_end) = (AtomicBool::new(false), stream.try_clone()?);
-    thread::scope(|scope| {
-        let completing = || {
-            let completed = complete_all(
-                shared, inbox, connection, &channel, &in_flight, &other_end, &ended, verify,
-            );
-            // Wakes the other thread from its read. Fails only if the connection has already
-            // closed.
-            let _ = other_end.shutdown(Shutdown::Both);
-            completed
+    let queued_max = IN_FLIGHT_MAX - 2;
+    let (ended, mut answers) = (AtomicBool::new(false), stream.try_clone()?);
+    let launch = || launch_receive(shared, inbox, peer, &*channel, &mut messages, &mut answers);
+    let complete = |Launched { transfer, chunk, mut moving }| {
+        let hopeless = |waited| {
+            if inbox.is_closed() || ended.load(Ordering::Acquire) {
+                Some("the data connection has closed".to_owned())
+            } else if waited >= LEASE {
+                Some(format!("received nothing for {} s", LEASE.as_secs()))
+            } else {
+                None
+            }
         };
-        let completing = thread::Builder::new()
-            .name("kv-data-done".to_owned())
-            .spawn_scoped(scope, completing)?;
-        let mut result = Ok(Ended::Closed);
-        loop {
-            match launch_receive(shared, inbox, &*channel, &mut messages, stream) {
-                Ok(Step::Launched(chunk)) => {
-                    if launched.send(chunk).is_err() {
-                        break;
-                    }
-                }
-                Ok(Step::Nothing) => {}
-                Ok(Step::End) => break,
-                Ok(Step::Refused { reason }) => {
-                    refused(shared, peer, &reason);
-                    result = Ok(Ended::Refused);
-                    break;
-                }
-                Err(error) => {
-                    result = Err(error);
-                    break;
-                }
+        let completed = until_done(&mut *moving, hopeless).and_then(|()| moving.finish());
+        match completed.and_then(|blocks| verify_and_release(blocks, verify)) {
+            Ok(landed) => {
+                give_back(shared, inbox, connection, (transfer, chunk), landed);
+                Ok(())
+            }
+            Err(reason) => {
+                let reason = format!("chunk {chunk}: {reason}");
+                fail(shared, inbox, &*channel, (transfer, chunk), reason.clone());
+                Err(io::Error::other(reason))
             }
         }
-        // The sender sends nothing more, so receives in flight cannot complete.
-        ended.store(true, Ordering::Release);
-        drop(launched);
-        let completed =
-            completing.join().unwrap_or_else(|_| Err(io::Error::other("thread panicked")));
-        completed.and(result)
-    })
+    };
+    start_and_complete(stream, queued_max, &ended, launch, complete)
 }
 
 /// Records that NCCL does not work with this peer.
 fn refused(shared: &Shared, peer: Epoch, reason: &str) {
     tracing::warn!(%peer, reason, "cannot receive from this peer by nccl");
     shared.counters.fell_back(TransferKind::Nccl);
-}
-
-enum Step {
-    Launched(Launched),
-    Nothing,
-    End,
-    /// The sender did not join and reconnects with another transport.
-    Refused {
-        reason: String,
-    },
 }
 
 /// Reads one message, tells the sender to go, and launches the receive.
@@ -171,23 +138,24 @@ enum Step {
 fn launch_receive(
     shared: &Shared,
     inbox: &Inbox,
+    peer: Epoch,
     channel: &dyn PeerChannel,
     messages: &mut Messages,
     stream: &mut TcpStream,
-) -> io::Result<Step> {
-    let (transfer, chunk, from) = match messages.poll()? {
-        Polled::Message(Message::Lend { transfer, chunk, blocks }) => (transfer, chunk, blocks),
-        Polled::Message(Message::Refused { reason }) => return Ok(Step::Refused { reason }),
-        Polled::Message(_) => return Err(invalid("protocol error: unexpected message".to_owned())),
-        Polled::Nothing if inbox.is_closed() => return Ok(Step::End),
-        Polled::Nothing => return Ok(Step::Nothing),
-        Polled::End => return Ok(Step::End),
-    };
-    let Some(to) = inbox.take(transfer, chunk) else {
-        // The transfer was cancelled here while the message was in flight.
-        shared.counters.refuse("frame_not_posted");
-        Message::NotPosted { transfer, chunk }.write(stream)?;
-        return Ok(Step::Nothing);
+) -> io::Result<Step<Launched>> {
+    let (transfer, chunk, from, to) = match receive_lend(shared, inbox, messages)? {
+        Lend::Chunk { transfer, chunk, from, to } => (transfer, chunk, from, to),
+        Lend::NotPosted { transfer, chunk } => {
+            Message::NotPosted { transfer, chunk }.write(stream)?;
+            return Ok(Step::Nothing);
+        }
+        Lend::Nothing => return Ok(Step::Nothing),
+        Lend::End(ended) => return Ok(Step::End(ended)),
+        // The sender did not join and reconnects with another transport.
+        Lend::Refused { reason } => {
+            refused(shared, peer, &reason);
+            return Ok(Step::End(Ended::Refused));
+        }
     };
     if from.len() != to.len() {
         let reason = format!(
@@ -208,7 +176,7 @@ fn launch_receive(
         return Err(error);
     }
     match channel.receive(&runs, to) {
-        Ok(moving) => Ok(Step::Launched(Launched { transfer, chunk, moving })),
+        Ok(moving) => Ok(Step::Started(Launched { transfer, chunk, moving })),
         Err(reason) => {
             // Closing the connection ends the sender's half.
             let reason = format!("chunk {chunk}: {reason}");
@@ -216,49 +184,6 @@ fn launch_receive(
             Err(invalid(reason))
         }
     }
-}
-
-/// Waits for receives in order and reports them. Continues through the last receive after an error.
-#[allow(clippy::too_many_arguments)] // Body of a thread.
-fn complete_all(
-    shared: &Shared,
-    inbox: &Inbox,
-    connection: u64,
-    channel: &Arc<dyn PeerChannel>,
-    in_flight: &Receiver<Launched>,
-    other_end: &TcpStream,
-    ended: &AtomicBool,
-    verify: bool,
-) -> io::Result<()> {
-    let mut outcome = Ok(());
-    for Launched { transfer, chunk, mut moving } in in_flight {
-        let hopeless = |waited| {
-            if inbox.is_closed() || ended.load(Ordering::Acquire) {
-                Some("the data connection has closed".to_owned())
-            } else if waited >= LEASE {
-                Some(format!("received nothing for {} s", LEASE.as_secs()))
-            } else {
-                None
-            }
-        };
-        let completed = until_done(&mut *moving, hopeless).and_then(|()| moving.finish());
-        let completed = completed.and_then(|blocks| verify_and_release(blocks, verify));
-        match completed {
-            Ok(completed) => give_back(shared, inbox, connection, (transfer, chunk), completed),
-            Err(reason) => {
-                let reason = format!("chunk {chunk}: {reason}");
-                fail(shared, inbox, &**channel, (transfer, chunk), reason.clone());
-                outcome = outcome.and(Err(io::Error::other(reason)));
-                // Ends the other thread's read, and with it the connection.
-                ended.store(true, Ordering::Release);
-            }
-        }
-        if outcome.is_err() {
-            // Wakes the other thread at once. Fails only if the connection has already closed.
-            let _ = other_end.shutdown(Shutdown::Both);
-        }
-    }
-    outcome
 }
 
 /// Aborts the communicator and with it the receives in its stream, then releases the chunk's
@@ -279,8 +204,4 @@ fn fail(
         return shared.report(DataEvent::Failed { transfer, reason });
     }
     report_failure(shared, inbox, (transfer, chunk), reason);
-}
-
-fn invalid(reason: String) -> io::Error {
-    io::Error::new(ErrorKind::InvalidData, reason)
 }

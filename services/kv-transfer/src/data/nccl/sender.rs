@@ -17,18 +17,17 @@ use kernels::{
 use super::{
     super::{
         Shared,
-        chunk_ends::{lend, not_posted},
+        chunk_ends::{check_answers, lend, not_posted, report_sent, until_done},
         message::{Message, Messages, Polled},
         outbound::Ended,
-        outbox::{GivenBack, Outbox},
+        outbox::Outbox,
         stream::POLL,
     },
-    IN_FLIGHT_MAX, JOIN_POLL, JOIN_TIMEOUT, until_done,
+    IN_FLIGHT_MAX, JOIN_POLL, JOIN_TIMEOUT,
 };
 use crate::{
     api::{Epoch, TransferId},
     config::LEASE,
-    protocol::DataEvent,
     transfer_kind::TransferKind,
 };
 
@@ -44,7 +43,7 @@ pub(in crate::data) fn send_chunks(
         return Ok(Ended::Refused { reason: "this node has no GPU memory".to_owned() });
     };
     let mut answers = Messages::new(&stream, POLL)?;
-    let offer = Message::Offer { export: invitation.clone(), verify: shared.verify };
+    let offer = Message::Offer { export: invitation.clone(), verify: shared.transport.verify };
     offer.write(&mut stream)?;
     let deadline = Instant::now() + JOIN_TIMEOUT;
     let accepted = match answer(&mut answers, outbox, deadline)? {
@@ -74,7 +73,7 @@ pub(in crate::data) fn send_chunks(
         }
     };
     let verify = match answer(&mut answers, outbox, deadline)? {
-        Ok(Message::Ready { verify }) => verify || shared.verify,
+        Ok(Message::Ready { verify }) => verify || shared.transport.verify,
         Ok(_) => return Err(unexpected()),
         Err(ended) => return Ok(ended),
     };
@@ -168,11 +167,7 @@ fn take_answers(
             Polled::Message(_) => return Err(unexpected().to_string()),
             Polled::End => return Err("the peer closed the connection".to_owned()),
             Polled::Nothing if outbox.is_closed() => return Ok(()),
-            Polled::Nothing => {
-                if outbox.oldest().is_some_and(|since| since.elapsed() >= LEASE) {
-                    return Err(format!("received no answer to a chunk for {} s", LEASE.as_secs()));
-                }
-            }
+            Polled::Nothing => check_answers(outbox)?,
         }
     }
 }
@@ -197,14 +192,9 @@ fn complete_all(
         };
         let completed = until_done(&mut *moving, hopeless).and_then(|()| moving.finish());
         match completed.map(drop) {
-            Ok(()) => match outbox.give_back(transfer, chunk) {
-                GivenBack::Wanted { integrity, bytes } => {
-                    shared.counters.sent(bytes);
-                    shared.report(DataEvent::Sent { transfer, chunk, integrity });
-                }
-                GivenBack::Released => shared.report(DataEvent::Released { transfer }),
-                GivenBack::Cancelled | GivenBack::Unknown => {}
-            },
+            Ok(()) => {
+                report_sent(shared, (transfer, chunk), outbox.give_back(transfer, chunk));
+            }
             Err(reason) => {
                 // Aborting the communicator has ended the kernels in the stream.
                 if let Err(stuck) = channel.abort() {

@@ -13,7 +13,7 @@ use super::{
     super::{
         Shared,
         inbox::{GivenBack, Inbox},
-        stream::{POLL, is_pause, read_exact_by},
+        stream::{POLL, check_progress, is_pause, read_exact_by},
     },
     frame::{HEADER_BYTES, Header},
 };
@@ -38,7 +38,7 @@ pub(in crate::data) fn read_frames(
     while let Some(header) = read_header(inbox, stream)? {
         let Some(blocks) = inbox.take(header.transfer, header.chunk) else {
             // The transfer was cancelled here while the frame was in flight.
-            shared.counters.refuse("frame_not_posted");
+            shared.counters.refuse_data("frame_not_posted");
             if header.payload_bytes > DRAIN_BYTES_MAX {
                 let reason = format!(
                     "cannot skip an unwanted frame of {} bytes; expected at most 256 MiB",
@@ -148,7 +148,7 @@ fn read_payload(
             Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
             Ok(count) => count,
             Err(error) if is_pause(&error) => {
-                check_progress(progress)?;
+                check_progress(progress, "received no byte")?;
                 continue;
             }
             Err(error) => return Err(error),
@@ -200,7 +200,7 @@ fn drain(inbox: &Inbox, stream: &mut TcpStream, mut bytes: u64) -> io::Result<()
                 bytes -= count as u64;
                 progress = Instant::now();
             }
-            Err(error) if is_pause(&error) => check_progress(progress)?,
+            Err(error) if is_pause(&error) => check_progress(progress, "received no byte")?,
             Err(error) => return Err(error),
         }
         if inbox.is_closed() {
@@ -208,13 +208,4 @@ fn drain(inbox: &Inbox, stream: &mut TcpStream, mut bytes: u64) -> io::Result<()
         }
     }
     Ok(())
-}
-
-/// Fails if the peer has sent no byte of the frame for a lease, even if its heartbeats continue.
-fn check_progress(since: Instant) -> io::Result<()> {
-    if since.elapsed() < LEASE {
-        return Ok(());
-    }
-    let reason = format!("received no byte for {} s within a frame", LEASE.as_secs());
-    Err(io::Error::new(io::ErrorKind::TimedOut, reason))
 }

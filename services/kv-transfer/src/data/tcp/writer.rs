@@ -13,11 +13,11 @@ use super::{
     super::{
         Shared,
         outbox::{GivenBack, Job, Outbox},
-        stream::{POLL, is_pause},
+        stream::{POLL, check_progress, is_pause},
     },
     frame::Header,
 };
-use crate::{api::TransferId, config::LEASE, protocol::DataEvent};
+use crate::{api::TransferId, protocol::DataEvent};
 
 /// Bytes hashed and written at a time; they still are in the L2 cache when the kernel copies them.
 const PIECE_BYTES: usize = 256 << 10;
@@ -110,7 +110,9 @@ fn write_piece(
                 IoSlice::advance_slices(&mut slices, count);
                 progress = Instant::now();
             }
-            Err(error) if is_pause(&error) => check_progress(progress)?,
+            Err(error) if is_pause(&error) => {
+                check_progress(progress, "the peer accepted no byte")?
+            }
             Err(error) => return Err(error),
         }
         if outbox.is_cancelled(transfer) {
@@ -131,7 +133,9 @@ fn fill(outbox: &Outbox, stream: &mut TcpStream, mut bytes: u64) -> io::Result<(
                 bytes -= count as u64;
                 progress = Instant::now();
             }
-            Err(error) if is_pause(&error) => check_progress(progress)?,
+            Err(error) if is_pause(&error) => {
+                check_progress(progress, "the peer accepted no byte")?
+            }
             Err(error) => return Err(error),
         }
         if outbox.is_closed() {
@@ -139,15 +143,6 @@ fn fill(outbox: &Outbox, stream: &mut TcpStream, mut bytes: u64) -> io::Result<(
         }
     }
     Ok(())
-}
-
-/// Fails if the peer has accepted no byte for a lease, even if its heartbeats continue.
-fn check_progress(since: Instant) -> io::Result<()> {
-    if since.elapsed() < LEASE {
-        return Ok(());
-    }
-    let reason = format!("the peer accepted no byte for {} s", LEASE.as_secs());
-    Err(io::Error::new(io::ErrorKind::TimedOut, reason))
 }
 
 /// Splits a list of slices into pieces of bounded size.
