@@ -4,14 +4,18 @@ use std::{
     env,
     path::{Path, PathBuf},
     sync::Arc,
-    time::{Duration, Instant},
+    time::Instant,
 };
 
 use cluster::TEXT_BYTES_MAX;
 use config::{Config, Device, Speculate, Transport};
-use engine::executor::cuda::{CudaExecutor, CudaExecutorError, CudaModel, CudaRank, KvShare};
+use engine::executor::{
+    cpu::CpuExecutor,
+    cuda::{CudaExecutor, CudaExecutorError, CudaModel, CudaRank, KvShare},
+};
 use kernels::{
     KvArena, KvLayout, WeightFormat,
+    cpu::{CpuBackend, CpuOptions, Group},
     cuda::{
         Context, CudaBackend, CudaError, CudaOptions, DeviceKv, Driver, KernelLibrary, Link,
         RankedKv, Tuned, Tuning, nccl_link_bytes, nccl_reserved_sms,
@@ -30,11 +34,6 @@ use crate::{
 
 /// The folder of device files.
 const DEVICES: &str = "/dev";
-
-/// A GPU that can serve.
-pub(crate) struct Gpu {
-    backend: CudaBackend,
-}
 
 /// The device that a node computes on: a GPU, or one for each rank.
 #[derive(Debug, PartialEq, Eq)]
@@ -60,12 +59,15 @@ impl<T> Chosen<T> {
             Err(error) => Ok(Self::Cpu { fallback: Some(one_line(&error.to_string())) }),
         }
     }
+}
 
-    fn warn_of_fallback(&self) {
-        if let Self::Cpu { fallback: Some(reason) } = self {
-            warn!(reason, "the host has a GPU, but this node computes on the CPU");
-        }
+/// Chooses as [`Chosen::by`] does and warns of a fallback.
+fn choose<T>(device: Device, opened: Result<T, StartError>) -> Result<Chosen<T>, StartError> {
+    let chosen = Chosen::by(device, opened, host_has_gpu(Path::new(DEVICES)))?;
+    if let Chosen::Cpu { fallback: Some(reason) } = &chosen {
+        warn!(reason, "the host has a GPU, but this node computes on the CPU");
     }
+    Ok(chosen)
 }
 
 /// Makes a reason fit for a node's record.
@@ -92,16 +94,16 @@ pub(crate) struct Started {
 ///
 /// # Errors
 /// With `node.device` = cuda, the reason why no GPU can serve.
-pub(crate) fn gpu(config: &Config, weights: WeightFormat) -> Result<Chosen<Gpu>, StartError> {
+pub(crate) fn gpu(
+    config: &Config,
+    weights: WeightFormat,
+) -> Result<Chosen<CudaBackend>, StartError> {
     let device = config.node.device;
     if device == Device::Cpu {
         return Ok(Chosen::Cpu { fallback: None });
     }
     let gpu = settings::gpus(&config.node)?.and_then(|names| names.first().copied());
-    let opened = open_gpu(config, weights, gpu).map_err(StartError::from);
-    let chosen = Chosen::by(device, opened, host_has_gpu(Path::new(DEVICES)))?;
-    chosen.warn_of_fallback();
-    Ok(chosen)
+    choose(device, open_gpu(config, weights, gpu).map_err(StartError::from))
 }
 
 /// Chooses the devices of a node's ranks: GPUs by UUID, or CPUs.
@@ -116,14 +118,11 @@ pub(crate) fn gpus_of_ranks(
     if device == Device::Cpu {
         return Ok(Chosen::Cpu { fallback: None });
     }
-    let found = match find_for_ranks(config, weights) {
+    match find_for_ranks(config, weights) {
         // An invalid setting is invalid on CPUs too.
-        Err(error @ StartError::Settings(_)) => return Err(error),
-        found => found,
-    };
-    let chosen = Chosen::by(device, found, host_has_gpu(Path::new(DEVICES)))?;
-    chosen.warn_of_fallback();
-    Ok(chosen)
+        Err(error @ StartError::Settings(_)) => Err(error),
+        found => choose(device, found),
+    }
 }
 
 /// Checks the GPUs here, so that one message reports a problem instead of one per rank.
@@ -206,12 +205,12 @@ fn check_speculation(node: &config::Node) -> Result<(), CudaError> {
     Ok(())
 }
 
-/// The GPU of this UUID, or the first.
+/// Opens the GPU with this UUID, or the first.
 pub(crate) fn open_gpu(
     config: &Config,
     weights: WeightFormat,
     gpu: Option<&str>,
-) -> Result<Gpu, CudaError> {
+) -> Result<CudaBackend, CudaError> {
     let node = &config.node;
     check_speculation(node)?;
     let reserved_sms = reserved_sms(config);
@@ -220,86 +219,105 @@ pub(crate) fn open_gpu(
     let device = backend.context().device();
     let kernels = backend.library().build();
     info!(gpu = device.uuid, name = device.name, kernels, "found a GPU");
-    Ok(Gpu { backend })
+    Ok(backend)
 }
 
 fn kernels(node: &config::Node) -> Option<PathBuf> {
     node.kernels.clone().or_else(|| KernelLibrary::beside(&env::current_exe().ok()?))
 }
 
-impl Gpu {
-    /// Loads the weights and takes the memory for KV: as many blocks as are set, else as fit. `layout`
-    /// is a whole block's; a rank has its part of each, and of the weights.
-    pub(crate) fn start(
-        self,
-        config: &Config,
-        checkpoint: &Checkpoint,
-        layout: KvLayout,
-        mut rank: Option<&mut CudaRank>,
-    ) -> Result<Started, StartError> {
-        let node = &config.node;
-        let backend = match &mut rank {
-            Some(rank) => rank.join(self.backend)?,
-            None => self.backend,
-        };
-        let (context, library) = (Arc::clone(backend.context()), Arc::clone(backend.library()));
-        let is_rank = rank.is_some();
-        let of = backend.group().map_or(1, |group| group.ranks());
-        let set = settings::block_count_set(node, layout)?;
-        let limits_of = |blocks| settings::executor_limits(node, checkpoint.config(), blocks);
-        let limits = limits_of(set.unwrap_or(u32::MAX))?;
-        let mut log = LoadLog::new();
-        let mut progress = |progress| log.at(progress);
-        let mut model = CudaModel::load(checkpoint, backend, &limits, &mut progress)?;
-        let times = model.times();
-        let mut tuned = Tuned::default();
-        if !node.gpu_tune.is_zero() {
-            let folder = node.gpu_tune_dir.clone().or_else(|| config.cache.clone());
-            tuned = model.tune(&limits, &Tuning { folder, within: node.gpu_tune })?;
-            for reason in &tuned.faults {
-                warn!(reason, "tuned products are not kept");
-            }
+/// Loads the weights and takes the memory for KV: as many blocks as are set, else as fit. `layout`
+/// is a whole block's; a rank has its part of each, and of the weights.
+pub(crate) fn start_gpu(
+    backend: CudaBackend,
+    config: &Config,
+    checkpoint: &Checkpoint,
+    layout: KvLayout,
+    mut rank: Option<&mut CudaRank>,
+) -> Result<Started, StartError> {
+    let node = &config.node;
+    let backend = match &mut rank {
+        Some(rank) => rank.join(backend)?,
+        None => backend,
+    };
+    let (context, library) = (Arc::clone(backend.context()), Arc::clone(backend.library()));
+    let is_rank = rank.is_some();
+    let of = backend.group().map_or(1, |group| group.ranks());
+    let set = settings::block_count_set(node, layout)?;
+    let limits_of = |blocks| settings::executor_limits(node, checkpoint.config(), blocks);
+    let limits = limits_of(set.unwrap_or(u32::MAX))?;
+    let mut log = LoadLog::new();
+    let mut progress = |progress| log.at(progress);
+    let mut model = CudaModel::load(checkpoint, backend, &limits, &mut progress)?;
+    let times = model.times();
+    let mut tuned = Tuned::default();
+    if !node.gpu_tune.is_zero() {
+        let folder = node.gpu_tune_dir.clone().or_else(|| config.cache.clone());
+        tuned = model.tune(&limits, &Tuning { folder, within: node.gpu_tune })?;
+        for reason in &tuned.faults {
+            warn!(reason, "tuned products are not kept");
         }
-        let own_layout = layout.with_heads(layout.kv_head_count / of);
-        let fitting = match set {
-            Some(blocks) => blocks,
-            None => {
-                let share = KvShare { percent: node.gpu_memory_percent, reserve: reserve(config) };
-                // Without a wish, what one step reads: with less a node is of no use.
-                let one_step = (checkpoint.config().context_tokens as u32).min(limits.step_tokens);
-                let tokens_min = node.sequence_tokens_max.unwrap_or(one_step);
-                model.kv_blocks(&limits, own_layout, share, tokens_min)?
-            }
-        };
-        // In any case: sums do not wait long for a rank that still loads or tunes.
-        let limits = limits_of(rank.map_or(Ok(fitting), |rank| rank.least(fitting))?)?;
-        let kv =
-            DeviceKv::new(&context, own_layout, limits.blocks).map_err(CudaExecutorError::from)?;
-        if !is_rank {
-            // Also for peers that want it. A rank's node does it for all of them, and moves their blocks.
-            warn_of_copies(kv.digest_with(Arc::clone(&library)));
-            kv.move_with(library).map_err(CudaExecutorError::from)?;
-        }
-        let arena = KvArena::remote(kv.clone())?;
-        let free = context.free_bytes()?;
-        let started = Instant::now();
-        let mut executor = CudaExecutor::start(model, kv.clone(), &arena, limits)?;
-        executor.poll(node.gpu_poll);
-        let free_at_end = context.free_bytes()?;
-        info!(
-            memory_seconds = seconds(times.place),
-            weights_seconds = seconds(times.weights),
-            tune_seconds = seconds(tuned.took),
-            products_timed = tuned.times.len(),
-            products_left = tuned.left,
-            executor_seconds = seconds(started.elapsed()),
-            kv_bytes = u64::from(limits.blocks) * own_layout.block_bytes() as u64,
-            executor_bytes = free.saturating_sub(free_at_end),
-            free_bytes = free_at_end,
-            "the GPU is ready"
-        );
-        Ok(Started { executor, kv, arena })
     }
+    let own_layout = layout.with_heads(layout.kv_head_count / of);
+    let fitting = match set {
+        Some(blocks) => blocks,
+        None => {
+            let share = KvShare { percent: node.gpu_memory_percent, reserve: reserve(config) };
+            // Without a wish, what one step reads: with less a node is of no use.
+            let one_step = (checkpoint.config().context_tokens as u32).min(limits.step_tokens);
+            let tokens_min = node.sequence_tokens_max.unwrap_or(one_step);
+            model.kv_blocks(&limits, own_layout, share, tokens_min)?
+        }
+    };
+    // In any case: sums do not wait long for a rank that still loads or tunes.
+    let limits = limits_of(rank.map_or(Ok(fitting), |rank| rank.least(fitting))?)?;
+    let kv = DeviceKv::new(&context, own_layout, limits.blocks).map_err(CudaExecutorError::from)?;
+    if !is_rank {
+        // Also for peers that want it. A rank's node does it for all of them, and moves their blocks.
+        warn_of_copies(kv.digest_with(Arc::clone(&library)));
+        kv.move_with(library).map_err(CudaExecutorError::from)?;
+    }
+    let arena = KvArena::remote(kv.clone())?;
+    let free = context.free_bytes()?;
+    let started = Instant::now();
+    let mut executor = CudaExecutor::start(model, kv.clone(), &arena, limits)?;
+    executor.poll(node.gpu_poll);
+    let free_at_end = context.free_bytes()?;
+    info!(
+        memory_seconds = times.place.as_secs_f64(),
+        weights_seconds = times.weights.as_secs_f64(),
+        tune_seconds = tuned.took.as_secs_f64(),
+        products_timed = tuned.times.len(),
+        products_left = tuned.left,
+        executor_seconds = started.elapsed().as_secs_f64(),
+        kv_bytes = u64::from(limits.blocks) * own_layout.block_bytes() as u64,
+        executor_bytes = free.saturating_sub(free_at_end),
+        free_bytes = free_at_end,
+        "the GPU is ready"
+    );
+    Ok(Started { executor, kv, arena })
+}
+
+/// Starts the executor on these threads and CPUs; a rank is in its node's group.
+pub(crate) fn start_cpu(
+    config: &Config,
+    checkpoint: &Checkpoint,
+    (threads, cpus): (usize, &[u32]),
+    arena: &Arc<KvArena>,
+    group: Option<Group>,
+) -> Result<CpuExecutor, StartError> {
+    let node = &config.node;
+    let limits = settings::executor_limits(node, checkpoint.config(), arena.block_count())?;
+    let weights = settings::weight_format(config.model.dtype);
+    let options = CpuOptions { weights, threads, isa: settings::isa(node.isa) };
+    let mut backend = CpuBackend::on(options, cpus)?;
+    info!(isa = backend.isa_name(), threads, cpus = settings::shown_cpus(cpus), "uses the CPU");
+    if let Some(group) = group {
+        backend = backend.in_group(group);
+    }
+    let mut log = LoadLog::new();
+    let progress = &mut |progress| log.at(progress);
+    Ok(CpuExecutor::start(checkpoint, backend, arena.clone(), limits, progress)?)
 }
 
 /// Returns the GPU memory in bytes to leave free beside the KV cache: `node.gpu_reserve`, and with transport `nccl` the
@@ -321,10 +339,6 @@ fn reserved_sms(config: &Config) -> u32 {
         Transport::Nccl if config.node.tp == 1 => nccl_reserved_sms(config.transfer.nccl_max_ctas),
         _ => 0,
     }
-}
-
-fn seconds(time: Duration) -> f64 {
-    time.as_secs_f64()
 }
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! The bounded queue of commands to the engine thread.
+//! The bounded queues of commands and of transfer events to the engine thread.
 //!
 //! Every attempt takes one of a fixed number of permits before it is queued. The queue has room for
 //! one arrival and one cancel per permit. So an arrival beyond the bound is rejected at once, and a
@@ -14,7 +14,7 @@ use std::{
 
 use crossbeam_channel::{Receiver, Sender, TrySendError, bounded};
 use engine::executor::CollectWaker;
-use kv_transfer::api as transfer;
+use kv_transfer::{EventSink, api as transfer};
 use tokio::sync::{Semaphore, oneshot};
 
 use crate::{
@@ -174,5 +174,29 @@ impl Inbox {
 
     pub fn attempt_count(&self) -> u32 {
         self.attempts_max - self.permits.available_permits() as u32
+    }
+}
+
+/// Each transfer has at most two events: `Ready` and its final event.
+const EVENTS_PER_TRANSFER: usize = 2;
+
+/// Queues events and wakes the engine thread.
+pub(crate) struct TransferEvents {
+    queue: Sender<transfer::Event>,
+    waker: CollectWaker,
+}
+
+impl TransferEvents {
+    pub fn new(transfers_max: usize, waker: CollectWaker) -> (Self, Receiver<transfer::Event>) {
+        let (queue, events) = bounded(EVENTS_PER_TRANSFER * transfers_max);
+        (Self { queue, waker }, events)
+    }
+}
+
+impl EventSink for TransferEvents {
+    fn offer(&mut self, event: transfer::Event) -> Result<(), transfer::Event> {
+        self.queue.offer(event)?;
+        self.waker.wake();
+        Ok(())
     }
 }

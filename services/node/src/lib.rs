@@ -39,7 +39,6 @@ mod stream;
 mod tensor_parallel;
 #[cfg(test)]
 mod testing;
-mod transfer_events;
 mod transfer_metrics;
 pub mod wire;
 

@@ -19,15 +19,11 @@ use cluster::{
 use config::{Config, hub};
 use engine::{
     Scheduler, SchedulerConfig, SchedulerConfigError, StepLoop,
-    executor::{
-        Executor, ExecutorLimits,
-        cpu::{CpuExecutor, CpuExecutorError},
-        cuda::CudaExecutorError,
-    },
+    executor::{Executor, cpu::CpuExecutorError, cuda::CudaExecutorError},
 };
 use kernels::{
     ArenaError, KvArena,
-    cpu::{CpuBackend, CpuError, CpuOptions, affinity},
+    cpu::{CpuError, affinity},
     cuda::CudaError,
 };
 use kv_transfer::{TransferConfig, Transfers};
@@ -39,20 +35,17 @@ use tracing::{info, warn};
 
 use crate::{
     constraint::GRAMMAR_VERSION,
-    device::{self, Chosen},
+    device::{self, Chosen, Started},
     engine_thread::{Device, Engine, EngineError, EngineThread},
     grammars::Grammars,
     grpc_server::{GrpcLimits, GrpcServer, ReservedAddress},
     identity,
-    inbox::{Command, Inbox},
-    load_log::LoadLog,
+    inbox::{Command, Inbox, TransferEvents},
     node_core::{NodeCore, STALL_AFTER},
     populate::Populate,
     service::NodeService,
     settings::{self, SettingsError},
-    tensor_parallel,
-    transfer_events::TransferEvents,
-    transfer_metrics,
+    tensor_parallel, transfer_metrics,
 };
 
 /// Time for attempts to end after the drain time-out: a dead peer holds blocks for one lease and half a
@@ -438,64 +431,40 @@ fn load_blocking(
     );
     let weights = settings::weight_format(config.model.dtype);
     let layout = model.kv_layout(weights.kv_dtype());
-    if config.node.tp > 1 {
-        let tp = config.node.tp;
+    let tp = config.node.tp;
+    let (executor, arena, cpus, cpu_fallback): (Box<dyn Executor>, _, _, _) = if tp > 1 {
         tensor_parallel::check(&checkpoint, &config.node)?;
         let (gpus, cpu_fallback) = match device::gpus_of_ranks(config, weights)? {
             Chosen::Gpu(gpus) => (Some(gpus), None),
             Chosen::Cpu { fallback } => (None, fallback),
         };
         let (executor, arena) = tensor_parallel::start(config, epoch, path, &checkpoint, gpus)?;
-        info!(
-            dtype = %weights,
-            ranks = tp,
-            blocks = arena.block_count(),
-            block_bytes = layout.block_bytes(),
-            seconds = format_args!("{:.3}", started.elapsed().as_secs_f64()),
-            "loaded the weights, a part on each rank"
-        );
-        let identity = identity::model_identity(fingerprint, weights, layout);
-        let (path, executor, cpus) = (path.to_owned(), Box::new(executor), Vec::new());
-        return Ok(Loaded { path, arena, identity, executor, cpus, cpu_fallback });
-    }
-    let cpu_fallback = match device::gpu(config, weights)? {
-        Chosen::Cpu { fallback } => fallback,
-        Chosen::Gpu(gpu) => {
-            let device::Started { executor, arena, .. } =
-                gpu.start(config, &checkpoint, layout, None)?;
-            info!(
-                dtype = %weights,
-                blocks = executor.limits().blocks,
-                block_bytes = layout.block_bytes(),
-                seconds = format_args!("{:.3}", started.elapsed().as_secs_f64()),
-                "loaded the weights onto the GPU"
-            );
-            let identity = identity::model_identity(fingerprint, weights, layout);
-            let (path, executor, cpus) = (path.to_owned(), Box::new(executor), Vec::new());
-            return Ok(Loaded { path, arena, identity, executor, cpus, cpu_fallback: None });
+        (Box::new(executor), arena, Vec::new(), cpu_fallback)
+    } else {
+        match device::gpu(config, weights)? {
+            Chosen::Gpu(backend) => {
+                let Started { executor, arena, .. } =
+                    device::start_gpu(backend, config, &checkpoint, layout, None)?;
+                (Box::new(executor), arena, Vec::new(), None)
+            }
+            Chosen::Cpu { fallback } => {
+                let blocks = settings::block_count(&config.node, layout)?;
+                let arena = KvArena::host(layout, blocks)?;
+                let executor =
+                    device::start_cpu(config, &checkpoint, (threads, &cpus), &arena, None)?;
+                (Box::new(executor), arena, cpus, fallback)
+            }
         }
     };
-    let blocks = settings::block_count(&config.node, layout)?;
-    let limits: ExecutorLimits = settings::executor_limits(&config.node, model, blocks)?;
-    let arena = KvArena::host(layout, blocks)?;
-    let isa = settings::isa(config.node.isa);
-    let backend = CpuBackend::on(CpuOptions { weights, threads, isa }, &cpus)?;
-    let isa = backend.isa_name();
-    let mut log = LoadLog::new();
-    let progress = &mut |progress| log.at(progress);
-    let executor = CpuExecutor::start(&checkpoint, backend, arena.clone(), limits, progress)?;
     info!(
         dtype = %weights,
-        isa,
-        threads,
-        cpus = settings::shown_cpus(&cpus),
-        blocks,
+        ranks = tp,
+        blocks = arena.block_count(),
         block_bytes = layout.block_bytes(),
         seconds = format_args!("{:.3}", started.elapsed().as_secs_f64()),
         "loaded the weights"
     );
     let identity = identity::model_identity(fingerprint, weights, layout);
-    let executor = Box::new(executor);
     Ok(Loaded { path: path.to_owned(), arena, identity, executor, cpus, cpu_fallback })
 }
 

@@ -14,13 +14,13 @@ use config::{Config, Device, Transport};
 use engine::executor::Executor;
 use kernels::cuda::{NcclError, set_nccl_environment};
 use ranks::RankSpec;
-use telemetry::{Metrics, Resource, Telemetry, TelemetryConfig};
+use telemetry::{Metrics, Resource, Telemetry, TelemetryConfig, TelemetryError};
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tracing::{error, info, warn};
 
 use crate::{
     node::{Addresses, Node},
-    settings::SECTIONS,
+    settings::{SECTIONS, default_node_id},
     tensor_parallel,
 };
 
@@ -66,15 +66,11 @@ fn prepare_nccl(config: &Config) -> Result<(), NcclError> {
 /// Runs a rank process. It serves no calls and exports no telemetry beside its log.
 fn run_rank(role: Role, spec: &RankSpec, config: &Config) -> u8 {
     let name = program_name(role);
-    let resource = Resource { service: name.to_owned(), instance: instance(role, config) };
     let settings = TelemetryConfig { otlp: None, ..TelemetryConfig::from(&config.telemetry) };
-    let telemetry = match Telemetry::start(&settings, resource) {
+    let telemetry = match start_telemetry(role, config, &settings) {
         Ok(telemetry) => telemetry,
         Err(error) => return complain(name, &error, 1),
     };
-    if let Err(error) = telemetry.install() {
-        return complain(name, &error, 1);
-    }
     let outcome = tensor_parallel::run(spec, config);
     if let Err(error) = &outcome {
         error!("rank {} of {}: {error}", spec.rank, spec.of);
@@ -172,14 +168,10 @@ async fn serve_with_telemetry(
     wrap: impl FnOnce(Box<dyn Executor>) -> Box<dyn Executor>,
 ) -> u8 {
     let name = program_name(role);
-    let resource = Resource { service: name.to_owned(), instance: instance(role, config) };
-    let telemetry = match Telemetry::start(&TelemetryConfig::from(&config.telemetry), resource) {
+    let telemetry = match start_telemetry(role, config, &(&config.telemetry).into()) {
         Ok(telemetry) => telemetry,
         Err(error) => return complain(name, &error, 1),
     };
-    if let Err(error) = telemetry.install() {
-        return complain(name, &error, 1);
-    }
     for warning in config.warnings() {
         warn!("{warning}");
     }
@@ -197,10 +189,18 @@ async fn serve_with_telemetry(
     code
 }
 
-/// `telemetry.instance`, else the node's id, else role and port as configured.
-fn instance(role: Role, config: &Config) -> String {
-    let id = config.telemetry.instance.clone().or_else(|| config.node.id.clone());
-    id.unwrap_or_else(|| crate::settings::default_node_id(role, config.node.grpc.port()))
+/// Installs telemetry under the name `telemetry.instance`, else the node's id, else role and port as configured.
+fn start_telemetry(
+    role: Role,
+    config: &Config,
+    settings: &TelemetryConfig,
+) -> Result<Telemetry, TelemetryError> {
+    let id = config.telemetry.instance.as_ref().or(config.node.id.as_ref()).cloned();
+    let instance = id.unwrap_or_else(|| default_node_id(role, config.node.grpc.port()));
+    let resource = Resource { service: program_name(role).to_owned(), instance };
+    let telemetry = Telemetry::start(settings, resource)?;
+    telemetry.install()?;
+    Ok(telemetry)
 }
 
 /// Starts the node, serves until a signal or a failure, and drains.

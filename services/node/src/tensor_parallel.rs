@@ -12,6 +12,7 @@
 
 use std::{
     ffi::OsString,
+    os::unix::ffi::OsStringExt,
     path::{Path, PathBuf},
     sync::Arc,
     time::Duration,
@@ -25,19 +26,18 @@ use engine::executor::{
 };
 use kernels::{
     KvArena, KvLayout, Shard,
-    cpu::{CpuBackend, CpuOptions, Group, affinity},
+    cpu::{Group, affinity},
     cuda::{IpcMemory, RankedKv},
     peer::PeerMemory,
     shared::{RegionName, SharedRegion, sweep},
 };
 use model::Checkpoint;
 use ranks::{GroupSettings, RankGroup, RankSpec, run_rank};
-use serde_json::{Value, json};
+use serde::{Deserialize, Serialize};
 use tracing::{info, warn};
 
 use crate::{
     device::{self, Started},
-    load_log::LoadLog,
     node::StartError,
     settings::{self, SettingsError},
 };
@@ -50,10 +50,12 @@ const EXCHANGE_TIMEOUT: Duration = Duration::from_secs(30);
 const PAGE: usize = 4096;
 
 /// Parameters of a rank process: the model's path and the shared memory.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 struct RankStart {
-    model: PathBuf,
-    region: RegionName,
+    /// The path's bytes, which need not be UTF-8.
+    model: Vec<u8>,
+    /// File name of the region.
+    region: String,
     /// Blocks of the arena in the region; 0 on GPUs.
     blocks: u32,
     /// The GPU's UUID of each rank; empty on CPUs.
@@ -62,32 +64,14 @@ struct RankStart {
 
 impl RankStart {
     fn encode(&self) -> Vec<u8> {
-        // A path need not be UTF-8.
-        let model = self.model.as_os_str().as_encoded_bytes();
-        let fields = json!({
-            "region": self.region.file_name(),
-            "blocks": self.blocks,
-            "gpus": self.gpus,
-            "model": model,
-        });
-        fields.to_string().into_bytes()
+        serde_json::to_vec(self).expect("texts and numbers are JSON")
     }
 
-    fn decode(bytes: &[u8]) -> Option<Self> {
-        use std::os::unix::ffi::OsStringExt;
-
-        let fields: Value = serde_json::from_slice(bytes).ok()?;
-        let byte = |value: &Value| u8::try_from(value.as_u64()?).ok();
-        let model = fields["model"].as_array()?.iter().map(byte).collect::<Option<Vec<u8>>>()?;
-        Some(Self {
-            model: OsString::from_vec(model).into(),
-            region: RegionName::parse(fields["region"].as_str()?)?,
-            blocks: u32::try_from(fields["blocks"].as_u64()?).ok()?,
-            gpus: {
-                let gpus = fields["gpus"].as_array()?.iter();
-                gpus.map(|gpu| Some(gpu.as_str()?.to_owned())).collect::<Option<_>>()?
-            },
-        })
+    /// Returns the parameters and the region's name.
+    fn decode(bytes: &[u8]) -> Option<(Self, RegionName)> {
+        let start: Self = serde_json::from_slice(bytes).ok()?;
+        let region = RegionName::parse(&start.region)?;
+        Some((start, region))
     }
 }
 
@@ -129,7 +113,8 @@ pub(crate) fn start(
     }
     let name = RegionName::own(epoch, PURPOSE);
     let start = |blocks, gpus| {
-        let start = RankStart { model: path.to_owned(), region: name.clone(), blocks, gpus };
+        let model = path.as_os_str().as_encoded_bytes().to_vec();
+        let start = RankStart { model, region: name.file_name(), blocks, gpus };
         RankGroup::start(GroupSettings::new(epoch, of, start.encode()), RankSpec::command)
     };
     let (group, arena) = match gpus {
@@ -178,21 +163,16 @@ pub(crate) fn check(checkpoint: &Checkpoint, node: &config::Node) -> Result<(), 
 /// Runs a rank process after its settings are read.
 pub(crate) fn run(spec: &RankSpec, config: &Config) -> Result<(), ranks::RankError> {
     run_rank(spec, |start| {
-        let start = RankStart::decode(start)
+        let (start, region) = RankStart::decode(start)
             .ok_or("invalid start message of a rank; expected one of this program's version")?;
-        executor(spec, config, &start).map_err(|error| error.to_string())
+        let made: Result<(Box<dyn Executor>, _), StartError> =
+            match start.gpus.get(spec.rank as usize) {
+                Some(gpu) => on_gpu(spec, config, &start, &region, gpu),
+                None => on_cpu(spec, config, &start, &region)
+                    .map(|executor| (Box::new(executor) as Box<dyn Executor>, Vec::new())),
+            };
+        made.map_err(|error| error.to_string())
     })
-}
-
-fn executor(
-    spec: &RankSpec,
-    config: &Config,
-    start: &RankStart,
-) -> Result<(Box<dyn Executor>, Vec<u8>), StartError> {
-    match start.gpus.get(spec.rank as usize) {
-        Some(gpu) => on_gpu(spec, config, start, gpu),
-        None => Ok((Box::new(on_cpu(spec, config, start)?), Vec::new())),
-    }
 }
 
 /// Returns the executor and the handle of the rank's KV for the node.
@@ -200,14 +180,16 @@ fn on_gpu(
     spec: &RankSpec,
     config: &Config,
     start: &RankStart,
+    region: &RegionName,
     gpu: &str,
 ) -> Result<(Box<dyn Executor>, Vec<u8>), StartError> {
     let checkpoint = opened(config, start)?;
     let weights = settings::weight_format(config.model.dtype);
     let layout = checkpoint.config().kv_layout(weights.kv_dtype());
-    CudaRank::open(&start.region, shard(spec))?.start(|rank| {
+    CudaRank::open(region, shard(spec))?.start(|rank| {
         let gpu = device::open_gpu(config, weights, Some(gpu))?;
-        let Started { executor, kv, .. } = gpu.start(config, &checkpoint, layout, Some(rank))?;
+        let Started { executor, kv, .. } =
+            device::start_gpu(gpu, config, &checkpoint, layout, Some(rank))?;
         let says = IpcMemory::new(kv).export();
         let says = says.map_err(CudaExecutorError::Together)?;
         info!(rank = spec.rank, of = spec.of, "loaded the rank's part of the weights onto its GPU");
@@ -221,12 +203,18 @@ fn shard(spec: &RankSpec) -> Shard {
 
 fn opened(config: &Config, start: &RankStart) -> Result<Checkpoint, StartError> {
     let load_format = settings::load_format(config.model.load_format);
-    let checkpoint = Checkpoint::open(&start.model, load_format)?;
+    let model = PathBuf::from(OsString::from_vec(start.model.clone()));
+    let checkpoint = Checkpoint::open(&model, load_format)?;
     check(&checkpoint, &config.node)?;
     Ok(checkpoint)
 }
 
-fn on_cpu(spec: &RankSpec, config: &Config, start: &RankStart) -> Result<CpuExecutor, StartError> {
+fn on_cpu(
+    spec: &RankSpec,
+    config: &Config,
+    start: &RankStart,
+    region: &RegionName,
+) -> Result<CpuExecutor, StartError> {
     let (threads, cpus) = settings::threads(&config.node)?;
     let (threads, cpus) = share(threads, &cpus, spec);
     // As in a node without ranks: the CPUs that read the weights pack them.
@@ -236,17 +224,11 @@ fn on_cpu(spec: &RankSpec, config: &Config, start: &RankStart) -> Result<CpuExec
     let weights = settings::weight_format(config.model.dtype);
     let layout = checkpoint.config().kv_layout(weights.kv_dtype());
     let bytes = region_bytes(layout, start.blocks, spec.of);
-    let region = SharedRegion::open(&start.region, bytes)?;
+    let region = SharedRegion::open(region, bytes)?;
     let arena = KvArena::shared(layout, start.blocks, &region, arena_at(spec.of))?;
-    let limits = settings::executor_limits(&config.node, checkpoint.config(), start.blocks)?;
-    let isa = settings::isa(config.node.isa);
-    let backend = CpuBackend::on(CpuOptions { weights, threads, isa }, &cpus)?;
-    let backend = backend.in_group(Group::new(&region, 0, shard(spec), EXCHANGE_TIMEOUT));
-    let mut log = LoadLog::new();
-    let progress = &mut |progress| log.at(progress);
-    let executor = CpuExecutor::start(&checkpoint, backend, arena, limits, progress)?;
-    let (rank, cpus) = (spec.rank, settings::shown_cpus(&cpus));
-    info!(rank, of = spec.of, threads, cpus, "loaded the rank's part of the weights");
+    let group = Group::new(&region, 0, shard(spec), EXCHANGE_TIMEOUT);
+    let executor = device::start_cpu(config, &checkpoint, (threads, &cpus), &arena, Some(group))?;
+    info!(rank = spec.rank, of = spec.of, "loaded the rank's part of the weights");
     Ok(executor)
 }
 
@@ -280,10 +262,11 @@ mod tests {
 
     #[test]
     fn rank_start_round_trips_and_invalid_bytes_are_rejected() {
-        let model = PathBuf::from("/some/models/täglich.gguf");
+        let model = vec![b'/', 0xff, b'a'];
         let gpus = vec!["GPU-1".to_owned(), "GPU-2".to_owned()];
-        let start = RankStart { model, region: RegionName::own(3, PURPOSE), blocks: 17, gpus };
-        assert_eq!(RankStart::decode(&start.encode()), Some(start.clone()));
+        let region = RegionName::own(3, PURPOSE);
+        let start = RankStart { model, region: region.file_name(), blocks: 17, gpus };
+        assert_eq!(RankStart::decode(&start.encode()), Some((start.clone(), region)));
         let text = String::from_utf8(start.encode()).unwrap();
         for (from, to) in [("17", "-1"), ("baton", "bacon"), ("model", "muddle"), ("{", "")] {
             assert_eq!(RankStart::decode(text.replace(from, to).as_bytes()), None, "{to}");

@@ -19,13 +19,12 @@ use super::*;
 use crate::{
     attempt::NewAttempt,
     identity,
-    inbox::Inbox,
+    inbox::{Inbox, TransferEvents},
     node_core::Refusal,
     node_core::{AttemptEnd, STALL_AFTER},
     observe::{self, ObserveStream},
     stream::StreamItem,
     testing,
-    transfer_events::TransferEvents,
 };
 
 const WITHIN: Duration = Duration::from_secs(60);
