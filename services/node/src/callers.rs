@@ -4,13 +4,12 @@ use std::collections::HashMap;
 
 use kv_transfer::api::{Command, TransferId};
 use proto::v1::FailureKind;
-use tokio::sync::oneshot;
 
 use crate::{
     inbox::Arrival,
-    node_core::{AttemptEnd, Call, CallId, Refusal, Reply, Stage, StageChange},
+    node_core::{AttemptEnd, Call, CallId, Reply, Stage, StageChange},
     stages::Stages,
-    stream::{AttemptPermit, EventSender, QueueFull},
+    stream::{AttemptPermit, QueueFull, ReplySender},
 };
 
 /// Every call, by its number.
@@ -22,10 +21,7 @@ pub(crate) struct Callers {
 #[derive(Debug)]
 struct Caller {
     request_id: u128,
-    /// `None` once the call was accepted or rejected.
-    verdict: Option<oneshot::Sender<Result<(), Refusal>>>,
-    /// `None` once the stream has ended.
-    events: Option<EventSender>,
+    replies: ReplySender,
     stages: Stages,
     _permit: AttemptPermit,
 }
@@ -33,7 +29,7 @@ struct Caller {
 impl Callers {
     /// Keeps the arrival's channels and returns the call for the core.
     pub fn add(&mut self, arrival: Arrival) -> Call {
-        let Arrival { call_number, attempt, events, verdict, permit } = arrival;
+        let Arrival { call_number, attempt, replies, permit } = arrival;
         let call = Call {
             number: call_number,
             prompt_hash: attempt.prompt_hash(),
@@ -43,8 +39,7 @@ impl Callers {
         let (request_id, transfer_id) = (attempt.request_id, call.sequence.id.0);
         let caller = Caller {
             request_id,
-            verdict: Some(verdict),
-            events: Some(events),
+            replies,
             stages: Stages::new(attempt.traceparent, request_id, transfer_id),
             _permit: permit,
         };
@@ -59,22 +54,10 @@ impl Callers {
     /// Never waits. A caller that left is no error: its cancel is on the way.
     pub fn reply(&mut self, call: CallId, reply: Reply) -> Result<(), QueueFull> {
         let Some(caller) = self.callers.get_mut(&call.number) else { return Ok(()) };
-        match reply {
-            Reply::Event(event) => {
-                return caller.events.as_ref().map_or(Ok(()), |events| events.send(event));
-            }
-            Reply::Ended(end) => {
-                if let AttemptEnd::Failed { kind, message } = &end {
-                    log_failure(caller.request_id, call, *kind, message);
-                }
-                if let Some(events) = caller.events.take() {
-                    events.end(end);
-                }
-            }
-            Reply::Accepted => caller.answer(Ok(())),
-            Reply::Rejected(refusal) => caller.answer(Err(refusal)),
+        if let Reply::Ended(AttemptEnd::Failed { kind, message }) = &reply {
+            log_failure(caller.request_id, call, *kind, message);
         }
-        Ok(())
+        caller.replies.send(reply)
     }
 
     pub fn change_stage(&mut self, call: CallId, change: StageChange) {
@@ -92,15 +75,6 @@ impl Callers {
         };
         if let Some(caller) = self.callers.get(&call.number) {
             *traceparent = caller.stages.traceparent(stage);
-        }
-    }
-}
-
-impl Caller {
-    fn answer(&mut self, verdict: Result<(), Refusal>) {
-        if let Some(sender) = self.verdict.take() {
-            // Fails when the caller left.
-            let _ = sender.send(verdict);
         }
     }
 }

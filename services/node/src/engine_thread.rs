@@ -27,7 +27,7 @@ use crate::{
     core_metrics,
     inbox::{Command, CommandReceiver},
     node_core::{CloseReason, NodeCore, Output},
-    observe::{ObserveEnd, Observers},
+    observe::Observers,
     stream::QueueFull,
 };
 
@@ -234,9 +234,7 @@ impl<E: Executor> Engine<E> {
                         self.core.handle_observe_ended(observer);
                     }
                 }
-                Output::ObserveStalled { observer } => {
-                    self.observers.end(observer, ObserveEnd::Stalled);
-                }
+                Output::ObserveStalled { observer } => self.observers.stalled(observer),
                 Output::Metric(metric) => core_metrics::record(&self.metrics, &metric),
                 Output::Stalled { after } => {
                     let seconds = after.as_secs_f64();

@@ -14,15 +14,15 @@ use std::{
 
 use crossbeam_channel::{Receiver, Sender, TrySendError, bounded};
 use engine::executor::CollectWaker;
+use futures_util::StreamExt;
 use kv_transfer::{EventSink, api as transfer};
-use tokio::sync::{Semaphore, oneshot};
+use tokio::sync::Semaphore;
 
 use crate::{
     attempt::NewAttempt,
-    node_core::CallId,
-    node_core::Refusal,
+    node_core::{CallId, Refusal, Reply},
     observe::ObserverSender,
-    stream::{AttemptPermit, AttemptStream, EventSender, attempt_stream},
+    stream::{AttemptPermit, AttemptStream, ReplySender, attempt_stream},
 };
 
 /// Room for commands that belong to no attempt: observers, drain, stop.
@@ -55,9 +55,7 @@ pub(crate) struct Arrival {
     /// Differs between all calls of this process.
     pub call_number: u64,
     pub attempt: NewAttempt,
-    pub events: EventSender,
-    /// Answered once the scheduler has accepted or rejected the attempt.
-    pub verdict: oneshot::Sender<Result<(), Refusal>>,
+    pub replies: ReplySender,
     pub permit: AttemptPermit,
 }
 
@@ -141,18 +139,19 @@ impl Inbox {
         let permit = Arc::new(permit);
         let call_number = self.next_call.fetch_add(1, Ordering::Relaxed);
         let call = CallId { sequence: attempt.id(), number: call_number };
-        let (events, stream) = attempt_stream(call, self.commands.clone(), permit.clone());
-        let (verdict, answer) = oneshot::channel();
-        let arrival = Box::new(Arrival { call_number, attempt, events, verdict, permit });
+        let (replies, mut stream) = attempt_stream(call, self.commands.clone(), permit.clone());
+        let arrival = Box::new(Arrival { call_number, attempt, replies, permit });
         if let Err(error) = self.send(Command::Begin(arrival)) {
-            stream.rejected();
+            stream.discard();
             return Err(error);
         }
-        match answer.await.unwrap_or(Err(Refusal::Stopped)) {
-            Ok(()) => Ok(stream),
-            Err(refusal) => {
-                stream.rejected();
-                Err(refusal)
+        match stream.next().await {
+            Some(Reply::Rejected(refusal)) => Err(refusal),
+            Some(Reply::Ended(_)) | None => Err(Refusal::Stopped),
+            // An accepted attempt may have an event before.
+            Some(first) => {
+                stream.put_back(first);
+                Ok(stream)
             }
         }
     }

@@ -13,7 +13,7 @@ use std::{
 
 use futures_util::Stream;
 use proto::v1;
-use tokio::sync::{OwnedSemaphorePermit, mpsc, oneshot};
+use tokio::sync::{OwnedSemaphorePermit, mpsc};
 use tonic::Status;
 
 use crate::node_core::ObserverId;
@@ -23,38 +23,29 @@ pub(crate) const OBSERVERS_MAX: usize = 32;
 /// More than ten seconds of deltas.
 const EVENTS_MAX: usize = 256;
 
-/// Why an observer's stream ended.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum ObserveEnd {
-    /// The observer's queue was full.
-    Lagged,
-    Stalled,
-    /// The engine thread ended.
-    Stopped,
-}
+type Item = Result<v1::ObserveEvent, Status>;
 
 /// The engine thread's end of one observer.
 #[derive(Debug)]
 pub(crate) struct ObserverSender {
-    events: mpsc::Sender<v1::ObserveEvent>,
-    end: oneshot::Sender<ObserveEnd>,
+    events: mpsc::Sender<Item>,
+    /// The place of the error that ends the stream.
+    end: mpsc::OwnedPermit<Item>,
 }
 
 /// The router's end. Always ends with an error.
 #[derive(Debug)]
 pub(crate) struct ObserveStream {
-    events: mpsc::Receiver<v1::ObserveEvent>,
-    /// `None` once the end was read.
-    end: Option<oneshot::Receiver<ObserveEnd>>,
+    events: mpsc::Receiver<Item>,
+    has_ended: bool,
     _permit: OwnedSemaphorePermit,
 }
 
 /// Returns both ends of one observer.
 pub(crate) fn observer(permit: OwnedSemaphorePermit) -> (ObserverSender, ObserveStream) {
-    let (events, events_received) = mpsc::channel(EVENTS_MAX);
-    let (end, end_received) = oneshot::channel();
-    let stream =
-        ObserveStream { events: events_received, end: Some(end_received), _permit: permit };
+    let (events, received) = mpsc::channel(EVENTS_MAX + 1);
+    let end = events.clone().try_reserve_owned().expect("the queue is empty");
+    let stream = ObserveStream { events: received, has_ended: false, _permit: permit };
     (ObserverSender { events, end }, stream)
 }
 
@@ -64,25 +55,17 @@ pub(crate) fn permits() -> Arc<tokio::sync::Semaphore> {
 }
 
 impl Stream for ObserveStream {
-    type Item = Result<v1::ObserveEvent, Status>;
+    type Item = Item;
 
-    fn poll_next(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Self::Item>> {
-        let this = &mut *self;
-        let Some(end) = &mut this.end else { return Poll::Ready(None) };
-        if let Some(event) = ready!(this.events.poll_recv(context)) {
-            return Poll::Ready(Some(Ok(event)));
+    fn poll_next(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Item>> {
+        if self.has_ended {
+            return Poll::Ready(None);
         }
-        let end = ready!(Pin::new(end).poll(context)).unwrap_or(ObserveEnd::Stopped);
-        this.end = None;
-        Poll::Ready(Some(Err(match end {
-            ObserveEnd::Lagged => {
-                Status::aborted("this observer fell behind; observe again from a fresh snapshot")
-            }
-            ObserveEnd::Stalled => {
-                Status::unavailable("the node is stalled: no step finishes; observe again later")
-            }
-            ObserveEnd::Stopped => Status::unavailable("the node stopped"),
-        })))
+        // Without an error the engine thread has ended.
+        let item = ready!(self.events.poll_recv(context))
+            .unwrap_or_else(|| Err(Status::unavailable("the node stopped")));
+        self.has_ended = item.is_err();
+        Poll::Ready(Some(item))
     }
 }
 
@@ -109,17 +92,23 @@ impl Observers {
     /// False when the observer's queue is full or its stream was dropped: the observer is ended.
     pub fn send(&mut self, id: ObserverId, event: v1::ObserveEvent) -> bool {
         let Some(sender) = self.senders.get(&id) else { return false };
-        let is_sent = sender.events.try_send(event).is_ok();
+        let is_sent = sender.events.try_send(Ok(event)).is_ok();
         if !is_sent {
-            self.end(id, ObserveEnd::Lagged);
+            let lags = "this observer fell behind; observe again from a fresh snapshot";
+            self.end(id, Status::aborted(lags));
         }
         is_sent
     }
 
-    pub fn end(&mut self, id: ObserverId, end: ObserveEnd) {
+    /// Ends the observer's stream because the node is stalled.
+    pub fn stalled(&mut self, id: ObserverId) {
+        let stalled = "the node is stalled: no step finishes; observe again later";
+        self.end(id, Status::unavailable(stalled));
+    }
+
+    fn end(&mut self, id: ObserverId, error: Status) {
         if let Some(sender) = self.senders.remove(&id) {
-            // Fails when the stream was dropped.
-            let _ = sender.end.send(end);
+            sender.end.send(Err(error));
         }
     }
 }

@@ -31,7 +31,7 @@ use node::{
         Call, CallId, CloseReason, Metric, NodeCore, ObserverId, Output as CoreOutput, Reply,
         STALL_AFTER,
     },
-    wire::{self, StreamItem},
+    wire,
 };
 use proto::v1;
 use router::request_core::Side;
@@ -533,18 +533,16 @@ impl Process {
         let Some(open) = self.calls.get(&call.number) else { return };
         let (connection, key) = (open.connection, open.key);
         let mut send = |message| outputs.push(Output::Message { connection, key, message });
-        let (item, is_end) = match reply {
-            Reply::Accepted => return,
-            Reply::Rejected(refusal) => return send(NodeMessage::Rejected(refusal.into())),
-            Reply::Event(event) => (StreamItem::Event(event), false),
-            Reply::Ended(end) => (StreamItem::End(end), true),
-        };
+        if let Reply::Rejected(refusal) = reply {
+            return send(NodeMessage::Rejected(refusal.into()));
+        }
+        let is_last = reply.is_last();
         let message = match key.side {
-            Side::Prefill => wire::prefill_event(item).map(NodeMessage::Prefill),
-            Side::Decode => wire::decode_event(item).map(NodeMessage::Decode),
+            Side::Prefill => wire::prefill_event(reply).map(NodeMessage::Prefill),
+            Side::Decode => wire::decode_event(reply).map(NodeMessage::Decode),
         };
         message.into_iter().for_each(&mut send);
-        if is_end {
+        if is_last {
             send(NodeMessage::End);
         }
     }

@@ -20,10 +20,8 @@ use crate::{
     attempt::NewAttempt,
     identity,
     inbox::{Inbox, TransferEvents},
-    node_core::Refusal,
-    node_core::{AttemptEnd, STALL_AFTER},
+    node_core::{AttemptEnd, Refusal, Reply, STALL_AFTER},
     observe::{self, ObserveStream},
-    stream::StreamItem,
     testing,
 };
 
@@ -163,8 +161,8 @@ async fn failed_device_fails_every_attempt_and_ends_the_thread() {
     let mut engine = EngineThread::start(engine).unwrap();
     // Rejected when the device fails before the call is accepted, else failed.
     let kind = match inbox.begin(attempt(1)).await {
-        Ok(stream) => match stream.collect::<Vec<StreamItem>>().await.pop() {
-            Some(StreamItem::End(AttemptEnd::Failed { kind, message })) => {
+        Ok(stream) => match stream.collect::<Vec<Reply>>().await.pop() {
+            Some(Reply::Ended(AttemptEnd::Failed { kind, message })) => {
                 assert!(message.contains("it burnt down"), "{message}");
                 kind
             }
@@ -191,7 +189,7 @@ async fn device_that_blocks_when_dropped_delays_no_caller() {
     let end = async {
         // Rejected when the device fails before the call is accepted, else failed.
         if let Ok(stream) = inbox.begin(attempt(1)).await {
-            stream.collect::<Vec<StreamItem>>().await;
+            stream.collect::<Vec<Reply>>().await;
         }
         engine.ended().await;
         inbox.idle().await;
@@ -248,11 +246,8 @@ async fn stalled_node_ends_observers_until_a_step_finishes() {
     assert_eq!(first_observed(&inbox).await.1, Err(Code::Unavailable));
 
     released.store(true, Ordering::Release);
-    let heard = tokio::time::timeout(WITHIN, answer.collect::<Vec<StreamItem>>()).await.unwrap();
-    assert!(
-        matches!(heard.last(), Some(StreamItem::End(AttemptEnd::Finished { .. }))),
-        "{heard:?}"
-    );
+    let heard = tokio::time::timeout(WITHIN, answer.collect::<Vec<Reply>>()).await.unwrap();
+    assert!(matches!(heard.last(), Some(Reply::Ended(AttemptEnd::Finished { .. }))), "{heard:?}");
     let back = async { while first_observed(&inbox).await.1.is_err() {} };
     tokio::time::timeout(WITHIN, back).await.expect("the node can be observed again");
     inbox.send(Command::Stop).unwrap();

@@ -93,6 +93,12 @@ pub enum Reply {
     Ended(AttemptEnd),
 }
 
+impl Reply {
+    pub fn is_last(&self) -> bool {
+        matches!(self, Self::Rejected(_) | Self::Ended(_))
+    }
+}
+
 /// One event of a stream.
 #[derive(Clone, Debug, PartialEq)]
 pub enum AttemptEvent {
