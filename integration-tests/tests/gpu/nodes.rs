@@ -260,7 +260,7 @@ impl Node {
             let all = driver.devices().unwrap().len();
             let gpus: Vec<usize> = (0..kind.ranks()).map(|rank| (gpu + rank) % all).collect();
             let group = kv_group(&gpus, layout, BLOCKS);
-            let kv = RankedKv::imported(layout, &group.said()).unwrap();
+            let kv = RankedKv::imported(layout, &group.ready_messages()).unwrap();
             match &library {
                 Some(library) if kind.is_delayed() => kv.delay_streams(|| {
                     seed += 2;

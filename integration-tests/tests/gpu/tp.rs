@@ -363,7 +363,7 @@ pub fn kv_moves_between_any_two_rank_counts() {
             let what = format!("{from} to {to}");
             let groups = [from, to].map(|ranks| group(*ranks, Part::Kv));
             let [sends, receives] = [0, 1].map(|at: usize| {
-                let kv = RankedKv::imported(layout, &groups[at].said()).unwrap();
+                let kv = RankedKv::imported(layout, &groups[at].ready_messages()).unwrap();
                 KvArena::remote(kv).unwrap()
             });
             for block in 0..64 {

@@ -15,7 +15,11 @@ use anyhow::{Context, Result, bail, ensure};
 use clap::Args;
 use engine::plan::{RowPlan, Slot, StepPlan};
 use kernels::{BlockId, shared::RegionName};
-use ranks::{RankSpec, build, clock_nanos, codec, region::GroupRegion};
+use ranks::{
+    RankSpec, build, clock_nanos, codec,
+    region::GroupRegion,
+    ring::{RingReader, RingWriter},
+};
 use serde::Serialize;
 
 use baton::bench::stats::Percentiles;
@@ -163,9 +167,9 @@ fn measure(args: &RingArgs, spin_us: u64) -> Result<PlanLatency> {
     let name = RegionName::own(u128::from_le_bytes(epoch), "bench");
     let spec = |rank| RankSpec { region: name.clone(), rank, of: args.readers };
     let region = GroupRegion::create(&spec(0), build())?;
-    let mut plans = region.plan_writer();
+    let mut plans = RingWriter::new(region.plans());
     let ranks = 0..args.readers as usize;
-    let mut answers: Vec<_> = ranks.map(|rank| region.result_reader(rank)).collect();
+    let mut answers: Vec<_> = ranks.map(|rank| RingReader::new(region.results(rank), 0)).collect();
     let mut readers = Readers(Vec::new());
     for rank in 0..args.readers {
         let mut command = Command::new(env::current_exe()?);
@@ -208,7 +212,8 @@ fn measure(args: &RingArgs, spin_us: u64) -> Result<PlanLatency> {
 fn read(spec: &RankSpec, spin: Duration) -> Result<()> {
     let region = GroupRegion::open(spec, build())?;
     let rank = spec.rank as usize;
-    let (mut plans, mut answers) = (region.plan_reader(rank), region.result_writer(rank));
+    let (mut plans, mut answers) =
+        (RingReader::new(region.plans(), rank), RingWriter::new(region.results(rank)));
     let mut history = codec::History::default();
     loop {
         let Some(message) = plans.read(TIMEOUT, spin)? else { bail!("no plan arrived in time") };

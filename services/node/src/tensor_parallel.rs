@@ -133,7 +133,8 @@ pub(crate) fn start(
             let mut group = start(0, gpus)?;
             region.unlink();
             group.poll(config.node.gpu_poll);
-            let kv = RankedKv::imported(layout, &group.said()).map_err(StartError::RankedKv)?;
+            let kv = RankedKv::imported(layout, &group.ready_messages())
+                .map_err(StartError::RankedKv)?;
             device::move_on_gpus(&config.node, &kv, config.transfer.verify);
             (group, KvArena::remote(kv)?)
         }

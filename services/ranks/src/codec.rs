@@ -42,7 +42,7 @@ pub enum Answer {
     /// Limits of the rank's executor, and bytes that the node and the rank agree on.
     Ready {
         limits: ExecutorLimits,
-        says: Vec<u8>,
+        ready_message: Vec<u8>,
     },
     Step(StepAnswer),
     Failed(Failure),

@@ -10,7 +10,7 @@ use std::{
     fmt, hint, io,
     process::{Command, ExitStatus},
     sync::{
-        Arc, Mutex, MutexGuard, PoisonError,
+        Arc, Mutex, MutexGuard, OnceLock, PoisonError,
         atomic::{AtomicBool, AtomicU64, Ordering},
     },
     thread::{self, JoinHandle},
@@ -53,7 +53,7 @@ pub struct GroupSettings {
     pub number: u32,
     pub ranks: u32,
     /// Start message, passed to the `make` of every rank.
-    pub told: Vec<u8>,
+    pub start_message: Vec<u8>,
     /// Time for all ranks to become ready.
     pub start_within: Duration,
     /// Time without a heartbeat after which a rank counts as dead.
@@ -65,12 +65,12 @@ pub struct GroupSettings {
 }
 
 impl GroupSettings {
-    pub fn new(epoch: u128, ranks: u32, told: Vec<u8>) -> Self {
+    pub fn new(epoch: u128, ranks: u32, start_message: Vec<u8>) -> Self {
         Self {
             epoch,
             number: 0,
             ranks,
-            told,
+            start_message,
             // Loading weights is bound by the disk.
             start_within: Duration::from_secs(1800),
             silence_max: Duration::from_secs(5),
@@ -83,52 +83,46 @@ impl GroupSettings {
 /// Why a group failed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum RankFailure {
-    #[error("{who} ended: {how}")]
-    Ended { who: Who, how: String },
-    #[error("{who} sent no heartbeat for {} ms", silence.as_millis())]
-    Silent { who: Who, silence: Duration },
-    #[error("{who}: {reason}")]
-    Said { who: Who, reason: String },
-    #[error("{who} does not fit step {step_id}: {reason}")]
-    BadPlan { who: Who, step_id: StepId, reason: String },
+    #[error("{name} ended: {how}")]
+    Ended { name: RankName, how: String },
+    #[error("{name} sent no heartbeat for {} ms", silence.as_millis())]
+    Silent { name: RankName, silence: Duration },
+    #[error("{name}: {reason}")]
+    Reported { name: RankName, reason: String },
+    #[error("{name} does not fit step {step_id}: {reason}")]
+    BadPlan { name: RankName, step_id: StepId, reason: String },
     /// The first step in which ranks differ.
-    #[error("step {step_id}: {what} of {ranks} differ from those of rank 0", ranks = Ranks(ranks))]
+    #[error("step {step_id}: {what} of {ranks} differ from those of rank 0", ranks = listed(ranks))]
     Differ { step_id: StepId, what: &'static str, ranks: Vec<u32> },
     #[error("the ranks have different limits: rank 0 has {first:?}, rank {rank} has {other:?}")]
     Limits { first: ExecutorLimits, rank: u32, other: ExecutorLimits },
-    #[error("{who} sent an unexpected message: {what}")]
-    Unasked { who: Who, what: String },
+    #[error("{name} sent an unexpected message: {what}")]
+    Unasked { name: RankName, what: String },
     #[error("ring of plans or results: {0}")]
     Ring(#[from] RingError),
-    #[error("cannot start {who}: {reason}")]
-    Start { who: Who, reason: String },
-    #[error("{who} was not ready after {} s", within.as_secs())]
-    NotReady { who: Who, within: Duration },
+    #[error("cannot start {name}: {reason}")]
+    Start { name: RankName, reason: String },
+    #[error("{name} was not ready after {} s", within.as_secs())]
+    NotReady { name: RankName, within: Duration },
 }
 
 /// A rank in messages: `rank 0 of 2`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Who {
+pub struct RankName {
     pub rank: u32,
     pub of: u32,
 }
 
-impl fmt::Display for Who {
+impl fmt::Display for RankName {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "rank {} of {}", self.rank, self.of)
     }
 }
 
-struct Ranks<'a>(&'a [u32]);
-
-impl fmt::Display for Ranks<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(if self.0.len() == 1 { "rank " } else { "ranks " })?;
-        for (at, rank) in self.0.iter().enumerate() {
-            write!(f, "{}{rank}", if at == 0 { "" } else { ", " })?;
-        }
-        Ok(())
-    }
+fn listed(ranks: &[u32]) -> String {
+    let numbers: Vec<String> = ranks.iter().map(u32::to_string).collect();
+    let noun = if ranks.len() == 1 { "rank" } else { "ranks" };
+    format!("{noun} {}", numbers.join(", "))
 }
 
 /// Why a group cannot start.
@@ -145,9 +139,8 @@ pub enum GroupError {
 /// State shared by the threads of a group.
 #[derive(Debug)]
 struct Watch {
-    failure: Mutex<Option<RankFailure>>,
-    /// Whether `failure` is set, readable without the lock.
-    failed: AtomicBool,
+    /// The first failure.
+    failure: OnceLock<RankFailure>,
     /// The group is stopping: ends of processes are no failures.
     stopping: AtomicBool,
     /// Process id and handle of each rank; `None` before its start and after its end.
@@ -158,23 +151,15 @@ struct Watch {
 
 impl Watch {
     fn fail(&self, failure: RankFailure) {
-        {
-            let mut first = lock(&self.failure);
-            if first.is_some() || self.stopping.load(Ordering::Acquire) {
-                return;
-            }
-            *first = Some(failure);
+        if self.stopping.load(Ordering::Acquire) || self.failure.set(failure).is_err() {
+            return;
         }
-        self.failed.store(true, Ordering::Release);
         self.kill_all();
         self.bells.iter().for_each(Bell::ring);
     }
 
-    fn failure(&self) -> Option<RankFailure> {
-        if !self.failed.load(Ordering::Acquire) {
-            return None;
-        }
-        lock(&self.failure).clone()
+    fn has_failed(&self) -> bool {
+        self.failure.get().is_some()
     }
 
     fn kill_all(&self) {
@@ -194,7 +179,7 @@ struct Member {
     /// Answers that are not compared with those of the other ranks yet.
     answers: VecDeque<StepAnswer>,
     limits: Option<ExecutorLimits>,
-    says: Vec<u8>,
+    ready_message: Vec<u8>,
     /// Thread that waits for the process.
     keeper: Option<JoinHandle<()>>,
 }
@@ -242,8 +227,11 @@ impl RankGroup {
         let region = GroupRegion::create(&spec(0), build())?;
         let mut group = Self::new(settings, &region);
         // Written before the first rank reads.
-        let told = codec::encode_start(&group.settings.told);
-        group.plans.write(&told, group.settings.unread_max, || false).map_err(RankFailure::from)?;
+        let start_message = codec::encode_start(&group.settings.start_message);
+        group
+            .plans
+            .write(&start_message, group.settings.unread_max, || false)
+            .map_err(RankFailure::from)?;
         let command = Arc::new(command);
         for rank in 0..group.settings.ranks {
             group.keep(spec(rank), command.clone())?;
@@ -260,8 +248,8 @@ impl RankGroup {
     }
 
     /// Returns the bytes that each rank sent when it became ready.
-    pub fn said(&self) -> Vec<Vec<u8>> {
-        self.members.iter().map(|member| member.says.clone()).collect()
+    pub fn ready_messages(&self) -> Vec<Vec<u8>> {
+        self.members.iter().map(|member| member.ready_message.clone()).collect()
     }
 
     /// Sets whether `collect` spins for results. By default it sleeps.
@@ -272,16 +260,15 @@ impl RankGroup {
     fn new(settings: GroupSettings, region: &GroupRegion) -> Self {
         let results_there = region.results_there();
         let member = |rank| Member {
-            results: region.result_reader(rank),
+            results: RingReader::new(region.results(rank), 0),
             answers: VecDeque::new(),
             limits: None,
-            says: Vec::new(),
+            ready_message: Vec::new(),
             keeper: None,
         };
         let ranks = settings.ranks as usize;
         let watch = Watch {
-            failure: Mutex::new(None),
-            failed: AtomicBool::new(false),
+            failure: OnceLock::new(),
             stopping: AtomicBool::new(false),
             processes: Mutex::new((0..ranks).map(|_| None).collect()),
             bells: [results_there.clone(), region.plan_room()],
@@ -297,7 +284,7 @@ impl RankGroup {
         Self {
             watch: Arc::new(watch),
             limits: None,
-            plans: region.plan_writer(),
+            plans: RingWriter::new(region.plans()),
             members: (0..ranks).map(member).collect(),
             results_there,
             in_flight: VecDeque::new(),
@@ -323,12 +310,12 @@ impl RankGroup {
         // Dropped once the process runs or has failed to start.
         let (starting, started) = bounded::<()>(0);
         let keep = move || {
-            let who = Who { rank: spec.rank, of: spec.of };
+            let name = RankName { rank: spec.rank, of: spec.of };
             let mut child = match command(&spec).spawn() {
                 Ok(child) => child,
                 Err(error) => {
                     let reason = error.to_string();
-                    return watch.fail(RankFailure::Start { who, reason });
+                    return watch.fail(RankFailure::Start { name, reason });
                 }
             };
             match Process::of_child(child.id()) {
@@ -337,12 +324,12 @@ impl RankGroup {
                     let _ = child.kill();
                     let _ = child.wait();
                     let reason = format!("cannot open a handle of its process: {error}");
-                    return watch.fail(RankFailure::Start { who, reason });
+                    return watch.fail(RankFailure::Start { name, reason });
                 }
             }
             drop(starting);
             // The group may have failed before the process was registered.
-            if watch.failed.load(Ordering::Acquire) {
+            if watch.has_failed() {
                 watch.kill_all();
             }
             let ended = child.wait();
@@ -351,10 +338,10 @@ impl RankGroup {
                 Ok(status) => described(status),
                 Err(error) => format!("cannot read its exit status: {error}"),
             };
-            watch.fail(RankFailure::Ended { who, how });
+            watch.fail(RankFailure::Ended { name, how });
         };
-        let name = format!("baton-keeper-{rank}");
-        self.members[rank].keeper = Some(thread::Builder::new().name(name).spawn(keep)?);
+        let thread = thread::Builder::new().name(format!("baton-keeper-{rank}"));
+        self.members[rank].keeper = Some(thread.spawn(keep)?);
         let _ = started.recv();
         Ok(())
     }
@@ -382,7 +369,7 @@ impl RankGroup {
             let now = Instant::now();
             if now >= deadline {
                 let within = self.settings.start_within;
-                let failure = RankFailure::NotReady { who: self.who(rank), within };
+                let failure = RankFailure::NotReady { name: self.name(rank), within };
                 self.watch.fail(failure.clone());
                 return Err(failure.into());
             }
@@ -401,47 +388,47 @@ impl RankGroup {
         Ok(())
     }
 
-    fn who(&self, rank: usize) -> Who {
-        Who { rank: rank as u32, of: self.settings.ranks }
+    fn name(&self, rank: usize) -> RankName {
+        RankName { rank: rank as u32, of: self.settings.ranks }
     }
 
     /// Returns whether a result, a wake-up or a failure is pending.
     fn has_news(&self) -> bool {
         self.members.iter().any(|member| member.results.has_news())
             || self.woken.load(Ordering::Acquire)
-            || self.watch.failed.load(Ordering::Acquire)
+            || self.watch.has_failed()
     }
 
     /// Takes the answers of the ranks without waiting.
     fn take_answers(&mut self) -> Result<(), RankFailure> {
         let answers_max = self.in_flight.len();
-        let mut said = Vec::new();
+        let mut reported = Vec::new();
         for rank in 0..self.members.len() {
-            let who = self.who(rank);
-            if let Err(failure) = self.members[rank].take_answers(who, answers_max) {
-                said.push((who, failure));
+            let name = self.name(rank);
+            if let Err(failure) = self.members[rank].take_answers(name, answers_max) {
+                reported.push((name, failure));
             }
         }
-        let Some((_, first_said)) = said.first() else { return Ok(()) };
-        self.watch.fail(first_said.clone());
+        let Some((_, first_reported)) = reported.first() else { return Ok(()) };
+        self.watch.fail(first_reported.clone());
         // The first failure counts, unless it is the bare end of a rank: the rank's own last message says
         // more, and so does a rank that rejected a plan.
-        let first = self.watch.failure();
-        let Some(RankFailure::Ended { who: ended, .. }) = first else {
-            return Err(first.unwrap_or_else(|| first_said.clone()));
+        let first = self.watch.failure.get().cloned();
+        let Some(RankFailure::Ended { name: ended, .. }) = first else {
+            return Err(first.unwrap_or_else(|| first_reported.clone()));
         };
-        let more = said
-            .iter()
-            .find(|(who, failure)| *who == ended || matches!(failure, RankFailure::BadPlan { .. }));
+        let more = reported.iter().find(|(name, failure)| {
+            *name == ended || matches!(failure, RankFailure::BadPlan { .. })
+        });
         Err(more.map(|(_, failure)| failure.clone()).or(first).expect("one was found"))
     }
 
     /// Returns why the group failed, if it failed.
     fn failure(&mut self) -> Option<RankFailure> {
-        let failure = self.watch.failure()?;
+        let failure = self.watch.failure.get()?.clone();
         // A rank that ended by itself may have sent the reason.
         Some(match self.take_answers() {
-            Err(said) => said,
+            Err(reported) => reported,
             Ok(()) => failure,
         })
     }
@@ -455,7 +442,7 @@ impl RankGroup {
             self.members.iter_mut().filter_map(|member| member.answers.pop_front()).collect();
         let Some((step_id, state)) = self.in_flight.pop_front() else {
             let what = format!("a result of step {}", answers[0].step_id);
-            return Err(RankFailure::Unasked { who: self.who(0), what });
+            return Err(RankFailure::Unasked { name: self.name(0), what });
         };
         let differing = |differs: &dyn Fn(&StepAnswer) -> bool| {
             let ranks = (0..).zip(&answers).filter(|(_, answer)| differs(answer));
@@ -473,7 +460,7 @@ impl RankGroup {
         }
         let Some(result) = answers[0].result.take() else {
             let what = format!("no result of step {step_id}");
-            return Err(RankFailure::Unasked { who: self.who(0), what });
+            return Err(RankFailure::Unasked { name: self.name(0), what });
         };
         Ok(Some(self.here(step_id, result)))
     }
@@ -512,30 +499,30 @@ impl RankGroup {
 
 impl Member {
     /// Takes the answers of this rank. At most `answers_max` may wait: one for each step in flight.
-    fn take_answers(&mut self, who: Who, answers_max: usize) -> Result<(), RankFailure> {
+    fn take_answers(&mut self, name: RankName, answers_max: usize) -> Result<(), RankFailure> {
         while let Some(message) = self.results.poll()? {
             let answer = codec::decode_answer(message)
-                .map_err(|error| RankFailure::Unasked { who, what: error.to_string() })?;
+                .map_err(|error| RankFailure::Unasked { name, what: error.to_string() })?;
             match answer {
-                Answer::Ready { limits, says } if self.limits.is_none() => {
-                    (self.limits, self.says) = (Some(limits), says);
+                Answer::Ready { limits, ready_message } if self.limits.is_none() => {
+                    (self.limits, self.ready_message) = (Some(limits), ready_message);
                 }
                 Answer::Ready { .. } => {
                     let what = "that it is ready, twice".to_owned();
-                    return Err(RankFailure::Unasked { who, what });
+                    return Err(RankFailure::Unasked { name, what });
                 }
                 Answer::Step(answer) if self.answers.len() < answers_max => {
                     self.answers.push_back(answer);
                 }
                 Answer::Step(answer) => {
                     let what = format!("a result of step {}", answer.step_id);
-                    return Err(RankFailure::Unasked { who, what });
+                    return Err(RankFailure::Unasked { name, what });
                 }
                 Answer::Failed(Failure::Stopped { reason }) => {
-                    return Err(RankFailure::Said { who, reason });
+                    return Err(RankFailure::Reported { name, reason });
                 }
                 Answer::Failed(Failure::BadPlan { step_id, reason }) => {
-                    return Err(RankFailure::BadPlan { who, step_id, reason });
+                    return Err(RankFailure::BadPlan { name, step_id, reason });
                 }
             }
         }
@@ -556,7 +543,7 @@ impl Executor for RankGroup {
         }
         codec::encode_plan(&plan, &mut self.history, &mut self.message);
         let watch = &self.watch;
-        let has_failed = || watch.failed.load(Ordering::Acquire);
+        let has_failed = || watch.has_failed();
         let written = self.plans.write(&self.message, self.settings.unread_max, has_failed);
         if let Err(error) = written {
             let failure = self.failure().unwrap_or(error.into());
@@ -613,7 +600,7 @@ impl Executor for RankGroup {
 
 impl Drop for RankGroup {
     fn drop(&mut self) {
-        let has_failed = self.watch.failed.load(Ordering::Acquire);
+        let has_failed = self.watch.has_failed();
         self.watch.stopping.store(true, Ordering::Release);
         if !has_failed {
             // A rank that does not read it is killed below.
@@ -689,8 +676,8 @@ fn watch_hearts(
             }
             *silence += passed;
             if *silence > silence_max {
-                let who = Who { rank, of };
-                return watch.fail(RankFailure::Silent { who, silence: *silence });
+                let name = RankName { rank, of };
+                return watch.fail(RankFailure::Silent { name, silence: *silence });
             }
         }
     }

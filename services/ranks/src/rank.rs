@@ -73,20 +73,20 @@ pub fn run_rank<E: Executor>(
     let region = GroupRegion::open(spec, build())?;
     let rank = spec.rank as usize;
     show_life(&region, rank)?;
-    let mut orders = region.plan_reader(rank);
-    let mut answers = region.result_writer(rank);
-    let told = loop {
+    let mut orders = RingReader::new(region.plans(), rank);
+    let mut answers = RingWriter::new(region.results(rank));
+    let start_message = loop {
         let Some(message) = orders.read(WAIT_MAX, Duration::ZERO)? else { continue };
         match codec::decode_order(message, &mut codec::History::default())? {
-            Order::Start(told) => break told,
+            Order::Start(message) => break message,
             Order::Stop => return Ok(()),
             Order::Plan { .. } => return Err(RankError::NoStart),
         }
     };
-    let outcome = match make(&told) {
-        Ok((executor, says)) => {
+    let outcome = match make(&start_message) {
+        Ok((executor, ready_message)) => {
             debug!(rank, of = spec.of, "the rank computes");
-            Rank::new(executor, &mut answers, rank == 0).run(orders, says)
+            Rank::new(executor, &mut answers, rank == 0).run(orders, ready_message)
         }
         Err(reason) => Err(RankError::Executor(reason)),
     };
@@ -96,7 +96,7 @@ pub fn run_rank<E: Executor>(
             other => Failure::Stopped { reason: other.to_string() },
         };
         // The node detects the end of this process; the message carries the reason.
-        let _ = tell(&mut answers, &Answer::Failed(failure));
+        let _ = send(&mut answers, &Answer::Failed(failure));
     }
     outcome
 }
@@ -113,7 +113,7 @@ fn show_life(region: &GroupRegion, rank: usize) -> Result<(), RankError> {
     thread.map(drop).map_err(RankError::Thread)
 }
 
-fn tell(answers: &mut RingWriter, answer: &Answer) -> Result<(), RingError> {
+fn send(answers: &mut RingWriter, answer: &Answer) -> Result<(), RingError> {
     let message = codec::encode_answer(answer);
     // No deadline: the node takes answers while it lives, and the rank dies with the node.
     answers.write(&message, Duration::MAX, || false)
@@ -126,7 +126,7 @@ struct Rank<'a, E> {
     executor: E,
     answers: &'a mut RingWriter,
     /// Only one rank sends results; all ranks send hashes.
-    tells_results: bool,
+    sends_results: bool,
     clock: Clock,
     /// Steps in flight: id and state hash.
     in_flight: VecDeque<(StepId, u64)>,
@@ -134,14 +134,14 @@ struct Rank<'a, E> {
 }
 
 impl<'a, E: Executor> Rank<'a, E> {
-    fn new(executor: E, answers: &'a mut RingWriter, tells_results: bool) -> Self {
+    fn new(executor: E, answers: &'a mut RingWriter, sends_results: bool) -> Self {
         let (clock, in_flight) = (Clock::new(), VecDeque::new());
-        Self { executor, answers, tells_results, clock, in_flight, tokens: 0 }
+        Self { executor, answers, sends_results, clock, in_flight, tokens: 0 }
     }
 
-    fn run(mut self, orders: RingReader, says: Vec<u8>) -> Result<(), RankError> {
+    fn run(mut self, orders: RingReader, ready_message: Vec<u8>) -> Result<(), RankError> {
         let limits = self.executor.limits();
-        tell(self.answers, &Answer::Ready { limits, says })?;
+        send(self.answers, &Answer::Ready { limits, ready_message })?;
         let depth = limits.depth as usize;
         let (planned, plans) = bounded(depth + 1);
         let waker = self.executor.waker();
@@ -195,7 +195,7 @@ impl<'a, E: Executor> Rank<'a, E> {
         let (step_id, state) = self.in_flight.pop_front().expect("a result belongs to a step");
         debug_assert_eq!(step_id, result.step_id, "results come in order");
         self.tokens = codec::next_tokens(self.tokens, &result.rows);
-        let result = self.tells_results.then(|| {
+        let result = self.sends_results.then(|| {
             let nanos = |at: Instant| self.clock.nanos(at);
             let run = result.run;
             WireResult {
@@ -208,7 +208,7 @@ impl<'a, E: Executor> Rank<'a, E> {
             }
         });
         let answer = StepAnswer { step_id, state, tokens: self.tokens, result };
-        Ok(tell(self.answers, &Answer::Step(answer))?)
+        Ok(send(self.answers, &Answer::Step(answer))?)
     }
 }
 

@@ -14,7 +14,7 @@ use xxhash_rust::xxh3::{Xxh3, xxh3_64};
 
 use crate::{
     rank_spec::RankSpec,
-    ring::{Bell, LINE, RingReader, RingShape, RingWriter},
+    ring::{Bell, LINE, RingMemory, RingShape},
 };
 
 /// Purpose in the region's file name.
@@ -125,43 +125,27 @@ impl GroupRegion {
         self.region.longs(HEADER_BYTES + rank * LINE, 1)
     }
 
+    /// The bell of free slots in the plan ring.
     pub fn plan_room(&self) -> Bell {
         self.bell(1)
     }
 
+    /// The bell of results.
     pub fn results_there(&self) -> Bell {
         self.bell(2)
     }
 
-    pub fn plan_writer(&self) -> RingWriter {
-        let (at, shape, bells, seed) = self.plans();
-        RingWriter::new(&self.region, at, shape, bells, seed)
+    /// The ring of plans, with the ranks as readers.
+    pub fn plans(&self) -> RingMemory {
+        let (at, shape) = (Self::plans_at(self.ranks), Self::plan_shape(self.ranks));
+        RingMemory::new(&self.region, at, shape, (self.bell(0), self.bell(1)), self.seed(0))
     }
 
-    pub fn plan_reader(&self, rank: usize) -> RingReader {
-        let (at, shape, bells, seed) = self.plans();
-        RingReader::new(&self.region, at, shape, rank, bells, seed)
-    }
-
-    pub fn result_writer(&self, rank: usize) -> RingWriter {
-        let (at, shape, bells, seed) = self.results(rank);
-        RingWriter::new(&self.region, at, shape, bells, seed)
-    }
-
-    pub fn result_reader(&self, rank: usize) -> RingReader {
-        let (at, shape, bells, seed) = self.results(rank);
-        RingReader::new(&self.region, at, shape, 0, bells, seed)
-    }
-
-    fn plans(&self) -> (usize, RingShape, (Bell, Bell), u64) {
-        let bells = (self.bell(0), self.bell(1));
-        (Self::plans_at(self.ranks), Self::plan_shape(self.ranks), bells, self.seed(0))
-    }
-
-    fn results(&self, rank: usize) -> (usize, RingShape, (Bell, Bell), u64) {
+    /// The ring of a rank's results.
+    pub fn results(&self, rank: usize) -> RingMemory {
+        let (at, seed) = (Self::results_at(self.ranks, rank), self.seed(1 + rank as u64));
         let bells = (self.bell(2), self.bell(BELLS_SHARED + rank));
-        let at = Self::results_at(self.ranks, rank);
-        (at, Self::result_shape(), bells, self.seed(1 + rank as u64))
+        RingMemory::new(&self.region, at, Self::result_shape(), bells, seed)
     }
 
     fn seed(&self, ring: u64) -> u64 {
@@ -236,8 +220,8 @@ mod tests {
             assert!(ends.is_sorted() && ends.iter().all(|end| end.is_multiple_of(LINE)));
             assert_eq!(ends.last(), Some(&made.region.byte_count()));
             // Overlapping atomics of different kinds panic.
-            let _all = (made.plan_writer(), made.heartbeat(ranks - 1), made.plan_room());
-            let _results: Vec<_> = (0..ranks).map(|rank| made.result_writer(rank)).collect();
+            let _all = (made.plans(), made.heartbeat(ranks - 1), made.plan_room());
+            let _results: Vec<_> = (0..ranks).map(|rank| made.results(rank)).collect();
         }
     }
 }

@@ -118,8 +118,9 @@ const LOOKS: usize = 16;
 /// Maximum cache lines of the next slot that the writer prefetches.
 const LINES_AHEAD_MAX: usize = 64;
 
+/// The memory of a ring in a region.
 #[derive(Clone, Debug)]
-struct Memory {
+pub struct RingMemory {
     shape: RingShape,
     /// One cache line per reader.
     cursors: Atomics<AtomicU64>,
@@ -132,8 +133,10 @@ struct Memory {
     seed: u64,
 }
 
-impl Memory {
-    fn new(
+impl RingMemory {
+    /// The region's bytes from `offset` on must be zero, or as a ring of the same shape left them. `filled` wakes
+    /// readers, `taken` the writer; several rings may share bells.
+    pub fn new(
         region: &Arc<SharedRegion>,
         offset: usize,
         shape: RingShape,
@@ -167,7 +170,7 @@ impl Memory {
 /// Writing end of a ring.
 #[derive(Debug)]
 pub struct RingWriter {
-    memory: Memory,
+    memory: RingMemory,
     /// Number of the next part.
     next: u64,
     /// Parts that every reader has taken, as last read.
@@ -175,17 +178,9 @@ pub struct RingWriter {
 }
 
 impl RingWriter {
-    /// Creates the only writer of a ring. The region's bytes from `offset` on must be zero, or as a
-    /// ring of the same shape left them. `filled` wakes readers, `taken` the writer; several rings may
-    /// share bells.
-    pub fn new(
-        region: &Arc<SharedRegion>,
-        offset: usize,
-        shape: RingShape,
-        bells: (Bell, Bell),
-        seed: u64,
-    ) -> Self {
-        Self { memory: Memory::new(region, offset, shape, bells, seed), next: 0, free_from: 0 }
+    /// Creates the only writer of a ring.
+    pub fn new(memory: RingMemory) -> Self {
+        Self { memory, next: 0, free_from: 0 }
     }
 
     /// Writes a message for every reader. Waits for free slots up to `within`, or until `give_up`,
@@ -308,7 +303,7 @@ impl RingWriter {
 /// Reading end of a ring.
 #[derive(Debug)]
 pub struct RingReader {
-    memory: Memory,
+    memory: RingMemory,
     reader: usize,
     next: u64,
     /// Length of the message that is being read, in bytes.
@@ -319,21 +314,10 @@ pub struct RingReader {
 }
 
 impl RingReader {
-    /// Creates the only reader number `reader` of a ring; the rest is as in [`RingWriter::new`].
-    pub fn new(
-        region: &Arc<SharedRegion>,
-        offset: usize,
-        shape: RingShape,
-        reader: usize,
-        bells: (Bell, Bell),
-        seed: u64,
-    ) -> Self {
-        assert!(
-            reader < shape.readers,
-            "invalid reader {reader}; expected less than {}",
-            shape.readers
-        );
-        let memory = Memory::new(region, offset, shape, bells, seed);
+    /// Creates the only reader number `reader` of a ring.
+    pub fn new(memory: RingMemory, reader: usize) -> Self {
+        let readers = memory.shape.readers;
+        assert!(reader < readers, "invalid reader {reader}; expected less than {readers}");
         Self { memory, reader, next: 0, total: 0, message: Vec::new(), is_whole: true }
     }
 

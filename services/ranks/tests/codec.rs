@@ -143,7 +143,7 @@ fn answer() -> impl Strategy<Value = Answer> {
     });
     prop_oneof![
         (any::<[u32; 6]>(), option::of(speculation), vec(any::<u8>(), 0..40)).prop_map(
-            |(it, speculation, says)| {
+            |(it, speculation, ready_message)| {
                 let limits = ExecutorLimits {
                     slots: it[0],
                     step_tokens: it[1],
@@ -153,7 +153,7 @@ fn answer() -> impl Strategy<Value = Answer> {
                     vocabulary: it[5],
                     speculation,
                 };
-                Answer::Ready { limits, says }
+                Answer::Ready { limits, ready_message }
             }
         ),
         (any::<[u64; 3]>(), option::of(result)).prop_map(|(it, result)| {

@@ -188,7 +188,7 @@ fn settings(ranks: u32, fault: Fault) -> GroupSettings {
 
 fn group(ranks: u32, fault: Fault) -> RankGroup {
     let group = RankGroup::start(settings(ranks, fault), rank_command).unwrap();
-    assert_eq!(group.said(), (0..ranks).map(|rank| vec![rank as u8]).collect::<Vec<_>>());
+    assert_eq!(group.ready_messages(), (0..ranks).map(|rank| vec![rank as u8]).collect::<Vec<_>>());
     group
 }
 

@@ -11,7 +11,9 @@ use std::{
 };
 
 use kernels::shared::{RegionName, SharedRegion};
-use ranks::ring::{Bell, LINE, MESSAGE_BYTES_MAX, RingError, RingReader, RingShape, RingWriter};
+use ranks::ring::{
+    Bell, LINE, MESSAGE_BYTES_MAX, RingError, RingMemory, RingReader, RingShape, RingWriter,
+};
 
 const WITHIN: Duration = Duration::from_secs(60);
 const NO_SPIN: Duration = Duration::ZERO;
@@ -33,16 +35,17 @@ impl Ring {
         Self { region, shape, _folder: folder }
     }
 
-    fn bells(&self) -> (Bell, Bell) {
-        (Bell::new(&self.region, 0), Bell::new(&self.region, Bell::BYTES))
+    fn memory(&self, seed: u64) -> RingMemory {
+        let bells = (Bell::new(&self.region, 0), Bell::new(&self.region, Bell::BYTES));
+        RingMemory::new(&self.region, BELLS, self.shape, bells, seed)
     }
 
     fn writer(&self) -> RingWriter {
-        RingWriter::new(&self.region, BELLS, self.shape, self.bells(), SEED)
+        RingWriter::new(self.memory(SEED))
     }
 
     fn reader(&self, reader: usize) -> RingReader {
-        RingReader::new(&self.region, BELLS, self.shape, reader, self.bells(), SEED)
+        RingReader::new(self.memory(SEED), reader)
     }
 }
 
@@ -129,7 +132,7 @@ fn a_writer_gives_up_when_there_is_no_more_reason_to_wait() {
     let mut writer = ring.writer();
     write(&mut writer, b"unread");
     let gone = AtomicBool::new(false);
-    let (_, taken) = ring.bells();
+    let taken = Bell::new(&ring.region, Bell::BYTES);
     thread::scope(|scope| {
         let waiting = scope.spawn(|| {
             let began = Instant::now();
@@ -195,7 +198,7 @@ fn what_somebody_else_writes_there_is_found() {
 fn another_rings_parts_are_not_this_ones() {
     let ring = Ring::new(4, 128, 1);
     write(&mut ring.writer(), b"of a former life");
-    let mut reader = RingReader::new(&ring.region, BELLS, ring.shape, 0, ring.bells(), SEED + 1);
+    let mut reader = RingReader::new(ring.memory(SEED + 1), 0);
     assert!(matches!(reader.poll(), Err(RingError::Damaged { part: 0, .. })));
 }
 
