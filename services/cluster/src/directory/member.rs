@@ -55,23 +55,15 @@ pub(super) struct Member {
 
 pub(super) struct Stream {
     pub(super) id: StreamId,
-    state: StreamState,
-}
-
-enum StreamState {
-    Asked {
-        answer_by: Instant,
-    },
-    /// `check_at` is the time when the directory requests a fresh snapshot from a silent node.
-    Synced {
-        last: u64,
-        check_at: Instant,
-    },
+    /// Number of the last event; `None` before the snapshot.
+    last: Option<u64>,
+    /// When the snapshot is late, or when the directory requests a fresh one from a silent node.
+    deadline: Instant,
 }
 
 impl Stream {
-    pub(super) fn asked(id: StreamId, answer_by: Instant) -> Self {
-        Self { id, state: StreamState::Asked { answer_by } }
+    pub(super) fn asked(id: StreamId, deadline: Instant) -> Self {
+        Self { id, last: None, deadline }
     }
 }
 
@@ -118,7 +110,7 @@ impl Member {
     }
 
     pub(super) fn is_synced(&self) -> bool {
-        matches!(&self.stream, Some(Stream { state: StreamState::Synced { .. }, .. }))
+        self.stream.as_ref().is_some_and(|stream| stream.last.is_some())
     }
 
     /// Returns the report of a process that accepts requests.
@@ -127,11 +119,7 @@ impl Member {
     }
 
     pub(super) fn deadline(&self) -> Option<Instant> {
-        match &self.stream {
-            None => self.retry_at,
-            Some(Stream { state: StreamState::Asked { answer_by }, .. }) => Some(*answer_by),
-            Some(Stream { state: StreamState::Synced { check_at, .. }, .. }) => Some(*check_at),
-        }
+        self.stream.as_ref().map_or(self.retry_at, |stream| Some(stream.deadline))
     }
 
     /// Handles an event of the member's stream. Returns the epoch of the process after a snapshot, `None` after a delta.
@@ -157,14 +145,12 @@ impl Member {
         snapshot: v1::NodeSnapshot,
     ) -> Result<Option<Epoch>, RecordError> {
         let Some(stream) = &mut self.stream else { return Ok(None) };
-        match stream.state {
-            StreamState::Synced { last, .. } => {
-                return Err(RecordError::SequenceGap { last, found: sequence });
-            }
-            StreamState::Asked { .. } if sequence != 0 => {
+        match stream.last {
+            Some(last) => return Err(RecordError::SequenceGap { last, found: sequence }),
+            None if sequence != 0 => {
                 return Err(RecordError::NoSnapshot { found: "a later event" });
             }
-            StreamState::Asked { .. } => {}
+            None => {}
         }
         let record = snapshot.record.ok_or(RecordError::Missing { field: "record" })?;
         let record = NodeRecord::try_from(record)?;
@@ -176,7 +162,7 @@ impl Member {
         let load = snapshot.load.ok_or(RecordError::Missing { field: "load" })?;
         let mut cached = HashSet::new();
         remember(&mut cached, &snapshot.cached_blocks, &record)?;
-        stream.state = StreamState::Synced { last: 0, check_at: now + SILENCE_MAX };
+        (stream.last, stream.deadline) = (Some(0), now + SILENCE_MAX);
         let epoch = record.epoch;
         self.seen = Some(Seen { record: Arc::new(record), load, cached });
         self.load_reported(now);
@@ -189,21 +175,15 @@ impl Member {
         sequence: u64,
         delta: v1::NodeDelta,
     ) -> Result<(), RecordError> {
+        let no_snapshot = || RecordError::NoSnapshot { found: "a delta" };
         let (Some(stream), Some(seen)) = (&mut self.stream, &mut self.seen) else {
-            return Err(RecordError::NoSnapshot { found: "a delta" });
+            return Err(no_snapshot());
         };
-        match &mut stream.state {
-            StreamState::Asked { .. } => {
-                return Err(RecordError::NoSnapshot { found: "a delta" });
-            }
-            StreamState::Synced { last, .. } if last.checked_add(1) != Some(sequence) => {
-                return Err(RecordError::SequenceGap { last: *last, found: sequence });
-            }
-            StreamState::Synced { last, check_at } => {
-                *last = sequence;
-                *check_at = now + SILENCE_MAX;
-            }
+        let last = stream.last.ok_or_else(no_snapshot)?;
+        if last.checked_add(1) != Some(sequence) {
+            return Err(RecordError::SequenceGap { last, found: sequence });
         }
+        (stream.last, stream.deadline) = (Some(sequence), now + SILENCE_MAX);
         self.changed_at = Some(now);
         for hash in &delta.evicted {
             seen.cached.remove(&sixteen_bytes("evicted", hash)?);

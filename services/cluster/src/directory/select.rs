@@ -143,7 +143,7 @@ impl Directory {
         let role = wanted.role;
         let listed = self.members.values().filter(|member| member.address.role == role).count();
         let mut nearest = (NoNode::NoneListed { role }, false);
-        let mut best: Option<(Rank, NodeKey)> = None;
+        let mut best: Option<((u64, usize, u64), NodeKey)> = None;
         for (key, member) in self.members.iter().filter(|(_, m)| m.address.role == role) {
             let misfit = member.seen.as_ref().map(|seen| misfit(&seen.record, wanted));
             let fits = misfit == Some(None);
@@ -156,8 +156,7 @@ impl Directory {
                 }
                 Ok(seen) => {
                     let cost = cost(member, seen, wanted);
-                    let rank =
-                        Rank { cost, in_flight: member.in_flight, last_picked: member.last_picked };
+                    let rank = (cost, member.in_flight, member.last_picked);
                     // Strictly less, so that of equal nodes the first one stays.
                     if best.as_ref().is_none_or(|(lowest, _)| rank < *lowest) {
                         best = Some((rank, *key));
@@ -166,7 +165,7 @@ impl Directory {
             }
         }
         match best {
-            Some((rank, key)) => Ok(self.assign(now, key, rank.cost, wanted)),
+            Some((rank, key)) => Ok(self.assign(now, key, rank.0, wanted)),
             None => Err(nearest.0),
         }
     }
@@ -226,13 +225,6 @@ impl Directory {
         self.check();
         choice
     }
-}
-
-#[derive(PartialEq, Eq, PartialOrd, Ord)]
-struct Rank {
-    cost: u64,
-    in_flight: usize,
-    last_picked: u64,
 }
 
 /// Returns the report of an eligible node, or the reason why the node is not eligible; `Err(None)` if it is not up.

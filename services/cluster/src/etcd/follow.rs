@@ -90,7 +90,7 @@ impl Follow {
                 self.watch = Some(watch);
                 Input::Read(records)
             }
-            Err(error) => Input::Failed { reason: error.reason().to_owned() },
+            Err(error) => Input::Failed { reason: error.to_string() },
         }
     }
 
@@ -122,8 +122,6 @@ impl Follow {
                 tracing::warn!(etcd, reason, "etcd is unreachable: keeping the last known members")
             }
             Report::Ignored { count, first } => {
-                let first: Vec<String> =
-                    first.iter().map(|it| format!("{}: {}", it.key, it.reason)).collect();
                 let prefix = &self.settings.prefix;
                 tracing::warn!(
                     count,
@@ -148,7 +146,7 @@ async fn heard(watch: &mut Option<OpenWatch>) -> Input {
     match watch.stream.message().await {
         Ok(Some(response)) => changes(&response),
         Ok(None) => Input::Failed { reason: "etcd ended the watch".to_owned() },
-        Err(error) => Input::Failed { reason: CallError::from(error).reason().to_owned() },
+        Err(error) => Input::Failed { reason: CallError::from(error).to_string() },
     }
 }
 

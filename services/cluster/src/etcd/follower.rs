@@ -99,20 +99,13 @@ pub enum Report {
     /// Records that are not nodes, since the last report of this kind.
     Ignored {
         count: usize,
-        /// At most [`IGNORED_SHOWN_MAX`] of them.
-        first: Vec<IgnoredRecord>,
+        /// At most [`IGNORED_SHOWN_MAX`] of them: key and reason.
+        first: Vec<String>,
     },
     /// More than [`RECORDS_MAX`] records. Reported once until a read finds fewer.
     TooMany {
         found: usize,
     },
-}
-
-/// A record that is not a node.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct IgnoredRecord {
-    pub key: String,
-    pub reason: String,
 }
 
 enum State {
@@ -136,7 +129,7 @@ pub struct Follower {
     too_many: bool,
     /// Ignored records that are not reported yet.
     ignored_count: usize,
-    ignored_first: Vec<IgnoredRecord>,
+    ignored_first: Vec<String>,
     ignored_reported: Option<Instant>,
     published: Option<Members>,
     retry: Retry,
@@ -271,8 +264,8 @@ impl Follower {
                     self.ignored_count += 1;
                     if self.ignored_first.len() < IGNORED_SHOWN_MAX {
                         let text = String::from_utf8_lossy(short);
-                        let key = text.escape_debug().take(SHOWN_CHARS_MAX).collect();
-                        self.ignored_first.push(IgnoredRecord { key, reason: error.to_string() });
+                        let key: String = text.escape_debug().take(SHOWN_CHARS_MAX).collect();
+                        self.ignored_first.push(format!("{key}: {error}"));
                     }
                 }
                 None

@@ -34,7 +34,7 @@ impl Registrar {
             error.refuse_start(&settings)?;
             tracing::warn!(
                 etcd = settings.endpoints(),
-                reason = error.reason(),
+                reason = %error,
                 "etcd is unreachable: this node registers when etcd is back"
             );
         }
@@ -139,7 +139,7 @@ impl Register {
             };
             let input = outcome.unwrap_or_else(|error| match error {
                 CallError::LeaseGone => Input::Expired,
-                error => Input::Failed { reason: error.reason().to_owned() },
+                error => Input::Failed { reason: error.to_string() },
             });
             (session, input)
         })

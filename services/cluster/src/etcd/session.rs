@@ -27,49 +27,40 @@ const LEASE_GONE: &str = "lease not found";
 const UNTRUSTED: &str = "invalid peer certificate";
 
 /// Reason why a call failed.
-#[derive(Debug)]
+#[derive(Debug, thiserror::Error)]
 pub(super) enum CallError {
-    /// etcd rejected the user, or the settings are invalid; a retry cannot succeed.
+    /// etcd rejected the user; a retry cannot succeed.
+    #[error("{0}")]
     Refused(String),
+    /// The settings are invalid; a retry cannot succeed.
+    #[error("{0}")]
     Unusable(String),
     /// The server's certificate is not signed by the configured authority for this host.
+    #[error("{0}")]
     Untrusted(String),
-    /// The lease does not exist.
+    #[error("{LEASE_GONE}")]
     LeaseGone,
     /// Any other failure, such as no answer.
+    #[error("{0}")]
     Away(String),
 }
 
 impl CallError {
-    pub fn reason(&self) -> &str {
-        match self {
-            Self::Refused(reason)
-            | Self::Unusable(reason)
-            | Self::Untrusted(reason)
-            | Self::Away(reason) => reason,
-            Self::LeaseGone => LEASE_GONE,
-        }
-    }
-
     /// Returns the error for a starting process: only failures that the operator must fix, no outage.
     pub fn refuse_start(&self, settings: &EtcdSettings) -> Result<(), EtcdError> {
-        let endpoints = settings.endpoints();
-        match self {
-            Self::Refused(reason) => {
+        let (endpoints, reason) = (settings.endpoints(), self.to_string());
+        Err(match self {
+            Self::Refused(_) => {
                 let user = match &settings.user {
                     Some((name, _)) => format!("user {name:?}"),
                     None => "a client without a user name".to_owned(),
                 };
-                Err(EtcdError::Refused { endpoints, user, reason: reason.clone() })
+                EtcdError::Refused { endpoints, user, reason }
             }
-            Self::Unusable(reason) => {
-                Err(EtcdError::Unusable { endpoints, reason: reason.clone() })
-            }
-            Self::Untrusted(reason) => {
-                Err(EtcdError::Untrusted { endpoints, reason: reason.clone() })
-            }
-            Self::LeaseGone | Self::Away(_) => Ok(()),
-        }
+            Self::Unusable(_) => EtcdError::Unusable { endpoints, reason },
+            Self::Untrusted(_) => EtcdError::Untrusted { endpoints, reason },
+            Self::LeaseGone | Self::Away(_) => return Ok(()),
+        })
     }
 }
 
