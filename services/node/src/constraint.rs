@@ -22,8 +22,14 @@ use crate::node_core::Refusal;
 /// calls.
 pub const GRAMMAR_VERSION: u32 = 2;
 
-/// Receives the time that each token bitmask took to compute.
-pub type MaskTimer = Arc<dyn Fn(Duration) + Send + Sync>;
+/// Receives the times of the compilation and of each token bitmask.
+pub type Timer = Arc<dyn Fn(Timed, Duration) + Send + Sync>;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Timed {
+    Compilation,
+    Mask,
+}
 
 /// Tokens of one model, as grammars need them.
 #[derive(Debug)]
@@ -41,35 +47,24 @@ pub struct CallMark {
     pub text: Vec<u8>,
 }
 
-/// A compiled grammar at its start.
-#[derive(Debug)]
-pub struct CompiledGrammar {
-    matcher: grammar::Matcher,
-    /// Tokens that are never allowed.
-    silent: Arc<[u32]>,
-}
-
 impl GrammarVocabulary {
     pub fn new(compiler: Compiler, call_marks: Vec<CallMark>, size: u32) -> Self {
         Self { compiler, call_marks, size }
     }
 
-    pub fn compile(&self, grammar: &Grammar) -> Result<CompiledGrammar, Refusal> {
-        let matcher = self
-            .compiler
-            .compile(grammar)
-            .map_err(|error| Refusal::Invalid { reason: format!("attempt.grammar {error}") })?;
-        Ok(CompiledGrammar { matcher, silent: silent_marks(&self.call_marks, grammar) })
-    }
-
-    /// Gives the sequence its constraint, which has accepted the sequence's output so far.
+    /// Compiles the grammar and gives the sequence its constraint, which has accepted the sequence's output so far.
     pub fn constrain(
         &self,
         sequence: &mut NewSequence,
-        compiled: CompiledGrammar,
-        mask_timer: MaskTimer,
+        grammar: &Grammar,
+        timer: Timer,
     ) -> Result<(), Refusal> {
-        let CompiledGrammar { mut matcher, silent } = compiled;
+        let started = Instant::now();
+        let compiled = self.compiler.compile(grammar);
+        timer(Timed::Compilation, started.elapsed());
+        let mut matcher = compiled
+            .map_err(|error| Refusal::Invalid { reason: format!("attempt.grammar {error}") })?;
+        let silent = silent_marks(&self.call_marks, grammar);
         for &token in &sequence.tokens[sequence.prompt_len as usize..] {
             matcher.accept(token).map_err(|error| Refusal::Invalid {
                 reason: format!("attempt.tokens: {error} of this attempt"),
@@ -85,7 +80,7 @@ impl GrammarVocabulary {
             true => Vec::new(),
             false => sequence.sampling.stop_token_ids.clone(),
         };
-        let follower = Follower { matcher, stop_tokens, silent, vocabulary: self.size, mask_timer };
+        let follower = Follower { matcher, stop_tokens, silent, vocabulary: self.size, timer };
         let constraint = Constraint::new(Box::new(follower)).map_err(|failure| {
             Refusal::Invalid { reason: format!("attempt.grammar: {failure}") }
         })?;
@@ -112,7 +107,7 @@ struct Follower {
     /// Tokens that are never allowed.
     silent: Arc<[u32]>,
     vocabulary: u32,
-    mask_timer: MaskTimer,
+    timer: Timer,
 }
 
 impl fmt::Debug for Follower {
@@ -129,7 +124,7 @@ impl Matcher for Follower {
     fn allowed(&mut self) -> Result<TokenMask, ConstraintFailure> {
         let started = Instant::now();
         let allowed = self.matcher.allowed();
-        (self.mask_timer)(started.elapsed());
+        (self.timer)(Timed::Mask, started.elapsed());
         let mut words = allowed.map_err(failure)?;
         words.resize(self.vocabulary.div_ceil(32) as usize, 0);
         for &token in &*self.silent {
@@ -194,8 +189,8 @@ mod tests {
             constraint: None,
             deadline: Instant::now(),
         };
-        let compiled = vocabulary.compile(&Grammar::Regex("a".into())).unwrap();
-        vocabulary.constrain(&mut sequence, compiled, Arc::new(|_| {})).unwrap();
+        let grammar = Grammar::Regex("a".into());
+        vocabulary.constrain(&mut sequence, &grammar, Arc::new(|_, _| {})).unwrap();
         assert!(!sequence.ignore_stop_tokens);
         let constraint = sequence.constraint.expect("the sequence has a constraint");
         let allowed: Vec<u32> = (0..3).filter(|id| constraint.allowed().allows(*id)).collect();

@@ -18,7 +18,7 @@ use tracing::{info, warn};
 
 use crate::{
     attempt::NewAttempt,
-    constraint::{CallMark, GrammarVocabulary},
+    constraint::{CallMark, GrammarVocabulary, Timed},
     node_core::Refusal,
 };
 
@@ -99,12 +99,12 @@ impl Shared {
         let vocabulary = read.map_err(|reason| Refusal::Invalid {
             reason: format!("this node cannot follow a grammar: {reason}"),
         })?;
-        let started = Instant::now();
-        let compiled = vocabulary.compile(grammar);
-        self.metrics.grammar_compiled(started.elapsed());
         let metrics = self.metrics.clone();
-        let mask_timer = Arc::new(move |elapsed| metrics.mask_computed(elapsed));
-        vocabulary.constrain(&mut attempt.sequence, compiled?, mask_timer)
+        let timer = Arc::new(move |timed, elapsed| match timed {
+            Timed::Compilation => metrics.grammar_compiled(elapsed),
+            Timed::Mask => metrics.mask_computed(elapsed),
+        });
+        vocabulary.constrain(&mut attempt.sequence, grammar, timer)
     }
 
     fn read(&self) -> Result<GrammarVocabulary, String> {

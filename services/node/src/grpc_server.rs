@@ -3,10 +3,7 @@
 use std::{io, net::SocketAddr, time::Duration};
 
 use proto::{TimedBody, v1::node_server::NodeServer};
-use tokio::{
-    net::{TcpListener, TcpSocket},
-    task::JoinHandle,
-};
+use tokio::{net::TcpSocket, task::JoinHandle};
 use tokio_util::sync::{CancellationToken, DropGuard};
 use tonic::{body::Body, transport::Server};
 use tonic_health::{ServingStatus, server::HealthReporter};
@@ -31,31 +28,14 @@ const WHOLE_NODE: &str = "";
 /// The health check's name for the service.
 const NODE_SERVICE: &str = "baton.v1.Node";
 
-/// An address that is bound but not listened on: connections are refused until the node is ready, and
-/// a port in use is reported before the model is loaded.
-pub(crate) struct ReservedAddress {
-    socket: TcpSocket,
-    address: SocketAddr,
-}
-
-impl ReservedAddress {
-    pub fn reserve(address: SocketAddr) -> io::Result<Self> {
-        let socket = if address.is_ipv4() { TcpSocket::new_v4()? } else { TcpSocket::new_v6()? };
-        // A restart must not wait for connections of its predecessor to time out.
-        socket.set_reuseaddr(true)?;
-        socket.bind(address)?;
-        let address = socket.local_addr()?;
-        Ok(Self { socket, address })
-    }
-
-    /// Returns the address with the port that was bound.
-    pub fn address(&self) -> SocketAddr {
-        self.address
-    }
-
-    fn listen(self) -> io::Result<TcpListener> {
-        self.socket.listen(BACKLOG)
-    }
+/// Binds an address without listening: connections are refused until the node is ready, and a port in use is reported
+/// before the model is loaded.
+pub(crate) fn reserve(address: SocketAddr) -> io::Result<TcpSocket> {
+    let socket = if address.is_ipv4() { TcpSocket::new_v4()? } else { TcpSocket::new_v6()? };
+    // A restart must not wait for connections of its predecessor to time out.
+    socket.set_reuseaddr(true)?;
+    socket.bind(address)?;
+    Ok(socket)
 }
 
 /// The running server.
@@ -68,24 +48,18 @@ pub(crate) struct GrpcServer {
     task: Option<JoinHandle<Result<(), tonic::transport::Error>>>,
 }
 
-/// Bounds on one connection.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct GrpcLimits {
-    pub attempts_max: u32,
-    pub sequence_tokens_max: u32,
-}
-
 impl GrpcServer {
-    /// Accepts connections. Health checks return SERVING after [`Self::set_serving`].
+    /// Accepts connections. A connection has at most `attempts_max` attempts of `sequence_tokens_max` tokens. Health
+    /// checks return SERVING after [`Self::set_status`].
     pub async fn start(
-        address: ReservedAddress,
+        socket: TcpSocket,
         service: NodeService,
-        limits: GrpcLimits,
+        attempts_max: u32,
+        sequence_tokens_max: u32,
     ) -> io::Result<Self> {
-        let incoming = connection::incoming(address.listen()?);
+        let incoming = connection::incoming(socket.listen(BACKLOG)?);
         let (health, health_server) = tonic_health::server::health_reporter();
-        set_health(&health, ServingStatus::NotServing).await;
-        let message_bytes_max = limits.sequence_tokens_max as usize * TOKEN_BYTES_MAX
+        let message_bytes_max = sequence_tokens_max as usize * TOKEN_BYTES_MAX
             + grammar::limits::WIRE_BYTES_MAX
             + MESSAGE_BYTES_BESIDE_TOKENS;
         let node = NodeServer::new(service).max_decoding_message_size(message_bytes_max);
@@ -98,20 +72,19 @@ impl GrpcServer {
             .layer(timed)
             .http2_keepalive_interval(Some(KEEPALIVE_INTERVAL))
             .http2_keepalive_timeout(Some(KEEPALIVE_TIMEOUT))
-            .max_concurrent_streams(limits.attempts_max.saturating_add(OTHER_STREAMS_MAX))
+            .max_concurrent_streams(attempts_max.saturating_add(OTHER_STREAMS_MAX))
             .add_service(health_server)
             .add_service(node)
             .serve_with_incoming_shutdown(incoming, stopped);
         let task = Some(tokio::spawn(serve));
-        Ok(Self { health, stop: stop.drop_guard(), task })
+        let server = Self { health, stop: stop.drop_guard(), task };
+        server.set_status(ServingStatus::NotServing).await;
+        Ok(server)
     }
 
-    pub async fn set_serving(&self) {
-        set_health(&self.health, ServingStatus::Serving).await;
-    }
-
-    pub async fn set_not_serving(&self) {
-        set_health(&self.health, ServingStatus::NotServing).await;
+    pub async fn set_status(&self, status: ServingStatus) {
+        self.health.set_service_status(WHOLE_NODE, status).await;
+        self.health.set_service_status(NODE_SERVICE, status).await;
     }
 
     /// Waits until the server has ended by itself and returns the reason.
@@ -140,9 +113,4 @@ impl GrpcServer {
         let _ = task.await;
         false
     }
-}
-
-async fn set_health(health: &HealthReporter, status: ServingStatus) {
-    health.set_service_status(WHOLE_NODE, status).await;
-    health.set_service_status(NODE_SERVICE, status).await;
 }

@@ -31,6 +31,7 @@ use model::{Checkpoint, ModelError};
 use telemetry::{Metrics, MetricsServer, NodeMetrics, TelemetryError};
 use tokio::task::JoinError;
 use tokio_util::sync::CancellationToken;
+use tonic_health::ServingStatus;
 use tracing::{info, warn};
 
 use crate::{
@@ -38,7 +39,7 @@ use crate::{
     device::{self, Chosen, Started},
     engine_thread::{Device, Engine, EngineError, EngineThread},
     grammars::Grammars,
-    grpc_server::{GrpcLimits, GrpcServer, ReservedAddress},
+    grpc_server::{self, GrpcServer},
     identity,
     inbox::{Command, Inbox, TransferEvents},
     node_core::{NodeCore, STALL_AFTER},
@@ -170,9 +171,9 @@ impl Node {
         let served_name = config.model.served_name()?;
         let epoch = Epoch::mint()?;
         let node = &config.node;
-        let grpc = ReservedAddress::reserve(node.grpc)
-            .map_err(|source| StartError::Grpc { address: node.grpc, source })?;
-        let grpc_address = grpc.address();
+        let not_listening = |source| StartError::Grpc { address: node.grpc, source };
+        let grpc = grpc_server::reserve(node.grpc).map_err(not_listening)?;
+        let grpc_address = grpc.local_addr().map_err(not_listening)?;
         let id = node.id.clone();
         let id = id.unwrap_or_else(|| settings::default_node_id(role, grpc_address.port()));
         let node_id = NodeId::parse(&id).map_err(|source| StartError::NodeId { id, source })?;
@@ -247,10 +248,9 @@ impl Node {
         let grammars = Grammars::new(path, record.vocabulary_size, node_metrics);
         let service =
             NodeService::new(role, attempt_limits, grammars, inbox.clone(), draining.clone());
-        let server =
-            GrpcServer::start(grpc, service, GrpcLimits { attempts_max, sequence_tokens_max })
-                .await
-                .map_err(|source| StartError::Grpc { address: grpc_address, source })?;
+        let server = GrpcServer::start(grpc, service, attempts_max, sequence_tokens_max)
+            .await
+            .map_err(not_listening)?;
         let addresses = Addresses {
             grpc: grpc_address,
             metrics: metrics_server.address(),
@@ -258,7 +258,7 @@ impl Node {
             data: transfers.data_endpoint().to_owned(),
         };
         let populate = Populate::start(arena, cpus).map_err(StartError::Thread)?;
-        server.set_serving().await;
+        server.set_status(ServingStatus::Serving).await;
         ready.store(true, Ordering::Release);
         // Last: a router that reads the record finds a serving node.
         let registration = registrar.map(|registrar| {
@@ -318,7 +318,7 @@ impl Node {
         let name = format!("{role} node {node_id} for {model}");
         self.ready.store(false, Ordering::Release);
         self.draining.cancel();
-        server.set_not_serving().await;
+        server.set_status(ServingStatus::NotServing).await;
         info!(attempts = inbox.attempt_count(), "{name} drains");
         // Fails only when the engine thread has ended or hangs, which its join reports below.
         let _ = inbox.send(Command::Drain);

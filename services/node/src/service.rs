@@ -3,7 +3,7 @@
 //! This module checks each call, sends it to the engine thread and streams the events back. A dropped
 //! call, a closed stream and a lost connection all drop the attempt's stream, which cancels the attempt.
 
-use std::{convert::Infallible, pin::Pin, sync::Arc, time::Instant};
+use std::{convert::Infallible, future::ready, pin::Pin, sync::Arc, time::Instant};
 
 use cluster::Role;
 use futures_util::{Stream, StreamExt};
@@ -20,7 +20,7 @@ use crate::{
     attempt::{self, AttemptLimits, NewAttempt},
     grammars::Grammars,
     inbox::{Command, Inbox},
-    node_core::Refusal,
+    node_core::{Refusal, Reply},
     observe, wire,
 };
 
@@ -62,6 +62,17 @@ impl NodeService {
         }
         Ok(())
     }
+
+    /// Begins the attempt and streams its replies as messages.
+    async fn begin<T: Send + 'static>(
+        &self,
+        attempt: NewAttempt,
+        message: fn(Reply) -> Option<T>,
+    ) -> Result<Response<EventStream<T>>, Status> {
+        let attempt = self.grammars.constrained(attempt).await?;
+        let replies = self.inbox.begin(attempt).await?;
+        Ok(Response::new(Box::pin(replies.filter_map(move |reply| ready(message(reply).map(Ok))))))
+    }
 }
 
 #[tonic::async_trait]
@@ -78,10 +89,7 @@ impl node_server::Node for NodeService {
         let traceparent = traceparent(request.metadata());
         let attempt =
             NewAttempt::send(request.into_inner(), traceparent, &self.limits, Instant::now())?;
-        let attempt = self.grammars.constrained(attempt).await?;
-        let heard = self.inbox.begin(attempt).await?;
-        let events = heard.filter_map(|heard| async { wire::prefill_event(heard).map(Ok) });
-        Ok(Response::new(Box::pin(events)))
+        self.begin(attempt, wire::prefill_event).await
     }
 
     async fn decode(
@@ -96,10 +104,7 @@ impl node_server::Node for NodeService {
             &self.limits,
             Instant::now(),
         )?;
-        let attempt = self.grammars.constrained(attempt).await?;
-        let heard = self.inbox.begin(attempt).await?;
-        let events = heard.filter_map(|heard| async { wire::decode_event(heard).map(Ok) });
-        Ok(Response::new(Box::pin(events)))
+        self.begin(attempt, wire::decode_event).await
     }
 
     async fn meet(

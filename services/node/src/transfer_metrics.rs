@@ -12,7 +12,8 @@ use opentelemetry::{
 /// them on its own thread and never blocks.
 pub(crate) fn register(meter: &Meter, transfers: &Transfers) {
     let stats = transfers.metrics_reader();
-    let observe = |read: fn(&TransferMetrics, &dyn AsyncInstrument<u64>)| {
+    type Read = fn(&TransferMetrics, &dyn AsyncInstrument<u64>);
+    let observe = |read: Read| {
         let stats: MetricsReader = stats.clone();
         move |instrument: &dyn AsyncInstrument<u64>| {
             if let Some(stats) = stats.read() {
@@ -20,65 +21,61 @@ pub(crate) fn register(meter: &Meter, transfers: &Transfers) {
             }
         }
     };
-    meter
-        .u64_observable_counter("baton.kv_transfer.control_messages")
-        .with_description(
-            "Control messages between nodes, by direction; a resent message also counts as sent",
-        )
-        .with_callback(observe(|stats, instrument| {
+    let counter = |name: &'static str, description: &'static str, read: Read| {
+        let counter = meter.u64_observable_counter(name).with_description(description);
+        counter.with_callback(observe(read)).build();
+    };
+    let gauge = |name: &'static str, description: &'static str, read: Read| {
+        let gauge = meter.u64_observable_gauge(name).with_description(description);
+        gauge.with_callback(observe(read)).build();
+    };
+    counter(
+        "baton.kv_transfer.control_messages",
+        "Control messages between nodes, by direction; a resent message also counts as sent",
+        |stats, instrument| {
             instrument.observe(stats.control_sent, &[direction("sent")]);
             instrument.observe(stats.control_received, &[direction("received")]);
             instrument.observe(stats.control_resent, &[direction("resent")]);
-        }))
-        .build();
-    meter
-        .u64_observable_counter("baton.kv_transfer.chunks")
-        .with_description("Transferred chunks of KV, by direction")
-        .with_callback(observe(|stats, instrument| {
+        },
+    );
+    counter(
+        "baton.kv_transfer.chunks",
+        "Transferred chunks of KV, by direction",
+        |stats, instrument| {
             instrument.observe(stats.chunks_sent, &[direction("sent")]);
             instrument.observe(stats.chunks_received, &[direction("received")]);
-        }))
-        .build();
-    meter
-        .u64_observable_counter("baton.kv_transfer.refused")
-        .with_description("Control messages and data frames that this node rejected, by reason")
-        .with_callback(observe(|stats, instrument| {
+        },
+    );
+    counter(
+        "baton.kv_transfer.refused",
+        "Control messages and data frames that this node rejected, by reason",
+        |stats, instrument| {
             refused(instrument, "control", &stats.control_refused);
             refused(instrument, "data", &stats.data_refused);
-        }))
-        .build();
-    meter
-        .u64_observable_counter("baton.kv_transfer.fallbacks")
-        .with_description(
-            "Connections that fell back to another transport, by the transport that was wanted",
-        )
-        .with_callback(observe(|stats, instrument| {
+        },
+    );
+    counter(
+        "baton.kv_transfer.fallbacks",
+        "Connections that fell back to another transport, by the transport that was wanted",
+        |stats, instrument| {
             for (wanted, count) in &stats.fallbacks {
                 instrument.observe(*count, &[KeyValue::new("wanted", *wanted)]);
             }
-        }))
-        .build();
-    meter
-        .u64_observable_gauge("baton.kv_transfer.active")
-        .with_description("KV transfers in progress")
-        .with_callback(observe(|stats, instrument| {
-            instrument.observe(stats.transfers_active as u64, &[]);
-        }))
-        .build();
-    meter
-        .u64_observable_gauge("baton.kv_transfer.peers")
-        .with_description("Connected nodes, by transport path")
-        .with_callback(observe(|stats, instrument| {
-            let mut peers: BTreeMap<&str, u64> = BTreeMap::new();
-            for peer in &stats.peers {
-                let path = if peer.path.is_empty() { "connecting" } else { peer.path.as_str() };
-                *peers.entry(path).or_default() += 1;
-            }
-            for (path, count) in peers {
-                instrument.observe(count, &[KeyValue::new("path", path.to_owned())]);
-            }
-        }))
-        .build();
+        },
+    );
+    gauge("baton.kv_transfer.active", "KV transfers in progress", |stats, instrument| {
+        instrument.observe(stats.transfers_active as u64, &[]);
+    });
+    gauge("baton.kv_transfer.peers", "Connected nodes, by transport path", |stats, instrument| {
+        let mut peers: BTreeMap<&str, u64> = BTreeMap::new();
+        for peer in &stats.peers {
+            let path = if peer.path.is_empty() { "connecting" } else { peer.path.as_str() };
+            *peers.entry(path).or_default() += 1;
+        }
+        for (path, count) in peers {
+            instrument.observe(count, &[KeyValue::new("path", path.to_owned())]);
+        }
+    });
 }
 
 fn direction(name: &'static str) -> KeyValue {

@@ -42,6 +42,5 @@ pub fn pick(random: &mut Random) -> Grammar {
 
 /// Constrains the sequence as a node does.
 pub fn constrain(sequence: &mut NewSequence, grammar: &Grammar) -> Result<(), Refusal> {
-    let compiled = SHARED.compile(grammar)?;
-    SHARED.constrain(sequence, compiled, Arc::new(|_| {}))
+    SHARED.constrain(sequence, grammar, Arc::new(|_, _| {}))
 }
