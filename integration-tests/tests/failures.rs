@@ -14,6 +14,7 @@ use proto::v1::{
     observe_event::Event as Observed,
 };
 use serde_json::json;
+use test_harness::assert_median;
 
 /// Time limit for the end of a request after a kill of its node.
 const RECOVERY_MAX: Duration = Duration::from_secs(3);
@@ -206,8 +207,8 @@ async fn requests_without_a_decode_node_fail_once_at_their_deadline() -> Result<
 async fn disconnected_client_frees_its_blocks_within_a_second() -> Result<()> {
     let (cluster, client) = start(ClusterSpec::smollm2()).await?;
     let run = longest();
-    // On a shared machine a step may take seconds, so one of several tries must be fast.
-    for tries in 1.. {
+    let mut took = Vec::new();
+    while took.len() < 5 {
         let body = greedy_body(&run.prompt_ids, 2000);
         let mut stream = client.stream("/v1/completions", &body).await?;
         let mut tokens = 0;
@@ -221,12 +222,9 @@ async fn disconnected_client_frees_its_blocks_within_a_second() -> Result<()> {
             ensure!(left.elapsed() < DEADLINE, "blocks are still allocated");
             tokio::time::sleep(Duration::from_millis(10)).await;
         }
-        println!("blocks free {:?} after the client left", left.elapsed());
-        if left.elapsed() < Duration::from_secs(1) {
-            break;
-        }
-        ensure!(tries < 10, "blocks stayed allocated for more than a second in every try");
+        took.push(left.elapsed());
     }
+    assert_median("blocks free after the client left", &took, Duration::from_secs(1));
     cluster.stop()
 }
 
@@ -370,13 +368,10 @@ async fn client_disconnected_before_the_first_token_frees_all_blocks_within_a_se
         loads.push(Load::of(node).await?);
     }
     for way in [Api::Http, Api::Grpc] {
-        // On a shared machine a step may take seconds. Only the running step delays the
-        // cancellation, so one of several tries must be fast. A time-out in the code would slow
-        // down every try.
         let (mut tries, mut took) = (0, Vec::new());
-        loop {
+        while took.len() < 5 {
             tries += 1;
-            ensure!(tries < 20, "{way:?}: blocks were free after {took:?}, never within 1 s");
+            ensure!(tries < 20, "{way:?}: most requests were answered before they were cancelled");
             let asked = ask(&cluster, way, &format!("{way:?} {tries}")).await?;
             // The prefill node is prefilling and the decode node has reserved blocks.
             let begun = loads[0].until(|load| load.blocks_held > 0).await.is_ok()
@@ -396,12 +391,12 @@ async fn client_disconnected_before_the_first_token_frees_all_blocks_within_a_se
                 continue;
             }
             took.push(left.elapsed());
-            ensure!(left.elapsed() < DEADLINE, "{way:?}: {took:?}");
-            if left.elapsed() < Duration::from_secs(1) {
-                break;
-            }
         }
-        println!("{way:?}: blocks were back after {took:?}");
+        assert_median(
+            &format!("blocks free after a {way:?} client left"),
+            &took,
+            Duration::from_secs(1),
+        );
     }
     let run = longest();
     assert_eq!(client.greedy(&run.prompt_ids, 8).await?, run.output_ids[..8]);

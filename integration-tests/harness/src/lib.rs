@@ -18,6 +18,7 @@ use std::{
     fmt::Debug,
     panic::{AssertUnwindSafe, catch_unwind, resume_unwind},
     process::{Command, ExitCode},
+    time::Duration,
 };
 
 use libtest_mimic::{Arguments, Completion, Failed, Trial};
@@ -40,6 +41,18 @@ pub fn helper(name: &str) -> Command {
     let mut command = Command::new(program);
     command.env(HELPER, name);
     command
+}
+
+/// Prints the percentiles of all durations and panics if their median exceeds `bound`. A single duration may
+/// exceed it, because other processes can delay any process of the test.
+pub fn assert_median(what: &str, durations: &[Duration], bound: Duration) {
+    let mut sorted = durations.to_vec();
+    sorted.sort();
+    // Nearest rank.
+    let percentile = |percent: usize| sorted[(sorted.len() * percent).div_ceil(100) - 1];
+    let (p50, p99) = (percentile(50), percentile(99));
+    println!("{what}: p50 {p50:?}, p99 {p99:?} of {}", sorted.len());
+    assert!(p50 <= bound, "{what}: the median of {durations:?} exceeds {bound:?}");
 }
 
 /// The result of a test function: nothing, or an error that fails the test.

@@ -8,9 +8,9 @@ use bytes::Bytes;
 use common::{
     Cluster,
     client::{DEADLINE, eventually},
-    encode, grpc_channel as channel, long_prompt, model_text,
+    encode, grpc_channel as channel, long_prompt, median_within_a_second, model_text,
     node::{Behaviour, END, MODEL},
-    one_within_a_second, settings,
+    settings,
 };
 use futures_util::{StreamExt, stream};
 use http_body_util::StreamBody;
@@ -305,7 +305,7 @@ async fn a_client_that_leaves_cancels_both_nodes_within_a_second() {
         cluster.prefill[0].behave(Behaviour::HangAfter(tokens_before));
         cluster.decode[0].behave(Behaviour::HangAfter(0));
         let mut tries = 0;
-        one_within_a_second(async || {
+        median_within_a_second("nodes' streams dropped", async || {
             let call = tries;
             tries += 1;
             let mut stream = generate(&cluster, request(options())).await.unwrap();
