@@ -143,19 +143,27 @@ pub(crate) fn sample_rows<'a>(
 /// are errors.
 fn best(level: Level, logits: &[f32]) -> Result<(u32, f32), SampleError> {
     let (greatest, is_bad) = look_over(level, logits);
-    let find = |is_it: &dyn Fn(f32) -> bool| {
-        logits.iter().position(|&value| is_it(value)).map(|token| token as u32)
-    };
     if is_bad {
-        let token =
-            find(&|value| value.is_nan() || value == f32::INFINITY).expect("a bad logit was seen");
-        return Err(SampleError::BadLogit { token, value: logits[token as usize] });
+        let is_bad = |value: &f32| value.is_nan() || *value == f32::INFINITY;
+        let token = logits.iter().position(is_bad).expect("a bad logit was seen");
+        return Err(SampleError::BadLogit { token: token as u32, value: logits[token] });
     }
     if greatest == f32::NEG_INFINITY {
         return Err(SampleError::NoCandidate { vocabulary: logits.len() });
     }
-    let token = find(&|value| value == greatest).expect("the greatest logit was seen");
+    let token = first_with(level, logits, greatest).expect("the greatest logit was seen") as u32;
     Ok((token, greatest))
+}
+
+per_level! {
+    /// Returns the lowest id with this logit.
+    fn first_with(logits: &[f32], logit: f32) -> Option<usize> {
+        // Whole groups first, because a loop that exits at any element is not vectorised.
+        let (groups, _) = logits.as_chunks::<LANES>();
+        let has_it = |group: &[f32; LANES]| group.iter().fold(false, |has, &value| has | (value == logit));
+        let start = LANES * groups.iter().position(has_it).unwrap_or(groups.len());
+        Some(start + logits[start..].iter().position(|&value| value == logit)?)
+    }
 }
 
 per_level! {
