@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use anyhow::{Context, Result, anyhow};
+use anyhow::{Context, Result, anyhow, bail};
 use bytes::Bytes;
 use http::{Request, Response, Uri};
 use http_body_util::{BodyExt, Full, Limited};
@@ -11,6 +11,9 @@ use hyper_util::{
     client::legacy::{Client, connect::HttpConnector},
     rt::TokioExecutor,
 };
+use serde_json::Value;
+
+use crate::sse::SseReader;
 
 /// Deadline of a GET request.
 const GET_WITHIN: Duration = Duration::from_secs(10);
@@ -32,12 +35,37 @@ impl HttpClient {
         Self { inner, get_within: GET_WITHIN }
     }
 
-    /// Sends a JSON body and returns the response with an unread body.
-    pub async fn post_json(
+    /// Sends a JSON body and passes the data of each server-sent event of the response to `on_event`.
+    pub async fn post_for_events(
         &self,
         url: &str,
         headers: &[(&str, &str)],
-        body: &serde_json::Value,
+        body: &Value,
+        mut on_event: impl FnMut(&str) -> Result<()>,
+    ) -> Result<()> {
+        let response = self.post_json(url, headers, body).await?;
+        let status = response.status();
+        if !status.is_success() {
+            let body = whole_body(response).await.unwrap_or_default();
+            let error: Value = serde_json::from_slice(&body).unwrap_or_default();
+            bail!("{status}: {}", error["error"]["message"].as_str().unwrap_or("(no message)"));
+        }
+        let mut stream = response.into_body();
+        let (mut reader, mut events) = (SseReader::default(), Vec::new());
+        while let Some(frame) = stream.frame().await {
+            let frame = frame.map_err(|error| anyhow!("cannot read the stream: {error}"))?;
+            let Some(bytes) = frame.data_ref() else { continue };
+            reader.push(bytes, &mut events)?;
+            events.drain(..).try_for_each(|event| on_event(&event))?;
+        }
+        Ok(())
+    }
+
+    async fn post_json(
+        &self,
+        url: &str,
+        headers: &[(&str, &str)],
+        body: &Value,
     ) -> Result<Response<Incoming>> {
         let uri: Uri = url.parse().with_context(|| format!("invalid URL {url:?}"))?;
         let mut request = Request::post(uri).header("content-type", "application/json");
@@ -63,7 +91,7 @@ impl HttpClient {
     }
 }
 
-pub async fn whole_body(response: Response<Incoming>) -> Result<Bytes> {
+async fn whole_body(response: Response<Incoming>) -> Result<Bytes> {
     Limited::new(response.into_body(), WHOLE_BODY_MAX)
         .collect()
         .await
@@ -101,7 +129,7 @@ mod tests {
         let error = client.get(&url).await.unwrap_err().to_string();
         assert_eq!(error, format!("{url}: no answer within 1s"));
         let server = std::thread::spawn(move || {
-            // The first connection is that of the request that timed out.
+            // The request that timed out made the first connection.
             let (_given_up, _) = listener.accept().unwrap();
             let (mut stream, _) = listener.accept().unwrap();
             // Read the request first: hyper rejects a response that arrives before its request.

@@ -36,9 +36,9 @@ use crate::model_store;
 /// Time-out of a download without progress.
 const STALL_MAX: Duration = Duration::from_secs(120);
 /// Time-out for another process that downloads the same model.
-const OTHER_MAX: Duration = Duration::from_secs(3600);
+const LOCK_WITHIN: Duration = Duration::from_secs(3600);
 /// Polling interval.
-const LOOK_EVERY: Duration = Duration::from_millis(200);
+const POLL_INTERVAL: Duration = Duration::from_millis(200);
 /// Lock file in the model's folder of the cache; the downloading process holds the lock.
 const LOCK_FILE: &str = ".baton-fetch.lock";
 
@@ -114,7 +114,7 @@ fn fetch_by(settings: HubSettings, model: &HubModel, parts: Parts) -> Result<Pat
 fn lock(path: &Path, model: &HubModel) -> Result<File> {
     let file = File::create(path).with_context(|| format!("cannot create {}", path.display()))?;
     let began = Instant::now();
-    let mut told = false;
+    let mut is_announced = false;
     loop {
         match file.try_lock() {
             Ok(()) => return Ok(file),
@@ -124,15 +124,15 @@ fn lock(path: &Path, model: &HubModel) -> Result<File> {
             Err(TryLockError::WouldBlock) => {}
         }
         ensure!(
-            began.elapsed() < OTHER_MAX,
+            began.elapsed() < LOCK_WITHIN,
             "cannot lock {model}: another process has been fetching it for {} minutes",
-            OTHER_MAX.as_secs() / 60
+            LOCK_WITHIN.as_secs() / 60
         );
-        if !told {
+        if !is_announced {
             eprintln!("baton: waiting for another process that fetches {model}");
-            told = true;
+            is_announced = true;
         }
-        thread::sleep(LOOK_EVERY);
+        thread::sleep(POLL_INTERVAL);
     }
 }
 
@@ -162,7 +162,7 @@ fn watch(outcome: &mpsc::Receiver<Result<()>>, arrived: &AtomicU64) -> Result<()
     let mut seen = 0;
     let mut grown = Instant::now();
     loop {
-        match outcome.recv_timeout(LOOK_EVERY) {
+        match outcome.recv_timeout(POLL_INTERVAL) {
             Ok(outcome) => return outcome,
             Err(mpsc::RecvTimeoutError::Disconnected) => bail!("the download thread panicked"),
             Err(mpsc::RecvTimeoutError::Timeout) => {}

@@ -24,9 +24,9 @@ use crate::{hub, staging::Staging};
 /// Time-out of a download without progress.
 const STALL_MAX: Duration = Duration::from_secs(180);
 /// Bytes kept from the end of a command's standard error; the end names the failure.
-const SAID_BYTES_MAX: usize = 16 << 10;
+const STDERR_BYTES_MAX: usize = 16 << 10;
 /// Time-out for reading a finished command's output, which a process started by it may keep open.
-const SAID_MAX: Duration = Duration::from_secs(2);
+const STDERR_WITHIN: Duration = Duration::from_secs(2);
 
 /// A model that `baton model fetch` downloads by name.
 struct KnownModel {
@@ -280,14 +280,14 @@ fn run_watched(mut command: Command, folder: &Path, bar: &ProgressBar) -> Result
         .spawn()
         .with_context(|| format!("cannot run {:?}", command.get_program()))?;
     // Read standard error concurrently: a command that fills the pipe would block for ever.
-    let (told, said) = mpsc::channel();
+    let (sender, stderr_tail) = mpsc::channel();
     if let Some(stderr) = child.stderr.take() {
         std::thread::spawn(move || {
             // The receiver is gone after a time-out.
-            let _ = told.send(tail(stderr, SAID_BYTES_MAX));
+            let _ = sender.send(tail(stderr, STDERR_BYTES_MAX));
         });
     }
-    let outcome = watch(&mut child, &said, folder, bar);
+    let outcome = watch(&mut child, &stderr_tail, folder, bar);
     if outcome.is_err() {
         let _ = child.kill();
         let _ = child.wait();
@@ -297,7 +297,7 @@ fn run_watched(mut command: Command, folder: &Path, bar: &ProgressBar) -> Result
 
 fn watch(
     child: &mut Child,
-    said: &mpsc::Receiver<String>,
+    stderr_tail: &mpsc::Receiver<String>,
     folder: &Path,
     bar: &ProgressBar,
 ) -> Result<()> {
@@ -305,8 +305,8 @@ fn watch(
     let mut grown = Instant::now();
     loop {
         if let Some(status) = child.try_wait()? {
-            let said = said.recv_timeout(SAID_MAX).unwrap_or_default();
-            ensure!(status.success(), "{status}: {}", said.trim());
+            let stderr = stderr_tail.recv_timeout(STDERR_WITHIN).unwrap_or_default();
+            ensure!(status.success(), "{status}: {}", stderr.trim());
             return Ok(());
         }
         let bytes = files_under(folder).unwrap_or_default().iter().map(|(_, bytes)| bytes).sum();
@@ -404,6 +404,6 @@ mod tests {
         let error = run_watched(command, folder.path(), &ProgressBar::hidden()).unwrap_err();
         let error = error.to_string();
         assert!(error.contains("the end"), "{error}");
-        assert!(error.len() < 2 * SAID_BYTES_MAX, "{} bytes", error.len());
+        assert!(error.len() < 2 * STDERR_BYTES_MAX, "{} bytes", error.len());
     }
 }

@@ -154,7 +154,7 @@ pub fn parse_dtype(text: &str) -> Result<WeightFormat, String> {
         "f32" => Ok(WeightFormat::F32),
         "bf16" => Ok(WeightFormat::Bf16),
         "q8" => Ok(WeightFormat::Q8),
-        _ => Err("allowed are f32, bf16 and q8".to_owned()),
+        _ => Err("expected f32, bf16 or q8".to_owned()),
     }
 }
 
@@ -162,7 +162,7 @@ fn parse_load_format(text: &str) -> Result<LoadFormat, String> {
     match text {
         "auto" => Ok(LoadFormat::Auto),
         "dummy" => Ok(LoadFormat::Dummy { seed: 0 }),
-        _ => Err("allowed are auto and dummy".to_owned()),
+        _ => Err("expected auto or dummy".to_owned()),
     }
 }
 

@@ -9,13 +9,14 @@ use serde::Serialize;
 
 use super::engine::EngineVariant;
 
-/// All GEMMs of one number of rows that were timed at this start: a layer's four, or the logits', or
-/// both.
+/// GEMMs of one number of rows that were timed at this start: the four of a layer, that of the logits, or all
+/// five. Times are sums.
 #[derive(Serialize)]
 pub(super) struct TunedRows {
     rows: usize,
-    products: usize,
-    first_guess_ms: f64,
+    gemms: usize,
+    /// With the algorithm that cuBLASLt's heuristic chooses.
+    heuristic_ms: f64,
     tuned_ms: f64,
 }
 
@@ -47,12 +48,12 @@ pub(super) fn tune(
         let rows = time.shape.rows;
         let row = by_rows.entry(rows).or_insert(TunedRows {
             rows,
-            products: 0,
-            first_guess_ms: 0.0,
+            gemms: 0,
+            heuristic_ms: 0.0,
             tuned_ms: 0.0,
         });
-        row.products += 1;
-        row.first_guess_ms += time.heuristic.as_secs_f64() * 1e3;
+        row.gemms += 1;
+        row.heuristic_ms += time.heuristic.as_secs_f64() * 1e3;
         row.tuned_ms += time.chosen.as_secs_f64() * 1e3;
     }
     Ok(by_rows.into_values().collect())

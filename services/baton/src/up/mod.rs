@@ -19,8 +19,8 @@ use std::{
 };
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
-use clap::{Args, ValueEnum};
-use config::{Config, LoadInput, ModelPath, Source, hub::Parts};
+use clap::{Args, builder::PossibleValuesParser};
+use config::{Config, Dtype, LoadFormat, LoadInput, ModelPath, Source, hub::Parts};
 use serde_json::Value;
 use tokio::{
     signal::unix::{SignalKind, signal},
@@ -71,16 +71,16 @@ pub struct UpArgs {
     grpc: Option<SocketAddr>,
     /// Number format of the weights; KV is f32 with f32, otherwise bf16. [default: that of the configuration,
     /// otherwise bf16]
-    #[arg(long)]
-    dtype: Option<DtypeArg>,
+    #[arg(long, value_parser = PossibleValuesParser::new(Dtype::WORDS))]
+    dtype: Option<String>,
     /// Tensor-parallel ranks of each node; must divide the model's number of KV heads. [default: that of the
     /// configuration, otherwise 1]
     #[arg(long)]
     tp: Option<u32>,
     /// Source of the weights: auto (the model's files) or dummy (random weights; needs only config.json and
     /// tokenizer.json). [default: that of the configuration, otherwise auto]
-    #[arg(long)]
-    load_format: Option<LoadFormatArg>,
+    #[arg(long, value_parser = PossibleValuesParser::new(LoadFormat::WORDS))]
+    load_format: Option<String>,
     /// Etcd endpoints, separated by commas. Nodes register in etcd, so further nodes can join. [default: those of
     /// the configuration, otherwise a static list of the nodes started here]
     #[arg(long, value_name = "URL")]
@@ -101,19 +101,6 @@ pub struct UpArgs {
     /// Stop after the sample answer.
     #[arg(long, requires = "sample")]
     once: bool,
-}
-
-#[derive(Clone, Copy, ValueEnum)]
-enum DtypeArg {
-    F32,
-    Bf16,
-    Q8,
-}
-
-#[derive(Clone, Copy, ValueEnum)]
-enum LoadFormatArg {
-    Auto,
-    Dummy,
 }
 
 /// Returns a child's name as a prefix of its log lines, coloured on a terminal.
@@ -236,11 +223,11 @@ fn find_model(args: &UpArgs, config: &Config) -> Result<FoundModel> {
     };
     let path = model_store::resolve(&args.models_dir, asked)?;
     // Services resolve a hub model by its name and serve the model under this name.
-    let told = match model_store::hub_model(asked)? {
+    let model_path = match model_store::hub_model(asked)? {
         Some(model) => model.to_string(),
         None => path.display().to_string(),
     };
-    envs.push(("BATON_MODEL_PATH".to_owned(), told));
+    envs.push(("BATON_MODEL_PATH".to_owned(), model_path));
     // A model fetched by name is served under this name.
     if model_store::is_known(asked) && config.model.name.is_none() {
         envs.push(("BATON_MODEL_NAME".to_owned(), asked.to_owned()));
@@ -250,12 +237,12 @@ fn find_model(args: &UpArgs, config: &Config) -> Result<FoundModel> {
 
 async fn up(args: UpArgs, config: Config, model: FoundModel) -> Result<()> {
     let (console, last_lines) = Console::start()?;
-    let outcome = serve_until_told(args, config, model, console).await;
+    let outcome = serve_until_signal(args, config, model, console).await;
     last_lines.wait();
     outcome
 }
 
-async fn serve_until_told(
+async fn serve_until_signal(
     args: UpArgs,
     config: Config,
     model: FoundModel,
@@ -394,12 +381,6 @@ impl Common {
         };
         let FoundModel { path: model, mut envs } = model;
         let mut set = |name: &str, value: String| envs.push((name.to_owned(), value));
-        if let Some(etcd) = &args.etcd {
-            set("BATON_CLUSTER_ETCD", etcd.clone());
-        }
-        if let Some(tp) = args.tp {
-            set("BATON_NODE_TP", tp.to_string());
-        }
         // Otherwise only the router would fail, after all nodes have loaded.
         ensure!(
             !model.is_dir()
@@ -409,11 +390,13 @@ impl Common {
             model.display()
         );
         for (name, value) in [
-            ("BATON_MODEL_DTYPE", args.dtype.and_then(|dtype| dtype.to_possible_value())),
-            ("BATON_MODEL_LOAD_FORMAT", args.load_format.and_then(|it| it.to_possible_value())),
+            ("BATON_CLUSTER_ETCD", args.etcd.clone()),
+            ("BATON_NODE_TP", args.tp.map(|tp| tp.to_string())),
+            ("BATON_MODEL_DTYPE", args.dtype.clone()),
+            ("BATON_MODEL_LOAD_FORMAT", args.load_format.clone()),
         ] {
             if let Some(value) = value {
-                set(name, value.get_name().to_owned());
+                set(name, value);
             }
         }
         if config.transfer.secret.is_none() && config.transfer.secret_file.is_none() {

@@ -6,13 +6,9 @@ use std::{
 };
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
-use http_body_util::BodyExt;
 use serde_json::{Value, json};
 
-use crate::{
-    http_client::{HttpClient, whole_body},
-    sse::SseReader,
-};
+use crate::http_client::HttpClient;
 
 const QUESTION: &str = "What is the capital of France? Answer in one sentence.";
 const ANSWER_TOKENS_MAX: u32 = 64;
@@ -35,40 +31,33 @@ async fn ask(http: &str) -> Result<()> {
     println!("\n> {QUESTION}");
     let sent = Instant::now();
     let url = format!("http://{http}/v1/chat/completions");
-    let response = client.post_json(&url, &[("x-baton-figures", "1")], &body).await?;
-    let status = response.status();
-    if !status.is_success() {
-        bail!("{status}: {}", String::from_utf8_lossy(&whole_body(response).await?));
-    }
-    let mut stream = response.into_body();
-    let (mut reader, mut events) = (SseReader::default(), Vec::new());
     let (mut first, mut last) = (None, sent);
     let (mut tokens, mut stats) = (0, Value::Null);
-    while let Some(frame) = stream.frame().await {
-        let frame = frame.map_err(|error| anyhow!("cannot read the stream: {error}"))?;
-        let Some(bytes) = frame.data_ref() else { continue };
-        reader.push(bytes, &mut events)?;
-        for event in events.drain(..).filter(|event| event != "[DONE]") {
-            let event: Value = serde_json::from_str(&event).context("invalid event: not JSON")?;
-            if let Some(message) = event["error"]["message"].as_str() {
-                bail!("{message}");
-            }
-            if let Some(text) = event["choices"][0]["delta"]["content"].as_str()
-                && !text.is_empty()
-            {
-                first.get_or_insert_with(Instant::now);
-                last = Instant::now();
-                print!("{text}");
-                std::io::stdout().flush()?;
-            }
-            if let Some(usage) = event["usage"]["completion_tokens"].as_u64() {
-                tokens = usage;
-            }
-            if event["baton"].is_object() {
-                stats = event["baton"].clone();
-            }
+    let on_event = |event: &str| {
+        if event == "[DONE]" {
+            return Ok(());
         }
-    }
+        let event: Value = serde_json::from_str(event).context("invalid event: not JSON")?;
+        if let Some(message) = event["error"]["message"].as_str() {
+            bail!("{message}");
+        }
+        if let Some(text) = event["choices"][0]["delta"]["content"].as_str()
+            && !text.is_empty()
+        {
+            first.get_or_insert_with(Instant::now);
+            last = Instant::now();
+            print!("{text}");
+            std::io::stdout().flush()?;
+        }
+        if let Some(usage) = event["usage"]["completion_tokens"].as_u64() {
+            tokens = usage;
+        }
+        if event["baton"].is_object() {
+            stats = event["baton"].clone();
+        }
+        Ok(())
+    };
+    client.post_for_events(&url, &[("x-baton-figures", "1")], &body, on_event).await?;
     println!();
     let first = first.ok_or_else(|| anyhow!("the answer has no text"))?;
     ensure!(tokens > 0, "invalid usage: completion_tokens is 0");

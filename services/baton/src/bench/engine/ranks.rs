@@ -69,8 +69,9 @@ pub(super) fn start(args: &EngineArgs, checkpoint: &Checkpoint) -> Result<Starte
     let name = RegionName::own(epoch, PURPOSE);
     sweep();
     let region = SharedRegion::create(&name, CudaRank::region_bytes(args.tp as usize))?;
-    let told = name.file_name().into_bytes();
-    let mut group = RankGroup::start(GroupSettings::new(epoch, args.tp, told), RankSpec::command)?;
+    let region_name = name.file_name().into_bytes();
+    let mut group =
+        RankGroup::start(GroupSettings::new(epoch, args.tp, region_name), RankSpec::command)?;
     region.unlink();
     group.poll(args.variant.poll);
     let parts = vec![bandwidth, StartPart::new("ranks", begun.elapsed())];
@@ -80,16 +81,16 @@ pub(super) fn start(args: &EngineArgs, checkpoint: &Checkpoint) -> Result<Starte
 
 /// Runs one rank until the group stops.
 pub(super) fn run(args: &EngineArgs, spec: &RankSpec) -> Result<()> {
-    run_rank(spec, |told| {
-        let rank = opened(spec, told).map_err(|error| format!("{error:#}"))?;
+    run_rank(spec, |region_name| {
+        let rank = opened(spec, region_name).map_err(|error| format!("{error:#}"))?;
         let executor = rank.start(|rank| load(args, spec, rank));
         Ok((executor.map_err(|error| format!("{error:#}"))?, Vec::new()))
     })?;
     Ok(())
 }
 
-fn opened(spec: &RankSpec, told: &[u8]) -> Result<CudaRank> {
-    let name = str::from_utf8(told).ok().and_then(RegionName::parse);
+fn opened(spec: &RankSpec, region_name: &[u8]) -> Result<CudaRank> {
+    let name = str::from_utf8(region_name).ok().and_then(RegionName::parse);
     let name = name.context("malformed start message of the rank")?;
     let shard = Shard::new(spec.rank as usize, spec.of as usize).context("invalid rank")?;
     Ok(CudaRank::open(&name, shard)?)

@@ -3,13 +3,9 @@
 use std::time::Instant;
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
-use http_body_util::BodyExt;
 use serde_json::{Value, json};
 
-use crate::{
-    http_client::{HttpClient, whole_body},
-    sse::SseReader,
-};
+use crate::http_client::HttpClient;
 
 /// The server that is measured.
 #[derive(Clone)]
@@ -65,25 +61,9 @@ impl Server {
         });
         let sent = Instant::now();
         let url = format!("{}/v1/completions", self.url);
-        let response = self.client.post_json(&url, &[], &body).await?;
-        let status = response.status();
-        if !status.is_success() {
-            let body = whole_body(response).await.unwrap_or_default();
-            let said: Value = serde_json::from_slice(&body).unwrap_or_default();
-            bail!("{status}: {}", said["error"]["message"].as_str().unwrap_or("(no message)"));
-        }
-        let mut stream = response.into_body();
-        let (mut reader, mut events) = (SseReader::default(), Vec::new());
         let mut answer = Answer::default();
-        while let Some(frame) = stream.frame().await {
-            let frame = frame.map_err(|error| anyhow!("the stream broke: {error}"))?;
-            let Some(bytes) = frame.data_ref() else { continue };
-            reader.push(bytes, &mut events)?;
-            let now = sent.elapsed().as_secs_f64();
-            for event in events.drain(..) {
-                answer.take(&event, now)?;
-            }
-        }
+        let on_event = |event: &str| answer.take(event, sent.elapsed().as_secs_f64());
+        self.client.post_for_events(&url, &[], &body, on_event).await?;
         answer.measured(prompt.len(), output_tokens as usize, sent.elapsed().as_secs_f64())
     }
 }

@@ -33,7 +33,7 @@ use crate::http_client::HttpClient;
 /// In-flight conversations at most in an open loop; further arrivals are reported as `client full`.
 const IN_FLIGHT_MAX: usize = 4096;
 const CONCURRENCY: u32 = 8;
-/// Jobs per second in the report that describes these jobs.
+/// Default rates for `--agents`, in jobs per second: those of LMCache's report on agent workloads.
 const AGENT_RATES: [f64; 4] = [1.0, 3.0, 6.0, 10.0];
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 
@@ -107,12 +107,12 @@ pub struct ServeArgs {
 
 fn parse_rate(text: &str) -> Result<f64, String> {
     let rate = text.parse().ok().filter(|rate: &f64| rate.is_finite() && *rate > 0.0);
-    rate.ok_or_else(|| "a number greater than 0 is allowed".to_owned())
+    rate.ok_or_else(|| "expected a number greater than 0".to_owned())
 }
 
 fn parse_pause(text: &str) -> Result<f64, String> {
     let pause = text.parse().ok().filter(|pause| (0.0..=3600.0).contains(pause));
-    pause.ok_or_else(|| "seconds from 0 to 3600 are allowed".to_owned())
+    pause.ok_or_else(|| "expected 0 to 3600 seconds".to_owned())
 }
 
 pub fn run(args: ServeArgs) -> Result<()> {

@@ -89,16 +89,18 @@ impl GoodputLimits {
     pub fn parse(text: &str) -> Result<Self, String> {
         let mut limits = Self::default();
         for part in text.split(',') {
-            let allowed = "allowed: ttft:MS, tpot:MS and e2e:MS, parted by commas";
-            let (name, value) = part.split_once(':').ok_or(format!("{part:?}; {allowed}"))?;
+            let expected = "expected ttft:MS, tpot:MS and e2e:MS, separated by commas";
+            let (name, value) =
+                part.split_once(':').ok_or(format!("invalid limit {part:?}; {expected}"))?;
             let limit = match name {
                 "ttft" => &mut limits.ttft_ms,
                 "tpot" => &mut limits.tpot_ms,
                 "e2e" => &mut limits.e2e_ms,
-                _ => return Err(format!("{name:?} has no limit; {allowed}")),
+                _ => return Err(format!("unknown limit {name:?}; {expected}")),
             };
             let value = value.parse().ok().filter(|ms: &f64| ms.is_finite() && *ms > 0.0);
-            let value = value.ok_or(format!("{part:?} is no time in milliseconds"))?;
+            let value = value
+                .ok_or(format!("invalid limit {part:?}; expected milliseconds greater than 0"))?;
             if limit.replace(value).is_some() {
                 return Err(format!("{name:?} is given twice"));
             }
