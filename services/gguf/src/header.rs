@@ -58,16 +58,8 @@ impl Header {
     /// # Errors
     /// Every [`GgufError`] except `Io` and the errors of the metadata getters.
     pub fn parse(file: &[u8]) -> Result<Self, GgufError> {
-        let file_bytes = file.len() as u64;
-        read_header(HeaderReader::new(file, file_bytes, HEADER_BYTES_MAX)).map_err(|error| {
-            match error {
-                ReadError::Format(error) => error,
-                // Lengths are checked before a slice is read, so reading cannot end early.
-                ReadError::Io(source) => {
-                    GgufError::Io { path: "(memory)".into(), action: "read", source }
-                }
-            }
-        })
+        // Lengths are checked before a slice is read, so reading cannot end early.
+        read_header(Path::new("(memory)"), file, file.len() as u64)
     }
 
     /// Reads only the header of the file at `path`.
@@ -86,13 +78,7 @@ impl Header {
         }
         let file = File::open(path).map_err(io_error("open"))?;
         let file_bytes = file.metadata().map_err(io_error("stat"))?.len();
-        let buffered = BufReader::with_capacity(256 << 10, file);
-        read_header(HeaderReader::new(buffered, file_bytes, HEADER_BYTES_MAX)).map_err(|error| {
-            match error {
-                ReadError::Format(error) => error,
-                ReadError::Io(source) => io_error("read")(source),
-            }
-        })
+        read_header(path, BufReader::with_capacity(256 << 10, file), file_bytes)
     }
 
     /// Returns the tensor directory in the file's order.
@@ -121,7 +107,15 @@ impl Header {
     }
 }
 
-fn read_header<R: Read>(mut reader: HeaderReader<R>) -> Result<Header, ReadError> {
+fn read_header(path: &Path, file: impl Read, file_bytes: u64) -> Result<Header, GgufError> {
+    let reader = HeaderReader::new(file, file_bytes, HEADER_BYTES_MAX);
+    read_fields(reader).map_err(|error| match error {
+        ReadError::Format(error) => error,
+        ReadError::Io(source) => GgufError::Io { path: path.into(), action: "read", source },
+    })
+}
+
+fn read_fields<R: Read>(mut reader: HeaderReader<R>) -> Result<Header, ReadError> {
     let magic = reader.array::<4>(|| "the magic number".into())?;
     if &magic != b"GGUF" {
         return Err(GgufError::NotGguf { found: magic.into() }.into());

@@ -10,7 +10,7 @@ use llguidance::{
 };
 
 use crate::{
-    error::{GrammarError, MatchError, one_line},
+    error::{GrammarError, MatchError, unsupported},
     limits::{COMPILER_STACK_BYTES, LEXER_FUEL, TOOLS_LEXER_FUEL, parser_limits},
     matcher::Matcher,
     source::Grammar,
@@ -35,18 +35,23 @@ impl Compiler {
     /// Creates a compiler for a vocabulary, ordered by token id. 50,000 tokens take some tens of
     /// milliseconds.
     pub fn new<'a>(tokens: impl IntoIterator<Item = Token<'a>>) -> Self {
-        let words = tokens.into_iter().map(|token| match token {
+        let word = |token| match token {
             Token::Text(bytes) if bytes.first() != Some(&TokTrie::SPECIAL_TOKEN_MARKER) => {
                 bytes.to_vec()
             }
             // llguidance reads bytes with this marker as a special token.
             Token::Text(_) | Token::Silent => Vec::new(),
-        });
-        let words: Vec<Vec<u8>> = words.collect();
+        };
+        let words: Vec<Vec<u8>> = tokens.into_iter().map(word).collect();
         // Stop tokens are not part of a grammar.
         let info = TokRxInfo::new(words.len() as u32, INVALID_TOKEN);
         let trie = TokTrie::from(&info, &words);
-        Self::over(Arc::new(ApproximateTokEnv::new(trie)))
+        let tokens: TokEnv = Arc::new(ApproximateTokEnv::new(trie));
+        let mut factory =
+            ParserFactory::new_simple(&tokens).expect("its own expressions are regular");
+        factory.quiet();
+        *factory.limits_mut() = parser_limits();
+        Self { factory }
     }
 
     /// Creates a compiler whose tokens are the 256 bytes. It rejects the same grammars as a compiler for a
@@ -54,14 +59,6 @@ impl Compiler {
     pub fn for_bytes() -> Self {
         let bytes: Vec<u8> = (0..=u8::MAX).collect();
         Self::new(bytes.chunks(1).map(Token::Text))
-    }
-
-    fn over(tokens: TokEnv) -> Self {
-        let mut factory =
-            ParserFactory::new_simple(&tokens).expect("its own expressions are regular");
-        factory.quiet();
-        *factory.limits_mut() = parser_limits();
-        Self { factory }
     }
 
     /// Returns a matcher at the start of the output. Takes up to 200 ms of CPU time: do not call it on a
@@ -147,10 +144,6 @@ impl Compiler {
             None => Ok((Matcher::new(matcher), fuel_spent)),
         }
     }
-}
-
-fn unsupported(reason: &str) -> GrammarError {
-    GrammarError::Unsupported { reason: one_line(reason) }
 }
 
 /// Runs `compile` on a thread with a stack for the deepest schema.

@@ -30,8 +30,6 @@ pub enum GrammarError {
     ToolsTooLong { bytes: usize, max: usize },
     #[error("has a name of {bytes} bytes; allowed: 1 to {max}")]
     Name { bytes: usize, max: usize },
-    #[error("cannot be followed: {reason}")]
-    Writing { reason: &'static str },
     /// An error in the arguments schema of one tool.
     #[error("function {index}: {error}")]
     InTool { index: usize, error: Box<GrammarError> },
@@ -55,6 +53,10 @@ pub enum MatchError {
     /// A bug in the matcher.
     #[error("the grammar's matcher failed: {reason}")]
     Defect { reason: String },
+}
+
+pub(crate) fn unsupported(reason: &str) -> GrammarError {
+    GrammarError::Unsupported { reason: one_line(reason) }
 }
 
 /// Returns the first line of an llguidance message without its markup, cut to the length of a log field.

@@ -1,6 +1,6 @@
 //! Grammars as clients send them, and the checks before compiling.
 
-use std::{convert::Infallible, ops::AddAssign};
+use std::{convert::Infallible, fmt::Display, ops::AddAssign};
 
 use llguidance::{JsonCompileOptions, api::TopLevelGrammar};
 use regex_syntax::{
@@ -89,17 +89,16 @@ pub(crate) fn parsed_schema(text: &str) -> Result<(Value, SchemaParts), GrammarE
 
 pub(crate) fn check_regex(text: &str) -> Result<(), GrammarError> {
     check_length(text, REGEX_BYTES_MAX)?;
-    let unicode_classes = unicode_classes(text);
-    SchemaParts { unicode_classes, ..SchemaParts::default() }.check(1)?;
+    let mut parts = SchemaParts::default();
+    parts.0[UNICODE_CLASSES] = unicode_classes(text);
+    parts.check(1)?;
     let parsed = ParserBuilder::new().nest_limit(REGEX_DEPTH_MAX).build().parse(text);
     if let Err(error) = parsed {
+        let at =
+            |kind: &dyn Display, span: &ast::Span| format!("{kind} at byte {}", span.start.offset);
         let reason = match &error {
-            regex_syntax::Error::Parse(error) => {
-                format!("{} at byte {}", error.kind(), error.span().start.offset)
-            }
-            regex_syntax::Error::Translate(error) => {
-                format!("{} at byte {}", error.kind(), error.span().start.offset)
-            }
+            regex_syntax::Error::Parse(error) => at(error.kind(), error.span()),
+            regex_syntax::Error::Translate(error) => at(error.kind(), error.span()),
             other => one_line(&other.to_string()),
         };
         return Err(GrammarError::NotARegex { reason });
@@ -107,17 +106,25 @@ pub(crate) fn check_regex(text: &str) -> Result<(), GrammarError> {
     Ok(())
 }
 
-/// Counts of the parts that make a schema expensive to compile. Keywords count wherever they stand, also
-/// as names of properties.
+/// Parts that make a schema expensive to compile: their name in errors, and how many one schema may have.
+const PARTS: [(&str, usize); 6] = [
+    ("properties", SCHEMA_PROPERTIES_MAX),
+    ("values in enums", SCHEMA_VALUES_MAX),
+    ("parts in anyOf, oneOf and allOf", SCHEMA_ALTERNATIVES_MAX),
+    ("values of format", SCHEMA_FORMATS_MAX),
+    ("objects", SCHEMA_OBJECTS_MAX),
+    ("non-ASCII character classes (a case-insensitive one counts 20)", UNICODE_CLASSES_MAX),
+];
+const PROPERTIES: usize = 0;
+const ENUM_VALUES: usize = 1;
+const ALTERNATIVES: usize = 2;
+const FORMATS: usize = 3;
+const OBJECTS: usize = 4;
+const UNICODE_CLASSES: usize = 5;
+
+/// Counts of [`PARTS`] in a schema. Keywords count wherever they occur, also as names of properties.
 #[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct SchemaParts {
-    objects: usize,
-    properties: usize,
-    enum_values: usize,
-    alternatives: usize,
-    formats: usize,
-    unicode_classes: usize,
-}
+pub(crate) struct SchemaParts([usize; PARTS.len()]);
 
 impl SchemaParts {
     fn of(schema: &Value) -> Result<Self, GrammarError> {
@@ -130,28 +137,28 @@ impl SchemaParts {
                 rest.extend(value.as_array().into_iter().flatten());
                 continue;
             };
-            parts.objects += 1;
+            parts.0[OBJECTS] += 1;
             merges_subschemas |= merges(object);
             for (keyword, value) in object {
                 match (keyword.as_str(), value) {
-                    ("properties", Value::Object(all)) => parts.properties += all.len(),
+                    ("properties", Value::Object(all)) => parts.0[PROPERTIES] += all.len(),
                     ("patternProperties", Value::Object(all)) => {
-                        parts.properties += all.len();
-                        parts.unicode_classes +=
+                        parts.0[PROPERTIES] += all.len();
+                        parts.0[UNICODE_CLASSES] +=
                             all.keys().map(|pattern| unicode_classes(pattern)).sum::<usize>();
                     }
                     // Values are not schemas.
                     ("enum", Value::Array(all)) => {
-                        parts.enum_values += all.len();
+                        parts.0[ENUM_VALUES] += all.len();
                         continue;
                     }
                     ("const" | "default" | "examples", _) => continue,
                     ("anyOf" | "oneOf" | "allOf", Value::Array(all)) => {
-                        parts.alternatives += all.len();
+                        parts.0[ALTERNATIVES] += all.len();
                     }
-                    ("format", Value::String(_)) => parts.formats += 1,
+                    ("format", Value::String(_)) => parts.0[FORMATS] += 1,
                     ("pattern", Value::String(pattern)) => {
-                        parts.unicode_classes += unicode_classes(pattern);
+                        parts.0[UNICODE_CLASSES] += unicode_classes(pattern);
                     }
                     ("multipleOf", Value::Number(number)) => {
                         let multiple = Multiple::of(number).ok_or_else(|| {
@@ -173,14 +180,7 @@ impl SchemaParts {
 
     /// Rejects more than `factor` times the parts that one schema may have.
     pub fn check(self, factor: usize) -> Result<(), GrammarError> {
-        for (what, count, max) in [
-            ("properties", self.properties, SCHEMA_PROPERTIES_MAX),
-            ("values in enums", self.enum_values, SCHEMA_VALUES_MAX),
-            ("parts in anyOf, oneOf and allOf", self.alternatives, SCHEMA_ALTERNATIVES_MAX),
-            ("values of format", self.formats, SCHEMA_FORMATS_MAX),
-            ("objects", self.objects, SCHEMA_OBJECTS_MAX),
-            (UNICODE_CLASSES, self.unicode_classes, UNICODE_CLASSES_MAX),
-        ] {
+        for ((what, max), count) in PARTS.into_iter().zip(self.0) {
             let max = max * factor;
             if count > max {
                 return Err(GrammarError::TooMany { what, count, max });
@@ -192,18 +192,11 @@ impl SchemaParts {
 
 impl AddAssign for SchemaParts {
     fn add_assign(&mut self, other: Self) {
-        self.objects += other.objects;
-        self.properties += other.properties;
-        self.enum_values += other.enum_values;
-        self.alternatives += other.alternatives;
-        self.formats += other.formats;
-        self.unicode_classes += other.unicode_classes;
+        self.0.iter_mut().zip(other.0).for_each(|(count, more)| *count += more);
     }
 }
 
-const UNICODE_CLASSES: &str = "non-ASCII character classes (a case-insensitive one counts 20)";
-
-/// Whether llguidance intersects objects here, and with them `multipleOf` values of both.
+/// Returns whether llguidance intersects objects here, and with them `multipleOf` values of both.
 fn merges(schema: &Map<String, Value>) -> bool {
     let has = |keyword: &&str| schema.contains_key(*keyword);
     let combined = ["anyOf", "oneOf", "$ref"].iter().filter(|keyword| has(keyword)).count();
@@ -222,11 +215,11 @@ struct Multiple {
 }
 
 impl Multiple {
-    /// `None` for a number beyond the bounds.
+    /// Reads a number; `None` beyond the bounds.
     fn of(number: &Number) -> Option<Self> {
         let mut value = number.as_f64()?.abs();
         let mut places = 0;
-        // As few decimal places as name the number.
+        // The fewest decimal places that represent the number.
         while (value - value.round()).abs() > value * 1e-12 {
             value *= 10.0;
             places += 1;
@@ -244,7 +237,7 @@ impl Multiple {
         is_bounded.then_some(Self { coefficient: coefficient as u64, places })
     }
 
-    /// Whether the least common multiple is up to [`MULTIPLE_OF_MAX`]: llguidance multiplies two of its
+    /// Returns whether the least common multiple is up to [`MULTIPLE_OF_MAX`]: llguidance multiplies two of its
     /// divisors in 32 bits.
     fn have_small_common_multiple(all: &[Self]) -> bool {
         let places = all.iter().map(|multiple| multiple.places).max().unwrap_or(0);

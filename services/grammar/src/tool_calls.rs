@@ -9,7 +9,7 @@ use llguidance::{
 use regex_syntax::escape;
 
 use crate::{
-    error::GrammarError,
+    error::{GrammarError, unsupported},
     limits::{NAME_BYTES_MAX, TOOLS_BYTES_MAX, TOOLS_MAX, TOOLS_PARTS_FACTOR, WRITING_BYTES_MAX},
     source::{Grammar, SchemaParts, check_regex, parsed_schema},
 };
@@ -99,7 +99,7 @@ impl ToolCalls {
                     GrammarWithLexer::from_lark(without_mark(text, mark))
                 }
                 Grammar::ToolCalls(_) => {
-                    return Err(GrammarError::Writing { reason: "calls instead of calls" });
+                    return Err(unsupported("the alternative to tool calls is tool calls"));
                 }
             };
             grammars.push(GrammarWithLexer { name: Some("answer".to_owned()), ..answer });
@@ -161,14 +161,14 @@ impl ToolCalls {
             Otherwise::Text(prose) => {
                 parts.push(&prose.mark);
                 if prose.mark.is_empty() {
-                    return Err(GrammarError::Writing { reason: "the mark of calls is empty" });
+                    return Err(unsupported("the mark of calls is empty"));
                 }
                 prose.never_begins.as_deref().map_or(Ok(()), check_regex)?;
             }
             Otherwise::Answer { mark, .. } => parts.push(mark),
         }
         if parts.iter().any(|part| part.len() > WRITING_BYTES_MAX) {
-            return Err(GrammarError::Writing { reason: "what surrounds calls is too long" });
+            return Err(unsupported("the text around calls is too long"));
         }
         Ok(())
     }
