@@ -11,24 +11,16 @@ use kernels::BlockId;
 
 use crate::{
     event::SequenceId,
-    plan::{Generation, Slot, StepId},
+    plan::{Generation, RowPlan, Slot, StepId},
 };
 
-/// Row of a frame whose result is not collected.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct FrameRow {
-    pub slot: Slot,
-    pub generation: Generation,
-    pub sequence: SequenceId,
-    pub token_count: u32,
-    pub samples: bool,
-    pub drafts_max: u32,
-}
-
+/// A launched step whose result is not collected.
 #[derive(Clone, Debug)]
 pub struct Frame {
     pub step_id: StepId,
-    pub rows: Vec<FrameRow>,
+    pub rows: Vec<RowPlan>,
+    /// The sequence of each row.
+    pub sequences: Vec<SequenceId>,
 }
 
 /// Frames of one engine, oldest first.
@@ -56,10 +48,10 @@ impl Frames {
     }
 
     /// Adds the frame of a launched step and returns its id.
-    pub fn launch(&mut self, rows: Vec<FrameRow>) -> StepId {
+    pub fn launch(&mut self, rows: Vec<RowPlan>, sequences: Vec<SequenceId>) -> StepId {
         let step_id = self.next_step;
         self.next_step += 1;
-        self.in_flight.push_back(Frame { step_id, rows });
+        self.in_flight.push_back(Frame { step_id, rows, sequences });
         step_id
     }
 
@@ -176,10 +168,10 @@ mod tests {
     #[test]
     fn deferred_blocks_wait_for_every_frame_launched_before() {
         let mut frames = Frames::default();
-        frames.launch(Vec::new());
-        frames.launch(Vec::new());
+        frames.launch(Vec::new(), Vec::new());
+        frames.launch(Vec::new(), Vec::new());
         frames.defer(vec![BlockId(3)]);
-        frames.launch(Vec::new());
+        frames.launch(Vec::new(), Vec::new());
         assert_eq!(frames.take_due(), None);
         frames.collect();
         assert_eq!(frames.take_due(), None);

@@ -154,13 +154,8 @@ pub struct Node {
 }
 
 impl Node {
-    /// Opens the model, then starts engine, transfers and servers in this order.
-    pub async fn start(role: Role, config: &Config, metrics: &Metrics) -> Result<Self, StartError> {
-        Self::start_on(role, config, metrics, |device| device).await
-    }
-
-    /// [`start`](Self::start) with an executor that `wrap` may wrap.
-    pub async fn start_on(
+    /// Opens the model, then starts engine, transfers and servers in this order. `wrap` may wrap the executor.
+    pub async fn start(
         role: Role,
         config: &Config,
         metrics: &Metrics,

@@ -212,12 +212,13 @@ async fn serve(
     started: Instant,
     wrap: impl FnOnce(Box<dyn Executor>) -> Box<dyn Executor>,
 ) -> Result<()> {
-    let mut signals = Signals::listen().context("cannot listen for signals")?;
+    let listen = |kind| signal(kind).context("cannot listen for signals");
+    let mut signals = [listen(SignalKind::terminate())?, listen(SignalKind::interrupt())?];
     let mut node = tokio::select! {
         // The message includes the causes.
-        node = Node::start_on(role, config, metrics, wrap) => node.map_err(|error| anyhow!("{error}"))?,
+        node = Node::start(role, config, metrics, wrap) => node.map_err(|error| anyhow!("{error}"))?,
         // No request is in flight yet.
-        () = signals.next() => return Ok(()),
+        () = stopped(&mut signals) => return Ok(()),
     };
     let addresses = node.addresses();
     info!(
@@ -235,7 +236,7 @@ async fn serve(
             .with_context(|| format!("cannot write the ready file {}", path.display()))?;
     }
     let failed = tokio::select! {
-        () = signals.next() => None,
+        () = stopped(&mut signals) => None,
         what = node.failed() => Some(what),
     };
     if let Some(what) = &failed {
@@ -243,7 +244,7 @@ async fn serve(
     }
     tokio::select! {
         drained = node.drain() => drained.map_err(|error| anyhow!("{error}"))?,
-        () = signals.next() => bail!("stopped at once by a second signal; in-flight requests were cut"),
+        () = stopped(&mut signals) => bail!("stopped at once by a second signal; in-flight requests were cut"),
     }
     match failed {
         Some(what) => bail!("{what}"),
@@ -254,25 +255,12 @@ async fn serve(
     }
 }
 
-/// Both signals that mean "stop".
-struct Signals {
-    terminate: Signal,
-    interrupt: Signal,
-}
-
-impl Signals {
-    fn listen() -> io::Result<Self> {
-        Ok(Self {
-            terminate: signal(SignalKind::terminate())?,
-            interrupt: signal(SignalKind::interrupt())?,
-        })
-    }
-
-    async fn next(&mut self) {
-        tokio::select! {
-            _ = self.terminate.recv() => {}
-            _ = self.interrupt.recv() => {}
-        }
+/// Waits for a signal that means "stop".
+async fn stopped(signals: &mut [Signal; 2]) {
+    let [terminate, interrupt] = signals;
+    tokio::select! {
+        _ = terminate.recv() => {}
+        _ = interrupt.recv() => {}
     }
 }
 

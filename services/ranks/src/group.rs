@@ -113,6 +113,12 @@ pub struct RankName {
     pub of: u32,
 }
 
+impl RankName {
+    fn sent(self, what: impl Into<String>) -> RankFailure {
+        RankFailure::Unasked { name: self, what: what.into() }
+    }
+}
+
 impl fmt::Display for RankName {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "rank {} of {}", self.rank, self.of)
@@ -441,8 +447,7 @@ impl RankGroup {
         let mut answers: Vec<StepAnswer> =
             self.members.iter_mut().filter_map(|member| member.answers.pop_front()).collect();
         let Some((step_id, state)) = self.in_flight.pop_front() else {
-            let what = format!("a result of step {}", answers[0].step_id);
-            return Err(RankFailure::Unasked { name: self.name(0), what });
+            return Err(self.name(0).sent(format!("a result of step {}", answers[0].step_id)));
         };
         let differing = |differs: &dyn Fn(&StepAnswer) -> bool| {
             let ranks = (0..).zip(&answers).filter(|(_, answer)| differs(answer));
@@ -459,8 +464,7 @@ impl RankGroup {
             }
         }
         let Some(result) = answers[0].result.take() else {
-            let what = format!("no result of step {step_id}");
-            return Err(RankFailure::Unasked { name: self.name(0), what });
+            return Err(self.name(0).sent(format!("no result of step {step_id}")));
         };
         Ok(Some(self.here(step_id, result)))
     }
@@ -501,22 +505,20 @@ impl Member {
     /// Takes the answers of this rank. At most `answers_max` may wait: one for each step in flight.
     fn take_answers(&mut self, name: RankName, answers_max: usize) -> Result<(), RankFailure> {
         while let Some(message) = self.results.poll()? {
-            let answer = codec::decode_answer(message)
-                .map_err(|error| RankFailure::Unasked { name, what: error.to_string() })?;
+            let answer =
+                codec::decode_answer(message).map_err(|error| name.sent(error.to_string()))?;
             match answer {
                 Answer::Ready { limits, ready_message } if self.limits.is_none() => {
                     (self.limits, self.ready_message) = (Some(limits), ready_message);
                 }
                 Answer::Ready { .. } => {
-                    let what = "that it is ready, twice".to_owned();
-                    return Err(RankFailure::Unasked { name, what });
+                    return Err(name.sent("that it is ready, twice"));
                 }
                 Answer::Step(answer) if self.answers.len() < answers_max => {
                     self.answers.push_back(answer);
                 }
                 Answer::Step(answer) => {
-                    let what = format!("a result of step {}", answer.step_id);
-                    return Err(RankFailure::Unasked { name, what });
+                    return Err(name.sent(format!("a result of step {}", answer.step_id)));
                 }
                 Answer::Failed(Failure::Stopped { reason }) => {
                     return Err(RankFailure::Reported { name, reason });

@@ -27,5 +27,5 @@ pub mod ring;
 pub use group::{GroupError, GroupSettings, RankFailure, RankGroup};
 pub use process::clock_nanos;
 pub use rank::{RankError, run_rank};
-pub use rank_spec::{InvalidRankSpec, RankSpec};
+pub use rank_spec::RankSpec;
 pub use region::build;

@@ -36,12 +36,6 @@ impl RankSpec {
     }
 }
 
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("invalid rank {text:?}; expected REGION:RANK/OF")]
-pub struct InvalidRankSpec {
-    text: String,
-}
-
 impl fmt::Display for RankSpec {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}:{}/{}", self.region.file_name(), self.rank, self.of)
@@ -49,9 +43,9 @@ impl fmt::Display for RankSpec {
 }
 
 impl FromStr for RankSpec {
-    type Err = InvalidRankSpec;
+    type Err = String;
 
-    fn from_str(text: &str) -> Result<Self, InvalidRankSpec> {
+    fn from_str(text: &str) -> Result<Self, String> {
         let parse = || {
             let (region, place) = text.split_once(':')?;
             let (rank, of) = place.split_once('/')?;
@@ -59,7 +53,7 @@ impl FromStr for RankSpec {
             let spec = Self { region: RegionName::parse(region)?, rank, of };
             (rank < of && of as usize <= RANKS_MAX && spec.to_string() == text).then_some(spec)
         };
-        parse().ok_or_else(|| InvalidRankSpec { text: text.to_owned() })
+        parse().ok_or_else(|| format!("invalid rank {text:?}; expected REGION:RANK/OF"))
     }
 }
 
@@ -74,7 +68,7 @@ mod tests {
         let text = spec.to_string();
         let changed = [("1/2", "2/2"), ("1/2", "1/65"), ("1/2", "01/2"), (":", ""), ("baton", "b")];
         for (from, to) in changed {
-            let error = text.replace(from, to).parse::<RankSpec>().unwrap_err().to_string();
+            let error = text.replace(from, to).parse::<RankSpec>().unwrap_err();
             assert!(error.ends_with("expected REGION:RANK/OF"), "{error}");
         }
     }

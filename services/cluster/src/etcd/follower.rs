@@ -16,8 +16,8 @@ use std::{
     time::{Duration, Instant},
 };
 
-use super::{entry::NodeEntry, retry::Retry};
-use crate::Members;
+use super::entry::NodeEntry;
+use crate::{Members, backoff::Retry};
 
 /// Maximum number of records; further records are ignored.
 pub const RECORDS_MAX: usize = 4096;

@@ -17,7 +17,6 @@ pub mod registrant;
 mod entry;
 mod follow;
 mod register;
-mod retry;
 mod session;
 mod settings;
 

@@ -6,8 +6,7 @@ use super::{Scheduler, sequence::Phase};
 use crate::{
     constraint::ConstraintFailure,
     event::{Action, SequenceFailure, SequenceId, SequenceKind},
-    frames::FrameRow,
-    plan::{RowFailure, StepResult},
+    plan::{RowFailure, RowPlan, StepResult},
 };
 
 impl Scheduler {
@@ -18,7 +17,7 @@ impl Scheduler {
         assert_eq!(frame.step_id, result.step_id, "results come in the order of their steps");
         assert_eq!(frame.rows.len(), result.rows.len(), "a result has a row for every planned row");
         actions.reserve(frame.rows.len());
-        for (row, answer) in frame.rows.iter().zip(result.rows) {
+        for ((row, id), answer) in frame.rows.iter().zip(frame.sequences).zip(result.rows) {
             debug_assert_eq!((row.slot, row.generation), (answer.slot, answer.generation));
             if !self.slots.is_current(row.slot, row.generation) {
                 continue;
@@ -27,9 +26,9 @@ impl Scheduler {
                 None => {
                     debug_assert_eq!(row.samples, !answer.tokens.is_empty());
                     debug_assert!(answer.tokens.len() <= 1 + row.drafts_max as usize);
-                    self.row_done(row, answer.tokens, actions);
+                    self.row_done(id, row, answer.tokens, actions);
                 }
-                Some(failure) => self.fail(row.sequence, failure.into(), actions),
+                Some(failure) => self.fail(id, failure.into(), actions),
             }
         }
         while let Some(blocks) = self.frames.take_due() {
@@ -40,11 +39,11 @@ impl Scheduler {
 
     fn row_done(
         &mut self,
-        done: &FrameRow,
+        id: SequenceId,
+        done: &RowPlan,
         mut tokens: Vec<SampledToken>,
         actions: &mut Vec<Action>,
     ) {
-        let id = done.sequence;
         let sequence = self.sequences.get_mut(&id).expect("a current row's sequence is known");
         let drafts_right = tokens.len().saturating_sub(1);
         let first_index = sequence.next_index();

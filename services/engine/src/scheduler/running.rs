@@ -9,7 +9,6 @@ use super::{
 use crate::{
     event::{Action, SequenceId, SequenceKind},
     executor::Speculation,
-    frames::FrameRow,
     kv_blocks::blocks_for,
     plan::{AdmittedRow, RowMask, RowPlan, StepId, StepPlan},
 };
@@ -18,7 +17,8 @@ use crate::{
 #[derive(Default)]
 struct Draft {
     plan: StepPlan,
-    frame: Vec<FrameRow>,
+    /// The sequence of each row.
+    sequences: Vec<SequenceId>,
     budget: u32,
 }
 
@@ -42,16 +42,16 @@ impl Scheduler {
         self.seat_ready();
         let mut draft = Draft { budget: self.config.step_tokens, ..Draft::default() };
         draft.plan.rows.reserve(self.running.len());
-        draft.frame.reserve(self.running.len());
+        draft.sequences.reserve(self.running.len());
         self.advance_running(&mut draft);
         self.advance_newcomers(&mut draft, actions);
-        if draft.frame.is_empty() {
+        if draft.sequences.is_empty() {
             return None;
         }
         self.speculate(&mut draft);
         let mut plan = draft.plan;
         plan.released = self.slots.take_released();
-        plan.step_id = self.frames.launch(draft.frame);
+        plan.step_id = self.frames.launch(plan.rows.clone(), draft.sequences);
         Some(plan)
     }
 
@@ -159,8 +159,8 @@ impl Scheduler {
         let used = self.config.step_tokens - draft.budget;
         draft.plan.drafts_max = step_tokens.min(self.config.step_tokens).saturating_sub(used);
         let most = row_drafts.min(draft.plan.drafts_max);
-        for index in 0..draft.frame.len() {
-            let FrameRow { sequence: id, samples, .. } = draft.frame[index];
+        for index in 0..draft.sequences.len() {
+            let (id, samples) = (draft.sequences[index], draft.plan.rows[index].samples);
             let sequence = &self.sequences[&id];
             let may_draft = sequence.kind != SequenceKind::Send && sequence.constraint.is_none();
             if !samples || !may_draft {
@@ -173,7 +173,6 @@ impl Scheduler {
             row.launched += count as usize;
             row.length += count as usize;
             draft.plan.rows[index].drafts_max = count;
-            draft.frame[index].drafts_max = count;
         }
     }
 
@@ -258,6 +257,5 @@ fn advance(
     draft.budget -= count;
     let token_count = count;
     draft.plan.rows.push(RowPlan { slot, generation, token_count, samples, drafts_max: 0 });
-    let row = FrameRow { slot, generation, sequence: id, token_count, samples, drafts_max: 0 };
-    draft.frame.push(row);
+    draft.sequences.push(id);
 }

@@ -23,8 +23,8 @@ use telemetry::metrics::{SequenceEnd, TransferEnd, TransferSide};
 use super::{
     known_ids::KnownIds,
     output::{
-        AttemptEnd, AttemptEvent, Call, CallId, CloseReason, Metric, Output, Refusal, Reply, Stage,
-        StageAttributes, StageChange,
+        AttemptEnd, AttemptEvent, Call, CallId, CloseReason, Metric, Output, Outputs, Refusal,
+        Reply, Stage, StageAttributes, StageChange,
     },
 };
 
@@ -38,7 +38,7 @@ pub(super) struct Attempts {
     /// For the transfers, in order. Each attempt adds at most a reservation or expectation, one range
     /// per chunk, a finish and an abort.
     commands: VecDeque<(CallId, transfer::Command)>,
-    pub outputs: VecDeque<Output>,
+    pub outputs: Outputs,
     /// New calls are rejected.
     is_draining: bool,
 }
@@ -562,25 +562,25 @@ impl AttemptRecord {
         self.transfer == TransferState::Active { is_aborted: false }
     }
 
-    fn send(&self, event: AttemptEvent, outputs: &mut VecDeque<Output>) {
+    fn send(&self, event: AttemptEvent, outputs: &mut Outputs) {
         if self.caller != CallerState::Gone {
             outputs.push_back(Output::Reply { call: self.call, reply: Reply::Event(event) });
         }
     }
 
-    fn admit(&mut self, now: Instant, outputs: &mut VecDeque<Output>) {
+    fn admit(&mut self, now: Instant, outputs: &mut Outputs) {
         self.admitted_at = Some(now);
         let waited = now.saturating_duration_since(self.arrived_at);
         outputs.push_back(Output::Metric(Metric::QueueTime(waited)));
     }
 
-    fn look_up_prefix(&self, cached_tokens: u32, outputs: &mut VecDeque<Output>) {
+    fn look_up_prefix(&self, cached_tokens: u32, outputs: &mut Outputs) {
         let prompt_tokens = self.prompt_tokens;
         outputs.push_back(Output::Metric(Metric::PrefixLookup { prompt_tokens, cached_tokens }));
     }
 
     /// Opens a stage, unless it is open.
-    fn begin(&mut self, stage: Stage, outputs: &mut VecDeque<Output>) {
+    fn begin(&mut self, stage: Stage, outputs: &mut Outputs) {
         if self.open_stages & (1 << stage as u8) == 0 {
             self.open_stages |= 1 << stage as u8;
             outputs.push_back(Output::Stage { call: self.call, change: StageChange::Began(stage) });
@@ -588,12 +588,7 @@ impl AttemptRecord {
     }
 
     /// True when the stage was open.
-    fn end(
-        &mut self,
-        stage: Stage,
-        attributes: StageAttributes,
-        outputs: &mut VecDeque<Output>,
-    ) -> bool {
+    fn end(&mut self, stage: Stage, attributes: StageAttributes, outputs: &mut Outputs) -> bool {
         let is_open = self.open_stages & (1 << stage as u8) != 0;
         if is_open {
             self.open_stages &= !(1 << stage as u8);
@@ -604,7 +599,7 @@ impl AttemptRecord {
     }
 
     /// Ends every open stage with this error.
-    fn fail_stages(&mut self, error: &str, outputs: &mut VecDeque<Output>) {
+    fn fail_stages(&mut self, error: &str, outputs: &mut Outputs) {
         if std::mem::take(&mut self.open_stages) != 0 {
             let change = StageChange::Failed { error: error.to_owned() };
             outputs.push_back(Output::Stage { call: self.call, change });

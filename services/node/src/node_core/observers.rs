@@ -1,9 +1,6 @@
 //! State that routers observe: a snapshot, then numbered deltas of load and prefix cache.
 
-use std::{
-    collections::VecDeque,
-    time::{Duration, Instant},
-};
+use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use cluster::NodeRecord;
@@ -13,7 +10,7 @@ use engine::{
 };
 use proto::v1::{self, observe_event::Event};
 
-use super::output::{Metric, ObserverId, Output};
+use super::output::{Metric, ObserverId, Output, Outputs};
 
 /// Shortest time between two deltas: routers choose nodes by them and need no exact counts.
 pub(crate) const INTERVAL: Duration = Duration::from_millis(50);
@@ -59,18 +56,13 @@ impl Observers {
     }
 
     /// Sends `draining` at once.
-    pub fn drain(
-        &mut self,
-        now: Instant,
-        scheduler: &mut Scheduler,
-        outputs: &mut VecDeque<Output>,
-    ) {
+    pub fn drain(&mut self, now: Instant, scheduler: &mut Scheduler, outputs: &mut Outputs) {
         self.is_draining = true;
         self.publish(now, scheduler, outputs);
     }
 
     /// Ends every observer's stream: for routers a stalled node is down until a probe succeeds.
-    pub fn stall(&mut self, outputs: &mut VecDeque<Output>) {
+    pub fn stall(&mut self, outputs: &mut Outputs) {
         let stalled = self.observers.drain(..);
         outputs.extend(stalled.map(|observer| Output::ObserveStalled { observer: observer.id }));
     }
@@ -81,7 +73,7 @@ impl Observers {
         id: ObserverId,
         now: Instant,
         scheduler: &mut Scheduler,
-        outputs: &mut VecDeque<Output>,
+        outputs: &mut Outputs,
     ) {
         self.publish(now, scheduler, outputs);
         let hashes = scheduler.cached_hashes();
@@ -110,14 +102,14 @@ impl Observers {
         &mut self,
         now: Instant,
         scheduler: &mut Scheduler,
-        outputs: &mut VecDeque<Output>,
+        outputs: &mut Outputs,
     ) {
         if self.due(now).is_some_and(|due| due <= now) {
             self.publish(now, scheduler, outputs);
         }
     }
 
-    fn publish(&mut self, now: Instant, scheduler: &mut Scheduler, outputs: &mut VecDeque<Output>) {
+    fn publish(&mut self, now: Instant, scheduler: &mut Scheduler, outputs: &mut Outputs) {
         self.is_changed = false;
         self.sent_at = Some(now);
         let load = scheduler.load();

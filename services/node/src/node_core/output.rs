@@ -1,6 +1,6 @@
 //! Inputs and outputs of the [`NodeCore`](super::NodeCore).
 
-use std::time::Duration;
+use std::{collections::VecDeque, time::Duration};
 
 use engine::{
     Speculated, StepRecord,
@@ -37,6 +37,9 @@ impl Call {
         CallId { sequence: self.sequence.id, number: self.number }
     }
 }
+
+/// Outputs that the shell has not polled yet.
+pub(super) type Outputs = VecDeque<Output>;
 
 /// Work for the shell. Outputs are carried out in order, each before the next one is polled.
 #[derive(Clone, Debug)]

@@ -137,7 +137,7 @@ impl TestNode {
         .unwrap();
         let config = Config::load(LoadInput { flags, ..Default::default() })
             .unwrap_or_else(|error| panic!("{error}"));
-        let node = Node::start(role, &config, &telemetry.metrics()).await?;
+        let node = Node::start(role, &config, &telemetry.metrics(), |device| device).await?;
         let client = connect(&node.addresses().grpc.to_string()).await;
         let record = node.record();
         let epoch: bytes::Bytes = record.epoch.to_bytes().to_vec().into();
