@@ -18,11 +18,12 @@ mod avx512;
 #[cfg(target_arch = "x86_64")]
 mod pairs;
 mod portable;
-pub(crate) mod reference;
+mod reference;
 mod tile;
 
 use std::{
     num::NonZeroUsize,
+    ops::Range,
     sync::{Mutex, PoisonError},
 };
 
@@ -72,6 +73,46 @@ struct RowTile<'a> {
     row_count: usize,
 }
 
+impl RowTile<'_> {
+    /// Returns the position of the first row.
+    fn first_position(&self) -> usize {
+        self.sequence.first_position + self.first_row - self.sequence.rows.start
+    }
+
+    /// Returns the indices of the sequence's blocks that the rows see.
+    fn visible_blocks(&self, window: usize) -> Range<usize> {
+        let first = self.first_position();
+        let last = first + self.row_count - 1;
+        (first + 1).saturating_sub(window) / BLOCK_TOKENS..last / BLOCK_TOKENS + 1
+    }
+}
+
+/// Splits rows into tiles. Late rows see most keys and begin first, so that no long task is left for the
+/// end.
+fn row_tiles(step: &CpuStep, tile_rows: usize) -> Vec<RowTile<'_>> {
+    step.sequences
+        .iter()
+        .flat_map(|sequence| {
+            sequence.rows.clone().step_by(tile_rows).rev().map(move |first_row| RowTile {
+                sequence,
+                first_row,
+                row_count: tile_rows.min(sequence.rows.end - first_row),
+            })
+        })
+        .collect()
+}
+
+/// Inputs that all tasks of one call share.
+#[derive(Clone, Copy)]
+struct Pass<'a> {
+    layer: usize,
+    shape: HeadShape,
+    scale: f32,
+    window: usize,
+    qkv: &'a [f32],
+    step: &'a CpuStep,
+}
+
 /// KV element type and its conversion to f32.
 trait Kv: Element {
     fn widen(self) -> f32;
@@ -105,50 +146,32 @@ pub(crate) fn attention(
     out: &mut [f32],
 ) {
     let window = window.map_or(usize::MAX, NonZeroUsize::get);
+    let pass = Pass { layer, shape, scale, window, qkv, step };
     if level == Level::Reference {
-        return reference::attention(layer, shape, scale, window, qkv, step, out);
+        return reference::attention(pass, out);
     }
     #[cfg(target_arch = "x86_64")]
     if level == Level::Avx512Bf16 && step.layout().dtype == Dtype::Bf16 && pairs::fits(shape) {
-        let scratch = &mut scratch.pairs;
         // SAFETY: the level was found on this machine, and the heads fit.
-        return unsafe {
-            pairs::attention(pool, scratch, layer, shape, scale, window, qkv, step, out);
-        };
+        return unsafe { pairs::attention(pool, &mut scratch.pairs, pass, out) };
     }
     let tiles = match step.layout().dtype {
         Dtype::F32 => tiles::<f32>,
         Dtype::Bf16 => tiles::<bf16>,
     };
-    tiles(level, pool, scratch, layer, shape, scale, window, qkv, step, out);
+    tiles(level, pool, scratch, pass, out);
 }
 
 fn tiles<T: Kv>(
     level: Level,
     pool: &mut ThreadPool,
     scratch: &mut Scratch,
-    layer: usize,
-    shape: HeadShape,
-    scale: f32,
-    window: usize,
-    qkv: &[f32],
-    step: &CpuStep,
+    pass: Pass<'_>,
     out: &mut [f32],
 ) {
+    let Pass { layer, shape, scale, window, qkv, step } = pass;
     let group = shape.query_heads / shape.kv_heads;
-    let tile_rows = (TILE_ELEMENTS / (group * shape.head_dim)).max(1);
-    // Late rows see most keys and begin first, so that no long task is left for the end.
-    let tiles: Vec<RowTile<'_>> = step
-        .sequences
-        .iter()
-        .flat_map(|sequence| {
-            sequence.rows.clone().step_by(tile_rows).rev().map(move |first_row| RowTile {
-                sequence,
-                first_row,
-                row_count: tile_rows.min(sequence.rows.end - first_row),
-            })
-        })
-        .collect();
+    let tiles = row_tiles(step, (TILE_ELEMENTS / (group * shape.head_dim)).max(1));
     // With fewer KV heads than threads, the query heads of one KV head are split over threads too.
     let head_count = match tiles.len() * shape.kv_heads < pool.threads() {
         true => 1,
@@ -164,9 +187,7 @@ fn tiles<T: Kv>(
         let kv_head = task / splits % shape.kv_heads;
         let first_head = kv_head * group + task % splits * head_count;
         let mut memory = scratch.tiles[thread].lock().unwrap_or_else(PoisonError::into_inner);
-        let first_position =
-            tile.sequence.first_position + tile.first_row - tile.sequence.rows.start;
-        memory.begin(tile.row_count, head_count, dim, first_position, window);
+        memory.begin(tile.row_count, head_count, dim, tile.first_position(), window);
         for row in 0..tile.row_count {
             let qkv = &qkv[(tile.first_row + row) * shape.qkv_width()..];
             for head in 0..head_count {
@@ -174,9 +195,9 @@ fn tiles<T: Kv>(
                 memory.set_query(row * head_count + head, scale, query);
             }
         }
-        let first_block = (first_position + 1).saturating_sub(window) / BLOCK_TOKENS;
-        let last_block = (first_position + tile.row_count - 1) / BLOCK_TOKENS;
-        let table = &step.tables[tile.sequence.table.clone()][first_block..=last_block];
+        let visible = tile.visible_blocks(window);
+        let first_block = visible.start;
+        let table = &step.tables[tile.sequence.table.clone()][visible];
         for (number, blocks) in table.chunks(BLOCKS_TOGETHER).enumerate() {
             let mut parts: [(&[T], &[T]); BLOCKS_TOGETHER] = [(&[], &[]); BLOCKS_TOGETHER];
             for (part, &block) in parts.iter_mut().zip(blocks) {

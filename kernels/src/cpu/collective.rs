@@ -94,33 +94,6 @@ fn describe(word: u64) -> String {
     }
 }
 
-/// Layout of the region: a line per rank, a line of kinds per rank, and the slots.
-#[derive(Clone, Copy)]
-struct Places {
-    of: usize,
-    offset: usize,
-}
-
-impl Places {
-    fn words(self, region: &Arc<SharedRegion>) -> Atomics<AtomicU32> {
-        region.words(self.offset, self.of * LINE_WORDS)
-    }
-
-    fn kinds(self, region: &Arc<SharedRegion>) -> Atomics<AtomicU64> {
-        let offset = self.offset + self.of * LINE_BYTES;
-        region.longs(offset, self.of * LINE_BYTES / 8)
-    }
-
-    fn slots(self, region: &Arc<SharedRegion>) -> NonNull<u8> {
-        let offset = self.offset + 2 * self.of * LINE_BYTES;
-        region.bytes(offset, self.of * SLOTS * PIECE_BYTES)
-    }
-
-    fn bytes(self) -> usize {
-        self.of * (2 * LINE_BYTES + SLOTS * PIECE_BYTES)
-    }
-}
-
 /// One rank's end of a group.
 pub struct Group {
     shard: Shard,
@@ -143,7 +116,7 @@ unsafe impl Sync for Group {}
 impl Group {
     /// Returns the bytes of a region for a group of `of` ranks. They must be zero at the start.
     pub fn region_bytes(of: usize) -> usize {
-        Places { of, offset: 0 }.bytes()
+        of * (2 * LINE_BYTES + SLOTS * PIECE_BYTES)
     }
 
     /// Joins the group in `region` at `offset`, a multiple of 8, as the rank of `shard`. No exchange
@@ -152,9 +125,11 @@ impl Group {
     /// **Hazard.** Each rank may join once, and no other code may write these bytes, or the contents of
     /// exchanges are undefined.
     pub fn new(region: &Arc<SharedRegion>, offset: usize, shard: Shard, timeout: Duration) -> Self {
-        let places = Places { of: shard.of(), offset };
-        let (words, kinds) = (places.words(region), places.kinds(region));
-        let slots = places.slots(region);
+        // A line per rank, a line of kinds per rank, and the slots.
+        let (of, lines_bytes) = (shard.of(), shard.of() * LINE_BYTES);
+        let words = region.words(offset, of * LINE_WORDS);
+        let kinds = region.longs(offset + lines_bytes, lines_bytes / 8);
+        let slots = region.bytes(offset + 2 * lines_bytes, of * SLOTS * PIECE_BYTES);
         Self { shard, timeout, words, kinds, slots, exchanges: 0, fault: None }
     }
 

@@ -88,11 +88,20 @@ impl Level {
         match isa {
             Isa::Reference => Ok(Level::Reference),
             Isa::Portable => Ok(Level::Baseline),
+            #[cfg(target_arch = "x86_64")]
             Isa::Auto => Ok(fastest()),
+            #[cfg(target_arch = "x86_64")]
             Isa::Amx => amx(),
+            #[cfg(target_arch = "x86_64")]
             Isa::Avx512 => avx512(),
+            #[cfg(target_arch = "x86_64")]
             Isa::Avx512Bf16 => avx512_bf16(),
+            #[cfg(target_arch = "x86_64")]
             Isa::Avx2 => avx2(),
+            #[cfg(not(target_arch = "x86_64"))]
+            Isa::Auto => Ok(Level::Baseline),
+            #[cfg(not(target_arch = "x86_64"))]
+            _ => Err(vec!["an x86-64 processor"]),
         }
     }
 
@@ -226,29 +235,4 @@ fn fastest() -> Level {
     let pairs = if is_intel { Err(Vec::new()) } else { avx512_bf16() };
     let found = amx().or(pairs).or_else(|_| avx512()).or_else(|_| avx2());
     found.unwrap_or(Level::Baseline)
-}
-
-#[cfg(not(target_arch = "x86_64"))]
-fn avx2() -> Result<Level, Vec<&'static str>> {
-    avx512()
-}
-
-#[cfg(not(target_arch = "x86_64"))]
-fn avx512() -> Result<Level, Vec<&'static str>> {
-    Err(vec!["an x86-64 processor"])
-}
-
-#[cfg(not(target_arch = "x86_64"))]
-fn fastest() -> Level {
-    Level::Baseline
-}
-
-#[cfg(not(target_arch = "x86_64"))]
-fn amx() -> Result<Level, Vec<&'static str>> {
-    avx512()
-}
-
-#[cfg(not(target_arch = "x86_64"))]
-fn avx512_bf16() -> Result<Level, Vec<&'static str>> {
-    avx512()
 }

@@ -111,31 +111,19 @@ pub(super) unsafe fn add_few<T: Kv>(tile: &mut TileMemory, first: usize, blocks:
             }
         }
         macro_rules! choose {
-            ($(($queries:literal, $blocks:literal)),+) => {
+            ($($blocks:literal: $($queries:literal)+;)+) => {
                 match (count, blocks.len()) {
-                    $(($queries, $blocks) => few_scores::<$queries, $blocks>(tile),)+
+                    $($(($queries, $blocks) => few_scores::<$queries, $blocks>(tile),)+)+
                     (queries, blocks) => unreachable!("{queries} queries, {blocks} blocks"),
                 }
             };
         }
-        choose!(
-            (1, 1),
-            (2, 1),
-            (3, 1),
-            (4, 1),
-            (1, 2),
-            (2, 2),
-            (3, 2),
-            (4, 2),
-            (1, 3),
-            (2, 3),
-            (3, 3),
-            (4, 3),
-            (1, 4),
-            (2, 4),
-            (3, 4),
-            (4, 4)
-        );
+        choose! {
+            1: 1 2 3 4;
+            2: 1 2 3 4;
+            3: 1 2 3 4;
+            4: 1 2 3 4;
+        }
         for (block, (_, values)) in blocks.iter().enumerate() {
             tile.look_at(first + block);
             let at = block * FEW_QUERIES;

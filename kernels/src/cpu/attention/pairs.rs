@@ -20,14 +20,10 @@ use self::{
     kernel::SpanParts,
     tile::{SEGMENT_BLOCKS, SPAN_BLOCKS, STRIP, Tile},
 };
-use super::{RowTile, SHARED_WORK_MIN, tile_work};
+use super::{Pass, RowTile, SHARED_WORK_MIN, row_tiles, tile_work};
 use crate::{
     backend::HeadShape,
-    cpu::{
-        parts::Parts,
-        step::{CpuStep, SequenceRows},
-        threads::ThreadPool,
-    },
+    cpu::{parts::Parts, threads::ThreadPool},
     layout::{BLOCK_TOKENS, KvHalf},
 };
 
@@ -77,24 +73,20 @@ pub(super) fn fits(shape: HeadShape) -> bool {
 pub(super) unsafe fn attention(
     pool: &mut ThreadPool,
     scratch: &mut Scratch,
-    layer: usize,
-    shape: HeadShape,
-    scale: f32,
-    window: usize,
-    qkv: &[f32],
-    step: &CpuStep,
+    pass: Pass<'_>,
     out: &mut [f32],
 ) {
+    let Pass { shape, window, step, .. } = pass;
     let group = shape.query_heads / shape.kv_heads;
-    let rows = row_tiles(step, group, tile_queries(pool, step.rows() * shape.query_heads));
+    let tile_queries = tile_queries(pool, step.rows() * shape.query_heads);
+    let rows = row_tiles(step, (tile_queries / group).max(1));
     let works: Vec<Work<'_>> = rows
         .iter()
         .flat_map(|tile| {
-            let blocks = visible_blocks(tile, window);
+            let blocks = tile.visible_blocks(window);
             (0..shape.kv_heads).map(move |kv_head| Work { tile, kv_head, blocks: blocks.clone() })
         })
         .collect();
-    let pass = Pass { layer, shape, scale, window, qkv, step };
     let Scratch { tiles, partial } = scratch;
     let sums = Parts::new(out);
     let threads = pool.threads();
@@ -150,7 +142,7 @@ pub(super) unsafe fn attention(
     share(works.len(), &|thread, index| {
         let (work, mut tile) = (&works[index], memory(thread));
         let length = work.tile.row_count * group * query_floats;
-        tile.begin(work.tile.row_count, group, shape.head_dim, scale);
+        tile.begin(work.tile.row_count, group, shape.head_dim, pass.scale);
         for (number, _) in pieces.iter().enumerate().filter(|(_, piece)| piece.0 == index) {
             // SAFETY: as above; the previous parallel region wrote the pieces, and the merge
             // only reads them.
@@ -161,16 +153,6 @@ pub(super) unsafe fn attention(
         // SAFETY: as above.
         unsafe { pass.finish(work, &mut tile, &sums) };
     });
-}
-
-/// Inputs that all tasks of one call share.
-struct Pass<'a> {
-    layer: usize,
-    shape: HeadShape,
-    scale: f32,
-    window: usize,
-    qkv: &'a [f32],
-    step: &'a CpuStep,
 }
 
 impl Pass<'_> {
@@ -200,7 +182,7 @@ impl Pass<'_> {
         let blocks = work.blocks.start.max(segment * SEGMENT_BLOCKS)
             ..work.blocks.end.min((segment + 1) * SEGMENT_BLOCKS);
         let table = &self.step.tables[work.tile.sequence.table.clone()];
-        let first_position = first_position(work.tile);
+        let first_position = work.tile.first_position();
         tile.begin_segment();
         let span_parts = |span: usize| -> SpanParts<'_> {
             std::array::from_fn(|index| {
@@ -246,36 +228,4 @@ impl Pass<'_> {
 fn tile_queries(pool: &ThreadPool, query_count: usize) -> usize {
     let even = query_count / (pool.threads() * TASKS_PER_THREAD);
     (even / STRIP * STRIP).clamp(STRIP, TILE_QUERIES_MAX)
-}
-
-/// Splits rows into tiles. Late rows see most keys and begin first, so that no long task is left for the
-/// end.
-fn row_tiles(step: &CpuStep, group: usize, tile_queries: usize) -> Vec<RowTile<'_>> {
-    let tile_rows = (tile_queries / group).max(1);
-    let tiles = |sequence: &'_ SequenceRows| {
-        let rows = sequence.rows.clone();
-        rows.step_by(tile_rows).rev().collect::<Vec<_>>()
-    };
-    step.sequences
-        .iter()
-        .flat_map(|sequence| {
-            tiles(sequence).into_iter().map(move |first_row| RowTile {
-                sequence,
-                first_row,
-                row_count: tile_rows.min(sequence.rows.end - first_row),
-            })
-        })
-        .collect()
-}
-
-/// Returns the position of a tile's first row.
-fn first_position(tile: &RowTile<'_>) -> usize {
-    tile.sequence.first_position + tile.first_row - tile.sequence.rows.start
-}
-
-/// Returns the indices of the blocks that a tile's rows see.
-fn visible_blocks(tile: &RowTile<'_>, window: usize) -> Range<usize> {
-    let first = first_position(tile);
-    let last = first + tile.row_count - 1;
-    (first + 1).saturating_sub(window) / BLOCK_TOKENS..last / BLOCK_TOKENS + 1
 }

@@ -4,42 +4,22 @@ use std::ops::Range;
 
 use half::bf16;
 
+use super::{Kv, Pass};
 use crate::{
-    arena::Element,
-    backend::HeadShape,
-    cpu::{
-        arithmetic::{exp, from_bf16, sum_lanes},
-        step::CpuStep,
-    },
+    cpu::arithmetic::{exp, sum_lanes},
     layout::{BLOCK_TOKENS, Dtype, KvHalf},
 };
 
 /// Computes attention of every row of `qkv` (`[rows][qkv_width]`) into `out` (`[rows][query_width]`).
-pub(crate) fn attention(
-    layer: usize,
-    shape: HeadShape,
-    scale: f32,
-    window: usize,
-    qkv: &[f32],
-    step: &CpuStep,
-    out: &mut [f32],
-) {
-    match step.layout().dtype {
-        Dtype::F32 => all_queries(layer, shape, scale, window, qkv, step, out, |x: f32| x),
-        Dtype::Bf16 => all_queries::<bf16>(layer, shape, scale, window, qkv, step, out, from_bf16),
+pub(super) fn attention(pass: Pass<'_>, out: &mut [f32]) {
+    match pass.step.layout().dtype {
+        Dtype::F32 => all_queries::<f32>(pass, out),
+        Dtype::Bf16 => all_queries::<bf16>(pass, out),
     }
 }
 
-fn all_queries<T: Element>(
-    layer: usize,
-    shape: HeadShape,
-    scale: f32,
-    window: usize,
-    qkv: &[f32],
-    step: &CpuStep,
-    out: &mut [f32],
-    widen: impl Fn(T) -> f32 + Copy,
-) {
+fn all_queries<T: Kv>(pass: Pass<'_>, out: &mut [f32]) {
+    let Pass { layer, shape, scale, window, qkv, step } = pass;
     let dim = shape.head_dim;
     for sequence in &step.sequences {
         for row in sequence.rows.clone() {
@@ -58,7 +38,7 @@ fn all_queries<T: Element>(
                     }
                     let keys = step.access.head::<T>(block, layer, KvHalf::Key, kv_head);
                     let values = step.access.head::<T>(block, layer, KvHalf::Value, kv_head);
-                    state.add_block(query, scale, tokens, keys, values, widen);
+                    state.add_block(query, scale, tokens, keys, values);
                 }
                 let out = &mut out[row * shape.query_width() + head * dim..][..dim];
                 state.finish(out);
@@ -81,20 +61,19 @@ impl Softmax {
 
     /// Adds some tokens of a block. Dot products with keys run over the dimensions in order, weighted
     /// values over the tokens in order, each step one fused multiply-add.
-    fn add_block<T: Element>(
+    fn add_block<T: Kv>(
         &mut self,
         query: &[f32],
         scale: f32,
         tokens: Range<usize>,
         keys: &[T],
         values: &[T],
-        widen: impl Fn(T) -> f32,
     ) {
         let dim = query.len();
         let mut scores = [f32::NEG_INFINITY; BLOCK_TOKENS];
         for token in tokens.clone() {
             scores[token] = (0..dim)
-                .fold(0.0, |sum, d| (query[d] * scale).mul_add(widen(keys[token * dim + d]), sum));
+                .fold(0.0, |sum, d| (query[d] * scale).mul_add(keys[token * dim + d].widen(), sum));
         }
         let maximum = scores.iter().fold(self.maximum, |a, &b| a.max(b));
         let correction = exp(self.maximum - maximum);
@@ -104,7 +83,7 @@ impl Softmax {
         for d in 0..dim {
             let mut weighted = self.weighted[d] * correction;
             for token in tokens.clone() {
-                weighted = weights[token].mul_add(widen(values[token * dim + d]), weighted);
+                weighted = weights[token].mul_add(values[token * dim + d].widen(), weighted);
             }
             self.weighted[d] = weighted;
         }

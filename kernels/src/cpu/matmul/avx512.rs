@@ -88,11 +88,11 @@ pub(super) unsafe fn tile(
         };
     }
     macro_rules! choose {
-        ($(($m:literal, $p:literal)),+) => {
+        ($($p:literal: $($m:literal)+;)+) => {
             match (tile.row_count, panel_count) {
                 // SAFETY: the lengths were checked above for this many rows and panels; the
                 // caller promises the rest.
-                $(($m, $p) => unsafe {
+                $($(($m, $p) => unsafe {
                     match products {
                         Products::F32 => f32_tile::<$m, $p>(tile, target, panel_words),
                         Products::Widened | Products::Stepped => {
@@ -100,38 +100,17 @@ pub(super) unsafe fn tile(
                         }
                         Products::Pairs => pairs_tile::<$m, $p>(tile, target, panel_words),
                     }
-                },)+
+                },)+)+
                 (rows, panels) => unreachable!("no tile of {rows} rows and {panels} panels"),
             }
         };
     }
-    choose!(
-        (1, 1),
-        (2, 1),
-        (3, 1),
-        (4, 1),
-        (5, 1),
-        (6, 1),
-        (7, 1),
-        (8, 1),
-        (9, 1),
-        (10, 1),
-        (11, 1),
-        (12, 1),
-        (1, 2),
-        (2, 2),
-        (3, 2),
-        (4, 2),
-        (5, 2),
-        (6, 2),
-        (1, 3),
-        (2, 3),
-        (3, 3),
-        (4, 3),
-        (1, 4),
-        (2, 4),
-        (3, 4)
-    );
+    choose! {
+        1: 1 2 3 4 5 6 7 8 9 10 11 12;
+        2: 1 2 3 4 5 6;
+        3: 1 2 3 4;
+        4: 1 2 3;
+    }
 }
 
 /// Accumulators of `M` rows and `P` panels.
