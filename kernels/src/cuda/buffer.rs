@@ -1,11 +1,12 @@
 //! Matrices, vectors and activations in GPU memory.
 
-use std::{cell::Cell, fmt};
+use std::cell::Cell;
 
 use super::{memory::Range, skinny::Pending};
 use crate::layout::Dtype;
 
 /// A weight matrix `[rows][cols]`, row-major and contiguous.
+#[derive(Debug)]
 pub struct CudaMatrix {
     pub(super) data: Range,
     pub(super) rows: usize,
@@ -14,12 +15,14 @@ pub struct CudaMatrix {
 }
 
 /// A small f32 vector.
+#[derive(Debug)]
 pub struct CudaVector {
     pub(super) data: Range,
     pub(super) len: usize,
 }
 
 /// Activations `[rows][stride]`, of which the first `width` elements of a row are used.
+#[derive(Debug)]
 pub struct CudaBuffer {
     pub(super) data: Range,
     pub(super) rows_max: usize,
@@ -55,23 +58,5 @@ impl CudaBuffer {
     pub(super) fn bytes(&self, rows: usize) -> usize {
         assert!(rows <= self.rows_max, "{rows} rows exceed the buffer's {}", self.rows_max);
         rows * self.stride * self.dtype.bytes()
-    }
-}
-
-impl fmt::Debug for CudaMatrix {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "CudaMatrix[{}][{}] {}", self.rows, self.cols, self.dtype)
-    }
-}
-
-impl fmt::Debug for CudaVector {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "CudaVector[{}]", self.len)
-    }
-}
-
-impl fmt::Debug for CudaBuffer {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "CudaBuffer[{}][{}] {}", self.rows_max, self.width, self.dtype)
     }
 }

@@ -182,7 +182,7 @@ pub struct Group {
     aside: Stream<HostToDevice>,
     /// Mapped arenas of the other ranks.
     _mapped: Vec<Range>,
-    data: Range,
+    _data: Range,
 }
 
 // SAFETY: the raw addresses are only passed to kernels; the host memory among them belongs to `fault`.
@@ -229,9 +229,9 @@ impl Group {
             ranks: own.ranks as i32,
         };
         let aside = Stream::new(&context)?;
-        let _mapped = mapped;
+        let (_mapped, _data) = (mapped, data);
         let group =
-            Self { raw, timeout, message_bytes, fault, context, library, aside, _mapped, data };
+            Self { raw, timeout, message_bytes, fault, context, library, aside, _mapped, _data };
         group.reset()?;
         Ok(group)
     }
@@ -242,11 +242,6 @@ impl Group {
 
     pub fn ranks(&self) -> usize {
         self.raw.ranks as usize
-    }
-
-    /// Returns the arena's GPU memory in bytes.
-    pub fn arena_bytes(&self) -> usize {
-        self.data.bytes()
     }
 
     /// Returns the maximum message size in bytes.

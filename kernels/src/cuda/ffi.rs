@@ -1,5 +1,5 @@
 //! Rust declarations of `kernels/cuda/include/baton_kernels.h`, `kernels/cuda/collective/collective.h` and
-//! `kernels/cuda/trace/ranges.h`: the same structs and functions in the same order. [`STRUCT_BYTES`] is compared
+//! `kernels/cuda/trace/ranges.h`: the same structs in the same order, and the functions that Baton calls. [`STRUCT_BYTES`] is compared
 //! with the library's own sizes before the first call.
 
 use std::ffi::{c_char, c_void};
@@ -24,231 +24,12 @@ pub type Address = CUdeviceptr;
 /// A `cudaStream_t`.
 pub type RawStream = *mut c_void;
 
-#[repr(C)]
-#[derive(Clone, Copy, Debug)]
-pub struct Kv {
-    pub base: Address,
-    pub block_elements: i64,
-    pub block_count: i32,
-    pub layer_count: i32,
-    pub head_count: i32,
-    pub head_dim: i32,
-    pub dtype: i32,
-    pub reserved: i32,
-}
-
-#[repr(C)]
-#[derive(Clone, Copy, Debug)]
-pub struct RopeArgs {
-    pub qkv: Address,
-    pub queries: Address,
-    pub query_stride: i64,
-    pub bias: Address,
-    pub query_norm: Address,
-    pub key_norm: Address,
-    pub frequencies: Address,
-    pub positions: Address,
-    pub destinations: Address,
-    pub norm_eps: f32,
-    pub query_heads: i32,
-    pub layer: i32,
-    pub rows: i32,
-}
-
-#[repr(C)]
-#[derive(Clone, Copy, Debug, Default, PartialEq, bytemuck::Pod, bytemuck::Zeroable)]
-pub struct SlotSampling {
-    pub seed: u64,
-    pub temperature: f32,
-    pub top_p: f32,
-    pub min_p: f32,
-    pub repetition_penalty: f32,
-    pub presence_penalty: f32,
-    pub frequency_penalty: f32,
-    pub top_k: u32,
-    pub min_tokens: u32,
-    pub stop_count: i32,
-    pub logprobs: i32,
-    pub prompt_len: i32,
-    pub reserved: [i32; 3],
-}
-
-#[repr(C)]
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, bytemuck::Pod, bytemuck::Zeroable)]
-pub struct SlotState {
-    pub position: i32,
-    pub length: i32,
-    pub failed: i32,
-    pub reserved: i32,
-}
-
-#[repr(C)]
-#[derive(Clone, Copy, Debug)]
-pub struct Pool {
-    pub slots: Address,
-    pub sampling: Address,
-    pub tokens: Address,
-    pub block_tables: Address,
-    pub stop_tokens: Address,
-    pub slot_count: i32,
-    pub token_width: i32,
-    pub table_width: i32,
-    pub stop_width: i32,
-    pub trash_block: i32,
-    pub reserved: i32,
-}
-
-#[repr(C)]
-#[derive(Clone, Copy, Debug, Default, bytemuck::Pod, bytemuck::Zeroable)]
-pub struct PlanHeader {
-    pub word_count: u32,
-    pub sequence_count: u32,
-    pub row_count: u32,
-    pub sample_count: u32,
-    pub admission_count: u32,
-    pub run_count: u32,
-    pub sequences_at: u32,
-    pub admissions_at: u32,
-    pub runs_at: u32,
-    pub step_id: u32,
-    pub reserved: [u32; 6],
-}
-
-#[repr(C)]
-#[derive(Clone, Copy, Debug, Default, bytemuck::Pod, bytemuck::Zeroable)]
-pub struct PlanSequence {
-    pub slot: i32,
-    pub row_count: i32,
-    pub sample_count: i32,
-    pub mask_row: i32,
-}
-
-#[repr(C)]
-#[derive(Clone, Copy, Debug, Default, bytemuck::Pod, bytemuck::Zeroable)]
-pub struct PlanAdmission {
-    pub slot: i32,
-    pub reserved: [i32; 3],
-    pub state: SlotState,
-    pub sampling: SlotSampling,
-}
-
 /// `baton_run_target`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RunTarget {
     Tokens = 0,
     Blocks = 1,
     Stops = 2,
-}
-
-#[repr(C)]
-#[derive(Clone, Copy, Debug, Default, bytemuck::Pod, bytemuck::Zeroable)]
-pub struct PlanRun {
-    pub target: i32,
-    pub slot: i32,
-    pub first: i32,
-    pub count: i32,
-    pub at: u32,
-}
-
-#[repr(C)]
-#[derive(Clone, Copy, Debug)]
-pub struct Step {
-    pub row_tokens: Address,
-    pub row_positions: Address,
-    pub row_destinations: Address,
-    pub row_sequences: Address,
-    pub row_indptr: Address,
-    pub page_indptr: Address,
-    pub page_indices: Address,
-    pub last_page_tokens: Address,
-    pub kv_lengths: Address,
-    pub sequence_slots: Address,
-    pub sampled_rows: Address,
-    pub sample_slots: Address,
-    pub sample_masks: Address,
-    pub counts: Address,
-    pub rows_max: i32,
-    pub sequences_max: i32,
-    pub pages_max: i32,
-    pub samples_max: i32,
-}
-
-#[repr(C)]
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct AttentionShape {
-    pub query_heads: i32,
-    pub kv_heads: i32,
-    pub head_dim: i32,
-    pub dtype: i32,
-    pub window: i32,
-    pub scale: f32,
-}
-
-#[repr(C)]
-#[derive(Clone, Copy, Debug)]
-pub struct AttentionBatch {
-    pub row_indptr_host: *const i32,
-    pub page_indptr_host: *const i32,
-    pub kv_lengths_host: *const i32,
-    pub sequences: i32,
-    pub rows: i32,
-    pub is_graph: i32,
-    pub reserved: i32,
-}
-
-#[repr(C)]
-#[derive(Clone, Copy, Debug)]
-pub struct AttentionWorkspace {
-    pub floats: Address,
-    pub float_bytes: u64,
-    pub ints: Address,
-    pub int_bytes: u64,
-    pub pinned_host: *mut c_void,
-}
-
-#[repr(C)]
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct AttentionPlan {
-    pub kind: i32,
-    pub word_count: i32,
-    pub words: [i64; 22],
-}
-
-#[repr(C)]
-#[derive(Clone, Copy, Debug, Default, PartialEq, bytemuck::Pod, bytemuck::Zeroable)]
-pub struct SampleResult {
-    pub status: i32,
-    pub token: i32,
-    pub slot: i32,
-    pub position: i32,
-    pub logprob: f32,
-    pub top_count: i32,
-    pub step_id: u32,
-    /// `reserved`, which only ranks of a group set.
-    pub is_gathered: i32,
-}
-
-#[repr(C)]
-#[derive(Clone, Copy, Debug, Default, PartialEq, bytemuck::Pod, bytemuck::Zeroable)]
-pub struct TokenLogprob {
-    pub token: i32,
-    pub logprob: f32,
-}
-
-#[repr(C)]
-#[derive(Clone, Copy, Debug)]
-pub struct SampleArgs {
-    pub logits: Address,
-    pub logit_stride: i64,
-    pub masks: Address,
-    pub results: Address,
-    pub top: Address,
-    pub scratch: Address,
-    pub scratch_bytes: u64,
-    pub vocabulary: i32,
-    pub samples: i32,
-    pub needs: i32,
-    pub reserved: i32,
 }
 
 /// `baton_sample_needs`.
@@ -263,169 +44,328 @@ pub const SKINNY_SILU: i32 = 2;
 pub const SKINNY_F32: i32 = 3;
 pub const SKINNY_QKV: i32 = 4;
 
-#[repr(C)]
-#[derive(Clone, Copy, Debug, Default)]
-pub struct SkinnyGemmArgs {
-    pub weight: Address,
-    pub x: Address,
-    pub x_stride: i64,
-    pub squares: Address,
-    pub bias: Address,
-    pub out: Address,
-    pub out_stride: i64,
-    pub residual: Address,
-    pub mirror: Address,
-    pub next_norm: Address,
-    pub squares_out: Address,
-    pub k: Address,
-    pub v: Address,
-    pub stride_block: i64,
-    pub stride_head: i64,
-    pub stride_token: i64,
-    pub frequencies: Address,
-    pub positions: Address,
-    pub destinations: Address,
-    pub eps: f32,
-    pub rows: i32,
-    pub n: i32,
-    pub depth: i32,
-    pub epilogue: i32,
-    pub query_heads: i32,
-    pub kv_heads: i32,
-    pub head_dim: i32,
-    pub grid: i32,
-    pub tile: i32,
-    pub pdl: i32,
-    pub squares_count: i32,
-}
-
-#[repr(C)]
-#[derive(Clone, Copy, Debug, Default)]
-pub struct DecodeAttentionArgs {
-    pub q: Address,
-    pub q_stride: i64,
-    pub k: Address,
-    pub v: Address,
-    pub stride_block: i64,
-    pub stride_head: i64,
-    pub stride_token: i64,
-    pub pages: Address,
-    pub page_indptr: Address,
-    pub table_stride: i64,
-    pub kv_len: Address,
-    pub out: Address,
-    pub out_stride: i64,
-    pub partial: Address,
-    pub counters: Address,
-    pub rows: i32,
-    pub kv_heads: i32,
-    pub group: i32,
-    pub head_dim: i32,
-    pub window: i32,
-    pub scale: f32,
-    pub sms: i32,
-    pub least_pages: i32,
-    pub variant: i32,
-    pub pdl: i32,
-}
-
 /// `BATON_GROUP_RANKS_MAX`.
 pub const GROUP_RANKS_MAX: usize = 8;
-
-#[repr(C)]
-#[derive(Clone, Copy, Debug)]
-pub struct Group {
-    pub arenas: [Address; GROUP_RANKS_MAX],
-    pub arena_bytes: i64,
-    pub fault: *mut u32,
-    pub timeout_ns: i64,
-    pub rank: i32,
-    pub ranks: i32,
-}
 
 /// `baton_all_reduce_way`.
 pub const ALL_REDUCE_AUTO: i32 = 0;
 pub const ALL_REDUCE_ONE_SHOT: i32 = 1;
 pub const ALL_REDUCE_TWO_SHOT: i32 = 2;
 
-#[repr(C)]
-#[derive(Clone, Copy, Debug, Default)]
-pub struct AllReduceArgs {
-    pub x: Address,
-    pub out: Address,
-    pub residual: Address,
-    pub weight: Address,
-    pub eps: f32,
-    pub dtype: i32,
-    pub rows: i32,
-    pub width: i32,
-    pub way: i32,
-    pub blocks: i32,
-    pub threads: i32,
-    pub pdl: i32,
-}
-
-#[repr(C)]
-#[derive(Clone, Copy, Debug, Default)]
-pub struct GatherArgs {
-    pub x: Address,
-    pub x_stride: i64,
-    pub out: Address,
-    pub out_stride: i64,
-    pub firsts: [i32; GROUP_RANKS_MAX + 1],
-    pub rows: i32,
-    pub reserved: [i32; 2],
-}
-
-/// Sizes in bytes of the headers' structs, in order.
-pub const STRUCT_BYTES: [usize; 22] = [
-    size_of::<Kv>(),
-    size_of::<RopeArgs>(),
-    size_of::<SlotSampling>(),
-    size_of::<SlotState>(),
-    size_of::<Pool>(),
-    size_of::<PlanHeader>(),
-    size_of::<PlanSequence>(),
-    size_of::<PlanAdmission>(),
-    size_of::<PlanRun>(),
-    size_of::<Step>(),
-    size_of::<AttentionShape>(),
-    size_of::<AttentionBatch>(),
-    size_of::<AttentionWorkspace>(),
-    size_of::<AttentionPlan>(),
-    size_of::<SampleResult>(),
-    size_of::<TokenLogprob>(),
-    size_of::<SampleArgs>(),
-    size_of::<SkinnyGemmArgs>(),
-    size_of::<DecodeAttentionArgs>(),
-    size_of::<Group>(),
-    size_of::<AllReduceArgs>(),
-    size_of::<GatherArgs>(),
-];
-
-/// Declares the function table and how it is loaded from an opened library.
-macro_rules! functions {
-    ($($name:ident: fn($($argument:ty),* $(,)?) -> $result:ty;)*) => {
-        /// Every function of the headers.
-        #[derive(Debug)]
-        pub struct Functions {
-            $(pub $name: unsafe extern "C" fn($($argument),*) -> $result,)*
-        }
-
-        impl Functions {
-            /// # Safety
-            /// The library's functions have the header's signatures, and the library stays open while they are
-            /// called.
-            pub unsafe fn load(library: &libloading::Library) -> Result<Self, libloading::Error> {
-                Ok(Self {
-                    // SAFETY: guaranteed by the caller.
-                    $($name: unsafe {
-                        *library.get(concat!(stringify!($name), "\0").as_bytes())?
-                    },)*
-                })
+/// Declares the structs of the headers, and [`STRUCT_BYTES`].
+macro_rules! structs {
+    ($($(#[$attribute:meta])* pub struct $name:ident {
+        $($(#[$doc:meta])* pub $field:ident: $type:ty,)*
+    })*) => {
+        $(
+            #[repr(C)]
+            #[derive(Clone, Copy, Debug)]
+            $(#[$attribute])*
+            pub struct $name {
+                $($(#[$doc])* pub $field: $type,)*
             }
-        }
+        )*
+
+        /// Sizes in bytes of the structs, in order.
+        pub const STRUCT_BYTES: [usize; 22] = [$(size_of::<$name>()),*];
     };
+}
+
+structs! {
+    pub struct Kv {
+        pub base: Address,
+        pub block_elements: i64,
+        pub block_count: i32,
+        pub layer_count: i32,
+        pub head_count: i32,
+        pub head_dim: i32,
+        pub dtype: i32,
+        pub reserved: i32,
+    }
+
+    pub struct RopeArgs {
+        pub qkv: Address,
+        pub queries: Address,
+        pub query_stride: i64,
+        pub bias: Address,
+        pub query_norm: Address,
+        pub key_norm: Address,
+        pub frequencies: Address,
+        pub positions: Address,
+        pub destinations: Address,
+        pub norm_eps: f32,
+        pub query_heads: i32,
+        pub layer: i32,
+        pub rows: i32,
+    }
+
+    #[derive(Default, PartialEq, bytemuck::Pod, bytemuck::Zeroable)]
+    pub struct SlotSampling {
+        pub seed: u64,
+        pub temperature: f32,
+        pub top_p: f32,
+        pub min_p: f32,
+        pub repetition_penalty: f32,
+        pub presence_penalty: f32,
+        pub frequency_penalty: f32,
+        pub top_k: u32,
+        pub min_tokens: u32,
+        pub stop_count: i32,
+        pub logprobs: i32,
+        pub prompt_len: i32,
+        pub reserved: [i32; 3],
+    }
+
+    #[derive(Default, PartialEq, Eq, bytemuck::Pod, bytemuck::Zeroable)]
+    pub struct SlotState {
+        pub position: i32,
+        pub length: i32,
+        pub failed: i32,
+        pub reserved: i32,
+    }
+
+    pub struct Pool {
+        pub slots: Address,
+        pub sampling: Address,
+        pub tokens: Address,
+        pub block_tables: Address,
+        pub stop_tokens: Address,
+        pub slot_count: i32,
+        pub token_width: i32,
+        pub table_width: i32,
+        pub stop_width: i32,
+        pub trash_block: i32,
+        pub reserved: i32,
+    }
+
+    #[derive(Default, bytemuck::Pod, bytemuck::Zeroable)]
+    pub struct PlanHeader {
+        pub word_count: u32,
+        pub sequence_count: u32,
+        pub row_count: u32,
+        pub sample_count: u32,
+        pub admission_count: u32,
+        pub run_count: u32,
+        pub sequences_at: u32,
+        pub admissions_at: u32,
+        pub runs_at: u32,
+        pub step_id: u32,
+        pub reserved: [u32; 6],
+    }
+
+    #[derive(Default, bytemuck::Pod, bytemuck::Zeroable)]
+    pub struct PlanSequence {
+        pub slot: i32,
+        pub row_count: i32,
+        pub sample_count: i32,
+        pub mask_row: i32,
+    }
+
+    #[derive(Default, bytemuck::Pod, bytemuck::Zeroable)]
+    pub struct PlanAdmission {
+        pub slot: i32,
+        pub reserved: [i32; 3],
+        pub state: SlotState,
+        pub sampling: SlotSampling,
+    }
+
+    #[derive(Default, bytemuck::Pod, bytemuck::Zeroable)]
+    pub struct PlanRun {
+        pub target: i32,
+        pub slot: i32,
+        pub first: i32,
+        pub count: i32,
+        pub at: u32,
+    }
+
+    pub struct Step {
+        pub row_tokens: Address,
+        pub row_positions: Address,
+        pub row_destinations: Address,
+        pub row_sequences: Address,
+        pub row_indptr: Address,
+        pub page_indptr: Address,
+        pub page_indices: Address,
+        pub last_page_tokens: Address,
+        pub kv_lengths: Address,
+        pub sequence_slots: Address,
+        pub sampled_rows: Address,
+        pub sample_slots: Address,
+        pub sample_masks: Address,
+        pub counts: Address,
+        pub rows_max: i32,
+        pub sequences_max: i32,
+        pub pages_max: i32,
+        pub samples_max: i32,
+    }
+
+    #[derive(PartialEq)]
+    pub struct AttentionShape {
+        pub query_heads: i32,
+        pub kv_heads: i32,
+        pub head_dim: i32,
+        pub dtype: i32,
+        pub window: i32,
+        pub scale: f32,
+    }
+
+    pub struct AttentionBatch {
+        pub row_indptr_host: *const i32,
+        pub page_indptr_host: *const i32,
+        pub kv_lengths_host: *const i32,
+        pub sequences: i32,
+        pub rows: i32,
+        pub is_graph: i32,
+        pub reserved: i32,
+    }
+
+    pub struct AttentionWorkspace {
+        pub floats: Address,
+        pub float_bytes: u64,
+        pub ints: Address,
+        pub int_bytes: u64,
+        pub pinned_host: *mut c_void,
+    }
+
+    #[derive(Default, PartialEq, Eq)]
+    pub struct AttentionPlan {
+        pub kind: i32,
+        pub word_count: i32,
+        pub words: [i64; 22],
+    }
+
+    #[derive(Default, PartialEq, bytemuck::Pod, bytemuck::Zeroable)]
+    pub struct SampleResult {
+        pub status: i32,
+        pub token: i32,
+        pub slot: i32,
+        pub position: i32,
+        pub logprob: f32,
+        pub top_count: i32,
+        pub step_id: u32,
+        /// `reserved`, which only ranks of a group set.
+        pub is_gathered: i32,
+    }
+
+    #[derive(Default, PartialEq, bytemuck::Pod, bytemuck::Zeroable)]
+    pub struct TokenLogprob {
+        pub token: i32,
+        pub logprob: f32,
+    }
+
+    pub struct SampleArgs {
+        pub logits: Address,
+        pub logit_stride: i64,
+        pub masks: Address,
+        pub results: Address,
+        pub top: Address,
+        pub scratch: Address,
+        pub scratch_bytes: u64,
+        pub vocabulary: i32,
+        pub samples: i32,
+        pub needs: i32,
+        pub reserved: i32,
+    }
+
+    #[derive(Default)]
+    pub struct SkinnyGemmArgs {
+        pub weight: Address,
+        pub x: Address,
+        pub x_stride: i64,
+        pub squares: Address,
+        pub bias: Address,
+        pub out: Address,
+        pub out_stride: i64,
+        pub residual: Address,
+        pub mirror: Address,
+        pub next_norm: Address,
+        pub squares_out: Address,
+        pub k: Address,
+        pub v: Address,
+        pub stride_block: i64,
+        pub stride_head: i64,
+        pub stride_token: i64,
+        pub frequencies: Address,
+        pub positions: Address,
+        pub destinations: Address,
+        pub eps: f32,
+        pub rows: i32,
+        pub n: i32,
+        pub depth: i32,
+        pub epilogue: i32,
+        pub query_heads: i32,
+        pub kv_heads: i32,
+        pub head_dim: i32,
+        pub grid: i32,
+        pub tile: i32,
+        pub pdl: i32,
+        pub squares_count: i32,
+    }
+
+    #[derive(Default)]
+    pub struct DecodeAttentionArgs {
+        pub q: Address,
+        pub q_stride: i64,
+        pub k: Address,
+        pub v: Address,
+        pub stride_block: i64,
+        pub stride_head: i64,
+        pub stride_token: i64,
+        pub pages: Address,
+        pub page_indptr: Address,
+        pub table_stride: i64,
+        pub kv_len: Address,
+        pub out: Address,
+        pub out_stride: i64,
+        pub partial: Address,
+        pub counters: Address,
+        pub rows: i32,
+        pub kv_heads: i32,
+        pub group: i32,
+        pub head_dim: i32,
+        pub window: i32,
+        pub scale: f32,
+        pub sms: i32,
+        pub least_pages: i32,
+        pub variant: i32,
+        pub pdl: i32,
+    }
+
+    pub struct Group {
+        pub arenas: [Address; GROUP_RANKS_MAX],
+        pub arena_bytes: i64,
+        pub fault: *mut u32,
+        pub timeout_ns: i64,
+        pub rank: i32,
+        pub ranks: i32,
+    }
+
+    #[derive(Default)]
+    pub struct AllReduceArgs {
+        pub x: Address,
+        pub out: Address,
+        pub residual: Address,
+        pub weight: Address,
+        pub eps: f32,
+        pub dtype: i32,
+        pub rows: i32,
+        pub width: i32,
+        pub way: i32,
+        pub blocks: i32,
+        pub threads: i32,
+        pub pdl: i32,
+    }
+
+    #[derive(Default)]
+    pub struct GatherArgs {
+        pub x: Address,
+        pub x_stride: i64,
+        pub out: Address,
+        pub out_stride: i64,
+        pub firsts: [i32; GROUP_RANKS_MAX + 1],
+        pub rows: i32,
+        pub reserved: [i32; 2],
+    }
 }
 
 /// `baton_digest_blocks` of `kernels/cuda/digest/digest.h`. It is not in the function table, because only
@@ -453,7 +393,6 @@ functions! {
     baton_rms_norm: fn(i32, Address, Address, f32, Address, i32, i32, RawStream) -> i32;
     baton_add_rms_norm:
         fn(i32, Address, Address, Address, f32, Address, Address, i32, i32, RawStream) -> i32;
-    baton_add_bias: fn(i32, Address, i64, Address, i32, i32, RawStream) -> i32;
     baton_silu_mul: fn(i32, Address, Address, i32, i32, RawStream) -> i32;
     baton_gather_rows: fn(i32, Address, Address, Address, i32, i32, RawStream) -> i32;
     baton_rope_store_kv: fn(*const Kv, *const RopeArgs, RawStream) -> i32;
@@ -488,7 +427,6 @@ functions! {
     baton_skinny_gemm: fn(*const SkinnyGemmArgs, RawStream) -> i32;
     baton_skinny_gemm_rows_max: fn() -> i32;
     baton_skinny_gemm_tile: fn(*const SkinnyGemmArgs) -> i32;
-    baton_sample_scratch_bytes: fn(i32, i32) -> u64;
     baton_sample: fn(*const Pool, *const Step, *const SampleArgs, RawStream) -> i32;
     baton_load_moves: fn() -> i32;
     baton_move_rows:

@@ -6,7 +6,10 @@
 //! A node has one part per rank, with the rank's heads of all blocks. Its peer may have another number of
 //! ranks: each receiving GPU copies its heads out of every peer part that has some of these heads.
 
-use std::{sync::Arc, thread};
+use std::{
+    sync::{Arc, OnceLock},
+    thread,
+};
 
 use cudarc::driver::sys;
 
@@ -17,7 +20,7 @@ use super::{
     error::{CudaError, Named},
     kv::DeviceKv,
     memory::Range,
-    process,
+    moves::copy_rows,
 };
 use crate::{
     arena::{BlockWrite, RemoteBlocks},
@@ -97,6 +100,16 @@ pub(super) fn take<const N: usize>(bytes: &mut &[u8]) -> Option<[u8; N]> {
     Some(*taken)
 }
 
+/// Returns a random id of this process. Process ids of containers on one host are not unique.
+fn process_id() -> u128 {
+    static ID: OnceLock<u128> = OnceLock::new();
+    *ID.get_or_init(|| {
+        let mut bytes = [0; 16];
+        getrandom::fill(&mut bytes).expect("the system has random numbers");
+        u128::from_le_bytes(bytes)
+    })
+}
+
 impl Part {
     pub const BYTES: usize = 16 + HANDLE_BYTES + 8 + UUID_BYTES;
 
@@ -134,7 +147,7 @@ impl Part {
         // process frees it.
         unsafe { sys::cuIpcGetMemHandle(&mut handle, base) }.named("cuIpcGetMemHandle")?;
         Ok(Self {
-            process: process::mark(),
+            process: process_id(),
             handle: handle.reserved.map(|byte| byte as u8),
             offset: address - base,
             uuid: context.device().uuid.clone(),
@@ -149,7 +162,7 @@ impl Part {
         bytes: u64,
     ) -> Result<Range, String> {
         let (own, theirs) = (&context.device().uuid, &self.uuid);
-        if self.process == process::mark() {
+        if self.process == process_id() {
             return Err("CUDA IPC cannot map memory into the process that owns it".to_owned());
         }
         if own != theirs {
@@ -325,28 +338,11 @@ impl Piece {
                 copies.add(to, from, count * block_bytes(strides.to));
                 continue;
             }
-            let memory = sys::CUmemorytype::CU_MEMORYTYPE_UNIFIED;
-            let copy = sys::CUDA_MEMCPY2D {
-                srcXInBytes: strides.from.1,
-                srcY: 0,
-                srcMemoryType: memory,
-                srcHost: std::ptr::null(),
-                srcDevice: from,
-                srcArray: std::ptr::null_mut(),
-                srcPitch: strides.from.0,
-                dstXInBytes: strides.to.1,
-                dstY: 0,
-                dstMemoryType: memory,
-                dstHost: std::ptr::null_mut(),
-                dstDevice: to,
-                dstArray: std::ptr::null_mut(),
-                dstPitch: strides.to.0,
-                WidthInBytes: strides.bytes,
-                Height: count * strides.runs,
-            };
+            let (from, to) =
+                ((from, strides.from.0, strides.from.1), (to, strides.to.0, strides.to.1));
             // SAFETY: the rows of both are inside their blocks, as just checked. The caller guarantees the
             // rest.
-            unsafe { sys::cuMemcpy2DAsync_v2(&copy, stream.raw()) }.named("cuMemcpy2DAsync")?;
+            unsafe { copy_rows(from, to, strides.bytes, count * strides.runs, stream) }?;
         }
         if strides.is_contiguous() {
             // SAFETY: as above.

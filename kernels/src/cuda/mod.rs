@@ -14,6 +14,30 @@
 //! * [`CudaBackend`] runs forward passes. [`DeviceKv`] holds the KV cache and [`DeviceBatch`] the running
 //!   batch. A [`CudaStep`] is a prepared step; a [`CudaFrame`] returns its tokens.
 
+/// Declares the table of a library's functions, and how it is loaded from the opened library.
+macro_rules! functions {
+    ($($name:ident: fn($($argument:ty),* $(,)?) -> $result:ty;)*) => {
+        #[allow(non_snake_case)]
+        #[derive(Debug)]
+        pub struct Functions {
+            $(pub $name: unsafe extern "C" fn($($argument),*) -> $result,)*
+        }
+
+        impl Functions {
+            /// # Safety
+            /// The library's functions have these signatures, and the library stays open while they are called.
+            pub unsafe fn load(library: &libloading::Library) -> Result<Self, libloading::Error> {
+                Ok(Self {
+                    // SAFETY: guaranteed by the caller.
+                    $($name: unsafe {
+                        *library.get(concat!(stringify!($name), "\0").as_bytes())?
+                    },)*
+                })
+            }
+        }
+    };
+}
+
 mod attention;
 mod backend;
 mod bandwidth;
@@ -42,7 +66,6 @@ mod moves;
 mod nccl;
 mod plan;
 mod probe;
-mod process;
 mod sample;
 mod skinny;
 mod staging;

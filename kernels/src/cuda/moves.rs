@@ -187,7 +187,7 @@ unsafe fn by_copies<R: Role>(
 ///
 /// # Safety
 /// See [`move_blocks`]; the rows are in mapped memory.
-unsafe fn copy_rows<R: Role>(
+pub(super) unsafe fn copy_rows<R: Role>(
     (from, from_pitch, from_first): (sys::CUdeviceptr, usize, usize),
     (to, to_pitch, to_first): (sys::CUdeviceptr, usize, usize),
     width: usize,

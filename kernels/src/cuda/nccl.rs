@@ -157,7 +157,7 @@ impl fmt::Debug for UniqueId {
 /// `ncclConfig_t` of [`OLDEST`]. Newer versions have more fields at the end and detect by version and size that they
 /// are missing.
 #[repr(C)]
-struct Config {
+pub(super) struct Config {
     size: usize,
     magic: u32,
     version: u32,
@@ -171,30 +171,6 @@ struct Config {
 
 /// `NCCL_CONFIG_UNDEF_INT`.
 const UNDEFINED: c_int = c_int::MIN;
-
-/// Declares the table of functions and how it is read from an opened library.
-macro_rules! functions {
-    ($($name:ident: fn($($argument:ty),* $(,)?) -> $result:ty;)*) => {
-        #[allow(non_snake_case)]
-        #[derive(Debug)]
-        struct Functions {
-            $($name: unsafe extern "C" fn($($argument),*) -> $result,)*
-        }
-
-        impl Functions {
-            /// # Safety
-            /// The library is NCCL 2 and stays open while the functions are in use.
-            unsafe fn load(library: &Library) -> Result<Self, libloading::Error> {
-                Ok(Self {
-                    // SAFETY: the caller's promise.
-                    $($name: unsafe {
-                        *library.get(concat!(stringify!($name), "\0").as_bytes())?
-                    },)*
-                })
-            }
-        }
-    };
-}
 
 functions! {
     ncclGetUniqueId: fn(*mut UniqueId) -> c_int;
@@ -266,12 +242,6 @@ impl Nccl {
         self.version
     }
 
-    /// Returns other files of that name that a process may open instead. Both ends of a communicator need the same
-    /// version.
-    pub fn others<'a>(&self, folders: impl IntoIterator<Item = &'a Path>) -> Vec<PathBuf> {
-        others_than(&self.path, folders.into_iter().chain(FOLDERS.iter().map(Path::new)))
-    }
-
     /// Creates the id of a new communicator. One rank creates it and sends it to the others.
     pub fn unique_id(&self) -> Result<UniqueId, NcclError> {
         let mut id = UniqueId([0; 128]);
@@ -332,23 +302,6 @@ fn file_of(function: *const c_void) -> Option<PathBuf> {
     // SAFETY: the loader owns the string, which is valid while the library is open.
     let name = unsafe { CStr::from_ptr(info.dli_fname) }.to_string_lossy().into_owned();
     Path::new(&name).canonicalize().ok()
-}
-
-fn others_than<'a>(file: &Path, folders: impl IntoIterator<Item = &'a Path>) -> Vec<PathBuf> {
-    let files = folders.into_iter().filter_map(|folder| folder.join(SONAME).canonicalize().ok());
-    let mut others: Vec<PathBuf> = files.filter(|other| !is_same(other, file)).collect();
-    others.sort();
-    others.dedup();
-    others
-}
-
-/// Returns whether two paths name files with equal contents, as two packages may install them.
-fn is_same(one: &Path, other: &Path) -> bool {
-    use std::os::unix::fs::MetadataExt;
-    match (fs::metadata(one), fs::metadata(other)) {
-        (Ok(one), Ok(other)) => (one.dev(), one.ino()) == (other.dev(), other.ino()),
-        _ => false,
-    }
 }
 
 /// Returns the loader's message, which is the error's source.
@@ -446,19 +399,5 @@ mod tests {
                 }
             }
         }
-    }
-
-    #[test]
-    fn a_second_file_of_the_name_is_noticed_and_a_link_to_the_first_is_not() {
-        let [first, second, link] = [(); 3].map(|()| tempfile::tempdir().unwrap());
-        for folder in [&first, &second] {
-            fs::write(folder.path().join(SONAME), "").unwrap();
-        }
-        std::os::unix::fs::symlink(first.path().join(SONAME), link.path().join(SONAME)).unwrap();
-        let found = others_than(
-            &first.path().join(SONAME).canonicalize().unwrap(),
-            [first.path(), second.path(), link.path()],
-        );
-        assert_eq!(found, [second.path().join(SONAME).canonicalize().unwrap()]);
     }
 }
