@@ -1,6 +1,6 @@
 """Decode attention: peak read bandwidth, correctness, block-major against contiguous pages, Baton against FlashInfer.
 
-Needs libbaton_kernels.so, libroof.so, libpeer.so in BATON_KERNELS_DIR (see README.md beside this), PyTorch and one GPU.
+Needs libbaton_kernels.so, libpeak_read.so, libpeer.so in BATON_KERNELS_DIR (see README.md beside this), PyTorch and one GPU.
 Writes attention.json to OUT.
 """
 import ctypes
@@ -17,7 +17,7 @@ i32, i64, f32 = ctypes.c_int32, ctypes.c_int64, ctypes.c_float
 PAGE = 16
 QUICK = "--quick" in sys.argv  # correctness alone, a few cases: for compute-sanitizer
 if not QUICK:
-    roof, peer = load("libroof.so"), load("libpeer.so")
+    peak, peer = load("libpeak_read.so"), load("libpeer.so")
 results = Results("attention.json")
 SMS = torch.cuda.get_device_properties(0).multi_processor_count
 
@@ -29,7 +29,7 @@ def own(q, k, v, strides, pages, stride_table, lens, out, kv_heads, group, dim, 
     check(kernels.baton_decode_attention(ctypes.byref(args), stream()), f"decode attention, variant {variant}, grid {grid}", kernels)
 
 
-def measure_roof():
+def measure_peak():
     buf = torch.empty(6 << 30, dtype=torch.uint8, device="cuda")
     buf.view(torch.int32).random_()
     sink = torch.zeros(1, dtype=torch.int32, device="cuda")
@@ -39,21 +39,21 @@ def measure_roof():
     for per in (2, 4):
         for unroll in (4, 8):
             cases[f"loads x{unroll}, {per} blocks of 512 an SM"] = capture(lambda: check(
-                roof.read_roof_loads(ptr(buf), i64(n), ptr(sink), i32(SMS * per), i32(unroll), stream()), "roof"))
+                peak.peak_read_loads(ptr(buf), i64(n), ptr(sink), i32(SMS * per), i32(unroll), stream()), "peak read"))
     for grid in (SMS, 128, 96, 64):
         cases[f"bulk 16 KB, {grid} blocks"] = capture(lambda: check(
-            roof.read_roof_bulk(ptr(buf), i64(n), i32(grid), i32(16384), stream()), "roof"))
+            peak.peak_read_bulk(ptr(buf), i64(n), i32(grid), i32(16384), stream()), "peak read"))
     for piece in (256, 512, 1024, 4096):
         cases[f"bulk {piece} B, {SMS} blocks"] = capture(lambda: check(
-            roof.read_roof_bulk(ptr(buf), i64(n), i32(SMS), i32(piece), stream()), "roof"))
+            peak.peak_read_bulk(ptr(buf), i64(n), i32(SMS), i32(piece), stream()), "peak read"))
     cases["copy"] = capture(lambda: other.copy_(buf))
     best = 0
     for name, (mid, lo, hi) in alternate(cases, 9).items():
         rate = n * (2 if name == "copy" else 1) / mid / 1e6
         if name != "copy":
             best = max(best, rate)
-        results.add(part="roof", case=name, us=mid, low=lo, high=hi, tb_s=rate)
-        print(f"roof {name:36s} {rate:6.3f} TB/s")
+        results.add(part="peak", case=name, us=mid, low=lo, high=hi, tb_s=rate)
+        print(f"peak {name:36s} {rate:6.3f} TB/s")
     return best
 
 
@@ -196,7 +196,7 @@ def layouts(best, shapes):
         for (name, layout), (mid, lo, hi) in timed.items():
             us = mid / layers
             results.add(part="layout", batch=batch, length=length, kernel=name, layout=layout, us=us, low=lo / layers, high=hi / layers,
-                        roof=floor / us, tb_s=bytes_ / us / 1e6, agree=agree)
+                        fraction_of_peak=floor / us, tb_s=bytes_ / us / 1e6, agree=agree)
         for name in dict.fromkeys(n for n, _ in timed):
             b = timed[(name, "block-major")][0] / layers
             line = f"  {name:20s} block-major {b:8.2f} us {100 * floor / b:5.1f} %"
@@ -210,6 +210,6 @@ if not correctness():
     sys.exit(1)
 if QUICK:
     sys.exit(0)
-best = measure_roof()
+best = measure_peak()
 torch.cuda.empty_cache()
 layouts(best, ((32, 8192), (64, 4096), (128, 512), (64, 512), (1, 8192), (4, 8192), (1, 512), (8, 512)))

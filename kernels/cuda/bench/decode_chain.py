@@ -2,7 +2,7 @@
 down + residual, every layer; norm + lm_head) against the floor of its bytes, with and without programmatic dependent launch.
 Left out: embedding, sampling, and the way of tokens to the host.
 
-Needs libbaton_kernels.so in BATON_KERNELS_DIR. Writes chain.json to OUT. Arguments: the read roof in TB/s, attention cases
+Needs libbaton_kernels.so in BATON_KERNELS_DIR. Writes chain.json to OUT. Arguments: the peak read bandwidth in TB/s, attention cases
 (variant x least pages, with commas), models, and --rows with commas. One process a model: a graph of PyTorch's products keeps a workspace that
 is gone once its memory is given back.
 """
@@ -146,7 +146,7 @@ def main():
             keep.append((graphs, peer, s))
             print(f"{name} {rows} x {length}: floor {floor:.0f} us; logits of the variants differ by {worst:.1e}")
             for case, (mid, lo, hi) in timed.items():
-                results.add(model=name, rows=rows, length=length, case=case, us=mid, low=lo, high=hi, floor=floor, roof=floor / mid, differ=worst)
+                results.add(model=name, rows=rows, length=length, case=case, us=mid, low=lo, high=hi, floor=floor, fraction_of_peak=floor / mid, differ=worst)
                 print(f"  {case:34s} {mid:8.1f} us  {100 * floor / mid:5.1f} %")
 
 

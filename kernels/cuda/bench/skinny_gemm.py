@@ -1,7 +1,7 @@
 """Skinny GEMMs (1 to 128 rows) at the shapes of Llama-3.2-1B and 3.1-8B: correctness, then Baton against torch.mm (cuBLAS).
 
 Every launch of a graph reads another copy of the weight, so the L2 is cold. Needs libbaton_kernels.so in BATON_KERNELS_DIR.
-Writes gemm.json to OUT. Argument: the read roof in TB/s.
+Writes gemm.json to OUT. Argument: the peak read bandwidth in TB/s.
 """
 import ctypes
 import sys
@@ -173,7 +173,7 @@ def speed(results, best, only=None):
             line = []
             for case, (mid, lo, hi) in timed.items():
                 us = mid / copies
-                results.add(part="speed", shape=name, n=n, depth=depth, rows=rows, case=case, us=us, low=lo / copies, high=hi / copies, roof=floor / us)
+                results.add(part="speed", shape=name, n=n, depth=depth, rows=rows, case=case, us=us, low=lo / copies, high=hi / copies, fraction_of_peak=floor / us)
                 line.append(f"{case} {us:.2f} ({100 * floor / us:.0f} %)")
             print(f"{name:11s} M={rows:2d} floor {floor:6.2f}: " + ", ".join(line))
 

@@ -1,5 +1,5 @@
-// The read roof: how fast one pass over device memory can go. Two ways: 16-byte loads, and bulk copies into
-// shared memory (nothing looks at the bytes there). Both are the rate that decode is held against.
+// Peak read bandwidth: one pass over device memory, by 16-byte loads or by bulk copies into shared memory, where
+// no thread reads the bytes. The faster of the two is the peak that decode kernels are compared with.
 #include <cuda_runtime.h>
 #include <stdint.h>
 
@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(32) read_bulk(const char* from, int64_t bytes,
 }  // namespace
 
 extern "C" {
-__attribute__((visibility("default"))) int32_t read_roof_loads(const void* from, int64_t bytes, uint32_t* sink,
+__attribute__((visibility("default"))) int32_t peak_read_loads(const void* from, int64_t bytes, uint32_t* sink,
                                                                int32_t grid, int32_t unroll, void* stream) {
   cudaStream_t s = (cudaStream_t)stream;
   const uint4* f = (const uint4*)from;
@@ -75,7 +75,7 @@ __attribute__((visibility("default"))) int32_t read_roof_loads(const void* from,
     read_loads<4><<<grid, 512, 0, s>>>(f, bytes / 16, sink);
   return (int32_t)cudaGetLastError();
 }
-__attribute__((visibility("default"))) int32_t read_roof_bulk(const void* from, int64_t bytes, int32_t grid,
+__attribute__((visibility("default"))) int32_t peak_read_bulk(const void* from, int64_t bytes, int32_t grid,
                                                               int32_t piece, void* stream) {
   int smem = kStages * 16384 + kStages * 8;
   cudaError_t e = cudaFuncSetAttribute(read_bulk, cudaFuncAttributeMaxDynamicSharedMemorySize, smem);
