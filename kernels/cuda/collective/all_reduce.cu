@@ -6,10 +6,9 @@
 // UNSENT. There are no barriers, no fences and no reliance on store order, and 16 bytes on the link are 16 bytes of
 // payload.
 //
-// An arena has two halves, used in turn. A rank writes a half again two calls later. By then it has finished the call
-// between, which needed data that every other rank sent in that call, so after those ranks had read and restored the
-// whole call before. The call number is in the arena, and the last block to read it increments it: graphs replay
-// without a changing argument.
+// An arena has two halves, used in turn. A rank writes a half again two calls later, after it has received every rank's
+// data of the call between. A rank sends that data only after it has read and restored the half of the call before. The
+// call number is in the arena, and the last block to read it increments it: graphs replay without a changing argument.
 //
 // No wait is endless. A thread that times out, or sees that the host or another thread has stopped, returns; from then
 // on every call returns at once. The arena is dirty then, and all ranks reset their arenas.

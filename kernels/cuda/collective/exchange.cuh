@@ -4,9 +4,9 @@
 // an item of 16 bytes has three words of payload and a fourth that tells which of them were replaced.
 //
 // A block communicates only with the blocks of the same index on the other ranks, in rounds. It has a range of the
-// call's half, in two parts that are used in turn. It writes a part again two rounds later. By then it has what the
-// others sent in the round between, so after those had read and restored the round before (their fence comes first).
-// One call therefore moves any amount of data, which may be determined during the call.
+// call's half, in two parts that are used in turn. It writes a part again two rounds later, after it has received the
+// data of the round between. A rank sends that data only after it has read and restored the part of the round before
+// (its fence comes first). One call therefore moves any amount of data, which may be determined during the call.
 #pragma once
 
 #include <algorithm>

@@ -133,7 +133,7 @@ struct Arguments {
   Shares shares;
   int slices;  // of the whole row
   int slice_runs;
-  // What is looked at here: of the tokens, and of the slices.
+  // The tokens and slices that the kernels process: the whole row, or this rank's part of it.
   int first, end;
   int slice_first, slice_count;
 };

@@ -1,4 +1,4 @@
-// NVTX is headers alone: they look for a profiler's library in the environment at the first call.
+// NVTX consists of headers, which search the environment for a profiler's library at the first call.
 #include "ranges.h"
 
 #include <nvtx3/nvToolsExt.h>
