@@ -65,7 +65,7 @@ impl<T: Transport, S: EventSink> DriverThread<T, S> {
     /// within `shutdown_max`, and drops the sink.
     pub fn run(mut self, shutdown_max: Duration) {
         let reason = loop {
-            if let Turned::Stopped { reason } = self.turn(SLEEP_MAX) {
+            if let Some(reason) = self.turn(SLEEP_MAX) {
                 break reason;
             }
         };
@@ -89,8 +89,9 @@ impl<T: Transport, S: EventSink> DriverThread<T, S> {
         *locked(&unfinished) = threads;
     }
 
-    /// Handles queued inputs and due deadlines, and executes the resulting actions.
-    fn turn(&mut self, sleep_max: Duration) -> Turned {
+    /// Handles queued inputs and due deadlines, and executes the resulting actions. Returns the reason
+    /// if the driver must stop.
+    fn turn(&mut self, sleep_max: Duration) -> Option<&'static str> {
         let mut now = Instant::now();
         let mut sleep = self
             .driver
@@ -116,9 +117,9 @@ impl<T: Transport, S: EventSink> DriverThread<T, S> {
                     // Without a listener every transfer would fail while the node looks healthy.
                     tracing::error!("stopping transfers: the control listener has stopped");
                     self.inputs.messages = never();
-                    return Turned::Stopped { reason: "the control listener has stopped" };
+                    return Some("the control listener has stopped");
                 }
-                Next::Stop => return Turned::Stopped { reason: "the node is shutting down" },
+                Next::Stop => return Some("the node is shutting down"),
                 Next::Nothing => break,
             }
         }
@@ -131,7 +132,7 @@ impl<T: Transport, S: EventSink> DriverThread<T, S> {
         });
         self.metrics.publish(&self.driver.core);
         self.driver.offer_events(&mut self.sink);
-        Turned::Running
+        None
     }
 
     /// Keeps the guard of a caller that waits for a connection.
@@ -173,11 +174,6 @@ impl<T: Transport, S: EventSink> DriverThread<T, S> {
             self.driver.offer_events(&mut self.sink);
         }
     }
-}
-
-enum Turned {
-    Running,
-    Stopped { reason: &'static str },
 }
 
 #[cfg(test)]
