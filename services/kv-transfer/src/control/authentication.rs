@@ -266,7 +266,7 @@ mod tests {
             Body::Ack { transfer },
             Body::Abort {
                 transfer,
-                cause: AbortCause::GivenUp,
+                cause: AbortCause::Unspecified,
                 reason: "the client left".to_owned(),
             },
             Body::Abort {

@@ -7,7 +7,7 @@ use kernels::{
 };
 use proto::v1::{self, control_message as wire};
 
-use super::{AbortCause, Body, Done, Hello, HelloOk, InvalidMessage, Reserve};
+use super::{Body, Done, Hello, HelloOk, InvalidMessage, Reserve};
 use crate::api::{Identity, TransferId};
 
 /// Longest node id, endpoint or method name, in bytes.
@@ -115,21 +115,6 @@ fn token(token: v1::Token) -> Checked<SampledToken> {
     Ok(SampledToken { id: token.id, logprobs })
 }
 
-fn abort_cause_to_wire(cause: AbortCause) -> v1::AbortCause {
-    match cause {
-        AbortCause::GivenUp => v1::AbortCause::Unspecified,
-        AbortCause::Mismatch => v1::AbortCause::Mismatch,
-    }
-}
-
-/// Unknown causes were mapped to `Unspecified` by prost.
-fn abort_cause(cause: v1::AbortCause) -> AbortCause {
-    match cause {
-        v1::AbortCause::Unspecified => AbortCause::GivenUp,
-        v1::AbortCause::Mismatch => AbortCause::Mismatch,
-    }
-}
-
 pub fn body_to_wire(body: &Body) -> wire::Body {
     match body {
         Body::Hello(hello) => wire::Body::Hello(v1::Hello {
@@ -189,7 +174,7 @@ pub fn body_to_wire(body: &Body) -> wire::Body {
         Body::Abort { transfer, cause, reason } => wire::Body::Abort(v1::Abort {
             transfer_id: transfer_to_wire(transfer),
             reason: truncate(reason, REASON_BYTES_MAX),
-            cause: abort_cause_to_wire(*cause).into(),
+            cause: (*cause).into(),
         }),
         Body::AbortAck { transfer } => {
             wire::Body::AbortAck(v1::AbortAck { transfer_id: transfer_to_wire(transfer) })
@@ -254,7 +239,7 @@ pub fn body_from_wire(body: wire::Body) -> Checked<Body> {
         wire::Body::Ack(ack) => Body::Ack { transfer: transfer(&ack.transfer_id)? },
         wire::Body::Abort(abort) => Body::Abort {
             transfer: transfer(&abort.transfer_id)?,
-            cause: abort_cause(abort.cause()),
+            cause: abort.cause(),
             reason: bounded(abort.reason, REASON_BYTES_MAX, "reason")?,
         },
         wire::Body::AbortAck(ack) => Body::AbortAck { transfer: transfer(&ack.transfer_id)? },

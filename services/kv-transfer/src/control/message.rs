@@ -1,6 +1,8 @@
 //! Control messages with validated fields.
 
 use kernels::{BlockId, sampling::SampledToken};
+/// Cause of an `ABORT`: `Unspecified` if the transfer was cancelled or has failed.
+pub use proto::v1::AbortCause;
 
 use crate::api::{Epoch, Identity, TransferId};
 
@@ -75,17 +77,8 @@ pub enum Body {
 impl Body {
     /// Creates an `ABORT` that is not about models or weights.
     pub fn give_up(transfer: TransferId, reason: String) -> Self {
-        Self::Abort { transfer, cause: AbortCause::GivenUp, reason }
+        Self::Abort { transfer, cause: AbortCause::Unspecified, reason }
     }
-}
-
-/// Cause of an `ABORT`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum AbortCause {
-    /// The transfer was cancelled or has failed.
-    GivenUp,
-    /// The nodes have different models or weights.
-    Mismatch,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -124,7 +124,7 @@ pub enum Step<C> {
     End(Ended),
 }
 
-/// What the sender has announced.
+/// Announcement of the sender.
 pub enum Lend {
     Chunk {
         transfer: TransferId,

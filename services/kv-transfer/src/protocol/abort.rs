@@ -162,6 +162,6 @@ fn cause_of(failure: &TransferFailure) -> AbortCause {
         | TransferFailure::Aborted { .. }
         | TransferFailure::Deadline { .. }
         | TransferFailure::Damaged { .. }
-        | TransferFailure::Protocol { .. } => AbortCause::GivenUp,
+        | TransferFailure::Protocol { .. } => AbortCause::Unspecified,
     }
 }

@@ -306,7 +306,7 @@ impl Core {
     fn abort(&mut self, now: Instant, transfer: TransferId, reason: String) {
         if !self.transfers.contains_key(&transfer) {
             // A transfer may be cancelled before it starts.
-            let tombstone = Tombstone::Failed { cause: AbortCause::GivenUp, reason };
+            let tombstone = Tombstone::Failed { cause: AbortCause::Unspecified, reason };
             return self.tombstones.bury(now, transfer, tombstone);
         }
         self.with_transfer(now, transfer, |side, turn| side.abort(turn, reason));

@@ -162,7 +162,7 @@ impl Peer {
     fn aborted(&self, cause: AbortCause, reason: String) -> TransferFailure {
         let peer = self.node_id.clone();
         match cause {
-            AbortCause::GivenUp => TransferFailure::PeerAborted { peer, reason },
+            AbortCause::Unspecified => TransferFailure::PeerAborted { peer, reason },
             AbortCause::Mismatch => TransferFailure::Refused { peer, reason },
         }
     }
@@ -175,7 +175,7 @@ impl Peer {
     fn ended_before(&self, cause: AbortCause, reason: &str) -> TransferFailure {
         let reason = format!("the transfer has already ended: {reason}");
         match cause {
-            AbortCause::GivenUp => TransferFailure::Aborted { reason },
+            AbortCause::Unspecified => TransferFailure::Aborted { reason },
             AbortCause::Mismatch => TransferFailure::Refused { peer: self.node_id.clone(), reason },
         }
     }

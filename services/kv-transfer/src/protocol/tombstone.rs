@@ -93,7 +93,7 @@ mod tests {
         let now = Instant::now();
         let mut tombstones = Tombstones::new(3);
         tombstones.bury(now, TransferId(1), Tombstone::Complete);
-        let (cause, reason) = (AbortCause::GivenUp, "late".to_owned());
+        let (cause, reason) = (AbortCause::Unspecified, "late".to_owned());
         tombstones.bury(now, TransferId(1), Tombstone::Failed { cause, reason });
         assert_eq!(tombstones.get(TransferId(1)), Some(&Tombstone::Complete));
         assert_eq!(tombstones.len(), 1);

@@ -316,7 +316,7 @@ fn any_message(random: &mut Random) -> Body {
         9 => Body::Ack { transfer },
         10 => Body::Abort {
             transfer,
-            cause: if random.chance(50) { AbortCause::GivenUp } else { AbortCause::Mismatch },
+            cause: if random.chance(50) { AbortCause::Unspecified } else { AbortCause::Mismatch },
             reason: String::new(),
         },
         11 => Body::AbortAck { transfer },
