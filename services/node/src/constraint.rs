@@ -75,6 +75,9 @@ impl GrammarVocabulary {
             // follow, so it ends the answer even where stop tokens are ignored.
             sequence.sampling.min_tokens = 0;
             sequence.ignore_stop_tokens = false;
+            if sequence.sampling.stop_token_ids.is_empty() {
+                return Err(Refusal::AnswerComplete);
+            }
         }
         let stop_tokens = match sequence.ignore_stop_tokens {
             true => Vec::new(),
@@ -170,8 +173,8 @@ mod tests {
 
     use super::*;
 
-    #[test]
-    fn complete_answer_ends_with_a_stop_token_although_stop_tokens_are_ignored() {
+    /// Constrains a sequence whose earlier attempt emitted a complete answer.
+    fn constrain_complete(stop_token_ids: Vec<u32>) -> Result<NewSequence, Refusal> {
         let tokens: [&[u8]; 2] = [b"a", b"b"];
         let stop = Token::Silent;
         let compiler = Compiler::new(tokens.into_iter().map(Token::Text).chain([stop]));
@@ -182,7 +185,7 @@ mod tests {
             kind: SequenceKind::Compute,
             tokens: vec![1, 0],
             prompt_len: 1,
-            sampling: Sampling { stop_token_ids: vec![2], ..Sampling::greedy() },
+            sampling: Sampling { stop_token_ids, ..Sampling::greedy() },
             max_tokens: 5,
             ignore_stop_tokens: true,
             cache_salt: String::new(),
@@ -190,7 +193,18 @@ mod tests {
             deadline: Instant::now(),
         };
         let grammar = Grammar::Regex("a".into());
-        vocabulary.constrain(&mut sequence, &grammar, Arc::new(|_, _| {})).unwrap();
+        vocabulary.constrain(&mut sequence, &grammar, Arc::new(|_, _| {}))?;
+        Ok(sequence)
+    }
+
+    #[test]
+    fn complete_answer_without_stop_tokens_is_reported_as_complete() {
+        assert_eq!(constrain_complete(vec![]).unwrap_err(), Refusal::AnswerComplete);
+    }
+
+    #[test]
+    fn complete_answer_ends_with_a_stop_token_although_stop_tokens_are_ignored() {
+        let sequence = constrain_complete(vec![2]).unwrap();
         assert!(!sequence.ignore_stop_tokens);
         let constraint = sequence.constraint.expect("the sequence has a constraint");
         let allowed: Vec<u32> = (0..3).filter(|id| constraint.allowed().allows(*id)).collect();

@@ -147,6 +147,7 @@ impl From<Refusal> for Status {
     fn from(refusal: Refusal) -> Self {
         let code = match &refusal {
             Refusal::Field { .. } | Refusal::Invalid { .. } => Code::InvalidArgument,
+            Refusal::AnswerComplete => Code::OutOfRange,
             Refusal::Busy { .. } => Code::ResourceExhausted,
             Refusal::Draining => Code::Unavailable,
             Refusal::Duplicate { .. } => Code::AlreadyExists,

@@ -390,8 +390,7 @@ fn request(random: &mut Random, severity: Severity, longest: u32) -> RequestPlan
         temperature: random.pick(&[0.0, 1.0]),
         seed: random.below(3),
         min_tokens: if has_min_tokens { random.within(0..=max_tokens.min(6)) } else { 0 },
-        // Every model that supports grammars has a stop token.
-        stop_token_ids: if random.chance(60) || grammar.is_some() { vec![3, 4] } else { vec![] },
+        stop_token_ids: if random.chance(60) { vec![3, 4] } else { vec![] },
         ..Sampling::greedy()
     };
     let timeout = match severity.must_complete() {

@@ -149,6 +149,10 @@ pub enum Refusal {
     /// The sequence can never run on this node.
     #[error("{reason}")]
     Invalid { reason: String },
+    /// The emitted tokens complete the grammar, and no stop token can follow. The earlier attempt ended
+    /// before it reported the end of the answer.
+    #[error("the answer is complete: its grammar allows no further token")]
+    AnswerComplete,
     /// A queue is full, or the blocks cannot be reserved now.
     #[error("busy: {reason}")]
     Busy { reason: String },

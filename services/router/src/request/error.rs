@@ -88,7 +88,7 @@ pub enum RequestError {
     Internal { reason: String },
 }
 
-/// What the APIs and the metrics report for an error.
+/// The outcome that the APIs and the metrics report for an error.
 #[derive(Clone, Copy, Debug)]
 pub struct ErrorReport {
     pub end: RequestEnd,

@@ -47,6 +47,8 @@ pub enum Cause {
     Stale,
     /// The node knows this transfer id already.
     Duplicate,
+    /// The emitted tokens complete the grammar of the answer, and no token can follow.
+    AnswerComplete,
     /// A bug of the node.
     Internal,
     /// The node can never serve this request.
@@ -70,6 +72,7 @@ impl Cause {
             Self::Mismatch => "mismatch",
             Self::Stale => "stale",
             Self::Duplicate => "duplicate",
+            Self::AnswerComplete => "answer_complete",
             Self::Internal => "internal",
             Self::Invalid => "invalid",
             Self::Violation => "violation",
@@ -91,7 +94,7 @@ impl Cause {
     }
 }
 
-/// What the directory must learn about the node of a failed attempt.
+/// A report to the directory about the node of a failed attempt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum NodeReport {
     Busy,
@@ -124,6 +127,7 @@ impl AttemptFailure {
             Code::Unavailable if broken => Cause::Lost,
             Code::Unavailable => Cause::Draining,
             Code::InvalidArgument => Cause::Invalid,
+            Code::OutOfRange => Cause::AnswerComplete,
             Code::AlreadyExists => Cause::Duplicate,
             Code::FailedPrecondition => Cause::Stale,
             Code::DeadlineExceeded => Cause::Deadline,

@@ -541,6 +541,14 @@ impl RequestCore {
                 Some(AttemptAction::Fail(_)) if is_complete => {
                     return self.complete(self.reason_without_node());
                 }
+                // The earlier attempt was lost after the last token, before the end of the answer.
+                Some(AttemptAction::Fail(failure))
+                    if failure.cause == Cause::AnswerComplete
+                        && self.spec.grammar.is_some()
+                        && self.emitted.next_index() > 0 =>
+                {
+                    return self.complete(FinishReason::Stop);
+                }
                 Some(AttemptAction::Fail(failure)) => return self.fail_attempt(now, failure),
             }
         }

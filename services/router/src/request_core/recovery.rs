@@ -157,12 +157,15 @@ impl Recovery {
                 self.transfers_failed += 1;
                 self.avoid_prefill.extend(prefill);
             }
-            Cause::Lost | Cause::Draining | Cause::Stale | Cause::Internal | Cause::Violation => {
-                match (failure.side, prefill) {
-                    (Side::Prefill, Some(prefill)) => self.avoid_prefill.push(prefill),
-                    (Side::Prefill, None) | (Side::Decode, _) => self.avoid_decode.push(decode),
-                }
-            }
+            Cause::Lost
+            | Cause::Draining
+            | Cause::Stale
+            | Cause::AnswerComplete
+            | Cause::Internal
+            | Cause::Violation => match (failure.side, prefill) {
+                (Side::Prefill, Some(prefill)) => self.avoid_prefill.push(prefill),
+                (Side::Prefill, None) | (Side::Decode, _) => self.avoid_decode.push(decode),
+            },
             // Another transfer id is enough.
             Cause::Duplicate => {}
         }

@@ -3,7 +3,7 @@
 use cluster::{Epoch, NodeId};
 use proto::v1::{
     DecodeFinished, DecodeTokens, Failure, FailureKind, PrefillToken, Reserved,
-    decode_event::Event, prefill_event,
+    decode_event::Event, grammar, prefill_event,
 };
 
 use super::*;
@@ -429,4 +429,32 @@ fn kv_of_less_than_a_block_needs_no_prefill_node() {
     assert_eq!((wanted.role, wanted.identity), (Role::Prefill, Some(&decode.identity)));
     owner.core.spec.prompt = [7; 15].into();
     assert!(owner.core.wanted_prefill(&decode).is_none());
+}
+
+#[test]
+fn a_complete_structured_answer_finishes_although_its_last_event_is_lost() {
+    for side in [Side::Decode, Side::Prefill] {
+        let mut owner = Owner::new();
+        let kind = Some(grammar::Kind::Regex("abc".into()));
+        owner.core.spec.grammar = Some(Arc::new(Grammar { kind }));
+        owner.core.start(owner.now, false);
+        owner.outputs();
+        owner.picked(false);
+        owner.reserved();
+        owner.tokens(3);
+        owner.loses_decode();
+        // The model has no stop token, so no node can add a token to the answer.
+        owner.picked(true);
+        let complete = Status::out_of_range("the answer is complete");
+        match side {
+            Side::Decode => owner.core.handle_decode(owner.now, Err(complete)),
+            Side::Prefill => owner.core.handle_prefill(owner.now, Err(complete)),
+        }
+        let outputs = owner.outputs();
+        let [Output::EndAttempt(_), Output::Finish(finished)] = &outputs[..] else {
+            panic!("{outputs:?}");
+        };
+        assert_eq!(finished.reason, FinishReason::Stop);
+        assert_eq!(owner.received, [0, 1, 2]);
+    }
 }
