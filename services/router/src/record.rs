@@ -1,10 +1,7 @@
 //! The record of each request: one log line at its end, and its metrics.
 
 use std::{
-    sync::{
-        Arc, Mutex, MutexGuard,
-        atomic::{AtomicU32, Ordering},
-    },
+    sync::{Arc, Mutex, MutexGuard},
     time::{Duration, Instant},
 };
 
@@ -16,7 +13,7 @@ use crate::{
     front::ServedModel,
     net::ConnectionEnd,
     request::error::RequestError,
-    request_core::{AttemptOutcome, Cause, EndedAttempt, Side},
+    request_core::{AttemptOutcome, Cause, EndedAttempt, HandOverStats, Side},
     request_driver::AnswerEnd,
 };
 
@@ -33,8 +30,6 @@ pub struct RequestRecord {
     /// The client's label for the request.
     label: Option<String>,
     received: Instant,
-    choices: AtomicU32,
-    prompt_tokens: AtomicU32,
     state: Mutex<State>,
     span: Span,
     /// The connection that the request arrived on.
@@ -48,10 +43,9 @@ struct State {
     last_event: Option<Instant>,
     completion_tokens: u32,
     cached_tokens: u32,
-    attempts: u32,
-    kv_bytes: u64,
-    prefill_node: Option<String>,
-    decode_node: Option<String>,
+    hand_over: HandOverStats,
+    choices: u32,
+    prompt_tokens: u32,
     answers_ended: u32,
     cut_short: bool,
     error: Option<(RequestEnd, String)>,
@@ -71,8 +65,6 @@ impl RequestRecord {
             request_id,
             label,
             received: Instant::now(),
-            choices: AtomicU32::new(0),
-            prompt_tokens: AtomicU32::new(0),
             state: Mutex::default(),
             span: Span::none(),
             connection,
@@ -102,8 +94,8 @@ impl RequestRecord {
     }
 
     pub fn prepared(&self, choices: u32, prompt_tokens: u32) {
-        self.choices.store(choices, Ordering::Relaxed);
-        self.prompt_tokens.store(prompt_tokens, Ordering::Relaxed);
+        let mut state = self.state();
+        (state.choices, state.prompt_tokens) = (choices, prompt_tokens);
     }
 
     /// Tokens of some answer were emitted to the client.
@@ -124,10 +116,7 @@ impl RequestRecord {
     pub fn answer_ended(&self, end: &AnswerEnd) {
         let mut state = self.state();
         state.cached_tokens += end.cached_tokens;
-        state.attempts += end.hand_over.attempts;
-        state.kv_bytes += end.hand_over.kv_bytes;
-        state.prefill_node.clone_from(&end.hand_over.prefill_node);
-        state.decode_node.clone_from(&end.hand_over.decode_node);
+        state.hand_over.add(&end.hand_over);
         state.answers_ended += 1;
         state.cut_short |= end.reason == FinishReason::Length;
     }
@@ -173,7 +162,7 @@ impl Drop for RequestRecord {
     fn drop(&mut self) {
         let duration = self.received.elapsed();
         let state = std::mem::take(&mut *self.state());
-        let choices = self.choices.load(Ordering::Relaxed);
+        let (choices, prompt_tokens) = (state.choices, state.prompt_tokens);
         let left = match self.connection.is_unread() {
             true => RequestEnd::SlowClient,
             false => RequestEnd::ClientGone,
@@ -186,7 +175,6 @@ impl Drop for RequestRecord {
             None if state.cut_short => RequestEnd::Length,
             None => RequestEnd::Stop,
         };
-        let prompt_tokens = self.prompt_tokens.load(Ordering::Relaxed);
         self.model.metrics.request_ended(&FinishedRequest {
             operation: self.operation,
             end,
@@ -210,10 +198,10 @@ impl Drop for RequestRecord {
             prompt_tokens,
             cached_tokens = state.cached_tokens,
             completion_tokens = state.completion_tokens,
-            attempts = state.attempts,
-            kv_bytes = state.kv_bytes,
-            prefill_node = state.prefill_node.as_deref(),
-            decode_node = state.decode_node.as_deref(),
+            attempts = state.hand_over.attempts,
+            kv_bytes = state.hand_over.kv_bytes,
+            prefill_node = state.hand_over.prefill_node,
+            decode_node = state.hand_over.decode_node,
             ttft_ms = state.first_token.map(milliseconds),
             duration_ms = milliseconds(duration),
             "request ended"

@@ -10,10 +10,9 @@ use tokio_util::sync::{CancellationToken, DropGuard};
 
 use crate::{
     front::{Front, ModelSource, Models, RouterSettings},
-    grpc::{self, HealthTask},
-    http,
+    grpc, http,
     net::{self, Protocol},
-    nodes::{NodeWatch, Nodes, Served},
+    nodes::{Nodes, OwnedTask, Served},
 };
 
 /// Time for requests to end after they were cut.
@@ -51,8 +50,8 @@ pub struct RunningRouter {
     stop: DropGuard,
     http_task: JoinHandle<()>,
     grpc_task: JoinHandle<()>,
-    health: HealthTask,
-    watch: NodeWatch,
+    health: OwnedTask,
+    watch: OwnedTask,
     membership: Membership,
 }
 
@@ -84,7 +83,7 @@ pub fn start(
     let front = Arc::new(Front::new(settings, models, nodes));
 
     let (draining, stop) = (CancellationToken::new(), CancellationToken::new());
-    let (health, health_service) = HealthTask::start(front.clone(), draining.clone());
+    let (health, health_service) = grpc::serve_health(front.clone(), draining.clone());
     let started = std::time::SystemTime::UNIX_EPOCH.elapsed().map_or(0, |since| since.as_secs());
     let http_routes = http::routes(front.clone(), metrics, started);
     let grpc_routes = grpc::routes(front.clone(), health_service)?;

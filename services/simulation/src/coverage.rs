@@ -59,6 +59,7 @@ impl Coverage {
             | Cause::Duplicate
             | Cause::Invalid
             | Cause::Violation
+            | Cause::AnswerComplete
             | Cause::Contradiction => panic!("{failure}"),
         });
     }

@@ -2,44 +2,28 @@
 
 use std::sync::Arc;
 
-use tokio::task::{JoinError, JoinHandle};
-use tokio_util::sync::{CancellationToken, DropGuard};
+use tokio_util::sync::CancellationToken;
 use tonic_health::{
     ServingStatus,
     pb::health_server::HealthServer,
     server::{HealthReporter, HealthService},
 };
 
-use crate::front::Front;
+use crate::{front::Front, nodes::OwnedTask};
 
 /// The names of the whole server and of its service for clients.
 const SERVICES: [&str; 2] = ["", "baton.v1.Inference"];
 
-/// Keeps the health service up to date. Dropping it stops the task without waiting.
-pub struct HealthTask {
-    stop: DropGuard,
-    task: JoinHandle<()>,
-}
-
-impl HealthTask {
-    /// Starts the task. The service reports NOT_SERVING until a decode node is up and the first nodes have set
-    /// up their connections. `draining` is cancelled when new requests are rejected.
-    pub fn start(
-        front: Arc<Front>,
-        draining: CancellationToken,
-    ) -> (Self, HealthServer<HealthService>) {
-        let reporter = HealthReporter::new();
-        let service = HealthServer::new(HealthService::from_health_reporter(reporter.clone()));
-        let stop = CancellationToken::new();
-        let task = tokio::spawn(report(front, reporter, draining, stop.clone()));
-        (Self { stop: stop.drop_guard(), task }, service)
-    }
-
-    /// Stops the task and waits until it has ended.
-    pub async fn shutdown(self) -> Result<(), JoinError> {
-        drop(self.stop);
-        self.task.await
-    }
+/// Starts the task that keeps the health service up to date. The service reports NOT_SERVING until a decode
+/// node is up and the first nodes have set up their connections. `draining` is cancelled when new requests are
+/// rejected.
+pub fn serve_health(
+    front: Arc<Front>,
+    draining: CancellationToken,
+) -> (OwnedTask, HealthServer<HealthService>) {
+    let reporter = HealthReporter::new();
+    let service = HealthServer::new(HealthService::from_health_reporter(reporter.clone()));
+    (OwnedTask::start(|stop| report(front, reporter, draining, stop)), service)
 }
 
 async fn report(

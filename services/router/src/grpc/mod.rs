@@ -18,7 +18,7 @@ use tower::util::MapRequestLayer;
 
 use crate::{front::Front, request::error::RequestError};
 use arrived::BoundedBody;
-pub use health::HealthTask;
+pub use health::serve_health;
 use inference::InferenceService;
 
 /// Seconds after which a rejected client may find room, as in HTTP's `Retry-After`.

@@ -29,6 +29,7 @@ pub struct Collected {
     pub token_ids: Vec<u32>,
     pub chat_logprobs: Vec<ChatTokenLogprob>,
     pub text_logprobs: TextLogprobs,
+    text_offset: u64,
 }
 
 /// Converts tokens into the fields that the client requested.
@@ -52,10 +53,10 @@ impl TokenView {
         tokens.iter().map(one).collect()
     }
 
-    /// `text_offset` is the number of characters before these tokens; the function advances it past them.
-    pub fn text_logprobs(&self, tokens: &[Token], text_offset: &mut u64) -> TextLogprobs {
-        let Some(count) = self.logprobs else { return TextLogprobs::default() };
-        let mut logprobs = TextLogprobs::default();
+    /// Appends the log-probabilities of these tokens. `text_offset` is the number of characters before them;
+    /// the function advances it past them.
+    pub fn text_logprobs(&self, tokens: &[Token], text_offset: &mut u64, to: &mut TextLogprobs) {
+        let Some(count) = self.logprobs else { return };
         for token in tokens {
             let (chosen, top) = self.logprobs_of(token, count);
             let text = self.text_of(token.id);
@@ -65,13 +66,12 @@ impl TokenView {
             if !top.iter().any(|&(id, _)| id == token.id) {
                 shown.push((text.clone(), chosen));
             }
-            logprobs.text_offset.push(*text_offset);
+            to.text_offset.push(*text_offset);
             *text_offset += text.chars().count() as u64;
-            logprobs.tokens.push(text);
-            logprobs.token_logprobs.push(chosen);
-            logprobs.top_logprobs.push(TopLogprobs(shown));
+            to.tokens.push(text);
+            to.token_logprobs.push(chosen);
+            to.top_logprobs.push(TopLogprobs(shown));
         }
-        logprobs
     }
 
     pub fn ids(&self, tokens: &[Token]) -> Option<Vec<u32>> {
@@ -104,16 +104,7 @@ impl Collected {
         match view.api {
             Api::Chat => self.chat_logprobs.extend(view.chat_logprobs(tokens)),
             Api::Text => {
-                let all = &mut self.text_logprobs;
-                let mut offset = match (all.text_offset.last(), all.tokens.last()) {
-                    (Some(offset), Some(token)) => offset + token.chars().count() as u64,
-                    _ => 0,
-                };
-                let new = view.text_logprobs(tokens, &mut offset);
-                all.text_offset.extend(new.text_offset);
-                all.token_logprobs.extend(new.token_logprobs);
-                all.tokens.extend(new.tokens);
-                all.top_logprobs.extend(new.top_logprobs);
+                view.text_logprobs(tokens, &mut self.text_offset, &mut self.text_logprobs);
             }
         }
     }
@@ -172,18 +163,8 @@ impl Collected {
 
 /// Returns the first chunk of a chat answer, with its role.
 pub fn chat_role(choice: u32) -> ChatChunkChoice {
-    ChatChunkChoice {
-        index: choice,
-        delta: ChatDelta {
-            role: Some("assistant"),
-            content: Some(String::new()),
-            tool_calls: None,
-        },
-        logprobs: None,
-        finish_reason: None,
-        stop_reason: None,
-        token_ids: None,
-    }
+    let (role, content) = (Some("assistant"), Some(String::new()));
+    chat_chunk(choice, ChatDelta { role, content, tool_calls: None })
 }
 
 /// Returns the chunks for some tokens and the text that they release. The first chunk describes the tokens.

@@ -18,13 +18,14 @@ use super::{
     },
     error::ApiError,
     request_fields::Delivery,
-    wire::{Completion, ErrorBody, HandOver, TextChoice, Usage},
+    wire::{Completion, ErrorBody, TextChoice, TextLogprobs, Usage},
 };
 use crate::{
     request::{
         error::RequestError,
         tools::{AnswerPiece, CallReader, Calls},
     },
+    request_core::HandOverStats,
     request_driver::{AnswerEnd, Event, RunningRequest},
 };
 
@@ -51,7 +52,7 @@ pub struct Reply {
 #[derive(Debug, Default)]
 struct Totals {
     usage: Usage,
-    hand_over: HandOver,
+    hand_over: HandOverStats,
 }
 
 impl Totals {
@@ -59,7 +60,7 @@ impl Totals {
     fn new(prompts: &[Arc<[u32]>]) -> Self {
         let prompt_tokens = prompts.iter().map(|prompt| prompt.len() as u64).sum();
         let usage = Usage { prompt_tokens, total_tokens: prompt_tokens, ..Usage::default() };
-        Self { usage, hand_over: HandOver::default() }
+        Self { usage, hand_over: HandOverStats::default() }
     }
 
     fn tokens(&mut self, count: usize) {
@@ -72,12 +73,7 @@ impl Totals {
         if end.choice.is_multiple_of(choices_per_prompt) {
             self.usage.prompt_tokens_details.cached_tokens += u64::from(end.cached_tokens);
         }
-        let (all, one) = (&mut self.hand_over, &end.hand_over);
-        all.kv_bytes += one.kv_bytes;
-        all.transfer_us = all.transfer_us.max(one.transfer_us);
-        all.attempts += one.attempts;
-        all.prefill_node.clone_from(&one.prefill_node);
-        all.decode_node.clone_from(&one.decode_node);
+        self.hand_over.add(&end.hand_over);
     }
 }
 
@@ -249,7 +245,9 @@ impl Chunks {
                     }
                     Api::Text => {
                         let first = !std::mem::replace(&mut progress.introduced, true);
-                        let logprobs = view.text_logprobs(&shown.tokens, &mut progress.text_offset);
+                        let mut logprobs = TextLogprobs::default();
+                        let offset = &mut progress.text_offset;
+                        view.text_logprobs(&shown.tokens, offset, &mut logprobs);
                         let prompt = reply.prompt(&self.started.prompts, shown.choice);
                         let choice = TextChoice {
                             index: shown.choice,

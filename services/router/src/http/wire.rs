@@ -8,6 +8,8 @@ use std::collections::HashMap;
 use schemars::JsonSchema;
 use serde::{Serialize, Serializer, ser::SerializeMap};
 
+use crate::request_core::HandOverStats;
+
 /// Log-probability of a token without a finite one: JSON has no infinity.
 const LOGPROB_MIN: f32 = -9999.0;
 
@@ -26,7 +28,7 @@ pub struct Completion<'a, C> {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub prompt_token_ids: Option<&'a [u32]>,
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub baton: Option<HandOver>,
+    pub baton: Option<HandOverStats>,
 }
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, JsonSchema)]
@@ -41,19 +43,6 @@ pub struct Usage {
 pub struct PromptTokensDetails {
     /// Prompt tokens found in a prefix cache.
     pub cached_tokens: u64,
-}
-
-/// Statistics of the hand-over from the prefill node to the decode node.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, JsonSchema)]
-pub struct HandOver {
-    /// KV bytes transferred from prefill nodes to decode nodes.
-    pub kv_bytes: u64,
-    /// Duration of the last transfer, from the reservation to the KV's arrival, in µs.
-    pub transfer_us: u64,
-    pub attempts: u32,
-    /// Prefill node of the last attempt; `null` when the decode node prefilled the prompt itself.
-    pub prefill_node: Option<String>,
-    pub decode_node: Option<String>,
 }
 
 #[derive(Serialize, JsonSchema)]

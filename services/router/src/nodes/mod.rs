@@ -24,7 +24,7 @@ use tonic::transport::Channel;
 
 use crate::request::options::ModelLimits;
 pub use calls::{NodeCall, next_message};
-pub use watch::{NodeWatch, Served};
+pub use watch::{OwnedTask, Served};
 
 /// Nodes that `/health` names because they compute on the CPU unexpectedly.
 const CPU_FALLBACKS_MAX: usize = 16;
@@ -69,7 +69,7 @@ impl Nodes {
         membership: &Membership,
         served: Arc<[Served]>,
         metrics: RouterMetrics,
-    ) -> Result<(Self, NodeWatch), NoRandomness> {
+    ) -> Result<(Self, OwnedTask), NoRandomness> {
         let (inputs, received) = mpsc::channel(INPUTS_MAX);
         // A random seed spreads the probes of several routers.
         let seed = random_bits()? as u64;
@@ -82,7 +82,7 @@ impl Nodes {
             last_limits: Mutex::default(),
             metrics,
         }));
-        let watch = NodeWatch::start(nodes.clone(), membership.watch(), received, served);
+        let watch = watch::start(nodes.clone(), membership.watch(), received, served);
         Ok((nodes, watch))
     }
 

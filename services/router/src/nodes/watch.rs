@@ -30,30 +30,38 @@ pub struct Served {
     pub vocabulary_size: u32,
 }
 
-/// The running task. Dropping it stops the task without waiting.
-pub struct NodeWatch {
+/// A background task. Dropping it stops the task without waiting.
+pub struct OwnedTask {
     stop: DropGuard,
     task: JoinHandle<()>,
 }
 
-impl NodeWatch {
-    pub(super) fn start(
-        nodes: Nodes,
-        members: MemberWatch,
-        inputs: mpsc::Receiver<Input>,
-        served: Arc<[Served]>,
-    ) -> Self {
+impl OwnedTask {
+    pub fn start<F>(work: impl FnOnce(CancellationToken) -> F) -> Self
+    where
+        F: Future<Output = ()> + Send + 'static,
+    {
         let stop = CancellationToken::new();
-        let watch = Watch::new(nodes, inputs, served);
-        let task = tokio::spawn(watch.run(members, stop.clone()));
+        let task = tokio::spawn(work(stop.clone()));
         Self { stop: stop.drop_guard(), task }
     }
 
-    /// Stops the task and its streams, and waits until they have ended.
+    /// Stops the task and waits until it has ended.
     pub async fn shutdown(self) -> Result<(), JoinError> {
         drop(self.stop);
         self.task.await
     }
+}
+
+/// Starts the task that keeps the directory up to date.
+pub(super) fn start(
+    nodes: Nodes,
+    members: MemberWatch,
+    inputs: mpsc::Receiver<Input>,
+    served: Arc<[Served]>,
+) -> OwnedTask {
+    let watch = Watch::new(nodes, inputs, served);
+    OwnedTask::start(|stop| watch.run(members, stop))
 }
 
 struct Watch {
@@ -277,7 +285,7 @@ mod tests {
     use crate::nodes::{connection_setup::tests::record, tests::metrics};
 
     /// Returns a watch that the test drives, and the idle watch of the nodes.
-    fn watch() -> (Watch, NodeWatch) {
+    fn watch() -> (Watch, OwnedTask) {
         let members = cluster::Membership::listed(["http://p"; 0], ["http://d"; 0]).unwrap();
         let served = Arc::new([]);
         let (nodes, task) = Nodes::watch(&members, served.clone(), metrics()).unwrap();

@@ -126,49 +126,42 @@ impl RequestError {
     }
 
     pub fn report(&self) -> ErrorReport {
+        use {Code as Grpc, RequestEnd as End};
         let (end, status, code, grpc, retry) = match self {
-            Self::Field(_) => {
-                (RequestEnd::Invalid, 400, "invalid_value", Code::InvalidArgument, false)
-            }
-            Self::Text { .. } => {
-                (RequestEnd::Invalid, 400, "invalid_text", Code::InvalidArgument, false)
-            }
+            Self::Field(_) => (End::Invalid, 400, "invalid_value", Grpc::InvalidArgument, false),
+            Self::Text { .. } => (End::Invalid, 400, "invalid_text", Grpc::InvalidArgument, false),
             Self::Refused { .. } => {
-                (RequestEnd::Invalid, 400, "refused_by_node", Code::InvalidArgument, false)
+                (End::Invalid, 400, "refused_by_node", Grpc::InvalidArgument, false)
             }
             Self::UnknownModel { .. } => {
-                (RequestEnd::Invalid, 404, "model_not_found", Code::NotFound, false)
+                (End::Invalid, 404, "model_not_found", Grpc::NotFound, false)
             }
-            Self::SlowClient { .. } => {
-                (RequestEnd::SlowClient, 408, "slow_client", Code::Aborted, false)
-            }
-            Self::ClientGone => {
-                (RequestEnd::ClientGone, 408, "client_gone", Code::Cancelled, false)
-            }
+            Self::SlowClient { .. } => (End::SlowClient, 408, "slow_client", Grpc::Aborted, false),
+            Self::ClientGone => (End::ClientGone, 408, "client_gone", Grpc::Cancelled, false),
             Self::Full(Full::InFlight { .. } | Full::Waiting { .. } | Full::Bodies { .. }) => {
-                (RequestEnd::Overloaded, 429, "overloaded", Code::ResourceExhausted, true)
+                (End::Overloaded, 429, "overloaded", Grpc::ResourceExhausted, true)
             }
             Self::Contradiction { .. } => {
-                (RequestEnd::Failed, 500, "contradiction", Code::Internal, false)
+                (End::Failed, 500, "contradiction", Grpc::Internal, false)
             }
-            Self::Internal { .. } => (RequestEnd::Failed, 500, "internal", Code::Internal, false),
+            Self::Internal { .. } => (End::Failed, 500, "internal", Grpc::Internal, false),
             Self::NoGrammar { .. } => {
-                (RequestEnd::Failed, 501, "grammar_not_supported", Code::Unimplemented, false)
+                (End::Failed, 501, "grammar_not_supported", Grpc::Unimplemented, false)
             }
             Self::AttemptsSpent { .. } => {
-                (RequestEnd::Failed, 502, "attempts_spent", Code::Unavailable, false)
+                (End::Failed, 502, "attempts_spent", Grpc::Unavailable, false)
             }
             Self::Busy { .. } => {
-                (RequestEnd::Overloaded, 503, "overloaded", Code::ResourceExhausted, true)
+                (End::Overloaded, 503, "overloaded", Grpc::ResourceExhausted, true)
             }
             Self::NoDecodeNode { .. } => {
-                (RequestEnd::Failed, 503, "no_decode_node", Code::Unavailable, true)
+                (End::Failed, 503, "no_decode_node", Grpc::Unavailable, true)
             }
             Self::Full(Full::Stopping) | Self::Stopped => {
-                (RequestEnd::Failed, 503, "stopping", Code::Unavailable, true)
+                (End::Failed, 503, "stopping", Grpc::Unavailable, true)
             }
             Self::Deadline { .. } => {
-                (RequestEnd::Deadline, 504, "deadline_exceeded", Code::DeadlineExceeded, false)
+                (End::Deadline, 504, "deadline_exceeded", Grpc::DeadlineExceeded, false)
             }
         };
         let status = StatusCode::from_u16(status).expect("every status above is valid");

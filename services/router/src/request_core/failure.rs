@@ -1,6 +1,6 @@
 //! Reasons why an attempt failed.
 
-use std::{error::Error as _, fmt, time::Duration};
+use std::{error::Error as _, time::Duration};
 
 use proto::v1::{Failure, FailureKind};
 use tonic::{Code, Status};
@@ -11,75 +11,62 @@ use super::emitted::EmissionError;
 const MESSAGE_BYTES_MAX: usize = 300;
 
 /// The prefill or the decode node of an attempt.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, thiserror::Error)]
 pub enum Side {
+    #[error("prefill")]
     Prefill,
+    #[error("decode")]
     Decode,
 }
 
-impl fmt::Display for Side {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Prefill => "prefill",
-            Self::Decode => "decode",
-        })
-    }
-}
-
 /// Cause of a failed attempt; decides which nodes the next attempt avoids.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Cause {
     /// The node's queue or blocks are full.
+    #[error("busy")]
     Busy,
     /// The node is draining.
+    #[error("draining")]
     Draining,
     /// The connection failed, or the node is silent.
+    #[error("lost")]
     Lost,
     /// The KV did not arrive completely.
+    #[error("transfer_failed")]
     TransferFailed,
     /// The request's deadline passed at the node.
+    #[error("deadline")]
     Deadline,
     /// The node aborted a stream that the router did not read, because the client did not read.
+    #[error("slow_reader")]
     SlowReader,
     /// The two nodes have different models, weights or layouts.
+    #[error("mismatch")]
     Mismatch,
     /// The node is another process, or has other weights, than the router assumed.
+    #[error("stale")]
     Stale,
     /// The node knows this transfer id already.
+    #[error("duplicate")]
     Duplicate,
     /// The emitted tokens complete the grammar of the answer, and no token can follow.
+    #[error("answer_complete")]
     AnswerComplete,
     /// A bug of the node.
+    #[error("internal")]
     Internal,
     /// The node can never serve this request.
+    #[error("invalid")]
     Invalid,
     /// The node violated the protocol.
+    #[error("violation")]
     Violation,
     /// The node sent another value for an emitted token.
+    #[error("contradiction")]
     Contradiction,
 }
 
 impl Cause {
-    /// Returns the name in logs.
-    pub fn as_str(self) -> &'static str {
-        match self {
-            Self::Busy => "busy",
-            Self::Draining => "draining",
-            Self::Lost => "lost",
-            Self::TransferFailed => "transfer_failed",
-            Self::Deadline => "deadline",
-            Self::SlowReader => "slow_reader",
-            Self::Mismatch => "mismatch",
-            Self::Stale => "stale",
-            Self::Duplicate => "duplicate",
-            Self::AnswerComplete => "answer_complete",
-            Self::Internal => "internal",
-            Self::Invalid => "invalid",
-            Self::Violation => "violation",
-            Self::Contradiction => "contradiction",
-        }
-    }
-
     fn of_kind(kind: FailureKind) -> Self {
         match kind {
             FailureKind::Busy => Self::Busy,
@@ -104,7 +91,7 @@ pub enum NodeReport {
 
 /// The failure of one attempt.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{side} node: {}: {message}", cause.as_str())]
+#[error("{side} node: {cause}: {message}")]
 pub struct AttemptFailure {
     pub side: Side,
     pub cause: Cause,

@@ -50,6 +50,8 @@ use proto::{
         PrefillRequest, Sampling, Token,
     },
 };
+use schemars::JsonSchema;
+use serde::Serialize;
 use tonic::Status;
 
 pub use attempt::AttemptStats;
@@ -149,18 +151,30 @@ pub struct FinishedAnswer {
     pub hand_over: HandOverStats,
 }
 
-/// KV transfer statistics of one answer.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+/// Statistics of the hand-over from the prefill node to the decode node.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, JsonSchema)]
+#[schemars(rename = "HandOver")]
 pub struct HandOverStats {
-    /// Bytes of KV transferred by all attempts.
+    /// KV bytes transferred from prefill nodes to decode nodes.
     pub kv_bytes: u64,
-    /// Duration of the last transfer, in microseconds.
+    /// Duration of the last transfer, from the reservation to the KV's arrival, in µs.
     pub transfer_us: u64,
     pub attempts: u32,
-    /// Prefill node of the last attempt.
+    /// Prefill node of the last attempt; `null` when the decode node prefilled the prompt itself.
     pub prefill_node: Option<String>,
     /// Decode node of the last attempt.
     pub decode_node: Option<String>,
+}
+
+impl HandOverStats {
+    /// Adds another answer of the same request.
+    pub fn add(&mut self, other: &Self) {
+        self.kv_bytes += other.kv_bytes;
+        self.transfer_us = self.transfer_us.max(other.transfer_us);
+        self.attempts += other.attempts;
+        self.prefill_node.clone_from(&other.prefill_node);
+        self.decode_node.clone_from(&other.decode_node);
+    }
 }
 
 /// A stop condition that the owner found in delivered tokens.
