@@ -53,9 +53,11 @@ pub struct NodeCall<E> {
     stream: CallStream<E>,
 }
 
+type Opening<E> = Pin<Box<dyn Future<Output = Result<Response<Streaming<E>>, Status>> + Send>>;
+
 /// The server stream of a call: opening and reading it are one wait.
 enum CallStream<E> {
-    Opening(Pin<Box<dyn Future<Output = Result<Response<Streaming<E>>, Status>> + Send>>),
+    Opening(Opening<E>),
     Open(Streaming<E>),
 }
 

@@ -19,7 +19,7 @@ use serde_json::{Value, json};
 use telemetry::{LogSink, Resource, Telemetry, TelemetryConfig};
 use text::{ModelText, ModelTextOptions, SpecialTokens};
 
-use client::{Client, DEADLINE, eventually};
+use client::{Client, eventually};
 use node::{MODEL, ScriptedNode};
 
 pub struct Cluster {
