@@ -1,6 +1,8 @@
 //! Errors of opening a model.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
+
+use crate::{config::ModelConfig, weight::Weight};
 
 /// Error of opening or reading a checkpoint. Every message names the file.
 #[derive(Debug, thiserror::Error)]
@@ -70,4 +72,25 @@ pub enum ModelError {
         allowed.iter().map(|count| count.to_string()).collect::<Vec<_>>().join(", ")
     )]
     Ranks { ranks: usize, kv_heads: usize, ffn_size: usize, allowed: Vec<usize> },
+}
+
+impl ModelError {
+    pub(crate) fn missing_tensor(
+        path: &Path,
+        tensor: String,
+        weight: Weight,
+        config: &ModelConfig,
+    ) -> Self {
+        Self::MissingTensor { path: path.into(), tensor, wanted: weight.shape(config).dims() }
+    }
+
+    pub(crate) fn unknown_tensor(
+        path: &Path,
+        tensor: &str,
+        offset: u64,
+        config: &ModelConfig,
+    ) -> Self {
+        let architecture = config.architecture.name();
+        Self::UnknownTensor { path: path.into(), tensor: tensor.to_owned(), offset, architecture }
+    }
 }

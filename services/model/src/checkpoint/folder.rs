@@ -100,12 +100,11 @@ impl SafetensorsFolder {
         let name = weight.hugging_face_name();
         match self.shard_of.get(&name) {
             Some(&shard) => self.shards[shard].tensor(name),
-            None => Err(ModelError::MissingTensor {
+            None => {
                 // An opened folder has at least one file; an empty index has none.
-                path: self.shards.first().map(|shard| shard.path.clone()).unwrap_or_default(),
-                tensor: name,
-                wanted: weight.shape(config).dims(),
-            }),
+                let path = self.shards.first().map_or(Path::new(""), |shard| &shard.path);
+                Err(ModelError::missing_tensor(path, name, weight, config))
+            }
         }
     }
 
@@ -123,12 +122,8 @@ impl SafetensorsFolder {
             None => Ok(()),
             Some((name, &shard)) => {
                 let shard = &self.shards[shard];
-                Err(ModelError::UnknownTensor {
-                    path: shard.path.clone(),
-                    tensor: name.clone(),
-                    offset: shard.range(name).map_or(0, |range| range.start as u64),
-                    architecture: config.architecture.name(),
-                })
+                let offset = shard.range(name).map_or(0, |range| range.start as u64);
+                Err(ModelError::unknown_tensor(&shard.path, name, offset, config))
             }
         }
     }

@@ -120,11 +120,7 @@ impl GgufFile {
         };
         let name = weight.gguf_name();
         if !self.has(&name) {
-            return Err(ModelError::MissingTensor {
-                path: self.parts[0].path.clone(),
-                tensor: name,
-                wanted: weight.shape(config).dims(),
-            });
+            return Err(ModelError::missing_tensor(&self.parts[0].path, name, weight, config));
         }
         self.stored(name, order)
     }
@@ -163,12 +159,8 @@ impl GgufFile {
                 .iter()
                 .find(|tensor| tensor.name != ROPE_DIVISORS && !known.contains(&tensor.name));
             if let Some(tensor) = unknown {
-                return Err(ModelError::UnknownTensor {
-                    path: part.path.clone(),
-                    tensor: tensor.name.clone(),
-                    offset: tensor.offset,
-                    architecture: config.architecture.name(),
-                });
+                let (name, offset) = (&tensor.name, tensor.offset);
+                return Err(ModelError::unknown_tensor(&part.path, name, offset, config));
             }
         }
         Ok(())

@@ -14,8 +14,7 @@ use tokenizers::AddedToken;
 
 use self::{
     configs::{
-        ChatTemplates, GenerationConfig, ModelConfig, NAMED_TOKENS, NamedTokens, OneOrMany,
-        TokenizerConfig,
+        ChatTemplates, GenerationConfig, ModelConfig, NamedTokens, OneOrMany, TokenizerConfig,
     },
     tokenizer_file::{TokenizerFile, parts_of},
 };
@@ -42,10 +41,9 @@ pub(crate) fn read(folder: &Path) -> Result<Source, LoadError> {
     mark_special(&config.named, &map, &mut parts);
 
     let mut templates = TemplateSources::default();
-    for name in NAMED_TOKENS {
-        if let Some(token) = config.named.token(name).or_else(|| map.token(name)) {
-            templates.special_tokens.insert(name.to_owned(), token.to_owned());
-        }
+    // The tokens of tokenizer_config.json precede those of special_tokens_map.json.
+    for (key, token) in map.single().chain(config.named.single()) {
+        templates.special_tokens.insert(key.to_owned(), token.to_owned());
     }
     let id_of = |name: &str| id_of_token(&parts, templates.special_tokens.get(name)?);
     let (bos_id, eos_id) = (id_of("bos_token"), id_of("eos_token"));

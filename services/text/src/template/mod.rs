@@ -22,6 +22,8 @@ use minijinja::{
     value::{Kwargs, Serde},
 };
 
+use regex::{Captures, Regex};
+
 use crate::source::TemplateSources;
 
 /// Maximum steps of one rendering. A thousand messages need about 50,000.
@@ -241,31 +243,13 @@ fn reason_of(error: &Error) -> String {
 /// Replaces `{% generation %}`, which marks the assistant's text for training and is not Jinja, by an `if`
 /// that holds, with the same white-space control.
 fn without_generation_tags(source: &str) -> String {
-    let mut out = String::with_capacity(source.len());
-    let mut rest = source;
-    while let Some(start) = rest.find("{%") {
-        // The closing percent sign differs from the opening one: `{%}` is not a tag.
-        let Some(inside) = rest[start + 2..].find("%}") else { break };
-        let (before, tag_on) = rest.split_at(start);
-        let (tag, after) = tag_on.split_at(inside + 4);
-        let inner = &tag[2..tag.len() - 2];
-        let word = inner.trim_matches(['-', '+']).trim();
-        out.push_str(before);
-        match word {
-            "generation" => out.push_str(&tag.replacen("generation", "if true", 1)),
-            "endgeneration" => out.push_str(&tag.replacen("endgeneration", "endif", 1)),
-            _ => {
-                // Another tag: continue after its first characters, because the end found
-                // may be inside it.
-                out.push_str("{%");
-                rest = &rest[start + 2..];
-                continue;
-            }
-        }
-        rest = after;
-    }
-    out.push_str(rest);
-    out
+    let tag = Regex::new(r"\{%([-+]?)[ \t\r\n]*(end)?generation[ \t\r\n]*([-+]?)%\}");
+    let tag = tag.expect("the expression is constant");
+    let replaced = tag.replace_all(source, |tag: &Captures<'_>| {
+        let word = if tag.get(2).is_some() { "endif" } else { "if true" };
+        format!("{{%{} {word} {}%}}", &tag[1], &tag[3])
+    });
+    replaced.into_owned()
 }
 
 /// Writer that accepts [`RENDERED_BYTES_MAX`] bytes and then fails.

@@ -29,29 +29,25 @@ pub struct NamedTokens {
     additional_special_tokens: Option<Vec<NamedToken>>,
 }
 
-/// Keys under which configurations name single special tokens.
-pub const NAMED_TOKENS: [&str; 7] =
-    ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"];
-
 impl NamedTokens {
-    pub fn token(&self, name: &str) -> Option<&str> {
-        let token = match name {
-            "bos_token" => &self.bos_token,
-            "eos_token" => &self.eos_token,
-            "unk_token" => &self.unk_token,
-            "sep_token" => &self.sep_token,
-            "pad_token" => &self.pad_token,
-            "cls_token" => &self.cls_token,
-            "mask_token" => &self.mask_token,
-            _ => return None,
-        };
-        token.as_ref().map(NamedToken::content)
+    /// Returns the single tokens with their keys.
+    pub fn single(&self) -> impl Iterator<Item = (&'static str, &str)> {
+        let tokens = [
+            ("bos_token", &self.bos_token),
+            ("eos_token", &self.eos_token),
+            ("unk_token", &self.unk_token),
+            ("sep_token", &self.sep_token),
+            ("pad_token", &self.pad_token),
+            ("cls_token", &self.cls_token),
+            ("mask_token", &self.mask_token),
+        ];
+        tokens.into_iter().filter_map(|(key, token)| Some((key, token.as_ref()?.content())))
     }
 
-    /// Returns every named token.
+    /// Returns all tokens.
     pub fn all(&self) -> impl Iterator<Item = &str> {
         let additional = self.additional_special_tokens.iter().flatten().map(NamedToken::content);
-        NAMED_TOKENS.into_iter().filter_map(|name| self.token(name)).chain(additional)
+        self.single().map(|(_, token)| token).chain(additional)
     }
 }
 
