@@ -11,9 +11,9 @@ DTYPE ?= bf16
 PROFILE ?= release
 BIN = $(or $(CARGO_TARGET_DIR),target)/$(PROFILE:dev=debug)
 CARGO_HOME ?= $(HOME)/.cargo
-# What is shipped has each function once that compiles to the same code (rustc links with LLD there), does
-# not say where crates lay when it was built, and has its relocations packed where this machine's C library
-# reads them so, from 2.36 on: it starts with no older one then. PACK= leaves them as they are.
+# The dist profile merges functions with equal code (rustc links with LLD there), omits the paths of the build
+# machine, and packs relocations if this machine's C library reads packed ones (2.36 or newer). Such a program
+# does not start with an older C library. PACK= disables the packing.
 PACK ?= $(shell printf '2.36\n%s\n' "$$(getconf GNU_LIBC_VERSION 2>&- | tr -d 'a-z ')" | sort -VC \
 	&& echo '"-Clink-arg=-Wl,-z,pack-relative-relocs",')
 SHIPPED = --config 'target.x86_64-unknown-linux-gnu.rustflags=[$(PACK) "-Clink-arg=-Wl,--icf=all", \
