@@ -8,8 +8,6 @@
 //!
 //! Nothing here is global except what `tracing` requires: `main` calls [`Telemetry::install`]; tests
 //! use [`Telemetry::dispatch`] for a scope instead. OTLP export is off unless an endpoint is given.
-//!
-//! Callers decide which spans and metrics they record.
 
 #![forbid(unsafe_code)]
 

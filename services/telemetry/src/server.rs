@@ -2,7 +2,7 @@
 
 use std::{convert::Infallible, net::SocketAddr, sync::Arc, time::Duration};
 
-use axum::{Router, body::Body, http::header, response::IntoResponse, routing::get};
+use axum::{Router, body::Body, http::header, routing::get};
 use hyper_util::{
     rt::{TokioIo, TokioTimer},
     service::TowerToHyperService,
@@ -38,7 +38,9 @@ impl MetricsServer {
         let failed = |reason| TelemetryError::Listen { address, reason };
         let listener = TcpListener::bind(address).await.map_err(failed)?;
         let address = listener.local_addr().map_err(failed)?;
-        let routes = extra.route("/metrics", get(move || render(metrics)));
+        let kind = [(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")];
+        let routes =
+            extra.route("/metrics", get(async move || (kind, metrics.render_prometheus())));
         let stop = CancellationToken::new();
         let task = tokio::spawn(accept(listener, routes, stop.clone()));
         Ok(Self { address, stop: stop.drop_guard(), task })
@@ -61,13 +63,6 @@ impl MetricsServer {
             }
         }
     }
-}
-
-async fn render(metrics: Metrics) -> impl IntoResponse {
-    (
-        [(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")],
-        metrics.render_prometheus(),
-    )
 }
 
 async fn accept(listener: TcpListener, routes: Router, stop: CancellationToken) {

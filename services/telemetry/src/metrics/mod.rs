@@ -67,11 +67,9 @@ const TOKENS: [f64; 11] =
 /// Seconds of one step or one transfer, from 0.5 ms.
 const STEP_SECONDS: [f64; 13] =
     [0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256, 0.512, 1.024, 2.048];
-
 /// Seconds of one token bitmask, for which other rows wait, from 10 µs.
 const MASK_SECONDS: [f64; 12] =
     [0.00001, 0.00002, 0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05];
-
 /// Seconds of one phase of a step on the engine thread, from 5 µs.
 const HOST_SECONDS: [f64; 13] = [
     0.000005, 0.00001, 0.00002, 0.00004, 0.00008, 0.00012, 0.00016, 0.00025, 0.0005, 0.001, 0.002,
