@@ -133,7 +133,7 @@ fn find_for_ranks(config: &Config, weights: WeightFormat) -> Result<Vec<String>,
     if weights == WeightFormat::Q8 {
         return Err(unsupported("the weights' format", weights.to_string(), "f32 and bf16"));
     }
-    // With cuda it was looked at before.
+    // With `node.device` = cuda, `tensor_parallel::check` has rejected such a number.
     if !RANKS_ON_GPUS.contains(&(node.tp as usize)) {
         return Err(unsupported("node.tp", node.tp.to_string(), "1, 2, 4 and 8 on GPUs"));
     }
@@ -148,7 +148,7 @@ fn find_for_ranks(config: &Config, weights: WeightFormat) -> Result<Vec<String>,
         None => driver.devices()?.into_iter().take(node.tp as usize).collect(),
     };
     if devices.len() < node.tp as usize {
-        // Fewer ranks would do as well, and CPUs serve any number.
+        // With auto the node falls back to the CPU, which serves any number of ranks.
         let error = SettingsError::TooFewGpus { tp: node.tp, found: devices.len() };
         return match node.device {
             Device::Auto => Err(unsupported("node.tp", error.to_string(), "as many GPUs")),
@@ -187,13 +187,14 @@ pub(crate) fn move_on_gpus(node: &config::Node, kv: &RankedKv, verify: bool) {
         warn!(%error, "KV for nccl is gathered by copies instead of a kernel");
     }
     if verify {
-        warn_of_copies(library.and_then(|library| kv.digest_with(&library)));
+        warn_of_host_digests(library.and_then(|library| kv.digest_with(&library)));
     }
 }
 
-fn warn_of_copies(digested: Result<(), CudaError>) {
+/// Warns when the GPU cannot compute integrity values.
+fn warn_of_host_digests(digested: Result<(), CudaError>) {
     if let Err(error) = digested {
-        warn!(%error, "KV that is verified is copied to the host for it");
+        warn!(%error, "KV is verified on the host instead of the GPU");
     }
 }
 
@@ -255,7 +256,7 @@ pub(crate) fn start_gpu(
         let folder = node.gpu_tune_dir.clone().or_else(|| config.cache.clone());
         tuned = model.tune(&limits, &Tuning { folder, within: node.gpu_tune })?;
         for reason in &tuned.faults {
-            warn!(reason, "tuned products are not kept");
+            warn!(reason, "cannot store the tuned GEMMs");
         }
     }
     let own_layout = layout.with_heads(layout.kv_head_count / of);
@@ -263,18 +264,18 @@ pub(crate) fn start_gpu(
         Some(blocks) => blocks,
         None => {
             let share = KvShare { percent: node.gpu_memory_percent, reserve: reserve(config) };
-            // Without a wish, what one step reads: with less a node is of no use.
+            // By default the KV of one full step: a node with less KV cannot serve.
             let one_step = (checkpoint.config().context_tokens as u32).min(limits.step_tokens);
             let tokens_min = node.sequence_tokens_max.unwrap_or(one_step);
             model.kv_blocks(&limits, own_layout, share, tokens_min)?
         }
     };
-    // In any case: sums do not wait long for a rank that still loads or tunes.
+    // Every rank waits here for the others: an all-reduce would time out while a rank still loads or tunes.
     let limits = limits_of(rank.map_or(Ok(fitting), |rank| rank.least(fitting))?)?;
     let kv = DeviceKv::new(&context, own_layout, limits.blocks).map_err(CudaExecutorError::from)?;
     if !is_rank {
-        // Also for peers that want it. A rank's node does it for all of them, and moves their blocks.
-        warn_of_copies(kv.digest_with(Arc::clone(&library)));
+        // Peers may want integrity values. The node of a rank computes them and moves the blocks for all ranks.
+        warn_of_host_digests(kv.digest_with(Arc::clone(&library)));
         kv.move_with(library).map_err(CudaExecutorError::from)?;
     }
     let arena = KvArena::remote(kv.clone())?;
@@ -287,8 +288,8 @@ pub(crate) fn start_gpu(
         memory_seconds = times.place.as_secs_f64(),
         weights_seconds = times.weights.as_secs_f64(),
         tune_seconds = tuned.took.as_secs_f64(),
-        products_timed = tuned.times.len(),
-        products_left = tuned.left,
+        gemms_tuned = tuned.times.len(),
+        gemms_left = tuned.left,
         executor_seconds = started.elapsed().as_secs_f64(),
         kv_bytes = u64::from(limits.blocks) * own_layout.block_bytes() as u64,
         executor_bytes = free.saturating_sub(free_at_end),

@@ -43,8 +43,8 @@ pub enum SettingsError {
     #[error("{key}: threads cannot be tied to CPUs here: {reason}")]
     NoAffinity { key: &'static str, reason: io::Error },
     #[error(
-        "node.tp = {tp}: each rank has as many of the model's {kv_heads} KV heads as the others, and as \
-         many rows of its feed-forward network; allowed{on}: {allowed}"
+        "node.tp = {tp}: the ranks must divide the model's {kv_heads} KV heads and the rows of its \
+         feed-forward network evenly; allowed{on}: {allowed}"
     )]
     Ranks { tp: u32, on: &'static str, kv_heads: usize, allowed: String },
     #[error(

@@ -191,10 +191,9 @@ fn on_gpu(
         let gpu = device::open_gpu(config, weights, Some(gpu))?;
         let Started { executor, kv, .. } =
             device::start_gpu(gpu, config, &checkpoint, layout, Some(rank))?;
-        let says = IpcMemory::new(kv).export();
-        let says = says.map_err(CudaExecutorError::Together)?;
+        let handle = IpcMemory::new(kv).export().map_err(CudaExecutorError::Together)?;
         info!(rank = spec.rank, of = spec.of, "loaded the rank's part of the weights onto its GPU");
-        Ok((Box::new(executor) as Box<dyn Executor>, says))
+        Ok((Box::new(executor) as Box<dyn Executor>, handle))
     })
 }
 

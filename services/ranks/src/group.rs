@@ -417,8 +417,8 @@ impl RankGroup {
         }
         let Some((_, first_reported)) = reported.first() else { return Ok(()) };
         self.watch.fail(first_reported.clone());
-        // The first failure counts, unless it is the bare end of a rank: the rank's own last message says
-        // more, and so does a rank that rejected a plan.
+        // The first failure counts. But if a rank only ended, its own last message tells the cause, and so does a
+        // rank that rejected a plan.
         let first = self.watch.failure.get().cloned();
         let Some(RankFailure::Ended { name: ended, .. }) = first else {
             return Err(first.unwrap_or_else(|| first_reported.clone()));

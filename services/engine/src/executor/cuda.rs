@@ -117,8 +117,8 @@ impl CudaModel {
         tuning: &Tuning,
     ) -> Result<Tuned, CudaExecutorError> {
         let (config, shard) = (self.model.config(), self.model.shard());
-        let products = products(config, shard, self.backend.dtype(), limits);
-        Ok(self.backend.tune(products.into_iter(), tuning)?)
+        let shapes = gemm_shapes(config, shard, self.backend.dtype(), limits);
+        Ok(self.backend.tune(shapes.into_iter(), tuning)?)
     }
 
     /// Returns the number of KV blocks that fit beside an executor of these limits.
@@ -193,7 +193,7 @@ impl CudaExecutor {
             batch: &mut batch,
             clock: &mut clock,
         };
-        let graphs = Graphs::record(parts, &limits)?;
+        let graphs = Graphs::capture(parts, &limits)?;
         let context = Arc::clone(backend.context());
         let mut bound = None;
         let wait = move |frame: CudaFrame| {
@@ -403,7 +403,7 @@ fn batch_limits(limits: &ExecutorLimits) -> BatchLimits {
 
 /// Returns every GEMM shape of a forward pass for each distinct number of rows: decode steps first, then the
 /// largest prefill chunks, because tuning time is bounded.
-fn products(
+fn gemm_shapes(
     config: &ModelConfig,
     shard: Shard,
     dtype: Dtype,
@@ -418,17 +418,17 @@ fn products(
         (config.hidden_size, 2 * ffn_size),
         (ffn_size, config.hidden_size),
     ];
-    let (mut products, mut prompts) = (Vec::new(), Vec::new());
+    let (mut decode, mut prefill) = (Vec::new(), Vec::new());
     for rows in row_steps(limits.step_tokens as usize) {
-        let products = if rows <= limits.slots as usize { &mut products } else { &mut prompts };
-        products.extend(layer.map(|(inputs, outputs)| (rows, inputs, outputs, dtype)));
+        let shapes = if rows <= limits.slots as usize { &mut decode } else { &mut prefill };
+        shapes.extend(layer.map(|(inputs, outputs)| (rows, inputs, outputs, dtype)));
     }
     for rows in row_steps(limits.slots.min(limits.step_tokens) as usize) {
-        products.push((rows, config.hidden_size, tokens, Dtype::F32));
+        decode.push((rows, config.hidden_size, tokens, Dtype::F32));
     }
-    products.extend(prompts.into_iter().rev());
+    decode.extend(prefill.into_iter().rev());
     let packed = |(rows, inputs, outputs, to)| GemmShape::packed(rows, inputs, outputs, dtype, to);
-    products.into_iter().map(packed).collect()
+    decode.into_iter().map(packed).collect()
 }
 
 /// Checks the model sizes that the kernels' vector loads require.

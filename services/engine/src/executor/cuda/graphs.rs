@@ -70,14 +70,14 @@ impl Parts<'_> {
 impl Graphs {
     /// Runs a forward pass of every kind, so that no kernel is loaded or selected while serving, and captures
     /// CUDA graphs of decode steps if enabled and supported. Serving overwrites the KV written here.
-    pub fn record(mut parts: Parts<'_>, limits: &ExecutorLimits) -> Result<Self, CudaError> {
+    pub fn capture(mut parts: Parts<'_>, limits: &ExecutorLimits) -> Result<Self, CudaError> {
         let started = Instant::now();
         let longest = limits.step_tokens.min(limits.sequence_tokens);
         let longest = longest.min(limits.blocks.saturating_mul(BLOCK_TOKENS as u32));
         for tokens in [longest, longest.min(32)] {
             parts.prefill(tokens)?;
         }
-        let prompts_read = started.elapsed();
+        let prefilled = started.elapsed();
         let heads = parts.model.config().head_shape_of(parts.model.shard());
         let is_on = parts.backend.options().graphs;
         let can_capture = is_on && parts.backend.can_capture(heads);
@@ -96,9 +96,9 @@ impl Graphs {
         }
         sizes.reverse();
         tracing::info!(
-            recorded = sizes.iter().filter(|(_, graph)| graph.is_some()).count(),
-            prompts_s = prompts_read.as_secs_f64(),
-            decodes_s = (started.elapsed() - prompts_read).as_secs_f64(),
+            captured = sizes.iter().filter(|(_, graph)| graph.is_some()).count(),
+            prefill_s = prefilled.as_secs_f64(),
+            decode_s = (started.elapsed() - prefilled).as_secs_f64(),
             "warmed up"
         );
         Ok(Self { sizes, is_on })
