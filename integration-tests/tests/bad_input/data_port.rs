@@ -11,8 +11,8 @@ use anyhow::{Context, Result, ensure};
 use integration_tests::cluster::{SECRET, Service};
 use kv_transfer::{
     ClusterSecret,
-    api::{Epoch, Identity, TransferId},
-    control::{Body, ControlMessage, Hello, Keys, Signer, Source, identity_from_wire},
+    api::{Epoch, Identity, Peer, TransferId},
+    control::{Body, ControlMessage, Hello, Keys, Signer, identity_from_wire},
 };
 use proto::v1::{
     NodeRecord, ObserveRequest, node_client::NodeClient, observe_event::Event as Observed,
@@ -146,7 +146,7 @@ impl Target {
             session: 1,
             in_advance: false,
         }));
-        let source = Source { node_id: "traitor".to_owned(), epoch: me };
+        let source = Peer { node_id: "traitor".to_owned(), epoch: me };
         let signed = Signer::new(keys.clone(), source).sign(self.epoch, &hello)?;
         dealer.send_multipart([&signed.frame, &signed.tag], 0)?;
         Ok((context, dealer))

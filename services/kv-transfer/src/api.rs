@@ -37,6 +37,19 @@ pub struct PeerAddress {
     pub control_endpoint: String,
 }
 
+impl PeerAddress {
+    pub fn peer(&self) -> Peer {
+        Peer { node_id: self.node_id.clone(), epoch: self.epoch }
+    }
+}
+
+/// A process, as its control messages name it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Peer {
+    pub node_id: String,
+    pub epoch: Epoch,
+}
+
 /// Dropped when two nodes are connected or will not connect. The owner of the other end of the
 /// channel inside waits for that.
 pub type ConnectGuard = Arc<dyn Any + Send + Sync>;

@@ -14,8 +14,8 @@
 use std::{collections::VecDeque, time::Instant};
 
 use crate::{
-    api::{Command, Epoch, Event, PeerAddress, TransferId},
-    control::{ControlMessage, Source},
+    api::{Command, Epoch, Event, Peer, PeerAddress, TransferId},
+    control::ControlMessage,
     protocol::{Action, Core, DataEvent},
     shell::EventSink,
     transfer_kind::TransferKind,
@@ -38,7 +38,7 @@ pub trait ControlLinks {
 pub enum Input {
     Command(Command),
     Control {
-        from: Source,
+        from: Peer,
         message: Box<ControlMessage>,
     },
     Transport(TransportEvent),
@@ -233,26 +233,28 @@ mod tests {
     }
 
     fn driver() -> TransferDriver<IdleTransport, FullLinks> {
-        let core = Core::new(Local {
-            node_id: "node".to_owned(),
-            epoch: Epoch(1),
-            identity: Identity {
-                model_fingerprint: 1,
-                weight_version: 1,
-                kv_layout: "layers=1".to_owned(),
-                block_size: 16,
-                dtype: "f32".to_owned(),
-                tp: 1,
-                protocol_min: 1,
-                protocol_max: 1,
+        let core = Core::new(
+            Instant::now(),
+            Local {
+                epoch: Epoch(1),
+                identity: Identity {
+                    model_fingerprint: 1,
+                    weight_version: 1,
+                    kv_layout: "layers=1".to_owned(),
+                    block_size: 16,
+                    dtype: "f32".to_owned(),
+                    tp: 1,
+                    protocol_min: 1,
+                    protocol_max: 1,
+                },
+                control_endpoint: "tcp://node:1".to_owned(),
+                data_endpoint: "tcp://node:2".to_owned(),
+                transports: vec!["tcp".to_owned()],
+                integrity: vec!["xxh3".to_owned()],
+                block_bytes: 16,
+                limits: TransferLimits::default(),
             },
-            control_endpoint: "tcp://node:1".to_owned(),
-            data_endpoint: "tcp://node:2".to_owned(),
-            transports: vec!["tcp".to_owned()],
-            integrity: vec!["xxh3".to_owned()],
-            block_bytes: 16,
-            limits: TransferLimits::default(),
-        });
+        );
         TransferDriver::new(core, IdleTransport, FullLinks)
     }
 

@@ -1,11 +1,9 @@
-//! Metrics of the transfers of one node.
-//!
-//! Reading never blocks on the driver, which publishes a copy of the protocol's counters
-//! ([`MetricsStore::publish`]) after each turn and before each event.
+//! Metrics of the transfers of one node. All threads count here. The driver also publishes a copy of
+//! the protocol's counters after each turn and before each event, so reading never blocks on it.
 
 use std::{
     collections::BTreeMap,
-    sync::{Arc, Mutex, Weak},
+    sync::{Mutex, Weak},
 };
 
 use crate::{api::Epoch, protocol::Core, threads::locked, transfer_kind::TransferKind};
@@ -48,7 +46,7 @@ pub struct PeerMetrics {
 
 /// Reads the metrics without keeping the transfers alive.
 #[derive(Clone, Debug)]
-pub struct MetricsReader(Weak<MetricsStore>);
+pub struct MetricsReader(pub(crate) Weak<Metrics>);
 
 impl MetricsReader {
     /// Returns `None` after the transfers were dropped.
@@ -57,74 +55,65 @@ impl MetricsReader {
     }
 }
 
-/// All metrics of one node's transfers.
+/// The metrics of one node's transfers, shared by all threads.
 #[derive(Debug, Default)]
-pub(crate) struct MetricsStore {
-    /// Written by the driver, which holds the lock only to move the value in.
-    protocol: Mutex<TransferMetrics>,
-    pub counters: Arc<Counters>,
-}
-
-impl MetricsStore {
-    /// Publishes the counters and gauges of the protocol.
-    pub fn publish(&self, core: &Core) {
-        let counters = core.counters();
-        let metrics = TransferMetrics {
-            control_resent: counters.control_resent,
-            control_refused: counters.control_refused.clone(),
-            arrived: counters.arrived,
-            receive_failed: counters.receive_failed,
-            delivered: counters.delivered,
-            send_failed: counters.send_failed,
-            transfers_active: core.active_count(),
-            peers: core
-                .pairs()
-                .map(|pair| PeerMetrics {
-                    node_id: pair.peer().node_id.clone(),
-                    path: self.counters.path(pair.peer().epoch, pair.transport()).to_owned(),
-                    transfers_active: pair.transfers().len(),
-                })
-                .collect(),
-            ..TransferMetrics::default()
-        };
-        *locked(&self.protocol) = metrics;
-    }
-
-    pub fn read(&self) -> TransferMetrics {
-        let protocol = locked(&self.protocol).clone();
-        let mut threads = locked(&self.counters.counts).clone();
-        for (reason, count) in &protocol.control_refused {
-            *threads.control_refused.entry(reason).or_default() += count;
-        }
-        TransferMetrics {
-            bytes_sent: threads.bytes_sent,
-            bytes_received: threads.bytes_received,
-            chunks_sent: threads.chunks_sent,
-            chunks_received: threads.chunks_received,
-            control_sent: threads.control_sent,
-            control_received: threads.control_received,
-            control_refused: threads.control_refused,
-            data_refused: threads.data_refused,
-            fallbacks: threads.fallbacks,
-            ..protocol
-        }
-    }
-
-    pub fn reader(self: &Arc<Self>) -> MetricsReader {
-        MetricsReader(Arc::downgrade(self))
-    }
-}
-
-/// Counters of the data, listener and sender threads.
-#[derive(Debug, Default)]
-pub struct Counters {
-    /// The fields that these threads count. Locked for one increment or one copy.
+pub(crate) struct Metrics {
+    /// Locked for one increment or one copy. `control_refused` lacks the protocol's rejections.
     counts: Mutex<TransferMetrics>,
+    /// Control messages that the protocol rejected, by reason.
+    protocol_refused: Mutex<BTreeMap<&'static str, u64>>,
     /// Transport in use with each peer, once a connection is open.
     paths: Mutex<BTreeMap<Epoch, TransferKind>>,
 }
 
-impl Counters {
+impl Metrics {
+    /// Publishes the counters and gauges of the protocol.
+    pub fn publish(&self, core: &Core) {
+        let peers = core.pairs().map(|pair| PeerMetrics {
+            node_id: pair.peer.node_id.clone(),
+            path: self.path(pair.peer.epoch, pair.transport()).to_owned(),
+            transfers_active: pair.transfers.len(),
+        });
+        let (peers, counters) = (peers.collect(), core.counters());
+        self.count(|counts| {
+            counts.control_resent = counters.control_resent;
+            counts.arrived = counters.arrived;
+            counts.receive_failed = counters.receive_failed;
+            counts.delivered = counters.delivered;
+            counts.send_failed = counters.send_failed;
+            counts.transfers_active = core.active_count();
+            counts.peers = peers;
+        });
+        locked(&self.protocol_refused).clone_from(&counters.control_refused);
+    }
+
+    pub fn read(&self) -> TransferMetrics {
+        let mut metrics = locked(&self.counts).clone();
+        for (reason, count) in &*locked(&self.protocol_refused) {
+            *metrics.control_refused.entry(reason).or_default() += count;
+        }
+        metrics
+    }
+
+    pub fn count(&self, change: impl FnOnce(&mut TransferMetrics)) {
+        change(&mut locked(&self.counts));
+    }
+
+    /// Counts a rejected data connection or frame. The reasons are a fixed set.
+    pub fn refuse_data(&self, reason: &'static str) {
+        self.count(|counts| *counts.data_refused.entry(reason).or_default() += 1);
+    }
+
+    /// Counts a rejected control message. The reasons are a fixed set.
+    pub fn refuse_control(&self, reason: &'static str) {
+        self.count(|counts| *counts.control_refused.entry(reason).or_default() += 1);
+    }
+
+    /// Counts a fallback from `wanted`.
+    pub fn fell_back(&self, wanted: TransferKind) {
+        self.count(|counts| *counts.fallbacks.entry(wanted.name()).or_default() += 1);
+    }
+
     /// Records that a connection with `peer` is in use.
     pub fn set_path(&self, peer: Epoch, kind: TransferKind) {
         locked(&self.paths).insert(peer, kind);
@@ -142,40 +131,5 @@ impl Counters {
     fn path(&self, peer: Epoch, agreed: &str) -> &'static str {
         let path = locked(&self.paths).get(&peer).copied();
         path.or_else(|| TransferKind::from_offer(agreed)).map_or("", TransferKind::name)
-    }
-
-    /// Counts a fallback from `wanted`.
-    pub fn fell_back(&self, wanted: TransferKind) {
-        *locked(&self.counts).fallbacks.entry(wanted.name()).or_default() += 1;
-    }
-
-    pub fn sent(&self, bytes: u64) {
-        let mut counts = locked(&self.counts);
-        counts.bytes_sent += bytes;
-        counts.chunks_sent += 1;
-    }
-
-    pub fn received(&self, bytes: u64) {
-        let mut counts = locked(&self.counts);
-        counts.bytes_received += bytes;
-        counts.chunks_received += 1;
-    }
-
-    pub fn control_sent(&self) {
-        locked(&self.counts).control_sent += 1;
-    }
-
-    pub fn control_received(&self) {
-        locked(&self.counts).control_received += 1;
-    }
-
-    /// Counts a rejected data connection or frame. The reasons are a fixed set.
-    pub fn refuse_data(&self, reason: &'static str) {
-        *locked(&self.counts).data_refused.entry(reason).or_default() += 1;
-    }
-
-    /// Counts a rejected control message. The reasons are a fixed set.
-    pub fn refuse_control(&self, reason: &'static str) {
-        *locked(&self.counts).control_refused.entry(reason).or_default() += 1;
     }
 }

@@ -17,8 +17,8 @@ use engine::{
 use kernels::{BlockId, Dtype, KvLayout, WeightFormat};
 use kv_transfer::{
     EventSink, TransferLimits,
-    api::{self as transfer, Command, Epoch, TransferId},
-    control::{ControlMessage, Source},
+    api::{Command, Epoch, Peer, TransferId, self as transfer},
+    control::ControlMessage,
     driver::{Input as TransferInput, TransferDriver},
     protocol::{Core, DataEvent, Local},
     transport::TransportEvent,
@@ -83,7 +83,7 @@ pub enum Input {
     RankLost,
     // For the transfer thread.
     Command(Command),
-    ControlMessage(Source, Box<ControlMessage>),
+    ControlMessage(Peer, Box<ControlMessage>),
     Data(DataEvent),
     PeerFailed {
         peer: Epoch,
@@ -226,7 +226,6 @@ impl Process {
         let device = Device::new(plan.scheduler.limits, plan.step_cost, now);
         let arena = device.arena();
         let local = Local {
-            node_id: name.clone(),
             epoch,
             identity,
             control_endpoint: control_endpoint(host),
@@ -240,7 +239,7 @@ impl Process {
         Self {
             core: NodeCore::new(StepLoop::new(scheduler, device), &record, STALL_AFTER),
             transfers: TransferDriver::new(
-                Core::new(local),
+                Core::new(now, local),
                 SimTransport::new(name.clone(), arena),
                 SimLinks::default(),
             ),
@@ -269,8 +268,8 @@ impl Process {
         }
     }
 
-    pub fn source(&self) -> Source {
-        Source { node_id: self.name.clone(), epoch: self.epoch }
+    pub fn source(&self) -> Peer {
+        Peer { node_id: self.name.clone(), epoch: self.epoch }
     }
 
     pub fn load(&self) -> Load {

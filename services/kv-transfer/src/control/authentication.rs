@@ -10,10 +10,10 @@ use prost::Message;
 use proto::v1;
 
 use super::{
-    Body, CONTROL_BYTES_MAX, ControlMessage, Keys, PROTOCOL_MAX, PROTOCOL_MIN, Source, codec,
-    keys::TAG_BYTES, replay::ReplayGuard,
+    CONTROL_BYTES_MAX, ControlMessage, Keys, PROTOCOL_MAX, PROTOCOL_MIN, codec, keys::TAG_BYTES,
+    replay::ReplayGuard,
 };
-use crate::api::Epoch;
+use crate::api::{Epoch, Peer};
 
 /// The two frames of a signed message.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -32,14 +32,14 @@ pub struct TooLarge {
 /// Signs the control messages of this process. Shared by the sender threads.
 pub struct Signer {
     keys: Keys,
-    from: Source,
+    from: Peer,
     /// One counter for all receivers: each receiver sees increasing numbers, also after a
     /// reconnect.
     sequence: AtomicU64,
 }
 
 impl Signer {
-    pub fn new(keys: Keys, from: Source) -> Arc<Self> {
+    pub fn new(keys: Keys, from: Peer) -> Arc<Self> {
         Arc::new(Self { keys, from, sequence: AtomicU64::new(0) })
     }
 
@@ -69,7 +69,7 @@ impl Signer {
 /// A control message whose tag was verified.
 #[derive(Clone, Debug, PartialEq)]
 pub struct VerifiedMessage {
-    pub from: Source,
+    pub from: Peer,
     pub message: ControlMessage,
 }
 
@@ -141,7 +141,7 @@ impl Verifier {
     pub fn read(&mut self, frame: &[u8]) -> Result<VerifiedMessage, InvalidMessage> {
         let envelope = v1::ControlMessage::decode(frame)
             .map_err(|_| InvalidMessage::Malformed { field: "message" })?;
-        let from = Source {
+        let from = Peer {
             node_id: codec::name(envelope.from_node, "from_node")?,
             epoch: Epoch::from_bytes(&envelope.from_epoch)
                 .map_err(|_| InvalidMessage::Malformed { field: "from_epoch" })?,
@@ -154,8 +154,7 @@ impl Verifier {
         let body = codec::body_from_wire(
             envelope.body.ok_or(InvalidMessage::Malformed { field: "body" })?,
         )?;
-        let is_handshake = matches!(body, Body::Hello(_) | Body::HelloOk(_) | Body::Reject { .. });
-        if !is_handshake && !(PROTOCOL_MIN..=PROTOCOL_MAX).contains(&envelope.protocol) {
+        if !body.is_handshake() && !(PROTOCOL_MIN..=PROTOCOL_MAX).contains(&envelope.protocol) {
             return Err(InvalidMessage::Protocol { protocol: envelope.protocol });
         }
         let traceparent = codec::traceparent(envelope.traceparent)?;
@@ -179,7 +178,7 @@ mod tests {
     use crate::{
         api::{Identity, TransferId},
         config::ClusterSecret,
-        control::{AbortCause, Done, Hello, HelloOk, Reserve},
+        control::{AbortCause, Body, Chunk, Done, Hello, HelloOk, Reserve},
     };
 
     const ME: Epoch = Epoch(2);
@@ -189,7 +188,7 @@ mod tests {
     }
 
     fn signer() -> Arc<Signer> {
-        let from = Source { node_id: "prefill-0".to_owned(), epoch: Epoch(1) };
+        let from = Peer { node_id: "prefill-0".to_owned(), epoch: Epoch(1) };
         Signer::new(keys("a secret of the cluster"), from)
     }
 
@@ -252,7 +251,13 @@ mod tests {
                 first_block: 6,
                 blocks: vec![BlockId(7), BlockId(0), BlockId(u32::MAX)],
             }),
-            Body::Chunk { transfer, chunk: 1, first_block: 2, block_count: 3, bytes: u64::MAX },
+            Body::Chunk(Chunk {
+                transfer,
+                chunk: 1,
+                first_block: 2,
+                block_count: 3,
+                bytes: u64::MAX,
+            }),
             Body::ClearToSend { transfer, chunk: 0 },
             Body::Done(Done {
                 transfer,

@@ -7,7 +7,7 @@ use kernels::{
 };
 use proto::v1::{self, control_message as wire};
 
-use super::{Body, Done, Hello, HelloOk, InvalidMessage, Reserve};
+use super::{Body, Chunk, Done, Hello, HelloOk, InvalidMessage, Reserve};
 use crate::api::{Identity, TransferId};
 
 /// Longest node id, endpoint or method name, in bytes.
@@ -146,15 +146,13 @@ pub fn body_to_wire(body: &Body) -> wire::Body {
             first_block: reserve.first_block,
             blocks: reserve.blocks.iter().map(|block| block.0).collect(),
         }),
-        Body::Chunk { transfer, chunk, first_block, block_count, bytes } => {
-            wire::Body::Chunk(v1::Chunk {
-                transfer_id: transfer_to_wire(transfer),
-                chunk: *chunk,
-                first_block: *first_block,
-                block_count: *block_count,
-                bytes: *bytes,
-            })
-        }
+        Body::Chunk(chunk) => wire::Body::Chunk(v1::Chunk {
+            transfer_id: transfer_to_wire(&chunk.transfer),
+            chunk: chunk.chunk,
+            first_block: chunk.first_block,
+            block_count: chunk.block_count,
+            bytes: chunk.bytes,
+        }),
         Body::ClearToSend { transfer, chunk } => wire::Body::ClearToSend(v1::ClearToSend {
             transfer_id: transfer_to_wire(transfer),
             chunk: *chunk,
@@ -217,13 +215,13 @@ pub fn body_from_wire(body: wire::Body) -> Checked<Body> {
             first_block: reserve.first_block,
             blocks: reserve.blocks.into_iter().map(BlockId).collect(),
         }),
-        wire::Body::Chunk(chunk) => Body::Chunk {
+        wire::Body::Chunk(chunk) => Body::Chunk(Chunk {
             transfer: transfer(&chunk.transfer_id)?,
             chunk: chunk.chunk,
             first_block: chunk.first_block,
             block_count: chunk.block_count,
             bytes: chunk.bytes,
-        },
+        }),
         wire::Body::ClearToSend(clear) => {
             Body::ClearToSend { transfer: transfer(&clear.transfer_id)?, chunk: clear.chunk }
         }

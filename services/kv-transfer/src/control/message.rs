@@ -4,14 +4,7 @@ use kernels::{BlockId, sampling::SampledToken};
 /// Cause of an `ABORT`: `Unspecified` if the transfer was cancelled or has failed.
 pub use proto::v1::AbortCause;
 
-use crate::api::{Epoch, Identity, TransferId};
-
-/// The process that signed a control message.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Source {
-    pub node_id: String,
-    pub epoch: Epoch,
-}
+use crate::api::{Identity, TransferId};
 
 #[derive(Clone, Debug, PartialEq)]
 pub struct ControlMessage {
@@ -37,15 +30,9 @@ pub enum Body {
     },
     /// D → P: these blocks are reserved for the KV of this prompt.
     Reserve(Reserve),
-    /// P → D: announces the KV of `block_count` blocks from the prompt's block `first_block` on,
-    /// which may still be computed. Also acknowledges `RESERVE`.
-    Chunk {
-        transfer: TransferId,
-        chunk: u32,
-        first_block: u32,
-        block_count: u32,
-        bytes: u64,
-    },
+    /// P → D: announces the KV of a range of blocks, which may still be computed. Also acknowledges
+    /// `RESERVE`.
+    Chunk(Chunk),
     /// D → P: the receive for this chunk is posted.
     ClearToSend {
         transfer: TransferId,
@@ -65,11 +52,10 @@ pub enum Body {
     AbortAck {
         transfer: TransferId,
     },
+    /// `transfers` are those that the sender of the heartbeat wants; naming a transfer also
+    /// acknowledges its `RESERVE`. `awaited` are wanted ones whose `RESERVE` has not arrived.
     Heartbeat {
-        /// Transfers that the sender of the heartbeat wants. Naming a transfer also acknowledges
-        /// its `RESERVE`.
         transfers: Vec<TransferId>,
-        /// Wanted transfers whose `RESERVE` has not arrived.
         awaited: Vec<TransferId>,
     },
 }
@@ -78,6 +64,11 @@ impl Body {
     /// Creates an `ABORT` that is not about models or weights.
     pub fn give_up(transfer: TransferId, reason: String) -> Self {
         Self::Abort { transfer, cause: AbortCause::Unspecified, reason }
+    }
+
+    /// Returns whether the message is part of the handshake of two nodes.
+    pub fn is_handshake(&self) -> bool {
+        matches!(self, Self::Hello(_) | Self::HelloOk(_) | Self::Reject { .. })
     }
 }
 
@@ -118,6 +109,16 @@ pub struct Reserve {
     pub first_block: u32,
     /// Blocks at D, in prompt order.
     pub blocks: Vec<BlockId>,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Chunk {
+    pub transfer: TransferId,
+    pub chunk: u32,
+    /// First block of the prompt in the chunk.
+    pub first_block: u32,
+    pub block_count: u32,
+    pub bytes: u64,
 }
 
 #[derive(Clone, Debug, PartialEq)]

@@ -14,7 +14,7 @@ mod replay;
 pub use authentication::{InvalidMessage, SignedMessage, Signer, VerifiedMessage, Verifier};
 pub use codec::identity_from_wire;
 pub use keys::Keys;
-pub use message::{AbortCause, Body, ControlMessage, Done, Hello, HelloOk, Reserve, Source};
+pub use message::{AbortCause, Body, Chunk, ControlMessage, Done, Hello, HelloOk, Reserve};
 
 /// Oldest and newest protocol version that this release speaks.
 pub const PROTOCOL_MIN: u32 = 1;

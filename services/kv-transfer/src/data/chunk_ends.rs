@@ -1,7 +1,7 @@
-//! Parts that the connections of `ipc` and `nccl` share.
+//! Steps that the connections of several transports share.
 //!
-//! Chunks are verified by the digest of their blocks ([`kernels::digest`]), which GPUs compute in
-//! place. `tcp` instead hashes the bytes as they pass through host memory.
+//! Chunks of `ipc` and `nccl` are verified by the digest of their blocks ([`kernels::digest`]),
+//! which GPUs compute in place. `tcp` instead hashes the bytes as they pass through host memory.
 
 use std::{
     io::{self, ErrorKind},
@@ -15,12 +15,10 @@ use crossbeam_channel::bounded;
 use kernels::{BlockId, BlockRead, BlockWrite, peer::Moving};
 
 use super::{
-    Shared,
-    inbound::Ended,
-    inbox,
+    Ended, Moved, Shared,
+    in_flight::GivenBack,
     inbox::Inbox,
     message::{Message, Messages, Polled},
-    outbox,
     outbox::Outbox,
 };
 use crate::{api::TransferId, config::LEASE, protocol::DataEvent};
@@ -30,8 +28,20 @@ const SPIN: Duration = Duration::from_millis(2);
 /// Interval between polls after that.
 const PAUSE: Duration = Duration::from_micros(50);
 
-/// Integrity value and size in bytes of a written chunk.
-pub type Landed = (u64, u64);
+/// Sender: waits for the receiver's next answer. Returns `Ended` if the receiver refuses or the
+/// outbox is closed.
+pub fn answer(
+    answers: &mut Messages,
+    outbox: &Outbox,
+    deadline: Instant,
+) -> io::Result<Result<Message, Ended>> {
+    match answers.next_by(deadline, || outbox.is_closed())? {
+        Some(Message::Refused { reason }) => Ok(Err(Ended::Refused { reason })),
+        Some(message) => Ok(Ok(message)),
+        None if outbox.is_closed() => Ok(Err(Ended::Closed)),
+        None => Err(ErrorKind::UnexpectedEof.into()),
+    }
+}
 
 /// Sender: announces the blocks of queued chunks, at most `ahead_max` unanswered chunks at a time,
 /// until the outbox is closed.
@@ -61,42 +71,65 @@ pub fn lend(
 pub fn report_sent(
     shared: &Shared,
     (transfer, chunk): (TransferId, u32),
-    given_back: outbox::GivenBack,
+    given_back: GivenBack<Moved>,
 ) {
     match given_back {
-        outbox::GivenBack::Wanted { integrity, bytes } => {
-            shared.counters.sent(bytes);
+        GivenBack::Wanted(Moved { integrity, bytes }) => {
+            shared.metrics.count(|counts| {
+                counts.bytes_sent += bytes;
+                counts.chunks_sent += 1;
+            });
             shared.report(DataEvent::Sent { transfer, chunk, integrity });
         }
-        outbox::GivenBack::Released => shared.report(DataEvent::Released { transfer }),
-        outbox::GivenBack::Cancelled | outbox::GivenBack::Unknown => {}
+        GivenBack::Released => shared.report(DataEvent::Released { transfer }),
+        GivenBack::Cancelled => {}
     }
 }
 
-/// Sender: fails if the oldest chunk in flight has had no answer for a lease.
-pub fn check_answers(outbox: &Outbox) -> Result<(), String> {
-    match outbox.oldest() {
-        Some(since) if since.elapsed() >= LEASE => {
-            Err(format!("received no answer to a chunk for {} s", LEASE.as_secs()))
+/// Sender: handles answers until the outbox is closed. Breaks the connection on failure, and if the
+/// oldest chunk in flight has had no answer for a lease. `handle` gets the answers of one transport.
+pub fn take_answers(
+    shared: &Shared,
+    outbox: &Outbox,
+    mut answers: Messages,
+    mut handle: impl FnMut(Message) -> Result<(), String>,
+) {
+    loop {
+        let handled = match answers.poll() {
+            Ok(Polled::Message(Message::NotPosted { transfer, chunk })) => {
+                not_posted(shared, outbox, transfer, chunk)
+            }
+            Ok(Polled::Message(message)) => handle(message),
+            Ok(Polled::End) => Err("the peer closed the connection".to_owned()),
+            Ok(Polled::Nothing) if outbox.is_closed() => return,
+            Ok(Polled::Nothing) => match outbox.oldest() {
+                Some(since) if since.elapsed() >= LEASE => {
+                    Err(format!("received no answer to a chunk for {} s", LEASE.as_secs()))
+                }
+                _ => Ok(()),
+            },
+            Err(error) => Err(error.to_string()),
+        };
+        if let Err(reason) = handled {
+            return outbox.break_off(reason);
         }
-        _ => Ok(()),
     }
 }
 
 /// Sender: handles the answer that the receiver has not posted this chunk.
-pub fn not_posted(
+fn not_posted(
     shared: &Shared,
     outbox: &Outbox,
     transfer: TransferId,
     chunk: u32,
 ) -> Result<(), String> {
     match outbox.answered(transfer, chunk)? {
-        outbox::GivenBack::Wanted { .. } => {
+        GivenBack::Wanted(_) => {
             let reason = format!("the peer no longer waits for chunk {chunk}");
             shared.report(DataEvent::Failed { transfer, reason });
         }
-        outbox::GivenBack::Released => shared.report(DataEvent::Released { transfer }),
-        outbox::GivenBack::Cancelled | outbox::GivenBack::Unknown => {}
+        GivenBack::Released => shared.report(DataEvent::Released { transfer }),
+        GivenBack::Cancelled => {}
     }
     Ok(())
 }
@@ -112,7 +145,7 @@ pub fn receive_offer(
         Some(Message::Offer { export, verify }) => {
             Ok(Some((export, verify || shared.transport.verify)))
         }
-        Some(_) => Err(invalid("protocol error: unexpected message; expected Offer".to_owned())),
+        Some(message) => Err(unexpected(&message, "Offer")),
         None => Ok(None),
     }
 }
@@ -139,26 +172,23 @@ pub enum Lend {
     },
     Nothing,
     End(Ended),
-    Refused {
-        reason: String,
-    },
 }
 
 /// Receiver: polls for `Lend` and takes the blocks that were posted for the chunk.
 pub fn receive_lend(shared: &Shared, inbox: &Inbox, messages: &mut Messages) -> io::Result<Lend> {
     let (transfer, chunk, from) = match messages.poll()? {
         Polled::Message(Message::Lend { transfer, chunk, blocks }) => (transfer, chunk, blocks),
-        Polled::Message(Message::Refused { reason }) => return Ok(Lend::Refused { reason }),
-        Polled::Message(_) => {
-            return Err(invalid("protocol error: unexpected message; expected Lend".to_owned()));
+        Polled::Message(Message::Refused { reason }) => {
+            return Ok(Lend::End(Ended::Refused { reason }));
         }
+        Polled::Message(message) => return Err(unexpected(&message, "Lend")),
         Polled::Nothing if !inbox.is_closed() => return Ok(Lend::Nothing),
         Polled::Nothing | Polled::End => return Ok(Lend::End(Ended::Closed)),
     };
     Ok(match inbox.take(transfer, chunk) {
         Some(to) => Lend::Chunk { transfer, chunk, from, to },
         None => {
-            shared.counters.refuse_data("frame_not_posted");
+            shared.metrics.refuse_data("frame_not_posted");
             Lend::NotPosted { transfer, chunk }
         }
     })
@@ -238,52 +268,42 @@ pub fn invalid(reason: String) -> io::Error {
     io::Error::new(ErrorKind::InvalidData, reason)
 }
 
+pub fn unexpected(message: &Message, expected: &str) -> io::Error {
+    invalid(match message {
+        Message::Refused { reason } => format!("rejected by the peer: {reason}"),
+        _ => format!("protocol error: unexpected message; expected {expected}"),
+    })
+}
+
 /// Receiver: hashes written blocks if asked to, and releases them.
-pub fn verify_and_release(mut blocks: Vec<BlockWrite>, verify: bool) -> Result<Landed, String> {
+pub fn verify_and_release(mut blocks: Vec<BlockWrite>, verify: bool) -> Result<Moved, String> {
     let bytes = blocks.iter().map(|block| block.byte_count() as u64).sum();
     let integrity = match verify {
         true => BlockWrite::digest(&mut blocks).map_err(|error| error.to_string())?,
         false => 0,
     };
-    Ok((integrity, bytes))
+    Ok(Moved { integrity, bytes })
 }
 
-/// Receiver: reports a written chunk, after the guards of its blocks were dropped.
-pub fn give_back(
-    shared: &Shared,
-    inbox: &Inbox,
-    connection: u64,
-    (transfer, chunk): (TransferId, u32),
-    (integrity, bytes): Landed,
-) {
-    let given_back = inbox.give_back(transfer, chunk);
-    if given_back == inbox::GivenBack::Wanted && inbox.is_current(connection) {
-        shared.counters.received(bytes);
-        shared.report(DataEvent::Received { transfer, chunk, integrity });
-    } else {
-        report_unwritten(shared, transfer, given_back, "the data connection was closed".to_owned());
-    }
-}
-
-/// Receiver: reports a chunk that failed, after all writes to its blocks have ended.
-pub fn report_failure(
+/// Receiver: reports a chunk that was written or has failed, after the guards of its blocks were
+/// dropped.
+pub fn report_received(
     shared: &Shared,
     inbox: &Inbox,
     (transfer, chunk): (TransferId, u32),
-    reason: String,
+    written: Result<Moved, String>,
 ) {
-    report_unwritten(shared, transfer, inbox.give_back(transfer, chunk), reason);
-}
-
-fn report_unwritten(
-    shared: &Shared,
-    transfer: TransferId,
-    given_back: inbox::GivenBack,
-    reason: String,
-) {
-    match given_back {
-        inbox::GivenBack::Wanted => shared.report(DataEvent::Failed { transfer, reason }),
-        inbox::GivenBack::Released => shared.report(DataEvent::Released { transfer }),
-        inbox::GivenBack::Cancelled => {}
-    }
+    let event = match (inbox.give_back(transfer, chunk), written) {
+        (GivenBack::Wanted(()), Ok(Moved { integrity, bytes })) => {
+            shared.metrics.count(|counts| {
+                counts.bytes_received += bytes;
+                counts.chunks_received += 1;
+            });
+            DataEvent::Received { transfer, chunk, integrity }
+        }
+        (GivenBack::Wanted(()), Err(reason)) => DataEvent::Failed { transfer, reason },
+        (GivenBack::Released, _) => DataEvent::Released { transfer },
+        (GivenBack::Cancelled, _) => return,
+    };
+    shared.report(event);
 }

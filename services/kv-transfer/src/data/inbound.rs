@@ -12,11 +12,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-use kernels::BlockWrite;
 use socket2::SockRef;
 
 use super::{
-    Shared, handshake,
+    Ended, Shared, handshake,
     inbox::{Inbox, Peers},
     ipc,
     message::{Message, Messages},
@@ -25,11 +24,10 @@ use super::{
     tcp,
 };
 use crate::{
-    api::{Epoch, TransferId},
+    api::Epoch,
     config::LEASE,
     threads::{Permit, Threads},
     transfer_kind::TransferKind,
-    transport::{DataError, Released},
 };
 
 /// Connections in handshake. Each lasts at most the handshake's deadline.
@@ -39,8 +37,8 @@ const HANDSHAKES_MAX: usize = 128;
 const ACCEPT_TIMEOUT: Duration = Duration::from_secs(1);
 
 pub struct Inbound {
-    peers: Arc<Peers>,
-    address: SocketAddr,
+    pub peers: Arc<Peers>,
+    pub address: SocketAddr,
     listener: Arc<TcpListener>,
     stop: Arc<AtomicBool>,
     acceptor: Threads,
@@ -75,38 +73,6 @@ impl Inbound {
         };
         inbound.acceptor.spawn("kv-data-accept", move || acceptor.run())?;
         Ok(inbound)
-    }
-
-    pub fn address(&self) -> SocketAddr {
-        self.address
-    }
-
-    pub fn admit(&self, peer: Epoch) {
-        self.peers.admit(peer);
-    }
-
-    pub fn post(
-        &self,
-        peer: Epoch,
-        transfer: TransferId,
-        chunk: u32,
-        blocks: Vec<BlockWrite>,
-    ) -> Result<(), DataError> {
-        let inbox = self.peers.inbox(peer).ok_or(DataError::NotOpen)?;
-        inbox.post(transfer, chunk, blocks);
-        Ok(())
-    }
-
-    pub fn cancel(&self, peer: Epoch, transfer: TransferId) -> Released {
-        self.peers.inbox(peer).map_or(Released::Now, |inbox| inbox.cancel(transfer))
-    }
-
-    pub fn dismiss(&self, peer: Epoch) {
-        self.peers.dismiss(peer);
-    }
-
-    pub fn is_present(&self, peer: Epoch, connection: u64) -> bool {
-        self.peers.inbox(peer).is_some_and(|inbox| inbox.connection() == connection)
     }
 
     pub fn shutdown(&self, deadline: Instant) -> Vec<String> {
@@ -150,7 +116,7 @@ impl Acceptor {
 
     fn admit(&self, stream: TcpStream) {
         let Some(permit) = Permit::take(&self.handshakes, HANDSHAKES_MAX) else {
-            return self.shared.counters.refuse_data("handshakes_full");
+            return self.shared.metrics.refuse_data("handshakes_full");
         };
         let (shared, peers) = (Arc::clone(&self.shared), Arc::clone(&self.peers));
         let (connections, connections_max) = (Arc::clone(&self.connections), self.connections_max);
@@ -163,18 +129,18 @@ impl Acceptor {
                     drop(permit);
                     match Permit::take(&connections, connections_max) {
                         Some(_permit) => read_connection(&shared, &peers, peer, kind, stream),
-                        None => shared.counters.refuse_data("connections_full"),
+                        None => shared.metrics.refuse_data("connections_full"),
                     }
                 }
                 Err(error) => {
                     tracing::debug!(%error, "data connection rejected");
-                    shared.counters.refuse_data(error.label());
+                    shared.metrics.refuse_data(error.label());
                 }
             }
         };
         if let Err(error) = self.readers.spawn("kv-data-in", reader) {
             tracing::warn!(%error, "cannot start a thread for a data connection");
-            self.shared.counters.refuse_data("no_thread");
+            self.shared.metrics.refuse_data("no_thread");
         }
     }
 }
@@ -188,7 +154,7 @@ fn read_connection(
     mut stream: TcpStream,
 ) {
     let Some(inbox) = peers.inbox(peer) else {
-        return shared.counters.refuse_data("peer_not_admitted");
+        return shared.metrics.refuse_data("peer_not_admitted");
     };
     let connection = shared.number_connection();
     match inbox.enter(connection, &stream) {
@@ -201,7 +167,7 @@ fn read_connection(
             refuse(shared, &inbox, peer, excluded, &mut stream)
         }
         TransferKind::Tcp => {
-            shared.counters.set_path(peer, kind);
+            shared.metrics.set_path(peer, kind);
             tcp::read_frames(shared, &inbox, &mut stream).map(|()| Ended::Closed)
         }
         TransferKind::Ipc => ipc::pull_chunks(shared, &inbox, peer, connection, &mut stream),
@@ -211,7 +177,7 @@ fn read_connection(
     let reason = match ended {
         Ok(Ended::Closed) => "the peer closed the data connection".to_owned(),
         // The peer knows the reason and reconnects with another transport.
-        Ok(Ended::Refused) => return,
+        Ok(Ended::Refused { .. }) => return,
         Err(error) => format!("data connection from the peer: {error}"),
     };
     // The driver ignores the event if it has closed or replaced this connection.
@@ -227,21 +193,14 @@ fn refuse(
     stream: &mut TcpStream,
 ) -> io::Result<Ended> {
     tracing::warn!(%peer, transport = %kind, "peer requested a transport that this node does not offer");
-    shared.counters.refuse_data("transport_not_offered");
+    shared.metrics.refuse_data("transport_not_offered");
     let mut messages = Messages::new(stream, POLL)?;
     match messages.next_by(Instant::now() + LEASE, || inbox.is_closed())? {
         Some(_) => {
             let reason = format!("this node does not offer {kind}");
-            Message::Refused { reason }.write(stream)?;
-            Ok(Ended::Refused)
+            Message::Refused { reason: reason.clone() }.write(stream)?;
+            Ok(Ended::Refused { reason })
         }
         None => Ok(Ended::Closed),
     }
-}
-
-/// How a connection ended without an error.
-pub enum Ended {
-    Closed,
-    /// The transport does not work: no chunk was received.
-    Refused,
 }

@@ -11,6 +11,7 @@ use std::{
 
 use kernels::BlockWrite;
 
+use super::in_flight::{GivenBack, InFlight};
 use crate::{
     api::{Epoch, TransferId},
     config::LEASE,
@@ -35,7 +36,7 @@ pub struct Inbox {
 struct State {
     posted: HashMap<(TransferId, u32), Vec<BlockWrite>>,
     /// Chunks that are being written.
-    taken: Vec<Taken>,
+    taken: InFlight<()>,
     /// The connection in use, kept to shut it down. A newer connection replaces it.
     stream: Option<TcpStream>,
     /// Number of that connection, kept after its end.
@@ -43,23 +44,6 @@ struct State {
     /// A reader thread uses this inbox.
     occupied: bool,
     closed: bool,
-}
-
-struct Taken {
-    transfer: TransferId,
-    chunk: u32,
-    /// Its transfer was cancelled while the chunk was being written.
-    cancelled: bool,
-}
-
-/// Result of returning a chunk whose blocks are no longer written.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum GivenBack {
-    Wanted,
-    /// Its transfer was cancelled, and this was its last chunk being written.
-    Released,
-    /// Its transfer was cancelled, and other chunks of it are being written.
-    Cancelled,
 }
 
 impl Peers {
@@ -101,12 +85,7 @@ impl Inbox {
     pub fn cancel(&self, transfer: TransferId) -> Released {
         let mut state = self.lock();
         state.posted.retain(|(posted, _), _| *posted != transfer);
-        let mut released = Released::Now;
-        for taken in state.taken.iter_mut().filter(|taken| taken.transfer == transfer) {
-            taken.cancelled = true;
-            released = Released::Later;
-        }
-        released
+        state.taken.cancel(transfer)
     }
 
     /// Returns the number of the newest connection.
@@ -165,15 +144,20 @@ impl Inbox {
     pub fn take(&self, transfer: TransferId, chunk: u32) -> Option<Vec<BlockWrite>> {
         let mut state = self.lock();
         let blocks = state.posted.remove(&(transfer, chunk))?;
-        state.taken.push(Taken { transfer, chunk, cancelled: false });
+        state.taken.insert(transfer, chunk, ());
         Some(blocks)
     }
 
     /// Returns whether the transfer of a taken chunk was cancelled.
     pub fn is_cancelled(&self, transfer: TransferId) -> bool {
         let state = self.lock();
-        let cancelled = |taken: &Taken| taken.transfer == transfer && taken.cancelled;
-        state.closed || state.taken.iter().any(cancelled)
+        state.closed || state.taken.is_cancelled(transfer)
+    }
+
+    /// Fails if `connection` is not the current one.
+    pub fn check_current(&self, connection: u64) -> Result<(), String> {
+        let closed = || "the data connection was closed".to_owned();
+        self.is_current(connection).then_some(()).ok_or_else(closed)
     }
 
     /// Returns whether `connection` is the current one.
@@ -183,18 +167,9 @@ impl Inbox {
     }
 
     /// Records that the blocks of a taken chunk are no longer written.
-    pub fn give_back(&self, transfer: TransferId, chunk: u32) -> GivenBack {
-        let mut state = self.lock();
-        let is_it = |taken: &Taken| (taken.transfer, taken.chunk) == (transfer, chunk);
-        let index = state.taken.iter().position(is_it).expect("only taken chunks are given back");
-        let taken = state.taken.swap_remove(index);
-        match taken.cancelled {
-            false => GivenBack::Wanted,
-            true if state.taken.iter().any(|other| other.transfer == transfer) => {
-                GivenBack::Cancelled
-            }
-            true => GivenBack::Released,
-        }
+    pub fn give_back(&self, transfer: TransferId, chunk: u32) -> GivenBack<()> {
+        let given_back = self.lock().taken.give_back(transfer, chunk);
+        given_back.expect("only taken chunks are given back")
     }
 
     pub fn is_closed(&self) -> bool {

@@ -14,6 +14,7 @@
 
 mod chunk_ends;
 mod handshake;
+mod in_flight;
 mod inbound;
 mod inbox;
 mod ipc;
@@ -45,7 +46,7 @@ use crate::{
     api::{Epoch, TransferId},
     config::TransportConfig,
     control::Keys,
-    metrics::Counters,
+    metrics::Metrics,
     protocol::DataEvent,
     resolve::Resolver,
     threads::Threads,
@@ -64,7 +65,7 @@ pub struct Shared {
     pub keys: Keys,
     pub events: Sender<TransportEvent>,
     pub resolver: Resolver,
-    pub counters: Arc<Counters>,
+    pub metrics: Arc<Metrics>,
     /// Number of connections so far, in either direction.
     pub connections: AtomicU64,
     /// Maps GPU memory between processes of this host; `None` without a GPU.
@@ -77,6 +78,14 @@ pub struct Shared {
 }
 
 impl Shared {
+    fn gpu_memory(&self) -> Result<&dyn PeerMemory, String> {
+        self.memory.as_deref().ok_or_else(|| "this node has no GPU memory".to_owned())
+    }
+
+    fn gpu_channels(&self) -> Result<&dyn PeerChannels, String> {
+        self.channels.as_deref().ok_or_else(|| "this node has no GPU memory".to_owned())
+    }
+
     fn number_connection(&self) -> u64 {
         self.connections.fetch_add(1, Ordering::Relaxed) + 1
     }
@@ -89,19 +98,32 @@ impl Shared {
     /// Returns what the peer needs to know to use this transport, or the reason why this node
     /// cannot use it.
     fn offer(&self, kind: TransferKind) -> Result<Vec<u8>, String> {
-        let nothing = || "this node has no GPU memory".to_owned();
         match kind {
             TransferKind::Tcp => Ok(Vec::new()),
-            TransferKind::Ipc => self.memory.as_ref().ok_or_else(nothing)?.export(),
-            TransferKind::Nccl => {
-                self.channels.as_ref().ok_or_else(nothing)?.invite(self.transport.nccl_max_ctas)
-            }
+            TransferKind::Ipc => self.gpu_memory()?.export(),
+            TransferKind::Nccl => self.gpu_channels()?.invite(self.transport.nccl_max_ctas),
         }
     }
 
     fn report_end(&self, peer: Epoch, connection: u64, reason: String) {
         let _ = self.events.send(TransportEvent::Closed { peer, connection, reason });
     }
+}
+
+/// Integrity value and size in bytes of a chunk that was sent or received.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Moved {
+    integrity: u64,
+    bytes: u64,
+}
+
+/// How a connection ended without an error.
+pub enum Ended {
+    Closed,
+    /// The transport does not work between these two nodes. No chunk was moved.
+    Refused {
+        reason: String,
+    },
 }
 
 /// All data connections of one node.
@@ -134,13 +156,21 @@ impl DataConnections {
 
     /// Returns the bound address.
     pub fn address(&self) -> SocketAddr {
-        self.inbound.address()
+        self.inbound.address
+    }
+}
+
+impl DataConnections {
+    fn close_outbound(&mut self, peer: Epoch) {
+        if let Some(outbox) = self.outbound.remove(&peer) {
+            outbox.close();
+        }
     }
 }
 
 impl Transport for DataConnections {
     fn admit(&mut self, peer: Epoch) {
-        self.inbound.admit(peer);
+        self.inbound.peers.admit(peer);
     }
 
     fn open(&mut self, peer: Epoch, endpoint: &str, kinds: Vec<TransferKind>) {
@@ -188,34 +218,35 @@ impl Transport for DataConnections {
             .iter()
             .map(|block| self.arena.write(*block))
             .collect::<Result<Vec<BlockWrite>, _>>()?;
-        self.inbound.post(peer, transfer, chunk, blocks)
+        let inbox = self.inbound.peers.inbox(peer).ok_or(DataError::NotOpen)?;
+        inbox.post(transfer, chunk, blocks);
+        Ok(())
     }
 
     fn cancel(&mut self, peer: Epoch, transfer: TransferId) -> Released {
         let sends = self.outbound.get(&peer).map(|outbox| outbox.cancel(transfer));
-        match (sends, self.inbound.cancel(peer, transfer)) {
-            (None | Some(Released::Now), Released::Now) => Released::Now,
+        let receives = self.inbound.peers.inbox(peer).map(|inbox| inbox.cancel(transfer));
+        match (sends, receives) {
+            (None | Some(Released::Now), None | Some(Released::Now)) => Released::Now,
             _ => Released::Later,
         }
     }
 
     fn close(&mut self, peer: Epoch) {
-        self.close_outbound(peer);
-        self.shared.counters.forget(peer);
+        self.dismiss(peer);
         // Later posts go to a new inbox. The threads of the old connection keep the old one.
-        self.inbound.dismiss(peer);
-        self.inbound.admit(peer);
+        self.admit(peer);
     }
 
     fn dismiss(&mut self, peer: Epoch) {
         self.close_outbound(peer);
-        self.shared.counters.forget(peer);
-        self.inbound.dismiss(peer);
+        self.shared.metrics.forget(peer);
+        self.inbound.peers.dismiss(peer);
     }
 
     fn is_present(&self, peer: Epoch, connection: u64) -> bool {
         self.outbound.get(&peer).is_some_and(|outbox| outbox.connection() == connection)
-            || self.inbound.is_present(peer, connection)
+            || self.inbound.peers.inbox(peer).is_some_and(|it| it.connection() == connection)
     }
 
     fn shutdown(&mut self, deadline: Instant) -> Vec<String> {
@@ -234,14 +265,6 @@ impl Drop for DataConnections {
         let unfinished = self.shutdown(Instant::now() + DROP_MAX);
         if !unfinished.is_empty() {
             tracing::error!(?unfinished, "data threads still run after the deadline");
-        }
-    }
-}
-
-impl DataConnections {
-    fn close_outbound(&mut self, peer: Epoch) {
-        if let Some(outbox) = self.outbound.remove(&peer) {
-            outbox.close();
         }
     }
 }

@@ -9,20 +9,11 @@ use std::{
     time::{Duration, Instant},
 };
 
-use super::{Shared, handshake, ipc, nccl, outbox::Outbox, tcp};
+use super::{Ended, Shared, handshake, ipc, nccl, outbox::Outbox, tcp};
 use crate::{api::Epoch, config::LEASE, protocol::DataEvent, transfer_kind::TransferKind};
 
 const CONNECT_TIMEOUT: Duration = Duration::from_millis(500);
 const CONNECT_PAUSE: Duration = Duration::from_millis(50);
-
-/// How a connection ended without an error.
-pub enum Ended {
-    Closed,
-    /// The transport does not work between these two nodes. No chunk was sent.
-    Refused {
-        reason: String,
-    },
-}
 
 /// Runs the writer thread until the connection ends.
 pub fn run(shared: &Shared, outbox: &Outbox, peer: Epoch, endpoint: &str, kinds: &[TransferKind]) {
@@ -60,7 +51,7 @@ fn carry(
         let Some(stream) = connected else { return Ok(()) };
         let ended = match kind {
             TransferKind::Tcp => {
-                shared.counters.set_path(peer, kind);
+                shared.metrics.set_path(peer, kind);
                 tcp::send_chunks(shared, outbox, stream).map(|()| Ended::Closed)
             }
             TransferKind::Ipc => ipc::lend_chunks(shared, outbox, peer, offer, stream),
@@ -92,7 +83,7 @@ fn fall_back(
     };
     let (next, offer) = others.find_map(possible).unwrap_or((TransferKind::Tcp, Vec::new()));
     tracing::warn!(%peer, transport = %failed, %next, reason, "transport failed; falling back");
-    shared.counters.fell_back(failed);
+    shared.metrics.fell_back(failed);
     (next, offer)
 }
 
@@ -169,7 +160,7 @@ mod tests {
             keys: Keys::derive(&ClusterSecret::new("the secret of this test").unwrap()),
             events,
             resolver: Resolver::system(),
-            counters: Arc::default(),
+            metrics: Arc::default(),
             connections: AtomicU64::new(0),
             memory: None,
             channels: None,

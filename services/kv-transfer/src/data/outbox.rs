@@ -10,6 +10,10 @@ use std::{
 
 use kernels::BlockRead;
 
+use super::{
+    Moved,
+    in_flight::{Chunk, GivenBack, InFlight},
+};
 use crate::{
     api::TransferId,
     threads::locked,
@@ -34,7 +38,7 @@ pub struct Outbox {
 struct State {
     queue: VecDeque<Job>,
     /// Chunks in flight: the writer holds them, or the peer has not answered them.
-    taken: Vec<Taken>,
+    taken: InFlight<Taken>,
     /// Shut down when the outbox is closed, to wake the thread that uses it.
     stream: Option<TcpStream>,
     /// Set by the driver: the connection is no longer needed.
@@ -54,11 +58,8 @@ pub struct Job {
     pub blocks: Vec<BlockRead>,
 }
 
+/// State of a chunk in flight.
 struct Taken {
-    transfer: TransferId,
-    chunk: u32,
-    /// Its transfer was cancelled while the chunk was in flight.
-    cancelled: bool,
     since: Instant,
     /// Set while the peer is to read the blocks; otherwise the writer holds them.
     lent: Option<Lent>,
@@ -74,21 +75,7 @@ impl Taken {
 /// Blocks that the peer may read until it answers.
 struct Lent {
     blocks: Vec<BlockRead>,
-    integrity: u64,
-    bytes: u64,
-}
-
-/// Result of returning a chunk whose blocks are no longer read.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum GivenBack {
-    /// Integrity value and size of a lent chunk; 0 for other chunks.
-    Wanted { integrity: u64, bytes: u64 },
-    /// Its transfer was cancelled, and this was its last chunk in flight.
-    Released,
-    /// Its transfer was cancelled, and other chunks of it are in flight.
-    Cancelled,
-    /// No such chunk is in flight.
-    Unknown,
+    moved: Moved,
 }
 
 impl Outbox {
@@ -126,12 +113,7 @@ impl Outbox {
     pub fn cancel(&self, transfer: TransferId) -> Released {
         let mut state = self.lock();
         state.queue.retain(|job| job.transfer != transfer);
-        let mut released = Released::Now;
-        for taken in state.taken.iter_mut().filter(|taken| taken.transfer == transfer) {
-            taken.cancelled = true;
-            released = Released::Later;
-        }
-        released
+        state.taken.cancel(transfer)
     }
 
     pub fn close(&self) {
@@ -153,12 +135,11 @@ impl Outbox {
             if state.closed || state.broken.is_some() {
                 return None;
             }
-            if state.taken.len() < taken_max
+            if state.taken.chunks.len() < taken_max
                 && let Some(job) = state.queue.pop_front()
             {
-                let (transfer, chunk, since) = (job.transfer, job.chunk, Instant::now());
-                let taken = Taken { transfer, chunk, cancelled: false, since, lent: None };
-                state.taken.push(taken);
+                let taken = Taken { since: Instant::now(), lent: None };
+                state.taken.insert(job.transfer, job.chunk, taken);
                 return Some(job);
             }
             let (woken, _) =
@@ -170,13 +151,10 @@ impl Outbox {
     /// Keeps the blocks of a taken chunk until the peer answers.
     pub fn lend(&self, job: Job, integrity: u64) {
         let Job { transfer, chunk, blocks } = job;
-        let mut state = self.lock();
         let bytes = blocks.iter().map(|block| block.byte_count() as u64).sum();
-        let lent = Some(Lent { blocks, integrity, bytes });
-        let is_it = |taken: &&mut Taken| (taken.transfer, taken.chunk) == (transfer, chunk);
-        if let Some(taken) = state.taken.iter_mut().find(is_it) {
-            taken.lent = lent;
-            taken.since = Instant::now();
+        if let Some(taken) = self.lock().taken.get_mut(transfer, chunk) {
+            let lent = Some(Lent { blocks, moved: Moved { integrity, bytes } });
+            *taken = Taken { since: Instant::now(), lent };
         }
     }
 
@@ -184,8 +162,7 @@ impl Outbox {
     /// back.
     pub fn take_lent(&self, transfer: TransferId, chunk: u32) -> Option<Vec<BlockRead>> {
         let mut state = self.lock();
-        let is_it = |taken: &&mut Taken| (taken.transfer, taken.chunk) == (transfer, chunk);
-        let taken = state.taken.iter_mut().find(is_it)?;
+        let taken = state.taken.get_mut(transfer, chunk)?;
         taken.since = Instant::now();
         let blocks = std::mem::take(&mut taken.lent.as_mut()?.blocks);
         (!blocks.is_empty()).then_some(blocks)
@@ -199,7 +176,7 @@ impl Outbox {
 
     /// Returns since when the oldest chunk in flight has waited.
     pub fn oldest(&self) -> Option<Instant> {
-        self.lock().taken.iter().map(|taken| taken.since).min()
+        self.lock().taken.chunks.iter().map(|taken| taken.value.since).min()
     }
 
     pub fn is_closed(&self) -> bool {
@@ -216,17 +193,15 @@ impl Outbox {
     }
 
     pub fn is_cancelled(&self, transfer: TransferId) -> bool {
-        self.lock().taken.iter().any(|taken| taken.transfer == transfer && taken.cancelled)
+        self.lock().taken.is_cancelled(transfer)
     }
 
     /// Records that the peer no longer reads a lent chunk. Fails if the chunk was not lent, or if
     /// the writer has taken it back to send it.
-    pub fn answered(&self, transfer: TransferId, chunk: u32) -> Result<GivenBack, String> {
-        let state = self.lock();
-        let is_lent = |taken: &Taken| {
-            (taken.transfer, taken.chunk) == (transfer, chunk) && !taken.held_by_writer()
-        };
-        if !state.taken.iter().any(is_lent) {
+    pub fn answered(&self, transfer: TransferId, chunk: u32) -> Result<GivenBack<Moved>, String> {
+        let mut state = self.lock();
+        let taken = state.taken.get_mut(transfer, chunk);
+        if taken.is_none_or(|taken| taken.held_by_writer()) {
             return Err(format!(
                 "protocol error: the peer answered chunk {chunk}, which was not lent to it"
             ));
@@ -234,33 +209,28 @@ impl Outbox {
         Ok(self.give_back_of(state, transfer, chunk))
     }
 
-    /// Records that the blocks of a taken chunk are no longer read.
-    pub fn give_back(&self, transfer: TransferId, chunk: u32) -> GivenBack {
+    /// Records that the blocks of a taken chunk are no longer read. Returns the integrity value and
+    /// size of a lent chunk, 0 for other chunks, and `Cancelled` if no such chunk is in flight.
+    pub fn give_back(&self, transfer: TransferId, chunk: u32) -> GivenBack<Moved> {
         self.give_back_of(self.lock(), transfer, chunk)
     }
 
+    /// Drops the blocks before the lock, so that a later `cancel` finds the transfer released.
     fn give_back_of(
         &self,
         mut state: MutexGuard<'_, State>,
         transfer: TransferId,
         chunk: u32,
-    ) -> GivenBack {
-        let is_it = |taken: &Taken| (taken.transfer, taken.chunk) == (transfer, chunk);
-        let Some(index) = state.taken.iter().position(is_it) else { return GivenBack::Unknown };
-        let Taken { cancelled, lent, .. } = state.taken.swap_remove(index);
-        // Drops the blocks before the lock, so that a later `cancel` finds the transfer released.
-        let lent = lent.map(|Lent { integrity, bytes, blocks }| {
-            drop(blocks);
-            (integrity, bytes)
-        });
+    ) -> GivenBack<Moved> {
+        let given_back = match state.taken.give_back(transfer, chunk) {
+            Some(GivenBack::Wanted(taken)) => {
+                GivenBack::Wanted(taken.lent.map_or_else(Moved::default, |lent| lent.moved))
+            }
+            Some(GivenBack::Released) => GivenBack::Released,
+            Some(GivenBack::Cancelled) | None => GivenBack::Cancelled,
+        };
         self.changed.notify_one();
-        let others = state.taken.iter().any(|other| other.transfer == transfer);
-        match (cancelled, lent) {
-            (true, _) if others => GivenBack::Cancelled,
-            (true, _) => GivenBack::Released,
-            (false, Some((integrity, bytes))) => GivenBack::Wanted { integrity, bytes },
-            (false, None) => GivenBack::Wanted { integrity: 0, bytes: 0 },
-        }
+        given_back
     }
 
     /// Stores the new connection. Returns false if the outbox was closed meanwhile.
@@ -294,12 +264,14 @@ impl Outbox {
         state.ended = true;
         state.queue.clear();
         state.stream = None;
-        let (stuck, taken): (Vec<Taken>, Vec<Taken>) =
-            state.taken.drain(..).partition(|taken| state.stuck && taken.held_by_writer());
+        let chunks = std::mem::take(&mut state.taken.chunks);
+        let (stuck, taken): (Vec<_>, Vec<_>) = chunks
+            .into_iter()
+            .partition(|taken: &Chunk<Taken>| state.stuck && taken.value.held_by_writer());
         let is_stuck = |id: TransferId| stuck.iter().any(|taken| taken.transfer == id);
         let cancelled = taken.iter().filter(|taken| taken.cancelled).map(|taken| taken.transfer);
         let mut cancelled: Vec<TransferId> = cancelled.filter(|id| !is_stuck(*id)).collect();
-        state.taken = stuck;
+        state.taken.chunks = stuck;
         cancelled.sort_unstable();
         cancelled.dedup();
         drop(taken);
@@ -327,13 +299,16 @@ mod tests {
         assert!(outbox.answered(transfer, 0).is_err(), "not lent yet");
         let bytes = job.blocks[0].byte_count() as u64;
         outbox.lend(job, 5);
-        assert_eq!(outbox.answered(transfer, 0), Ok(GivenBack::Wanted { integrity: 5, bytes }));
+        assert_eq!(
+            outbox.answered(transfer, 0),
+            Ok(GivenBack::Wanted(Moved { integrity: 5, bytes }))
+        );
         assert!(outbox.answered(transfer, 0).is_err(), "already answered");
         outbox.lend(taken(1), 5);
         let going = outbox.take_lent(transfer, 1);
         assert!(outbox.answered(transfer, 1).is_err(), "being sent");
         drop(going);
-        assert_eq!(outbox.give_back(transfer, 1), GivenBack::Wanted { integrity: 5, bytes });
+        assert_eq!(outbox.give_back(transfer, 1), GivenBack::Wanted(Moved { integrity: 5, bytes }));
         assert_eq!(arena.pins(BlockId(0)).unwrap(), 0);
     }
 

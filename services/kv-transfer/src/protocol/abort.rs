@@ -9,9 +9,14 @@
 
 use std::time::Instant;
 
-use super::{Action, Peer, Turn, retry::Retry, tombstone::Tombstone};
+use super::{
+    Action, Turn,
+    retry::Retry,
+    tombstone::Tombstone,
+    transfer::{Phase, Transfer},
+};
 use crate::{
-    api::{Event, TransferFailure, TransferId},
+    api::{Event, TransferFailure},
     config::LEASE,
     control::{AbortCause, Body},
 };
@@ -29,13 +34,9 @@ pub enum Tell {
     AbortAck,
 }
 
-#[derive(Debug)]
 pub struct Aborting {
-    transfer: TransferId,
-    peer: Peer,
-    traceparent: String,
-    cause: AbortCause,
-    reason: String,
+    pub cause: AbortCause,
+    pub reason: String,
     /// Final event, until it is emitted. `None` from the start if the node never started the
     /// transfer.
     event: Option<Event>,
@@ -47,48 +48,9 @@ pub struct Aborting {
 }
 
 impl Aborting {
-    /// Starts the abort. `event` is the final event for the node, if the node knows the transfer.
-    /// `cancel` makes the transport release the blocks, if it holds any.
-    pub fn begin(
-        turn: &mut Turn<'_>,
-        transfer: TransferId,
-        peer: Peer,
-        traceparent: String,
-        failure: &TransferFailure,
-        event: Option<Event>,
-        cancel: Option<Action>,
-        tell: Tell,
-    ) -> Self {
-        let mut aborting = Self {
-            transfer,
-            peer,
-            traceparent,
-            cause: cause_of(failure),
-            reason: failure.to_string(),
-            event,
-            releasing: cancel.is_some(),
-            owes_abort_ack: tell == Tell::AbortAck,
-            abort: (tell == Tell::Abort).then(|| (Retry::start(turn.now), turn.now + LEASE)),
-        };
-        turn.actions.extend(cancel);
-        if matches!(tell, Tell::Abort | Tell::AbortOnce) {
-            aborting.send_abort(turn);
-        }
-        aborting.emit_if_released(turn);
-        aborting
-    }
-
-    pub fn cause(&self) -> AbortCause {
-        self.cause
-    }
-
-    pub fn reason(&self) -> &str {
-        &self.reason
-    }
-
     /// Returns the tombstone once nothing is left to do.
     pub fn tombstone(&self) -> Option<Tombstone> {
-        let is_over = !self.releasing && self.event.is_none() && self.abort.is_none();
+        let is_over = !self.is_unfinished() && self.abort.is_none();
         is_over.then(|| Tombstone::Failed { cause: self.cause, reason: self.reason.clone() })
     }
 
@@ -97,55 +59,93 @@ impl Aborting {
         self.releasing || self.event.is_some()
     }
 
-    pub fn on_released(&mut self, turn: &mut Turn<'_>) {
-        self.releasing = false;
+    pub fn next_deadline(&self) -> Option<Instant> {
+        self.abort.as_ref().map(|(retry, until)| retry.at().min(*until))
+    }
+}
+
+impl Transfer {
+    /// Starts the abort, unless the transfer is already over.
+    pub fn fail(&mut self, turn: &mut Turn, failure: TransferFailure, tell: Tell) {
+        let releasing = match &self.phase {
+            Phase::Aborting(_) | Phase::Complete => return,
+            Phase::Sending(sending) => sending.chunks.are_read(),
+            Phase::Receiving(receiving) => receiving.is_written(),
+            Phase::Expecting { .. } | Phase::Early { .. } | Phase::Connecting { .. } => false,
+        };
+        if releasing {
+            turn.act(Action::Cancel { peer: self.peer.epoch, transfer: self.id });
+        }
+        self.phase = Phase::Aborting(Aborting {
+            cause: cause_of(&failure),
+            reason: failure.to_string(),
+            event: self.is_begun.then(|| self.side.failed(self.id, failure)),
+            releasing,
+            owes_abort_ack: tell == Tell::AbortAck,
+            abort: (tell == Tell::Abort).then(|| (Retry::start(turn.now), turn.now + LEASE)),
+        });
+        if matches!(tell, Tell::Abort | Tell::AbortOnce) {
+            self.send_abort(turn);
+        }
         self.emit_if_released(turn);
     }
 
-    pub fn on_abort(&mut self, turn: &mut Turn<'_>) {
-        self.owes_abort_ack = true;
-        self.emit_if_released(turn);
+    pub fn on_released(&mut self, turn: &mut Turn) {
+        if let Phase::Aborting(aborting) = &mut self.phase {
+            aborting.releasing = false;
+            self.emit_if_released(turn);
+        }
+    }
+
+    pub fn on_abort(&mut self, turn: &mut Turn, cause: AbortCause, reason: String) {
+        if let Phase::Aborting(aborting) = &mut self.phase {
+            aborting.owes_abort_ack = true;
+            return self.emit_if_released(turn);
+        }
+        self.fail(turn, self.peer.aborted(cause, reason), Tell::AbortAck);
     }
 
     pub fn on_abort_ack(&mut self) {
-        self.abort = None;
+        if let Phase::Aborting(aborting) = &mut self.phase {
+            aborting.abort = None;
+        }
     }
 
-    /// The connection to the peer is gone: no message can be sent.
-    pub fn on_peer_lost(&mut self) {
-        self.abort = None;
-        self.owes_abort_ack = false;
+    /// Sends no message any more: the connection to the peer is gone.
+    pub fn stop_abort_messages(&mut self) {
+        if let Phase::Aborting(aborting) = &mut self.phase {
+            aborting.abort = None;
+            aborting.owes_abort_ack = false;
+        }
     }
 
-    pub fn on_deadline(&mut self, turn: &mut Turn<'_>) {
-        let Some((retry, until)) = &mut self.abort else { return };
+    pub fn on_abort_deadline(&mut self, turn: &mut Turn) {
+        let Phase::Aborting(aborting) = &mut self.phase else { return };
+        let Some((retry, until)) = &mut aborting.abort else { return };
         if turn.now >= *until {
-            self.abort = None;
+            aborting.abort = None;
         } else if retry.is_due(turn.now) {
             turn.counters.control_resent += 1;
             self.send_abort(turn);
         }
     }
 
-    pub fn next_deadline(&self) -> Option<Instant> {
-        self.abort.as_ref().map(|(retry, until)| retry.at().min(*until))
-    }
-
-    fn send_abort(&self, turn: &mut Turn<'_>) {
-        let (transfer, cause, reason) = (self.transfer, self.cause, self.reason.clone());
-        let abort = Body::Abort { transfer, cause, reason };
+    fn send_abort(&self, turn: &mut Turn) {
+        let Phase::Aborting(Aborting { cause, reason, .. }) = &self.phase else { return };
+        let abort = Body::Abort { transfer: self.id, cause: *cause, reason: reason.clone() };
         turn.send_traced(self.peer.epoch, abort, &self.traceparent);
     }
 
-    fn emit_if_released(&mut self, turn: &mut Turn<'_>) {
-        if self.releasing {
+    fn emit_if_released(&mut self, turn: &mut Turn) {
+        let Phase::Aborting(aborting) = &mut self.phase else { return };
+        if aborting.releasing {
             return;
         }
-        if let Some(event) = self.event.take() {
+        if let Some(event) = aborting.event.take() {
             turn.emit(event);
         }
-        if std::mem::take(&mut self.owes_abort_ack) {
-            let ack = Body::AbortAck { transfer: self.transfer };
+        if std::mem::take(&mut aborting.owes_abort_ack) {
+            let ack = Body::AbortAck { transfer: self.id };
             turn.send_traced(self.peer.epoch, ack, &self.traceparent);
         }
     }

@@ -2,7 +2,10 @@
 
 use kernels::BlockId;
 
-use crate::{api::TransferId, control::Body};
+use crate::{
+    api::TransferId,
+    control::{self as message, Body},
+};
 
 /// Announced chunks per transfer that the transport does not have yet: enough to post receives
 /// before the data is ready, few enough to keep the pair's queue short.
@@ -218,13 +221,13 @@ impl Chunks {
     /// Returns the `CHUNK` message of an announced chunk.
     pub fn message(&self, transfer: TransferId, chunk: u32, block_bytes: usize) -> Option<Body> {
         let announced = self.chunks.get(chunk as usize)?;
-        Some(Body::Chunk {
+        Some(Body::Chunk(message::Chunk {
             transfer,
             chunk,
             first_block: announced.first_block,
             block_count: announced.block_count as u32,
             bytes: (announced.block_count * block_bytes) as u64,
-        })
+        }))
     }
 }
 
@@ -249,7 +252,7 @@ mod tests {
     fn reservation_is_split_into_chunks_and_cached_blocks_are_skipped() {
         let mut chunks = Chunks::new(3, 12, 4);
         let bytes = |chunk| match chunks.message(TransferId(1), chunk, 10) {
-            Some(Body::Chunk { first_block, block_count, bytes, .. }) => {
+            Some(Body::Chunk(message::Chunk { first_block, block_count, bytes, .. })) => {
                 (first_block, block_count, bytes)
             }
             other => panic!("{other:?}"),

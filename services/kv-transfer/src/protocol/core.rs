@@ -1,5 +1,8 @@
 //! Dispatches events to the pair or transfer that they concern, and bounds the number of both.
 
+mod begin;
+mod pairs;
+
 use std::{
     collections::{BTreeMap, BTreeSet, VecDeque},
     time::{Duration, Instant},
@@ -12,24 +15,9 @@ use super::{
     transfer::{Phase, Side, Transfer},
 };
 use crate::{
-    api::{Command, Epoch, TransferFailure, TransferId},
-    control::{AbortCause, Body, ControlMessage, Reserve, Source},
+    api::{Command, Epoch, Peer, TransferFailure, TransferId},
+    control::{AbortCause, Body, ControlMessage, Reserve},
 };
-
-/// Borrows the fields of a `Turn` and leaves the tables free.
-macro_rules! turn {
-    ($core:expr, $now:expr) => {
-        Turn {
-            now: $now,
-            local: &$core.local,
-            actions: &mut $core.actions,
-            counters: &mut $core.counters,
-        }
-    };
-}
-
-mod begin;
-mod pairs;
 
 /// Longest deadline, so that adding it to a time cannot overflow.
 const DEADLINE_MAX: Duration = Duration::from_secs(24 * 60 * 60);
@@ -40,33 +28,33 @@ pub const RESERVED_BLOCKS_MAX: usize = 100_000;
 
 /// All pairs and transfers of one process.
 pub struct Core {
-    local: Local,
+    turn: Turn,
     pairs: BTreeMap<Epoch, Pair>,
     transfers: BTreeMap<TransferId, Transfer>,
     tombstones: Tombstones,
-    actions: VecDeque<Action>,
-    counters: Counters,
     /// Peers with which only `tcp` is common: connecting in advance has no benefit.
     tcp_only: BTreeSet<Epoch>,
-    /// Number of pairs created so far.
-    sessions: u64,
 }
 
 impl Core {
-    pub fn new(local: Local) -> Self {
+    pub fn new(now: Instant, local: Local) -> Self {
         Self {
             tombstones: Tombstones::new(local.limits.tombstones_max),
-            local,
+            turn: Turn {
+                now,
+                local,
+                actions: VecDeque::new(),
+                counters: Counters::default(),
+                sessions: 0,
+            },
             pairs: BTreeMap::new(),
             transfers: BTreeMap::new(),
-            actions: VecDeque::new(),
-            counters: Counters::default(),
             tcp_only: BTreeSet::new(),
-            sessions: 0,
         }
     }
 
     pub fn handle_command(&mut self, now: Instant, command: Command) {
+        self.turn.now = now;
         match command {
             Command::Receive {
                 transfer,
@@ -77,88 +65,71 @@ impl Core {
                 deadline,
                 traceparent,
             } => {
-                let deadline = deadline.min(DEADLINE_MAX);
                 if blocks.len() > RESERVED_BLOCKS_MAX {
                     let reason = format!(
                         "cannot receive {} blocks; expected at most {RESERVED_BLOCKS_MAX}",
                         blocks.len()
                     );
                     let failure = TransferFailure::Aborted { reason };
-                    return turn!(self, now).emit(Side::Receiver.failed(transfer, failure));
+                    return self.turn.emit(Side::Receiver.failed(transfer, failure));
                 }
-                let Some(peer) = self.admit(now, transfer, &peer, Side::Receiver) else { return };
+                let identity = &self.turn.local.identity;
                 let reserve = Reserve {
                     transfer,
-                    model_fingerprint: self.local.identity.model_fingerprint,
-                    weight_version: self.local.identity.weight_version,
+                    model_fingerprint: identity.model_fingerprint,
+                    weight_version: identity.weight_version,
                     prompt_hash,
                     first_block,
                     blocks,
                 };
                 let phase = Phase::Connecting { reserve };
-                let is_up = self.pairs.get(&peer.epoch).is_some_and(Pair::is_up);
-                let mut turn = turn!(self, now);
-                let side = Side::Receiver;
-                let mut incoming =
-                    Transfer::begin(&turn, transfer, peer, side, deadline, traceparent, phase);
-                if is_up {
-                    incoming.on_pair_up(&mut turn);
+                if self.admit(transfer, &peer, Side::Receiver) {
+                    self.begin(transfer, peer.peer(), deadline, traceparent, phase);
+                    if self.pairs.get(&peer.epoch).is_some_and(Pair::is_up) {
+                        self.with_transfer(transfer, Transfer::on_pair_up);
+                    }
                 }
-                self.insert(now, incoming);
             }
             Command::Expect { transfer, peer, prompt_hash, deadline, traceparent } => {
-                let deadline = deadline.min(DEADLINE_MAX);
-                if self.match_early_reserve(
-                    now,
-                    transfer,
-                    &peer,
-                    prompt_hash,
-                    deadline,
-                    &traceparent,
-                ) {
-                    return;
+                if self.has_reserve(transfer, &peer) {
+                    self.with_transfer(transfer, |outgoing, turn| {
+                        let deadline = deadline.min(DEADLINE_MAX);
+                        outgoing.on_expect(turn, prompt_hash, deadline, traceparent);
+                    });
+                } else if self.admit(transfer, &peer, Side::Sender) {
+                    let phase = Phase::Expecting { prompt_hash };
+                    self.begin(transfer, peer.peer(), deadline, traceparent, phase);
                 }
-                let Some(peer) = self.admit(now, transfer, &peer, Side::Sender) else { return };
-                let (turn, side) = (turn!(self, now), Side::Sender);
-                let phase = Phase::Expecting { prompt_hash };
-                let outgoing =
-                    Transfer::begin(&turn, transfer, peer, side, deadline, traceparent, phase);
-                self.insert(now, outgoing);
             }
             Command::Written { transfer, first_block, blocks } => {
-                self.with_transfer(now, transfer, |outgoing, turn| {
+                self.with_transfer(transfer, |outgoing, turn| {
                     outgoing.written(turn, first_block, blocks);
                 });
             }
             Command::Finish { transfer, first_index, token } => {
-                self.with_transfer(now, transfer, |outgoing, turn| {
+                self.with_transfer(transfer, |outgoing, turn| {
                     outgoing.finish(turn, first_index, token);
                 });
             }
-            Command::Connect { peer, sends, guard: _ } => self.connect(now, &peer, sends),
-            Command::Abort { transfer, reason } => self.abort(now, transfer, reason),
-            Command::WeightsChanged { weight_version } => {
-                self.on_weights_changed(now, weight_version);
-            }
+            Command::Connect { peer, sends, guard: _ } => self.connect(&peer, sends),
+            Command::Abort { transfer, reason } => self.abort(transfer, reason),
+            Command::WeightsChanged { weight_version } => self.on_weights_changed(weight_version),
         }
     }
 
     /// Connected pairs stay: each `RESERVE` names the new version, and peers that have it too
     /// continue. Rejected pairs are closed, because they may match now.
-    fn on_weights_changed(&mut self, now: Instant, to: u64) {
-        let from = std::mem::replace(&mut self.local.identity.weight_version, to);
+    fn on_weights_changed(&mut self, to: u64) {
+        let from = std::mem::replace(&mut self.turn.local.identity.weight_version, to);
         if from == to {
             return;
         }
         let failure = TransferFailure::WeightsChanged { from, to };
-        let transfers: Vec<TransferId> = self.transfers.keys().copied().collect();
-        for id in transfers {
-            self.with_transfer(now, id, |side, turn| {
-                side.on_weights_changed(turn, failure.clone())
-            });
-        }
+        self.with_transfers(self.ids(), |side, turn| {
+            side.on_weights_changed(turn, failure.clone());
+        });
         let refused = self.pairs.values().filter(|pair| pair.refusal().is_some());
-        let refused: Vec<Epoch> = refused.map(|pair| pair.peer().epoch).collect();
+        let refused: Vec<Epoch> = refused.map(|pair| pair.peer.epoch).collect();
         for epoch in refused {
             self.close_pair(epoch);
         }
@@ -166,108 +137,101 @@ impl Core {
 
     /// Aborts all transfers with `reason`.
     pub fn abort_all(&mut self, now: Instant, reason: &str) {
-        let transfers: Vec<TransferId> = self.transfers.keys().copied().collect();
-        for transfer in transfers {
-            self.abort(now, transfer, reason.to_owned());
-        }
+        self.turn.now = now;
+        self.with_transfers(self.ids(), |side, turn| side.abort(turn, reason.to_owned()));
     }
 
-    pub fn handle_control(&mut self, now: Instant, from: &Source, message: ControlMessage) {
+    pub fn handle_control(&mut self, now: Instant, from: &Peer, message: ControlMessage) {
+        self.turn.now = now;
         let ControlMessage { traceparent, body } = message;
+        if !body.is_handshake() && !self.is_heard(from, &body) {
+            return self.turn.refuse("pair_not_up");
+        }
         match body {
-            Body::Hello(hello) => return self.on_hello(now, from, &hello),
+            Body::Hello(hello) => self.on_hello(from, &hello),
             Body::HelloOk(ok) => {
-                return self.with_pair(now, from.epoch, |pair, turn| pair.on_hello_ok(turn, &ok));
+                self.with_pair(from.epoch, |pair, turn| pair.on_hello_ok(turn, &ok))
             }
             Body::Reject { reason, identity } => {
-                return self.with_pair(now, from.epoch, |pair, turn| {
-                    pair.on_reject(turn, reason, &identity)
-                });
+                self.with_pair(from.epoch, |pair, turn| pair.on_reject(turn, reason, &identity));
             }
-            _ => {}
-        }
-        // A peer without a completed handshake may have another model. It retransmits.
-        match self.pairs.get_mut(&from.epoch) {
-            Some(pair) if pair.is_up() => pair.heard(now),
-            // The peer has lost the pair and aborts its transfers.
-            Some(_)
-                if matches!(&body, Body::Abort { transfer, .. }
-                if self.transfers.contains_key(transfer)) => {}
-            Some(_) | None => return turn!(self, now).refuse("pair_not_up"),
-        }
-        match body {
-            Body::Hello(_) | Body::HelloOk(_) | Body::Reject { .. } => {}
-            Body::Reserve(reserve) => self.on_reserve(now, from, reserve, traceparent),
-            Body::Chunk { transfer, chunk, first_block, block_count, bytes } => {
-                self.with_incoming(now, from, transfer, &traceparent, |incoming, turn| {
-                    incoming.on_chunk(turn, chunk, first_block, block_count, bytes);
+            Body::Reserve(reserve) => self.on_reserve(from, reserve, traceparent),
+            Body::Chunk(chunk) => {
+                self.with_incoming(from, chunk.transfer, &traceparent, |incoming, turn| {
+                    incoming.on_chunk(turn, &chunk);
                 });
             }
             Body::ClearToSend { transfer, chunk } => {
-                self.with_outgoing_of(now, from, transfer, |outgoing, turn| {
-                    outgoing.on_clear_to_send(turn, chunk);
-                });
+                if self.may_act(from, transfer, Some(Side::Sender)) {
+                    self.with_transfer(transfer, |outgoing, turn| {
+                        outgoing.on_clear_to_send(turn, chunk);
+                    });
+                }
             }
             Body::Done(done) => {
-                self.with_incoming(now, from, done.transfer, &traceparent, |incoming, turn| {
+                self.with_incoming(from, done.transfer, &traceparent, |incoming, turn| {
                     incoming.on_done(turn, done);
                 });
             }
             Body::Ack { transfer } => {
-                self.with_outgoing_of(now, from, transfer, |outgoing, turn| outgoing.on_ack(turn));
+                if self.may_act(from, transfer, Some(Side::Sender)) {
+                    self.with_transfer(transfer, Transfer::on_ack);
+                }
             }
             Body::Abort { transfer, cause, reason } => {
-                self.on_abort(now, from, transfer, cause, reason);
+                self.on_abort(from, transfer, cause, reason);
             }
-            Body::AbortAck { transfer } => self.on_abort_ack(now, from, transfer),
-            Body::Heartbeat { transfers, awaited } => {
-                self.on_heartbeat(now, from, &transfers, &awaited);
+            Body::AbortAck { transfer } => {
+                if self.transfers.contains_key(&transfer) && self.may_act(from, transfer, None) {
+                    self.with_transfer(transfer, |side, _| side.on_abort_ack());
+                }
             }
+            Body::Heartbeat { transfers, awaited } => self.on_heartbeat(from, &transfers, &awaited),
         }
     }
 
     pub fn handle_data(&mut self, now: Instant, event: DataEvent) {
+        self.turn.now = now;
         match event {
             DataEvent::Sent { transfer, chunk, integrity } => {
-                self.with_transfer(now, transfer, |outgoing, turn| {
+                self.with_transfer(transfer, |outgoing, turn| {
                     outgoing.on_sent(turn, chunk, integrity);
                 });
             }
             DataEvent::Received { transfer, chunk, integrity } => {
-                self.with_transfer(now, transfer, |incoming, turn| {
+                self.with_transfer(transfer, |incoming, turn| {
                     incoming.on_received(turn, chunk, integrity);
                 });
             }
             DataEvent::Released { transfer } => {
-                self.with_transfer(now, transfer, |side, turn| side.on_released(turn));
+                self.with_transfer(transfer, Transfer::on_released);
             }
             DataEvent::Failed { transfer, reason } => {
-                self.with_transfer(now, transfer, |side, turn| side.on_data_failed(turn, reason));
+                self.with_transfer(transfer, |side, turn| side.on_data_failed(turn, reason));
             }
-            DataEvent::Closed { peer, reason } => self.handle_peer_failed(now, peer, &reason),
+            DataEvent::Closed { peer, reason } => self.lose_pair(peer, &reason),
         }
     }
 
     /// Handles a local failure of the connection: its queue is full or a data connection has
     /// closed.
     pub fn handle_peer_failed(&mut self, now: Instant, peer: Epoch, reason: &str) {
-        self.lose_pair(now, peer, reason);
+        self.turn.now = now;
+        self.lose_pair(peer, reason);
     }
 
     /// Handles due deadlines. Must be called at [`Core::next_deadline`]; extra calls do no harm.
     pub fn on_deadline(&mut self, now: Instant) {
+        self.turn.now = now;
         self.tombstones.forget_old(now);
-        for transfer in self.transfers.values_mut() {
-            transfer.on_deadline(&mut turn!(self, now));
-        }
-        self.bury_all(now);
+        self.with_transfers(self.ids(), Transfer::on_deadline);
         let epochs: Vec<Epoch> = self.pairs.keys().copied().collect();
         for epoch in epochs {
             let Some(pair) = self.pairs.get_mut(&epoch) else { continue };
-            match pair.on_deadline(&mut turn!(self, now)) {
+            match pair.on_deadline(&mut self.turn) {
                 Some(Close::Idle) => self.close_pair(epoch),
-                Some(Close::Lost { reason }) => self.lose_pair(now, epoch, &reason),
-                None if pair.is_heartbeat_due(now) => self.send_heartbeat(now, epoch),
+                Some(Close::Lost { reason }) => self.lose_pair(epoch, &reason),
+                None if pair.is_heartbeat_due(now) => self.send_heartbeat(epoch),
                 None => {}
             }
         }
@@ -276,17 +240,17 @@ impl Core {
     /// Returns when to call [`Core::on_deadline`] if no other event occurs.
     pub fn next_deadline(&self, now: Instant) -> Option<Instant> {
         let transfers = self.transfers.values().filter_map(Transfer::next_deadline);
-        let pair_idle = self.local.limits.pair_idle;
+        let pair_idle = self.turn.local.limits.pair_idle;
         let pairs = self.pairs.values().map(|pair| pair.next_deadline(now, pair_idle));
         transfers.chain(pairs).chain(self.tombstones.next_deadline()).min()
     }
 
     pub fn poll_action(&mut self) -> Option<Action> {
-        self.actions.pop_front()
+        self.turn.actions.pop_front()
     }
 
     pub fn counters(&self) -> &Counters {
-        &self.counters
+        &self.turn.counters
     }
 
     /// Returns the number of transfers whose final event has not been emitted.
@@ -303,120 +267,100 @@ impl Core {
         (self.transfers.len(), self.early_count(), self.tombstones.len())
     }
 
-    fn abort(&mut self, now: Instant, transfer: TransferId, reason: String) {
-        if !self.transfers.contains_key(&transfer) {
-            // A transfer may be cancelled before it starts.
-            let tombstone = Tombstone::Failed { cause: AbortCause::Unspecified, reason };
-            return self.tombstones.bury(now, transfer, tombstone);
+    fn abort(&mut self, transfer: TransferId, reason: String) {
+        if self.transfers.contains_key(&transfer) {
+            return self.with_transfer(transfer, |side, turn| side.abort(turn, reason));
         }
-        self.with_transfer(now, transfer, |side, turn| side.abort(turn, reason));
+        // A transfer may be cancelled before it starts.
+        let tombstone = Tombstone::Failed { cause: AbortCause::Unspecified, reason };
+        self.tombstones.bury(self.turn.now, transfer, tombstone);
     }
 
-    fn on_abort(
-        &mut self,
-        now: Instant,
-        from: &Source,
-        transfer: TransferId,
-        cause: AbortCause,
-        reason: String,
-    ) {
+    fn on_abort(&mut self, from: &Peer, transfer: TransferId, cause: AbortCause, reason: String) {
         if !self.transfers.contains_key(&transfer) {
             let reason = format!("{} aborted: {reason}", from.node_id);
-            self.tombstones.bury(now, transfer, Tombstone::Failed { cause, reason });
-            return turn!(self, now).send(from.epoch, Body::AbortAck { transfer });
-        }
-        self.with_transfer_of(now, from, transfer, |side, turn| side.on_abort(turn, cause, reason));
-    }
-
-    fn on_abort_ack(&mut self, now: Instant, from: &Source, transfer: TransferId) {
-        if self.transfers.contains_key(&transfer) {
-            self.with_transfer_of(now, from, transfer, |side, _| side.on_abort_ack());
+            self.tombstones.bury(self.turn.now, transfer, Tombstone::Failed { cause, reason });
+            self.turn.send(from.epoch, Body::AbortAck { transfer });
+        } else if self.may_act(from, transfer, None) {
+            self.with_transfer(transfer, |side, turn| side.on_abort(turn, cause, reason));
         }
     }
 
-    fn bury(&mut self, now: Instant, id: TransferId) {
-        let Some(transfer) = self.transfers.get(&id) else { return };
+    fn ids(&self) -> Vec<TransferId> {
+        self.transfers.keys().copied().collect()
+    }
+
+    /// Lets a transfer act, and replaces a finished one by a tombstone.
+    fn with_transfer(&mut self, id: TransferId, act: impl FnOnce(&mut Transfer, &mut Turn)) {
+        let Some(transfer) = self.transfers.get_mut(&id) else { return };
+        act(transfer, &mut self.turn);
         let Some(tombstone) = transfer.tombstone() else { return };
         let peer = transfer.peer.epoch;
         self.transfers.remove(&id);
-        self.tombstones.bury(now, id, tombstone);
+        self.tombstones.bury(self.turn.now, id, tombstone);
         if let Some(pair) = self.pairs.get_mut(&peer) {
-            pair.end(now, id);
+            pair.end(self.turn.now, id);
         }
     }
 
-    fn bury_all(&mut self, now: Instant) {
-        let over: Vec<TransferId> = self
-            .transfers
-            .iter()
-            .filter(|(_, transfer)| transfer.tombstone().is_some())
-            .map(|(id, _)| *id)
-            .collect();
-        for id in over {
-            self.bury(now, id);
-        }
-    }
-
-    fn with_transfer(
+    fn with_transfers(
         &mut self,
-        now: Instant,
-        id: TransferId,
-        act: impl FnOnce(&mut Transfer, &mut Turn<'_>),
+        ids: Vec<TransferId>,
+        mut act: impl FnMut(&mut Transfer, &mut Turn),
     ) {
-        if let Some(transfer) = self.transfers.get_mut(&id) {
-            act(transfer, &mut turn!(self, now));
-            self.bury(now, id);
+        for id in ids {
+            self.with_transfer(id, &mut act);
         }
     }
 
-    /// Handles a control message: only the peer of a transfer may act on it.
-    fn with_transfer_of(
-        &mut self,
-        now: Instant,
-        from: &Source,
-        id: TransferId,
-        act: impl FnOnce(&mut Transfer, &mut Turn<'_>),
-    ) {
-        match self.transfers.get_mut(&id) {
-            Some(transfer) if transfer.peer.epoch == from.epoch => {
-                transfer.renew(now);
-                self.with_transfer(now, id, act);
+    /// Returns whether a control message about transfers counts. A peer without a completed
+    /// handshake may have another model; it retransmits. A peer that has lost the pair may still
+    /// abort its transfers.
+    fn is_heard(&mut self, from: &Peer, body: &Body) -> bool {
+        match self.pairs.get_mut(&from.epoch) {
+            Some(pair) if pair.is_up() => {
+                pair.heard(self.turn.now);
+                true
             }
-            Some(_) => turn!(self, now).refuse("not_its_peer"),
-            None => turn!(self, now).refuse("transfer_unknown"),
+            Some(_) => {
+                matches!(body, Body::Abort { transfer, .. } if self.transfers.contains_key(transfer))
+            }
+            None => false,
         }
     }
 
-    fn with_outgoing_of(
-        &mut self,
-        now: Instant,
-        from: &Source,
-        id: TransferId,
-        act: impl FnOnce(&mut Transfer, &mut Turn<'_>),
-    ) {
-        self.with_transfer_of(now, from, id, |transfer, turn| match transfer.side {
-            Side::Sender => act(transfer, turn),
-            Side::Receiver => turn.refuse("wrong_side"),
-        });
+    /// Returns whether a control message may act on the transfer: only the transfer's peer may send
+    /// it, and only to a node on the transfer's `side`. Renews the lease.
+    fn may_act(&mut self, from: &Peer, id: TransferId, side: Option<Side>) -> bool {
+        let refused = match self.transfers.get_mut(&id) {
+            None => "transfer_unknown",
+            Some(transfer) if transfer.peer.epoch != from.epoch => "not_its_peer",
+            Some(transfer) => {
+                transfer.renew(self.turn.now);
+                if side.is_none_or(|side| side == transfer.side) {
+                    return true;
+                }
+                "wrong_side"
+            }
+        };
+        self.turn.refuse(refused);
+        false
     }
 
     /// Handles `CHUNK` and `DONE`. A sender whose transfer has ended here gets the outcome, with
     /// its own trace context.
     fn with_incoming(
         &mut self,
-        now: Instant,
-        from: &Source,
+        from: &Peer,
         transfer: TransferId,
         traceparent: &str,
-        act: impl FnOnce(&mut Transfer, &mut Turn<'_>),
+        act: impl FnOnce(&mut Transfer, &mut Turn),
     ) {
         if self.transfers.contains_key(&transfer) {
-            return self.with_transfer_of(now, from, transfer, |transfer, turn| {
-                match transfer.side {
-                    Side::Receiver => act(transfer, turn),
-                    Side::Sender => turn.refuse("wrong_side"),
-                }
-            });
+            if self.may_act(from, transfer, Some(Side::Receiver)) {
+                self.with_transfer(transfer, act);
+            }
+            return;
         }
         let answer = match self.tombstones.get(transfer) {
             Some(Tombstone::Complete) => Body::Ack { transfer },
@@ -425,6 +369,6 @@ impl Core {
             }
             None => Body::give_up(transfer, "unknown transfer".to_owned()),
         };
-        turn!(self, now).send_traced(from.epoch, answer, traceparent);
+        self.turn.send_traced(from.epoch, answer, traceparent);
     }
 }

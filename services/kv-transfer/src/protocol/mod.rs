@@ -43,7 +43,7 @@ use kernels::BlockId;
 
 pub use self::core::Core;
 use crate::{
-    api::{Epoch, Event, Identity, PeerAddress, TransferFailure, TransferId},
+    api::{Epoch, Event, Identity, Peer, PeerAddress, TransferFailure, TransferId},
     config::TransferLimits,
     control::{AbortCause, Body, ControlMessage},
 };
@@ -65,11 +65,11 @@ pub enum Action {
         peer: Epoch,
         message: ControlMessage,
     },
-    /// Open the data connection that sends chunks to this peer.
+    /// Open the data connection that sends chunks to this peer. `transports` are the common ones as
+    /// offered: the agreed one, then the others, best first.
     OpenData {
         peer: Epoch,
         endpoint: String,
-        /// The agreed transport, then the other common ones, best first, as offered.
         transports: Vec<String>,
     },
     /// Close the data connections with this peer in both directions; new ones may follow. No event
@@ -117,7 +117,6 @@ pub enum DataEvent {
 /// The process that runs this core.
 #[derive(Clone, Debug)]
 pub struct Local {
-    pub node_id: String,
     pub epoch: Epoch,
     /// [`crate::api::Command::WeightsChanged`] changes the weight version.
     pub identity: Identity,
@@ -150,13 +149,6 @@ pub struct Counters {
     pub send_failed: u64,
 }
 
-/// The peer of a transfer.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Peer {
-    pub node_id: String,
-    pub epoch: Epoch,
-}
-
 impl Peer {
     /// Returns the local failure for an `ABORT` by the peer.
     fn aborted(&self, cause: AbortCause, reason: String) -> TransferFailure {
@@ -181,15 +173,18 @@ impl Peer {
     }
 }
 
-/// Context of one call: the time, the local node, and the outputs.
-pub struct Turn<'a> {
+/// What pairs and transfers need to handle an event: its time, the local node, and the outputs.
+pub struct Turn {
+    /// Time of the event.
     pub now: Instant,
-    pub local: &'a Local,
-    pub actions: &'a mut VecDeque<Action>,
-    pub counters: &'a mut Counters,
+    pub local: Local,
+    pub actions: VecDeque<Action>,
+    pub counters: Counters,
+    /// Number of pairs created so far.
+    pub sessions: u64,
 }
 
-impl Turn<'_> {
+impl Turn {
     fn act(&mut self, action: Action) {
         self.actions.push_back(action);
     }

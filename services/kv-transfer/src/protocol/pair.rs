@@ -11,9 +11,9 @@ use std::{
     time::{Duration, Instant},
 };
 
-use super::{Action, Peer, Turn, identity, retry::Retry};
+use super::{Action, Local, Turn, identity, retry::Retry};
 use crate::{
-    api::{PeerAddress, TransferId},
+    api::{Epoch, Identity, Peer, PeerAddress, TransferId},
     config::{HEARTBEAT, LEASE},
     control::{Body, Hello, HelloOk},
 };
@@ -23,13 +23,13 @@ use crate::{
 const EXPECTED_ANSWER_TIME: Duration = Duration::from_millis(500);
 
 pub struct Pair {
-    peer: Peer,
+    pub peer: Peer,
     state: State,
     /// Number of this connection attempt, and the peer's number once known.
     session: u64,
     peer_session: Option<u64>,
     /// All transfers with this peer, including those being aborted.
-    transfers: BTreeSet<TransferId>,
+    pub transfers: BTreeSet<TransferId>,
     /// Time of the peer's last control message, or of the start of the present work if later: an
     /// idle peer sends nothing.
     alive_at: Instant,
@@ -37,10 +37,10 @@ pub struct Pair {
     peer_works_until: Instant,
     next_heartbeat: Instant,
     /// Time at which the last work ended.
-    idle_since: Instant,
+    pub(super) idle_since: Instant,
     data_opened: bool,
     /// This node will send chunks to the peer.
-    will_send: bool,
+    pub(super) will_send: bool,
     /// Connected in advance, and no work has come since.
     in_advance: bool,
 }
@@ -84,31 +84,14 @@ pub enum Close {
 }
 
 impl Pair {
-    /// Connects because this node has work for the peer.
-    pub fn connect(turn: &mut Turn<'_>, address: &PeerAddress, session: u64) -> Self {
-        let pair = Self::new(turn, address, session);
-        pair.send_hello(turn);
-        pair
-    }
-
-    /// Connects because this node may have work for the peer later.
-    pub fn connect_in_advance(turn: &mut Turn<'_>, address: &PeerAddress, session: u64) -> Self {
-        let pair = Self { in_advance: true, ..Self::new(turn, address, session) };
-        pair.send_hello(turn);
-        pair
-    }
-
-    /// Creates the pair on the peer's `HELLO`, which [`Pair::on_hello`] handles next.
-    pub fn accept(turn: &mut Turn<'_>, address: &PeerAddress, session: u64) -> Self {
-        Self::new(turn, address, session)
-    }
-
-    fn new(turn: &mut Turn<'_>, address: &PeerAddress, session: u64) -> Self {
+    /// Creates a pair that is not connected. `in_advance`: this node has no work for the peer yet.
+    pub fn new(turn: &mut Turn, address: &PeerAddress, in_advance: bool) -> Self {
         turn.act(Action::Connect { peer: address.clone() });
+        turn.sessions += 1;
         Self {
-            peer: Peer { node_id: address.node_id.clone(), epoch: address.epoch },
+            peer: address.peer(),
             state: State::Connecting { retry: Retry::start(turn.now), until: turn.now + LEASE },
-            session,
+            session: turn.sessions,
             peer_session: None,
             transfers: BTreeSet::new(),
             alive_at: turn.now,
@@ -117,11 +100,11 @@ impl Pair {
             idle_since: turn.now,
             data_opened: false,
             will_send: false,
-            in_advance: false,
+            in_advance,
         }
     }
 
-    fn send_hello(&self, turn: &mut Turn<'_>) {
+    pub fn send_hello(&self, turn: &mut Turn) {
         let hello = Hello {
             identity: turn.local.identity.clone(),
             control_endpoint: turn.local.control_endpoint.clone(),
@@ -135,7 +118,7 @@ impl Pair {
     }
 
     /// Compares the identities each time, so a pair may be rejected later.
-    pub fn on_hello(&mut self, turn: &mut Turn<'_>, hello: &Hello) -> Change {
+    pub fn on_hello(&mut self, turn: &mut Turn, hello: &Hello) -> Change {
         self.heard(turn.now);
         if self.is_of_the_past(hello.session) {
             return Change::Nothing;
@@ -144,31 +127,21 @@ impl Pair {
             // Keeps the pair until the peer's `RESERVE` or heartbeat arrives.
             self.peer_works_until = self.peer_works_until.max(turn.now + HEARTBEAT);
         }
-        let (ours_first, local) = (turn.local.epoch < self.peer.epoch, turn.local);
-        let agreed = match identity::difference(&local.identity, &hello.identity) {
-            Some(difference) => Err(difference),
-            None => choose("transport", &local.transports, &hello.transports, ours_first).and_then(
-                |transport| {
-                    let integrity =
-                        choose("integrity", &local.integrity, &hello.integrity, ours_first)?;
-                    Ok((transport, integrity))
-                },
-            ),
-        };
-        let (transport, integrity) = match agreed {
+        let (transport, integrity) = match agree(&turn.local, self.peer.epoch, hello) {
             Ok(agreed) => agreed,
             Err(reason) => return self.reject(turn, reason),
         };
+        let local = &turn.local;
+        let transports = in_common(transport.clone(), &local.transports, &hello.transports);
         let ok = HelloOk {
             identity: local.identity.clone(),
             data_endpoint: local.data_endpoint.clone(),
-            transport: transport.clone(),
+            transport,
             integrity,
             session: self.session,
             transports: local.transports.clone(),
         };
         turn.send(self.peer.epoch, Body::HelloOk(ok));
-        let transports = in_common(transport, &local.transports, &hello.transports);
         self.up(hello.data_endpoint.clone(), transports, hello.session)
     }
 
@@ -189,7 +162,7 @@ impl Pair {
         }
     }
 
-    pub fn on_hello_ok(&mut self, turn: &mut Turn<'_>, ok: &HelloOk) -> Change {
+    pub fn on_hello_ok(&mut self, turn: &mut Turn, ok: &HelloOk) -> Change {
         self.heard(turn.now);
         let answers_again = self.is_up() && self.peer_session == Some(ok.session);
         if answers_again || self.refusal().is_some() || self.is_of_the_past(ok.session) {
@@ -213,12 +186,7 @@ impl Pair {
     }
 
     /// Handles `REJECT`. Uses the local view of the difference if the identities differ.
-    pub fn on_reject(
-        &mut self,
-        turn: &mut Turn<'_>,
-        reason: String,
-        identity: &crate::api::Identity,
-    ) -> Change {
+    pub fn on_reject(&mut self, turn: &mut Turn, reason: String, identity: &Identity) -> Change {
         self.heard(turn.now);
         if matches!(self.state, State::Refused { .. }) {
             return Change::Nothing;
@@ -227,7 +195,7 @@ impl Pair {
         self.refuse(turn.now, reason)
     }
 
-    fn reject(&mut self, turn: &mut Turn<'_>, reason: String) -> Change {
+    fn reject(&mut self, turn: &mut Turn, reason: String) -> Change {
         let identity = turn.local.identity.clone();
         turn.send(self.peer.epoch, Body::Reject { reason: reason.clone(), identity });
         self.refuse(turn.now, reason)
@@ -254,11 +222,7 @@ impl Pair {
         self.will_send |= sends;
     }
 
-    pub fn will_send(&self) -> bool {
-        self.will_send
-    }
-
-    pub fn begin(&mut self, turn: &mut Turn<'_>, transfer: TransferId) {
+    pub fn begin(&mut self, turn: &mut Turn, transfer: TransferId) {
         if self.transfers.is_empty() {
             self.alive_at = self.alive_at.max(turn.now);
         }
@@ -279,7 +243,7 @@ impl Pair {
     }
 
     /// Opens the data connection to the peer once, when the pair is connected.
-    pub fn open_data(&mut self, turn: &mut Turn<'_>) {
+    pub fn open_data(&mut self, turn: &mut Turn) {
         if let State::Up { data_endpoint, transports } = &self.state
             && !std::mem::replace(&mut self.data_opened, true)
         {
@@ -289,7 +253,7 @@ impl Pair {
     }
 
     /// Sends due messages except heartbeats. Returns a reason if the pair is to be closed.
-    pub fn on_deadline(&mut self, turn: &mut Turn<'_>) -> Option<Close> {
+    pub fn on_deadline(&mut self, turn: &mut Turn) -> Option<Close> {
         let seconds = LEASE.as_secs();
         let has_work = self.has_work();
         match &mut self.state {
@@ -347,14 +311,6 @@ impl Pair {
         !self.transfers.is_empty()
     }
 
-    pub fn peer(&self) -> &Peer {
-        &self.peer
-    }
-
-    pub fn transfers(&self) -> &BTreeSet<TransferId> {
-        &self.transfers
-    }
-
     pub fn is_up(&self) -> bool {
         matches!(self.state, State::Up { .. })
     }
@@ -372,10 +328,6 @@ impl Pair {
         !self.has_work() && now >= self.peer_works_until
     }
 
-    pub fn idle_since(&self) -> Instant {
-        self.idle_since
-    }
-
     /// Returns the reason if the peers rejected each other.
     pub fn refusal(&self) -> Option<&str> {
         match &self.state {
@@ -391,6 +343,17 @@ impl Pair {
             State::Connecting { .. } | State::Refused { .. } => "",
         }
     }
+}
+
+/// Returns the transport and the integrity method for a pair, or the reason to reject the peer.
+fn agree(local: &Local, peer: Epoch, hello: &Hello) -> Result<(String, String), String> {
+    if let Some(difference) = identity::difference(&local.identity, &hello.identity) {
+        return Err(difference);
+    }
+    let ours_first = local.epoch < peer;
+    let transport = choose("transport", &local.transports, &hello.transports, ours_first)?;
+    let integrity = choose("integrity", &local.integrity, &hello.integrity, ours_first)?;
+    Ok((transport, integrity))
 }
 
 /// Returns `chosen`, then the other common transports in local order.

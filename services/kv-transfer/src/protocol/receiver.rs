@@ -18,7 +18,7 @@ use super::{
 };
 use crate::{
     api::{Event, TransferFailure, TransferStats},
-    control::{Body, Done, Reserve},
+    control::{Body, Chunk, Done, Reserve},
 };
 
 pub struct Receiving {
@@ -26,7 +26,7 @@ pub struct Receiving {
     /// The sender has acknowledged `RESERVE`.
     pub is_named: bool,
     reserved_at: Instant,
-    pub chunks: BTreeMap<u32, Chunk>,
+    pub chunks: BTreeMap<u32, PostedChunk>,
     /// For each reserved block: whether a chunk covers it.
     covered: Vec<bool>,
     /// Time at which the latest chunk was written.
@@ -34,7 +34,7 @@ pub struct Receiving {
     pub done: Option<Done>,
 }
 
-pub struct Chunk {
+pub struct PostedChunk {
     /// Offset within the reservation, in blocks.
     offset: usize,
     block_count: usize,
@@ -50,7 +50,7 @@ impl Receiving {
 }
 
 impl Transfer {
-    pub fn on_pair_up(&mut self, turn: &mut Turn<'_>) {
+    pub fn on_pair_up(&mut self, turn: &mut Turn) {
         let Phase::Connecting { reserve } = &self.phase else { return };
         self.phase = Phase::Receiving(Receiving {
             is_named: false,
@@ -65,20 +65,14 @@ impl Transfer {
         self.send_reserve(turn);
     }
 
-    pub(super) fn send_reserve(&self, turn: &mut Turn<'_>) {
+    pub(super) fn send_reserve(&self, turn: &mut Turn) {
         let Phase::Receiving(receiving) = &self.phase else { return };
         let reserve = Body::Reserve(receiving.reserve.clone());
         turn.send_traced(self.peer.epoch, reserve, &self.traceparent);
     }
 
-    pub fn on_chunk(
-        &mut self,
-        turn: &mut Turn<'_>,
-        chunk: u32,
-        first_block: u32,
-        block_count: u32,
-        bytes: u64,
-    ) {
+    pub fn on_chunk(&mut self, turn: &mut Turn, announced: &Chunk) {
+        let Chunk { chunk, first_block, block_count, bytes, .. } = *announced;
         let Phase::Receiving(receiving) = &mut self.phase else { return };
         let (transfer, reserve) = (self.id, &receiving.reserve);
         // A chunk has at least one block, so the reservation bounds this table.
@@ -108,7 +102,7 @@ impl Transfer {
                 receiving.covered[range.clone()].fill(true);
                 receiving.chunks.insert(
                     chunk,
-                    Chunk { offset: range.start, block_count: range.len(), integrity: None },
+                    PostedChunk { offset: range.start, block_count: range.len(), integrity: None },
                 );
                 let (peer, blocks) = (self.peer.epoch, reserve.blocks[range.clone()].to_vec());
                 turn.act(Action::PostReceive { peer, transfer, chunk, blocks });
@@ -124,7 +118,7 @@ impl Transfer {
         self.broken(turn, detail);
     }
 
-    pub fn on_received(&mut self, turn: &mut Turn<'_>, chunk: u32, integrity: u64) {
+    pub fn on_received(&mut self, turn: &mut Turn, chunk: u32, integrity: u64) {
         let Phase::Receiving(receiving) = &mut self.phase else { return };
         if let Some(received) = receiving.chunks.get_mut(&chunk) {
             received.integrity = Some(integrity);
@@ -133,7 +127,7 @@ impl Transfer {
         }
     }
 
-    pub fn on_done(&mut self, turn: &mut Turn<'_>, done: Done) {
+    pub fn on_done(&mut self, turn: &mut Turn, done: Done) {
         let Phase::Receiving(receiving) = &mut self.phase else { return };
         if receiving.done.is_some() {
             return;
@@ -151,7 +145,7 @@ impl Transfer {
     }
 
     /// Completes the transfer once `DONE` and all blocks are here, in any order.
-    fn complete_when_all_agrees(&mut self, turn: &mut Turn<'_>) {
+    fn complete_when_all_agrees(&mut self, turn: &mut Turn) {
         let Phase::Receiving(receiving) = &self.phase else { return };
         let Some(done) = &receiving.done else { return };
         let (fingerprint, version) = (done.model_fingerprint, done.weight_version);

@@ -15,16 +15,16 @@ use std::time::{Duration, Instant};
 use kernels::{BlockId, sampling::SampledToken};
 
 use super::{
-    Action, Peer, Turn,
+    Action, Turn,
     abort::Tell,
     chunks::Chunks,
     core::RESERVED_BLOCKS_MAX,
     identity::weights_difference,
     retry::Retry,
-    transfer::{Phase, Side, Transfer},
+    transfer::{Phase, Transfer},
 };
 use crate::{
-    api::{Event, TransferFailure, TransferStats},
+    api::{Event, Peer, TransferFailure, TransferStats},
     config::LEASE,
     control::{Body, Done, Reserve},
 };
@@ -41,16 +41,16 @@ impl Transfer {
     /// Starts with `RESERVE`, which is kept for one lease. It is not acknowledged: a named transfer
     /// counts as wanted, and this node has not asked for it yet, so the receiver's lease must run
     /// from its own start.
-    pub fn early(turn: &Turn<'_>, peer: Peer, reserve: Reserve, traceparent: String) -> Self {
+    pub fn early(turn: &Turn, peer: Peer, reserve: Reserve, traceparent: String) -> Self {
         let (id, phase) = (reserve.transfer, Phase::Early { reserve });
-        let begun = Self::begin(turn, id, peer, Side::Sender, LEASE, traceparent, phase);
+        let begun = Self::begin(turn, id, peer, LEASE, traceparent, phase);
         Self { is_begun: false, ..begun }
     }
 
     /// Handles `Expect` after a `RESERVE` that waits, has expired or was aborted.
     pub fn on_expect(
         &mut self,
-        turn: &mut Turn<'_>,
+        turn: &mut Turn,
         prompt_hash: u128,
         deadline: Duration,
         traceparent: String,
@@ -62,7 +62,7 @@ impl Transfer {
         match std::mem::replace(&mut self.phase, Phase::Expecting { prompt_hash }) {
             Phase::Early { reserve } => self.match_reserve(turn, prompt_hash, reserve, theirs),
             Phase::Aborting(aborting) => {
-                let failure = self.peer.ended_before(aborting.cause(), aborting.reason());
+                let failure = self.peer.ended_before(aborting.cause, &aborting.reason);
                 turn.emit(Event::SendFailed { transfer: self.id, failure });
                 self.phase = Phase::Aborting(aborting);
             }
@@ -70,7 +70,7 @@ impl Transfer {
         }
     }
 
-    pub fn on_reserve(&mut self, turn: &mut Turn<'_>, reserve: Reserve, traceparent: String) {
+    pub fn on_reserve(&mut self, turn: &mut Turn, reserve: Reserve, traceparent: String) {
         match &self.phase {
             Phase::Expecting { prompt_hash } => {
                 let prompt_hash = *prompt_hash;
@@ -84,7 +84,7 @@ impl Transfer {
 
     fn match_reserve(
         &mut self,
-        turn: &mut Turn<'_>,
+        turn: &mut Turn,
         prompt_hash: u128,
         reserve: Reserve,
         traceparent: String,
@@ -142,12 +142,12 @@ impl Transfer {
     }
 
     /// Acknowledges `RESERVE` by a heartbeat that names the transfer.
-    fn name(&self, turn: &mut Turn<'_>) {
+    fn name(&self, turn: &mut Turn) {
         let named = Body::Heartbeat { transfers: vec![self.id], awaited: Vec::new() };
         turn.send(self.peer.epoch, named);
     }
 
-    pub fn written(&mut self, turn: &mut Turn<'_>, first_block: u32, blocks: Vec<BlockId>) {
+    pub fn written(&mut self, turn: &mut Turn, first_block: u32, blocks: Vec<BlockId>) {
         let Phase::Sending(sending) = &mut self.phase else {
             if let Phase::Expecting { .. } = self.phase {
                 self.abort(turn, "invalid command Written; expected Ready first".to_owned());
@@ -160,7 +160,7 @@ impl Transfer {
         }
     }
 
-    fn announce(&mut self, turn: &mut Turn<'_>) {
+    fn announce(&mut self, turn: &mut Turn) {
         let Phase::Sending(sending) = &mut self.phase else { return };
         while let Some(chunk) = sending.chunks.announce() {
             self.retry = Retry::start(turn.now);
@@ -171,7 +171,7 @@ impl Transfer {
         }
     }
 
-    pub fn finish(&mut self, turn: &mut Turn<'_>, first_index: u32, token: SampledToken) {
+    pub fn finish(&mut self, turn: &mut Turn, first_index: u32, token: SampledToken) {
         let Phase::Sending(sending) = &mut self.phase else {
             if let Phase::Expecting { .. } = self.phase {
                 self.abort(turn, "invalid command Finish; expected Ready first".to_owned());
@@ -190,7 +190,7 @@ impl Transfer {
         self.send_done_when_all_is_sent(turn);
     }
 
-    pub fn on_clear_to_send(&mut self, turn: &mut Turn<'_>, chunk: u32) {
+    pub fn on_clear_to_send(&mut self, turn: &mut Turn, chunk: u32) {
         let Phase::Sending(sending) = &mut self.phase else { return };
         match sending.chunks.clear(chunk) {
             Ok(true) => {
@@ -203,7 +203,7 @@ impl Transfer {
     }
 
     /// Gives written and cleared chunks to the transport. Each makes room to announce another.
-    fn give(&mut self, turn: &mut Turn<'_>) {
+    fn give(&mut self, turn: &mut Turn) {
         let Phase::Sending(sending) = &mut self.phase else { return };
         while let Some((chunk, blocks)) = sending.chunks.give() {
             let (peer, transfer) = (self.peer.epoch, self.id);
@@ -213,13 +213,13 @@ impl Transfer {
         self.announce(turn);
     }
 
-    pub fn on_sent(&mut self, turn: &mut Turn<'_>, chunk: u32, integrity: u64) {
+    pub fn on_sent(&mut self, turn: &mut Turn, chunk: u32, integrity: u64) {
         let Phase::Sending(sending) = &mut self.phase else { return };
         sending.chunks.sent(chunk, integrity);
         self.send_done_when_all_is_sent(turn);
     }
 
-    fn send_done_when_all_is_sent(&mut self, turn: &mut Turn<'_>) {
+    fn send_done_when_all_is_sent(&mut self, turn: &mut Turn) {
         let Phase::Sending(sending) = &mut self.phase else { return };
         let Some((first_index, token)) = &sending.finish else { return };
         if sending.done.is_some() {
@@ -241,7 +241,7 @@ impl Transfer {
         turn.send_traced(self.peer.epoch, Body::Done(done), &self.traceparent);
     }
 
-    pub fn on_ack(&mut self, turn: &mut Turn<'_>) {
+    pub fn on_ack(&mut self, turn: &mut Turn) {
         let Phase::Sending(sending) = &self.phase else { return };
         if sending.done.is_none() {
             return self.broken(turn, "ACK before DONE was sent".to_owned());
@@ -257,7 +257,7 @@ impl Transfer {
         turn.emit(Event::Delivered { transfer: self.id, stats });
     }
 
-    pub(super) fn resend_chunks_and_done(&self, turn: &mut Turn<'_>) {
+    pub(super) fn resend_chunks_and_done(&self, turn: &mut Turn) {
         let Phase::Sending(sending) = &self.phase else { return };
         let mut resent = 0;
         for chunk in sending.chunks.unanswered() {

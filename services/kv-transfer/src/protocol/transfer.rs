@@ -1,11 +1,10 @@
-//! The state that both sides of a transfer share, and the failure path of either side.
-//!
-//! `sender` and `receiver` add the steps of one side.
+//! The state that both sides of a transfer share. `sender` and `receiver` add the steps of one side,
+//! and `abort` the failure path of either side.
 
 use std::time::{Duration, Instant};
 
 use super::{
-    Action, Peer, Turn,
+    Turn,
     abort::{Aborting, Tell},
     receiver::Receiving,
     retry::Retry,
@@ -13,9 +12,9 @@ use super::{
     tombstone::Tombstone,
 };
 use crate::{
-    api::{Event, TransferFailure, TransferId},
+    api::{Event, Peer, TransferFailure, TransferId},
     config::LEASE,
-    control::{AbortCause, Reserve},
+    control::Reserve,
 };
 
 /// Side of a transfer that this node has.
@@ -75,14 +74,17 @@ pub enum Phase {
 impl Transfer {
     /// Creates a transfer that the node has started.
     pub fn begin(
-        turn: &Turn<'_>,
+        turn: &Turn,
         id: TransferId,
         peer: Peer,
-        side: Side,
         deadline: Duration,
         traceparent: String,
         phase: Phase,
     ) -> Self {
+        let side = match phase {
+            Phase::Connecting { .. } => Side::Receiver,
+            _ => Side::Sender,
+        };
         Self {
             id,
             peer,
@@ -96,57 +98,36 @@ impl Transfer {
         }
     }
 
-    pub fn on_abort(&mut self, turn: &mut Turn<'_>, cause: AbortCause, reason: String) {
-        if let Phase::Aborting(aborting) = &mut self.phase {
-            return aborting.on_abort(turn);
-        }
-        self.fail(turn, self.peer.aborted(cause, reason), Tell::AbortAck);
-    }
-
-    pub fn on_abort_ack(&mut self) {
-        if let Phase::Aborting(aborting) = &mut self.phase {
-            aborting.on_abort_ack();
-        }
-    }
-
-    pub fn on_released(&mut self, turn: &mut Turn<'_>) {
-        if let Phase::Aborting(aborting) = &mut self.phase {
-            aborting.on_released(turn);
-        }
-    }
-
     /// Aborts on behalf of the node. The tombstone answers a `RESERVE` that arrives later.
-    pub fn abort(&mut self, turn: &mut Turn<'_>, reason: String) {
+    pub fn abort(&mut self, turn: &mut Turn, reason: String) {
         self.fail(turn, TransferFailure::Aborted { reason }, self.tell());
     }
 
     /// Fails a transfer that the node has started: its KV or its reservation may depend on the old
     /// weights. A `RESERVE` without `Expect` names its weights and is checked when `Expect` arrives.
-    pub fn on_weights_changed(&mut self, turn: &mut Turn<'_>, failure: TransferFailure) {
+    pub fn on_weights_changed(&mut self, turn: &mut Turn, failure: TransferFailure) {
         if self.is_begun {
             self.fail(turn, failure, self.tell());
         }
     }
 
-    pub fn on_data_failed(&mut self, turn: &mut Turn<'_>, reason: String) {
+    pub fn on_data_failed(&mut self, turn: &mut Turn, reason: String) {
         self.fail(turn, TransferFailure::Aborted { reason }, Tell::Abort);
     }
 
-    pub fn on_peer_lost(&mut self, turn: &mut Turn<'_>, failure: TransferFailure) {
+    pub fn on_peer_lost(&mut self, turn: &mut Turn, failure: TransferFailure) {
         let tell = match self.phase {
             Phase::Connecting { .. } => Tell::Nothing,
             _ => Tell::AbortOnce,
         };
         self.fail(turn, failure, tell);
-        if let Phase::Aborting(aborting) = &mut self.phase {
-            aborting.on_peer_lost();
-        }
+        self.stop_abort_messages();
     }
 
     /// Handles a peer that has reconnected and dropped its transfers with this node. The peer may
     /// still send `RESERVE` for an expected transfer. If a receiver got no chunk, the peer may not
     /// know the reservation, so `RESERVE` is sent again.
-    pub fn on_pair_anew(&mut self, turn: &mut Turn<'_>) {
+    pub fn on_pair_anew(&mut self, turn: &mut Turn) {
         match &mut self.phase {
             Phase::Expecting { .. } => {}
             Phase::Connecting { .. } => self.on_pair_up(turn),
@@ -163,34 +144,9 @@ impl Transfer {
     }
 
     /// The peer has violated the protocol.
-    pub fn broken(&mut self, turn: &mut Turn<'_>, detail: String) {
+    pub fn broken(&mut self, turn: &mut Turn, detail: String) {
         let peer = self.peer.node_id.clone();
         self.fail(turn, TransferFailure::Protocol { peer, detail }, Tell::Abort);
-    }
-
-    /// Starts the abort, unless the transfer is already over.
-    pub fn fail(&mut self, turn: &mut Turn<'_>, failure: TransferFailure, tell: Tell) {
-        if self.is_over() {
-            return;
-        }
-        let is_moving = match &self.phase {
-            Phase::Sending(sending) => sending.chunks.are_read(),
-            Phase::Receiving(receiving) => receiving.is_written(),
-            _ => false,
-        };
-        let event = self.is_begun.then(|| self.side.failed(self.id, failure.clone()));
-        let cancel =
-            is_moving.then_some(Action::Cancel { peer: self.peer.epoch, transfer: self.id });
-        self.phase = Phase::Aborting(Aborting::begin(
-            turn,
-            self.id,
-            self.peer.clone(),
-            self.traceparent.clone(),
-            &failure,
-            event,
-            cancel,
-            tell,
-        ));
     }
 
     /// Renews the lease: the peer has named the transfer or sent a message about it. A sender that
@@ -203,7 +159,7 @@ impl Transfer {
     }
 
     /// Retransmits unanswered messages.
-    pub fn resend(&mut self, turn: &mut Turn<'_>) {
+    pub fn resend(&mut self, turn: &mut Turn) {
         match &self.phase {
             Phase::Sending(_) => self.resend_chunks_and_done(turn),
             Phase::Receiving(receiving) if !receiving.is_named => {
@@ -214,9 +170,9 @@ impl Transfer {
         }
     }
 
-    pub fn on_deadline(&mut self, turn: &mut Turn<'_>) {
-        if let Phase::Aborting(aborting) = &mut self.phase {
-            return aborting.on_deadline(turn);
+    pub fn on_deadline(&mut self, turn: &mut Turn) {
+        if self.is_over() {
+            return self.on_abort_deadline(turn);
         }
         if turn.now >= self.deadline {
             let waiting_for = self.waiting_for().to_owned();

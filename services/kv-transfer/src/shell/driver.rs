@@ -13,7 +13,7 @@ use crate::{
     config::CONNECT_TIMEOUT,
     control::VerifiedMessage,
     driver::{Input, TransferDriver},
-    metrics::MetricsStore,
+    metrics::Metrics,
     threads::locked,
     transport::{Transport, TransportEvent},
 };
@@ -44,7 +44,7 @@ pub struct Inputs {
 /// A thread that runs the [`TransferDriver`] with a clock and bounded queues.
 pub struct DriverThread<T, S> {
     pub driver: TransferDriver<T, OutboundQueues>,
-    pub metrics: Arc<MetricsStore>,
+    pub metrics: Arc<Metrics>,
     pub sink: S,
     pub inputs: Inputs,
     /// Set when the driver has stopped: threads still running.
@@ -126,9 +126,7 @@ impl<T: Transport, S: EventSink> DriverThread<T, S> {
         self.driver.handle_deadline(now);
         let core = &self.driver.core;
         self.connecting.retain(|(peer, until, _)| {
-            now < *until
-                && core.is_connecting(now, *peer)
-                && !self.metrics.counters.is_connected(*peer)
+            now < *until && core.is_connecting(now, *peer) && !self.metrics.is_connected(*peer)
         });
         self.metrics.publish(&self.driver.core);
         self.driver.offer_events(&mut self.sink);

@@ -16,7 +16,7 @@ use super::{
 use crate::{
     api::Epoch,
     control::{InvalidMessage, Keys, VerifiedMessage, Verifier},
-    metrics::Counters,
+    metrics::Metrics,
     threads::{Threads, locked},
 };
 
@@ -44,7 +44,7 @@ impl Listener {
         keys: Keys,
         me: Epoch,
         messages: Sender<VerifiedMessage>,
-        counters: Arc<Counters>,
+        metrics: Arc<Metrics>,
     ) -> Result<Self, StartError> {
         let bind_error = |error: zmq::Error| StartError::ControlBind {
             address: bind,
@@ -56,14 +56,8 @@ impl Listener {
         let (stop, stopped) = stop_pair(context).map_err(bind_error)?;
         let name = "kv-control";
         let thread = Threads::default();
-        let mut receiver = Receiver {
-            router,
-            zap,
-            stopped,
-            verifier: Verifier::new(keys, me),
-            messages,
-            counters,
-        };
+        let mut receiver =
+            Receiver { router, zap, stopped, verifier: Verifier::new(keys, me), messages, metrics };
         thread
             .spawn(name, move || receiver.run())
             .map_err(|source| StartError::Thread { name: name.to_owned(), source })?;
@@ -107,7 +101,7 @@ struct Receiver {
     stopped: zmq::Socket,
     verifier: Verifier,
     messages: Sender<VerifiedMessage>,
-    counters: Arc<Counters>,
+    metrics: Arc<Metrics>,
 }
 
 impl Receiver {
@@ -137,7 +131,7 @@ impl Receiver {
         for _ in 0..BATCH {
             match self.zap.answer()? {
                 Some(true) => {}
-                Some(false) => self.counters.refuse_control("zap_auth"),
+                Some(false) => self.metrics.refuse_control("zap_auth"),
                 None => break,
             }
         }
@@ -156,15 +150,15 @@ impl Receiver {
             };
             match opened {
                 Ok(opened) => {
-                    self.counters.control_received();
+                    self.metrics.count(|counts| counts.control_received += 1);
                     if self.messages.try_send(opened).is_err() {
                         // Important messages are retransmitted.
-                        self.counters.refuse_control("driver_busy");
+                        self.metrics.refuse_control("driver_busy");
                     }
                 }
                 Err(error) => {
                     tracing::debug!(%error, "control message rejected");
-                    self.counters.refuse_control(error.label());
+                    self.metrics.refuse_control(error.label());
                 }
             }
         }

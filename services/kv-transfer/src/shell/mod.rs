@@ -25,12 +25,12 @@ use crossbeam_channel::{Sender, TrySendError, bounded};
 use kernels::{KvArena, peer::PeerChannels};
 
 use crate::{
-    api::{Command, Event},
+    api::{Command, Event, Peer},
     config::{TransferConfig, TransferLimits},
-    control::{Keys, Signer, Source},
+    control::{Keys, Signer},
     data::{self, DataConnections},
     driver::TransferDriver,
-    metrics::{MetricsReader, MetricsStore, TransferMetrics},
+    metrics::{Metrics, MetricsReader, TransferMetrics},
     protocol::{Core, Local},
     resolve::Resolver,
     threads::{Threads, locked},
@@ -109,7 +109,7 @@ pub struct Transfers {
     data_endpoint: String,
     commands: Sender<Command>,
     limits: TransferLimits,
-    metrics: Arc<MetricsStore>,
+    metrics: Arc<Metrics>,
     running: Mutex<Option<Running>>,
     unfinished: Arc<Mutex<Vec<String>>>,
 }
@@ -137,7 +137,7 @@ impl Transfers {
         let (data_sender, data) = bounded(DATA_EVENTS_MAX);
         let (failure_sender, failures) = bounded(limits.pairs_max);
         let (stop, stopped) = bounded(0);
-        let metrics = Arc::new(MetricsStore::default());
+        let metrics = Arc::new(Metrics::default());
         let resolver = Resolver::system();
         let block_bytes = arena.block_bytes();
         let channels = arena.peer_channels();
@@ -147,7 +147,7 @@ impl Transfers {
             keys: keys.clone(),
             events: data_sender,
             resolver: resolver.clone(),
-            counters: Arc::clone(&metrics.counters),
+            metrics: Arc::clone(&metrics),
             connections: AtomicU64::new(0),
             memory: arena.peer_memory(),
             channels,
@@ -166,21 +166,23 @@ impl Transfers {
             keys.clone(),
             config.epoch,
             control_sender,
-            Arc::clone(&metrics.counters),
+            Arc::clone(&metrics),
         )?;
         let control_endpoint = endpoint(&config.advertise_host, listener.port());
-        let source = Source { node_id: config.node_id.clone(), epoch: config.epoch };
-        let core = Core::new(Local {
-            node_id: config.node_id,
-            epoch: config.epoch,
-            identity: config.identity,
-            control_endpoint: control_endpoint.clone(),
-            data_endpoint: data_endpoint.clone(),
-            transports: offers,
-            integrity: vec![INTEGRITY.to_owned()],
-            block_bytes,
-            limits,
-        });
+        let source = Peer { node_id: config.node_id.clone(), epoch: config.epoch };
+        let core = Core::new(
+            Instant::now(),
+            Local {
+                epoch: config.epoch,
+                identity: config.identity,
+                control_endpoint: control_endpoint.clone(),
+                data_endpoint: data_endpoint.clone(),
+                transports: offers,
+                integrity: vec![INTEGRITY.to_owned()],
+                block_bytes,
+                limits,
+            },
+        );
         let unfinished = Arc::default();
         let links = OutboundQueues {
             context: OutboundContext {
@@ -188,7 +190,7 @@ impl Transfers {
                 signer: Signer::new(keys.clone(), source),
                 keys,
                 resolver,
-                counters: Arc::clone(&metrics.counters),
+                metrics: Arc::clone(&metrics),
                 failures: failure_sender,
                 monitors: Arc::default(),
             },
@@ -246,7 +248,7 @@ impl Transfers {
 
     /// Returns a reader that does not keep the transfers alive.
     pub fn metrics_reader(&self) -> MetricsReader {
-        self.metrics.reader()
+        MetricsReader(Arc::downgrade(&self.metrics))
     }
 
     /// Aborts all transfers (each still gets its final event), closes every socket and joins every

@@ -18,7 +18,7 @@ use crate::{
     api::{Epoch, PeerAddress},
     control::{ControlMessage, Keys, Signer},
     driver::ControlLinks,
-    metrics::Counters,
+    metrics::Metrics,
     resolve::Resolver,
     threads::Threads,
 };
@@ -38,7 +38,7 @@ pub struct OutboundContext {
     pub keys: Keys,
     pub signer: Arc<Signer>,
     pub resolver: Resolver,
-    pub counters: Arc<Counters>,
+    pub metrics: Arc<Metrics>,
     /// Unreachable peers and the reason.
     pub failures: Sender<(Epoch, String)>,
     /// Number of monitors attached so far. It names their endpoints: the peer's epoch is not
@@ -173,7 +173,7 @@ impl PeerSender {
         let flags = if self.closing.load(Ordering::Acquire) { zmq::DONTWAIT } else { 0 };
         match dealer.send_multipart([&signed.frame, &signed.tag], flags) {
             Ok(()) => {
-                self.shared.counters.control_sent();
+                self.shared.metrics.count(|counts| counts.control_sent += 1);
                 Ok(())
             }
             Err(zmq::Error::EAGAIN | zmq::Error::EINTR) => Ok(()),
@@ -224,21 +224,21 @@ mod tests {
 
     use super::*;
     use crate::{
-        api::TransferId,
+        api::{Peer, TransferId},
         config::ClusterSecret,
-        control::{Body, Source},
+        control::Body,
     };
 
     fn shared() -> (OutboundContext, Receiver<(Epoch, String)>) {
         let keys = Keys::derive(&ClusterSecret::new("the secret of this test").unwrap());
         let (failures, failed) = bounded(4);
-        let from = Source { node_id: "me".to_owned(), epoch: Epoch(1) };
+        let from = Peer { node_id: "me".to_owned(), epoch: Epoch(1) };
         let shared = OutboundContext {
             context: zmq::Context::new(),
             signer: Signer::new(keys.clone(), from),
             keys,
             resolver: Resolver::system(),
-            counters: Arc::default(),
+            metrics: Arc::default(),
             failures,
             monitors: Arc::default(),
         };

@@ -5,9 +5,9 @@ use std::time::Duration;
 use kernels::BlockId;
 use kv_transfer::{
     TransferLimits,
-    api::{Command, Epoch, Event, TransferFailure, TransferId},
+    api::{Command, Epoch, Event, Peer, TransferFailure, TransferId},
     config::LEASE,
-    control::{Body, ControlMessage, Hello, Reserve, Source},
+    control::{Body, ControlMessage, Hello, Reserve},
 };
 
 use crate::{
@@ -29,8 +29,8 @@ fn world(nodes: usize) -> World {
     World::with_limits(7, nodes, 200, CALM, LIMITS)
 }
 
-fn source(world: &World, node: usize) -> Source {
-    Source { node_id: world.nodes[node].name.clone(), epoch: world.nodes[node].epoch }
+fn source(world: &World, node: usize) -> Peer {
+    Peer { node_id: world.nodes[node].name.clone(), epoch: world.nodes[node].epoch }
 }
 
 fn hello(node: usize) -> Body {
@@ -261,7 +261,7 @@ fn pairs_are_bounded_and_the_longest_idle_pair_is_evicted() {
         world.run_until(world.now() + RESERVE_TIMEOUT);
         assert!(world.nodes[0].core.pairs().count() <= LIMITS.pairs_max);
     }
-    let epochs: Vec<Epoch> = world.nodes[0].core.pairs().map(|pair| pair.peer().epoch).collect();
+    let epochs: Vec<Epoch> = world.nodes[0].core.pairs().map(|pair| pair.peer.epoch).collect();
     for node in 3..6 {
         assert!(epochs.contains(&world.nodes[node].epoch), "node {node} came last and stays");
     }
@@ -277,7 +277,7 @@ fn connect(world: &mut World, node: usize, other: usize) {
 }
 
 fn peers(world: &World, node: usize) -> Vec<Epoch> {
-    world.nodes[node].core.pairs().map(|pair| pair.peer().epoch).collect()
+    world.nodes[node].core.pairs().map(|pair| pair.peer.epoch).collect()
 }
 
 #[test]

@@ -4,8 +4,8 @@ use std::time::{Duration, Instant};
 
 use kernels::{BlockId, sampling::SampledToken};
 use kv_transfer::{
-    api::{Command, Event, Identity, TransferFailure, TransferId},
-    control::{AbortCause, Body, ControlMessage, Done, Hello, HelloOk, Reserve, Source},
+    api::{Command, Event, Identity, Peer, TransferFailure, TransferId},
+    control::{AbortCause, Body, Chunk, ControlMessage, Done, Hello, HelloOk, Reserve},
     protocol::{Action, Core, DataEvent, Local},
 };
 use proptest::prelude::*;
@@ -20,8 +20,7 @@ use crate::{
 fn other_model_is_refused_on_both_sides_with_both_fingerprints() {
     let mut world = World::new(3, 2, 40, CALM);
     let other = Identity { model_fingerprint: 0xbeef, ..identity() };
-    world.nodes[1].core = Core::new(Local {
-        node_id: world.nodes[1].name.clone(),
+    world.nodes[1].core = Core::new(world.now(), Local {
         epoch: world.nodes[1].epoch,
         identity: other,
         control_endpoint: "tcp://node-1:1".to_owned(),
@@ -63,10 +62,10 @@ fn other_model_is_refused_on_both_sides_with_both_fingerprints() {
 }
 
 /// Returns node 0 with one transfer in flight, as the receiver or as the sender.
-fn begun(receives: bool) -> (Core, Source, Instant) {
+fn begun(receives: bool) -> (Core, Peer, Instant) {
     let world = World::new(3, 2, 40, CALM);
     let (now, peer) = (world.now(), world.address(1));
-    let from = Source { node_id: peer.node_id.clone(), epoch: peer.epoch };
+    let from = Peer { node_id: peer.node_id.clone(), epoch: peer.epoch };
     let (transfer, deadline) = (TransferId(1), Duration::from_secs(5));
     let mut core = world.nodes.into_iter().next().expect("there are two").core;
     core.handle_control(now, &from, ControlMessage::untraced(hello(identity())));
@@ -206,13 +205,13 @@ fn kv_of_another_model_or_other_weights_never_arrives() {
         for done_first in [false, true] {
             let (mut core, from, now) = begun(true);
             let transfer = TransferId(1);
-            let chunk = Body::Chunk {
+            let chunk = Body::Chunk(Chunk {
                 transfer,
                 chunk: 0,
                 first_block: 0,
                 block_count: 1,
                 bytes: BLOCK_BYTES as u64,
-            };
+            });
             core.handle_control(now, &from, ControlMessage::untraced(chunk));
             while core.poll_action().is_some() {}
             let done = ControlMessage::untraced(Body::Done(Done {
@@ -288,7 +287,7 @@ fn any_message(random: &mut Random) -> Body {
         }),
         4..=6 => {
             let block_count = number(random);
-            Body::Chunk {
+            Body::Chunk(Chunk {
                 transfer,
                 chunk: number(random),
                 first_block: number(random),
@@ -298,7 +297,7 @@ fn any_message(random: &mut Random) -> Body {
                 } else {
                     random.next()
                 },
-            }
+            })
         }
         7 => Body::ClearToSend { transfer, chunk: number(random) },
         8 => {
@@ -334,7 +333,7 @@ proptest! {
         let mut random = Random::new(seed);
         let mut world = World::new(seed, 2, 8, CALM);
         let (mut now, peer) = (world.now(), world.address(1));
-        let from = Source { node_id: peer.node_id.clone(), epoch: peer.epoch };
+        let from = Peer { node_id: peer.node_id.clone(), epoch: peer.epoch };
         let core = &mut world.nodes[0].core;
         core.handle_control(now, &from, ControlMessage::untraced(hello(identity())));
         let (mut begun, mut ended) = (Vec::new(), Vec::new());

@@ -78,7 +78,6 @@ impl Node {
         // The order of the epochs is random.
         let epoch = Epoch(Random::new(index as u64 + 1).next().into());
         let local = Local {
-            node_id: name.clone(),
             epoch,
             identity: identity(),
             control_endpoint: format!("tcp://{name}:1"),
@@ -92,7 +91,7 @@ impl Node {
             name,
             epoch,
             weight_version: local.identity.weight_version,
-            core: Core::new(local),
+            core: Core::new(Instant::now(), local),
             state: ProcessState::Running,
             inbox: Vec::new(),
             memory: vec![BLANK; block_count as usize],

@@ -12,8 +12,8 @@ use std::{
 use kernels::{BlockId, sampling::SampledToken};
 use kv_transfer::{
     TransferLimits,
-    api::{Command, Epoch, Event, PeerAddress, TransferId},
-    control::{Body, ControlMessage, Source},
+    api::{Command, Epoch, Event, Peer, PeerAddress, TransferId},
+    control::{Body, ControlMessage},
     protocol::{Action, DataEvent},
 };
 use simulation_base::{Clock, ConnectionId, Due, Network, NetworkFaults, Random};
@@ -48,7 +48,7 @@ pub struct TransferPlan {
 #[derive(Clone, Debug)]
 pub enum Step {
     Command(Command),
-    ControlMessage(Source, ControlMessage),
+    ControlMessage(Peer, ControlMessage),
     /// The data connection with `peer` has ended.
     Closed {
         peer: usize,
@@ -528,7 +528,7 @@ impl World {
         }
         let to = self.index_of(peer);
         let node = &self.nodes[index];
-        let from = Source { node_id: node.name.clone(), epoch: node.epoch };
+        let from = Peer { node_id: node.name.clone(), epoch: node.epoch };
         for delay in self.network.datagram(index, to) {
             self.clock.after(delay, (to, Step::ControlMessage(from.clone(), message.clone())));
         }

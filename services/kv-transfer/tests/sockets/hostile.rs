@@ -13,8 +13,8 @@ use std::{
 
 use kv_transfer::{
     ClusterSecret, TransferKind, TransportChoice, TransportConfig,
-    api::{Epoch, TransferId},
-    control::{Body, ControlMessage, Hello, Keys, Signer, Source},
+    api::{Epoch, Peer, TransferId},
+    control::{Body, ControlMessage, Hello, Keys, Signer},
 };
 
 use crate::node::{Node, Reach, SECRET, WAIT_TIMEOUT, blocks, fresh, identity, run_transfer};
@@ -158,7 +158,7 @@ pub fn zap_password_does_not_replace_message_tags() {
     dealer.set_plain_password(Some(&keys().zap_password(me))).unwrap();
     dealer.connect(node.transfers.control_endpoint()).unwrap();
 
-    let source = Source { node_id: "peer".to_owned(), epoch: Epoch(fresh()) };
+    let source = Peer { node_id: "peer".to_owned(), epoch: Epoch(fresh()) };
     let signer = Signer::new(keys(), source);
     let message = ControlMessage::untraced(Body::Ack { transfer: TransferId(1) });
     let signed = signer.sign(me, &message).unwrap();
@@ -205,7 +205,7 @@ fn send_hello(to: &Node, from: Epoch) -> (zmq::Context, zmq::Socket) {
     });
     // Checked by name, because another peer may be evicted at the same time.
     let name = format!("peer-{}", from.0);
-    let source = Source { node_id: name.clone(), epoch: from };
+    let source = Peer { node_id: name.clone(), epoch: from };
     let signed = Signer::new(keys(), source)
         .sign(to.address.epoch, &ControlMessage::untraced(hello))
         .unwrap();

@@ -8,12 +8,11 @@ use kernels::{
 };
 
 use super::super::{
-    Shared,
+    Ended, Shared,
     chunk_ends::{
-        Lend, Step, give_back, invalid, receive_lend, receive_offer, report_failure,
-        start_and_complete, until_done, verify_and_release,
+        Lend, Step, invalid, receive_lend, receive_offer, report_received, start_and_complete,
+        until_done, verify_and_release,
     },
-    inbound::Ended,
     inbox::Inbox,
     message::{Message, Messages},
     stream::POLL,
@@ -48,21 +47,17 @@ pub(in crate::data) fn pull_chunks(
     let Some((export, verify)) = receive_offer(shared, inbox, &mut messages)? else {
         return Ok(Ended::Closed);
     };
-    let imported = match &shared.memory {
-        Some(memory) => memory.import(&export),
-        None => Err("this node has no GPU memory".to_owned()),
-    };
-    let mut memory = match imported {
+    let mut memory = match shared.gpu_memory().and_then(|memory| memory.import(&export)) {
         Ok(memory) => memory,
         Err(reason) => {
             tracing::warn!(%peer, reason, "cannot receive from this peer by ipc");
-            shared.counters.fell_back(TransferKind::Ipc);
-            Message::Refused { reason }.write(stream)?;
-            return Ok(Ended::Refused);
+            shared.metrics.fell_back(TransferKind::Ipc);
+            Message::Refused { reason: reason.clone() }.write(stream)?;
+            return Ok(Ended::Refused { reason });
         }
     };
     Message::Ready { verify: shared.transport.verify }.write(stream)?;
-    shared.counters.set_path(peer, TransferKind::Ipc);
+    shared.metrics.set_path(peer, TransferKind::Ipc);
     let mut answers = stream.try_clone()?;
     let start = || start_copy(shared, inbox, &mut *memory, &mut messages);
     let complete = |Copy { transfer, chunk, pull }| {
@@ -91,10 +86,10 @@ fn start_copy(
             return Ok(Step::Started(Copy { transfer, chunk, pull: None }));
         }
         Lend::Nothing => return Ok(Step::Nothing),
-        Lend::End(ended) => return Ok(Step::End(ended)),
-        Lend::Refused { .. } => {
+        Lend::End(Ended::Refused { .. }) => {
             return Err(invalid("protocol error: unexpected message; expected Lend".to_owned()));
         }
+        Lend::End(ended) => return Ok(Step::End(ended)),
     };
     let pulled = if from.len() == to.len() {
         memory.pull(&from, to)
@@ -109,7 +104,7 @@ fn start_copy(
         Ok(pull) => Ok(Step::Started(Copy { transfer, chunk, pull: Some(pull) })),
         Err(reason) => {
             let reason = format!("chunk {chunk}: {reason}");
-            report_failure(shared, inbox, (transfer, chunk), reason.clone());
+            report_received(shared, inbox, (transfer, chunk), Err(reason.clone()));
             Err(invalid(reason))
         }
     }
@@ -134,16 +129,10 @@ fn complete_one(
     };
     let completed = until_done(&mut *pull, log_slow)
         .and_then(|()| pull.finish())
-        .and_then(|blocks| verify_and_release(blocks, verify));
-    match completed {
-        Ok(completed) => {
-            give_back(shared, inbox, connection, (transfer, chunk), completed);
-            Ok(())
-        }
-        Err(reason) => {
-            let reason = format!("chunk {chunk}: {reason}");
-            report_failure(shared, inbox, (transfer, chunk), reason.clone());
-            Err(io::Error::other(reason))
-        }
-    }
+        .and_then(|blocks| verify_and_release(blocks, verify))
+        .map_err(|reason| format!("chunk {chunk}: {reason}"));
+    let current =
+        completed.clone().and_then(|moved| inbox.check_current(connection).map(|()| moved));
+    report_received(shared, inbox, (transfer, chunk), current);
+    completed.map(drop).map_err(io::Error::other)
 }

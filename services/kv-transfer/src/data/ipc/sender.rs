@@ -1,17 +1,16 @@
 //! The sending end: lends blocks and releases them when the receiver has answered.
 
 use std::{
-    io::{self, ErrorKind},
+    io,
     net::{Shutdown, TcpStream},
     thread,
     time::{Duration, Instant},
 };
 
 use super::super::{
-    Shared,
-    chunk_ends::{check_answers, lend, not_posted, report_sent},
-    message::{Message, Messages, Polled},
-    outbound::Ended,
+    Ended, Shared,
+    chunk_ends::{answer, lend, report_sent, take_answers, unexpected},
+    message::{Message, Messages},
     outbox::Outbox,
     stream::POLL,
 };
@@ -33,20 +32,21 @@ pub(in crate::data) fn lend_chunks(
 ) -> io::Result<Ended> {
     let mut answers = Messages::new(&stream, POLL)?;
     Message::Offer { export, verify: shared.transport.verify }.write(&mut stream)?;
-    let deadline = Instant::now() + MAP_TIMEOUT;
-    let verify = match answers.next_by(deadline, || outbox.is_closed())? {
-        Some(Message::Ready { verify }) => verify || shared.transport.verify,
-        Some(Message::Refused { reason }) => return Ok(Ended::Refused { reason }),
-        Some(other) => return Err(unexpected(&other)),
-        None if outbox.is_closed() => return Ok(Ended::Closed),
-        None => return Err(ErrorKind::UnexpectedEof.into()),
+    let verify = match answer(&mut answers, outbox, Instant::now() + MAP_TIMEOUT)? {
+        Ok(Message::Ready { verify }) => verify || shared.transport.verify,
+        Ok(message) => return Err(unexpected(&message, "Ready")),
+        Err(ended) => return Ok(ended),
     };
-    shared.counters.set_path(peer, TransferKind::Ipc);
+    shared.metrics.set_path(peer, TransferKind::Ipc);
     thread::scope(|scope| {
         thread::Builder::new().name("kv-data-answers".to_owned()).spawn_scoped(scope, || {
-            if let Err(reason) = take_answers(shared, outbox, answers) {
-                outbox.break_off(reason);
-            }
+            take_answers(shared, outbox, answers, |message| match message {
+                Message::Pulled { transfer, chunk } => {
+                    report_sent(shared, (transfer, chunk), outbox.answered(transfer, chunk)?);
+                    Ok(())
+                }
+                message => Err(unexpected(&message, "an answer to Lend").to_string()),
+            });
         })?;
         let lent = lend(outbox, &mut stream, LENT_MAX, verify);
         // Stops the other thread. Fails only if the connection has already closed.
@@ -54,30 +54,4 @@ pub(in crate::data) fn lend_chunks(
         lent
     })?;
     Ok(Ended::Closed)
-}
-
-/// Handles answers until the outbox is closed. Returns the reason on failure.
-fn take_answers(shared: &Shared, outbox: &Outbox, mut answers: Messages) -> Result<(), String> {
-    loop {
-        match answers.poll().map_err(|error| error.to_string())? {
-            Polled::Message(Message::Pulled { transfer, chunk }) => {
-                report_sent(shared, (transfer, chunk), outbox.answered(transfer, chunk)?);
-            }
-            Polled::Message(Message::NotPosted { transfer, chunk }) => {
-                not_posted(shared, outbox, transfer, chunk)?;
-            }
-            Polled::Message(other) => return Err(unexpected(&other).to_string()),
-            Polled::End => return Err("the peer closed the connection".to_owned()),
-            Polled::Nothing if outbox.is_closed() => return Ok(()),
-            Polled::Nothing => check_answers(outbox)?,
-        }
-    }
-}
-
-fn unexpected(message: &Message) -> io::Error {
-    let reason = match message {
-        Message::Refused { reason } => format!("rejected by the peer: {reason}"),
-        _ => "protocol error: unexpected message; expected an answer to Lend".to_owned(),
-    };
-    io::Error::new(ErrorKind::InvalidData, reason)
 }

@@ -14,12 +14,11 @@ use kernels::{
 
 use super::{
     super::{
-        Shared,
+        Ended, Shared,
         chunk_ends::{
-            Lend, Step, give_back, invalid, receive_lend, receive_offer, report_failure,
-            start_and_complete, until_done, verify_and_release,
+            Lend, Step, invalid, receive_lend, receive_offer, report_received, start_and_complete,
+            unexpected, until_done, verify_and_release,
         },
-        inbound::Ended,
         inbox::Inbox,
         message::{Message, Messages, Polled},
         stream::POLL,
@@ -52,21 +51,20 @@ pub(in crate::data) fn receive_chunks(
     let Some((invitation, verify)) = receive_offer(shared, inbox, &mut messages)? else {
         return Ok(Ended::Closed);
     };
-    let joined = match shared.channels.as_deref() {
-        None => Err("this node has no GPU memory".to_owned()),
-        Some(channels) => match channels.accept(&invitation, shared.transport.nccl_max_ctas) {
-            Ok(answer) => {
-                // The sender joins at the same time as this node.
-                Message::Accepted { answer: answer.clone() }.write(stream)?;
-                messages.set_poll_timeout(JOIN_POLL)?;
-                let cancelled = || !inbox.is_current(connection) || messages.has_input_or_closed();
-                let deadline = Instant::now() + JOIN_TIMEOUT;
-                let limit = WaitLimit { deadline, cancelled: &cancelled };
-                let told = (&invitation[..], &answer[..]);
-                channels.join(told, End::Receiver, limit)
-            }
-            Err(reason) => Err(reason),
-        },
+    let accepted = shared.gpu_channels().and_then(|channels| {
+        Ok((channels, channels.accept(&invitation, shared.transport.nccl_max_ctas)?))
+    });
+    let joined = match accepted {
+        Ok((channels, answer)) => {
+            // The sender joins at the same time as this node.
+            Message::Accepted { answer: answer.clone() }.write(stream)?;
+            messages.set_poll_timeout(JOIN_POLL)?;
+            let cancelled = || !inbox.is_current(connection) || messages.has_input_or_closed();
+            let deadline = Instant::now() + JOIN_TIMEOUT;
+            let limit = WaitLimit { deadline, cancelled: &cancelled };
+            channels.join((&invitation, &answer), End::Receiver, limit)
+        }
+        Err(reason) => Err(reason),
     };
     let channel = match joined {
         Ok(channel) => channel,
@@ -75,16 +73,16 @@ pub(in crate::data) fn receive_chunks(
         Err(reason) => {
             return match messages.poll()? {
                 Polled::Nothing => {
-                    refused(shared, peer, &reason);
-                    Message::Refused { reason }.write(stream)?;
-                    Ok(Ended::Refused)
+                    log_refusal(shared, peer, &reason);
+                    Message::Refused { reason: reason.clone() }.write(stream)?;
+                    Ok(Ended::Refused { reason })
                 }
                 // The sender reconnects with another transport.
                 Polled::Message(Message::Refused { reason }) => {
-                    refused(shared, peer, &reason);
-                    Ok(Ended::Refused)
+                    log_refusal(shared, peer, &reason);
+                    Ok(Ended::Refused { reason })
                 }
-                Polled::Message(_) => Err(invalid("protocol error: unexpected message".to_owned())),
+                Polled::Message(message) => Err(unexpected(&message, "Refused")),
                 // The sender has died or no longer needs the connection.
                 Polled::End => Ok(Ended::Closed),
             };
@@ -92,7 +90,7 @@ pub(in crate::data) fn receive_chunks(
     };
     messages.set_poll_timeout(POLL)?;
     Message::Ready { verify: shared.transport.verify }.write(stream)?;
-    shared.counters.set_path(peer, TransferKind::Nccl);
+    shared.metrics.set_path(peer, TransferKind::Nccl);
     // Two more chunks are in flight besides the queue: the one whose completion is polled, and the
     // one that waits for room.
     let queued_max = IN_FLIGHT_MAX - 2;
@@ -110,8 +108,9 @@ pub(in crate::data) fn receive_chunks(
         };
         let completed = until_done(&mut *moving, hopeless).and_then(|()| moving.finish());
         match completed.and_then(|blocks| verify_and_release(blocks, verify)) {
-            Ok(landed) => {
-                give_back(shared, inbox, connection, (transfer, chunk), landed);
+            Ok(moved) => {
+                let moved = inbox.check_current(connection).map(|()| moved);
+                report_received(shared, inbox, (transfer, chunk), moved);
                 Ok(())
             }
             Err(reason) => {
@@ -125,9 +124,9 @@ pub(in crate::data) fn receive_chunks(
 }
 
 /// Records that NCCL does not work with this peer.
-fn refused(shared: &Shared, peer: Epoch, reason: &str) {
+fn log_refusal(shared: &Shared, peer: Epoch, reason: &str) {
     tracing::warn!(%peer, reason, "cannot receive from this peer by nccl");
-    shared.counters.fell_back(TransferKind::Nccl);
+    shared.metrics.fell_back(TransferKind::Nccl);
 }
 
 /// Reads one message, tells the sender to go, and launches the receive.
@@ -150,11 +149,12 @@ fn launch_receive(
             return Ok(Step::Nothing);
         }
         Lend::Nothing => return Ok(Step::Nothing),
-        Lend::End(ended) => return Ok(Step::End(ended)),
-        // The sender did not join and reconnects with another transport.
-        Lend::Refused { reason } => {
-            refused(shared, peer, &reason);
-            return Ok(Step::End(Ended::Refused));
+        Lend::End(ended) => {
+            // The sender did not join and reconnects with another transport.
+            if let Ended::Refused { reason } = &ended {
+                log_refusal(shared, peer, reason);
+            }
+            return Ok(Step::End(ended));
         }
     };
     if from.len() != to.len() {
@@ -203,5 +203,5 @@ fn fail(
         let reason = format!("{reason}; {stuck}");
         return shared.report(DataEvent::Failed { transfer, reason });
     }
-    report_failure(shared, inbox, (transfer, chunk), reason);
+    report_received(shared, inbox, (transfer, chunk), Err(reason));
 }

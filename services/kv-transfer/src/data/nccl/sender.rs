@@ -3,12 +3,11 @@
 use std::{
     io::{self, ErrorKind},
     net::{Shutdown, TcpStream},
-    sync::Arc,
     thread,
     time::Instant,
 };
 
-use crossbeam_channel::{Receiver, Sender, bounded};
+use crossbeam_channel::{Receiver, bounded};
 use kernels::{
     BlockRead,
     peer::{End, Moving, PeerChannel, WaitLimit},
@@ -16,10 +15,9 @@ use kernels::{
 
 use super::{
     super::{
-        Shared,
-        chunk_ends::{check_answers, lend, not_posted, report_sent, until_done},
+        Ended, Shared,
+        chunk_ends::{answer, lend, report_sent, take_answers, unexpected, until_done},
         message::{Message, Messages, Polled},
-        outbound::Ended,
         outbox::Outbox,
         stream::POLL,
     },
@@ -39,8 +37,9 @@ pub(in crate::data) fn send_chunks(
     invitation: Vec<u8>,
     mut stream: TcpStream,
 ) -> io::Result<Ended> {
-    let Some(channels) = shared.channels.as_deref() else {
-        return Ok(Ended::Refused { reason: "this node has no GPU memory".to_owned() });
+    let channels = match shared.gpu_channels() {
+        Ok(channels) => channels,
+        Err(reason) => return Ok(Ended::Refused { reason }),
     };
     let mut answers = Messages::new(&stream, POLL)?;
     let offer = Message::Offer { export: invitation.clone(), verify: shared.transport.verify };
@@ -48,14 +47,13 @@ pub(in crate::data) fn send_chunks(
     let deadline = Instant::now() + JOIN_TIMEOUT;
     let accepted = match answer(&mut answers, outbox, deadline)? {
         Ok(Message::Accepted { answer }) => answer,
-        Ok(_) => return Err(unexpected()),
+        Ok(message) => return Err(unexpected(&message, "Accepted")),
         Err(ended) => return Ok(ended),
     };
     answers.set_poll_timeout(JOIN_POLL)?;
     let cancelled = || outbox.is_closed() || answers.is_rejected_or_closed();
     let limit = WaitLimit { deadline, cancelled: &cancelled };
-    let told = (&invitation[..], &accepted[..]);
-    let joined = channels.join(told, End::Sender, limit);
+    let joined = channels.join((&invitation, &accepted), End::Sender, limit);
     answers.set_poll_timeout(POLL)?;
     let channel = match joined {
         Ok(channel) => channel,
@@ -74,20 +72,29 @@ pub(in crate::data) fn send_chunks(
     };
     let verify = match answer(&mut answers, outbox, deadline)? {
         Ok(Message::Ready { verify }) => verify || shared.transport.verify,
-        Ok(_) => return Err(unexpected()),
+        Ok(message) => return Err(unexpected(&message, "Ready")),
         Err(ended) => return Ok(ended),
     };
-    shared.counters.set_path(peer, TransferKind::Nccl);
+    shared.metrics.set_path(peer, TransferKind::Nccl);
     let (launched, in_flight) = bounded(IN_FLIGHT_MAX);
     let result = thread::scope(|scope| {
         let named = |name: &str| thread::Builder::new().name(name.to_owned());
-        named("kv-data-answers").spawn_scoped(scope, || {
-            if let Err(reason) = take_answers(outbox, shared, answers, &*channel, launched) {
-                outbox.break_off(reason);
-            }
+        let channel = &*channel;
+        named("kv-data-answers").spawn_scoped(scope, move || {
+            take_answers(shared, outbox, answers, |message| match message {
+                Message::Go { transfer, chunk, runs } => {
+                    let blocks = outbox.take_lent(transfer, chunk).ok_or_else(|| {
+                        format!("protocol error: Go for chunk {chunk}, which was not announced")
+                    })?;
+                    let moving = channel.send(&runs, blocks)?;
+                    let sent = launched.send(Launched { transfer, chunk, moving });
+                    sent.map_err(|_| "the thread that completes sends has ended".to_owned())
+                }
+                message => Err(unexpected(&message, "an answer to Lend").to_string()),
+            });
         })?;
         let completing = named("kv-data-done").spawn_scoped(scope, || {
-            if let Err(reason) = complete_all(shared, outbox, &channel, &in_flight) {
+            if let Err(reason) = complete_all(shared, outbox, channel, &in_flight) {
                 outbox.break_off(reason);
             }
         });
@@ -120,21 +127,6 @@ fn send_refused(stream: &mut TcpStream, answers: &mut Messages, reason: &str) {
     }
 }
 
-/// Waits for the receiver's next answer. Returns `Ended` if the receiver refuses or the outbox is
-/// closed.
-fn answer(
-    answers: &mut Messages,
-    outbox: &Outbox,
-    deadline: Instant,
-) -> io::Result<Result<Message, Ended>> {
-    match answers.next_by(deadline, || outbox.is_closed())? {
-        Some(Message::Refused { reason }) => Ok(Err(Ended::Refused { reason })),
-        Some(message) => Ok(Ok(message)),
-        None if outbox.is_closed() => Ok(Err(Ended::Closed)),
-        None => Err(ErrorKind::UnexpectedEof.into()),
-    }
-}
-
 /// A chunk whose send is launched.
 struct Launched {
     transfer: TransferId,
@@ -142,41 +134,11 @@ struct Launched {
     moving: Box<dyn Moving<BlockRead>>,
 }
 
-/// Sends chunks on `Go` until the outbox is closed. Returns the reason on failure.
-fn take_answers(
-    outbox: &Outbox,
-    shared: &Shared,
-    mut answers: Messages,
-    channel: &dyn PeerChannel,
-    launched: Sender<Launched>,
-) -> Result<(), String> {
-    loop {
-        match answers.poll().map_err(|error| error.to_string())? {
-            Polled::Message(Message::Go { transfer, chunk, runs }) => {
-                let blocks = outbox.take_lent(transfer, chunk).ok_or_else(|| {
-                    format!("protocol error: Go for chunk {chunk}, which was not announced")
-                })?;
-                let moving = channel.send(&runs, blocks)?;
-                if launched.send(Launched { transfer, chunk, moving }).is_err() {
-                    return Ok(());
-                }
-            }
-            Polled::Message(Message::NotPosted { transfer, chunk }) => {
-                not_posted(shared, outbox, transfer, chunk)?;
-            }
-            Polled::Message(_) => return Err(unexpected().to_string()),
-            Polled::End => return Err("the peer closed the connection".to_owned()),
-            Polled::Nothing if outbox.is_closed() => return Ok(()),
-            Polled::Nothing => check_answers(outbox)?,
-        }
-    }
-}
-
 /// Waits for sends in order and reports them. Continues through the last send after an error.
 fn complete_all(
     shared: &Shared,
     outbox: &Outbox,
-    channel: &Arc<dyn PeerChannel>,
+    channel: &dyn PeerChannel,
     in_flight: &Receiver<Launched>,
 ) -> Result<(), String> {
     let mut outcome = Ok(());
@@ -209,8 +171,4 @@ fn complete_all(
         }
     }
     outcome
-}
-
-fn unexpected() -> io::Error {
-    io::Error::new(ErrorKind::InvalidData, "protocol error: unexpected message")
 }

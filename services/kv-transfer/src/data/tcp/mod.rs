@@ -17,10 +17,19 @@ use std::{
 
 pub(in crate::data) use reader::read_frames;
 
-use super::{Shared, outbox::Outbox, stream::is_pause};
+use super::{Moved, Shared, outbox::Outbox, stream::is_pause};
 
 /// Time-out of one read of the watcher.
 const WATCH: Duration = Duration::from_secs(1);
+
+/// How the payload of a frame was read or written.
+enum Payload {
+    Whole(Moved),
+    /// Cancelled: the blocks are released, and `rest` bytes of the frame remain.
+    Cut {
+        rest: u64,
+    },
+}
 
 /// Sends chunks until the outbox is closed or the connection ends. The receiver sends nothing on
 /// this connection, so a separate thread waits in a read to detect its death.

@@ -11,13 +11,15 @@ use xxhash_rust::xxh3::Xxh3;
 
 use super::{
     super::{
-        Shared,
-        inbox::{GivenBack, Inbox},
+        Moved, Shared,
+        chunk_ends::{invalid, report_received},
+        inbox::Inbox,
         stream::{POLL, check_progress, is_pause, read_exact_by},
     },
+    Payload,
     frame::{HEADER_BYTES, Header},
 };
-use crate::{config::LEASE, protocol::DataEvent};
+use crate::config::LEASE;
 
 /// Largest unwanted frame that is skipped; a larger one closes the connection.
 const DRAIN_BYTES_MAX: u64 = 256 << 20;
@@ -38,40 +40,25 @@ pub(in crate::data) fn read_frames(
     while let Some(header) = read_header(inbox, stream)? {
         let Some(blocks) = inbox.take(header.transfer, header.chunk) else {
             // The transfer was cancelled here while the frame was in flight.
-            shared.counters.refuse_data("frame_not_posted");
+            shared.metrics.refuse_data("frame_not_posted");
             if header.payload_bytes > DRAIN_BYTES_MAX {
                 let reason = format!(
                     "cannot skip an unwanted frame of {} bytes; expected at most 256 MiB",
                     header.payload_bytes
                 );
-                return Err(io::Error::new(io::ErrorKind::InvalidData, reason));
+                return Err(invalid(reason));
             }
             drain(inbox, stream, header.payload_bytes)?;
             continue;
         };
-        let transfer = header.transfer;
         // `read_payload` drops the blocks in every case.
         let read = read_payload(inbox, stream, &header, blocks);
-        let event = match (inbox.give_back(transfer, header.chunk), &read) {
-            (GivenBack::Cancelled, _) => None,
-            (GivenBack::Released, _) => Some(DataEvent::Released { transfer }),
-            (GivenBack::Wanted, Ok(Payload::Whole { integrity })) => {
-                shared.counters.received(header.payload_bytes);
-                let (chunk, integrity) = (header.chunk, *integrity);
-                Some(DataEvent::Received { transfer, chunk, integrity })
-            }
-            (GivenBack::Wanted, Ok(Payload::Cut { .. })) => {
-                let reason = "the data connection was closed".to_owned();
-                Some(DataEvent::Failed { transfer, reason })
-            }
-            (GivenBack::Wanted, Err(error)) => {
-                let reason = format!("chunk {}: {error}", header.chunk);
-                Some(DataEvent::Failed { transfer, reason })
-            }
+        let written = match &read {
+            Ok(Payload::Whole(moved)) => Ok(*moved),
+            Ok(Payload::Cut { .. }) => Err("the data connection was closed".to_owned()),
+            Err(error) => Err(format!("chunk {}: {error}", header.chunk)),
         };
-        if let Some(event) = event {
-            shared.report(event);
-        }
+        report_received(shared, inbox, (header.transfer, header.chunk), written);
         if let Payload::Cut { rest } = read? {
             drain(inbox, stream, rest)?;
         }
@@ -97,20 +84,8 @@ fn read_header(inbox: &Inbox, stream: &mut TcpStream) -> io::Result<Option<Heade
     };
     read_exact_by(stream, &mut bytes[first..], Instant::now() + LEASE)?;
     stream.set_read_timeout(Some(POLL))?;
-    match Header::from_bytes(&bytes) {
-        Some(header) => Ok(Some(header)),
-        None => Err(io::Error::new(io::ErrorKind::InvalidData, "invalid frame header")),
-    }
-}
-
-enum Payload {
-    Whole {
-        integrity: u64,
-    },
-    /// Cancelled: the blocks are released, and `rest` bytes of the frame remain to be read.
-    Cut {
-        rest: u64,
-    },
+    let header = Header::from_bytes(&bytes);
+    header.map(Some).ok_or_else(|| invalid("invalid frame header".to_owned()))
 }
 
 fn read_payload(
@@ -125,7 +100,7 @@ fn read_payload(
             "frame of {} bytes; expected the {posted_bytes} bytes that were posted",
             header.payload_bytes
         );
-        return Err(io::Error::new(io::ErrorKind::InvalidData, reason));
+        return Err(invalid(reason));
     }
     // Payload for GPU blocks is staged in host memory and copied once complete.
     let is_host = blocks.iter_mut().all(|block| block.host_view_mut().is_some());
@@ -170,7 +145,7 @@ fn read_payload(
     for (block, copy) in blocks.iter_mut().zip(&staged) {
         block.copy_from_host(copy).map_err(io::Error::other)?;
     }
-    Ok(Payload::Whole { integrity: hash.digest() })
+    Ok(Payload::Whole(Moved { integrity: hash.digest(), bytes: header.payload_bytes }))
 }
 
 fn read_piece(stream: &mut TcpStream, views: &mut [&mut [u8]], offset: usize) -> io::Result<usize> {

@@ -11,10 +11,12 @@ use xxhash_rust::xxh3::Xxh3;
 
 use super::{
     super::{
-        Shared,
-        outbox::{GivenBack, Job, Outbox},
+        Moved, Shared,
+        in_flight::GivenBack,
+        outbox::{Job, Outbox},
         stream::{POLL, check_progress, is_pause},
     },
+    Payload,
     frame::Header,
 };
 use crate::{api::TransferId, protocol::DataEvent};
@@ -32,31 +34,23 @@ pub fn write_frames(shared: &Shared, outbox: &Outbox, stream: &mut TcpStream) ->
         // `write_frame` drops the blocks in every case.
         if outbox.give_back(transfer, chunk) == GivenBack::Released {
             shared.report(DataEvent::Released { transfer });
-        } else if let Ok(Frame::Whole { payload_bytes, integrity }) = &written {
-            shared.counters.sent(*payload_bytes);
-            shared.report(DataEvent::Sent { transfer, chunk, integrity: *integrity });
+        } else if let Ok(Payload::Whole(Moved { integrity, bytes })) = written {
+            shared.metrics.count(|counts| {
+                counts.bytes_sent += bytes;
+                counts.chunks_sent += 1;
+            });
+            shared.report(DataEvent::Sent { transfer, chunk, integrity });
         }
-        if let Frame::Cut { rest } = written? {
+        if let Payload::Cut { rest } = written? {
+            // The next frame must start where the reader expects it.
             fill(outbox, stream, rest)?;
         }
     }
     Ok(())
 }
 
-enum Frame {
-    Whole {
-        payload_bytes: u64,
-        integrity: u64,
-    },
-    /// Cancelled: `rest` bytes remain to be padded, so that the next frame starts where the reader
-    /// expects it.
-    Cut {
-        rest: u64,
-    },
-}
-
 /// Writes one frame and releases its blocks.
-fn write_frame(outbox: &Outbox, stream: &mut TcpStream, job: Job) -> io::Result<Frame> {
+fn write_frame(outbox: &Outbox, stream: &mut TcpStream, job: Job) -> io::Result<Payload> {
     let payload_bytes: u64 = job.blocks.iter().map(|block| block.byte_count() as u64).sum();
     let header = Header { transfer: job.transfer, chunk: job.chunk, payload_bytes }.to_bytes();
     let staged = staged(&job.blocks)?;
@@ -75,10 +69,10 @@ fn write_frame(outbox: &Outbox, stream: &mut TcpStream, job: Job) -> io::Result<
         let mut slices: Vec<IoSlice<'_>> =
             head.take().into_iter().chain(piece).map(IoSlice::new).collect();
         if !write_piece(outbox, job.transfer, stream, &mut slices, &mut rest)? {
-            return Ok(Frame::Cut { rest });
+            return Ok(Payload::Cut { rest });
         }
     }
-    Ok(Frame::Whole { payload_bytes, integrity: hash.digest() })
+    Ok(Payload::Whole(Moved { integrity: hash.digest(), bytes: payload_bytes }))
 }
 
 /// Copies GPU blocks to host memory; `None` if the blocks are in host memory.

@@ -1,176 +1,148 @@
 //! Starts transfers: by a command, by a peer's `RESERVE`, in either order.
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use super::Core;
+use super::{Core, DEADLINE_MAX};
 use crate::{
-    api::{PeerAddress, TransferFailure, TransferId},
-    control::{Body, Reserve, Source},
+    api::{Peer, PeerAddress, TransferFailure, TransferId},
+    control::{Body, Reserve},
     protocol::{
-        Peer, Turn,
         pair::Pair,
         tombstone::Tombstone,
-        transfer::{Side, Transfer},
+        transfer::{Phase, Side, Transfer},
     },
 };
 
 impl Core {
-    /// Finds or creates the pair for a new transfer; `None` if the transfer has failed instead.
-    pub(super) fn admit(
-        &mut self,
-        now: Instant,
-        transfer: TransferId,
-        address: &PeerAddress,
-        side: Side,
-    ) -> Option<Peer> {
-        match self.transfers.get(&transfer) {
-            Some(early) if !early.is_begun => {
-                let peer = early.peer.node_id.clone();
-                let detail = "RESERVE for a transfer that this node receives".to_owned();
-                let failure = TransferFailure::Protocol { peer, detail };
-                turn!(self, now).emit(side.failed(transfer, failure));
-                return None;
-            }
-            Some(_) => {
-                // The first start stays valid; nodes reject the second one themselves.
-                tracing::warn!(%transfer, "ignoring the second start of a transfer");
-                return None;
-            }
-            None => {}
+    /// Finds or creates the pair for a new transfer. Returns false if the transfer has failed
+    /// instead, or if this is its second start.
+    pub(super) fn admit(&mut self, id: TransferId, address: &PeerAddress, side: Side) -> bool {
+        if self.transfers.get(&id).is_some_and(|known| known.is_begun) {
+            // The first start stays valid; nodes reject the second one themselves.
+            tracing::warn!(transfer = %id, "ignoring the second start of a transfer");
+            return false;
         }
-        let peer = Peer { node_id: address.node_id.clone(), epoch: address.epoch };
-        match self.admission(now, transfer, &peer, address) {
-            Ok(()) => Some(peer),
-            Err(failure) => {
-                turn!(self, now).emit(side.failed(transfer, failure));
-                None
-            }
+        let admission = self.admission(id, address);
+        if let Err(failure) = &admission {
+            self.turn.emit(side.failed(id, failure.clone()));
         }
+        admission.is_ok()
     }
 
-    fn admission(
-        &mut self,
-        now: Instant,
-        transfer: TransferId,
-        peer: &Peer,
-        address: &PeerAddress,
-    ) -> Result<(), TransferFailure> {
-        match self.tombstones.get(transfer) {
+    fn admission(&mut self, id: TransferId, address: &PeerAddress) -> Result<(), TransferFailure> {
+        let aborted = |reason: String| Err(TransferFailure::Aborted { reason });
+        if let Some(early) = self.transfers.get(&id) {
+            let peer = early.peer.node_id.clone();
+            let detail = "RESERVE for a transfer that this node receives".to_owned();
+            return Err(TransferFailure::Protocol { peer, detail });
+        }
+        match self.tombstones.get(id) {
             Some(Tombstone::Failed { cause, reason }) => {
-                return Err(peer.ended_before(*cause, reason));
+                return Err(address.peer().ended_before(*cause, reason));
             }
             Some(Tombstone::Complete) => {
-                let reason = "a transfer with this id is already complete".to_owned();
-                return Err(TransferFailure::Aborted { reason });
+                return aborted("a transfer with this id is already complete".to_owned());
             }
             None => {}
         }
-        if address.epoch == self.local.epoch {
-            let reason = "the peer is this process; expected another node".to_owned();
-            return Err(TransferFailure::Aborted { reason });
+        if address.epoch == self.turn.local.epoch {
+            return aborted("the peer is this process; expected another node".to_owned());
         }
-        if self.transfers.len() >= self.local.limits.transfers_max {
-            let reason = format!("{} transfers are in progress, the maximum", self.transfers.len());
-            return Err(TransferFailure::Aborted { reason });
+        let known = self.transfers.len();
+        if known >= self.turn.local.limits.transfers_max {
+            return aborted(format!("{known} transfers are in progress, the maximum"));
         }
         if let Some(pair) = self.pairs.get(&address.epoch) {
-            return match pair.refusal() {
-                Some(reason) => Err(TransferFailure::Refused {
-                    peer: address.node_id.clone(),
-                    reason: reason.to_owned(),
-                }),
-                None => Ok(()),
-            };
+            let Some(reason) = pair.refusal() else { return Ok(()) };
+            let (peer, reason) = (address.node_id.clone(), reason.to_owned());
+            return Err(TransferFailure::Refused { peer, reason });
         }
-        if !self.make_room_for_pair(now) {
-            let reason =
-                format!("{} peers have transfers with this node, the maximum", self.pairs.len());
-            return Err(TransferFailure::Aborted { reason });
+        if !self.make_room_for_pair() {
+            let peers = self.pairs.len();
+            return aborted(format!("{peers} peers have transfers with this node, the maximum"));
         }
-        self.sessions += 1;
-        let pair = Pair::connect(&mut turn!(self, now), address, self.sessions);
+        let pair = Pair::new(&mut self.turn, address, false);
+        pair.send_hello(&mut self.turn);
         self.pairs.insert(address.epoch, pair);
         Ok(())
     }
 
-    pub(super) fn insert(&mut self, now: Instant, transfer: Transfer) {
+    /// Adds an admitted transfer that the node has started.
+    pub(super) fn begin(
+        &mut self,
+        id: TransferId,
+        peer: Peer,
+        deadline: Duration,
+        traceparent: String,
+        phase: Phase,
+    ) {
+        let deadline = deadline.min(DEADLINE_MAX);
+        self.insert(Transfer::begin(&self.turn, id, peer, deadline, traceparent, phase));
+    }
+
+    fn insert(&mut self, transfer: Transfer) {
         if let Some(pair) = self.pairs.get_mut(&transfer.peer.epoch) {
-            pair.begin(&mut turn!(self, now), transfer.id);
+            pair.begin(&mut self.turn, transfer.id);
             if transfer.side == Side::Sender {
-                pair.open_data(&mut turn!(self, now));
+                pair.open_data(&mut self.turn);
             }
         }
         self.transfers.insert(transfer.id, transfer);
-        debug_assert!(self.transfers.len() <= self.local.limits.transfers_max);
+        debug_assert!(self.transfers.len() <= self.turn.local.limits.transfers_max);
     }
 
-    /// Matches `Expect` with an earlier `RESERVE`. Returns false if there is none.
-    pub(super) fn match_early_reserve(
-        &mut self,
-        now: Instant,
-        transfer: TransferId,
-        address: &PeerAddress,
-        prompt_hash: u128,
-        deadline: Duration,
-        traceparent: &str,
-    ) -> bool {
-        let Some(outgoing) = self.transfers.get(&transfer).filter(|known| !known.is_begun) else {
+    /// Returns whether the peer of an `Expect` has sent its `RESERVE` before, or has aborted the
+    /// transfer since. Drops a `RESERVE` by a peer that the router did not name.
+    pub(super) fn has_reserve(&mut self, id: TransferId, address: &PeerAddress) -> bool {
+        let Some(outgoing) = self.transfers.get(&id).filter(|known| !known.is_begun) else {
             return false;
         };
         if outgoing.peer.epoch == address.epoch || !outgoing.is_early() {
-            self.with_transfer(now, transfer, |outgoing, turn| {
-                outgoing.on_expect(turn, prompt_hash, deadline, traceparent.to_owned());
-            });
             return true;
         }
-        // Another peer has reserved under this id, not the peer that the router named.
         let stranger = outgoing.peer.epoch;
         let reason = format!("the router paired this transfer with {}", address.node_id);
-        turn!(self, now).send(stranger, Body::give_up(transfer, reason));
-        self.transfers.remove(&transfer);
+        self.turn.send(stranger, Body::give_up(id, reason));
+        self.transfers.remove(&id);
         if let Some(pair) = self.pairs.get_mut(&stranger) {
-            pair.end(now, transfer);
+            pair.end(self.turn.now, id);
         }
         false
     }
 
-    pub(super) fn on_reserve(
-        &mut self,
-        now: Instant,
-        from: &Source,
-        reserve: Reserve,
-        traceparent: String,
-    ) {
-        let transfer = reserve.transfer;
-        match self.transfers.get(&transfer) {
+    pub(super) fn on_reserve(&mut self, from: &Peer, reserve: Reserve, traceparent: String) {
+        let id = reserve.transfer;
+        let abort = match self.transfers.get(&id) {
             Some(known) if known.side == Side::Sender && known.peer.epoch == from.epoch => {
-                return self.with_outgoing_of(now, from, transfer, |outgoing, turn| {
-                    outgoing.on_reserve(turn, reserve, traceparent);
-                });
+                if self.may_act(from, id, Some(Side::Sender)) {
+                    self.with_transfer(id, |outgoing, turn| {
+                        outgoing.on_reserve(turn, reserve, traceparent);
+                    });
+                }
+                return;
             }
-            Some(_) => {
-                let reason = "the transfer id is in use with another peer".to_owned();
-                let abort = Body::give_up(transfer, reason);
-                return turn!(self, now).send_traced(from.epoch, abort, &traceparent);
-            }
-            None => {}
-        }
-        if let Some(tombstone) = self.tombstones.get(transfer) {
-            if let Tombstone::Failed { cause, reason } = tombstone {
-                let abort = Body::Abort { transfer, cause: *cause, reason: reason.clone() };
-                turn!(self, now).send_traced(from.epoch, abort, &traceparent);
-            }
-            return;
-        }
-        let limits = self.local.limits;
-        if self.early_count() >= limits.early_max || self.transfers.len() >= limits.transfers_max {
-            let reason = format!("{} transfers are known, the maximum", self.transfers.len());
-            let abort = Body::give_up(transfer, reason);
-            return turn!(self, now).send_traced(from.epoch, abort, &traceparent);
-        }
-        let peer = Peer { node_id: from.node_id.clone(), epoch: from.epoch };
-        let early = Transfer::early(&turn!(self, now), peer, reserve, traceparent);
-        self.insert(now, early);
+            Some(_) => Body::give_up(id, "the transfer id is in use with another peer".to_owned()),
+            None => match self.tombstones.get(id) {
+                Some(Tombstone::Complete) => return,
+                Some(Tombstone::Failed { cause, reason }) => {
+                    Body::Abort { transfer: id, cause: *cause, reason: reason.clone() }
+                }
+                None => {
+                    let (known, limits) = (self.transfers.len(), self.turn.local.limits);
+                    if self.early_count() < limits.early_max && known < limits.transfers_max {
+                        let peer = from.clone();
+                        return self.insert(Transfer::early(
+                            &self.turn,
+                            peer,
+                            reserve,
+                            traceparent,
+                        ));
+                    }
+                    Body::give_up(id, format!("{known} transfers are known, the maximum"))
+                }
+            },
+        };
+        self.turn.send_traced(from.epoch, abort, &traceparent);
     }
 
     pub(super) fn early_count(&self) -> usize {

@@ -4,14 +4,14 @@ use std::time::Instant;
 
 use super::Core;
 use crate::{
-    api::{Epoch, PeerAddress, TransferFailure, TransferId},
+    api::{Epoch, Peer, PeerAddress, TransferFailure, TransferId},
     config::PRECONNECTED_PAIRS_MAX,
-    control::{Body, Hello, Source},
+    control::{Body, Hello},
     protocol::{
         Action, Turn,
         pair::{Change, Pair},
         tombstone::Tombstone,
-        transfer::Side,
+        transfer::{Side, Transfer},
     },
 };
 
@@ -19,94 +19,87 @@ use crate::{
 const TCP: &str = "tcp";
 
 impl Core {
-    pub(super) fn on_hello(&mut self, now: Instant, from: &Source, hello: &Hello) {
-        if from.epoch == self.local.epoch {
-            return turn!(self, now).refuse("own_epoch");
+    pub(super) fn on_hello(&mut self, from: &Peer, hello: &Hello) {
+        if from.epoch == self.turn.local.epoch {
+            return self.turn.refuse("own_epoch");
         }
         if !self.pairs.contains_key(&from.epoch) {
             let has_room = if hello.in_advance {
                 self.has_room_in_advance()
             } else {
-                self.make_room_for_pair(now)
+                self.make_room_for_pair()
             };
             if !has_room {
                 let reason = if hello.in_advance { "no_room_in_advance" } else { "pairs_full" };
-                return turn!(self, now).refuse(reason);
+                return self.turn.refuse(reason);
             }
             let address = PeerAddress {
                 node_id: from.node_id.clone(),
                 epoch: from.epoch,
                 control_endpoint: hello.control_endpoint.clone(),
             };
-            self.sessions += 1;
-            let pair = Pair::accept(&mut turn!(self, now), &address, self.sessions);
+            let pair = Pair::new(&mut self.turn, &address, false);
             self.pairs.insert(from.epoch, pair);
         }
-        self.with_pair(now, from.epoch, |pair, turn| pair.on_hello(turn, hello));
+        self.with_pair(from.epoch, |pair, turn| pair.on_hello(turn, hello));
     }
 
     pub(super) fn with_pair(
         &mut self,
-        now: Instant,
         epoch: Epoch,
-        act: impl FnOnce(&mut Pair, &mut Turn<'_>) -> Change,
+        act: impl FnOnce(&mut Pair, &mut Turn) -> Change,
     ) {
         let Some(pair) = self.pairs.get_mut(&epoch) else {
-            return turn!(self, now).refuse("pair_not_up");
+            return self.turn.refuse("pair_not_up");
         };
-        let change = act(pair, &mut turn!(self, now));
-        let transfers: Vec<TransferId> = pair.transfers().iter().copied().collect();
+        let change = act(pair, &mut self.turn);
+        let transfers: Vec<TransferId> = pair.transfers.iter().copied().collect();
         match change {
             Change::Nothing => {}
             Change::Up => {
-                let (peer, transport) = (&pair.peer().node_id, pair.transport());
+                let (peer, transport) = (&pair.peer.node_id, pair.transport());
                 tracing::info!(peer, transport, "connected to peer");
                 if transport == TCP {
                     self.remember_tcp_only(epoch);
                 }
-                self.open_data(now, epoch);
-                for id in transfers {
-                    self.with_transfer(now, id, |side, turn| side.on_pair_up(turn));
-                }
+                self.open_data(epoch);
+                self.with_transfers(transfers, Transfer::on_pair_up);
             }
-            Change::UpAgain => {
-                for id in transfers {
-                    self.with_transfer(now, id, |side, turn| side.resend(turn));
-                }
-            }
+            Change::UpAgain => self.with_transfers(transfers, Transfer::resend),
             Change::Anew => {
-                for id in transfers {
-                    self.with_transfer(now, id, |side, turn| side.on_pair_anew(turn));
-                }
-                turn!(self, now).act(Action::CloseData { peer: epoch });
-                self.open_data(now, epoch);
+                self.with_transfers(transfers, Transfer::on_pair_anew);
+                self.turn.act(Action::CloseData { peer: epoch });
+                self.open_data(epoch);
             }
             Change::Refused { reason } => {
-                let peer = pair.peer().node_id.clone();
+                let peer = pair.peer.node_id.clone();
                 tracing::warn!(peer, reason, "peer rejected");
                 let failure = TransferFailure::Refused { peer, reason };
-                self.end_transfers(now, transfers, &failure);
+                self.with_transfers(transfers, |side, turn| {
+                    side.on_peer_lost(turn, failure.clone())
+                });
             }
         }
     }
 
-    pub(super) fn connect(&mut self, now: Instant, address: &PeerAddress, sends: bool) {
+    pub(super) fn connect(&mut self, address: &PeerAddress, sends: bool) {
         // Connecting in advance has no benefit with `tcp`, whose idle pairs are closed.
-        let tcp_only = self.local.transports.len() < 2 || self.tcp_only.contains(&address.epoch);
-        if tcp_only || address.epoch == self.local.epoch {
+        let tcp_only =
+            self.turn.local.transports.len() < 2 || self.tcp_only.contains(&address.epoch);
+        if tcp_only || address.epoch == self.turn.local.epoch {
             return;
         }
         if !self.pairs.contains_key(&address.epoch) {
             if !self.has_room_in_advance() {
                 return;
             }
-            self.sessions += 1;
-            let pair = Pair::connect_in_advance(&mut turn!(self, now), address, self.sessions);
+            let pair = Pair::new(&mut self.turn, address, true);
+            pair.send_hello(&mut self.turn);
             self.pairs.insert(address.epoch, pair);
         }
         if let Some(pair) = self.pairs.get_mut(&address.epoch) {
-            pair.expect_work(now, sends);
-            self.open_data(now, address.epoch);
+            pair.expect_work(self.turn.now, sends);
+            self.open_data(address.epoch);
         }
     }
 
@@ -121,49 +114,39 @@ impl Core {
     /// Remembers that only `tcp` is common. A process does not change its offer.
     fn remember_tcp_only(&mut self, epoch: Epoch) {
         self.tcp_only.insert(epoch);
-        if self.tcp_only.len() > self.local.limits.pairs_max {
+        if self.tcp_only.len() > self.turn.local.limits.pairs_max {
             // Any entry may be evicted; the next handshake adds it again.
             self.tcp_only.pop_first();
         }
     }
 
     /// Opens the data connection if this node will send chunks to the peer.
-    fn open_data(&mut self, now: Instant, epoch: Epoch) {
+    fn open_data(&mut self, epoch: Epoch) {
         let Some(pair) = self.pairs.get_mut(&epoch) else { return };
-        let mut sends = pair.transfers().iter().filter_map(|id| self.transfers.get(id));
+        let mut sends = pair.transfers.iter().filter_map(|id| self.transfers.get(id));
         let has_work = sends.any(|known| known.side == Side::Sender && !known.is_over());
-        if has_work || (pair.will_send() && pair.transport() != TCP) {
-            pair.open_data(&mut turn!(self, now));
+        if has_work || (pair.will_send && pair.transport() != TCP) {
+            pair.open_data(&mut self.turn);
         }
     }
 
-    pub(super) fn lose_pair(&mut self, now: Instant, epoch: Epoch, reason: &str) {
+    pub(super) fn lose_pair(&mut self, epoch: Epoch, reason: &str) {
         let Some(pair) = self.pairs.remove(&epoch) else { return };
-        let (peer, transfers) = (&pair.peer().node_id, pair.transfers().len());
+        let (peer, transfers) = (&pair.peer.node_id, pair.transfers.len());
         if transfers > 0 {
             tracing::warn!(peer, transfers, reason, "lost peer");
         } else {
             tracing::debug!(peer, reason, "lost idle peer");
         }
-        let failure = pair.peer().lost(reason.to_owned());
-        self.end_transfers(now, pair.transfers().iter().copied().collect(), &failure);
-        turn!(self, now).act(Action::Disconnect { peer: epoch });
-    }
-
-    fn end_transfers(
-        &mut self,
-        now: Instant,
-        transfers: Vec<TransferId>,
-        failure: &TransferFailure,
-    ) {
-        for id in transfers {
-            self.with_transfer(now, id, |side, turn| side.on_peer_lost(turn, failure.clone()));
-        }
+        let failure = pair.peer.lost(reason.to_owned());
+        let transfers = pair.transfers.iter().copied().collect();
+        self.with_transfers(transfers, |side, turn| side.on_peer_lost(turn, failure.clone()));
+        self.turn.act(Action::Disconnect { peer: epoch });
     }
 
     pub(super) fn close_pair(&mut self, epoch: Epoch) {
         if self.pairs.remove(&epoch).is_some() {
-            self.actions.push_back(Action::Disconnect { peer: epoch });
+            self.turn.act(Action::Disconnect { peer: epoch });
         }
     }
 
@@ -172,20 +155,20 @@ impl Core {
     fn has_room_in_advance(&self) -> bool {
         let uses_gpu_memory = |pair: &&Pair| pair.transport() != TCP;
         self.pairs.values().filter(uses_gpu_memory).count() < PRECONNECTED_PAIRS_MAX
-            && self.pairs.len() < self.local.limits.pairs_max.div_ceil(2)
+            && self.pairs.len() < self.turn.local.limits.pairs_max.div_ceil(2)
     }
 
     /// Makes room by closing the longest idle pair.
-    pub(super) fn make_room_for_pair(&mut self, now: Instant) -> bool {
-        if self.pairs.len() < self.local.limits.pairs_max {
+    pub(super) fn make_room_for_pair(&mut self) -> bool {
+        if self.pairs.len() < self.turn.local.limits.pairs_max {
             return true;
         }
         let idle = self
             .pairs
             .values()
-            .filter(|pair| pair.is_idle(now))
-            .min_by_key(|pair| pair.idle_since())
-            .map(|pair| pair.peer().epoch);
+            .filter(|pair| pair.is_idle(self.turn.now))
+            .min_by_key(|pair| pair.idle_since)
+            .map(|pair| pair.peer.epoch);
         match idle {
             Some(epoch) => {
                 self.close_pair(epoch);
@@ -195,23 +178,22 @@ impl Core {
         }
     }
 
-    pub(super) fn send_heartbeat(&mut self, now: Instant, epoch: Epoch) {
+    pub(super) fn send_heartbeat(&mut self, epoch: Epoch) {
         let Some(pair) = self.pairs.get(&epoch) else { return };
         let (mut transfers, mut awaited) = (Vec::new(), Vec::new());
-        for id in pair.transfers() {
+        for id in &pair.transfers {
             match self.transfers.get(id) {
                 Some(transfer) if transfer.is_awaiting() => awaited.push(*id),
                 Some(transfer) if transfer.is_wanted() => transfers.push(*id),
                 Some(_) | None => {}
             }
         }
-        turn!(self, now).send(epoch, Body::Heartbeat { transfers, awaited });
+        self.turn.send(epoch, Body::Heartbeat { transfers, awaited });
     }
 
     pub(super) fn on_heartbeat(
         &mut self,
-        now: Instant,
-        from: &Source,
+        from: &Peer,
         transfers: &[TransferId],
         awaited: &[TransferId],
     ) {
@@ -219,20 +201,20 @@ impl Core {
             return;
         }
         if let Some(pair) = self.pairs.get_mut(&from.epoch) {
-            pair.on_peer_works(now);
+            pair.on_peer_works(self.turn.now);
         }
         for id in transfers {
             if let Some(transfer) = self.transfers.get_mut(id)
                 && transfer.peer.epoch == from.epoch
             {
-                transfer.renew(now);
+                transfer.renew(self.turn.now);
             }
         }
         // The peer may never have received the `ABORT` of a transfer that it still wants.
         for id in transfers.iter().chain(awaited) {
             if let Some(Tombstone::Failed { cause, reason }) = self.tombstones.get(*id) {
                 let abort = Body::Abort { transfer: *id, cause: *cause, reason: reason.clone() };
-                turn!(self, now).send(from.epoch, abort);
+                self.turn.send(from.epoch, abort);
             }
         }
     }
