@@ -17,7 +17,7 @@ use engine::{
 use kernels::{BlockId, Dtype, KvLayout, WeightFormat};
 use kv_transfer::{
     EventSink, TransferLimits,
-    api::{Command, Epoch, Peer, TransferId, self as transfer},
+    api::{self as transfer, Command, Epoch, Peer, TransferId},
     control::ControlMessage,
     driver::{Input as TransferInput, TransferDriver},
     protocol::{Core, DataEvent, Local},

@@ -20,16 +20,19 @@ use crate::{
 fn other_model_is_refused_on_both_sides_with_both_fingerprints() {
     let mut world = World::new(3, 2, 40, CALM);
     let other = Identity { model_fingerprint: 0xbeef, ..identity() };
-    world.nodes[1].core = Core::new(world.now(), Local {
-        epoch: world.nodes[1].epoch,
-        identity: other,
-        control_endpoint: "tcp://node-1:1".to_owned(),
-        data_endpoint: "tcp://node-1:2".to_owned(),
-        transports: vec!["tcp".to_owned()],
-        integrity: vec!["xxh3".to_owned()],
-        block_bytes: BLOCK_BYTES,
-        limits: Default::default(),
-    });
+    world.nodes[1].core = Core::new(
+        world.now(),
+        Local {
+            epoch: world.nodes[1].epoch,
+            identity: other,
+            control_endpoint: "tcp://node-1:1".to_owned(),
+            data_endpoint: "tcp://node-1:2".to_owned(),
+            transports: vec!["tcp".to_owned()],
+            integrity: vec!["xxh3".to_owned()],
+            block_bytes: BLOCK_BYTES,
+            limits: Default::default(),
+        },
+    );
     let plan = TransferPlan {
         transfer: TransferId(1),
         sender: 0,
