@@ -19,7 +19,7 @@ use crate::{
     protocol::{Action, Core, DataEvent},
     shell::EventSink,
     transfer_kind::TransferKind,
-    transport::{DataError, Released, Transport, TransportEvent},
+    transport::{ChunkId, DataError, Released, Transport, TransportEvent},
 };
 
 /// The outbound queues of control messages, one per peer.
@@ -36,17 +36,14 @@ pub trait ControlLinks {
 
 #[derive(Clone, Debug)]
 pub enum Input {
+    /// A command of the node.
     Command(Command),
-    Control {
-        from: Peer,
-        message: Box<ControlMessage>,
-    },
+    /// A verified control message.
+    Control { from: Peer, message: Box<ControlMessage> },
+    /// An event of the transport.
     Transport(TransportEvent),
     /// The peer cannot be reached.
-    PeerFailed {
-        peer: Epoch,
-        reason: String,
-    },
+    PeerFailed { peer: Epoch, reason: String },
 }
 
 pub struct TransferDriver<T, C> {
@@ -137,11 +134,13 @@ impl<T: Transport, C: ControlLinks> TransferDriver<T, C> {
                     self.transport.open(peer, &endpoint, kinds.collect());
                 }
                 Action::PostReceive { peer, transfer, chunk, blocks } => {
-                    let posted = self.transport.post(peer, transfer, chunk, &blocks);
+                    let chunk = ChunkId { transfer, index: chunk };
+                    let posted = self.transport.post(peer, chunk, &blocks);
                     self.fail_transfer(now, transfer, posted);
                 }
                 Action::SendChunk { peer, transfer, chunk, blocks } => {
-                    let sent = self.transport.send(peer, transfer, chunk, &blocks);
+                    let chunk = ChunkId { transfer, index: chunk };
+                    let sent = self.transport.send(peer, chunk, &blocks);
                     self.fail_transfer(now, transfer, sent);
                 }
                 Action::Cancel { peer, transfer } => {
@@ -188,22 +187,10 @@ mod tests {
     impl Transport for IdleTransport {
         fn admit(&mut self, _: Epoch) {}
         fn open(&mut self, _: Epoch, _: &str, _: Vec<TransferKind>) {}
-        fn send(
-            &mut self,
-            _: Epoch,
-            _: TransferId,
-            _: u32,
-            _: &[BlockId],
-        ) -> Result<(), DataError> {
+        fn send(&mut self, _: Epoch, _: ChunkId, _: &[BlockId]) -> Result<(), DataError> {
             Ok(())
         }
-        fn post(
-            &mut self,
-            _: Epoch,
-            _: TransferId,
-            _: u32,
-            _: &[BlockId],
-        ) -> Result<(), DataError> {
+        fn post(&mut self, _: Epoch, _: ChunkId, _: &[BlockId]) -> Result<(), DataError> {
             Ok(())
         }
         fn cancel(&mut self, _: Epoch, _: TransferId) -> Released {

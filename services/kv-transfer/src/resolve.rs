@@ -6,12 +6,9 @@
 //! only the name, so no thread joins it, and at most [`LOOKUPS_MAX`] of them exist.
 
 use std::{
-    fmt, io,
+    io,
     net::{SocketAddr, ToSocketAddrs},
-    sync::{
-        Arc,
-        atomic::{AtomicUsize, Ordering},
-    },
+    sync::{Arc, atomic::AtomicUsize},
     thread,
     time::Duration,
 };
@@ -97,13 +94,6 @@ impl Resolver {
                 Err(ResolveError::Deadline { host: host.to_owned(), timeout: self.timeout })
             }
         }
-    }
-}
-
-impl fmt::Debug for Resolver {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let running = self.running.load(Ordering::Relaxed);
-        f.debug_struct("Resolver").field("running", &running).finish_non_exhaustive()
     }
 }
 

@@ -30,17 +30,12 @@ impl TransferKind {
         }
     }
 
-    /// Returns whether both nodes must be on one host.
-    fn is_local(self) -> bool {
-        match self {
-            Self::Tcp => false,
-            Self::Ipc | Self::Nccl => true,
-        }
-    }
-
     /// Returns the entry for `HELLO`.
     fn offer(self, host: &str) -> String {
-        if self.is_local() { format!("{}@{host}", self.name()) } else { self.name().to_owned() }
+        match self {
+            Self::Tcp => self.name().to_owned(),
+            Self::Ipc | Self::Nccl => format!("{}@{host}", self.name()),
+        }
     }
 
     /// Parses an entry of `HELLO`; `None` for an unknown transport.

@@ -29,22 +29,10 @@ pub trait Transport: Send {
     fn open(&mut self, peer: Epoch, endpoint: &str, kinds: Vec<TransferKind>);
 
     /// Queues `blocks` behind the chunks that are already queued for this peer.
-    fn send(
-        &mut self,
-        peer: Epoch,
-        transfer: TransferId,
-        chunk: u32,
-        blocks: &[BlockId],
-    ) -> Result<(), DataError>;
+    fn send(&mut self, peer: Epoch, chunk: ChunkId, blocks: &[BlockId]) -> Result<(), DataError>;
 
     /// Allows `peer` to write this chunk into `blocks`.
-    fn post(
-        &mut self,
-        peer: Epoch,
-        transfer: TransferId,
-        chunk: u32,
-        blocks: &[BlockId],
-    ) -> Result<(), DataError>;
+    fn post(&mut self, peer: Epoch, chunk: ChunkId, blocks: &[BlockId]) -> Result<(), DataError>;
 
     /// Drops the transfer's queued chunks and posted blocks.
     fn cancel(&mut self, peer: Epoch, transfer: TransferId) -> Released;
@@ -61,6 +49,14 @@ pub trait Transport: Send {
 
     /// Closes everything and returns the names of the threads still running at `deadline`.
     fn shutdown(&mut self, deadline: Instant) -> Vec<String>;
+}
+
+/// Names one chunk of a transfer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct ChunkId {
+    pub transfer: TransferId,
+    /// Number of the chunk in the transfer.
+    pub index: u32,
 }
 
 /// Event from the threads of a transport to the driver.

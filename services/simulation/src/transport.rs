@@ -16,7 +16,7 @@ use kv_transfer::{
     control::ControlMessage,
     driver::ControlLinks,
     protocol::DataEvent,
-    transport::{DataError, Released, Transport},
+    transport::{ChunkId, DataError, Released, Transport},
 };
 use simulation_base::mix;
 
@@ -215,26 +215,16 @@ impl Transport for SimTransport {
         self.outputs.push(Output::OpenData { to: peer });
     }
 
-    fn send(
-        &mut self,
-        peer: Epoch,
-        transfer: TransferId,
-        chunk: u32,
-        blocks: &[BlockId],
-    ) -> Result<(), DataError> {
+    fn send(&mut self, peer: Epoch, chunk: ChunkId, blocks: &[BlockId]) -> Result<(), DataError> {
+        let ChunkId { transfer, index: chunk } = chunk;
         let before = self.sending.insert((transfer, chunk), (peer, blocks.to_vec()));
         assert_eq!(before, None, "{}: chunk {chunk} of {transfer} is sent twice", self.name);
         self.outputs.push(Output::SendChunk { transfer, chunk });
         Ok(())
     }
 
-    fn post(
-        &mut self,
-        _peer: Epoch,
-        transfer: TransferId,
-        chunk: u32,
-        blocks: &[BlockId],
-    ) -> Result<(), DataError> {
+    fn post(&mut self, _peer: Epoch, chunk: ChunkId, blocks: &[BlockId]) -> Result<(), DataError> {
+        let ChunkId { transfer, index: chunk } = chunk;
         for block in blocks {
             self.check_registered(transfer, *block, "posts");
         }

@@ -66,13 +66,6 @@ impl Signer {
     }
 }
 
-/// A control message whose tag was verified.
-#[derive(Clone, Debug, PartialEq)]
-pub struct VerifiedMessage {
-    pub from: Peer,
-    pub message: ControlMessage,
-}
-
 /// Reason why a message was rejected. Rejected messages are counted and get no answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum InvalidMessage {
@@ -119,11 +112,12 @@ impl Verifier {
         Self { keys, me, replay: ReplayGuard::default() }
     }
 
-    /// Verifies one message. `frames` excludes the routing id that the socket prepends.
+    /// Verifies one message and returns its sender. `frames` excludes the routing id that the socket
+    /// prepends.
     pub fn verify<F: AsRef<[u8]>>(
         &mut self,
         frames: &[F],
-    ) -> Result<VerifiedMessage, InvalidMessage> {
+    ) -> Result<(Peer, ControlMessage), InvalidMessage> {
         let [frame, tag] = frames else {
             return Err(InvalidMessage::Frames { frames: frames.len() });
         };
@@ -138,7 +132,7 @@ impl Verifier {
     }
 
     /// Parses a frame whose tag was verified.
-    pub fn read(&mut self, frame: &[u8]) -> Result<VerifiedMessage, InvalidMessage> {
+    pub fn read(&mut self, frame: &[u8]) -> Result<(Peer, ControlMessage), InvalidMessage> {
         let envelope = v1::ControlMessage::decode(frame)
             .map_err(|_| InvalidMessage::Malformed { field: "message" })?;
         let from = Peer {
@@ -162,7 +156,7 @@ impl Verifier {
         if !self.replay.admit(from.epoch, envelope.sequence) {
             return Err(InvalidMessage::Replayed { from: from.epoch, sequence: envelope.sequence });
         }
-        Ok(VerifiedMessage { from, message: ControlMessage { traceparent, body } })
+        Ok((from, ControlMessage { traceparent, body }))
     }
 }
 
@@ -203,7 +197,7 @@ mod tests {
     fn open(
         verifier: &mut Verifier,
         signed: &SignedMessage,
-    ) -> Result<VerifiedMessage, InvalidMessage> {
+    ) -> Result<(Peer, ControlMessage), InvalidMessage> {
         verifier.verify(&[&signed.frame, &signed.tag])
     }
 
@@ -285,10 +279,9 @@ mod tests {
         let (signer, mut verifier) = (signer(), verifier());
         for body in bodies {
             let message = ControlMessage { traceparent: "00-ab-cd-01".to_owned(), body };
-            let opened = open(&mut verifier, &signer.sign(ME, &message).unwrap()).unwrap();
-            assert_eq!(opened.message, message);
-            assert_eq!(opened.from.node_id, "prefill-0");
-            assert_eq!(opened.from.epoch, Epoch(1));
+            let signed = signer.sign(ME, &message).unwrap();
+            let from = Peer { node_id: "prefill-0".to_owned(), epoch: Epoch(1) };
+            assert_eq!(open(&mut verifier, &signed), Ok((from, message)));
         }
     }
 
@@ -359,8 +352,8 @@ mod tests {
     #[test]
     fn overlong_trace_context_is_dropped_and_the_message_accepted() {
         let message = ControlMessage { traceparent: "0".repeat(4000), ..ack() };
-        let opened = open(&mut verifier(), &signer().sign(ME, &message).unwrap()).unwrap();
-        assert_eq!(opened.message, ack());
+        let (_, opened) = open(&mut verifier(), &signer().sign(ME, &message).unwrap()).unwrap();
+        assert_eq!(opened, ack());
     }
 
     #[test]

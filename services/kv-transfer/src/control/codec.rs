@@ -68,11 +68,11 @@ fn bits_to_wire(bits: u128) -> Bytes {
 }
 
 fn transfer(bytes: &Bytes) -> Checked<TransferId> {
-    TransferId::from_bytes(bytes).ok_or(InvalidMessage::Malformed { field: "transfer_id" })
+    bits(bytes, "transfer_id").map(TransferId)
 }
 
 fn transfer_to_wire(transfer: &TransferId) -> Bytes {
-    Bytes::copy_from_slice(&transfer.to_bytes())
+    bits_to_wire(transfer.0)
 }
 
 /// Fails if the fingerprint does not have 16 bytes or a name is too long.

@@ -22,42 +22,30 @@ impl ControlMessage {
 
 #[derive(Clone, Debug, PartialEq)]
 pub enum Body {
+    /// Starts the handshake.
     Hello(Hello),
+    /// Accepts the handshake.
     HelloOk(HelloOk),
-    Reject {
-        reason: String,
-        identity: Identity,
-    },
+    /// Rejects the handshake.
+    Reject { reason: String, identity: Identity },
     /// D → P: these blocks are reserved for the KV of this prompt.
     Reserve(Reserve),
     /// P → D: announces the KV of a range of blocks, which may still be computed. Also acknowledges
     /// `RESERVE`.
     Chunk(Chunk),
     /// D → P: the receive for this chunk is posted.
-    ClearToSend {
-        transfer: TransferId,
-        chunk: u32,
-    },
+    ClearToSend { transfer: TransferId, chunk: u32 },
     /// P → D: all chunks are sent; carries token 0 and the integrity values.
     Done(Done),
-    Ack {
-        transfer: TransferId,
-    },
-    Abort {
-        transfer: TransferId,
-        cause: AbortCause,
-        reason: String,
-    },
+    /// D → P: every block is written and `DONE` matches.
+    Ack { transfer: TransferId },
+    /// The sender of this message has aborted the transfer.
+    Abort { transfer: TransferId, cause: AbortCause, reason: String },
     /// No read or write of this transfer is in flight at the sender of this message.
-    AbortAck {
-        transfer: TransferId,
-    },
+    AbortAck { transfer: TransferId },
     /// `transfers` are those that the sender of the heartbeat wants; naming a transfer also
     /// acknowledges its `RESERVE`. `awaited` are wanted ones whose `RESERVE` has not arrived.
-    Heartbeat {
-        transfers: Vec<TransferId>,
-        awaited: Vec<TransferId>,
-    },
+    Heartbeat { transfers: Vec<TransferId>, awaited: Vec<TransferId> },
 }
 
 impl Body {

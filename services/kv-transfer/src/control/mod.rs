@@ -11,7 +11,7 @@ mod keys;
 mod message;
 mod replay;
 
-pub use authentication::{InvalidMessage, SignedMessage, Signer, VerifiedMessage, Verifier};
+pub use authentication::{InvalidMessage, SignedMessage, Signer, Verifier};
 pub use codec::identity_from_wire;
 pub use keys::Keys;
 pub use message::{AbortCause, Body, Chunk, ControlMessage, Done, Hello, HelloOk, Reserve};

@@ -21,7 +21,7 @@ use super::{
     message::{Message, Messages, Polled},
     outbox::Outbox,
 };
-use crate::{api::TransferId, config::LEASE, protocol::DataEvent};
+use crate::{config::LEASE, protocol::DataEvent, transport::ChunkId};
 
 /// Time of busy polling: longer than most chunks take.
 const SPIN: Duration = Duration::from_millis(2);
@@ -53,7 +53,7 @@ pub fn lend(
 ) -> io::Result<()> {
     while let Some(job) = outbox.next(ahead_max) {
         let blocks = job.blocks.iter().map(BlockRead::block).collect();
-        let lend = Message::Lend { transfer: job.transfer, chunk: job.chunk, blocks };
+        let lend = Message::Lend { chunk: job.chunk, blocks };
         // The kernels that wrote the blocks have finished, also on the device; otherwise the chunk
         // would not be queued.
         let integrity = match verify {
@@ -68,18 +68,15 @@ pub fn lend(
 }
 
 /// Sender: reports a chunk whose blocks are no longer read.
-pub fn report_sent(
-    shared: &Shared,
-    (transfer, chunk): (TransferId, u32),
-    given_back: GivenBack<Moved>,
-) {
+pub fn report_sent(shared: &Shared, chunk: ChunkId, given_back: GivenBack<Moved>) {
+    let ChunkId { transfer, index } = chunk;
     match given_back {
         GivenBack::Wanted(Moved { integrity, bytes }) => {
             shared.metrics.count(|counts| {
                 counts.bytes_sent += bytes;
                 counts.chunks_sent += 1;
             });
-            shared.report(DataEvent::Sent { transfer, chunk, integrity });
+            shared.report(DataEvent::Sent { transfer, chunk: index, integrity });
         }
         GivenBack::Released => shared.report(DataEvent::Released { transfer }),
         GivenBack::Cancelled => {}
@@ -96,9 +93,7 @@ pub fn take_answers(
 ) {
     loop {
         let handled = match answers.poll() {
-            Ok(Polled::Message(Message::NotPosted { transfer, chunk })) => {
-                not_posted(shared, outbox, transfer, chunk)
-            }
+            Ok(Polled::Message(Message::NotPosted { chunk })) => not_posted(shared, outbox, chunk),
             Ok(Polled::Message(message)) => handle(message),
             Ok(Polled::End) => Err("the peer closed the connection".to_owned()),
             Ok(Polled::Nothing) if outbox.is_closed() => return,
@@ -117,15 +112,11 @@ pub fn take_answers(
 }
 
 /// Sender: handles the answer that the receiver has not posted this chunk.
-fn not_posted(
-    shared: &Shared,
-    outbox: &Outbox,
-    transfer: TransferId,
-    chunk: u32,
-) -> Result<(), String> {
-    match outbox.answered(transfer, chunk)? {
+fn not_posted(shared: &Shared, outbox: &Outbox, chunk: ChunkId) -> Result<(), String> {
+    let ChunkId { transfer, index } = chunk;
+    match outbox.answered(chunk)? {
         GivenBack::Wanted(_) => {
-            let reason = format!("the peer no longer waits for chunk {chunk}");
+            let reason = format!("the peer no longer waits for chunk {index}");
             shared.report(DataEvent::Failed { transfer, reason });
         }
         GivenBack::Released => shared.report(DataEvent::Released { transfer }),
@@ -159,25 +150,20 @@ pub enum Step<C> {
 
 /// Announcement of the sender.
 pub enum Lend {
-    Chunk {
-        transfer: TransferId,
-        chunk: u32,
-        from: Vec<BlockId>,
-        to: Vec<BlockWrite>,
-    },
+    /// The sender's blocks `from` are ready; `to` were posted for them.
+    Chunk { chunk: ChunkId, from: Vec<BlockId>, to: Vec<BlockWrite> },
     /// No receive is posted: the transfer was cancelled here while the message was in flight.
-    NotPosted {
-        transfer: TransferId,
-        chunk: u32,
-    },
+    NotPosted { chunk: ChunkId },
+    /// No message arrived.
     Nothing,
+    /// The connection has ended.
     End(Ended),
 }
 
 /// Receiver: polls for `Lend` and takes the blocks that were posted for the chunk.
 pub fn receive_lend(shared: &Shared, inbox: &Inbox, messages: &mut Messages) -> io::Result<Lend> {
-    let (transfer, chunk, from) = match messages.poll()? {
-        Polled::Message(Message::Lend { transfer, chunk, blocks }) => (transfer, chunk, blocks),
+    let (chunk, from) = match messages.poll()? {
+        Polled::Message(Message::Lend { chunk, blocks }) => (chunk, blocks),
         Polled::Message(Message::Refused { reason }) => {
             return Ok(Lend::End(Ended::Refused { reason }));
         }
@@ -185,11 +171,11 @@ pub fn receive_lend(shared: &Shared, inbox: &Inbox, messages: &mut Messages) -> 
         Polled::Nothing if !inbox.is_closed() => return Ok(Lend::Nothing),
         Polled::Nothing | Polled::End => return Ok(Lend::End(Ended::Closed)),
     };
-    Ok(match inbox.take(transfer, chunk) {
-        Some(to) => Lend::Chunk { transfer, chunk, from, to },
+    Ok(match inbox.take(chunk) {
+        Some(to) => Lend::Chunk { chunk, from, to },
         None => {
             shared.metrics.refuse_data("frame_not_posted");
-            Lend::NotPosted { transfer, chunk }
+            Lend::NotPosted { chunk }
         }
     })
 }
@@ -290,16 +276,17 @@ pub fn verify_and_release(mut blocks: Vec<BlockWrite>, verify: bool) -> Result<M
 pub fn report_received(
     shared: &Shared,
     inbox: &Inbox,
-    (transfer, chunk): (TransferId, u32),
+    chunk: ChunkId,
     written: Result<Moved, String>,
 ) {
-    let event = match (inbox.give_back(transfer, chunk), written) {
+    let ChunkId { transfer, index } = chunk;
+    let event = match (inbox.give_back(chunk), written) {
         (GivenBack::Wanted(()), Ok(Moved { integrity, bytes })) => {
             shared.metrics.count(|counts| {
                 counts.bytes_received += bytes;
                 counts.chunks_received += 1;
             });
-            DataEvent::Received { transfer, chunk, integrity }
+            DataEvent::Received { transfer, chunk: index, integrity }
         }
         (GivenBack::Wanted(()), Err(reason)) => DataEvent::Failed { transfer, reason },
         (GivenBack::Released, _) => DataEvent::Released { transfer },

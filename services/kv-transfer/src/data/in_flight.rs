@@ -1,6 +1,9 @@
 //! Chunks whose blocks are being read or written, and whose transfers may be cancelled meanwhile.
 
-use crate::{api::TransferId, transport::Released};
+use crate::{
+    api::TransferId,
+    transport::{ChunkId, Released},
+};
 
 /// Result of returning a chunk whose blocks are no longer read or written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -18,8 +21,7 @@ pub struct InFlight<T> {
 }
 
 pub struct Chunk<T> {
-    pub transfer: TransferId,
-    chunk: u32,
+    pub id: ChunkId,
     /// Its transfer was cancelled while the chunk was in flight.
     pub cancelled: bool,
     pub value: T,
@@ -32,19 +34,19 @@ impl<T> Default for InFlight<T> {
 }
 
 impl<T> InFlight<T> {
-    pub fn insert(&mut self, transfer: TransferId, chunk: u32, value: T) {
-        self.chunks.push(Chunk { transfer, chunk, cancelled: false, value });
+    pub fn insert(&mut self, id: ChunkId, value: T) {
+        self.chunks.push(Chunk { id, cancelled: false, value });
     }
 
-    pub fn get_mut(&mut self, transfer: TransferId, chunk: u32) -> Option<&mut T> {
-        let is_it = |known: &&mut Chunk<T>| (known.transfer, known.chunk) == (transfer, chunk);
-        self.chunks.iter_mut().find(is_it).map(|known| &mut known.value)
+    pub fn get_mut(&mut self, id: ChunkId) -> Option<&mut T> {
+        let chunk = self.chunks.iter_mut().find(|chunk| chunk.id == id)?;
+        Some(&mut chunk.value)
     }
 
     /// Marks the transfer's chunks as cancelled.
     pub fn cancel(&mut self, transfer: TransferId) -> Released {
         let mut released = Released::Now;
-        for chunk in self.chunks.iter_mut().filter(|chunk| chunk.transfer == transfer) {
+        for chunk in self.chunks.iter_mut().filter(|chunk| chunk.id.transfer == transfer) {
             chunk.cancelled = true;
             released = Released::Later;
         }
@@ -52,17 +54,16 @@ impl<T> InFlight<T> {
     }
 
     pub fn is_cancelled(&self, transfer: TransferId) -> bool {
-        self.chunks.iter().any(|chunk| chunk.transfer == transfer && chunk.cancelled)
+        self.chunks.iter().any(|chunk| chunk.id.transfer == transfer && chunk.cancelled)
     }
 
     /// Removes a chunk; `None` if it is not in flight.
-    pub fn give_back(&mut self, transfer: TransferId, chunk: u32) -> Option<GivenBack<T>> {
-        let is_it = |known: &Chunk<T>| (known.transfer, known.chunk) == (transfer, chunk);
-        let index = self.chunks.iter().position(is_it)?;
-        let known = self.chunks.swap_remove(index);
-        let has_others = self.chunks.iter().any(|other| other.transfer == transfer);
-        Some(match known.cancelled {
-            false => GivenBack::Wanted(known.value),
+    pub fn give_back(&mut self, id: ChunkId) -> Option<GivenBack<T>> {
+        let index = self.chunks.iter().position(|chunk| chunk.id == id)?;
+        let chunk = self.chunks.swap_remove(index);
+        let has_others = self.chunks.iter().any(|other| other.id.transfer == id.transfer);
+        Some(match chunk.cancelled {
+            false => GivenBack::Wanted(chunk.value),
             true if has_others => GivenBack::Cancelled,
             true => GivenBack::Released,
         })

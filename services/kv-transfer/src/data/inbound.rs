@@ -36,52 +36,48 @@ const HANDSHAKES_MAX: usize = 128;
 /// Longest wait of one accept() call.
 const ACCEPT_TIMEOUT: Duration = Duration::from_secs(1);
 
+/// The listener and its threads.
 pub struct Inbound {
-    pub peers: Arc<Peers>,
+    acceptor: Arc<Acceptor>,
     pub address: SocketAddr,
-    listener: Arc<TcpListener>,
-    stop: Arc<AtomicBool>,
-    acceptor: Threads,
-    readers: Arc<Threads>,
+    accepting: Threads,
 }
 
 impl Inbound {
     pub fn start(
         shared: Arc<Shared>,
-        listener: TcpListener,
+        peers: Arc<Peers>,
+        bind: SocketAddr,
         connections_max: usize,
     ) -> io::Result<Self> {
-        let inbound = Self {
-            address: listener.local_addr()?,
-            peers: Arc::default(),
-            listener: Arc::new(listener),
-            stop: Arc::default(),
-            acceptor: Threads::default(),
-            readers: Arc::default(),
-        };
+        let listener = TcpListener::bind(bind)?;
         // accept() honours the receive time-out, so the thread checks `stop` regularly.
-        SockRef::from(&*inbound.listener).set_read_timeout(Some(ACCEPT_TIMEOUT))?;
-        let acceptor = Acceptor {
+        SockRef::from(&listener).set_read_timeout(Some(ACCEPT_TIMEOUT))?;
+        let address = listener.local_addr()?;
+        let acceptor = Arc::new(Acceptor {
             shared,
-            peers: Arc::clone(&inbound.peers),
-            listener: Arc::clone(&inbound.listener),
-            stop: Arc::clone(&inbound.stop),
-            readers: Arc::clone(&inbound.readers),
+            peers,
+            listener,
+            stop: AtomicBool::new(false),
+            readers: Threads::default(),
             handshakes: Arc::default(),
             connections: Arc::default(),
             connections_max,
-        };
-        inbound.acceptor.spawn("kv-data-accept", move || acceptor.run())?;
-        Ok(inbound)
+        });
+        let accepting = Threads::default();
+        let thread = Arc::clone(&acceptor);
+        accepting.spawn("kv-data-accept", move || thread.run())?;
+        Ok(Self { acceptor, address, accepting })
     }
 
     pub fn shutdown(&self, deadline: Instant) -> Vec<String> {
-        self.stop.store(true, Ordering::Release);
+        let Acceptor { stop, listener, peers, readers, .. } = &*self.acceptor;
+        stop.store(true, Ordering::Release);
         // Wakes accept() on systems that support it; the time-out wakes it on all others.
-        let _ = SockRef::from(&*self.listener).shutdown(Shutdown::Both);
-        self.peers.dismiss_all();
-        let mut unfinished = self.acceptor.join_all(deadline);
-        unfinished.extend(self.readers.join_all(deadline));
+        let _ = SockRef::from(listener).shutdown(Shutdown::Both);
+        peers.dismiss_all();
+        let mut unfinished = self.accepting.join_all(deadline);
+        unfinished.extend(readers.join_all(deadline));
         unfinished
     }
 }
@@ -89,16 +85,16 @@ impl Inbound {
 struct Acceptor {
     shared: Arc<Shared>,
     peers: Arc<Peers>,
-    listener: Arc<TcpListener>,
-    stop: Arc<AtomicBool>,
-    readers: Arc<Threads>,
+    listener: TcpListener,
+    stop: AtomicBool,
+    readers: Threads,
     handshakes: Arc<AtomicUsize>,
     connections: Arc<AtomicUsize>,
     connections_max: usize,
 }
 
 impl Acceptor {
-    fn run(self) {
+    fn run(&self) {
         while !self.stop.load(Ordering::Acquire) {
             match self.listener.accept() {
                 Ok((stream, _)) => self.admit(stream),

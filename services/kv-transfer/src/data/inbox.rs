@@ -16,7 +16,7 @@ use crate::{
     api::{Epoch, TransferId},
     config::LEASE,
     threads::locked,
-    transport::Released,
+    transport::{ChunkId, Released},
 };
 
 /// The inboxes of all admitted peers.
@@ -34,7 +34,7 @@ pub struct Inbox {
 
 #[derive(Default)]
 struct State {
-    posted: HashMap<(TransferId, u32), Vec<BlockWrite>>,
+    posted: HashMap<ChunkId, Vec<BlockWrite>>,
     /// Chunks that are being written.
     taken: InFlight<()>,
     /// The connection in use, kept to shut it down. A newer connection replaces it.
@@ -78,13 +78,13 @@ impl Inbox {
         locked(&self.state)
     }
 
-    pub fn post(&self, transfer: TransferId, chunk: u32, blocks: Vec<BlockWrite>) {
-        self.lock().posted.insert((transfer, chunk), blocks);
+    pub fn post(&self, chunk: ChunkId, blocks: Vec<BlockWrite>) {
+        self.lock().posted.insert(chunk, blocks);
     }
 
     pub fn cancel(&self, transfer: TransferId) -> Released {
         let mut state = self.lock();
-        state.posted.retain(|(posted, _), _| *posted != transfer);
+        state.posted.retain(|chunk, _| chunk.transfer != transfer);
         state.taken.cancel(transfer)
     }
 
@@ -141,10 +141,10 @@ impl Inbox {
     }
 
     /// Takes the blocks posted for this chunk.
-    pub fn take(&self, transfer: TransferId, chunk: u32) -> Option<Vec<BlockWrite>> {
+    pub fn take(&self, chunk: ChunkId) -> Option<Vec<BlockWrite>> {
         let mut state = self.lock();
-        let blocks = state.posted.remove(&(transfer, chunk))?;
-        state.taken.insert(transfer, chunk, ());
+        let blocks = state.posted.remove(&chunk)?;
+        state.taken.insert(chunk, ());
         Some(blocks)
     }
 
@@ -167,8 +167,8 @@ impl Inbox {
     }
 
     /// Records that the blocks of a taken chunk are no longer written.
-    pub fn give_back(&self, transfer: TransferId, chunk: u32) -> GivenBack<()> {
-        let given_back = self.lock().taken.give_back(transfer, chunk);
+    pub fn give_back(&self, chunk: ChunkId) -> GivenBack<()> {
+        let given_back = self.lock().taken.give_back(chunk);
         given_back.expect("only taken chunks are given back")
     }
 

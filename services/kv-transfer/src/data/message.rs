@@ -19,7 +19,7 @@ use kernels::{BlockId, peer::EXPORT_BYTES_MAX};
 use xxhash_rust::xxh3::Xxh3;
 
 use super::stream::{is_pause, read_exact_by, write_all_by};
-use crate::{api::TransferId, config::LEASE};
+use crate::{api::TransferId, config::LEASE, transport::ChunkId};
 
 const MAGIC: [u8; 4] = *b"BKI1";
 const HEADER_BYTES: usize = 20;
@@ -42,14 +42,14 @@ pub enum Message {
     /// Either side: the transport does not work here.
     Refused { reason: String },
     /// Sender: this chunk is ready, in these blocks.
-    Lend { transfer: TransferId, chunk: u32, blocks: Vec<BlockId> },
+    Lend { chunk: ChunkId, blocks: Vec<BlockId> },
     /// Receiver: the blocks are copied.
-    Pulled { transfer: TransferId, chunk: u32 },
+    Pulled { chunk: ChunkId },
     /// Receiver: no receive is posted for this chunk.
-    NotPosted { transfer: TransferId, chunk: u32 },
+    NotPosted { chunk: ChunkId },
     /// Receiver: the sender may send this chunk. `runs` are the lengths of the block ranges that
     /// are contiguous on both sides.
-    Go { transfer: TransferId, chunk: u32, runs: Vec<u32> },
+    Go { chunk: ChunkId, runs: Vec<u32> },
     /// Receiver: it joins the communicator. The sender needs `answer` to join too.
     Accepted { answer: Vec<u8> },
 }
@@ -57,9 +57,9 @@ pub enum Message {
 impl Message {
     pub fn to_bytes(&self) -> Vec<u8> {
         let mut bytes = vec![0; HEADER_BYTES];
-        let of_chunk = |bytes: &mut Vec<u8>, transfer: &TransferId, chunk: &u32| {
-            bytes.extend_from_slice(&transfer.to_bytes());
-            bytes.extend_from_slice(&chunk.to_le_bytes());
+        let of_chunk = |bytes: &mut Vec<u8>, chunk: &ChunkId| {
+            bytes.extend_from_slice(&chunk.transfer.to_bytes());
+            bytes.extend_from_slice(&chunk.index.to_le_bytes());
         };
         let kind: u32 = match self {
             Message::Offer { export, verify } => {
@@ -76,21 +76,21 @@ impl Message {
                 bytes.extend_from_slice(&reason.as_bytes()[..end]);
                 REFUSED
             }
-            Message::Lend { transfer, chunk, blocks } => {
-                of_chunk(&mut bytes, transfer, chunk);
+            Message::Lend { chunk, blocks } => {
+                of_chunk(&mut bytes, chunk);
                 bytes.extend(blocks.iter().flat_map(|block| block.0.to_le_bytes()));
                 4
             }
-            Message::Pulled { transfer, chunk } => {
-                of_chunk(&mut bytes, transfer, chunk);
+            Message::Pulled { chunk } => {
+                of_chunk(&mut bytes, chunk);
                 5
             }
-            Message::NotPosted { transfer, chunk } => {
-                of_chunk(&mut bytes, transfer, chunk);
+            Message::NotPosted { chunk } => {
+                of_chunk(&mut bytes, chunk);
                 6
             }
-            Message::Go { transfer, chunk, runs } => {
-                of_chunk(&mut bytes, transfer, chunk);
+            Message::Go { chunk, runs } => {
+                of_chunk(&mut bytes, chunk);
                 bytes.extend(runs.iter().flat_map(|run| run.to_le_bytes()));
                 7
             }
@@ -109,12 +109,13 @@ impl Message {
     }
 
     fn from_body(kind: u32, body: &[u8]) -> Option<Self> {
-        let of_chunk = || -> Option<(TransferId, u32, &[u8])> {
+        let of_chunk = || -> Option<(ChunkId, &[u8])> {
             let (transfer, rest) = body.split_at_checked(16)?;
-            let (chunk, rest) = rest.split_first_chunk()?;
-            Some((TransferId::from_bytes(transfer)?, u32::from_le_bytes(*chunk), rest))
+            let (index, rest) = rest.split_first_chunk()?;
+            let transfer = TransferId::from_bytes(transfer)?;
+            Some((ChunkId { transfer, index: u32::from_le_bytes(*index) }, rest))
         };
-        let alone = || of_chunk().filter(|(_, _, rest)| rest.is_empty());
+        let alone = || of_chunk().filter(|(_, rest)| rest.is_empty());
         let flag = |byte: u8| (byte < 2).then_some(byte == 1);
         Some(match kind {
             1 => {
@@ -130,15 +131,15 @@ impl Message {
             },
             REFUSED => Message::Refused { reason: str::from_utf8(body).ok()?.to_owned() },
             4 => {
-                let (transfer, chunk, blocks) = of_chunk()?;
+                let (chunk, blocks) = of_chunk()?;
                 let blocks = numbers(blocks)?.into_iter().map(BlockId).collect();
-                Message::Lend { transfer, chunk, blocks }
+                Message::Lend { chunk, blocks }
             }
-            5 => alone().map(|(transfer, chunk, _)| Message::Pulled { transfer, chunk })?,
-            6 => alone().map(|(transfer, chunk, _)| Message::NotPosted { transfer, chunk })?,
+            5 => alone().map(|(chunk, _)| Message::Pulled { chunk })?,
+            6 => alone().map(|(chunk, _)| Message::NotPosted { chunk })?,
             7 => {
-                let (transfer, chunk, runs) = of_chunk()?;
-                Message::Go { transfer, chunk, runs: numbers(runs)? }
+                let (chunk, runs) = of_chunk()?;
+                Message::Go { chunk, runs: numbers(runs)? }
             }
             8 if body.len() <= EXPORT_BYTES_MAX => Message::Accepted { answer: body.to_vec() },
             _ => return None,
@@ -286,15 +287,15 @@ mod tests {
     use super::*;
 
     fn all() -> Vec<Message> {
-        let (transfer, chunk) = (TransferId(7 << 100), 3);
+        let chunk = ChunkId { transfer: TransferId(7 << 100), index: 3 };
         vec![
             Message::Offer { export: vec![1, 2, 3], verify: true },
             Message::Ready { verify: false },
             Message::Refused { reason: "no access".to_owned() },
-            Message::Lend { transfer, chunk, blocks: vec![BlockId(1), BlockId(u32::MAX)] },
-            Message::Pulled { transfer, chunk },
-            Message::NotPosted { transfer, chunk },
-            Message::Go { transfer, chunk, runs: vec![1, 7] },
+            Message::Lend { chunk, blocks: vec![BlockId(1), BlockId(u32::MAX)] },
+            Message::Pulled { chunk },
+            Message::NotPosted { chunk },
+            Message::Go { chunk, runs: vec![1, 7] },
             Message::Accepted { answer: vec![4, 5] },
         ]
     }

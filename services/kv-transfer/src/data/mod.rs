@@ -28,7 +28,7 @@ pub mod tcp;
 use std::{
     collections::BTreeMap,
     io,
-    net::{SocketAddr, TcpListener},
+    net::SocketAddr,
     sync::{
         Arc,
         atomic::{AtomicU64, Ordering},
@@ -51,9 +51,10 @@ use crate::{
     resolve::Resolver,
     threads::Threads,
     transfer_kind::TransferKind,
-    transport::{DataError, Released, Transport, TransportEvent},
+    transport::{ChunkId, DataError, Released, Transport, TransportEvent},
 };
 use inbound::Inbound;
+use inbox::Peers;
 use outbox::Outbox;
 
 /// Time-out of dropping a transport.
@@ -119,11 +120,10 @@ pub struct Moved {
 
 /// How a connection ended without an error.
 pub enum Ended {
+    /// The peer or this node closed the connection.
     Closed,
     /// The transport does not work between these two nodes. No chunk was moved.
-    Refused {
-        reason: String,
-    },
+    Refused { reason: String },
 }
 
 /// All data connections of one node.
@@ -131,6 +131,7 @@ pub struct DataConnections {
     shared: Arc<Shared>,
     arena: Arc<KvArena>,
     inbound: Inbound,
+    peers: Arc<Peers>,
     outbound: BTreeMap<Epoch, Arc<Outbox>>,
     writers: Threads,
 }
@@ -144,9 +145,10 @@ impl DataConnections {
         arena: Arc<KvArena>,
         connections_max: usize,
     ) -> io::Result<Self> {
-        let (shared, listener) = (Arc::new(shared), TcpListener::bind(bind)?);
+        let (shared, peers) = (Arc::new(shared), Arc::<Peers>::default());
         Ok(Self {
-            inbound: Inbound::start(Arc::clone(&shared), listener, connections_max)?,
+            inbound: Inbound::start(Arc::clone(&shared), peers.clone(), bind, connections_max)?,
+            peers,
             shared,
             arena,
             outbound: BTreeMap::new(),
@@ -170,7 +172,7 @@ impl DataConnections {
 
 impl Transport for DataConnections {
     fn admit(&mut self, peer: Epoch) {
-        self.inbound.peers.admit(peer);
+        self.peers.admit(peer);
     }
 
     fn open(&mut self, peer: Epoch, endpoint: &str, kinds: Vec<TransferKind>) {
@@ -192,40 +194,28 @@ impl Transport for DataConnections {
         }
     }
 
-    fn send(
-        &mut self,
-        peer: Epoch,
-        transfer: TransferId,
-        chunk: u32,
-        blocks: &[BlockId],
-    ) -> Result<(), DataError> {
+    fn send(&mut self, peer: Epoch, chunk: ChunkId, blocks: &[BlockId]) -> Result<(), DataError> {
         let outbox = self.outbound.get(&peer).ok_or(DataError::NotOpen)?;
         let blocks = blocks
             .iter()
             .map(|block| self.arena.read(*block))
             .collect::<Result<Vec<BlockRead>, _>>()?;
-        outbox.push(transfer, chunk, blocks)
+        outbox.push(chunk, blocks)
     }
 
-    fn post(
-        &mut self,
-        peer: Epoch,
-        transfer: TransferId,
-        chunk: u32,
-        blocks: &[BlockId],
-    ) -> Result<(), DataError> {
+    fn post(&mut self, peer: Epoch, chunk: ChunkId, blocks: &[BlockId]) -> Result<(), DataError> {
         let blocks = blocks
             .iter()
             .map(|block| self.arena.write(*block))
             .collect::<Result<Vec<BlockWrite>, _>>()?;
-        let inbox = self.inbound.peers.inbox(peer).ok_or(DataError::NotOpen)?;
-        inbox.post(transfer, chunk, blocks);
+        let inbox = self.peers.inbox(peer).ok_or(DataError::NotOpen)?;
+        inbox.post(chunk, blocks);
         Ok(())
     }
 
     fn cancel(&mut self, peer: Epoch, transfer: TransferId) -> Released {
         let sends = self.outbound.get(&peer).map(|outbox| outbox.cancel(transfer));
-        let receives = self.inbound.peers.inbox(peer).map(|inbox| inbox.cancel(transfer));
+        let receives = self.peers.inbox(peer).map(|inbox| inbox.cancel(transfer));
         match (sends, receives) {
             (None | Some(Released::Now), None | Some(Released::Now)) => Released::Now,
             _ => Released::Later,
@@ -241,12 +231,12 @@ impl Transport for DataConnections {
     fn dismiss(&mut self, peer: Epoch) {
         self.close_outbound(peer);
         self.shared.metrics.forget(peer);
-        self.inbound.peers.dismiss(peer);
+        self.peers.dismiss(peer);
     }
 
     fn is_present(&self, peer: Epoch, connection: u64) -> bool {
-        self.outbound.get(&peer).is_some_and(|outbox| outbox.connection() == connection)
-            || self.inbound.peers.inbox(peer).is_some_and(|it| it.connection() == connection)
+        self.outbound.get(&peer).is_some_and(|outbox| outbox.connection == connection)
+            || self.peers.inbox(peer).is_some_and(|it| it.connection() == connection)
     }
 
     fn shutdown(&mut self, deadline: Instant) -> Vec<String> {

@@ -27,7 +27,7 @@ pub fn run(shared: &Shared, outbox: &Outbox, peer: Epoch, endpoint: &str, kinds:
     }
     if let Some(reason) = reason {
         let reason = format!("data connection to {endpoint}: {reason}");
-        shared.report_end(peer, outbox.connection(), reason);
+        shared.report_end(peer, outbox.connection, reason);
     }
 }
 
@@ -172,7 +172,7 @@ mod tests {
         let Ok(TransportEvent::Closed { peer, connection, reason }) = received.try_recv() else {
             panic!("the close is received");
         };
-        assert_eq!((peer, connection), (Epoch(2), outbox.connection()));
+        assert_eq!((peer, connection), (Epoch(2), outbox.connection));
         assert!(
             reason.contains("cannot connect: ") && reason.contains("nowhere.invalid"),
             "{reason}"

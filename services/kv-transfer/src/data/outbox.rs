@@ -17,7 +17,7 @@ use super::{
 use crate::{
     api::TransferId,
     threads::locked,
-    transport::{DataError, Released},
+    transport::{ChunkId, DataError, Released},
 };
 
 /// Queue bound. Each transfer queues only a few chunks, so only very many transfers to a stopped
@@ -29,7 +29,7 @@ const IDLE_POLL: Duration = Duration::from_secs(1);
 
 /// A queue of chunks that borrow their blocks, and the state of the connection that sends them.
 pub struct Outbox {
-    connection: u64,
+    pub connection: u64,
     state: Mutex<State>,
     changed: Condvar,
 }
@@ -53,8 +53,7 @@ struct State {
 
 /// One chunk to be sent.
 pub struct Job {
-    pub transfer: TransferId,
-    pub chunk: u32,
+    pub chunk: ChunkId,
     pub blocks: Vec<BlockRead>,
 }
 
@@ -83,20 +82,11 @@ impl Outbox {
         Self { connection, state: Mutex::default(), changed: Condvar::new() }
     }
 
-    pub fn connection(&self) -> u64 {
-        self.connection
-    }
-
     fn lock(&self) -> MutexGuard<'_, State> {
         locked(&self.state)
     }
 
-    pub fn push(
-        &self,
-        transfer: TransferId,
-        chunk: u32,
-        blocks: Vec<BlockRead>,
-    ) -> Result<(), DataError> {
+    pub fn push(&self, chunk: ChunkId, blocks: Vec<BlockRead>) -> Result<(), DataError> {
         let mut state = self.lock();
         if state.closed || state.ended {
             // The close is reported separately.
@@ -105,14 +95,14 @@ impl Outbox {
         if state.queue.len() >= QUEUE_MAX {
             return Err(DataError::QueueFull { queued: state.queue.len() });
         }
-        state.queue.push_back(Job { transfer, chunk, blocks });
+        state.queue.push_back(Job { chunk, blocks });
         self.changed.notify_one();
         Ok(())
     }
 
     pub fn cancel(&self, transfer: TransferId) -> Released {
         let mut state = self.lock();
-        state.queue.retain(|job| job.transfer != transfer);
+        state.queue.retain(|job| job.chunk.transfer != transfer);
         state.taken.cancel(transfer)
     }
 
@@ -139,7 +129,7 @@ impl Outbox {
                 && let Some(job) = state.queue.pop_front()
             {
                 let taken = Taken { since: Instant::now(), lent: None };
-                state.taken.insert(job.transfer, job.chunk, taken);
+                state.taken.insert(job.chunk, taken);
                 return Some(job);
             }
             let (woken, _) =
@@ -150,9 +140,9 @@ impl Outbox {
 
     /// Keeps the blocks of a taken chunk until the peer answers.
     pub fn lend(&self, job: Job, integrity: u64) {
-        let Job { transfer, chunk, blocks } = job;
+        let Job { chunk, blocks } = job;
         let bytes = blocks.iter().map(|block| block.byte_count() as u64).sum();
-        if let Some(taken) = self.lock().taken.get_mut(transfer, chunk) {
+        if let Some(taken) = self.lock().taken.get_mut(chunk) {
             let lent = Some(Lent { blocks, moved: Moved { integrity, bytes } });
             *taken = Taken { since: Instant::now(), lent };
         }
@@ -160,9 +150,9 @@ impl Outbox {
 
     /// Takes the blocks of a lent chunk to send them. The chunk stays in flight until it is given
     /// back.
-    pub fn take_lent(&self, transfer: TransferId, chunk: u32) -> Option<Vec<BlockRead>> {
+    pub fn take_lent(&self, chunk: ChunkId) -> Option<Vec<BlockRead>> {
         let mut state = self.lock();
-        let taken = state.taken.get_mut(transfer, chunk)?;
+        let taken = state.taken.get_mut(chunk)?;
         taken.since = Instant::now();
         let blocks = std::mem::take(&mut taken.lent.as_mut()?.blocks);
         (!blocks.is_empty()).then_some(blocks)
@@ -198,31 +188,27 @@ impl Outbox {
 
     /// Records that the peer no longer reads a lent chunk. Fails if the chunk was not lent, or if
     /// the writer has taken it back to send it.
-    pub fn answered(&self, transfer: TransferId, chunk: u32) -> Result<GivenBack<Moved>, String> {
+    pub fn answered(&self, chunk: ChunkId) -> Result<GivenBack<Moved>, String> {
         let mut state = self.lock();
-        let taken = state.taken.get_mut(transfer, chunk);
+        let taken = state.taken.get_mut(chunk);
         if taken.is_none_or(|taken| taken.held_by_writer()) {
             return Err(format!(
-                "protocol error: the peer answered chunk {chunk}, which was not lent to it"
+                "protocol error: the peer answered chunk {}, which was not lent to it",
+                chunk.index
             ));
         }
-        Ok(self.give_back_of(state, transfer, chunk))
+        Ok(self.give_back_of(state, chunk))
     }
 
     /// Records that the blocks of a taken chunk are no longer read. Returns the integrity value and
     /// size of a lent chunk, 0 for other chunks, and `Cancelled` if no such chunk is in flight.
-    pub fn give_back(&self, transfer: TransferId, chunk: u32) -> GivenBack<Moved> {
-        self.give_back_of(self.lock(), transfer, chunk)
+    pub fn give_back(&self, chunk: ChunkId) -> GivenBack<Moved> {
+        self.give_back_of(self.lock(), chunk)
     }
 
     /// Drops the blocks before the lock, so that a later `cancel` finds the transfer released.
-    fn give_back_of(
-        &self,
-        mut state: MutexGuard<'_, State>,
-        transfer: TransferId,
-        chunk: u32,
-    ) -> GivenBack<Moved> {
-        let given_back = match state.taken.give_back(transfer, chunk) {
+    fn give_back_of(&self, mut state: MutexGuard<'_, State>, chunk: ChunkId) -> GivenBack<Moved> {
+        let given_back = match state.taken.give_back(chunk) {
             Some(GivenBack::Wanted(taken)) => {
                 GivenBack::Wanted(taken.lent.map_or_else(Moved::default, |lent| lent.moved))
             }
@@ -268,8 +254,8 @@ impl Outbox {
         let (stuck, taken): (Vec<_>, Vec<_>) = chunks
             .into_iter()
             .partition(|taken: &Chunk<Taken>| state.stuck && taken.value.held_by_writer());
-        let is_stuck = |id: TransferId| stuck.iter().any(|taken| taken.transfer == id);
-        let cancelled = taken.iter().filter(|taken| taken.cancelled).map(|taken| taken.transfer);
+        let is_stuck = |id: TransferId| stuck.iter().any(|taken| taken.id.transfer == id);
+        let cancelled = taken.iter().filter(|taken| taken.cancelled).map(|taken| taken.id.transfer);
         let mut cancelled: Vec<TransferId> = cancelled.filter(|id| !is_stuck(*id)).collect();
         state.taken.chunks = stuck;
         cancelled.sort_unstable();
@@ -290,25 +276,23 @@ mod tests {
     fn answer_is_valid_only_while_the_chunk_is_lent() {
         let layout = KvLayout { layer_count: 1, kv_head_count: 1, head_dim: 8, dtype: Dtype::F32 };
         let arena = KvArena::host(layout, 1).unwrap();
-        let (outbox, transfer) = (Outbox::new(1), TransferId(7));
-        let taken = |chunk| {
-            outbox.push(transfer, chunk, vec![arena.read(BlockId(0)).unwrap()]).unwrap();
+        let outbox = Outbox::new(1);
+        let chunk = |index| ChunkId { transfer: TransferId(7), index };
+        let taken = |index| {
+            outbox.push(chunk(index), vec![arena.read(BlockId(0)).unwrap()]).unwrap();
             outbox.next(8).unwrap()
         };
         let job = taken(0);
-        assert!(outbox.answered(transfer, 0).is_err(), "not lent yet");
+        assert!(outbox.answered(chunk(0)).is_err(), "not lent yet");
         let bytes = job.blocks[0].byte_count() as u64;
         outbox.lend(job, 5);
-        assert_eq!(
-            outbox.answered(transfer, 0),
-            Ok(GivenBack::Wanted(Moved { integrity: 5, bytes }))
-        );
-        assert!(outbox.answered(transfer, 0).is_err(), "already answered");
+        assert_eq!(outbox.answered(chunk(0)), Ok(GivenBack::Wanted(Moved { integrity: 5, bytes })));
+        assert!(outbox.answered(chunk(0)).is_err(), "already answered");
         outbox.lend(taken(1), 5);
-        let going = outbox.take_lent(transfer, 1);
-        assert!(outbox.answered(transfer, 1).is_err(), "being sent");
+        let going = outbox.take_lent(chunk(1));
+        assert!(outbox.answered(chunk(1)).is_err(), "being sent");
         drop(going);
-        assert_eq!(outbox.give_back(transfer, 1), GivenBack::Wanted(Moved { integrity: 5, bytes }));
+        assert_eq!(outbox.give_back(chunk(1)), GivenBack::Wanted(Moved { integrity: 5, bytes }));
         assert_eq!(arena.pins(BlockId(0)).unwrap(), 0);
     }
 
@@ -318,12 +302,13 @@ mod tests {
         let arena = KvArena::host(layout, 1).unwrap();
         let outbox = Outbox::new(1);
         let [stuck, lent, other] = [1, 2, 3].map(TransferId);
-        for (transfer, chunk) in [(stuck, 0), (stuck, 1), (lent, 0)] {
-            outbox.push(transfer, chunk, vec![arena.read(BlockId(0)).unwrap()]).unwrap();
+        for (transfer, index) in [(stuck, 0), (stuck, 1), (lent, 0)] {
+            let chunk = ChunkId { transfer, index };
+            outbox.push(chunk, vec![arena.read(BlockId(0)).unwrap()]).unwrap();
             let job = outbox.next(8).unwrap();
             outbox.lend(job, 0);
         }
-        let going = outbox.take_lent(stuck, 1).unwrap();
+        let going = outbox.take_lent(ChunkId { transfer: stuck, index: 1 }).unwrap();
         for transfer in [stuck, lent] {
             assert_eq!(outbox.cancel(transfer), Released::Later);
         }

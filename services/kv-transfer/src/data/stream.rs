@@ -16,10 +16,6 @@ pub fn is_pause(error: &io::Error) -> bool {
     matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut | ErrorKind::Interrupted)
 }
 
-fn too_late(doing: &str) -> io::Error {
-    io::Error::new(ErrorKind::TimedOut, format!("{doing} timed out"))
-}
-
 /// Fails if the peer has moved no byte of a frame for a lease, even if its heartbeats continue.
 pub fn check_progress(since: Instant, problem: &str) -> io::Result<()> {
     if since.elapsed() < LEASE {
@@ -29,39 +25,63 @@ pub fn check_progress(since: Instant, problem: &str) -> io::Result<()> {
     Err(io::Error::new(ErrorKind::TimedOut, reason))
 }
 
-/// Fills `bytes` or fails, by `deadline`.
-pub fn read_exact_by(
-    stream: &mut TcpStream,
-    mut bytes: &mut [u8],
-    deadline: Instant,
+/// Moves bytes that nobody needs, by calls of `step` with the number left, until `closed`. Fails as
+/// [`check_progress`] does.
+pub fn move_bytes(
+    mut bytes: u64,
+    problem: &str,
+    closed: impl Fn() -> bool,
+    mut step: impl FnMut(usize) -> io::Result<usize>,
 ) -> io::Result<()> {
-    while !bytes.is_empty() {
-        let rest = deadline.saturating_duration_since(Instant::now());
-        if rest.is_zero() {
-            return Err(too_late("reading"));
-        }
-        stream.set_read_timeout(Some(rest.min(POLL)))?;
-        match stream.read(bytes) {
+    let mut progress = Instant::now();
+    while bytes > 0 && !closed() {
+        match step(usize::try_from(bytes).unwrap_or(usize::MAX)) {
             Ok(0) => return Err(ErrorKind::UnexpectedEof.into()),
-            Ok(count) => bytes = &mut bytes[count..],
-            Err(error) if is_pause(&error) => {}
+            Ok(count) => (bytes, progress) = (bytes - count as u64, Instant::now()),
+            Err(error) if is_pause(&error) => check_progress(progress, problem)?,
             Err(error) => return Err(error),
         }
     }
     Ok(())
 }
 
+/// Fills `bytes` or fails, by `deadline`.
+pub fn read_exact_by(
+    stream: &mut TcpStream,
+    bytes: &mut [u8],
+    deadline: Instant,
+) -> io::Result<()> {
+    all_by(bytes.len(), deadline, "reading", |done, timeout| {
+        stream.set_read_timeout(Some(timeout))?;
+        stream.read(&mut bytes[done..])
+    })
+}
+
 /// Writes all of `bytes` or fails, by `deadline`.
-pub fn write_all_by(stream: &mut TcpStream, mut bytes: &[u8], deadline: Instant) -> io::Result<()> {
-    while !bytes.is_empty() {
+pub fn write_all_by(stream: &mut TcpStream, bytes: &[u8], deadline: Instant) -> io::Result<()> {
+    all_by(bytes.len(), deadline, "writing", |done, timeout| {
+        stream.set_write_timeout(Some(timeout))?;
+        stream.write(&bytes[done..])
+    })
+}
+
+/// Calls `step` with the number of bytes done and a time-out until `count` bytes are done. Fails at
+/// `deadline`.
+fn all_by(
+    count: usize,
+    deadline: Instant,
+    doing: &str,
+    mut step: impl FnMut(usize, Duration) -> io::Result<usize>,
+) -> io::Result<()> {
+    let mut done = 0;
+    while done < count {
         let rest = deadline.saturating_duration_since(Instant::now());
         if rest.is_zero() {
-            return Err(too_late("writing"));
+            return Err(io::Error::new(ErrorKind::TimedOut, format!("{doing} timed out")));
         }
-        stream.set_write_timeout(Some(rest.min(POLL)))?;
-        match stream.write(bytes) {
-            Ok(0) => return Err(ErrorKind::WriteZero.into()),
-            Ok(count) => bytes = &bytes[count..],
+        match step(done, rest.min(POLL)) {
+            Ok(0) => return Err(ErrorKind::UnexpectedEof.into()),
+            Ok(moved) => done += moved,
             Err(error) if is_pause(&error) => {}
             Err(error) => return Err(error),
         }

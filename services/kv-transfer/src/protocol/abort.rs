@@ -60,7 +60,7 @@ impl Aborting {
     }
 
     pub fn next_deadline(&self) -> Option<Instant> {
-        self.abort.as_ref().map(|(retry, until)| retry.at().min(*until))
+        self.abort.as_ref().map(|(retry, until)| retry.at.min(*until))
     }
 }
 

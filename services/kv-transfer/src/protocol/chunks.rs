@@ -1,11 +1,11 @@
 //! The chunks of one outgoing transfer, in prompt order.
 
+use std::ops::Range;
+
 use kernels::BlockId;
 
-use crate::{
-    api::TransferId,
-    control::{self as message, Body},
-};
+use super::Local;
+use crate::{api::TransferId, control};
 
 /// Announced chunks per transfer that the transport does not have yet: enough to post receives
 /// before the data is ready, few enough to keep the pair's queue short.
@@ -38,8 +38,7 @@ pub struct Chunks {
 
 #[derive(Debug)]
 struct Chunk {
-    first_block: u32,
-    block_count: usize,
+    announcement: control::Chunk,
     /// The blocks written so far.
     blocks: Vec<BlockId>,
     state: State,
@@ -47,53 +46,38 @@ struct Chunk {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum State {
+    /// Not announced.
     Waiting,
+    /// `CHUNK` was sent.
     Announced,
+    /// `CTS` has arrived.
     Clear,
     /// Given to the transport.
     Given,
-    Sent {
-        integrity: u64,
-    },
-}
-
-/// A written range that does not continue the previous one.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error(
-    "invalid range: blocks {first_block} to {end_block} were written; expected {due_from} to {due_to}"
-)]
-pub struct OutOfOrder {
-    first_block: u32,
-    end_block: usize,
-    due_from: u32,
-    due_to: u32,
-}
-
-/// The receiver cleared a chunk that was not announced.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("CTS for chunk {chunk}, which was not announced")]
-pub struct NeverAnnounced {
-    chunk: u32,
+    /// No longer read by the transport.
+    Sent { integrity: u64 },
 }
 
 impl Chunks {
-    /// Splits the reserved blocks `first_block..end_block` of the prompt into chunks of at most
-    /// `chunk_blocks`.
-    pub fn new(first_block: u32, end_block: u32, chunk_blocks: usize) -> Self {
-        debug_assert!(first_block <= end_block && chunk_blocks > 0);
-        let begins = (first_block..end_block).step_by(chunk_blocks);
-        let chunk = |begin: u32| Chunk {
-            first_block: begin,
-            block_count: chunk_blocks.min((end_block - begin) as usize),
-            blocks: Vec::new(),
-            state: State::Waiting,
+    /// Splits the reserved blocks of the prompt into chunks.
+    pub fn new(transfer: TransferId, reserved: Range<u32>, local: &Local) -> Self {
+        let chunk_blocks = (local.limits.chunk_bytes_max / local.block_bytes.max(1)).max(1);
+        let begins = reserved.clone().step_by(chunk_blocks);
+        let chunk = |(chunk, first_block)| {
+            let block_count = (chunk_blocks as u32).min(reserved.end - first_block);
+            let bytes = u64::from(block_count) * local.block_bytes as u64;
+            Chunk {
+                announcement: control::Chunk { transfer, chunk, first_block, block_count, bytes },
+                blocks: Vec::new(),
+                state: State::Waiting,
+            }
         };
         Self {
-            chunks: begins.map(chunk).collect(),
+            chunks: (0..).zip(begins).map(chunk).collect(),
             chunk_blocks,
-            first_block,
-            next_block: first_block,
-            end_block,
+            first_block: reserved.start,
+            next_block: reserved.start,
+            end_block: reserved.end,
             waiting_from: 0,
             given_to: 0,
             announced: 0,
@@ -103,16 +87,18 @@ impl Chunks {
     }
 
     /// Adds a written range. Skips blocks before the reservation; after that each range must start
-    /// where the previous one ended.
-    pub fn add(&mut self, first_block: u32, blocks: &[BlockId]) -> Result<(), OutOfOrder> {
+    /// where the previous one ended. Fails otherwise.
+    pub fn add(&mut self, first_block: u32, blocks: &[BlockId]) -> Result<(), String> {
         let skipped = self.next_block.saturating_sub(first_block) as usize;
         let end_block = first_block as usize + blocks.len();
         let rest = blocks.get(skipped..).unwrap_or_default();
         let is_first = self.next_block == self.first_block;
         let in_order = first_block <= self.next_block && (skipped == 0 || is_first);
         if !in_order || (!rest.is_empty() && end_block > self.end_block as usize) {
-            let (due_from, due_to) = (self.next_block, self.end_block);
-            return Err(OutOfOrder { first_block, end_block, due_from, due_to });
+            return Err(format!(
+                "invalid range: blocks {first_block} to {end_block} were written; expected {} to {}",
+                self.next_block, self.end_block
+            ));
         }
         for block in rest {
             let chunk = (self.next_block - self.first_block) as usize / self.chunk_blocks;
@@ -123,48 +109,51 @@ impl Chunks {
     }
 
     /// Returns the next chunk to announce, if there is room.
-    pub fn announce(&mut self) -> Option<u32> {
+    pub fn announce(&mut self) -> Option<&control::Chunk> {
         let is_begun = self.next_block > self.first_block;
         if self.ahead >= if is_begun { AHEAD_MAX } else { FIRST_AHEAD_MAX } {
             return None;
         }
-        let index = self.waiting_from;
-        self.chunks.get_mut(index)?.state = State::Announced;
+        let chunk = self.chunks.get_mut(self.waiting_from)?;
+        chunk.state = State::Announced;
         self.waiting_from += 1;
         self.announced += 1;
         self.ahead += 1;
-        Some(index as u32)
+        Some(&chunk.announcement)
     }
 
     /// Returns the chunks that were announced and not cleared.
-    pub fn unanswered(&self) -> Vec<u32> {
-        let is_announced = |index: &usize| self.chunks[*index].state == State::Announced;
-        let ahead = self.given_to..self.waiting_from;
-        ahead.filter(is_announced).map(|index| index as u32).collect()
+    pub fn unanswered(&self) -> impl Iterator<Item = &control::Chunk> {
+        let ahead = self.chunks[self.given_to..self.waiting_from].iter();
+        let unanswered = ahead.filter(|chunk| chunk.state == State::Announced);
+        unanswered.map(|chunk| &chunk.announcement)
     }
 
     pub fn has_unanswered(&self) -> bool {
         self.announced > 0
     }
 
-    /// Marks a chunk as cleared. Returns false if it already was.
-    pub fn clear(&mut self, chunk: u32) -> Result<bool, NeverAnnounced> {
-        let cleared = self.chunks.get_mut(chunk as usize).ok_or(NeverAnnounced { chunk })?;
-        match cleared.state {
-            State::Waiting => Err(NeverAnnounced { chunk }),
-            State::Clear | State::Given | State::Sent { .. } => Ok(false),
-            State::Announced => {
-                cleared.state = State::Clear;
+    /// Marks a chunk as cleared. Returns false if it already was. Fails if it was not announced.
+    pub fn clear(&mut self, chunk: u32) -> Result<bool, String> {
+        match self.chunks.get_mut(chunk as usize) {
+            None | Some(Chunk { state: State::Waiting, .. }) => {
+                Err(format!("CTS for chunk {chunk}, which was not announced"))
+            }
+            Some(Chunk { state: state @ State::Announced, .. }) => {
+                *state = State::Clear;
                 self.announced -= 1;
                 Ok(true)
             }
+            Some(_) => Ok(false),
         }
     }
 
     /// Returns the next chunk that is cleared and written, to give it to the transport.
     pub fn give(&mut self) -> Option<(u32, Vec<BlockId>)> {
-        let is_due =
-            |chunk: &Chunk| chunk.state == State::Clear && chunk.blocks.len() == chunk.block_count;
+        let is_due = |chunk: &Chunk| {
+            chunk.state == State::Clear
+                && chunk.blocks.len() == chunk.announcement.block_count as usize
+        };
         let ahead = &self.chunks[self.given_to..self.waiting_from];
         let index = self.given_to + ahead.iter().position(is_due)?;
         let given = &mut self.chunks[index];
@@ -194,7 +183,7 @@ impl Chunks {
     }
 
     /// Returns the blocks of the prompt that the node still has to write.
-    pub fn due(&self) -> std::ops::Range<u32> {
+    pub fn due(&self) -> Range<u32> {
         self.next_block..self.end_block
     }
 
@@ -214,33 +203,51 @@ impl Chunks {
         self.chunks.len() as u32
     }
 
-    pub fn block_count(&self) -> usize {
-        (self.end_block - self.first_block) as usize
-    }
-
-    /// Returns the `CHUNK` message of an announced chunk.
-    pub fn message(&self, transfer: TransferId, chunk: u32, block_bytes: usize) -> Option<Body> {
-        let announced = self.chunks.get(chunk as usize)?;
-        Some(Body::Chunk(message::Chunk {
-            transfer,
-            chunk,
-            first_block: announced.first_block,
-            block_count: announced.block_count as u32,
-            bytes: (announced.block_count * block_bytes) as u64,
-        }))
+    /// Returns the size of all chunks.
+    pub fn bytes(&self) -> u64 {
+        self.chunks.iter().map(|chunk| chunk.announcement.bytes).sum()
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::{
+        api::{Epoch, Identity},
+        config::TransferLimits,
+    };
 
     fn blocks(count: u32) -> Vec<BlockId> {
         (0..count).map(BlockId).collect()
     }
 
+    fn chunks(reserved: Range<u32>, chunk_blocks: usize) -> Chunks {
+        let limits =
+            TransferLimits { chunk_bytes_max: 10 * chunk_blocks, ..TransferLimits::default() };
+        let local = Local {
+            epoch: Epoch(1),
+            identity: Identity {
+                model_fingerprint: 1,
+                weight_version: 1,
+                kv_layout: "layers=1".to_owned(),
+                block_size: 16,
+                dtype: "f32".to_owned(),
+                tp: 1,
+                protocol_min: 1,
+                protocol_max: 1,
+            },
+            control_endpoint: String::new(),
+            data_endpoint: String::new(),
+            transports: Vec::new(),
+            integrity: Vec::new(),
+            block_bytes: 10,
+            limits,
+        };
+        Chunks::new(TransferId(1), reserved, &local)
+    }
+
     fn announced(chunks: &mut Chunks) -> Vec<u32> {
-        std::iter::from_fn(|| chunks.announce()).collect()
+        std::iter::from_fn(|| chunks.announce().map(|chunk| chunk.chunk)).collect()
     }
 
     fn given(chunks: &mut Chunks) -> Vec<(u32, Vec<u32>)> {
@@ -250,16 +257,14 @@ mod tests {
 
     #[test]
     fn reservation_is_split_into_chunks_and_cached_blocks_are_skipped() {
-        let mut chunks = Chunks::new(3, 12, 4);
-        let bytes = |chunk| match chunks.message(TransferId(1), chunk, 10) {
-            Some(Body::Chunk(message::Chunk { first_block, block_count, bytes, .. })) => {
-                (first_block, block_count, bytes)
-            }
-            other => panic!("{other:?}"),
+        let mut chunks = chunks(3..12, 4);
+        let bytes = |chunk: &Chunk| {
+            let control::Chunk { first_block, block_count, bytes, .. } = chunk.announcement;
+            (first_block, block_count, bytes)
         };
-        assert_eq!([bytes(0), bytes(1), bytes(2)], [(3, 4, 40), (7, 4, 40), (11, 1, 10)]);
-        assert!(chunks.message(TransferId(1), 3, 10).is_none());
-        assert_eq!((chunks.count(), chunks.block_count()), (3, 9));
+        let split: Vec<_> = chunks.chunks.iter().map(bytes).collect();
+        assert_eq!(split, [(3, 4, 40), (7, 4, 40), (11, 1, 10)]);
+        assert_eq!((chunks.count(), chunks.bytes()), (3, 90));
         // The first chunk is announced before any block is written.
         assert_eq!(announced(&mut chunks), [0]);
         chunks.clear(0).unwrap();
@@ -283,17 +288,17 @@ mod tests {
 
     #[test]
     fn empty_reservation_has_no_chunks() {
-        let mut chunks = Chunks::new(5, 5, 4);
+        let mut chunks = chunks(5..5, 4);
         chunks.add(0, &blocks(5)).unwrap();
-        assert_eq!((chunks.count(), chunks.announce(), chunks.give()), (0, None, None));
+        assert_eq!((chunks.count(), chunks.announce().is_none(), chunks.give()), (0, true, None));
         assert_eq!((chunks.integrity(), chunks.due()), (Some(vec![]), 5..5));
     }
 
     #[test]
     fn gaps_repeats_and_excess_are_rejected() {
-        let mut chunks = Chunks::new(0, 8, 4);
+        let mut chunks = chunks(0..8, 4);
         assert_eq!(
-            chunks.add(1, &blocks(2)).unwrap_err().to_string(),
+            chunks.add(1, &blocks(2)).unwrap_err(),
             "invalid range: blocks 1 to 3 were written; expected 0 to 8"
         );
         chunks.add(0, &blocks(4)).unwrap();
@@ -304,12 +309,14 @@ mod tests {
 
     #[test]
     fn few_chunks_are_announced_at_a_time_and_each_is_sent_once() {
-        let mut chunks = Chunks::new(0, 6, 1);
+        let mut chunks = chunks(0..6, 1);
         assert_eq!(announced(&mut chunks), [0]);
         chunks.add(0, &blocks(1)).unwrap();
         assert_eq!(announced(&mut chunks), [1, 2, 3]);
-        assert_eq!(chunks.clear(4), Err(NeverAnnounced { chunk: 4 }));
-        assert_eq!(chunks.clear(99), Err(NeverAnnounced { chunk: 99 }));
+        for chunk in [4, 99] {
+            let reason = format!("CTS for chunk {chunk}, which was not announced");
+            assert_eq!(chunks.clear(chunk), Err(reason));
+        }
         assert_eq!(chunks.clear(2), Ok(true));
         assert!(announced(&mut chunks).is_empty(), "it is not written yet");
         chunks.add(1, &blocks(6)[1..]).unwrap();
@@ -317,7 +324,8 @@ mod tests {
         assert_eq!(chunks.clear(2), Ok(false), "a repeated CTS");
         assert!(given(&mut chunks).is_empty());
         assert_eq!(announced(&mut chunks), [4]);
-        assert_eq!(chunks.unanswered(), [0, 1, 3, 4]);
+        let unanswered: Vec<u32> = chunks.unanswered().map(|chunk| chunk.chunk).collect();
+        assert_eq!(unanswered, [0, 1, 3, 4]);
         for chunk in [4, 0, 1, 3] {
             chunks.clear(chunk).unwrap();
         }

@@ -52,50 +52,25 @@ use crate::{
 #[derive(Clone, Debug, PartialEq)]
 pub enum Action {
     /// Create the queue and socket for control messages to this peer.
-    Connect {
-        peer: PeerAddress,
-    },
+    Connect { peer: PeerAddress },
     /// Close the queue and the data connections of this peer. Queued messages get a short time to
     /// leave.
-    Disconnect {
-        peer: Epoch,
-    },
+    Disconnect { peer: Epoch },
     /// Send a control message. It may be lost; important messages are retransmitted.
-    SendControl {
-        peer: Epoch,
-        message: ControlMessage,
-    },
+    SendControl { peer: Epoch, message: ControlMessage },
     /// Open the data connection that sends chunks to this peer. `transports` are the common ones as
     /// offered: the agreed one, then the others, best first.
-    OpenData {
-        peer: Epoch,
-        endpoint: String,
-        transports: Vec<String>,
-    },
+    OpenData { peer: Epoch, endpoint: String, transports: Vec<String> },
     /// Close the data connections with this peer in both directions; new ones may follow. No event
     /// about the old ones follows.
-    CloseData {
-        peer: Epoch,
-    },
+    CloseData { peer: Epoch },
     /// Allow the peer to write this chunk, and nothing else, into these blocks.
-    PostReceive {
-        peer: Epoch,
-        transfer: TransferId,
-        chunk: u32,
-        blocks: Vec<BlockId>,
-    },
+    PostReceive { peer: Epoch, transfer: TransferId, chunk: u32, blocks: Vec<BlockId> },
     /// Send these blocks, after the chunks given before.
-    SendChunk {
-        peer: Epoch,
-        transfer: TransferId,
-        chunk: u32,
-        blocks: Vec<BlockId>,
-    },
+    SendChunk { peer: Epoch, transfer: TransferId, chunk: u32, blocks: Vec<BlockId> },
     /// Stop reads and writes of this transfer's blocks. One [`DataEvent::Released`] answers.
-    Cancel {
-        peer: Epoch,
-        transfer: TransferId,
-    },
+    Cancel { peer: Epoch, transfer: TransferId },
+    /// Give this event to the node.
     Emit(Event),
 }
 
@@ -129,13 +104,6 @@ pub struct Local {
     /// Bytes of one block; equal on both nodes of a pair.
     pub block_bytes: usize,
     pub limits: TransferLimits,
-}
-
-impl Local {
-    /// Returns the maximum number of blocks per chunk.
-    fn chunk_blocks(&self) -> usize {
-        (self.limits.chunk_bytes_max / self.block_bytes.max(1)).max(1)
-    }
 }
 
 /// Counters since the core was created.

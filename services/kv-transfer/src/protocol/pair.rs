@@ -46,34 +46,27 @@ pub struct Pair {
 }
 
 enum State {
-    Connecting {
-        retry: Retry,
-        until: Instant,
-    },
-    Up {
-        data_endpoint: String,
-        /// The common transports, the agreed one first.
-        transports: Vec<String>,
-    },
+    /// `HELLO` is sent until it is answered or `until`.
+    Connecting { retry: Retry, until: Instant },
+    /// Connected. `transports` are the common ones, the agreed one first.
+    Up { data_endpoint: String, transports: Vec<String> },
     /// Rejected. Kept for a lease, so that further commands fail at once.
-    Refused {
-        reason: String,
-        until: Instant,
-    },
+    Refused { reason: String, until: Instant },
 }
 
 /// Effect of a handshake message.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Change {
+    /// The message was late or repeated.
     Nothing,
+    /// The pair is connected.
     Up,
     /// The peer has repeated `HELLO`: unanswered messages are retransmitted.
     UpAgain,
     /// The peer has reconnected: transfers on the old connection have failed.
     Anew,
-    Refused {
-        reason: String,
-    },
+    /// The peers rejected each other.
+    Refused { reason: String },
 }
 
 /// Reason to close a pair.
@@ -294,7 +287,7 @@ impl Pair {
 
     pub fn next_deadline(&self, now: Instant, pair_idle: Duration) -> Instant {
         let end = match &self.state {
-            State::Connecting { retry, until } => retry.at().min(*until),
+            State::Connecting { retry, until } => retry.at.min(*until),
             State::Refused { until, .. } => *until,
             State::Up { .. } if self.has_work() => self.alive_at + LEASE,
             State::Up { .. } => self.idle_at(pair_idle),

@@ -10,17 +10,14 @@ const MAX: Duration = Duration::from_millis(500);
 /// Exponential back-off up to a maximum.
 #[derive(Clone, Copy, Debug)]
 pub struct Retry {
-    at: Instant,
+    /// Time of the next retransmission.
+    pub at: Instant,
     pause: Duration,
 }
 
 impl Retry {
     pub fn start(now: Instant) -> Self {
         Self { at: now + FIRST, pause: FIRST }
-    }
-
-    pub fn at(&self) -> Instant {
-        self.at
     }
 
     /// Returns whether to retransmit now, and then sets the next time.

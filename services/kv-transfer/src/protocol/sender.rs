@@ -97,31 +97,13 @@ impl Transfer {
             };
             return self.fail(turn, failure, Tell::Abort);
         }
-        let end_block = u32::try_from(reserve.blocks.len())
-            .ok()
-            .and_then(|block_count| reserve.first_block.checked_add(block_count));
-        let problem = match end_block {
-            _ if reserve.prompt_hash != prompt_hash => Err(format!(
-                "RESERVE has prompt hash {:032x}; expected {prompt_hash:032x}",
-                reserve.prompt_hash
-            )),
-            _ if reserve.blocks.len() > RESERVED_BLOCKS_MAX => Err(format!(
-                "RESERVE has {} blocks; expected at most {RESERVED_BLOCKS_MAX}",
-                reserve.blocks.len()
-            )),
-            None => Err(format!(
-                "RESERVE starts at block {} and overflows; expected an end below 2^32",
-                reserve.first_block
-            )),
-            Some(end_block) => Ok(end_block),
-        };
-        let end_block = match problem {
+        let end_block = match end_block(&reserve, prompt_hash) {
             Ok(end_block) => end_block,
             Err(detail) => return self.broken(turn, detail),
         };
         let first_block = reserve.first_block;
         self.phase = Phase::Sending(Sending {
-            chunks: Chunks::new(first_block, end_block, turn.local.chunk_blocks()),
+            chunks: Chunks::new(self.id, first_block..end_block, &turn.local),
             finish: None,
             done: None,
             first_given: None,
@@ -148,15 +130,22 @@ impl Transfer {
     }
 
     pub fn written(&mut self, turn: &mut Turn, first_block: u32, blocks: Vec<BlockId>) {
-        let Phase::Sending(sending) = &mut self.phase else {
-            if let Phase::Expecting { .. } = self.phase {
-                self.abort(turn, "invalid command Written; expected Ready first".to_owned());
-            }
-            return;
-        };
+        let Some(sending) = self.sending(turn, "Written") else { return };
         match sending.chunks.add(first_block, &blocks) {
             Ok(()) => self.give(turn),
-            Err(error) => self.abort(turn, error.to_string()),
+            Err(reason) => self.abort(turn, reason),
+        }
+    }
+
+    /// Returns the state of a transfer that is being sent. A `command` of the node before `Ready`
+    /// aborts the transfer.
+    fn sending(&mut self, turn: &mut Turn, command: &str) -> Option<&mut Sending> {
+        if let Phase::Expecting { .. } = self.phase {
+            self.abort(turn, format!("invalid command {command}; expected Ready first"));
+        }
+        match &mut self.phase {
+            Phase::Sending(sending) => Some(sending),
+            _ => None,
         }
     }
 
@@ -164,20 +153,12 @@ impl Transfer {
         let Phase::Sending(sending) = &mut self.phase else { return };
         while let Some(chunk) = sending.chunks.announce() {
             self.retry = Retry::start(turn.now);
-            let message = sending.chunks.message(self.id, chunk, turn.local.block_bytes);
-            if let Some(message) = message {
-                turn.send(self.peer.epoch, message);
-            }
+            turn.send(self.peer.epoch, Body::Chunk(chunk.clone()));
         }
     }
 
     pub fn finish(&mut self, turn: &mut Turn, first_index: u32, token: SampledToken) {
-        let Phase::Sending(sending) = &mut self.phase else {
-            if let Phase::Expecting { .. } = self.phase {
-                self.abort(turn, "invalid command Finish; expected Ready first".to_owned());
-            }
-            return;
-        };
+        let Some(sending) = self.sending(turn, "Finish") else { return };
         let due = sending.chunks.due();
         if !due.is_empty() {
             let reason = format!(
@@ -198,7 +179,7 @@ impl Transfer {
                 self.give(turn);
             }
             Ok(false) => {}
-            Err(error) => self.broken(turn, error.to_string()),
+            Err(detail) => self.broken(turn, detail),
         }
     }
 
@@ -247,7 +228,7 @@ impl Transfer {
             return self.broken(turn, "ACK before DONE was sent".to_owned());
         }
         let stats = TransferStats {
-            bytes: (sending.chunks.block_count() * turn.local.block_bytes) as u64,
+            bytes: sending.chunks.bytes(),
             chunks: sending.chunks.count(),
             elapsed: sending
                 .first_given
@@ -259,18 +240,31 @@ impl Transfer {
 
     pub(super) fn resend_chunks_and_done(&self, turn: &mut Turn) {
         let Phase::Sending(sending) = &self.phase else { return };
-        let mut resent = 0;
         for chunk in sending.chunks.unanswered() {
-            let message = sending.chunks.message(self.id, chunk, turn.local.block_bytes);
-            if let Some(message) = message {
-                turn.send(self.peer.epoch, message);
-                resent += 1;
-            }
+            turn.counters.control_resent += 1;
+            turn.send(self.peer.epoch, Body::Chunk(chunk.clone()));
         }
         if let Some(done) = &sending.done {
+            turn.counters.control_resent += 1;
             turn.send_traced(self.peer.epoch, Body::Done(done.clone()), &self.traceparent);
-            resent += 1;
         }
-        turn.counters.control_resent += resent;
     }
+}
+
+/// Returns the end of the reserved blocks in the prompt, or the reason why the `RESERVE` is invalid.
+fn end_block(reserve: &Reserve, prompt_hash: u128) -> Result<u32, String> {
+    let Reserve { first_block, blocks, .. } = reserve;
+    if reserve.prompt_hash != prompt_hash {
+        let found = reserve.prompt_hash;
+        return Err(format!("RESERVE has prompt hash {found:032x}; expected {prompt_hash:032x}"));
+    }
+    if blocks.len() > RESERVED_BLOCKS_MAX {
+        return Err(format!(
+            "RESERVE has {} blocks; expected at most {RESERVED_BLOCKS_MAX}",
+            blocks.len()
+        ));
+    }
+    first_block.checked_add(blocks.len() as u32).ok_or_else(|| {
+        format!("RESERVE starts at block {first_block} and overflows; expected an end below 2^32")
+    })
 }

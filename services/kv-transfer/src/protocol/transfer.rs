@@ -53,21 +53,18 @@ pub struct Transfer {
 
 pub enum Phase {
     /// Sender: only `Expect` has arrived. No block is held, so no lease applies.
-    Expecting {
-        prompt_hash: u128,
-    },
+    Expecting { prompt_hash: u128 },
     /// Sender: only `RESERVE` has arrived.
-    Early {
-        reserve: Reserve,
-    },
+    Early { reserve: Reserve },
+    /// Sender: the node and the receiver have started the transfer.
     Sending(Sending),
     /// Receiver: the pair is not connected yet.
-    Connecting {
-        reserve: Reserve,
-    },
+    Connecting { reserve: Reserve },
+    /// Receiver: `RESERVE` was sent.
     Receiving(Receiving),
     /// Delivered or arrived.
     Complete,
+    /// The transfer has failed, and blocks, events or messages are left to handle.
     Aborting(Aborting),
 }
 
@@ -196,7 +193,7 @@ impl Transfer {
             Phase::Complete => None,
             _ => {
                 let lease = self.is_leased().then_some(self.lease);
-                let retry = self.awaits_answer().then(|| self.retry.at());
+                let retry = self.awaits_answer().then(|| self.retry.at);
                 [lease, retry].into_iter().flatten().chain([self.deadline]).min()
             }
         }

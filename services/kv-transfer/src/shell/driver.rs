@@ -11,7 +11,6 @@ use super::{EventSink, outbound::OutboundQueues};
 use crate::{
     api::{Command, ConnectGuard, Epoch},
     config::CONNECT_TIMEOUT,
-    control::VerifiedMessage,
     driver::{Input, TransferDriver},
     metrics::Metrics,
     threads::locked,
@@ -35,9 +34,11 @@ const ABORT_TIMEOUT: Duration = Duration::from_secs(1);
 /// Inputs of the driver. It stops when `stop` or `messages` is disconnected.
 pub struct Inputs {
     pub commands: Receiver<Command>,
-    pub messages: Receiver<VerifiedMessage>,
+    /// Verified control messages.
+    pub messages: Receiver<Input>,
     pub data: Receiver<TransportEvent>,
-    pub failures: Receiver<(Epoch, String)>,
+    /// Unreachable peers.
+    pub failures: Receiver<Input>,
     pub stop: Receiver<()>,
 }
 
@@ -51,13 +52,6 @@ pub struct DriverThread<T, S> {
     pub unfinished: Arc<Mutex<Vec<String>>>,
     /// Connect guards by peer, with their time-out.
     pub connecting: Vec<(Epoch, Instant, ConnectGuard)>,
-}
-
-enum Next {
-    Input(Input),
-    ListenerEnded,
-    Stop,
-    Nothing,
 }
 
 impl<T: Transport, S: EventSink> DriverThread<T, S> {
@@ -104,24 +98,16 @@ impl<T: Transport, S: EventSink> DriverThread<T, S> {
             sleep = sleep.min(CONNECTING_POLL);
         }
         for _ in 0..BATCH {
-            let next = self.next_input(sleep);
+            let input = match self.next_input(sleep) {
+                Ok(input) => input,
+                Err(reason) => return Some(reason),
+            };
             now = Instant::now();
             sleep = Duration::ZERO;
-            match next {
-                Next::Input(input) => {
-                    self.guard_connecting(now, &input);
-                    self.driver.handle(now, input);
-                    self.offer_events();
-                }
-                Next::ListenerEnded => {
-                    // Without a listener every transfer would fail while the node looks healthy.
-                    tracing::error!("stopping transfers: the control listener has stopped");
-                    self.inputs.messages = never();
-                    return Some("the control listener has stopped");
-                }
-                Next::Stop => return Some("the node is shutting down"),
-                Next::Nothing => break,
-            }
+            let Some(input) = input else { break };
+            self.guard_connecting(now, &input);
+            self.driver.handle(now, input);
+            self.offer_events();
         }
         self.driver.handle_deadline(now);
         let core = &self.driver.core;
@@ -142,26 +128,26 @@ impl<T: Transport, S: EventSink> DriverThread<T, S> {
         }
     }
 
-    fn next_input(&self, sleep: Duration) -> Next {
+    /// Waits for the next input; returns `None` after `sleep`. Fails with the reason if the driver must
+    /// stop.
+    fn next_input(&mut self, sleep: Duration) -> Result<Option<Input>, &'static str> {
         let closed = never();
         let commands = if self.driver.takes_commands() { &self.inputs.commands } else { &closed };
         select! {
-            recv(self.inputs.messages) -> message => message.map_or(Next::ListenerEnded, |verified| {
-                let VerifiedMessage { from, message } = verified;
-                Next::Input(Input::Control { from, message: Box::new(message) })
-            }),
-            recv(self.inputs.data) -> event => {
-                event.map_or(Next::Nothing, |event| Next::Input(Input::Transport(event)))
-            }
-            recv(self.inputs.failures) -> failure => failure.map_or(Next::Nothing, |failure| {
-                let (peer, reason) = failure;
-                Next::Input(Input::PeerFailed { peer, reason })
-            }),
-            recv(commands) -> command => {
-                command.map_or(Next::Nothing, |command| Next::Input(Input::Command(command)))
-            }
-            recv(self.inputs.stop) -> _ => Next::Stop,
-            default(sleep) => Next::Nothing,
+            recv(self.inputs.messages) -> message => match message {
+                Ok(message) => Ok(Some(message)),
+                Err(_) => {
+                    // Without a listener every transfer would fail while the node looks healthy.
+                    tracing::error!("stopping transfers: the control listener has stopped");
+                    self.inputs.messages = never();
+                    Err("the control listener has stopped")
+                }
+            },
+            recv(self.inputs.data) -> event => Ok(event.ok().map(Input::Transport)),
+            recv(self.inputs.failures) -> failure => Ok(failure.ok()),
+            recv(commands) -> command => Ok(command.ok().map(Input::Command)),
+            recv(self.inputs.stop) -> _ => Err("the node is shutting down"),
+            default(sleep) => Ok(None),
         }
     }
 

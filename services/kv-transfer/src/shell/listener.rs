@@ -15,7 +15,8 @@ use super::{
 };
 use crate::{
     api::Epoch,
-    control::{InvalidMessage, Keys, VerifiedMessage, Verifier},
+    control::{InvalidMessage, Keys, Verifier},
+    driver::Input,
     metrics::Metrics,
     threads::{Threads, locked},
 };
@@ -34,7 +35,8 @@ pub struct Listener {
     /// A message on this socket stops the thread. Used by one thread at a time.
     stop: Mutex<zmq::Socket>,
     thread: Threads,
-    port: u16,
+    /// The bound port.
+    pub port: u16,
 }
 
 impl Listener {
@@ -43,7 +45,7 @@ impl Listener {
         bind: SocketAddr,
         keys: Keys,
         me: Epoch,
-        messages: Sender<VerifiedMessage>,
+        messages: Sender<Input>,
         metrics: Arc<Metrics>,
     ) -> Result<Self, StartError> {
         let bind_error = |error: zmq::Error| StartError::ControlBind {
@@ -62,11 +64,6 @@ impl Listener {
             .spawn(name, move || receiver.run())
             .map_err(|source| StartError::Thread { name: name.to_owned(), source })?;
         Ok(Self { stop: Mutex::new(stop), thread, port })
-    }
-
-    /// Returns the bound port.
-    pub fn port(&self) -> u16 {
-        self.port
     }
 
     pub fn shutdown(&self, deadline: Instant) -> Vec<String> {
@@ -100,7 +97,7 @@ struct Receiver {
     zap: ZapAuth,
     stopped: zmq::Socket,
     verifier: Verifier,
-    messages: Sender<VerifiedMessage>,
+    messages: Sender<Input>,
     metrics: Arc<Metrics>,
 }
 
@@ -109,7 +106,7 @@ impl Receiver {
         loop {
             let mut items = [
                 self.router.as_poll_item(zmq::POLLIN),
-                self.zap.socket().as_poll_item(zmq::POLLIN),
+                self.zap.socket.as_poll_item(zmq::POLLIN),
                 self.stopped.as_poll_item(zmq::POLLIN),
             ];
             match zmq::poll(&mut items, POLL_MS) {
@@ -142,16 +139,17 @@ impl Receiver {
         for _ in 0..BATCH {
             let Some((parts, count)) = sockets::receive(&self.router)? else { break };
             // The first part is the routing id, which is not used.
-            let opened = if count == parts.len() && count > 0 {
+            let verified = if count == parts.len() && count > 0 {
                 let frames: Vec<&[u8]> = parts[1..].iter().map(|part| &part[..]).collect();
                 self.verifier.verify(&frames)
             } else {
                 Err(InvalidMessage::Frames { frames: count.saturating_sub(1) })
             };
-            match opened {
-                Ok(opened) => {
+            match verified {
+                Ok((from, message)) => {
                     self.metrics.count(|counts| counts.control_received += 1);
-                    if self.messages.try_send(opened).is_err() {
+                    let input = Input::Control { from, message: Box::new(message) };
+                    if self.messages.try_send(input).is_err() {
                         // Important messages are retransmitted.
                         self.metrics.refuse_control("driver_busy");
                     }

@@ -168,7 +168,7 @@ impl Transfers {
             control_sender,
             Arc::clone(&metrics),
         )?;
-        let control_endpoint = endpoint(&config.advertise_host, listener.port());
+        let control_endpoint = endpoint(&config.advertise_host, listener.port);
         let source = Peer { node_id: config.node_id.clone(), epoch: config.epoch };
         let core = Core::new(
             Instant::now(),

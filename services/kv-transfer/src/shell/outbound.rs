@@ -17,7 +17,7 @@ use super::sockets;
 use crate::{
     api::{Epoch, PeerAddress},
     control::{ControlMessage, Keys, Signer},
-    driver::ControlLinks,
+    driver::{ControlLinks, Input},
     metrics::Metrics,
     resolve::Resolver,
     threads::Threads,
@@ -39,8 +39,8 @@ pub struct OutboundContext {
     pub signer: Arc<Signer>,
     pub resolver: Resolver,
     pub metrics: Arc<Metrics>,
-    /// Unreachable peers and the reason.
-    pub failures: Sender<(Epoch, String)>,
+    /// Unreachable peers.
+    pub failures: Sender<Input>,
     /// Number of monitors attached so far. It names their endpoints: the peer's epoch is not
     /// unique, because a reconnect may overlap with the previous thread.
     pub monitors: Arc<AtomicU64>,
@@ -119,7 +119,8 @@ impl PeerSender {
     fn run(self) {
         if let Err(reason) = self.send_all() {
             // The driver reacts by dropping the queue; until then the thread drains it.
-            let _ = self.shared.failures.try_send((self.peer.epoch, reason));
+            let failed = Input::PeerFailed { peer: self.peer.epoch, reason };
+            let _ = self.shared.failures.try_send(failed);
             while !matches!(
                 self.messages.recv_timeout(CONNECTION_POLL),
                 Err(RecvTimeoutError::Disconnected)
@@ -139,7 +140,7 @@ impl PeerSender {
         let address = first_reachable(&addresses);
         let dealer = sockets::outbound(context, keys, self.peer.epoch, address)
             .map_err(|error| failed("create a socket", &error))?;
-        let monitor = Monitor::attach(context, monitors, &dealer)
+        let rejections = monitor(context, monitors, &dealer)
             .map_err(|error| failed("monitor the socket", &error))?;
         dealer.connect(&format!("tcp://{address}")).map_err(|error| failed("connect", &error))?;
         loop {
@@ -150,7 +151,7 @@ impl PeerSender {
                 Err(RecvTimeoutError::Timeout) => {}
                 Err(RecvTimeoutError::Disconnected) => return Ok(()),
             }
-            if monitor.was_rejected() {
+            if rejections.recv_multipart(zmq::DONTWAIT).is_ok() {
                 return Err(failed(
                     "connect",
                     &"rejected by the peer; expected the same cluster secret and the epoch of its process",
@@ -192,30 +193,19 @@ fn first_reachable(addresses: &[SocketAddr]) -> SocketAddr {
     *several.then(|| addresses.iter().find(answers)).flatten().unwrap_or(&addresses[0])
 }
 
-/// Receives libzmq's connection events.
-struct Monitor {
-    events: zmq::Socket,
-}
-
-impl Monitor {
-    fn attach(
-        context: &zmq::Context,
-        monitors: &AtomicU64,
-        dealer: &zmq::Socket,
-    ) -> zmq::Result<Self> {
-        let number = monitors.fetch_add(1, Ordering::Relaxed);
-        let endpoint = format!("inproc://kv-transfer-monitor-{number}");
-        dealer.monitor(&endpoint, zmq::SocketEvent::HANDSHAKE_FAILED_AUTH.to_raw().into())?;
-        let events = context.socket(zmq::PAIR)?;
-        events.set_linger(0)?;
-        events.connect(&endpoint)?;
-        Ok(Self { events })
-    }
-
-    /// Returns whether the peer rejected the ZAP credentials, the only monitored event.
-    fn was_rejected(&self) -> bool {
-        self.events.recv_multipart(zmq::DONTWAIT).is_ok()
-    }
+/// Returns a socket that gets a message if the peer rejects the ZAP credentials.
+fn monitor(
+    context: &zmq::Context,
+    monitors: &AtomicU64,
+    dealer: &zmq::Socket,
+) -> zmq::Result<zmq::Socket> {
+    let number = monitors.fetch_add(1, Ordering::Relaxed);
+    let endpoint = format!("inproc://kv-transfer-monitor-{number}");
+    dealer.monitor(&endpoint, zmq::SocketEvent::HANDSHAKE_FAILED_AUTH.to_raw().into())?;
+    let events = context.socket(zmq::PAIR)?;
+    events.set_linger(0)?;
+    events.connect(&endpoint)?;
+    Ok(events)
 }
 
 #[cfg(test)]
@@ -229,7 +219,7 @@ mod tests {
         control::Body,
     };
 
-    fn shared() -> (OutboundContext, Receiver<(Epoch, String)>) {
+    fn shared() -> (OutboundContext, Receiver<Input>) {
         let keys = Keys::derive(&ClusterSecret::new("the secret of this test").unwrap());
         let (failures, failed) = bounded(4);
         let from = Peer { node_id: "me".to_owned(), epoch: Epoch(1) };
@@ -274,8 +264,11 @@ mod tests {
         let (shared, failed) = shared();
         let threads = Threads::default();
         let outbound = Outbound::start(&shared, &peer("ipc://somewhere"), &threads).unwrap();
-        let (epoch, reason) = failed.recv_timeout(Duration::from_secs(20)).unwrap();
-        assert_eq!(epoch, Epoch(2));
+        let Ok(Input::PeerFailed { peer: Epoch(2), reason }) =
+            failed.recv_timeout(Duration::from_secs(20))
+        else {
+            panic!("no failure of the peer is reported");
+        };
         assert!(reason.contains("ipc://somewhere") && reason.contains("tcp://"), "{reason}");
         drop(outbound);
         assert!(threads.join_all(Instant::now() + Duration::from_secs(5)).is_empty());
@@ -287,8 +280,11 @@ mod tests {
         let threads = Threads::default();
         let nowhere = peer("tcp://nowhere.invalid:9");
         let outbound = Outbound::start(&shared, &nowhere, &threads).unwrap();
-        let (epoch, reason) = failed.recv_timeout(Duration::from_secs(20)).unwrap();
-        assert_eq!(epoch, Epoch(2));
+        let Ok(Input::PeerFailed { peer: Epoch(2), reason }) =
+            failed.recv_timeout(Duration::from_secs(20))
+        else {
+            panic!("no failure of the peer is reported");
+        };
         assert!(
             reason.contains("cannot resolve") && reason.contains("nowhere.invalid"),
             "{reason}"
@@ -318,6 +314,6 @@ mod tests {
             (0..3).map(|_| Outbound::start(&shared, &peer, &threads).unwrap()).collect();
         drop(senders);
         assert!(threads.join_all(Instant::now() + Duration::from_secs(5)).is_empty());
-        assert_eq!(failed.try_recv().ok(), None);
+        assert!(failed.is_empty());
     }
 }

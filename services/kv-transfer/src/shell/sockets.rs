@@ -99,7 +99,7 @@ pub fn receive(socket: &zmq::Socket) -> zmq::Result<Option<(Vec<zmq::Message>, u
 
 /// Decides which connections libzmq accepts (ZAP, RFC 27).
 pub struct ZapAuth {
-    socket: zmq::Socket,
+    pub socket: zmq::Socket,
     keys: Keys,
     me: Epoch,
 }
@@ -111,10 +111,6 @@ impl ZapAuth {
         socket.set_linger(0)?;
         socket.bind(ZAP_ENDPOINT)?;
         Ok(Self { socket, keys, me })
-    }
-
-    pub fn socket(&self) -> &zmq::Socket {
-        &self.socket
     }
 
     /// Answers one request: `Some(true)` if the client was admitted, `None` if no request is

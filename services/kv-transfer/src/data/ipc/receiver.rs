@@ -17,10 +17,7 @@ use super::super::{
     message::{Message, Messages},
     stream::POLL,
 };
-use crate::{
-    api::{Epoch, TransferId},
-    transfer_kind::TransferKind,
-};
+use crate::{api::Epoch, transfer_kind::TransferKind, transport::ChunkId};
 
 /// Started copies queued behind the one whose completion is polled.
 const COPIES_QUEUED_MAX: usize = 2;
@@ -29,8 +26,7 @@ const COPY_WARN_AFTER: Duration = Duration::from_secs(10);
 
 /// A chunk to be answered.
 struct Copy {
-    transfer: TransferId,
-    chunk: u32,
+    chunk: ChunkId,
     /// The copy in flight; `None` if no receive was posted for the chunk.
     pull: Option<Box<dyn Moving<BlockWrite>>>,
 }
@@ -60,13 +56,13 @@ pub(in crate::data) fn pull_chunks(
     shared.metrics.set_path(peer, TransferKind::Ipc);
     let mut answers = stream.try_clone()?;
     let start = || start_copy(shared, inbox, &mut *memory, &mut messages);
-    let complete = |Copy { transfer, chunk, pull }| {
+    let complete = |Copy { chunk, pull }| {
         let answer = match pull {
             Some(pull) => {
-                complete_one(shared, inbox, connection, (transfer, chunk), pull, verify)?;
-                Message::Pulled { transfer, chunk }
+                complete_one(shared, inbox, connection, chunk, pull, verify)?;
+                Message::Pulled { chunk }
             }
-            None => Message::NotPosted { transfer, chunk },
+            None => Message::NotPosted { chunk },
         };
         answer.write(&mut answers)
     };
@@ -80,10 +76,10 @@ fn start_copy(
     memory: &mut dyn PeerBlocks,
     messages: &mut Messages,
 ) -> io::Result<Step<Copy>> {
-    let (transfer, chunk, from, to) = match receive_lend(shared, inbox, messages)? {
-        Lend::Chunk { transfer, chunk, from, to } => (transfer, chunk, from, to),
-        Lend::NotPosted { transfer, chunk } => {
-            return Ok(Step::Started(Copy { transfer, chunk, pull: None }));
+    let (chunk, from, to) = match receive_lend(shared, inbox, messages)? {
+        Lend::Chunk { chunk, from, to } => (chunk, from, to),
+        Lend::NotPosted { chunk } => {
+            return Ok(Step::Started(Copy { chunk, pull: None }));
         }
         Lend::Nothing => return Ok(Step::Nothing),
         Lend::End(Ended::Refused { .. }) => {
@@ -101,10 +97,10 @@ fn start_copy(
         Err(reason)
     };
     match pulled {
-        Ok(pull) => Ok(Step::Started(Copy { transfer, chunk, pull: Some(pull) })),
+        Ok(pull) => Ok(Step::Started(Copy { chunk, pull: Some(pull) })),
         Err(reason) => {
-            let reason = format!("chunk {chunk}: {reason}");
-            report_received(shared, inbox, (transfer, chunk), Err(reason.clone()));
+            let reason = format!("chunk {}: {reason}", chunk.index);
+            report_received(shared, inbox, chunk, Err(reason.clone()));
             Err(invalid(reason))
         }
     }
@@ -115,7 +111,7 @@ fn complete_one(
     shared: &Shared,
     inbox: &Inbox,
     connection: u64,
-    (transfer, chunk): (TransferId, u32),
+    chunk: ChunkId,
     mut pull: Box<dyn Moving<BlockWrite>>,
     verify: bool,
 ) -> io::Result<()> {
@@ -130,9 +126,9 @@ fn complete_one(
     let completed = until_done(&mut *pull, log_slow)
         .and_then(|()| pull.finish())
         .and_then(|blocks| verify_and_release(blocks, verify))
-        .map_err(|reason| format!("chunk {chunk}: {reason}"));
+        .map_err(|reason| format!("chunk {}: {reason}", chunk.index));
     let current =
         completed.clone().and_then(|moved| inbox.check_current(connection).map(|()| moved));
-    report_received(shared, inbox, (transfer, chunk), current);
+    report_received(shared, inbox, chunk, current);
     completed.map(drop).map_err(io::Error::other)
 }

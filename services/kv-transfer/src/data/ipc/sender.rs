@@ -41,8 +41,8 @@ pub(in crate::data) fn lend_chunks(
     thread::scope(|scope| {
         thread::Builder::new().name("kv-data-answers".to_owned()).spawn_scoped(scope, || {
             take_answers(shared, outbox, answers, |message| match message {
-                Message::Pulled { transfer, chunk } => {
-                    report_sent(shared, (transfer, chunk), outbox.answered(transfer, chunk)?);
+                Message::Pulled { chunk } => {
+                    report_sent(shared, chunk, outbox.answered(chunk)?);
                     Ok(())
                 }
                 message => Err(unexpected(&message, "an answer to Lend").to_string()),

@@ -22,6 +22,8 @@ mod sender;
 
 use std::time::Duration;
 
+use kernels::peer::PeerChannel;
+
 pub(in crate::data) use receiver::receive_chunks;
 pub(in crate::data) use sender::send_chunks;
 
@@ -33,3 +35,14 @@ const JOIN_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Time-out of one poll of the connection while the ranks join.
 const JOIN_POLL: Duration = Duration::from_millis(1);
+
+/// Aborts the communicator and with it the operations in its stream. Fails if the abort does not
+/// return: then the blocks in flight stay held.
+fn abort(channel: &dyn PeerChannel) -> Result<(), String> {
+    channel.abort().inspect_err(|stuck| {
+        tracing::error!(
+            stuck,
+            "cannot abort the NCCL communicator: the blocks in flight stay held"
+        );
+    })
+}

@@ -23,19 +23,15 @@ use super::{
         message::{Message, Messages, Polled},
         stream::POLL,
     },
-    IN_FLIGHT_MAX, JOIN_POLL, JOIN_TIMEOUT,
+    IN_FLIGHT_MAX, JOIN_POLL, JOIN_TIMEOUT, abort,
 };
 use crate::{
-    api::{Epoch, TransferId},
-    config::LEASE,
-    protocol::DataEvent,
-    transfer_kind::TransferKind,
+    api::Epoch, config::LEASE, protocol::DataEvent, transfer_kind::TransferKind, transport::ChunkId,
 };
 
 /// A chunk whose receive is launched.
 struct Launched {
-    transfer: TransferId,
-    chunk: u32,
+    chunk: ChunkId,
     moving: Box<dyn Moving<BlockWrite>>,
 }
 
@@ -96,7 +92,7 @@ pub(in crate::data) fn receive_chunks(
     let queued_max = IN_FLIGHT_MAX - 2;
     let (ended, mut answers) = (AtomicBool::new(false), stream.try_clone()?);
     let launch = || launch_receive(shared, inbox, peer, &*channel, &mut messages, &mut answers);
-    let complete = |Launched { transfer, chunk, mut moving }| {
+    let complete = |Launched { chunk, mut moving }| {
         let hopeless = |waited| {
             if inbox.is_closed() || ended.load(Ordering::Acquire) {
                 Some("the data connection has closed".to_owned())
@@ -110,12 +106,12 @@ pub(in crate::data) fn receive_chunks(
         match completed.and_then(|blocks| verify_and_release(blocks, verify)) {
             Ok(moved) => {
                 let moved = inbox.check_current(connection).map(|()| moved);
-                report_received(shared, inbox, (transfer, chunk), moved);
+                report_received(shared, inbox, chunk, moved);
                 Ok(())
             }
             Err(reason) => {
-                let reason = format!("chunk {chunk}: {reason}");
-                fail(shared, inbox, &*channel, (transfer, chunk), reason.clone());
+                let reason = format!("chunk {}: {reason}", chunk.index);
+                fail(shared, inbox, &*channel, chunk, reason.clone());
                 Err(io::Error::other(reason))
             }
         }
@@ -142,10 +138,10 @@ fn launch_receive(
     messages: &mut Messages,
     stream: &mut TcpStream,
 ) -> io::Result<Step<Launched>> {
-    let (transfer, chunk, from, to) = match receive_lend(shared, inbox, messages)? {
-        Lend::Chunk { transfer, chunk, from, to } => (transfer, chunk, from, to),
-        Lend::NotPosted { transfer, chunk } => {
-            Message::NotPosted { transfer, chunk }.write(stream)?;
+    let (chunk, from, to) = match receive_lend(shared, inbox, messages)? {
+        Lend::Chunk { chunk, from, to } => (chunk, from, to),
+        Lend::NotPosted { chunk } => {
+            Message::NotPosted { chunk }.write(stream)?;
             return Ok(Step::Nothing);
         }
         Lend::Nothing => return Ok(Step::Nothing),
@@ -159,49 +155,40 @@ fn launch_receive(
     };
     if from.len() != to.len() {
         let reason = format!(
-            "chunk {chunk}: {} blocks were announced; expected the {} that were posted",
+            "chunk {}: {} blocks were announced; expected the {} that were posted",
+            chunk.index,
             from.len(),
             to.len()
         );
         // The guards must be dropped before the chunk is reported.
         drop(to);
-        fail(shared, inbox, channel, (transfer, chunk), reason.clone());
+        fail(shared, inbox, channel, chunk, reason.clone());
         return Err(invalid(reason));
     }
     let pairs = from.iter().copied().zip(to.iter().map(BlockWrite::block));
     let runs: Vec<u32> = runs(pairs).iter().map(|run| run.count).collect();
-    if let Err(error) = (Message::Go { transfer, chunk, runs: runs.clone() }).write(stream) {
+    if let Err(error) = (Message::Go { chunk, runs: runs.clone() }).write(stream) {
         drop(to);
-        fail(shared, inbox, channel, (transfer, chunk), error.to_string());
+        fail(shared, inbox, channel, chunk, error.to_string());
         return Err(error);
     }
     match channel.receive(&runs, to) {
-        Ok(moving) => Ok(Step::Started(Launched { transfer, chunk, moving })),
+        Ok(moving) => Ok(Step::Started(Launched { chunk, moving })),
         Err(reason) => {
             // Closing the connection ends the sender's half.
-            let reason = format!("chunk {chunk}: {reason}");
-            fail(shared, inbox, channel, (transfer, chunk), reason.clone());
+            let reason = format!("chunk {}: {reason}", chunk.index);
+            fail(shared, inbox, channel, chunk, reason.clone());
             Err(invalid(reason))
         }
     }
 }
 
-/// Aborts the communicator and with it the receives in its stream, then releases the chunk's
-/// blocks. If the abort does not return, the blocks stay held and the chunk is reported as failed.
-fn fail(
-    shared: &Shared,
-    inbox: &Inbox,
-    channel: &dyn PeerChannel,
-    (transfer, chunk): (TransferId, u32),
-    reason: String,
-) {
-    if let Err(stuck) = channel.abort() {
-        tracing::error!(
-            stuck,
-            "cannot abort the NCCL communicator: the blocks in flight stay held"
-        );
+/// Ends the receives in the stream, then releases the chunk's blocks. If the abort does not return,
+/// the blocks stay held and the chunk is reported as failed.
+fn fail(shared: &Shared, inbox: &Inbox, channel: &dyn PeerChannel, chunk: ChunkId, reason: String) {
+    if let Err(stuck) = abort(channel) {
         let reason = format!("{reason}; {stuck}");
-        return shared.report(DataEvent::Failed { transfer, reason });
+        return shared.report(DataEvent::Failed { transfer: chunk.transfer, reason });
     }
-    report_received(shared, inbox, (transfer, chunk), Err(reason));
+    report_received(shared, inbox, chunk, Err(reason));
 }

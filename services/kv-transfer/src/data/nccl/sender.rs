@@ -21,13 +21,9 @@ use super::{
         outbox::Outbox,
         stream::POLL,
     },
-    IN_FLIGHT_MAX, JOIN_POLL, JOIN_TIMEOUT,
+    IN_FLIGHT_MAX, JOIN_POLL, JOIN_TIMEOUT, abort,
 };
-use crate::{
-    api::{Epoch, TransferId},
-    config::LEASE,
-    transfer_kind::TransferKind,
-};
+use crate::{api::Epoch, config::LEASE, transfer_kind::TransferKind, transport::ChunkId};
 
 /// Sends chunks until the outbox is closed or the connection ends.
 pub(in crate::data) fn send_chunks(
@@ -82,12 +78,12 @@ pub(in crate::data) fn send_chunks(
         let channel = &*channel;
         named("kv-data-answers").spawn_scoped(scope, move || {
             take_answers(shared, outbox, answers, |message| match message {
-                Message::Go { transfer, chunk, runs } => {
-                    let blocks = outbox.take_lent(transfer, chunk).ok_or_else(|| {
-                        format!("protocol error: Go for chunk {chunk}, which was not announced")
+                Message::Go { chunk, runs } => {
+                    let blocks = outbox.take_lent(chunk).ok_or_else(|| {
+                        format!("protocol error: Go for unannounced chunk {}", chunk.index)
                     })?;
                     let moving = channel.send(&runs, blocks)?;
-                    let sent = launched.send(Launched { transfer, chunk, moving });
+                    let sent = launched.send(Launched { chunk, moving });
                     sent.map_err(|_| "the thread that completes sends has ended".to_owned())
                 }
                 message => Err(unexpected(&message, "an answer to Lend").to_string()),
@@ -104,8 +100,7 @@ pub(in crate::data) fn send_chunks(
         result
     });
     // No chunk is in flight here unless an abort does not return.
-    if let Err(stuck) = channel.abort() {
-        tracing::error!(%peer, stuck, "cannot abort the NCCL communicator: the blocks in flight stay held");
+    if abort(&*channel).is_err() {
         outbox.keep_stuck_chunks();
     }
     result?;
@@ -129,8 +124,7 @@ fn send_refused(stream: &mut TcpStream, answers: &mut Messages, reason: &str) {
 
 /// A chunk whose send is launched.
 struct Launched {
-    transfer: TransferId,
-    chunk: u32,
+    chunk: ChunkId,
     moving: Box<dyn Moving<BlockRead>>,
 }
 
@@ -142,12 +136,16 @@ fn complete_all(
     in_flight: &Receiver<Launched>,
 ) -> Result<(), String> {
     let mut outcome = Ok(());
-    for Launched { transfer, chunk, mut moving } in in_flight {
+    for Launched { chunk, mut moving } in in_flight {
         let hopeless = |waited| {
             if outbox.is_over() {
                 Some("the data connection has closed".to_owned())
             } else if waited >= LEASE {
-                Some(format!("the receiver did not take chunk {chunk} for {} s", LEASE.as_secs()))
+                Some(format!(
+                    "the receiver did not take chunk {} for {} s",
+                    chunk.index,
+                    LEASE.as_secs()
+                ))
             } else {
                 None
             }
@@ -155,16 +153,11 @@ fn complete_all(
         let completed = until_done(&mut *moving, hopeless).and_then(|()| moving.finish());
         match completed.map(drop) {
             Ok(()) => {
-                report_sent(shared, (transfer, chunk), outbox.give_back(transfer, chunk));
+                report_sent(shared, chunk, outbox.give_back(chunk));
             }
             Err(reason) => {
-                // Aborting the communicator has ended the kernels in the stream.
-                if let Err(stuck) = channel.abort() {
-                    tracing::error!(
-                        stuck,
-                        "cannot abort the NCCL communicator: the blocks in flight stay held"
-                    );
-                }
+                // Ends the kernels in the stream. The connection's end handles a stuck abort.
+                let _ = abort(channel);
                 outbox.break_off(reason.clone());
                 outcome = outcome.and(Err(reason));
             }

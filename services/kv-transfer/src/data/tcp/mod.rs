@@ -24,11 +24,10 @@ const WATCH: Duration = Duration::from_secs(1);
 
 /// How the payload of a frame was read or written.
 enum Payload {
+    /// The blocks are released.
     Whole(Moved),
     /// Cancelled: the blocks are released, and `rest` bytes of the frame remain.
-    Cut {
-        rest: u64,
-    },
+    Cut { rest: u64 },
 }
 
 /// Sends chunks until the outbox is closed or the connection ends. The receiver sends nothing on

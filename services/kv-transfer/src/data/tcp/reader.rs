@@ -14,12 +14,12 @@ use super::{
         Moved, Shared,
         chunk_ends::{invalid, report_received},
         inbox::Inbox,
-        stream::{POLL, check_progress, is_pause, read_exact_by},
+        stream::{POLL, check_progress, is_pause, move_bytes, read_exact_by},
     },
     Payload,
     frame::{HEADER_BYTES, Header},
 };
-use crate::config::LEASE;
+use crate::{config::LEASE, transport::ChunkId};
 
 /// Largest unwanted frame that is skipped; a larger one closes the connection.
 const DRAIN_BYTES_MAX: u64 = 256 << 20;
@@ -38,7 +38,8 @@ pub(in crate::data) fn read_frames(
     stream: &mut TcpStream,
 ) -> io::Result<()> {
     while let Some(header) = read_header(inbox, stream)? {
-        let Some(blocks) = inbox.take(header.transfer, header.chunk) else {
+        let chunk = ChunkId { transfer: header.transfer, index: header.chunk };
+        let Some(blocks) = inbox.take(chunk) else {
             // The transfer was cancelled here while the frame was in flight.
             shared.metrics.refuse_data("frame_not_posted");
             if header.payload_bytes > DRAIN_BYTES_MAX {
@@ -58,7 +59,7 @@ pub(in crate::data) fn read_frames(
             Ok(Payload::Cut { .. }) => Err("the data connection was closed".to_owned()),
             Err(error) => Err(format!("chunk {}: {error}", header.chunk)),
         };
-        report_received(shared, inbox, (header.transfer, header.chunk), written);
+        report_received(shared, inbox, chunk, written);
         if let Payload::Cut { rest } = read? {
             drain(inbox, stream, rest)?;
         }
@@ -164,23 +165,8 @@ fn read_piece(stream: &mut TcpStream, views: &mut [&mut [u8]], offset: usize) ->
 }
 
 /// Skips the rest of an unwanted frame.
-fn drain(inbox: &Inbox, stream: &mut TcpStream, mut bytes: u64) -> io::Result<()> {
-    let mut scratch = vec![0; 64 << 10];
-    let mut progress = Instant::now();
-    while bytes > 0 {
-        let most = scratch.len().min(usize::try_from(bytes).unwrap_or(usize::MAX));
-        match stream.read(&mut scratch[..most]) {
-            Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
-            Ok(count) => {
-                bytes -= count as u64;
-                progress = Instant::now();
-            }
-            Err(error) if is_pause(&error) => check_progress(progress, "received no byte")?,
-            Err(error) => return Err(error),
-        }
-        if inbox.is_closed() {
-            break;
-        }
-    }
-    Ok(())
+fn drain(inbox: &Inbox, stream: &mut TcpStream, bytes: u64) -> io::Result<()> {
+    let mut scratch = [0; 64 << 10];
+    let read = |most: usize| stream.read(&mut scratch[..most.min(64 << 10)]);
+    move_bytes(bytes, "received no byte", || inbox.is_closed(), read)
 }

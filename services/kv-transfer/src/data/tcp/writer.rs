@@ -14,12 +14,12 @@ use super::{
         Moved, Shared,
         in_flight::GivenBack,
         outbox::{Job, Outbox},
-        stream::{POLL, check_progress, is_pause},
+        stream::{POLL, check_progress, is_pause, move_bytes},
     },
     Payload,
     frame::Header,
 };
-use crate::{api::TransferId, protocol::DataEvent};
+use crate::{api::TransferId, protocol::DataEvent, transport::ChunkId};
 
 /// Bytes hashed and written at a time; they still are in the L2 cache when the kernel copies them.
 const PIECE_BYTES: usize = 256 << 10;
@@ -29,17 +29,21 @@ const PIECE_SLICES: usize = 16;
 pub fn write_frames(shared: &Shared, outbox: &Outbox, stream: &mut TcpStream) -> io::Result<()> {
     stream.set_write_timeout(Some(POLL))?;
     while let Some(job) = outbox.next(1) {
-        let (transfer, chunk) = (job.transfer, job.chunk);
+        let chunk = job.chunk;
         let written = write_frame(outbox, stream, job);
         // `write_frame` drops the blocks in every case.
-        if outbox.give_back(transfer, chunk) == GivenBack::Released {
-            shared.report(DataEvent::Released { transfer });
+        if outbox.give_back(chunk) == GivenBack::Released {
+            shared.report(DataEvent::Released { transfer: chunk.transfer });
         } else if let Ok(Payload::Whole(Moved { integrity, bytes })) = written {
             shared.metrics.count(|counts| {
                 counts.bytes_sent += bytes;
                 counts.chunks_sent += 1;
             });
-            shared.report(DataEvent::Sent { transfer, chunk, integrity });
+            shared.report(DataEvent::Sent {
+                transfer: chunk.transfer,
+                chunk: chunk.index,
+                integrity,
+            });
         }
         if let Payload::Cut { rest } = written? {
             // The next frame must start where the reader expects it.
@@ -51,8 +55,9 @@ pub fn write_frames(shared: &Shared, outbox: &Outbox, stream: &mut TcpStream) ->
 
 /// Writes one frame and releases its blocks.
 fn write_frame(outbox: &Outbox, stream: &mut TcpStream, job: Job) -> io::Result<Payload> {
+    let ChunkId { transfer, index } = job.chunk;
     let payload_bytes: u64 = job.blocks.iter().map(|block| block.byte_count() as u64).sum();
-    let header = Header { transfer: job.transfer, chunk: job.chunk, payload_bytes }.to_bytes();
+    let header = Header { transfer, chunk: index, payload_bytes }.to_bytes();
     let staged = staged(&job.blocks)?;
     let views: Vec<&[u8]> = match &staged {
         None => job.blocks.iter().filter_map(BlockRead::host_view).collect(),
@@ -68,7 +73,7 @@ fn write_frame(outbox: &Outbox, stream: &mut TcpStream, job: Job) -> io::Result<
         piece.iter().for_each(|slice| hash.update(slice));
         let mut slices: Vec<IoSlice<'_>> =
             head.take().into_iter().chain(piece).map(IoSlice::new).collect();
-        if !write_piece(outbox, job.transfer, stream, &mut slices, &mut rest)? {
+        if !write_piece(outbox, transfer, stream, &mut slices, &mut rest)? {
             return Ok(Payload::Cut { rest });
         }
     }
@@ -116,27 +121,11 @@ fn write_piece(
     Ok(true)
 }
 
-fn fill(outbox: &Outbox, stream: &mut TcpStream, mut bytes: u64) -> io::Result<()> {
+/// Writes zeros in place of the rest of a cancelled frame.
+fn fill(outbox: &Outbox, stream: &mut TcpStream, bytes: u64) -> io::Result<()> {
     let zeros = [0; 16 << 10];
-    let mut progress = Instant::now();
-    while bytes > 0 {
-        match stream.write(&zeros[..zeros.len().min(usize::try_from(bytes).unwrap_or(usize::MAX))])
-        {
-            Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
-            Ok(count) => {
-                bytes -= count as u64;
-                progress = Instant::now();
-            }
-            Err(error) if is_pause(&error) => {
-                check_progress(progress, "the peer accepted no byte")?
-            }
-            Err(error) => return Err(error),
-        }
-        if outbox.is_closed() {
-            return Ok(());
-        }
-    }
-    Ok(())
+    let write = |most: usize| stream.write(&zeros[..most.min(zeros.len())]);
+    move_bytes(bytes, "the peer accepted no byte", || outbox.is_closed(), write)
 }
 
 /// Splits a list of slices into pieces of bounded size.
