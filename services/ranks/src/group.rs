@@ -239,7 +239,7 @@ impl RankGroup {
             .write(&start_message, group.settings.unread_max, || false)
             .map_err(RankFailure::from)?;
         let command = Arc::new(command);
-        for rank in 0..group.settings.ranks {
+        for rank in 0..of {
             group.keep(spec(rank), command.clone())?;
         }
         group.watch_life(&region)?;
@@ -376,8 +376,7 @@ impl RankGroup {
             if now >= deadline {
                 let within = self.settings.start_within;
                 let failure = RankFailure::NotReady { name: self.name(rank), within };
-                self.watch.fail(failure.clone());
-                return Err(failure.into());
+                return Err(self.fail(failure).into());
             }
             self.results_there.wait(SLEEP_MAX.min(deadline - now), || self.has_news());
         }
@@ -385,9 +384,7 @@ impl RankGroup {
         let first = limits.next().expect("there is a rank");
         for (rank, other) in (1..).zip(limits) {
             if other != first {
-                let failure = RankFailure::Limits { first, rank, other };
-                self.watch.fail(failure.clone());
-                return Err(failure.into());
+                return Err(self.fail(RankFailure::Limits { first, rank, other }).into());
             }
         }
         self.limits = Some(first);
@@ -407,11 +404,11 @@ impl RankGroup {
 
     /// Takes the answers of the ranks without waiting.
     fn take_answers(&mut self) -> Result<(), RankFailure> {
-        let answers_max = self.in_flight.len();
+        let (answers_max, of) = (self.in_flight.len(), self.settings.ranks);
         let mut reported = Vec::new();
-        for rank in 0..self.members.len() {
-            let name = self.name(rank);
-            if let Err(failure) = self.members[rank].take_answers(name, answers_max) {
+        for (rank, member) in (0..).zip(&mut self.members) {
+            let name = RankName { rank, of };
+            if let Err(failure) = member.take_answers(name, answers_max) {
                 reported.push((name, failure));
             }
         }
@@ -433,10 +430,7 @@ impl RankGroup {
     fn failure(&mut self) -> Option<RankFailure> {
         let failure = self.watch.failure.get()?.clone();
         // A rank that ended by itself may have sent the reason.
-        Some(match self.take_answers() {
-            Err(reported) => reported,
-            Ok(()) => failure,
-        })
+        Some(self.take_answers().err().unwrap_or(failure))
     }
 
     /// Returns the result of the oldest step once every rank has answered.
@@ -490,9 +484,13 @@ impl RankGroup {
         }
     }
 
-    fn stopped(&self, failure: RankFailure) -> ExecutorError {
+    fn fail(&self, failure: RankFailure) -> RankFailure {
         self.watch.fail(failure.clone());
-        match failure {
+        failure
+    }
+
+    fn stopped(&self, failure: RankFailure) -> ExecutorError {
+        match self.fail(failure) {
             RankFailure::BadPlan { step_id, reason, .. } => {
                 ExecutorError::BadPlan { step_id, reason }
             }
@@ -511,9 +509,7 @@ impl Member {
                 Answer::Ready { limits, ready_message } if self.limits.is_none() => {
                     (self.limits, self.ready_message) = (Some(limits), ready_message);
                 }
-                Answer::Ready { .. } => {
-                    return Err(name.sent("that it is ready, twice"));
-                }
+                Answer::Ready { .. } => return Err(name.sent("a second ready message")),
                 Answer::Step(answer) if self.answers.len() < answers_max => {
                     self.answers.push_back(answer);
                 }
@@ -534,9 +530,7 @@ impl Member {
 
 impl Executor for RankGroup {
     fn launch(&mut self, plan: StepPlan) -> Result<(), ExecutorError> {
-        if let Some(failure) = self.failure() {
-            return Err(self.stopped(failure));
-        }
+        self.check()?;
         let step_id = plan.step_id;
         let depth = self.limits().depth as usize;
         if self.in_flight.len() == depth {
@@ -546,8 +540,7 @@ impl Executor for RankGroup {
         codec::encode_plan(&plan, &mut self.history, &mut self.message);
         let watch = &self.watch;
         let has_failed = || watch.has_failed();
-        let written = self.plans.write(&self.message, self.settings.unread_max, has_failed);
-        if let Err(error) = written {
+        if let Err(error) = self.plans.write(&self.message, self.settings.unread_max, has_failed) {
             let failure = self.failure().unwrap_or(error.into());
             return Err(self.stopped(failure));
         }
@@ -559,14 +552,10 @@ impl Executor for RankGroup {
         let began = Instant::now();
         loop {
             let agreed = self.take_answers().and_then(|()| self.agreed());
-            match agreed {
-                Ok(Some(result)) => return Ok(Some(result)),
-                Ok(None) => {}
-                Err(failure) => return Err(self.stopped(failure)),
+            if let Some(result) = agreed.map_err(|failure| self.stopped(failure))? {
+                return Ok(Some(result));
             }
-            if let Some(failure) = self.failure() {
-                return Err(self.stopped(failure));
-            }
+            self.check()?;
             if self.polls && !self.in_flight.is_empty() {
                 let until = began + timeout.min(POLL_MAX);
                 while !self.has_news() && Instant::now() < until {
@@ -593,10 +582,7 @@ impl Executor for RankGroup {
     }
 
     fn check(&mut self) -> Result<(), ExecutorError> {
-        match self.failure() {
-            Some(failure) => Err(self.stopped(failure)),
-            None => Ok(()),
-        }
+        self.failure().map_or(Ok(()), |failure| Err(self.stopped(failure)))
     }
 }
 

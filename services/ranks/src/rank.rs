@@ -86,7 +86,15 @@ pub fn run_rank<E: Executor>(
     let outcome = match make(&start_message) {
         Ok((executor, ready_message)) => {
             debug!(rank, of = spec.of, "the rank computes");
-            Rank::new(executor, &mut answers, rank == 0).run(orders, ready_message)
+            let rank = Rank {
+                executor,
+                answers: &mut answers,
+                sends_results: rank == 0,
+                clock: Clock::new(),
+                in_flight: VecDeque::new(),
+                tokens: 0,
+            };
+            rank.run(orders, ready_message)
         }
         Err(reason) => Err(RankError::Executor(reason)),
     };
@@ -133,12 +141,7 @@ struct Rank<'a, E> {
     tokens: u64,
 }
 
-impl<'a, E: Executor> Rank<'a, E> {
-    fn new(executor: E, answers: &'a mut RingWriter, sends_results: bool) -> Self {
-        let (clock, in_flight) = (Clock::new(), VecDeque::new());
-        Self { executor, answers, sends_results, clock, in_flight, tokens: 0 }
-    }
-
+impl<E: Executor> Rank<'_, E> {
     fn run(mut self, orders: RingReader, ready_message: Vec<u8>) -> Result<(), RankError> {
         let limits = self.executor.limits();
         send(self.answers, &Answer::Ready { limits, ready_message })?;
