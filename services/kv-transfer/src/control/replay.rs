@@ -1,55 +1,37 @@
 //! Rejects replayed sequence numbers.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use crate::api::Epoch;
 
-const WORD_BITS: u64 = 64;
-const WORDS: usize = 16;
-
 /// How far behind the newest number a message may arrive. One connection keeps its order; the
 /// window covers two connections that overlap during a reconnect.
-const WINDOW: u64 = WORD_BITS * WORDS as u64;
+const WINDOW: u64 = 1024;
 
 /// Number of sender epochs that are remembered. Only authenticated senders add entries.
 const SENDERS_MAX: usize = 1024;
 
 /// A window over the sequence numbers of one sender epoch.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 struct Window {
     newest: u64,
-    /// Bit `s % WINDOW` is set if number `s` was received, for the `WINDOW` numbers up to `newest`.
-    seen: [u64; WORDS],
+    /// Numbers that were received, within `WINDOW` of the newest.
+    seen: BTreeSet<u64>,
     /// Value of the guard's use counter at the last use, for eviction.
     used: u64,
 }
 
 impl Window {
-    fn slot(sequence: u64) -> (usize, u64) {
-        let bit = sequence % WINDOW;
-        ((bit / WORD_BITS) as usize, 1 << (bit % WORD_BITS))
-    }
-
     /// Returns true the first time.
     fn admit(&mut self, sequence: u64) -> bool {
-        if sequence > self.newest {
-            if sequence - self.newest >= WINDOW {
-                self.seen = [0; WORDS];
-            } else {
-                for passed in self.newest + 1..sequence {
-                    let (word, bit) = Self::slot(passed);
-                    self.seen[word] &= !bit;
-                }
-            }
-            self.newest = sequence;
-        } else {
-            let (word, bit) = Self::slot(sequence);
-            if self.newest - sequence >= WINDOW || self.seen[word] & bit != 0 {
-                return false;
-            }
+        self.newest = self.newest.max(sequence);
+        let oldest = self.newest.saturating_sub(WINDOW - 1);
+        if sequence < oldest || !self.seen.insert(sequence) {
+            return false;
         }
-        let (word, bit) = Self::slot(sequence);
-        self.seen[word] |= bit;
+        while self.seen.first().is_some_and(|first| *first < oldest) {
+            self.seen.pop_first();
+        }
         true
     }
 }
@@ -71,8 +53,7 @@ impl ReplayGuard {
         if !self.senders.contains_key(&from) && self.senders.len() >= SENDERS_MAX {
             self.forget_least_recent();
         }
-        let window =
-            self.senders.entry(from).or_insert(Window { newest: 0, seen: [0; WORDS], used: 0 });
+        let window = self.senders.entry(from).or_default();
         window.used = self.admitted;
         window.admit(sequence)
     }
@@ -90,8 +71,6 @@ impl ReplayGuard {
 
 #[cfg(test)]
 mod tests {
-    use std::collections::BTreeSet;
-
     use proptest::prelude::*;
 
     use super::*;

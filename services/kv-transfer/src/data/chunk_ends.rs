@@ -15,11 +15,9 @@ use crossbeam_channel::bounded;
 use kernels::{BlockId, BlockRead, BlockWrite, peer::Moving};
 
 use super::{
-    Ended, Moved, Shared,
+    Ended, Incoming, Moved, Outgoing,
     in_flight::GivenBack,
-    inbox::Inbox,
     message::{Message, Messages, Polled},
-    outbox::Outbox,
 };
 use crate::{config::LEASE, protocol::DataEvent, transport::ChunkId};
 
@@ -28,116 +26,96 @@ const SPIN: Duration = Duration::from_millis(2);
 /// Interval between polls after that.
 const PAUSE: Duration = Duration::from_micros(50);
 
-/// Sender: waits for the receiver's next answer. Returns `Ended` if the receiver refuses or the
-/// outbox is closed.
-pub fn answer(
-    answers: &mut Messages,
-    outbox: &Outbox,
-    deadline: Instant,
-) -> io::Result<Result<Message, Ended>> {
-    match answers.next_by(deadline, || outbox.is_closed())? {
-        Some(Message::Refused { reason }) => Ok(Err(Ended::Refused { reason })),
-        Some(message) => Ok(Ok(message)),
-        None if outbox.is_closed() => Ok(Err(Ended::Closed)),
-        None => Err(ErrorKind::UnexpectedEof.into()),
-    }
-}
-
-/// Sender: announces the blocks of queued chunks, at most `ahead_max` unanswered chunks at a time,
-/// until the outbox is closed.
-pub fn lend(
-    outbox: &Outbox,
-    stream: &mut TcpStream,
-    ahead_max: usize,
-    verify: bool,
-) -> io::Result<()> {
-    while let Some(job) = outbox.next(ahead_max) {
-        let blocks = job.blocks.iter().map(BlockRead::block).collect();
-        let lend = Message::Lend { chunk: job.chunk, blocks };
-        // The kernels that wrote the blocks have finished, also on the device; otherwise the chunk
-        // would not be queued.
-        let integrity = match verify {
-            true => BlockRead::digest(&job.blocks).map_err(io::Error::other)?,
-            false => 0,
-        };
-        // Recorded before the message is sent, because the answer may come at once.
-        outbox.lend(job, integrity);
-        lend.write(stream)?;
-    }
-    Ok(())
-}
-
-/// Sender: reports a chunk whose blocks are no longer read.
-pub fn report_sent(shared: &Shared, chunk: ChunkId, given_back: GivenBack<Moved>) {
-    let ChunkId { transfer, index } = chunk;
-    match given_back {
-        GivenBack::Wanted(Moved { integrity, bytes }) => {
-            shared.metrics.count(|counts| {
-                counts.bytes_sent += bytes;
-                counts.chunks_sent += 1;
-            });
-            shared.report(DataEvent::Sent { transfer, chunk: index, integrity });
-        }
-        GivenBack::Released => shared.report(DataEvent::Released { transfer }),
-        GivenBack::Cancelled => {}
-    }
-}
-
-/// Sender: handles answers until the outbox is closed. Breaks the connection on failure, and if the
-/// oldest chunk in flight has had no answer for a lease. `handle` gets the answers of one transport.
-pub fn take_answers(
-    shared: &Shared,
-    outbox: &Outbox,
-    mut answers: Messages,
-    mut handle: impl FnMut(Message) -> Result<(), String>,
-) {
-    loop {
-        let handled = match answers.poll() {
-            Ok(Polled::Message(Message::NotPosted { chunk })) => not_posted(shared, outbox, chunk),
-            Ok(Polled::Message(message)) => handle(message),
-            Ok(Polled::End) => Err("the peer closed the connection".to_owned()),
-            Ok(Polled::Nothing) if outbox.is_closed() => return,
-            Ok(Polled::Nothing) => match outbox.oldest() {
-                Some(since) if since.elapsed() >= LEASE => {
-                    Err(format!("received no answer to a chunk for {} s", LEASE.as_secs()))
-                }
-                _ => Ok(()),
-            },
-            Err(error) => Err(error.to_string()),
-        };
-        if let Err(reason) = handled {
-            return outbox.break_off(reason);
+impl Outgoing<'_> {
+    /// Waits for the receiver's next answer. Returns `Ended` if the receiver refuses or the outbox is
+    /// closed.
+    pub fn answer(
+        &self,
+        answers: &mut Messages,
+        deadline: Instant,
+    ) -> io::Result<Result<Message, Ended>> {
+        match answers.next_by(deadline, || self.outbox.is_closed())? {
+            Some(Message::Refused { reason }) => Ok(Err(Ended::Refused { reason })),
+            Some(message) => Ok(Ok(message)),
+            None if self.outbox.is_closed() => Ok(Err(Ended::Closed)),
+            None => Err(ErrorKind::UnexpectedEof.into()),
         }
     }
-}
 
-/// Sender: handles the answer that the receiver has not posted this chunk.
-fn not_posted(shared: &Shared, outbox: &Outbox, chunk: ChunkId) -> Result<(), String> {
-    let ChunkId { transfer, index } = chunk;
-    match outbox.answered(chunk)? {
-        GivenBack::Wanted(_) => {
-            let reason = format!("the peer no longer waits for chunk {index}");
-            shared.report(DataEvent::Failed { transfer, reason });
+    /// Announces the blocks of queued chunks, at most `ahead_max` unanswered chunks at a time, until
+    /// the outbox is closed.
+    pub fn lend(&self, stream: &mut TcpStream, ahead_max: usize, verify: bool) -> io::Result<()> {
+        while let Some(job) = self.outbox.next(ahead_max) {
+            let blocks = job.blocks.iter().map(BlockRead::block).collect();
+            let lend = Message::Lend { chunk: job.chunk, blocks };
+            // The kernels that wrote the blocks have finished, also on the device; otherwise the
+            // chunk would not be queued.
+            let integrity = match verify {
+                true => BlockRead::digest(&job.blocks).map_err(io::Error::other)?,
+                false => 0,
+            };
+            // Recorded before the message is sent, because the answer may come at once.
+            self.outbox.lend(job, integrity);
+            lend.write(stream)?;
         }
-        GivenBack::Released => shared.report(DataEvent::Released { transfer }),
-        GivenBack::Cancelled => {}
+        Ok(())
     }
-    Ok(())
-}
 
-/// Receiver: waits for `Offer`. Returns its payload and whether to hash chunks; `None` if the
-/// connection closes first.
-pub fn receive_offer(
-    shared: &Shared,
-    inbox: &Inbox,
-    messages: &mut Messages,
-) -> io::Result<Option<(Vec<u8>, bool)>> {
-    match messages.next_by(Instant::now() + LEASE, || inbox.is_closed())? {
-        Some(Message::Offer { export, verify }) => {
-            Ok(Some((export, verify || shared.transport.verify)))
+    /// Reports a chunk whose blocks are no longer read.
+    pub fn report(&self, chunk: ChunkId, given_back: GivenBack<Moved>) {
+        let ChunkId { transfer, index } = chunk;
+        match given_back {
+            GivenBack::Wanted(Moved { integrity, bytes }) => {
+                self.shared.metrics.count(|counts| {
+                    counts.bytes_sent += bytes;
+                    counts.chunks_sent += 1;
+                });
+                self.shared.report(DataEvent::Sent { transfer, chunk: index, integrity });
+            }
+            GivenBack::Released => self.shared.report(DataEvent::Released { transfer }),
+            GivenBack::Cancelled => {}
         }
-        Some(message) => Err(unexpected(&message, "Offer")),
-        None => Ok(None),
+    }
+
+    /// Handles answers until the outbox is closed. Breaks the connection on failure, and if the oldest
+    /// chunk in flight has had no answer for a lease. `handle` gets the answers of one transport.
+    pub fn take_answers(
+        &self,
+        mut answers: Messages,
+        mut handle: impl FnMut(Message) -> Result<(), String>,
+    ) {
+        loop {
+            let handled = match answers.poll() {
+                Ok(Polled::Message(Message::NotPosted { chunk })) => self.not_posted(chunk),
+                Ok(Polled::Message(message)) => handle(message),
+                Ok(Polled::End) => Err("the peer closed the connection".to_owned()),
+                Ok(Polled::Nothing) if self.outbox.is_closed() => return,
+                Ok(Polled::Nothing) => match self.outbox.oldest() {
+                    Some(since) if since.elapsed() >= LEASE => {
+                        Err(format!("received no answer to a chunk for {} s", LEASE.as_secs()))
+                    }
+                    _ => Ok(()),
+                },
+                Err(error) => Err(error.to_string()),
+            };
+            if let Err(reason) = handled {
+                return self.outbox.break_off(reason);
+            }
+        }
+    }
+
+    /// Handles the answer that the receiver has not posted this chunk.
+    fn not_posted(&self, chunk: ChunkId) -> Result<(), String> {
+        let ChunkId { transfer, index } = chunk;
+        match self.outbox.answered(chunk)? {
+            GivenBack::Wanted(_) => {
+                let reason = format!("the peer no longer waits for chunk {index}");
+                self.shared.report(DataEvent::Failed { transfer, reason });
+            }
+            GivenBack::Released => self.shared.report(DataEvent::Released { transfer }),
+            GivenBack::Cancelled => {}
+        }
+        Ok(())
     }
 }
 
@@ -160,24 +138,66 @@ pub enum Lend {
     End(Ended),
 }
 
-/// Receiver: polls for `Lend` and takes the blocks that were posted for the chunk.
-pub fn receive_lend(shared: &Shared, inbox: &Inbox, messages: &mut Messages) -> io::Result<Lend> {
-    let (chunk, from) = match messages.poll()? {
-        Polled::Message(Message::Lend { chunk, blocks }) => (chunk, blocks),
-        Polled::Message(Message::Refused { reason }) => {
-            return Ok(Lend::End(Ended::Refused { reason }));
+impl Incoming<'_> {
+    /// Waits for `Offer`. Returns its payload and whether to hash chunks; `None` if the connection
+    /// closes first.
+    pub fn receive_offer(&self, messages: &mut Messages) -> io::Result<Option<(Vec<u8>, bool)>> {
+        match messages.next_by(Instant::now() + LEASE, || self.inbox.is_closed())? {
+            Some(Message::Offer { export, verify }) => {
+                Ok(Some((export, verify || self.shared.transport.verify)))
+            }
+            Some(message) => Err(unexpected(&message, "Offer")),
+            None => Ok(None),
         }
-        Polled::Message(message) => return Err(unexpected(&message, "Lend")),
-        Polled::Nothing if !inbox.is_closed() => return Ok(Lend::Nothing),
-        Polled::Nothing | Polled::End => return Ok(Lend::End(Ended::Closed)),
-    };
-    Ok(match inbox.take(chunk) {
-        Some(to) => Lend::Chunk { chunk, from, to },
-        None => {
-            shared.metrics.refuse_data("frame_not_posted");
-            Lend::NotPosted { chunk }
-        }
-    })
+    }
+
+    /// Polls for `Lend` and takes the blocks that were posted for the chunk.
+    pub fn receive_lend(&self, messages: &mut Messages) -> io::Result<Lend> {
+        let (chunk, from) = match messages.poll()? {
+            Polled::Message(Message::Lend { chunk, blocks }) => (chunk, blocks),
+            Polled::Message(Message::Refused { reason }) => {
+                return Ok(Lend::End(Ended::Refused { reason }));
+            }
+            Polled::Message(message) => return Err(unexpected(&message, "Lend")),
+            Polled::Nothing if !self.inbox.is_closed() => return Ok(Lend::Nothing),
+            Polled::Nothing | Polled::End => return Ok(Lend::End(Ended::Closed)),
+        };
+        Ok(match self.inbox.take(chunk) {
+            Some(to) => Lend::Chunk { chunk, from, to },
+            None => {
+                self.shared.metrics.refuse_data("frame_not_posted");
+                Lend::NotPosted { chunk }
+            }
+        })
+    }
+
+    pub fn is_current(&self) -> bool {
+        self.inbox.is_current(self.connection)
+    }
+
+    /// Fails if the chunk was written by a connection that is no longer the current one.
+    pub fn if_current(&self, moved: Moved) -> Result<Moved, String> {
+        let closed = || "the data connection was closed".to_owned();
+        self.is_current().then_some(moved).ok_or_else(closed)
+    }
+
+    /// Reports a chunk that was written or has failed, after the guards of its blocks were dropped.
+    pub fn report(&self, chunk: ChunkId, written: Result<Moved, String>) {
+        let ChunkId { transfer, index } = chunk;
+        let event = match (self.inbox.give_back(chunk), written) {
+            (GivenBack::Wanted(()), Ok(Moved { integrity, bytes })) => {
+                self.shared.metrics.count(|counts| {
+                    counts.bytes_received += bytes;
+                    counts.chunks_received += 1;
+                });
+                DataEvent::Received { transfer, chunk: index, integrity }
+            }
+            (GivenBack::Wanted(()), Err(reason)) => DataEvent::Failed { transfer, reason },
+            (GivenBack::Released, _) => DataEvent::Released { transfer },
+            (GivenBack::Cancelled, _) => return,
+        };
+        self.shared.report(event);
+    }
 }
 
 /// Receiver: starts chunks on this thread and completes them in order on a second one, until `start`
@@ -269,28 +289,4 @@ pub fn verify_and_release(mut blocks: Vec<BlockWrite>, verify: bool) -> Result<M
         false => 0,
     };
     Ok(Moved { integrity, bytes })
-}
-
-/// Receiver: reports a chunk that was written or has failed, after the guards of its blocks were
-/// dropped.
-pub fn report_received(
-    shared: &Shared,
-    inbox: &Inbox,
-    chunk: ChunkId,
-    written: Result<Moved, String>,
-) {
-    let ChunkId { transfer, index } = chunk;
-    let event = match (inbox.give_back(chunk), written) {
-        (GivenBack::Wanted(()), Ok(Moved { integrity, bytes })) => {
-            shared.metrics.count(|counts| {
-                counts.bytes_received += bytes;
-                counts.chunks_received += 1;
-            });
-            DataEvent::Received { transfer, chunk: index, integrity }
-        }
-        (GivenBack::Wanted(()), Err(reason)) => DataEvent::Failed { transfer, reason },
-        (GivenBack::Released, _) => DataEvent::Released { transfer },
-        (GivenBack::Cancelled, _) => return,
-    };
-    shared.report(event);
 }

@@ -15,8 +15,8 @@ use std::{
 use socket2::SockRef;
 
 use super::{
-    Ended, Shared, handshake,
-    inbox::{Inbox, Peers},
+    Ended, Incoming, Shared, handshake,
+    inbox::Peers,
     ipc,
     message::{Message, Messages},
     nccl,
@@ -158,16 +158,15 @@ fn read_connection(
         Ok(false) => return,
         Err(error) => return tracing::warn!(%error, "cannot use a data connection"),
     }
+    let incoming = Incoming { shared, inbox: &inbox, peer, connection };
     let ended = match kind {
-        excluded if !shared.offered.contains(&excluded) => {
-            refuse(shared, &inbox, peer, excluded, &mut stream)
-        }
+        excluded if !shared.offered.contains(&excluded) => refuse(&incoming, excluded, &mut stream),
         TransferKind::Tcp => {
             shared.metrics.set_path(peer, kind);
-            tcp::read_frames(shared, &inbox, &mut stream).map(|()| Ended::Closed)
+            tcp::read_frames(&incoming, &mut stream).map(|()| Ended::Closed)
         }
-        TransferKind::Ipc => ipc::pull_chunks(shared, &inbox, peer, connection, &mut stream),
-        TransferKind::Nccl => nccl::receive_chunks(shared, &inbox, peer, connection, &mut stream),
+        TransferKind::Ipc => ipc::pull_chunks(&incoming, &mut stream),
+        TransferKind::Nccl => nccl::receive_chunks(&incoming, &mut stream),
     };
     inbox.leave(connection);
     let reason = match ended {
@@ -182,12 +181,11 @@ fn read_connection(
 
 /// Rejects a connection whose transport this node has not offered.
 fn refuse(
-    shared: &Shared,
-    inbox: &Inbox,
-    peer: Epoch,
+    incoming: &Incoming<'_>,
     kind: TransferKind,
     stream: &mut TcpStream,
 ) -> io::Result<Ended> {
+    let Incoming { shared, inbox, peer, .. } = *incoming;
     tracing::warn!(%peer, transport = %kind, "peer requested a transport that this node does not offer");
     shared.metrics.refuse_data("transport_not_offered");
     let mut messages = Messages::new(stream, POLL)?;

@@ -154,12 +154,6 @@ impl Inbox {
         state.closed || state.taken.is_cancelled(transfer)
     }
 
-    /// Fails if `connection` is not the current one.
-    pub fn check_current(&self, connection: u64) -> Result<(), String> {
-        let closed = || "the data connection was closed".to_owned();
-        self.is_current(connection).then_some(()).ok_or_else(closed)
-    }
-
     /// Returns whether `connection` is the current one.
     pub fn is_current(&self, connection: u64) -> bool {
         let state = self.lock();

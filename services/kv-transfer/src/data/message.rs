@@ -56,56 +56,31 @@ pub enum Message {
 
 impl Message {
     pub fn to_bytes(&self) -> Vec<u8> {
-        let mut bytes = vec![0; HEADER_BYTES];
-        let of_chunk = |bytes: &mut Vec<u8>, chunk: &ChunkId| {
-            bytes.extend_from_slice(&chunk.transfer.to_bytes());
-            bytes.extend_from_slice(&chunk.index.to_le_bytes());
+        let of_chunk = |chunk: &ChunkId, numbers: &[u32]| {
+            let mut body = chunk.transfer.to_bytes().to_vec();
+            body.extend_from_slice(&chunk.index.to_le_bytes());
+            body.extend(numbers.iter().flat_map(|number| number.to_le_bytes()));
+            body
         };
-        let kind: u32 = match self {
-            Message::Offer { export, verify } => {
-                bytes.push(u8::from(*verify));
-                bytes.extend_from_slice(export);
-                1
-            }
-            Message::Ready { verify } => {
-                bytes.push(u8::from(*verify));
-                2
-            }
+        let (kind, body): (u32, Vec<u8>) = match self {
+            Message::Offer { export, verify } => (1, [&[u8::from(*verify)], &export[..]].concat()),
+            Message::Ready { verify } => (2, vec![u8::from(*verify)]),
             Message::Refused { reason } => {
                 let end = reason.floor_char_boundary(REASON_BYTES_MAX.min(reason.len()));
-                bytes.extend_from_slice(&reason.as_bytes()[..end]);
-                REFUSED
+                (REFUSED, reason[..end].into())
             }
             Message::Lend { chunk, blocks } => {
-                of_chunk(&mut bytes, chunk);
-                bytes.extend(blocks.iter().flat_map(|block| block.0.to_le_bytes()));
-                4
+                let blocks: Vec<u32> = blocks.iter().map(|block| block.0).collect();
+                (4, of_chunk(chunk, &blocks))
             }
-            Message::Pulled { chunk } => {
-                of_chunk(&mut bytes, chunk);
-                5
-            }
-            Message::NotPosted { chunk } => {
-                of_chunk(&mut bytes, chunk);
-                6
-            }
-            Message::Go { chunk, runs } => {
-                of_chunk(&mut bytes, chunk);
-                bytes.extend(runs.iter().flat_map(|run| run.to_le_bytes()));
-                7
-            }
-            Message::Accepted { answer } => {
-                bytes.extend_from_slice(answer);
-                8
-            }
+            Message::Pulled { chunk } => (5, of_chunk(chunk, &[])),
+            Message::NotPosted { chunk } => (6, of_chunk(chunk, &[])),
+            Message::Go { chunk, runs } => (7, of_chunk(chunk, runs)),
+            Message::Accepted { answer } => (8, answer.clone()),
         };
-        let body_bytes = (bytes.len() - HEADER_BYTES) as u32;
-        bytes[0..4].copy_from_slice(&MAGIC);
-        bytes[4..8].copy_from_slice(&kind.to_le_bytes());
-        bytes[8..12].copy_from_slice(&body_bytes.to_le_bytes());
-        let check = check(&bytes[..CHECKED_BYTES], &bytes[HEADER_BYTES..]);
-        bytes[CHECKED_BYTES..HEADER_BYTES].copy_from_slice(&check);
-        bytes
+        let head = [MAGIC, kind.to_le_bytes(), (body.len() as u32).to_le_bytes()].concat();
+        let check = check(&head, &body);
+        [&head[..], &check, &body].concat()
     }
 
     fn from_body(kind: u32, body: &[u8]) -> Option<Self> {

@@ -54,7 +54,7 @@ use crate::{
     transport::{ChunkId, DataError, Released, Transport, TransportEvent},
 };
 use inbound::Inbound;
-use inbox::Peers;
+use inbox::{Inbox, Peers};
 use outbox::Outbox;
 
 /// Time-out of dropping a transport.
@@ -116,6 +116,22 @@ impl Shared {
 pub struct Moved {
     integrity: u64,
     bytes: u64,
+}
+
+/// The sending end of a connection.
+pub struct Outgoing<'a> {
+    shared: &'a Shared,
+    outbox: &'a Outbox,
+    peer: Epoch,
+}
+
+/// The receiving end of a connection.
+pub struct Incoming<'a> {
+    shared: &'a Shared,
+    inbox: &'a Inbox,
+    peer: Epoch,
+    /// Number of the connection.
+    connection: u64,
 }
 
 /// How a connection ended without an error.

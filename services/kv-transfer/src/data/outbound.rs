@@ -9,7 +9,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use super::{Ended, Shared, handshake, ipc, nccl, outbox::Outbox, tcp};
+use super::{Ended, Outgoing, Shared, handshake, ipc, nccl, outbox::Outbox, tcp};
 use crate::{api::Epoch, config::LEASE, protocol::DataEvent, transfer_kind::TransferKind};
 
 const CONNECT_TIMEOUT: Duration = Duration::from_millis(500);
@@ -39,6 +39,7 @@ fn carry(
     endpoint: &str,
     kinds: &[TransferKind],
 ) -> Result<(), String> {
+    let outgoing = Outgoing { shared, outbox, peer };
     let mut others = kinds.iter().copied();
     let agreed = others.next().unwrap_or(TransferKind::Tcp);
     let (mut kind, mut offer) = match shared.offer(agreed) {
@@ -52,10 +53,10 @@ fn carry(
         let ended = match kind {
             TransferKind::Tcp => {
                 shared.metrics.set_path(peer, kind);
-                tcp::send_chunks(shared, outbox, stream).map(|()| Ended::Closed)
+                tcp::send_chunks(&outgoing, stream).map(|()| Ended::Closed)
             }
-            TransferKind::Ipc => ipc::lend_chunks(shared, outbox, peer, offer, stream),
-            TransferKind::Nccl => nccl::send_chunks(shared, outbox, peer, offer, stream),
+            TransferKind::Ipc => ipc::lend_chunks(&outgoing, offer, stream),
+            TransferKind::Nccl => nccl::send_chunks(&outgoing, offer, stream),
         };
         match ended.map_err(|error| error.to_string())? {
             Ended::Closed => return Ok(()),

@@ -362,13 +362,9 @@ impl Core {
             }
             return;
         }
-        let answer = match self.tombstones.get(transfer) {
-            Some(Tombstone::Complete) => Body::Ack { transfer },
-            Some(Tombstone::Failed { cause, reason }) => {
-                Body::Abort { transfer, cause: *cause, reason: reason.clone() }
-            }
-            None => Body::give_up(transfer, "unknown transfer".to_owned()),
-        };
+        let unknown = || Body::give_up(transfer, "unknown transfer".to_owned());
+        let ended = self.tombstones.get(transfer);
+        let answer = ended.map_or_else(unknown, |ended| ended.answer(transfer));
         self.turn.send_traced(from.epoch, answer, traceparent);
     }
 }

@@ -4,39 +4,37 @@ use crate::api::Identity;
 
 /// Returns the differences in one line with both fingerprints; `None` if the two may exchange KV.
 pub fn difference(ours: &Identity, theirs: &Identity) -> Option<String> {
-    let mut fields = Vec::new();
-    let mut compare = |field: &str, ours: String, theirs: String| {
-        if ours != theirs {
-            fields.push(format!("{field} {ours} against {theirs}"));
-        }
+    let fields = |identity: &Identity| {
+        [
+            ("model_fingerprint", format!("{:032x}", identity.model_fingerprint)),
+            ("weight_version", identity.weight_version.to_string()),
+            ("kv_layout", format!("{:?}", identity.kv_layout)),
+            ("block_size", identity.block_size.to_string()),
+            ("dtype", format!("{:?}", identity.dtype)),
+            ("tp", identity.tp.to_string()),
+        ]
     };
-    compare(
-        "model_fingerprint",
-        format!("{:032x}", ours.model_fingerprint),
-        format!("{:032x}", theirs.model_fingerprint),
-    );
-    compare("weight_version", ours.weight_version.to_string(), theirs.weight_version.to_string());
-    compare("kv_layout", format!("{:?}", ours.kv_layout), format!("{:?}", theirs.kv_layout));
-    compare("block_size", ours.block_size.to_string(), theirs.block_size.to_string());
-    compare("dtype", format!("{:?}", ours.dtype), format!("{:?}", theirs.dtype));
-    compare("tp", ours.tp.to_string(), theirs.tp.to_string());
+    let pairs = fields(ours).into_iter().zip(fields(theirs));
+    let mut differences: Vec<String> = pairs
+        .filter(|(ours, theirs)| ours != theirs)
+        .map(|((field, ours), (_, theirs))| format!("{field} {ours} against {theirs}"))
+        .collect();
     let overlap =
         ours.protocol_min.max(theirs.protocol_min) <= ours.protocol_max.min(theirs.protocol_max);
     if !overlap {
-        fields.push(format!(
+        differences.push(format!(
             "protocol {} to {} against {} to {}",
             ours.protocol_min, ours.protocol_max, theirs.protocol_min, theirs.protocol_max
         ));
     }
-    if fields.is_empty() {
-        return None;
-    }
-    Some(format!(
-        "model {:032x} cannot exchange KV with model {:032x}: {}",
-        ours.model_fingerprint,
-        theirs.model_fingerprint,
-        fields.join(", ")
-    ))
+    (!differences.is_empty()).then(|| {
+        format!(
+            "model {:032x} cannot exchange KV with model {:032x}: {}",
+            ours.model_fingerprint,
+            theirs.model_fingerprint,
+            differences.join(", ")
+        )
+    })
 }
 
 /// Returns the difference to KV of this model and these weights.

@@ -5,7 +5,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-use crate::{api::TransferId, control::AbortCause};
+use crate::{
+    api::TransferId,
+    control::{AbortCause, Body},
+};
 
 /// Far longer than any retransmission or router time-out.
 const KEPT_FOR: Duration = Duration::from_secs(30);
@@ -17,6 +20,18 @@ pub enum Tombstone {
     Complete,
     /// Failed, or cancelled before it was started.
     Failed { cause: AbortCause, reason: String },
+}
+
+impl Tombstone {
+    /// Returns the answer to a late message of the peer.
+    pub fn answer(&self, transfer: TransferId) -> Body {
+        match self {
+            Self::Complete => Body::Ack { transfer },
+            Self::Failed { cause, reason } => {
+                Body::Abort { transfer, cause: *cause, reason: reason.clone() }
+            }
+        }
+    }
 }
 
 /// A bounded table that evicts the oldest entries.

@@ -193,7 +193,7 @@ impl Transfer {
             Phase::Complete => None,
             _ => {
                 let lease = self.is_leased().then_some(self.lease);
-                let retry = self.awaits_answer().then(|| self.retry.at);
+                let retry = self.awaits_answer().then_some(self.retry.at);
                 [lease, retry].into_iter().flatten().chain([self.deadline]).min()
             }
         }

@@ -8,16 +8,12 @@ use kernels::{
 };
 
 use super::super::{
-    Ended, Shared,
-    chunk_ends::{
-        Lend, Step, invalid, receive_lend, receive_offer, report_received, start_and_complete,
-        until_done, verify_and_release,
-    },
-    inbox::Inbox,
+    Ended, Incoming,
+    chunk_ends::{Lend, Step, invalid, start_and_complete, until_done, verify_and_release},
     message::{Message, Messages},
     stream::POLL,
 };
-use crate::{api::Epoch, transfer_kind::TransferKind, transport::ChunkId};
+use crate::{transfer_kind::TransferKind, transport::ChunkId};
 
 /// Started copies queued behind the one whose completion is polled.
 const COPIES_QUEUED_MAX: usize = 2;
@@ -33,14 +29,12 @@ struct Copy {
 
 /// Receives chunks until the peer closes the connection between two messages, or an error occurs.
 pub(in crate::data) fn pull_chunks(
-    shared: &Shared,
-    inbox: &Inbox,
-    peer: Epoch,
-    connection: u64,
+    incoming: &Incoming<'_>,
     stream: &mut TcpStream,
 ) -> io::Result<Ended> {
+    let Incoming { shared, peer, .. } = *incoming;
     let mut messages = Messages::new(stream, POLL)?;
-    let Some((export, verify)) = receive_offer(shared, inbox, &mut messages)? else {
+    let Some((export, verify)) = incoming.receive_offer(&mut messages)? else {
         return Ok(Ended::Closed);
     };
     let mut memory = match shared.gpu_memory().and_then(|memory| memory.import(&export)) {
@@ -55,11 +49,11 @@ pub(in crate::data) fn pull_chunks(
     Message::Ready { verify: shared.transport.verify }.write(stream)?;
     shared.metrics.set_path(peer, TransferKind::Ipc);
     let mut answers = stream.try_clone()?;
-    let start = || start_copy(shared, inbox, &mut *memory, &mut messages);
+    let start = || start_copy(incoming, &mut *memory, &mut messages);
     let complete = |Copy { chunk, pull }| {
         let answer = match pull {
             Some(pull) => {
-                complete_one(shared, inbox, connection, chunk, pull, verify)?;
+                complete_one(incoming, chunk, pull, verify)?;
                 Message::Pulled { chunk }
             }
             None => Message::NotPosted { chunk },
@@ -71,12 +65,11 @@ pub(in crate::data) fn pull_chunks(
 
 /// Reads one message and starts the copy that it asks for.
 fn start_copy(
-    shared: &Shared,
-    inbox: &Inbox,
+    incoming: &Incoming<'_>,
     memory: &mut dyn PeerBlocks,
     messages: &mut Messages,
 ) -> io::Result<Step<Copy>> {
-    let (chunk, from, to) = match receive_lend(shared, inbox, messages)? {
+    let (chunk, from, to) = match incoming.receive_lend(messages)? {
         Lend::Chunk { chunk, from, to } => (chunk, from, to),
         Lend::NotPosted { chunk } => {
             return Ok(Step::Started(Copy { chunk, pull: None }));
@@ -100,7 +93,7 @@ fn start_copy(
         Ok(pull) => Ok(Step::Started(Copy { chunk, pull: Some(pull) })),
         Err(reason) => {
             let reason = format!("chunk {}: {reason}", chunk.index);
-            report_received(shared, inbox, chunk, Err(reason.clone()));
+            incoming.report(chunk, Err(reason.clone()));
             Err(invalid(reason))
         }
     }
@@ -108,9 +101,7 @@ fn start_copy(
 
 /// Waits for a copy, releases its blocks and reports it.
 fn complete_one(
-    shared: &Shared,
-    inbox: &Inbox,
-    connection: u64,
+    incoming: &Incoming<'_>,
     chunk: ChunkId,
     mut pull: Box<dyn Moving<BlockWrite>>,
     verify: bool,
@@ -127,8 +118,6 @@ fn complete_one(
         .and_then(|()| pull.finish())
         .and_then(|blocks| verify_and_release(blocks, verify))
         .map_err(|reason| format!("chunk {}: {reason}", chunk.index));
-    let current =
-        completed.clone().and_then(|moved| inbox.check_current(connection).map(|()| moved));
-    report_received(shared, inbox, chunk, current);
+    incoming.report(chunk, completed.clone().and_then(|moved| incoming.if_current(moved)));
     completed.map(drop).map_err(io::Error::other)
 }

@@ -8,13 +8,12 @@ use std::{
 };
 
 use super::super::{
-    Ended, Shared,
-    chunk_ends::{answer, lend, report_sent, take_answers, unexpected},
+    Ended, Outgoing,
+    chunk_ends::unexpected,
     message::{Message, Messages},
-    outbox::Outbox,
     stream::POLL,
 };
-use crate::{api::Epoch, transfer_kind::TransferKind};
+use crate::transfer_kind::TransferKind;
 
 /// Unanswered chunks: the receiver copies a few and has the next ones queued.
 const LENT_MAX: usize = 4;
@@ -24,15 +23,14 @@ const MAP_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Sends chunks until the outbox is closed or the connection ends.
 pub(in crate::data) fn lend_chunks(
-    shared: &Shared,
-    outbox: &Outbox,
-    peer: Epoch,
+    outgoing: &Outgoing<'_>,
     export: Vec<u8>,
     mut stream: TcpStream,
 ) -> io::Result<Ended> {
+    let Outgoing { shared, outbox, peer } = *outgoing;
     let mut answers = Messages::new(&stream, POLL)?;
     Message::Offer { export, verify: shared.transport.verify }.write(&mut stream)?;
-    let verify = match answer(&mut answers, outbox, Instant::now() + MAP_TIMEOUT)? {
+    let verify = match outgoing.answer(&mut answers, Instant::now() + MAP_TIMEOUT)? {
         Ok(Message::Ready { verify }) => verify || shared.transport.verify,
         Ok(message) => return Err(unexpected(&message, "Ready")),
         Err(ended) => return Ok(ended),
@@ -40,15 +38,15 @@ pub(in crate::data) fn lend_chunks(
     shared.metrics.set_path(peer, TransferKind::Ipc);
     thread::scope(|scope| {
         thread::Builder::new().name("kv-data-answers".to_owned()).spawn_scoped(scope, || {
-            take_answers(shared, outbox, answers, |message| match message {
+            outgoing.take_answers(answers, |message| match message {
                 Message::Pulled { chunk } => {
-                    report_sent(shared, chunk, outbox.answered(chunk)?);
+                    outgoing.report(chunk, outbox.answered(chunk)?);
                     Ok(())
                 }
                 message => Err(unexpected(&message, "an answer to Lend").to_string()),
             });
         })?;
-        let lent = lend(outbox, &mut stream, LENT_MAX, verify);
+        let lent = outgoing.lend(&mut stream, LENT_MAX, verify);
         // Stops the other thread. Fails only if the connection has already closed.
         let _ = stream.shutdown(Shutdown::Both);
         lent

@@ -22,7 +22,10 @@ mod sender;
 
 use std::time::Duration;
 
-use kernels::peer::PeerChannel;
+use kernels::peer::{Moving, PeerChannel};
+
+use super::chunk_ends::until_done;
+use crate::config::LEASE;
 
 pub(in crate::data) use receiver::receive_chunks;
 pub(in crate::data) use sender::send_chunks;
@@ -35,6 +38,21 @@ const JOIN_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Time-out of one poll of the connection while the ranks join.
 const JOIN_POLL: Duration = Duration::from_millis(1);
+
+/// Waits for the end of an operation and returns its blocks. Fails when the connection `is_over`, and
+/// with `late` after a lease.
+fn complete<B>(
+    mut moving: Box<dyn Moving<B>>,
+    is_over: impl Fn() -> bool,
+    late: &str,
+) -> Result<Vec<B>, String> {
+    let hopeless = |waited| match is_over() {
+        true => Some("the data connection has closed".to_owned()),
+        false => (waited >= LEASE).then(|| format!("{late} for {} s", LEASE.as_secs())),
+    };
+    until_done(&mut *moving, hopeless)?;
+    moving.finish()
+}
 
 /// Aborts the communicator and with it the operations in its stream. Fails if the abort does not
 /// return: then the blocks in flight stay held.

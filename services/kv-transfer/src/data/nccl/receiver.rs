@@ -14,20 +14,14 @@ use kernels::{
 
 use super::{
     super::{
-        Ended, Shared,
-        chunk_ends::{
-            Lend, Step, invalid, receive_lend, receive_offer, report_received, start_and_complete,
-            unexpected, until_done, verify_and_release,
-        },
-        inbox::Inbox,
+        Ended, Incoming,
+        chunk_ends::{Lend, Step, invalid, start_and_complete, unexpected, verify_and_release},
         message::{Message, Messages, Polled},
         stream::POLL,
     },
-    IN_FLIGHT_MAX, JOIN_POLL, JOIN_TIMEOUT, abort,
+    IN_FLIGHT_MAX, JOIN_POLL, JOIN_TIMEOUT, abort, complete,
 };
-use crate::{
-    api::Epoch, config::LEASE, protocol::DataEvent, transfer_kind::TransferKind, transport::ChunkId,
-};
+use crate::{protocol::DataEvent, transfer_kind::TransferKind, transport::ChunkId};
 
 /// A chunk whose receive is launched.
 struct Launched {
@@ -37,14 +31,12 @@ struct Launched {
 
 /// Receives chunks until the peer closes the connection between two messages, or an error occurs.
 pub(in crate::data) fn receive_chunks(
-    shared: &Shared,
-    inbox: &Inbox,
-    peer: Epoch,
-    connection: u64,
+    incoming: &Incoming<'_>,
     stream: &mut TcpStream,
 ) -> io::Result<Ended> {
+    let Incoming { shared, inbox, peer, .. } = *incoming;
     let mut messages = Messages::new(stream, POLL)?;
-    let Some((invitation, verify)) = receive_offer(shared, inbox, &mut messages)? else {
+    let Some((invitation, verify)) = incoming.receive_offer(&mut messages)? else {
         return Ok(Ended::Closed);
     };
     let accepted = shared.gpu_channels().and_then(|channels| {
@@ -55,7 +47,7 @@ pub(in crate::data) fn receive_chunks(
             // The sender joins at the same time as this node.
             Message::Accepted { answer: answer.clone() }.write(stream)?;
             messages.set_poll_timeout(JOIN_POLL)?;
-            let cancelled = || !inbox.is_current(connection) || messages.has_input_or_closed();
+            let cancelled = || !incoming.is_current() || messages.has_input_or_closed();
             let deadline = Instant::now() + JOIN_TIMEOUT;
             let limit = WaitLimit { deadline, cancelled: &cancelled };
             channels.join((&invitation, &answer), End::Receiver, limit)
@@ -65,17 +57,17 @@ pub(in crate::data) fn receive_chunks(
     let channel = match joined {
         Ok(channel) => channel,
         // This node closed the connection, so the transport is not at fault.
-        Err(_) if !inbox.is_current(connection) => return Ok(Ended::Closed),
+        Err(_) if !incoming.is_current() => return Ok(Ended::Closed),
         Err(reason) => {
             return match messages.poll()? {
                 Polled::Nothing => {
-                    log_refusal(shared, peer, &reason);
+                    log_refusal(incoming, &reason);
                     Message::Refused { reason: reason.clone() }.write(stream)?;
                     Ok(Ended::Refused { reason })
                 }
                 // The sender reconnects with another transport.
                 Polled::Message(Message::Refused { reason }) => {
-                    log_refusal(shared, peer, &reason);
+                    log_refusal(incoming, &reason);
                     Ok(Ended::Refused { reason })
                 }
                 Polled::Message(message) => Err(unexpected(&message, "Refused")),
@@ -91,27 +83,18 @@ pub(in crate::data) fn receive_chunks(
     // one that waits for room.
     let queued_max = IN_FLIGHT_MAX - 2;
     let (ended, mut answers) = (AtomicBool::new(false), stream.try_clone()?);
-    let launch = || launch_receive(shared, inbox, peer, &*channel, &mut messages, &mut answers);
-    let complete = |Launched { chunk, mut moving }| {
-        let hopeless = |waited| {
-            if inbox.is_closed() || ended.load(Ordering::Acquire) {
-                Some("the data connection has closed".to_owned())
-            } else if waited >= LEASE {
-                Some(format!("received nothing for {} s", LEASE.as_secs()))
-            } else {
-                None
-            }
-        };
-        let completed = until_done(&mut *moving, hopeless).and_then(|()| moving.finish());
+    let launch = || launch_receive(incoming, &*channel, &mut messages, &mut answers);
+    let complete = |Launched { chunk, moving }| {
+        let is_over = || inbox.is_closed() || ended.load(Ordering::Acquire);
+        let completed = complete(moving, is_over, "received nothing");
         match completed.and_then(|blocks| verify_and_release(blocks, verify)) {
             Ok(moved) => {
-                let moved = inbox.check_current(connection).map(|()| moved);
-                report_received(shared, inbox, chunk, moved);
+                incoming.report(chunk, incoming.if_current(moved));
                 Ok(())
             }
             Err(reason) => {
                 let reason = format!("chunk {}: {reason}", chunk.index);
-                fail(shared, inbox, &*channel, chunk, reason.clone());
+                fail(incoming, &*channel, chunk, reason.clone());
                 Err(io::Error::other(reason))
             }
         }
@@ -120,7 +103,8 @@ pub(in crate::data) fn receive_chunks(
 }
 
 /// Records that NCCL does not work with this peer.
-fn log_refusal(shared: &Shared, peer: Epoch, reason: &str) {
+fn log_refusal(incoming: &Incoming<'_>, reason: &str) {
+    let Incoming { shared, peer, .. } = *incoming;
     tracing::warn!(%peer, reason, "cannot receive from this peer by nccl");
     shared.metrics.fell_back(TransferKind::Nccl);
 }
@@ -131,14 +115,12 @@ fn log_refusal(shared: &Shared, peer: Epoch, reason: &str) {
 /// call then waits for that abort. A receive launched before its sender was told would block all of
 /// them for ever.
 fn launch_receive(
-    shared: &Shared,
-    inbox: &Inbox,
-    peer: Epoch,
+    incoming: &Incoming<'_>,
     channel: &dyn PeerChannel,
     messages: &mut Messages,
     stream: &mut TcpStream,
 ) -> io::Result<Step<Launched>> {
-    let (chunk, from, to) = match receive_lend(shared, inbox, messages)? {
+    let (chunk, from, to) = match incoming.receive_lend(messages)? {
         Lend::Chunk { chunk, from, to } => (chunk, from, to),
         Lend::NotPosted { chunk } => {
             Message::NotPosted { chunk }.write(stream)?;
@@ -148,7 +130,7 @@ fn launch_receive(
         Lend::End(ended) => {
             // The sender did not join and reconnects with another transport.
             if let Ended::Refused { reason } = &ended {
-                log_refusal(shared, peer, reason);
+                log_refusal(incoming, reason);
             }
             return Ok(Step::End(ended));
         }
@@ -162,14 +144,14 @@ fn launch_receive(
         );
         // The guards must be dropped before the chunk is reported.
         drop(to);
-        fail(shared, inbox, channel, chunk, reason.clone());
+        fail(incoming, channel, chunk, reason.clone());
         return Err(invalid(reason));
     }
     let pairs = from.iter().copied().zip(to.iter().map(BlockWrite::block));
     let runs: Vec<u32> = runs(pairs).iter().map(|run| run.count).collect();
     if let Err(error) = (Message::Go { chunk, runs: runs.clone() }).write(stream) {
         drop(to);
-        fail(shared, inbox, channel, chunk, error.to_string());
+        fail(incoming, channel, chunk, error.to_string());
         return Err(error);
     }
     match channel.receive(&runs, to) {
@@ -177,7 +159,7 @@ fn launch_receive(
         Err(reason) => {
             // Closing the connection ends the sender's half.
             let reason = format!("chunk {}: {reason}", chunk.index);
-            fail(shared, inbox, channel, chunk, reason.clone());
+            fail(incoming, channel, chunk, reason.clone());
             Err(invalid(reason))
         }
     }
@@ -185,10 +167,10 @@ fn launch_receive(
 
 /// Ends the receives in the stream, then releases the chunk's blocks. If the abort does not return,
 /// the blocks stay held and the chunk is reported as failed.
-fn fail(shared: &Shared, inbox: &Inbox, channel: &dyn PeerChannel, chunk: ChunkId, reason: String) {
+fn fail(incoming: &Incoming<'_>, channel: &dyn PeerChannel, chunk: ChunkId, reason: String) {
     if let Err(stuck) = abort(channel) {
         let reason = format!("{reason}; {stuck}");
-        return shared.report(DataEvent::Failed { transfer: chunk.transfer, reason });
+        return incoming.shared.report(DataEvent::Failed { transfer: chunk.transfer, reason });
     }
-    report_received(shared, inbox, chunk, Err(reason));
+    incoming.report(chunk, Err(reason));
 }

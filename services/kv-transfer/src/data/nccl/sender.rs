@@ -15,24 +15,22 @@ use kernels::{
 
 use super::{
     super::{
-        Ended, Shared,
-        chunk_ends::{answer, lend, report_sent, take_answers, unexpected, until_done},
+        Ended, Outgoing,
+        chunk_ends::unexpected,
         message::{Message, Messages, Polled},
-        outbox::Outbox,
         stream::POLL,
     },
-    IN_FLIGHT_MAX, JOIN_POLL, JOIN_TIMEOUT, abort,
+    IN_FLIGHT_MAX, JOIN_POLL, JOIN_TIMEOUT, abort, complete,
 };
-use crate::{api::Epoch, config::LEASE, transfer_kind::TransferKind, transport::ChunkId};
+use crate::{config::LEASE, transfer_kind::TransferKind, transport::ChunkId};
 
 /// Sends chunks until the outbox is closed or the connection ends.
 pub(in crate::data) fn send_chunks(
-    shared: &Shared,
-    outbox: &Outbox,
-    peer: Epoch,
+    outgoing: &Outgoing<'_>,
     invitation: Vec<u8>,
     mut stream: TcpStream,
 ) -> io::Result<Ended> {
+    let Outgoing { shared, outbox, peer } = *outgoing;
     let channels = match shared.gpu_channels() {
         Ok(channels) => channels,
         Err(reason) => return Ok(Ended::Refused { reason }),
@@ -41,7 +39,7 @@ pub(in crate::data) fn send_chunks(
     let offer = Message::Offer { export: invitation.clone(), verify: shared.transport.verify };
     offer.write(&mut stream)?;
     let deadline = Instant::now() + JOIN_TIMEOUT;
-    let accepted = match answer(&mut answers, outbox, deadline)? {
+    let accepted = match outgoing.answer(&mut answers, deadline)? {
         Ok(Message::Accepted { answer }) => answer,
         Ok(message) => return Err(unexpected(&message, "Accepted")),
         Err(ended) => return Ok(ended),
@@ -56,7 +54,7 @@ pub(in crate::data) fn send_chunks(
         Err(reason) => {
             // If the receiver gave a reason, that reason counts. If it closed the connection, the
             // transport is not at fault.
-            match answer(&mut answers, outbox, Instant::now()) {
+            match outgoing.answer(&mut answers, Instant::now()) {
                 Ok(Err(ended)) => return Ok(ended),
                 Ok(Ok(_)) => {}
                 Err(error) if error.kind() == ErrorKind::TimedOut => {}
@@ -66,7 +64,7 @@ pub(in crate::data) fn send_chunks(
             return Ok(Ended::Refused { reason });
         }
     };
-    let verify = match answer(&mut answers, outbox, deadline)? {
+    let verify = match outgoing.answer(&mut answers, deadline)? {
         Ok(Message::Ready { verify }) => verify || shared.transport.verify,
         Ok(message) => return Err(unexpected(&message, "Ready")),
         Err(ended) => return Ok(ended),
@@ -77,7 +75,7 @@ pub(in crate::data) fn send_chunks(
         let named = |name: &str| thread::Builder::new().name(name.to_owned());
         let channel = &*channel;
         named("kv-data-answers").spawn_scoped(scope, move || {
-            take_answers(shared, outbox, answers, |message| match message {
+            outgoing.take_answers(answers, |message| match message {
                 Message::Go { chunk, runs } => {
                     let blocks = outbox.take_lent(chunk).ok_or_else(|| {
                         format!("protocol error: Go for unannounced chunk {}", chunk.index)
@@ -90,11 +88,11 @@ pub(in crate::data) fn send_chunks(
             });
         })?;
         let completing = named("kv-data-done").spawn_scoped(scope, || {
-            if let Err(reason) = complete_all(shared, outbox, channel, &in_flight) {
+            if let Err(reason) = complete_all(outgoing, channel, &in_flight) {
                 outbox.break_off(reason);
             }
         });
-        let result = completing.and_then(|_| lend(outbox, &mut stream, IN_FLIGHT_MAX, verify));
+        let result = completing.and_then(|_| outgoing.lend(&mut stream, IN_FLIGHT_MAX, verify));
         // Stops the other threads. Fails only if the connection has already closed.
         let _ = stream.shutdown(Shutdown::Both);
         result
@@ -130,31 +128,16 @@ struct Launched {
 
 /// Waits for sends in order and reports them. Continues through the last send after an error.
 fn complete_all(
-    shared: &Shared,
-    outbox: &Outbox,
+    outgoing: &Outgoing<'_>,
     channel: &dyn PeerChannel,
     in_flight: &Receiver<Launched>,
 ) -> Result<(), String> {
+    let outbox = outgoing.outbox;
     let mut outcome = Ok(());
-    for Launched { chunk, mut moving } in in_flight {
-        let hopeless = |waited| {
-            if outbox.is_over() {
-                Some("the data connection has closed".to_owned())
-            } else if waited >= LEASE {
-                Some(format!(
-                    "the receiver did not take chunk {} for {} s",
-                    chunk.index,
-                    LEASE.as_secs()
-                ))
-            } else {
-                None
-            }
-        };
-        let completed = until_done(&mut *moving, hopeless).and_then(|()| moving.finish());
-        match completed.map(drop) {
-            Ok(()) => {
-                report_sent(shared, chunk, outbox.give_back(chunk));
-            }
+    for Launched { chunk, moving } in in_flight {
+        let late = format!("the receiver did not take chunk {}", chunk.index);
+        match complete(moving, || outbox.is_over(), &late).map(drop) {
+            Ok(()) => outgoing.report(chunk, outbox.give_back(chunk)),
             Err(reason) => {
                 // Ends the kernels in the stream. The connection's end handles a stuck abort.
                 let _ = abort(channel);

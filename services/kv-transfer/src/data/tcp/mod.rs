@@ -17,7 +17,7 @@ use std::{
 
 pub(in crate::data) use reader::read_frames;
 
-use super::{Moved, Shared, outbox::Outbox, stream::is_pause};
+use super::{Moved, Outgoing, outbox::Outbox, stream::is_pause};
 
 /// Time-out of one read of the watcher.
 const WATCH: Duration = Duration::from_secs(1);
@@ -33,16 +33,15 @@ enum Payload {
 /// Sends chunks until the outbox is closed or the connection ends. The receiver sends nothing on
 /// this connection, so a separate thread waits in a read to detect its death.
 pub(in crate::data) fn send_chunks(
-    shared: &Shared,
-    outbox: &Outbox,
+    outgoing: &Outgoing<'_>,
     mut stream: TcpStream,
 ) -> io::Result<()> {
     let watched = stream.try_clone()?;
     thread::scope(|scope| {
         thread::Builder::new()
             .name("kv-data-watch".to_owned())
-            .spawn_scoped(scope, || watch(outbox, watched))?;
-        let written = writer::write_frames(shared, outbox, &mut stream);
+            .spawn_scoped(scope, || watch(outgoing.outbox, watched))?;
+        let written = writer::write_frames(outgoing, &mut stream);
         // Stops the watcher. Fails only if the connection has already closed.
         let _ = stream.shutdown(Shutdown::Both);
         written

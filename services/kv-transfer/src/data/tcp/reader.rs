@@ -11,8 +11,8 @@ use xxhash_rust::xxh3::Xxh3;
 
 use super::{
     super::{
-        Moved, Shared,
-        chunk_ends::{invalid, report_received},
+        Incoming, Moved,
+        chunk_ends::invalid,
         inbox::Inbox,
         stream::{POLL, check_progress, is_pause, move_bytes, read_exact_by},
     },
@@ -33,10 +33,10 @@ const IDLE_POLL: Duration = Duration::from_secs(1);
 
 /// Receives frames until the peer closes the connection between two frames, or an error occurs.
 pub(in crate::data) fn read_frames(
-    shared: &Shared,
-    inbox: &Inbox,
+    incoming: &Incoming<'_>,
     stream: &mut TcpStream,
 ) -> io::Result<()> {
+    let Incoming { shared, inbox, .. } = *incoming;
     while let Some(header) = read_header(inbox, stream)? {
         let chunk = ChunkId { transfer: header.transfer, index: header.chunk };
         let Some(blocks) = inbox.take(chunk) else {
@@ -59,7 +59,7 @@ pub(in crate::data) fn read_frames(
             Ok(Payload::Cut { .. }) => Err("the data connection was closed".to_owned()),
             Err(error) => Err(format!("chunk {}: {error}", header.chunk)),
         };
-        report_received(shared, inbox, chunk, written);
+        incoming.report(chunk, written);
         if let Payload::Cut { rest } = read? {
             drain(inbox, stream, rest)?;
         }

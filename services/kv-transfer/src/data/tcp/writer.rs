@@ -11,7 +11,7 @@ use xxhash_rust::xxh3::Xxh3;
 
 use super::{
     super::{
-        Moved, Shared,
+        Moved, Outgoing,
         in_flight::GivenBack,
         outbox::{Job, Outbox},
         stream::{POLL, check_progress, is_pause, move_bytes},
@@ -26,7 +26,8 @@ const PIECE_BYTES: usize = 256 << 10;
 const PIECE_SLICES: usize = 16;
 
 /// Writes frames until the outbox is closed or the connection ends.
-pub fn write_frames(shared: &Shared, outbox: &Outbox, stream: &mut TcpStream) -> io::Result<()> {
+pub fn write_frames(outgoing: &Outgoing<'_>, stream: &mut TcpStream) -> io::Result<()> {
+    let Outgoing { shared, outbox, .. } = *outgoing;
     stream.set_write_timeout(Some(POLL))?;
     while let Some(job) = outbox.next(1) {
         let chunk = job.chunk;

@@ -124,9 +124,7 @@ impl Core {
             Some(_) => Body::give_up(id, "the transfer id is in use with another peer".to_owned()),
             None => match self.tombstones.get(id) {
                 Some(Tombstone::Complete) => return,
-                Some(Tombstone::Failed { cause, reason }) => {
-                    Body::Abort { transfer: id, cause: *cause, reason: reason.clone() }
-                }
+                Some(failed) => failed.answer(id),
                 None => {
                     let (known, limits) = (self.transfers.len(), self.turn.local.limits);
                     if self.early_count() < limits.early_max && known < limits.transfers_max {

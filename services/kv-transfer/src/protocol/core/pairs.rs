@@ -212,9 +212,8 @@ impl Core {
         }
         // The peer may never have received the `ABORT` of a transfer that it still wants.
         for id in transfers.iter().chain(awaited) {
-            if let Some(Tombstone::Failed { cause, reason }) = self.tombstones.get(*id) {
-                let abort = Body::Abort { transfer: *id, cause: *cause, reason: reason.clone() };
-                self.turn.send(from.epoch, abort);
+            if let Some(failed @ Tombstone::Failed { .. }) = self.tombstones.get(*id) {
+                self.turn.send(from.epoch, failed.answer(*id));
             }
         }
     }
