@@ -56,15 +56,9 @@ pub(super) struct Member {
 pub(super) struct Stream {
     pub(super) id: StreamId,
     /// Number of the last event; `None` before the snapshot.
-    last: Option<u64>,
+    pub(super) last: Option<u64>,
     /// When the snapshot is late, or when the directory requests a fresh one from a silent node.
-    deadline: Instant,
-}
-
-impl Stream {
-    pub(super) fn asked(id: StreamId, deadline: Instant) -> Self {
-        Self { id, last: None, deadline }
-    }
+    pub(super) deadline: Instant,
 }
 
 /// The record, load and cached blocks that the process reported.

@@ -26,7 +26,7 @@ use proto::v1;
 use crate::{
     Epoch, Load, MemberChange, NodeAddress, NodeRecord, RecordError, Role, backoff::Jitter,
 };
-use member::Member;
+use member::{Member, Stream};
 
 pub use select::{NoNode, NodeChoice, Wanted};
 
@@ -77,22 +77,14 @@ impl Health {
 /// An event that a directory handles.
 #[derive(Clone, Debug)]
 pub enum Input {
+    /// A change of the membership.
     Member(MemberChange),
     /// An event of an `Observe` stream.
-    Observed {
-        stream: StreamId,
-        event: v1::ObserveEvent,
-    },
+    Observed { stream: StreamId, event: v1::ObserveEvent },
     /// A stream failed to open, broke, or ended.
-    StreamEnded {
-        stream: StreamId,
-        reason: String,
-    },
+    StreamEnded { stream: StreamId, reason: String },
     /// A call to this process lost its connection or reached another process.
-    CallLost {
-        epoch: Epoch,
-        reason: String,
-    },
+    CallLost { epoch: Epoch, reason: String },
 }
 
 /// An operation for the shell to perform.
@@ -315,7 +307,8 @@ impl Directory {
         let stream = StreamId(self.next());
         let member = self.member(key);
         member.retry_at = None;
-        member.stream = Some(member::Stream::asked(stream, now + PROBE_TIMEOUT));
+        let deadline = now + PROBE_TIMEOUT;
+        member.stream = Some(Stream { id: stream, last: None, deadline });
         let address = member.address.clone();
         self.streams.insert(stream, key);
         actions.push(Action::Observe { stream, node: key, address });

@@ -8,7 +8,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::{
     InFlight,
-    follower::{Action, Change, Follower, Input, RECORDS_MAX, Record, Records, Report},
+    follower::{Action, Change, Follower, Input, Record, Records, Report},
     session::{CallError, OpenWatch, Session},
     settings::{EtcdError, EtcdSettings},
 };
@@ -113,29 +113,12 @@ impl Follow {
     }
 
     fn log(&self, report: Report) {
-        let etcd = self.settings.endpoints();
+        let (etcd, prefix) = (self.settings.endpoints(), &self.settings.prefix);
         match report {
-            Report::Following { nodes } => {
-                tracing::info!(etcd, prefix = self.settings.prefix, nodes, "following etcd");
+            Report::Following { .. } => tracing::info!(etcd, prefix, "{report}"),
+            Report::Away { .. } | Report::Ignored { .. } | Report::TooMany { .. } => {
+                tracing::warn!(etcd, prefix, "{report}");
             }
-            Report::Away { reason } => {
-                tracing::warn!(etcd, reason, "etcd is unreachable: keeping the last known members")
-            }
-            Report::Ignored { count, first } => {
-                let prefix = &self.settings.prefix;
-                tracing::warn!(
-                    count,
-                    ?first,
-                    prefix,
-                    "ignoring records in etcd that are not nodes"
-                );
-            }
-            Report::TooMany { found } => tracing::warn!(
-                prefix = self.settings.prefix,
-                found,
-                records_max = RECORDS_MAX,
-                "too many records in etcd; ignoring all beyond records_max"
-            ),
         }
     }
 }

@@ -76,36 +76,31 @@ pub enum Input {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Action {
     /// Read all records and open a watch from the next revision on.
-    Read {
-        within: Duration,
-    },
+    Read { within: Duration },
     /// Request a progress notification over the watch.
     AskProgress,
     /// Drop the watch and its connection.
     Disconnect,
+    /// Replace the list of members.
     Publish(Members),
+    /// Log this event.
     Report(Report),
 }
 
-/// An event to log once.
-#[derive(Clone, Debug, PartialEq, Eq)]
+/// An event to log once, with its log message.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Report {
-    Following {
-        nodes: usize,
-    },
-    Away {
-        reason: String,
-    },
-    /// Records that are not nodes, since the last report of this kind.
-    Ignored {
-        count: usize,
-        /// At most [`IGNORED_SHOWN_MAX`] of them: key and reason.
-        first: Vec<String>,
-    },
-    /// More than [`RECORDS_MAX`] records. Reported once until a read finds fewer.
-    TooMany {
-        found: usize,
-    },
+    #[error("following etcd: {nodes} nodes are registered")]
+    Following { nodes: usize },
+    #[error("etcd is unreachable: {reason}; keeping the last known members")]
+    Away { reason: String },
+    /// Records since the last report of this kind. `first` are key and reason of at most
+    /// [`IGNORED_SHOWN_MAX`] of them.
+    #[error("ignoring records in etcd that are not nodes: {count}, first {first:?}")]
+    Ignored { count: usize, first: Vec<String> },
+    /// Reported once until a read finds fewer.
+    #[error("too many records in etcd: {found}; ignoring all beyond {RECORDS_MAX}")]
+    TooMany { found: usize },
 }
 
 enum State {

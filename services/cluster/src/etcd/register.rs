@@ -148,33 +148,13 @@ impl Register {
     fn log(&self, report: Report) {
         let (etcd, key) = (self.settings.endpoints(), &self.key);
         match report {
-            Report::Registered { ttl, .. } => tracing::info!(etcd, key, ?ttl, "registered in etcd"),
-            Report::Recovered => {
-                tracing::info!(etcd, key, "etcd is reachable again and kept the record")
+            Report::Registered { .. } | Report::Recovered | Report::Removed => {
+                tracing::info!(etcd, key, "{report}");
             }
-            Report::Restored => {
-                tracing::warn!(etcd, key, "the record in etcd was deleted or changed; restored");
-            }
-            Report::Lost { reason } => {
-                tracing::warn!(etcd, key, reason, "the record in etcd is lost; registering again");
-            }
-            Report::Away { reason } => {
-                tracing::warn!(
-                    etcd,
-                    key,
-                    reason,
-                    "etcd is unreachable; this node continues to serve"
-                );
-            }
-            Report::Removed => tracing::info!(etcd, key, "left etcd"),
-            Report::NotRemoved { reason } => {
-                tracing::warn!(
-                    etcd,
-                    key,
-                    reason,
-                    "cannot delete the record in etcd; it expires with its lease"
-                );
-            }
+            Report::Restored
+            | Report::Lost { .. }
+            | Report::Away { .. }
+            | Report::NotRemoved { .. } => tracing::warn!(etcd, key, "{report}"),
         }
     }
 }

@@ -51,12 +51,10 @@ pub enum Input {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Action {
     /// Start this call instead of the one in flight. Its outcome returns as an [`Input`].
-    Call {
-        call: Call,
-        within: Duration,
-    },
+    Call { call: Call, within: Duration },
     /// The registrant has ended.
     Finish,
+    /// Log this event.
     Report(Report),
 }
 
@@ -71,27 +69,23 @@ pub enum Call {
     Remove(LeaseId),
 }
 
-/// An event to log once.
-#[derive(Clone, Debug, PartialEq, Eq)]
+/// An event to log once, with its log message.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Report {
-    Registered {
-        lease: LeaseId,
-        ttl: Duration,
-    },
-    /// etcd is reachable again and kept the record.
+    #[error("registered in etcd; the lease lasts {ttl:?}")]
+    Registered { lease: LeaseId, ttl: Duration },
+    #[error("etcd is reachable again and kept the record")]
     Recovered,
-    /// The record was deleted or changed before its lease expired, and was written again.
+    #[error("the record in etcd was deleted or changed before its lease expired; restored")]
     Restored,
-    Lost {
-        reason: String,
-    },
-    Away {
-        reason: String,
-    },
+    #[error("the record in etcd is lost: {reason}; registering again")]
+    Lost { reason: String },
+    #[error("etcd is unreachable: {reason}; this node continues to serve")]
+    Away { reason: String },
+    #[error("left etcd")]
     Removed,
-    NotRemoved {
-        reason: String,
-    },
+    #[error("cannot delete the record in etcd: {reason}; it expires with its lease")]
+    NotRemoved { reason: String },
 }
 
 enum State {
