@@ -3,7 +3,6 @@
 use std::{
     alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error},
     marker::PhantomData,
-    mem::ManuallyDrop,
     ops::{Deref, DerefMut},
     ptr::NonNull,
     slice,
@@ -62,15 +61,6 @@ impl<T: Pod> Aligned<T> {
             (start.cast(), Memory::Heap(layout))
         };
         Self { start, length, memory, _owns: PhantomData }
-    }
-}
-
-impl Aligned<u32> {
-    /// Reinterprets the bits as f32.
-    pub fn into_f32(self) -> Aligned<f32> {
-        let mut this = ManuallyDrop::new(self);
-        let memory = std::mem::replace(&mut this.memory, Memory::Nothing);
-        Aligned { start: this.start.cast(), length: this.length, memory, _owns: PhantomData }
     }
 }
 

@@ -25,7 +25,7 @@ pub use pack::CpuMatrix;
 pub(crate) use pack::pack;
 
 use self::{
-    pack::{PANEL, PanelRange},
+    pack::PANEL,
     rows::{RowBlocks, RowFormat},
 };
 use super::{isa::Level, parts::Parts, threads::ThreadPool};
@@ -48,11 +48,12 @@ pub(crate) struct Scratch {
 
 /// One row block and consecutive panels.
 struct Tile<'a> {
-    /// `[group][row_count]`: f32 bits, where a group is one input, or pairs of bf16.
+    /// `[group][row_count]` in the kernel's row format.
     x: &'a [u32],
+    format: RowFormat,
     row_count: usize,
     k: usize,
-    panels: PanelRange<'a>,
+    panels: &'a [u32],
     /// Output features of the panels without padding.
     columns: usize,
     /// Whether weights are prefetched.
@@ -113,11 +114,11 @@ fn multiply(
     }
     let kernel = Kernel::of(level, w.format());
     let blocks = &mut scratch.blocks;
-    blocks.pack(level, pool, x, w.cols(), kernel.block_rows_max(), kernel.row_format(w.format()));
+    blocks.pack(level, pool, x, w.cols(), kernel.block_rows_max, kernel.rows);
     let blocks = &*blocks;
     let group_len = (ROW_GROUP_BYTES / blocks.block_bytes()).clamp(1, blocks.count());
     let grid = grid(pool, w, blocks.count().div_ceil(group_len));
-    let panels_max = kernel.panels_max(blocks.rows_in(0), fetch_ahead);
+    let panels_max = (kernel.panels_for)(blocks.rows_in(0), fetch_ahead);
     let n = w.rows();
     let sums = Parts::new(out);
     pool.run(grid.task_count(), &|_, task| {
@@ -129,9 +130,10 @@ fn multiply(
             for block in group * group_len..block_end {
                 let tile = Tile {
                     x: blocks.block(block),
+                    format: kernel.rows,
                     row_count: blocks.rows_in(block),
                     k: w.cols(),
-                    panels: w.panel_range(panel, panel_count),
+                    panels: w.panels(panel, panel_count),
                     columns: (panel_count * PANEL).min(n - panel * PANEL),
                     fetch_ahead,
                 };
@@ -140,7 +142,7 @@ fn multiply(
                 let target = Target { start: sums.range_ptr(start, length), stride: n };
                 // SAFETY: the range is inside the output. The task touches only its tile's
                 // elements, and no other task has this block and these panels.
-                unsafe { kernel.run(&tile, &target, panel_count) };
+                unsafe { (kernel.tile)(&tile, &target, panel_count) };
             }
             panel += panel_count;
         }
@@ -176,121 +178,74 @@ impl Grid {
     }
 }
 
-/// Kernel that multiplies a tile.
+/// Kernel that multiplies tiles.
 #[derive(Clone, Copy)]
-enum Kernel {
-    Portable,
-    PortableQ8,
-    #[cfg(target_arch = "x86_64")]
-    Avx2,
-    #[cfg(target_arch = "x86_64")]
-    Avx2Q8,
-    #[cfg(target_arch = "x86_64")]
-    Avx512(avx512::Products),
-    #[cfg(target_arch = "x86_64")]
-    Avx512Q8,
+struct Kernel {
+    rows: RowFormat,
+    /// Maximum rows of a block.
+    block_rows_max: usize,
+    /// Returns the panels of one tile for blocks of a number of rows, with or without prefetching. Few rows
+    /// leave registers for more panels, and with prefetching several parallel streams use memory better.
+    panels_for: fn(usize, bool) -> usize,
+    /// Multiplies one row block with a number of panels.
+    ///
+    /// # Safety
+    /// The target may be written in the tile's rows and columns; the kernel came from [`Kernel::of`].
+    tile: unsafe fn(&Tile<'_>, &Target, usize),
 }
 
 impl Kernel {
     fn of(level: Level, format: WeightFormat) -> Self {
         #[cfg(target_arch = "x86_64")]
-        {
-            use avx512::Products;
-            match (level, format) {
-                (Level::Avx512 | Level::Avx512Bf16 | Level::Amx, WeightFormat::F32) => {
-                    return Kernel::Avx512(Products::F32);
+        if let Some(kernel) = Self::of_x86(level, format) {
+            return kernel;
+        }
+        let _ = level;
+        let (rows, tile): (_, unsafe fn(&Tile<'_>, &Target, usize)) = match format {
+            WeightFormat::F32 => (RowFormat::F32, portable::tile),
+            WeightFormat::Bf16 => (RowFormat::Rounded, portable::tile),
+            WeightFormat::Q8 => (RowFormat::Q8, q8::portable::tile),
+        };
+        Self { rows, block_rows_max: portable::BLOCK_ROWS_MAX, panels_for: |_, _| 1, tile }
+    }
+
+    #[cfg(target_arch = "x86_64")]
+    fn of_x86(level: Level, format: WeightFormat) -> Option<Self> {
+        let avx2 = |rows| {
+            let (block_rows_max, panels_for) = (avx2::BLOCK_ROWS_MAX, avx2::panels_for);
+            Self { rows, block_rows_max, panels_for, tile: avx2::tile }
+        };
+        let avx512 = |rows| {
+            let (block_rows_max, panels_for) = (avx512::BLOCK_ROWS_MAX, avx512::panels_for);
+            Self { rows, block_rows_max, panels_for, tile: avx512::tile }
+        };
+        Some(match (level, format) {
+            (Level::Reference | Level::Baseline, _) => return None,
+            (Level::Avx2, WeightFormat::F32) => avx2(RowFormat::F32),
+            (Level::Avx2, WeightFormat::Bf16) => avx2(RowFormat::Rounded),
+            (_, WeightFormat::F32) => avx512(RowFormat::F32),
+            (Level::Avx512, WeightFormat::Bf16) => avx512(RowFormat::Rounded),
+            // A single row is faster without AMX tiles. It uses their order of additions.
+            (Level::Amx, WeightFormat::Bf16) => avx512(RowFormat::Stepped),
+            (Level::Avx512Bf16, WeightFormat::Bf16) => avx512(RowFormat::Pairs),
+            // This kernel has no level of its own, because its bits equal the others'.
+            (Level::Avx512 | Level::Avx512Bf16 | Level::Amx, WeightFormat::Q8)
+                if std::arch::is_x86_feature_detected!("avx512vnni") =>
+            {
+                Self {
+                    rows: RowFormat::Q8,
+                    block_rows_max: q8::avx512::BLOCK_ROWS_MAX,
+                    panels_for: q8::avx512::panels_for,
+                    tile: q8::avx512::tile,
                 }
-                (Level::Avx512, WeightFormat::Bf16) => return Kernel::Avx512(Products::Widened),
-                // A single row is faster without AMX tiles. It uses their order of
-                // additions.
-                (Level::Amx, WeightFormat::Bf16) => return Kernel::Avx512(Products::Stepped),
-                (Level::Avx512Bf16, WeightFormat::Bf16) => return Kernel::Avx512(Products::Pairs),
-                // This kernel has no level of its own, because its bits equal the others'.
-                (Level::Avx512 | Level::Avx512Bf16 | Level::Amx, WeightFormat::Q8)
-                    if std::arch::is_x86_feature_detected!("avx512vnni") =>
-                {
-                    return Kernel::Avx512Q8;
-                }
-                (
-                    Level::Avx2 | Level::Avx512 | Level::Avx512Bf16 | Level::Amx,
-                    WeightFormat::Q8,
-                ) => return Kernel::Avx2Q8,
-                (Level::Avx2, WeightFormat::F32 | WeightFormat::Bf16) => return Kernel::Avx2,
-                (Level::Reference | Level::Baseline, _) => {}
             }
-        }
-        match format {
-            WeightFormat::F32 | WeightFormat::Bf16 => Kernel::Portable,
-            WeightFormat::Q8 => Kernel::PortableQ8,
-        }
-    }
-
-    fn row_format(self, format: WeightFormat) -> RowFormat {
-        match (self, format) {
-            #[cfg(target_arch = "x86_64")]
-            (Kernel::Avx512(avx512::Products::Pairs), _) => RowFormat::Pairs,
-            #[cfg(target_arch = "x86_64")]
-            (Kernel::Avx512(avx512::Products::Stepped), _) => RowFormat::Stepped,
-            (_, WeightFormat::F32) => RowFormat::F32,
-            (_, WeightFormat::Bf16) => RowFormat::Rounded,
-            (_, WeightFormat::Q8) => RowFormat::Q8,
-        }
-    }
-
-    /// Returns the maximum rows of a block.
-    fn block_rows_max(self) -> usize {
-        match self {
-            Kernel::Portable | Kernel::PortableQ8 => portable::BLOCK_ROWS_MAX,
-            #[cfg(target_arch = "x86_64")]
-            Kernel::Avx2 => avx2::BLOCK_ROWS_MAX,
-            #[cfg(target_arch = "x86_64")]
-            Kernel::Avx2Q8 => q8::avx2::BLOCK_ROWS_MAX,
-            #[cfg(target_arch = "x86_64")]
-            Kernel::Avx512(_) => avx512::BLOCK_ROWS_MAX,
-            #[cfg(target_arch = "x86_64")]
-            Kernel::Avx512Q8 => q8::avx512::BLOCK_ROWS_MAX,
-        }
-    }
-
-    /// Returns the maximum panels of one tile for blocks of `rows` rows. Few rows leave registers for
-    /// more panels, and with prefetching several parallel streams use memory better.
-    fn panels_max(self, rows: usize, fetch_ahead: bool) -> usize {
-        let _ = (rows, fetch_ahead);
-        match self {
-            Kernel::Portable | Kernel::PortableQ8 => 1,
-            #[cfg(target_arch = "x86_64")]
-            Kernel::Avx2 => avx2::panels_for(rows),
-            #[cfg(target_arch = "x86_64")]
-            Kernel::Avx2Q8 => 1,
-            #[cfg(target_arch = "x86_64")]
-            Kernel::Avx512(_) | Kernel::Avx512Q8 if !fetch_ahead => 1,
-            #[cfg(target_arch = "x86_64")]
-            Kernel::Avx512(_) => avx512::panels_for(rows),
-            #[cfg(target_arch = "x86_64")]
-            Kernel::Avx512Q8 => q8::avx512::panels_for(rows),
-        }
-    }
-
-    /// Runs the kernel on one tile.
-    ///
-    /// # Safety
-    /// `target` may be written in the tile's rows and columns; the kernel came from [`Self::of`].
-    unsafe fn run(self, tile: &Tile<'_>, target: &Target, panel_count: usize) {
-        // SAFETY: the features were found on this machine; the caller promises the target.
-        unsafe {
-            match self {
-                Kernel::Portable => portable::tile(tile, target),
-                Kernel::PortableQ8 => q8::portable::tile(tile, target),
-                #[cfg(target_arch = "x86_64")]
-                Kernel::Avx2 => avx2::tile(tile, target, panel_count),
-                #[cfg(target_arch = "x86_64")]
-                Kernel::Avx2Q8 => q8::avx2::tile(tile, target),
-                #[cfg(target_arch = "x86_64")]
-                Kernel::Avx512(products) => avx512::tile(products, tile, target, panel_count),
-                #[cfg(target_arch = "x86_64")]
-                Kernel::Avx512Q8 => q8::avx512::tile(tile, target, panel_count),
-            }
-        }
+            (_, WeightFormat::Q8) => Self {
+                rows: RowFormat::Q8,
+                block_rows_max: q8::avx2::BLOCK_ROWS_MAX,
+                panels_for: |_, _| 1,
+                tile: q8::avx2::tile,
+            },
+        })
     }
 }
 

@@ -1,10 +1,11 @@
 //! AVX-512 vector helpers that several operations share.
 
 use std::arch::x86_64::{
-    __m512, _mm_add_ps, _mm_add_ss, _mm_cvtss_f32, _mm_movehl_ps, _mm_shuffle_ps, _mm256_add_ps,
-    _mm256_castps256_ps128, _mm256_extractf128_ps, _mm512_castpd_ps, _mm512_castps_pd,
-    _mm512_castps512_ps256, _mm512_extractf32x8_ps, _mm512_setzero_ps, _mm512_shuffle_f32x4,
-    _mm512_unpackhi_pd, _mm512_unpackhi_ps, _mm512_unpacklo_pd, _mm512_unpacklo_ps,
+    __m512, __m512bh, __m512i, _mm_add_ps, _mm_add_ss, _mm_cvtss_f32, _mm_movehl_ps,
+    _mm_shuffle_ps, _mm256_add_ps, _mm256_castps256_ps128, _mm256_extractf128_ps, _mm512_castpd_ps,
+    _mm512_castps_pd, _mm512_castps512_ps256, _mm512_extractf32x8_ps, _mm512_setzero_ps,
+    _mm512_shuffle_f32x4, _mm512_unpackhi_pd, _mm512_unpackhi_ps, _mm512_unpacklo_pd,
+    _mm512_unpacklo_ps,
 };
 
 use super::arithmetic::LANES;
@@ -41,6 +42,14 @@ pub(crate) fn transpose_vectors(rows: [__m512; LANES]) -> [__m512; LANES] {
         columns[12 + c] = _mm512_shuffle_f32x4::<0xdd>(high, high_2);
     }
     columns
+}
+
+/// Returns the words as pairs of bf16.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bf16")]
+pub(crate) fn as_bf16(words: __m512i) -> __m512bh {
+    // SAFETY: both types are 64 bytes without invalid values.
+    unsafe { std::mem::transmute::<__m512i, __m512bh>(words) }
 }
 
 /// Computes [`super::arithmetic::sum_lanes`]: lanes 8 apart, then 4, 2, 1.

@@ -18,7 +18,7 @@ use super::{
         parts::Parts,
     },
     CpuMatrix, Target, grid,
-    pack::{INPUTS_STEP, PANEL, PanelRange},
+    pack::{INPUTS_STEP, PANEL},
 };
 use crate::{cpu::threads::ThreadPool, layout::to_bf16_bits};
 
@@ -148,9 +148,7 @@ pub(super) unsafe fn matmul(
                     let start = first_row * n + panel * PANEL;
                     let length = (pass_rows - 1) * n + columns;
                     let target = Target { start: sums.range_ptr(start, length), stride: n };
-                    let PanelRange::Bf16(b) = w.panel_range(panel, panel_count) else {
-                        unreachable!("tiles multiply bf16")
-                    };
+                    let b = w.panels(panel, panel_count);
                     let pass = Pass { steps, a, b, rows: pass_rows, panel_count };
                     // SAFETY: the tiles are shaped for `pass_rows`. The target is
                     // inside the output, and these rows and panels belong to this task

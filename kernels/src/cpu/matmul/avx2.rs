@@ -10,10 +10,7 @@ use std::arch::x86_64::{
     _mm256_setzero_ps, _mm256_slli_epi32, _mm256_storeu_ps,
 };
 
-use super::{
-    Target, Tile,
-    pack::{PANEL, PanelRange},
-};
+use super::{Target, Tile, pack::PANEL, rows::RowFormat};
 
 /// Maximum rows of a block: 6 rows of half a panel are 12 vectors of accumulators.
 pub(super) const BLOCK_ROWS_MAX: usize = 6;
@@ -24,7 +21,7 @@ const LANES: usize = 8;
 const VECTORS: usize = PANEL / LANES;
 
 /// Returns the panels of one tile for blocks of `rows` rows.
-pub(super) fn panels_for(rows: usize) -> usize {
+pub(super) fn panels_for(rows: usize, _fetch_ahead: bool) -> usize {
     if rows == 1 { 2 } else { 1 }
 }
 
@@ -37,14 +34,12 @@ pub(super) unsafe fn tile(tile: &Tile<'_>, target: &Target, panel_count: usize) 
     assert_eq!(tile.x.len(), tile.row_count * tile.k, "a block is [k][rows]");
     // SAFETY: the weights' lengths are checked where they are made; the caller promises the rest.
     unsafe {
-        match tile.panels {
-            PanelRange::F32(panels) => {
-                with_rows(tile, target, Weights::new(panels, panel_count, tile.k));
-            }
-            PanelRange::Bf16(panels) => {
-                with_rows(tile, target, Weights::new(panels, panel_count, tile.k.div_ceil(2)));
-            }
-            PanelRange::Q8(_) => unreachable!("8-bit panels have tiles of their own"),
+        if tile.format == RowFormat::F32 {
+            let panels: &[f32] = bytemuck::cast_slice(tile.panels);
+            with_rows(tile, target, Weights::new(panels, panel_count, tile.k));
+        } else {
+            let groups = tile.k.div_ceil(2);
+            with_rows(tile, target, Weights::new(tile.panels, panel_count, groups));
         }
     }
 }

@@ -7,16 +7,17 @@
 //! on processors whose `vdpbf16ps` has the throughput of an FMA.
 
 use std::arch::x86_64::{
-    __m512, __m512bh, __m512i, _MM_HINT_T0, _mm_prefetch, _mm512_add_ps, _mm512_and_si512,
+    __m512, __m512i, _MM_HINT_T0, _mm_prefetch, _mm512_add_ps, _mm512_and_si512,
     _mm512_castsi512_ps, _mm512_dpbf16_ps, _mm512_fmadd_ps, _mm512_loadu_ps, _mm512_loadu_si512,
     _mm512_mask_storeu_ps, _mm512_set1_epi32, _mm512_set1_ps, _mm512_setzero_ps, _mm512_slli_epi32,
 };
 
-use super::{Target, Tile, pack::PanelRange};
-use crate::cpu::{
-    arithmetic::LANES,
-    matmul::pack::{INPUTS_STEP, PANEL},
+use super::{
+    Target, Tile,
+    pack::{INPUTS_STEP, PANEL},
+    rows::RowFormat,
 };
+use crate::cpu::{arithmetic::LANES, vectors::as_bf16};
 
 /// Maximum rows of a block: 12 rows of a panel are 24 vectors of accumulators.
 pub(super) const BLOCK_ROWS_MAX: usize = 12;
@@ -25,8 +26,9 @@ pub(super) const BLOCK_ROWS_MAX: usize = 12;
 const PREFETCH_BYTES: usize = 2048;
 
 /// Returns the panels of one tile for blocks of `rows` rows.
-pub(super) fn panels_for(rows: usize) -> usize {
+pub(super) fn panels_for(rows: usize, fetch_ahead: bool) -> usize {
     match rows {
+        _ if !fetch_ahead => 1,
         0..=3 => 4,
         4 => 3,
         5..=6 => 2,
@@ -34,47 +36,22 @@ pub(super) fn panels_for(rows: usize) -> usize {
     }
 }
 
-/// Number formats of the operands.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Products {
-    /// f32 weights with f32 inputs.
-    F32,
-    /// Widened bf16 weights with f32 inputs.
-    Widened,
-    /// As `Widened`, in the order of AMX tiles; one row only.
-    Stepped,
-    /// Pairs of bf16 weights with pairs of bf16 inputs.
-    Pairs,
-}
-
 /// Multiplies one row block with 1 to [`panels_for`] panels.
 ///
 /// # Safety
-/// The machine has AVX-512F, and AVX-512-BF16 for [`Products::Pairs`]. `target` may be written in
+/// The machine has AVX-512F, and AVX-512-BF16 for [`RowFormat::Pairs`]. `target` may be written in
 /// every row of the block, `tile.columns` elements each.
-pub(super) unsafe fn tile(
-    products: Products,
-    tile: &Tile<'_>,
-    target: &Target,
-    panel_count: usize,
-) {
-    let inputs = match products {
-        Products::F32 | Products::Widened => tile.k,
-        Products::Stepped => tile.k.next_multiple_of(INPUTS_STEP),
-        Products::Pairs => tile.k.div_ceil(2),
-    };
+pub(super) unsafe fn tile(tile: &Tile<'_>, target: &Target, panel_count: usize) {
+    let inputs = tile.format.groups(tile.k);
     assert_eq!(tile.x.len(), tile.row_count * inputs, "a block is [group][rows]");
-    let (panel_words, groups) = match tile.panels {
-        PanelRange::F32(panels) => (panels.len() / panel_count, inputs),
-        PanelRange::Bf16(panels) if products == Products::Pairs => {
-            (panels.len() / panel_count, inputs)
-        }
-        PanelRange::Bf16(panels) => (panels.len() / panel_count, inputs.div_ceil(2)),
-        PanelRange::Q8(_) => unreachable!("8-bit panels have tiles of their own"),
+    let groups = match tile.format {
+        RowFormat::F32 | RowFormat::Pairs => inputs,
+        RowFormat::Rounded | RowFormat::Stepped => inputs.div_ceil(2),
+        RowFormat::Q8 => unreachable!("8-bit panels have tiles of their own"),
     };
+    let panel_words = tile.panels.len() / panel_count;
     assert!(panel_words >= groups * PANEL, "a panel has all of the groups");
-    assert_eq!(products == Products::F32, matches!(tile.panels, PanelRange::F32(_)));
-    if products == Products::Stepped {
+    if tile.format == RowFormat::Stepped {
         assert_eq!(tile.row_count, 1, "one row is summed in steps");
         // SAFETY: the lengths were checked above; the caller promises the rest.
         return unsafe {
@@ -93,12 +70,10 @@ pub(super) unsafe fn tile(
                 // SAFETY: the lengths were checked above for this many rows and panels; the
                 // caller promises the rest.
                 $($(($m, $p) => unsafe {
-                    match products {
-                        Products::F32 => f32_tile::<$m, $p>(tile, target, panel_words),
-                        Products::Widened | Products::Stepped => {
-                            widened_tile::<$m, $p>(tile, target, panel_words);
-                        }
-                        Products::Pairs => pairs_tile::<$m, $p>(tile, target, panel_words),
+                    match tile.format {
+                        RowFormat::F32 => f32_tile::<$m, $p>(tile, target, panel_words),
+                        RowFormat::Pairs => pairs_tile::<$m, $p>(tile, target, panel_words),
+                        _ => widened_tile::<$m, $p>(tile, target, panel_words),
                     }
                 },)+)+
                 (rows, panels) => unreachable!("no tile of {rows} rows and {panels} panels"),
@@ -114,7 +89,7 @@ pub(super) unsafe fn tile(
 }
 
 /// Accumulators of `M` rows and `P` panels.
-type Sums<const M: usize, const P: usize> = [[[__m512; 2]; P]; M];
+pub(super) type Sums<const M: usize, const P: usize> = [[[__m512; 2]; P]; M];
 
 /// Computes a tile of f32 weights.
 ///
@@ -126,15 +101,15 @@ unsafe fn f32_tile<const M: usize, const P: usize>(
     target: &Target,
     panel_words: usize,
 ) {
-    let PanelRange::F32(panels) = tile.panels else { unreachable!("the panels are f32") };
     let mut sums: Sums<M, P> = [[[_mm512_setzero_ps(); 2]; P]; M];
     for k in 0..tile.k {
         for p in 0..P {
             // SAFETY: group `k` of panel `p` and of the block are inside, as promised.
             unsafe {
-                let group = panels.as_ptr().add(p * panel_words + k * PANEL);
-                prefetch::<M>(tile, group.cast());
-                let weights = [_mm512_loadu_ps(group), _mm512_loadu_ps(group.add(LANES))];
+                let group = tile.panels.as_ptr().add(p * panel_words + k * PANEL);
+                prefetch_few::<M>(tile, group.cast());
+                let weights =
+                    [_mm512_loadu_ps(group.cast()), _mm512_loadu_ps(group.add(LANES).cast())];
                 add_products(&mut sums, p, tile.x.as_ptr().add(k * M), weights);
             }
         }
@@ -153,7 +128,6 @@ unsafe fn widened_tile<const M: usize, const P: usize>(
     target: &Target,
     panel_words: usize,
 ) {
-    let PanelRange::Bf16(panels) = tile.panels else { unreachable!("the panels are bf16") };
     let mut sums: Sums<M, P> = [[[_mm512_setzero_ps(); 2]; P]; M];
     let odd = _mm512_set1_epi32(0xffff_0000_u32.cast_signed());
     for pair in 0..tile.k / 2 {
@@ -161,7 +135,7 @@ unsafe fn widened_tile<const M: usize, const P: usize>(
             // SAFETY: the pair is inside panel `p`, and both of its inputs in the block, as promised.
             unsafe {
                 let words =
-                    load_words::<M>(tile, panels.as_ptr().add(p * panel_words + pair * PANEL));
+                    load_words::<M>(tile, tile.panels.as_ptr().add(p * panel_words + pair * PANEL));
                 let x = tile.x.as_ptr().add(pair * 2 * M);
                 let even_weights =
                     words.map(|words| _mm512_castsi512_ps(_mm512_slli_epi32::<16>(words)));
@@ -178,7 +152,7 @@ unsafe fn widened_tile<const M: usize, const P: usize>(
             // SAFETY: the last pair is inside panel `p`, and its even input in the block.
             unsafe {
                 let words =
-                    load_words::<M>(tile, panels.as_ptr().add(p * panel_words + last * PANEL));
+                    load_words::<M>(tile, tile.panels.as_ptr().add(p * panel_words + last * PANEL));
                 let weights =
                     words.map(|words| _mm512_castsi512_ps(_mm512_slli_epi32::<16>(words)));
                 add_products(&mut sums, p, tile.x.as_ptr().add(last * 2 * M), weights);
@@ -196,7 +170,6 @@ unsafe fn widened_tile<const M: usize, const P: usize>(
 /// `tile.x` is `[k]` padded to whole steps, its panels are `P` of `panel_words` words, and as [`tile`].
 #[target_feature(enable = "avx512f")]
 unsafe fn stepped_tile<const P: usize>(tile: &Tile<'_>, target: &Target, panel_words: usize) {
-    let PanelRange::Bf16(panels) = tile.panels else { unreachable!("the panels are bf16") };
     let mut sums: Sums<1, P> = [[[_mm512_setzero_ps(); 2]; P]; 1];
     let odd_mask = _mm512_set1_epi32(0xffff_0000_u32.cast_signed());
     for (step, x) in tile.x.as_chunks::<INPUTS_STEP>().0.iter().enumerate() {
@@ -207,8 +180,9 @@ unsafe fn stepped_tile<const P: usize>(tile: &Tile<'_>, target: &Target, panel_w
             let group = (step * INPUTS_STEP / 2 + pair) * PANEL;
             for (p, (even_sums, odd_sums)) in even_sums.iter_mut().zip(&mut odd_sums).enumerate() {
                 // SAFETY: the group is inside panel `p`, as promised.
-                let words =
-                    unsafe { load_words::<1>(tile, panels.as_ptr().add(p * panel_words + group)) };
+                let words = unsafe {
+                    load_words::<1>(tile, tile.panels.as_ptr().add(p * panel_words + group))
+                };
                 for ((even, odd), words) in even_sums.iter_mut().zip(odd_sums).zip(words) {
                     let weights = _mm512_castsi512_ps(_mm512_slli_epi32::<16>(words));
                     *even = _mm512_fmadd_ps(even_x, weights, *even);
@@ -236,14 +210,13 @@ unsafe fn pairs_tile<const M: usize, const P: usize>(
     target: &Target,
     panel_words: usize,
 ) {
-    let PanelRange::Bf16(panels) = tile.panels else { unreachable!("the panels are bf16") };
     let mut sums: Sums<M, P> = [[[_mm512_setzero_ps(); 2]; P]; M];
     for pair in 0..tile.k.div_ceil(2) {
         for p in 0..P {
             // SAFETY: the pair is inside panel `p` and the block, as promised.
             unsafe {
                 let words =
-                    load_words::<M>(tile, panels.as_ptr().add(p * panel_words + pair * PANEL));
+                    load_words::<M>(tile, tile.panels.as_ptr().add(p * panel_words + pair * PANEL));
                 let x = tile.x.as_ptr().add(pair * M);
                 for (m, sums) in sums.iter_mut().enumerate() {
                     let x = _mm512_set1_epi32((*x.add(m)).cast_signed());
@@ -258,13 +231,6 @@ unsafe fn pairs_tile<const M: usize, const P: usize>(
     unsafe { store(&sums, tile, target) };
 }
 
-#[inline]
-#[target_feature(enable = "avx512f,avx512bf16")]
-fn as_bf16(words: __m512i) -> __m512bh {
-    // SAFETY: both types are 64 bytes without invalid values.
-    unsafe { std::mem::transmute::<__m512i, __m512bh>(words) }
-}
-
 /// Loads the two vectors of a group of bf16 weights.
 ///
 /// # Safety
@@ -272,7 +238,7 @@ fn as_bf16(words: __m512i) -> __m512bh {
 #[inline]
 #[target_feature(enable = "avx512f")]
 unsafe fn load_words<const M: usize>(tile: &Tile<'_>, group: *const u32) -> [__m512i; 2] {
-    prefetch::<M>(tile, group.cast());
+    prefetch_few::<M>(tile, group.cast());
     // SAFETY: as promised.
     unsafe { [_mm512_loadu_si512(group.cast()), _mm512_loadu_si512(group.add(LANES).cast())] }
 }
@@ -304,7 +270,7 @@ unsafe fn add_products<const M: usize, const P: usize>(
 /// `target` may be written in `M` rows, `tile.columns` elements each.
 #[inline]
 #[target_feature(enable = "avx512f")]
-unsafe fn store<const M: usize, const P: usize>(
+pub(super) unsafe fn store<const M: usize, const P: usize>(
     sums: &Sums<M, P>,
     tile: &Tile<'_>,
     target: &Target,
@@ -320,13 +286,20 @@ unsafe fn store<const M: usize, const P: usize>(
     }
 }
 
-/// Prefetches two cache lines of weights ahead; the address may be outside. With many rows the hardware
-/// prefetch suffices, because the core computes longer per line.
+/// Prefetches weights for few rows. With many rows the hardware prefetch suffices, because the core computes
+/// longer per line.
 #[inline]
 #[target_feature(enable = "avx512f")]
-fn prefetch<const M: usize>(tile: &Tile<'_>, group: *const u8) {
+fn prefetch_few<const M: usize>(tile: &Tile<'_>, group: *const u8) {
     if M <= 8 && tile.fetch_ahead {
-        _mm_prefetch::<_MM_HINT_T0>(group.wrapping_add(PREFETCH_BYTES).cast());
-        _mm_prefetch::<_MM_HINT_T0>(group.wrapping_add(PREFETCH_BYTES + 64).cast());
+        prefetch::<PREFETCH_BYTES>(group);
     }
+}
+
+/// Prefetches two cache lines of weights `DISTANCE` bytes ahead; the address may be outside.
+#[inline]
+#[target_feature(enable = "avx512f")]
+pub(super) fn prefetch<const DISTANCE: usize>(group: *const u8) {
+    _mm_prefetch::<_MM_HINT_T0>(group.wrapping_add(DISTANCE).cast());
+    _mm_prefetch::<_MM_HINT_T0>(group.wrapping_add(DISTANCE + 64).cast());
 }

@@ -25,25 +25,11 @@ pub(super) const INPUTS_STEP: usize = 32;
 /// `[panel][in / 32]` of `[8][32][4]` bytes and 32 scales. The last panel, and the inputs of bf16 and q8 to
 /// a multiple of 32, are padded with zeros.
 pub struct CpuMatrix {
+    format: WeightFormat,
     rows: usize,
     cols: usize,
-    panels: Panels,
-}
-
-enum Panels {
-    F32(Aligned<f32>),
-    /// Two bf16 in one word, the even input in the lower half.
-    Bf16(Aligned<u32>),
-    /// Words in the layout of [`q8`].
-    Q8(Aligned<u32>),
-}
-
-/// Consecutive panels.
-#[derive(Clone, Copy)]
-pub(super) enum PanelRange<'a> {
-    F32(&'a [f32]),
-    Bf16(&'a [u32]),
-    Q8(&'a [u32]),
+    /// Bits of an f32; two bf16 with the even input in the lower half; or words in the layout of [`q8`].
+    words: Aligned<u32>,
 }
 
 impl CpuMatrix {
@@ -58,30 +44,18 @@ impl CpuMatrix {
     }
 
     pub fn format(&self) -> WeightFormat {
-        match self.panels {
-            Panels::F32(_) => WeightFormat::F32,
-            Panels::Bf16(_) => WeightFormat::Bf16,
-            Panels::Q8(_) => WeightFormat::Q8,
-        }
+        self.format
     }
 
     /// Returns the bytes that a GEMM reads of this matrix.
     pub fn byte_count(&self) -> usize {
-        match &self.panels {
-            Panels::F32(words) => words.len() * 4,
-            Panels::Bf16(words) | Panels::Q8(words) => words.len() * 4,
-        }
+        size_of_val(&*self.words)
     }
 
     /// Returns `count` panels from `first` on.
-    pub(super) fn panel_range(&self, first: usize, count: usize) -> PanelRange<'_> {
-        let panel = panel_words(self.format(), self.cols);
-        let range = first * panel..(first + count) * panel;
-        match &self.panels {
-            Panels::F32(words) => PanelRange::F32(&words[range]),
-            Panels::Bf16(words) => PanelRange::Bf16(&words[range]),
-            Panels::Q8(words) => PanelRange::Q8(&words[range]),
-        }
+    pub(super) fn panels(&self, first: usize, count: usize) -> &[u32] {
+        let panel = panel_words(self.format, self.cols);
+        &self.words[first * panel..(first + count) * panel]
     }
 
     pub(crate) fn panel_count(&self) -> usize {
@@ -91,14 +65,14 @@ impl CpuMatrix {
     /// Copies row `row` as f32.
     pub(crate) fn copy_row(&self, row: usize, out: &mut [f32]) {
         assert!(row < self.rows && out.len() == self.cols, "a row of the matrix");
-        let lane = row % PANEL;
-        match self.panel_range(row / PANEL, 1) {
-            PanelRange::F32(panel) => {
+        let (lane, panel) = (row % PANEL, self.panels(row / PANEL, 1));
+        match self.format {
+            WeightFormat::F32 => {
                 for (out, group) in out.iter_mut().zip(panel.chunks_exact(PANEL)) {
-                    *out = group[lane];
+                    *out = f32::from_bits(group[lane]);
                 }
             }
-            PanelRange::Bf16(panel) => {
+            WeightFormat::Bf16 => {
                 for (out, group) in out.chunks_mut(2).zip(panel.chunks_exact(PANEL)) {
                     let word = group[lane];
                     out[0] = f32::from_bits(word << 16);
@@ -107,7 +81,7 @@ impl CpuMatrix {
                     }
                 }
             }
-            PanelRange::Q8(panel) => {
+            WeightFormat::Q8 => {
                 let blocks = panel.as_chunks::<{ q8::PANEL_BLOCK_WORDS }>().0;
                 for (out, block) in out.chunks_mut(q8::BLOCK).zip(blocks) {
                     let (numbers, scale) = q8::weights_of(block, lane);
@@ -124,10 +98,8 @@ impl CpuMatrix {
     /// # Panics
     /// When the matrix is not 8-bit.
     pub(super) fn q8_block(&self, row: usize, block: usize) -> ([i8; q8::BLOCK], f32) {
-        let PanelRange::Q8(panel) = self.panel_range(row / PANEL, 1) else {
-            panic!("an 8-bit matrix, not {}", self.format())
-        };
-        q8::weights_of(&panel.as_chunks().0[block], row % PANEL)
+        assert_eq!(self.format, WeightFormat::Q8, "the matrix is 8-bit");
+        q8::weights_of(&self.panels(row / PANEL, 1).as_chunks().0[block], row % PANEL)
     }
 }
 
@@ -174,12 +146,7 @@ pub(crate) fn pack(
             pack_row(format, lane, row, panel);
         }
     });
-    let panels = match format {
-        WeightFormat::F32 => Panels::F32(words.into_f32()),
-        WeightFormat::Bf16 => Panels::Bf16(words),
-        WeightFormat::Q8 => Panels::Q8(words),
-    };
-    CpuMatrix { rows, cols, panels }
+    CpuMatrix { format, rows, cols, words }
 }
 
 /// Writes a row, padded with zeros to a multiple of 32 inputs, to its lane of a panel.

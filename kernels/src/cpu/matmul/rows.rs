@@ -29,7 +29,7 @@ pub(super) enum RowFormat {
 
 impl RowFormat {
     /// Returns the words of one row of `k` inputs.
-    fn groups(self, k: usize) -> usize {
+    pub fn groups(self, k: usize) -> usize {
         match self {
             RowFormat::F32 | RowFormat::Rounded => k,
             RowFormat::Stepped => k.next_multiple_of(INPUTS_STEP),

@@ -1,7 +1,7 @@
 //! Attention of a tile over one span, and the merge of segments.
 
 use std::arch::x86_64::{
-    __m256bh, __m512, __m512bh, __m512i, _mm_cvtss_f32, _mm256_loadu_si256, _mm512_add_ps,
+    __m256bh, __m512, __m512i, _mm_cvtss_f32, _mm256_loadu_si256, _mm512_add_ps,
     _mm512_castps512_ps128, _mm512_cvtepu16_epi32, _mm512_cvtneps_pbh, _mm512_div_ps,
     _mm512_dpbf16_ps, _mm512_fmadd_ps, _mm512_fmsub_ps, _mm512_loadu_ps, _mm512_loadu_si512,
     _mm512_mask_blend_ps, _mm512_mask_storeu_ps, _mm512_maskz_loadu_ps, _mm512_max_ps,
@@ -16,7 +16,7 @@ use super::tile::{SPAN, SPAN_BLOCKS, STRIP, Tile, sums_len};
 use crate::{
     cpu::{
         arithmetic::LANES,
-        vectors::{sum_lanes, transpose_vectors},
+        vectors::{as_bf16, sum_lanes, transpose_vectors},
     },
     layout::BLOCK_TOKENS,
 };
@@ -423,11 +423,4 @@ fn exp2(x: __m512) -> __m512 {
         sum = _mm512_fmadd_ps(sum, rest, _mm512_set1_ps(*coefficient));
     }
     _mm512_scalef_ps(_mm512_fmadd_ps(sum, rest, _mm512_set1_ps(1.0)), power)
-}
-
-#[inline]
-#[target_feature(enable = "avx512f,avx512bf16")]
-fn as_bf16(words: __m512i) -> __m512bh {
-    // SAFETY: both types are 64 bytes without invalid values.
-    unsafe { std::mem::transmute::<__m512i, __m512bh>(words) }
 }

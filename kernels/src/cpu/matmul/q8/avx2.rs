@@ -9,7 +9,7 @@ use std::arch::x86_64::{
 };
 
 use super::{
-    super::{PanelRange, Target, Tile},
+    super::{Target, Tile},
     BLOCK, GROUP, INPUT_WORDS, NUMBER_WORDS, PANEL_BLOCK_WORDS,
 };
 use crate::cpu::matmul::pack::PANEL;
@@ -26,16 +26,15 @@ const GROUPS: usize = BLOCK / GROUP;
 ///
 /// # Safety
 /// The machine has AVX2, FMA and F16C. `target` may be written in the tile's rows and columns.
-pub(in crate::cpu::matmul) unsafe fn tile(tile: &Tile<'_>, target: &Target) {
+pub(in crate::cpu::matmul) unsafe fn tile(tile: &Tile<'_>, target: &Target, _panel_count: usize) {
     let blocks = tile.k.div_ceil(BLOCK);
-    let PanelRange::Q8(panel) = tile.panels else { unreachable!("the panels are 8-bit") };
     assert_eq!(tile.x.len(), tile.row_count * blocks * INPUT_WORDS, "a block is [group][rows]");
-    assert_eq!(panel.len(), blocks * PANEL_BLOCK_WORDS);
+    assert_eq!(tile.panels.len(), blocks * PANEL_BLOCK_WORDS);
     // SAFETY: the lengths were checked; the rest is the caller's promise.
     unsafe {
         match tile.row_count {
-            1 => sized::<1>(tile, panel, target, blocks),
-            2 => sized::<2>(tile, panel, target, blocks),
+            1 => sized::<1>(tile, target, blocks),
+            2 => sized::<2>(tile, target, blocks),
             rows => unreachable!("a block has 1 to {BLOCK_ROWS_MAX} rows, not {rows}"),
         }
     }
@@ -44,15 +43,15 @@ pub(in crate::cpu::matmul) unsafe fn tile(tile: &Tile<'_>, target: &Target) {
 /// Computes a tile of `M` rows.
 ///
 /// # Safety
-/// `tile.x` is `[blocks][INPUT_WORDS][M]`, `panel` is `[blocks][PANEL_BLOCK_WORDS]`, and as [`tile`].
+/// `tile.x` is `[blocks][INPUT_WORDS][M]`, its panel is `[blocks][PANEL_BLOCK_WORDS]`, and as [`tile`].
 #[target_feature(enable = "avx2,fma,f16c")]
-unsafe fn sized<const M: usize>(tile: &Tile<'_>, panel: &[u32], target: &Target, blocks: usize) {
+unsafe fn sized<const M: usize>(tile: &Tile<'_>, target: &Target, blocks: usize) {
     let mut sums = [[_mm256_setzero_ps(); VECTORS]; M];
     for block in 0..blocks {
         // SAFETY: the block is inside, as promised.
         unsafe {
             let x = tile.x.as_ptr().add(block * INPUT_WORDS * M);
-            add_block::<M>(&mut sums, x, panel.as_ptr().add(block * PANEL_BLOCK_WORDS));
+            add_block::<M>(&mut sums, x, tile.panels.as_ptr().add(block * PANEL_BLOCK_WORDS));
         }
     }
     for (row, sums) in sums.iter().enumerate() {

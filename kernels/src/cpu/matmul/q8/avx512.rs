@@ -1,13 +1,16 @@
 //! 8-bit tiles for AVX-512 with VNNI: `vpdpbusd` multiplies four bytes with four bytes and accumulates.
 
 use std::arch::x86_64::{
-    __m512, __m512i, _MM_HINT_T0, _mm_prefetch, _mm256_loadu_si256, _mm512_cvtepi32_ps,
-    _mm512_cvtph_ps, _mm512_dpbusd_epi32, _mm512_fmadd_ps, _mm512_loadu_si512,
-    _mm512_mask_storeu_ps, _mm512_mul_ps, _mm512_set1_epi32, _mm512_set1_ps, _mm512_setzero_ps,
+    __m512i, _mm256_loadu_si256, _mm512_cvtepi32_ps, _mm512_cvtph_ps, _mm512_dpbusd_epi32,
+    _mm512_fmadd_ps, _mm512_loadu_si512, _mm512_mul_ps, _mm512_set1_epi32, _mm512_set1_ps,
+    _mm512_setzero_ps,
 };
 
 use super::{
-    super::{PanelRange, Target, Tile},
+    super::{
+        Target, Tile,
+        avx512::{Sums, prefetch, store},
+    },
     BLOCK, GROUP, INPUT_WORDS, NUMBER_WORDS, PANEL_BLOCK_WORDS,
 };
 use crate::cpu::{arithmetic::LANES, matmul::pack::PANEL};
@@ -19,8 +22,9 @@ const PREFETCH_BYTES: usize = 2176;
 const GROUPS: usize = BLOCK / GROUP;
 
 /// Returns the panels of one tile for blocks of `rows` rows.
-pub(in crate::cpu::matmul) fn panels_for(rows: usize) -> usize {
+pub(in crate::cpu::matmul) fn panels_for(rows: usize, fetch_ahead: bool) -> usize {
     match rows {
+        _ if !fetch_ahead => 1,
         0..=1 => 4,
         2..=3 => 2,
         _ => 1,
@@ -34,15 +38,14 @@ pub(in crate::cpu::matmul) fn panels_for(rows: usize) -> usize {
 /// block, `tile.columns` elements each.
 pub(in crate::cpu::matmul) unsafe fn tile(tile: &Tile<'_>, target: &Target, panel_count: usize) {
     let blocks = tile.k.div_ceil(BLOCK);
-    let PanelRange::Q8(panels) = tile.panels else { unreachable!("the panels are 8-bit") };
     assert_eq!(tile.x.len(), tile.row_count * blocks * INPUT_WORDS, "a block is [group][rows]");
-    assert_eq!(panels.len(), panel_count * blocks * PANEL_BLOCK_WORDS);
+    assert_eq!(tile.panels.len(), panel_count * blocks * PANEL_BLOCK_WORDS);
     macro_rules! choose {
         ($(($m:literal, $p:literal)),+) => {
             match (tile.row_count, panel_count) {
                 // SAFETY: the lengths were checked above for this many rows and panels; the
                 // caller promises the rest.
-                $(($m, $p) => unsafe { sized::<$m, $p>(tile, panels, target, blocks) },)+
+                $(($m, $p) => unsafe { sized::<$m, $p>(tile, target, blocks) },)+
                 (rows, panels) => unreachable!("no tile of {rows} rows and {panels} panels"),
             }
         };
@@ -53,34 +56,22 @@ pub(in crate::cpu::matmul) unsafe fn tile(tile: &Tile<'_>, target: &Target, pane
 /// Computes a tile of `M` rows and `P` panels.
 ///
 /// # Safety
-/// `tile.x` is `[blocks][INPUT_WORDS][M]`, `panels` is `[P][blocks][PANEL_BLOCK_WORDS]`, and as [`tile`].
+/// `tile.x` is `[blocks][INPUT_WORDS][M]`, its panels are `[P][blocks][PANEL_BLOCK_WORDS]`, and as [`tile`].
 #[target_feature(enable = "avx512f,avx512bw,avx512vnni")]
-unsafe fn sized<const M: usize, const P: usize>(
-    tile: &Tile<'_>,
-    panels: &[u32],
-    target: &Target,
-    blocks: usize,
-) {
+unsafe fn sized<const M: usize, const P: usize>(tile: &Tile<'_>, target: &Target, blocks: usize) {
     let mut sums = [[[_mm512_setzero_ps(); 2]; P]; M];
     for block in 0..blocks {
         for p in 0..P {
             // SAFETY: block and panel are inside, as promised.
             unsafe {
                 let x = tile.x.as_ptr().add(block * INPUT_WORDS * M);
-                let weights = panels.as_ptr().add((p * blocks + block) * PANEL_BLOCK_WORDS);
+                let weights = tile.panels.as_ptr().add((p * blocks + block) * PANEL_BLOCK_WORDS);
                 add_block::<M, P>(&mut sums, p, x, weights, tile.fetch_ahead);
             }
         }
     }
-    for (row, sums) in sums.iter().enumerate() {
-        for (vector, sums) in sums.as_flattened().iter().enumerate() {
-            let first = vector * LANES;
-            let columns = LANES.min(tile.columns.saturating_sub(first));
-            let mask = ((1_u32 << columns) - 1) as u16;
-            // SAFETY: the columns that the mask selects are in the target.
-            unsafe { _mm512_mask_storeu_ps(target.at(row, first), mask, *sums) };
-        }
-    }
+    // SAFETY: the caller's promise.
+    unsafe { store(&sums, tile, target) };
 }
 
 /// Accumulates one block for every row with panel `p`.
@@ -90,7 +81,7 @@ unsafe fn sized<const M: usize, const P: usize>(
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vnni")]
 unsafe fn add_block<const M: usize, const P: usize>(
-    sums: &mut [[[__m512; 2]; P]; M],
+    sums: &mut Sums<M, P>,
     p: usize,
     x: *const u32,
     weights: *const u32,
@@ -104,7 +95,7 @@ unsafe fn add_block<const M: usize, const P: usize>(
         for group in 0..GROUPS {
             let at = weights.add(group * PANEL);
             if M <= 4 && fetch_ahead {
-                prefetch(at.cast());
+                prefetch::<PREFETCH_BYTES>(at.cast());
             }
             let numbers = [_mm512_loadu_si512(at.cast()), _mm512_loadu_si512(at.add(LANES).cast())];
             for (m, whole) in whole.iter_mut().enumerate() {
@@ -125,12 +116,4 @@ unsafe fn add_block<const M: usize, const P: usize>(
             }
         }
     }
-}
-
-/// Prefetches two cache lines of weights ahead; the address may be outside.
-#[inline]
-#[target_feature(enable = "avx512f")]
-fn prefetch(group: *const u8) {
-    _mm_prefetch::<_MM_HINT_T0>(group.wrapping_add(PREFETCH_BYTES).cast());
-    _mm_prefetch::<_MM_HINT_T0>(group.wrapping_add(PREFETCH_BYTES + 64).cast());
 }

@@ -3,7 +3,7 @@
 use half::f16;
 
 use super::{
-    super::{PanelRange, Target, Tile},
+    super::{Target, Tile},
     BLOCK, GROUP, INPUT_WORDS, NUMBER_WORDS, PANEL_BLOCK_WORDS,
 };
 use crate::cpu::{arithmetic::multiply_add, isa::BASELINE_FUSES, matmul::pack::PANEL};
@@ -12,14 +12,13 @@ use crate::cpu::{arithmetic::multiply_add, isa::BASELINE_FUSES, matmul::pack::PA
 ///
 /// # Safety
 /// `target` may be written in the tile's rows and columns.
-pub(in crate::cpu::matmul) unsafe fn tile(tile: &Tile<'_>, target: &Target) {
+pub(in crate::cpu::matmul) unsafe fn tile(tile: &Tile<'_>, target: &Target, _panel_count: usize) {
     let rows = tile.row_count;
-    let PanelRange::Q8(panel) = tile.panels else { unreachable!("the panels are 8-bit") };
     assert_eq!(tile.x.len(), rows * tile.k.div_ceil(BLOCK) * INPUT_WORDS);
     for row in 0..rows {
         let mut sums = [0.0_f32; PANEL];
         let blocks = tile.x.chunks_exact(rows * INPUT_WORDS);
-        for (x, weights) in blocks.zip(panel.as_chunks::<PANEL_BLOCK_WORDS>().0) {
+        for (x, weights) in blocks.zip(tile.panels.as_chunks::<PANEL_BLOCK_WORDS>().0) {
             let word = |group: usize| x[group * rows + row];
             let mut whole = [word(BLOCK / GROUP + 1).cast_signed(); PANEL];
             let (numbers, scales) = weights.split_at(NUMBER_WORDS);
