@@ -8,7 +8,10 @@ use std::{
     time::Duration,
 };
 
-use cudarc::cublaslt::{result, sys};
+use cudarc::cublaslt::{
+    result::{self, CublasError},
+    sys,
+};
 
 use super::{
     buffer::row_stride,
@@ -17,7 +20,7 @@ use super::{
     error::{CudaError, Named},
     ffi::Address,
     memory::{ALIGNMENT, Range},
-    tune::{self, Algorithm, Candidates, Table, Tuned, Tuning},
+    tune::{self, Algorithm, Table, Tuned, Tuning},
 };
 use crate::layout::Dtype;
 
@@ -64,7 +67,7 @@ impl GemmShape {
 /// cuBLASLt for one stream: all GEMMs share one workspace.
 #[derive(Debug)]
 pub struct Gemm {
-    handle: sys::cublasLtHandle_t,
+    handle: Owned<sys::cublasLtHandle_t>,
     workspace: Range,
     plans: HashMap<GemmShape, Plan>,
     tuned: Table,
@@ -82,7 +85,8 @@ impl Gemm {
         if !has_cublaslt() {
             return Err(CudaError::LibraryMissing { name: "libcublasLt.so.13" });
         }
-        let handle = result::create_handle().named("cublasLtCreate")?;
+        let raw = result::create_handle().named("cublasLtCreate")?;
+        let handle = Owned { raw, destroy: result::destroy_handle };
         // SAFETY: the library is loaded, and every version of it has this function.
         let version = unsafe { sys::cublasLtGetVersion() };
         let (device, driver) = (context.device(), context.driver().version());
@@ -167,7 +171,7 @@ impl Gemm {
         }
         let descriptors = Descriptors::new(shape)?;
         let algorithms =
-            descriptors.algorithms::<CANDIDATES>(self.handle, self.workspace.bytes())?;
+            descriptors.algorithms::<CANDIDATES>(self.handle.raw, self.workspace.bytes())?;
         let mut timed = Timed {
             gemm: self,
             shape,
@@ -180,13 +184,13 @@ impl Gemm {
             turn: 0,
             has_run: [false; CANDIDATES],
         };
-        let chosen = tune::choose(&mut timed)?;
+        let chosen = tune::choose(timed.algorithms.len(), |candidate| timed.time(candidate))?;
         Ok(chosen.map(|(best, time, first)| (timed.algorithms[best].data, time, first)))
     }
 
     fn plan(&self, shape: GemmShape) -> Result<Plan, CudaError> {
         let descriptors = Descriptors::new(shape)?;
-        let (handle, workspace) = (self.handle, self.workspace.bytes());
+        let (handle, workspace) = (self.handle.raw, self.workspace.bytes());
         // A tuned algorithm may come from a file or from another row count, so cuBLASLt checks it first.
         let tuned = self.tuned.get(&shape).map(|data| sys::cublasLtMatmulAlgo_t { data });
         let algorithm =
@@ -222,7 +226,7 @@ impl Gemm {
         // returns. `out` is not read because beta is 0.
         unsafe {
             result::matmul(
-                self.handle,
+                self.handle.raw,
                 descriptors.operation.raw,
                 ptr::from_ref(&one).cast(),
                 ptr::from_ref(&zero).cast(),
@@ -241,13 +245,6 @@ impl Gemm {
             )
         }
         .named("cublasLtMatmul")
-    }
-}
-
-impl Drop for Gemm {
-    fn drop(&mut self) {
-        // SAFETY: the handle is created once and destroyed once.
-        let _ = unsafe { result::destroy_handle(self.handle) };
     }
 }
 
@@ -292,15 +289,8 @@ impl Timed<'_> {
         // SAFETY: the three ranges have the shape's sizes, and nobody reads `out` during tuning.
         unsafe { self.gemm.launch(&self.descriptors, algorithm, x, w, out, self.stream) }.is_ok()
     }
-}
 
-impl Candidates for Timed<'_> {
-    type Error = CudaError;
-
-    fn count(&self) -> usize {
-        self.algorithms.len()
-    }
-
+    /// Returns the time of one GEMM, or `None` when the algorithm does not support the shape.
     fn time(&mut self, candidate: usize) -> Result<Option<Duration>, CudaError> {
         let has_run = mem::replace(&mut self.has_run[candidate], true);
         if !has_run && !self.launch(candidate) {
@@ -331,10 +321,10 @@ struct Plan {
 /// cuBLASLt descriptors of one shape.
 #[derive(Debug)]
 struct Descriptors {
-    operation: Descriptor,
-    w: Layout,
-    x: Layout,
-    out: Layout,
+    operation: Owned<sys::cublasLtMatmulDesc_t>,
+    w: Owned<sys::cublasLtMatrixLayout_t>,
+    x: Owned<sys::cublasLtMatrixLayout_t>,
+    out: Owned<sys::cublasLtMatrixLayout_t>,
 }
 
 impl Descriptors {
@@ -344,10 +334,10 @@ impl Descriptors {
         let GemmShape { rows, inputs, outputs, from, to, x_stride, out_stride } = shape;
         let (from, to) = (data_type(from), data_type(to));
         Ok(Self {
-            operation: Descriptor::new()?,
-            w: Layout::new(from, inputs, outputs, inputs)?,
-            x: Layout::new(from, inputs, rows, x_stride)?,
-            out: Layout::new(to, outputs, rows, out_stride)?,
+            operation: operation()?,
+            w: layout(from, inputs, outputs, inputs)?,
+            x: layout(from, inputs, rows, x_stride)?,
+            out: layout(to, outputs, rows, out_stride)?,
         })
     }
 
@@ -357,7 +347,7 @@ impl Descriptors {
         handle: sys::cublasLtHandle_t,
         workspace_bytes: usize,
     ) -> Result<Vec<sys::cublasLtMatmulAlgo_t>, CudaError> {
-        let preference = Preference::new(workspace_bytes)?;
+        let preference = preference(workspace_bytes)?;
         let mut found = [MaybeUninit::<sys::cublasLtMatmulHeuristicResult_t>::zeroed(); COUNT];
         let mut count = 0;
         // SAFETY: all descriptors are alive, and `found` has room for `COUNT` results.
@@ -419,94 +409,57 @@ fn data_type(dtype: Dtype) -> sys::cudaDataType {
     }
 }
 
+/// A cuBLASLt object, which is destroyed once.
 #[derive(Debug)]
-struct Descriptor {
-    raw: sys::cublasLtMatmulDesc_t,
+struct Owned<T: Copy> {
+    raw: T,
+    destroy: unsafe fn(T) -> Result<(), CublasError>,
 }
 
-impl Descriptor {
-    /// f32 accumulation, first matrix transposed.
-    fn new() -> Result<Self, CudaError> {
-        let compute = sys::cublasComputeType_t::CUBLAS_COMPUTE_32F;
-        let raw = result::create_matmul_desc(compute, sys::cudaDataType::CUDA_R_32F)
-            .named("cublasLtMatmulDescCreate")?;
-        let descriptor = Self { raw };
-        // CUBLAS_OP_T.
-        let transposed = 1u32;
-        let attribute = sys::cublasLtMatmulDescAttributes_t::CUBLASLT_MATMUL_DESC_TRANSA;
-        // SAFETY: the attribute is a 32-bit number that is read before the call returns.
-        unsafe {
-            result::set_matmul_desc_attribute(
-                raw,
-                attribute,
-                ptr::from_ref(&transposed).cast(),
-                size_of::<u32>(),
-            )
-        }
+impl<T: Copy> Drop for Owned<T> {
+    fn drop(&mut self) {
+        // SAFETY: the object was created with this value, and nothing uses it any more.
+        let _ = unsafe { (self.destroy)(self.raw) };
+    }
+}
+
+/// Creates a descriptor: f32 accumulation, first matrix transposed.
+fn operation() -> Result<Owned<sys::cublasLtMatmulDesc_t>, CudaError> {
+    let compute = sys::cublasComputeType_t::CUBLAS_COMPUTE_32F;
+    let raw = result::create_matmul_desc(compute, sys::cudaDataType::CUDA_R_32F)
+        .named("cublasLtMatmulDescCreate")?;
+    let operation = Owned { raw, destroy: result::destroy_matmul_desc };
+    // CUBLAS_OP_T.
+    let transposed = 1u32;
+    let attribute = sys::cublasLtMatmulDescAttributes_t::CUBLASLT_MATMUL_DESC_TRANSA;
+    let (value, bytes) = (ptr::from_ref(&transposed).cast(), size_of::<u32>());
+    // SAFETY: the attribute is a 32-bit number that is read before the call returns.
+    unsafe { result::set_matmul_desc_attribute(raw, attribute, value, bytes) }
         .named("cublasLtMatmulDescSetAttribute")?;
-        Ok(descriptor)
-    }
+    Ok(operation)
 }
 
-impl Drop for Descriptor {
-    fn drop(&mut self) {
-        // SAFETY: the descriptor is created once and destroyed once.
-        let _ = unsafe { result::destroy_matmul_desc(self.raw) };
-    }
+/// Creates a matrix layout; `stride` elements lie between two columns.
+fn layout(
+    dtype: sys::cudaDataType,
+    rows: usize,
+    columns: usize,
+    stride: usize,
+) -> Result<Owned<sys::cublasLtMatrixLayout_t>, CudaError> {
+    let raw = result::create_matrix_layout(dtype, rows as u64, columns as u64, stride as i64)
+        .named("cublasLtMatrixLayoutCreate")?;
+    Ok(Owned { raw, destroy: result::destroy_matrix_layout })
 }
 
-#[derive(Debug)]
-struct Layout {
-    raw: sys::cublasLtMatrixLayout_t,
-}
-
-impl Layout {
-    /// `stride`: elements from one column to the next.
-    fn new(
-        dtype: sys::cudaDataType,
-        rows: usize,
-        columns: usize,
-        stride: usize,
-    ) -> Result<Self, CudaError> {
-        let raw = result::create_matrix_layout(dtype, rows as u64, columns as u64, stride as i64)
-            .named("cublasLtMatrixLayoutCreate")?;
-        Ok(Self { raw })
-    }
-}
-
-impl Drop for Layout {
-    fn drop(&mut self) {
-        // SAFETY: the layout is created once and destroyed once.
-        let _ = unsafe { result::destroy_matrix_layout(self.raw) };
-    }
-}
-
-struct Preference {
-    raw: sys::cublasLtMatmulPreference_t,
-}
-
-impl Preference {
-    fn new(workspace_bytes: usize) -> Result<Self, CudaError> {
-        use sys::cublasLtMatmulPreferenceAttributes_t as Attribute;
-        let raw = result::create_matmul_pref().named("cublasLtMatmulPreferenceCreate")?;
-        let preference = Self { raw };
-        // SAFETY: the attribute is a `size_t` that is read before the call returns.
-        unsafe {
-            result::set_matmul_pref_attribute(
-                raw,
-                Attribute::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
-                ptr::from_ref(&workspace_bytes).cast(),
-                size_of::<usize>(),
-            )
-        }
+/// Creates a preference for algorithms that need no more workspace.
+fn preference(workspace_bytes: usize) -> Result<Owned<sys::cublasLtMatmulPreference_t>, CudaError> {
+    use sys::cublasLtMatmulPreferenceAttributes_t::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES;
+    let raw = result::create_matmul_pref().named("cublasLtMatmulPreferenceCreate")?;
+    let preference = Owned { raw, destroy: result::destroy_matmul_pref };
+    let (value, bytes) = (ptr::from_ref(&workspace_bytes).cast(), size_of::<usize>());
+    let attribute = CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES;
+    // SAFETY: the attribute is a `size_t` that is read before the call returns.
+    unsafe { result::set_matmul_pref_attribute(raw, attribute, value, bytes) }
         .named("cublasLtMatmulPreferenceSetAttribute")?;
-        Ok(preference)
-    }
-}
-
-impl Drop for Preference {
-    fn drop(&mut self) {
-        // SAFETY: the preference is created once and destroyed once.
-        let _ = unsafe { result::destroy_matmul_pref(self.raw) };
-    }
+    Ok(preference)
 }

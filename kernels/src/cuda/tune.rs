@@ -219,32 +219,26 @@ fn checksum(bytes: &[u8]) -> u64 {
     bytes.iter().fold(0xcbf2_9ce4_8422_2325, add)
 }
 
-/// Candidate algorithms that can be timed.
-pub(super) trait Candidates {
-    type Error;
-    fn count(&self) -> usize;
-    /// Returns the time of one GEMM, or `None` when the algorithm does not support the shape.
-    fn time(&mut self, candidate: usize) -> Result<Option<Duration>, Self::Error>;
-}
-
 /// Timing rounds, and the minimum gain over the heuristic's algorithm. Below that gain, noise would decide,
 /// and each machine would choose another algorithm.
 const ROUNDS: usize = 3;
 const GAIN_MIN: f64 = 0.02;
 
-/// Returns the fastest candidate, its time and the time of the heuristic's algorithm. A candidate that is
-/// much slower in one round is not timed again.
-pub(super) fn choose<C: Candidates>(
-    candidates: &mut C,
-) -> Result<Option<(usize, Duration, Duration)>, C::Error> {
-    let mut times: Vec<Vec<Duration>> = vec![Vec::new(); candidates.count()];
-    let mut is_out = vec![false; candidates.count()];
+/// Returns the fastest of `count` candidates, its time and the time of the heuristic's algorithm, candidate 0.
+/// `time` returns `None` for a candidate that does not support the shape. A candidate that is much slower in
+/// one round is not timed again.
+pub(super) fn choose<E>(
+    count: usize,
+    mut time: impl FnMut(usize) -> Result<Option<Duration>, E>,
+) -> Result<Option<(usize, Duration, Duration)>, E> {
+    let mut times: Vec<Vec<Duration>> = vec![Vec::new(); count];
+    let mut is_out = vec![false; count];
     for _ in 0..ROUNDS {
         for candidate in 0..times.len() {
             if is_out[candidate] {
                 continue;
             }
-            match candidates.time(candidate)? {
+            match time(candidate)? {
                 Some(time) => times[candidate].push(time),
                 None => is_out[candidate] = true,
             }
@@ -451,25 +445,14 @@ mod tests {
         assert!(table.write(nowhere).unwrap_err().contains("/proc/nowhere/products-"));
     }
 
-    /// Candidates with given times in ms.
-    struct Told(Vec<Option<u64>>, usize);
-
-    impl Candidates for Told {
-        type Error = Infallible;
-
-        fn count(&self) -> usize {
-            self.0.len()
-        }
-
-        fn time(&mut self, candidate: usize) -> Result<Option<Duration>, Infallible> {
-            self.1 += 1;
-            Ok(self.0[candidate].map(milliseconds))
-        }
-    }
-
     #[test]
     fn fastest_algorithm_is_chosen_if_clearly_faster_than_the_heuristic() {
-        let chosen = |times: &[Option<u64>]| choose(&mut Told(times.to_vec(), 0)).unwrap();
+        let time = |times: &[Option<u64>], candidate: usize| {
+            Ok::<_, Infallible>(times[candidate].map(milliseconds))
+        };
+        let chosen = |times: &[Option<u64>]| {
+            choose(times.len(), |candidate| time(times, candidate)).unwrap()
+        };
         let ms = milliseconds;
         assert_eq!(chosen(&[Some(100), Some(90), Some(80)]), Some((2, ms(80), ms(100))));
         assert_eq!(chosen(&[Some(100), Some(99)]), Some((0, ms(100), ms(100))));
@@ -477,8 +460,12 @@ mod tests {
         assert_eq!(chosen(&[None, Some(90), None]), Some((1, ms(90), ms(90))));
         assert_eq!((chosen(&[None, None]), chosen(&[])), (None, None));
         // A candidate that is far behind is timed once.
-        let mut told = Told(vec![Some(100), Some(500), Some(101), None], 0);
-        choose(&mut told).unwrap();
-        assert_eq!(told.1, 3 + 1 + 3 + 1);
+        let (times, mut count) = ([Some(100), Some(500), Some(101), None], 0);
+        let counted = |candidate| {
+            count += 1;
+            time(&times, candidate)
+        };
+        choose(times.len(), counted).unwrap();
+        assert_eq!(count, 3 + 1 + 3 + 1);
     }
 }
