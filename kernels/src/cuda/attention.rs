@@ -152,23 +152,25 @@ impl Attention {
         let workspace = self.workspace(planned.place);
         // SAFETY: the step's arrays and KV blocks were allocated for its rows; the caller has checked the
         // sizes of queries and output; plan and workspace belong together.
-        let code = unsafe {
-            (library.functions().baton_attention_run)(
-                &planned.plan,
-                &shape,
-                &workspace,
-                step.kv(),
-                layer as i32,
-                queries,
-                query_stride as i64,
-                step.arrays(),
-                out,
-                step.sequences() as i32,
-                step.rows() as i32,
-                stream.raw().cast(),
+        unsafe {
+            launch!(
+                library,
+                stream,
+                baton_attention_run(
+                    &planned.plan,
+                    &shape,
+                    &workspace,
+                    step.kv(),
+                    layer as i32,
+                    queries,
+                    query_stride as i64,
+                    step.arrays(),
+                    out,
+                    step.sequences() as i32,
+                    step.rows() as i32
+                )
             )
-        };
-        library.check("baton_attention_run", code)
+        }
     }
 
     /// Returns the plan of this shape, which the first layer of that shape creates.
@@ -211,17 +213,14 @@ impl Attention {
         };
         // SAFETY: the host arrays have an element per sequence, and one more where required; nobody else
         // accesses the pinned buffer until its copy completes.
-        let code = unsafe {
-            (library.functions().baton_attention_prepare)(
-                kind_code,
-                &shape,
-                &step.host_batch(),
-                &workspace,
-                &mut plan,
-                stream.raw().cast(),
+        unsafe {
+            let batch = step.host_batch();
+            launch!(
+                library,
+                stream,
+                baton_attention_prepare(kind_code, &shape, &batch, &workspace, &mut plan)
             )
-        };
-        library.check("baton_attention_prepare", code)?;
+        }?;
         if copies {
             self.places[place].copied.record(stream)?;
         }
@@ -315,9 +314,7 @@ impl Decode {
         };
         // SAFETY: the step's arrays and KV blocks were allocated for its rows; the caller has checked the
         // sizes of queries and output; the workspace fits the largest shape and belongs to this stream.
-        let code =
-            unsafe { (library.functions().baton_decode_attention)(&args, stream.raw().cast()) };
-        library.check("baton_decode_attention", code)
+        unsafe { launch!(library, stream, baton_decode_attention(&args)) }
     }
 }
 

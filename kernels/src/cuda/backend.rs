@@ -323,14 +323,13 @@ impl CudaBackend {
         self.fault.lock().unwrap_or_else(PoisonError::into_inner).is_some()
     }
 
-    pub(super) fn call(
+    /// Launches a kernel, unless an operation has failed, and keeps its error.
+    pub(super) fn run(
         &self,
-        name: &'static str,
-        call: impl FnOnce(&ffi::Functions, ffi::RawStream) -> i32,
+        launch: impl FnOnce(&KernelLibrary, &Stream<Compute>) -> Result<(), CudaError>,
     ) {
         if !self.is_faulty() {
-            let code = call(self.library.functions(), self.compute.raw().cast());
-            self.note(self.library.check(name, code));
+            self.note(launch(&self.library, &self.compute));
         }
     }
 
@@ -405,21 +404,12 @@ impl Backend for CudaBackend {
         let (rows, width) = (step.rows(), out.width);
         let to = out.data.part(0, out.bytes(rows));
         self.use_dependent_launch();
-        self.call("baton_embed", |functions, stream| {
+        let (dtype, rows, width) = (dtype_code(self.dtype), rows as i32, width as i32);
+        self.run(|library, stream| {
             let (table, tokens) = (table.data.address(), step.arrays().row_tokens);
             // SAFETY: the step has this many tokens and the buffer this many rows; token ids are below the
             // vocabulary size, as admission checks.
-            unsafe {
-                (functions.baton_embed)(
-                    dtype_code(self.dtype),
-                    table,
-                    tokens,
-                    to,
-                    rows as i32,
-                    width as i32,
-                    stream,
-                )
-            }
+            unsafe { launch!(library, stream, baton_embed(dtype, table, tokens, to, rows, width)) }
         });
     }
 
@@ -435,19 +425,12 @@ impl Backend for CudaBackend {
         wide(x);
         out.pending.set(None);
         let (from, to) = (x.data.part(0, x.bytes(rows)), out.data.part(0, out.bytes(rows)));
-        self.call("baton_rms_norm", |functions, stream| {
+        let (dtype, rows, width) = (dtype_code(out.dtype), rows as i32, weight.len as i32);
+        self.run(|library, stream| {
+            let norm = weight.data.address();
             // SAFETY: the three ranges have the sizes checked above.
             unsafe {
-                (functions.baton_rms_norm)(
-                    dtype_code(out.dtype),
-                    from,
-                    weight.data.address(),
-                    eps,
-                    to,
-                    rows as i32,
-                    weight.len as i32,
-                    stream,
-                )
+                launch!(library, stream, baton_rms_norm(dtype, from, norm, eps, to, rows, width))
             }
         });
     }
@@ -471,20 +454,15 @@ impl Backend for CudaBackend {
         out.pending.set(None);
         let sum = residual.data.part(0, residual.bytes(rows));
         let (from, to) = (x.data.part(0, x.bytes(rows)), out.data.part(0, out.bytes(rows)));
-        self.call("baton_add_rms_norm", |functions, stream| {
+        let (dtype, rows, width) = (dtype_code(out.dtype), rows as i32, width as i32);
+        self.run(|library, stream| {
+            let norm = weight.data.address();
             // SAFETY: the four ranges have the sizes checked above.
             unsafe {
-                (functions.baton_add_rms_norm)(
-                    dtype_code(out.dtype),
-                    sum,
-                    from,
-                    weight.data.address(),
-                    eps,
-                    to,
-                    0,
-                    rows as i32,
-                    width as i32,
+                launch!(
+                    library,
                     stream,
+                    baton_add_rms_norm(dtype, sum, from, norm, eps, to, 0, rows, width)
                 )
             }
         });
@@ -556,10 +534,10 @@ impl Backend for CudaBackend {
             layer: layer as i32,
             rows: rows as i32,
         };
-        self.call("baton_rope_store_kv", |functions, stream| {
+        self.run(|library, stream| {
             // SAFETY: the buffer has the step's rows, the vectors were checked, and the step's KV
             // destinations are blocks that the step may write.
-            unsafe { (functions.baton_rope_store_kv)(step.kv(), &args, stream) }
+            unsafe { launch!(library, stream, baton_rope_store_kv(step.kv(), &args)) }
         });
     }
 
@@ -601,18 +579,10 @@ impl Backend for CudaBackend {
         assert_eq!(gate_up.dtype, out.dtype, "silu_mul: types differ");
         let from = gate_up.data.part(0, gate_up.bytes(rows));
         let to = out.data.part(0, out.bytes(rows));
-        self.call("baton_silu_mul", |functions, stream| {
+        let (dtype, rows, width) = (dtype_code(out.dtype), rows as i32, width as i32);
+        self.run(|library, stream| {
             // SAFETY: the two ranges have the sizes checked above.
-            unsafe {
-                (functions.baton_silu_mul)(
-                    dtype_code(out.dtype),
-                    from,
-                    to,
-                    rows as i32,
-                    width as i32,
-                    stream,
-                )
-            }
+            unsafe { launch!(library, stream, baton_silu_mul(dtype, from, to, rows, width)) }
         });
     }
 
@@ -635,19 +605,12 @@ impl Backend for CudaBackend {
         assert!(step.rows() <= x.rows_max, "gather_sampled: the input lacks rows of the step");
         let rows = step.samples();
         let to = out.data.part(0, out.bytes(rows));
-        self.call("baton_gather_rows", |functions, stream| {
-            let indices = step.arrays().sampled_rows;
+        let (dtype, rows, width) = (dtype_code(out.dtype), rows as i32, out.width as i32);
+        self.run(|library, stream| {
+            let (from, indices) = (x.data.address(), step.arrays().sampled_rows);
             // SAFETY: sampled rows are rows of the step, which the input has.
             unsafe {
-                (functions.baton_gather_rows)(
-                    dtype_code(out.dtype),
-                    x.data.address(),
-                    indices,
-                    to,
-                    rows as i32,
-                    out.width as i32,
-                    stream,
-                )
+                launch!(library, stream, baton_gather_rows(dtype, from, indices, to, rows, width))
             }
         });
     }

@@ -1,6 +1,9 @@
 //! Measures a GPU's peak read bandwidth with a kernel that only reads.
 
-use super::{backend::CudaBackend, context::Event, error::CudaError, memory::DeviceMemory};
+use super::{
+    backend::CudaBackend, context::Event, error::CudaError, library::KernelLibrary,
+    memory::DeviceMemory,
+};
 
 /// Much larger than any cache.
 const BYTES_MIN: u64 = 4 << 30;
@@ -26,16 +29,10 @@ impl CudaBackend {
         for _ in 0..TRIES {
             begin.record(stream)?;
             // SAFETY: the range is as long as is said, and its holder outlives the wait below.
-            let code = unsafe {
-                (self.library().functions().baton_read_stream)(
-                    from.address(),
-                    bytes,
-                    sink.address(),
-                    0,
-                    stream.raw().cast(),
-                )
-            };
-            self.library().check("baton_read_stream", code)?;
+            unsafe {
+                let (from, sink) = (from.address(), sink.address());
+                launch!(self.library(), stream, baton_read_stream(from, bytes, sink, 0))
+            }?;
             end.record(stream)?;
             end.synchronize()?;
             let seconds = f64::from(end.milliseconds_since(&begin)?) / 1e3;

@@ -22,6 +22,7 @@ use super::{
     error::CudaError,
     ffi::{self, SampleResult, TokenLogprob},
     kv::DeviceKv,
+    library::KernelLibrary,
     memory::{DeviceMemory, InFlight, Pinned, Range},
     plan::{self, Admission, Extension, StepRows},
     probe::Delays,
@@ -382,18 +383,16 @@ impl DeviceBatch {
         }
         // SAFETY: the plan was encoded within the limits of pool and step, and its slots and blocks were
         // checked. The plan is uploaded before the kernels run, and overwritten after them.
-        let code = unsafe {
-            (backend.library().functions().baton_step_prepare)(
-                &self.memory.pool,
-                input.device.address(),
-                &self.memory.step,
-                rows as i32,
-                sequences as i32,
-                samples as i32,
-                compute.raw().cast(),
+        unsafe {
+            let BatchMemory { pool, step, .. } = &*self.memory;
+            let (plan, library) = (input.device.address(), backend.library());
+            let (rows, sequences, samples) = (rows as i32, sequences as i32, samples as i32);
+            launch!(
+                library,
+                compute,
+                baton_step_prepare(pool, plan, step, rows, sequences, samples)
             )
-        };
-        backend.library().check("baton_step_prepare", code)?;
+        }?;
         input.consumed.record(compute)?;
         Ok(end)
     }

@@ -11,7 +11,7 @@
 //!    streams, passes a barrier, calls [`Group::reset`], and passes another barrier.
 
 use std::{
-    ops, ptr,
+    ops,
     sync::{
         Arc,
         atomic::{AtomicU32, Ordering},
@@ -264,11 +264,9 @@ impl Group {
 
     /// Resets this rank's arena. All ranks pass a barrier before and after, with no all-reduce in flight.
     pub fn reset(&self) -> Result<(), CudaError> {
-        let call = "baton_group_reset";
-        self.aside(call, |functions, group, stream| {
-            // SAFETY: the arena belongs to this rank and is allocated.
-            unsafe { (functions.baton_group_reset)(group, stream) }
-        })?;
+        self.context.bind()?;
+        // SAFETY: the arena belongs to this rank and is allocated.
+        unsafe { launch!(&self.library, self.aside, baton_group_reset(&self.raw)) }?;
         self.aside.synchronize()?;
         self.fault_word().store(0, Ordering::Relaxed);
         Ok(())
@@ -277,10 +275,9 @@ impl Group {
     /// Aborts all-reduces that wait for other ranks, and all later ones until the next reset.
     pub fn stop(&self) -> Result<(), CudaError> {
         self.fault_word().store(1, Ordering::Relaxed);
-        self.aside("baton_group_stop", |functions, group, stream| {
-            // SAFETY: as above.
-            unsafe { (functions.baton_group_stop)(group, stream) }
-        })
+        self.context.bind()?;
+        // SAFETY: as above.
+        unsafe { launch!(&self.library, self.aside, baton_group_stop(&self.raw)) }
     }
 
     /// Checks the all-reduces that the host has seen complete. Reads one word of host memory.
@@ -377,10 +374,7 @@ impl Group {
         };
         stream.context().bind()?;
         // SAFETY: both ranges have the rows, as checked above; the arenas are as for an all-reduce.
-        let code = unsafe {
-            (self.library.functions().baton_group_gather)(&self.raw, &args, stream.raw().cast())
-        };
-        self.library.check("baton_group_gather", code)
+        unsafe { launch!(&self.library, stream, baton_group_gather(&self.raw, &args)) }
     }
 
     /// Returns the first column of each rank, and the end.
@@ -409,11 +403,9 @@ impl Group {
     ) -> Result<(), CudaError> {
         let firsts = self.firsts(tokens);
         stream.context().bind()?;
-        let call = self.library.functions().baton_group_sample;
+        let (library, firsts) = (&self.library, firsts.as_ptr());
         // SAFETY: guaranteed by the caller; the arenas are as for an all-reduce.
-        let code =
-            unsafe { call(&self.raw, pool, step, args, firsts.as_ptr(), stream.raw().cast()) };
-        self.library.check("baton_group_sample", code)
+        unsafe { launch!(library, stream, baton_group_sample(&self.raw, pool, step, args, firsts)) }
     }
 
     fn args(
@@ -434,21 +426,7 @@ impl Group {
         stream.context().bind()?;
         // SAFETY: the ranges have the rows' sizes, as checked above. The kernel stays within the arenas' size,
         // which is equal on all ranks, whatever the other ranks write.
-        let code = unsafe {
-            (self.library.functions().baton_all_reduce)(&self.raw, args, stream.raw().cast())
-        };
-        self.library.check("baton_all_reduce", code)
-    }
-
-    fn aside(
-        &self,
-        name: &'static str,
-        call: impl FnOnce(&ffi::Functions, *const ffi::Group, ffi::RawStream) -> i32,
-    ) -> Result<(), CudaError> {
-        self.context.bind()?;
-        let code =
-            call(self.library.functions(), ptr::from_ref(&self.raw), self.aside.raw().cast());
-        self.library.check(name, code)
+        unsafe { launch!(&self.library, stream, baton_all_reduce(&self.raw, args)) }
     }
 
     fn fault_word(&self) -> &AtomicU32 {

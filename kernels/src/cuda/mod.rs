@@ -38,6 +38,16 @@ macro_rules! functions {
     };
 }
 
+/// Calls a function of the kernel library on a stream, which is the function's last argument, and converts its
+/// return code to a result. The call is unsafe.
+macro_rules! launch {
+    ($library:expr, $stream:expr, $name:ident($($argument:expr),* $(,)?)) => {{
+        let library: &KernelLibrary = $library;
+        let code = (library.functions().$name)($($argument,)* $stream.raw().cast());
+        library.check(stringify!($name), code)
+    }};
+}
+
 mod attention;
 mod backend;
 mod bandwidth;

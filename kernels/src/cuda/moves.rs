@@ -130,22 +130,24 @@ unsafe fn by_kernel<R: Role>(
     let ids: Vec<i32> = ids.iter().map(|id| id.0 as i32).collect();
     // SAFETY: blocks and place are inside their ranges, and the caller guarantees the rest. The list is
     // read before the call returns.
-    let code = unsafe {
-        (library.functions().baton_move_rows)(
-            arena,
-            rows.block_bytes() as i64,
-            rows.pitch as i64,
-            rows.first as i64,
-            rows.width as i64,
-            ids.as_ptr(),
-            ids.len() as i32,
-            staging,
-            i32::from(way == Way::Gather),
-            MOVERS,
-            stream.raw().cast(),
+    unsafe {
+        launch!(
+            library,
+            stream,
+            baton_move_rows(
+                arena,
+                rows.block_bytes() as i64,
+                rows.pitch as i64,
+                rows.first as i64,
+                rows.width as i64,
+                ids.as_ptr(),
+                ids.len() as i32,
+                staging,
+                i32::from(way == Way::Gather),
+                MOVERS
+            )
         )
-    };
-    library.check("baton_move_rows", code)
+    }
 }
 
 /// # Safety

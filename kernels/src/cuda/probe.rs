@@ -37,10 +37,7 @@ impl Delays {
         }
         let nanoseconds = self.longest.as_nanos() as u64 * (random >> 1) / (1 << 31);
         // SAFETY: the stream is alive, and no memory is accessed.
-        let code = unsafe {
-            (self.library.functions().baton_delay)(nanoseconds as i64, stream.raw().cast())
-        };
-        self.library.check("baton_delay", code)
+        unsafe { launch!(&self.library, stream, baton_delay(nanoseconds as i64)) }
     }
 }
 
@@ -50,9 +47,6 @@ impl KernelLibrary {
     pub fn fault<R: Role>(&self, stream: &Stream<R>) -> Result<(), CudaError> {
         const NOWHERE: u64 = 256;
         // SAFETY: the driver never allocates this address; the write is meant to fail.
-        let code = unsafe {
-            (self.functions().baton_fill_random)(0, NOWHERE, 1, 0, 1.0, stream.raw().cast())
-        };
-        self.check("baton_fill_random", code)
+        unsafe { launch!(self, stream, baton_fill_random(0, NOWHERE, 1, 0, 1.0)) }
     }
 }

@@ -14,6 +14,7 @@ use super::{
     context::{HostToDevice, Stream},
     error::CudaError,
     ffi::{self, SampleResult, TokenLogprob},
+    library::KernelLibrary,
     memory::{DeviceMemory, Range},
     step::CudaStep,
 };
@@ -150,15 +151,13 @@ impl Sampler {
             return unsafe { group.sample(&self.tokens, places, &args, backend.compute()) };
         }
         // SAFETY: as above.
-        let code = unsafe {
-            (backend.library().functions().baton_sample)(
-                step.pool(),
-                step.arrays(),
-                &args,
-                backend.compute().raw().cast(),
+        unsafe {
+            launch!(
+                backend.library(),
+                backend.compute(),
+                baton_sample(step.pool(), step.arrays(), &args)
             )
-        };
-        backend.library().check("baton_sample", code)
+        }
     }
 
     /// Launches a gather of all ranks' logits. Returns the address of the rows and their stride.

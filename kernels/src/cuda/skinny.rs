@@ -166,20 +166,16 @@ impl CudaBackend {
     /// Applies the deferred norm to a buffer's rows, for a consumer that does not apply it itself.
     pub(super) fn finish_rows(&self, rows: usize, x: &CudaBuffer) {
         let Some(Pending { eps, residual, norm, .. }) = x.pending.take() else { return };
-        let (to, width) = (x.data.part(0, x.bytes(rows)), x.width);
-        self.call("baton_rms_norm", |functions, stream| {
+        let to = x.data.part(0, x.bytes(rows));
+        let (dtype, rows, width) = (dtype_code(x.dtype), rows as i32, x.width as i32);
+        self.run(|library, stream| {
             // SAFETY: the rows were computed from `residual`, which has the same shape and was not written
             // since.
             unsafe {
-                (functions.baton_rms_norm)(
-                    dtype_code(x.dtype),
-                    residual,
-                    norm,
-                    eps,
-                    to,
-                    rows as i32,
-                    width as i32,
+                launch!(
+                    library,
                     stream,
+                    baton_rms_norm(dtype, residual, norm, eps, to, rows, width)
                 )
             }
         });
@@ -252,11 +248,11 @@ impl CudaBackend {
         // SAFETY: the function only reads its arguments.
         let tile = unsafe { (functions.baton_skinny_gemm_tile)(&args) };
         let tile = usize::try_from(tile).ok().filter(|tile| *tile > 0)?;
-        self.call("baton_skinny_gemm", |functions, stream| {
+        self.run(|library, stream| {
             // SAFETY: operands and output have the step's rows and the matrix's sizes, as checked above; the
             // partial sums have room for the smallest tile; the step's KV destinations are blocks that the
             // step may write.
-            unsafe { (functions.baton_skinny_gemm)(&args, stream) }
+            unsafe { launch!(library, stream, baton_skinny_gemm(&args)) }
         });
         Some(tile)
     }
