@@ -17,16 +17,12 @@ mod operations;
 mod watchdog;
 
 use std::{
-    sync::{
-        Arc, Mutex, MutexGuard, PoisonError,
-        atomic::{AtomicBool, Ordering},
-    },
-    thread,
+    sync::{Arc, Mutex, MutexGuard, PoisonError, atomic::Ordering},
     time::{Duration, Instant},
 };
 
 use self::{
-    invitation::{Answer, COMMUNICATORS_MAX, Invitation, MaxCtas},
+    invitation::{Answer, COMMUNICATORS_MAX, Invitation, agreed_ctas},
     link::{Gpu, Link, LinkEnd},
     operations::{Cuts, NcclChannel},
 };
@@ -35,7 +31,8 @@ use super::{
     ipc::shared_heads,
     kv::DeviceKv,
     moves::{Rows, Way},
-    nccl::{Communicator, CommunicatorOptions, Nccl, NcclVersion},
+    nccl::{Communicator, CommunicatorOptions, Nccl, NcclVersion, UniqueId},
+    parallel::in_parallel,
 };
 use crate::{
     arena::RemoteBlocks,
@@ -228,7 +225,7 @@ impl NcclChannels {
         Ok(())
     }
 
-    /// Joins all links in parallel: each one takes 0.1 s.
+    /// Joins all links in parallel: each one takes 0.1 s. If one fails, dropping the other links aborts them.
     fn join_links(
         &self,
         pairs: &[Pair],
@@ -238,35 +235,13 @@ impl NcclChannels {
         limit: WaitLimit<'_>,
     ) -> Result<Vec<Link>, String> {
         let nccl = self.opened()?;
-        let failed = AtomicBool::new(false);
-        let cancelled = || failed.load(Ordering::Relaxed) || (limit.cancelled)();
-        let limit = WaitLimit { deadline: limit.deadline, cancelled: &cancelled };
-        thread::scope(|scope| {
-            let join = |pair: &Pair, options| {
-                let (rank, rows) = pair.own(end);
-                let (kv, gpu) = &self.parts[rank];
-                let own = LinkEnd { kv: Arc::clone(kv), gpu: Arc::clone(gpu), rows, end, scatter };
-                let (nccl, failed) = (&nccl, &failed);
-                move || {
-                    let link = Link::join(own, nccl, options, limit);
-                    failed.fetch_or(link.is_err(), Ordering::Relaxed);
-                    link
-                }
-            };
-            let threads = pairs.iter().zip(options).map(|(pair, options)| {
-                let named = thread::Builder::new().name("nccl-join".to_owned());
-                let spawned = named.spawn_scoped(scope, join(pair, options));
-                failed.fetch_or(spawned.is_err(), Ordering::Relaxed);
-                spawned.map_err(words)
-            });
-            let threads: Vec<_> = threads.collect();
-            let links = threads.into_iter().map(|thread| {
-                let joined = thread?.join();
-                joined.unwrap_or_else(|_| Err("the thread that joined a link panicked".to_owned()))
-            });
-            // Every thread has ended. If one failed, dropping the other links aborts them.
-            let links: Vec<Result<Link, String>> = links.collect();
-            links.into_iter().collect()
+        in_parallel("nccl-join", pairs.iter().zip(options), |(pair, options), has_failed| {
+            let (rank, rows) = pair.own(end);
+            let (kv, gpu) = &self.parts[rank];
+            let own = LinkEnd { kv: Arc::clone(kv), gpu: Arc::clone(gpu), rows, end, scatter };
+            let cancelled = || has_failed.load(Ordering::Relaxed) || (limit.cancelled)();
+            let limit = WaitLimit { deadline: limit.deadline, cancelled: &cancelled };
+            Link::join(own, &nccl, options, limit)
         })
     }
 }
@@ -286,24 +261,10 @@ impl PeerChannels for NcclChannels {
     fn prepare(&self) -> Result<(), String> {
         let nccl = self.opened()?;
         let deadline = Instant::now() + PREPARE_MAX;
-        thread::scope(|scope| {
-            let load = |(part, _): &(Arc<DeviceKv>, _)| {
-                let (nccl, context) = (&nccl, Arc::clone(part.context()));
-                let load = move || Communicator::load_kernels(nccl, &context, deadline);
-                let named = thread::Builder::new().name("nccl-prepare".to_owned());
-                named.spawn_scoped(scope, load).map_err(words)
-            };
-            // Start all threads before joining the first one.
-            let threads: Vec<_> = self.parts.iter().map(load).collect();
-            let loaded = threads.into_iter().map(|thread| {
-                let loaded = thread?.join();
-                loaded
-                    .map_err(|_| "the thread that loaded NCCL's kernels panicked".to_owned())?
-                    .map_err(words)
-            });
-            let loaded: Vec<Result<(), String>> = loaded.collect();
-            loaded.into_iter().collect()
-        })
+        let loaded = in_parallel("nccl-prepare", &self.parts, |(part, _), _| {
+            Communicator::load_kernels(&nccl, part.context(), deadline).map_err(words)
+        });
+        loaded.map(drop)
     }
 
     fn invite(&self, max_ctas: Option<u32>) -> Result<Vec<u8>, String> {
@@ -314,7 +275,7 @@ impl PeerChannels for NcclChannels {
             slot_bytes: SLOT_BYTES as u64,
             direct_bytes: DIRECT_BYTES as u64,
             lanes: LANES,
-            max_ctas: MaxCtas(max_ctas),
+            max_ctas,
             uuids: self.uuids(),
         };
         Ok(invitation.to_bytes())
@@ -344,8 +305,8 @@ impl PeerChannels for NcclChannels {
                 uuids.len()
             ));
         }
-        let ids = (0..communicators).map(|_| nccl.unique_id()).collect::<Result<Vec<_>, _>>();
-        let max_ctas = MaxCtas(max_ctas);
+        let id = |_| nccl.unique_id().map(|id| bytemuck::cast(id.0));
+        let ids = (0..communicators).map(id).collect::<Result<Vec<_>, _>>();
         Ok(Answer { max_ctas, uuids, ids: ids.map_err(words)? }.to_bytes())
     }
 
@@ -364,11 +325,13 @@ impl PeerChannels for NcclChannels {
         let pairs = pairs_to(to_of)?;
         let own = if end == End::Sender { from_of } else { to_of };
         assert_eq!(own, self.parts.len(), "one part per own rank");
-        let max_ctas = invitation.max_ctas.with(answer.max_ctas);
         let share = |all| CtaShare::of(all, pairs.len(), (from_of, to_of), lanes);
-        let share = max_ctas.map(share);
+        let share = agreed_ctas(invitation.max_ctas, answer.max_ctas).map(share);
         let ctas = share.map(|share| (share.communicator_ctas(), share.communicator_ctas()));
-        let options = |id: &_| CommunicatorOptions { rank: rank(end), ranks: 2, id: *id, ctas };
+        let options = |id: &_| {
+            let id = UniqueId(bytemuck::cast(*id));
+            CommunicatorOptions { rank: rank(end), ranks: 2, id, ctas }
+        };
         let options = answer.ids.chunks(lanes).map(|ids| ids.iter().map(options).collect());
         let options: Vec<Vec<_>> = options.collect();
         if pairs.len() * lanes > COMMUNICATORS_MAX {

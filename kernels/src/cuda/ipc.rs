@@ -6,10 +6,7 @@
 //! A node has one part per rank, with the rank's heads of all blocks. Its peer may have another number of
 //! ranks: each receiving GPU copies its heads out of every peer part that has some of these heads.
 
-use std::{
-    sync::{Arc, OnceLock},
-    thread,
-};
+use std::sync::{Arc, OnceLock};
 
 use cudarc::driver::sys;
 
@@ -21,6 +18,7 @@ use super::{
     kv::DeviceKv,
     memory::Range,
     moves::copy_rows,
+    parallel::in_parallel,
 };
 use crate::{
     arena::{BlockWrite, RemoteBlocks},
@@ -221,14 +219,7 @@ impl IpcMemory {
             return Err(format!("cannot split {heads} heads equally over {theirs} ranks"));
         }
         // Retaining the context of a GPU takes long, so all GPUs are initialised concurrently.
-        let ends = thread::scope(|scope| {
-            let end = |rank| move || self.end(export, rank);
-            let threads: Vec<_> = (0..ours).map(|rank| scope.spawn(end(rank))).collect();
-            let ends = threads.into_iter().map(|thread| {
-                thread.join().unwrap_or_else(|_| Err("the mapping thread panicked".to_owned()))
-            });
-            ends.collect::<Result<Vec<_>, String>>()
-        })?;
+        let ends = in_parallel("ipc-map", 0..ours, |rank, _| self.end(export, rank))?;
         Ok(CudaPeerBlocks {
             blocks: Arc::clone(&self.blocks),
             block_count: export.block_count,

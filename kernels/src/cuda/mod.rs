@@ -74,6 +74,7 @@ mod links;
 mod memory;
 mod moves;
 mod nccl;
+mod parallel;
 mod plan;
 mod probe;
 mod sample;

@@ -18,6 +18,7 @@ use super::{
         memory::Range,
         moves::{Rows, Way, places_of},
         nccl::{Communicator, CommunicatorOptions, Move, Nccl, NcclError, Piece},
+        parallel::in_parallel,
         staging::{Place, Staging},
     },
     PeerExchange, SLOT_BYTES, SLOTS,
@@ -151,21 +152,9 @@ impl Link {
         let mut link =
             Self { own, communicators, streams, next: 0, unmarked: Ends::default(), staging };
         // In parallel: each one takes 0.1 s.
-        let communicators = thread::scope(|scope| {
-            let make = |options: CommunicatorOptions| {
-                let context = link.own.kv.context();
-                move || Communicator::new(nccl, context, options, limit).map_err(words)
-            };
-            let threads = options.iter().map(|options| scope.spawn(make(*options)));
-            let threads: Vec<_> = threads.collect();
-            let made = threads.into_iter().map(|thread| {
-                let made = thread.join();
-                made.unwrap_or_else(|_| {
-                    Err("the thread that created a communicator panicked".to_owned())
-                })
-            });
-            let made: Vec<Result<Communicator, String>> = made.collect();
-            made.into_iter().collect::<Result<Vec<_>, _>>()
+        let context = link.own.kv.context();
+        let communicators = in_parallel("nccl-create", options, |options, _| {
+            Communicator::new(nccl, context, *options, limit).map_err(words)
         })?;
         for communicator in communicators {
             link.add_lane(communicator, limit)?;
