@@ -173,7 +173,7 @@ unsafe impl Sync for KvArena {}
 impl KvArena {
     /// Creates a zeroed arena in host memory. Pages take no memory before they are written or populated.
     pub fn host(layout: KvLayout, block_count: u32) -> Result<Arc<Self>, ArenaError> {
-        let bytes = host_bytes(layout, block_count)?;
+        let bytes = arena_bytes(layout, block_count)?;
         // Page-aligned, hence aligned for every element type and for vector loads.
         let mut memory =
             MmapMut::map_anon(bytes).map_err(|source| ArenaError::OutOfMemory { bytes, source })?;
@@ -201,7 +201,7 @@ impl KvArena {
         region: &Arc<SharedRegion>,
         offset: usize,
     ) -> Result<Arc<Self>, ArenaError> {
-        let bytes = host_bytes(layout, block_count)?;
+        let bytes = arena_bytes(layout, block_count)?;
         assert!(offset.is_multiple_of(64), "offset {offset} is not a multiple of 64");
         let base = region.bytes(offset, bytes);
         let memory = Memory::Shared { _region: Arc::clone(region) };
@@ -217,35 +217,29 @@ impl KvArena {
     /// Creates an arena of blocks outside host memory, which can be copied but not viewed.
     pub fn remote(blocks: Arc<dyn RemoteBlocks>) -> Result<Arc<Self>, ArenaError> {
         let (layout, block_count) = (blocks.layout(), blocks.block_count());
-        let bad = |reason| ArenaError::BadSize { block_count, layout, reason };
-        let block_bytes = layout
-            .checked_block_bytes()
-            .filter(|bytes| bytes.checked_mul(block_count as usize).is_some())
-            .ok_or_else(|| bad("its bytes exceed the address space"))?;
-        if block_count == 0 || block_bytes == 0 {
-            return Err(bad("it has no bytes"));
-        }
+        arena_bytes(layout, block_count)?;
         Ok(Self::over(layout, block_count, NonNull::dangling(), Memory::Remote(blocks)))
     }
 
     /// Returns whether blocks are in host memory.
     pub fn is_host(&self) -> bool {
-        !matches!(self.memory, Memory::Remote(_))
+        self.remote_blocks().is_none()
     }
 
     /// Returns the interface by which processes of this host read each other's blocks on the device.
     pub fn peer_memory(&self) -> Option<Arc<dyn PeerMemory>> {
-        match &self.memory {
-            Memory::Host(_) | Memory::Shared { .. } => None,
-            Memory::Remote(blocks) => Arc::clone(blocks).peer_memory(),
-        }
+        Arc::clone(self.remote_blocks()?).peer_memory()
     }
 
     /// Returns the interface to channels between GPUs.
     pub fn peer_channels(&self) -> Option<Arc<dyn PeerChannels>> {
+        Arc::clone(self.remote_blocks()?).peer_channels()
+    }
+
+    fn remote_blocks(&self) -> Option<&Arc<dyn RemoteBlocks>> {
         match &self.memory {
             Memory::Host(_) | Memory::Shared { .. } => None,
-            Memory::Remote(blocks) => Arc::clone(blocks).peer_channels(),
+            Memory::Remote(blocks) => Some(blocks),
         }
     }
 
@@ -319,26 +313,24 @@ impl KvArena {
     }
 
     fn acquire_read(&self, block: BlockId) -> Result<(), ArenaError> {
-        let one_more = |raw: u32| (raw < WRITTEN - 1).then(|| raw + 1);
-        self.borrow_of(block)?
-            .fetch_update(Ordering::Acquire, Ordering::Relaxed, one_more)
-            .map(drop)
-            .map_err(|raw| ArenaError::Conflict {
-                block,
-                wanted: Borrow::Read,
-                state: BorrowState::of(raw),
-            })
+        self.acquire(block, Borrow::Read, |raw| (raw < WRITTEN - 1).then(|| raw + 1))
     }
 
     fn acquire_write(&self, block: BlockId) -> Result<(), ArenaError> {
-        self.borrow_of(block)?
-            .compare_exchange(0, WRITTEN, Ordering::Acquire, Ordering::Relaxed)
-            .map(drop)
-            .map_err(|raw| ArenaError::Conflict {
-                block,
-                wanted: Borrow::Write,
-                state: BorrowState::of(raw),
-            })
+        self.acquire(block, Borrow::Write, |raw| (raw == 0).then_some(WRITTEN))
+    }
+
+    /// Changes the block's borrow state by `change`, which returns `None` for a conflict.
+    fn acquire(
+        &self,
+        block: BlockId,
+        wanted: Borrow,
+        change: impl Fn(u32) -> Option<u32>,
+    ) -> Result<(), ArenaError> {
+        let borrow = self.borrow_of(block)?;
+        let changed = borrow.fetch_update(Ordering::Acquire, Ordering::Relaxed, change);
+        let conflict = |raw| ArenaError::Conflict { block, wanted, state: BorrowState::of(raw) };
+        changed.map(drop).map_err(conflict)
     }
 
     fn release_read(&self, block: BlockId) {
@@ -352,22 +344,14 @@ impl KvArena {
     }
 
     fn is_of<B: RemoteBlocks + ?Sized>(&self, blocks: &B) -> bool {
-        match &self.memory {
-            Memory::Host(_) | Memory::Shared { .. } => false,
-            Memory::Remote(ours) => std::ptr::addr_eq(Arc::as_ptr(ours), blocks),
-        }
+        self.remote_blocks().is_some_and(|ours| std::ptr::addr_eq(Arc::as_ptr(ours), blocks))
     }
 
     /// Copies a borrowed block that is outside host memory.
     fn copy_remote(&self, block: BlockId, host: &mut [u8]) -> Result<(), ArenaError> {
-        match &self.memory {
-            Memory::Remote(blocks) => blocks
-                .read(block.index() * self.block_bytes, host)
-                .map_err(|reason| ArenaError::Copy { block, reason }),
-            Memory::Host(_) | Memory::Shared { .. } => {
-                unreachable!("blocks in host memory have a view")
-            }
-        }
+        let blocks = self.remote_blocks().expect("blocks in host memory have a view");
+        let read = blocks.read(block.index() * self.block_bytes, host);
+        read.map_err(|reason| ArenaError::Copy { block, reason })
     }
 
     /// Computes the digest of borrowed blocks of this arena. Blocks outside host memory are digested by
@@ -377,16 +361,13 @@ impl KvArena {
         blocks: &[BlockId],
         in_host_memory: impl FnMut((usize, &Heads)) -> u64,
     ) -> Result<u64, ArenaError> {
-        let heads = Heads::all(self.layout);
-        match &self.memory {
-            Memory::Remote(remote) => remote
-                .digest(blocks)
-                .map_err(|reason| ArenaError::Digest { blocks: blocks.len(), reason }),
-            Memory::Host(_) | Memory::Shared { .. } => {
-                let indices = (0..blocks.len()).map(|index| (index, &heads));
-                Ok(indices.map(in_host_memory).fold(0, u64::wrapping_add))
-            }
+        if let Some(remote) = self.remote_blocks() {
+            let failed = |reason| ArenaError::Digest { blocks: blocks.len(), reason };
+            return remote.digest(blocks).map_err(failed);
         }
+        let heads = Heads::all(self.layout);
+        let indices = (0..blocks.len()).map(|index| (index, &heads));
+        Ok(indices.map(in_host_memory).fold(0, u64::wrapping_add))
     }
 
     /// Returns the first byte of a block in host memory.
@@ -399,8 +380,8 @@ impl KvArena {
     }
 }
 
-/// Returns the size of a host arena in bytes, or an error when the size is zero or overflows.
-fn host_bytes(layout: KvLayout, block_count: u32) -> Result<usize, ArenaError> {
+/// Returns the size of an arena in bytes, or an error when the size is zero or overflows.
+fn arena_bytes(layout: KvLayout, block_count: u32) -> Result<usize, ArenaError> {
     let bad = |reason| ArenaError::BadSize { block_count, layout, reason };
     // An overflowing size would give out memory outside the mapping.
     let too_large = || bad("its bytes exceed the address space");
@@ -539,7 +520,7 @@ impl BlockWrite {
     /// Overwrites the whole block from `host`.
     pub fn copy_from_host(&mut self, host: &[u8]) -> Result<(), ArenaError> {
         check_length(self.block, self.byte_count(), host.len())?;
-        if let Memory::Remote(blocks) = &self.arena.memory {
+        if let Some(blocks) = self.arena.remote_blocks() {
             return blocks
                 .write(self.block.index() * self.arena.block_bytes, host)
                 .map_err(|reason| ArenaError::Copy { block: self.block, reason });

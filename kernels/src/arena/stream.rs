@@ -2,7 +2,7 @@
 
 use std::sync::{Arc, atomic::Ordering};
 
-use super::{ArenaError, BorrowState, KvArena, WRITTEN};
+use super::{ArenaError, Borrow, BorrowState, KvArena, WRITTEN};
 use crate::layout::BlockId;
 
 /// Borrows of all steps in flight. The device runs steps in order, so one borrow of a block serves all
@@ -136,7 +136,7 @@ impl StreamAccess {
         // The row has already borrowed the block for reading.
         let uses = &mut self.uses[block.index()];
         if std::mem::replace(&mut uses.written_by, self.steps) == self.steps {
-            let (wanted, state) = (super::Borrow::Write, BorrowState::Written);
+            let (wanted, state) = (Borrow::Write, BorrowState::Written);
             return Err(ArenaError::Conflict { block, wanted, state });
         }
         if uses.writers == 0 {
@@ -185,14 +185,7 @@ impl Drop for StreamAccess {
 impl KvArena {
     /// Turns the only reader of a block into its writer.
     fn upgrade(&self, block: BlockId) -> Result<(), ArenaError> {
-        self.borrow_of(block)?
-            .compare_exchange(1, WRITTEN, Ordering::Acquire, Ordering::Relaxed)
-            .map(drop)
-            .map_err(|raw| ArenaError::Conflict {
-                block,
-                wanted: super::Borrow::Write,
-                state: BorrowState::of(raw),
-            })
+        self.acquire(block, Borrow::Write, |raw| (raw == 1).then_some(WRITTEN))
     }
 
     /// Turns the writer of a block into its only reader.
