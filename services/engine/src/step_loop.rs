@@ -179,11 +179,6 @@ impl<E: Executor> StepLoop<E> {
         self.records.drain(..).collect()
     }
 
-    /// Takes the oldest step record.
-    pub fn take_record(&mut self) -> Option<StepRecord> {
-        self.records.pop_front()
-    }
-
     /// Takes the statistics of speculative decoding since the last call.
     pub fn take_speculated(&mut self) -> Speculated {
         std::mem::take(&mut self.speculated)

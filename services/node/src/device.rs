@@ -4,7 +4,7 @@ use std::{
     env,
     path::{Path, PathBuf},
     sync::Arc,
-    time::Instant,
+    time::{Duration, Instant},
 };
 
 use cluster::TEXT_BYTES_MAX;
@@ -22,16 +22,17 @@ use kernels::{
     },
 };
 use kv_transfer::PRECONNECTED_PAIRS_MAX;
-use model::Checkpoint;
+use model::{Checkpoint, LoadProgress};
 use tracing::{info, warn};
 
 use crate::{
-    load_log::LoadLog,
     node::StartError,
     settings::{self, SettingsError},
     tensor_parallel::RANKS_ON_GPUS,
 };
 
+/// Time between two log lines of the progress of loading.
+const LOAD_LOG_INTERVAL: Duration = Duration::from_secs(5);
 /// The folder of device files.
 const DEVICES: &str = "/dev";
 
@@ -46,7 +47,7 @@ pub(crate) enum Chosen<T> {
 }
 
 impl<T> Chosen<T> {
-    /// Chooses by `node.device`, when opening the GPUs gave `opened`.
+    /// Chooses by `node.device`, when opening the GPUs gave `opened`. An invalid setting is an error in any case.
     fn by(
         device: Device,
         opened: Result<T, StartError>,
@@ -54,6 +55,7 @@ impl<T> Chosen<T> {
     ) -> Result<Self, StartError> {
         match opened {
             Ok(gpu) => Ok(Self::Gpu(gpu)),
+            Err(error @ StartError::Settings(_)) => Err(error),
             Err(error) if device != Device::Auto => Err(error),
             Err(_) if !host_has_gpu => Ok(Self::Cpu { fallback: None }),
             Err(error) => Ok(Self::Cpu { fallback: Some(one_line(&error.to_string())) }),
@@ -61,9 +63,15 @@ impl<T> Chosen<T> {
     }
 }
 
-/// Chooses as [`Chosen::by`] does and warns of a fallback.
-fn choose<T>(device: Device, opened: Result<T, StartError>) -> Result<Chosen<T>, StartError> {
-    let chosen = Chosen::by(device, opened, host_has_gpu(Path::new(DEVICES)))?;
+/// Opens the GPUs unless the CPU is set, chooses as [`Chosen::by`] does, and warns of a fallback.
+fn choose<T>(
+    device: Device,
+    open: impl FnOnce() -> Result<T, StartError>,
+) -> Result<Chosen<T>, StartError> {
+    if device == Device::Cpu {
+        return Ok(Chosen::Cpu { fallback: None });
+    }
+    let chosen = Chosen::by(device, open(), host_has_gpu(Path::new(DEVICES)))?;
     if let Chosen::Cpu { fallback: Some(reason) } = &chosen {
         warn!(reason, "the host has a GPU, but this node computes on the CPU");
     }
@@ -93,36 +101,26 @@ pub(crate) struct Started {
 /// Chooses the device of a node of one rank.
 ///
 /// # Errors
-/// With `node.device` = cuda, the reason why no GPU can serve.
+/// An invalid setting or, with `node.device` = cuda, the reason why no GPU can serve.
 pub(crate) fn gpu(
     config: &Config,
     weights: WeightFormat,
 ) -> Result<Chosen<CudaBackend>, StartError> {
-    let device = config.node.device;
-    if device == Device::Cpu {
-        return Ok(Chosen::Cpu { fallback: None });
-    }
-    let gpu = settings::gpus(&config.node)?.and_then(|names| names.first().copied());
-    choose(device, open_gpu(config, weights, gpu).map_err(StartError::from))
+    choose(config.node.device, || {
+        let gpu = settings::gpus(&config.node)?.and_then(|names| names.first().copied());
+        Ok(open_gpu(config, weights, gpu)?)
+    })
 }
 
 /// Chooses the devices of a node's ranks: GPUs by UUID, or CPUs.
 ///
 /// # Errors
-/// As [`gpu`], and invalid settings in any case.
+/// As [`gpu`].
 pub(crate) fn gpus_of_ranks(
     config: &Config,
     weights: WeightFormat,
 ) -> Result<Chosen<Vec<String>>, StartError> {
-    let device = config.node.device;
-    if device == Device::Cpu {
-        return Ok(Chosen::Cpu { fallback: None });
-    }
-    match find_for_ranks(config, weights) {
-        // An invalid setting is invalid on CPUs too.
-        Err(error @ StartError::Settings(_)) => Err(error),
-        found => choose(device, found),
-    }
+    choose(config.node.device, || find_for_ranks(config, weights))
 }
 
 /// Checks the GPUs here, so that one message reports a problem instead of one per rank.
@@ -247,9 +245,7 @@ pub(crate) fn start_gpu(
     let set = settings::block_count_set(node, layout)?;
     let limits_of = |blocks| settings::executor_limits(node, checkpoint.config(), blocks);
     let limits = limits_of(set.unwrap_or(u32::MAX))?;
-    let mut log = LoadLog::new();
-    let mut progress = |progress| log.at(progress);
-    let mut model = CudaModel::load(checkpoint, backend, &limits, &mut progress)?;
+    let mut model = CudaModel::load(checkpoint, backend, &limits, &mut load_log())?;
     let times = model.times();
     let mut tuned = Tuned::default();
     if !node.gpu_tune.is_zero() {
@@ -316,9 +312,27 @@ pub(crate) fn start_cpu(
     if let Some(group) = group {
         backend = backend.in_group(group);
     }
-    let mut log = LoadLog::new();
-    let progress = &mut |progress| log.at(progress);
-    Ok(CpuExecutor::start(checkpoint, backend, arena.clone(), limits, progress)?)
+    Ok(CpuExecutor::start(checkpoint, backend, arena.clone(), limits, &mut load_log())?)
+}
+
+/// Returns a callback that logs the progress of loading the weights, at most every [`LOAD_LOG_INTERVAL`].
+fn load_log() -> impl FnMut(LoadProgress) {
+    let mut last = Instant::now();
+    move |LoadProgress { parameters_done, parameters_total }| {
+        if is_due(&mut last, Instant::now()) && parameters_done < parameters_total {
+            let percent = 100 * u128::from(parameters_done) / u128::from(parameters_total);
+            info!(percent, parameters = parameters_done, "loading the weights");
+        }
+    }
+}
+
+/// Returns whether a log line is due, and then counts the interval from `now` on.
+fn is_due(last: &mut Instant, now: Instant) -> bool {
+    let is_due = now.saturating_duration_since(*last) >= LOAD_LOG_INTERVAL;
+    if is_due {
+        *last = now;
+    }
+    is_due
 }
 
 /// Returns the GPU memory in bytes to leave free beside the KV cache: `node.gpu_reserve`, and with transport `nccl` the
@@ -436,6 +450,14 @@ mod tests {
         };
         assert!(reason.contains("q8") && !reason.contains('\n'), "{reason:?}");
         assert_eq!(one_line(&"ä".repeat(200)).len(), TEXT_BYTES_MAX);
+    }
+
+    #[test]
+    fn progress_is_logged_once_per_interval() {
+        let start = Instant::now();
+        let mut last = start;
+        let is_due = |seconds: &u64| is_due(&mut last, start + Duration::from_secs(*seconds));
+        assert_eq!((0..20).filter(is_due).collect::<Vec<u64>>(), [5, 10, 15]);
     }
 
     #[test]

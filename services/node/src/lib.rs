@@ -26,7 +26,6 @@ mod grammars;
 mod grpc_server;
 pub mod identity;
 mod inbox;
-mod load_log;
 mod node;
 pub mod node_core;
 mod observe;

@@ -26,7 +26,7 @@ use kernels::{
     cpu::{CpuError, affinity},
     cuda::CudaError,
 };
-use kv_transfer::{TransferConfig, Transfers};
+use kv_transfer::Transfers;
 use model::{Checkpoint, ModelError};
 use telemetry::{Metrics, MetricsServer, NodeMetrics, TelemetryError};
 use tokio::task::JoinError;
@@ -162,7 +162,7 @@ impl Node {
         wrap: impl FnOnce(Box<dyn Executor>) -> Box<dyn Executor>,
     ) -> Result<Self, StartError> {
         // Settings are checked before the model is read.
-        let secret = settings::secret(&config.transfer)?;
+        settings::secret(&config.transfer)?;
         let served_name = config.model.served_name()?;
         let epoch = Epoch::mint()?;
         let node = &config.node;
@@ -194,27 +194,14 @@ impl Node {
         let sequence_tokens_max = scheduler.sequence_tokens_max() as u32;
         let steps = StepLoop::new(scheduler, executor);
 
-        let transfer_limits = settings::transfer_limits(
-            &config.transfer,
-            scheduler_config.transfers_max,
-            !arena.is_host(),
-        );
-        let (sink, events) = TransferEvents::new(transfer_limits.transfers_max, steps.waker());
-        let transfers = Arc::new(Transfers::start(
-            TransferConfig {
-                node_id: node_id.as_str().to_owned(),
-                epoch,
-                identity: identity.clone(),
-                secret,
-                control_bind: config.transfer.control,
-                data_bind: config.transfer.data,
-                advertise_host: config.transfer.advertised_host(),
-                limits: transfer_limits,
-                transport: settings::transport_config(&config.transfer),
-            },
-            arena.clone(),
-            sink,
-        )?);
+        let transfers_max = scheduler_config.transfers_max;
+        let transfer_limits =
+            settings::transfer_limits(&config.transfer, transfers_max, !arena.is_host());
+        let transfer_config =
+            settings::transfer_config(config, &node_id, epoch, &identity, transfer_limits)?;
+        let (sink, events) =
+            TransferEvents::new(transfer_config.limits.transfers_max, steps.waker());
+        let transfers = Arc::new(Transfers::start(transfer_config, arena.clone(), sink)?);
         transfer_metrics::register(metrics.meter(), &transfers);
         let record = NodeRecord {
             node_id,

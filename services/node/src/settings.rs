@@ -2,15 +2,16 @@
 
 use std::{fs, io, path::Path, thread::available_parallelism};
 
-use cluster::Role;
-use config::{ConfigError, CpuList};
+use cluster::{Epoch, ModelIdentity, NodeId, Role};
+use config::{Config, ConfigError, CpuList};
 use engine::executor::{ExecutorLimits, Speculation};
 use kernels::{
     BLOCK_TOKENS, KvLayout, WeightFormat,
     cpu::{Isa, affinity, threads::THREADS_MAX},
 };
 use kv_transfer::{
-    ClusterSecret, SecretTooShort, TransferKind, TransferLimits, TransportChoice, TransportConfig,
+    ClusterSecret, SecretTooShort, TransferConfig, TransferKind, TransferLimits, TransportChoice,
+    TransportConfig,
 };
 use model::{LoadFormat, ModelConfig};
 
@@ -289,15 +290,33 @@ pub(crate) fn transfer_limits(
     }
 }
 
-/// Returns the transports that may move KV.
-pub(crate) fn transport_config(transfer: &config::Transfer) -> TransportConfig {
+/// Returns the configuration of this node's transfers.
+pub(crate) fn transfer_config(
+    config: &Config,
+    node_id: &NodeId,
+    epoch: Epoch,
+    identity: &ModelIdentity,
+    limits: TransferLimits,
+) -> Result<TransferConfig, SettingsError> {
+    let transfer = &config.transfer;
     let choice = match transfer.transport {
         config::Transport::Auto => TransportChoice::Auto,
         config::Transport::Tcp => TransportChoice::Only(TransferKind::Tcp),
         config::Transport::Ipc => TransportChoice::Only(TransferKind::Ipc),
         config::Transport::Nccl => TransportChoice::Only(TransferKind::Nccl),
     };
-    TransportConfig { choice, verify: transfer.verify, nccl_max_ctas: Some(transfer.nccl_max_ctas) }
+    let (verify, nccl_max_ctas) = (transfer.verify, Some(transfer.nccl_max_ctas));
+    Ok(TransferConfig {
+        node_id: node_id.as_str().to_owned(),
+        epoch,
+        identity: identity.clone(),
+        secret: secret(transfer)?,
+        control_bind: transfer.control,
+        data_bind: transfer.data,
+        advertise_host: transfer.advertised_host(),
+        limits,
+        transport: TransportConfig { choice, verify, nccl_max_ctas },
+    })
 }
 
 /// Returns the default node id: role and port.
@@ -307,7 +326,7 @@ pub(crate) fn default_node_id(role: Role, grpc_port: u16) -> String {
 
 #[cfg(test)]
 mod tests {
-    use config::{Config, LoadInput};
+    use config::LoadInput;
 
     use super::*;
 

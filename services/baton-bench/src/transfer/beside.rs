@@ -319,7 +319,7 @@ impl Busy {
                     ensure!(progress.elapsed() < STALL_MAX, "no step for {STALL_MAX:?}");
                 }
             }
-            while let Some(step) = self.engine.take_record() {
+            for step in self.engine.take_records() {
                 let end = step.collect.end;
                 let counts = match self.shape.work {
                     Work::Prefill => step.kind == StepKind::Prefill,

@@ -339,7 +339,7 @@ impl Bench {
                     ensure!(progress.elapsed() < STALL_MAX, "no step for {STALL_MAX:?}");
                 }
             }
-            steps.extend(self.engine.take_record());
+            steps.extend(self.engine.take_records());
             check(&actions)?;
             let all_had_begun = firsts.len() == batch as usize;
             for action in actions.drain(..) {
@@ -358,7 +358,7 @@ impl Bench {
         // Steps still in flight belong to this run.
         while self.engine.steps_in_flight() > 0 {
             self.engine.turn(Duration::from_secs(1), &mut Vec::new())?;
-            steps.extend(self.engine.take_record());
+            steps.extend(self.engine.take_records());
         }
         Ok(Run { started, steps, firsts, last, tokens_after })
     }
