@@ -505,18 +505,6 @@ impl BlockWrite {
         })
     }
 
-    /// Copies the whole block into `host`.
-    pub fn copy_to_host(&mut self, host: &mut [u8]) -> Result<(), ArenaError> {
-        check_length(self.block, self.byte_count(), host.len())?;
-        match self.host_view_mut() {
-            Some(bytes) => {
-                host.copy_from_slice(bytes);
-                Ok(())
-            }
-            None => self.arena.copy_remote(self.block, host),
-        }
-    }
-
     /// Overwrites the whole block from `host`.
     pub fn copy_from_host(&mut self, host: &[u8]) -> Result<(), ArenaError> {
         check_length(self.block, self.byte_count(), host.len())?;

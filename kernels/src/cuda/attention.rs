@@ -78,25 +78,21 @@ impl Attention {
         kind: AttentionKind,
         sms: i32,
     ) -> Result<Self, CudaError> {
-        let (floats, ints, places) = match kind {
-            AttentionKind::Auto | AttentionKind::Flash => (FLOAT_BYTES, INT_BYTES, PLACES),
-            AttentionKind::Plain => (0, 0, PLACES),
+        let (floats, ints) = match kind {
+            AttentionKind::Auto | AttentionKind::Flash => (FLOAT_BYTES, INT_BYTES),
+            AttentionKind::Plain => (0, 0),
         };
         let decode = match kind {
             AttentionKind::Auto => Some(Decode::new(context, library, stream, sms)?),
             AttentionKind::Flash | AttentionKind::Plain => None,
         };
-        let memory = DeviceMemory::new(context, "attention's workspace", floats + places * ints)?;
+        let memory = DeviceMemory::new(context, "attention's workspace", floats + PLACES * ints)?;
         let floats = memory.cut(floats)?;
-        let places = (0..places)
-            .map(|_| {
-                Ok(Place {
-                    ints: memory.cut(ints)?,
-                    pinned: Pinned::zeroed(context, "attention's plans", ints)?,
-                    copied: Event::new(context)?,
-                })
-            })
-            .collect::<Result<_, CudaError>>()?;
+        let place = |_| {
+            let pinned = Pinned::zeroed(context, "attention's plans", ints)?;
+            Ok(Place { ints: memory.cut(ints)?, pinned, copied: Event::new(context)? })
+        };
+        let places = (0..PLACES).map(place).collect::<Result<_, CudaError>>()?;
         Ok(Self { kind, decode, floats, places, next: 0, serial: 0, plans: Vec::new() })
     }
 

@@ -488,91 +488,58 @@ impl DeviceBatch {
             self.limits;
         let blocks = self.memory.blocks.block_count();
         let table = (sequence_tokens as usize).div_ceil(BLOCK_TOKENS);
-        let bad = |what, value: u64, allowed| {
-            Err(CudaError::Unsupported { what, value: value.to_string(), allowed })
+        let check = |is_allowed: bool, what, value: u64, allowed| match is_allowed {
+            true => Ok(()),
+            false => Err(CudaError::Unsupported { what, value: value.to_string(), allowed }),
         };
-        let all_slots = input.admissions.iter().map(|admission| admission.slot);
+        let StepInput { admissions, extensions, sequences, masks, .. } = *input;
+        let all_slots = admissions.iter().map(|admission| admission.slot);
         let all_slots = all_slots
-            .chain(input.extensions.iter().map(|extension| extension.slot))
-            .chain(input.sequences.iter().map(|sequence| sequence.slot));
-        if let Some(slot) = all_slots.max().filter(|slot| *slot >= slots) {
-            return bad("a slot of the step", slot.into(), "a slot of the batch");
-        }
-        let tables = input.admissions.iter().map(|admission| (0, admission.blocks));
-        let tables = tables.chain(input.extensions.iter().map(|e| (e.first as usize, e.blocks)));
+            .chain(extensions.iter().map(|extension| extension.slot))
+            .chain(sequences.iter().map(|sequence| sequence.slot));
+        let slot = all_slots.max().unwrap_or(0);
+        check(slot < slots, "a slot of the step", slot.into(), "a slot of the batch")?;
+        let tables = admissions.iter().map(|admission| (0, admission.blocks));
+        let tables = tables.chain(extensions.iter().map(|e| (e.first as usize, e.blocks)));
         for (first, ids) in tables {
-            if let Some(block) = ids.iter().find(|block| block.0 >= blocks) {
-                return bad("a block of the step", block.0.into(), "a block of the arena");
-            }
-            if first + ids.len() > table {
-                return bad(
-                    "a block table's length",
-                    (first + ids.len()) as u64,
-                    "that of the longest sequence or less",
-                );
-            }
+            let block = ids.iter().map(|block| block.0).max().unwrap_or(0);
+            check(block < blocks, "a block of the step", block.into(), "a block of the arena")?;
+            let (length, allowed) = (first + ids.len(), "that of the longest sequence or less");
+            check(length <= table, "a block table's length", length as u64, allowed)?;
         }
-        for admission in input.admissions {
-            if admission.tokens.len() > sequence_tokens as usize {
-                return bad(
-                    "a sequence's tokens",
-                    admission.tokens.len() as u64,
-                    "the longest sequence's tokens or fewer",
-                );
-            }
-            if let Some(token) = admission.tokens.iter().find(|token| **token >= vocabulary) {
-                return bad("a token of the step", (*token).into(), "a token of the vocabulary");
-            }
-            let sampling = admission.sampling;
-            if sampling.min_tokens > 0 && sampling.stop_token_ids.len() > stops as usize {
-                return bad(
-                    "the number of stop tokens",
-                    sampling.stop_token_ids.len() as u64,
-                    "the limit or fewer",
-                );
-            }
+        for Admission { tokens, sampling, .. } in admissions {
+            let (count, allowed) = (tokens.len(), "the longest sequence's tokens or fewer");
+            let is_allowed = count <= sequence_tokens as usize;
+            check(is_allowed, "a sequence's tokens", count as u64, allowed)?;
+            let token = tokens.iter().copied().max().unwrap_or(0);
+            let (what, allowed) = ("a token of the step", "a token of the vocabulary");
+            check(token < vocabulary, what, token.into(), allowed)?;
+            let count = sampling.stop_token_ids.len();
+            let is_allowed = sampling.min_tokens == 0 || count <= stops as usize;
+            check(is_allowed, "the number of stop tokens", count as u64, "the limit or fewer")?;
         }
         let sum = |count: fn(&StepRows) -> u32| -> u64 {
-            input.sequences.iter().map(|sequence| u64::from(count(sequence))).sum()
+            sequences.iter().map(|sequence| u64::from(count(sequence))).sum()
         };
-        if sum(|sequence| sequence.rows) > rows.into() {
-            return bad("the number of rows", sum(|sequence| sequence.rows), "the limit or fewer");
-        }
-        if sum(|sequence| sequence.samples) > samples.into() || input.masks.len() > samples as usize
-        {
-            return bad("the number of samples", sum(|s| s.samples), "the limit or fewer");
-        }
-        if input.rows_min > rows.min(samples).min(slots) {
-            return bad("the padded number of rows", input.rows_min.into(), "the limit or fewer");
-        }
-        for sequence in input.sequences {
-            if input.rows_min > 0 && (sequence.rows, sequence.samples) != (1, 1) {
-                return bad(
-                    "the rows of a padded step's sequence",
-                    sequence.rows.into(),
-                    "one row that samples",
-                );
-            }
-            let end = u64::from(sequence.position) + u64::from(sequence.rows);
-            if sequence.rows == 0
-                || sequence.samples > sequence.rows
-                || end > sequence_tokens.into()
-            {
-                return bad(
-                    "a sequence's end",
-                    end,
-                    "an end within the longest sequence, at least one row and at most one sample a row",
-                );
-            }
-            let is_mask =
-                |row: u32| u64::from(row) + u64::from(sequence.samples) <= input.masks.len() as u64;
-            if sequence.mask.is_some_and(|row| !is_mask(row)) {
-                return bad(
-                    "the number of masks",
-                    input.masks.len() as u64,
-                    "a mask for every sample",
-                );
-            }
+        let (all_rows, all_samples) = (sum(|sequence| sequence.rows), sum(|s| s.samples));
+        check(all_rows <= rows.into(), "the number of rows", all_rows, "the limit or fewer")?;
+        let is_allowed = all_samples <= samples.into() && masks.len() <= samples as usize;
+        check(is_allowed, "the number of samples", all_samples, "the limit or fewer")?;
+        let (rows_min, what) = (input.rows_min, "the padded number of rows");
+        let is_allowed = rows_min <= rows.min(samples).min(slots);
+        check(is_allowed, what, rows_min.into(), "the limit or fewer")?;
+        for &StepRows { position, rows, samples, mask, .. } in sequences {
+            let is_allowed = rows_min == 0 || (rows, samples) == (1, 1);
+            let what = "the rows of a padded step's sequence";
+            check(is_allowed, what, rows.into(), "one row that samples")?;
+            let end = u64::from(position) + u64::from(rows);
+            let is_allowed = rows > 0 && samples <= rows && end <= sequence_tokens.into();
+            let allowed =
+                "an end within the longest sequence, at least one row and at most one sample a row";
+            check(is_allowed, "a sequence's end", end, allowed)?;
+            let count = masks.len() as u64;
+            let is_allowed = mask.is_none_or(|row| u64::from(row) + u64::from(samples) <= count);
+            check(is_allowed, "the number of masks", count, "a mask for every sample")?;
         }
         Ok(())
     }
@@ -677,9 +644,7 @@ impl Sizes {
     fn all(&self) -> Vec<usize> {
         self.pool.iter().chain(&self.step).copied().collect()
     }
-}
 
-impl Sizes {
     /// Fills the structs from the ranges of [`Self::all`].
     fn memory(
         &self,

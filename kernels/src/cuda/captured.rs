@@ -32,16 +32,13 @@ impl Captured {
         for node in nodes(graph)? {
             let mut kind = sys::CUgraphNodeType::CU_GRAPH_NODE_TYPE_EMPTY;
             // SAFETY: the graph of the node is alive, and `kind` is writable.
-            unsafe { sys::cuGraphNodeGetType(node, &mut kind) }
-                .result()
-                .named("cuGraphNodeGetType")?;
+            unsafe { sys::cuGraphNodeGetType(node, &mut kind) }.named("cuGraphNodeGetType")?;
             match kind {
                 sys::CUgraphNodeType::CU_GRAPH_NODE_TYPE_KERNEL => each_word(node, &mut note)?,
                 sys::CUgraphNodeType::CU_GRAPH_NODE_TYPE_MEMSET => {
                     let mut params = MaybeUninit::uninit();
                     // SAFETY: as above; the node is a memset node.
                     unsafe { sys::cuGraphMemsetNodeGetParams(node, params.as_mut_ptr()) }
-                        .result()
                         .named("cuGraphMemsetNodeGetParams")?;
                     // SAFETY: the call succeeded and initialised `params`.
                     note(unsafe { params.assume_init() }.dst);
@@ -50,7 +47,6 @@ impl Captured {
                     let mut params = MaybeUninit::uninit();
                     // SAFETY: as above; the node is a memcpy node.
                     unsafe { sys::cuGraphMemcpyNodeGetParams(node, params.as_mut_ptr()) }
-                        .result()
                         .named("cuGraphMemcpyNodeGetParams")?;
                     // SAFETY: the call succeeded and initialised `params`.
                     let params = unsafe { params.assume_init() };
@@ -79,13 +75,10 @@ impl Captured {
 fn nodes(graph: sys::CUgraph) -> Result<Vec<sys::CUgraphNode>, CudaError> {
     let mut count = 0;
     // SAFETY: with a null list the call only counts the nodes.
-    unsafe { sys::cuGraphGetNodes(graph, ptr::null_mut(), &mut count) }
-        .result()
-        .named("cuGraphGetNodes")?;
+    unsafe { sys::cuGraphGetNodes(graph, ptr::null_mut(), &mut count) }.named("cuGraphGetNodes")?;
     let mut nodes = vec![ptr::null_mut(); count];
     // SAFETY: the list has room for `count` nodes, and no other thread has the graph.
     unsafe { sys::cuGraphGetNodes(graph, nodes.as_mut_ptr(), &mut count) }
-        .result()
         .named("cuGraphGetNodes")?;
     nodes.truncate(count);
     Ok(nodes)
@@ -99,7 +92,6 @@ fn each_word(
     let mut params = MaybeUninit::uninit();
     // SAFETY: the node is a live kernel node, and `params` is writable.
     unsafe { sys::cuGraphKernelNodeGetParams_v2(node, params.as_mut_ptr()) }
-        .result()
         .named("cuGraphKernelNodeGetParams")?;
     // SAFETY: the call succeeded and initialised `params`.
     let params: sys::CUDA_KERNEL_NODE_PARAMS = unsafe { params.assume_init() };

@@ -179,7 +179,6 @@ impl<R: Role> Stream<R> {
         let (mut least, mut greatest) = (0, 0);
         // SAFETY: two numbers are written; a context is current.
         unsafe { sys::cuCtxGetStreamPriorityRange(&mut least, &mut greatest) }
-            .result()
             .named("cuCtxGetStreamPriorityRange")?;
         let kind = result::stream::StreamKind::NonBlocking;
         let raw = result::stream::create_with_priority(kind, greatest)
