@@ -24,6 +24,7 @@ mod request;
 pub mod request_core;
 mod request_driver;
 mod serve;
+mod wake;
 
 pub use front::{ModelSource, RouterSettings};
 #[doc(hidden)]

@@ -81,6 +81,10 @@ impl RequestRecord {
         self.span = span;
     }
 
+    pub fn span(&self) -> &Span {
+        &self.span
+    }
+
     pub fn set_label(&mut self, label: Option<String>) {
         self.label = label;
     }
@@ -184,6 +188,8 @@ impl Drop for RequestRecord {
             completion_tokens: state.completion_tokens,
             cached_tokens: state.cached_tokens,
         });
+        // An exported span ends when it was last left.
+        let _entered = self.span.enter();
         // The span has these fields, if there is one.
         let no_span = self.span.is_disabled();
         tracing::info!(

@@ -11,6 +11,7 @@ use bytes::Bytes;
 use futures_util::Stream;
 use http::{HeaderValue, header};
 use serde::Serialize;
+use tokio::time::Instant;
 
 use super::{
     choices::{
@@ -27,6 +28,7 @@ use crate::{
     },
     request_core::HandOverStats,
     request_driver::{AnswerEnd, Event, RunningRequest},
+    wake::MovingTimer,
 };
 
 const CHAT_CHUNK: &str = "chat.completion.chunk";
@@ -391,11 +393,15 @@ fn event_stream(
     chunks: Chunks,
     keep_alive: Duration,
 ) -> impl Stream<Item = Result<Bytes, Infallible>> + Send {
-    futures_util::stream::unfold(chunks, move |mut chunks| async move {
-        let bytes = match tokio::time::timeout(keep_alive, chunks.next()).await {
-            Ok(next) => next?,
-            Err(_) => Bytes::from_static(b": keep-alive\n\n"),
+    let timer = MovingTimer::new(Instant::now() + keep_alive);
+    futures_util::stream::unfold((chunks, timer), move |(mut chunks, mut timer)| async move {
+        let bytes = tokio::select! {
+            biased;
+            next = chunks.next() => next?,
+            () = timer.reached(Instant::now() + keep_alive) => {
+                Bytes::from_static(b": keep-alive\n\n")
+            }
         };
-        Some((Ok(bytes), chunks))
+        Some((Ok(bytes), (chunks, timer)))
     })
 }

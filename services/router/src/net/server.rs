@@ -21,6 +21,7 @@ use super::{
     connection::{ClientConnection, ConnectionEnd, CountedBody, RequestCount, TimeLimits},
     slots::{ConnectionLimits, Slot, Slots, Verdict},
 };
+use crate::wake::when_woken;
 
 /// Length of the kernel's accept queue, which `net.core.somaxconn` also limits (4,096 by default). A client that finds
 /// the queue full retries after a second.
@@ -177,12 +178,18 @@ async fn connection(
     }
     let connection = builder.serve_connection(TokioIo::new(io), service);
     tokio::pin!(connection);
+    let closes = when_woken(async {
+        tokio::select! {
+            () = stop.cancelled() => LEAVE_MAX,
+            () = requests.idle_for(bounds.idle_max) => LEAVE_MAX,
+            () = requests.slot().closing() => CLOSE_MAX,
+        }
+    });
     let cut_after = tokio::select! {
+        biased;
         // A broken or invalid connection concerns only its client.
         _ = connection.as_mut() => return,
-        () = stop.cancelled() => LEAVE_MAX,
-        () = requests.idle_for(bounds.idle_max) => LEAVE_MAX,
-        () = requests.slot().closing() => CLOSE_MAX,
+        cut_after = closes => cut_after,
     };
     connection.as_mut().graceful_shutdown();
     let cut = async {

@@ -85,10 +85,10 @@ impl EmittedTokens {
             }
         }
         let repeated = ((expected - first_index) as usize).min(tokens.len());
-        let new = tokens.split_off(repeated);
-        self.ids.extend(new.iter().map(|token| token.id));
+        tokens.drain(..repeated);
+        self.ids.extend(tokens.iter().map(|token| token.id));
         debug_assert!(self.next_index() <= self.tokens_max);
-        Ok((expected, new))
+        Ok((expected, tokens))
     }
 }
 

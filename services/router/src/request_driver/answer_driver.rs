@@ -26,6 +26,7 @@ use crate::{
     request_core::{
         AnswerSpec, AttemptOutcome, EndedAttempt, NodeReport, Output, RequestCore, Side,
     },
+    wake::MovingTimer,
 };
 
 /// One answer in flight.
@@ -40,6 +41,7 @@ pub struct AnswerDriver<'a> {
     attempt: Option<OpenAttempt>,
     waiting: Option<Waiting>,
     node_changes: watch::Receiver<u64>,
+    timer: MovingTimer,
 }
 
 /// The calls of the open attempt.
@@ -64,6 +66,7 @@ impl<'a> AnswerDriver<'a> {
             attempt: None,
             waiting: None,
             node_changes: front.nodes.changes(),
+            timer: MovingTimer::new(request.deadline.at),
             front,
             request,
             choice,
@@ -110,7 +113,7 @@ impl<'a> AnswerDriver<'a> {
 
     /// Waits for the next input of the core.
     async fn next_input(&mut self) {
-        let Self { core, attempt, waiting, node_changes, .. } = self;
+        let Self { core, attempt, waiting, node_changes, timer, .. } = self;
         let (mut decode, mut prefill) = match attempt {
             Some(attempt) => (Some(&mut attempt.decode), attempt.prefill.as_mut()),
             None => (None, None),
@@ -130,7 +133,7 @@ impl<'a> AnswerDriver<'a> {
             _ = node_changes.changed(), if core.expects_node() => {
                 core.handle_nodes_changed(Instant::now());
             }
-            () = tokio::time::sleep_until(deadline.into()) => {
+            () = timer.reached(deadline.into()) => {
                 core.handle_deadline(Instant::now(), |side| match side {
                     Side::Decode => decode?.node.changed_at(),
                     Side::Prefill => prefill?.node.changed_at(),
@@ -147,7 +150,7 @@ impl<'a> AnswerDriver<'a> {
         let decode = match nodes.pick(&self.core.wanted_decode()) {
             Ok(decode) => decode,
             Err(reason) => {
-                tracing::debug!(%reason, "no decode node for the request");
+                tracing::debug!(parent: self.record.span(), %reason, "no decode node for the request");
                 self.core.handle_no_node(Instant::now(), &reason);
                 return Ok(());
             }
@@ -158,6 +161,7 @@ impl<'a> AnswerDriver<'a> {
         let records = (decode.record().clone(), prefill.as_ref().map(|node| node.record().clone()));
         let calls = self.core.handle_picked(Instant::now(), transfer_id, records.0, records.1);
         let span = tracing::info_span!(
+            parent: self.record.span(),
             "attempt",
             choice = self.choice,
             number = calls.number,

@@ -6,7 +6,9 @@
 
 use std::{
     collections::VecDeque,
+    future::poll_fn,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
+    task::{Poll, Waker},
     time::Duration,
 };
 
@@ -67,8 +69,8 @@ pub fn event_queue(events_max: usize, wait_max: Duration) -> (EventSender, Event
             taken: 0,
             sender_dropped: false,
             receiver: ReceiverState::Connected,
+            reader: None,
         }),
-        queued: Notify::new(),
         took: Notify::new(),
     });
     (EventSender(queue.clone()), EventReceiver(queue))
@@ -79,8 +81,6 @@ struct Queue {
     events_max: usize,
     wait_max: Duration,
     state: Mutex<State>,
-    /// Notified when an event was queued, or the sender dropped.
-    queued: Notify,
     /// Notified when an event was taken, or the receiver dropped.
     took: Notify,
 }
@@ -92,6 +92,8 @@ struct State {
     taken: u64,
     sender_dropped: bool,
     receiver: ReceiverState,
+    /// Woken when an event is queued, or the sender dropped.
+    reader: Option<Waker>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -114,7 +116,13 @@ impl Queue {
         &self,
         mut check: impl FnMut(&mut State) -> Option<Result<(), RequestError>>,
     ) -> Result<(), RequestError> {
-        let mut taken = self.lock().taken;
+        let mut taken = {
+            let mut state = self.lock();
+            if let Some(result) = check(&mut state) {
+                return result;
+            }
+            state.taken
+        };
         loop {
             let took = self.took.notified();
             tokio::pin!(took);
@@ -141,16 +149,18 @@ impl EventSender {
     /// Queues an event. Blocks while the queue is full.
     pub async fn send(&self, event: Event) -> Result<(), RequestError> {
         let mut event = Some(event);
+        let mut reader = None;
         let put = |state: &mut State| match state.receiver {
             ReceiverState::Dropped { .. } => Some(Err(RequestError::ClientGone)),
             ReceiverState::Connected if state.events.len() < self.0.events_max => {
                 state.events.extend(event.take());
+                reader = state.reader.take();
                 Some(Ok(()))
             }
             ReceiverState::Connected => None,
         };
         self.0.wait_until(put).await?;
-        self.0.queued.notify_one();
+        reader.into_iter().for_each(Waker::wake);
         Ok(())
     }
 
@@ -172,8 +182,11 @@ impl EventSender {
 
 impl Drop for EventSender {
     fn drop(&mut self) {
-        self.0.lock().sender_dropped = true;
-        self.0.queued.notify_one();
+        let mut state = self.0.lock();
+        state.sender_dropped = true;
+        let reader = state.reader.take();
+        drop(state);
+        reader.into_iter().for_each(Waker::wake);
     }
 }
 
@@ -184,22 +197,23 @@ pub struct EventReceiver(Arc<Queue>);
 impl EventReceiver {
     /// Returns the next event; `None` when the queue is empty and the sender was dropped. Cancel-safe.
     pub async fn recv(&mut self) -> Option<Event> {
-        loop {
-            {
-                let mut state = self.0.lock();
-                if let Some(event) = state.events.pop_front() {
-                    state.taken += 1;
-                    drop(state);
-                    self.0.took.notify_waiters();
-                    return Some(event);
-                }
-                if state.sender_dropped {
-                    return None;
-                }
+        poll_fn(|context| {
+            let mut state = self.0.lock();
+            if state.events.is_empty() && !state.sender_dropped {
+                state.reader = Some(context.waker().clone());
+                return Poll::Pending;
             }
-            // The only receiver: `Notify` keeps an earlier wake-up for it.
-            self.0.queued.notified().await;
-        }
+            Poll::Ready(self.take(state))
+        })
+        .await
+    }
+
+    fn take(&self, mut state: MutexGuard<'_, State>) -> Option<Event> {
+        let event = state.events.pop_front()?;
+        state.taken += 1;
+        drop(state);
+        self.0.took.notify_waiters();
+        Some(event)
     }
 }
 

@@ -14,7 +14,7 @@ mod prepare;
 
 use std::sync::Arc;
 
-use futures_util::{StreamExt, stream::FuturesUnordered};
+use futures_util::future::try_join_all;
 use tokio::{task::JoinHandle, time::Instant};
 use tracing::{Instrument, Span};
 
@@ -26,6 +26,7 @@ use crate::{
         tools::{CallReader, CallReading},
     },
     request_core::AnswerSpec,
+    wake::when_woken,
 };
 use answer_driver::AnswerDriver;
 pub use events::{AnswerEnd, Event, StoppedBy};
@@ -62,7 +63,8 @@ pub async fn start(
             let events_max = settings.slow_client_events as usize;
             let (sender, events) = event_queue(events_max, settings.slow_client_timeout);
             let calls = request.calls.clone();
-            let run = run(front.clone(), request, answers, sender, record).instrument(span);
+            // Entering the span at each token would cost more than the token's text.
+            let run = run(front.clone(), request, answers, sender, record);
             Ok(RunningRequest { prompts, calls, events, task: Some(tokio::spawn(run)) })
         }
         Err(error) => {
@@ -83,18 +85,12 @@ async fn run(
     let driver = |(choice, answer)| {
         AnswerDriver::new(&front, &request, choice, answer, &events, &record).run()
     };
-    let mut drivers: FuturesUnordered<_> = (0..).zip(answers).map(driver).collect();
-    let all = async {
-        while let Some(ended) = drivers.next().await {
-            ended?;
-        }
-        Ok(())
-    };
+    let all = try_join_all((0..).zip(answers).map(driver));
     let ended = tokio::select! {
-        ended = all => ended,
-        () = front.cut.cancelled() => Err(RequestError::Stopped),
+        biased;
+        ended = all => ended.map(drop),
+        () = when_woken(front.cut.cancelled()) => Err(RequestError::Stopped),
     };
-    drop(drivers);
     if let Err(error) = &ended {
         record.failed(error);
     }
