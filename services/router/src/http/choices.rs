@@ -200,11 +200,12 @@ fn chat_chunk(choice: u32, delta: ChatDelta) -> ChatChunkChoice {
     }
 }
 
-/// Returns the two parts of a tool call: the name, then the arguments.
-fn deltas(piece: AnswerPiece) -> Vec<ChatDelta> {
+/// Returns content, or the two parts of a tool call: the name, then the arguments.
+fn deltas(piece: AnswerPiece) -> impl Iterator<Item = ChatDelta> {
     let (index, id, call) = match piece {
         AnswerPiece::Content(text) => {
-            return vec![ChatDelta { content: Some(text), ..ChatDelta::default() }];
+            let content = ChatDelta { content: Some(text), ..ChatDelta::default() };
+            return [Some(content), None].into_iter().flatten();
         }
         AnswerPiece::Call { index, id, call } => (index, id, call),
     };
@@ -221,7 +222,7 @@ fn deltas(piece: AnswerPiece) -> Vec<ChatDelta> {
         function: FunctionDelta { name: None, arguments: call.arguments },
     };
     let delta = |call| ChatDelta { tool_calls: Some([call]), ..ChatDelta::default() };
-    vec![delta(head), delta(arguments)]
+    [Some(delta(head)), Some(delta(arguments))].into_iter().flatten()
 }
 
 /// Returns the last chunk, with the finish reason.

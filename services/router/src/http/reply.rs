@@ -27,12 +27,14 @@ use crate::{
         tools::{AnswerPiece, CallReader, Calls},
     },
     request_core::HandOverStats,
-    request_driver::{AnswerEnd, Event, RunningRequest},
+    request_driver::{AnswerEnd, AnswerTokens, Event, RunningRequest},
     wake::MovingTimer,
 };
 
 const CHAT_CHUNK: &str = "chat.completion.chunk";
 const TEXT_CHUNK: &str = "text_completion";
+/// Bytes of one write from which on further events wait for the next one.
+const WRITE_BYTES: usize = 4096;
 
 /// Fields that all chunks of a response share.
 pub struct Reply {
@@ -151,6 +153,13 @@ impl Reply {
         }
     }
 
+    fn chunk_object(&self) -> &'static str {
+        match self.view.api {
+            Api::Chat => CHAT_CHUNK,
+            Api::Text => TEXT_CHUNK,
+        }
+    }
+
     fn prompt<'a>(&self, prompts: &'a [Arc<[u32]>], choice: u32) -> &'a [u32] {
         prompts.get((choice / self.choices_per_prompt) as usize).map_or(&[], |prompt| prompt)
     }
@@ -182,8 +191,11 @@ pub struct Chunks {
     started: RunningRequest,
     first: Option<Event>,
     totals: Totals,
-    answers: HashMap<u32, AnswerProgress>,
-    end: End,
+    /// By choice.
+    answers: Vec<AnswerProgress>,
+    /// The bytes of every chunk before its choice.
+    head: Vec<u8>,
+    is_over: bool,
 }
 
 /// State of one answer between its chunks.
@@ -196,79 +208,59 @@ struct AnswerProgress {
     completion_tokens: u64,
 }
 
-#[derive(PartialEq)]
-enum End {
-    NotYet,
-    Done,
-}
-
 impl Chunks {
     fn new(reply: Reply, started: RunningRequest, first: Option<Event>) -> Self {
         let totals = Totals::new(&started.prompts);
-        Self { reply, started, first, totals, answers: HashMap::new(), end: End::NotYet }
+        let answer_count = started.prompts.len() * reply.choices_per_prompt as usize;
+        let answers = std::iter::repeat_with(AnswerProgress::default).take(answer_count).collect();
+        let mut head = Vec::new();
+        write_event(&reply.chunk::<()>(reply.chunk_object(), vec![]), &mut head);
+        head.truncate(head.len() - "]}\n\n".len());
+        Self { reply, started, first, totals, answers, head, is_over: false }
     }
 
-    /// Returns the next events; `None` at the end of the stream. The function is cancel-safe.
+    /// Returns the next events, as many as are ready; `None` at the end of the stream. The function is
+    /// cancel-safe.
     pub async fn next(&mut self) -> Option<Bytes> {
-        loop {
-            let bytes = self.after_next_event().await?;
-            // Send nothing while all text is held back.
-            if !bytes.is_empty() {
-                return Some(bytes);
-            }
-        }
-    }
-
-    async fn after_next_event(&mut self) -> Option<Bytes> {
-        if self.end == End::Done {
-            return None;
-        }
-        let event = match self.first.take() {
-            Some(event) => Some(Ok(event)),
-            None => self.started.next().await,
-        };
         let mut out = Vec::new();
-        match event {
-            Some(Ok(Event::Tokens(shown))) => {
-                self.totals.tokens(shown.tokens.len());
-                self.introduce(shown.choice, &mut out);
-                let progress = self.answers.entry(shown.choice).or_default();
-                progress.completion_tokens += shown.tokens.len() as u64;
-                let (reply, view) = (&self.reply, &self.reply.view);
-                match view.api {
-                    Api::Chat => {
-                        let pieces = match &mut progress.reader {
-                            Some(reader) => reader.push(&shown.text),
-                            None => vec![AnswerPiece::Content(shown.text)],
-                        };
-                        for chunk in chat_chunks(view, shown.choice, &shown.tokens, pieces) {
-                            self.write(CHAT_CHUNK, shown.choice, chunk, &mut out);
-                        }
-                    }
-                    Api::Text => {
-                        let first = !std::mem::replace(&mut progress.introduced, true);
-                        let mut logprobs = TextLogprobs::default();
-                        let offset = &mut progress.text_offset;
-                        view.text_logprobs(&shown.tokens, offset, &mut logprobs);
-                        let prompt = reply.prompt(&self.started.prompts, shown.choice);
-                        let choice = TextChoice {
-                            index: shown.choice,
-                            text: shown.text,
-                            logprobs: view.logprobs.map(|_| logprobs),
-                            finish_reason: None,
-                            stop_reason: None,
-                            prompt_token_ids: (first && view.token_ids).then_some(prompt),
-                            token_ids: view.ids(&shown.tokens),
-                        };
-                        self.write(TEXT_CHUNK, shown.choice, choice, &mut out);
-                    }
+        // Send nothing while all text is held back.
+        while out.is_empty() {
+            if self.is_over {
+                return None;
+            }
+            let event = match self.first.take() {
+                Some(event) => Some(Ok(event)),
+                None => self.started.next().await,
+            };
+            match event {
+                Some(Ok(event)) => self.write(event, &mut out),
+                // An error event ends the stream; no [DONE] follows.
+                Some(Err(error)) => {
+                    self.is_over = true;
+                    write_event(&ErrorBody { error: ApiError::from(error).content }, &mut out);
+                }
+                None => {
+                    self.is_over = true;
+                    self.write_last(&mut out);
                 }
             }
-            Some(Ok(Event::Finished(end))) => {
+            while out.len() < WRITE_BYTES
+                && let Some(event) = self.started.next_queued()
+            {
+                self.write(event, &mut out);
+            }
+        }
+        Some(out.into())
+    }
+
+    fn write(&mut self, event: Event, out: &mut Vec<u8>) {
+        match event {
+            Event::Tokens(shown) => self.write_tokens(shown, out),
+            Event::Finished(end) => {
                 self.totals.ended(&end, self.reply.choices_per_prompt);
-                self.introduce(end.choice, &mut out);
+                self.introduce(end.choice, out);
                 match self.reply.view.api {
-                    Api::Chat => self.write_chat_end(&end, &mut out),
+                    Api::Chat => self.write_chat_end(&end, out),
                     Api::Text => {
                         let choice = TextChoice {
                             index: end.choice,
@@ -279,30 +271,52 @@ impl Chunks {
                             prompt_token_ids: None,
                             token_ids: None,
                         };
-                        self.write(TEXT_CHUNK, end.choice, choice, &mut out);
+                        self.write_chunk(end.choice, choice, out);
                     }
                 }
             }
-            // An error event ends the stream; no [DONE] follows.
-            Some(Err(error)) => {
-                self.end = End::Done;
-                write_event(&ErrorBody { error: ApiError::from(error).content }, &mut out);
+        }
+    }
+
+    fn write_tokens(&mut self, shown: AnswerTokens, out: &mut Vec<u8>) {
+        self.totals.tokens(shown.tokens.len());
+        self.introduce(shown.choice, out);
+        let progress = &mut self.answers[shown.choice as usize];
+        progress.completion_tokens += shown.tokens.len() as u64;
+        let (reply, view) = (&self.reply, &self.reply.view);
+        match view.api {
+            Api::Chat => {
+                let pieces = match &mut progress.reader {
+                    Some(reader) => reader.push(&shown.text),
+                    None => vec![AnswerPiece::Content(shown.text)],
+                };
+                for chunk in chat_chunks(view, shown.choice, &shown.tokens, pieces) {
+                    self.write_chunk(shown.choice, chunk, out);
+                }
             }
-            None => {
-                self.end = End::Done;
-                self.write_last(&mut out);
+            Api::Text => {
+                let first = !std::mem::replace(&mut progress.introduced, true);
+                let mut logprobs = TextLogprobs::default();
+                view.text_logprobs(&shown.tokens, &mut progress.text_offset, &mut logprobs);
+                let prompt = reply.prompt(&self.started.prompts, shown.choice);
+                let choice = TextChoice {
+                    index: shown.choice,
+                    text: shown.text,
+                    logprobs: view.logprobs.map(|_| logprobs),
+                    finish_reason: None,
+                    stop_reason: None,
+                    prompt_token_ids: (first && view.token_ids).then_some(prompt),
+                    token_ids: view.ids(&shown.tokens),
+                };
+                self.write_chunk(shown.choice, choice, out);
             }
         }
-        Some(out.into())
     }
 
     /// Sends the role at the beginning of a chat answer.
     fn introduce(&mut self, choice: u32, out: &mut Vec<u8>) {
-        if self.reply.view.api == Api::Text {
-            return;
-        }
-        let progress = self.answers.entry(choice).or_default();
-        if std::mem::replace(&mut progress.introduced, true) {
+        let progress = &mut self.answers[choice as usize];
+        if self.reply.view.api == Api::Text || std::mem::replace(&mut progress.introduced, true) {
             return;
         }
         progress.reader = self.started.call_reader(choice);
@@ -315,30 +329,30 @@ impl Chunks {
     }
 
     fn write_chat_end(&mut self, end: &AnswerEnd, out: &mut Vec<u8>) {
-        let progress = self.answers.entry(end.choice).or_default();
         // Send text that was held back.
-        let (pieces, calls) = match progress.reader.take() {
+        let (pieces, calls) = match self.answers[end.choice as usize].reader.take() {
             Some(reader) => reader.finish(&end.text),
             None if end.text.is_empty() => (Vec::new(), Calls::None),
             None => (vec![AnswerPiece::Content(end.text.clone())], Calls::None),
         };
         let tokenless = TokenView { logprobs: None, token_ids: false, ..self.reply.view.clone() };
         for chunk in chat_chunks(&tokenless, end.choice, &[], pieces) {
-            self.write(CHAT_CHUNK, end.choice, chunk, out);
+            self.write_chunk(end.choice, chunk, out);
         }
-        self.write(CHAT_CHUNK, end.choice, chat_end(end, calls), out);
+        self.write_chunk(end.choice, chat_end(end, calls), out);
     }
 
-    fn write<C: Serialize>(
-        &self,
-        object: &'static str,
-        choice: u32,
-        content: C,
-        out: &mut Vec<u8>,
-    ) {
-        let mut chunk = self.reply.chunk(object, vec![content]);
-        chunk.usage = self.usage_of(choice);
-        write_event(&chunk, out);
+    /// Appends a chunk with this content of a choice: an event of [`Reply::chunk`] whose constant fields
+    /// are not formatted again.
+    fn write_chunk(&self, choice: u32, content: impl Serialize, out: &mut Vec<u8>) {
+        out.extend_from_slice(&self.head);
+        write_json(&content, out);
+        out.push(b']');
+        if let Some(usage) = self.usage_of(choice) {
+            out.extend_from_slice(b",\"usage\":");
+            write_json(&usage, out);
+        }
+        out.extend_from_slice(b"}\n\n");
     }
 
     /// Returns the usage of an ordinary chunk: absent, `null` if the last chunk has it, or the usage of the answer so
@@ -347,8 +361,7 @@ impl Chunks {
         let delivery = &self.reply.delivery;
         if delivery.continuous_usage {
             let prompt_tokens = self.reply.prompt(&self.started.prompts, choice).len() as u64;
-            let completion_tokens =
-                self.answers.get(&choice).map_or(0, |progress| progress.completion_tokens);
+            let completion_tokens = self.answers[choice as usize].completion_tokens;
             return Some(Some(Usage {
                 prompt_tokens,
                 completion_tokens,
@@ -362,30 +375,25 @@ impl Chunks {
     fn write_last(&self, out: &mut Vec<u8>) {
         let (delivery, reply) = (&self.reply.delivery, &self.reply);
         if delivery.include_usage || reply.wants_figures {
-            let object = match reply.view.api {
-                Api::Chat => CHAT_CHUNK,
-                Api::Text => TEXT_CHUNK,
-            };
-            let mut chunk = reply.chunk::<()>(object, vec![]);
+            let mut chunk = reply.chunk::<()>(reply.chunk_object(), vec![]);
             chunk.usage = delivery.include_usage.then_some(Some(self.totals.usage));
             chunk.baton = reply.wants_figures.then(|| self.totals.hand_over.clone());
             write_event(&chunk, out);
         }
-        write_done(out);
+        out.extend_from_slice(b"data: [DONE]\n\n");
     }
 }
 
 /// Appends an event with this content.
 fn write_event(content: &impl Serialize, out: &mut Vec<u8>) {
     out.extend_from_slice(b"data: ");
-    serde_json::to_writer(&mut *out, content)
-        .expect("writing to a vector succeeds, and these types have string keys");
+    write_json(content, out);
     out.extend_from_slice(b"\n\n");
 }
 
-/// Appends `[DONE]`, the end of a complete stream.
-fn write_done(out: &mut Vec<u8>) {
-    out.extend_from_slice(b"data: [DONE]\n\n");
+fn write_json(content: &impl Serialize, out: &mut Vec<u8>) {
+    serde_json::to_writer(out, content)
+        .expect("writing to a vector succeeds, and these types have string keys");
 }
 
 /// Returns the stream's bytes on demand. Sends a comment after `keep_alive` without an event.

@@ -208,6 +208,11 @@ impl EventReceiver {
         .await
     }
 
+    /// Returns the next event if one is queued.
+    pub fn recv_queued(&mut self) -> Option<Event> {
+        self.take(self.0.lock())
+    }
+
     fn take(&self, mut state: MutexGuard<'_, State>) -> Option<Event> {
         let event = state.events.pop_front()?;
         state.taken += 1;
@@ -256,6 +261,21 @@ mod tests {
             found
         };
         assert_eq!(tokio::join!(send, receive).1, (0..100).map(event).collect::<Vec<_>>());
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn queued_events_are_received_without_waiting_and_make_room() {
+        let (sender, mut receiver) = event_queue(2, SHORT);
+        assert_eq!(receiver.recv_queued(), None);
+        sender.send(event(1)).await.unwrap();
+        sender.send(event(2)).await.unwrap();
+        let (sent, received) = tokio::join!(sender.send(event(3)), async {
+            [receiver.recv_queued(), receiver.recv_queued()]
+        });
+        assert_eq!((sent, received), (Ok(()), [Some(event(1)), Some(event(2))]));
+        assert_eq!((receiver.recv_queued(), receiver.recv_queued()), (Some(event(3)), None));
+        drop(sender);
+        assert_eq!(receiver.recv().await, None);
     }
 
     #[tokio::test(start_paused = true)]

@@ -29,7 +29,7 @@ use crate::{
     wake::when_woken,
 };
 use answer_driver::AnswerDriver;
-pub use events::{AnswerEnd, Event, StoppedBy};
+pub use events::{AnswerEnd, AnswerTokens, Event, StoppedBy};
 use events::{EventReceiver, EventSender, event_queue};
 pub use prepare::{Deadline, GenerationFields, ParsedRequest};
 use prepare::{PreparedRequest, prepare};
@@ -120,6 +120,11 @@ impl RunningRequest {
         self.calls.as_ref().map(|reading| CallReader::new(reading, choice))
     }
 
+    /// Returns the next event if one is queued.
+    pub fn next_queued(&mut self) -> Option<Event> {
+        self.events.recv_queued()
+    }
+
     /// Returns the next event; at the end `None`, or the one error that the request failed with.
     /// Cancel-safe.
     pub async fn next(&mut self) -> Option<Result<Event, RequestError>> {
@@ -148,7 +153,7 @@ impl Drop for RunningRequest {
 mod tests {
     use std::time::Duration;
 
-    use super::{events::AnswerTokens, *};
+    use super::*;
 
     fn start<F>(work: impl FnOnce(EventSender) -> F) -> RunningRequest
     where
