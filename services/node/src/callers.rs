@@ -9,13 +9,15 @@ use crate::{
     inbox::Arrival,
     node_core::{AttemptEnd, Call, CallId, Reply, Stage, StageChange},
     stages::Stages,
-    stream::{AttemptPermit, QueueFull, ReplySender},
+    stream::{AttemptPermit, QueueFull, Readers, ReplySender},
 };
 
 /// Every call, by its number.
 #[derive(Debug, Default)]
 pub(crate) struct Callers {
     callers: HashMap<u64, Caller>,
+    /// Readers of replies that [`Callers::wake`] has not woken yet.
+    readers: Readers,
 }
 
 #[derive(Debug)]
@@ -57,7 +59,12 @@ impl Callers {
         if let Reply::Ended(AttemptEnd::Failed { kind, message }) = &reply {
             log_failure(caller.request_id, call, *kind, message);
         }
-        caller.replies.send(reply)
+        caller.replies.send(reply, &mut self.readers)
+    }
+
+    /// Wakes the callers that got replies.
+    pub fn wake(&mut self) {
+        self.readers.wake();
     }
 
     pub fn change_stage(&mut self, call: CallId, change: StageChange) {

@@ -2,6 +2,9 @@
 //!
 //! HTTP/2 keep-alive finds a dead caller only after the preface. So a connection that does not send
 //! its preface within the time-out is closed.
+//!
+//! A step yields tokens for many calls of one connection. A write waits until every task that is ready
+//! has run, so that one system call sends the tokens of all of them.
 
 use std::{
     future::Future,
@@ -9,15 +12,20 @@ use std::{
     net::SocketAddr,
     pin::Pin,
     sync::Arc,
-    task::{Context, Poll},
+    task::{Context, Poll, ready},
     time::Duration,
 };
 
-use futures_util::{Stream, stream};
+use futures_util::{
+    Stream, StreamExt,
+    future::BoxFuture,
+    stream::{self, FuturesUnordered},
+};
 use tokio::{
     io::{AsyncRead, AsyncWrite, ReadBuf},
     net::{TcpListener, TcpStream},
     sync::{OwnedSemaphorePermit, Semaphore},
+    task::yield_now,
     time::{Sleep, sleep},
 };
 use tonic::transport::server::Connected;
@@ -63,6 +71,11 @@ async fn accept(listener: &TcpListener, places: &Arc<Semaphore>) -> Connection {
 pub(crate) struct Connection {
     stream: TcpStream,
     preface: Option<Preface>,
+    /// Completes when the runtime has run every ready task. The set polls it only then, however often other
+    /// events wake the connection.
+    turn: FuturesUnordered<BoxFuture<'static, ()>>,
+    /// The turn of the bytes that are being written has come.
+    may_write: bool,
     _place: OwnedSemaphorePermit,
 }
 
@@ -76,7 +89,25 @@ impl Connection {
     fn new(stream: TcpStream, place: OwnedSemaphorePermit) -> Self {
         let deadline = Box::pin(sleep(PREFACE_TIMEOUT));
         let preface = Preface { bytes_missing: PREFACE_BYTES, deadline };
-        Self { stream, preface: Some(preface), _place: place }
+        Self {
+            stream,
+            preface: Some(preface),
+            turn: FuturesUnordered::new(),
+            may_write: false,
+            _place: place,
+        }
+    }
+
+    /// Completes when every ready task has run, and from then on until the next flush.
+    fn poll_turn(&mut self, context: &mut Context<'_>) -> Poll<()> {
+        if !self.may_write {
+            if self.turn.is_empty() {
+                self.turn.push(Box::pin(yield_now()));
+            }
+            ready!(self.turn.poll_next_unpin(context));
+            self.may_write = true;
+        }
+        Poll::Ready(())
     }
 }
 
@@ -109,6 +140,7 @@ impl AsyncWrite for Connection {
         context: &mut Context<'_>,
         bytes: &[u8],
     ) -> Poll<io::Result<usize>> {
+        ready!(self.poll_turn(context));
         Pin::new(&mut self.stream).poll_write(context, bytes)
     }
 
@@ -117,6 +149,7 @@ impl AsyncWrite for Connection {
         context: &mut Context<'_>,
         parts: &[io::IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
+        ready!(self.poll_turn(context));
         Pin::new(&mut self.stream).poll_write_vectored(context, parts)
     }
 
@@ -125,6 +158,7 @@ impl AsyncWrite for Connection {
     }
 
     fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        self.may_write = false;
         Pin::new(&mut self.stream).poll_flush(context)
     }
 
@@ -164,6 +198,18 @@ mod tests {
         tokio::time::resume();
         client.write_all(&[8]).await.unwrap();
         assert_eq!(connection.read_u8().await.unwrap(), 8);
+    }
+
+    #[tokio::test]
+    async fn write_waits_until_every_ready_task_has_run() {
+        let (mut client, mut connection) = pair().await;
+        for byte in 0..3 {
+            let ready = tokio::spawn(async {});
+            connection.write_u8(byte).await.unwrap();
+            assert!(ready.is_finished());
+            connection.flush().await.unwrap();
+            assert_eq!(client.read_u8().await.unwrap(), byte);
+        }
     }
 
     #[tokio::test]

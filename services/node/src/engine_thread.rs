@@ -243,6 +243,7 @@ impl<E: Executor> Engine<E> {
                 Output::Recovered => info!("the node recovered: steps finish again"),
             }
         }
+        self.callers.wake();
     }
 }
 

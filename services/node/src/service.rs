@@ -3,10 +3,9 @@
 //! This module checks each call, sends it to the engine thread and streams the events back. A dropped
 //! call, a closed stream and a lost connection all drop the attempt's stream, which cancels the attempt.
 
-use std::{convert::Infallible, future::ready, pin::Pin, sync::Arc, time::Instant};
+use std::{convert::Infallible, sync::Arc, time::Instant};
 
 use cluster::Role;
-use futures_util::{Stream, StreamExt};
 use kv_transfer::{
     CONNECT_TIMEOUT,
     api::{self as transfer, ConnectGuard},
@@ -21,13 +20,13 @@ use crate::{
     grammars::Grammars,
     inbox::{Command, Inbox},
     node_core::{Refusal, Reply},
-    observe, wire,
+    observe,
+    stream::MessageStream,
+    wire,
 };
 
 /// A `traceparent` of version 00 has 55 bytes; later versions may append.
 const TRACEPARENT_BYTES_MAX: usize = 128;
-
-type EventStream<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
 
 /// Serves the calls of routers.
 #[derive(Debug)]
@@ -64,21 +63,21 @@ impl NodeService {
     }
 
     /// Begins the attempt and streams its replies as messages.
-    async fn begin<T: Send + 'static>(
+    async fn begin<T>(
         &self,
         attempt: NewAttempt,
         message: fn(Reply) -> Option<T>,
-    ) -> Result<Response<EventStream<T>>, Status> {
+    ) -> Result<Response<MessageStream<T>>, Status> {
         let attempt = self.grammars.constrained(attempt).await?;
         let replies = self.inbox.begin(attempt).await?;
-        Ok(Response::new(Box::pin(replies.filter_map(move |reply| ready(message(reply).map(Ok))))))
+        Ok(Response::new(MessageStream { replies, message }))
     }
 }
 
 #[tonic::async_trait]
 impl node_server::Node for NodeService {
-    type PrefillStream = EventStream<v1::PrefillEvent>;
-    type DecodeStream = EventStream<v1::DecodeEvent>;
+    type PrefillStream = MessageStream<v1::PrefillEvent>;
+    type DecodeStream = MessageStream<v1::DecodeEvent>;
     type ObserveStream = observe::ObserveStream;
 
     async fn prefill(

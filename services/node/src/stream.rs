@@ -1,19 +1,23 @@
 //! The bounded queue from the engine thread to one caller.
 //!
-//! The engine thread never waits for a reader: an attempt whose queue is full fails. One place of the
-//! queue is kept for the last reply, so the reader always gets it. Dropping an [`AttemptStream`] before
-//! its last reply cancels its attempt.
+//! The engine thread never waits for a reader: an attempt whose queue is full fails. The last reply
+//! always finds room. Dropping an [`AttemptStream`] before its last reply cancels its attempt.
+//!
+//! A step has a reply for every running attempt. [`ReplySender::send`] wakes no reader:
+//! [`Readers::wake`] wakes the readers of a whole step at once, on a thread of the runtime.
 
 use std::{
+    collections::VecDeque,
     pin::Pin,
-    sync::Arc,
-    task::{Context, Poll, ready},
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    task::{Context, Poll, Waker, ready},
 };
 
 use crossbeam_channel::TrySendError;
 use futures_util::Stream;
 use proto::v1::FailureKind;
-use tokio::sync::{OwnedSemaphorePermit, mpsc};
+use tokio::{runtime::Handle, sync::OwnedSemaphorePermit};
+use tonic::Status;
 
 use crate::{
     inbox::{Command, CommandSender},
@@ -27,30 +31,81 @@ const EVENTS_MAX: usize = 1024;
 /// attempt no longer counts when both have dropped it.
 pub(crate) type AttemptPermit = Arc<OwnedSemaphorePermit>;
 
+/// The queue of one attempt.
+#[derive(Debug, Default)]
+struct Queue {
+    replies: VecDeque<Reply>,
+    /// The reader that waits for a reply.
+    reader: Option<Waker>,
+    sender_dropped: bool,
+    stream_dropped: bool,
+}
+
+#[derive(Clone, Debug, Default)]
+struct SharedQueue(Arc<Mutex<Queue>>);
+
+impl SharedQueue {
+    fn lock(&self) -> MutexGuard<'_, Queue> {
+        // Nothing panics while it holds the lock.
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
 /// The engine thread's end.
 #[derive(Debug)]
 pub(crate) struct ReplySender {
-    replies: mpsc::Sender<Reply>,
-    /// The place of the last reply; `None` once it was sent.
-    last: Option<mpsc::OwnedPermit<Reply>>,
+    queue: SharedQueue,
+    /// Runs the reader.
+    runtime: Handle,
 }
 
 /// The caller's queue is full.
 #[derive(Debug)]
 pub(crate) struct QueueFull;
 
+/// Readers that have a reply and are not woken yet.
+#[derive(Debug, Default)]
+pub(crate) struct Readers {
+    wakers: Vec<Waker>,
+    runtime: Option<Handle>,
+}
+
 impl ReplySender {
     /// Never waits. A dropped stream is no error: its cancel is on the way.
-    pub fn send(&mut self, reply: Reply) -> Result<(), QueueFull> {
-        if reply.is_last() {
-            if let Some(place) = self.last.take() {
-                place.send(reply);
-            }
+    pub fn send(&mut self, reply: Reply, readers: &mut Readers) -> Result<(), QueueFull> {
+        let mut queue = self.queue.lock();
+        if queue.stream_dropped {
             return Ok(());
         }
-        match self.replies.try_send(reply) {
-            Ok(()) | Err(mpsc::error::TrySendError::Closed(_)) => Ok(()),
-            Err(mpsc::error::TrySendError::Full(_)) => Err(QueueFull),
+        if queue.replies.len() >= EVENTS_MAX && !reply.is_last() {
+            return Err(QueueFull);
+        }
+        queue.replies.push_back(reply);
+        if let Some(reader) = queue.reader.take() {
+            readers.wakers.push(reader);
+            readers.runtime.get_or_insert_with(|| self.runtime.clone());
+        }
+        Ok(())
+    }
+}
+
+impl Drop for ReplySender {
+    fn drop(&mut self) {
+        let mut queue = self.queue.lock();
+        queue.sender_dropped = true;
+        let reader = queue.reader.take();
+        drop(queue);
+        reader.into_iter().for_each(Waker::wake);
+    }
+}
+
+impl Readers {
+    /// Wakes the readers of all replies that were sent since the last call. Waking one reader after the
+    /// other from this thread would send their replies one by one.
+    pub fn wake(&mut self) {
+        if let (Some(runtime), false) = (&self.runtime, self.wakers.is_empty()) {
+            let wakers = std::mem::take(&mut self.wakers);
+            runtime.spawn(async move { wakers.into_iter().for_each(Waker::wake) });
         }
     }
 }
@@ -59,31 +114,29 @@ impl ReplySender {
 #[derive(Debug)]
 pub(crate) struct AttemptStream {
     call: CallId,
-    /// A reply that was read ahead.
-    first: Option<Reply>,
-    replies: mpsc::Receiver<Reply>,
+    queue: SharedQueue,
     /// The last reply was read, or none will come.
     is_over: bool,
     cancel: CommandSender,
     permit: AttemptPermit,
 }
 
-/// Returns both ends of one attempt's stream. `cancel` has room for one command of each permit.
+/// Returns both ends of one attempt's stream. `cancel` has room for one command of each permit. Must be
+/// called inside the runtime that reads the stream.
 pub(crate) fn attempt_stream(
     call: CallId,
     cancel: CommandSender,
     permit: AttemptPermit,
 ) -> (ReplySender, AttemptStream) {
-    let (sender, replies) = mpsc::channel(EVENTS_MAX + 1);
-    let last = sender.clone().try_reserve_owned().expect("the queue is empty");
-    let stream = AttemptStream { call, first: None, replies, is_over: false, cancel, permit };
-    (ReplySender { replies: sender, last: Some(last) }, stream)
+    let queue = SharedQueue::default();
+    let sender = ReplySender { queue: queue.clone(), runtime: Handle::current() };
+    (sender, AttemptStream { call, queue, is_over: false, cancel, permit })
 }
 
 impl AttemptStream {
     /// Puts back the first reply, so that it is read again.
     pub fn put_back(&mut self, first: Reply) {
-        self.first = Some(first);
+        self.queue.lock().replies.push_front(first);
     }
 
     /// The engine thread does not know the call: there is nothing to cancel.
@@ -96,23 +149,56 @@ impl Stream for AttemptStream {
     type Item = Reply;
 
     fn poll_next(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Reply>> {
-        if self.first.is_some() {
-            return Poll::Ready(self.first.take());
-        }
         if self.is_over {
             return Poll::Ready(None);
         }
-        // Without a last reply the engine thread has ended.
-        let reply = ready!(self.replies.poll_recv(context)).unwrap_or_else(|| {
-            Reply::Ended(AttemptEnd::failed(FailureKind::Internal, "the engine stopped"))
-        });
+        let mut queue = self.queue.lock();
+        let reply = match queue.replies.pop_front() {
+            Some(reply) => reply,
+            // Without a last reply the engine thread has ended.
+            None if queue.sender_dropped => {
+                Reply::Ended(AttemptEnd::failed(FailureKind::Internal, "the engine stopped"))
+            }
+            None => {
+                queue.reader = Some(context.waker().clone());
+                return Poll::Pending;
+            }
+        };
+        drop(queue);
         self.is_over = reply.is_last();
         Poll::Ready(Some(reply))
     }
 }
 
+/// The messages of one call.
+#[derive(Debug)]
+pub(crate) struct MessageStream<T> {
+    pub replies: AttemptStream,
+    /// Converts a reply; `None`: the reply has no message.
+    pub message: fn(Reply) -> Option<T>,
+}
+
+impl<T> Stream for MessageStream<T> {
+    type Item = Result<T, Status>;
+
+    fn poll_next(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Self::Item>> {
+        loop {
+            let Some(reply) = ready!(Pin::new(&mut self.replies).poll_next(context)) else {
+                return Poll::Ready(None);
+            };
+            if let Some(message) = (self.message)(reply) {
+                return Poll::Ready(Some(Ok(message)));
+            }
+        }
+    }
+}
+
 impl Drop for AttemptStream {
     fn drop(&mut self) {
+        let mut queue = self.queue.lock();
+        queue.stream_dropped = true;
+        let unread = std::mem::take(&mut queue.replies);
+        drop((queue, unread));
         if !self.is_over {
             let command = Command::Cancel { call: self.call, _permit: self.permit.clone() };
             // The number of permits bounds the queue, so it is never full. Disconnected: the engine
@@ -125,8 +211,10 @@ impl Drop for AttemptStream {
 
 #[cfg(test)]
 mod tests {
+    use std::pin::pin;
+
     use engine::{event::SequenceId, executor::CollectWaker};
-    use futures_util::StreamExt;
+    use futures_util::{FutureExt, StreamExt, poll};
     use kernels::sampling::SampledToken;
     use tokio::sync::Semaphore;
 
@@ -151,12 +239,36 @@ mod tests {
         })
     }
 
+    fn send(sender: &mut ReplySender, reply: Reply) -> Result<(), QueueFull> {
+        let mut readers = Readers::default();
+        let sent = sender.send(reply, &mut readers);
+        readers.wake();
+        sent
+    }
+
+    #[tokio::test]
+    async fn readers_of_one_step_are_woken_together() {
+        let (mut readers, mut pairs) = (Readers::default(), [pair(), pair()]);
+        for (_, stream, _) in &mut pairs {
+            assert!(stream.next().now_or_never().is_none());
+        }
+        let [(first, one, _), (second, other, _)] = &mut pairs;
+        let mut reading = pin!(async { tokio::join!(one.next(), other.next()) });
+        assert!(poll!(&mut reading).is_pending());
+        first.send(token(0), &mut readers).unwrap();
+        second.send(token(1), &mut readers).unwrap();
+        assert_eq!(readers.wakers.len(), 2);
+        readers.wake();
+        assert!(readers.wakers.is_empty());
+        assert_eq!(reading.await, (Some(token(0)), Some(token(1))));
+    }
+
     #[tokio::test]
     async fn stream_yields_its_end_after_all_events() {
         let (mut sender, mut stream, commands) = pair();
-        sender.send(token(0)).unwrap();
-        sender.send(token(1)).unwrap();
-        sender.send(Reply::Ended(AttemptEnd::Complete)).unwrap();
+        send(&mut sender, token(0)).unwrap();
+        send(&mut sender, token(1)).unwrap();
+        send(&mut sender, Reply::Ended(AttemptEnd::Complete)).unwrap();
         assert_eq!(stream.next().await, Some(token(0)));
         assert_eq!(stream.next().await, Some(token(1)));
         assert_eq!(stream.next().await, Some(Reply::Ended(AttemptEnd::Complete)));
@@ -169,11 +281,11 @@ mod tests {
     async fn full_stream_still_yields_its_end() {
         let (mut sender, mut stream, _commands) = pair();
         for index in 0..EVENTS_MAX as u32 {
-            sender.send(token(index)).unwrap();
+            send(&mut sender, token(index)).unwrap();
         }
-        sender.send(token(0)).expect_err("the queue is full");
+        send(&mut sender, token(0)).expect_err("the queue is full");
         let end = Reply::Ended(AttemptEnd::failed(FailureKind::SlowReader, "slow"));
-        sender.send(end.clone()).unwrap();
+        send(&mut sender, end.clone()).unwrap();
         let items: Vec<Reply> = stream.by_ref().collect().await;
         assert_eq!(items.len(), EVENTS_MAX + 1);
         assert_eq!(items.last(), Some(&end));
