@@ -153,6 +153,36 @@ async fn serve_bench_reports_every_load() -> Result<()> {
         assert!(chart.contains("<svg") && chart.trim_end().ends_with("</svg>"), "{chart}");
     }
 
+    // A trace, on two servers that are the same cluster: its arrivals take 0.4 s, half of that when twice as fast.
+    let trace = folder.path().join("trace.jsonl");
+    let row = |timestamp: u32, input: u32, ids: &str| {
+        format!(
+            "{{\"timestamp\":{timestamp},\"input_length\":{input},\"output_length\":6,\"hash_ids\":{ids}}}\n"
+        )
+    };
+    let rows =
+        [row(0, 600, "[1,2]"), row(100, 9000, "[]"), row(200, 600, "[1,3]"), row(400, 20, "[]")];
+    std::fs::write(&trace, rows.concat())?;
+    let trace_path = trace.display().to_string();
+    let compared = ["--compare", &url, "--trace", &trace_path, "--rate-scale", "1,2"];
+    let serve = ["serve", "--url", &url, "--requests", "4", "--svg", &svg_path];
+    let (table, report) = measured(&[&serve[..], &compared].concat(), &json_path)?;
+    let workload = "trace: 3 requests, input 407 and output 6 tokens on average, \
+                    1 longer than the context left out";
+    assert_eq!(report["workload"], workload);
+    for server in [&report, &report["compared"][0]] {
+        assert_eq!(server["url"], url);
+        let points = server["points"].as_array().context("no points")?;
+        for (point, scale) in points.iter().zip([1.0, 2.0]) {
+            assert_eq!(point["load"], json!({"rate_scale": scale}));
+            assert_eq!(all_ended_well(point, 3)?, 3);
+            assert!(number(&point["elapsed_s"]) >= 0.4 / scale, "{point}");
+        }
+    }
+    let cached = number(&report["compared"][0]["points"][0]["cached_share"]);
+    assert!(cached > 0.9, "both servers receive the same prompts: {report}");
+    assert_eq!(table.matches("and the ratio to").count(), 2, "{table}");
+
     // Rejected requests are counted by reason: the model's context is 8,192 tokens.
     let long = ["serve", "--url", &url, "--requests", "3", "--input-tokens", "9000"];
     let output = bench(&long)?;
@@ -161,7 +191,7 @@ async fn serve_bench_reports_every_load() -> Result<()> {
     let reason = "3 x 400 Bad Request: prompt has 8192 tokens";
     assert!(table.contains("0 of 3 requests completed") && table.contains(reason), "{table}");
     let said = String::from_utf8_lossy(&output.stderr);
-    assert!(said.ends_with("baton: no request completed\n"), "{said}");
+    assert!(said.ends_with("no request completed\n"), "{said}");
     cluster.stop()
 }
 
@@ -295,7 +325,7 @@ fn invalid_flag_is_rejected_in_one_line() -> Result<()> {
         (engine(&["--batch", "0"]), 1, &["--batch", "[0]", "1 to 1024"][..]),
         (engine(&["--batch", "1,many"]), 2, &["--batch", "many"]),
         (engine(&["--dtype", "f64"]), 2, &["--dtype", "f64", "f32, bf16 or q8"]),
-        (engine(&["--load-format", "gguf"]), 2, &["--load-format", "gguf", "auto and dummy"]),
+        (engine(&["--load-format", "gguf"]), 2, &["--load-format", "gguf", "auto or dummy"]),
         (engine(&["--runs", "0"]), 2, &["--runs", "0", "1..=1000"]),
         (engine(&["--threads", "0"]), 1, &["invalid threads: 0", "1 to 1024"]),
         (engine(&["--context-tokens", "9000"]), 1, &["9080 tokens", "8192"]),
@@ -312,6 +342,8 @@ fn invalid_flag_is_rejected_in_one_line() -> Result<()> {
         (serve(&["--goodput", "itl:5"]), 2, &["--goodput", "itl", "ttft:MS"]),
         (serve(&["--agents", "--turns", "2"]), 2, &["--agents", "--turns"]),
         (serve(&["--rate", "2", "--concurrency", "2"]), 2, &["--rate", "--concurrency"]),
+        (serve(&["--trace", "/nowhere/t.csv"]), 1, &["--trace /nowhere/t.csv"]),
+        (serve(&["--rate-scale", "2"]), 2, &["required arguments"]),
         (serve(&["--url", "not a url"]), 1, &["not a url"]),
         (serve(&["--url", "https://localhost"]), 1, &["https://localhost", "is not http"]),
         (serve(&["--url", &away]), 1, &[&away]),

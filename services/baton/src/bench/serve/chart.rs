@@ -16,14 +16,30 @@ use crate::bench::stats::Percentiles;
 
 const SIZE: (u32, u32) = (960, 1020);
 /// Distinct for most eyes, also in grey (Okabe and Ito 2008).
-const P50: RGBColor = RGBColor(0, 158, 115);
-const P90: RGBColor = RGBColor(230, 159, 0);
-const P99: RGBColor = RGBColor(213, 94, 0);
+const COLOURS: [RGBColor; 6] = [
+    RGBColor(0, 158, 115),
+    RGBColor(230, 159, 0),
+    RGBColor(213, 94, 0),
+    RGBColor(0, 114, 178),
+    RGBColor(204, 121, 167),
+    RGBColor(86, 180, 233),
+];
+const LINE_WIDTH: u32 = 2;
+const THIN_LINE_WIDTH: u32 = 1;
 
 /// Selects the percentiles of a panel.
 type Figure = fn(&Point) -> &Percentiles;
 /// Selects the percentile of a line.
 type Rank = fn(&Percentiles) -> f64;
+
+/// A line of each panel.
+struct Line<'a> {
+    label: String,
+    points: Vec<&'a Point>,
+    rank: Rank,
+    colour: RGBColor,
+    width: u32,
+}
 
 /// Draws one panel each for time to first token, inter-token latency and request duration. Loads without
 /// a completed request are left out.
@@ -33,14 +49,12 @@ pub fn write(report: &Report, mut file: File) -> Result<()> {
 }
 
 fn draw(report: &Report) -> Result<String, Box<dyn std::error::Error>> {
-    let mut points: Vec<&Point> =
-        report.points.iter().filter(|point| point.completed > 0).collect();
-    points.sort_by(|a, b| a.load.value().total_cmp(&b.load.value()));
+    let lines = lines(report);
     let mut svg = String::new();
     {
         let area = SVGBackend::with_string(&mut svg, SIZE).into_drawing_area();
         area.fill(&WHITE)?;
-        let title = format!("{}, {}", report.model, report.workload);
+        let title = format!("{}, {}", report.server.model, report.workload);
         let panels = area.titled(&title, ("sans-serif", 22))?.split_evenly((3, 1));
         let named: [(&str, Figure); 3] = [
             ("time to first token, ms", |point| &point.ttft_ms),
@@ -48,29 +62,24 @@ fn draw(report: &Report) -> Result<String, Box<dyn std::error::Error>> {
             ("end to end, ms", |point| &point.e2e_ms),
         ];
         for (panel, (name, of)) in panels.iter().zip(named) {
-            let (low, high) = extent(points.iter().map(|point| point.load.value()));
-            let values = |point: &&Point| [of(point).p50, of(point).p99];
-            let (_, top) = extent(points.iter().flat_map(values));
+            let points = || lines.iter().flat_map(|line| &line.points);
+            let (low, high) = extent(points().map(|point| point.load.value()));
+            let (_, top) = extent(points().flat_map(|point| [of(point).p50, of(point).p99]));
             let mut chart = ChartBuilder::on(panel)
                 .margin(12)
                 .caption(name, ("sans-serif", 16))
                 .x_label_area_size(36)
                 .y_label_area_size(64)
                 .build_cartesian_2d(low * 0.95..high * 1.05, 0.0..top * 1.1)?;
-            chart.configure_mesh().x_desc(load_name(&points)).y_desc("ms").draw()?;
-            let lines: [(&str, RGBColor, Rank); 3] = [
-                ("p50", P50, |percentiles| percentiles.p50),
-                ("p90", P90, |percentiles| percentiles.p90),
-                ("p99", P99, |percentiles| percentiles.p99),
-            ];
-            for (label, colour, rank) in lines {
-                let line = points.iter().map(|point| (point.load.value(), rank(of(point))));
-                let style = colour.stroke_width(2);
-                chart.draw_series(LineSeries::new(line, style).point_size(3))?.label(label).legend(
-                    move |(x, y)| {
-                        plotters::element::PathElement::new(vec![(x, y), (x + 18, y)], style)
-                    },
-                );
+            chart.configure_mesh().x_desc(load_name(report)).y_desc("ms").draw()?;
+            for line in &lines {
+                let values = line.points.iter();
+                let values = values.map(|point| (point.load.value(), (line.rank)(of(point))));
+                let style = line.colour.stroke_width(line.width);
+                let series = LineSeries::new(values, style).point_size(line.width + 1);
+                chart.draw_series(series)?.label(&line.label).legend(move |(x, y)| {
+                    plotters::element::PathElement::new(vec![(x, y), (x + 18, y)], style)
+                });
             }
             chart
                 .configure_series_labels()
@@ -83,14 +92,47 @@ fn draw(report: &Report) -> Result<String, Box<dyn std::error::Error>> {
     Ok(svg)
 }
 
+/// Returns the lines of each panel: three percentiles of one server, or median and tail of each of several.
+fn lines(report: &Report) -> Vec<Line<'_>> {
+    let ranks: [(&str, Rank); 3] =
+        [("p50", |of| of.p50), ("p99", |of| of.p99), ("p90", |of| of.p90)];
+    let is_alone = report.compared.is_empty();
+    let mut lines = Vec::new();
+    for (server, colour) in report.servers().zip(COLOURS.iter().cycle()) {
+        let mut points: Vec<&Point> =
+            server.points.iter().filter(|point| point.completed > 0).collect();
+        points.sort_by(|a, b| a.load.value().total_cmp(&b.load.value()));
+        for (index, (name, rank)) in
+            ranks.into_iter().enumerate().take(if is_alone { 3 } else { 2 })
+        {
+            let points = points.clone();
+            lines.push(match is_alone {
+                true => {
+                    let colour = COLOURS[index];
+                    Line { label: name.to_owned(), points, rank, colour, width: LINE_WIDTH }
+                }
+                false => Line {
+                    label: format!("{} {name}", server.url),
+                    points,
+                    rank,
+                    colour: *colour,
+                    width: if index == 0 { LINE_WIDTH } else { THIN_LINE_WIDTH },
+                },
+            });
+        }
+    }
+    lines
+}
+
 fn colour_of_frame() -> RGBColor {
     RGBColor(120, 120, 120)
 }
 
-fn load_name(points: &[&Point]) -> &'static str {
-    match points.first().map(|point| point.load) {
+fn load_name(report: &Report) -> &'static str {
+    match report.server.points.first().map(|point| point.load) {
         Some(Load::Concurrency(_)) => "conversations at once",
-        _ => "arrivals per second",
+        Some(Load::RateScale(_)) => "arrival rate, as a multiple of the trace's",
+        Some(Load::Rate(_)) | None => "arrivals per second",
     }
 }
 
@@ -105,7 +147,11 @@ fn extent(values: impl Iterator<Item = f64>) -> (f64, f64) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::bench::serve::{client::Measured, length::Length, report::Outcome};
+    use crate::bench::serve::{
+        client::Measured,
+        length::Length,
+        report::{Outcome, ServerReport},
+    };
 
     fn report(rates: &[f64]) -> Report {
         let point = |&rate: &f64| {
@@ -120,14 +166,17 @@ mod tests {
             Point::of(Load::Rate(rate), &[outcome], 1.0, None)
         };
         Report {
-            url: String::new(),
-            model: "a <model> & more".to_owned(),
+            server: ServerReport {
+                url: "first".to_owned(),
+                model: "a <model> & more".to_owned(),
+                points: rates.iter().map(point).collect(),
+            },
+            compared: Vec::new(),
             workload: "random".to_owned(),
             input_tokens: Length::Uniform { low: 1, high: 1 },
             output_tokens: Length::Uniform { low: 3, high: 3 },
             seed: 0,
             goodput_limits: None,
-            points: rates.iter().map(point).collect(),
         }
     }
 
@@ -141,6 +190,23 @@ mod tests {
             assert!(svg.contains(text), "{text}");
         }
         assert!(svg.contains("&lt;model&gt; &amp; more"));
+    }
+
+    #[test]
+    fn chart_of_several_servers_has_median_and_tail_of_each() {
+        let mut report = report(&[1.0, 2.0]);
+        report.compared = vec![ServerReport {
+            url: "second".to_owned(),
+            model: "model".to_owned(),
+            points: report.server.points.drain(..1).collect(),
+        }];
+        let svg = draw(&report).unwrap();
+        // Four lines in each of three panels, and four in each legend.
+        assert!(svg.matches("<polyline").count() >= 24, "{svg}");
+        for text in ["first p50", "first p99", "second p50", "second p99"] {
+            assert_eq!(svg.matches(text).count(), 3, "{text}");
+        }
+        assert!(!svg.contains("p90"));
     }
 
     #[test]

@@ -1,13 +1,14 @@
 //! `baton bench serve`: a streaming load client for any server with the OpenAI completions API.
 //!
-//! Conversations arrive as a Poisson process (`--rate`) or follow each other (`--concurrency`); a
-//! list of either is measured point by point. Latencies cover completed requests; failed requests are
-//! counted by their error.
+//! Conversations arrive as a Poisson process (`--rate`), as in a recorded trace (`--rate-scale`), or follow each
+//! other (`--concurrency`); a list of either is measured point by point, on several servers in turn with
+//! `--compare`. Latencies cover completed requests; failed requests are counted by their error.
 
 mod chart;
 mod client;
 mod length;
 mod report;
+mod trace;
 mod workload;
 
 use std::{
@@ -24,7 +25,8 @@ use tokio::{sync::Semaphore, task::JoinSet};
 use self::{
     client::Server,
     length::Length,
-    report::{GoodputLimits, Load, Outcome, Point, Report},
+    report::{GoodputLimits, Load, Outcome, Point, Report, ServerReport},
+    trace::Trace,
     workload::{Conversation, Shape},
 };
 use super::{output_file, stats::WorkloadRng};
@@ -48,20 +50,35 @@ pub struct ServeArgs {
     /// Server to measure, without the `/v1` part.
     #[arg(long, default_value = "http://127.0.0.1:8000")]
     url: String,
+    /// Further servers, separated by commas. Each load is measured on all servers in turn, with the same
+    /// prompts; a table and the chart compare them with --url.
+    #[arg(long, value_delimiter = ',')]
+    compare: Vec<String>,
     /// Model to ask for; by default the first that `/v1/models` names.
     #[arg(long)]
     model: Option<String>,
     /// Conversations at each load; a conversation of one turn is one request.
     #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
     requests: u32,
+    /// Conversations that each server completes before the first load; they are not measured.
+    #[arg(long, default_value_t = 8, value_parser = clap::value_parser!(u32).range(0..=10_000))]
+    warmup: u32,
     /// In-flight conversations (closed loop); several values, separated by commas, are measured one after
     /// another. [default: 8 without --rate]
-    #[arg(long, value_delimiter = ',', conflicts_with = "rate", value_parser = clap::value_parser!(u32).range(1..=4096))]
+    #[arg(long, value_delimiter = ',', conflicts_with_all = ["rate", "rate_scale"], value_parser = clap::value_parser!(u32).range(1..=4096))]
     concurrency: Vec<u32>,
     /// Mean arrivals of conversations per second, as a Poisson process (open loop); several values,
     /// separated by commas, are measured one after another. [default with --agents: 1,3,6,10]
     #[arg(long, value_delimiter = ',', value_parser = parse_rate)]
     rate: Vec<f64>,
+    /// Recorded requests: the CSV of the Azure LLM inference traces or the JSON lines of the Mooncake traces.
+    /// The first --requests of them are sent as recorded, unless --rate or --concurrency is given.
+    #[arg(long, conflicts_with_all = ["input_tokens", "output_tokens", "turns", "pause_s", "sharegpt", "agents"])]
+    trace: Option<PathBuf>,
+    /// Factor on the arrival rate of the trace; several values, separated by commas, are measured one after
+    /// another. [default: 1]
+    #[arg(long, requires = "trace", conflicts_with = "rate", value_delimiter = ',', value_parser = parse_rate)]
+    rate_scale: Vec<f64>,
     /// Tokens that each turn adds to the prompt: N, LOW..HIGH (uniform), normal:MEAN:DEVIATION or
     /// lognormal:MEDIAN:SIGMA.
     #[arg(long, default_value = "128", value_parser = Length::parse)]
@@ -126,48 +143,127 @@ pub fn run(args: ServeArgs) -> Result<()> {
     if let Some(file) = svg {
         chart::write(&report, file)?;
     }
-    ensure!(report.points.iter().any(|point| point.completed > 0), "no request completed");
+    for server in report.servers() {
+        let completed = server.points.iter().any(|point| point.completed > 0);
+        ensure!(completed, "{}: no request completed", server.url);
+    }
     Ok(())
 }
 
 async fn measure(args: &ServeArgs) -> Result<Report> {
+    let trace = args.trace.as_deref().map(|path| Trace::read(path, args.requests)).transpose()?;
     let client = HttpClient::new(CONNECT_TIMEOUT);
-    let server = Server::discover(client, &args.url, args.model.clone()).await?;
-    let shape = args.shape(&server);
-    let mut report = Report {
-        url: args.url.clone(),
-        model: server.model.clone(),
-        workload: args.workload(&shape),
-        input_tokens: shape.input,
-        output_tokens: shape.output,
-        seed: args.seed,
-        goodput_limits: args.goodput,
-        points: Vec::new(),
-    };
-    println!("{}  model {}  {}", report.url, report.model, report.workload);
+    let mut servers = Vec::new();
+    for url in [&args.url].into_iter().chain(&args.compare) {
+        servers.push(Server::discover(client.clone(), url, args.model.clone()).await?);
+    }
+    let mut results: Vec<ServerReport> = servers.iter().map(ServerReport::new).collect();
+    // One workload for all: the shortest context decides.
+    let sequence_tokens_max = servers.iter().filter_map(|server| server.sequence_tokens_max).min();
+    let workload = args.workload(trace, sequence_tokens_max)?;
+    for server in &servers {
+        println!("{}  model {}", server.url, server.model);
+    }
+    println!("{}", workload.describe());
+    let timeout = Duration::from_secs(args.timeout_s);
+    if args.warmup > 0 {
+        for server in &servers {
+            let (load, seed) = (Load::Concurrency(CONCURRENCY), args.seed.wrapping_sub(1));
+            let mut requests = workload.conversations(load, seed);
+            requests.truncate(args.warmup as usize);
+            drive(server, requests, load, timeout, "warm-up").await?;
+        }
+    }
     for (index, load) in args.loads().into_iter().enumerate() {
         // Different prompts at each point: prefix caches have no hits from the previous point.
-        let mut rng = WorkloadRng::new(args.seed.wrapping_add((index as u64) << 32));
-        let rate = match load {
-            Load::Rate(rate) => Some(rate),
-            Load::Concurrency(_) => None,
-        };
-        let conversations = shape.draw(&mut rng, args.requests, rate);
-        let timeout = Duration::from_secs(args.timeout_s);
-        let (outcomes, elapsed_s) = drive(&server, conversations, load, timeout).await?;
-        let point = Point::of(load, &outcomes, elapsed_s, args.goodput);
-        point.print();
-        report.points.push(point);
+        let seed = args.seed.wrapping_add((index as u64) << 32);
+        for (server, result) in servers.iter().zip(&mut results) {
+            let conversations = workload.conversations(load, seed);
+            let (outcomes, elapsed_s) =
+                drive(server, conversations, load, timeout, &load.describe()).await?;
+            let point = Point::of(load, &outcomes, elapsed_s, args.goodput);
+            if !args.compare.is_empty() {
+                println!("\n{}", server.url);
+            }
+            point.print();
+            result.points.push(point);
+        }
     }
+    let mut results = results.into_iter();
+    let report = Report {
+        server: results.next().expect("--url is measured"),
+        compared: results.collect(),
+        workload: workload.describe(),
+        input_tokens: workload.shape.input,
+        output_tokens: workload.shape.output,
+        seed: args.seed,
+        goodput_limits: args.goodput,
+    };
+    report.print_comparison();
     Ok(report)
 }
 
+/// The requests of a run, apart from their arrivals.
+struct Workload {
+    shape: Shape,
+    trace: Option<Trace>,
+    requests: u32,
+    sharegpt: bool,
+}
+
+impl Workload {
+    /// Returns the conversations of a load; the same seed gives the same conversations.
+    fn conversations(&self, load: Load, seed: u64) -> Vec<Conversation> {
+        let mut rng = WorkloadRng::new(seed);
+        let Some(trace) = &self.trace else {
+            let rate = match load {
+                Load::Rate(rate) => Some(rate),
+                Load::Concurrency(_) | Load::RateScale(_) => None,
+            };
+            return self.shape.draw(&mut rng, self.requests, rate);
+        };
+        let mut poisson_arrival = 0.0;
+        trace.conversations(seed, self.shape.vocabulary, |recorded| match load {
+            Load::Rate(rate) => {
+                poisson_arrival += rng.exponential(rate);
+                Some(poisson_arrival)
+            }
+            Load::RateScale(scale) => Some(recorded / scale),
+            Load::Concurrency(_) => None,
+        })
+    }
+
+    fn describe(&self) -> String {
+        if let Some(trace) = &self.trace {
+            let (input, output) = trace.mean_tokens();
+            let left_out = match trace.too_long {
+                0 => String::new(),
+                count => format!(", {count} longer than the context left out"),
+            };
+            return format!(
+                "trace: {} requests, input {input:.0} and output {output:.0} tokens on average{left_out}",
+                trace.len()
+            );
+        }
+        let Shape { input, output, turns, .. } = &self.shape;
+        if self.shape.agents {
+            return format!("tool-calling jobs, lengths scaled by {:.2}", self.shape.agent_scale());
+        }
+        let kind = if self.sharegpt { "ShareGPT-like" } else { "random" };
+        format!("{kind}: input {input}, output {output}, turns {turns}")
+    }
+}
+
 impl ServeArgs {
-    /// Returns the loads: by default an open loop for jobs and a closed loop for other workloads.
+    /// Returns the loads: by default an open loop for jobs and traces, and a closed loop for other workloads.
     fn loads(&self) -> Vec<Load> {
         let rates = |rates: &[f64]| rates.iter().map(|&rate| Load::Rate(rate)).collect();
         match (&self.rate[..], &self.concurrency[..]) {
             ([], []) if self.agents => rates(&AGENT_RATES),
+            ([], []) if self.trace.is_some() => {
+                let scales = if self.rate_scale.is_empty() { &[1.0] } else { &self.rate_scale[..] };
+                scales.iter().map(|&scale| Load::RateScale(scale)).collect()
+            }
             ([], []) => vec![Load::Concurrency(CONCURRENCY)],
             ([], concurrency) => {
                 concurrency.iter().map(|&count| Load::Concurrency(count)).collect()
@@ -176,29 +272,28 @@ impl ServeArgs {
         }
     }
 
-    fn shape(&self, server: &Server) -> Shape {
+    fn workload(
+        &self,
+        mut trace: Option<Trace>,
+        sequence_tokens_max: Option<u32>,
+    ) -> Result<Workload> {
         let (input, output, turns) = match self.sharegpt {
             true => (SHAREGPT_INPUT, SHAREGPT_OUTPUT, SHAREGPT_TURNS),
             false => (self.input_tokens, self.output_tokens, self.turns),
         };
-        Shape {
+        let shape = Shape {
             input,
             output,
             turns,
             pause_mean: self.pause_s,
             agents: self.agents,
             vocabulary: self.vocabulary,
-            sequence_tokens_max: server.sequence_tokens_max,
+            sequence_tokens_max,
+        };
+        if let (Some(trace), Some(longest)) = (&mut trace, sequence_tokens_max) {
+            trace.fit(longest)?;
         }
-    }
-
-    fn workload(&self, shape: &Shape) -> String {
-        if self.agents {
-            return format!("tool-calling jobs, lengths scaled by {:.2}", shape.agent_scale());
-        }
-        let kind = if self.sharegpt { "ShareGPT-like" } else { "random" };
-        let Shape { input, output, turns, .. } = shape;
-        format!("{kind}: input {input}, output {output}, turns {turns}")
+        Ok(Workload { shape, trace, requests: self.requests, sharegpt: self.sharegpt })
     }
 }
 
@@ -208,9 +303,10 @@ async fn drive(
     conversations: Vec<Conversation>,
     load: Load,
     timeout: Duration,
+    label: &str,
 ) -> Result<(Vec<Outcome>, f64)> {
     let in_flight = match load {
-        Load::Rate(_) => IN_FLIGHT_MAX,
+        Load::Rate(_) | Load::RateScale(_) => IN_FLIGHT_MAX,
         Load::Concurrency(concurrency) => concurrency as usize,
     };
     let permits = Arc::new(Semaphore::new(in_flight));
@@ -219,7 +315,7 @@ async fn drive(
         ProgressStyle::with_template("{pos}/{len} requests {wide_bar} {elapsed} {msg}")
             .expect("the template is constant"),
     );
-    bar.set_message(load.describe());
+    bar.set_message(label.to_owned());
     let started = Instant::now();
     let mut tasks = JoinSet::new();
     let mut outcomes = Vec::new();
@@ -310,6 +406,13 @@ mod tests {
             (&["--agents"], rates(&[1.0, 3.0, 6.0, 10.0])),
             (&["--agents", "--rate", "2,0.5"], rates(&[2.0, 0.5])),
             (&["--agents", "--concurrency", "4"], vec![Load::Concurrency(4)]),
+            (&["--trace", "t.csv"], vec![Load::RateScale(1.0)]),
+            (
+                &["--trace", "t.csv", "--rate-scale", "0.5,2"],
+                vec![Load::RateScale(0.5), Load::RateScale(2.0)],
+            ),
+            (&["--trace", "t.csv", "--rate", "16"], rates(&[16.0])),
+            (&["--trace", "t.csv", "--concurrency", "4"], vec![Load::Concurrency(4)]),
             (&["--concurrency", "1,2"], vec![Load::Concurrency(1), Load::Concurrency(2)]),
         ] {
             let command = Command::try_parse_from([&["bench"], flags].concat()).unwrap();

@@ -5,20 +5,68 @@ use std::collections::BTreeMap;
 use anyhow::Result;
 use serde::Serialize;
 
-use super::{client::Measured, length::Length};
+use super::{
+    client::{Measured, Server},
+    length::Length,
+};
 use crate::bench::stats::{Percentiles, median};
 
 /// Results of one run of the command.
 #[derive(Serialize)]
 pub struct Report {
-    pub url: String,
-    pub model: String,
+    #[serde(flatten)]
+    pub server: ServerReport,
+    /// The servers of `--compare`.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub compared: Vec<ServerReport>,
     pub workload: String,
     pub input_tokens: Length,
     pub output_tokens: Length,
     pub seed: u64,
     pub goodput_limits: Option<GoodputLimits>,
+}
+
+/// Results of one server.
+#[derive(Serialize)]
+pub struct ServerReport {
+    pub url: String,
+    pub model: String,
     pub points: Vec<Point>,
+}
+
+impl ServerReport {
+    pub fn new(server: &Server) -> Self {
+        Self { url: server.url.clone(), model: server.model.clone(), points: Vec::new() }
+    }
+}
+
+impl Report {
+    pub fn servers(&self) -> impl Iterator<Item = &ServerReport> {
+        [&self.server].into_iter().chain(&self.compared)
+    }
+
+    /// Prints each load's medians and tails of all servers, with their ratios to the first server.
+    pub fn print_comparison(&self) {
+        if self.compared.is_empty() {
+            return;
+        }
+        for (index, first) in self.server.points.iter().enumerate() {
+            println!("\n{}, and the ratio to {}", first.load.describe(), self.server.url);
+            println!(
+                "{:<32} {:>17} {:>17} {:>17} {:>17} {:>17}",
+                "", "TTFT p50, ms", "TTFT p99, ms", "TPOT p50, ms", "TPOT p99, ms", "output tok/s"
+            );
+            for server in self.servers() {
+                let columns = server.points[index].compared_values();
+                let cells: String = columns
+                    .iter()
+                    .zip(first.compared_values())
+                    .map(|(value, first)| format!(" {value:>10.2} {:>6.3}", value / first))
+                    .collect();
+                println!("{:<32}{cells}", server.url);
+            }
+        }
+    }
 }
 
 /// Results at one rate or one concurrency.
@@ -55,6 +103,8 @@ pub struct Point {
 pub enum Load {
     /// Arrivals per second of a Poisson process.
     Rate(f64),
+    /// Arrivals of the trace, faster by this factor.
+    RateScale(f64),
     /// In-flight conversations.
     Concurrency(u32),
 }
@@ -63,6 +113,7 @@ impl Load {
     pub fn value(self) -> f64 {
         match self {
             Self::Rate(rate) => rate,
+            Self::RateScale(scale) => scale,
             Self::Concurrency(concurrency) => concurrency.into(),
         }
     }
@@ -70,6 +121,7 @@ impl Load {
     pub fn describe(self) -> String {
         match self {
             Self::Rate(rate) => format!("{rate}/s"),
+            Self::RateScale(scale) => format!("the trace {scale} times as fast"),
             Self::Concurrency(concurrency) => format!("{concurrency} at once"),
         }
     }
@@ -181,6 +233,11 @@ impl Point {
             ),
             conversation_s: Percentiles::of(whole.iter().map(|one| one.elapsed_s).collect()),
         }
+    }
+
+    fn compared_values(&self) -> [f64; 5] {
+        let (ttft, tpot) = (self.ttft_ms, self.tpot_ms);
+        [ttft.p50, ttft.p99, tpot.p50, tpot.p99, self.output_token_per_s]
     }
 
     pub fn print(&self) {

@@ -1,0 +1,291 @@
+//! Request traces: lengths, arrivals and shared prefixes of recorded requests.
+//!
+//! Two formats, told apart by the first line: the CSV of the Azure LLM inference traces
+//! (`TIMESTAMP,ContextTokens,GeneratedTokens`) and the JSON lines of the Mooncake traces (`timestamp`,
+//! `input_length`, `output_length`, and `hash_ids`: one id per 512 prompt tokens, equal where prompts share
+//! a prefix).
+
+use std::{
+    fs::File,
+    io::{BufRead, BufReader, Read},
+    path::Path,
+};
+
+use anyhow::{Context, Result, anyhow, ensure};
+use serde::Deserialize;
+use time::{OffsetDateTime, PrimitiveDateTime, format_description};
+
+use super::workload::{Conversation, Turn};
+use crate::bench::stats::WorkloadRng;
+
+const CSV_HEADER: &str = "TIMESTAMP,ContextTokens,GeneratedTokens";
+/// Prompt tokens of an id in `hash_ids`.
+const HASHED_TOKENS: usize = 512;
+const TOKENS_MAX: u32 = 1_000_000;
+/// Maximum length of a line; the longest Mooncake lines have about 3 KB.
+const LINE_BYTES_MAX: u64 = 1 << 20;
+
+/// A recorded request.
+#[derive(Clone, Debug, PartialEq)]
+struct Row {
+    /// Seconds since the first request of the trace.
+    arrives_at: f64,
+    input_tokens: u32,
+    output_tokens: u32,
+    hash_ids: Vec<u64>,
+}
+
+/// The first requests of a trace.
+#[derive(Clone, Debug)]
+pub struct Trace {
+    rows: Vec<Row>,
+    /// Requests that were left out because the model's context is shorter.
+    pub too_long: usize,
+}
+
+/// A line of a Mooncake trace; `timestamp` is in milliseconds.
+#[derive(Deserialize)]
+struct MooncakeRow {
+    timestamp: f64,
+    input_length: u32,
+    output_length: u32,
+    #[serde(default)]
+    hash_ids: Vec<u64>,
+}
+
+impl Trace {
+    /// Reads the first `count` requests. Errors name file and line.
+    pub fn read(path: &Path, count: u32) -> Result<Self> {
+        let file = File::open(path).with_context(|| format!("--trace {}", path.display()))?;
+        Self::parse(BufReader::new(file), count)
+            .with_context(|| format!("--trace {}", path.display()))
+    }
+
+    fn parse(mut file: impl BufRead, count: u32) -> Result<Self> {
+        let mut trace = Self { rows: Vec::new(), too_long: 0 };
+        let (mut is_csv, mut first_arrival) = (false, None);
+        for number in 1.. {
+            if trace.rows.len() == count as usize {
+                break;
+            }
+            let Some(line) = read_line(&mut file).with_context(|| format!("line {number}"))? else {
+                break;
+            };
+            if number == 1 && line == CSV_HEADER {
+                is_csv = true;
+                continue;
+            }
+            if line.is_empty() {
+                continue;
+            }
+            let row = if is_csv { azure_row(&line) } else { mooncake_row(&line) };
+            let mut row = row.with_context(|| format!("line {number}"))?;
+            row.arrives_at -= *first_arrival.get_or_insert(row.arrives_at);
+            let previous = trace.rows.last().map_or(0.0, |row: &Row| row.arrives_at);
+            ensure!(
+                row.arrives_at >= previous,
+                "line {number}: the request arrives before that of an earlier line"
+            );
+            trace.rows.push(row);
+        }
+        ensure!(!trace.rows.is_empty(), "the file has no request");
+        Ok(trace)
+    }
+
+    /// Leaves out the requests that are longer than the model's context.
+    pub fn fit(&mut self, sequence_tokens_max: u32) -> Result<()> {
+        let all = self.rows.len();
+        self.rows.retain(|row| {
+            row.input_tokens.saturating_add(row.output_tokens) <= sequence_tokens_max
+        });
+        self.too_long = all - self.rows.len();
+        let longest = sequence_tokens_max;
+        ensure!(
+            self.len() > 0,
+            "every request of the trace is longer than the model's {longest} tokens"
+        );
+        Ok(())
+    }
+
+    pub fn len(&self) -> usize {
+        self.rows.len()
+    }
+
+    /// Returns the mean lengths of prompts and answers in tokens.
+    pub fn mean_tokens(&self) -> (f64, f64) {
+        let mean = |tokens: fn(&Row) -> u32| {
+            let sum: f64 = self.rows.iter().map(|row| f64::from(tokens(row))).sum();
+            sum / self.rows.len() as f64
+        };
+        (mean(|row| row.input_tokens), mean(|row| row.output_tokens))
+    }
+
+    /// Returns the requests with prompts drawn from `seed`; equal `hash_ids` give equal prompt tokens.
+    /// `arrival` returns when a request with this recorded arrival is sent, in seconds.
+    pub fn conversations(
+        &self,
+        seed: u64,
+        vocabulary: u32,
+        mut arrival: impl FnMut(f64) -> Option<f64>,
+    ) -> Vec<Conversation> {
+        let mut rng = WorkloadRng::new(seed);
+        let conversation = |row: &Row| {
+            let arrives_at = arrival(row.arrives_at);
+            let wanted = row.input_tokens as usize;
+            let mut new_tokens = Vec::with_capacity(wanted);
+            for id in &row.hash_ids {
+                let mut shared = WorkloadRng::new(seed ^ id.wrapping_mul(0x9e37_79b9_7f4a_7c15));
+                let tokens = HASHED_TOKENS.min(wanted - new_tokens.len());
+                new_tokens.extend((0..tokens).map(|_| shared.within(10, vocabulary - 1)));
+            }
+            let missing = wanted - new_tokens.len();
+            new_tokens.extend((0..missing).map(|_| rng.within(10, vocabulary - 1)));
+            let turn = Turn { pause: 0.0, new_tokens, output_tokens: row.output_tokens };
+            Conversation { arrives_at, turns: vec![turn] }
+        };
+        self.rows.iter().map(conversation).collect()
+    }
+}
+
+/// Returns the next line without its end; `None` at the end of the file.
+fn read_line(file: &mut impl BufRead) -> Result<Option<String>> {
+    let mut line = String::new();
+    let bytes = file.by_ref().take(LINE_BYTES_MAX).read_line(&mut line)?;
+    ensure!((bytes as u64) < LINE_BYTES_MAX, "is longer than {LINE_BYTES_MAX} bytes");
+    line.truncate(line.trim_end().len());
+    Ok((bytes > 0).then_some(line))
+}
+
+fn mooncake_row(line: &str) -> Result<Row> {
+    let row: MooncakeRow = serde_json::from_str(line).with_context(|| {
+        format!("is neither a Mooncake request nor the CSV header {CSV_HEADER}")
+    })?;
+    Ok(Row {
+        arrives_at: row.timestamp / 1e3,
+        input_tokens: tokens("input_length", &row.input_length.to_string())?,
+        output_tokens: tokens("output_length", &row.output_length.to_string())?,
+        hash_ids: row.hash_ids,
+    })
+}
+
+fn azure_row(line: &str) -> Result<Row> {
+    let mut fields = line.split(',').map(str::trim);
+    let mut next = || fields.next().unwrap_or_default();
+    let (timestamp, input, output) = (next(), next(), next());
+    Ok(Row {
+        arrives_at: seconds(timestamp).ok_or_else(|| {
+            anyhow!("TIMESTAMP is {timestamp:?}; expected YYYY-MM-DD HH:MM:SS.FRACTION")
+        })?,
+        input_tokens: tokens("ContextTokens", input)?,
+        output_tokens: tokens("GeneratedTokens", output)?,
+        hash_ids: Vec::new(),
+    })
+}
+
+fn tokens(field: &str, text: &str) -> Result<u32> {
+    let tokens = text.parse().ok().filter(|tokens| (1..=TOKENS_MAX).contains(tokens));
+    tokens.ok_or_else(|| anyhow!("{field} is {text:?}; expected 1 to {TOKENS_MAX}"))
+}
+
+/// Returns the seconds since 1970 of a time such as `2023-11-16 18:17:03.9799600`.
+fn seconds(text: &str) -> Option<f64> {
+    let format = "[year]-[month]-[day] [hour]:[minute]:[second]";
+    let format = format_description::parse_borrowed::<2>(format).expect("the format is constant");
+    let (whole, fraction) = text.split_once('.').unwrap_or((text, "0"));
+    let time = PrimitiveDateTime::parse(whole, &format).ok()?.assume_utc();
+    let fraction: f64 = format!("0.{fraction}").parse().ok()?;
+    Some((time - OffsetDateTime::UNIX_EPOCH).as_seconds_f64() + fraction)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const AZURE: &str = "TIMESTAMP,ContextTokens,GeneratedTokens\n\
+        2023-11-16 23:59:59.5000000,480,10\n2023-11-17 00:00:01,3180,8\n";
+
+    fn parse(text: &str) -> Result<Trace> {
+        let mut trace = Trace::parse(text.as_bytes(), 100)?;
+        trace.fit(8192)?;
+        Ok(trace)
+    }
+
+    fn row(arrives_at: f64, input_tokens: u32, output_tokens: u32, hash_ids: &[u64]) -> Row {
+        Row { arrives_at, input_tokens, output_tokens, hash_ids: hash_ids.to_vec() }
+    }
+
+    #[test]
+    fn both_formats_are_read_up_to_the_count() {
+        let trace = parse(AZURE).unwrap();
+        assert_eq!(trace.rows, [row(0.0, 480, 10, &[]), row(1.5, 3180, 8, &[])]);
+        assert_eq!(trace.mean_tokens(), (1830.0, 9.0));
+        let mooncake = r#"{"timestamp": 4000, "input_length": 600, "output_length": 5, "hash_ids": [7, 9]}
+            {"timestamp": 4500, "input_length": 9000, "output_length": 5, "hash_ids": []}
+            {"timestamp": 5000, "input_length": 700, "output_length": 6}"#;
+        let trace = parse(mooncake).unwrap();
+        assert_eq!(trace.rows, [row(0.0, 600, 5, &[7, 9]), row(1.0, 700, 6, &[])]);
+        assert_eq!(trace.too_long, 1, "a prompt of 9000 tokens");
+        assert_eq!(Trace::parse(mooncake.as_bytes(), 1).unwrap().len(), 1);
+    }
+
+    #[test]
+    fn invalid_lines_are_rejected_with_their_number() {
+        let header = CSV_HEADER;
+        for (text, words) in [
+            (String::new(), &["the file has no request"][..]),
+            (
+                format!("{header}\n2023-11-16 18:17:03.97,0,10\n"),
+                &["line 2", "ContextTokens is \"0\""],
+            ),
+            (
+                format!("{header}\n2023-11-16 18:17:03.97,5\n"),
+                &["line 2", "GeneratedTokens is \"\""],
+            ),
+            (format!("{header}\nyesterday,5,5\n"), &["line 2", "TIMESTAMP is \"yesterday\""]),
+            ("1,2,3\n".to_owned(), &["line 1", "Mooncake request", header]),
+            (
+                "{\"timestamp\": 0, \"input_length\": 9, \"output_length\": -1}".to_owned(),
+                &["line 1", "-1"],
+            ),
+            (
+                format!("{header}\n2023-11-16 18:17:03.97,5,5\n2023-11-16 18:17:02,5,5\n"),
+                &["line 3", "before"],
+            ),
+            (
+                "{\"timestamp\": 0, \"input_length\": 9000, \"output_length\": 1}".to_owned(),
+                &["longer than the model's 8192 tokens"],
+            ),
+        ] {
+            let error = format!("{:#}", parse(&text).unwrap_err());
+            assert!(words.iter().all(|word| error.contains(word)), "{text:?}: {error}");
+        }
+        let long = "x".repeat(LINE_BYTES_MAX as usize + 1);
+        assert!(format!("{:#}", parse(&long).unwrap_err()).contains("line 1: is longer than"));
+    }
+
+    #[test]
+    fn equal_hash_ids_share_their_tokens() {
+        let trace = Trace {
+            rows: vec![
+                row(0.0, 1100, 5, &[7, 9]),
+                row(1.0, 600, 5, &[7, 3]),
+                row(2.0, 512, 5, &[9]),
+            ],
+            too_long: 0,
+        };
+        let prompts = |seed| {
+            let requests = trace.conversations(seed, 30_000, |at| Some(at / 2.0));
+            let arrivals: Vec<_> =
+                requests.iter().map(|request| request.arrives_at.unwrap()).collect();
+            assert_eq!(arrivals, [0.0, 0.5, 1.0]);
+            requests.into_iter().map(|mut request| request.turns.remove(0).new_tokens).collect()
+        };
+        let first: Vec<Vec<u32>> = prompts(1);
+        assert_eq!(first.iter().map(Vec::len).collect::<Vec<_>>(), [1100, 600, 512]);
+        assert_eq!(first[0][..512], first[1][..512]);
+        assert_eq!(first[0][512..1024], first[2][..]);
+        assert_ne!(first[0][512..600], first[1][512..]);
+        assert_eq!(first, prompts(1));
+        assert_ne!(first[2], prompts(2)[2]);
+    }
+}
