@@ -422,7 +422,8 @@ async fn a_model_that_no_node_has_served_is_rejected_at_once() {
 
 #[tokio::test]
 async fn attempts_without_a_token_are_bounded() {
-    let cluster = Cluster::start(2, 2, ANSWER).await;
+    // Without a prefill node, whose token 0 would renew the budget.
+    let cluster = Cluster::start(0, 2, ANSWER).await;
     for node in &cluster.decode {
         node.behave(Behaviour::FailAfter(0, FailureKind::Internal));
     }

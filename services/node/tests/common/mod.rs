@@ -201,7 +201,7 @@ pub fn attempt(tokens: &[u32], max_tokens: u32) -> v1::Attempt {
             ignore_stop_tokens: true,
             ..Default::default()
         }),
-        remaining_ms: 60_000,
+        remaining_ms: 600_000,
         cache_salt: String::new(),
         node_epoch: bytes::Bytes::new(),
         weight_version: 1,
