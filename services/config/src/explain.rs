@@ -1,6 +1,4 @@
-//! Lists every value with its source.
-
-use std::fmt;
+//! Lists every value with its source, for `--explain-config`.
 
 use crate::{
     error::Source,
@@ -10,41 +8,30 @@ use crate::{
 
 /// Value of one setting and its source. A secret's value is `(hidden)` or `unset`.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Explained {
+pub(crate) struct Explained {
     pub setting: Setting,
     pub value: String,
     pub source: Source,
 }
 
-/// Table of values and sources for `--explain-config`.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Explanation {
-    pub values: Vec<Explained>,
-}
-
 impl Config {
-    /// Returns every value of `sections` in the order of the schema.
-    pub fn explain(&self, sections: &[Section]) -> Explanation {
+    /// Returns a table of every value of `sections` with its source, in the order of the schema.
+    pub fn explain(&self, sections: &[Section]) -> String {
         let named = |value: &&Explained| {
             sections.iter().any(|section| section.name() == value.setting.section)
         };
-        Explanation { values: self.explained.iter().filter(named).cloned().collect() }
+        let rows: Vec<&Explained> = self.explained.iter().filter(named).collect();
+        let keys = rows.iter().map(|row| row.setting.key().chars().count()).max().unwrap_or(0);
+        let values = rows.iter().map(|row| row.value.chars().count().min(40)).max().unwrap_or(0);
+        let line = |Explained { setting, value, source }: &Explained| {
+            format!("{:keys$}  {value:values$}  {source}\n", setting.key())
+        };
+        rows.into_iter().map(line).collect()
     }
 
     /// Returns the source of the value of `key` (`node.slots`).
     pub fn source_of(&self, key: &str) -> Source {
         let explained = self.explained.iter().find(|value| value.setting.key() == key);
         explained.map_or(Source::Default, |value| value.source.clone())
-    }
-}
-
-impl fmt::Display for Explanation {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let keys = self.values.iter().map(|value| value.setting.key().chars().count()).max();
-        let values = self.values.iter().map(|value| value.value.chars().count().min(40)).max();
-        let (keys, values) = (keys.unwrap_or(0), values.unwrap_or(0));
-        self.values.iter().try_for_each(|Explained { setting, value, source }| {
-            writeln!(f, "{:keys$}  {value:values$}  {source}", setting.key())
-        })
     }
 }

@@ -37,7 +37,6 @@ mod value;
 pub use cache::cache_folder;
 pub use command_line::{Started, args_for, environment_of, from_matches, from_process};
 pub use error::{ConfigError, Problem, Source};
-pub use explain::{Explained, Explanation};
 pub use load::{Config, Environment, Flags, LoadInput, Section};
 pub use schema::{Cluster, Model, Node, Router, Telemetry, Transfer};
 pub use section::Setting;

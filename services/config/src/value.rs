@@ -41,104 +41,16 @@ fn toml_integer(value: &DeValue<'_>) -> Option<u64> {
     u64::from_str_radix(&integer.as_str().replace('_', ""), integer.radix()).ok()
 }
 
-impl Value for u32 {
-    const PLACEHOLDER: &'static str = "N";
-
-    fn allowed() -> String {
-        "a whole number".into()
-    }
-
-    fn from_text(text: &str) -> Option<Self> {
-        text.trim().replace('_', "").parse().ok()
-    }
-
-    fn from_toml(value: &DeValue<'_>) -> Option<Self> {
-        toml_integer(value).and_then(|number| number.try_into().ok())
-    }
-
-    fn show(&self) -> String {
-        self.to_string()
-    }
-}
-
-impl Value for bool {
-    const PLACEHOLDER: &'static str = "BOOL";
-
-    fn allowed() -> String {
-        "true or false".into()
-    }
-
-    fn from_text(text: &str) -> Option<Self> {
-        text.trim().parse().ok()
-    }
-
-    fn from_toml(value: &DeValue<'_>) -> Option<Self> {
-        value.as_bool()
-    }
-
-    fn show(&self) -> String {
-        self.to_string()
-    }
-}
-
-impl Value for ByteSize {
-    const PLACEHOLDER: &'static str = "BYTES";
-
-    fn allowed() -> String {
-        "a size such as 512KiB, 4MiB, 1GiB or a number of bytes".into()
-    }
-
-    fn from_text(text: &str) -> Option<Self> {
-        Self::parse(text)
-    }
-
-    fn from_toml(value: &DeValue<'_>) -> Option<Self> {
-        toml_integer(value).map(Self).or_else(|| value.as_str().and_then(Self::parse))
-    }
-
-    fn show(&self) -> String {
-        self.to_string()
-    }
-}
-
-impl Value for Duration {
-    const PLACEHOLDER: &'static str = "DURATION";
-
-    fn allowed() -> String {
-        "a duration with its unit such as 500ms, 2s, 10m or 1h,".into()
-    }
-
-    fn from_text(text: &str) -> Option<Self> {
-        parse_duration(text)
-    }
-
-    fn show(&self) -> String {
-        format_duration(*self)
-    }
-}
-
-impl Value for PathBuf {
-    const PLACEHOLDER: &'static str = "PATH";
-
-    fn allowed() -> String {
-        "a path".into()
-    }
-
-    fn from_text(text: &str) -> Option<Self> {
-        not_empty(text).map(PathBuf::from)
-    }
-
-    fn show(&self) -> String {
-        self.display().to_string()
-    }
-}
-
-/// Implements [`Value`] for types that `Display` shows and that TOML holds as strings. Each line has the placeholder,
-/// the allowed values and the parser.
-macro_rules! text_values {
-    ($($T:ty: $placeholder:literal, $allowed:expr, $parse:expr;)+) => { $(
+/// Implements [`Value`] for scalar types. Each line has the placeholder, the allowed values and the parser. Without
+/// `show` `Display` shows the value; without `toml` TOML holds the value as a string.
+macro_rules! values {
+    ($(
+        $T:ty: $placeholder:literal, $allowed:expr, $parse:expr
+        $(, show = $show:expr)? $(, toml = $toml:expr)? $(, secret = $secret:literal)?;
+    )+) => { $(
         impl $crate::value::Value for $T {
             const PLACEHOLDER: &'static str = $placeholder;
+            $(const SECRET: bool = $secret;)?
 
             fn allowed() -> String {
                 $allowed.into()
@@ -148,16 +60,31 @@ macro_rules! text_values {
                 $parse(text)
             }
 
+            $(fn from_toml(value: &DeValue<'_>) -> Option<Self> {
+                $toml(value)
+            })?
+
             fn show(&self) -> String {
-                self.to_string()
+                $crate::value::values!(@show self $(, $show)?)
             }
         }
     )+ };
+    (@show $value:expr) => { $value.to_string() };
+    (@show $value:expr, $show:expr) => { $show($value) };
 }
 
-pub(crate) use text_values;
+pub(crate) use values;
 
-text_values! {
+values! {
+    u32: "N", "a whole number", |text: &str| text.trim().replace('_', "").parse().ok(),
+        toml = |value| toml_integer(value)?.try_into().ok();
+    bool: "BOOL", "true or false", |text: &str| text.trim().parse().ok(), toml = DeValue::as_bool;
+    ByteSize: "BYTES", "a size such as 512KiB, 4MiB, 1GiB or a number of bytes", Self::parse,
+        toml = |value| toml_integer(value).map(Self).or_else(|| Self::parse(value.as_str()?));
+    Duration: "DURATION", "a duration with its unit such as 500ms, 2s, 10m or 1h,", parse_duration,
+        show = |duration: &Self| format_duration(*duration);
+    PathBuf: "PATH", "a path", |text| not_empty(text).map(PathBuf::from),
+        show = |path: &Self| path.display().to_string();
     String: "TEXT", NOT_EMPTY, |text: &str| not_empty(text.trim()).map(str::to_owned);
     ModelPath: "PATH", "a path, or hf:ORG/NAME[@REVISION][/FILE.gguf] for a model of the hub", Self::parse;
     SocketAddr: "ADDR:PORT",
@@ -170,49 +97,20 @@ text_values! {
     EtcdPrefix: "TEXT",
         "words of ASCII letters, digits, '.', '_' and '-' with '/' between them, at most 128 bytes",
         Self::parse;
+    Password: "SECRET", NOT_EMPTY, |text| not_empty(text).map(Self::new), secret = true;
+    Secret: "SECRET", format!("text of at least {SECRET_BYTES_MIN} bytes"),
+        |text: &str| {
+            Some(Self::new(text.trim())).filter(|secret| secret.reveal().len() >= SECRET_BYTES_MIN)
+        },
+        secret = true;
 }
 
 const NOT_EMPTY: &str = "text that is not empty";
-
-fn not_empty(text: &str) -> Option<&str> {
-    (!text.is_empty()).then_some(text)
-}
-
-impl Value for Password {
-    const PLACEHOLDER: &'static str = "SECRET";
-    const SECRET: bool = true;
-
-    fn allowed() -> String {
-        NOT_EMPTY.into()
-    }
-
-    fn from_text(text: &str) -> Option<Self> {
-        not_empty(text).map(Self::new)
-    }
-
-    fn show(&self) -> String {
-        self.to_string()
-    }
-}
-
 /// A shorter secret is open to brute force.
 const SECRET_BYTES_MIN: usize = 16;
 
-impl Value for Secret {
-    const PLACEHOLDER: &'static str = "SECRET";
-    const SECRET: bool = true;
-
-    fn allowed() -> String {
-        format!("text of at least {SECRET_BYTES_MIN} bytes")
-    }
-
-    fn from_text(text: &str) -> Option<Self> {
-        Some(Self::new(text.trim())).filter(|secret| secret.reveal().len() >= SECRET_BYTES_MIN)
-    }
-
-    fn show(&self) -> String {
-        self.to_string()
-    }
+fn not_empty(text: &str) -> Option<&str> {
+    (!text.is_empty()).then_some(text)
 }
 
 /// An absent value is unset. An empty flag or variable unsets the value of the file.

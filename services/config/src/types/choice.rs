@@ -1,6 +1,6 @@
 //! Settings with a fixed set of allowed words.
 
-use crate::value::text_values;
+use crate::value::values;
 
 /// Declares an enum with one configuration word per variant.
 macro_rules! choice {
@@ -34,7 +34,7 @@ macro_rules! choice {
             }
         }
 
-        text_values! { $Name: "WORD", alternatives($Name::WORDS), Self::parse; }
+        values! { $Name: "WORD", alternatives($Name::WORDS), Self::parse; }
     };
 }
 

@@ -80,7 +80,7 @@ fn an_empty_variable_or_flag_unsets_what_the_file_had_set() {
 #[test]
 fn explaining_lists_each_value_with_its_source() {
     let config = load("\n[node]\n\nslots = 8\n", &[("BATON_NODE_ID", "d-1")], &[]).unwrap();
-    let text = config.explain(&[Section::Node]).to_string();
+    let text = config.explain(&[Section::Node]);
     let line = |key: &str| text.lines().find(|line| line.starts_with(key)).unwrap().to_owned();
     assert!(line("node.slots").contains(".toml line 4"), "{text}");
     assert!(line("node.slots").contains(" 8 "), "{text}");
@@ -109,7 +109,7 @@ fn a_smaller_limit_takes_the_defaults_below_it_along() {
     let config = load("", &[], &flags).unwrap();
     assert_eq!((config.node.chunk_tokens, config.node.slots), (32, 32));
     assert_eq!((config.router.timeout, config.router.waiting_max), (Duration::from_secs(60), 8));
-    let text = config.explain(&[Section::Node]).to_string();
+    let text = config.explain(&[Section::Node]);
     let chunk = text.lines().find(|line| line.starts_with("node.chunk_tokens")).unwrap();
     assert!(chunk.contains(" 32 ") && chunk.ends_with("default"), "{chunk}");
 }

@@ -11,8 +11,7 @@ fn a_secret_is_not_in_any_output() {
     let toml = format!("[transfer]\nsecret = \"{SECRET}\"\n");
     let config = load(&toml, &[], &[]).unwrap();
     assert_eq!(config.transfer.required_secret().unwrap().reveal(), SECRET);
-    let outputs =
-        [format!("{config:?}"), format!("{config:#?}"), config.explain(Section::ALL).to_string()];
+    let outputs = [format!("{config:?}"), format!("{config:#?}"), config.explain(Section::ALL)];
     for output in outputs {
         assert!(!output.contains("horse"), "{output}");
         assert!(output.contains("(hidden)"), "{output}");
@@ -37,7 +36,7 @@ fn a_password_of_any_length_is_read_and_never_shown() {
     let config = load("[cluster]\netcd_password = \"horse\"\n", &[], &[]).unwrap();
     assert_eq!(config.cluster.etcd_password.as_ref().unwrap().reveal(), "horse");
     let wrong_type = refusal("[cluster]\netcd_password = [\"horse\"]\n", &[], &[]);
-    for shown in [format!("{config:?}"), config.explain(Section::ALL).to_string(), wrong_type] {
+    for shown in [format!("{config:?}"), config.explain(Section::ALL), wrong_type] {
         assert!(!shown.contains("horse"), "{shown}");
     }
 }
