@@ -26,5 +26,5 @@ pub use checkpoint::{Checkpoint, LoadFormat};
 pub use config::{Architecture, ModelConfig, RopeScaling, SlidingWindow};
 pub use error::ModelError;
 pub use llama::{Limits, Llama, LoadProgress};
-pub use matrix::{MatrixSource, StackedRows};
+pub use matrix::MatrixSource;
 pub use weight::{LayerWeight, Weight, WeightPart, WeightShape};

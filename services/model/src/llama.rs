@@ -12,7 +12,7 @@ use crate::{
     checkpoint::Checkpoint,
     config::ModelConfig,
     error::ModelError,
-    matrix::{CheckedRows, MatrixSource, NotFinite, StackedRows},
+    matrix::{MatrixSource, NotFinite, StackedRows},
     weight::{LayerWeight, Weight, WeightPart},
 };
 
@@ -101,10 +101,6 @@ pub struct LoadProgress {
 impl<B: Backend> Llama<B> {
     /// Packs every weight, or the part in [`Backend::shard`], for `backend`, and allocates the
     /// activations of the largest step. Calls `progress` after every matrix.
-    ///
-    /// # Errors
-    /// As [`Checkpoint::matrix`] and [`Checkpoint::vector`]; when the model cannot be sharded over this
-    /// number of ranks.
     pub fn load(
         checkpoint: &Checkpoint,
         backend: &B,
@@ -320,7 +316,7 @@ impl<'a, B: Backend> Packer<'a, B> {
         weights: &[Weight],
         parts: Vec<MatrixSource<'_>>,
     ) -> Result<B::Matrix, ModelError> {
-        let source = CheckedRows::new(StackedRows::new(parts));
+        let source = StackedRows::new(parts);
         let matrix = self.backend.matrix(&source);
         if let Some(NotFinite { part, element, found }) = source.not_finite() {
             return Err(self.checkpoint.not_finite(weights[part], element, found));

@@ -128,66 +128,10 @@ impl RowSource for MatrixSource<'_> {
     }
 }
 
-/// Matrices of equal width stacked by rows: Q, K and V; gate and up.
-#[derive(Clone, Debug)]
-pub struct StackedRows<'a> {
+/// Matrices of equal width stacked by rows: Q, K and V; gate and up. Records the lowest row with an element that is
+/// infinite or NaN: a backend that packs the rows cannot return an error.
+pub(crate) struct StackedRows<'a> {
     parts: Vec<MatrixSource<'a>>,
-}
-
-impl<'a> StackedRows<'a> {
-    /// Stacks the parts.
-    ///
-    /// # Panics
-    /// When there are no parts, or their widths differ; a model's validated shapes exclude both.
-    pub fn new(parts: Vec<MatrixSource<'a>>) -> Self {
-        assert!(!parts.is_empty() && parts.iter().all(|part| part.cols() == parts[0].cols()));
-        Self { parts }
-    }
-}
-
-impl RowSource for StackedRows<'_> {
-    fn rows(&self) -> usize {
-        self.parts.iter().map(|part| part.rows()).sum()
-    }
-
-    fn cols(&self) -> usize {
-        self.parts[0].cols()
-    }
-
-    fn read_row(&self, row: usize, out: &mut [f32]) {
-        let mut row = row;
-        for part in &self.parts {
-            if row < part.rows() {
-                return part.read_row(row, out);
-            }
-            row -= part.rows();
-        }
-        panic!("row {row} past the last of {}", self.rows());
-    }
-
-    fn read_rows(&self, first: usize, dtype: Dtype, out: &mut [u8]) {
-        let row_bytes = self.cols() * dtype.bytes();
-        if row_bytes == 0 {
-            return;
-        }
-        let (mut first, mut out) = (first, out);
-        for part in &self.parts {
-            if first < part.rows() {
-                let rows = (part.rows() - first).min(out.len() / row_bytes);
-                let (here, rest) = out.split_at_mut(rows * row_bytes);
-                part.read_rows(first, dtype, here);
-                (first, out) = (part.rows(), rest);
-            }
-            first -= part.rows();
-        }
-        assert!(out.is_empty(), "rows past the last of {}", self.rows());
-    }
-}
-
-/// Passes rows through and records the element with the lowest row that is infinite or NaN: a backend that
-/// packs the rows cannot return an error.
-pub(crate) struct CheckedRows<'a> {
-    rows: StackedRows<'a>,
     first_bad: AtomicUsize,
 }
 
@@ -201,39 +145,51 @@ pub(crate) struct NotFinite {
     pub found: f32,
 }
 
-impl<'a> CheckedRows<'a> {
-    pub fn new(rows: StackedRows<'a>) -> Self {
-        Self { rows, first_bad: AtomicUsize::new(usize::MAX) }
+impl<'a> StackedRows<'a> {
+    /// Stacks the parts.
+    ///
+    /// # Panics
+    /// When there are no parts, or their widths differ; a model's validated shapes exclude both.
+    pub fn new(parts: Vec<MatrixSource<'a>>) -> Self {
+        assert!(!parts.is_empty() && parts.iter().all(|part| part.cols() == parts[0].cols()));
+        Self { parts, first_bad: AtomicUsize::new(usize::MAX) }
+    }
+
+    /// Returns the index of the part that has `row`, and the row's index in this part.
+    fn locate(&self, mut row: usize) -> Option<(usize, usize)> {
+        for (index, part) in self.parts.iter().enumerate() {
+            if row < part.rows() {
+                return Some((index, row));
+            }
+            row -= part.rows();
+        }
+        None
     }
 
     /// Returns the first non-finite element found so far.
     pub fn not_finite(&self) -> Option<NotFinite> {
-        let mut row = self.first_bad.load(Ordering::Relaxed);
-        for (part, matrix) in self.rows.parts.iter().enumerate() {
-            if row < matrix.rows() {
-                let mut values = vec![0.0; matrix.cols()];
-                matrix.read_row(row, &mut values);
-                let column = values.iter().position(|value| !value.is_finite())?;
-                let element = matrix.stored_element(row, column);
-                return Some(NotFinite { part, element, found: values[column] });
-            }
-            row -= matrix.rows();
-        }
-        None
+        let (part, row) = self.locate(self.first_bad.load(Ordering::Relaxed))?;
+        let matrix = &self.parts[part];
+        let mut values = vec![0.0; matrix.cols()];
+        matrix.read_row(row, &mut values);
+        let column = values.iter().position(|value| !value.is_finite())?;
+        let element = matrix.stored_element(row, column);
+        Some(NotFinite { part, element, found: values[column] })
     }
 }
 
-impl RowSource for CheckedRows<'_> {
+impl RowSource for StackedRows<'_> {
     fn rows(&self) -> usize {
-        self.rows.rows()
+        self.parts.iter().map(|part| part.rows()).sum()
     }
 
     fn cols(&self) -> usize {
-        self.rows.cols()
+        self.parts[0].cols()
     }
 
     fn read_row(&self, row: usize, out: &mut [f32]) {
-        self.rows.read_row(row, out);
+        let (part, row_of_part) = self.locate(row).expect("the backend reads rows of the stack");
+        self.parts[part].read_row(row_of_part, out);
         // Without a branch per element, so that the check is negligible beside the decoding.
         let all_finite = out.iter().fold(true, |finite, value| finite & value.is_finite());
         if !all_finite {
@@ -242,11 +198,25 @@ impl RowSource for CheckedRows<'_> {
     }
 
     fn read_rows(&self, first: usize, dtype: Dtype, out: &mut [u8]) {
-        self.rows.read_rows(first, dtype, out);
+        let row_bytes = self.cols() * dtype.bytes();
+        if out.is_empty() || row_bytes == 0 {
+            return;
+        }
+        let (mut part_first, mut rest) = (first, &mut *out);
+        for part in &self.parts {
+            if part_first < part.rows() {
+                let rows = (part.rows() - part_first).min(rest.len() / row_bytes);
+                let (here, after) = rest.split_at_mut(rows * row_bytes);
+                part.read_rows(part_first, dtype, here);
+                (part_first, rest) = (part.rows(), after);
+            }
+            part_first -= part.rows();
+        }
+        assert!(rest.is_empty(), "rows past the last of {}", self.rows());
         if !are_finite(dtype, out) {
             // The stored value decides: a large number outside bf16's range is finite.
             let mut values = vec![0.0; self.cols()];
-            let rows = out.len() / (self.cols() * dtype.bytes());
+            let rows = out.len() / row_bytes;
             (first..first + rows).for_each(|row| self.read_row(row, &mut values));
         }
     }
@@ -317,8 +287,8 @@ mod tests {
                     let bytes = &bytes[at(rows.start)..at(rows.end)];
                     MatrixSource::new(rows.len(), 6, MatrixData::Stored { bytes, encoding, order })
                 };
-                let stacked = StackedRows::new(vec![part(0..6), part(6..12), part(12..18)]);
-                let rows = CheckedRows::new(stacked);
+                let rows = StackedRows::new(vec![part(0..6), part(6..12), part(12..18)]);
+
                 for dtype in [Dtype::F32, Dtype::Bf16] {
                     for (first, count) in [(0, 18), (5, 2), (6, 6), (17, 1), (3, 12), (9, 0)] {
                         let bytes = count * 6 * dtype.bytes();
@@ -351,7 +321,7 @@ mod tests {
                     let order = RowOrder::Halves;
                     let data = MatrixData::Stored { bytes, encoding, order };
                     let matrix = MatrixSource::new(40, 33, data);
-                    let rows = CheckedRows::new(StackedRows::new(vec![matrix]));
+                    let rows = StackedRows::new(vec![matrix]);
                     let mut out = vec![0; 20 * 33 * dtype.bytes()];
                     rows.read_rows(20, dtype, &mut out);
                     let found = rows.not_finite().expect("one is in the second half");

@@ -70,27 +70,76 @@ impl WeightPart {
     }
 }
 
-impl LayerWeight {
-    const ALL: [LayerWeight; 14] = [
-        LayerWeight::AttentionNorm,
-        LayerWeight::Query,
-        LayerWeight::Key,
-        LayerWeight::Value,
-        LayerWeight::QueryBias,
-        LayerWeight::KeyBias,
-        LayerWeight::ValueBias,
-        LayerWeight::QueryNorm,
-        LayerWeight::KeyNorm,
-        LayerWeight::AttentionOutput,
-        LayerWeight::FfnNorm,
-        LayerWeight::Gate,
-        LayerWeight::Up,
-        LayerWeight::Down,
-    ];
+/// Dimension of a weight: decides the size and how ranks shard it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Axis {
+    /// The only row of a vector.
+    One,
+    Hidden,
+    QueryHeads,
+    KvHeads,
+    HeadDim,
+    Ffn,
+    Vocabulary,
+}
 
+impl Axis {
+    fn len(self, config: &ModelConfig) -> usize {
+        match self {
+            Axis::One => 1,
+            Axis::Hidden => config.hidden_size,
+            Axis::QueryHeads => config.query_head_count * config.head_dim,
+            Axis::KvHeads => config.kv_head_count * config.head_dim,
+            Axis::HeadDim => config.head_dim,
+            Axis::Ffn => config.ffn_size,
+            Axis::Vocabulary => config.vocab_size,
+        }
+    }
+
+    /// Returns the range that a rank loads. Heads, intermediate rows of the feed-forward network and tokens are
+    /// sharded.
+    fn part(self, config: &ModelConfig, shard: Shard) -> Range<usize> {
+        let heads = |count: usize| {
+            let heads = shard.part(count);
+            heads.start * config.head_dim..heads.end * config.head_dim
+        };
+        match self {
+            Axis::One | Axis::Hidden | Axis::HeadDim => 0..self.len(config),
+            Axis::QueryHeads => heads(config.query_head_count),
+            Axis::KvHeads => heads(config.kv_head_count),
+            Axis::Ffn => shard.part(config.ffn_size),
+            Axis::Vocabulary => shard.tokens(config.vocab_size),
+        }
+    }
+}
+
+/// Weights of a layer in the order of the forward pass: names in GGUF and in Hugging Face's checkpoints, rows and
+/// columns.
+const LAYER_WEIGHTS: [(LayerWeight, &str, &str, Axis, Axis); 14] = {
+    use Axis::{Ffn, HeadDim, Hidden, KvHeads, One, QueryHeads};
+    use LayerWeight as W;
+    [
+        (W::AttentionNorm, "attn_norm.weight", "input_layernorm.weight", One, Hidden),
+        (W::Query, "attn_q.weight", "self_attn.q_proj.weight", QueryHeads, Hidden),
+        (W::Key, "attn_k.weight", "self_attn.k_proj.weight", KvHeads, Hidden),
+        (W::Value, "attn_v.weight", "self_attn.v_proj.weight", KvHeads, Hidden),
+        (W::QueryBias, "attn_q.bias", "self_attn.q_proj.bias", One, QueryHeads),
+        (W::KeyBias, "attn_k.bias", "self_attn.k_proj.bias", One, KvHeads),
+        (W::ValueBias, "attn_v.bias", "self_attn.v_proj.bias", One, KvHeads),
+        (W::QueryNorm, "attn_q_norm.weight", "self_attn.q_norm.weight", One, HeadDim),
+        (W::KeyNorm, "attn_k_norm.weight", "self_attn.k_norm.weight", One, HeadDim),
+        (W::AttentionOutput, "attn_output.weight", "self_attn.o_proj.weight", Hidden, QueryHeads),
+        (W::FfnNorm, "ffn_norm.weight", "post_attention_layernorm.weight", One, Hidden),
+        (W::Gate, "ffn_gate.weight", "mlp.gate_proj.weight", Ffn, Hidden),
+        (W::Up, "ffn_up.weight", "mlp.up_proj.weight", Ffn, Hidden),
+        (W::Down, "ffn_down.weight", "mlp.down_proj.weight", Hidden, Ffn),
+    ]
+};
+
+impl LayerWeight {
     /// Returns the weights of a layer of `architecture`, in the order of the forward pass.
     pub fn of(architecture: Architecture) -> impl Iterator<Item = LayerWeight> {
-        Self::ALL.into_iter().filter(move |weight| match weight {
+        LAYER_WEIGHTS.into_iter().map(|row| row.0).filter(move |weight| match weight {
             LayerWeight::QueryBias | LayerWeight::KeyBias | LayerWeight::ValueBias => {
                 architecture.has_qkv_bias()
             }
@@ -99,24 +148,12 @@ impl LayerWeight {
         })
     }
 
-    /// Returns the names in GGUF and in Hugging Face's checkpoints, within a layer.
-    fn names(self) -> (&'static str, &'static str) {
-        match self {
-            LayerWeight::AttentionNorm => ("attn_norm.weight", "input_layernorm.weight"),
-            LayerWeight::Query => ("attn_q.weight", "self_attn.q_proj.weight"),
-            LayerWeight::Key => ("attn_k.weight", "self_attn.k_proj.weight"),
-            LayerWeight::Value => ("attn_v.weight", "self_attn.v_proj.weight"),
-            LayerWeight::QueryBias => ("attn_q.bias", "self_attn.q_proj.bias"),
-            LayerWeight::KeyBias => ("attn_k.bias", "self_attn.k_proj.bias"),
-            LayerWeight::ValueBias => ("attn_v.bias", "self_attn.v_proj.bias"),
-            LayerWeight::QueryNorm => ("attn_q_norm.weight", "self_attn.q_norm.weight"),
-            LayerWeight::KeyNorm => ("attn_k_norm.weight", "self_attn.k_norm.weight"),
-            LayerWeight::AttentionOutput => ("attn_output.weight", "self_attn.o_proj.weight"),
-            LayerWeight::FfnNorm => ("ffn_norm.weight", "post_attention_layernorm.weight"),
-            LayerWeight::Gate => ("ffn_gate.weight", "mlp.gate_proj.weight"),
-            LayerWeight::Up => ("ffn_up.weight", "mlp.up_proj.weight"),
-            LayerWeight::Down => ("ffn_down.weight", "mlp.down_proj.weight"),
-        }
+    /// Returns the names in GGUF and in Hugging Face's checkpoints, within a layer, and rows and columns.
+    fn row(self) -> (&'static str, &'static str, Axis, Axis) {
+        // The table has the order of the enum.
+        let (weight, gguf, hugging_face, rows, cols) = LAYER_WEIGHTS[self as usize];
+        debug_assert_eq!(weight, self);
+        (gguf, hugging_face, rows, cols)
     }
 }
 
@@ -134,32 +171,25 @@ impl Weight {
             .chain(output)
     }
 
-    pub fn shape(self, config: &ModelConfig) -> WeightShape {
-        let hidden = config.hidden_size;
-        let query_width = config.query_head_count * config.head_dim;
-        let kv_width = config.kv_head_count * config.head_dim;
-        let matrix = |rows, cols| WeightShape::Matrix { rows, cols };
-        let vector = |len| WeightShape::Vector { len };
+    /// Returns rows and columns.
+    fn axes(self) -> (Axis, Axis) {
         match self {
-            Weight::Embedding | Weight::Output => matrix(config.vocab_size, hidden),
-            Weight::OutputNorm => vector(hidden),
-            Weight::Layer(_, weight) => match weight {
-                LayerWeight::AttentionNorm | LayerWeight::FfnNorm => vector(hidden),
-                LayerWeight::QueryBias => vector(query_width),
-                LayerWeight::KeyBias | LayerWeight::ValueBias => vector(kv_width),
-                LayerWeight::QueryNorm | LayerWeight::KeyNorm => vector(config.head_dim),
-                LayerWeight::Query => matrix(query_width, hidden),
-                LayerWeight::Key | LayerWeight::Value => matrix(kv_width, hidden),
-                LayerWeight::AttentionOutput => matrix(hidden, query_width),
-                LayerWeight::Gate | LayerWeight::Up => matrix(config.ffn_size, hidden),
-                LayerWeight::Down => matrix(hidden, config.ffn_size),
-            },
+            Weight::Embedding | Weight::Output => (Axis::Vocabulary, Axis::Hidden),
+            Weight::OutputNorm => (Axis::One, Axis::Hidden),
+            Weight::Layer(_, weight) => (weight.row().2, weight.row().3),
         }
     }
 
-    /// Returns the part of the weight that a rank loads. Heads, intermediate rows of the feed-forward
-    /// network and tokens of the output are sharded: by rows in the weights that produce them, by
-    /// columns in the weights that consume them.
+    pub fn shape(self, config: &ModelConfig) -> WeightShape {
+        let (rows, cols) = self.axes();
+        let cols = cols.len(config);
+        match rows {
+            Axis::One => WeightShape::Vector { len: cols },
+            rows => WeightShape::Matrix { rows: rows.len(config), cols },
+        }
+    }
+
+    /// Returns the part of the weight that a rank loads.
     ///
     /// The embedding is replicated: a lookup reads only the rows of its tokens, so sharding would only
     /// save memory, and would cost one more all-reduce per step.
@@ -168,37 +198,12 @@ impl Weight {
     /// When the model cannot be sharded over these ranks; [`ModelConfig::check_shard`] rejects this
     /// earlier.
     pub fn part(self, config: &ModelConfig, shard: Shard) -> WeightPart {
-        let (rows, cols) = match self.shape(config) {
-            WeightShape::Vector { len } => (1, len),
-            WeightShape::Matrix { rows, cols } => (rows, cols),
+        let (rows, cols) = self.axes();
+        let rows = match self {
+            Weight::Embedding => 0..rows.len(config),
+            _ => rows.part(config, shard),
         };
-        let heads = |count: usize| {
-            let heads = shard.part(count);
-            heads.start * config.head_dim..heads.end * config.head_dim
-        };
-        let (query_heads, kv_heads) = (config.query_head_count, config.kv_head_count);
-        let all = WeightPart { rows: 0..rows, cols: 0..cols };
-        match self {
-            Weight::Embedding | Weight::OutputNorm => all,
-            Weight::Output => WeightPart { rows: shard.tokens(rows), ..all },
-            Weight::Layer(_, weight) => match weight {
-                LayerWeight::AttentionNorm
-                | LayerWeight::FfnNorm
-                | LayerWeight::QueryNorm
-                | LayerWeight::KeyNorm => all,
-                LayerWeight::Query => WeightPart { rows: heads(query_heads), ..all },
-                LayerWeight::Key | LayerWeight::Value => {
-                    WeightPart { rows: heads(kv_heads), ..all }
-                }
-                LayerWeight::QueryBias => WeightPart { cols: heads(query_heads), ..all },
-                LayerWeight::KeyBias | LayerWeight::ValueBias => {
-                    WeightPart { cols: heads(kv_heads), ..all }
-                }
-                LayerWeight::AttentionOutput => WeightPart { cols: heads(query_heads), ..all },
-                LayerWeight::Gate | LayerWeight::Up => WeightPart { rows: shard.part(rows), ..all },
-                LayerWeight::Down => WeightPart { cols: shard.part(cols), ..all },
-            },
-        }
+        WeightPart { rows, cols: cols.part(config, shard) }
     }
 
     /// Returns the tensor's name in a GGUF file.
@@ -207,7 +212,7 @@ impl Weight {
             Weight::Embedding => "token_embd.weight".into(),
             Weight::OutputNorm => "output_norm.weight".into(),
             Weight::Output => "output.weight".into(),
-            Weight::Layer(layer, weight) => format!("blk.{layer}.{}", weight.names().0),
+            Weight::Layer(layer, weight) => format!("blk.{layer}.{}", weight.row().0),
         }
     }
 
@@ -217,7 +222,7 @@ impl Weight {
             Weight::Embedding => "model.embed_tokens.weight".into(),
             Weight::OutputNorm => "model.norm.weight".into(),
             Weight::Output => "lm_head.weight".into(),
-            Weight::Layer(layer, weight) => format!("model.layers.{layer}.{}", weight.names().1),
+            Weight::Layer(layer, weight) => format!("model.layers.{layer}.{}", weight.row().1),
         }
     }
 }

@@ -14,53 +14,42 @@ pub enum Architecture {
 }
 
 impl Architecture {
-    const ALL: [Architecture; 4] =
-        [Architecture::Llama, Architecture::Mistral, Architecture::Qwen2, Architecture::Qwen3];
-    /// GGUF architectures. Converters write Mistral's models as `llama`.
-    const IN_GGUF: [Architecture; 3] =
-        [Architecture::Llama, Architecture::Qwen2, Architecture::Qwen3];
+    /// Every architecture, in the order of the enum, with its name and its class in transformers.
+    const ALL: [(Architecture, &str, &str); 4] = [
+        (Architecture::Llama, "llama", "LlamaForCausalLM"),
+        (Architecture::Mistral, "mistral", "MistralForCausalLM"),
+        (Architecture::Qwen2, "qwen2", "Qwen2ForCausalLM"),
+        (Architecture::Qwen3, "qwen3", "Qwen3ForCausalLM"),
+    ];
 
     /// Returns the name as in Hugging Face's `model_type` and, where it occurs, GGUF's
     /// `general.architecture`.
     pub fn name(self) -> &'static str {
-        match self {
-            Architecture::Llama => "llama",
-            Architecture::Mistral => "mistral",
-            Architecture::Qwen2 => "qwen2",
-            Architecture::Qwen3 => "qwen3",
-        }
-    }
-
-    /// Returns the name of the class in transformers.
-    pub(crate) fn class(self) -> &'static str {
-        match self {
-            Architecture::Llama => "LlamaForCausalLM",
-            Architecture::Mistral => "MistralForCausalLM",
-            Architecture::Qwen2 => "Qwen2ForCausalLM",
-            Architecture::Qwen3 => "Qwen3ForCausalLM",
-        }
+        Self::ALL[self as usize].1
     }
 
     pub(crate) fn of_class(class: &str) -> Option<Self> {
-        Self::ALL.into_iter().find(|architecture| architecture.class() == class)
+        Self::ALL.into_iter().find(|row| row.2 == class).map(|row| row.0)
     }
 
     pub(crate) fn of_model_type(name: &str) -> Option<Self> {
-        Self::ALL.into_iter().find(|architecture| architecture.name() == name)
+        Self::ALL.into_iter().find(|row| row.1 == name).map(|row| row.0)
     }
 
+    /// Returns the architecture with this name in GGUF files. Converters write Mistral's models as `llama`.
     pub(crate) fn of_gguf(name: &str) -> Option<Self> {
-        Self::IN_GGUF.into_iter().find(|architecture| architecture.name() == name)
+        Self::of_model_type(name).filter(|&architecture| architecture != Architecture::Mistral)
     }
 
     /// Returns all class names, for error messages.
     pub(crate) fn classes() -> String {
-        Self::ALL.map(|architecture| format!("{:?}", architecture.class())).join(", ")
+        Self::ALL.map(|(_, _, class)| format!("{class:?}")).join(", ")
     }
 
     /// Returns all GGUF names, for error messages.
     pub(crate) fn gguf_names() -> String {
-        Self::IN_GGUF.map(|architecture| format!("{:?}", architecture.name())).join(", ")
+        let names = Self::ALL.into_iter().filter(|row| Self::of_gguf(row.1).is_some());
+        names.map(|row| format!("{:?}", row.1)).collect::<Vec<_>>().join(", ")
     }
 
     /// Returns whether queries, keys and values have biases.
