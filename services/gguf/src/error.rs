@@ -2,8 +2,6 @@
 
 use std::path::PathBuf;
 
-use crate::tensor::TensorKind;
-
 /// Error of reading a header or getting a value from it.
 #[derive(Debug, thiserror::Error)]
 pub enum GgufError {
@@ -47,13 +45,6 @@ pub enum GgufError {
          the file has {file_bytes}"
     )]
     TensorTruncated { tensor: String, offset: u64, bytes: u64, file_bytes: u64 },
-    #[error("there is no tensor {tensor:?}")]
-    MissingTensor { tensor: String },
-    #[error(
-        "tensor {tensor:?} at offset {offset} has unsupported kind {found}; expected one of {}",
-        TensorKind::supported_names()
-    )]
-    UnsupportedKind { tensor: String, offset: u64, found: TensorKind },
     #[error(
         "this is part {number} of {count}; open the first, {first:?}, with the others beside it"
     )]

@@ -1,7 +1,7 @@
 //! Header, metadata and tensor directory of one file.
 
 use std::{
-    collections::HashMap,
+    collections::HashSet,
     fs::File,
     io::{self, BufReader, Read},
     path::Path,
@@ -10,7 +10,7 @@ use std::{
 use crate::{
     error::GgufError,
     metadata::Metadata,
-    reader::{HeaderReader, ReadError},
+    reader::HeaderReader,
     tensor::{TensorInfo, TensorKind},
     value::{Array, Value},
 };
@@ -49,23 +49,16 @@ pub struct Header {
     /// Offset of the tensor data from the start of the file, in bytes.
     pub data_offset: u64,
     tensors: Vec<TensorInfo>,
-    tensor_index: HashMap<String, usize>,
 }
 
 impl Header {
     /// Parses the header at the start of `file`, which must be the whole file (mapped, for example).
-    ///
-    /// # Errors
-    /// Every [`GgufError`] except `Io` and the errors of the metadata getters.
     pub fn parse(file: &[u8]) -> Result<Self, GgufError> {
         // Lengths are checked before a slice is read, so reading cannot end early.
         read_header(Path::new("(memory)"), file, file.len() as u64)
     }
 
     /// Reads only the header of the file at `path`.
-    ///
-    /// # Errors
-    /// Every [`GgufError`] except the errors of the metadata getters.
     pub fn read_from(path: impl AsRef<Path>) -> Result<Self, GgufError> {
         let path = path.as_ref();
         let io_error = |action: &'static str| {
@@ -88,37 +81,15 @@ impl Header {
 
     /// Returns the tensor with this name.
     pub fn tensor(&self, name: &str) -> Option<&TensorInfo> {
-        self.tensor_index.get(name).map(|&index| &self.tensors[index])
-    }
-
-    /// Returns the tensor with this name and its size in bytes, if it exists and its kind is supported.
-    ///
-    /// # Errors
-    /// `MissingTensor`, `UnsupportedKind`.
-    pub fn require_tensor(&self, name: &str) -> Result<(&TensorInfo, u64), GgufError> {
-        let info =
-            self.tensor(name).ok_or_else(|| GgufError::MissingTensor { tensor: name.into() })?;
-        let bytes = info.bytes.ok_or_else(|| GgufError::UnsupportedKind {
-            tensor: name.into(),
-            offset: info.offset,
-            found: info.kind,
-        })?;
-        Ok((info, bytes))
+        self.tensors.iter().find(|tensor| tensor.name == name)
     }
 }
 
-fn read_header(path: &Path, file: impl Read, file_bytes: u64) -> Result<Header, GgufError> {
-    let reader = HeaderReader::new(file, file_bytes, HEADER_BYTES_MAX);
-    read_fields(reader).map_err(|error| match error {
-        ReadError::Format(error) => error,
-        ReadError::Io(source) => GgufError::Io { path: path.into(), action: "read", source },
-    })
-}
-
-fn read_fields<R: Read>(mut reader: HeaderReader<R>) -> Result<Header, ReadError> {
+fn read_header(path: &Path, mut file: impl Read, file_bytes: u64) -> Result<Header, GgufError> {
+    let mut reader = HeaderReader::new(path, &mut file, file_bytes);
     let magic = reader.array::<4>(|| "the magic number".into())?;
     if &magic != b"GGUF" {
-        return Err(GgufError::NotGguf { found: magic.into() }.into());
+        return Err(GgufError::NotGguf { found: magic.into() });
     }
     let version = reader.u32(|| "the version".into())?;
     match version {
@@ -126,7 +97,7 @@ fn read_fields<R: Read>(mut reader: HeaderReader<R>) -> Result<Header, ReadError
         // Versions are small numbers; a version that is small with its bytes swapped means big
         // endian.
         _ if version > 0xffff && version.swap_bytes() <= 0xffff => {
-            return Err(GgufError::BigEndian.into());
+            return Err(GgufError::BigEndian);
         }
         _ => return Err(GgufError::Version { found: version }.into()),
     }
@@ -136,32 +107,27 @@ fn read_fields<R: Read>(mut reader: HeaderReader<R>) -> Result<Header, ReadError
     let metadata = read_metadata(&mut reader, entry_count)?;
     let alignment = metadata.get::<u64>("general.alignment")?.unwrap_or(ALIGNMENT_DEFAULT);
     if !alignment.is_power_of_two() {
-        return Err(GgufError::Alignment { found: alignment }.into());
+        return Err(GgufError::Alignment { found: alignment });
     }
     let mut tensors = read_directory(&mut reader, tensor_count)?;
 
     // The header fits the file, so only the alignment can make this overflow.
     let data_offset = reader
-        .offset()
+        .offset
         .checked_next_multiple_of(alignment)
         .ok_or(GgufError::Alignment { found: alignment })?;
     for tensor in &mut tensors {
-        place(tensor, data_offset, alignment, reader.file_bytes())?;
+        place(tensor, data_offset, alignment, reader.file_bytes)?;
     }
 
-    let mut tensor_index = HashMap::with_capacity(tensors.len());
-    for (index, tensor) in tensors.iter().enumerate() {
-        if tensor_index.insert(tensor.name.clone(), index).is_some() {
-            return Err(GgufError::DuplicateTensor { tensor: tensor.name.clone() }.into());
-        }
+    let mut names = HashSet::with_capacity(tensors.len());
+    if let Some(twice) = tensors.iter().find(|tensor| !names.insert(&tensor.name)) {
+        return Err(GgufError::DuplicateTensor { tensor: twice.name.clone() });
     }
-    Ok(Header { version, metadata, alignment, data_offset, tensors, tensor_index })
+    Ok(Header { version, metadata, alignment, data_offset, tensors })
 }
 
-fn read_metadata<R: Read>(
-    reader: &mut HeaderReader<R>,
-    entry_count: u64,
-) -> Result<Metadata, ReadError> {
+fn read_metadata(reader: &mut HeaderReader<'_>, entry_count: u64) -> Result<Metadata, GgufError> {
     reader.claim(entry_count, ENTRY_BYTES_MIN, || format!("{entry_count} metadata entries"))?;
     let mut metadata = Metadata::default();
     for index in 0..entry_count {
@@ -169,34 +135,30 @@ fn read_metadata<R: Read>(
         let value_type = reader.u32(|| format!("the type of metadata key {key:?}"))?;
         let value = read_value(reader, &key, value_type)?;
         if !metadata.insert(key.clone(), value) {
-            return Err(GgufError::DuplicateKey { key }.into());
+            return Err(GgufError::DuplicateKey { key });
         }
     }
     Ok(metadata)
 }
 
-fn read_value<R: Read>(
-    reader: &mut HeaderReader<R>,
+fn read_value(
+    reader: &mut HeaderReader<'_>,
     key: &str,
     value_type: u32,
-) -> Result<Value, ReadError> {
+) -> Result<Value, GgufError> {
     let what = || format!("the value of metadata key {key:?}");
     match value_type {
         STRING => Ok(Value::String(reader.string(what)?)),
         ARRAY => Ok(Value::Array(read_array(reader, key, 1)?)),
         found => Value::read_scalar(reader, found, what)?
-            .ok_or_else(|| GgufError::ValueType { key: key.into(), found }.into()),
+            .ok_or_else(|| GgufError::ValueType { key: key.into(), found }),
     }
 }
 
-fn read_array<R: Read>(
-    reader: &mut HeaderReader<R>,
-    key: &str,
-    depth: usize,
-) -> Result<Array, ReadError> {
+fn read_array(reader: &mut HeaderReader<'_>, key: &str, depth: usize) -> Result<Array, GgufError> {
     if depth > ARRAY_DEPTH_MAX {
         let (key, limit) = (key.into(), ARRAY_DEPTH_MAX);
-        return Err(GgufError::NestedTooDeep { key, limit }.into());
+        return Err(GgufError::NestedTooDeep { key, limit });
     }
     let what = || format!("the array of metadata key {key:?}");
     let element_type = reader.u32(what)?;
@@ -219,15 +181,15 @@ fn read_array<R: Read>(
             Ok(Array::Array(arrays))
         }
         found => Array::read_scalars(reader, found, count, what)?
-            .ok_or_else(|| GgufError::ValueType { key: key.into(), found }.into()),
+            .ok_or_else(|| GgufError::ValueType { key: key.into(), found }),
     }
 }
 
 /// Reads the directory. Offsets are relative to the start of the data, as in the file.
-fn read_directory<R: Read>(
-    reader: &mut HeaderReader<R>,
+fn read_directory(
+    reader: &mut HeaderReader<'_>,
     tensor_count: u64,
-) -> Result<Vec<TensorInfo>, ReadError> {
+) -> Result<Vec<TensorInfo>, GgufError> {
     reader.claim(tensor_count, TENSOR_BYTES_MIN, || format!("{tensor_count} tensor entries"))?;
     let mut tensors = Vec::with_capacity(tensor_count.min(PREALLOCATED_ITEMS_MAX) as usize);
     for index in 0..tensor_count {
@@ -236,7 +198,7 @@ fn read_directory<R: Read>(
         let dimension_count = reader.u32(what)?;
         if !(1..=DIMENSIONS_MAX as u32).contains(&dimension_count) {
             let (found, max) = (dimension_count, DIMENSIONS_MAX);
-            return Err(GgufError::DimensionCount { tensor: name, found, max }.into());
+            return Err(GgufError::DimensionCount { tensor: name, found, max });
         }
         let dims = reader.items(dimension_count.into(), what, u64::from_le_bytes)?;
         let kind = TensorKind::from_number(reader.u32(what)?);

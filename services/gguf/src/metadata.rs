@@ -20,30 +20,18 @@ impl Metadata {
     }
 
     /// Returns the value of `key` as `T`; `None` when the key is absent.
-    ///
-    /// # Errors
-    /// `WrongType` or `OutOfRange` when the value cannot be converted to `T`.
     pub fn get<'a, T: FromValue<'a>>(&'a self, key: &str) -> Result<Option<T>, GgufError> {
         self.entries.get(key).map(|value| T::from_value(key, value)).transpose()
     }
 
     /// Returns the value of `key` as `T`.
-    ///
-    /// # Errors
-    /// As [`get`](Self::get), and `MissingKey` when the key is absent.
     pub fn require<'a, T: FromValue<'a>>(&'a self, key: &str) -> Result<T, GgufError> {
         self.get(key)?.ok_or_else(|| GgufError::MissingKey { key: key.into(), wanted: T::WANTED })
     }
 
-    /// Inserts a value. Returns false, and keeps the first value, when the key exists already.
+    /// Inserts a value. Returns false when the key exists already.
     pub(crate) fn insert(&mut self, key: String, value: Value) -> bool {
-        match self.entries.entry(key) {
-            std::collections::btree_map::Entry::Vacant(entry) => {
-                entry.insert(value);
-                true
-            }
-            std::collections::btree_map::Entry::Occupied(_) => false,
-        }
+        self.entries.insert(key, value).is_none()
     }
 }
 
@@ -55,9 +43,6 @@ pub trait FromValue<'a>: Sized {
     /// Name of the type in errors.
     const WANTED: &'static str;
     /// Converts a value.
-    ///
-    /// # Errors
-    /// `WrongType` or `OutOfRange`, naming `key`.
     fn from_value(key: &str, value: &'a Value) -> Result<Self, GgufError>;
 }
 

@@ -1,39 +1,21 @@
 //! Reads little-endian fields and checks every length against the file's size first.
 
-use std::io::{self, Read};
+use std::{io::Read, path::Path};
 
-use crate::error::GgufError;
+use crate::{error::GgufError, header::HEADER_BYTES_MAX};
 
-/// Error of reading a field: from the operating system, or from the file's contents.
-pub(crate) enum ReadError {
-    Io(io::Error),
-    Format(GgufError),
+pub(crate) struct HeaderReader<'a> {
+    /// Path for errors.
+    path: &'a Path,
+    inner: &'a mut dyn Read,
+    /// Bytes read.
+    pub offset: u64,
+    pub file_bytes: u64,
 }
 
-impl From<GgufError> for ReadError {
-    fn from(error: GgufError) -> Self {
-        ReadError::Format(error)
-    }
-}
-
-pub(crate) struct HeaderReader<R> {
-    inner: R,
-    offset: u64,
-    file_bytes: u64,
-    header_bytes_max: u64,
-}
-
-impl<R: Read> HeaderReader<R> {
-    pub fn new(inner: R, file_bytes: u64, header_bytes_max: u64) -> Self {
-        Self { inner, offset: 0, file_bytes, header_bytes_max }
-    }
-
-    pub fn offset(&self) -> u64 {
-        self.offset
-    }
-
-    pub fn file_bytes(&self) -> u64 {
-        self.file_bytes
+impl<'a> HeaderReader<'a> {
+    pub fn new(path: &'a Path, inner: &'a mut dyn Read, file_bytes: u64) -> Self {
+        Self { path, inner, offset: 0, file_bytes }
     }
 
     /// Checks that `count` items of at least `item_bytes` each can still follow; `what` names them.
@@ -53,16 +35,19 @@ impl<R: Read> HeaderReader<R> {
                 file_bytes: self.file_bytes,
             });
         }
-        if wanted.is_some_and(|wanted| self.offset + wanted > self.header_bytes_max) {
-            return Err(GgufError::HeaderTooLarge { what: what(), limit: self.header_bytes_max });
+        if wanted.is_some_and(|wanted| self.offset + wanted > HEADER_BYTES_MAX) {
+            return Err(GgufError::HeaderTooLarge { what: what(), limit: HEADER_BYTES_MAX });
         }
         Ok(())
     }
 
-    fn fill(&mut self, out: &mut [u8], what: impl FnOnce() -> String) -> Result<(), ReadError> {
+    fn fill(&mut self, out: &mut [u8], what: impl FnOnce() -> String) -> Result<(), GgufError> {
         let len = out.len() as u64;
         self.claim(len, 1, what)?;
-        self.inner.read_exact(out).map_err(ReadError::Io)?;
+        self.inner.read_exact(out).map_err(|source| {
+            let (path, action) = (self.path.into(), "read");
+            GgufError::Io { path, action, source }
+        })?;
         self.offset += len;
         Ok(())
     }
@@ -70,17 +55,17 @@ impl<R: Read> HeaderReader<R> {
     pub fn array<const N: usize>(
         &mut self,
         what: impl FnOnce() -> String,
-    ) -> Result<[u8; N], ReadError> {
+    ) -> Result<[u8; N], GgufError> {
         let mut bytes = [0; N];
         self.fill(&mut bytes, what)?;
         Ok(bytes)
     }
 
-    pub fn u32(&mut self, what: impl FnOnce() -> String) -> Result<u32, ReadError> {
+    pub fn u32(&mut self, what: impl FnOnce() -> String) -> Result<u32, GgufError> {
         self.array(what).map(u32::from_le_bytes)
     }
 
-    pub fn u64(&mut self, what: impl FnOnce() -> String) -> Result<u64, ReadError> {
+    pub fn u64(&mut self, what: impl FnOnce() -> String) -> Result<u64, GgufError> {
         self.array(what).map(u64::from_le_bytes)
     }
 
@@ -90,7 +75,7 @@ impl<R: Read> HeaderReader<R> {
         count: u64,
         what: impl Fn() -> String,
         convert: fn([u8; N]) -> T,
-    ) -> Result<Vec<T>, ReadError> {
+    ) -> Result<Vec<T>, GgufError> {
         self.claim(count, N as u64, &what)?;
         let mut bytes = vec![0; count as usize * N];
         self.fill(&mut bytes, what)?;
@@ -98,12 +83,12 @@ impl<R: Read> HeaderReader<R> {
     }
 
     /// Reads a length (u64), then this many bytes of UTF-8.
-    pub fn string(&mut self, what: impl Fn() -> String) -> Result<String, ReadError> {
+    pub fn string(&mut self, what: impl Fn() -> String) -> Result<String, GgufError> {
         let len = self.u64(&what)?;
         self.claim(len, 1, &what)?;
         let offset = self.offset;
         let mut bytes = vec![0; len as usize];
         self.fill(&mut bytes, &what)?;
-        String::from_utf8(bytes).map_err(|_| GgufError::NotUtf8 { what: what(), offset }.into())
+        String::from_utf8(bytes).map_err(|_| GgufError::NotUtf8 { what: what(), offset })
     }
 }

@@ -17,15 +17,12 @@ const PARTS_MAX: u32 = 99_999;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Split {
     /// Paths of all parts in order, including the first.
-    paths: Vec<PathBuf>,
+    pub paths: Vec<PathBuf>,
     tensor_count: Option<u64>,
 }
 
 impl Split {
     /// Returns the parts that `header`, read from `path`, announces; `None` for a model in one file.
-    ///
-    /// # Errors
-    /// `NotFirstPart`, `PartName` and `MissingPart`, and the errors of the metadata getters.
     pub fn of_first(path: &Path, header: &Header) -> Result<Option<Self>, GgufError> {
         let count = header.metadata.get::<u32>(COUNT)?.unwrap_or(1);
         if count <= 1 {
@@ -55,15 +52,7 @@ impl Split {
         }
     }
 
-    /// Returns the files of all parts, in order.
-    pub fn paths(&self) -> &[PathBuf] {
-        &self.paths
-    }
-
-    /// Checks that `header` belongs to the part at `paths()[index]`.
-    ///
-    /// # Errors
-    /// `PartMismatch`, and the errors of the metadata getters.
+    /// Checks that `header` belongs to the part at `paths[index]`.
     pub fn check_part(&self, index: usize, header: &Header) -> Result<(), GgufError> {
         let metadata = &header.metadata;
         let expected = [
@@ -81,9 +70,6 @@ impl Split {
     }
 
     /// Checks that all parts together have the number of tensors that the first part states.
-    ///
-    /// # Errors
-    /// `PartTensors`.
     pub fn check_tensor_count(&self, found: u64) -> Result<(), GgufError> {
         match self.tensor_count {
             Some(wanted) if wanted != found => Err(GgufError::PartTensors { found, wanted }),

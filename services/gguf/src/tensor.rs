@@ -25,32 +25,34 @@ pub enum TensorKind {
 struct Known {
     kind: TensorKind,
     number: u32,
-    name: &'static str,
     block: KindBlock,
 }
 
-const fn known(
-    kind: TensorKind,
-    number: u32,
-    name: &'static str,
-    elements: u64,
-    bytes: u64,
-) -> Known {
-    Known { kind, number, name, block: KindBlock { elements, bytes } }
+const fn known(kind: TensorKind, number: u32, elements: u64, bytes: u64) -> Known {
+    Known { kind, number, block: KindBlock { elements, bytes } }
 }
 
 static KNOWN: [Known; 11] = [
-    known(TensorKind::F32, 0, "F32", 1, 4),
-    known(TensorKind::F16, 1, "F16", 1, 2),
-    known(TensorKind::Bf16, 30, "BF16", 1, 2),
-    known(TensorKind::Q4_0, 2, "Q4_0", 32, 2 + 16),
-    known(TensorKind::Q4_1, 3, "Q4_1", 32, 2 + 2 + 16),
-    known(TensorKind::Q5_0, 6, "Q5_0", 32, 2 + 4 + 16),
-    known(TensorKind::Q5_1, 7, "Q5_1", 32, 2 + 2 + 4 + 16),
-    known(TensorKind::Q8_0, 8, "Q8_0", 32, 2 + 32),
-    known(TensorKind::Q4K, 12, "Q4_K", 256, 2 + 2 + 12 + 128),
-    known(TensorKind::Q5K, 13, "Q5_K", 256, 2 + 2 + 12 + 32 + 128),
-    known(TensorKind::Q6K, 14, "Q6_K", 256, 128 + 64 + 16 + 2),
+    known(TensorKind::F32, 0, 1, 4),
+    known(TensorKind::F16, 1, 1, 2),
+    known(TensorKind::Bf16, 30, 1, 2),
+    known(TensorKind::Q4_0, 2, 32, 2 + 16),
+    known(TensorKind::Q4_1, 3, 32, 2 + 2 + 16),
+    known(TensorKind::Q5_0, 6, 32, 2 + 4 + 16),
+    known(TensorKind::Q5_1, 7, 32, 2 + 2 + 4 + 16),
+    known(TensorKind::Q8_0, 8, 32, 2 + 32),
+    known(TensorKind::Q4K, 12, 256, 2 + 2 + 12 + 128),
+    known(TensorKind::Q5K, 13, 256, 2 + 2 + 12 + 32 + 128),
+    known(TensorKind::Q6K, 14, 256, 128 + 64 + 16 + 2),
+];
+
+/// Names by number, also of unsupported kinds, so that a message has more than a number. Empty where no kind has the
+/// number.
+static NAMES: [&str; 42] = [
+    "F32", "F16", "Q4_0", "Q4_1", "", "", "Q5_0", "Q5_1", "Q8_0", "Q8_1", "Q2_K", "Q3_K", "Q4_K",
+    "Q5_K", "Q6_K", "Q8_K", "IQ2_XXS", "IQ2_XS", "IQ3_XXS", "IQ1_S", "IQ4_NL", "IQ3_S", "IQ2_S",
+    "IQ4_XS", "I8", "I16", "I32", "I64", "F64", "IQ1_M", "BF16", "", "", "", "TQ1_0", "TQ2_0", "",
+    "", "", "MXFP4", "NVFP4", "Q1_0",
 ];
 
 impl TensorKind {
@@ -75,7 +77,7 @@ impl TensorKind {
 
     /// Returns the name for messages; `None` for an unsupported kind.
     pub fn name(self) -> Option<&'static str> {
-        self.known().map(|known| known.name)
+        self.known().map(|known| NAMES[known.number as usize])
     }
 
     /// Returns the supported kinds.
@@ -85,7 +87,7 @@ impl TensorKind {
 
     /// Returns the supported names for messages: `F32, F16, BF16, …`.
     pub fn supported_names() -> String {
-        KNOWN.iter().map(|known| known.name).collect::<Vec<_>>().join(", ")
+        Self::supported().filter_map(Self::name).collect::<Vec<_>>().join(", ")
     }
 
     fn known(self) -> Option<&'static Known> {
@@ -105,35 +107,11 @@ impl fmt::Display for TensorKind {
         if let Some(name) = self.name() {
             return f.write_str(name);
         }
-        let other = self.number();
-        // Names of unsupported kinds, so that a message has more than a number.
-        let name = match other {
-            9 => "Q8_1",
-            10 => "Q2_K",
-            11 => "Q3_K",
-            15 => "Q8_K",
-            16 => "IQ2_XXS",
-            17 => "IQ2_XS",
-            18 => "IQ3_XXS",
-            19 => "IQ1_S",
-            20 => "IQ4_NL",
-            21 => "IQ3_S",
-            22 => "IQ2_S",
-            23 => "IQ4_XS",
-            24 => "I8",
-            25 => "I16",
-            26 => "I32",
-            27 => "I64",
-            28 => "F64",
-            29 => "IQ1_M",
-            34 => "TQ1_0",
-            35 => "TQ2_0",
-            39 => "MXFP4",
-            40 => "NVFP4",
-            41 => "Q1_0",
-            _ => return write!(f, "number {other}"),
-        };
-        write!(f, "{name} (number {other})")
+        let number = self.number();
+        match NAMES.get(number as usize) {
+            None | Some(&"") => write!(f, "number {number}"),
+            Some(name) => write!(f, "{name} (number {number})"),
+        }
     }
 }
 
@@ -148,13 +126,6 @@ pub struct TensorInfo {
     pub offset: u64,
     /// Size in bytes; `None` when the kind is not supported.
     pub bytes: Option<u64>,
-}
-
-impl TensorInfo {
-    pub fn elements(&self) -> u64 {
-        // Checked against overflow when the header was read.
-        self.dims.iter().product()
-    }
 }
 
 #[cfg(test)]

@@ -1,8 +1,8 @@
 //! Metadata values.
 
-use std::{fmt, io::Read};
+use std::fmt;
 
-use crate::reader::{HeaderReader, ReadError};
+use crate::{error::GgufError, reader::HeaderReader};
 
 /// Declares values and arrays. Each scalar has its type's number in files, its name in errors, and the conversion of
 /// its bytes.
@@ -26,11 +26,11 @@ macro_rules! values {
 
         impl Value {
             /// Reads a scalar; `None` for another type.
-            pub(crate) fn read_scalar<R: Read>(
-                reader: &mut HeaderReader<R>,
+            pub(crate) fn read_scalar(
+                reader: &mut HeaderReader<'_>,
                 value_type: u32,
                 what: impl Fn() -> String,
-            ) -> Result<Option<Self>, ReadError> {
+            ) -> Result<Option<Self>, GgufError> {
                 Ok(Some(match value_type {
                     $($number => Self::$Variant(($convert)(reader.array(what)?)),)+
                     _ => return Ok(None),
@@ -67,12 +67,12 @@ macro_rules! values {
 
         impl Array {
             /// Reads an array of scalars; `None` for other elements.
-            pub(crate) fn read_scalars<R: Read>(
-                reader: &mut HeaderReader<R>,
+            pub(crate) fn read_scalars(
+                reader: &mut HeaderReader<'_>,
                 element_type: u32,
                 count: u64,
                 what: impl Fn() -> String,
-            ) -> Result<Option<Self>, ReadError> {
+            ) -> Result<Option<Self>, GgufError> {
                 Ok(Some(match element_type {
                     $($number => Self::$Variant(reader.items(count, what, $convert)?),)+
                     _ => return Ok(None),

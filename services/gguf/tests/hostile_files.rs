@@ -121,18 +121,9 @@ fn every_type_and_kind_is_read_from_memory_and_from_a_file() {
         (TensorKind::Other(10), None),
     ];
     assert_eq!(sizes, expected);
-    let (q4_1, _) = header.require_tensor("q4_1").unwrap();
+    let q4_1 = header.tensor("q4_1").unwrap();
     assert_eq!(q4_1.offset, header.data_offset + 128);
-    assert_eq!(q4_1.elements(), 128);
-    let error = header.require_tensor("q2_k").unwrap_err().to_string();
-    assert!(error.contains("\"q2_k\" at offset"), "{error}");
-    assert!(
-        error.ends_with(
-            "has unsupported kind Q2_K (number 10); expected one of F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, \
-             Q8_0, Q4_K, Q5_K, Q6_K"
-        ),
-        "{error}"
-    );
+    assert_eq!(q4_1.dims.iter().product::<u64>(), 128);
 }
 
 #[test]
@@ -311,6 +302,6 @@ fn check_bounds(bytes: &[u8]) {
     let Ok(header) = Header::parse(bytes) else { return };
     for tensor in header.tensors() {
         assert!(tensor.offset + tensor.bytes.unwrap_or(0) <= bytes.len() as u64);
-        assert!(tensor.elements() > 0);
+        assert!(tensor.dims.iter().product::<u64>() > 0);
     }
 }

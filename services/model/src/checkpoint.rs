@@ -3,19 +3,23 @@
 pub(crate) mod dummy;
 mod folder;
 mod gguf_file;
+mod stored;
 
 use std::{
     fmt,
     path::{Path, PathBuf},
 };
 
-use self::{dummy::DummyWeights, folder::SafetensorsFolder, gguf_file::GgufFile};
+pub(crate) use self::stored::StoredTensor;
+use self::{
+    dummy::DummyWeights,
+    stored::{Format, StoredWeights},
+};
 use crate::{
     config::{JsonFile, ModelConfig, from_hugging_face},
-    encoding::Encoding,
     error::ModelError,
     fingerprint,
-    matrix::{MatrixData, MatrixSource, RowOrder},
+    matrix::{MatrixData, MatrixSource},
     weight::{Weight, WeightShape},
 };
 
@@ -39,22 +43,8 @@ pub struct Checkpoint {
 }
 
 enum Weights {
-    Gguf(GgufFile),
-    Folder(SafetensorsFolder),
+    Stored(StoredWeights),
     Dummy(DummyWeights),
-}
-
-/// Weight in a file, before its shape is checked.
-pub(crate) struct StoredTensor<'a> {
-    path: &'a Path,
-    pub name: String,
-    /// Offset from the start of the file, in bytes.
-    offset: u64,
-    /// Dimensions, slowest first.
-    pub dims: Vec<u64>,
-    pub encoding: Encoding,
-    pub bytes: &'a [u8],
-    order: RowOrder,
 }
 
 impl Checkpoint {
@@ -64,24 +54,18 @@ impl Checkpoint {
     /// a GGUF file.
     ///
     /// Maps files and reads headers. A backend reads the weights when it packs them.
-    ///
-    /// # Errors
-    /// Any [`ModelError`]: the model is unreadable, unsupported, incomplete, truncated, or has a weight
-    /// of the wrong shape.
     pub fn open(path: impl AsRef<Path>, format: LoadFormat) -> Result<Self, ModelError> {
         let path = path.as_ref();
         let (config, weights) = match (Location::of(path)?, format) {
             (Location::Gguf { file }, LoadFormat::Auto) => {
-                let file = GgufFile::open(&file)?;
-                (file.config()?, Weights::Gguf(file))
+                let (config, weights) = gguf_file::open(&file)?;
+                (config, Weights::Stored(weights))
             }
             (Location::Gguf { file }, LoadFormat::Dummy { seed }) => {
-                (GgufFile::open(&file)?.config()?, Weights::Dummy(DummyWeights { seed }))
+                (gguf_file::open(&file)?.0, Weights::Dummy(DummyWeights { seed }))
             }
             (Location::Folder { config }, LoadFormat::Auto) => {
-                let config = read_config(&config)?;
-                let folder = SafetensorsFolder::open(path)?;
-                (config, Weights::Folder(folder))
+                (read_config(&config)?, Weights::Stored(folder::open(path)?))
             }
             (
                 Location::Folder { config } | Location::ConfigAlone { config },
@@ -122,8 +106,8 @@ impl Checkpoint {
     /// Returns a description for logs: `GGUF, F32 + Q4_1 + Q8_0`.
     pub fn description(&self) -> String {
         let format = match &self.weights {
-            Weights::Gguf(_) => "GGUF",
-            Weights::Folder(_) => "safetensors",
+            Weights::Stored(StoredWeights { format: Format::Gguf, .. }) => "GGUF",
+            Weights::Stored(StoredWeights { format: Format::Safetensors, .. }) => "safetensors",
             Weights::Dummy(DummyWeights { seed }) => return format!("dummy, seed {seed}"),
         };
         let mut encodings: Vec<&str> = self
@@ -136,9 +120,6 @@ impl Checkpoint {
     }
 
     /// Returns a weight matrix, row by row in f32.
-    ///
-    /// # Errors
-    /// As [`open`](Self::open) for a weight that this model does not have.
     ///
     /// # Panics
     /// When `weight` is a vector.
@@ -169,7 +150,7 @@ impl Checkpoint {
         };
         let mut values = vec![0.0; len];
         match &self.weights {
-            Weights::Dummy(dummy) => dummy.rows(weight, &self.config).read_row(0, &mut values),
+            Weights::Dummy(dummy) => dummy.rows(weight, &self.config).read_part(0, 0, &mut values),
             _ => self.checked(weight)?.read_vector(&mut values)?,
         }
         Ok(values)
@@ -178,24 +159,17 @@ impl Checkpoint {
     /// Drops the pages read so far from this process's resident memory. Otherwise the weights would be
     /// resident twice after packing.
     pub(crate) fn forget_pages(&self) {
-        match &self.weights {
-            Weights::Gguf(file) => file.forget_pages(),
-            Weights::Folder(folder) => folder.forget_pages(),
-            Weights::Dummy(_) => {}
-        }
-    }
-
-    fn stored(&self, weight: Weight) -> Result<StoredTensor<'_>, ModelError> {
-        match &self.weights {
-            Weights::Gguf(file) => file.tensor(weight, &self.config),
-            Weights::Folder(folder) => folder.tensor(weight, &self.config),
-            Weights::Dummy(_) => unreachable!("dummy weights are not stored"),
+        if let Weights::Stored(stored) = &self.weights {
+            stored.forget_pages();
         }
     }
 
     /// Returns a stored weight after checking its shape against the configuration.
     fn checked(&self, weight: Weight) -> Result<StoredTensor<'_>, ModelError> {
-        let tensor = self.stored(weight)?;
+        let Weights::Stored(stored) = &self.weights else {
+            unreachable!("dummy weights are not stored")
+        };
+        let tensor = stored.tensor(weight, &self.config)?;
         let wanted = weight.shape(&self.config).dims();
         if tensor.dims != wanted {
             return Err(ModelError::TensorShape {
@@ -228,11 +202,8 @@ impl Checkpoint {
 
     /// Returns all stored weights after checking them.
     fn directory(&self) -> Result<Vec<StoredTensor<'_>>, ModelError> {
-        match &self.weights {
-            Weights::Dummy(_) => return Ok(Vec::new()),
-            Weights::Gguf(file) => file.refuse_unknown_tensors(&self.config)?,
-            Weights::Folder(folder) => folder.refuse_unknown_tensors(&self.config)?,
-        }
+        let Weights::Stored(stored) = &self.weights else { return Ok(Vec::new()) };
+        stored.refuse_unknown_tensors(&self.config)?;
         Weight::all(&self.config).map(|weight| self.checked(weight)).collect()
     }
 }
@@ -243,27 +214,6 @@ impl fmt::Debug for Checkpoint {
             .field("config", &self.config)
             .field("description", &self.description())
             .finish_non_exhaustive()
-    }
-}
-
-impl StoredTensor<'_> {
-    /// Decodes all elements; rejects non-finite ones.
-    fn read_vector(&self, out: &mut [f32]) -> Result<(), ModelError> {
-        self.encoding.decode_row(self.bytes, out);
-        match out.iter().position(|value| !value.is_finite()) {
-            None => Ok(()),
-            Some(element) => Err(self.not_finite(element, out[element])),
-        }
-    }
-
-    fn not_finite(&self, element: usize, found: f32) -> ModelError {
-        ModelError::NotFinite {
-            path: self.path.into(),
-            tensor: self.name.clone(),
-            offset: self.offset,
-            element,
-            found,
-        }
     }
 }
 

@@ -1,8 +1,6 @@
 //! Errors of opening a model.
 
-use std::path::{Path, PathBuf};
-
-use crate::{config::ModelConfig, weight::Weight};
+use std::path::PathBuf;
 
 /// Error of opening or reading a checkpoint. Every message names the file.
 #[derive(Debug, thiserror::Error)]
@@ -45,13 +43,7 @@ pub enum ModelError {
         "{}: tensor {tensor:?} at offset {offset} has unsupported kind {found}; expected {supported}",
         path.display()
     )]
-    TensorKind {
-        path: PathBuf,
-        tensor: String,
-        offset: u64,
-        found: String,
-        supported: &'static str,
-    },
+    TensorKind { path: PathBuf, tensor: String, offset: u64, found: String, supported: String },
     #[error(
         "{} is truncated: tensor {tensor:?} needs {bytes} bytes at offset {offset}, \
          the file has {file_bytes}",
@@ -72,25 +64,4 @@ pub enum ModelError {
         allowed.iter().map(|count| count.to_string()).collect::<Vec<_>>().join(", ")
     )]
     Ranks { ranks: usize, kv_heads: usize, ffn_size: usize, allowed: Vec<usize> },
-}
-
-impl ModelError {
-    pub(crate) fn missing_tensor(
-        path: &Path,
-        tensor: String,
-        weight: Weight,
-        config: &ModelConfig,
-    ) -> Self {
-        Self::MissingTensor { path: path.into(), tensor, wanted: weight.shape(config).dims() }
-    }
-
-    pub(crate) fn unknown_tensor(
-        path: &Path,
-        tensor: &str,
-        offset: u64,
-        config: &ModelConfig,
-    ) -> Self {
-        let architecture = config.architecture.name();
-        Self::UnknownTensor { path: path.into(), tensor: tensor.to_owned(), offset, architecture }
-    }
 }

@@ -55,10 +55,6 @@ fn is_bias(weight: Weight) -> bool {
 }
 
 impl RandomRows {
-    pub fn read_row(&self, row: usize, out: &mut [f32]) {
-        self.read_part(row, 0, out);
-    }
-
     /// Writes the elements of a row from column `first` on.
     pub fn read_part(&self, row: usize, first: usize, out: &mut [f32]) {
         // One draw of 64 bits makes four elements of 16 bits.
@@ -100,11 +96,11 @@ mod tests {
     fn rows_are_pinned_numbers_on_every_machine() {
         let rows = RandomRows { key: 42, mean: 0.0, amplitude: 32768.0 };
         let mut out = [0.0; 6];
-        rows.read_row(3, &mut out);
+        rows.read_part(3, 0, &mut out);
         assert_eq!(out, PINNED);
         // A shorter row has equal first elements.
         let mut short = [0.0; 3];
-        rows.read_row(3, &mut short);
+        rows.read_part(3, 0, &mut short);
         assert_eq!(short, PINNED[..3]);
         // A part of a row equals the same part of the whole row.
         for first in 0..6 {
@@ -120,13 +116,13 @@ mod tests {
     fn values_have_the_deviation_asked_for() {
         let rows = RandomRows { key: 7, mean: 0.0, amplitude: 3.0f32.sqrt() };
         let mut out = vec![0.0; 1 << 16];
-        rows.read_row(0, &mut out);
+        rows.read_part(0, 0, &mut out);
         let mean = out.iter().map(|&v| f64::from(v)).sum::<f64>() / out.len() as f64;
         let square = out.iter().map(|&v| f64::from(v).powi(2)).sum::<f64>() / out.len() as f64;
         assert!(mean.abs() < 0.02, "mean {mean}");
         assert!((square - 1.0).abs() < 0.02, "mean square {square}");
         let mut next = vec![0.0; 1 << 16];
-        rows.read_row(1, &mut next);
+        rows.read_part(1, 0, &mut next);
         let product: f64 =
             out.iter().zip(&next).map(|(&a, &b)| f64::from(a * b)).sum::<f64>() / out.len() as f64;
         assert!(product.abs() < 0.02, "rows correlate by {product}");

@@ -1,0 +1,189 @@
+//! Weights in memory-mapped files of either format.
+
+use std::{
+    collections::{HashMap, HashSet},
+    ops::Range,
+    path::{Path, PathBuf},
+};
+
+use kernels::mmap::MappedFile;
+
+use crate::{
+    config::ModelConfig,
+    encoding::Encoding,
+    error::ModelError,
+    matrix::RowOrder,
+    weight::{LayerWeight, Weight},
+};
+
+/// Divisors of the rope frequencies in GGUF files, which are part of the configuration.
+pub const ROPE_DIVISORS: &str = "rope_freqs.weight";
+/// Older exports to safetensors store the rope frequencies of every layer, which follow from the configuration.
+const ROPE_FREQUENCIES_SUFFIX: &str = ".rotary_emb.inv_freq";
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Format {
+    Gguf,
+    Safetensors,
+}
+
+/// The files of a model and the directory of their tensors.
+pub struct StoredWeights {
+    pub format: Format,
+    files: Vec<StoredFile>,
+    tensors: HashMap<String, Entry>,
+}
+
+struct StoredFile {
+    path: PathBuf,
+    mapped: MappedFile,
+}
+
+/// Tensor of the directory.
+pub struct Entry {
+    /// Index of the file.
+    pub file: usize,
+    /// Bytes in the file; checked to be in the file.
+    pub range: Range<usize>,
+    /// Dimensions, slowest first.
+    pub dims: Vec<u64>,
+    /// Encoding, or the name of an unsupported kind.
+    pub encoding: Result<Encoding, String>,
+}
+
+/// Weight in a file, before its shape is checked.
+pub(crate) struct StoredTensor<'a> {
+    pub path: &'a Path,
+    pub name: String,
+    /// Offset from the start of the file, in bytes.
+    pub offset: u64,
+    /// Dimensions, slowest first.
+    pub dims: Vec<u64>,
+    pub encoding: Encoding,
+    pub bytes: &'a [u8],
+    pub order: RowOrder,
+}
+
+impl StoredWeights {
+    pub fn new(format: Format) -> Self {
+        Self { format, files: Vec::new(), tensors: HashMap::new() }
+    }
+
+    /// Adds a file and returns its index.
+    pub fn add_file(&mut self, path: PathBuf, mapped: MappedFile) -> usize {
+        self.files.push(StoredFile { path, mapped });
+        self.files.len() - 1
+    }
+
+    /// Adds a tensor. Returns false when the directory has a tensor with this name.
+    pub fn add_tensor(&mut self, name: String, entry: Entry) -> bool {
+        self.tensors.insert(name, entry).is_none()
+    }
+
+    pub fn forget_pages(&self) {
+        self.files.iter().for_each(|file| file.mapped.forget_pages());
+    }
+
+    pub fn has(&self, tensor: &str) -> bool {
+        self.tensors.contains_key(tensor)
+    }
+
+    pub fn name_of(&self, weight: Weight) -> String {
+        match self.format {
+            Format::Gguf => weight.gguf_name(),
+            Format::Safetensors => weight.hugging_face_name(),
+        }
+    }
+
+    pub fn tensor(
+        &self,
+        weight: Weight,
+        config: &ModelConfig,
+    ) -> Result<StoredTensor<'_>, ModelError> {
+        let name = self.name_of(weight);
+        if !self.has(&name) {
+            // An opened model has at least one file; an empty index has none.
+            let path = self.files.first().map_or(Path::new(""), |file| &file.path);
+            let wanted = weight.shape(config).dims();
+            return Err(ModelError::MissingTensor { path: path.into(), tensor: name, wanted });
+        }
+        let is_paired = matches!(weight, Weight::Layer(_, LayerWeight::Query | LayerWeight::Key))
+            && self.format == Format::Gguf
+            && config.architecture.pairs_rows_in_gguf();
+        let order = match is_paired {
+            true => RowOrder::Pairs { head_dim: config.head_dim },
+            false => RowOrder::Halves,
+        };
+        self.named(name, order)
+    }
+
+    /// Returns a tensor that the directory has.
+    pub fn named(&self, name: String, order: RowOrder) -> Result<StoredTensor<'_>, ModelError> {
+        let Entry { file, range, dims, encoding } = &self.tensors[&name];
+        let StoredFile { path, mapped } = &self.files[*file];
+        let offset = range.start as u64;
+        let encoding = match encoding {
+            Ok(encoding) => *encoding,
+            Err(found) => {
+                let supported = match self.format {
+                    Format::Gguf => format!("one of {}", gguf::TensorKind::supported_names()),
+                    Format::Safetensors => "F32, F16 or BF16".into(),
+                };
+                let (path, found) = (path.clone(), found.clone());
+                return Err(ModelError::TensorKind {
+                    path,
+                    tensor: name,
+                    offset,
+                    found,
+                    supported,
+                });
+            }
+        };
+        let (bytes, dims) = (&mapped.bytes()[range.clone()], dims.clone());
+        Ok(StoredTensor { path, name, offset, dims, encoding, bytes, order })
+    }
+
+    pub fn refuse_unknown_tensors(&self, config: &ModelConfig) -> Result<(), ModelError> {
+        // Some exports repeat a tied output.
+        let weights = Weight::all(config).chain([Weight::Output]);
+        let known: HashSet<String> = weights.map(|weight| self.name_of(weight)).collect();
+        let is_known = |name: &str| {
+            known.contains(name)
+                || match self.format {
+                    Format::Gguf => name == ROPE_DIVISORS,
+                    Format::Safetensors => name.ends_with(ROPE_FREQUENCIES_SUFFIX),
+                }
+        };
+        let unknown = self.tensors.iter().filter(|(name, _)| !is_known(name));
+        match unknown.min_by_key(|(name, _)| *name) {
+            None => Ok(()),
+            Some((name, entry)) => Err(ModelError::UnknownTensor {
+                path: self.files[entry.file].path.clone(),
+                tensor: name.clone(),
+                offset: entry.range.start as u64,
+                architecture: config.architecture.name(),
+            }),
+        }
+    }
+}
+
+impl StoredTensor<'_> {
+    /// Decodes all elements; rejects non-finite ones.
+    pub fn read_vector(&self, out: &mut [f32]) -> Result<(), ModelError> {
+        self.encoding.decode_row(self.bytes, out);
+        match out.iter().position(|value| !value.is_finite()) {
+            None => Ok(()),
+            Some(element) => Err(self.not_finite(element, out[element])),
+        }
+    }
+
+    pub fn not_finite(&self, element: usize, found: f32) -> ModelError {
+        ModelError::NotFinite {
+            path: self.path.into(),
+            tensor: self.name.clone(),
+            offset: self.offset,
+            element,
+            found,
+        }
+    }
+}
