@@ -63,9 +63,6 @@ impl Compiler {
 
     /// Returns a matcher at the start of the output. Takes up to 200 ms of CPU time: do not call it on a
     /// thread that serves other requests.
-    ///
-    /// # Errors
-    /// See [`GrammarError`].
     pub fn compile(&self, grammar: &Grammar) -> Result<Matcher, GrammarError> {
         let compiled = self.compile_whole(grammar, LEXER_FUEL).map(|(matcher, _)| matcher);
         match (grammar, &compiled) {
@@ -80,9 +77,6 @@ impl Compiler {
 
     /// Compiles the grammar and the arguments of each of its tools, and computes the first bitmask of
     /// each. Takes up to twice the time of [`Self::compile`].
-    ///
-    /// # Errors
-    /// See [`GrammarError`].
     pub fn check(&self, grammar: &Grammar) -> Result<(), GrammarError> {
         Self::check_first_mask(self.compile(grammar)?)?;
         match grammar {

@@ -23,9 +23,6 @@ impl Matcher {
 
     /// Returns the bitmask of the tokens that may come next: token `i` is bit `i % 32` of word `i / 32`. No
     /// bit is set when the output [is complete](Self::is_complete).
-    ///
-    /// # Errors
-    /// See [`MatchError`].
     pub fn allowed(&mut self) -> Result<Vec<u32>, MatchError> {
         if self.is_complete() {
             let words = self.inner.tok_env().map_err(|error| self.error(&error))?;
@@ -44,9 +41,6 @@ impl Matcher {
     }
 
     /// Accepts the next token.
-    ///
-    /// # Errors
-    /// See [`MatchError`].
     pub fn accept(&mut self, token: u32) -> Result<(), MatchError> {
         match self.inner.try_consume_tokens(&[token]) {
             Ok(1) => {
@@ -59,9 +53,6 @@ impl Matcher {
     }
 
     /// Returns whether the output so far matches the grammar. The output may still continue.
-    ///
-    /// # Errors
-    /// See [`MatchError`].
     pub fn may_end(&mut self) -> Result<bool, MatchError> {
         if self.is_complete() {
             return Ok(true);

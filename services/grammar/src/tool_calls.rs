@@ -38,6 +38,12 @@ pub struct CallWriting {
     pub between: String,
 }
 
+impl CallWriting {
+    fn literals(&self) -> [&str; 4] {
+        [&self.before_name, &self.before_arguments, &self.behind_arguments, &self.between]
+    }
+}
+
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct CallableTool {
     pub name: String,
@@ -110,15 +116,13 @@ impl ToolCalls {
 
     /// Returns whether one of the literals around calls contains this text.
     pub fn writes(&self, text: &[u8]) -> bool {
-        let CallWriting { before_name, before_arguments, behind_arguments, between } =
-            &self.writing;
         let mark = match &self.otherwise {
             Otherwise::Text(prose) => prose.mark.as_str(),
             Otherwise::Nothing | Otherwise::Answer { .. } => "",
         };
         let has =
             |piece: &str| piece.as_bytes().windows(text.len().max(1)).any(|part| part == text);
-        [before_name, before_arguments, behind_arguments, between, mark].into_iter().any(has)
+        self.writing.literals().into_iter().chain([mark]).any(has)
     }
 
     pub(crate) fn bytes(&self) -> usize {
@@ -153,9 +157,7 @@ impl ToolCalls {
                 return Err(GrammarError::Name { bytes, max: NAME_BYTES_MAX }.in_tool(index));
             }
         }
-        let CallWriting { before_name, before_arguments, behind_arguments, between } =
-            &self.writing;
-        let mut parts = vec![before_name, before_arguments, behind_arguments, between];
+        let mut parts = self.writing.literals().to_vec();
         match &self.otherwise {
             Otherwise::Nothing => {}
             Otherwise::Text(prose) => {
