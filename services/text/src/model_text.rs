@@ -31,9 +31,6 @@ pub struct ModelTextOptions {
 
 impl ModelText {
     /// Opens a model as [`open_with`](Self::open_with) does, without replacements.
-    ///
-    /// # Errors
-    /// As [`open_with`](Self::open_with).
     pub fn open(path: impl AsRef<Path>) -> Result<Self, LoadError> {
         Self::open_with(path, ModelTextOptions::default())
     }
@@ -43,9 +40,6 @@ impl ModelText {
     ///
     /// A chat template that is missing or does not compile is no error here, because the model can
     /// still complete plain prompts. [`chat_template`](Self::chat_template) returns the error.
-    ///
-    /// # Errors
-    /// See [`LoadError`]; each names the file, the key and what is allowed.
     pub fn open_with(path: impl AsRef<Path>, options: ModelTextOptions) -> Result<Self, LoadError> {
         let source = Source::read(path.as_ref())?;
         let Source { parts, mut templates, sampling_defaults, origin } = source;

@@ -45,9 +45,6 @@ pub struct StopStrings {
 impl StopStrings {
     /// Creates the search. With `include_stop` the stop string itself is part of the answer, so nothing
     /// is held back.
-    ///
-    /// # Errors
-    /// See [`StopError`]; the limits are [`STOP_STRINGS_MAX`] and [`STOP_STRING_BYTES_MAX`].
     pub fn new<S: AsRef<str>>(stops: &[S], include_stop: bool) -> Result<Self, StopError> {
         if stops.len() > STOP_STRINGS_MAX {
             return Err(StopError::TooMany { count: stops.len() });

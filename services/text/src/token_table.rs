@@ -6,8 +6,7 @@ use crate::{
     decoding::TokenBytes,
     error::{LoadError, VocabularyError},
     source::Source,
-    tokenizer::{TokenizerParts, add_missing},
-    vocabulary::Vocabulary,
+    tokenizer::TokenizerParts,
 };
 
 /// Bytes that every token of a model represents. This suffices to match answers, but not to encode or
@@ -22,31 +21,18 @@ pub struct TokenTable {
 
 impl TokenTable {
     /// Reads a `.gguf` file or a Hugging Face folder, without the weights.
-    ///
-    /// # Errors
-    /// See [`LoadError`]; each names the file, the key and what is allowed.
     pub fn open(path: impl AsRef<Path>) -> Result<Self, LoadError> {
         let Source { parts, origin, .. } = Source::read(path.as_ref())?;
         Self::new(parts).map_err(|error| origin.locate(error))
     }
 
     fn new(mut parts: TokenizerParts) -> Result<Self, VocabularyError> {
-        let vocabulary = Vocabulary::new(&parts.strings, &parts.ids)?;
-        let vocabulary = add_missing(vocabulary, &mut parts)?;
-        let added: HashMap<u32, (String, bool)> = std::mem::take(&mut parts.added)
-            .into_iter()
-            .filter_map(|(_, token)| {
-                let id = vocabulary.id(&token.content)?;
-                Some((id, (token.content, token.special)))
-            })
-            .collect();
-        parts.silent.sort_unstable();
-        let decoding = parts.decoding;
-        let added_form = |id| added.get(&id).map(|(content, _)| content.clone());
-        let bytes = TokenBytes::new(&vocabulary, added_form, &decoding, &parts.silent)?;
-        let special = added.iter().filter(|(_, (_, special))| *special).map(|(&id, _)| id);
-        let mut special: Vec<u32> = special.collect();
-        special.sort_unstable();
+        let (vocabulary, special) = parts.take_vocabulary()?;
+        let added = parts.added.into_iter().map(|(_, token)| token.content);
+        let added: HashMap<u32, String> =
+            added.filter_map(|content| Some((vocabulary.id(&content)?, content))).collect();
+        let added_form = |id| added.get(&id).cloned();
+        let bytes = TokenBytes::new(&vocabulary, added_form, &parts.decoding, &parts.silent)?;
         Ok(Self { bytes, special, size: vocabulary.size() })
     }
 

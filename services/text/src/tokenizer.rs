@@ -1,6 +1,6 @@
 //! Tokenizer: encodes text to token ids and decodes ids to text.
 
-use std::sync::Arc;
+use std::{mem::take, sync::Arc};
 
 use tokenizers::{
     AddedToken, AddedVocabulary, NormalizerWrapper, OffsetReferential, OffsetType, PreTokenizer,
@@ -113,20 +113,42 @@ pub(crate) struct TokenizerParts {
     pub eos_ids: Vec<u32>,
 }
 
+impl TokenizerParts {
+    /// Returns the vocabulary with the added tokens that it lacks, and the sorted ids of special tokens. Sorts
+    /// `silent`, and frees the strings.
+    pub fn take_vocabulary(&mut self) -> Result<(Vocabulary, Vec<u32>), VocabularyError> {
+        let (mut strings, mut ids) = (take(&mut self.strings), take(&mut self.ids));
+        let mut vocabulary = Vocabulary::new(&strings, &ids)?;
+        let known = ids.len();
+        for (id, token) in &self.added {
+            if token.content.is_empty() || vocabulary.id(&token.content).is_some() {
+                continue;
+            }
+            if let Some(other) = vocabulary.string(*id) {
+                let (token, other) = (token.content.clone(), other.to_owned());
+                return Err(VocabularyError::AddedTokenTakesId { id: *id, token, other });
+            }
+            ids.push(*id);
+            if !strings.push(&token.content) {
+                return Err(VocabularyError::TooLarge);
+            }
+        }
+        if ids.len() > known {
+            vocabulary = Vocabulary::new(&strings, &ids)?;
+        }
+        let special = self.added.iter().filter(|(_, token)| token.special);
+        let special = special.filter_map(|(_, token)| vocabulary.id(&token.content));
+        let mut special: Vec<u32> = special.collect();
+        special.sort_unstable();
+        self.silent.sort_unstable();
+        Ok((vocabulary, special))
+    }
+}
+
 impl Tokenizer {
     pub(crate) fn new(mut parts: TokenizerParts) -> Result<Self, VocabularyError> {
-        let vocabulary = Vocabulary::new(&parts.strings, &parts.ids)?;
-        let vocabulary = Arc::new(add_missing(vocabulary, &mut parts)?);
-        (parts.strings, parts.ids) = Default::default();
-
-        let mut special: Vec<u32> = parts
-            .added
-            .iter()
-            .filter(|(_, token)| token.special)
-            .filter_map(|(_, token)| vocabulary.id(&token.content))
-            .collect();
-        special.sort_unstable();
-        parts.silent.sort_unstable();
+        let (vocabulary, special) = parts.take_vocabulary()?;
+        let vocabulary = Arc::new(vocabulary);
         parts.eos_ids.sort_unstable();
         parts.eos_ids.dedup();
         let bos = parts.bos_id.map(|id| ("the bos token", id));
@@ -140,7 +162,7 @@ impl Tokenizer {
             }
         }
 
-        let model = match std::mem::take(&mut parts.model) {
+        let model = match take(&mut parts.model) {
             WordModelParts::BytePair { merges, options } => WordModel::BytePair(
                 BytePairModel::new(Arc::clone(&vocabulary), &merges, special.clone(), &options)?,
             ),
@@ -187,9 +209,6 @@ impl Tokenizer {
     }
 
     /// Encodes `text` without BOS. Rendered chat templates contain their own BOS.
-    ///
-    /// # Errors
-    /// See [`EncodeError`].
     pub fn encode(&self, text: &str, special: SpecialTokens) -> Result<Vec<u32>, EncodeError> {
         let mut ids = Vec::new();
         self.encode_to(text, special, &mut ids)?;
@@ -198,9 +217,6 @@ impl Tokenizer {
 
     /// Encodes `text` with the tokens that the model requires around a prompt, usually BOS or none.
     /// Used for prompts of `/v1/completions`.
-    ///
-    /// # Errors
-    /// See [`EncodeError`].
     pub fn encode_prompt(
         &self,
         text: &str,
@@ -336,32 +352,6 @@ fn token_text_bytes_max(
     let mut added = added.get_added_tokens_decoder().values();
     let bounded = longest_token > 0 && !added.any(|token| token.lstrip || token.rstrip);
     bounded.then_some(longest_token * shrinks_to_a)
-}
-
-/// Returns `vocabulary` plus the added tokens whose string it lacks.
-pub(crate) fn add_missing(
-    vocabulary: Vocabulary,
-    parts: &mut TokenizerParts,
-) -> Result<Vocabulary, VocabularyError> {
-    let missing = |(_, token): &&(u32, AddedToken)| {
-        !token.content.is_empty() && vocabulary.id(&token.content).is_none()
-    };
-    let mut any = false;
-    for (id, token) in parts.added.iter().filter(missing) {
-        if let Some(other) = vocabulary.string(*id) {
-            return Err(VocabularyError::AddedTokenTakesId {
-                id: *id,
-                token: token.content.clone(),
-                other: other.to_owned(),
-            });
-        }
-        any = true;
-        parts.ids.push(*id);
-        if !parts.strings.push(&token.content) {
-            return Err(VocabularyError::TooLarge);
-        }
-    }
-    if any { Vocabulary::new(&parts.strings, &parts.ids) } else { Ok(vocabulary) }
 }
 
 #[cfg(test)]

@@ -1,7 +1,11 @@
 //! Interprets a tokenizer.json's `post_processor`: the tokens before and after a prompt.
 
+use std::path::Path;
+
 use serde::Deserialize;
 use serde_json::Value;
+
+use crate::error::LoadError;
 
 /// Token ids before and after a prompt of one text.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -10,53 +14,55 @@ pub(super) struct PromptFrame {
     pub suffix: Vec<u32>,
 }
 
-/// Error of interpreting a post-processor.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum FrameError {
-    UnsupportedType(String),
-    Malformed(String),
-}
-
-pub(super) const SUPPORTED_TYPES: &str =
+const KEY: &str = "post_processor";
+const SUPPORTED_TYPES: &str =
     "TemplateProcessing, ByteLevel, RobertaProcessing, BertProcessing, Sequence of these, null";
 /// Maximum nesting of sequences. Real files do not nest them, and corrupt files must not cause unbounded
 /// recursion.
 const DEPTH_MAX: usize = 4;
 
 impl PromptFrame {
-    pub fn of_post_processor(value: &Value) -> Result<Self, FrameError> {
+    /// Interprets `value` in the file `path`.
+    pub fn of_post_processor(value: &Value, path: &Path) -> Result<Self, LoadError> {
         let mut frame = PromptFrame::default();
-        frame.wrap(value, DEPTH_MAX)?;
+        frame.wrap(value, path, DEPTH_MAX)?;
         Ok(frame)
     }
 
     /// Adds the tokens of `value` around the present ones.
-    fn wrap(&mut self, value: &Value, depth: usize) -> Result<(), FrameError> {
+    fn wrap(&mut self, value: &Value, path: &Path, depth: usize) -> Result<(), LoadError> {
+        let malformed = |problem: String| LoadError::invalid(path, KEY, problem);
         let kind = value["type"].as_str().unwrap_or_default();
         let (prefix, suffix) = match kind {
             _ if value.is_null() => return Ok(()),
             "ByteLevel" => return Ok(()),
             "Sequence" if depth > 0 => {
                 let inner = value["processors"].as_array().ok_or_else(|| {
-                    FrameError::Malformed("a Sequence without a list of processors".to_owned())
+                    malformed("a Sequence without a list of processors".to_owned())
                 })?;
-                return inner.iter().try_for_each(|value| self.wrap(value, depth - 1));
+                return inner.iter().try_for_each(|value| self.wrap(value, path, depth - 1));
             }
-            "TemplateProcessing" => parse::<TemplateProcessing>(value)?.around()?,
+            "TemplateProcessing" => {
+                let template = TemplateProcessing::deserialize(value);
+                template
+                    .map_err(|error| error.to_string())
+                    .and_then(|it| it.around())
+                    .map_err(malformed)?
+            }
             "RobertaProcessing" | "BertProcessing" => {
-                let parsed = parse::<ClassifierProcessing>(value)?;
+                let parsed = ClassifierProcessing::deserialize(value);
+                let parsed = parsed.map_err(|error| malformed(error.to_string()))?;
                 (vec![parsed.cls.1], vec![parsed.sep.1])
             }
-            other => return Err(FrameError::UnsupportedType(other.to_owned())),
+            other => {
+                let key = "post_processor.type";
+                return Err(LoadError::unsupported(path, key, other.to_owned(), SUPPORTED_TYPES));
+            }
         };
         self.prefix.splice(0..0, prefix);
         self.suffix.extend(suffix);
         Ok(())
     }
-}
-
-fn parse<'a, T: Deserialize<'a>>(value: &'a Value) -> Result<T, FrameError> {
-    T::deserialize(value).map_err(|error| FrameError::Malformed(error.to_string()))
 }
 
 #[derive(Deserialize)]
@@ -85,26 +91,27 @@ struct SpecialToken {
 
 impl TemplateProcessing {
     /// Returns the ids before and after the text, which the template must contain once.
-    fn around(&self) -> Result<(Vec<u32>, Vec<u32>), FrameError> {
+    fn around(&self) -> Result<(Vec<u32>, Vec<u32>), String> {
         let (mut prefix, mut suffix) = (Vec::new(), Vec::new());
         let mut texts = 0;
         for piece in &self.single {
             match piece {
                 Piece::Sequence { id } if id == "A" => texts += 1,
                 Piece::Sequence { id } => {
-                    return Err(FrameError::Malformed(format!("single names text {id:?}, not A")));
+                    return Err(format!("single names text {id:?}, not A"));
                 }
                 Piece::SpecialToken { id } => {
-                    let token = self.special_tokens.get(id).ok_or_else(|| {
-                        FrameError::Malformed(format!("special_tokens lacks {id:?}"))
-                    })?;
+                    let token = self
+                        .special_tokens
+                        .get(id)
+                        .ok_or_else(|| format!("special_tokens lacks {id:?}"))?;
                     let side = if texts == 0 { &mut prefix } else { &mut suffix };
                     side.extend_from_slice(&token.ids);
                 }
             }
         }
         if texts != 1 {
-            return Err(FrameError::Malformed(format!("single has the text {texts} times")));
+            return Err(format!("single has the text {texts} times"));
         }
         Ok((prefix, suffix))
     }
@@ -115,6 +122,11 @@ mod tests {
     use serde_json::json;
 
     use super::*;
+
+    fn frame(value: &Value) -> Result<PromptFrame, String> {
+        let frame = PromptFrame::of_post_processor(value, Path::new("t.json"));
+        frame.map_err(|error| error.to_string())
+    }
 
     fn template() -> Value {
         json!({
@@ -134,7 +146,7 @@ mod tests {
 
     #[test]
     fn templates_say_what_stands_around_a_prompt() {
-        let frame = PromptFrame::of_post_processor(&template()).unwrap();
+        let frame = frame(&template()).unwrap();
         assert_eq!(frame, PromptFrame { prefix: vec![1], suffix: vec![2] });
     }
 
@@ -143,7 +155,7 @@ mod tests {
         let outer = json!({"type": "RobertaProcessing", "cls": ["<c>", 8], "sep": ["<p>", 9]});
         let sequence =
             json!({"type": "Sequence", "processors": [{"type": "ByteLevel"}, template(), outer]});
-        let frame = PromptFrame::of_post_processor(&sequence).unwrap();
+        let frame = frame(&sequence).unwrap();
         assert_eq!(frame, PromptFrame { prefix: vec![8, 1], suffix: vec![2, 9] });
     }
 
@@ -151,21 +163,18 @@ mod tests {
     fn broken_templates_are_refused() {
         let mut lacks_token = template();
         lacks_token["special_tokens"] = json!({});
-        assert_eq!(
-            PromptFrame::of_post_processor(&lacks_token),
-            Err(FrameError::Malformed("special_tokens lacks \"<s>\"".into()))
-        );
+        let lacks = "t.json: post_processor: special_tokens lacks \"<s>\"";
+        assert_eq!(frame(&lacks_token).unwrap_err(), lacks);
         let mut no_text = template();
         no_text["single"] = json!([]);
-        assert!(matches!(PromptFrame::of_post_processor(&no_text), Err(FrameError::Malformed(_))));
-        assert_eq!(
-            PromptFrame::of_post_processor(&json!({"type": "Magic"})),
-            Err(FrameError::UnsupportedType("Magic".into()))
-        );
+        let absent = "t.json: post_processor: single has the text 0 times";
+        assert_eq!(frame(&no_text).unwrap_err(), absent);
+        let unsupported = frame(&json!({"type": "Magic"})).unwrap_err();
+        assert!(unsupported.contains("post_processor.type is \"Magic\""), "{unsupported}");
         let mut deep = json!({"type": "ByteLevel"});
         for _ in 0..100 {
             deep = json!({"type": "Sequence", "processors": [deep]});
         }
-        assert!(PromptFrame::of_post_processor(&deep).is_err());
+        assert!(frame(&deep).is_err());
     }
 }

@@ -119,7 +119,14 @@ impl File<'_> {
         classify(tokens, types, self.token_id(PADDING_KEY, tokens)?, &mut parts);
         let adds_bos = match kind {
             Kind::ByteLevel(kind) => {
-                self.byte_level(kind, &mut parts)?;
+                let whole_words_first = kind.whole_words_first;
+                parts.model = WordModelParts::BytePair {
+                    merges: self.merges()?,
+                    options: BytePairOptions { whole_words_first, ..BytePairOptions::default() },
+                };
+                parts.normalizer = kind.normalizer();
+                parts.pre_tokenizer = Some(kind.pre_tokenizer());
+                parts.decoding = Decoding::ByteLevel;
                 kind.adds_bos
             }
             Kind::Pieces => {
@@ -134,22 +141,6 @@ impl File<'_> {
             parts.prompt_suffix.extend(eos_id);
         }
         Ok(parts)
-    }
-
-    fn byte_level(
-        &self,
-        kind: PreTokenizerKind,
-        parts: &mut TokenizerParts,
-    ) -> Result<(), LoadError> {
-        let whole_words_first = kind.whole_words_first;
-        parts.model = WordModelParts::BytePair {
-            merges: self.merges()?,
-            options: BytePairOptions { whole_words_first, ..BytePairOptions::default() },
-        };
-        parts.normalizer = kind.normalizer();
-        parts.pre_tokenizer = Some(kind.pre_tokenizer());
-        parts.decoding = Decoding::ByteLevel;
-        Ok(())
     }
 
     /// Returns the type of each token, if the file has types.

@@ -141,26 +141,21 @@ impl Writer {
         Ok(())
     }
 
+    /// Writes a string with the escapes of serde_json, which are Python's.
     fn string(&mut self, text: &str) {
-        self.out.push('"');
-        for char in text.chars() {
-            match char {
-                '"' => self.out.push_str("\\\""),
-                '\\' => self.out.push_str("\\\\"),
-                '\n' => self.out.push_str("\\n"),
-                '\r' => self.out.push_str("\\r"),
-                '\t' => self.out.push_str("\\t"),
-                '\u{8}' => self.out.push_str("\\b"),
-                '\u{c}' => self.out.push_str("\\f"),
-                char if char < ' ' || (self.ascii_only && char > '\u{7e}') => {
-                    for unit in char.encode_utf16(&mut [0; 2]) {
-                        let _ = write!(self.out, "\\u{unit:04x}");
-                    }
-                }
-                char => self.out.push(char),
+        let quoted = serde_json::Value::from(text).to_string();
+        if !self.ascii_only {
+            return self.out.push_str(&quoted);
+        }
+        for char in quoted.chars() {
+            if char <= '\u{7e}' {
+                self.out.push(char);
+                continue;
+            }
+            for unit in char.encode_utf16(&mut [0; 2]) {
+                let _ = write!(self.out, "\\u{unit:04x}");
             }
         }
-        self.out.push('"');
     }
 }
 

@@ -144,9 +144,6 @@ impl ChatTemplate {
     /// [`SpecialTokens::Parse`](crate::SpecialTokens::Parse) and without BOS.
     ///
     /// Costs CPU time in proportion to the conversation; render long ones on a blocking thread.
-    ///
-    /// # Errors
-    /// See [`TemplateError`].
     pub fn render(&self, request: &RenderRequest<'_>) -> Result<String, TemplateError> {
         let messages = messages::normalise(request.messages)?;
         let with_tools = request.tools.as_array().is_some_and(|tools| !tools.is_empty());

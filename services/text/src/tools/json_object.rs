@@ -1,5 +1,7 @@
 //! Incremental parser of one JSON object, byte by byte: finds its end, or where it stops being JSON.
 
+use serde::de::IgnoredAny;
+
 /// Maximum nesting of objects and lists; serde_json accepts 127.
 const DEPTH_MAX: usize = 64;
 
@@ -13,7 +15,7 @@ pub(super) enum Step {
     Text(usize, usize),
     /// The byte closes the object.
     Complete,
-    /// With this byte the text is not the beginning of a JSON object.
+    /// The text is not the beginning of a JSON object.
     Broken,
 }
 
@@ -32,9 +34,8 @@ enum Expect {
     ValueOrEnd,
     CommaOrEnd,
     Text(InText),
-    Number(InNumber),
-    /// Remaining bytes of `true`, `false` or `null`.
-    Word(&'static [u8]),
+    /// A number, `true`, `false` or `null`, which is validated at its end.
+    Scalar,
     Nothing,
 }
 
@@ -44,18 +45,6 @@ enum InText {
     Escape,
     /// Number of hexadecimal digits still to come.
     Unicode(u8),
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum InNumber {
-    Minus,
-    Zero,
-    Whole,
-    Point,
-    Fraction,
-    Exponent,
-    ExponentSign,
-    ExponentDigits,
 }
 
 /// Parser of one object. After `Complete` or `Broken` every byte is `Broken`.
@@ -68,11 +57,19 @@ pub(super) struct JsonObject {
     at: usize,
     text_start: usize,
     text_is_key: bool,
+    scalar: Vec<u8>,
 }
 
 impl JsonObject {
     pub fn new() -> Self {
-        Self { open: Vec::new(), expect: Expect::Open, at: 0, text_start: 0, text_is_key: false }
+        Self {
+            open: Vec::new(),
+            expect: Expect::Open,
+            at: 0,
+            text_start: 0,
+            text_is_key: false,
+            scalar: Vec::new(),
+        }
     }
 
     pub fn feed(&mut self, byte: u8) -> Step {
@@ -87,23 +84,16 @@ impl JsonObject {
     fn step(&mut self, byte: u8) -> Step {
         match self.expect {
             Expect::Text(state) => return self.in_text(state, byte),
-            Expect::Number(state) => {
-                if let Some(next) = number(state, byte) {
-                    self.expect = Expect::Number(next);
-                    return Step::More;
-                }
-                if !is_whole(state) {
-                    return Step::Broken;
-                }
-                // The byte after a number does not belong to it.
-                self.expect = Expect::CommaOrEnd;
-            }
-            Expect::Word([next, rest @ ..]) => {
-                if byte != *next {
-                    return Step::Broken;
-                }
-                self.expect = if rest.is_empty() { Expect::CommaOrEnd } else { Expect::Word(rest) };
+            Expect::Scalar if byte.is_ascii_alphanumeric() || b"+-.".contains(&byte) => {
+                self.scalar.push(byte);
                 return Step::More;
+            }
+            Expect::Scalar => {
+                if serde_json::from_slice::<IgnoredAny>(&self.scalar).is_err() {
+                    return Step::Broken;
+                }
+                // The byte after a scalar does not belong to it.
+                self.expect = Expect::CommaOrEnd;
             }
             _ => {}
         }
@@ -158,12 +148,10 @@ impl JsonObject {
             b'"' => self.begin_text(false),
             b'{' => self.begin(true),
             b'[' => self.begin(false),
-            b't' => self.go_on(Expect::Word(b"rue")),
-            b'f' => self.go_on(Expect::Word(b"alse")),
-            b'n' => self.go_on(Expect::Word(b"ull")),
-            b'-' => self.go_on(Expect::Number(InNumber::Minus)),
-            b'0' => self.go_on(Expect::Number(InNumber::Zero)),
-            b'1'..=b'9' => self.go_on(Expect::Number(InNumber::Whole)),
+            b't' | b'f' | b'n' | b'-' | b'0'..=b'9' => {
+                self.scalar = vec![byte];
+                self.go_on(Expect::Scalar)
+            }
             _ => Step::Broken,
         }
     }
@@ -194,26 +182,6 @@ impl JsonObject {
             (false, _) => Step::More,
         }
     }
-}
-
-/// Returns the state after one more byte of a number; `None` when the byte does not belong to it.
-fn number(state: InNumber, byte: u8) -> Option<InNumber> {
-    use InNumber::{Exponent, ExponentDigits, ExponentSign, Fraction, Minus, Point, Whole, Zero};
-    Some(match (state, byte) {
-        (Minus, b'0') => Zero,
-        (Minus, b'1'..=b'9') | (Whole, b'0'..=b'9') => Whole,
-        (Zero | Whole, b'.') => Point,
-        (Point | Fraction, b'0'..=b'9') => Fraction,
-        (Zero | Whole | Fraction, b'e' | b'E') => Exponent,
-        (Exponent, b'+' | b'-') => ExponentSign,
-        (Exponent | ExponentSign | ExponentDigits, b'0'..=b'9') => ExponentDigits,
-        _ => return None,
-    })
-}
-
-fn is_whole(state: InNumber) -> bool {
-    use InNumber::{ExponentDigits, Fraction, Whole, Zero};
-    matches!(state, Zero | Whole | Fraction | ExponentDigits)
 }
 
 #[cfg(test)]

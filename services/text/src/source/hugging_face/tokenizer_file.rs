@@ -11,7 +11,7 @@ use crate::{
     error::LoadError,
     source::{
         decoder::{self, decoding_of},
-        frame::{self, FrameError, PromptFrame},
+        frame::PromptFrame,
         packed_json::{PackedMerges, PackedVocabulary},
     },
     tokenizer::{TokenizerParts, WordModelParts},
@@ -83,13 +83,7 @@ pub fn parts_of(file: TokenizerFile, path: &Path) -> Result<TokenizerParts, Load
         .map_err(|error| invalid("normalizer", error.to_string()))?;
     let pre_tokenizer: Option<PreTokenizerWrapper> = serde_json::from_value(file.pre_tokenizer)
         .map_err(|error| invalid("pre_tokenizer", error.to_string()))?;
-    let frame =
-        PromptFrame::of_post_processor(&file.post_processor).map_err(|error| match error {
-            FrameError::UnsupportedType(found) => {
-                unsupported("post_processor.type", found, frame::SUPPORTED_TYPES)
-            }
-            FrameError::Malformed(problem) => invalid("post_processor", problem),
-        })?;
+    let frame = PromptFrame::of_post_processor(&file.post_processor, path)?;
     let decoding = decoding_of(&file.decoder)
         .map_err(|found| unsupported("decoder", found, decoder::SUPPORTED))?;
 
