@@ -6,7 +6,10 @@ use std::path::PathBuf;
 use anyhow::{Result, ensure};
 use baton::bench::engine::{self, EngineArgs, EngineVariant};
 use clap::{ArgAction::Set, Args};
-use kernels::{cpu::Isa, cuda::AttentionKind};
+use kernels::{
+    cpu::Isa,
+    cuda::{AttentionKind, CudaOptions},
+};
 
 #[derive(Args)]
 pub struct EngineVariantArgs {
@@ -84,11 +87,14 @@ impl EngineVariantArgs {
         let mut args = self.engine;
         args.variant = EngineVariant {
             isa: self.isa,
-            attention: self.attention,
-            graphs: self.graphs,
-            fused: self.fused,
-            dependent_launch: self.dependent_launch,
-            reserved_sms: self.reserved_sms,
+            cuda: CudaOptions {
+                attention: self.attention,
+                graphs: self.graphs,
+                fused: self.fused,
+                dependent_launch: self.dependent_launch,
+                reserved_sms: self.reserved_sms,
+                ..EngineVariant::default().cuda
+            },
             poll: self.poll,
             tune_s: self.tune,
             tune_dir: self.tune_dir,
@@ -124,7 +130,9 @@ mod tests {
     #[test]
     fn flags_change_one_part_of_the_engine() {
         let variant = variant(&["--graphs", "off", "--depth", "1"]).unwrap();
-        let expected = EngineVariant { graphs: false, depth: 1, ..EngineVariant::default() };
+        let default = EngineVariant::default();
+        let cuda = CudaOptions { graphs: false, ..default.cuda };
+        let expected = EngineVariant { cuda, depth: 1, ..default };
         assert_eq!(variant, expected);
     }
 

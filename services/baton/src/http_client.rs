@@ -43,7 +43,14 @@ impl HttpClient {
         body: &Value,
         mut on_event: impl FnMut(&str) -> Result<()>,
     ) -> Result<()> {
-        let response = self.post_json(url, headers, body).await?;
+        let uri: Uri = url.parse().with_context(|| format!("invalid URL {url:?}"))?;
+        let mut request = Request::post(uri).header("content-type", "application/json");
+        for (name, value) in headers {
+            request = request.header(*name, *value);
+        }
+        let request = request.body(Full::from(serde_json::to_vec(body)?))?;
+        let response = self.inner.request(request).await;
+        let response = response.map_err(|error| anyhow!("{url}: {}", chain(&error)))?;
         let status = response.status();
         if !status.is_success() {
             let body = whole_body(response).await.unwrap_or_default();
@@ -59,21 +66,6 @@ impl HttpClient {
             events.drain(..).try_for_each(|event| on_event(&event))?;
         }
         Ok(())
-    }
-
-    async fn post_json(
-        &self,
-        url: &str,
-        headers: &[(&str, &str)],
-        body: &Value,
-    ) -> Result<Response<Incoming>> {
-        let uri: Uri = url.parse().with_context(|| format!("invalid URL {url:?}"))?;
-        let mut request = Request::post(uri).header("content-type", "application/json");
-        for (name, value) in headers {
-            request = request.header(*name, *value);
-        }
-        let request = request.body(Full::from(serde_json::to_vec(body)?))?;
-        self.inner.request(request).await.map_err(|error| anyhow!("{url}: {}", chain(&error)))
     }
 
     /// Returns status and whole body, within [`GET_WITHIN`].

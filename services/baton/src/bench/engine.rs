@@ -30,7 +30,7 @@ use indicatif::{ProgressBar, ProgressStyle};
 use kernels::{
     BLOCK_TOKENS, KvArena, WeightFormat,
     cpu::{CpuBackend, CpuOptions, Isa},
-    cuda::{AttentionKind, CudaBackend, CudaOptions, DeviceKv},
+    cuda::{CudaBackend, CudaOptions, DeviceKv},
     sampling::Sampling,
 };
 use model::{Checkpoint, LoadFormat, LoadProgress, ModelConfig};
@@ -113,11 +113,8 @@ pub struct EngineArgs {
 #[derive(Clone, Debug, PartialEq)]
 pub struct EngineVariant {
     pub isa: Isa,
-    pub attention: AttentionKind,
-    pub graphs: bool,
-    pub fused: bool,
-    pub dependent_launch: bool,
-    pub reserved_sms: u32,
+    /// `--dtype` sets the weights' format.
+    pub cuda: CudaOptions,
     /// The scheduling thread polls while a GPU step runs.
     pub poll: bool,
     /// Seconds to search for the fastest cuBLASLt algorithms.
@@ -132,14 +129,9 @@ pub struct EngineVariant {
 
 impl Default for EngineVariant {
     fn default() -> Self {
-        let node = CudaOptions::new(WeightFormat::Bf16);
         Self {
             isa: Isa::Auto,
-            attention: node.attention,
-            graphs: node.graphs,
-            fused: node.fused,
-            dependent_launch: node.dependent_launch,
-            reserved_sms: node.reserved_sms,
+            cuda: CudaOptions::new(WeightFormat::Bf16),
             poll: true,
             tune_s: 2,
             tune_dir: None,
@@ -269,7 +261,7 @@ impl Bench {
         let config = checkpoint.config();
         let limits = limits(args, config)?;
         let weight_bytes = args.dtype.bytes(config.forward_parameter_count());
-        let Started { executor, isa, read_stream, peak_gb_per_s, parts, tuned } =
+        let LoadedExecutor { executor, isa, read_stream, peak_gb_per_s, parts, tuned } =
             match args.device.as_str() {
                 "cuda" if args.tp > 1 => ranks::start(args, &checkpoint)?,
                 "cuda" => on_gpu(args, &checkpoint, limits)?,
@@ -386,20 +378,8 @@ fn limits(args: &EngineArgs, config: &ModelConfig) -> Result<ExecutorLimits> {
     })
 }
 
-fn options(args: &EngineArgs) -> CudaOptions {
-    let variant = &args.variant;
-    CudaOptions {
-        attention: variant.attention,
-        fused: variant.fused,
-        graphs: variant.graphs,
-        dependent_launch: variant.dependent_launch,
-        reserved_sms: variant.reserved_sms,
-        ..CudaOptions::new(args.dtype)
-    }
-}
-
 /// An executor whose model is loaded.
-struct Started {
+struct LoadedExecutor {
     executor: Box<dyn Executor>,
     /// Instruction set, or name of the GPU.
     isa: String,
@@ -428,7 +408,7 @@ fn on_cpu(
     threads: usize,
     weight_bytes: u64,
     limits: ExecutorLimits,
-) -> Result<Started> {
+) -> Result<LoadedExecutor> {
     let backend =
         CpuBackend::new(CpuOptions { weights: args.dtype, threads, isa: args.variant.isa })?;
     let isa = backend.isa_name().to_owned();
@@ -441,17 +421,25 @@ fn on_cpu(
     bar.finish_and_clear();
     let parts = vec![StartPart::new("weights", started.elapsed())];
     let (executor, read_stream) = (Box::new(executor), Some(read_stream));
-    Ok(Started { executor, isa, read_stream, peak_gb_per_s: None, parts, tuned: Vec::new() })
+    Ok(LoadedExecutor { executor, isa, read_stream, peak_gb_per_s: None, parts, tuned: Vec::new() })
 }
 
-fn on_gpu(args: &EngineArgs, checkpoint: &Checkpoint, limits: ExecutorLimits) -> Result<Started> {
-    let kernels = args.kernels.path();
+fn open_gpu(args: &EngineArgs, gpu: Option<&str>) -> Result<CudaBackend> {
+    let options = CudaOptions { weights: args.dtype, ..args.variant.cuda };
+    Ok(CudaBackend::open(gpu, args.kernels.path().as_deref(), options)?)
+}
+
+fn on_gpu(
+    args: &EngineArgs,
+    checkpoint: &Checkpoint,
+    limits: ExecutorLimits,
+) -> Result<LoadedExecutor> {
     let mut since = Instant::now();
     let mut lap = |what| {
         let begun = std::mem::replace(&mut since, Instant::now());
         StartPart::new(what, since - begun)
     };
-    let backend = CudaBackend::open(args.gpu.as_deref(), kernels.as_deref(), options(args))?;
+    let backend = open_gpu(args, args.gpu.as_deref())?;
     let mut parts = vec![lap("gpu")];
     let peak_gb_per_s = match args.variant.peak_gb_per_s {
         Some(peak) => Some(peak),
@@ -477,7 +465,7 @@ fn on_gpu(args: &EngineArgs, checkpoint: &Checkpoint, limits: ExecutorLimits) ->
     parts.push(lap("executor"));
     let isa = context.device().name.clone();
     let executor = Box::new(executor);
-    Ok(Started { executor, isa, read_stream: None, peak_gb_per_s, parts, tuned })
+    Ok(LoadedExecutor { executor, isa, read_stream: None, peak_gb_per_s, parts, tuned })
 }
 
 /// Returns a sequence with a random prompt and an answer of exactly `max_tokens` tokens.

@@ -5,27 +5,13 @@ use serde::Serialize;
 
 use super::stats::{Percentiles, median};
 
-/// Percentiles over the steps of all runs.
-#[derive(Clone, Copy, Debug, Serialize)]
-pub struct MedianAndP99 {
-    pub p50: f64,
-    pub p99: f64,
-}
-
-impl MedianAndP99 {
-    fn of(samples: Vec<f64>) -> Self {
-        let Percentiles { p50, p99, .. } = Percentiles::of(samples);
-        Self { p50, p99 }
-    }
-}
-
-/// Time of the engine thread for a step in µs, without waiting for the device.
+/// Time of the engine thread for a step in µs, without waiting for the device, over the steps of all runs.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct HostTimes {
-    pub plan: MedianAndP99,
-    pub launch: MedianAndP99,
-    pub collect: MedianAndP99,
-    pub all: MedianAndP99,
+    pub plan: Percentiles,
+    pub launch: Percentiles,
+    pub collect: Percentiles,
+    pub all: Percentiles,
 }
 
 /// Launch modes of steps, and padding rows.
@@ -43,7 +29,7 @@ pub struct DecodeStats {
     pub step_ms_all: Vec<f64>,
     pub step_ms_median: f64,
     pub host_us: HostTimes,
-    pub device_busy_us: MedianAndP99,
+    pub device_busy_us: Percentiles,
     /// Fraction of time between steps, from the end of the step with the last first token to the end of
     /// the last step. Median of the runs.
     pub device_idle_share: Option<f64>,
@@ -89,7 +75,7 @@ impl DecodeStats {
     pub fn of(runs: &[Decoding], floor_ms: Option<f64>) -> Self {
         let steps = || runs.iter().flat_map(|run| &run.steps[run.steps.len().min(1)..]);
         let spread =
-            |value: &dyn Fn(&StepRecord) -> f64| MedianAndP99::of(steps().map(value).collect());
+            |value: &dyn Fn(&StepRecord) -> f64| Percentiles::of(steps().map(value).collect());
         let plan = |step: &StepRecord| step.plan.duration().as_secs_f64() * 1e6;
         let launch = |step: &StepRecord| step.launch.duration().as_secs_f64() * 1e6;
         let collect = |step: &StepRecord| step.collect.duration().as_secs_f64() * 1e6;

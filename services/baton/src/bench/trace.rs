@@ -1,12 +1,14 @@
 //! Trace of steps for Perfetto and chrome://tracing: work of the engine thread and of the device.
 
-use std::{io::Write, time::Instant};
+use std::{
+    io::Write,
+    time::{Duration, Instant},
+};
 
 use engine::{
     StepKind, StepRecord,
     plan::{Dispatch, Span},
 };
-use serde::Serialize;
 use serde_json::{Value, json};
 
 /// Tracks from top to bottom.
@@ -16,20 +18,6 @@ const TRACKS: [&str; 5] = ["measurement", "plan", "launch", "collect", "device"]
 #[derive(Debug, Default)]
 pub struct Trace {
     runs: Vec<(String, Vec<StepRecord>)>,
-}
-
-/// Event with a duration (`X`) or a name (`M`) in the Trace Event Format; times in µs.
-#[derive(Serialize)]
-struct Event<'a> {
-    name: &'a str,
-    ph: &'static str,
-    pid: u32,
-    tid: usize,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    ts: Option<f64>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    dur: Option<f64>,
-    args: Value,
 }
 
 impl Trace {
@@ -43,7 +31,7 @@ impl Trace {
         let mut events = Vec::new();
         for (tid, name) in TRACKS.iter().enumerate() {
             let named =
-                |name, args| Event { name, ph: "M", pid: 1, tid, ts: None, dur: None, args };
+                |key, args| json!({"name": key, "ph": "M", "pid": 1, "tid": tid, "args": args});
             events.push(named("thread_name", json!({ "name": name })));
             events.push(named("thread_sort_index", json!({ "sort_index": tid })));
         }
@@ -57,20 +45,15 @@ impl Trace {
     }
 }
 
-fn add_run<'a>(
-    events: &mut Vec<Event<'a>>,
-    origin: Instant,
-    run: &'a str,
-    steps: &'a [StepRecord],
-) {
-    let event = |name, track, span: Span, args| Event {
-        name,
-        ph: "X",
-        pid: 1,
-        tid: TRACKS.iter().position(|other| *other == track).expect("the track is in the list"),
-        ts: Some(span.begin.saturating_duration_since(origin).as_secs_f64() * 1e6),
-        dur: Some(span.duration().as_secs_f64() * 1e6),
-        args,
+/// Adds events with a duration (`X`) in the Trace Event Format; times in µs.
+fn add_run(events: &mut Vec<Value>, origin: Instant, run: &str, steps: &[StepRecord]) {
+    let micros = |time: Duration| time.as_secs_f64() * 1e6;
+    let event = |name: &str, track, span: Span, args| {
+        let tid =
+            TRACKS.iter().position(|other| *other == track).expect("the track is in the list");
+        let (ts, dur) =
+            (micros(span.begin.saturating_duration_since(origin)), micros(span.duration()));
+        json!({"name": name, "ph": "X", "pid": 1, "tid": tid, "ts": ts, "dur": dur, "args": args})
     };
     let [first, ..] = steps else { return };
     let end = steps.iter().map(|step| step.collect.end).max().expect("there is a step");

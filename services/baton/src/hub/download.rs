@@ -23,7 +23,7 @@ use hf_hub::{
 };
 use indicatif::ProgressBar;
 
-use super::{Watched, select};
+use super::{HubSettings, Watched, select};
 use crate::model_store;
 
 /// Number of attempts. Each attempt resumes the interrupted download.
@@ -47,14 +47,14 @@ impl Download {
     pub fn new(
         cache: &Path,
         model: HubModel,
-        endpoint: Option<String>,
-        token: Option<String>,
+        settings: &HubSettings,
         watched: Watched,
     ) -> Result<Self> {
         let cache = Cache::new(cache.to_owned());
-        let token = token.or_else(|| cache.token());
+        let endpoint = settings.endpoint.clone();
+        let token = settings.token.clone().or_else(|| cache.token());
         let has_token = token.is_some();
-        // hf-hub's own retries append at the wrong offset; `tried` retries instead.
+        // hf-hub's own retries append at the wrong offset; `retried` retries instead.
         let mut builder =
             ApiBuilder::from_cache(cache.clone()).with_progress(false).with_token(token);
         if let Some(endpoint) = &endpoint {
@@ -65,8 +65,8 @@ impl Download {
     }
 
     pub fn run(&self, parts: Parts) -> Result<()> {
-        let asked = self.repo(&self.model.revision);
-        let info = self.tried(|| self.api.repo(asked.clone()).info())?;
+        let requested = self.repo(&self.model.revision);
+        let info = self.retried(|| self.api.repo(requested.clone()).info())?;
         ensure!(
             is_digits(&info.sha),
             "invalid commit {:?} from the hub; expected hex digits",
@@ -91,7 +91,7 @@ impl Download {
         for ((_, file), metadata) in &missing {
             self.fetch(&api, &cached, file, metadata).context(file.clone())?;
         }
-        let point = || self.cache.repo(asked.clone()).create_ref(&info.sha);
+        let point = || self.cache.repo(requested.clone()).create_ref(&info.sha);
         if self.model.revision != info.sha {
             point().with_context(|| format!("cannot write revision {}", self.model.revision))?;
         }
@@ -104,7 +104,7 @@ impl Download {
 
     /// Requests size and tag of a file. The tag becomes a file name, so it must be a valid one.
     fn metadata(&self, api: &ApiRepo, file: &str) -> Result<Metadata> {
-        let metadata = self.tried(|| self.api.metadata(&api.url(file)))?;
+        let metadata = self.retried(|| self.api.metadata(&api.url(file)))?;
         let tag = metadata.etag();
         let plain = tag.strip_prefix("W/").unwrap_or(tag);
         let fits = plain.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"_-".contains(&byte));
@@ -120,7 +120,7 @@ impl Download {
     fn fetch(&self, api: &ApiRepo, cached: &CacheRepo, file: &str, size: &Metadata) -> Result<()> {
         let blob = cached.blob_path(size.etag());
         let base = self.watched.0.position();
-        let path = self.tried(|| {
+        let path = self.retried(|| {
             // Delete a partial file that is complete or too long: a download cannot resume it.
             let part = blob.with_extension(PART_EXTENSION);
             if fs::metadata(&part).is_ok_and(|part| part.len() >= size.size() as u64) {
@@ -139,11 +139,11 @@ impl Download {
     }
 
     /// Retries `act` after transient errors.
-    fn tried<T>(&self, act: impl Fn() -> Result<T, ApiError>) -> Result<T> {
+    fn retried<T>(&self, act: impl Fn() -> Result<T, ApiError>) -> Result<T> {
         let mut wait = WAIT_FIRST;
         for _ in 1..TRIES {
             match act() {
-                Err(error) if is_passing(&error) => {
+                Err(error) if is_transient(&error) => {
                     thread::sleep(wait);
                     wait *= 4;
                 }
@@ -206,7 +206,7 @@ fn status_of(error: &ApiError) -> Option<u16> {
 
 /// Returns whether an error is transient: a broken connection, an overloaded server, or a local I/O error other
 /// than a full or read-only disk.
-fn is_passing(error: &ApiError) -> bool {
+fn is_transient(error: &ApiError) -> bool {
     use std::io::ErrorKind;
     if let Some(status) = status_of(error) {
         return status == 429 || status >= 500;

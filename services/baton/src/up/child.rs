@@ -66,16 +66,16 @@ pub async fn supervise(spec: ChildSpec, stop: CancellationToken, state: watch::S
     let mut backoff = Backoff::default();
     let mut known: Option<Ready> = None;
     loop {
-        let ended = match start(&spec, known.as_ref()) {
-            Ok(running) => running_until_end(&spec, running, &stop, &state, &mut known).await,
+        let exit = match start(&spec, known.as_ref()) {
+            Ok(running) => run_until_exit(&spec, running, &stop, &state, &mut known).await,
             Err(error) => Err(error),
         };
         if stop.is_cancelled() {
             state.send_replace(ChildState::Stopped);
             return;
         }
-        let (reason, served) = match ended {
-            Ok(Ended { status, served }) => (format!("exited with {status}"), served),
+        let (reason, served) = match exit {
+            Ok(Exit { status, served }) => (format!("exited with {status}"), served),
             Err(error) => (format!("{error:#}"), Duration::ZERO),
         };
         if known.is_none() {
@@ -99,13 +99,13 @@ pub async fn supervise(spec: ChildSpec, stop: CancellationToken, state: watch::S
     }
 }
 
-struct Running {
+struct RunningChild {
     child: Child,
     /// Tasks that print the child's lines until its pipes close.
     lines: JoinSet<()>,
 }
 
-fn start(spec: &ChildSpec, known: Option<&Ready>) -> Result<Running> {
+fn start(spec: &ChildSpec, known: Option<&Ready>) -> Result<RunningChild> {
     let _ = std::fs::remove_file(&spec.ready_file);
     let mut command = Command::new(&spec.program);
     command
@@ -127,26 +127,26 @@ fn start(spec: &ChildSpec, known: Option<&Ready>) -> Result<Running> {
     let mut lines = JoinSet::new();
     let (console, name) = (&spec.console, &spec.name);
     let (stdout, stderr) = (child.stdout.take(), child.stderr.take());
-    lines.spawn(pass_on(console.clone(), name.clone(), stdout.expect("stdout is piped")));
-    lines.spawn(pass_on(console.clone(), name.clone(), stderr.expect("stderr is piped")));
-    Ok(Running { child, lines })
+    lines.spawn(print_lines(console.clone(), name.clone(), stdout.expect("stdout is piped")));
+    lines.spawn(print_lines(console.clone(), name.clone(), stderr.expect("stderr is piped")));
+    Ok(RunningChild { child, lines })
 }
 
 /// Exit of a child that was started.
-struct Ended {
+struct Exit {
     status: ExitStatus,
     /// Time from ready to exit.
     served: Duration,
 }
 
 /// Waits for the child's exit and prints all of its log lines.
-async fn running_until_end(
+async fn run_until_exit(
     spec: &ChildSpec,
-    mut running: Running,
+    mut running: RunningChild,
     stop: &CancellationToken,
     state: &watch::Sender<ChildState>,
     known: &mut Option<Ready>,
-) -> Result<Ended> {
+) -> Result<Exit> {
     let deadline = tokio::time::Instant::now() + spec.ready_within;
     let mut ready_at = None;
     let status = loop {
@@ -167,7 +167,7 @@ async fn running_until_end(
     };
     let served = ready_at.map_or(Duration::ZERO, |at| at.elapsed());
     while running.lines.join_next().await.is_some() {}
-    Ok(Ended { status, served })
+    Ok(Exit { status, served })
 }
 
 async fn terminate(child: &mut Child, spec: &ChildSpec) -> Result<ExitStatus> {
@@ -198,7 +198,7 @@ fn read_ready(path: &Path) -> Result<Option<Ready>> {
 }
 
 /// Prints lines on the console, each prefixed with the child's name.
-async fn pass_on(console: Console, name: String, stream: impl AsyncRead + Unpin) {
+async fn print_lines(console: Console, name: String, stream: impl AsyncRead + Unpin) {
     let prefix = super::coloured(&name);
     let mut reader = BufReader::new(stream);
     let mut line = Vec::new();

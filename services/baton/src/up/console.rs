@@ -60,7 +60,7 @@ impl Console {
         match &mut state.held {
             Some(lines) if lines.len() < HELD_LINES_MAX => lines.push(line.to_owned()),
             _ => {
-                state.let_go();
+                state.release();
                 state.write(line.to_owned());
             }
         }
@@ -84,7 +84,7 @@ impl Console {
 }
 
 impl State {
-    fn let_go(&mut self) {
+    fn release(&mut self) {
         for line in self.held.take().unwrap_or_default() {
             self.write(line);
         }
@@ -92,8 +92,8 @@ impl State {
 
     fn write(&mut self, line: String) {
         if self.lost > 0 {
-            let told = format!("baton: {} lines were dropped: the reader was too slow", self.lost);
-            match self.queue.try_send(Item::Line(told)) {
+            let count = format!("baton: {} lines were dropped: the reader was too slow", self.lost);
+            match self.queue.try_send(Item::Line(count)) {
                 Ok(()) => self.lost = 0,
                 Err(_) => return self.lost += 1,
             }
@@ -122,7 +122,7 @@ pub struct Held<'a>(&'a Console);
 
 impl Drop for Held<'_> {
     fn drop(&mut self) {
-        self.0.lock().let_go();
+        self.0.lock().release();
     }
 }
 

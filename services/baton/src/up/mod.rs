@@ -215,7 +215,7 @@ fn find_model(args: &UpArgs, config: &Config) -> Result<FoundModel> {
         (None, Some(path)) => {
             let path = match path {
                 ModelPath::Local(path) => path.clone(),
-                ModelPath::Hub(model) => hub::obtain(model, Parts::All)?,
+                ModelPath::Hub(model) => hub::obtain(model, Parts::All, false)?,
             };
             return Ok(FoundModel { path, envs });
         }

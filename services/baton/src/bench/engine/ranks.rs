@@ -10,12 +10,12 @@ use engine::executor::{
 };
 use kernels::{
     KvArena, Shard,
-    cuda::{CudaBackend, DeviceKv, Driver},
+    cuda::{DeviceKv, Driver},
     shared::{RegionName, SharedRegion, sweep},
 };
 use model::Checkpoint;
 
-use super::{EngineArgs, StartPart, Started, limits, load_bar, options, show};
+use super::{EngineArgs, LoadedExecutor, StartPart, limits, load_bar, open_gpu, show};
 use crate::{bench::tune, model_store};
 
 /// Purpose in the name of the ranks' shared-memory region.
@@ -43,18 +43,14 @@ fn gpus(args: &EngineArgs) -> Result<Vec<String>> {
     Ok(uuids)
 }
 
-fn backend(args: &EngineArgs, gpu: &str) -> Result<CudaBackend> {
-    Ok(CudaBackend::open(Some(gpu), args.kernels.path().as_deref(), options(args))?)
-}
-
 /// Starts the ranks and waits until they have loaded the model.
-pub(super) fn start(args: &EngineArgs, checkpoint: &Checkpoint) -> Result<Started> {
+pub(super) fn start(args: &EngineArgs, checkpoint: &Checkpoint) -> Result<LoadedExecutor> {
     let shard = Shard::new(0, args.tp as usize).context("invalid --tp: too many ranks")?;
     checkpoint.config().check_shard(shard)?;
     let gpus = gpus(args)?;
     let begun = Instant::now();
     let (isa, peak_gb_per_s) = {
-        let backend = backend(args, &gpus[0])?;
+        let backend = open_gpu(args, Some(&gpus[0]))?;
         let peak = args
             .variant
             .peak_gb_per_s
@@ -76,7 +72,7 @@ pub(super) fn start(args: &EngineArgs, checkpoint: &Checkpoint) -> Result<Starte
     group.poll(args.variant.poll);
     let parts = vec![bandwidth, StartPart::new("ranks", begun.elapsed())];
     let executor = Box::new(group);
-    Ok(Started { executor, isa, read_stream: None, peak_gb_per_s, parts, tuned: Vec::new() })
+    Ok(LoadedExecutor { executor, isa, read_stream: None, peak_gb_per_s, parts, tuned: Vec::new() })
 }
 
 /// Runs one rank until the group stops.
@@ -101,7 +97,7 @@ fn load(args: &EngineArgs, spec: &RankSpec, rank: &mut CudaRank) -> Result<CudaE
     let checkpoint = Checkpoint::open(&path, args.load_format)?;
     let limits: ExecutorLimits = limits(args, checkpoint.config())?;
     let gpu = &gpus(args)?[spec.rank as usize];
-    let backend = rank.join(backend(args, gpu)?)?;
+    let backend = rank.join(open_gpu(args, Some(gpu))?)?;
     let context = backend.context().clone();
     let bar = (spec.rank == 0).then(load_bar);
     let mut model = CudaModel::load(&checkpoint, backend, &limits, &mut |progress| {

@@ -6,8 +6,8 @@ use engine::StepRecord;
 use serde::Serialize;
 
 use super::super::{
-    stats::median,
-    steps::{DecodeStats, Decoding, MedianAndP99},
+    stats::{Percentiles, median},
+    steps::{DecodeStats, Decoding},
     tune::TunedRows,
 };
 
@@ -188,7 +188,7 @@ fn print_steps(report: &Report) {
         let Some(decode) = &row.decode else { continue };
         let host = &decode.host_us;
         let [plan, launch, collect, all] = [host.plan, host.launch, host.collect, host.all]
-            .map(|MedianAndP99 { p50, p99 }| format!("{p50:.1}/{p99:.1}"));
+            .map(|Percentiles { p50, p99, .. }| format!("{p50:.1}/{p99:.1}"));
         println!(
             "{:>6} {:>9.3} {plan:>13} {launch:>13} {collect:>13} {all:>13} {:>9.3} {:>7} {:>9} {:>9} {:>8}",
             row.batch,
