@@ -1,11 +1,10 @@
 //! Commands from a node to its transfers, and events back.
 //!
 //! Transfer at the decode node (receiver):
-//! 1. The node gives [`Command::Receive`] with the reserved blocks. The blocks belong to the
-//!    transfer until
-//!    2. [`Event::Arrived`] (all blocks are written and `DONE` matches; the blocks may become
-//!    visible) or
-//!    3. [`Event::ReceiveFailed`] (no write can land any more; the blocks may be freed).
+//! 1. The node gives [`Command::Receive`] with the reserved blocks, which then belong to the
+//!    transfer.
+//! 2. [`Event::Arrived`]: all blocks are written and `DONE` matches, so they may become visible. Or
+//!    [`Event::ReceiveFailed`]: no write can land any more, so the blocks may be freed.
 //!
 //! Transfer at the prefill node (sender):
 //! 1. The node gives [`Command::Expect`] when the router's `Prefill` call arrives. The receiver's

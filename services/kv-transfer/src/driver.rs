@@ -66,7 +66,7 @@ impl<T: Transport, C: ControlLinks> TransferDriver<T, C> {
             Input::Transport(TransportEvent::Data(event)) => self.core.handle_data(now, event),
             Input::Transport(TransportEvent::Closed { peer, connection, reason }) => {
                 if self.transport.is_present(peer, connection) {
-                    self.core.handle_data(now, DataEvent::Closed { peer, reason });
+                    self.core.handle_peer_failed(now, peer, &reason);
                 }
             }
             Input::PeerFailed { peer, reason } => self.core.handle_peer_failed(now, peer, &reason),
@@ -127,7 +127,10 @@ impl<T: Transport, C: ControlLinks> TransferDriver<T, C> {
                     let sent = self.links.send(peer, message);
                     self.fail_peer(now, peer, sent);
                 }
-                Action::CloseData { peer } => self.transport.close(peer),
+                Action::CloseData { peer } => {
+                    self.transport.dismiss(peer);
+                    self.transport.admit(peer);
+                }
                 Action::OpenData { peer, endpoint, transports } => {
                     // The peers agree on transports that this node has offered.
                     let kinds = transports.iter().filter_map(|name| TransferKind::from_offer(name));
@@ -196,7 +199,6 @@ mod tests {
         fn cancel(&mut self, _: Epoch, _: TransferId) -> Released {
             Released::Now
         }
-        fn close(&mut self, _: Epoch) {}
         fn dismiss(&mut self, _: Epoch) {}
         fn is_present(&self, _: Epoch, _: u64) -> bool {
             true
@@ -263,10 +265,8 @@ mod tests {
     fn full_control_queue_fails_the_peer_and_its_transfer() {
         let (mut driver, now) = (driver(), Instant::now());
         driver.handle(now, expect(1));
-        let (mut sink, events) = crossbeam_channel::unbounded();
-        driver.offer_events(&mut sink);
-        let events: Vec<Event> = events.try_iter().collect();
-        let [Event::SendFailed { transfer: TransferId(1), failure }] = &events[..] else {
+        let events: Vec<&Event> = driver.events().collect();
+        let [Event::SendFailed { transfer: TransferId(1), failure }] = events[..] else {
             panic!("{events:?}");
         };
         let TransferFailure::PeerLost { reason, .. } = failure else { panic!("{failure}") };

@@ -6,7 +6,12 @@ use std::{
     sync::{Mutex, Weak},
 };
 
-use crate::{api::Epoch, protocol::Core, threads::locked, transfer_kind::TransferKind};
+use crate::{
+    api::Epoch,
+    protocol::{Core, Counters},
+    threads::locked,
+    transfer_kind::TransferKind,
+};
 
 /// Counters since the start of the process, and gauges.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -17,19 +22,13 @@ pub struct TransferMetrics {
     pub chunks_received: u64,
     pub control_sent: u64,
     pub control_received: u64,
-    /// Retransmitted control messages.
-    pub control_resent: u64,
     /// Rejected control messages, by reason.
     pub control_refused: BTreeMap<&'static str, u64>,
     /// Rejected data connections and frames, by reason.
     pub data_refused: BTreeMap<&'static str, u64>,
     /// Fallbacks to another transport, by the transport that failed.
     pub fallbacks: BTreeMap<&'static str, u64>,
-    /// Finished transfers: complete and failed, as receiver and as sender.
-    pub arrived: u64,
-    pub receive_failed: u64,
-    pub delivered: u64,
-    pub send_failed: u64,
+    pub protocol: Counters,
     /// Transfers whose final event has not been emitted.
     pub transfers_active: usize,
     pub peers: Vec<PeerMetrics>,
@@ -60,8 +59,6 @@ impl MetricsReader {
 pub(crate) struct Metrics {
     /// Locked for one increment or one copy. `control_refused` lacks the protocol's rejections.
     counts: Mutex<TransferMetrics>,
-    /// Control messages that the protocol rejected, by reason.
-    protocol_refused: Mutex<BTreeMap<&'static str, u64>>,
     /// Transport in use with each peer, once a connection is open.
     paths: Mutex<BTreeMap<Epoch, TransferKind>>,
 }
@@ -74,22 +71,17 @@ impl Metrics {
             path: self.path(pair.peer.epoch, pair.transport()).to_owned(),
             transfers_active: pair.transfers.len(),
         });
-        let (peers, counters) = (peers.collect(), core.counters());
+        let (peers, transfers_active) = (peers.collect(), core.active_count());
         self.count(|counts| {
-            counts.control_resent = counters.control_resent;
-            counts.arrived = counters.arrived;
-            counts.receive_failed = counters.receive_failed;
-            counts.delivered = counters.delivered;
-            counts.send_failed = counters.send_failed;
-            counts.transfers_active = core.active_count();
+            counts.protocol.clone_from(core.counters());
+            counts.transfers_active = transfers_active;
             counts.peers = peers;
         });
-        locked(&self.protocol_refused).clone_from(&counters.control_refused);
     }
 
     pub fn read(&self) -> TransferMetrics {
         let mut metrics = locked(&self.counts).clone();
-        for (reason, count) in &*locked(&self.protocol_refused) {
+        for (reason, count) in &metrics.protocol.control_refused {
             *metrics.control_refused.entry(reason).or_default() += count;
         }
         metrics

@@ -37,10 +37,7 @@ pub trait Transport: Send {
     /// Drops the transfer's queued chunks and posted blocks.
     fn cancel(&mut self, peer: Epoch, transfer: TransferId) -> Released;
 
-    /// Closes both connections with `peer`. No event about these connections follows.
-    fn close(&mut self, peer: Epoch);
-
-    /// Closes both connections with `peer` and rejects new ones.
+    /// Closes both connections with `peer` and rejects new ones. No event about them follows.
     fn dismiss(&mut self, peer: Epoch);
 
     /// Returns whether `connection` is still in use. It may have been closed or replaced while its

@@ -35,7 +35,7 @@ pub(crate) fn register(meter: &Meter, transfers: &Transfers) {
         |stats, instrument| {
             instrument.observe(stats.control_sent, &[direction("sent")]);
             instrument.observe(stats.control_received, &[direction("received")]);
-            instrument.observe(stats.control_resent, &[direction("resent")]);
+            instrument.observe(stats.protocol.control_resent, &[direction("resent")]);
         },
     );
     counter(

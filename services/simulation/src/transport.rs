@@ -241,14 +241,10 @@ impl Transport for SimTransport {
         Released::Later
     }
 
-    fn close(&mut self, peer: Epoch) {
-        *self.closings.entry(peer).or_default() += 1;
-        self.outputs.push(Output::CloseData { peer });
-    }
-
     fn dismiss(&mut self, peer: Epoch) {
         self.admitted.remove(&peer);
-        self.close(peer);
+        *self.closings.entry(peer).or_default() += 1;
+        self.outputs.push(Output::CloseData { peer });
     }
 
     fn is_present(&self, peer: Epoch, connection: u64) -> bool {

@@ -58,7 +58,7 @@ impl Keys {
 
     /// Returns the password that a connection must present to the control listener of process `to`
     /// before libzmq accepts a frame from it. The password crosses the network in clear text. It
-    /// only keeps strangers out; the tags authenticate each control.
+    /// only keeps strangers out; the tags authenticate each message.
     pub fn zap_password(&self, to: Epoch) -> String {
         let tag = hmac::sign(&self.zap, &to.to_bytes());
         tag.as_ref().iter().fold(String::with_capacity(2 * TAG_BYTES), |mut hex, byte| {

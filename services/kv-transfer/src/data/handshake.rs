@@ -34,9 +34,7 @@ pub enum HandshakeError {
     Io(#[from] io::Error),
     #[error("handshake failed: the listener is not a Baton data listener")]
     Magic,
-    #[error(
-        "handshake failed: the connection is for epoch {to}; expected the epoch of this process"
-    )]
+    #[error("handshake failed: unknown epoch {to}; expected the epoch of this process")]
     Epoch { to: Epoch },
     #[error("handshake failed: invalid tag; expected the same cluster secret on both nodes")]
     Tag,

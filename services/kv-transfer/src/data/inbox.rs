@@ -59,7 +59,7 @@ impl Peers {
         self.lock().get(&peer).cloned()
     }
 
-    /// Closes and removes the inbox of `peer`.
+    /// Closes and removes the inbox of `peer`. The threads of an old connection keep the old inbox.
     pub fn dismiss(&self, peer: Epoch) {
         if let Some(inbox) = self.lock().remove(&peer) {
             inbox.close();

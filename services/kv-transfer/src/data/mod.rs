@@ -238,12 +238,6 @@ impl Transport for DataConnections {
         }
     }
 
-    fn close(&mut self, peer: Epoch) {
-        self.dismiss(peer);
-        // Later posts go to a new inbox. The threads of the old connection keep the old one.
-        self.admit(peer);
-    }
-
     fn dismiss(&mut self, peer: Epoch) {
         self.close_outbound(peer);
         self.shared.metrics.forget(peer);

@@ -10,8 +10,7 @@
 use std::time::Instant;
 
 use super::{
-    Action, Turn,
-    retry::Retry,
+    Action, Retry, Turn,
     tombstone::Tombstone,
     transfer::{Phase, Transfer},
 };

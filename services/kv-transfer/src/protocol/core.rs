@@ -102,14 +102,10 @@ impl Core {
                 }
             }
             Command::Written { transfer, first_block, blocks } => {
-                self.with_transfer(transfer, |outgoing, turn| {
-                    outgoing.written(turn, first_block, blocks);
-                });
+                self.with_transfer(transfer, |side, turn| side.written(turn, first_block, blocks));
             }
             Command::Finish { transfer, first_index, token } => {
-                self.with_transfer(transfer, |outgoing, turn| {
-                    outgoing.finish(turn, first_index, token);
-                });
+                self.with_transfer(transfer, |side, turn| side.finish(turn, first_index, token));
             }
             Command::Connect { peer, sends, guard: _ } => self.connect(&peer, sends),
             Command::Abort { transfer, reason } => self.abort(transfer, reason),
@@ -144,7 +140,7 @@ impl Core {
     pub fn handle_control(&mut self, now: Instant, from: &Peer, message: ControlMessage) {
         self.turn.now = now;
         let ControlMessage { traceparent, body } = message;
-        if !body.is_handshake() && !self.is_heard(from, &body) {
+        if !body.is_handshake() && !self.accepts(from, &body) {
             return self.turn.refuse("pair_not_up");
         }
         match body {
@@ -157,20 +153,18 @@ impl Core {
             }
             Body::Reserve(reserve) => self.on_reserve(from, reserve, traceparent),
             Body::Chunk(chunk) => {
-                self.with_incoming(from, chunk.transfer, &traceparent, |incoming, turn| {
-                    incoming.on_chunk(turn, &chunk);
+                self.with_incoming(from, chunk.transfer, &traceparent, |side, turn| {
+                    side.on_chunk(turn, &chunk)
                 });
             }
             Body::ClearToSend { transfer, chunk } => {
                 if self.may_act(from, transfer, Some(Side::Sender)) {
-                    self.with_transfer(transfer, |outgoing, turn| {
-                        outgoing.on_clear_to_send(turn, chunk);
-                    });
+                    self.with_transfer(transfer, |side, turn| side.on_clear_to_send(turn, chunk));
                 }
             }
             Body::Done(done) => {
-                self.with_incoming(from, done.transfer, &traceparent, |incoming, turn| {
-                    incoming.on_done(turn, done);
+                self.with_incoming(from, done.transfer, &traceparent, |side, turn| {
+                    side.on_done(turn, done)
                 });
             }
             Body::Ack { transfer } => {
@@ -194,14 +188,10 @@ impl Core {
         self.turn.now = now;
         match event {
             DataEvent::Sent { transfer, chunk, integrity } => {
-                self.with_transfer(transfer, |outgoing, turn| {
-                    outgoing.on_sent(turn, chunk, integrity);
-                });
+                self.with_transfer(transfer, |side, turn| side.on_sent(turn, chunk, integrity));
             }
             DataEvent::Received { transfer, chunk, integrity } => {
-                self.with_transfer(transfer, |incoming, turn| {
-                    incoming.on_received(turn, chunk, integrity);
-                });
+                self.with_transfer(transfer, |side, turn| side.on_received(turn, chunk, integrity));
             }
             DataEvent::Released { transfer } => {
                 self.with_transfer(transfer, Transfer::on_released);
@@ -209,7 +199,6 @@ impl Core {
             DataEvent::Failed { transfer, reason } => {
                 self.with_transfer(transfer, |side, turn| side.on_data_failed(turn, reason));
             }
-            DataEvent::Closed { peer, reason } => self.lose_pair(peer, &reason),
         }
     }
 
@@ -313,10 +302,10 @@ impl Core {
         }
     }
 
-    /// Returns whether a control message about transfers counts. A peer without a completed
+    /// Returns whether to handle a control message about transfers. A peer without a completed
     /// handshake may have another model; it retransmits. A peer that has lost the pair may still
     /// abort its transfers.
-    fn is_heard(&mut self, from: &Peer, body: &Body) -> bool {
+    fn accepts(&mut self, from: &Peer, body: &Body) -> bool {
         match self.pairs.get_mut(&from.epoch) {
             Some(pair) if pair.is_up() => {
                 pair.heard(self.turn.now);

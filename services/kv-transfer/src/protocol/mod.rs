@@ -29,14 +29,13 @@ mod core;
 mod identity;
 mod pair;
 mod receiver;
-mod retry;
 mod sender;
 mod tombstone;
 mod transfer;
 
 use std::{
     collections::{BTreeMap, VecDeque},
-    time::Instant,
+    time::{Duration, Instant},
 };
 
 use kernels::BlockId;
@@ -47,6 +46,11 @@ use crate::{
     config::TransferLimits,
     control::{AbortCause, Body, ControlMessage},
 };
+
+/// Far longer than a round trip within a cluster, so that slow answers cause no retransmission.
+const RETRY_FIRST: Duration = Duration::from_millis(100);
+/// At least four retransmissions within a lease.
+const RETRY_MAX: Duration = Duration::from_millis(500);
 
 /// Action for the driver. Actions are executed in order.
 #[derive(Clone, Debug, PartialEq)]
@@ -85,8 +89,6 @@ pub enum DataEvent {
     Released { transfer: TransferId },
     /// A chunk of the transfer cannot be sent or received.
     Failed { transfer: TransferId, reason: String },
-    /// A data connection to or from the peer could not be opened or has closed.
-    Closed { peer: Epoch, reason: String },
 }
 
 /// The process that runs this core.
@@ -106,11 +108,14 @@ pub struct Local {
     pub limits: TransferLimits,
 }
 
-/// Counters since the core was created.
+/// Counters of the protocol since the start of the process.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Counters {
+    /// Retransmitted control messages.
     pub control_resent: u64,
+    /// Rejected control messages, by reason.
     pub control_refused: BTreeMap<&'static str, u64>,
+    /// Finished transfers: complete and failed, as receiver and as sender.
     pub arrived: u64,
     pub receive_failed: u64,
     pub delivered: u64,
@@ -141,7 +146,7 @@ impl Peer {
     }
 }
 
-/// What pairs and transfers need to handle an event: its time, the local node, and the outputs.
+/// Context of the event in progress: its time, the local node, and the outputs.
 pub struct Turn {
     /// Time of the event.
     pub now: Instant,
@@ -179,5 +184,29 @@ impl Turn {
 
     fn refuse(&mut self, reason: &'static str) {
         *self.counters.control_refused.entry(reason).or_default() += 1;
+    }
+}
+
+/// Retransmission timer with exponential back-off up to a maximum.
+#[derive(Clone, Copy, Debug)]
+pub struct Retry {
+    /// Time of the next retransmission.
+    pub at: Instant,
+    pause: Duration,
+}
+
+impl Retry {
+    pub fn start(now: Instant) -> Self {
+        Self { at: now + RETRY_FIRST, pause: RETRY_FIRST }
+    }
+
+    /// Returns whether to retransmit now, and then sets the next time.
+    pub fn is_due(&mut self, now: Instant) -> bool {
+        if now < self.at {
+            return false;
+        }
+        self.pause = (self.pause * 2).min(RETRY_MAX);
+        self.at = now + self.pause;
+        true
     }
 }

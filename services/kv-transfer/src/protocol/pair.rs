@@ -11,7 +11,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use super::{Action, Local, Turn, identity, retry::Retry};
+use super::{Action, Local, Retry, Turn, identity};
 use crate::{
     api::{Epoch, Identity, Peer, PeerAddress, TransferId},
     config::{HEARTBEAT, LEASE},

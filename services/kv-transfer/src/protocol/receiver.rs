@@ -10,10 +10,9 @@
 use std::{collections::BTreeMap, time::Instant};
 
 use super::{
-    Action, Turn,
+    Action, Retry, Turn,
     abort::Tell,
     identity::weights_difference,
-    retry::Retry,
     transfer::{Phase, Transfer},
 };
 use crate::{

@@ -15,12 +15,11 @@ use std::time::{Duration, Instant};
 use kernels::{BlockId, sampling::SampledToken};
 
 use super::{
-    Action, Turn,
+    Action, Retry, Turn,
     abort::Tell,
     chunks::Chunks,
     core::RESERVED_BLOCKS_MAX,
     identity::weights_difference,
-    retry::Retry,
     transfer::{Phase, Transfer},
 };
 use crate::{

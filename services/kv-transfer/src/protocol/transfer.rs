@@ -4,10 +4,9 @@
 use std::time::{Duration, Instant};
 
 use super::{
-    Turn,
+    Retry, Turn,
     abort::{Aborting, Tell},
     receiver::Receiving,
-    retry::Retry,
     sender::Sending,
     tombstone::Tombstone,
 };

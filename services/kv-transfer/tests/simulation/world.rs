@@ -291,8 +291,7 @@ impl World {
             Step::Closed { peer, closings } => {
                 if node.closings.get(&peer).copied().unwrap_or(0) == closings {
                     let (peer, reason) = (self.nodes[peer].epoch, "connection closed".to_owned());
-                    let event = DataEvent::Closed { peer, reason };
-                    self.nodes[index].core.handle_data(now, event);
+                    self.nodes[index].core.handle_peer_failed(now, peer, &reason);
                 }
             }
             Step::Opened { peer } => {

@@ -56,9 +56,9 @@ pub fn blocks_arrive_unchanged_in_several_chunks() {
         node.transfers.shutdown().unwrap();
     }
     let metrics = prefill.transfers.metrics();
-    assert_eq!((metrics.delivered, metrics.bytes_sent, metrics.chunks_sent), (1, bytes, 5));
+    assert_eq!((metrics.protocol.delivered, metrics.bytes_sent, metrics.chunks_sent), (1, bytes, 5));
     let metrics = decode.transfers.metrics();
-    assert_eq!((metrics.arrived, metrics.bytes_received), (1, bytes));
+    assert_eq!((metrics.protocol.arrived, metrics.bytes_received), (1, bytes));
 }
 
 pub fn tcp_copies_device_blocks_through_host_memory() {
@@ -373,7 +373,7 @@ pub fn metrics_are_readable_while_the_driver_is_blocked() {
         control_endpoint: "nowhere".to_owned(),
     };
     let reader = transfers.metrics_reader();
-    assert_eq!(reader.read().unwrap().send_failed, 0);
+    assert_eq!(reader.read().unwrap().protocol.send_failed, 0);
     let expect = Command::Expect {
         transfer: TransferId(fresh()),
         peer,
@@ -385,11 +385,11 @@ pub fn metrics_are_readable_while_the_driver_is_blocked() {
     in_sink.recv_timeout(WAIT_TIMEOUT).expect("the transfer fails");
     // The driver is blocked in the sink with the event, and the event is already counted.
     let stats = reader.read().expect("the transfers exist");
-    assert_eq!((stats.send_failed, stats.transfers_active), (1, 0));
+    assert_eq!((stats.protocol.send_failed, stats.transfers_active), (1, 0));
     assert_eq!(transfers.metrics(), stats);
     drop(release);
     transfers.shutdown().unwrap();
-    assert_eq!(reader.read().map(|stats| stats.send_failed), Some(1), "the last values are kept");
+    assert_eq!(reader.read().map(|stats| stats.protocol.send_failed), Some(1), "the last values are kept");
     drop(transfers);
     assert_eq!(reader.read(), None);
 }

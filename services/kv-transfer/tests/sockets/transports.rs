@@ -106,7 +106,7 @@ pub fn every_transport_preserves_contiguous_and_scattered_blocks() {
             node.assert_free();
             let metrics = node.transfers.metrics();
             assert_eq!((path(node).as_str(), metrics.fallbacks.len()), (kind, 0));
-            assert_eq!((metrics.arrived, metrics.delivered), (4, 4));
+            assert_eq!((metrics.protocol.arrived, metrics.protocol.delivered), (4, 4));
             assert_eq!(metrics.bytes_sent, metrics.bytes_received);
         }
         for node in [one, other] {

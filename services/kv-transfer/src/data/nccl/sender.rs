@@ -110,8 +110,8 @@ pub(in crate::data) fn send_chunks(
 /// would discard the message.
 fn send_refused(stream: &mut TcpStream, answers: &mut Messages, reason: &str) {
     let deadline = Instant::now() + LEASE;
-    let told = Message::Refused { reason: reason.to_owned() }.write(stream);
-    if told.and_then(|()| stream.shutdown(Shutdown::Write)).is_ok() {
+    let sent = Message::Refused { reason: reason.to_owned() }.write(stream);
+    if sent.and_then(|()| stream.shutdown(Shutdown::Write)).is_ok() {
         while let Ok(Polled::Message(_) | Polled::Nothing) = answers.poll() {
             if Instant::now() >= deadline {
                 break;

@@ -1,7 +1,7 @@
 //! Reads frames into the blocks posted for them.
 
 use std::{
-    io::{self, IoSliceMut, Read},
+    io::{self, Read},
     net::TcpStream,
     time::{Duration, Instant},
 };
@@ -24,9 +24,8 @@ use crate::{config::LEASE, transport::ChunkId};
 /// Largest unwanted frame that is skipped; a larger one closes the connection.
 const DRAIN_BYTES_MAX: u64 = 256 << 20;
 
-/// Bytes read and hashed at a time.
+/// Most bytes read and hashed at a time.
 const PIECE_BYTES: usize = 256 << 10;
-const PIECE_SLICES: usize = 16;
 
 /// Time-out of one read on an idle connection.
 const IDLE_POLL: Duration = Duration::from_secs(1);
@@ -114,32 +113,25 @@ fn read_payload(
         false => staged.iter_mut().map(Vec::as_mut_slice).collect(),
     };
     let mut hash = Xxh3::new();
-    let (mut index, mut offset, mut rest) = (0, 0, header.payload_bytes);
+    let mut rest = header.payload_bytes;
     let mut progress = Instant::now();
-    while rest > 0 {
-        if inbox.is_cancelled(header.transfer) {
-            return Ok(Payload::Cut { rest });
-        }
-        let mut count = match read_piece(stream, &mut views[index..], offset) {
-            Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
-            Ok(count) => count,
-            Err(error) if is_pause(&error) => {
-                check_progress(progress, "received no byte")?;
-                continue;
+    for piece in views.iter_mut().flat_map(|view| view.chunks_mut(PIECE_BYTES)) {
+        let mut done = 0;
+        while done < piece.len() {
+            if inbox.is_cancelled(header.transfer) {
+                return Ok(Payload::Cut { rest });
             }
-            Err(error) => return Err(error),
-        };
-        progress = Instant::now();
-        rest -= count as u64;
-        // Hash the bytes while they are in the CPU cache.
-        while count > 0 {
-            let end = views[index].len().min(offset + count);
-            hash.update(&views[index][offset..end]);
-            count -= end - offset;
-            if end == views[index].len() {
-                (index, offset) = (index + 1, 0);
-            } else {
-                offset = end;
+            match stream.read(&mut piece[done..]) {
+                Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+                Ok(count) => {
+                    // Hash the bytes while they are in the CPU cache.
+                    hash.update(&piece[done..done + count]);
+                    done += count;
+                    rest -= count as u64;
+                    progress = Instant::now();
+                }
+                Err(error) if is_pause(&error) => check_progress(progress, "received no byte")?,
+                Err(error) => return Err(error),
             }
         }
     }
@@ -147,21 +139,6 @@ fn read_payload(
         block.copy_from_host(copy).map_err(io::Error::other)?;
     }
     Ok(Payload::Whole(Moved { integrity: hash.digest(), bytes: header.payload_bytes }))
-}
-
-fn read_piece(stream: &mut TcpStream, views: &mut [&mut [u8]], offset: usize) -> io::Result<usize> {
-    let mut slices = Vec::with_capacity(PIECE_SLICES.min(views.len()));
-    let (mut begin, mut bytes) = (offset, 0);
-    for view in views.iter_mut().take(PIECE_SLICES) {
-        let end = view.len().min(begin + PIECE_BYTES - bytes);
-        bytes += end - begin;
-        slices.push(IoSliceMut::new(&mut view[begin..end]));
-        begin = 0;
-        if bytes == PIECE_BYTES {
-            break;
-        }
-    }
-    stream.read_vectored(&mut slices)
 }
 
 /// Skips the rest of an unwanted frame.

@@ -19,33 +19,28 @@ use super::{
     Payload,
     frame::Header,
 };
-use crate::{api::TransferId, protocol::DataEvent, transport::ChunkId};
+use crate::{api::TransferId, transport::ChunkId};
 
-/// Bytes hashed and written at a time; they still are in the L2 cache when the kernel copies them.
-const PIECE_BYTES: usize = 256 << 10;
+/// Slices hashed and written at a time, and the size of each: 256 KiB still are in the L2 cache when
+/// the kernel copies them.
 const PIECE_SLICES: usize = 16;
+const SLICE_BYTES: usize = 16 << 10;
 
 /// Writes frames until the outbox is closed or the connection ends.
 pub fn write_frames(outgoing: &Outgoing<'_>, stream: &mut TcpStream) -> io::Result<()> {
-    let Outgoing { shared, outbox, .. } = *outgoing;
+    let outbox = outgoing.outbox;
     stream.set_write_timeout(Some(POLL))?;
     while let Some(job) = outbox.next(1) {
         let chunk = job.chunk;
         let written = write_frame(outbox, stream, job);
         // `write_frame` drops the blocks in every case.
-        if outbox.give_back(chunk) == GivenBack::Released {
-            shared.report(DataEvent::Released { transfer: chunk.transfer });
-        } else if let Ok(Payload::Whole(Moved { integrity, bytes })) = written {
-            shared.metrics.count(|counts| {
-                counts.bytes_sent += bytes;
-                counts.chunks_sent += 1;
-            });
-            shared.report(DataEvent::Sent {
-                transfer: chunk.transfer,
-                chunk: chunk.index,
-                integrity,
-            });
-        }
+        let given_back = match (outbox.give_back(chunk), &written) {
+            (GivenBack::Wanted(_), Ok(Payload::Whole(moved))) => GivenBack::Wanted(*moved),
+            // The end of the connection fails the transfer.
+            (GivenBack::Wanted(_), _) => GivenBack::Cancelled,
+            (given_back, _) => given_back,
+        };
+        outgoing.report(chunk, given_back);
         if let Payload::Cut { rest } = written? {
             // The next frame must start where the reader expects it.
             fill(outbox, stream, rest)?;
@@ -64,16 +59,17 @@ fn write_frame(outbox: &Outbox, stream: &mut TcpStream, job: Job) -> io::Result<
         None => job.blocks.iter().filter_map(BlockRead::host_view).collect(),
         Some(copies) => copies.iter().map(Vec::as_slice).collect(),
     };
-    let mut pieces = Pieces::new(&views);
+    let slices = slices(&views);
+    let mut pieces = slices.chunks(PIECE_SLICES);
     let mut hash = Xxh3::new();
     let mut rest = header.len() as u64 + payload_bytes;
     // The header is written together with the first piece.
     let mut head = Some(&header[..]);
     while rest > 0 {
-        let piece = pieces.next();
+        let piece = pieces.next().unwrap_or_default();
         piece.iter().for_each(|slice| hash.update(slice));
         let mut slices: Vec<IoSlice<'_>> =
-            head.take().into_iter().chain(piece).map(IoSlice::new).collect();
+            head.take().into_iter().chain(piece.iter().copied()).map(IoSlice::new).collect();
         if !write_piece(outbox, transfer, stream, &mut slices, &mut rest)? {
             return Ok(Payload::Cut { rest });
         }
@@ -129,40 +125,9 @@ fn fill(outbox: &Outbox, stream: &mut TcpStream, bytes: u64) -> io::Result<()> {
     move_bytes(bytes, "the peer accepted no byte", || outbox.is_closed(), write)
 }
 
-/// Splits a list of slices into pieces of bounded size.
-struct Pieces<'a> {
-    views: &'a [&'a [u8]],
-    /// Bytes of the first view that were already returned.
-    offset: usize,
-}
-
-impl<'a> Pieces<'a> {
-    fn new(views: &'a [&'a [u8]]) -> Self {
-        Self { views, offset: 0 }
-    }
-
-    /// Returns the next piece; an empty piece marks the end.
-    fn next(&mut self) -> Vec<&'a [u8]> {
-        let (mut piece, mut bytes) = (Vec::new(), 0);
-        while let Some((view, rest)) = self.views.split_first() {
-            if bytes == PIECE_BYTES || piece.len() == PIECE_SLICES {
-                break;
-            }
-            let end = view.len().min(self.offset + PIECE_BYTES - bytes);
-            let slice = &view[self.offset..end];
-            if !slice.is_empty() {
-                piece.push(slice);
-                bytes += slice.len();
-            }
-            if end == view.len() {
-                self.views = rest;
-                self.offset = 0;
-            } else {
-                self.offset = end;
-            }
-        }
-        piece
-    }
+/// Splits the views, so that `PIECE_SLICES` slices have at most 256 KiB.
+fn slices<'a>(views: &[&'a [u8]]) -> Vec<&'a [u8]> {
+    views.iter().flat_map(|view| view.chunks(SLICE_BYTES)).collect()
 }
 
 #[cfg(test)]
@@ -182,18 +147,10 @@ mod tests {
                 .map(|(index, length)| vec![index as u8; *length])
                 .collect();
             let views: Vec<&[u8]> = bytes.iter().map(Vec::as_slice).collect();
-            let mut pieces = Pieces::new(&views);
-            let mut joined = Vec::new();
-            loop {
-                let piece = pieces.next();
-                if piece.is_empty() {
-                    break;
-                }
-                prop_assert!(piece.len() <= PIECE_SLICES);
-                prop_assert!(piece.iter().map(|slice| slice.len()).sum::<usize>() <= PIECE_BYTES);
-                for slice in piece {
-                    joined.extend_from_slice(slice);
-                }
+            let (slices, mut joined) = (slices(&views), Vec::new());
+            for piece in slices.chunks(PIECE_SLICES) {
+                prop_assert!(piece.concat().len() <= 256 << 10);
+                joined.extend(piece.concat());
             }
             prop_assert_eq!(joined, bytes.concat());
         }

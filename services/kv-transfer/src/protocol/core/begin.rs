@@ -115,8 +115,8 @@ impl Core {
         let abort = match self.transfers.get(&id) {
             Some(known) if known.side == Side::Sender && known.peer.epoch == from.epoch => {
                 if self.may_act(from, id, Some(Side::Sender)) {
-                    self.with_transfer(id, |outgoing, turn| {
-                        outgoing.on_reserve(turn, reserve, traceparent);
+                    self.with_transfer(id, |side, turn| {
+                        side.on_reserve(turn, reserve, traceparent)
                     });
                 }
                 return;

@@ -1,24 +1,88 @@
-//! The receiving end: one thread starts copies, another waits for their completion.
+//! KV copied by the receiver's copy engines from the sender's GPU memory (CUDA IPC), within one
+//! host.
+//!
+//! 1. The sender offers its memory. The receiver maps it once and answers `Ready`, or `Refused`
+//!    with the reason; the sender then reconnects with another transport.
+//! 2. For each written and cleared chunk the sender lends the blocks (`Lend`). The receiver starts
+//!    to copy them into the posted blocks, a few chunks at a time.
+//! 3. When a copy has finished, the receiver reports the chunk and answers `Pulled`. Only then does
+//!    the sender release its blocks.
+//!
+//! Safety:
+//! * A sender that aborts a transfer waits for the answer or for the end of the connection. It
+//!   releases the blocks at the end of the connection even if the peer still copies. Such a copy
+//!   only reads, and its result is never used: the sender sends `DONE` only if every chunk was
+//!   answered while it was lent.
+//! * A receiver releases a block only when no copy writes it any more. It reports a chunk only if
+//!   its connection is still the current one.
+//! * A chunk without an answer for one lease closes the connection.
 
-use std::{io, net::TcpStream, sync::atomic::AtomicBool, time::Duration};
+use std::{
+    io,
+    net::{Shutdown, TcpStream},
+    sync::atomic::AtomicBool,
+    thread,
+    time::{Duration, Instant},
+};
 
 use kernels::{
     BlockWrite,
     peer::{Moving, PeerBlocks},
 };
 
-use super::super::{
-    Ended, Incoming,
-    chunk_ends::{Lend, Step, invalid, start_and_complete, until_done, verify_and_release},
+use super::{
+    Ended, Incoming, Outgoing,
+    chunk_ends::{
+        Lend, Step, invalid, start_and_complete, unexpected, until_done, verify_and_release,
+    },
     message::{Message, Messages},
     stream::POLL,
 };
 use crate::{transfer_kind::TransferKind, transport::ChunkId};
 
+/// Unanswered chunks: the receiver copies a few and has the next ones queued.
+const LENT_MAX: usize = 4;
+
+/// Time-out for the receiver to map the memory.
+const MAP_TIMEOUT: Duration = Duration::from_secs(10);
+
 /// Started copies queued behind the one whose completion is polled.
 const COPIES_QUEUED_MAX: usize = 2;
 /// A copy that takes longer is logged: the GPU is faulty, and the blocks stay held.
 const COPY_WARN_AFTER: Duration = Duration::from_secs(10);
+
+/// Sends chunks until the outbox is closed or the connection ends.
+pub fn lend_chunks(
+    outgoing: &Outgoing<'_>,
+    export: Vec<u8>,
+    mut stream: TcpStream,
+) -> io::Result<Ended> {
+    let Outgoing { shared, outbox, peer } = *outgoing;
+    let mut answers = Messages::new(&stream, POLL)?;
+    Message::Offer { export, verify: shared.transport.verify }.write(&mut stream)?;
+    let verify = match outgoing.answer(&mut answers, Instant::now() + MAP_TIMEOUT)? {
+        Ok(Message::Ready { verify }) => verify || shared.transport.verify,
+        Ok(message) => return Err(unexpected(&message, "Ready")),
+        Err(ended) => return Ok(ended),
+    };
+    shared.metrics.set_path(peer, TransferKind::Ipc);
+    thread::scope(|scope| {
+        thread::Builder::new().name("kv-data-answers".to_owned()).spawn_scoped(scope, || {
+            outgoing.take_answers(answers, |message| match message {
+                Message::Pulled { chunk } => {
+                    outgoing.report(chunk, outbox.answered(chunk)?);
+                    Ok(())
+                }
+                message => Err(unexpected(&message, "an answer to Lend").to_string()),
+            });
+        })?;
+        let lent = outgoing.lend(&mut stream, LENT_MAX, verify);
+        // Stops the other thread. Fails only if the connection has already closed.
+        let _ = stream.shutdown(Shutdown::Both);
+        lent
+    })?;
+    Ok(Ended::Closed)
+}
 
 /// A chunk to be answered.
 struct Copy {
@@ -28,10 +92,7 @@ struct Copy {
 }
 
 /// Receives chunks until the peer closes the connection between two messages, or an error occurs.
-pub(in crate::data) fn pull_chunks(
-    incoming: &Incoming<'_>,
-    stream: &mut TcpStream,
-) -> io::Result<Ended> {
+pub fn pull_chunks(incoming: &Incoming<'_>, stream: &mut TcpStream) -> io::Result<Ended> {
     let Incoming { shared, peer, .. } = *incoming;
     let mut messages = Messages::new(stream, POLL)?;
     let Some((export, verify)) = incoming.receive_offer(&mut messages)? else {
