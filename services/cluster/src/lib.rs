@@ -22,8 +22,8 @@ mod prefix;
 mod record;
 
 pub use directory::{
-    Action, AssignmentId, Directory, Health, Input, NoNode, NodeChoice, NodeKey, NodeView,
-    StreamId, Wanted,
+    Action, AssignmentId, Directory, Health, Input, Member, NoNode, NodeChoice, NodeKey, StreamId,
+    Wanted,
 };
 pub use membership::{
     MemberChange, MemberList, MemberWatch, Members, Membership, MembershipError, NodeAddress,

@@ -153,7 +153,7 @@ impl Nodes {
         for node in self.directory.nodes() {
             assert_eq!(node.health, Health::Up, "{node:?}");
             assert_eq!(node.in_flight, 0, "{node:?}");
-            assert!(!node.load.draining, "{node:?}");
+            assert!(!node.load().draining, "{node:?}");
         }
     }
 

@@ -8,7 +8,7 @@ use std::{
 
 use proto::v1;
 
-use super::{AssignmentId, CACHED_BLOCKS_MAX, Health, NodeKey, NodeView, SILENCE_MAX, StreamId};
+use super::{AssignmentId, CACHED_BLOCKS_MAX, Health, NodeKey, SILENCE_MAX, StreamId};
 use crate::{
     Epoch, Load, NodeAddress, NodeRecord, RecordError,
     backoff::{Jitter, doubled},
@@ -28,12 +28,16 @@ const REPORT_LAG: Duration = Duration::from_millis(150);
 const BUSY_DELAY_FIRST: Duration = Duration::from_millis(50);
 const BUSY_DELAY_MAX: Duration = Duration::from_secs(2);
 
-pub(super) struct Member {
-    pub(super) address: NodeAddress,
+/// An address, and the process that was last seen there.
+#[derive(Debug)]
+pub struct Member {
+    pub node: NodeKey,
+    pub address: NodeAddress,
     /// The address is still in the membership.
     pub(super) listed: bool,
-    pub(super) health: Health,
-    pub(super) reason: String,
+    pub health: Health,
+    /// Reason for the health.
+    pub reason: String,
     pub(super) stream: Option<Stream>,
     /// Time of the next probe; set exactly when `stream` is `None`.
     pub(super) retry_at: Option<Instant>,
@@ -45,14 +49,16 @@ pub(super) struct Member {
     pub(super) changed_at: Option<Instant>,
     /// This router's attempts that the reported load cannot include yet.
     pub(super) unseen: BTreeMap<AssignmentId, Unseen>,
-    /// All attempts of this router on the current process.
-    pub(super) in_flight: usize,
-    pub(super) busy_until: Option<Instant>,
+    /// Number of this router's attempts on the current process.
+    pub in_flight: usize,
+    /// End of the pause after Busy.
+    pub busy_until: Option<Instant>,
     busy_count: u32,
     /// Number of the last pick of this node. Ties go to the node that was not picked for the longest time.
     pub(super) last_picked: u64,
 }
 
+#[derive(Debug)]
 pub(super) struct Stream {
     pub(super) id: StreamId,
     /// Number of the last event; `None` before the snapshot.
@@ -62,6 +68,7 @@ pub(super) struct Stream {
 }
 
 /// The record, load and cached blocks that the process reported.
+#[derive(Debug)]
 pub(super) struct Seen {
     pub(super) record: Arc<NodeRecord>,
     pub(super) load: Load,
@@ -69,7 +76,7 @@ pub(super) struct Seen {
 }
 
 /// Load that an attempt adds to a node.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Debug)]
 pub(super) struct Unseen {
     pub(super) prompt_tokens: u64,
     pub(super) blocks: u64,
@@ -79,8 +86,9 @@ pub(super) struct Unseen {
 }
 
 impl Member {
-    pub(super) fn new(address: NodeAddress) -> Self {
+    pub(super) fn new(node: NodeKey, address: NodeAddress) -> Self {
         Self {
+            node,
             address,
             listed: true,
             health: Health::Unknown,
@@ -244,18 +252,17 @@ impl Member {
         self.busy_until = None;
     }
 
-    pub(super) fn view(&self, node: NodeKey) -> NodeView<'_> {
-        NodeView {
-            node,
-            address: &self.address,
-            health: self.health,
-            record: self.seen.as_ref().map(|seen| &*seen.record),
-            load: self.seen.as_ref().map(|seen| seen.load).unwrap_or_default(),
-            cached_blocks: self.seen.as_ref().map_or(0, |seen| seen.cached.len()),
-            in_flight: self.in_flight,
-            busy_until: self.busy_until,
-            reason: &self.reason,
-        }
+    /// Returns the record of the last process seen at the address.
+    pub fn record(&self) -> Option<&NodeRecord> {
+        self.seen.as_ref().map(|seen| &*seen.record)
+    }
+
+    pub fn load(&self) -> Load {
+        self.seen.as_ref().map(|seen| seen.load).unwrap_or_default()
+    }
+
+    pub fn cached_blocks(&self) -> usize {
+        self.seen.as_ref().map_or(0, |seen| seen.cached.len())
     }
 }
 

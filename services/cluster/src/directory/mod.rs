@@ -23,11 +23,10 @@ use std::{
 
 use proto::v1;
 
-use crate::{
-    Epoch, Load, MemberChange, NodeAddress, NodeRecord, RecordError, Role, backoff::Jitter,
-};
-use member::{Member, Stream};
+use crate::{Epoch, MemberChange, NodeAddress, NodeRecord, RecordError, Role, backoff::Jitter};
+use member::Stream;
 
+pub use member::Member;
 pub use select::{NoNode, NodeChoice, Wanted};
 
 /// Time-out of a probe; equals the transfer lease.
@@ -100,24 +99,6 @@ pub enum Action {
     Forgotten { node: NodeKey, address: NodeAddress },
 }
 
-/// Public view of a member.
-#[derive(Clone, Debug)]
-pub struct NodeView<'a> {
-    pub node: NodeKey,
-    pub address: &'a NodeAddress,
-    pub health: Health,
-    /// Record of the last process seen at the address.
-    pub record: Option<&'a NodeRecord>,
-    pub load: Load,
-    pub cached_blocks: usize,
-    /// Number of this router's attempts on the node.
-    pub in_flight: usize,
-    /// End of the pause after Busy.
-    pub busy_until: Option<Instant>,
-    /// Reason for the health.
-    pub reason: &'a str,
-}
-
 /// All members with their last reports.
 pub struct Directory {
     members: BTreeMap<NodeKey, Member>,
@@ -188,8 +169,8 @@ impl Directory {
     }
 
     /// Returns all members in the order of joining.
-    pub fn nodes(&self) -> impl Iterator<Item = NodeView<'_>> {
-        self.members.iter().map(|(key, member)| member.view(*key))
+    pub fn nodes(&self) -> impl Iterator<Item = &Member> {
+        self.members.values()
     }
 
     /// Returns the number of members with this role and health.
@@ -223,7 +204,7 @@ impl Directory {
             return;
         }
         let key = NodeKey(self.next());
-        self.members.insert(key, Member::new(address));
+        self.members.insert(key, Member::new(key, address));
         self.observe(now, key, actions);
     }
 

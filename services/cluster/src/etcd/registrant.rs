@@ -3,7 +3,7 @@
 //! Life of a registration:
 //! 1. *Absent*: as far as this process knows the record is missing. The registrant writes it, with back-off.
 //! 2. *Present* under a lease, which is renewed every third of its time. Each renewal also checks the
-//!    record, and writes it again under the same lease where somebody deleted or changed it. A renewal
+//!    record, and writes it again under the same lease if it was deleted or changed. A renewal
 //!    that fails is retried with back-off until the lease must have expired.
 //! 3. Absent again when etcd reports that the lease does not exist, or when no renewal succeeded for the lease's whole
 //!    time. The record is written again under the same key and epoch, because the process is the same.
@@ -134,31 +134,28 @@ impl Registrant {
         match &self.state {
             State::Absent { write_at } => Some(*write_at),
             State::Present { renewal: Renewal::Due(at), .. } => Some(*at),
-            State::Present { renewal: Renewal::Out { .. }, .. } => None,
-            State::Writing { .. } | State::Removing | State::Gone => None,
+            State::Present { .. } | State::Writing { .. } | State::Removing | State::Gone => None,
         }
     }
 
     pub fn on_deadline(&mut self, now: Instant, actions: &mut Vec<Action>) {
+        if self.next_deadline().is_none_or(|deadline| deadline > now) {
+            return;
+        }
         match &mut self.state {
-            State::Absent { write_at } if *write_at <= now => self.write(now, actions),
-            State::Present { lease, ttl, lost_at, renewal } => {
-                let Renewal::Due(at) = renewal else { return };
-                if *at > now {
-                    return;
-                }
-                if *lost_at <= now {
-                    let reason = format!("no renewal of the lease succeeded for {ttl:?}");
-                    actions.push(Action::Report(Report::Lost { reason }));
-                    self.write(now, actions);
-                    return;
-                }
+            State::Absent { .. } => self.write(now, actions),
+            State::Present { lease, ttl, lost_at, renewal } if *lost_at > now => {
                 // A renewal starts at one third of the lease time and ends by two thirds.
                 let within = (*ttl / 3).clamp(RENEW_WITHIN_MIN, RENEW_WITHIN_MAX);
                 *renewal = Renewal::Out { since: now };
                 actions.push(Action::Call { call: Call::Renew(*lease), within });
             }
-            State::Absent { .. } | State::Writing { .. } | State::Removing | State::Gone => {}
+            State::Present { ttl, .. } => {
+                let reason = format!("no renewal of the lease succeeded for {ttl:?}");
+                actions.push(Action::Report(Report::Lost { reason }));
+                self.write(now, actions);
+            }
+            State::Writing { .. } | State::Removing | State::Gone => {}
         }
     }
 

@@ -178,7 +178,7 @@ fn a_gap_in_the_deltas_means_observing_again() {
     // Deltas of the old stream are ignored, the new one begins at 0.
     world.input(Input::Observed { stream: first, event: delta(4, None, &[3], &[]) });
     world.send(&node, snapshot(&record(Role::Decode, 1), idle(), &[9]));
-    assert_eq!(world.directory.nodes().next().unwrap().cached_blocks, 1);
+    assert_eq!(world.directory.nodes().next().unwrap().cached_blocks(), 1);
     assert_eq!(world.health_of(&node), Some(Health::Up));
 }
 
@@ -193,7 +193,7 @@ fn another_epoch_behind_an_address_is_another_node() {
     world.end_stream(&node);
     world.send(&node, snapshot(&record(Role::Decode, 2), idle(), &[]));
     let view = world.directory.nodes().next().unwrap();
-    assert_eq!((view.in_flight, view.cached_blocks), (0, 0));
+    assert_eq!((view.in_flight, view.cached_blocks()), (0, 0));
     // Having failed a request as the old process does not exclude the new one.
     let exclude = [choice.record.epoch];
     let again = world.pick(&cluster::Wanted { exclude: &exclude, ..wanted(Role::Decode, 8) });

@@ -182,7 +182,7 @@ impl Run {
                         let view = view.expect("a picked node is a member");
                         assert_eq!(view.health, Health::Up);
                         assert_eq!(view.address.role, *role);
-                        assert!(!view.load.draining);
+                        assert!(!view.load().draining);
                         assert!(!exclude.contains(&choice.record.epoch));
                         assert!(view.busy_until.is_none_or(|until| until <= world.now));
                         assert!(*tokens <= choice.record.prompt_tokens_max);
@@ -225,7 +225,7 @@ impl Run {
         for view in directory.nodes() {
             let ours = self.attempts.iter().filter(|choice| {
                 choice.node == view.node
-                    && Some(choice.record.epoch) == view.record.map(|record| record.epoch)
+                    && Some(choice.record.epoch) == view.record().map(|record| record.epoch)
             });
             assert!(view.in_flight <= ours.count(), "no attempt is counted that is over");
         }

@@ -84,7 +84,7 @@ fn a_cached_prefix_draws_a_request_until_load_outweighs_it() {
     assert_eq!(world.pick(&request).unwrap().record.epoch, epoch(1));
     // What was evicted draws nobody.
     world.send(&decode(2), delta(2, Some(idle()), &[], keys));
-    assert_eq!(world.directory.nodes().nth(1).unwrap().cached_blocks, 0);
+    assert_eq!(world.directory.nodes().nth(1).unwrap().cached_blocks(), 0);
 }
 
 #[test]

@@ -100,7 +100,7 @@ impl World {
     }
 
     pub fn health_of(&self, address: &NodeAddress) -> Option<Health> {
-        self.directory.nodes().find(|view| view.address == address).map(|view| view.health)
+        self.directory.nodes().find(|view| view.address == *address).map(|view| view.health)
     }
 
     pub fn pick(&mut self, wanted: &Wanted<'_>) -> Result<NodeChoice, NoNode> {

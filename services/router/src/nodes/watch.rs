@@ -178,7 +178,7 @@ impl Watch {
             .nodes()
             .filter(|node| node.health == Health::Up)
             .filter_map(|node| {
-                Some((node.address.grpc.clone(), node.address.role, node.record?.clone()))
+                Some((node.address.grpc.clone(), node.address.role, node.record()?.clone()))
             })
             .collect();
         drop(directory);
