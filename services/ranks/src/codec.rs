@@ -40,11 +40,10 @@ pub enum Order {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum Answer {
     /// Limits of the rank's executor, and bytes that the node and the rank agree on.
-    Ready {
-        limits: ExecutorLimits,
-        ready_message: Vec<u8>,
-    },
+    Ready { limits: ExecutorLimits, ready_message: Vec<u8> },
+    /// The rank has run a step.
     Step(StepAnswer),
+    /// Last message: the rank ends.
     Failed(Failure),
 }
 

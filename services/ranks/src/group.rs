@@ -97,7 +97,7 @@ pub enum RankFailure {
     #[error("the ranks have different limits: rank 0 has {first:?}, rank {rank} has {other:?}")]
     Limits { first: ExecutorLimits, rank: u32, other: ExecutorLimits },
     #[error("{name} sent an unexpected message: {what}")]
-    Unasked { name: RankName, what: String },
+    Unexpected { name: RankName, what: String },
     #[error("ring of plans or results: {0}")]
     Ring(#[from] RingError),
     #[error("cannot start {name}: {reason}")]
@@ -115,7 +115,7 @@ pub struct RankName {
 
 impl RankName {
     fn sent(self, what: impl Into<String>) -> RankFailure {
-        RankFailure::Unasked { name: self, what: what.into() }
+        RankFailure::Unexpected { name: self, what: what.into() }
     }
 }
 
@@ -242,7 +242,7 @@ impl RankGroup {
         for rank in 0..of {
             group.keep(spec(rank), command.clone())?;
         }
-        group.watch_life(&region)?;
+        group.start_watch(&region)?;
         group.wait_ready()?;
         region.unlink();
         Ok(group)
@@ -317,20 +317,17 @@ impl RankGroup {
         let (starting, started) = bounded::<()>(0);
         let keep = move || {
             let name = RankName { rank: spec.rank, of: spec.of };
+            let failed = |reason| watch.fail(RankFailure::Start { name, reason });
             let mut child = match command(&spec).spawn() {
                 Ok(child) => child,
-                Err(error) => {
-                    let reason = error.to_string();
-                    return watch.fail(RankFailure::Start { name, reason });
-                }
+                Err(error) => return failed(error.to_string()),
             };
             match Process::of_child(child.id()) {
                 Ok(process) => lock(&watch.processes)[rank] = Some((child.id(), process)),
                 Err(error) => {
                     let _ = child.kill();
                     let _ = child.wait();
-                    let reason = format!("cannot open a handle of its process: {error}");
-                    return watch.fail(RankFailure::Start { name, reason });
+                    return failed(format!("cannot open a handle of its process: {error}"));
                 }
             }
             drop(starting);
@@ -352,13 +349,13 @@ impl RankGroup {
         Ok(())
     }
 
-    fn watch_life(&mut self, region: &GroupRegion) -> io::Result<()> {
+    fn start_watch(&mut self, region: &GroupRegion) -> io::Result<()> {
         let (stop, stopped) = bounded(0);
-        let hearts = (0..self.members.len()).map(|rank| region.heartbeat(rank)).collect();
+        let heartbeats = (0..self.members.len()).map(|rank| region.heartbeat(rank)).collect();
         let (watch, silence_max) = (self.watch.clone(), self.settings.silence_max);
         let thread = thread::Builder::new()
             .name("baton-ranks".to_owned())
-            .spawn(move || watch_hearts(&watch, hearts, silence_max, &stopped))?;
+            .spawn(move || watch_heartbeats(&watch, heartbeats, silence_max, &stopped))?;
         self.watching = Some((stop, thread));
         Ok(())
     }
@@ -642,21 +639,21 @@ fn described(status: ExitStatus) -> String {
 }
 
 /// Watches the heartbeats until the group is dropped or a rank is silent.
-fn watch_hearts(
+fn watch_heartbeats(
     watch: &Watch,
-    hearts: Vec<Atomics<AtomicU64>>,
+    heartbeats: Vec<Atomics<AtomicU64>>,
     silence_max: Duration,
     stopped: &Receiver<()>,
 ) {
-    let of = hearts.len() as u32;
-    let mut seen: Vec<(u64, Duration)> = vec![(0, Duration::ZERO); hearts.len()];
+    let of = heartbeats.len() as u32;
+    let mut seen: Vec<(u64, Duration)> = vec![(0, Duration::ZERO); heartbeats.len()];
     let mut last = Instant::now();
     while stopped.recv_timeout(WATCH_EVERY).is_err_and(|error| error.is_timeout()) {
         // Bounded, because this process itself may have been stopped meanwhile.
         let passed = last.elapsed().min(WATCH_EVERY + HEARTBEAT);
         last = Instant::now();
-        for ((rank, heart), (beats, silence)) in (0..).zip(&hearts).zip(&mut seen) {
-            let now = heart[0].load(Ordering::Relaxed);
+        for ((rank, heartbeat), (beats, silence)) in (0..).zip(&heartbeats).zip(&mut seen) {
+            let now = heartbeat[0].load(Ordering::Relaxed);
             // A rank without a first beat is starting, which has its own deadline.
             if now != std::mem::replace(beats, now) || now == 0 {
                 *silence = Duration::ZERO;

@@ -48,9 +48,7 @@ pub enum RankError {
     Order(#[from] DecodeError),
     #[error("the first message of the node is not its start message")]
     NoStart,
-    #[error(
-        "step {step_id}: the state hash of the plans differs: a plan is missing, repeated or corrupt"
-    )]
+    #[error("step {step_id}: wrong hash of the plans: one is missing, repeated or corrupt")]
     State { step_id: StepId },
     #[error("cannot start: {0}")]
     Executor(String),
@@ -72,7 +70,7 @@ pub fn run_rank<E: Executor>(
     process::set_name(&format!("baton-rank-{}", spec.rank));
     let region = GroupRegion::open(spec, build())?;
     let rank = spec.rank as usize;
-    show_life(&region, rank)?;
+    start_heartbeat(&region, rank)?;
     let mut orders = RingReader::new(region.plans(), rank);
     let mut answers = RingWriter::new(region.results(rank));
     let start_message = loop {
@@ -109,7 +107,7 @@ pub fn run_rank<E: Executor>(
     outcome
 }
 
-fn show_life(region: &GroupRegion, rank: usize) -> Result<(), RankError> {
+fn start_heartbeat(region: &GroupRegion, rank: usize) -> Result<(), RankError> {
     let heartbeat = region.heartbeat(rank);
     // The node checks the heartbeat from its first beat on.
     heartbeat[0].fetch_add(1, Ordering::Relaxed);

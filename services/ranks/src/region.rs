@@ -24,11 +24,8 @@ const MAGIC: u64 = u64::from_le_bytes(*b"batonrnk");
 /// Version of this layout and of the message format.
 const VERSION: u64 = 3;
 
-/// Slots and slot bytes of the plan ring. A step of 256 rows is one part, and a prompt of 100,000 tokens
-/// fits as a whole.
-const PLANS: (usize, usize) = (64, 8 << 10);
-/// Slots and slot bytes of a result ring. A step of 256 rows without log-probabilities is one part.
-const RESULTS: (usize, usize) = (32, 8 << 10);
+/// Ring of the results of a rank. A step of 256 rows without log-probabilities is one part.
+const RESULT_SHAPE: RingShape = RingShape { slots: 32, slot_bytes: 8 << 10, readers: 1 };
 
 const HEADER_BYTES: usize = 8 * LINE;
 
@@ -43,9 +40,7 @@ pub enum JoinError {
     Region(#[from] SharedError),
     #[error("the region is not a rank group's region of this version: it begins with {found:016x}")]
     Magic { found: u64 },
-    #[error(
-        "the node is another build ({node:016x}) than this program ({own:016x}): restart the node"
-    )]
+    #[error("the node is another build ({node:016x}) than this program ({own:016x}); restart it")]
     Build { node: u64, own: u64 },
     #[error("the region has epoch {found:032x}; expected {expected:032x}")]
     Epoch { found: u128, expected: u128 },
@@ -145,7 +140,7 @@ impl GroupRegion {
     pub fn results(&self, rank: usize) -> RingMemory {
         let (at, seed) = (Self::results_at(self.ranks, rank), self.seed(1 + rank as u64));
         let bells = (self.bell(2), self.bell(BELLS_SHARED + rank));
-        RingMemory::new(&self.region, at, Self::result_shape(), bells, seed)
+        RingMemory::new(&self.region, at, RESULT_SHAPE, bells, seed)
     }
 
     fn seed(&self, ring: u64) -> u64 {
@@ -156,12 +151,9 @@ impl GroupRegion {
         Bell::new(&self.region, HEADER_BYTES + self.ranks * LINE + index * Bell::BYTES)
     }
 
+    /// A step of 256 rows is one part, and a prompt of 100,000 tokens fits as a whole.
     fn plan_shape(ranks: usize) -> RingShape {
-        RingShape { slots: PLANS.0, slot_bytes: PLANS.1, readers: ranks }
-    }
-
-    fn result_shape() -> RingShape {
-        RingShape { slots: RESULTS.0, slot_bytes: RESULTS.1, readers: 1 }
+        RingShape { slots: 64, slot_bytes: 8 << 10, readers: ranks }
     }
 
     fn plans_at(ranks: usize) -> usize {
@@ -170,7 +162,7 @@ impl GroupRegion {
 
     fn results_at(ranks: usize, rank: usize) -> usize {
         let plans = Self::plan_shape(ranks).bytes();
-        Self::plans_at(ranks) + plans + rank * Self::result_shape().bytes()
+        Self::plans_at(ranks) + plans + rank * RESULT_SHAPE.bytes()
     }
 }
 

@@ -114,7 +114,7 @@ impl RingShape {
 /// begins in the same cache line.
 const HEADER_LONGS: usize = 4;
 /// Polls between two reads of the clock while spinning.
-const LOOKS: usize = 16;
+const POLLS_PER_CLOCK_READ: usize = 16;
 /// Maximum cache lines of the next slot that the writer prefetches.
 const LINES_AHEAD_MAX: usize = 64;
 
@@ -335,24 +335,21 @@ impl RingReader {
     /// Polls for the next message as [`poll`](Self::poll) does, for up to `within`: spins for up to
     /// `spin`, then sleeps.
     pub fn read(&mut self, within: Duration, spin: Duration) -> Result<Option<&[u8]>, RingError> {
-        let mut is_there = self.advance()?;
         let began = Instant::now();
-        while !is_there && began.elapsed() < spin.min(within) {
-            for _ in 0..LOOKS {
-                if self.has_news() {
-                    break;
+        while !self.advance()? {
+            let waited = began.elapsed();
+            if waited < spin.min(within) {
+                for _ in 0..POLLS_PER_CLOCK_READ {
+                    if self.has_news() {
+                        break;
+                    }
+                    hint::spin_loop();
                 }
-                hint::spin_loop();
-            }
-            is_there = self.advance()?;
-        }
-        while !is_there {
-            let left = within.saturating_sub(began.elapsed());
-            if left.is_zero() {
+            } else if waited < within {
+                self.memory.filled.wait(within - waited, || self.has_news());
+            } else {
                 return Ok(None);
             }
-            self.memory.filled.wait(left, || self.has_news());
-            is_there = self.advance()?;
         }
         Ok(Some(&self.message))
     }
