@@ -190,7 +190,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_watch_begins_with_everyone_and_goes_on_with_changes() {
+    async fn watch_yields_all_members_then_changes() {
         let members = MemberList::new(list([1, 2]));
         let mut watch = members.watch();
         assert_eq!(watch.next().await, Some(MemberChange::Joined(decode(1))));
@@ -203,7 +203,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_slow_reader_sees_only_the_latest_list() {
+    async fn slow_reader_sees_only_the_latest_list() {
         let members = MemberList::new(Members::new());
         let mut watch = members.watch();
         for port in 1..1000 {
@@ -218,7 +218,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_new_process_behind_an_old_address_left_and_joined() {
+    async fn new_process_at_a_known_address_yields_left_and_joined() {
         let process = |byte| Some(Epoch::from_bytes(&[byte; 16]).unwrap());
         let members = MemberList::new([(decode(1), process(1)), (decode(2), process(2))].into());
         let mut watch = members.watch();

@@ -56,14 +56,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_of_pods_and_defaults_are_allowed() {
+    fn pod_names_and_default_names_are_valid() {
         for text in ["decode-50061", "baton-prefill-0", "a", "node_1.rack-2", "7"] {
             assert_eq!(NodeId::parse(text).unwrap().as_str(), text);
         }
     }
 
     #[test]
-    fn what_could_break_a_log_line_is_refused() {
+    fn invalid_names_are_rejected() {
         assert_eq!(NodeId::parse(""), Err(NodeIdError::Length { byte_count: 0 }));
         assert_eq!(NodeId::parse(&"x".repeat(65)), Err(NodeIdError::Length { byte_count: 65 }));
         for (text, character, position) in

@@ -82,7 +82,7 @@ mod tests {
     }
 
     #[test]
-    fn a_longer_prompt_begins_with_the_keys_of_a_shorter_one() {
+    fn keys_of_a_prefix_are_a_prefix_of_the_keys() {
         let tokens: Vec<u32> = (0..100).collect();
         let long = PrefixKeys::new(CacheIdentity::of(&identity()), "", &tokens);
         assert_eq!(long.keys().len(), 6);
@@ -93,7 +93,7 @@ mod tests {
     }
 
     #[test]
-    fn another_salt_token_or_identity_has_other_keys_from_there_on() {
+    fn keys_depend_on_salt_tokens_and_identity() {
         let tokens: Vec<u32> = (0..48).collect();
         let ours = PrefixKeys::new(CacheIdentity::of(&identity()), "", &tokens);
         let mut other = tokens.clone();

@@ -238,7 +238,7 @@ mod tests {
     }
 
     #[test]
-    fn a_record_survives_the_wire() {
+    fn record_round_trips() {
         for cpu_fallback in [None, record().cpu_fallback] {
             let record = NodeRecord { cpu_fallback, ..record() };
             assert_eq!(NodeRecord::try_from(v1::NodeRecord::from(&record)), Ok(record));
@@ -246,7 +246,7 @@ mod tests {
     }
 
     #[test]
-    fn every_field_of_a_record_is_checked() {
+    fn every_field_of_a_record_is_validated() {
         let breakers: [fn(&mut v1::NodeRecord); 18] = [
             |record| record.cpu_fallback = "a\nb".into(),
             |record| record.cpu_fallback = "x".repeat(257),
@@ -275,7 +275,7 @@ mod tests {
     }
 
     #[test]
-    fn neighbouring_releases_fit_and_other_weights_do_not() {
+    fn adjacent_releases_fit_and_other_weights_do_not() {
         let ours = record().identity;
         let newer = ModelIdentity { protocol_min: 2, protocol_max: 3, ..ours.clone() };
         let far = ModelIdentity { protocol_min: 3, protocol_max: 4, ..ours.clone() };

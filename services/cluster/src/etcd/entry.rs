@@ -130,7 +130,7 @@ mod tests {
     }
 
     #[test]
-    fn an_entry_is_read_as_it_was_written() {
+    fn entry_round_trips() {
         let entry = entry();
         let (key, value) = (entry.key("/baton"), entry.value());
         assert_eq!(key, "/baton/nodes/decode-1/07070707070707070707070707070707");
@@ -138,7 +138,7 @@ mod tests {
     }
 
     #[test]
-    fn every_field_is_checked_and_an_error_names_it() {
+    fn every_field_is_validated_and_named_in_the_error() {
         let (key, value) = (entry().key("/baton"), entry().value());
         for (from, to, named) in [
             ("\"version\":1", "\"version\":2", "version 2"),
@@ -167,7 +167,7 @@ mod tests {
     }
 
     #[test]
-    fn keys_of_another_shape_are_refused() {
+    fn malformed_keys_are_rejected() {
         let value = entry().value();
         for key in ["/baton/nodes/a", "/baton/nodes/a/b/c", "/other/nodes/a/b", "", "\u{fffd}"] {
             let parsed = NodeEntry::parse("/baton", key.as_bytes(), value.as_bytes());
@@ -184,7 +184,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn no_bytes_panic_the_parser(key: Vec<u8>, value: Vec<u8>, cut in 0usize..140) {
+        fn arbitrary_bytes_do_not_panic_the_parser(key: Vec<u8>, value: Vec<u8>, cut in 0usize..140) {
             let _ = NodeEntry::parse("/baton", &key, &value);
             let (key, whole) = (entry().key("/baton"), entry().value());
             let _ = NodeEntry::parse("/baton", key.as_bytes(), &value);

@@ -294,13 +294,13 @@ mod tests {
     }
 
     #[test]
-    fn messages_come_out_as_they_went_in() {
+    fn every_message_round_trips() {
         let bytes: Vec<u8> = all().iter().flat_map(Message::to_bytes).collect();
         assert_eq!(read(&bytes).unwrap(), all());
     }
 
     #[test]
-    fn a_glance_takes_nothing_and_tells_a_refusal_from_other_words() {
+    fn peek_consumes_nothing_and_detects_refused() {
         let deadline = Instant::now() + Duration::from_secs(10);
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let connected = || {
@@ -330,7 +330,7 @@ mod tests {
     }
 
     #[test]
-    fn a_changed_or_cut_message_is_refused() {
+    fn changed_or_truncated_message_is_rejected() {
         for message in all() {
             let bytes = message.to_bytes();
             for at in 0..bytes.len() {
@@ -343,7 +343,7 @@ mod tests {
     }
 
     #[test]
-    fn bodies_of_other_lengths_are_refused() {
+    fn bodies_of_invalid_length_are_rejected() {
         for (kind, body) in [
             (1, &[][..]),
             (1, &[2]),
