@@ -56,7 +56,10 @@ pub fn blocks_arrive_unchanged_in_several_chunks() {
         node.transfers.shutdown().unwrap();
     }
     let metrics = prefill.transfers.metrics();
-    assert_eq!((metrics.protocol.delivered, metrics.bytes_sent, metrics.chunks_sent), (1, bytes, 5));
+    assert_eq!(
+        (metrics.protocol.delivered, metrics.bytes_sent, metrics.chunks_sent),
+        (1, bytes, 5)
+    );
     let metrics = decode.transfers.metrics();
     assert_eq!((metrics.protocol.arrived, metrics.bytes_received), (1, bytes));
 }
@@ -389,7 +392,11 @@ pub fn metrics_are_readable_while_the_driver_is_blocked() {
     assert_eq!(transfers.metrics(), stats);
     drop(release);
     transfers.shutdown().unwrap();
-    assert_eq!(reader.read().map(|stats| stats.protocol.send_failed), Some(1), "the last values are kept");
+    assert_eq!(
+        reader.read().map(|stats| stats.protocol.send_failed),
+        Some(1),
+        "the last values are kept"
+    );
     drop(transfers);
     assert_eq!(reader.read(), None);
 }
