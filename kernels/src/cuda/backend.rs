@@ -11,8 +11,6 @@ use std::{
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
-use half::bf16;
-
 use super::{
     attention::{Attention, AttentionKind, dtype_code},
     buffer::{CudaBuffer, CudaMatrix, CudaVector, row_stride},
@@ -243,50 +241,6 @@ impl CudaBackend {
     /// Returns the bytes of weights and of activations.
     pub fn memory_bytes(&self) -> (usize, usize) {
         (self.weights.used_bytes(), self.activations.used_bytes())
-    }
-
-    /// Reads the first rows of a buffer as f32, after all kernels have completed. For tests.
-    pub fn read(&self, buffer: &CudaBuffer, rows: usize) -> Result<Vec<f32>, CudaError> {
-        self.check()?;
-        assert_eq!(buffer.pending.get(), None, "cannot read rows with a deferred norm");
-        self.compute.synchronize()?;
-        let count = buffer.bytes(rows) / buffer.dtype.bytes();
-        let values = match buffer.dtype {
-            Dtype::F32 => {
-                let mut values = vec![0.0f32; count];
-                buffer.data.read(0, &mut values)?;
-                values
-            }
-            Dtype::Bf16 => {
-                let mut values = vec![bf16::ZERO; count];
-                buffer.data.read(0, &mut values)?;
-                values.into_iter().map(bf16::to_f32).collect()
-            }
-        };
-        let rows = values.chunks(buffer.stride.max(1));
-        Ok(rows.flat_map(|row| &row[..buffer.width]).copied().collect())
-    }
-
-    /// Writes the first rows of a buffer. For tests.
-    pub fn write(&self, buffer: &mut CudaBuffer, values: &[f32]) -> Result<(), CudaError> {
-        self.compute.synchronize()?;
-        for (row, values) in values.chunks(buffer.width).enumerate() {
-            let offset = buffer.bytes(row);
-            match buffer.dtype {
-                Dtype::F32 => buffer.data.write(offset, values)?,
-                Dtype::Bf16 => {
-                    let values: Vec<_> =
-                        values.iter().map(|&value| bf16::from_f32(value)).collect();
-                    buffer.data.write(offset, &values)?;
-                }
-            }
-        }
-        Ok(())
-    }
-
-    /// Fills a buffer with NaN, so that tests detect values that no kernel has written.
-    pub fn poison(&self, buffer: &mut CudaBuffer) -> Result<(), CudaError> {
-        buffer.data.fill(0xff, &self.compute)
     }
 
     fn uploads(&self) -> MutexGuard<'_, Option<Uploads>> {

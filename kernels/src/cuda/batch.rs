@@ -25,9 +25,9 @@ use super::{
     library::KernelLibrary,
     memory::{DeviceMemory, InFlight, Pinned, Range},
     plan::{self, Admission, Extension, StepRows},
-    probe::Delays,
     sample::{self, SampleOutcome, Sampler},
     step::CudaStep,
+    testing::Delays,
 };
 use crate::{
     layout::{BLOCK_TOKENS, KvLayout},

@@ -227,9 +227,7 @@ impl IpcMemory {
             next_stream: 0,
         })
     }
-}
 
-impl IpcMemory {
     /// Maps what one of our parts receives from all peer parts.
     fn end(&self, export: &Export, rank: usize) -> Result<ReceivingEnd, String> {
         let (layout, kv) = (self.blocks.layout(), &self.parts[rank]);

@@ -11,7 +11,7 @@ use super::{
     ipc::{Export, IpcMemory, Part},
     library::KernelLibrary,
     memory::{DeviceMemory, Pinned, Range},
-    probe::Delays,
+    testing::Delays,
 };
 use crate::{
     arena::{BlockSlices, RemoteBlocks, digest_of_copies},

@@ -76,12 +76,12 @@ mod moves;
 mod nccl;
 mod parallel;
 mod plan;
-mod probe;
 mod sample;
 mod skinny;
 mod staging;
 mod step;
 mod stream_progress;
+mod testing;
 mod tune;
 mod upload;
 
@@ -109,7 +109,7 @@ pub use nccl::{
     UniqueId, set_nccl_environment,
 };
 pub use plan::{Admission, Extension, StepRows};
-pub use probe::Delays;
 pub use sample::SampleOutcome;
 pub use step::CudaStep;
+pub use testing::Delays;
 pub use tune::{Tuned, TunedTime, Tuning, row_steps};

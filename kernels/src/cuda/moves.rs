@@ -3,8 +3,6 @@
 //! One kernel launch with few CTAs moves all blocks if [`DeviceKv::move_with`] has set a library. Otherwise, or
 //! when SMs must stay free, the copy engines move whole blocks at 5 µs per 2 MiB block.
 
-use std::ops::Range as Indices;
-
 use cudarc::driver::sys;
 
 use super::{
@@ -13,10 +11,9 @@ use super::{
     error::{CudaError, Named},
     kv::DeviceKv,
     library::KernelLibrary,
-    memory::{DeviceMemory, Range},
-    staging::StagingCopies,
+    memory::Range,
 };
-use crate::layout::{BlockId, KvLayout};
+use crate::layout::BlockId;
 
 /// CTAs of the kernel: enough to match NCCL's throughput, and few beside a forward pass.
 const MOVERS: i32 = 16;
@@ -36,17 +33,6 @@ pub(super) struct Rows {
 }
 
 impl Rows {
-    /// Returns the bytes of these heads in blocks of `layout`.
-    fn of_heads(layout: KvLayout, heads: Indices<usize>) -> Self {
-        let head_bytes = layout.head_elements() * layout.dtype.bytes();
-        Self {
-            pitch: layout.kv_head_count * head_bytes,
-            first: heads.start * head_bytes,
-            width: heads.len() * head_bytes,
-            count: 2 * layout.layer_count,
-        }
-    }
-
     /// Returns the bytes of a whole block.
     pub fn block_bytes(&self) -> usize {
         self.pitch * self.count
@@ -217,47 +203,4 @@ pub(super) unsafe fn copy_rows<R: Role>(
     };
     // SAFETY: guaranteed by the caller; the description is read before the call returns.
     unsafe { sys::cuMemcpy2DAsync_v2(&copy, stream.raw()) }.named("cuMemcpy2DAsync")
-}
-
-impl DeviceKv {
-    /// Gathers these heads of blocks as an NCCL channel does. For tests.
-    pub fn gather(&self, heads: Indices<usize>, ids: &[BlockId]) -> Result<Vec<u8>, CudaError> {
-        let rows = Rows::of_heads(self.layout(), heads);
-        let mut bytes = vec![0; ids.len() * rows.bytes()];
-        self.moved(&rows, ids, &bytes, Way::Gather)?.read(0, &mut bytes)?;
-        Ok(bytes)
-    }
-
-    /// Scatters these heads of blocks as an NCCL channel does. For tests.
-    pub fn scatter(
-        &self,
-        heads: Indices<usize>,
-        ids: &[BlockId],
-        bytes: &[u8],
-    ) -> Result<(), CudaError> {
-        let rows = Rows::of_heads(self.layout(), heads);
-        assert_eq!(bytes.len(), ids.len() * rows.bytes(), "size of {} blocks", ids.len());
-        self.moved(&rows, ids, bytes, Way::Scatter).map(drop)
-    }
-
-    /// Runs a gather or scatter on staging memory of these initial bytes, and returns its final bytes.
-    fn moved(
-        &self,
-        rows: &Rows,
-        ids: &[BlockId],
-        bytes: &[u8],
-        way: Way,
-    ) -> Result<Range, CudaError> {
-        assert!(rows.first + rows.width <= rows.pitch, "heads exceed the block's heads");
-        assert!(ids.iter().all(|id| id.0 < self.block_count()), "a block id is out of range");
-        let staging = DeviceMemory::new(self.context(), "a test's staging", bytes.len())?;
-        let staging = staging.cut(bytes.len())?;
-        staging.write(0, bytes)?;
-        let stream: Stream<StagingCopies> = Stream::new(self.context())?;
-        // SAFETY: `bytes` is as long as the rows; nobody else has the staging memory, and the test owns the
-        // blocks until this returns.
-        unsafe { move_blocks(self, rows, ids, (&staging, 0), way, &stream) }?;
-        stream.synchronize()?;
-        Ok(staging)
-    }
 }

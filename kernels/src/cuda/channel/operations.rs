@@ -59,6 +59,20 @@ impl NcclChannel {
         });
         Ok(Self { _watch: Watchdog::start(&shared)?, shared })
     }
+
+    fn start<B: Send + 'static>(
+        &self,
+        runs: &[u32],
+        blocks: Vec<B>,
+        block: fn(&B) -> BlockId,
+    ) -> Result<Box<dyn Moving<B>>, String> {
+        let ids: Vec<BlockId> = blocks.iter().map(block).collect();
+        self.shared.check(runs, &ids)?;
+        let shared = Arc::clone(&self.shared);
+        let mut in_flight = InFlight { marks: None, blocks: Some(blocks), shared };
+        in_flight.marks = Some(self.shared.launch(runs, &ids)?);
+        Ok(Box::new(in_flight))
+    }
 }
 
 /// Operations in order of their launch; finished ones are removed lazily.
@@ -238,10 +252,7 @@ impl PeerChannel for NcclChannel {
             blocks.iter().all(|block| block.lies_in(&*self.shared.blocks)),
             "only our blocks are sent"
         );
-        let ids: Vec<BlockId> = blocks.iter().map(BlockRead::block).collect();
-        self.shared.check(runs, &ids)?;
-        let in_flight = InFlight::new(&self.shared, blocks);
-        in_flight.marked(self.shared.launch(runs, &ids))
+        self.start(runs, blocks, BlockRead::block)
     }
 
     fn receive(
@@ -251,10 +262,7 @@ impl PeerChannel for NcclChannel {
     ) -> Result<Box<dyn Moving<BlockWrite>>, String> {
         let ours = |block: &BlockWrite| block.lies_in(&*self.shared.blocks);
         assert!(blocks.iter().all(ours), "only our blocks are received into");
-        let ids: Vec<BlockId> = blocks.iter().map(BlockWrite::block).collect();
-        self.shared.check(runs, &ids)?;
-        let in_flight = InFlight::new(&self.shared, blocks);
-        in_flight.marked(self.shared.launch(runs, &ids))
+        self.start(runs, blocks, BlockWrite::block)
     }
 
     fn abort(&self) -> Result<(), String> {
@@ -268,17 +276,6 @@ struct InFlight<B> {
     marks: Option<Marks>,
     blocks: Option<Vec<B>>,
     shared: Arc<Shared>,
-}
-
-impl<B: Send + 'static> InFlight<B> {
-    fn new(shared: &Arc<Shared>, blocks: Vec<B>) -> Self {
-        Self { marks: None, blocks: Some(blocks), shared: Arc::clone(shared) }
-    }
-
-    fn marked(mut self, marks: Result<Marks, String>) -> Result<Box<dyn Moving<B>>, String> {
-        self.marks = Some(marks?);
-        Ok(Box::new(self))
-    }
 }
 
 impl<B: Send + 'static> Moving<B> for InFlight<B> {

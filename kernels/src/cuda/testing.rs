@@ -1,0 +1,162 @@
+//! What only GPU tests use: buffers and blocks in host memory, random stream delays, and an error that ends the context.
+
+use std::{
+    ops::Range as Indices,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
+    time::Duration,
+};
+
+use half::bf16;
+
+use super::{
+    backend::CudaBackend,
+    buffer::CudaBuffer,
+    context::{Role, Stream},
+    error::CudaError,
+    kv::DeviceKv,
+    library::KernelLibrary,
+    memory::{DeviceMemory, Range},
+    moves::{Rows, Way, move_blocks},
+    staging::StagingCopies,
+};
+use crate::layout::{BlockId, Dtype, KvLayout};
+
+/// Adds random delays between the work of streams, so that missing waits become visible.
+#[derive(Debug)]
+pub struct Delays {
+    library: Arc<KernelLibrary>,
+    longest: Duration,
+    state: AtomicU64,
+}
+
+impl Delays {
+    /// Creates delays of up to `longest`, seeded with `seed`.
+    pub fn new(library: Arc<KernelLibrary>, longest: Duration, seed: u64) -> Self {
+        Self { library, longest, state: AtomicU64::new(seed) }
+    }
+
+    /// Enqueues a delay, every other time.
+    pub(super) fn pass<R: Role>(&self, stream: &Stream<R>) -> Result<(), CudaError> {
+        let count = self.state.fetch_add(1, Ordering::Relaxed);
+        let random = (count ^ 0x9e37_79b9).wrapping_mul(0xbf58_476d_1ce4_e5b9) >> 32;
+        if random & 1 == 0 {
+            return Ok(());
+        }
+        let nanoseconds = self.longest.as_nanos() as u64 * (random >> 1) / (1 << 31);
+        // SAFETY: the stream is alive, and no memory is accessed.
+        unsafe { launch!(&self.library, stream, baton_delay(nanoseconds as i64)) }
+    }
+}
+
+impl KernelLibrary {
+    /// Launches a kernel that writes to an unmapped address. From then on every call in this context fails,
+    /// until the process ends.
+    pub fn fault<R: Role>(&self, stream: &Stream<R>) -> Result<(), CudaError> {
+        const NOWHERE: u64 = 256;
+        // SAFETY: the driver never allocates this address; the write is meant to fail.
+        unsafe { launch!(self, stream, baton_fill_random(0, NOWHERE, 1, 0, 1.0)) }
+    }
+}
+
+impl CudaBackend {
+    /// Reads the first rows of a buffer as f32, after all kernels have completed.
+    pub fn read(&self, buffer: &CudaBuffer, rows: usize) -> Result<Vec<f32>, CudaError> {
+        self.check()?;
+        assert_eq!(buffer.pending.get(), None, "cannot read rows with a deferred norm");
+        self.compute().synchronize()?;
+        let count = buffer.bytes(rows) / buffer.dtype.bytes();
+        let values = match buffer.dtype {
+            Dtype::F32 => {
+                let mut values = vec![0.0f32; count];
+                buffer.data.read(0, &mut values)?;
+                values
+            }
+            Dtype::Bf16 => {
+                let mut values = vec![bf16::ZERO; count];
+                buffer.data.read(0, &mut values)?;
+                values.into_iter().map(bf16::to_f32).collect()
+            }
+        };
+        let rows = values.chunks(buffer.stride.max(1));
+        Ok(rows.flat_map(|row| &row[..buffer.width]).copied().collect())
+    }
+
+    /// Writes the first rows of a buffer.
+    pub fn write(&self, buffer: &mut CudaBuffer, values: &[f32]) -> Result<(), CudaError> {
+        self.compute().synchronize()?;
+        for (row, values) in values.chunks(buffer.width).enumerate() {
+            let offset = buffer.bytes(row);
+            match buffer.dtype {
+                Dtype::F32 => buffer.data.write(offset, values)?,
+                Dtype::Bf16 => {
+                    let values: Vec<_> =
+                        values.iter().map(|&value| bf16::from_f32(value)).collect();
+                    buffer.data.write(offset, &values)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Fills a buffer with NaN.
+    pub fn poison(&self, buffer: &mut CudaBuffer) -> Result<(), CudaError> {
+        buffer.data.fill(0xff, self.compute())
+    }
+}
+
+impl DeviceKv {
+    /// Gathers these heads of blocks as an NCCL channel does.
+    pub fn gather(&self, heads: Indices<usize>, ids: &[BlockId]) -> Result<Vec<u8>, CudaError> {
+        let rows = rows_of_heads(self.layout(), heads);
+        let mut bytes = vec![0; ids.len() * rows.bytes()];
+        self.moved(&rows, ids, &bytes, Way::Gather)?.read(0, &mut bytes)?;
+        Ok(bytes)
+    }
+
+    /// Scatters these heads of blocks as an NCCL channel does.
+    pub fn scatter(
+        &self,
+        heads: Indices<usize>,
+        ids: &[BlockId],
+        bytes: &[u8],
+    ) -> Result<(), CudaError> {
+        let rows = rows_of_heads(self.layout(), heads);
+        assert_eq!(bytes.len(), ids.len() * rows.bytes(), "size of {} blocks", ids.len());
+        self.moved(&rows, ids, bytes, Way::Scatter).map(drop)
+    }
+
+    /// Runs a gather or scatter on staging memory of these initial bytes, and returns its final bytes.
+    fn moved(
+        &self,
+        rows: &Rows,
+        ids: &[BlockId],
+        bytes: &[u8],
+        way: Way,
+    ) -> Result<Range, CudaError> {
+        assert!(rows.first + rows.width <= rows.pitch, "heads exceed the block's heads");
+        assert!(ids.iter().all(|id| id.0 < self.block_count()), "a block id is out of range");
+        let staging = DeviceMemory::new(self.context(), "a test's staging", bytes.len())?;
+        let staging = staging.cut(bytes.len())?;
+        staging.write(0, bytes)?;
+        let stream: Stream<StagingCopies> = Stream::new(self.context())?;
+        // SAFETY: `bytes` is as long as the rows; nobody else has the staging memory, and the test owns the
+        // blocks until this returns.
+        unsafe { move_blocks(self, rows, ids, (&staging, 0), way, &stream) }?;
+        stream.synchronize()?;
+        Ok(staging)
+    }
+}
+
+/// Returns the bytes of these heads in blocks of `layout`.
+fn rows_of_heads(layout: KvLayout, heads: Indices<usize>) -> Rows {
+    let head_bytes = layout.head_elements() * layout.dtype.bytes();
+    Rows {
+        pitch: layout.kv_head_count * head_bytes,
+        first: heads.start * head_bytes,
+        width: heads.len() * head_bytes,
+        count: 2 * layout.layer_count,
+    }
+}
