@@ -108,16 +108,4 @@ impl KvBlocks {
             self.pool.retain(block);
         }
     }
-
-    /// Panics when pool and cache disagree. For tests: the cost is linear in the pool.
-    pub(crate) fn check(&self) {
-        self.pool.check();
-        let mut retained = 0;
-        for block in (0..self.pool.total()).map(BlockId) {
-            let known = self.cache.contains_block(block);
-            assert_eq!(known, self.pool.is_retained(block), "block {}", block.0);
-            retained += usize::from(known);
-        }
-        assert_eq!(retained, self.cache.len());
-    }
 }

@@ -30,6 +30,7 @@ mod completion;
 mod config;
 mod running;
 mod sequence;
+mod testing;
 mod transfers;
 mod waiting;
 
@@ -37,7 +38,6 @@ use std::{collections::BTreeSet, time::Instant};
 
 pub use config::{SchedulerConfig, SchedulerConfigError};
 use foldhash::HashMap;
-use kernels::BlockId;
 use sequence::{Arrival, Phase, Row, Sequence};
 use transfers::Transfers;
 use waiting::Waiting;
@@ -245,73 +245,5 @@ impl Scheduler {
         self.alarms.remove(&(sequence.alarm, id));
         sequence.alarm = alarm.min(sequence.deadline);
         self.alarms.insert((sequence.alarm, id));
-    }
-
-    /// Panics when owners, references, pins and counts disagree. For tests.
-    pub fn check(&self) {
-        self.kv.check();
-        let pool = &self.kv.pool;
-        let mut refs = vec![0; pool.total() as usize];
-        let mut pins = vec![0; pool.total() as usize];
-        let mut count = |blocks: &[BlockId]| {
-            for block in blocks {
-                refs[block.index()] += 1;
-            }
-        };
-        let (mut running, mut ready, mut reserved, mut waiting) = (0, 0, 0, 0);
-        for (id, sequence) in &self.sequences {
-            assert!(self.alarms.contains(&(sequence.alarm, *id)));
-            let entry = (sequence.arrival, *id);
-            match &sequence.phase {
-                Phase::AwaitingReady => assert!(self.transfers.contains(*id)),
-                Phase::Waiting => waiting += 1,
-                Phase::Reserved { prefix } => {
-                    assert!(self.transfers.contains(*id));
-                    count(prefix);
-                    reserved += 1;
-                }
-                Phase::Ready(table) => {
-                    assert!(self.ready.contains(&entry));
-                    count(&table.blocks);
-                    ready += 1;
-                }
-                Phase::Running(row) => {
-                    assert!(self.running.contains(&entry));
-                    assert!(self.slots.is_current(row.slot, row.generation));
-                    assert!(row.computed <= row.launched && row.launched <= row.length);
-                    assert!(row.length <= sequence.length_here());
-                    assert!(sequence.tokens.len() <= row.length);
-                    assert!(row.launched <= row.blocks.len() * kernels::BLOCK_TOKENS);
-                    count(&row.blocks);
-                    running += 1;
-                }
-            }
-        }
-        self.frames.deferred().for_each(&mut count);
-        for block in self.transfers.pinned_blocks() {
-            refs[block.index()] += 1;
-            pins[block.index()] += 1;
-        }
-        let mut reservations = HashMap::default();
-        for (owner, block) in self.transfers.reserved_blocks() {
-            assert_eq!(reservations.insert(block, owner), None, "block {} twice", block.0);
-        }
-        for block in (0..pool.total()).map(BlockId) {
-            use crate::block_pool::BlockState::{Cached, Free, Held, Reserved};
-            let expected = refs[block.index()];
-            match pool.state(block) {
-                Free | Cached => assert_eq!(expected, 0, "block {} is free and held", block.0),
-                Held { refs } => assert_eq!(refs, expected, "references of block {}", block.0),
-                Reserved { owner } => assert_eq!(reservations.remove(&block), Some(owner)),
-            }
-            assert_eq!(pool.pins(block), pins[block.index()], "pins of block {}", block.0);
-        }
-        assert!(reservations.is_empty(), "a transfer owns a block that is not reserved");
-        assert_eq!(self.alarms.len(), self.sequences.len());
-        assert_eq!((running, ready), (self.running.len(), self.ready.len()));
-        assert_eq!((reserved, waiting), (self.reserved_count, self.waiting.len()));
-        assert_eq!(self.slots.free_count() as usize + running, self.slots.total() as usize);
-        assert!(self.running.is_sorted() && self.ready.is_sorted());
-        assert!(running + ready + reserved as usize <= self.slots.total() as usize);
     }
 }

@@ -162,9 +162,7 @@ fn wire_load(load: &Load, draining: bool) -> v1::NodeLoad {
 }
 
 fn chunk(hashes: &[BlockHash], index: usize) -> &[BlockHash] {
-    let start = (index * HASHES_PER_EVENT_MAX).min(hashes.len());
-    let end = (start + HASHES_PER_EVENT_MAX).min(hashes.len());
-    &hashes[start..end]
+    hashes.chunks(HASHES_PER_EVENT_MAX).nth(index).unwrap_or_default()
 }
 
 /// 16 bytes per hash, most significant first, in one allocation.

@@ -1,0 +1,43 @@
+//! Check of the block pool's invariants, for tests and the simulation.
+
+use super::{BlockCounts, BlockPool, BlockState};
+
+impl BlockPool {
+    /// Panics when states, lists and counts disagree. The cost is linear in the pool.
+    pub fn check(&self) {
+        let mut counts = BlockCounts::default();
+        for (index, block) in self.blocks.iter().enumerate() {
+            match block.state {
+                BlockState::Free => counts.free += 1,
+                BlockState::Cached => counts.cached += 1,
+                BlockState::Held { refs } => {
+                    assert!(refs > 0, "block {index} is held by nobody");
+                    assert!(block.pins <= refs, "block {index} has more pins than references");
+                    counts.held += 1;
+                }
+                BlockState::Reserved { .. } => counts.reserved += 1,
+            }
+            if !matches!(block.state, BlockState::Held { .. }) {
+                assert_eq!(block.pins, 0, "block {index} is {:?} and pinned", block.state);
+                let cached = block.state == BlockState::Cached;
+                assert_eq!(block.retained, cached, "block {index} is {:?}", block.state);
+            }
+        }
+        assert_eq!(counts, self.counts);
+        assert_eq!(counts.total(), self.total());
+        assert_eq!(self.free.len() as u32, counts.free);
+        assert!(self.free.iter().all(|&block| self.state(block) == BlockState::Free));
+
+        let (mut walked, mut previous, mut next) = (0, None, self.oldest);
+        while let Some(block) = next {
+            let entry = &self.blocks[block.index()];
+            assert_eq!(entry.state, BlockState::Cached);
+            assert_eq!(entry.older, previous);
+            walked += 1;
+            assert!(walked <= counts.cached, "the list of cached blocks has a cycle");
+            (previous, next) = (Some(block), entry.newer);
+        }
+        assert_eq!(walked, counts.cached);
+        assert_eq!(previous, self.newest);
+    }
+}
