@@ -50,7 +50,7 @@ const HAS_LEFT: usize = 2;
 /// Time for which a wait spins before it sleeps: about the time of a wake-up.
 const SPIN: Duration = Duration::from_micros(20);
 /// Interval at which a sleeping rank checks whether the other rank has left.
-const LOOK: Duration = Duration::from_millis(50);
+const LEFT_CHECK_INTERVAL: Duration = Duration::from_millis(50);
 
 /// Failure of a group of CPU ranks.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -61,7 +61,7 @@ pub enum GroupError {
     Left { rank: usize, of: usize, exchange: u64 },
     /// The ranks run different operations: a bug, or different builds.
     #[error("exchange {exchange}: rank {rank} of {of} sends {theirs}, this one {ours}")]
-    Apart { rank: usize, of: usize, exchange: u64, theirs: String, ours: String },
+    Mismatch { rank: usize, of: usize, exchange: u64, theirs: String, ours: String },
 }
 
 /// Kind of an exchange, which must be equal on all ranks.
@@ -267,7 +267,7 @@ impl Group {
             ahead = self.ahead(seen);
             let left = self.timeout.saturating_sub(begun.elapsed());
             if ahead < 0 && !has_left && !left.is_zero() {
-                futex::wait(number, seen, left.min(LOOK));
+                futex::wait(number, seen, left.min(LEFT_CHECK_INTERVAL));
                 ahead = self.ahead(number.load(Ordering::Acquire));
             }
             waiters.fetch_sub(1, Ordering::SeqCst);
@@ -290,7 +290,7 @@ impl Group {
                 _ => format!("exchange {}", exchange + ahead as u64),
             };
             let ours = describe(kind.word());
-            return Err(GroupError::Apart { rank, of, exchange, theirs, ours });
+            return Err(GroupError::Mismatch { rank, of, exchange, theirs, ours });
         }
         Ok(())
     }
@@ -560,6 +560,6 @@ mod tests {
             0 => group.all_reduce(&mut [1.0]),
             _ => group.all_gather(&[]).and_then(|_| group.all_gather(&[7])).map(drop),
         });
-        assert!(outcomes.iter().all(|outcome| matches!(outcome, Err(GroupError::Apart { .. }))));
+        assert!(outcomes.iter().all(|outcome| matches!(outcome, Err(GroupError::Mismatch { .. }))));
     }
 }

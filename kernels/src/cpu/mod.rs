@@ -87,7 +87,7 @@ pub struct CpuBackend {
     pool: Mutex<ThreadPool>,
     /// Memory of small packed matrices.
     slab: Mutex<Slab>,
-    products: matmul::Scratch,
+    gemms: matmul::Scratch,
     tiles: attention::Scratch,
     /// Sampling memory, one per thread.
     draws: Vec<Mutex<sample::Scratch>>,
@@ -121,7 +121,7 @@ impl CpuBackend {
             level,
             pool,
             slab: Mutex::default(),
-            products: matmul::Scratch::default(),
+            gemms: matmul::Scratch::default(),
             tiles: attention::Scratch::new(threads),
             draws: (0..threads).map(|_| Mutex::default()).collect(),
             group: None,
@@ -262,7 +262,7 @@ impl Backend for CpuBackend {
         assert_eq!(out.width(), w.rows(), "matmul: the output is as wide as the matrix is high");
         let (x, out) = (x.rows(rows), out.rows_mut(rows));
         let pool = self.pool.get_mut().unwrap_or_else(PoisonError::into_inner);
-        matmul::matmul(self.level, pool, &mut self.products, x, w, out);
+        matmul::matmul(self.level, pool, &mut self.gemms, x, w, out);
     }
 
     fn store_kv(

@@ -30,7 +30,7 @@ use super::{
     context::Role,
     ipc::shared_heads,
     kv::DeviceKv,
-    moves::{Rows, Way},
+    moves::{Direction, Rows},
     nccl::{Communicator, CommunicatorOptions, Nccl, NcclVersion, UniqueId},
     parallel::in_parallel,
 };
@@ -231,7 +231,7 @@ impl NcclChannels {
         pairs: &[Pair],
         options: &[Vec<CommunicatorOptions>],
         end: End,
-        scatter: Way,
+        scatter: Direction,
         limit: WaitLimit<'_>,
     ) -> Result<Vec<Link>, String> {
         let nccl = self.opened()?;
@@ -342,7 +342,8 @@ impl PeerChannels for NcclChannels {
             ));
         }
         let uses_reserved_sms = share.is_some_and(|share| share.per_gpu() <= RESERVED_SMS_MAX);
-        let scatter = if uses_reserved_sms { Way::ScatterAside } else { Way::Scatter };
+        let scatter =
+            if uses_reserved_sms { Direction::ScatterByCopies } else { Direction::Scatter };
         let links = self.join_links(&pairs, &options, end, scatter, limit)?;
         let cuts = Cuts {
             slot_blocks: (SLOT_BYTES / moved_bytes(&pairs)).max(1),

@@ -21,14 +21,14 @@ pub(super) struct Digester {
     /// Device memory in which the digest is accumulated.
     sum: Range,
     /// Host memory and event of the result's download. `None` after an error.
-    way: Mutex<Option<(Pinned<u64>, Event)>>,
+    download: Mutex<Option<(Pinned<u64>, Event)>>,
 }
 
 /// A digest that the GPU is computing.
 pub(super) struct DigestInFlight<'a> {
     // `finish` waits for the copy before it releases the lock.
     copy: InFlight<u64>,
-    way: MutexGuard<'a, Option<(Pinned<u64>, Event)>>,
+    download: MutexGuard<'a, Option<(Pinned<u64>, Event)>>,
 }
 
 impl Digester {
@@ -37,14 +37,14 @@ impl Digester {
     pub fn new(context: &Arc<Context>, library: Arc<KernelLibrary>) -> Result<Self, CudaError> {
         let digest_blocks = library.digest_blocks()?;
         let memory = DeviceMemory::new(context, "a digest", size_of::<u64>())?;
-        let way = (Pinned::zeroed(context, "a digest's way", 1)?, Event::new(context)?);
+        let download = (Pinned::zeroed(context, "a digest's download", 1)?, Event::new(context)?);
         Ok(Self {
             digest_blocks,
             library,
             context: Arc::clone(context),
             stream: Stream::new(context)?,
             sum: memory.cut(size_of::<u64>())?,
-            way: Mutex::new(Some(way)),
+            download: Mutex::new(Some(download)),
         })
     }
 
@@ -64,9 +64,9 @@ impl Digester {
         // Checks that the blocks are inside the range.
         let arena = data.part(0, end * block_bytes);
         let (run_bytes, run_stride, first_bytes) = heads.runs();
-        let mut way = self.way.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut download = self.download.lock().unwrap_or_else(PoisonError::into_inner);
         self.context.bind()?;
-        let (pinned, done) = way.take().ok_or(FAULTY)?;
+        let (pinned, done) = download.take().ok_or(FAULTY)?;
         // SAFETY: the blocks are inside their range, by the layout of `heads`. The sum has room for one
         // number, which the lock protects. The list is read before the call returns.
         let code = unsafe {
@@ -85,11 +85,11 @@ impl Digester {
         };
         if let Err(error) = self.library.check("baton_digest_blocks", code) {
             // The launch was refused, so the next digest may start.
-            *way = Some((pinned, done));
+            *download = Some((pinned, done));
             return Err(error);
         }
         let copy = pinned.download(1, &self.sum, 0, &self.stream, done)?;
-        Ok(DigestInFlight { copy, way })
+        Ok(DigestInFlight { copy, download })
     }
 }
 
@@ -97,7 +97,7 @@ impl DigestInFlight<'_> {
     pub fn finish(mut self) -> Result<u64, CudaError> {
         let (pinned, done) = self.copy.finish()?;
         let digest = pinned[0];
-        *self.way = Some((pinned, done));
+        *self.download = Some((pinned, done));
         Ok(digest)
     }
 }

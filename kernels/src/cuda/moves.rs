@@ -50,18 +50,18 @@ impl Rows {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Way {
+pub(super) enum Direction {
     /// From the blocks to contiguous memory.
     Gather,
     /// From contiguous memory to the blocks.
     Scatter,
     /// Like `Scatter`, with copy engines instead of SMs where blocks are whole.
-    ScatterAside,
+    ScatterByCopies,
 }
 
-impl Way {
+impl Direction {
     fn by_copies(self, rows: &Rows) -> bool {
-        self == Self::ScatterAside && rows.are_whole()
+        self == Self::ScatterByCopies && rows.are_whole()
     }
 }
 
@@ -83,19 +83,19 @@ pub(super) unsafe fn move_blocks<R: Role>(
     rows: &Rows,
     ids: &[BlockId],
     (staging, place): (&Range, usize),
-    way: Way,
+    direction: Direction,
     stream: &Stream<R>,
 ) -> Result<(), CudaError> {
     let fit = [rows.pitch, rows.first, rows.width].iter().all(|it| it.is_multiple_of(VECTOR_BYTES));
     if let Some(library) = kv.library()
         && fit
-        && !way.by_copies(rows)
+        && !direction.by_copies(rows)
     {
         // SAFETY: guaranteed by the caller.
-        return unsafe { by_kernel(library, kv, rows, ids, (staging, place), way, stream) };
+        return unsafe { by_kernel(library, kv, rows, ids, (staging, place), direction, stream) };
     }
     // SAFETY: guaranteed by the caller.
-    unsafe { by_copies(kv, rows, ids, (staging, place), way, stream) }
+    unsafe { by_copies(kv, rows, ids, (staging, place), direction, stream) }
 }
 
 /// # Safety
@@ -106,7 +106,7 @@ unsafe fn by_kernel<R: Role>(
     rows: &Rows,
     ids: &[BlockId],
     (staging, place): (&Range, usize),
-    way: Way,
+    direction: Direction,
     stream: &Stream<R>,
 ) -> Result<(), CudaError> {
     // Checks that the blocks are within the KV memory and `place` within the staging memory.
@@ -129,7 +129,7 @@ unsafe fn by_kernel<R: Role>(
                 ids.as_ptr(),
                 ids.len() as i32,
                 staging,
-                i32::from(way == Way::Gather),
+                i32::from(direction == Direction::Gather),
                 MOVERS
             )
         )
@@ -143,7 +143,7 @@ unsafe fn by_copies<R: Role>(
     rows: &Rows,
     ids: &[BlockId],
     (staging, mut place): (&Range, usize),
-    way: Way,
+    direction: Direction,
     stream: &Stream<R>,
 ) -> Result<(), CudaError> {
     let mut whole = Copies::default();
@@ -151,15 +151,18 @@ unsafe fn by_copies<R: Role>(
         let moved = bytes / rows.block_bytes() * rows.bytes();
         let (block, slot) = (kv.data().part(offset, bytes), staging.part(place, moved));
         place += moved;
-        match (rows.are_whole(), way) {
-            (true, Way::Gather) => whole.add(slot, block, bytes),
-            (true, Way::Scatter | Way::ScatterAside) => whole.add(block, slot, bytes),
+        match (rows.are_whole(), direction) {
+            (true, Direction::Gather) => whole.add(slot, block, bytes),
+            (true, Direction::Scatter | Direction::ScatterByCopies) => {
+                whole.add(block, slot, bytes)
+            }
             (false, _) => {
                 let height = moved / rows.width;
-                let (apart, together) = ((block, rows.pitch, rows.first), (slot, rows.width, 0));
-                let (from, to) = match way {
-                    Way::Gather => (apart, together),
-                    Way::Scatter | Way::ScatterAside => (together, apart),
+                let (strided, contiguous) =
+                    ((block, rows.pitch, rows.first), (slot, rows.width, 0));
+                let (from, to) = match direction {
+                    Direction::Gather => (strided, contiguous),
+                    Direction::Scatter | Direction::ScatterByCopies => (contiguous, strided),
                 };
                 // SAFETY: rows of both are inside their parts, as just checked. The caller guarantees the
                 // rest.

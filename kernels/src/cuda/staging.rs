@@ -16,7 +16,7 @@ use super::{
     error::CudaError,
     kv::DeviceKv,
     memory::{DeviceMemory, Range},
-    moves::{Rows, Way, move_blocks},
+    moves::{Direction, Rows, move_blocks},
     stream_progress::{Mark, StreamProgress},
 };
 use crate::layout::BlockId;
@@ -159,7 +159,9 @@ impl Staging {
         let slot = &self.slots[index];
         self.copies.wait(&slot.emptied)?;
         // SAFETY: nothing else uses the slot until `emptied` is recorded; the caller promises the rest.
-        unsafe { move_blocks(kv, rows, ids, (&self.memory, place.0), Way::Gather, &self.copies) }?;
+        unsafe {
+            move_blocks(kv, rows, ids, (&self.memory, place.0), Direction::Gather, &self.copies)
+        }?;
         slot.filled.record(&self.copies)?;
         stream.wait(&slot.filled)?;
         send(&self.memory, place)?;
@@ -176,7 +178,7 @@ impl Staging {
         kv: &DeviceKv,
         rows: &Rows,
         ids: &[BlockId],
-        way: Way,
+        direction: Direction,
         stream: &Stream<R>,
         receive: impl FnOnce(&Range, Place) -> Result<(), E>,
     ) -> Result<(), E> {
@@ -187,7 +189,7 @@ impl Staging {
         slot.filled.record(stream)?;
         self.copies.wait(&slot.filled)?;
         // SAFETY: as above.
-        unsafe { move_blocks(kv, rows, ids, (&self.memory, place.0), way, &self.copies) }?;
+        unsafe { move_blocks(kv, rows, ids, (&self.memory, place.0), direction, &self.copies) }?;
         Ok(slot.emptied.record(&self.copies)?)
     }
 

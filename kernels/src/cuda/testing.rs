@@ -19,7 +19,7 @@ use super::{
     kv::DeviceKv,
     library::KernelLibrary,
     memory::{DeviceMemory, Range},
-    moves::{Rows, Way, move_blocks},
+    moves::{Direction, Rows, move_blocks},
     staging::StagingCopies,
 };
 use crate::layout::{BlockId, Dtype, KvLayout};
@@ -112,7 +112,7 @@ impl DeviceKv {
     pub fn gather(&self, heads: Indices<usize>, ids: &[BlockId]) -> Result<Vec<u8>, CudaError> {
         let rows = rows_of_heads(self.layout(), heads);
         let mut bytes = vec![0; ids.len() * rows.bytes()];
-        self.moved(&rows, ids, &bytes, Way::Gather)?.read(0, &mut bytes)?;
+        self.moved(&rows, ids, &bytes, Direction::Gather)?.read(0, &mut bytes)?;
         Ok(bytes)
     }
 
@@ -125,7 +125,7 @@ impl DeviceKv {
     ) -> Result<(), CudaError> {
         let rows = rows_of_heads(self.layout(), heads);
         assert_eq!(bytes.len(), ids.len() * rows.bytes(), "size of {} blocks", ids.len());
-        self.moved(&rows, ids, bytes, Way::Scatter).map(drop)
+        self.moved(&rows, ids, bytes, Direction::Scatter).map(drop)
     }
 
     /// Runs a gather or scatter on staging memory of these initial bytes, and returns its final bytes.
@@ -134,7 +134,7 @@ impl DeviceKv {
         rows: &Rows,
         ids: &[BlockId],
         bytes: &[u8],
-        way: Way,
+        direction: Direction,
     ) -> Result<Range, CudaError> {
         assert!(rows.first + rows.width <= rows.pitch, "heads exceed the block's heads");
         assert!(ids.iter().all(|id| id.0 < self.block_count()), "a block id is out of range");
@@ -144,7 +144,7 @@ impl DeviceKv {
         let stream: Stream<StagingCopies> = Stream::new(self.context())?;
         // SAFETY: `bytes` is as long as the rows; nobody else has the staging memory, and the test owns the
         // blocks until this returns.
-        unsafe { move_blocks(self, rows, ids, (&staging, 0), way, &stream) }?;
+        unsafe { move_blocks(self, rows, ids, (&staging, 0), direction, &stream) }?;
         stream.synchronize()?;
         Ok(staging)
     }

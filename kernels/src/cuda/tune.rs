@@ -107,18 +107,18 @@ impl Table {
     /// Adds the contents of this machine's file in `folder`. A missing file is no error.
     pub fn read(&mut self, folder: &Path) -> Result<(), String> {
         let path = self.path(folder);
-        let told =
+        let failed =
             |reason: &dyn std::fmt::Display| format!("cannot read {}: {reason}", path.display());
         match fs::metadata(&path) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
-            Err(error) => return Err(told(&error)),
+            Err(error) => return Err(failed(&error)),
             Ok(metadata) if metadata.len() > FILE_BYTES_MAX => {
-                return Err(told(&format_args!("more than {FILE_BYTES_MAX} bytes")));
+                return Err(failed(&format_args!("more than {FILE_BYTES_MAX} bytes")));
             }
             Ok(_) => {}
         }
-        let text = fs::read_to_string(&path).map_err(|error| told(&error))?;
-        let found = parse(&text, &self.machine).map_err(|reason| told(&reason))?;
+        let text = fs::read_to_string(&path).map_err(|error| failed(&error))?;
+        let found = parse(&text, &self.machine).map_err(|reason| failed(&reason))?;
         self.algorithms.extend(found);
         Ok(())
     }
@@ -133,15 +133,15 @@ impl Table {
             self.algorithms = there.algorithms;
         }
         let path = self.path(folder);
-        let told = |error: io::Error| format!("cannot write {}: {error}", path.display());
+        let failed = |error: io::Error| format!("cannot write {}: {error}", path.display());
         // Containers that share the folder may have equal process ids.
         let moment = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_nanos());
         let new = path.with_extension(format!("{}-{moment:x}.new", std::process::id()));
-        fs::create_dir_all(folder).map_err(told)?;
+        fs::create_dir_all(folder).map_err(failed)?;
         let written = fs::write(&new, self.text()).and_then(|()| fs::rename(&new, &path));
         written.map_err(|error| {
             let _ = fs::remove_file(&new);
-            told(error)
+            failed(error)
         })
     }
 

@@ -30,7 +30,7 @@ pub(super) struct Uploads {
 impl Uploads {
     pub fn new(context: &Arc<Context>) -> Result<Self, CudaError> {
         let buffer = |_| {
-            let pinned = Pinned::zeroed(context, "the weights' way", BUFFER_BYTES)?;
+            let pinned = Pinned::zeroed(context, "the weights' uploads", BUFFER_BYTES)?;
             Ok((pinned, Event::new(context)?))
         };
         let threads = thread::available_parallelism().map_or(1, usize::from).min(READERS_MAX);

@@ -307,7 +307,7 @@ fn a_dead_late_or_diverged_rank_fails_the_step_of_the_others() {
     }
     for (number, rank) in ranks.iter_mut().enumerate() {
         let error = fault(rank.collect(WAIT));
-        let is_apart = matches!(error, GroupError::Apart { rank, .. } if rank != number);
-        assert!(is_apart, "{error}");
+        let is_mismatch = matches!(error, GroupError::Mismatch { rank, .. } if rank != number);
+        assert!(is_mismatch, "{error}");
     }
 }

@@ -191,7 +191,7 @@ fn on_gpu(
         let gpu = device::open_gpu(config, weights, Some(gpu))?;
         let Started { executor, kv, .. } =
             device::start_gpu(gpu, config, &checkpoint, layout, Some(rank))?;
-        let handle = IpcMemory::new(kv).export().map_err(CudaExecutorError::Together)?;
+        let handle = IpcMemory::new(kv).export().map_err(CudaExecutorError::Connect)?;
         info!(rank = spec.rank, of = spec.of, "loaded the rank's part of the weights onto its GPU");
         Ok((Box::new(executor) as Box<dyn Executor>, handle))
     })

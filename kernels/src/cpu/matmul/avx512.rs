@@ -110,7 +110,7 @@ unsafe fn f32_tile<const M: usize, const P: usize>(
                 prefetch_few::<M>(tile, group.cast());
                 let weights =
                     [_mm512_loadu_ps(group.cast()), _mm512_loadu_ps(group.add(LANES).cast())];
-                add_products(&mut sums, p, tile.x.as_ptr().add(k * M), weights);
+                accumulate(&mut sums, p, tile.x.as_ptr().add(k * M), weights);
             }
         }
     }
@@ -139,10 +139,10 @@ unsafe fn widened_tile<const M: usize, const P: usize>(
                 let x = tile.x.as_ptr().add(pair * 2 * M);
                 let even_weights =
                     words.map(|words| _mm512_castsi512_ps(_mm512_slli_epi32::<16>(words)));
-                add_products(&mut sums, p, x, even_weights);
+                accumulate(&mut sums, p, x, even_weights);
                 let odd_weights =
                     words.map(|words| _mm512_castsi512_ps(_mm512_and_si512(words, odd)));
-                add_products(&mut sums, p, x.add(M), odd_weights);
+                accumulate(&mut sums, p, x.add(M), odd_weights);
             }
         }
     }
@@ -155,7 +155,7 @@ unsafe fn widened_tile<const M: usize, const P: usize>(
                     load_words::<M>(tile, tile.panels.as_ptr().add(p * panel_words + last * PANEL));
                 let weights =
                     words.map(|words| _mm512_castsi512_ps(_mm512_slli_epi32::<16>(words)));
-                add_products(&mut sums, p, tile.x.as_ptr().add(last * 2 * M), weights);
+                accumulate(&mut sums, p, tile.x.as_ptr().add(last * 2 * M), weights);
             }
         }
     }
@@ -249,7 +249,7 @@ unsafe fn load_words<const M: usize>(tile: &Tile<'_>, group: *const u32) -> [__m
 /// `x` points to the bits of `M` f32.
 #[inline]
 #[target_feature(enable = "avx512f")]
-unsafe fn add_products<const M: usize, const P: usize>(
+unsafe fn accumulate<const M: usize, const P: usize>(
     sums: &mut Sums<M, P>,
     p: usize,
     x: *const u32,

@@ -57,7 +57,7 @@ fn f32_sums<const M: usize>(x: &[[u32; M]], panel: &[u32], first: usize) -> [[f3
     let mut sums = [[0.0; LANES]; M];
     for (x, words) in x.iter().zip(panel.chunks_exact(PANEL)) {
         let words: &[u32; LANES] = words[first..][..LANES].try_into().expect("16 lanes");
-        add_products(&mut sums, x, &words.map(f32::from_bits));
+        accumulate(&mut sums, x, &words.map(f32::from_bits));
     }
     sums
 }
@@ -68,10 +68,10 @@ fn bf16_sums<const M: usize>(x: &[[u32; M]], panel: &[u32], first: usize) -> [[f
     for (x, words) in x.chunks(2).zip(panel.chunks_exact(PANEL)) {
         let words: &[u32; LANES] = words[first..][..LANES].try_into().expect("16 lanes");
         let weights = words.map(|word| f32::from_bits(word << 16));
-        add_products(&mut sums, &x[0], &weights);
+        accumulate(&mut sums, &x[0], &weights);
         if let Some(odd) = x.get(1) {
             let weights = words.map(|word| f32::from_bits(word & 0xffff_0000));
-            add_products(&mut sums, odd, &weights);
+            accumulate(&mut sums, odd, &weights);
         }
     }
     sums
@@ -79,11 +79,7 @@ fn bf16_sums<const M: usize>(x: &[[u32; M]], panel: &[u32], first: usize) -> [[f
 
 /// Accumulates one input for every row; `x` are f32 bits.
 #[inline(always)]
-fn add_products<const M: usize>(
-    sums: &mut [[f32; LANES]; M],
-    x: &[u32; M],
-    weights: &[f32; LANES],
-) {
+fn accumulate<const M: usize>(sums: &mut [[f32; LANES]; M], x: &[u32; M], weights: &[f32; LANES]) {
     for (sums, &x) in sums.iter_mut().zip(x) {
         for (sum, &weight) in sums.iter_mut().zip(weights) {
             *sum = multiply_add::<BASELINE_FUSES>(f32::from_bits(x), weight, *sum);

@@ -16,7 +16,7 @@ use super::{
         context::{Context, Stream},
         kv::DeviceKv,
         memory::Range,
-        moves::{Rows, Way, places_of},
+        moves::{Direction, Rows, places_of},
         nccl::{Communicator, CommunicatorOptions, Move, Nccl, NcclError, Piece},
         parallel::in_parallel,
         staging::{Place, Staging},
@@ -90,7 +90,7 @@ pub(super) struct LinkEnd {
     pub rows: Rows,
     pub end: End,
     /// How received blocks are scattered.
-    pub scatter: Way,
+    pub scatter: Direction,
 }
 
 /// Streams with work that has no mark behind it.

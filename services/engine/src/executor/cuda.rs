@@ -54,7 +54,7 @@ pub enum CudaExecutorError {
     Spawn(#[from] io::Error),
     /// The ranks of a group could not connect at the start.
     #[error("cannot connect the ranks: {0}")]
-    Together(String),
+    Connect(String),
 }
 
 /// Model whose weights are on the GPU.

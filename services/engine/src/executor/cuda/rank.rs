@@ -66,8 +66,8 @@ impl CudaRank {
 
     /// Returns the minimum of `own` over all ranks.
     pub fn least(&mut self, own: u32) -> Result<u32, CudaExecutorError> {
-        let together = |error: GroupError| CudaExecutorError::Together(error.to_string());
-        let all = self.exchange.all_gather(&own.to_le_bytes()).map_err(together)?;
+        let failed = |error: GroupError| CudaExecutorError::Connect(error.to_string());
+        let all = self.exchange.all_gather(&own.to_le_bytes()).map_err(failed)?;
         let numbers = all.as_chunks().0.iter().map(|bytes| u32::from_le_bytes(*bytes));
         Ok(numbers.min().unwrap_or(own))
     }
@@ -81,13 +81,13 @@ pub fn join(
 ) -> Result<CudaBackend, CudaExecutorError> {
     let place = (shard.rank(), shard.of());
     let arena = GroupArena::new(backend.context(), backend.library(), place, MESSAGE_BYTES)?;
-    let said = exchange(&arena.handle().to_bytes()).map_err(CudaExecutorError::Together)?;
-    let handles = said.iter().map(|bytes| GroupHandle::from_bytes(bytes));
+    let handles = exchange(&arena.handle().to_bytes()).map_err(CudaExecutorError::Connect)?;
+    let handles = handles.iter().map(|bytes| GroupHandle::from_bytes(bytes));
     let handles = handles.collect::<Option<Vec<_>>>().ok_or_else(|| {
-        CudaExecutorError::Together("a rank is of another build than this one".to_owned())
+        CudaExecutorError::Connect("a rank is of another build than this one".to_owned())
     })?;
     let group = Group::new(arena, &handles, ALL_REDUCE_TIMEOUT)?;
     // No rank writes into the memory of another before that rank has prepared it.
-    exchange(&[0]).map_err(CudaExecutorError::Together)?;
+    exchange(&[0]).map_err(CudaExecutorError::Connect)?;
     Ok(backend.in_group(group))
 }
