@@ -32,18 +32,14 @@ impl Config {
 
     fn check_limits(&mut self, conflicts: &mut Vec<String>) {
         let step = ("node.step_tokens", self.node.step_tokens);
-        conflicts.extend(
-            self.lower("node.chunk_tokens", step, |config| &mut config.node.chunk_tokens)
-                .map(|conflict| conflict + ": a chunk is part of a step"),
-        );
-        conflicts.extend(
-            self.lower("node.slots", step, |config| &mut config.node.slots)
-                .map(|conflict| conflict + ": each row of the batch takes a token of the step"),
-        );
+        let chunk = self.lower("node.chunk_tokens", step, |it| &mut it.node.chunk_tokens);
+        conflicts.extend(chunk.map(|conflict| conflict + ": a chunk is part of a step"));
+        let slots = self.lower("node.slots", step, |it| &mut it.node.slots);
+        let reason = ": each row of the batch takes a token of the step";
+        conflicts.extend(slots.map(|conflict| conflict + reason));
         let ngram_max = ("node.speculate_ngram_max", self.node.speculate_ngram_max);
-        conflicts.extend(self.lower("node.speculate_ngram_min", ngram_max, |config| {
-            &mut config.node.speculate_ngram_min
-        }));
+        let key = "node.speculate_ngram_min";
+        conflicts.extend(self.lower(key, ngram_max, |it| &mut it.node.speculate_ngram_min));
         let timeout_max = ("router.timeout_max", self.router.timeout_max);
         conflicts
             .extend(self.lower("router.timeout", timeout_max, |config| &mut config.router.timeout));

@@ -5,10 +5,9 @@ use std::{env, ffi::OsString, io::Write, path::PathBuf};
 use clap::{Arg, ArgAction, ArgMatches, Command};
 
 use crate::{
-    cache,
     error::{ConfigError, Problem},
     hub,
-    load::{Config, Environment, Flags, LoadInput, Section},
+    load::{CACHE_VARIABLES, Config, Environment, Flags, LoadInput, Section},
     section::Setting,
 };
 
@@ -115,7 +114,7 @@ pub fn environment_of(
         let Ok(name) = name.into_string() else { continue };
         let is_ours = name.starts_with("BATON_")
             || hub::VARIABLES.contains(&name.as_str())
-            || cache::VARIABLES.contains(&name.as_str());
+            || CACHE_VARIABLES.contains(&name.as_str());
         if !is_ours {
             continue;
         }

@@ -6,10 +6,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use toml::{
-    Spanned,
-    de::{DeTable, DeValue},
-};
+use toml::de::{DeTable, DeValue};
 
 use crate::{
     error::{ConfigError, Problem, Source},
@@ -76,7 +73,18 @@ impl<'a> File<'a> {
             match value.get_ref().as_table() {
                 Some(keys) if known => {
                     for key in keys.keys() {
-                        self.refuse_unknown_key(section_name, key, settings, problems);
+                        let name = key.get_ref().as_ref();
+                        let is_known = |setting: &Setting| {
+                            setting.section == section_name
+                                && (setting.name == name || setting.former_name == Some(name))
+                        };
+                        if !settings.iter().any(is_known) {
+                            problems.push(Problem::UnknownKey {
+                                key: format!("{section_name}.{name}"),
+                                nearest: nearest_key(Some(section_name), name, settings),
+                                source_: self.source(key.span().start),
+                            });
+                        }
                     }
                 }
                 Some(_) => problems.push(Problem::UnknownSection {
@@ -92,28 +100,6 @@ impl<'a> File<'a> {
                 }),
             }
         }
-    }
-
-    fn refuse_unknown_key(
-        &self,
-        section: &str,
-        key: &Spanned<std::borrow::Cow<'_, str>>,
-        settings: &[Setting],
-        problems: &mut Vec<Problem>,
-    ) {
-        let name = key.get_ref().as_ref();
-        let is_known = |setting: &Setting| {
-            setting.section == section
-                && (setting.name == name || setting.former_name == Some(name))
-        };
-        if settings.iter().any(is_known) {
-            return;
-        }
-        problems.push(Problem::UnknownKey {
-            key: format!("{section}.{name}"),
-            nearest: nearest_key(Some(section), name, settings),
-            source_: self.source(key.span().start),
-        });
     }
 
     fn source(&self, byte: usize) -> Source {

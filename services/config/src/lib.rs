@@ -21,7 +21,6 @@
 
 #![forbid(unsafe_code)]
 
-mod cache;
 mod check;
 mod command_line;
 mod error;
@@ -34,10 +33,9 @@ mod section;
 mod types;
 mod value;
 
-pub use cache::cache_folder;
 pub use command_line::{Started, args_for, environment_of, from_matches, from_process};
 pub use error::{ConfigError, Problem, Source};
-pub use load::{Config, Environment, Flags, LoadInput, Section};
+pub use load::{Config, Environment, Flags, LoadInput, Section, cache_folder};
 pub use schema::{Cluster, Model, Node, Router, Telemetry, Transfer};
 pub use section::Setting;
 pub use types::{
