@@ -43,25 +43,23 @@ pub(crate) fn from_gguf(
             return Err(metadata.unsupported(key, found.to_string(), "the head dimension"));
         }
     }
-    let vocab_size = match metadata.of_model("vocab_size")? {
-        Some(size) => {
-            // Otherwise the file's tokenizer would have ids without a row in the embedding.
-            if let Some(tokens) = metadata.get::<&[String]>("tokenizer.ggml.tokens")?
-                && tokens.len() > size
-            {
-                return Err(ModelError::ConfigValue {
-                    path: path.into(),
-                    name: "vocabulary size",
-                    found: size.to_string(),
-                    allowed: format!(
-                        "at least the {} tokens of the file's tokenizer",
-                        tokens.len()
-                    ),
-                });
-            }
-            size
+    const TOKENS: &str = "tokenizer.ggml.tokens";
+    let token_count = metadata.get::<&[String]>(TOKENS)?.map(<[String]>::len);
+    let vocab_size = match (metadata.of_model("vocab_size")?, token_count) {
+        // Otherwise the file's tokenizer would have ids without a row in the embedding.
+        (Some(size), Some(tokens)) if tokens > size => {
+            return Err(ModelError::ConfigValue {
+                path: path.into(),
+                name: "vocabulary size",
+                found: usize::to_string(&size),
+                allowed: format!("at least the {tokens} tokens of the file's tokenizer"),
+            });
         }
-        None => metadata.tokens()?.len(),
+        (Some(size), _) | (None, Some(size)) => size,
+        (None, None) => {
+            let (key, wanted) = (TOKENS.into(), <&[String]>::WANTED);
+            return Err(metadata.error(GgufError::MissingKey { key, wanted }));
+        }
     };
     let layer_count = metadata.require("block_count")?;
     let mut eos_token_ids = Vec::new();
@@ -150,11 +148,6 @@ impl<'a> Metadata<'a> {
 
     fn require<T: FromValue<'a>>(&self, key: &str) -> Result<T, ModelError> {
         self.header.metadata.require(&self.full_key(key)).map_err(|source| self.error(source))
-    }
-
-    fn tokens(&self) -> Result<&'a [String], ModelError> {
-        let tokens = self.header.metadata.require("tokenizer.ggml.tokens");
-        tokens.map_err(|source| self.error(source))
     }
 
     fn full_key(&self, key: &str) -> String {

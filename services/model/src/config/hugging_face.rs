@@ -19,11 +19,11 @@ pub(crate) fn from_hugging_face(
     let fields = config.fields()?;
     let architecture = architecture(&fields)?;
     check_supported(&fields, architecture)?;
-    let defaults = Defaults::of(architecture);
+    let (kv_head_count, head_dim, context_tokens) = defaults(architecture);
 
     let hidden_size = fields.require::<usize>("hidden_size")?;
     let query_head_count = fields.require::<usize>("num_attention_heads")?;
-    let head_dim = match fields.get_or("head_dim", defaults.head_dim)? {
+    let head_dim = match fields.get_or("head_dim", head_dim)? {
         Some(head_dim) => head_dim,
         None => {
             default_head_dim(&config.path, "num_attention_heads", query_head_count, hidden_size)?
@@ -46,12 +46,12 @@ pub(crate) fn from_hugging_face(
         layer_count,
         query_head_count,
         kv_head_count: fields
-            .get_or("num_key_value_heads", defaults.kv_head_count)?
+            .get_or("num_key_value_heads", kv_head_count)?
             .unwrap_or(query_head_count),
         head_dim,
         ffn_size: fields.require("intermediate_size")?,
         vocab_size: fields.require("vocab_size")?,
-        context_tokens: fields.get("max_position_embeddings")?.unwrap_or(defaults.context_tokens),
+        context_tokens: fields.get("max_position_embeddings")?.unwrap_or(context_tokens),
         rms_eps: fields.get("rms_norm_eps")?.unwrap_or(1e-6),
         rope_theta,
         rope_scaling,
@@ -63,25 +63,15 @@ pub(crate) fn from_hugging_face(
     .validate(&config.path)
 }
 
-/// Values of absent keys, as the configuration classes of transformers define them. A null means "none",
-/// not "absent".
-struct Defaults {
-    /// Number of KV heads; `None` means as many as query heads.
-    kv_head_count: Option<usize>,
-    /// Head size; `None` means the hidden size divided by the number of query heads.
-    head_dim: Option<usize>,
-    context_tokens: usize,
-}
-
-impl Defaults {
-    fn of(architecture: Architecture) -> Self {
-        let (kv_head_count, head_dim, context_tokens) = match architecture {
-            Architecture::Llama => (None, None, 2048),
-            Architecture::Mistral => (Some(8), None, 131_072),
-            Architecture::Qwen2 => (Some(32), None, 32_768),
-            Architecture::Qwen3 => (Some(32), Some(128), 32_768),
-        };
-        Self { kv_head_count, head_dim, context_tokens }
+/// Returns the values of absent keys as the configuration classes of transformers define them: the number of KV heads
+/// (`None` means as many as query heads), the head size (`None` means the hidden size divided by the number of query
+/// heads), and the context length. A null means "none", not "absent".
+fn defaults(architecture: Architecture) -> (Option<usize>, Option<usize>, usize) {
+    match architecture {
+        Architecture::Llama => (None, None, 2048),
+        Architecture::Mistral => (Some(8), None, 131_072),
+        Architecture::Qwen2 => (Some(32), None, 32_768),
+        Architecture::Qwen3 => (Some(32), Some(128), 32_768),
     }
 }
 

@@ -20,9 +20,10 @@ pub(super) enum Step {
 }
 
 /// Input that may follow.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 enum Expect {
     /// The opening brace.
+    #[default]
     Open,
     /// A key or the end, after `{`.
     KeyOrEnd,
@@ -48,7 +49,7 @@ enum InText {
 }
 
 /// Parser of one object. After `Complete` or `Broken` every byte is `Broken`.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub(super) struct JsonObject {
     /// Open brackets, outermost first: true for an object, false for a list.
     open: Vec<bool>,
@@ -61,17 +62,6 @@ pub(super) struct JsonObject {
 }
 
 impl JsonObject {
-    pub fn new() -> Self {
-        Self {
-            open: Vec::new(),
-            expect: Expect::Open,
-            at: 0,
-            text_start: 0,
-            text_is_key: false,
-            scalar: Vec::new(),
-        }
-    }
-
     pub fn feed(&mut self, byte: u8) -> Step {
         let step = self.step(byte);
         self.at += 1;
@@ -193,7 +183,7 @@ mod tests {
 
     /// Returns the last step and the number of bytes read.
     fn read(text: &str) -> (Step, usize) {
-        let mut object = JsonObject::new();
+        let mut object = JsonObject::default();
         for (at, &byte) in text.as_bytes().iter().enumerate() {
             let step = object.feed(byte);
             if matches!(step, Step::Complete | Step::Broken) {
@@ -248,7 +238,7 @@ mod tests {
     #[test]
     fn keys_and_texts_of_the_object_itself_are_told() {
         let text = r#"{"a\"": {"b": "c"}, "d": "e"}"#;
-        let mut object = JsonObject::new();
+        let mut object = JsonObject::default();
         let mut told = Vec::new();
         for byte in text.bytes() {
             match object.feed(byte) {

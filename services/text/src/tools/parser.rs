@@ -167,7 +167,7 @@ impl ToolParser {
     }
 
     fn begin_object(&mut self) -> Outcome {
-        let mut json = JsonObject::new();
+        let mut json = JsonObject::default();
         json.feed(b'{');
         self.state = State::Object { start: self.held.len(), in_name: false, json };
         self.held.push('{');
