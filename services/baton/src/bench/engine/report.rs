@@ -143,17 +143,12 @@ pub(super) fn print_table(report: &Report) {
     }
     let parts = report.start.iter().map(|part| format!("{} {:.3} s", part.what, part.seconds));
     println!("start: {}", parts.collect::<Vec<_>>().join(", "));
-    println!(
-        "{:<8} {:>6} {:>8} {:>12} {:>12} {:>12}  ",
-        "", "batch", "tokens", "tok/s", "min", "max"
-    );
+    println!("          batch   tokens        tok/s          min          max  ");
     for row in &report.rows {
         let least = row.tokens_per_s_all.iter().copied().fold(f64::INFINITY, f64::min);
         let most = row.tokens_per_s_all.iter().copied().fold(0.0, f64::max);
         let limit = match (row.share_of_weight_read, row.ttft_ms) {
-            (Some(share), _) => {
-                format!("{:.0} % of the memory bandwidth", share * 100.0)
-            }
+            (Some(share), _) => format!("{:.0} % of the memory bandwidth", share * 100.0),
             (None, Some([first, last])) => format!("first token {first:.1} ms, last {last:.1} ms"),
             (None, None) => String::new(),
         };
@@ -169,18 +164,9 @@ pub(super) fn print_table(report: &Report) {
 fn print_steps(report: &Report) {
     println!("\ndecode steps, {} in flight; host times in µs: p50/p99", report.depth);
     println!(
-        "{:>6} {:>9} {:>13} {:>13} {:>13} {:>13} {:>9} {:>7} {:>9} {:>9} {:>8}",
-        "batch",
-        "ms",
-        "plan",
-        "launch",
-        "collect",
-        "all",
-        "busy ms",
-        "idle %",
-        "padded",
-        "floor ms",
-        "of it %"
+        " batch        ms          plan        launch\
+         {}",
+        "       collect           all   busy ms  idle %    padded  floor ms  of it %"
     );
     let percent =
         |share: Option<f64>| share.map_or("-".into(), |share| format!("{:.2}", share * 100.0));

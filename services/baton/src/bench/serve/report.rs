@@ -202,6 +202,9 @@ impl Point {
         let milliseconds = |seconds: &dyn Fn(&Measured) -> f64| {
             Percentiles::of(measured.iter().map(|one| seconds(one) * 1e3).collect())
         };
+        let longer = measured.iter().filter(|one| one.token_times.len() > 1);
+        let gaps = measured.iter().flat_map(|one| one.gaps());
+        let handover_gaps = measured.iter().filter_map(|one| handover_gap_ms(one));
         Self {
             load,
             conversations: outcomes.len(),
@@ -217,20 +220,10 @@ impl Point {
             goodput_share: good.map(|good| good / requests.max(1) as f64),
             goodput_per_s: good.map(|good| good / elapsed_s),
             ttft_ms: milliseconds(&Measured::ttft),
-            tpot_ms: Percentiles::of(
-                measured
-                    .iter()
-                    .filter(|one| one.token_times.len() > 1)
-                    .map(|one| one.tpot() * 1e3)
-                    .collect(),
-            ),
-            itl_ms: Percentiles::of(
-                measured.iter().flat_map(|one| one.gaps()).map(|gap| gap * 1e3).collect(),
-            ),
+            tpot_ms: Percentiles::of(longer.map(|one| one.tpot() * 1e3).collect()),
+            itl_ms: Percentiles::of(gaps.map(|gap| gap * 1e3).collect()),
             e2e_ms: milliseconds(&|one| one.end),
-            handover_gap_ms: Percentiles::of(
-                measured.iter().filter_map(|one| handover_gap_ms(one)).collect(),
-            ),
+            handover_gap_ms: Percentiles::of(handover_gaps.collect()),
             conversation_s: Percentiles::of(whole.iter().map(|one| one.elapsed_s).collect()),
         }
     }
