@@ -99,7 +99,7 @@ fn read_header(path: &Path, mut file: impl Read, file_bytes: u64) -> Result<Head
         _ if version > 0xffff && version.swap_bytes() <= 0xffff => {
             return Err(GgufError::BigEndian);
         }
-        _ => return Err(GgufError::Version { found: version }.into()),
+        _ => return Err(GgufError::Version { found: version }),
     }
     let tensor_count = reader.u64(|| "the tensor count".into())?;
     let entry_count = reader.u64(|| "the metadata count".into())?;
