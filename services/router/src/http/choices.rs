@@ -150,21 +150,31 @@ impl Collected {
         prompt: &'a [u32],
     ) -> TextChoice<'a> {
         TextChoice {
-            index: end.choice,
             text: self.text,
             logprobs: view.logprobs.map(|_| self.text_logprobs),
-            finish_reason: Some(finish_reason(end.reason)),
-            stop_reason: stop_reason(end),
             prompt_token_ids: view.token_ids.then_some(prompt),
             token_ids: view.token_ids.then_some(self.token_ids),
+            ..text_end(end)
         }
+    }
+}
+
+/// Returns the last chunk of a completion, with the finish reason and the text that was held back.
+pub fn text_end<'a>(end: &AnswerEnd) -> TextChoice<'a> {
+    TextChoice {
+        index: end.choice,
+        text: end.text.clone(),
+        finish_reason: Some(finish_reason(end.reason)),
+        stop_reason: stop_reason(end),
+        ..Default::default()
     }
 }
 
 /// Returns the first chunk of a chat answer, with its role.
 pub fn chat_role(choice: u32) -> ChatChunkChoice {
     let (role, content) = (Some("assistant"), Some(String::new()));
-    chat_chunk(choice, ChatDelta { role, content, tool_calls: None })
+    let delta = ChatDelta { role, content, tool_calls: None };
+    ChatChunkChoice { index: choice, delta, ..Default::default() }
 }
 
 /// Returns the chunks for some tokens and the text that they release. The first chunk describes the tokens.
@@ -175,11 +185,10 @@ pub fn chat_chunks(
     tokens: &[Token],
     pieces: Vec<AnswerPiece>,
 ) -> Vec<ChatChunkChoice> {
-    let mut chunks: Vec<ChatChunkChoice> =
-        pieces.into_iter().flat_map(deltas).map(|delta| chat_chunk(choice, delta)).collect();
+    let chunk = |delta| ChatChunkChoice { index: choice, delta, ..Default::default() };
+    let mut chunks: Vec<_> = pieces.into_iter().flat_map(deltas).map(chunk).collect();
     if chunks.is_empty() && (view.logprobs.is_some() || view.token_ids) {
-        let content = Some(String::new());
-        chunks.push(chat_chunk(choice, ChatDelta { content, ..ChatDelta::default() }));
+        chunks.push(chunk(ChatDelta { content: Some(String::new()), ..Default::default() }));
     }
     if let Some(first) = chunks.first_mut() {
         let content = view.chat_logprobs(tokens);
@@ -187,17 +196,6 @@ pub fn chat_chunks(
         first.token_ids = view.ids(tokens);
     }
     chunks
-}
-
-fn chat_chunk(choice: u32, delta: ChatDelta) -> ChatChunkChoice {
-    ChatChunkChoice {
-        index: choice,
-        delta,
-        logprobs: None,
-        finish_reason: None,
-        stop_reason: None,
-        token_ids: None,
-    }
 }
 
 /// Returns content, or the two parts of a tool call: the name, then the arguments.
@@ -228,13 +226,14 @@ fn deltas(piece: AnswerPiece) -> impl Iterator<Item = ChatDelta> {
 /// Returns the last chunk, with the finish reason.
 pub fn chat_end(end: &AnswerEnd, calls: Calls) -> ChatChunkChoice {
     ChatChunkChoice {
+        index: end.choice,
         finish_reason: Some(finish_reason(calls.finish_reason(end.reason))),
         stop_reason: stop_reason(end),
-        ..chat_chunk(end.choice, ChatDelta::default())
+        ..Default::default()
     }
 }
 
-pub fn finish_reason(reason: FinishReason) -> &'static str {
+fn finish_reason(reason: FinishReason) -> &'static str {
     match reason {
         FinishReason::Stop => "stop",
         FinishReason::ToolCalls => "tool_calls",
@@ -242,7 +241,7 @@ pub fn finish_reason(reason: FinishReason) -> &'static str {
     }
 }
 
-pub fn stop_reason(end: &AnswerEnd) -> Option<StopReason> {
+fn stop_reason(end: &AnswerEnd) -> Option<StopReason> {
     end.stopped_by.as_ref().map(|by| match by {
         StoppedBy::Token(id) => StopReason::Token(*id),
         StoppedBy::Text(text) => StopReason::Text(text.clone()),

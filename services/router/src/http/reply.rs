@@ -14,9 +14,7 @@ use serde::Serialize;
 use tokio::time::Instant;
 
 use super::{
-    choices::{
-        Api, Collected, TokenView, chat_chunks, chat_end, chat_role, finish_reason, stop_reason,
-    },
+    choices::{Api, Collected, TokenView, chat_chunks, chat_end, chat_role, text_end},
     error::ApiError,
     request_fields::Delivery,
     wire::{Completion, ErrorBody, TextChoice, TextLogprobs, Usage},
@@ -261,18 +259,7 @@ impl Chunks {
                 self.introduce(end.choice, out);
                 match self.reply.view.api {
                     Api::Chat => self.write_chat_end(&end, out),
-                    Api::Text => {
-                        let choice = TextChoice {
-                            index: end.choice,
-                            text: end.text.clone(),
-                            logprobs: None,
-                            finish_reason: Some(finish_reason(end.reason)),
-                            stop_reason: stop_reason(&end),
-                            prompt_token_ids: None,
-                            token_ids: None,
-                        };
-                        self.write_chunk(end.choice, choice, out);
-                    }
+                    Api::Text => self.write_chunk(end.choice, text_end(&end), out),
                 }
             }
         }
@@ -303,10 +290,9 @@ impl Chunks {
                     index: shown.choice,
                     text: shown.text,
                     logprobs: view.logprobs.map(|_| logprobs),
-                    finish_reason: None,
-                    stop_reason: None,
                     prompt_token_ids: (first && view.token_ids).then_some(prompt),
                     token_ids: view.ids(&shown.tokens),
+                    ..Default::default()
                 };
                 self.write_chunk(shown.choice, choice, out);
             }

@@ -86,7 +86,7 @@ pub struct FunctionCall {
     pub arguments: String,
 }
 
-#[derive(Serialize, JsonSchema)]
+#[derive(Default, Serialize, JsonSchema)]
 pub struct ChatChunkChoice {
     pub index: u32,
     pub delta: ChatDelta,
@@ -130,7 +130,7 @@ pub struct FunctionDelta {
 }
 
 /// A choice of a completion or of a completion's chunk.
-#[derive(Serialize, JsonSchema)]
+#[derive(Default, Serialize, JsonSchema)]
 pub struct TextChoice<'a> {
     pub index: u32,
     pub text: String,
