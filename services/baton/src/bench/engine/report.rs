@@ -163,11 +163,10 @@ pub(super) fn print_table(report: &Report) {
 /// Prints host time, device use and the fraction of the memory-bound minimum of decode steps.
 fn print_steps(report: &Report) {
     println!("\ndecode steps, {} in flight; host times in µs: p50/p99", report.depth);
-    println!(
-        " batch        ms          plan        launch\
-         {}",
+    println!(concat!(
+        " batch        ms          plan        launch",
         "       collect           all   busy ms  idle %    padded  floor ms  of it %"
-    );
+    ));
     let percent =
         |share: Option<f64>| share.map_or("-".into(), |share| format!("{:.2}", share * 100.0));
     for row in &report.rows {
