@@ -1,4 +1,5 @@
-//! What only GPU tests use: buffers and blocks in host memory, random stream delays, and an error that ends the context.
+//! Entry points of GPU tests: buffers and blocks in host memory, random stream delays, and an error that ends the
+//! context.
 
 use std::{
     ops::Range as Indices,
