@@ -6,8 +6,9 @@
 #
 #   --memcheck, --racecheck   run a short selection under compute-sanitizer
 #
-# The golden tokens need SmolLM2: BATON_TEST_MODEL, or the file that `make model` fetches, or a *.gguf file
-# in target/gpu. Other arguments go to the test program, for example a part of a test's name.
+# The golden-token tests need SmolLM2: the file in BATON_TEST_MODEL, else the file that `make model` fetches,
+# else a *.gguf file in target/gpu. Other arguments go to the test program, for example a part of a test's
+# name.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 cd "$root"
@@ -24,7 +25,7 @@ case ${1:-} in
         shift
         [[ $# -gt 0 ]] || set -- --skip={gpu::fault,gpu::start,gpu::load,gpu::clusters,gpu::soak}
         ;;
-    # racecheck instruments every access to shared memory: only the smallest tests.
+    # racecheck instruments every access to shared memory and is slow: run only the smallest tests.
     --racecheck)
         sanitize=racecheck
         shift
@@ -90,7 +91,7 @@ status=0
 echo "golden tokens: $golden"
 echo "comparison with transformers: $reference"
 grep "^skipped: " "$folder/test.log" | sort -u || true
-# Tests that start this program again print its sums too; the program's own sum is the last one.
+# A test that starts the test program again prints a `test result` line, too. The last line is that of the whole run.
 awk '/^test result:/ { passed = $4; failed = $6; skipped = $8; found = 1 }
     END { if (found) printf "%d passed, %d failed, %d skipped\n", passed, failed, skipped; exit !found }' "$folder/test.log"
 exit $status

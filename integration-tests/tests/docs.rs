@@ -1,6 +1,5 @@
-//! docs/configuration.md lists every setting, docs/metrics.md every metric.
-//!
-//! `make docs` writes the lists.
+//! Tests that docs/configuration.md lists every setting and docs/metrics.md every metric. `make docs` writes
+//! these lists.
 
 use std::{
     collections::BTreeMap,
@@ -21,8 +20,8 @@ fn page(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs").join(name)
 }
 
-/// Compares the list between `<!-- BEGIN -->` and `<!-- end -->` with the expected one, or writes
-/// it.
+/// Compares the list between `<!-- BEGIN -->` and `<!-- end -->` with the `wanted` list. If
+/// BATON_WRITE_DOCS is set, writes the `wanted` list instead.
 fn check_list(path: &Path, begin: &str, wanted: &str) -> Result<()> {
     let text = fs::read_to_string(path).with_context(|| path.display().to_string())?;
     let begin = format!("<!-- {begin} -->\n");
@@ -103,8 +102,8 @@ fn configuration_page_lists_every_setting() -> Result<()> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn metrics_page_lists_every_metric() -> Result<()> {
-    // A metric appears with its first value: one request must wait, one must use speculative
-    // decoding, and one must use a grammar.
+    // Prometheus text shows a metric only after its first value. So one request waits, one uses
+    // speculative decoding, and one uses a grammar.
     let spec = ClusterSpec::smollm2()
         .set("BATON_NODE_SLOTS", 1)
         .set("BATON_NODE_WAITING_MAX", 0)
@@ -122,8 +121,8 @@ async fn metrics_page_lists_every_metric() -> Result<()> {
     for answer in futures_util::future::try_join_all(answers).await? {
         ensure!(answer.status == 200, "{}: {}", answer.status, answer.json());
     }
-    let held = json!({"prompt": "Yes or no?", "max_tokens": 4, "regex": "yes|no"});
-    let answer = client.post("/v1/completions", &held).await?;
+    let constrained = json!({"prompt": "Yes or no?", "max_tokens": 4, "regex": "yes|no"});
+    let answer = client.post("/v1/completions", &constrained).await?;
     ensure!(answer.status == 200, "{}: {}", answer.status, answer.json());
     let text = async |url: String| -> Result<String> {
         Ok(String::from_utf8(Client::new(url).get("/metrics").await?.body.to_vec())?)
@@ -144,7 +143,7 @@ async fn metrics_page_lists_every_metric() -> Result<()> {
     cluster.stop()
 }
 
-/// Returns the names of a service's instruments. Prometheus adds the unit and `_total`.
+/// Returns the names of a service's metrics, without the unit and the `_total` of the Prometheus text.
 fn instruments(service: &str) -> Result<Vec<String>> {
     let file = format!("../services/telemetry/src/metrics/{service}.rs");
     let source = std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join(file))?;

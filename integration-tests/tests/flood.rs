@@ -22,16 +22,16 @@ use tokio::{
 };
 
 const REQUESTS: usize = 10_000;
-/// The router's connections to clients, and files of its own.
+/// Open files of the router: 4,096 connections to clients, and up to 256 other files.
 const ROUTER_FILES_MAX: usize = 4096 + 256;
-const WITHIN: Duration = Duration::from_secs(100);
+const TIMEOUT: Duration = Duration::from_secs(100);
 
 /// Sets the soft limit on open files of this process.
 fn set_files_max(count: usize) -> Result<()> {
     let id = std::process::id().to_string();
     let limit = format!("--nofile={count}:");
     let status = Command::new("prlimit").args(["--pid", &id, &limit]).status()?;
-    ensure!(status.success(), "the limit on open files cannot be {count}");
+    ensure!(status.success(), "cannot set the limit on open files to {count}");
     Ok(())
 }
 
@@ -63,24 +63,24 @@ async fn ask_until_taken(address: &str, request: &[u8]) -> Result<(String, Value
 }
 
 /// Outcome of one request.
-enum Ended {
+enum Outcome {
     Served,
-    Refused,
+    Rejected,
 }
 
-async fn one_of_many(address: Arc<str>, request: Arc<[u8]>, start: Arc<Barrier>) -> Result<Ended> {
+async fn one_of_many(address: Arc<str>, request: Arc<[u8]>, start: Arc<Barrier>) -> Result<Outcome> {
     start.wait().await;
-    let (head, body) = tokio::time::timeout(WITHIN, ask_until_taken(&address, &request)).await??;
+    let (head, body) = tokio::time::timeout(TIMEOUT, ask_until_taken(&address, &request)).await??;
     if head.starts_with("http/1.1 200") {
         ensure!(body["usage"]["completion_tokens"] == 1, "{body}");
-        return Ok(Ended::Served);
+        return Ok(Outcome::Served);
     }
     ensure!(head.starts_with("http/1.1 429"), "{head}\n{body}");
     ensure!(body["error"]["code"] == "overloaded", "{body}");
     let after = head.lines().find_map(|line| line.strip_prefix("retry-after: "));
     let seconds: u32 = after.context("no Retry-After")?.trim().parse()?;
     ensure!((1..=60).contains(&seconds), "{head}");
-    Ok(Ended::Refused)
+    Ok(Outcome::Rejected)
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -108,31 +108,31 @@ async fn ten_thousand_concurrent_requests_are_each_served_or_rejected() -> Resul
     for _ in 0..REQUESTS {
         all.spawn(one_of_many(address.clone(), request.clone(), start.clone()));
     }
-    let (mut served, mut refused, mut files_max) = (0, 0, 0);
+    let (mut served, mut rejected, mut files_max) = (0, 0, 0);
     while let Some(ended) = all.join_next().await {
         match ended?? {
-            Ended::Served => served += 1,
-            Ended::Refused => refused += 1,
+            Outcome::Served => served += 1,
+            Outcome::Rejected => rejected += 1,
         }
-        if (served + refused) % 100 == 0 {
+        if (served + rejected) % 100 == 0 {
             files_max = files_max.max(files_of(cluster.router.id())?);
         }
     }
     println!(
-        "{served} served, {refused} refused in {:?}; up to {files_max} files",
+        "{served} served, {rejected} rejected in {:?}; up to {files_max} open files",
         began.elapsed()
     );
-    assert_eq!(served + refused, REQUESTS);
-    assert!(served >= 64 && refused >= 1000, "{served} served, {refused} refused");
-    assert!(files_max < ROUTER_FILES_MAX, "{files_max} files");
+    assert_eq!(served + rejected, REQUESTS);
+    assert!(served >= 64 && rejected >= 1000, "{served} served, {rejected} rejected");
+    assert!(files_max < ROUTER_FILES_MAX, "{files_max} open files");
     // The router answered each accepted request exactly once.
     let ended = client.metric("baton_requests_finished_total", "").await?;
     assert_eq!(ended as usize, REQUESTS);
     let log = cluster.router.log();
-    assert!(!log.contains("could not be accepted"), "{log}");
+    assert!(!log.contains("cannot accept a connection"), "{log}");
 
     // Afterwards no request is running, no additional file is open, and the next request is served.
-    let deadline = Instant::now() + WITHIN;
+    let deadline = Instant::now() + TIMEOUT;
     loop {
         let (status, health) = client.get_json("/health").await?;
         let files = files_of(cluster.router.id())?;
@@ -140,7 +140,7 @@ async fn ten_thousand_concurrent_requests_are_each_served_or_rejected() -> Resul
             break;
         }
         if Instant::now() > deadline {
-            bail!("not as before ({before} files): {files} files, {health}");
+            bail!("the router is not idle: {files} open files ({before} before the requests), {health}");
         }
         tokio::time::sleep(Duration::from_millis(10)).await;
     }

@@ -23,7 +23,7 @@ use super::{
 
 const COLS: usize = 72;
 
-/// Matrix of small integers that counts the rows read.
+/// Matrix of small integers. Counts how many rows were read.
 struct Numbered {
     rows: usize,
     read: AtomicUsize,
@@ -50,7 +50,7 @@ impl RowSource for Numbered {
     }
 }
 
-/// Uses one row, and enough rows to pass through all staging buffers several times.
+/// Loads 8 rows, and enough rows to pass through all staging buffers several times.
 pub fn weight_rows_of_any_matrix_size_load_correctly() {
     let gpu = gpu();
     for dtype in DTYPES {
@@ -61,7 +61,7 @@ pub fn weight_rows_of_any_matrix_size_load_correctly() {
                     (backend.matrix(&source), backend.buffer(1, COLS), backend.wide_buffer(1, rows))
                 });
             assert_eq!(source.read.into_inner(), rows, "every row is read once");
-            // Reads back one column at a time.
+            // The GEMM of a unit vector returns one column.
             for col in [0, 41, COLS - 1] {
                 let mut one = [0.0; COLS];
                 one[col] = 1.0;
@@ -92,7 +92,7 @@ pub fn kv_cache_uses_only_the_free_memory() {
     let options = CudaOptions::new(WeightFormat::Bf16);
     let backend = CudaBackend::new(&gpu.context, gpu.library.clone(), options).unwrap();
     let model = CudaModel::load(&checkpoint, backend, &limits(2), &mut |_| ()).unwrap();
-    // A small model's blocks are many: this share does not limit their number.
+    // The share allows 4 GiB beyond the memory in use; the model, the batch and the reserve take little of it.
     let total = gpu.context.device().memory_bytes;
     let taken = gpu.context.taken_bytes();
     let percent = (100 * (taken + (4 << 30))).div_ceil(total) as u32;
@@ -124,7 +124,8 @@ const INPUTS: usize = 520;
 const OUTPUTS: usize = 1032;
 const ROWS: usize = 300;
 
-/// Returns a GEMM for every number of rows. If `folder` is given, the backend is tuned with it.
+/// Returns the GEMM outputs for several numbers of rows. If `folder` is given, tunes the backend with its file,
+/// and also returns how many shapes the file knew and how many were timed.
 fn gemm_results(gpu: &Gpu, dtype: Dtype, folder: Option<&Path>) -> (Vec<Vec<f32>>, (usize, usize)) {
     let source = Random { rows: OUTPUTS, cols: INPUTS, seed: 3 };
     let (mut backend, (matrix, mut x, mut out)) =
@@ -165,7 +166,7 @@ pub fn tuned_gemm_matches_untuned_and_is_timed_once() {
     }
 }
 
-/// A tuning file with an unsupported algorithm is checked before use.
+/// The backend checks the algorithms in a tuning file before use.
 pub fn invalid_gemm_algorithm_is_not_used() {
     let gpu = gpu();
     let folder = tempfile::tempdir().unwrap();
@@ -184,7 +185,7 @@ pub fn invalid_gemm_algorithm_is_not_used() {
     });
     fs::write(&file, format!("{body}{sum:016x}\n")).unwrap();
     let (found, (known, timed)) = gemm_results(&gpu, Dtype::Bf16, Some(folder.path()));
-    assert_eq!((known, timed), (row_steps(ROWS).len(), 0), "the tuning file is not complete");
+    assert_eq!((known, timed), (row_steps(ROWS).len(), 0), "a shape is missing in the tuning file");
     for (found, wanted) in found.iter().zip(&wanted) {
         assert_near(found, wanted, tolerance(Dtype::Bf16), "without the algorithms of the file");
     }

@@ -1,4 +1,4 @@
-//! A slice that several threads write to, each its own part.
+//! A slice that several threads write to in disjoint parts.
 
 use std::marker::PhantomData;
 
@@ -9,8 +9,8 @@ pub(crate) struct Parts<'a, T> {
     _borrow: PhantomData<&'a mut [T]>,
 }
 
-// SAFETY: stands for `&mut [T]`, whose parts may be used on several threads when T is Send. The callers of
-// `slice` promise that the parts are disjoint.
+// SAFETY: disjoint parts of a `&mut [T]` may be used on several threads when T is Send. The callers of `slice`
+// promise that the parts are disjoint.
 unsafe impl<T: Send> Sync for Parts<'_, T> {}
 // SAFETY: as above.
 unsafe impl<T: Send> Send for Parts<'_, T> {}
@@ -20,20 +20,19 @@ impl<'a, T> Parts<'a, T> {
         Self { start: whole.as_mut_ptr(), length: whole.len(), _borrow: PhantomData }
     }
 
-    /// Returns elements `start..start + length`. Panics when they are not all inside.
+    /// Returns elements `start..start + length`. Panics when the range is out of bounds.
     ///
     /// # Safety
-    /// No element is in two slices that are alive at the same time.
+    /// Slices that are alive at the same time must not overlap.
     #[allow(clippy::mut_from_ref)] // `self` holds the exclusive borrow; see `# Safety`.
     pub unsafe fn slice(&self, start: usize, length: usize) -> &mut [T] {
         // SAFETY: inside the borrowed slice, as checked; disjoint, as the caller promised.
         unsafe { std::slice::from_raw_parts_mut(self.range_ptr(start, length), length) }
     }
 
-    /// Returns the address of element `start`. Panics when `length` elements from there are not all
-    /// inside.
+    /// Returns the address of element `start`. Panics when `start..start + length` is out of bounds.
     pub fn range_ptr(&self, start: usize, length: usize) -> *mut T {
-        assert!(start <= self.length && length <= self.length - start, "a part is inside");
+        assert!(start <= self.length && length <= self.length - start, "the part is out of bounds");
         self.start.wrapping_add(start)
     }
 }

@@ -4,8 +4,8 @@
 //! memory bandwidth unused. So the GEMM's epilogue does the next operation: RoPE and the KV store, SiLU and
 //! multiply, or the residual add. An RMS norm is split into two factors. The producing GEMM multiplies its
 //! output by the norm's weight and stores partial sums of squares ([`Pending`]); the consuming GEMM scales
-//! its accumulators by the row's factor. Where the library leaves a GEMM to cuBLASLt, separate kernels do
-//! these operations.
+//! its accumulators by the row's factor. When cuBLASLt runs a GEMM, separate kernels do these
+//! operations.
 
 use super::{
     attention::dtype_code,
@@ -31,15 +31,16 @@ const WIDTH_MAX: usize = 1 << 16;
 /// squares plus `eps`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Pending {
-    /// Partial sums of squares per row.
+    /// Number of partial sums of squares per row.
     count: usize,
     eps: f32,
-    /// Source of the rows and the norm's weight that they are already multiplied by.
+    /// Address of the rows before the norm.
     residual: ffi::Address,
+    /// Address of the norm's weight. The rows are already multiplied by this weight.
     norm: ffi::Address,
 }
 
-/// State of the skinny GEMMs beside their operands.
+/// State that all skinny GEMMs of a backend share.
 pub(super) struct Skinny {
     /// Partial sums of squares, written by the last GEMM that added to the residual stream.
     squares: Range,
@@ -47,11 +48,11 @@ pub(super) struct Skinny {
     starts_early: bool,
     /// Maximum rows of a skinny GEMM; 0 disables skinny GEMMs.
     rows_max: usize,
-    /// SMs that share the outputs of a GEMM.
+    /// Maximum CTAs of a GEMM: one per SM.
     sms: i32,
 }
 
-/// The operation fused behind a GEMM.
+/// The operation that a GEMM applies to its output.
 enum Epilogue<'a> {
     Plain,
     Residual {
@@ -103,11 +104,11 @@ impl CudaBackend {
         qkv: &mut CudaBuffer,
         step: &CudaStep,
     ) -> bool {
-        assert!(layer < step.kv_layout().layer_count, "the blocks have layer {layer}");
+        assert!(layer < step.kv_layout().layer_count, "the KV cache has no layer {layer}");
         assert_eq!(frequencies.len * 2, shape.head_dim, "one frequency per pair");
         let (bias, places, arrays) = (weights.bias, step.places(layer), step.arrays());
         let epilogue = Epilogue::Heads { shape, bias, frequencies, places, arrays };
-        // A tile lies within one head.
+        // A tile must not span two heads.
         let is_served = weights.norms.is_none() && shape.head_dim.is_multiple_of(TILE_MIN);
         is_served && self.skinny(step.rows(), (x, w), epilogue, qkv).is_some()
     }
@@ -116,26 +117,26 @@ impl CudaBackend {
     pub(super) fn skinny_matmul(
         &self,
         rows: usize,
-        product: (&CudaBuffer, &CudaMatrix),
+        operands: (&CudaBuffer, &CudaMatrix),
         out: &mut CudaBuffer,
     ) -> bool {
         let epilogue = match out.dtype {
             Dtype::F32 => Epilogue::Wide,
             Dtype::Bf16 => Epilogue::Plain,
         };
-        self.skinny(rows, product, epilogue, out).is_some()
+        self.skinny(rows, operands, epilogue, out).is_some()
     }
 
     /// Runs [`crate::Backend::project_onto_residual`]. Returns false when nothing was launched.
     pub(super) fn skinny_onto_residual(
         &self,
         rows: usize,
-        product: (&CudaBuffer, &CudaMatrix),
+        operands: (&CudaBuffer, &CudaMatrix),
         residual: &mut CudaBuffer,
         (norm, eps): (&CudaVector, f32),
         out: &mut CudaBuffer,
     ) -> bool {
-        let width = product.1.rows;
+        let width = operands.1.rows;
         assert!(
             residual.width == width && norm.len == width && out.width == width,
             "project_onto_residual: widths differ"
@@ -147,7 +148,7 @@ impl CudaBackend {
         residual.bytes(rows);
         let (from, weight) = (residual.data.address(), norm.data.address());
         let epilogue = Epilogue::Residual { residual, norm };
-        let Some(tile) = self.skinny(rows, product, epilogue, out) else { return false };
+        let Some(tile) = self.skinny(rows, operands, epilogue, out) else { return false };
         let count = width.div_ceil(tile.max(TILE_MIN));
         out.pending.set(Some(Pending { count, eps, residual: from, norm: weight }));
         true
@@ -157,10 +158,10 @@ impl CudaBackend {
     pub(super) fn skinny_gated(
         &self,
         rows: usize,
-        product: (&CudaBuffer, &CudaMatrix),
+        operands: (&CudaBuffer, &CudaMatrix),
         out: &mut CudaBuffer,
     ) -> bool {
-        self.skinny(rows, product, Epilogue::Gated, out).is_some()
+        self.skinny(rows, operands, Epilogue::Gated, out).is_some()
     }
 
     /// Applies the deferred norm to a buffer's rows, for a consumer that does not apply it itself.
@@ -181,7 +182,8 @@ impl CudaBackend {
         });
     }
 
-    /// Launches one skinny GEMM. Returns the rows of a tile, or `None` when cuBLASLt is to run the GEMM.
+    /// Launches one skinny GEMM. Returns the weight rows per tile, or `None` when nothing was launched: cuBLASLt
+    /// must run the GEMM.
     fn skinny(
         &self,
         rows: usize,
@@ -194,9 +196,9 @@ impl CudaBackend {
         if rows == 0 || rows > skinny.rows_max || !is_served {
             return None;
         }
-        assert!(x.width == w.cols && x.dtype == w.dtype, "the input is the matrix's");
+        assert!(x.width == w.cols && x.dtype == w.dtype, "the input does not match the matrix");
         let outputs = if matches!(epilogue, Epilogue::Gated) { w.rows / 2 } else { w.rows };
-        assert_eq!(out.width, outputs, "the output is the product's");
+        assert_eq!(out.width, outputs, "the output does not match the matrix");
         let mut args = ffi::SkinnyGemmArgs {
             weight: w.data.address(),
             x: x.data.part(0, x.bytes(rows)),

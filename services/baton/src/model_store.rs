@@ -52,7 +52,7 @@ static KNOWN: [KnownModel; 1] = [KnownModel {
 pub enum ModelCommand {
     /// Fetches a model by name, unless the model is complete on this machine.
     Fetch(FetchArgs),
-    /// Lists the models with names and shows which are fetched.
+    /// Lists the models that can be fetched by name, and shows which are fetched.
     List(StoreArgs),
 }
 
@@ -61,7 +61,7 @@ pub struct FetchArgs {
     /// Name that `baton model list` prints, or hf:ORG/NAME[@REVISION][/FILE.gguf] for a model of the Hugging
     /// Face hub. Hub models go into the hub's cache (HF_HOME).
     name: String,
-    /// Fetch only the files that a router reads (no weights); for models of the hub.
+    /// Fetch only the files that a router reads, without weights; only for hub models.
     #[arg(long)]
     text_only: bool,
     #[command(flatten)]
@@ -70,7 +70,7 @@ pub struct FetchArgs {
 
 #[derive(Args)]
 pub struct StoreArgs {
-    /// Folder of the fetched models, with one folder for each.
+    /// Folder of the fetched models, with one subfolder for each model.
     #[arg(long, env = "BATON_MODELS_DIR", default_value = "models")]
     models_dir: PathBuf,
 }
@@ -163,7 +163,7 @@ fn fetch(models_dir: &Path, name: &str) -> Result<PathBuf> {
         }
     }
     let folder = path.parent().expect("a model's path has a folder");
-    // In the final folder, so that the rename stays on one file system.
+    // The staging folder is in the final folder, so that the rename stays on one file system.
     let staging = Staging::create(folder)?;
     let outcome = fetch_into(staging.folder.path(), known).and_then(|staged| {
         fs::rename(&staged, &path).with_context(|| format!("cannot create {}", path.display()))

@@ -1,4 +1,4 @@
-//! The real model in f32 gives the golden tokens under any batching.
+//! SmolLM2 in f32 generates the golden tokens under any batching.
 
 mod common;
 
@@ -18,7 +18,7 @@ fn config(step_tokens: u32, depth: u32) -> SchedulerConfig {
     patient(limits_of(&real_model(), 16, step_tokens, 240, depth))
 }
 
-/// Returns a golden prompt with `emitted` tokens of its output already known.
+/// Returns a sequence for a golden prompt, retried after `emitted` output tokens.
 fn attempt(id: u128, golden: &GoldenRun, emitted: usize) -> NewSequence {
     let mut tokens = golden.prompt_ids.clone();
     tokens.extend_from_slice(&golden.output_ids[..emitted]);
@@ -61,8 +61,8 @@ fn golden_tokens_one_prompt_at_a_time_with_cached_prefixes_and_retries() {
         let expected = (golden.prompt_ids.len() as u32 - 1) / 16 * 16;
         assert_eq!(outcomes[&SequenceId(id)].cached_tokens, expected, "{}", golden.name);
     }
-    // Retries know a part of the answer. Their own salt means that nothing is cached at first, and the
-    // second retry of each kind uses the blocks of the first.
+    // Retries begin with a part of the output. Each number of emitted tokens has a cache salt, so the first
+    // retries with it find nothing cached, and the second retries find the blocks of the first.
     for (first_id, emitted) in [(20, 0), (30, 1), (40, 20)] {
         for again in [0, 100] {
             let attempts = (first_id + again..).zip(golden()).map(|(id, golden)| NewSequence {
@@ -97,7 +97,7 @@ fn golden_tokens_with_prefill_chunks_of_16_at_depth_1() {
     check_batch(&mut engine, 0);
     let records = engine.take_records();
     assert!(records.iter().all(|record| record.tokens <= 16 * record.rows));
-    assert!(records.len() >= 600 / 16 + 47, "the long prompt's chunks, then its tokens");
+    assert!(records.len() >= 600 / 16 + 47, "a step for each chunk of the long prompt and for each output token");
 }
 
 #[test]
@@ -128,7 +128,7 @@ fn golden_tokens_with_speculation_alone_batched_and_handed_over() {
 
 #[test]
 fn golden_tokens_with_preemption() {
-    // The short prompts are all admitted, and then need three more blocks each than the pool has.
+    // All short prompts are admitted. While they decode, they outgrow the pool of 16 blocks.
     let short: Vec<GoldenRun> =
         golden().into_iter().filter(|golden| golden.prompt_ids.len() < 100).collect();
     let limits = limits_of(&real_model(), 8, 512, 16, 2);
@@ -146,7 +146,7 @@ fn golden_tokens_with_preemption() {
             check(golden, 0, &outcomes[&SequenceId(id)]);
         }
     }
-    assert!(engine.scheduler().preemptions() > 0, "the situation did arise");
+    assert!(engine.scheduler().preemptions() > 0, "no sequence was preempted");
 }
 
 #[test]

@@ -1,10 +1,10 @@
-//! Entries of the tensor directory, and the kinds of element blocks.
+//! Tensor infos of a GGUF file, and the ggml types of tensors.
 
 use std::fmt;
 
-/// Storage kind of a tensor's elements. An unsupported kind keeps its number.
+/// The ggml type of a tensor's elements. `Other` holds the number of an unsupported type.
 ///
-/// Crate `model` documents the contents of each kind's blocks, where it decodes them.
+/// Crate `model` decodes the blocks and documents their layout.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum TensorKind {
     F32,
@@ -21,7 +21,7 @@ pub enum TensorKind {
     Other(u32),
 }
 
-/// Supported kind and its number in files.
+/// A supported type and its number in GGUF files.
 struct Known {
     kind: TensorKind,
     number: u32,
@@ -70,7 +70,7 @@ impl TensorKind {
         }
     }
 
-    /// Returns elements and bytes of one block; `None` for an unsupported kind.
+    /// Returns the size of one block; `None` for an unsupported kind.
     pub fn block(self) -> Option<KindBlock> {
         self.known().map(|known| known.block)
     }
@@ -95,7 +95,7 @@ impl TensorKind {
     }
 }
 
-/// Smallest storage unit of a kind.
+/// Elements and bytes of one block, the smallest storage unit of a kind.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct KindBlock {
     pub elements: u64,
@@ -115,7 +115,7 @@ impl fmt::Display for TensorKind {
     }
 }
 
-/// Entry of the tensor directory.
+/// Name, shape, type and position of one tensor.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TensorInfo {
     pub name: String,

@@ -1,5 +1,4 @@
-//! The state that all requests share: the settings, the models by the names that clients use, the nodes, and
-//! the bounds.
+//! State shared by all requests: settings, models, nodes and load limits.
 
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
@@ -20,14 +19,15 @@ use crate::{
 /// Interval of SSE keep-alives: less than the idle limits of common proxies (60 s).
 const KEEP_ALIVE: Duration = Duration::from_secs(15);
 
-/// Bytes of all bodies that are being read or parsed: 128 KiB, about 16 Ki tokens, for each of 1024
-/// requests. Growing buffers may hold twice as much, so the router stays under a few hundred MiB.
+/// Maximum bytes of all request bodies that are being read or parsed: 1024 requests of 128 KiB, about 16 Ki
+/// token ids each. A growing buffer may take twice its content, so bodies take at most 256 MiB.
 const BODIES_BYTES_MAX: u64 = 128 << 20;
 
-/// Time to receive a request of the largest size over a slow connection.
+/// Time-out from a request's head to its last byte. Long enough for the largest request over a slow
+/// connection.
 const REQUEST_READ_MAX: Duration = Duration::from_secs(30);
 
-/// Characters of an unknown name that the error message shows.
+/// Maximum characters of an unknown model name in an error message.
 const MODEL_CHARS_MAX: usize = 200;
 
 /// Settings of the router: the configuration's `router` section, and bounds that only tests change.
@@ -36,7 +36,7 @@ pub struct RouterSettings {
     pub router: config::Router,
     /// Limit on the open files of the process.
     pub open_files_max: u64,
-    /// Bytes of all bodies that are being read or parsed.
+    /// Maximum bytes of all request bodies that are being read or parsed.
     pub bodies_bytes_max: u64,
     /// Time-out from a request's head to its last byte.
     pub request_read_max: Duration,
@@ -48,7 +48,7 @@ impl RouterSettings {
     pub fn new(router: config::Router, open_files_max: u64) -> Self {
         Self {
             open_files_max,
-            // A single body of the largest size must find room.
+            // One body of the maximum size must fit.
             bodies_bytes_max: BODIES_BYTES_MAX.max(router.body_bytes_max.bytes()),
             request_read_max: REQUEST_READ_MAX,
             keep_alive: KEEP_ALIVE,
@@ -64,7 +64,7 @@ pub struct Front {
     pub nodes: Nodes,
     pub bodies: BodyRoom,
     pub admission: Admission,
-    /// Ends the requests that are still in flight when the drain time-out has passed.
+    /// Cancelled after the drain time-out. Ends the requests that are still in flight.
     pub cut: CancellationToken,
 }
 
@@ -80,12 +80,12 @@ impl Front {
         }
     }
 
-    /// Whether new requests are rejected.
+    /// Returns whether new requests are rejected.
     pub fn is_stopping(&self) -> bool {
         self.admission.is_closed()
     }
 
-    /// Whether some model is served, by nodes whose peer connections are set up.
+    /// Returns whether the nodes are connected and at least one model has a decode node.
     pub fn serves(&self) -> bool {
         let is_served = |name| self.nodes.serving(name).decode_nodes > 0;
         self.nodes.are_connected() && self.models.all().iter().any(|model| is_served(&model.name))
@@ -134,7 +134,7 @@ pub struct Models {
 }
 
 impl Models {
-    /// `first` is the default model. The first entry of a name takes precedence.
+    /// `first` is the default model. The first model with a name keeps it; aliases come after all models.
     pub fn new(
         first: ModelSource,
         others: Vec<ModelSource>,

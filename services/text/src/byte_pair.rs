@@ -15,10 +15,10 @@ use crate::{
 
 /// Maximum number of merges. The largest merge lists in use have 500,000.
 const MERGES_MAX: usize = 1 << 23;
-/// Characters below this limit have their id in an array, including the whole byte-level alphabet.
+/// Ids of characters below this code point are in an array. It covers the whole byte-level alphabet.
 const DIRECT_CHARS: usize = 0x180;
 
-/// Handling of words that merges alone cannot spell.
+/// Options of a BPE model.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct BytePairOptions {
     pub unknown_token: Option<String>,
@@ -30,7 +30,7 @@ pub(crate) struct BytePairOptions {
     pub whole_words_first: bool,
 }
 
-/// Result and rank of a merge.
+/// Rank of a merge and id of the merged token.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct MergeRule {
     rank: u32,
@@ -50,13 +50,14 @@ pub(crate) struct BytePairModel {
     unknown_id: Option<u32>,
     fuse_unknown: bool,
     whole_words_first: bool,
-    /// Ids that text never becomes: special tokens are recognised before encoding, or not at all.
+    /// Sorted ids of special tokens. Text is never encoded to these ids: special tokens are matched before
+    /// encoding, or not at all.
     special: Vec<u32>,
 }
 
 impl BytePairModel {
     /// Creates the model. `merges` holds pairs: the left part of merge `n` at `2n`, the right part at
-    /// `2n + 1`; earlier merges come first. `special` ids are never produced.
+    /// `2n + 1`; earlier merges come first. `special` is sorted; its ids are never produced.
     pub fn new(
         vocabulary: Arc<Vocabulary>,
         merges: &PackedStrings,
@@ -177,7 +178,7 @@ fn merge_rules(
         };
         let (left, right, id) = (id_of(left)?, id_of(right)?, id_of(&joined)?);
         if special.binary_search(&id).is_err() {
-            // Of equal pairs the last one counts, as in the `tokenizers` crate.
+            // A later merge of the same pair replaces an earlier one, as in the `tokenizers` crate.
             rules.insert(pair_key(left, right), MergeRule { rank: index as u32, id });
         }
     }
@@ -215,7 +216,7 @@ mod tests {
     }
 
     #[test]
-    fn lower_ranks_merge_first_and_equals_from_the_left() {
+    fn lower_ranks_merge_first_and_equal_ranks_left_to_right() {
         let tokens = ["a", "b", "aa", "ab", "aab"];
         let merges = [("a", "b"), ("a", "a"), ("a", "ab")];
         let model = compact(&tokens, &merges, &BytePairOptions::default());
@@ -225,7 +226,7 @@ mod tests {
     }
 
     #[test]
-    fn special_tokens_are_never_spelled() {
+    fn special_tokens_are_never_produced() {
         let mut strings = PackedStrings::default();
         assert!(["<", ">", "<>", "x"].iter().all(|token| strings.push(token)));
         let mut pairs = PackedStrings::default();
@@ -238,7 +239,7 @@ mod tests {
     }
 
     #[test]
-    fn merges_of_unknown_tokens_are_refused() {
+    fn merges_of_unknown_tokens_are_rejected() {
         let mut strings = PackedStrings::default();
         assert!(["a", "b"].iter().all(|token| strings.push(token)));
         let mut pairs = PackedStrings::default();
@@ -246,7 +247,7 @@ mod tests {
         let vocabulary = Arc::new(Vocabulary::new(&strings, &[0, 1]).unwrap());
         let error = BytePairModel::new(vocabulary, &pairs, Vec::new(), &BytePairOptions::default())
             .unwrap_err();
-        assert_eq!(error.to_string(), "merge 0 names \"ab\", which is no token of the vocabulary");
+        assert_eq!(error.to_string(), "merge 0: token \"ab\" is not in the vocabulary");
     }
 
     /// Generates a vocabulary of random merges over a small alphabet.
@@ -277,7 +278,7 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(1000))]
         #[test]
-        fn words_become_what_the_tokenizers_crate_makes_of_them(
+        fn encoding_matches_the_tokenizers_crate(
             (tokens, merges) in random_model(),
             word in "[abcé😀x]{1,24}",
             unknown: bool,

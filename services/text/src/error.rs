@@ -59,7 +59,7 @@ pub enum VocabularyError {
     TooManyMerges { found: usize, max: usize },
     #[error("merge {index} is {found:?}; it must be two tokens with one space between")]
     MalformedMerge { index: usize, found: String },
-    #[error("merge {index} names {token:?}, which is no token of the vocabulary")]
+    #[error("merge {index}: token {token:?} is not in the vocabulary")]
     UnknownMergeToken { index: usize, token: String },
     #[error("the unknown token {token:?} is not in the vocabulary")]
     UnknownToken { token: String },

@@ -1,4 +1,4 @@
-//! Text side of one model.
+//! Tokenizer, chat template and sampling defaults of one model.
 
 use std::{path::Path, sync::Arc};
 
@@ -38,7 +38,7 @@ impl ModelText {
     /// Reads a `.gguf` file, a folder with one such file, or a Hugging Face folder, without the
     /// weights.
     ///
-    /// A chat template that is missing or does not compile is no error here, because the model can
+    /// A chat template that is missing or does not compile is not an error here, because the model can
     /// still complete plain prompts. [`chat_template`](Self::chat_template) returns the error.
     pub fn open_with(path: impl AsRef<Path>, options: ModelTextOptions) -> Result<Self, LoadError> {
         let source = Source::read(path.as_ref())?;

@@ -140,11 +140,11 @@ fn broken_merges_are_named_by_index() {
         ),
         (
             ["h e", "h zz"],
-            "tokenizer.ggml.merges: merge 1 names \"zz\", which is no token of the vocabulary",
+            "tokenizer.ggml.merges: merge 1: token \"zz\" is not in the vocabulary",
         ),
         (
             ["h e", "h z"],
-            "tokenizer.ggml.merges: merge 1 names \"hz\", which is no token of the vocabulary",
+            "tokenizer.ggml.merges: merge 1: token \"hz\" is not in the vocabulary",
         ),
     ] {
         assert_eq!(message(&with(MERGES, strings(&merges))), expected);
@@ -416,7 +416,7 @@ fn broken_tokenizer_jsons_name_the_key() {
         (
             "/model/merges",
             json!(["a c"]),
-            "model.merges: merge 0 names \"c\", which is no token of the vocabulary",
+            "model.merges: merge 0: token \"c\" is not in the vocabulary",
         ),
         (
             "/added_tokens/0/id",

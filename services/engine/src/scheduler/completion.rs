@@ -10,23 +10,23 @@ use crate::{
 };
 
 impl Scheduler {
-    /// Applies the result of the oldest step in flight. Panics when it belongs to another step: executors
-    /// return results in order.
+    /// Applies the result of the oldest step in flight. Panics if the result belongs to another step:
+    /// executors return results in order.
     pub fn complete(&mut self, result: StepResult, actions: &mut Vec<Action>) {
         let frame = self.frames.collect().expect("a result belongs to a step in flight");
         assert_eq!(frame.step_id, result.step_id, "results come in the order of their steps");
         assert_eq!(frame.rows.len(), result.rows.len(), "a result has a row for every planned row");
         actions.reserve(frame.rows.len());
-        for ((row, id), answer) in frame.rows.iter().zip(frame.sequences).zip(result.rows) {
-            debug_assert_eq!((row.slot, row.generation), (answer.slot, answer.generation));
+        for ((row, id), outcome) in frame.rows.iter().zip(frame.sequences).zip(result.rows) {
+            debug_assert_eq!((row.slot, row.generation), (outcome.slot, outcome.generation));
             if !self.slots.is_current(row.slot, row.generation) {
                 continue;
             }
-            match answer.failure {
+            match outcome.failure {
                 None => {
-                    debug_assert_eq!(row.samples, !answer.tokens.is_empty());
-                    debug_assert!(answer.tokens.len() <= 1 + row.drafts_max as usize);
-                    self.row_done(id, row, answer.tokens, actions);
+                    debug_assert_eq!(row.samples, !outcome.tokens.is_empty());
+                    debug_assert!(outcome.tokens.len() <= 1 + row.drafts_max as usize);
+                    self.row_done(id, row, outcome.tokens, actions);
                 }
                 Some(failure) => self.fail(id, failure.into(), actions),
             }
@@ -45,7 +45,7 @@ impl Scheduler {
         actions: &mut Vec<Action>,
     ) {
         let sequence = self.sequences.get_mut(&id).expect("a current row's sequence is known");
-        let drafts_right = tokens.len().saturating_sub(1);
+        let drafts_accepted = tokens.len().saturating_sub(1);
         let first_index = sequence.next_index();
         let finish = match sequence.take_output(&mut tokens) {
             Ok(finish) => finish,
@@ -54,11 +54,11 @@ impl Scheduler {
         let Phase::Running(row) = &mut sequence.phase else {
             unreachable!("a current row's sequence runs");
         };
-        let drafts_missing = done.drafts_max as usize - drafts_right;
-        row.launched -= drafts_missing;
-        row.length -= drafts_missing;
-        row.computed += done.token_count as usize + drafts_right;
-        // Tokens sampled after the end of the request are dropped.
+        let drafts_unused = done.drafts_max as usize - drafts_accepted;
+        row.launched -= drafts_unused;
+        row.length -= drafts_unused;
+        row.computed += done.token_count as usize + drafts_accepted;
+        // Tokens sampled after the end of the request were dropped: their KV is not published.
         let confirmed = row.computed.min(sequence.tokens.len());
         while row.published < confirmed / BLOCK_TOKENS {
             let index = row.published;
@@ -83,8 +83,8 @@ impl Scheduler {
         }
     }
 
-    /// Emits the full blocks of a sender as they complete, and the last, partial block at the end of the
-    /// prompt.
+    /// Emits [`Action::KvWritten`] for a sender's full blocks as they complete, and for the partial last
+    /// block once the `whole` prompt is computed.
     fn hand_over_written(&mut self, id: SequenceId, whole: bool, actions: &mut Vec<Action>) {
         let Phase::Running(row) = &self.sequences[&id].phase else { return };
         let written = if whole { row.blocks.len() } else { row.computed / BLOCK_TOKENS };

@@ -16,10 +16,11 @@ pub use codec::identity_from_wire;
 pub use keys::Keys;
 pub use message::{AbortCause, Body, Chunk, ControlMessage, Done, Hello, HelloOk, Reserve};
 
-/// Oldest and newest protocol version that this release speaks.
+/// Oldest protocol version that this release accepts.
 pub const PROTOCOL_MIN: u32 = 1;
+/// Newest protocol version that this release accepts.
 pub const PROTOCOL_MAX: u32 = 1;
 
-/// Largest first frame. Messages stay under 64 KiB for prompts of up to 100,000 tokens; a `RESERVE`
-/// of a million tokens needs the bound.
+/// Maximum size of a message's first frame. A `RESERVE` takes less than 64 KiB for a prompt of 100,000 tokens;
+/// the maximum allows a prompt of a million tokens.
 pub const CONTROL_BYTES_MAX: usize = 1 << 20;

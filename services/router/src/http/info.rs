@@ -53,7 +53,7 @@ fn card(front: &Front, named: NamedModel, started: u64) -> ModelCard {
 /// Readiness of the router and its nodes.
 #[derive(Serialize, JsonSchema)]
 pub struct Health<'a> {
-    /// `nodes meet`: the first nodes still set up the connections between each other.
+    /// `nodes meet`: the connection setup between the first nodes has not finished.
     #[schemars(extend("enum" = ["ready", "no decode node", "nodes meet", "stopping"]))]
     status: &'static str,
     /// At least one model has no prefill node or no decode node.
@@ -65,7 +65,8 @@ pub struct Health<'a> {
     prefill_nodes: usize,
     /// Number of healthy decode nodes of all models.
     decode_nodes: usize,
-    /// Number of in-flight answers, those that wait for a node included. A request with `n` choices counts `n`.
+    /// Number of in-flight choices, including choices that wait for a node. A request with `n` choices counts `n`
+    /// times.
     requests_in_work: u32,
     /// Nodes that compute on the CPU although their host has a GPU; absent when there are none.
     #[serde(skip_serializing_if = "Vec::is_empty")]

@@ -1,8 +1,7 @@
-//! Foundations of every simulation: seeded random numbers, a virtual clock and a network with faults.
+//! Shared parts of the simulations: seeded random numbers, a virtual clock and a network with faults.
 //!
-//! Nothing here knows what is simulated: events, endpoints and data are the caller's types. The
-//! simulation of a cluster (crate `simulation`) and that of the transfer protocol (tests of crate
-//! `kv-transfer`) share it.
+//! Events, endpoints and data are types of the caller. The cluster simulation (crate `simulation`) and the
+//! simulation of the transfer protocol (tests of crate `kv-transfer`) use this crate.
 
 #![forbid(unsafe_code)]
 

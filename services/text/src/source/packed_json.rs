@@ -1,4 +1,4 @@
-//! Reads vocabulary and merges from JSON without a heap string for each.
+//! Reads vocabulary and merges from JSON without a heap string for each token.
 
 use std::fmt;
 
@@ -10,7 +10,7 @@ use serde::{
 use super::gguf_file::split_merge;
 use crate::packed::PackedStrings;
 
-/// `model.vocab`: an object of strings and ids.
+/// `model.vocab`: an object that maps tokens to ids.
 #[derive(Debug, Default)]
 pub(super) struct PackedVocabulary {
     pub strings: PackedStrings,
@@ -35,8 +35,8 @@ impl<'de> Deserialize<'de> for PackedVocabulary {
                 Ok(vocabulary)
             }
 
-            /// Skips the list that other kinds of model have here; the kind itself is rejected
-            /// later by name.
+            /// Skips the list that other model types have here. The type is checked later, so that its
+            /// error names the type.
             fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<Self::Value, A::Error> {
                 while seq.next_element::<IgnoredAny>()?.is_some() {}
                 Ok(PackedVocabulary::default())
@@ -71,7 +71,7 @@ impl<'de> Deserialize<'de> for PackedMerges {
 }
 
 fn push<E: Error>(strings: &mut PackedStrings, string: &str) -> Result<(), E> {
-    if strings.push(string) { Ok(()) } else { Err(E::custom("model is larger than 4 GiB")) }
+    if strings.push(string) { Ok(()) } else { Err(E::custom("the tokens exceed 4 GiB")) }
 }
 
 /// Appends one string.
@@ -146,12 +146,12 @@ mod tests {
     }
 
     #[test]
-    fn merges_of_both_forms_are_read() {
+    fn merges_of_both_forms_are_parsed() {
         assert_eq!(merges(r#"["a b", ["c", "d e"]]"#).unwrap(), ["a", "b", "c", "d e"]);
     }
 
     #[test]
-    fn broken_merges_are_named_by_index() {
+    fn malformed_merges_are_reported_by_index() {
         let message = merges(r#"["a b", "ab"]"#).unwrap_err();
         assert!(message.contains("merge 1 is \"ab\""), "{message}");
         let message = merges(r#"[["a", "b", "c"]]"#).unwrap_err();
@@ -161,7 +161,7 @@ mod tests {
     }
 
     #[test]
-    fn ids_that_are_no_u32_are_refused() {
+    fn ids_that_do_not_fit_u32_are_rejected() {
         let parse = serde_json::from_str::<PackedVocabulary>;
         assert!(parse(r#"{"a": 4294967296}"#).is_err());
         assert!(parse(r#"{"a": -1}"#).is_err());
