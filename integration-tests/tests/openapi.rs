@@ -1,5 +1,4 @@
-//! Compares the OpenAPI description with a running cluster: responses to generated requests conform
-//! to it.
+//! Tests that a cluster's responses to generated requests conform to the OpenAPI description.
 
 use std::{path::PathBuf, process::Command};
 
@@ -26,7 +25,7 @@ async fn small_cluster() -> Result<Cluster> {
     Cluster::start(spec).await
 }
 
-/// Runs Python with the installed packages. It must succeed.
+/// Runs Python with the installed packages. Panics if it fails.
 async fn python(args: Vec<String>) -> Result<()> {
     // Programs may leave files in their working folder.
     let folder = tempfile::tempdir()?;
@@ -48,8 +47,8 @@ async fn python(args: Vec<String>) -> Result<()> {
 #[tokio::test(flavor = "multi_thread")]
 async fn responses_match_the_openapi_description() -> Result<()> {
     let cluster = small_cluster().await?;
-    // The check that all described data is accepted is left out: the description does not include
-    // limits of the template and of the context.
+    // Omits the check `positive_data_acceptance`: the description does not contain the limits of the chat
+    // template and of the context length.
     let checks = "not_a_server_error,status_code_conformance,content_type_conformance,\
                   response_headers_conformance,response_schema_conformance,\
                   negative_data_rejection,unsupported_method,allow_header_conformance";

@@ -30,23 +30,23 @@ struct Row {
     mask: Option<TokenMask>,
 }
 
-struct Place {
+struct Sampler {
     cuda: CudaBackend,
     logits: CudaBuffer,
     batch: DeviceBatch,
 }
 
 const SLOTS: u32 = 40;
-/// More rows than CTAs that exchange data with other ranks.
+/// More rows than the sampling kernel has CTAs that exchange data with other ranks.
 const MANY_ROWS: u32 = 4 * 34;
 
-/// Returns the sampler of one GPU with the whole vocabulary, or of a rank with its part.
-fn place(
+/// Returns a sampler over the whole vocabulary, or over a rank's vocabulary shard if there is a `group`.
+fn sampler(
     (context, library): (&Arc<Context>, &Arc<KernelLibrary>),
     group: Option<Group>,
     vocabulary: u32,
     rows: u32,
-) -> Place {
+) -> Sampler {
     let options = CudaOptions::new(WeightFormat::F32);
     let mut cuda = CudaBackend::new(context, library.clone(), options).unwrap();
     if let Some(group) = group {
@@ -70,11 +70,11 @@ fn place(
     };
     let kv = DeviceKv::new(context, layout, 16).unwrap();
     let batch = DeviceBatch::new(&cuda, kv, limits).unwrap();
-    Place { cuda, logits, batch }
+    Sampler { cuda, logits, batch }
 }
 
-impl Place {
-    /// Writes the rank's part of the rows' logits.
+impl Sampler {
+    /// Uploads the rank's vocabulary shard of the logits.
     fn put(&mut self, rows: usize, logits: &[f32]) {
         let vocabulary = logits.len() / rows;
         let own = self.cuda.shard().tokens(vocabulary);
@@ -128,12 +128,12 @@ impl Place {
 }
 
 /// Returns the outcomes that the GPU samples from these logits.
-fn sample_on_gpu(place: &mut Place, rows: &[Row], logits: &[f32]) -> Vec<SampleOutcome> {
-    place.put(rows.len(), logits);
-    let (step, clock) = place.begin(rows);
+fn sample_on_gpu(sampler: &mut Sampler, rows: &[Row], logits: &[f32]) -> Vec<SampleOutcome> {
+    sampler.put(rows.len(), logits);
+    let (step, clock) = sampler.begin(rows);
     let has_masks = rows.iter().any(|row| row.mask.is_some());
-    place.batch.sample(&place.cuda, &place.logits, &step, has_masks).unwrap();
-    place.end(rows, clock)
+    sampler.batch.sample(&sampler.cuda, &sampler.logits, &step, has_masks).unwrap();
+    sampler.end(rows, clock)
 }
 
 fn wanted(row: &Row, logits: &[f32]) -> Result<SampledToken, SampleError> {
@@ -147,9 +147,9 @@ fn wanted(row: &Row, logits: &[f32]) -> Result<SampledToken, SampleError> {
 }
 
 #[track_caller]
-fn check(place: &mut Place, rows: &[Row], logits: &[f32]) {
+fn check(sampler: &mut Sampler, rows: &[Row], logits: &[f32]) {
     let vocabulary = logits.len() / rows.len();
-    for (index, outcome) in sample_on_gpu(place, rows, logits).into_iter().enumerate() {
+    for (index, outcome) in sample_on_gpu(sampler, rows, logits).into_iter().enumerate() {
         let logits = &logits[index * vocabulary..][..vocabulary];
         let sampling = &rows[index].sampling;
         match (outcome, wanted(&rows[index], logits)) {
@@ -224,7 +224,7 @@ fn rows(vocabulary: u32, round: u64) -> Vec<Row> {
 pub fn sampled_tokens_match_cpu() {
     let gpu = gpu();
     for vocabulary in [33, 1003, 49_152, 151_936] {
-        let mut place = place((&gpu.context, &gpu.library), None, vocabulary, SLOTS);
+        let mut sampler = sampler((&gpu.context, &gpu.library), None, vocabulary, SLOTS);
         for round in 0..4 {
             let rows = rows(vocabulary, round);
             // The last round has few distinct logits: ties are broken by token id.
@@ -234,7 +234,7 @@ pub fn sampled_tokens_match_cpu() {
                 .iter()
                 .map(|logit| if round == 3 { (logit * 2.0).round() } else { logit * scale })
                 .collect();
-            check(&mut place, &rows, &logits);
+            check(&mut sampler, &rows, &logits);
         }
     }
 }
@@ -242,7 +242,7 @@ pub fn sampled_tokens_match_cpu() {
 pub fn non_finite_logits_fail_only_their_row() {
     let gpu = gpu();
     let vocabulary = 1003;
-    let mut place = place((&gpu.context, &gpu.library), None, vocabulary, SLOTS);
+    let mut sampler = sampler((&gpu.context, &gpu.library), None, vocabulary, SLOTS);
     let mut rows: Vec<Row> = rows(vocabulary, 1).into_iter().step_by(2).take(6).collect();
     let mut logits = numbers(1, rows.len() * vocabulary as usize);
     let at = |row: usize, token: usize| row * vocabulary as usize + token;
@@ -251,10 +251,10 @@ pub fn non_finite_logits_fail_only_their_row() {
     logits[at(1, 900)] = f32::NAN;
     logits[at(2, 5)] = f32::NEG_INFINITY;
     rows[3].mask = Some(TokenMask::new(vec![], vocabulary));
-    check(&mut place, &rows, &logits);
+    check(&mut sampler, &rows, &logits);
 }
 
-/// Encodes the outcomes bit by bit.
+/// Encodes the outcomes as words, for bitwise comparison.
 fn words(outcomes: &[SampleOutcome]) -> Vec<u32> {
     let mut words = Vec::new();
     for outcome in outcomes {
@@ -273,13 +273,14 @@ fn words(outcomes: &[SampleOutcome]) -> Vec<u32> {
     words
 }
 
-/// Checks that ranks sample what one GPU samples from whole rows, also in a graph replay.
+/// Checks that ranks sample the same tokens as one GPU with the whole vocabulary, also in a CUDA graph
+/// replay.
 fn check_ranks_match_one_gpu(rank: Rank) {
     let mut turns = 0;
     for vocabulary in [33, 1003, 20_000, 49_152, 50_257, 128_256] {
         let parts = (&rank.context, &rank.library);
-        let mut alone = place(parts, None, vocabulary, MANY_ROWS);
-        let mut ours = place(parts, Some(group(&rank, TIMEOUT)), vocabulary, MANY_ROWS);
+        let mut alone = sampler(parts, None, vocabulary, MANY_ROWS);
+        let mut ours = sampler(parts, Some(group(&rank, TIMEOUT)), vocabulary, MANY_ROWS);
         let mut asked = 0;
         let mut compare = |rows: &[Row], logits: &[f32], what: &str| {
             let wanted = sample_on_gpu(&mut alone, rows, logits);
@@ -295,10 +296,10 @@ fn check_ranks_match_one_gpu(rank: Rank) {
             let mut bytes: Vec<u8> = words(&found).iter().flat_map(|w| w.to_le_bytes()).collect();
             // The replay overwrites the outcomes of the first launch.
             let (step, clock) = ours.begin(rows);
-            let Place { cuda, logits, batch } = &mut ours;
+            let Sampler { cuda, logits, batch } = &mut ours;
             let compute = Arc::clone(cuda.compute());
-            let record = || batch.capture_sample(cuda, logits, &step);
-            let mut graph = Graph::capture(&compute, record).unwrap();
+            let capture = || batch.capture_sample(cuda, logits, &step);
+            let mut graph = Graph::capture(&compute, capture).unwrap();
             graph.launch(&compute).unwrap();
             let replayed = ours.end(rows, clock);
             assert!(
@@ -317,7 +318,7 @@ fn check_ranks_match_one_gpu(rank: Rank) {
             let logits: Vec<f32> = match round {
                 // Few distinct logits: ties across ranks are broken by token id.
                 3 => logits.iter().map(|logit| (logit * 2.0).round()).collect(),
-                // A distribution as of real models: few tokens are likely.
+                // As in real models, few tokens are likely.
                 4 => logits.iter().map(|x| (x * x * x * 14.0 * 8.0).round() / 8.0).collect(),
                 _ => logits.iter().map(|logit| logit * 9.0).collect(),
             };
@@ -330,11 +331,11 @@ fn check_ranks_match_one_gpu(rank: Rank) {
             }
         }
         if vocabulary < 60_000 {
-            let crowd: Vec<Row> = (6..10).flat_map(|round| rows(vocabulary, round)).collect();
-            let logits = numbers(77, crowd.len() * vocabulary as usize);
+            let many: Vec<Row> = (6..10).flat_map(|round| rows(vocabulary, round)).collect();
+            let logits = numbers(77, many.len() * vocabulary as usize);
             let logits: Vec<f32> =
                 logits.iter().map(|x| (x * x * x * 112.0).round() / 8.0).collect();
-            compare(&crowd, &logits, "a crowd");
+            compare(&many, &logits, "many rows");
         }
         let mut odd: Vec<Row> = rows(vocabulary, 1).into_iter().step_by(2).collect();
         let mut logits = numbers(1, odd.len() * vocabulary as usize);
@@ -350,13 +351,13 @@ fn check_ranks_match_one_gpu(rank: Rank) {
                 _ => (logits[1], logits[all - 1]) = (3.0, 3.0),
             }
         }
-        compare(&odd, &logits, "nonsense");
+        compare(&odd, &logits, "invalid rows");
         ours.cuda.check().unwrap();
-        // Only few rows need a gather, or all rows when the vocabulary split cuts runs of tokens.
+        // Few rows need a gather. If shards split a run of tokens, all rows need a gather.
         let gathered = ours.batch.rows_gathered();
         println!("{vocabulary} tokens: {gathered} of {asked} rows were gathered");
-        let is_cut = cuts_between_runs(vocabulary as usize, rank.ranks);
-        assert!(if is_cut { gathered * 10 < asked } else { gathered == asked });
+        let runs_are_whole = cuts_between_runs(vocabulary as usize, rank.ranks);
+        assert!(if runs_are_whole { gathered * 10 < asked } else { gathered == asked });
         // A rank must not free its arena while another rank may write to it.
         rank.barrier();
     }
@@ -376,7 +377,7 @@ pub fn missing_rank_in_sampling_times_out() {
         let timeout = Duration::from_millis(200);
         let vocabulary = 20_000;
         let parts = (&rank.context, &rank.library);
-        let mut ours = place(parts, Some(group(&rank, timeout)), vocabulary, SLOTS);
+        let mut ours = sampler(parts, Some(group(&rank, timeout)), vocabulary, SLOTS);
         let rows = rows(vocabulary, 1);
         let logits = numbers(5, rows.len() * vocabulary as usize);
         if rank.rank == 0 {
@@ -389,7 +390,7 @@ pub fn missing_rank_in_sampling_times_out() {
         }
         rank.barrier();
         ours.cuda.group().unwrap().reset().unwrap();
-        let mut alone = place(parts, None, vocabulary, SLOTS);
+        let mut alone = sampler(parts, None, vocabulary, SLOTS);
         let wanted = sample_on_gpu(&mut alone, &rows, &logits);
         rank.barrier();
         assert!(
@@ -402,13 +403,13 @@ pub fn missing_rank_in_sampling_times_out() {
 }
 
 /// Returns the latency of one call in µs, measured in a CUDA graph of many calls.
-fn time(place: &mut Place, rows: &[Row]) -> f64 {
+fn time(sampler: &mut Sampler, rows: &[Row]) -> f64 {
     const CALLS: usize = 20;
-    let (step, clock) = place.begin(rows);
-    let Place { cuda, logits, batch } = place;
+    let (step, clock) = sampler.begin(rows);
+    let Sampler { cuda, logits, batch } = sampler;
     let compute = Arc::clone(cuda.compute());
-    let record = || (0..CALLS).try_for_each(|_| batch.capture_sample(cuda, logits, &step));
-    let mut graph = Graph::capture(&compute, record).unwrap();
+    let capture = || (0..CALLS).try_for_each(|_| batch.capture_sample(cuda, logits, &step));
+    let mut graph = Graph::capture(&compute, capture).unwrap();
     graph.launch(&compute).unwrap();
     compute.synchronize().unwrap();
     let mut times: Vec<f64> = (0..15)
@@ -419,7 +420,7 @@ fn time(place: &mut Place, rows: &[Row]) -> f64 {
             begin.elapsed().as_secs_f64() * 1e6 / CALLS as f64
         })
         .collect();
-    place.end(rows, clock);
+    sampler.end(rows, clock);
     times.sort_by(f64::total_cmp);
     times[times.len() / 2]
 }
@@ -429,12 +430,12 @@ pub fn sampling_latency_of_two_ranks_is_reported() {
     on_ranks("sampling::sampling_latency_of_two_ranks_is_reported", 2, |rank| {
         let vocabulary = 128_256;
         let parts = (&rank.context, &rank.library);
-        let mut alone = place(parts, None, vocabulary, 128);
-        let mut ours = place(parts, Some(group(&rank, TIMEOUT)), vocabulary, 128);
+        let mut alone = sampler(parts, None, vocabulary, 128);
+        let mut ours = sampler(parts, Some(group(&rank, TIMEOUT)), vocabulary, 128);
         let warm = Sampling { temperature: 0.8, ..Sampling::greedy() };
         let kinds = [
             ("greedy", Sampling::greedy()),
-            ("drawn", warm.clone()),
+            ("random", warm.clone()),
             ("min-p", Sampling { min_p: 0.05, ..warm.clone() }),
             ("top-k 50", Sampling { top_k: 50, ..warm.clone() }),
             ("top-p 0.95", Sampling { top_p: 0.95, ..warm }),

@@ -10,9 +10,9 @@ int32_t check_kv(const baton_kv& kv);
 namespace {
 
 constexpr int THREADS = 256;
-constexpr int64_t PIECE = 64 * 1024;  // bytes that one thread block moves
+constexpr int64_t PIECE = 64 * 1024;  // bytes that one CTA moves at a time
 
-// Source and destination of a block's copy.
+// A copy of whole blocks: between `pairs` of arena blocks, or between arena blocks and staging memory.
 struct BlockMove {
   enum Kind { PAIRS, GATHER, SCATTER } kind;
   const int32_t* blocks;
@@ -60,7 +60,7 @@ int32_t move_blocks(BlockMove::Kind kind, const baton_kv* kv, const int32_t* blo
   BATON_REQUIRE(count >= 0, "count is %d; allowed is 0 or more", count);
   BATON_REQUIRE(count == 0 || kind == BlockMove::PAIRS || staging, "staging is null");
   const int64_t bytes = kv->block_elements * (kv->dtype == BATON_F32 ? 4 : 2);
-  // A grid has at most 65,535 rows.
+  // gridDim.y is at most 65,535.
   constexpr int32_t SHARE = 32768;
   for (int32_t first = 0; first < count; first += SHARE) {
     BlockMove move = {kind, blocks + (kind == BlockMove::PAIRS ? 2 : 1) * first, static_cast<char*>(kv->base),
@@ -76,18 +76,19 @@ int32_t move_blocks(BlockMove::Kind kind, const baton_kv* kv, const int32_t* blo
 // one piece after another and leave the other SMs free.
 constexpr int LIST_MAX = 512;
 constexpr int LIST_THREADS = 512;
-constexpr int VECTOR = 16;  // bytes; everything is counted in them
+constexpr int VECTOR = 16;  // bytes that one thread loads at once
 
-// Of each row of a block, `pitch` long, `width` from `first` on is moved. Staging memory is contiguous.
+// A copy between part of each block and contiguous staging memory. A block has rows of length `pitch`. The copy moves
+// `width` of each row, starting at `first`. All lengths are numbers of vectors.
 struct ListedMove {
   uint4* arena;
   uint4* staging;
-  int64_t block;   // from one block of the arena to the next
-  uint32_t moved;  // of one block
+  int64_t block;   // length of a block
+  uint32_t moved;  // length of the moved part of a block
   uint32_t pitch;
   uint32_t first;
   uint32_t width;
-  int32_t pieces;  // of all blocks
+  int32_t pieces;  // number of pieces in all blocks
   int32_t gathers;
   int32_t blocks[LIST_MAX];
 };
@@ -151,14 +152,14 @@ BATON_API int32_t baton_scatter_blocks(const baton_kv* kv, const int32_t* blocks
   });
 }
 
-// Loads what baton_move_rows needs, for a process that calls no other function.
+// Loads the kernels of baton_move_rows, for a process that calls no other function of the library.
 BATON_API int32_t baton_load_moves(void) {
   return guarded([] { return load_listed(); });
 }
 
-// gathers: staging[i] = the rows' parts of block blocks[i], contiguous; else scatters them back. A block has rows of
-// `pitch` bytes, of each of which `width` from `first` on are moved. `blocks` is in host memory and is read before the
-// call returns. `grid`: CTAs.
+// Gathers part of each block blocks[i] to contiguous staging memory, or scatters it back if `gathers` is 0. A block has
+// rows of `pitch` bytes. The copy moves `width` bytes of each row, starting at `first`. `blocks` is in host memory and is
+// read before the call returns. `grid` is the maximum number of CTAs.
 BATON_API int32_t baton_move_rows(void* arena, int64_t block_bytes, int64_t pitch, int64_t first, int64_t width,
                                   const int32_t* blocks, int32_t count, void* staging, int32_t gathers, int32_t grid,
                                   void* stream) {
@@ -188,7 +189,7 @@ BATON_API int32_t baton_move_rows(void* arena, int64_t block_bytes, int64_t pitc
       move.pieces = static_cast<int32_t>(share * ((moved_bytes + PIECE - 1) / PIECE));
       move.gathers = gathers;
       for (int32_t i = 0; i < share; ++i) move.blocks[i] = blocks[begin + i];
-            // Without PDL: the predecessor writes what this kernel reads.
+      // No PDL: the kernel does not call follow_predecessor, and its predecessor writes what it reads.
       BATON_TRY(launch_as(false, "listed block copy", kernel, dim3(grid < move.pieces ? grid : move.pieces),
                           dim3(LIST_THREADS), 0, as_stream(stream), move));
     }

@@ -66,7 +66,7 @@ impl Captured {
             assert_eq!(
                 allocation_of(*address),
                 Some(*allocation),
-                "the CUDA graph would access {address:#x}, whose memory is no longer what was captured"
+                "the CUDA graph would access {address:#x}, whose memory was freed or reused after capture"
             );
         }
     }

@@ -1,6 +1,6 @@
-//! Random events on one simulated node, at every depth, with and without draft tokens and grammars in one
-//! batch, compared with the synchronous oracle. After every input and every step, tokens are exact, block
-//! accounting balances, and handed-over blocks are unchanged.
+//! Random events on one simulated node, at every depth. A batch mixes rows with and without draft tokens and
+//! grammars. After every input and every step, tokens equal those of a synchronous oracle, block accounting
+//! balances, and handed-over blocks are unchanged.
 
 mod common;
 
@@ -29,8 +29,8 @@ enum Event {
     KvArrives(prop::sample::Index),
     TransferEnds(prop::sample::Index),
     Turns(u8),
-    /// A wait shorter than the step in flight.
-    Glance,
+    /// A turn that times out before the step in flight has finished.
+    ShortTurn,
     Advance(u64),
 }
 
@@ -99,7 +99,7 @@ fn event() -> impl Strategy<Value = Event> {
         4 => index().prop_map(Event::KvArrives),
         2 => index().prop_map(Event::TransferEnds),
         8 => (1..8u8).prop_map(Event::Turns),
-        1 => Just(Event::Glance),
+        1 => Just(Event::ShortTurn),
         1 => (0..300u64).prop_map(Event::Advance),
     ]
 }
@@ -137,7 +137,7 @@ fn sequence(
     }
 }
 
-fn live(config: SchedulerConfig, events: Vec<Event>) {
+fn run_events(config: SchedulerConfig, events: Vec<Event>) {
     let mut node = Node::new(config);
     let mut next_id = 0;
     for event in events {
@@ -161,7 +161,7 @@ fn live(config: SchedulerConfig, events: Vec<Event>) {
                     node.turn();
                 }
             }
-            Event::Glance => {
+            Event::ShortTurn => {
                 node.turn_for(Duration::from_micros(1));
             }
             Event::Advance(ms) => node.advance(Duration::from_millis(ms)),
@@ -171,7 +171,7 @@ fn live(config: SchedulerConfig, events: Vec<Event>) {
     node.assert_all_returned();
 }
 
-/// Lets the peers finish their transfers; then every sequence must end on its own.
+/// Completes all transfers. Every sequence must then finish without further input.
 fn wind_down(node: &mut Node) {
     for _ in 0..10_000 {
         let turn = node.turn();
@@ -188,7 +188,7 @@ fn wind_down(node: &mut Node) {
             return;
         }
     }
-    panic!("unfinished without end: {:?}\n{:?}", node.unfinished(), node.engine.scheduler());
+    panic!("sequences never finish: {:?}\n{:?}", node.unfinished(), node.engine.scheduler());
 }
 
 proptest! {
@@ -202,14 +202,14 @@ proptest! {
         step_tokens in 5..64u32,
         chunk_tokens in prop_oneof![Just(u32::MAX), Just(16), 1..20u32],
         prefix_cache in prop::bool::weighted(0.8),
-        hurried in any::<bool>(),
+        short_limits in any::<bool>(),
         drafts in prop::option::of((1..8u32, 1..64u32)),
         events in prop::collection::vec(event(), 1..120),
     ) {
         let speculation = drafts.map(|(row_drafts, step_tokens)| speculation(row_drafts, step_tokens));
         let limits = ExecutorLimits { speculation, ..limits(slots, step_tokens, blocks, depth) };
         let config = SchedulerConfig { chunk_tokens, prefix_cache, ..common::patient(limits) };
-        let config = if hurried {
+        let config = if short_limits {
             SchedulerConfig {
                 waiting_max: 3,
                 transfers_max: 4,
@@ -220,6 +220,6 @@ proptest! {
         } else {
             config
         };
-        live(config, events);
+        run_events(config, events);
     }
 }

@@ -13,19 +13,20 @@ use crate::{
     plan::{AdmittedRow, RowMask, RowPlan, StepId, StepPlan},
 };
 
-/// Plan under construction.
+/// A plan under construction.
 #[derive(Default)]
-struct Draft {
+struct PlanBuilder {
     plan: StepPlan,
     /// The sequence of each row.
     sequences: Vec<SequenceId>,
+    /// Tokens that the step may still compute.
     budget: u32,
 }
 
 enum Growth {
     /// The row has blocks for the tokens that it is to compute.
     Done,
-    /// No block is free now; blocks return with a frame or a transfer.
+    /// No block is free now. A step in flight or a transfer will release blocks.
     Wait,
     /// No block is free, and the row itself was preempted.
     Preempted,
@@ -40,30 +41,29 @@ impl Scheduler {
         }
         self.admit_receives(actions);
         self.seat_ready();
-        let mut draft = Draft { budget: self.config.step_tokens, ..Draft::default() };
-        draft.plan.rows.reserve(self.running.len());
-        draft.sequences.reserve(self.running.len());
-        self.advance_running(&mut draft);
-        self.advance_newcomers(&mut draft, actions);
-        if draft.sequences.is_empty() {
+        let mut builder = PlanBuilder { budget: self.config.step_tokens, ..PlanBuilder::default() };
+        builder.plan.rows.reserve(self.running.len());
+        builder.sequences.reserve(self.running.len());
+        self.advance_running(&mut builder);
+        self.advance_newcomers(&mut builder, actions);
+        if builder.sequences.is_empty() {
             return None;
         }
-        self.speculate(&mut draft);
-        let mut plan = draft.plan;
+        self.speculate(&mut builder);
+        let mut plan = builder.plan;
         plan.released = self.slots.take_released();
-        plan.step_id = self.frames.launch(plan.rows.clone(), draft.sequences);
+        plan.step_id = self.frames.launch(plan.rows.clone(), builder.sequences);
         Some(plan)
     }
 
     /// Gives every row of the batch its tokens, oldest first.
-    fn advance_running(&mut self, draft: &mut Draft) {
+    fn advance_running(&mut self, builder: &mut PlanBuilder) {
         let step_id = self.frames.next_step();
         let mut index = 0;
         while let Some(&(_, id)) = self.running.get(index) {
-            // Reserves one token for each younger row, so that a long prompt delays no decoding
-            // row.
+            // Reserves one token for each younger row, so that a long prompt does not delay decode rows.
             let younger = (self.running.len() - index - 1) as u32;
-            let share = draft.budget - younger;
+            let share = builder.budget - younger;
             let sequence = self.sequences.get_mut(&id).expect("a running sequence is known");
             let count = sequence.pending().min(share).min(self.config.chunk_tokens);
             if count == 0 {
@@ -73,13 +73,13 @@ impl Scheduler {
             let missing = sequence.row().missing_blocks(count);
             if missing == 0 {
                 // Most rows of most steps take this path, which looks the sequence up once.
-                advance(sequence, id, step_id, count, draft);
+                advance(sequence, id, step_id, count, builder);
                 index += 1;
                 continue;
             }
-            match self.grow(index, id, missing, draft) {
+            match self.grow(index, id, missing, builder) {
                 Growth::Done => {
-                    self.advance(id, count, draft);
+                    self.advance(id, count, builder);
                     index += 1;
                 }
                 Growth::Wait => index += 1,
@@ -89,23 +89,23 @@ impl Scheduler {
     }
 
     /// Spends the rest of the token budget on waiting sequences.
-    fn advance_newcomers(&mut self, draft: &mut Draft, actions: &mut Vec<Action>) {
-        while draft.budget > 0
+    fn advance_newcomers(&mut self, builder: &mut PlanBuilder, actions: &mut Vec<Action>) {
+        while builder.budget > 0
             && let Some(id) = self.admit_compute(actions)
         {
             let pending = self.sequences[&id].pending();
-            self.advance(id, pending.min(draft.budget).min(self.config.chunk_tokens), draft);
+            self.advance(id, pending.min(builder.budget).min(self.config.chunk_tokens), builder);
         }
     }
 
     /// Extends the row's table by `missing` blocks, and preempts younger rows if needed.
-    fn grow(&mut self, index: usize, id: SequenceId, missing: u32, draft: &mut Draft) -> Growth {
+    fn grow(&mut self, index: usize, id: SequenceId, missing: u32, builder: &mut PlanBuilder) -> Growth {
         loop {
             if let Some(blocks) = self.kv.allocate(missing) {
-                self.append(id, blocks, draft);
+                self.append(id, blocks, builder);
                 return Growth::Done;
             }
-            // Blocks that return with a frame may be enough, so no row is preempted yet.
+            // Steps in flight will release blocks. These may be enough, so no row is preempted yet.
             if self.frames.has_deferred() {
                 return Growth::Wait;
             }
@@ -121,18 +121,18 @@ impl Scheduler {
         }
     }
 
-    fn append(&mut self, id: SequenceId, blocks: Vec<BlockId>, draft: &mut Draft) {
+    fn append(&mut self, id: SequenceId, blocks: Vec<BlockId>, builder: &mut PlanBuilder) {
         let row = self.row_mut(id);
         row.blocks.extend_from_slice(&blocks);
         if row.announced {
-            draft.plan.extended.push((row.slot, blocks));
+            builder.plan.extended.push((row.slot, blocks));
         }
     }
 
-    /// Returns the row to preempt for the row at `index`: the row that arrived last among it and all
-    /// younger rows, and the row itself only if an older row runs. A sender is never preempted: it has
-    /// all its blocks and finishes on its own, and its handed-over blocks stay held, so a preempted
-    /// sender might never get blocks again.
+    /// Returns the row to preempt so that the row at `index` gets blocks: the youngest row from `index` on.
+    /// Returns the row at `index` itself only if an older row that is not a sender runs. A sender is never
+    /// preempted: it has all its blocks and finishes on its own. Its handed-over blocks stay held, so a
+    /// preempted sender might never get blocks again.
     fn victim(&self, index: usize) -> Option<SequenceId> {
         let displaceable =
             |&&(_, id): &&(Arrival, SequenceId)| self.sequences[&id].kind != SequenceKind::Send;
@@ -142,25 +142,25 @@ impl Scheduler {
         (youngest != others[0].1 || others_go_on()).then_some(youngest)
     }
 
-    fn advance(&mut self, id: SequenceId, count: u32, draft: &mut Draft) {
+    fn advance(&mut self, id: SequenceId, count: u32, builder: &mut PlanBuilder) {
         let step_id = self.frames.next_step();
         let sequence = self.sequences.get_mut(&id).expect("a running sequence is known");
-        advance(sequence, id, step_id, count, draft);
+        advance(sequence, id, step_id, count, builder);
     }
 
-    /// Grants draft tokens to rows that sample, oldest first, from the rest of the step's budget and of
-    /// the free blocks. No row waits or is preempted for draft tokens. The number of accepted draft
-    /// tokens is unknown until the result arrives, so all granted ones are counted until then.
-    fn speculate(&mut self, draft: &mut Draft) {
+    /// Grants draft tokens to rows that sample, oldest first, from the rest of the step's budget and the
+    /// free blocks. No row waits or is preempted for draft tokens. All granted draft tokens count as computed
+    /// until the result tells how many were accepted.
+    fn speculate(&mut self, builder: &mut PlanBuilder) {
         let Some(Speculation { row_drafts, step_tokens, .. }) = self.config.limits.speculation
         else {
             return;
         };
-        let used = self.config.step_tokens - draft.budget;
-        draft.plan.drafts_max = step_tokens.min(self.config.step_tokens).saturating_sub(used);
-        let most = row_drafts.min(draft.plan.drafts_max);
-        for index in 0..draft.sequences.len() {
-            let (id, samples) = (draft.sequences[index], draft.plan.rows[index].samples);
+        let used = self.config.step_tokens - builder.budget;
+        builder.plan.drafts_max = step_tokens.min(self.config.step_tokens).saturating_sub(used);
+        let most = row_drafts.min(builder.plan.drafts_max);
+        for index in 0..builder.sequences.len() {
+            let (id, samples) = (builder.sequences[index], builder.plan.rows[index].samples);
             let sequence = &self.sequences[&id];
             let may_draft = sequence.kind != SequenceKind::Send && sequence.constraint.is_none();
             if !samples || !may_draft {
@@ -168,17 +168,17 @@ impl Scheduler {
             }
             let to_the_end = sequence.length_here() - self.row(id).length;
             let wanted = (most as usize).min(to_the_end);
-            let count = self.cover(id, wanted, draft);
+            let count = self.cover(id, wanted, builder);
             let row = self.row_mut(id);
             row.launched += count as usize;
             row.length += count as usize;
-            draft.plan.rows[index].drafts_max = count;
+            builder.plan.rows[index].drafts_max = count;
         }
     }
 
-    /// Returns how many of `count` more positions the row's table covers, with one more block if the row needs
-    /// it and every row of the batch could have another.
-    fn cover(&mut self, id: SequenceId, count: usize, draft: &mut Draft) -> u32 {
+    /// Returns how many of `count` further positions fit into the row's blocks. Adds missing blocks if every
+    /// row of the batch could still get one more block.
+    fn cover(&mut self, id: SequenceId, count: usize, builder: &mut PlanBuilder) -> u32 {
         let headroom = self.headroom();
         let row = self.row(id);
         let missing = blocks_for(row.launched + count).saturating_sub(row.blocks.len() as u32);
@@ -186,14 +186,14 @@ impl Scheduler {
             && self.kv.pool.available() >= missing + headroom
             && let Some(blocks) = self.kv.allocate(missing)
         {
-            self.append(id, blocks, draft);
+            self.append(id, blocks, builder);
         }
         let row = self.row(id);
         count.min(row.blocks.len() * BLOCK_TOKENS - row.launched) as u32
     }
 
-    /// Preempts a sequence: it loses slot and blocks, and returns to its place in the queue. Tokens in
-    /// flight are dropped with the row; recomputing them gives the same tokens.
+    /// Preempts a sequence: it loses its slot and blocks, and returns to its place in the queue. The results
+    /// of its steps in flight are dropped. Recomputation gives the same tokens.
     fn preempt(&mut self, id: SequenceId) {
         let sequence = self.sequences.get_mut(&id).expect("a running sequence is known");
         let arrival = sequence.arrival;
@@ -224,14 +224,14 @@ fn advance(
     id: SequenceId,
     step_id: StepId,
     count: u32,
-    draft: &mut Draft,
+    builder: &mut PlanBuilder,
 ) {
     let Phase::Running(row) = &mut sequence.phase else {
         unreachable!("only running rows advance");
     };
     if !row.announced {
         row.announced = true;
-        draft.plan.admitted.push(AdmittedRow {
+        builder.plan.admitted.push(AdmittedRow {
             slot: row.slot,
             generation: row.generation,
             tokens: sequence.tokens.clone(),
@@ -248,14 +248,14 @@ fn advance(
         if let Some(constraint) = &sequence.constraint {
             let (slot, length) = (row.slot, row.length as u32);
             let allowed = constraint.allowed().clone();
-            draft.plan.masks.push(RowMask { slot, length, allowed });
+            builder.plan.masks.push(RowMask { slot, length, allowed });
         }
         row.length += 1;
     }
     row.last_step = Some(step_id);
     let (slot, generation) = (row.slot, row.generation);
-    draft.budget -= count;
+    builder.budget -= count;
     let token_count = count;
-    draft.plan.rows.push(RowPlan { slot, generation, token_count, samples, drafts_max: 0 });
-    draft.sequences.push(id);
+    builder.plan.rows.push(RowPlan { slot, generation, token_count, samples, drafts_max: 0 });
+    builder.sequences.push(id);
 }

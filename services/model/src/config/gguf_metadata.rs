@@ -84,8 +84,7 @@ pub(crate) fn from_gguf(
         rms_eps: metadata.require("attention.layer_norm_rms_epsilon")?,
         rope_theta: metadata.of_model("rope.freq_base")?.unwrap_or(10_000.0),
         rope_scaling: rope_scaling(&metadata, rope_divisors)?,
-        // No known file of these architectures says which layers have the window: all layers have
-        // it.
+        // No known file of these architectures limits the window to some layers, so all layers have it.
         sliding_window: metadata
             .of_model::<usize>("attention.sliding_window")?
             .and_then(|tokens| SlidingWindow::of_layers(tokens, layer_count, |_| true)),
@@ -103,7 +102,7 @@ fn rope_scaling(
     const TYPE: &str = "rope.scaling.type";
     let factor = match metadata.of_model("rope.scaling.factor")? {
         Some(factor) => Some(factor),
-        // Name of the key from before other kinds of scaling existed.
+        // Older name of the key, from when all scaling was linear.
         None => metadata.of_model("rope.scale_linear")?,
     };
     // As in llama.cpp: a factor without a type is linear, and 0 means no factor.
@@ -124,13 +123,13 @@ fn rope_scaling(
         (RopeScaling::None, Some(divisors)) => Ok(RopeScaling::Divisors(divisors)),
         (_, Some(_)) => {
             let found = "\"linear\" and the tensor \"rope_freqs.weight\"".into();
-            Err(metadata.unsupported(TYPE, found, "one of the two"))
+            Err(metadata.unsupported(TYPE, found, "only one of the two"))
         }
     }
 }
 
-/// Metadata with errors that name the file. Keys of the model begin with the architecture's name, which
-/// callers omit.
+/// Metadata with errors that name the file. Callers omit the architecture's name at the beginning of a
+/// model's keys.
 struct Metadata<'a> {
     path: &'a Path,
     header: &'a Header,

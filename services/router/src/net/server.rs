@@ -1,4 +1,4 @@
-//! Accepts connections and runs each until its end.
+//! Accepts client connections and serves each until it closes.
 
 use std::{convert::Infallible, io, net::SocketAddr, time::Duration};
 
@@ -23,11 +23,11 @@ use super::{
 };
 use crate::wake::when_woken;
 
-/// Length of the kernel's accept queue, which `net.core.somaxconn` also limits (4,096 by default). A client that finds
-/// the queue full retries after a second.
+/// Length of the kernel's accept queue, which `net.core.somaxconn` also limits (4,096 by default). When the queue is
+/// full, a client retries after a second.
 const BACKLOG: u32 = 4096;
-/// Half of the kernel's send buffer per connection. The default buffer grows to megabytes, and a client that does not
-/// read is detected only when the buffer is full.
+/// `SO_SNDBUF` of a connection, which Linux doubles. A client that does not read is detected only when this buffer is
+/// full, and the default buffer grows to megabytes.
 const SEND_BUFFER_BYTES: u32 = 128 << 10;
 /// Time-out of a request head, from connecting or from the first byte of a later head.
 const HEAD_MAX: Duration = Duration::from_secs(10);
@@ -39,7 +39,7 @@ const IDLE_MAX: Duration = Duration::from_secs(75);
 const STREAMS_MAX: u32 = 256;
 const PING_INTERVAL: Duration = Duration::from_secs(20);
 const PING_TIMEOUT: Duration = Duration::from_secs(20);
-/// Maximum idle time of a connection that closes gracefully; then it is cut.
+/// Maximum idle time of a connection that closes gracefully. Afterwards the router drops the connection.
 const LEAVE_MAX: Duration = Duration::from_secs(2);
 /// Maximum idle time of a closing connection whose slot another connection took.
 const CLOSE_MAX: Duration = Duration::from_millis(100);
@@ -84,7 +84,7 @@ pub fn bind(address: SocketAddr) -> io::Result<TcpListener> {
     socket.listen(BACKLOG)
 }
 
-/// Serves until `stop`, then closes every connection gracefully. Returns when all are closed.
+/// Serves until `stop`, then closes every connection gracefully and drops the rest after [`LEAVE_MAX`].
 pub async fn serve(
     listener: TcpListener,
     protocol: Protocol,
@@ -187,14 +187,14 @@ async fn connection(
     });
     let cut_after = tokio::select! {
         biased;
-        // A broken or invalid connection concerns only its client.
+        // An error concerns only this client.
         _ = connection.as_mut() => return,
         cut_after = closes => cut_after,
     };
     connection.as_mut().graceful_shutdown();
     let cut = async {
         requests.idle().await;
-        // A client without a complete head expects no response.
+        // A client that has sent no complete request head expects no response.
         if requests.begun() > 0 {
             tokio::time::sleep(cut_after).await;
         }
@@ -205,7 +205,7 @@ async fn connection(
     }
 }
 
-/// Reports whether a request asks for the state of the router, over HTTP or gRPC.
+/// Returns whether a request asks for the state of the router, over HTTP or gRPC.
 fn is_probe(path: &str) -> bool {
     matches!(path, "/live" | "/health" | "/metrics" | "/grpc.health.v1.Health/Check")
 }
@@ -274,7 +274,7 @@ mod tests {
         task: tokio::task::JoinHandle<()>,
         /// The slow request has arrived.
         arrived: Arc<Notify>,
-        /// Lets the slow request end.
+        /// Lets the slow request finish.
         go_on: Arc<Notify>,
     }
 
@@ -296,9 +296,9 @@ mod tests {
         }
     }
 
-    /// With tokio's default backlog of 1,024 further clients would retry after a second.
+    /// With tokio's default backlog of 1,024, further clients would retry after a second.
     #[tokio::test]
-    async fn a_burst_of_connections_waits_in_the_kernel_until_there_is_time_for_it() {
+    async fn burst_of_connections_waits_in_the_accept_queue() {
         let listener = bind("127.0.0.1:0".parse().unwrap()).unwrap();
         let address = listener.local_addr().unwrap();
         let kernel_max = std::fs::read_to_string("/proc/sys/net/core/somaxconn");
@@ -363,7 +363,7 @@ mod tests {
             let port = port(protocol, LONG, LONG);
             let (busy, other) = (client(), client());
             let probes = async {
-                // The slow request is on its way before this connection opens.
+                // The slow request is in progress before this connection opens.
                 port.arrived.notified().await;
                 for _ in 0..3 {
                     assert_eq!(port.get(&client(), "/live").await, 200);

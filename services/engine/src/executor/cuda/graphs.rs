@@ -1,7 +1,8 @@
 //! CUDA graphs of decode steps, captured before serving and replayed.
 //!
-//! A graph has a fixed number of rows. A step is padded to the next graph with rows that read and write a
-//! block of their own. The inputs of a step are on the device, so a replay needs only the step's plan.
+//! A graph has a fixed number of rows. A decode step is padded to the next larger graph. Padding rows read and
+//! write a KV block that no sequence uses. The inputs of a step are on the device, so a replay needs only the
+//! step's plan.
 //! Steps with prefill rows are launched kernel by kernel: their shapes vary, and their kernels run longer
 //! than a launch takes.
 
@@ -25,8 +26,9 @@ const ROWS_MAX: u32 = 512;
 
 #[derive(Debug)]
 pub struct Graphs {
-    /// Graphs by their number of rows, ascending.
+    /// Numbers of rows that decode steps are padded to, ascending, each with its graph if one was captured.
     sizes: Vec<(u32, Option<Graph>)>,
+    /// Whether the configuration enables CUDA graphs.
     is_on: bool,
 }
 
@@ -51,7 +53,7 @@ impl Parts<'_> {
             sampling: &Sampling::greedy(),
         };
         let sequence = StepRows { slot: 0, position: 0, rows: tokens, samples: 1, mask: None };
-        self.step(&StepInput { admissions: &[admission], sequences: &[sequence], ..NOTHING })
+        self.step(&StepInput { admissions: &[admission], sequences: &[sequence], ..EMPTY })
     }
 
     /// Runs one step and waits for it.
@@ -85,7 +87,7 @@ impl Graphs {
         let mut sizes = Vec::new();
         // The largest graph first: it needs the largest shared workspace.
         for rows in decode_sizes(rows_max).into_iter().rev() {
-            parts.step(&StepInput { rows_min: rows, ..NOTHING })?;
+            parts.step(&StepInput { rows_min: rows, ..EMPTY })?;
             let mut graph = None;
             if can_capture {
                 let Parts { model, backend, batch, .. } = &mut parts;
@@ -104,7 +106,7 @@ impl Graphs {
         Ok(Self { sizes, is_on })
     }
 
-    /// Returns the rows that a step is padded to (0: no padding) and how the step is launched.
+    /// Returns the number of rows that a step is padded to (0: no padding) and how to launch the step.
     pub fn dispatch(&self, sequences: &[StepRows]) -> (u32, Dispatch) {
         let is_decode =
             sequences.iter().all(|sequence| (sequence.rows, sequence.samples) == (1, 1));
@@ -127,7 +129,7 @@ impl Graphs {
     }
 }
 
-const NOTHING: StepInput<'_> = StepInput {
+const EMPTY: StepInput<'_> = StepInput {
     step_id: 0,
     admissions: &[],
     extensions: &[],
@@ -136,8 +138,7 @@ const NOTHING: StepInput<'_> = StepInput {
     rows_min: 0,
 };
 
-/// Returns the row counts of the graphs, ascending. They are widely spaced only where padding rows cost
-/// little.
+/// Returns the numbers of rows that decode steps are padded to, ascending.
 fn decode_sizes(rows_max: u32) -> Vec<u32> {
     let rows_max = rows_max.min(ROWS_MAX);
     let mut sizes: Vec<_> = [1, 2, 4]

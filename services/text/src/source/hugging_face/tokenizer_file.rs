@@ -1,4 +1,4 @@
-//! `tokenizer.json`: the vocabulary, and how text is split.
+//! Parses `tokenizer.json`.
 
 use std::path::Path;
 
@@ -41,7 +41,7 @@ struct AddedTokenEntry {
 
 #[derive(Deserialize)]
 struct ModelEntry {
-    /// Absent in old files, which all have the same kind.
+    /// Absent in old files, which are all BPE.
     #[serde(rename = "type")]
     kind: Option<String>,
     #[serde(default)]
