@@ -68,7 +68,11 @@ enum Outcome {
     Rejected,
 }
 
-async fn one_of_many(address: Arc<str>, request: Arc<[u8]>, start: Arc<Barrier>) -> Result<Outcome> {
+async fn one_of_many(
+    address: Arc<str>,
+    request: Arc<[u8]>,
+    start: Arc<Barrier>,
+) -> Result<Outcome> {
     start.wait().await;
     let (head, body) = tokio::time::timeout(TIMEOUT, ask_until_taken(&address, &request)).await??;
     if head.starts_with("http/1.1 200") {
@@ -140,7 +144,9 @@ async fn ten_thousand_concurrent_requests_are_each_served_or_rejected() -> Resul
             break;
         }
         if Instant::now() > deadline {
-            bail!("the router is not idle: {files} open files ({before} before the requests), {health}");
+            bail!(
+                "the router is not idle: {files} open files ({before} before the requests), {health}"
+            );
         }
         tokio::time::sleep(Duration::from_millis(10)).await;
     }

@@ -263,7 +263,7 @@ pub fn bar(total_bytes: u64, what: &str) -> ProgressBar {
 
 /// Runs a command and shows on `bar` how many bytes are in `folder`.
 fn run_watched(mut command: Command, folder: &Path, bar: &ProgressBar) -> Result<()> {
-    // A command that fills a pipe without a reader would block for ever.
+    // Standard error goes to a file: a command that fills a pipe would block.
     let mut stderr = tempfile::tempfile().context("cannot create a temporary file")?;
     let mut child = command
         .stdin(Stdio::null())
@@ -288,7 +288,8 @@ fn run_watched(mut command: Command, folder: &Path, bar: &ProgressBar) -> Result
     }
 }
 
-/// Waits until `ended` returns a value. Fails when `arrived`, a number of bytes, does not change for `stall_max`.
+/// Waits until `ended` returns a value. Fails when the number of bytes that `arrived` returns does not change for
+/// `stall_max`.
 pub fn wait_unless_stalled<T>(
     stall_max: Duration,
     mut arrived: impl FnMut() -> u64,

@@ -97,7 +97,10 @@ fn golden_tokens_with_prefill_chunks_of_16_at_depth_1() {
     check_batch(&mut engine, 0);
     let records = engine.take_records();
     assert!(records.iter().all(|record| record.tokens <= 16 * record.rows));
-    assert!(records.len() >= 600 / 16 + 47, "a step for each chunk of the long prompt and for each output token");
+    assert!(
+        records.len() >= 600 / 16 + 47,
+        "a step for each chunk of the long prompt and for each output token"
+    );
 }
 
 #[test]

@@ -46,8 +46,7 @@ static KNOWN: [Known; 11] = [
     known(TensorKind::Q6K, 14, 256, 128 + 64 + 16 + 2),
 ];
 
-/// Names by number, also of unsupported kinds, so that a message has more than a number. Empty where no kind has the
-/// number.
+/// Names of all kinds by number, for messages. An unused number has an empty name.
 static NAMES: [&str; 42] = [
     "F32", "F16", "Q4_0", "Q4_1", "", "", "Q5_0", "Q5_1", "Q8_0", "Q8_1", "Q2_K", "Q3_K", "Q4_K",
     "Q5_K", "Q6_K", "Q8_K", "IQ2_XXS", "IQ2_XS", "IQ3_XXS", "IQ1_S", "IQ4_NL", "IQ3_S", "IQ2_S",

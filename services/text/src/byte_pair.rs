@@ -1,8 +1,8 @@
 //! Byte-pair encoding of one word, over a compact vocabulary.
 //!
-//! Replaces the BPE model of the `tokenizers` crate inside its pipeline, with equal results. That model keeps
-//! every token as two heap strings: Llama 3.2's tokenizer takes 169 MB there and 18 MB here; a router's budget is
-//! 40 MB. Dropout, and prefixes and suffixes of subwords, are not supported: no language model uses them.
+//! Replaces the BPE model in the pipeline of the `tokenizers` crate, with equal results. The crate's model keeps
+//! every token as two heap strings and takes 169 MB for Llama 3.2's tokenizer; this model takes 18 MB. Dropout,
+//! subword prefixes and subword suffixes are not supported.
 
 use std::{collections::HashMap, ops::Range, sync::Arc};
 

@@ -138,14 +138,8 @@ fn broken_merges_are_named_by_index() {
             ["h e", " e"],
             "tokenizer.ggml.merges: merge 1 is \" e\"; it must be two tokens with one space between",
         ),
-        (
-            ["h e", "h zz"],
-            "tokenizer.ggml.merges: merge 1: token \"zz\" is not in the vocabulary",
-        ),
-        (
-            ["h e", "h z"],
-            "tokenizer.ggml.merges: merge 1: token \"hz\" is not in the vocabulary",
-        ),
+        (["h e", "h zz"], "tokenizer.ggml.merges: merge 1: token \"zz\" is not in the vocabulary"),
+        (["h e", "h z"], "tokenizer.ggml.merges: merge 1: token \"hz\" is not in the vocabulary"),
     ] {
         assert_eq!(message(&with(MERGES, strings(&merges))), expected);
     }

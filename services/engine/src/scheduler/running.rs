@@ -99,7 +99,13 @@ impl Scheduler {
     }
 
     /// Extends the row's table by `missing` blocks, and preempts younger rows if needed.
-    fn grow(&mut self, index: usize, id: SequenceId, missing: u32, builder: &mut PlanBuilder) -> Growth {
+    fn grow(
+        &mut self,
+        index: usize,
+        id: SequenceId,
+        missing: u32,
+        builder: &mut PlanBuilder,
+    ) -> Growth {
         loop {
             if let Some(blocks) = self.kv.allocate(missing) {
                 self.append(id, blocks, builder);
