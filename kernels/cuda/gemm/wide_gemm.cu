@@ -1,13 +1,14 @@
-// y[rows][n] = x[rows][k] W[n][k]^T for 17 to 128 rows (sm_90a): the weight is read once, at peak read bandwidth.
+// y[rows][n] = x[rows][k] W[n][k]^T for up to 128 rows (sm_90a): the weight is read once, at peak read bandwidth.
+// skinny_gemm.cu selects it above 16 rows, and for some shapes above 8 rows.
 //
 // One thread loads boxes of W and x by TMA, stage by stage of a ring in shared memory. One warpgroup (two above 64
-// rows) computes with wgmma, with rows of x as M and the tile's weight rows as N. N may be any multiple of 8, so the
-// tiles give every SM an equal share, and no accumulation is split between blocks. A tile's accumulators stay in
-// registers, where the epilogue (see skinny_gemm.cu) reads them. Epilogue inputs are loaded or computed before the
-// accumulators are complete: rotation angles, the old residual, and the rows' scales, by three separate warps.
+// rows) computes with wgmma, with rows of x as M and the tile's weight rows as N. N may be any multiple of 8, so tiles
+// that give every SM an equal share exist without split-K. A tile's accumulators stay in registers, where the epilogue
+// (see skinny_gemm.cu) reads them. Epilogue inputs are ready before the accumulators are complete: the consumers fetch
+// RoPE angles and old residuals early, and three further warps compute the scales of the rows of x.
 //
-// With `pdl` the ring is filled with weights before the preceding kernel has completed, as in skinny_gemm.cu, and a ring
-// takes the whole shared memory of an SM for the same reason.
+// With `pdl` the ring is filled with weights before the preceding kernel has completed. The ring takes the whole shared
+// memory of an SM. See skinny_gemm.cu for the reasons.
 #include "wide_gemm.h"
 
 #include <cuda.h>
@@ -19,7 +20,7 @@
 namespace baton {
 namespace {
 
-constexpr int kChunk = 64;  // k of a row of 128 bytes, the widest that TMA swizzles
+constexpr int kChunk = 64;  // elements of k in a row of 128 bytes, the widest row that TMA swizzles
 constexpr int kSmem = 227 * 1024;
 constexpr int kStagesMost = 12;
 
@@ -27,7 +28,7 @@ constexpr int kStagesMost = 12;
 template <int BN_, int NR_, int KC_>
 struct Shape {
   static constexpr int BN = BN_, NR = NR_, KC = KC_;
-  static constexpr int kGroups = NR > 64 ? 2 : 1;  // of consumers
+  static constexpr int kGroups = NR > 64 ? 2 : 1;  // consumer warpgroups
   static constexpr int kThreads = kGroups * 128 + 128;  // one warp fetches, three add up squares
   static constexpr int kXBytes = KC * NR * kChunk * 2;
   static constexpr int kWBytes = KC * BN * kChunk * 2;
@@ -35,7 +36,7 @@ struct Shape {
   static constexpr int kFit = (kSmem - 2048) / kStageBytes;
   static constexpr int kStages = kFit < kStagesMost ? kFit : kStagesMost;
   static constexpr int kSmemBytes = kStages * kStageBytes + 1024;
-  static_assert(kStageBytes % 1024 == 0 && BN % 16 == 0, "swizzled rows go by eights");
+  static_assert(kStageBytes % 1024 == 0 && BN % 16 == 0, "swizzling needs whole groups of eight rows");
 };
 
 __device__ __forceinline__ uint32_t smem_addr(const void* p) {
@@ -96,7 +97,7 @@ __device__ __forceinline__ void fetch_map(const CUtensorMap* map) {
 
 // ---- wgmma ----
 
-// Rows of 128 bytes, swizzled; eight of them are 1,024 bytes apart from the next eight.
+// Returns the wgmma descriptor of a swizzled matrix: rows of 128 bytes, groups of eight rows 1,024 bytes apart.
 __device__ __forceinline__ uint64_t matrix_at(uint32_t address) {
   return (uint64_t{1} << 62) | (uint64_t{1024 >> 4} << 32) | (uint64_t{1} << 16) | ((address & 0x3ffff) >> 4);
 }
@@ -140,7 +141,7 @@ __device__ __forceinline__ void multiply(float (&d)[N / 2], uint64_t a, uint64_t
     WGMMA(224, REGS112, "%112", "%113", "%114", D8(0), D8(8), D8(16), D8(24), D8(32), D8(40), D8(48), D8(56), D8(64),
           D8(72), D8(80), D8(88), D8(96), D8(104));
   } else {
-    static_assert(N == 128, "a width that wgmma is written out for");
+    static_assert(N == 128, "no wgmma instruction for this N");
     WGMMA(128, REGS64, "%64", "%65", "%66", D8(0), D8(8), D8(16), D8(24), D8(32), D8(40), D8(48), D8(56));
   }
 }
@@ -172,7 +173,7 @@ __device__ __forceinline__ void store2(bf16* to, float a, float b) {
   *reinterpret_cast<__nv_bfloat162*>(to) = __floats2bfloat162_rn(a, b);
 }
 
-// Epilogue inputs of a thread, loaded before the accumulators are complete to hide their latency.
+// Epilogue inputs of a thread, loaded before the accumulators are complete to hide the load latency.
 template <int OWN, int EPI>
 struct Extras {
   __device__ __forceinline__ void fetch(const baton_skinny_gemm_args&, int2, int) {}
@@ -211,7 +212,7 @@ struct Extras<OWN, BATON_SKINNY_QKV> {
   }
 };
 
-// RESIDUAL of narrow tiles: the old residual, and the next norm.
+// RESIDUAL with narrow tiles: the old residual, and the weights of the next norm.
 template <int OWN>
 struct Extras<OWN, BATON_SKINNY_RESIDUAL> {
   static constexpr bool kAhead = OWN <= 32;
@@ -234,8 +235,8 @@ struct Extras<OWN, BATON_SKINNY_RESIDUAL> {
   }
 };
 
-// A thread has row m of x and the neighbours i, i + 1 of every eight weight rows: `low` in the first half, `high` in the
-// second.
+// Stores two results of row m of x in each half of the tile: `low` for weight rows ra and ra + 1, `high` for rb and
+// rb + 1.
 template <int EPI>
 __device__ __forceinline__ void finish_pair(const baton_skinny_gemm_args& p, int m, int ra, int rb, float (&low)[2],
                                             float (&high)[2]) {
@@ -295,8 +296,8 @@ __device__ __forceinline__ void finish_heads(const baton_skinny_gemm_args& p, in
   }
 }
 
-// RESIDUAL: the loads of a row are all in flight before the first store. OWN weight rows, half of them from `low` on,
-// half from `high` on; `place` is that of their squares.
+// RESIDUAL for row m of x. Up to eight loads are in flight before their stores. The tile has OWN weight rows, half of them
+// from `low` on, half from `high` on. The partial sum of squares is stored at `place`.
 template <int OWN>
 __device__ __forceinline__ void finish_residual(const baton_skinny_gemm_args& p, int place, int places, int m, bool valid,
                                                 int low, int high, float scale, const float (&sums)[OWN / 2], int row_half,
@@ -472,7 +473,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
       if (warp * 16 < NR) finish<BN, EPI>(p, tile, tiles, at, m0, own_scales, extras, acc);
     }
   } else if (warp > S::kGroups * 4) {
-        // Computes the rows' scales from the squares that the producer of x stored, while the other warps multiply.
+    // Computes the scales of the rows of x from the squares that the producer of x stored, while the other warps multiply.
     follow_predecessor();
     constexpr int TOGETHER = 11;  // rows whose loads are in flight, a third of 32
     for (int first = (warp - S::kGroups * 4 - 1) * TOGETHER; first < NR; first += 3 * TOGETHER) {
@@ -515,7 +516,7 @@ int32_t make_map(CUtensorMap& map, const void* base, const cuuint64_t (&sizes)[R
   const CUresult result = encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, RANK, const_cast<void*>(base), sizes, strides,
                                  box, ones, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
                                  CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  if (result != CUDA_SUCCESS) return fail(BATON_CUDA + result, "describing a matrix to TMA: error %d", result);
+  if (result != CUDA_SUCCESS) return fail(BATON_CUDA + result, "cuTensorMapEncodeTiled failed: error %d", result);
   return BATON_OK;
 }
 
@@ -523,7 +524,7 @@ template <class S>
 int32_t make_maps(const baton_skinny_gemm_args& p, CUtensorMap& weight, CUtensorMap& x) {
   const bool is_paired = p.epilogue == BATON_SKINNY_SILU || p.epilogue == BATON_SKINNY_QKV;
   const cuuint64_t row = static_cast<cuuint64_t>(p.depth) * 2, chunks = p.depth / kChunk;
-  // Chunk, row, half, chunk of the row: a half's rows begin `apart` rows behind the other's.
+  // Dimensions: element in the chunk, row, half, chunk of the row. The second half starts `apart` rows after the first.
   const cuuint64_t apart = p.epilogue == BATON_SKINNY_SILU ? p.n / 2 : p.epilogue == BATON_SKINNY_QKV ? p.head_dim / 2 : p.n;
   BATON_TRY(make_map<4>(weight, p.weight,
                         {kChunk, static_cast<cuuint64_t>(p.n) - (is_paired ? apart : 0), is_paired ? 2u : 1u, chunks},
@@ -540,13 +541,13 @@ struct Kernel {
     CUtensorMap weight, x;
     BATON_TRY(make_maps<S>(p, weight, x));
     const int tiles = divide_up(p.n, S::BN);
-    return launch_as(p.pdl != 0, "wide product", wide_gemm_kernel<S, EPI>, dim3(tiles < blocks ? tiles : blocks),
+    return launch_as(p.pdl != 0, "wide GEMM", wide_gemm_kernel<S, EPI>, dim3(tiles < blocks ? tiles : blocks),
                      dim3(S::kThreads), S::kSmemBytes, stream, p, weight, x, tiles);
   }
 };
 
-// Tile, rows, chunks per stage: one kernel per tile and row count. Above 64 rows cuBLAS is faster (figures in README.md),
-// except for the GEMM with a fused activation.
+// Tile, rows, chunks per stage: one kernel per tile and row count. Above 64 rows cuBLAS is faster (see README.md), except
+// for the GEMM with a fused activation.
 #define SHAPES(X)                                                      \
   X(16, 32, 4) X(32, 32, 4) X(64, 32, 2) X(112, 32, 2) X(128, 32, 2)   \
   X(32, 64, 4) X(64, 64, 2) X(112, 64, 2) X(128, 64, 1)
@@ -574,7 +575,8 @@ int32_t with_kernel(int tile, int rows, int epilogue, Body&& body) {
   SILU_SHAPES(SILU_CASE)
 #undef SILU_CASE
 #undef CASE
-  return fail(BATON_UNSUPPORTED, "tile is %d with %d rows and epilogue %d; allowed is 0 or what baton_skinny_gemm_tile says",
+  return fail(BATON_UNSUPPORTED,
+              "invalid tile: %d for %d rows and epilogue %d; expected 0 or what baton_skinny_gemm_tile returns",
               tile, rows, epilogue);
 }
 
@@ -612,9 +614,9 @@ int wide_gemm_tile(const baton_skinny_gemm_args& p, const Device& device) {
     return p.epilogue != BATON_SKINNY_QKV || p.head_dim % tile == 0;
   };
   if (p.tile != 0) return is_served(p.tile) ? p.tile : 0;
-    // A block has many tiles of logits, so the balance of shares decides.
+  // A CTA has many tiles of logits, so small tiles balance the CTAs best.
   if (p.epilogue == BATON_SKINNY_F32 && is_served(64)) return 64;
-    // Cost: the busiest block's rows, the time per tile end, and reading x once per tile.
+  // Cost in weight rows: the rows of the busiest CTA, and per tile a fixed overhead and the loads of x.
   const int grid = p.grid > 0 ? p.grid : device.sm_count;
   int best = 0, least = 1 << 30;
   for (int tile : {224, 128, 112, 64, 32, 16}) {

@@ -1,11 +1,11 @@
-// Likelihoods and random numbers with the CPU's arithmetic, for units that draw or report log-probabilities.
+// Unnormalised token probabilities (weights) and random numbers, with the same arithmetic as on the CPU.
 #pragma once
 
 #include "sample.cuh"
 
 namespace baton::sampling {
 
-// As kernels/src/cpu/arithmetic.rs: e to the power of x for x <= 0.
+// e to the power of x for x <= 0, as in kernels/src/cpu/arithmetic.rs.
 __device__ inline float exp_cpu(float x) {
   if (x < -87.f) return 0.f;
   constexpr float ROUND = 12582912.f;
@@ -51,11 +51,12 @@ struct Key {
   }
 };
 
-// The earliest arrival so far, of one thread, then of more threads.
+// Sampling as an exponential race: every token gets a random arrival time, with its weight as the rate, and the earliest
+// arrival wins. Holds the earliest arrival of one thread, and after a join that of several threads.
 struct Race {
   double arrival = INFINITY;
   int token = NOBODY;
-  float bound = INFINITY;  // at least `arrival`; in f32, for the quick look
+  float bound = INFINITY;  // upper bound of `arrival` in f32, for a quick rejection test
 
   __device__ void meet_exactly(double other_arrival, int other) {
     if (other_arrival < arrival || (other_arrival == arrival && other < token)) {
@@ -64,12 +65,12 @@ struct Race {
       bound = static_cast<float>(arrival) * 1.000001f;
     }
   }
-    // -ln(1 - v) >= v, so a token with v > p * bound has lost.
+  // -ln(1 - v) >= v, so a token with v > p * bound has lost.
   __device__ void meet(const Key& key, int other, float p) {
     const uint32_t bits = key.bits(other);
     if (static_cast<float>(bits >> 8) * (1.f / 16777216.f) <= p * bound) meet_exactly(Key::arrival(bits, p), other);
   }
-    // The bound of the sample's other blocks makes the quick test more selective, and vice versa.
+  // The CTAs of a sample share their bounds, so that each rejects more tokens by the quick test.
   __device__ void learn_bound(const int32_t* shared) {
     bound = fminf(bound, __int_as_float(*reinterpret_cast<const volatile int32_t*>(shared)));
   }
@@ -84,7 +85,7 @@ struct Race {
       meet_exactly(other_arrival, other);
     }
   }
-  // The winner is in the first thread.
+  // Afterwards the first thread has the winner.
   __device__ void join_block(Winner* shared) {
     join_warp();
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
@@ -100,7 +101,7 @@ struct Race {
   }
 };
 
-// In sort order: more likely tokens first, then lower ids.
+// Sort key: greater weights first, then lower ids.
 __device__ inline uint64_t ranked(int id, float weight) {
   return static_cast<uint64_t>(~__float_as_uint(weight)) << 32 | static_cast<uint32_t>(id);
 }
@@ -112,7 +113,7 @@ constexpr int UNIT_BITS = 43;
 constexpr double UNIT = 8796093022208.0;
 __device__ inline uint64_t mass_of(float weight) { return static_cast<uint64_t>(static_cast<double>(weight) * UNIT); }
 
-// Adds the runs' totals in f64, in order. In every thread.
+// Returns the sum of the runs' totals to every thread, added in f64 in a fixed order.
 __device__ inline double sum_runs(const float* totals, int runs, float* shared, double* result) {
   __syncthreads();
   for (int i = threadIdx.x; i < runs; i += blockDim.x) shared[i] = totals[i];
@@ -128,7 +129,7 @@ __device__ inline double sum_runs(const float* totals, int runs, float* shared, 
 
 // ---- Log-probabilities ----
 
-// Finite or -infinity, greatest first, then the lower id.
+// Sort key of a finite or -infinite logit: greatest first, then lower ids.
 __device__ inline uint64_t ranked_logit(int id, float logit) {
   const uint32_t bits = __float_as_uint(logit + 0.f);
   const uint32_t ascending = bits & 0x80000000u ? ~bits : bits | 0x80000000u;
@@ -140,7 +141,7 @@ __device__ inline int top_count(const Arguments& in, const Sample& sample) {
   return min(min(sample.how.logprobs, BATON_TOP_LOGPROBS_MAX), in.args.vocabulary);
 }
 
-// The total of all likelihoods. Called by all threads.
+// Logarithm of the sum of all weights. All threads must call it.
 __device__ inline double log_total(const Arguments& in, int index, float* shared, double* result) {
   const int runs = (in.args.vocabulary + RUN - 1) / RUN;
   return log(sum_runs(in.scratch.raw_totals + index * RUNS_MAX, runs, shared, result));
@@ -151,7 +152,7 @@ __device__ inline float logprob(float logit, const Survey& survey, double log_to
 
 // ---- Top-p ----
 
-// The mass that the kept tokens must reach.
+// Probability mass that the kept tokens must reach, in units of 2^-43.
 __device__ inline uint64_t needed_mass(float top_p, double whole) {
   const double wanted = ceil(static_cast<double>(top_p) * whole * UNIT);
   return wanted < 1.0 ? 1 : static_cast<uint64_t>(wanted);

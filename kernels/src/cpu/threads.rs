@@ -36,7 +36,7 @@ const INSIDE: u64 = (1 << 16) - 1;
 const OPEN: u64 = 1 << 16;
 const NUMBER_ONE: u64 = 1 << 17;
 
-/// Elements of a cheap operation that take about as long as waking a thread.
+/// Minimum elements of a task. A cheap operation on fewer elements takes less time than waking a thread.
 const TASK_ELEMENTS_MIN: usize = 8192;
 
 /// Maximum threads of one pool.
@@ -57,7 +57,7 @@ struct Shared {
     job: UnsafeCell<Option<Job>>,
     /// Per worker: true while it sleeps or is about to sleep.
     parked: Box<[AtomicBool]>,
-    /// The caller's thread while it sleeps until the last worker leaves.
+    /// The caller's thread while it is parked. The last worker that leaves wakes it.
     waiting: Mutex<Option<Thread>>,
     is_waiting: AtomicBool,
     /// The first panic of the region.
@@ -79,14 +79,13 @@ pub struct ThreadPool {
 }
 
 impl ThreadPool {
-    /// Creates a pool. `threads` counts the caller and is clamped to 1 to [`THREADS_MAX`]. Workers are
-    /// named `NAME-1`, `NAME-2`, …
+    /// Creates a pool of 1 to [`THREADS_MAX`] threads, including the caller. Workers are named `NAME-1`, `NAME-2`, …
     pub fn new(threads: usize, name: &str) -> io::Result<Self> {
         Self::on(threads, name, &[])
     }
 
-    /// Creates a pool with worker `NAME-i` pinned to `cpus[i]`; `cpus[0]` is the caller's. An empty
-    /// list pins nothing.
+    /// Creates a pool with worker `NAME-i` pinned to `cpus[i]`. `cpus[0]` is reserved for the caller, which
+    /// is not pinned here. With an empty list no worker is pinned.
     pub fn on(threads: usize, name: &str, cpus: &[u32]) -> io::Result<Self> {
         let worker_count = threads.clamp(1, THREADS_MAX) - 1;
         let shared = Arc::new(Shared {
@@ -101,20 +100,20 @@ impl ThreadPool {
         });
         // Built in place: when a later spawn fails, dropping the pool joins the earlier workers.
         let mut pool = Self { shared, workers: Vec::with_capacity(worker_count) };
-        let (tied, outcomes) = mpsc::channel();
+        let (pinned, outcomes) = mpsc::channel();
         for worker in 0..worker_count {
-            let (shared, tied) = (Arc::clone(&pool.shared), tied.clone());
+            let (shared, pinned) = (Arc::clone(&pool.shared), pinned.clone());
             let own = cpus.get(worker + 1).copied();
             let handle =
                 thread::Builder::new().name(format!("{name}-{}", worker + 1)).spawn(move || {
-                    let _ = tied.send(own.map_or(Ok(()), |cpu| affinity::pin(&[cpu])));
-                    drop(tied);
+                    let _ = pinned.send(own.map_or(Ok(()), |cpu| affinity::pin(&[cpu])));
+                    drop(pinned);
                     shared.work(worker);
                 })?;
             pool.workers.push(handle);
         }
-        drop(tied);
-        // Each worker reports once whether it could be pinned, before it gets work.
+        drop(pinned);
+        // Each worker reports whether it could be pinned before it takes work.
         outcomes.iter().collect::<io::Result<()>>()?;
         Ok(pool)
     }
@@ -125,8 +124,8 @@ impl ThreadPool {
     }
 
     /// Calls `task(thread, number)` for every number below `tasks`, each once, in any order and on any
-    /// thread; returns when all are done. `thread` is below [`Self::threads`] and belongs to one thread
-    /// for the length of the call. A panic in a task resumes in the caller after the other threads have
+    /// thread; returns when all are done. `thread` is below [`Self::threads`] and identifies the thread
+    /// that runs the task. A panic in a task resumes in the caller after the other threads have
     /// stopped.
     pub fn run(&mut self, tasks: usize, task: &(dyn Fn(usize, usize) + Sync)) {
         if tasks <= 1 || self.workers.is_empty() {
@@ -167,8 +166,8 @@ impl ThreadPool {
         }
     }
 
-    /// Returns the rows per task when `rows` rows of `width` elements are split: two tasks per thread,
-    /// but none smaller than the cost of waking a thread.
+    /// Returns how many of `rows` rows with `width` elements each a task gets: about two tasks per thread,
+    /// but at least `TASK_ELEMENTS_MIN` elements per task.
     pub fn rows_per_task(&self, rows: usize, width: usize) -> usize {
         let worth = TASK_ELEMENTS_MIN.div_ceil(width.max(1));
         rows.div_ceil(2 * self.threads()).max(worth)
@@ -214,7 +213,7 @@ impl Shared {
     /// Waits for an open job that this worker has not seen, and enters it. Returns `None` when the pool
     /// stops.
     fn enter(&self, worker: usize, last_seen: u64) -> Option<u64> {
-        let mut looking_since = Instant::now();
+        let mut spinning_since = Instant::now();
         loop {
             for _ in 0..32 {
                 if let Some(number) = self.try_enter(last_seen) {
@@ -225,19 +224,19 @@ impl Shared {
             if self.stop.load(Ordering::Acquire) {
                 return None;
             }
-            if looking_since.elapsed() < SPIN {
+            if spinning_since.elapsed() < SPIN {
                 continue;
             }
             let parked = &self.parked[worker];
             parked.store(true, Ordering::SeqCst);
-            // A job opened, or the pool stopped, just before `parked` was seen: check again.
+            // The caller may have opened a job or stopped the pool before it saw `parked`: check again.
             let state = self.state.load(Ordering::SeqCst);
             let is_new = state & OPEN != 0 && state / NUMBER_ONE != last_seen;
             if !is_new && !self.stop.load(Ordering::SeqCst) {
                 thread::park();
             }
             parked.store(false, Ordering::SeqCst);
-            looking_since = Instant::now();
+            spinning_since = Instant::now();
         }
     }
 
@@ -264,9 +263,8 @@ impl Shared {
         let before = self.state.fetch_sub(1, Ordering::SeqCst);
         let is_last = before & INSIDE == 1 && before & OPEN == 0;
         if is_last && self.is_waiting.load(Ordering::SeqCst) {
-            // The entry stays. A worker that is late here may wake the caller of the next
-            // region spuriously, and must not remove the entry that that region's last worker
-            // needs.
+            // Do not take the entry: a late worker may find the entry of the next region here. A
+            // spurious wake-up is harmless, but the last worker of that region needs the entry.
             let waiting = self.waiting.lock().unwrap_or_else(PoisonError::into_inner);
             if let Some(caller) = &*waiting {
                 caller.unpark();
@@ -309,8 +307,7 @@ impl Shared {
         *self.waiting.lock().unwrap_or_else(PoisonError::into_inner) = Some(thread::current());
         self.is_waiting.store(true, Ordering::SeqCst);
         while self.state.load(Ordering::SeqCst) & INSIDE != 0 {
-            // The last worker ends the wait; a spurious wake-up repeats it. The tasks do not
-            // block, so the wait is bounded.
+            // The last worker unparks this thread. Tasks do not block, so the wait is bounded.
             thread::park();
         }
         self.is_waiting.store(false, Ordering::SeqCst);
@@ -356,10 +353,10 @@ mod tests {
         // Descending, to check that the order matters.
         let mut cpus = affinity::allowed().unwrap();
         cpus.reverse();
-        // The machine may have more CPUs than a pool may have threads, and each thread must report.
+        // A machine may have more CPUs than a pool may have threads.
         cpus.truncate(8);
         let caller = affinity::confine(&cpus[..1]).unwrap();
-        let mut pool = ThreadPool::on(cpus.len(), "tied", &cpus).unwrap();
+        let mut pool = ThreadPool::on(cpus.len(), "pinned", &cpus).unwrap();
         let found = Mutex::new(vec![None; cpus.len()]);
         // There are as many concurrent tasks as threads, so each thread takes one.
         let arrived = std::sync::Barrier::new(cpus.len());
@@ -373,7 +370,7 @@ mod tests {
             assert_eq!(found[thread], Some(vec![*cpu]), "thread {thread} of {cpus:?}");
         }
         let beyond = affinity::CPUS_MAX - 1;
-        assert!(ThreadPool::on(2, "tied", &[cpus[0], beyond]).is_err());
+        assert!(ThreadPool::on(2, "pinned", &[cpus[0], beyond]).is_err());
     }
 
     #[test]

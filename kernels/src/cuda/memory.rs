@@ -1,7 +1,7 @@
 //! GPU memory, allocated once, and pinned host memory for asynchronous copies.
 //!
-//! A [`DeviceMemory`] is one allocation. [`Range`]s are cut from it and keep it alive. Rust never dereferences
-//! a device address: copies and kernels do, checked against the range.
+//! A [`DeviceMemory`] is one allocation. [`Range`]s are cut from it and keep it alive. Only copies and kernels
+//! use device addresses; Rust code never dereferences them.
 
 use std::{
     ops::{Deref, DerefMut},
@@ -63,7 +63,7 @@ pub struct DeviceMemory {
 }
 
 impl DeviceMemory {
-    /// Creates memory that only counts the bytes cut from it; its ranges have no memory.
+    /// Creates a counter of the bytes that ranges would take. Nothing is allocated.
     pub fn counting(what: &'static str) -> Self {
         Self { what, allocation: None, bytes: usize::MAX, used: AtomicUsize::new(0) }
     }
@@ -75,9 +75,9 @@ impl DeviceMemory {
         bytes: usize,
     ) -> Result<Self, CudaError> {
         context.bind()?;
-        // Ranges are rounded up to the alignment, so the allocation is too. No driver allocates 0 bytes.
+        // Ranges are rounded up to the alignment, so the allocation is too. The driver rejects 0 bytes.
         let bytes = bytes.checked_next_multiple_of(ALIGNMENT).unwrap_or(bytes).max(ALIGNMENT);
-        // Memory of the plain allocator, unlike that of a pool, can be mapped by other processes.
+        // Other processes can map memory from `cuMemAlloc`, but not memory from a pool.
         // SAFETY: nothing is read or written.
         let base = unsafe { result::malloc_sync(bytes) }.map_err(|error| match error.0 {
             sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY => {
@@ -98,7 +98,7 @@ impl DeviceMemory {
         self.used.load(Ordering::Relaxed)
     }
 
-    /// Returns a range of everything that was cut so far.
+    /// Returns one range that covers all ranges cut so far.
     pub(super) fn everything(&self) -> Range {
         let base = self.allocation.as_ref().map_or(0, |allocation| allocation.base);
         Range { base, bytes: self.used_bytes(), allocation: self.allocation.clone() }
@@ -122,7 +122,7 @@ impl DeviceMemory {
     }
 }
 
-/// A range of device memory, which it keeps allocated.
+/// A range of device memory. It keeps its allocation alive.
 #[derive(Debug)]
 pub struct Range {
     base: sys::CUdeviceptr,
@@ -132,7 +132,7 @@ pub struct Range {
 }
 
 impl Range {
-    /// Maps `bytes` bytes at `offset` of an allocation that another process has exported by its handle. The
+    /// Maps `bytes` bytes at `offset` of an allocation that another process exported as `handle`. The
     /// mapping lasts until that process frees the memory or this range is dropped.
     pub(super) fn mapped(
         context: &Arc<Context>,
@@ -153,7 +153,7 @@ impl Range {
         // SAFETY: the address was just mapped; two numbers are written.
         unsafe { sys::cuMemGetAddressRange_v2(&mut start, &mut mapped, base) }
             .named("cuMemGetAddressRange")?;
-        // The size that the other process states is checked against the mapped size.
+        // The other process may have stated a range that exceeds its allocation.
         let left = (mapped as u64).saturating_sub(base - start).checked_sub(offset);
         if left.is_none_or(|left| bytes > left) {
             let (wanted, left) = (bytes, left.unwrap_or(0));
@@ -184,7 +184,7 @@ impl Range {
 
     /// Enqueues a memset of every byte.
     pub fn fill<R: Role>(&self, byte: u8, stream: &Stream<R>) -> Result<(), CudaError> {
-        // SAFETY: the range belongs to the caller and is held; freeing the memory waits for the work.
+        // SAFETY: the range keeps its allocation alive, and freeing the allocation waits for this memset.
         unsafe { result::memset_d8_async(self.address(), byte, self.bytes, stream.raw()) }
             .named("cuMemsetD8Async")
     }
@@ -204,36 +204,36 @@ impl Range {
             .named("cuMemcpyDtoDAsync")
     }
 
-    /// Copies from host memory and waits for the copy. For start and tests only.
+    /// Copies from host memory and waits for the copy. For start-up and tests only.
     pub fn write<T: Pod>(&self, offset: usize, values: &[T]) -> Result<(), CudaError> {
         let bytes: &[u8] = bytemuck::cast_slice(values);
         let address = self.part(offset, bytes.len());
         if bytes.is_empty() {
             return Ok(());
         }
-        self.wait_here()?;
+        self.begin_blocking_copy()?;
         // SAFETY: the bytes are inside the range, and were read when the call returns.
         unsafe { result::memcpy_htod_sync(address, bytes) }.named("cuMemcpyHtoD")?;
-        // The driver stages larger copies in its own memory, so the call may return before the device has
-        // them, and Baton's streams do not wait for the default stream of this copy.
+        // The call may return before the device has the bytes, because the driver stages larger copies. Wait
+        // for the default stream, which runs the copy: Baton's streams do not wait for it.
         // SAFETY: every context has a default stream.
         unsafe { result::stream::synchronize(ptr::null_mut()) }.named("cuStreamSynchronize")
     }
 
     /// Copies to host memory and waits for the copy, but not for other streams that may still write the
-    /// range. For start and tests only.
+    /// range. For start-up and tests only.
     pub fn read<T: Pod>(&self, offset: usize, values: &mut [T]) -> Result<(), CudaError> {
         let bytes: &mut [u8] = bytemuck::cast_slice_mut(values);
         let address = self.part(offset, bytes.len());
         if bytes.is_empty() {
             return Ok(());
         }
-        self.wait_here()?;
+        self.begin_blocking_copy()?;
         // SAFETY: the bytes are inside the range, and were written when the call returns.
         unsafe { result::memcpy_dtoh_sync(bytes, address) }.named("cuMemcpyDtoH")
     }
 
-    fn wait_here(&self) -> Result<(), CudaError> {
+    fn begin_blocking_copy(&self) -> Result<(), CudaError> {
         let allocation = self.allocation.as_ref().expect("`part` has checked the allocation");
         allocation.context.count_wait();
         allocation.context.bind()
@@ -255,7 +255,7 @@ unsafe impl<T: Pod + Send> Send for Pinned<T> {}
 unsafe impl<T: Pod + Sync> Sync for Pinned<T> {}
 
 impl<T: Pod> Pinned<T> {
-    /// Allocates zeroed memory. It is cached: the host reads write-combined memory slowly.
+    /// Allocates zeroed memory. It is not write-combined, which the host would read slowly.
     pub fn zeroed(
         context: &Arc<Context>,
         what: &'static str,
@@ -363,7 +363,7 @@ impl<T: Pod> InFlight<T> {
         let recorded = done.record(stream);
         let in_flight = Self { copy: Some((pinned, done)) };
         if let Err(error) = recorded {
-            // Without an event only the whole stream can be waited for.
+            // Without the event, wait for the whole stream.
             let _ = stream.synchronize();
             return Err(error);
         }
@@ -375,7 +375,7 @@ impl<T: Pod> InFlight<T> {
         self.event().is_done()
     }
 
-    /// Returns the event of the copy's completion.
+    /// Returns the event that completes with the copy.
     pub fn event(&self) -> &Event {
         &self.copy.as_ref().expect("only `finish` takes the copy").1
     }
@@ -393,7 +393,7 @@ impl<T: Pod> InFlight<T> {
 impl<T: Pod> Drop for InFlight<T> {
     fn drop(&mut self) {
         if let Some((_, done)) = &self.copy {
-            // The GPU must not write freed memory. After an error it writes no more.
+            // The GPU must not access freed memory. After an error it no longer accesses it.
             let _ = done.synchronize();
         }
     }
