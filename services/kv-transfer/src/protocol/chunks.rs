@@ -7,16 +7,17 @@ use kernels::BlockId;
 use super::Local;
 use crate::{api::TransferId, control};
 
-/// Announced chunks per transfer that the transport does not have yet: enough to post receives
-/// before the data is ready, few enough to keep the pair's queue short.
+/// Maximum number of chunks of a transfer that are announced but not yet given to the transport.
+/// Large enough that the receiver posts receives before the data is ready, small enough to keep the
+/// pair's queue short.
 const AHEAD_MAX: usize = 4;
-/// Announced chunks before the first block is written, because many transfers may wait in this
-/// state.
+/// `AHEAD_MAX` before the first block is written. It is smaller because many transfers may be in
+/// this state.
 const FIRST_AHEAD_MAX: usize = 1;
 
-/// The reserved blocks, split into chunks. Each chunk is waiting, announced, cleared, given to the
-/// transport once it is written, and sent, in this order. A written chunk therefore usually has its
-/// receive posted already.
+/// The reserved blocks, split into chunks. Each chunk passes through the values of `State` in order.
+/// Chunks are announced before their blocks are written, so the receiver has usually posted the
+/// receive by then.
 #[derive(Debug)]
 pub struct Chunks {
     chunks: Vec<Chunk>,
@@ -30,9 +31,11 @@ pub struct Chunks {
     waiting_from: usize,
     /// All chunks before this index were given to the transport.
     given_to: usize,
+    /// Number of chunks in `State::Announced`.
     announced: usize,
     /// Number of chunks that are announced or cleared.
     ahead: usize,
+    /// Number of chunks in `State::Given`.
     given: usize,
 }
 
@@ -52,7 +55,7 @@ enum State {
     Announced,
     /// `CTS` has arrived.
     Clear,
-    /// Given to the transport.
+    /// All blocks are written, and the transport has the chunk.
     Given,
     /// No longer read by the transport.
     Sent { integrity: u64 },
@@ -108,7 +111,8 @@ impl Chunks {
         Ok(())
     }
 
-    /// Returns the next chunk to announce, if there is room.
+    /// Marks the next waiting chunk as announced and returns it. Returns `None` if enough chunks are
+    /// ahead.
     pub fn announce(&mut self) -> Option<&control::Chunk> {
         let is_begun = self.next_block > self.first_block;
         if self.ahead >= if is_begun { AHEAD_MAX } else { FIRST_AHEAD_MAX } {
@@ -148,7 +152,7 @@ impl Chunks {
         }
     }
 
-    /// Returns the next chunk that is cleared and written, to give it to the transport.
+    /// Marks the next chunk that is cleared and written as given, and returns it with its blocks.
     pub fn give(&mut self) -> Option<(u32, Vec<BlockId>)> {
         let is_due = |chunk: &Chunk| {
             chunk.state == State::Clear
@@ -177,7 +181,7 @@ impl Chunks {
         }
     }
 
-    /// Returns whether the transport has unsent chunks.
+    /// Returns whether the transport may still read blocks of this transfer.
     pub fn are_read(&self) -> bool {
         self.given > 0
     }
@@ -270,7 +274,7 @@ mod tests {
         chunks.clear(0).unwrap();
         assert!(given(&mut chunks).is_empty());
         chunks.add(0, &blocks(2)).unwrap();
-        assert_eq!(chunks.due(), 3..12, "all of it is cached at the receiver");
+        assert_eq!(chunks.due(), 3..12, "the receiver has cached both blocks");
         assert!(announced(&mut chunks).is_empty());
         chunks.add(2, &blocks(2)).unwrap();
         assert_eq!((chunks.due(), announced(&mut chunks)), (4..12, vec![1, 2]));
@@ -280,7 +284,7 @@ mod tests {
         assert!(given(&mut chunks).is_empty());
         chunks.add(4, &blocks(4)).unwrap();
         assert_eq!(chunks.due(), 8..12);
-        assert_eq!(given(&mut chunks), [(0, vec![1, 0, 1, 2])], "the next one lacks three");
+        assert_eq!(given(&mut chunks), [(0, vec![1, 0, 1, 2])], "chunk 1 lacks three blocks");
         chunks.add(8, &blocks(4)).unwrap();
         assert_eq!(given(&mut chunks), [(1, vec![3, 0, 1, 2]), (2, vec![3])]);
         assert_eq!(chunks.due(), 12..12);
@@ -302,7 +306,7 @@ mod tests {
             "invalid range: blocks 1 to 3 were written; expected 0 to 8"
         );
         chunks.add(0, &blocks(4)).unwrap();
-        assert!(chunks.add(2, &blocks(4)).is_err(), "2 and 3 were given before");
+        assert!(chunks.add(2, &blocks(4)).is_err(), "blocks 2 and 3 were written before");
         assert!(chunks.add(4, &blocks(5)).is_err(), "block 8 is not reserved");
         assert_eq!(chunks.due(), 4..8);
     }
@@ -318,7 +322,7 @@ mod tests {
             assert_eq!(chunks.clear(chunk), Err(reason));
         }
         assert_eq!(chunks.clear(2), Ok(true));
-        assert!(announced(&mut chunks).is_empty(), "it is not written yet");
+        assert!(announced(&mut chunks).is_empty(), "chunk 2 is not written yet");
         chunks.add(1, &blocks(6)[1..]).unwrap();
         assert_eq!(given(&mut chunks), [(2, vec![2])]);
         assert_eq!(chunks.clear(2), Ok(false), "a repeated CTS");

@@ -2,12 +2,12 @@
 //!
 //! 1. `Expect` (from the node) and `RESERVE` (from the receiver) arrive in either order. Once both
 //!    are here, the node gets `Ready`.
-//! 2. The reservation is split into chunks. Each is announced by `CHUNK` until the receiver answers
-//!    `CTS`: the first at once, the others a few ahead of the written blocks. So a fully written
-//!    chunk usually goes to the transport without waiting for an answer.
-//! 3. After `Finish` and the last sent chunk, `DONE` is sent until `ACK` arrives; then `Delivered`
-//!    is emitted. Not earlier: the receiver could otherwise complete with blocks that this side has
-//!    released or a transfer that it has aborted.
+//! 2. The reservation is split into chunks. Each is announced by `CHUNK`, repeatedly until the
+//!    receiver answers `CTS`: the first at once, the others a few ahead of the written blocks. A
+//!    fully written chunk therefore usually goes to the transport without waiting for `CTS`.
+//! 3. After `Finish` and the last sent chunk, `DONE` is sent repeatedly until `ACK` arrives. Then
+//!    `Delivered` is emitted. An earlier `DONE` would let the receiver complete a transfer that this
+//!    side has aborted, or with blocks that this side has released.
 //! 4. Every failure goes through `abort`.
 
 use std::time::{Duration, Instant};
@@ -37,16 +37,16 @@ pub struct Sending {
 }
 
 impl Transfer {
-    /// Starts with `RESERVE`, which is kept for one lease. It is not acknowledged: a named transfer
-    /// counts as wanted, and this node has not asked for it yet, so the receiver's lease must run
-    /// from its own start.
+    /// Starts a transfer whose `RESERVE` arrived before `Expect`. It is kept for one lease and not
+    /// acknowledged: the heartbeat that acknowledges `RESERVE` would renew the receiver's lease, although
+    /// this node may never expect the transfer.
     pub fn early(turn: &Turn, peer: Peer, reserve: Reserve, traceparent: String) -> Self {
         let (id, phase) = (reserve.transfer, Phase::Early { reserve });
         let begun = Self::begin(turn, id, peer, LEASE, traceparent, phase);
         Self { is_begun: false, ..begun }
     }
 
-    /// Handles `Expect` after a `RESERVE` that waits, has expired or was aborted.
+    /// Handles `Expect` after `RESERVE`, which may meanwhile have expired or been aborted.
     pub fn on_expect(
         &mut self,
         turn: &mut Turn,
@@ -76,7 +76,7 @@ impl Transfer {
                 self.match_reserve(turn, prompt_hash, reserve, traceparent);
             }
             // Retransmitted: the answer was lost.
-            Phase::Sending(_) => self.name(turn),
+            Phase::Sending(_) => self.acknowledge_reserve(turn),
             _ => {}
         }
     }
@@ -116,14 +116,14 @@ impl Transfer {
             traceparent,
         });
         self.announce(turn);
-        // A `CHUNK` also acknowledges `RESERVE`; an empty reservation has none.
+        // A `CHUNK` also acknowledges `RESERVE`, but an empty reservation has no chunk.
         if first_block == end_block {
-            self.name(turn);
+            self.acknowledge_reserve(turn);
         }
     }
 
     /// Acknowledges `RESERVE` by a heartbeat that names the transfer.
-    fn name(&self, turn: &mut Turn) {
+    fn acknowledge_reserve(&self, turn: &mut Turn) {
         let named = Body::Heartbeat { transfers: vec![self.id], awaited: Vec::new() };
         turn.send(self.peer.epoch, named);
     }
@@ -182,7 +182,7 @@ impl Transfer {
         }
     }
 
-    /// Gives written and cleared chunks to the transport. Each makes room to announce another.
+    /// Gives written and cleared chunks to the transport, then announces as many further chunks.
     fn give(&mut self, turn: &mut Turn) {
         let Phase::Sending(sending) = &mut self.phase else { return };
         while let Some((chunk, blocks)) = sending.chunks.give() {

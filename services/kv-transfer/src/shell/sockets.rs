@@ -2,8 +2,8 @@
 //!
 //! libzmq bounds the size of a frame but not the number of frames per message, and it accepts
 //! frames from every client. The listener therefore uses ZeroMQ's PLAIN mechanism and admits only
-//! clients that know the cluster secret ([`ZapAuth`]). PLAIN keeps strangers from filling this
-//! process's memory; the tags inside authenticate each message.
+//! clients that know the cluster secret ([`ZapAuth`]). PLAIN only prevents that other clients fill
+//! this process's memory. An authentication tag (MAC) in each message authenticates the message.
 
 use std::net::SocketAddr;
 
@@ -12,7 +12,7 @@ use crate::{
     control::{CONTROL_BYTES_MAX, Keys},
 };
 
-/// Messages that libzmq queues in either direction.
+/// Maximum number of messages that libzmq queues per direction.
 const HIGH_WATER: i32 = 1024;
 /// Time-out of the ZMTP handshake.
 const HANDSHAKE_MS: i32 = 5_000;
@@ -25,14 +25,14 @@ const LINGER_MS: i32 = 100;
 const ZAP_ENDPOINT: &str = "inproc://zeromq.zap.01";
 const USER: &str = "baton";
 
-/// Parts that are kept of a received message: the routing id that the socket adds, then the frames.
-/// Further parts are dropped, and the message is rejected.
+/// Maximum number of parts kept of a received message: the routing id that the socket adds, then the
+/// frames. A message with more parts is rejected.
 const PARTS_MAX: usize = 4;
 
 /// Binds the ROUTER socket, which only receives. Returns the socket and its port.
 pub fn listener(context: &zmq::Context, bind: SocketAddr) -> zmq::Result<(zmq::Socket, u16)> {
     let socket = context.socket(zmq::ROUTER)?;
-    bound(&socket)?;
+    set_limits(&socket)?;
     socket.set_linger(0)?;
     socket.set_ipv6(bind.is_ipv6())?;
     // If two clients use one routing id, the first stays connected. Baton's DEALERs set no routing
@@ -57,7 +57,7 @@ pub fn outbound(
     address: SocketAddr,
 ) -> zmq::Result<zmq::Socket> {
     let socket = context.socket(zmq::DEALER)?;
-    bound(&socket)?;
+    set_limits(&socket)?;
     socket.set_linger(LINGER_MS)?;
     socket.set_ipv6(address.is_ipv6())?;
     socket.set_immediate(true)?;
@@ -69,7 +69,7 @@ pub fn outbound(
     Ok(socket)
 }
 
-fn bound(socket: &zmq::Socket) -> zmq::Result<()> {
+fn set_limits(socket: &zmq::Socket) -> zmq::Result<()> {
     socket.set_maxmsgsize(CONTROL_BYTES_MAX as i64)?;
     socket.set_rcvhwm(HIGH_WATER)?;
     socket.set_sndhwm(HIGH_WATER)?;
