@@ -1,5 +1,5 @@
 //! Nodes with speculative decoding send several tokens per event. Clients see the same output as
-//! without.
+//! with one token per event.
 
 mod common;
 
@@ -20,7 +20,7 @@ fn token(id: u32) -> Token {
     Token { id, logprobs: Some(TokenLogprobs { chosen: -0.5, top }) }
 }
 
-/// Returns the events with the given numbers of tokens.
+/// Returns the events of one answer. Each `Tokens` event has as many tokens as the entry of `counts`.
 fn events(counts: &[usize]) -> Vec<Event> {
     let ids = [encode(ANSWER), vec![END]].concat();
     let mut events = vec![Event::Reserved(Reserved { cached_tokens: 0, alone: true })];

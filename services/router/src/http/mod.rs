@@ -98,7 +98,7 @@ fn only(allowed: &'static str, route: MethodRouter<Arc<Front>>) -> MethodRouter<
 
 fn no_such_path(uri: &Uri) -> ApiError {
     let path: String = uri.path().chars().take(200).collect();
-    let message = format!("there is nothing at {path}");
+    let message = format!("unknown path: {path}");
     ApiError::invalid(StatusCode::NOT_FOUND, "not_found", message)
 }
 

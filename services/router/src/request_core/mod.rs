@@ -10,8 +10,8 @@
 //!    passes the next input:
 //!    * [`Output::Pick`]: the owner picks nodes by [`RequestCore::wanted_decode`] and
 //!      [`RequestCore::wanted_prefill`], and calls [`RequestCore::handle_picked`] or
-//!      [`RequestCore::handle_no_node`]. The former returns the calls of an attempt, which the owner opens. It
-//!      passes what their streams return to [`RequestCore::handle_decode`] and [`RequestCore::handle_prefill`].
+//!      [`RequestCore::handle_no_node`]. `handle_picked` returns the calls of an attempt. The owner opens them
+//!      and passes their messages to [`RequestCore::handle_decode`] and [`RequestCore::handle_prefill`].
 //!    * [`Output::Emit`]: the owner delivers tokens to the client, then calls
 //!      [`RequestCore::handle_emitted`]. No other output follows until then.
 //!    * [`Output::WaitForTurn`] and [`Output::WaitForNode`]: no node takes the request now. The owner
@@ -24,8 +24,8 @@
 //! States: `Picking` → `Attempting` → `Ended`. A failed attempt returns to `Picking`. A pick without a
 //! node leads to `WaitingForTurn`, `HoldingTurn` or `WaitingForNode`, and from there back to `Picking`.
 //!
-//! [`AttemptState`] knows in which order the nodes of one attempt may report what. [`EmittedTokens`] is
-//! the list of tokens that the client has received. [`Recovery`] decides what follows a failed attempt.
+//! [`AttemptState`] checks the order of the nodes' events in one attempt. [`EmittedTokens`] is the list of
+//! tokens that the client has received. [`Recovery`] decides what follows a failed attempt.
 
 mod attempt;
 mod emitted;
@@ -62,10 +62,11 @@ pub use recovery::{GiveUp, RecoveryPolicy};
 use recovery::{NextStep, Recovery};
 pub use turn_queue::TurnQueue;
 
-/// Interval between two picks of a request that holds the turn: a step or two of a busy node.
+/// Interval between two picks of a request that holds the turn: one or two steps of a busy node.
 const PICK_AGAIN: Duration = Duration::from_millis(25);
-/// Intervals between two picks of a request that waits for a node. A change of a node's health ends the
-/// wait at once; a node that only ends draining, or failed this request before, is found by picking.
+/// Minimum and maximum interval between two picks of a request that waits for a node. A change of a node's
+/// health ends the wait at once. Only a new pick finds a node that stopped draining, or one that failed this
+/// request before.
 const PICK_AGAIN_ABSENT: (Duration, Duration) = (Duration::from_millis(50), Duration::from_secs(1));
 
 /// One answer of a request, as nodes receive it.
@@ -83,7 +84,7 @@ pub struct AnswerSpec {
     pub grammar_version: u32,
     pub cache_salt: Arc<str>,
     pub vocabulary_size: u32,
-    /// The request fails when it has not finished by then.
+    /// The request fails if it has not finished by this time.
     pub deadline: Instant,
 }
 
@@ -112,8 +113,8 @@ pub enum Output {
     DropPrefillCall,
     /// The attempt is over: drop its calls, release its nodes, count it.
     EndAttempt(EndedAttempt),
-    /// Deliver these new tokens to the client. `hand_over_gap`: the time from token 0 to the decode
-    /// node's first token, with that token.
+    /// Deliver these new tokens to the client. `hand_over_gap` is set with the decode node's first token:
+    /// the time since token 0.
     Emit { first_index: u32, tokens: Vec<Token>, hand_over_gap: Option<Duration> },
     /// Every node is busy: join the queue of requests that wait for a node with room.
     WaitForTurn,
@@ -127,7 +128,7 @@ pub enum Output {
     Fail(GiveUp),
 }
 
-/// How an attempt ended, and what it transferred.
+/// Outcome and statistics of an attempt.
 #[derive(Debug, PartialEq)]
 pub struct EndedAttempt {
     pub outcome: AttemptOutcome,
@@ -180,13 +181,13 @@ impl HandOverStats {
 /// A stop condition that the owner found in delivered tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stop {
-    /// The last token is a stop token: the decode node knows, and its last event is awaited.
+    /// The last token is a stop token. The decode node ends by itself, and its last event is awaited.
     Token,
-    /// A stop string is complete: the nodes do not know, and their calls are dropped.
+    /// A stop string is complete. Nodes do not detect stop strings, so their calls are dropped.
     Text,
 }
 
-/// Decisions about one answer.
+/// State machine of one answer.
 #[derive(Debug)]
 pub struct RequestCore {
     spec: AnswerSpec,
@@ -194,8 +195,8 @@ pub struct RequestCore {
     state: State,
     emitted: EmittedTokens,
     recovery: Recovery,
-    /// Identity of the nodes that computed the first emitted token. Nodes with another identity would
-    /// continue with another answer.
+    /// Identity of the nodes that computed the first emitted token. Nodes with another identity could
+    /// continue with different tokens.
     identity: Option<ModelIdentity>,
     /// A stop token was delivered.
     has_stopped: bool,
@@ -220,7 +221,7 @@ struct OpenAttempt {
     state: AttemptState,
     decode: Arc<NodeRecord>,
     prefill: Option<Arc<NodeRecord>>,
-    /// Actions that follow the tokens being delivered.
+    /// Actions to perform after the current delivery.
     actions: VecDeque<AttemptAction>,
     /// Tokens are being delivered to the client.
     is_emitting: bool,
@@ -232,7 +233,7 @@ struct OpenAttempt {
 }
 
 impl OpenAttempt {
-    /// Restarts the timers: the time that the client takes to read is no silence of a node.
+    /// Restarts the timers after an event or a delivery. A slow client thus does not count as a silent node.
     fn restart_timers(&mut self, now: Instant) {
         (self.active_at, self.silent_since) = (now, now);
     }
@@ -270,7 +271,7 @@ impl RequestCore {
         self.outputs.pop_front()
     }
 
-    /// Tokens that the client has received.
+    /// Returns the tokens that the client has received.
     pub fn emitted(&self) -> &[u32] {
         self.emitted.ids()
     }
@@ -316,9 +317,9 @@ impl RequestCore {
         }
     }
 
-    /// Returns the requirements on the prefill node beside this decode node; `None` where the decode
-    /// node works alone. Without a prefill node that takes the request the decode node works alone too:
-    /// a prompt at the end of a full prefill queue is computed later than on the decode node.
+    /// Returns the requirements on the prefill node beside this decode node; `None` if the decode node must
+    /// work alone. The decode node also works alone if no prefill node accepts the request: that is faster
+    /// than waiting in a full prefill queue.
     pub fn wanted_prefill<'a>(&'a self, decode: &'a NodeRecord) -> Option<Wanted<'a>> {
         let wanted = self.wanted_decode();
         // KV of less than one block is never transferred.
@@ -335,8 +336,8 @@ impl RequestCore {
         })
     }
 
-    /// Nodes were picked: an attempt begins under this transfer id, which no other attempt has. Returns
-    /// the calls that the owner must open.
+    /// Nodes were picked: begins an attempt and returns the calls that the owner must open. `transfer_id`
+    /// must be unique among all attempts.
     pub fn handle_picked(
         &mut self,
         now: Instant,
@@ -409,7 +410,7 @@ impl RequestCore {
         self.act(now, actions);
     }
 
-    /// The Prefill call returned `message`; as [`Self::handle_decode`].
+    /// The Prefill call returned `message`. See [`Self::handle_decode`].
     pub fn handle_prefill(&mut self, now: Instant, message: Result<Option<PrefillEvent>, Status>) {
         let State::Attempting(attempt) = &mut self.state else { return };
         let actions = match message {
@@ -421,7 +422,7 @@ impl RequestCore {
         self.act(now, actions);
     }
 
-    /// The tokens of the last [`Output::Emit`] were delivered. `stop`: they complete the answer.
+    /// The tokens of the last [`Output::Emit`] were delivered. `stop` is the stop condition in them, if any.
     pub fn handle_emitted(&mut self, now: Instant, stop: Option<Stop>) {
         let State::Attempting(attempt) = &mut self.state else { return };
         debug_assert!(attempt.is_emitting);
@@ -474,8 +475,8 @@ impl RequestCore {
         timer.into_iter().chain([self.spec.deadline]).min()
     }
 
-    /// The time of [`Self::next_deadline`] has come. `last_report` returns when the attempt's node of a
-    /// side last reported a change of its load or cache.
+    /// The time of [`Self::next_deadline`] has come. `last_report` returns the time of the last
+    /// load or cache report by the attempt's node on a side.
     pub fn handle_deadline(
         &mut self,
         now: Instant,
@@ -551,11 +552,11 @@ impl RequestCore {
                     self.outputs.push_back(Output::DropPrefillCall);
                 }
                 Some(AttemptAction::Finish(reason)) => return self.complete(reason),
-                // The client has every token: the failed node is not needed any more.
+                // The client has every token, so the failure does not matter.
                 Some(AttemptAction::Fail(_)) if is_complete => {
                     return self.complete(self.reason_without_node());
                 }
-                // The earlier attempt was lost after the last token, before the end of the answer.
+                // The emitted tokens complete the grammar: an earlier attempt failed after its last token.
                 Some(AttemptAction::Fail(failure))
                     if failure.cause == Cause::AnswerComplete
                         && self.spec.grammar.is_some()
@@ -573,7 +574,7 @@ impl RequestCore {
         self.has_stopped || self.emitted.is_full()
     }
 
-    /// The finish reason of a complete answer whose node did not report one.
+    /// Returns the finish reason of a complete answer whose node did not report one.
     fn reason_without_node(&self) -> FinishReason {
         if self.has_stopped { FinishReason::Stop } else { FinishReason::Length }
     }

@@ -48,7 +48,7 @@ impl Client {
         Self { base, inner: HyperClient::builder(TokioExecutor::new()).build(HttpConnector::new()) }
     }
 
-    /// Uses HTTP/2 over one connection with small flow-control windows.
+    /// Creates a client that uses HTTP/2 over one connection with small flow-control windows.
     pub fn with_small_windows(base: String) -> Self {
         let inner = HyperClient::builder(TokioExecutor::new())
             .http2_only(true)
@@ -138,13 +138,14 @@ impl EventStream {
                 }
                 continue;
             }
-            match tokio::time::timeout(DEADLINE, self.body.frame()).await.expect("an event comes") {
+            match tokio::time::timeout(DEADLINE, self.body.frame()).await.expect("no event in time")
+            {
                 None => {
                     assert!(self.buffer.is_empty(), "the stream ended inside an event");
                     return None;
                 }
                 Some(frame) => {
-                    let frame = frame.expect("the stream goes on");
+                    let frame = frame.expect("the stream failed");
                     let bytes = frame.into_data().unwrap_or_default();
                     self.raw.extend_from_slice(&bytes);
                     self.buffer.extend_from_slice(&bytes);
@@ -153,7 +154,7 @@ impl EventStream {
         }
     }
 
-    /// Returns all events to the end, including `[DONE]`.
+    /// Returns all remaining events, including `[DONE]`.
     pub async fn all(&mut self) -> Vec<String> {
         let mut events = Vec::new();
         while let Some(event) = self.next().await {
