@@ -25,8 +25,8 @@ pub struct EtcdTls {
     pub ca: PathBuf,
     pub cert: PathBuf,
     pub key: PathBuf,
-    /// Requires a client certificate of the same authority.
-    pub asks_clients: bool,
+    /// Whether etcd requires a client certificate of the same CA.
+    pub requires_client_cert: bool,
 }
 
 /// One etcd process. Dropping it kills the process.
@@ -109,7 +109,7 @@ impl Etcd {
             let read = |path: &Path| std::fs::read(path).context("cannot read a PEM file");
             let mut trusted =
                 TlsOptions::new().ca_certificate(Certificate::from_pem(read(&tls.ca)?));
-            if tls.asks_clients {
+            if tls.requires_client_cert {
                 trusted = trusted.identity(Identity::from_pem(read(&tls.cert)?, read(&tls.key)?));
             }
             options = options.with_tls(trusted);
@@ -184,7 +184,7 @@ fn spawn(folder: &Path, port: u16, peer_port: u16, tls: Option<&EtcdTls>) -> Res
         .stdout(log.try_clone()?)
         .stderr(log);
     if let Some(tls) = tls {
-        if tls.asks_clients {
+        if tls.requires_client_cert {
             command.arg("--client-cert-auth").arg("--trusted-ca-file").arg(&tls.ca);
         }
         command.arg("--cert-file").arg(&tls.cert).arg("--key-file").arg(&tls.key);

@@ -13,7 +13,7 @@ use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair}
 
 use crate::{DEADLINE, PREFIX, at, entry, follow, joined, next, register, settings};
 
-/// An etcd that knows two users: `baton`, who may read and write below the prefix, and `reader`.
+/// Starts an etcd with two users: `baton` may read and write below the prefix, `reader` may only read.
 async fn with_users(tls: Option<EtcdTls>) -> Result<Etcd> {
     let etcd = Etcd::start_with(tls)?;
     let mut client = etcd.client().await?;
@@ -45,7 +45,7 @@ pub async fn a_user_with_its_password_registers_and_follows() -> Result<()> {
     Ok(())
 }
 
-pub async fn a_wrong_password_or_none_is_refused_in_one_line() -> Result<()> {
+pub async fn missing_or_wrong_password_is_rejected_in_one_line() -> Result<()> {
     let etcd = with_users(None).await?;
     let url = etcd.url();
     for (settings, named) in [
@@ -53,8 +53,12 @@ pub async fn a_wrong_password_or_none_is_refused_in_one_line() -> Result<()> {
         (settings(&user(&url, "nobody", "wrong-password"))?, "user \"nobody\""),
         (at(&url), "a client without a user name"),
     ] {
-        let follower = follow(settings.clone()).await.map(drop).expect_err("it is let in");
-        let node = register(settings, &entry("n", 1)).await.map(drop).expect_err("it is let in");
+        let follower =
+            follow(settings.clone()).await.map(drop).expect_err("etcd accepted the client");
+        let node = register(settings, &entry("n", 1))
+            .await
+            .map(drop)
+            .expect_err("etcd accepted the client");
         for line in [follower.to_string(), node.to_string()] {
             assert!(line.contains(named) && line.contains(&url), "{line}");
             assert!(line.contains("cluster.etcd_password"), "{line}");
@@ -64,12 +68,13 @@ pub async fn a_wrong_password_or_none_is_refused_in_one_line() -> Result<()> {
     Ok(())
 }
 
-pub async fn services_with_a_wrong_password_end_before_they_load_a_model() -> Result<()> {
+pub async fn services_with_a_wrong_password_exit_before_they_open_a_model() -> Result<()> {
     let etcd = with_users(None).await?;
     refused_at_start(&etcd, &[], &["refuses user \"baton\""])
 }
 
-/// Router and node end with one line that has all `words`, and load nothing before.
+/// Checks that router and node exit before they open the model, with one log line that contains all
+/// `words`.
 fn refused_at_start(etcd: &Etcd, settings: &[(&str, &Path)], words: &[&str]) -> Result<()> {
     let folder = tempfile::tempdir()?;
     let mut all: BTreeMap<String, String> = [
@@ -88,16 +93,17 @@ fn refused_at_start(etcd: &Etcd, settings: &[(&str, &Path)], words: &[&str]) -> 
     all.extend(settings.iter().map(|(name, it)| ((*name).to_owned(), it.display().to_string())));
     for program in ["baton-decode-node", "baton-router"] {
         let started = Service::start(folder.path(), program, program, &all);
-        let said = started.err().context("it is let in")?.to_string();
+        let said = started.err().context("the service started")?.to_string();
         assert!(said.contains("exit status: 1"), "{said}");
-        let is_it = |line: &&str| words.iter().all(|word| line.contains(word));
-        assert_eq!(said.lines().filter(is_it).count(), 1, "{said}");
+        let has_all = |line: &&str| words.iter().all(|word| line.contains(word));
+        assert_eq!(said.lines().filter(has_all).count(), 1, "{said}");
         assert!(!said.contains("opened the model") && !said.contains("wrong-password"), "{said}");
     }
     Ok(())
 }
 
-/// An authority, and a certificate of its for this machine, which serves and asks.
+/// Creates a CA, and a certificate signed by it for this machine. Etcd and its clients both use the
+/// certificate.
 fn certificates(folder: &Path, name: &str) -> Result<EtcdTls> {
     let mut params = CertificateParams::new(Vec::new())?;
     params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
@@ -114,14 +120,18 @@ fn certificates(folder: &Path, name: &str) -> Result<EtcdTls> {
         ca: write("ca", authority.pem())?,
         cert: write("cert", certificate.pem())?,
         key: write("key", key.serialize_pem())?,
-        asks_clients: true,
+        requires_client_cert: true,
     })
 }
 
-/// Follower and node are told in one line which setting is wrong.
+/// Checks that follower and node get a one-line error that names the wrong setting.
 async fn check_untrusted(settings: EtcdSettings, url: &str) {
-    let follower = follow(settings.clone()).await.map(drop).expect_err("it is believed");
-    let node = register(settings, &entry("n", 1)).await.map(drop).expect_err("it is believed");
+    let follower =
+        follow(settings.clone()).await.map(drop).expect_err("the client trusts the server");
+    let node = register(settings, &entry("n", 1))
+        .await
+        .map(drop)
+        .expect_err("the client trusts the server");
     for line in [follower.to_string(), node.to_string()] {
         for word in [url, "is not trusted", "certificate", "check cluster.etcd_ca"] {
             assert!(line.contains(word), "{line:?} lacks {word:?}");
@@ -130,9 +140,9 @@ async fn check_untrusted(settings: EtcdSettings, url: &str) {
     }
 }
 
-pub async fn an_authority_alone_is_enough_where_etcd_asks_for_no_certificate() -> Result<()> {
+pub async fn ca_suffices_if_etcd_requires_no_client_certificate() -> Result<()> {
     let folder = tempfile::tempdir()?;
-    let ours = EtcdTls { asks_clients: false, ..certificates(folder.path(), "ours")? };
+    let ours = EtcdTls { requires_client_cert: false, ..certificates(folder.path(), "ours")? };
     let foreign = certificates(folder.path(), "foreign")?;
     let etcd = Etcd::start_with(Some(ours.clone()))?;
     let url = etcd.url();
@@ -146,19 +156,20 @@ pub async fn an_authority_alone_is_enough_where_etcd_asks_for_no_certificate() -
     assert_eq!(next(&mut watch).await?, joined(&node));
     registration.leave(DEADLINE).await;
 
-    // The server's certificate is looked at.
+    // A client with another CA rejects the server's certificate.
     check_untrusted(with(&foreign.ca)?, &url).await;
     let untrusted = ["is not trusted", url.as_str(), "check cluster.etcd_ca"];
     refused_at_start(&etcd, &[("BATON_CLUSTER_ETCD_CA", &foreign.ca)], &untrusted)?;
-    // And without an authority there is nothing to look at it with.
-    let error = settings(&[("cluster.etcd", &url)]).err().expect("it is believed").to_string();
+    // A client without a CA is rejected.
+    let error =
+        settings(&[("cluster.etcd", &url)]).err().expect("the settings are accepted").to_string();
     assert!(error.contains("cluster.etcd_ca"), "{error}");
     Ok(())
 }
 
-pub async fn users_and_passwords_count_over_tls_too() -> Result<()> {
+pub async fn passwords_are_checked_over_tls() -> Result<()> {
     let folder = tempfile::tempdir()?;
-    let ours = EtcdTls { asks_clients: false, ..certificates(folder.path(), "ours")? };
+    let ours = EtcdTls { requires_client_cert: false, ..certificates(folder.path(), "ours")? };
     let foreign = certificates(folder.path(), "foreign")?;
     let etcd = with_users(Some(ours.clone())).await?;
     let url = etcd.url();
@@ -173,16 +184,16 @@ pub async fn users_and_passwords_count_over_tls_too() -> Result<()> {
     registration.leave(DEADLINE).await;
 
     let wrong = with(&ours.ca, "baton", "pass-over-tls")?;
-    let said = follow(wrong).await.map(drop).expect_err("it is let in").to_string();
+    let said = follow(wrong).await.map(drop).expect_err("etcd accepted the client").to_string();
     assert!(said.contains("refuses user \"baton\"") && said.contains(&url), "{said}");
     let ca = [("BATON_CLUSTER_ETCD_CA", ours.ca.as_path())];
     refused_at_start(&etcd, &ca, &["refuses user \"baton\"", &url])?;
-    // Nobody else is told a password.
+    // The client sends no password to a server with an untrusted certificate.
     check_untrusted(with(&foreign.ca, "baton", "pass-over-tls")?, &url).await;
     Ok(())
 }
 
-pub async fn tls_lets_in_whom_both_sides_trust_and_nobody_else() -> Result<()> {
+pub async fn mutual_tls_requires_that_both_sides_trust_each_other() -> Result<()> {
     let folder = tempfile::tempdir()?;
     let [ours, foreign] = ["ours", "foreign"].map(|name| certificates(folder.path(), name));
     let (ours, foreign) = (ours?, foreign?);
@@ -203,19 +214,19 @@ pub async fn tls_lets_in_whom_both_sides_trust_and_nobody_else() -> Result<()> {
     let (_membership, mut watch) = follow(with(&ours.ca, Some(&ours))?).await?;
     assert_eq!(next(&mut watch).await?, joined(&node));
 
-    // Another authority is the operator's mistake, or somebody else answers there.
+    // A client with another CA rejects the server's certificate.
     check_untrusted(with(&foreign.ca, Some(&ours))?, &url).await;
-    // No certificate, a stranger's certificate: nobody is told of the node.
+    // A client without a certificate, or with one of another CA, sees no node.
     for settings in [with(&ours.ca, None)?, with(&ours.ca, Some(&foreign))?] {
         let (membership, _watch) = follow(settings).await?;
         assert_eq!(membership.last_known(), []);
     }
     registration.leave(DEADLINE).await;
 
-    // A file that is no certificate is found at once, with the key that names it.
+    // An invalid certificate file is rejected, and the error names the setting.
     let broken = folder.path().join("broken.pem");
     std::fs::write(&broken, "hello")?;
-    let error = with(&broken, None).err().expect("it is read").to_string();
+    let error = with(&broken, None).err().expect("the file is accepted").to_string();
     assert!(error.contains("cluster.etcd_ca") && error.contains("broken.pem"), "{error}");
     Ok(())
 }

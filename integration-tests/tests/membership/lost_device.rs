@@ -32,13 +32,13 @@ use crate::{DEADLINE, PREFIX};
 
 /// Name of the helper that runs [`run_node`].
 pub const NODE_HELPER: &str = "node";
-/// Names the folder through which the test and the helper exchange files.
+/// Environment variable with the folder through which the test and the helper exchange files.
 const FOLDER: &str = "BATON_TEST_FOLDER";
 const REASON: &str = "an illegal memory access was encountered";
-/// Results that the device brings before it hangs.
+/// Number of step results that the device returns before it hangs.
 const RESULTS: u32 = 5;
 
-/// The device of a node, which brings some results, then hangs, and is lost when `lost` is there.
+/// Executor that returns [`RESULTS`] step results, then hangs, and fails once the file `lost` exists.
 struct LostDevice {
     device: Box<dyn Executor>,
     results: u32,
@@ -72,11 +72,13 @@ impl Executor for LostDevice {
     }
 }
 
+/// Runs a node until its device is lost, and exits with the node's exit code.
 pub fn run_node() {
     let folder = PathBuf::from(env::var_os(FOLDER).expect("the test names a folder"));
-    let settings = fs::read(folder.join("settings")).expect("it was written before");
-    let flags = serde_json::from_slice(&settings).expect("it was written as JSON");
-    let config = Config::load(LoadInput { flags, ..LoadInput::default() }).expect("they are valid");
+    let settings = fs::read(folder.join("settings")).expect("the test has written the settings");
+    let flags = serde_json::from_slice(&settings).expect("the settings are JSON");
+    let config =
+        Config::load(LoadInput { flags, ..LoadInput::default() }).expect("the settings are valid");
     let lost = folder.join("lost");
     let ready = folder.join("ready");
     let code =
@@ -86,7 +88,7 @@ pub fn run_node() {
     std::process::exit(code.into());
 }
 
-/// Killed when dropped.
+/// The helper process. Dropping it kills the process.
 struct NodeProcess {
     child: Child,
     folder: tempfile::TempDir,
@@ -113,14 +115,14 @@ impl NodeProcess {
             ("node.threads", "1".to_owned()),
             ("node.device", "cpu".to_owned()),
             ("node.blocks", "64".to_owned()),
-            // Two of the requests run, the others wait.
+            // Two requests run, and the others wait.
             ("node.slots", "2".to_owned()),
             ("transfer.control", "127.0.0.1:0".to_owned()),
             ("transfer.data", "127.0.0.1:0".to_owned()),
             ("transfer.secret", SECRET.to_owned()),
             ("cluster.etcd", etcd.url()),
             ("cluster.etcd_prefix", PREFIX.to_owned()),
-            // Far longer than the test: a record that goes was taken away.
+            // Far longer than the test: only the node can remove its record in time.
             ("cluster.etcd_ttl", "600s".to_owned()),
         ]);
         fs::write(folder.path().join("settings"), serde_json::to_vec(&settings)?)?;
@@ -147,7 +149,7 @@ impl NodeProcess {
             if let Ok(text) = fs::read(self.path("ready")) {
                 return Ok(serde_json::from_slice(&text)?);
             }
-            ensure!(self.child.try_wait()?.is_none(), "the node ended early:\n{}", self.log());
+            ensure!(self.child.try_wait()?.is_none(), "the node exited early:\n{}", self.log());
             ensure!(Instant::now() < deadline, "the node was not ready in time:\n{}", self.log());
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
@@ -198,16 +200,16 @@ async fn within<T>(what: &str, wait: impl Future<Output = T>) -> Result<T> {
     tokio::time::timeout(DEADLINE, wait).await.with_context(|| format!("{what} takes too long"))
 }
 
-/// Everything that the stream says, which must end in order.
-async fn to_the_end(mut stream: Streaming<v1::DecodeEvent>) -> Result<Vec<Event>> {
+/// Returns all events of the stream. Fails if the stream ends with an error status.
+async fn all_events(mut stream: Streaming<v1::DecodeEvent>) -> Result<Vec<Event>> {
     let mut events = Vec::new();
     while let Some(event) = within("an event", stream.message()).await?? {
-        events.push(event.event.context("no event is empty")?);
+        events.push(event.event.context("an event is empty")?);
     }
     Ok(events)
 }
 
-pub async fn a_lost_device_fails_every_request_once_and_ends_record_and_process() -> Result<()> {
+pub async fn lost_device_fails_each_request_once_removes_the_record_and_exits() -> Result<()> {
     let etcd = Etcd::start()?;
     let mut node = NodeProcess::start(&etcd)?;
     let ready = node.ready().await?;
@@ -215,7 +217,7 @@ pub async fn a_lost_device_fails_every_request_once_and_ends_record_and_process(
     let channel = Channel::from_shared(format!("http://{}", ready.grpc))?.connect().await?;
     let mut client = NodeClient::new(channel);
     let mut observed = client.observe(v1::ObserveRequest {}).await?.into_inner();
-    let first = within("a snapshot", observed.message()).await??.context("it goes on")?;
+    let first = within("a snapshot", observed.message()).await??.context("the stream ended")?;
     let Some(Observed::Snapshot(v1::NodeSnapshot { record: Some(record), .. })) = first.event
     else {
         anyhow::bail!("no snapshot: {first:?}")
@@ -226,24 +228,24 @@ pub async fn a_lost_device_fails_every_request_once_and_ends_record_and_process(
         let stream = client.decode(request(index, &record.epoch));
         streams.push(within("a stream", stream).await??.into_inner());
     }
-    // The device hangs by now or soon, and then it is lost.
+    // The device hangs already or will hang soon. Now it is lost.
     File::create(node.path("lost"))?;
     let mut began = 0;
     for stream in streams {
-        let events = to_the_end(stream).await?;
+        let events = all_events(stream).await?;
         let Some((Event::Failure(failure), before)) = events.split_last() else {
             anyhow::bail!("no failure at the end of {events:?}")
         };
         assert_eq!(failure.kind(), FailureKind::Internal, "{failure:?}");
         assert!(failure.message.contains(REASON), "{failure:?}");
         let is_end = |event: &Event| matches!(event, Event::Failure(_) | Event::Finished(_));
-        assert!(!before.iter().any(is_end), "it ends once: {events:?}");
+        assert!(!before.iter().any(is_end), "the stream has two final events: {events:?}");
         began += usize::from(before.iter().any(|event| matches!(event, Event::Tokens(_))));
     }
-    assert!(began > 0, "the device was lost in the middle");
+    assert!(began > 0, "no request had tokens before the device was lost");
     let end = loop {
-        match within("the end of observing", observed.message()).await? {
-            Ok(event) => assert!(event.is_some(), "it ends with a status"),
+        match within("the end of the Observe stream", observed.message()).await? {
+            Ok(event) => assert!(event.is_some(), "the stream ended without an error status"),
             Err(status) => break status,
         }
     };

@@ -72,12 +72,12 @@ fn left(entry: &NodeEntry) -> MemberChange {
 fn main() -> std::process::ExitCode {
     let mut tests = test_harness::async_tests![
         access::a_user_with_its_password_registers_and_follows,
-        access::a_wrong_password_or_none_is_refused_in_one_line,
-        access::services_with_a_wrong_password_end_before_they_load_a_model,
-        access::an_authority_alone_is_enough_where_etcd_asks_for_no_certificate,
-        access::users_and_passwords_count_over_tls_too,
-        access::tls_lets_in_whom_both_sides_trust_and_nobody_else,
-        lost_device::a_lost_device_fails_every_request_once_and_ends_record_and_process,
+        access::missing_or_wrong_password_is_rejected_in_one_line,
+        access::services_with_a_wrong_password_exit_before_they_open_a_model,
+        access::ca_suffices_if_etcd_requires_no_client_certificate,
+        access::passwords_are_checked_over_tls,
+        access::mutual_tls_requires_that_both_sides_trust_each_other,
+        lost_device::lost_device_fails_each_request_once_removes_the_record_and_exits,
         records::nodes_join_and_leave_while_a_router_follows,
         records::a_record_lives_for_as_long_as_its_node,
         records::registering_again_after_a_lost_lease_keeps_the_epoch,
