@@ -40,7 +40,7 @@ pub struct CollectivesArgs {
     /// All-reduce calls in one CUDA graph, and in one eager sequence.
     #[arg(long, default_value_t = 40, value_parser = clap::value_parser!(u32).range(1..=1000))]
     calls: u32,
-    /// Rounds of each measurement; the median counts.
+    /// Rounds of each measurement; the report has the median.
     #[arg(long, default_value_t = 7, value_parser = clap::value_parser!(u32).range(1..=1000))]
     rounds: u32,
     #[command(flatten)]
@@ -62,7 +62,7 @@ struct Row {
     bytes: usize,
     one_shot_graph_us: Option<f64>,
     two_shot_graph_us: Option<f64>,
-    /// The algorithm that Baton selects for this size.
+    /// In a CUDA graph, with the algorithm that Baton selects for this size.
     graph_us: f64,
     eager_us: f64,
     nccl_graph_us: Option<f64>,
@@ -159,8 +159,8 @@ impl Ranks {
 
     /// Relays messages between the ranks until rank 0 has reported all results.
     fn serve(&mut self) -> Result<(Vec<Row>, Option<String>)> {
-        let mut told: Vec<Option<String>> = vec![None; self.children.len()];
-        let (mut rows, mut fault) = (Vec::new(), None);
+        let mut messages: Vec<Option<String>> = vec![None; self.children.len()];
+        let (mut rows, mut nccl_error) = (Vec::new(), None);
         loop {
             let (rank, line) = self
                 .lines
@@ -168,14 +168,14 @@ impl Ranks {
                 .context("the ranks did not report in time")?;
             let line = line.with_context(|| format!("rank {rank} exited"))?;
             match line.split_once(' ').unwrap_or((&line, "")) {
-                (BROADCAST, words) => told[rank] = Some(words.to_owned()),
+                (BROADCAST, words) => messages[rank] = Some(words.to_owned()),
                 (FOUND, row) => rows.push(serde_json::from_str(row)?),
-                ("fault", words) => fault = Some(words.to_owned()),
-                ("end", _) => return Ok((rows, fault)),
+                ("fault", words) => nccl_error = Some(words.to_owned()),
+                ("end", _) => return Ok((rows, nccl_error)),
                 _ => bail!("rank {rank} sent an unknown line: {line:?}"),
             }
-            if told.iter().all(Option::is_some) {
-                let words: Vec<String> = told.iter_mut().filter_map(Option::take).collect();
+            if messages.iter().all(Option::is_some) {
+                let words: Vec<String> = messages.iter_mut().filter_map(Option::take).collect();
                 for child in &mut self.children {
                     let stdin = child.stdin.as_mut().context("a rank has no standard input")?;
                     writeln!(stdin, "{}", words.join(" ")).context("a rank exited")?;
@@ -213,7 +213,8 @@ impl Drop for Ranks {
 }
 
 impl Report {
-    /// Returns the lower bound by link bandwidth: a rank sends and receives 2 (n − 1) / n of the message.
+    /// Returns the minimum latency at link bandwidth: each of n ranks sends and receives 2 (n − 1) / n of
+    /// the message.
     fn limit_us(&self, row: &Row) -> f64 {
         let sent = 2.0 * (self.ranks as f64 - 1.0) / self.ranks as f64 * row.bytes as f64;
         sent / self.link_gb_per_s / 1e3
@@ -237,7 +238,7 @@ impl fmt::Display for Report {
             "eager us",
             "NCCL graph",
             "NCCL eager",
-            "NCCL/ours",
+            "NCCL/Baton",
             "limit us"
         )?;
         let us = |value: Option<f64>| value.map_or("-".to_owned(), |value| format!("{value:.2}"));

@@ -15,7 +15,7 @@ pub(crate) use self::{
 };
 use crate::{error::ModelError, rope, weight::Weight};
 
-/// Validated shape and constants of a model: every division below is exact, every size is bounded.
+/// Validated hyperparameters of a model: all sizes are bounded, and head counts divide without remainder.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ModelConfig {
     pub architecture: Architecture,
@@ -35,16 +35,16 @@ pub struct ModelConfig {
     pub rms_eps: f32,
     pub rope_theta: f32,
     pub rope_scaling: RopeScaling,
-    /// `None` when every layer sees the whole sequence.
+    /// `None` when every layer attends to the whole sequence.
     pub sliding_window: Option<SlidingWindow>,
-    /// Whether the output projection is the embedding.
+    /// Whether the output projection shares the weights of the embedding.
     pub tied_output: bool,
     pub bos_token_id: Option<u32>,
-    /// Tokens that end an answer.
+    /// End-of-sequence tokens.
     pub eos_token_ids: Vec<u32>,
 }
 
-/// Scaling of the rope frequencies for contexts longer than in the first training.
+/// RoPE scaling for contexts longer than the original training context.
 #[derive(Clone, Debug, PartialEq)]
 pub enum RopeScaling {
     None,
@@ -64,10 +64,10 @@ pub enum RopeScaling {
     Divisors(Vec<f32>),
 }
 
-/// Sliding window: some or all layers see only the last tokens of a sequence.
+/// Sliding-window attention: some or all layers attend only to the last tokens of a sequence.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SlidingWindow {
-    /// Tokens that a token sees, including itself as the last.
+    /// Number of tokens that a token attends to, including itself.
     pub tokens: NonZeroUsize,
     /// Whether each layer has the window; at least one entry is true.
     pub layers: Vec<bool>,
@@ -82,7 +82,7 @@ impl SlidingWindow {
         has_window: impl Fn(usize) -> bool,
     ) -> Option<Self> {
         let tokens = NonZeroUsize::new(tokens)?;
-        // A count above the limit is rejected later, and must not be allocated before.
+        // `ModelConfig::validate` rejects a count above the limit later. Do not allocate that many here.
         let layers: Vec<bool> = (0..layer_count.min(LAYERS_MAX)).map(has_window).collect();
         layers.contains(&true).then_some(Self { tokens, layers })
     }
@@ -238,12 +238,12 @@ impl ModelConfig {
         KvLayout { kv_head_count, ..self.kv_layout(dtype) }
     }
 
-    /// Returns the factor of attention scores.
+    /// Returns the scale of attention scores.
     pub fn attention_scale(&self) -> f32 {
         1.0 / (self.head_dim as f32).sqrt()
     }
 
-    /// Returns the number of tokens that a layer's attention sees, if bounded.
+    /// Returns the number of tokens that a layer attends to, if bounded.
     pub fn window(&self, layer: usize) -> Option<NonZeroUsize> {
         let window = self.sliding_window.as_ref()?;
         window.layers[layer].then_some(window.tokens)
@@ -255,29 +255,29 @@ impl ModelConfig {
         rope::frequencies(self.rope_theta, self.head_dim, &self.rope_scaling)
     }
 
-    /// Returns the elements of all weights; a tied output counts once.
+    /// Returns the number of elements of all weights. A tied output counts once.
     pub fn parameter_count(&self) -> u64 {
         Weight::all(self).map(|weight| weight.shape(self).elements()).sum()
     }
 
-    /// Returns the elements of the weights that a rank holds; a rank's part of a tied output is stored
-    /// beside the embedding.
+    /// Returns the number of elements of the weights that a rank holds. With several ranks a tied output
+    /// counts too: each rank stores its part of the output separately from the embedding.
     pub fn parameter_count_of(&self, shard: Shard) -> u64 {
         let tied = self.tied_output && !shard.is_whole();
         let weights = Weight::all(self).chain(tied.then_some(Weight::Output));
         weights.map(|weight| weight.part(self, shard).elements()).sum()
     }
 
-    /// Returns the elements of the weights that every forward pass reads in full. An embedding table
-    /// that is not also the output does not count: only the rows of the tokens are read.
+    /// Returns the number of elements of the weights that every forward pass reads in full. An embedding
+    /// that is not also the output does not count: a forward pass reads only the rows of its tokens.
     pub fn forward_parameter_count(&self) -> u64 {
         let looked_up = |weight: &Weight| *weight == Weight::Embedding && !self.tied_output;
         let read = Weight::all(self).filter(|weight| !looked_up(weight));
         read.map(|weight| weight.shape(self).elements()).sum()
     }
 
-    /// Returns the bytes of KV that attention reads for one more token after `tokens` tokens, including
-    /// its own KV.
+    /// Returns the bytes of KV that attention reads to decode the last token of a sequence of `tokens`
+    /// tokens, including the KV of this token.
     pub fn kv_read_bytes(&self, tokens: usize, dtype: Dtype) -> u64 {
         let token_bytes = 2 * self.kv_head_count * self.head_dim * dtype.bytes();
         let seen = |layer| self.window(layer).map_or(tokens, |window| tokens.min(window.get()));

@@ -28,14 +28,14 @@ use crate::{
 
 /// Interval of heartbeats.
 pub(crate) const HEARTBEAT: Duration = Duration::from_millis(50);
-/// Time to spin for a plan before sleeping. A step takes far longer, so only plans that follow at once
-/// are met by the spinning thread.
+/// Time to spin for a plan before sleeping. A step takes far longer, so spinning only helps if the next
+/// plan follows at once.
 const SPIN: Duration = Duration::from_micros(10);
-/// Longest wait at a time. A time-out does not end the process: the node does, or the kernel when the
-/// node has died.
+/// Maximum length of one wait. A time-out does not end the process: the node stops it, or the kernel
+/// kills it when the node dies.
 const WAIT_MAX: Duration = Duration::from_secs(1);
 
-/// Why a rank process ends before the node stops it.
+/// Reason why a rank process ends before the node stops it.
 #[derive(Debug, thiserror::Error)]
 pub enum RankError {
     #[error("the node that started the rank has ended: {0}")]
@@ -46,7 +46,7 @@ pub enum RankError {
     Ring(#[from] RingError),
     #[error("cannot decode a message of the node: {0}")]
     Order(#[from] DecodeError),
-    #[error("the first message of the node is not its start message")]
+    #[error("invalid message order: expected one start message, before all plans")]
     NoStart,
     #[error("step {step_id}: wrong hash of the plans: one is missing, repeated or corrupt")]
     State { step_id: StepId },
@@ -59,8 +59,8 @@ pub enum RankError {
 }
 
 /// Runs a rank until the node stops it: joins the group, makes the executor from the node's start message,
-/// and computes. The process dies with the node. `make` returns the executor and up to a few KB for the
-/// node.
+/// and runs steps. The process dies with the node. `make` returns the executor and a message of up to a
+/// few KB for the node.
 pub fn run_rank<E: Executor>(
     spec: &RankSpec,
     make: impl FnOnce(&[u8]) -> Result<(E, Vec<u8>), String>,
@@ -83,7 +83,7 @@ pub fn run_rank<E: Executor>(
     };
     let outcome = match make(&start_message) {
         Ok((executor, ready_message)) => {
-            debug!(rank, of = spec.of, "the rank computes");
+            debug!(rank, of = spec.of, "the rank is ready");
             let rank = Rank {
                 executor,
                 answers: &mut answers,
@@ -121,7 +121,7 @@ fn start_heartbeat(region: &GroupRegion, rank: usize) -> Result<(), RankError> {
 
 fn send(answers: &mut RingWriter, answer: &Answer) -> Result<(), RingError> {
     let message = codec::encode_answer(answer);
-    // No deadline: the node takes answers while it lives, and the rank dies with the node.
+    // No deadline: the node reads answers as long as it lives, and the rank dies with the node.
     answers.write(&message, Duration::MAX, || false)
 }
 

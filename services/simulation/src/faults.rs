@@ -11,7 +11,7 @@ use crate::{
     scenario::Fault,
 };
 
-/// A drained node aborts its transfers and exits within this time.
+/// Maximum time from the drain timeout to the exit of the process.
 const EXIT_MAX: Duration = Duration::from_millis(2500);
 
 #[derive(Clone, Copy, Debug)]
@@ -150,7 +150,7 @@ impl Simulation {
         self.set_deadline(index, process.next_deadline());
         self.processes.push(process);
         self.register_later(index);
-        // Peers of the old process may be told that the endpoint has another epoch now.
+        // Some peers find another epoch at the endpoint of the old process.
         if before != usize::MAX {
             let peer = self.processes[before].epoch;
             for process in 0..index {
@@ -163,8 +163,8 @@ impl Simulation {
         }
     }
 
-    /// Kills a process. With `resets_connections` its machine lives and resets the connections;
-    /// without, as after a power cut, peers hear nothing more.
+    /// Kills a process. With `resets_connections` its machine keeps running and resets the connections.
+    /// Without, peers receive nothing more, as after a power failure.
     fn kill(&mut self, process: usize, resets_connections: bool) {
         let host = self.processes[process].host;
         self.processes[process].state = ProcessState::Dead;
@@ -213,14 +213,15 @@ impl Simulation {
         node.pauses.last_mut().expect("the process was paused").1 = Some(now);
         self.end_outages(|outage| outage.of == process && outage.to.is_none());
         self.register_later(process);
-        // The shell takes queued messages before it looks at deadlines.
+        // As in a real process, queued messages are handled before deadlines.
         for input in std::mem::take(&mut self.processes[process].backlog) {
             self.input(process, input);
         }
         self.input(process, Input::Deadline);
     }
 
-    /// A router pings each connection every 500 ms and waits 2 s for the answer.
+    /// Schedules the keep-alive time-out at each router, which pings every 500 ms and waits 2 s for the
+    /// answer.
     pub fn expect_keep_alive_timeout(&mut self, host: usize, process: usize) {
         for router in 0..self.routers.len() {
             let connection = self.routers[router].nodes.connection(host);

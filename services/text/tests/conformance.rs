@@ -31,8 +31,9 @@ fn fetched(name: &str) -> PathBuf {
     path
 }
 
-/// Returns texts and ids from the vectors that `llama.cpp` keeps beside a vocabulary: texts with a
-/// separator line between them, ids of one text per line, without the tokens around a prompt.
+/// Returns the texts and ids of the test vectors that `llama.cpp` keeps beside a vocabulary. File `.inp`
+/// has the texts with separator lines between them. File `.out` has one line of ids per text, without BOS
+/// and EOS.
 fn vectors(vocabulary: &Path) -> Vec<(String, Vec<u32>)> {
     let read = |ending: &str| {
         let path = format!("{}.{ending}", vocabulary.display());
@@ -46,7 +47,7 @@ fn vectors(vocabulary: &Path) -> Vec<(String, Vec<u32>)> {
 }
 
 #[test]
-fn calls_that_real_templates_write_are_read_back() {
+fn tool_calls_of_real_templates_are_parsed_back() {
     let arguments = json!({"city": "Köln \"🌦\"", "days": 3});
     let call = json!({"type": "function",
         "function": {"name": "weather", "arguments": arguments}});
@@ -73,10 +74,10 @@ fn calls_that_real_templates_write_are_read_back() {
         let before = rendered(json!([question]));
         let prompt = rendered(json!([question, answer]));
         assert!(before.contains("Tells it"), "{name}: {before}");
-        // After the line that names the speaker.
+        // Skip the line that names the role.
         let answer = prompt.strip_prefix(&before).unwrap().split_once('\n').unwrap().1;
         let tokenizer = model.tokenizer();
-        // As in the router: special tokens give no text, except those that begin calls.
+        // As in the router, special tokens give no text, except those that start tool calls.
         let stops = StopStrings::new::<&str>(&[], false).unwrap();
         let mut text = TextStream::new(tokenizer.clone(), stops, TextStreamOptions::default())
             .showing(format.shown_tokens(tokenizer).into());
@@ -99,7 +100,7 @@ fn calls_that_real_templates_write_are_read_back() {
 }
 
 #[test]
-fn llama_cpps_vectors_give_its_ids() {
+fn ids_equal_llama_cpp_test_vectors() {
     // One vocabulary for every supported pre-tokenizer.
     for name in ["llama-bpe", "qwen2", "gpt-2", "starcoder", "refact", "llama-spm", "phi-3"] {
         let path = fetched(&format!("llama.cpp/ggml-vocab-{name}.gguf"));
@@ -110,6 +111,7 @@ fn llama_cpps_vectors_give_its_ids() {
         for (text, ids) in vectors {
             let found = tokenizer.encode(&text, SpecialTokens::AsText).unwrap();
             assert_eq!(found, ids, "{name}: {text:?}");
+            // Qwen 2 normalises text to NFC, so decoding may return other characters.
             let composed = name == "qwen2";
             let decoded = tokenizer.decode(&found, false);
             assert!(composed || decoded == text, "{name}: {text:?} came back as {decoded:?}");
@@ -144,8 +146,8 @@ fn folder_of_pieces(vocabulary: &Path) -> Value {
     common::pieces_json(tokens, json!(merges))
 }
 
-/// Reads one vocabulary in three forms: with scores, and as a folder with merges, with and without
-/// Metaspace.
+/// Compares three forms of one vocabulary: a GGUF file with scores, and folders with merges that use
+/// either the Prepend normaliser or the Metaspace pre-tokenizer.
 #[test]
 fn a_folder_of_the_same_pieces_gives_the_same_ids_and_texts() {
     let path = fetched("llama.cpp/ggml-vocab-llama-spm.gguf");
@@ -175,7 +177,7 @@ fn a_folder_of_the_same_pieces_gives_the_same_ids_and_texts() {
         let theirs = folder.tokenizer();
         assert_eq!((theirs.bos_id(), theirs.eos_ids()), (ours.bos_id(), ours.eos_ids()));
         for text in &texts {
-            // Metaspace counts a space at the beginning of a text.
+            // Metaspace prepends no space to a text that starts with one.
             if name == "Metaspace" && text.starts_with([' ', '▁']) {
                 continue;
             }
@@ -195,7 +197,7 @@ fn a_folder_of_the_same_pieces_gives_the_same_ids_and_texts() {
 }
 
 #[test]
-fn other_kinds_are_refused_by_name_with_what_is_supported() {
+fn unsupported_tokenizer_error_lists_the_supported_kinds() {
     let cases = [
         ("deepseek-llm", "tokenizer.ggml.pre is \"deepseek-llm\"; supported: smollm, starcoder,"),
         ("falcon", "tokenizer.ggml.pre is \"falcon\"; supported: "),
@@ -233,7 +235,7 @@ fn folders_give_the_ids_and_texts_of_the_python_package() {
 }
 
 #[test]
-fn folders_name_the_tokens_that_begin_and_end() {
+fn folders_provide_bos_and_eos_tokens() {
     let cases = [
         ("llama3_2", Some("<|begin_of_text|>"), &["<|eot_id|>"][..], true),
         ("qwen2_5", None, &["<|im_end|>"], true),

@@ -132,14 +132,15 @@ fn start(spec: &ChildSpec, known: Option<&Ready>) -> Result<RunningChild> {
     Ok(RunningChild { child, lines })
 }
 
-/// Exit of a child that was started.
+/// Exit of a child process.
 struct Exit {
     status: ExitStatus,
     /// Time from ready to exit.
     served: Duration,
 }
 
-/// Waits for the child's exit and prints all of its log lines.
+/// Publishes when the child is ready, and waits until the child has exited and all of its log lines are
+/// printed. Terminates the child on `stop`, or if it is not ready in time.
 async fn run_until_exit(
     spec: &ChildSpec,
     mut running: RunningChild,
@@ -204,7 +205,6 @@ async fn print_lines(console: Console, name: String, stream: impl AsyncRead + Un
     let mut line = Vec::new();
     loop {
         line.clear();
-        // Limit the length of a line.
         match (&mut reader).take(LINE_BYTES_MAX).read_until(b'\n', &mut line).await {
             Ok(0) | Err(_) => return,
             Ok(_) => {

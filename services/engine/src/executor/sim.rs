@@ -4,7 +4,8 @@
 //! fingerprint. The executor therefore detects at once a step that reads a block which was not written, was
 //! written by another sequence or was reused too early. Outputs can be compared token by token across
 //! chunking, preemption, recompute and transfer. A hash decides which draft tokens are accepted; their KV
-//! is written either way. A step is computed only when it is collected, as late as on a device.
+//! is written either way. A step is computed when it is collected, not when it is launched, because a
+//! device may also read and write KV that late.
 
 use std::{
     collections::{HashMap, VecDeque},
@@ -101,8 +102,8 @@ fn extend_fingerprints(all: &mut Vec<u64>, tokens: &[u32]) {
     }
 }
 
-/// Samples a token by hash. The seed counts only for a temperature above 0; stop tokens follow
-/// `min_tokens`.
+/// Samples a token by hash. The seed is used only if the temperature is above 0. Stop tokens are masked
+/// until `min_tokens` tokens are generated.
 fn choose(
     last: u64,
     output_len: usize,
@@ -141,7 +142,7 @@ fn draft(row: &BatchRow, most: usize, vocabulary: u32) -> Vec<u32> {
     known.split_off(row.tokens.len())
 }
 
-/// Finaliser of SplitMix64.
+/// One step of SplitMix64.
 fn mix(mut value: u64) -> u64 {
     value = value.wrapping_add(0x9e37_79b9_7f4a_7c15);
     value = (value ^ (value >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -159,7 +160,7 @@ pub struct SimExecutor {
     arena: SimArena,
     launched: VecDeque<(Instant, StepPlan)>,
     /// The oldest step, computed but not due yet.
-    carried_out: Option<(Instant, StepResult)>,
+    computed: Option<(Instant, StepResult)>,
     now: Instant,
     idle_from: Instant,
 }
@@ -174,7 +175,7 @@ impl SimExecutor {
             histories: vec![Vec::new(); limits.slots as usize],
             arena: SimArena::new(limits.blocks),
             launched: VecDeque::new(),
-            carried_out: None,
+            computed: None,
             now: start,
             idle_from: start,
         }
@@ -190,7 +191,7 @@ impl SimExecutor {
         self.now += time;
     }
 
-    fn carry_out(&mut self, plan: &StepPlan) -> Result<(Duration, Vec<RowResult>), ExecutorError> {
+    fn compute(&mut self, plan: &StepPlan) -> Result<(Duration, Vec<RowResult>), ExecutorError> {
         let vocabulary = self.limits.vocabulary;
         let scheduled =
             self.batch.apply(plan, |_| None, |row, most| draft(row, most, vocabulary))?;
@@ -215,7 +216,7 @@ impl SimExecutor {
         Ok((cost, results))
     }
 
-    /// Asserts that a block which a row writes is in no other row's table.
+    /// Checks that no row writes a block that is in another row's table.
     fn check_writes(&self, scheduled: &[ScheduledRow]) -> Result<(), String> {
         let mut writers = HashMap::new();
         for row in scheduled {
@@ -239,7 +240,7 @@ impl SimExecutor {
         Ok(())
     }
 
-    /// Asserts that every earlier position of the row holds the KV of the row's tokens.
+    /// Checks that every earlier position of the row holds the KV of the row's tokens.
     fn check_reads(&self, row: &ScheduledRow) -> Result<(), String> {
         let table = &self.batch.row(row.slot).blocks;
         let history = &self.histories[row.slot.0 as usize];
@@ -289,7 +290,7 @@ impl SimExecutor {
 
 impl Executor for SimExecutor {
     fn launch(&mut self, plan: StepPlan) -> Result<(), ExecutorError> {
-        let in_flight = self.launched.len() + usize::from(self.carried_out.is_some());
+        let in_flight = self.launched.len() + usize::from(self.computed.is_some());
         if in_flight >= self.limits.depth as usize {
             let reason = format!("{in_flight} steps are in flight already");
             return Err(ExecutorError::BadPlan { step_id: plan.step_id, reason });
@@ -300,25 +301,25 @@ impl Executor for SimExecutor {
 
     /// Advances virtual time to the end of the oldest step, or by `timeout` if that comes first.
     fn collect(&mut self, timeout: Duration) -> Result<Option<StepResult>, ExecutorError> {
-        if self.carried_out.is_none()
+        if self.computed.is_none()
             && let Some((launched_at, plan)) = self.launched.pop_front()
         {
-            let (busy, rows) = self.carry_out(&plan)?;
+            let (busy, rows) = self.compute(&plan)?;
             let begin = self.idle_from.max(launched_at);
             self.idle_from = begin + busy;
             let device = Some(Span { begin, end: self.idle_from });
             let run = StepRun { device, landed_at: Some(self.idle_from), ..StepRun::default() };
             let result = StepResult { step_id: plan.step_id, rows, busy, run };
-            self.carried_out = Some((self.idle_from, result));
+            self.computed = Some((self.idle_from, result));
         }
         let give_up = self.now + timeout;
-        match self.carried_out.take() {
+        match self.computed.take() {
             Some((due, result)) if due <= give_up => {
                 self.now = self.now.max(due);
                 Ok(Some(result))
             }
             waiting => {
-                self.carried_out = waiting;
+                self.computed = waiting;
                 self.now = give_up;
                 Ok(None)
             }

@@ -1,9 +1,10 @@
 //! Queue of sequences that wait for blocks or a slot, first come first served.
 //!
-//! A `Receive` needs blocks and a claim to a slot at once, between steps. Other sequences need blocks, a
-//! slot and a share of a step's budget, in a plan. The two kinds wait in separate lines, so that a long
-//! prompt that waits for budget does not delay reservations. Blocks are still given in one order: a
-//! sequence that cannot get blocks stops all younger sequences in both lines.
+//! A `Receive` is admitted between steps; it needs blocks and a claim to a slot. Other sequences are
+//! admitted when a step is planned; they need blocks, a slot and a share of the step's token budget. The
+//! two kinds wait in separate queues, so that a long prompt that waits for budget does not delay
+//! reservations. Blocks are still given in order of arrival: a sequence that cannot get blocks stops all
+//! younger sequences in both queues.
 
 use std::collections::VecDeque;
 
@@ -12,14 +13,14 @@ use crate::event::SequenceId;
 
 #[derive(Debug, Default)]
 pub(super) struct Waiting {
-    receives: Line,
-    computes: Line,
+    receives: Queue,
+    computes: Queue,
     /// The first of `computes` could not get blocks.
     compute_starved: bool,
 }
 
-/// Queue sorted by arrival.
-type Line = VecDeque<(Arrival, SequenceId)>;
+/// Sequences in order of arrival.
+type Queue = VecDeque<(Arrival, SequenceId)>;
 
 impl Waiting {
     pub(super) fn len(&self) -> usize {
@@ -37,7 +38,7 @@ impl Waiting {
         }
     }
 
-    /// Returns a preempted sequence to its place. It waits for blocks.
+    /// Puts a preempted sequence back to its place. It waits for blocks.
     pub(super) fn push_preempted(&mut self, arrival: Arrival, id: SequenceId) {
         insert(&mut self.computes, arrival, id);
         if self.computes.front() == Some(&(arrival, id)) {
@@ -45,15 +46,15 @@ impl Waiting {
         }
     }
 
-    /// Returns the `Receive` that may try to reserve now.
+    /// Returns the `Receive` that may try to reserve blocks now: none while an older sequence lacks blocks.
     pub(super) fn next_receive(&self) -> Option<SequenceId> {
         let &(arrival, id) = self.receives.front()?;
         let starved = self.computes.front().filter(|_| self.compute_starved);
         starved.is_none_or(|&(older, _)| arrival < older).then_some(id)
     }
 
-    /// Returns the sequence that may try to join the batch now, after an older `Receive` could not get
-    /// blocks.
+    /// Returns the sequence that may try to join the batch now: none while an older `Receive` waits, which
+    /// lacks blocks.
     pub(super) fn next_compute(&self) -> Option<SequenceId> {
         let &(arrival, id) = self.computes.front()?;
         let refused = self.receives.front();
@@ -77,17 +78,17 @@ impl Waiting {
         if self.computes.front() == Some(&(arrival, id)) {
             self.compute_starved = false;
         }
-        for line in [&mut self.receives, &mut self.computes] {
-            if let Ok(index) = line.binary_search(&(arrival, id)) {
-                line.remove(index);
+        for queue in [&mut self.receives, &mut self.computes] {
+            if let Ok(index) = queue.binary_search(&(arrival, id)) {
+                queue.remove(index);
             }
         }
     }
 }
 
-fn insert(line: &mut Line, arrival: Arrival, id: SequenceId) {
-    let index = line.partition_point(|&(other, _)| other < arrival);
-    line.insert(index, (arrival, id));
+fn insert(queue: &mut Queue, arrival: Arrival, id: SequenceId) {
+    let index = queue.partition_point(|&(other, _)| other < arrival);
+    queue.insert(index, (arrival, id));
 }
 
 #[cfg(test)]
@@ -106,7 +107,7 @@ mod tests {
         waiting.push_receive(3, SequenceId(4));
         waiting.push_preempted(2, A);
         assert_eq!(waiting.next_compute(), Some(A));
-        assert_eq!(waiting.next_receive(), None, "the older one lacks blocks");
+        assert_eq!(waiting.next_receive(), None, "an older sequence lacks blocks");
         waiting.remove(2, A);
         assert_eq!(waiting.next_receive(), Some(SequenceId(4)));
         waiting.admitted_receive();
@@ -127,7 +128,7 @@ mod tests {
     }
 
     #[test]
-    fn a_receive_without_blocks_stops_younger_sequences_of_the_other_line() {
+    fn a_receive_without_blocks_stops_younger_sequences_of_the_other_queue() {
         let mut waiting = Waiting::default();
         waiting.push_receive(1, A);
         waiting.push_compute(2, B);

@@ -32,7 +32,7 @@ impl DummyWeights {
             // Norms near 1, so that activations keep their magnitude.
             WeightShape::Vector { .. } => (1.0, 0.05),
             WeightShape::Matrix { cols, .. } => {
-                // Unit inputs give unit outputs. Outputs that are added to the residual
+                // Inputs of unit variance give outputs of unit variance. Outputs that are added to the residual
                 // stream are scaled down by the number of additions, so that activations do
                 // not grow with depth.
                 let additions = match weight {
@@ -57,7 +57,7 @@ fn is_bias(weight: Weight) -> bool {
 impl RandomRows {
     /// Writes the elements of a row from column `first` on.
     pub fn read_part(&self, row: usize, first: usize, out: &mut [f32]) {
-        // One draw of 64 bits makes four elements of 16 bits.
+        // One 64-bit random number gives four 16-bit elements.
         const LANES: usize = 4;
         let row_key = mix(self.key ^ mix(row as u64));
         let fill = |counter: usize, first_lane: usize, lanes: &mut [f32]| {

@@ -12,7 +12,7 @@ use telemetry::{
 
 use crate::start;
 
-/// Returns the value of the only line that begins with `name` and contains all `labels`.
+/// Returns the value of the only series with this name and all `labels`.
 fn value(text: &str, name: &str, labels: &[&str]) -> f64 {
     let matches = |line: &&str| {
         let (series, _) = line.rsplit_once(' ').unwrap_or_default();

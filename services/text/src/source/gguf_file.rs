@@ -38,7 +38,7 @@ const NAMED_TOKENS: [(&str, &str); 4] = [
     (UNKNOWN_KEY, "unk_token"),
     (PADDING_KEY, "pad_token"),
 ];
-/// Keys of further tokens that end an answer: end of turn, end of message.
+/// Keys of further tokens that end generation: end of turn, end of message.
 const MORE_EOS: [&str; 2] = ["tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id"];
 
 const SUPPORTED_MODELS: &str = "gpt2 (byte-level BPE), llama (SentencePiece BPE)";
@@ -57,7 +57,7 @@ mod token_type {
 pub(crate) fn read(path: &Path) -> Result<Source, LoadError> {
     let gguf = |source| LoadError::Gguf { path: path.into(), source };
     let header = Header::read_from(path).map_err(gguf)?;
-    // The first part of a split model has the tokenizer; other parts state their number.
+    // Only the first part of a split model has the tokenizer. Reject the other parts.
     Split::of_first(path, &header).map_err(gguf)?;
     let file = File { path, metadata: &header.metadata };
     file.check_embedding(&header)?;
@@ -90,7 +90,7 @@ impl File<'_> {
             "llama" => return Ok(Kind::Pieces),
             model => return Err(self.unsupported(MODEL, model, SUPPORTED_MODELS)),
         }
-        // Files older than this key usually have GPT-2's kind.
+        // Files without this key are older, and usually have GPT-2's pre-tokenizer.
         let pre: &str = self.get(PRE)?.unwrap_or("default");
         PreTokenizerKind::of_name(pre)
             .map(Kind::ByteLevel)
@@ -160,10 +160,10 @@ impl File<'_> {
         }
     }
 
-    /// Checks that every token is a row of the model's embedding. Further rows are padding.
+    /// Checks that every token has a row in the model's embedding. Further rows are padding.
     fn check_embedding(&self, header: &Header) -> Result<(), LoadError> {
         let tokens: &[String] = self.require(TOKENS)?;
-        // A file with only a vocabulary, or the first part of a split model, may lack it.
+        // A vocabulary-only file, or the first part of a split model, may have no embedding.
         let Some(embedding) = header.tensor(EMBEDDING) else { return Ok(()) };
         match embedding.dims.get(1) {
             Some(&rows) if rows < tokens.len() as u64 => {
@@ -275,7 +275,7 @@ impl File<'_> {
     }
 }
 
-/// Sorts tokens by their type: special, recognised before splitting, placeholders, ordinary.
+/// Adds special and user-defined tokens to `parts.added`, and unused tokens to `parts.silent`.
 fn classify(
     tokens: &[String],
     types: Option<&[i32]>,
