@@ -79,7 +79,8 @@ pub struct ThreadPool {
 }
 
 impl ThreadPool {
-    /// Creates a pool of 1 to [`THREADS_MAX`] threads, including the caller. Workers are named `NAME-1`, `NAME-2`, …
+    /// Creates a pool of `threads` threads, including the caller; the number is clamped to 1 to
+    /// [`THREADS_MAX`]. Workers are named `NAME-1`, `NAME-2`, …
     pub fn new(threads: usize, name: &str) -> io::Result<Self> {
         Self::on(threads, name, &[])
     }
