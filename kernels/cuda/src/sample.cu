@@ -1,7 +1,7 @@
-// Sampling by the rules of kernels/src/sampling.rs with the CPU's arithmetic: the entry, and the kernels for every call
-// and for penalties. sample.cuh describes the algorithm.
-// Compiled without fused multiply-adds: weights, totals and the comparison with top_p are bitwise equal to the CPU's, so
-// a draw differs only where logits do.
+// Sampling as in kernels/src/sampling.rs, with the CPU's arithmetic: the entry points, and the history and
+// survey kernels. sample.cuh describes the algorithm.
+// Compiled without fused multiply-adds: weights, totals and the comparison with top_p are bitwise equal to
+// the CPU's, so sampled tokens differ only where logits differ.
 #include <algorithm>
 
 #include "sample.cuh"
@@ -12,7 +12,7 @@ namespace {
 
 int64_t round_up(int64_t bytes) { return (bytes + 255) / 256 * 256; }
 
-// Lays the scratch out from `base` on; returns its end.
+// Lays out the scratch memory from `base` on and returns its size in bytes.
 uint64_t lay_out(char* base, int64_t ranks, int64_t samples, int64_t vocabulary, Scratch& scratch) {
   int64_t at = 0;
   auto take = [&](auto*& place, int64_t count) {
@@ -50,7 +50,7 @@ __global__ void history_kernel(const Arguments in) {
   uint32_t* counts = in.scratch.counts + static_cast<int64_t>(index) * in.args.vocabulary;
   const int end = sample.position + 1;
   const int prompt = min(sample.how.prompt_len, end);
-    // Only the repetition penalty counts prompt tokens.
+  // Only the repetition penalty counts prompt tokens.
   const int begin = sample.how.repetition_penalty != 1.f ? 0 : prompt;
   for (int i = begin + thread; i < end; i += threads) {
     const int token = tokens[i];
@@ -71,7 +71,7 @@ __device__ float penalise(const baton_sampling& how, uint32_t count, float logit
   return changed;
 }
 
-// What the kernels after this one read and add to.
+// Initialises the scratch memory that later kernels read and update.
 __device__ void begin_sample(const Arguments& in, const Sample& sample, int index) {
   const int thread = blockIdx.x * SLICE_THREADS + threadIdx.x;
   if (thread == 0) {
@@ -88,7 +88,7 @@ __device__ void begin_sample(const Arguments& in, const Sample& sample, int inde
   }
 }
 
-// The block of the last completed slice combines all slices, with its first warp.
+// The first warp of the CTA that completes the last slice combines all slices.
 __device__ void finish_greedy(const Arguments& in, const Sample& sample, int index) {
   int is_last = 0;
   if (threadIdx.x == 0) {
@@ -177,7 +177,7 @@ __global__ void __launch_bounds__(SLICE_THREADS) survey_kernel(const Arguments i
         }
         if (is_bad(value)) {
           own.bad = min(own.bad, id + i);
-        } else if (value > own.best) {  // ids rise within a thread: among equals the first stays
+        } else if (value > own.best) {  // ids rise within a thread: the lowest id wins a tie
           own.best = value;
           own.best_id = id + i;
         }
@@ -233,7 +233,7 @@ int32_t prepare(const baton_pool* pool, const baton_step* step, const baton_samp
                 BATON_NEEDS_ALL);
   if (args->samples == 0) return BATON_OK;
   in = {*pool, *step, *args};
-    // Laid out for the maximum samples, so that calls with fewer samples find the counts at the same addresses.
+  // Laid out for the maximum number of samples, so that the counts have the same addresses in every call.
   const uint64_t needed =
       lay_out(static_cast<char*>(args->scratch), ranks, step->samples_max, args->vocabulary, in.scratch);
   if (args->scratch == nullptr || args->scratch_bytes < needed) {
@@ -241,7 +241,7 @@ int32_t prepare(const baton_pool* pool, const baton_step* step, const baton_samp
                 static_cast<unsigned long long>(args->scratch_bytes), step->samples_max, args->vocabulary,
                 static_cast<unsigned long long>(needed));
   }
-    // Enough blocks for every SM, but few enough that combining slices stays cheap.
+  // Enough CTAs for every SM, but few enough that combining slices stays cheap.
   const int slices = std::min({divide_up(2048 / ranks, args->samples), runs_most, SLICES_MAX / ranks});
   in.slice_runs = divide_up(runs_most, slices);
   shares.slices[0] = 0;

@@ -54,7 +54,7 @@ pub(crate) fn add_rms_norm(
 }
 
 per_level! {
-    /// Normalises as many rows as `out` has.
+    /// Normalises the rows of `x` that `out` has room for.
     fn norm_rows(x: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) {
         let width = weight.len();
         for (x, out) in x.chunks_exact(width).zip(out.chunks_exact_mut(width)) {
@@ -64,7 +64,7 @@ per_level! {
 }
 
 per_level! {
-    /// Adds and normalises as many rows as `out` has.
+    /// Adds and normalises the rows that `out` has room for.
     fn add_and_norm_rows(
         residual: &mut [f32],
         x: &[f32],
@@ -83,8 +83,8 @@ per_level! {
     }
 }
 
-/// Normalises each query head of every row of `qkv` (`[rows][qkv_width]`) with one weight and each key head
-/// with the other; values stay. Bit-equal to [`reference::norm_heads`] at every level.
+/// Normalises each query head of every row of `qkv` (`[rows][qkv_width]`) with `query_weight` and each key
+/// head with `key_weight`; value heads do not change. Bit-equal to [`reference::norm_heads`] at every level.
 pub(crate) fn norm_heads(
     level: Level,
     pool: &mut ThreadPool,
@@ -110,7 +110,7 @@ pub(crate) fn norm_heads(
 }
 
 per_level! {
-    /// Normalises pieces as long as `weight`.
+    /// Normalises each `weight.len()` elements in place.
     fn norm_in_place(x: &mut [f32], weight: &[f32], eps: f32) {
         for x in x.chunks_exact_mut(weight.len()) {
             let scale = scale(x, eps);

@@ -40,13 +40,13 @@ pub struct BatchLimits {
     pub slots: u32,
     /// Tokens of the longest sequence, including those that a step in flight adds.
     pub sequence_tokens: u32,
-    /// Rows of one step.
+    /// Maximum token rows of one step.
     pub rows: u32,
     pub samples: u32,
-    /// Stop tokens of one slot.
+    /// Maximum stop tokens of one slot.
     pub stops: u32,
     pub vocabulary: u32,
-    /// Steps in flight.
+    /// Maximum number of steps in flight.
     pub depth: u32,
 }
 
@@ -132,7 +132,7 @@ pub struct Output {
     begin: Event,
     end: Event,
     launched_at: Instant,
-    /// Gathered rows as of the last downloaded frame.
+    /// Sampled rows of the downloaded frame whose whole logits were gathered from all ranks.
     rows_gathered: u64,
     samples: u64,
 }
@@ -163,12 +163,12 @@ pub struct Finished {
     pub landed_at: Instant,
     /// Bytes of the step's plan and masks.
     pub uploaded_bytes: u64,
-    /// Buffers to be returned by [`DeviceBatch::recycle`].
+    /// Buffers to pass to [`DeviceBatch::recycle`].
     pub output: Output,
 }
 
 impl Finished {
-    /// Returns the time that the GPU was busy.
+    /// Returns the time from begin to end of the step on the GPU.
     pub fn busy(&self) -> Duration {
         self.ended_at.saturating_duration_since(self.began_at)
     }
@@ -178,12 +178,12 @@ fn plan_words(limits: &BatchLimits) -> usize {
     plan::words_min(limits.slots as usize) + PLAN_WORDS
 }
 
-/// Returns the words of a plan and its token masks.
+/// Returns the maximum number of words of a plan and its token masks.
 fn input_words(limits: &BatchLimits) -> usize {
     plan_words(limits) + 4 + limits.samples as usize * sample::mask_words(limits)
 }
 
-/// Ranges of `Sizes`, of the upload buffers and of the sampler.
+/// The ranges of [`Sizes`], the device copies of the upload buffers, and the sampler.
 type Ranges = (Vec<Range>, [Range; 2], Sampler);
 
 fn lay_out(
@@ -397,7 +397,7 @@ impl DeviceBatch {
         Ok(end)
     }
 
-    /// Returns a step of padding rows for a graph capture, with the addresses that every step has.
+    /// Returns a step of padding rows for a graph capture, with the same addresses as every other step.
     pub fn filling(&self, rows: u32) -> CudaStep {
         let serial = self.serial.fetch_add(1, Ordering::Relaxed);
         CudaStep::new(Arc::clone(&self.memory), serial, &[], rows as usize, 0)
@@ -414,7 +414,7 @@ impl DeviceBatch {
     ) -> Result<(), CudaError> {
         backend.check()?;
         let compute = backend.compute();
-        // Results of the previous step must be downloaded first.
+        // The previous step's results must be downloaded before they are overwritten.
         compute.wait(&self.downloaded)?;
         self.pass(compute)?;
         self.sampler.sample(backend, logits, step, has_masks)
@@ -476,13 +476,13 @@ impl DeviceBatch {
         })
     }
 
-    /// Returns the download buffers of a frame.
+    /// Takes back the download buffers of a finished frame.
     pub fn recycle(&mut self, output: Output) {
         self.sampler.add_gathered(output.rows_gathered, output.samples);
         self.outputs.push(output);
     }
 
-    /// Checks what the device does not check.
+    /// Checks the input values that the device does not check.
     fn check(&self, input: &StepInput<'_>) -> Result<(), CudaError> {
         let BatchLimits { slots, sequence_tokens, rows, samples, stops, vocabulary, .. } =
             self.limits;
@@ -578,7 +578,7 @@ impl CudaFrame {
     /// Waits for the results.
     pub fn finish(self, clock: &mut DeviceClock) -> Result<Finished, CudaError> {
         let Self { wants_logprobs, begin, mut end, launched_at, uploaded_bytes, .. } = self;
-        // The last copy of the stream is waited for first, so that the host blocks once.
+        // Waits for the stream's last copy first, so that the host blocks once.
         let top = match self.top {
             Ok(top) => top.finish()?,
             Err(idle) => idle,
@@ -612,7 +612,7 @@ impl Sizes {
         let samples = limits.samples as usize;
         let tokens = limits.sequence_tokens as usize;
         let table_width = tokens.div_ceil(BLOCK_TOKENS);
-        // Sequences may share blocks, so each counts its own.
+        // Sequences may share blocks, and each sequence lists all of its blocks.
         let pages = slots * table_width;
         let pool = [
             slots * size_of::<ffi::SlotState>(),

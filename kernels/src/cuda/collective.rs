@@ -4,11 +4,11 @@
 //!    [`GroupHandle`] as bytes to the other ranks.
 //! 2. With the handles of all ranks, the arena becomes a [`Group`]. All ranks must have created their group
 //!    before the first all-reduce.
-//! 3. All ranks launch the same all-reduces, eagerly or in a CUDA graph. Addresses never change, and the result
-//!    is bitwise equal on all ranks.
-//! 4. No kernel waits forever: after the group's time-out, or after [`Group::stop`], all-reduces return at once
-//!    with undefined results, and [`Group::check`] returns an error. To recover, every rank synchronizes its
-//!    streams, passes a barrier, calls [`Group::reset`], and passes another barrier.
+//! 3. All ranks launch the same all-reduces, eagerly or in a CUDA graph. Addresses never change, and the
+//!    result is bitwise equal on all ranks.
+//! 4. No kernel waits forever: after the group's time-out, or after [`Group::stop`], all-reduces return at
+//!    once with undefined results, and [`Group::check`] returns an error. To recover, every rank synchronizes
+//!    its streams, passes a barrier, calls [`Group::reset`], and passes another barrier.
 
 use std::{
     ops,
@@ -36,7 +36,7 @@ const NORM_WIDTH_MAX: usize = 16_384;
 /// Prefix of every handle, with the version of the format.
 const MAGIC: [u8; 8] = *b"BATONGA3";
 
-/// A rank's arena, as the other ranks need it to map the memory.
+/// Handle with which the other ranks map a rank's arena.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct GroupHandle {
     rank: u32,
@@ -59,7 +59,7 @@ impl GroupHandle {
         fields.concat().try_into().expect("the fields have the sum of these lengths")
     }
 
-    /// Parses a handle. Returns `None` for another version or other bytes.
+    /// Parses a handle. Returns `None` for another version of the format or malformed bytes.
     pub fn from_bytes(mut bytes: &[u8]) -> Option<Self> {
         if take(&mut bytes)? != MAGIC {
             return None;
@@ -88,7 +88,7 @@ impl GroupHandle {
     }
 }
 
-/// Memory of this rank that the other ranks write into, before the other ranks are known.
+/// Memory of this rank that the other ranks will write into. [`Group::new`] turns it into a [`Group`].
 #[derive(Debug)]
 pub struct GroupArena {
     data: Range,
@@ -99,7 +99,7 @@ pub struct GroupArena {
 }
 
 impl GroupArena {
-    /// Allocates an arena for messages of up to `message_bytes` bytes; it takes four times that memory.
+    /// Allocates an arena for messages of up to `message_bytes` bytes. The arena takes about four times that.
     pub fn new(
         context: &Arc<Context>,
         library: &Arc<KernelLibrary>,
@@ -149,7 +149,7 @@ pub enum AllReduceAlgorithm {
 pub struct AllReduceShape {
     pub dtype: Dtype,
     pub rows: usize,
-    /// Elements of a row, a multiple of 8.
+    /// Elements per row, a multiple of 8.
     pub width: usize,
 }
 
@@ -169,7 +169,7 @@ pub struct AllReduceNorm<'a> {
     pub eps: f32,
 }
 
-/// This rank's member of a group of ranks.
+/// This rank's side of a group of ranks.
 #[derive(Debug)]
 pub struct Group {
     raw: ffi::Group,
@@ -252,7 +252,7 @@ impl Group {
     /// Returns whether the residual add and RMS norm are fused into an all-reduce of this shape. The fused
     /// kernel is one-shot, which is slower than two-shot plus a separate norm above some size.
     pub(super) fn fuses_norm(&self, rows: AllReduceShape) -> bool {
-        // Measured for 2 and 4 ranks.
+        // Measured for 2 and 4 ranks only.
         let quicker = match self.ranks() {
             2 => 2 << 20,
             4 => 256 << 10,
@@ -392,8 +392,8 @@ impl Group {
     /// each rank.
     ///
     /// # Safety
-    /// See `baton_sample` for whole rows: `args` has ranges of the sizes of pool and step, and scratch
-    /// memory for this number of ranks.
+    /// As for `baton_sample`: the ranges in `args` have the sizes of pool and step. The scratch memory is
+    /// for this number of ranks.
     pub(super) unsafe fn sample(
         &self,
         tokens: &[ops::Range<usize>],
@@ -424,8 +424,8 @@ impl Group {
 
     fn run(&self, args: &ffi::AllReduceArgs, stream: &Stream<Compute>) -> Result<(), CudaError> {
         stream.context().bind()?;
-        // SAFETY: the ranges have the rows' sizes, as checked above. The kernel stays within the arenas' size,
-        // which is equal on all ranks, whatever the other ranks write.
+        // SAFETY: the ranges have the rows' sizes, as the callers check. The kernel stays within the arenas'
+        // size, which is equal on all ranks, whatever the other ranks write.
         unsafe { launch!(&self.library, stream, baton_all_reduce(&self.raw, args)) }
     }
 

@@ -1,6 +1,6 @@
 //! Waits for a word that another process changes.
 //!
-//! As usual with futexes, a wait may end spuriously: the caller checks the word again. A process changes
+//! As usual with futexes, a wait may end spuriously, so the caller checks the word again. A process changes
 //! the word first and wakes waiters afterwards, so a wait that begins in between sees the new value and
 //! does not sleep.
 

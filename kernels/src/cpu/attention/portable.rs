@@ -1,4 +1,4 @@
-//! Attention of a tile over one block in plain Rust, which the compiler vectorises for the level.
+//! Attention of a tile over one KV block in plain Rust. The compiler vectorises it for each level.
 
 use super::{
     Kv,
@@ -12,7 +12,7 @@ use crate::{
     layout::BLOCK_TOKENS,
 };
 
-/// Queries whose accumulators are in registers together.
+/// Number of queries whose accumulators are in registers at once.
 const TOGETHER: usize = 4;
 
 /// Attends over one block; `keys` and `values` are `[token][dim]`.
@@ -99,7 +99,7 @@ fn softmax(tile: &mut TileMemory, query: usize) {
     for weight in weights.iter_mut() {
         *weight = exp(*weight - maximum);
     }
-    // Usually the maximum stays, and then this is exp(0).
+    // Usually the maximum does not change, and exp(0) is 1.
     let correction = if maximum == before { 1.0 } else { exp(before - maximum) };
     tile.maxima[query] = maximum;
     tile.corrections[query] = correction;

@@ -1,4 +1,4 @@
-//! Rows of the left side, packed in blocks that a tile reads front to back.
+//! Rows of a GEMM's left operand, packed in blocks that a tile reads sequentially.
 
 use super::{
     super::{
@@ -13,7 +13,7 @@ use super::{
 };
 use crate::layout::to_bf16_bits;
 
-/// Storage format of the left side's elements.
+/// Storage format of the left operand's elements.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum RowFormat {
     F32,
@@ -28,7 +28,7 @@ pub(super) enum RowFormat {
 }
 
 impl RowFormat {
-    /// Returns the words of one row of `k` inputs.
+    /// Returns the number of 32-bit words of one row of `k` inputs.
     pub fn groups(self, k: usize) -> usize {
         match self {
             RowFormat::F32 | RowFormat::Rounded => k,
@@ -39,10 +39,10 @@ impl RowFormat {
     }
 }
 
-/// Row blocks as `[block][group][rows of the block]`, where a group is an input or a pair of inputs. All
-/// blocks but the last have equally many rows.
+/// Row blocks as `[block][group][rows of the block]`, where a group is one word of a row: an input, a pair of
+/// inputs, or a word of a Q8 block. All blocks but the last have equally many rows.
 pub(super) struct RowBlocks {
-    /// f32 bits or pairs.
+    /// f32 bits, bf16 pairs or words of Q8 blocks.
     words: Aligned<u32>,
     row_count: usize,
     block_rows: usize,
@@ -166,7 +166,7 @@ fn quantise(x: &[f32], k: usize, out: &mut [u32]) {
     }
 }
 
-/// Interleaves `[rows][k]` to `[group][rows]`, where a group is `N` inputs; the last is padded with zeros.
+/// Interleaves `[rows][k]` to `[group][rows]`, where a group is `N` inputs. Pads the last group with zeros.
 #[inline(always)]
 fn interleave<const N: usize>(
     x: &[f32],
@@ -196,7 +196,7 @@ fn interleave<const N: usize>(
     }
 }
 
-/// Packs [`RowFormat::Pairs`] of 1 to 16 rows: transposed vectors of 16 pairs.
+/// Packs 1 to 16 rows as [`RowFormat::Pairs`] by transposing vectors of 16 pairs.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f,avx512bf16")]
 fn avx512_pairs(x: &[f32], k: usize, out: &mut [u32]) {

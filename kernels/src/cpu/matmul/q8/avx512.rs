@@ -15,13 +15,13 @@ use super::{
 };
 use crate::cpu::{arithmetic::LANES, matmul::pack::PANEL};
 
-/// Maximum rows of a block: 6 rows of a panel are 12 vectors of integers and 12 of accumulators.
+/// Maximum rows of a block: 6 rows of one panel take 12 vectors of i32 sums and 12 of f32 accumulators.
 pub(in crate::cpu::matmul) const BLOCK_ROWS_MAX: usize = 6;
 /// Prefetch distance of weights in bytes, for the few rows at which GEMMs are memory-bound.
 const PREFETCH_BYTES: usize = 2176;
 const GROUPS: usize = BLOCK / GROUP;
 
-/// Returns the panels of one tile for blocks of `rows` rows.
+/// Returns the maximum number of panels of one tile for blocks of `rows` rows.
 pub(in crate::cpu::matmul) fn panels_for(rows: usize, fetch_ahead: bool) -> usize {
     match rows {
         _ if !fetch_ahead => 1,
@@ -56,13 +56,14 @@ pub(in crate::cpu::matmul) unsafe fn tile(tile: &Tile<'_>, target: &Target, pane
 /// Computes a tile of `M` rows and `P` panels.
 ///
 /// # Safety
-/// `tile.x` is `[blocks][INPUT_WORDS][M]`, its panels are `[P][blocks][PANEL_BLOCK_WORDS]`, and as [`tile`].
+/// As for [`tile`]; `tile.x` is `[blocks][INPUT_WORDS][M]` and `tile.panels` is
+/// `[P][blocks][PANEL_BLOCK_WORDS]`.
 #[target_feature(enable = "avx512f,avx512bw,avx512vnni")]
 unsafe fn sized<const M: usize, const P: usize>(tile: &Tile<'_>, target: &Target, blocks: usize) {
     let mut sums = [[[_mm512_setzero_ps(); 2]; P]; M];
     for block in 0..blocks {
         for p in 0..P {
-            // SAFETY: block and panel are inside, as promised.
+            // SAFETY: block and panel are within the slices' lengths, as the caller promises.
             unsafe {
                 let x = tile.x.as_ptr().add(block * INPUT_WORDS * M);
                 let weights = tile.panels.as_ptr().add((p * blocks + block) * PANEL_BLOCK_WORDS);
