@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Installs a C++ compiler, pip and the programs named as arguments with apt, unless they are on PATH.
+# Installs C and C++ compilers, Python, pip and the programs named as arguments with apt, unless present.
 set -euo pipefail
 
 wanted=()

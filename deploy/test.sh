@@ -17,7 +17,7 @@ python3 -m pip install --quiet --upgrade --target "$target/python" \
 # The membership tests start etcd.
 deploy/etcd.sh
 
-# A part of the GPU cluster tests also runs on CPUs.
+# Runs the part of the GPU cluster tests that also works on CPUs.
 export BATON_TEST_CLUSTERS=cpu
 
 log=$target/test.log

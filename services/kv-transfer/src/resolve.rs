@@ -19,17 +19,17 @@ use crate::threads::Permit;
 
 /// Time-out of a lookup: half a lease, so that the other half is left to connect.
 const LOOKUP_TIMEOUT: Duration = Duration::from_secs(1);
-/// Lookups in flight, including those whose caller has timed out.
+/// Maximum number of lookups in flight, including those whose caller has timed out.
 const LOOKUPS_MAX: usize = 16;
 
 /// Resolves one `host:port`; may block.
 type Lookup = dyn Fn(&str) -> io::Result<Vec<SocketAddr>> + Send + Sync;
 
-/// Shared by the threads of one node that connect to peers.
+/// Resolver that the threads of one node share to connect to peers.
 #[derive(Clone)]
 pub struct Resolver {
     lookup: Arc<Lookup>,
-    /// Lookups in flight.
+    /// Number of lookups in flight.
     running: Arc<AtomicUsize>,
     timeout: Duration,
 }
@@ -50,7 +50,7 @@ pub enum ResolveError {
 }
 
 impl Resolver {
-    /// Uses the system resolver.
+    /// Returns a resolver that uses the system resolver.
     pub fn system() -> Self {
         Self::new(LOOKUP_TIMEOUT, |host| Ok(host.to_socket_addrs()?.collect()))
     }
@@ -76,8 +76,8 @@ impl Resolver {
             .name("kv-lookup".to_owned())
             .spawn(move || {
                 let found = lookup(&name);
-                // Dropped before the answer, so that the receiver of the answer can start the next
-                // lookup.
+                // Frees the slot before the answer, so that the caller can start its next lookup
+                // at once.
                 drop(running);
                 // Fails if the caller has timed out.
                 let _ = answer.send(found);
@@ -106,7 +106,7 @@ mod tests {
     /// Long enough never to expire in a passing test.
     const LONG: Duration = Duration::from_secs(60);
 
-    /// Name server that does not answer until the sender is dropped.
+    /// Returns a resolver whose lookups do not answer until the sender is dropped.
     fn silent(timeout: Duration) -> (Resolver, crossbeam_channel::Sender<()>) {
         let (hang_up, silence): (_, Receiver<()>) = bounded(0);
         let resolver = Resolver::new(timeout, move |_| {
@@ -161,7 +161,7 @@ mod tests {
         assert!(resolver.resolve("tcp://127.0.0.1:7").is_ok(), "addresses need no lookup slot");
         drop(hang_up);
         let patient = Resolver { timeout: LONG, ..resolver };
-        // Each thread ends by itself; until the first has ended, no slot is free.
+        // Until the first lookup thread has ended, no slot is free.
         loop {
             match patient.resolve("tcp://one-more:7").unwrap_err() {
                 ResolveError::Busy { .. } => thread::yield_now(),

@@ -7,12 +7,13 @@ use crate::{
     config::{ModelConfig, RopeScaling, SlidingWindow},
 };
 
-/// Windows of each weight that are hashed. Fine-tuned models differ nearly everywhere, so a few pages of
-/// every tensor distinguish them, and even the largest file opens quickly.
+/// Number of windows of each tensor that are hashed. Fine-tuned models differ nearly everywhere, so a few
+/// windows of every tensor distinguish them, and even the largest file opens quickly.
 const WINDOWS: usize = 4;
 const WINDOW_BYTES: usize = 256;
 
-/// Computes the xxh3-128 hash over configuration, seed of dummy weights, directory and samples.
+/// Returns the xxh3-128 hash of the configuration, the seed of dummy weights, and each tensor's name,
+/// encoding, dimensions and sampled bytes.
 pub fn of(config: &ModelConfig, dummy_seed: Option<u64>, directory: &[StoredTensor<'_>]) -> u128 {
     let mut hash = Hash(Xxh3::new());
     // Changes whenever the meaning of the following bytes changes.

@@ -1,5 +1,5 @@
-//! Packs a model's weights and runs its forward pass: Llama's, with the differences of other architectures
-//! named where they occur.
+//! Packs a model's weights and runs its forward pass. The code follows Llama; comments name the differences
+//! of other architectures.
 
 use std::num::NonZeroUsize;
 
@@ -37,11 +37,11 @@ struct Layer<B: Backend> {
     attention_norm: B::Vector,
     /// Queries, keys, values: `[qkv_width][hidden]`.
     qkv: B::Matrix,
-    /// `[qkv_width]`: Qwen2.
+    /// Bias of `qkv`, `[qkv_width]`: Qwen2.
     qkv_bias: Option<B::Vector>,
     /// Norms of query heads and key heads: Qwen3.
     head_norms: Option<HeadNorms<B>>,
-    /// Tokens that attention sees, in layers with a sliding window: Mistral, and some layers of Qwen.
+    /// Size of the sliding window in tokens: Mistral, and some layers of Qwen.
     window: Option<NonZeroUsize>,
     /// `[hidden][query_width]`.
     attention_output: B::Matrix,
@@ -73,10 +73,9 @@ struct Activations<B: Backend> {
     gate_up: B::Buffer,
     /// `[rows][ffn]`.
     activated: B::Buffer,
-    /// Attention output of the rows that sample, used after the last attention:
-    /// `[sampled_rows][query_width]`
+    /// Attention output of the sampled rows in the last layer `[sampled_rows][query_width]`.
     sampled_attended: B::Buffer,
-    /// and their residual stream `[sampled_rows][hidden]`.
+    /// Residual stream of the sampled rows in the last layer `[sampled_rows][hidden]`.
     sampled_residual: B::Buffer,
     /// `[sampled_rows][vocab]`.
     logits: B::Buffer,
@@ -199,15 +198,15 @@ impl<B: Backend> Llama<B> {
         self.shard
     }
 
-    /// Returns the logits of the last forward pass or its replay: `[sampled_rows][vocab]`; on a rank
-    /// those of its [tokens](Shard::tokens).
+    /// Returns the logits of the last forward pass or its replay: `[sampled_rows][vocab]`, on a rank
+    /// only the columns of its [vocabulary shard](Shard::tokens).
     pub fn logits(&self) -> &B::Buffer {
         &self.activations.logits
     }
 
     /// Computes one step: stores the KV of its rows in their blocks and returns the logits
-    /// `[sampled_rows][vocab]`, in the order of the step's sampled rows; on a rank those of its
-    /// [tokens](Shard::tokens).
+    /// `[sampled_rows][vocab]`, in the order of the step's sampled rows; on a rank only the
+    /// columns of its [vocabulary shard](Shard::tokens).
     ///
     /// # Panics
     /// When the step exceeds the limits, or its blocks have another layout than this model's KV. Both
@@ -251,14 +250,14 @@ impl<B: Backend> Llama<B> {
             let normed_qkv = (&*normed, &layer.qkv);
             backend.project_heads(index, heads, normed_qkv, weights, frequencies, qkv, step);
             let next = self.layers.get(index + 1);
-            // A chunk in the middle of a prompt needs its KV only.
+            // A prefill chunk that does not end its prompt only stores its KV.
             if next.is_none() && sampled_rows == 0 {
                 return logits;
             }
             backend.attention(index, heads, scale, layer.window, qkv, step, attended);
             let (mut rows, mut attended, mut residual) = (rows, &*attended, &mut *residual);
             if next.is_none() && sampled_rows < rows {
-                // After the last attention only the rows that sample are needed.
+                // After the last attention, only the sampled rows are needed.
                 backend.gather_sampled(attended, step, sampled_attended);
                 backend.gather_sampled(residual, step, sampled_residual);
                 (rows, attended) = (sampled_rows, &*sampled_attended);
@@ -279,7 +278,7 @@ impl<B: Backend> Llama<B> {
     }
 }
 
-/// Passes weights to the backend and counts them.
+/// Passes weights to the backend and counts their parameters.
 struct Packer<'a, B: Backend> {
     checkpoint: &'a Checkpoint,
     backend: &'a B,
@@ -299,13 +298,13 @@ impl<'a, B: Backend> Packer<'a, B> {
         self.pack(weights, parts)
     }
 
-    /// Packs the rank's rows of the embedding.
+    /// Packs the rank's rows of the embedding as the output projection.
     fn tied_output(&mut self) -> Result<B::Matrix, ModelError> {
         let part = self.part(Weight::Embedding, Weight::Output)?;
         self.pack(&[Weight::Embedding], vec![part])
     }
 
-    /// Returns the part of `weight` that the rank loads of `like`, which has the same shape.
+    /// Returns the part of `weight` that the rank would load of `like`, a weight of the same shape.
     fn part(&self, weight: Weight, like: Weight) -> Result<MatrixSource<'a>, ModelError> {
         let WeightPart { rows, cols } = like.part(self.checkpoint.config(), self.shard);
         Ok(self.checkpoint.matrix(weight)?.part(rows, cols))

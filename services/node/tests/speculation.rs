@@ -16,9 +16,9 @@ fn repeating_prompt() -> Vec<u32> {
 
 /// Returns the number of tokens of each event, and all tokens.
 async fn events_of(side: &Side, attempt: &v1::Attempt) -> (Vec<usize>, Vec<v1::Token>) {
-    let mut stream = side.try_decode(attempt, None).await.expect("the node takes it");
+    let mut stream = side.try_decode(attempt, None).await.expect("the node accepts it");
     let (mut counts, mut tokens) = (Vec::new(), Vec::new());
-    while let Some(v1::DecodeEvent { event }) = next(&mut stream).await.expect("it is whole") {
+    while let Some(v1::DecodeEvent { event }) = next(&mut stream).await.expect("no error") {
         match event.expect("no event is empty") {
             decode_event::Event::Tokens(more) => {
                 assert_eq!(more.first_index as usize, tokens.len());
@@ -53,7 +53,7 @@ async fn speculative_decoding_sends_several_tokens_per_event_and_changes_none() 
         .lines()
         .find(|line| line.starts_with("vllm:spec_decode_num_accepted_tokens_total{"))
         .unwrap_or_else(|| panic!("{metrics}"));
-    // The node counts tokens computed behind the last emitted one.
+    // The node also counts accepted tokens beyond the last emitted token.
     let counted: usize = line.rsplit(' ').next().unwrap().parse().unwrap();
     assert!(counted >= accepted && counted <= accepted + 16, "{line}, {accepted} were seen");
     plain.stop().await;

@@ -1,5 +1,5 @@
-//! Constraints of an attempt's output on later attempts: the same model, and an answer that ended
-//! with token 0.
+//! Effects of an attempt's output on later attempts: they use the same model, and an answer that ends
+//! with token 0 needs no further attempt.
 
 mod common;
 
@@ -64,7 +64,7 @@ async fn answer_resumes_only_on_the_model_that_started_it() {
 #[tokio::test]
 async fn answer_fails_without_the_model_that_started_it() {
     let mut settings = settings();
-    // The request waits for its node until its deadline.
+    // The request waits for a node with the same model until its deadline.
     settings.router.timeout = Duration::from_secs(5);
     let mut cluster = two_models_with(settings).await;
     cluster.decode[0].behave(Behaviour::HangAfter(2));
@@ -88,7 +88,7 @@ async fn answer_without_tokens_may_move_to_another_model() {
 
 #[tokio::test]
 async fn transfer_aborted_after_a_final_token_0_uses_no_attempt() {
-    // The prefill node reports the end only after the decode node has aborted the transfer.
+    // The prefill node reports the end of the answer after the decode node has aborted the transfer.
     for max_tokens in [1, 50] {
         let cluster = Cluster::start(1, 1, if max_tokens == 1 { ANSWER } else { "" }).await;
         cluster.prefill[0].pace(Duration::from_millis(50));

@@ -216,7 +216,7 @@ async fn n_choices_are_separate_attempts_with_separate_seeds() {
         assert_eq!(choice["index"], index);
         assert_eq!(choice["message"]["content"], ANSWER);
     }
-    // The prompt is counted once, each answer separately.
+    // Usage counts the prompt once and the tokens of every choice.
     assert_eq!(answer["usage"]["completion_tokens"], 3 * (encode(ANSWER).len() + 1));
     assert_eq!(answer["usage"]["prompt_tokens_details"]["cached_tokens"], 16);
     let calls: Vec<_> = cluster.decode.iter().flat_map(|node| node.calls()).collect();
@@ -333,7 +333,7 @@ async fn completion_logprobs_are_lists_side_by_side() {
     assert_eq!(logprobs["token_logprobs"], json!([-0.25, -0.25, -0.25]));
     assert_eq!(logprobs["top_logprobs"][0][" one"], -0.25);
     assert_eq!(logprobs["top_logprobs"][0].as_object().unwrap().len(), 2);
-    // Streamed log-probabilities have the same values.
+    // Streamed log-probabilities have the same text offsets.
     let body = completion(json!({"logprobs": 2, "stream": true}));
     let chunks = cluster.client.stream("/v1/completions", &body).await.chunks().await;
     let offsets: Vec<Value> = chunks
@@ -368,11 +368,11 @@ async fn a_stop_string_ends_the_answer_and_the_node_is_told() {
         };
         assert_eq!(text, " Paris is the ");
         assert_eq!((finish, stop), (json!("stop"), json!("capital of")));
-        // Counts tokens up to the one that completed the stop string.
+        // Usage counts the tokens up to the one that completed the stop string.
         assert_eq!(usage["completion_tokens"], encode(" Paris is the capital of").len());
     }
     let node = &cluster.decode[0];
-    common::client::eventually("the node's streams end", async || node.open_streams() == 1).await;
+    common::client::eventually("one stream is open", async || node.open_streams() == 1).await;
     assert!(cluster.metric("baton_attempts_total", &["outcome=\"complete\""]).await >= 2.0);
 }
 
@@ -439,7 +439,7 @@ async fn decode_node_that_needs_no_peer_cancels_the_prefill_call() {
         prefill.calls()[0].left.lock().unwrap().is_some()
     })
     .await;
-    // A prompt of less than a block uses no prefill node.
+    // A prompt shorter than one KV block uses no prefill node.
     let body = json!({"prompt": [1, 2, 3], "max_tokens": 3});
     assert_eq!(cluster.client.post("/v1/completions", &body).await.status, 200);
     assert_eq!(cluster.prefill[0].calls().len(), 1);
@@ -539,7 +539,7 @@ async fn request_ids_are_echoed_bounded_and_minted() {
     let minted =
         cluster.client.post("/v1/completions", &body).await.headers["x-request-id"].clone();
     assert_eq!(minted.len(), 32);
-    // Errors and streams have a request id, too.
+    // Errors have a request id, too.
     let answer =
         cluster.client.post_with("/v1/completions", &[("x-request-id", "e")], &json!({})).await;
     assert_eq!(

@@ -1,4 +1,4 @@
-//! Every invalid request is rejected with its own clear error, in OpenAI's error object.
+//! Each kind of invalid request is rejected with a specific error, in OpenAI's error object.
 
 mod common;
 
@@ -250,12 +250,12 @@ async fn excess_requests_are_rejected_with_retry_after() {
     check(&answer, 429, None, &["2 requests"]);
     assert_eq!(answer.error()["type"], "rate_limit_error");
     assert_eq!(answer.headers["retry-after"], "1");
-    // More answers than the limit ever allows are an invalid request, not an overload.
+    // A request for more choices than `requests_max` is invalid, not an overload.
     let answer = cluster.client.post("/v1/completions", &json!({"prompt": "a", "n": 3})).await;
     check(&answer, 400, Some("n"), &["at most 2"]);
     drop(streams);
     cluster.decode[0].behave(Behaviour::Serve);
-    common::client::eventually("memory for bodies is free", async || {
+    common::client::eventually("no request is running", async || {
         cluster.client.get("/health").await.json()["requests_in_work"] == 0
     })
     .await;
@@ -325,7 +325,7 @@ async fn incomplete_bodies_use_bounded_memory() {
     };
     assert_eq!(post().await.status(), 200);
 
-    // Half of the body, without the rest.
+    // Sends half of a body and keeps the connection open.
     let mut half = TcpStream::connect(cluster.router.http).await.unwrap();
     let head = "POST /v1/completions HTTP/1.1\r\nhost: router\r\ncontent-type: application/json\r\n\
                 content-length: 100000\r\n\r\n";
@@ -366,7 +366,7 @@ async fn compressed_body_is_rejected_with_the_header_and_its_value() {
     }
 }
 
-/// A web page can post these bodies to a router on loopback without a CORS preflight.
+/// A web page can post text and forms to a router on loopback without a CORS preflight.
 #[tokio::test]
 async fn body_with_another_content_type_than_json_is_rejected() {
     let cluster = Cluster::start(1, 1, ANSWER).await;

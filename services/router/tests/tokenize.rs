@@ -27,7 +27,7 @@ async fn tokenized_text_matches_the_prompt_of_a_completion() {
     let long = "lorem ipsum ".repeat(2000);
     let body = json!({"prompt": long, "return_token_strs": true, "add_special_tokens": false});
     let answer = cluster.client.post("/tokenize", &body).await.json();
-    // Tokens are counted also if the text exceeds the context.
+    // The router also tokenizes a text that exceeds the context.
     assert_eq!(answer["count"], encode(&long).len());
     let strings = answer["token_strs"].as_array().unwrap().iter();
     assert_eq!(strings.map(|text| text.as_str().unwrap()).collect::<String>(), long);

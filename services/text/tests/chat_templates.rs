@@ -1,4 +1,4 @@
-//! Abilities and limits of chat templates.
+//! Features and limits of chat templates.
 
 mod common;
 
@@ -204,7 +204,7 @@ fn an_exception_of_the_template_is_the_requests_fault() {
     let error = render("{{ raise_exception('roles must alternate') }}").unwrap_err();
     assert_eq!(error, TemplateError::Refused { reason: "roles must alternate".into() });
     assert!(error.is_requests_fault());
-    // Also from inside a macro.
+    // An exception inside a macro is reported, too.
     let error = render("{% macro f() %}{{ raise_exception('no') }}{% endmacro %}{{ f() }}");
     assert_eq!(error.unwrap_err(), TemplateError::Refused { reason: "no".into() });
 }

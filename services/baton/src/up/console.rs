@@ -1,7 +1,7 @@
 //! The terminal output: log lines of the children and of baton, and one streamed response.
 //!
-//! A thread writes the lines, so a paused terminal or a full pipe does not block the supervisor. Lines beyond the
-//! bounded queue are dropped and counted; the count is written when the queue has space again.
+//! A thread writes the lines, so a paused terminal or a full pipe does not block the supervisor. When the
+//! bounded queue is full, lines are dropped and counted; the count is written when the queue has space again.
 
 use std::{
     io::Write,
@@ -20,7 +20,7 @@ const QUEUED_LINES_MAX: usize = 4096;
 /// Time-out for writing all queued lines before an answer or the exit.
 const WRITTEN_WITHIN: Duration = Duration::from_millis(500);
 
-/// Writes lines to standard error, except while they are held.
+/// Queue of lines for standard error, which can be held while an answer streams.
 #[derive(Clone)]
 pub struct Console(Arc<Mutex<State>>);
 
@@ -28,7 +28,7 @@ struct State {
     /// Lines that are held while an answer streams.
     held: Option<Vec<String>>,
     queue: SyncSender<Item>,
-    /// Number of dropped lines.
+    /// Number of dropped lines that are not reported yet.
     lost: u64,
 }
 
@@ -38,7 +38,7 @@ enum Item {
     Mark(SyncSender<()>),
 }
 
-/// Waits for the last lines.
+/// Handle that waits for the end of the writer thread.
 pub struct LastLines(Receiver<()>);
 
 impl Console {
@@ -105,7 +105,8 @@ impl State {
 }
 
 impl LastLines {
-    /// Waits until all lines are written, at most [`WRITTEN_WITHIN`]. Call it after the last [`Console`] is dropped.
+    /// Waits until all lines are written, at most [`WRITTEN_WITHIN`]. Call it after the last [`Console`] is
+    /// dropped.
     pub fn wait(self) {
         wait(&self.0);
     }
@@ -117,7 +118,7 @@ fn wait(written: &Receiver<()>) {
         written.recv_timeout(WRITTEN_WITHIN);
 }
 
-/// Writes the held lines when dropped.
+/// Guard that queues the held lines when dropped.
 pub struct Held<'a>(&'a Console);
 
 impl Drop for Held<'_> {

@@ -6,7 +6,7 @@ use kernels::cuda::Driver;
 /// Exclusive upper bound of GPU indices.
 const GPUS_MAX: usize = 64;
 
-/// Parses the list of `--gpus`: indices, ranges of them such as 0-3, and UUIDs.
+/// Parses the list of `--gpus`: indices, ranges such as 0-3, and UUIDs.
 pub fn parse(list: &str) -> Result<Vec<String>> {
     let mut names = Vec::new();
     for part in list.split(',').map(str::trim) {
@@ -30,8 +30,8 @@ pub fn parse(list: &str) -> Result<Vec<String>> {
     Ok(names)
 }
 
-/// Returns the GPUs of each node, one per rank, prefill nodes first. All nodes share the GPUs if the list has the
-/// GPUs of one node.
+/// Returns the UUIDs of each node's GPUs, one per rank, prefill nodes first. All nodes share the GPUs if the
+/// list has as many GPUs as one node has ranks.
 pub fn of_nodes(list: &str, nodes: u32, ranks: u32) -> Result<Vec<Vec<String>>> {
     let names = parse(list)?;
     let (given, ranks) = (names.len(), ranks as usize);

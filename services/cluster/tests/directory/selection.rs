@@ -76,13 +76,13 @@ fn a_cached_prefix_draws_a_request_until_load_outweighs_it() {
     let request = Wanted { prefix: &prefix, computes_prompt: true, ..wanted(Role::Decode, 805) };
     let choice = world.pick(&request).unwrap();
     assert_eq!((choice.record.epoch, choice.cached_tokens), (epoch(2), 800));
-    // A hit never covers the whole prompt: the last token is computed.
+    // A cache hit never covers the whole prompt: the node always computes the last token.
     let whole = Wanted { tokens: 800, prompt_tokens: 800, ..request };
     assert_eq!(world.pick(&whole).unwrap().cached_tokens, 799);
     let loaded = Load { running: 40, ..idle() };
     world.send(&decode(2), delta(1, Some(loaded), &[], &[]));
     assert_eq!(world.pick(&request).unwrap().record.epoch, epoch(1));
-    // What was evicted draws nobody.
+    // Evicted blocks attract no requests.
     world.send(&decode(2), delta(2, Some(idle()), &[], keys));
     assert_eq!(world.directory.nodes().nth(1).unwrap().cached_blocks(), 0);
 }
@@ -98,7 +98,7 @@ fn keys_of_another_identity_draw_nobody() {
         .map(|record| PrefixKeys::new(CacheIdentity::of(&record.identity), "", &tokens));
     for (port, record) in [(1, &ours), (2, &retrained)] {
         world.join(&decode(port));
-        // Both hold what only a node with the new weights can mean.
+        // Both nodes report the keys of the new weights.
         world.send(&decode(port), snapshot(record, idle(), keys_of_retrained.keys()));
     }
     let mut cached_at = |prefix: &[PrefixKeys], record: &NodeRecord| {
@@ -123,7 +123,7 @@ fn a_request_goes_to_nodes_of_its_model_only() {
     }
     let nobody = world.pick(&of_model("nobody")).unwrap_err();
     assert_eq!(nobody, NoNode::OtherModel { role: Role::Decode });
-    // One that is away may be what is asked for.
+    // The unreachable node may serve the requested model.
     world.end_stream(&decode(4));
     assert!(matches!(world.pick(&of_model("other")), Err(NoNode::NoneUp { .. })));
 }
@@ -136,15 +136,15 @@ fn an_attempt_is_counted_until_the_node_reports_it_and_not_twice() {
     world.up(&two, &record(Role::Decode, 2), idle());
     let first = world.pick(&wanted(Role::Decode, 100)).unwrap();
     assert_eq!(first.address, one);
-    // A report that was in flight does not include the attempt.
+    // A load report that was in flight does not include the attempt.
     world.send(&one, delta(1, Some(idle()), &[], &[]));
     assert_eq!(world.pick(&wanted(Role::Decode, 100)).unwrap().address, two);
-    // A report after the node's answer does: its own figures count alone.
+    // A report after the node's first event includes the attempt, so the router no longer adds it.
     world.directory.answered(first.assignment);
     world.send(&one, delta(2, Some(Load { running: 1, ..idle() }), &[], &[]));
     let third = world.pick(&wanted(Role::Decode, 100)).unwrap();
     assert_eq!((third.address, third.cost), (one.clone(), 64 + 7));
-    // So does any report that is late enough.
+    // A report that arrives late enough includes the attempt even without an event.
     world.advance(Duration::from_millis(200));
     world.send(&one, delta(3, Some(Load { running: 2, ..idle() }), &[], &[]));
     world.send(&two, delta(1, Some(Load { running: 3, ..idle() }), &[], &[]));
@@ -181,7 +181,7 @@ fn a_node_that_stays_busy_is_asked_ever_more_rarely_up_to_two_seconds() {
     }
     assert!(pauses[0] <= Duration::from_millis(50) && pauses[11] >= Duration::from_secs(1));
     assert!(pauses.iter().all(|pause| *pause <= Duration::from_secs(2)), "{pauses:?}");
-    // One success ends it.
+    // One accepted attempt resets the pause.
     let choice = world.pick(&wanted(Role::Decode, 8)).unwrap();
     world.directory.answered(choice.assignment);
     let next = world.pick(&wanted(Role::Decode, 8)).unwrap();
@@ -221,14 +221,14 @@ fn fitting_node_that_restarts_or_drains_outranks_an_unfit_one() {
     assert_eq!(world.pick(&request).unwrap_err(), NoNode::NoneUp { role, listed: 2 });
     // The last record of the absent node does not fit a longer prompt either.
     assert!(matches!(world.pick(&wanted(role, 3000)), Err(NoNode::TooLong { .. })));
-    // Nothing is known of a node that was never seen.
+    // The directory has no record of a node that was never observed.
     let mut world = World::new();
     world.join(&decode(1));
     world.up(&decode(2), &unfit, idle());
     assert_eq!(world.pick(&request).unwrap_err(), NoNode::NoneFits { role });
 }
 
-/// One that does not announce a version would not see the grammar, and write anything.
+/// A node that announces no version would ignore the grammar and generate any text.
 #[test]
 fn a_grammar_goes_to_nodes_that_announce_its_version() {
     let mut world = World::new();

@@ -49,7 +49,7 @@ fn hello_message(node: usize, in_advance: bool) -> Body {
     })
 }
 
-/// Gives node 0 a message of `node`.
+/// Delivers a control message from `node` to node 0.
 fn receive_message(world: &mut World, node: usize, body: Body) {
     let (now, from) = (world.now(), source(world, node));
     world.nodes[0].core.handle_control(now, &from, ControlMessage::untraced(body));
@@ -153,7 +153,7 @@ fn transfer_over_the_limit_is_rejected_with_the_limit() {
     assert_eq!((transfer.0, reason.as_str()), (10, "10 transfers are in progress, the maximum"));
 }
 
-/// A pair that was opened for a request is not evicted for this time.
+/// Time for which a pair that a request opened is not evicted.
 const RESERVE_TIMEOUT: Duration = Duration::from_millis(500);
 
 #[test]
@@ -183,7 +183,7 @@ fn early_handshakes_evict_no_pair_and_leave_room_for_requests() {
     }
     let met = peers(&world, 0);
     assert_eq!(met.len(), LIMITS.pairs_max.div_ceil(2));
-    // Pairs that requests have opened, idle by now.
+    // Requests open pairs, which then become idle.
     for node in 1..4 {
         receive_message(&mut world, node, hello(node));
     }
@@ -195,7 +195,7 @@ fn early_handshakes_evict_no_pair_and_leave_room_for_requests() {
         assert_eq!(peers(&world, 0), asked_for);
     }
     receive_message(&mut world, 5, hello(5));
-    assert!(peers(&world, 0).contains(&world.nodes[5].epoch), "requests have their room made");
+    assert!(peers(&world, 0).contains(&world.nodes[5].epoch), "a request evicts an idle pair");
 }
 
 #[test]
@@ -208,7 +208,7 @@ fn few_pairs_with_gpu_memory_are_connected_early() {
     assert_eq!(peers(&world, 0).len(), 4);
 }
 
-/// Node 4 has sent an early HELLO to node 0, which has room for requests only.
+/// Returns a world in which node 4 has sent an early HELLO to node 0, which has room for requests only.
 fn rejected_early_handshake() -> World {
     let mut world = world(5);
     for node in 1..4 {
@@ -228,10 +228,10 @@ fn unanswered_early_handshake_is_repeated_by_the_first_transfer() {
     let deadline = Duration::from_secs(5);
     let plan =
         TransferPlan { transfer, sender: 0, receiver: 4, block_count: 3, cached: 0, deadline };
-    // The full sender learns of the transfer by the HELLO.
+    // The sender, node 0, learns of the transfer from node 4's HELLO, before its own command.
     world.plan(plan, Some(now), Some(now + Duration::from_millis(75)));
     world.run_until(now + Duration::from_millis(70));
-    assert!(peers(&world, 0).contains(&world.nodes[4].epoch), "it has not waited to say it again");
+    assert!(peers(&world, 0).contains(&world.nodes[4].epoch), "node 4 repeats the HELLO at once");
     world.run_until(now + Duration::from_secs(1));
     assert!(world.end_of(4, transfer).is_some_and(|(_, succeeded)| succeeded));
 }
@@ -341,7 +341,7 @@ fn no_pair_is_connected_early_across_hosts() {
         assert!(!world.is_connected(0, 1), "after {:?}", world.now() - world.start());
         world.run_until(world.now() + CONNECT_INTERVAL);
     }
-    assert_eq!(peers(&world, 0), [], "one handshake is enough");
+    assert_eq!(peers(&world, 0), [], "no pair stays open across hosts");
     // A transfer connects the pair.
     let plan = TransferPlan {
         transfer: TransferId(1),

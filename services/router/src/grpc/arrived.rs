@@ -1,6 +1,6 @@
-//! Records generation requests from their first byte on. tonic reads and rejects messages before any
-//! handler runs; a record that begins here counts those requests too. The bytes of a message count against the
-//! bound on all bodies while tonic reads it.
+//! Starts the record of a generation request before tonic reads its message. tonic may reject a message
+//! before any handler runs; these requests are counted too. The bytes of a message count against the memory
+//! limit of all request bodies until tonic has decoded the message.
 
 use std::{
     pin::Pin,
@@ -43,13 +43,13 @@ impl Arrived {
         Self(Arc::new(Reading { record, broke_off }))
     }
 
-    /// Returns the record: the message was read, and the caller records the rest.
+    /// Takes the record once the message was read. The caller finishes the record.
     pub fn read(&self) -> Option<RequestRecord> {
         self.0.record.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
 
-    /// The client cancelled the request before the message was complete. tonic reports this as a missing
-    /// message.
+    /// Notes that the client cancelled the request before the message was complete. tonic reports this as a
+    /// missing message.
     pub fn set_broke_off(&self) {
         self.0.broke_off.store(true, Ordering::Release);
     }
@@ -64,7 +64,7 @@ impl Arrived {
     }
 }
 
-/// Adds a record to every generation request, and ends the record of a request that is rejected unread.
+/// Adds a record to every generation request. Ends the record if the message is rejected unread.
 pub async fn count(
     State(front): State<Arc<Front>>,
     mut request: Request<Body>,
@@ -105,7 +105,7 @@ pub struct BoundedBody {
     body: Body,
     room: BodyRoom,
     held: Option<OwnedSemaphorePermit>,
-    /// Record of the request, notified when the body breaks off.
+    /// Record to notify when the body breaks off.
     arrived: Option<Arrived>,
 }
 
@@ -136,7 +136,7 @@ impl hyper::body::Body for BoundedBody {
             Some(Ok(frame)) => frame,
             Some(Err(error)) => {
                 let error = error.into_inner();
-                // A status error is the router's own: the message was late.
+                // A status error comes from the router: the message was late.
                 if let Some(arrived) = &self.arrived
                     && !error.is::<Status>()
                 {

@@ -13,8 +13,8 @@ pub enum Prompt {
     Tokens(Vec<u32>),
 }
 
-/// Reads one or several prompts, each a text or token ids. Token ids never become JSON values, which take
-/// ten times their memory.
+/// Parses one or several prompts, each a text or token ids. Token ids are parsed directly, because JSON
+/// values would take ten times the memory.
 pub fn prompts(fields: &Fields<'_>) -> Result<Vec<Prompt>, FieldError> {
     let Some(text) = fields.raw("prompt") else {
         let problem = "is missing; allowed: a text, token ids, or a list of either";
@@ -41,7 +41,7 @@ fn prompt(text: &str) -> Result<Prompt, FieldError> {
     }
 }
 
-/// Parses a part of the prompt. The error says what was found and what is expected there.
+/// Parses a part of the prompt. The error names the value found and the expected type.
 fn json<'a, T: Deserialize<'a>>(text: &'a str) -> Result<T, FieldError> {
     serde_json::from_str(text).map_err(|error| {
         let reason = error.to_string();

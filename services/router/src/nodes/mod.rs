@@ -1,4 +1,4 @@
-//! The router's view of the nodes: a directory, kept up to date by one task, and connections.
+//! The router's view of the nodes: a directory, which one task keeps up to date, and connections.
 
 mod calls;
 mod connection_setup;
@@ -26,12 +26,12 @@ use crate::request::options::ModelLimits;
 pub use calls::{NodeCall, next_message};
 pub use watch::{OwnedTask, Served};
 
-/// Nodes that `/health` names because they compute on the CPU unexpectedly.
+/// Maximum number of nodes that `/health` names because they unexpectedly compute on the CPU.
 const CPU_FALLBACKS_MAX: usize = 16;
-/// Queued events of all nodes; Observe streams block while the queue is full.
+/// Capacity of the queue of node events. Observe streams block while the queue is full.
 const INPUTS_MAX: usize = 1024;
-/// Old and new weights during a rolling update, and some room. Prefixes of further identities are not
-/// looked up, so their nodes are picked by load.
+/// Maximum number of cache identities: old and new weights during a rolling update, and two more. The router
+/// does not look up prefixes of further identities; it picks their nodes by load.
 const CACHE_IDENTITIES_MAX: usize = 4;
 
 /// Picks nodes and connects to them. Cheap to clone.
@@ -46,12 +46,12 @@ struct Shared {
     /// Number of changes of health, plus one for the end of the first connection setup.
     changes: latest::Sender<u64>,
     connected: AtomicBool,
-    /// Limits of each model when a decode node of it last served, by model name.
+    /// Last known limits of each model, by model name.
     last_limits: Mutex<HashMap<String, ModelLimits>>,
     metrics: RouterMetrics,
 }
 
-/// The nodes and limits of a model now.
+/// Current nodes and limits of a model.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Serving {
     pub prefill_nodes: usize,
@@ -100,7 +100,7 @@ impl Nodes {
         }
     }
 
-    /// Returns the nodes and limits of this model.
+    /// Returns the current nodes and limits of this model.
     pub fn serving(&self, model: &str) -> Serving {
         let directory = self.directory();
         let of_role = |role| directory.serving(role).filter(|record| record.model == model);
@@ -162,8 +162,8 @@ impl Nodes {
         records.map(|record| record.grammar_version).max()
     }
 
-    /// Returns the distinct cache identities of all nodes of this model that can be picked now. Keys of cached
-    /// blocks depend on the identity.
+    /// Returns the distinct cache identities of the nodes of this model that can be picked now, at most
+    /// [`CACHE_IDENTITIES_MAX`]. Keys of cached blocks depend on the identity.
     pub fn cache_identities(&self, model: &str) -> Vec<CacheIdentity> {
         let directory = self.directory();
         let mut identities = Vec::new();
@@ -182,7 +182,7 @@ impl Nodes {
         self.0.changes.subscribe()
     }
 
-    /// Whether the first connection setup between nodes has ended. Never becomes false again.
+    /// Returns whether the first connection setup between nodes has ended. Never becomes false again.
     pub fn are_connected(&self) -> bool {
         self.0.connected.load(Ordering::Acquire)
     }
@@ -243,7 +243,7 @@ impl Assigned {
         &self.choice.record
     }
 
-    /// The node sent an event: it took the attempt.
+    /// Notes that the node accepted the attempt, which its first event shows.
     fn answered(&self) {
         self.nodes.directory().answered(self.choice.assignment);
     }
@@ -253,14 +253,14 @@ impl Assigned {
         self.nodes.directory().changed_at(self.choice.assignment)
     }
 
-    /// The node refused the attempt as busy.
+    /// Reports to the directory that the node rejected the attempt as busy.
     pub fn busy(&self) {
         self.nodes.directory().busy(Instant::now(), self.choice.assignment, None);
     }
 
-    /// The connection broke, or another process answered: the directory probes the node.
+    /// Reports that the connection broke or another process answered. The directory then probes the node.
     pub fn lost(&self, reason: String) {
-        // Where the queue is full, the node's Observe stream reports the loss.
+        // If the queue is full, the node's Observe stream reports the loss.
         let _ =
             self.nodes.0.inputs.try_send(Input::CallLost { epoch: self.record().epoch, reason });
     }
@@ -291,7 +291,7 @@ mod tests {
         RouterMetrics::new(&telemetry.metrics(), "ours")
     }
 
-    /// A lost node is not a node of an older release.
+    /// A lost node must not look like a node of an older release, which has version 0.
     #[tokio::test]
     async fn without_a_node_the_grammar_version_is_unknown() {
         let none: [&str; 0] = [];

@@ -7,7 +7,7 @@ use tonic::{Code, Status};
 
 use super::emitted::EmissionError;
 
-/// Bytes of a peer's message that are kept: one line in a log or an error body.
+/// Maximum bytes of a peer's message that the router copies into a log or an error body.
 const MESSAGE_BYTES_MAX: usize = 300;
 
 /// The prefill or the decode node of an attempt.
@@ -22,7 +22,7 @@ pub enum Side {
 /// Cause of a failed attempt; decides which nodes the next attempt avoids.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Cause {
-    /// The node's queue or blocks are full.
+    /// The node's queue is full, or the node has too few free KV blocks.
     #[error("busy")]
     Busy,
     /// The node is draining.
@@ -37,22 +37,22 @@ pub enum Cause {
     /// The request's deadline passed at the node.
     #[error("deadline")]
     Deadline,
-    /// The node aborted a stream that the router did not read, because the client did not read.
+    /// The node aborted the stream, because the client and therefore the router did not read.
     #[error("slow_reader")]
     SlowReader,
     /// The two nodes have different models, weights or layouts.
     #[error("mismatch")]
     Mismatch,
-    /// The node is another process, or has other weights, than the router assumed.
+    /// The node is another process, or has other weights, than the router expected.
     #[error("stale")]
     Stale,
     /// The node knows this transfer id already.
     #[error("duplicate")]
     Duplicate,
-    /// The emitted tokens complete the grammar of the answer, and no token can follow.
+    /// The emitted tokens complete the answer's grammar, so no token can follow.
     #[error("answer_complete")]
     AnswerComplete,
-    /// A bug of the node.
+    /// A bug in the node.
     #[error("internal")]
     Internal,
     /// The node can never serve this request.
@@ -61,7 +61,7 @@ pub enum Cause {
     /// The node violated the protocol.
     #[error("violation")]
     Violation,
-    /// The node sent another value for an emitted token.
+    /// The node sent another value for a token that the router has already emitted.
     #[error("contradiction")]
     Contradiction,
 }
@@ -95,7 +95,7 @@ pub enum NodeReport {
 pub struct AttemptFailure {
     pub side: Side,
     pub cause: Cause,
-    /// A message of one line.
+    /// Message on one line.
     pub message: String,
 }
 
@@ -107,7 +107,7 @@ impl AttemptFailure {
 
     /// Converts the status of a refused call or a broken stream.
     fn status(side: Side, status: &Status) -> Self {
-        // tonic sets a source where the connection failed; a status from the node has none.
+        // tonic sets a source if the connection failed; a status from the node has none.
         let broken = status.source().is_some();
         let cause = match status.code() {
             Code::ResourceExhausted => Cause::Busy,
@@ -128,7 +128,7 @@ impl AttemptFailure {
         Self { side, cause, message }
     }
 
-    /// A stream broke, or ended without a final event.
+    /// Converts the end of a stream that broke or had no final event.
     pub fn stream_end(side: Side, error: Option<Status>) -> Self {
         if let Some(status) = error {
             return Self::status(side, &status);
@@ -137,7 +137,7 @@ impl AttemptFailure {
         Self { side, cause: Cause::Lost, message }
     }
 
-    /// The node sent nothing for this time.
+    /// Returns the failure of a node that sent no event for the time `silence`.
     pub fn silent(side: Side, silence: Duration) -> Self {
         let message = format!("no event for {silence:?} (router.idle_timeout)");
         Self { side, cause: Cause::Lost, message }
