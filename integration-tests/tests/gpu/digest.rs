@@ -1,4 +1,4 @@
-//! Compares KV block digests on the GPU with the CPU's, and reports their bandwidth.
+//! Checks that KV block digests on the GPU equal the CPU's, and reports their bandwidth.
 
 use std::{sync::Arc, time::Instant};
 
@@ -67,7 +67,7 @@ pub fn block_digests_match_cpu_for_any_layout_and_rank_count() {
         ids(0..BLOCKS),
         ids([7, 0, 39, 21, 5, 38]),
         ids((0..BLOCKS).rev().step_by(3)),
-        // Takes more than one launch.
+        // Takes more than one kernel launch.
         ids((0..1_300).map(|at| at * 7 % BLOCKS)),
     ];
     for layout in layouts() {

@@ -1,14 +1,16 @@
 // Split-KV decode attention over paged bf16 KV: one query token per row, any mix of lengths, no host plan.
 //
 // The work is a sequence of tiles ordered by (row, group of KV heads, page); a tile is one page of 16 tokens. The
-// tiles are split into equal ranges, one per block, by the lengths in device memory. A captured launch stays valid for
-// any lengths, and the balance is within one tile. With enough blocks for every (row, head group), each of these is
-// split into equal pieces, one per block, so that no block waits for two merges. The last block to arrive merges a
-// (row, head group) of several blocks and resets its counter to zero.
+// tiles are split into equal ranges, one per CTA, by the lengths in device memory. A captured launch stays
+// valid for any lengths, and the balance is within one tile. With enough CTAs for every (row, head group),
+// each (row, head group) is split into equal pieces, one per CTA, so that no CTA waits for two merges. If
+// several CTAs share a (row, head group), the last CTA to finish merges their results and resets the counter
+// to zero.
 //
-// Within a block every warp streams its own tiles through its own ring in shared memory (cp.async, swizzled), so the
-// inner loop has no barrier. S^T = K Q^T and O^T = V^T P^T run on the tensor cores with the query heads of one KV head
-// (1..8) as the n8 side; the transposed score fragment is one movmatrix away from the second operand.
+// Within a CTA every warp streams its own tiles through its own ring in shared memory (cp.async, swizzled),
+// so the inner loop has no barrier. S^T = K Q^T and O^T = V^T P^T run on the tensor cores with the query
+// heads of one KV head (1..8) as the n8 side. One movmatrix turns the transposed score fragment into the
+// second operand.
 #include <utility>
 
 #include "device.cuh"
@@ -78,32 +80,33 @@ __device__ __forceinline__ uint32_t pack(float lo, float hi) {
   __nv_bfloat162 v = __floats2bfloat162_rn(lo, hi);
   return *reinterpret_cast<uint32_t*>(&v);
 }
-// Iterator over the (row, head group) pieces of one block's tile range.
+// Iterator over the (row, head group) pieces of one CTA's tile range.
 struct Walk {
   int pos, end;    // next piece begins at pos; the range ends before end
   int row, group;  // of the current piece
-  int page, pages; // its first page within the row's pages, and how many of them are ours
-  int unit_begin;  // where this (row, group) begins on the line
+  int page, pages; // first page of the piece within the row, and number of pages
+  int unit_begin;  // first tile of this (row, group) in the tile sequence
   int unit_pages;
 };
 
-// The piece of a block, where every block has one piece: its tile range, its row, and the first and last block of its
+// The piece of a CTA, if every CTA has one piece: its tile range, its row, and the first and last CTA of its
 // (row, head group).
 struct Piece {
   int begin = 0, end = 0, row = 0, first_block = 0, last_block = 0;
 };
-constexpr int kNoPieces = -1;  // as `first_block`: the blocks have shares of the line
+constexpr int kNoPieces = -1;  // as `first_block`: the CTAs have shares of the tile sequence
 
-// For each unit (row, head group) by pages: the number of pieces of at most `size` in all rows, for one group. One warp.
+// Returns the number of pieces of at most `size` pages in all rows, for one head group. One warp calls it.
 __device__ __forceinline__ int count_pieces(const int* first, int rows, int size) {
   int count = 0;
   for (int r = threadIdx.x; r < rows; r += WARP) count += (first[r + 1] - first[r] + size - 1) / size;
   return __reduce_add_sync(~0u, count);
 }
 
-// Splits every (row, head group) into equal pieces, one per block, of the least size for which there are enough blocks,
-// and finds this block's piece. With shares of the tile sequence, a block may end one unit and begin another, and wait
-// for both merges. But shares are always equal, so shares are better from the size `size_max` on. One warp.
+// Splits every (row, head group) into equal pieces, one per CTA, of the least size for which there are enough
+// CTAs, and finds this CTA's piece. With shares of the tile sequence, a CTA may end one (row, head group) and
+// begin another, and wait for both merges. But shares are always equal, so shares are better for pieces above
+// `size_max`. One warp calls it.
 __device__ __forceinline__ Piece own_piece(const int* first, int rows, int groups, int size, int size_max) {
   const int lane = threadIdx.x, blocks = gridDim.x;
   while (count_pieces(first, rows, size) * groups > blocks) {
@@ -143,10 +146,11 @@ __device__ __forceinline__ Piece own_piece(const int* first, int rows, int group
     }
     before += __shfl_sync(~0u, end, WARP - 1);
   }
-  return Piece{};  // there are more blocks than pieces
+  return Piece{};  // there are more CTAs than pieces
 }
 
-// `first` of the rows: number of pages before row r. Empty rows have no tile and are skipped.
+// Advances to the next piece. `first[r]` is the number of pages before row r. Empty rows have no tile and are
+// skipped.
 __device__ __forceinline__ bool next_piece(Walk& w, const int* first, int groups) {
   if (w.pos >= w.end) return false;
   while (first[w.row + 1] * groups <= w.pos) ++w.row;
@@ -188,7 +192,7 @@ __host__ __device__ constexpr int ring_bytes() {
   return WARPS * STAGES * 2 * kPage * HD * 2;
 }
 
-// HEADS: KV heads per block; WARPS / HEADS warps share the pages of each head.
+// HEADS: KV heads per CTA; WARPS / HEADS warps share the pages of each head.
 template <int HD, int WARPS, int STAGES, int HEADS>
 __global__ void __launch_bounds__(WARPS * 32) decode_attention_kernel(const __grid_constant__ Params p) {
   constexpr int SPLITS = WARPS / HEADS;
@@ -208,8 +212,8 @@ __global__ void __launch_bounds__(WARPS * 32) decode_attention_kernel(const __gr
   int* last_flag = lens + p.rows;
   Piece* own = reinterpret_cast<Piece*>(last_flag + 1);
 
-    // Lengths are older than the preceding kernel (every kernel of a step releases its successors only after its own
-    // wait), so this code may run before that kernel has completed.
+  // No kernel that may still run writes the lengths: every kernel of a step releases its successors only
+  // after its own wait. So this code may run before the preceding kernel has completed.
   if (warp == 0) {
     int sum = 0;
     for (int base = 0; base < p.rows; base += 128) {
@@ -243,7 +247,7 @@ __global__ void __launch_bounds__(WARPS * 32) decode_attention_kernel(const __gr
     if (sum > 0 && p.rows * groups <= (int)gridDim.x) {
       const int share = (sum * groups + (int)gridDim.x - 1) / (int)gridDim.x;
       const int least = min(p.least_pages, (sum + p.rows - 1) / p.rows);
-            // With few rows, each row is long compared with a merge, or all rows are short.
+      // With few rows, pieces may have any size: each row is long beside a merge, or all rows are short.
       const int size_max = p.rows <= WARP ? 0x7fffffff : share + share / kPieceSlack;
       piece = own_piece(first, p.rows, groups, max(max(share, least), 1), size_max);
     }
@@ -253,7 +257,8 @@ __global__ void __launch_bounds__(WARPS * 32) decode_attention_kernel(const __gr
 
   const bool has_pieces = own->first_block != kNoPieces;
   const int total = first[p.rows] * groups;
-    // Where rows are shorter than the least share, a share is one head of a row: otherwise several blocks would wait.
+  // Where rows are shorter than the least share, a share is one head of a row: otherwise several CTAs would
+  // wait.
   const int least = min(p.least_pages, (first[p.rows] + p.rows - 1) / p.rows);
   const int per_block = max(max((total + (int)gridDim.x - 1) / (int)gridDim.x, least), 1);
   Walk walk;
@@ -265,7 +270,7 @@ __global__ void __launch_bounds__(WARPS * 32) decode_attention_kernel(const __gr
     walk.end = own->end;
     walk.row = own->row;
   } else if (walk.pos < walk.end) {
-    int lo = 0, hi = p.rows - 1;  // last row whose first page is not behind pos
+    int lo = 0, hi = p.rows - 1;  // last row whose first page is not after pos
     int want = walk.pos / groups;
     while (lo < hi) {
       int mid = (lo + hi + 1) / 2;
@@ -274,7 +279,7 @@ __global__ void __launch_bounds__(WARPS * 32) decode_attention_kernel(const __gr
     walk.row = lo;
   }
 
-    // The loading iterator runs STAGES tiles ahead of the computing one.
+  // The loading iterator runs STAGES tiles ahead of the computing iterator.
   Walk ahead = walk;
   bool ahead_ok = next_piece(ahead, first, groups);
   int ahead_page = split, ahead_batch = 0, ahead_ids = 0;
@@ -289,7 +294,7 @@ __global__ void __launch_bounds__(WARPS * 32) decode_attention_kernel(const __gr
     if (ahead_ok) {
       int len = lens[ahead.row];
       int skip = p.window > 0 && len > p.window ? (len - p.window) / kPage : 0;
-      if (ahead_batch == 0) {  // the ids of this warp's next 32 tiles, one a lane
+      if (ahead_batch == 0) {  // the page ids of this warp's next 32 tiles, one per lane
         int pg = ahead_page + lane * SPLITS;
         ahead_ids = pg < ahead.pages ? p.pages[row_pages(ahead.row) + skip + ahead.page + pg] : 0;
       }
@@ -325,7 +330,7 @@ __global__ void __launch_bounds__(WARPS * 32) decode_attention_kernel(const __gr
   waited = true;
   successor_may_start();
 
-    // Rows without tokens (padding) are zeroed.
+  // Rows without tokens (padding) are zeroed.
   for (int r = blockIdx.x; r < p.rows; r += gridDim.x) {
     if (lens[r] > 0) continue;
     for (int i = threadIdx.x; i < p.kv_heads * p.group * HD / 8; i += WARPS * 32)
@@ -356,7 +361,7 @@ __global__ void __launch_bounds__(WARPS * 32) decode_attention_kernel(const __gr
       cp_async_wait<STAGES - 1>();
       __syncwarp();
       const uint32_t kt = ring + stage * (2 * TILE_BYTES), vt = kt + TILE_BYTES;
-            // All fragments are loaded before the first is used: a tile's latency bounds short contexts.
+      // All fragments are loaded before the first is used: for short contexts, a tile's latency is the bound.
       uint32_t kf[KS][4], vf[KS][4];
       const int t_k = ((quad & 1) << 3) + in_quad, t_v = ((quad >> 1) << 3) + in_quad;
 #pragma unroll
@@ -369,7 +374,7 @@ __global__ void __launch_bounds__(WARPS * 32) decode_attention_kernel(const __gr
 #pragma unroll
       for (int i = 0; i < KS; ++i) mma(s[i & 1], kf[i], qf[i][0], qf[i][1]);
       __syncwarp();
-      load_tile(stage);  // the tile is in registers, its place is free
+      load_tile(stage);  // the tile is in registers, so its stage is free
       stage = stage + 1 == STAGES ? 0 : stage + 1;
       const int t_lo = (page0 + pg) * kPage + g, t_hi = t_lo + 8;
       const bool ok_lo = t_lo < len && t_lo >= lowest, ok_hi = t_hi < len && t_hi >= lowest;
@@ -407,13 +412,13 @@ __global__ void __launch_bounds__(WARPS * 32) decode_attention_kernel(const __gr
     }
     const Walk done = walk;
     more = next_piece(walk, first, groups);
-    if (more) load_q(walk);  // on its way while this piece is merged
+    if (more) load_q(walk);  // the loads are in flight while this piece is merged
 #pragma unroll
     for (int d = 4; d < 32; d *= 2) {
       l0 += __shfl_xor_sync(~0u, l0, d);
       l1 += __shfl_xor_sync(~0u, l1, d);
     }
-        // Warp to block: every warp stores its O, m and l, then the block's threads merge them.
+    // Every warp stores its O, m and l, then the CTA's threads merge them.
     {
       float* mine = merge + (warp * p.group + 2 * c) * ROW_F;
       if (2 * c < p.group) {
@@ -446,7 +451,8 @@ __global__ void __launch_bounds__(WARPS * 32) decode_attention_kernel(const __gr
     const int b_first = has_pieces ? own->first_block : done.unit_begin / per_block;
     const int b_last = has_pieces ? own->last_block : (unit_end - 1) / per_block;
     const int64_t part_floats = (int64_t)HEADS * p.group * ROW_F;
-        // A block has at most one piece that began in an earlier block (slot 0) and one that continues in a later one (slot 1).
+    // A CTA has at most one piece that began in an earlier CTA (slot 0), and one that continues in a later
+    // CTA (slot 1).
     float* part = p.partial + ((int64_t)blockIdx.x * 2 + (done.page == 0 ? 1 : 0)) * part_floats;
     for (int it = threadIdx.x; it < items; it += WARPS * 32) {
       int hg = it / (HD / 4), d = (it % (HD / 4)) * 4;
@@ -565,7 +571,7 @@ int32_t load_decode_attention() {
     int32_t code = BATON_OK;
     for (int variant : {41, 44, 81, 88}) {
       with_variant<decltype(dim)::value>(variant, kMaxGroup, kMaxRows, [&](auto* kernel, int most) {
-                // The largest group with the most rows exceeds the shared memory of a Hopper block; each alone fits.
+        // The largest group with the most rows exceeds the shared memory of a Hopper CTA; each alone fits.
         if (code == BATON_OK) code = load(kernel, most < device->shared_bytes ? most : device->shared_bytes);
       });
     }
@@ -589,7 +595,7 @@ BATON_API int64_t baton_decode_attention_workspace(int32_t sms, int32_t kv_heads
       BATON_TRY(any_device(device));
       sms = device->sm_count;
     }
-    // Two pieces per block, and per SM two blocks of four heads or one of eight.
+    // Two pieces per CTA, and per SM two CTAs of four heads or one CTA of eight.
     const int64_t heads = kv_heads < 8 ? kv_heads : 8;
     bytes = int64_t{sms} * 2 * 2 * heads * group * (head_dim + 4) * 4;
     return BATON_OK;
@@ -607,7 +613,7 @@ BATON_API int32_t baton_decode_attention(const baton_decode_attention_args* args
     BATON_TRY(any_device(device));
     const int sms = in.sms > 0 ? in.sms : device->sm_count;
     int variant = in.variant;
-        // Four heads of every row per block where that just fits: rows of equal length then need no merge.
+    // Four heads of every row per CTA where that just fits: rows of equal length then need no merge.
     const int blocks_of_four = in.rows * (in.kv_heads / 4);
     const bool fits_four = in.kv_heads % 4 == 0 && blocks_of_four <= 2 * sms && blocks_of_four * 9 >= 2 * sms * 8;
     if (variant == 0) variant = in.rows < 16 ? 81 : fits_four && in.rows > WARP ? 44 : 41;

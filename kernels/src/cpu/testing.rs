@@ -1,4 +1,4 @@
-//! Helpers that the operations' tests share.
+//! Helpers for the tests of CPU operations.
 
 use std::sync::{
     Arc,
@@ -8,14 +8,14 @@ use std::sync::{
 use super::isa::{BASELINE_FUSES, Isa, Level};
 use crate::shared::{RegionName, SharedRegion};
 
-/// Returns memory that a group of threads shares as a group of processes would.
+/// Returns a shared region for a group of threads that stand in for processes.
 pub(crate) fn region(bytes: usize) -> Arc<SharedRegion> {
     static MADE: AtomicU32 = AtomicU32::new(0);
     let purpose = format!("test_{}", MADE.fetch_add(1, Ordering::Relaxed));
     SharedRegion::create(&RegionName::own(0x7e57, purpose), bytes).unwrap()
 }
 
-/// Returns every level of this machine but the reference, the compiler's target included.
+/// Returns every level that this machine supports, except the reference.
 pub(crate) fn levels() -> Vec<Level> {
     Isa::ALL
         .into_iter()

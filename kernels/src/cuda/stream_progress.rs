@@ -1,8 +1,8 @@
-//! Progress of a stream, visible to the host without the driver.
+//! Progress of a stream that the host reads without calling the driver.
 //!
-//! A call that frees memory, such as destroying a communicator, holds the context's lock until the whole GPU is idle,
-//! and querying an event takes that lock. So a thread that waits for an operation that may hang polls memory
-//! instead, which the stream writes.
+//! A call that frees memory, such as destroying a communicator, holds the context's lock until the whole GPU
+//! is idle. Querying an event takes the same lock. A thread that waits for an operation that may hang
+//! therefore polls host memory that the stream writes.
 
 use std::sync::{
     Arc,
@@ -29,8 +29,8 @@ struct Reached(Pinned<u64>);
 
 impl Reached {
     fn number(&self) -> u64 {
-        // SAFETY: the number lives as long as this value, is aligned, and is read and written by atomics and
-        // by the GPU alone.
+        // SAFETY: the number lives as long as this value, is aligned, and is accessed only by atomics and by
+        // the GPU.
         unsafe { AtomicU64::from_ptr(self.0.base()) }.load(Ordering::Acquire)
     }
 }
@@ -48,8 +48,8 @@ impl StreamProgress {
         Ok(Self { reached, marks: 0 })
     }
 
-    /// Marks the end of all work in the stream so far. Every call passes the same stream, or another one once the
-    /// first one's work is complete.
+    /// Marks the end of all work in the stream so far. Every call must pass the same stream, or another
+    /// stream once the work of the earlier stream is complete.
     pub fn mark<R: Role>(&mut self, stream: &Stream<R>) -> Result<Mark, CudaError> {
         self.marks += 1;
         let (number, address) = (self.marks, self.reached.0.base() as sys::CUdeviceptr);

@@ -1,9 +1,9 @@
 //! Download of Hugging Face hub models into the cache of the hub's own tools.
 //!
 //! 1. Query the hub for the model's files and the commit of the revision.
-//! 2. Download the required files of this commit. An interrupted download resumes; a file whose tag is a SHA-256
-//!    is verified.
-//! 3. Point the revision to the commit. Before this step no lookup finds the model.
+//! 2. Download the required files of this commit. An interrupted download resumes. A file whose ETag is a
+//!    SHA-256 is verified.
+//! 3. Point the revision to the commit. Lookups find the model only after this step.
 //!
 //! Services read the cache with [`config::hub`]; only this program links an HTTP client for the hub.
 
@@ -34,7 +34,7 @@ use crate::model_store;
 
 /// Time-out of a download without progress.
 const STALL_MAX: Duration = Duration::from_secs(120);
-/// Time-out for another process that downloads the same model.
+/// Maximum time to wait for another process that downloads the same model.
 const LOCK_WITHIN: Duration = Duration::from_secs(3600);
 /// Polling interval of the lock.
 const POLL_INTERVAL: Duration = Duration::from_millis(200);
@@ -69,8 +69,9 @@ impl HubSettings {
     }
 }
 
-/// Returns the model's path in the cache. Downloads the model if the cache lacks it. With `update` the function queries
-/// the hub for the revision's current commit and downloads missing files; offline it accepts the cached model.
+/// Returns the model's path in the cache. Downloads the model if the cache lacks it. With `update`, queries
+/// the hub for the revision's current commit and downloads missing files, except offline if the model is
+/// cached.
 pub fn obtain(model: &HubModel, parts: Parts, update: bool) -> Result<PathBuf> {
     let settings = HubSettings::from_process()?;
     if let Some(path) = settings.hub.find(model, parts)
@@ -124,8 +125,8 @@ fn lock(path: &Path, model: &HubModel) -> Result<File> {
     }
 }
 
-/// Downloads on a thread of its own and fails after a time without progress: the client's reads have no
-/// deadline.
+/// Downloads on a separate thread and fails after [`STALL_MAX`] without progress: the HTTP client's reads
+/// have no deadline.
 fn download(settings: &HubSettings, cache: &Path, model: &HubModel, parts: Parts) -> Result<()> {
     let arrived = Arc::new(AtomicU64::new(0));
     let bar = model_store::bar(0, &model.name);

@@ -1,4 +1,4 @@
-//! The decode node; everything is in the library `node`.
+//! The decode node's program. The library `node` has its code.
 
 #![forbid(unsafe_code)]
 

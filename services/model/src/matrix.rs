@@ -12,10 +12,11 @@ use crate::{checkpoint::dummy::RandomRows, encoding::Encoding};
 /// Matrix of a checkpoint, or a part of it, decoded to f32 row by row, in Hugging Face's row order.
 #[derive(Clone, Debug)]
 pub struct MatrixSource<'a> {
-    /// Rows of the part; rows and columns of a part count from 0.
+    /// Rows of the whole matrix that belong to the part.
     rows: Range<usize>,
+    /// Columns of the whole matrix that belong to the part.
     cols: Range<usize>,
-    /// Rows and columns of the whole matrix.
+    /// Numbers of rows and columns of the whole matrix.
     stored_rows: usize,
     stored_cols: usize,
     data: MatrixData<'a>,
@@ -60,10 +61,10 @@ impl<'a> MatrixSource<'a> {
         Self { rows: 0..rows, cols: 0..cols, stored_rows: rows, stored_cols: cols, data }
     }
 
-    /// Returns some rows and columns. Only these are read from the file.
+    /// Returns a part of the matrix. Only this part is read from the file.
     ///
     /// # Panics
-    /// When the matrix does not have all of them.
+    /// When the ranges exceed the matrix.
     pub fn part(&self, rows: Range<usize>, cols: Range<usize>) -> Self {
         assert!(rows.start <= rows.end && rows.end <= self.rows.len(), "{rows:?} are rows");
         assert!(cols.start <= cols.end && cols.end <= self.cols.len(), "{cols:?} are columns");
@@ -106,7 +107,7 @@ impl RowSource for MatrixSource<'_> {
         }
     }
 
-    /// Copies bytes that are stored in the requested type.
+    /// Copies rows that are stored in the requested type, and converts other rows.
     fn read_rows(&self, first: usize, dtype: Dtype, out: &mut [u8]) {
         let MatrixData::Stored { bytes, encoding, order } = &self.data else {
             return convert_rows(self, first, dtype, out);
@@ -128,14 +129,14 @@ impl RowSource for MatrixSource<'_> {
     }
 }
 
-/// Matrices of equal width stacked by rows: Q, K and V; gate and up. Records the lowest row with an element that is
-/// infinite or NaN: a backend that packs the rows cannot return an error.
+/// Matrices of equal width stacked by rows: Q, K and V; gate and up. Records the lowest row with a
+/// non-finite element, because a backend that packs the rows cannot return an error.
 pub(crate) struct StackedRows<'a> {
     parts: Vec<MatrixSource<'a>>,
     first_bad: AtomicUsize,
 }
 
-/// Place of an element that is not finite.
+/// Position and value of a non-finite element.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct NotFinite {
     /// Index of the matrix in the stack.
@@ -214,7 +215,7 @@ impl RowSource for StackedRows<'_> {
         }
         assert!(rest.is_empty(), "rows past the last of {}", self.rows());
         if !are_finite(dtype, out) {
-            // The stored value decides: a large number outside bf16's range is finite.
+            // Checks the stored values: a finite f32 may be outside bf16's range.
             let mut values = vec![0.0; self.cols()];
             let rows = out.len() / row_bytes;
             (first..first + rows).for_each(|row| self.read_row(row, &mut values));

@@ -1,4 +1,4 @@
-//! Models sharded over ranks: threads of this process, standing in for processes.
+//! Tests models sharded over ranks. Threads stand in for the rank processes.
 
 mod common;
 
@@ -87,8 +87,8 @@ fn all_logits(runner: &mut Runner, tokens: &[u32]) -> Vec<Vec<f32>> {
     runner.forward(&mut [(&mut sequence, tokens, tokens.len() as u32)])
 }
 
-/// Compares a model on one rank and on `of` ranks: logits agree up to rounding, chunks change no bit, and
-/// the blocks hold equal KV.
+/// Compares a model on one rank and on `of` ranks: the logits agree within `tolerance`. In f32, the KV
+/// agrees as well, and chunked prefill changes no bit of the logits.
 fn check(checkpoint: &Checkpoint, weights: WeightFormat, of: usize, tolerance: f32, name: &str) {
     let tokens = tokens(40, checkpoint.config().vocab_size);
     let (alone, alone_kv) = together(checkpoint, weights, 1, name, |runner| {
@@ -252,7 +252,7 @@ fn unsupported_rank_counts_are_rejected_with_the_supported_ones() {
             assert_eq!(seen.last().unwrap().parameters_done, total);
             sum += total;
         }
-        // Replicated weights, and the sharded part of each rank.
+        // Every rank has all norms and the whole embedding; a tied output matrix is sharded in addition.
         let norms = (2 * 3 + 1) * 64;
         let embedding = 301 * 64;
         let tied = if config.tied_output { embedding } else { 0 };

@@ -18,16 +18,16 @@ use tracing::{debug, warn};
 /// Bytes faulted in at a time: a stop waits for at most one piece.
 const PIECE_BYTES: usize = 8 << 20;
 
-/// The running thread. Dropping it stops and joins it.
+/// Handle of the thread. Drop stops and joins the thread.
 #[derive(Debug)]
 pub(crate) struct Populate {
-    /// Nothing is ever sent: the drop is the message.
+    /// Dropped to stop the thread; nothing is sent.
     stop: Option<Sender<()>>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl Populate {
-    /// Starts the thread on these CPUs, so that the memory is on their NUMA node; empty: on any CPU.
+    /// Starts the thread on `cpus`, so that the memory is on their NUMA node. An empty list allows any CPU.
     pub fn start(arena: Arc<KvArena>, cpus: Vec<u32>) -> io::Result<Self> {
         let (stop, stopped) = bounded::<()>(0);
         let thread = thread::Builder::new().name("baton-populate".to_owned()).spawn(move || {
@@ -54,7 +54,7 @@ impl Drop for Populate {
     }
 }
 
-/// `rest` sleeps for the given time and returns whether to continue.
+/// Populates the arena piece by piece. `rest` sleeps for the given time and returns whether to continue.
 fn populate(arena: &KvArena, rest: impl Fn(Duration) -> bool) {
     let begun = Instant::now();
     let piece = u32::try_from(PIECE_BYTES / arena.block_bytes()).unwrap_or(u32::MAX).max(1);

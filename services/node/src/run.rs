@@ -29,11 +29,11 @@ const TELEMETRY_STOP_WITHIN: Duration = Duration::from_secs(2);
 /// Async threads serve the streams; the engine and the device have threads of their own.
 const ASYNC_THREADS: usize = 2;
 
-/// Usage and configuration errors end with 2, all others with 1.
+/// Exit code of usage and configuration errors; all other errors exit with 1.
 const USAGE: u8 = 2;
 
-/// The whole life of a node process: reads arguments and environment, serves until SIGTERM or
-/// SIGINT, drains. A second signal ends the process at once.
+/// Runs a node process: reads arguments and environment, serves until SIGTERM or SIGINT, and drains. A
+/// second signal ends the process at once.
 pub fn run(role: Role) -> ExitCode {
     let started = Instant::now();
     let name = program_name(role);
@@ -63,7 +63,7 @@ fn prepare_nccl(config: &Config) -> Result<(), NcclError> {
     set_nccl_environment(config.transfer.transport == Transport::Nccl)
 }
 
-/// Runs a rank process. It serves no calls and exports no telemetry beside its log.
+/// Runs a rank process, which serves no calls and exports no telemetry except its log.
 fn run_rank(role: Role, spec: &RankSpec, config: &Config) -> u8 {
     let name = program_name(role);
     let settings = TelemetryConfig { otlp: None, ..TelemetryConfig::from(&config.telemetry) };
@@ -109,7 +109,7 @@ pub fn run_on(
     let code = runtime.block_on(serve);
     // A drop would wait without limit for blocking work, such as a load interrupted by a signal.
     runtime.shutdown_background();
-    // Such a load also holds memory shared with ranks.
+    // An interrupted load also holds memory that it shares with ranks.
     kernels::shared::unlink_all();
     code
 }
@@ -189,7 +189,7 @@ async fn serve_with_telemetry(
     code
 }
 
-/// Installs telemetry under the name `telemetry.instance`, else the node's id, else role and port as configured.
+/// Installs telemetry under the name `telemetry.instance`, else the node's id, else role and configured port.
 fn start_telemetry(
     role: Role,
     config: &Config,
@@ -255,7 +255,7 @@ async fn serve(
     }
 }
 
-/// Waits for a signal that means "stop".
+/// Waits for SIGTERM or SIGINT.
 async fn stopped(signals: &mut [Signal; 2]) {
     let [terminate, interrupt] = signals;
     tokio::select! {

@@ -1,4 +1,4 @@
-//! One decode node that prefills itself, over gRPC.
+//! Tests one decode node, which prefills prompts itself, over gRPC.
 
 mod common;
 
@@ -255,7 +255,7 @@ async fn draining_node_finishes_requests_and_accepts_none() {
     };
     assert_eq!(end.code(), Code::Unavailable);
     draining.await.unwrap();
-    assert!(tokio::net::TcpStream::connect(address).await.is_err(), "nobody listens any more");
+    assert!(tokio::net::TcpStream::connect(address).await.is_err(), "the port is closed");
 }
 
 #[tokio::test]
@@ -299,7 +299,7 @@ async fn a_lost_connection_cancels_its_requests() {
     node.stop().await;
 }
 
-/// Relays bytes between a client and a node until the test tells it to stop.
+/// Relays bytes between a client and a node until `black_hole`, and keeps both connections open.
 struct Relay {
     address: std::net::SocketAddr,
     black_hole: tokio_util::sync::CancellationToken,

@@ -1,7 +1,7 @@
 //! Detokenizer: converts tokens to text one at a time.
 //!
 //! A token may end in the middle of a character, so text lags behind tokens. [`Detokenizer::push`] returns
-//! only final text: never half a character, and never a U+FFFD that a later token would have completed.
+//! only final text: never half a character, and never a U+FFFD for bytes that a later token may complete.
 //! Pushed text and [`finish`](Detokenizer::finish) together equal the decoding of all tokens at once.
 
 use std::sync::Arc;
@@ -11,22 +11,22 @@ use crate::tokenizer::Tokenizer;
 /// Options of a detokenizer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DetokenizerOptions {
-    /// Whether special tokens give no text.
+    /// Whether the text omits special tokens.
     pub skip_special: bool,
     /// Whether the text continues a prompt. When false, the text is separate, and the space that some
     /// vocabularies put before the first word is dropped.
     pub continues: bool,
 }
 
-/// Text of one sequence of tokens so far. Each push costs time in proportion to the token's bytes.
+/// Detokenizer of one token sequence. Each push takes time proportional to the token's bytes.
 #[derive(Clone, Debug)]
 pub struct Detokenizer {
     tokenizer: Arc<Tokenizer>,
     options: DetokenizerOptions,
-    /// Special tokens that give text regardless of the options.
+    /// Special tokens that are part of the text even with `skip_special`.
     shown: Arc<[u32]>,
     utf8: Utf8Stream,
-    /// Characters that are still to be dropped from the start.
+    /// Character to drop from the start of the text, and its maximum count.
     strip: Option<(char, usize)>,
 }
 
@@ -36,13 +36,13 @@ impl Detokenizer {
         Self { tokenizer, options, shown: Arc::default(), utf8: Utf8Stream::default(), strip }
     }
 
-    /// Makes these special tokens give their names as text regardless of the options.
+    /// Includes the names of these special tokens in the text even with `skip_special`.
     pub fn showing(mut self, tokens: Arc<[u32]>) -> Self {
         self.shown = tokens;
         self
     }
 
-    /// Adds a token and returns the final text. Ids outside the vocabulary give none.
+    /// Adds a token and returns the final text. Ids outside the vocabulary give no text.
     pub fn push(&mut self, id: u32) -> String {
         let mut text = String::new();
         self.push_to(id, &mut text);
@@ -87,7 +87,7 @@ fn strip_start(strip: &mut Option<(char, usize)>, text: &mut String, start: usiz
 /// [`String::from_utf8_lossy`], which is also Python's rule.
 #[derive(Clone, Debug, Default)]
 struct Utf8Stream {
-    /// Beginning of a character, at most three bytes.
+    /// First bytes of an incomplete character, at most three.
     pending: Vec<u8>,
 }
 

@@ -1,5 +1,5 @@
-//! Adapts a vocabulary to the model interface of the `tokenizers` crate, whose pipeline looks up added
-//! tokens here.
+//! Implements the `Model` trait of the `tokenizers` crate for a vocabulary. The crate's pipeline looks up
+//! added tokens in this model.
 
 use std::{
     collections::HashMap,

@@ -1,15 +1,15 @@
 //! Stop strings: text that ends an answer where it appears.
 //!
 //! Text arrives in pieces of any size. Only a suffix that may begin a stop string is held back; all other
-//! text is emitted at once. The pieces do not affect which stop string is reported: the one that is
-//! complete first, and among those complete at the same character the longest.
+//! text is emitted at once. The split into pieces does not affect the reported stop string: the first that
+//! is complete, and the longest of those that are complete at the same character.
 
 /// Maximum number of stop strings per request. OpenAI allows 4; vLLM sets no limit.
 pub const STOP_STRINGS_MAX: usize = 32;
 /// Maximum bytes of a stop string. Also bounds the text that is held back.
 pub const STOP_STRING_BYTES_MAX: usize = 1024;
 
-/// Error of a list of stop strings.
+/// Error in a list of stop strings.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum StopError {
     #[error("stop has {count} strings; at most {STOP_STRINGS_MAX} are allowed")]
@@ -101,7 +101,7 @@ impl StopStrings {
         StopProgress { emit: std::mem::replace(&mut self.held, rest), stopped: None }
     }
 
-    /// Advances every pattern by one byte; returns the longest complete one, the first among equals.
+    /// Advances every pattern by one byte. Returns the longest complete pattern, the first among equals.
     fn feed(&mut self, byte: u8) -> Option<usize> {
         let mut complete: Option<usize> = None;
         for index in 0..self.patterns.len() {

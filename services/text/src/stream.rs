@@ -12,7 +12,7 @@ use crate::{
 #[derive(Clone, Debug)]
 pub struct TextStreamOptions {
     pub skip_special: bool,
-    /// Number of first tokens within which a stop string is ordinary text.
+    /// Number of first tokens in which a stop string is ordinary text.
     pub min_tokens: u32,
 }
 
@@ -22,7 +22,7 @@ impl Default for TextStreamOptions {
     }
 }
 
-/// Result of some tokens.
+/// Result of [`TextStream::push`].
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct TextDelta {
     /// Final text: whole characters, none of which may belong to a stop string.
@@ -66,7 +66,7 @@ impl TextStream {
         Self { detokenizer, stops, min_tokens, token_count: 0, stopped: None }
     }
 
-    /// Makes these special tokens give their names as text regardless of the options.
+    /// Includes the names of these special tokens in the text even with `skip_special`.
     pub fn showing(mut self, tokens: Arc<[u32]>) -> Self {
         self.detokenizer = self.detokenizer.showing(tokens);
         self

@@ -1,4 +1,4 @@
-//! SentencePiece vocabularies of GGUF files: Llama 2's kind, with scores and byte fallback.
+//! Tests SentencePiece vocabularies in GGUF files, as in Llama 2: with scores and byte fallback.
 
 mod common;
 
@@ -93,7 +93,7 @@ fn a_file_may_ask_for_no_space() {
     let ids = tokenizer.encode("hello hello", SpecialTokens::Parse).unwrap();
     assert_eq!(ids, pieces(&["h", "el", "lo", "▁hello"]));
     assert_eq!(tokenizer.decode(&ids, false), "hello hello");
-    assert_eq!(tokenizer.decode(&pieces(&["▁hello"]), false), " hello", "nothing was put there");
+    assert_eq!(tokenizer.decode(&pieces(&["▁hello"]), false), " hello", "no space was prepended");
 }
 
 #[test]
@@ -137,7 +137,7 @@ fn vocabularies_without_bytes_have_one_unknown_token() {
     let model = open_gguf(&metadata).unwrap();
     let ids = model.tokenizer().encode("abca", SpecialTokens::Parse).unwrap();
     assert_eq!(ids, [5, 0, 4]);
-    assert_eq!(model.tokenizer().tokens_at_least(&"b".repeat(1000)), 0, "they are one token");
+    assert_eq!(model.tokenizer().tokens_at_least(&"b".repeat(1000)), 0, "one unknown token");
 }
 
 #[test]
@@ -155,7 +155,7 @@ fn long_texts_of_any_kind_come_back() {
     ] {
         let ids = encode(&text);
         assert!(tokenizer().tokens_at_least(&text) <= ids.len());
-        // The space mark of tokens is a space in a text.
+        // The space mark decodes to a space.
         assert_eq!(tokenizer().decode(&ids, false), text.replace('▁', " "));
     }
     assert_eq!(encode(&" ".repeat(10_000)).len(), 2501);
@@ -175,7 +175,7 @@ fn half_a_character_is_never_shown() {
     for byte in &"👍".as_bytes()[..3] {
         assert_eq!(cut.push(byte_piece(*byte)), "");
     }
-    // A single byte that cannot continue, then whole text.
+    // Three bytes of an incomplete character, then other text.
     assert_eq!(cut.push(piece("▁hello")), "\u{fffd} hello");
     assert_eq!(cut.finish(), "");
 }
@@ -276,7 +276,7 @@ fn chats_begin_with_one_bos_where_the_template_has_one() {
         let ids = model.tokenizer().encode(&text, SpecialTokens::Parse).unwrap();
         assert_eq!(ids.iter().filter(|id| **id == BOS).count(), bos_count, "{rendered}");
         assert!(!ids.windows(2).any(|pair| pair == [BOS, BOS]));
-        // Each part after a special token has its space, and nothing else changes.
+        // Encoding adds a space after each special token and changes nothing else.
         let decoded = model.tokenizer().decode(&ids, true);
         let spoken = |text: &str| text.replace("<s>", "").replace("</s>", "").replace(' ', "");
         assert_eq!(spoken(&decoded), spoken(rendered));
@@ -297,7 +297,7 @@ proptest! {
         let bytes: Vec<u8> =
             ids.iter().flat_map(|id| tokenizer().token_bytes(*id).unwrap()).copied().collect();
         let whole = String::from_utf8(bytes).unwrap();
-        // After an added token, which may be part of the text, there is one more space.
+        // The bytes have one more space after each added token in the text.
         prop_assert_eq!(whole.replace(' ', ""), text.replace(' ', ""));
     }
 

@@ -39,7 +39,7 @@ struct State {
     taken: InFlight<()>,
     /// The connection in use, kept to shut it down. A newer connection replaces it.
     stream: Option<TcpStream>,
-    /// Number of that connection, kept after its end.
+    /// Number of the newest connection, kept after the connection's end.
     connection: u64,
     /// A reader thread uses this inbox.
     occupied: bool,
@@ -115,7 +115,8 @@ impl Inbox {
     }
 
     /// Blocks until the reader of the previous connection has left, then makes `connection` the
-    /// current one. Returns false if a newer connection replaces it or the inbox is closed.
+    /// current one. Returns false if a newer connection replaces it, the inbox is closed, or the previous
+    /// reader has not left within a lease.
     pub fn enter(&self, connection: u64, stream: &TcpStream) -> io::Result<bool> {
         let clone = stream.try_clone()?;
         let mut state = self.lock();
@@ -148,7 +149,7 @@ impl Inbox {
         Some(blocks)
     }
 
-    /// Returns whether the transfer of a taken chunk was cancelled.
+    /// Returns whether the transfer of a taken chunk was cancelled or the inbox is closed.
     pub fn is_cancelled(&self, transfer: TransferId) -> bool {
         let state = self.lock();
         state.closed || state.taken.is_cancelled(transfer)

@@ -16,7 +16,7 @@ use crate::{
     control::Reserve,
 };
 
-/// Side of a transfer that this node has.
+/// This node's side of a transfer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Side {
     Sender,
@@ -36,16 +36,16 @@ pub struct Transfer {
     pub id: TransferId,
     pub peer: Peer,
     pub side: Side,
-    /// The node's trace context. A sender before `Expect` has the receiver's.
+    /// Trace context of the node. Before `Expect`, a sender has the receiver's trace context.
     pub traceparent: String,
-    /// The node has started the transfer, so the node must get a final event. A sender starts with
-    /// `Expect`.
+    /// Whether the node has started the transfer and must get a final event. A sender's node starts it
+    /// with `Expect`.
     pub is_begun: bool,
     /// Deadline of the whole transfer, set by the node.
     pub deadline: Instant,
-    /// End of the lease, which the peer renews by naming the transfer.
+    /// End of the lease. Messages and heartbeats of the peer that name the transfer renew the lease.
     pub lease: Instant,
-    /// Timer of the unanswered messages.
+    /// Retransmission timer of unanswered messages.
     pub retry: Retry,
     pub phase: Phase,
 }
@@ -61,7 +61,7 @@ pub enum Phase {
     Connecting { reserve: Reserve },
     /// Receiver: `RESERVE` was sent.
     Receiving(Receiving),
-    /// Delivered or arrived.
+    /// Sender: delivered. Receiver: arrived.
     Complete,
     /// The transfer has failed, and blocks, events or messages are left to handle.
     Aborting(Aborting),
@@ -139,14 +139,14 @@ impl Transfer {
         }
     }
 
-    /// The peer has violated the protocol.
+    /// Fails the transfer, because the peer has violated the protocol.
     pub fn broken(&mut self, turn: &mut Turn, detail: String) {
         let peer = self.peer.node_id.clone();
         self.fail(turn, TransferFailure::Protocol { peer, detail }, Tell::Abort);
     }
 
-    /// Renews the lease: the peer has named the transfer or sent a message about it. A sender that
-    /// does so has the `RESERVE`.
+    /// Renews the lease: the peer has named the transfer or sent a message about it. A sender that names
+    /// the transfer has received `RESERVE`.
     pub fn renew(&mut self, now: Instant) {
         self.lease = now + LEASE;
         if let Phase::Receiving(receiving) = &mut self.phase {
@@ -233,7 +233,7 @@ impl Transfer {
         }
     }
 
-    /// Before `RESERVE` the peer may not know the transfer.
+    /// Returns the message for an abort. Before `RESERVE` the peer may not know the transfer.
     fn tell(&self) -> Tell {
         match self.phase {
             Phase::Expecting { .. } | Phase::Connecting { .. } => Tell::Nothing,
@@ -241,7 +241,8 @@ impl Transfer {
         }
     }
 
-    /// Before `RESERVE` a receiver may not know the transfer and cannot renew the lease.
+    /// Returns whether the lease applies. While a sender awaits `RESERVE`, the receiver may not know the
+    /// transfer and cannot renew the lease.
     fn is_leased(&self) -> bool {
         !self.is_over() && !self.is_awaiting()
     }

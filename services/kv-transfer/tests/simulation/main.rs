@@ -1,6 +1,6 @@
 //! Transfer cores on a simulated network with faults.
 //!
-//! A failing case prints its seed and parameters. The same numbers give the same run.
+//! A failing case prints its seed and parameters, which reproduce the run.
 
 mod bounds;
 mod circular_wait;

@@ -1,4 +1,4 @@
-//! A node in a helper process, to be stopped and killed.
+//! A node in a helper process that tests stop and kill.
 
 use std::{
     fs,
@@ -15,12 +15,12 @@ use super::{Side, TIMEOUT, TestNode, connect};
 
 /// Name of the helper that runs [`run_node`].
 pub const NODE_HELPER: &str = "node";
-/// Names the folder through which the test and the helper exchange files.
+/// Environment variable with the folder through which the test and the helper exchange files.
 const FOLDER_VARIABLE: &str = "BATON_TEST_FOLDER";
 const SETTINGS: &str = "settings";
 const READY: &str = "ready";
 
-/// Killed when dropped.
+/// Helper process of a node. Drop kills the process.
 pub struct NodeProcess {
     child: Child,
     pub side: Side,
@@ -45,13 +45,13 @@ impl NodeProcess {
         Self { child, side, _folder: folder }
     }
 
-    /// SIGKILL; the process is gone when this returns.
+    /// Sends SIGKILL and waits until the process has exited.
     pub fn kill(&mut self) {
         self.child.kill().unwrap();
         self.child.wait().unwrap();
     }
 
-    /// SIGSTOP: nothing of the process runs, its sockets stay.
+    /// Sends SIGSTOP: all threads stop, and the sockets stay open.
     pub fn freeze(&self) {
         self.signal("-STOP");
     }
@@ -115,6 +115,6 @@ async fn serve() {
     );
     fs::write(folder.join("unfinished"), ready).unwrap();
     fs::rename(folder.join("unfinished"), folder.join(READY)).unwrap();
-    // A test that forgot its process must not leave it for ever.
+    // Bounds the life of a process that its test does not kill.
     tokio::time::sleep(2 * TIMEOUT).await;
 }

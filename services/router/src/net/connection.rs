@@ -27,13 +27,13 @@ use super::slots::{Slot, Verdict};
 /// The bytes that open an HTTP/2 connection.
 const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
 
-/// Reason why a connection ended, for its requests: a dropped request cannot distinguish a client that disconnected
-/// from a client that did not read.
+/// Reason why a connection ended, shared with its requests: a dropped request cannot distinguish a client
+/// that disconnected from a client that did not read.
 #[derive(Clone, Debug, Default)]
 pub struct ConnectionEnd(Arc<AtomicBool>);
 
 impl ConnectionEnd {
-    /// Reports whether the client did not read. Set before the connection ends.
+    /// Returns whether the connection ended because the client did not read. Set before the connection ends.
     pub fn is_unread(&self) -> bool {
         self.0.load(Ordering::Acquire)
     }
@@ -76,7 +76,7 @@ enum Reading {
 
 struct HeadTimer {
     timer: Pin<Box<Sleep>>,
-    /// The count of request heads when the timer started: the timer is void once it has grown.
+    /// Number of request heads when the timer started. The timer is void once this number has grown.
     begun: u64,
 }
 
@@ -120,7 +120,7 @@ impl ClientConnection {
         }
     }
 
-    /// Completes when a time limit has passed.
+    /// Completes when the time limit of a request head has passed.
     fn poll_timeout(&mut self, cx: &mut Context<'_>) -> Poll<()> {
         match &mut self.reading {
             Reading::Opening { timer, .. } => timer.as_mut().poll(cx),

@@ -1,4 +1,4 @@
-//! The text of one answer: detokenizes emitted tokens, and finds stop tokens and stop strings.
+//! Text of one answer: detokenizes emitted tokens, and finds stop tokens and stop strings.
 
 use std::sync::Arc;
 
@@ -23,7 +23,7 @@ pub struct AnswerText {
     ended: Option<Ended>,
 }
 
-/// Why no further token belongs to the answer.
+/// Stop condition that ended the answer.
 #[derive(Debug)]
 enum Ended {
     /// The last token is a stop token; the answer excludes its text.
@@ -35,7 +35,7 @@ enum Ended {
 impl AnswerText {
     pub fn new(request: &PreparedRequest, sampling: &Sampling) -> Self {
         let tokenizer = request.model.text.tokenizer();
-        // Special tokens that mark tool calls are text for their parser.
+        // The tool-call parser needs the special tokens that mark tool calls as text.
         let shown_tokens = request.calls.as_ref();
         let shown_tokens = shown_tokens.map(|calls| calls.format.shown_tokens(tokenizer));
         let shown_tokens = shown_tokens.unwrap_or_default();
@@ -61,7 +61,7 @@ impl AnswerText {
         }
     }
 
-    /// Returns the stop condition that the pushed tokens contain.
+    /// Returns the stop condition that ended the answer, if any.
     pub fn stop(&self) -> Option<Stop> {
         match self.ended.as_ref()? {
             Ended::StopToken(_) => Some(Stop::Token),
@@ -69,8 +69,8 @@ impl AnswerText {
         }
     }
 
-    /// Adds the next tokens. Returns those that belong to the answer, and their text. Tokens behind a stop
-    /// do not belong to the answer.
+    /// Adds the next tokens. Returns the tokens that belong to the answer, and their text. Tokens after a
+    /// stop are dropped.
     pub fn push(&mut self, mut tokens: Vec<Token>) -> (Vec<Token>, String) {
         if self.ended.is_some() {
             return (vec![], String::new());

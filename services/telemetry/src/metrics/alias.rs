@@ -5,7 +5,7 @@
 
 use prometheus::proto::{LabelPair, Metric, MetricFamily};
 
-/// Metrics of the family that the alias repeats.
+/// Selects the metrics of a family that an alias repeats.
 #[derive(Clone, Copy)]
 enum Part {
     All,
@@ -13,7 +13,7 @@ enum Part {
     Only(&'static str, &'static [&'static str]),
 }
 
-/// Our name of a metric family, its alias, and the metrics that the alias repeats.
+/// Baton's name of a metric family, its alias, and the metrics that the alias repeats.
 const ALIASES: [(&str, &str, Part); 26] = [
     // Router.
     ("gen_ai_server_time_to_first_token_seconds", "vllm:time_to_first_token_seconds", Part::All),
@@ -92,7 +92,7 @@ pub(super) fn add(families: &mut Vec<MetricFamily>) {
     families.append(&mut added);
 }
 
-/// Returns the metric with vLLM's label names; `None` when the alias leaves it out.
+/// Returns the metric with vLLM's label names; `None` when the alias excludes the metric.
 fn renamed(metric: &Metric, part: Part) -> Option<Metric> {
     let value_of = |label: &str| {
         metric.get_label().iter().find(|pair| pair.name() == label).map(LabelPair::value)

@@ -4,7 +4,7 @@ use time::{OffsetDateTime, format_description::parse_strftime_borrowed};
 
 const FORMAT_BYTES_MAX: usize = 256;
 
-/// Formats `seconds` since 1970; an error names the unknown directive.
+/// Formats `seconds` since the Unix epoch.
 pub(super) fn format_utc(seconds: u64, format: &str) -> Result<String, String> {
     if format.len() > FORMAT_BYTES_MAX {
         return Err(format!("strftime_now takes at most {FORMAT_BYTES_MAX} bytes"));
@@ -16,7 +16,7 @@ pub(super) fn format_utc(seconds: u64, format: &str) -> Result<String, String> {
     let mut rest = format;
     while let Some((text, directive)) = rest.split_once('%') {
         out.push_str(text);
-        // `%-d` is GNU's form of a number without its leading zero.
+        // GNU's `%-d` omits the leading zero.
         let name_at = usize::from(directive.starts_with('-'));
         let name = directive[name_at..].chars().next();
         let name = name.ok_or("strftime_now: the format ends within a directive")?;
