@@ -20,7 +20,14 @@ mod http;
 mod net;
 mod nodes;
 mod record;
-mod request;
+/// A client's request, independent of the API.
+mod request {
+    pub mod error;
+    pub mod options;
+    pub mod text_workers;
+    pub mod tokenising;
+    pub mod tools;
+}
 pub mod request_core;
 mod request_driver;
 mod serve;

@@ -9,11 +9,10 @@ use tonic::metadata::MetadataMap;
 use crate::{
     front::Front,
     request::{
-        asked_grammar::AskedGrammar,
         error::FieldError,
         options::{
-            LOGPROBS, MIN_P, Options, PENALTY, REPETITION_PENALTY, STOP_TOKENS_MAX, TEMPERATURE,
-            TENANT_HEADER, TOKENS, TOP_P, Tenant, check_salt,
+            LOGPROBS, MIN_P, Options, PENALTY, REPETITION_PENALTY, RequestedGrammar,
+            STOP_TOKENS_MAX, TEMPERATURE, TENANT_HEADER, TOKENS, TOP_P, Tenant, check_salt,
         },
     },
 };
@@ -50,13 +49,13 @@ pub fn options(wire: GenerateOptions) -> Result<Options, FieldError> {
     })
 }
 
-fn asked_grammar(wire: v1::Grammar) -> Result<AskedGrammar, FieldError> {
+fn asked_grammar(wire: v1::Grammar) -> Result<RequestedGrammar, FieldError> {
     match wire.kind {
         Some(v1::grammar::Kind::JsonSchema(text)) => {
-            Ok(AskedGrammar::new("options.grammar.json_schema", Grammar::JsonSchema(text)))
+            Ok(RequestedGrammar::new("options.grammar.json_schema", Grammar::JsonSchema(text)))
         }
         Some(v1::grammar::Kind::Regex(text)) => {
-            Ok(AskedGrammar::new("options.grammar.regex", Grammar::Regex(text)))
+            Ok(RequestedGrammar::new("options.grammar.regex", Grammar::Regex(text)))
         }
         Some(v1::grammar::Kind::ToolCalls(_)) => {
             let problem = "is tool_calls; allowed: json_schema, regex; tools are offered to Chat";

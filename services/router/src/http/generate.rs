@@ -1,29 +1,50 @@
-//! `POST /v1/chat/completions` and `POST /v1/completions`: reads the request, starts it, sends the reply.
+//! `POST /v1/chat/completions` and `POST /v1/completions`: reads the request, starts it, and replies with one
+//! JSON body or a stream of events.
 
-use std::{sync::Arc, time::SystemTime};
+use std::{
+    collections::HashMap,
+    convert::Infallible,
+    sync::Arc,
+    time::{Duration, SystemTime},
+};
 
 use axum::{
+    Json,
     body::Body,
     extract::State,
     response::{IntoResponse, Response},
 };
-use http::{HeaderMap, Request, StatusCode};
+use bytes::Bytes;
+use futures_util::Stream;
+use http::{HeaderMap, HeaderValue, Request, StatusCode, header};
+use serde::Serialize;
 use telemetry::metrics::{Operation, RequestEnd};
+use tokio::time::Instant;
 use tracing::Instrument;
 
 use super::{
-    choices::{Api, TokenView},
+    RequestContext, X_REQUEST_ID,
     error::ApiError,
     fields::Fields,
-    reply::Reply,
-    request_context::{RequestContext, X_REQUEST_ID, read_body},
+    read_body,
     request_fields::{Delivery, named_model, read_chat, read_completion},
+    wire::{
+        Api, Collected, Completion, ErrorBody, TextChoice, TextLogprobs, TokenView, Usage,
+        chat_chunks, chat_end, chat_role, text_end,
+    },
 };
 use crate::{
-    front::Front,
-    front::NamedModel,
+    front::{Front, NamedModel},
     record::RequestRecord,
-    request_driver::{self, GenerationFields, ParsedRequest},
+    request::{
+        error::RequestError,
+        tools::{AnswerPiece, CallReader, Calls},
+    },
+    request_core::HandOverStats,
+    request_driver::{
+        self, AnswerEnd, AnswerTokens, Event, GenerationFields, ParsedRequest, RunningRequest,
+    },
+    wake::MovingTimer,
 };
 
 pub async fn chat_completions(State(front): State<Arc<Front>>, request: Request<Body>) -> Response {
@@ -141,4 +162,375 @@ fn reply(
         choices_per_prompt: fields.choices,
         keep_alive: front.settings.keep_alive,
     }
+}
+
+const CHAT_CHUNK: &str = "chat.completion.chunk";
+const TEXT_CHUNK: &str = "text_completion";
+/// Bytes of one write from which on further events wait for the next one.
+const WRITE_BYTES: usize = 4096;
+
+/// Fields that all chunks of a response share.
+pub struct Reply {
+    pub id: String,
+    /// Creation time in seconds since 1970.
+    pub created: u64,
+    pub model: Arc<str>,
+    pub system_fingerprint: String,
+    pub view: TokenView,
+    pub delivery: Delivery,
+    pub wants_figures: bool,
+    /// Number of answers to each prompt.
+    pub choices_per_prompt: u32,
+    /// Maximum time between events of a stream; then a keep-alive comment follows.
+    pub keep_alive: Duration,
+}
+
+/// Token counts over all answers.
+#[derive(Debug, Default)]
+struct Totals {
+    usage: Usage,
+    hand_over: HandOverStats,
+}
+
+impl Totals {
+    /// Adds up the usage; `prompts` counts each prompt once, whatever its number of answers.
+    fn new(prompts: &[Arc<[u32]>]) -> Self {
+        let prompt_tokens = prompts.iter().map(|prompt| prompt.len() as u64).sum();
+        let usage = Usage { prompt_tokens, total_tokens: prompt_tokens, ..Usage::default() };
+        Self { usage, hand_over: HandOverStats::default() }
+    }
+
+    fn tokens(&mut self, count: usize) {
+        self.usage.completion_tokens += count as u64;
+        self.usage.total_tokens += count as u64;
+    }
+
+    fn ended(&mut self, end: &AnswerEnd, choices_per_prompt: u32) {
+        // Count a prompt's cached tokens once, from its first answer.
+        if end.choice.is_multiple_of(choices_per_prompt) {
+            self.usage.prompt_tokens_details.cached_tokens += u64::from(end.cached_tokens);
+        }
+        self.hand_over.add(&end.hand_over);
+    }
+}
+
+impl Reply {
+    /// Waits for all answers and returns one JSON body.
+    pub async fn whole(self, mut started: RunningRequest) -> Result<Response, RequestError> {
+        let mut totals = Totals::new(&started.prompts);
+        let mut collected: HashMap<u32, Collected> = HashMap::new();
+        let mut ends: Vec<AnswerEnd> = Vec::new();
+        while let Some(event) = started.next().await {
+            match event? {
+                Event::Tokens(shown) => {
+                    totals.tokens(shown.tokens.len());
+                    let answer = collected.entry(shown.choice).or_default();
+                    answer.push(&self.view, &shown.tokens, &shown.text);
+                }
+                Event::Finished(end) => {
+                    totals.ended(&end, self.choices_per_prompt);
+                    collected.entry(end.choice).or_default().text.push_str(&end.text);
+                    ends.push(end);
+                }
+            }
+        }
+        ends.sort_by_key(|end| end.choice);
+        let mut taken = |end: &AnswerEnd| collected.remove(&end.choice).unwrap_or_default();
+        Ok(match self.view.api {
+            Api::Chat => {
+                let choice = |end: &AnswerEnd| {
+                    taken(end).into_chat_choice(&self.view, end, started.call_reader(end.choice))
+                };
+                let choices = ends.iter().map(choice).collect();
+                let mut body = self.completion("chat.completion", choices, &totals);
+                if self.view.token_ids {
+                    body.prompt_token_ids = started.prompts.first().map(|prompt| &**prompt);
+                }
+                Json(body).into_response()
+            }
+            Api::Text => {
+                let choice = |end: &AnswerEnd| {
+                    let prompt = self.prompt(&started.prompts, end.choice);
+                    taken(end).into_text_choice(&self.view, end, prompt)
+                };
+                let choices = ends.iter().map(choice).collect();
+                Json(self.completion("text_completion", choices, &totals)).into_response()
+            }
+        })
+    }
+
+    fn completion<C>(
+        &self,
+        object: &'static str,
+        choices: Vec<C>,
+        totals: &Totals,
+    ) -> Completion<'_, C> {
+        Completion {
+            usage: Some(Some(totals.usage)),
+            baton: self.wants_figures.then(|| totals.hand_over.clone()),
+            ..self.chunk(object, choices)
+        }
+    }
+
+    fn chunk<C>(&self, object: &'static str, choices: Vec<C>) -> Completion<'_, C> {
+        Completion {
+            id: &self.id,
+            object,
+            created: self.created,
+            model: &self.model,
+            system_fingerprint: &self.system_fingerprint,
+            choices,
+            usage: None,
+            prompt_token_ids: None,
+            baton: None,
+        }
+    }
+
+    fn chunk_object(&self) -> &'static str {
+        match self.view.api {
+            Api::Chat => CHAT_CHUNK,
+            Api::Text => TEXT_CHUNK,
+        }
+    }
+
+    fn prompt<'a>(&self, prompts: &'a [Arc<[u32]>], choice: u32) -> &'a [u32] {
+        prompts.get((choice / self.choices_per_prompt) as usize).map_or(&[], |prompt| prompt)
+    }
+
+    /// Responds with a stream. Waits a limited time for the first event, so that an immediate failure has its
+    /// own HTTP status.
+    pub async fn stream(self, mut started: RunningRequest) -> Result<Response, RequestError> {
+        let first = tokio::time::timeout(self.keep_alive, started.next()).await;
+        let first = match first {
+            Ok(Some(Ok(event))) => Some(event),
+            Ok(Some(Err(error))) => return Err(error),
+            Ok(None) | Err(_) => None,
+        };
+        let keep_alive = self.keep_alive;
+        let chunks = Chunks::new(self, started, first);
+        let mut response = Response::new(Body::from_stream(event_stream(chunks, keep_alive)));
+        let headers = response.headers_mut();
+        headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("text/event-stream"));
+        headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-cache"));
+        // Disables buffering in nginx.
+        headers.insert("x-accel-buffering", HeaderValue::from_static("no"));
+        Ok(response)
+    }
+}
+
+/// Events of a streamed response, created when the client's connection accepts more data.
+pub struct Chunks {
+    reply: Reply,
+    started: RunningRequest,
+    first: Option<Event>,
+    totals: Totals,
+    /// By choice.
+    answers: Vec<AnswerProgress>,
+    /// The bytes of every chunk before its choice.
+    head: Vec<u8>,
+    is_over: bool,
+}
+
+/// State of one answer between its chunks.
+#[derive(Default)]
+struct AnswerProgress {
+    introduced: bool,
+    /// Parser of tool calls, from the first event until the end; `None` without tools.
+    reader: Option<CallReader>,
+    text_offset: u64,
+    completion_tokens: u64,
+}
+
+impl Chunks {
+    fn new(reply: Reply, started: RunningRequest, first: Option<Event>) -> Self {
+        let totals = Totals::new(&started.prompts);
+        let answer_count = started.prompts.len() * reply.choices_per_prompt as usize;
+        let answers = std::iter::repeat_with(AnswerProgress::default).take(answer_count).collect();
+        let mut head = Vec::new();
+        write_event(&reply.chunk::<()>(reply.chunk_object(), vec![]), &mut head);
+        head.truncate(head.len() - "]}\n\n".len());
+        Self { reply, started, first, totals, answers, head, is_over: false }
+    }
+
+    /// Returns the next events, as many as are ready; `None` at the end of the stream. The function is
+    /// cancel-safe.
+    pub async fn next(&mut self) -> Option<Bytes> {
+        let mut out = Vec::new();
+        // Send nothing while all text is held back.
+        while out.is_empty() {
+            if self.is_over {
+                return None;
+            }
+            let event = match self.first.take() {
+                Some(event) => Some(Ok(event)),
+                None => self.started.next().await,
+            };
+            match event {
+                Some(Ok(event)) => self.write(event, &mut out),
+                // An error event ends the stream; no [DONE] follows.
+                Some(Err(error)) => {
+                    self.is_over = true;
+                    write_event(&ErrorBody { error: ApiError::from(error).content }, &mut out);
+                }
+                None => {
+                    self.is_over = true;
+                    self.write_last(&mut out);
+                }
+            }
+            while out.len() < WRITE_BYTES
+                && let Some(event) = self.started.next_queued()
+            {
+                self.write(event, &mut out);
+            }
+        }
+        Some(out.into())
+    }
+
+    fn write(&mut self, event: Event, out: &mut Vec<u8>) {
+        match event {
+            Event::Tokens(shown) => self.write_tokens(shown, out),
+            Event::Finished(end) => {
+                self.totals.ended(&end, self.reply.choices_per_prompt);
+                self.introduce(end.choice, out);
+                match self.reply.view.api {
+                    Api::Chat => self.write_chat_end(&end, out),
+                    Api::Text => self.write_chunk(end.choice, text_end(&end), out),
+                }
+            }
+        }
+    }
+
+    fn write_tokens(&mut self, shown: AnswerTokens, out: &mut Vec<u8>) {
+        self.totals.tokens(shown.tokens.len());
+        self.introduce(shown.choice, out);
+        let progress = &mut self.answers[shown.choice as usize];
+        progress.completion_tokens += shown.tokens.len() as u64;
+        let (reply, view) = (&self.reply, &self.reply.view);
+        match view.api {
+            Api::Chat => {
+                let pieces = match &mut progress.reader {
+                    Some(reader) => reader.push(&shown.text),
+                    None => vec![AnswerPiece::Content(shown.text)],
+                };
+                for chunk in chat_chunks(view, shown.choice, &shown.tokens, pieces) {
+                    self.write_chunk(shown.choice, chunk, out);
+                }
+            }
+            Api::Text => {
+                let first = !std::mem::replace(&mut progress.introduced, true);
+                let mut logprobs = TextLogprobs::default();
+                view.text_logprobs(&shown.tokens, &mut progress.text_offset, &mut logprobs);
+                let prompt = reply.prompt(&self.started.prompts, shown.choice);
+                let choice = TextChoice {
+                    index: shown.choice,
+                    text: shown.text,
+                    logprobs: view.logprobs.map(|_| logprobs),
+                    prompt_token_ids: (first && view.token_ids).then_some(prompt),
+                    token_ids: view.ids(&shown.tokens),
+                    ..Default::default()
+                };
+                self.write_chunk(shown.choice, choice, out);
+            }
+        }
+    }
+
+    /// Sends the role at the beginning of a chat answer.
+    fn introduce(&mut self, choice: u32, out: &mut Vec<u8>) {
+        let progress = &mut self.answers[choice as usize];
+        if self.reply.view.api == Api::Text || std::mem::replace(&mut progress.introduced, true) {
+            return;
+        }
+        progress.reader = self.started.call_reader(choice);
+        let mut chunk = self.reply.chunk(CHAT_CHUNK, vec![chat_role(choice)]);
+        chunk.usage = self.usage_of(choice);
+        if self.reply.view.token_ids {
+            chunk.prompt_token_ids = Some(self.reply.prompt(&self.started.prompts, choice));
+        }
+        write_event(&chunk, out);
+    }
+
+    fn write_chat_end(&mut self, end: &AnswerEnd, out: &mut Vec<u8>) {
+        // Send text that was held back.
+        let (pieces, calls) = match self.answers[end.choice as usize].reader.take() {
+            Some(reader) => reader.finish(&end.text),
+            None if end.text.is_empty() => (Vec::new(), Calls::None),
+            None => (vec![AnswerPiece::Content(end.text.clone())], Calls::None),
+        };
+        let tokenless = TokenView { logprobs: None, token_ids: false, ..self.reply.view.clone() };
+        for chunk in chat_chunks(&tokenless, end.choice, &[], pieces) {
+            self.write_chunk(end.choice, chunk, out);
+        }
+        self.write_chunk(end.choice, chat_end(end, calls), out);
+    }
+
+    /// Appends a chunk with this content of a choice: an event of [`Reply::chunk`] whose constant fields
+    /// are not formatted again.
+    fn write_chunk(&self, choice: u32, content: impl Serialize, out: &mut Vec<u8>) {
+        out.extend_from_slice(&self.head);
+        write_json(&content, out);
+        out.push(b']');
+        if let Some(usage) = self.usage_of(choice) {
+            out.extend_from_slice(b",\"usage\":");
+            write_json(&usage, out);
+        }
+        out.extend_from_slice(b"}\n\n");
+    }
+
+    /// Returns the usage of an ordinary chunk: absent, `null` if the last chunk has it, or the usage of the answer so
+    /// far.
+    fn usage_of(&self, choice: u32) -> Option<Option<Usage>> {
+        let delivery = &self.reply.delivery;
+        if delivery.continuous_usage {
+            let prompt_tokens = self.reply.prompt(&self.started.prompts, choice).len() as u64;
+            let completion_tokens = self.answers[choice as usize].completion_tokens;
+            return Some(Some(Usage {
+                prompt_tokens,
+                completion_tokens,
+                total_tokens: prompt_tokens + completion_tokens,
+                ..Usage::default()
+            }));
+        }
+        delivery.include_usage.then_some(None)
+    }
+
+    fn write_last(&self, out: &mut Vec<u8>) {
+        let (delivery, reply) = (&self.reply.delivery, &self.reply);
+        if delivery.include_usage || reply.wants_figures {
+            let mut chunk = reply.chunk::<()>(reply.chunk_object(), vec![]);
+            chunk.usage = delivery.include_usage.then_some(Some(self.totals.usage));
+            chunk.baton = reply.wants_figures.then(|| self.totals.hand_over.clone());
+            write_event(&chunk, out);
+        }
+        out.extend_from_slice(b"data: [DONE]\n\n");
+    }
+}
+
+/// Appends an event with this content.
+fn write_event(content: &impl Serialize, out: &mut Vec<u8>) {
+    out.extend_from_slice(b"data: ");
+    write_json(content, out);
+    out.extend_from_slice(b"\n\n");
+}
+
+fn write_json(content: &impl Serialize, out: &mut Vec<u8>) {
+    serde_json::to_writer(out, content)
+        .expect("writing to a vector succeeds, and these types have string keys");
+}
+
+/// Returns the stream's bytes on demand. Sends a comment after `keep_alive` without an event.
+fn event_stream(
+    chunks: Chunks,
+    keep_alive: Duration,
+) -> impl Stream<Item = Result<Bytes, Infallible>> + Send {
+    let timer = MovingTimer::new(Instant::now() + keep_alive);
+    futures_util::stream::unfold((chunks, timer), move |(mut chunks, mut timer)| async move {
+        let bytes = tokio::select! {
+            biased;
+            next = chunks.next() => next?,
+            () = timer.reached(Instant::now() + keep_alive) => {
+                Bytes::from_static(b": keep-alive\n\n")
+            }
+        };
+        Some((Ok(bytes), (chunks, timer)))
+    })
 }

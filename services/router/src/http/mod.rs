@@ -1,38 +1,43 @@
-//! The OpenAI HTTP API, health and metrics.
+//! The OpenAI HTTP API, health and metrics: routes, and what all endpoints share (request id, label, span, body).
 
-mod choices;
 mod error;
 mod fields;
 mod generate;
-mod grammar_field;
+mod grammar_fields;
 mod info;
 mod openapi;
-mod prompt_field;
-mod reply;
-mod request_context;
 mod request_fields;
 mod tokenize;
-mod tools;
 mod wire;
 
-use std::sync::Arc;
+use std::{ops::Deref, sync::Arc, time::Duration};
 
 use axum::{
     Router,
+    body::Body,
     extract::Request,
     middleware::{self, Next},
     response::{IntoResponse, Response},
     routing::{self, MethodRouter},
 };
-use bytes::Bytes;
-use http::{HeaderValue, Method, StatusCode, Uri, header};
+use bytes::{Bytes, BytesMut};
+use http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, Uri, header};
+use http_body_util::BodyExt;
 use proto::ids::RequestId;
-use telemetry::Metrics;
+use telemetry::{Metrics, propagation};
+use tokio::sync::OwnedSemaphorePermit;
+use tracing::Span;
 
-use crate::front::Front;
+use crate::{
+    front::Front,
+    record::label,
+    request::{
+        error::{FieldError, RequestError},
+        options::{TENANT_HEADER, Tenant},
+    },
+};
 use error::ApiError;
 use generate::{chat_completions, completions};
-use request_context::{X_REQUEST_ID, echo, label_of};
 use tokenize::{detokenize, tokenize};
 
 /// Returns all HTTP routes. `started` is the start of the process in seconds since 1970.
@@ -111,8 +116,209 @@ pub fn read_bodies(body: &[u8]) {
     let _ = request_fields::options(&fields);
     let _ = request_fields::choices(&fields);
     let _ = request_fields::delivery(&fields);
-    let tools = tools::read(&fields).ok().flatten();
+    let tools = grammar_fields::tools(&fields).ok().flatten();
     let _ = request_fields::chat_source(&fields, tools.as_ref());
-    let _ = prompt_field::prompts(&fields);
+    let _ = request_fields::prompts(&fields);
     let _ = fields.value::<Vec<u32>>("tokens", "a list of token ids");
+}
+
+pub const X_REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
+/// With value `1` the last chunk contains statistics of the hand-over between nodes.
+const X_BATON_FIGURES: HeaderName = HeaderName::from_static("x-baton-figures");
+
+/// Maximum number of bytes read from a rejected body. Without reading, a client that is still sending would see
+/// a broken connection instead of the error.
+const DISCARD_BYTES_MAX: usize = 64 << 20;
+const DISCARD_MAX: Duration = Duration::from_secs(5);
+
+pub struct RequestContext {
+    pub request_id: RequestId,
+    /// Client's label of the request.
+    pub label: Option<String>,
+    pub span: Span,
+    pub wants_figures: bool,
+    /// An invalid tenant; reported with the other errors of the request.
+    pub tenant: Result<Option<Tenant>, FieldError>,
+}
+
+impl RequestContext {
+    pub fn new(headers: &HeaderMap, api: &'static str) -> Result<Self, RequestError> {
+        let request_id = RequestId::mint()?;
+        let text = |name: &HeaderName| headers.get(name).and_then(|value| value.to_str().ok());
+        let label = label_of(headers);
+        let span = tracing::info_span!("request", %request_id, label = label.as_deref(), api);
+        propagation::set_parent_from_http(&span, headers);
+        let wants_figures = text(&X_BATON_FIGURES) == Some("1");
+        let tenant =
+            headers.get(TENANT_HEADER).map(|name| Tenant::parse(name.as_bytes())).transpose();
+        Ok(Self { request_id, label, span, wants_figures, tenant })
+    }
+
+    /// Returns the response's `x-request-id`: the client's label, otherwise the router's id.
+    pub fn echo(&self) -> HeaderValue {
+        echo(self.label.as_deref(), self.request_id)
+    }
+}
+
+/// Reads the client's label of the request.
+pub fn label_of(headers: &HeaderMap) -> Option<String> {
+    headers.get(X_REQUEST_ID).and_then(|value| label(value.to_str().ok()?))
+}
+
+/// Returns the label, otherwise the id.
+pub fn echo(client_label: Option<&str>, request_id: RequestId) -> HeaderValue {
+    let text = client_label.map_or_else(|| request_id.to_string(), str::to_owned);
+    // Labels are visible ASCII and ids are hexadecimal.
+    HeaderValue::try_from(text).unwrap_or_else(|_| HeaderValue::from_static("invalid"))
+}
+
+/// A body and its permit for memory.
+pub struct ReadBody {
+    bytes: BytesMut,
+    room: Option<OwnedSemaphorePermit>,
+}
+
+impl Deref for ReadBody {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        &self.bytes
+    }
+}
+
+impl ReadBody {
+    fn extend(&mut self, data: &[u8], front: &Front) -> Result<(), ApiError> {
+        let limit = front.settings.router.body_bytes_max.bytes();
+        if (self.bytes.len() + data.len()) as u64 > limit {
+            return Err(ApiError::body_too_large(limit));
+        }
+        let more = front.bodies.take(data.len()).map_err(RequestError::from)?;
+        match &mut self.room {
+            Some(room) => room.merge(more),
+            None => self.room = Some(more),
+        }
+        self.bytes.extend_from_slice(data);
+        Ok(())
+    }
+}
+
+/// Rejects a body that is compressed or does not say that it is JSON. A web page can make a browser post
+/// forms and plain text to a router on the loopback interface, but not JSON.
+fn check_body_headers(headers: &HeaderMap) -> Result<(), ApiError> {
+    let shown = |value: &HeaderValue| String::from_utf8_lossy(value.as_bytes()).into_owned();
+    for encoding in headers.get_all(header::CONTENT_ENCODING) {
+        if !encoding.as_bytes().eq_ignore_ascii_case(b"identity") {
+            let allowed = "identity, or no content-encoding";
+            return Err(ApiError::unsupported_body(
+                "content-encoding",
+                Some(&shown(encoding)),
+                allowed,
+            ));
+        }
+    }
+    let content_type = headers.get(header::CONTENT_TYPE).map(shown);
+    if !content_type.as_deref().is_some_and(is_json) {
+        let allowed = "application/json";
+        return Err(ApiError::unsupported_body("content-type", content_type.as_deref(), allowed));
+    }
+    Ok(())
+}
+
+/// Returns whether the type is `application/json` or `application/*+json`, with or without parameters.
+fn is_json(content_type: &str) -> bool {
+    let kind = content_type.split(';').next().unwrap_or_default().trim().to_ascii_lowercase();
+    let subtype = kind.strip_prefix("application/");
+    subtype.is_some_and(|subtype| subtype == "json" || subtype.ends_with("+json"))
+}
+
+/// Reads the whole body, within the limits on one body and on all bodies.
+pub async fn read_body(
+    front: &Front,
+    headers: &HeaderMap,
+    mut body: Body,
+) -> Result<ReadBody, ApiError> {
+    if let Err(error) = check_body_headers(headers) {
+        discard(&mut body).await;
+        return Err(error);
+    }
+    let limit = front.settings.router.body_bytes_max.bytes();
+    let read_max = front.settings.request_read_max;
+    let announced = headers
+        .get(header::CONTENT_LENGTH)
+        .and_then(|value| value.to_str().ok()?.parse::<u64>().ok());
+    if announced.is_some_and(|bytes| bytes > limit) {
+        discard(&mut body).await;
+        return Err(ApiError::body_too_large(limit));
+    }
+    let mut whole = ReadBody { bytes: BytesMut::new(), room: None };
+    let read = async {
+        while let Some(frame) = body.frame().await {
+            let frame = frame.map_err(|error| {
+                let message = format!("the body could not be read: {error}");
+                ApiError::invalid(StatusCode::BAD_REQUEST, "body_broken", message)
+            })?;
+            let Ok(data) = frame.into_data() else { continue };
+            whole.extend(&data, front)?;
+        }
+        Ok(())
+    };
+    let read = tokio::time::timeout(read_max, read).await;
+    let late = || {
+        let message = format!("the body did not arrive within {} s", read_max.as_secs());
+        ApiError::invalid(StatusCode::REQUEST_TIMEOUT, "body_timeout", message)
+    };
+    match read.unwrap_or_else(|_| Err(late())) {
+        Ok(()) => Ok(whole),
+        Err(error) => {
+            drop(whole);
+            if [StatusCode::PAYLOAD_TOO_LARGE, StatusCode::TOO_MANY_REQUESTS]
+                .contains(&error.status)
+            {
+                discard(&mut body).await;
+            }
+            Err(error)
+        }
+    }
+}
+
+/// Reads and discards the rest of a body, within limits.
+async fn discard(body: &mut Body) {
+    let all = async {
+        let mut bytes = 0;
+        while let Some(Ok(frame)) = body.frame().await {
+            bytes += frame.data_ref().map_or(0, Bytes::len);
+            if bytes > DISCARD_BYTES_MAX {
+                break;
+            }
+        }
+    };
+    let _ = tokio::time::timeout(DISCARD_MAX, all).await;
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_json_content_types_are_accepted() {
+        for accepted in [
+            "application/json",
+            "Application/JSON; charset=utf-8",
+            "application/json;v=1",
+            "application/problem+json",
+        ] {
+            assert!(is_json(accepted), "{accepted}");
+        }
+        for rejected in [
+            "",
+            "text/html",
+            "text/plain;charset=utf-8",
+            "text/json",
+            "application/x-www-form-urlencoded",
+            "application/jsonp",
+            "text/plain; application/json",
+        ] {
+            assert!(!is_json(rejected), "{rejected}");
+        }
+    }
 }

@@ -13,9 +13,8 @@ use http::Request;
 use super::{
     error::ApiError,
     fields::Fields,
-    request_context::read_body,
+    grammar_fields, read_body,
     request_fields::{chat_source, named_model},
-    tools,
     wire::{Detokenized, Tokenized},
 };
 use crate::{
@@ -71,7 +70,7 @@ pub fn prompt_source(fields: &Fields<'_>) -> Result<PromptSource, FieldError> {
             let problem = "is missing; allowed: a text, or messages in its place";
             return Err(FieldError::new("prompt", problem));
         }
-        let tools = tools::read(fields)?;
+        let tools = grammar_fields::tools(fields)?;
         return chat_source(fields, tools.as_ref()).map(PromptSource::Chat);
     };
     if fields.raw("messages").is_some() {

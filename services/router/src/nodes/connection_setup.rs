@@ -10,7 +10,7 @@ use cluster::{NodeRecord, Role};
 use proto::v1::{MeetRequest, Peer};
 use tonic::Request;
 
-use super::{Nodes, calls};
+use super::Nodes;
 use crate::request_core::peer;
 
 /// Interval of rounds. Nodes close the connection of a pair that is idle for a minute.
@@ -124,7 +124,7 @@ pub async fn meet(
     let Ok(channel) = nodes.channel(&url) else { return };
     let mut request = Request::new(request);
     request.set_timeout(deadline.saturating_duration_since(Instant::now()));
-    let mut client = calls::client(channel);
+    let mut client = super::client(channel);
     match tokio::time::timeout_at(deadline.into(), client.meet(request)).await {
         Ok(Ok(_)) => {}
         Ok(Err(status)) => tracing::debug!(node = url, %status, "a node rejected connection setup"),

@@ -1,29 +1,36 @@
-//! The router's view of the nodes: a directory, which one task keeps up to date, and connections.
+//! The router's view of the nodes: a directory, which one task keeps up to date, connections, and the Decode and
+//! Prefill calls of attempts.
 
-mod calls;
 mod connection_setup;
 mod watch;
 
 use std::{
     collections::{BTreeSet, HashMap},
+    pin::Pin,
     sync::{
         Arc, Mutex, MutexGuard,
         atomic::{AtomicBool, Ordering},
     },
-    time::Instant,
+    time::{Duration, Instant},
 };
 
 use cluster::{
     CacheIdentity, Directory, Health, Input, Membership, NoNode, NodeChoice, NodeRecord, Role,
     Wanted,
 };
-use proto::ids::{NoRandomness, random_bits};
-use telemetry::RouterMetrics;
+use proto::{
+    ids::{NoRandomness, random_bits},
+    v1::{DecodeEvent, DecodeRequest, PrefillEvent, PrefillRequest, node_client::NodeClient},
+};
+use telemetry::{RouterMetrics, propagation};
 use tokio::sync::{mpsc, watch as latest};
-use tonic::transport::Channel;
+use tonic::{
+    Request, Response, Status, Streaming,
+    transport::{Channel, Endpoint},
+};
+use tracing::Span;
 
 use crate::request::options::ModelLimits;
-pub use calls::{NodeCall, next_message};
 pub use watch::{OwnedTask, Served};
 
 /// Maximum number of nodes that `/health` names because they unexpectedly compute on the CPU.
@@ -197,7 +204,7 @@ impl Nodes {
         if let Some(channel) = channels.get(url) {
             return Ok(channel.clone());
         }
-        let channel = calls::open(url)?;
+        let channel = open(url)?;
         channels.insert(url.to_owned(), channel.clone());
         Ok(channel)
     }
@@ -270,6 +277,90 @@ impl Drop for Assigned {
     fn drop(&mut self) {
         self.nodes.directory().release(self.choice.assignment);
     }
+}
+
+/// Connect time-out. A node of the cluster accepts a connection within milliseconds.
+const CONNECT_MAX: Duration = Duration::from_secs(1);
+/// Interval of pings. A silent node is detected within interval plus time-out: the lease plus 0.5 s.
+const PING_INTERVAL: Duration = Duration::from_millis(500);
+const PING_TIMEOUT: Duration = Duration::from_secs(2);
+/// Flow-control window of one stream: a few thousand token events.
+const STREAM_WINDOW_BYTES: u32 = 256 << 10;
+/// Flow-control window of all streams of a node: an unread stream must not block the others.
+const CONNECTION_WINDOW_BYTES: u32 = 64 << 20;
+/// Maximum size of a received message: twice that of a snapshot with the maximum number of cached blocks.
+const EVENT_BYTES_MAX: usize = 16 << 20;
+/// Maximum size of a sent message, for the longest prompts at a few bytes per token.
+const REQUEST_BYTES_MAX: usize = 16 << 20;
+
+/// Returns a channel that connects at first use and reconnects after failures.
+fn open(url: &str) -> Result<Channel, tonic::transport::Error> {
+    let endpoint = Endpoint::from_shared(url.to_owned())?
+        .connect_timeout(CONNECT_MAX)
+        .tcp_nodelay(true)
+        .http2_keep_alive_interval(PING_INTERVAL)
+        .keep_alive_timeout(PING_TIMEOUT)
+        .keep_alive_while_idle(true)
+        .initial_stream_window_size(STREAM_WINDOW_BYTES)
+        .initial_connection_window_size(CONNECTION_WINDOW_BYTES);
+    Ok(endpoint.connect_lazy())
+}
+
+fn client(channel: Channel) -> NodeClient<Channel> {
+    NodeClient::new(channel)
+        .max_decoding_message_size(EVENT_BYTES_MAX)
+        .max_encoding_message_size(REQUEST_BYTES_MAX)
+}
+
+/// A call of an attempt. Dropping it cancels the call and releases the node.
+pub struct NodeCall<E> {
+    pub node: Assigned,
+    stream: CallStream<E>,
+}
+
+type Opening<E> = Pin<Box<dyn Future<Output = Result<Response<Streaming<E>>, Status>> + Send>>;
+
+/// The server stream of a call: opening and reading it are one wait.
+enum CallStream<E> {
+    Opening(Opening<E>),
+    Open(Streaming<E>),
+}
+
+impl NodeCall<DecodeEvent> {
+    pub fn decode(node: Assigned, request: DecodeRequest, span: &Span) -> Self {
+        let (mut client, request) = (client(node.channel.clone()), traced(span, request));
+        let call = async move { client.decode(request).await };
+        Self { node, stream: CallStream::Opening(Box::pin(call)) }
+    }
+}
+
+impl NodeCall<PrefillEvent> {
+    pub fn prefill(node: Assigned, request: PrefillRequest, span: &Span) -> Self {
+        let (mut client, request) = (client(node.channel.clone()), traced(span, request));
+        let call = async move { client.prefill(request).await };
+        Self { node, stream: CallStream::Opening(Box::pin(call)) }
+    }
+}
+
+fn traced<M>(span: &Span, message: M) -> Request<M> {
+    let mut request = Request::new(message);
+    propagation::inject_grpc(span, request.metadata_mut());
+    request
+}
+
+/// Returns the call's next message; `None` when the node ended the stream. Blocks forever without a call.
+/// Cancel-safe.
+pub async fn next_message<E>(call: &mut Option<&mut NodeCall<E>>) -> Result<Option<E>, Status> {
+    let Some(NodeCall { node, stream }) = call else { return std::future::pending().await };
+    if let CallStream::Opening(opening) = stream {
+        *stream = CallStream::Open(opening.await?.into_inner());
+    }
+    let CallStream::Open(events) = stream else { unreachable!("the stream was opened above") };
+    let message = events.message().await?;
+    if message.is_some() {
+        node.answered();
+    }
+    Ok(message)
 }
 
 #[cfg(test)]

@@ -17,7 +17,7 @@ use tokio_util::sync::{CancellationToken, DropGuard};
 use tonic::Code;
 
 use super::{
-    Nodes, calls,
+    Nodes,
     connection_setup::{self, FirstRound, Rounds, SETTLES_IN, WAIT_MAX},
 };
 
@@ -225,7 +225,7 @@ async fn follow(
         code => format!("{code:?}: {}", status.message()),
     };
     let channel = nodes.channel(&address.grpc).map_err(|error| error.to_string())?;
-    let response = calls::client(channel).observe(ObserveRequest {}).await.map_err(failed)?;
+    let response = super::client(channel).observe(ObserveRequest {}).await.map_err(failed)?;
     let mut events = response.into_inner();
     let mut draining = false;
     while let Some(event) = events.message().await.map_err(failed)? {

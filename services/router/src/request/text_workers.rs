@@ -14,8 +14,8 @@ use text::{
 use tokio::sync::{AcquireError, OwnedSemaphorePermit, Semaphore};
 
 use super::{
-    asked_grammar::AskedGrammar,
     error::{FieldError, RequestError},
+    options::RequestedGrammar,
 };
 
 /// Maximum size of a prompt that is tokenized in place, in bytes: this takes less than 1 ms.
@@ -184,7 +184,7 @@ impl TextWorkers {
     }
 
     /// Rejects a grammar that no node could compile, and names its field.
-    pub async fn check_grammar(&self, asked: &AskedGrammar) -> Result<(), RequestError> {
+    pub async fn check_grammar(&self, asked: &RequestedGrammar) -> Result<(), RequestError> {
         let (asked, grammars) = (asked.clone(), self.grammars.clone());
         let check = move || {
             let compiler = grammars.get_or_init(Compiler::for_bytes);

@@ -13,8 +13,8 @@ use serde_json::{Map, Value, json};
 use text::{ToolCall, ToolFormat, ToolParser, ToolPiece};
 
 use super::{
-    asked_grammar::{AskedGrammar, FunctionField},
     error::{FieldError, refused},
+    options::{FunctionField, RequestedGrammar},
 };
 
 /// Tools that the model may call.
@@ -109,8 +109,8 @@ impl OfferedTools {
     pub fn grammar(
         &self,
         format: ToolFormat,
-        content: Option<AskedGrammar>,
-    ) -> Result<Option<AskedGrammar>, FieldError> {
+        content: Option<RequestedGrammar>,
+    ) -> Result<Option<RequestedGrammar>, FieldError> {
         let is_strict = self.functions.iter().any(|function| function.strict);
         if self.choice == ToolChoice::Auto && content.is_none() && !is_strict {
             return Ok(None);
@@ -159,7 +159,7 @@ impl OfferedTools {
             several: self.parallel && !matches!(self.choice, ToolChoice::Named(_)),
             otherwise,
         };
-        Ok(Some(AskedGrammar {
+        Ok(Some(RequestedGrammar {
             field: TOOLS,
             grammar: Grammar::ToolCalls(calls),
             functions: fields,

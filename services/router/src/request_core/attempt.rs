@@ -21,7 +21,7 @@ use proto::v1::{
 
 use super::{
     emitted::EmittedTokens,
-    failure::{AttemptFailure, Cause, Side},
+    recovery::{AttemptFailure, Cause, Side},
 };
 
 /// How long a complete answer waits for the decode node's last event, which only adds statistics.

@@ -29,11 +29,9 @@
 
 mod attempt;
 mod emitted;
-mod failure;
 mod recovery;
 #[cfg(test)]
 mod tests;
-mod turn_queue;
 
 use std::{
     collections::VecDeque,
@@ -57,10 +55,8 @@ use tonic::Status;
 pub use attempt::AttemptStats;
 use attempt::{AttemptAction, AttemptState, LAST_EVENT_MAX, TOKEN_0_MAX};
 use emitted::EmittedTokens;
-pub use failure::{AttemptFailure, Cause, NodeReport, Side};
-pub use recovery::{GiveUp, RecoveryPolicy};
+pub use recovery::{AttemptFailure, Cause, GiveUp, NodeReport, RecoveryPolicy, Side, TurnQueue};
 use recovery::{NextStep, Recovery};
-pub use turn_queue::TurnQueue;
 
 /// Interval between two picks of a request that holds the turn: one or two steps of a busy node.
 const PICK_AGAIN: Duration = Duration::from_millis(25);

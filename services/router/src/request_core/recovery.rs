@@ -1,17 +1,30 @@
-//! Decides what follows a failed attempt or a pick without a node.
+//! Reasons why an attempt failed, and what follows a failed attempt or a pick without a node.
 //!
 //! An attempt that failed is followed by another one over the prompt and all emitted tokens. The next
 //! attempt avoids the node that failed. After a second failed transfer, and on the last attempt of the
 //! budget, a decode node works alone: it needs no transfer. The budget renews whenever an attempt emitted
 //! tokens, so it bounds attempts without progress. Busy nodes cost no attempt: the request waits for a
 //! bounded time. While no decode node is up, the request waits until its deadline. Nodes are remembered
-//! by their epoch: a restarted node is not avoided for the failure of its predecessor.
+//! by their epoch: a restarted node is not avoided for the failure of its predecessor. Requests that found
+//! every node busy pick again in the order of a [`TurnQueue`].
 
-use std::time::{Duration, Instant};
+use std::{
+    collections::VecDeque,
+    error::Error as _,
+    time::{Duration, Instant},
+};
 
 use cluster::{Epoch, NoNode};
+use proto::v1::{Failure, FailureKind};
+use tonic::{Code, Status};
 
-use super::failure::{AttemptFailure, Cause, Side};
+use super::emitted::EmissionError;
+
+/// Maximum bytes of a peer's message that the router copies into a log or an error body.
+const MESSAGE_BYTES_MAX: usize = 300;
+/// Requests that pick nodes at the same time. Few, so that busy nodes do not spend their time on
+/// refusals; more than one, so that one slow node does not delay every request.
+const TURNS_MAX: usize = 4;
 
 #[derive(Clone, Copy, Debug)]
 pub struct RecoveryPolicy {
@@ -238,6 +251,219 @@ impl Recovery {
     }
 }
 
+/// The prefill or the decode node of an attempt.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, thiserror::Error)]
+pub enum Side {
+    #[error("prefill")]
+    Prefill,
+    #[error("decode")]
+    Decode,
+}
+
+/// Cause of a failed attempt; decides which nodes the next attempt avoids.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Cause {
+    /// The node's queue is full, or the node has too few free KV blocks.
+    #[error("busy")]
+    Busy,
+    /// The node is draining.
+    #[error("draining")]
+    Draining,
+    /// The connection failed, or the node is silent.
+    #[error("lost")]
+    Lost,
+    /// The KV did not arrive completely.
+    #[error("transfer_failed")]
+    TransferFailed,
+    /// The request's deadline passed at the node.
+    #[error("deadline")]
+    Deadline,
+    /// The node aborted the stream, because the client and therefore the router did not read.
+    #[error("slow_reader")]
+    SlowReader,
+    /// The two nodes have different models, weights or layouts.
+    #[error("mismatch")]
+    Mismatch,
+    /// The node is another process, or has other weights, than the router expected.
+    #[error("stale")]
+    Stale,
+    /// The node knows this transfer id already.
+    #[error("duplicate")]
+    Duplicate,
+    /// The emitted tokens complete the answer's grammar, so no token can follow.
+    #[error("answer_complete")]
+    AnswerComplete,
+    /// A bug in the node.
+    #[error("internal")]
+    Internal,
+    /// The node can never serve this request.
+    #[error("invalid")]
+    Invalid,
+    /// The node violated the protocol.
+    #[error("violation")]
+    Violation,
+    /// The node sent another value for a token that the router has already emitted.
+    #[error("contradiction")]
+    Contradiction,
+}
+
+impl Cause {
+    fn of_kind(kind: FailureKind) -> Self {
+        match kind {
+            FailureKind::Busy => Self::Busy,
+            FailureKind::TransferFailed => Self::TransferFailed,
+            FailureKind::Deadline => Self::Deadline,
+            FailureKind::Draining => Self::Draining,
+            FailureKind::SlowReader => Self::SlowReader,
+            FailureKind::Mismatch => Self::Mismatch,
+            FailureKind::Internal | FailureKind::Unspecified => Self::Internal,
+            FailureKind::Invalid => Self::Invalid,
+        }
+    }
+}
+
+/// A report to the directory about the node of a failed attempt.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum NodeReport {
+    Busy,
+    /// The connection broke, or another process answered.
+    Lost,
+}
+
+/// The failure of one attempt.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{side} node: {cause}: {message}")]
+pub struct AttemptFailure {
+    pub side: Side,
+    pub cause: Cause,
+    /// Message on one line.
+    pub message: String,
+}
+
+impl AttemptFailure {
+    /// Converts the node's Failure event.
+    pub fn reported(side: Side, failure: Failure) -> Self {
+        Self { side, cause: Cause::of_kind(failure.kind()), message: one_line(&failure.message) }
+    }
+
+    /// Converts the status of a refused call or a broken stream.
+    fn status(side: Side, status: &Status) -> Self {
+        // tonic sets a source if the connection failed; a status from the node has none.
+        let broken = status.source().is_some();
+        let cause = match status.code() {
+            Code::ResourceExhausted => Cause::Busy,
+            Code::Unavailable if broken => Cause::Lost,
+            Code::Unavailable => Cause::Draining,
+            Code::InvalidArgument => Cause::Invalid,
+            Code::OutOfRange => Cause::AnswerComplete,
+            Code::AlreadyExists => Cause::Duplicate,
+            Code::FailedPrecondition => Cause::Stale,
+            Code::DeadlineExceeded => Cause::Deadline,
+            _ if broken => Cause::Lost,
+            _ => Cause::Internal,
+        };
+        let mut message = one_line(status.message());
+        if message.is_empty() {
+            message = status.code().description().to_owned();
+        }
+        Self { side, cause, message }
+    }
+
+    /// Converts the end of a stream that broke or had no final event.
+    pub fn stream_end(side: Side, error: Option<Status>) -> Self {
+        if let Some(status) = error {
+            return Self::status(side, &status);
+        }
+        let message = "the stream ended without a final event".to_owned();
+        Self { side, cause: Cause::Lost, message }
+    }
+
+    /// Returns the failure of a node that sent no event for the time `silence`.
+    pub fn silent(side: Side, silence: Duration) -> Self {
+        let message = format!("no event for {silence:?} (router.idle_timeout)");
+        Self { side, cause: Cause::Lost, message }
+    }
+
+    /// Returns the report about the node of [`Self::side`], if the failure says anything about it.
+    pub fn node_report(&self) -> Option<NodeReport> {
+        match self.cause {
+            Cause::Busy => Some(NodeReport::Busy),
+            Cause::Lost | Cause::Stale => Some(NodeReport::Lost),
+            _ => None,
+        }
+    }
+
+    pub fn violation(side: Side, message: impl Into<String>) -> Self {
+        Self { side, cause: Cause::Violation, message: message.into() }
+    }
+
+    pub fn emission(side: Side, error: &EmissionError) -> Self {
+        let cause = match error {
+            EmissionError::Contradiction { .. } => Cause::Contradiction,
+            EmissionError::Gap { .. }
+            | EmissionError::TooMany { .. }
+            | EmissionError::OutsideVocabulary { .. }
+            | EmissionError::Empty { .. } => Cause::Violation,
+        };
+        Self { side, cause, message: error.to_string() }
+    }
+}
+
+/// Returns a peer's text as one bounded line.
+fn one_line(text: &str) -> String {
+    let mut line: String =
+        text.chars().map(|char| if char.is_control() { ' ' } else { char }).collect();
+    if line.len() > MESSAGE_BYTES_MAX {
+        let end = (0..=MESSAGE_BYTES_MAX).rev().find(|&end| line.is_char_boundary(end));
+        line.truncate(end.expect("0 is a boundary"));
+        line.push('…');
+    }
+    line
+}
+
+/// Gives the requests of one model that found every node busy their turn to pick again, in order of arrival.
+#[derive(Debug)]
+pub struct TurnQueue<Id> {
+    waiting: VecDeque<Id>,
+    picking: Vec<Id>,
+}
+
+impl<Id> Default for TurnQueue<Id> {
+    fn default() -> Self {
+        Self { waiting: VecDeque::new(), picking: Vec::new() }
+    }
+}
+
+impl<Id: Copy + PartialEq> TurnQueue<Id> {
+    /// Whether no request waits for its turn or has it: a new request may pick at once.
+    pub fn is_empty(&self) -> bool {
+        self.waiting.is_empty() && self.picking.is_empty()
+    }
+
+    /// Adds a request behind every other one. Does nothing if the request is in the queue.
+    pub fn join(&mut self, id: Id) {
+        if !self.waiting.contains(&id) && !self.picking.contains(&id) {
+            self.waiting.push_back(id);
+        }
+    }
+
+    /// Removes a request, and with it its turn.
+    pub fn leave(&mut self, id: Id) {
+        self.waiting.retain(|waiting| *waiting != id);
+        self.picking.retain(|picking| *picking != id);
+    }
+
+    /// Gives a free turn to the first waiting request, which keeps the turn until it leaves.
+    pub fn next_turn(&mut self) -> Option<Id> {
+        if self.picking.len() >= TURNS_MAX {
+            return None;
+        }
+        let id = self.waiting.pop_front()?;
+        self.picking.push(id);
+        Some(id)
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use cluster::Role;
@@ -431,5 +657,44 @@ mod tests {
         recovery.no_node(&NONE_UP, start);
         recovery.all_busy(later);
         assert_eq!(recovery.busy_until(), Some(later + POLICY.busy_timeout));
+    }
+
+    #[test]
+    fn a_refused_call_differs_from_a_broken_connection() {
+        let refused = AttemptFailure::status(Side::Decode, &Status::unavailable("draining"));
+        assert_eq!(refused.cause, Cause::Draining);
+        let mut broken = Status::unavailable("tcp connect error");
+        broken.set_source(std::sync::Arc::new(std::io::Error::other("refused")));
+        assert_eq!(AttemptFailure::status(Side::Decode, &broken).cause, Cause::Lost);
+        let busy = AttemptFailure::status(Side::Prefill, &Status::resource_exhausted("full"));
+        assert_eq!((busy.cause, busy.side), (Cause::Busy, Side::Prefill));
+    }
+
+    #[test]
+    fn a_peers_message_is_one_bounded_line() {
+        let failure = Failure { kind: 99, message: format!("a\nb{}", "ü".repeat(500)) };
+        let failure = AttemptFailure::reported(Side::Decode, failure);
+        assert_eq!(failure.cause, Cause::Internal);
+        assert!(failure.message.starts_with("a b") && failure.message.len() < 310);
+    }
+
+    #[test]
+    fn turns_are_bounded_and_given_in_order_of_arrival() {
+        let mut queue = TurnQueue::default();
+        assert!(queue.is_empty());
+        (0..7).for_each(|id| queue.join(id));
+        queue.join(0);
+        let next = |queue: &mut TurnQueue<u32>| {
+            std::iter::from_fn(|| queue.next_turn()).collect::<Vec<_>>()
+        };
+        assert_eq!(next(&mut queue), [0, 1, 2, 3]);
+        queue.leave(5);
+        queue.leave(2);
+        queue.leave(0);
+        assert_eq!(next(&mut queue), [4, 6]);
+        [1, 3, 4].into_iter().for_each(|id| queue.leave(id));
+        assert!(!queue.is_empty(), "request 6 has its turn");
+        queue.leave(6);
+        assert!(queue.is_empty());
     }
 }

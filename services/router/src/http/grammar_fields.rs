@@ -1,0 +1,409 @@
+//! Fields of a request from which the answer's grammar follows: structured output and tools.
+//!
+//! For structured output these are OpenAI's `response_format`, and the names of SGLang and vLLM for a regular
+//! expression and a schema. A request has at most one of them.
+
+use grammar::Grammar;
+use serde::Deserialize;
+use serde_json::{Map, Value, value::RawValue};
+
+use super::fields::Fields;
+use crate::request::{
+    error::{FieldError, refused},
+    options::RequestedGrammar,
+    tools::{
+        OfferedFunction, OfferedTools, TOOL_CHOICE, TOOLS, ToolChoice, check_count, check_name,
+    },
+};
+
+const FORMAT: &str = "response_format";
+const FORMAT_ALLOWED: &str = "an object with type text, json_object or json_schema";
+const SCHEMA: &str = "response_format.json_schema.schema";
+const OUTPUTS: &str = "structured_outputs";
+const OUTPUTS_ALLOWED: &str = "an object with json, regex or json_object";
+
+/// Reads the grammar that the client requested, if any.
+pub fn grammar(fields: &Fields<'_>) -> Result<Option<RequestedGrammar>, FieldError> {
+    let all = [
+        response_format(fields)?,
+        regex(fields, "regex")?,
+        regex(fields, "guided_regex")?,
+        guided_json(fields)?,
+        structured_outputs(fields)?,
+    ];
+    let mut asked = all.into_iter().flatten();
+    let first = asked.next();
+    match (&first, asked.next()) {
+        (Some(first), Some(second)) => Err(FieldError::new(
+            second.field,
+            format!("is given together with {}; allowed: one of them", first.field),
+        )),
+        _ => Ok(first),
+    }
+}
+
+fn response_format(fields: &Fields<'_>) -> Result<Option<RequestedGrammar>, FieldError> {
+    #[derive(Deserialize)]
+    struct Format<'a> {
+        r#type: String,
+        #[serde(borrow)]
+        json_schema: Option<&'a RawValue>,
+    }
+    #[derive(Deserialize)]
+    struct Named<'a> {
+        #[serde(borrow)]
+        schema: Option<&'a RawValue>,
+    }
+    let Some(text) = fields.raw(FORMAT) else { return Ok(None) };
+    let format: Format<'_> = object(text).ok_or_else(|| refused(FORMAT, text, FORMAT_ALLOWED))?;
+    let grammar = match format.r#type.as_str() {
+        "text" => return Ok(None),
+        "json_object" => return Ok(Some(RequestedGrammar::new(FORMAT, Grammar::json_object()))),
+        "json_schema" => {
+            let missing = || {
+                FieldError::new(SCHEMA, "is missing; allowed: a JSON schema with type json_schema")
+            };
+            let named = format.json_schema.ok_or_else(missing)?.get();
+            let named: Named<'_> = object(named).ok_or_else(|| {
+                refused("response_format.json_schema", named, "an object with name and schema")
+            })?;
+            Grammar::JsonSchema(named.schema.ok_or_else(missing)?.get().to_owned())
+        }
+        _ => return Err(refused(FORMAT, text, FORMAT_ALLOWED)),
+    };
+    Ok(Some(RequestedGrammar::new(SCHEMA, grammar)))
+}
+
+fn regex(fields: &Fields<'_>, name: &'static str) -> Result<Option<RequestedGrammar>, FieldError> {
+    let regex = fields.string(name)?;
+    Ok(regex.map(|regex| RequestedGrammar::new(name, Grammar::Regex(regex))))
+}
+
+fn guided_json(fields: &Fields<'_>) -> Result<Option<RequestedGrammar>, FieldError> {
+    const NAME: &str = "guided_json";
+    let Some(text) = fields.raw(NAME) else { return Ok(None) };
+    Ok(Some(RequestedGrammar::new(NAME, schema_or_its_text(NAME, text)?)))
+}
+
+fn structured_outputs(fields: &Fields<'_>) -> Result<Option<RequestedGrammar>, FieldError> {
+    #[derive(Deserialize)]
+    #[serde(deny_unknown_fields)]
+    struct Outputs<'a> {
+        #[serde(borrow, default)]
+        json: Option<&'a RawValue>,
+        #[serde(default)]
+        regex: Option<String>,
+        #[serde(default)]
+        json_object: Option<bool>,
+    }
+    let Some(text) = fields.raw(OUTPUTS) else { return Ok(None) };
+    let other = || refused(OUTPUTS, text, OUTPUTS_ALLOWED);
+    let outputs: Outputs<'_> = object(text).ok_or_else(other)?;
+    let grammar = match (outputs.json, outputs.regex, outputs.json_object.unwrap_or(false)) {
+        (None, None, false) => return Ok(None),
+        (Some(json), None, false) => schema_or_its_text(OUTPUTS, json.get())?,
+        (None, Some(regex), false) => Grammar::Regex(regex),
+        (None, None, true) => Grammar::json_object(),
+        _ => return Err(other()),
+    };
+    Ok(Some(RequestedGrammar::new(OUTPUTS, grammar)))
+}
+
+/// Parses a JSON object. The check is needed because serde also reads an array as a struct.
+fn object<'a, T: Deserialize<'a>>(text: &'a str) -> Option<T> {
+    text.starts_with('{').then(|| serde_json::from_str(text).ok())?
+}
+
+/// Reads a schema given as JSON or as a string with JSON.
+fn schema_or_its_text(name: &str, text: &str) -> Result<Grammar, FieldError> {
+    let schema = match text.starts_with('"') {
+        true => serde_json::from_str(text)
+            .map_err(|_| refused(name, text, "a JSON schema, or its text"))?,
+        false => text.to_owned(),
+    };
+    Ok(Grammar::JsonSchema(schema))
+}
+
+/// Reads the tools that the model may call, if any.
+pub fn tools(fields: &Fields<'_>) -> Result<Option<OfferedTools>, FieldError> {
+    let offered = offered(fields)?;
+    let choice = tool_choice(fields)?;
+    let parallel = fields.boolean("parallel_tool_calls")?.unwrap_or(true);
+    let Some(choice) = choice else { return Ok(None) };
+    let (definitions, functions) = offered.unwrap_or_default();
+    OfferedTools::new(definitions, functions, choice, parallel)
+}
+
+/// Reads `tool_choice`; `None` if the model may call no tool.
+fn tool_choice(fields: &Fields<'_>) -> Result<Option<ToolChoice>, FieldError> {
+    #[derive(Deserialize)]
+    struct Named {
+        r#type: String,
+        function: Name,
+    }
+    #[derive(Deserialize)]
+    struct Name {
+        name: String,
+    }
+    let allowed =
+        "auto, none, required, or an object with type function and a function with a name";
+    let Some(choice) = fields.value::<Value>(TOOL_CHOICE, allowed)? else {
+        return Ok(Some(ToolChoice::Auto));
+    };
+    let other = || refused(TOOL_CHOICE, &choice.to_string(), allowed);
+    Ok(match &choice {
+        Value::String(word) => match word.as_str() {
+            "auto" => Some(ToolChoice::Auto),
+            "none" => None,
+            "required" => Some(ToolChoice::Required),
+            _ => return Err(other()),
+        },
+        // serde also reads an array as a struct.
+        Value::Object(object) if !object.get("function").is_some_and(Value::is_array) => {
+            let named = Named::deserialize(&choice).map_err(|_| other())?;
+            if named.r#type != "function" {
+                return Err(other());
+            }
+            Some(ToolChoice::Named(named.function.name))
+        }
+        _ => return Err(other()),
+    })
+}
+
+#[derive(Deserialize)]
+struct Tool {
+    r#type: String,
+    function: Function,
+}
+
+#[derive(Deserialize)]
+struct Function {
+    name: String,
+    #[serde(rename = "description")]
+    _description: Option<String>,
+    parameters: Option<Map<String, Value>>,
+    strict: Option<bool>,
+}
+
+/// Returns the tools as the client sent them, and their parsed functions; `None` without tools.
+fn offered(fields: &Fields<'_>) -> Result<Option<(Value, Vec<OfferedFunction>)>, FieldError> {
+    let allowed = "a list of tools, each with type function and a function with a name";
+    let Some(text) = fields.raw(TOOLS) else { return Ok(None) };
+    let definitions: Value =
+        serde_json::from_str(text).map_err(|_| refused(TOOLS, text, allowed))?;
+    let list = definitions.as_array().ok_or_else(|| refused(TOOLS, text, allowed))?;
+    if list.is_empty() {
+        return Ok(None);
+    }
+    check_count(list.len())?;
+    let function = |(index, tool): (usize, &Value)| {
+        let field = format!("tools[{index}]");
+        // serde also reads an array as a struct.
+        if tool.is_array() || tool["function"].is_array() {
+            return Err(refused(&field, &tool.to_string(), allowed));
+        }
+        let read = Tool::deserialize(tool).map_err(|error| {
+            FieldError::new(&field, format!("is no tool: {error}; allowed: {allowed}"))
+        })?;
+        let Function { name, strict, parameters, .. } = read.function;
+        if read.r#type != "function" {
+            return Err(refused(&format!("{field}.type"), &tool["type"].to_string(), "function"));
+        }
+        check_name(&format!("{field}.function.name"), &name)?;
+        Ok(OfferedFunction {
+            name,
+            parameters,
+            field: format!("{field}.function.parameters"),
+            strict: strict.unwrap_or(false),
+        })
+    };
+    let functions = list.iter().enumerate().map(function).collect::<Result<_, _>>()?;
+    Ok(Some((definitions, functions)))
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn asked(body: &str) -> Result<Option<RequestedGrammar>, String> {
+        grammar(&Fields::parse(body.as_bytes()).unwrap()).map_err(|error| error.to_string())
+    }
+
+    fn found(body: &str) -> (&'static str, Grammar) {
+        let RequestedGrammar { field, grammar, .. } = asked(body).unwrap().unwrap();
+        (field, grammar)
+    }
+
+    #[test]
+    fn every_name_for_a_grammar_is_known() {
+        let schema = || Grammar::JsonSchema(r#"{"type": "integer"}"#.into());
+        let regex = || Grammar::Regex(r"\d+".into());
+        let cases = [
+            (
+                r#"{"response_format": {"type": "json_object"}}"#,
+                ("response_format", Grammar::json_object()),
+            ),
+            (
+                r#"{"response_format": {"type": "json_schema", "json_schema":
+                    {"name": "n", "strict": true, "schema": {"type": "integer"}}}}"#,
+                ("response_format.json_schema.schema", schema()),
+            ),
+            (r#"{"regex": "\\d+"}"#, ("regex", regex())),
+            (r#"{"guided_regex": "\\d+"}"#, ("guided_regex", regex())),
+            (r#"{"guided_json": {"type": "integer"}}"#, ("guided_json", schema())),
+            (r#"{"guided_json": "{\"type\": \"integer\"}"}"#, ("guided_json", schema())),
+            (
+                r#"{"structured_outputs": {"json": {"type": "integer"}}}"#,
+                ("structured_outputs", schema()),
+            ),
+            (r#"{"structured_outputs": {"regex": "\\d+"}}"#, ("structured_outputs", regex())),
+            (
+                r#"{"structured_outputs": {"json_object": true}}"#,
+                ("structured_outputs", Grammar::json_object()),
+            ),
+        ];
+        for (body, expected) in cases {
+            assert_eq!(found(body), expected, "{body}");
+        }
+        for body in [
+            "{}",
+            r#"{"response_format": {"type": "text"}, "regex": null}"#,
+            r#"{"structured_outputs": {}}"#,
+        ] {
+            assert_eq!(asked(body), Ok(None), "{body}");
+        }
+    }
+
+    #[test]
+    fn a_schema_keeps_the_clients_order_of_properties() {
+        let body = r#"{"response_format": {"type": "json_schema", "json_schema":
+            {"schema": {"properties": {"z": {}, "a": {}}}}}}"#;
+        let Grammar::JsonSchema(schema) = found(body).1 else { panic!("a schema") };
+        assert_eq!(schema, r#"{"properties": {"z": {}, "a": {}}}"#);
+    }
+
+    #[test]
+    fn what_is_no_grammar_or_two_of_them_is_refused_by_name() {
+        for (body, said) in [
+            (
+                r#"{"response_format": {"type": "yaml"}}"#,
+                r#"response_format is {"type": "yaml"}; allowed: an object with type text, json_object or json_schema"#,
+            ),
+            (r#"{"response_format": ["text", null]}"#, "response_format is [\"text\", null]"),
+            (
+                r#"{"response_format": {"type": "json_schema", "json_schema": [{}]}}"#,
+                "response_format.json_schema is [{}]; allowed: an object",
+            ),
+            (r#"{"structured_outputs": [null, null]}"#, "structured_outputs is [null, null]"),
+            (r#"{"response_format": "json"}"#, "response_format is \"json\"; allowed: an object"),
+            (
+                r#"{"response_format": {"type": "json_schema"}}"#,
+                "response_format.json_schema.schema is missing; allowed: a JSON schema",
+            ),
+            (
+                r#"{"response_format": {"type": "json_schema", "json_schema": {"name": "n"}}}"#,
+                "response_format.json_schema.schema is missing",
+            ),
+            (
+                r#"{"response_format": {"type": "json_schema", "json_schema": 7}}"#,
+                "response_format.json_schema is 7; allowed: an object with name and schema",
+            ),
+            (r#"{"regex": 7}"#, "regex is 7; allowed: a string"),
+            (
+                r#"{"structured_outputs": {"choice": ["a"]}}"#,
+                "structured_outputs is {\"choice\": [\"a\"]}; allowed: an object with json, regex",
+            ),
+            (
+                r#"{"structured_outputs": {"regex": "a", "json_object": true}}"#,
+                "structured_outputs is",
+            ),
+            (
+                r#"{"regex": "a", "response_format": {"type": "json_object"}}"#,
+                "regex is given together with response_format; allowed: one of them",
+            ),
+        ] {
+            let error = asked(body).unwrap_err();
+            assert!(error.starts_with(said), "{error}");
+        }
+    }
+
+    fn tools_of(body: Value) -> Result<Option<OfferedTools>, String> {
+        let body = body.to_string();
+        tools(&Fields::parse(body.as_bytes()).unwrap()).map_err(|error| error.to_string())
+    }
+
+    fn tool(name: &str) -> Value {
+        json!({"type": "function", "function": {"name": name}})
+    }
+
+    #[test]
+    fn tools_are_offered_unless_none_may_be_called() {
+        let tools = json!([tool("f"), tool("g")]);
+        let offered = tools_of(json!({"tools": tools})).unwrap().unwrap();
+        assert_eq!((&offered.definitions, offered.parallel), (&tools, true));
+        let names: Vec<&str> = offered.functions.iter().map(|one| one.name.as_str()).collect();
+        assert_eq!((names, offered.choice), (vec!["f", "g"], ToolChoice::Auto));
+        let one = json!({"tools": tools, "tool_choice": "auto", "parallel_tool_calls": false});
+        assert!(!tools_of(one).unwrap().unwrap().parallel);
+        let named = json!({"type": "function", "function": {"name": "g"}});
+        for (choice, expected) in
+            [(json!("required"), ToolChoice::Required), (named, ToolChoice::Named("g".into()))]
+        {
+            let body = json!({"tools": tools, "tool_choice": choice});
+            assert_eq!(tools_of(body).unwrap().unwrap().choice, expected);
+        }
+        let strict = json!([{"type": "function", "function": {"name": "f", "strict": true,
+            "parameters": {"type": "object"}}}]);
+        let offered = tools_of(json!({"tools": strict})).unwrap().unwrap();
+        assert!(offered.functions[0].strict && offered.functions[0].parameters.is_some());
+        for body in [
+            json!({"tools": tools, "tool_choice": "none"}),
+            json!({"tools": [], "tool_choice": "auto"}),
+            json!({"tools": null}),
+            json!({"parallel_tool_calls": true}),
+        ] {
+            assert_eq!(tools_of(body), Ok(None));
+        }
+    }
+
+    #[test]
+    fn what_is_no_tool_or_no_choice_is_refused_by_name() {
+        let named = |name: &str| json!({"type": "function", "function": {"name": name}});
+        let with = |choice: Value| json!({"tools": [tool("f")], "tool_choice": choice});
+        for (body, words) in [
+            (
+                json!({"tool_choice": "required"}),
+                "tool_choice demands a call; allowed: only with tools",
+            ),
+            (json!({"tool_choice": named("f")}), "tool_choice is \"f\"; allowed: the name of a"),
+            (with(named("g")), "tool_choice is \"g\"; allowed: the name of a function in tools"),
+            (with(json!("any")), "tool_choice is \"any\"; allowed: auto, none, required"),
+            (with(json!({"type": "function"})), "tool_choice is {\"type\":\"function\"}; allowed"),
+            (with(json!({"type": "x", "function": {"name": "f"}})), "tool_choice is {\"type\":"),
+            (with(json!({"type": "function", "function": ["f"]})), "tool_choice is {\"type\":"),
+            (with(json!(7)), "tool_choice is 7"),
+            (json!({"tools": {}}), "tools is {}"),
+            (
+                json!({"tools": [{"type": "function"}]}),
+                "tools[0] is no tool: missing field `function`",
+            ),
+            (json!({"tools": [["function", tool("f")]]}), "tools[0] is [\"function\",{"),
+            (json!({"tools": [tool("f"), tool("")]}), "tools[1].function.name is \"\""),
+            (json!({"tools": vec![tool("f"); 129]}), "has 129 tools; allowed: at most 128"),
+            (
+                json!({"tools": [{"type": "retrieval", "function": {"name": "f"}}]}),
+                "tools[0].type is \"retrieval\"; allowed: function",
+            ),
+            (
+                json!({"tools": [{"type": "function", "function": {"name": "f", "strict": 1}}]}),
+                "tools[0] is no tool: invalid type",
+            ),
+            (json!({"parallel_tool_calls": 1}), "parallel_tool_calls is 1"),
+        ] {
+            let said = tools_of(body).unwrap_err();
+            assert!(said.contains(words), "{said}");
+        }
+    }
+}
