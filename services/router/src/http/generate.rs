@@ -47,6 +47,11 @@ use crate::{
     wake::MovingTimer,
 };
 
+const CHAT_CHUNK: &str = "chat.completion.chunk";
+const TEXT_CHUNK: &str = "text_completion";
+/// Bytes of one write from which on further events wait for the next one.
+const WRITE_BYTES: usize = 4096;
+
 pub async fn chat_completions(State(front): State<Arc<Front>>, request: Request<Body>) -> Response {
     handle(front, request, Api::Chat).await
 }
@@ -164,25 +169,20 @@ fn reply(
     }
 }
 
-const CHAT_CHUNK: &str = "chat.completion.chunk";
-const TEXT_CHUNK: &str = "text_completion";
-/// Bytes of one write from which on further events wait for the next one.
-const WRITE_BYTES: usize = 4096;
-
 /// Fields that all chunks of a response share.
-pub struct Reply {
-    pub id: String,
+struct Reply {
+    id: String,
     /// Creation time in seconds since 1970.
-    pub created: u64,
-    pub model: Arc<str>,
-    pub system_fingerprint: String,
-    pub view: TokenView,
-    pub delivery: Delivery,
-    pub wants_figures: bool,
+    created: u64,
+    model: Arc<str>,
+    system_fingerprint: String,
+    view: TokenView,
+    delivery: Delivery,
+    wants_figures: bool,
     /// Number of answers to each prompt.
-    pub choices_per_prompt: u32,
+    choices_per_prompt: u32,
     /// Maximum time between events of a stream; then a keep-alive comment follows.
-    pub keep_alive: Duration,
+    keep_alive: Duration,
 }
 
 /// Token counts over all answers.
@@ -216,7 +216,7 @@ impl Totals {
 
 impl Reply {
     /// Waits for all answers and returns one JSON body.
-    pub async fn whole(self, mut started: RunningRequest) -> Result<Response, RequestError> {
+    async fn whole(self, mut started: RunningRequest) -> Result<Response, RequestError> {
         let mut totals = Totals::new(&started.prompts);
         let mut collected: HashMap<u32, Collected> = HashMap::new();
         let mut ends: Vec<AnswerEnd> = Vec::new();
@@ -299,7 +299,7 @@ impl Reply {
 
     /// Responds with a stream. Waits a limited time for the first event, so that an immediate failure has its
     /// own HTTP status.
-    pub async fn stream(self, mut started: RunningRequest) -> Result<Response, RequestError> {
+    async fn stream(self, mut started: RunningRequest) -> Result<Response, RequestError> {
         let first = tokio::time::timeout(self.keep_alive, started.next()).await;
         let first = match first {
             Ok(Some(Ok(event))) => Some(event),
@@ -319,7 +319,7 @@ impl Reply {
 }
 
 /// Events of a streamed response, created when the client's connection accepts more data.
-pub struct Chunks {
+struct Chunks {
     reply: Reply,
     started: RunningRequest,
     first: Option<Event>,
@@ -354,7 +354,7 @@ impl Chunks {
 
     /// Returns the next events, as many as are ready; `None` at the end of the stream. The function is
     /// cancel-safe.
-    pub async fn next(&mut self) -> Option<Bytes> {
+    async fn next(&mut self) -> Option<Bytes> {
         let mut out = Vec::new();
         // Send nothing while all text is held back.
         while out.is_empty() {

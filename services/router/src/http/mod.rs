@@ -40,6 +40,15 @@ use error::ApiError;
 use generate::{chat_completions, completions};
 use tokenize::{detokenize, tokenize};
 
+pub const X_REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
+/// With value `1` the last chunk contains statistics of the hand-over between nodes.
+const X_BATON_FIGURES: HeaderName = HeaderName::from_static("x-baton-figures");
+
+/// Maximum number of bytes read from a rejected body. Without reading, a client that is still sending would see
+/// a broken connection instead of the error.
+const DISCARD_BYTES_MAX: usize = 64 << 20;
+const DISCARD_MAX: Duration = Duration::from_secs(5);
+
 /// Returns all HTTP routes. `started` is the start of the process in seconds since 1970.
 pub fn routes(front: Arc<Front>, metrics: Metrics, started: u64) -> Router {
     let mut router = Router::new();
@@ -107,30 +116,7 @@ fn no_such_path(uri: &Uri) -> ApiError {
     ApiError::invalid(StatusCode::NOT_FOUND, "not_found", message)
 }
 
-/// Parses a body as each endpoint does and discards the result. Fuzz targets call this without a server.
-pub fn read_bodies(body: &[u8]) {
-    let Ok(fields) = fields::Fields::parse(body) else { return };
-    let _ = fields.string("model");
-    let _ = request_fields::read_chat(&fields);
-    let _ = request_fields::read_completion(&fields);
-    let _ = request_fields::options(&fields);
-    let _ = request_fields::choices(&fields);
-    let _ = request_fields::delivery(&fields);
-    let tools = grammar_fields::tools(&fields).ok().flatten();
-    let _ = request_fields::chat_source(&fields, tools.as_ref());
-    let _ = request_fields::prompts(&fields);
-    let _ = fields.value::<Vec<u32>>("tokens", "a list of token ids");
-}
-
-pub const X_REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
-/// With value `1` the last chunk contains statistics of the hand-over between nodes.
-const X_BATON_FIGURES: HeaderName = HeaderName::from_static("x-baton-figures");
-
-/// Maximum number of bytes read from a rejected body. Without reading, a client that is still sending would see
-/// a broken connection instead of the error.
-const DISCARD_BYTES_MAX: usize = 64 << 20;
-const DISCARD_MAX: Duration = Duration::from_secs(5);
-
+/// Context of an API request.
 pub struct RequestContext {
     pub request_id: RequestId,
     /// Client's label of the request.
@@ -293,6 +279,21 @@ async fn discard(body: &mut Body) {
         }
     };
     let _ = tokio::time::timeout(DISCARD_MAX, all).await;
+}
+
+/// Parses a body as each endpoint does and discards the result. Fuzz targets call this without a server.
+pub fn read_bodies(body: &[u8]) {
+    let Ok(fields) = fields::Fields::parse(body) else { return };
+    let _ = fields.string("model");
+    let _ = request_fields::read_chat(&fields);
+    let _ = request_fields::read_completion(&fields);
+    let _ = request_fields::options(&fields);
+    let _ = request_fields::choices(&fields);
+    let _ = request_fields::delivery(&fields);
+    let tools = grammar_fields::tools(&fields).ok().flatten();
+    let _ = request_fields::chat_source(&fields, tools.as_ref());
+    let _ = request_fields::prompts(&fields);
+    let _ = fields.value::<Vec<u32>>("tokens", "a list of token ids");
 }
 
 #[cfg(test)]

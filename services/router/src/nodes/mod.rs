@@ -40,6 +40,19 @@ const INPUTS_MAX: usize = 1024;
 /// Maximum number of cache identities: old and new weights during a rolling update, and two more. The router
 /// does not look up prefixes of further identities; it picks their nodes by load.
 const CACHE_IDENTITIES_MAX: usize = 4;
+/// Connect time-out. A node of the cluster accepts a connection within milliseconds.
+const CONNECT_MAX: Duration = Duration::from_secs(1);
+/// Interval of pings. A silent node is detected within interval plus time-out: the lease plus 0.5 s.
+const PING_INTERVAL: Duration = Duration::from_millis(500);
+const PING_TIMEOUT: Duration = Duration::from_secs(2);
+/// Flow-control window of one stream: a few thousand token events.
+const STREAM_WINDOW_BYTES: u32 = 256 << 10;
+/// Flow-control window of all streams of a node: an unread stream must not block the others.
+const CONNECTION_WINDOW_BYTES: u32 = 64 << 20;
+/// Maximum size of a received message: twice that of a snapshot with the maximum number of cached blocks.
+const EVENT_BYTES_MAX: usize = 16 << 20;
+/// Maximum size of a sent message, for the longest prompts at a few bytes per token.
+const REQUEST_BYTES_MAX: usize = 16 << 20;
 
 /// Picks nodes and connects to them. Cheap to clone.
 #[derive(Clone)]
@@ -278,20 +291,6 @@ impl Drop for Assigned {
         self.nodes.directory().release(self.choice.assignment);
     }
 }
-
-/// Connect time-out. A node of the cluster accepts a connection within milliseconds.
-const CONNECT_MAX: Duration = Duration::from_secs(1);
-/// Interval of pings. A silent node is detected within interval plus time-out: the lease plus 0.5 s.
-const PING_INTERVAL: Duration = Duration::from_millis(500);
-const PING_TIMEOUT: Duration = Duration::from_secs(2);
-/// Flow-control window of one stream: a few thousand token events.
-const STREAM_WINDOW_BYTES: u32 = 256 << 10;
-/// Flow-control window of all streams of a node: an unread stream must not block the others.
-const CONNECTION_WINDOW_BYTES: u32 = 64 << 20;
-/// Maximum size of a received message: twice that of a snapshot with the maximum number of cached blocks.
-const EVENT_BYTES_MAX: usize = 16 << 20;
-/// Maximum size of a sent message, for the longest prompts at a few bytes per token.
-const REQUEST_BYTES_MAX: usize = 16 << 20;
 
 /// Returns a channel that connects at first use and reconnects after failures.
 fn open(url: &str) -> Result<Channel, tonic::transport::Error> {

@@ -38,121 +38,6 @@ use answer_driver::AnswerDriver;
 pub use events::{AnswerEnd, AnswerTokens, Event, StoppedBy};
 use events::{EventReceiver, EventSender, event_queue};
 
-/// A running request, for the writer of its response. Dropping it ends the task, which drops the node
-/// streams: a client that leaves cancels its request this way.
-#[derive(Debug)]
-pub struct RunningRequest {
-    /// The tokenized prompts. The prompt of choice `i` is prompt `i / choices`.
-    pub prompts: Vec<Arc<[u32]>>,
-    /// Settings for parsing tool calls; `None` without tools.
-    calls: Option<CallReading>,
-    events: EventReceiver,
-    task: Option<JoinHandle<Result<(), RequestError>>>,
-}
-
-/// Prepares the request and starts its task inside `span`.
-pub async fn start(
-    front: &Arc<Front>,
-    parsed: ParsedRequest,
-    mut record: RequestRecord,
-    span: Span,
-) -> Result<RunningRequest, RequestError> {
-    record.set_model(&parsed.model);
-    let choices = parsed.fields.choices as usize;
-    match prepare(front, parsed, &record).instrument(span.clone()).await {
-        Ok((request, answers)) => {
-            let prompts = answers.iter().step_by(choices).map(|answer| answer.prompt.clone());
-            let prompts = prompts.collect();
-            let settings = &front.settings.router;
-            let events_max = settings.slow_client_events as usize;
-            let (sender, events) = event_queue(events_max, settings.slow_client_timeout);
-            let calls = request.calls.clone();
-            // Entering the span at each token would cost more than the token's text.
-            let run = run(front.clone(), request, answers, sender, record);
-            Ok(RunningRequest { prompts, calls, events, task: Some(tokio::spawn(run)) })
-        }
-        Err(error) => {
-            record.failed(&error);
-            Err(error)
-        }
-    }
-}
-
-/// Runs all answers of a request concurrently. The first that fails ends the others.
-async fn run(
-    front: Arc<Front>,
-    request: PreparedRequest,
-    answers: Vec<AnswerSpec>,
-    events: EventSender,
-    record: RequestRecord,
-) -> Result<(), RequestError> {
-    let driver = |(choice, answer)| {
-        AnswerDriver::new(&front, &request, choice, answer, &events, &record).run()
-    };
-    let all = try_join_all((0..).zip(answers).map(driver));
-    let ended = tokio::select! {
-        biased;
-        ended = all => ended.map(drop),
-        () = when_woken(front.cut.cancelled()) => Err(RequestError::Stopped),
-    };
-    if let Err(error) = &ended {
-        record.failed(error);
-    }
-    // Events that wait for the client take memory, so the request stays in flight until they are read.
-    // A client that reads slowly has until the deadline, and once more the time-out of one event.
-    let read_by =
-        request.deadline.at.max(Instant::now()) + front.settings.router.slow_client_timeout;
-    let read = tokio::select! {
-        read = events.read_out() => read,
-        () = front.cut.cancelled() => Err(RequestError::Stopped),
-        () = tokio::time::sleep_until(read_by) => {
-            Err(RequestError::Deadline { timeout: request.deadline.timeout })
-        }
-    };
-    if read.is_err() {
-        events.discard();
-    }
-    if let (Ok(()), Err(error)) = (&ended, &read) {
-        record.failed(error);
-    }
-    ended.and(read)
-}
-
-impl RunningRequest {
-    /// Returns the parser of the calls in this answer; `None` without tools.
-    pub fn call_reader(&self, choice: u32) -> Option<CallReader> {
-        self.calls.as_ref().map(|reading| CallReader::new(reading, choice))
-    }
-
-    /// Returns the next event if one is queued.
-    pub fn next_queued(&mut self) -> Option<Event> {
-        self.events.recv_queued()
-    }
-
-    /// Returns the next event; at the end `None`, or the one error that the request failed with.
-    /// Cancel-safe.
-    pub async fn next(&mut self) -> Option<Result<Event, RequestError>> {
-        if let Some(event) = self.events.recv().await {
-            return Some(Ok(event));
-        }
-        let ended = self.task.as_mut()?.await;
-        self.task = None;
-        match ended {
-            Ok(Ok(())) => None,
-            Ok(Err(error)) => Some(Err(error)),
-            Err(error) => Some(Err(RequestError::Internal { reason: error.to_string() })),
-        }
-    }
-}
-
-impl Drop for RunningRequest {
-    fn drop(&mut self) {
-        if let Some(task) = &self.task {
-            task.abort();
-        }
-    }
-}
-
 /// Parsed and checked fields of a request.
 pub struct GenerationFields {
     pub prompts: Vec<PromptSource>,
@@ -209,6 +94,46 @@ impl Deadline {
     pub async fn limit<T>(self, work: impl Future<Output = T>) -> Result<T, RequestError> {
         let late = RequestError::Deadline { timeout: self.timeout };
         tokio::time::timeout_at(self.at, work).await.map_err(|_| late)
+    }
+}
+
+/// A running request, for the writer of its response. Dropping it ends the task, which drops the node
+/// streams: a client that leaves cancels its request this way.
+#[derive(Debug)]
+pub struct RunningRequest {
+    /// The tokenized prompts. The prompt of choice `i` is prompt `i / choices`.
+    pub prompts: Vec<Arc<[u32]>>,
+    /// Settings for parsing tool calls; `None` without tools.
+    calls: Option<CallReading>,
+    events: EventReceiver,
+    task: Option<JoinHandle<Result<(), RequestError>>>,
+}
+
+/// Prepares the request and starts its task inside `span`.
+pub async fn start(
+    front: &Arc<Front>,
+    parsed: ParsedRequest,
+    mut record: RequestRecord,
+    span: Span,
+) -> Result<RunningRequest, RequestError> {
+    record.set_model(&parsed.model);
+    let choices = parsed.fields.choices as usize;
+    match prepare(front, parsed, &record).instrument(span.clone()).await {
+        Ok((request, answers)) => {
+            let prompts = answers.iter().step_by(choices).map(|answer| answer.prompt.clone());
+            let prompts = prompts.collect();
+            let settings = &front.settings.router;
+            let events_max = settings.slow_client_events as usize;
+            let (sender, events) = event_queue(events_max, settings.slow_client_timeout);
+            let calls = request.calls.clone();
+            // Entering the span at each token would cost more than the token's text.
+            let run = run(front.clone(), request, answers, sender, record);
+            Ok(RunningRequest { prompts, calls, events, task: Some(tokio::spawn(run)) })
+        }
+        Err(error) => {
+            record.failed(&error);
+            Err(error)
+        }
     }
 }
 
@@ -320,6 +245,81 @@ fn stop_refused(error: &text::StopError) -> FieldError {
     let message = error.to_string();
     let problem = message.strip_prefix("stop").unwrap_or(&message).trim_start();
     FieldError::new("stop", problem)
+}
+
+/// Runs all answers of a request concurrently. The first that fails ends the others.
+async fn run(
+    front: Arc<Front>,
+    request: PreparedRequest,
+    answers: Vec<AnswerSpec>,
+    events: EventSender,
+    record: RequestRecord,
+) -> Result<(), RequestError> {
+    let driver = |(choice, answer)| {
+        AnswerDriver::new(&front, &request, choice, answer, &events, &record).run()
+    };
+    let all = try_join_all((0..).zip(answers).map(driver));
+    let ended = tokio::select! {
+        biased;
+        ended = all => ended.map(drop),
+        () = when_woken(front.cut.cancelled()) => Err(RequestError::Stopped),
+    };
+    if let Err(error) = &ended {
+        record.failed(error);
+    }
+    // Events that wait for the client take memory, so the request stays in flight until they are read.
+    // A client that reads slowly has until the deadline, and once more the time-out of one event.
+    let read_by =
+        request.deadline.at.max(Instant::now()) + front.settings.router.slow_client_timeout;
+    let read = tokio::select! {
+        read = events.read_out() => read,
+        () = front.cut.cancelled() => Err(RequestError::Stopped),
+        () = tokio::time::sleep_until(read_by) => {
+            Err(RequestError::Deadline { timeout: request.deadline.timeout })
+        }
+    };
+    if read.is_err() {
+        events.discard();
+    }
+    if let (Ok(()), Err(error)) = (&ended, &read) {
+        record.failed(error);
+    }
+    ended.and(read)
+}
+
+impl RunningRequest {
+    /// Returns the parser of the calls in this answer; `None` without tools.
+    pub fn call_reader(&self, choice: u32) -> Option<CallReader> {
+        self.calls.as_ref().map(|reading| CallReader::new(reading, choice))
+    }
+
+    /// Returns the next event if one is queued.
+    pub fn next_queued(&mut self) -> Option<Event> {
+        self.events.recv_queued()
+    }
+
+    /// Returns the next event; at the end `None`, or the one error that the request failed with.
+    /// Cancel-safe.
+    pub async fn next(&mut self) -> Option<Result<Event, RequestError>> {
+        if let Some(event) = self.events.recv().await {
+            return Some(Ok(event));
+        }
+        let ended = self.task.as_mut()?.await;
+        self.task = None;
+        match ended {
+            Ok(Ok(())) => None,
+            Ok(Err(error)) => Some(Err(error)),
+            Err(error) => Some(Err(RequestError::Internal { reason: error.to_string() })),
+        }
+    }
+}
+
+impl Drop for RunningRequest {
+    fn drop(&mut self) {
+        if let Some(task) = &self.task {
+            task.abort();
+        }
+    }
 }
 
 #[cfg(test)]
