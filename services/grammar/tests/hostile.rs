@@ -34,105 +34,122 @@ fn chain(length: usize, wrap: impl Fn(Value) -> Value) -> Value {
     json!({"$ref": "#/$defs/d0", "$defs": definitions})
 }
 
-#[test]
-fn schemas_that_cost_much_are_taken_or_refused_in_bounded_time() {
+/// Expected error of a schema that compiles.
+const ACCEPTED: &str = "";
+
+/// Checks each schema. The error begins with the words beside the schema.
+fn check_schemas<const N: usize>(cases: [(Value, &str); N]) {
     let compiler = Compiler::for_bytes();
-    let text = json!({"type": "string"});
-    let options = |name: &str| {
-        let one = |index| json!({"type": "object", "properties": {format!("{name}{index}"): text}});
-        json!({"anyOf": (0..25).map(one).collect::<Vec<_>>()})
-    };
-    let cross: Vec<Value> = ["a", "b", "c", "d", "e"].into_iter().map(options).collect();
+    for (schema, words) in cases {
+        let text = schema.to_string();
+        let started = Instant::now();
+        let checked = compiler.check(&Grammar::JsonSchema(text.clone()));
+        assert!(started.elapsed() < WITHIN, "{text:.200}: {:?}", started.elapsed());
+        match checked {
+            Ok(()) => assert_eq!(words, ACCEPTED, "{text:.200}"),
+            Err(error) => {
+                let error = error.to_string();
+                assert!(!words.is_empty() && error.starts_with(words), "{text:.200}: {error}");
+                assert!(error.len() < 400, "{error}");
+            }
+        }
+    }
+    assert!(peak_mib() < 512, "{} MiB", peak_mib());
+}
+
+fn text_properties(count: usize) -> Value {
+    let properties = many(count, |i| (format!("k{i}"), json!({"type": "string"})));
+    json!({"type": "object", "properties": properties})
+}
+
+#[test]
+fn lengths_and_counts_of_any_size_are_accepted_in_bounded_time() {
     let lists = (0..8).fold(
         json!({"type": "integer"}),
         |inner, _| json!({"type": "array", "items": inner, "minItems": 100}),
     );
-    let wide = |count| json!({"type": "object", "properties": many(count, |i| (format!("k{i}"), text.clone()))});
-    let patterns = many(300, |i| (format!("^a{i}.*(x|y){{0,50}}"), text.clone()));
-    let taken = "";
-    for (schema, words) in [
-        (json!({"type": "array", "minItems": 1_000_000_000}), taken),
-        (json!({"type": "array", "maxItems": 4_000_000_000_u64}), taken),
-        (lists, taken),
-        (json!({"type": "string", "maxLength": 1_000_000_000}), taken),
-        (json!({"type": "string", "minLength": 10_000_000}), taken),
+    check_schemas([
+        (json!({"type": "array", "minItems": 1_000_000_000}), ACCEPTED),
+        (json!({"type": "array", "maxItems": 4_000_000_000_u64}), ACCEPTED),
+        (lists, ACCEPTED),
+        (json!({"type": "string", "maxLength": 1_000_000_000}), ACCEPTED),
+        (json!({"type": "string", "minLength": 10_000_000}), ACCEPTED),
         (json!({"type": "string", "maxLength": 1e20}), "cannot be followed: Expected positive"),
-        (json!({"type": "object", "minProperties": 1_000_000}), taken),
+        (json!({"type": "object", "minProperties": 1_000_000}), ACCEPTED),
+        (json!({"type": "integer", "minimum": -1e300}), "cannot be followed"),
+    ]);
+}
+
+#[test]
+fn schemas_over_a_limit_on_their_parts_are_rejected_with_the_limit() {
+    check_schemas([
         (
             json!({"enum": (0..1001).collect::<Vec<_>>()}),
             "has 1001 values in enums; allowed: at most 1000",
         ),
-        (json!({"enum": (0..1000).collect::<Vec<_>>()}), taken),
-        (wide(1000), taken),
-        (wide(1001), "has 1001 properties; allowed: at most 1000"),
+        (json!({"enum": (0..1000).collect::<Vec<_>>()}), ACCEPTED),
+        (json!({"const": {"enum": vec![7; 2000]}}), ACCEPTED),
+        (text_properties(1000), ACCEPTED),
+        (text_properties(1001), "has 1001 properties; allowed: at most 1000"),
         (
             json!({"anyOf": vec![json!({"type": "null"}); 501]}),
             "has 501 parts in anyOf, oneOf and allOf",
         ),
-        (json!({"type": "array", "items": {"$ref": "#"}}), taken),
+        (json!({"prefixItems": vec![json!({}); 3000]}), "has 3001 objects; allowed: at most 3000"),
+        (
+            json!({"type": "object", "properties": many(101, |i| {
+                (format!("k{i}"), json!({"type": "string", "format": "uri"}))
+            })}),
+            "has 101 values of format; allowed: at most 100",
+        ),
+    ]);
+}
+
+#[test]
+fn references_and_combined_schemas_are_checked_in_bounded_time() {
+    let options = |name: &str| {
+        let one = |index| json!({"type": "object", "properties": {format!("{name}{index}"): {"type": "string"}}});
+        json!({"anyOf": (0..25).map(one).collect::<Vec<_>>()})
+    };
+    let cross: Vec<Value> = ["a", "b", "c", "d", "e"].into_iter().map(options).collect();
+    check_schemas([
+        (json!({"type": "array", "items": {"$ref": "#"}}), ACCEPTED),
+        (json!({"$ref": "#"}), "cannot be followed: no output matches it"),
+        // `max_tokens` ends the output.
+        (
+            json!({"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}),
+            ACCEPTED,
+        ),
         (
             json!({"type": "object", "properties": {"a": false}, "required": ["a"]}),
             "cannot be followed: Unsatisfiable schema: required property 'a' is unsatisfiable",
         ),
         (json!({"$ref": "https://example.com/a"}), "cannot be followed: Only absolute"),
         (json!({"$ref": "file:///etc/passwd"}), "cannot be followed: Only absolute"),
-        (laughs("allOf"), taken),
-        (laughs("anyOf"), taken),
+        // Would overflow a stack of 2 MiB.
+        (chain(1400, |next| json!({"items": next})), ACCEPTED),
+        (laughs("allOf"), ACCEPTED),
+        (laughs("anyOf"), ACCEPTED),
         (laughs("oneOf"), "cannot be followed: oneOf"),
         (json!({"allOf": cross}), "cannot be followed: schema too large"),
-        (json!({"type": "string", "pattern": "((a{100}){100}){100}"}), taken),
-        (json!({"type": "string", "pattern": "^(a+)+$"}), taken),
-        (json!({"type": "string", "pattern": "(a|b)*a(a|b){1000}"}), taken),
+    ]);
+}
+
+#[test]
+fn patterns_are_checked_in_bounded_time() {
+    let patterns = many(300, |i| (format!("^a{i}.*(x|y){{0,50}}"), json!({"type": "string"})));
+    check_schemas([
+        (json!({"type": "string", "pattern": "((a{100}){100}){100}"}), ACCEPTED),
+        (json!({"type": "string", "pattern": "^(a+)+$"}), ACCEPTED),
+        (json!({"type": "string", "pattern": "(a|b)*a(a|b){1000}"}), ACCEPTED),
         (json!({"type": "object", "patternProperties": patterns}), "cannot be followed"),
-        (
-            json!({"type": "integer", "multipleOf": 999_999_937}),
-            "has multipleOf 999999937; allowed",
-        ),
-        (
-            json!({"type": "number", "multipleOf": 4294.967295}),
-            "has multipleOf 4294.967295; allowed",
-        ),
-        (json!({"type": "number", "multipleOf": 1e-300}), "has multipleOf 1e-300; allowed"),
-        (json!({"type": "number", "multipleOf": 0.01}), taken),
-        (json!({"type": "integer", "multipleOf": 4999}), taken),
-        (json!({"type": "integer", "multipleOf": 100_000}), taken),
-        // Took 100 s of CPU time and 3 GB before the bound existed.
-        (
-            json!({"type": "integer", "multipleOf": 9_999_991}),
-            "has multipleOf 9999991; allowed: a whole number up to 5000, times a power of ten",
-        ),
-        // The coefficients are within the bound, but there are too many remainders.
-        (json!({"type": "integer", "multipleOf": 49_990_000}), "cannot be followed: too many"),
-        (json!({"type": "integer", "allOf": [{"multipleOf": 7}, {"multipleOf": 11}]}), taken),
-        (
-            json!({"type": "integer", "allOf": [{"multipleOf": 4999}, {"multipleOf": 4993}]}),
-            "has multipleOf values that may apply to one number, with a least common multiple of \
-             more than 5000",
-        ),
-        (
-            json!({"anyOf": [{"multipleOf": 4999}, {"type": "null"}], "multipleOf": 4993}),
-            "has multipleOf values that may apply to one number",
-        ),
-        (
-            json!({"type": "object", "properties": {"a": {"multipleOf": 997}, "b": {"multipleOf": 991}}}),
-            taken,
-        ),
-        (
-            json!({"type": "object", "properties": many(1000, |i| {
-                (format!("k{i}"), json!({"type": "integer", "multipleOf": 4999, "minimum": i}))
-            })}),
-            "cannot be followed: too many",
-        ),
         // The intersection is empty after 2^1000 states; the `x` hides this from the first check.
         (
             json!({"type": "string", "allOf": [
                 {"pattern": "^(x|(a|b)*a(a|b){1000}a)$"}, {"pattern": "^(x|(a|b)*b(a|b){1001})$"},
             ]}),
-            taken,
+            ACCEPTED,
         ),
-        // Would overflow a stack of 2 MiB.
-        (chain(1400, |next| json!({"items": next})), taken),
-        (json!({"prefixItems": vec![json!({}); 3000]}), "has 3001 objects; allowed: at most 3000"),
         (
             json!({"type": "string", "pattern": r"\p{L}".repeat(501)}),
             "has 501 non-ASCII character classes",
@@ -145,32 +162,52 @@ fn schemas_that_cost_much_are_taken_or_refused_in_bounded_time() {
             json!({"type": "object", "patternProperties": {"[\\w--a]".repeat(501): {}}}),
             "has 501 non-ASCII character classes",
         ),
+    ]);
+}
+
+#[test]
+fn multiples_are_bounded_alone_and_together() {
+    check_schemas([
         (
-            json!({"type": "object", "properties": many(101, |i| {
-                (format!("k{i}"), json!({"type": "string", "format": "uri"}))
-            })}),
-            "has 101 values of format; allowed: at most 100",
+            json!({"type": "integer", "multipleOf": 999_999_937}),
+            "has multipleOf 999999937; allowed",
         ),
-        (json!({"type": "integer", "minimum": -1e300}), "cannot be followed"),
-        (json!({"$ref": "#"}), "cannot be followed: no output matches it"),
-        // `max_tokens` ends the output.
-        (json!({"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}), taken),
-        (json!({"const": {"enum": vec![7; 2000]}}), taken),
-    ] {
-        let text = schema.to_string();
-        let started = Instant::now();
-        let checked = compiler.check(&Grammar::JsonSchema(text.clone()));
-        assert!(started.elapsed() < WITHIN, "{text:.200}: {:?}", started.elapsed());
-        match checked {
-            Ok(()) => assert_eq!(words, taken, "{text:.200}"),
-            Err(error) => {
-                let error = error.to_string();
-                assert!(!words.is_empty() && error.starts_with(words), "{text:.200}: {error}");
-                assert!(error.len() < 400, "{error}");
-            }
-        }
-    }
-    assert!(peak_mib() < 512, "{} MiB", peak_mib());
+        (
+            json!({"type": "number", "multipleOf": 4294.967295}),
+            "has multipleOf 4294.967295; allowed",
+        ),
+        (json!({"type": "number", "multipleOf": 1e-300}), "has multipleOf 1e-300; allowed"),
+        (json!({"type": "number", "multipleOf": 0.01}), ACCEPTED),
+        (json!({"type": "integer", "multipleOf": 4999}), ACCEPTED),
+        (json!({"type": "integer", "multipleOf": 100_000}), ACCEPTED),
+        // Took 100 s of CPU time and 3 GB before the bound existed.
+        (
+            json!({"type": "integer", "multipleOf": 9_999_991}),
+            "has multipleOf 9999991; allowed: a whole number up to 5000, times a power of ten",
+        ),
+        // The coefficients are within the bound, but there are too many remainders.
+        (json!({"type": "integer", "multipleOf": 49_990_000}), "cannot be followed: too many"),
+        (json!({"type": "integer", "allOf": [{"multipleOf": 7}, {"multipleOf": 11}]}), ACCEPTED),
+        (
+            json!({"type": "integer", "allOf": [{"multipleOf": 4999}, {"multipleOf": 4993}]}),
+            "has multipleOf values that may apply to one number, with a least common multiple of \
+             more than 5000",
+        ),
+        (
+            json!({"anyOf": [{"multipleOf": 4999}, {"type": "null"}], "multipleOf": 4993}),
+            "has multipleOf values that may apply to one number",
+        ),
+        (
+            json!({"type": "object", "properties": {"a": {"multipleOf": 997}, "b": {"multipleOf": 991}}}),
+            ACCEPTED,
+        ),
+        (
+            json!({"type": "object", "properties": many(1000, |i| {
+                (format!("k{i}"), json!({"type": "integer", "multipleOf": 4999, "minimum": i}))
+            })}),
+            "cannot be followed: too many",
+        ),
+    ]);
 }
 
 /// Returns the peak resident memory of the process in MiB.
@@ -184,9 +221,7 @@ fn peak_mib() -> u64 {
 #[test]
 fn functions_that_cost_much_together_are_refused_in_bounded_time() {
     let compiler = Compiler::for_bytes();
-    let text = json!({"type": "string"});
-    let wide =
-        json!({"type": "object", "properties": many(1000, |i| (format!("k{i}"), text.clone()))});
+    let wide = text_properties(1000);
     let short = json!({"properties": many(1000, |i| (format!("{i:x}"), json!({})))});
     let values =
         json!({"type": "object", "properties": {"a": {"enum": (0..1000).collect::<Vec<_>>()}}});
@@ -291,11 +326,8 @@ fn masks_that_together_cost_too_much_end_the_answer_with_a_typed_error() {
 
 #[test]
 fn well_meant_answers_of_any_length_stay_within_the_bounds_of_their_masks() {
-    let text = json!({"type": "string"});
     let schema = |schema: Value| Grammar::JsonSchema(schema.to_string());
-    let optional = schema(
-        json!({"type": "object", "properties": many(1000, |i| (format!("k{i}"), text.clone()))}),
-    );
+    let optional = schema(text_properties(1000));
     let bounded = schema(json!({"type": "string", "minLength": 10_000, "maxLength": 20_000}));
     let compiler = Compiler::for_bytes();
     let value = "a".repeat(800);
