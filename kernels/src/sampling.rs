@@ -123,7 +123,7 @@ pub struct TokenLogprobs {
 
 /// A sampling parameter that is out of its range.
 #[derive(Clone, Copy, Debug, PartialEq, thiserror::Error)]
-#[error("{field} is {value}; allowed is {allowed}")]
+#[error("{field} is {value}; expected {allowed}")]
 pub struct InvalidSampling {
     pub field: &'static str,
     pub value: f32,
@@ -188,6 +188,6 @@ mod tests {
             assert_eq!(bad.validate().unwrap_err().field, field);
         }
         let error = Sampling { top_p: 1.5, ..good }.validate().unwrap_err();
-        assert_eq!(error.to_string(), "top_p is 1.5; allowed is more than 0, at most 1");
+        assert_eq!(error.to_string(), "top_p is 1.5; expected more than 0, at most 1");
     }
 }

@@ -583,7 +583,7 @@ mod tests {
     }
 
     #[test]
-    fn no_byte_is_claimed_as_two_kinds() {
+    fn a_range_of_a_region_has_one_element_type() {
         let folder = folder();
         let region = SharedRegion::create_in(folder.path(), &name("a"), 256).unwrap();
         let _words = region.words(0, 4);

@@ -263,7 +263,7 @@ fn sequences_read_a_shared_prefix_even_in_the_step_that_writes_it() {
 }
 
 #[test]
-fn rows_are_sampled_side_by_side_as_they_are_alone() {
+fn sampling_a_row_does_not_depend_on_the_batch() {
     let tokens = prompt(8, 20);
     let mut model = Model::new(WeightFormat::F32, Isa::Auto, 2).unwrap();
     let logits = model.forward(&[(0, &tokens, &table(0))]);
@@ -294,7 +294,7 @@ fn rows_are_sampled_side_by_side_as_they_are_alone() {
 }
 
 #[test]
-fn nonsense_in_one_row_is_that_rows_error_alone() {
+fn invalid_logits_of_one_row_fail_that_row_alone() {
     let mut model = Model::new(WeightFormat::F32, Isa::Auto, 2).unwrap();
     model.forward(&[(0, &prompt(9, 3), &table(0))]);
     model.logits.rows_mut(2)[VOCABULARY + 5] = f32::NAN;
@@ -306,7 +306,7 @@ fn nonsense_in_one_row_is_that_rows_error_alone() {
 }
 
 #[test]
-fn an_isa_that_the_machine_lacks_names_what_is_missing() {
+fn unsupported_isa_and_thread_count_are_rejected_by_name() {
     let options = |isa, threads| CpuOptions { weights: WeightFormat::Bf16, threads, isa };
     for isa in ISAS {
         if let Err(error) = CpuBackend::new(options(isa, 1)) {

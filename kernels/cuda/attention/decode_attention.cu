@@ -531,22 +531,22 @@ bool with_variant(int variant, int group, int rows, Body&& body) {
 }
 
 int32_t check_shape(int kv_heads, int group, int head_dim) {
-  BATON_REQUIRE(kv_heads > 0, "kv_heads is %d; allowed is 1 or more", kv_heads);
-  BATON_REQUIRE(group > 0, "group is %d; allowed is 1 to %d", group, kMaxGroup);
-  if (group > kMaxGroup) return fail(BATON_UNSUPPORTED, "group is %d; allowed is 1 to %d", group, kMaxGroup);
+  BATON_REQUIRE(kv_heads > 0, "kv_heads is %d; expected 1 or more", kv_heads);
+  BATON_REQUIRE(group > 0, "group is %d; expected 1 to %d", group, kMaxGroup);
+  if (group > kMaxGroup) return fail(BATON_UNSUPPORTED, "group is %d; expected 1 to %d", group, kMaxGroup);
   if (head_dim != 64 && head_dim != 128) {
-    return fail(BATON_UNSUPPORTED, "head_dim is %d; allowed is 64 or 128", head_dim);
+    return fail(BATON_UNSUPPORTED, "head_dim is %d; expected 64 or 128", head_dim);
   }
   return BATON_OK;
 }
 
 int32_t check_arguments(const baton_decode_attention_args& in) {
-  BATON_REQUIRE(in.rows >= 0, "rows is %d; allowed is 0 to %d", in.rows, kMaxRows);
-  if (in.rows > kMaxRows) return fail(BATON_UNSUPPORTED, "rows is %d; allowed is 0 to %d", in.rows, kMaxRows);
+  BATON_REQUIRE(in.rows >= 0, "rows is %d; expected 0 to %d", in.rows, kMaxRows);
+  if (in.rows > kMaxRows) return fail(BATON_UNSUPPORTED, "rows is %d; expected 0 to %d", in.rows, kMaxRows);
   BATON_TRY(check_shape(in.kv_heads, in.group, in.head_dim));
   const long long width = static_cast<long long>(in.kv_heads) * in.group * in.head_dim;
   auto stride = [](const char* name, long long value, long long least) {
-    BATON_REQUIRE(value >= least && value % 8 == 0, "%s is %lld; allowed are multiples of 8 from %lld on", name, value,
+    BATON_REQUIRE(value >= least && value % 8 == 0, "%s is %lld; expected multiples of 8 from %lld on", name, value,
                   least);
     return static_cast<int32_t>(BATON_OK);
   };
@@ -555,8 +555,8 @@ int32_t check_arguments(const baton_decode_attention_args& in) {
   BATON_TRY(stride("stride_token", in.stride_token, in.head_dim));
   BATON_TRY(stride("stride_head", in.stride_head, 0));
   BATON_TRY(stride("stride_block", in.stride_block, 0));
-  BATON_REQUIRE(in.window >= 0, "window is %d; allowed is 0 or more", in.window);
-  BATON_REQUIRE(in.sms >= 0, "sms is %d; allowed is 0 or more", in.sms);
+  BATON_REQUIRE(in.window >= 0, "window is %d; expected 0 or more", in.window);
+  BATON_REQUIRE(in.sms >= 0, "sms is %d; expected 0 or more", in.sms);
   BATON_REQUIRE(in.q && in.k && in.v && in.pages && in.kv_len && in.out && in.partial && in.counters,
                 "an address other than page_indptr is null");
   return BATON_OK;
@@ -588,7 +588,7 @@ using namespace baton;
 BATON_API int64_t baton_decode_attention_workspace(int32_t sms, int32_t kv_heads, int32_t group, int32_t head_dim) {
   int64_t bytes = 0;
   guarded([&]() -> int32_t {
-    BATON_REQUIRE(sms >= 0, "sms is %d; allowed is 0 or more", sms);
+    BATON_REQUIRE(sms >= 0, "sms is %d; expected 0 or more", sms);
     BATON_TRY(check_shape(kv_heads, group, head_dim));
     const Device* device;
     if (sms == 0) {
@@ -653,7 +653,7 @@ BATON_API int32_t baton_decode_attention(const baton_decode_attention_args* args
     };
     const bool is_known = in.head_dim == 64 ? with_variant<64>(variant, in.group, in.rows, start)
                                             : with_variant<128>(variant, in.group, in.rows, start);
-    BATON_REQUIRE(is_known, "variant is %d; allowed is 0, 41, 44, 81 or 88", in.variant);
+    BATON_REQUIRE(is_known, "variant is %d; expected 0, 41, 44, 81 or 88", in.variant);
     return code;
   });
 }

@@ -326,7 +326,7 @@ int32_t all_reduce(const baton_group& group, const baton_all_reduce_args& args, 
     // Blocks that wait for blocks of the peers must all be resident: at most one per SM.
   const int most = device->sm_count;
   if (args.residual) {
-    BATON_REQUIRE(args.width <= 8 * THREADS_MAX * WIDTH, "width is %d; allowed is at most %d", args.width,
+    BATON_REQUIRE(args.width <= 8 * THREADS_MAX * WIDTH, "width is %d; expected at most %d", args.width,
                   8 * THREADS_MAX * WIDTH);
     BATON_REQUIRE(args.weight != nullptr, "weight is null; a norm has one");
     if (args.way == BATON_ALL_REDUCE_TWO_SHOT) return fail(BATON_UNSUPPORTED, "a norm goes with one shot alone");
@@ -424,10 +424,10 @@ BATON_API int32_t baton_all_reduce(const baton_group* group, const baton_all_red
   return guarded([&] {
     BATON_TRY(check_group(*group));
     BATON_REQUIRE(args->rows >= 0 && args->width > 0 && args->width % 8 == 0,
-                  "rows are %d of width %d; allowed are widths that are multiples of 8", args->rows, args->width);
-    BATON_REQUIRE(args->way >= 0 && args->way <= 2, "way is %d; allowed is 0 to 2", args->way);
+                  "rows are %d of width %d; expected widths that are multiples of 8", args->rows, args->width);
+    BATON_REQUIRE(args->way >= 0 && args->way <= 2, "way is %d; expected 0 to 2", args->way);
     BATON_REQUIRE(args->blocks >= 0 && args->threads >= 0 && args->threads <= THREADS_MAX && args->threads % WARP == 0,
-                  "blocks are %d of %d threads; allowed are multiples of 32 up to %d, and 0", args->blocks, args->threads,
+                  "blocks are %d of %d threads; expected multiples of 32 up to %d, and 0", args->blocks, args->threads,
                   THREADS_MAX);
     if (args->rows == 0) return static_cast<int32_t>(BATON_OK);
     return with_ranks(group->ranks, [&](auto count) {

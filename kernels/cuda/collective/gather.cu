@@ -46,21 +46,21 @@ using namespace baton::collective;
 BATON_API int32_t baton_group_gather(const baton_group* group, const baton_gather_args* args, void* stream) {
   return guarded([&]() -> int32_t {
     BATON_TRY(check_group(*group));
-    BATON_REQUIRE(args->rows >= 0, "rows is %d; allowed is 0 or more", args->rows);
+    BATON_REQUIRE(args->rows >= 0, "rows is %d; expected 0 or more", args->rows);
     Rows rows = {static_cast<const uint32_t*>(args->x), args->x_stride, static_cast<uint32_t*>(args->out),
                  args->out_stride,                      {},             group->rank};
     int widest = 1;
-    BATON_REQUIRE(args->firsts[0] == 0, "the first rank begins at column %d; allowed is 0", args->firsts[0]);
+    BATON_REQUIRE(args->firsts[0] == 0, "the first rank begins at column %d; expected 0", args->firsts[0]);
     for (int rank = 0; rank < group->ranks; ++rank) {
       const int columns = args->firsts[rank + 1] - args->firsts[rank];
-      BATON_REQUIRE(columns >= 0, "rank %d has %d columns; allowed is 0 or more", rank, columns);
+      BATON_REQUIRE(columns >= 0, "rank %d has %d columns; expected 0 or more", rank, columns);
       widest = std::max(widest, columns);
     }
     std::copy_n(args->firsts, group->ranks + 1, rows.firsts);
     const int own = rows.firsts[group->rank + 1] - rows.firsts[group->rank], all = rows.firsts[group->ranks];
-    BATON_REQUIRE(args->x_stride >= own, "x_stride is %lld; allowed is at least %d",
+    BATON_REQUIRE(args->x_stride >= own, "x_stride is %lld; expected at least %d",
                   static_cast<long long>(args->x_stride), own);
-    BATON_REQUIRE(args->out_stride >= all, "out_stride is %lld; allowed is at least %d",
+    BATON_REQUIRE(args->out_stride >= all, "out_stride is %lld; expected at least %d",
                   static_cast<long long>(args->out_stride), all);
     if (args->rows == 0) return BATON_OK;
     return with_ranks(group->ranks, [&](auto count) {

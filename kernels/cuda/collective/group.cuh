@@ -100,7 +100,7 @@ int32_t with_ranks(int32_t ranks, Body&& body) {
     case 2: return body(std::integral_constant<int, 2>());
     case 4: return body(std::integral_constant<int, 4>());
     case 8: return body(std::integral_constant<int, 8>());
-    default: return fail(BATON_UNSUPPORTED, "a group has %d ranks; allowed are 2, 4 and 8", ranks);
+    default: return fail(BATON_UNSUPPORTED, "a group has %d ranks; expected 2, 4 and 8", ranks);
   }
 }
 
@@ -108,15 +108,15 @@ inline int64_t half_bytes(const baton_group& group) { return (group.arena_bytes 
 
 inline int32_t check_group(const baton_group& group) {
   BATON_REQUIRE(group.rank >= 0 && group.rank < group.ranks && group.ranks <= GROUP_MAX,
-                "rank is %d of %d; allowed are 0 to %d of at most %d", group.rank, group.ranks, group.ranks - 1, GROUP_MAX);
-  BATON_REQUIRE(group.timeout_ns > 0, "timeout_ns is %lld; allowed is more than 0",
+                "rank is %d of %d; expected 0 to %d of at most %d", group.rank, group.ranks, group.ranks - 1, GROUP_MAX);
+  BATON_REQUIRE(group.timeout_ns > 0, "timeout_ns is %lld; expected more than 0",
                 static_cast<long long>(group.timeout_ns));
   BATON_REQUIRE(group.fault != nullptr, "fault is null; it has a place in host memory");
   for (int rank = 0; rank < group.ranks; ++rank) {
     BATON_REQUIRE(group.arenas[rank] != nullptr, "the arena of rank %d is null", rank);
   }
   BATON_REQUIRE(group.arena_bytes > STATE_BYTES && (group.arena_bytes - STATE_BYTES) % 512 == 0,
-                "an arena has %lld bytes; allowed is what baton_group_arena_bytes says",
+                "an arena has %lld bytes; expected what baton_group_arena_bytes returns",
                 static_cast<long long>(group.arena_bytes));
   return BATON_OK;
 }

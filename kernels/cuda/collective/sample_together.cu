@@ -366,7 +366,7 @@ BATON_API int32_t baton_group_sample(const baton_group* group, const baton_pool*
   return guarded([&]() -> int32_t {
     BATON_REQUIRE(group && pool && step && args && firsts, "group, pool, step, args or firsts is null");
     BATON_TRY(check_group(*group));
-    BATON_REQUIRE(args->samples <= BATON_SEQUENCES_MAX, "samples is %d; allowed is 0 to %d", args->samples,
+    BATON_REQUIRE(args->samples <= BATON_SEQUENCES_MAX, "samples is %d; expected 0 to %d", args->samples,
                   BATON_SEQUENCES_MAX);
     sampling::Shares shares = {group->rank, group->ranks, {}, {}};
     std::copy_n(firsts, group->ranks + 1, shares.firsts);

@@ -98,15 +98,15 @@ BATON_API int32_t baton_digest_blocks(const void* arena, int64_t block_bytes, in
   return guarded([&] {
     BATON_REQUIRE(arena && sum, "arena or sum is null");
     BATON_REQUIRE(count == 0 || blocks, "blocks is null");
-    BATON_REQUIRE(count >= 0, "count is %d; allowed is 0 or more", count);
+    BATON_REQUIRE(count >= 0, "count is %d; expected 0 or more", count);
     BATON_REQUIRE(reinterpret_cast<uintptr_t>(arena) % 16 == 0, "arena is no multiple of 16");
     for (const int64_t bytes : {block_bytes, run_bytes, run_stride, first_bytes, whole_bytes}) {
-      BATON_REQUIRE(bytes >= 0 && bytes % 16 == 0, "%lld bytes; allowed are multiples of 16",
+      BATON_REQUIRE(bytes >= 0 && bytes % 16 == 0, "%lld bytes; expected multiples of 16",
                     static_cast<long long>(bytes));
     }
     BATON_REQUIRE(run_bytes > 0 && block_bytes % run_bytes == 0, "a block of %lld bytes has no whole runs of %lld",
                   static_cast<long long>(block_bytes), static_cast<long long>(run_bytes));
-    BATON_REQUIRE(block_bytes > 0 && block_bytes <= int64_t{1} << 30, "block_bytes is %lld; allowed are up to 2^30",
+    BATON_REQUIRE(block_bytes > 0 && block_bytes <= int64_t{1} << 30, "block_bytes is %lld; expected 1 to 2^30",
                   static_cast<long long>(block_bytes));
     Device device;
     BATON_TRY(current_device(device));

@@ -299,7 +299,7 @@ int32_t with_epilogue(int epilogue, Body&& body) {
     case BATON_SKINNY_SILU: return body(skinny_gemm_kernel<NT, MT, BATON_SKINNY_SILU, DEEP>, bytes);
     case BATON_SKINNY_F32: return body(skinny_gemm_kernel<NT, MT, BATON_SKINNY_F32, DEEP>, bytes);
     case BATON_SKINNY_QKV: return body(skinny_gemm_kernel<NT, MT, BATON_SKINNY_QKV, DEEP>, bytes);
-    default: return fail(BATON_INVALID, "epilogue is %d; allowed is 0 to 4", epilogue);
+    default: return fail(BATON_INVALID, "epilogue is %d; expected 0 to 4", epilogue);
   }
 }
 template <int NT, class Body>
@@ -345,21 +345,21 @@ int choose_tile(const baton_skinny_gemm_args& p, int grid) {
 }
 
 int32_t check_shape(const baton_skinny_gemm_args& p) {
-  BATON_REQUIRE(p.epilogue >= BATON_SKINNY_PLAIN && p.epilogue <= BATON_SKINNY_QKV, "epilogue is %d; allowed is 0 to 4",
+  BATON_REQUIRE(p.epilogue >= BATON_SKINNY_PLAIN && p.epilogue <= BATON_SKINNY_QKV, "epilogue is %d; expected 0 to 4",
                 p.epilogue);
-  BATON_REQUIRE(p.rows >= 0, "rows is %d; allowed is 0 to %d", p.rows, WIDE_ROWS_MAX);
-  if (p.rows > WIDE_ROWS_MAX) return fail(BATON_UNSUPPORTED, "rows is %d; allowed is 0 to %d", p.rows, WIDE_ROWS_MAX);
-  BATON_REQUIRE(p.n > 0, "n is %d; allowed is 1 or more", p.n);
-  BATON_REQUIRE(p.depth > 0 && p.depth % 8 == 0, "depth is %d; allowed are multiples of 8", p.depth);
+  BATON_REQUIRE(p.rows >= 0, "rows is %d; expected 0 to %d", p.rows, WIDE_ROWS_MAX);
+  if (p.rows > WIDE_ROWS_MAX) return fail(BATON_UNSUPPORTED, "rows is %d; expected 0 to %d", p.rows, WIDE_ROWS_MAX);
+  BATON_REQUIRE(p.n > 0, "n is %d; expected 1 or more", p.n);
+  BATON_REQUIRE(p.depth > 0 && p.depth % 8 == 0, "depth is %d; expected multiples of 8", p.depth);
   BATON_REQUIRE(p.epilogue != BATON_SKINNY_SILU || p.n % 2 == 0, "n is %d; of gate and up it is even", p.n);
-  BATON_REQUIRE(p.grid >= 0, "grid is %d; allowed is 0 or more", p.grid);
+  BATON_REQUIRE(p.grid >= 0, "grid is %d; expected 0 or more", p.grid);
   BATON_REQUIRE(p.tile == 0 || p.tile == 16 || p.tile == 32 || p.tile == 64 || p.tile == 112 || p.tile == 128 || p.tile == 224,
-                "tile is %d; allowed is 0, 16, 32, 64, 112, 128 or 224", p.tile);
+                "tile is %d; expected 0, 16, 32, 64, 112, 128 or 224", p.tile);
   if (p.epilogue == BATON_SKINNY_QKV) {
-    BATON_REQUIRE(p.head_dim > 0, "head_dim is %d; allowed are multiples of 16", p.head_dim);
+    BATON_REQUIRE(p.head_dim > 0, "head_dim is %d; expected multiples of 16", p.head_dim);
     const int multiple = p.tile != 0 ? p.tile : 16;
     if (p.head_dim % multiple != 0) {
-      return fail(BATON_UNSUPPORTED, "head_dim is %d; allowed are multiples of the tile, %d", p.head_dim, multiple);
+      return fail(BATON_UNSUPPORTED, "head_dim is %d; expected multiples of the tile, %d", p.head_dim, multiple);
     }
   }
   return BATON_OK;
@@ -368,9 +368,9 @@ int32_t check_shape(const baton_skinny_gemm_args& p) {
 int32_t check_operands(const baton_skinny_gemm_args& p) {
   BATON_REQUIRE(p.weight && p.x, "weight or x is null");
   BATON_REQUIRE(p.x_stride >= p.depth && p.x_stride % 8 == 0,
-                "x_stride is %lld; allowed are multiples of 8 from the depth, %d, on", static_cast<long long>(p.x_stride),
+                "x_stride is %lld; expected multiples of 8 from the depth, %d, on", static_cast<long long>(p.x_stride),
                 p.depth);
-  BATON_REQUIRE(!p.squares || p.squares_count > 0, "squares_count is %d; allowed is 1 or more", p.squares_count);
+  BATON_REQUIRE(!p.squares || p.squares_count > 0, "squares_count is %d; expected 1 or more", p.squares_count);
   if (p.epilogue == BATON_SKINNY_RESIDUAL) {
     BATON_REQUIRE(p.residual, "residual is null");
     return BATON_OK;
@@ -379,7 +379,7 @@ int32_t check_operands(const baton_skinny_gemm_args& p) {
   int width = p.n;
   if (p.epilogue == BATON_SKINNY_SILU) width = p.n / 2;
   if (p.epilogue == BATON_SKINNY_QKV) {
-    BATON_REQUIRE(p.query_heads > 0 && p.kv_heads > 0, "query_heads is %d, kv_heads %d; allowed is 1 or more",
+    BATON_REQUIRE(p.query_heads > 0 && p.kv_heads > 0, "query_heads is %d, kv_heads %d; expected 1 or more",
                   p.query_heads, p.kv_heads);
     BATON_REQUIRE(p.n == (p.query_heads + 2 * p.kv_heads) * p.head_dim, "n is %d; %d and twice %d heads of %d make %d",
                   p.n, p.query_heads, p.kv_heads, p.head_dim, (p.query_heads + 2 * p.kv_heads) * p.head_dim);
@@ -387,7 +387,7 @@ int32_t check_operands(const baton_skinny_gemm_args& p) {
     BATON_REQUIRE(!p.frequencies || p.positions, "positions is null, frequencies is not");
     width = p.query_heads * p.head_dim;
   }
-  BATON_REQUIRE(p.out_stride >= width, "out_stride is %lld; allowed is %d or more", static_cast<long long>(p.out_stride),
+  BATON_REQUIRE(p.out_stride >= width, "out_stride is %lld; expected %d or more", static_cast<long long>(p.out_stride),
                 width);
   return BATON_OK;
 }
@@ -447,7 +447,7 @@ BATON_API int32_t baton_skinny_gemm(const baton_skinny_gemm_args* args, void* st
         return fail(BATON_UNSUPPORTED, "no product of %d rows with a weight of %d x %d, epilogue %d, is quicker than cuBLAS",
                     p.rows, p.n, p.depth, p.epilogue);
       }
-      BATON_REQUIRE(p.out_stride % 2 == 0, "out_stride is %lld; allowed are even numbers",
+      BATON_REQUIRE(p.out_stride % 2 == 0, "out_stride is %lld; expected even numbers",
                     static_cast<long long>(p.out_stride));
       return wide_gemm(p, tile, *device, as_stream(stream));
     }
@@ -472,8 +472,8 @@ BATON_API int32_t baton_skinny_gemm(const baton_skinny_gemm_args* args, void* st
 BATON_API int32_t baton_skinny_prepare(const float* residual, const float* norm, void* mirror, float* squares, int32_t rows,
                                        int32_t width, int32_t pdl, void* stream) {
   return guarded([&]() -> int32_t {
-    BATON_REQUIRE(rows >= 0, "rows is %d; allowed is 0 or more", rows);
-    BATON_REQUIRE(width > 0 && width % 8 == 0, "width is %d; allowed are multiples of 8", width);
+    BATON_REQUIRE(rows >= 0, "rows is %d; expected 0 or more", rows);
+    BATON_REQUIRE(width > 0 && width % 8 == 0, "width is %d; expected multiples of 8", width);
     if (rows == 0) return BATON_OK;
     BATON_REQUIRE(residual && norm && mirror && squares, "an address is null");
     return launch_as(pdl != 0, "skinny prepare", skinny_prepare_kernel, dim3(rows), dim3(256), 0, as_stream(stream),

@@ -129,11 +129,11 @@ __global__ void __launch_bounds__(WARPS* WARP)
 
 int32_t check_shape(const baton_attention_shape& shape) {
   BATON_REQUIRE(shape.head_dim > 0 && shape.head_dim <= 256 && shape.head_dim % 8 == 0,
-                "head_dim is %d; allowed are multiples of 8 up to 256", shape.head_dim);
+                "head_dim is %d; expected multiples of 8 up to 256", shape.head_dim);
   BATON_REQUIRE(shape.kv_heads > 0 && shape.query_heads > 0 && shape.query_heads % shape.kv_heads == 0,
-                "query_heads is %d; allowed are multiples of kv_heads, %d", shape.query_heads, shape.kv_heads);
-  BATON_REQUIRE(shape.window >= 0, "window is %d; allowed is 0 or more", shape.window);
-  BATON_REQUIRE(shape.dtype == BATON_F32 || shape.dtype == BATON_BF16, "dtype is %d; allowed is 0 or 1",
+                "query_heads is %d; expected multiples of kv_heads, %d", shape.query_heads, shape.kv_heads);
+  BATON_REQUIRE(shape.window >= 0, "window is %d; expected 0 or more", shape.window);
+  BATON_REQUIRE(shape.dtype == BATON_F32 || shape.dtype == BATON_BF16, "dtype is %d; expected 0 or 1",
                 shape.dtype);
   return BATON_OK;
 }
@@ -222,8 +222,8 @@ BATON_API int32_t baton_attention_prepare(int32_t kind, const baton_attention_sh
     BATON_REQUIRE(shape && batch && plan_host, "shape, batch or plan_host is null");
     BATON_TRY(check_shape(*shape));
     BATON_REQUIRE(batch->sequences >= 0 && batch->sequences <= BATON_SEQUENCES_MAX,
-                  "batch.sequences is %d; allowed is 0 to %d", batch->sequences, BATON_SEQUENCES_MAX);
-    BATON_REQUIRE(batch->rows >= batch->sequences, "batch.rows is %d; allowed is at least batch.sequences, %d",
+                  "batch.sequences is %d; expected 0 to %d", batch->sequences, BATON_SEQUENCES_MAX);
+    BATON_REQUIRE(batch->rows >= batch->sequences, "batch.rows is %d; expected at least batch.sequences, %d",
                   batch->rows, batch->sequences);
     Device device;
     BATON_TRY(current_device(device));
@@ -260,7 +260,7 @@ BATON_API int32_t baton_attention_prepare(int32_t kind, const baton_attention_sh
 #endif
         return fail(BATON_UNSUPPORTED, "FA3 takes sm_90 (this is sm_%d%d), no window (%d) and no graph (%d)",
                     device.major, device.minor, shape->window, batch->is_graph);
-      default: return fail(BATON_INVALID, "kind is %d; allowed is 0 to 4", kind);
+      default: return fail(BATON_INVALID, "kind is %d; expected 0 to 4", kind);
     }
   });
 }
@@ -273,12 +273,12 @@ BATON_API int32_t baton_attention_run(const baton_attention_plan* plan_host, con
     BATON_REQUIRE(plan_host && shape && kv && step, "plan_host, shape, kv or step is null");
     BATON_TRY(check_shape(*shape));
     BATON_TRY(check_kv(*kv));
-    BATON_REQUIRE(layer >= 0 && layer < kv->layer_count, "layer is %d; allowed is 0 to %d", layer,
+    BATON_REQUIRE(layer >= 0 && layer < kv->layer_count, "layer is %d; expected 0 to %d", layer,
                   kv->layer_count - 1);
     BATON_REQUIRE(shape->kv_heads == kv->head_count && shape->head_dim == kv->head_dim && shape->dtype == kv->dtype,
                   "shape has %d KV heads of %d, dtype %d; the arena has %d of %d, dtype %d", shape->kv_heads,
                   shape->head_dim, shape->dtype, kv->head_count, kv->head_dim, kv->dtype);
-    BATON_REQUIRE(rows >= 0 && rows <= step->rows_max, "rows is %d; allowed is 0 to %d", rows, step->rows_max);
+    BATON_REQUIRE(rows >= 0 && rows <= step->rows_max, "rows is %d; expected 0 to %d", rows, step->rows_max);
     if (rows == 0) return BATON_OK;
     const int64_t bytes = shape->dtype == BATON_F32 ? 4 : 2;
     const int64_t half = static_cast<int64_t>(kv->head_count) * TOKENS * kv->head_dim * bytes;
@@ -296,7 +296,7 @@ BATON_API int32_t baton_attention_run(const baton_attention_plan* plan_host, con
 #ifdef BATON_HAS_HOPPER
       case BATON_ATTENTION_FA3: return run_by_dim<FlashHopper>(in);
 #endif
-      default: return fail(BATON_INVALID, "plan_host.kind is %d; allowed is 1 to 4", plan_host->kind);
+      default: return fail(BATON_INVALID, "plan_host.kind is %d; expected 1 to 4", plan_host->kind);
     }
   });
 }

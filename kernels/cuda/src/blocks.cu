@@ -57,7 +57,7 @@ int32_t move_blocks(BlockMove::Kind kind, const baton_kv* kv, const int32_t* blo
                     void* staging, void* stream) {
   BATON_REQUIRE(kv, "kv is null");
   BATON_TRY(check_kv(*kv));
-  BATON_REQUIRE(count >= 0, "count is %d; allowed is 0 or more", count);
+  BATON_REQUIRE(count >= 0, "count is %d; expected 0 or more", count);
   BATON_REQUIRE(count == 0 || kind == BlockMove::PAIRS || staging, "staging is null");
   const int64_t bytes = kv->block_elements * (kv->dtype == BATON_F32 ? 4 : 2);
   // gridDim.y is at most 65,535.
@@ -166,14 +166,14 @@ BATON_API int32_t baton_move_rows(void* arena, int64_t block_bytes, int64_t pitc
   return guarded([&] {
     BATON_REQUIRE(arena && staging, "arena or staging is null");
     for (const int64_t bytes : {block_bytes, pitch, width}) {
-      BATON_REQUIRE(bytes > 0 && bytes % VECTOR == 0, "%lld bytes of a block, a row or its part; allowed are multiples of %d",
+      BATON_REQUIRE(bytes > 0 && bytes % VECTOR == 0, "%lld bytes of a block, a row or its part; expected multiples of %d",
                     static_cast<long long>(bytes), VECTOR);
     }
-    BATON_REQUIRE(first >= 0 && first % VECTOR == 0 && first + width <= pitch, "first is %lld; allowed are multiples of %d up to %lld",
+    BATON_REQUIRE(first >= 0 && first % VECTOR == 0 && first + width <= pitch, "first is %lld; expected multiples of %d up to %lld",
                   static_cast<long long>(first), VECTOR, static_cast<long long>(pitch - width));
-    BATON_REQUIRE(block_bytes % pitch == 0 && block_bytes / VECTOR <= INT32_MAX, "block_bytes is %lld; allowed are whole rows",
+    BATON_REQUIRE(block_bytes % pitch == 0 && block_bytes / VECTOR <= INT32_MAX, "block_bytes is %lld; expected whole rows",
                   static_cast<long long>(block_bytes));
-    BATON_REQUIRE(count >= 0 && grid > 0, "count is %d, grid %d; allowed are 0 or more, and 1 or more", count, grid);
+    BATON_REQUIRE(count >= 0 && grid > 0, "count is %d, grid %d; expected 0 or more, and 1 or more", count, grid);
     const int64_t moved_bytes = block_bytes / pitch * width;
     const auto kernel = width == pitch ? listed_move_kernel<false> : listed_move_kernel<true>;
     for (int32_t begin = 0; begin < count; begin += LIST_MAX) {

@@ -137,7 +137,7 @@ int32_t with_dtype(int32_t dtype, Body&& body) {
   switch (dtype) {
     case BATON_F32: return body(float());
     case BATON_BF16: return body(bf16());
-    default: return fail(BATON_INVALID, "dtype is %d; allowed is 0 (f32) or 1 (bf16)", dtype);
+    default: return fail(BATON_INVALID, "dtype is %d; expected 0 (f32) or 1 (bf16)", dtype);
   }
 }
 

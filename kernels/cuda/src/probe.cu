@@ -78,7 +78,7 @@ using namespace baton;
 BATON_API int32_t baton_delay(int64_t nanoseconds, void* stream) {
   return guarded([&] {
     BATON_REQUIRE(nanoseconds >= 0 && nanoseconds <= 10'000'000'000ll,
-                  "nanoseconds is %lld; allowed is 0 to 10 s", static_cast<long long>(nanoseconds));
+                  "nanoseconds is %lld; expected 0 to 10 s", static_cast<long long>(nanoseconds));
     return launch("delay", delay_kernel, dim3(1), dim3(1), 0, as_stream(stream), nanoseconds);
   });
 }
@@ -86,7 +86,7 @@ BATON_API int32_t baton_delay(int64_t nanoseconds, void* stream) {
 BATON_API int32_t baton_read_stream(const void* from, uint64_t bytes, uint32_t* sink, int32_t blocks,
                                     void* stream) {
   return guarded([&] {
-    BATON_REQUIRE(bytes % 16 == 0, "bytes is %llu; allowed are multiples of 16",
+    BATON_REQUIRE(bytes % 16 == 0, "bytes is %llu; expected multiples of 16",
                   static_cast<unsigned long long>(bytes));
     Device device;
     BATON_TRY(current_device(device));
@@ -100,7 +100,7 @@ BATON_API int32_t baton_read_stream(const void* from, uint64_t bytes, uint32_t* 
 BATON_API int32_t baton_fill_random(int32_t dtype, void* to, int64_t count, uint64_t seed, float scale,
                                     void* stream) {
   return guarded([&] {
-    BATON_REQUIRE(count >= 0, "count is %lld; allowed is 0 or more", static_cast<long long>(count));
+    BATON_REQUIRE(count >= 0, "count is %lld; expected 0 or more", static_cast<long long>(count));
     if (count == 0) return static_cast<int32_t>(BATON_OK);
     return with_dtype(dtype, [&](auto element) {
       using T = decltype(element);

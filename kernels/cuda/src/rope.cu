@@ -131,12 +131,12 @@ int32_t load_rope() {
 
 int32_t check_kv(const baton_kv& kv) {
   BATON_REQUIRE(kv.head_dim > 0 && kv.head_dim <= 256 && kv.head_dim % 8 == 0,
-                "kv.head_dim is %d; allowed are multiples of 8 up to 256", kv.head_dim);
-  BATON_REQUIRE(kv.head_count > 0, "kv.head_count is %d; allowed is 1 or more", kv.head_count);
-  BATON_REQUIRE(kv.layer_count > 0, "kv.layer_count is %d; allowed is 1 or more", kv.layer_count);
+                "kv.head_dim is %d; expected multiples of 8 up to 256", kv.head_dim);
+  BATON_REQUIRE(kv.head_count > 0, "kv.head_count is %d; expected 1 or more", kv.head_count);
+  BATON_REQUIRE(kv.layer_count > 0, "kv.layer_count is %d; expected 1 or more", kv.layer_count);
   // Destinations are block * 16 + token in an int32.
   BATON_REQUIRE(kv.block_count > 0 && kv.block_count <= (1 << 27),
-                "kv.block_count is %d; allowed is 1 to 2^27", kv.block_count);
+                "kv.block_count is %d; expected 1 to 2^27", kv.block_count);
   const int64_t elements =
       int64_t{2} * kv.layer_count * kv.head_count * BATON_BLOCK_TOKENS * kv.head_dim;
   BATON_REQUIRE(kv.block_elements == elements, "kv.block_elements is %lld; the layout makes it %lld",
@@ -154,14 +154,14 @@ BATON_API int32_t baton_rope_store_kv(const baton_kv* kv, const baton_rope_args*
     BATON_REQUIRE(kv && args, "kv or args is null");
     BATON_TRY(check_kv(*kv));
     const int dim = kv->head_dim;
-    BATON_REQUIRE(args->rows >= 0, "rows is %d; allowed is 0 or more", args->rows);
-    BATON_REQUIRE(args->layer >= 0 && args->layer < kv->layer_count, "layer is %d; allowed is 0 to %d",
+    BATON_REQUIRE(args->rows >= 0, "rows is %d; expected 0 or more", args->rows);
+    BATON_REQUIRE(args->layer >= 0 && args->layer < kv->layer_count, "layer is %d; expected 0 to %d",
                   args->layer, kv->layer_count - 1);
-    BATON_REQUIRE(args->query_heads > 0, "query_heads is %d; allowed is 1 or more", args->query_heads);
+    BATON_REQUIRE(args->query_heads > 0, "query_heads is %d; expected 1 or more", args->query_heads);
     BATON_REQUIRE(args->query_stride >= static_cast<int64_t>(args->query_heads) * dim,
-                  "query_stride is %lld; allowed is at least %d", static_cast<long long>(args->query_stride),
+                  "query_stride is %lld; expected at least %d", static_cast<long long>(args->query_stride),
                   args->query_heads * dim);
-    BATON_REQUIRE(args->query_stride % 8 == 0, "query_stride is %lld; allowed are multiples of 8",
+    BATON_REQUIRE(args->query_stride % 8 == 0, "query_stride is %lld; expected multiples of 8",
                   static_cast<long long>(args->query_stride));
     BATON_REQUIRE((args->query_norm == nullptr) == (args->key_norm == nullptr),
                   "one of query_norm and key_norm is null");

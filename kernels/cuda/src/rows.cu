@@ -126,8 +126,8 @@ __global__ void convert_kernel(const From* from, To* to, int64_t count) {
 }
 
 int32_t check_rows(int32_t rows, int32_t width) {
-  BATON_REQUIRE(rows >= 0, "rows is %d; allowed is 0 or more", rows);
-  BATON_REQUIRE(width > 0 && width % 8 == 0, "width is %d; allowed are multiples of 8", width);
+  BATON_REQUIRE(rows >= 0, "rows is %d; expected 0 or more", rows);
+  BATON_REQUIRE(width > 0 && width % 8 == 0, "width is %d; expected multiples of 8", width);
   return BATON_OK;
 }
 
@@ -141,7 +141,7 @@ template <class T, bool ADD>
 int32_t norm(float* residual, const void* delta, const float* weight, float eps, void* out,
              const int32_t* gather, int32_t rows, int32_t width, cudaStream_t stream) {
   BATON_TRY(check_rows(rows, width));
-  BATON_REQUIRE(width <= ROW_MAX, "width is %d; allowed is at most %d", width, ROW_MAX);
+  BATON_REQUIRE(width <= ROW_MAX, "width is %d; expected at most %d", width, ROW_MAX);
   if (rows == 0) return BATON_OK;
   const int groups = width / 8;
   const int threads = groups >= NORM_THREADS ? NORM_THREADS : divide_up(groups, WARP) * WARP;
@@ -220,7 +220,7 @@ BATON_API int32_t baton_add_bias(int32_t dtype, void* x, int64_t stride, const f
   return guarded([&] {
     BATON_TRY(check_rows(rows, width));
     BATON_REQUIRE(stride >= width && stride % 8 == 0,
-                  "stride is %lld; allowed are multiples of 8 from the width %d on",
+                  "stride is %lld; expected multiples of 8 from the width %d on",
                   static_cast<long long>(stride), width);
     if (rows == 0) return static_cast<int32_t>(BATON_OK);
     return with_dtype(dtype, [&](auto element) {
@@ -260,7 +260,7 @@ BATON_API int32_t baton_gather_rows(int32_t dtype, const void* x, const int32_t*
 BATON_API int32_t baton_convert(int32_t from_dtype, const void* from, int32_t to_dtype, void* to,
                                 int64_t count, void* stream) {
   return guarded([&] {
-    BATON_REQUIRE(count >= 0, "count is %lld; allowed is 0 or more", static_cast<long long>(count));
+    BATON_REQUIRE(count >= 0, "count is %lld; expected 0 or more", static_cast<long long>(count));
     if (count == 0) return static_cast<int32_t>(BATON_OK);
     return with_dtype(from_dtype, [&](auto source) {
       return with_dtype(to_dtype, [&](auto target) {

@@ -209,27 +209,27 @@ uint64_t scratch_bytes(int32_t ranks, int32_t samples_max, int32_t vocabulary) {
 int32_t prepare(const baton_pool* pool, const baton_step* step, const baton_sample_args* args, Shares& shares,
                 Arguments& in) {
   const int32_t ranks = shares.ranks;
-  BATON_REQUIRE(args->vocabulary > 0 && args->vocabulary <= RUN * RUNS_MAX, "vocabulary is %d; allowed is 1 to %d",
+  BATON_REQUIRE(args->vocabulary > 0 && args->vocabulary <= RUN * RUNS_MAX, "vocabulary is %d; expected 1 to %d",
                 args->vocabulary, RUN * RUNS_MAX);
   BATON_REQUIRE(shares.firsts[0] == 0 && shares.firsts[ranks] == args->vocabulary,
-                "the ranks' tokens are %d to %d; allowed are all %d", shares.firsts[0], shares.firsts[ranks],
+                "the ranks' tokens are %d to %d; expected all %d", shares.firsts[0], shares.firsts[ranks],
                 args->vocabulary);
   int runs_most = 1;
   for (int rank = 0; rank < ranks; ++rank) {
     const int first = shares.firsts[rank], end = shares.firsts[rank + 1];
-    BATON_REQUIRE(first % RUN == 0, "firsts[%d] is %d; allowed are multiples of %d", rank, first, RUN);
+    BATON_REQUIRE(first % RUN == 0, "firsts[%d] is %d; expected multiples of %d", rank, first, RUN);
     const int least = ranks > 1 ? BATON_TOP_LOGPROBS_MAX : 0;
-    BATON_REQUIRE(end - first >= least, "rank %d has %d tokens, from %d up to %d; allowed are at least %d", rank,
+    BATON_REQUIRE(end - first >= least, "rank %d has %d tokens, from %d up to %d; expected at least %d", rank,
                   end - first, first, end, least);
     runs_most = std::max(runs_most, divide_up(end - first, RUN));
   }
   const int own = shares.firsts[shares.rank + 1] - shares.firsts[shares.rank];
   BATON_REQUIRE(args->logit_stride % 4 == 0 && args->logit_stride >= own,
-                "logit_stride is %lld; allowed are multiples of 4 from the vocabulary, %d, on",
+                "logit_stride is %lld; expected multiples of 4 from the vocabulary, %d, on",
                 static_cast<long long>(args->logit_stride), own);
-  BATON_REQUIRE(args->samples >= 0 && args->samples <= step->samples_max, "samples is %d; allowed is 0 to %d",
+  BATON_REQUIRE(args->samples >= 0 && args->samples <= step->samples_max, "samples is %d; expected 0 to %d",
                 args->samples, step->samples_max);
-  BATON_REQUIRE(args->needs >= 0 && args->needs <= BATON_NEEDS_ALL, "needs is %d; allowed is 0 to %d", args->needs,
+  BATON_REQUIRE(args->needs >= 0 && args->needs <= BATON_NEEDS_ALL, "needs is %d; expected 0 to %d", args->needs,
                 BATON_NEEDS_ALL);
   if (args->samples == 0) return BATON_OK;
   in = {*pool, *step, *args};

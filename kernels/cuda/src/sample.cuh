@@ -1,24 +1,25 @@
-// Shared by the sampling kernels: the description of a sample, intermediate results, and the result.
+// Shared by the sampling kernels: the parameters of a sample, intermediate results, and the result.
 //
-// Compiled without fused multiply-adds: weights, totals and the comparison with top_p are bitwise equal to the CPU's, so
-// a draw differs only where logits do.
+// Compiled without fused multiply-adds: weights, sums and the comparison with top_p are bitwise equal to the CPU's, so
+// equal logits give equal draws.
 //
-// A sample's vocabulary is split into slices of whole runs (1,024 tokens, the unit of the CPU's totals). All kernels but
-// the last have one block per slice. Kernels that no row of the call needs (baton_sample_args.needs) are not launched:
-//   history  (sample.cu, penalties) counts the tokens of sequences with penalties,
-//   survey   (sample.cu, always) applies mask, min_tokens and penalties, and finds the greatest logit and non-finite
-//            logits; without draws and log-probabilities, the last completed slice delivers the token,
-//   weigh    (sample_draw.cu, draws and log-probabilities) draws between the tokens by exponential arrival times, or
-//            with top-k or top-p counts and sums tokens by likelihood,
-//   gather   (sample_draw.cu, top-k and top-p) finds the bin of likelihood with the cut, lists the tokens that may be
-//            cut, and draws between the tokens that stay for certain,
-//   choose   (sample_choose.cu, draws and log-probabilities) one block per sample: combines the slices, applies the cut
-//            to the list, reports, and appends the token.
-// When the list overflows (thousands of tokens of nearly equal likelihood at the cut, or top-k and top-p together with a
-// large k), `choose` scans the vocabulary itself, which takes up to a millisecond.
+// The vocabulary of a row is split into slices of whole runs. A run has 1,024 tokens, the unit in which the CPU sums
+// weights. Every kernel except the last has one CTA per slice. A kernel that no row of the step needs
+// (baton_sample_args.needs) is not launched:
+//   history  (sample.cu, penalties) counts prompt and output tokens of the sequences with penalties.
+//   survey   (sample.cu, always) applies bitmask, min_tokens and penalties, and finds the greatest logit and non-finite
+//            logits. Without draws and log-probabilities, the last CTA of a row to finish writes the token.
+//   weigh    (sample_draw.cu, draws and log-probabilities) draws a token by exponential arrival times. With top-k or
+//            top-p it counts tokens and sums their weights per bin of likelihood instead.
+//   gather   (sample_draw.cu, top-k and top-p) finds the bin that contains the cut, lists the tokens that the cut may
+//            remove, and draws between the tokens that certainly stay.
+//   choose   (sample_choose.cu, draws and log-probabilities) has one CTA per sample: combines the slices, applies the
+//            cut to the list, writes log-probabilities, and appends the token.
+// The list overflows when thousands of tokens have nearly equal likelihood at the cut, or when top-k is large beside
+// top-p. `choose` then scans the vocabulary itself, which takes up to a millisecond.
 //
-// In a group, each rank has a part of every row's logits. The kernels process the slices of this part at the slices'
-// global places in the scratch memory, and the other ranks' results are added between the kernels
+// With tensor parallelism each rank has a part of every row's logits. A rank processes the slices of this part and
+// stores the results at the slices' global indices. Between the kernels the ranks exchange results
 // (../collective/sample_together.cu).
 #pragma once
 
@@ -33,8 +34,8 @@ constexpr int LANES = 16;
 constexpr int SLICES_MAX = 128;
 constexpr int SLICE_THREADS = 256;
 constexpr int CHOOSE_THREADS = 1024;
-constexpr int LIST_MAX = 8192;      // tokens that are listed for top-k and top-p
-constexpr int LEVELS = 1024;        // bins of likelihood, eight to a factor of two
+constexpr int LIST_MAX = 8192;      // listed tokens of a row with top-k or top-p
+constexpr int LEVELS = 1024;        // bins of likelihood: eight for each factor of two
 constexpr int RUNS_MAX = 1024;
 constexpr float GREEDY_BELOW = 1e-5f;
 constexpr uint32_t IN_PROMPT = 1u << 31;
@@ -42,17 +43,19 @@ constexpr int NOBODY = 0x7fffffff;
 constexpr int BINS = 256;
 constexpr int RANKS_MAX = 8;
 
-// Summary of a slice of a row.
+// Summary of a slice of a row. "Raw" logits are those of the model; adjusted logits include bitmask, min_tokens and
+// penalties.
 struct Survey {
-  float raw_best;
-  int raw_bad;          // lowest id that is NaN or +infinity, NOBODY if none
-  float raw_bad_value;  // its logit; joined surveys do not have it
-  float best;           // of the adjusted logits
+  float raw_best;       // greatest raw logit
+  int raw_bad;          // lowest id whose raw logit is NaN or +infinity; NOBODY if none
+  float raw_bad_value;  // raw logit of raw_bad; unset in joined surveys
+  float best;           // greatest adjusted logit
   int best_id;
-  int bad;
+  int bad;              // like raw_bad, of the adjusted logits
   float bad_value;
 };
 
+// The token of a slice with the earliest arrival time.
 struct Winner {
   double arrival;
   int token;
@@ -62,19 +65,19 @@ struct Winner {
 // The cut of top-k or top-p.
 struct Cut {
   enum Mode {
-    LIST_ALL,  // everybody up to the level is listed
-    LIST_LAST, // those of the level are listed, those before it stay and have raced
-    NO_LIST,   // too many for a list
-    NO_CUT     // of a row without top-k and top-p, or without candidates
+    LIST_ALL,  // the list has all tokens of the levels up to `level`
+    LIST_LAST, // the list has the tokens of `level`; tokens of the levels before it stay and took part in the draw
+    NO_LIST,   // too many tokens for the list
+    NO_CUT     // the row has neither top-k nor top-p, or no candidate
   };
   int32_t mode;
   int32_t level;
-  int32_t is_reached;  // 0: all together hold less than is asked for
+  int32_t is_reached;  // 0: all candidates together are fewer than top-k, or have less mass than top-p
   int32_t reserved;
-  uint64_t need;  // of the listed ones, in LIST_LAST
+  uint64_t need;  // LIST_LAST: mass to keep of the list
 };
 
-// Parameters of one sample: its slot's settings, restricted to the call's `needs`.
+// Parameters of one sample: the sampling options of its slot, without those that `needs` excludes.
 struct Sample {
   int slot;  // -1: padding
   int position;
@@ -84,18 +87,18 @@ struct Sample {
   bool is_penalised;
   bool is_adjusted;
   bool is_greedy;
-  bool is_restricted;  // by top-k or top-p
-  uint32_t top_k;      // 0: none
+  bool is_restricted;  // has top-k or top-p
+  uint32_t top_k;      // 0: no top-k
   baton_sampling how;
 };
 
 // A rank's contribution to a row's log-probabilities.
 struct Reported {
-  float raw;  // the chosen token's logit, if that is the rank's
+  float raw;  // raw logit of the chosen token, if the rank has this token
   struct {
     int id;
     float logit;
-  } top[BATON_TOP_LOGPROBS_MAX];  // the rank's greatest, in any order; as many as are asked for
+  } top[BATON_TOP_LOGPROBS_MAX];  // the rank's greatest logits, as many as requested, in any order
 };
 
 struct Scratch {
@@ -104,25 +107,25 @@ struct Scratch {
   float* adjusted;     // [samples][stride]
   Survey* surveys;     // [samples][SLICES_MAX]
   Winner* winners;     // [samples][SLICES_MAX]
-  float* totals;       // [samples][RUNS_MAX], of weights
-  float* raw_totals;   // [samples][RUNS_MAX], for log-probabilities
+  float* totals;       // [samples][RUNS_MAX]: sum of weights of each run
+  float* raw_totals;   // [samples][RUNS_MAX]: the same of raw logits, for log-probabilities
   uint64_t* list;      // [samples][LIST_MAX]
   int32_t* list_count; // [samples]
   int32_t* bounds;     // [samples]: bits of the earliest arrival so far, rounded up
-  uint64_t* distances; // [samples][ranks][LEVELS]: how far the weights of a bin lie below its greatest, in sum
-  uint32_t* numbers;   // [samples][ranks][LEVELS]
+  uint64_t* distances; // [samples][ranks][LEVELS]: sum of the distances of weights below the greatest of their bin
+  uint32_t* numbers;   // [samples][ranks][LEVELS]: tokens of each bin
   Cut* cuts;           // [samples]
-  uint32_t* arrivals;  // [samples]: slices that are done; zero between calls
-  int32_t* listed;     // [samples]: of all ranks; of a group only, like the next
-  Reported* reported;  // [samples][ranks]
+  uint32_t* arrivals;  // [samples]: finished slices; zero between calls
+  int32_t* listed;     // [samples]: listed tokens of all ranks; only with tensor parallelism
+  Reported* reported;  // [samples][ranks]; only with tensor parallelism
 };
 
-// The vocabulary range of each rank of a group, or of a single rank.
+// The vocabulary range of each rank.
 struct Shares {
   int rank;
   int ranks;
-  int firsts[RANKS_MAX + 1];  // tokens; whole runs, but for the end
-  int slices[RANKS_MAX + 1];  // the first of each
+  int firsts[RANKS_MAX + 1];  // first token of each rank: a multiple of RUN; the last entry is the vocabulary size
+  int slices[RANKS_MAX + 1];  // first slice of each rank
 };
 
 struct Arguments {
@@ -131,14 +134,14 @@ struct Arguments {
   baton_sample_args args;
   Scratch scratch;
   Shares shares;
-  int slices;  // of the whole row
+  int slices;  // slices of the whole row
   int slice_runs;
-  // The tokens and slices that the kernels process: the whole row, or this rank's part of it.
+  // Tokens and slices that the kernels process: the whole row, or the part of this rank.
   int first, end;
   int slice_first, slice_count;
 };
 
-// The first token of a run of this block's slice.
+// Returns the first token of a run of this CTA's slice.
 __device__ inline int run_first(const Arguments& in, int run) {
   return in.first + (blockIdx.x * in.slice_runs + run) * RUN;
 }
@@ -168,7 +171,7 @@ __device__ inline Sample find_sample(const Arguments& in, int index) {
   return sample;
 }
 
-// Indexed by token id; has the tokens of this rank.
+// Returns the raw logits, indexed by token id. Only the tokens of this rank are valid.
 __device__ inline const float* raw_row(const Arguments& in, int index) {
   return in.args.logits + index * in.args.logit_stride - in.first;
 }
@@ -210,7 +213,7 @@ __device__ inline Survey join_warp(Survey own) {
 
 __device__ inline Survey nothing_seen() { return {-INFINITY, NOBODY, 0.f, -INFINITY, NOBODY, NOBODY, 0.f}; }
 
-// Combines the whole row's surveys, in every thread.
+// Combines the surveys of all slices of a row. Every thread gets the result.
 __device__ inline Survey whole_survey(const Arguments& in, int index, Survey* shared) {
   if (threadIdx.x < WARP) {
     Survey own = nothing_seen();
@@ -241,7 +244,7 @@ __device__ inline baton_sample_result padding_result() {
   return result;
 }
 
-// Fills everything but the token, or the failure status.
+// Returns the result without the token, or the result of a failed sample.
 __device__ inline baton_sample_result begin_result(const Arguments& in, const Sample& sample, int index,
                                                    const Survey& survey, int failed_before) {
   baton_sample_result result = {};
@@ -265,27 +268,27 @@ __device__ inline baton_sample_result begin_result(const Arguments& in, const Sa
   return result;
 }
 
-// Log-probabilities of ranks are exchanged before delivery.
+// Whether the ranks must exchange log-probabilities before the result is delivered.
 __device__ inline bool is_reported_together(const Sample& sample, const baton_sample_result& result) {
   return sample.how.logprobs >= 0 && result.status == BATON_SAMPLE_OK;
 }
 
-// Reports, and appends the token to a sequence of length `length`; one thread.
+// Writes the result, and appends the token to a sequence of length `length`. One thread calls this.
 __device__ inline void deliver(const Arguments& in, const Sample& sample, int index, const baton_sample_result& result,
                                int length) {
   in.args.results[index] = result;
   baton_slot& slot = in.pool.slots[sample.slot];
   if (result.status != BATON_SAMPLE_OK) slot.failed = result.status;
   if (sample.position + 1 == length && length < in.pool.token_width) {
-        // A failed sequence continues with token 0 until the host stops it, since the next step needs a valid id. The same
-        // holds after a time-out of another rank.
+    // A failed sequence continues with token 0 until the host stops it, since the next step needs a valid id. The same
+    // holds after a time-out of another rank.
     const bool is_id = result.status == BATON_SAMPLE_OK && result.token < in.args.vocabulary;
     in.pool.tokens[static_cast<int64_t>(sample.slot) * in.pool.token_width + length] = is_id ? result.token : 0;
     slot.length = length + 1;
   }
 }
 
-// Entry points of the other units. `shares` has the ranks and their tokens, and receives their slices.
+// Defined in the other sampling files. `shares` has the ranks and their tokens; `prepare` sets their slices.
 int32_t prepare(const baton_pool* pool, const baton_step* step, const baton_sample_args* args, Shares& shares,
                 Arguments& in);
 uint64_t scratch_bytes(int32_t ranks, int32_t samples_max, int32_t vocabulary);

@@ -207,14 +207,14 @@ BATON_API int32_t baton_step_prepare(const baton_pool* pool, const void* plan, c
   return guarded([&] {
     BATON_REQUIRE(pool && plan && step, "pool, plan or step is null");
     auto within = [](const char* name, int32_t value, int32_t most) {
-      BATON_REQUIRE(value >= 0 && value <= most, "%s is %d; allowed is 0 to %d", name, value, most);
+      BATON_REQUIRE(value >= 0 && value <= most, "%s is %d; expected 0 to %d", name, value, most);
       return static_cast<int32_t>(BATON_OK);
     };
     BATON_TRY(within("step.sequences_max", step->sequences_max, BATON_SEQUENCES_MAX));
     BATON_TRY(within("rows", rows, step->rows_max));
     BATON_TRY(within("sequences", sequences, step->sequences_max));
     BATON_TRY(within("samples", samples, step->samples_max));
-    BATON_REQUIRE(rows >= sequences, "rows is %d; allowed is at least sequences, %d", rows, sequences);
+    BATON_REQUIRE(rows >= sequences, "rows is %d; expected at least sequences, %d", rows, sequences);
     BATON_TRY(launch("step plan", plan_kernel, dim3(1), dim3(THREADS), 0, as_stream(stream), *pool,
                      static_cast<const uint32_t*>(plan), *step, rows, sequences, samples));
     // Long sequences have hundreds of pages, prompts thousands of rows; decode steps need one block each.

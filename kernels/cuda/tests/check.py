@@ -679,14 +679,14 @@ def check_errors():
         fields = dict(weight=at, x=at, x_stride=64, out=at, out_stride=64, rows=4, n=64, depth=64) | changed
         expect_error(code, text, lambda: lib.skinny_gemm(SkinnyArgs(**fields)))
 
-    skinny(1, "rows is -1; allowed is 0 to", rows=-1)
-    skinny(2, "rows is 4000; allowed is 0 to", rows=4000)
-    skinny(1, "depth is 60; allowed are multiples of 8", depth=60)
+    skinny(1, "rows is -1; expected 0 to", rows=-1)
+    skinny(2, "rows is 4000; expected 0 to", rows=4000)
+    skinny(1, "depth is 60; expected multiples of 8", depth=60)
     skinny(1, "n is 0", n=0)
     skinny(1, "n is 63; of gate and up it is even", n=63, epilogue=2)
-    skinny(1, "epilogue is 5; allowed is 0 to 4", epilogue=5)
-    skinny(1, "x_stride is 56; allowed are multiples of 8 from the depth, 64, on", x_stride=56)
-    skinny(1, "out_stride is 63; allowed is 64 or more", out_stride=63)
+    skinny(1, "epilogue is 5; expected 0 to 4", epilogue=5)
+    skinny(1, "x_stride is 56; expected multiples of 8 from the depth, 64, on", x_stride=56)
+    skinny(1, "out_stride is 63; expected 64 or more", out_stride=63)
     skinny(1, "tile is 24", tile=24)
     skinny(1, "residual is null", epilogue=1)
     skinny(2, "head_dim is 24", epilogue=4, head_dim=24, n=72, query_heads=1, kv_heads=1)
@@ -703,12 +703,12 @@ def check_errors():
                       group=4, head_dim=64, scale=1.0) | changed
         expect_error(code, text, lambda: lib.decode_attention(DecodeArgs(**fields)))
 
-    decode(2, "rows is 1025; allowed is 0 to 1024", rows=1025)
-    decode(2, "group is 9; allowed is 1 to 8", group=9)
-    decode(2, "head_dim is 96; allowed is 64 or 128", head_dim=96)
-    decode(1, "q_stride is 508; allowed are multiples of 8 from 512 on", q_stride=508)
+    decode(2, "rows is 1025; expected 0 to 1024", rows=1025)
+    decode(2, "group is 9; expected 1 to 8", group=9)
+    decode(2, "head_dim is 96; expected 64 or 128", head_dim=96)
+    decode(1, "q_stride is 508; expected multiples of 8 from 512 on", q_stride=508)
     decode(1, "stride_token is 56", stride_token=56)
-    decode(1, "variant is 42; allowed is 0, 41, 44, 81 or 88", variant=42)
+    decode(1, "variant is 42; expected 0, 41, 44, 81 or 88", variant=42)
     decode(1, "an address other than page_indptr is null", pages=None)
     assert lib.raw.baton_decode_attention_workspace(0, 8, 4, 128) >= 132 * 4 * 32 * 132 * 4
     assert lib.raw.baton_decode_attention_workspace(0, 8, 4, 96) == 0

@@ -270,7 +270,7 @@ mod tests {
     }
 
     #[test]
-    fn a_block_that_the_step_writes_may_be_read_by_it() {
+    fn a_step_may_read_a_block_that_it_writes() {
         let arena = arena();
         let access = StepAccess::acquire(&arena, &ids(&[3, 2]), &ids(&[3])).unwrap();
         assert!(access.is_written(access.find(BlockId(3)).unwrap()));

@@ -244,7 +244,7 @@ mod tests {
     }
 
     #[test]
-    fn a_growing_table_borrows_its_new_blocks() {
+    fn a_growing_block_table_borrows_its_new_blocks() {
         let arena = arena();
         let mut access = StreamAccess::new(&arena);
         let first = access.acquire([row(0, &[A], 0)]).unwrap();

@@ -285,7 +285,7 @@ mod tests {
     }
 
     #[test]
-    fn other_frequencies_do_not_reuse_the_first_rotation() {
+    fn rotation_cache_is_keyed_by_frequencies() {
         let arena = arena(Dtype::F32);
         let mut pool = ThreadPool::new(1, "test").unwrap();
         let mut step = step(&arena, 5, 1);

@@ -316,7 +316,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn versions_read_as_nvidia_writes_them() {
+    fn nccl_versions_are_formatted_as_by_nvidia() {
         for (number, words) in [(22809, "2.28.9"), (21800, "2.18.0"), (2804, "2.8.4")] {
             assert_eq!(NcclVersion(number).to_string(), words);
         }
@@ -324,7 +324,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_opened_is_named() {
+    fn library_that_cannot_be_opened_is_named() {
         let mut file = tempfile::NamedTempFile::new().unwrap();
         file.write_all(b"not a library").unwrap();
         for path in [Path::new("/no/such/libnccl.so.2"), file.path()] {
@@ -342,7 +342,7 @@ mod tests {
 
     /// Opens a library that is not NCCL.
     #[test]
-    fn another_library_is_not_taken_for_nccl() {
+    fn library_without_nccl_symbols_is_rejected() {
         let error = Nccl::open(Some(Path::new("libc.so.6"))).unwrap_err();
         assert!(
             matches!(&error, NcclError::Functions { path, .. } if path == Path::new("libc.so.6"))
@@ -351,7 +351,7 @@ mod tests {
     }
 
     #[test]
-    fn another_environment_is_refused_by_name_and_value() {
+    fn conflicting_nccl_environment_is_rejected_by_name_and_value() {
         assert_eq!(environment_is_ours(Some(OsStr::new("0"))), Ok(()));
         for (found, named) in [(None, "NCCL_NVLS_ENABLE: \"\""), (Some("2"), ": \"2\"")] {
             let error = environment_is_ours(found.map(OsStr::new)).unwrap_err().to_string();
@@ -360,7 +360,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_set_beside_other_threads() {
+    fn nccl_environment_is_not_set_while_other_threads_run() {
         let found = || [NCCL_ENVIRONMENT, QUEUES].map(|(name, _)| env::var_os(name));
         let before = found();
         let set = || set_nccl_environment(true);
@@ -380,7 +380,7 @@ mod tests {
     }
 
     #[test]
-    fn versions_out_of_range_and_files_without_functions_are_refused_by_path() {
+    fn nccl_of_an_unsupported_version_is_rejected_by_path() {
         let folders =
             [2804, 21709, 30000, 22809].map(|version| (tempfile::tempdir().unwrap(), version));
         for (folder, version) in &folders {

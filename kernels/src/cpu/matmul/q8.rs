@@ -135,7 +135,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn numbers_times_scale_are_within_half_a_scale(
+        fn q8_error_is_at_most_half_a_scale(
             values in prop::array::uniform32(-1e3_f32..1e3), power in -20_i32..=12
         ) {
             // The greatest scale, 65,504 in f16, reaches 2^23; no model has such weights.
@@ -159,7 +159,7 @@ mod tests {
 
         /// Checks that Q8_0 weights round-trip bit for bit.
         #[test]
-        fn weights_that_are_numbers_times_an_f16_keep_their_bits(
+        fn q8_0_weights_round_trip_bit_for_bit(
             mut numbers in prop::array::uniform32(-127_i8..=127), place in 0_usize..32, bits in 1_u16..0x7000
         ) {
             numbers[place] = 127;
@@ -171,7 +171,7 @@ mod tests {
     }
 
     #[test]
-    fn zeros_and_the_smallest_inputs_are_zero() {
+    fn q8_of_zeros_and_subnormals_is_zero() {
         for value in [0.0, -0.0, 1e-45] {
             let inputs = quantise_inputs(&[value; BLOCK]);
             assert_eq!(inputs.numbers, [0; BLOCK]);

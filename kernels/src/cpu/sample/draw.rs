@@ -188,7 +188,7 @@ mod tests {
 
     /// Checks that draws at neighbouring indices and with neighbouring seeds are independent.
     #[test]
-    fn neighbouring_draws_are_independent() {
+    fn draws_of_adjacent_indices_are_independent() {
         let weights = [1.0_f32, 0.7, 0.4, 0.2];
         let shares = shares(&weights);
         let pairs: Vec<f64> =
@@ -208,7 +208,7 @@ mod tests {
 
     /// Checks that the bits of neighbouring tokens, indices and seeds are uniform and uncorrelated.
     #[test]
-    fn bits_are_uniform_in_every_direction() {
+    fn random_bits_are_uniform_over_seeds_indices_and_tokens() {
         type Bits = fn(u32) -> u32;
         let directions: [(&str, Bits); 3] = [
             ("token", |i| Key::new(1, 1).bits(i)),

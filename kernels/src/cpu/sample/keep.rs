@@ -180,7 +180,7 @@ mod tests {
     }
 
     #[test]
-    fn the_best_token_always_stays() {
+    fn top_p_and_min_p_keep_the_best_token() {
         let weights = [0.1, 1.0, 0.9];
         for rules in [sampling(1, 1.0, 0.0), sampling(0, 1e-9, 0.0), sampling(0, 1.0, 1.0)] {
             assert_eq!(ids(Level::Baseline, &weights, &rules), [1]);
@@ -197,7 +197,7 @@ mod tests {
     }
 
     #[test]
-    fn top_p_takes_the_lower_id_among_equals_and_stops_at_its_share() {
+    fn top_p_breaks_ties_by_lower_id_and_stops_at_its_mass() {
         let weights = [0.5, 1.0, 0.5];
         assert_eq!(ids(Level::Baseline, &weights, &sampling(0, 0.5, 0.0)), [1]);
         assert_eq!(ids(Level::Baseline, &weights, &sampling(0, 0.6, 0.0)), [0, 1]);
@@ -210,7 +210,7 @@ mod tests {
     proptest! {
         /// Uses sharp and flat distributions, so that every cut decides some case.
         #[test]
-        fn the_shortcut_keeps_what_the_rules_keep(
+        fn fast_sampling_filters_keep_the_tokens_of_the_reference(
             logits in prop::collection::vec(-1.0_f32..0.0, 1..400),
             sharpness in prop::sample::select(vec![0.0_f32, 0.5, 4.0, 20.0, 80.0]),
             top_k in prop::sample::select(vec![0_u32, 1, 2, 40, 399]),
