@@ -58,7 +58,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_ends_is_heard_and_what_does_not_is_killed() {
+    fn child_that_exits_is_reaped_and_one_that_does_not_is_killed() {
         let mut both = Command::new("sh");
         let heard = output(both.args(["-c", "echo out; echo err >&2; exit 3"])).unwrap();
         assert_eq!((heard.status.code(), &heard.stdout[..]), (Some(3), &b"out\n"[..]));

@@ -115,7 +115,7 @@ async fn text_and_token_prompts_give_the_reference_text() -> Result<()> {
 }
 
 #[tokio::test]
-async fn prefill_in_chunks_of_16() -> Result<()> {
+async fn chunked_prefill_of_16_gives_the_golden_tokens() -> Result<()> {
     let spec = ClusterSpec::smollm2().set_prefill("BATON_NODE_CHUNK_TOKENS", 16);
     let (cluster, client) = client(spec).await?;
     check_each(&client).await?;

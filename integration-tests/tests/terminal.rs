@@ -87,7 +87,7 @@ fn up(flags: &str) -> String {
 }
 
 #[test]
-fn a_service_logs_for_people_on_a_terminal_and_json_elsewhere() -> Result<()> {
+fn logs_are_text_on_a_terminal_and_json_elsewhere() -> Result<()> {
     let mut terminal = Terminal::run(&router())?;
     let line = terminal.screen.wait_for("serving")?;
     assert!(line.contains("INFO") && line.contains("\x1b["), "{line:?}");

@@ -89,7 +89,7 @@ macro_rules! replays {
         $( #[test] fn $test() { replay($target); } )+
 
         #[test]
-        fn every_target_is_replayed() {
+        fn every_fuzz_target_replays_its_corpus() {
             let replayed = [$($target),+];
             assert!(TARGETS.iter().all(|(name, _)| replayed.contains(name)));
             assert_eq!(replayed.len(), TARGETS.len());

@@ -127,7 +127,7 @@ impl Drop for Downloader {
 }
 
 #[test]
-fn the_next_fetch_removes_what_a_killed_one_has_left() {
+fn next_download_removes_the_partial_files_of_a_killed_one() {
     let place = Place::new();
     let (mut fetch, downloader) = place.begun();
     fetch.kill().unwrap();
@@ -139,7 +139,7 @@ fn the_next_fetch_removes_what_a_killed_one_has_left() {
 }
 
 #[test]
-fn a_fetch_that_runs_keeps_what_it_has() {
+fn running_download_keeps_its_partial_files() {
     let place = Place::new();
     let (mut fetch, downloader) = place.begun();
     place.fails();

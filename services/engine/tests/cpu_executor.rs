@@ -69,7 +69,7 @@ fn alone(new: &NewSequence) -> (Vec<u32>, Option<FinishReason>) {
 }
 
 #[test]
-fn answers_end_in_different_ways() {
+fn test_requests_end_by_length_and_by_stop() {
     // Otherwise the random tests below would prove little.
     let mut reasons = Vec::new();
     for family in 0..12 {

@@ -3,7 +3,7 @@
 
 use std::time::{Duration, Instant};
 
-use grammar::{CallWriting, CallableTool, Compiler, Grammar, Otherwise, Prose, Token, ToolCalls};
+use grammar::{CallSyntax, CallableTool, Compiler, Grammar, Otherwise, Prose, Token, ToolCalls};
 use text::TokenTable;
 
 const PERSON: &str = r##"{"type":"object","properties":{"name":{"type":"string"},"age":{"type":
@@ -118,7 +118,7 @@ fn calls(otherwise: Otherwise) -> Grammar {
     let tool = |name: String| CallableTool { name, arguments: Some(PERSON.to_owned()) };
     let others = (0..9).map(|index| tool(format!("function_{index}")));
     Grammar::ToolCalls(ToolCalls {
-        writing: CallWriting {
+        syntax: CallSyntax {
             before_name: "<tool_call>\n{\"name\": ".into(),
             before_arguments: ", \"arguments\": ".into(),
             behind_arguments: "}\n</tool_call>".into(),

@@ -359,7 +359,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_too_large_is_refused_with_the_limit() {
+    fn schemas_beyond_a_limit_are_rejected_with_the_limit() {
         let schema = |text: String| Grammar::JsonSchema(text).parsed().unwrap_err().to_string();
         let long = format!(r#"{{"const": "{}"}}"#, "x".repeat(SCHEMA_BYTES_MAX));
         assert_eq!(schema(long), "has 65549 bytes; allowed: at most 65536");
@@ -372,7 +372,7 @@ mod tests {
     }
 
     #[test]
-    fn mistakes_are_named_with_their_place() {
+    fn schema_errors_name_their_location() {
         let said = |grammar: Grammar| grammar.parsed().unwrap_err().to_string();
         let schema = said(Grammar::JsonSchema(r#"{"type": }"#.into()));
         assert!(schema.contains("line 1 column 10"), "{schema}");

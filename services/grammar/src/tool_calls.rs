@@ -20,7 +20,7 @@ const ANY_ARGUMENTS: &str = r#"{"type":"object"}"#;
 /// Tool calls, and what the output may be instead.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct ToolCalls {
-    pub writing: CallWriting,
+    pub syntax: CallSyntax,
     /// Tools that the output may call; at least one.
     pub tools: Vec<CallableTool>,
     /// Whether the output may have more than one call.
@@ -28,9 +28,9 @@ pub struct ToolCalls {
     pub otherwise: Otherwise,
 }
 
-/// How a model writes a call: `before_name "NAME" before_arguments {ARGUMENTS} behind_arguments`.
+/// Syntax of a call: `before_name "NAME" before_arguments {ARGUMENTS} behind_arguments`.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub struct CallWriting {
+pub struct CallSyntax {
     pub before_name: String,
     pub before_arguments: String,
     pub behind_arguments: String,
@@ -38,7 +38,7 @@ pub struct CallWriting {
     pub between: String,
 }
 
-impl CallWriting {
+impl CallSyntax {
     fn literals(&self) -> [&str; 4] {
         [&self.before_name, &self.before_arguments, &self.behind_arguments, &self.between]
     }
@@ -71,7 +71,7 @@ pub enum Otherwise {
 /// Text beside calls.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Prose {
-    /// The literal before a call. If [`CallWriting::before_name`] starts with it, text may stand between
+    /// The literal before a call. If [`CallSyntax::before_name`] starts with it, text may stand between
     /// calls. Otherwise calls may also be the whole output.
     pub mark: String,
     /// Text must not start with a match of this expression: it is the start of calls that are the whole
@@ -122,7 +122,7 @@ impl ToolCalls {
         };
         let has =
             |piece: &str| piece.as_bytes().windows(text.len().max(1)).any(|part| part == text);
-        self.writing.literals().into_iter().chain([mark]).any(has)
+        self.syntax.literals().into_iter().chain([mark]).any(has)
     }
 
     pub(crate) fn bytes(&self) -> usize {
@@ -157,7 +157,7 @@ impl ToolCalls {
                 return Err(GrammarError::Name { bytes, max: NAME_BYTES_MAX }.in_tool(index));
             }
         }
-        let mut parts = self.writing.literals().to_vec();
+        let mut parts = self.syntax.literals().to_vec();
         match &self.otherwise {
             Otherwise::Nothing => {}
             Otherwise::Text(prose) => {
@@ -178,8 +178,7 @@ impl ToolCalls {
     /// Returns the grammar in llguidance's dialect of Lark. Text of the client is quoted or in a grammar of
     /// its own.
     fn lark(&self) -> Result<String, GrammarError> {
-        let CallWriting { before_name, before_arguments, behind_arguments, between } =
-            &self.writing;
+        let CallSyntax { before_name, before_arguments, behind_arguments, between } = &self.syntax;
         let calls = match self.several {
             true => format!("calls: call ({} call)*", quoted(between)),
             false => "calls: call".to_owned(),
@@ -222,7 +221,7 @@ impl ToolCalls {
              marked[lazy]: TEXT_AND_MARK\n"
         );
         lark.push_str(&rules);
-        match self.writing.before_name.strip_prefix(&prose.mark) {
+        match self.syntax.before_name.strip_prefix(&prose.mark) {
             // The mark starts a call: text may stand between calls.
             Some(rest) => {
                 let marked_call = format!("marked_call: marked {} function_call", quoted(rest));

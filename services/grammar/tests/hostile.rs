@@ -4,7 +4,7 @@
 use std::time::{Duration, Instant};
 
 use grammar::{
-    CallWriting, CallableTool, Compiler, Grammar, MatchError, Otherwise, Token, ToolCalls,
+    CallSyntax, CallableTool, Compiler, Grammar, MatchError, Otherwise, Token, ToolCalls,
 };
 use serde_json::{Map, Value, json};
 
@@ -219,7 +219,7 @@ fn peak_mib() -> u64 {
 
 /// A request with several functions has bounds of its own beside those of one schema.
 #[test]
-fn functions_that_cost_much_together_are_refused_in_bounded_time() {
+fn limits_hold_for_all_functions_of_a_request_together() {
     let compiler = Compiler::for_bytes();
     let wide = text_properties(1000);
     let short = json!({"properties": many(1000, |i| (format!("{i:x}"), json!({})))});
@@ -227,7 +227,7 @@ fn functions_that_cost_much_together_are_refused_in_bounded_time() {
         json!({"type": "object", "properties": {"a": {"enum": (0..1000).collect::<Vec<_>>()}}});
     let parts = json!({"type": "object", "properties": {"a": {"anyOf": vec![json!({"type": "null"}); 500]}}});
     let calls = |schema: &Value, count: usize, otherwise: Otherwise| {
-        let writing = CallWriting {
+        let syntax = CallSyntax {
             before_name: "<call>".into(),
             before_arguments: ":".into(),
             behind_arguments: "</call>".into(),
@@ -236,7 +236,7 @@ fn functions_that_cost_much_together_are_refused_in_bounded_time() {
         let arguments = Some(schema.to_string());
         let tool = |index| CallableTool { name: format!("f{index}"), arguments: arguments.clone() };
         let tools = (0..count).map(tool).collect();
-        Grammar::ToolCalls(ToolCalls { writing, tools, several: true, otherwise })
+        Grammar::ToolCalls(ToolCalls { syntax, tools, several: true, otherwise })
     };
     let answer = |schema: &Value| Otherwise::Answer {
         grammar: Box::new(Grammar::JsonSchema(schema.to_string())),
@@ -265,7 +265,7 @@ fn functions_that_cost_much_together_are_refused_in_bounded_time() {
 }
 
 #[test]
-fn expressions_that_cost_much_are_taken_or_refused_in_bounded_time() {
+fn expensive_regexes_are_checked_in_bounded_time() {
     let compiler = Compiler::for_bytes();
     for expression in [
         "((a|b|c|d|e)*(a|b|c|d|e)*){0,20}x",
@@ -286,7 +286,7 @@ fn expressions_that_cost_much_are_taken_or_refused_in_bounded_time() {
 
 /// The grammar has as many states as there are strings of two letters: each token leads to another state.
 #[test]
-fn a_mask_beyond_its_budget_is_a_typed_error_and_no_mask() {
+fn a_bitmask_beyond_its_budget_is_a_typed_error() {
     let letters = |length: u32, bits: u32| -> Vec<u8> {
         (0..length).map(|at| if bits >> at & 1 == 1 { b'a' } else { b'b' }).collect()
     };
@@ -307,7 +307,7 @@ fn a_mask_beyond_its_budget_is_a_typed_error_and_no_mask() {
 
 /// Each mask alone is within its bound.
 #[test]
-fn masks_that_together_cost_too_much_end_the_answer_with_a_typed_error() {
+fn bitmasks_beyond_the_budget_of_an_answer_are_a_typed_error() {
     let words: Vec<String> = (1..=10).map(|length| "a".repeat(length)).collect();
     let compiler = Compiler::new(words.iter().map(|word| Token::Text(word.as_bytes())));
     let costly = Grammar::Regex("(?:a?){5000}a{5000}".into());
@@ -325,7 +325,7 @@ fn masks_that_together_cost_too_much_end_the_answer_with_a_typed_error() {
 }
 
 #[test]
-fn well_meant_answers_of_any_length_stay_within_the_bounds_of_their_masks() {
+fn ordinary_answers_of_any_length_stay_within_the_bitmask_budget() {
     let schema = |schema: Value| Grammar::JsonSchema(schema.to_string());
     let optional = schema(text_properties(1000));
     let bounded = schema(json!({"type": "string", "minLength": 10_000, "maxLength": 20_000}));

@@ -68,7 +68,7 @@ fn tokens_of_equal_bytes_are_allowed_alike() {
 }
 
 #[test]
-fn a_regex_is_the_whole_answer_and_says_when_it_is_complete() {
+fn a_regex_matches_the_whole_answer_and_reports_completion() {
     for (expression, whole, others) in [
         ("yes|no", vec!["yes", "no"], vec!["", "y", "yesno", " yes", "YES"]),
         (r"[0-9]{2,4}", vec!["12", "1234"], vec!["1", "12345", "12a"]),
@@ -98,7 +98,7 @@ fn a_regex_is_the_whole_answer_and_says_when_it_is_complete() {
 }
 
 #[test]
-fn a_json_object_is_any_object_and_nothing_else() {
+fn json_object_grammar_accepts_exactly_json_objects() {
     let grammar = Grammar::json_object();
     for text in ["{}", r#"{"a": [1, -2.5e-3, null, {"b": "é \" x"}], "": false}"#, "{\n}"] {
         assert!(matches(&grammar, text), "{text}");
@@ -128,7 +128,7 @@ fn properties_come_in_the_order_of_the_schema() {
 }
 
 #[test]
-fn what_cannot_be_followed_is_an_error_that_says_why() {
+fn unsupported_grammars_are_rejected_with_the_reason() {
     let said = |grammar: Grammar| match COMPILER.compile(&grammar) {
         Err(error @ GrammarError::Unsupported { .. }) => error.to_string(),
         other => panic!("{other:?}"),
@@ -214,7 +214,7 @@ proptest! {
     /// Tokens are allowed if and only if they are accepted. A copy that replays the output has the same
     /// masks. An answer that may end matches byte by byte.
     #[test]
-    fn any_walk_stays_within_the_grammar(
+    fn any_sequence_of_allowed_tokens_matches_the_grammar(
         grammar in grammars(),
         picks in prop::collection::vec(any::<prop::sample::Index>(), 1..25),
     ) {

@@ -1,7 +1,7 @@
 //! Function calls: which output is allowed.
 
 use grammar::{
-    CallWriting, CallableTool, Compiler, Grammar, GrammarError, Matcher, Otherwise, Prose, Token,
+    CallSyntax, CallableTool, Compiler, Grammar, GrammarError, Matcher, Otherwise, Prose, Token,
     ToolCalls, limits::TOOLS_BYTES_MAX,
 };
 use serde_json::json;
@@ -28,8 +28,8 @@ fn compiler() -> Compiler {
     Compiler::new(bytes.chain(WORDS.iter().map(|word| Token::Text(word.as_bytes()))))
 }
 
-fn hermes() -> CallWriting {
-    CallWriting {
+fn hermes() -> CallSyntax {
+    CallSyntax {
         before_name: "<tool_call>\n{\"name\": ".into(),
         before_arguments: ", \"arguments\": ".into(),
         behind_arguments: "}\n</tool_call>".into(),
@@ -37,8 +37,8 @@ fn hermes() -> CallWriting {
     }
 }
 
-fn llama() -> CallWriting {
-    CallWriting {
+fn llama() -> CallSyntax {
+    CallSyntax {
         before_name: "{\"name\": ".into(),
         before_arguments: ", \"parameters\": ".into(),
         behind_arguments: "}".into(),
@@ -59,8 +59,8 @@ fn tools() -> Vec<CallableTool> {
     ]
 }
 
-fn calls(writing: CallWriting, several: bool, otherwise: Otherwise) -> Grammar {
-    Grammar::ToolCalls(ToolCalls { writing, tools: tools(), several, otherwise })
+fn calls(syntax: CallSyntax, several: bool, otherwise: Otherwise) -> Grammar {
+    Grammar::ToolCalls(ToolCalls { syntax, tools: tools(), several, otherwise })
 }
 
 fn hermes_prose() -> Otherwise {
@@ -110,7 +110,7 @@ const PARIS: &str =
 const GET: &str = "<tool_call>\n{\"name\": \"get\", \"arguments\": {}}\n</tool_call>";
 
 #[test]
-fn where_a_call_must_be_made_nothing_else_can_be_written() {
+fn a_required_tool_call_allows_no_other_text() {
     let any = "<tool_call>\n{\"name\": \"get\", \"arguments\": {\"a\": [1, {\"b\": \"</tool_call>\"}]}}\n</tool_call>";
     let odd = "<tool_call>\n{\"name\": \"say \\\"é\\\\\\n\", \"arguments\": {}}\n</tool_call>";
     let koeln = PARIS.replace("Paris", "Köln");
@@ -141,7 +141,7 @@ fn where_a_call_must_be_made_nothing_else_can_be_written() {
 }
 
 #[test]
-fn one_call_is_complete_where_it_ends() {
+fn an_answer_with_one_call_is_complete_after_the_call() {
     let grammar = calls(hermes(), false, Otherwise::Nothing);
     let mut matcher = compiler().compile(&grammar).unwrap();
     assert_eq!(taken(&mut matcher, PARIS), (PARIS.len(), true));
@@ -152,7 +152,7 @@ fn one_call_is_complete_where_it_ends() {
 }
 
 #[test]
-fn text_is_free_until_a_call_begins() {
+fn text_before_a_call_is_unconstrained() {
     let texts = ["", "Hello.\n\n<b>", "a <tool_cal", "{\"name\": 7}", "é<", "</tool_call>"];
     let with_call = format!("I look.\n{PARIS}");
     let more = format!("{with_call}\nand {GET}\n<done>");
@@ -196,7 +196,7 @@ fn text_is_free_until_a_call_begins() {
 
 /// Tokens that extend beyond the mark, or begin it, are allowed only where their bytes are.
 #[test]
-fn tokens_of_several_bytes_are_allowed_just_where_their_bytes_are() {
+fn a_token_is_allowed_exactly_where_its_bytes_are() {
     let texts = [format!("I look.\n{PARIS}\n{GET} x"), format!("{PARIS}\n{GET}")];
     for (text, otherwise) in texts.iter().zip([hermes_prose(), Otherwise::Nothing]) {
         let grammar = calls(hermes(), true, otherwise);
@@ -231,7 +231,7 @@ fn an_answer_may_match_a_schema_instead() {
 
 /// The text of such an answer is searched for calls, too.
 #[test]
-fn an_answer_that_matches_an_expression_writes_no_call_past_its_schema() {
+fn a_call_inside_a_regex_answer_must_match_its_schema() {
     let wrong = PARIS.replace("Paris", "Rome");
     let behind = format!("I look. {wrong}");
     for expression in [r"(.|\n)*", r"[^x]*", r"<tool_call>(.|\n)*|.*\n?.*"] {
@@ -256,7 +256,7 @@ fn an_answer_that_matches_an_expression_writes_no_call_past_its_schema() {
 /// A single function with such arguments is rejected at once. Among several functions the model would get
 /// stuck after its choice.
 #[test]
-fn arguments_that_cannot_be_written_are_refused_with_their_function() {
+fn unsatisfiable_argument_schemas_are_rejected_with_their_function() {
     let short = json!({"type": "string", "pattern": "^a$", "minLength": 5});
     for (arguments, words) in [
         (json!({"$ref": "#"}), "cannot be followed: no output matches it"),
@@ -265,8 +265,8 @@ fn arguments_that_cannot_be_written_are_refused_with_their_function() {
         for otherwise in [Otherwise::Nothing, hermes_prose()] {
             let mut tools = tools();
             tools[1].arguments = Some(arguments.to_string());
-            let writing = hermes();
-            let calls = ToolCalls { writing, tools, several: true, otherwise };
+            let syntax = hermes();
+            let calls = ToolCalls { syntax, tools, several: true, otherwise };
             let error = compiler().check(&Grammar::ToolCalls(calls)).unwrap_err();
             assert!(matches!(error, GrammarError::InTool { index: 1, .. }), "{error:?}");
             let error = error.to_string();
@@ -279,13 +279,13 @@ fn arguments_that_cannot_be_written_are_refused_with_their_function() {
 }
 
 #[test]
-fn what_is_too_much_is_refused_with_its_function() {
+fn invalid_argument_schemas_are_rejected_with_their_function() {
     let refused = |grammar: &Grammar| compiler().compile(grammar).unwrap_err();
     let with = |arguments: String| {
         let mut tools = tools();
         tools[1].arguments = Some(arguments);
         let otherwise = Otherwise::Nothing;
-        Grammar::ToolCalls(ToolCalls { writing: hermes(), tools, several: true, otherwise })
+        Grammar::ToolCalls(ToolCalls { syntax: hermes(), tools, several: true, otherwise })
     };
     let deep = format!("{}1{}", "[".repeat(60), "]".repeat(60));
     for (arguments, words) in [
@@ -307,7 +307,7 @@ fn what_is_too_much_is_refused_with_its_function() {
     let many = |count| {
         let tools = vec![one.clone(); count];
         let otherwise = Otherwise::Nothing;
-        Grammar::ToolCalls(ToolCalls { writing: hermes(), tools, several: true, otherwise })
+        Grammar::ToolCalls(ToolCalls { syntax: hermes(), tools, several: true, otherwise })
     };
     assert!(matches!(refused(&many(0)), GrammarError::ToolCount { count: 0, max: 128 }));
     assert!(matches!(refused(&many(129)), GrammarError::ToolCount { count: 129, .. }));

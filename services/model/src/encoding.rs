@@ -161,7 +161,7 @@ mod tests {
     }
 
     #[test]
-    fn rows_of_broken_blocks_have_no_size() {
+    fn rows_of_partial_quantised_blocks_have_no_size() {
         assert_eq!(Encoding(TensorKind::Q4_1).row_bytes(33), None);
         assert_eq!(Encoding(TensorKind::Q6K).row_bytes(255), None);
         assert_eq!(Encoding(TensorKind::Q8_0).row_bytes(64), Some(68));

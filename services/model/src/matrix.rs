@@ -66,8 +66,9 @@ impl<'a> MatrixSource<'a> {
     /// # Panics
     /// When the ranges exceed the matrix.
     pub fn part(&self, rows: Range<usize>, cols: Range<usize>) -> Self {
-        assert!(rows.start <= rows.end && rows.end <= self.rows.len(), "{rows:?} are rows");
-        assert!(cols.start <= cols.end && cols.end <= self.cols.len(), "{cols:?} are columns");
+        let in_range = |part: &Range<usize>, len| part.start <= part.end && part.end <= len;
+        assert!(in_range(&rows, self.rows.len()), "rows {rows:?} of {}", self.rows.len());
+        assert!(in_range(&cols, self.cols.len()), "columns {cols:?} of {}", self.cols.len());
         let within = |whole: &Range<usize>, part: Range<usize>| {
             whole.start + part.start..whole.start + part.end
         };
@@ -385,7 +386,7 @@ mod tests {
     }
 
     #[test]
-    fn stacked_rows_follow_each_other() {
+    fn stacked_matrices_concatenate_their_rows() {
         let bytes: Vec<Vec<u8>> = [&[1.0f32, 2.0][..], &[3.0, 4.0, 5.0, 6.0]]
             .iter()
             .map(|values| values.iter().flat_map(|v| v.to_le_bytes()).collect())

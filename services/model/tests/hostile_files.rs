@@ -16,7 +16,7 @@ use model::{Checkpoint, LoadFormat, Weight, WeightShape};
 use proptest::{prelude::*, sample::Index};
 use serde_json::{Value, json};
 
-/// Name of the helper that runs [`every_damaged_file_is_answered`].
+/// Name of the helper that runs [`damaged_files_open_or_fail_within_the_memory_limit`].
 const LIMITED_HELPER: &str = "limited";
 
 /// Address space of the child process in KiB. Program, threads, allocator and the largest fixture need a
@@ -171,7 +171,7 @@ proptest! {
     #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(3000) })]
 
     /// Runs in a helper process that has a memory limit.
-    fn every_damaged_file_is_answered(
+    fn damaged_files_open_or_fail_within_the_memory_limit(
         which in any::<Index>(),
         file in any::<Index>(),
         damage in damage(),
@@ -234,5 +234,8 @@ fn read_everything(path: &Path) -> Result<(), model::ModelError> {
 
 fn main() -> std::process::ExitCode {
     let tests = test_harness::tests![damaged_files_give_errors_within_a_memory_limit,];
-    test_harness::main(&[(LIMITED_HELPER, every_damaged_file_is_answered)], tests)
+    test_harness::main(
+        &[(LIMITED_HELPER, damaged_files_open_or_fail_within_the_memory_limit)],
+        tests,
+    )
 }

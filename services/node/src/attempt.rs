@@ -9,7 +9,7 @@ use std::{
 
 use cluster::NodeId;
 use engine::event::{NewSequence, SequenceId, SequenceKind};
-use grammar::{CallWriting, CallableTool, Grammar, Otherwise, Prose, ToolCalls};
+use grammar::{CallSyntax, CallableTool, Grammar, Otherwise, Prose, ToolCalls};
 use kernels::sampling::Sampling;
 use kv_transfer::api::{Epoch, PeerAddress};
 use proto::v1;
@@ -172,7 +172,7 @@ fn tool_calls(wire: v1::ToolCalls) -> ToolCalls {
     let mark = wire.mark;
     let answer = |grammar| Otherwise::Answer { grammar: Box::new(grammar), mark };
     ToolCalls {
-        writing: CallWriting {
+        syntax: CallSyntax {
             before_name: wire.before_name,
             before_arguments: wire.before_arguments,
             behind_arguments: wire.behind_arguments,
@@ -364,7 +364,7 @@ mod tests {
     }
 
     #[test]
-    fn peers_of_meet_are_checked_like_peers_of_attempts() {
+    fn peers_of_meet_are_validated_like_peers_of_attempts() {
         let peer = |epoch: u128, endpoint: &str| v1::Peer {
             node_id: "decode-1".into(),
             epoch: bytes(epoch),

@@ -167,7 +167,7 @@ fn failure(error: MatchError) -> ConstraintFailure {
 #[cfg(test)]
 mod tests {
     use engine::event::{SequenceId, SequenceKind};
-    use grammar::{CallWriting, Otherwise, Prose, Token, ToolCalls};
+    use grammar::{CallSyntax, Otherwise, Prose, Token, ToolCalls};
     use kernels::sampling::Sampling;
     use text::ToolFormat;
 
@@ -220,16 +220,16 @@ mod tests {
             .collect();
         let silent = |grammar: &Grammar| silent_marks(&call_marks, grammar).to_vec();
         let calls = |format: ToolFormat, with_text: bool| {
-            let writing = format.writing();
-            let prose = Prose { mark: writing.mark.into(), never_begins: None };
-            let writing = CallWriting {
-                before_name: writing.before_name.into(),
-                before_arguments: writing.before_arguments.into(),
-                behind_arguments: writing.behind_arguments.into(),
-                between: writing.between.into(),
+            let syntax = format.syntax();
+            let prose = Prose { mark: syntax.mark.into(), never_begins: None };
+            let syntax = CallSyntax {
+                before_name: syntax.before_name.into(),
+                before_arguments: syntax.before_arguments.into(),
+                behind_arguments: syntax.behind_arguments.into(),
+                between: syntax.between.into(),
             };
             let otherwise = if with_text { Otherwise::Text(prose) } else { Otherwise::Nothing };
-            Grammar::ToolCalls(ToolCalls { writing, tools: vec![], several: true, otherwise })
+            Grammar::ToolCalls(ToolCalls { syntax, tools: vec![], several: true, otherwise })
         };
         for with_text in [true, false] {
             assert_eq!(silent(&calls(ToolFormat::Hermes, with_text)), [0]);

@@ -368,7 +368,7 @@ mod tests {
     }
 
     #[test]
-    fn pairs_by_nccl_have_their_memory_beside_what_is_reserved() {
+    fn nccl_pairs_have_gpu_memory_beside_the_reserve() {
         let reserved = |flags: &[_]| reserve(&configured(flags));
         assert_eq!(reserved(&[]), 1 << 30);
         assert_eq!(
@@ -383,7 +383,7 @@ mod tests {
     }
 
     #[test]
-    fn decoding_leaves_multiprocessors_to_nccl_alone() {
+    fn sms_are_reserved_for_nccl_only() {
         let spare = |flags: &[_]| reserved_sms(&configured(flags));
         let nccl = ("transfer.transport", "nccl");
         assert_eq!(spare(&[]), 0);
@@ -405,14 +405,14 @@ mod tests {
 
     /// With kernels that are not there no machine has a GPU that can serve.
     #[test]
-    fn the_cpu_serves_where_no_gpu_can_unless_one_is_demanded() {
+    fn auto_device_falls_back_to_the_cpu_and_cuda_does_not() {
         assert_eq!((chosen("cpu"), chosen("auto")), (Ok(false), Ok(false)));
         let error = chosen("cuda").unwrap_err();
         assert!(error.starts_with("node.device: "), "{error}");
     }
 
     #[test]
-    fn ranks_on_gpus_are_refused_by_what_is_wrong() {
+    fn invalid_gpu_ranks_are_rejected_with_the_reason() {
         let chosen = |device: &str, tp: &str, weights| {
             let flags =
                 [("node.device", device), ("node.tp", tp), ("node.kernels", "/no/such/kernels.so")];

@@ -57,7 +57,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn nodes_whose_weights_are_in_other_formats_are_no_pair_though_their_kv_is_alike() {
+    fn nodes_of_other_weight_formats_are_not_paired() {
         let identity = |weights: WeightFormat| {
             let dtype = weights.kv_dtype();
             let layout = KvLayout { layer_count: 2, kv_head_count: 3, head_dim: 64, dtype };

@@ -98,7 +98,7 @@ mod tests {
     }
 
     #[test]
-    fn every_block_is_reached_and_the_last_piece_may_be_short() {
+    fn populate_covers_the_arena_with_a_short_last_piece() {
         let pieces = Cell::new(0);
         populate(&arena(19), |_| {
             pieces.set(pieces.get() + 1);
@@ -108,7 +108,7 @@ mod tests {
     }
 
     #[test]
-    fn dropping_stops_it_in_the_middle() {
+    fn dropping_populate_stops_it() {
         let arena = arena(4096);
         let populate = Populate::start(arena.clone(), Vec::new()).unwrap();
         drop(populate);

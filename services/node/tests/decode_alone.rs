@@ -102,7 +102,7 @@ async fn a_dropped_stream_frees_its_blocks_within_a_second() {
 }
 
 #[tokio::test]
-async fn full_node_rejects_as_busy_and_accepts_again_later() {
+async fn full_node_rejects_as_busy_until_a_request_ends() {
     let (node, side, _model) =
         slow_decode_node(&[("node.slots", "1"), ("node.waiting_max", "1"), ("node.blocks", "64")])
             .await;

@@ -127,7 +127,7 @@ fn a_reader_that_has_stopped_stops_the_writer_in_time_and_nothing_is_overwritten
 }
 
 #[test]
-fn a_writer_gives_up_when_there_is_no_more_reason_to_wait() {
+fn a_writer_stops_waiting_when_its_group_has_ended() {
     let ring = Ring::new(1, 128, 1);
     let mut writer = ring.writer();
     write(&mut writer, b"unread");
@@ -147,7 +147,7 @@ fn a_writer_gives_up_when_there_is_no_more_reason_to_wait() {
 }
 
 #[test]
-fn a_reader_without_a_message_comes_back_in_time_and_one_asleep_is_woken() {
+fn a_reader_times_out_without_a_message_and_is_woken_by_one() {
     let ring = Ring::new(4, 128, 1);
     let (mut writer, mut reader) = (ring.writer(), ring.reader(0));
     assert_eq!(reader.read(Duration::from_millis(5), NO_SPIN), Ok(None));
@@ -161,7 +161,7 @@ fn a_reader_without_a_message_comes_back_in_time_and_one_asleep_is_woken() {
 }
 
 #[test]
-fn messages_beyond_all_bounds_are_refused() {
+fn oversized_messages_are_rejected() {
     let ring = Ring::new(4, 128, 1);
     let error = ring.writer().write(&vec![0; MESSAGE_BYTES_MAX + 1], WITHIN, || false);
     assert_eq!(error, Err(RingError::TooLong { bytes: MESSAGE_BYTES_MAX + 1 }));
@@ -169,7 +169,7 @@ fn messages_beyond_all_bounds_are_refused() {
 
 /// Every number in the ring, changed one at a time, is found or was of no matter; nothing panics.
 #[test]
-fn what_somebody_else_writes_there_is_found() {
+fn corrupted_ring_contents_are_detected_or_harmless() {
     let sent = message(5, 300);
     let probe = Ring::new(4, 192, 1);
     let longs = probe.shape.bytes() / 8;
@@ -195,7 +195,7 @@ fn what_somebody_else_writes_there_is_found() {
 }
 
 #[test]
-fn another_rings_parts_are_not_this_ones() {
+fn slots_of_another_ring_are_rejected() {
     let ring = Ring::new(4, 128, 1);
     write(&mut ring.writer(), b"of a former life");
     let mut reader = RingReader::new(ring.memory(SEED + 1), 0);
@@ -203,7 +203,7 @@ fn another_rings_parts_are_not_this_ones() {
 }
 
 #[test]
-fn a_cursor_that_cannot_be_is_found_by_the_writer() {
+fn an_invalid_reader_cursor_is_detected_by_the_writer() {
     let ring = Ring::new(1, 128, 1);
     let mut writer = ring.writer();
     write(&mut writer, b"one");

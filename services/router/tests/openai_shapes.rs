@@ -139,7 +139,7 @@ async fn completion_has_openai_format_streamed_and_not() {
 }
 
 #[tokio::test]
-async fn the_length_ends_an_answer_and_has_a_default() {
+async fn max_tokens_ends_an_answer_and_has_a_default() {
     let cluster = Cluster::start(1, 1, &ANSWER.repeat(10)).await;
     let body = json!({"prompt": long_prompt()});
     let answer = cluster.client.post("/v1/completions", &body).await.json();
@@ -239,7 +239,7 @@ async fn n_choices_are_separate_attempts_with_separate_seeds() {
 }
 
 #[tokio::test]
-async fn prompts_come_as_texts_token_ids_and_lists_of_both() {
+async fn prompts_may_be_strings_token_ids_or_lists_of_either() {
     let cluster = Cluster::start(1, 1, ANSWER).await;
     let text = "Once upon a time there was a very long introduction to a story. ".repeat(3);
     for (prompt, count) in [

@@ -216,7 +216,7 @@ mod tests {
     }
 
     #[test]
-    fn lower_ranks_merge_first_and_equal_ranks_left_to_right() {
+    fn lower_merge_ranks_merge_first_and_ties_from_the_left() {
         let tokens = ["a", "b", "aa", "ab", "aab"];
         let merges = [("a", "b"), ("a", "a"), ("a", "ab")];
         let model = compact(&tokens, &merges, &BytePairOptions::default());

@@ -147,7 +147,7 @@ mod tests {
     }
 
     #[test]
-    fn the_byte_level_alphabet_names_every_byte_once() {
+    fn the_byte_level_alphabet_is_a_bijection() {
         let mut seen = [0; 256];
         for code in 0..0x200 {
             if let Some(byte) = char::from_u32(code).and_then(byte_of) {
@@ -161,13 +161,13 @@ mod tests {
     }
 
     #[test]
-    fn added_tokens_outside_the_alphabet_stand_for_themselves() {
+    fn added_tokens_outside_the_byte_level_alphabet_are_literal() {
         assert_eq!(bytes(&Decoding::ByteLevel, "<my token>"), b"<my token>");
         assert_eq!(bytes(&Decoding::ByteLevel, "<|im_end|>"), b"<|im_end|>");
     }
 
     #[test]
-    fn pieces_have_spaces_and_byte_tokens() {
+    fn sentence_piece_tokens_decode_spaces_and_bytes() {
         assert_eq!(bytes(&pieces(), "▁a▁b"), b" a b");
         assert_eq!(bytes(&pieces(), "<0xE2>"), [0xe2]);
         assert_eq!(bytes(&pieces(), "<0x+2>"), b"<0x+2>");
@@ -175,7 +175,7 @@ mod tests {
     }
 
     #[test]
-    fn silent_ids_and_holes_stand_for_nothing() {
+    fn skipped_and_missing_ids_decode_to_nothing() {
         let mut strings = PackedStrings::default();
         assert!(["a", "[PAD3]", "bc"].iter().all(|token| strings.push(token)));
         let vocabulary = Vocabulary::new(&strings, &[0, 3, 2]).unwrap();

@@ -138,7 +138,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn characters_wait_for_their_last_byte() {
+    fn incomplete_characters_wait_for_their_last_byte() {
         let mut stream = Utf8Stream::default();
         let mut text = String::new();
         for byte in &"👍".as_bytes()[..3] {
@@ -150,7 +150,7 @@ mod tests {
     }
 
     #[test]
-    fn a_broken_character_is_replaced_once_it_cannot_become_whole() {
+    fn invalid_utf8_is_replaced_once_it_cannot_be_completed() {
         let mut stream = Utf8Stream::default();
         let mut text = String::new();
         stream.push(b"\xe2\x82", &mut text);
@@ -164,7 +164,7 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(2000))]
         #[test]
-        fn any_cut_of_any_bytes_gives_the_lossy_text(
+        fn split_bytes_decode_to_the_lossy_text(
             pieces in prop::collection::vec(
                 prop_oneof![
                     prop::collection::vec(any::<u8>(), 0..4),
@@ -186,7 +186,7 @@ mod tests {
         }
 
         #[test]
-        fn leading_characters_are_dropped_however_the_text_is_cut(
+        fn leading_characters_are_dropped_however_the_text_is_split(
             pieces in prop::collection::vec("[ a]{0,3}", 0..6), count in 0usize..3,
         ) {
             let mut strip = Some((' ', count));

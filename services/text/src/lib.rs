@@ -40,5 +40,5 @@ pub use stream::{StopHit, TextDelta, TextStream, TextStreamOptions};
 pub use template::{ChatTemplate, RENDERED_BYTES_MAX, RenderRequest, TEMPLATE_FUEL, TemplateError};
 pub use token_table::TokenTable;
 pub use tokenizer::{EncodeError, SpecialTokens, TEXT_BYTES_MAX, Tokenizer};
-pub use tools::{CallWriting, ToolCall, ToolFormat, ToolParser, ToolPiece};
+pub use tools::{ToolCall, ToolFormat, ToolParser, ToolPiece, ToolSyntax};
 pub use vocabulary::VOCABULARY_SIZE_MAX;

@@ -244,7 +244,7 @@ mod tests {
     }
 
     #[test]
-    fn the_highest_score_merges_first_and_equals_from_the_left() {
+    fn the_highest_score_merges_first_and_ties_from_the_left() {
         let tokens = [("?", 0.), ("a", -9.), ("b", -9.), ("aa", -2.), ("ab", -1.), ("aab", -3.)];
         let of = model(&tokens, PieceOptions::default());
         assert_eq!(ids(&of, "aab"), [5]);
@@ -254,7 +254,7 @@ mod tests {
     }
 
     #[test]
-    fn zero_is_zero_whatever_its_sign() {
+    fn scores_are_ordered_and_signed_zeros_are_equal() {
         let tokens = [("?", 0.), ("a", -9.), ("b", -9.), ("ab", -0.), ("ba", 0.)];
         assert_eq!(ids(&model(&tokens, PieceOptions::default()), "aba"), [3, 1]);
         assert!(ascending(f32::NEG_INFINITY) > 0);
@@ -263,7 +263,7 @@ mod tests {
     }
 
     #[test]
-    fn parts_of_a_token_need_not_be_tokens() {
+    fn substrings_of_a_token_need_not_be_tokens() {
         let tokens = [("?", 0.), ("bc", -1.), ("abc", -2.)];
         let of = model(&tokens, PieceOptions::default());
         assert_eq!(ids(&of, "abc"), [2]);
@@ -272,7 +272,7 @@ mod tests {
     }
 
     #[test]
-    fn bytes_spell_what_no_token_does_and_are_never_merged_to() {
+    fn byte_tokens_spell_unknown_text_and_are_never_merge_results() {
         let mut tokens = vec![("?", 0.), ("a", -1.), ("<0x4", 0.), ("1>", 0.), ("<", 0.)];
         tokens.extend(["0", "x", "4", "1", ">", "<0", "<0x"].map(|token| (token, 0.)));
         tokens.extend(BYTES.map(|token| (token, 5.)));
@@ -283,7 +283,7 @@ mod tests {
     }
 
     #[test]
-    fn unused_tokens_are_taken_apart_again() {
+    fn unused_tokens_are_split_again() {
         let tokens = [("?", 0.), ("a", -9.), ("b", -9.), ("ab", -1.), ("abab", -2.), ("c", -1.)];
         let of = model(&tokens, PieceOptions { unused: vec![4, 5], ..Default::default() });
         assert_eq!(ids(&of, "abab"), [3, 3]);
@@ -292,7 +292,7 @@ mod tests {
     }
 
     #[test]
-    fn spaces_become_the_mark_and_one_stands_in_front() {
+    fn spaces_become_the_space_mark_with_one_in_front() {
         let tokens = [("?", 0.), ("▁", -3.), ("a", -3.), ("▁a", -1.), ("▁▁", -2.)];
         let with = model(&tokens, PieceOptions { add_space_prefix: true, ..Default::default() });
         assert_eq!(ids(&with, "a"), [3]);
@@ -305,7 +305,7 @@ mod tests {
     }
 
     #[test]
-    fn tokens_of_any_length_and_texts_that_cannot_be_spelled_are_refused() {
+    fn oversized_tokens_and_unencodable_texts_are_rejected() {
         let new = |token: &str, unknown_id| {
             let mut strings = PackedStrings::default();
             assert!(strings.push(token));
@@ -352,7 +352,7 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(2000))]
         #[test]
-        fn words_and_queues_give_what_looking_at_all_pairs_gives(
+        fn fast_merging_equals_the_reference_over_all_pairs(
             words in prop::collection::btree_map("▁{0,2}[abcé]{0,3}", 0u8..6, 0..24),
             across in prop::option::of("[ab]▁[ab]?"),
             text in "[▁abcéx]{0,24}",

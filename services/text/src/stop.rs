@@ -221,7 +221,7 @@ mod tests {
     }
 
     #[test]
-    fn only_what_may_begin_a_stop_string_is_held_back() {
+    fn only_a_prefix_of_a_stop_string_is_held_back() {
         let mut matcher = StopStrings::new(&["aab"], false).unwrap();
         assert_eq!(matcher.push("xaa").emit, "x");
         assert_eq!(matcher.push("a").emit, "a");
@@ -232,7 +232,7 @@ mod tests {
     }
 
     #[test]
-    fn the_first_complete_stop_string_wins_whatever_the_list_order() {
+    fn the_first_complete_stop_string_wins_in_any_list_order() {
         assert_eq!(run(&["abcd", "bc"], false, &["xabcd"]), ("xa".into(), Some(1)));
         assert_eq!(run(&["b", "ab"], false, &["xab"]), ("x".into(), Some(1)));
         assert_eq!(run(&["ab", "ab"], false, &["xab"]), ("x".into(), Some(0)));
@@ -248,7 +248,7 @@ mod tests {
     }
 
     #[test]
-    fn a_stop_string_within_the_demanded_tokens_is_text() {
+    fn a_stop_string_within_min_tokens_is_text() {
         let mut matcher = StopStrings::new(&["ab"], false).unwrap();
         assert_eq!(matcher.push_unstoppable("abab"), "abab");
         assert_eq!(matcher.push_unstoppable("xa"), "x");
@@ -256,7 +256,7 @@ mod tests {
     }
 
     #[test]
-    fn text_after_the_end_is_ignored() {
+    fn text_after_a_stop_is_ignored() {
         let mut matcher = StopStrings::new(&["."], false).unwrap();
         assert_eq!(matcher.push("a.b").emit, "a");
         assert_eq!(matcher.push("c"), StopProgress::default());
@@ -264,7 +264,7 @@ mod tests {
     }
 
     #[test]
-    fn absurd_lists_are_refused_with_the_limit() {
+    fn oversized_stop_lists_are_rejected_with_the_limit() {
         let many = vec!["a"; STOP_STRINGS_MAX + 1];
         assert_eq!(
             StopStrings::new(&many, false).unwrap_err().to_string(),
@@ -281,7 +281,7 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(2000))]
         #[test]
-        fn any_cut_of_the_text_finds_what_a_search_of_the_whole_finds(
+        fn stop_strings_are_found_however_the_text_is_split(
             stops in prop::collection::vec("[abé👍\u{301}\u{200d}א\0\u{feff}]{1,4}", 0..4),
             pieces in prop::collection::vec("[abé👍\u{301}\u{200d}א\0\u{feff}]{0,6}", 0..8),
             include_stop: bool,
@@ -293,7 +293,7 @@ mod tests {
         }
 
         #[test]
-        fn the_shortest_possible_suffix_is_held_back(
+        fn held_back_text_is_as_short_as_possible(
             stops in prop::collection::vec("[abé]{1,4}", 1..4),
             pieces in prop::collection::vec("[abé]{0,6}", 0..8),
         ) {

@@ -106,7 +106,7 @@ mod tests {
     }
 
     #[test]
-    fn strings_and_ids_find_each_other_in_any_order() {
+    fn vocabulary_maps_strings_and_ids_both_ways() {
         let vocabulary = Vocabulary::new(&packed(&["b", "a", "ccc"]), &[1, 0, 5]).unwrap();
         assert_eq!(vocabulary.size(), 6);
         assert_eq!(vocabulary.id("a"), Some(0));
@@ -119,14 +119,14 @@ mod tests {
     }
 
     #[test]
-    fn of_equal_strings_the_lowest_id_is_found() {
+    fn equal_strings_map_to_the_lowest_id() {
         let vocabulary = Vocabulary::new(&packed(&["x", "a", "a"]), &[0, 2, 1]).unwrap();
         assert_eq!(vocabulary.id("a"), Some(1));
         assert_eq!(vocabulary.string(2), Some("a"));
     }
 
     #[test]
-    fn broken_ids_are_refused_without_a_large_allocation() {
+    fn invalid_ids_are_rejected_without_a_large_allocation() {
         let error = Vocabulary::new(&packed(&["a", "b"]), &[0, u32::MAX]).unwrap_err();
         assert_eq!(error.to_string(), "token \"b\" has id 4294967295; ids are less than 4194304");
         let error = Vocabulary::new(&packed(&["a", "b"]), &[3, 3]).unwrap_err();
@@ -135,7 +135,7 @@ mod tests {
     }
 
     #[test]
-    fn every_one_of_many_strings_is_found() {
+    fn vocabulary_finds_every_string() {
         let names: Vec<String> = (0..10_000).map(|n| format!("token {n}")).collect();
         let names: Vec<&str> = names.iter().map(String::as_str).collect();
         let ids: Vec<u32> = (0..10_000).rev().collect();

@@ -43,7 +43,7 @@ fn message(metadata: &Metadata) -> String {
 }
 
 #[test]
-fn the_small_model_itself_works() {
+fn a_minimal_gguf_tokenizer_works() {
     let model = open_gguf(&tiny()).unwrap();
     let tokenizer = model.tokenizer();
     let ids = tokenizer.encode("hello world<|end|><tool>", SpecialTokens::Parse).unwrap();
@@ -58,7 +58,7 @@ fn the_small_model_itself_works() {
 }
 
 #[test]
-fn bos_and_eos_stand_around_prompts_when_the_file_says_so() {
+fn bos_and_eos_are_added_as_the_file_says() {
     let mut metadata = with("tokenizer.ggml.add_bos_token", Value::Bool(true));
     metadata.insert("tokenizer.ggml.add_eos_token".into(), Value::Bool(true));
     metadata.insert("tokenizer.ggml.eot_token_id".into(), Value::U64(3));
@@ -70,7 +70,7 @@ fn bos_and_eos_stand_around_prompts_when_the_file_says_so() {
 }
 
 #[test]
-fn missing_keys_are_named() {
+fn missing_gguf_keys_are_named() {
     for key in [TOKENS, MERGES, "tokenizer.ggml.model"] {
         let message = message(&without(key));
         assert!(message.contains(key) && message.contains("is missing"), "{message}");
@@ -86,7 +86,7 @@ fn missing_keys_are_named() {
 }
 
 #[test]
-fn wrong_types_are_named_with_the_type_that_is_wanted() {
+fn wrong_gguf_types_are_rejected_with_the_expected_type() {
     for (key, value, wanted) in [
         (TOKENS, Value::U32(3), "array of string"),
         (TOKENS, Value::Array(Array::I32(vec![1])), "array of string"),
@@ -107,7 +107,7 @@ fn wrong_types_are_named_with_the_type_that_is_wanted() {
 }
 
 #[test]
-fn unsupported_kinds_are_refused_with_those_supported() {
+fn unsupported_tokenizer_kinds_are_rejected_with_the_supported_ones() {
     assert_eq!(
         message(&with("tokenizer.ggml.model", string("bert"))),
         "tokenizer.ggml.model is \"bert\"; supported: gpt2 (byte-level BPE), llama (SentencePiece BPE)"
@@ -124,7 +124,7 @@ fn unsupported_kinds_are_refused_with_those_supported() {
 }
 
 #[test]
-fn broken_merges_are_named_by_index() {
+fn malformed_gguf_merges_are_rejected_by_index() {
     for (merges, expected) in [
         (
             ["h e", "he"],
@@ -162,7 +162,7 @@ fn ids_beyond_the_vocabulary_are_refused() {
 }
 
 #[test]
-fn token_types_must_fit_the_tokens() {
+fn token_types_must_match_the_tokens() {
     let types = |items| with(TYPES, Value::Array(Array::I32(items)));
     assert_eq!(
         message(&types(vec![1; 3])),
@@ -175,7 +175,7 @@ fn token_types_must_fit_the_tokens() {
 }
 
 #[test]
-fn pieces_need_scores_types_and_bytes_that_fit() {
+fn sentence_piece_needs_matching_scores_types_and_bytes() {
     const SCORES: &str = "tokenizer.ggml.scores";
     let count = common::PIECES_UNUSED as usize + 1;
     let small = || Metadata::from([("tokenizer.ggml.model".to_owned(), string("llama"))]);
@@ -269,7 +269,7 @@ fn a_gguf_tokenizer_with_more_tokens_than_the_embedding_has_rows_is_refused() {
 }
 
 #[test]
-fn no_tokens_are_no_vocabulary() {
+fn an_empty_vocabulary_is_rejected() {
     let mut metadata = with(TOKENS, strings(&[]));
     for key in [TYPES, "tokenizer.ggml.eos_token_id", "tokenizer.ggml.bos_token_id"] {
         metadata.remove(key);
@@ -279,7 +279,7 @@ fn no_tokens_are_no_vocabulary() {
 }
 
 #[test]
-fn equal_tokens_and_empty_tokens_are_taken() {
+fn duplicate_and_empty_tokens_are_accepted() {
     let mut metadata = with(TOKENS, strings(&["a", "b", "a", ""]));
     metadata.insert(TYPES.into(), Value::Array(Array::I32(vec![1, 3, 3, 3])));
     metadata.insert(MERGES.into(), strings(&[]));
@@ -385,14 +385,14 @@ fn json_message(pointer: &str, value: serde_json::Value) -> String {
 }
 
 #[test]
-fn a_working_tokenizer_json_is_taken() {
+fn a_valid_tokenizer_json_is_accepted() {
     let model = open_json(&tokenizer_json("/normalizer", json!(null)), &[]).unwrap();
     let ids = model.tokenizer().encode("ab<s>b", SpecialTokens::Parse).unwrap();
     assert_eq!(ids, [2, 3, 1]);
 }
 
 #[test]
-fn broken_tokenizer_jsons_name_the_key() {
+fn malformed_tokenizer_json_is_rejected_with_the_key() {
     for (pointer, value, expected) in [
         ("/model/type", json!("Unigram"), "model.type is \"Unigram\"; supported: BPE"),
         ("/model/dropout", json!(0.1), "model.dropout is \"0.1\"; supported: none"),
@@ -449,7 +449,7 @@ fn broken_tokenizer_jsons_name_the_key() {
 }
 
 #[test]
-fn wrong_types_in_json_are_placed() {
+fn wrong_types_in_tokenizer_json_are_located() {
     for (pointer, value) in [
         ("/model/vocab", json!({"a": -1})),
         ("/model/vocab", json!({"a": "x"})),
@@ -503,7 +503,7 @@ fn eos_ids_come_from_all_configurations() {
 }
 
 #[test]
-fn added_tokens_of_the_configuration_are_known() {
+fn added_tokens_of_tokenizer_config_are_read() {
     let good = tokenizer_json("/normalizer", json!(null));
     let config = r#"{"added_tokens_decoder": {"7": {"content": "<x>", "special": true}}}"#;
     let model = open_json(&good, &[("tokenizer_config.json", config)]).unwrap();
@@ -515,7 +515,7 @@ fn added_tokens_of_the_configuration_are_known() {
 }
 
 #[test]
-fn tokens_that_configurations_name_are_special() {
+fn tokens_named_by_configurations_are_special() {
     let good = tokenizer_json("/normalizer", json!(null));
     let is_special = |more: &[(&str, &str)]| {
         let model = open_json(&good, more).unwrap();
@@ -534,7 +534,7 @@ fn tokens_that_configurations_name_are_special() {
 }
 
 #[test]
-fn the_configuration_says_what_stands_around_a_prompt() {
+fn tokenizer_config_sets_bos_and_eos_around_a_prompt() {
     let post = json!({
         "type": "TemplateProcessing",
         "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
@@ -555,7 +555,7 @@ fn the_configuration_says_what_stands_around_a_prompt() {
 }
 
 #[test]
-fn sampling_defaults_are_the_models_own() {
+fn generation_config_gives_the_sampling_defaults() {
     let good = tokenizer_json("/normalizer", json!(null));
     let defaults = |generation: &str| {
         open_json(&good, &[("generation_config.json", generation)])

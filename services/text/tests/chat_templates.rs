@@ -151,7 +151,7 @@ fn grouping_templates_render() {
 }
 
 #[test]
-fn extra_variables_take_the_place_of_the_templates_own() {
+fn extra_variables_override_those_of_the_template() {
     let messages = json!([{"role": "user", "content": "Hi"}]);
     let extra = json!({"date_string": "1 Jan 2000", "add_generation_prompt": false});
     assert_eq!(
@@ -161,7 +161,7 @@ fn extra_variables_take_the_place_of_the_templates_own() {
 }
 
 #[test]
-fn text_of_users_is_never_run_as_a_template() {
+fn message_text_is_never_evaluated_as_a_template() {
     let messages = json!([{"role": "user", "content": "{{ bos_token }}{% raw %}"}]);
     assert_eq!(
         render_with("{{ messages[0].content }}", messages, Value::Null, Value::Null).unwrap(),
@@ -170,7 +170,7 @@ fn text_of_users_is_never_run_as_a_template() {
 }
 
 #[test]
-fn pythons_ways_are_known() {
+fn python_methods_of_templates_are_supported() {
     for (template, expected) in [
         (
             "{% for m in messages %}\n  {% if true %}\n{{ m.role }}\n  {% endif %}\n{% endfor %}\n",
@@ -200,7 +200,7 @@ fn pythons_ways_are_known() {
 }
 
 #[test]
-fn an_exception_of_the_template_is_the_requests_fault() {
+fn raise_exception_is_an_error_of_the_request() {
     let error = render("{{ raise_exception('roles must alternate') }}").unwrap_err();
     assert_eq!(error, TemplateError::Refused { reason: "roles must alternate".into() });
     assert!(error.is_requests_fault());
@@ -210,7 +210,7 @@ fn an_exception_of_the_template_is_the_requests_fault() {
 }
 
 #[test]
-fn templates_that_do_not_end_are_stopped() {
+fn endless_templates_are_stopped() {
     let loops = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}";
     let error = render(loops).unwrap_err();
     assert_eq!(error, TemplateError::OutOfFuel { limit: TEMPLATE_FUEL });
@@ -230,7 +230,7 @@ fn output_beyond_the_limit_is_refused() {
 }
 
 #[test]
-fn what_goes_wrong_names_the_line() {
+fn template_errors_name_the_line() {
     let error = ChatTemplate::new("a\n{% if %}", BTreeMap::new()).unwrap_err();
     let message = error.to_string();
     assert!(message.contains("does not compile") && message.contains("line 2"), "{message}");
@@ -259,7 +259,7 @@ fn render_folder(files: &[(&str, &str)], tools: &Value) -> Result<String, Templa
 }
 
 #[test]
-fn templates_are_found_where_hugging_face_keeps_them() {
+fn templates_are_found_in_every_file_of_hugging_face() {
     let (none, tools) = (&Value::Null, &weather_tool());
     let named = json!({"chat_template": [
         {"name": "default", "template": "D"}, {"name": "tool_use", "template": "T"},

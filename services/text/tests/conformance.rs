@@ -149,7 +149,7 @@ fn folder_of_pieces(vocabulary: &Path) -> Value {
 /// Compares three forms of one vocabulary: a GGUF file with scores, and folders with merges that use
 /// either the Prepend normaliser or the Metaspace pre-tokenizer.
 #[test]
-fn a_folder_of_the_same_pieces_gives_the_same_ids_and_texts() {
+fn a_folder_and_a_gguf_file_of_one_tokenizer_agree() {
     let path = fetched("llama.cpp/ggml-vocab-llama-spm.gguf");
     let gguf = ModelText::open(&path).unwrap();
     let mut tokenizer_json = folder_of_pieces(&path);

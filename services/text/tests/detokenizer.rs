@@ -49,14 +49,14 @@ fn check(tokenizer: &Arc<Tokenizer>, ids: &[u32], skip_special: bool) {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(1000))]
     #[test]
-    fn random_tokens_give_the_text_of_the_whole(
+    fn streaming_random_tokens_gives_the_text_of_decoding_them_together(
         ids in prop::collection::vec(0u32..49_160, 0..40), skip_special: bool,
     ) {
         check(SMOLLM2.tokenizer(), &ids, skip_special);
     }
 
     #[test]
-    fn byte_tokens_give_the_text_of_the_whole(
+    fn streaming_byte_tokens_gives_the_text_of_decoding_them_together(
         picks in prop::collection::vec(any::<prop::sample::Index>(), 0..40),
         text in "[é日👍a]{0,8}",
         cut in 0usize..32,

@@ -56,7 +56,7 @@ fn words_are_merged_by_score_behind_a_space() {
 }
 
 #[test]
-fn what_no_token_spells_becomes_bytes() {
+fn text_without_a_token_becomes_byte_tokens() {
     let mut expected = pieces(&["▁"]);
     expected.extend("👍🏽e\u{301}".bytes().map(|byte| match byte {
         b'e' => piece("e"),
@@ -73,7 +73,7 @@ fn what_no_token_spells_becomes_bytes() {
 }
 
 #[test]
-fn a_space_stands_at_the_beginning_and_behind_every_added_token() {
+fn a_space_is_added_at_the_start_and_after_every_added_token() {
     assert_eq!(
         encode("<s>hello</s>hello<tool>hello"),
         [BOS, piece("▁hello"), EOS, piece("▁hello"), PIECES_TOOL, piece("▁hello")]
@@ -87,7 +87,7 @@ fn a_space_stands_at_the_beginning_and_behind_every_added_token() {
 }
 
 #[test]
-fn a_file_may_ask_for_no_space() {
+fn the_added_space_can_be_disabled() {
     let model = open_gguf(&with("tokenizer.ggml.add_space_prefix", Value::Bool(false))).unwrap();
     let tokenizer = model.tokenizer();
     let ids = tokenizer.encode("hello hello", SpecialTokens::Parse).unwrap();
@@ -97,7 +97,7 @@ fn a_file_may_ask_for_no_space() {
 }
 
 #[test]
-fn files_that_name_no_ids_have_sentence_pieces_own() {
+fn missing_special_ids_default_to_those_of_sentence_piece() {
     let mut metadata = tiny_pieces();
     for key in ["bos_token_id", "eos_token_id", "unknown_token_id"] {
         metadata.remove(&format!("tokenizer.ggml.{key}"));
@@ -115,7 +115,7 @@ fn files_that_name_no_ids_have_sentence_pieces_own() {
 }
 
 #[test]
-fn files_without_types_name_a_few_tokens() {
+fn files_without_token_types_have_the_named_special_tokens() {
     let mut metadata = tiny_pieces();
     metadata.remove("tokenizer.ggml.token_type");
     let model = open_gguf(&metadata).unwrap();
@@ -126,7 +126,7 @@ fn files_without_types_name_a_few_tokens() {
 }
 
 #[test]
-fn vocabularies_without_bytes_have_one_unknown_token() {
+fn vocabularies_without_byte_tokens_use_the_unknown_token() {
     let mut metadata = tiny_pieces();
     let tokens = ["<unk>", "<s>", "</s>", "▁", "a", "▁a"].map(str::to_owned).to_vec();
     metadata.insert("tokenizer.ggml.tokens".into(), Value::Array(Array::String(tokens)));
@@ -141,7 +141,7 @@ fn vocabularies_without_bytes_have_one_unknown_token() {
 }
 
 #[test]
-fn long_texts_of_any_kind_come_back() {
+fn long_texts_round_trip() {
     for text in [
         " ".repeat(10_000),
         " ".repeat(10_001) + "hello",
@@ -162,7 +162,7 @@ fn long_texts_of_any_kind_come_back() {
 }
 
 #[test]
-fn half_a_character_is_never_shown() {
+fn incomplete_characters_are_held_back() {
     let options = DetokenizerOptions { skip_special: true, continues: false };
     let mut detokenizer = Detokenizer::new(tokenizer().clone(), options);
     let mut shown = Vec::new();
@@ -196,7 +196,7 @@ fn the_first_space_is_dropped_once_and_only_at_the_beginning() {
 }
 
 #[test]
-fn tokens_stand_for_their_bytes() {
+fn token_bytes_are_those_of_their_text() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("model.gguf");
     common::write_gguf(&path, &tiny_pieces());
@@ -223,7 +223,7 @@ fn tokens_stand_for_their_bytes() {
 }
 
 #[test]
-fn added_tokens_stand_for_their_own_text() {
+fn added_tokens_decode_to_their_text() {
     let mut metadata = tiny_pieces();
     let Some(Value::Array(Array::String(tokens))) = metadata.get_mut("tokenizer.ggml.tokens")
     else {
@@ -238,7 +238,7 @@ fn added_tokens_stand_for_their_own_text() {
 
 /// Templates like those of Llama 2 and Mistral, of TinyLlama, and of files that write BOS as text.
 #[test]
-fn chats_begin_with_one_bos_where_the_template_has_one() {
+fn a_chat_begins_with_one_bos_if_its_template_has_one() {
     let inst = "{% for m in messages %}{% if m['role'] == 'user' %}\
         {{ bos_token + '[INST] ' + m['content'].strip() + ' [/INST]' }}\
         {% else %}{{ ' ' + m['content'].strip() + ' ' + eos_token }}{% endif %}{% endfor %}";
@@ -286,7 +286,7 @@ fn chats_begin_with_one_bos_where_the_template_has_one() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(500))]
     #[test]
-    fn any_text_comes_back_and_its_pieces_are_its_bytes(
+    fn any_text_round_trips_and_token_bytes_add_up_to_it(
         text in prop_oneof!["[helo wrd{}\":é👍\u{301}]{0,60}", "\\PC{0,40}", any::<String>()],
     ) {
         // Only the space mark does not decode to itself.
@@ -302,7 +302,7 @@ proptest! {
     }
 
     #[test]
-    fn any_tokens_give_the_same_text_one_by_one(
+    fn streaming_any_tokens_gives_the_text_of_decoding_them_together(
         ids in prop::collection::vec(0..PIECES_UNUSED + 2, 0..20), skip_special: bool,
     ) {
         let options = DetokenizerOptions { skip_special, continues: true };

@@ -54,7 +54,7 @@ fn golden_outputs_become_the_golden_text() {
 }
 
 #[test]
-fn the_files_ids_are_known() {
+fn special_ids_of_the_file_are_read() {
     let tokenizer = tokenizer();
     assert_eq!(tokenizer.vocabulary_size(), 49152);
     assert_eq!(tokenizer.bos_id(), Some(1));
@@ -66,7 +66,7 @@ fn the_files_ids_are_known() {
 }
 
 #[test]
-fn special_tokens_in_text_are_parsed_only_when_asked_for() {
+fn special_tokens_in_text_are_parsed_only_on_request() {
     let text = "<|im_start|>user\nhi<|im_end|>";
     let parsed = tokenizer().encode(text, SpecialTokens::Parse).unwrap();
     assert_eq!((parsed[0], *parsed.last().unwrap()), (1, 2));

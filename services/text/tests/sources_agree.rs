@@ -80,7 +80,7 @@ fn assert_all_agree(text: &str) {
 }
 
 #[test]
-fn texts_of_all_kinds_become_the_same_ids() {
+fn texts_of_all_kinds_have_equal_ids_in_both_tokenizers() {
     for text in [
         "",
         " ",
@@ -98,7 +98,7 @@ fn texts_of_all_kinds_become_the_same_ids() {
 }
 
 #[test]
-fn ids_and_templates_are_the_same() {
+fn ids_and_templates_are_equal_in_both_formats() {
     let (gguf, hugging_face) = (&SMOLLM2.gguf, &SMOLLM2.hugging_face);
     let (ours, theirs) = (gguf.tokenizer(), hugging_face.tokenizer());
     assert_eq!(ours.eos_ids(), theirs.eos_ids());
@@ -122,7 +122,7 @@ fn ids_and_templates_are_the_same() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(300))]
     #[test]
-    fn any_text_becomes_the_same_ids_and_comes_back(
+    fn any_text_has_equal_ids_in_both_tokenizers_and_round_trips(
         text in prop_oneof![
             "\\PC{0,60}",
             "[ \n\t\ra-zA-Z0-9'.,é日👍]{0,80}",
@@ -147,7 +147,7 @@ fn pieces_json() -> String {
 }
 
 #[test]
-fn sentence_pieces_are_split_and_joined_as_the_crate_does() {
+fn sentence_piece_matches_the_tokenizers_crate() {
     let reference = Tokenizer::from_bytes(pieces_json()).unwrap();
     let folder = common::folder(&[("tokenizer.json", &pieces_json())]);
     let model = ModelText::open(folder.path()).unwrap();
@@ -164,7 +164,7 @@ fn sentence_pieces_are_split_and_joined_as_the_crate_does() {
 }
 
 #[test]
-fn a_token_table_has_what_the_tokenizer_has() {
+fn a_token_table_equals_its_tokenizer() {
     let path = common::model_path();
     let table = text::TokenTable::open(&path).unwrap();
     let tokenizer = SMOLLM2.gguf.tokenizer();

@@ -35,7 +35,7 @@ fn a_stop_string_names_the_token_that_completed_it() {
 }
 
 #[test]
-fn the_stop_string_is_shown_when_asked_for() {
+fn the_stop_string_is_included_on_request() {
     let mut stream = stream(&["END"], true, TextStreamOptions::default());
     assert_eq!(stream.push(&ids("aEN")), delta("aEN"), "nothing is held back");
     let stopped = Some(StopHit { stop_index: 0, token_count: 4 });
@@ -50,7 +50,7 @@ fn a_stop_string_inside_a_token_cuts_the_tokens_text() {
 }
 
 #[test]
-fn single_special_tokens_may_be_shown_where_others_are_skipped() {
+fn selected_special_tokens_are_shown_while_others_are_skipped() {
     let tokenizer = TINY.tokenizer();
     let [start, end] = ["<|start|>", "<|end|>"].map(|name| tokenizer.token_id(name).unwrap());
     let answer = [vec![start], ids("a"), vec![end]].concat();
@@ -60,7 +60,7 @@ fn single_special_tokens_may_be_shown_where_others_are_skipped() {
 }
 
 #[test]
-fn stop_strings_are_compared_character_by_character_as_they_were_sent() {
+fn stop_strings_are_matched_without_unicode_normalisation() {
     let text_before = |stop: &str, text: &str| {
         let mut stream = stream(&[stop], false, TextStreamOptions::default());
         let delta = stream.push(&ids(text));
@@ -88,7 +88,7 @@ fn stop_strings_are_compared_character_by_character_as_they_were_sent() {
 }
 
 #[test]
-fn held_back_text_comes_at_the_end() {
+fn held_back_text_is_released_at_the_end() {
     let mut stream = stream(&["END"], false, TextStreamOptions::default());
     assert_eq!(stream.push(&ids("aEN")), delta("a"));
     assert_eq!(stream.push(&[0xf0]), delta(""), "half a character may follow what is held back");
@@ -96,7 +96,7 @@ fn held_back_text_comes_at_the_end() {
 }
 
 #[test]
-fn special_tokens_are_hidden_unless_asked_for() {
+fn special_tokens_are_skipped_unless_requested() {
     let mut hidden = stream(&[], false, TextStreamOptions::default());
     assert_eq!(hidden.push(&[0x61, common::END]), delta("a"));
     let options = TextStreamOptions { skip_special: false, ..Default::default() };
@@ -106,7 +106,7 @@ fn special_tokens_are_hidden_unless_asked_for() {
 }
 
 #[test]
-fn demanded_tokens_cannot_stop() {
+fn stop_conditions_do_not_apply_within_min_tokens() {
     let options = TextStreamOptions { min_tokens: 3, ..Default::default() };
     let mut stream = stream(&["ab"], false, options);
     assert_eq!(stream.push(&ids("aba")), delta("ab"));

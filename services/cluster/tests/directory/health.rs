@@ -115,7 +115,7 @@ fn a_node_that_hangs_is_down_although_its_connection_lives() {
 }
 
 #[test]
-fn changes_tell_that_a_node_works_and_snapshots_do_not() {
+fn deltas_prove_progress_and_snapshots_do_not() {
     let mut world = World::new();
     let node = decode(1);
     world.up(&node, &record(Role::Decode, 1), idle());
@@ -164,7 +164,7 @@ fn a_node_that_flaps_is_not_probed_in_a_tight_loop() {
 }
 
 #[test]
-fn a_gap_in_the_deltas_means_observing_again() {
+fn a_gap_in_the_deltas_restarts_the_observation() {
     let mut world = World::new();
     let node = decode(1);
     world.up(&node, &record(Role::Decode, 1), idle());
@@ -183,7 +183,7 @@ fn a_gap_in_the_deltas_means_observing_again() {
 }
 
 #[test]
-fn another_epoch_behind_an_address_is_another_node() {
+fn a_new_epoch_at_an_address_is_a_new_node() {
     let mut world = World::new();
     let node = decode(1);
     world.join(&node);
@@ -232,7 +232,7 @@ fn a_member_that_returns_to_the_list_is_probed_at_once() {
 }
 
 #[test]
-fn records_that_cannot_be_believed_keep_a_node_down() {
+fn invalid_records_keep_a_node_down() {
     let good = record(Role::Decode, 1);
     let with = |change: fn(&mut v1::NodeSnapshot)| {
         let mut event = snapshot(&good, idle(), &[]);
@@ -285,7 +285,7 @@ fn one_process_under_two_addresses_counts_once() {
 }
 
 #[test]
-fn a_draining_node_takes_nothing_more_but_stays_up() {
+fn a_draining_node_is_not_picked_but_stays_up() {
     let mut world = World::new();
     let node = decode(1);
     world.up(&node, &record(Role::Decode, 1), idle());

@@ -88,7 +88,7 @@ fn a_cached_prefix_draws_a_request_until_load_outweighs_it() {
 }
 
 #[test]
-fn keys_of_another_identity_draw_nobody() {
+fn prefix_keys_of_another_identity_have_no_effect() {
     let mut world = World::new();
     let tokens: Vec<u32> = (0..805).collect();
     let ours = record(Role::Decode, 1);
@@ -191,7 +191,7 @@ fn a_node_that_stays_busy_is_asked_ever_more_rarely_up_to_two_seconds() {
 }
 
 #[test]
-fn only_equals_are_paired() {
+fn only_nodes_of_equal_identity_are_paired() {
     let mut world = World::new();
     let odd = record(Role::Prefill, 1);
     let identity = ModelIdentity { weight_version: 9, ..odd.identity.clone() };
@@ -249,7 +249,7 @@ fn a_grammar_goes_to_nodes_that_announce_its_version() {
 }
 
 #[test]
-fn a_refusal_names_the_reason_of_the_node_that_came_nearest() {
+fn no_node_error_has_the_reason_of_the_closest_candidate() {
     let mut world = World::new();
     let request = wanted(Role::Decode, 1500);
     assert_eq!(world.pick(&request).unwrap_err(), NoNode::NoneListed { role: Role::Decode });

@@ -302,7 +302,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(128))]
 
     #[test]
-    fn whatever_happened_the_members_are_soon_what_the_records_say(
+    fn members_converge_to_the_records_after_any_faults(
         history in prop::collection::vec(events(), 0..60),
     ) {
         let mut world = World::new();
@@ -318,7 +318,7 @@ proptest! {
     }
 
     #[test]
-    fn a_bad_record_is_told_once_however_often_it_is_read(
+    fn an_invalid_record_is_logged_once(
         garbage in prop::collection::vec(any::<u8>(), 0..40),
         breaks in prop::collection::vec(0..4000u64, 0..10),
     ) {
@@ -353,7 +353,7 @@ fn a_node_joins_moves_to_another_process_and_leaves() {
 }
 
 #[test]
-fn members_stay_while_etcd_is_away_and_what_changed_shows_afterwards() {
+fn members_stay_during_an_etcd_outage_and_catch_up_afterwards() {
     let mut world = World::new();
     for node in [1, 2] {
         world.happen(Event::Write { node, process: 0, port: u16::from(node) });

@@ -223,7 +223,7 @@ fn events() -> impl Strategy<Value = Event> {
 
 proptest! {
     #[test]
-    fn whatever_happened_a_healthy_etcd_has_the_record_soon_and_keeps_it(
+    fn registration_converges_after_any_faults_of_etcd(
         history in prop::collection::vec(events(), 0..40),
         after_ms in 0..500u64,
     ) {
@@ -239,7 +239,7 @@ proptest! {
     }
 
     #[test]
-    fn leaving_ends_soon_and_takes_away_what_it_can(
+    fn deregistration_is_bounded_and_deletes_the_record_if_etcd_is_healthy(
         history in prop::collection::vec(events(), 0..20),
         healthy: bool,
         afterwards in prop::collection::vec(events(), 0..10),
@@ -314,7 +314,7 @@ fn an_outage_shorter_than_the_lease_loses_nothing() {
 }
 
 #[test]
-fn a_lease_that_nothing_confirmed_for_its_time_is_lost_whatever_etcd_says_later() {
+fn an_unconfirmed_lease_is_lost_after_its_ttl() {
     let mut world = World::new();
     world.happen(Event::Next(Fate::Hung));
     world.wait(TTL * 2);
@@ -327,7 +327,7 @@ fn a_lease_that_nothing_confirmed_for_its_time_is_lost_whatever_etcd_says_later(
 }
 
 #[test]
-fn a_failure_that_repeats_itself_is_told_once() {
+fn a_repeated_failure_is_logged_once() {
     let mut world = World::new();
     world.happen(Event::Next(Fate::Refused));
     world.wait(Duration::from_secs(600));

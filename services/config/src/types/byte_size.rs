@@ -86,14 +86,14 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_size_is_refused() {
+    fn invalid_sizes_are_rejected() {
         for text in ["", "MiB", "-1", "1.5GiB", "12 apples", "99999999999TiB", "0x10", "１MiB"] {
             assert_eq!(ByteSize::parse(text), None, "{text}");
         }
     }
 
     #[test]
-    fn a_shown_size_reads_back_as_itself() {
+    fn sizes_round_trip() {
         for bytes in [0, 1, 1000, 1023, 1024, 1_500_000, 3 << 20, 5 << 30, u64::MAX] {
             let shown = ByteSize(bytes).to_string();
             assert_eq!(ByteSize::parse(&shown), Some(ByteSize(bytes)), "{shown}");

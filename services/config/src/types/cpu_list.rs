@@ -61,7 +61,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn lists_keep_their_order_and_read_back_as_they_print() {
+    fn lists_keep_their_order_and_round_trip() {
         for (text, cpus, shown) in [
             ("0", &[0][..], "0"),
             ("0-3,8", &[0, 1, 2, 3, 8], "0-3,8"),
@@ -76,7 +76,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_list_or_names_a_cpu_twice_is_refused() {
+    fn invalid_lists_and_repeated_cpus_are_rejected() {
         let wrong = [
             "",
             ",",

@@ -45,14 +45,14 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_duration_is_refused() {
+    fn invalid_durations_are_rejected() {
         for text in ["", "5", "s", "-1s", "1.5s", "2 weeks", "99999999999999999h"] {
             assert_eq!(parse_duration(text), None, "{text}");
         }
     }
 
     #[test]
-    fn a_shown_duration_reads_back_as_itself() {
+    fn durations_round_trip() {
         for micros in [0, 1, 999, 1_000, 1_500_000, 60_000_000, 5_400_000_000] {
             let duration = Duration::from_micros(micros);
             let shown = format_duration(duration);

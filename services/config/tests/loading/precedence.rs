@@ -103,7 +103,7 @@ fn without_anything_every_value_is_its_default() {
 }
 
 #[test]
-fn a_smaller_limit_takes_the_defaults_below_it_along() {
+fn a_smaller_limit_lowers_the_defaults_that_depend_on_it() {
     let flags =
         [("node.step_tokens", "32"), ("router.timeout_max", "60s"), ("router.requests_max", "8")];
     let config = load("", &[], &flags).unwrap();

@@ -13,7 +13,7 @@ fn a_typo_in_a_key_names_the_key_and_the_nearest_valid_one() {
 }
 
 #[test]
-fn a_key_in_the_wrong_section_or_in_none_is_sent_to_the_right_one() {
+fn a_misplaced_key_is_rejected_with_its_section() {
     let elsewhere = refusal("[router]\nstep_tokens = 5\n", &[], &[]);
     assert!(elsewhere.ends_with("the nearest valid key is node.step_tokens"), "{elsewhere}");
     let nowhere = refusal("step_tokens = 5\n", &[], &[]);
@@ -31,7 +31,7 @@ fn a_typo_in_a_section_names_the_nearest_valid_one() {
 }
 
 #[test]
-fn a_typo_in_a_variable_is_refused_too() {
+fn a_typo_in_an_environment_variable_is_rejected() {
     for (name, nearest) in [
         ("BATON_NODE_STEP_TOKEN", "BATON_NODE_STEP_TOKENS"),
         ("BATON_ROUTER_HTPP", "BATON_ROUTER_HTTP"),
@@ -109,13 +109,13 @@ fn wrong_types_and_numbers_out_of_range_are_refused() {
 }
 
 #[test]
-fn a_lower_value_that_is_wrong_is_refused_even_when_a_higher_one_hides_it() {
+fn invalid_values_of_lower_precedence_are_rejected() {
     let message = refusal("[node]\nslots = 0\n", &[], &[("node.slots", "8")]);
     assert!(message.contains("node.slots = 0"), "{message}");
 }
 
 #[test]
-fn all_problems_are_told_at_once() {
+fn all_problems_are_reported_together() {
     let text = "[node]\nslots = 0\nstep_token = 1\n[cluser]\n";
     let error = load(text, &[("BATON_ROUTER_TIMEOUT", "soon")], &[]).unwrap_err();
     assert_eq!(error.problems.len(), 4, "{error}");
@@ -142,7 +142,7 @@ fn values_that_do_not_fit_each_other_are_refused_with_their_sources() {
 }
 
 #[test]
-fn names_of_models_are_told_apart() {
+fn duplicate_and_unknown_model_names_are_rejected() {
     let models = [("model.path", "m/first.gguf"), ("router.models", "second=m/2.gguf,third=m/3")];
     let with = |key, value| [&models[..], &[(key, value)]].concat();
     let config = load("", &[], &with("router.aliases", "latest=second,best=first")).unwrap();
@@ -189,7 +189,7 @@ fn etcd_settings_that_do_not_fit_each_other_are_refused_in_one_line() {
 }
 
 #[test]
-fn files_that_cannot_be_used_say_why() {
+fn unusable_configuration_files_are_rejected_with_the_reason() {
     let absent = LoadInput { file: Some("no/such.toml".into()), ..LoadInput::default() };
     assert!(matches!(
         Config::load(absent).unwrap_err().problems[..],

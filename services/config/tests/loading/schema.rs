@@ -11,7 +11,7 @@ fn settings() -> Vec<Setting> {
 }
 
 #[test]
-fn the_example_configuration_is_one() {
+fn example_configuration_is_valid() {
     let file = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../../deploy/baton.toml");
     let config = Config::load(LoadInput { file: Some(file), ..LoadInput::default() }).unwrap();
     assert_eq!(config.cluster.decode.len(), 1);
@@ -30,7 +30,7 @@ fn every_setting_has_one_name_everywhere() {
 }
 
 #[test]
-fn every_setting_says_what_it_is_and_why_its_default() {
+fn every_setting_has_a_description_and_a_reason_for_its_default() {
     for setting in settings() {
         let key = setting.key();
         assert!(setting.summary().ends_with('.'), "{key}: {}", setting.summary());

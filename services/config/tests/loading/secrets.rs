@@ -49,7 +49,7 @@ fn a_secret_file_is_read_without_its_line_end() {
 }
 
 #[test]
-fn without_a_usable_secret_the_way_to_one_is_named() {
+fn missing_or_short_secret_error_names_the_settings() {
     let none = Transfer::default().required_secret().unwrap_err().to_string();
     assert!(none.contains("transfer.secret_file is not set"), "{none}");
     let short = file("horse");

@@ -93,7 +93,7 @@ mod tests {
     const PINNED: [f32; 6] = [12020.0, 24779.0, -29022.0, -14466.0, 10479.0, -26948.0];
 
     #[test]
-    fn rows_are_pinned_numbers_on_every_machine() {
+    fn dummy_rows_are_the_same_on_every_machine() {
         let rows = RandomRows { key: 42, mean: 0.0, amplitude: 32768.0 };
         let mut out = [0.0; 6];
         rows.read_part(3, 0, &mut out);
@@ -113,7 +113,7 @@ mod tests {
     }
 
     #[test]
-    fn values_have_the_deviation_asked_for() {
+    fn dummy_values_have_the_requested_standard_deviation() {
         let rows = RandomRows { key: 7, mean: 0.0, amplitude: 3.0f32.sqrt() };
         let mut out = vec![0.0; 1 << 16];
         rows.read_part(0, 0, &mut out);

@@ -137,7 +137,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn deadlines_of_grpc_are_read_in_every_unit() {
+    fn grpc_deadlines_are_read_in_every_unit() {
         for (text, timeout) in [
             ("1H", Some(Duration::from_secs(3600))),
             ("5M", Some(Duration::from_secs(300))),
@@ -157,7 +157,7 @@ mod tests {
     }
 
     #[test]
-    fn numbers_that_are_none_are_refused() {
+    fn nan_and_out_of_range_options_are_rejected() {
         let wire = GenerateOptions { temperature: Some(f32::NAN), ..Default::default() };
         assert_eq!(
             options(wire).unwrap_err().to_string(),

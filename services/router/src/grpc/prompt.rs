@@ -114,7 +114,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_part_of_a_conversation_counts_as_work() {
+    fn conversation_bytes_include_every_part() {
         let message = |role: &str, content: &str, name: &str| ChatMessage {
             role: role.into(),
             content: content.into(),

@@ -164,7 +164,7 @@ mod tests {
     }
 
     #[test]
-    fn a_wrong_value_is_named_with_what_is_allowed() {
+    fn invalid_values_are_rejected_with_the_allowed_ones() {
         let said = |error: FieldError| error.to_string();
         with(r#"{"t": "hot", "n": -3, "huge": 1e400, "b": 1, "s": 5}"#, |fields| {
             assert_eq!(
@@ -223,7 +223,7 @@ mod tests {
     }
 
     #[test]
-    fn what_would_change_the_answer_is_not_ignored() {
+    fn unsupported_fields_are_rejected_unless_neutral() {
         with(r#"{"echo": true, "n": 1, "suffix": null, "beam": false}"#, |fields| {
             assert!(fields.unsupported("echo", &["false"]).is_err());
             assert!(fields.unsupported("suffix", &[]).is_ok());

@@ -237,7 +237,7 @@ mod tests {
     }
 
     #[test]
-    fn every_name_for_a_grammar_is_known() {
+    fn every_grammar_field_is_read() {
         let schema = || Grammar::JsonSchema(r#"{"type": "integer"}"#.into());
         let regex = || Grammar::Regex(r"\d+".into());
         let cases = [
@@ -285,7 +285,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_grammar_or_two_of_them_is_refused_by_name() {
+    fn invalid_or_several_grammars_are_rejected_by_field() {
         for (body, said) in [
             (
                 r#"{"response_format": {"type": "yaml"}}"#,
@@ -369,7 +369,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_tool_or_no_choice_is_refused_by_name() {
+    fn invalid_tools_and_tool_choices_are_rejected_by_field() {
         let named = |name: &str| json!({"type": "function", "function": {"name": name}});
         let with = |choice: Value| json!({"tools": [tool("f")], "tool_choice": choice});
         for (body, words) in [

@@ -315,7 +315,7 @@ mod tests {
     }
 
     #[test]
-    fn stop_is_a_text_or_a_list() {
+    fn stop_is_a_string_or_a_list() {
         with(r#"{"stop": "a"}"#, |fields| assert_eq!(stop(fields), Ok(vec!["a".into()])));
         with(r#"{"stop": ["a", "b"]}"#, |fields| assert_eq!(stop(fields).unwrap().len(), 2));
         with(r#"{"stop": [1, 2]}"#, |fields| {
@@ -325,7 +325,7 @@ mod tests {
     }
 
     #[test]
-    fn unsupported_fields_are_refused_unless_they_are_off() {
+    fn fields_of_other_servers_are_rejected_unless_disabled() {
         with(r#"{"logit_bias": {}, "echo": false, "unheard_of": 7}"#, |fields| {
             assert_eq!(check_unsupported(fields, &UNSUPPORTED), Ok(()));
         });
@@ -390,7 +390,7 @@ mod tests {
     }
 
     #[test]
-    fn prompts_have_four_shapes() {
+    fn prompts_may_be_strings_or_token_ids_alone_or_in_lists() {
         let text = |text: &str| Prompt::Text(text.into());
         assert_eq!(prompts_of(r#""a\n""#), Ok(vec![text("a\n")]));
         assert_eq!(prompts_of(r#"["a", "b"]"#), Ok(vec![text("a"), text("b")]));
@@ -403,7 +403,7 @@ mod tests {
     }
 
     #[test]
-    fn other_prompts_are_refused_with_what_was_found() {
+    fn invalid_prompts_are_rejected_with_the_value() {
         for (prompt, words) in [
             ("[]", "prompt is empty"),
             ("null", "prompt is missing"),

@@ -536,7 +536,7 @@ mod tests {
     }
 
     #[test]
-    fn usage_is_absent_null_or_there() {
+    fn usage_is_absent_null_or_present() {
         let completion = |usage| {
             serde_json::to_value(Completion::<()> {
                 id: "x",

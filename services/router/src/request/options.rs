@@ -293,10 +293,10 @@ fn tool_calls(calls: grammar::ToolCalls) -> v1::ToolCalls {
         Otherwise::Nothing | Otherwise::Text(_) => String::new(),
     };
     v1::ToolCalls {
-        before_name: calls.writing.before_name,
-        before_arguments: calls.writing.before_arguments,
-        behind_arguments: calls.writing.behind_arguments,
-        between: calls.writing.between,
+        before_name: calls.syntax.before_name,
+        before_arguments: calls.syntax.before_arguments,
+        behind_arguments: calls.syntax.behind_arguments,
+        between: calls.syntax.between,
         functions: calls.tools.into_iter().map(function).collect(),
         several: calls.several,
         otherwise: match calls.otherwise {
@@ -328,7 +328,7 @@ mod tests {
     }
 
     #[test]
-    fn the_models_defaults_stand_where_the_client_says_nothing() {
+    fn model_defaults_fill_absent_sampling_options() {
         let defaults = SamplingDefaults {
             temperature: Some(0.7),
             top_k: Some(20),
@@ -406,7 +406,7 @@ mod tests {
     }
 
     #[test]
-    fn names_of_tenants_are_plain_and_bounded() {
+    fn invalid_tenant_names_are_rejected() {
         let long = "x".repeat(65);
         assert!(Tenant::parse(b"team-7.eu_west").is_ok());
         for wrong in [&b""[..], b"a/b", b"a b", b"\xff", "é".as_bytes(), long.as_bytes()] {
@@ -417,7 +417,7 @@ mod tests {
     }
 
     #[test]
-    fn tenants_and_salts_never_meet() {
+    fn tenant_and_salt_pairs_are_distinct() {
         let tenant = |name: &str| Some(Tenant::parse(name.as_bytes()).unwrap());
         let salts = [
             (tenant("a"), "b"),

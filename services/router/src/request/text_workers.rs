@@ -381,7 +381,7 @@ mod tests {
                             {% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}";
 
     #[tokio::test]
-    async fn texts_in_work_are_bounded_in_number_and_by_their_bytes() {
+    async fn concurrent_tokenization_is_bounded_in_threads_and_bytes() {
         let mebibytes = |count: usize| count << 20;
         let room = TextRoom::new(2);
         let first = room.enter(mebibytes(3)).await.unwrap();

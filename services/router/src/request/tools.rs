@@ -7,7 +7,7 @@
 use std::sync::Arc;
 
 pub use grammar::limits::{NAME_BYTES_MAX, TOOLS_MAX};
-use grammar::{CallWriting, CallableTool, Grammar, Otherwise, Prose, ToolCalls};
+use grammar::{CallSyntax, CallableTool, Grammar, Otherwise, Prose, ToolCalls};
 use proto::{ids::RequestId, v1::FinishReason};
 use serde_json::{Map, Value, json};
 use text::{ToolCall, ToolFormat, ToolParser, ToolPiece};
@@ -126,18 +126,18 @@ impl OfferedTools {
             fields
                 .push(FunctionField { field: function.field.clone(), name: function.name.clone() });
         }
-        let writing = format.writing();
+        let syntax = format.syntax();
         let (otherwise, alone) = match (is_auto, content) {
             // A required call leaves no text to which the format could apply.
             (false, content) => (Otherwise::Nothing, content),
             (true, None) => {
-                let never_begins = writing.never_begins.map(str::to_owned);
-                (Otherwise::Text(Prose { mark: writing.mark.to_owned(), never_begins }), None)
+                let never_begins = syntax.never_begins.map(str::to_owned);
+                (Otherwise::Text(Prose { mark: syntax.mark.to_owned(), never_begins }), None)
             }
-            (true, Some(content)) if writing.before_name.starts_with(writing.mark) => {
+            (true, Some(content)) if syntax.before_name.starts_with(syntax.mark) => {
                 let answer = Otherwise::Answer {
                     grammar: Box::new(content.grammar.clone()),
-                    mark: writing.mark.to_owned(),
+                    mark: syntax.mark.to_owned(),
                 };
                 (answer, Some(content))
             }
@@ -149,11 +149,11 @@ impl OfferedTools {
             }
         };
         let calls = ToolCalls {
-            writing: CallWriting {
-                before_name: writing.before_name.to_owned(),
-                before_arguments: writing.before_arguments.to_owned(),
-                behind_arguments: writing.behind_arguments.to_owned(),
-                between: writing.between.to_owned(),
+            syntax: CallSyntax {
+                before_name: syntax.before_name.to_owned(),
+                before_arguments: syntax.before_arguments.to_owned(),
+                behind_arguments: syntax.behind_arguments.to_owned(),
+                between: syntax.between.to_owned(),
             },
             tools,
             several: self.parallel && !matches!(self.choice, ToolChoice::Named(_)),
@@ -307,7 +307,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn where_one_call_is_wanted_the_answer_ends_with_it() {
+    fn without_parallel_calls_the_answer_ends_with_its_first_call() {
         let text = "a <tool_call>{\"name\": \"f\"}</tool_call> b <tool_call>{\"name\": \"f\"}</tool_call> c";
         let read = |parallel, is_named| {
             let names = Arc::new(["f".to_owned()]);
@@ -333,7 +333,7 @@ mod tests {
     }
 
     #[test]
-    fn reasons_to_end_follow_from_the_calls() {
+    fn finish_reason_depends_on_the_tool_calls() {
         use FinishReason::{Length, Stop, ToolCalls};
         for (calls, of_stop, of_length) in [
             (Calls::None, Stop, Length),

@@ -426,7 +426,7 @@ mod tests {
     }
 
     #[test]
-    fn the_decode_node_may_be_first_with_token_0() {
+    fn token_0_of_the_decode_node_may_arrive_first() {
         let (mut attempt, mut emitted) = pair();
         attempt.on_decode_event(reserved(false), &mut emitted);
         assert_eq!(
@@ -450,7 +450,7 @@ mod tests {
     }
 
     #[test]
-    fn a_decode_node_that_works_alone_makes_token_0_itself() {
+    fn a_decode_node_alone_samples_token_0() {
         let (mut attempt, mut emitted) = pair();
         attempt.on_prefill_event(first(0, 5, None), &mut emitted);
         assert_eq!(
@@ -508,7 +508,7 @@ mod tests {
     }
 
     #[test]
-    fn events_in_a_forbidden_order_are_a_violation() {
+    fn events_in_an_invalid_order_are_a_violation() {
         let late_reserved = [reserved(false), reserved(false)];
         let early_token = [tokens(0, &[1])];
         let early_finish = [reserved(false), finished()];

@@ -176,7 +176,7 @@ mod tests {
         /// Whatever order, overlap, repetition and lies events come in: what is shown is a prefix
         /// of the true answer, each index once, unless a lie was about an index still unknown.
         #[test]
-        fn what_is_shown_is_each_index_once(events in proptest::collection::vec(event(), 0..60)) {
+        fn each_index_is_emitted_once(events in proptest::collection::vec(event(), 0..60)) {
             let truth = |index: u32| index * 31 % 97;
             let mut emitted = EmittedTokens::new(32, 200);
             let mut shown: Vec<u32> = Vec::new();

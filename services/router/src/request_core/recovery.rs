@@ -524,7 +524,7 @@ mod tests {
     }
 
     #[test]
-    fn the_attempts_are_a_budget_and_the_last_one_needs_no_transfer() {
+    fn attempts_are_bounded_and_the_last_one_needs_no_transfer() {
         let now = Instant::now();
         let (_, decode) = nodes();
         let mut recovery = Recovery::new(POLICY);
@@ -541,7 +541,7 @@ mod tests {
     }
 
     #[test]
-    fn a_failure_that_no_other_node_can_avoid_is_final() {
+    fn request_failures_are_not_retried() {
         let now = Instant::now();
         let (_, decode) = nodes();
         for cause in [Cause::Deadline, Cause::Invalid, Cause::Contradiction, Cause::SlowReader] {
@@ -588,7 +588,7 @@ mod tests {
     }
 
     #[test]
-    fn busy_nodes_cost_no_attempt_but_a_bounded_time() {
+    fn busy_nodes_use_no_attempt_and_waiting_is_bounded() {
         let start = Instant::now();
         let (prefill, decode) = nodes();
         let mut recovery = Recovery::new(POLICY);
@@ -609,7 +609,7 @@ mod tests {
     }
 
     #[test]
-    fn an_absent_decode_node_is_awaited_without_a_bound_of_its_own() {
+    fn waiting_for_an_absent_decode_node_ends_only_at_the_deadline() {
         let start = Instant::now();
         let (_, decode) = nodes();
         let mut recovery = Recovery::new(POLICY);
@@ -622,7 +622,7 @@ mod tests {
     }
 
     #[test]
-    fn nodes_that_do_not_fit_are_awaited_for_a_bounded_time() {
+    fn waiting_for_nodes_that_fit_is_bounded() {
         let start = Instant::now();
         let mut recovery = Recovery::new(POLICY);
         let unfit = NoNode::NoneFits { role: Role::Decode };
@@ -636,7 +636,7 @@ mod tests {
     }
 
     #[test]
-    fn a_busy_node_ends_the_wait_for_an_absent_one_and_the_reverse() {
+    fn a_wait_restarts_when_its_reason_changes() {
         let start = Instant::now();
         let later = start + POLICY.busy_timeout - Duration::from_secs(1);
         let (_, decode) = nodes();

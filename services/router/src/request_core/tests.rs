@@ -272,7 +272,7 @@ fn attempts_without_a_token_are_bounded() {
 }
 
 #[test]
-fn a_busy_cluster_is_picked_by_turns_for_a_bounded_time() {
+fn waiting_for_a_busy_cluster_is_bounded_and_in_turns() {
     let mut owner = Owner::started();
     assert_eq!(owner.no_node(&BUSY), [Output::WaitForTurn]);
     assert!(owner.core.expects_turn());
@@ -383,7 +383,7 @@ fn a_complete_stop_string_drops_the_calls_and_whatever_follows() {
 }
 
 #[test]
-fn the_time_that_a_client_takes_to_read_is_no_silence() {
+fn reading_time_of_a_client_does_not_count_as_node_silence() {
     let mut owner = Owner::started();
     owner.picked(false);
     owner.reserved();

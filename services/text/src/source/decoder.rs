@@ -81,7 +81,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn decoders_of_both_families_are_understood() {
+    fn byte_level_and_sentence_piece_decoders_are_read() {
         assert_eq!(decoding_of(&json!({"type": "ByteLevel"})), Ok(Decoding::ByteLevel));
         let llama_2 = json!({"type": "Sequence", "decoders": [
             {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
@@ -99,7 +99,7 @@ mod tests {
     }
 
     #[test]
-    fn other_decoders_are_refused_by_name() {
+    fn unsupported_decoders_are_rejected_by_name() {
         assert_eq!(decoding_of(&Value::Null), Err("null".into()));
         assert_eq!(decoding_of(&json!({"type": "WordPiece"})), Err("WordPiece".into()));
         let strip_each = json!({"type": "Sequence", "decoders": [

@@ -145,13 +145,13 @@ mod tests {
     }
 
     #[test]
-    fn templates_say_what_stands_around_a_prompt() {
+    fn template_processing_sets_the_tokens_around_a_prompt() {
         let frame = frame(&template()).unwrap();
         assert_eq!(frame, PromptFrame { prefix: vec![1], suffix: vec![2] });
     }
 
     #[test]
-    fn sequences_wrap_from_the_inside() {
+    fn nested_post_processors_apply_from_the_inside() {
         let outer = json!({"type": "RobertaProcessing", "cls": ["<c>", 8], "sep": ["<p>", 9]});
         let sequence =
             json!({"type": "Sequence", "processors": [{"type": "ByteLevel"}, template(), outer]});
@@ -160,7 +160,7 @@ mod tests {
     }
 
     #[test]
-    fn broken_templates_are_refused() {
+    fn malformed_post_processors_are_rejected() {
         let mut lacks_token = template();
         lacks_token["special_tokens"] = json!({});
         let lacks = "t.json: post_processor: special_tokens lacks \"<s>\"";

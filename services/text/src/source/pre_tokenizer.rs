@@ -115,7 +115,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_name_has_one_meaning_and_compiles() {
+    fn every_pre_tokenizer_name_is_unique_and_compiles() {
         let mut seen = Vec::new();
         for kind in KINDS {
             kind.pre_tokenizer();

@@ -44,7 +44,7 @@ mod tests {
     // Expected texts are the output of GNU date: date -u -d @SECONDS +FORMAT.
 
     #[test]
-    fn dates_are_those_of_the_calendar() {
+    fn strftime_dates_match_the_calendar() {
         for (seconds, expected) in [
             (0, "1970-01-01 001 Thu"),
             (951_782_400, "2000-02-29 060 Tue"),
@@ -59,7 +59,7 @@ mod tests {
     }
 
     #[test]
-    fn templates_formats_are_known() {
+    fn strftime_directives_of_templates_are_supported() {
         let noon = 1_722_000_000;
         assert_eq!(format_utc(noon, "%d %b %Y").unwrap(), "26 Jul 2024");
         assert_eq!(format_utc(noon, "%A, %B %-d, %Y").unwrap(), "Friday, July 26, 2024");
@@ -68,7 +68,7 @@ mod tests {
     }
 
     #[test]
-    fn unknown_directives_are_refused() {
+    fn unknown_strftime_directives_are_rejected() {
         assert_eq!(format_utc(0, "%Q").unwrap_err(), "strftime_now does not know %Q");
         assert!(format_utc(0, "%").is_err());
         assert!(format_utc(0, "%-").is_err());

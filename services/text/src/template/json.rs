@@ -199,7 +199,7 @@ mod tests {
     // Expected texts are the output of Python 3.11's json.dumps(..., ensure_ascii=False).
 
     #[test]
-    fn spaces_and_order_are_pythons() {
+    fn json_separators_and_key_order_match_python() {
         let value = json!({"name": "f", "b": [1, 2.0, true, null], "a": {}, "c": []});
         assert_eq!(
             dump(value, ""),
@@ -208,14 +208,14 @@ mod tests {
     }
 
     #[test]
-    fn indented_output_is_pythons() {
+    fn indented_json_matches_python() {
         let value = json!({"b": [1, {"x": "y"}], "a": {}, "c": []});
         let expected = "{\n  \"b\": [\n    1,\n    {\n      \"x\": \"y\"\n    }\n  ],\n  \"a\": {},\n  \"c\": []\n}";
         assert_eq!(dump(value, "indent=2"), expected);
     }
 
     #[test]
-    fn options_of_dumps_are_known() {
+    fn options_of_json_dumps_are_supported() {
         let value = json!({"b": 1, "a": "é😀"});
         assert_eq!(dump(value.clone(), "sort_keys=true"), r#"{"a": "é😀", "b": 1}"#);
         assert_eq!(dump(value.clone(), "separators=(',', ':')"), r#"{"b":1,"a":"é😀"}"#);
@@ -229,7 +229,7 @@ mod tests {
     }
 
     #[test]
-    fn floats_are_pythons() {
+    fn floats_are_formatted_as_in_python() {
         for (value, expected) in [
             (0.0, "0.0"),
             (1.0, "1.0"),

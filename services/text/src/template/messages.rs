@@ -136,7 +136,7 @@ mod tests {
     }
 
     #[test]
-    fn content_becomes_one_text() {
+    fn content_parts_are_joined_into_one_string() {
         let messages = json!([
             {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
             {"role": "assistant", "content": null, "tool_calls": null},
@@ -151,7 +151,7 @@ mod tests {
     }
 
     #[test]
-    fn tool_arguments_become_objects() {
+    fn tool_call_arguments_are_parsed_into_objects() {
         let call = |arguments: Value| {
             json!([{"role": "assistant", "content": "", "tool_calls": [
                 {"function": {"name": "f", "arguments": arguments}},
@@ -172,7 +172,7 @@ mod tests {
     }
 
     #[test]
-    fn wrong_types_name_place_and_what_is_allowed() {
+    fn invalid_messages_are_rejected_with_their_location() {
         assert_eq!(problem(json!({})), "messages must be a list, not an object");
         assert_eq!(
             problem(json!([])),

@@ -212,7 +212,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn an_object_ends_with_its_last_byte_however_it_is_written(
+        fn a_json_object_ends_with_its_closing_brace(
             members in prop::collection::vec((any::<String>(), json()), 0..4),
             pretty in any::<bool>(),
             behind in any::<String>(),
@@ -228,7 +228,7 @@ mod tests {
         /// The parser completes exactly the texts that serde_json accepts, and breaks only where no
         /// continuation is valid.
         #[test]
-        fn it_agrees_with_serde_json(text in r#"\{[ \n]?("[a\\"u0-9\n]{0,6}"|[-+0-9.eE]{1,6}|[\[\]{},:"tfn ]|true|null){0,10}\}"#) {
+        fn json_scanner_agrees_with_serde_json(text in r#"\{[ \n]?("[a\\"u0-9\n]{0,6}"|[-+0-9.eE]{1,6}|[\[\]{},:"tfn ]|true|null){0,10}\}"#) {
             let (step, used) = read(&text);
             let taken = serde_json::from_str::<&serde_json::value::RawValue>(&text[..used]);
             prop_assert_eq!(step == Step::Complete, taken.is_ok(), "{}", text);
@@ -236,7 +236,7 @@ mod tests {
     }
 
     #[test]
-    fn keys_and_texts_of_the_object_itself_are_told() {
+    fn top_level_keys_and_strings_are_reported() {
         let text = r#"{"a\"": {"b": "c"}, "d": "e"}"#;
         let mut object = JsonObject::default();
         let mut told = Vec::new();
@@ -251,7 +251,7 @@ mod tests {
     }
 
     #[test]
-    fn depth_has_a_bound() {
+    fn json_depth_is_bounded() {
         let deep = |depth: usize| format!("{{\"a\":{}{}}}", "[".repeat(depth), "]".repeat(depth));
         assert_eq!(read(&deep(DEPTH_MAX - 1)).0, Step::Complete);
         assert_eq!(read(&deep(DEPTH_MAX)).0, Step::Broken);

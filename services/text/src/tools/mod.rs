@@ -26,9 +26,9 @@ pub enum ToolFormat {
     Llama3,
 }
 
-/// Template of a call: `before_name "NAME" before_arguments {ARGUMENTS} behind_arguments`.
+/// Syntax of a call: `before_name "NAME" before_arguments {ARGUMENTS} behind_arguments`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct CallWriting {
+pub struct ToolSyntax {
     pub before_name: &'static str,
     pub before_arguments: &'static str,
     pub behind_arguments: &'static str,
@@ -65,10 +65,10 @@ impl ToolFormat {
         [PYTHON_TAG, CALL_START, CALL_END].iter().any(|mark| mark.as_bytes() == text)
     }
 
-    /// Returns the template for models that a grammar forces to write a call.
-    pub fn writing(self) -> CallWriting {
+    /// Returns the syntax of a call that a grammar forces.
+    pub fn syntax(self) -> ToolSyntax {
         match self {
-            Self::Hermes => CallWriting {
+            Self::Hermes => ToolSyntax {
                 before_name: "<tool_call>\n{\"name\": ",
                 before_arguments: ", \"arguments\": ",
                 behind_arguments: "}\n</tool_call>",
@@ -76,14 +76,13 @@ impl ToolFormat {
                 mark: CALL_START,
                 never_begins: None,
             },
-            Self::Llama3 => CallWriting {
+            Self::Llama3 => ToolSyntax {
                 before_name: "{\"name\": ",
                 before_arguments: ", \"parameters\": ",
                 behind_arguments: "}",
                 between: "; ",
                 mark: PYTHON_TAG,
-                // Starts of calls that [`ToolParser`] accepts and the template does not
-                // produce.
+                // Starts of calls that [`ToolParser`] accepts and this syntax does not produce.
                 never_begins: Some(r#"\s*\{\s*"(name|parameters|arguments|type|id)""#),
             },
         }

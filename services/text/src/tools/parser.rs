@@ -282,7 +282,7 @@ mod tests {
     }
 
     #[test]
-    fn hermes_calls_are_read_with_the_text_around_them() {
+    fn hermes_calls_are_parsed_with_the_text_around_them() {
         let read = |text: &str| read(ToolFormat::Hermes, &[text]);
         assert_eq!(
             read(
@@ -305,7 +305,7 @@ mod tests {
     }
 
     #[test]
-    fn llama_calls_are_read_bare_and_behind_their_tag() {
+    fn llama_calls_are_parsed_with_and_without_their_tag() {
         let read = |text: &str| read(ToolFormat::Llama3, &[text]);
         let bare = "{\"name\": \"f\", \"parameters\": {\"a\": \"}{\"}}";
         let expected = call("f", "{\"a\": \"}{\"}");
@@ -327,7 +327,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_call_is_content_to_the_last_character() {
+    fn malformed_calls_are_content() {
         for (format, text) in [
             // Broken, incomplete, of the wrong shape, or of a function that was not offered.
             (
@@ -365,7 +365,7 @@ mod tests {
     }
 
     #[test]
-    fn arguments_that_are_json_in_a_text_are_taken_out_of_it() {
+    fn arguments_encoded_as_a_json_string_are_decoded() {
         assert_eq!(
             read(ToolFormat::Hermes, &[r#"<tool_call>{"name": "f", "arguments": "{\"a\": 1}"}"#]),
             [call("f", r#"{"a": 1}"#)]
@@ -375,7 +375,7 @@ mod tests {
     }
 
     #[test]
-    fn text_is_shown_as_soon_as_it_cannot_be_a_call() {
+    fn text_is_released_once_it_cannot_begin_a_call() {
         let shown_after = |format, text: &str| {
             let (mut parser, mut out) = (parser(format), Vec::new());
             parser.push(text, &mut out);
@@ -434,7 +434,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn how_the_text_is_cut_makes_no_difference(
+        fn tool_parsing_does_not_depend_on_how_text_is_split(
             text in bits(),
             cuts in prop::collection::vec(any::<prop::sample::Index>(), 0..8),
             llama in any::<bool>(),
@@ -451,7 +451,7 @@ mod tests {
         /// Emitted text and calls reproduce the answer in order: only white space and marks are
         /// dropped, and nothing is added.
         #[test]
-        fn no_text_is_lost(text in bits(), llama in any::<bool>()) {
+        fn tool_parsing_loses_no_text(text in bits(), llama in any::<bool>()) {
             let format = if llama { ToolFormat::Llama3 } else { ToolFormat::Hermes };
             let written = |piece: ToolPiece| match piece {
                 ToolPiece::Content(text) => text,
@@ -468,7 +468,7 @@ mod tests {
         }
 
         #[test]
-        fn text_without_a_call_is_shown_as_it_is(text in any::<String>(), llama in any::<bool>()) {
+        fn text_without_a_call_is_unchanged(text in any::<String>(), llama in any::<bool>()) {
             let format = if llama { ToolFormat::Llama3 } else { ToolFormat::Hermes };
             let pieces: Vec<String> = text.chars().map(String::from).collect();
             let pieces: Vec<&str> = pieces.iter().map(String::as_str).collect();

@@ -247,7 +247,7 @@ mod tests {
 
     /// Asserts that every reference names a schema and every schema is referenced.
     #[test]
-    fn the_descriptions_references_are_whole() {
+    fn openapi_references_resolve_and_no_schema_is_unused() {
         fn references(value: &Value, found: &mut BTreeSet<String>) {
             match value {
                 Value::Object(object) => {
