@@ -189,14 +189,14 @@ impl<E: Executor> Engine<E> {
         match command {
             Command::Begin(arrival) => self.core.handle_call(self.callers.add(*arrival), now),
             Command::Cancel { call, _permit } => self.core.handle_cancel(call),
-            Command::Observe(observer) => {
+            Command::Observe { observer, _permit } => {
                 // On an idle node no event finds the dropped streams.
                 for closed in self.observers.take_closed() {
                     self.core.handle_observe_ended(closed);
                 }
                 self.core.handle_observe(self.observers.add(observer), now);
             }
-            Command::Connect(commands) => {
+            Command::Connect { commands, _permit } => {
                 for command in commands {
                     // A full queue drops the command; routers repeat it.
                     let _ = self.transfers.command(command);

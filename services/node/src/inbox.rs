@@ -2,7 +2,7 @@
 //!
 //! Every attempt takes one of a fixed number of permits before it is queued. The queue has room for
 //! one arrival and one cancel per permit. So an arrival beyond the bound is rejected at once, and a
-//! cancel always fits.
+//! cancel always fits. Commands of routers that belong to no attempt take permits of their own.
 
 use std::{
     ops::Deref,
@@ -16,7 +16,7 @@ use crossbeam_channel::{Receiver, Sender, TrySendError, bounded};
 use engine::executor::CollectWaker;
 use futures_util::StreamExt;
 use kv_transfer::{EventSink, api as transfer};
-use tokio::sync::Semaphore;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 use crate::{
     attempt::NewAttempt,
@@ -25,8 +25,10 @@ use crate::{
     stream::{AttemptPermit, AttemptStream, ReplySender, attempt_stream},
 };
 
-/// Room for commands that belong to no attempt: observers, drain, stop.
-const OTHER_COMMANDS_MAX: usize = 64;
+/// Queued commands of routers that belong to no attempt: new observers, and peers to connect to.
+const ROUTER_COMMANDS_MAX: usize = 64;
+/// Commands that the node sends once each: [`Command::Drain`], [`Command::EndAll`], [`Command::Stop`].
+const NODE_COMMANDS_MAX: usize = 3;
 
 /// One command to the engine thread.
 #[derive(Debug)]
@@ -38,9 +40,17 @@ pub(crate) enum Command {
         /// Held until the engine thread has taken the command: the queue's bound counts it.
         _permit: AttemptPermit,
     },
-    Observe(ObserverSender),
+    Observe {
+        observer: ObserverSender,
+        /// Held until the engine thread has taken the command.
+        _permit: OwnedSemaphorePermit,
+    },
     /// Commands for the transfers: transfers with some peers are expected.
-    Connect(Vec<transfer::Command>),
+    Connect {
+        commands: Vec<transfer::Command>,
+        /// Held until the engine thread has taken the command.
+        _permit: OwnedSemaphorePermit,
+    },
     /// Reject new calls and tell observers.
     Drain,
     /// End every attempt with the failure `DRAINING`.
@@ -65,6 +75,7 @@ pub(crate) struct Inbox {
     commands: CommandSender,
     permits: Arc<Semaphore>,
     attempts_max: u32,
+    router_permits: Arc<Semaphore>,
     next_call: Arc<AtomicU64>,
 }
 
@@ -123,10 +134,16 @@ impl Drop for CommandReceiver {
 impl Inbox {
     /// Returns a queue for at most `attempts_max` attempts at a time.
     pub fn new(attempts_max: u32, waker: CollectWaker) -> (Self, CommandReceiver) {
-        let commands_max = 2 * attempts_max as usize + OTHER_COMMANDS_MAX;
+        let commands_max = 2 * attempts_max as usize + ROUTER_COMMANDS_MAX + NODE_COMMANDS_MAX;
         let (commands, received) = CommandSender::new(commands_max, waker);
-        let permits = Arc::new(Semaphore::new(attempts_max as usize));
-        (Self { commands, permits, attempts_max, next_call: Arc::default() }, received)
+        let inbox = Self {
+            commands,
+            permits: Arc::new(Semaphore::new(attempts_max as usize)),
+            attempts_max,
+            router_permits: Arc::new(Semaphore::new(ROUTER_COMMANDS_MAX)),
+            next_call: Arc::default(),
+        };
+        (inbox, received)
     }
 
     /// Sends the attempt to the engine thread and waits until the scheduler has accepted it. Dropping
@@ -154,6 +171,18 @@ impl Inbox {
                 Ok(stream)
             }
         }
+    }
+
+    /// Sends a command of a router that belongs to no attempt.
+    pub fn send_for_router(
+        &self,
+        command: impl FnOnce(OwnedSemaphorePermit) -> Command,
+    ) -> Result<(), Refusal> {
+        let permit = self.router_permits.clone().try_acquire_owned().map_err(|_| {
+            let reason = format!("{ROUTER_COMMANDS_MAX} commands of routers are queued");
+            Refusal::Busy { reason }
+        })?;
+        self.send(command(permit))
     }
 
     pub fn send(&self, command: Command) -> Result<(), Refusal> {
@@ -197,5 +226,65 @@ impl EventSink for TransferEvents {
         self.queue.offer(event)?;
         self.waker.wake();
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{
+        pin::pin,
+        task::{Context, Waker},
+    };
+
+    use engine::event::{NewSequence, SequenceId, SequenceKind};
+    use kernels::sampling::Sampling;
+
+    use super::*;
+
+    fn attempt() -> NewAttempt {
+        NewAttempt {
+            request_id: 1,
+            sequence: NewSequence {
+                id: SequenceId(1),
+                kind: SequenceKind::Compute,
+                tokens: vec![1],
+                prompt_len: 1,
+                sampling: Sampling::greedy(),
+                max_tokens: 1,
+                ignore_stop_tokens: false,
+                cache_salt: String::new(),
+                constraint: None,
+                deadline: std::time::Instant::now(),
+            },
+            grammar: None,
+            peer: None,
+            traceparent: String::new(),
+        }
+    }
+
+    /// Before the bound, enough `Meet` calls filled the queue, and the cancel of an attempt was lost.
+    #[tokio::test]
+    async fn queued_commands_of_routers_leave_room_for_attempts_and_their_cancels() {
+        let (inbox, commands) = Inbox::new(1, CollectWaker::default());
+        let connect =
+            || inbox.send_for_router(|_permit| Command::Connect { commands: vec![], _permit });
+        for _ in 0..ROUTER_COMMANDS_MAX {
+            connect().unwrap();
+        }
+        assert!(matches!(connect(), Err(Refusal::Busy { .. })));
+        {
+            let mut begin = pin!(inbox.begin(attempt()));
+            let mut context = Context::from_waker(Waker::noop());
+            assert!(begin.as_mut().poll(&mut context).is_pending());
+        }
+        for command in [Command::Drain, Command::EndAll, Command::Stop] {
+            inbox.send(command).unwrap();
+        }
+        let queued: Vec<Command> = std::iter::from_fn(|| commands.try_recv().ok()).collect();
+        let count = |is_kind: fn(&Command) -> bool| queued.iter().filter(|it| is_kind(it)).count();
+        assert_eq!(count(|it| matches!(it, Command::Cancel { .. })), 1);
+        assert_eq!(count(|it| matches!(it, Command::Stop)), 1);
+        drop(queued);
+        connect().unwrap();
     }
 }

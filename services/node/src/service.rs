@@ -115,7 +115,8 @@ impl node_server::Node for NodeService {
         let (guard, mut over) = mpsc::channel::<Infallible>(1);
         let guard: ConnectGuard = Arc::new(guard);
         let connect = |peer| transfer::Command::Connect { peer, sends, guard: Some(guard.clone()) };
-        self.inbox.send(Command::Connect(peers.into_iter().map(connect).collect()))?;
+        let commands = peers.into_iter().map(connect).collect();
+        self.inbox.send_for_router(|_permit| Command::Connect { commands, _permit })?;
         drop(guard);
         // Nothing is ever sent: `recv` returns when every clone of the guard is dropped.
         tokio::select! {
@@ -135,8 +136,8 @@ impl node_server::Node for NodeService {
                 format!("{} routers observe this node, its maximum", observe::OBSERVERS_MAX);
             Refusal::Busy { reason }
         })?;
-        let (ends, stream) = observe::observer(place);
-        self.inbox.send(Command::Observe(ends))?;
+        let (observer, stream) = observe::observer(place);
+        self.inbox.send_for_router(|_permit| Command::Observe { observer, _permit })?;
         Ok(Response::new(stream))
     }
 }
@@ -209,7 +210,7 @@ mod tests {
             node_server::Node::meet(&service, Request::new(request))
         };
         let guards = || match commands.try_recv() {
-            Ok(Command::Connect(commands)) if commands.len() == 2 => {
+            Ok(Command::Connect { commands, .. }) if commands.len() == 2 => {
                 commands.into_iter().map(|command| match command {
                     transfer::Command::Connect { sends: true, guard, .. } => guard,
                     other => panic!("{other:?}"),

@@ -212,8 +212,8 @@ async fn queued_arrival_is_rejected_when_the_thread_ends() {
 
 /// Observes the node; the engine thread always answers.
 async fn first_observed(inbox: &Inbox) -> (ObserveStream, Result<ObserveEvent, Code>) {
-    let (ends, mut stream) = observe::observer(observe::permits().try_acquire_owned().unwrap());
-    inbox.send(Command::Observe(ends)).unwrap();
+    let (observer, mut stream) = observe::observer(observe::permits().try_acquire_owned().unwrap());
+    inbox.send_for_router(|_permit| Command::Observe { observer, _permit }).unwrap();
     let first = tokio::time::timeout(WITHIN, stream.next()).await;
     let first = first.expect("an answer in time").expect("an event or an end");
     (stream, first.map_err(|status| status.code()))
