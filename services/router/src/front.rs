@@ -13,7 +13,6 @@ use crate::{
         error::RequestError,
         text_workers::{TextRoom, TextWorkers},
     },
-    request_core::RecoveryPolicy,
 };
 
 /// Interval of SSE keep-alives: less than the idle limits of common proxies (60 s).
@@ -89,14 +88,6 @@ impl Front {
     pub fn serves(&self) -> bool {
         let is_served = |name| self.nodes.serving(name).decode_nodes > 0;
         self.nodes.are_connected() && self.models.all().iter().any(|model| is_served(&model.name))
-    }
-
-    pub fn recovery_policy(&self) -> RecoveryPolicy {
-        RecoveryPolicy {
-            attempts_max: self.settings.router.attempts_max,
-            busy_timeout: self.settings.router.waiting_timeout,
-            idle_timeout: self.settings.router.idle_timeout,
-        }
     }
 }
 

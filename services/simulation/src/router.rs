@@ -26,13 +26,6 @@ use crate::{
     scenario::{RequestPlan, VOCABULARY},
 };
 
-/// The defaults of the router's settings.
-const POLICY: RecoveryPolicy = RecoveryPolicy {
-    attempts_max: 4,
-    busy_timeout: Duration::from_secs(30),
-    idle_timeout: Duration::from_secs(60),
-};
-
 /// Names one call of an attempt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct CallKey {
@@ -76,6 +69,7 @@ pub enum RouterAction {
 
 pub struct Router {
     pub nodes: Nodes,
+    policy: RecoveryPolicy,
     answers: BTreeMap<usize, Answer>,
     calls: BTreeMap<CallKey, OpenCall>,
     waiting: BTreeMap<Arc<str>, TurnQueue<usize>>,
@@ -119,6 +113,7 @@ impl Router {
     pub fn new(index: usize, addresses: Vec<NodeAddress>, mut random: Random) -> Self {
         Self {
             nodes: Nodes::new(index, addresses, random.next()),
+            policy: RecoveryPolicy::from(&config::Router::default()),
             answers: BTreeMap::new(),
             calls: BTreeMap::new(),
             waiting: BTreeMap::new(),
@@ -162,7 +157,7 @@ impl Router {
             vocabulary_size: VOCABULARY,
             deadline,
         };
-        let mut core = RequestCore::new(spec, POLICY);
+        let mut core = RequestCore::new(spec, self.policy);
         let is_queued = self.waiting.get(&model).is_some_and(|queue| !queue.is_empty());
         core.start(now, is_queued);
         let client = Client::new(&plan);

@@ -1,4 +1,4 @@
-//! `baton.v1.Inference`: the same journeys as over HTTP, with tokens and text as messages.
+//! `baton.v1.Inference`: the same operations as over HTTP, with tokens and text as messages.
 
 use std::{pin::Pin, sync::Arc};
 

@@ -45,11 +45,11 @@ pub fn options(wire: GenerateOptions) -> Result<Options, FieldError> {
         ignore_eos: wire.ignore_eos.unwrap_or(false),
         logprobs: within("options.logprobs", wire.logprobs, &LOGPROBS)?,
         cache_salt: check_salt("options.cache_salt", wire.cache_salt)?,
-        grammar: wire.grammar.map(asked_grammar).transpose()?,
+        grammar: wire.grammar.map(requested_grammar).transpose()?,
     })
 }
 
-fn asked_grammar(wire: v1::Grammar) -> Result<RequestedGrammar, FieldError> {
+fn requested_grammar(wire: v1::Grammar) -> Result<RequestedGrammar, FieldError> {
     match wire.kind {
         Some(v1::grammar::Kind::JsonSchema(text)) => {
             Ok(RequestedGrammar::new("options.grammar.json_schema", Grammar::JsonSchema(text)))

@@ -3,8 +3,9 @@
 //!
 //! Life of a connection on a port that admits at most `ordinary_max` connections:
 //! 1. Below the cap the connection is *ordinary*.
-//! 2. At the cap the connection takes the slot of the longest-idle ordinary connection, which is closed. A connection is idle while it has no request in
-//!    progress: a kept-alive connection, or a client that has not sent a whole request head yet.
+//! 2. At the cap the connection takes the slot of the longest-idle ordinary connection, which is closed. A connection is
+//!    idle while it has no request in progress: a kept-alive connection, or a client that has not sent a whole request
+//!    head yet.
 //! 3. When every ordinary connection has a request in progress, the connection is *reserved*: it serves one probe. Other
 //!    requests are rejected, unless a slot is free by then. When the reserve is full too, the longest-idle reserved
 //!    connection is closed.

@@ -55,7 +55,7 @@ use tonic::Status;
 pub use attempt::AttemptStats;
 use attempt::{AttemptAction, AttemptState, LAST_EVENT_MAX, TOKEN_0_MAX};
 use emitted::EmittedTokens;
-pub use recovery::{AttemptFailure, Cause, GiveUp, NodeReport, RecoveryPolicy, Side, TurnQueue};
+pub use recovery::{AttemptFailure, Cause, GiveUp, NodeReport, Side, TurnQueue};
 use recovery::{NextStep, Recovery};
 
 /// Interval between two picks of a request that holds the turn: one or two steps of a busy node.
@@ -87,6 +87,27 @@ pub struct AnswerSpec {
 impl AnswerSpec {
     fn prompt_tokens(&self) -> u32 {
         self.prompt.len() as u32
+    }
+}
+
+/// Limits on the attempts and waits of a request.
+#[derive(Clone, Copy, Debug)]
+pub struct RecoveryPolicy {
+    /// Attempts in a row without a token, the first included. Busy refusals do not count.
+    pub attempts_max: u32,
+    /// How long a request waits while decode nodes are up and none of them takes the request.
+    pub busy_timeout: Duration,
+    /// How long the nodes of an attempt may be silent.
+    pub idle_timeout: Duration,
+}
+
+impl From<&config::Router> for RecoveryPolicy {
+    fn from(settings: &config::Router) -> Self {
+        Self {
+            attempts_max: settings.attempts_max,
+            busy_timeout: settings.waiting_timeout,
+            idle_timeout: settings.idle_timeout,
+        }
     }
 }
 

@@ -18,23 +18,13 @@ use cluster::{Epoch, NoNode};
 use proto::v1::{Failure, FailureKind};
 use tonic::{Code, Status};
 
-use super::emitted::EmissionError;
+use super::{RecoveryPolicy, emitted::EmissionError};
 
 /// Maximum bytes of a peer's message that the router copies into a log or an error body.
 const MESSAGE_BYTES_MAX: usize = 300;
 /// Requests that pick nodes at the same time. Few, so that busy nodes do not spend their time on
 /// refusals; more than one, so that one slow node does not delay every request.
 const TURNS_MAX: usize = 4;
-
-#[derive(Clone, Copy, Debug)]
-pub struct RecoveryPolicy {
-    /// Attempts in a row without a token, the first included. Busy refusals do not count.
-    pub attempts_max: u32,
-    /// How long a request waits while decode nodes are up and none of them takes the request.
-    pub busy_timeout: Duration,
-    /// How long the nodes of an attempt may be silent.
-    pub idle_timeout: Duration,
-}
 
 #[derive(Debug)]
 pub struct Recovery {

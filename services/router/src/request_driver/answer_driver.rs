@@ -24,8 +24,8 @@ use crate::{
     record::RequestRecord,
     request::error::RequestError,
     request_core::{
-        AnswerSpec, AttemptOutcome, EndedAttempt, FinishedAnswer, NodeReport, Output, RequestCore,
-        Side, Stop,
+        AnswerSpec, AttemptOutcome, EndedAttempt, FinishedAnswer, NodeReport, Output,
+        RecoveryPolicy, RequestCore, Side, Stop,
     },
     wake::MovingTimer,
 };
@@ -63,7 +63,7 @@ impl<'a> AnswerDriver<'a> {
     ) -> Self {
         Self {
             text: AnswerText::new(request, &answer.sampling),
-            core: RequestCore::new(answer, front.recovery_policy()),
+            core: RequestCore::new(answer, RecoveryPolicy::from(&front.settings.router)),
             attempt: None,
             waiting: None,
             node_changes: front.nodes.changes(),
