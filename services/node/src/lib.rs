@@ -33,7 +33,6 @@ mod populate;
 mod run;
 mod service;
 mod settings;
-mod stages;
 mod stream;
 mod tensor_parallel;
 #[cfg(test)]

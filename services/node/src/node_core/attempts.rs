@@ -10,7 +10,7 @@
 //! actions on unknown ids are ignored.
 
 use std::{
-    collections::{HashMap, VecDeque},
+    collections::{HashMap, HashSet, VecDeque},
     time::Instant,
 };
 
@@ -20,13 +20,13 @@ use kv_transfer::api::{self as transfer, PeerAddress, TransferFailure, TransferI
 use proto::v1::FailureKind;
 use telemetry::metrics::{SequenceEnd, TransferEnd, TransferSide};
 
-use super::{
-    known_ids::KnownIds,
-    output::{
-        AttemptEnd, AttemptEvent, Call, CallId, CloseReason, Metric, Output, Outputs, Refusal,
-        Reply, Stage, StageAttributes, StageChange,
-    },
+use super::output::{
+    AttemptEnd, AttemptEvent, Call, CallId, CloseReason, Metric, Output, Outputs, Refusal, Reply,
+    Stage, StageAttributes, StageChange,
 };
+
+/// Ids of recent attempts: a few minutes of calls on a busy node.
+const KNOWN_MAX: usize = 4096;
 
 /// The records of all attempts, and the queues between scheduler, callers and transfers.
 #[derive(Default)]
@@ -611,5 +611,48 @@ fn sequence_end(reason: FinishReason) -> SequenceEnd {
     match reason {
         FinishReason::Stop => SequenceEnd::Stop,
         FinishReason::Length => SequenceEnd::Length,
+    }
+}
+
+/// The last [`KNOWN_MAX`] ids: a second call with a known id is rejected.
+#[derive(Debug, Default)]
+struct KnownIds {
+    ids: HashSet<SequenceId>,
+    oldest_first: VecDeque<SequenceId>,
+}
+
+impl KnownIds {
+    fn contains(&self, id: SequenceId) -> bool {
+        self.ids.contains(&id)
+    }
+
+    fn insert(&mut self, id: SequenceId) {
+        if !self.ids.insert(id) {
+            return;
+        }
+        self.oldest_first.push_back(id);
+        if self.oldest_first.len() > KNOWN_MAX
+            && let Some(oldest) = self.oldest_first.pop_front()
+        {
+            self.ids.remove(&oldest);
+        }
+        debug_assert_eq!(self.ids.len(), self.oldest_first.len());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn oldest_id_is_forgotten_first() {
+        let mut known = KnownIds::default();
+        for id in 0..KNOWN_MAX as u128 + 1 {
+            known.insert(SequenceId(id));
+            known.insert(SequenceId(id));
+        }
+        assert!(!known.contains(SequenceId(0)));
+        assert!(known.contains(SequenceId(1)) && known.contains(SequenceId(KNOWN_MAX as u128)));
+        assert_eq!(known.oldest_first.len(), KNOWN_MAX);
     }
 }

@@ -22,7 +22,6 @@
 //! queue that the shell reports takes effect before the next output is made.
 
 mod attempts;
-mod known_ids;
 mod observers;
 mod output;
 #[cfg(test)]
