@@ -21,6 +21,8 @@ pub struct Frame {
     pub rows: Vec<RowPlan>,
     /// The sequence of each row.
     pub sequences: Vec<SequenceId>,
+    /// Cost of the step's prefill in tokens at the start of a prompt; `None` in a step of unbounded time.
+    pub prefill_cost: Option<u32>,
 }
 
 /// Frames of one engine, oldest first.
@@ -48,10 +50,15 @@ impl Frames {
     }
 
     /// Adds the frame of a launched step and returns its id.
-    pub fn launch(&mut self, rows: Vec<RowPlan>, sequences: Vec<SequenceId>) -> StepId {
+    pub fn launch(
+        &mut self,
+        rows: Vec<RowPlan>,
+        sequences: Vec<SequenceId>,
+        prefill_cost: Option<u32>,
+    ) -> StepId {
         let step_id = self.next_step;
         self.next_step += 1;
-        self.in_flight.push_back(Frame { step_id, rows, sequences });
+        self.in_flight.push_back(Frame { step_id, rows, sequences, prefill_cost });
         step_id
     }
 
@@ -168,10 +175,10 @@ mod tests {
     #[test]
     fn deferred_blocks_wait_for_every_frame_launched_before() {
         let mut frames = Frames::default();
-        frames.launch(Vec::new(), Vec::new());
-        frames.launch(Vec::new(), Vec::new());
+        frames.launch(Vec::new(), Vec::new(), None);
+        frames.launch(Vec::new(), Vec::new(), None);
         frames.defer(vec![BlockId(3)]);
-        frames.launch(Vec::new(), Vec::new());
+        frames.launch(Vec::new(), Vec::new(), None);
         assert_eq!(frames.take_due(), None);
         frames.collect();
         assert_eq!(frames.take_due(), None);

@@ -24,6 +24,6 @@ mod step_record;
 
 pub use block_pool::BlockCounts;
 pub use prefix_cache::{CacheSeeds, HashChain};
-pub use scheduler::{Scheduler, SchedulerConfig, SchedulerConfigError};
+pub use scheduler::{ItlLimit, Scheduler, SchedulerConfig, SchedulerConfigError};
 pub use step_loop::{Speculated, StepLoop, Turn};
 pub use step_record::{StepKind, StepRecord};

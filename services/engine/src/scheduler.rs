@@ -34,9 +34,12 @@ mod testing;
 mod transfers;
 mod waiting;
 
-use std::{collections::BTreeSet, time::Instant};
+use std::{
+    collections::BTreeSet,
+    time::{Duration, Instant},
+};
 
-pub use config::{SchedulerConfig, SchedulerConfigError};
+pub use config::{ItlLimit, SchedulerConfig, SchedulerConfigError};
 use foldhash::HashMap;
 use sequence::{Arrival, Phase, Row, Sequence};
 use transfers::Transfers;
@@ -72,6 +75,8 @@ pub struct Scheduler {
     alarms: BTreeSet<(Instant, SequenceId)>,
     next_arrival: Arrival,
     preemptions: u64,
+    /// Time that the decode rows of the last step added to [`ItlLimit::step_time`].
+    decode_extra: Duration,
 }
 
 impl Scheduler {
@@ -92,6 +97,7 @@ impl Scheduler {
             alarms: BTreeSet::new(),
             next_arrival: 0,
             preemptions: 0,
+            decode_extra: Duration::ZERO,
         })
     }
 

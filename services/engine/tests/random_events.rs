@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use common::{VOCABULARY, family_tokens, grammar::HashGrammar, limits, node::Node, speculation};
 use engine::{
-    SchedulerConfig, Turn,
+    ItlLimit, SchedulerConfig, Turn,
     event::{NewSequence, SequenceId, SequenceKind},
     executor::ExecutorLimits,
 };
@@ -202,13 +202,22 @@ proptest! {
         step_tokens in 5..64u32,
         chunk_tokens in prop_oneof![Just(u32::MAX), Just(16), 1..20u32],
         prefix_cache in prop::bool::weighted(0.8),
+        itl_max in prop::option::of(1..20u64),
         short_limits in any::<bool>(),
         drafts in prop::option::of((1..8u32, 1..64u32)),
         events in prop::collection::vec(event(), 1..120),
     ) {
         let speculation = drafts.map(|(row_drafts, step_tokens)| speculation(row_drafts, step_tokens));
         let limits = ExecutorLimits { speculation, ..limits(slots, step_tokens, blocks, depth) };
-        let config = SchedulerConfig { chunk_tokens, prefix_cache, ..common::patient(limits) };
+        let itl = itl_max.map(|itl_max| ItlLimit {
+            max: Duration::from_millis(itl_max),
+            decode: Duration::from_millis(5),
+            prefill: Duration::from_millis(5),
+            token: Duration::from_micros(500),
+            doubling_tokens: 50,
+        });
+        let config =
+            SchedulerConfig { chunk_tokens, prefix_cache, itl, ..common::patient(limits) };
         let config = if short_limits {
             SchedulerConfig {
                 waiting_max: 3,

@@ -8,7 +8,7 @@ use common::{
     SEEDS, VOCABULARY, family_tokens, limits, node::Node, patient, scheduler, sequence, sim,
 };
 use engine::{
-    Scheduler, SchedulerConfig, SchedulerConfigError, StepKind, StepLoop, Turn,
+    ItlLimit, Scheduler, SchedulerConfig, SchedulerConfigError, StepKind, StepLoop, Turn,
     event::{Action, CacheChange, Input, NewSequence, SequenceFailure, SequenceId, SequenceKind},
     executor::Executor,
 };
@@ -73,6 +73,85 @@ fn a_long_prompt_delays_no_decoding_row() {
     node.run();
     node.transfer_ends(SequenceId(1));
     node.assert_all_returned();
+}
+
+/// Returns a config that bounds decode steps by the sim executor's costs.
+fn with_itl_max(itl_max: Duration, depth: u32) -> SchedulerConfig {
+    let itl = ItlLimit {
+        max: itl_max,
+        decode: Duration::from_millis(5),
+        prefill: Duration::from_millis(5),
+        token: Duration::from_micros(500),
+        doubling_tokens: 10_000,
+    };
+    SchedulerConfig { itl: Some(itl), ..patient(limits(8, 128, 100, depth)) }
+}
+
+#[test]
+fn prefill_beside_decode_rows_keeps_the_step_within_itl_max() {
+    let itl_max = Duration::from_millis(20);
+    for (depth, decode_rows) in [(1, 1), (2, 1), (1, 5), (2, 5)] {
+        let mut node = Node::new(with_itl_max(itl_max, depth));
+        for id in 1..=decode_rows {
+            node.arrive(NewSequence { ignore_stop_tokens: true, ..new(id, COMPUTE, 5, 60) });
+        }
+        // The rows' own cost is measured in these steps.
+        (0..4).for_each(|_| _ = node.turn());
+        node.engine.take_records();
+        node.arrive(new(10, COMPUTE, 200, 2));
+        node.arrive(new(11, COMPUTE, 200, 2));
+        node.run();
+        let records = node.engine.take_records();
+        let mixed: Vec<_> =
+            records.iter().filter(|record| record.kind == StepKind::Mixed).collect();
+        assert!(mixed.len() >= 10, "{}", mixed.len());
+        for record in mixed {
+            // The measured cost of the decode rows lags by the rows that join and the context that grows.
+            assert!(record.busy <= itl_max * 21 / 20, "{record:?}");
+        }
+        let longest = records.iter().map(|record| record.busy).max().unwrap();
+        assert!(longest > itl_max * 9 / 10, "the bound is used: {longest:?}");
+        node.assert_all_returned();
+    }
+}
+
+#[test]
+fn prefill_takes_the_whole_step_only_where_nothing_decodes_soon() {
+    let mut node = Node::new(with_itl_max(Duration::from_millis(20), 1));
+    node.arrive(new(1, COMPUTE, 200, 1));
+    node.turn();
+    node.turn();
+    let tokens = |node: &mut Node| {
+        let records = node.engine.take_records();
+        records.iter().map(|record| record.tokens).collect::<Vec<_>>()
+    };
+    assert_eq!(tokens(&mut node), [128, 72]);
+    // The KV of the second sequence may arrive during the next step.
+    node.arrive(new(2, RECEIVE, 40, 3));
+    node.arrive(new(3, COMPUTE, 200, 1));
+    node.turn();
+    assert_eq!(tokens(&mut node), [30]);
+    node.kv_arrives(SequenceId(2));
+    node.run();
+    node.assert_all_returned();
+}
+
+#[test]
+fn prefill_never_starves_beside_decode_rows() {
+    for doubling_tokens in [1, 10_000] {
+        let mut config = with_itl_max(Duration::from_millis(1), 2);
+        config.itl.as_mut().unwrap().doubling_tokens = doubling_tokens;
+        let mut node = Node::new(config);
+        node.arrive(NewSequence { ignore_stop_tokens: true, ..new(1, COMPUTE, 5, 240) });
+        (0..3).for_each(|_| _ = node.turn());
+        node.arrive(new(2, COMPUTE, 150, 1));
+        while !node.finished(SequenceId(2)) {
+            assert!(!node.finished(SequenceId(1)), "the prompt waits");
+            node.turn();
+        }
+        node.run();
+        node.assert_all_returned();
+    }
 }
 
 #[test]

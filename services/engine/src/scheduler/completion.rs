@@ -16,6 +16,11 @@ impl Scheduler {
         let frame = self.frames.collect().expect("a result belongs to a step in flight");
         assert_eq!(frame.step_id, result.step_id, "results come in the order of their steps");
         assert_eq!(frame.rows.len(), result.rows.len(), "a result has a row for every planned row");
+        if let (Some(itl), Some(prefill_cost)) = (&self.config.itl, frame.prefill_cost)
+            && frame.rows.iter().any(|row| row.samples && row.token_count == 1)
+        {
+            self.decode_extra = result.busy.saturating_sub(itl.step_time(prefill_cost));
+        }
         actions.reserve(frame.rows.len());
         for ((row, id), outcome) in frame.rows.iter().zip(frame.sequences).zip(result.rows) {
             debug_assert_eq!((row.slot, row.generation), (outcome.slot, outcome.generation));

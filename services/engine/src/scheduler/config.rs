@@ -2,6 +2,8 @@
 
 use std::time::Duration;
 
+use kernels::BLOCK_TOKENS;
+
 use crate::executor::{ExecutorLimits, Speculation};
 
 /// Bounds of one scheduler. [`SchedulerConfig::new`] has the defaults.
@@ -12,6 +14,8 @@ pub struct SchedulerConfig {
     pub step_tokens: u32,
     /// Upper bound on the tokens of one row in one step.
     pub chunk_tokens: u32,
+    /// Bound on steps that decode; `None`: prefill may take the whole step beside decode rows.
+    pub itl: Option<ItlLimit>,
     /// Whether the prefix cache is on.
     pub prefix_cache: bool,
     /// Sequences that may wait for blocks or a slot; further ones are rejected as `Busy`.
@@ -31,6 +35,7 @@ impl SchedulerConfig {
             limits,
             step_tokens: limits.step_tokens,
             chunk_tokens: limits.step_tokens,
+            itl: None,
             prefix_cache: true,
             // Four batches; more would only wait in the queue.
             waiting_max: limits.slots.saturating_mul(4),
@@ -71,6 +76,52 @@ impl SchedulerConfig {
             });
         }
         Ok(())
+    }
+}
+
+/// Bound on the time of a step that decodes, and the measured cost of the prompt tokens in the step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ItlLimit {
+    /// Maximum time of a step with decode rows.
+    pub max: Duration,
+    /// Time of a step that decodes one row.
+    pub decode: Duration,
+    /// Time of a prefill step without the time of its tokens.
+    pub prefill: Duration,
+    /// Time of a prompt token at the start of its prompt.
+    pub token: Duration,
+    /// Position at which attention doubles the time of a prompt token.
+    pub doubling_tokens: u32,
+}
+
+impl ItlLimit {
+    /// Returns the prompt tokens, in tokens at the start of a prompt, that a step may prefill beside decode rows whose
+    /// part of the step takes `decode_extra` longer than one row. One block at least, so that prefill never starves.
+    pub(crate) fn prefill_tokens(&self, decode_extra: Duration) -> u32 {
+        let left = self.max.saturating_sub(self.prefill + decode_extra);
+        let tokens = left.as_nanos() / self.token.as_nanos().max(1);
+        u32::try_from(tokens).unwrap_or(u32::MAX).max(BLOCK_TOKENS as u32)
+    }
+
+    /// Returns the expected time of a step with one decode row and as much prefill.
+    pub(super) fn step_time(&self, prefill_tokens: u32) -> Duration {
+        match prefill_tokens {
+            0 => self.decode,
+            tokens => self.decode.max(self.prefill + self.token * tokens),
+        }
+    }
+
+    /// Returns the number of tokens from `position` on that take no longer than `tokens` at the start of a prompt.
+    pub(super) fn tokens_at(&self, position: usize, tokens: u32) -> u32 {
+        let doubling = u64::from(self.doubling_tokens);
+        (u64::from(tokens) * doubling / (doubling + position as u64).max(1)) as u32
+    }
+
+    /// Returns the number of tokens at the start of a prompt that take as long as `count` tokens from `position` on.
+    pub(super) fn cost_at(&self, position: usize, count: u32) -> u32 {
+        let doubling = u64::from(self.doubling_tokens.max(1));
+        let cost = u64::from(count) * (doubling + position as u64) / doubling;
+        u32::try_from(cost).unwrap_or(u32::MAX)
     }
 }
 

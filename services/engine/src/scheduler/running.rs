@@ -13,6 +13,9 @@ use crate::{
     plan::{AdmittedRow, RowMask, RowPlan, StepId, StepPlan},
 };
 
+/// Prefill that a bounded step has at least, and that must be left to admit a prompt.
+const PREFILL_MIN: u32 = BLOCK_TOKENS as u32;
+
 /// A plan under construction.
 #[derive(Default)]
 struct PlanBuilder {
@@ -21,6 +24,19 @@ struct PlanBuilder {
     sequences: Vec<SequenceId>,
     /// Tokens that the step may still compute.
     budget: u32,
+    /// Bound on prefill; set when the first prefill row is planned.
+    prefill: Option<PrefillBudget>,
+}
+
+/// Bound on the prefill of a step, in tokens at the start of a prompt.
+#[derive(Clone, Copy)]
+enum PrefillBudget {
+    /// No sequence decodes.
+    Unlimited,
+    Limited {
+        left: u32,
+        spent: u32,
+    },
 }
 
 enum Growth {
@@ -52,7 +68,12 @@ impl Scheduler {
         self.speculate(&mut builder);
         let mut plan = builder.plan;
         plan.released = self.slots.take_released();
-        plan.step_id = self.frames.launch(plan.rows.clone(), builder.sequences);
+        let prefill_cost = match builder.prefill {
+            None => Some(0),
+            Some(PrefillBudget::Unlimited) => None,
+            Some(PrefillBudget::Limited { spent, .. }) => Some(spent),
+        };
+        plan.step_id = self.frames.launch(plan.rows.clone(), builder.sequences, prefill_cost);
         Some(plan)
     }
 
@@ -64,8 +85,13 @@ impl Scheduler {
             // Reserves one token for each younger row, so that a long prompt does not delay decode rows.
             let younger = (self.running.len() - index - 1) as u32;
             let share = builder.budget - younger;
-            let sequence = self.sequences.get_mut(&id).expect("a running sequence is known");
-            let count = sequence.pending().min(share).min(self.config.chunk_tokens);
+            let mut sequence = self.sequences.get_mut(&id).expect("a running sequence is known");
+            let mut count = sequence.pending().min(share).min(self.config.chunk_tokens);
+            if self.config.itl.is_some() && (count > 1 || !sequence.decodes()) {
+                let position = sequence.row().launched;
+                count = self.bound_prefill(position, count, builder);
+                sequence = self.sequences.get_mut(&id).expect("a running sequence is known");
+            }
             if count == 0 {
                 index += 1;
                 continue;
@@ -91,11 +117,51 @@ impl Scheduler {
     /// Spends the rest of the token budget on waiting sequences.
     fn advance_newcomers(&mut self, builder: &mut PlanBuilder, actions: &mut Vec<Action>) {
         while builder.budget > 0
+            && self.prefill_left(builder) >= PREFILL_MIN
             && let Some(id) = self.admit_compute(actions)
         {
-            let pending = self.sequences[&id].pending();
-            self.advance(id, pending.min(builder.budget).min(self.config.chunk_tokens), builder);
+            let sequence = &self.sequences[&id];
+            let position = sequence.row().launched;
+            let count = sequence.pending().min(builder.budget).min(self.config.chunk_tokens);
+            let count = self.bound_prefill(position, count, builder);
+            self.advance(id, count, builder);
         }
+    }
+
+    /// Returns how much prefill the step may still have, in tokens at the start of a prompt.
+    fn prefill_left(&self, builder: &mut PlanBuilder) -> u32 {
+        let Some(itl) = &self.config.itl else { return u32::MAX };
+        let budget = builder.prefill.get_or_insert_with(|| {
+            // A reserved sequence decodes as soon as its KV has arrived, which is during this step or the next.
+            let decodes = |(_, id): &(Arrival, SequenceId)| self.sequences[id].decodes();
+            if self.reserved_count > 0 || self.running.iter().any(decodes) {
+                PrefillBudget::Limited { left: itl.prefill_tokens(self.decode_extra), spent: 0 }
+            } else {
+                PrefillBudget::Unlimited
+            }
+        });
+        match budget {
+            PrefillBudget::Unlimited => u32::MAX,
+            PrefillBudget::Limited { left, .. } => *left,
+        }
+    }
+
+    /// Returns how many of `count` prompt tokens from `position` on the step may prefill, and charges them.
+    fn bound_prefill(&self, position: usize, count: u32, builder: &mut PlanBuilder) -> u32 {
+        let left_before = self.prefill_left(builder);
+        let (Some(itl), Some(PrefillBudget::Limited { left, spent })) =
+            (&self.config.itl, &mut builder.prefill)
+        else {
+            return count;
+        };
+        let most = itl.tokens_at(position, left_before);
+        // Far into a long prompt one token may exceed the bound; the prompt advances all the same.
+        let most = if left_before >= PREFILL_MIN { most.max(1) } else { most };
+        let count = count.min(most);
+        let cost = itl.cost_at(position, count);
+        *left = left.saturating_sub(cost);
+        *spent = spent.saturating_add(cost);
+        count
     }
 
     /// Extends the row's table by `missing` blocks, and preempts younger rows if needed.

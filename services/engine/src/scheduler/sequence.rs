@@ -162,6 +162,11 @@ impl Sequence {
         if row.length >= self.length_here() { 0 } else { (row.length - row.launched) as u32 }
     }
 
+    /// Returns whether the device has sampled tokens of this sequence, or will in a step in flight, and more follow here.
+    pub(super) fn decodes(&self) -> bool {
+        self.kind != SequenceKind::Send && self.row().length > self.given_len
+    }
+
     /// Length at which this node's part ends: a sender samples one token.
     pub(super) fn length_here(&self) -> usize {
         match self.kind {
