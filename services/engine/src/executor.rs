@@ -5,6 +5,7 @@ pub mod cpu;
 pub mod cuda;
 mod ngram;
 pub mod sim;
+mod step_times;
 mod worker;
 
 use std::{
@@ -19,6 +20,7 @@ use kernels::{KvLayout, cpu::GroupError};
 use model::ModelConfig;
 use serde::{Deserialize, Serialize};
 
+pub use self::step_times::StepTimes;
 use crate::plan::{StepPlan, StepResult};
 
 /// Runs steps in order. Implementations: `cpu` (threads of this process), `cuda` (a GPU) and

@@ -38,7 +38,7 @@ pub struct StepPlan {
     pub admitted: Vec<AdmittedRow>,
     /// Blocks appended to the tables of occupants.
     pub extended: Vec<(Slot, Vec<BlockId>)>,
-    /// Rows of this forward pass, at least one.
+    /// Rows of this forward pass; none only in a plan that releases slots.
     pub rows: Vec<RowPlan>,
     /// Token bitmasks of the constrained rows that sample, uploaded with the step.
     pub masks: Vec<RowMask>,

@@ -17,7 +17,7 @@ use engine::{
     SchedulerConfig, Turn,
     event::{Action, FinishReason, Input, NewSequence, SequenceId, SequenceKind},
     executor::{
-        Executor, ExecutorError,
+        Executor, ExecutorError, StepTimes,
         cpu::{CpuExecutor, CpuExecutorError},
     },
     plan::{AdmittedRow, RowPlan, Slot, StepPlan},
@@ -79,6 +79,23 @@ fn test_requests_end_by_length_and_by_stop() {
     }
     assert!(reasons.contains(&Some(FinishReason::Length)));
     assert!(reasons.contains(&Some(FinishReason::Stop)));
+}
+
+#[test]
+fn measured_executor_serves_as_if_it_was_not_measured() {
+    let model = tiny_model();
+    let limits = limits_of(&model, 2, 300, 40, 2);
+    let (mut engine, _) = engine(&model, patient(limits), 1);
+    let times = StepTimes::measure(engine.executor_mut()).unwrap();
+    let sizes: Vec<u32> = times.prefill.iter().map(|(tokens, _)| *tokens).collect();
+    assert_eq!((sizes, times.context_tokens), (vec![256, 300], 300));
+    assert!(times.decode > Duration::ZERO && times.at_start > Duration::ZERO);
+    let requests: Vec<_> = (1..=3).map(|id| request(id, id as u32, 40, 20)).collect();
+    let outcomes = run(&mut engine, requests.clone());
+    for new in requests {
+        let outcome = &outcomes[&new.id];
+        assert_eq!((outcome.ids(), outcome.finish), alone(&new));
+    }
 }
 
 #[derive(Clone, Debug)]

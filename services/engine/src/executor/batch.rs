@@ -211,7 +211,8 @@ impl<T: Tokens> Batch<T> {
     ) -> Result<Vec<ScheduledRow>, String> {
         let tokens: usize = plan.rows.iter().map(|row| row.token_count as usize).sum();
         let mut drafts_left = plan.drafts_max as usize;
-        if plan.rows.is_empty() || tokens + drafts_left > self.limits.step_tokens as usize {
+        let is_empty = plan.rows.is_empty() && plan.released.is_empty();
+        if is_empty || tokens + drafts_left > self.limits.step_tokens as usize {
             return Err(format!(
                 "the step has {} rows with {tokens} tokens and {drafts_left} draft tokens; expected 1 to {} tokens",
                 plan.rows.len(),
