@@ -7,13 +7,13 @@ use kernels::BlockId;
 use super::Local;
 use crate::{api::TransferId, control};
 
-/// Maximum number of chunks of a transfer that are announced but not yet given to the transport.
-/// Large enough that the receiver posts receives before the data is ready, small enough to keep the
-/// pair's queue short.
-const AHEAD_MAX: usize = 4;
-/// `AHEAD_MAX` before the first block is written. It is smaller because many transfers may be in
-/// this state.
-const FIRST_AHEAD_MAX: usize = 1;
+/// Maximum number of chunks of a transfer that are announced but not yet given to the transport. The
+/// KV of a whole step, with the default sizes of GPUs: all of it is written at the same time, and
+/// the receiver should have posted its receives by then.
+const AHEAD_MAX: usize = 8;
+/// `AHEAD_MAX` before the first block is written. It is smaller because all sequences that wait on a
+/// node may be in this state: with 256 their announcements take half of the peer's queue.
+const FIRST_AHEAD_MAX: usize = 4;
 
 /// The reserved blocks, split into chunks. Each chunk passes through the values of `State` in order.
 /// Chunks are announced before their blocks are written, so the receiver has usually posted the
@@ -269,18 +269,16 @@ mod tests {
         let split: Vec<_> = chunks.chunks.iter().map(bytes).collect();
         assert_eq!(split, [(3, 4, 40), (7, 4, 40), (11, 1, 10)]);
         assert_eq!((chunks.count(), chunks.bytes()), (3, 90));
-        // The first chunk is announced before any block is written.
-        assert_eq!(announced(&mut chunks), [0]);
-        chunks.clear(0).unwrap();
+        // The first chunks are announced before any block is written.
+        assert_eq!(announced(&mut chunks), [0, 1, 2]);
+        for chunk in [0, 2, 1] {
+            chunks.clear(chunk).unwrap();
+        }
         assert!(given(&mut chunks).is_empty());
         chunks.add(0, &blocks(2)).unwrap();
         assert_eq!(chunks.due(), 3..12, "the receiver has cached both blocks");
-        assert!(announced(&mut chunks).is_empty());
         chunks.add(2, &blocks(2)).unwrap();
-        assert_eq!((chunks.due(), announced(&mut chunks)), (4..12, vec![1, 2]));
-        for chunk in [2, 1] {
-            chunks.clear(chunk).unwrap();
-        }
+        assert_eq!(chunks.due(), 4..12);
         assert!(given(&mut chunks).is_empty());
         chunks.add(4, &blocks(4)).unwrap();
         assert_eq!(chunks.due(), 8..12);
@@ -313,39 +311,39 @@ mod tests {
 
     #[test]
     fn few_chunks_are_announced_at_a_time_and_each_is_sent_once() {
-        let mut chunks = chunks(0..6, 1);
-        assert_eq!(announced(&mut chunks), [0]);
+        let mut chunks = chunks(0..10, 1);
+        assert_eq!(announced(&mut chunks), [0, 1, 2, 3], "a prompt that fits into one step");
         chunks.add(0, &blocks(1)).unwrap();
-        assert_eq!(announced(&mut chunks), [1, 2, 3]);
-        for chunk in [4, 99] {
+        assert_eq!(announced(&mut chunks), [4, 5, 6, 7], "a whole step");
+        for chunk in [8, 99] {
             let reason = format!("CTS for chunk {chunk}, which was not announced");
             assert_eq!(chunks.clear(chunk), Err(reason));
         }
         assert_eq!(chunks.clear(2), Ok(true));
         assert!(announced(&mut chunks).is_empty(), "chunk 2 is not written yet");
-        chunks.add(1, &blocks(6)[1..]).unwrap();
+        chunks.add(1, &blocks(10)[1..]).unwrap();
         assert_eq!(given(&mut chunks), [(2, vec![2])]);
         assert_eq!(chunks.clear(2), Ok(false), "a repeated CTS");
         assert!(given(&mut chunks).is_empty());
-        assert_eq!(announced(&mut chunks), [4]);
+        assert_eq!(announced(&mut chunks), [8]);
         let unanswered: Vec<u32> = chunks.unanswered().map(|chunk| chunk.chunk).collect();
-        assert_eq!(unanswered, [0, 1, 3, 4]);
-        for chunk in [4, 0, 1, 3] {
+        assert_eq!(unanswered, [0, 1, 3, 4, 5, 6, 7, 8]);
+        for chunk in [4, 0, 1, 3, 5, 8, 7, 6] {
             chunks.clear(chunk).unwrap();
         }
         assert_eq!(
             given(&mut chunks).iter().map(|(chunk, _)| *chunk).collect::<Vec<_>>(),
-            [0, 1, 3, 4]
+            [0, 1, 3, 4, 5, 6, 7, 8]
         );
-        assert_eq!(announced(&mut chunks), [5]);
-        chunks.clear(5).unwrap();
-        assert_eq!(given(&mut chunks), [(5, vec![5])]);
-        for chunk in (0..6).rev() {
+        assert_eq!(announced(&mut chunks), [9]);
+        chunks.clear(9).unwrap();
+        assert_eq!(given(&mut chunks), [(9, vec![9])]);
+        for chunk in (0..10).rev() {
             assert!(chunks.are_read() && chunks.integrity().is_none());
             chunks.sent(chunk, u64::from(chunk) * 10);
             chunks.sent(chunk, 1);
         }
         assert!(!chunks.are_read() && !chunks.has_unanswered());
-        assert_eq!(chunks.integrity(), Some(vec![0, 10, 20, 30, 40, 50]));
+        assert_eq!(chunks.integrity(), Some((0..10).map(|chunk| chunk * 10).collect()));
     }
 }
