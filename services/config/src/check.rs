@@ -5,14 +5,14 @@ use std::{fs, net::IpAddr};
 use crate::{
     error::{ConfigError, Problem, Source},
     load::{Config, all_settings},
-    schema::{Model, Transfer},
+    schema::{Model, Node, Transfer},
     types::{ModelPath, Pair, Secret, ToolFormat},
     value::Value,
 };
 
 impl Config {
     /// Checks settings that depend on each other. A default above a limit that the operator set is lowered: with
-    /// a small `step_tokens` the default of `chunk_tokens` shrinks too. Set values that exclude each other are
+    /// a small `timeout_max` the default of `timeout` shrinks too. Set values that exclude each other are
     /// reported.
     pub(crate) fn check_combinations(&mut self, problems: &mut Vec<Problem>) {
         let mut details = Vec::new();
@@ -31,12 +31,18 @@ impl Config {
     }
 
     fn check_limits(&mut self, conflicts: &mut Vec<String>) {
-        let step = ("node.step_tokens", self.node.step_tokens);
-        let chunk = self.lower("node.chunk_tokens", step, |it| &mut it.node.chunk_tokens);
-        conflicts.extend(chunk.map(|conflict| conflict + ": a chunk is part of a step"));
-        let slots = self.lower("node.slots", step, |it| &mut it.node.slots);
-        let reason = ": each row of the batch takes a token of the step";
-        conflicts.extend(slots.map(|conflict| conflict + reason));
+        let Node { chunk_tokens, slots, step_tokens, .. } = &self.node;
+        for (key, value, reason) in [
+            ("node.chunk_tokens", chunk_tokens, "a chunk is part of a step"),
+            ("node.slots", slots, "each row of the batch takes a token of the step"),
+        ] {
+            if let (Some(value), Some(step)) = (value.set(), step_tokens.set())
+                && value > step
+            {
+                let (at, step_at) = (self.at(key), self.at("node.step_tokens"));
+                conflicts.push(format!("{at} = {value} exceeds {step_at} = {step}: {reason}"));
+            }
+        }
         let ngram_max = ("node.speculate_ngram_max", self.node.speculate_ngram_max);
         let key = "node.speculate_ngram_min";
         conflicts.extend(self.lower(key, ngram_max, |it| &mut it.node.speculate_ngram_min));

@@ -8,8 +8,8 @@ use std::{net::SocketAddr, path::PathBuf, time::Duration};
 use crate::{
     section::section,
     types::{
-        ByteSize, CpuList, Device, Dtype, EtcdPrefix, EtcdUrl, GrpcUrl, Isa, LoadFormat, LogFormat,
-        ModelPath, Pair, Password, Secret, Speculate, ToolFormat, Transport,
+        Auto, ByteSize, CpuList, Device, Dtype, EtcdPrefix, EtcdUrl, GrpcUrl, Isa, LoadFormat,
+        LogFormat, ModelPath, Pair, Password, Secret, Speculate, ToolFormat, Transport,
     },
 };
 
@@ -149,17 +149,22 @@ section! {
             "Tests and benchmarks need an exact count.",
             2..=16_777_216;
         /// Maximum number of sequences in one step (rows of the running batch).
-        slots: u32 = 64,
-            "On a CPU decode throughput grows little beyond 64 rows; 256 suits a GPU.",
+        slots: Auto<u32> = Auto::Derived,
+            "64 on a CPU, where decode throughput grows little beyond 64 rows; on a GPU up to 256, as many as the KV memory holds with 1,024 tokens each.",
             1..=4096;
         /// Maximum number of tokens in one step, over all sequences, prefill and decode together.
-        step_tokens: u32 = 512,
-            "512 tokens keep the matrix units busy and a step short.",
+        step_tokens: Auto<u32> = Auto::Derived,
+            "512 on a CPU; on a GPU the smallest step whose measured prefill throughput is within 2 % of the best, at most 8192 tokens, 256MiB of KV and a quarter of the free memory: larger steps only delay first tokens and transfers.",
             1..=65_536;
         /// Maximum number of prompt tokens of one sequence in one step (chunked prefill).
-        chunk_tokens: u32 = 256,
-            "Half of step_tokens: two prompts are prefilled at once, and the transfer of the first KV starts early.",
+        chunk_tokens: Auto<u32> = Auto::Derived,
+            "256 on a CPU, so that two prompts share a step; on a GPU step_tokens, because the step is already as small as full throughput allows.",
             1..=65_536;
+        /// Maximum time of a step that decodes. A node that decodes adds only as many prompt tokens to such a step as fit
+        /// into this time, by step times measured at start and while serving. Prefill nodes ignore it.
+        itl_max: Auto<Duration> = Auto::Derived,
+            "On a GPU 20ms or 4 decode steps, whichever is longer: decode rows keep 50 tokens/s, and prefill beside them keeps most of its throughput. No limit on a CPU, where chunk_tokens bounds the step.",
+            Duration::from_millis(1)..=secs(60);
         /// Enables the prefix cache: KV of finished sequences stays in free blocks and serves later prompts with
         /// the same beginning.
         prefix_cache: bool = true,
@@ -245,8 +250,8 @@ section! {
             "Other values are for comparisons: f32 results are bit-equal from avx2 up.";
         /// Maximum number of sequences that wait for a slot; the node rejects further ones with Busy, and the
         /// router tries another node.
-        waiting_max: u32 = 256,
-            "Four full batches; a longer queue belongs in the router.",
+        waiting_max: Auto<u32> = Auto::Derived,
+            "Four full batches (4 x slots); a longer queue belongs in the router.",
             0..=65_536;
         /// Maximum length of a sequence, prompt and answer, in tokens.
         sequence_tokens_max: Option<u32> = None,
@@ -286,8 +291,8 @@ section! {
         advertise: Option<String> = None,
             "Unset means the IP address of transfer.control.";
         /// Maximum number of KV bytes in one chunk.
-        chunk_bytes: Option<ByteSize> = None,
-            "Unset means 4MiB on a CPU (2 ms at 2 GB/s) and 32MiB on a GPU (0.1 ms): large enough for full bandwidth, small enough to overlap with computation.",
+        chunk_bytes: Auto<ByteSize> = Auto::Derived,
+            "4MiB on a CPU (2 ms at 2 GB/s) and 32MiB on a GPU (0.1 ms): large enough for full bandwidth, small enough to overlap with computation.",
             ByteSize::kib(4)..=ByteSize::mib(256);
         /// Secret that authenticates control messages between the nodes of a cluster. Prefer secret_file or the
         /// environment: every user of the machine can see flags.

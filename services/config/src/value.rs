@@ -5,7 +5,7 @@ use std::{net::SocketAddr, ops::RangeInclusive, path::PathBuf, time::Duration};
 use toml::de::DeValue;
 
 use crate::types::{
-    ByteSize, CpuList, EtcdPrefix, EtcdUrl, GrpcUrl, ModelPath, Pair, Password, Secret,
+    Auto, ByteSize, CpuList, EtcdPrefix, EtcdUrl, GrpcUrl, ModelPath, Pair, Password, Secret,
     format_duration, parse_duration,
 };
 
@@ -135,6 +135,36 @@ impl<T: Value> Value for Option<T> {
     }
 }
 
+/// The word that leaves a setting to the service.
+const AUTO: &str = "auto";
+
+impl<T: Value> Value for Auto<T> {
+    const PLACEHOLDER: &'static str = T::PLACEHOLDER;
+    const SECRET: bool = T::SECRET;
+
+    fn allowed() -> String {
+        format!("{AUTO} or {}", T::allowed())
+    }
+
+    fn from_text(text: &str) -> Option<Self> {
+        if text.trim() == AUTO { Some(Self::Derived) } else { T::from_text(text).map(Self::Set) }
+    }
+
+    fn from_toml(value: &DeValue<'_>) -> Option<Self> {
+        match value.as_str() {
+            Some(AUTO) => Some(Self::Derived),
+            _ => T::from_toml(value).map(Self::Set),
+        }
+    }
+
+    fn show(&self) -> String {
+        match self {
+            Self::Derived => AUTO.into(),
+            Self::Set(value) => value.show(),
+        }
+    }
+}
+
 /// A list is an array in TOML and comma-separated in flags and variables. Empty text is an empty list.
 impl<T: Value> Value for Vec<T> {
     const PLACEHOLDER: &'static str = "LIST";
@@ -182,5 +212,16 @@ impl<T: Ranged<Bound = T> + PartialOrd> Ranged for Option<T> {
 
     fn within(&self, range: &RangeInclusive<T>) -> bool {
         self.as_ref().is_none_or(|value| value.within(range))
+    }
+}
+
+impl<T: Ranged<Bound = T> + PartialOrd> Ranged for Auto<T> {
+    type Bound = T;
+
+    fn within(&self, range: &RangeInclusive<T>) -> bool {
+        match self {
+            Self::Derived => true,
+            Self::Set(value) => value.within(range),
+        }
     }
 }

@@ -178,7 +178,10 @@ fn usage_errors_exit_with_2_and_name_the_argument() {
         (bare(&[]), &["model.path", "BATON_MODEL_PATH"]),
         (command(&model, &["--no-such-flag"]), &["--no-such-flag"]),
         (command(&model, &["--node-slots", "many"]), &["node.slots", "many"]),
-        (command(&model, &["--node-slots", "1000"]), &["node.slots", "node.step_tokens"]),
+        (
+            command(&model, &["--node-slots", "1000", "--node-step-tokens", "512"]),
+            &["node.slots", "node.step_tokens"],
+        ),
         (
             {
                 let mut command = command(&model, &[]);
@@ -210,7 +213,7 @@ fn start_failures_exit_with_1_and_one_line() {
     let model = model();
     let taken = TcpListener::bind("127.0.0.1:0").unwrap();
     let taken = taken.local_addr().unwrap().to_string();
-    let cases: [(&[&str], &[&str]); 7] = [
+    let cases: [(&[&str], &[&str]); 8] = [
         (&["--model-path", "/no/such/model"], &["/no/such/model"]),
         (&["--model-load-format", "auto"], &["safetensors"]),
         (&["--node-grpc", &taken], &["node.grpc", &taken, "in use"]),
@@ -218,6 +221,11 @@ fn start_failures_exit_with_1_and_one_line() {
         (&["--transfer-control", &taken], &["control messages", &taken]),
         (&["--transfer-data", &taken], &["KV", &taken, "in use"]),
         (&["--node-sequence-tokens-max", "9999"], &["node.sequence_tokens_max", "4096"]),
+        (
+            // One thread cannot read 100 MB of weights in 1 ms.
+            &["--node-itl-max", "1ms", "--node-threads", "1", "--model-dtype", "f32"],
+            &["node.itl_max = 1ms: a step that decodes one row takes ", "expected at least "],
+        ),
     ];
     for (flags, words) in cases {
         let (code, said) = ended(command(&model, flags));
@@ -227,6 +235,28 @@ fn start_failures_exit_with_1_and_one_line() {
         for word in words {
             assert!(errors[0].contains(word), "{flags:?}: {said:?} does not say {word:?}");
         }
+    }
+}
+
+#[test]
+fn node_logs_derived_settings_with_their_reasons_in_one_line() {
+    let model = model();
+    let flags = ["--node-slots", "16", "--node-itl-max", "10s", "--node-step-tokens", "auto"];
+    let mut node = Running::start(&model, &flags);
+    node.signal("-TERM");
+    assert_eq!(node.wait(), Some(0));
+    let log = node.log();
+    let lines: Vec<&str> = log.lines().filter(|line| line.contains("that are auto")).collect();
+    let [line] = lines[..] else { panic!("{log}") };
+    for words in [
+        "node.step_tokens = 512 (512 tokens keep a CPU's matrix units busy",
+        "node.chunk_tokens = 256 (two prompts share a step of a CPU)",
+        "node.slots = 16 (set)",
+        "node.waiting_max = 64 (4 full batches)",
+        "node.itl_max = 10000ms (set)",
+        "transfer.chunk_bytes = 4MiB (2 ms at 2 GB/s",
+    ] {
+        assert!(line.contains(words), "{words:?} is not in {line}");
     }
 }
 

@@ -12,6 +12,7 @@
 
 mod block_pool;
 pub mod constraint;
+pub mod defaults;
 pub mod event;
 pub mod executor;
 mod frames;

@@ -9,9 +9,12 @@ use std::{
 
 use cluster::TEXT_BYTES_MAX;
 use config::{Config, Device, Speculate, Transport};
-use engine::executor::{
-    cpu::CpuExecutor,
-    cuda::{CudaExecutor, CudaExecutorError, CudaModel, CudaRank, KvShare},
+use engine::{
+    defaults::NodeDevice,
+    executor::{
+        cpu::CpuExecutor,
+        cuda::{CudaExecutor, CudaExecutorError, CudaModel, CudaRank, KvShare},
+    },
 };
 use kernels::{
     KvArena, KvLayout, WeightFormat,
@@ -27,7 +30,7 @@ use tracing::{info, warn};
 
 use crate::{
     node::StartError,
-    settings::{self, SettingsError},
+    settings::{self, BatchSizes, SettingsError},
     tensor_parallel::RANKS_ON_GPUS,
 };
 
@@ -177,6 +180,25 @@ pub(crate) fn contexts(gpus: &[String]) -> Result<Vec<Arc<Context>>, CudaError> 
     gpus.iter().map(|gpu| Context::new(driver, driver.device(Some(gpu))?)).collect()
 }
 
+/// Returns a GPU's memory for weights, activations and KV: the least of these GPUs.
+pub(crate) fn memory<'a>(
+    config: &Config,
+    gpus: impl IntoIterator<Item = &'a Arc<Context>>,
+) -> Result<NodeDevice, CudaError> {
+    let node = &config.node;
+    // With a set size of the KV the percentage does not apply.
+    let percent = match (node.blocks, node.kv_memory) {
+        (None, None) => u64::from(node.gpu_memory_percent),
+        _ => 100,
+    };
+    let mut memory_bytes = u64::MAX;
+    for gpu in gpus {
+        let share = gpu.device().memory_bytes / 100 * percent;
+        memory_bytes = memory_bytes.min(share.min(gpu.free_bytes()?));
+    }
+    Ok(NodeDevice::Gpu { memory_bytes: memory_bytes.saturating_sub(reserve(config)) })
+}
+
 /// Loads the kernels that gather blocks, and those that verify KV if wanted, on the ranks' GPUs. This process needs
 /// no other kernel.
 pub(crate) fn move_on_gpus(node: &config::Node, kv: &RankedKv, verify: bool) {
@@ -232,6 +254,7 @@ pub(crate) fn start_gpu(
     config: &Config,
     checkpoint: &Checkpoint,
     layout: KvLayout,
+    sizes: BatchSizes,
     mut rank: Option<&mut CudaRank>,
 ) -> Result<Started, StartError> {
     let node = &config.node;
@@ -243,7 +266,7 @@ pub(crate) fn start_gpu(
     let is_rank = rank.is_some();
     let of = backend.group().map_or(1, |group| group.ranks());
     let set = settings::block_count_set(node, layout)?;
-    let limits_of = |blocks| settings::executor_limits(node, checkpoint.config(), blocks);
+    let limits_of = |blocks| settings::executor_limits(node, sizes, checkpoint.config(), blocks);
     let limits = limits_of(set.unwrap_or(u32::MAX))?;
     let mut model = CudaModel::load(checkpoint, backend, &limits, &mut load_log())?;
     let times = model.times();
@@ -301,10 +324,12 @@ pub(crate) fn start_cpu(
     checkpoint: &Checkpoint,
     (threads, cpus): (usize, &[u32]),
     arena: &Arc<KvArena>,
+    sizes: BatchSizes,
     group: Option<Group>,
 ) -> Result<CpuExecutor, StartError> {
     let node = &config.node;
-    let limits = settings::executor_limits(node, checkpoint.config(), arena.block_count())?;
+    let blocks = arena.block_count();
+    let limits = settings::executor_limits(node, sizes, checkpoint.config(), blocks)?;
     let weights = settings::weight_format(config.model.dtype);
     let options = CpuOptions { weights, threads, isa: settings::isa(node.isa) };
     let mut backend = CpuBackend::on(options, cpus)?;

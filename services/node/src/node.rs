@@ -19,7 +19,10 @@ use cluster::{
 use config::{Config, hub};
 use engine::{
     Scheduler, SchedulerConfig, SchedulerConfigError, StepLoop,
-    executor::{Executor, cpu::CpuExecutorError, cuda::CudaExecutorError},
+    defaults::{self, Defaults, NodeDevice, NodeTraits},
+    executor::{
+        Executor, ExecutorError, StepTimes, cpu::CpuExecutorError, cuda::CudaExecutorError,
+    },
 };
 use kernels::{
     ArenaError, KvArena,
@@ -45,7 +48,7 @@ use crate::{
     node_core::{NodeCore, STALL_AFTER},
     populate::Populate,
     service::NodeService,
-    settings::{self, SettingsError},
+    settings::{self, BatchSizes, SettingsError},
     tensor_parallel, transfer_metrics,
 };
 
@@ -98,6 +101,8 @@ pub enum StartError {
     /// Mapping the ranks' KV on GPUs failed.
     #[error("node.tp: {0}")]
     RankedKv(String),
+    #[error("cannot measure step times: {0}")]
+    StepTimes(#[from] ExecutorError),
     #[error(transparent)]
     Scheduler(#[from] SchedulerConfigError),
     #[error(transparent)]
@@ -180,14 +185,16 @@ impl Node {
         let metrics_server =
             MetricsServer::start(node.metrics, metrics.clone(), probes(ready.clone())).await?;
 
-        let Loaded { path, arena, identity, executor, cpus, cpu_fallback } =
-            load(config.clone(), epoch.0).await?;
+        let Loaded { path, arena, identity, executor, defaults, cpus, cpu_fallback } =
+            load(role, config.clone(), epoch.0).await?;
         let executor = wrap(executor);
         let limits = executor.limits();
         let scheduler_config = SchedulerConfig {
-            chunk_tokens: node.chunk_tokens,
+            step_tokens: defaults.step_tokens,
+            chunk_tokens: defaults.chunk_tokens,
+            itl: defaults.itl,
             prefix_cache: node.prefix_cache,
-            waiting_max: node.waiting_max,
+            waiting_max: defaults.waiting_max,
             ..SchedulerConfig::new(limits)
         };
         let scheduler = Scheduler::new(scheduler_config, identity::cache_seeds(&identity))?;
@@ -195,8 +202,7 @@ impl Node {
         let steps = StepLoop::new(scheduler, executor);
 
         let transfers_max = scheduler_config.transfers_max;
-        let transfer_limits =
-            settings::transfer_limits(&config.transfer, transfers_max, !arena.is_host());
+        let transfer_limits = settings::transfer_limits(defaults.transfer_bytes, transfers_max);
         let transfer_config =
             settings::transfer_config(config, &node_id, epoch, &identity, transfer_limits)?;
         let (sink, events) =
@@ -370,6 +376,7 @@ struct Loaded {
     arena: Arc<KvArena>,
     identity: ModelIdentity,
     executor: Box<dyn Executor>,
+    defaults: Defaults,
     /// CPUs of the compute threads; empty means any CPU.
     cpus: Vec<u32>,
     /// Why the CPU serves although the host has a GPU.
@@ -377,16 +384,17 @@ struct Loaded {
 }
 
 /// Opens and packs the model, off the async threads.
-async fn load(config: Config, epoch: u128) -> Result<Loaded, StartError> {
+async fn load(role: Role, config: Config, epoch: u128) -> Result<Loaded, StartError> {
     // Checked before a download that may take hours.
     let threads = settings::threads(&config.node)?;
     let path = config.hub.obtain(config.model.required_path()?, hub::Parts::All).await?;
-    tokio::task::spawn_blocking(move || load_blocking(&config, epoch, &path, threads))
+    tokio::task::spawn_blocking(move || load_blocking(role, &config, epoch, &path, threads))
         .await
         .map_err(StartError::Load)?
 }
 
 fn load_blocking(
+    role: Role,
     config: &Config,
     epoch: u128,
     path: &Path,
@@ -414,30 +422,45 @@ fn load_blocking(
     let weights = settings::weight_format(config.model.dtype);
     let layout = model.kv_layout(weights.kv_dtype());
     let tp = config.node.tp;
-    let (executor, arena, cpus, cpu_fallback): (Box<dyn Executor>, _, _, _) = if tp > 1 {
-        tensor_parallel::check(&checkpoint, &config.node)?;
-        let (gpus, cpu_fallback) = match device::gpus_of_ranks(config, weights)? {
-            Chosen::Gpu(gpus) => (Some(gpus), None),
-            Chosen::Cpu { fallback } => (None, fallback),
+    let traits = |device| settings::node_traits(config, role, model, device);
+    let (mut executor, arena, traits, cpus, cpu_fallback): (Box<dyn Executor>, _, _, _, _) =
+        if tp > 1 {
+            tensor_parallel::check(&checkpoint, &config.node)?;
+            let (gpus, cpu_fallback) = match device::gpus_of_ranks(config, weights)? {
+                Chosen::Gpu(gpus) => (Some(gpus), None),
+                Chosen::Cpu { fallback } => (None, fallback),
+            };
+            // This process' CUDA contexts take memory, too: they exist before the ranks measure what is left for KV.
+            let contexts = gpus.as_deref().map(device::contexts).transpose()?;
+            let traits = traits(match &contexts {
+                Some(contexts) => device::memory(config, contexts)?,
+                None => NodeDevice::Cpu,
+            })?;
+            let sizes = batch_sizes(&traits)?;
+            let (executor, arena) =
+                tensor_parallel::start(config, epoch, path, &checkpoint, gpus, sizes)?;
+            (Box::new(executor), arena, traits, Vec::new(), cpu_fallback)
+        } else {
+            match device::gpu(config, weights)? {
+                Chosen::Gpu(backend) => {
+                    let traits = traits(device::memory(config, [backend.context()])?)?;
+                    let sizes = batch_sizes(&traits)?;
+                    let Started { executor, arena, .. } =
+                        device::start_gpu(backend, config, &checkpoint, layout, sizes, None)?;
+                    (Box::new(executor), arena, traits, Vec::new(), None)
+                }
+                Chosen::Cpu { fallback } => {
+                    let traits = traits(NodeDevice::Cpu)?;
+                    let sizes = batch_sizes(&traits)?;
+                    let blocks = settings::block_count(&config.node, layout)?;
+                    let arena = KvArena::host(layout, blocks)?;
+                    let threads = (threads, &cpus[..]);
+                    let executor =
+                        device::start_cpu(config, &checkpoint, threads, &arena, sizes, None)?;
+                    (Box::new(executor), arena, traits, cpus, fallback)
+                }
+            }
         };
-        let (executor, arena) = tensor_parallel::start(config, epoch, path, &checkpoint, gpus)?;
-        (Box::new(executor), arena, Vec::new(), cpu_fallback)
-    } else {
-        match device::gpu(config, weights)? {
-            Chosen::Gpu(backend) => {
-                let Started { executor, arena, .. } =
-                    device::start_gpu(backend, config, &checkpoint, layout, None)?;
-                (Box::new(executor), arena, Vec::new(), None)
-            }
-            Chosen::Cpu { fallback } => {
-                let blocks = settings::block_count(&config.node, layout)?;
-                let arena = KvArena::host(layout, blocks)?;
-                let executor =
-                    device::start_cpu(config, &checkpoint, (threads, &cpus), &arena, None)?;
-                (Box::new(executor), arena, cpus, fallback)
-            }
-        }
-    };
     info!(
         dtype = %weights,
         ranks = tp,
@@ -446,8 +469,19 @@ fn load_blocking(
         seconds = format_args!("{:.3}", started.elapsed().as_secs_f64()),
         "loaded the weights"
     );
+    let times =
+        traits.needs_step_times().then(|| StepTimes::measure(&mut *executor)).transpose()?;
+    let defaults = defaults::derive(&traits, times.as_ref()).map_err(SettingsError::from)?;
+    let reasons: Vec<String> = defaults.reasons.iter().map(ToString::to_string).collect();
+    info!("derived the settings that are auto: {}", reasons.join("; "));
     let identity = identity::model_identity(fingerprint, weights, layout);
-    Ok(Loaded { path: path.to_owned(), arena, identity, executor, cpus, cpu_fallback })
+    let path = path.to_owned();
+    Ok(Loaded { path, arena, identity, executor, defaults, cpus, cpu_fallback })
+}
+
+/// Returns the batch for which the executor allocates memory.
+fn batch_sizes(traits: &NodeTraits) -> Result<BatchSizes, SettingsError> {
+    Ok(BatchSizes::from(&defaults::derive(traits, None)?))
 }
 
 /// Returns the most sequences that the scheduler may know: running, waiting, or in a transfer.

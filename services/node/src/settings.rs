@@ -4,9 +4,12 @@ use std::{fs, io, path::Path, thread::available_parallelism};
 
 use cluster::{Epoch, ModelIdentity, NodeId, Role};
 use config::{Config, ConfigError, CpuList};
-use engine::executor::{ExecutorLimits, Speculation};
+use engine::{
+    defaults::{Defaults, DefaultsError, ModelSizes, NodeDevice, NodeTraits, SetValues},
+    executor::{ExecutorLimits, Speculation},
+};
 use kernels::{
-    BLOCK_TOKENS, KvLayout, WeightFormat,
+    BLOCK_TOKENS, KvLayout, Shard, WeightFormat,
     cpu::{Isa, affinity, threads::THREADS_MAX},
 };
 use kv_transfer::{
@@ -14,6 +17,7 @@ use kv_transfer::{
     TransportConfig,
 };
 use model::{LoadFormat, ModelConfig};
+use serde::{Deserialize, Serialize};
 
 /// The sections that a node reads.
 pub const SECTIONS: &[config::Section] = &[
@@ -60,6 +64,8 @@ pub enum SettingsError {
     GpusApart { gpu: String, fault: String },
     #[error("node.tp = {tp}: this machine has {found} GPUs; expected at least one GPU per rank")]
     TooFewGpus { tp: u32, found: usize },
+    #[error(transparent)]
+    Defaults(#[from] DefaultsError),
     #[error("node.sequence_tokens_max = {value}: the model reaches {context_tokens} tokens")]
     BeyondContext { value: u32, context_tokens: usize },
 }
@@ -108,9 +114,53 @@ pub(crate) fn gpus(node: &config::Node) -> Result<Option<Vec<&str>>, SettingsErr
     Ok(Some(names))
 }
 
+/// Returns the traits from which the node's defaults are derived; `device` has one rank.
+pub(crate) fn node_traits(
+    config: &Config,
+    role: Role,
+    model: &ModelConfig,
+    device: NodeDevice,
+) -> Result<NodeTraits, SettingsError> {
+    let (node, transfer) = (&config.node, &config.transfer);
+    let weights = weight_format(config.model.dtype);
+    let layout = model.kv_layout(weights.kv_dtype());
+    let ranks = node.tp as usize;
+    let shard = Shard::new(0, ranks).expect("the model and the device allow so many ranks");
+    let kv_bytes = block_count_set(node, layout)?
+        .map(|blocks| u64::from(blocks) * (layout.block_bytes() / ranks) as u64);
+    Ok(NodeTraits {
+        device,
+        decodes: role == Role::Decode,
+        model: ModelSizes::of(model, shard, weights),
+        set: SetValues {
+            step_tokens: node.step_tokens.set(),
+            chunk_tokens: node.chunk_tokens.set(),
+            slots: node.slots.set(),
+            waiting_max: node.waiting_max.set(),
+            itl_max: node.itl_max.set(),
+            transfer_bytes: transfer.chunk_bytes.set().map(config::ByteSize::bytes),
+            kv_bytes,
+        },
+    })
+}
+
+/// Largest batch of an executor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct BatchSizes {
+    pub slots: u32,
+    pub step_tokens: u32,
+}
+
+impl From<&Defaults> for BatchSizes {
+    fn from(defaults: &Defaults) -> Self {
+        Self { slots: defaults.slots, step_tokens: defaults.step_tokens_max }
+    }
+}
+
 /// Returns the limits of the executor.
 pub(crate) fn executor_limits(
     node: &config::Node,
+    sizes: BatchSizes,
     model: &ModelConfig,
     blocks: u32,
 ) -> Result<ExecutorLimits, SettingsError> {
@@ -124,8 +174,8 @@ pub(crate) fn executor_limits(
     };
     let pool_tokens = blocks.saturating_mul(BLOCK_TOKENS as u32);
     Ok(ExecutorLimits {
-        slots: node.slots,
-        step_tokens: node.step_tokens,
+        slots: sizes.slots,
+        step_tokens: sizes.step_tokens,
         sequence_tokens: sequence_tokens.min(pool_tokens),
         blocks,
         depth: node.depth,
@@ -272,20 +322,12 @@ pub(crate) fn secret(transfer: &config::Transfer) -> Result<ClusterSecret, Setti
     Ok(ClusterSecret::new(transfer.required_secret()?.reveal().as_bytes())?)
 }
 
-/// Default bytes of a chunk between GPUs.
-const GPU_CHUNK_BYTES: usize = 32 << 20;
-
 /// Returns limits with room for every transfer that the scheduler may know.
-pub(crate) fn transfer_limits(
-    transfer: &config::Transfer,
-    transfers_max: u32,
-    on_gpu: bool,
-) -> TransferLimits {
+pub(crate) fn transfer_limits(chunk_bytes: u64, transfers_max: u32) -> TransferLimits {
     let defaults = TransferLimits::default();
-    let chunk_bytes = if on_gpu { GPU_CHUNK_BYTES } else { defaults.chunk_bytes_max };
     TransferLimits {
         transfers_max: defaults.transfers_max.max(transfers_max as usize),
-        chunk_bytes_max: transfer.chunk_bytes.map_or(chunk_bytes, |bytes| bytes.as_usize()),
+        chunk_bytes_max: chunk_bytes as usize,
         ..defaults
     }
 }

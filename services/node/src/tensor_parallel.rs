@@ -39,7 +39,7 @@ use tracing::{info, warn};
 use crate::{
     device::{self, Started},
     node::StartError,
-    settings::{self, SettingsError},
+    settings::{self, BatchSizes, SettingsError},
 };
 
 /// The purpose in the name of the region for KV and all-reduce buffers.
@@ -60,6 +60,8 @@ struct RankStart {
     blocks: u32,
     /// The GPU's UUID of each rank; empty on CPUs.
     gpus: Vec<String>,
+    /// Equal on all ranks, because the node derived them.
+    sizes: BatchSizes,
 }
 
 impl RankStart {
@@ -86,7 +88,7 @@ fn region_bytes(layout: KvLayout, blocks: u32, ranks: u32) -> usize {
     arena_at(ranks).saturating_add(arena)
 }
 
-/// Starts the ranks on these GPUs (by UUID) or on CPUs, waits until they are ready, and returns them
+/// Starts the ranks on these GPUs (by UUID, with this process' contexts) or on CPUs, waits until they are ready, and returns them
 /// with the arena that they compute into.
 pub(crate) fn start(
     config: &Config,
@@ -94,6 +96,7 @@ pub(crate) fn start(
     path: &Path,
     checkpoint: &Checkpoint,
     gpus: Option<Vec<String>>,
+    sizes: BatchSizes,
 ) -> Result<(RankGroup, Arc<KvArena>), StartError> {
     let (model, of) = (checkpoint.config(), config.node.tp);
     let layout = model.kv_layout(settings::weight_format(config.model.dtype).kv_dtype());
@@ -103,7 +106,7 @@ pub(crate) fn start(
         None => settings::block_count(&config.node, layout)?,
     };
     // An invalid setting is reported here once instead of by each rank.
-    settings::executor_limits(&config.node, model, blocks)?;
+    settings::executor_limits(&config.node, sizes, model, blocks)?;
     for name in sweep() {
         info!(
             owner = name.owner,
@@ -114,7 +117,7 @@ pub(crate) fn start(
     let name = RegionName::own(epoch, PURPOSE);
     let start = |blocks, gpus| {
         let model = path.as_os_str().as_encoded_bytes().to_vec();
-        let start = RankStart { model, region: name.file_name(), blocks, gpus };
+        let start = RankStart { model, region: name.file_name(), blocks, gpus, sizes };
         RankGroup::start(GroupSettings::new(epoch, of, start.encode()), RankSpec::command)
     };
     let (group, arena) = match gpus {
@@ -128,8 +131,6 @@ pub(crate) fn start(
         }
         Some(gpus) => {
             let region = SharedRegion::create(&name, CudaRank::region_bytes(of as usize))?;
-            // This process' CUDA contexts take memory, too: before the ranks measure what is left for KV.
-            let _contexts = device::contexts(&gpus)?;
             let mut group = start(0, gpus)?;
             region.unlink();
             group.poll(config.node.gpu_poll);
@@ -190,7 +191,7 @@ fn on_gpu(
     CudaRank::open(region, shard(spec))?.start(|rank| {
         let gpu = device::open_gpu(config, weights, Some(gpu))?;
         let Started { executor, kv, .. } =
-            device::start_gpu(gpu, config, &checkpoint, layout, Some(rank))?;
+            device::start_gpu(gpu, config, &checkpoint, layout, start.sizes, Some(rank))?;
         let handle = IpcMemory::new(kv).export().map_err(CudaExecutorError::Connect)?;
         info!(rank = spec.rank, of = spec.of, "loaded the rank's part of the weights onto its GPU");
         Ok((Box::new(executor) as Box<dyn Executor>, handle))
@@ -227,7 +228,8 @@ fn on_cpu(
     let region = SharedRegion::open(region, bytes)?;
     let arena = KvArena::shared(layout, start.blocks, &region, arena_at(spec.of))?;
     let group = Group::new(&region, 0, shard(spec), EXCHANGE_TIMEOUT);
-    let executor = device::start_cpu(config, &checkpoint, (threads, &cpus), &arena, Some(group))?;
+    let cpus = (threads, &cpus[..]);
+    let executor = device::start_cpu(config, &checkpoint, cpus, &arena, start.sizes, Some(group))?;
     info!(rank = spec.rank, of = spec.of, "loaded the rank's part of the weights");
     Ok(executor)
 }
@@ -265,7 +267,8 @@ mod tests {
         let model = vec![b'/', 0xff, b'a'];
         let gpus = vec!["GPU-1".to_owned(), "GPU-2".to_owned()];
         let region = RegionName::own(3, PURPOSE);
-        let start = RankStart { model, region: region.file_name(), blocks: 17, gpus };
+        let sizes = BatchSizes { slots: 3, step_tokens: 40 };
+        let start = RankStart { model, region: region.file_name(), blocks: 17, gpus, sizes };
         assert_eq!(RankStart::decode(&start.encode()), Some((start.clone(), region)));
         let text = String::from_utf8(start.encode()).unwrap();
         for (from, to) in [("17", "-1"), ("baton", "bacon"), ("model", "muddle"), ("{", "")] {

@@ -1,5 +1,6 @@
 //! Types of settings that the standard library does not have.
 
+mod auto;
 mod byte_size;
 mod choice;
 mod cpu_list;
@@ -10,6 +11,7 @@ mod model_path;
 mod pair;
 mod secret;
 
+pub use auto::Auto;
 pub use byte_size::ByteSize;
 pub use choice::{Device, Dtype, Isa, LoadFormat, LogFormat, Speculate, ToolFormat, Transport};
 pub use cpu_list::CpuList;

@@ -65,5 +65,5 @@ fn help_shows_the_sections_in_use_with_default_reason_and_other_names() {
 fn one_file_serves_services_with_other_sections() {
     let shared = file("[node]\nslots = 8\n[router]\nattempts_max = 2\n");
     let config = run(&["--config", shared.path().to_str().unwrap()], &[]).unwrap();
-    assert_eq!((config.node.slots, config.router.attempts_max), (8, 2));
+    assert_eq!((config.node.slots, config.router.attempts_max), (config::Auto::Set(8), 2));
 }

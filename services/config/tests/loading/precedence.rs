@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use clap::Command;
-use config::{ByteSize, Config, Dtype, Section, Source, args_for, from_matches};
+use config::{Auto, ByteSize, Config, Dtype, Section, Source, args_for, from_matches};
 
 use crate::{load, map};
 
@@ -12,11 +12,11 @@ fn flags_win_over_the_environment_over_the_file_over_the_defaults() {
     let file = "[node]\nslots = 1\n";
     let variable = [("BATON_NODE_SLOTS", "2")];
     let flag = [("node.slots", "3")];
-    assert_eq!(load("", &[], &[]).unwrap().node.slots, 64);
-    assert_eq!(load(file, &[], &[]).unwrap().node.slots, 1);
-    assert_eq!(load(file, &variable, &[]).unwrap().node.slots, 2);
+    assert_eq!(load("", &[], &[]).unwrap().node.slots, Auto::Derived);
+    assert_eq!(load(file, &[], &[]).unwrap().node.slots, Auto::Set(1));
+    assert_eq!(load(file, &variable, &[]).unwrap().node.slots, Auto::Set(2));
     let all = load(file, &variable, &flag).unwrap();
-    assert_eq!(all.node.slots, 3);
+    assert_eq!(all.node.slots, Auto::Set(3));
     assert_eq!(all.source_of("node.slots"), Source::Flag { name: "node-slots".into() });
 }
 
@@ -61,7 +61,7 @@ fn every_kind_of_value_is_read_from_toml_and_from_text_alike() {
         assert_eq!(config.router.body_bytes_max, ByteSize::mib(1));
         assert_eq!(config.router.timeout, Duration::from_secs(90));
         assert_eq!(config.node.kv_memory, Some(ByteSize::gib(2)));
-        assert_eq!((config.node.step_tokens, config.node.threads), (1024, Some(3)));
+        assert_eq!((config.node.step_tokens, config.node.threads), (Auto::Set(1024), Some(3)));
         let urls: Vec<_> = config.cluster.prefill.iter().map(|url| url.as_str()).collect();
         assert_eq!(urls, ["http://a:1", "http://b:2"]);
         assert!(config.cluster.decode.is_empty());
@@ -103,15 +103,34 @@ fn without_anything_every_value_is_its_default() {
 }
 
 #[test]
+fn auto_is_accepted_in_each_way_and_shown() {
+    let file = "[node]\nstep_tokens = \"auto\"\nitl_max = \"auto\"\n\
+                [transfer]\nchunk_bytes = \"auto\"\n";
+    let config = load(file, &[("BATON_NODE_SLOTS", "auto")], &[("node.waiting_max", "auto")]);
+    let config = config.unwrap();
+    let node = &config.node;
+    assert_eq!([node.step_tokens, node.slots, node.waiting_max], [Auto::Derived; 3]);
+    assert_eq!((node.itl_max, config.transfer.chunk_bytes), (Auto::Derived, Auto::Derived));
+    let line = config.explain(&[Section::Node]);
+    let line = line.lines().find(|line| line.starts_with("node.slots")).unwrap();
+    assert!(line.contains(" auto ") && line.ends_with("BATON_NODE_SLOTS"), "{line}");
+    // A set value covers an auto of lower precedence, and the other way round.
+    let node = load(file, &[], &[("node.step_tokens", "64"), ("node.itl_max", "30ms")]);
+    let node = node.unwrap().node;
+    assert_eq!(node.step_tokens, Auto::Set(64));
+    assert_eq!(node.itl_max, Auto::Set(Duration::from_millis(30)));
+    let unset = load("[node]\nslots = 8\n", &[], &[("node.slots", "auto")]).unwrap();
+    assert_eq!(unset.node.slots, Auto::Derived);
+}
+
+#[test]
 fn a_smaller_limit_lowers_the_defaults_that_depend_on_it() {
-    let flags =
-        [("node.step_tokens", "32"), ("router.timeout_max", "60s"), ("router.requests_max", "8")];
-    let config = load("", &[], &flags).unwrap();
-    assert_eq!((config.node.chunk_tokens, config.node.slots), (32, 32));
+    let config =
+        load("", &[], &[("router.timeout_max", "60s"), ("router.requests_max", "8")]).unwrap();
     assert_eq!((config.router.timeout, config.router.waiting_max), (Duration::from_secs(60), 8));
-    let text = config.explain(&[Section::Node]);
-    let chunk = text.lines().find(|line| line.starts_with("node.chunk_tokens")).unwrap();
-    assert!(chunk.contains(" 32 ") && chunk.ends_with("default"), "{chunk}");
+    let text = config.explain(&[Section::Router]);
+    let waiting = text.lines().find(|line| line.starts_with("router.waiting_max")).unwrap();
+    assert!(waiting.contains(" 8 ") && waiting.ends_with("default"), "{waiting}");
 }
 
 #[test]

@@ -62,7 +62,7 @@ fn variables_that_are_not_settings_are_left_alone() {
 fn a_bad_value_names_key_value_source_and_what_is_allowed() {
     let message = refusal("", &[], &[("node.slots", "-3")]);
     let expected = "node.slots = \"-3\" is not allowed (flag --node-slots); \
-                    allowed: a whole number from 1 to 4096";
+                    allowed: auto or a whole number from 1 to 4096";
     assert_eq!(message, expected);
     let message = refusal("", &[("BATON_MODEL_DTYPE", "fp16")], &[]);
     let expected = "model.dtype = \"fp16\" is not allowed (environment BATON_MODEL_DTYPE); \
@@ -125,11 +125,11 @@ fn all_problems_are_reported_together() {
 fn values_that_do_not_fit_each_other_are_refused_with_their_sources() {
     let ngram = refusal("[node]\nspeculate_ngram_min = 9\n", &[], &[]);
     assert!(ngram.contains("node.speculate_ngram_max (default) = 8"), "{ngram}");
-    let chunk = refusal("[node]\nchunk_tokens = 1024\n", &[], &[]);
+    let chunk = refusal("[node]\nchunk_tokens = 1024\n", &[], &[("node.step_tokens", "512")]);
     assert!(chunk.contains("node.chunk_tokens (") && chunk.contains("line 2"), "{chunk}");
-    assert!(chunk.contains("node.step_tokens (default) = 512"), "{chunk}");
+    assert!(chunk.contains("node.step_tokens (flag --node-step-tokens) = 512"), "{chunk}");
     for (flags, named) in [
-        (vec![("node.slots", "1024")], "node.step_tokens"),
+        (vec![("node.slots", "1024"), ("node.step_tokens", "512")], "node.step_tokens"),
         (vec![("node.cpus", "0-1,4"), ("node.threads", "4")], "the 3 CPUs of node.cpus"),
         (vec![("node.cpus", "0-1"), ("node.numa_node", "0")], "give one"),
         (vec![("router.timeout", "2h")], "router.timeout_max"),

@@ -1,0 +1,531 @@
+//! Derives the settings of a node that the operator left to `auto`, each with its reason.
+//!
+//! [`derive()`] is called twice at start. Before the weights are loaded, it bounds the batch by device, role and
+//! model. Once the executor runs, measured step times choose the step within this bound.
+
+use std::{fmt, time::Duration};
+
+use kernels::{BLOCK_TOKENS, Shard, WeightFormat};
+use model::ModelConfig;
+use serde::Serialize;
+
+use crate::{ItlLimit, executor::StepTimes};
+
+const MIB: u64 = 1 << 20;
+
+const CPU_STEP_TOKENS: u32 = 512;
+const CPU_CHUNK_TOKENS: u32 = 256;
+const CPU_SLOTS: u32 = 64;
+const CPU_TRANSFER_BYTES: u64 = 4 * MIB;
+
+/// Bounds of a step on a GPU. A model of 1B parameters reaches its peak prefill throughput below the maximum.
+const GPU_STEP_TOKENS: (u32, u32) = (512, 8192);
+/// KV of a step on a GPU: 0.7 ms at the 365 GB/s of a transfer by ipc. This KV is transferred after the last step of
+/// a prompt, so it bounds the hand-over gap.
+const GPU_STEP_KV_BYTES: u64 = 256 * MIB;
+/// A step's activations and KV may take this fraction of the memory beside the weights.
+const GPU_STEP_MEMORY_PART: u64 = 4;
+/// A step counts as full size from this fraction of the best prefill throughput.
+const FULL_THROUGHPUT: f64 = 0.98;
+/// Bounds of the slots of a GPU.
+const GPU_SLOTS: (u32, u32) = (64, 256);
+/// KV that each slot should have, in tokens.
+const SLOT_KV_TOKENS: u64 = 1024;
+const GPU_TRANSFER_BYTES: u64 = 32 * MIB;
+/// Full batches that may wait.
+const WAITING_BATCHES: u32 = 4;
+/// Least default of `node.itl_max`: 50 tokens/s for every decode row.
+const GPU_ITL_MAX: Duration = Duration::from_millis(20);
+/// Least default of `node.itl_max` in decode steps: a shorter step has no room for prefill at full throughput.
+const GPU_ITL_STEPS: u32 = 4;
+
+/// Device that computes the forward pass.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum NodeDevice {
+    Cpu,
+    /// `memory_bytes`: memory of each rank's GPU for weights, activations and KV.
+    Gpu {
+        memory_bytes: u64,
+    },
+}
+
+/// Sizes of a model, or of one rank's shard, in bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ModelSizes {
+    pub weights: u64,
+    /// Activations of one token of a step.
+    pub activations: u64,
+    /// KV of one token.
+    pub kv: u64,
+}
+
+impl ModelSizes {
+    pub fn of(config: &ModelConfig, shard: Shard, weights: WeightFormat) -> Self {
+        let dtype = weights.kv_dtype();
+        let heads = config.head_shape_of(shard);
+        // Input, output and attention of a layer, the feed-forward network, and the f32 residual stream.
+        let width = 2 * config.hidden_size
+            + heads.qkv_width()
+            + heads.query_width()
+            + 3 * shard.part(config.ffn_size).len();
+        let block_bytes = config.kv_layout_of(dtype, shard).block_bytes();
+        Self {
+            weights: weights.bytes(config.parameter_count_of(shard)),
+            activations: (width * dtype.bytes() + 4 * config.hidden_size) as u64,
+            kv: (block_bytes / BLOCK_TOKENS) as u64,
+        }
+    }
+}
+
+/// The node for which defaults are derived.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct NodeTraits {
+    pub device: NodeDevice,
+    /// Whether the node decodes; a prefill node does not.
+    pub decodes: bool,
+    pub model: ModelSizes,
+    /// Values that the operator set.
+    pub set: SetValues,
+}
+
+/// Values that the operator set; `None` is `auto`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct SetValues {
+    pub step_tokens: Option<u32>,
+    pub chunk_tokens: Option<u32>,
+    pub slots: Option<u32>,
+    pub waiting_max: Option<u32>,
+    pub itl_max: Option<Duration>,
+    pub transfer_bytes: Option<u64>,
+    /// Memory of the KV cache; `None`: what weights and activations leave.
+    pub kv_bytes: Option<u64>,
+}
+
+/// The derived values.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Defaults {
+    /// Largest step of the executor.
+    pub step_tokens_max: u32,
+    /// Largest step of the scheduler; equal to `step_tokens_max` until step times are measured.
+    pub step_tokens: u32,
+    pub chunk_tokens: u32,
+    pub slots: u32,
+    pub waiting_max: u32,
+    /// Bound on steps that decode; `None` on a prefill node, where it is off, and until step times are measured.
+    pub itl: Option<ItlLimit>,
+    /// `transfer.chunk_bytes`.
+    pub transfer_bytes: u64,
+    pub reasons: Vec<Reason>,
+}
+
+/// A setting's value and why it has this value.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Reason {
+    pub key: &'static str,
+    pub value: String,
+    pub why: String,
+}
+
+impl fmt::Display for Reason {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} = {} ({})", self.key, self.value, self.why)
+    }
+}
+
+/// Values that the device cannot hold.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum DefaultsError {
+    #[error(
+        "cannot derive node.step_tokens: weights of {} leave too little of the GPU's {} for a step of {tokens} tokens, \
+         which takes {}; expected more ranks (node.tp), a larger node.gpu_memory_percent, a smaller model, or a set \
+         node.step_tokens",
+        size(*weights), size(*memory), size(*step)
+    )]
+    Memory { weights: u64, memory: u64, tokens: u32, step: u64 },
+    #[error(
+        "node.itl_max = {}: a step that decodes one row takes {} on this device; expected at least {}",
+        milliseconds(*itl_max), milliseconds(*decode), milliseconds(ceil_milliseconds(*decode))
+    )]
+    ItlMax { itl_max: Duration, decode: Duration },
+}
+
+impl NodeTraits {
+    /// Returns whether [`derive()`] uses step times.
+    pub fn needs_step_times(&self) -> bool {
+        let chooses_step = self.device != NodeDevice::Cpu && self.set.step_tokens.is_none();
+        let bounds_itl = self.device != NodeDevice::Cpu || self.set.itl_max.is_some();
+        chooses_step || self.decodes && bounds_itl
+    }
+}
+
+/// Derives every value that is not set.
+///
+/// # Errors
+/// When the smallest step does not fit into the memory, or a decode step exceeds the set `itl_max`.
+pub fn derive(node: &NodeTraits, times: Option<&StepTimes>) -> Result<Defaults, DefaultsError> {
+    let set = &node.set;
+    let mut reasons = Vec::new();
+    let mut note = |key, value: &dyn fmt::Display, is_set: bool, why: String| {
+        let why = if is_set { "set".to_owned() } else { why };
+        reasons.push(Reason { key, value: value.to_string(), why });
+    };
+
+    // Set values of slots and chunk raise the step.
+    let step_min = set.slots.max(set.chunk_tokens).unwrap_or(1);
+    let (step_tokens_max, bound) = match set.step_tokens {
+        Some(tokens) => (tokens, String::new()),
+        None => step_bound(node)?,
+    };
+    let step_tokens_max = step_tokens_max.max(step_min);
+    let (step_tokens, why) = match (node.device, times) {
+        (NodeDevice::Gpu { .. }, Some(times)) if set.step_tokens.is_none() => full_step(times),
+        _ => (step_tokens_max, bound),
+    };
+    let (slots, slots_why) = match set.slots {
+        Some(slots) => (slots, String::new()),
+        None => slots_of(node, step_tokens_max),
+    };
+    let step_tokens = step_tokens.max(step_min).max(slots).min(step_tokens_max);
+    note("node.step_tokens", &step_tokens, set.step_tokens.is_some(), why);
+
+    let (chunk, why) = match node.device {
+        NodeDevice::Cpu => (CPU_CHUNK_TOKENS, "two prompts share a step of a CPU"),
+        NodeDevice::Gpu { .. } => (step_tokens, "node.step_tokens, which is no larger than needed"),
+    };
+    let chunk_tokens = set.chunk_tokens.unwrap_or(chunk).min(step_tokens);
+    note("node.chunk_tokens", &chunk_tokens, set.chunk_tokens.is_some(), why.to_owned());
+    note("node.slots", &slots, set.slots.is_some(), slots_why);
+
+    let waiting_max = set.waiting_max.unwrap_or(slots.saturating_mul(WAITING_BATCHES));
+    let why = format!("{WAITING_BATCHES} full batches");
+    note("node.waiting_max", &waiting_max, set.waiting_max.is_some(), why);
+
+    let itl = match times {
+        Some(times) if node.decodes => itl_limit(node, times, step_tokens)?,
+        _ => None,
+    };
+    if node.decodes {
+        let (value, why) = match (&itl, set.itl_max, node.device) {
+            (_, Some(max), _) => (milliseconds(max), String::new()),
+            (_, None, NodeDevice::Cpu) => {
+                ("off".to_owned(), "node.chunk_tokens bounds the step of a CPU".to_owned())
+            }
+            (Some(itl), ..) => (
+                milliseconds(itl.max),
+                format!(
+                    "the longer of {} and {GPU_ITL_STEPS} decode steps of {}; {} prompt tokens fit beside one row",
+                    milliseconds(GPU_ITL_MAX),
+                    milliseconds(itl.decode),
+                    itl.prefill_tokens(Duration::ZERO),
+                ),
+            ),
+            (None, ..) => (
+                format!("at least {}", milliseconds(GPU_ITL_MAX)),
+                format!("the longer of it and {GPU_ITL_STEPS} decode steps, measured at start"),
+            ),
+        };
+        note("node.itl_max", &value, set.itl_max.is_some(), why);
+    }
+
+    let (bytes, why) = match node.device {
+        NodeDevice::Cpu => (CPU_TRANSFER_BYTES, "2 ms at 2 GB/s, so that transfers overlap steps"),
+        NodeDevice::Gpu { .. } => {
+            (GPU_TRANSFER_BYTES, "0.1 ms at 365 GB/s, so that transfers overlap steps")
+        }
+    };
+    let transfer_bytes = set.transfer_bytes.unwrap_or(bytes);
+    let value = match transfer_bytes.is_multiple_of(MIB) {
+        true => format!("{}MiB", transfer_bytes / MIB),
+        false => transfer_bytes.to_string(),
+    };
+    note("transfer.chunk_bytes", &value, set.transfer_bytes.is_some(), why.to_owned());
+
+    Ok(Defaults {
+        step_tokens_max,
+        step_tokens,
+        chunk_tokens,
+        slots,
+        waiting_max,
+        itl,
+        transfer_bytes,
+        reasons,
+    })
+}
+
+/// Returns the largest step that the device should run, and why.
+fn step_bound(node: &NodeTraits) -> Result<(u32, String), DefaultsError> {
+    let NodeDevice::Gpu { memory_bytes: memory } = node.device else {
+        let why = "512 tokens keep a CPU's matrix units busy and a step short".to_owned();
+        return Ok((CPU_STEP_TOKENS, why));
+    };
+    let ModelSizes { weights, activations, kv } = node.model;
+    let (least, most) = GPU_STEP_TOKENS;
+    let token_bytes = (activations + kv).max(1);
+    let left = memory.saturating_sub(weights);
+    let by_memory = left / GPU_STEP_MEMORY_PART / token_bytes;
+    if left / token_bytes < u64::from(least) {
+        let step = token_bytes * u64::from(least);
+        return Err(DefaultsError::Memory { weights, memory, tokens: least, step });
+    }
+    let by_kv = GPU_STEP_KV_BYTES / kv.max(1);
+    let bound = by_memory.min(by_kv).clamp(u64::from(least), u64::from(most)) as u32;
+    // The largest power of two within the bound.
+    let tokens = 1 << bound.ilog2();
+    let why = format!(
+        "at most {most} tokens, {} of KV, a quarter of the {} beside the weights; step times at start may allow less",
+        size(GPU_STEP_KV_BYTES),
+        size(left),
+    );
+    Ok((tokens, why))
+}
+
+/// Returns the smallest measured step of full prefill throughput, and why.
+fn full_step(times: &StepTimes) -> (u32, String) {
+    let rate = |&(tokens, time): &(u32, Duration)| f64::from(tokens) / time.as_secs_f64().max(1e-9);
+    let best = times.prefill.iter().map(rate).fold(0.0, f64::max);
+    let is_full = |entry: &&(u32, Duration)| rate(entry) >= FULL_THROUGHPUT * best;
+    let chosen = times.prefill.iter().find(is_full).expect("the best entry is one of them");
+    let why = format!(
+        "the smallest step within 2 % of the best prefill throughput measured, {:.0} of {best:.0} tokens/s",
+        rate(chosen),
+    );
+    (chosen.0, why)
+}
+
+/// Returns the slots of a node, and why.
+fn slots_of(node: &NodeTraits, step_tokens: u32) -> (u32, String) {
+    let NodeDevice::Gpu { memory_bytes: memory } = node.device else {
+        let why = "decode throughput of a CPU grows little beyond 64 rows".to_owned();
+        return (CPU_SLOTS.min(step_tokens), why);
+    };
+    let ModelSizes { weights, activations, kv } = node.model;
+    let left = memory.saturating_sub(weights + activations * u64::from(step_tokens));
+    let tokens = node.set.kv_bytes.unwrap_or(left) / kv.max(1);
+    let (least, most) = GPU_SLOTS;
+    let fitting = (tokens / SLOT_KV_TOKENS).clamp(u64::from(least), u64::from(most)) as u32;
+    let why = format!(
+        "{least} to {most}, as the KV memory of {tokens} tokens has {SLOT_KV_TOKENS} tokens for each",
+    );
+    // CUDA graphs are captured for multiples of 8.
+    ((fitting - fitting % 8).min(step_tokens), why)
+}
+
+/// Returns the bound on steps that decode, from measured times.
+fn itl_limit(
+    node: &NodeTraits,
+    times: &StepTimes,
+    step_tokens: u32,
+) -> Result<Option<ItlLimit>, DefaultsError> {
+    let decode = times.decode;
+    let max = match (node.set.itl_max, node.device) {
+        (Some(itl_max), _) if itl_max < decode => {
+            return Err(DefaultsError::ItlMax { itl_max, decode });
+        }
+        (Some(itl_max), _) => itl_max,
+        (None, NodeDevice::Cpu) => return Ok(None),
+        (None, NodeDevice::Gpu { .. }) => {
+            GPU_ITL_MAX.max(ceil_milliseconds(decode * GPU_ITL_STEPS))
+        }
+    };
+    // A line through the shortest row and the row of a full step.
+    let nanos = |time: Duration| time.as_nanos() as f64;
+    let (first, first_time) = times.prefill[0];
+    let (last, last_time) = times
+        .prefill
+        .iter()
+        .rfind(|(tokens, _)| *tokens <= step_tokens.max(first))
+        .map_or((first, first_time), |&entry| entry);
+    let per_token = if last > first {
+        (nanos(last_time) - nanos(first_time)) / f64::from(last - first)
+    } else {
+        nanos(first_time) / f64::from(first)
+    };
+    let per_token = per_token.max(1.0);
+    let fixed = (nanos(first_time) - per_token * f64::from(first)).max(0.0);
+    // The rows were measured in the middle of the prompt: attention grows with the position.
+    let way = f64::from(times.context_tokens - first).max(1.0);
+    let growth = (nanos(times.at_end) - nanos(times.at_start)).max(0.0) / f64::from(first) / way;
+    let at_start =
+        (per_token - growth * f64::from(times.context_tokens) / 2.0).max(per_token / 2.0);
+    let doubling = if growth > 0.0 { at_start / growth } else { f64::INFINITY };
+    Ok(Some(ItlLimit {
+        max,
+        decode,
+        prefill: Duration::from_nanos(fixed as u64),
+        token: Duration::from_nanos(at_start as u64),
+        doubling_tokens: doubling.clamp(1.0, f64::from(u32::MAX)) as u32,
+    }))
+}
+
+fn ceil_milliseconds(time: Duration) -> Duration {
+    Duration::from_millis(time.as_nanos().div_ceil(1_000_000) as u64)
+}
+
+fn milliseconds(time: Duration) -> String {
+    let micros = time.as_micros() as f64;
+    // At most one digit after the point.
+    format!("{}ms", (micros / 100.0).round() / 10.0)
+}
+
+fn size(bytes: u64) -> String {
+    match bytes {
+        0..0x4000_0000 => format!("{} MiB", bytes / MIB),
+        _ => format!("{:.1} GiB", bytes as f64 / f64::from(1 << 30)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const GIB: u64 = 1 << 30;
+    /// Sizes of Llama-3.1-8B in bf16.
+    const SIZES_8B: ModelSizes =
+        ModelSizes { weights: 15 * GIB, activations: 139_264, kv: 131_072 };
+    /// Sizes of Llama-3.2-1B in bf16.
+    const SIZES_1B: ModelSizes =
+        ModelSizes { weights: 5 * GIB / 2, activations: 75_776, kv: 32_768 };
+    /// 90 % of an H200 less the reserve.
+    const H200: NodeDevice = NodeDevice::Gpu { memory_bytes: 125 * GIB };
+
+    fn node(device: NodeDevice, decodes: bool, model: ModelSizes) -> NodeTraits {
+        NodeTraits { device, decodes, model, set: SetValues::default() }
+    }
+
+    fn with(device: NodeDevice, set: SetValues) -> NodeTraits {
+        NodeTraits { set, ..node(device, true, SIZES_8B) }
+    }
+
+    /// Step times like those of an 8B model on an H200.
+    fn times_8b() -> StepTimes {
+        let prefill = [(256, 9_800), (512, 14_600), (1024, 24_600), (2048, 48_500), (4096, 97_000)];
+        StepTimes {
+            decode: Duration::from_micros(4_050),
+            prefill: prefill.map(|(tokens, micros)| (tokens, Duration::from_micros(micros))).into(),
+            context_tokens: 4096,
+            at_start: Duration::from_micros(9_200),
+            at_end: Duration::from_micros(10_400),
+        }
+    }
+
+    fn why<'a>(defaults: &'a Defaults, key: &str) -> &'a Reason {
+        defaults.reasons.iter().find(|reason| reason.key == key).unwrap()
+    }
+
+    #[test]
+    fn cpu_defaults_do_not_depend_on_role_and_model() {
+        for decodes in [false, true] {
+            for model in [SIZES_8B, SIZES_1B] {
+                let defaults = derive(&node(NodeDevice::Cpu, decodes, model), None).unwrap();
+                let Defaults { step_tokens, chunk_tokens, slots, waiting_max, .. } = defaults;
+                assert_eq!((step_tokens, chunk_tokens, slots, waiting_max), (512, 256, 64, 256));
+                assert_eq!((defaults.step_tokens_max, defaults.transfer_bytes), (512, 4 << 20));
+                assert_eq!(defaults.itl, None);
+                let keys = 5 + usize::from(decodes);
+                assert_eq!(defaults.reasons.len(), keys, "only a decode node has an itl_max");
+            }
+        }
+    }
+
+    #[test]
+    fn set_values_stay_and_the_others_follow_them() {
+        let derived = |set: SetValues| {
+            let defaults = derive(&with(NodeDevice::Cpu, set), None).unwrap();
+            let Defaults { step_tokens, chunk_tokens, slots, waiting_max, .. } = defaults;
+            assert_eq!(defaults.step_tokens_max, step_tokens);
+            (step_tokens, chunk_tokens, slots, waiting_max)
+        };
+        let none = SetValues::default();
+        assert_eq!(derived(SetValues { step_tokens: Some(32), ..none }), (32, 32, 32, 128));
+        assert_eq!(derived(SetValues { slots: Some(1000), ..none }), (1000, 256, 1000, 4000));
+        assert_eq!(derived(SetValues { chunk_tokens: Some(1024), ..none }), (1024, 1024, 64, 256));
+        assert_eq!(derived(SetValues { waiting_max: Some(0), ..none }), (512, 256, 64, 0));
+        let set = SetValues { step_tokens: Some(4096), transfer_bytes: Some(1 << 20), ..none };
+        let defaults = derive(&with(H200, set), Some(&times_8b())).unwrap();
+        assert_eq!((defaults.step_tokens, defaults.step_tokens_max), (4096, 4096));
+        assert_eq!((defaults.chunk_tokens, defaults.transfer_bytes), (4096, 1 << 20));
+        assert_eq!(why(&defaults, "node.step_tokens").why, "set");
+        assert_ne!(why(&defaults, "node.chunk_tokens").why, "set");
+    }
+
+    #[test]
+    fn a_gpu_step_is_bounded_by_kv_and_memory() {
+        let derived = |device, model| {
+            let defaults = derive(&node(device, false, model), None).unwrap();
+            assert_eq!((defaults.chunk_tokens, defaults.itl), (defaults.step_tokens, None));
+            (defaults.step_tokens, defaults.slots, defaults.waiting_max)
+        };
+        let gib = |gib: u64| NodeDevice::Gpu { memory_bytes: gib * GIB };
+        assert_eq!(derived(H200, SIZES_8B), (2048, 256, 1024), "256 MiB of KV");
+        assert_eq!(derived(H200, SIZES_1B), (8192, 256, 1024));
+        assert_eq!(derived(gib(20), SIZES_8B), (2048, 64, 256), "KV of 38 slots");
+        assert_eq!(derived(gib(24), SIZES_8B), (2048, 64, 256));
+        assert_eq!(derived(gib(30), SIZES_8B), (2048, 112, 448), "KV of 117 slots");
+        assert_eq!(derived(gib(16), SIZES_8B), (512, 64, 256), "a quarter of 1 GiB");
+        assert_eq!(derived(gib(4), SIZES_1B), (2048, 64, 256), "a quarter of 1.5 GiB");
+        let set = SetValues { kv_bytes: Some(16 << 30), ..SetValues::default() };
+        assert_eq!(derive(&with(H200, set), None).unwrap().slots, 128);
+    }
+
+    #[test]
+    fn a_gpu_too_small_for_the_weights_and_a_step_is_one_clear_error() {
+        let small = node(NodeDevice::Gpu { memory_bytes: 15 * GIB }, true, SIZES_8B);
+        let error = derive(&small, None).unwrap_err().to_string();
+        for word in ["node.step_tokens", "15.0 GiB", "512 tokens", "132 MiB", "node.tp"] {
+            assert!(error.contains(word) && !error.contains('\n'), "{word}: {error}");
+        }
+        let set = SetValues { step_tokens: Some(256), ..SetValues::default() };
+        assert!(derive(&NodeTraits { set, ..small }, None).is_ok(), "the operator decides");
+    }
+
+    #[test]
+    fn measured_step_times_choose_the_smallest_step_of_full_throughput() {
+        let mut times = times_8b();
+        let derived = |times: &StepTimes| {
+            let defaults = derive(&node(H200, false, SIZES_8B), Some(times)).unwrap();
+            assert_eq!(defaults.step_tokens_max, 2048, "the executor is already built");
+            (defaults.step_tokens, defaults.chunk_tokens, defaults.slots)
+        };
+        // 2048 tokens are 1.4 % faster.
+        assert_eq!(derived(&times), (1024, 1024, 256));
+        times.prefill[2].1 = Duration::from_micros(26_000);
+        assert_eq!(derived(&times), (2048, 2048, 256));
+        let defaults = derive(&node(H200, false, SIZES_8B), Some(&times)).unwrap();
+        let reason = &why(&defaults, "node.step_tokens").why;
+        assert!(reason.contains("42227 of 42227 tokens/s"), "{reason}");
+        // Where the smallest row is the fastest, the slots need a larger step.
+        times.prefill = vec![(128, Duration::from_millis(1)), (256, Duration::from_millis(4))];
+        assert_eq!(derived(&times), (256, 256, 256));
+    }
+
+    #[test]
+    fn itl_max_bounds_prefill_beside_decode_rows_by_measured_times() {
+        let times = times_8b();
+        let decode = |set, times| derive(&with(H200, set), Some(times)).map(|it| it.itl.unwrap());
+        let itl = decode(SetValues::default(), &times).unwrap();
+        assert_eq!((itl.max, itl.decode), (GPU_ITL_MAX, times.decode));
+        let tokens = itl.prefill_tokens(Duration::ZERO);
+        assert!((850..950).contains(&tokens), "{tokens}: 512 take 14.6 ms, 1024 take 24.6 ms");
+        assert!((13_000..14_500).contains(&itl.doubling_tokens), "{itl:?}");
+        // 4 decode steps of a slower GPU are longer than 20 ms.
+        let slow = StepTimes { decode: Duration::from_micros(52_900), ..times.clone() };
+        assert_eq!(decode(SetValues::default(), &slow).unwrap().max, Duration::from_millis(212));
+        let set = |millis| SetValues {
+            itl_max: Some(Duration::from_millis(millis)),
+            ..SetValues::default()
+        };
+        assert_eq!(decode(set(5), &times).unwrap().max, Duration::from_millis(5));
+        let error = decode(set(4), &times).unwrap_err().to_string();
+        assert_eq!(
+            error,
+            "node.itl_max = 4ms: a step that decodes one row takes 4.1ms on this device; expected \
+             at least 5ms"
+        );
+        // A prefill node ignores it, and a CPU has none by default.
+        let prefill = NodeTraits { decodes: false, ..with(H200, set(1)) };
+        assert_eq!(derive(&prefill, Some(&times)).unwrap().itl, None);
+        let cpu = |set| derive(&with(NodeDevice::Cpu, set), Some(&times)).unwrap().itl;
+        assert_eq!(cpu(SetValues::default()), None);
+        assert_eq!(cpu(set(50)).unwrap().max, Duration::from_millis(50));
+    }
+}
