@@ -2,14 +2,23 @@
 //!
 //! [`Report::of_this_machine`] queries the driver and the libraries; the other functions only format the report.
 
-use std::{env, fmt, path::PathBuf, thread::available_parallelism};
-
-use anyhow::{Result, bail};
-use clap::Args;
-use kernels::cuda::{
-    Context, CopySubmission, CudaError, Device, Driver, KernelLibrary, Link as Way, LinkRate,
-    has_cublaslt, has_nccl, pull_rate,
+use std::{
+    env, fmt,
+    path::{Path, PathBuf},
+    thread::available_parallelism,
 };
+
+use anyhow::{Context as _, Result, bail};
+use clap::Args;
+use engine::defaults::{self, ModelSizes, NodeDevice, NodeTraits, Reason, SetValues};
+use kernels::{
+    Shard, WeightFormat,
+    cuda::{
+        Context, CopySubmission, CudaError, Device, Driver, KernelLibrary, Link as Way, LinkRate,
+        has_cublaslt, has_nccl, pull_rate,
+    },
+};
+use model::{Checkpoint, LoadFormat};
 use serde::Serialize;
 
 #[derive(Args, Clone)]
@@ -30,6 +39,9 @@ impl KernelsArg {
 pub struct DoctorArgs {
     #[command(flatten)]
     kernels: KernelsArg,
+    /// Model whose sizes bound the default settings of nodes on a GPU: a GGUF file or a folder with config.json.
+    #[arg(long, value_name = "PATH", env = "BATON_MODEL_PATH")]
+    model: Option<PathBuf>,
     /// Print a JSON object instead of a table.
     #[arg(long)]
     json: bool,
@@ -37,7 +49,8 @@ pub struct DoctorArgs {
 
 /// Prints the report. A machine without a GPU is no fault, because the CPU can serve.
 pub fn run(args: DoctorArgs) -> Result<()> {
-    let report = Report::of_this_machine(args.kernels.path());
+    let model = args.model.as_deref().map(model_sizes).transpose()?;
+    let report = Report::of_this_machine(args.kernels.path(), model);
     if args.json {
         println!("{}", serde_json::to_string_pretty(&report)?);
     } else {
@@ -50,6 +63,14 @@ pub fn run(args: DoctorArgs) -> Result<()> {
     }
 }
 
+/// Reads the sizes of a model in bf16, the default format. No weight is read.
+fn model_sizes(path: &Path) -> Result<ModelSizes> {
+    let checkpoint = Checkpoint::open(path, LoadFormat::Dummy { seed: 0 })
+        .with_context(|| format!("cannot read the model {}", path.display()))?;
+    let whole = Shard::new(0, 1).expect("rank 0 of 1");
+    Ok(ModelSizes::of(checkpoint.config(), whole, WeightFormat::Bf16))
+}
+
 #[derive(Debug, Default, Serialize)]
 struct Report {
     /// `cuda` if a GPU can serve, otherwise `cpu`.
@@ -59,6 +80,8 @@ struct Report {
     libraries: Vec<Library>,
     gpus: Vec<Gpu>,
     links: Vec<Link>,
+    /// Settings that a node derives at start, for each role.
+    defaults: Vec<RoleDefaults>,
     /// Reasons why a present GPU cannot serve, each with its remedy.
     faults: Vec<String>,
     /// Missing parts that this machine does not need for serving.
@@ -92,6 +115,12 @@ struct Gpu {
     /// Free memory; `None` if no context could be created.
     free_bytes: Option<u64>,
     pci: String,
+}
+
+#[derive(Debug, Serialize)]
+struct RoleDefaults {
+    role: &'static str,
+    settings: Vec<Reason>,
 }
 
 #[derive(Debug, Serialize)]
@@ -133,7 +162,7 @@ impl Part {
 }
 
 impl Report {
-    fn of_this_machine(kernels: Option<PathBuf>) -> Self {
+    fn of_this_machine(kernels: Option<PathBuf>, model: Option<ModelSizes>) -> Self {
         let driver = Driver::open();
         let kernels = KernelLibrary::open(kernels.as_deref());
         let is_there = |found, name| match found {
@@ -181,6 +210,32 @@ impl Report {
         let is_gpu = !report.gpus.is_empty() && report.faults.is_empty();
         report.serves_on = if is_gpu { "cuda" } else { "cpu" };
         report
+            .add_defaults(if is_gpu { report.gpus.first().map(node_memory) } else { None }, model);
+        report
+    }
+
+    /// Derives the defaults of a node of one rank, on a GPU with this memory or on the CPU.
+    fn add_defaults(&mut self, gpu_memory: Option<u64>, model: Option<ModelSizes>) {
+        let (device, model) = match (gpu_memory, model) {
+            (Some(memory_bytes), Some(model)) => (NodeDevice::Gpu { memory_bytes }, model),
+            (Some(_), None) => {
+                return self.notes.push(
+                    "the default sizes of a GPU node depend on the model; name it with --model"
+                        .to_owned(),
+                );
+            }
+            // The defaults of a CPU do not depend on the model.
+            (None, _) => (NodeDevice::Cpu, ModelSizes { weights: 0, activations: 0, kv: 0 }),
+        };
+        for (role, decodes) in [("prefill", false), ("decode", true)] {
+            let node = NodeTraits { device, decodes, model, set: SetValues::default() };
+            match defaults::derive(&node, None) {
+                Ok(defaults) => {
+                    self.defaults.push(RoleDefaults { role, settings: defaults.reasons });
+                }
+                Err(error) => return self.faults.push(error.to_string()),
+            }
+        }
     }
 
     fn add_gpus(&mut self, driver: Driver, kernels: Option<&KernelLibrary>) {
@@ -242,6 +297,14 @@ impl Report {
     }
 }
 
+/// Returns the memory that a node with default settings uses on this GPU.
+fn node_memory(gpu: &Gpu) -> u64 {
+    let node = config::Node::default();
+    let share = gpu.memory_bytes / 100 * u64::from(node.gpu_memory_percent);
+    let memory = share.min(gpu.free_bytes.unwrap_or(share));
+    memory.saturating_sub(node.gpu_reserve.bytes())
+}
+
 impl fmt::Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(f, "serves on  {} ({} CPUs)", self.serves_on, self.cpus)?;
@@ -272,6 +335,11 @@ impl fmt::Display for Report {
             }
             writeln!(f, ", KV by {transport}")?;
         }
+        for RoleDefaults { role, settings } in &self.defaults {
+            for setting in settings {
+                writeln!(f, "{role:<10} {setting}")?;
+            }
+        }
         for note in &self.notes {
             writeln!(f, "note       {note}")?;
         }
@@ -299,6 +367,30 @@ fn gibibytes(bytes: u64) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn defaults_of_a_gpu_need_the_model_and_fail_where_it_does_not_fit() {
+        let added = |gpu_memory, model| {
+            let mut report = Report::default();
+            report.add_defaults(gpu_memory, model);
+            report
+        };
+        let model = ModelSizes { weights: 15 << 30, activations: 139_264, kv: 131_072 };
+        let report = added(Some(125 << 30), None);
+        assert!(report.defaults.is_empty() && report.notes[0].contains("--model"));
+        let report = added(Some(125 << 30), Some(model));
+        let value = |role: usize, key| {
+            let settings = &report.defaults[role].settings;
+            settings.iter().find(|setting| setting.key == key).map(|setting| &setting.value[..])
+        };
+        assert_eq!(value(0, "node.step_tokens"), Some("2048"));
+        assert_eq!(
+            (value(0, "node.itl_max"), value(1, "node.itl_max")),
+            (None, Some("at least 20ms"))
+        );
+        let report = added(Some(15 << 30), Some(model));
+        assert!(report.defaults.is_empty() && report.faults[0].contains("node.step_tokens"));
+    }
 
     #[test]
     fn report_lists_parts_links_and_faults() {
@@ -336,6 +428,14 @@ mod tests {
                     transport: "tcp",
                 },
             ],
+            defaults: vec![RoleDefaults {
+                role: "decode",
+                settings: vec![Reason {
+                    key: "node.slots",
+                    value: "64".into(),
+                    why: "as many as fit".into(),
+                }],
+            }],
             faults: vec!["it is busy".into()],
             notes: vec![],
         };
@@ -349,6 +449,7 @@ mod tests {
              0000:01:00.0\n\
              link       GPU-1 GPU-2 nvlink, 391 GB/s, 8 us, KV by ipc\n\
              link       GPU-1 GPU-3 none, KV by tcp\n\
+             decode     node.slots = 64 (as many as fit)\n\
              fault      it is busy\n"
         );
     }

@@ -52,7 +52,28 @@ fn doctor_without_kernels_serves_on_the_cpu_and_faults_only_a_gpu_machine() {
     let output = doctor(&[]);
     let text = String::from_utf8(output.stdout).unwrap();
     assert_eq!(output.status.code(), Some(0), "{text}");
-    for begin in ["serves on  cpu (", "driver     missing", "kernels    missing", "note       "] {
+    for begin in [
+        "serves on  cpu (",
+        "driver     missing",
+        "kernels    missing",
+        "note       ",
+        "prefill    node.step_tokens = 512 (512 tokens keep ",
+        "prefill    transfer.chunk_bytes = 4MiB (2 ms at ",
+        "decode     node.chunk_tokens = 256 (two prompts ",
+        "decode     node.slots = 64 (decode throughput ",
+        "decode     node.waiting_max = 256 (4 full batches)",
+        "decode     node.itl_max = off (node.chunk_tokens bounds ",
+    ] {
         assert!(text.lines().any(|line| line.starts_with(begin)), "{begin:?} is not in\n{text}");
     }
+    assert!(!text.contains("prefill    node.itl_max"), "a prefill node does not decode\n{text}");
+}
+
+#[test]
+fn doctor_names_a_model_that_it_cannot_read() {
+    let output = doctor(&["--model", "/no/such/model"]);
+    let error = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(1), "{error}");
+    assert!(error.contains("cannot read the model /no/such/model"), "{error}");
+    assert_eq!(error.lines().count(), 1, "{error}");
 }
