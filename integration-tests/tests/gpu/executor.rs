@@ -11,7 +11,7 @@ use engine::{
     CacheSeeds, Scheduler, SchedulerConfig, StepLoop, Turn,
     event::{Action, FinishReason, Input, NewSequence, SequenceId, SequenceKind},
     executor::{
-        Executor, ExecutorLimits,
+        Executor, ExecutorLimits, StepTimes,
         cpu::CpuExecutor,
         cuda::{CudaExecutor, CudaModel},
     },
@@ -189,7 +189,12 @@ pub fn request_mixes_match_cpu_tokens_with_one_and_two_steps_in_flight() {
                 attention: AttentionKind::Plain,
                 ..CudaOptions::new(WeightFormat::F32)
             };
-            (on_gpu(&gpu, &checkpoint, options, config, |_| ()), depth, blocks)
+            // A node measures step times before it serves, which must leave no trace.
+            let measure = |executor: &mut CudaExecutor| {
+                let times = StepTimes::measure(executor).unwrap();
+                assert!(times.decode > Duration::ZERO && times.at_end > Duration::ZERO);
+            };
+            (on_gpu(&gpu, &checkpoint, options, config, measure), depth, blocks)
         })
         .into();
     for round in 0..if short() { 2 } else { 12 } {
