@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, ensure};
 use integration_tests::{
     client::{Client, Completion, DEADLINE, EventStream, greedy_body, salted_body},
     cluster::{Cluster, ClusterSpec, SECRET, Service, busy_node},
@@ -61,21 +61,23 @@ async fn one_request_on_each(cluster: &Cluster, client: &Client) -> Result<(usiz
     Ok((node, first, second))
 }
 
-/// Repeats a recovery up to a few times: on a shared machine a step may take seconds.
-async fn recovers_in_time(recovery: impl AsyncFn() -> Result<Duration>) -> Result<()> {
+/// Repeats a recovery and asserts the median duration: on a shared machine a single step may take seconds.
+async fn median_recovery_is_in_time(
+    what: &str,
+    recovery: impl AsyncFn() -> Result<Duration>,
+) -> Result<()> {
     let mut took = Vec::new();
-    while took.len() < 4 {
+    while took.len() < 3 {
         took.push(recovery().await?);
-        if took.last() < Some(&RECOVERY_MAX) {
-            return Ok(());
-        }
     }
-    bail!("over only {took:?} after the kill, never within {RECOVERY_MAX:?}")
+    assert_median(what, &took, RECOVERY_MAX);
+    Ok(())
 }
 
 #[tokio::test]
 async fn killed_decode_node_loses_no_token() -> Result<()> {
-    recovers_in_time(decode_node_killed).await
+    median_recovery_is_in_time("complete after the decode node was killed", decode_node_killed)
+        .await
 }
 
 async fn decode_node_killed() -> Result<Duration> {
@@ -120,7 +122,8 @@ async fn prefill_node_with_another_secret_loses_attempts_but_no_token() -> Resul
 
 #[tokio::test]
 async fn prefill_node_killed_during_prefill_is_replaced() -> Result<()> {
-    recovers_in_time(prefill_node_killed).await
+    median_recovery_is_in_time("complete after the prefill node was killed", prefill_node_killed)
+        .await
 }
 
 async fn prefill_node_killed() -> Result<Duration> {
