@@ -183,6 +183,18 @@ async fn serve_bench_reports_every_load() -> Result<()> {
     assert!(cached > 0.9, "both servers receive the same prompts: {report}");
     assert_eq!(table.matches("and the ratio to").count(), 2, "{table}");
 
+    // Answers by a schema of one boolean end after a few of the 20 tokens.
+    let schema = folder.path().join("schema.json");
+    std::fs::write(&schema, r#"{"type": "boolean"}"#)?;
+    let schema_path = schema.display().to_string();
+    let by_schema = ["serve", "--url", &url, "--requests", "3", "--output-tokens", "20"];
+    let (_, report) =
+        measured(&[&by_schema[..], &["--schema", &schema_path]].concat(), &json_path)?;
+    let point = &report["points"][0];
+    all_ended_well(point, 3)?;
+    let output_tokens = number(&point["output_token_per_s"]) * number(&point["elapsed_s"]);
+    assert!((3.0..30.0).contains(&output_tokens.round()), "{point}");
+
     // Rejected requests are counted by reason: the model's context is 8,192 tokens.
     let long = ["serve", "--url", &url, "--requests", "3", "--input-tokens", "9000"];
     let output = bench(&long)?;
@@ -343,6 +355,7 @@ fn invalid_flag_is_rejected_in_one_line() -> Result<()> {
         (serve(&["--agents", "--turns", "2"]), 2, &["--agents", "--turns"]),
         (serve(&["--rate", "2", "--concurrency", "2"]), 2, &["--rate", "--concurrency"]),
         (serve(&["--trace", "/nowhere/t.csv"]), 1, &["--trace /nowhere/t.csv"]),
+        (serve(&["--schema", "/nowhere/s.json"]), 1, &["--schema /nowhere/s.json"]),
         (serve(&["--rate-scale", "2"]), 2, &["required arguments"]),
         (serve(&["--url", "not a url"]), 1, &["not a url"]),
         (serve(&["--url", "https://localhost"]), 1, &["https://localhost", "is not http"]),

@@ -1,6 +1,6 @@
 //! Client that streams one request and records the arrival of its tokens.
 
-use std::time::Instant;
+use std::{ops::RangeInclusive, time::Instant};
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use serde_json::{Value, json};
@@ -15,6 +15,8 @@ pub struct Server {
     pub model: String,
     /// Context length, if the server reports it.
     pub sequence_tokens_max: Option<u32>,
+    /// JSON schema of every answer.
+    pub schema: Option<Value>,
 }
 
 /// A completed request; times in seconds since it was sent.
@@ -32,7 +34,12 @@ pub struct Measured {
 
 impl Server {
     /// Finds the model's name, unless one is given, and its context length.
-    pub async fn discover(client: HttpClient, url: &str, model: Option<String>) -> Result<Self> {
+    pub async fn discover(
+        client: HttpClient,
+        url: &str,
+        model: Option<String>,
+        schema: Option<Value>,
+    ) -> Result<Self> {
         let (status, body) = client.get(&format!("{url}/v1/models")).await?;
         ensure!(status.is_success(), "{url}/v1/models answered {status}");
         let models: Value = serde_json::from_slice(&body).context("/v1/models is not JSON")?;
@@ -49,22 +56,30 @@ impl Server {
             // A name that is not in the list may be an alias.
             model: model.or(name).ok_or_else(|| anyhow!("{url}/v1/models names no model"))?,
             sequence_tokens_max: longest.and_then(|longest| u32::try_from(longest).ok()),
+            schema,
         })
     }
 
-    /// Requests a greedy answer of `output_tokens` tokens, ignoring EOS.
+    /// Requests a greedy answer of `output_tokens` tokens, ignoring EOS. An answer by a schema may be shorter.
     pub async fn ask(&self, prompt: &[u32], output_tokens: u32) -> Result<Measured> {
-        let body = json!({
+        let mut body = json!({
             "model": self.model, "prompt": prompt, "max_tokens": output_tokens, "stream": true,
             "ignore_eos": true, "temperature": 0.0, "return_token_ids": true,
             "stream_options": {"include_usage": true},
         });
+        let mut output_min = output_tokens as usize;
+        if let Some(schema) = &self.schema {
+            let named = json!({"name": "answer", "schema": schema});
+            body["response_format"] = json!({"type": "json_schema", "json_schema": named});
+            output_min = 1;
+        }
         let sent = Instant::now();
         let url = format!("{}/v1/completions", self.url);
         let mut answer = Answer::default();
         let on_event = |event: &str| answer.take(event, sent.elapsed().as_secs_f64());
         self.client.post_for_events(&url, &[], &body, on_event).await?;
-        answer.measured(prompt.len(), output_tokens as usize, sent.elapsed().as_secs_f64())
+        let output = output_min..=output_tokens as usize;
+        answer.measured(prompt.len(), output, sent.elapsed().as_secs_f64())
     }
 }
 
@@ -109,10 +124,17 @@ impl Answer {
         Ok(())
     }
 
-    fn measured(mut self, prompt_tokens: usize, wanted: usize, end: f64) -> Result<Measured> {
+    fn measured(
+        mut self,
+        prompt_tokens: usize,
+        output: RangeInclusive<usize>,
+        end: f64,
+    ) -> Result<Measured> {
         ensure!(self.is_done, "the stream ended without [DONE]");
         let counted = self.counted.unwrap_or(self.token_times.len());
-        ensure!(counted == wanted, "the answer has {counted} tokens; expected {wanted}");
+        let (low, high) = (output.start(), output.end());
+        let expected = if low == high { high.to_string() } else { format!("{low} to {high}") };
+        ensure!(output.contains(&counted), "the answer has {counted} tokens; expected {expected}");
         self.token_times.truncate(counted);
         let last = *self.token_times.last().ok_or_else(|| anyhow!("no token came"))?;
         // Chunks with several tokens: missing times are those of the last chunk.
@@ -148,7 +170,7 @@ mod tests {
         for (event, now) in events {
             answer.take(event, *now)?;
         }
-        answer.measured(5, wanted, 9.0)
+        answer.measured(5, wanted..=wanted, 9.0)
     }
 
     const USAGE_3: &str = r#"{"choices":[],"usage":{"completion_tokens":3,

@@ -12,7 +12,8 @@ mod trace;
 mod workload;
 
 use std::{
-    path::PathBuf,
+    fs,
+    path::{Path, PathBuf},
     sync::Arc,
     time::{Duration, Instant},
 };
@@ -20,6 +21,7 @@ use std::{
 use anyhow::{Context, Result, ensure};
 use clap::Args;
 use indicatif::{ProgressBar, ProgressStyle};
+use serde_json::Value;
 use tokio::{sync::Semaphore, task::JoinSet};
 
 use self::{
@@ -86,6 +88,10 @@ pub struct ServeArgs {
     /// Tokens of each answer, in the forms of --input-tokens. EOS is ignored.
     #[arg(long, default_value = "128", value_parser = Length::parse)]
     output_tokens: Length,
+    /// File with a JSON schema that every answer must follow (structured output). Answers end when the schema
+    /// is complete, so they may have fewer than --output-tokens.
+    #[arg(long)]
+    schema: Option<PathBuf>,
     /// Turns of a conversation, in the forms of --input-tokens. Each prompt repeats the conversation so
     /// far. A conversation ends early at the model's context length.
     #[arg(long, default_value = "1", value_parser = Length::parse)]
@@ -152,10 +158,12 @@ pub fn run(args: ServeArgs) -> Result<()> {
 
 async fn measure(args: &ServeArgs) -> Result<Report> {
     let trace = args.trace.as_deref().map(|path| Trace::read(path, args.requests)).transpose()?;
+    let schema = args.schema.as_deref().map(read_schema).transpose()?;
     let client = HttpClient::new(CONNECT_TIMEOUT);
     let mut servers = Vec::new();
     for url in [&args.url].into_iter().chain(&args.compare) {
-        servers.push(Server::discover(client.clone(), url, args.model.clone()).await?);
+        let (client, model, schema) = (client.clone(), args.model.clone(), schema.clone());
+        servers.push(Server::discover(client, url, model, schema).await?);
     }
     let mut results: Vec<ServerReport> = servers.iter().map(ServerReport::new).collect();
     // One workload for all: the shortest context decides.
@@ -201,6 +209,12 @@ async fn measure(args: &ServeArgs) -> Result<Report> {
     };
     report.print_comparison();
     Ok(report)
+}
+
+fn read_schema(path: &Path) -> Result<Value> {
+    let text = fs::read(path).with_context(|| format!("--schema {}", path.display()))?;
+    serde_json::from_slice(&text)
+        .with_context(|| format!("--schema {}: not a JSON schema", path.display()))
 }
 
 /// The requests of a run, apart from their arrivals.
