@@ -134,7 +134,6 @@ fn step(batch: &mut DeviceBatch, backend: &kernels::cuda::CudaBackend, parts: &[
             position: part.position,
             rows: part.rows,
             samples: 1,
-            mask: None,
         })
         .collect();
     let input = StepInput {
@@ -142,7 +141,6 @@ fn step(batch: &mut DeviceBatch, backend: &kernels::cuda::CudaBackend, parts: &[
         admissions: &admissions,
         extensions: &[],
         sequences: &sequences,
-        masks: &[],
         rows_min: 0,
     };
     batch.begin(backend, &input).unwrap()
@@ -316,20 +314,18 @@ pub fn oversized_step_is_rejected_before_any_launch() {
         depth: 1,
     };
     let mut batch = DeviceBatch::new(&cuda, kv, limits).unwrap();
-    let rows = |slot, position, rows| StepRows { slot, position, rows, samples: 1, mask: None };
+    let rows = |slot, position, rows| StepRows { slot, position, rows, samples: 1 };
     for (sequences, word) in [
         (vec![rows(2, 0, 1)], "slot"),
         (vec![rows(0, 0, 17)], "rows"),
         (vec![rows(0, 64, 1)], "end"),
         (vec![rows(0, 0, 0)], "end"),
-        (vec![StepRows { mask: Some(0), ..rows(0, 0, 1) }], "mask"),
     ] {
         let input = StepInput {
             step_id: 1,
             admissions: &[],
             extensions: &[],
             sequences: &sequences,
-            masks: &[],
             rows_min: 0,
         };
         let error = batch.begin(&cuda, &input).unwrap_err().to_string();

@@ -15,7 +15,7 @@ use config::{Config, LoadInput};
 use engine::{
     event::{Action, Input},
     executor::{CollectWaker, Executor, ExecutorError, ExecutorLimits},
-    plan::{StepPlan, StepResult},
+    plan::{RowMask, StepId, StepPlan, StepResult},
 };
 use integration_tests::cluster::{Ready, SECRET};
 use kernels::{
@@ -107,6 +107,14 @@ struct Faulty {
 impl Executor for Faulty {
     fn launch(&mut self, plan: StepPlan) -> Result<(), ExecutorError> {
         self.device.launch(plan)
+    }
+
+    fn supply(&mut self, step_id: StepId, masks: Vec<RowMask>) -> Result<(), ExecutorError> {
+        self.device.supply(step_id, masks)
+    }
+
+    fn masks_are_due(&self) -> bool {
+        self.device.masks_are_due()
     }
 
     fn collect(&mut self, timeout: Duration) -> Result<Option<StepResult>, ExecutorError> {

@@ -140,7 +140,7 @@ fn by_gpu(
                 let rows = if step_id == 0 { prompts[i].len() as u32 } else { 1 };
                 let first = position[i];
                 position[i] += rows;
-                StepRows { slot: slots[i], position: first, rows, samples: 1, mask: None }
+                StepRows { slot: slots[i], position: first, rows, samples: 1 }
             })
             .collect();
         let input = StepInput {
@@ -148,7 +148,6 @@ fn by_gpu(
             admissions: if step_id == 0 { &admissions } else { &[] },
             extensions: &[],
             sequences: &sequences,
-            masks: &[],
             rows_min: if step_id == 0 { 0 } else { 4 },
         };
         let mut step = batch.begin(&cuda, &input).unwrap();
@@ -156,7 +155,7 @@ fn by_gpu(
             Some(graph) if step_id > 0 => Graph::launch(graph, cuda.compute()).unwrap(),
             _ => _ = llama.forward(&mut cuda, &mut step),
         }
-        batch.sample(&cuda, llama.logits(), &step, false).unwrap();
+        batch.sample(&cuda, llama.logits(), &step).unwrap();
         if step_id == 1 && options.graphs {
             let mut step = batch.filling(4);
             graph = Some(cuda.capture(|cuda| _ = llama.forward(cuda, &mut step)).unwrap());

@@ -97,7 +97,7 @@ fn logits(
                 let prompt = reference.prompt_len as u32;
                 let (position, rows) =
                     if step_id == 0 { (0, prompt) } else { (prompt + step_id as u32 - 1, 1) };
-                StepRows { slot, position, rows, samples: 1, mask: None }
+                StepRows { slot, position, rows, samples: 1 }
             })
             .collect();
         let input = StepInput {
@@ -105,7 +105,6 @@ fn logits(
             admissions: if step_id == 0 { &admissions } else { &[] },
             extensions: &[],
             sequences: &sequences,
-            masks: &[],
             rows_min: if step_id == 0 { 0 } else { 4 },
         };
         let mut step = batch.begin(&cuda, &input).unwrap();
@@ -113,7 +112,7 @@ fn logits(
         let found = cuda.get(llama.logits(), PROMPTS);
         all.iter_mut().zip(found.chunks(vocabulary)).for_each(|(all, row)| all.extend(row));
         // The sampled token is ignored: transformers' token is the next input.
-        batch.sample(&cuda, llama.logits(), &step, false).unwrap();
+        batch.sample(&cuda, llama.logits(), &step).unwrap();
         let frame = batch.end(&cuda, step_id as u64, vec![false; PROMPTS]).unwrap();
         batch.recycle(frame.finish(&mut clock).unwrap().output);
     }

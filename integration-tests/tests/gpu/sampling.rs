@@ -96,26 +96,24 @@ impl Sampler {
                 sampling: &row.sampling,
             })
             .collect();
-        let mut masks = Vec::new();
-        let mut sequences = Vec::new();
-        for (slot, row) in (0..).zip(rows) {
-            let mask = row.mask.as_ref().map(|mask| {
-                masks.push(mask);
-                masks.len() as u32 - 1
-            });
+        let sequence = |(slot, row): (u32, &Row)| {
             let position = row.tokens.len() as u32 - 1;
-            sequences.push(StepRows { slot, position, rows: 1, samples: 1, mask });
-        }
+            StepRows { slot, position, rows: 1, samples: 1 }
+        };
+        let sequences: Vec<_> = (0..).zip(rows).map(sequence).collect();
         let input = StepInput {
             step_id: 3,
             admissions: &admissions,
             extensions: &[],
             sequences: &sequences,
-            masks: &masks,
             rows_min: 0,
         };
         let clock = DeviceClock::start(self.cuda.context(), self.cuda.compute()).unwrap();
-        (self.batch.begin(&self.cuda, &input).unwrap(), clock)
+        let step = self.batch.begin(&self.cuda, &input).unwrap();
+        let masked = (0..).zip(rows).filter_map(|(sample, row)| Some((sample, row.mask.clone()?)));
+        let masks: Vec<_> = masked.map(|(sample, mask)| (sample, Some(Arc::new(mask)))).collect();
+        self.batch.supply(&self.cuda, &step, &masks).unwrap();
+        (step, clock)
     }
 
     fn end(&mut self, rows: &[Row], mut clock: DeviceClock) -> Vec<SampleOutcome> {
@@ -131,8 +129,7 @@ impl Sampler {
 fn sample_on_gpu(sampler: &mut Sampler, rows: &[Row], logits: &[f32]) -> Vec<SampleOutcome> {
     sampler.put(rows.len(), logits);
     let (step, clock) = sampler.begin(rows);
-    let has_masks = rows.iter().any(|row| row.mask.is_some());
-    sampler.batch.sample(&sampler.cuda, &sampler.logits, &step, has_masks).unwrap();
+    sampler.batch.sample(&sampler.cuda, &sampler.logits, &step).unwrap();
     sampler.end(rows, clock)
 }
 

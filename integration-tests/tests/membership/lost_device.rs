@@ -16,7 +16,7 @@ use anyhow::{Context, Result, ensure};
 use config::{Config, LoadInput};
 use engine::{
     executor::{CollectWaker, Executor, ExecutorError, ExecutorLimits},
-    plan::{StepPlan, StepResult},
+    plan::{RowMask, StepId, StepPlan, StepResult},
 };
 use integration_tests::{
     cluster::{Ready, SECRET},
@@ -48,6 +48,14 @@ struct LostDevice {
 impl Executor for LostDevice {
     fn launch(&mut self, plan: StepPlan) -> Result<(), ExecutorError> {
         self.device.launch(plan)
+    }
+
+    fn supply(&mut self, step_id: StepId, masks: Vec<RowMask>) -> Result<(), ExecutorError> {
+        self.device.supply(step_id, masks)
+    }
+
+    fn masks_are_due(&self) -> bool {
+        self.device.masks_are_due()
     }
 
     fn collect(&mut self, timeout: Duration) -> Result<Option<StepResult>, ExecutorError> {

@@ -30,7 +30,7 @@
 #endif
 
 /* Increases with every incompatible change of this file. */
-#define BATON_ABI_VERSION 2
+#define BATON_ABI_VERSION 3
 
 /* Tokens per KV block. */
 #define BATON_BLOCK_TOKENS 16
@@ -287,12 +287,12 @@ typedef struct {
 } baton_plan_header;
 
 /* One sequence of the step: row_count tokens from its slot's position on. Its last sample_count rows are
- * sampled. mask_row: the first of sample_count rows of the step's masks, or -1. 16 bytes. */
+ * sampled. 16 bytes. */
 typedef struct {
   int32_t slot;
   int32_t row_count;
   int32_t sample_count;
-  int32_t mask_row;
+  int32_t reserved;
 } baton_plan_sequence;
 
 /* A sequence admitted to a slot; applied before runs and sequences. 96 bytes. */
@@ -351,6 +351,12 @@ typedef struct {
  * Two launches. `plan` is 16-byte aligned. */
 BATON_API int32_t baton_step_prepare(const baton_pool *pool, const void *plan, const baton_step *step,
                                      int32_t rows, int32_t sequences, int32_t samples, void *stream);
+
+/* Tells constrained samples of a prepared step their token bitmask. `words` has `count` pairs: the index of a
+ * sample, and its row of the masks. Without a bitmask (-1) the sample becomes padding, and its slot goes back by
+ * one position. */
+BATON_API int32_t baton_step_supply(const baton_pool *pool, const void *words, const baton_step *step, int32_t count,
+                                    void *stream);
 
 /* ---- Attention ------------------------------------------------------------------------------------------------ */
 

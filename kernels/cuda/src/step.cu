@@ -124,7 +124,7 @@ __global__ void __launch_bounds__(THREADS)
       const int to = before.samples + sample;
       step.sampled_rows[to] = before.rows + sequence[j].row_count - sequence[j].sample_count + sample;
       step.sample_slots[to] = sequence[j].slot;
-      step.sample_masks[to] = sequence[j].mask_row < 0 ? -1 : sequence[j].mask_row + sample;
+      step.sample_masks[to] = -1;
     }
     before = before + Sums{sequence[j].row_count, sequence[j].sample_count, (length[j] + TOKENS - 1) / TOKENS};
     if (index == sequences - 1) {
@@ -191,10 +191,24 @@ __global__ void expand_kernel(const baton_pool pool, const baton_step step, int 
   }
 }
 
+__global__ void supply_kernel(const baton_pool pool, const int32_t* words, const baton_step step, int count) {
+  follow_predecessor();
+  const int index = blockIdx.x * blockDim.x + threadIdx.x;
+  if (index >= count) return;
+  const int sample = words[2 * index], mask = words[2 * index + 1];
+  if (mask >= 0) {
+    step.sample_masks[sample] = mask;
+  } else {
+    pool.slots[step.sample_slots[sample]].position -= 1;
+    step.sample_slots[sample] = -1;
+  }
+}
+
 }  // namespace
 
 int32_t load_step() {
   BATON_TRY(load(plan_kernel));
+  BATON_TRY(load(supply_kernel));
   return load(expand_kernel);
 }
 
@@ -222,5 +236,17 @@ BATON_API int32_t baton_step_prepare(const baton_pool* pool, const void* plan, c
     const int blocks = sequences >= 256 ? 1 : each > 2048 ? 8 : each > 256 ? 2 : 1;
     return launch("step rows", expand_kernel, dim3(blocks, sequences + 1), dim3(256), 0, as_stream(stream), *pool,
                   *step, rows, sequences);
+  });
+}
+
+BATON_API int32_t baton_step_supply(const baton_pool* pool, const void* words, const baton_step* step, int32_t count,
+                                    void* stream) {
+  return guarded([&]() -> int32_t {
+    BATON_REQUIRE(pool && words && step, "pool, words or step is null");
+    BATON_REQUIRE(count >= 0 && count <= step->samples_max, "count is %d; expected 0 to %d", count, step->samples_max);
+    if (count == 0) return BATON_OK;
+    constexpr int SUPPLY_THREADS = 256;
+    return launch("step supply", supply_kernel, dim3((count + SUPPLY_THREADS - 1) / SUPPLY_THREADS),
+                  dim3(SUPPLY_THREADS), 0, as_stream(stream), *pool, static_cast<const int32_t*>(words), *step, count);
   });
 }

@@ -27,7 +27,7 @@ Pool = struct("Pool", slots=P, sampling=P, tokens=P, block_tables=P, stop_tokens
 PlanHeader = struct("PlanHeader", word_count=U32, sequence_count=U32, row_count=U32, sample_count=U32,
                     admission_count=U32, run_count=U32, sequences_at=U32, admissions_at=U32, runs_at=U32,
                     step_id=U32, reserved=U32 * 6)
-PlanSequence = struct("PlanSequence", slot=I32, row_count=I32, sample_count=I32, mask_row=I32)
+PlanSequence = struct("PlanSequence", slot=I32, row_count=I32, sample_count=I32, reserved=I32)
 PlanAdmission = struct("PlanAdmission", slot=I32, reserved=I32 * 3, state=Slot, sampling=Sampling)
 PlanRun = struct("PlanRun", target=I32, slot=I32, first=I32, count=I32, at=U32)
 STEP_ARRAYS = ("row_tokens row_positions row_destinations row_sequences row_indptr page_indptr page_indices "
@@ -77,6 +77,7 @@ ARGUMENTS = {
     "gather_blocks": [P, P, I32, P],
     "scatter_blocks": [P, P, I32, P],
     "step_prepare": [P, P, P, I32, I32, I32],
+    "step_supply": [P, P, P, I32],
     "attention_prepare": [I32, P, P, P, P],
     "attention_run": [P, P, P, P, I32, P, I64, P, P, I32, I32],
     "sample": [P, P, P],

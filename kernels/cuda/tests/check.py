@@ -224,7 +224,7 @@ class Host:
         return (PlanAdmission(slot, (I32 * 3)(), Slot(computed, len(tokens), 0, 0), Sampling(**settings)), runs)
 
     def write(self, step_id, admissions, sequences, runs=()):
-        """The plan as a tensor of words; sequences are (slot, rows, samples, mask_row)."""
+        """The plan as a tensor of words; sequences are (slot, rows, samples)."""
         runs = [run for _, own in admissions for run in own] + list(runs)
         words = [0] * 16
         place = lambda: words.extend([0] * (-len(words) % 4)) or len(words)
@@ -252,7 +252,7 @@ class Host:
         out["row_indptr"], out["page_indptr"] = [0], [0]
         trash = self.pool.trash_block
         for index in range(padded):
-            slot, count, sampled, mask = sequences[index] if index < len(sequences) else (-1, 1, 0, -1)
+            slot, count, sampled = sequences[index] if index < len(sequences) else (-1, 1, 0)
             state = self.live[slot] if slot >= 0 else dict(tokens=[0], position=0, table=[trash])
             first = state["position"]
             state["position"] = length = first + count
@@ -272,7 +272,7 @@ class Host:
             for sample in range(sampled):
                 out["sampled_rows"].append(base + count - sampled + sample)
                 out["sample_slots"].append(slot)
-                out["sample_masks"].append(-1 if mask < 0 else mask + sample)
+                out["sample_masks"].append(-1)
         padding = padded - len(sequences)
         out["counts"] = [len(sequences), len(out["row_tokens"]) - padding, len(out["sampled_rows"]),
                          len(out["page_indices"]) - padding]
@@ -312,7 +312,7 @@ def check_step():
                 if left == 0:
                     continue
                 count = random.choice((1, left, random.randint(1, left)))
-                sequences.append((slot, count, random.randint(0, min(3, count)), random.choice((-1, 5))))
+                sequences.append((slot, count, random.randint(0, min(3, count))))
             rows, samples = sum(s[1] for s in sequences), sum(s[2] for s in sequences)
             padding = random.choice((0, 0, 1, 9))
             extra = padding + random.choice((0, 3))
@@ -329,6 +329,17 @@ def check_step():
                 if name not in ("counts",):
                     rest = arrays.tensors[name][len(values):]
                     assert (rest == -77).all(), f"step {name}: written beyond the end"
+            supplied = [(sample, random.choice((-1, 3))) for sample in range(samples) if random.random() < 0.5]
+            buffer[: 2 * len(supplied)] = ints([word for pair in supplied for word in pair])
+            lib.step_supply(host.pool, buffer, arrays.struct, len(supplied))
+            for sample, mask in supplied:
+                if mask < 0:
+                    host.live[want["sample_slots"][sample]]["position"] -= 1
+                    want["sample_slots"][sample] = -1
+                else:
+                    want["sample_masks"][sample] = mask
+            for name in ("sample_slots", "sample_masks"):
+                equal(arrays.tensors[name][: samples], ints(want[name][:samples]), f"supplied {name}")
             steps += 1
     return f"{steps} steps"
 

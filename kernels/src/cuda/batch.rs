@@ -76,8 +76,6 @@ pub struct StepInput<'a> {
     pub admissions: &'a [Admission<'a>],
     pub extensions: &'a [Extension<'a>],
     pub sequences: &'a [StepRows],
-    /// Token masks, indexed by [`StepRows::mask`].
-    pub masks: &'a [&'a TokenMask],
     /// The device pads a decode step to this number of rows.
     pub rows_min: u32,
 }
@@ -103,6 +101,8 @@ pub struct DeviceBatch {
     uploaded_bytes: u64,
     /// For each slot, the sampling kernels that its sequence needs.
     needs: Vec<i32>,
+    /// Whether the step was supplied with token bitmasks.
+    has_masks: bool,
     /// Random delays, in tests only.
     delays: Option<Delays>,
 }
@@ -255,6 +255,7 @@ impl DeviceBatch {
             output: None,
             uploaded_bytes: 0,
             needs: vec![0; limits.slots as usize],
+            has_masks: false,
             delays: None,
         })
     }
@@ -305,8 +306,9 @@ impl DeviceBatch {
         );
         let (last, before) = plans.split_last().expect("a step has a plan");
         for words in before {
-            self.upload(backend, words, &[], (0, 0, 0))?;
+            self.upload_plan(backend, words, (0, 0, 0))?;
         }
+        self.has_masks = false;
         let serial = self.serial.fetch_add(1, Ordering::Relaxed);
         let rows_min = input.rows_min as usize;
         for admission in input.admissions {
@@ -317,33 +319,97 @@ impl DeviceBatch {
         let memory = Arc::clone(&self.memory);
         let step = CudaStep::new(memory, serial, input.sequences, rows_min, needs);
         let sizes = (step.rows(), step.sequences(), step.samples());
-        self.upload(backend, last, input.masks, sizes)?;
+        self.upload_plan(backend, last, sizes)?;
         Ok(step)
     }
 
+    /// Uploads a plan and applies it on the device.
+    fn upload_plan(
+        &mut self,
+        backend: &CudaBackend,
+        words: &[u32],
+        (rows, sequences, samples): (usize, usize, usize),
+    ) -> Result<(), CudaError> {
+        self.upload(backend, words, &[], |batch, plan, library| {
+            let compute = backend.compute();
+            if let Some(output) = &batch.output {
+                // The step's GPU time excludes waiting for its plan. The last of several plans counts.
+                output.begin.record(compute)?;
+            }
+            let BatchMemory { pool, step, .. } = &*batch.memory;
+            let (rows, sequences, samples) = (rows as i32, sequences as i32, samples as i32);
+            // SAFETY: the plan was encoded within the limits of pool and step, and its slots and blocks were
+            // checked. The plan is uploaded before the kernels run, and overwritten after them.
+            unsafe {
+                launch!(
+                    library,
+                    compute,
+                    baton_step_prepare(pool, plan, step, rows, sequences, samples)
+                )
+            }
+        })
+    }
+
+    /// Supplies the bitmasks of constrained samples, before the step is sampled. `masks` has the index of
+    /// each constrained sample, ascending. A sample without a bitmask is not sampled, and its slot goes back
+    /// by one position.
+    ///
+    /// # Errors
+    /// When a sample is not one of the step's, or after a GPU error.
+    pub fn supply(
+        &mut self,
+        backend: &CudaBackend,
+        step: &CudaStep,
+        masks: &[(u32, Option<Arc<TokenMask>>)],
+    ) -> Result<(), CudaError> {
+        if masks.is_empty() {
+            return Ok(());
+        }
+        let is_ascending = masks.is_sorted_by(|(before, _), (after, _)| before < after);
+        let last = masks.last().map_or(0, |(sample, _)| *sample as usize + 1);
+        if !is_ascending || last > step.samples() {
+            let (what, value) = ("the samples of token bitmasks", format!("up to {last}"));
+            return Err(CudaError::Unsupported { what, value, allowed: "ascending samples" });
+        }
+        let (mut words, mut present) = (Vec::with_capacity(2 * masks.len()), Vec::new());
+        for (sample, mask) in masks {
+            words.extend([*sample, if mask.is_some() { present.len() as u32 } else { u32::MAX }]);
+            present.extend(mask.as_deref());
+        }
+        self.has_masks = !present.is_empty();
+        self.upload(backend, &words, &present, |batch, words, library| {
+            let BatchMemory { pool, step, .. } = &*batch.memory;
+            let count = masks.len() as i32;
+            // SAFETY: the samples are those of the prepared step, and there is a mask for each row.
+            unsafe {
+                launch!(library, backend.compute(), baton_step_supply(pool, words, step, count))
+            }
+        })
+    }
+
+    /// Uploads words and masks, and launches the kernels that read them with their address.
     fn upload(
         &mut self,
         backend: &CudaBackend,
         words: &[u32],
         masks: &[&TokenMask],
-        (rows, sequences, samples): (usize, usize, usize),
+        launch: impl FnOnce(&Self, ffi::Address, &KernelLibrary) -> Result<(), CudaError>,
     ) -> Result<(), CudaError> {
         let mut input = self.inputs.pop_front().expect("every input is returned");
-        let outcome =
-            self.upload_through(&mut input, backend, words, masks, (rows, sequences, samples));
+        let outcome = self.upload_through(&mut input, backend, words, masks, launch);
         self.inputs.push_back(input);
         self.uploaded_bytes += 4 * outcome? as u64;
         Ok(())
     }
 
-    /// Uploads `words` and returns their number.
+    /// Returns the number of uploaded words.
     fn upload_through(
         &self,
         input: &mut Input,
         backend: &CudaBackend,
         words: &[u32],
         masks: &[&TokenMask],
-        (rows, sequences, samples): (usize, usize, usize),
+        launch: impl FnOnce(&Self, ffi::Address, &KernelLibrary) -> Result<(), CudaError>,
     ) -> Result<usize, CudaError> {
         let (mut pinned, done) = match std::mem::replace(&mut input.pinned, InputState::Lost) {
             InputState::Free(pinned, done) => (pinned, done),
@@ -367,10 +433,6 @@ impl DeviceBatch {
         let copy = pinned.upload(end, &input.device, 0, &self.up, done)?;
         compute.wait(copy.event())?;
         self.pass(compute)?;
-        if let Some(output) = &self.output {
-            // The step's GPU time excludes waiting for its plan. The last of several plans counts.
-            output.begin.record(compute)?;
-        }
         input.pinned = InputState::InFlight(copy);
         if end > masks_at {
             self.sampler.masks().copy(
@@ -381,18 +443,7 @@ impl DeviceBatch {
                 compute,
             )?;
         }
-        // SAFETY: the plan was encoded within the limits of pool and step, and its slots and blocks were
-        // checked. The plan is uploaded before the kernels run, and overwritten after them.
-        unsafe {
-            let BatchMemory { pool, step, .. } = &*self.memory;
-            let (plan, library) = (input.device.address(), backend.library());
-            let (rows, sequences, samples) = (rows as i32, sequences as i32, samples as i32);
-            launch!(
-                library,
-                compute,
-                baton_step_prepare(pool, plan, step, rows, sequences, samples)
-            )
-        }?;
+        launch(self, input.device.address(), backend.library())?;
         input.consumed.record(compute)?;
         Ok(end)
     }
@@ -410,14 +461,13 @@ impl DeviceBatch {
         backend: &CudaBackend,
         logits: &CudaBuffer,
         step: &CudaStep,
-        has_masks: bool,
     ) -> Result<(), CudaError> {
         backend.check()?;
         let compute = backend.compute();
         // The previous step's results must be downloaded before they are overwritten.
         compute.wait(&self.downloaded)?;
         self.pass(compute)?;
-        self.sampler.sample(backend, logits, step, has_masks)
+        self.sampler.sample(backend, logits, step, self.has_masks)
     }
 
     /// Samples within a graph capture, which may not wait for another stream. Before a replay, the caller
@@ -492,7 +542,7 @@ impl DeviceBatch {
             true => Ok(()),
             false => Err(CudaError::Unsupported { what, value: value.to_string(), allowed }),
         };
-        let StepInput { admissions, extensions, sequences, masks, .. } = *input;
+        let StepInput { admissions, extensions, sequences, .. } = *input;
         let all_slots = admissions.iter().map(|admission| admission.slot);
         let all_slots = all_slots
             .chain(extensions.iter().map(|extension| extension.slot))
@@ -523,12 +573,12 @@ impl DeviceBatch {
         };
         let (all_rows, all_samples) = (sum(|sequence| sequence.rows), sum(|s| s.samples));
         check(all_rows <= rows.into(), "the number of rows", all_rows, "the limit or fewer")?;
-        let is_allowed = all_samples <= samples.into() && masks.len() <= samples as usize;
+        let is_allowed = all_samples <= samples.into();
         check(is_allowed, "the number of samples", all_samples, "the limit or fewer")?;
         let (rows_min, what) = (input.rows_min, "the padded number of rows");
         let is_allowed = rows_min <= rows.min(samples).min(slots);
         check(is_allowed, what, rows_min.into(), "the limit or fewer")?;
-        for &StepRows { position, rows, samples, mask, .. } in sequences {
+        for &StepRows { position, rows, samples, .. } in sequences {
             let is_allowed = rows_min == 0 || (rows, samples) == (1, 1);
             let what = "the rows of a padded step's sequence";
             check(is_allowed, what, rows.into(), "one row that samples")?;
@@ -537,9 +587,6 @@ impl DeviceBatch {
             let allowed =
                 "an end within the longest sequence, at least one row and at most one sample a row";
             check(is_allowed, "a sequence's end", end, allowed)?;
-            let count = masks.len() as u64;
-            let is_allowed = mask.is_none_or(|row| u64::from(row) + u64::from(samples) <= count);
-            check(is_allowed, "the number of masks", count, "a mask for every sample")?;
         }
         Ok(())
     }

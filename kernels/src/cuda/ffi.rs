@@ -7,7 +7,7 @@ use std::ffi::{c_char, c_void};
 use cudarc::driver::sys::CUdeviceptr;
 
 /// `BATON_ABI_VERSION`.
-pub const ABI_VERSION: i32 = 2;
+pub const ABI_VERSION: i32 = 3;
 /// `BATON_INVALID`.
 pub const INVALID: i32 = 1;
 /// `BATON_UNSUPPORTED`.
@@ -158,7 +158,7 @@ structs! {
         pub slot: i32,
         pub row_count: i32,
         pub sample_count: i32,
-        pub mask_row: i32,
+        pub reserved: i32,
     }
 
     #[derive(Default, bytemuck::Pod, bytemuck::Zeroable)]
@@ -398,6 +398,7 @@ functions! {
     baton_rope_store_kv: fn(*const Kv, *const RopeArgs, RawStream) -> i32;
     baton_step_prepare:
         fn(*const Pool, Address, *const Step, i32, i32, i32, RawStream) -> i32;
+    baton_step_supply: fn(*const Pool, Address, *const Step, i32, RawStream) -> i32;
     baton_attention_prepare:
         fn(
             i32,

@@ -36,14 +36,11 @@ pub struct StepRows {
     pub rows: u32,
     /// Number of last rows that sample a token.
     pub samples: u32,
-    /// Index of the token mask of the first sample; each sample has one mask.
-    pub mask: Option<u32>,
 }
 
 impl StepRows {
     /// A padding row that belongs to no slot.
-    pub(super) const FILLING: Self =
-        Self { slot: u32::MAX, position: 0, rows: 1, samples: 1, mask: None };
+    pub(super) const FILLING: Self = Self { slot: u32::MAX, position: 0, rows: 1, samples: 1 };
 }
 
 const HEADER_WORDS: usize = size_of::<PlanHeader>() / 4;
@@ -182,10 +179,9 @@ fn plan(
     };
     put(&mut words[..HEADER_WORDS], &header);
     for (words, sequence) in words[sequences_at..].chunks_mut(SEQUENCE_WORDS).zip(sequences) {
-        let StepRows { slot, rows, samples, mask, .. } = *sequence;
-        let mask_row = mask.map_or(-1, |row| row as i32);
+        let StepRows { slot, rows, samples, .. } = *sequence;
         let (row_count, sample_count) = (rows as i32, samples as i32);
-        put(words, &PlanSequence { slot: slot as i32, row_count, sample_count, mask_row });
+        put(words, &PlanSequence { slot: slot as i32, row_count, sample_count, reserved: 0 });
     }
     for (words, admission) in words[admissions_at..].chunks_mut(ADMISSION_WORDS).zip(admissions) {
         put(words, admission);
@@ -254,13 +250,13 @@ mod tests {
         };
         let extension = Extension { slot: 1, first: 4, blocks: &blocks[..1] };
         let sequences = [
-            StepRows { slot: 3, position: 1, rows: 2, samples: 1, mask: None },
-            StepRows { slot: 1, position: 64, rows: 1, samples: 1, mask: Some(4) },
+            StepRows { slot: 3, position: 1, rows: 2, samples: 1 },
+            StepRows { slot: 1, position: 64, rows: 1, samples: 1 },
         ];
         let plans = encode(42, &[admission], &[extension], &sequences, 1000);
         let [plan] = &plans[..] else { panic!("{} plans", plans.len()) };
         assert_eq!(plan[..10], [plan.len() as u32, 2, 3, 2, 1, 4, 16, 24, 48, 42]);
-        assert_eq!(plan[16..24], [3, 2, 1, u32::MAX, 1, 1, 1, 4]);
+        assert_eq!(plan[16..24], [3, 2, 1, 0, 1, 1, 1, 0]);
         let occupant: PlanAdmission =
             bytemuck::pod_read_unaligned(bytemuck::cast_slice(&plan[24..48]));
         assert_eq!((occupant.slot, occupant.state.position, occupant.state.length), (3, 1, 3));
@@ -286,7 +282,7 @@ mod tests {
             sampling: &sampling,
         };
         let occupants = [occupant, Admission { slot: 1, ..occupant }];
-        let sequences = [StepRows { slot: 1, position: 0, rows: 8, samples: 0, mask: None }];
+        let sequences = [StepRows { slot: 1, position: 0, rows: 8, samples: 0 }];
         let whole = applied(&encode(1, &occupants, &[], &sequences, 1 << 20));
         assert_eq!(whole.len(), 2 * 1063);
         for words_max in [words_min(2), 200, 777] {

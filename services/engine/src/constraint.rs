@@ -1,25 +1,38 @@
 //! Grammar-constrained decoding, as the scheduler sees it.
 //!
-//! The token bitmask of a position depends on the token before it. The scheduler therefore plans a row
-//! with a [`Constraint`] only after it has collected the row's last token: the row skips a frame, and
-//! the other rows of the batch do not. The caller that creates a constraint compiles the grammar and
-//! computes the first bitmask. Later bitmasks are computed when a result is collected, while the next
-//! step runs.
+//! The token bitmask of a position depends on the token before it, which the host reads while the next
+//! forward pass runs already. So a constrained row takes part in every forward pass, and only the step's
+//! sampling waits for the bitmasks:
 //!
-//! A constraint fails closed: the scheduler ends a sequence whose constraint fails, and an executor
-//! refuses to sample a constrained row without the bitmask of its position.
+//! 1. The scheduler collects a step and gives each sampled token to its [`Constraint`].
+//! 2. Worker threads run the [`MaskJob`]s of the constrained rows.
+//! 3. The step in flight is supplied with the bitmasks, and the device samples.
+//!
+//! A row whose bitmask is late does not sample in this step. It computes its last token again in a later
+//! step, when its bitmask is there, so its output is the same. Other rows do not wait longer than their
+//! forward pass takes.
+//!
+//! The caller that creates a constraint compiles the grammar and computes the first bitmask. A constraint
+//! fails closed: the scheduler ends a sequence whose constraint fails, and an executor never samples a
+//! constrained row without a bitmask.
 
-use std::{fmt::Debug, sync::Arc};
+use std::{
+    fmt::Debug,
+    panic::{AssertUnwindSafe, catch_unwind},
+    sync::Arc,
+};
 
 use kernels::sampling::TokenMask;
 
-/// Matcher of one answer. The scheduler calls it between steps, so a call may take some tens of
-/// microseconds.
+use crate::{event::SequenceId, executor::panic_message};
+
+/// Matcher of one answer.
 pub trait Matcher: Debug + Send {
-    /// Consumes the sampled token.
+    /// Consumes the sampled token. The scheduler calls it between steps, so it may take some microseconds.
     fn accept(&mut self, token: u32) -> Result<(), ConstraintFailure>;
 
-    /// Computes the bitmask of the next token. It includes the stop tokens if the answer may end here.
+    /// Computes the bitmask of the next token, on a worker thread. It includes the stop tokens if the answer
+    /// may end here.
     fn allowed(&mut self) -> Result<TokenMask, ConstraintFailure>;
 
     /// Returns whether no token can follow, so that the answer ends without a stop token.
@@ -34,7 +47,7 @@ pub enum ConstraintFailure {
     /// The grammar exceeds its time or memory bound, here and on every other node.
     #[error("{reason}")]
     TooComplex { reason: String },
-    /// The grammar does not allow the sampled token: a bug.
+    /// The grammar does not allow the sampled token, or the matcher panicked: a bug.
     #[error("{reason}")]
     Broken { reason: String },
 }
@@ -42,32 +55,53 @@ pub enum ConstraintFailure {
 /// The matcher of one sequence with the bitmask of its next token.
 #[derive(Debug)]
 pub struct Constraint {
-    matcher: Box<dyn Matcher>,
-    allowed: Arc<TokenMask>,
+    /// `None` while a [`MaskJob`] has it.
+    matcher: Option<Box<dyn Matcher>>,
+    /// `None` from the acceptance of a token until the next bitmask is computed.
+    allowed: Option<Arc<TokenMask>>,
+    /// Number of the last job; an earlier job belongs to another sequence of the same id.
+    job: u64,
 }
 
 impl Constraint {
     /// Creates a constraint. `matcher` must have consumed the output so far.
     pub fn new(mut matcher: Box<dyn Matcher>) -> Result<Self, ConstraintFailure> {
         let allowed = Arc::new(matcher.allowed()?);
-        Ok(Self { matcher, allowed })
+        Ok(Self { matcher: Some(matcher), allowed: Some(allowed), job: 0 })
     }
 
-    /// Returns the bitmask of the next token.
-    pub fn allowed(&self) -> &Arc<TokenMask> {
-        &self.allowed
+    /// Returns the bitmask of the next token, once it is computed.
+    pub fn allowed(&self) -> Option<&Arc<TokenMask>> {
+        self.allowed.as_ref()
     }
 
-    /// Consumes the sampled token and returns whether it completes the answer. The bitmask is stale until
-    /// [`renew`](Self::renew).
+    /// Consumes the sampled token and returns whether it completes the answer.
     pub fn accept(&mut self, token: u32) -> Result<bool, ConstraintFailure> {
-        self.matcher.accept(token)?;
-        Ok(self.matcher.is_complete())
+        self.allowed = None;
+        let missing =
+            || ConstraintFailure::Broken { reason: "a token came before its bitmask".into() };
+        let matcher = self.matcher.as_mut().ok_or_else(missing)?;
+        matcher.accept(token)?;
+        Ok(matcher.is_complete())
     }
 
-    /// Computes the bitmask of the next token.
-    pub fn renew(&mut self) -> Result<(), ConstraintFailure> {
-        self.allowed = Arc::new(self.matcher.allowed()?);
+    /// Returns the computation of the next bitmask, numbered `job`, unless the bitmask is known or being
+    /// computed.
+    pub fn mask_job(&mut self, id: SequenceId, job: u64) -> Option<MaskJob> {
+        if self.allowed.is_some() {
+            return None;
+        }
+        let matcher = self.matcher.take()?;
+        self.job = job;
+        Some(MaskJob { id, job, matcher })
+    }
+
+    /// Takes the result of a job. Ignores a job that is not the last one.
+    pub fn take_mask(&mut self, computed: ComputedMask) -> Result<(), ConstraintFailure> {
+        if computed.job == self.job && self.matcher.is_none() {
+            let (matcher, allowed) = computed.outcome?;
+            (self.matcher, self.allowed) = (Some(matcher), Some(allowed));
+        }
         Ok(())
     }
 }
@@ -81,6 +115,35 @@ impl PartialEq for Constraint {
 
 impl Clone for Constraint {
     fn clone(&self) -> Self {
-        Self { matcher: self.matcher.boxed_clone(), allowed: self.allowed.clone() }
+        let matcher = self.matcher.as_ref().map(|matcher| matcher.boxed_clone());
+        Self { matcher, allowed: self.allowed.clone(), job: self.job }
     }
+}
+
+/// The computation of one bitmask. It has the matcher until it ends.
+#[derive(Debug)]
+pub struct MaskJob {
+    id: SequenceId,
+    job: u64,
+    matcher: Box<dyn Matcher>,
+}
+
+impl MaskJob {
+    /// Computes the bitmask. A panic of the matcher fails this sequence only.
+    pub fn run(mut self) -> ComputedMask {
+        let outcome = catch_unwind(AssertUnwindSafe(|| self.matcher.allowed()));
+        let outcome = outcome.unwrap_or_else(|panic| {
+            Err(ConstraintFailure::Broken { reason: panic_message(panic.as_ref()) })
+        });
+        let outcome = outcome.map(|allowed| (self.matcher, Arc::new(allowed)));
+        ComputedMask { id: self.id, job: self.job, outcome }
+    }
+}
+
+/// The result of a [`MaskJob`].
+#[derive(Debug)]
+pub struct ComputedMask {
+    pub id: SequenceId,
+    job: u64,
+    outcome: Result<(Box<dyn Matcher>, Arc<TokenMask>), ConstraintFailure>,
 }

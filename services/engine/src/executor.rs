@@ -21,7 +21,7 @@ use model::ModelConfig;
 use serde::{Deserialize, Serialize};
 
 pub use self::step_times::StepTimes;
-use crate::plan::{StepPlan, StepResult};
+use crate::plan::{RowMask, StepId, StepPlan, StepResult};
 
 /// Runs steps in order. Implementations: `cpu` (threads of this process), `cuda` (a GPU) and
 /// `sim` (virtual time).
@@ -29,8 +29,17 @@ pub trait Executor: Send {
     /// Starts a step and returns at once. The caller keeps at most `depth` steps in flight.
     fn launch(&mut self, plan: StepPlan) -> Result<(), ExecutorError>;
 
-    /// Waits for the result of the oldest step. Returns `None` after `timeout`, or when a [`CollectWaker`]
-    /// ended the wait.
+    /// Supplies the token bitmasks of the step launched last, in the order of its rows. Called once for
+    /// every plan with `awaits_masks`, before the next launch. A constrained row without a bitmask does not
+    /// sample: when it is planned next, it starts with its last token again.
+    fn supply(&mut self, step_id: StepId, masks: Vec<RowMask>) -> Result<(), ExecutorError>;
+
+    /// Returns whether the step launched last waits for [`supply`](Self::supply) only: the device has
+    /// finished its forward pass.
+    fn masks_are_due(&self) -> bool;
+
+    /// Waits for the result of the oldest step. Returns `None` after `timeout`, when a [`CollectWaker`]
+    /// ended the wait, or when token bitmasks are due.
     fn collect(&mut self, timeout: Duration) -> Result<Option<StepResult>, ExecutorError>;
 
     fn limits(&self) -> ExecutorLimits;
@@ -56,6 +65,14 @@ pub trait Executor: Send {
 impl<E: Executor + ?Sized> Executor for Box<E> {
     fn launch(&mut self, plan: StepPlan) -> Result<(), ExecutorError> {
         (**self).launch(plan)
+    }
+
+    fn supply(&mut self, step_id: StepId, masks: Vec<RowMask>) -> Result<(), ExecutorError> {
+        (**self).supply(step_id, masks)
+    }
+
+    fn masks_are_due(&self) -> bool {
+        (**self).masks_are_due()
     }
 
     fn collect(&mut self, timeout: Duration) -> Result<Option<StepResult>, ExecutorError> {

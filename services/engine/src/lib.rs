@@ -17,6 +17,7 @@ pub mod event;
 pub mod executor;
 mod frames;
 mod kv_blocks;
+mod mask_workers;
 pub mod plan;
 mod prefix_cache;
 mod scheduler;

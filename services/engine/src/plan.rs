@@ -40,8 +40,9 @@ pub struct StepPlan {
     pub extended: Vec<(Slot, Vec<BlockId>)>,
     /// Rows of this forward pass; none only in a plan that releases slots.
     pub rows: Vec<RowPlan>,
-    /// Token bitmasks of the constrained rows that sample, uploaded with the step.
-    pub masks: Vec<RowMask>,
+    /// Whether constrained rows sample. Then sampling waits for
+    /// [`supply`](crate::executor::Executor::supply).
+    pub awaits_masks: bool,
     /// Upper bound on the draft tokens of all rows.
     pub drafts_max: u32,
 }
@@ -62,7 +63,7 @@ pub struct AdmittedRow {
     pub constrained: bool,
 }
 
-/// Token bitmask of one row in this step.
+/// Token bitmask of one row of a launched step.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct RowMask {
     pub slot: Slot,
@@ -139,8 +140,8 @@ impl Span {
 pub struct RowResult {
     pub slot: Slot,
     pub generation: Generation,
-    /// Empty when the row did not sample or failed, else the accepted draft tokens and one sampled token.
-    /// The KV of all tokens but the last is written.
+    /// Empty when the row did not sample, failed, or had no token bitmask in time. Otherwise the accepted
+    /// draft tokens and one sampled token. The KV of all tokens but the last is written.
     pub tokens: Vec<SampledToken>,
     /// Draft tokens verified.
     pub drafted: u32,
@@ -154,9 +155,6 @@ pub enum RowFailure {
     /// The sampling parameters allow no token.
     #[error("no token can be chosen: {reason}")]
     Sampling { reason: String },
-    /// A constrained row sampled without its token bitmask: a bug of the scheduler.
-    #[error("no token can be chosen: the mask for position {position} is missing")]
-    NoMask { position: u32 },
     /// The model computed a NaN or infinite logit.
     #[error("the forward pass failed: {reason}")]
     Logits { reason: String },

@@ -23,11 +23,13 @@
 //! receiver has reserved blocks. So no node holds blocks while it waits for a peer's blocks.
 //!
 //! Files: `waiting` holds the queue, `admission` the entry to and exit from the queue, `running` the plan
-//! of a step, `completion` the processing of its result, `transfers` the blocks of transfers.
+//! of a step, `masks` its token bitmasks, `completion` the processing of its result, `transfers` the blocks
+//! of transfers.
 
 mod admission;
 mod completion;
 mod config;
+mod masks;
 mod running;
 mod sequence;
 mod testing;
@@ -41,17 +43,20 @@ use std::{
 
 pub use config::{ItlLimit, SchedulerConfig, SchedulerConfigError};
 use foldhash::HashMap;
+use masks::AwaitedMask;
 use sequence::{Arrival, Phase, Row, Sequence};
 use transfers::Transfers;
 use waiting::Waiting;
 
 use crate::{
     block_pool::BlockCounts,
+    constraint::MaskJob,
     event::{
         Action, BlockHash, CacheChange, Input, Load, SequenceFailure, SequenceId, SequenceKind,
     },
     frames::{Frames, Slots},
     kv_blocks::KvBlocks,
+    plan::StepId,
     prefix_cache::CacheSeeds,
 };
 
@@ -70,6 +75,10 @@ pub struct Scheduler {
     running: Vec<(Arrival, SequenceId)>,
     slots: Slots,
     frames: Frames,
+    /// The last launched step, if its sampling awaits token bitmasks.
+    awaited: Option<(StepId, Vec<AwaitedMask>)>,
+    mask_jobs: Vec<MaskJob>,
+    next_mask_job: u64,
     transfers: Transfers,
     /// `(Sequence::alarm, id)` of every sequence.
     alarms: BTreeSet<(Instant, SequenceId)>,
@@ -93,6 +102,9 @@ impl Scheduler {
             running: Vec::new(),
             slots: Slots::new(config.limits.slots),
             frames: Frames::default(),
+            awaited: None,
+            mask_jobs: Vec::new(),
+            next_mask_job: 0,
             transfers: Transfers::default(),
             alarms: BTreeSet::new(),
             next_arrival: 0,

@@ -2,12 +2,14 @@
 
 use std::{
     collections::VecDeque,
+    io,
     time::{Duration, Instant},
 };
 
 use crate::{
     event::{Action, Input},
     executor::{CollectWaker, Executor, ExecutorError},
+    mask_workers::MaskWorkers,
     plan::{Dispatch, RowResult, Span, StepPlan},
     scheduler::Scheduler,
     step_record::{StepKind, StepRecord},
@@ -21,9 +23,9 @@ const RECORDS_MAX: usize = 1024;
 pub enum Turn {
     /// The loop collected the result of a step.
     Stepped,
-    /// Steps are in flight, and none finished within the timeout or a waker ended the wait.
+    /// Steps or bitmasks are in flight, and no step finished within the timeout or a waker ended the wait.
     Pending,
-    /// Nothing is in flight and nothing can be planned: wait for inputs, at most until
+    /// No step or bitmask is in flight and nothing can be planned: wait for inputs, at most until
     /// [`StepLoop::next_deadline`], then take another turn.
     Idle,
 }
@@ -62,6 +64,7 @@ impl Speculated {
 pub struct StepLoop<E> {
     scheduler: Scheduler,
     executor: E,
+    mask_workers: MaskWorkers,
     /// Records of the steps in flight.
     launched: VecDeque<StepRecord>,
     /// Records of the last collected steps.
@@ -72,7 +75,7 @@ pub struct StepLoop<E> {
 }
 
 impl<E: Executor> StepLoop<E> {
-    /// Creates a loop. `scheduler` must have the limits of `executor`.
+    /// Creates a loop that computes token bitmasks itself. `scheduler` must have the limits of `executor`.
     pub fn new(scheduler: Scheduler, executor: E) -> Self {
         assert_eq!(
             scheduler.config().limits,
@@ -82,6 +85,7 @@ impl<E: Executor> StepLoop<E> {
         Self {
             scheduler,
             executor,
+            mask_workers: MaskWorkers::default(),
             launched: VecDeque::new(),
             records: VecDeque::with_capacity(RECORDS_MAX),
             collected_at: None,
@@ -89,13 +93,19 @@ impl<E: Executor> StepLoop<E> {
         }
     }
 
+    /// Starts threads that compute token bitmasks from now on.
+    pub fn with_mask_threads(mut self, threads: usize) -> io::Result<Self> {
+        self.mask_workers = MaskWorkers::start(threads, &self.executor.waker())?;
+        Ok(self)
+    }
+
     pub fn handle(&mut self, input: Input, actions: &mut Vec<Action>) {
         self.scheduler.handle(self.executor.now(), input, actions);
     }
 
     /// Launches the steps that can be planned, then waits up to `timeout` for the oldest step and
-    /// collects its result. Does not wait when no step is in flight. After an error the engine is
-    /// unusable.
+    /// collects its result. Does not wait when no step is in flight, and waits no longer when token bitmasks
+    /// are computed or due. After an error the engine is unusable.
     pub fn turn(
         &mut self,
         timeout: Duration,
@@ -106,7 +116,7 @@ impl<E: Executor> StepLoop<E> {
             self.scheduler.on_deadline(now, actions);
         }
         self.launch_planned(actions)?;
-        if self.launched.is_empty() {
+        if self.launched.is_empty() && !self.mask_workers.is_busy() {
             self.executor.check()?;
             return Ok(Turn::Idle);
         }
@@ -186,6 +196,7 @@ impl<E: Executor> StepLoop<E> {
 
     fn launch_planned(&mut self, actions: &mut Vec<Action>) -> Result<(), ExecutorError> {
         loop {
+            self.supply_masks(actions)?;
             let begin = self.executor.now();
             let Some(plan) = self.scheduler.plan(actions) else { return Ok(()) };
             let planned = Span { begin, end: self.executor.now() };
@@ -194,6 +205,20 @@ impl<E: Executor> StepLoop<E> {
             self.executor.launch(plan)?;
             record.launch.end = self.executor.now();
             self.launched.push_back(record);
+        }
+    }
+
+    /// Passes new bitmask jobs to the workers, and bitmasks to the step that awaits them.
+    fn supply_masks(&mut self, actions: &mut Vec<Action>) -> Result<(), ExecutorError> {
+        for job in self.scheduler.take_mask_jobs() {
+            self.mask_workers.submit(job);
+        }
+        while let Some(computed) = self.mask_workers.poll() {
+            self.scheduler.handle_mask(computed, actions);
+        }
+        match self.scheduler.supply(self.executor.masks_are_due()) {
+            Some((step_id, masks)) => self.executor.supply(step_id, masks),
+            None => Ok(()),
         }
     }
 }

@@ -1,9 +1,12 @@
-//! Sequences with a grammar skip a frame per token, delay no neighbour, and never sample without a token
+//! Sequences with a grammar take part in every step, delay no neighbour, and never sample without a token
 //! bitmask.
 
 mod common;
 
-use std::time::Instant;
+use std::{
+    collections::BTreeMap,
+    time::{Duration, Instant},
+};
 
 use common::{
     cpu::{engine, limits_of, run, tiny_model},
@@ -13,11 +16,12 @@ use common::{
     node::Node,
     oracle, patient, sequence, speculation,
 };
+use crossbeam_channel::{Receiver, Sender, unbounded};
 use engine::{
-    Speculated,
-    constraint::{Constraint, ConstraintFailure, Matcher},
-    event::{FinishReason, Input, NewSequence, SequenceFailure, SequenceId, SequenceKind},
-    executor::ExecutorLimits,
+    Speculated, StepLoop, Turn,
+    constraint::{Constraint, ConstraintFailure, MaskJob, Matcher},
+    event::{Action, FinishReason, Input, NewSequence, SequenceFailure, SequenceId, SequenceKind},
+    executor::{Executor, ExecutorLimits, cpu::CpuExecutor},
 };
 use kernels::sampling::{SampledToken, Sampling, TokenMask};
 
@@ -38,20 +42,16 @@ fn node(depth: u32) -> Node {
 }
 
 #[test]
-fn a_constrained_row_takes_every_other_step_and_its_neighbour_every_step() {
-    for (depth, steps_per_token) in [(1, 1), (2, 2), (3, 3)] {
+fn a_constrained_row_takes_part_in_every_step() {
+    for depth in [1, 2, 3] {
         let mut node = node(depth);
         node.arrive(plain(1, 60));
-        node.arrive(constrained(2, 15));
+        node.arrive(constrained(2, 40));
         node.run();
         assert!(node.finished(SequenceId(1)) && node.finished(SequenceId(2)));
         let rows: Vec<u32> = node.engine.take_records().iter().map(|step| step.rows).collect();
-        // The neighbour alone determines the number of steps.
-        assert_eq!(rows.len(), 60, "depth {depth}");
-        assert!(rows.iter().all(|&rows| rows >= 1));
-        let shared = rows.iter().enumerate().filter(|(_, rows)| **rows == 2).map(|(step, _)| step);
-        let expected: Vec<usize> = (0..15).map(|token| token * steps_per_token).collect();
-        assert_eq!(shared.collect::<Vec<_>>(), expected, "depth {depth}");
+        let expected: Vec<u32> = (0..60).map(|step| if step < 40 { 2 } else { 1 }).collect();
+        assert_eq!(rows, expected, "depth {depth}");
         node.assert_all_returned();
     }
 }
@@ -120,41 +120,77 @@ fn constrained_rows_get_no_draft_tokens_and_their_neighbours_do() {
     node.assert_all_returned();
 }
 
-/// Runs until the matcher fails, and returns the typed failure. No token may follow.
-fn fails_with(failure: ConstraintFailure) -> SequenceFailure {
-    let grammar = HashGrammar { fails_at: Some((6, failure)), ..HashGrammar::new(1, 10) };
-    let new = NewSequence { constraint: Some(grammar.constraint()), ..plain(1, 40) };
+/// Drives a scheduler and the sim executor by hand until both are idle. `computes` decides in each round
+/// whether the waiting bitmasks are computed now. Returns the tokens of each sequence, and the failures.
+fn drive(
+    arrivals: Vec<NewSequence>,
+    mut computes: impl FnMut(usize) -> bool,
+) -> (BTreeMap<SequenceId, Vec<u32>>, Vec<(SequenceId, SequenceFailure)>) {
     let limits = limits(4, 64, 60, 2);
-    let mut scheduler = common::scheduler(patient(limits));
-    let mut actions = Vec::new();
-    let now = Instant::now();
+    let (mut scheduler, now) = (common::scheduler(patient(limits)), Instant::now());
     let mut executor = common::sim(limits, now);
-    scheduler.handle(now, Input::Arrived(new), &mut actions);
-    scheduler.handle(now, Input::Arrived(plain(2, 30)), &mut actions);
-    use engine::{event::Action, executor::Executor};
-    let (mut tokens, mut neighbours, mut failed) = (0, 0, None);
-    loop {
+    let (mut actions, mut jobs) = (Vec::new(), Vec::new());
+    let (mut tokens, mut failures) = (BTreeMap::<_, Vec<u32>>::new(), Vec::new());
+    for new in arrivals {
+        scheduler.handle(now, Input::Arrived(new), &mut actions);
+    }
+    for round in 0.. {
+        jobs.append(&mut scheduler.take_mask_jobs());
+        if computes(round) {
+            jobs.drain(..).for_each(|job: MaskJob| scheduler.handle_mask(job.run(), &mut actions));
+        }
+        if let Some((step_id, masks)) = scheduler.supply(executor.masks_are_due()) {
+            executor.supply(step_id, masks).expect("sound bitmasks");
+        }
         while let Some(plan) = scheduler.plan(&mut actions) {
             executor.launch(plan).expect("a sound plan");
         }
-        let Some(result) = executor.collect(std::time::Duration::from_secs(9)).expect("sound")
-        else {
-            break;
-        };
-        scheduler.complete(result, &mut actions);
+        if let Some(result) = executor.collect(Duration::from_secs(9)).expect("sound") {
+            scheduler.complete(result, &mut actions);
+        }
         scheduler.check();
         for action in actions.drain(..) {
             match action {
-                Action::Tokens { id: SequenceId(1), .. } => tokens += 1,
-                Action::Tokens { .. } => neighbours += 1,
-                Action::Failed { id: SequenceId(1), failure } => failed = Some(failure),
+                Action::Tokens { id, tokens: new, .. } => {
+                    tokens.entry(id).or_default().extend(new.iter().map(|token| token.id));
+                }
+                Action::Failed { id, failure } => failures.push((id, failure)),
                 _ => {}
             }
         }
+        if scheduler.is_idle() {
+            break;
+        }
+        assert!(round < 10_000, "the sequences never end");
     }
-    assert_eq!((tokens, neighbours), (3, 30), "the neighbour's answer is whole");
-    assert!(scheduler.is_idle());
-    failed.expect("it ended with a failure")
+    (tokens, failures)
+}
+
+#[test]
+fn a_late_bitmask_delays_its_own_row_and_changes_no_token() {
+    let arrivals = || vec![plain(1, 30), constrained(2, 30), constrained(3, 30), plain(4, 45)];
+    let (expected, failures) = drive(arrivals(), |_| true);
+    assert_eq!((expected.len(), failures.len()), (4, 0));
+    for (id, tokens) in &expected {
+        let new = arrivals().into_iter().find(|new| new.id == *id).expect("it arrived");
+        assert_eq!(*tokens, oracle(&new, 256).0, "{id:?}");
+    }
+    // Bitmasks come in every second to seventh round, or hardly ever.
+    for every in [2, 3, 5, 7, 50] {
+        let (tokens, failures) = drive(arrivals(), |round| round % every == every - 1);
+        assert_eq!((tokens, failures), (expected.clone(), vec![]), "every {every}");
+    }
+}
+
+/// Runs until the matcher fails, and returns the typed failure. No token follows its last bitmask.
+fn fails_with(failure: ConstraintFailure) -> SequenceFailure {
+    let grammar = HashGrammar { fails_at: Some((6, failure)), ..HashGrammar::new(1, 10) };
+    let new = NewSequence { constraint: Some(grammar.constraint()), ..plain(1, 40) };
+    let (tokens, failures) = drive(vec![new, plain(2, 30)], |_| true);
+    let counts = [1, 2].map(|id| tokens[&SequenceId(id)].len());
+    assert_eq!(counts, [4, 30], "the neighbour's answer is whole");
+    let [(SequenceId(1), failure)] = &failures[..] else { panic!("{failures:?}") };
+    failure.clone()
 }
 
 #[test]
@@ -164,6 +200,109 @@ fn a_failing_matcher_ends_its_own_sequence_with_a_typed_failure() {
     assert_eq!(complex, SequenceFailure::Invalid { reason: reason.clone() });
     let broken = fails_with(ConstraintFailure::Broken { reason: reason.clone() });
     assert_eq!(broken, SequenceFailure::Internal { reason });
+}
+
+/// A matcher whose bitmasks wait for a message, or panic when the sender is gone.
+#[derive(Clone, Debug)]
+struct Slow {
+    grammar: HashGrammar,
+    turns: Receiver<()>,
+}
+
+impl Matcher for Slow {
+    fn accept(&mut self, token: u32) -> Result<(), ConstraintFailure> {
+        self.grammar.accept(token)
+    }
+
+    fn allowed(&mut self) -> Result<TokenMask, ConstraintFailure> {
+        self.turns.recv().expect("the test sends a turn");
+        self.grammar.allowed()
+    }
+
+    fn is_complete(&self) -> bool {
+        self.grammar.is_complete()
+    }
+
+    fn boxed_clone(&self) -> Box<dyn Matcher> {
+        Box::new(self.clone())
+    }
+}
+
+/// Returns a sequence whose bitmasks wait for turns, with one turn for the first bitmask.
+fn slow(id: u128) -> (NewSequence, Sender<()>) {
+    let (sender, turns) = unbounded();
+    sender.send(()).expect("the receiver lives");
+    let matcher = Slow { grammar: HashGrammar::new(id as u64, 12), turns };
+    let constraint = Some(Constraint::new(Box::new(matcher)).expect("the first bitmask"));
+    (NewSequence { constraint, ..plain(id, 40) }, sender)
+}
+
+fn engine_with_mask_threads() -> StepLoop<CpuExecutor> {
+    let limits = limits_of(&tiny_model(), 4, 64, 60, 2);
+    let engine = engine(&tiny_model(), patient(limits), 1).0;
+    engine.with_mask_threads(2).expect("threads start")
+}
+
+#[test]
+fn a_blocked_mask_worker_holds_up_its_own_row_only() {
+    let mut engine = engine_with_mask_threads();
+    let (blocked, turns) = slow(1);
+    let expected = run(&mut engine_with_mask_threads(), vec![constrained(2, 20), plain(3, 30)]);
+    let (mut actions, mut tokens) = (Vec::new(), BTreeMap::<_, Vec<_>>::new());
+    for new in [blocked, constrained(2, 20), plain(3, 30)] {
+        engine.handle(Input::Arrived(new), &mut actions);
+    }
+    let mut finished = 0;
+    while finished < 3 {
+        if finished == 2 {
+            // Only now can the blocked row go on.
+            let _ = turns.send(());
+        }
+        let turn = engine.turn(Duration::from_millis(50), &mut actions).expect("sound steps");
+        assert_ne!(turn, Turn::Idle, "rows are left");
+        for action in actions.drain(..) {
+            match action {
+                Action::Tokens { id, tokens: new, .. } => tokens.entry(id).or_default().extend(new),
+                Action::Finished { id, .. } => {
+                    assert_eq!(id == SequenceId(1), finished == 2);
+                    finished += 1;
+                }
+                _ => {}
+            }
+        }
+    }
+    assert_eq!(tokens[&SequenceId(1)].len(), 12);
+    for id in [2, 3].map(SequenceId) {
+        assert_eq!(tokens[&id], expected[&id].tokens);
+    }
+}
+
+#[test]
+fn a_mask_worker_that_panics_fails_its_own_sequence() {
+    let mut engine = engine_with_mask_threads();
+    let (doomed, turns) = slow(1);
+    drop(turns);
+    let mut actions = Vec::new();
+    for new in [doomed, constrained(2, 20)] {
+        engine.handle(Input::Arrived(new), &mut actions);
+    }
+    let (mut failure, mut tokens) = (None, 0);
+    loop {
+        let turn = engine.turn(Duration::from_secs(60), &mut actions).expect("sound steps");
+        for action in actions.drain(..) {
+            match action {
+                Action::Failed { id: SequenceId(1), failure: why } => failure = Some(why),
+                Action::Tokens { id: SequenceId(2), tokens: new, .. } => tokens += new.len(),
+                _ => {}
+            }
+        }
+        if turn == Turn::Idle {
+            break;
+        }
+    }
+    let Some(SequenceFailure::Internal { reason }) = failure else { panic!("{failure:?}") };
+    assert!(reason.contains("the test sends a turn"), "{reason}");
+    assert_eq!(tokens, 20);
 }
 
 /// Allows every token and fails to consume any.
@@ -199,7 +338,7 @@ fn a_received_token_that_the_grammar_rejects_fails_the_sequence() {
     let (id, token) = (SequenceId(1), SampledToken { id: 9, logprobs: None });
     scheduler.handle(now, Input::KvArrived { id, first_index: 0, token }, &mut actions);
     let failure = SequenceFailure::Internal { reason: "not 9".to_owned() };
-    assert_eq!(actions, [engine::event::Action::Failed { id, failure }]);
+    assert_eq!(actions, [Action::Failed { id, failure }]);
     scheduler.check();
     assert!(scheduler.is_idle() && scheduler.plan(&mut actions).is_none());
 }
@@ -237,8 +376,14 @@ fn a_mixed_batch_of_real_forwards_equals_its_sequences_alone() {
     for request in requests() {
         alone.extend(run(&mut engine_of(1, 64, 1), vec![request]));
     }
-    for (slots, step_tokens, depth) in [(6, 64, 2), (6, 7, 3), (3, 16, 2)] {
-        let together = run(&mut engine_of(slots, step_tokens, depth), requests().collect());
+    for (slots, step_tokens, depth, mask_threads) in
+        [(6, 64, 2, 0), (6, 64, 2, 2), (6, 7, 3, 1), (3, 16, 2, 2)]
+    {
+        let mut engine = engine_of(slots, step_tokens, depth);
+        if mask_threads > 0 {
+            engine = engine.with_mask_threads(mask_threads).expect("threads start");
+        }
+        let together = run(&mut engine, requests().collect());
         assert_eq!(together, alone, "{slots} slots, steps of {step_tokens}, depth {depth}");
     }
 }

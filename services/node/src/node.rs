@@ -8,6 +8,7 @@ use std::{
         Arc,
         atomic::{AtomicBool, Ordering},
     },
+    thread,
     time::{Duration, Instant},
 };
 
@@ -62,6 +63,10 @@ const SERVER_STOP_WITHIN: Duration = Duration::from_secs(1);
 /// Time for the step in flight to finish.
 const ENGINE_STOP_WITHIN: Duration = Duration::from_secs(10);
 const METRICS_STOP_WITHIN: Duration = Duration::from_millis(500);
+
+/// Upper bound on the threads for token bitmasks. 64 bitmasks of JSON schemas take a few milliseconds of CPU
+/// time, and a forward pass of 5 ms hides them on four threads.
+const MASK_THREADS_MAX: usize = 8;
 
 /// Why a node cannot start.
 #[derive(Debug, thiserror::Error)]
@@ -200,6 +205,7 @@ impl Node {
         let scheduler = Scheduler::new(scheduler_config, identity::cache_seeds(&identity))?;
         let sequence_tokens_max = scheduler.sequence_tokens_max() as u32;
         let steps = StepLoop::new(scheduler, executor);
+        let steps = steps.with_mask_threads(mask_threads()).map_err(StartError::Thread)?;
 
         let transfers_max = scheduler_config.transfers_max;
         let transfer_limits = settings::transfer_limits(defaults.transfer_bytes, transfers_max);
@@ -482,6 +488,13 @@ fn load_blocking(
 /// Returns the batch for which the executor allocates memory.
 fn batch_sizes(traits: &NodeTraits) -> Result<BatchSizes, SettingsError> {
     Ok(BatchSizes::from(&defaults::derive(traits, None)?))
+}
+
+/// Returns the number of threads for token bitmasks: a quarter of the CPUs, because the engine thread and the
+/// transfers need the others.
+fn mask_threads() -> usize {
+    let cpus = thread::available_parallelism().map_or(1, usize::from);
+    (cpus / 4).clamp(1, MASK_THREADS_MAX)
 }
 
 /// Returns the most sequences that the scheduler may know: running, waiting, or in a transfer.

@@ -32,6 +32,8 @@ pub enum Order {
     Start(Vec<u8>),
     /// `state` is the writer's running hash of all plans, this one included; `found` is the reader's.
     Plan { plan: StepPlan, state: u64, found: u64 },
+    /// Token bitmasks of the plan before, with running hashes as in a plan.
+    Masks { step_id: StepId, masks: Vec<RowMask>, state: u64, found: u64 },
     /// Last message: the rank finishes the steps in flight.
     Stop,
 }
@@ -43,6 +45,8 @@ pub enum Answer {
     Ready { limits: ExecutorLimits, ready_message: Vec<u8> },
     /// The rank has run a step.
     Step(StepAnswer),
+    /// The forward pass of this step has finished, and its sampling awaits token bitmasks. Rank 0 sends it.
+    MasksDue { step_id: StepId },
     /// Last message: the rank ends.
     Failed(Failure),
 }
@@ -108,17 +112,18 @@ impl History {
 struct WirePlan<'a> {
     step_id: StepId,
     drafts_max: u32,
+    awaits_masks: bool,
     /// `None`: the rows of the plan before.
     rows: Option<Cow<'a, [RowPlan]>>,
     released: Cow<'a, [Slot]>,
     admitted: Cow<'a, [AdmittedRow]>,
     extended: Cow<'a, [(Slot, Vec<BlockId>)]>,
-    masks: Cow<'a, [RowMask]>,
 }
 
 const START: u8 = 0;
 const PLAN: u8 = 1;
 const STOP: u8 = 2;
+const MASKS: u8 = 3;
 
 pub fn encode_start(config: &[u8]) -> Vec<u8> {
     [&[START], config].concat()
@@ -134,22 +139,37 @@ pub fn encode_plan(plan: &StepPlan, history: &mut History, bytes: &mut Vec<u8>) 
     let wire = WirePlan {
         step_id: plan.step_id,
         drafts_max: plan.drafts_max,
+        awaits_masks: plan.awaits_masks,
         rows: (!is_repeated).then_some(Cow::Borrowed(&plan.rows)),
         released: Cow::Borrowed(&plan.released),
         admitted: Cow::Borrowed(&plan.admitted),
         extended: Cow::Borrowed(&plan.extended),
-        masks: Cow::Borrowed(&plan.masks),
     };
-    let mut buffer = std::mem::take(bytes);
-    buffer.clear();
-    // The hash follows once the plan is encoded.
-    buffer.extend_from_slice(&[PLAN, 0, 0, 0, 0, 0, 0, 0, 0]);
-    *bytes = postcard::to_extend(&wire, buffer).expect("a vector takes every plan");
-    history.state = next_state(history.state, &bytes[9..]);
-    bytes[1..9].copy_from_slice(&history.state.to_le_bytes());
+    encode_hashed(PLAN, &wire, history, bytes);
     if !is_repeated {
         history.rows.clone_from(&plan.rows);
     }
+}
+
+/// Encodes token bitmasks into `bytes`, replacing their contents. They join the history.
+pub fn encode_masks(
+    step_id: StepId,
+    masks: &[RowMask],
+    history: &mut History,
+    bytes: &mut Vec<u8>,
+) {
+    encode_hashed(MASKS, &(step_id, masks), history, bytes);
+}
+
+/// Encodes the kind, the running hash of the history with this message, and the message.
+fn encode_hashed(kind: u8, message: &impl Serialize, history: &mut History, bytes: &mut Vec<u8>) {
+    let mut buffer = std::mem::take(bytes);
+    buffer.clear();
+    // The hash follows once the message is encoded.
+    buffer.extend_from_slice(&[kind, 0, 0, 0, 0, 0, 0, 0, 0]);
+    *bytes = postcard::to_extend(message, buffer).expect("a vector takes every message");
+    history.state = next_state(history.state, &bytes[9..]);
+    bytes[1..9].copy_from_slice(&history.state.to_le_bytes());
 }
 
 /// Decodes an order. A plan joins the history.
@@ -170,12 +190,19 @@ pub fn decode_order(bytes: &[u8], history: &mut History) -> Result<Order, Decode
                 admitted: wire.admitted.into_owned(),
                 extended: wire.extended.into_owned(),
                 rows: history.rows.clone(),
-                masks: wire.masks.into_owned(),
+                awaits_masks: wire.awaits_masks,
                 drafts_max: wire.drafts_max,
             };
             history.state = next_state(history.state, bytes);
             let state = u64::from_le_bytes(*state);
             Ok(Order::Plan { plan, state, found: history.state })
+        }
+        MASKS => {
+            let (state, bytes) = bytes.split_first_chunk().ok_or_else(end)?;
+            let (step_id, masks) = decode(bytes)?;
+            history.state = next_state(history.state, bytes);
+            let state = u64::from_le_bytes(*state);
+            Ok(Order::Masks { step_id, masks, state, found: history.state })
         }
         STOP if bytes.is_empty() => Ok(Order::Stop),
         STOP => Err(DecodeError::TrailingBytes { bytes: bytes.len() }),

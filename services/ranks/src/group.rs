@@ -20,7 +20,7 @@ use std::{
 use crossbeam_channel::{Receiver, Sender, bounded};
 use engine::{
     executor::{CollectWaker, Executor, ExecutorError, ExecutorLimits},
-    plan::{Span, StepId, StepPlan, StepResult, StepRun},
+    plan::{RowMask, Span, StepId, StepPlan, StepResult, StepRun},
 };
 use kernels::shared::{Atomics, RegionName, SharedError};
 use tracing::warn;
@@ -184,6 +184,8 @@ struct Member {
     results: RingReader,
     /// Answers that are not compared with those of the other ranks yet.
     answers: VecDeque<StepAnswer>,
+    /// The last step whose token bitmasks the rank reported as due.
+    masks_due: Option<StepId>,
     limits: Option<ExecutorLimits>,
     ready_message: Vec<u8>,
     /// Thread that waits for the process.
@@ -201,6 +203,8 @@ pub struct RankGroup {
     results_there: Bell,
     /// Steps in flight with the state hash of each.
     in_flight: VecDeque<(StepId, u64)>,
+    /// The step launched last, until its token bitmasks are supplied.
+    awaiting: Option<StepId>,
     history: codec::History,
     /// Reused by every plan.
     message: Vec<u8>,
@@ -268,6 +272,7 @@ impl RankGroup {
         let member = |rank| Member {
             results: RingReader::new(region.results(rank), 0),
             answers: VecDeque::new(),
+            masks_due: None,
             limits: None,
             ready_message: Vec::new(),
             keeper: None,
@@ -294,6 +299,7 @@ impl RankGroup {
             members: (0..ranks).map(member).collect(),
             results_there,
             in_flight: VecDeque::new(),
+            awaiting: None,
             history: codec::History::default(),
             message: Vec::new(),
             clock: Clock::new(),
@@ -510,6 +516,7 @@ impl Member {
                 Answer::Step(answer) if self.answers.len() < answers_max => {
                     self.answers.push_back(answer);
                 }
+                Answer::MasksDue { step_id } => self.masks_due = Some(step_id),
                 Answer::Step(answer) => {
                     return Err(name.sent(format!("a result of step {}", answer.step_id)));
                 }
@@ -535,14 +542,23 @@ impl Executor for RankGroup {
             return Err(ExecutorError::BadPlan { step_id, reason });
         }
         codec::encode_plan(&plan, &mut self.history, &mut self.message);
-        let watch = &self.watch;
-        let has_failed = || watch.has_failed();
-        if let Err(error) = self.plans.write(&self.message, self.settings.unread_max, has_failed) {
-            let failure = self.failure().unwrap_or(error.into());
-            return Err(self.stopped(failure));
-        }
+        self.write_message()?;
+        self.awaiting = plan.awaits_masks.then_some(step_id);
         self.in_flight.push_back((step_id, self.history.state()));
         Ok(())
+    }
+
+    fn supply(&mut self, step_id: StepId, masks: Vec<RowMask>) -> Result<(), ExecutorError> {
+        if self.awaiting.take() != Some(step_id) {
+            let reason = "it awaits no bitmasks".to_owned();
+            return Err(ExecutorError::BadPlan { step_id, reason });
+        }
+        codec::encode_masks(step_id, &masks, &mut self.history, &mut self.message);
+        self.write_message()
+    }
+
+    fn masks_are_due(&self) -> bool {
+        self.awaiting.is_some() && self.members[0].masks_due == self.awaiting
     }
 
     fn collect(&mut self, timeout: Duration) -> Result<Option<StepResult>, ExecutorError> {
@@ -553,6 +569,9 @@ impl Executor for RankGroup {
                 return Ok(Some(result));
             }
             self.check()?;
+            if self.masks_are_due() {
+                return Ok(None);
+            }
             if self.polls && !self.in_flight.is_empty() {
                 let until = began + timeout.min(POLL_MAX);
                 while !self.has_news() && Instant::now() < until {
@@ -606,6 +625,16 @@ impl Drop for RankGroup {
 }
 
 impl RankGroup {
+    fn write_message(&mut self) -> Result<(), ExecutorError> {
+        let watch = &self.watch;
+        let has_failed = || watch.has_failed();
+        if let Err(error) = self.plans.write(&self.message, self.settings.unread_max, has_failed) {
+            let failure = self.failure().unwrap_or(error.into());
+            return Err(self.stopped(failure));
+        }
+        Ok(())
+    }
+
     /// Waits until all processes have ended; returns false after `within`.
     fn join_keepers(&mut self, within: Duration) -> bool {
         let deadline = Instant::now() + within;

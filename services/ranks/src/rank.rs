@@ -78,7 +78,7 @@ pub fn run_rank<E: Executor>(
         match codec::decode_order(message, &mut codec::History::default())? {
             Order::Start(message) => break message,
             Order::Stop => return Ok(()),
-            Order::Plan { .. } => return Err(RankError::NoStart),
+            Order::Plan { .. } | Order::Masks { .. } => return Err(RankError::NoStart),
         }
     };
     let outcome = match make(&start_message) {
@@ -90,6 +90,7 @@ pub fn run_rank<E: Executor>(
                 sends_results: rank == 0,
                 clock: Clock::new(),
                 in_flight: VecDeque::new(),
+                awaiting: None,
                 tokens: 0,
             };
             rank.run(orders, ready_message)
@@ -136,6 +137,9 @@ struct Rank<'a, E> {
     clock: Clock,
     /// Steps in flight: id and state hash.
     in_flight: VecDeque<(StepId, u64)>,
+    /// The step launched last, until its token bitmasks arrive, and whether the node knows that they are
+    /// due.
+    awaiting: Option<(StepId, bool)>,
     tokens: u64,
 }
 
@@ -144,7 +148,8 @@ impl<E: Executor> Rank<'_, E> {
         let limits = self.executor.limits();
         send(self.answers, &Answer::Ready { limits, ready_message })?;
         let depth = limits.depth as usize;
-        let (planned, plans) = bounded(depth + 1);
+        // Each plan may be followed by its bitmasks.
+        let (planned, plans) = bounded(2 * depth + 1);
         let waker = self.executor.waker();
         thread::Builder::new()
             .name("baton-plans".to_owned())
@@ -152,10 +157,14 @@ impl<E: Executor> Rank<'_, E> {
             .map_err(RankError::Thread)?;
         let mut stopping = false;
         loop {
-            while !stopping && self.in_flight.len() < depth {
+            while !stopping && (self.in_flight.len() < depth || self.awaiting.is_some()) {
                 let Some(order) = self.next_order(&plans)? else { break };
                 match order {
                     Order::Plan { plan, state, .. } => self.launch(plan, state)?,
+                    Order::Masks { step_id, masks, .. } => {
+                        self.awaiting = None;
+                        self.executor.supply(step_id, masks)?;
+                    }
                     Order::Stop => stopping = true,
                     Order::Start(_) => return Err(RankError::NoStart),
                 }
@@ -167,7 +176,20 @@ impl<E: Executor> Rank<'_, E> {
             } else if let Some(result) = self.executor.collect(WAIT_MAX)? {
                 self.answer(result)?;
             }
+            self.report_due_masks()?;
         }
+    }
+
+    /// Tells the node once when the step launched last waits for its token bitmasks only.
+    fn report_due_masks(&mut self) -> Result<(), RankError> {
+        let is_due = self.sends_results && self.executor.masks_are_due();
+        if let Some((step_id, is_told @ false)) = &mut self.awaiting
+            && is_due
+        {
+            *is_told = true;
+            send(self.answers, &Answer::MasksDue { step_id: *step_id })?;
+        }
+        Ok(())
     }
 
     /// Returns the next order. Waits for it when no step is in flight.
@@ -187,6 +209,7 @@ impl<E: Executor> Rank<'_, E> {
 
     fn launch(&mut self, plan: StepPlan, state: u64) -> Result<(), RankError> {
         let step_id = plan.step_id;
+        self.awaiting = plan.awaits_masks.then_some((step_id, false));
         self.executor.launch(plan)?;
         self.in_flight.push_back((step_id, state));
         Ok(())
@@ -222,7 +245,7 @@ fn read_orders(mut orders: RingReader, planned: &Sender<Planned>, waker: &Collec
             Ok(Some(message)) => checked_order(message, &mut history),
             Err(error) => Err(error.into()),
         };
-        let is_last = !matches!(order, Ok(Order::Plan { .. }));
+        let is_last = !matches!(order, Ok(Order::Plan { .. } | Order::Masks { .. }));
         if planned.send(order).is_err() || is_last {
             waker.wake();
             return;
@@ -236,6 +259,9 @@ fn checked_order(message: &[u8], history: &mut codec::History) -> Result<Order, 
     match &order {
         Order::Plan { plan, state, found } if state != found => {
             Err(RankError::State { step_id: plan.step_id })
+        }
+        Order::Masks { step_id, state, found, .. } if state != found => {
+            Err(RankError::State { step_id: *step_id })
         }
         _ => Ok(order),
     }

@@ -13,7 +13,7 @@ use kernels::{
 use proptest::{collection::vec, option, prelude::*};
 use ranks::codec::{
     Answer, DecodeError, Failure, History, Order, StepAnswer, WireResult, decode_answer,
-    decode_order, encode_answer, encode_plan, encode_start, encode_stop,
+    decode_order, encode_answer, encode_masks, encode_plan, encode_start, encode_stop,
 };
 
 fn sampling() -> impl Strategy<Value = Sampling> {
@@ -78,7 +78,7 @@ fn plan() -> impl Strategy<Value = StepPlan> {
         vec(admitted(), 0..3),
         vec((any::<u32>().prop_map(Slot), blocks()), 0..5),
         vec(row(), 0..20),
-        vec(mask(), 0..3),
+        any::<bool>(),
     );
     (any::<u64>(), any::<u32>(), lists).prop_map(|(step_id, drafts_max, lists)| StepPlan {
         step_id,
@@ -86,7 +86,7 @@ fn plan() -> impl Strategy<Value = StepPlan> {
         admitted: lists.1,
         extended: lists.2,
         rows: lists.3,
-        masks: lists.4,
+        awaits_masks: lists.4,
         drafts_max,
     })
 }
@@ -94,7 +94,6 @@ fn plan() -> impl Strategy<Value = StepPlan> {
 fn failure() -> impl Strategy<Value = RowFailure> {
     prop_oneof![
         ".{0,20}".prop_map(|reason| RowFailure::Sampling { reason }),
-        any::<u32>().prop_map(|position| RowFailure::NoMask { position }),
         ".{0,20}".prop_map(|reason| RowFailure::Logits { reason }),
     ]
 }
@@ -159,6 +158,7 @@ fn answer() -> impl Strategy<Value = Answer> {
         (any::<[u64; 3]>(), option::of(result)).prop_map(|(it, result)| {
             Answer::Step(StepAnswer { step_id: it[0], state: it[1], tokens: it[2], result })
         }),
+        any::<u64>().prop_map(|step_id| Answer::MasksDue { step_id }),
         ".{0,40}".prop_map(|reason| Answer::Failed(Failure::Stopped { reason })),
         (any::<u64>(), ".{0,40}")
             .prop_map(|(step_id, reason)| Answer::Failed(Failure::BadPlan { step_id, reason })),
@@ -196,6 +196,27 @@ proptest! {
                 }
             }
         }
+    }
+
+    #[test]
+    fn masks_round_trip_preserves_masks_and_hash(
+        plan in plan(),
+        masks in vec(mask(), 0..3),
+        step_id in any::<u64>(),
+    ) {
+        let (mut writer, mut reader) = (History::default(), History::default());
+        let mut bytes = Vec::new();
+        encode_plan(&plan, &mut writer, &mut bytes);
+        prop_assert!(decode_order(&bytes, &mut reader).is_ok());
+        encode_masks(step_id, &masks, &mut writer, &mut bytes);
+        let state = writer.state();
+        let order = decode_order(&bytes, &mut reader).unwrap();
+        prop_assert_eq!(order, Order::Masks { step_id, masks, state, found: state });
+        prop_assert_eq!(&reader, &writer);
+        let Ok(Order::Masks { found, .. }) = decoded(&bytes) else {
+            panic!("masks decode after any history")
+        };
+        prop_assert_ne!(found, state);
     }
 
     #[test]
@@ -251,10 +272,10 @@ fn start_and_stop_round_trip_and_an_unknown_kind_is_rejected() {
 
 #[test]
 fn length_prefix_beyond_the_message_is_rejected_without_allocating_it() {
-    let head = [&[1], &[0; 8][..], &[0, 0]].concat();
+    let head = [&[1], &[0; 8][..], &[0, 0, 0]].concat();
     let many = [0xff, 0xff, 0xff, 0xff, 0xff, 0x7f];
-    // The lists in the order of the message: rows, released, admitted, extended, masks.
-    for list in 0..5 {
+    // The lists in the order of the message: rows, released, admitted, extended.
+    for list in 0..4 {
         let rows = if list == 0 { &[1][..] } else { &[0] };
         let bytes = [&head, rows, &vec![0; list.max(1) - 1], &many].concat();
         let end = DecodeError::Malformed(postcard::Error::DeserializeUnexpectedEnd);
@@ -265,7 +286,7 @@ fn length_prefix_beyond_the_message_is_rejected_without_allocating_it() {
 #[test]
 fn mask_of_partial_words_is_rejected() {
     // One mask of slot 0 and length 0 with three bytes.
-    let bytes = [&[1], &[0; 8][..], &[0, 0, 0, 0, 0, 0, 1, 0, 0, 3, 7, 7, 7]].concat();
+    let bytes = [&[3], &[0; 8][..], &[0, 1, 0, 0, 3, 7, 7, 7]].concat();
     assert!(matches!(decoded(&bytes), Err(DecodeError::Malformed(_))));
 }
 

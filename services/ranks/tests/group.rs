@@ -18,7 +18,7 @@ use engine::{
         CollectWaker, Executor, ExecutorError, ExecutorLimits, Speculation,
         sim::{CostModel, SimExecutor},
     },
-    plan::{StepPlan, StepResult},
+    plan::{RowMask, StepId, StepPlan, StepResult},
 };
 use kernels::sampling::Sampling;
 use kernels::shared::RegionName;
@@ -102,6 +102,14 @@ struct FaultyDevice {
 impl Executor for FaultyDevice {
     fn launch(&mut self, plan: StepPlan) -> Result<(), ExecutorError> {
         self.sim.launch(plan)
+    }
+
+    fn supply(&mut self, step_id: StepId, masks: Vec<RowMask>) -> Result<(), ExecutorError> {
+        self.sim.supply(step_id, masks)
+    }
+
+    fn masks_are_due(&self) -> bool {
+        self.sim.masks_are_due()
     }
 
     fn collect(&mut self, timeout: Duration) -> Result<Option<StepResult>, ExecutorError> {

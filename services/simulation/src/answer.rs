@@ -3,6 +3,7 @@
 use std::time::Instant;
 
 use engine::{
+    constraint::Constraint,
     event::{NewSequence, SequenceId, SequenceKind},
     executor::sim::next_token,
 };
@@ -93,8 +94,10 @@ fn expected_answer(plan: &RequestPlan) -> (Vec<u32>, AnswerEnd) {
     let NewSequence { mut tokens, prompt_len, mut constraint, .. } = sequence;
     let prompt_len = prompt_len as usize;
     let end = loop {
-        let allowed = constraint.as_ref().map(|constraint| &**constraint.allowed());
-        let token = next_token(&tokens, prompt_len, &plan.sampling, allowed, VOCABULARY);
+        let mask =
+            |constraint: &'_ Constraint| constraint.allowed().cloned().expect("it is computed");
+        let allowed = constraint.as_ref().map(mask);
+        let token = next_token(&tokens, prompt_len, &plan.sampling, allowed.as_deref(), VOCABULARY);
         let token = token.expect("a token is allowed");
         tokens.push(token);
         if !plan.ignore_stop_tokens && plan.sampling.stop_token_ids.contains(&token) {
@@ -104,7 +107,8 @@ fn expected_answer(plan: &RequestPlan) -> (Vec<u32>, AnswerEnd) {
             if constraint.accept(token).expect("the token is allowed") {
                 break AnswerEnd::Grammar;
             }
-            constraint.renew().expect("the grammar continues");
+            let job = constraint.mask_job(SequenceId(1), 0).expect("a token was accepted");
+            constraint.take_mask(job.run()).expect("the grammar continues");
         }
         if tokens.len() == prompt_len + plan.max_tokens as usize {
             break AnswerEnd::Length;

@@ -13,7 +13,7 @@ use engine::{
         Executor, ExecutorError, ExecutorLimits,
         sim::{CostModel, SimArena, SimExecutor},
     },
-    plan::{StepPlan, StepResult},
+    plan::{RowMask, StepId, StepPlan, StepResult},
 };
 
 /// The duration of a step.
@@ -36,6 +36,8 @@ pub struct Device {
     due: VecDeque<(Instant, Duration)>,
     /// Results of steps in flight that are computed already.
     computed: VecDeque<StepResult>,
+    /// The step launched last awaits its token bitmasks.
+    is_awaiting: bool,
     is_rank_lost: bool,
 }
 
@@ -48,7 +50,7 @@ impl Device {
         };
         let sim = SimExecutor::new(limits, no_cost, now);
         let (due, computed) = (VecDeque::new(), VecDeque::new());
-        Self { sim, cost, now, due, computed, is_rank_lost: false }
+        Self { sim, cost, now, due, computed, is_awaiting: false, is_rank_lost: false }
     }
 
     pub fn arena(&self) -> SimArena {
@@ -70,9 +72,12 @@ impl Device {
         self.due.front().map(|&(due, _)| due)
     }
 
-    fn compute(&mut self) -> Result<StepResult, ExecutorError> {
-        let result = self.sim.collect(Duration::ZERO)?;
-        Ok(result.expect("a step without cost is done at once"))
+    /// Computes the step launched last if steps are computed when they are launched.
+    fn compute_early(&mut self) -> Result<(), ExecutorError> {
+        if self.cost.is_eager {
+            self.computed.extend(self.sim.collect(Duration::ZERO)?);
+        }
+        Ok(())
     }
 
     fn check_ranks(&self) -> Result<(), ExecutorError> {
@@ -89,26 +94,40 @@ impl Executor for Device {
         let tokens: u32 = plan.rows.iter().map(|row| row.token_count).sum();
         let busy = self.cost.step + self.cost.token * tokens;
         let free_at = self.due.back().map_or(self.now, |&(due, _)| due.max(self.now));
+        self.is_awaiting = plan.awaits_masks;
         self.sim.launch(plan)?;
         self.due.push_back((free_at + busy, busy));
-        if self.cost.is_eager {
-            let result = self.compute()?;
-            self.computed.push_back(result);
+        if !self.is_awaiting {
+            self.compute_early()?;
         }
         Ok(())
+    }
+
+    fn supply(&mut self, step_id: StepId, masks: Vec<RowMask>) -> Result<(), ExecutorError> {
+        self.check_ranks()?;
+        self.sim.supply(step_id, masks)?;
+        self.is_awaiting = false;
+        self.compute_early()
+    }
+
+    fn masks_are_due(&self) -> bool {
+        self.sim.masks_are_due()
     }
 
     /// Never waits: the cluster's clock does not move meanwhile.
     fn collect(&mut self, _timeout: Duration) -> Result<Option<StepResult>, ExecutorError> {
         self.check_ranks()?;
-        let Some((_, busy)) = self.due.pop_front_if(|(due, _)| *due <= self.now) else {
+        let Some(&(_, busy)) = self.due.front().filter(|(due, _)| *due <= self.now) else {
             return Ok(None);
         };
         let result = match self.computed.pop_front() {
-            Some(result) => result,
-            None => self.compute()?,
+            Some(result) => Some(result),
+            None => self.sim.collect(Duration::ZERO)?,
         };
-        Ok(Some(StepResult { busy, ..result }))
+        Ok(result.map(|result| {
+            self.due.pop_front();
+            StepResult { busy, ..result }
+        }))
     }
 
     fn limits(&self) -> ExecutorLimits {

@@ -73,7 +73,7 @@ pub struct BatchRow<T = Vec<u32>> {
     pub sampling: Sampling,
     /// The row never samples without a token bitmask.
     pub constrained: bool,
-    /// Token bitmask of the current step.
+    /// Token bitmask of the step supplied last.
     pub allowed: Option<Arc<TokenMask>>,
     /// Upper bound on the draft tokens of the next step: one more than were accepted the last time, or
     /// twice as many if all were accepted.
@@ -97,6 +97,8 @@ pub struct ScheduledRow {
     pub samples: bool,
     /// Draft tokens; they are the last of the tokens.
     pub draft_count: usize,
+    /// Whether the row's token bitmask was late: its sample does not count.
+    pub is_late: bool,
 }
 
 impl ScheduledRow {
@@ -109,6 +111,7 @@ impl ScheduledRow {
             token_count: 0,
             samples: false,
             draft_count: 0,
+            is_late: false,
         }
     }
 
@@ -148,6 +151,36 @@ impl<T: Tokens> Batch<T> {
         let step_id = plan.step_id;
         let scheduled = self.change(plan, refuse).and_then(|()| self.schedule(plan, draft));
         scheduled.map_err(|reason| ExecutorError::BadPlan { step_id, reason })
+    }
+
+    /// Supplies the token bitmasks of the step applied last, in the order of its rows. A constrained row
+    /// without a bitmask is marked as late and goes back by one position.
+    pub fn supply(
+        &mut self,
+        scheduled: &mut [ScheduledRow],
+        masks: Vec<RowMask>,
+    ) -> Result<(), String> {
+        let mut masks = masks.into_iter().peekable();
+        for planned in scheduled.iter_mut().filter(|planned| planned.samples) {
+            let row = self.row_mut(planned.slot);
+            if !row.constrained {
+                continue;
+            }
+            let mask = masks.next_if(|mask| mask.slot == planned.slot);
+            if let Some(mask) = &mask
+                && mask.length as usize != planned.end()
+            {
+                let (slot, length, end) = (mask.slot.0, mask.length, planned.end());
+                return Err(format!("slot {slot} has {end} tokens, but a bitmask for {length}"));
+            }
+            row.allowed = mask.map(|mask| mask.allowed);
+            planned.is_late = row.allowed.is_none();
+            row.position -= usize::from(planned.is_late);
+        }
+        match masks.next() {
+            Some(mask) => Err(format!("slot {} has a bitmask that no row awaits", mask.slot.0)),
+            None => Ok(()),
+        }
     }
 
     /// Returns the occupant of a slot of the current step.
@@ -254,18 +287,8 @@ impl<T: Tokens> Batch<T> {
             if planned.samples != (end == known) {
                 return Err(format!("slot {slot} must sample after its last token and only there"));
             }
-            if planned.samples && row.constrained {
-                let has_place =
-                    |mask: &&RowMask| mask.slot == planned.slot && mask.length as usize == end;
-                let mask = plan.masks.iter().find(has_place);
-                row.allowed = mask.map(|mask| mask.allowed.clone());
-                if row.allowed.is_none() {
-                    // Fails the row rather than sampling a token that its grammar may
-                    // not allow.
-                    row.failure = Some(RowFailure::NoMask { position: end as u32 });
-                    scheduled.push(ScheduledRow::skipped(planned, row));
-                    continue;
-                }
+            if planned.samples && row.constrained && !plan.awaits_masks {
+                return Err(format!("slot {slot} is constrained, but the step awaits no bitmasks"));
             }
             let drafts_max = planned.drafts_max as usize;
             if drafts_max > 0 && row.constrained {
@@ -296,6 +319,7 @@ impl<T: Tokens> Batch<T> {
                 token_count: token_count + drafts.len(),
                 samples: planned.samples,
                 draft_count: drafts.len(),
+                is_late: false,
             });
         }
         Ok(scheduled)
@@ -625,33 +649,34 @@ mod tests {
     }
 
     #[test]
-    fn a_constrained_row_without_its_bitmask_fails_alone() {
+    fn a_constrained_row_samples_with_its_bitmask_only() {
         let constrained = || AdmittedRow { constrained: true, ..admitted(6, 0) };
         let mask = |slot, length| {
             let allowed = Arc::new(TokenMask::new(vec![1], LIMITS.vocabulary));
             RowMask { slot: Slot(slot), length, allowed }
         };
-        let step = |masks| {
-            let plan = StepPlan { masks, ..plan(vec![constrained()], vec![row(6, true)]) };
+        let whole =
+            StepPlan { awaits_masks: true, ..plan(vec![constrained()], vec![row(6, true)]) };
+        let supplied = |masks| {
             let mut batch = Batch::new(LIMITS);
-            let scheduled = apply(&mut batch, &plan).expect("the batch goes on");
-            (batch.row(Slot(0)).allowed.is_some(), scheduled[0], batch.unsampled(&scheduled[0]))
+            let mut scheduled = apply(&mut batch, &whole).expect("fits");
+            batch.supply(&mut scheduled, masks)?;
+            let row = batch.row(Slot(0));
+            Ok::<_, String>((row.allowed.is_some(), row.position, scheduled[0].is_late))
         };
-        let (has_mask, scheduled, result) = step(vec![mask(0, 6)]);
-        assert!(has_mask && scheduled.samples && result.failure.is_none());
-        for masks in [vec![], vec![mask(0, 5), mask(0, 7), mask(1, 6)]] {
-            let (has_mask, scheduled, result) = step(masks);
-            assert!(!has_mask && !scheduled.samples && scheduled.token_count == 0);
-            assert_eq!(result.failure, Some(RowFailure::NoMask { position: 6 }));
+        assert_eq!(supplied(vec![mask(0, 6)]), Ok((true, 6, false)));
+        assert_eq!(supplied(vec![]), Ok((false, 5, true)));
+        for masks in [vec![mask(0, 5)], vec![mask(1, 6)], vec![mask(0, 6), mask(0, 6)]] {
+            assert!(supplied(masks).is_err());
         }
+        let unannounced = StepPlan { awaits_masks: false, ..whole.clone() };
+        let error = apply(&mut Batch::new(LIMITS), &unannounced).expect_err("no masks will come");
+        assert!(error.to_string().contains("awaits no bitmasks"), "{error}");
         // A row does not sample before its last known token.
         let chunk = plan(vec![constrained()], vec![row(4, false)]);
         assert_eq!(apply(&mut Batch::new(LIMITS), &chunk).expect("fits")[0].token_count, 4);
-        let drafting = StepPlan {
-            drafts_max: 1,
-            masks: vec![mask(0, 6)],
-            ..plan(vec![constrained()], vec![RowPlan { drafts_max: 1, ..row(6, true) }])
-        };
+        let rows = vec![RowPlan { drafts_max: 1, ..row(6, true) }];
+        let drafting = StepPlan { drafts_max: 1, rows, ..whole.clone() };
         let error = apply(&mut Batch::new(LIMITS), &drafting).expect_err("has drafts").to_string();
         assert!(error.contains("constrained"), "{error}");
     }

@@ -25,7 +25,7 @@ use super::{
     ngram,
     worker::Worker,
 };
-use crate::plan::{RowFailure, RowResult, Span, StepPlan, StepResult, StepRun};
+use crate::plan::{RowFailure, RowMask, RowResult, Span, StepId, StepPlan, StepResult, StepRun};
 
 /// Error of starting a CPU executor.
 #[derive(Debug, thiserror::Error)]
@@ -41,8 +41,26 @@ pub enum CpuExecutorError {
 #[derive(Debug)]
 pub struct CpuExecutor {
     limits: ExecutorLimits,
-    worker: Worker<StepPlan, StepResult, ExecutorError>,
+    worker: Worker<Job, Done, ExecutorError>,
     in_flight: u32,
+    /// The step launched last, until its token bitmasks are supplied.
+    awaiting: Option<StepId>,
+    masks_are_due: bool,
+}
+
+/// Work of the compute thread.
+#[derive(Debug)]
+enum Job {
+    Step(StepPlan),
+    /// The token bitmasks of the step before.
+    Masks(StepId, Vec<RowMask>),
+}
+
+#[derive(Debug)]
+enum Done {
+    /// The forward pass of a step that awaits its token bitmasks.
+    Forward(StepId),
+    Step(StepResult),
 }
 
 impl CpuExecutor {
@@ -66,10 +84,12 @@ impl CpuExecutor {
             sampled_max: limits.slots.max(speculating) as usize,
         };
         let model = Llama::load(checkpoint, &backend, largest_step, progress)?;
-        let mut runner = Runner { model, backend, arena, heads, limits, batch: Batch::new(limits) };
-        let step = move |plan: StepPlan| runner.step(&plan);
-        let worker = Worker::start("baton-engine-cpu", limits.depth, step)?;
-        Ok(Self { limits, worker, in_flight: 0 })
+        let batch = Batch::new(limits);
+        let mut runner = Runner { model, backend, arena, heads, limits, batch, awaiting: None };
+        // A step has a second job if it awaits bitmasks.
+        let worker =
+            Worker::start("baton-engine-cpu", 2 * limits.depth, move |job| runner.run(job))?;
+        Ok(Self { limits, worker, in_flight: 0, awaiting: None, masks_are_due: false })
     }
 }
 
@@ -79,13 +99,31 @@ impl Executor for CpuExecutor {
             let reason = format!("{} steps are in flight already", self.in_flight);
             return Err(ExecutorError::BadPlan { step_id: plan.step_id, reason });
         }
-        self.worker.send(plan)?;
+        self.awaiting = plan.awaits_masks.then_some(plan.step_id);
+        self.worker.send(Job::Step(plan))?;
         self.in_flight += 1;
         Ok(())
     }
 
+    fn supply(&mut self, step_id: StepId, masks: Vec<RowMask>) -> Result<(), ExecutorError> {
+        self.worker.send(Job::Masks(step_id, masks))?;
+        (self.awaiting, self.masks_are_due) = (None, false);
+        Ok(())
+    }
+
+    fn masks_are_due(&self) -> bool {
+        self.masks_are_due
+    }
+
     fn collect(&mut self, timeout: Duration) -> Result<Option<StepResult>, ExecutorError> {
-        let Some(mut result) = self.worker.receive(timeout)? else { return Ok(None) };
+        let mut result = match self.worker.receive(timeout)? {
+            None => return Ok(None),
+            Some(Done::Forward(step_id)) => {
+                self.masks_are_due |= self.awaiting == Some(step_id);
+                return Ok(None);
+            }
+            Some(Done::Step(result)) => result,
+        };
         self.in_flight -= 1;
         result.run.taken_at = Some(Instant::now());
         Ok(Some(result))
@@ -109,11 +147,42 @@ struct Runner {
     heads: Range<usize>,
     limits: ExecutorLimits,
     batch: Batch,
+    /// The step whose token bitmasks come with the next job.
+    awaiting: Option<Forwarded>,
+}
+
+/// A step between its forward pass and its sampling.
+struct Forwarded {
+    step_id: StepId,
+    begin: Instant,
+    busy: Duration,
+    scheduled: Vec<ScheduledRow>,
 }
 
 impl Runner {
-    fn step(&mut self, plan: &StepPlan) -> Result<StepResult, ExecutorError> {
-        let started = Instant::now();
+    fn run(&mut self, job: Job) -> Result<Done, ExecutorError> {
+        match job {
+            Job::Step(plan) => {
+                let step = self.forward(&plan)?;
+                if plan.awaits_masks {
+                    self.awaiting = Some(step);
+                    return Ok(Done::Forward(plan.step_id));
+                }
+                self.sample(step)
+            }
+            Job::Masks(step_id, masks) => {
+                let bad = |reason: String| ExecutorError::BadPlan { step_id, reason };
+                let step = self.awaiting.take().filter(|step| step.step_id == step_id);
+                let mut step = step.ok_or_else(|| bad("it awaits no bitmasks".to_owned()))?;
+                self.batch.supply(&mut step.scheduled, masks).map_err(bad)?;
+                self.sample(step)
+            }
+        }
+    }
+
+    /// Computes the logits of a step, which stay in the model.
+    fn forward(&mut self, plan: &StepPlan) -> Result<Forwarded, ExecutorError> {
+        let (step_id, begin) = (plan.step_id, Instant::now());
         let scheduled = self.batch.apply(
             plan,
             |_| None,
@@ -128,30 +197,29 @@ impl Runner {
             .map(|row| step_sequence(&self.batch, row))
             .collect();
         let step = CpuStep::of_heads(&self.arena, self.heads.clone(), &sequences);
-        let mut step = step.map_err(|error| ExecutorError::BadPlan {
-            step_id: plan.step_id,
-            reason: error.to_string(),
-        })?;
-        let rows = if sequences.is_empty() {
-            scheduled.iter().map(|row| self.batch.unsampled(row)).collect()
-        } else {
-            self.forward(&mut step, &scheduled)
-                .map_err(|source| ExecutorError::Group { step_id: plan.step_id, source })?
-        };
-        // Releases the blocks before the result reports that their KV is written.
-        drop(step);
-        let device = Span { begin: started, end: Instant::now() };
-        let (busy, landed_at) = (device.duration(), Some(device.end));
-        let run = StepRun { device: Some(device), landed_at, ..StepRun::default() };
-        Ok(StepResult { step_id: plan.step_id, rows, busy, run })
+        let bad = |reason| ExecutorError::BadPlan { step_id, reason };
+        let mut step = step.map_err(|error| bad(error.to_string()))?;
+        if !sequences.is_empty() {
+            self.model.forward(&mut self.backend, &mut step);
+        }
+        Ok(Forwarded { step_id, begin, busy: begin.elapsed(), scheduled })
     }
 
-    fn forward(
-        &mut self,
-        step: &mut CpuStep,
-        scheduled: &[ScheduledRow],
-    ) -> Result<Vec<RowResult>, GroupError> {
-        let logits = self.model.forward(&mut self.backend, step);
+    fn sample(&mut self, step: Forwarded) -> Result<Done, ExecutorError> {
+        let Forwarded { step_id, begin, busy, scheduled } = step;
+        let started = Instant::now();
+        let sampled = self.sampled(&scheduled);
+        let rows = sampled.map_err(|source| ExecutorError::Group { step_id, source })?;
+        let end = Instant::now();
+        let (device, landed_at) = (Some(Span { begin, end }), Some(end));
+        let run = StepRun { device, landed_at, ..StepRun::default() };
+        Ok(Done::Step(StepResult { step_id, rows, busy: busy + (end - started), run }))
+    }
+
+    fn sampled(&mut self, scheduled: &[ScheduledRow]) -> Result<Vec<RowResult>, GroupError> {
+        if scheduled.iter().all(|row| row.token_count == 0) {
+            return Ok(scheduled.iter().map(|row| self.batch.unsampled(row)).collect());
+        }
         let batch = &self.batch;
         let sampled: Vec<_> = scheduled
             .iter()
@@ -166,16 +234,15 @@ impl Runner {
             })
             .collect();
         let vocabulary = self.limits.vocabulary as usize;
-        let answers = self.backend.sample_gathered(logits, vocabulary, &sampled)?;
+        let answers = self.backend.sample_gathered(self.model.logits(), vocabulary, &sampled)?;
         let mut answers = answers.into_iter();
         let mut results = Vec::with_capacity(scheduled.len());
         for row in scheduled {
             let answers = answers.by_ref().take(row.sampled_lengths().len());
-            results.push(if row.samples {
-                let answers: Vec<_> = answers.map(|answer| answer.map_err(row_failure)).collect();
-                self.batch.sampled(row, answers)
-            } else {
-                self.batch.unsampled(row)
+            let answers: Vec<_> = answers.map(|answer| answer.map_err(row_failure)).collect();
+            results.push(match row.samples && !row.is_late {
+                true => self.batch.sampled(row, answers),
+                false => self.batch.unsampled(row),
             });
         }
         Ok(results)

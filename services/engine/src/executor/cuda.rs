@@ -21,9 +21,9 @@ use kernels::{
     Backend, Dtype, KvArena, KvLayout, Shard,
     arena::{StreamAccess, StreamStep},
     cuda::{
-        Admission, BatchLimits, CudaBackend, CudaError, CudaFrame, Delays, DeviceBatch,
-        DeviceClock, DeviceKv, Extension, Finished, GemmShape, SampleOutcome, StepInput, Tuned,
-        Tuning, row_steps,
+        Admission, BatchLimits, CudaBackend, CudaError, CudaFrame, CudaStep, Delays, DeviceBatch,
+        DeviceClock, DeviceKv, Event, Extension, Finished, GemmShape, SampleOutcome, StepInput,
+        Tuned, Tuning, row_steps,
     },
 };
 use model::{Checkpoint, Limits, Llama, LoadProgress, ModelConfig, ModelError};
@@ -32,8 +32,13 @@ use self::graphs::{Graphs, Parts};
 pub use self::kv_size::{KvRoom, KvShare, kv_blocks};
 pub use self::rank::{CudaRank, join};
 use self::rows::{Rows, STOPS_MAX};
-use super::{CollectWaker, Executor, ExecutorError, ExecutorLimits, Misfit, worker::Worker};
-use crate::plan::{Dispatch, RowFailure, RowResult, Span, StepPlan, StepResult, StepRun};
+use super::{
+    CollectWaker, Executor, ExecutorError, ExecutorLimits, Misfit, batch::ScheduledRow,
+    worker::Worker,
+};
+use crate::plan::{
+    Dispatch, RowFailure, RowMask, RowResult, Span, StepId, StepPlan, StepResult, StepRun,
+};
 
 /// Error of starting a CUDA executor.
 #[derive(Debug, thiserror::Error)]
@@ -156,8 +161,13 @@ pub struct CudaExecutor {
     access: StreamAccess,
     rows: Rows,
     launched: VecDeque<Launched>,
+    /// The step launched last, until its token bitmasks are supplied.
+    awaiting: Option<Awaiting>,
+    masks_are_due: bool,
+    /// Recorded behind the forward pass of a step that awaits its bitmasks. One for each step in flight.
+    forwarded: Vec<Event>,
     /// Waits for the GPU. Closed before the other fields are dropped.
-    worker: Worker<CudaFrame, Finished, CudaError>,
+    worker: Worker<Job, Done, CudaError>,
     /// `collect` polls instead of sleeping.
     polls: bool,
 }
@@ -165,10 +175,29 @@ pub struct CudaExecutor {
 /// Host state of a step in flight.
 struct Launched {
     step_id: u64,
-    /// The results of the plan's rows without their tokens, and whether each row samples.
-    scheduled: Vec<(RowResult, bool)>,
+    scheduled: Vec<ScheduledRow>,
+    /// The results of the plan's rows without their tokens.
+    results: Vec<RowResult>,
     blocks: StreamStep,
     dispatch: Dispatch,
+}
+
+/// A step between its forward pass and its sampling.
+struct Awaiting {
+    step_id: StepId,
+    prepared: CudaStep,
+    wants_logprobs: Vec<bool>,
+}
+
+/// What the worker waits for.
+enum Job {
+    Forward(StepId, Event),
+    Frame(CudaFrame),
+}
+
+enum Done {
+    Forward(StepId, Event),
+    Frame(Finished),
 }
 
 impl CudaExecutor {
@@ -196,11 +225,20 @@ impl CudaExecutor {
         let graphs = Graphs::capture(parts, &limits)?;
         let context = Arc::clone(backend.context());
         let mut bound = None;
-        let wait = move |frame: CudaFrame| {
+        let wait = move |job: Job| {
             bound.get_or_insert_with(|| context.bind()).clone()?;
-            frame.finish(&mut clock)
+            Ok(match job {
+                Job::Forward(step_id, event) => {
+                    event.synchronize()?;
+                    Done::Forward(step_id, event)
+                }
+                Job::Frame(frame) => Done::Frame(frame.finish(&mut clock)?),
+            })
         };
-        let worker = Worker::start("baton-engine-gpu", limits.depth, wait)?;
+        // A step has a second job if it awaits bitmasks.
+        let worker = Worker::start("baton-engine-gpu", 2 * limits.depth, wait)?;
+        let events = (0..limits.depth).map(|_| Event::new(backend.context()));
+        let forwarded = events.collect::<Result<_, _>>()?;
         Ok(Self {
             limits,
             model,
@@ -210,6 +248,9 @@ impl CudaExecutor {
             access: StreamAccess::new(arena),
             rows: Rows::new(limits),
             launched: VecDeque::new(),
+            awaiting: None,
+            masks_are_due: false,
+            forwarded,
             worker,
             polls: true,
         })
@@ -241,7 +282,6 @@ impl CudaExecutor {
         let blocks = self.access.acquire(self.rows.blocks(&step));
         let blocks = blocks.map_err(|error| bad(error.to_string()))?;
         let wants_logprobs = step.wants_logprobs.clone();
-        let has_masks = !step.masks.is_empty();
         let (rows_min, dispatch) = self.graphs.dispatch(&step.sequences);
         let input = StepInput {
             step_id,
@@ -259,12 +299,12 @@ impl CudaExecutor {
                 })
                 .collect::<Vec<_>>(),
             sequences: &step.sequences,
-            masks: &step.masks.iter().map(AsRef::as_ref).collect::<Vec<_>>(),
             rows_min,
         };
+        let results = step.scheduled.iter().map(|row| self.rows.unsampled(row)).collect();
         let scheduled = step.scheduled;
-        self.launched.push_back(Launched { step_id, scheduled, blocks, dispatch });
-        let frame = (|| {
+        self.launched.push_back(Launched { step_id, scheduled, results, blocks, dispatch });
+        let job = (|| {
             let backend = &mut self.backend;
             backend.context().bind()?;
             let mut prepared = self.batch.begin(backend, &input)?;
@@ -276,13 +316,29 @@ impl CudaExecutor {
                     None => _ = self.model.forward(backend, &mut prepared),
                 }
                 backend.check()?;
-                if prepared.samples() > 0 {
-                    self.batch.sample(backend, self.model.logits(), &prepared, has_masks)?;
-                }
             }
-            self.batch.end(backend, step_id, wants_logprobs)
+            if plan.awaits_masks {
+                let event = self.forwarded.pop().expect("there is an event per step in flight");
+                event.record(backend.compute())?;
+                self.awaiting = Some(Awaiting { step_id, prepared, wants_logprobs });
+                return Ok(Job::Forward(step_id, event));
+            }
+            self.sample(&prepared, step_id, wants_logprobs).map(Job::Frame)
         })();
-        self.worker.send(frame.map_err(|error: CudaError| ExecutorError::from(error))?)
+        self.worker.send(job.map_err(|error: CudaError| ExecutorError::from(error))?)
+    }
+
+    fn sample(
+        &mut self,
+        step: &CudaStep,
+        step_id: StepId,
+        wants_logprobs: Vec<bool>,
+    ) -> Result<CudaFrame, CudaError> {
+        let backend = &self.backend;
+        if step.samples() > 0 && step.rows() > 0 {
+            self.batch.sample(backend, self.model.logits(), step)?;
+        }
+        self.batch.end(backend, step_id, wants_logprobs)
     }
 
     fn result(&mut self, finished: Finished) -> Result<StepResult, ExecutorError> {
@@ -303,13 +359,12 @@ impl CudaExecutor {
         };
         self.batch.recycle(finished.output);
         let mut outcomes = finished.outcomes.into_iter();
-        let rows = launched.scheduled.into_iter().map(|(mut row, samples)| {
-            if samples {
-                sampled(&mut row, outcomes.next());
-            }
-            row
-        });
-        Ok(StepResult { step_id: launched.step_id, rows: rows.collect(), busy, run })
+        let mut rows = launched.results;
+        for (row, scheduled) in rows.iter_mut().zip(&launched.scheduled) {
+            let outcome = if scheduled.samples { outcomes.next() } else { None };
+            sampled(row, outcome.filter(|_| !scheduled.is_late));
+        }
+        Ok(StepResult { step_id: launched.step_id, rows, busy, run })
     }
 }
 
@@ -322,6 +377,26 @@ impl Executor for CudaExecutor {
         self.launch_step(&plan)
     }
 
+    fn supply(&mut self, step_id: StepId, masks: Vec<RowMask>) -> Result<(), ExecutorError> {
+        let bad = |reason: String| ExecutorError::BadPlan { step_id, reason };
+        let awaiting = self.awaiting.take().filter(|awaiting| awaiting.step_id == step_id);
+        let awaiting = awaiting.ok_or_else(|| bad("it awaits no bitmasks".to_owned()))?;
+        self.masks_are_due = false;
+        let launched =
+            self.launched.back_mut().expect("the step that awaits bitmasks is in flight");
+        let masks = self.rows.supply(&mut launched.scheduled, masks).map_err(bad)?;
+        let _supplying = self.backend.library().range(c"supply", step_id);
+        self.backend.context().bind()?;
+        let Awaiting { prepared, wants_logprobs, .. } = awaiting;
+        self.batch.supply(&self.backend, &prepared, &masks)?;
+        let frame = self.sample(&prepared, step_id, wants_logprobs)?;
+        self.worker.send(Job::Frame(frame))
+    }
+
+    fn masks_are_due(&self) -> bool {
+        self.masks_are_due
+    }
+
     fn collect(&mut self, timeout: Duration) -> Result<Option<StepResult>, ExecutorError> {
         let deadline = Instant::now().checked_add(timeout);
         if self.polls && !self.launched.is_empty() {
@@ -332,7 +407,13 @@ impl Executor for CudaExecutor {
         }
         let left = deadline.map_or(timeout, |at| at.saturating_duration_since(Instant::now()));
         match self.worker.receive(left)? {
-            Some(finished) => self.result(finished).map(Some),
+            Some(Done::Frame(finished)) => self.result(finished).map(Some),
+            Some(Done::Forward(step_id, event)) => {
+                self.forwarded.push(event);
+                let awaiting = self.awaiting.as_ref();
+                self.masks_are_due |= awaiting.is_some_and(|awaiting| awaiting.step_id == step_id);
+                Ok(None)
+            }
             None => Ok(None),
         }
     }

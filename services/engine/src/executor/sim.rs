@@ -22,7 +22,7 @@ use super::{
     Executor, ExecutorError, ExecutorLimits,
     batch::{Batch, BatchRow, ScheduledRow},
 };
-use crate::plan::{RowFailure, RowResult, Span, StepPlan, StepResult, StepRun};
+use crate::plan::{RowFailure, RowMask, RowResult, Span, StepId, StepPlan, StepResult, StepRun};
 
 /// Cost of a step in virtual time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -151,6 +151,14 @@ fn mix(mut value: u64) -> u64 {
 }
 
 #[derive(Debug)]
+struct Launched {
+    at: Instant,
+    plan: StepPlan,
+    /// `None` until the step is supplied with its token bitmasks.
+    masks: Option<Vec<RowMask>>,
+}
+
+#[derive(Debug)]
 pub struct SimExecutor {
     limits: ExecutorLimits,
     cost: CostModel,
@@ -158,7 +166,9 @@ pub struct SimExecutor {
     /// Fingerprints of each slot's tokens.
     histories: Vec<Vec<u64>>,
     arena: SimArena,
-    launched: VecDeque<(Instant, StepPlan)>,
+    launched: VecDeque<Launched>,
+    /// The oldest step waits for its token bitmasks only.
+    masks_are_due: bool,
     /// The oldest step, computed but not due yet.
     computed: Option<(Instant, StepResult)>,
     now: Instant,
@@ -175,6 +185,7 @@ impl SimExecutor {
             histories: vec![Vec::new(); limits.slots as usize],
             arena: SimArena::new(limits.blocks),
             launched: VecDeque::new(),
+            masks_are_due: false,
             computed: None,
             now: start,
             idle_from: start,
@@ -191,9 +202,13 @@ impl SimExecutor {
         self.now += time;
     }
 
-    fn compute(&mut self, plan: &StepPlan) -> Result<(Duration, Vec<RowResult>), ExecutorError> {
+    fn compute(
+        &mut self,
+        plan: &StepPlan,
+        masks: Vec<RowMask>,
+    ) -> Result<(Duration, Vec<RowResult>), ExecutorError> {
         let vocabulary = self.limits.vocabulary;
-        let scheduled =
+        let mut scheduled =
             self.batch.apply(plan, |_| None, |row, most| draft(row, most, vocabulary))?;
         for admitted in &plan.admitted {
             self.histories[admitted.slot.0 as usize] = fingerprints(&admitted.tokens);
@@ -204,6 +219,7 @@ impl SimExecutor {
         }
         let bad = |reason| ExecutorError::BadPlan { step_id: plan.step_id, reason };
         self.check_writes(&scheduled).map_err(bad)?;
+        self.batch.supply(&mut scheduled, masks).map_err(bad)?;
         let mut cost = self.cost.step;
         let mut results = Vec::with_capacity(scheduled.len());
         for row in &scheduled {
@@ -211,7 +227,10 @@ impl SimExecutor {
             self.write_kv(row);
             cost += self.cost.token * row.token_count as u32;
             cost += self.cost.context_token * row.end() as u32;
-            results.push(if row.samples { self.sample(row) } else { self.batch.unsampled(row) });
+            results.push(match row.samples && !row.is_late {
+                true => self.sample(row),
+                false => self.batch.unsampled(row),
+            });
         }
         Ok((cost, results))
     }
@@ -295,17 +314,40 @@ impl Executor for SimExecutor {
             let reason = format!("{in_flight} steps are in flight already");
             return Err(ExecutorError::BadPlan { step_id: plan.step_id, reason });
         }
-        self.launched.push_back((self.now, plan));
+        let masks = (!plan.awaits_masks).then(Vec::new);
+        self.launched.push_back(Launched { at: self.now, plan, masks });
         Ok(())
+    }
+
+    fn supply(&mut self, step_id: StepId, masks: Vec<RowMask>) -> Result<(), ExecutorError> {
+        let last = self.launched.back_mut().filter(|last| last.plan.step_id == step_id);
+        match last.filter(|last| last.masks.is_none()) {
+            Some(last) => last.masks = Some(masks),
+            None => {
+                let reason = "it awaits no bitmasks".to_owned();
+                return Err(ExecutorError::BadPlan { step_id, reason });
+            }
+        }
+        self.masks_are_due = false;
+        Ok(())
+    }
+
+    fn masks_are_due(&self) -> bool {
+        self.masks_are_due
     }
 
     /// Advances virtual time to the end of the oldest step, or by `timeout` if that comes first.
     fn collect(&mut self, timeout: Duration) -> Result<Option<StepResult>, ExecutorError> {
         if self.computed.is_none()
-            && let Some((launched_at, plan)) = self.launched.pop_front()
+            && let Some(Launched { at, plan, masks }) = self.launched.pop_front()
         {
-            let (busy, rows) = self.compute(&plan)?;
-            let begin = self.idle_from.max(launched_at);
+            let Some(masks) = masks else {
+                self.launched.push_front(Launched { at, plan, masks });
+                self.masks_are_due = true;
+                return Ok(None);
+            };
+            let (busy, rows) = self.compute(&plan, masks)?;
+            let begin = self.idle_from.max(at);
             self.idle_from = begin + busy;
             let device = Some(Span { begin, end: self.idle_from });
             let run = StepRun { device, landed_at: Some(self.idle_from), ..StepRun::default() };

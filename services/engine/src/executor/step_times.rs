@@ -165,7 +165,7 @@ mod tests {
     use super::*;
     use crate::{
         executor::{ExecutorLimits, batch::Batch},
-        plan::{StepResult, StepRun},
+        plan::{RowMask, StepId, StepResult, StepRun},
     };
 
     /// Executor that applies plans and reports times by formula.
@@ -194,6 +194,14 @@ mod tests {
             let (step_id, run) = (plan.step_id, StepRun::default());
             self.launched = Some(StepResult { step_id, rows: Vec::new(), busy, run });
             Ok(())
+        }
+
+        fn supply(&mut self, _: StepId, _: Vec<RowMask>) -> Result<(), ExecutorError> {
+            unreachable!("no row is constrained")
+        }
+
+        fn masks_are_due(&self) -> bool {
+            false
         }
 
         fn collect(&mut self, _: Duration) -> Result<Option<StepResult>, ExecutorError> {

@@ -162,9 +162,12 @@ impl Scheduler {
             tokens: vec![token],
             cached_tokens: sequence.cached_tokens.unwrap_or(0),
         });
-        if finish.is_some() {
-            self.remove(id);
-            actions.push(Action::Finished { id, reason: finish });
+        match finish {
+            None => self.request_mask(id),
+            Some(_) => {
+                self.remove(id);
+                actions.push(Action::Finished { id, reason: finish });
+            }
         }
     }
 

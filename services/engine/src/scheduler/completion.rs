@@ -29,7 +29,7 @@ impl Scheduler {
             }
             match outcome.failure {
                 None => {
-                    debug_assert_eq!(row.samples, !outcome.tokens.is_empty());
+                    debug_assert!(row.samples || outcome.tokens.is_empty());
                     debug_assert!(outcome.tokens.len() <= 1 + row.drafts_max as usize);
                     self.row_done(id, row, outcome.tokens, actions);
                 }
@@ -62,7 +62,9 @@ impl Scheduler {
         let drafts_unused = done.drafts_max as usize - drafts_accepted;
         row.launched -= drafts_unused;
         row.length -= drafts_unused;
-        row.computed += done.token_count as usize + drafts_accepted;
+        // A row that should have sampled and did not computes its last token again.
+        let is_withdrawn = done.samples && tokens.is_empty();
+        row.computed += done.token_count as usize + drafts_accepted - usize::from(is_withdrawn);
         // Tokens sampled after the end of the request were dropped: their KV is not published.
         let confirmed = row.computed.min(sequence.tokens.len());
         while row.published < confirmed / BLOCK_TOKENS {
@@ -77,6 +79,9 @@ impl Scheduler {
         }
         if tokens.is_empty() {
             return;
+        }
+        if !sends && finish.is_none() {
+            self.request_mask(id);
         }
         actions.push(Action::Tokens { id, first_index, tokens, cached_tokens });
         if sends || finish.is_some() {
@@ -106,9 +111,7 @@ impl From<RowFailure> for SequenceFailure {
         let reason = failure.to_string();
         match failure {
             RowFailure::Sampling { .. } => SequenceFailure::Invalid { reason },
-            RowFailure::NoMask { .. } | RowFailure::Logits { .. } => {
-                SequenceFailure::Internal { reason }
-            }
+            RowFailure::Logits { .. } => SequenceFailure::Internal { reason },
         }
     }
 }

@@ -4,13 +4,14 @@ use kernels::{BLOCK_TOKENS, BlockId};
 
 use super::{
     Scheduler,
+    masks::AwaitedMask,
     sequence::{Arrival, Phase, Row, Sequence},
 };
 use crate::{
     event::{Action, SequenceId, SequenceKind},
     executor::Speculation,
     kv_blocks::blocks_for,
-    plan::{AdmittedRow, RowMask, RowPlan, StepId, StepPlan},
+    plan::{AdmittedRow, RowPlan, StepId, StepPlan},
 };
 
 /// Prefill that a bounded step has at least, and that must be left to admit a prompt.
@@ -22,6 +23,8 @@ struct PlanBuilder {
     plan: StepPlan,
     /// The sequence of each row.
     sequences: Vec<SequenceId>,
+    /// Constrained rows that sample.
+    masks: Vec<AwaitedMask>,
     /// Tokens that the step may still compute.
     budget: u32,
     /// Bound on prefill; set when the first prefill row is planned.
@@ -49,10 +52,10 @@ enum Growth {
 }
 
 impl Scheduler {
-    /// Returns the next step, or `None` when `depth` steps are in flight or no row can advance. The caller
-    /// launches every plan, in order.
+    /// Returns the next step, or `None` when `depth` steps are in flight, the last step awaits its token
+    /// bitmasks or no row can advance. The caller launches every plan, in order.
     pub fn plan(&mut self, actions: &mut Vec<Action>) -> Option<StepPlan> {
-        if self.frames.len() >= self.config.limits.depth as usize {
+        if self.frames.len() >= self.config.limits.depth as usize || self.awaited.is_some() {
             return None;
         }
         self.admit_receives(actions);
@@ -74,6 +77,8 @@ impl Scheduler {
             Some(PrefillBudget::Limited { spent, .. }) => Some(spent),
         };
         plan.step_id = self.frames.launch(plan.rows.clone(), builder.sequences, prefill_cost);
+        plan.awaits_masks = !builder.masks.is_empty();
+        self.awaited = plan.awaits_masks.then_some((plan.step_id, builder.masks));
         Some(plan)
     }
 
@@ -317,12 +322,12 @@ fn advance(
     row.launched += count as usize;
     let samples = row.launched == row.length;
     if samples {
-        if let Some(constraint) = &sequence.constraint {
-            let (slot, length) = (row.slot, row.length as u32);
-            let allowed = constraint.allowed().clone();
-            builder.plan.masks.push(RowMask { slot, length, allowed });
+        if sequence.constraint.is_some() {
+            let (slot, generation) = (row.slot, row.generation);
+            builder.masks.push(AwaitedMask { id, slot, generation, length: row.length });
         }
         row.length += 1;
+        row.was_late = false;
     }
     row.last_step = Some(step_id);
     let (slot, generation) = (row.slot, row.generation);

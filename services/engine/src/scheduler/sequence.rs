@@ -87,6 +87,8 @@ pub(super) struct Row {
     pub(super) last_step: Option<StepId>,
     /// The executor has been told of this row.
     pub(super) announced: bool,
+    /// The last sample was withdrawn because its token bitmask was late.
+    pub(super) was_late: bool,
 }
 
 impl Row {
@@ -103,6 +105,7 @@ impl Row {
             length,
             last_step: None,
             announced: false,
+            was_late: false,
         }
     }
 
@@ -154,9 +157,13 @@ impl Sequence {
     /// Returns the tokens of the row that are known to the device and not launched yet.
     pub(super) fn pending(&self) -> u32 {
         let row = self.row();
-        // The bitmask of a position depends on the token before it.
-        if self.constraint.is_some() && row.length > self.tokens.len() {
-            return 0;
+        if let Some(constraint) = &self.constraint {
+            // A bitmask is computed while one forward pass runs. So at most one token is unknown, and a row
+            // whose bitmask was late waits for it.
+            let is_known = constraint.allowed().is_some();
+            if row.length > self.tokens.len() + 1 || (row.was_late && !is_known) {
+                return 0;
+            }
         }
         // The last token of a sequence needs no KV: nothing comes after it.
         if row.length >= self.length_here() { 0 } else { (row.length - row.launched) as u32 }
@@ -210,13 +217,9 @@ impl Sequence {
         // A stop token is not part of the answer.
         if finish != Some(FinishReason::Stop)
             && let Some(constraint) = &mut self.constraint
+            && constraint.accept(token)?
         {
-            if constraint.accept(token)? {
-                return Ok(Some(FinishReason::Stop));
-            }
-            if finish.is_none() && self.kind != SequenceKind::Send {
-                constraint.renew()?;
-            }
+            return Ok(Some(FinishReason::Stop));
         }
         Ok(finish)
     }

@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 
 use engine::{
     CacheSeeds, Scheduler, SchedulerConfig,
+    constraint::Constraint,
     event::{FinishReason, NewSequence, SequenceId, SequenceKind},
     executor::{
         ExecutorLimits, Speculation,
@@ -87,8 +88,9 @@ pub fn oracle(new: &NewSequence, sequence_tokens_max: usize) -> (Vec<u32>, Optio
     let mut constraint = new.constraint.clone();
     loop {
         let prompt_len = new.prompt_len as usize;
-        let allowed = constraint.as_ref().map(|constraint| &**constraint.allowed());
-        let token = next_token(&tokens, prompt_len, &new.sampling, allowed, VOCABULARY)
+        let mask = |constraint: &Constraint| constraint.allowed().cloned().expect("it is computed");
+        let allowed = constraint.as_ref().map(mask);
+        let token = next_token(&tokens, prompt_len, &new.sampling, allowed.as_deref(), VOCABULARY)
             .expect("some token is not masked");
         tokens.push(token);
         output.push(token);
@@ -96,7 +98,8 @@ pub fn oracle(new: &NewSequence, sequence_tokens_max: usize) -> (Vec<u32>, Optio
         let mut accept = |token| {
             constraint.as_mut().is_some_and(|constraint| {
                 let is_complete = constraint.accept(token).expect("it was allowed");
-                constraint.renew().expect("it goes on");
+                let job = constraint.mask_job(new.id, 0).expect("a token was accepted");
+                constraint.take_mask(job.run()).expect("it goes on");
                 is_complete
             })
         };

@@ -12,7 +12,7 @@ use std::{
 use engine::{
     SchedulerConfig, StepLoop,
     executor::{CollectWaker, Executor, ExecutorError, ExecutorLimits, cpu::CpuExecutor},
-    plan::{StepPlan, StepResult},
+    plan::{RowMask, StepId, StepPlan, StepResult},
 };
 use kernels::{
     BlockId, KvArena, KvLayout, Shard, WeightFormat,
@@ -136,11 +136,24 @@ impl Executor for Together {
         self.ranks.iter_mut().try_for_each(|rank| rank.launch(plan.clone()))
     }
 
+    fn supply(&mut self, step_id: StepId, masks: Vec<RowMask>) -> Result<(), ExecutorError> {
+        self.ranks.iter_mut().try_for_each(|rank| rank.supply(step_id, masks.clone()))
+    }
+
+    fn masks_are_due(&self) -> bool {
+        self.ranks[0].masks_are_due()
+    }
+
     fn collect(&mut self, timeout: Duration) -> Result<Option<StepResult>, ExecutorError> {
         let (first, others) = self.ranks.split_first_mut().expect("a group has ranks");
         let Some(result) = first.collect(timeout)? else { return Ok(None) };
         for (rank, other) in (1..).zip(others) {
-            let other = other.collect(Duration::from_secs(300))?.expect("all do the same");
+            let other = loop {
+                // A finished forward pass ends the wait too.
+                if let Some(result) = other.collect(Duration::from_secs(300))? {
+                    break result;
+                }
+            };
             assert_eq!((other.step_id, &other.rows), (result.step_id, &result.rows), "rank {rank}");
         }
         Ok(Some(result))

@@ -7,7 +7,7 @@ use engine::{
         CollectWaker, ExecutorLimits,
         sim::{CostModel, SimExecutor},
     },
-    plan::{StepPlan, StepResult},
+    plan::{RowMask, StepId, StepPlan, StepResult},
 };
 use futures_util::StreamExt;
 use kernels::{Dtype, KvArena, KvLayout, WeightFormat, sampling::Sampling};
@@ -44,6 +44,14 @@ impl Executor for BrokenDevice {
         Err(ExecutorError::Stopped { reason: "it burnt down".into() })
     }
 
+    fn supply(&mut self, _step_id: StepId, _masks: Vec<RowMask>) -> Result<(), ExecutorError> {
+        unreachable!("no step was launched")
+    }
+
+    fn masks_are_due(&self) -> bool {
+        false
+    }
+
     fn collect(&mut self, _timeout: Duration) -> Result<Option<StepResult>, ExecutorError> {
         Ok(None)
     }
@@ -61,6 +69,14 @@ struct ClingingDevice {
 impl Executor for ClingingDevice {
     fn launch(&mut self, plan: StepPlan) -> Result<(), ExecutorError> {
         BrokenDevice.launch(plan)
+    }
+
+    fn supply(&mut self, step_id: StepId, masks: Vec<RowMask>) -> Result<(), ExecutorError> {
+        BrokenDevice.supply(step_id, masks)
+    }
+
+    fn masks_are_due(&self) -> bool {
+        BrokenDevice.masks_are_due()
     }
 
     fn collect(&mut self, timeout: Duration) -> Result<Option<StepResult>, ExecutorError> {
@@ -87,6 +103,14 @@ struct HangingDevice {
 impl Executor for HangingDevice {
     fn launch(&mut self, plan: StepPlan) -> Result<(), ExecutorError> {
         self.sim.launch(plan)
+    }
+
+    fn supply(&mut self, step_id: StepId, masks: Vec<RowMask>) -> Result<(), ExecutorError> {
+        self.sim.supply(step_id, masks)
+    }
+
+    fn masks_are_due(&self) -> bool {
+        self.sim.masks_are_due()
     }
 
     fn collect(&mut self, timeout: Duration) -> Result<Option<StepResult>, ExecutorError> {

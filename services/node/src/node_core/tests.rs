@@ -403,6 +403,18 @@ impl Executor for Device {
         self.sim.launch(plan)
     }
 
+    fn supply(
+        &mut self,
+        step_id: engine::plan::StepId,
+        masks: Vec<engine::plan::RowMask>,
+    ) -> Result<(), ExecutorError> {
+        self.sim.supply(step_id, masks)
+    }
+
+    fn masks_are_due(&self) -> bool {
+        self.sim.masks_are_due()
+    }
+
     fn collect(
         &mut self,
         timeout: Duration,

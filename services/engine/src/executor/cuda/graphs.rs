@@ -52,7 +52,7 @@ impl Parts<'_> {
             blocks: &blocks,
             sampling: &Sampling::greedy(),
         };
-        let sequence = StepRows { slot: 0, position: 0, rows: tokens, samples: 1, mask: None };
+        let sequence = StepRows { slot: 0, position: 0, rows: tokens, samples: 1 };
         self.step(&StepInput { admissions: &[admission], sequences: &[sequence], ..EMPTY })
     }
 
@@ -62,7 +62,7 @@ impl Parts<'_> {
         let mut step = batch.begin(backend, input)?;
         let logits = model.forward(backend, &mut step);
         backend.check()?;
-        batch.sample(backend, logits, &step, false)?;
+        batch.sample(backend, logits, &step)?;
         let frame = batch.end(backend, input.step_id, vec![false; input.sequences.len()])?;
         batch.recycle(frame.finish(clock)?.output);
         Ok(())
@@ -129,14 +129,8 @@ impl Graphs {
     }
 }
 
-const EMPTY: StepInput<'_> = StepInput {
-    step_id: 0,
-    admissions: &[],
-    extensions: &[],
-    sequences: &[],
-    masks: &[],
-    rows_min: 0,
-};
+const EMPTY: StepInput<'_> =
+    StepInput { step_id: 0, admissions: &[], extensions: &[], sequences: &[], rows_min: 0 };
 
 /// Returns the numbers of rows that decode steps are padded to, ascending.
 fn decode_sizes(rows_max: u32) -> Vec<u32> {
@@ -172,7 +166,7 @@ mod tests {
     fn decode_steps_are_padded_and_prefill_steps_are_not() {
         let sizes = || vec![(1, None), (2, None), (4, None)];
         let mut graphs = Graphs { sizes: sizes(), is_on: true };
-        let row = |slot| StepRows { slot, position: 9, rows: 1, samples: 1, mask: None };
+        let row = |slot| StepRows { slot, position: 9, rows: 1, samples: 1 };
         let rows: Vec<_> = (0..5).map(row).collect();
         let prompt = StepRows { rows: 7, samples: 0, ..row(0) };
         assert_eq!(graphs.dispatch(&rows[..3]), (4, Dispatch::Fallback));

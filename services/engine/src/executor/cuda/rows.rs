@@ -9,7 +9,7 @@ use super::super::{
     ExecutorError, ExecutorLimits,
     batch::{Batch, ScheduledRow, TokenCount},
 };
-use crate::plan::{AdmittedRow, RowFailure, RowResult, Slot, StepPlan};
+use crate::plan::{AdmittedRow, RowFailure, RowMask, RowResult, Slot, StepPlan};
 
 /// Stop tokens that a row may have beside `min_tokens`.
 pub const STOPS_MAX: u32 = 64;
@@ -19,13 +19,12 @@ const LOGPROBS_MAX: u32 = 32;
 /// A plan translated for the device.
 #[derive(Debug, Default)]
 pub struct Step {
-    /// The results of the plan's rows without their tokens, and whether each row samples; in the plan's order.
-    pub scheduled: Vec<(RowResult, bool)>,
+    /// The plan's rows, in its order.
+    pub scheduled: Vec<ScheduledRow>,
     /// Rows that take part in the forward pass.
     pub sequences: Vec<StepRows>,
     /// One entry for each sample.
     pub wants_logprobs: Vec<bool>,
-    pub masks: Vec<Arc<TokenMask>>,
     /// Indices of admitted rows that go to the device.
     pub admitted: Vec<usize>,
     /// Indices of extensions, and the length of the block table before each.
@@ -45,8 +44,16 @@ impl Rows {
     /// Applies the diff and advances the rows of the step. After an error the rows are unusable.
     pub fn apply(&mut self, plan: &StepPlan) -> Result<Step, ExecutorError> {
         let mut step = Step::default();
-        for row in self.batch.apply(plan, refusal, |_, _| Vec::new())? {
-            self.add(&row, &mut step);
+        step.scheduled = self.batch.apply(plan, refusal, |_, _| Vec::new())?;
+        for row in &step.scheduled {
+            let Some(sequence) = self.sequence(row) else { continue };
+            step.sequences.push(sequence);
+            if row.samples {
+                step.wants_logprobs.push(self.batch.row(row.slot).sampling.logprobs.is_some());
+            }
+        }
+        if !plan.awaits_masks {
+            self.sample(&step.scheduled);
         }
         let is_taken = |admitted: &AdmittedRow| self.batch.row(admitted.slot).failure.is_none();
         let admitted = plan.admitted.iter().enumerate();
@@ -75,26 +82,44 @@ impl Rows {
         })
     }
 
-    fn add(&mut self, scheduled: &ScheduledRow, step: &mut Step) {
-        let ScheduledRow { slot, start, token_count, samples, .. } = *scheduled;
-        step.scheduled.push((self.batch.unsampled(scheduled), samples));
-        let row = self.batch.row(slot);
-        if row.failure.is_some() {
-            return;
+    /// Supplies the token bitmasks of the step applied last. Returns the bitmask of each constrained sample
+    /// with the index of the sample.
+    pub fn supply(
+        &mut self,
+        scheduled: &mut [ScheduledRow],
+        masks: Vec<RowMask>,
+    ) -> Result<Vec<(u32, Option<Arc<TokenMask>>)>, String> {
+        self.batch.supply(scheduled, masks)?;
+        self.sample(scheduled);
+        let sampled = (0..).zip(scheduled.iter().filter(|row| row.samples));
+        let masks = sampled.filter_map(|(sample, scheduled)| {
+            let row = self.batch.row(scheduled.slot);
+            row.constrained.then(|| (sample, row.allowed.clone()))
+        });
+        Ok(masks.collect())
+    }
+
+    /// Returns the result of a row without its tokens.
+    pub fn unsampled(&self, scheduled: &ScheduledRow) -> RowResult {
+        self.batch.unsampled(scheduled)
+    }
+
+    /// Counts the tokens that the device samples.
+    fn sample(&mut self, scheduled: &[ScheduledRow]) {
+        for row in scheduled.iter().filter(|row| row.samples && !row.is_late) {
+            self.batch.will_sample(row);
         }
-        let mask = row.allowed.as_ref().filter(|_| samples);
-        step.sequences.push(StepRows {
+    }
+
+    /// Returns the row's part of the forward pass; `None` for a failed row.
+    fn sequence(&self, scheduled: &ScheduledRow) -> Option<StepRows> {
+        let ScheduledRow { slot, start, token_count, samples, .. } = *scheduled;
+        self.batch.row(slot).failure.is_none().then(|| StepRows {
             slot: slot.0,
             position: start as u32,
             rows: token_count as u32,
             samples: samples.into(),
-            mask: mask.is_some().then_some(step.masks.len() as u32),
-        });
-        step.masks.extend(mask.cloned());
-        if samples {
-            step.wants_logprobs.push(row.sampling.logprobs.is_some());
-            self.batch.will_sample(scheduled);
-        }
+        })
     }
 }
 
@@ -172,8 +197,7 @@ mod tests {
         let step = rows.apply(&first).unwrap();
         assert_eq!(used(&rows, &step), [(0, vec![3, 1], 1), (1, vec![2], 0)]);
         assert_eq!(step.wants_logprobs, [false]);
-        let part =
-            |slot, position, rows, samples| StepRows { slot, position, rows, samples, mask: None };
+        let part = |slot, position, rows, samples| StepRows { slot, position, rows, samples };
         assert_eq!(step.sequences, [part(0, 16, 14, 1), part(1, 0, 3, 0)]);
         // The host does not know the sampled token, only that one was sampled.
         let second = StepPlan {
@@ -199,11 +223,13 @@ mod tests {
             let released = vec![Slot(0), Slot(1)];
             let step = rows.apply(&plan(both, vec![row(0, 5, true), row(1, 5, true)])).unwrap();
             assert_eq!((&step.admitted[..], step.sequences.len()), (&[1][..], 1));
-            assert!(matches!(step.scheduled[0].0.failure, Some(RowFailure::Sampling { .. })));
-            assert!(!step.scheduled[0].1 && step.scheduled[1].1);
+            let failure = rows.unsampled(&step.scheduled[0]).failure;
+            assert!(matches!(failure, Some(RowFailure::Sampling { .. })));
+            assert!(!step.scheduled[0].samples && step.scheduled[1].samples);
             // The next step was planned before the failure was known.
             let step = rows.apply(&plan(vec![], vec![row(0, 1, true)])).unwrap();
-            assert!(step.sequences.is_empty() && step.scheduled[0].0.failure.is_some());
+            assert!(step.sequences.is_empty());
+            assert!(rows.unsampled(&step.scheduled[0]).failure.is_some());
             let again =
                 StepPlan { released, ..plan(vec![admitted(0, 5, 0, &[0])], vec![row(0, 5, true)]) };
             assert_eq!(rows.apply(&again).unwrap().sequences.len(), 1);
@@ -212,19 +238,32 @@ mod tests {
     }
 
     #[test]
-    fn a_constrained_row_without_its_bitmask_does_not_sample() {
-        let step = |length| {
-            let occupant = AdmittedRow { constrained: true, ..admitted(0, 5, 0, &[0]) };
-            let allowed = Arc::new(TokenMask::new(vec![1], LIMITS.vocabulary));
-            let masks = vec![RowMask { slot: Slot(0), length, allowed }];
-            let plan = StepPlan { masks, ..plan(vec![occupant], vec![row(0, 5, true)]) };
-            Rows::new(LIMITS).apply(&plan).unwrap()
-        };
-        let right = step(5);
-        assert_eq!((right.masks.len(), right.sequences[0].mask), (1, Some(0)));
-        let wrong = step(6);
-        assert!(wrong.masks.is_empty() && wrong.sequences.is_empty());
-        assert_eq!(wrong.scheduled[0].0.failure, Some(RowFailure::NoMask { position: 5 }));
+    fn a_constrained_row_without_its_bitmask_computes_its_last_token_again() {
+        let mut rows = Rows::new(LIMITS);
+        let occupant = AdmittedRow { constrained: true, ..admitted(0, 5, 0, &[0]) };
+        let rejected = rows.apply(&plan(vec![occupant.clone()], vec![row(0, 5, true)]));
+        assert!(rejected.unwrap_err().to_string().contains("the step awaits no bitmasks"));
+
+        let mut rows = Rows::new(LIMITS);
+        let both = vec![occupant, admitted(1, 3, 0, &[1])];
+        let both = plan(both, vec![row(0, 5, true), row(1, 3, true)]);
+        let mut step = rows.apply(&StepPlan { awaits_masks: true, ..both }).unwrap();
+        assert_eq!(rows.supply(&mut step.scheduled, vec![]).unwrap(), [(0, None)]);
+        let late = |step: &Step| step.scheduled.iter().map(|row| row.is_late).collect::<Vec<_>>();
+        assert_eq!(late(&step), [true, false]);
+
+        let again = plan(vec![], vec![row(0, 1, true), row(1, 1, true)]);
+        let step = rows.apply(&StepPlan { awaits_masks: true, ..again }).unwrap();
+        let positions: Vec<_> = step.sequences.iter().map(|sequence| sequence.position).collect();
+        assert_eq!(positions, [4, 3]);
+        let allowed = Arc::new(TokenMask::new(vec![1], LIMITS.vocabulary));
+        let mask = |slot, length| RowMask { slot: Slot(slot), length, allowed: allowed.clone() };
+        for (mask, reason) in [
+            (mask(0, 6), "slot 0 has 5 tokens, but a bitmask for 6"),
+            (mask(1, 4), "slot 1 has a bitmask that no row awaits"),
+        ] {
+            assert_eq!(rows.supply(&mut step.scheduled.clone(), vec![mask]).unwrap_err(), reason);
+        }
     }
 
     #[test]
