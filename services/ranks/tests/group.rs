@@ -13,6 +13,7 @@ use std::{
 
 use engine::{
     CacheSeeds, Scheduler, SchedulerConfig, StepLoop,
+    constraint::{Constraint, ConstraintFailure, Matcher},
     event::{Action, Input, NewSequence, SequenceId, SequenceKind},
     executor::{
         CollectWaker, Executor, ExecutorError, ExecutorLimits, Speculation,
@@ -20,7 +21,7 @@ use engine::{
     },
     plan::{RowMask, StepId, StepPlan, StepResult},
 };
-use kernels::sampling::Sampling;
+use kernels::sampling::{Sampling, TokenMask};
 use kernels::shared::RegionName;
 use ranks::{GroupError, GroupSettings, RankGroup, RankSpec, run_rank};
 
@@ -219,10 +220,38 @@ fn sequence(id: u128, prompt: usize, max_tokens: u32) -> NewSequence {
     }
 }
 
+/// Grammar of alternating even and odd tokens.
+#[derive(Clone, Debug)]
+struct Alternating {
+    is_odd: bool,
+}
+
+impl Matcher for Alternating {
+    fn accept(&mut self, token: u32) -> Result<(), ConstraintFailure> {
+        assert_eq!(token % 2 == 1, self.is_odd, "token {token} was not allowed");
+        self.is_odd = !self.is_odd;
+        Ok(())
+    }
+
+    fn allowed(&mut self) -> Result<TokenMask, ConstraintFailure> {
+        let word = if self.is_odd { 0xaaaa_aaaa } else { 0x5555_5555 };
+        Ok(TokenMask::new(vec![word; 2], LIMITS.vocabulary))
+    }
+
+    fn is_complete(&self) -> bool {
+        false
+    }
+
+    fn boxed_clone(&self) -> Box<dyn Matcher> {
+        Box::new(self.clone())
+    }
+}
+
 fn step_loop<E: Executor>(executor: E) -> StepLoop<E> {
     let seeds = CacheSeeds { model_fingerprint: 1, weight_version: 1 };
     let config = SchedulerConfig::new(executor.limits());
-    StepLoop::new(Scheduler::new(config, seeds).unwrap(), executor)
+    let steps = StepLoop::new(Scheduler::new(config, seeds).unwrap(), executor);
+    steps.with_mask_threads(2).unwrap()
 }
 
 /// The tokens of each sequence, all run at once.
@@ -289,8 +318,19 @@ fn signal(id: u32, signal: &str) {
 
 fn groups_of_any_size_do_what_one_executor_does() {
     let sim = SimExecutor::new(LIMITS, CostModel::default(), Instant::now());
+    // Every third sequence has a grammar.
+    let sequences = || {
+        let mut sequences = sequences();
+        for sequence in sequences.iter_mut().step_by(3) {
+            let constraint = Constraint::new(Box::new(Alternating { is_odd: false })).unwrap();
+            sequence.constraint = Some(constraint);
+        }
+        sequences
+    };
     let expected = outputs(sim, sequences()).unwrap();
     assert!(expected.iter().all(|output| output.len() == 40));
+    let parities = expected[3].iter().map(|token| token % 2);
+    assert!(parities.eq([0, 1].into_iter().cycle().take(40)));
     for ranks in [1, 2, 4] {
         let group = group(ranks, Fault::None);
         let ids = group.process_ids();
