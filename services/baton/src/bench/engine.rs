@@ -18,7 +18,7 @@ use std::{
 use anyhow::{Context, Result, bail, ensure};
 use clap::Args;
 use engine::{
-    CacheSeeds, Scheduler, SchedulerConfig, StepLoop, Turn,
+    CacheSeeds, Scheduler, SchedulerConfig, StepLoop, StepRecord, Turn,
     event::{Action, Input, NewSequence, SequenceId, SequenceKind},
     executor::{
         Executor, ExecutorLimits,
@@ -317,14 +317,20 @@ impl Bench {
         check(&actions)
     }
 
-    /// Submits a batch of prompts at once and runs it to the end.
-    fn run(&mut self, batch: u32, prompt_tokens: u32, max_tokens: u32) -> Result<Run> {
+    /// Submits a batch of prompts at once and runs it until every sequence has decoded `tokens_each` tokens in
+    /// steps of the whole batch.
+    fn run(&mut self, batch: u32, prompt_tokens: u32, tokens_each: u32) -> Result<Run> {
         let started = Instant::now();
-        self.submit(batch, prompt_tokens, max_tokens)?;
-        let (mut steps, mut firsts) = (Vec::with_capacity(1024), Vec::new());
-        let (mut tokens_after, mut finished, mut progress) = (0, 0, Instant::now());
+        let step_tokens = self.engine.executor().limits().step_tokens;
+        let overlap = match tokens_each {
+            1 => 0,
+            _ => prefill_steps(batch, prompt_tokens, step_tokens),
+        };
+        self.submit(batch, prompt_tokens, tokens_each + overlap)?;
+        let (mut steps, mut firsts) = (Vec::<StepRecord>::with_capacity(1024), Vec::new());
+        let (mut last, mut progress) = (usize::MAX, Instant::now());
         let mut actions = Vec::new();
-        while finished < batch {
+        while steps.len() <= last {
             match self.engine.turn(Duration::from_secs(1), &mut actions)? {
                 Turn::Stepped => progress = Instant::now(),
                 Turn::Pending | Turn::Idle => {
@@ -333,18 +339,20 @@ impl Bench {
             }
             steps.extend(self.engine.take_records());
             check(&actions)?;
-            let all_had_begun = firsts.len() == batch as usize;
             for action in actions.drain(..) {
-                match action {
-                    Action::Tokens { first_index: 0, .. } => firsts.push(steps.len() - 1),
-                    Action::Tokens { tokens, .. } if all_had_begun => tokens_after += tokens.len(),
-                    Action::Finished { .. } => finished += 1,
-                    _ => {}
+                if let Action::Tokens { first_index: 0, .. } = action {
+                    firsts.push(steps.len() - 1);
                 }
             }
+            if firsts.len() == batch as usize {
+                last = firsts[firsts.len() - 1] + tokens_each as usize - 1;
+            }
         }
-        let last = steps.len().checked_sub(1).context("the engine made no step")?;
-        ensure!(firsts.len() == batch as usize, "not every sequence has a first token");
+        let decode = &steps[last + 2 - tokens_each as usize..=last];
+        ensure!(decode.iter().all(|step| step.rows == batch), "a step has not the whole batch");
+        for id in self.next_id + 1 - u128::from(batch)..=self.next_id {
+            self.engine.handle(Input::Abort { id: SequenceId(id) }, &mut actions);
+        }
         // A node takes them regularly, too.
         drop(self.engine.scheduler_mut().take_cache_changes());
         // Steps still in flight belong to this run.
@@ -352,24 +360,35 @@ impl Bench {
             self.engine.turn(Duration::from_secs(1), &mut Vec::new())?;
             steps.extend(self.engine.take_records());
         }
-        Ok(Run { started, steps, firsts, last, tokens_after })
+        Ok(Run { started, steps, firsts, last })
     }
+}
+
+/// Returns an upper bound on the steps that prefill a batch. Sequences that have begun take one token of each
+/// step. A sequence decodes this much longer, so that all sequences decode together after the last prompt.
+fn prefill_steps(batch: u32, prompt_tokens: u32, step_tokens: u32) -> u32 {
+    let prompts = u64::from(batch) * u64::from(prompt_tokens);
+    let each = u64::from(step_tokens.saturating_sub(batch).max(1));
+    u32::try_from(prompts.div_ceil(each)).unwrap_or(u32::MAX).saturating_add(batch)
 }
 
 /// Returns the limits of the executor for the largest batch.
 fn limits(args: &EngineArgs, config: &ModelConfig) -> Result<ExecutorLimits> {
     let batch_max = args.batch.iter().copied().max().unwrap_or(1);
-    let sequence_tokens =
-        args.prefill_tokens.max(args.context_tokens + args.decode_tokens) + BLOCK_TOKENS as u32;
+    let step_tokens = if args.device == "cuda" { GPU_STEP_TOKENS } else { 512 };
+    // At least half of each step prefills while prompts are left.
+    let step_tokens = step_tokens.max(2 * batch_max);
+    let overlap = prefill_steps(batch_max, args.context_tokens, step_tokens);
+    let decoded = args.context_tokens + args.decode_tokens + overlap;
+    let sequence_tokens = args.prefill_tokens.max(decoded) + BLOCK_TOKENS as u32;
     ensure!(
         sequence_tokens as usize <= config.context_tokens,
         "sequences have {sequence_tokens} tokens; the model has at most {}",
         config.context_tokens
     );
-    let step_tokens = if args.device == "cuda" { GPU_STEP_TOKENS } else { 512 };
     Ok(ExecutorLimits {
         slots: batch_max,
-        step_tokens: step_tokens.max(batch_max),
+        step_tokens,
         sequence_tokens,
         blocks: batch_max * (sequence_tokens.div_ceil(BLOCK_TOKENS as u32) + 1),
         depth: args.variant.depth,

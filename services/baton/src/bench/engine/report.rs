@@ -66,10 +66,8 @@ pub(super) struct Run {
     pub(super) steps: Vec<StepRecord>,
     /// Index of the step with the first token, for each sequence.
     pub(super) firsts: Vec<usize>,
-    /// Index of the step with the last token.
+    /// Index of the last measured step.
     pub(super) last: usize,
-    /// Tokens of all sequences after the step with the last first token.
-    pub(super) tokens_after: usize,
 }
 
 impl Run {
@@ -109,7 +107,7 @@ pub(super) fn decode_row(
 ) -> Row {
     let per_s = |run: &Run| {
         let seconds = run.seconds_to(run.last) - run.seconds_to(run.all_begun());
-        run.tokens_after as f64 / seconds
+        f64::from(batch * (decode_tokens - 1)) / seconds
     };
     let all: Vec<f64> = runs.iter().map(per_s).collect();
     let decoding = runs.iter().map(|run| Decoding {
