@@ -34,7 +34,7 @@ fn user<'a>(url: &'a str, name: &'a str, password: &'a str) -> [(&'a str, &'a st
     [("cluster.etcd", url), ("cluster.etcd_user", name), ("cluster.etcd_password", password)]
 }
 
-pub async fn a_user_with_its_password_registers_and_follows() -> Result<()> {
+pub async fn user_with_its_password_can_register_and_watch() -> Result<()> {
     let etcd = with_users(None).await?;
     let url = etcd.url();
     let node = entry("decode-1", 1);

@@ -22,9 +22,9 @@ use tokio::task::JoinSet;
 
 use crate::{DEADLINE, PREFIX};
 
-/// How long etcd is away.
+/// Duration of the etcd outage.
 const OUTAGE: Duration = Duration::from_secs(20);
-/// Requests that are always running.
+/// Number of concurrent requests.
 const CLIENTS: usize = 3;
 const TOKENS: usize = 8;
 
@@ -35,12 +35,12 @@ fn spec(etcd: &Etcd) -> ClusterSpec {
         .set("BATON_CLUSTER_ETCD_TTL", "5s")
 }
 
-/// Requests, one after the other by several clients, each answer compared with the reference.
+/// Clients that send one request after the other and compare each answer with the reference.
 struct Load {
     clients: JoinSet<Result<()>>,
     stop: Arc<AtomicBool>,
     complete: Arc<AtomicUsize>,
-    /// Answers by the node that read the prompt, and by the one that wrote the answer.
+    /// Number of answers by prefill node and by decode node.
     by_node: Arc<Mutex<BTreeMap<String, usize>>>,
 }
 
@@ -49,7 +49,8 @@ impl Load {
         Self::of(http, short_runs())
     }
 
-    /// No prompt is found in a cache, so that nothing binds a request to a node.
+    /// Starts the clients. Salts keep every prompt out of the prefix caches, so that no cache draws a request to a
+    /// node.
     fn of(http: String, runs: Vec<GoldenRun>) -> Self {
         let (stop, complete) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicUsize::new(0)));
         let by_node = Arc::new(Mutex::new(BTreeMap::new()));
@@ -81,7 +82,7 @@ impl Load {
         Self { clients, stop, complete, by_node }
     }
 
-    /// Waits until each of these nodes has had a part in a complete answer.
+    /// Waits until each of these nodes has served a complete answer.
     async fn wait_served_by(&mut self, nodes: &[&str]) -> Result<()> {
         let deadline = Instant::now() + DEADLINE;
         loop {
@@ -89,7 +90,7 @@ impl Load {
             if nodes.iter().all(|node| by_node.contains_key(*node)) {
                 return Ok(());
             }
-            ensure!(Instant::now() < deadline, "{nodes:?} were not all asked: {by_node:?}");
+            ensure!(Instant::now() < deadline, "not all of {nodes:?} served: {by_node:?}");
             self.wait_more(1).await?;
         }
     }
@@ -98,7 +99,7 @@ impl Load {
         self.complete.load(Ordering::Relaxed)
     }
 
-    /// Waits until this many more requests are complete; fails with the first one that is not.
+    /// Waits until this many more requests are complete. Fails with the first request that fails.
     async fn wait_more(&mut self, count: usize) -> Result<()> {
         let wanted = self.complete() + count;
         let deadline = Instant::now() + DEADLINE;
@@ -109,12 +110,12 @@ impl Load {
             if self.complete() >= wanted {
                 return Ok(());
             }
-            ensure!(Instant::now() < deadline, "requests stand still at {}", self.complete());
+            ensure!(Instant::now() < deadline, "no request completes after {}", self.complete());
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
     }
 
-    /// Every request must have been complete and right.
+    /// Stops the clients. Fails if any request failed. Returns the number of complete requests.
     async fn stop(mut self) -> Result<usize> {
         self.stop.store(true, Ordering::Relaxed);
         while let Some(ended) = self.clients.join_next().await {
@@ -124,7 +125,7 @@ impl Load {
     }
 }
 
-/// The reference prompts that are quick to read.
+/// Returns the three shortest reference prompts.
 fn short_runs() -> Vec<GoldenRun> {
     let mut runs = golden().runs;
     runs.sort_by_key(|run| run.prompt_ids.len());
@@ -142,7 +143,7 @@ pub async fn nodes_join_and_leave_a_serving_cluster_and_nothing_is_restarted() -
     cluster.add_decode()?;
     cluster.wait_nodes(1, 2).await?;
     load.wait_more(CLIENTS).await?;
-    // The first one drains: out of etcd at once, its work ends, the second one goes on.
+    // The first node drains: it leaves etcd at once and finishes its requests. The second one serves on.
     cluster.decode[0].terminate_signal();
     let gone = |keys: &[(String, i64)]| !keys.iter().any(|(key, _)| key.contains("/decode-0/"));
     etcd.wait_leases(PREFIX, gone).await?;
@@ -160,7 +161,7 @@ pub async fn nodes_join_and_leave_a_serving_cluster_and_nothing_is_restarted() -
 pub async fn nodes_of_both_roles_join_and_leave_under_load_and_no_token_is_lost() -> Result<()> {
     let etcd = Etcd::start()?;
     let mut cluster = Cluster::start(spec(&etcd)).await?;
-    // Long enough that every prompt is handed over.
+    // Prompts of more than a block, so that every request has a hand-over.
     let mut runs = golden().runs;
     runs.retain(|run| run.prompt_ids.len() > 16);
     runs.sort_by_key(|run| run.prompt_ids.len());
@@ -174,11 +175,11 @@ pub async fn nodes_of_both_roles_join_and_leave_under_load_and_no_token_is_lost(
     cluster.wait_nodes(2, 2).await?;
     load.wait_served_by(&["prefill-1", "decode-1"]).await?;
 
-    // The newcomers leave while requests are with them.
+    // The new nodes drain while they serve requests.
     for newcomer in [&mut cluster.decode[1], &mut cluster.prefill[1]] {
         let deadline = Instant::now() + DEADLINE;
         while !newcomer.is_busy().await? {
-            ensure!(Instant::now() < deadline, "{} is not asked any more", newcomer.name);
+            ensure!(Instant::now() < deadline, "{} gets no more requests", newcomer.name);
             load.wait_more(0).await?;
             tokio::time::sleep(Duration::from_millis(1)).await;
         }
@@ -205,19 +206,19 @@ pub async fn a_node_killed_and_started_again_at_its_address_is_served_by_its_new
     let run = &short_runs()[0];
     let found = Client::new(cluster.http()).greedy(&run.prompt_ids, TOKENS).await?;
     assert_eq!(found, run.output_ids[..TOKENS]);
-    // The old process's record ends with its lease; the new one has a key of its own.
+    // The record of the old process ends with its lease. The new process has another key.
     let after = etcd.wait_leases(&decode, |keys| keys.len() == 1 && keys != before).await?;
     assert_ne!(after[0].0, before[0].0);
     cluster.stop()?;
-    assert_eq!(etcd.leases(PREFIX).await?, [], "who stops takes its record along");
+    assert_eq!(etcd.leases(PREFIX).await?, [], "a stopped node deletes its record");
     Ok(())
 }
 
-pub async fn serving_goes_on_while_etcd_is_dead_for_20_seconds() -> Result<()> {
+pub async fn serving_continues_while_etcd_is_down_for_20_seconds() -> Result<()> {
     outage(|etcd| etcd.kill(), |etcd| etcd.restart()).await
 }
 
-pub async fn serving_goes_on_while_etcd_is_frozen_for_20_seconds() -> Result<()> {
+pub async fn serving_continues_while_etcd_is_frozen_for_20_seconds() -> Result<()> {
     let thaw = |etcd: &mut Etcd| {
         etcd.continue_signal();
         Ok(())
@@ -225,8 +226,8 @@ pub async fn serving_goes_on_while_etcd_is_frozen_for_20_seconds() -> Result<()>
     outage(|etcd| etcd.stop_signal(), thaw).await
 }
 
-/// Requests flow before, during and after; every one is complete and right. Afterwards both nodes
-/// are registered, under the same keys, and a further one is found.
+/// Serves requests before, during and after an outage of etcd. Every answer must be complete and correct. Afterwards
+/// both nodes are registered under the same keys, and the router finds a further node.
 async fn outage(
     begin: impl FnOnce(&mut Etcd),
     end: impl FnOnce(&mut Etcd) -> Result<()>,
@@ -278,7 +279,7 @@ pub async fn up_with_etcd_answers_and_leaves_nothing_behind() -> Result<()> {
     Ok(())
 }
 
-pub fn a_list_and_etcd_together_are_refused_in_one_line() -> Result<()> {
+pub fn static_list_beside_etcd_is_rejected_in_one_line() -> Result<()> {
     let mut router = Command::new(bin_dir().join("baton-router"));
     router
         .args(["--model-path", "any", "--cluster-etcd", "127.0.0.1:1"])

@@ -1,4 +1,4 @@
-//! Membership on a real etcd: records and watches by themselves, who is let in, and whole clusters.
+//! Membership on a real etcd: records and watches, access control, and whole clusters.
 
 mod access;
 mod clusters;
@@ -17,10 +17,10 @@ use config::{Config, LoadInput};
 
 const DEADLINE: Duration = Duration::from_secs(60);
 const PREFIX: &str = "/baton/test";
-/// The shortest that etcd grants.
+/// The shortest lease that etcd grants.
 const TTL: Duration = Duration::from_secs(2);
 
-/// As a service reads them, with the keys of the configuration.
+/// Returns the etcd settings as a service reads them from its configuration.
 fn settings(settings: &[(&str, &str)]) -> Result<EtcdSettings> {
     let mut flags: std::collections::BTreeMap<String, String> = [
         ("cluster.etcd_prefix", PREFIX.to_owned()),
@@ -49,7 +49,7 @@ async fn register(settings: EtcdSettings, entry: &NodeEntry) -> Result<Registrat
     Ok(Registrar::connect(settings).await?.register(entry.clone()))
 }
 
-/// A membership and its watch.
+/// Returns a membership and its watch.
 async fn follow(settings: EtcdSettings) -> Result<(Membership, MemberWatch), EtcdError> {
     let membership = Membership::registered(settings).await?;
     let watch = membership.watch();
@@ -71,7 +71,7 @@ fn left(entry: &NodeEntry) -> MemberChange {
 
 fn main() -> std::process::ExitCode {
     let mut tests = test_harness::async_tests![
-        access::a_user_with_its_password_registers_and_follows,
+        access::user_with_its_password_can_register_and_watch,
         access::missing_or_wrong_password_is_rejected_in_one_line,
         access::services_with_a_wrong_password_exit_before_they_open_a_model,
         access::ca_suffices_if_etcd_requires_no_client_certificate,
@@ -79,24 +79,24 @@ fn main() -> std::process::ExitCode {
         access::mutual_tls_requires_that_both_sides_trust_each_other,
         lost_device::lost_device_fails_each_request_once_removes_the_record_and_exits,
         records::nodes_join_and_leave_while_a_router_follows,
-        records::a_record_lives_for_as_long_as_its_node,
+        records::etcd_record_exists_as_long_as_its_node,
         records::registering_again_after_a_lost_lease_keeps_the_epoch,
         records::a_deleted_record_is_written_again_under_its_lease,
-        records::a_new_process_behind_an_old_address_is_a_new_node,
-        records::records_that_are_no_nodes_are_ignored,
+        records::new_process_at_a_known_address_is_a_new_node,
+        records::invalid_records_in_etcd_are_ignored,
         records::more_records_than_fit_on_a_page_are_all_read,
-        records::what_changed_behind_a_cut_connection_shows_even_after_a_compaction,
-        records::an_etcd_that_starts_last_is_found_by_both_sides,
+        records::changes_during_a_lost_connection_are_seen_even_after_a_compaction,
+        records::etcd_that_starts_last_is_found_by_router_and_nodes,
         records::a_frozen_etcd_ends_leases_and_nodes_register_again,
     ];
     tests.extend(test_harness::multi_thread_tests![
         clusters::nodes_join_and_leave_a_serving_cluster_and_nothing_is_restarted,
         clusters::nodes_of_both_roles_join_and_leave_under_load_and_no_token_is_lost,
         clusters::a_node_killed_and_started_again_at_its_address_is_served_by_its_new_process,
-        clusters::serving_goes_on_while_etcd_is_dead_for_20_seconds,
-        clusters::serving_goes_on_while_etcd_is_frozen_for_20_seconds,
+        clusters::serving_continues_while_etcd_is_down_for_20_seconds,
+        clusters::serving_continues_while_etcd_is_frozen_for_20_seconds,
         clusters::up_with_etcd_answers_and_leaves_nothing_behind,
     ]);
-    tests.extend(test_harness::tests![clusters::a_list_and_etcd_together_are_refused_in_one_line,]);
+    tests.extend(test_harness::tests![clusters::static_list_beside_etcd_is_rejected_in_one_line,]);
     test_harness::main(&[(lost_device::NODE_HELPER, lost_device::run_node)], tests)
 }

@@ -1,4 +1,4 @@
-//! A connection that a test can cut.
+//! A TCP proxy whose connections a test can cut.
 
 use std::io;
 
@@ -7,7 +7,7 @@ use tokio::{
     task::{JoinHandle, JoinSet},
 };
 
-/// Passes connections on to a port of this machine until it is cut.
+/// Relays connections to a port of this machine until it is cut.
 pub struct Proxy {
     port: u16,
     to: u16,
@@ -29,7 +29,7 @@ impl Proxy {
     pub async fn cut(&mut self) {
         if let Some(task) = self.task.take() {
             task.abort();
-            // The abort itself is waited for: after it the port is closed.
+            // The port is closed once the task has ended.
             let _ = task.await;
         }
     }
@@ -51,7 +51,7 @@ impl Drop for Proxy {
 }
 
 async fn pass_on(listener: TcpListener, to: u16) {
-    // Ends its tasks when it is dropped.
+    // Dropping the set ends its tasks.
     let mut connections = JoinSet::new();
     while let Ok((mut ours, _)) = listener.accept().await {
         connections.spawn(async move {

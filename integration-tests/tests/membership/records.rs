@@ -1,4 +1,4 @@
-//! Records come, go and change while a watch follows them.
+//! Records appear, disappear and change while a watch follows them.
 
 use anyhow::{Context, Result};
 use etcd_client::PutOptions;
@@ -16,7 +16,7 @@ pub async fn nodes_join_and_leave_while_a_router_follows() -> Result<()> {
     assert_eq!(
         membership.last_known(),
         std::slice::from_ref(&one.address),
-        "known as soon as it has started"
+        "the membership knows the node when it has started"
     );
     assert_eq!(next(&mut watch).await?, joined(&one));
     let two = entry("decode-2", 2);
@@ -25,7 +25,7 @@ pub async fn nodes_join_and_leave_while_a_router_follows() -> Result<()> {
 
     registration.leave(DEADLINE).await;
     assert_eq!(next(&mut watch).await?, left(&one));
-    // This one dies: its lease ends, and with it the record.
+    // The second node dies: its lease ends, and etcd deletes the record.
     drop(second);
     assert_eq!(next(&mut watch).await?, left(&two));
     membership.shutdown(DEADLINE).await?;
@@ -33,10 +33,10 @@ pub async fn nodes_join_and_leave_while_a_router_follows() -> Result<()> {
     Ok(())
 }
 
-pub async fn a_record_lives_for_as_long_as_its_node() -> Result<()> {
+pub async fn etcd_record_exists_as_long_as_its_node() -> Result<()> {
     let etcd = Etcd::start()?;
     let registration = register(at(&etcd.url()), &entry("decode-1", 1)).await?;
-    // A machine that others use too can keep etcd from hearing of a renewal, though not each time.
+    // On a shared machine a renewal may come too late, but not every time.
     for tries in 1.. {
         let first = etcd.wait_leases(PREFIX, |keys| keys.len() == 1).await?;
         tokio::time::sleep(TTL * 3).await;
@@ -76,7 +76,7 @@ pub async fn a_deleted_record_is_written_again_under_its_lease() -> Result<()> {
     let registration = register(at(&etcd.url()), &node).await?;
     let first = etcd.wait_leases(PREFIX, |keys| keys.len() == 1).await?;
     etcd.client().await?.delete(first[0].0.as_str(), None).await?;
-    // A router that starts now finds no node at first, and hears of it once the node has noticed.
+    // A router that starts now finds no node, until the node writes its record again.
     let (membership, mut watch) = follow(at(&etcd.url())).await?;
     assert_eq!(next(&mut watch).await?, joined(&node));
     assert_eq!(etcd.leases(PREFIX).await?, first, "the same key under the same lease");
@@ -86,17 +86,17 @@ pub async fn a_deleted_record_is_written_again_under_its_lease() -> Result<()> {
     Ok(())
 }
 
-pub async fn a_new_process_behind_an_old_address_is_a_new_node() -> Result<()> {
+pub async fn new_process_at_a_known_address_is_a_new_node() -> Result<()> {
     let etcd = Etcd::start()?;
     let old = entry("decode-1", 1);
     let new = entry("decode-1", 1);
-    // The old process died a moment ago: its record still stands.
+    // The old process has just died: its record still exists.
     drop_registered(&etcd, &old).await?;
     let (_membership, mut watch) = follow(at(&etcd.url())).await?;
     assert_eq!(next(&mut watch).await?, joined(&old));
     let registration = register(at(&etcd.url()), &new).await?;
     assert_eq!([next(&mut watch).await?, next(&mut watch).await?], [left(&old), joined(&new)]);
-    // That the old lease ends changes nothing; the next thing heard is the new one's leaving.
+    // The end of the old lease changes nothing: the next change is that the new node leaves.
     etcd.wait_leases(PREFIX, |keys| keys.len() == 1).await?;
     registration.leave(DEADLINE).await;
     assert_eq!(next(&mut watch).await?, left(&new));
@@ -110,26 +110,26 @@ async fn drop_registered(etcd: &Etcd, node: &cluster::etcd::NodeEntry) -> Result
     Ok(())
 }
 
-pub async fn records_that_are_no_nodes_are_ignored() -> Result<()> {
+pub async fn invalid_records_in_etcd_are_ignored() -> Result<()> {
     let etcd = Etcd::start()?;
     let mut client = etcd.client().await?;
     let key = |name: &str| format!("{PREFIX}/nodes/{name}/{}", "7".repeat(32));
     client.put(key("a"), "not JSON", None).await?;
     client.put(key("b"), r#"{"version":9}"#, None).await?;
     client.put(format!("{PREFIX}/nodes/short"), vec![0xff; 100], None).await?;
-    // Together more than one answer may hold.
+    // Together these records exceed the size of one response.
     for name in ["c", "d", "e", "f"] {
         client.put(key(name), vec![b'x'; 1_400_000], None).await?;
     }
     let (membership, mut watch) = follow(at(&etcd.url())).await?;
     assert_eq!(membership.last_known(), []);
-    // The same while the watch is open, and a real one beside them.
+    // Invalid records while the watch is open, and a valid one beside them.
     client.put(key("g"), vec![b'x'; 1_400_000], None).await?;
     client.put(key("h"), "[]", None).await?;
     let node = entry("decode-1", 1);
     let registration = register(at(&etcd.url()), &node).await?;
     assert_eq!(next(&mut watch).await?, joined(&node));
-    // Somebody spoils a node's own record: the node leaves until it restores the record.
+    // Another client overwrites the record of a node: the node leaves until it restores the record.
     let key = etcd.wait_leases(&format!("{PREFIX}/nodes/decode-1"), |keys| keys.len() == 1).await?;
     let options = PutOptions::new().with_lease(key[0].1);
     client.put(key[0].0.as_str(), "spoilt", Some(options)).await?;
@@ -154,7 +154,7 @@ pub async fn more_records_than_fit_on_a_page_are_all_read() -> Result<()> {
     Ok(())
 }
 
-pub async fn what_changed_behind_a_cut_connection_shows_even_after_a_compaction() -> Result<()> {
+pub async fn changes_during_a_lost_connection_are_seen_even_after_a_compaction() -> Result<()> {
     let etcd = Etcd::start()?;
     let mut proxy = Proxy::start(etcd.port()).await?;
     let (one, two, three) = (entry("n-1", 1), entry("n-2", 2), entry("n-3", 3));
@@ -168,7 +168,7 @@ pub async fn what_changed_behind_a_cut_connection_shows_even_after_a_compaction(
     first.leave(DEADLINE).await;
     let third = register(at(&etcd.url()), &three).await?;
     etcd.wait_leases(PREFIX, |keys| keys.len() == 2 && keys[1].0.contains("n-3")).await?;
-    // Every revision that the watch could resume from is gone.
+    // The compaction removes every revision from which the watch could resume.
     let mut client = etcd.client().await?;
     let revision = client.put("/elsewhere", "x", None).await?;
     let revision = revision.header().context("an answer has a header")?.revision();
@@ -183,7 +183,7 @@ pub async fn what_changed_behind_a_cut_connection_shows_even_after_a_compaction(
     Ok(())
 }
 
-pub async fn an_etcd_that_starts_last_is_found_by_both_sides() -> Result<()> {
+pub async fn etcd_that_starts_last_is_found_by_router_and_nodes() -> Result<()> {
     let mut etcd = Etcd::start()?;
     etcd.kill();
     let node = entry("decode-1", 1);
@@ -209,7 +209,7 @@ pub async fn a_frozen_etcd_ends_leases_and_nodes_register_again() -> Result<()> 
     assert_eq!(
         membership.last_known(),
         std::slice::from_ref(&node.address),
-        "nothing is forgotten meanwhile"
+        "the router keeps its members meanwhile"
     );
     etcd.continue_signal();
     let again = etcd.wait_leases(PREFIX, |keys| keys.len() == 1 && keys[0].1 != first[0].1).await?;

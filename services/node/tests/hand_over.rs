@@ -1,4 +1,4 @@
-//! A prefill and a decode node, and a caller that does what a router does.
+//! Hand-overs between a prefill node P and a decode node D. The tests call both as a router does.
 
 mod common;
 #[path = "common/process.rs"]
@@ -14,7 +14,7 @@ use proto::v1::{self, FailureKind, FinishReason};
 use test_harness::assert_median;
 use tonic::Code;
 
-/// A lost peer costs a lease of 2 s and half a second, and what a machine that others use too adds.
+/// Time-out for the detection of a lost peer: the lease of 2 s, half a second, and a margin for a shared machine.
 const LOST_WITHIN: Duration = Duration::from_secs(10);
 
 /// A pair of nodes with the dummy model.
@@ -42,7 +42,7 @@ impl Pair {
         self.d.side().decode_alone(&attempt).await.ids
     }
 
-    /// Both nodes have every block back.
+    /// Waits until both nodes have every block back.
     async fn assert_free(&self) {
         self.p.side().observe().await.until(is_free).await;
         self.d.side().observe().await.until(is_free).await;
@@ -54,9 +54,9 @@ impl Pair {
     }
 }
 
-async fn an_answer_that_changes_hands_equals_one_that_does_not() {
+async fn handed_over_answer_equals_one_of_a_single_node() {
     let pair = Pair::start(&[], &[]).await;
-    // Below, at and above the edges of blocks, chunks and steps.
+    // Lengths below, at and above the limits of blocks, chunks and steps.
     for (seed, length) in [17, 31, 32, 33, 63, 64, 65, 130, 500].into_iter().enumerate() {
         let prompt = dummy_prompt(length, seed as u32);
         let (prefilled, decoded) = pair.hand_over(&attempt(&prompt, 20)).await;
@@ -75,7 +75,7 @@ async fn an_answer_that_changes_hands_equals_one_that_does_not() {
     pair.stop().await;
 }
 
-async fn many_hand_overs_at_once_stay_apart() {
+async fn concurrent_hand_overs_do_not_mix() {
     let pair = Pair::start(&[], &[]).await;
     let prompts: Vec<Vec<u32>> =
         (0..12).map(|seed| dummy_prompt(20 + 13 * seed, seed as u32)).collect();
@@ -90,7 +90,7 @@ async fn many_hand_overs_at_once_stay_apart() {
     pair.stop().await;
 }
 
-async fn a_later_attempt_goes_on_behind_the_emitted_tokens() {
+async fn later_attempt_continues_after_the_emitted_tokens() {
     let pair = Pair::start(&[], &[]).await;
     let prompt = dummy_prompt(50, 1);
     let whole = pair.alone(&prompt, 20).await;
@@ -103,7 +103,7 @@ async fn a_later_attempt_goes_on_behind_the_emitted_tokens() {
     pair.stop().await;
 }
 
-async fn sampled_answers_with_logprobs_change_hands_too() {
+async fn sampled_answers_with_logprobs_are_handed_over() {
     let pair = Pair::start(&[], &[]).await;
     let prompt = dummy_prompt(70, 3);
     let sampled = |salt: &str| {
@@ -122,11 +122,11 @@ async fn sampled_answers_with_logprobs_change_hands_too() {
     pair.stop().await;
 }
 
-async fn prefixes_known_to_d_are_not_sent_and_those_known_to_p_not_computed() {
+async fn prefix_cached_at_d_is_not_sent_and_at_p_not_computed() {
     let pair = Pair::start(&[], &[]).await;
     let prompt = dummy_prompt(100, 1);
     let (first, whole) = pair.hand_over(&attempt(&prompt, 10)).await;
-    // Both know the first 96 tokens and more now; the last block is not full in the prompt.
+    // Both nodes have cached the first 96 tokens now. The last block of the prompt is not full.
     let longer = dummy_prompt(150, 1);
     assert_eq!(longer[..100], prompt[..]);
     let (second, decoded) = pair.hand_over(&attempt(&longer, 10)).await;
@@ -135,17 +135,17 @@ async fn prefixes_known_to_d_are_not_sent_and_those_known_to_p_not_computed() {
     assert_eq!(second.token.unwrap().cached_tokens, 96);
     let (sent_first, sent_second) =
         (first.delivered.unwrap().bytes, second.delivered.unwrap().bytes);
-    // Seven blocks first, the last four of ten then.
+    // The first transfer had seven blocks, the second one the last four of ten.
     assert_eq!(sent_first / 7, sent_second / 4);
     assert_eq!(whole.failure, None);
     pair.stop().await;
 }
 
-async fn a_rest_below_one_block_needs_no_peer() {
+async fn uncached_rest_below_one_block_needs_no_peer() {
     let pair = Pair::start(&[], &[]).await;
     let prompt = dummy_prompt(60, 1);
     pair.hand_over(&attempt(&prompt, 10)).await;
-    // 48 of 60 are cached at D: the rest is 12.
+    // D has cached 48 of 60 tokens, so 12 tokens are uncached: less than a block.
     let again = attempt(&prompt, 10);
     let stream = pair.d.side().try_decode(&again, Some(pair.p.peer.clone())).await.unwrap();
     let decoded = Decoded::of(stream).await;
@@ -154,7 +154,7 @@ async fn a_rest_below_one_block_needs_no_peer() {
     pair.stop().await;
 }
 
-async fn token_0_can_end_the_request_at_p() {
+async fn token_0_can_end_the_request_at_the_prefill_node() {
     let pair = Pair::start(&[], &[]).await;
     let prompt = dummy_prompt(80, 1);
     let one = attempt(&prompt, 1);
@@ -164,14 +164,14 @@ async fn token_0_can_end_the_request_at_p() {
     let token = prefilled.token.unwrap();
     assert_eq!(token.finish, Some(FinishReason::Length.into()));
     assert_eq!((prefilled.delivered, prefilled.failure), (None, None));
-    // A router has its answer and leaves D.
+    // The answer is complete: a router cancels the call of D.
     drop(stream);
     pair.assert_free().await;
     assert_eq!(pair.alone(&prompt, 1).await, [token.token.unwrap().id]);
     pair.stop().await;
 }
 
-async fn the_two_calls_may_come_in_any_order() {
+async fn prefill_and_decode_calls_may_arrive_in_any_order() {
     let pair = Pair::start(&[], &[]).await;
     let (p, d) = (pair.p.side(), pair.d.side());
     let prompt = dummy_prompt(80, 5);
@@ -201,7 +201,7 @@ async fn the_two_calls_may_come_in_any_order() {
 async fn a_cancel_at_any_moment_frees_both_sides_within_a_second() {
     let pair = Pair::start(&[], &[]).await;
     let (p, d) = (pair.p.side(), pair.d.side());
-    // Connect the two first: a cancel before that waits for nobody either, but proves less.
+    // Connects the two nodes first, so that the cancels meet transfers in progress.
     pair.hand_over(&attempt(&dummy_prompt(40, 1), 2)).await;
     let mut took = Vec::new();
     for delay_us in [0, 200, 1_000, 3_000, 10_000, 30_000, 100_000] {
@@ -218,7 +218,7 @@ async fn a_cancel_at_any_moment_frees_both_sides_within_a_second() {
     pair.stop().await;
 }
 
-async fn either_call_alone_ends_in_a_typed_failure() {
+async fn decode_or_prefill_call_alone_fails_with_a_typed_error() {
     let pair = Pair::start(&[], &[]).await;
     let (p, d) = (pair.p.side(), pair.d.side());
     let started = Instant::now();
@@ -234,7 +234,7 @@ async fn either_call_alone_ends_in_a_typed_failure() {
 }
 
 /// Each node reports in one line that the peer does not fit: both fingerprints and both values of what differs.
-async fn nodes_that_do_not_fit_refuse_each_other_and_serve_on() {
+async fn mismatched_nodes_reject_each_other_and_keep_serving() {
     let pair = Pair::start(&[], &[]).await;
     let (p, d) = (pair.p.side(), pair.d.side());
     let (other, deeper) = (other_model(), deeper_model());
@@ -258,20 +258,20 @@ async fn nodes_that_do_not_fit_refuse_each_other_and_serve_on() {
         let misfit = attempt(&dummy_prompt(80, 1), 5);
         let fits = v1::Attempt { cache_salt: format!("{words:?}"), ..misfit.clone() };
         let fits = v1::Attempt { transfer_id: fresh_id(), ..fits };
-        // Others are served meanwhile.
+        // The matching pair serves meanwhile.
         let ((prefilled, decoded), (_, served)) =
             tokio::join!(hand_over(&here, &there, &misfit), pair.hand_over(&fits));
         assert_eq!((served.failure, served.ids.len()), (None, 5));
         for failure in [prefilled.failure, decoded.failure] {
-            let failure = failure.expect("neither can go on");
+            let failure = failure.expect("both calls fail");
             assert_eq!(failure.kind(), FailureKind::Mismatch, "{failure:?}");
             assert_eq!(failure.message.lines().count(), 1, "{}", failure.message);
             for word in &words {
                 assert!(failure.message.contains(word), "{} lacks {word}", failure.message);
             }
         }
-        assert!(prefilled.token.is_none() && decoded.ids.is_empty(), "nobody computed for it");
-        // Each still serves those it fits, itself among them.
+        assert!(prefilled.token.is_none() && decoded.ids.is_empty(), "no node computed a token");
+        // The mismatched node still serves requests alone, and the other nodes serve each other.
         if role == Role::Decode {
             let alone = odd.side().decode_alone(&attempt(&dummy_prompt(80, 2), 5)).await;
             assert_eq!(alone.ids.len(), 5);
@@ -284,7 +284,7 @@ async fn nodes_that_do_not_fit_refuse_each_other_and_serve_on() {
     pair.stop().await;
 }
 
-async fn a_duplicate_attempt_already_exists_on_either_side() {
+async fn duplicate_attempt_is_rejected_on_both_nodes() {
     let pair = Pair::start(&[], &[]).await;
     let again = attempt(&dummy_prompt(80, 1), 5);
     let (_, decoded) = pair.hand_over(&again).await;
@@ -295,8 +295,7 @@ async fn a_duplicate_attempt_already_exists_on_either_side() {
     pair.stop().await;
 }
 
-/// The same as [`hand_over`], with what a router may hear instead of an answer. Each side is called
-/// after a time of its own.
+/// Like [`hand_over`], but returns a typed failure as an error. Each node is called after its own delay.
 async fn try_hand_over(
     (prefill, prefill_after): (&Side, Duration),
     (decode, decode_after): (&Side, Duration),
@@ -325,18 +324,18 @@ async fn try_hand_over(
     Err(failure.message)
 }
 
-/// The blocks that somebody needs leave no room for another prompt of [`FULL_PROMPT`] tokens.
+/// Whether the blocks that are not held leave no room for another prompt of [`FULL_PROMPT`] tokens.
 fn is_full(load: &v1::NodeLoad) -> bool {
     load.blocks_free + load.blocks_cached < FULL_PROMPT.div_ceil(16) as u32
 }
 
 const FULL_BLOCKS: &str = "72";
-/// Two of these fit.
+/// Length of a prompt; two such prompts fit into the blocks of a node.
 const FULL_PROMPT: usize = 500;
 
-/// P is full of finished work for a decode node that takes none of it, D full of reservations of
-/// what P has still to compute: the pools empty each other, and each request ends well.
-async fn a_full_decode_node_does_not_hold_up_a_full_prefill_node() {
+/// P's blocks hold finished prompts for another decode node, which is frozen. D's blocks are reserved for prompts
+/// that P has not computed yet. No deadlock follows, and each request gets its answer.
+async fn full_decode_node_does_not_block_a_full_prefill_node() {
     let small = [("node.blocks", FULL_BLOCKS)];
     let pair = Pair::start(&small, &small).await;
     let flags: Flags = dummy_settings(pair.model.path(), &small);
@@ -350,7 +349,7 @@ async fn a_full_decode_node_does_not_hold_up_a_full_prefill_node() {
             ..attempt(&dummy_prompt(FULL_PROMPT, seed), 10)
         };
         fill_with_finished_work(&p, &other, &[salted(20), salted(21)]).await;
-        // The one hears of them in this order, the other in the opposite one.
+        // D gets the calls in this order, P in the opposite order.
         let attempts: Vec<v1::Attempt> = (0..8).map(salted).collect();
         let answers = (0u32..).zip(&attempts).map(|(place, attempt)| {
             let (p, d, mut attempt) = (&p, &d, attempt.clone());
@@ -358,7 +357,7 @@ async fn a_full_decode_node_does_not_hold_up_a_full_prefill_node() {
                 let turn = Duration::from_millis(5);
                 let (mut p_after, mut d_after) = (turn * (7 - place), turn * place);
                 loop {
-                    // As a router does: a new attempt under a new id, until there is an answer.
+                    // Starts new attempts with new ids until one succeeds, as a router does.
                     match try_hand_over((p, p_after), (d, d_after), &attempt).await {
                         Ok(ids) => return ids,
                         Err(reason) => assert!(Instant::now() < deadline, "{reason}"),
@@ -392,20 +391,20 @@ async fn a_full_decode_node_does_not_hold_up_a_full_prefill_node() {
         if were_full {
             break;
         }
-        // On a slow machine P may have its blocks back before D has reserved any.
+        // On a slow machine P may free its blocks before D has reserved any.
         assert!(Instant::now() < deadline, "the two were never full at the same time");
-        // The next round needs all of the other's blocks, and it has only now heard of the end.
+        // The next round needs all blocks of the other decode node, which frees them only now.
         other.side.observe().await.until(is_free).await;
     }
     drop(other);
     pair.stop().await;
 }
 
-/// P has computed these and holds them for a decode node that is frozen: for a lease.
+/// Fills P with finished prompts for a frozen decode node. P holds them until the lease ends.
 async fn fill_with_finished_work(p: &Side, other: &NodeProcess, attempts: &[v1::Attempt]) {
     let deadline = Instant::now() + TIMEOUT;
     let mut load = p.observe().await;
-    // For the RESERVEs to reach P before the other falls silent.
+    // Time for the RESERVEs to reach P before the other decode node is frozen.
     let mut pause = Duration::from_millis(20);
     loop {
         assert!(Instant::now() < deadline, "P was never full of finished work");
@@ -431,11 +430,11 @@ async fn fill_with_finished_work(p: &Side, other: &NodeProcess, attempts: &[v1::
             _ = &mut given_up => false,
         };
         if full {
-            // P ends the streams when the lease is over; nobody is left to be told.
+            // P ends the streams when the lease ends.
             tokio::spawn(given_up);
             return;
         }
-        // It fell silent before P had the RESERVEs, or P was too slow for the lease.
+        // The other node was frozen before P had the RESERVEs, or P took longer than the lease.
         pause = (pause * 2).min(Duration::from_millis(500));
         other.thaw();
         drop(streams);
@@ -443,7 +442,7 @@ async fn fill_with_finished_work(p: &Side, other: &NodeProcess, attempts: &[v1::
     }
 }
 
-/// One side in this process, the other in one of its own.
+/// A node in this process and its peer in a helper process.
 struct Split {
     here: TestNode,
     there: NodeProcess,
@@ -457,7 +456,7 @@ impl Split {
         let flags: Flags = dummy_settings(model.path(), &[]);
         let there = NodeProcess::start(there, &flags).await;
         let split = Self { here: TestNode::start(here, flags).await, there, _model: model };
-        // The two know each other before anything happens to one of them.
+        // Connects the two nodes.
         let warm_up = attempt(&dummy_prompt(40, 99), 2);
         let (here_side, there_side) = (split.here.side(), split.there.side.clone());
         let (p, d) = match here {
@@ -469,7 +468,7 @@ impl Split {
     }
 }
 
-async fn a_killed_prefill_node_is_reported_and_its_blocks_come_back() {
+async fn killed_prefill_node_fails_its_attempts_and_frees_their_blocks() {
     let mut split = Split::start(Role::Decode).await;
     let d = split.here.side();
     // P is frozen, so the transfer is certainly in progress when P dies.
@@ -489,7 +488,7 @@ async fn a_killed_prefill_node_is_reported_and_its_blocks_come_back() {
     assert!(killed.elapsed() < LOST_WITHIN, "took {:?}", killed.elapsed());
     d.observe().await.until(is_free).await;
     assert!(killed.elapsed() < LOST_WITHIN, "took {:?}", killed.elapsed());
-    // D goes on alone.
+    // D still serves alone.
     assert_eq!(
         d.decode_alone(&v1::Attempt { transfer_id: fresh_id(), ..attempt }).await.ids.len(),
         50
@@ -508,7 +507,7 @@ async fn a_frozen_prefill_node_is_reported_within_the_lease() {
     assert_eq!(decoded.failure.unwrap().kind(), FailureKind::TransferFailed);
     d.observe().await.until(is_free).await;
     assert!(frozen.elapsed() < LOST_WITHIN, "took {:?}", frozen.elapsed());
-    // Awake again it serves, once it has noticed which of its connections are gone.
+    // After the thaw P serves again, once P has detected its lost connections.
     split.there.thaw();
     let thawed = Instant::now();
     loop {
@@ -521,7 +520,7 @@ async fn a_frozen_prefill_node_is_reported_within_the_lease() {
     split.here.stop().await;
 }
 
-async fn a_decode_node_that_is_killed_gives_the_prefill_node_its_blocks_back() {
+async fn killed_decode_node_releases_the_blocks_of_the_prefill_node() {
     let mut split = Split::start(Role::Prefill).await;
     let (p, d) = (split.here.side(), split.there.side.clone());
     let attempt = attempt(&dummy_prompt(300, 1), 50);
@@ -542,22 +541,22 @@ async fn a_decode_node_that_is_killed_gives_the_prefill_node_its_blocks_back() {
 
 fn main() -> std::process::ExitCode {
     let tests = test_harness::async_tests![
-        an_answer_that_changes_hands_equals_one_that_does_not,
-        many_hand_overs_at_once_stay_apart,
-        a_later_attempt_goes_on_behind_the_emitted_tokens,
-        sampled_answers_with_logprobs_change_hands_too,
-        prefixes_known_to_d_are_not_sent_and_those_known_to_p_not_computed,
-        a_rest_below_one_block_needs_no_peer,
-        token_0_can_end_the_request_at_p,
-        the_two_calls_may_come_in_any_order,
+        handed_over_answer_equals_one_of_a_single_node,
+        concurrent_hand_overs_do_not_mix,
+        later_attempt_continues_after_the_emitted_tokens,
+        sampled_answers_with_logprobs_are_handed_over,
+        prefix_cached_at_d_is_not_sent_and_at_p_not_computed,
+        uncached_rest_below_one_block_needs_no_peer,
+        token_0_can_end_the_request_at_the_prefill_node,
+        prefill_and_decode_calls_may_arrive_in_any_order,
         a_cancel_at_any_moment_frees_both_sides_within_a_second,
-        either_call_alone_ends_in_a_typed_failure,
-        nodes_that_do_not_fit_refuse_each_other_and_serve_on,
-        a_duplicate_attempt_already_exists_on_either_side,
-        a_full_decode_node_does_not_hold_up_a_full_prefill_node,
-        a_killed_prefill_node_is_reported_and_its_blocks_come_back,
+        decode_or_prefill_call_alone_fails_with_a_typed_error,
+        mismatched_nodes_reject_each_other_and_keep_serving,
+        duplicate_attempt_is_rejected_on_both_nodes,
+        full_decode_node_does_not_block_a_full_prefill_node,
+        killed_prefill_node_fails_its_attempts_and_frees_their_blocks,
         a_frozen_prefill_node_is_reported_within_the_lease,
-        a_decode_node_that_is_killed_gives_the_prefill_node_its_blocks_back,
+        killed_decode_node_releases_the_blocks_of_the_prefill_node,
     ];
     test_harness::main(&[(process::NODE_HELPER, process::run_node)], tests)
 }

@@ -1,5 +1,5 @@
-//! Groups of real processes, which compute by simulation: equal to one executor in this process, and
-//! what happens when a rank dies, hangs, differs, or cannot start, or when their node goes.
+//! Groups of real rank processes with the `sim` executor. They must match one executor in this process, and fail in an
+//! orderly way when a rank dies, hangs, diverges or cannot start, or when the node dies.
 //!
 //! A rank process is this program again, running a helper that reads its rank spec from a variable.
 
@@ -46,19 +46,19 @@ const LIMITS: ExecutorLimits = ExecutorLimits {
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Fault {
     None,
-    /// Chooses another token in this step.
+    /// The rank returns a different token in this step.
     Differs(u64),
-    /// Ends in this step with an error.
+    /// The executor fails in this step.
     Stops(u64),
-    /// Ends in this step without a word.
+    /// The process exits in this step without a message.
     Exits(u64),
-    /// Never brings this step to an end.
+    /// This step never ends.
     Hangs(u64),
-    /// Cannot be made.
+    /// The executor cannot start.
     Refuses,
-    /// Is made for other limits.
+    /// The executor has other limits.
     OtherLimits,
-    /// For prompts of any length.
+    /// No fault; limits for long prompts.
     Long,
 }
 
@@ -254,7 +254,7 @@ fn step_loop<E: Executor>(executor: E) -> StepLoop<E> {
     steps.with_mask_threads(2).unwrap()
 }
 
-/// The tokens of each sequence, all run at once.
+/// Runs all sequences at once and returns the tokens of each.
 fn outputs<E: Executor>(
     executor: E,
     sequences: Vec<NewSequence>,
@@ -287,7 +287,7 @@ fn sequences() -> Vec<NewSequence> {
     (0..9).map(|id| sequence(id, 5 + 17 * id as usize, 40)).collect()
 }
 
-/// How a group's work ends.
+/// Runs a group until it fails and returns the error.
 fn end(ranks: u32, fault: Fault) -> String {
     let group = group(ranks, fault);
     let ids = group.process_ids();
@@ -298,7 +298,7 @@ fn end(ranks: u32, fault: Fault) -> String {
 
 fn is_alive(id: u32) -> bool {
     let Ok(stat) = fs::read_to_string(format!("/proc/{id}/stat")) else { return false };
-    // Behind the name, which is in brackets, comes the state.
+    // The state follows the name, which is in parentheses.
     stat.rsplit(") ").next().is_some_and(|rest| !rest.starts_with(['Z', 'X']))
 }
 
@@ -316,7 +316,7 @@ fn signal(id: u32, signal: &str) {
     assert!(status.success());
 }
 
-fn groups_of_any_size_do_what_one_executor_does() {
+fn groups_of_any_size_match_one_executor() {
     let sim = SimExecutor::new(LIMITS, CostModel::default(), Instant::now());
     // Every third sequence has a grammar.
     let sequences = || {
@@ -336,7 +336,7 @@ fn groups_of_any_size_do_what_one_executor_does() {
         let ids = group.process_ids();
         assert_eq!(ids.len(), ranks as usize);
         assert_eq!(outputs(group, sequences()).unwrap(), expected, "{ranks} ranks");
-        // Ended in order, and the region has no name any more.
+        // The group has stopped its processes.
         assert_gone(&ids);
     }
 }
@@ -348,7 +348,7 @@ fn a_prompt_of_a_hundred_thousand_tokens_passes_the_ring() {
     assert_eq!(outputs(group(2, Fault::Long), sequences()).unwrap(), expected.unwrap());
 }
 
-fn a_rank_that_chooses_another_token_is_found_in_that_step() {
+fn rank_with_a_different_token_is_detected_in_the_same_step() {
     let error = end(4, Fault::Differs(6));
     assert_eq!(
         error,
@@ -356,7 +356,7 @@ fn a_rank_that_chooses_another_token_is_found_in_that_step() {
     );
 }
 
-fn a_rank_that_ends_says_why_if_it_can() {
+fn failed_rank_reports_its_reason() {
     let error = end(2, Fault::Stops(3));
     assert!(error.ends_with("rank 1 of 2: it burnt down"), "{error}");
     let error = end(2, Fault::Exits(3));
@@ -389,21 +389,20 @@ fn a_killed_rank_ends_the_group_in_the_middle_of_a_step_and_when_idle() {
             }
         };
         assert!(error.ends_with("rank 2 of 3 ended: killed by signal 9"), "{error}");
-        // The others too, before anyone lets go of the group.
+        // The other ranks have ended too, before the group is dropped.
         assert_gone(&ids);
-        // It stays so.
+        // Later calls return the same error.
         assert_eq!(steps.executor_mut().check().unwrap_err().to_string(), error);
         let again = steps.executor_mut().launch(StepPlan::default()).unwrap_err();
         assert_eq!(again.to_string(), error);
     }
 }
 
-fn a_stopped_rank_is_taken_for_dead_and_ended() {
+fn stopped_rank_counts_as_dead_and_is_killed() {
     let settings =
         GroupSettings { silence_max: Duration::from_secs(2), ..settings(2, Fault::None) };
     let mut group = RankGroup::start(settings, rank_command).unwrap();
     let ids = group.process_ids();
-    // Which of them is which, the failure says.
     signal(ids[1], "-STOP");
     let deadline = Instant::now() + WITHIN;
     let error = loop {
@@ -417,7 +416,7 @@ fn a_stopped_rank_is_taken_for_dead_and_ended() {
     assert_gone(&ids);
 }
 
-fn a_wait_for_a_result_ends_by_the_waker_and_a_stuck_group_is_ended_by_force() {
+fn waker_ends_a_wait_for_results_and_a_stuck_group_is_killed() {
     let settings =
         GroupSettings { stop_within: Duration::from_millis(100), ..settings(2, Fault::Hangs(0)) };
     let mut group = RankGroup::start(settings, rank_command).unwrap();
@@ -438,7 +437,7 @@ fn a_wait_for_a_result_ends_by_the_waker_and_a_stuck_group_is_ended_by_force() {
     assert_gone(&ids);
 }
 
-fn a_plan_that_fits_no_rank_is_that() {
+fn plan_that_no_rank_can_run_is_a_bad_plan_error() {
     let mut group = group(2, Fault::None);
     group.launch(StepPlan::default()).unwrap();
     let deadline = Instant::now() + WITHIN;
@@ -453,8 +452,8 @@ fn a_plan_that_fits_no_rank_is_that() {
     assert!(error.to_string().contains("0 rows with 0 tokens"), "{error}");
 }
 
-fn a_group_that_cannot_start_says_why_and_leaves_nothing() {
-    // Of its own, since other tests of this program have groups of theirs meanwhile.
+fn failed_group_start_reports_the_reason_and_leaks_nothing() {
+    // An epoch of its own: other tests of this program run groups at the same time.
     const EPOCH: u128 = 78;
     let settings = |ranks, fault| GroupSettings { epoch: EPOCH, ..settings(ranks, fault) };
     let start = |fault| RankGroup::start(settings(2, fault), rank_command).unwrap_err().to_string();
@@ -468,7 +467,7 @@ fn a_group_that_cannot_start_says_why_and_leaves_nothing() {
     let error = RankGroup::start(settings(2, Fault::None), missing).unwrap_err();
     assert!(matches!(error, GroupError::Failed(_)), "{error}");
     assert!(error.to_string().contains(": No such file"), "{error}");
-    // One that never takes its spec.
+    // A process that never reads its rank spec.
     let asleep = |_: &RankSpec| {
         let mut command = Command::new("sleep");
         command.arg("3600").stdin(Stdio::null());
@@ -484,7 +483,7 @@ fn a_group_that_cannot_start_says_why_and_leaves_nothing() {
         let files = fs::read_dir("/dev/shm").unwrap().flatten();
         files.map(|file| file.file_name()).find(|name| name.to_string_lossy().starts_with(own))
     };
-    // Whoever keeps a rank's process may let go of the memory a moment later.
+    // A keeper thread may release the memory a moment later.
     let deadline = Instant::now() + WITHIN;
     while let Some(name) = is_left() {
         assert!(Instant::now() < deadline, "{name:?} is left");
@@ -503,7 +502,7 @@ fn run_node() {
     thread::sleep(Duration::from_secs(3600));
 }
 
-fn ranks_go_with_their_node_also_those_that_are_stopped() {
+fn ranks_end_with_their_node_even_if_stopped() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("ids");
     let mut node = helper(NODE_HELPER, PROCESS_IDS, path.to_str().unwrap()).spawn().unwrap();
@@ -515,7 +514,7 @@ fn ranks_go_with_their_node_also_those_that_are_stopped() {
         assert!(Instant::now() < deadline, "the node starts");
         thread::sleep(Duration::from_millis(5));
     };
-    // What a supervisor or a terminal sends to all is the node's to follow.
+    // A supervisor or a terminal signals the whole process group. Ranks ignore these signals: their node stops them.
     signal(ids[0], "-TERM");
     signal(ids[0], "-INT");
     signal(ids[1], "-STOP");
@@ -527,16 +526,16 @@ fn ranks_go_with_their_node_also_those_that_are_stopped() {
 
 fn main() -> std::process::ExitCode {
     let tests = test_harness::tests![
-        groups_of_any_size_do_what_one_executor_does,
+        groups_of_any_size_match_one_executor,
         a_prompt_of_a_hundred_thousand_tokens_passes_the_ring,
-        a_rank_that_chooses_another_token_is_found_in_that_step,
-        a_rank_that_ends_says_why_if_it_can,
+        rank_with_a_different_token_is_detected_in_the_same_step,
+        failed_rank_reports_its_reason,
         a_killed_rank_ends_the_group_in_the_middle_of_a_step_and_when_idle,
-        a_stopped_rank_is_taken_for_dead_and_ended,
-        a_wait_for_a_result_ends_by_the_waker_and_a_stuck_group_is_ended_by_force,
-        a_plan_that_fits_no_rank_is_that,
-        a_group_that_cannot_start_says_why_and_leaves_nothing,
-        ranks_go_with_their_node_also_those_that_are_stopped,
+        stopped_rank_counts_as_dead_and_is_killed,
+        waker_ends_a_wait_for_results_and_a_stuck_group_is_killed,
+        plan_that_no_rank_can_run_is_a_bad_plan_error,
+        failed_group_start_reports_the_reason_and_leaks_nothing,
+        ranks_end_with_their_node_even_if_stopped,
     ];
     test_harness::main(&[(RANK_HELPER, run_rank_process), (NODE_HELPER, run_node)], tests)
 }

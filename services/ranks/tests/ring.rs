@@ -1,5 +1,5 @@
-//! The ring: order, nothing lost, slow and dead readers, deadlines, wrapping, long messages, and what
-//! somebody else wrote there.
+//! The shared-memory ring: order, no loss, slow and dead readers, deadlines, wrapping, long messages, and corrupted
+//! contents.
 
 use std::{
     sync::{
@@ -7,7 +7,7 @@ use std::{
         atomic::{AtomicBool, Ordering},
     },
     thread,
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 use kernels::shared::{RegionName, SharedRegion};
@@ -67,7 +67,7 @@ fn every_reader_gets_every_message_in_order_of_any_length_and_around_the_ring() 
     let ring = Ring::new(4, 192, 3);
     let mut writer = ring.writer();
     let mut readers: Vec<_> = (0..3).map(|reader| ring.reader(reader)).collect();
-    // One part has 160 bytes, the ring room for four.
+    // A part holds 160 bytes, and the ring holds four parts.
     for (number, length) in (0..500).flat_map(|at| [0, 1, 159, 160, 161, 640, at]).enumerate() {
         let sent = message(number, length);
         write(&mut writer, &sent);
@@ -89,7 +89,7 @@ fn readers_of_any_pace_lose_nothing_and_long_messages_pass_through_a_small_ring(
             let (mut end, sent) = (ring.reader(reader), &sent);
             scope.spawn(move || {
                 for (number, expected) in sent.iter().enumerate() {
-                    // Each has moments of its own in which it does not come on.
+                    // Each reader pauses at other messages.
                     if number % 257 == reader * 13 {
                         thread::sleep(Duration::from_millis(3));
                     }
@@ -118,7 +118,7 @@ fn a_reader_that_has_stopped_stops_the_writer_in_time_and_nothing_is_overwritten
     let RingError::Slow { reader: 1, parts: 4, waited } = error else { panic!("{error}") };
     assert!(waited >= within);
     assert!(error.to_string().starts_with("reader 1 has not read 4 parts for "), "{error}");
-    // It was only slow after all, and has missed nothing.
+    // The reader was only slow. It has lost no message.
     for number in 0..4 {
         assert_eq!(read(&mut dead), [number; 8]);
     }
@@ -134,15 +134,11 @@ fn a_writer_stops_waiting_when_its_group_has_ended() {
     let gone = AtomicBool::new(false);
     let taken = Bell::new(&ring.region, Bell::BYTES);
     thread::scope(|scope| {
-        let waiting = scope.spawn(|| {
-            let began = Instant::now();
-            (writer.write(b"more", 2 * WITHIN, || gone.load(Ordering::Acquire)), began.elapsed())
-        });
+        let waiting =
+            scope.spawn(|| writer.write(b"more", WITHIN, || gone.load(Ordering::Acquire)));
         gone.store(true, Ordering::Release);
         taken.ring();
-        let (outcome, took) = waiting.join().unwrap();
-        assert_eq!(outcome, Err(RingError::GivenUp));
-        assert!(took < WITHIN);
+        assert_eq!(waiting.join().unwrap(), Err(RingError::GivenUp));
     });
 }
 
@@ -167,7 +163,7 @@ fn oversized_messages_are_rejected() {
     assert_eq!(error, Err(RingError::TooLong { bytes: MESSAGE_BYTES_MAX + 1 }));
 }
 
-/// Every number in the ring, changed one at a time, is found or was of no matter; nothing panics.
+/// Corrupts every number in the ring, one at a time. Each corruption is detected or harmless, and nothing panics.
 #[test]
 fn corrupted_ring_contents_are_detected_or_harmless() {
     let sent = message(5, 300);
@@ -182,12 +178,14 @@ fn corrupted_ring_contents_are_detected_or_harmless() {
             ring.region.longs(BELLS, longs)[at].fetch_xor(flipped, Ordering::Relaxed);
             match reader.poll() {
                 Ok(Some(read)) => assert_eq!(read, sent),
-                // Its sequence number taken back: it has yet to come.
-                Ok(None) => assert_eq!((at, flipped), (LINE / 8, 1), "it is gone without a word"),
+                // The sequence number went back, so the message looks as if it was not written yet.
+                Ok(None) => {
+                    assert_eq!((at, flipped), (LINE / 8, 1), "the message is lost without an error")
+                }
                 Err(RingError::Damaged { .. }) => found += 1,
                 Err(other) => panic!("{other}"),
             }
-            // The writer looks at cursors when it needs room.
+            // The writer checks the cursors when it needs room.
             let _ = writer.write(&message(6, 700), Duration::from_millis(1), || false);
         }
     }

@@ -128,7 +128,7 @@ pub fn garbage_on_both_ports_disturbs_no_transfer() {
     refused(&decode, "handshake_io");
 }
 
-pub fn zap_blocks_frames_of_strangers() {
+pub fn zap_blocks_frames_of_unauthenticated_peers() {
     let node = Node::start("node");
     let context = zmq::Context::new();
     for password in [None, Some("guess"), Some("0".repeat(64).as_str())] {

@@ -11,7 +11,7 @@ mod transports;
 fn main() -> std::process::ExitCode {
     let tests = test_harness::tests![
         hostile::garbage_on_both_ports_disturbs_no_transfer,
-        hostile::zap_blocks_frames_of_strangers,
+        hostile::zap_blocks_frames_of_unauthenticated_peers,
         hostile::zap_password_does_not_replace_message_tags,
         hostile::data_connections_authenticate_and_write_only_posted_blocks,
         hostile::connection_by_a_transport_that_was_not_offered_is_refused,
