@@ -1,4 +1,4 @@
-//! `baton model fetch` that is killed in the middle.
+//! `baton model fetch` is killed during its download.
 
 use std::{
     fs,
@@ -8,10 +8,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Nothing here takes longer, unless it hangs.
+/// Time-out of every wait.
 const DEADLINE: Duration = Duration::from_secs(60);
 
-/// A `python3` whose pip downloads half of a file and then nothing more, or fails at once.
+/// A `python3` whose pip writes half of a file and then hangs, or fails at once.
 const PYTHON: &str = r#"#!/bin/sh
 case "$*" in
 *--version*) exit 0 ;;
@@ -72,7 +72,7 @@ impl Place {
         left.len() == 1 && half(&left[0]).exists()
     }
 
-    /// A fetch in the middle of its download, and the process that downloads for it.
+    /// Returns a fetch during its download, and the process that downloads.
     fn begun(&self) -> (Child, Downloader) {
         let pid = self.folder.path().join("pid");
         let _ = fs::remove_file(&pid);
@@ -84,13 +84,13 @@ impl Place {
             {
                 return (fetch, Downloader(id));
             }
-            assert_eq!(fetch.try_wait().unwrap(), None, "it ended before it was killed");
-            assert!(Instant::now() < deadline, "it never began to download");
+            assert_eq!(fetch.try_wait().unwrap(), None, "the fetch ended before it was killed");
+            assert!(Instant::now() < deadline, "the fetch does not start the download");
             std::thread::sleep(Duration::from_millis(5));
         }
     }
 
-    /// The next fetch, which finds that there is no such package.
+    /// Runs another fetch, whose package does not exist.
     fn fails(&self) {
         let fails = self.folder.path().join("fails");
         fs::write(&fails, b"").unwrap();
@@ -116,12 +116,11 @@ fn ended(mut fetch: Child) -> Output {
     fetch.wait_with_output().unwrap()
 }
 
-/// It outlives the fetch that started it, but not the test.
+/// The downloading process. It outlives the fetch that started it; dropping this handle kills it.
 struct Downloader(u32);
 
 impl Drop for Downloader {
     fn drop(&mut self) {
-        // Our own: it ran a moment ago and nobody else ends it.
         let _ = Command::new("kill").args(["-KILL", &self.0.to_string()]).status();
     }
 }

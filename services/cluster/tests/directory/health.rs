@@ -70,7 +70,7 @@ fn a_probe_that_is_not_answered_fails() {
     world.advance(2 * SECOND);
     assert_eq!(world.health_of(&node), Some(Health::Down));
     assert!(!world.open.contains_key(&probe));
-    // The late answer of a probe that was given up counts for nothing.
+    // The late answer of a timed-out probe is ignored.
     let event = snapshot(&record(Role::Decode, 1), idle(), &[]);
     world.input(Input::Observed { stream: probe, event });
     assert_eq!(world.health_of(&node), Some(Health::Down));
@@ -89,13 +89,13 @@ fn a_silent_node_is_asked_again_and_stays_up_if_it_answers() {
         assert_ne!(world.stream_of(&node).unwrap(), before);
         assert_eq!(world.pick(&wanted(Role::Decode, 8)).unwrap().address, node);
         world.send(&node, snapshot(&record(Role::Decode, 1), idle(), &[]));
-        // Whoever tells something is not silent.
+        // A node that sends events is not silent.
         world.advance(SILENCE_MAX - SECOND);
         world.send(&node, delta(1, Some(idle()), &[], &[]));
         world.advance(2 * SECOND);
         world.send(&node, delta(2, Some(idle()), &[], &[]));
     }
-    assert_eq!(world.health.len(), 1, "it was up all the time: {:?}", world.health);
+    assert_eq!(world.health.len(), 1, "the node was up all the time: {:?}", world.health);
 }
 
 #[test]
@@ -108,7 +108,7 @@ fn a_node_that_hangs_is_down_although_its_connection_lives() {
     assert!(world.pick(&wanted(Role::Decode, 8)).is_err());
     world.advance(PROBE_TIMEOUT);
     assert_eq!(world.health_of(&node), Some(Health::Down));
-    // It goes on.
+    // The node recovers.
     world.advance(2 * SECOND);
     world.send(&node, snapshot(&record(Role::Decode, 1), idle(), &[]));
     assert_eq!(world.health_of(&node), Some(Health::Up));
@@ -194,11 +194,11 @@ fn a_new_epoch_at_an_address_is_a_new_node() {
     world.send(&node, snapshot(&record(Role::Decode, 2), idle(), &[]));
     let view = world.directory.nodes().next().unwrap();
     assert_eq!((view.in_flight, view.cached_blocks()), (0, 0));
-    // Having failed a request as the old process does not exclude the new one.
+    // A failed attempt at the old process does not exclude the new process.
     let exclude = [choice.record.epoch];
     let again = world.pick(&cluster::Wanted { exclude: &exclude, ..wanted(Role::Decode, 8) });
     assert_eq!(again.unwrap().record.epoch, epoch(2));
-    // The old attempt's end changes nothing of the new node's account.
+    // The end of the old attempt does not change the count of the new process.
     world.directory.release(choice.assignment);
     assert_eq!(world.directory.nodes().next().unwrap().in_flight, 1);
 }

@@ -1,4 +1,4 @@
-//! The directory as a router uses it: histories in, health and choices out.
+//! The directory as a router uses it: events in, health and choices out.
 
 mod health;
 mod properties;

@@ -1,4 +1,4 @@
-//! Whatever happens, in whatever order: the invariants of a directory hold.
+//! The invariants of a directory hold for any sequence of events.
 
 use std::time::Duration;
 
@@ -9,7 +9,7 @@ use proto::v1;
 
 const NODES: u16 = 4;
 
-/// One thing that happens. Nodes 0 and 1 are prefill nodes, 2 and 3 decode nodes.
+/// An event. Nodes 0 and 1 are prefill nodes, 2 and 3 decode nodes.
 #[derive(Clone, Debug)]
 enum Event {
     Join(u16),
@@ -104,14 +104,14 @@ fn node_address(node: u16) -> cluster::NodeAddress {
     address(if node < NODES / 2 { Role::Prefill } else { Role::Decode }, 1 + node)
 }
 
-/// Processes 0..3 of each node, numbered from 1 over all nodes.
+/// Returns the epoch of a process: each node has processes 0..3, and epochs are numbered from 1 over all nodes.
 fn process_of(node: u16, process: u8) -> u128 {
     1 + u128::from(node) * 3 + u128::from(process)
 }
 
 struct Run {
     world: World,
-    /// The last sequence number of each node's stream, as an honest node would count.
+    /// Last sequence number of each node's stream, as a correct node counts.
     sequences: [u64; NODES as usize],
     attempts: Vec<NodeChoice>,
     log: Vec<String>,
@@ -208,7 +208,7 @@ impl Run {
             Event::Release(which) => {
                 if let Some(choice) = pick_one(&self.attempts, *which).cloned() {
                     world.directory.release(choice.assignment);
-                    // Twice does no harm.
+                    // A second release has no effect.
                     world.directory.release(choice.assignment);
                     self.attempts.retain(|other| other.assignment != choice.assignment);
                 }
@@ -221,13 +221,16 @@ impl Run {
     fn check(&self) {
         let directory = &self.world.directory;
         let all_settled = directory.nodes().all(|view| view.health == Health::Up);
-        assert!(all_settled || directory.next_deadline().is_some(), "nobody is given up silently");
+        assert!(
+            all_settled || directory.next_deadline().is_some(),
+            "every node that is not up has a deadline"
+        );
         for view in directory.nodes() {
             let ours = self.attempts.iter().filter(|choice| {
                 choice.node == view.node
                     && Some(choice.record.epoch) == view.record().map(|record| record.epoch)
             });
-            assert!(view.in_flight <= ours.count(), "no attempt is counted that is over");
+            assert!(view.in_flight <= ours.count(), "finished attempts are not counted");
         }
         if self.attempts.is_empty() {
             assert!(directory.nodes().all(|view| view.in_flight == 0));
@@ -242,8 +245,8 @@ fn pick_one(attempts: &[NodeChoice], which: usize) -> Option<&NodeChoice> {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 512, ..ProptestConfig::default() })]
 
-    /// The asserts of the directory, of the world and of each step hold; afterwards every listed node
-    /// that answers is up within one longest back-off, and every attempt can be released.
+    /// All assertions hold at every step. Afterwards every listed node that answers is up within the longest back-off,
+    /// and every attempt can be released.
     #[test]
     fn any_history_keeps_the_invariants_and_recovers(history in prop::collection::vec(events(), 1..120)) {
         let mut run = Run::new();
@@ -253,7 +256,7 @@ proptest! {
         for node in 0..NODES {
             run.step(&Event::Join(node));
         }
-        // Also one that is up is asked again when it was silent for long, and answers.
+        // Each node answers every new probe, also when the node is up.
         let mut answered = [0, 1, 2, 3].map(|node| {
             let address = node_address(node);
             let is_up = run.world.health_of(&address) == Some(Health::Up);
@@ -279,7 +282,7 @@ proptest! {
         run.check();
     }
 
-    /// The same history gives the same choices: nothing depends on hash order or the clock.
+    /// Choices do not depend on hash order or the clock.
     #[test]
     fn equal_histories_give_equal_choices(history in prop::collection::vec(events(), 1..80)) {
         let (mut one, mut two) = (Run::new(), Run::new());

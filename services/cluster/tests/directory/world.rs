@@ -1,4 +1,4 @@
-//! A directory with its clock, and nodes that answer it.
+//! A directory with a virtual clock, and the nodes that it observes.
 
 use std::{
     collections::BTreeMap,
@@ -14,7 +14,7 @@ use proto::v1;
 pub struct World {
     pub directory: Directory,
     pub now: Instant,
-    /// Streams that the directory wants open, by id.
+    /// Streams that the directory has opened, by id.
     pub open: BTreeMap<StreamId, NodeAddress>,
     pub health: Vec<(NodeKey, Health, Health)>,
     pub forgotten: Vec<NodeAddress>,
@@ -86,14 +86,14 @@ impl World {
         self.input(Input::Observed { stream, event });
     }
 
-    /// The transport ends the stream.
+    /// Ends the node's stream, as a lost connection does.
     pub fn end_stream(&mut self, address: &NodeAddress) {
         let stream = self.stream_of(address).expect("the node is being observed");
         self.open.remove(&stream);
         self.input(Input::StreamEnded { stream, reason: "connection refused".into() });
     }
 
-    /// Joins and answers.
+    /// The node joins and sends a snapshot.
     pub fn up(&mut self, address: &NodeAddress, record: &NodeRecord, load: Load) {
         self.join(address);
         self.send(address, snapshot(record, load, &[]));

@@ -1,4 +1,4 @@
-//! A router's view of the records against an etcd whose watch breaks, hangs and is compacted.
+//! The follower of a router against a simulated etcd whose watch breaks, hangs and is compacted.
 
 use std::{
     collections::{BTreeMap, VecDeque},
@@ -44,7 +44,7 @@ enum Event {
         process: u8,
         port: u16,
     },
-    /// Something that is no node, under a node's key or another one.
+    /// An invalid record, under a node's key or a foreign one.
     WriteGarbage {
         node: u8,
         process: u8,
@@ -55,19 +55,19 @@ enum Event {
         node: u8,
         process: u8,
     },
-    /// The watch delivers what it has.
+    /// The watch delivers its pending events.
     Deliver,
-    /// The watch ends, with or without a delivery before.
+    /// The watch ends.
     Break,
-    /// etcd neither answers nor delivers for a while.
+    /// etcd hangs: neither calls nor the watch return for this time.
     Hang {
         ms: u64,
     },
-    /// etcd refuses connections for a while.
+    /// etcd refuses connections for this time.
     Stop {
         ms: u64,
     },
-    /// The past is forgotten: a watch that is behind ends.
+    /// etcd compacts its history: a watch that is behind ends.
     Compact,
     Wait {
         ms: u64,
@@ -78,12 +78,12 @@ struct World {
     now: Instant,
     revision: i64,
     records: BTreeMap<Vec<u8>, Record>,
-    /// The records among them that are nodes: port and process.
+    /// Port and epoch of each valid record.
     nodes: BTreeMap<Vec<u8>, (u16, Epoch)>,
     follower: Follower,
-    /// Events that an open watch has not delivered yet.
+    /// Events that the open watch has not delivered yet; `None` without a watch.
     watch: Option<VecDeque<Change>>,
-    /// When a reading gives up.
+    /// Time-out of the read in progress.
     reading: Option<Instant>,
     asked: bool,
     hangs_until: Instant,
@@ -194,7 +194,7 @@ impl World {
         }
     }
 
-    /// Lets time pass in steps; readings are answered at each, the watch delivers if asked to.
+    /// Advances the time in steps. etcd answers reads at each step; the watch delivers if `deliver` is set.
     fn wait_and(&mut self, time: Duration, deliver: bool) {
         let end = self.now + time;
         loop {
@@ -212,7 +212,7 @@ impl World {
             let mut actions = Vec::new();
             self.follower.on_deadline(self.now, &mut actions);
             self.perform(actions);
-            // Deadlines lie in the future or were just met.
+            // The time advances even if the deadline has passed.
             self.now = self.now.max((self.now + Duration::from_millis(1)).min(end));
         }
     }
@@ -309,9 +309,9 @@ proptest! {
         history.into_iter().for_each(|event| world.happen(event));
         world.wait(HEALS_WITHIN);
         prop_assert_eq!(world.published.clone(), Some(world.expected()));
-        // Ignored records are reported by now.
+        // Time for the summary of ignored records.
         world.wait(Duration::from_secs(12));
-        // And stay so, without reading again.
+        // Nothing more is reported, and nothing is read again.
         let told = world.reports.len();
         world.wait(Duration::from_secs(30));
         prop_assert_eq!(world.reports.len(), told);
@@ -340,7 +340,7 @@ fn a_node_joins_moves_to_another_process_and_leaves() {
     world.happen(Event::Write { node: 1, process: 0, port: 1 });
     world.happen(Event::Deliver);
     assert_eq!(world.published, Some([(address(1), Some(epoch(0)))].into()));
-    // Its successor registers while the old record still stands, then the lease of that ends.
+    // A new process registers while the old record still exists. Then the old lease ends.
     world.happen(Event::Write { node: 1, process: 1, port: 1 });
     world.happen(Event::Deliver);
     assert_eq!(world.published, Some([(address(1), Some(epoch(1)))].into()));
@@ -407,7 +407,7 @@ fn too_many_records_are_reported_once_with_their_number() {
     world.happen(Event::Deliver);
     world.happen(Event::Break);
     world.wait(HEALS_WITHIN);
-    // The first of them is found by the watch, all of them by the next read.
+    // The watch counts up to the first record beyond the limit; only a first read counts them all.
     let too_many = |found| Report::TooMany { found };
     assert_eq!(world.count(|report| matches!(report, Report::TooMany { .. })), 1);
     assert_eq!(world.count(|report| *report == too_many(RECORDS_MAX + 1)), 1);

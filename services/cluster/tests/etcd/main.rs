@@ -1,5 +1,5 @@
-//! The deciding halves of the etcd client against a simulated etcd: whatever fails, and in whatever
-//! order, what must hold holds. The real etcd is met in the workspace's integration tests.
+//! The pure cores of the etcd client against a simulated etcd with faults in any order. The integration tests use a
+//! real etcd.
 
 mod follower;
 mod registrant;

@@ -1,4 +1,4 @@
-//! A node's registration against an etcd that fails, hangs, forgets and comes back.
+//! The registration of a node against a simulated etcd that fails, hangs, loses its data and restarts.
 
 use std::{
     collections::BTreeMap,
@@ -9,7 +9,7 @@ use cluster::etcd::registrant::{Action, Call, Input, LeaseId, Registrant, Report
 use proptest::prelude::*;
 
 const TTL: Duration = Duration::from_secs(5);
-/// The longest back-off, the longest call, and some.
+/// The longest back-off, the longest call, and a margin.
 const HEALS_WITHIN: Duration = Duration::from_secs(6);
 
 /// Outcome of a call.
@@ -18,37 +18,37 @@ enum Fate {
     Answered {
         after_ms: u64,
     },
-    /// Refused at once; nothing was done.
+    /// Rejected at once, without an effect.
     Refused,
-    /// Done there, but the answer is lost and the caller's time runs out.
+    /// The call has its effect, but the answer is lost: the caller times out.
     AnswerLost,
-    /// Neither done nor answered.
+    /// The call has no effect and no answer.
     Hung,
-    /// The lease is gone when etcd comes to it, also one that was just granted.
+    /// The lease has expired when etcd handles the call, even a lease that was just granted.
     LeaseGone,
 }
 
 #[derive(Clone, Copy, Debug)]
 enum Event {
-    /// The next calls end like this.
+    /// Sets the outcome of the next calls.
     Next(Fate),
     Wait {
         ms: u64,
     },
     /// etcd loses all its data.
     Forget,
-    /// Somebody deletes the record. Its lease lives on.
+    /// Another client deletes the record. Its lease continues.
     Delete,
     /// etcd restarts: leases run their full time again.
     Restart,
     Leave,
 }
 
-/// etcd as far as leases and one record go.
+/// A simulated etcd with leases and one record.
 #[derive(Default)]
 struct Etcd {
     leases: BTreeMap<i64, Instant>,
-    /// The lease under which the record stands.
+    /// Lease of the record; `None` without a record.
     record: Option<i64>,
     granted: i64,
 }
@@ -90,7 +90,7 @@ struct World {
     etcd: Etcd,
     registrant: Registrant,
     fate: Fate,
-    /// The outcome of the call that is out, and when it comes.
+    /// Outcome of the call in progress, and the time when the call returns.
     out: Option<(Instant, Input)>,
     finished: bool,
     reports: Vec<Report>,
@@ -158,7 +158,7 @@ impl World {
         }
     }
 
-    /// Lets time pass, in the order in which things are due.
+    /// Advances the time and handles deadlines and returning calls in order.
     fn wait(&mut self, time: Duration) {
         let end = self.now + time;
         loop {
@@ -230,7 +230,7 @@ proptest! {
         let mut world = World::new();
         history.into_iter().for_each(|event| world.happen(event));
         world.fate = Fate::Answered { after_ms };
-        // A renewal that is due last learns that the lease is gone.
+        // At the latest the next renewal finds out that the lease has expired.
         world.wait(TTL / 3 + HEALS_WITHIN);
         for _ in 0..100 {
             prop_assert!(world.etcd.record.is_some());
@@ -251,7 +251,7 @@ proptest! {
             world.wait(TTL / 3 + HEALS_WITHIN);
         }
         world.happen(Event::Leave);
-        // What was being written and what removes it, each within its time.
+        // Time for the write in progress and for the delete.
         world.wait(Duration::from_secs(5));
         prop_assert!(world.finished);
         if healthy {
@@ -319,7 +319,7 @@ fn an_unconfirmed_lease_is_lost_after_its_ttl() {
     world.happen(Event::Next(Fate::Hung));
     world.wait(TTL * 2);
     assert_eq!(world.count(|report| matches!(report, Report::Lost { .. })), 1);
-    // It wakes with the lease alive again, as after a restart; the record is written anew.
+    // etcd recovers and the lease is alive again, as after a restart. The node still writes a new record.
     world.etcd.leases.insert(1, world.now + TTL);
     world.happen(Event::Next(Fate::Answered { after_ms: 1 }));
     world.wait(HEALS_WITHIN);
