@@ -150,6 +150,10 @@ pub struct Load {
     pub waiting: u32,
     /// Tokens of known sequences that this node has not prefilled yet.
     pub pending_prompt_tokens: u64,
+    /// Token pairs that attention computes for these tokens: for each token, the tokens up to it.
+    pub pending_prompt_pairs: u64,
+    /// KV tokens of the sequences in the batch.
+    pub context_tokens: u64,
     pub blocks_free: u32,
     pub blocks_cached: u32,
     pub blocks_held: u32,

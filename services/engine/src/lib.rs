@@ -28,4 +28,4 @@ pub use block_pool::BlockCounts;
 pub use prefix_cache::{CacheSeeds, HashChain};
 pub use scheduler::{ItlLimit, Scheduler, SchedulerConfig, SchedulerConfigError};
 pub use step_loop::{Speculated, StepLoop, Turn};
-pub use step_record::{StepKind, StepRecord};
+pub use step_record::{StepKind, StepRecord, StepWork};

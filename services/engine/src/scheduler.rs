@@ -44,6 +44,7 @@ use std::{
 pub use config::{ItlLimit, SchedulerConfig, SchedulerConfigError};
 use foldhash::HashMap;
 use masks::AwaitedMask;
+use running::attention_pairs;
 use sequence::{Arrival, Phase, Row, Sequence};
 use transfers::Transfers;
 use waiting::Waiting;
@@ -58,6 +59,7 @@ use crate::{
     kv_blocks::KvBlocks,
     plan::StepId,
     prefix_cache::CacheSeeds,
+    step_record::StepWork,
 };
 
 #[derive(Debug)]
@@ -86,6 +88,7 @@ pub struct Scheduler {
     preemptions: u64,
     /// Time that the decode rows of the last step added to [`ItlLimit::step_time`].
     decode_extra: Duration,
+    planned_work: StepWork,
 }
 
 impl Scheduler {
@@ -110,6 +113,7 @@ impl Scheduler {
             next_arrival: 0,
             preemptions: 0,
             decode_extra: Duration::ZERO,
+            planned_work: StepWork::default(),
         })
     }
 
@@ -168,21 +172,37 @@ impl Scheduler {
 
     pub fn load(&self) -> Load {
         let BlockCounts { free, cached, held, reserved } = self.kv.pool.counts();
-        let pending = |sequence: &Sequence| match &sequence.phase {
-            Phase::Reserved { .. } => 0,
-            Phase::AwaitingReady | Phase::Waiting => sequence.given_len,
-            Phase::Ready(table) => sequence.given_len.saturating_sub(table.computed),
-            Phase::Running(row) => sequence.given_len.saturating_sub(row.launched),
-        };
+        let (mut pending_prompt_tokens, mut pending_prompt_pairs, mut context_tokens) = (0, 0, 0);
+        for sequence in self.sequences.values() {
+            let computed = match &sequence.phase {
+                Phase::Reserved { .. } => sequence.given_len,
+                Phase::AwaitingReady | Phase::Waiting => 0,
+                Phase::Ready(table) => table.computed,
+                Phase::Running(row) => {
+                    context_tokens += row.computed as u64;
+                    row.computed
+                }
+            };
+            let pending = sequence.given_len.saturating_sub(computed) as u64;
+            pending_prompt_tokens += pending;
+            pending_prompt_pairs += attention_pairs(computed as u64, pending);
+        }
         Load {
             running: self.running.len() as u32,
             waiting: (self.sequences.len() - self.running.len()) as u32,
-            pending_prompt_tokens: self.sequences.values().map(|s| pending(s) as u64).sum(),
+            pending_prompt_tokens,
+            pending_prompt_pairs,
+            context_tokens,
             blocks_free: free,
             blocks_cached: cached,
             blocks_held: held,
             blocks_reserved: reserved,
         }
+    }
+
+    /// Returns the work of the last planned step.
+    pub fn planned_work(&self) -> StepWork {
+        self.planned_work
     }
 
     /// Takes the changes of the prefix cache since the last call; each key occurs at most once.

@@ -12,7 +12,7 @@ use crate::{
     mask_workers::MaskWorkers,
     plan::{Dispatch, RowResult, Span, StepPlan},
     scheduler::Scheduler,
-    step_record::{StepKind, StepRecord},
+    step_record::{StepKind, StepRecord, StepWork},
 };
 
 /// Step records kept until their reader takes them; the oldest is dropped first.
@@ -200,7 +200,7 @@ impl<E: Executor> StepLoop<E> {
             let begin = self.executor.now();
             let Some(plan) = self.scheduler.plan(actions) else { return Ok(()) };
             let planned = Span { begin, end: self.executor.now() };
-            let mut record = planned_record(&plan, planned);
+            let mut record = planned_record(&plan, self.scheduler.planned_work(), planned);
             record.launch.begin = self.executor.now();
             self.executor.launch(plan)?;
             record.launch.end = self.executor.now();
@@ -224,12 +224,11 @@ impl<E: Executor> StepLoop<E> {
 }
 
 /// Returns the record of a step before its launch.
-fn planned_record(plan: &StepPlan, planned: Span) -> StepRecord {
-    let (mut tokens, mut sampled, mut decoding) = (0, 0, 0);
+fn planned_record(plan: &StepPlan, work: StepWork, planned: Span) -> StepRecord {
+    let (mut tokens, mut sampled) = (0, 0);
     for row in &plan.rows {
         tokens += row.token_count;
         sampled += u32::from(row.samples);
-        decoding += u32::from(row.samples && row.token_count == 1);
     }
     let rows = plan.rows.len() as u32;
     let at_once = Span { begin: planned.end, end: planned.end };
@@ -238,11 +237,12 @@ fn planned_record(plan: &StepPlan, planned: Span) -> StepRecord {
         rows,
         tokens,
         sampled,
-        kind: match decoding {
+        kind: match work.decode_rows {
             0 => StepKind::Prefill,
-            _ if decoding == rows => StepKind::Decode,
+            decoding if decoding == rows => StepKind::Decode,
             _ => StepKind::Mixed,
         },
+        work,
         dispatch: Dispatch::Eager,
         uploaded_bytes: 0,
         busy: Duration::ZERO,

@@ -15,6 +15,17 @@ pub enum StepKind {
     Decode,
 }
 
+/// Work of a step, on which its time depends.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct StepWork {
+    pub prefill_tokens: u32,
+    /// Token pairs of prefill attention: for each prefilled token, the tokens up to it.
+    pub prefill_pairs: u64,
+    pub decode_rows: u32,
+    /// KV tokens that the decode rows attend to.
+    pub context_tokens: u64,
+}
+
 /// Statistics of one collected step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StepRecord {
@@ -26,6 +37,7 @@ pub struct StepRecord {
     /// Rows that sampled.
     pub sampled: u32,
     pub kind: StepKind,
+    pub work: StepWork,
     pub dispatch: Dispatch,
     pub uploaded_bytes: u64,
     /// Time the device worked on the step.
@@ -66,6 +78,7 @@ mod tests {
             tokens: 5,
             sampled: 5,
             kind: StepKind::Decode,
+            work: StepWork::default(),
             dispatch: Dispatch::Eager,
             uploaded_bytes: 0,
             busy: Duration::ZERO,

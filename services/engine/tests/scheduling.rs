@@ -595,8 +595,34 @@ fn load_counts_sequences_and_pending_prompt_tokens() {
     let load = node.engine.scheduler().load();
     assert_eq!((load.running, load.waiting), (1, 2));
     // One step is collected, the next is in flight.
-    assert_eq!(load.pending_prompt_tokens, 40 - 32 + 30);
+    assert_eq!(load.pending_prompt_tokens, 40 - 16 + 30);
+    let pairs = |tokens: u64| tokens * (tokens + 1) / 2;
+    assert_eq!(load.pending_prompt_pairs, pairs(40) - pairs(16) + pairs(30));
+    assert_eq!(load.context_tokens, 16);
     assert_eq!((load.blocks_held, load.blocks_free), (3, 13));
+}
+
+#[test]
+fn records_have_the_work_of_their_steps() {
+    let mut node = node(2, 16, 20, 1);
+    node.arrive(new(1, COMPUTE, 40, 3));
+    node.run();
+    let work = |record: engine::StepRecord| {
+        let work = record.work;
+        (work.prefill_tokens, work.prefill_pairs, work.decode_rows, work.context_tokens)
+    };
+    let works: Vec<_> = node.engine.take_records().into_iter().map(work).take(5).collect();
+    let pairs = |tokens: u64| tokens * (tokens + 1) / 2;
+    assert_eq!(
+        works,
+        [
+            (16, pairs(16), 0, 0),
+            (16, pairs(32) - pairs(16), 0, 0),
+            (8, pairs(40) - pairs(32), 0, 0),
+            (0, 0, 1, 41),
+            (0, 0, 1, 42),
+        ]
+    );
 }
 
 #[test]

@@ -114,7 +114,7 @@ impl DecodeStats {
 mod tests {
     use std::time::{Duration, Instant};
 
-    use engine::{StepKind, plan::Span};
+    use engine::{StepKind, StepWork, plan::Span};
 
     use super::*;
 
@@ -129,6 +129,7 @@ mod tests {
             tokens: 3,
             sampled: 3,
             kind: StepKind::Decode,
+            work: StepWork::default(),
             dispatch: Dispatch::Graph { rows: 4 },
             uploaded_bytes: 100,
             busy: Duration::from_micros(end - begin),

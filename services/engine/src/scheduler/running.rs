@@ -12,6 +12,7 @@ use crate::{
     executor::Speculation,
     kv_blocks::blocks_for,
     plan::{AdmittedRow, RowPlan, StepId, StepPlan},
+    step_record::StepWork,
 };
 
 /// Prefill that a bounded step has at least, and that must be left to admit a prompt.
@@ -29,6 +30,7 @@ struct PlanBuilder {
     budget: u32,
     /// Bound on prefill; set when the first prefill row is planned.
     prefill: Option<PrefillBudget>,
+    work: StepWork,
 }
 
 /// Bound on the prefill of a step, in tokens at the start of a prompt.
@@ -69,6 +71,7 @@ impl Scheduler {
             return None;
         }
         self.speculate(&mut builder);
+        self.planned_work = builder.work;
         let mut plan = builder.plan;
         plan.released = self.slots.take_released();
         let prefill_cost = match builder.prefill {
@@ -295,6 +298,11 @@ impl Scheduler {
     }
 }
 
+/// Returns the token pairs of attention for `tokens` tokens after `computed` tokens.
+pub(super) fn attention_pairs(computed: u64, tokens: u64) -> u64 {
+    tokens * computed + tokens * (tokens + 1) / 2
+}
+
 /// Adds the row to the step.
 fn advance(
     sequence: &mut Sequence,
@@ -319,8 +327,17 @@ fn advance(
             constrained: sequence.constraint.is_some(),
         });
     }
+    let before = row.launched as u64;
     row.launched += count as usize;
     let samples = row.launched == row.length;
+    let work = &mut builder.work;
+    if samples && count == 1 {
+        work.decode_rows += 1;
+        work.context_tokens += before + 1;
+    } else {
+        work.prefill_tokens += count;
+        work.prefill_pairs += attention_pairs(before, count.into());
+    }
     if samples {
         if sequence.constraint.is_some() {
             let (slot, generation) = (row.slot, row.generation);
