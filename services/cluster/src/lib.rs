@@ -5,6 +5,7 @@
 //!   peer passes through their conversions.
 //! * [`Directory`] is the pure core: a router's view of all nodes with health, load and cached prefixes, and the
 //!   node selection. It takes events and `now`, returns actions, and has no socket, clock or task.
+//! * [`predict`] fits the step times of nodes and predicts the waiting time of clients from them.
 //! * [`PrefixKeys`] are the cache keys of a prompt's blocks, which tell the router what each node has cached.
 //! * [`Membership`] is the source of addresses: a static list, or [`etcd`], where nodes register.
 //!
@@ -18,6 +19,7 @@ pub mod directory;
 pub mod etcd;
 mod membership;
 mod node_id;
+pub mod predict;
 mod prefix;
 mod record;
 

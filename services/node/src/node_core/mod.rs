@@ -257,7 +257,7 @@ impl<E: Executor> NodeCore<E> {
 
     fn report_steps(&mut self) {
         for step in self.steps.take_records() {
-            self.observers.mark_changed();
+            self.observers.add_step(&step);
             self.stall_after = self.stall_after.max(STALL_STEPS * step.busy);
             self.attempts.outputs.push_back(Output::Metric(Metric::Step(step)));
         }

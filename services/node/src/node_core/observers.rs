@@ -3,9 +3,12 @@
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use cluster::NodeRecord;
+use cluster::{
+    NodeRecord,
+    predict::{StepFit, StepLimits, Work},
+};
 use engine::{
-    Scheduler,
+    Scheduler, StepRecord,
     event::{BlockHash, CacheChange, Load},
 };
 use proto::v1::{self, observe_event::Event};
@@ -26,6 +29,9 @@ pub(super) struct Observers {
     /// The scheduler's state may differ from `sent`.
     is_changed: bool,
     is_draining: bool,
+    step_fit: StepFit,
+    /// When the last step was collected.
+    collected_at: Option<Instant>,
 }
 
 struct Observer {
@@ -43,10 +49,30 @@ impl Observers {
             sent_at: None,
             is_changed: true,
             is_draining: false,
+            step_fit: StepFit::default(),
+            collected_at: None,
         }
     }
 
     pub fn mark_changed(&mut self) {
+        self.is_changed = true;
+    }
+
+    /// Adds a step to the fit of step times. Its time begins when the step before was collected: routers predict
+    /// what clients wait for, and that includes the host's part.
+    pub fn add_step(&mut self, step: &StepRecord) {
+        let work = Work {
+            prefill_tokens: step.work.prefill_tokens.into(),
+            prefill_pairs: step.work.prefill_pairs as f64,
+            decode_rows: step.work.decode_rows.into(),
+            context_tokens: step.work.context_tokens as f64,
+        };
+        let end = step.collect.begin;
+        let begin = self
+            .collected_at
+            .replace(end)
+            .map_or(step.launch.begin, |before| before.max(step.launch.begin));
+        self.step_fit.add(&work, end.saturating_duration_since(begin));
         self.is_changed = true;
     }
 
@@ -114,7 +140,12 @@ impl Observers {
         self.sent_at = Some(now);
         let load = scheduler.load();
         outputs.push_back(Output::Metric(Metric::Load(load)));
-        let load = wire_load(&load, self.is_draining);
+        let config = scheduler.config();
+        let step_tokens = config.step_tokens;
+        let chunk_tokens = config.chunk_tokens.min(step_tokens);
+        let limits = StepLimits { step_tokens, chunk_tokens, itl_max: None };
+        let costs = self.step_fit.report(limits);
+        let load = wire_load(&load, self.is_draining, costs);
         let (mut cached, mut evicted) = (Vec::new(), Vec::new());
         for change in scheduler.take_cache_changes() {
             match change {
@@ -148,7 +179,7 @@ impl Observer {
     }
 }
 
-fn wire_load(load: &Load, draining: bool) -> v1::NodeLoad {
+fn wire_load(load: &Load, draining: bool, costs: v1::StepCosts) -> v1::NodeLoad {
     v1::NodeLoad {
         running: load.running,
         waiting: load.waiting,
@@ -158,6 +189,9 @@ fn wire_load(load: &Load, draining: bool) -> v1::NodeLoad {
         blocks_held: load.blocks_held,
         blocks_reserved: load.blocks_reserved,
         draining,
+        pending_prompt_pairs: load.pending_prompt_pairs,
+        context_tokens: load.context_tokens,
+        step_costs: Some(costs),
     }
 }
 

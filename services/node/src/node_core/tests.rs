@@ -640,6 +640,42 @@ fn deltas_follow_the_snapshot_in_order_and_at_most_every_interval() {
 }
 
 #[test]
+fn observers_get_the_limits_and_measured_costs_of_steps() {
+    let mut node = Node::new();
+    let costs = |node: &mut Node, observer| {
+        node.core.handle_observe(ObserverId(observer), node.now);
+        let events = observe_events(node.outputs());
+        let Some(ObserveEvent::Snapshot(snapshot)) = &events.last().unwrap().event else {
+            panic!("a new observer gets a snapshot: {events:?}");
+        };
+        snapshot.load.unwrap().step_costs.unwrap()
+    };
+    let before = costs(&mut node, 1);
+    assert_eq!((before.step_tokens, before.chunk_tokens, before.itl_max_ms), (32, 32, 0));
+    assert_eq!((before.prefill, before.decode), (None, None));
+    // Each step takes 5 ms, but not the time between two requests.
+    for id in 1..=4 {
+        node.advance(Duration::from_secs(1));
+        node.call(id, SequenceKind::Compute);
+        node.outputs();
+        while !node.core.is_empty() {
+            node.core.executor_mut().is_hung = true;
+            node.core.step(Duration::ZERO).unwrap();
+            node.advance(Duration::from_millis(5));
+            node.core.executor_mut().is_hung = false;
+            node.core.step(Duration::ZERO).unwrap();
+            node.outputs();
+        }
+    }
+    node.core.handle_deadline(node.now);
+    let after = costs(&mut node, 2);
+    let decode = after.decode.expect("twelve decode steps");
+    assert!((4_900_000_000..5_100_000_000).contains(&decode.step_ps), "{decode:?}");
+    // Prompts of 20 tokens do not measure prefill throughput.
+    assert_eq!(after.prefill, None);
+}
+
+#[test]
 fn stalled_step_ends_the_observers_until_a_step_finishes() {
     let mut node = Node::new();
     node.core.handle_observe(ObserverId(1), node.now);
