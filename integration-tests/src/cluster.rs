@@ -40,7 +40,8 @@ impl ClusterSpec {
         Self { model: smollm2(), ..Self::of(1, 1) }
     }
 
-    /// Returns a cluster of this many prefill and decode nodes in f32. The caller sets the model.
+    /// Returns a cluster of this many prefill and decode nodes in f32. The caller sets the model. Prefill nodes prefill
+    /// every prompt, so that each test of a transfer has one.
     pub fn of(prefill: usize, decode: usize) -> Self {
         Self {
             prefill,
@@ -48,7 +49,7 @@ impl ClusterSpec {
             dtype: "f32",
             model: PathBuf::new(),
             load_format: "auto",
-            settings: BTreeMap::new(),
+            settings: BTreeMap::from([("BATON_ROUTER_DISAGGREGATE".into(), "always".into())]),
             prefill_settings: BTreeMap::new(),
             decode_settings: BTreeMap::new(),
             gpus: Vec::new(),

@@ -102,7 +102,7 @@ fn configuration_page_lists_every_setting() -> Result<()> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn metrics_page_lists_every_metric() -> Result<()> {
-    // Prometheus text shows a metric only after its first value. So one request waits, one uses
+    // Prometheus text shows a metric only after its first value. So requests wait, the later ones are predicted, one uses
     // speculative decoding, and one uses a grammar.
     let spec = ClusterSpec::smollm2()
         .set("BATON_NODE_SLOTS", 1)
@@ -110,7 +110,7 @@ async fn metrics_page_lists_every_metric() -> Result<()> {
         .set("BATON_NODE_SPECULATE", "ngram");
     let cluster = Cluster::start(spec).await?;
     let client = Client::new(cluster.http());
-    let answers = (0..3).map(|index| {
+    let answers = (0..6).map(|index| {
         // The prompt has several blocks, so that its KV is transferred.
         let prompt = format!("{index} {}", "one two three four five six seven ".repeat(12));
         let body =

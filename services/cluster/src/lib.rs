@@ -24,8 +24,8 @@ mod prefix;
 mod record;
 
 pub use directory::{
-    Action, AssignmentId, Directory, Health, Input, Member, NoNode, NodeChoice, NodeKey, StreamId,
-    Wanted,
+    Action, AssignmentId, Directory, Health, Input, Member, NoNode, NodeChoice, NodeKey, Picked,
+    Selection, StreamId, Wanted,
 };
 pub use membership::{
     MemberChange, MemberList, MemberWatch, Members, Membership, MembershipError, NodeAddress,

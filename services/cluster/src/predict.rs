@@ -11,11 +11,12 @@
 //! A router predicts each option from the reports of its nodes ([`hand_over`], [`local`]):
 //!
 //! ```text
-//! time to first token = queued prompts of the node that prefills + the prompt's own steps
+//! time to first token = queued prompts of the node that prefills (or decode steps in flight) + the prompt's own steps
 //! gap    = time that the transfer takes beyond the prefill steps that it overlaps (hand-over only)
 //! harm   = running rows * time by which the prompt lengthens their steps (decode node prefills only)
 //! decode = the first 32 tokens of the answer + rows * time by which the new row lengthens their steps
-//! cost   = time to first token + gap + harm + decode
+//! evict  = prefill time of one token per block that the decode node lacks, because it may evict a cached prefix
+//! cost   = time to first token + gap + harm + decode + evict
 //! ```
 //!
 //! The unit of all terms is a millisecond that one client waits. A running stream that stalls and a new request that
@@ -29,6 +30,10 @@ use proto::v1;
 const DECODE_STEPS: u32 = 32;
 /// Steps with fewer prompt tokens tell nothing about prefill throughput: reading the weights dominates them.
 const PREFILL_TOKENS_MIN: f64 = 32.0;
+/// Decode steps that a prompt on a decode node waits for: with two steps in flight, the rest of one and the next.
+const STEPS_IN_FLIGHT: f64 = 1.5;
+/// Prefill that a step has at least beside running sequences: one block.
+const BLOCK_TOKENS: f64 = 16.0;
 /// Steps that a fit needs before the node reports it.
 const PREFILL_STEPS_MIN: u32 = 4;
 const DECODE_STEPS_MIN: u32 = 8;
@@ -256,8 +261,6 @@ pub struct NodeState {
     pub context_tokens: f64,
     /// Time until all queued prompts are prefilled.
     pub queue_ms: f64,
-    /// Prompt tokens that are queued.
-    pub queued_tokens: f64,
 }
 
 impl NodeState {
@@ -281,26 +284,45 @@ impl NodeState {
 
     /// Returns the time of these steps, with equal shares of the tokens and pairs.
     fn prefill_ms(&self, steps: f64, tokens: f64, pairs: f64) -> f64 {
-        if steps > 0.0 { steps * self.mixed_step_ms(tokens / steps, pairs / steps) } else { 0.0 }
+        steps * self.mixed_step_ms(tokens / steps, pairs / steps)
+    }
+
+    /// Returns the prompt tokens of a step, at most `tokens_max`: beside running sequences the node bounds them so that
+    /// the step stays within its inter-token latency bound. `context`: mean number of tokens that each attends to.
+    fn bounded_tokens(&self, tokens_max: f64, context: f64) -> f64 {
+        let PrefillCosts { step_ms, token_ms, pair_ms } = self.prefill;
+        let left_ms = self.itl_max_ms - step_ms - (self.step_ms() - self.decode.step_ms);
+        if self.rows == 0.0 || left_ms == f64::INFINITY {
+            return tokens_max;
+        }
+        // Without a cost of tokens any number of them fits.
+        let tokens = if left_ms > 0.0 { left_ms / (token_ms + pair_ms * context) } else { 0.0 };
+        tokens.max(BLOCK_TOKENS).min(tokens_max)
     }
 
     /// Returns the time to prefill these tokens of queued prompts.
     pub fn queued_ms(&self, tokens: f64, pairs: f64) -> f64 {
-        self.prefill_ms(tokens / self.step_tokens, tokens, pairs)
+        if tokens == 0.0 {
+            return 0.0;
+        }
+        let steps = tokens / self.bounded_tokens(self.step_tokens, pairs / tokens);
+        self.prefill_ms(steps, tokens, pairs)
     }
 
     fn prompt_steps(&self, prompt: &Prompt) -> f64 {
-        (prompt.uncached_tokens / self.chunk_tokens).ceil()
+        let context = prompt.pairs() / prompt.uncached_tokens;
+        (prompt.uncached_tokens / self.bounded_tokens(self.chunk_tokens, context)).ceil()
     }
 
     fn prompt_ms(&self, prompt: &Prompt) -> f64 {
         self.prefill_ms(self.prompt_steps(prompt), prompt.uncached_tokens, prompt.pairs())
     }
 
-    /// Returns the longest step while the prompt is prefilled.
-    fn longest_step_ms(&self, prompt: &Prompt) -> f64 {
-        let tokens = (self.queued_tokens + prompt.uncached_tokens).min(self.step_tokens);
-        self.mixed_step_ms(tokens, tokens * prompt.tokens())
+    /// Whether even a step with one block of the prompt is longer than the inter-token latency bound.
+    fn exceeds_itl_max(&self, prompt: &Prompt) -> bool {
+        let tokens = prompt.uncached_tokens.min(BLOCK_TOKENS);
+        let block_ms = self.mixed_step_ms(tokens, attention_pairs(prompt.cached_tokens, tokens));
+        self.rows > 0.0 && block_ms > self.itl_max_ms
     }
 
     fn decode_ms(&self, tokens: f64, new_tokens_max: u32) -> f64 {
@@ -318,6 +340,8 @@ pub struct Prompt {
     pub uncached_tokens: f64,
     /// Time until the node has free blocks.
     pub blocks_ms: f64,
+    /// Prefill time that the evicted blocks may cost later prompts.
+    pub evict_ms: f64,
 }
 
 impl Prompt {
@@ -338,13 +362,14 @@ pub struct Prediction {
     pub gap_ms: f64,
     pub harm_ms: f64,
     pub decode_ms: f64,
-    /// A step of the prompt exceeds the inter-token latency bound of running sequences.
+    pub evict_ms: f64,
+    /// Every step of the prompt exceeds the inter-token latency bound of running sequences.
     pub exceeds_itl_max: bool,
 }
 
 impl Prediction {
     pub fn cost_ms(&self) -> f64 {
-        self.ttft_ms + self.gap_ms + self.harm_ms + self.decode_ms
+        self.ttft_ms + self.gap_ms + self.harm_ms + self.decode_ms + self.evict_ms
     }
 }
 
@@ -368,6 +393,7 @@ pub fn hand_over(
         gap_ms,
         harm_ms: 0.0,
         decode_ms: decode.0.decode_ms(prompt.tokens(), new_tokens_max),
+        evict_ms: decode.1.evict_ms,
         exceeds_itl_max: false,
     }
 }
@@ -376,12 +402,14 @@ pub fn hand_over(
 pub fn local(node: &NodeState, prompt: &Prompt, new_tokens_max: u32) -> Prediction {
     let prompt_ms = node.prompt_ms(prompt);
     let decode_only_ms = node.prompt_steps(prompt) * node.step_ms();
+    let in_flight_ms = if node.rows > 0.0 { STEPS_IN_FLIGHT * node.step_ms() } else { 0.0 };
     Prediction {
-        ttft_ms: node.queue_ms + prompt_ms + prompt.blocks_ms,
+        ttft_ms: node.queue_ms.max(in_flight_ms) + prompt_ms + prompt.blocks_ms,
         gap_ms: 0.0,
         harm_ms: node.rows * (prompt_ms - decode_only_ms),
         decode_ms: node.decode_ms(prompt.tokens(), new_tokens_max),
-        exceeds_itl_max: node.rows > 0.0 && node.longest_step_ms(prompt) > node.itl_max_ms,
+        evict_ms: prompt.evict_ms,
+        exceeds_itl_max: node.exceeds_itl_max(prompt),
     }
 }
 
@@ -513,12 +541,11 @@ mod tests {
             rows: 0.0,
             context_tokens: 0.0,
             queue_ms: 0.0,
-            queued_tokens: 0.0,
         }
     }
 
     fn prompt(uncached_tokens: f64) -> Prompt {
-        Prompt { cached_tokens: 0.0, uncached_tokens, blocks_ms: 0.0 }
+        Prompt { cached_tokens: 0.0, uncached_tokens, blocks_ms: 0.0, evict_ms: 0.0 }
     }
 
     #[test]
@@ -557,19 +584,26 @@ mod tests {
         let prompt_ms = node.prompt_ms(&prompt);
         assert!(is_near(gap(1.0), 2048.0 - prompt_ms * 0.75));
         // Tokens that the decode node has cached are not sent.
-        let cached = Prompt { cached_tokens: 1536.0, uncached_tokens: 512.0, blocks_ms: 0.0 };
+        let cached = Prompt { cached_tokens: 1536.0, uncached_tokens: 512.0, ..prompt };
         assert!(hand_over((&node, &prompt), (&node, &cached), 1.0, 1).gap_ms < gap(1.0) / 3.0);
     }
 
     #[test]
-    fn step_beyond_the_inter_token_latency_bound_is_marked() {
-        let bounded = NodeState { itl_max_ms: 10.0, rows: 1.0, ..node() };
-        assert!(!local(&bounded, &prompt(128.0), 1).exceeds_itl_max);
-        assert!(local(&bounded, &prompt(512.0), 1).exceeds_itl_max);
-        // Other queued prompts share the step.
-        let queued = NodeState { queued_tokens: 512.0, ..bounded };
-        assert!(local(&queued, &prompt(128.0), 1).exceeds_itl_max);
+    fn steps_beside_running_sequences_stay_within_the_inter_token_latency_bound() {
+        let bounded = NodeState { itl_max_ms: 8.0, rows: 10.0, ..node() };
+        let prompt = prompt(2048.0);
+        let steps = bounded.prompt_steps(&prompt);
+        let longest = bounded.mixed_step_ms(2048.0 / steps, prompt.pairs() / steps);
+        assert!(steps > 4.0 && (7.0..8.0).contains(&longest), "{steps} steps of {longest} ms");
+        assert!(!local(&bounded, &prompt, 1).exceeds_itl_max);
+        // The prompt takes longer, and an idle node needs no bound.
         let idle = NodeState { rows: 0.0, ..bounded };
-        assert!(!local(&idle, &prompt(512.0), 1).exceeds_itl_max);
+        assert_eq!(idle.prompt_steps(&prompt), 4.0);
+        assert!(local(&bounded, &prompt, 1).ttft_ms > local(&idle, &prompt, 1).ttft_ms + 3.0);
+        assert!(bounded.queued_ms(5000.0, 1e6) > idle.queued_ms(5000.0, 1e6));
+        // Decode alone takes longer than the bound.
+        let full = NodeState { rows: 400.0, ..bounded };
+        assert!(local(&full, &prompt, 1).exceeds_itl_max);
+        assert_eq!(full.bounded_tokens(512.0, 100.0), BLOCK_TOKENS);
     }
 }

@@ -39,7 +39,7 @@ pub use load::{Config, Environment, Flags, LoadInput, Section, cache_folder};
 pub use schema::{Cluster, Model, Node, Router, Telemetry, Transfer};
 pub use section::Setting;
 pub use types::{
-    Auto, ByteSize, CpuList, Device, Dtype, EtcdPrefix, EtcdUrl, GrpcUrl, HubModel, Isa,
-    LoadFormat, LogFormat, ModelPath, Pair, Password, Secret, Speculate, ToolFormat, Transport,
-    format_duration, parse_duration, parts_of,
+    Auto, ByteSize, CpuList, Device, Disaggregate, Dtype, EtcdPrefix, EtcdUrl, GrpcUrl, HubModel,
+    Isa, LoadFormat, LogFormat, ModelPath, NodePolicy, Pair, Password, Secret, Speculate,
+    ToolFormat, Transport, format_duration, parse_duration, parts_of,
 };

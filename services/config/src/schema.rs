@@ -8,8 +8,9 @@ use std::{net::SocketAddr, path::PathBuf, time::Duration};
 use crate::{
     section::section,
     types::{
-        Auto, ByteSize, CpuList, Device, Dtype, EtcdPrefix, EtcdUrl, GrpcUrl, Isa, LoadFormat,
-        LogFormat, ModelPath, Pair, Password, Secret, Speculate, ToolFormat, Transport,
+        Auto, ByteSize, CpuList, Device, Disaggregate, Dtype, EtcdPrefix, EtcdUrl, GrpcUrl, Isa,
+        LoadFormat, LogFormat, ModelPath, NodePolicy, Pair, Password, Secret, Speculate,
+        ToolFormat, Transport,
     },
 };
 
@@ -74,6 +75,16 @@ section! {
         /// Additional model names, each as ALIAS=NAME.
         aliases: Vec<Pair> = Vec::new(),
             "Aliases serve clients with a built-in model name.";
+        /// Node that prefills a prompt: auto takes the prefill node or the decode node, whichever costs clients
+        /// less time by prediction; always takes the prefill node while one takes the request; never takes the
+        /// decode node.
+        disaggregate: Disaggregate = Disaggregate::Auto,
+            "A fixed split leaves an idle decode node unused while prompts queue at the prefill node.";
+        /// Choice among the nodes of a role: predicted takes the nodes with the lowest predicted waiting time of
+        /// clients, cache-aware the least work in uncached prompt tokens, least-load the fewest requests,
+        /// round-robin each node in turn.
+        policy: NodePolicy = NodePolicy::Predicted,
+            "Predictions use measured step and transfer times; without measurements they fall back to cache-aware.";
         /// Maximum size of a request body; the router answers a larger body with 413.
         body_bytes_max: ByteSize = ByteSize::mib(4),
             "A prompt of 128 Ki tokens takes about 1 MiB as text or as JSON ids; 4 MiB leaves room.",

@@ -40,6 +40,8 @@ pub struct RequestRecord {
 #[derive(Default)]
 struct State {
     first_token: Option<Duration>,
+    /// Predicted time from the request's arrival to the first token.
+    predicted: Option<Duration>,
     last_event: Option<Instant>,
     completion_tokens: u32,
     cached_tokens: u32,
@@ -102,6 +104,14 @@ impl RequestRecord {
         (state.choices, state.prompt_tokens) = (choices, prompt_tokens);
     }
 
+    /// Nodes were picked, which send the first token after this time by prediction.
+    pub fn predicted(&self, ttft: Option<Duration>) {
+        let mut state = self.state();
+        if state.first_token.is_none() {
+            state.predicted = ttft.map(|ttft| self.received.elapsed() + ttft);
+        }
+    }
+
     /// Tokens of some answer were emitted to the client.
     pub fn emitted(&self, count: u32) {
         let now = Instant::now();
@@ -113,6 +123,9 @@ impl RequestRecord {
                 let after = now - self.received;
                 state.first_token = Some(after);
                 self.model.metrics.first_token(self.operation, after);
+                if let Some(predicted) = state.predicted {
+                    self.model.metrics.ttft_predicted(predicted, after);
+                }
             }
         }
     }
@@ -208,6 +221,7 @@ impl Drop for RequestRecord {
             kv_bytes = state.hand_over.kv_bytes,
             prefill_node = state.hand_over.prefill_node,
             decode_node = state.hand_over.decode_node,
+            predicted_ttft_ms = state.predicted.map(milliseconds),
             ttft_ms = state.first_token.map(milliseconds),
             duration_ms = milliseconds(duration),
             "request ended"

@@ -2,7 +2,7 @@
 
 use std::{io, net::SocketAddr, sync::Arc, time::Duration};
 
-use cluster::{Membership, MembershipError};
+use cluster::{Membership, MembershipError, Selection};
 use proto::ids::NoRandomness;
 use telemetry::{Metrics, RouterMetrics};
 use tokio::task::{JoinError, JoinHandle};
@@ -79,7 +79,9 @@ pub fn start(
         model: model.name.clone(),
         vocabulary_size: model.text.tokenizer().vocabulary_size(),
     });
-    let (nodes, watch) = Nodes::watch(&membership, served.collect(), router_metrics)?;
+    let config::Router { disaggregate, policy, .. } = settings.router;
+    let selection = Selection { disaggregate, policy };
+    let (nodes, watch) = Nodes::watch(&membership, served.collect(), selection, router_metrics)?;
     let front = Arc::new(Front::new(settings, models, nodes));
 
     let (draining, stop) = (CancellationToken::new(), CancellationToken::new());

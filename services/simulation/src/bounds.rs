@@ -3,7 +3,8 @@
 
 use std::time::Duration;
 
-use cluster::Role;
+use cluster::{Role, Selection};
+use config::{Disaggregate, NodePolicy};
 use engine::{SchedulerConfig, executor::ExecutorLimits};
 use kernels::sampling::Sampling;
 use kv_transfer::{TransferLimits, config::LEASE};
@@ -81,6 +82,7 @@ fn scenario(killed_at: Duration, resets_connections: bool) -> Scenario {
         thread_delay_max: Duration::ZERO,
         router_count: 1,
         has_etcd: false,
+        selection: Selection { disaggregate: Disaggregate::Always, policy: NodePolicy::Predicted },
         models: vec![ModelPlan { name: "model-0".into(), fingerprint: 1, tp: 1 }],
         nodes: [Role::Prefill, Role::Prefill, Role::Decode, Role::Decode].map(node).into(),
         requests: (0..4).map(request).collect(),

@@ -164,7 +164,7 @@ impl Simulation {
         let mut random = Random::new(seed ^ 0x5eed);
         let addresses: Vec<NodeAddress> = scenario.addresses();
         let routers = (0..scenario.router_count)
-            .map(|router| Router::new(router, addresses.clone(), random.fork()))
+            .map(|router| Router::new(router, addresses.clone(), scenario.selection, random.fork()))
             .collect();
         let mut simulation = Self {
             clock: Clock::default(),

@@ -1,10 +1,14 @@
 //! The nodes as one router sees them: the shipped directory, and a numbered connection to each host.
 
-use std::{collections::BTreeMap, sync::Arc, time::Instant};
+use std::{
+    collections::BTreeMap,
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use cluster::{
-    Action, AssignmentId, Directory, Health, Input, MemberChange, NoNode, NodeAddress, NodeRecord,
-    StreamId, Wanted,
+    Action, AssignmentId, Directory, Health, Input, MemberChange, NoNode, NodeAddress, NodeChoice,
+    NodeRecord, Selection, StreamId, Wanted,
 };
 use proto::v1::ObserveEvent;
 
@@ -31,6 +35,16 @@ pub struct Assigned {
     assignment: AssignmentId,
 }
 
+/// The nodes of an attempt.
+#[derive(Debug)]
+pub struct PickedNodes {
+    pub decode: Assigned,
+    /// `None`: the decode node prefills the prompt.
+    pub prefill: Option<Assigned>,
+    /// Predicted time to first token.
+    pub ttft: Option<Duration>,
+}
+
 /// The directory's actions, in order.
 #[derive(Debug)]
 pub enum NodesAction {
@@ -40,6 +54,7 @@ pub enum NodesAction {
 
 pub struct Nodes {
     directory: Directory,
+    selection: Selection,
     addresses: Vec<NodeAddress>,
     connections: Vec<Connection>,
     streams: BTreeMap<StreamId, Stream>,
@@ -48,10 +63,16 @@ pub struct Nodes {
 }
 
 impl Nodes {
-    pub fn new(router: usize, addresses: Vec<NodeAddress>, seed: u64) -> Self {
+    pub fn new(
+        router: usize,
+        addresses: Vec<NodeAddress>,
+        selection: Selection,
+        seed: u64,
+    ) -> Self {
         let connection = |host| Connection { router, host, number: 0 };
         Self {
-            directory: Directory::new(seed),
+            directory: Directory::new(seed, selection),
+            selection,
             connections: (0..addresses.len()).map(connection).collect(),
             addresses,
             streams: BTreeMap::new(),
@@ -62,7 +83,7 @@ impl Nodes {
 
     /// The directory of a new router process: empty, with new connections.
     pub fn restart(&mut self, seed: u64) {
-        self.directory = Directory::new(seed);
+        self.directory = Directory::new(seed, self.selection);
         self.connections.iter_mut().for_each(|connection| connection.number += 1);
         self.streams.clear();
         self.actions.clear();
@@ -115,10 +136,26 @@ impl Nodes {
         self.handle(now, Input::CallLost { epoch: node.record.epoch, reason });
     }
 
-    pub fn pick(&mut self, now: Instant, wanted: &Wanted<'_>) -> Result<Assigned, NoNode> {
-        let choice = self.directory.pick(now, wanted)?;
-        let host = self.host_of(&choice.address);
-        Ok(Assigned { host, record: choice.record, assignment: choice.assignment })
+    pub fn pick(&mut self, now: Instant, wanted: &Wanted<'_>) -> Result<PickedNodes, NoNode> {
+        let picked = self.directory.pick(now, wanted)?;
+        let assigned = |choice: NodeChoice| Assigned {
+            host: self.host_of(&choice.address),
+            record: choice.record,
+            assignment: choice.assignment,
+        };
+        Ok(PickedNodes {
+            decode: assigned(picked.decode),
+            prefill: picked.prefill.map(assigned),
+            ttft: picked.ttft,
+        })
+    }
+
+    pub fn first_token(&mut self, now: Instant, decode: &Assigned) {
+        self.directory.first_token(now, decode.assignment);
+    }
+
+    pub fn delivered(&mut self, prefill: &Assigned, decode: &Assigned, elapsed: Duration) {
+        self.directory.delivered(prefill.assignment, decode.assignment, elapsed);
     }
 
     pub fn answered(&mut self, node: &Assigned) {

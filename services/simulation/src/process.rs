@@ -535,6 +535,9 @@ impl Process {
         if let Reply::Rejected(refusal) = reply {
             return send(NodeMessage::Rejected(refusal.into()));
         }
+        if reply == Reply::Accepted {
+            return send(NodeMessage::Accepted);
+        }
         let is_last = reply.is_last();
         let message = match key.side {
             Side::Prefill => wire::prefill_event(reply).map(NodeMessage::Prefill),

@@ -6,7 +6,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use cluster::{MemberChange, NodeAddress, StreamId};
+use cluster::{MemberChange, NodeAddress, Selection, StreamId};
 use grammar::Grammar;
 use proto::{
     ids::{RequestId, TransferId},
@@ -22,7 +22,7 @@ use tonic::Status;
 use crate::{
     answer::Client,
     coverage::Coverage,
-    nodes::{Assigned, Connection, Nodes, NodesAction},
+    nodes::{Assigned, Connection, Nodes, NodesAction, PickedNodes},
     scenario::{RequestPlan, VOCABULARY},
 };
 
@@ -45,6 +45,8 @@ pub enum NodeCall {
 pub enum NodeMessage {
     Decode(DecodeEvent),
     Prefill(PrefillEvent),
+    /// The node accepted the call: its stream is open.
+    Accepted,
     /// The call was rejected.
     Rejected(Status),
     /// The node ended the stream.
@@ -110,9 +112,14 @@ pub enum End {
 }
 
 impl Router {
-    pub fn new(index: usize, addresses: Vec<NodeAddress>, mut random: Random) -> Self {
+    pub fn new(
+        index: usize,
+        addresses: Vec<NodeAddress>,
+        selection: Selection,
+        mut random: Random,
+    ) -> Self {
         Self {
-            nodes: Nodes::new(index, addresses, random.next()),
+            nodes: Nodes::new(index, addresses, selection, random.next()),
             policy: RecoveryPolicy::from(&config::Router::default()),
             answers: BTreeMap::new(),
             calls: BTreeMap::new(),
@@ -202,13 +209,13 @@ impl Router {
         if !is_expected {
             return;
         }
-        if matches!(message, NodeMessage::Decode(_) | NodeMessage::Prefill(_))
-            && let Some(node) = answer.node(key.side)
-        {
-            self.nodes.answered(node);
-        }
         let core = &mut answer.core;
         match (key.side, message) {
+            (_, NodeMessage::Accepted) => {
+                if let Some(node) = answer.node(key.side) {
+                    self.nodes.answered(node);
+                }
+            }
             (_, NodeMessage::Decode(event)) => {
                 self.coverage.count_decode_event(&event.event);
                 core.handle_decode(now, Ok(Some(event)));
@@ -315,9 +322,20 @@ impl Router {
             match output {
                 Output::Pick => self.pick(now, id),
                 Output::DropPrefillCall => self.drop_prefill_call(id),
+                Output::Delivered { elapsed } => {
+                    let answer = self.answers.get_mut(&id).expect("requests are kept");
+                    if let Some((decode, Some(prefill))) = &answer.nodes {
+                        self.nodes.delivered(prefill, decode, elapsed);
+                    }
+                }
                 Output::EndAttempt(ended) => self.end_attempt(now, id, &ended),
                 Output::Emit { first_index, tokens, .. } => {
-                    let answer = self.answer(id);
+                    let answer = self.answers.get_mut(&id).expect("requests are kept");
+                    if first_index == 0
+                        && let Some((decode, _)) = &answer.nodes
+                    {
+                        self.nodes.first_token(now, decode);
+                    }
                     let gap = answer.emitted_at.replace(now).map(|at| now - at);
                     let stop = answer.client.receive(first_index, &tokens);
                     answer.core.handle_emitted(now, stop);
@@ -358,12 +376,17 @@ impl Router {
     /// Picks nodes and opens the calls of an attempt.
     fn pick(&mut self, now: Instant, id: usize) {
         let answer = self.answers.get_mut(&id).expect("requests are kept");
-        let decode = match self.nodes.pick(now, &answer.core.wanted_decode()) {
-            Ok(decode) => decode,
+        let picked = match self.nodes.pick(now, &answer.core.wanted()) {
+            Ok(picked) => picked,
             Err(reason) => return answer.core.handle_no_node(now, &reason),
         };
-        let wanted = answer.core.wanted_prefill(&decode.record);
-        let prefill = wanted.and_then(|wanted| self.nodes.pick(now, &wanted).ok());
+        let PickedNodes { decode, prefill, ttft } = picked;
+        if ttft.is_some() {
+            self.coverage.count(match prefill {
+                Some(_) => "predicted hand-over",
+                None => "predicted local prefill",
+            });
+        }
         let records = (decode.record.clone(), prefill.as_ref().map(|node| node.record.clone()));
         answer.nodes = Some((decode.clone(), prefill.clone()));
         let transfer = TransferId(self.random.id());

@@ -2,7 +2,8 @@
 
 use std::{sync::Arc, time::Duration};
 
-use cluster::{NodeAddress, Role};
+use cluster::{NodeAddress, Role, Selection};
+use config::{Disaggregate, NodePolicy};
 use engine::{
     SchedulerConfig,
     executor::{ExecutorLimits, Speculation},
@@ -33,6 +34,8 @@ pub struct Scenario {
     pub router_count: usize,
     /// Nodes register in etcd; otherwise the routers have a static list.
     pub has_etcd: bool,
+    /// How routers choose nodes.
+    pub selection: Selection,
     pub models: Vec<ModelPlan>,
     pub nodes: Vec<NodePlan>,
     pub requests: Vec<RequestPlan>,
@@ -209,6 +212,21 @@ impl Scenario {
             })
             .collect();
         faults.sort_by_key(|&(at, _)| at);
+        let selection = Selection {
+            disaggregate: random.pick(&[
+                Disaggregate::Auto,
+                Disaggregate::Auto,
+                Disaggregate::Always,
+                Disaggregate::Never,
+            ]),
+            policy: random.pick(&[
+                NodePolicy::Predicted,
+                NodePolicy::Predicted,
+                NodePolicy::CacheAware,
+                NodePolicy::LeastLoad,
+                NodePolicy::RoundRobin,
+            ]),
+        };
         Self {
             severity,
             network,
@@ -217,6 +235,7 @@ impl Scenario {
             thread_delay_max,
             router_count: router_count as usize,
             has_etcd,
+            selection,
             models,
             nodes,
             requests,

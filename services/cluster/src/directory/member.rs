@@ -12,6 +12,7 @@ use super::{AssignmentId, CACHED_BLOCKS_MAX, Health, NodeKey, SILENCE_MAX, Strea
 use crate::{
     Epoch, Load, NodeAddress, NodeRecord, RecordError,
     backoff::{Jitter, doubled},
+    predict::StepCosts,
     record::sixteen_bytes,
 };
 
@@ -72,6 +73,10 @@ pub(super) struct Stream {
 pub(super) struct Seen {
     pub(super) record: Arc<NodeRecord>,
     pub(super) load: Load,
+    /// `None` from a node of an older release.
+    pub(super) step_costs: Option<StepCosts>,
+    /// Time of the load.
+    pub(super) reported_at: Instant,
     pub(super) cached: HashSet<u128>,
 }
 
@@ -79,6 +84,8 @@ pub(super) struct Seen {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Unseen {
     pub(super) prompt_tokens: u64,
+    /// Cached tokens, which the prompt tokens attend to.
+    pub(super) computed_tokens: u64,
     pub(super) blocks: u64,
     pub(super) since: Instant,
     /// The node sent an event of the attempt.
@@ -166,7 +173,9 @@ impl Member {
         remember(&mut cached, &snapshot.cached_blocks, &record)?;
         (stream.last, stream.deadline) = (Some(0), now + SILENCE_MAX);
         let epoch = record.epoch;
-        self.seen = Some(Seen { record: Arc::new(record), load, cached });
+        let step_costs = load.step_costs.map(StepCosts::from);
+        let record = Arc::new(record);
+        self.seen = Some(Seen { record, load, step_costs, reported_at: now, cached });
         self.load_reported(now);
         Ok(Some(epoch))
     }
@@ -192,7 +201,8 @@ impl Member {
         }
         remember(&mut seen.cached, &delta.cached, &seen.record)?;
         if let Some(load) = delta.load {
-            seen.load = load;
+            (seen.load, seen.reported_at) = (load, now);
+            seen.step_costs = load.step_costs.map(StepCosts::from);
             self.load_reported(now);
         }
         Ok(())

@@ -27,7 +27,7 @@ use crate::{Epoch, MemberChange, NodeAddress, NodeRecord, RecordError, Role, bac
 use member::Stream;
 
 pub use member::Member;
-pub use select::{NoNode, NodeChoice, Wanted};
+pub use select::{NoNode, NodeChoice, Picked, Selection, Wanted};
 
 /// Time-out of a probe; equals the transfer lease.
 pub const PROBE_TIMEOUT: Duration = Duration::from_secs(2);
@@ -103,19 +103,43 @@ pub enum Action {
 pub struct Directory {
     members: BTreeMap<NodeKey, Member>,
     streams: HashMap<StreamId, NodeKey>,
-    assignments: HashMap<AssignmentId, NodeKey>,
+    assignments: HashMap<AssignmentId, Assignment>,
+    selection: Selection,
+    /// Transfer time of a token's KV from a prefill node to a decode node, in milliseconds.
+    transfer_ms: BTreeMap<(NodeKey, NodeKey), f64>,
+    /// Time to first token that predictions leave out.
+    overhead_ms: f64,
     jitter: Jitter,
     /// Counter for the ids of members, streams, assignments and picks.
     counter: u64,
 }
 
+/// An attempt on one node.
+#[derive(Debug)]
+struct Assignment {
+    node: NodeKey,
+    uncached_tokens: u64,
+    /// On the decode node, until the first token.
+    forecast: Option<Forecast>,
+}
+
+/// A predicted time to first token.
+#[derive(Debug)]
+struct Forecast {
+    at: Instant,
+    ttft_ms: f64,
+}
+
 impl Directory {
     /// Creates an empty directory. `seed` spreads the probes of several routers; any number is valid.
-    pub fn new(seed: u64) -> Self {
+    pub fn new(seed: u64, selection: Selection) -> Self {
         Self {
             members: BTreeMap::new(),
             streams: HashMap::new(),
             assignments: HashMap::new(),
+            selection,
+            transfer_ms: BTreeMap::new(),
+            overhead_ms: 0.0,
             jitter: Jitter::new(seed),
             counter: 0,
         }
@@ -240,7 +264,7 @@ impl Directory {
             Err(error) => return self.reject(now, key, error.to_string(), actions),
         };
         if epoch_before.is_some_and(|before| before != epoch) {
-            self.assignments.retain(|_, assigned| *assigned != key);
+            self.forget_assignments(key);
             self.member(key).forget_process();
         }
         // One process may be listed under two addresses.
@@ -304,10 +328,16 @@ impl Directory {
 
     fn forget(&mut self, key: NodeKey, actions: &mut Vec<Action>) {
         self.stop_observing(key, actions);
-        self.assignments.retain(|_, assigned| *assigned != key);
+        self.forget_assignments(key);
         if let Some(member) = self.members.remove(&key) {
             actions.push(Action::Forgotten { node: key, address: member.address });
         }
+    }
+
+    /// Drops the attempts and transfer times of a process that is gone.
+    fn forget_assignments(&mut self, key: NodeKey) {
+        self.assignments.retain(|_, assigned| assigned.node != key);
+        self.transfer_ms.retain(|(prefill, decode), _| *prefill != key && *decode != key);
     }
 
     fn set_health(&mut self, key: NodeKey, to: Health, reason: String, actions: &mut Vec<Action>) {

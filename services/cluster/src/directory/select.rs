@@ -1,7 +1,12 @@
-//! Node selection for an attempt.
+//! Node selection for an attempt: a decode node, and a prefill node unless the decode node prefills the prompt.
 //!
-//! The directory picks the eligible node with the lowest cost. Cost estimates the work before the attempt, in units of
-//! one prompt token:
+//! Under the policy `predicted` the directory compares all pairs and all decode nodes by their predicted cost in
+//! milliseconds ([`predict`]). Costs within the error of predictions are equal; among equal costs a prefill node comes
+//! first. The directory does not compare predictions until a node has measured its steps, or while a node of an older
+//! release reports none: it then follows the policy `cache-aware` and hands over.
+//!
+//! The other policies choose a node of each role; predictions only decide between the pair and the decode node alone.
+//! `cache-aware` estimates the work before the attempt, in units of one prompt token:
 //!
 //! ```text
 //! cost = pending prompt tokens (reported + own unseen)
@@ -22,11 +27,18 @@ use std::{
     time::{Duration, Instant},
 };
 
+use config::{Disaggregate, NodePolicy};
+
 use super::{
-    AssignmentId, Directory, NodeKey, PROBE_TIMEOUT,
+    Assignment, AssignmentId, Directory, Forecast, NodeKey, PROBE_TIMEOUT,
     member::{Member, Seen, Unseen},
 };
-use crate::{Epoch, ModelIdentity, NodeAddress, NodeRecord, PrefixKeys, Role};
+use crate::{
+    Epoch, ModelIdentity, NodeAddress, NodeRecord, PrefixKeys, Role,
+    predict::{
+        DecodeCosts, NodeState, Prediction, PrefillCosts, Prompt, attention_pairs, hand_over, local,
+    },
+};
 
 const DECODE_ROW_COST: u64 = 64;
 const PREFILL_ROW_COST: u64 = 16;
@@ -35,11 +47,27 @@ const PREFILL_ROW_COST: u64 = 16;
 const MISSING_BLOCK_COST: u64 = 64;
 /// Output tokens that count as needed. A decode node reserves the prompt's blocks at once; the answer grows later.
 const NEW_TOKENS_COUNTED: u32 = 64;
+/// A decode node prefills a prompt only if that saves this fraction of its time to first token: more than the usual
+/// error of a prediction. Otherwise idle nodes would change their split with every measurement.
+const LOCAL_SAVING_MIN: f64 = 0.2;
+/// Predicted times that differ by less than this fraction are equal, so that equal nodes share the load.
+const EQUAL_WITHIN: f64 = 0.05;
+/// Share of each further measurement in the router's overhead.
+const OVERHEAD_SHARE: f64 = 1.0 / 16.0;
+/// Share of each slower transfer in the transfer time of a pair.
+const TRANSFER_SHARE: f64 = 1.0 / 16.0;
+const DAY_MS: f64 = 86_400_000.0;
 
-/// Requirements of an attempt on a node.
+/// The choice of nodes that the operator set.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Selection {
+    pub disaggregate: Disaggregate,
+    pub policy: NodePolicy,
+}
+
+/// Requirements of an attempt on its nodes.
 #[derive(Clone, Copy, Debug)]
 pub struct Wanted<'a> {
-    pub role: Role,
     /// Name of the model; `None` if all nodes serve the same model.
     pub model: Option<&'a str>,
     /// Length of the client's prompt, in tokens.
@@ -48,17 +76,29 @@ pub struct Wanted<'a> {
     pub tokens: u32,
     /// Maximum number of further output tokens.
     pub new_tokens_max: u32,
-    /// The node prefills the prompt itself (always true on a prefill node).
-    pub computes_prompt: bool,
+    /// The decode node must prefill the prompt itself.
+    pub alone: bool,
     /// Cache keys of the prompt's blocks for each identity of the nodes. Without keys of its identity a node counts as
     /// having no cached block.
     pub prefix: &'a [PrefixKeys],
-    /// Identity of the attempt's other node; this node must have a compatible one.
+    /// Identity that the decode node must be compatible with.
     pub identity: Option<&'a ModelIdentity>,
     /// Grammar version that the answer needs; 0 for none.
     pub grammar_version: u32,
-    /// Processes that already failed this request.
-    pub exclude: &'a [Epoch],
+    /// Decode node processes that already failed this request.
+    pub exclude_decode: &'a [Epoch],
+    /// Prefill node processes that already failed this request.
+    pub exclude_prefill: &'a [Epoch],
+}
+
+/// The nodes of an attempt.
+#[derive(Clone, Debug)]
+pub struct Picked {
+    pub decode: NodeChoice,
+    /// `None`: the decode node prefills the prompt.
+    pub prefill: Option<NodeChoice>,
+    /// Predicted time from now to the first token; `None` without measurements.
+    pub ttft: Option<Duration>,
 }
 
 /// The picked node and its assignment.
@@ -71,8 +111,6 @@ pub struct NodeChoice {
     pub assignment: AssignmentId,
     /// Estimated number of cached tokens on the node.
     pub cached_tokens: u32,
-    /// Cost in prompt tokens, for logs.
-    pub cost: u64,
 }
 
 /// Reason why no node was picked: that of the node closest to eligible.
@@ -138,41 +176,78 @@ impl NoNode {
 }
 
 impl Directory {
-    /// Picks a node and counts the attempt on the node until its release.
-    pub fn pick(&mut self, now: Instant, wanted: &Wanted<'_>) -> Result<NodeChoice, NoNode> {
-        let role = wanted.role;
-        let listed = self.members.values().filter(|member| member.address.role == role).count();
-        let mut nearest = (NoNode::NoneListed { role }, false);
-        let mut best: Option<((u64, usize, u64), NodeKey)> = None;
-        for (key, member) in self.members.iter().filter(|(_, m)| m.address.role == role) {
-            let misfit = member.seen.as_ref().map(|seen| misfit(&seen.record, wanted));
-            let fits = misfit == Some(None);
-            match eligible(now, member, misfit.flatten(), wanted) {
-                Err(reason) => {
-                    let reason = reason.unwrap_or(NoNode::NoneUp { role, listed });
-                    if reason.nearness(fits) > nearest.0.nearness(nearest.1) {
-                        nearest = (reason, fits);
-                    }
-                }
-                Ok(seen) => {
-                    let cost = cost(member, seen, wanted);
-                    let rank = (cost, member.in_flight, member.last_picked);
-                    // Strictly less, so that of equal nodes the first one stays.
-                    if best.as_ref().is_none_or(|(lowest, _)| rank < *lowest) {
-                        best = Some((rank, *key));
-                    }
-                }
+    /// Picks the nodes of an attempt and counts the attempt on each of them until its release. Fails without a decode
+    /// node; without a prefill node the decode node prefills the prompt.
+    pub fn pick(&mut self, now: Instant, wanted: &Wanted<'_>) -> Result<Picked, NoNode> {
+        let mut decode = self.candidates(now, Role::Decode, wanted)?;
+        let hands_over = !wanted.alone && self.selection.disaggregate != Disaggregate::Never;
+        let mut prefill = match hands_over {
+            true => self.candidates(now, Role::Prefill, wanted).unwrap_or_default(),
+            false => Vec::new(),
+        };
+        let costs = known_costs(&decode, &prefill);
+        if let Some(costs) = costs {
+            for node in decode.iter_mut().chain(&mut prefill) {
+                node.state = Some(node.state(now, costs));
             }
         }
-        match best {
-            Some((rank, key)) => Ok(self.assign(now, key, rank.0, wanted)),
-            None => Err(nearest.0),
+        let policy = match self.selection.policy {
+            NodePolicy::Predicted if costs.is_none() => NodePolicy::CacheAware,
+            policy => policy,
+        };
+        let mut options = options(policy, wanted, &decode, &prefill);
+        // Without predictions nothing speaks against a hand-over.
+        let may_be_local = self.selection.disaggregate == Disaggregate::Auto && costs.is_some();
+        if !may_be_local && options.iter().any(|option| option.prefill.is_some()) {
+            options.retain(|option| option.prefill.is_some());
         }
+        // A pair without a transfer so far counts like the others.
+        let known = self.transfer_ms.values();
+        let usual_ms = known.clone().sum::<f64>() / known.len().max(1) as f64;
+        for option in &mut options {
+            let key = |prefill: &Candidate<'_>| (prefill.key, option.decode.key);
+            let pair = option.prefill.and_then(|prefill| self.transfer_ms.get(&key(prefill)));
+            option.predict(pair.copied().unwrap_or(usual_ms), wanted.new_tokens_max);
+        }
+        let best = best(&options);
+        let (decode, prefill) = (best.decode.assigned(), best.prefill.map(Candidate::assigned));
+        let predicted_ms = best.prediction.map(|prediction| prediction.ttft_ms);
+        let is_local = prefill.is_none();
+        let ttft_ms = predicted_ms.map(|ms| ms + self.overhead_ms);
+        let forecast = ttft_ms.map(|ttft_ms| Forecast { at: now, ttft_ms });
+        Ok(Picked {
+            decode: self.assign(now, decode, is_local, forecast),
+            prefill: prefill.map(|prefill| self.assign(now, prefill, true, None)),
+            ttft: ttft_ms.map(|ms| Duration::from_secs_f64(ms.min(DAY_MS) / 1e3)),
+        })
+    }
+
+    /// Handles the first token of an attempt, by its decode node's assignment: learns the time that predictions
+    /// leave out, such as calls and the reservation. It is the same for all options, so it changes no choice.
+    pub fn first_token(&mut self, now: Instant, assignment: AssignmentId) {
+        let Some(assigned) = self.assignments.get_mut(&assignment) else { return };
+        let Some(Forecast { at, ttft_ms }) = assigned.forecast.take() else { return };
+        let error_ms = milliseconds(now.saturating_duration_since(at)) - ttft_ms;
+        // One stalled request must not spoil the predictions of the next ones.
+        let learnt_ms = OVERHEAD_SHARE * error_ms.clamp(-ttft_ms, ttft_ms);
+        self.overhead_ms = (self.overhead_ms + learnt_ms).max(0.0);
+    }
+
+    /// Handles the end of a transfer between the nodes of an attempt. `elapsed`: from the first chunk sent to the last
+    /// one acknowledged.
+    pub fn delivered(&mut self, prefill: AssignmentId, decode: AssignmentId, elapsed: Duration) {
+        let assigned = (self.assignments.get(&prefill), self.assignments.get(&decode));
+        let (Some(prefill), Some(decode)) = assigned else { return };
+        let token_ms = milliseconds(elapsed) / decode.uncached_tokens.max(1) as f64;
+        // Chunks wait for prefill, so a transfer takes at least as long as its link needs: the shortest time counts,
+        // and longer ones replace it slowly.
+        let known = self.transfer_ms.entry((prefill.node, decode.node)).or_insert(token_ms);
+        *known = token_ms.min(*known + (token_ms - *known) * TRANSFER_SHARE);
     }
 
     /// Handles the first event of an attempt: the node accepted it.
     pub fn answered(&mut self, assignment: AssignmentId) {
-        let Some(key) = self.assignments.get(&assignment).copied() else { return };
+        let Some(key) = self.node_of(assignment) else { return };
         let member = self.member(key);
         member.took();
         if let Some(attempt) = member.unseen.get_mut(&assignment) {
@@ -182,12 +257,12 @@ impl Directory {
 
     /// Returns the time of the last load or cache change that the attempt's node reported.
     pub fn changed_at(&self, assignment: AssignmentId) -> Option<Instant> {
-        self.members.get(self.assignments.get(&assignment)?)?.changed_at
+        self.members.get(&self.node_of(assignment)?)?.changed_at
     }
 
     /// Handles Busy with an optional pause, and releases the attempt.
     pub fn busy(&mut self, now: Instant, assignment: AssignmentId, retry_after: Option<Duration>) {
-        let Some(key) = self.assignments.get(&assignment).copied() else { return };
+        let Some(key) = self.node_of(assignment) else { return };
         let member = self.members.get_mut(&key).expect("every assignment has its member");
         member.busy(now, retry_after, &mut self.jitter);
         self.release(assignment);
@@ -195,46 +270,293 @@ impl Directory {
 
     /// Releases an attempt. A second release, or one after the process was replaced, has no effect.
     pub fn release(&mut self, assignment: AssignmentId) {
-        let Some(key) = self.assignments.remove(&assignment) else { return };
-        let member = self.member(key);
+        let Some(assigned) = self.assignments.remove(&assignment) else { return };
+        let member = self.member(assigned.node);
         member.unseen.remove(&assignment);
         member.in_flight -= 1;
         self.check();
     }
 
-    fn assign(&mut self, now: Instant, key: NodeKey, cost: u64, wanted: &Wanted<'_>) -> NodeChoice {
+    fn node_of(&self, assignment: AssignmentId) -> Option<NodeKey> {
+        self.assignments.get(&assignment).map(|assigned| assigned.node)
+    }
+
+    fn assign(
+        &mut self,
+        now: Instant,
+        (key, need): (NodeKey, Need),
+        prefills: bool,
+        forecast: Option<Forecast>,
+    ) -> NodeChoice {
         let number = self.next();
         let assignment = AssignmentId(number);
         let member = self.members.get_mut(&key).expect("the node was just chosen");
         let seen = member.seen.as_ref().expect("an eligible node was seen");
-        let need = Need::of(seen, wanted);
         let choice = NodeChoice {
             node: key,
             address: member.address.clone(),
             record: seen.record.clone(),
             assignment,
             cached_tokens: need.cached_tokens,
-            cost,
         };
-        let prompt_tokens = if wanted.computes_prompt { need.uncached_tokens } else { 0 };
-        let unseen = Unseen { prompt_tokens, blocks: need.blocks, since: now, answered: false };
+        let uncached_tokens = need.uncached_tokens;
+        let unseen = Unseen {
+            prompt_tokens: if prefills { uncached_tokens } else { 0 },
+            computed_tokens: need.cached_tokens.into(),
+            blocks: need.blocks,
+            since: now,
+            answered: false,
+        };
         member.unseen.insert(assignment, unseen);
         member.in_flight += 1;
         member.last_picked = number;
-        self.assignments.insert(assignment, key);
+        self.assignments.insert(assignment, Assignment { node: key, uncached_tokens, forecast });
         self.check();
         choice
     }
+
+    /// Returns the eligible nodes of a role, or the reason of the node closest to eligible.
+    fn candidates(
+        &self,
+        now: Instant,
+        role: Role,
+        wanted: &Wanted<'_>,
+    ) -> Result<Vec<Candidate<'_>>, NoNode> {
+        let listed = self.members.values().filter(|member| member.address.role == role).count();
+        let mut nearest = (NoNode::NoneListed { role }, false);
+        let mut candidates = Vec::new();
+        for (key, member) in self.members.iter().filter(|(_, m)| m.address.role == role) {
+            let misfit = member.seen.as_ref().map(|seen| misfit(role, &seen.record, wanted));
+            let fits = misfit == Some(None);
+            match eligible(now, role, member, misfit.flatten(), wanted) {
+                Err(reason) => {
+                    let reason = reason.unwrap_or(NoNode::NoneUp { role, listed });
+                    if reason.nearness(fits) > nearest.0.nearness(nearest.1) {
+                        nearest = (reason, fits);
+                    }
+                }
+                Ok(seen) => {
+                    let need = Need::of(role, seen, wanted);
+                    candidates.push(Candidate { key: *key, role, member, seen, need, state: None });
+                }
+            }
+        }
+        if candidates.is_empty() { Err(nearest.0) } else { Ok(candidates) }
+    }
+}
+
+/// Returns step costs for nodes that have not measured theirs yet: those of another node. `None`: no node has measured
+/// any, or a candidate is of an older release and reports none.
+fn known_costs(
+    decode: &[Candidate<'_>],
+    prefill: &[Candidate<'_>],
+) -> Option<(PrefillCosts, DecodeCosts)> {
+    let reported = || prefill.iter().chain(decode).map(|node| node.seen.step_costs);
+    if reported().any(|costs| costs.is_none()) {
+        return None;
+    }
+    let prefill_costs = reported().find_map(|costs| costs?.prefill)?;
+    let decode_costs = reported().find_map(|costs| costs?.decode)?;
+    Some((prefill_costs, decode_costs))
+}
+
+/// A node that an attempt may use.
+struct Candidate<'a> {
+    key: NodeKey,
+    role: Role,
+    member: &'a Member,
+    seen: &'a Seen,
+    need: Need,
+    /// The node and the prompt on it, for predictions.
+    state: Option<(NodeState, Prompt)>,
+}
+
+impl Candidate<'_> {
+    fn assigned(&self) -> (NodeKey, Need) {
+        (self.key, self.need)
+    }
+
+    /// Returns the rank under a policy without predictions; the lowest is picked.
+    fn rank(&self, policy: NodePolicy, prefills: bool) -> (u64, usize, u64) {
+        let Member { in_flight, last_picked, .. } = *self.member;
+        match policy {
+            NodePolicy::RoundRobin => (0, 0, last_picked),
+            NodePolicy::LeastLoad => (self.rows(), in_flight, last_picked),
+            NodePolicy::CacheAware | NodePolicy::Predicted => {
+                (self.cost(prefills), in_flight, last_picked)
+            }
+        }
+    }
+
+    /// Returns the number of running and waiting sequences.
+    fn rows(&self) -> u64 {
+        let load = &self.seen.load;
+        u64::from(load.running) + u64::from(load.waiting) + self.member.unseen.len() as u64
+    }
+
+    fn missing_blocks(&self) -> u64 {
+        let load = &self.seen.load;
+        let unseen_blocks: u64 = self.member.unseen.values().map(|attempt| attempt.blocks).sum();
+        let available = (u64::from(load.blocks_free) + u64::from(load.blocks_cached))
+            .saturating_sub(unseen_blocks);
+        self.need.blocks.saturating_sub(available)
+    }
+
+    /// Returns the cost in prompt tokens.
+    fn cost(&self, prefills: bool) -> u64 {
+        let unseen = self.member.unseen.values();
+        let unseen_tokens: u64 = unseen.map(|attempt| attempt.prompt_tokens).sum();
+        let row_cost = match self.role {
+            Role::Prefill => PREFILL_ROW_COST,
+            Role::Decode => DECODE_ROW_COST,
+        };
+        let own = match prefills {
+            true => self.need.uncached_tokens,
+            false => {
+                self.need.uncached_tokens.div_ceil(self.seen.record.identity.block_size.into())
+            }
+        };
+        let pending = self.seen.load.pending_prompt_tokens.saturating_add(unseen_tokens);
+        pending
+            .saturating_add(self.rows() * row_cost)
+            .saturating_add(own)
+            .saturating_add(self.missing_blocks() * MISSING_BLOCK_COST)
+    }
+
+    /// Returns the node's state and the prompt on it. `others`: costs of another node, for those not measured here.
+    fn state(&self, now: Instant, others: (PrefillCosts, DecodeCosts)) -> (NodeState, Prompt) {
+        let costs = self.seen.step_costs.expect("costs are known only if every candidate reports");
+        let load = &self.seen.load;
+        // The running sequences of a prefill node are prompts.
+        let (rows, context_tokens) = match self.role {
+            Role::Prefill => (0.0, 0.0),
+            Role::Decode => (self.rows() as f64, load.context_tokens as f64),
+        };
+        let pending = load.pending_prompt_tokens as f64;
+        let mut state = NodeState {
+            prefill: costs.prefill.unwrap_or(others.0),
+            decode: costs.decode.unwrap_or(others.1),
+            step_tokens: costs.step_tokens,
+            chunk_tokens: costs.chunk_tokens,
+            itl_max_ms: costs.itl_max_ms,
+            rows,
+            context_tokens,
+            queue_ms: 0.0,
+        };
+        // The node has worked since its report, and on each unseen prompt at the earliest since its pick.
+        let since = |at: Instant| milliseconds(now.saturating_duration_since(at));
+        let pending_ms = state.queued_ms(pending, load.pending_prompt_pairs as f64);
+        let mut queue_ms = pending_ms - since(self.seen.reported_at);
+        for unseen in self.member.unseen.values().filter(|unseen| unseen.prompt_tokens > 0) {
+            let tokens = unseen.prompt_tokens as f64;
+            let pairs = attention_pairs(unseen.computed_tokens as f64, tokens);
+            queue_ms = queue_ms.max(-since(unseen.since)) + state.queued_ms(tokens, pairs);
+        }
+        state.queue_ms = queue_ms.max(0.0);
+        let blocks_tokens = (self.missing_blocks() * MISSING_BLOCK_COST) as f64;
+        let prompt = Prompt {
+            cached_tokens: self.need.cached_tokens.into(),
+            uncached_tokens: self.need.uncached_tokens as f64,
+            blocks_ms: blocks_tokens * state.prefill.token_ms,
+            evict_ms: self.need.blocks as f64 * state.prefill.token_ms,
+        };
+        (state, prompt)
+    }
+}
+
+/// Nodes that may serve the attempt.
+struct NodeOption<'a> {
+    decode: &'a Candidate<'a>,
+    prefill: Option<&'a Candidate<'a>>,
+    prediction: Option<Prediction>,
+}
+
+impl NodeOption<'_> {
+    fn predict(&mut self, transfer_token_ms: f64, new_tokens_max: u32) {
+        let Some((node, prompt)) = &self.decode.state else { return };
+        self.prediction = Some(match self.prefill.and_then(|prefill| prefill.state.as_ref()) {
+            None => local(node, prompt, new_tokens_max),
+            Some(prefill) => {
+                let decode = (node, prompt);
+                hand_over((&prefill.0, &prefill.1), decode, transfer_token_ms, new_tokens_max)
+            }
+        });
+    }
+
+    /// Orders options of equal cost.
+    fn tie_rank(&self) -> (bool, usize, u64, u64) {
+        let of = |field: fn(&Member) -> u64| self.prefill.map_or(0, |node| field(node.member));
+        let in_flight =
+            self.decode.member.in_flight + of(|member| member.in_flight as u64) as usize;
+        let last_picked = self.decode.member.last_picked;
+        (self.prefill.is_none(), in_flight, last_picked, of(|member| member.last_picked))
+    }
+}
+
+/// Returns the options under a policy: with predictions all of them, otherwise the best pair and its decode node alone.
+fn options<'a>(
+    policy: NodePolicy,
+    wanted: &Wanted<'_>,
+    decode: &'a [Candidate<'a>],
+    prefill: &'a [Candidate<'a>],
+) -> Vec<NodeOption<'a>> {
+    let fits = |decode: &Candidate<'_>, prefill: &&Candidate<'_>| {
+        let identity = &decode.seen.record.identity;
+        // KV of less than one block is never transferred.
+        wanted.tokens >= identity.block_size && prefill.seen.record.identity.fits(identity)
+    };
+    let option = |decode, prefill| NodeOption { decode, prefill, prediction: None };
+    let mut options = Vec::new();
+    if policy == NodePolicy::Predicted {
+        for decode in decode {
+            let fitting = prefill.iter().filter(|prefill| fits(decode, prefill));
+            options.extend(fitting.map(|prefill| option(decode, Some(prefill))));
+            options.push(option(decode, None));
+        }
+        return options;
+    }
+    let prefills = prefill.is_empty();
+    let decode = decode.iter().min_by_key(|node| node.rank(policy, prefills));
+    let decode = decode.expect("there is a decode node");
+    let fitting = prefill.iter().filter(|prefill| fits(decode, prefill));
+    let prefill = fitting.min_by_key(|node| node.rank(policy, true));
+    options.extend(prefill.map(|prefill| option(decode, Some(prefill))));
+    options.push(option(decode, None));
+    options
+}
+
+/// Returns the option of the lowest cost. Without predictions that is the first one.
+fn best<'a, 'b>(options: &'b [NodeOption<'a>]) -> &'b NodeOption<'a> {
+    let has_pair = options.iter().any(|option| option.prefill.is_some());
+    let costs = options.iter().filter_map(|option| {
+        let prediction = option.prediction.as_ref()?;
+        let Prediction { ttft_ms, decode_ms, .. } = *prediction;
+        let is_local = option.prefill.is_none() && has_pair;
+        let margin_ms = if is_local { ttft_ms * LOCAL_SAVING_MIN } else { 0.0 };
+        // Without a prefill node no option keeps the bound.
+        let is_allowed = !(is_local && prediction.exceeds_itl_max);
+        let error_ms = EQUAL_WITHIN * (ttft_ms + decode_ms / 2.0);
+        is_allowed.then_some((option, prediction.cost_ms() + margin_ms, error_ms))
+    });
+    let costs: Vec<_> = costs.collect();
+    let lowest = costs.iter().min_by(|a, b| a.1.total_cmp(&b.1));
+    let Some((first, lowest_ms, error_ms)) = lowest else { return &options[0] };
+    let equal = costs.iter().filter(|(_, cost_ms, _)| *cost_ms <= lowest_ms + error_ms);
+    equal.map(|(option, ..)| *option).min_by_key(|option| option.tie_rank()).unwrap_or(first)
+}
+
+fn milliseconds(duration: Duration) -> f64 {
+    duration.as_secs_f64() * 1e3
 }
 
 /// Returns the report of an eligible node, or the reason why the node is not eligible; `Err(None)` if it is not up.
 fn eligible<'a>(
     now: Instant,
+    role: Role,
     member: &'a Member,
     misfit: Option<NoNode>,
     wanted: &Wanted<'_>,
 ) -> Result<&'a Seen, Option<NoNode>> {
-    let role = wanted.role;
     if matches!(misfit, Some(NoNode::OtherModel { .. })) {
         return Err(misfit);
     }
@@ -245,7 +567,11 @@ fn eligible<'a>(
     if misfit.is_some() {
         return Err(misfit);
     }
-    if wanted.exclude.contains(&seen.record.epoch) {
+    let exclude = match role {
+        Role::Prefill => wanted.exclude_prefill,
+        Role::Decode => wanted.exclude_decode,
+    };
+    if exclude.contains(&seen.record.epoch) {
         return Err(Some(NoNode::Excluded { role }));
     }
     match member.busy_until {
@@ -255,12 +581,13 @@ fn eligible<'a>(
 }
 
 /// Returns why a node with this record cannot serve the request, if it cannot.
-fn misfit(record: &NodeRecord, wanted: &Wanted<'_>) -> Option<NoNode> {
-    let role = wanted.role;
+fn misfit(role: Role, record: &NodeRecord, wanted: &Wanted<'_>) -> Option<NoNode> {
     if wanted.model.is_some_and(|model| model != record.model) {
         return Some(NoNode::OtherModel { role });
     }
-    if wanted.identity.is_some_and(|identity| !record.identity.fits(identity)) {
+    // A prefill node must fit its decode node.
+    let identity = wanted.identity.filter(|_| role == Role::Decode);
+    if identity.is_some_and(|identity| !record.identity.fits(identity)) {
         return Some(NoNode::NoneFits { role });
     }
     if wanted.grammar_version > record.grammar_version {
@@ -273,6 +600,7 @@ fn misfit(record: &NodeRecord, wanted: &Wanted<'_>) -> Option<NoNode> {
 }
 
 /// Load that an attempt adds to a node.
+#[derive(Clone, Copy)]
 struct Need {
     cached_tokens: u32,
     uncached_tokens: u64,
@@ -281,7 +609,7 @@ struct Need {
 }
 
 impl Need {
-    fn of(seen: &Seen, wanted: &Wanted<'_>) -> Self {
+    fn of(role: Role, seen: &Seen, wanted: &Wanted<'_>) -> Self {
         let identity = &seen.record.identity;
         let block_size = identity.block_size;
         let keys = wanted.prefix.iter().find(|keys| keys.are_of(identity));
@@ -292,7 +620,7 @@ impl Need {
             .unwrap_or(u32::MAX)
             .saturating_mul(block_size)
             .min(wanted.tokens.saturating_sub(1));
-        let new_tokens = match wanted.role {
+        let new_tokens = match role {
             Role::Prefill => 0,
             Role::Decode => wanted.new_tokens_max.min(NEW_TOKENS_COUNTED),
         };
@@ -303,29 +631,4 @@ impl Need {
             blocks: u64::from(blocks - cached_tokens / block_size),
         }
     }
-}
-
-fn cost(member: &Member, seen: &Seen, wanted: &Wanted<'_>) -> u64 {
-    let need = Need::of(seen, wanted);
-    let load = &seen.load;
-    let unseen = member.unseen.values();
-    let unseen_tokens: u64 = unseen.clone().map(|attempt| attempt.prompt_tokens).sum();
-    let unseen_blocks: u64 = unseen.map(|attempt| attempt.blocks).sum();
-    let row_cost = match wanted.role {
-        Role::Prefill => PREFILL_ROW_COST,
-        Role::Decode => DECODE_ROW_COST,
-    };
-    let rows = u64::from(load.running) + u64::from(load.waiting) + member.unseen.len() as u64;
-    let own = match wanted.computes_prompt {
-        true => need.uncached_tokens,
-        false => need.uncached_tokens.div_ceil(seen.record.identity.block_size.into()),
-    };
-    let available =
-        (u64::from(load.blocks_free) + u64::from(load.blocks_cached)).saturating_sub(unseen_blocks);
-    let missing = need.blocks.saturating_sub(available);
-    load.pending_prompt_tokens
-        .saturating_add(unseen_tokens)
-        .saturating_add(rows * row_cost)
-        .saturating_add(own)
-        .saturating_add(missing * MISSING_BLOCK_COST)
 }

@@ -1,6 +1,7 @@
 //! The directory as a router uses it: events in, health and choices out.
 
 mod health;
+mod predictions;
 mod properties;
 mod selection;
 mod world;

@@ -20,7 +20,7 @@ enum Event {
     Garbage { node: u16, event: Box<v1::ObserveEvent> },
     EndStream(u16),
     CallLost { process: u8 },
-    Pick { role: Role, tokens: u32, exclude: u8 },
+    Pick { tokens: u32, exclude: u8, alone: bool },
     Answered(usize),
     Busy(usize, Option<u64>),
     Release(usize),
@@ -29,15 +29,45 @@ enum Event {
 
 fn loads() -> impl Strategy<Value = Load> {
     let counts = (0..50u32, 0..50u32, prop_oneof![0..5000u64, Just(u64::MAX)], 0..1500u32);
-    (counts, any::<u32>(), prop::bool::weighted(0.1)).prop_map(
-        |((running, waiting, pending_prompt_tokens, blocks_free), blocks_cached, draining)| Load {
-            running,
-            waiting,
-            pending_prompt_tokens,
-            blocks_free,
-            blocks_cached,
-            draining,
-            ..Load::default()
+    let costs = prop::option::weighted(0.9, step_costs());
+    (counts, any::<u32>(), prop::bool::weighted(0.1), costs).prop_map(
+        |(counts, blocks_cached, draining, step_costs)| {
+            let (running, waiting, pending_prompt_tokens, blocks_free) = counts;
+            Load {
+                running,
+                waiting,
+                pending_prompt_tokens,
+                blocks_free,
+                blocks_cached,
+                draining,
+                pending_prompt_pairs: pending_prompt_tokens.saturating_mul(100),
+                context_tokens: u64::from(running) * 700,
+                step_costs,
+                ..Load::default()
+            }
+        },
+    )
+}
+
+/// Costs of any size, also impossible ones.
+fn step_costs() -> impl Strategy<Value = v1::StepCosts> {
+    let ps = || prop_oneof![4 => 0..10_000_000_000u64, 1 => any::<u64>()];
+    let prefill = (ps(), ps(), ps()).prop_map(|(step_ps, token_ps, pair_ps)| v1::PrefillCosts {
+        step_ps,
+        token_ps,
+        pair_ps,
+    });
+    let decode = (ps(), ps(), ps()).prop_map(|(step_ps, row_ps, context_token_ps)| {
+        v1::DecodeCosts { step_ps, row_ps, context_token_ps }
+    });
+    let limits = (0..9000u32, 0..9000u32, 0..100u32);
+    (limits, prop::option::of(prefill), prop::option::of(decode)).prop_map(
+        |((step_tokens, chunk_tokens, itl_max_ms), prefill, decode)| v1::StepCosts {
+            step_tokens,
+            chunk_tokens,
+            itl_max_ms,
+            prefill,
+            decode,
         },
     )
 }
@@ -90,8 +120,8 @@ fn events() -> impl Strategy<Value = Event> {
             .prop_map(|(node, event)| Event::Garbage { node, event }),
         2 => node.prop_map(Event::EndStream),
         1 => (0..12u8).prop_map(|process| Event::CallLost { process }),
-        8 => (prop::sample::select(Role::ALL.to_vec()), 1..2100u32, 0..12u8)
-            .prop_map(|(role, tokens, exclude)| Event::Pick { role, tokens, exclude }),
+        8 => (1..2100u32, 0..12u8, prop::bool::weighted(0.2))
+            .prop_map(|(tokens, exclude, alone)| Event::Pick { tokens, exclude, alone }),
         3 => any::<usize>().prop_map(Event::Answered),
         2 => (any::<usize>(), prop::option::of(0..100_000u64))
             .prop_map(|(which, millis)| Event::Busy(which, millis)),
@@ -173,22 +203,34 @@ impl Run {
                 epoch: epoch(1 + u128::from(*process)),
                 reason: "reset".into(),
             }),
-            Event::Pick { role, tokens, exclude } => {
+            Event::Pick { tokens, exclude, alone } => {
                 let exclude = [epoch(1 + u128::from(*exclude))];
-                let request = Wanted { exclude: &exclude, ..wanted(*role, *tokens) };
-                match world.pick(&request) {
-                    Ok(choice) => {
-                        let view = world.directory.nodes().find(|view| view.node == choice.node);
-                        let view = view.expect("a picked node is a member");
-                        assert_eq!(view.health, Health::Up);
-                        assert_eq!(view.address.role, *role);
-                        assert!(!view.load().draining);
-                        assert!(!exclude.contains(&choice.record.epoch));
-                        assert!(view.busy_until.is_none_or(|until| until <= world.now));
-                        assert!(*tokens <= choice.record.prompt_tokens_max);
-                        assert!(choice.cached_tokens < *tokens);
-                        self.log.push(format!("{} {}", choice.address, choice.cost));
-                        self.attempts.push(choice);
+                let request = Wanted {
+                    exclude_decode: &exclude,
+                    exclude_prefill: &exclude,
+                    alone: *alone,
+                    ..wanted(*tokens)
+                };
+                match world.pick_nodes(&request) {
+                    Ok(picked) => {
+                        assert!(!alone || picked.prefill.is_none());
+                        let roles = [Role::Decode, Role::Prefill];
+                        let choices = [Some(picked.decode), picked.prefill];
+                        for (role, choice) in roles.into_iter().zip(choices) {
+                            let Some(choice) = choice else { continue };
+                            let view =
+                                world.directory.nodes().find(|view| view.node == choice.node);
+                            let view = view.expect("a picked node is a member");
+                            assert_eq!(view.health, Health::Up);
+                            assert_eq!(view.address.role, role);
+                            assert!(!view.load().draining);
+                            assert!(!exclude.contains(&choice.record.epoch));
+                            assert!(view.busy_until.is_none_or(|until| until <= world.now));
+                            assert!(*tokens <= choice.record.prompt_tokens_max);
+                            assert!(choice.cached_tokens < *tokens);
+                            self.log.push(format!("{} {:?}", choice.address, picked.ttft));
+                            self.attempts.push(choice);
+                        }
                     }
                     Err(refusal) => self.log.push(refusal.to_string()),
                 }
@@ -196,6 +238,10 @@ impl Run {
             Event::Answered(which) => {
                 if let Some(choice) = pick_one(&self.attempts, *which) {
                     world.directory.answered(choice.assignment);
+                    world.directory.first_token(world.now, choice.assignment);
+                    let other = pick_one(&self.attempts, *which / 2).expect("one is there");
+                    let elapsed = Duration::from_micros(*which as u64 % 1_000_000);
+                    world.directory.delivered(choice.assignment, other.assignment, elapsed);
                 }
             }
             Event::Busy(which, millis) => {
@@ -297,7 +343,7 @@ proptest! {
 #[test]
 fn actions_do_not_depend_on_anything_but_seed_and_inputs() {
     let run = |seed| {
-        let mut directory = Directory::new(seed);
+        let mut directory = Directory::new(seed, DEFAULT);
         let start = std::time::Instant::now();
         let mut actions: Vec<Action> = Vec::new();
         for node in 0..NODES {

@@ -18,7 +18,7 @@ fn a_burst_spreads_evenly_before_any_load_is_reported() {
     let mut world = three();
     let mut picked = BTreeMap::new();
     for _ in 0..30 {
-        let choice = world.pick(&wanted(Role::Decode, 100)).unwrap();
+        let choice = world.pick(&wanted(100)).unwrap();
         *picked.entry(choice.address).or_insert(0) += 1;
     }
     assert_eq!(picked.into_values().collect::<Vec<_>>(), [10, 10, 10]);
@@ -29,7 +29,7 @@ fn single_requests_to_idle_nodes_take_turns() {
     let mut world = three();
     let mut ports = Vec::new();
     for _ in 0..6 {
-        let choice = world.pick(&wanted(Role::Decode, 100)).unwrap();
+        let choice = world.pick(&wanted(100)).unwrap();
         world.directory.release(choice.assignment);
         ports.push(choice.address.grpc);
     }
@@ -42,12 +42,14 @@ fn single_requests_to_idle_nodes_take_turns() {
 #[test]
 fn long_prompts_in_the_queue_outweigh_many_short_ones() {
     let mut world = World::new();
+    world.up(&decode(3), &record(Role::Decode, 3), idle());
     let (one, two) = (record(Role::Prefill, 1), record(Role::Prefill, 2));
     let long = Load { waiting: 1, pending_prompt_tokens: 4000, ..idle() };
     let short = Load { waiting: 4, running: 4, pending_prompt_tokens: 400, ..idle() };
-    world.up(&address(Role::Prefill, 1), &one, long);
-    world.up(&address(Role::Prefill, 2), &two, short);
-    assert_eq!(world.pick(&wanted(Role::Prefill, 100)).unwrap().record.epoch, two.epoch);
+    world.up(&prefill(1), &one, long);
+    world.up(&prefill(2), &two, short);
+    let picked = world.pick_nodes(&wanted(100)).unwrap();
+    assert_eq!(picked.prefill.unwrap().record.epoch, two.epoch);
 }
 
 #[test]
@@ -57,7 +59,7 @@ fn a_node_without_room_is_picked_last() {
     let busy = Load { running: 3, blocks_free: 800, blocks_held: 200, ..Load::default() };
     world.up(&decode(1), &record(Role::Decode, 1), full);
     world.up(&decode(2), &record(Role::Decode, 2), busy);
-    assert_eq!(world.pick(&wanted(Role::Decode, 160)).unwrap().record.epoch, epoch(2));
+    assert_eq!(world.pick(&wanted(160)).unwrap().record.epoch, epoch(2));
 }
 
 #[test]
@@ -73,7 +75,7 @@ fn a_cached_prefix_draws_a_request_until_load_outweighs_it() {
         let cached = if number == 2 { keys } else { &[] };
         world.send(&node, snapshot(&record(Role::Decode, number.into()), idle(), cached));
     }
-    let request = Wanted { prefix: &prefix, computes_prompt: true, ..wanted(Role::Decode, 805) };
+    let request = Wanted { prefix: &prefix, ..wanted(805) };
     let choice = world.pick(&request).unwrap();
     assert_eq!((choice.record.epoch, choice.cached_tokens), (epoch(2), 800));
     // A cache hit never covers the whole prompt: the node always computes the last token.
@@ -103,7 +105,7 @@ fn prefix_keys_of_another_identity_have_no_effect() {
     }
     let mut cached_at = |prefix: &[PrefixKeys], record: &NodeRecord| {
         let identity = Some(&record.identity);
-        let request = Wanted { prefix, identity, ..wanted(Role::Decode, 805) };
+        let request = Wanted { prefix, identity, ..wanted(805) };
         world.pick(&request).unwrap().cached_tokens
     };
     let both = [keys_of_ours, keys_of_retrained];
@@ -116,7 +118,7 @@ fn a_request_goes_to_nodes_of_its_model_only() {
     let mut world = three();
     let other = NodeRecord { model: "other".into(), ..record(Role::Decode, 4) };
     world.up(&decode(4), &other, Load { running: 40, ..idle() });
-    let of_model = |model| Wanted { model: Some(model), ..wanted(Role::Decode, 100) };
+    let of_model = |model| Wanted { model: Some(model), ..wanted(100) };
     for _ in 0..8 {
         assert_eq!(world.pick(&of_model("other")).unwrap().record.epoch, other.epoch);
         assert_ne!(world.pick(&of_model("smollm2")).unwrap().record.epoch, other.epoch);
@@ -134,34 +136,32 @@ fn an_attempt_is_counted_until_the_node_reports_it_and_not_twice() {
     let (one, two) = (decode(1), decode(2));
     world.up(&one, &record(Role::Decode, 1), idle());
     world.up(&two, &record(Role::Decode, 2), idle());
-    let first = world.pick(&wanted(Role::Decode, 100)).unwrap();
+    let first = world.pick(&wanted(100)).unwrap();
     assert_eq!(first.address, one);
     // A load report that was in flight does not include the attempt.
     world.send(&one, delta(1, Some(idle()), &[], &[]));
-    assert_eq!(world.pick(&wanted(Role::Decode, 100)).unwrap().address, two);
+    assert_eq!(world.pick(&wanted(100)).unwrap().address, two);
     // A report after the node's first event includes the attempt, so the router no longer adds it.
     world.directory.answered(first.assignment);
     world.send(&one, delta(2, Some(Load { running: 1, ..idle() }), &[], &[]));
-    let third = world.pick(&wanted(Role::Decode, 100)).unwrap();
-    assert_eq!((third.address, third.cost), (one.clone(), 64 + 7));
+    assert_eq!(world.pick(&wanted(100)).unwrap().address, one);
     // A report that arrives late enough includes the attempt even without an event.
     world.advance(Duration::from_millis(200));
     world.send(&one, delta(3, Some(Load { running: 2, ..idle() }), &[], &[]));
     world.send(&two, delta(1, Some(Load { running: 3, ..idle() }), &[], &[]));
-    let fourth = world.pick(&wanted(Role::Decode, 100)).unwrap();
-    assert_eq!((fourth.address, fourth.cost), (one, 2 * 64 + 7));
+    assert_eq!(world.pick(&wanted(100)).unwrap().address, one);
 }
 
 #[test]
 fn a_busy_node_is_left_alone_for_as_long_as_it_asks() {
     let mut world = World::new();
     world.up(&decode(1), &record(Role::Decode, 1), idle());
-    let choice = world.pick(&wanted(Role::Decode, 8)).unwrap();
+    let choice = world.pick(&wanted(8)).unwrap();
     world.directory.busy(world.now, choice.assignment, Some(Duration::from_millis(400)));
-    let refusal = world.pick(&wanted(Role::Decode, 8)).unwrap_err();
+    let refusal = world.pick(&wanted(8)).unwrap_err();
     assert_eq!(refusal.retry_after(), Some(Duration::from_millis(400)));
     world.advance(Duration::from_millis(400));
-    assert!(world.pick(&wanted(Role::Decode, 8)).is_ok());
+    assert!(world.pick(&wanted(8)).is_ok());
 }
 
 #[test]
@@ -170,10 +170,9 @@ fn a_node_that_stays_busy_is_asked_ever_more_rarely_up_to_two_seconds() {
     world.up(&decode(1), &record(Role::Decode, 1), idle());
     let mut pauses = Vec::new();
     for _ in 0..12 {
-        let choice = world.pick(&wanted(Role::Decode, 8)).unwrap();
+        let choice = world.pick(&wanted(8)).unwrap();
         world.directory.busy(world.now, choice.assignment, None);
-        let NoNode::Busy { retry_after, .. } = world.pick(&wanted(Role::Decode, 8)).unwrap_err()
-        else {
+        let NoNode::Busy { retry_after, .. } = world.pick(&wanted(8)).unwrap_err() else {
             panic!("the only node is busy")
         };
         pauses.push(retry_after);
@@ -182,11 +181,11 @@ fn a_node_that_stays_busy_is_asked_ever_more_rarely_up_to_two_seconds() {
     assert!(pauses[0] <= Duration::from_millis(50) && pauses[11] >= Duration::from_secs(1));
     assert!(pauses.iter().all(|pause| *pause <= Duration::from_secs(2)), "{pauses:?}");
     // One accepted attempt resets the pause.
-    let choice = world.pick(&wanted(Role::Decode, 8)).unwrap();
+    let choice = world.pick(&wanted(8)).unwrap();
     world.directory.answered(choice.assignment);
-    let next = world.pick(&wanted(Role::Decode, 8)).unwrap();
+    let next = world.pick(&wanted(8)).unwrap();
     world.directory.busy(world.now, next.assignment, None);
-    let refusal = world.pick(&wanted(Role::Decode, 8)).unwrap_err();
+    let refusal = world.pick(&wanted(8)).unwrap_err();
     assert!(refusal.retry_after().unwrap() <= Duration::from_millis(50));
 }
 
@@ -195,13 +194,17 @@ fn only_nodes_of_equal_identity_are_paired() {
     let mut world = World::new();
     let odd = record(Role::Prefill, 1);
     let identity = ModelIdentity { weight_version: 9, ..odd.identity.clone() };
-    world.up(&address(Role::Prefill, 1), &odd, idle());
-    let request = Wanted { identity: Some(&identity), ..wanted(Role::Prefill, 8) };
-    assert!(matches!(world.pick(&request), Err(NoNode::NoneFits { .. })));
-    let even = NodeRecord { identity: identity.clone(), ..record(Role::Prefill, 2) };
+    let retrained = |record| NodeRecord { identity: identity.clone(), ..record };
+    world.up(&prefill(1), &odd, idle());
+    world.up(&decode(3), &retrained(record(Role::Decode, 3)), idle());
+    let request = Wanted { identity: Some(&identity), ..wanted(80) };
+    assert!(world.pick_nodes(&request).unwrap().prefill.is_none());
     let loaded = Load { pending_prompt_tokens: 100_000, ..idle() };
-    world.up(&address(Role::Prefill, 2), &even, loaded);
-    assert_eq!(world.pick(&request).unwrap().record.epoch, epoch(2));
+    world.up(&prefill(2), &retrained(record(Role::Prefill, 2)), loaded);
+    let picked = world.pick_nodes(&request).unwrap();
+    assert_eq!(picked.prefill.unwrap().record.epoch, epoch(2));
+    let other = Wanted { identity: Some(&odd.identity), ..request };
+    assert!(matches!(world.pick(&other), Err(NoNode::NoneFits { .. })));
 }
 
 /// The router waits for the fitting node until the deadline, and for an unfit one only for a bounded time.
@@ -214,13 +217,13 @@ fn fitting_node_that_restarts_or_drains_outranks_an_unfit_one() {
     let unfit = NodeRecord { identity, ..record(role, 2) };
     world.up(&decode(1), &fitting, idle());
     world.up(&decode(2), &unfit, idle());
-    let request = Wanted { identity: Some(&fitting.identity), ..wanted(role, 8) };
+    let request = Wanted { identity: Some(&fitting.identity), ..wanted(8) };
     world.send(&decode(1), delta(1, Some(Load { draining: true, ..idle() }), &[], &[]));
     assert_eq!(world.pick(&request).unwrap_err(), NoNode::Draining { role });
     world.end_stream(&decode(1));
     assert_eq!(world.pick(&request).unwrap_err(), NoNode::NoneUp { role, listed: 2 });
     // The last record of the absent node does not fit a longer prompt either.
-    assert!(matches!(world.pick(&wanted(role, 3000)), Err(NoNode::TooLong { .. })));
+    assert!(matches!(world.pick(&wanted(3000)), Err(NoNode::TooLong { .. })));
     // The directory has no record of a node that was never observed.
     let mut world = World::new();
     world.join(&decode(1));
@@ -232,7 +235,7 @@ fn fitting_node_that_restarts_or_drains_outranks_an_unfit_one() {
 #[test]
 fn a_grammar_goes_to_nodes_that_announce_its_version() {
     let mut world = World::new();
-    let with = |version| Wanted { grammar_version: version, ..wanted(Role::Decode, 8) };
+    let with = |version| Wanted { grammar_version: version, ..wanted(8) };
     let of =
         |number, version| NodeRecord { grammar_version: version, ..record(Role::Decode, number) };
     world.up(&decode(1), &of(1, 0), idle());
@@ -251,7 +254,7 @@ fn a_grammar_goes_to_nodes_that_announce_its_version() {
 #[test]
 fn no_node_error_has_the_reason_of_the_closest_candidate() {
     let mut world = World::new();
-    let request = wanted(Role::Decode, 1500);
+    let request = wanted(1500);
     assert_eq!(world.pick(&request).unwrap_err(), NoNode::NoneListed { role: Role::Decode });
     world.join(&decode(1));
     assert_eq!(world.pick(&request).unwrap_err(), NoNode::NoneUp { role: Role::Decode, listed: 1 });
@@ -263,7 +266,7 @@ fn no_node_error_has_the_reason_of_the_closest_candidate() {
     assert_eq!(world.pick(&request).unwrap_err(), too_long);
     world.up(&decode(3), &record(Role::Decode, 3), idle());
     let exclude = [epoch(3)];
-    let tried = Wanted { exclude: &exclude, ..request };
+    let tried = Wanted { exclude_decode: &exclude, ..request };
     assert_eq!(world.pick(&tried).unwrap_err(), NoNode::Excluded { role: Role::Decode });
     assert_eq!(world.pick(&request).unwrap().record.epoch, epoch(3));
 }
@@ -272,8 +275,16 @@ fn no_node_error_has_the_reason_of_the_closest_candidate() {
 fn a_retry_may_be_longer_than_a_prompt_but_not_than_a_sequence() {
     let mut world = World::new();
     world.up(&decode(1), &record(Role::Decode, 1), idle());
-    let grown = Wanted { tokens: 2040, ..wanted(Role::Decode, 2000) };
+    let grown = Wanted { tokens: 2040, ..wanted(2000) };
     assert!(world.pick(&grown).is_ok());
     let full = Wanted { tokens: 2048, ..grown };
     assert!(matches!(world.pick(&full), Err(NoNode::TooLong { tokens_max: 2047, .. })));
+}
+
+#[test]
+fn kv_of_less_than_a_block_needs_no_prefill_node() {
+    let mut world = three();
+    world.up(&prefill(9), &record(Role::Prefill, 9), idle());
+    assert!(world.pick_nodes(&wanted(16)).unwrap().prefill.is_some());
+    assert!(world.pick_nodes(&wanted(15)).unwrap().prefill.is_none());
 }

@@ -7,8 +7,10 @@ use std::{
 
 use cluster::{
     Action, Directory, Epoch, Health, Input, Load, MemberChange, ModelIdentity, NoNode,
-    NodeAddress, NodeChoice, NodeId, NodeKey, NodeRecord, Role, StreamId, Wanted,
+    NodeAddress, NodeChoice, NodeId, NodeKey, NodeRecord, Picked, Role, Selection, StreamId,
+    Wanted,
 };
+use config::{Disaggregate, NodePolicy};
 use proto::v1;
 
 pub struct World {
@@ -20,10 +22,17 @@ pub struct World {
     pub forgotten: Vec<NodeAddress>,
 }
 
+pub const DEFAULT: Selection =
+    Selection { disaggregate: Disaggregate::Auto, policy: NodePolicy::Predicted };
+
 impl World {
     pub fn new() -> Self {
+        Self::with(DEFAULT)
+    }
+
+    pub fn with(selection: Selection) -> Self {
         Self {
-            directory: Directory::new(1),
+            directory: Directory::new(1, selection),
             now: Instant::now(),
             open: BTreeMap::new(),
             health: Vec::new(),
@@ -103,13 +112,22 @@ impl World {
         self.directory.nodes().find(|view| view.address == *address).map(|view| view.health)
     }
 
-    pub fn pick(&mut self, wanted: &Wanted<'_>) -> Result<NodeChoice, NoNode> {
+    pub fn pick_nodes(&mut self, wanted: &Wanted<'_>) -> Result<Picked, NoNode> {
         self.directory.pick(self.now, wanted)
+    }
+
+    /// Returns the decode node.
+    pub fn pick(&mut self, wanted: &Wanted<'_>) -> Result<NodeChoice, NoNode> {
+        self.pick_nodes(wanted).map(|picked| picked.decode)
     }
 }
 
 pub fn address(role: Role, port: u16) -> NodeAddress {
     NodeAddress { role, grpc: format!("http://127.0.0.1:{port}") }
+}
+
+pub fn prefill(port: u16) -> NodeAddress {
+    address(Role::Prefill, port)
 }
 
 pub fn decode(port: u16) -> NodeAddress {
@@ -170,17 +188,17 @@ pub fn delta(
     v1::ObserveEvent { sequence, event: Some(v1::observe_event::Event::Delta(delta)) }
 }
 
-pub fn wanted(role: Role, tokens: u32) -> Wanted<'static> {
+pub fn wanted(tokens: u32) -> Wanted<'static> {
     Wanted {
-        role,
         model: None,
         prompt_tokens: tokens,
         tokens,
         new_tokens_max: 16,
-        computes_prompt: role == Role::Prefill,
+        alone: false,
         prefix: &[],
         identity: None,
         grammar_version: 0,
-        exclude: &[],
+        exclude_decode: &[],
+        exclude_prefill: &[],
     }
 }

@@ -121,6 +121,32 @@ choice! {
 }
 
 choice! {
+    /// Which node prefills a prompt.
+    pub enum Disaggregate {
+        /// The prefill node or the decode node, whichever costs clients less time.
+        Auto = "auto",
+        /// The prefill node, while one takes the request.
+        Always = "always",
+        /// The decode node.
+        Never = "never",
+    }
+}
+
+choice! {
+    /// Choice among the nodes of a role.
+    pub enum NodePolicy {
+        /// Lowest predicted waiting time of clients, from measured step and transfer times.
+        Predicted = "predicted",
+        /// Least work in prompt tokens, less those in the node's prefix cache.
+        CacheAware = "cache-aware",
+        /// Fewest running and waiting requests.
+        LeastLoad = "least-load",
+        /// Each node in turn.
+        RoundRobin = "round-robin",
+    }
+}
+
+choice! {
     /// Transport of KV between two nodes.
     pub enum Transport {
         /// The fastest transport that both nodes support.

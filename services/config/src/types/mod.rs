@@ -13,7 +13,10 @@ mod secret;
 
 pub use auto::Auto;
 pub use byte_size::ByteSize;
-pub use choice::{Device, Dtype, Isa, LoadFormat, LogFormat, Speculate, ToolFormat, Transport};
+pub use choice::{
+    Device, Disaggregate, Dtype, Isa, LoadFormat, LogFormat, NodePolicy, Speculate, ToolFormat,
+    Transport,
+};
 pub use cpu_list::CpuList;
 pub use duration::{format_duration, parse_duration};
 pub use etcd::{EtcdPrefix, EtcdUrl};

@@ -143,7 +143,8 @@ impl Observers {
         let config = scheduler.config();
         let step_tokens = config.step_tokens;
         let chunk_tokens = config.chunk_tokens.min(step_tokens);
-        let limits = StepLimits { step_tokens, chunk_tokens, itl_max: None };
+        let limits =
+            StepLimits { step_tokens, chunk_tokens, itl_max: config.itl.map(|itl| itl.max) };
         let costs = self.step_fit.report(limits);
         let load = wire_load(&load, self.is_draining, costs);
         let (mut cached, mut evicted) = (Vec::new(), Vec::new());

@@ -16,7 +16,7 @@ use std::{
 
 use cluster::{
     CacheIdentity, Directory, Health, Input, Membership, NoNode, NodeChoice, NodeRecord, Role,
-    Wanted,
+    Selection, Wanted,
 };
 use proto::{
     ids::{NoRandomness, random_bits},
@@ -88,13 +88,14 @@ impl Nodes {
     pub fn watch(
         membership: &Membership,
         served: Arc<[Served]>,
+        selection: Selection,
         metrics: RouterMetrics,
     ) -> Result<(Self, OwnedTask), NoRandomness> {
         let (inputs, received) = mpsc::channel(INPUTS_MAX);
         // A random seed spreads the probes of several routers.
         let seed = random_bits()? as u64;
         let nodes = Self(Arc::new(Shared {
-            directory: Mutex::new(Directory::new(seed)),
+            directory: Mutex::new(Directory::new(seed, selection)),
             channels: Mutex::new(HashMap::new()),
             inputs,
             changes: latest::Sender::new(0),
@@ -106,16 +107,22 @@ impl Nodes {
         Ok((nodes, watch))
     }
 
-    /// Picks a node and counts the attempt on this node until the result is dropped.
-    pub fn pick(&self, wanted: &Wanted<'_>) -> Result<Assigned, NoNode> {
-        let choice = self.directory().pick(Instant::now(), wanted)?;
+    /// Picks the nodes of an attempt and counts the attempt on them until the result is dropped.
+    pub fn pick(&self, wanted: &Wanted<'_>) -> Result<PickedNodes, NoNode> {
+        let picked = self.directory().pick(Instant::now(), wanted)?;
+        let prefill = picked.prefill.map(|choice| self.connected(Role::Prefill, choice));
+        let decode = self.connected(Role::Decode, picked.decode)?;
+        Ok(PickedNodes { decode, prefill: prefill.transpose()?, ttft: picked.ttft })
+    }
+
+    fn connected(&self, role: Role, choice: NodeChoice) -> Result<Assigned, NoNode> {
         match self.channel(&choice.address.grpc) {
             Ok(channel) => Ok(Assigned { nodes: self.clone(), choice, channel }),
             // Cannot happen: the node was observed over the same URL.
             Err(error) => {
                 tracing::error!(%error, url = choice.address.grpc, "invalid URL of a node");
                 self.directory().release(choice.assignment);
-                Err(NoNode::NoneUp { role: wanted.role, listed: 1 })
+                Err(NoNode::NoneUp { role, listed: 1 })
             }
         }
     }
@@ -251,6 +258,15 @@ impl Nodes {
     }
 }
 
+/// The nodes of an attempt.
+pub struct PickedNodes {
+    pub decode: Assigned,
+    /// `None`: the decode node prefills the prompt.
+    pub prefill: Option<Assigned>,
+    /// Predicted time to first token.
+    pub ttft: Option<Duration>,
+}
+
 /// A node that an attempt uses. Dropping it releases the assignment.
 pub struct Assigned {
     nodes: Nodes,
@@ -263,7 +279,7 @@ impl Assigned {
         &self.choice.record
     }
 
-    /// Notes that the node accepted the attempt, which its first event shows.
+    /// Notes that the node accepted the attempt: the stream of the call is open.
     fn answered(&self) {
         self.nodes.directory().answered(self.choice.assignment);
     }
@@ -271,6 +287,17 @@ impl Assigned {
     /// Returns when the node last reported a change of its load or cache.
     pub fn changed_at(&self) -> Option<Instant> {
         self.nodes.directory().changed_at(self.choice.assignment)
+    }
+
+    /// Reports the first token of the attempt; this node is its decode node.
+    pub fn first_token(&self) {
+        self.nodes.directory().first_token(Instant::now(), self.choice.assignment);
+    }
+
+    /// Reports the transfer of the attempt's KV from this node.
+    pub fn delivered(&self, decode: &Self, elapsed: Duration) {
+        let (prefill, decode) = (self.choice.assignment, decode.choice.assignment);
+        self.nodes.directory().delivered(prefill, decode, elapsed);
     }
 
     /// Reports to the directory that the node rejected the attempt as busy.
@@ -353,21 +380,21 @@ pub async fn next_message<E>(call: &mut Option<&mut NodeCall<E>>) -> Result<Opti
     let Some(NodeCall { node, stream }) = call else { return std::future::pending().await };
     if let CallStream::Opening(opening) = stream {
         *stream = CallStream::Open(opening.await?.into_inner());
-    }
-    let CallStream::Open(events) = stream else { unreachable!("the stream was opened above") };
-    let message = events.message().await?;
-    if message.is_some() {
         node.answered();
     }
-    Ok(message)
+    let CallStream::Open(events) = stream else { unreachable!("the stream was opened above") };
+    events.message().await
 }
 
 #[cfg(test)]
 mod tests {
-    use config::LogFormat;
+    use config::{Disaggregate, LogFormat, NodePolicy};
     use telemetry::{LogSink, Resource, Telemetry, TelemetryConfig};
 
     use super::*;
+
+    pub(super) const SELECTION: Selection =
+        Selection { disaggregate: Disaggregate::Auto, policy: NodePolicy::Predicted };
 
     pub(super) fn metrics() -> RouterMetrics {
         let config = TelemetryConfig {
@@ -387,7 +414,7 @@ mod tests {
         let none: [&str; 0] = [];
         let members = Membership::listed(none, none).unwrap();
         let served = Arc::new([Served { model: "ours".into(), vocabulary_size: 10 }]);
-        let (nodes, _watch) = Nodes::watch(&members, served, metrics()).unwrap();
+        let (nodes, _watch) = Nodes::watch(&members, served, SELECTION, metrics()).unwrap();
         assert_eq!(nodes.serving("ours").limits, None);
         assert_eq!(nodes.grammar_version("ours"), None);
     }

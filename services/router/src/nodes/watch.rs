@@ -282,13 +282,16 @@ mod tests {
     use proto::v1::{NodeLoad, NodeRecord, NodeSnapshot};
 
     use super::*;
-    use crate::nodes::{connection_setup::tests::record, tests::metrics};
+    use crate::nodes::{
+        connection_setup::tests::record,
+        tests::{SELECTION, metrics},
+    };
 
     /// Returns a watch that the test drives, and the idle watch of the nodes.
     fn watch() -> (Watch, OwnedTask) {
         let members = cluster::Membership::listed(["http://p"; 0], ["http://d"; 0]).unwrap();
         let served = Arc::new([]);
-        let (nodes, task) = Nodes::watch(&members, served.clone(), metrics()).unwrap();
+        let (nodes, task) = Nodes::watch(&members, served.clone(), SELECTION, metrics()).unwrap();
         (Watch::new(nodes, mpsc::channel(1).1, served), task)
     }
 

@@ -79,6 +79,8 @@ pub enum AttemptAction {
     Emit { by: Side, first_index: u32, tokens: Vec<Token> },
     /// The decode node holds a reservation: it took the request.
     Admitted,
+    /// The KV was transferred. `elapsed`: from the first chunk sent to the last one acknowledged.
+    Delivered { elapsed: Duration },
     /// The decode node needs no prefill node: drop the stream of the prefill node.
     DropPrefill,
     /// The answer is complete.
@@ -206,7 +208,8 @@ impl AttemptState {
                     self.stats.kv_bytes = delivered.bytes;
                     self.stats.transfer_us = delivered.transfer_us;
                     self.delivered = true;
-                    vec![]
+                    let elapsed = Duration::from_micros(delivered.transfer_us);
+                    vec![AttemptAction::Delivered { elapsed }]
                 }
                 Prefill::Prefilling => self.on_prefill_end(AttemptFailure::violation(
                     Side::Prefill,
@@ -384,6 +387,9 @@ mod tests {
         Some(PrefillEvent::Delivered(Delivered { bytes: 7, chunks: 1, transfer_us: 2 }))
     }
 
+    /// The action that follows [`delivered`].
+    const DELIVERED: AttemptAction = AttemptAction::Delivered { elapsed: Duration::from_micros(2) };
+
     fn emit(by: Side, first_index: u32, ids: &[u32]) -> AttemptAction {
         AttemptAction::Emit { by, first_index, tokens: ids.iter().map(|&id| token(id)).collect() }
     }
@@ -412,7 +418,7 @@ mod tests {
             attempt.on_decode_event(reserved(false), &mut emitted),
             [AttemptAction::Admitted, emit(Side::Prefill, 0, &[5])]
         );
-        assert_eq!(attempt.on_prefill_event(delivered(), &mut emitted), []);
+        assert_eq!(attempt.on_prefill_event(delivered(), &mut emitted), [DELIVERED]);
         assert_eq!(
             attempt.on_decode_event(tokens(0, &[5, 6]), &mut emitted),
             [emit(Side::Decode, 1, &[6])]
@@ -440,7 +446,7 @@ mod tests {
     fn delivered_before_reserved_does_not_end_the_attempt() {
         let (mut attempt, mut emitted) = pair();
         attempt.on_prefill_event(first(0, 5, None), &mut emitted);
-        assert_eq!(attempt.on_prefill_event(delivered(), &mut emitted), []);
+        assert_eq!(attempt.on_prefill_event(delivered(), &mut emitted), [DELIVERED]);
         assert!(!attempt.expects_prefill());
         assert_eq!(attempt.on_prefill_end(lost(Side::Prefill)), []);
         assert_eq!(
@@ -618,6 +624,7 @@ mod tests {
                             emitted_ids.extend(tokens.iter().map(|token| token.id));
                         }
                         AttemptAction::Finish(_) => ended = true,
+                        AttemptAction::Delivered { .. } => {}
                         other => prop_assert!(false, "{:?}", other),
                     }
                 }

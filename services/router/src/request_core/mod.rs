@@ -8,9 +8,8 @@
 //! 1. [`RequestCore::start`] begins the request.
 //! 2. The owner performs every [`Output`] that [`RequestCore::poll_output`] returns, in order, before it
 //!    passes the next input:
-//!    * [`Output::Pick`]: the owner picks nodes by [`RequestCore::wanted_decode`] and
-//!      [`RequestCore::wanted_prefill`], and calls [`RequestCore::handle_picked`] or
-//!      [`RequestCore::handle_no_node`]. `handle_picked` returns the calls of an attempt. The owner opens them
+//!    * [`Output::Pick`]: the owner picks nodes by [`RequestCore::wanted`], and calls
+//!      [`RequestCore::handle_picked`] or [`RequestCore::handle_no_node`]. `handle_picked` returns the calls of an attempt. The owner opens them
 //!      and passes their messages to [`RequestCore::handle_decode`] and [`RequestCore::handle_prefill`].
 //!    * [`Output::Emit`]: the owner delivers tokens to the client, then calls
 //!      [`RequestCore::handle_emitted`]. No other output follows until then.
@@ -40,7 +39,7 @@ use std::{
 };
 
 use bytes::Bytes;
-use cluster::{ModelIdentity, NoNode, NodeRecord, PrefixKeys, Role, Wanted};
+use cluster::{ModelIdentity, NoNode, NodeRecord, PrefixKeys, Wanted};
 use proto::{
     ids::{RequestId, TransferId},
     v1::{
@@ -128,6 +127,8 @@ pub enum Output {
     Pick,
     /// Drop the Prefill call, release its node, and keep the Decode call.
     DropPrefillCall,
+    /// The KV of the attempt was transferred in this time: report it to the directory.
+    Delivered { elapsed: Duration },
     /// The attempt is over: drop its calls, release its nodes, count it.
     EndAttempt(EndedAttempt),
     /// Deliver these new tokens to the client. `hand_over_gap` is set with the decode node's first token:
@@ -317,40 +318,21 @@ impl RequestCore {
         matches!(self.state, State::WaitingForNode { .. })
     }
 
-    /// Returns the requirements on the decode node of the next attempt.
-    pub fn wanted_decode(&self) -> Wanted<'_> {
+    /// Returns the requirements on the nodes of the next attempt.
+    pub fn wanted(&self) -> Wanted<'_> {
         let emitted = self.emitted.next_index();
         Wanted {
-            role: Role::Decode,
             model: Some(&self.spec.model),
             prompt_tokens: self.spec.prompt_tokens(),
             tokens: self.spec.prompt_tokens() + emitted,
             new_tokens_max: self.spec.sampling.max_tokens - emitted,
-            computes_prompt: self.recovery.decode_alone(),
+            alone: self.recovery.decode_alone(),
             prefix: &self.spec.prefix,
             identity: self.identity.as_ref(),
             grammar_version: self.spec.grammar_version,
-            exclude: self.recovery.avoid_decode(),
+            exclude_decode: self.recovery.avoid_decode(),
+            exclude_prefill: self.recovery.avoid_prefill(),
         }
-    }
-
-    /// Returns the requirements on the prefill node beside this decode node; `None` if the decode node must
-    /// work alone. The decode node also works alone if no prefill node accepts the request: that is faster
-    /// than waiting in a full prefill queue.
-    pub fn wanted_prefill<'a>(&'a self, decode: &'a NodeRecord) -> Option<Wanted<'a>> {
-        let wanted = self.wanted_decode();
-        // KV of less than one block is never transferred.
-        if wanted.computes_prompt || wanted.tokens < decode.identity.block_size {
-            return None;
-        }
-        Some(Wanted {
-            role: Role::Prefill,
-            new_tokens_max: 1,
-            computes_prompt: true,
-            identity: Some(&decode.identity),
-            exclude: self.recovery.avoid_prefill(),
-            ..wanted
-        })
     }
 
     /// Nodes were picked: begins an attempt and returns the calls that the owner must open. `transfer_id`
@@ -564,6 +546,9 @@ impl RequestCore {
                     };
                     attempt.is_emitting = true;
                     self.outputs.push_back(Output::Emit { first_index, tokens, hand_over_gap });
+                }
+                Some(AttemptAction::Delivered { elapsed }) => {
+                    self.outputs.push_back(Output::Delivered { elapsed });
                 }
                 Some(AttemptAction::DropPrefill) => {
                     self.outputs.push_back(Output::DropPrefillCall);

@@ -1,6 +1,6 @@
 //! The request core in virtual time, with scripted nodes.
 
-use cluster::{Epoch, NodeId};
+use cluster::{Epoch, NodeId, Role};
 use proto::v1::{
     DecodeFinished, DecodeTokens, Failure, FailureKind, PrefillToken, Reserved,
     decode_event::Event, grammar, prefill_event,
@@ -229,10 +229,10 @@ fn a_running_request_survives_the_absence_of_all_decode_nodes() {
     let ended = EndedAttempt { outcome: AttemptOutcome::Failed(lost()), stats: Default::default() };
     assert_eq!(owner.loses_decode(), [Output::EndAttempt(ended), Output::Pick]);
     owner.stays_absent(Duration::from_secs(5));
-    let wanted = owner.core.wanted_decode();
+    let wanted = owner.core.wanted();
     assert_eq!((wanted.tokens, wanted.new_tokens_max), (67, 97));
     // Only the model that began the answer may go on with it.
-    assert!(wanted.identity.is_some() && wanted.exclude.is_empty());
+    assert!(wanted.identity.is_some() && wanted.exclude_decode.is_empty());
     owner.picked(false);
     owner.reserved();
     owner.finishes();
@@ -259,7 +259,7 @@ fn a_request_completes_while_its_nodes_are_killed_every_three_seconds() {
 fn attempts_without_a_token_are_bounded() {
     let mut owner = Owner::started();
     for number in 1..=4 {
-        assert_eq!(owner.core.wanted_decode().computes_prompt, number == 4);
+        assert_eq!(owner.core.wanted().alone, number == 4);
         owner.picked(number < 4);
         let outputs = owner.loses_decode();
         if number < 4 {
@@ -419,16 +419,6 @@ fn a_client_that_leaves_cancels_the_attempt() {
     let [Output::EndAttempt(ended)] = &outputs[..] else { panic!("{outputs:?}") };
     assert_eq!(ended.outcome, AttemptOutcome::Cancelled);
     assert!(owner.core.has_ended());
-}
-
-#[test]
-fn kv_of_less_than_a_block_needs_no_prefill_node() {
-    let mut owner = Owner::started();
-    let decode = node(Role::Decode, 1);
-    let wanted = owner.core.wanted_prefill(&decode).unwrap();
-    assert_eq!((wanted.role, wanted.identity), (Role::Prefill, Some(&decode.identity)));
-    owner.core.spec.prompt = [7; 15].into();
-    assert!(owner.core.wanted_prefill(&decode).is_none());
 }
 
 #[test]

@@ -3,7 +3,10 @@
 //! [`AnswerDriver::run`] performs the core's outputs and passes it the next input, until the answer is
 //! complete or failed. Every decision is the core's.
 
-use std::{sync::Arc, time::Instant};
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use proto::{
     ids::TransferId,
@@ -20,7 +23,7 @@ use super::{
 use crate::{
     admission::Waiting,
     front::Front,
-    nodes::{NodeCall, next_message},
+    nodes::{NodeCall, PickedNodes, next_message},
     record::RequestRecord,
     request::error::RequestError,
     request_core::{
@@ -88,8 +91,14 @@ impl<'a> AnswerDriver<'a> {
                             attempt.prefill = None;
                         }
                     }
+                    Output::Delivered { elapsed } => self.delivered(elapsed),
                     Output::EndAttempt(ended) => self.end_attempt(&ended),
                     Output::Emit { first_index, tokens, hand_over_gap } => {
+                        if first_index == 0
+                            && let Some(attempt) = &self.attempt
+                        {
+                            attempt.decode.node.first_token();
+                        }
                         hand_over_gap.inspect(|gap| self.request.model.metrics.hand_over(*gap));
                         self.emit(first_index, tokens).await?;
                     }
@@ -148,16 +157,15 @@ impl<'a> AnswerDriver<'a> {
         // A change from here on ends the wait for a node.
         self.node_changes.mark_unchanged();
         let nodes = &self.front.nodes;
-        let decode = match nodes.pick(&self.core.wanted_decode()) {
-            Ok(decode) => decode,
+        let PickedNodes { decode, prefill, ttft } = match nodes.pick(&self.core.wanted()) {
+            Ok(picked) => picked,
             Err(reason) => {
                 tracing::debug!(parent: self.record.span(), %reason, "no decode node for the request");
                 self.core.handle_no_node(Instant::now(), &reason);
                 return Ok(());
             }
         };
-        let prefill = self.core.wanted_prefill(decode.record());
-        let prefill = prefill.and_then(|wanted| nodes.pick(&wanted).ok());
+        self.record.predicted(ttft);
         let transfer_id = TransferId::mint()?;
         let records = (decode.record().clone(), prefill.as_ref().map(|node| node.record().clone()));
         let calls = self.core.handle_picked(Instant::now(), transfer_id, records.0, records.1);
@@ -198,6 +206,13 @@ impl<'a> AnswerDriver<'a> {
         }
         self.core.handle_emitted(Instant::now(), self.text.stop());
         Ok(())
+    }
+
+    fn delivered(&self, elapsed: Duration) {
+        let Some(OpenAttempt { decode, prefill: Some(prefill), .. }) = &self.attempt else {
+            return;
+        };
+        prefill.node.delivered(&decode.node, elapsed);
     }
 
     /// Counts the attempt, reports a failure to the directory, drops the calls and releases the nodes.

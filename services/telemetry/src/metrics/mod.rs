@@ -64,6 +64,8 @@ const OUTPUT_TOKEN_SECONDS: [f64; 13] =
 /// Tokens, from GenAI's conventions: `gen_ai.client.token.usage`, without its last three.
 const TOKENS: [f64; 11] =
     [1.0, 4.0, 16.0, 64.0, 256.0, 1024.0, 4096.0, 16384.0, 65536.0, 262144.0, 1048576.0];
+/// Relative errors of predictions.
+const ERROR_FRACTIONS: [f64; 10] = [0.01, 0.02, 0.05, 0.1, 0.15, 0.25, 0.5, 1.0, 2.0, 5.0];
 /// Seconds of one step or one transfer, from 0.5 ms.
 const STEP_SECONDS: [f64; 13] =
     [0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256, 0.512, 1.024, 2.048];

@@ -8,7 +8,8 @@ use opentelemetry::{
 };
 
 use super::{
-    FIRST_TOKEN_SECONDS, Metrics, OUTPUT_TOKEN_SECONDS, REQUEST_SECONDS, STEP_SECONDS, TOKENS,
+    ERROR_FRACTIONS, FIRST_TOKEN_SECONDS, Metrics, OUTPUT_TOKEN_SECONDS, REQUEST_SECONDS,
+    STEP_SECONDS, TOKENS,
 };
 
 labels! {
@@ -82,6 +83,7 @@ pub struct FinishedRequest {
 pub struct RouterMetrics {
     model: KeyValue,
     time_to_first_token: Histogram<f64>,
+    ttft_prediction_error: Histogram<f64>,
     time_per_output_token: Histogram<f64>,
     inter_token_latency: Histogram<f64>,
     request_duration: Histogram<f64>,
@@ -108,6 +110,14 @@ impl RouterMetrics {
                 "Time from a request's arrival to its first token",
                 &FIRST_TOKEN_SECONDS,
             ),
+            ttft_prediction_error: metrics
+                .meter
+                .f64_histogram("baton.time_to_first_token.prediction_error")
+                .with_description(
+                    "Absolute error of the predicted time to first token, as a fraction of the measured time",
+                )
+                .with_boundaries(ERROR_FRACTIONS.to_vec())
+                .build(),
             time_per_output_token: metrics.seconds(
                 "gen_ai.server.time_per_output_token",
                 "Mean time between the tokens of a request after the first",
@@ -182,6 +192,12 @@ impl RouterMetrics {
     /// Records the time from a request's arrival to its first token.
     pub fn first_token(&self, operation: Operation, after: Duration) {
         self.time_to_first_token.record(after.as_secs_f64(), &self.of(operation));
+    }
+
+    /// Records how far the predicted time to first token was from the measured one.
+    pub fn ttft_predicted(&self, predicted: Duration, measured: Duration) {
+        let error = predicted.abs_diff(measured).as_secs_f64() / measured.as_secs_f64().max(1e-6);
+        self.ttft_prediction_error.record(error, self.model());
     }
 
     /// Records the time between two events of a request.

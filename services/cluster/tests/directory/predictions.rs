@@ -1,0 +1,297 @@
+//! Node selection by predictions: where a prompt is prefilled, and on which pair.
+
+use std::{collections::BTreeMap, time::Duration};
+
+use cluster::{CacheIdentity, Load, Picked, PrefixKeys, Role, Selection, Wanted};
+use config::{Disaggregate, NodePolicy};
+use proto::v1;
+
+use crate::world::*;
+
+/// Steps of an 8B model on a GPU: prefill 1 ms and 20 µs a token, decode 4.5 ms and 30 µs a row.
+fn costs() -> v1::StepCosts {
+    v1::StepCosts {
+        step_tokens: 512,
+        chunk_tokens: 512,
+        itl_max_ms: 0,
+        prefill: Some(v1::PrefillCosts {
+            step_ps: 1_000_000_000,
+            token_ps: 20_000_000,
+            pair_ps: 1_000,
+        }),
+        decode: Some(v1::DecodeCosts {
+            step_ps: 4_500_000_000,
+            row_ps: 30_000_000,
+            context_token_ps: 30_000,
+        }),
+    }
+}
+
+fn load() -> Load {
+    Load { step_costs: Some(costs()), ..idle() }
+}
+
+/// A queue of prompts.
+fn queued(pending_prompt_tokens: u64) -> Load {
+    let pending_prompt_pairs = pending_prompt_tokens * 500;
+    Load { waiting: 1, pending_prompt_tokens, pending_prompt_pairs, ..load() }
+}
+
+fn decoding(running: u32) -> Load {
+    Load { running, context_tokens: u64::from(running) * 1000, ..load() }
+}
+
+/// Pairs of prefill nodes (ports 1, 2, …) and decode nodes (ports 11, 12, …) with these loads.
+fn cluster(selection: Selection, prefill_loads: &[Load], decode_loads: &[Load]) -> World {
+    let mut world = World::with(selection);
+    for (port, load) in (1..).zip(prefill_loads) {
+        world.up(&prefill(port), &record(Role::Prefill, port.into()), *load);
+    }
+    for (port, load) in (11..).zip(decode_loads) {
+        world.up(&decode(port), &record(Role::Decode, port.into()), *load);
+    }
+    world
+}
+
+fn pair(prefill_load: Load, decode_load: Load) -> World {
+    cluster(DEFAULT, &[prefill_load], &[decode_load])
+}
+
+fn pick(world: &mut World, tokens: u32) -> Picked {
+    world.pick_nodes(&wanted(tokens)).unwrap()
+}
+
+fn is_local(world: &mut World, tokens: u32) -> bool {
+    pick(world, tokens).prefill.is_none()
+}
+
+#[test]
+fn idle_prefill_node_prefills_and_a_loaded_one_leaves_prompts_to_the_decode_node() {
+    for running in [0, 10] {
+        assert!(!is_local(&mut pair(load(), decoding(running)), 200));
+        assert!(!is_local(&mut pair(queued(200), decoding(running)), 1500));
+        assert!(is_local(&mut pair(queued(20_000), decoding(running)), 200));
+    }
+    // A long prompt on a full decode node delays more than the queue does.
+    assert!(!is_local(&mut pair(queued(20_000), decoding(60)), 1800));
+    // The decode node has a queue too.
+    let busy = Load { running: 5, ..queued(30_000) };
+    assert!(!is_local(&mut pair(queued(20_000), busy), 200));
+}
+
+#[test]
+fn decode_node_at_its_inter_token_latency_bound_prefills_no_prompt() {
+    let bounded = |running, itl_max_ms| Load {
+        step_costs: Some(v1::StepCosts { itl_max_ms, ..costs() }),
+        ..decoding(running)
+    };
+    // A decode step with 5 rows takes 4.8 ms.
+    assert!(is_local(&mut pair(queued(40_000), bounded(5, 6)), 400));
+    assert!(!is_local(&mut pair(queued(40_000), bounded(5, 4)), 400));
+    assert!(is_local(&mut pair(queued(40_000), bounded(0, 4)), 400));
+    // Prompts that the decode node took already lengthen its queue, not its steps.
+    let mut world = pair(queued(40_000), bounded(5, 6));
+    let ttfts: Vec<_> = (0..3).map(|_| pick(&mut world, 400).ttft.unwrap()).collect();
+    assert!(ttfts.is_sorted() && ttfts[2] > ttfts[0] + Duration::from_millis(10), "{ttfts:?}");
+    // No other node could prefill.
+    assert!(is_local(&mut cluster(DEFAULT, &[], &[bounded(5, 4)]), 400));
+}
+
+#[test]
+fn always_hands_over_and_never_does_not() {
+    let with = |disaggregate| Selection { disaggregate, ..DEFAULT };
+    for policy in [NodePolicy::Predicted, NodePolicy::CacheAware] {
+        let always = Selection { policy, ..with(Disaggregate::Always) };
+        let never = Selection { policy, ..with(Disaggregate::Never) };
+        let auto = Selection { policy, ..DEFAULT };
+        for (prefill_load, auto_is_local) in [(queued(40_000), true), (load(), false)] {
+            let world = |selection| cluster(selection, &[prefill_load], &[load()]);
+            assert_eq!(is_local(&mut world(auto), 200), auto_is_local);
+            assert!(!is_local(&mut world(always), 200));
+            assert!(is_local(&mut world(never), 200));
+        }
+        // Without a prefill node the decode node works alone.
+        assert!(is_local(&mut cluster(always, &[], &[load()]), 200));
+    }
+    let mut world = cluster(with(Disaggregate::Always), &[load()], &[load()]);
+    let alone = Wanted { alone: true, ..wanted(200) };
+    assert!(world.pick_nodes(&alone).unwrap().prefill.is_none());
+}
+
+/// Node 11 has the prompt cached, node 12 has the fewest requests, node 13 was picked least recently, and node 14
+/// computes twice as fast.
+#[test]
+fn each_policy_picks_by_its_own_criterion() {
+    let tokens: Vec<u32> = (0..805).collect();
+    let identity = CacheIdentity::of(&record(Role::Decode, 1).identity);
+    let prefix = [PrefixKeys::new(identity, "", &tokens)];
+    let picked_by = |policy| {
+        let mut world = World::with(Selection { disaggregate: Disaggregate::Auto, policy });
+        let with = |running, pending_prompt_tokens, divisor| {
+            let mut costs = costs();
+            let (prefill, decode) =
+                (costs.prefill.as_mut().unwrap(), costs.decode.as_mut().unwrap());
+            prefill.token_ps /= divisor;
+            decode.step_ps /= divisor;
+            let step_costs = Some(costs);
+            Load { running, pending_prompt_tokens, step_costs, ..load() }
+        };
+        let nodes = [
+            (11, with(8, 0, 1)),
+            (12, with(4, 4000, 1)),
+            (13, with(9, 4000, 1)),
+            (14, with(8, 500, 8)),
+        ];
+        for (port, load) in nodes {
+            let record = record(Role::Decode, u128::from(port));
+            let cached = if port == 11 { prefix[0].keys() } else { &[] };
+            world.join(&decode(port));
+            world.send(&decode(port), snapshot(&record, load, cached));
+        }
+        // Nodes 11, 12 and 14 were picked before.
+        for port in [11, 12, 14] {
+            let others = [11, 12, 13, 14].map(epoch);
+            let others: Vec<_> = others.into_iter().filter(|other| *other != epoch(port)).collect();
+            let only = Wanted { exclude_decode: &others, ..wanted(16) };
+            let assignment = world.pick(&only).unwrap().assignment;
+            world.directory.release(assignment);
+        }
+        let request = Wanted { prefix: &prefix, ..wanted(805) };
+        world.pick(&request).unwrap().record.epoch
+    };
+    assert_eq!(picked_by(NodePolicy::CacheAware), epoch(11));
+    assert_eq!(picked_by(NodePolicy::LeastLoad), epoch(12));
+    assert_eq!(picked_by(NodePolicy::RoundRobin), epoch(13));
+    assert_eq!(picked_by(NodePolicy::Predicted), epoch(14));
+}
+
+#[test]
+fn without_measurements_a_prefill_node_prefills() {
+    let unmeasured = v1::StepCosts { prefill: None, decode: None, ..costs() };
+    let fresh = |load: Load| Load { step_costs: Some(unmeasured), ..load };
+    let older = |load: Load| Load { step_costs: None, ..load };
+    for (prefill_load, decode_load) in [
+        (fresh(queued(40_000)), fresh(load())),
+        (older(queued(40_000)), load()),
+        (queued(40_000), older(load())),
+    ] {
+        let picked = pick(&mut pair(prefill_load, decode_load), 200);
+        assert!(picked.prefill.is_some() && picked.ttft.is_none());
+    }
+    // Measurements of another node stand in for those of a node that has not worked yet.
+    let fresh_decode = v1::StepCosts { prefill: None, ..costs() };
+    let decode_load = Load { step_costs: Some(fresh_decode), ..load() };
+    let picked = pick(&mut pair(queued(40_000), decode_load), 200);
+    assert!(picked.prefill.is_none() && picked.ttft.is_some());
+}
+
+#[test]
+fn burst_spreads_over_the_nodes_before_any_load_is_reported() {
+    let mut world = cluster(DEFAULT, &[load(); 2], &[load(); 2]);
+    let mut local = 0;
+    let mut by_node = BTreeMap::new();
+    for _ in 0..40 {
+        let picked = pick(&mut world, 800);
+        local += u32::from(picked.prefill.is_none());
+        let prefills = picked.prefill.unwrap_or(picked.decode);
+        *by_node.entry(prefills.address.to_string()).or_insert(0) += 1;
+    }
+    // Decode nodes help once the prefill nodes have a queue.
+    assert!((5..35).contains(&local), "{local}");
+    assert_eq!(by_node.len(), 4);
+    assert!(by_node.values().all(|count| (4..=16).contains(count)), "{by_node:?}");
+}
+
+#[test]
+fn two_equal_pairs_share_a_steady_load() {
+    let mut world = cluster(DEFAULT, &[load(); 2], &[load(); 2]);
+    let mut counts = BTreeMap::new();
+    let mut open = Vec::new();
+    for index in 0..400_u64 {
+        let picked = pick(&mut world, 400);
+        for choice in picked.prefill.iter().chain([&picked.decode]) {
+            *counts.entry(choice.address.to_string()).or_insert(0) += 1;
+        }
+        open.push(picked);
+        world.advance(Duration::from_millis(20));
+        if open.len() > 6 {
+            let ended = open.remove(0);
+            for choice in ended.prefill.into_iter().chain([ended.decode]) {
+                world.directory.release(choice.assignment);
+            }
+        }
+        // Measurements differ a little between the nodes, and change with every report.
+        for (port, role) in
+            [(1, Role::Prefill), (2, Role::Prefill), (11, Role::Decode), (12, Role::Decode)]
+        {
+            let noise = 1000 + (index * 7 + u64::from(port) * 13) % 21;
+            let mut costs = costs();
+            costs.prefill.as_mut().unwrap().token_ps = 20_000 * noise;
+            costs.decode.as_mut().unwrap().step_ps = 4_500_000 * noise;
+            let in_flight = |world: &World| {
+                let node = address(role, port);
+                world.directory.nodes().find(|view| view.address == node).unwrap().in_flight
+            };
+            let running = if role == Role::Decode { in_flight(&world) as u32 } else { 0 };
+            let report = Load { step_costs: Some(costs), ..decoding(running) };
+            world.send(&address(role, port), delta(index + 1, Some(report), &[], &[]));
+        }
+    }
+    assert!(counts.values().all(|count| (160..=240).contains(count)), "{counts:?}");
+}
+
+#[test]
+fn queue_shrinks_while_the_node_works_on_it() {
+    let always = Selection { disaggregate: Disaggregate::Always, ..DEFAULT };
+    let ttft_after = |waited| {
+        let mut world = cluster(always, &[queued(5_000)], &[load()]);
+        world.advance(waited);
+        // The second prompt waits for the first one, which began when the queue was empty.
+        let first = pick(&mut world, 1000).ttft.unwrap();
+        world.advance(Duration::from_millis(10));
+        (first, pick(&mut world, 16).ttft.unwrap())
+    };
+    let (at_once, later) = (ttft_after(Duration::ZERO), ttft_after(Duration::from_millis(60)));
+    let millis = |duration: Duration| duration.as_secs_f64() * 1e3;
+    assert!((millis(at_once.0) - millis(later.0) - 60.0).abs() < 0.1, "{at_once:?} {later:?}");
+    let idle = ttft_after(Duration::from_secs(1));
+    assert!(millis(idle.0) < 25.0 && idle.1 < idle.0, "{idle:?}");
+    assert!((millis(idle.0) - millis(idle.1) - 10.0).abs() < 6.0, "{idle:?}");
+}
+
+#[test]
+fn slow_link_turns_hand_overs_into_local_prefill() {
+    let (mut world, prefill_1) = (pair(load(), decoding(2)), prefill(1));
+    let picked = pick(&mut world, 1024);
+    let sender = picked.prefill.expect("the link is not measured yet");
+    let slow = Duration::from_millis(1000);
+    world.directory.delivered(sender.assignment, picked.decode.assignment, slow);
+    for choice in [&sender, &picked.decode] {
+        world.directory.release(choice.assignment);
+    }
+    assert!(is_local(&mut world, 1024));
+    // Another process behind the address has another link.
+    world.end_stream(&prefill_1);
+    world.advance(Duration::from_millis(10));
+    world.send(&prefill_1, snapshot(&record(Role::Prefill, 9), load(), &[]));
+    assert!(!is_local(&mut world, 1024));
+}
+
+#[test]
+fn predictions_learn_the_time_outside_of_steps() {
+    let mut world = pair(load(), load());
+    let mut error = Duration::MAX;
+    for _ in 0..60 {
+        let picked = pick(&mut world, 500);
+        let took = Duration::from_millis(20);
+        world.advance(took);
+        world.directory.first_token(world.now, picked.decode.assignment);
+        // Only the first token counts.
+        world.directory.first_token(world.now + took, picked.decode.assignment);
+        for choice in picked.prefill.into_iter().chain([picked.decode]) {
+            world.directory.release(choice.assignment);
+        }
+        error = picked.ttft.unwrap().abs_diff(took);
+    }
+    assert!(error < Duration::from_millis(1), "{error:?}");
+}
