@@ -217,7 +217,8 @@ impl Simulation {
         let start = self.clock.start();
         let last = self.scenario.requests.iter().map(|plan| plan.at + plan.timeout).max();
         let end = start + WARM_UP + last.unwrap_or_default();
-        let faults_end = start + FAULTS_END;
+        let last_arrival = self.scenario.requests.iter().map(|plan| WARM_UP + plan.at).max();
+        let faults_end = start + FAULTS_END.max(last_arrival.unwrap_or_default());
         while !self.routers.iter().all(Router::all_ended) || self.clock.now() < faults_end {
             let now = self.clock.now();
             assert!(now <= end.max(faults_end) + Duration::from_secs(2), "a request never ends");

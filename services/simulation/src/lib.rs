@@ -33,6 +33,8 @@ mod process;
 mod router;
 mod router_connections;
 mod scenario;
+#[cfg(test)]
+mod selection;
 mod transport;
 
 pub use coverage::Coverage;

@@ -78,8 +78,25 @@ pub struct Router {
     random: Random,
     actions: Vec<RouterAction>,
     pub coverage: Coverage,
+    /// The attempts of all requests, in order.
+    pub picks: Vec<Pick>,
     /// Longest time between two tokens of a request.
     pub longest_gap: Duration,
+    /// The same without the gap after token 0, in which a hand-over may lie.
+    pub longest_decode_gap: Duration,
+}
+
+/// The nodes of an attempt.
+#[derive(Clone, Debug)]
+pub struct Pick {
+    pub request: usize,
+    /// Hosts.
+    pub decode: usize,
+    pub prefill: Option<usize>,
+    /// Predicted time to first token.
+    pub predicted: Option<Duration>,
+    pub at: Instant,
+    pub first_token_at: Option<Instant>,
 }
 
 struct OpenCall {
@@ -127,7 +144,9 @@ impl Router {
             random,
             actions: Vec::new(),
             coverage: Coverage::default(),
+            picks: Vec::new(),
             longest_gap: Duration::ZERO,
+            longest_decode_gap: Duration::ZERO,
         }
     }
 
@@ -335,11 +354,17 @@ impl Router {
                         && let Some((decode, _)) = &answer.nodes
                     {
                         self.nodes.first_token(now, decode);
+                        let pick = self.picks.iter_mut().rfind(|pick| pick.request == id);
+                        pick.expect("tokens come from an attempt").first_token_at = Some(now);
                     }
                     let gap = answer.emitted_at.replace(now).map(|at| now - at);
                     let stop = answer.client.receive(first_index, &tokens);
                     answer.core.handle_emitted(now, stop);
-                    self.longest_gap = self.longest_gap.max(gap.unwrap_or_default());
+                    let gap = gap.unwrap_or_default();
+                    self.longest_gap = self.longest_gap.max(gap);
+                    if first_index > 1 {
+                        self.longest_decode_gap = self.longest_decode_gap.max(gap);
+                    }
                 }
                 Output::WaitForTurn => {
                     let model = self.answer(id).model.clone();
@@ -381,6 +406,14 @@ impl Router {
             Err(reason) => return answer.core.handle_no_node(now, &reason),
         };
         let PickedNodes { decode, prefill, ttft } = picked;
+        self.picks.push(Pick {
+            request: id,
+            decode: decode.host,
+            prefill: prefill.as_ref().map(|node| node.host),
+            predicted: ttft,
+            at: now,
+            first_token_at: None,
+        });
         if ttft.is_some() {
             self.coverage.count(match prefill {
                 Some(_) => "predicted hand-over",
