@@ -23,12 +23,13 @@
 //! receiver has reserved blocks. So no node holds blocks while it waits for a peer's blocks.
 //!
 //! Files: `waiting` holds the queue, `admission` the entry to and exit from the queue, `running` the plan
-//! of a step, `masks` its token bitmasks, `completion` the processing of its result, `transfers` the blocks
-//! of transfers.
+//! of a step, `draft_budget` its draft tokens, `masks` its token bitmasks, `completion` the processing of its
+//! result, `transfers` the blocks of transfers.
 
 mod admission;
 mod completion;
 mod config;
+mod draft_budget;
 mod masks;
 mod running;
 mod sequence;
@@ -42,6 +43,7 @@ use std::{
 };
 
 pub use config::{ItlLimit, SchedulerConfig, SchedulerConfigError};
+use draft_budget::DraftTimes;
 use foldhash::HashMap;
 use masks::AwaitedMask;
 use running::attention_pairs;
@@ -81,6 +83,7 @@ pub struct Scheduler {
     awaited: Option<(StepId, Vec<AwaitedMask>)>,
     mask_jobs: Vec<MaskJob>,
     next_mask_job: u64,
+    draft_times: DraftTimes,
     transfers: Transfers,
     /// `(Sequence::alarm, id)` of every sequence.
     alarms: BTreeSet<(Instant, SequenceId)>,
@@ -108,6 +111,7 @@ impl Scheduler {
             awaited: None,
             mask_jobs: Vec::new(),
             next_mask_job: 0,
+            draft_times: DraftTimes::default(),
             transfers: Transfers::default(),
             alarms: BTreeSet::new(),
             next_arrival: 0,

@@ -75,9 +75,6 @@ pub struct BatchRow<T = Vec<u32>> {
     pub constrained: bool,
     /// Token bitmask of the step supplied last.
     pub allowed: Option<Arc<TokenMask>>,
-    /// Upper bound on the draft tokens of the next step: one more than were accepted the last time, or
-    /// twice as many if all were accepted.
-    drafts_max: usize,
     /// Set when no token could be sampled: the row takes part in no step until it is released.
     pub failure: Option<RowFailure>,
     /// Numbers of the last plans that extended and that scheduled the row.
@@ -201,11 +198,6 @@ impl<T: Tokens> Batch<T> {
         RowResult { slot, generation, tokens: Vec::new(), drafted: 0, failure }
     }
 
-    /// Returns the upper bound on the draft tokens of any row.
-    fn drafts_max(&self) -> usize {
-        self.limits.speculation.map_or(0, |speculation| speculation.row_drafts as usize)
-    }
-
     fn row_mut(&mut self, slot: Slot) -> &mut BatchRow<T> {
         self.rows[slot.0 as usize].as_mut().expect("a scheduled slot is occupied")
     }
@@ -306,7 +298,7 @@ impl<T: Tokens> Batch<T> {
                 let blocks = row.blocks.len();
                 return Err(format!("slot {slot} plans to position {upper} with {blocks} blocks"));
             }
-            let most = drafts_max.min(drafts_left).min(row.drafts_max);
+            let most = drafts_max.min(drafts_left);
             let mut drafts = if most > 0 { draft(row, most) } else { Vec::new() };
             drafts.truncate(most);
             drafts_left -= drafts.len();
@@ -339,7 +331,6 @@ impl<T: Tokens> Batch<T> {
         if let Some(&token) = admitted.tokens.iter().find(|&&id| id >= self.limits.vocabulary) {
             return Err(format!("slot {slot} has token {token}, outside the vocabulary"));
         }
-        let drafts_max = self.drafts_max();
         let place = self.slot(admitted.slot)?;
         if place.is_some() {
             return Err(format!("slot {slot} is admitted but occupied"));
@@ -353,7 +344,6 @@ impl<T: Tokens> Batch<T> {
             sampling: admitted.sampling.clone(),
             constrained: admitted.constrained,
             allowed: None,
-            drafts_max,
             failure,
             extended_by: 0,
             scheduled_by: 0,
@@ -386,7 +376,6 @@ impl Batch {
         scheduled: &ScheduledRow,
         answers: impl IntoIterator<Item = Result<SampledToken, RowFailure>>,
     ) -> RowResult {
-        let drafts_max = self.drafts_max();
         let row = self.row_mut(scheduled.slot);
         let known = scheduled.end() - scheduled.draft_count;
         let mut chosen: Vec<SampledToken> = Vec::with_capacity(1);
@@ -405,11 +394,6 @@ impl Batch {
         row.tokens.extend(chosen.iter().map(|token| token.id));
         let right = chosen.len().saturating_sub(1);
         row.position = known + right;
-        match scheduled.draft_count {
-            0 => {}
-            all if all == right => row.drafts_max = (row.drafts_max * 2).min(drafts_max),
-            _ => row.drafts_max = right + 1,
-        }
         let drafted = scheduled.draft_count as u32;
         RowResult { tokens: chosen, drafted, ..self.unsampled(scheduled) }
     }
@@ -520,35 +504,6 @@ mod tests {
             let next = apply(&mut batch, &plan(vec![], vec![row(1, true)])).expect("fits");
             assert_eq!((next[0].start, next[0].token_count), (6 + kept.len() - 1, 1));
         }
-    }
-
-    #[test]
-    fn rejected_draft_tokens_lower_the_draft_limit_of_the_row() {
-        let limits = ExecutorLimits { step_tokens: 16, ..LIMITS };
-        let mut batch = Batch::new(limits);
-        let mut plan = StepPlan {
-            drafts_max: 8,
-            ..plan(vec![admitted(6, 0)], vec![RowPlan { drafts_max: 4, ..row(6, true) }])
-        };
-        plan.admitted[0].blocks.push(BlockId(2));
-        let mut asked = Vec::new();
-        for right in [4, 1, 2, 0, 1, 2, 4] {
-            let scheduled = batch.apply(
-                &plan,
-                |_| None,
-                |_, most| {
-                    asked.push(most);
-                    vec![50; most]
-                },
-            );
-            let scheduled = scheduled.expect("fits")[0];
-            let answers =
-                (0..=scheduled.draft_count).map(|index| token(50 + u32::from(index >= right)));
-            batch.sampled(&scheduled, answers);
-            plan.admitted.clear();
-            plan.rows[0].token_count = 1;
-        }
-        assert_eq!(asked, [4, 4, 2, 4, 1, 2, 4]);
     }
 
     #[test]

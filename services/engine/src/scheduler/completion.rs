@@ -21,6 +21,7 @@ impl Scheduler {
         {
             self.decode_extra = result.busy.saturating_sub(itl.step_time(prefill_cost));
         }
+        self.draft_times.add(&frame.rows, result.busy);
         actions.reserve(frame.rows.len());
         for ((row, id), outcome) in frame.rows.iter().zip(frame.sequences).zip(result.rows) {
             debug_assert_eq!((row.slot, row.generation), (outcome.slot, outcome.generation));
@@ -31,7 +32,7 @@ impl Scheduler {
                 None => {
                     debug_assert!(row.samples || outcome.tokens.is_empty());
                     debug_assert!(outcome.tokens.len() <= 1 + row.drafts_max as usize);
-                    self.row_done(id, row, outcome.tokens, actions);
+                    self.row_done(id, row, outcome.drafted, outcome.tokens, actions);
                 }
                 Some(failure) => self.fail(id, failure.into(), actions),
             }
@@ -46,6 +47,7 @@ impl Scheduler {
         &mut self,
         id: SequenceId,
         done: &RowPlan,
+        drafted: u32,
         mut tokens: Vec<SampledToken>,
         actions: &mut Vec<Action>,
     ) {
@@ -60,6 +62,9 @@ impl Scheduler {
             unreachable!("a current row's sequence runs");
         };
         let drafts_unused = done.drafts_max as usize - drafts_accepted;
+        if done.drafts_max > 0 {
+            row.drafts.verified(done.drafts_max, drafted, drafts_accepted as u32);
+        }
         row.launched -= drafts_unused;
         row.length -= drafts_unused;
         // A row that should have sampled and did not computes its last token again.

@@ -18,6 +18,9 @@ pub struct SchedulerConfig {
     pub itl: Option<ItlLimit>,
     /// Whether the prefix cache is on.
     pub prefix_cache: bool,
+    /// Whether rows verify draft tokens only where the measured times of steps show that this pays off. Off
+    /// in tests that must not depend on the speed of a machine.
+    pub measures_drafts: bool,
     /// Sequences that may wait for blocks or a slot; further ones are rejected as `Busy`.
     pub waiting_max: u32,
     /// Transfers known at once, from `Arrived` to the end of their last write or read.
@@ -37,6 +40,7 @@ impl SchedulerConfig {
             chunk_tokens: limits.step_tokens,
             itl: None,
             prefix_cache: true,
+            measures_drafts: true,
             // Four batches; more would only wait in the queue.
             waiting_max: limits.slots.saturating_mul(4),
             transfers_max: limits.slots.saturating_mul(8),

@@ -4,6 +4,7 @@ use kernels::{BLOCK_TOKENS, BlockId};
 
 use super::{
     Scheduler,
+    draft_budget::{decodes, probes},
     masks::AwaitedMask,
     sequence::{Arrival, Phase, Row, Sequence},
 };
@@ -228,27 +229,46 @@ impl Scheduler {
         advance(sequence, id, step_id, count, builder);
     }
 
-    /// Grants draft tokens to rows that sample, oldest first, from the rest of the step's budget and the
-    /// free blocks. No row waits or is preempted for draft tokens. All granted draft tokens count as computed
-    /// until the result tells how many were accepted.
+    /// Grants draft tokens to the rows of a decode step, oldest first, from the rest of the step's budget and
+    /// the free blocks, where they pay off. No row waits or is preempted for draft tokens. All granted draft
+    /// tokens count as computed until the result tells how many were accepted.
     fn speculate(&mut self, builder: &mut PlanBuilder) {
         let Some(Speculation { row_drafts, step_tokens, .. }) = self.config.limits.speculation
         else {
             return;
         };
+        if !decodes(&builder.plan.rows) {
+            return;
+        }
         let used = self.config.step_tokens - builder.budget;
-        builder.plan.drafts_max = step_tokens.min(self.config.step_tokens).saturating_sub(used);
-        let most = row_drafts.min(builder.plan.drafts_max);
-        for index in 0..builder.sequences.len() {
-            let (id, samples) = (builder.sequences[index], builder.plan.rows[index].samples);
-            let sequence = &self.sequences[&id];
+        let left = step_tokens.min(self.config.step_tokens).saturating_sub(used);
+        let row_drafts = row_drafts.min(left);
+        let wanted = |sequence: &Sequence| {
             let may_draft = sequence.kind != SequenceKind::Send && sequence.constraint.is_none();
-            if !samples || !may_draft {
-                continue;
-            }
-            let to_the_end = sequence.length_here() - self.row(id).length;
-            let wanted = (most as usize).min(to_the_end);
-            let count = self.cover(id, wanted, builder);
+            let to_the_end = sequence.length_here() - sequence.row().length;
+            let wanted = sequence.row().drafts.most.min(row_drafts).min(to_the_end as u32);
+            if may_draft { wanted } else { 0 }
+        };
+        let (mut most, mut expected) = (0, 0.0);
+        for id in &builder.sequences {
+            let sequence = &self.sequences[id];
+            let count = wanted(sequence);
+            most = most.max(count);
+            expected += sequence.row().drafts.expected(count);
+        }
+        let bound = match () {
+            () if most == 0 => return,
+            () if !self.config.measures_drafts => most,
+            () if self.draft_times.pays_off(builder.sequences.len(), most, expected) => most,
+            () if probes(self.frames.next_step()) => 1,
+            () => return,
+        };
+        let counts: Vec<_> =
+            builder.sequences.iter().map(|id| wanted(&self.sequences[id]).min(bound)).collect();
+        builder.plan.drafts_max = left;
+        for (index, wanted) in counts.into_iter().enumerate() {
+            let id = builder.sequences[index];
+            let count = self.cover(id, wanted as usize, builder);
             let row = self.row_mut(id);
             row.launched += count as usize;
             row.length += count as usize;

@@ -7,6 +7,7 @@ use kernels::{
     sampling::{SampledToken, Sampling},
 };
 
+use super::draft_budget::RowDrafts;
 use crate::{
     constraint::{Constraint, ConstraintFailure},
     event::{FinishReason, NewSequence, SequenceKind},
@@ -89,6 +90,7 @@ pub(super) struct Row {
     pub(super) announced: bool,
     /// The last sample was withdrawn because its token bitmask was late.
     pub(super) was_late: bool,
+    pub(super) drafts: RowDrafts,
 }
 
 impl Row {
@@ -106,6 +108,7 @@ impl Row {
             last_step: None,
             announced: false,
             was_late: false,
+            drafts: RowDrafts::default(),
         }
     }
 

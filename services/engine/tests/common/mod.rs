@@ -47,6 +47,7 @@ pub fn patient(limits: ExecutorLimits) -> SchedulerConfig {
         transfers_max: 1000,
         reserve_timeout: Duration::from_secs(100_000),
         ready_timeout: Duration::from_secs(100_000),
+        measures_drafts: false,
         ..SchedulerConfig::new(limits)
     }
 }

@@ -1,0 +1,180 @@
+//! Draft tokens that the rows of a step may verify.
+//!
+//! Each row has a budget that follows its accepted draft tokens. A step gets draft tokens if the expected
+//! accepted tokens are worth its time: the measured time of steps with as many rows and draft tokens,
+//! compared with that of steps with as many rows and no draft tokens. Small steps are bound by memory
+//! bandwidth, so draft tokens cost little; large steps are bound by arithmetic, and get none.
+
+use std::time::Duration;
+
+use crate::plan::RowPlan;
+
+/// Steps between two steps that verify one draft token per row although draft tokens do not pay off, to
+/// notice that the text repeats again.
+const PROBE_STEPS: u64 = 64;
+/// Weight of the newest step in a mean time.
+const NEWEST: f32 = 0.125;
+/// Powers of two up to the largest numbers of rows and draft tokens.
+const SIZES: usize = 17;
+
+/// Mean time in seconds of decode steps, by rows and draft tokens per row.
+#[derive(Debug)]
+pub(super) struct DraftTimes {
+    /// The first index is that of the rows, the second that of the draft tokens, from none on. 0: not
+    /// measured.
+    seconds: [[f32; SIZES + 1]; SIZES],
+}
+
+/// Draft tokens of one row.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct RowDrafts {
+    /// Upper bound of the next step: one more than were accepted the last time, or twice as many as were
+    /// granted if all were accepted.
+    pub(super) most: u32,
+    /// Mean of the draft tokens accepted in a step.
+    accepted: f32,
+}
+
+impl Default for RowDrafts {
+    /// Returns the draft tokens of a new row. It verifies one draft token, which every second step is
+    /// expected to accept.
+    fn default() -> Self {
+        Self { most: 1, accepted: 0.5 }
+    }
+}
+
+impl RowDrafts {
+    /// Processes the result of a step that granted `granted` draft tokens.
+    pub(super) fn verified(&mut self, granted: u32, drafted: u32, accepted: u32) {
+        self.accepted = (self.accepted + accepted as f32) / 2.0;
+        self.most = match drafted {
+            0 => self.most,
+            _ if accepted == drafted => granted.saturating_mul(2),
+            _ => accepted + 1,
+        };
+    }
+
+    /// Returns the draft tokens that a step is expected to accept.
+    pub(super) fn expected(&self, granted: u32) -> f32 {
+        self.accepted.min(granted as f32)
+    }
+}
+
+/// Index of the smallest power of two that is at least `count`.
+fn size(count: u32) -> usize {
+    (count.max(1).next_power_of_two().trailing_zeros() as usize).min(SIZES - 1)
+}
+
+impl Default for DraftTimes {
+    fn default() -> Self {
+        Self { seconds: [[0.0; SIZES + 1]; SIZES] }
+    }
+}
+
+impl DraftTimes {
+    fn of(&mut self, rows: usize, drafts: u32) -> &mut f32 {
+        let drafts = if drafts == 0 { 0 } else { 1 + size(drafts) };
+        &mut self.seconds[size(rows as u32)][drafts]
+    }
+
+    /// Adds the time of a step. Steps with prefill rows do not count.
+    pub(super) fn add(&mut self, rows: &[RowPlan], busy: Duration) {
+        if decodes(rows) {
+            let drafts = rows.iter().map(|row| row.drafts_max).max().unwrap_or(0);
+            let (mean, newest) = (self.of(rows.len(), drafts), busy.as_secs_f32());
+            *mean += (newest - *mean) * if *mean == 0.0 { 1.0 } else { NEWEST };
+        }
+    }
+
+    /// Returns whether a step of `rows` rows with up to `drafts` draft tokens each pays off, if `expected`
+    /// draft tokens are accepted. A step that was not measured pays off, once the step without draft tokens
+    /// was measured.
+    pub(super) fn pays_off(&mut self, rows: usize, drafts: u32, expected: f32) -> bool {
+        let (plain, verifying) = (*self.of(rows, 0), *self.of(rows, drafts));
+        let rows = rows as f32;
+        plain > 0.0 && (rows + expected) * plain > rows * verifying
+    }
+}
+
+/// Returns whether every row decodes.
+pub(super) fn decodes(rows: &[RowPlan]) -> bool {
+    rows.iter().all(|row| row.token_count == 1 && row.samples)
+}
+
+/// Returns whether the step verifies one draft token per row in any case.
+pub(super) fn probes(step_id: u64) -> bool {
+    step_id % PROBE_STEPS == PROBE_STEPS - 1
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::plan::Slot;
+
+    fn rows(count: usize, drafts_max: u32) -> Vec<RowPlan> {
+        let row =
+            RowPlan { slot: Slot(0), generation: 0, token_count: 1, samples: true, drafts_max };
+        vec![row; count]
+    }
+
+    fn milliseconds(value: u64) -> Duration {
+        Duration::from_millis(value)
+    }
+
+    #[test]
+    fn a_row_that_rejects_draft_tokens_gets_fewer() {
+        let mut row = RowDrafts::default();
+        let mut granted = Vec::new();
+        for accepted in [4, 1, 2, 0, 1, 2, 4] {
+            let count = row.most.min(4);
+            granted.push(count);
+            row.verified(count, count, accepted.min(count));
+        }
+        assert_eq!(granted, [1, 2, 2, 4, 1, 2, 4]);
+        row.verified(4, 0, 0);
+        assert_eq!(row.most, 8, "no occurrence was found");
+    }
+
+    #[test]
+    fn expected_tokens_follow_the_accepted_ones() {
+        let mut row = RowDrafts::default();
+        assert_eq!(row.expected(8), 0.5);
+        (0..20).for_each(|_| row.verified(8, 8, 8));
+        assert!(row.expected(8) > 7.9 && row.expected(3) == 3.0);
+        (0..20).for_each(|_| row.verified(8, 0, 0));
+        assert!(row.expected(8) < 0.01);
+    }
+
+    #[test]
+    fn draft_tokens_pay_off_where_steps_with_them_take_little_longer() {
+        let mut times = DraftTimes::default();
+        assert!(!times.pays_off(1, 8, 8.0), "the plain step is measured first");
+        times.add(&rows(1, 0), milliseconds(10));
+        assert!(times.pays_off(1, 8, 0.1), "a step with draft tokens is measured next");
+        times.add(&rows(1, 8), milliseconds(11));
+        assert!(times.pays_off(1, 8, 0.2) && !times.pays_off(1, 8, 0.05));
+        times.add(&rows(128, 0), milliseconds(20));
+        times.add(&rows(128, 1), milliseconds(34));
+        assert!(times.pays_off(128, 1, 100.0) && !times.pays_off(128, 1, 80.0));
+        assert!(!times.pays_off(1, 8, 0.05), "other numbers of rows have their own times");
+    }
+
+    #[test]
+    fn times_follow_the_last_steps_and_ignore_prefill() {
+        let mut times = DraftTimes::default();
+        times.add(&rows(3, 0), milliseconds(10));
+        times.add(&rows(3, 2), milliseconds(30));
+        assert!(!times.pays_off(3, 2, 1.5));
+        let mut mixed = rows(3, 2);
+        mixed[1].token_count = 9;
+        times.add(&mixed, milliseconds(1));
+        assert!(!times.pays_off(4, 2, 1.5), "three and four rows have the same size");
+        (0..40).for_each(|_| times.add(&rows(4, 2), milliseconds(12)));
+        assert!(times.pays_off(3, 2, 1.5));
+    }
+
+    #[test]
+    fn every_64th_step_probes() {
+        assert_eq!((0..200).filter(|step| probes(*step)).collect::<Vec<_>>(), [63, 127, 191]);
+    }
+}
