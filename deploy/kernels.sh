@@ -97,7 +97,7 @@ names=$(for arch in $archs; do printf 'sm_%s ' "$arch"; done)
 units=()
 unit() { units+=("$*"); }
 unit abi src/abi.cu "-DBATON_ARCHES=\"${names% }\" -DBATON_FLASHINFER=\"$flashinfer\""
-for name in rows rope blocks step probe; do unit $name src/$name.cu; done
+for name in rows rope blocks step drafts probe; do unit $name src/$name.cu; done
 unit attention src/attention.cu $has_hopper
 # Without fused multiply-add the probabilities are bit-equal to the CPU's.
 for name in sample sample_draw sample_choose; do unit $name src/$name.cu -fmad=false; done

@@ -6,6 +6,7 @@
 //! | `BATON_TEST_KERNELS` | path of the kernel library |
 //! | `BATON_TEST_NCCL` | path of the NCCL library; default: the loader's search path |
 //! | `BATON_TEST_MODEL`, `BATON_TEST_GOLDEN` | SmolLM2 as GGUF and its golden tokens |
+//! | `BATON_TEST_CONFIG` | `config.json` of a model whose steps with draft tokens are timed |
 //! | `BATON_TEST_REFERENCE` | the folder that `gpu/transformers_reference.py` wrote on this GPU |
 //! | `BATON_TEST_BINARIES` | the folder of `baton` and the services, for cluster tests |
 //! | `BATON_TEST_CLUSTERS` | `cpu`: run fewer cluster tests, on CPUs |
@@ -45,6 +46,7 @@ mod gpu {
     pub mod rows;
     pub mod sampling;
     pub mod soak;
+    pub mod speculation;
     pub mod start;
     pub mod tp;
 }
@@ -59,6 +61,7 @@ fn main() -> ExitCode {
             gpu::attention::plain_attention_matches_cpu_for_every_group_and_head_dim,
             gpu::attention::auto_selected_attention_matches_cpu,
             gpu::attention::sliding_window_masks_earlier_tokens,
+            gpu::attention::attention_of_draft_tokens_matches_cpu,
             gpu::attention::oversized_step_is_rejected_before_any_launch,
             gpu::clusters::prefill_and_decode_on_one_gpu_match_a_single_node,
             gpu::clusters::prefill_and_decode_on_two_gpus_match_by_every_transport,
@@ -129,6 +132,9 @@ fn main() -> ExitCode {
             gpu::sampling::missing_rank_in_sampling_times_out,
             gpu::sampling::sampling_latency_of_two_ranks_is_reported,
             gpu::soak::all_reduce_beside_kv_transfers_never_stalls,
+            gpu::speculation::draft_tokens_and_their_acceptance_match_the_cpu,
+            gpu::speculation::request_mixes_with_draft_tokens_match_cpu_tokens,
+            gpu::speculation::cost_of_draft_tokens_is_reported,
             gpu::start::out_of_memory_names_requested_and_free_bytes,
             gpu::start::dropped_memory_is_freed,
             gpu::start::weight_format_without_kernels_is_rejected,

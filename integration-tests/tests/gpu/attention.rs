@@ -8,7 +8,9 @@ use kernels::{
     Backend, BlockId, Dtype, KvArena, KvLayout,
     backend::{HeadShape, HeadWeights},
     cpu::{CpuStep, StepSequence},
-    cuda::{Admission, AttentionKind, BatchLimits, CudaStep, DeviceBatch, StepInput, StepRows},
+    cuda::{
+        Admission, AttentionKind, BatchLimits, CudaStep, DeviceBatch, Drafts, StepInput, StepRows,
+    },
     sampling::Sampling,
 };
 
@@ -31,17 +33,22 @@ struct Case {
     has_weights: bool,
 }
 
-/// Returns the attention output of the last layer, and the contents of the step's blocks.
+/// Returns the attention output of the last layer. Row i of the step has the projection of row `picked[i]`.
 fn attended<B: Bench>(
     backend: &mut B,
     case: &Case,
     step: &mut B::Step,
     made: &mut Made<B>,
+    picked: &[usize],
 ) -> Vec<f32> {
-    let rows = backend.rows(step);
+    let (rows, width) = (backend.rows(step), case.shape.qkv_width());
+    assert_eq!(rows, picked.len());
     let scale = 1.0 / (case.shape.head_dim as f32).sqrt();
+    let most = picked.iter().max().map_or(0, |row| row + 1);
     for layer in 0..LAYERS {
-        backend.put(&mut made.qkv, &numbers(20 + layer as u32, rows * case.shape.qkv_width()));
+        let all = numbers(20 + layer as u32, most * width);
+        let of_row = |row: &usize| all[row * width..][..width].to_vec();
+        backend.put(&mut made.qkv, &picked.iter().flat_map(of_row).collect::<Vec<_>>());
         backend.poison(&mut made.out);
         let (qkv, out) = (&mut made.qkv, &mut made.out);
         let weights = weights_of(case, &made.bias, &made.query_norm, &made.key_norm);
@@ -108,11 +115,17 @@ fn values(bytes: &[u8], dtype: Dtype) -> Vec<f32> {
     bytes.chunks(dtype.bytes()).map(element).collect()
 }
 
-/// Prepares a step on the device with the blocks of the sequences.
-fn step(batch: &mut DeviceBatch, backend: &kernels::cuda::CudaBackend, parts: &[Part]) -> CudaStep {
+/// Prepares a step on the device with the blocks of the sequences. With `verified` above 0, every sequence has
+/// this many rows: one, those of its draft tokens, and padding.
+fn step(
+    batch: &mut DeviceBatch,
+    backend: &kernels::cuda::CudaBackend,
+    parts: &[Part],
+    verified: u32,
+) -> CudaStep {
     let sampling = Sampling::greedy();
-    let known: Vec<Vec<u32>> =
-        parts.iter().map(|part| vec![1; (part.position + part.rows) as usize]).collect();
+    let known = |part: &Part| part.position + if verified > 0 { 1 } else { part.rows };
+    let known: Vec<Vec<u32>> = parts.iter().map(|part| vec![1; known(part) as usize]).collect();
     let tables: Vec<_> = tables(parts);
     let admissions: Vec<_> = parts
         .iter()
@@ -133,7 +146,7 @@ fn step(batch: &mut DeviceBatch, backend: &kernels::cuda::CudaBackend, parts: &[
             slot: slot as u32,
             position: part.position,
             rows: part.rows,
-            samples: 1,
+            samples: if verified > 0 { part.rows } else { 1 },
         })
         .collect();
     let input = StepInput {
@@ -142,6 +155,7 @@ fn step(batch: &mut DeviceBatch, backend: &kernels::cuda::CudaBackend, parts: &[
         extensions: &[],
         sequences: &sequences,
         rows_min: 0,
+        drafts: (verified > 0).then_some(Drafts { rows: verified, ngram_min: 1, ngram_max: 1 }),
     };
     batch.begin(backend, &input).unwrap()
 }
@@ -161,6 +175,11 @@ fn tables(parts: &[Part]) -> Vec<Vec<BlockId>> {
 }
 
 fn check(gpu: &Gpu, case: &Case, kind: AttentionKind, parts: &[Part]) {
+    check_drafts(gpu, case, kind, parts, 0);
+}
+
+/// Compares one row, or `verified` rows per sequence, with the CPU.
+fn check_drafts(gpu: &Gpu, case: &Case, kind: AttentionKind, parts: &[Part], verified: u32) {
     let Case { shape, dtype, .. } = *case;
     let layout = KvLayout {
         layer_count: LAYERS,
@@ -168,9 +187,10 @@ fn check(gpu: &Gpu, case: &Case, kind: AttentionKind, parts: &[Part]) {
         head_dim: shape.head_dim,
         dtype,
     };
-    let rows: usize = parts.iter().map(|part| part.rows as usize).sum();
+    let part_rows = |part: &Part| part.rows.max(verified) as usize;
+    let rows: usize = parts.iter().map(part_rows).sum();
     let what = format!(
-        "{dtype} {}/{} of {}, window {:?}, {kind:?}, {parts:?}",
+        "{dtype} {}/{} of {}, window {:?}, {kind:?}, {parts:?}, {verified} rows each",
         shape.query_heads, shape.kv_heads, shape.head_dim, case.window
     );
     let (mut cuda, mut on_gpu) = gpu.backend(dtype, kind, |backend| make(backend, shape, rows));
@@ -179,15 +199,25 @@ fn check(gpu: &Gpu, case: &Case, kind: AttentionKind, parts: &[Part]) {
         slots: parts.len() as u32,
         sequence_tokens: 4096,
         rows: rows as u32,
-        samples: parts.len() as u32,
+        samples: (parts.len() as u32).max(parts.len() as u32 * verified),
         stops: 4,
         vocabulary: 96,
         depth: 2,
     };
     let mut batch = DeviceBatch::new(&cuda, kv, limits).unwrap();
     fill(&remote);
-    let mut prepared = step(&mut batch, &cuda, parts);
-    let found = attended(&mut cuda, case, &mut prepared, &mut on_gpu);
+    let mut prepared = step(&mut batch, &cuda, parts, verified);
+    let every: Vec<usize> = (0..rows).collect();
+    let found = attended(&mut cuda, case, &mut prepared, &mut on_gpu, &every);
+    let mut first = 0;
+    let mut picked = Vec::new();
+    for part in parts {
+        picked.extend(first..first + part.rows as usize);
+        first += part_rows(part);
+    }
+    let width = case.shape.query_width();
+    let found: Vec<f32> =
+        picked.iter().flat_map(|row| found[row * width..][..width].to_vec()).collect();
 
     let mut cpu = cpu(dtype);
     let arena = KvArena::host(layout, BLOCKS).unwrap();
@@ -206,7 +236,7 @@ fn check(gpu: &Gpu, case: &Case, kind: AttentionKind, parts: &[Part]) {
         })
         .collect();
     let mut prepared = CpuStep::new(&arena, &sequences).unwrap();
-    let wanted = attended(&mut cpu, case, &mut prepared, &mut on_cpu);
+    let wanted = attended(&mut cpu, case, &mut prepared, &mut on_cpu, &picked);
     drop(prepared);
     // RoPE angles of some hundred radians are rounded, and errors of normed heads accumulate.
     let tolerance = match dtype {
@@ -299,6 +329,45 @@ pub fn sliding_window_masks_earlier_tokens() {
     }
 }
 
+/// Sequences of one row and up to eight draft tokens, at the edges of blocks.
+const DRAFTING: [Part; 9] = [
+    Part { position: 0, rows: 1 },
+    Part { position: 0, rows: 9 },
+    Part { position: 7, rows: 2 },
+    Part { position: 8, rows: 9 },
+    Part { position: 15, rows: 3 },
+    Part { position: 16, rows: 5 },
+    Part { position: 31, rows: 1 },
+    Part { position: 700, rows: 9 },
+    Part { position: 1300, rows: 8 },
+];
+
+/// The rows of draft tokens see the draft tokens before them, and padding rows change nothing.
+pub fn attention_of_draft_tokens_matches_cpu() {
+    let gpu = gpu();
+    let batches = |verified: u32| {
+        let clamped = DRAFTING.map(|part| Part { rows: part.rows.min(verified), ..part });
+        [clamped[7..8].to_vec(), clamped[3..5].to_vec(), clamped.to_vec()]
+    };
+    for (query_heads, kv_heads, dim) in
+        [(9, 3, 64), (32, 8, 128), (14, 2, 64), (8, 8, 64), (16, 2, 128)]
+    {
+        for (verified, window) in [(2, 0), (3, 0), (5, 0), (9, 0), (5, 1), (9, 16), (5, 33)] {
+            let window = NonZeroUsize::new(window);
+            let shape = shape(query_heads, kv_heads, dim);
+            let case = Case { shape, dtype: Dtype::Bf16, window, has_weights: false };
+            for parts in batches(verified) {
+                check_drafts(&gpu, &case, AttentionKind::Auto, &parts, verified);
+            }
+        }
+    }
+    for kind in [AttentionKind::Plain, AttentionKind::Flash] {
+        let shape = shape(6, 2, 40);
+        let case = Case { shape, dtype: Dtype::Bf16, window: None, has_weights: true };
+        batches(9).iter().for_each(|parts| check_drafts(&gpu, &case, kind, parts, 9));
+    }
+}
+
 pub fn oversized_step_is_rejected_before_any_launch() {
     let gpu = gpu();
     let layout = KvLayout { layer_count: 1, kv_head_count: 1, head_dim: 64, dtype: Dtype::F32 };
@@ -327,6 +396,7 @@ pub fn oversized_step_is_rejected_before_any_launch() {
             extensions: &[],
             sequences: &sequences,
             rows_min: 0,
+            drafts: None,
         };
         let error = batch.begin(&cuda, &input).unwrap_err().to_string();
         assert!(error.contains(word), "{error}");

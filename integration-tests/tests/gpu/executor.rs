@@ -42,7 +42,7 @@ pub fn config(checkpoint: &Checkpoint, slots: u32, blocks: u32, depth: u32) -> S
     SchedulerConfig { waiting_max: 1000, ..SchedulerConfig::new(limits) }
 }
 
-fn step_loop<E: Executor>(config: SchedulerConfig, executor: E) -> StepLoop<E> {
+pub fn step_loop<E: Executor>(config: SchedulerConfig, executor: E) -> StepLoop<E> {
     let seeds = CacheSeeds { model_fingerprint: 0x5eed, weight_version: 1 };
     StepLoop::new(Scheduler::new(config, seeds).unwrap(), executor)
 }
@@ -63,7 +63,7 @@ pub fn on_gpu(
     (step_loop(config, executor), arena)
 }
 
-fn on_cpu(checkpoint: &Checkpoint, config: SchedulerConfig) -> StepLoop<CpuExecutor> {
+pub fn on_cpu(checkpoint: &Checkpoint, config: SchedulerConfig) -> StepLoop<CpuExecutor> {
     let layout = checkpoint.config().kv_layout(WeightFormat::F32.kv_dtype());
     let arena = KvArena::host(layout, config.limits.blocks).unwrap();
     let backend = cpu(WeightFormat::F32);
@@ -136,7 +136,7 @@ pub fn run_arriving<E: Executor>(
                 Action::Tokens { id, tokens, .. } => {
                     let outcome = outcomes.get_mut(&id).unwrap();
                     outcome.tokens.extend(tokens);
-                    if aborts.get(&id).is_some_and(|after| outcome.tokens.len() == *after) {
+                    if aborts.get(&id).is_some_and(|after| outcome.tokens.len() >= *after) {
                         aborted.push(id);
                     }
                 }
@@ -158,7 +158,7 @@ pub fn run_arriving<E: Executor>(
 }
 
 /// Returns prompts with shared prefixes and all sampling settings.
-fn mix(round: u128, count: u128) -> Vec<NewSequence> {
+pub fn mix(round: u128, count: u128) -> Vec<NewSequence> {
     (0..count)
         .map(|index| {
             let id = round * 1000 + index;

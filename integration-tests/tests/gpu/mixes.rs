@@ -11,7 +11,7 @@ use std::{collections::HashMap, time::Duration};
 use engine::{
     StepLoop,
     event::{NewSequence, SequenceId},
-    executor::cuda::CudaExecutor,
+    executor::{Speculation, cuda::CudaExecutor},
 };
 use kernels::{
     WeightFormat,
@@ -100,6 +100,8 @@ struct Configuration {
     options: CudaOptions,
     depth: u32,
     blocks: u32,
+    /// Whether rows verify draft tokens.
+    drafts: bool,
     baseline: Baseline,
 }
 
@@ -126,8 +128,10 @@ fn configurations() -> Vec<Configuration> {
         options,
         depth,
         blocks,
+        drafts: false,
         baseline,
     };
+    let drafting = |configuration| Configuration { drafts: true, ..configuration };
     let late = CudaOptions { dependent_launch: false, ..best };
     let unfused = CudaOptions { fused: false, ..eager };
     let flash = CudaOptions { attention: AttentionKind::Flash, ..eager };
@@ -138,6 +142,7 @@ fn configurations() -> Vec<Configuration> {
         case("f32, depth 2", exact, 2, ROOMY, Baseline::Nearly("f32", F32)),
         case("f32, depth 2, replayed", replayed, 2, ROOMY, Baseline::Exactly("f32, depth 2")),
         case("f32, preempted", replayed, 2, TIGHT, Baseline::Nearly("f32", F32)),
+        drafting(case("f32, draft tokens", replayed, 2, TIGHT, Baseline::Nearly("f32", F32))),
         case("bf16", eager, 1, ROOMY, Baseline::None),
         case("bf16, replayed", best, 1, ROOMY, Baseline::Exactly("bf16")),
         case("bf16, depth 2", eager, 2, ROOMY, Baseline::Nearly("bf16", BF16)),
@@ -147,6 +152,14 @@ fn configurations() -> Vec<Configuration> {
         case("bf16, FlashInfer", flash, 2, ROOMY, Baseline::Nearly("bf16", BF16)),
         case("bf16, SMs reserved", reserving, 2, ROOMY, Baseline::Nearly("bf16", BF16)),
         case("bf16, preempted", best, 2, TIGHT, Baseline::Nearly("bf16", BF16)),
+        drafting(case("bf16, draft tokens", best, 2, TIGHT, Baseline::Nearly("bf16", BF16))),
+        drafting(case(
+            "bf16, FlashInfer, draft tokens",
+            flash,
+            2,
+            ROOMY,
+            Baseline::Nearly("bf16", BF16),
+        )),
     ]
 }
 
@@ -237,7 +250,10 @@ pub fn random_request_mixes_give_equal_tokens_in_every_configuration() {
     let mut engines: Vec<_> = configurations
         .iter()
         .map(|configuration| {
-            let config = config(&checkpoint, SLOTS, configuration.blocks, configuration.depth);
+            let mut config = config(&checkpoint, SLOTS, configuration.blocks, configuration.depth);
+            let rules = Speculation { row_drafts: 8, step_tokens: 64, ngram_min: 1, ngram_max: 4 };
+            config.limits.speculation = configuration.drafts.then_some(rules);
+            config.measures_drafts = false;
             on_gpu(&gpu, &checkpoint, configuration.options, config, |_| ())
         })
         .collect();

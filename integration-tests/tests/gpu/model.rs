@@ -149,6 +149,7 @@ fn by_gpu(
             extensions: &[],
             sequences: &sequences,
             rows_min: if step_id == 0 { 0 } else { 4 },
+            drafts: None,
         };
         let mut step = batch.begin(&cuda, &input).unwrap();
         match &mut graph {
@@ -157,7 +158,7 @@ fn by_gpu(
         }
         batch.sample(&cuda, llama.logits(), &step).unwrap();
         if step_id == 1 && options.graphs {
-            let mut step = batch.filling(4);
+            let mut step = batch.filling(4, 0);
             graph = Some(cuda.capture(|cuda| _ = llama.forward(cuda, &mut step)).unwrap());
         }
         if depth == 1 {

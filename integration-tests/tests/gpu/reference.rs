@@ -106,6 +106,7 @@ fn logits(
             extensions: &[],
             sequences: &sequences,
             rows_min: if step_id == 0 { 0 } else { 4 },
+            drafts: None,
         };
         let mut step = batch.begin(&cuda, &input).unwrap();
         llama.forward(&mut cuda, &mut step);

@@ -107,6 +107,7 @@ impl Sampler {
             extensions: &[],
             sequences: &sequences,
             rows_min: 0,
+            drafts: None,
         };
         let clock = DeviceClock::start(self.cuda.context(), self.cuda.compute()).unwrap();
         let step = self.batch.begin(&self.cuda, &input).unwrap();
@@ -265,6 +266,9 @@ fn words(outcomes: &[SampleOutcome]) -> Vec<u32> {
             }
             SampleOutcome::BadLogit { token, value } => words.extend([1, *token, value.to_bits()]),
             SampleOutcome::NoCandidate => words.push(2),
+            SampleOutcome::Rejected | SampleOutcome::NotDrafted => {
+                unreachable!("no draft tokens are verified")
+            }
         }
     }
     words

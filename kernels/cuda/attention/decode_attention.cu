@@ -1,4 +1,5 @@
-// Split-KV decode attention over paged bf16 KV: one query token per row, any mix of lengths, no host plan.
+// Split-KV decode attention over paged bf16 KV: one query token per row, or a fixed number of query tokens per row that
+// verify draft tokens; any mix of lengths, no host plan.
 //
 // The work is a sequence of tiles ordered by (row, group of KV heads, page); a tile is one page of 16 tokens. The
 // tiles are split into equal ranges, one per CTA, by the lengths in device memory. A captured launch stays
@@ -10,7 +11,9 @@
 // Within a CTA every warp streams its own tiles through its own ring in shared memory (cp.async, swizzled),
 // so the inner loop has no barrier. S^T = K Q^T and O^T = V^T P^T run on the tensor cores with the query
 // heads of one KV head (1..8) as the n8 side. One movmatrix turns the transposed score fragment into the
-// second operand.
+// second operand. Further query tokens of a row are further columns, up to 16. More query tokens become several parts,
+// which the kernel handles as rows: they read the same KV at the same time, mostly from the L2 cache. Five column tiles
+// per warp, which read the KV once, were slower.
 #include <utility>
 
 #include "device.cuh"
@@ -21,9 +24,13 @@ namespace {
 constexpr int kPage = BATON_BLOCK_TOKENS;
 constexpr int kMaxGroup = 8;
 constexpr int kMaxRows = 1024;
+// Columns (query tokens times query heads) of one KV head, of a row with several query tokens.
+constexpr int kMaxColumns = 16;
 // With more than a few rows, a piece may exceed an equal share by one part in kPieceSlack.
 constexpr int kPieceSlack = 5;
 constexpr float kInf = __builtin_huge_valf();
+// Maximum of a column that has seen no token. Finite, so that a tile whose tokens are all masked yields no NaN.
+constexpr float kNone = -1e30f;
 
 struct Params {
   const bf16* q;
@@ -33,11 +40,14 @@ struct Params {
   const int32_t* pages;
   const int32_t* page_indptr;
   const int32_t* kv_len;
+  const int32_t* positions;
   float* partial;
   int32_t* counters;
   int64_t q_stride, out_stride, table_stride;
   int64_t stride_block, stride_head, stride_token;
   int32_t rows, kv_heads, group, window, least_pages;
+  // Query tokens of a sequence; parts of a sequence, which are the rows, and query tokens of a part.
+  int32_t tokens, parts, part_tokens;
   float scale_log2;
 };
 
@@ -187,14 +197,21 @@ struct Merge {
   }
 };
 
+// Variant of rows with several query tokens.
+constexpr int kVerify = 412;
+
 template <int HD, int WARPS, int STAGES, int HEADS>
 __host__ __device__ constexpr int ring_bytes() {
   return WARPS * STAGES * 2 * kPage * HD * 2;
 }
 
-// HEADS: KV heads per CTA; WARPS / HEADS warps share the pages of each head.
-template <int HD, int WARPS, int STAGES, int HEADS>
+// HEADS: KV heads per CTA; WARPS / HEADS warps share the pages of each head. TILES: tiles of eight columns of a row with
+// several query tokens, whose queries are in shared memory; 0: one query token per row, whose queries are in registers.
+template <int HD, int WARPS, int STAGES, int HEADS, int TILES>
 __global__ void __launch_bounds__(WARPS * 32) decode_attention_kernel(const __grid_constant__ Params p) {
+  static_assert(TILES == 0 || HEADS == 1, "the queries in shared memory belong to one KV head");
+  constexpr int NT = TILES == 0 ? 1 : TILES;
+  constexpr int Q_ROW = HD + 8;  // padded, so that the lanes of a warp read different banks
   constexpr int SPLITS = WARPS / HEADS;
   constexpr int CHUNKS = HD / 8;             // 16-byte pieces of a token
   constexpr int TILE_BYTES = kPage * HD * 2;  // of K; V likewise
@@ -206,27 +223,40 @@ __global__ void __launch_bounds__(WARPS * 32) decode_attention_kernel(const __gr
   const int split = warp / HEADS, sub = warp % HEADS;
   const int groups = p.kv_heads / HEADS;
   const uint32_t ring = smem_addr(smem) + warp * (STAGES * 2 * TILE_BYTES);
+  const int columns = TILES == 0 ? p.group : p.group * p.part_tokens;
   float* merge = reinterpret_cast<float*>(smem + ring_bytes<HD, WARPS, STAGES, HEADS>());
-  int* first = reinterpret_cast<int*>(merge + WARPS * p.group * ROW_F);
+  bf16* queries = reinterpret_cast<bf16*>(merge + WARPS * columns * ROW_F);
+  int* first = reinterpret_cast<int*>(queries + TILES * 8 * Q_ROW);
   int* lens = first + p.rows + 1;
   int* last_flag = lens + p.rows;
   Piece* own = reinterpret_cast<Piece*>(last_flag + 1);
+  // For each row, the tokens that the first query token sees; for each column of the current piece, the tokens that it
+  // sees.
+  int* bases = TILES == 0 ? lens : reinterpret_cast<int*>(own + 1);
+  int* limits = bases + p.rows;
+  auto sequence_of = [&](int row) { return TILES == 0 ? row : row / p.parts; };
+  // Query tokens of the row's sequence before those of the row.
+  auto tokens_before = [&](int row) { return TILES == 0 ? 0 : row % p.parts * p.part_tokens; };
 
   // No kernel that may still run writes the lengths: every kernel of a step releases its successors only
   // after its own wait. So this code may run before the preceding kernel has completed.
   if (warp == 0) {
     int sum = 0;
     for (int base = 0; base < p.rows; base += 128) {
-      int len[4];
+      int len[4], seen[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         int r = base + i * 32 + lane;
-        len[i] = r < p.rows ? p.kv_len[r] : 0;
+        seen[i] = len[i] = r < p.rows ? p.kv_len[sequence_of(r)] : 0;
+        if (TILES > 0 && r < p.rows) {
+          seen[i] = p.positions[sequence_of(r) * p.tokens + tokens_before(r)] + 1;
+          len[i] = min(len[i], seen[i] + p.part_tokens - 1);
+        }
       }
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         int r = base + i * 32 + lane;
-        int skip = p.window > 0 && len[i] > p.window ? (len[i] - p.window) / kPage : 0;
+        int skip = p.window > 0 && seen[i] > p.window ? (seen[i] - p.window) / kPage : 0;
         int n = (len[i] + kPage - 1) / kPage - skip;
         int x = n;
 #pragma unroll
@@ -237,6 +267,7 @@ __global__ void __launch_bounds__(WARPS * 32) decode_attention_kernel(const __gr
         if (r < p.rows) {
           first[r] = sum + x - n;
           lens[r] = len[i];
+          if (TILES > 0) bases[r] = seen[i];
         }
         sum += __shfl_sync(~0u, x, 31);
       }
@@ -284,7 +315,9 @@ __global__ void __launch_bounds__(WARPS * 32) decode_attention_kernel(const __gr
   bool ahead_ok = next_piece(ahead, first, groups);
   int ahead_page = split, ahead_batch = 0, ahead_ids = 0;
   bool waited = false;
-  auto row_pages = [&](int r) { return p.page_indptr ? (int64_t)p.page_indptr[r] : r * p.table_stride; };
+  auto row_pages = [&](int r) {
+    return p.page_indptr ? (int64_t)p.page_indptr[sequence_of(r)] : sequence_of(r) * p.table_stride;
+  };
   auto load_tile = [&](int stage) {
     while (ahead_ok && ahead_page >= ahead.pages) {
       ahead_ok = next_piece(ahead, first, groups);
@@ -292,15 +325,16 @@ __global__ void __launch_bounds__(WARPS * 32) decode_attention_kernel(const __gr
       ahead_batch = 0;
     }
     if (ahead_ok) {
-      int len = lens[ahead.row];
-      int skip = p.window > 0 && len > p.window ? (len - p.window) / kPage : 0;
+      int len = lens[ahead.row], base = bases[ahead.row];
+      int skip = p.window > 0 && base > p.window ? (base - p.window) / kPage : 0;
       if (ahead_batch == 0) {  // the page ids of this warp's next 32 tiles, one per lane
         int pg = ahead_page + lane * SPLITS;
         ahead_ids = pg < ahead.pages ? p.pages[row_pages(ahead.row) + skip + ahead.page + pg] : 0;
       }
       int64_t block = __shfl_sync(~0u, ahead_ids, ahead_batch);
-      int left = len - (skip + ahead.page + ahead_page) * kPage;
-      if (left <= kPage && !waited) {  // the page that the preceding kernel may still be writing
+      int page_begin = (skip + ahead.page + ahead_page) * kPage;
+      int left = len - page_begin;
+      if (base - page_begin <= kPage && !waited) {  // a page that the preceding kernel may still be writing
         predecessor_done();
         waited = true;
       }
@@ -331,7 +365,7 @@ __global__ void __launch_bounds__(WARPS * 32) decode_attention_kernel(const __gr
   successor_may_start();
 
   // Rows without tokens (padding) are zeroed.
-  for (int r = blockIdx.x; r < p.rows; r += gridDim.x) {
+  for (int r = blockIdx.x; TILES == 0 && r < p.rows; r += gridDim.x) {
     if (lens[r] > 0) continue;
     for (int i = threadIdx.x; i < p.kv_heads * p.group * HD / 8; i += WARPS * 32)
       reinterpret_cast<uint4*>(p.out + r * p.out_stride)[i] = make_uint4(0, 0, 0, 0);
@@ -349,123 +383,202 @@ __global__ void __launch_bounds__(WARPS * 32) decode_attention_kernel(const __gr
       qf[i][1] = g < p.group ? *reinterpret_cast<const uint32_t*>(q + 16 * i + 8) : 0u;
     }
   };
+  auto share_queries = [&](const Walk& w) {
+    for (int i = threadIdx.x; i < TILES * 8 * (HD / 8); i += WARPS * 32) {
+      const int column = i / (HD / 8), d = i % (HD / 8) * 8;
+      const int token = tokens_before(w.row) + column / p.group;
+      uint4 q = make_uint4(0, 0, 0, 0);
+      if (column < columns && token < p.tokens) {
+        const int64_t row = (int64_t)sequence_of(w.row) * p.tokens + token;
+        const int head = w.group * p.group + column % p.group;
+        q = *reinterpret_cast<const uint4*>(p.q + row * p.q_stride + (int64_t)head * HD + d);
+      }
+      *reinterpret_cast<uint4*>(queries + column * Q_ROW + d) = q;
+    }
+    for (int i = threadIdx.x; i < TILES * 8; i += WARPS * 32) {
+      limits[i] = i < columns ? min(bases[w.row] + i / p.group, lens[w.row]) : 0;
+    }
+    __syncthreads();
+  };
   bool more = next_piece(walk, first, groups);
-  if (more) load_q(walk);
+  if (TILES == 0 && more) load_q(walk);
   while (more) {
+    if constexpr (TILES > 0) share_queries(walk);
     const int len = lens[walk.row];
-    const int lowest = p.window > 0 ? max(0, len - p.window) : 0;
-    const int page0 = lowest / kPage + walk.page;
-    float o[KS][4] = {};
-    float m0 = -kInf, m1 = -kInf, l0 = 0.f, l1 = 0.f;
+    const int page0 = (p.window > 0 ? max(0, bases[walk.row] - p.window) : 0) / kPage + walk.page;
+    float o[NT][KS][4] = {};
+    float m0[NT], m1[NT], l0[NT] = {}, l1[NT] = {};
+#pragma unroll
+    for (int n = 0; n < NT; ++n) m0[n] = m1[n] = TILES == 0 ? -kInf : kNone;
     for (int pg = split; pg < walk.pages; pg += SPLITS) {
       cp_async_wait<STAGES - 1>();
       __syncwarp();
       const uint32_t kt = ring + stage * (2 * TILE_BYTES), vt = kt + TILE_BYTES;
-      // All fragments are loaded before the first is used: for short contexts, a tile's latency is the bound.
-      uint32_t kf[KS][4], vf[KS][4];
       const int t_k = ((quad & 1) << 3) + in_quad, t_v = ((quad >> 1) << 3) + in_quad;
+      auto load_keys = [&](uint32_t (&kf)[4], int i) {
+        ldmatrix4(kf, kt + t_k * (HD * 2) + (((2 * i + (quad >> 1)) ^ in_quad) << 4));
+      };
+      auto load_values = [&](uint32_t (&vf)[4], int i) {
+        ldmatrix4_trans(vf, vt + t_v * (HD * 2) + (((2 * i + (quad & 1)) ^ in_quad) << 4));
+      };
+      float scores[NT][4] = {};
+      uint32_t vf[KS][4];
+      if constexpr (TILES == 0) {
+        // All fragments are loaded before the first is used: for short contexts, a tile's latency is the bound.
+        uint32_t kf[KS][4];
 #pragma unroll
-      for (int i = 0; i < KS; ++i)
-        ldmatrix4(kf[i], kt + t_k * (HD * 2) + (((2 * i + (quad >> 1)) ^ in_quad) << 4));
+        for (int i = 0; i < KS; ++i) load_keys(kf[i], i);
 #pragma unroll
-      for (int i = 0; i < KS; ++i)
-        ldmatrix4_trans(vf[i], vt + t_v * (HD * 2) + (((2 * i + (quad & 1)) ^ in_quad) << 4));
-      float s[2][4] = {};
+        for (int i = 0; i < KS; ++i) load_values(vf[i], i);
+        float s[2][4] = {};
 #pragma unroll
-      for (int i = 0; i < KS; ++i) mma(s[i & 1], kf[i], qf[i][0], qf[i][1]);
-      __syncwarp();
-      load_tile(stage);  // the tile is in registers, so its stage is free
-      stage = stage + 1 == STAGES ? 0 : stage + 1;
-      const int t_lo = (page0 + pg) * kPage + g, t_hi = t_lo + 8;
-      const bool ok_lo = t_lo < len && t_lo >= lowest, ok_hi = t_hi < len && t_hi >= lowest;
-      float s0 = ok_lo ? (s[0][0] + s[1][0]) * p.scale_log2 : -kInf;
-      float s1 = ok_lo ? (s[0][1] + s[1][1]) * p.scale_log2 : -kInf;
-      float s2 = ok_hi ? (s[0][2] + s[1][2]) * p.scale_log2 : -kInf;
-      float s3 = ok_hi ? (s[0][3] + s[1][3]) * p.scale_log2 : -kInf;
-      float a0 = fmaxf(s0, s2), a1 = fmaxf(s1, s3);
+        for (int i = 0; i < KS; ++i) mma(s[i & 1], kf[i], qf[i][0], qf[i][1]);
+        __syncwarp();
+        load_tile(stage);  // the tile is in registers, so its stage is free
 #pragma unroll
-      for (int d = 4; d < 32; d *= 2) {
-        a0 = fmaxf(a0, __shfl_xor_sync(~0u, a0, d));
-        a1 = fmaxf(a1, __shfl_xor_sync(~0u, a1, d));
-      }
-      if (__any_sync(~0u, a0 > m0 || a1 > m1)) {
-        float n0 = fmaxf(m0, a0), n1 = fmaxf(m1, a1);
-        float r0 = exp2f(m0 - n0), r1 = exp2f(m1 - n1);
-        m0 = n0;
-        m1 = n1;
-        l0 *= r0;
-        l1 *= r1;
+        for (int j = 0; j < 4; ++j) scores[0][j] = s[0][j] + s[1][j];
+      } else {
 #pragma unroll
         for (int i = 0; i < KS; ++i) {
-          o[i][0] *= r0;
-          o[i][1] *= r1;
-          o[i][2] *= r0;
-          o[i][3] *= r1;
+          uint32_t kf[4];
+          load_keys(kf, i);
+#pragma unroll
+          for (int n = 0; n < NT; ++n) {
+            const bf16* q = queries + (8 * n + g) * Q_ROW + 16 * i + 2 * c;
+            mma(scores[n], kf, *reinterpret_cast<const uint32_t*>(q), *reinterpret_cast<const uint32_t*>(q + 8));
+          }
         }
       }
-      float p0 = exp2f(s0 - m0), p1 = exp2f(s1 - m1), p2 = exp2f(s2 - m0), p3 = exp2f(s3 - m1);
-      l0 += p0 + p2;
-      l1 += p1 + p3;
-      const uint32_t b0 = transpose8x8(pack(p0, p1)), b1 = transpose8x8(pack(p2, p3));
+      const int t_lo = (page0 + pg) * kPage + g, t_hi = t_lo + 8;
+      // Each phase runs for all column tiles, so that their latencies overlap.
+      float a0[NT], a1[NT];
+      bool is_greater = false;
 #pragma unroll
-      for (int i = 0; i < KS; ++i) mma(o[i], vf[i], b0, b1);
+      for (int n = 0; n < NT; ++n) {
+        float* s = scores[n];
+        const int end0 = TILES == 0 ? len : limits[8 * n + 2 * c], end1 = TILES == 0 ? len : limits[8 * n + 2 * c + 1];
+        const int begin0 = p.window > 0 ? end0 - p.window : 0, begin1 = p.window > 0 ? end1 - p.window : 0;
+        s[0] = t_lo < end0 && t_lo >= begin0 ? s[0] * p.scale_log2 : -kInf;
+        s[1] = t_lo < end1 && t_lo >= begin1 ? s[1] * p.scale_log2 : -kInf;
+        s[2] = t_hi < end0 && t_hi >= begin0 ? s[2] * p.scale_log2 : -kInf;
+        s[3] = t_hi < end1 && t_hi >= begin1 ? s[3] * p.scale_log2 : -kInf;
+        a0[n] = fmaxf(s[0], s[2]);
+        a1[n] = fmaxf(s[1], s[3]);
+      }
+#pragma unroll
+      for (int d = 4; d < 32; d *= 2) {
+#pragma unroll
+        for (int n = 0; n < NT; ++n) {
+          a0[n] = fmaxf(a0[n], __shfl_xor_sync(~0u, a0[n], d));
+          a1[n] = fmaxf(a1[n], __shfl_xor_sync(~0u, a1[n], d));
+        }
+      }
+#pragma unroll
+      for (int n = 0; n < NT; ++n) is_greater = is_greater || a0[n] > m0[n] || a1[n] > m1[n];
+      if (__any_sync(~0u, is_greater)) {
+#pragma unroll
+        for (int n = 0; n < NT; ++n) {
+          float n0 = fmaxf(m0[n], a0[n]), n1 = fmaxf(m1[n], a1[n]);
+          float r0 = exp2f(m0[n] - n0), r1 = exp2f(m1[n] - n1);
+          m0[n] = n0;
+          m1[n] = n1;
+          l0[n] *= r0;
+          l1[n] *= r1;
+#pragma unroll
+          for (int i = 0; i < KS; ++i) {
+            o[n][i][0] *= r0;
+            o[n][i][1] *= r1;
+            o[n][i][2] *= r0;
+            o[n][i][3] *= r1;
+          }
+        }
+      }
+      uint32_t b0[NT], b1[NT];
+#pragma unroll
+      for (int n = 0; n < NT; ++n) {
+        const float* s = scores[n];
+        float p0 = exp2f(s[0] - m0[n]), p1 = exp2f(s[1] - m1[n]), p2 = exp2f(s[2] - m0[n]), p3 = exp2f(s[3] - m1[n]);
+        l0[n] += p0 + p2;
+        l1[n] += p1 + p3;
+        b0[n] = transpose8x8(pack(p0, p1));
+        b1[n] = transpose8x8(pack(p2, p3));
+      }
+#pragma unroll
+      for (int i = 0; i < KS; ++i) {
+        if constexpr (TILES > 0) load_values(vf[i], i);
+#pragma unroll
+        for (int n = 0; n < NT; ++n) mma(o[n][i], vf[i], b0[n], b1[n]);
+      }
+      if constexpr (TILES > 0) {
+        __syncwarp();
+        load_tile(stage);
+      }
+      stage = stage + 1 == STAGES ? 0 : stage + 1;
     }
     const Walk done = walk;
     more = next_piece(walk, first, groups);
-    if (more) load_q(walk);  // the loads are in flight while this piece is merged
-#pragma unroll
-    for (int d = 4; d < 32; d *= 2) {
-      l0 += __shfl_xor_sync(~0u, l0, d);
-      l1 += __shfl_xor_sync(~0u, l1, d);
-    }
+    if (TILES == 0 && more) load_q(walk);  // the loads are in flight while this piece is merged
     // Every warp stores its O, m and l, then the CTA's threads merge them.
-    {
-      float* mine = merge + (warp * p.group + 2 * c) * ROW_F;
-      if (2 * c < p.group) {
+#pragma unroll
+    for (int n = 0; n < NT; ++n) {
+#pragma unroll
+      for (int d = 4; d < 32; d *= 2) {
+        l0[n] += __shfl_xor_sync(~0u, l0[n], d);
+        l1[n] += __shfl_xor_sync(~0u, l1[n], d);
+      }
+      const int column = 8 * n + 2 * c;
+      float* mine = merge + (warp * columns + column) * ROW_F;
+      if (column < columns) {
 #pragma unroll
         for (int i = 0; i < KS; ++i) {
-          mine[16 * i + g] = o[i][0];
-          mine[16 * i + g + 8] = o[i][2];
+          mine[16 * i + g] = o[n][i][0];
+          mine[16 * i + g + 8] = o[n][i][2];
         }
         if (g == 0) {
-          mine[HD] = m0;
-          mine[HD + 1] = l0;
+          mine[HD] = m0[n];
+          mine[HD + 1] = l0[n];
         }
       }
-      if (2 * c + 1 < p.group) {
+      if (column + 1 < columns) {
         mine += ROW_F;
 #pragma unroll
         for (int i = 0; i < KS; ++i) {
-          mine[16 * i + g] = o[i][1];
-          mine[16 * i + g + 8] = o[i][3];
+          mine[16 * i + g] = o[n][i][1];
+          mine[16 * i + g + 8] = o[n][i][3];
         }
         if (g == 0) {
-          mine[HD] = m1;
-          mine[HD + 1] = l1;
+          mine[HD] = m1[n];
+          mine[HD + 1] = l1[n];
         }
       }
     }
     __syncthreads();
-    const int items = HEADS * p.group * (HD / 4);
+    const int items = HEADS * columns * (HD / 4);
+    auto store = [&](int hg, int d, const Merge& acc) {
+      const int token = TILES == 0 ? 0 : tokens_before(done.row) + hg / p.group;
+      if (TILES > 0 && token >= p.tokens) return;  // the last part of a sequence may have fewer tokens
+      const int64_t row = TILES == 0 ? done.row : (int64_t)sequence_of(done.row) * p.tokens + token;
+      const int head = TILES == 0 ? done.group * HEADS * p.group + hg : done.group * p.group + hg % p.group;
+      *reinterpret_cast<uint2*>(p.out + row * p.out_stride + (int64_t)head * HD + d) = acc.bf16x4();
+    };
     const int unit_end = done.unit_begin + done.unit_pages;
     const int b_first = has_pieces ? own->first_block : done.unit_begin / per_block;
     const int b_last = has_pieces ? own->last_block : (unit_end - 1) / per_block;
-    const int64_t part_floats = (int64_t)HEADS * p.group * ROW_F;
+    const int64_t part_floats = (int64_t)HEADS * columns * ROW_F;
     // A CTA has at most one piece that began in an earlier CTA (slot 0), and one that continues in a later
     // CTA (slot 1).
     float* part = p.partial + ((int64_t)blockIdx.x * 2 + (done.page == 0 ? 1 : 0)) * part_floats;
     for (int it = threadIdx.x; it < items; it += WARPS * 32) {
       int hg = it / (HD / 4), d = (it % (HD / 4)) * 4;
-      int hs = hg / p.group, j = hg - hs * p.group;
+      int hs = hg / columns, j = hg - hs * columns;
       Merge acc;
 #pragma unroll
       for (int s = 0; s < SPLITS; ++s) {
-        const float* src = merge + ((s * HEADS + hs) * p.group + j) * ROW_F;
+        const float* src = merge + ((s * HEADS + hs) * columns + j) * ROW_F;
         acc.add(src[HD], src[HD + 1], *reinterpret_cast<const float4*>(src + d));
       }
       if (b_first == b_last) {
-        int qh = (done.group * HEADS + hs) * p.group + j;
-        *reinterpret_cast<uint2*>(p.out + done.row * p.out_stride + (int64_t)qh * HD + d) = acc.bf16x4();
+        store(hg, d, acc);
       } else {
         *reinterpret_cast<float4*>(part + hg * ROW_F + d) = acc.o;
         if (d == 0) *reinterpret_cast<float2*>(part + hg * ROW_F + HD) = make_float2(acc.m, acc.l);
@@ -483,29 +596,39 @@ __global__ void __launch_bounds__(WARPS * 32) decode_attention_kernel(const __gr
       if (*last_flag) {
         __threadfence();
         if (threadIdx.x == 0) *counter = 0;
-        for (int it = threadIdx.x; it < items; it += WARPS * 32) {
-          int hg = it / (HD / 4), d = (it % (HD / 4)) * 4;
-          Merge acc;
-          constexpr int B = 8;
+        // The loads of several results and parts are in flight together.
+        constexpr int B = TILES == 0 ? 8 : 4, U = TILES == 0 ? 1 : 3;
+        for (int base = threadIdx.x; base < items; base += U * WARPS * 32) {
+          Merge acc[U];
           for (int b = b_first; b <= b_last; b += B) {
-            float2 ml[B];
-            float4 ov[B];
+            float2 ml[U][B];
+            float4 ov[U][B];
 #pragma unroll
-            for (int i = 0; i < B; ++i) {
-              ml[i] = make_float2(-kInf, 0.f);
-              ov[i] = make_float4(0.f, 0.f, 0.f, 0.f);
-              if (b + i <= b_last) {
-                const float* src =
-                    p.partial + ((int64_t)(b + i) * 2 + (b + i == b_first ? 1 : 0)) * part_floats + hg * ROW_F;
-                ml[i] = __ldcg(reinterpret_cast<const float2*>(src + HD));
-                ov[i] = __ldcg(reinterpret_cast<const float4*>(src + d));
+            for (int u = 0; u < U; ++u) {
+              const int it = base + u * WARPS * 32, hg = it / (HD / 4), d = (it % (HD / 4)) * 4;
+#pragma unroll
+              for (int i = 0; i < B; ++i) {
+                ml[u][i] = make_float2(-kInf, 0.f);
+                ov[u][i] = make_float4(0.f, 0.f, 0.f, 0.f);
+                if (b + i <= b_last && it < items) {
+                  const float* src =
+                      p.partial + ((int64_t)(b + i) * 2 + (b + i == b_first ? 1 : 0)) * part_floats + hg * ROW_F;
+                  ml[u][i] = __ldcg(reinterpret_cast<const float2*>(src + HD));
+                  ov[u][i] = __ldcg(reinterpret_cast<const float4*>(src + d));
+                }
               }
             }
 #pragma unroll
-            for (int i = 0; i < B; ++i) acc.add(ml[i].x, ml[i].y, ov[i]);
+            for (int u = 0; u < U; ++u) {
+#pragma unroll
+              for (int i = 0; i < B; ++i) acc[u].add(ml[u][i].x, ml[u][i].y, ov[u][i]);
+            }
           }
-          int qh = (done.group * HEADS + hg / p.group) * p.group + hg % p.group;
-          *reinterpret_cast<uint2*>(p.out + done.row * p.out_stride + (int64_t)qh * HD + d) = acc.bf16x4();
+#pragma unroll
+          for (int u = 0; u < U; ++u) {
+            const int it = base + u * WARPS * 32;
+            if (it < items) store(it / (HD / 4), (it % (HD / 4)) * 4, acc[u]);
+          }
         }
       }
     }
@@ -513,19 +636,21 @@ __global__ void __launch_bounds__(WARPS * 32) decode_attention_kernel(const __gr
   }
 }
 
-template <int HD, int WARPS, int STAGES, int HEADS>
-int shared_bytes(int group, int rows) {
-  return ring_bytes<HD, WARPS, STAGES, HEADS>() + WARPS * group * (HD + 4) * 4 + (2 * rows + 8) * 4;
+template <int HD, int WARPS, int STAGES, int HEADS, int TILES>
+int shared_bytes(int columns, int rows) {
+  const int queries = TILES * 8 * (HD + 8) * 2 + (TILES > 0 ? (rows + TILES * 8) * 4 : 0);
+  return ring_bytes<HD, WARPS, STAGES, HEADS>() + WARPS * columns * (HD + 4) * 4 + queries + (2 * rows + 8) * 4;
 }
 
-// Calls body(kernel, shared bytes for this group and row count) for a variant; false for an unknown variant.
+// Calls body(kernel, shared bytes for these columns and rows) for a variant; false for an unknown variant.
 template <int HD, class Body>
-bool with_variant(int variant, int group, int rows, Body&& body) {
+bool with_variant(int variant, int columns, int rows, Body&& body) {
   switch (variant) {
-    case 41: body(decode_attention_kernel<HD, 4, 3, 1>, shared_bytes<HD, 4, 3, 1>(group, rows)); return true;
-    case 44: body(decode_attention_kernel<HD, 4, 3, 4>, shared_bytes<HD, 4, 3, 4>(group, rows)); return true;
-    case 81: body(decode_attention_kernel<HD, 8, 3, 1>, shared_bytes<HD, 8, 3, 1>(group, rows)); return true;
-    case 88: body(decode_attention_kernel<HD, 8, 3, 8>, shared_bytes<HD, 8, 3, 8>(group, rows)); return true;
+    case 41: body(decode_attention_kernel<HD, 4, 3, 1, 0>, shared_bytes<HD, 4, 3, 1, 0>(columns, rows)); return true;
+    case 44: body(decode_attention_kernel<HD, 4, 3, 4, 0>, shared_bytes<HD, 4, 3, 4, 0>(columns, rows)); return true;
+    case 81: body(decode_attention_kernel<HD, 8, 3, 1, 0>, shared_bytes<HD, 8, 3, 1, 0>(columns, rows)); return true;
+    case 88: body(decode_attention_kernel<HD, 8, 3, 8, 0>, shared_bytes<HD, 8, 3, 8, 0>(columns, rows)); return true;
+    case kVerify: body(decode_attention_kernel<HD, 4, 3, 1, 2>, shared_bytes<HD, 4, 3, 1, 2>(columns, rows)); return true;
     default: return false;
   }
 }
@@ -555,6 +680,11 @@ int32_t check_arguments(const baton_decode_attention_args& in) {
   BATON_TRY(stride("stride_token", in.stride_token, in.head_dim));
   BATON_TRY(stride("stride_head", in.stride_head, 0));
   BATON_TRY(stride("stride_block", in.stride_block, 0));
+  BATON_REQUIRE(in.tokens >= 0 && (in.tokens <= 1 || in.positions), "tokens is %d; more than 1 need positions", in.tokens);
+  if (in.tokens > 1 && in.rows > kMaxRows / in.tokens) {
+    return fail(BATON_UNSUPPORTED, "rows is %d with %d tokens each; their product is at most %d", in.rows, in.tokens,
+                kMaxRows);
+  }
   BATON_REQUIRE(in.window >= 0, "window is %d; expected 0 or more", in.window);
   BATON_REQUIRE(in.sms >= 0, "sms is %d; expected 0 or more", in.sms);
   BATON_REQUIRE(in.q && in.k && in.v && in.pages && in.kv_len && in.out && in.partial && in.counters,
@@ -569,8 +699,9 @@ int32_t load_decode_attention() {
   BATON_TRY(any_device(device));
   auto all = [&](auto dim) {
     int32_t code = BATON_OK;
-    for (int variant : {41, 44, 81, 88}) {
-      with_variant<decltype(dim)::value>(variant, kMaxGroup, kMaxRows, [&](auto* kernel, int most) {
+    for (int variant : {41, 44, 81, 88, kVerify}) {
+      const int columns = variant == kVerify ? kMaxColumns : kMaxGroup;
+      with_variant<decltype(dim)::value>(variant, columns, kMaxRows, [&](auto* kernel, int most) {
         // The largest group with the most rows exceeds the shared memory of a Hopper CTA; each alone fits.
         if (code == BATON_OK) code = load(kernel, most < device->shared_bytes ? most : device->shared_bytes);
       });
@@ -612,13 +743,20 @@ BATON_API int32_t baton_decode_attention(const baton_decode_attention_args* args
     const Device* device;
     BATON_TRY(any_device(device));
     const int sms = in.sms > 0 ? in.sms : device->sm_count;
-    int variant = in.variant;
+    Params p;
+    p.tokens = p.parts = p.part_tokens = 1;
+    if (in.tokens > 1) {
+      p.tokens = in.tokens;
+      p.parts = divide_up(in.tokens, kMaxColumns / in.group);
+      p.part_tokens = divide_up(in.tokens, p.parts);
+    }
+    const int columns = p.part_tokens * in.group, rows = in.rows * p.parts;
+    int variant = in.tokens > 1 ? kVerify : in.variant;
     // Four heads of every row per CTA where that just fits: rows of equal length then need no merge.
     const int blocks_of_four = in.rows * (in.kv_heads / 4);
     const bool fits_four = in.kv_heads % 4 == 0 && blocks_of_four <= 2 * sms && blocks_of_four * 9 >= 2 * sms * 8;
     if (variant == 0) variant = in.rows < 16 ? 81 : fits_four && in.rows > WARP ? 44 : 41;
-    if (in.kv_heads % (variant % 10 > 0 ? variant % 10 : 1) != 0) variant = variant / 10 * 10 + 1;
-    Params p;
+    if (in.tokens <= 1 && in.kv_heads % (variant % 10 > 0 ? variant % 10 : 1) != 0) variant = variant / 10 * 10 + 1;
     p.q = static_cast<const bf16*>(in.q);
     p.k = static_cast<const bf16*>(in.k);
     p.v = static_cast<const bf16*>(in.v);
@@ -626,6 +764,7 @@ BATON_API int32_t baton_decode_attention(const baton_decode_attention_args* args
     p.pages = in.pages;
     p.page_indptr = in.page_indptr;
     p.kv_len = in.kv_len;
+    p.positions = in.positions;
     p.partial = static_cast<float*>(in.partial);
     p.counters = in.counters;
     p.q_stride = in.q_stride;
@@ -634,25 +773,27 @@ BATON_API int32_t baton_decode_attention(const baton_decode_attention_args* args
     p.stride_block = in.stride_block;
     p.stride_head = in.stride_head;
     p.stride_token = in.stride_token;
-    p.rows = in.rows;
+    p.rows = rows;
     p.kv_heads = in.kv_heads;
     p.group = in.group;
     p.window = in.window;
-    p.least_pages = in.least_pages > 0 ? in.least_pages : variant / 10 * 4;
+    const int warps = variant == 81 || variant == 88 ? 8 : 4;
+    p.least_pages = in.least_pages > 0 ? in.least_pages : warps * 4;
     p.scale_log2 = in.scale * 1.4426950408889634f;
     int32_t code = BATON_OK;
     auto start = [&](auto* kernel, int bytes) {
       if (bytes > device->shared_bytes) {
-        code = fail(BATON_UNSUPPORTED, "variant %d, group %d and %d rows need %d bytes of shared memory; a block has %d",
-                    variant, in.group, in.rows, bytes, device->shared_bytes);
+        code = fail(BATON_UNSUPPORTED, "variant %d, %d columns and %d rows need %d bytes of shared memory; a block has %d",
+                    variant, columns, rows, bytes, device->shared_bytes);
         return;
       }
-      const int warps = variant / 10;
-      code = launch_as(in.pdl != 0, "decode attention", kernel, dim3(warps == 4 ? 2 * sms : sms), dim3(warps * WARP),
+      // A CTA for several query tokens takes more than half of an SM's shared memory.
+      const int ctas = warps == 4 && in.tokens <= 1 ? 2 * sms : sms;
+      code = launch_as(in.pdl != 0, "decode attention", kernel, dim3(ctas), dim3(warps * WARP),
                        bytes, as_stream(stream), p);
     };
-    const bool is_known = in.head_dim == 64 ? with_variant<64>(variant, in.group, in.rows, start)
-                                            : with_variant<128>(variant, in.group, in.rows, start);
+    const bool is_known = in.head_dim == 64 ? with_variant<64>(variant, columns, rows, start)
+                                            : with_variant<128>(variant, columns, rows, start);
     BATON_REQUIRE(is_known, "variant is %d; expected 0, 41, 44, 81 or 88", in.variant);
     return code;
   });

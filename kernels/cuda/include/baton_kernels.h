@@ -30,7 +30,7 @@
 #endif
 
 /* Increases with every incompatible change of this file. */
-#define BATON_ABI_VERSION 3
+#define BATON_ABI_VERSION 4
 
 /* Tokens per KV block. */
 #define BATON_BLOCK_TOKENS 16
@@ -250,7 +250,7 @@ typedef struct {
   int32_t position; /* tokens whose KV is computed, or will be by the steps launched so far */
   int32_t length;   /* tokens in the pool */
   int32_t failed;   /* 0, or the baton_sample_status of the sample that had no token */
-  int32_t reserved;
+  int32_t drafts;   /* draft tokens behind `length` that the current step verifies */
 } baton_slot;
 
 /* Device arrays of the running batch, allocated once and zeroed. The first index is the slot. */
@@ -350,7 +350,8 @@ typedef struct {
  * caller that the device does not check.
  * Two launches. `plan` is 16-byte aligned. */
 BATON_API int32_t baton_step_prepare(const baton_pool *pool, const void *plan, const baton_step *step,
-                                     int32_t rows, int32_t sequences, int32_t samples, void *stream);
+                                     int32_t rows, int32_t sequences, int32_t samples, int32_t tokens,
+                                     void *stream);
 
 /* Tells constrained samples of a prepared step their token bitmask. `words` has `count` pairs: the index of a
  * sample, and its row of the masks. Without a bitmask (-1) the sample becomes padding, and its slot goes back by
@@ -426,7 +427,9 @@ BATON_API int32_t baton_attention_run(const baton_attention_plan *plan_host,
                                       void *stream);
 
 /* Baton's decode attention: one query token per row, bf16, any mix of lengths, no host plan. A captured launch follows
- * the lengths in device memory. 160 bytes. */
+ * the lengths in device memory. With `tokens` above 1, every row has this many query tokens, which verify draft tokens:
+ * query token t of row r is row r * tokens + t of `q` and `out`, and sees the first positions[r * tokens] + 1 + t tokens,
+ * at most kv_len[r]. 176 bytes. */
 typedef struct {
   const void *q;    /* [rows][kv_heads * group][head_dim], rows q_stride apart */
   int64_t q_stride; /* at least kv_heads * group * head_dim, a multiple of 8 */
@@ -438,11 +441,11 @@ typedef struct {
   const int32_t *pages;       /* the blocks of row r: pages[page_indptr[r]..] or, */
   const int32_t *page_indptr; /* [rows + 1]; if null, pages[r * table_stride..] */
   int64_t table_stride;
-  const int32_t *kv_len; /* [rows]: tokens, the one being decoded included; 0 yields zeros */
+  const int32_t *kv_len; /* [rows]: tokens, those being decoded included; 0 yields zeros (1 at least if tokens > 1) */
   void *out;             /* as q, rows out_stride apart */
   int64_t out_stride;
   void *partial;     /* baton_decode_attention_workspace(sms, ..) bytes */
-  int32_t *counters; /* [rows * kv_heads], zeroed once; every call leaves them at zero. One call at a time may use
+  int32_t *counters; /* [rows * tokens * kv_heads], zeroed once; every call leaves them at zero. One call at a time may use
                         `partial` and `counters` */
   int32_t rows;      /* 0 to 1,024 */
   int32_t kv_heads;
@@ -458,6 +461,9 @@ typedef struct {
    * tokens, and must release its successor only after its own wait, as every kernel of this library does. Use 0
    * after baton_step_prepare, a block copy, or another library's kernel with programmatic launch. */
   int32_t pdl;
+  int32_t tokens;   /* query tokens a row; 0 and 1: one. rows * tokens is at most 1,024 above 1 */
+  int32_t reserved;
+  const int32_t *positions; /* [rows * tokens], of the query tokens; only read if tokens > 1 */
 } baton_decode_attention_args;
 
 /* Returns the bytes of `partial` for this number of SMs (0: all of the current device); 0 when an argument is out of
@@ -470,7 +476,9 @@ BATON_API int32_t baton_decode_attention(const baton_decode_attention_args *args
 typedef enum {
   BATON_SAMPLE_OK = 0,
   BATON_SAMPLE_BAD_LOGIT = 1,   /* NaN or +infinity at `token`, its bits in `logprob` */
-  BATON_SAMPLE_NO_CANDIDATE = 2 /* every token is masked */
+  BATON_SAMPLE_NO_CANDIDATE = 2, /* every token is masked */
+  BATON_SAMPLE_REJECTED = 3,     /* a draft token before it was not accepted (set by baton_accept) */
+  BATON_SAMPLE_NOT_DRAFTED = 4   /* there was no draft token (set by baton_accept) */
 } baton_sample_status;
 
 /* One sampled row's result. 32 bytes. */
@@ -510,7 +518,7 @@ typedef struct {
   int32_t vocabulary;
   int32_t samples; /* padded */
   int32_t needs;   /* bits of baton_sample_needs, which select the kernels: 0 launches one kernel, ALL five */
-  int32_t reserved;
+  int32_t verifies; /* 1: the samples verify draft tokens; the slots are left to baton_accept */
 } baton_sample_args;
 
 /* Returns the bytes of scratch for this number of padded samples. */
@@ -523,6 +531,25 @@ BATON_API uint64_t baton_sample_scratch_bytes(int32_t samples_max, int32_t vocab
  * is greedy. */
 BATON_API int32_t baton_sample(const baton_pool *pool, const baton_step *step,
                                const baton_sample_args *args, void *stream);
+
+/* ---- Speculative decoding -------------------------------------------------------------------------------- */
+
+/* A step that verifies draft tokens has `tokens` > 0 in baton_step_prepare. Every sequence, padding included, then has
+ * exactly `tokens` rows and samples: sample i of sequence s is s * tokens + i. A plan's row_count = sample_count is one
+ * plus the draft tokens that the slot has blocks for; its rows beyond write to the trash block and are not sampled.
+ * Positions are not advanced: baton_accept does that. Rows of draft tokens hold the slot's last token until
+ * baton_draft has replaced it.
+ *
+ * Appends up to row_count - 1 draft tokens to each slot of the step: those after the longest earlier occurrence of the
+ * end of the slot's tokens, the latest of equally long ones, of ngram_min to ngram_max tokens. An occurrence that
+ * reaches the end continues into its own draft tokens. */
+BATON_API int32_t baton_draft(const baton_pool *pool, const baton_step *step, int32_t sequences, int32_t tokens,
+                              int32_t ngram_min, int32_t ngram_max, void *stream);
+/* After baton_sample with `verifies`: keeps the samples of each slot up to the first that differs from the draft token
+ * in its place, appends these tokens, and advances the slot. The status of the other samples becomes
+ * BATON_SAMPLE_REJECTED or BATON_SAMPLE_NOT_DRAFTED. */
+BATON_API int32_t baton_accept(const baton_pool *pool, const baton_step *step, int32_t sequences, int32_t tokens,
+                               baton_sample_result *results, void *stream);
 
 /* ---- For tests and benchmarks --------------------------------------------------------------------------- */
 

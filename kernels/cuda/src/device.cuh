@@ -167,6 +167,7 @@ int32_t load_rows();
 int32_t load_rope();
 int32_t load_blocks();
 int32_t load_step();
+int32_t load_drafts();
 int32_t load_attention();
 int32_t load_decode_attention();
 int32_t load_skinny_gemm();

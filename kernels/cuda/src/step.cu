@@ -81,9 +81,15 @@ __device__ void apply_plan(const baton_pool& pool, const uint32_t* words, const 
   }
 }
 
+// The sums of one sequence. With `samples` or `rows` above 0, the sequence has this many whatever its plan.
+__device__ Sums sums_of(const baton_plan_sequence& sequence, int length, int samples, int rows) {
+  return {rows > 0 ? rows : sequence.row_count, samples > 0 ? samples : sequence.sample_count,
+          (length + TOKENS - 1) / TOKENS};
+}
+
 __global__ void __launch_bounds__(THREADS)
     plan_kernel(const baton_pool pool, const uint32_t* words, const baton_step step, int rows, int sequences,
-                int samples) {
+                int samples, int tokens) {
   __shared__ Sums shared[WARP];
   __shared__ Sums whole;
   follow_predecessor();
@@ -103,13 +109,14 @@ __global__ void __launch_bounds__(THREADS)
       sequence[j] = plan[index];
       baton_slot& slot = pool.slots[sequence[j].slot];
       length[j] = slot.position + sequence[j].row_count;
-      slot.position = length[j];
-      own = own + Sums{sequence[j].row_count, sequence[j].sample_count, (length[j] + TOKENS - 1) / TOKENS};
+      if (tokens == 0) slot.position = length[j];
     } else if (index < sequences) {
       sequence[j] = {-1, 1, 0, -1};
       length[j] = 1;
-      own = own + Sums{1, 0, 1};
+    } else {
+      sequence[j] = {-1, 0, 0, -1};
     }
+    own = own + sums_of(sequence[j], length[j], index < count ? tokens : 0, index < sequences ? tokens : 0);
   }
   Sums before = sum_before(own, shared);
   for (int j = 0; j < EACH; ++j) {
@@ -120,13 +127,15 @@ __global__ void __launch_bounds__(THREADS)
     step.kv_lengths[index] = length[j];
     step.last_page_tokens[index] = (length[j] - 1) % TOKENS + 1;
     step.sequence_slots[index] = sequence[j].slot;
-    for (int sample = 0; sample < sequence[j].sample_count; ++sample) {
+    const Sums sums = sums_of(sequence[j], length[j], index < count ? tokens : 0, tokens);
+    for (int sample = 0; sample < sums.samples; ++sample) {
       const int to = before.samples + sample;
-      step.sampled_rows[to] = before.rows + sequence[j].row_count - sequence[j].sample_count + sample;
-      step.sample_slots[to] = sequence[j].slot;
+      const bool is_planned = sample < sequence[j].sample_count;
+      step.sampled_rows[to] = before.rows + sums.rows - sums.samples + sample;
+      step.sample_slots[to] = is_planned ? sequence[j].slot : -1;
       step.sample_masks[to] = -1;
     }
-    before = before + Sums{sequence[j].row_count, sequence[j].sample_count, (length[j] + TOKENS - 1) / TOKENS};
+    before = before + sums;
     if (index == sequences - 1) {
       step.row_indptr[sequences] = before.rows;
       step.page_indptr[sequences] = before.pages;
@@ -147,18 +156,18 @@ __global__ void __launch_bounds__(THREADS)
     step.sample_masks[i] = -1;
   }
   if (threadIdx.x == 0) {
-    const int padding = max(sequences - count, 0);
+    const int padding = max(sequences - count, 0) * max(tokens, 1);
     step.counts[0] = count;
     step.counts[1] = whole.rows - padding;
     step.counts[2] = whole.samples;
-    step.counts[3] = whole.pages - padding;
+    step.counts[3] = whole.pages - max(sequences - count, 0);
     step.counts[4] = static_cast<int32_t>(header.step_id);
     step.counts[5] = step.counts[6] = step.counts[7] = 0;
   }
 }
 
 // blockIdx.y is the sequence, whose blocks share its rows and pages. The last y processes rows of no sequence.
-__global__ void expand_kernel(const baton_pool pool, const baton_step step, int rows, int sequences) {
+__global__ void expand_kernel(const baton_pool pool, const baton_step step, int rows, int sequences, int verified) {
   follow_predecessor();
   const int thread = blockIdx.x * blockDim.x + threadIdx.x, threads = gridDim.x * blockDim.x;
   const int trash = pool.trash_block * TOKENS;
@@ -175,15 +184,19 @@ __global__ void expand_kernel(const baton_pool pool, const baton_step step, int 
   const int slot = step.sequence_slots[sequence];
   const int first_row = step.row_indptr[sequence], row_count = step.row_indptr[sequence + 1] - first_row;
   const int first_page = step.page_indptr[sequence], pages = step.page_indptr[sequence + 1] - first_page;
-  const int first_position = step.kv_lengths[sequence] - row_count;
+  // A slot that verifies draft tokens is not advanced yet, and its last rows may have no place in its blocks.
+  const int first_position = verified == 0 ? step.kv_lengths[sequence] - row_count
+                             : slot < 0    ? 0
+                                           : pool.slots[slot].position;
+  const int end = step.kv_lengths[sequence];
   const int32_t* table = pool.block_tables + static_cast<int64_t>(slot) * pool.table_width;
   const int32_t* tokens = pool.tokens + static_cast<int64_t>(slot) * pool.token_width;
   for (int i = thread; i < row_count; i += threads) {
-    const int position = first_position + i;
-    step.row_tokens[first_row + i] = slot < 0 ? 0 : tokens[position];
+    const int position = min(first_position + i, end - 1);
+    const bool has_place = slot >= 0 && first_position + i < end;
+    step.row_tokens[first_row + i] = slot < 0 ? 0 : tokens[verified == 0 ? position : first_position];
     step.row_positions[first_row + i] = position;
-    step.row_destinations[first_row + i] =
-        (slot < 0 ? trash : table[position / TOKENS] * TOKENS) + position % TOKENS;
+    step.row_destinations[first_row + i] = (has_place ? table[position / TOKENS] * TOKENS : trash) + position % TOKENS;
     step.row_sequences[first_row + i] = sequence;
   }
   for (int i = thread; i < pages; i += threads) {
@@ -217,7 +230,7 @@ int32_t load_step() {
 using namespace baton;
 
 BATON_API int32_t baton_step_prepare(const baton_pool* pool, const void* plan, const baton_step* step,
-                                     int32_t rows, int32_t sequences, int32_t samples, void* stream) {
+                                     int32_t rows, int32_t sequences, int32_t samples, int32_t tokens, void* stream) {
   return guarded([&] {
     BATON_REQUIRE(pool && plan && step, "pool, plan or step is null");
     auto within = [](const char* name, int32_t value, int32_t most) {
@@ -229,13 +242,16 @@ BATON_API int32_t baton_step_prepare(const baton_pool* pool, const void* plan, c
     BATON_TRY(within("sequences", sequences, step->sequences_max));
     BATON_TRY(within("samples", samples, step->samples_max));
     BATON_REQUIRE(rows >= sequences, "rows is %d; expected at least sequences, %d", rows, sequences);
+    BATON_REQUIRE(tokens >= 0 && (tokens == 0 || (rows == sequences * tokens && samples == rows)),
+                  "tokens is %d for %d rows, %d samples and %d sequences; expected 0, or as many rows and samples each",
+                  tokens, rows, samples, sequences);
     BATON_TRY(launch("step plan", plan_kernel, dim3(1), dim3(THREADS), 0, as_stream(stream), *pool,
-                     static_cast<const uint32_t*>(plan), *step, rows, sequences, samples));
+                     static_cast<const uint32_t*>(plan), *step, rows, sequences, samples, tokens));
     // Long sequences have hundreds of pages, prompts thousands of rows; decode steps need one block each.
     const int64_t each = (rows + sequences) / (sequences + 1) + step->pages_max / (step->sequences_max + 1);
     const int blocks = sequences >= 256 ? 1 : each > 2048 ? 8 : each > 256 ? 2 : 1;
     return launch("step rows", expand_kernel, dim3(blocks, sequences + 1), dim3(256), 0, as_stream(stream), *pool,
-                  *step, rows, sequences);
+                  *step, rows, sequences, tokens);
   });
 }
 

@@ -21,7 +21,7 @@ RopeArgs = struct("RopeArgs", qkv=P, queries=P, query_stride=I64, bias=P, query_
 Sampling = struct("Sampling", seed=U64, temperature=F32, top_p=F32, min_p=F32, repetition_penalty=F32,
                   presence_penalty=F32, frequency_penalty=F32, top_k=U32, min_tokens=U32, stop_count=I32,
                   logprobs=I32, prompt_len=I32, reserved=I32 * 3)
-Slot = struct("Slot", position=I32, length=I32, failed=I32, reserved=I32)
+Slot = struct("Slot", position=I32, length=I32, failed=I32, drafts=I32)
 Pool = struct("Pool", slots=P, sampling=P, tokens=P, block_tables=P, stop_tokens=P, slot_count=I32, token_width=I32,
               table_width=I32, stop_width=I32, trash_block=I32, reserved=I32)
 PlanHeader = struct("PlanHeader", word_count=U32, sequence_count=U32, row_count=U32, sample_count=U32,
@@ -43,7 +43,7 @@ SampleResult = struct("SampleResult", status=I32, token=I32, slot=I32, position=
                       step_id=U32, reserved=I32)
 TokenLogprob = struct("TokenLogprob", token=I32, logprob=F32)
 SampleArgs = struct("SampleArgs", logits=P, logit_stride=I64, masks=P, results=P, top=P, scratch=P,
-                    scratch_bytes=U64, vocabulary=I32, samples=I32, needs=I32, reserved=I32)
+                    scratch_bytes=U64, vocabulary=I32, samples=I32, needs=I32, verifies=I32)
 SkinnyArgs = struct("SkinnyArgs", weight=P, x=P, x_stride=I64, squares=P, bias=P, out=P, out_stride=I64, residual=P,
                     mirror=P, next_norm=P, squares_out=P, k=P, v=P, stride_block=I64, stride_head=I64,
                     stride_token=I64, frequencies=P, positions=P, destinations=P, eps=F32, rows=I32, n=I32, depth=I32,
@@ -52,7 +52,7 @@ SkinnyArgs = struct("SkinnyArgs", weight=P, x=P, x_stride=I64, squares=P, bias=P
 DecodeArgs = struct("DecodeArgs", q=P, q_stride=I64, k=P, v=P, stride_block=I64, stride_head=I64, stride_token=I64,
                     pages=P, page_indptr=P, table_stride=I64, kv_len=P, out=P, out_stride=I64, partial=P, counters=P,
                     rows=I32, kv_heads=I32, group=I32, head_dim=I32, window=I32, scale=F32, sms=I32, least_pages=I32,
-                    variant=I32, pdl=I32)
+                    variant=I32, pdl=I32, tokens=I32, reserved=I32, positions=P)
 Group = struct("Group", arenas=P * 8, arena_bytes=I64, fault=P, timeout_ns=I64, rank=I32, ranks=I32)
 AllReduceArgs = struct("AllReduceArgs", x=P, out=P, residual=P, weight=P, eps=F32, dtype=I32, rows=I32, width=I32,
                        way=I32, blocks=I32, threads=I32, pdl=I32)
@@ -76,7 +76,7 @@ ARGUMENTS = {
     "copy_blocks": [P, P, I32],
     "gather_blocks": [P, P, I32, P],
     "scatter_blocks": [P, P, I32, P],
-    "step_prepare": [P, P, P, I32, I32, I32],
+    "step_prepare": [P, P, P, I32, I32, I32, I32],
     "step_supply": [P, P, P, I32],
     "attention_prepare": [I32, P, P, P, P],
     "attention_run": [P, P, P, P, I32, P, I64, P, P, I32, I32],

@@ -322,7 +322,7 @@ def check_step():
             arrays = StepArrays(rows + extra + 2, len(sequences) + padding, len(want["page_indices"]) + 2,
                                 samples + padding + 2)
             lib.step_prepare(host.pool, buffer, arrays.struct, rows + extra, len(sequences) + padding,
-                             samples + padding)
+                             samples + padding, 0)
             want["counts"] += [100 + step, 0, 0, 0]
             for name, values in want.items():
                 equal(arrays.tensors[name][: len(values)], ints(values), f"step {name}, {slots} slots")
@@ -656,7 +656,7 @@ def check_step_graph():
                       scratch.numel() * 4, vocabulary, bucket, NEEDS_DRAW | NEEDS_CUT, 0)
 
     def step():
-        lib.step_prepare(host.pool, buffer, arrays.struct, bucket, bucket, bucket)
+        lib.step_prepare(host.pool, buffer, arrays.struct, bucket, bucket, bucket, 0)
         torch.index_select(table, 0, arrays.row_tokens[:bucket], out=logits)
         lib.sample(host.pool, arrays.struct, args)
 

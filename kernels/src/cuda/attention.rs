@@ -26,7 +26,8 @@ const DECODE_HEAD_DIMS: [usize; 2] = [64, 128];
 /// Kernel that computes attention.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum AttentionKind {
-    /// The fastest that supports the shape: Baton's decode attention where every row decodes, else FlashInfer.
+    /// The fastest that supports the shape: Baton's decode attention where every row decodes or verifies draft
+    /// tokens, else FlashInfer.
     Auto,
     /// FlashInfer wherever it supports the shape.
     Flash,
@@ -127,7 +128,7 @@ impl Attention {
         starts_early: bool,
     ) -> Result<(), CudaError> {
         if let Some(decode) = &self.decode
-            && step.is_decode()
+            && (step.is_decode() || step.verified() > 0)
             && step.rows() <= DECODE_ROWS_MAX
             && Decode::serves(heads, step.kv_layout().dtype)
         {
@@ -191,7 +192,11 @@ impl Attention {
                 allowed: "at most 4",
             });
         }
-        let kind = self.kind_of(step.kv_layout().dtype);
+        let kind = match step.verified() {
+            0 => self.kind_of(step.kv_layout().dtype),
+            // The other kernels need a host plan, and only the device knows the lengths.
+            _ => AttentionKind::Plain,
+        };
         let place = self.next;
         self.next = (self.next + 1) % self.places.len();
         // The plain kernel's plan is empty. No copy is enqueued, so the kernel can be captured.
@@ -294,11 +299,13 @@ impl Decode {
             pages: arrays.page_indices,
             page_indptr: arrays.page_indptr,
             kv_len: arrays.kv_lengths,
+            positions: arrays.row_positions,
             out,
             out_stride: heads.query_width() as i64,
             partial: self.partial.address(),
             counters: self.counters.address(),
-            rows: step.rows() as i32,
+            rows: step.sequences() as i32,
+            tokens: step.verified() as i32,
             kv_heads: heads.kv_heads as i32,
             group: (heads.query_heads / heads.kv_heads) as i32,
             head_dim: heads.head_dim as i32,

@@ -78,6 +78,18 @@ pub struct StepInput<'a> {
     pub sequences: &'a [StepRows],
     /// The device pads a decode step to this number of rows.
     pub rows_min: u32,
+    /// Draft tokens that a decode step verifies.
+    pub drafts: Option<Drafts>,
+}
+
+/// Draft tokens of a step: those after the longest earlier occurrence of the end of a slot's tokens.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Drafts {
+    /// Rows of every sequence: its last token, and the maximum number of draft tokens. A sequence's
+    /// [`StepRows::rows`] is one more than its own maximum.
+    pub rows: u32,
+    pub ngram_min: u32,
+    pub ngram_max: u32,
 }
 
 /// A batch on one backend's GPU.
@@ -306,7 +318,7 @@ impl DeviceBatch {
         );
         let (last, before) = plans.split_last().expect("a step has a plan");
         for words in before {
-            self.upload_plan(backend, words, (0, 0, 0))?;
+            self.upload_plan(backend, words, (0, 0, 0, 0))?;
         }
         self.has_masks = false;
         let serial = self.serial.fetch_add(1, Ordering::Relaxed);
@@ -317,9 +329,25 @@ impl DeviceBatch {
         let sampled = input.sequences.iter().filter(|sequence| sequence.samples > 0);
         let needs = sampled.fold(0, |all, sequence| all | self.needs[sequence.slot as usize]);
         let memory = Arc::clone(&self.memory);
-        let step = CudaStep::new(memory, serial, input.sequences, rows_min, needs);
-        let sizes = (step.rows(), step.sequences(), step.samples());
+        let verified = input.drafts.map_or(0, |drafts| drafts.rows as usize);
+        let step = CudaStep::new(memory, serial, input.sequences, rows_min, verified, needs);
+        let sizes = (step.rows(), step.sequences(), step.samples(), verified);
         self.upload_plan(backend, last, sizes)?;
+        if let Some(Drafts { rows, ngram_min, ngram_max }) = input.drafts {
+            let (pool, arrays) = (step.pool(), step.arrays());
+            let numbers =
+                (step.sequences() as i32, rows as i32, ngram_min as i32, ngram_max as i32);
+            let (sequences, rows, ngram_min, ngram_max) = numbers;
+            // SAFETY: the sequences are those of the prepared step, whose tokens and blocks have room for the
+            // draft tokens.
+            unsafe {
+                launch!(
+                    backend.library(),
+                    backend.compute(),
+                    baton_draft(pool, arrays, sequences, rows, ngram_min, ngram_max)
+                )
+            }?;
+        }
         Ok(step)
     }
 
@@ -328,7 +356,7 @@ impl DeviceBatch {
         &mut self,
         backend: &CudaBackend,
         words: &[u32],
-        (rows, sequences, samples): (usize, usize, usize),
+        (rows, sequences, samples, verified): (usize, usize, usize, usize),
     ) -> Result<(), CudaError> {
         self.upload(backend, words, &[], |batch, plan, library| {
             let compute = backend.compute();
@@ -338,13 +366,14 @@ impl DeviceBatch {
             }
             let BatchMemory { pool, step, .. } = &*batch.memory;
             let (rows, sequences, samples) = (rows as i32, sequences as i32, samples as i32);
+            let verified = verified as i32;
             // SAFETY: the plan was encoded within the limits of pool and step, and its slots and blocks were
             // checked. The plan is uploaded before the kernels run, and overwritten after them.
             unsafe {
                 launch!(
                     library,
                     compute,
-                    baton_step_prepare(pool, plan, step, rows, sequences, samples)
+                    baton_step_prepare(pool, plan, step, rows, sequences, samples, verified)
                 )
             }
         })
@@ -448,14 +477,17 @@ impl DeviceBatch {
         Ok(end)
     }
 
-    /// Returns a step of padding rows for a graph capture, with the same addresses as every other step.
-    pub fn filling(&self, rows: u32) -> CudaStep {
+    /// Returns a step of padding sequences for a graph capture, with the same addresses as every other step.
+    /// With `verified` above 0, each has this many rows.
+    pub fn filling(&self, sequences: u32, verified: u32) -> CudaStep {
         let serial = self.serial.fetch_add(1, Ordering::Relaxed);
-        CudaStep::new(Arc::clone(&self.memory), serial, &[], rows as usize, 0)
+        let memory = Arc::clone(&self.memory);
+        CudaStep::new(memory, serial, &[], sequences as usize, verified as usize, 0)
     }
 
-    /// Samples a token for every sampled row and appends it to its slot's tokens. In a group, `logits`
-    /// covers the rank's vocabulary shard, and all ranks sample the same token.
+    /// Samples a token for every sampled row and appends it to its slot's tokens. A step that verifies draft
+    /// tokens appends the samples up to the first that differs from the draft token in its place. In a group,
+    /// `logits` covers the rank's vocabulary shard, and all ranks sample the same token.
     pub fn sample(
         &mut self,
         backend: &CudaBackend,
@@ -467,7 +499,21 @@ impl DeviceBatch {
         // The previous step's results must be downloaded before they are overwritten.
         compute.wait(&self.downloaded)?;
         self.pass(compute)?;
-        self.sampler.sample(backend, logits, step, self.has_masks)
+        self.sampler.sample(backend, logits, step, self.has_masks)?;
+        if step.verified() == 0 {
+            return Ok(());
+        }
+        let (pool, arrays, results) =
+            (step.pool(), step.arrays(), self.sampler.results().address());
+        let (sequences, rows) = (step.sequences() as i32, step.verified() as i32);
+        // SAFETY: the results are those of the step's samples, `rows` for each sequence.
+        unsafe {
+            launch!(
+                backend.library(),
+                compute,
+                baton_accept(pool, arrays, sequences, rows, results)
+            )
+        }
     }
 
     /// Samples within a graph capture, which may not wait for another stream. Before a replay, the caller
@@ -576,12 +622,18 @@ impl DeviceBatch {
         let is_allowed = all_samples <= samples.into();
         check(is_allowed, "the number of samples", all_samples, "the limit or fewer")?;
         let (rows_min, what) = (input.rows_min, "the padded number of rows");
-        let is_allowed = rows_min <= rows.min(samples).min(slots);
+        let verified = input.drafts.map_or(0, |drafts| drafts.rows);
+        let padded = rows_min.max(sequences.len() as u32).saturating_mul(verified);
+        let is_allowed = rows_min <= rows.min(samples).min(slots) && padded <= rows.min(samples);
         check(is_allowed, what, rows_min.into(), "the limit or fewer")?;
         for &StepRows { position, rows, samples, .. } in sequences {
-            let is_allowed = rows_min == 0 || (rows, samples) == (1, 1);
+            let is_allowed = match verified {
+                0 => rows_min == 0 || (rows, samples) == (1, 1),
+                _ => rows <= verified && samples == rows,
+            };
             let what = "the rows of a padded step's sequence";
-            check(is_allowed, what, rows.into(), "one row that samples")?;
+            let allowed = "one row and its draft tokens, which sample";
+            check(is_allowed, what, rows.into(), allowed)?;
             let end = u64::from(position) + u64::from(rows);
             let is_allowed = rows > 0 && samples <= rows && end <= sequence_tokens.into();
             let allowed =

@@ -7,7 +7,7 @@ use std::ffi::{c_char, c_void};
 use cudarc::driver::sys::CUdeviceptr;
 
 /// `BATON_ABI_VERSION`.
-pub const ABI_VERSION: i32 = 3;
+pub const ABI_VERSION: i32 = 4;
 /// `BATON_INVALID`.
 pub const INVALID: i32 = 1;
 /// `BATON_UNSUPPORTED`.
@@ -121,7 +121,7 @@ structs! {
         pub position: i32,
         pub length: i32,
         pub failed: i32,
-        pub reserved: i32,
+        pub drafts: i32,
     }
 
     pub struct Pool {
@@ -264,7 +264,7 @@ structs! {
         pub vocabulary: i32,
         pub samples: i32,
         pub needs: i32,
-        pub reserved: i32,
+        pub verifies: i32,
     }
 
     #[derive(Default)]
@@ -329,6 +329,9 @@ structs! {
         pub least_pages: i32,
         pub variant: i32,
         pub pdl: i32,
+        pub tokens: i32,
+        pub reserved: i32,
+        pub positions: Address,
     }
 
     pub struct Group {
@@ -397,7 +400,7 @@ functions! {
     baton_gather_rows: fn(i32, Address, Address, Address, i32, i32, RawStream) -> i32;
     baton_rope_store_kv: fn(*const Kv, *const RopeArgs, RawStream) -> i32;
     baton_step_prepare:
-        fn(*const Pool, Address, *const Step, i32, i32, i32, RawStream) -> i32;
+        fn(*const Pool, Address, *const Step, i32, i32, i32, i32, RawStream) -> i32;
     baton_step_supply: fn(*const Pool, Address, *const Step, i32, RawStream) -> i32;
     baton_attention_prepare:
         fn(
@@ -429,6 +432,8 @@ functions! {
     baton_skinny_gemm_rows_max: fn() -> i32;
     baton_skinny_gemm_tile: fn(*const SkinnyGemmArgs) -> i32;
     baton_sample: fn(*const Pool, *const Step, *const SampleArgs, RawStream) -> i32;
+    baton_draft: fn(*const Pool, *const Step, i32, i32, i32, i32, RawStream) -> i32;
+    baton_accept: fn(*const Pool, *const Step, i32, i32, Address, RawStream) -> i32;
     baton_load_moves: fn() -> i32;
     baton_move_rows:
         fn(

@@ -87,7 +87,7 @@ mod upload;
 
 pub use attention::AttentionKind;
 pub use backend::{CudaBackend, CudaOptions};
-pub use batch::{BatchLimits, CudaFrame, DeviceBatch, Finished, Output, StepInput};
+pub use batch::{BatchLimits, CudaFrame, DeviceBatch, Drafts, Finished, Output, StepInput};
 pub use buffer::{CudaBuffer, CudaMatrix, CudaVector};
 pub use channel::{NcclChannels, PeerExchange, nccl_link_bytes, nccl_reserved_sms};
 pub use clock::DeviceClock;

@@ -36,6 +36,10 @@ pub enum SampleOutcome {
     },
     /// Every token is masked.
     NoCandidate,
+    /// A draft token before the row was not accepted.
+    Rejected,
+    /// The row verifies no draft token.
+    NotDrafted,
 }
 
 /// Buffers of sampling.
@@ -143,7 +147,7 @@ impl Sampler {
             vocabulary: self.vocabulary as i32,
             samples: step.samples() as i32,
             needs: step.needs(),
-            reserved: 0,
+            verifies: (step.verified() > 0).into(),
         };
         if let (Some(group), None) = (backend.group(), &self.whole) {
             let places = (step.pool(), step.arrays());
@@ -207,6 +211,8 @@ pub(super) fn outcome(
             SampleOutcome::Token(SampledToken { id: result.token as u32, logprobs })
         }
         2 => SampleOutcome::NoCandidate,
+        3 => SampleOutcome::Rejected,
+        4 => SampleOutcome::NotDrafted,
         _ => SampleOutcome::BadLogit { token: result.token as u32, value: result.logprob },
     }
 }

@@ -13,6 +13,8 @@ pub struct CudaStep {
     serial: u64,
     rows: usize,
     samples: usize,
+    /// Rows of every sequence in a step that verifies draft tokens, else 0.
+    verified: usize,
     /// Whether every sequence has one row, which samples.
     is_decode: bool,
     /// Sampling kernels that any row needs.
@@ -24,26 +26,27 @@ pub struct CudaStep {
 
 impl CudaStep {
     /// Creates a step of these sequences. The device pads the step with sequences of one row up to
-    /// `sequences_min`.
+    /// `sequences_min`. With `verified` above 0, every sequence has this many rows, all of which sample.
     pub(super) fn new(
         memory: Arc<BatchMemory>,
         serial: u64,
         sequences: &[StepRows],
         sequences_min: usize,
+        verified: usize,
         needs: i32,
     ) -> Self {
         let (mut row_indptr, mut page_indptr) = (vec![0], vec![0]);
         let mut kv_lengths = Vec::with_capacity(sequences.len());
         let (mut rows, mut pages, mut samples) = (0, 0, 0);
-        let is_decode =
-            sequences.iter().all(|sequence| (sequence.rows, sequence.samples) == (1, 1));
+        let is_decode = verified == 0
+            && sequences.iter().all(|sequence| (sequence.rows, sequence.samples) == (1, 1));
         let filling = sequences_min.saturating_sub(sequences.len());
         let filling = std::iter::repeat_n(StepRows::FILLING, filling);
         for sequence in sequences.iter().copied().chain(filling) {
             let length = (sequence.position + sequence.rows) as usize;
-            rows += sequence.rows as usize;
+            rows += if verified > 0 { verified } else { sequence.rows as usize };
             pages += length.div_ceil(BLOCK_TOKENS);
-            samples += sequence.samples as usize;
+            samples += if verified > 0 { verified } else { sequence.samples as usize };
             row_indptr.push(rows as i32);
             page_indptr.push(pages as i32);
             kv_lengths.push(length as i32);
@@ -53,6 +56,7 @@ impl CudaStep {
             serial,
             rows,
             samples,
+            verified,
             is_decode,
             needs,
             row_indptr,
@@ -77,6 +81,12 @@ impl CudaStep {
     /// order; for padding rows the first row is sampled again.
     pub fn is_decode(&self) -> bool {
         self.is_decode
+    }
+
+    /// Returns the rows of every sequence in a step that verifies draft tokens, else 0. Only the device knows
+    /// the lengths of such a step's sequences.
+    pub fn verified(&self) -> usize {
+        self.verified
     }
 
     pub fn kv_layout(&self) -> KvLayout {

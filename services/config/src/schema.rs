@@ -205,7 +205,7 @@ section! {
             "About half a sentence or a line of code; a longer match predicts little better.",
             1..=64;
         /// Device of the forward pass: cpu, cuda (an NVIDIA GPU), or auto, which selects a usable GPU and
-        /// otherwise the CPU. GPUs support neither q8 nor speculative decoding: with these, auto selects the CPU.
+        /// otherwise the CPU. GPUs do not support q8: with it, auto selects the CPU.
         device: Device = Device::Auto,
             "auto uses a GPU where there is one; cuda is an error where no GPU is usable, and baton doctor gives the reason.";
         /// UUID of the GPU as baton doctor and nvidia-smi -L show it, or a unique prefix; with tensor parallelism

@@ -3,7 +3,7 @@
 mod batch;
 pub mod cpu;
 pub mod cuda;
-mod ngram;
+pub mod ngram;
 pub mod sim;
 mod step_times;
 mod worker;

@@ -8,7 +8,7 @@ use std::{
 };
 
 use cluster::TEXT_BYTES_MAX;
-use config::{Config, Device, Speculate, Transport};
+use config::{Config, Device, Transport};
 use engine::{
     defaults::NodeDevice,
     executor::{
@@ -129,7 +129,6 @@ pub(crate) fn gpus_of_ranks(
 /// Checks the GPUs here, so that one message reports a problem instead of one per rank.
 fn find_for_ranks(config: &Config, weights: WeightFormat) -> Result<Vec<String>, StartError> {
     let node = &config.node;
-    check_speculation(node)?;
     let unsupported = |what, value, allowed| CudaError::Unsupported { what, value, allowed }.into();
     if weights == WeightFormat::Q8 {
         return Err(unsupported("the weights' format", weights.to_string(), "f32 and bf16"));
@@ -218,14 +217,6 @@ fn warn_of_host_digests(digested: Result<(), CudaError>) {
     }
 }
 
-fn check_speculation(node: &config::Node) -> Result<(), CudaError> {
-    if node.speculate != Speculate::Off {
-        let (what, value) = ("node.speculate", node.speculate.to_string());
-        return Err(CudaError::Unsupported { what, value, allowed: "off" });
-    }
-    Ok(())
-}
-
 /// Opens the GPU with this UUID, or the first.
 pub(crate) fn open_gpu(
     config: &Config,
@@ -233,7 +224,6 @@ pub(crate) fn open_gpu(
     gpu: Option<&str>,
 ) -> Result<CudaBackend, CudaError> {
     let node = &config.node;
-    check_speculation(node)?;
     let reserved_sms = reserved_sms(config);
     let options = CudaOptions { reserved_sms, ..CudaOptions::new(weights) };
     let backend = CudaBackend::open(gpu, kernels(node).as_deref(), options)?;

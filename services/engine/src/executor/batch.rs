@@ -42,21 +42,26 @@ impl Tokens for Vec<u32> {
     }
 }
 
-/// Number of tokens on the device after the steps launched so far.
+/// Number of tokens on the device after the steps launched so far, if every draft token is accepted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct TokenCount(usize);
+pub struct TokenCount {
+    most: usize,
+    /// Draft tokens of steps in flight, which are among `most`.
+    unknown: usize,
+}
 
 impl Tokens for TokenCount {
     fn admitted(tokens: &[u32]) -> Self {
-        Self(tokens.len())
+        Self { most: tokens.len(), unknown: 0 }
     }
 
     fn count(&self) -> usize {
-        self.0
+        self.most
     }
 
     fn join(&mut self, drafts: &[u32]) {
-        self.0 += drafts.len();
+        self.most += drafts.len();
+        self.unknown += drafts.len();
     }
 }
 
@@ -402,7 +407,36 @@ impl Batch {
 impl Batch<TokenCount> {
     /// Notes that the device samples a token for a row of the current step and appends it there.
     pub fn will_sample(&mut self, scheduled: &ScheduledRow) {
-        self.row_mut(scheduled.slot).tokens.0 += 1;
+        self.row_mut(scheduled.slot).tokens.most += 1;
+    }
+
+    /// Notes that the device verifies the draft tokens of a row of the current step.
+    pub fn will_draft(&mut self, scheduled: &ScheduledRow) {
+        let row = self.row_mut(scheduled.slot);
+        row.tokens.most += scheduled.draft_count;
+        row.tokens.unknown += scheduled.draft_count;
+        row.position += scheduled.draft_count;
+    }
+
+    /// Notes how many draft tokens of a row the device accepted. Does nothing when the occupant has left.
+    pub fn drafts_accepted(&mut self, scheduled: &ScheduledRow, accepted: usize) {
+        let ScheduledRow { slot, generation, draft_count, .. } = *scheduled;
+        let occupant = self.rows[slot.0 as usize].as_mut();
+        if let Some(row) = occupant.filter(|row| row.generation == generation) {
+            row.tokens.unknown -= draft_count;
+            row.tokens.most -= draft_count - accepted;
+            row.position -= draft_count - accepted;
+        }
+    }
+
+    /// Returns the draft tokens of a row in steps in flight.
+    pub fn unknown(&self, slot: Slot) -> usize {
+        self.row(slot).tokens.unknown
+    }
+
+    /// Returns whether any row has draft tokens in steps in flight.
+    pub fn has_unknown(&self) -> bool {
+        self.rows().any(|(_, row)| row.tokens.unknown > 0)
     }
 }
 

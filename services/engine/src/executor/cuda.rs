@@ -3,7 +3,8 @@
 //! `launch` enqueues a step on the GPU's streams and returns. Tokens, positions and lengths stay on the
 //! device, so the next step is launched before the tokens of this step are known. A thread waits for the
 //! results (the only blocking call of a step) and passes them to `collect`. The host mirrors lengths and
-//! blocks of every slot, but no tokens.
+//! blocks of every slot, but no tokens. With speculative decoding the device finds the draft tokens and
+//! accepts them, so the mirrored lengths of rows with draft tokens in flight are upper bounds.
 
 mod graphs;
 mod kv_size;
@@ -22,8 +23,8 @@ use kernels::{
     arena::{StreamAccess, StreamStep},
     cuda::{
         Admission, BatchLimits, CudaBackend, CudaError, CudaFrame, CudaStep, Delays, DeviceBatch,
-        DeviceClock, DeviceKv, Event, Extension, Finished, GemmShape, SampleOutcome, StepInput,
-        Tuned, Tuning, row_steps,
+        DeviceClock, DeviceKv, Drafts, Event, Extension, Finished, GemmShape, SampleOutcome,
+        StepInput, Tuned, Tuning, row_steps,
     },
 };
 use model::{Checkpoint, Limits, Llama, LoadProgress, ModelConfig, ModelError};
@@ -94,7 +95,7 @@ impl CudaModel {
         check_sizes(checkpoint.config(), backend.shard())?;
         let largest_step = Limits {
             rows_max: limits.step_tokens as usize,
-            sampled_max: limits.slots.min(limits.step_tokens) as usize,
+            sampled_max: samples_max(limits) as usize,
         };
         let started = Instant::now();
         // Only computes the memory: no weight is read.
@@ -161,6 +162,8 @@ pub struct CudaExecutor {
     access: StreamAccess,
     rows: Rows,
     launched: VecDeque<Launched>,
+    /// Results that `launch` waited for.
+    collected: VecDeque<StepResult>,
     /// The step launched last, until its token bitmasks are supplied.
     awaiting: Option<Awaiting>,
     masks_are_due: bool,
@@ -176,6 +179,8 @@ pub struct CudaExecutor {
 struct Launched {
     step_id: u64,
     scheduled: Vec<ScheduledRow>,
+    /// Samples of each row that samples.
+    row_samples: usize,
     /// The results of the plan's rows without their tokens.
     results: Vec<RowResult>,
     blocks: StreamStep,
@@ -248,6 +253,7 @@ impl CudaExecutor {
             access: StreamAccess::new(arena),
             rows: Rows::new(limits),
             launched: VecDeque::new(),
+            collected: VecDeque::new(),
             awaiting: None,
             masks_are_due: false,
             forwarded,
@@ -278,11 +284,15 @@ impl CudaExecutor {
         let range = |name| library.range(name, step_id);
         let planning = range(c"plan");
         let bad = |reason: String| ExecutorError::BadPlan { step_id, reason };
-        let step = self.rows.apply(plan)?;
+        let verified = self.graphs.verified(plan);
+        if verified == 0 && !self.graphs.replays(plan) && self.rows.has_unknown() {
+            self.collect_launched()?;
+        }
+        let step = self.rows.apply(plan, verified)?;
         let blocks = self.access.acquire(self.rows.blocks(&step));
         let blocks = blocks.map_err(|error| bad(error.to_string()))?;
         let wants_logprobs = step.wants_logprobs.clone();
-        let (rows_min, dispatch) = self.graphs.dispatch(&step.sequences);
+        let (rows_min, dispatch) = self.graphs.dispatch(&step.sequences, verified);
         let input = StepInput {
             step_id,
             admissions: &step
@@ -300,10 +310,23 @@ impl CudaExecutor {
                 .collect::<Vec<_>>(),
             sequences: &step.sequences,
             rows_min,
+            drafts: self.limits.speculation.filter(|_| verified > 0).map(|speculation| Drafts {
+                rows: verified,
+                ngram_min: speculation.ngram_min,
+                ngram_max: speculation.ngram_max,
+            }),
         };
         let results = step.scheduled.iter().map(|row| self.rows.unsampled(row)).collect();
         let scheduled = step.scheduled;
-        self.launched.push_back(Launched { step_id, scheduled, results, blocks, dispatch });
+        let row_samples = verified.max(1) as usize;
+        self.launched.push_back(Launched {
+            step_id,
+            scheduled,
+            row_samples,
+            results,
+            blocks,
+            dispatch,
+        });
         let job = (|| {
             let backend = &mut self.backend;
             backend.context().bind()?;
@@ -311,7 +334,7 @@ impl CudaExecutor {
             drop(planning);
             let _launching = range(c"launch");
             if prepared.rows() > 0 {
-                match self.graphs.of(dispatch) {
+                match self.graphs.of(dispatch, verified) {
                     Some(graph) => graph.launch(backend.compute())?,
                     None => _ = self.model.forward(backend, &mut prepared),
                 }
@@ -341,6 +364,31 @@ impl CudaExecutor {
         self.batch.end(backend, step_id, wants_logprobs)
     }
 
+    /// Waits for every step in flight. FlashInfer plans attention on the host, with the lengths of all rows.
+    /// Only decode attention reads them from the device, which alone knows how many draft tokens it accepted.
+    fn collect_launched(&mut self) -> Result<(), ExecutorError> {
+        while !self.launched.is_empty() {
+            if let Some(result) = self.receive(POLL_MAX)? {
+                self.collected.push_back(result);
+            }
+        }
+        Ok(())
+    }
+
+    /// Waits for the worker's next message, and returns a result if the message is one.
+    fn receive(&mut self, timeout: Duration) -> Result<Option<StepResult>, ExecutorError> {
+        match self.worker.receive(timeout)? {
+            Some(Done::Frame(finished)) => self.result(finished).map(Some),
+            Some(Done::Forward(step_id, event)) => {
+                self.forwarded.push(event);
+                let awaiting = self.awaiting.as_ref();
+                self.masks_are_due |= awaiting.is_some_and(|awaiting| awaiting.step_id == step_id);
+                Ok(None)
+            }
+            None => Ok(None),
+        }
+    }
+
     fn result(&mut self, finished: Finished) -> Result<StepResult, ExecutorError> {
         let taken_at = Some(Instant::now());
         // An all-reduce may have timed out.
@@ -361,8 +409,12 @@ impl CudaExecutor {
         let mut outcomes = finished.outcomes.into_iter();
         let mut rows = launched.results;
         for (row, scheduled) in rows.iter_mut().zip(&launched.scheduled) {
-            let outcome = if scheduled.samples { outcomes.next() } else { None };
-            sampled(row, outcome.filter(|_| !scheduled.is_late));
+            let samples = if scheduled.samples { launched.row_samples } else { 0 };
+            let outcomes: Vec<_> = outcomes.by_ref().take(samples).collect();
+            if !scheduled.is_late {
+                sampled(row, outcomes);
+            }
+            self.rows.collect(scheduled, row);
         }
         Ok(StepResult { step_id: launched.step_id, rows, busy, run })
     }
@@ -398,6 +450,9 @@ impl Executor for CudaExecutor {
     }
 
     fn collect(&mut self, timeout: Duration) -> Result<Option<StepResult>, ExecutorError> {
+        if let Some(result) = self.collected.pop_front() {
+            return Ok(Some(result));
+        }
         let deadline = Instant::now().checked_add(timeout);
         if self.polls && !self.launched.is_empty() {
             let until = Instant::now() + timeout.min(POLL_MAX);
@@ -406,16 +461,7 @@ impl Executor for CudaExecutor {
             }
         }
         let left = deadline.map_or(timeout, |at| at.saturating_duration_since(Instant::now()));
-        match self.worker.receive(left)? {
-            Some(Done::Frame(finished)) => self.result(finished).map(Some),
-            Some(Done::Forward(step_id, event)) => {
-                self.forwarded.push(event);
-                let awaiting = self.awaiting.as_ref();
-                self.masks_are_due |= awaiting.is_some_and(|awaiting| awaiting.step_id == step_id);
-                Ok(None)
-            }
-            None => Ok(None),
-        }
+        self.receive(left)
     }
 
     fn limits(&self) -> ExecutorLimits {
@@ -454,19 +500,29 @@ fn admission(row: &crate::plan::AdmittedRow) -> Admission<'_> {
     }
 }
 
-fn sampled(result: &mut RowResult, outcome: Option<SampleOutcome>) {
-    match outcome {
-        None => {}
-        Some(SampleOutcome::Token(token)) => result.tokens.push(token),
-        Some(SampleOutcome::BadLogit { token, value }) => {
-            let reason = format!("invalid logit of token {token}: {value}");
-            result.failure = Some(RowFailure::Logits { reason });
-        }
-        Some(SampleOutcome::NoCandidate) => {
-            let reason = "every token is masked".to_owned();
-            result.failure = Some(RowFailure::Sampling { reason });
+/// Adds the outcomes of a row's samples to its result. The samples after the first verify draft tokens.
+fn sampled(result: &mut RowResult, outcomes: Vec<SampleOutcome>) {
+    for (index, outcome) in outcomes.into_iter().enumerate() {
+        result.drafted += u32::from(index > 0 && outcome != SampleOutcome::NotDrafted);
+        match outcome {
+            SampleOutcome::Token(token) => result.tokens.push(token),
+            SampleOutcome::BadLogit { token, value } => {
+                let reason = format!("invalid logit of token {token}: {value}");
+                result.failure = Some(RowFailure::Logits { reason });
+            }
+            SampleOutcome::NoCandidate => {
+                let reason = "every token is masked".to_owned();
+                result.failure = Some(RowFailure::Sampling { reason });
+            }
+            SampleOutcome::Rejected | SampleOutcome::NotDrafted => {}
         }
     }
+}
+
+/// Returns the most samples of a step.
+fn samples_max(limits: &ExecutorLimits) -> u32 {
+    let verified = limits.speculation.map_or(0, |speculation| speculation.step_tokens);
+    limits.slots.max(verified).min(limits.step_tokens)
 }
 
 /// Returns the tokens that steps in flight may add to the longest sequence.
@@ -475,7 +531,7 @@ fn batch_limits(limits: &ExecutorLimits) -> BatchLimits {
         slots: limits.slots,
         sequence_tokens: limits.sequence_tokens + limits.depth + 1,
         rows: limits.step_tokens,
-        samples: limits.slots.min(limits.step_tokens),
+        samples: samples_max(limits),
         stops: STOPS_MAX,
         vocabulary: limits.vocabulary,
         depth: limits.depth,
@@ -504,7 +560,7 @@ fn gemm_shapes(
         let shapes = if rows <= limits.slots as usize { &mut decode } else { &mut prefill };
         shapes.extend(layer.map(|(inputs, outputs)| (rows, inputs, outputs, dtype)));
     }
-    for rows in row_steps(limits.slots.min(limits.step_tokens) as usize) {
+    for rows in row_steps(samples_max(limits) as usize) {
         decode.push((rows, config.hidden_size, tokens, Dtype::F32));
     }
     decode.extend(prefill.into_iter().rev());
@@ -546,10 +602,6 @@ fn check(
     }
     for blocks in [kv.block_count(), arena.block_count()] {
         limits.check(config, blocks)?;
-    }
-    if let Some(speculation) = limits.speculation {
-        let (what, value) = ("speculative decoding", format!("{speculation:?}"));
-        return Err(CudaError::Unsupported { what, value, allowed: "off" }.into());
     }
     Ok(())
 }

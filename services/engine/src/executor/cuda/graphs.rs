@@ -1,6 +1,6 @@
 //! CUDA graphs of decode steps, captured before serving and replayed.
 //!
-//! A graph has a fixed number of rows. A decode step is padded to the next larger graph. Padding rows read and
+//! A graph has a fixed number of rows, and of tokens per row where it verifies draft tokens. A decode step is padded to the next larger graph. Padding rows read and
 //! write a KV block that no sequence uses. The inputs of a step are on the device, so a replay needs only the
 //! step's plan.
 //! Steps with prefill rows are launched kernel by kernel: their shapes vary, and their kernels run longer
@@ -11,14 +11,15 @@ use std::time::Instant;
 use kernels::{
     BLOCK_TOKENS, BlockId,
     cuda::{
-        Admission, CudaBackend, CudaError, DeviceBatch, DeviceClock, Graph, StepInput, StepRows,
+        Admission, CudaBackend, CudaError, DeviceBatch, DeviceClock, Drafts, Graph, StepInput,
+        StepRows,
     },
     sampling::Sampling,
 };
 use model::Llama;
 
-use super::super::ExecutorLimits;
-use crate::plan::Dispatch;
+use super::super::{ExecutorLimits, Speculation};
+use crate::plan::{Dispatch, StepPlan};
 
 /// Maximum rows of a captured step. Larger decode steps are launched kernel by kernel: launches are a small
 /// part of their time.
@@ -28,6 +29,8 @@ const ROWS_MAX: u32 = 512;
 pub struct Graphs {
     /// Numbers of rows that decode steps are padded to, ascending, each with its graph if one was captured.
     sizes: Vec<(u32, Option<Graph>)>,
+    /// Numbers of rows and tokens per row of steps with draft tokens, ascending.
+    verifying: Vec<((u32, u32), Option<Graph>)>,
     /// Whether the configuration enables CUDA graphs.
     is_on: bool,
 }
@@ -54,6 +57,13 @@ impl Parts<'_> {
         };
         let sequence = StepRows { slot: 0, position: 0, rows: tokens, samples: 1 };
         self.step(&StepInput { admissions: &[admission], sequences: &[sequence], ..EMPTY })
+    }
+
+    /// Captures a decode step. With `verified` above 0, every row has this many tokens.
+    fn capture(&mut self, rows: u32, verified: u32) -> Result<Graph, CudaError> {
+        let Self { model, backend, batch, .. } = self;
+        let mut step = batch.filling(rows, verified);
+        backend.capture(|backend| _ = model.forward(backend, &mut step))
     }
 
     /// Runs one step and waits for it.
@@ -88,26 +98,62 @@ impl Graphs {
         // The largest graph first: it needs the largest shared workspace.
         for rows in decode_sizes(rows_max).into_iter().rev() {
             parts.step(&StepInput { rows_min: rows, ..EMPTY })?;
-            let mut graph = None;
-            if can_capture {
-                let Parts { model, backend, batch, .. } = &mut parts;
-                let mut step = batch.filling(rows);
-                graph = Some(backend.capture(|backend| _ = model.forward(backend, &mut step))?);
-            }
+            let graph = if can_capture { Some(parts.capture(rows, 0)?) } else { None };
             sizes.push((rows, graph));
         }
         sizes.reverse();
+        let mut verifying = Vec::new();
+        let speculation = limits.speculation.map(|speculation| (speculation, limits));
+        for (rows, tokens) in speculation.into_iter().flat_map(verified_sizes) {
+            let drafts = Some(Drafts { rows: tokens, ngram_min: 1, ngram_max: 1 });
+            parts.step(&StepInput { rows_min: rows, drafts, ..EMPTY })?;
+            let graph = if is_on { Some(parts.capture(rows, tokens)?) } else { None };
+            verifying.push(((rows, tokens), graph));
+        }
         tracing::info!(
             captured = sizes.iter().filter(|(_, graph)| graph.is_some()).count(),
+            verifying = verifying.len(),
             prefill_s = prefilled.as_secs_f64(),
             decode_s = (started.elapsed() - prefilled).as_secs_f64(),
             "warmed up"
         );
-        Ok(Self { sizes, is_on })
+        Ok(Self { sizes, verifying, is_on })
+    }
+
+    /// Returns the tokens per row of a step with draft tokens. Returns 0 for a step without: a step with
+    /// prefill or constrained rows, or with too many rows.
+    pub fn verified(&self, plan: &StepPlan) -> u32 {
+        let wanted = plan.rows.iter().map(|row| row.drafts_max).max().unwrap_or(0);
+        if plan.drafts_max == 0 || wanted == 0 || !is_decode(plan) || plan.awaits_masks {
+            return 0;
+        }
+        let fits = self.verifying.iter().map(|(size, _)| *size);
+        let mut fits = fits.filter(|(rows, _)| *rows >= plan.rows.len() as u32).peekable();
+        let Some(&(rows, _)) = fits.peek() else { return 0 };
+        let tokens = fits.take_while(|size| size.0 == rows).map(|(_, tokens)| tokens);
+        let (enough, fewer): (Vec<_>, Vec<_>) = tokens.partition(|tokens| *tokens > wanted);
+        enough.into_iter().min().or(fewer.into_iter().max()).unwrap_or(0)
+    }
+
+    /// Returns whether the step is replayed: the lengths of its rows are read from the device.
+    pub fn replays(&self, plan: &StepPlan) -> bool {
+        let fits = |(rows, graph): &(u32, Option<Graph>)| {
+            *rows >= plan.rows.len() as u32 && graph.is_some()
+        };
+        is_decode(plan) && self.sizes.iter().any(fits)
     }
 
     /// Returns the number of rows that a step is padded to (0: no padding) and how to launch the step.
-    pub fn dispatch(&self, sequences: &[StepRows]) -> (u32, Dispatch) {
+    pub fn dispatch(&self, sequences: &[StepRows], verified: u32) -> (u32, Dispatch) {
+        if verified > 0 && !sequences.is_empty() {
+            let fits = |size: &&((u32, u32), Option<Graph>)| {
+                size.0.1 == verified && size.0.0 >= sequences.len() as u32
+            };
+            return match self.verifying.iter().find(fits) {
+                Some(((rows, _), Some(_))) => (*rows, Dispatch::Graph { rows: *rows }),
+                _ => (0, Dispatch::Eager),
+            };
+        }
         let is_decode =
             sequences.iter().all(|sequence| (sequence.rows, sequence.samples) == (1, 1));
         if sequences.is_empty() || !is_decode {
@@ -122,15 +168,46 @@ impl Graphs {
     }
 
     /// Returns the graph to replay a step with.
-    pub fn of(&mut self, dispatch: Dispatch) -> Option<&mut Graph> {
+    pub fn of(&mut self, dispatch: Dispatch, verified: u32) -> Option<&mut Graph> {
         let Dispatch::Graph { rows } = dispatch else { return None };
+        if verified > 0 {
+            let size = (rows, verified);
+            let place = self.verifying.binary_search_by_key(&size, |(size, _)| *size).ok()?;
+            return self.verifying[place].1.as_mut();
+        }
         let place = self.sizes.binary_search_by_key(&rows, |(rows, _)| *rows).ok()?;
         self.sizes[place].1.as_mut()
     }
 }
 
-const EMPTY: StepInput<'_> =
-    StepInput { step_id: 0, admissions: &[], extensions: &[], sequences: &[], rows_min: 0 };
+const EMPTY: StepInput<'_> = StepInput {
+    step_id: 0,
+    admissions: &[],
+    extensions: &[],
+    sequences: &[],
+    rows_min: 0,
+    drafts: None,
+};
+
+/// Returns whether every row decodes.
+fn is_decode(plan: &StepPlan) -> bool {
+    plan.rows.iter().all(|row| row.token_count == 1 && row.samples)
+}
+
+/// Returns the numbers of rows and tokens per row of steps with draft tokens, ascending: powers of two, and
+/// one token more than a power of two.
+fn verified_sizes((speculation, limits): (Speculation, &ExecutorLimits)) -> Vec<(u32, u32)> {
+    let tokens_max = speculation.step_tokens.min(limits.step_tokens);
+    // Powers of two up to the first that is at least `most`, which replaces it.
+    let powers = |most: u32| {
+        let last = most.next_power_of_two().trailing_zeros();
+        (0..=last).map(move |power| (1 << power).min(most))
+    };
+    let rows_of = |rows| powers(speculation.row_drafts).map(move |drafts| (rows, 1 + drafts));
+    let mut sizes: Vec<_> = powers(limits.slots).flat_map(rows_of).collect();
+    sizes.retain(|(rows, tokens)| rows * tokens <= tokens_max);
+    sizes
+}
 
 /// Returns the numbers of rows that decode steps are padded to, ascending.
 fn decode_sizes(rows_max: u32) -> Vec<u32> {
@@ -148,6 +225,7 @@ fn decode_sizes(rows_max: u32) -> Vec<u32> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::plan::{RowPlan, Slot};
 
     #[test]
     fn every_number_of_rows_has_a_graph_with_little_padding() {
@@ -163,20 +241,65 @@ mod tests {
     }
 
     #[test]
+    fn steps_with_draft_tokens_take_the_next_larger_size_that_fits() {
+        let speculation =
+            Speculation { row_drafts: 6, step_tokens: 20, ngram_min: 1, ngram_max: 1 };
+        let limits = ExecutorLimits {
+            slots: 6,
+            step_tokens: 64,
+            sequence_tokens: 64,
+            blocks: 8,
+            depth: 2,
+            vocabulary: 100,
+            speculation: Some(speculation),
+        };
+        let sizes = verified_sizes((speculation, &limits));
+        let few = [1, 2].into_iter().flat_map(|rows| [2, 3, 5, 7].map(|tokens| (rows, tokens)));
+        let many = [(4, 2), (4, 3), (4, 5), (6, 2), (6, 3)];
+        assert_eq!(sizes, few.chain(many).collect::<Vec<_>>());
+        let verifying = sizes.into_iter().map(|size| (size, None)).collect();
+        let graphs = Graphs { sizes: vec![(6, None)], verifying, is_on: true };
+        let row = |drafts_max| RowPlan {
+            slot: Slot(0),
+            generation: 0,
+            token_count: 1,
+            samples: true,
+            drafts_max,
+        };
+        let plan = |rows: &[RowPlan]| StepPlan {
+            rows: rows.to_vec(),
+            drafts_max: 20,
+            ..StepPlan::default()
+        };
+        let of = |drafts: &[u32]| {
+            graphs.verified(&plan(&drafts.iter().map(|drafts| row(*drafts)).collect::<Vec<_>>()))
+        };
+        assert_eq!((of(&[1]), of(&[3]), of(&[6]), of(&[0])), (2, 5, 7, 0));
+        assert_eq!((of(&[6, 1, 0]), of(&[2, 1, 0]), of(&[6; 5]), of(&[1; 7])), (5, 3, 3, 0));
+        let mixed = plan(&[row(3), RowPlan { token_count: 9, ..row(0) }]);
+        assert_eq!(graphs.verified(&mixed), 0, "a step with prefill rows");
+        let constrained = StepPlan { awaits_masks: true, ..plan(&[row(3)]) };
+        assert_eq!(graphs.verified(&constrained), 0, "a step with constrained rows");
+        assert_eq!(graphs.verified(&StepPlan { drafts_max: 0, ..plan(&[row(3)]) }), 0);
+        let sequence = StepRows { slot: 0, position: 9, rows: 4, samples: 4 };
+        assert_eq!(graphs.dispatch(&[sequence; 3], 5), (0, Dispatch::Eager), "nothing is captured");
+    }
+
+    #[test]
     fn decode_steps_are_padded_and_prefill_steps_are_not() {
         let sizes = || vec![(1, None), (2, None), (4, None)];
-        let mut graphs = Graphs { sizes: sizes(), is_on: true };
+        let mut graphs = Graphs { sizes: sizes(), verifying: Vec::new(), is_on: true };
         let row = |slot| StepRows { slot, position: 9, rows: 1, samples: 1 };
         let rows: Vec<_> = (0..5).map(row).collect();
         let prompt = StepRows { rows: 7, samples: 0, ..row(0) };
-        assert_eq!(graphs.dispatch(&rows[..3]), (4, Dispatch::Fallback));
-        assert_eq!(graphs.dispatch(&rows[..1]), (1, Dispatch::Fallback));
-        assert_eq!(graphs.dispatch(&rows), (0, Dispatch::Fallback));
-        assert_eq!(graphs.dispatch(&[]), (0, Dispatch::Eager));
-        assert_eq!(graphs.dispatch(&[rows[1], prompt]), (0, Dispatch::Eager));
-        assert!(graphs.of(Dispatch::Graph { rows: 4 }).is_none());
-        assert!(graphs.of(Dispatch::Graph { rows: 3 }).is_none());
+        assert_eq!(graphs.dispatch(&rows[..3], 0), (4, Dispatch::Fallback));
+        assert_eq!(graphs.dispatch(&rows[..1], 0), (1, Dispatch::Fallback));
+        assert_eq!(graphs.dispatch(&rows, 0), (0, Dispatch::Fallback));
+        assert_eq!(graphs.dispatch(&[], 0), (0, Dispatch::Eager));
+        assert_eq!(graphs.dispatch(&[rows[1], prompt], 0), (0, Dispatch::Eager));
+        assert!(graphs.of(Dispatch::Graph { rows: 4 }, 0).is_none());
+        assert!(graphs.of(Dispatch::Graph { rows: 3 }, 0).is_none());
         graphs.is_on = false;
-        assert_eq!(graphs.dispatch(&rows[..3]), (4, Dispatch::Eager));
+        assert_eq!(graphs.dispatch(&rows[..3], 0), (4, Dispatch::Eager));
     }
 }

@@ -23,6 +23,8 @@ pub struct Step {
     pub scheduled: Vec<ScheduledRow>,
     /// Rows that take part in the forward pass.
     pub sequences: Vec<StepRows>,
+    /// Position of each sequence if no draft token of the steps in flight is accepted.
+    positions_min: Vec<u32>,
     /// One entry for each sample.
     pub wants_logprobs: Vec<bool>,
     /// Indices of admitted rows that go to the device.
@@ -30,6 +32,9 @@ pub struct Step {
     /// Indices of extensions, and the length of the block table before each.
     pub extended: Vec<(usize, u32)>,
 }
+
+/// Index of a constrained sample, and its token bitmask if it was supplied in time.
+pub type SampleMask = (u32, Option<Arc<TokenMask>>);
 
 #[derive(Debug)]
 pub struct Rows {
@@ -41,15 +46,24 @@ impl Rows {
         Self { batch: Batch::new(limits) }
     }
 
-    /// Applies the diff and advances the rows of the step. After an error the rows are unusable.
-    pub fn apply(&mut self, plan: &StepPlan) -> Result<Step, ExecutorError> {
-        let mut step = Step::default();
-        step.scheduled = self.batch.apply(plan, refusal, |_, _| Vec::new())?;
-        for row in &step.scheduled {
+    /// Applies the diff and advances the rows of the step. With `verified` above 0, the device computes this
+    /// many tokens of every row: its last token, draft tokens and padding. After an error the rows are unusable.
+    pub fn apply(&mut self, plan: &StepPlan, verified: u32) -> Result<Step, ExecutorError> {
+        let scheduled = self.batch.apply(plan, refusal, |_, _| Vec::new())?;
+        let mut step = Step { scheduled, ..Step::default() };
+        for (planned, row) in plan.rows.iter().zip(&mut step.scheduled) {
+            if row.samples {
+                row.draft_count = planned.drafts_max.min(verified.saturating_sub(1)) as usize;
+                row.token_count += row.draft_count;
+            }
             let Some(sequence) = self.sequence(row) else { continue };
             step.sequences.push(sequence);
+            step.positions_min.push((row.start - self.batch.unknown(row.slot)) as u32);
             if row.samples {
-                step.wants_logprobs.push(self.batch.row(row.slot).sampling.logprobs.is_some());
+                let wants_logprobs = self.batch.row(row.slot).sampling.logprobs.is_some();
+                let samples = verified.max(1) as usize;
+                step.wants_logprobs.extend(std::iter::repeat_n(wants_logprobs, samples));
+                self.batch.will_draft(row);
             }
         }
         if !plan.awaits_masks {
@@ -68,16 +82,26 @@ impl Rows {
         Ok(step)
     }
 
+    /// Applies the number of accepted draft tokens of a row.
+    pub fn collect(&mut self, scheduled: &ScheduledRow, result: &RowResult) {
+        self.batch.drafts_accepted(scheduled, result.tokens.len().saturating_sub(1));
+    }
+
+    /// Returns whether the lengths of rows depend on draft tokens of steps in flight.
+    pub fn has_unknown(&self) -> bool {
+        self.batch.has_unknown()
+    }
+
     /// Returns the block accesses of the rows of the step applied last.
-    pub fn blocks(&self, step: &Step) -> impl Iterator<Item = RowBlocks<'_>> {
-        step.sequences.iter().map(|sequence| {
+    pub fn blocks<'a>(&'a self, step: &'a Step) -> impl Iterator<Item = RowBlocks<'a>> {
+        step.sequences.iter().zip(&step.positions_min).map(|(sequence, position_min)| {
             let row = self.batch.row(Slot(sequence.slot));
             let (start, count) = (sequence.position as usize, sequence.rows as usize);
             RowBlocks {
                 slot: sequence.slot,
                 generation: row.generation,
                 table: &row.blocks[..(start + count).div_ceil(BLOCK_TOKENS)],
-                first_written: start / BLOCK_TOKENS,
+                first_written: *position_min as usize / BLOCK_TOKENS,
             }
         })
     }
@@ -88,7 +112,7 @@ impl Rows {
         &mut self,
         scheduled: &mut [ScheduledRow],
         masks: Vec<RowMask>,
-    ) -> Result<Vec<(u32, Option<Arc<TokenMask>>)>, String> {
+    ) -> Result<Vec<SampleMask>, String> {
         self.batch.supply(scheduled, masks)?;
         self.sample(scheduled);
         let sampled = (0..).zip(scheduled.iter().filter(|row| row.samples));
@@ -113,12 +137,12 @@ impl Rows {
 
     /// Returns the row's part of the forward pass; `None` for a failed row.
     fn sequence(&self, scheduled: &ScheduledRow) -> Option<StepRows> {
-        let ScheduledRow { slot, start, token_count, samples, .. } = *scheduled;
+        let ScheduledRow { slot, start, token_count, samples, draft_count, .. } = *scheduled;
         self.batch.row(slot).failure.is_none().then(|| StepRows {
             slot: slot.0,
             position: start as u32,
             rows: token_count as u32,
-            samples: samples.into(),
+            samples: u32::from(samples) + draft_count as u32,
         })
     }
 }
@@ -144,10 +168,19 @@ fn refusal(admitted: &AdmittedRow) -> Option<RowFailure> {
 
 #[cfg(test)]
 mod tests {
-    use kernels::{BlockId, sampling::Sampling};
+    use kernels::{
+        BlockId,
+        sampling::{SampledToken, Sampling},
+    };
 
     use super::*;
-    use crate::plan::{RowMask, RowPlan};
+    use crate::{
+        executor::Speculation,
+        plan::{RowMask, RowPlan},
+    };
+
+    const SPECULATION: Speculation =
+        Speculation { row_drafts: 4, step_tokens: 16, ngram_min: 1, ngram_max: 1 };
 
     const LIMITS: ExecutorLimits = ExecutorLimits {
         slots: 2,
@@ -194,7 +227,7 @@ mod tests {
             vec![admitted(0, 30, 16, &[3, 1]), admitted(1, 5, 0, &[2])],
             vec![row(0, 14, true), row(1, 3, false)],
         );
-        let step = rows.apply(&first).unwrap();
+        let step = rows.apply(&first, 0).unwrap();
         assert_eq!(used(&rows, &step), [(0, vec![3, 1], 1), (1, vec![2], 0)]);
         assert_eq!(step.wants_logprobs, [false]);
         let part = |slot, position, rows, samples| StepRows { slot, position, rows, samples };
@@ -204,10 +237,56 @@ mod tests {
             extended: vec![(Slot(0), vec![BlockId(6)])],
             ..plan(vec![], vec![row(0, 1, true), row(1, 2, true)])
         };
-        let step = rows.apply(&second).unwrap();
+        let step = rows.apply(&second, 0).unwrap();
         assert_eq!(step.extended, [(0, 2)]);
         assert_eq!(step.sequences, [part(0, 30, 1, 1), part(1, 3, 2, 1)]);
         assert_eq!(used(&rows, &step), [(0, vec![3, 1], 1), (1, vec![2], 0)]);
+    }
+
+    #[test]
+    fn lengths_are_upper_bounds_until_the_accepted_draft_tokens_are_known() {
+        let mut rows = Rows::new(ExecutorLimits { speculation: Some(SPECULATION), ..LIMITS });
+        let first = plan(vec![admitted(0, 30, 16, &[3, 1, 5])], vec![row(0, 14, true)]);
+        rows.apply(&first, 0).unwrap();
+        let drafting = |drafts_max| StepPlan {
+            drafts_max,
+            ..plan(vec![], vec![RowPlan { drafts_max, ..row(0, 1, true) }])
+        };
+        let part = |position, rows| StepRows { slot: 0, position, rows, samples: rows };
+        let second = rows.apply(&drafting(4), 5).unwrap();
+        assert_eq!(second.sequences, [part(30, 5)]);
+        assert_eq!((second.wants_logprobs.len(), second.scheduled[0].draft_count), (5, 4));
+        assert_eq!(used(&rows, &second), [(0, vec![3, 1, 5], 1)]);
+        assert!(rows.has_unknown());
+        // The third step is launched before the second is collected. It may begin 4 tokens earlier, in the
+        // block before.
+        let third = rows.apply(&drafting(2), 3).unwrap();
+        assert_eq!(third.sequences, [part(35, 3)]);
+        assert_eq!(used(&rows, &third), [(0, vec![3, 1, 5], 1)]);
+        let collect = |rows: &mut Rows, step: &Step, tokens: usize| {
+            let mut result = rows.unsampled(&step.scheduled[0]);
+            result.tokens = vec![SampledToken { id: 9, logprobs: None }; tokens];
+            rows.collect(&step.scheduled[0], &result);
+        };
+        // One of four draft tokens is accepted, then both of two.
+        collect(&mut rows, &second, 2);
+        assert!(rows.has_unknown());
+        collect(&mut rows, &third, 3);
+        assert!(!rows.has_unknown());
+        let next = rows.apply(&plan(vec![], vec![row(0, 1, true)]), 0).unwrap();
+        assert_eq!(next.sequences, [part(30 + 2 + 3, 1)]);
+        assert_eq!(used(&rows, &next), [(0, vec![3, 1, 5], 2)]);
+        // A step of an occupant that has left changes nothing.
+        let last = rows.apply(&drafting(2), 3).unwrap();
+        let newer = AdmittedRow { generation: 2, ..admitted(0, 5, 0, &[0]) };
+        let newer_row = RowPlan { generation: 2, ..row(0, 5, true) };
+        let plan = StepPlan { released: vec![Slot(0)], ..plan(vec![newer], vec![newer_row]) };
+        let result = rows.unsampled(&last.scheduled[0]);
+        rows.apply(&plan, 0).unwrap();
+        rows.collect(&last.scheduled[0], &result);
+        let newer_row = RowPlan { generation: 2, ..row(0, 1, true) };
+        let next = StepPlan { rows: vec![newer_row], ..StepPlan::default() };
+        assert_eq!(rows.apply(&next, 0).unwrap().sequences, [part(5, 1)]);
     }
 
     #[test]
@@ -221,18 +300,18 @@ mod tests {
         ] {
             let both = vec![bad(sampling), admitted(1, 5, 0, &[1])];
             let released = vec![Slot(0), Slot(1)];
-            let step = rows.apply(&plan(both, vec![row(0, 5, true), row(1, 5, true)])).unwrap();
+            let step = rows.apply(&plan(both, vec![row(0, 5, true), row(1, 5, true)]), 0).unwrap();
             assert_eq!((&step.admitted[..], step.sequences.len()), (&[1][..], 1));
             let failure = rows.unsampled(&step.scheduled[0]).failure;
             assert!(matches!(failure, Some(RowFailure::Sampling { .. })));
             assert!(!step.scheduled[0].samples && step.scheduled[1].samples);
             // The next step was planned before the failure was known.
-            let step = rows.apply(&plan(vec![], vec![row(0, 1, true)])).unwrap();
+            let step = rows.apply(&plan(vec![], vec![row(0, 1, true)]), 0).unwrap();
             assert!(step.sequences.is_empty());
             assert!(rows.unsampled(&step.scheduled[0]).failure.is_some());
             let again =
                 StepPlan { released, ..plan(vec![admitted(0, 5, 0, &[0])], vec![row(0, 5, true)]) };
-            assert_eq!(rows.apply(&again).unwrap().sequences.len(), 1);
+            assert_eq!(rows.apply(&again, 0).unwrap().sequences.len(), 1);
             rows = Rows::new(LIMITS);
         }
     }
@@ -241,19 +320,19 @@ mod tests {
     fn a_constrained_row_without_its_bitmask_computes_its_last_token_again() {
         let mut rows = Rows::new(LIMITS);
         let occupant = AdmittedRow { constrained: true, ..admitted(0, 5, 0, &[0]) };
-        let rejected = rows.apply(&plan(vec![occupant.clone()], vec![row(0, 5, true)]));
+        let rejected = rows.apply(&plan(vec![occupant.clone()], vec![row(0, 5, true)]), 0);
         assert!(rejected.unwrap_err().to_string().contains("the step awaits no bitmasks"));
 
         let mut rows = Rows::new(LIMITS);
         let both = vec![occupant, admitted(1, 3, 0, &[1])];
         let both = plan(both, vec![row(0, 5, true), row(1, 3, true)]);
-        let mut step = rows.apply(&StepPlan { awaits_masks: true, ..both }).unwrap();
+        let mut step = rows.apply(&StepPlan { awaits_masks: true, ..both }, 0).unwrap();
         assert_eq!(rows.supply(&mut step.scheduled, vec![]).unwrap(), [(0, None)]);
         let late = |step: &Step| step.scheduled.iter().map(|row| row.is_late).collect::<Vec<_>>();
         assert_eq!(late(&step), [true, false]);
 
         let again = plan(vec![], vec![row(0, 1, true), row(1, 1, true)]);
-        let step = rows.apply(&StepPlan { awaits_masks: true, ..again }).unwrap();
+        let step = rows.apply(&StepPlan { awaits_masks: true, ..again }, 0).unwrap();
         let positions: Vec<_> = step.sequences.iter().map(|sequence| sequence.position).collect();
         assert_eq!(positions, [4, 3]);
         let allowed = Arc::new(TokenMask::new(vec![1], LIMITS.vocabulary));
@@ -288,7 +367,7 @@ mod tests {
                 "1 draft tokens are planned",
             ),
         ] {
-            let error = Rows::new(LIMITS).apply(&plan).unwrap_err().to_string();
+            let error = Rows::new(LIMITS).apply(&plan, 0).unwrap_err().to_string();
             assert!(error.contains(reason), "{error:?} lacks {reason:?}");
         }
     }
