@@ -1,4 +1,4 @@
-//! Promises of the public API with real nodes: prefix-cache routing and isolation of clients.
+//! Promises of the public API with real nodes: prefix-cache routing, isolation of clients, adaptive disaggregation.
 
 use std::{
     collections::BTreeSet,
@@ -110,4 +110,31 @@ async fn another_salt_or_tenant_has_no_prefix_cache_hit() -> Result<()> {
     assert_eq!(of_tenant("b").await?, 0);
     assert!(of_tenant("a").await?.as_u64() >= Some(304));
     cluster.stop()
+}
+
+/// Returns the number of `long` prompts, all sent at once, that the prefill node prefilled, and the metrics.
+async fn prefilled_remotely(disaggregate: &str) -> Result<(usize, String)> {
+    let spec = ClusterSpec::smollm2().set("BATON_ROUTER_DISAGGREGATE", disaggregate);
+    let cluster = Cluster::start(spec).await?;
+    let client = Client::new(cluster.http());
+    // One after another, until the nodes have measured their steps.
+    for number in 0..6 {
+        let served = ask(&client, &prompt(number, 200), None).await?;
+        assert_eq!(served.prefill.is_empty(), disaggregate == "never", "the nodes are idle");
+    }
+    let long: Vec<Vec<u32>> = (6..14).map(|number| prompt(number, 600)).collect();
+    let served = try_join_all(long.iter().map(|prompt| ask(&client, prompt, None))).await?;
+    let metrics = String::from_utf8(client.get("/metrics").await?.body.to_vec())?;
+    cluster.stop()?;
+    Ok((served.iter().filter(|served| !served.prefill.is_empty()).count(), metrics))
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn queued_prompts_are_prefilled_where_disaggregate_says() -> Result<()> {
+    let (auto, metrics) = prefilled_remotely("auto").await?;
+    assert!((1..8).contains(&auto), "{auto} of 8 prompts went to the prefill node");
+    assert!(metrics.contains("baton_time_to_first_token_prediction_error_count"), "{metrics}");
+    assert_eq!(prefilled_remotely("always").await?.0, 8);
+    assert_eq!(prefilled_remotely("never").await?.0, 0);
+    Ok(())
 }

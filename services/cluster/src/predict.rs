@@ -14,7 +14,7 @@
 //! time to first token = queued prompts of the node that prefills (or decode steps in flight) + the prompt's own steps
 //! gap    = time that the transfer takes beyond the prefill steps that it overlaps (hand-over only)
 //! harm   = running rows * time by which the prompt lengthens their steps (decode node prefills only)
-//! decode = the first 32 tokens of the answer + rows * time by which the new row lengthens their steps
+//! decode = the first 32 tokens of the answer + running and waiting rows * time by which the new row lengthens their steps
 //! evict  = prefill time of one token per block that the decode node lacks, because it may evict a cached prefix
 //! cost   = time to first token + gap + harm + decode + evict
 //! ```
@@ -255,10 +255,12 @@ pub struct NodeState {
     pub step_tokens: f64,
     pub chunk_tokens: f64,
     pub itl_max_ms: f64,
-    /// Sequences that decode, or will before the prompt does.
-    pub rows: f64,
-    /// KV tokens that the rows attend to.
+    /// Running sequences.
+    pub running: f64,
+    /// KV tokens that they attend to.
     pub context_tokens: f64,
+    /// Sequences that will decode beside the prompt: running and waiting.
+    pub rows: f64,
     /// Time until all queued prompts are prefilled.
     pub queue_ms: f64,
 }
@@ -271,7 +273,7 @@ impl NodeState {
 
     /// Returns the time of a decode step of the running sequences.
     fn step_ms(&self) -> f64 {
-        self.decode_step_ms(self.rows, self.context_tokens)
+        self.decode_step_ms(self.running, self.context_tokens)
     }
 
     /// Returns the time of a step that prefills beside the running sequences.
@@ -292,7 +294,7 @@ impl NodeState {
     fn bounded_tokens(&self, tokens_max: f64, context: f64) -> f64 {
         let PrefillCosts { step_ms, token_ms, pair_ms } = self.prefill;
         let left_ms = self.itl_max_ms - step_ms - (self.step_ms() - self.decode.step_ms);
-        if self.rows == 0.0 || left_ms == f64::INFINITY {
+        if self.running == 0.0 || left_ms == f64::INFINITY {
             return tokens_max;
         }
         // Without a cost of tokens any number of them fits.
@@ -322,13 +324,14 @@ impl NodeState {
     fn exceeds_itl_max(&self, prompt: &Prompt) -> bool {
         let tokens = prompt.uncached_tokens.min(BLOCK_TOKENS);
         let block_ms = self.mixed_step_ms(tokens, attention_pairs(prompt.cached_tokens, tokens));
-        self.rows > 0.0 && block_ms > self.itl_max_ms
+        self.running > 0.0 && block_ms > self.itl_max_ms
     }
 
     fn decode_ms(&self, tokens: f64, new_tokens_max: u32) -> f64 {
         let steps = f64::from(new_tokens_max.min(DECODE_STEPS));
         let with_row_ms = self.decode_step_ms(self.rows + 1.0, self.context_tokens + tokens);
-        steps * (with_row_ms + self.rows * (with_row_ms - self.step_ms()))
+        let without_ms = self.decode_step_ms(self.rows, self.context_tokens);
+        steps * (with_row_ms + self.rows * (with_row_ms - without_ms))
     }
 }
 
@@ -402,11 +405,11 @@ pub fn hand_over(
 pub fn local(node: &NodeState, prompt: &Prompt, new_tokens_max: u32) -> Prediction {
     let prompt_ms = node.prompt_ms(prompt);
     let decode_only_ms = node.prompt_steps(prompt) * node.step_ms();
-    let in_flight_ms = if node.rows > 0.0 { STEPS_IN_FLIGHT * node.step_ms() } else { 0.0 };
+    let in_flight_ms = if node.running > 0.0 { STEPS_IN_FLIGHT * node.step_ms() } else { 0.0 };
     Prediction {
         ttft_ms: node.queue_ms.max(in_flight_ms) + prompt_ms + prompt.blocks_ms,
         gap_ms: 0.0,
-        harm_ms: node.rows * (prompt_ms - decode_only_ms),
+        harm_ms: node.running * (prompt_ms - decode_only_ms),
         decode_ms: node.decode_ms(prompt.tokens(), new_tokens_max),
         evict_ms: prompt.evict_ms,
         exceeds_itl_max: node.exceeds_itl_max(prompt),
@@ -538,8 +541,9 @@ mod tests {
             step_tokens: 512.0,
             chunk_tokens: 512.0,
             itl_max_ms: f64::INFINITY,
-            rows: 0.0,
+            running: 0.0,
             context_tokens: 0.0,
+            rows: 0.0,
             queue_ms: 0.0,
         }
     }
@@ -562,7 +566,7 @@ mod tests {
 
     #[test]
     fn local_prefill_costs_each_running_row_the_added_time() {
-        let loaded = NodeState { rows: 30.0, ..node() };
+        let loaded = NodeState { running: 30.0, ..node() };
         let (idle, busy) = (local(&node(), &prompt(512.0), 1), local(&loaded, &prompt(512.0), 1));
         assert_eq!(idle.harm_ms, 0.0);
         let added = loaded.mixed_step_ms(512.0, 512.0 * 256.0) - loaded.step_ms();
@@ -590,19 +594,19 @@ mod tests {
 
     #[test]
     fn steps_beside_running_sequences_stay_within_the_inter_token_latency_bound() {
-        let bounded = NodeState { itl_max_ms: 8.0, rows: 10.0, ..node() };
+        let bounded = NodeState { itl_max_ms: 8.0, running: 10.0, ..node() };
         let prompt = prompt(2048.0);
         let steps = bounded.prompt_steps(&prompt);
         let longest = bounded.mixed_step_ms(2048.0 / steps, prompt.pairs() / steps);
         assert!(steps > 4.0 && (7.0..8.0).contains(&longest), "{steps} steps of {longest} ms");
         assert!(!local(&bounded, &prompt, 1).exceeds_itl_max);
         // The prompt takes longer, and an idle node needs no bound.
-        let idle = NodeState { rows: 0.0, ..bounded };
+        let idle = NodeState { running: 0.0, ..bounded };
         assert_eq!(idle.prompt_steps(&prompt), 4.0);
         assert!(local(&bounded, &prompt, 1).ttft_ms > local(&idle, &prompt, 1).ttft_ms + 3.0);
         assert!(bounded.queued_ms(5000.0, 1e6) > idle.queued_ms(5000.0, 1e6));
         // Decode alone takes longer than the bound.
-        let full = NodeState { rows: 400.0, ..bounded };
+        let full = NodeState { running: 400.0, ..bounded };
         assert!(local(&full, &prompt, 1).exceeds_itl_max);
         assert_eq!(full.bounded_tokens(512.0, 100.0), BLOCK_TOKENS);
     }

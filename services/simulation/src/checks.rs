@@ -104,9 +104,12 @@ impl Simulation {
         }
         coverage.add("processes", self.processes.len() as u64);
         let gaps = self.routers.iter().map(|router| router.longest_gap);
+        let decode_gaps = self.routers.iter().map(|router| router.longest_decode_gap);
         Outcome {
             coverage,
             longest_gap: gaps.max().unwrap_or_default(),
+            longest_decode_gap: decode_gaps.max().unwrap_or_default(),
+            picks: self.routers.iter().flat_map(|router| router.picks.clone()).collect(),
             longest_release: self.longest_release,
             digest: self.digest,
         }

@@ -38,6 +38,7 @@ mod selection;
 mod transport;
 
 pub use coverage::Coverage;
+pub use router::Pick;
 
 use std::time::Duration;
 
@@ -50,6 +51,10 @@ pub struct Outcome {
     pub coverage: Coverage,
     /// Longest time between two tokens of a request.
     pub longest_gap: Duration,
+    /// The same without the gap after token 0, in which a hand-over may lie.
+    pub longest_decode_gap: Duration,
+    /// The attempts of all requests, by router and time.
+    pub picks: Vec<Pick>,
     /// Longest time from the loss of a peer until the blocks of a transfer with the peer were free.
     pub longest_release: Duration,
     /// Hash of the event sequence: equal for equal runs.

@@ -158,8 +158,8 @@ impl Nodes {
         self.directory.delivered(prefill.assignment, decode.assignment, elapsed);
     }
 
-    pub fn answered(&mut self, node: &Assigned) {
-        self.directory.answered(node.assignment);
+    pub fn accepted(&mut self, node: &Assigned) {
+        self.directory.accepted(node.assignment);
     }
 
     pub fn changed_at(&self, node: &Assigned) -> Option<Instant> {

@@ -87,16 +87,17 @@ pub struct Router {
 }
 
 /// The nodes of an attempt.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Pick {
     pub request: usize,
-    /// Hosts.
+    /// Host of the decode node.
     pub decode: usize,
+    /// Host of the prefill node; `None` when the decode node prefilled.
     pub prefill: Option<usize>,
     /// Predicted time to first token.
     pub predicted: Option<Duration>,
-    pub at: Instant,
-    pub first_token_at: Option<Instant>,
+    /// Time from the pick to the first token.
+    pub ttft: Option<Duration>,
 }
 
 struct OpenCall {
@@ -116,6 +117,7 @@ struct Answer {
     /// The transfer id of the open attempt.
     transfer: Option<TransferId>,
     attempts: u32,
+    picked_at: Option<Instant>,
     emitted_at: Option<Instant>,
     end: Option<End>,
 }
@@ -196,6 +198,7 @@ impl Router {
             nodes: None,
             transfer: None,
             attempts: 0,
+            picked_at: None,
             emitted_at: None,
             end: None,
         };
@@ -232,7 +235,7 @@ impl Router {
         match (key.side, message) {
             (_, NodeMessage::Accepted) => {
                 if let Some(node) = answer.node(key.side) {
-                    self.nodes.answered(node);
+                    self.nodes.accepted(node);
                 }
             }
             (_, NodeMessage::Decode(event)) => {
@@ -355,7 +358,8 @@ impl Router {
                     {
                         self.nodes.first_token(now, decode);
                         let pick = self.picks.iter_mut().rfind(|pick| pick.request == id);
-                        pick.expect("tokens come from an attempt").first_token_at = Some(now);
+                        let pick = pick.expect("tokens come from an attempt");
+                        pick.ttft = answer.picked_at.map(|at| now - at);
                     }
                     let gap = answer.emitted_at.replace(now).map(|at| now - at);
                     let stop = answer.client.receive(first_index, &tokens);
@@ -411,8 +415,7 @@ impl Router {
             decode: decode.host,
             prefill: prefill.as_ref().map(|node| node.host),
             predicted: ttft,
-            at: now,
-            first_token_at: None,
+            ttft: None,
         });
         if ttft.is_some() {
             self.coverage.count(match prefill {
@@ -421,6 +424,7 @@ impl Router {
             });
         }
         let records = (decode.record.clone(), prefill.as_ref().map(|node| node.record.clone()));
+        answer.picked_at = Some(now);
         answer.nodes = Some((decode.clone(), prefill.clone()));
         let transfer = TransferId(self.random.id());
         let calls = answer.core.handle_picked(now, transfer, records.0, records.1);

@@ -101,12 +101,10 @@ fn run(
     let mut simulation = Simulation::new(seed, scenario, false);
     simulation.run();
     simulation.check_idle();
-    let picks = std::mem::take(&mut simulation.routers[0].picks);
-    let longest_gap = simulation.routers[0].longest_decode_gap;
     let outcome = simulation.outcome();
     assert_eq!(outcome.coverage.get("complete"), count as u64, "every request completes");
-    assert_eq!(picks.len(), count, "no attempt fails");
-    (picks, longest_gap)
+    assert_eq!(outcome.picks.len(), count, "no attempt fails");
+    (outcome.picks, outcome.longest_decode_gap)
 }
 
 /// Arrivals at random times with this mean distance.
@@ -125,8 +123,8 @@ fn arrivals(
 }
 
 fn ttfts(picks: &[Pick]) -> Vec<Duration> {
-    let ttft = |pick: &Pick| pick.first_token_at.expect("every request completes") - pick.at;
-    let mut ttfts: Vec<_> = picks.iter().map(ttft).collect();
+    let ttfts = picks.iter().map(|pick| pick.ttft.expect("every request completes"));
+    let mut ttfts: Vec<_> = ttfts.collect();
     ttfts.sort();
     ttfts
 }
@@ -150,11 +148,11 @@ fn idle_prefill_node_prefills_every_prompt() {
 fn short_prompts_behind_long_ones_are_prefilled_on_the_decode_node() {
     let mut requests: Vec<_> =
         (0..30).map(|index| request(index, Duration::from_millis(300) * index, 200, 20)).collect();
-    // Long prompts fill the queue of the prefill node; a short one follows.
-    for burst in 0..10 {
-        let at = Duration::from_secs(12) + Duration::from_secs(4) * burst;
-        requests.extend((0..6).map(|index| request(100 + 10 * burst + index, at, 640, 4)));
-        requests.push(request(109 + 10 * burst, at + Duration::from_millis(20), 48, 4));
+    // A long prompt occupies the prefill node for 104 ms; a short one follows.
+    for index in 0..10 {
+        let at = Duration::from_secs(12) + Duration::from_secs(4) * index;
+        requests.push(request(100 + index, at, 640, 4));
+        requests.push(request(200 + index, at + Duration::from_millis(20), 48, 4));
     }
     let selection = |disaggregate| Selection { disaggregate, ..AUTO };
     let short = |picks: &[Pick]| -> Vec<Pick> {
@@ -229,7 +227,7 @@ fn predictions_are_close() {
         .collect();
     let (picks, _) = run(5, AUTO, 1, None, requests);
     let error = |pick: &Pick| {
-        let took = (pick.first_token_at? - pick.at).as_secs_f64();
+        let took = pick.ttft?.as_secs_f64();
         Some((pick.predicted?.as_secs_f64() - took).abs() / took)
     };
     let mut errors: Vec<_> = picks.iter().skip(30).filter_map(error).collect();

@@ -88,8 +88,8 @@ pub(super) struct Unseen {
     pub(super) computed_tokens: u64,
     pub(super) blocks: u64,
     pub(super) since: Instant,
-    /// The node sent an event of the attempt.
-    pub(super) answered: bool,
+    /// The node accepted the attempt.
+    pub(super) accepted: bool,
 }
 
 impl Member {
@@ -211,7 +211,7 @@ impl Member {
     /// Drops the unseen attempts that this load report includes.
     fn load_reported(&mut self, now: Instant) {
         self.unseen.retain(|_, attempt| {
-            !attempt.answered && now.saturating_duration_since(attempt.since) < REPORT_LAG
+            !attempt.accepted && now.saturating_duration_since(attempt.since) < REPORT_LAG
         });
     }
 

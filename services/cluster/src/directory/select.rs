@@ -245,13 +245,13 @@ impl Directory {
         *known = token_ms.min(*known + (token_ms - *known) * TRANSFER_SHARE);
     }
 
-    /// Handles the first event of an attempt: the node accepted it.
-    pub fn answered(&mut self, assignment: AssignmentId) {
+    /// Handles the acceptance of an attempt by its node.
+    pub fn accepted(&mut self, assignment: AssignmentId) {
         let Some(key) = self.node_of(assignment) else { return };
         let member = self.member(key);
         member.took();
         if let Some(attempt) = member.unseen.get_mut(&assignment) {
-            attempt.answered = true;
+            attempt.accepted = true;
         }
     }
 
@@ -305,7 +305,7 @@ impl Directory {
             computed_tokens: need.cached_tokens.into(),
             blocks: need.blocks,
             since: now,
-            answered: false,
+            accepted: false,
         };
         member.unseen.insert(assignment, unseen);
         member.in_flight += 1;
@@ -428,9 +428,9 @@ impl Candidate<'_> {
         let costs = self.seen.step_costs.expect("costs are known only if every candidate reports");
         let load = &self.seen.load;
         // The running sequences of a prefill node are prompts.
-        let (rows, context_tokens) = match self.role {
-            Role::Prefill => (0.0, 0.0),
-            Role::Decode => (self.rows() as f64, load.context_tokens as f64),
+        let (running, context_tokens, rows) = match self.role {
+            Role::Prefill => (0.0, 0.0, 0.0),
+            Role::Decode => (load.running.into(), load.context_tokens as f64, self.rows() as f64),
         };
         let pending = load.pending_prompt_tokens as f64;
         let mut state = NodeState {
@@ -439,8 +439,9 @@ impl Candidate<'_> {
             step_tokens: costs.step_tokens,
             chunk_tokens: costs.chunk_tokens,
             itl_max_ms: costs.itl_max_ms,
-            rows,
+            running,
             context_tokens,
+            rows,
             queue_ms: 0.0,
         };
         // The node has worked since its report, and on each unseen prompt at the earliest since its pick.

@@ -237,7 +237,7 @@ impl Run {
             }
             Event::Answered(which) => {
                 if let Some(choice) = pick_one(&self.attempts, *which) {
-                    world.directory.answered(choice.assignment);
+                    world.directory.accepted(choice.assignment);
                     world.directory.first_token(world.now, choice.assignment);
                     let other = pick_one(&self.attempts, *which / 2).expect("one is there");
                     let elapsed = Duration::from_micros(*which as u64 % 1_000_000);

@@ -141,8 +141,8 @@ fn an_attempt_is_counted_until_the_node_reports_it_and_not_twice() {
     // A load report that was in flight does not include the attempt.
     world.send(&one, delta(1, Some(idle()), &[], &[]));
     assert_eq!(world.pick(&wanted(100)).unwrap().address, two);
-    // A report after the node's first event includes the attempt, so the router no longer adds it.
-    world.directory.answered(first.assignment);
+    // A report after the acceptance includes the attempt, so the router no longer adds it.
+    world.directory.accepted(first.assignment);
     world.send(&one, delta(2, Some(Load { running: 1, ..idle() }), &[], &[]));
     assert_eq!(world.pick(&wanted(100)).unwrap().address, one);
     // A report that arrives late enough includes the attempt even without an event.
@@ -182,7 +182,7 @@ fn a_node_that_stays_busy_is_asked_ever_more_rarely_up_to_two_seconds() {
     assert!(pauses.iter().all(|pause| *pause <= Duration::from_secs(2)), "{pauses:?}");
     // One accepted attempt resets the pause.
     let choice = world.pick(&wanted(8)).unwrap();
-    world.directory.answered(choice.assignment);
+    world.directory.accepted(choice.assignment);
     let next = world.pick(&wanted(8)).unwrap();
     world.directory.busy(world.now, next.assignment, None);
     let refusal = world.pick(&wanted(8)).unwrap_err();

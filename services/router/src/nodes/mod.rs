@@ -280,8 +280,8 @@ impl Assigned {
     }
 
     /// Notes that the node accepted the attempt: the stream of the call is open.
-    fn answered(&self) {
-        self.nodes.directory().answered(self.choice.assignment);
+    fn accepted(&self) {
+        self.nodes.directory().accepted(self.choice.assignment);
     }
 
     /// Returns when the node last reported a change of its load or cache.
@@ -380,7 +380,7 @@ pub async fn next_message<E>(call: &mut Option<&mut NodeCall<E>>) -> Result<Opti
     let Some(NodeCall { node, stream }) = call else { return std::future::pending().await };
     if let CallStream::Opening(opening) = stream {
         *stream = CallStream::Open(opening.await?.into_inner());
-        node.answered();
+        node.accepted();
     }
     let CallStream::Open(events) = stream else { unreachable!("the stream was opened above") };
     events.message().await
