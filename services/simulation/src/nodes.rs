@@ -10,7 +10,7 @@ use cluster::{
     Action, AssignmentId, Directory, Health, Input, MemberChange, NoNode, NodeAddress, NodeChoice,
     NodeRecord, Selection, StreamId, Wanted,
 };
-use proto::v1::ObserveEvent;
+use proto::{ids::TransferId, v1::ObserveEvent};
 
 /// A connection of a router to a host. A closed connection is replaced by one with another number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -136,8 +136,13 @@ impl Nodes {
         self.handle(now, Input::CallLost { epoch: node.record.epoch, reason });
     }
 
-    pub fn pick(&mut self, now: Instant, wanted: &Wanted<'_>) -> Result<PickedNodes, NoNode> {
-        let picked = self.directory.pick(now, wanted)?;
+    pub fn pick(
+        &mut self,
+        now: Instant,
+        transfer_id: TransferId,
+        wanted: &Wanted<'_>,
+    ) -> Result<PickedNodes, NoNode> {
+        let picked = self.directory.pick(now, transfer_id, wanted)?;
         let assigned = |choice: NodeChoice| Assigned {
             host: self.host_of(&choice.address),
             record: choice.record,

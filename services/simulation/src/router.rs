@@ -405,7 +405,8 @@ impl Router {
     /// Picks nodes and opens the calls of an attempt.
     fn pick(&mut self, now: Instant, id: usize) {
         let answer = self.answers.get_mut(&id).expect("requests are kept");
-        let picked = match self.nodes.pick(now, &answer.core.wanted()) {
+        let transfer = TransferId(self.random.id());
+        let picked = match self.nodes.pick(now, transfer, &answer.core.wanted()) {
             Ok(picked) => picked,
             Err(reason) => return answer.core.handle_no_node(now, &reason),
         };
@@ -426,7 +427,6 @@ impl Router {
         let records = (decode.record.clone(), prefill.as_ref().map(|node| node.record.clone()));
         answer.picked_at = Some(now);
         answer.nodes = Some((decode.clone(), prefill.clone()));
-        let transfer = TransferId(self.random.id());
         let calls = answer.core.handle_picked(now, transfer, records.0, records.1);
         (answer.transfer, answer.attempts) = (Some(transfer), calls.number);
         self.coverage.count("attempts");

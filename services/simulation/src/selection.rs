@@ -239,7 +239,7 @@ fn predictions_are_close() {
         at(50),
         at(90)
     );
-    assert!(errors.len() > 250 && at(50) <= 0.10 && at(90) <= 0.25);
+    assert!(errors.len() > 250 && at(50) <= 0.05 && at(90) <= 0.15);
 }
 
 #[test]

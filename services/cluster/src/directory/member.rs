@@ -6,7 +6,8 @@ use std::{
     time::{Duration, Instant},
 };
 
-use proto::v1;
+use bytes::Bytes;
+use proto::{ids::TransferId, v1};
 
 use super::{AssignmentId, CACHED_BLOCKS_MAX, Health, NodeKey, SILENCE_MAX, StreamId};
 use crate::{
@@ -88,6 +89,7 @@ pub(super) struct Unseen {
     pub(super) computed_tokens: u64,
     pub(super) blocks: u64,
     pub(super) since: Instant,
+    pub(super) transfer_id: TransferId,
     /// The node accepted the attempt.
     pub(super) accepted: bool,
 }
@@ -176,7 +178,7 @@ impl Member {
         let step_costs = load.step_costs.map(StepCosts::from);
         let record = Arc::new(record);
         self.seen = Some(Seen { record, load, step_costs, reported_at: now, cached });
-        self.load_reported(now);
+        self.load_reported(now, &[]);
         Ok(Some(epoch))
     }
 
@@ -203,15 +205,21 @@ impl Member {
         if let Some(load) = delta.load {
             (seen.load, seen.reported_at) = (load, now);
             seen.step_costs = load.step_costs.map(StepCosts::from);
-            self.load_reported(now);
+            self.load_reported(now, &delta.arrived);
         }
         Ok(())
     }
 
-    /// Drops the unseen attempts that this load report includes.
-    fn load_reported(&mut self, now: Instant) {
+    /// Drops the unseen attempts that this load report includes. A node of an older release does not name them: its next
+    /// report after the acceptance of an attempt includes the attempt.
+    fn load_reported(&mut self, now: Instant, arrived: &[Bytes]) {
+        let names_arrived = self.seen.as_ref().is_some_and(|seen| seen.step_costs.is_some());
         self.unseen.retain(|_, attempt| {
-            !attempt.accepted && now.saturating_duration_since(attempt.since) < REPORT_LAG
+            let is_included = match names_arrived {
+                true => arrived.iter().any(|id| **id == attempt.transfer_id.to_bytes()),
+                false => attempt.accepted,
+            };
+            !is_included && now.saturating_duration_since(attempt.since) < REPORT_LAG
         });
     }
 

@@ -28,6 +28,7 @@ use std::{
 };
 
 use config::{Disaggregate, NodePolicy};
+use proto::ids::TransferId;
 
 use super::{
     Assignment, AssignmentId, Directory, Forecast, NodeKey, PROBE_TIMEOUT,
@@ -178,7 +179,13 @@ impl NoNode {
 impl Directory {
     /// Picks the nodes of an attempt and counts the attempt on each of them until its release. Fails without a decode
     /// node; without a prefill node the decode node prefills the prompt.
-    pub fn pick(&mut self, now: Instant, wanted: &Wanted<'_>) -> Result<Picked, NoNode> {
+    /// `transfer_id`: id of the attempt, by which its nodes report it.
+    pub fn pick(
+        &mut self,
+        now: Instant,
+        transfer_id: TransferId,
+        wanted: &Wanted<'_>,
+    ) -> Result<Picked, NoNode> {
         let mut decode = self.candidates(now, Role::Decode, wanted)?;
         let hands_over = !wanted.alone && self.selection.disaggregate != Disaggregate::Never;
         let mut prefill = match hands_over {
@@ -216,8 +223,8 @@ impl Directory {
         let ttft_ms = predicted_ms.map(|ms| ms + self.overhead_ms);
         let forecast = ttft_ms.map(|ttft_ms| Forecast { at: now, ttft_ms });
         Ok(Picked {
-            decode: self.assign(now, decode, is_local, forecast),
-            prefill: prefill.map(|prefill| self.assign(now, prefill, true, None)),
+            decode: self.assign(now, transfer_id, decode, is_local, forecast),
+            prefill: prefill.map(|prefill| self.assign(now, transfer_id, prefill, true, None)),
             ttft: ttft_ms.map(|ms| Duration::from_secs_f64(ms.min(DAY_MS) / 1e3)),
         })
     }
@@ -284,6 +291,7 @@ impl Directory {
     fn assign(
         &mut self,
         now: Instant,
+        transfer_id: TransferId,
         (key, need): (NodeKey, Need),
         prefills: bool,
         forecast: Option<Forecast>,
@@ -305,6 +313,7 @@ impl Directory {
             computed_tokens: need.cached_tokens.into(),
             blocks: need.blocks,
             since: now,
+            transfer_id,
             accepted: false,
         };
         member.unseen.insert(assignment, unseen);
@@ -447,7 +456,8 @@ impl Candidate<'_> {
         // The node has worked since its report, and on each unseen prompt at the earliest since its pick.
         let since = |at: Instant| milliseconds(now.saturating_duration_since(at));
         let pending_ms = state.queued_ms(pending, load.pending_prompt_pairs as f64);
-        let mut queue_ms = pending_ms - since(self.seen.reported_at);
+        let step_age_ms = load.step_age_us as f64 / 1e3;
+        let mut queue_ms = pending_ms - step_age_ms - since(self.seen.reported_at);
         for unseen in self.member.unseen.values().filter(|unseen| unseen.prompt_tokens > 0) {
             let tokens = unseen.prompt_tokens as f64;
             let pairs = attention_pairs(unseen.computed_tokens as f64, tokens);

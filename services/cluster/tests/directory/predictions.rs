@@ -260,6 +260,28 @@ fn queue_shrinks_while_the_node_works_on_it() {
 }
 
 #[test]
+fn attempt_is_counted_until_a_report_names_it() {
+    let always = Selection { disaggregate: Disaggregate::Always, ..DEFAULT };
+    let mut world = cluster(always, &[load()], &[load()]);
+    let next_ttft = |world: &mut World| {
+        let picked = pick(world, 1000);
+        let ttft = picked.ttft.unwrap();
+        world.directory.accepted(picked.prefill.unwrap().assignment);
+        ttft.as_secs_f64() * 1e3
+    };
+    let first = next_ttft(&mut world);
+    // A report on its way when the node accepted the attempt does not include the attempt.
+    world.send(&prefill(1), arrived(1, load(), &[]));
+    let second = next_ttft(&mut world);
+    assert!(second > 1.9 * first, "{first} {second}");
+    // The node has prefilled the first prompt, and worked 10 ms on a step of the second one.
+    let report = Load { step_age_us: 10_000, ..queued(1000) };
+    world.send(&prefill(1), arrived(2, report, &[1, 2]));
+    let third = next_ttft(&mut world);
+    assert!((third - second + 10.0).abs() < 0.5, "{second} {third}");
+}
+
+#[test]
 fn slow_link_turns_hand_overs_into_local_prefill() {
     let (mut world, prefill_1) = (pair(load(), decoding(2)), prefill(1));
     let picked = pick(&mut world, 1024);

@@ -96,7 +96,8 @@ fn garbage() -> impl Strategy<Value = v1::ObserveEvent> {
             _ => Some(v1::observe_event::Event::Delta(v1::NodeDelta {
                 load: None,
                 cached: hashes.clone(),
-                evicted: hashes,
+                evicted: hashes.clone(),
+                arrived: hashes,
             })),
         };
         v1::ObserveEvent { sequence: sequence % 4, event }

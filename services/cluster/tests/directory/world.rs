@@ -11,7 +11,7 @@ use cluster::{
     Wanted,
 };
 use config::{Disaggregate, NodePolicy};
-use proto::v1;
+use proto::{ids::TransferId, v1};
 
 pub struct World {
     pub directory: Directory,
@@ -20,6 +20,8 @@ pub struct World {
     pub open: BTreeMap<StreamId, NodeAddress>,
     pub health: Vec<(NodeKey, Health, Health)>,
     pub forgotten: Vec<NodeAddress>,
+    /// Number of picks, which is the transfer id of the last one.
+    pub picked: u128,
 }
 
 pub const DEFAULT: Selection =
@@ -37,6 +39,7 @@ impl World {
             open: BTreeMap::new(),
             health: Vec::new(),
             forgotten: Vec::new(),
+            picked: 0,
         }
     }
 
@@ -113,7 +116,8 @@ impl World {
     }
 
     pub fn pick_nodes(&mut self, wanted: &Wanted<'_>) -> Result<Picked, NoNode> {
-        self.directory.pick(self.now, wanted)
+        self.picked += 1;
+        self.directory.pick(self.now, TransferId(self.picked), wanted)
     }
 
     /// Returns the decode node.
@@ -184,7 +188,15 @@ pub fn delta(
     let bytes = |hashes: &[u128]| {
         hashes.iter().map(|hash| hash.to_be_bytes().to_vec().into()).collect::<Vec<_>>()
     };
-    let delta = v1::NodeDelta { load, cached: bytes(cached), evicted: bytes(evicted) };
+    let delta =
+        v1::NodeDelta { load, cached: bytes(cached), evicted: bytes(evicted), arrived: vec![] };
+    v1::ObserveEvent { sequence, event: Some(v1::observe_event::Event::Delta(delta)) }
+}
+
+/// A delta whose load includes these attempts.
+pub fn arrived(sequence: u64, load: Load, transfers: &[u128]) -> v1::ObserveEvent {
+    let arrived = transfers.iter().map(|id| id.to_be_bytes().to_vec().into()).collect();
+    let delta = v1::NodeDelta { load: Some(load), arrived, ..Default::default() };
     v1::ObserveEvent { sequence, event: Some(v1::observe_event::Event::Delta(delta)) }
 }
 

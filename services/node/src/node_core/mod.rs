@@ -141,7 +141,7 @@ impl<E: Executor> NodeCore<E> {
         if self.is_stalled {
             return outputs.push_back(Output::ObserveStalled { observer });
         }
-        self.observers.add(observer, now, self.steps.scheduler_mut(), outputs);
+        self.observers.add(observer, now, &mut self.steps, outputs);
     }
 
     /// The observer left, or its queue is full.
@@ -154,7 +154,7 @@ impl<E: Executor> NodeCore<E> {
         self.now = now;
         self.attempts.drain();
         let outputs = &mut self.attempts.outputs;
-        self.observers.drain(now, self.steps.scheduler_mut(), outputs);
+        self.observers.drain(now, &mut self.steps, outputs);
     }
 
     /// Every attempt ends with a failure, and new calls are rejected. Tokens of earlier steps still reach their
@@ -173,7 +173,7 @@ impl<E: Executor> NodeCore<E> {
         self.report_steps();
         self.detect_stall();
         let outputs = &mut self.attempts.outputs;
-        self.observers.publish_if_due(now, self.steps.scheduler_mut(), outputs);
+        self.observers.publish_if_due(now, &mut self.steps, outputs);
         if self.transfer_retry_at.is_some_and(|at| at <= now) {
             self.transfer_retry_at = None;
         }
@@ -249,6 +249,7 @@ impl<E: Executor> NodeCore<E> {
     fn give_to_scheduler(&mut self, input: Input) {
         if let Input::Arrived(sequence) = &input {
             self.arrived = Some(sequence.id);
+            self.observers.arrived(sequence.id);
         }
         self.observers.mark_changed();
         self.steps.handle(input, &mut self.new_actions);

@@ -8,8 +8,9 @@ use cluster::{
     predict::{StepFit, StepLimits, Work},
 };
 use engine::{
-    Scheduler, StepRecord,
-    event::{BlockHash, CacheChange, Load},
+    StepLoop, StepRecord,
+    event::{BlockHash, CacheChange, Load, SequenceId},
+    executor::Executor,
 };
 use proto::v1::{self, observe_event::Event};
 
@@ -26,6 +27,8 @@ pub(super) struct Observers {
     observers: Vec<Observer>,
     sent: v1::NodeLoad,
     sent_at: Option<Instant>,
+    /// Sequences that arrived since the last delta.
+    arrived: Vec<SequenceId>,
     /// The scheduler's state may differ from `sent`.
     is_changed: bool,
     is_draining: bool,
@@ -47,6 +50,7 @@ impl Observers {
             observers: Vec::new(),
             sent: v1::NodeLoad::default(),
             sent_at: None,
+            arrived: Vec::new(),
             is_changed: true,
             is_draining: false,
             step_fit: StepFit::default(),
@@ -56,6 +60,11 @@ impl Observers {
 
     pub fn mark_changed(&mut self) {
         self.is_changed = true;
+    }
+
+    /// The next load includes this sequence: routers then stop adding it themselves.
+    pub fn arrived(&mut self, id: SequenceId) {
+        self.arrived.push(id);
     }
 
     /// Adds a step to the fit of step times. Its time begins when the step before was collected: routers predict
@@ -82,9 +91,14 @@ impl Observers {
     }
 
     /// Sends `draining` at once.
-    pub fn drain(&mut self, now: Instant, scheduler: &mut Scheduler, outputs: &mut Outputs) {
+    pub fn drain<E: Executor>(
+        &mut self,
+        now: Instant,
+        steps: &mut StepLoop<E>,
+        outputs: &mut Outputs,
+    ) {
         self.is_draining = true;
-        self.publish(now, scheduler, outputs);
+        self.publish(now, steps, outputs);
     }
 
     /// Ends every observer's stream: for routers a stalled node is down until a probe succeeds.
@@ -94,15 +108,15 @@ impl Observers {
     }
 
     /// Sends a snapshot to a new observer. The next delta does not repeat what the snapshot says.
-    pub fn add(
+    pub fn add<E: Executor>(
         &mut self,
         id: ObserverId,
         now: Instant,
-        scheduler: &mut Scheduler,
+        steps: &mut StepLoop<E>,
         outputs: &mut Outputs,
     ) {
-        self.publish(now, scheduler, outputs);
-        let hashes = scheduler.cached_hashes();
+        self.publish(now, steps, outputs);
+        let hashes = steps.scheduler().cached_hashes();
         let mut chunks = hashes.chunks(HASHES_PER_EVENT_MAX);
         let snapshot = v1::NodeSnapshot {
             record: Some(self.record.clone()),
@@ -124,20 +138,27 @@ impl Observers {
     }
 
     /// Sends a delta if one is due.
-    pub fn publish_if_due(
+    pub fn publish_if_due<E: Executor>(
         &mut self,
         now: Instant,
-        scheduler: &mut Scheduler,
+        steps: &mut StepLoop<E>,
         outputs: &mut Outputs,
     ) {
         if self.due(now).is_some_and(|due| due <= now) {
-            self.publish(now, scheduler, outputs);
+            self.publish(now, steps, outputs);
         }
     }
 
-    fn publish(&mut self, now: Instant, scheduler: &mut Scheduler, outputs: &mut Outputs) {
+    fn publish<E: Executor>(
+        &mut self,
+        now: Instant,
+        steps: &mut StepLoop<E>,
+        outputs: &mut Outputs,
+    ) {
         self.is_changed = false;
         self.sent_at = Some(now);
+        let step_age = steps.step_age().unwrap_or_default();
+        let scheduler = steps.scheduler_mut();
         let load = scheduler.load();
         outputs.push_back(Output::Metric(Metric::Load(load)));
         let config = scheduler.config();
@@ -146,7 +167,12 @@ impl Observers {
         let limits =
             StepLimits { step_tokens, chunk_tokens, itl_max: config.itl.map(|itl| itl.max) };
         let costs = self.step_fit.report(limits);
-        let load = wire_load(&load, self.is_draining, costs);
+        let load = v1::NodeLoad {
+            draining: self.is_draining,
+            step_costs: Some(costs),
+            step_age_us: step_age.as_micros() as u64,
+            ..wire_load(&load)
+        };
         let (mut cached, mut evicted) = (Vec::new(), Vec::new());
         for change in scheduler.take_cache_changes() {
             match change {
@@ -154,7 +180,8 @@ impl Observers {
                 CacheChange::Evicted(hash) => evicted.push(hash),
             }
         }
-        if load == self.sent && cached.is_empty() && evicted.is_empty() {
+        let arrived = std::mem::take(&mut self.arrived);
+        if load == self.sent && arrived.is_empty() && cached.is_empty() && evicted.is_empty() {
             return;
         }
         self.sent = load;
@@ -165,6 +192,7 @@ impl Observers {
                 load: (index == 0).then_some(load),
                 cached: wire_hashes(chunk(&cached, index)),
                 evicted: wire_hashes(chunk(&evicted, index)),
+                arrived: if index == 0 { wire_ids(&arrived) } else { Vec::new() },
             };
             let events = self.observers.iter_mut();
             outputs.extend(events.map(|observer| observer.event(Event::Delta(delta.clone()))));
@@ -180,7 +208,7 @@ impl Observer {
     }
 }
 
-fn wire_load(load: &Load, draining: bool, costs: v1::StepCosts) -> v1::NodeLoad {
+fn wire_load(load: &Load) -> v1::NodeLoad {
     v1::NodeLoad {
         running: load.running,
         waiting: load.waiting,
@@ -189,15 +217,19 @@ fn wire_load(load: &Load, draining: bool, costs: v1::StepCosts) -> v1::NodeLoad 
         blocks_cached: load.blocks_cached,
         blocks_held: load.blocks_held,
         blocks_reserved: load.blocks_reserved,
-        draining,
         pending_prompt_pairs: load.pending_prompt_pairs,
         context_tokens: load.context_tokens,
-        step_costs: Some(costs),
+        ..v1::NodeLoad::default()
     }
 }
 
 fn chunk(hashes: &[BlockHash], index: usize) -> &[BlockHash] {
     hashes.chunks(HASHES_PER_EVENT_MAX).nth(index).unwrap_or_default()
+}
+
+/// A sequence has the id of its transfer.
+fn wire_ids(arrived: &[SequenceId]) -> Vec<Bytes> {
+    arrived.iter().map(|id| Bytes::copy_from_slice(&id.0.to_be_bytes())).collect()
 }
 
 /// 16 bytes per hash, most significant first, in one allocation.

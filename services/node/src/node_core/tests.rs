@@ -621,6 +621,8 @@ fn deltas_follow_the_snapshot_in_order_and_at_most_every_interval() {
         panic!("one delta: {events:?}");
     };
     assert_eq!(delta.load.unwrap().waiting, 2);
+    let ids = [1_u128, 2].map(|id| id.to_be_bytes().to_vec());
+    assert!(delta.arrived.iter().eq(&ids), "the delta names the attempts: {delta:?}");
 
     // Without a change there is no delta.
     node.advance(observers::INTERVAL);

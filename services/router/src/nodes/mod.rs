@@ -19,7 +19,7 @@ use cluster::{
     Selection, Wanted,
 };
 use proto::{
-    ids::{NoRandomness, random_bits},
+    ids::{NoRandomness, TransferId, random_bits},
     v1::{DecodeEvent, DecodeRequest, PrefillEvent, PrefillRequest, node_client::NodeClient},
 };
 use telemetry::{RouterMetrics, propagation};
@@ -108,8 +108,12 @@ impl Nodes {
     }
 
     /// Picks the nodes of an attempt and counts the attempt on them until the result is dropped.
-    pub fn pick(&self, wanted: &Wanted<'_>) -> Result<PickedNodes, NoNode> {
-        let picked = self.directory().pick(Instant::now(), wanted)?;
+    pub fn pick(
+        &self,
+        transfer_id: TransferId,
+        wanted: &Wanted<'_>,
+    ) -> Result<PickedNodes, NoNode> {
+        let picked = self.directory().pick(Instant::now(), transfer_id, wanted)?;
         let prefill = picked.prefill.map(|choice| self.connected(Role::Prefill, choice));
         let decode = self.connected(Role::Decode, picked.decode)?;
         Ok(PickedNodes { decode, prefill: prefill.transpose()?, ttft: picked.ttft })

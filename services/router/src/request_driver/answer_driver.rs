@@ -157,7 +157,9 @@ impl<'a> AnswerDriver<'a> {
         // A change from here on ends the wait for a node.
         self.node_changes.mark_unchanged();
         let nodes = &self.front.nodes;
-        let PickedNodes { decode, prefill, ttft } = match nodes.pick(&self.core.wanted()) {
+        let transfer_id = TransferId::mint()?;
+        let picked = nodes.pick(transfer_id, &self.core.wanted());
+        let PickedNodes { decode, prefill, ttft } = match picked {
             Ok(picked) => picked,
             Err(reason) => {
                 tracing::debug!(parent: self.record.span(), %reason, "no decode node for the request");
@@ -166,7 +168,6 @@ impl<'a> AnswerDriver<'a> {
             }
         };
         self.record.predicted(ttft);
-        let transfer_id = TransferId::mint()?;
         let records = (decode.record().clone(), prefill.as_ref().map(|node| node.record().clone()));
         let calls = self.core.handle_picked(Instant::now(), transfer_id, records.0, records.1);
         let span = tracing::info_span!(

@@ -369,7 +369,7 @@ impl node_server::Node for Service {
                 }
                 sequence += 1 + state.skip.swap(0, Ordering::SeqCst);
                 let load = Some(*load.borrow_and_update());
-                let delta = NodeDelta { load, cached: vec![], evicted: vec![] };
+                let delta = NodeDelta { load, ..Default::default() };
                 let event = Some(observe_event::Event::Delta(delta));
                 events.send(Ok(ObserveEvent { sequence, event })).await.ok()?;
             }
