@@ -9,6 +9,7 @@ use std::{
 
 use engine::{
     CacheSeeds, Scheduler, SchedulerConfig, StepLoop, Turn,
+    constraint::{Constraint, ConstraintFailure, Matcher},
     event::{Action, FinishReason, Input, NewSequence, SequenceId, SequenceKind},
     executor::{
         Executor, ExecutorLimits, StepTimes,
@@ -19,7 +20,7 @@ use engine::{
 use kernels::{
     KvArena, WeightFormat,
     cuda::{AttentionKind, CudaBackend, CudaOptions},
-    sampling::{SampledToken, Sampling},
+    sampling::{SampledToken, Sampling, TokenMask},
 };
 use model::Checkpoint;
 
@@ -157,6 +158,46 @@ pub fn run_arriving<E: Executor>(
     }
 }
 
+/// Grammar that allows about a third of the tokens, by a hash of the tokens before. Some bitmasks take as
+/// long as several forward passes, so that they are late.
+#[derive(Clone, Debug)]
+struct HashGrammar {
+    state: u32,
+}
+
+impl HashGrammar {
+    fn allows(&self, token: u32) -> bool {
+        (self.state ^ token).wrapping_mul(0x9e37_79b9).rotate_left(7).is_multiple_of(3)
+    }
+}
+
+impl Matcher for HashGrammar {
+    fn accept(&mut self, token: u32) -> Result<(), ConstraintFailure> {
+        assert!(self.allows(token), "token {token} was not allowed");
+        self.state = (self.state ^ token).wrapping_mul(0x85eb_ca6b).rotate_left(13);
+        Ok(())
+    }
+
+    fn allowed(&mut self) -> Result<TokenMask, ConstraintFailure> {
+        if self.state.is_multiple_of(8) {
+            std::thread::sleep(Duration::from_millis(2));
+        }
+        let mut words = vec![0; 1024_usize.div_ceil(32)];
+        for token in (0..1003).filter(|&token| self.allows(token)) {
+            words[token as usize / 32] |= 1 << (token % 32);
+        }
+        Ok(TokenMask::new(words, 1003))
+    }
+
+    fn is_complete(&self) -> bool {
+        false
+    }
+
+    fn boxed_clone(&self) -> Box<dyn Matcher> {
+        Box::new(self.clone())
+    }
+}
+
 /// Returns prompts with shared prefixes and all sampling settings.
 pub fn mix(round: u128, count: u128) -> Vec<NewSequence> {
     (0..count)
@@ -178,6 +219,16 @@ pub fn mix(round: u128, count: u128) -> Vec<NewSequence> {
         .collect()
 }
 
+/// Returns the mix with a grammar for every third sequence.
+fn constrained_mix(round: u128, count: u128) -> Vec<NewSequence> {
+    let mut mix = mix(round, count);
+    for new in mix.iter_mut().step_by(3) {
+        let grammar = HashGrammar { state: new.id.0 as u32 };
+        new.constraint = Some(Constraint::new(Box::new(grammar)).unwrap());
+    }
+    mix
+}
+
 pub fn request_mixes_match_cpu_tokens_with_one_and_two_steps_in_flight() {
     let gpu = gpu();
     let checkpoint = checkpoint("Qwen3ForCausalLM", "qwen3");
@@ -194,11 +245,13 @@ pub fn request_mixes_match_cpu_tokens_with_one_and_two_steps_in_flight() {
                 let times = StepTimes::measure(executor).unwrap();
                 assert!(times.decode > Duration::ZERO && times.at_end > Duration::ZERO);
             };
-            (on_gpu(&gpu, &checkpoint, options, config, measure), depth, blocks)
+            let (engine, arena) = on_gpu(&gpu, &checkpoint, options, config, measure);
+            let mask_threads = depth as usize;
+            ((engine.with_mask_threads(mask_threads).unwrap(), arena), depth, blocks)
         })
         .into();
     for round in 0..if short() { 2 } else { 12 } {
-        let wanted = run(&mut reference, mix(round, 14), &HashMap::new());
+        let wanted = run(&mut reference, constrained_mix(round, 14), &HashMap::new());
         let mut lengths: Vec<usize> = wanted.values().map(|outcome| outcome.tokens.len()).collect();
         lengths.sort_unstable();
         assert!(lengths[13] > 20, "answers are too short for this test: {lengths:?}");
@@ -209,7 +262,7 @@ pub fn request_mixes_match_cpu_tokens_with_one_and_two_steps_in_flight() {
             .map(|(id, outcome)| (*id, outcome.tokens.len() / 2))
             .collect();
         for ((engine, arena), depth, blocks) in &mut engines {
-            let found = run(engine, mix(round, 14), &aborts);
+            let found = run(engine, constrained_mix(round, 14), &aborts);
             for (id, found) in &found {
                 let (found_ids, wanted_ids) = (found.ids(), wanted[id].ids());
                 let what =
