@@ -124,7 +124,8 @@ __global__ void __launch_bounds__(THREADS)
     if (index >= sequences) break;
     step.row_indptr[index] = before.rows;
     step.page_indptr[index] = before.pages;
-    step.kv_lengths[index] = length[j];
+    // Decode attention skips padding: a page of each head would be work for a CTA.
+    step.kv_lengths[index] = sequence[j].slot < 0 ? 0 : length[j];
     step.last_page_tokens[index] = (length[j] - 1) % TOKENS + 1;
     step.sequence_slots[index] = sequence[j].slot;
     const Sums sums = sums_of(sequence[j], length[j], index < count ? tokens : 0, tokens);
@@ -184,11 +185,10 @@ __global__ void expand_kernel(const baton_pool pool, const baton_step step, int 
   const int slot = step.sequence_slots[sequence];
   const int first_row = step.row_indptr[sequence], row_count = step.row_indptr[sequence + 1] - first_row;
   const int first_page = step.page_indptr[sequence], pages = step.page_indptr[sequence + 1] - first_page;
-  // A slot that verifies draft tokens is not advanced yet, and its last rows may have no place in its blocks.
-  const int first_position = verified == 0 ? step.kv_lengths[sequence] - row_count
-                             : slot < 0    ? 0
-                                           : pool.slots[slot].position;
-  const int end = step.kv_lengths[sequence];
+  // A slot that verifies draft tokens is not advanced yet, and its last rows may have no place in its blocks. Padding
+  // is at position 0.
+  const int end = slot < 0 ? 1 : step.kv_lengths[sequence];
+  const int first_position = slot < 0 ? 0 : verified == 0 ? end - row_count : pool.slots[slot].position;
   const int32_t* table = pool.block_tables + static_cast<int64_t>(slot) * pool.table_width;
   const int32_t* tokens = pool.tokens + static_cast<int64_t>(slot) * pool.token_width;
   for (int i = thread; i < row_count; i += threads) {
@@ -212,7 +212,7 @@ __global__ void supply_kernel(const baton_pool pool, const int32_t* words, const
   if (mask >= 0) {
     step.sample_masks[sample] = mask;
   } else {
-    pool.slots[step.sample_slots[sample]].position -= 1;
+    atomicSub(&pool.slots[step.sample_slots[sample]].position, 1);
     step.sample_slots[sample] = -1;
   }
 }

@@ -267,7 +267,7 @@ class Host:
             out["page_indptr"].append(len(out["page_indices"]))
             out["row_indptr"].append(len(out["row_tokens"]))
             out["last_page_tokens"].append((length - 1) % 16 + 1)
-            out["kv_lengths"].append(length)
+            out["kv_lengths"].append(length if slot >= 0 else 0)
             out["sequence_slots"].append(slot)
             for sample in range(sampled):
                 out["sampled_rows"].append(base + count - sampled + sample)
