@@ -383,7 +383,7 @@ mod tests {
             let settings = &report.defaults[role].settings;
             settings.iter().find(|setting| setting.key == key).map(|setting| &setting.value[..])
         };
-        assert_eq!(value(0, "node.step_tokens"), Some("2048"));
+        assert_eq!(value(0, "node.step_tokens"), Some("4096"));
         assert_eq!(
             (value(0, "node.itl_max"), value(1, "node.itl_max")),
             (None, Some("at least 20ms"))

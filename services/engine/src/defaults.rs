@@ -20,9 +20,9 @@ const CPU_TRANSFER_BYTES: u64 = 4 * MIB;
 
 /// Bounds of a step on a GPU. A model of 1B parameters reaches its peak prefill throughput below the maximum.
 const GPU_STEP_TOKENS: (u32, u32) = (512, 8192);
-/// KV of a step on a GPU: 0.7 ms at the 365 GB/s of a transfer by ipc. This KV is transferred after the last step of
+/// KV of a step on a GPU: 1.5 ms at the 365 GB/s of a transfer by ipc. This KV is transferred after the last step of
 /// a prompt, so it bounds the hand-over gap.
-const GPU_STEP_KV_BYTES: u64 = 256 * MIB;
+const GPU_STEP_KV_BYTES: u64 = 512 * MIB;
 /// A step's activations and KV may take this fraction of the memory beside the weights.
 const GPU_STEP_MEMORY_PART: u64 = 4;
 /// A step counts as full size from this fraction of the best prefill throughput.
@@ -152,9 +152,7 @@ pub enum DefaultsError {
 impl NodeTraits {
     /// Returns whether [`derive()`] uses step times.
     pub fn needs_step_times(&self) -> bool {
-        let chooses_step = self.device != NodeDevice::Cpu && self.set.step_tokens.is_none();
-        let bounds_itl = self.device != NodeDevice::Cpu || self.set.itl_max.is_some();
-        chooses_step || self.decodes && bounds_itl
+        self.decodes && (self.device != NodeDevice::Cpu || self.set.itl_max.is_some())
     }
 }
 
@@ -178,7 +176,11 @@ pub fn derive(node: &NodeTraits, times: Option<&StepTimes>) -> Result<Defaults, 
     };
     let step_tokens_max = step_tokens_max.max(step_min);
     let (step_tokens, why) = match (node.device, times) {
-        (NodeDevice::Gpu { .. }, Some(times)) if set.step_tokens.is_none() => full_step(times),
+        // A prompt takes longer in smaller steps, because each step attends to all KV before it. On a decode node
+        // a prompt also waits for the step in flight.
+        (NodeDevice::Gpu { .. }, Some(times)) if node.decodes && set.step_tokens.is_none() => {
+            full_step(times)
+        }
         _ => (step_tokens_max, bound),
     };
     let (slots, slots_why) = match set.slots {
@@ -272,7 +274,8 @@ fn step_bound(node: &NodeTraits) -> Result<(u32, String), DefaultsError> {
     // The largest power of two within the bound.
     let tokens = 1 << bound.ilog2();
     let why = format!(
-        "at most {most} tokens, {} of KV, a quarter of the {} beside the weights; step times at start may allow less",
+        "at most {most} tokens, {} of KV, a quarter of the {} beside the weights; less on a decode node whose step times \
+         at start allow it",
         size(GPU_STEP_KV_BYTES),
         size(left),
     );
@@ -456,11 +459,11 @@ mod tests {
             (defaults.step_tokens, defaults.slots, defaults.waiting_max)
         };
         let gib = |gib: u64| NodeDevice::Gpu { memory_bytes: gib * GIB };
-        assert_eq!(derived(H200, SIZES_8B), (2048, 256, 1024), "256 MiB of KV");
+        assert_eq!(derived(H200, SIZES_8B), (4096, 256, 1024), "512 MiB of KV");
         assert_eq!(derived(H200, SIZES_1B), (8192, 256, 1024));
-        assert_eq!(derived(gib(20), SIZES_8B), (2048, 64, 256), "KV of 38 slots");
-        assert_eq!(derived(gib(24), SIZES_8B), (2048, 64, 256));
-        assert_eq!(derived(gib(30), SIZES_8B), (2048, 112, 448), "KV of 117 slots");
+        assert_eq!(derived(gib(20), SIZES_8B), (4096, 64, 256), "KV of 36 slots");
+        assert_eq!(derived(gib(24), SIZES_8B), (4096, 64, 256));
+        assert_eq!(derived(gib(30), SIZES_8B), (4096, 112, 448), "KV of 115 slots");
         assert_eq!(derived(gib(16), SIZES_8B), (512, 64, 256), "a quarter of 1 GiB");
         assert_eq!(derived(gib(4), SIZES_1B), (2048, 64, 256), "a quarter of 1.5 GiB");
         let set = SetValues { kv_bytes: Some(16 << 30), ..SetValues::default() };
@@ -482,15 +485,15 @@ mod tests {
     fn measured_step_times_choose_the_smallest_step_of_full_throughput() {
         let mut times = times_8b();
         let derived = |times: &StepTimes| {
-            let defaults = derive(&node(H200, false, SIZES_8B), Some(times)).unwrap();
-            assert_eq!(defaults.step_tokens_max, 2048, "the executor is already built");
+            let defaults = derive(&node(H200, true, SIZES_8B), Some(times)).unwrap();
+            assert_eq!(defaults.step_tokens_max, 4096, "the executor is already built");
             (defaults.step_tokens, defaults.chunk_tokens, defaults.slots)
         };
         // 2048 tokens are 1.4 % faster.
         assert_eq!(derived(&times), (1024, 1024, 256));
         times.prefill[2].1 = Duration::from_micros(26_000);
         assert_eq!(derived(&times), (2048, 2048, 256));
-        let defaults = derive(&node(H200, false, SIZES_8B), Some(&times)).unwrap();
+        let defaults = derive(&node(H200, true, SIZES_8B), Some(&times)).unwrap();
         let reason = &why(&defaults, "node.step_tokens").why;
         assert!(reason.contains("42227 of 42227 tokens/s"), "{reason}");
         // Where the smallest row is the fastest, the slots need a larger step.
