@@ -120,12 +120,12 @@ fn constrained_rows_get_no_draft_tokens_and_their_neighbours_do() {
     node.assert_all_returned();
 }
 
+/// Sampled tokens of each sequence, and the sequences that failed.
+type Outcomes = (BTreeMap<SequenceId, Vec<u32>>, Vec<(SequenceId, SequenceFailure)>);
+
 /// Drives a scheduler and the sim executor by hand until both are idle. `computes` decides in each round
-/// whether the waiting bitmasks are computed now. Returns the tokens of each sequence, and the failures.
-fn drive(
-    arrivals: Vec<NewSequence>,
-    mut computes: impl FnMut(usize) -> bool,
-) -> (BTreeMap<SequenceId, Vec<u32>>, Vec<(SequenceId, SequenceFailure)>) {
+/// whether the waiting bitmasks are computed now.
+fn drive(arrivals: Vec<NewSequence>, mut computes: impl FnMut(usize) -> bool) -> Outcomes {
     let limits = limits(4, 64, 60, 2);
     let (mut scheduler, now) = (common::scheduler(patient(limits)), Instant::now());
     let mut executor = common::sim(limits, now);
