@@ -194,7 +194,7 @@ struct Awaiting {
     wants_logprobs: Vec<bool>,
 }
 
-/// What the worker waits for.
+/// Work of the GPU that the worker waits for.
 enum Job {
     Forward(StepId, Event),
     Frame(CudaFrame),

@@ -10,7 +10,7 @@ use std::time::Duration;
 use crate::plan::RowPlan;
 
 /// Steps between two steps that verify one draft token per row although draft tokens do not pay off, to
-/// notice that the text repeats again.
+/// detect that the text repeats again.
 const PROBE_STEPS: u64 = 64;
 /// Weight of the newest step in a mean time.
 const NEWEST: f32 = 0.125;
