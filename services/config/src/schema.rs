@@ -165,11 +165,11 @@ section! {
             1..=4096;
         /// Maximum number of tokens in one step, over all sequences, prefill and decode together.
         step_tokens: Auto<u32> = Auto::Derived,
-            "512 on a CPU; on a GPU the smallest step whose measured prefill throughput is within 2 % of the best, at most 8192 tokens, 256MiB of KV and a quarter of the free memory: larger steps only delay first tokens and transfers.",
+            "512 on a CPU; on a GPU at most 8192 tokens, 512MiB of KV and a quarter of the free memory. A decode node on a GPU takes the smallest step whose measured prefill throughput is within 2 % of the best, because larger steps only delay first tokens.",
             1..=65_536;
         /// Maximum number of prompt tokens of one sequence in one step (chunked prefill).
         chunk_tokens: Auto<u32> = Auto::Derived,
-            "256 on a CPU, so that two prompts share a step; on a GPU step_tokens, because the step is already as small as full throughput allows.",
+            "256 on a CPU, so that two prompts share a step; on a GPU step_tokens, because smaller chunks make long prompts slower.",
             1..=65_536;
         /// Maximum time of a step that decodes. A node that decodes adds only as many prompt tokens to such a step as fit
         /// into this time, by step times measured at start and while serving. Prefill nodes ignore it.
