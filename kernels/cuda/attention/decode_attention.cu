@@ -11,9 +11,11 @@
 // Within a CTA every warp streams its own tiles through its own ring in shared memory (cp.async, swizzled),
 // so the inner loop has no barrier. S^T = K Q^T and O^T = V^T P^T run on the tensor cores with the query
 // heads of one KV head (1..8) as the n8 side. One movmatrix turns the transposed score fragment into the
-// second operand. Further query tokens of a row are further columns, up to 16. More query tokens become several parts,
-// which the kernel handles as rows: they read the same KV at the same time, mostly from the L2 cache. Five column tiles
-// per warp, which read the KV once, were slower.
+// second operand.
+//
+// A row with several query tokens has a column for each query token and query head, up to 16. The kernel splits more
+// columns into parts and handles each part as a row. The parts of a row read the same KV at the same time, mostly from
+// the L2 cache.
 #include <utility>
 
 #include "device.cuh"
@@ -364,7 +366,7 @@ __global__ void __launch_bounds__(WARPS * 32) decode_attention_kernel(const __gr
   waited = true;
   successor_may_start();
 
-  // Rows without tokens (padding) are zeroed.
+  // Zeroes the output of rows without KV (padding). The output of padding that verifies draft tokens is undefined.
   for (int r = blockIdx.x; TILES == 0 && r < p.rows; r += gridDim.x) {
     if (lens[r] > 0) continue;
     for (int i = threadIdx.x; i < p.kv_heads * p.group * HD / 8; i += WARPS * 32)

@@ -1,5 +1,5 @@
 // Speculative decoding: draft tokens by prompt lookup (the rule of services/engine/src/executor/ngram.rs), and their
-// acceptance. One block per sequence scans the slot's tokens, eight per thread in flight.
+// acceptance. One CTA per sequence scans the slot's tokens. Each thread has eight loads in flight.
 #include <utility>
 
 #include "device.cuh"
@@ -39,8 +39,8 @@ __global__ void __launch_bounds__(THREADS)
   const int length = pool.slots[slot].length;
   const int most = step.kv_lengths[sequence] - length;
   int32_t* tokens = pool.tokens + static_cast<int64_t>(slot) * pool.token_width;
-  // The greatest key is the longest occurrence, and of equally long ones the latest: its length, then the position of
-  // the token after it.
+  // A key has the length of an occurrence, then the position of the token after it. So the greatest key is the longest
+  // occurrence, and the latest of equally long ones.
   uint64_t best = 0;
   if (threadIdx.x < min(longest, length)) end[threadIdx.x] = tokens[length - 1 - threadIdx.x];
   __syncthreads();
@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(THREADS)
   const int period = length - next;
   const int count = next == 0 ? 0 : most;
   for (int i = threadIdx.x; i < count; i += WARP) {
-    // Only known tokens are read: a period repeats as often as needed.
+    // Reads known tokens only: the tokens after the occurrence repeat as often as needed.
     const int token = tokens[next + i % period];
     tokens[length + i] = token;
     step.row_tokens[sequence * row_tokens + 1 + i] = token;

@@ -1,6 +1,6 @@
 // Expands a step's uploaded plan into the arrays that the step's kernels read.
 //
-// The first kernel is one block: it applies the plan's changes to the pool, then computes prefix sums of rows, samples
+// The first kernel is one CTA: it applies the plan's changes to the pool, then computes prefix sums of rows, samples
 // and pages over the sequences, at most eight per thread. The second kernel fills the arrays of rows and pages.
 #include <utility>
 
@@ -56,7 +56,7 @@ __device__ void apply_plan(const baton_pool& pool, const uint32_t* words, const 
     pool.slots[admissions[i].slot] = admissions[i].state;
     pool.sampling[admissions[i].slot] = admissions[i].sampling;
   }
-    // One warp per run: most runs are one block id, a few are prompts.
+  // One warp per run: most runs are one block id, a few are prompts.
   const auto* runs = reinterpret_cast<const baton_plan_run*>(words + header.runs_at);
   const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, warps = THREADS / WARP;
   constexpr int LONG = 512;
@@ -68,7 +68,7 @@ __device__ void apply_plan(const baton_pool& pool, const uint32_t* words, const 
                                                     : pool.stop_tokens + static_cast<int64_t>(run.slot) * pool.stop_width;
     for (int at = lane; at < run.count; at += WARP) row[run.first + at] = static_cast<int32_t>(words[run.at + at]);
   }
-    // All warps process the long runs.
+  // All warps process the long runs.
   for (uint32_t i = 0; i < header.run_count; ++i) {
     const baton_plan_run run = runs[i];
     if (run.count <= LONG) continue;
@@ -81,7 +81,7 @@ __device__ void apply_plan(const baton_pool& pool, const uint32_t* words, const 
   }
 }
 
-// The sums of one sequence. With `samples` or `rows` above 0, the sequence has this many whatever its plan.
+// Returns the sums of one sequence. `samples` and `rows` above 0 replace the numbers of the plan.
 __device__ Sums sums_of(const baton_plan_sequence& sequence, int length, int samples, int rows) {
   return {rows > 0 ? rows : sequence.row_count, samples > 0 ? samples : sequence.sample_count,
           (length + TOKENS - 1) / TOKENS};
@@ -124,7 +124,7 @@ __global__ void __launch_bounds__(THREADS)
     if (index >= sequences) break;
     step.row_indptr[index] = before.rows;
     step.page_indptr[index] = before.pages;
-    // Decode attention skips padding: a page of each head would be work for a CTA.
+    // With a length of 0, decode attention skips padding. Otherwise a CTA would process a page of each head.
     step.kv_lengths[index] = sequence[j].slot < 0 ? 0 : length[j];
     step.last_page_tokens[index] = (length[j] - 1) % TOKENS + 1;
     step.sequence_slots[index] = sequence[j].slot;
@@ -167,7 +167,8 @@ __global__ void __launch_bounds__(THREADS)
   }
 }
 
-// blockIdx.y is the sequence, whose blocks share its rows and pages. The last y processes rows of no sequence.
+// blockIdx.y is the sequence. The CTAs of a sequence share its rows and pages. The last y processes rows of no
+// sequence.
 __global__ void expand_kernel(const baton_pool pool, const baton_step step, int rows, int sequences, int verified) {
   follow_predecessor();
   const int thread = blockIdx.x * blockDim.x + threadIdx.x, threads = gridDim.x * blockDim.x;
@@ -185,8 +186,8 @@ __global__ void expand_kernel(const baton_pool pool, const baton_step step, int 
   const int slot = step.sequence_slots[sequence];
   const int first_row = step.row_indptr[sequence], row_count = step.row_indptr[sequence + 1] - first_row;
   const int first_page = step.page_indptr[sequence], pages = step.page_indptr[sequence + 1] - first_page;
-  // A slot that verifies draft tokens is not advanced yet, and its last rows may have no place in its blocks. Padding
-  // is at position 0.
+  // The position of a slot that verifies draft tokens is not advanced yet. Rows beyond its draft tokens write their KV
+  // to the trash block. Padding sequences are at position 0.
   const int end = slot < 0 ? 1 : step.kv_lengths[sequence];
   const int first_position = slot < 0 ? 0 : verified == 0 ? end - row_count : pool.slots[slot].position;
   const int32_t* table = pool.block_tables + static_cast<int64_t>(slot) * pool.table_width;

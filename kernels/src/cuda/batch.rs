@@ -82,7 +82,8 @@ pub struct StepInput<'a> {
     pub drafts: Option<Drafts>,
 }
 
-/// Draft tokens of a step: those after the longest earlier occurrence of the end of a slot's tokens.
+/// Draft tokens of a step, by prompt lookup: the tokens after the longest earlier occurrence of a slot's last
+/// tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Drafts {
     /// Rows of every sequence: its last token, and the maximum number of draft tokens. A sequence's
@@ -380,8 +381,8 @@ impl DeviceBatch {
     }
 
     /// Supplies the bitmasks of constrained samples, before the step is sampled. `masks` has the index of
-    /// each constrained sample, ascending. A sample without a bitmask is not sampled, and its slot goes back
-    /// by one position.
+    /// each constrained sample, ascending. A sample without a bitmask is withdrawn: the position of its slot
+    /// is decremented.
     ///
     /// # Errors
     /// When a sample is not one of the step's, or after a GPU error.
@@ -416,7 +417,8 @@ impl DeviceBatch {
         })
     }
 
-    /// Uploads words and masks, and launches the kernels that read them with their address.
+    /// Uploads words and masks. Then calls `launch` with their device address, to launch the kernels that read
+    /// them.
     fn upload(
         &mut self,
         backend: &CudaBackend,

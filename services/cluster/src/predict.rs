@@ -11,37 +11,39 @@
 //! A router predicts each option from the reports of its nodes ([`hand_over`], [`local`]):
 //!
 //! ```text
-//! time to first token = queued prompts of the node that prefills (or decode steps in flight) + the prompt's own steps
-//! gap    = time that the transfer takes beyond the prefill steps that it overlaps (hand-over only)
+//! time to first token = time of the queued prompts (on a decode node at least of the decode steps in flight)
+//!        + the prompt's own steps + wait for free blocks
+//! gap    = transfer time that prefill steps do not overlap (hand-over only)
 //! harm   = running rows * time by which the prompt lengthens their steps (decode node prefills only)
 //! decode = the first 32 tokens of the answer + running and waiting rows * time by which the new row lengthens their steps
 //! evict  = prefill time of one token per block that the decode node lacks, because it may evict a cached prefix
 //! cost   = time to first token + gap + harm + decode + evict
 //! ```
 //!
-//! The unit of all terms is a millisecond that one client waits. A running stream that stalls and a new request that
-//! waits are equally slow for their clients, so the sum over clients is what a choice costs.
+//! All terms are milliseconds that one client waits. A stalled stream and a waiting request are equally slow for their
+//! clients, so the cost is the sum over all clients.
 
 use std::time::Duration;
 
 use proto::v1;
 
-/// Output tokens that a choice counts. Later tokens of longer answers move all costs alike.
+/// Output tokens that a cost includes. Later tokens change the costs of all options alike.
 const DECODE_STEPS: u32 = 32;
-/// Steps with fewer prompt tokens tell nothing about prefill throughput: reading the weights dominates them.
+/// Steps with fewer prompt tokens are not fitted: loading the weights dominates their time.
 const PREFILL_TOKENS_MIN: f64 = 32.0;
-/// Decode steps that a prompt on a decode node waits for: with two steps in flight, the rest of one and the next.
+/// Decode steps that a prompt on a decode node waits for. With two steps in flight, these are half of the running step
+/// and the next step.
 const STEPS_IN_FLIGHT: f64 = 1.5;
-/// Prefill that a step has at least beside running sequences: one block.
+/// Minimum prompt tokens of a step beside running sequences: one block.
 const BLOCK_TOKENS: f64 = 16.0;
 /// Steps that a fit needs before the node reports it.
 const PREFILL_STEPS_MIN: u32 = 4;
 const DECODE_STEPS_MIN: u32 = 8;
-/// Share of a fit that each further step replaces: a fit remembers about 128 prefill and 1,024 decode steps.
+/// Weight of each new step in a fit. A fit covers about the last 128 prefill and 1,024 decode steps.
 const PREFILL_FORGET: f64 = 1.0 / 128.0;
 const DECODE_FORGET: f64 = 1.0 / 1024.0;
-/// Relative penalty of each coefficient. Of inputs that never varied, the one with the smallest penalty explains the
-/// time: prompt tokens for prefill, the step itself for decode.
+/// Relative ridge penalty of each coefficient. If inputs never vary, the fit attributes the time to the input with the
+/// smallest penalty: prompt tokens for prefill, the step itself for decode.
 const PREFILL_RIDGE: [f64; 3] = [1e-3, 1e-5, 1e-3];
 const DECODE_RIDGE: [f64; 3] = [1e-5, 1e-3, 1e-3];
 /// Picoseconds of a millisecond.
@@ -284,20 +286,20 @@ impl NodeState {
         (prefill_ms + rows_ms).max(self.step_ms())
     }
 
-    /// Returns the time of these steps, with equal shares of the tokens and pairs.
+    /// Returns the time of `steps` steps that share the tokens and pairs equally.
     fn prefill_ms(&self, steps: f64, tokens: f64, pairs: f64) -> f64 {
         steps * self.mixed_step_ms(tokens / steps, pairs / steps)
     }
 
-    /// Returns the prompt tokens of a step, at most `tokens_max`: beside running sequences the node bounds them so that
-    /// the step stays within its inter-token latency bound. `context`: mean number of tokens that each attends to.
+    /// Returns the prompt tokens of a step, at most `tokens_max`. Beside running sequences, the node's inter-token
+    /// latency bound limits them. `context`: mean number of tokens to which a prompt token attends.
     fn bounded_tokens(&self, tokens_max: f64, context: f64) -> f64 {
         let PrefillCosts { step_ms, token_ms, pair_ms } = self.prefill;
         let left_ms = self.itl_max_ms - step_ms - (self.step_ms() - self.decode.step_ms);
         if self.running == 0.0 || left_ms == f64::INFINITY {
             return tokens_max;
         }
-        // Without a cost of tokens any number of them fits.
+        // Without a measured cost per token any number of tokens fits.
         let tokens = if left_ms > 0.0 { left_ms / (token_ms + pair_ms * context) } else { 0.0 };
         tokens.max(BLOCK_TOKENS).min(tokens_max)
     }
@@ -320,7 +322,7 @@ impl NodeState {
         self.prefill_ms(self.prompt_steps(prompt), prompt.uncached_tokens, prompt.pairs())
     }
 
-    /// Whether even a step with one block of the prompt is longer than the inter-token latency bound.
+    /// Returns whether even a step with one block of the prompt is longer than the inter-token latency bound.
     fn exceeds_itl_max(&self, prompt: &Prompt) -> bool {
         let tokens = prompt.uncached_tokens.min(BLOCK_TOKENS);
         let block_ms = self.mixed_step_ms(tokens, attention_pairs(prompt.cached_tokens, tokens));

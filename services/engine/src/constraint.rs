@@ -6,11 +6,11 @@
 //!
 //! 1. The scheduler collects a step and gives each sampled token to its [`Constraint`].
 //! 2. Worker threads run the [`MaskJob`]s of the constrained rows.
-//! 3. The step in flight is supplied with the bitmasks, and the device samples.
+//! 3. The step loop supplies the step in flight with the bitmasks, and the device samples.
 //!
 //! A row whose bitmask is late does not sample in this step. It computes its last token again in a later
-//! step, when its bitmask is there, so its output is the same. Other rows do not wait longer than their
-//! forward pass takes.
+//! step, when its bitmask is computed, so its output is the same. Late bitmasks delay no other row: sampling
+//! starts when the forward pass has finished.
 //!
 //! The caller that creates a constraint compiles the grammar and computes the first bitmask. A constraint
 //! fails closed: the scheduler ends a sequence whose constraint fails, and an executor never samples a
@@ -28,7 +28,7 @@ use crate::{event::SequenceId, executor::panic_message};
 
 /// Matcher of one answer.
 pub trait Matcher: Debug + Send {
-    /// Consumes the sampled token. The scheduler calls it between steps, so it may take some microseconds.
+    /// Consumes the sampled token. The scheduler calls it between steps, so it must take microseconds only.
     fn accept(&mut self, token: u32) -> Result<(), ConstraintFailure>;
 
     /// Computes the bitmask of the next token, on a worker thread. It includes the stop tokens if the answer
@@ -55,11 +55,11 @@ pub enum ConstraintFailure {
 /// The matcher of one sequence with the bitmask of its next token.
 #[derive(Debug)]
 pub struct Constraint {
-    /// `None` while a [`MaskJob`] has it.
+    /// `None` while a [`MaskJob`] owns the matcher.
     matcher: Option<Box<dyn Matcher>>,
     /// `None` from the acceptance of a token until the next bitmask is computed.
     allowed: Option<Arc<TokenMask>>,
-    /// Number of the last job; an earlier job belongs to another sequence of the same id.
+    /// Number of the last job. An earlier job belongs to an earlier sequence with the same id.
     job: u64,
 }
 
@@ -120,7 +120,7 @@ impl Clone for Constraint {
     }
 }
 
-/// The computation of one bitmask. It has the matcher until it ends.
+/// Computation of one bitmask. Owns the matcher until the bitmask is computed.
 #[derive(Debug)]
 pub struct MaskJob {
     id: SequenceId,

@@ -18,10 +18,11 @@ const CPU_CHUNK_TOKENS: u32 = 256;
 const CPU_SLOTS: u32 = 64;
 const CPU_TRANSFER_BYTES: u64 = 4 * MIB;
 
-/// Bounds of a step on a GPU. A model of 1B parameters reaches its peak prefill throughput below the maximum.
+/// Minimum and maximum tokens of a step on a GPU. A model of 1B parameters reaches its peak prefill throughput below
+/// the maximum.
 const GPU_STEP_TOKENS: (u32, u32) = (512, 8192);
-/// KV of a step on a GPU: 1.5 ms at the 365 GB/s of a transfer by ipc. This KV is transferred after the last step of
-/// a prompt, so it bounds the hand-over gap.
+/// Maximum KV of a step on a GPU. A transfer by ipc takes 1.5 ms for this KV, at 365 GB/s. The KV of a prompt's last
+/// step is transferred after the step, so this maximum bounds the hand-over gap.
 const GPU_STEP_KV_BYTES: u64 = 512 * MIB;
 /// A step's activations and KV may take this fraction of the memory beside the weights.
 const GPU_STEP_MEMORY_PART: u64 = 4;
@@ -29,14 +30,14 @@ const GPU_STEP_MEMORY_PART: u64 = 4;
 const FULL_THROUGHPUT: f64 = 0.98;
 /// Bounds of the slots of a GPU.
 const GPU_SLOTS: (u32, u32) = (64, 256);
-/// KV that each slot should have, in tokens.
+/// KV per slot, in tokens.
 const SLOT_KV_TOKENS: u64 = 1024;
 const GPU_TRANSFER_BYTES: u64 = 32 * MIB;
-/// Full batches that may wait.
+/// Default of `node.waiting_max`, in full batches.
 const WAITING_BATCHES: u32 = 4;
-/// Least default of `node.itl_max`: 50 tokens/s for every decode row.
+/// Minimum default of `node.itl_max`: 50 tokens/s for every decode row.
 const GPU_ITL_MAX: Duration = Duration::from_millis(20);
-/// Least default of `node.itl_max` in decode steps: a shorter step has no room for prefill at full throughput.
+/// Minimum default of `node.itl_max` in decode steps. A shorter step has no room for prefill at full throughput.
 const GPU_ITL_STEPS: u32 = 4;
 
 /// Device that computes the forward pass.
@@ -132,7 +133,7 @@ impl fmt::Display for Reason {
     }
 }
 
-/// Values that the device cannot hold.
+/// Why settings cannot be derived.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum DefaultsError {
     #[error(
@@ -176,8 +177,9 @@ pub fn derive(node: &NodeTraits, times: Option<&StepTimes>) -> Result<Defaults, 
     };
     let step_tokens_max = step_tokens_max.max(step_min);
     let (step_tokens, why) = match (node.device, times) {
-        // A prompt takes longer in smaller steps, because each step attends to all KV before it. On a decode node
-        // a prompt also waits for the step in flight.
+        // A prompt takes longer in smaller steps, because each step attends to all KV before it. So a prefill node
+        // takes the largest step. On a decode node a prompt also waits for the step in flight, so a decode node
+        // takes the smallest step of full throughput.
         (NodeDevice::Gpu { .. }, Some(times)) if node.decodes && set.step_tokens.is_none() => {
             full_step(times)
         }
@@ -330,7 +332,7 @@ fn itl_limit(
             GPU_ITL_MAX.max(ceil_milliseconds(decode * GPU_ITL_STEPS))
         }
     };
-    // A line through the shortest row and the row of a full step.
+    // Fits a line through the times of the shortest row and of the row of a full step.
     let nanos = |time: Duration| time.as_nanos() as f64;
     let (first, first_time) = times.prefill[0];
     let (last, last_time) = times

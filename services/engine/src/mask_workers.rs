@@ -12,16 +12,17 @@ use crate::{
     executor::CollectWaker,
 };
 
-/// Jobs that wait for a thread. Further jobs run on the engine thread.
+/// Maximum number of queued jobs. Further jobs run on the engine thread.
 const WAITING_MAX: usize = 4096;
 
-/// Runs [`MaskJob`]s, on threads or, without threads, at once. Dropping it joins the threads.
+/// Runs [`MaskJob`]s on worker threads. Without threads, [`submit`](Self::submit) runs them. Dropping it
+/// joins the threads.
 #[derive(Debug, Default)]
 pub(crate) struct MaskWorkers {
     /// Results of jobs that ran on the engine thread.
     computed: Vec<ComputedMask>,
     pool: Option<Pool>,
-    /// Jobs whose result was not polled yet.
+    /// Submitted jobs whose result was not polled yet.
     pending: usize,
 }
 
@@ -34,8 +35,8 @@ struct Pool {
 }
 
 impl MaskWorkers {
-    /// Starts `threads` threads. A thread that leaves no job waiting calls `waker`, so that the engine
-    /// thread wakes about once for a whole batch.
+    /// Starts `threads` threads. A thread that has emptied the queue calls `waker`, so that the engine
+    /// thread wakes about once for each batch.
     pub fn start(threads: usize, waker: &CollectWaker) -> io::Result<Self> {
         let (jobs, waiting) = bounded::<MaskJob>(WAITING_MAX);
         let (done, results) = bounded(WAITING_MAX + threads);
@@ -78,7 +79,7 @@ impl MaskWorkers {
         Some(computed)
     }
 
-    /// Returns whether a result will follow.
+    /// Returns whether a job's result was not polled yet.
     pub fn is_busy(&self) -> bool {
         self.pending > 0
     }

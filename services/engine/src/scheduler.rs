@@ -89,7 +89,7 @@ pub struct Scheduler {
     alarms: BTreeSet<(Instant, SequenceId)>,
     next_arrival: Arrival,
     preemptions: u64,
-    /// Time that the decode rows of the last step added to [`ItlLimit::step_time`].
+    /// Time of the last step with decode rows beyond [`ItlLimit::step_time`].
     decode_extra: Duration,
     planned_work: StepWork,
 }

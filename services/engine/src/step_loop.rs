@@ -59,7 +59,7 @@ impl Speculated {
     }
 }
 
-/// A scheduler with its executor, `depth` steps in flight. One thread owns it.
+/// A scheduler with its executor and up to `depth` steps in flight. One thread owns it.
 #[derive(Debug)]
 pub struct StepLoop<E> {
     scheduler: Scheduler,
@@ -75,7 +75,7 @@ pub struct StepLoop<E> {
 }
 
 impl<E: Executor> StepLoop<E> {
-    /// Creates a loop that computes token bitmasks itself. `scheduler` must have the limits of `executor`.
+    /// Creates a loop that computes token bitmasks on its own thread. `scheduler` must have the limits of `executor`.
     pub fn new(scheduler: Scheduler, executor: E) -> Self {
         assert_eq!(
             scheduler.config().limits,
@@ -104,8 +104,8 @@ impl<E: Executor> StepLoop<E> {
     }
 
     /// Launches the steps that can be planned, then waits up to `timeout` for the oldest step and
-    /// collects its result. Does not wait when no step is in flight, and waits no longer when token bitmasks
-    /// are computed or due. After an error the engine is unusable.
+    /// collects its result. Returns at once when neither a step nor a bitmask is in flight. Computed or due
+    /// bitmasks end the wait. After an error the engine is unusable.
     pub fn turn(
         &mut self,
         timeout: Duration,
@@ -146,7 +146,7 @@ impl<E: Executor> StepLoop<E> {
         Ok(Turn::Stepped)
     }
 
-    /// Returns when a turn is due if no input arrives before.
+    /// Returns the time of the next turn if no input arrives earlier.
     pub fn next_deadline(&self) -> Option<Instant> {
         self.scheduler.next_deadline()
     }

@@ -107,7 +107,7 @@ pub struct Directory {
     selection: Selection,
     /// Transfer time of a token's KV from a prefill node to a decode node, in milliseconds.
     transfer_ms: BTreeMap<(NodeKey, NodeKey), f64>,
-    /// Time to first token that predictions leave out.
+    /// Mean of the measured time to first token beyond the prediction, in milliseconds.
     overhead_ms: f64,
     jitter: Jitter,
     /// Counter for the ids of members, streams, assignments and picks.

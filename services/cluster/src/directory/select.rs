@@ -2,8 +2,8 @@
 //!
 //! Under the policy `predicted` the directory compares all pairs and all decode nodes by their predicted cost in
 //! milliseconds ([`predict`]). Costs within the error of predictions are equal; among equal costs a prefill node comes
-//! first. The directory does not compare predictions until a node has measured its steps, or while a node of an older
-//! release reports none: it then follows the policy `cache-aware` and hands over.
+//! first. Predictions need a node that has measured its steps, and no node of an older release, which reports none.
+//! Without predictions the directory follows the policy `cache-aware` and hands over.
 //!
 //! The other policies choose a node of each role; predictions only decide between the pair and the decode node alone.
 //! `cache-aware` estimates the work before the attempt, in units of one prompt token:
@@ -208,7 +208,7 @@ impl Directory {
         if !may_be_local && options.iter().any(|option| option.prefill.is_some()) {
             options.retain(|option| option.prefill.is_some());
         }
-        // A pair without a transfer so far counts like the others.
+        // A pair without a measured transfer gets the mean of the other pairs.
         let known = self.transfer_ms.values();
         let usual_ms = known.clone().sum::<f64>() / known.len().max(1) as f64;
         for option in &mut options {
@@ -229,8 +229,9 @@ impl Directory {
         })
     }
 
-    /// Handles the first token of an attempt, by its decode node's assignment: learns the time that predictions
-    /// leave out, such as calls and the reservation. It is the same for all options, so it changes no choice.
+    /// Handles the first token of an attempt, by its decode node's assignment. Updates the overhead that
+    /// predictions leave out, such as calls and the reservation. All options have the same overhead, so it
+    /// changes no choice.
     pub fn first_token(&mut self, now: Instant, assignment: AssignmentId) {
         let Some(assigned) = self.assignments.get_mut(&assignment) else { return };
         let Some(Forecast { at, ttft_ms }) = assigned.forecast.take() else { return };
@@ -354,8 +355,8 @@ impl Directory {
     }
 }
 
-/// Returns step costs for nodes that have not measured theirs yet: those of another node. `None`: no node has measured
-/// any, or a candidate is of an older release and reports none.
+/// Returns the step costs of the first candidates that have measured them, for candidates that have not. Returns `None`
+/// if no candidate has measured its steps, or if one is of an older release and reports no costs.
 fn known_costs(
     decode: &[Candidate<'_>],
     prefill: &[Candidate<'_>],
@@ -376,7 +377,7 @@ struct Candidate<'a> {
     member: &'a Member,
     seen: &'a Seen,
     need: Need,
-    /// The node and the prompt on it, for predictions.
+    /// Input of predictions: the node, and the prompt on this node.
     state: Option<(NodeState, Prompt)>,
 }
 
@@ -453,7 +454,7 @@ impl Candidate<'_> {
             rows,
             queue_ms: 0.0,
         };
-        // The node has worked since its report, and on each unseen prompt at the earliest since its pick.
+        // Subtracts the work since the report, and for each unseen prompt at most the time since its pick.
         let since = |at: Instant| milliseconds(now.saturating_duration_since(at));
         let pending_ms = state.queued_ms(pending, load.pending_prompt_pairs as f64);
         let step_age_ms = load.step_age_us as f64 / 1e3;
@@ -544,7 +545,7 @@ fn best<'a, 'b>(options: &'b [NodeOption<'a>]) -> &'b NodeOption<'a> {
         let Prediction { ttft_ms, decode_ms, .. } = *prediction;
         let is_local = option.prefill.is_none() && has_pair;
         let margin_ms = if is_local { ttft_ms * LOCAL_SAVING_MIN } else { 0.0 };
-        // Without a prefill node no option keeps the bound.
+        // Only an option with a prefill node keeps the bound, so without one a local option is allowed.
         let is_allowed = !(is_local && prediction.exceeds_itl_max);
         let error_ms = EQUAL_WITHIN * (ttft_ms + decode_ms / 2.0);
         is_allowed.then_some((option, prediction.cost_ms() + margin_ms, error_ms))

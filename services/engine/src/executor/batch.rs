@@ -46,7 +46,7 @@ impl Tokens for Vec<u32> {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TokenCount {
     most: usize,
-    /// Draft tokens of steps in flight, which are among `most`.
+    /// Draft tokens of steps in flight, included in `most`. Their acceptance is unknown.
     unknown: usize,
 }
 
@@ -99,7 +99,7 @@ pub struct ScheduledRow {
     pub samples: bool,
     /// Draft tokens; they are the last of the tokens.
     pub draft_count: usize,
-    /// Whether the row's token bitmask was late: its sample does not count.
+    /// Whether the row's token bitmask was late, so that the row does not sample.
     pub is_late: bool,
 }
 
@@ -141,9 +141,9 @@ impl<T: Tokens> Batch<T> {
         Self { rows: (0..limits.slots).map(|_| None).collect(), limits, plans: 0 }
     }
 
-    /// Applies the diff and advances the rows of the step by their tokens and draft tokens. An admitted row fails if
-    /// `refuse` returns a reason. `draft` proposes up to the given number of draft tokens. After an error the batch is
-    /// unusable.
+    /// Applies the diff and advances the rows of the step by their tokens and draft tokens. An admitted row
+    /// fails if `refuse` returns a reason. `draft` returns at most the given number of draft tokens of a row.
+    /// After an error the batch is unusable.
     pub fn apply(
         &mut self,
         plan: &StepPlan,
@@ -155,8 +155,8 @@ impl<T: Tokens> Batch<T> {
         scheduled.map_err(|reason| ExecutorError::BadPlan { step_id, reason })
     }
 
-    /// Supplies the token bitmasks of the step applied last, in the order of its rows. A constrained row
-    /// without a bitmask is marked as late and goes back by one position.
+    /// Supplies the token bitmasks of the step applied last, in the order of its rows. Marks a constrained row
+    /// without a bitmask as late and decrements its position.
     pub fn supply(
         &mut self,
         scheduled: &mut [ScheduledRow],

@@ -162,12 +162,12 @@ pub struct CudaExecutor {
     access: StreamAccess,
     rows: Rows,
     launched: VecDeque<Launched>,
-    /// Results that `launch` waited for.
+    /// Results that `launch` has collected, until `collect` returns them.
     collected: VecDeque<StepResult>,
     /// The step launched last, until its token bitmasks are supplied.
     awaiting: Option<Awaiting>,
     masks_are_due: bool,
-    /// Recorded behind the forward pass of a step that awaits its bitmasks. One for each step in flight.
+    /// Events recorded after the forward passes of steps that await bitmasks, one for each step in flight.
     forwarded: Vec<Event>,
     /// Waits for the GPU. Closed before the other fields are dropped.
     worker: Worker<Job, Done, CudaError>,
@@ -179,7 +179,7 @@ pub struct CudaExecutor {
 struct Launched {
     step_id: u64,
     scheduled: Vec<ScheduledRow>,
-    /// Samples of each row that samples.
+    /// Number of samples of each row that samples.
     row_samples: usize,
     /// The results of the plan's rows without their tokens.
     results: Vec<RowResult>,
@@ -364,8 +364,9 @@ impl CudaExecutor {
         self.batch.end(backend, step_id, wants_logprobs)
     }
 
-    /// Waits for every step in flight. FlashInfer plans attention on the host, with the lengths of all rows.
-    /// Only decode attention reads them from the device, which alone knows how many draft tokens it accepted.
+    /// Blocks until every step in flight is collected. FlashInfer plans attention on the host with the exact
+    /// length of every row. The host knows these lengths only after it has collected the steps with draft
+    /// tokens. Decode attention reads the lengths from the device instead.
     fn collect_launched(&mut self) -> Result<(), ExecutorError> {
         while !self.launched.is_empty() {
             if let Some(result) = self.receive(POLL_MAX)? {
@@ -519,13 +520,13 @@ fn sampled(result: &mut RowResult, outcomes: Vec<SampleOutcome>) {
     }
 }
 
-/// Returns the most samples of a step.
+/// Returns the maximum number of samples of a step.
 fn samples_max(limits: &ExecutorLimits) -> u32 {
     let verified = limits.speculation.map_or(0, |speculation| speculation.step_tokens);
     limits.slots.max(verified).min(limits.step_tokens)
 }
 
-/// Returns the tokens that steps in flight may add to the longest sequence.
+/// Returns the limits of the device's batch. Steps in flight may add tokens to the longest sequence.
 fn batch_limits(limits: &ExecutorLimits) -> BatchLimits {
     BatchLimits {
         slots: limits.slots,

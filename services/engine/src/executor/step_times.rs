@@ -11,15 +11,15 @@ use crate::plan::{AdmittedRow, RowPlan, Slot, StepPlan};
 
 /// Smallest prefill row that is measured.
 const TOKENS_MIN: u32 = 256;
-/// Twice the tokens must raise prefill throughput by this factor, otherwise larger rows are not measured.
+/// The measurement ends when twice the tokens raise prefill throughput by less than this factor.
 const GAIN_MIN: f64 = 1.02;
 /// Runs of each step; the fastest counts. The first run may load kernels.
 const RUNS: u32 = 2;
-/// Decode steps that are run; the fastest counts.
+/// Number of decode steps; the fastest counts.
 const DECODE_RUNS: u32 = 4;
 /// Prompt tokens of the row whose decode steps are measured.
 const DECODE_PROMPT: u32 = 8;
-/// Longest wait for a step.
+/// Time-out of a step.
 const STEP_TIMEOUT: Duration = Duration::from_secs(600);
 
 const SLOT: Slot = Slot(0);
@@ -31,7 +31,7 @@ pub struct StepTimes {
     pub decode: Duration,
     /// Tokens and time of prefill steps, ascending. The middle of each row is at position `context_tokens` / 2.
     pub prefill: Vec<(u32, Duration)>,
-    /// Length of the prompt in which the rows are.
+    /// Length in tokens of the prompt that contains the measured rows.
     pub context_tokens: u32,
     /// Time of the first entry's row at the start of the prompt, and at the end.
     pub at_start: Duration,
@@ -43,7 +43,7 @@ impl StepTimes {
     pub fn measure(executor: &mut dyn Executor) -> Result<Self, ExecutorError> {
         let limits = executor.limits();
         let pool = limits.blocks.saturating_mul(BLOCK_TOKENS as u32);
-        // A row that does not end its prompt leaves one token.
+        // A row that does not sample leaves at least one token of its prompt.
         let context_tokens = limits.step_tokens.min(limits.sequence_tokens - 1).min(pool);
         let mut runner = Runner { executor, steps: 0, occupied: false };
 
@@ -97,7 +97,8 @@ impl Runner<'_> {
         Ok(fastest)
     }
 
-    /// Runs one prefill row of a new sequence. Whatever is in the blocks before `position` counts as its KV.
+    /// Runs one prefill row of a new sequence. The KV before `position` is undefined, which does not change the
+    /// time of the step.
     fn prefill(
         &mut self,
         position: u32,
@@ -135,7 +136,7 @@ impl Runner<'_> {
         self.run(plan)
     }
 
-    /// Leaves the executor without a row.
+    /// Releases the row, so that the executor has none.
     fn release(&mut self) -> Result<(), ExecutorError> {
         let released = self.occupant();
         self.run(StepPlan { released, ..StepPlan::default() }).map(drop)
@@ -228,7 +229,7 @@ mod tests {
 
     #[test]
     fn measurement_ends_where_larger_rows_gain_nothing_and_leaves_no_row() {
-        // From 1,024 tokens on the time is proportional to the tokens.
+        // A fixed 4 ms per step: every larger row raises the throughput.
         let mut executor = formula(8192, 1024, |position, tokens| match tokens {
             1 => 4_000,
             _ => 4_000 + tokens.max(512) * 20 + tokens * position / 1024,

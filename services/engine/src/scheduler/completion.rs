@@ -67,7 +67,7 @@ impl Scheduler {
         }
         row.launched -= drafts_unused;
         row.length -= drafts_unused;
-        // A row that should have sampled and did not computes its last token again.
+        // The sample was withdrawn, so the row computes its last token again.
         let is_withdrawn = done.samples && tokens.is_empty();
         row.computed += done.token_count as usize + drafts_accepted - usize::from(is_withdrawn);
         // Tokens sampled after the end of the request were dropped: their KV is not published.

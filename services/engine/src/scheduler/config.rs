@@ -83,14 +83,14 @@ impl SchedulerConfig {
     }
 }
 
-/// Bound on the time of a step that decodes, and the measured cost of the prompt tokens in the step.
+/// Bound on the time of a step that decodes, and the measured times from which a step's time is estimated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ItlLimit {
     /// Maximum time of a step with decode rows.
     pub max: Duration,
     /// Time of a step that decodes one row.
     pub decode: Duration,
-    /// Time of a prefill step without the time of its tokens.
+    /// Fixed time of a prefill step, without the time of its tokens.
     pub prefill: Duration,
     /// Time of a prompt token at the start of its prompt.
     pub token: Duration,
@@ -99,15 +99,16 @@ pub struct ItlLimit {
 }
 
 impl ItlLimit {
-    /// Returns the prompt tokens, in tokens at the start of a prompt, that a step may prefill beside decode rows whose
-    /// part of the step takes `decode_extra` longer than one row. One block at least, so that prefill never starves.
+    /// Returns the prefill budget of a step with decode rows, in tokens at the start of a prompt. The decode rows take
+    /// `decode_extra` longer than one row. The budget is at least one block, so that prefill never starves.
     pub(crate) fn prefill_tokens(&self, decode_extra: Duration) -> u32 {
         let left = self.max.saturating_sub(self.prefill + decode_extra);
         let tokens = left.as_nanos() / self.token.as_nanos().max(1);
         u32::try_from(tokens).unwrap_or(u32::MAX).max(BLOCK_TOKENS as u32)
     }
 
-    /// Returns the expected time of a step with one decode row and as much prefill.
+    /// Returns the expected time of a step with one decode row and this much prefill, in tokens at the start of a
+    /// prompt.
     pub(super) fn step_time(&self, prefill_tokens: u32) -> Duration {
         match prefill_tokens {
             0 => self.decode,

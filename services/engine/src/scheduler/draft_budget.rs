@@ -1,50 +1,49 @@
 //! Draft tokens that the rows of a step may verify.
 //!
-//! Each row has a budget that follows its accepted draft tokens. A step gets draft tokens if the expected
-//! accepted tokens are worth its time: the measured time of steps with as many rows and draft tokens,
-//! compared with that of steps with as many rows and no draft tokens. Small steps are bound by memory
-//! bandwidth, so draft tokens cost little; large steps are bound by arithmetic, and get none.
+//! Each row has a budget that follows its acceptance rate. A step gets draft tokens if they are expected to raise
+//! the throughput. The scheduler measures the mean time of decode steps for each number of rows and draft tokens,
+//! and compares it with the mean time without draft tokens. Small steps are bound by memory bandwidth, so draft
+//! tokens cost little. Large steps are bound by arithmetic, so they get none.
 
 use std::time::Duration;
 
 use crate::plan::RowPlan;
 
-/// Steps between two steps that verify one draft token per row although draft tokens do not pay off, to
-/// detect that the text repeats again.
+/// Steps between two probes. A probe verifies one draft token per row although draft tokens do not pay off, to
+/// detect text that repeats again.
 const PROBE_STEPS: u64 = 64;
 /// Weight of the newest step in a mean time.
 const NEWEST: f32 = 0.125;
-/// Powers of two up to the largest numbers of rows and draft tokens.
+/// Number of size classes: powers of two from 1 to 65,536.
 const SIZES: usize = 17;
 
 /// Mean time in seconds of decode steps, by rows and draft tokens per row.
 #[derive(Debug)]
 pub(super) struct DraftTimes {
-    /// The first index is that of the rows, the second that of the draft tokens, from none on. 0: not
-    /// measured.
+    /// First index: size class of the rows. Second index: 0 without draft tokens, otherwise their size class
+    /// plus 1. A time of 0 means not measured.
     seconds: [[f32; SIZES + 1]; SIZES],
 }
 
-/// Draft tokens of one row.
+/// Draft budget of one row.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct RowDrafts {
-    /// Upper bound of the next step: one more than were accepted the last time, or twice as many as were
-    /// granted if all were accepted.
+    /// Maximum draft tokens of the next step: twice the granted ones if all were accepted, otherwise one more
+    /// than the accepted ones.
     pub(super) most: u32,
-    /// Mean of the draft tokens accepted in a step.
+    /// Mean number of draft tokens accepted in a step.
     accepted: f32,
 }
 
 impl Default for RowDrafts {
-    /// Returns the draft tokens of a new row. It verifies one draft token, which every second step is
-    /// expected to accept.
+    /// Returns the budget of a new row: one draft token at an acceptance rate of one half.
     fn default() -> Self {
         Self { most: 1, accepted: 0.5 }
     }
 }
 
 impl RowDrafts {
-    /// Processes the result of a step that granted `granted` draft tokens.
+    /// Updates the budget after a step for which the row was granted `granted` draft tokens.
     pub(super) fn verified(&mut self, granted: u32, drafted: u32, accepted: u32) {
         self.accepted = (self.accepted + accepted as f32) / 2.0;
         self.most = match drafted {
@@ -54,13 +53,13 @@ impl RowDrafts {
         };
     }
 
-    /// Returns the draft tokens that a step is expected to accept.
+    /// Returns how many of `granted` draft tokens are expected to be accepted.
     pub(super) fn expected(&self, granted: u32) -> f32 {
         self.accepted.min(granted as f32)
     }
 }
 
-/// Index of the smallest power of two that is at least `count`.
+/// Returns the size class of `count`: the exponent of the smallest power of two that is at least `count`.
 fn size(count: u32) -> usize {
     (count.max(1).next_power_of_two().trailing_zeros() as usize).min(SIZES - 1)
 }
@@ -77,7 +76,7 @@ impl DraftTimes {
         &mut self.seconds[size(rows as u32)][drafts]
     }
 
-    /// Adds the time of a step. Steps with prefill rows do not count.
+    /// Adds the time of a step. Ignores steps with prefill rows.
     pub(super) fn add(&mut self, rows: &[RowPlan], busy: Duration) {
         if decodes(rows) {
             let drafts = rows.iter().map(|row| row.drafts_max).max().unwrap_or(0);
@@ -87,8 +86,8 @@ impl DraftTimes {
     }
 
     /// Returns whether a step of `rows` rows with up to `drafts` draft tokens each pays off, if `expected`
-    /// draft tokens are accepted. A step that was not measured pays off, once the step without draft tokens
-    /// was measured.
+    /// draft tokens are accepted. Without a measured step without draft tokens nothing pays off; after that, a
+    /// step that was not measured yet pays off, so that it is measured.
     pub(super) fn pays_off(&mut self, rows: usize, drafts: u32, expected: f32) -> bool {
         let (plain, verifying) = (*self.of(rows, 0), *self.of(rows, drafts));
         let rows = rows as f32;
@@ -101,7 +100,7 @@ pub(super) fn decodes(rows: &[RowPlan]) -> bool {
     rows.iter().all(|row| row.token_count == 1 && row.samples)
 }
 
-/// Returns whether the step verifies one draft token per row in any case.
+/// Returns whether the step is a probe.
 pub(super) fn probes(step_id: u64) -> bool {
     step_id % PROBE_STEPS == PROBE_STEPS - 1
 }

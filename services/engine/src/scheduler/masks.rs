@@ -1,4 +1,4 @@
-//! Token bitmasks: which are computed next, and which a launched step is supplied with.
+//! Requests the bitmask that follows each accepted token, and supplies the launched step with bitmasks.
 
 use super::{Scheduler, sequence::Phase};
 use crate::{
@@ -13,7 +13,7 @@ pub(super) struct AwaitedMask {
     pub id: SequenceId,
     pub slot: Slot,
     pub generation: Generation,
-    /// Tokens of the row when it samples.
+    /// Number of tokens of the row when it samples.
     pub length: usize,
 }
 
@@ -34,8 +34,8 @@ impl Scheduler {
         }
     }
 
-    /// Returns the bitmasks of the last launched step once all are known. If they `are_due`, the device
-    /// waits only for them: returns those that are known, and withdraws the samples of the other rows.
+    /// Returns the bitmasks of the last launched step once all of them are computed. If they `are_due`, the
+    /// forward pass has finished: returns the computed bitmasks, and withdraws the samples of the other rows.
     pub fn supply(&mut self, are_due: bool) -> Option<(StepId, Vec<RowMask>)> {
         let (_, awaited) = self.awaited.as_ref()?;
         let is_missing = |row: &AwaitedMask| self.is_running(row) && self.mask(row).is_none();
@@ -68,7 +68,7 @@ impl Scheduler {
         self.slots.is_current(row.slot, row.generation)
     }
 
-    /// Returns the bitmask of the row if the token before it is known.
+    /// Returns the row's bitmask if it is computed and the token before it is known.
     fn mask(&self, row: &AwaitedMask) -> Option<RowMask> {
         let sequence = self.sequences.get(&row.id).filter(|_| self.is_running(row))?;
         let is_next = sequence.tokens.len() == row.length;
@@ -76,7 +76,7 @@ impl Scheduler {
         Some(RowMask { slot: row.slot, length: row.length as u32, allowed })
     }
 
-    /// Takes back a sample without its bitmask: the row's last token is computed again.
+    /// Withdraws the sample of a row whose bitmask is late. A later step computes the row's last token again.
     fn withdraw(&mut self, id: SequenceId) {
         let sequence = self.sequences.get_mut(&id).expect("a current row's sequence is known");
         let Phase::Running(row) = &mut sequence.phase else {

@@ -16,7 +16,8 @@ use crate::{
     step_record::StepWork,
 };
 
-/// Prefill that a bounded step has at least, and that must be left to admit a prompt.
+/// Minimum prefill of a bounded step, in tokens at the start of a prompt. A step admits a prompt only if this
+/// much prefill is left.
 const PREFILL_MIN: u32 = BLOCK_TOKENS as u32;
 
 /// A plan under construction.
@@ -137,11 +138,12 @@ impl Scheduler {
         }
     }
 
-    /// Returns how much prefill the step may still have, in tokens at the start of a prompt.
+    /// Returns the prefill that is left in the step, in tokens at the start of a prompt.
     fn prefill_left(&self, builder: &mut PlanBuilder) -> u32 {
         let Some(itl) = &self.config.itl else { return u32::MAX };
         let budget = builder.prefill.get_or_insert_with(|| {
-            // A reserved sequence decodes as soon as its KV has arrived, which is during this step or the next.
+            // The KV of a reserved sequence usually arrives during this step or the next. Then the sequence
+            // decodes.
             let decodes = |(_, id): &(Arrival, SequenceId)| self.sequences[id].decodes();
             if self.reserved_count > 0 || self.running.iter().any(decodes) {
                 PrefillBudget::Limited { left: itl.prefill_tokens(self.decode_extra), spent: 0 }
@@ -155,7 +157,8 @@ impl Scheduler {
         }
     }
 
-    /// Returns how many of `count` prompt tokens from `position` on the step may prefill, and charges them.
+    /// Returns how many of the `count` prompt tokens from `position` on fit into the step's prefill budget.
+    /// Subtracts their cost from the budget.
     fn bound_prefill(&self, position: usize, count: u32, builder: &mut PlanBuilder) -> u32 {
         let left_before = self.prefill_left(builder);
         let (Some(itl), Some(PrefillBudget::Limited { left, spent })) =
@@ -164,7 +167,7 @@ impl Scheduler {
             return count;
         };
         let most = itl.tokens_at(position, left_before);
-        // Far into a long prompt one token may exceed the bound; the prompt advances all the same.
+        // Far into a long prompt a single token may exceed the bound. The prompt must advance nevertheless.
         let most = if left_before >= PREFILL_MIN { most.max(1) } else { most };
         let count = count.min(most);
         let cost = itl.cost_at(position, count);
@@ -229,8 +232,8 @@ impl Scheduler {
         advance(sequence, id, step_id, count, builder);
     }
 
-    /// Grants draft tokens to the rows of a decode step, oldest first, from the rest of the step's budget and
-    /// the free blocks, where they pay off. No row waits or is preempted for draft tokens. All granted draft
+    /// Grants draft tokens to the rows of a decode step, oldest first, if they pay off. They take the rest of
+    /// the step's budget and free blocks. No row waits or is preempted for draft tokens. All granted draft
     /// tokens count as computed until the result tells how many were accepted.
     fn speculate(&mut self, builder: &mut PlanBuilder) {
         let Some(Speculation { row_drafts, step_tokens, .. }) = self.config.limits.speculation

@@ -161,8 +161,8 @@ impl Sequence {
     pub(super) fn pending(&self) -> u32 {
         let row = self.row();
         if let Some(constraint) = &self.constraint {
-            // A bitmask is computed while one forward pass runs. So at most one token is unknown, and a row
-            // whose bitmask was late waits for it.
+            // A bitmask depends on the token before it, so at most one token may be unknown. A row whose bitmask
+            // was late waits for the bitmask.
             let is_known = constraint.allowed().is_some();
             if row.length > self.tokens.len() + 1 || (row.was_late && !is_known) {
                 return 0;
@@ -172,7 +172,8 @@ impl Sequence {
         if row.length >= self.length_here() { 0 } else { (row.length - row.launched) as u32 }
     }
 
-    /// Returns whether the device has sampled tokens of this sequence, or will in a step in flight, and more follow here.
+    /// Returns whether the sequence decodes on this node: the device has sampled its first token, or samples the
+    /// token in a step in flight.
     pub(super) fn decodes(&self) -> bool {
         self.kind != SequenceKind::Send && self.row().length > self.given_len
     }

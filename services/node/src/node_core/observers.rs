@@ -62,13 +62,13 @@ impl Observers {
         self.is_changed = true;
     }
 
-    /// The next load includes this sequence: routers then stop adding it themselves.
+    /// Names the sequence in the next delta, whose load includes it. Routers then stop adding it themselves.
     pub fn arrived(&mut self, id: SequenceId) {
         self.arrived.push(id);
     }
 
-    /// Adds a step to the fit of step times. Its time begins when the step before was collected: routers predict
-    /// what clients wait for, and that includes the host's part.
+    /// Adds a step to the fit of step times. The step's time starts when the step before was collected, so it
+    /// includes the host's work between steps: clients wait for that, too.
     pub fn add_step(&mut self, step: &StepRecord) {
         let work = Work {
             prefill_tokens: step.work.prefill_tokens.into(),

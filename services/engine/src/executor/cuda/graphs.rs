@@ -1,8 +1,9 @@
 //! CUDA graphs of decode steps, captured before serving and replayed.
 //!
-//! A graph has a fixed number of rows, and of tokens per row where it verifies draft tokens. A decode step is padded to the next larger graph. Padding rows read and
-//! write a KV block that no sequence uses. The inputs of a step are on the device, so a replay needs only the
-//! step's plan.
+//! A graph has a fixed number of rows. A graph that verifies draft tokens has a fixed number of tokens per row,
+//! too. A decode step is padded to the next larger graph. Padding rows write to a KV block that no sequence
+//! uses. The inputs of a step are on the device, so a replay needs only the step's plan.
+//!
 //! Steps with prefill rows are launched kernel by kernel: their shapes vary, and their kernels run longer
 //! than a launch takes.
 
@@ -29,7 +30,8 @@ const ROWS_MAX: u32 = 512;
 pub struct Graphs {
     /// Numbers of rows that decode steps are padded to, ascending, each with its graph if one was captured.
     sizes: Vec<(u32, Option<Graph>)>,
-    /// Numbers of rows and tokens per row of steps with draft tokens, ascending.
+    /// Numbers of rows and tokens per row of steps with draft tokens, ascending, each with its graph if one was
+    /// captured.
     verifying: Vec<((u32, u32), Option<Graph>)>,
     /// Whether the configuration enables CUDA graphs.
     is_on: bool,
@@ -120,8 +122,8 @@ impl Graphs {
         Ok(Self { sizes, verifying, is_on })
     }
 
-    /// Returns the tokens per row of a step with draft tokens. Returns 0 for a step without: a step with
-    /// prefill or constrained rows, or with too many rows.
+    /// Returns the tokens per row of a step that verifies draft tokens. Returns 0 for a step that has no draft
+    /// tokens, has prefill or constrained rows, or has too many rows.
     pub fn verified(&self, plan: &StepPlan) -> u32 {
         let wanted = plan.rows.iter().map(|row| row.drafts_max).max().unwrap_or(0);
         if plan.drafts_max == 0 || wanted == 0 || !is_decode(plan) || plan.awaits_masks {
@@ -135,7 +137,8 @@ impl Graphs {
         enough.into_iter().min().or(fewer.into_iter().max()).unwrap_or(0)
     }
 
-    /// Returns whether the step is replayed: the lengths of its rows are read from the device.
+    /// Returns whether a step without draft tokens replays a graph. A graph reads the lengths of the rows from
+    /// the device.
     pub fn replays(&self, plan: &StepPlan) -> bool {
         let fits = |(rows, graph): &(u32, Option<Graph>)| {
             *rows >= plan.rows.len() as u32 && graph.is_some()
@@ -198,7 +201,7 @@ fn is_decode(plan: &StepPlan) -> bool {
 /// one token more than a power of two.
 fn verified_sizes((speculation, limits): (Speculation, &ExecutorLimits)) -> Vec<(u32, u32)> {
     let tokens_max = speculation.step_tokens.min(limits.step_tokens);
-    // Powers of two up to the first that is at least `most`, which replaces it.
+    // Powers of two below `most`, then `most`.
     let powers = |most: u32| {
         let last = most.next_power_of_two().trailing_zeros();
         (0..=last).map(move |power| (1 << power).min(most))
