@@ -3,7 +3,7 @@
 //!
 //! A request asks for a change to a piece of code. The numbers of draft tokens run in turn, so that
 //! changes of the machine's speed affect all of them alike. All answers must be equal, except on a GPU in bf16:
-//! there GEMMs of other numbers of rows round differently, which turns close choices.
+//! rounding depends on the number of rows in a GEMM, and may change a choice between nearly equal logits.
 
 use std::{
     path::{Path, PathBuf},

@@ -21,7 +21,7 @@ pub struct Frame {
     pub rows: Vec<RowPlan>,
     /// The sequence of each row.
     pub sequences: Vec<SequenceId>,
-    /// Cost of the step's prefill in tokens at the start of a prompt; `None` in a step of unbounded time.
+    /// Cost of the step's prefill, in tokens at the start of a prompt; `None` if the step has no time bound.
     pub prefill_cost: Option<u32>,
 }
 

@@ -114,7 +114,7 @@ pub(crate) fn gpus(node: &config::Node) -> Result<Option<Vec<&str>>, SettingsErr
     Ok(Some(names))
 }
 
-/// Returns the traits from which the node's defaults are derived; `device` has one rank.
+/// Returns the traits from which the node's defaults are derived; `device` is that of one rank.
 pub(crate) fn node_traits(
     config: &Config,
     role: Role,

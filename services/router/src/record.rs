@@ -104,7 +104,7 @@ impl RequestRecord {
         (state.choices, state.prompt_tokens) = (choices, prompt_tokens);
     }
 
-    /// Nodes were picked, which send the first token after this time by prediction.
+    /// Stores the predicted time from the pick to the first token, unless the first token was sent.
     pub fn predicted(&self, ttft: Option<Duration>) {
         let mut state = self.state();
         if state.first_token.is_none() {

@@ -267,7 +267,7 @@ pub struct PickedNodes {
     pub decode: Assigned,
     /// `None`: the decode node prefills the prompt.
     pub prefill: Option<Assigned>,
-    /// Predicted time to first token.
+    /// Predicted time from the pick to the first token.
     pub ttft: Option<Duration>,
 }
 

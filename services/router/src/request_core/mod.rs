@@ -9,8 +9,9 @@
 //! 2. The owner performs every [`Output`] that [`RequestCore::poll_output`] returns, in order, before it
 //!    passes the next input:
 //!    * [`Output::Pick`]: the owner picks nodes by [`RequestCore::wanted`], and calls
-//!      [`RequestCore::handle_picked`] or [`RequestCore::handle_no_node`]. `handle_picked` returns the calls of an attempt. The owner opens them
-//!      and passes their messages to [`RequestCore::handle_decode`] and [`RequestCore::handle_prefill`].
+//!      [`RequestCore::handle_picked`] or [`RequestCore::handle_no_node`]. `handle_picked` returns the calls of
+//!      an attempt. The owner opens the calls and passes their messages to [`RequestCore::handle_decode`] and
+//!      [`RequestCore::handle_prefill`].
 //!    * [`Output::Emit`]: the owner delivers tokens to the client, then calls
 //!      [`RequestCore::handle_emitted`]. No other output follows until then.
 //!    * [`Output::WaitForTurn`] and [`Output::WaitForNode`]: no node takes the request now. The owner
