@@ -153,6 +153,10 @@ impl CudaModel {
 /// comparison.
 const POLL_MAX: Duration = Duration::from_millis(100);
 
+/// Deadline of a launch that waits for the steps in flight. The engine thread is blocked until then, and a
+/// node whose GPU hangs must end.
+const LAUNCH_WAIT_MAX: Duration = Duration::from_secs(60);
+
 pub struct CudaExecutor {
     limits: ExecutorLimits,
     model: Llama<CudaBackend>,
@@ -368,7 +372,12 @@ impl CudaExecutor {
     /// length of every row. The host knows these lengths only after it has collected the steps with draft
     /// tokens. Decode attention reads the lengths from the device instead.
     fn collect_launched(&mut self) -> Result<(), ExecutorError> {
+        let deadline = Instant::now() + LAUNCH_WAIT_MAX;
         while !self.launched.is_empty() {
+            if Instant::now() >= deadline {
+                let reason = format!("a step has not finished within {LAUNCH_WAIT_MAX:?}");
+                return Err(ExecutorError::Stopped { reason });
+            }
             if let Some(result) = self.receive(POLL_MAX)? {
                 self.collected.push_back(result);
             }
