@@ -194,7 +194,7 @@ pub fn derive(node: &NodeTraits, times: Option<&StepTimes>) -> Result<Defaults, 
 
     let (chunk, why) = match node.device {
         NodeDevice::Cpu => (CPU_CHUNK_TOKENS, "two prompts share a step of a CPU"),
-        NodeDevice::Gpu { .. } => (step_tokens, "node.step_tokens, which is no larger than needed"),
+        NodeDevice::Gpu { .. } => (step_tokens, "node.step_tokens"),
     };
     let chunk_tokens = set.chunk_tokens.unwrap_or(chunk).min(step_tokens);
     note("node.chunk_tokens", &chunk_tokens, set.chunk_tokens.is_some(), why.to_owned());
@@ -276,8 +276,7 @@ fn step_bound(node: &NodeTraits) -> Result<(u32, String), DefaultsError> {
     // The largest power of two within the bound.
     let tokens = 1 << bound.ilog2();
     let why = format!(
-        "at most {most} tokens, {} of KV, a quarter of the {} beside the weights; less on a decode node whose step times \
-         at start allow it",
+        "at most {most} tokens, {} of KV, a quarter of the {} beside the weights",
         size(GPU_STEP_KV_BYTES),
         size(left),
     );
