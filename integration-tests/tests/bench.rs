@@ -340,7 +340,7 @@ fn invalid_flag_is_rejected_in_one_line() -> Result<()> {
         (engine(&["--load-format", "gguf"]), 2, &["--load-format", "gguf", "auto or dummy"]),
         (engine(&["--runs", "0"]), 2, &["--runs", "0", "1..=1000"]),
         (engine(&["--threads", "0"]), 1, &["invalid threads: 0", "1 to 1024"]),
-        (engine(&["--context-tokens", "9000"]), 1, &["9080 tokens", "8192"]),
+        (engine(&["--context-tokens", "9000"]), 1, &["10430 tokens", "--context-tokens", "8192"]),
         (engine(&["--json", "/nowhere/bench.json"]), 1, &["--json /nowhere/bench.json"]),
         (serve(&["--json", "/nowhere/bench.json"]), 1, &["--json /nowhere/bench.json"]),
         (serve(&["--svg", "/nowhere/bench.svg"]), 1, &["--svg /nowhere/bench.svg"]),

@@ -383,7 +383,8 @@ fn limits(args: &EngineArgs, config: &ModelConfig) -> Result<ExecutorLimits> {
     let sequence_tokens = args.prefill_tokens.max(decoded) + BLOCK_TOKENS as u32;
     ensure!(
         sequence_tokens as usize <= config.context_tokens,
-        "sequences have {sequence_tokens} tokens; the model has at most {}",
+        "sequences reach {sequence_tokens} tokens by --prefill-tokens, or by --context-tokens, --decode-tokens and {overlap} \
+         steps that prefill the rest of the batch; the model has at most {}",
         config.context_tokens
     );
     Ok(ExecutorLimits {
