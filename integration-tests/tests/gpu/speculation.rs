@@ -30,6 +30,7 @@ use model::{Checkpoint, LoadFormat};
 use super::{
     bench::{Bench, Gpu, gpu, lacks, short},
     executor::{config, mix, on_cpu, on_gpu, run, run_arriving, sequence, step_loop},
+    mixes::Numbers,
     model::checkpoint,
 };
 
@@ -38,17 +39,6 @@ const SLOTS: u32 = 20;
 const DRAFTS_MAX: u32 = 8;
 const LENGTHS: [usize; 16] =
     [1, 2, 3, 5, 15, 16, 17, 100, 1023, 1024, 1025, 8191, 8192, 8193, 8500, 9000];
-
-/// Pseudo-random number generator.
-struct Numbers(u64);
-
-impl Numbers {
-    fn below(&mut self, end: usize) -> usize {
-        self.0 =
-            self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        (self.0 >> 33) as usize % end
-    }
-}
 
 struct Device {
     cuda: CudaBackend,

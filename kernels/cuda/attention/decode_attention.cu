@@ -290,8 +290,8 @@ __global__ void __launch_bounds__(WARPS * 32) decode_attention_kernel(const __gr
 
   const bool has_pieces = own->first_block != kNoPieces;
   const int total = first[p.rows] * groups;
-  // Where rows are shorter than the least share, a share is one head of a row: otherwise several CTAs would
-  // wait.
+  // A share has at least least_pages pages, or the pages of an average row if these are fewer. Smaller shares would split
+  // a short row between CTAs, which then wait to merge their results.
   const int least = min(p.least_pages, (first[p.rows] + p.rows - 1) / p.rows);
   const int per_block = max(max((total + (int)gridDim.x - 1) / (int)gridDim.x, least), 1);
   Walk walk;

@@ -497,7 +497,7 @@ mod tests {
         let defaults = derive(&node(H200, true, SIZES_8B), Some(&times)).unwrap();
         let reason = &why(&defaults, "node.step_tokens").why;
         assert!(reason.contains("42227 of 42227 tokens/s"), "{reason}");
-        // Where the smallest row is the fastest, the slots need a larger step.
+        // The smallest step is the fastest, but every slot needs a token in each step.
         times.prefill = vec![(128, Duration::from_millis(1)), (256, Duration::from_millis(4))];
         assert_eq!(derived(&times), (256, 256, 256));
     }
