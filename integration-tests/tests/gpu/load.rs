@@ -124,8 +124,8 @@ const INPUTS: usize = 520;
 const OUTPUTS: usize = 1032;
 const ROWS: usize = 300;
 
-/// Returns the GEMM outputs for several numbers of rows. If `folder` is given, tunes the backend with its file,
-/// and also returns how many shapes the file knew and how many were timed.
+/// Returns the GEMM outputs for several numbers of rows. If `folder` is given, tunes the backend with the tuning
+/// file there. Also returns how many shapes were found in this file and how many were timed.
 fn gemm_results(gpu: &Gpu, dtype: Dtype, folder: Option<&Path>) -> (Vec<Vec<f32>>, (usize, usize)) {
     let source = Random { rows: OUTPUTS, cols: INPUTS, seed: 3 };
     let (mut backend, (matrix, mut x, mut out)) =

@@ -1,5 +1,5 @@
-// The peer of the attention bench: FlashInfer's paged decode, bf16, head dim 128, behind a C call. The plan is
-// made for a graph; K and V pointers and strides come per call, so any layout of pages can be put before it.
+// Baseline of the attention benchmark: FlashInfer's paged decode in bf16 with head dim 128, behind C functions. The
+// plan is made for CUDA graphs. Each call takes K and V pointers and strides, so any page layout can be measured.
 #include <cuda_bf16.h>
 #include <flashinfer/attention/decode.cuh>
 #include <flashinfer/attention/default_decode_params.cuh>

@@ -1,4 +1,4 @@
-//! Zeroed memory aligned for vector loads, in huge pages when there is much of it.
+//! Zeroed memory aligned for vector loads. Large buffers are in huge pages.
 
 use std::{
     alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error},
@@ -32,7 +32,7 @@ pub(crate) struct Aligned<T: Pod> {
 enum Memory {
     Nothing,
     Heap(Layout),
-    /// Part of a mapping that no other value has.
+    /// Range of a mapping. Ranges of different values do not overlap.
     Map {
         _owner: Arc<MmapMut>,
     },
@@ -64,15 +64,15 @@ impl<T: Pod> Aligned<T> {
     }
 }
 
-/// Huge pages that many matrices share, so that none wastes the rest of its last page.
+/// Huge pages that many matrices share, so that no matrix wastes the rest of its last page.
 #[derive(Default)]
 pub(crate) struct Slab {
     rest: Option<HugePages>,
 }
 
 impl Slab {
-    /// Allocates zeroed numbers like [`Aligned::zeroed`], after those allocated before. The slab's
-    /// memory is freed when the last buffer from it is dropped.
+    /// Allocates zeroed numbers like [`Aligned::zeroed`]. A mapping of the slab is freed when its last
+    /// buffer is dropped.
     pub fn zeroed<T: Pod>(&mut self, length: usize) -> Aligned<T> {
         let bytes = length.checked_mul(size_of::<T>()).expect("a buffer fits the address space");
         // A buffer of at least a quarter slab has its own huge pages.

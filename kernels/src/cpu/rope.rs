@@ -1,4 +1,4 @@
-//! Rotary position embedding, and stores of keys and values.
+//! Rotary position embedding (RoPE), and the stores of keys and values into the KV cache.
 
 use half::bf16;
 
@@ -24,7 +24,7 @@ pub(crate) struct Rotation {
 }
 
 impl Rotation {
-    /// Computes the table. The angle is an f32 multiplication, as in Hugging Face's code. Sine and
+    /// Computes the table. Angles are computed in f32, as in Hugging Face Transformers. Sine and
     /// cosine are computed in f64 and rounded, so that they do not depend on the system's f32 library.
     fn new(positions: &[u32], frequencies: &[f32]) -> Self {
         let angles = || {
@@ -145,9 +145,9 @@ fn store_row<T: Stored>(
     let token = step.positions[row] as usize % BLOCK_TOKENS;
     for (half, data) in [(KvHalf::Key, keys), (KvHalf::Value, values)] {
         for (head, data) in data.chunks_exact(dim).enumerate() {
-            // SAFETY: the step is borrowed exclusively, so only this function has slices of its
-            // blocks. A (block, token) belongs to one row: a written block belongs to one
-            // sequence (it was acquired once), and the positions of a sequence differ.
+            // SAFETY: `all_rows` borrows the step exclusively, so no other function has slices of
+            // its blocks. Two rows never have the same block and token: a written block belongs to
+            // one sequence (the block was acquired once), and the positions of a sequence differ.
             let to = unsafe { step.access.token_mut(block, layer, half, head, token) };
             T::store(level, data, to);
         }
@@ -155,7 +155,7 @@ fn store_row<T: Stored>(
 }
 
 pub(crate) mod reference {
-    /// Rotates every head: dimensions `i` and `i + dim/2` are a point that is rotated by angle `i`.
+    /// Rotates every head: the point in dimensions `i` and `i + dim/2` is rotated by angle `i`.
     pub(crate) fn rotate_heads(heads: &mut [f32], cosines: &[f32], sines: &[f32]) {
         let half = cosines.len();
         for head in heads.chunks_exact_mut(2 * half) {

@@ -41,8 +41,8 @@ fn toml_integer(value: &DeValue<'_>) -> Option<u64> {
     u64::from_str_radix(&integer.as_str().replace('_', ""), integer.radix()).ok()
 }
 
-/// Implements [`Value`] for scalar types. Each line has the placeholder, the allowed values and the parser. Without
-/// `show` `Display` shows the value; without `toml` TOML holds the value as a string.
+/// Implements [`Value`] for scalar types. Each line has the placeholder, the allowed values and the parser. By default
+/// a value is shown through `Display`, and is a string in TOML.
 macro_rules! values {
     ($(
         $T:ty: $placeholder:literal, $allowed:expr, $parse:expr
@@ -135,7 +135,7 @@ impl<T: Value> Value for Option<T> {
     }
 }
 
-/// The word that leaves a setting to the service.
+/// Text of a setting whose value the service derives.
 const AUTO: &str = "auto";
 
 impl<T: Value> Value for Auto<T> {

@@ -27,7 +27,7 @@ fn model() -> tempfile::TempDir {
     folder
 }
 
-/// Returns the binary with valid settings; `more` are further flags.
+/// Returns a command that starts the node with valid settings; `more` are further flags.
 fn command(model: &tempfile::TempDir, more: &[&str]) -> Command {
     let mut command = bare(more);
     command
@@ -45,7 +45,7 @@ fn bare(more: &[&str]) -> Command {
     command
 }
 
-/// Returns the output of a process that must end by itself.
+/// Returns the output of a process that must exit by itself.
 fn output(command: &mut Command) -> Output {
     let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
     let deadline = Instant::now() + TIMEOUT;
@@ -60,7 +60,7 @@ fn output(command: &mut Command) -> Output {
     child.wait_with_output().unwrap()
 }
 
-/// Runs a command that must end by itself.
+/// Runs a command that must exit by itself. Returns its exit code and its standard error.
 fn ended(mut command: Command) -> (Option<i32>, String) {
     let Output { status, stderr, .. } = output(&mut command);
     (status.code(), String::from_utf8(stderr).unwrap())
@@ -148,7 +148,7 @@ fn node_writes_its_ready_file_answers_probes_and_exits_on_either_signal() {
         TcpStream::connect(node.address("grpc")).unwrap();
         assert_eq!(node.http("/live").0, 200);
         assert_eq!(node.http("/health").0, 200);
-        // The probe may run before the node's first load report.
+        // The request may arrive before the node's first load report.
         let deadline = Instant::now() + TIMEOUT;
         loop {
             let (status, metrics) = node.http("/metrics");
@@ -314,7 +314,7 @@ async fn second_signal_stops_a_draining_node_at_once() {
     let mut node = Running::start(&model, &[]);
     let mut stream = begin_long_answer(&node).await;
     node.signal("-TERM");
-    // The draining node reports it in its probe and continues its requests.
+    // A draining node fails its readiness probe and continues its requests.
     let deadline = Instant::now() + TIMEOUT;
     while node.http("/health").0 == 200 {
         assert!(Instant::now() < deadline);

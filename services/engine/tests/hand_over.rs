@@ -1,5 +1,5 @@
-//! Two schedulers and an in-memory transfer: no request hangs, whatever is late, and tokens equal those of
-//! one engine alone.
+//! Two schedulers joined by an in-memory transfer. Late messages hang no request, and the tokens equal those
+//! of a single engine.
 
 mod common;
 
@@ -38,8 +38,8 @@ fn assert_exact(pair: &Pair<SimExecutor>, new: &NewSequence) {
 
 #[test]
 fn a_full_prefill_node_and_a_full_decode_node_do_not_deadlock() {
-    // Each node holds two prompts, and twelve arrive at once. No message is delivered before both nodes
-    // are stuck: the prefill node full of finished sequences, the decode node full of reservations.
+    // Each node has room for two prompts, and twelve arrive at once. No message is delivered before both nodes
+    // are stuck: the prefill node is full of finished sequences, the decode node is full of reservations.
     let mut pair = pair(6, 7, 4, 2);
     let requests: Vec<_> = (0..12).map(|id| request(id, 40, 6)).collect();
     requests.iter().for_each(|new| pair.submit(new.clone()));
@@ -63,8 +63,7 @@ fn reservations_in_reverse_order_do_not_deadlock() {
     let mut pair = pair(3, 30, 8, 2);
     let requests: Vec<_> = (0..8).map(|id| request(id, 40, 6)).collect();
     requests.iter().for_each(|new| pair.submit(new.clone()));
-    // Messages are delivered in the order of requests; at first only the last request's reservation
-    // passes.
+    // Round 1 delivers only messages of the last request. Each later round includes one more request.
     for late in (0..8).rev() {
         let mut visited = 0;
         pair.deliver(|| {
@@ -177,7 +176,7 @@ proptest! {
     }
 }
 
-/// Virtual time is each node's own, and only time ends the waits of this test.
+/// Each node has its own virtual clock. Here requests can end only at their deadline.
 #[test]
 fn requests_without_a_connection_end_at_their_deadline() {
     let mut pair = pair(30, 30, 4, 2);

@@ -1,5 +1,5 @@
-//! Grammars designed to be expensive: each gives a matcher or a typed error, and the cost of using a
-//! matcher is bounded too.
+//! Grammars designed to be expensive. Each compiles or fails with a typed error, and the cost of using
+//! a matcher is bounded.
 
 use std::time::{Duration, Instant};
 
@@ -8,14 +8,14 @@ use grammar::{
 };
 use serde_json::{Map, Value, json};
 
-/// Time-out on a loaded machine; an idle one takes a hundredth.
+/// Longest check on a loaded machine. On an idle machine a check takes a hundredth of this time.
 const WITHIN: Duration = Duration::from_secs(60);
 
 fn many(count: usize, of: impl Fn(usize) -> (String, Value)) -> Value {
     (0..count).map(of).collect::<Map<_, _>>().into()
 }
 
-/// Returns a schema in which each definition contains several of the next.
+/// Returns a "billion laughs" schema: each definition refers to the next one ten times.
 fn laughs(keyword: &str) -> Value {
     let mut definitions = many(20, |level| {
         let next = json!({"$ref": format!("#/$defs/d{}", level + 1)});
@@ -25,7 +25,7 @@ fn laughs(keyword: &str) -> Value {
     json!({"$ref": "#/$defs/d0", "$defs": definitions})
 }
 
-/// Returns a schema in which each definition contains the next.
+/// Returns a schema in which each definition refers to the next one once.
 fn chain(length: usize, wrap: impl Fn(Value) -> Value) -> Value {
     let mut definitions = many(length, |level| {
         (format!("d{level}"), wrap(json!({"$ref": format!("#/$defs/d{}", level + 1)})))
@@ -37,7 +37,7 @@ fn chain(length: usize, wrap: impl Fn(Value) -> Value) -> Value {
 /// Expected error of a schema that compiles.
 const ACCEPTED: &str = "";
 
-/// Checks each schema. The error begins with the words beside the schema.
+/// Asserts that each schema is accepted or rejected with an error that starts with the given text.
 fn check_schemas<const N: usize>(cases: [(Value, &str); N]) {
     let compiler = Compiler::for_bytes();
     for (schema, words) in cases {
@@ -115,7 +115,7 @@ fn references_and_combined_schemas_are_checked_in_bounded_time() {
     check_schemas([
         (json!({"type": "array", "items": {"$ref": "#"}}), ACCEPTED),
         (json!({"$ref": "#"}), "cannot be followed: no output matches it"),
-        // `max_tokens` ends the output.
+        // Every output is endless; only `max_tokens` ends the generation.
         (
             json!({"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}),
             ACCEPTED,
@@ -126,7 +126,7 @@ fn references_and_combined_schemas_are_checked_in_bounded_time() {
         ),
         (json!({"$ref": "https://example.com/a"}), "cannot be followed: Only absolute"),
         (json!({"$ref": "file:///etc/passwd"}), "cannot be followed: Only absolute"),
-        // Would overflow a stack of 2 MiB.
+        // Compiling this schema on a stack of 2 MiB would overflow the stack.
         (chain(1400, |next| json!({"items": next})), ACCEPTED),
         (laughs("allOf"), ACCEPTED),
         (laughs("anyOf"), ACCEPTED),
@@ -143,7 +143,7 @@ fn patterns_are_checked_in_bounded_time() {
         (json!({"type": "string", "pattern": "^(a+)+$"}), ACCEPTED),
         (json!({"type": "string", "pattern": "(a|b)*a(a|b){1000}"}), ACCEPTED),
         (json!({"type": "object", "patternProperties": patterns}), "cannot be followed"),
-        // The intersection is empty after 2^1000 states; the `x` hides this from the first check.
+        // Only `x` matches both patterns. A proof that nothing else does needs 2^1000 states.
         (
             json!({"type": "string", "allOf": [
                 {"pattern": "^(x|(a|b)*a(a|b){1000}a)$"}, {"pattern": "^(x|(a|b)*b(a|b){1001})$"},
@@ -180,12 +180,12 @@ fn multiples_are_bounded_alone_and_together() {
         (json!({"type": "number", "multipleOf": 0.01}), ACCEPTED),
         (json!({"type": "integer", "multipleOf": 4999}), ACCEPTED),
         (json!({"type": "integer", "multipleOf": 100_000}), ACCEPTED),
-        // Took 100 s of CPU time and 3 GB before the bound existed.
+        // Without the bound this schema takes 100 s of CPU time and 3 GB.
         (
             json!({"type": "integer", "multipleOf": 9_999_991}),
             "has multipleOf 9999991; allowed: a whole number up to 5000, times a power of ten",
         ),
-        // The coefficients are within the bound, but there are too many remainders.
+        // The factor 4999 is within the bound, but the automaton has too many remainders.
         (json!({"type": "integer", "multipleOf": 49_990_000}), "cannot be followed: too many"),
         (json!({"type": "integer", "allOf": [{"multipleOf": 7}, {"multipleOf": 11}]}), ACCEPTED),
         (
@@ -217,7 +217,7 @@ fn peak_mib() -> u64 {
     peak.trim().trim_end_matches(" kB").parse::<u64>().unwrap() >> 10
 }
 
-/// A request with several functions has bounds of its own beside those of one schema.
+/// The functions of one request share bounds that are larger than the bounds of one schema.
 #[test]
 fn limits_hold_for_all_functions_of_a_request_together() {
     let compiler = Compiler::for_bytes();
@@ -284,7 +284,7 @@ fn expensive_regexes_are_checked_in_bounded_time() {
     }
 }
 
-/// The grammar has as many states as there are strings of two letters: each token leads to another state.
+/// Each token leads to a different state: the grammar has one state per string of the letters a and b.
 #[test]
 fn a_bitmask_beyond_its_budget_is_a_typed_error() {
     let letters = |length: u32, bits: u32| -> Vec<u8> {
@@ -298,14 +298,14 @@ fn a_bitmask_beyond_its_budget_is_a_typed_error() {
     let mut matcher = compiler.compile(&costly).unwrap();
     let error = matcher.allowed().unwrap_err();
     assert!(matches!(error, MatchError::TooComplex { .. }), "{error:?}");
-    // There is no mask afterwards either.
+    // After the error the matcher returns no bitmask.
     assert!(matcher.allowed().is_err() && matcher.accept(0).is_err());
     // The compiler is still usable.
     let mut cheap = compiler.compile(&Grammar::Regex("(ab){1,3}".into())).unwrap();
     assert!(cheap.allowed().is_ok());
 }
 
-/// Each mask alone is within its bound.
+/// Each bitmask alone is within its bound.
 #[test]
 fn bitmasks_beyond_the_budget_of_an_answer_are_a_typed_error() {
     let words: Vec<String> = (1..=10).map(|length| "a".repeat(length)).collect();

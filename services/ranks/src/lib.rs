@@ -1,13 +1,13 @@
 //! Tensor parallelism: a node whose device is a group of rank processes.
 //!
-//! The node process schedules and moves KV. Each rank holds its shard of the model and computes. Node and
-//! ranks communicate through shared memory, by plans and results only: [`ring`] carries messages in
-//! order from one writer to all readers, [`codec`] encodes plans and results, and [`region`] lays out
-//! the memory. In the node a [`RankGroup`] is the executor; in a rank [`run_rank`] drives the rank's
-//! executor.
+//! The node process runs the scheduler and the KV transfers. Each rank process holds its shard of the model
+//! and runs the forward pass. Node and ranks exchange only plans and results, through shared memory:
+//! [`ring`] carries messages in order from one writer to all readers, [`codec`] encodes plans and
+//! results, and [`region`] lays out the memory. In the node process [`RankGroup`] is the executor. In a
+//! rank process [`run_rank`] drives the executor of that rank.
 //!
-//! Every rank applies the same plans and samples the same tokens. Each answers with hashes of the plans
-//! and of the tokens, and the group compares the hashes, so a difference is found in the step that
+//! Every rank applies the same plans and samples the same tokens. Each result contains hashes of the plans
+//! and of the tokens. The group compares the hashes, so a difference is found in the step that
 //! causes it. A group fails as a whole: when one rank dies, hangs or differs, the node kills all ranks
 //! and loses its device.
 //!

@@ -24,7 +24,7 @@ pub struct Etcd {
     list: MemberList,
     /// Each router's watch, once the router has reached etcd.
     watches: Vec<Option<MemberWatch>>,
-    /// Outages that have not ended.
+    /// Number of outages that have not ended.
     outages: u32,
 }
 
@@ -38,7 +38,7 @@ impl Etcd {
         }
     }
 
-    /// The router process was restarted.
+    /// Drops the watch of a router process that was restarted.
     pub fn forget_router(&mut self, router: usize) {
         self.watches[router] = None;
     }
@@ -56,7 +56,7 @@ impl Etcd {
 }
 
 impl Simulation {
-    /// A process started or resumed: it registers.
+    /// Schedules the registration of a process that started or resumed.
     pub fn register_later(&mut self, process: usize) {
         if self.etcd.is_some() {
             let delay = self.random.millis(5..=200);
@@ -64,7 +64,7 @@ impl Simulation {
         }
     }
 
-    /// A process died or was paused: its record expires.
+    /// Schedules the expiry of the record of a process that died or was paused.
     pub fn expire_later(&mut self, process: usize) {
         if self.etcd.is_some() {
             self.clock.after(RECORD_TTL, SimEvent::Expire { process });

@@ -1,5 +1,5 @@
-//! Attention of a tile over one block with AVX-512. A vector holds the 16 tokens of a block for scores and
-//! weights, and 16 dimensions of a head for values.
+//! Attention of a tile of queries over KV blocks with AVX-512. A vector of scores or weights has one element
+//! for each of a block's 16 tokens. A vector of values has 16 dimensions of a head.
 
 use std::arch::x86_64::{
     __m512, _CMP_NLT_UQ, _mm256_loadu_si256, _mm512_add_epi32, _mm512_add_ps, _mm512_castps_si512,
@@ -87,9 +87,9 @@ pub(super) unsafe fn add_block<T: Kv>(tile: &mut TileMemory, keys: &[T], values:
     }
 }
 
-/// Attends as [`add_block`] does, over several blocks from index `first` on, for a tile of few queries. A
-/// query's scores with one block are a single chain of additions, so the chains of several blocks are
-/// interleaved. Values are used in place.
+/// Attends as [`add_block`] does, over several blocks from index `first` on, for a tile of few queries. The
+/// scores of a query with one block are one chain of dependent additions, so the chains of several blocks
+/// are interleaved. Values are read from the KV cache without a copy.
 ///
 /// # Safety
 /// As [`add_block`]; the tile has at most [`FEW_QUERIES`] queries.
@@ -260,7 +260,7 @@ unsafe fn softmax(tile: &mut TileMemory, query: usize, at: usize) {
     let seen = ((1_u32 << end) - (1_u32 << begin)) as u16;
     // SAFETY: as promised.
     let at = unsafe { tile.weights.as_mut_ptr().add(at * BLOCK_TOKENS) };
-    // SAFETY: 16 of them.
+    // SAFETY: there are 16 scores at `at`.
     let scores = unsafe { _mm512_loadu_ps(at) };
     let scores = _mm512_mask_blend_ps(seen, _mm512_set1_ps(f32::NEG_INFINITY), scores);
     let before = tile.maxima[query];
@@ -268,7 +268,7 @@ unsafe fn softmax(tile: &mut TileMemory, query: usize, at: usize) {
     let weights = exp_lanes(_mm512_sub_ps(scores, _mm512_set1_ps(maximum)));
     // SAFETY: as above.
     unsafe { _mm512_storeu_ps(at, weights) };
-    // Usually the maximum stays, and then this is exp(0).
+    // Usually the maximum does not change, and exp(0) is 1.
     let correction = if maximum == before { 1.0 } else { exp(before - maximum) };
     tile.maxima[query] = maximum;
     tile.corrections[query] = correction;
@@ -279,7 +279,7 @@ unsafe fn softmax(tile: &mut TileMemory, query: usize, at: usize) {
 #[inline]
 #[target_feature(enable = "avx512f")]
 fn exp_lanes(x: __m512) -> __m512 {
-    // True for NaN too, which then stays NaN.
+    // True for NaN too, so that NaN stays NaN.
     let is_normal = _mm512_cmp_ps_mask::<_CMP_NLT_UQ>(x, _mm512_set1_ps(EXP_ZERO));
     let x = _mm512_maskz_mov_ps(is_normal, x);
     let round = _mm512_set1_ps(ROUND);

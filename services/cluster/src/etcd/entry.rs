@@ -52,7 +52,7 @@ struct Value {
     grpc: String,
 }
 
-/// Fields of a value. Unknown fields are ignored, because a later release may add them.
+/// Version of a value. Other fields are ignored, because another version may have other fields.
 #[derive(Deserialize)]
 struct Versioned {
     version: u32,
@@ -173,7 +173,7 @@ mod tests {
             let parsed = NodeEntry::parse("/baton", key.as_bytes(), value.as_bytes());
             assert_eq!(parsed, Err(EntryError::Key), "{key}");
         }
-        // A zero epoch, or one without exactly 32 digits, is invalid even if key and value agree.
+        // A zero epoch, or an epoch without exactly 32 lowercase hex digits, is invalid even if key and value agree.
         for epoch in ["0".repeat(32), "7".repeat(31), "g".repeat(32), "F".repeat(32)] {
             let key = format!("/baton/nodes/decode-1/{epoch}");
             let value = value.replace(&entry().epoch.to_string(), &epoch);

@@ -32,7 +32,7 @@ fn verified(name: &str) -> Node {
 /// Attempts per test: on a busy machine a step may take longer than the lease.
 const TRIES: usize = 10;
 
-/// Time before an unanswered `HELLO` counts as unlikely to be answered.
+/// Minimum time for which a guard waits for the answer to `HELLO`.
 const UNANSWERED_MIN: Duration = Duration::from_millis(500);
 
 type Start = fn(&str) -> Node;
@@ -66,7 +66,7 @@ fn path(node: &Node) -> String {
     node.transfers.metrics().peers[0].path.clone()
 }
 
-/// Waits for an effect of the other side.
+/// Blocks until `is_so` returns true; panics with `what` after the time-out.
 fn until(what: &str, is_so: impl Fn() -> bool) {
     let deadline = Instant::now() + WAIT_TIMEOUT;
     while !is_so() {
@@ -79,7 +79,7 @@ fn pinned(node: &Node, block: u32) -> bool {
     node.arena.pins(BlockId(block)).unwrap() > 0
 }
 
-/// Starts a transfer up to `Ready`.
+/// Starts a transfer, waits for `Ready` and fills the sender's blocks.
 fn begin(prefill: &Node, decode: &Node, count: u32) -> TransferId {
     let transfer = TransferId(fresh());
     decode.receive(transfer, prefill, 0, &blocks(0..count));
@@ -245,7 +245,7 @@ pub fn unusable_transport_counts_as_no_fallback() {
     }
 }
 
-/// A peer that leaves while joining does not show that the transport fails.
+/// A peer that exits while it joins the communicator is no evidence that the transport fails.
 pub fn peer_lost_while_joining_counts_as_no_fallback() {
     for sender_leaves in [true, false] {
         let absent = Reach { hangs: true, ..Reach::default() };
@@ -257,7 +257,7 @@ pub fn peer_lost_while_joining_counts_as_no_fallback() {
         until("the receiver waits for the sender", || reach.joining.load(Ordering::Acquire) == 1);
         let (leaves, stays) = if sender_leaves { (&prefill, &decode) } else { (&decode, &prefill) };
         leaves.transfers.shutdown().unwrap();
-        // Long before an idle pair would be closed.
+        // The time-out is much shorter than the time after which an idle pair is closed.
         until("the pair is over", || stays.transfers.metrics().peers.is_empty());
         for node in [leaves, stays] {
             assert_eq!(node.transfers.metrics().fallbacks.len(), 0, "{sender_leaves}");
@@ -289,10 +289,10 @@ fn connect(node: &Node, peer: PeerAddress, sends: bool) -> Weak<impl Sized> {
     held
 }
 
-/// GPU connections are ready before the first transfer once the guard is dropped.
+/// When the guard is dropped, the GPU connection is ready, so the first transfer does not wait for it.
 pub fn nodes_connect_before_the_first_transfer() {
     for kind in GPU_TRANSPORTS {
-        // On a busy machine the guard may time out before they are connected.
+        // On a busy machine the guard may time out before the nodes are connected.
         let connected_in_time = (0..TRIES).any(|_| {
             let reach = Reach::default();
             let prefill = Node::start_reaching("prefill", Reach::default(), only(kind, false));
@@ -379,7 +379,7 @@ pub fn preconnected_pairs_are_bounded() {
         let peer = other.address.clone();
         prefill.transfers.command(Command::Connect { peer, sends: true, guard: None }).unwrap();
     }
-    // With a connected peer, and with the last peer, which is not connected.
+    // A transfer works with a connected peer and with the last peer, which is not connected.
     for other in [&others[0], &others[5]] {
         run_transfer(&prefill, other, &blocks(0..20), &blocks(100..120));
     }
@@ -400,7 +400,7 @@ fn blocks_stay_held(kind: TransferKind, decode_aborts: bool) -> bool {
     let side = if decode_aborts { &decode } else { &prefill };
     let reason = "the client disconnected".to_owned();
     side.transfers.command(Command::Abort { transfer, reason }).unwrap();
-    // No event marks that nothing happens, so the test waits.
+    // A wrong release would happen within this time.
     std::thread::sleep(Duration::from_millis(200));
     let (written, read) = (pinned(&decode, 7), pinned(&prefill, 7));
     let silent = decode.events.is_empty() && prefill.events.is_empty();
@@ -480,7 +480,7 @@ pub fn hung_copy_fails_after_a_lease_and_delays_no_other_pair() {
 }
 
 /// The peer's GPU never launches its half: aborting the communicator releases the blocks, and the
-/// next transfer opens a new one.
+/// next transfer creates a new communicator.
 pub fn nccl_operation_without_its_peer_is_aborted() {
     let reach = Reach::default();
     let prefill = Node::start_reaching("prefill", reach.clone(), only(TransferKind::Nccl, false));
@@ -493,7 +493,7 @@ pub fn nccl_operation_without_its_peer_is_aborted() {
     assert!(matches!(decode.event(), Event::ReceiveFailed { .. }));
     prefill.assert_free();
     decode.assert_free();
-    // Transfers started before that are lost with the pair.
+    // A transfer that starts before both nodes have dropped the pair is lost with it.
     let has_lost_it = |node: &&Node| node.transfers.metrics().peers.is_empty();
     until("both lose the pair", || [&prefill, &decode].iter().all(has_lost_it));
     reach.open.store(true, Ordering::Release);
@@ -513,7 +513,7 @@ pub fn nccl_operations_in_flight_are_bounded() {
     let begun = || reach.begun.load(Ordering::Acquire);
     // On a very slow machine the transfer fails first.
     until("operations begin", || begun() >= 8 || !decode.events.is_empty());
-    // No event marks that no further operation starts, so the test waits.
+    // An operation beyond the bound would start within this time.
     std::thread::sleep(Duration::from_millis(200));
     assert!(begun() <= 8, "{} are in flight", begun());
     reach.open.store(true, Ordering::Release);

@@ -11,26 +11,26 @@ fn f16_at(block: &[u8], at: usize) -> f32 {
     f16::from_le_bytes([block[at], block[at + 1]]).to_f32()
 }
 
-/// f16 scale, 32 nibbles: `scale * (nibble - 8)`. Low nibbles are the first half.
+/// Decodes f16 scale, 32 nibbles: `scale * (nibble - 8)`. The low nibbles are the first 16 elements.
 pub fn q4_0(block: &[u8; 18], out: &mut [f32; SMALL]) {
     let scale = f16_at(block, 0);
     nibbles(&block[2..], out, |nibble, _| scale * (f32::from(nibble) - 8.0));
 }
 
-/// f16 scale, f16 minimum, 32 nibbles: `scale * nibble + minimum`.
+/// Decodes f16 scale, f16 minimum, 32 nibbles: `scale * nibble + minimum`.
 pub fn q4_1(block: &[u8; 20], out: &mut [f32; SMALL]) {
     let (scale, minimum) = (f16_at(block, 0), f16_at(block, 2));
     nibbles(&block[4..], out, |nibble, _| scale * f32::from(nibble) + minimum);
 }
 
-/// f16 scale, 32 high bits, 32 nibbles: `scale * (five bits - 16)`.
+/// Decodes f16 scale, 32 high bits, 32 nibbles: `scale * (five bits - 16)`.
 pub fn q5_0(block: &[u8; 22], out: &mut [f32; SMALL]) {
     let scale = f16_at(block, 0);
     let high = u32::from_le_bytes([block[2], block[3], block[4], block[5]]);
     nibbles(&block[6..], out, |nibble, at| scale * (f32::from(fifth_bit(nibble, high, at)) - 16.0));
 }
 
-/// f16 scale, f16 minimum, 32 high bits, 32 nibbles: `scale * five bits + minimum`.
+/// Decodes f16 scale, f16 minimum, 32 high bits, 32 nibbles: `scale * five bits + minimum`.
 pub fn q5_1(block: &[u8; 24], out: &mut [f32; SMALL]) {
     let (scale, minimum) = (f16_at(block, 0), f16_at(block, 2));
     let high = u32::from_le_bytes([block[4], block[5], block[6], block[7]]);
@@ -39,7 +39,7 @@ pub fn q5_1(block: &[u8; 24], out: &mut [f32; SMALL]) {
     });
 }
 
-/// f16 scale, 32 signed bytes: `scale * byte`.
+/// Decodes f16 scale, 32 signed bytes: `scale * byte`.
 pub fn q8_0(block: &[u8; 34], out: &mut [f32; SMALL]) {
     let scale = f16_at(block, 0);
     for (value, &byte) in out.iter_mut().zip(&block[2..]) {
@@ -59,8 +59,8 @@ fn fifth_bit(nibble: u8, high: u32, at: usize) -> u8 {
     nibble | ((high >> at & 1) as u8) << 4
 }
 
-/// f16 scale, f16 minimum, 8 scales and minima of 6 bits, 256 nibbles; 8 groups of 32. Two groups share 32
-/// bytes: the first has the low nibbles, the second the high ones.
+/// Decodes f16 scale, f16 minimum, 8 scales and 8 minima of 6 bits, 256 nibbles. Each of 8 groups has 32
+/// elements. Two groups share 32 bytes: the first group has the low nibbles, the second the high nibbles.
 pub fn q4_k(block: &[u8; 144], out: &mut [f32; LARGE]) {
     let groups = group_scales(block);
     for (pair, bytes) in block[16..].as_chunks::<32>().0.iter().enumerate() {
@@ -74,8 +74,8 @@ pub fn q4_k(block: &[u8; 144], out: &mut [f32; LARGE]) {
     }
 }
 
-/// As [`q4_k`], with 32 bytes of fifth bits before the nibbles: bit `group` of byte `i` belongs to element
-/// `i` of that group.
+/// Decodes the fields of [`q4_k`] with 32 bytes of fifth bits before the nibbles: bit `group` of byte `i`
+/// belongs to element `i` of that group.
 pub fn q5_k(block: &[u8; 176], out: &mut [f32; LARGE]) {
     let groups = group_scales(block);
     let high = &block[16..48];
@@ -92,8 +92,9 @@ pub fn q5_k(block: &[u8; 176], out: &mut [f32; LARGE]) {
 /// Returns scale and minimum of each of the 8 groups of a Q4_K or Q5_K block.
 fn group_scales(block: &[u8]) -> [(f32, f32); 8] {
     let (scale, minimum) = (f16_at(block, 0), f16_at(block, 2));
-    // The first four groups have their six bits in one byte each. The other groups' low four bits are
-    // in the last four bytes, and their high two bits are on top of the first eight bytes.
+    // The low six bits of bytes 0..4 are the scales of the first four groups, those of bytes 4..8 are
+    // their minima. Bytes 8..12 have the low four bits of the other groups' scales and minima, and the
+    // high two bits of bytes 0..8 have their high two bits.
     let bits = &block[4..16];
     std::array::from_fn(|group| {
         let (group_scale, group_minimum) = match group {
@@ -107,15 +108,15 @@ fn group_scales(block: &[u8]) -> [(f32, f32); 8] {
     })
 }
 
-/// 256 low nibbles, 256 pairs of high bits, 16 signed group scales, f16 scale: `scale * group scale * (six
-/// bits - 32)`. Each half of 128 elements has 64 bytes of nibbles and 32 of high bits.
+/// Decodes 256 low nibbles, 256 pairs of high bits, 16 signed group scales, f16 scale: `scale * group scale *
+/// (six bits - 32)`. Each half of 128 elements has 64 bytes of nibbles and 32 bytes of high bits.
 pub fn q6_k(block: &[u8; 210], out: &mut [f32; LARGE]) {
     let scale = f16_at(block, 208);
     for (half, out) in out.as_chunks_mut::<128>().0.iter_mut().enumerate() {
         let low = &block[64 * half..][..64];
         let high = &block[128 + 32 * half..][..32];
         let group_scales = &block[192 + 8 * half..][..8];
-        // Each group of 32 elements uses one of the four bit pairs in every byte of high bits.
+        // Each quarter of 32 elements uses one of the four bit pairs in every byte of high bits.
         for (quarter, out) in out.as_chunks_mut::<32>().0.iter_mut().enumerate() {
             let low = &low[quarter % 2 * 32..][..32];
             for (i, value) in out.iter_mut().enumerate() {
