@@ -21,10 +21,10 @@ SHIPPED = --config 'target.x86_64-unknown-linux-gnu.rustflags=[$(PACK) "-Clink-a
 SERVICES = -p baton -p router -p prefill-node -p decode-node
 
 .DEFAULT_GOAL := help
-.PHONY: help run build model test check fmt lint bench docs clean deps kernels test-gpu
+.PHONY: help run build model test check fmt lint bench docs clean deps kernels test-gpu image image-gpu image-etcd
 
 help: ## This list.
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 run: build ## Fetch the model, build, start a cluster, stream one answer, keep serving (ONCE=1: stop then).
 	test -e "$(MODEL)" || $(BIN)/baton model fetch $(MODEL)
@@ -62,6 +62,15 @@ kernels: ## The CUDA kernels, in target/kernels (no CUDA toolkit needed; BATON_C
 
 test-gpu: ## Build the tests of the CUDA kernels, where there is cargo, and run them, where there is a GPU.
 	@deploy/test-gpu.sh
+
+image: build ## The image of Baton for CPUs, as an OCI archive in target/image (BATON_IMAGE=NAME:TAG).
+	BATON_BIN=$(BIN) deploy/image.sh cpu
+
+image-gpu: build kernels ## The image with the CUDA kernels, cuBLASLt and NCCL.
+	BATON_BIN=$(BIN) deploy/image.sh gpu
+
+image-etcd: ## An image of etcd for the Helm chart.
+	deploy/image.sh etcd
 
 deps: ## The C++ compiler (for ZeroMQ) and pip (for the model), by apt where they are missing.
 	@deploy/deps.sh
