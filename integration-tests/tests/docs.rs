@@ -102,8 +102,8 @@ fn configuration_page_lists_every_setting() -> Result<()> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn metrics_page_lists_every_metric() -> Result<()> {
-    // Prometheus text shows a metric only after its first value. So requests wait, the later ones are predicted, one uses
-    // speculative decoding, and one uses a grammar.
+    // Prometheus text shows a metric only after its first value. So requests wait, the later ones are predicted, one
+    // uses speculative decoding, and one uses a grammar.
     let spec = ClusterSpec::smollm2()
         .set("BATON_NODE_SLOTS", 1)
         .set("BATON_NODE_WAITING_MAX", 0)

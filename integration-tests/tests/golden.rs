@@ -42,7 +42,7 @@ async fn one_prefill_and_one_decode_node() -> Result<()> {
 
 /// Bound of the logit error of bf16.
 const CERTAIN_MARGIN: f32 = 0.15;
-/// Smallest number of certain tokens at the start of every golden prompt, so that the test compares
+/// Minimum number of certain tokens at the start of each golden output, so that the test compares
 /// something.
 const CERTAIN_TOKENS_MIN: usize = 6;
 const BLOCK_TOKENS: u64 = 16;

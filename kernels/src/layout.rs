@@ -1,7 +1,7 @@
 //! Layout of the KV of 16 tokens in one block: `[layer][K,V][head][token][dim]`.
 //!
-//! A block is one contiguous range, so that a transfer or a save needs no gather. The heads of a
-//! tensor-parallel rank are one range per layer and K/V.
+//! A block is one contiguous range, so that a transfer needs no gather. The heads of a tensor-parallel
+//! rank are one range per layer and K/V.
 
 use std::fmt;
 

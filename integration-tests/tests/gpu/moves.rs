@@ -27,7 +27,7 @@ fn scattered(seed: u64, count: usize) -> Vec<BlockId> {
     let mut state = seed;
     for last in (1..ids.len()).rev() {
         state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
-        // Few blocks move far, so that the others stay contiguous.
+        // Some swaps are skipped, so that some runs stay contiguous.
         if state >> 61 < 5 {
             ids.swap(last, (state >> 33) as usize % (last + 1));
         }

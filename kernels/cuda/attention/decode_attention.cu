@@ -207,8 +207,9 @@ __host__ __device__ constexpr int ring_bytes() {
   return WARPS * STAGES * 2 * kPage * HD * 2;
 }
 
-// HEADS: KV heads per CTA; WARPS / HEADS warps share the pages of each head. TILES: tiles of eight columns of a row with
-// several query tokens, whose queries are in shared memory; 0: one query token per row, whose queries are in registers.
+// HEADS: KV heads per CTA; WARPS / HEADS warps share the pages of each head. TILES: tiles of eight columns of a row
+// with several query tokens, whose queries are in shared memory; 0: one query token per row, whose queries are in
+// registers.
 template <int HD, int WARPS, int STAGES, int HEADS, int TILES>
 __global__ void __launch_bounds__(WARPS * 32) decode_attention_kernel(const __grid_constant__ Params p) {
   static_assert(TILES == 0 || HEADS == 1, "the queries in shared memory belong to one KV head");
@@ -290,8 +291,8 @@ __global__ void __launch_bounds__(WARPS * 32) decode_attention_kernel(const __gr
 
   const bool has_pieces = own->first_block != kNoPieces;
   const int total = first[p.rows] * groups;
-  // A share has at least least_pages pages, or the pages of an average row if these are fewer. Smaller shares would split
-  // a short row between CTAs, which then wait to merge their results.
+  // A share has at least least_pages pages, or the pages of an average row if these are fewer. Smaller shares would
+  // split a short row between CTAs, which then wait to merge their results.
   const int least = min(p.least_pages, (first[p.rows] + p.rows - 1) / p.rows);
   const int per_block = max(max((total + (int)gridDim.x - 1) / (int)gridDim.x, least), 1);
   Walk walk;

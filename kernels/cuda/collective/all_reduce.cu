@@ -8,7 +8,7 @@
 //
 // An arena has two halves, used in turn. A rank writes a half again two calls later, after it has received every rank's
 // data of the call between. A rank sends that data only after it has read and restored the half of the call before. The
-// call number is in the arena, and the last block to read it increments it: graphs replay without a changing argument.
+// call number is in the arena, and the last CTA to read it increments it: graphs replay without a changing argument.
 //
 // No wait is endless. A thread that times out, or sees that the host or another thread has stopped, returns; from then
 // on every call returns at once. The arena is dirty then, and all ranks reset their arenas.
@@ -150,7 +150,7 @@ __global__ void __launch_bounds__(THREADS_MAX)
   }
   if (!is_counted(group, call)) return;
   Wait wait;
-    // In a single round the words are still in registers.
+  // In a single round the words are still in registers.
   const bool is_kept = stride * UNROLL >= items;
   char* const places = group.arenas[group.rank] + call.half;
   for (int64_t base = first; base < items; base += stride * UNROLL) {
@@ -200,7 +200,7 @@ __global__ void __launch_bounds__(THREADS_MAX)
   for (int64_t item = first; item < part && rank * part + item < items; item += stride) {
     const int64_t at = rank * part + item;
     float sum[WIDTH];
-        // Marks the results as missing, so that no rank uses them.
+    // Marks the results as missing, so that no rank uses them.
     if (!collect<T, N>(group, numbers + item * 16, part_bytes, Item<T>::load(x + at * WIDTH), wait, sum)) return;
     const Item<T> result = Item<T>::of(sum);
     send_to_all<T, N>(group, call.half + (N + rank) * part_bytes + item * 16, {sendable(result.raw)});
@@ -229,17 +229,17 @@ __global__ void __launch_bounds__(THREADS_MAX)
   }
 }
 
-// Threads per block of the norm kernel: with one item per thread, registers allow more threads for few ranks.
+// Threads per CTA of the norm kernel: with one item per thread, registers allow more threads for few ranks.
 template <int N, int ITEMS>
 constexpr int NORM_THREADS = ITEMS == 1 && N <= 4 ? 2 * THREADS_MAX : THREADS_MAX;
 
-// One block per row; a thread holds ITEMS items, `blockDim.x` apart.
+// One CTA per row; a thread holds ITEMS items, `blockDim.x` apart.
 template <class T, int N, int ITEMS>
 __global__ void __launch_bounds__((NORM_THREADS<N, ITEMS>))
     one_shot_norm_kernel(const __grid_constant__ Group group, const T* x, float* residual, const float* weight, float eps,
                          T* out, int rows, int width) {
   constexpr int WIDTH = Item<T>::WIDTH;
-    // Few items stay in registers; many are read again.
+  // Few items stay in registers; many are read again.
   constexpr bool KEEPS = ITEMS <= 2;
   __shared__ float shared[2][WARP];
   follow_predecessor();
@@ -290,7 +290,7 @@ __global__ void __launch_bounds__((NORM_THREADS<N, ITEMS>))
       }
       store_floats(residual + begin + at, values[item]);
     }
-        // Two sets of partial sums in turn: a block in the next row has left the previous set.
+    // Two sets of partial sums in turn: a CTA in the next row has left the previous set.
     const float scale = 1.f / sqrtf(block_sum(squares, shared[turn]) / static_cast<float>(width) + eps);
 #pragma unroll
     for (int item = 0; item < ITEMS; ++item) {
@@ -323,7 +323,7 @@ int32_t all_reduce(const baton_group& group, const baton_all_reduce_args& args, 
     return fail(BATON_TOO_SMALL, "a message has %lld bytes; the arenas of %lld bytes take less",
                 static_cast<long long>(bytes), static_cast<long long>(group.arena_bytes));
   };
-    // Blocks that wait for blocks of the peers must all be resident: at most one per SM.
+  // CTAs that wait for CTAs of the peers must all be resident: at most one per SM.
   const int most = device->sm_count;
   if (args.residual) {
     BATON_REQUIRE(args.width <= 8 * THREADS_MAX * WIDTH, "width is %d; expected at most %d", args.width,
@@ -340,14 +340,14 @@ int32_t all_reduce(const baton_group& group, const baton_all_reduce_args& args, 
                        stream, to, x, args.residual, args.weight, args.eps, out, args.rows, args.width);
     };
     const int threads = args.threads ? args.threads : THREADS_MAX;
-        // Measured: few blocks are faster with more work per thread, many blocks with more threads.
+    // Measured: few CTAs are faster with more work per thread, many CTAs with more threads.
     const int widest = args.threads ? args.threads : args.rows < 16 ? THREADS_MAX : NORM_THREADS<N, 1>;
     if (groups <= widest) return run(std::integral_constant<int, 1>());
     if (groups <= 2 * threads) return run(std::integral_constant<int, 2>());
     if (groups <= 4 * threads) return run(std::integral_constant<int, 4>());
     return run(std::integral_constant<int, 8>());
   }
-    // Measured for 2 and 4 ranks.
+  // Measured for 2 and 4 ranks.
   constexpr int64_t ONE_SHOT_MOST = N == 2 ? 1536 << 10 : N == 4 ? 128 << 10 : 32 << 10;
   const bool is_two = args.way == BATON_ALL_REDUCE_TWO_SHOT ||
                       (args.way == BATON_ALL_REDUCE_AUTO && (!one_fits || bytes > ONE_SHOT_MOST));
@@ -397,7 +397,7 @@ using namespace baton::collective;
 
 BATON_API int64_t baton_group_arena_bytes(int32_t ranks, int64_t message_bytes) {
   if (ranks < 2 || ranks > GROUP_MAX || message_bytes < 0) return 0;
-    // Two-shot sends every part once as data and once as results, with parts rounded up to whole items.
+  // Two-shot sends every part once as data and once as results, with parts rounded up to whole items.
   const int64_t half = 2 * (message_bytes + 32 * ranks);
   return STATE_BYTES + 2 * ((half + 511) / 512 * 512);
 }

@@ -3,7 +3,7 @@
 // As in an all-reduce, a word in the arena has arrived once it differs from UNSENT. Words may have any value here, so
 // an item of 16 bytes has three words of payload and a fourth that tells which of them were replaced.
 //
-// A block communicates only with the blocks of the same index on the other ranks, in rounds. It has a range of the
+// A CTA communicates only with the CTAs of the same index on the other ranks, in rounds. It has a range of the
 // call's half, in two parts that are used in turn. It writes a part again two rounds later, after it has received the
 // data of the round between. A rank sends that data only after it has read and restored the part of the round before
 // (its fence comes first). One call therefore moves any amount of data, which may be determined during the call.
@@ -16,7 +16,7 @@
 namespace baton::collective {
 
 constexpr int EXCHANGE_THREADS = 512;
-// Maximum blocks. All must be resident, and their number determines addresses, so it does not depend on the GPU.
+// Maximum CTAs. All must be resident, and their number determines addresses, so it does not depend on the GPU.
 constexpr int EXCHANGE_BLOCKS = 64;
 constexpr int ITEM_WORDS = 3;
 
@@ -30,7 +30,7 @@ __device__ __forceinline__ void unpack(const uint4& item, uint32_t (&words)[ITEM
   words[2] = item.z + (item.w >> 2 & 1);
 }
 
-// A block's connection to the blocks of the same index on N ranks.
+// A CTA's connection to the CTAs of the same index on N ranks.
 template <int N>
 class Channel {
  public:
@@ -39,8 +39,8 @@ class Channel {
     base_ = call.half + static_cast<int64_t>(block) * 2 * N * capacity * 16;
   }
 
-    // Sends the items from `begin` up to `end` of this rank's message and receives those of all other ranks, in equal
-    // number. Called by all threads; false after a stop. Only the receiving thread sees a received item.
+  // Sends the items from `begin` up to `end` of this rank's message and receives those of all other ranks, in equal
+  // number. Called by all threads; false after a stop. Only the receiving thread sees a received item.
   //   message.read(item, words)          this rank's
   //   message.take(source, item, words)  another rank's
   template <class Message>
@@ -70,7 +70,7 @@ class Channel {
           const uint4 item = pack(words[k]);
 #pragma unroll
           for (int step = 1; step < N; ++step) {
-                        // Every rank starts with another peer.
+            // Every rank starts with another peer.
             const int peer = (group_.rank + step) % N;
             store_sys(reinterpret_cast<uint4*>(group_.arenas[peer] + own_place + static_cast<int64_t>(i) * 16), item);
           }
@@ -118,7 +118,7 @@ class Channel {
     return true;
   }
 
-    // Whether this thread's wait has timed out.
+  // Whether this thread's wait has timed out.
   __device__ bool has_given_up() const { return has_given_up_; }
 
  private:
@@ -131,10 +131,10 @@ class Channel {
   Wait wait_;
 };
 
-// Rows of an equal number of words per rank, at least one. A block has a part of a row, or several whole rows.
+// Rows of an equal number of words per rank, at least one. A CTA has a part of a row, or several whole rows.
 //   rows.read(row, word)                  this rank's; words beyond its part may be anything
 //   rows.take(row, source, word, value)   another rank's
-//   rows.finish(row)                      with FINISHES: called by the row's block when the whole row has arrived
+//   rows.finish(row)                      with FINISHES: called by the row's CTA when the whole row has arrived
 template <class Rows>
 struct RowItems {
   const Rows& rows;
@@ -176,7 +176,7 @@ __global__ void __launch_bounds__(EXCHANGE_THREADS, 2)
 struct ExchangeShape {
   dim3 grid;
   int threads;
-  int capacity;  // items that a block sends in a round
+  int capacity;  // items that a CTA sends in a round
 };
 
 inline int32_t exchange_shape(const baton_group& group, int rows, int row_items, ExchangeShape& shape) {

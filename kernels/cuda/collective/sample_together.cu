@@ -83,7 +83,7 @@ struct Surveys {
   __device__ static Span span(const Arguments& in, int row, int rank, int) {
     return span_of_slices(in, rank, in.scratch.surveys + row * SLICES_MAX);
   }
-    // Greedy rows, one block each.
+  // Greedy rows, one CTA each.
   __device__ static void finish(const Arguments& in, int row) {
     if (threadIdx.x >= WARP) return;
     const Sample sample = in.scratch.samples[row];
@@ -174,7 +174,7 @@ struct Logprobs {
 // The number of listed tokens, and the earliest arrival of each slice among the tokens that are kept for certain.
 struct Heads {
   const Arguments& in;
-  uint32_t (*counts)[GROUP_MAX];  // of this block's rows
+  uint32_t (*counts)[GROUP_MAX];  // of this CTA's rows
 
   __device__ static int words(const Arguments& in, int rank) {
     return 1 + (in.shares.slices[rank + 1] - in.shares.slices[rank]) * static_cast<int>(sizeof(Winner) / 4);
@@ -250,7 +250,7 @@ struct Logits {
   }
 };
 
-// Maximum rows per block: BATON_SEQUENCES_MAX over EXCHANGE_BLOCKS.
+// Maximum rows per CTA: BATON_SEQUENCES_MAX over EXCHANGE_BLOCKS.
 constexpr int BLOCK_ROWS_MAX = BATON_SEQUENCES_MAX / EXCHANGE_BLOCKS;
 
 template <int N>
@@ -264,7 +264,7 @@ __global__ void __launch_bounds__(EXCHANGE_THREADS, 2)
   Channel<N> channel(group, call, capacity);
   const Heads heads{in, counts};
   const int own_rows = (in.args.samples - blockIdx.y + gridDim.y - 1) / gridDim.y;
-    // Every block of a row receives all of the row's head.
+  // Every CTA of a row receives all of the row's head.
   if (!channel.exchange(RowItems<Heads>{heads, head_items}, 0, own_rows * head_items)) return;
   if (__syncthreads_or(channel.has_given_up())) return;
   for (int k = 0; k < own_rows; ++k) {
@@ -297,7 +297,7 @@ int32_t exchange_candidates(const baton_group& group, const Arguments& in, int s
                             cudaStream_t stream) {
   const int head_items = divide_up(1 + slices_most * static_cast<int>(sizeof(Winner) / 4), ITEM_WORDS);
   ExchangeShape shape;
-    // As many blocks as whole rows of logits are worth; with few such rows, the other blocks do nothing.
+  // As many CTAs as whole rows of logits are worth; with few such rows, the other CTAs do nothing.
   BATON_TRY(exchange_shape(group, in.args.samples, divide_up(tokens_most, ITEM_WORDS), shape));
   return launch("sampling: candidates", candidates_kernel<N>, shape.grid, dim3(shape.threads), 0, stream,
                 device_group(group), in, head_items, tokens_most, shape.capacity);

@@ -131,7 +131,7 @@ BATON_API int32_t baton_digest_blocks(const void* arena, int64_t block_bytes, in
       for (int32_t i = 0; i < share; ++i) digest.blocks[i] = blocks[first + i];
       const int32_t grid_max = device.sm_count * 8;
       const int32_t grid = divide_up(digest.pieces, WARPS);
-            // Without PDL: the predecessor writes the data, or clears the sum.
+      // Without PDL: the predecessor writes the data, or clears the sum.
       BATON_TRY(launch_as(false, "digest of blocks", digest_kernel, dim3(grid < grid_max ? grid : grid_max),
                           dim3(THREADS), 0, as_stream(stream), digest));
     }

@@ -1,6 +1,6 @@
 // y[rows][n] = x[rows][k] W[n][k]^T for up to 16 rows: the weight is read once, at peak read bandwidth.
 //
-// Every warp of a block streams its own slices of k (cp.async, 16 bytes per lane, swizzled) through its own ring in
+// Every warp of a CTA streams its own slices of k (cp.async, 16 bytes per lane, swizzled) through its own ring in
 // shared memory and multiplies them with all rows of x, so the inner loop has no barrier. The warps' partial sums are
 // reduced in shared memory at the end of a tile of weight rows. Fragments are loaded as 16-byte pieces with the same
 // permutation of k in both operands, which does not change the reduction over k.
@@ -10,11 +10,11 @@
 // tile, added in a fixed order). The epilogue is the residual add, silu(gate) * up, or bias, RoPE and KV store. Rows
 // that the epilogue combines (gate and up, the two halves of a head) share a tile.
 //
-// With `pdl` the ring is filled with weights before the preceding kernel has completed; x is read after that. Successors
-// are released only after that wait, so data that a kernel reads early was written at least two kernels before.
-// With `pdl` the ring takes a whole SM's shared memory on purpose: the next kernel's block then starts where a block of
-// this kernel ends, one per SM. With room for two, early blocks gather on free SMs, and the SM with two blocks is late.
-// That was slower than no early start.
+// With `pdl` the ring is filled with weights before the preceding kernel has completed; x is read after that.
+// Successors are released only after that wait, so data that a kernel reads early was written at least two kernels
+// before. With `pdl` the ring takes a whole SM's shared memory on purpose: the next kernel's CTA then starts where a
+// CTA of this kernel ends, one per SM. With room for two, early CTAs gather on free SMs, and the SM with two CTAs is
+// late. That was slower than no early start.
 #include <utility>
 
 #include "device.cuh"
@@ -77,7 +77,7 @@ __device__ __forceinline__ void finish_tile(const baton_skinny_gemm_args& p, int
   }
   __syncthreads();
   const int2 at = tile_rows<R, EPI>(p, tile);
-    // Whole warps stay converged: RESIDUAL adds the squares of a tile's row with shuffles.
+  // Whole warps stay converged: RESIDUAL adds the squares of a tile's row with shuffles.
   for (int base = warp * 32; base < p.rows * kHalf; base += kWarps * 32) {
     const int it = base + lane;
     const bool valid = it < p.rows * kHalf;
@@ -144,7 +144,7 @@ __device__ __forceinline__ void finish_tile(const baton_skinny_gemm_args& p, int
       if (EPI == BATON_SKINNY_RESIDUAL && p.squares_out) {
 #pragma unroll
         for (int d = 1; d < kHalf && d < 32; d *= 2) square += __shfl_xor_sync(~0u, square, d);
-                // The halves of 64 rows fill a warp; with fewer rows, several rows of x share a warp.
+        // The halves of 64 rows fill a warp; with fewer rows, several rows of x share a warp.
         if (valid && i == 0) p.squares_out[m * tiles + tile] = square;
       }
     }
@@ -204,8 +204,8 @@ __global__ void __launch_bounds__(kWarps * 32, DEEP ? 1 : 2)
   for (int i = 0; i < S::kStages; ++i) load(i);
   follow_predecessor();
 
-    // The row's scale, from the squares that the producer of x stored. Read after the first GEMM tile at the earliest,
-    // after the barrier of finish_tile.
+  // The row's scale, from the squares that the producer of x stored. Read after the first GEMM tile at the earliest,
+  // after the barrier of finish_tile.
   for (int m = warp; m < 16; m += kWarps) {
     float sum = 0.f;
     if (p.squares && m < p.rows) {
@@ -329,8 +329,8 @@ bool is_wide(const baton_skinny_gemm_args& p, const Device& device) {
 // Chooses the tile of a valid call.
 int choose_tile(const baton_skinny_gemm_args& p, int grid) {
   if (p.tile != 0) return p.tile;
-    // Cost: the busiest block's rows, and the time of about four rows per tile end. Among equals the widest tile wins,
-    // because it reads x less often.
+  // Cost: the busiest CTA's rows, and the time of about four rows per tile end. Among equals the widest tile wins,
+  // because it reads x less often.
   int best = 0, least = 1 << 30;
   for (int tile : kTiles) {
     if (p.epilogue == BATON_SKINNY_QKV && p.head_dim % tile != 0) continue;

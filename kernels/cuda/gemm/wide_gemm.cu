@@ -156,7 +156,8 @@ __device__ __forceinline__ void multiply(float (&d)[N / 2], uint64_t a, uint64_t
 
 // ---- Epilogues ----
 
-// First weight rows of a tile's two halves. Rows that the epilogue combines (gate and up, halves of a head) share a tile.
+// First weight rows of a tile's two halves. Rows that the epilogue combines (gate and up, halves of a head) share a
+// tile.
 template <int BN, int EPI>
 __device__ __forceinline__ int2 tile_rows(const baton_skinny_gemm_args& p, int tile) {
   if (EPI == BATON_SKINNY_SILU) return make_int2(tile * (BN / 2), p.n / 2 + tile * (BN / 2));
@@ -296,8 +297,8 @@ __device__ __forceinline__ void finish_heads(const baton_skinny_gemm_args& p, in
   }
 }
 
-// RESIDUAL for row m of x. Up to eight loads are in flight before their stores. The tile has OWN weight rows, half of them
-// from `low` on, half from `high` on. The partial sum of squares is stored at `place`.
+// RESIDUAL for row m of x. Up to eight loads are in flight before their stores. The tile has OWN weight rows, half of
+// them from `low` on, half from `high` on. The partial sum of squares is stored at `place`.
 template <int OWN>
 __device__ __forceinline__ void finish_residual(const baton_skinny_gemm_args& p, int place, int places, int m, bool valid,
                                                 int low, int high, float scale, const float (&sums)[OWN / 2], int row_half,
@@ -473,7 +474,8 @@ __global__ void __launch_bounds__(S::kThreads, 1)
       if (warp * 16 < NR) finish<BN, EPI>(p, tile, tiles, at, m0, own_scales, extras, acc);
     }
   } else if (warp > S::kGroups * 4) {
-    // Computes the scales of the rows of x from the squares that the producer of x stored, while the other warps multiply.
+    // Computes the scales of the rows of x from the squares that the producer of x stored, while the other warps
+    // multiply.
     follow_predecessor();
     constexpr int TOGETHER = 11;  // rows whose loads are in flight, a third of 32
     for (int first = (warp - S::kGroups * 4 - 1) * TOGETHER; first < NR; first += 3 * TOGETHER) {
@@ -546,8 +548,8 @@ struct Kernel {
   }
 };
 
-// Tile, rows, chunks per stage: one kernel per tile and row count. Above 64 rows cuBLAS is faster (see README.md), except
-// for the GEMM with a fused activation.
+// Tile, rows, chunks per stage: one kernel per tile and row count. Above 64 rows cuBLAS is faster (see README.md),
+// except for the GEMM with a fused activation.
 #define SHAPES(X)                                                      \
   X(16, 32, 4) X(32, 32, 4) X(64, 32, 2) X(112, 32, 2) X(128, 32, 2)   \
   X(32, 64, 4) X(64, 64, 2) X(112, 64, 2) X(128, 64, 1)

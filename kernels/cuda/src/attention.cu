@@ -10,8 +10,8 @@ int32_t check_kv(const baton_kv& kv);
 
 namespace {
 
-constexpr int WARPS = 4;      // of a plain block, which is one query head of one row
-constexpr int TILE = WARP;    // tokens that a warp takes at a time, one to a lane
+constexpr int WARPS = 4;      // per CTA of the plain kernel; a CTA computes one query head of one row
+constexpr int TILE = WARP;    // tokens that a warp processes at a time, one per lane
 constexpr int TOKENS = BATON_BLOCK_TOKENS;
 constexpr int TOGETHER = 8;   // tokens whose values a warp loads at once
 
@@ -81,7 +81,8 @@ __global__ void __launch_bounds__(WARPS* WARP)
     sum = sum * correction + warp_sum(weight);
 #pragma unroll
     for (int i = 0; i < EACH; ++i) values[i] *= correction;
-        // Eight values at a time are in flight. Tokens that the row does not attend to are not read: they may have any value.
+    // Eight loads of values are in flight. Tokens that the row does not attend to are not read: their values may be
+    // NaN.
     const int from = max(begin - tile * TILE, 0), until = min(end - tile * TILE, TILE);
     for (int half = 0; half < TILE / TOKENS; ++half) {
       if (half * TOKENS >= until) break;
@@ -156,7 +157,7 @@ int32_t choose(const baton_attention_shape& shape, const baton_attention_batch& 
   const bool is_served = shape.dtype == BATON_BF16 && (shape.head_dim == 64 || shape.head_dim == 128);
   if (!is_served || batch.sequences == 0 || batch.rows == 0) return BATON_ATTENTION_PLAIN;
   const int group = shape.query_heads / shape.kv_heads;
-    // For groups of 3 and more FA2's tensor cores are faster at every length (figures in README.md).
+  // For groups of 3 and more FA2's tensor cores are faster at every length (figures in README.md).
   if (batch.rows == batch.sequences && group < 3) return BATON_ATTENTION_DECODE;
   const bool fills_tiles = batch.rows >= static_cast<int64_t>(HOPPER_ROWS) * batch.sequences;
   if (has_hopper(device) && shape.window == 0 && !batch.is_graph && fills_tiles) return BATON_ATTENTION_FA3;

@@ -158,8 +158,8 @@ BATON_API int32_t baton_load_moves(void) {
 }
 
 // Gathers part of each block blocks[i] to contiguous staging memory, or scatters it back if `gathers` is 0. A block has
-// rows of `pitch` bytes. The copy moves `width` bytes of each row, starting at `first`. `blocks` is in host memory and is
-// read before the call returns. `grid` is the maximum number of CTAs.
+// rows of `pitch` bytes. The copy moves `width` bytes of each row, starting at `first`. `blocks` is in host memory
+// and is read before the call returns. `grid` is the maximum number of CTAs.
 BATON_API int32_t baton_move_rows(void* arena, int64_t block_bytes, int64_t pitch, int64_t first, int64_t width,
                                   const int32_t* blocks, int32_t count, void* staging, int32_t gathers, int32_t grid,
                                   void* stream) {

@@ -1,4 +1,4 @@
-// Shared by all kernels: element types, 8-element loads and stores, block reductions, launches.
+// Shared by all kernels: element types, 8-element loads and stores, CTA reductions, launches.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -58,7 +58,7 @@ __device__ inline void store8(bf16* to, const float (&from)[8]) {
   *reinterpret_cast<uint4*>(to) = make_uint4(words[0], words[1], words[2], words[3]);
 }
 
-// Returns the same sum to every thread, accumulated in an order that depends on the block size only.
+// Returns the same sum to every thread, accumulated in an order that depends on the CTA size only.
 __device__ inline float warp_sum(float x) {
 #pragma unroll
   for (int distance = WARP / 2; distance > 0; distance /= 2) x += __shfl_xor_sync(FULL, x, distance);
@@ -81,10 +81,10 @@ __device__ inline float block_sum(float x, float* shared) {
   return warp_sum(x);
 }
 
-// Programmatic dependent launch: a kernel may start while its predecessor in the stream ends. Every thread of every block
+// Programmatic dependent launch: a kernel may start while its predecessor in the stream ends. Every thread of every CTA
 // waits for the predecessor (else a kernel two positions later could not rely on it) and releases the next kernel only
-// after that. So before its wait, a kernel may read data that is older than its predecessor. Without the launch attribute
-// these calls do nothing.
+// after that. So before its wait, a kernel may read data that is older than its predecessor. Without the launch
+// attribute these calls do nothing.
 __device__ inline void predecessor_done() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -119,7 +119,7 @@ int32_t launch_as(bool programmatic, const char* name, void (*kernel)(Parameters
   config.numAttrs = programmatic ? 1 : 0;
   const cudaError_t error =
       cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(std::forward<Arguments>(arguments))...);
-    // Cleared, so that the next call does not return the error.
+  // Cleared, so that the next call does not return the error.
   if (error != cudaSuccess) cudaGetLastError();
   return check(error, name);
 }

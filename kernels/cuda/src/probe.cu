@@ -27,7 +27,7 @@ __device__ inline uint4 read_once(const uint4* from) {
   return value;
 }
 
-// Each block reads pieces of 64 KiB with a stride of the grid.
+// Each CTA reads pieces of 64 KiB with a stride of the grid.
 __global__ void __launch_bounds__(READ_THREADS) read_kernel(const uint4* from, uint64_t count, uint32_t* sink) {
   follow_predecessor();
   uint32_t mixed = 0;

@@ -9,8 +9,8 @@
 namespace baton {
 namespace {
 
-constexpr int HEADS = 8;  // warps of a block
-constexpr int ROWS_MANY = 512;  // from which on a block takes all heads of a row
+constexpr int HEADS = 8;  // warps of a CTA
+constexpr int ROWS_MANY = 512;  // from which on a CTA takes all heads of a row
 
 struct RopeParameters {
   int query_heads;
@@ -174,7 +174,7 @@ BATON_API int32_t baton_rope_store_kv(const baton_kv* kv, const baton_rope_args*
     shape.value_offset = static_cast<int64_t>(kv->head_count) * BATON_BLOCK_TOKENS * dim;
     shape.layer_offset = 2 * args->layer * shape.value_offset;
     shape.norm_eps = args->norm_eps;
-        // Few rows need many blocks; many rows save angle computations with fewer blocks.
+    // Few rows need many CTAs; many rows save angle computations with fewer CTAs.
     const int heads = shape.query_heads + 2 * shape.kv_heads;
     const dim3 grid(args->rows, args->rows < ROWS_MANY ? divide_up(heads, HEADS) : 1);
     return with_dtype(kv->dtype, [&](auto element) {

@@ -1,5 +1,6 @@
-// Row-wise operations on activations: embedding, norms, biases, gated activation, gathers, conversions. They are bound by
-// memory bandwidth (large batches) or latency (small ones): 16-byte loads, one block per row for reductions, else flat.
+// Row-wise operations on activations: embedding, norms, biases, gated activation, gathers, conversions. They are
+// bound by memory bandwidth (large batches) or latency (small ones): 16-byte loads, one CTA per row for reductions,
+// else flat.
 #include <initializer_list>
 #include <utility>
 
@@ -8,7 +9,7 @@
 namespace baton {
 namespace {
 
-constexpr int FLAT = 256;       // threads of a flat kernel's block
+constexpr int FLAT = 256;       // threads of a flat kernel's CTA
 constexpr int ROW_MAX = 32768;  // widest row that a norm holds in registers
 constexpr int NORM_THREADS = 1024;
 
@@ -24,7 +25,7 @@ __global__ void embed_kernel(const T* table, const int32_t* tokens, float* resid
   }
 }
 
-// One block per row; a thread holds ITEMS groups of 8, `blockDim.x` groups apart.
+// One CTA per row; a thread holds ITEMS groups of 8, `blockDim.x` groups apart.
 template <class T, int ITEMS, bool ADD>
 __global__ void norm_kernel(float* residual, const T* delta, const float* weight, float eps, T* out,
                             const int32_t* gather, int width) {
@@ -131,7 +132,7 @@ int32_t check_rows(int32_t rows, int32_t width) {
   return BATON_OK;
 }
 
-// One block per row; more blocks per row where rows are few and wide.
+// One CTA per row; more CTAs per row where rows are few and wide.
 dim3 row_grid(int32_t rows, int32_t width) {
   const int groups = divide_up(width, 8 * FLAT);
   return dim3(rows, rows < 512 ? groups : divide_up(groups, 4));

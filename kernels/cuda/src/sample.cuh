@@ -15,8 +15,8 @@
 //            remove, and draws between the tokens that certainly stay.
 //   choose   (sample_choose.cu, draws and log-probabilities) has one CTA per sample: combines the slices, applies the
 //            cut to the list, writes log-probabilities, and appends the token.
-// The list overflows when thousands of tokens have nearly equal likelihood at the cut, or when top-k is large beside
-// top-p. `choose` then scans the vocabulary itself, which takes up to a millisecond.
+// The list overflows when thousands of tokens have nearly equal likelihood at the cut, or when top-k is about LIST_MAX
+// or more. `choose` then scans the vocabulary itself, which takes up to a millisecond.
 //
 // With tensor parallelism each rank has a part of every row's logits. A rank processes the slices of this part and
 // stores the results at the slices' global indices. Between the kernels the ranks exchange results
@@ -112,8 +112,8 @@ struct Scratch {
   uint64_t* list;      // [samples][LIST_MAX]
   int32_t* list_count; // [samples]
   int32_t* bounds;     // [samples]: bits of the earliest arrival so far, rounded up
-  uint64_t* distances; // [samples][ranks][LEVELS]: sum of the distances of weights below the greatest of their bin
-  uint32_t* numbers;   // [samples][ranks][LEVELS]: tokens of each bin
+  uint64_t* distances; // [samples][ranks][LEVELS]: sum over a bin's weights of their distance below the bin's greatest
+  uint32_t* numbers;   // [samples][ranks][LEVELS]: number of tokens in each bin
   Cut* cuts;           // [samples]
   uint32_t* arrivals;  // [samples]: finished slices; zero between calls
   int32_t* listed;     // [samples]: listed tokens of all ranks; only with tensor parallelism
@@ -268,7 +268,7 @@ __device__ inline baton_sample_result begin_result(const Arguments& in, const Sa
   return result;
 }
 
-// Whether the ranks must exchange log-probabilities before the result is delivered.
+// Returns whether the ranks must exchange log-probabilities before the result is delivered.
 __device__ inline bool is_reported_together(const Sample& sample, const baton_sample_result& result) {
   return sample.how.logprobs >= 0 && result.status == BATON_SAMPLE_OK;
 }

@@ -1,6 +1,6 @@
-// Sampling: one block per sample chooses the token and reports it. sample.cuh describes the previous kernels.
-// Compiled without fused multiply-adds: weights, totals and the comparison with top_p are bitwise equal to the CPU's, so
-// a draw differs only where logits do.
+// Sampling: one CTA per sample chooses the token and reports it. sample.cuh describes the previous kernels.
+// Compiled without fused multiply-adds: weights, totals and the comparison with top_p are bitwise equal to the CPU's,
+// so a draw differs only where logits do.
 #include "sample_weights.cuh"
 
 namespace baton::sampling {
@@ -48,7 +48,7 @@ __device__ bool find_limit(Bins& bins, const Source& source, uint64_t need, uint
     });
     __syncthreads();
     if (threadIdx.x < WARP) {
-            // Eight bins per lane.
+      // Eight bins per lane.
       constexpr int EACH = BINS / WARP;
       uint64_t own = 0;
       for (int i = 0; i < EACH; ++i) {
@@ -127,7 +127,7 @@ __device__ void narrow(ChooseShared& shared, const Source& source, const Sample&
     source([&](bool is_in, uint64_t key) { own += is_in && key <= limit ? mass_of(weight_of(key)) : 0; });
     whole = static_cast<double>(block_sum_mass(own, shared.sums)) / UNIT;
   }
-    // Rounding may make the total less than the share: then all tokens stay.
+  // Rounding may make the total less than the share: then all tokens stay.
   find_limit<true, false>(shared.bins, source, needed_mass(sample.how.top_p, whole), limit);
 }
 
@@ -145,7 +145,7 @@ __device__ int draw(const Arguments& in, const Sample& sample, int index, const 
   if (sample.is_restricted) {
     const int vocabulary = in.args.vocabulary;
     const bool is_shared = in.shares.ranks > 1;
-        // The other ranks' tokens are present for rows without a list.
+    // The other ranks' tokens are present for rows without a list.
     const float* values = is_shared ? adjusted_row(in, index) : values_of(in, sample, index);
     const float temperature = sample.how.temperature, min_p = sample.how.min_p;
     const int listed = (is_shared ? in.scratch.listed : in.scratch.list_count)[index];
@@ -200,7 +200,7 @@ __device__ void find_top(const Arguments& in, int index, int count, ChooseShared
       visit(id < in.end, id < in.end ? ranked_logit(id, raw[id]) : 0);
     }
   };
-    // The greatest logits of `count` slices are `count` tokens, so no token below the least of these is among the best.
+  // The greatest logits of `count` slices are `count` tokens, so no token below the least of these is among the best.
   const int slices = in.slice_count;
   if (threadIdx.x == 0) {
     shared.near_count = slices >= count ? 0 : NEAR_MAX + 1;
@@ -259,7 +259,7 @@ __device__ void report_logprobs(const Arguments& in, const Sample& sample, int i
   const float* raw = raw_row(in, index);
   const int count = top_count(in, sample);
   if (in.shares.ranks > 1) {
-        // The rank's contribution; after the exchange all contributions form the result.
+    // The rank's contribution; after the exchange all contributions form the result.
     Reported& own = in.scratch.reported[index * in.shares.ranks + in.shares.rank];
     if (count > 0) find_top(in, index, count, shared);
     if (threadIdx.x == 0) own.raw = token >= in.first && token < in.end ? raw[token] : 0.f;

@@ -1,13 +1,12 @@
-// Sampling: draws between tokens, and lists the tokens at the cut of top-k or top-p. sample.cuh describes the kernels
-// before and after.
-// Compiled without fused multiply-adds: weights, totals and the comparison with top_p are bitwise equal to the CPU's, so
-// a draw differs only where logits do.
+// Sampling: draws tokens, and lists the tokens at the cut of top-k or top-p. sample.cuh describes the kernels before
+// and after. Compiled without fused multiply-adds: weights, totals and the comparison with top_p are bitwise equal to
+// the CPU's. A draw differs from the CPU's only where logits differ.
 #include "sample_weights.cuh"
 
 namespace baton::sampling {
 namespace {
 
-// Sum of a run's weights in the CPU's order: 16 lanes, then a tree. Called by 16 neighbouring threads.
+// Returns the sum of a run's weights in the CPU's order: 16 lanes, then a tree. Called by 16 adjacent threads.
 __device__ float run_total(const float* weights, float floor) {
   const int lane = threadIdx.x % LANES;
   float sum = 0.f;
@@ -19,18 +18,19 @@ __device__ float run_total(const float* weights, float floor) {
   return sum;
 }
 
-// Bins of likelihood: bin i holds the weights whose bits lie i * 2^20 and more, but less than (i + 1) * 2^20, below those
-// of 1. So bin 0 holds the best, and within a bin a weight is linear in its bits.
+// Bins of likelihood. With d the distance of a weight's bits below the bits of 1.f, bin i holds the weights with
+// i * 2^20 <= d < (i + 1) * 2^20. So bin 0 holds the likeliest tokens, and within a bin a weight is linear in its bits.
 constexpr int LEVEL_BITS = 20;
 constexpr int ONE_BITS = 0x3f800000;
 __device__ int below_one(float weight) { return max(ONE_BITS - __float_as_int(weight), 0); }
 __device__ int level_of(float weight) { return below_one(weight) >> LEVEL_BITS; }
-// The least weight of a bin; 0 beyond the last.
+// Returns the least weight of a bin; 0 beyond the last bin.
 __device__ float level_edge(int level) {
   return __int_as_float(max(ONE_BITS - ((level + 1) << LEVEL_BITS) + 1, 0));
 }
 
-// The mass of `number` weights of one bin, with `distance` the sum of their bits' distances below the bin's greatest.
+// Returns the mass (sum) of `number` weights of one bin. `distance` is the sum of the distances of their bits below the
+// bits of the bin's greatest weight.
 __device__ uint64_t level_mass(int level, uint32_t number, uint64_t distance) {
   const int below = ONE_BITS - (level << LEVEL_BITS) - 1;
   const uint64_t greatest = ((below & 0x7fffff) | 0x800000) + 1;  // in units of the last place beneath it
@@ -39,7 +39,7 @@ __device__ uint64_t level_mass(int level, uint32_t number, uint64_t distance) {
   return shift >= 0 ? mass << shift : shift > -64 ? mass >> -shift : 0;
 }
 
-// Loads four neighbours of each of several runs, so that many loads are in flight. Tokens past the row are skipped.
+// Loads four adjacent tokens of each of several runs, so that many loads are in flight. Skips tokens past the row.
 constexpr int TOGETHER = 4;
 __device__ void load_runs(const Arguments& in, const float* row, int run, float4 (&loaded)[TOGETHER]) {
 #pragma unroll
@@ -49,7 +49,8 @@ __device__ void load_runs(const Arguments& in, const float* row, int run, float4
   }
 }
 
-// Calls visit(k, id, value) for every token of the loaded runs; is_in is false past the row. All threads take part.
+// Calls visit(k, id, is_in, value) for every token of the loaded runs; is_in is false past the row. All threads call
+// it.
 template <class Visit>
 __device__ void visit_runs(const Arguments& in, int run, const float4 (&loaded)[TOGETHER], const Visit& visit) {
 #pragma unroll
@@ -80,7 +81,7 @@ __global__ void __launch_bounds__(SLICE_THREADS) weigh_kernel(const Arguments in
   __shared__ Survey survey_shared;
   __shared__ Winner winners[SLICE_THREADS / WARP];
   __shared__ float weights[TOGETHER][RUN];
-    // For each bin: the count, and the sum of distances below the bin's greatest, in two parts.
+  // For each bin: the number of weights, and the sum of their distances below the bin's greatest, in two parts.
   __shared__ uint32_t numbers[LEVELS], far_low[LEVELS], far_high[LEVELS];
   constexpr int PART_BITS = LEVEL_BITS / 2, PART = (1 << PART_BITS) - 1;
   follow_predecessor();
@@ -99,7 +100,8 @@ __global__ void __launch_bounds__(SLICE_THREADS) weigh_kernel(const Arguments in
   const bool wants_total = sample.is_restricted && sample.top_k == 0;
   const Key key(sample.how.seed, sample.output_len);
   Race race;
-    // A likely token as the first bound makes the quick test selective. Its own slice draws it again.
+  // The arrival of the likeliest token is the first bound, which makes the quick test selective. The slice of this
+  // token draws it again.
   if (wants_race) race.meet(key, survey.best_id, weigh(survey.best, survey.best, temperature));
   const float sharpness = 1.f / temperature;
   if (sample.is_restricted) {
@@ -113,7 +115,7 @@ __global__ void __launch_bounds__(SLICE_THREADS) weigh_kernel(const Arguments in
     if (wants_race) {
       race.learn_bound(in.scratch.bounds + index);
       visit_runs(in, run, loaded, [&](int, int id, bool is_in, float logit) {
-                // The quick test uses an approximate exponential; only tokens that pass need the exact one.
+        // The quick test uses an approximate exponential; only tokens that pass need the exact one.
         const float rough = __expf((logit - survey.best) * sharpness) * 1.001f;
         const float v = static_cast<float>(key.bits(id) >> 8) * (1.f / 16777216.f);
         if (is_in && v <= rough * race.bound) {
@@ -173,7 +175,7 @@ struct CutShared {
   Cut cut;
 };
 
-// Finds the level at which top-k (or, without it, top-p) is reached. Called by a block of SLICE_THREADS.
+// Finds the level (bin) at which top-k is reached, or top-p if there is no top-k. All threads of the CTA call it.
 __device__ Cut find_cut(const Arguments& in, const Sample& sample, int index, CutShared& shared) {
   constexpr int EACH = LEVELS / SLICE_THREADS;
   const bool by_mass = sample.top_k == 0;
@@ -264,7 +266,7 @@ __global__ void __launch_bounds__(SLICE_THREADS) gather_kernel(const Arguments i
     load_runs(in, values, run, loaded);
     race.learn_bound(in.scratch.bounds + index);
     visit_runs(in, run, loaded, [&](int, int id, bool is_in, float logit) {
-            // The quick test uses an approximate exponential: most tokens are far below the edge.
+      // The quick test uses an approximate exponential: most tokens are far below the edge.
       is_in = is_in && __expf((logit - survey.best) * sharpness) * 1.001f >= edge;
       float weight = 0.f;
       int level = LEVELS + 1;

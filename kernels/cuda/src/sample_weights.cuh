@@ -51,8 +51,8 @@ struct Key {
   }
 };
 
-// Sampling as an exponential race: every token gets a random arrival time, with its weight as the rate, and the earliest
-// arrival wins. Holds the earliest arrival of one thread, and after a join that of several threads.
+// Sampling as an exponential race: every token gets a random arrival time, with its weight as the rate, and the
+// earliest arrival wins. Holds the earliest arrival of one thread, and after a join that of several threads.
 struct Race {
   double arrival = INFINITY;
   int token = NOBODY;

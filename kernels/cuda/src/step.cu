@@ -248,7 +248,7 @@ BATON_API int32_t baton_step_prepare(const baton_pool* pool, const void* plan, c
                   tokens, rows, samples, sequences);
     BATON_TRY(launch("step plan", plan_kernel, dim3(1), dim3(THREADS), 0, as_stream(stream), *pool,
                      static_cast<const uint32_t*>(plan), *step, rows, sequences, samples, tokens));
-    // Long sequences have hundreds of pages, prompts thousands of rows; decode steps need one block each.
+    // Long sequences have hundreds of pages, prompts thousands of rows; decode steps need one CTA each.
     const int64_t each = (rows + sequences) / (sequences + 1) + step->pages_max / (step->sequences_max + 1);
     const int blocks = sequences >= 256 ? 1 : each > 2048 ? 8 : each > 256 ? 2 : 1;
     return launch("step rows", expand_kernel, dim3(blocks, sequences + 1), dim3(256), 0, as_stream(stream), *pool,

@@ -1,6 +1,6 @@
 //! Rust declarations of `kernels/cuda/include/baton_kernels.h`, `kernels/cuda/collective/collective.h` and
-//! `kernels/cuda/trace/ranges.h`: the same structs in the same order, and the functions that Baton calls. [`STRUCT_BYTES`] is compared
-//! with the library's own sizes before the first call.
+//! `kernels/cuda/trace/ranges.h`: the same structs in the same order, and the functions that Baton calls.
+//! [`STRUCT_BYTES`] is compared with the library's own sizes before the first call.
 
 use std::ffi::{c_char, c_void};
 
@@ -243,7 +243,7 @@ structs! {
         pub logprob: f32,
         pub top_count: i32,
         pub step_id: u32,
-        /// `reserved`, which only ranks of a group set.
+        /// `reserved` in the header. Only ranks of a group set it.
         pub is_gathered: i32,
     }
 

@@ -36,8 +36,8 @@ const NEWEST_MAJOR: i32 = 2;
 /// while using multicast can take a host's GPUs out of service.
 pub const NCCL_ENVIRONMENT: (&str, &str) = ("NCCL_NVLS_ENABLE", "0");
 /// Environment variable of a process that transfers KV by NCCL: more hardware queues than the driver's default of 8.
-/// Streams that share a queue wait for each other, so a stuck operation of one pair would block another pair. Each queue
-/// costs about 50 ms per GPU at process start and end, so this is not the maximum of 32.
+/// Streams that share a queue wait for each other, so a stuck operation of one pair would block another pair. Each
+/// queue costs about 50 ms per GPU at process start and end, so this is not the maximum of 32.
 const QUEUES: (&str, &str) = ("CUDA_DEVICE_MAX_CONNECTIONS", "16");
 
 fn environment_is_ours(found: Option<&OsStr>) -> Result<(), NcclError> {

@@ -15,7 +15,8 @@
 //!        + the prompt's own steps + wait for free blocks
 //! gap    = transfer time that prefill steps do not overlap (hand-over only)
 //! harm   = running rows * time by which the prompt lengthens their steps (decode node prefills only)
-//! decode = the first 32 tokens of the answer + running and waiting rows * time by which the new row lengthens their steps
+//! decode = the first 32 tokens of the answer
+//!          + running and waiting rows * time by which the new row lengthens their steps
 //! evict  = prefill time of one token per block that the decode node lacks, because it may evict a cached prefix
 //! cost   = time to first token + gap + harm + decode + evict
 //! ```
@@ -378,8 +379,8 @@ impl Prediction {
     }
 }
 
-/// Predicts prefill on `prefill` and transfer to `decode`. `transfer_token_ms`: transfer time of a token's KV; 0 until a
-/// transfer of the pair was measured.
+/// Predicts prefill on `prefill` and transfer to `decode`. `transfer_token_ms`: transfer time of a token's KV; 0
+/// until a transfer of the pair was measured.
 pub fn hand_over(
     prefill: (&NodeState, &Prompt),
     decode: (&NodeState, &Prompt),

@@ -104,7 +104,8 @@ pub fn from_matches(
     Config::load(LoadInput { file, environment, flags })
 }
 
-/// Collects the variables that begin with `BATON_` and those that locate the caches; a value that is not UTF-8 is an error.
+/// Collects the variables that begin with `BATON_` and those that locate the caches; a value that is not UTF-8 is an
+/// error.
 pub fn environment_of(
     variables: impl Iterator<Item = (OsString, OsString)>,
 ) -> Result<Environment, ConfigError> {

@@ -153,7 +153,7 @@ pub(crate) fn all_settings() -> Vec<Setting> {
     Section::ALL.iter().flat_map(|section| section.settings()).collect()
 }
 
-/// Returns the values of settings by precedence and collects problems and warnings.
+/// Reader of setting values by precedence, which collects problems and warnings.
 pub(crate) struct Reader<'a> {
     file: &'a File<'a>,
     input: &'a LoadInput,
@@ -194,7 +194,7 @@ impl Reader<'_> {
 
     /// Passes every written value to `take` in rising precedence and returns the source of the last valid one.
     /// Values of lower precedence must be valid too: a later change could uncover them. In each source the
-    /// setting's former name precedes its name.
+    /// setting's former name has lower precedence than its name.
     fn choose(&mut self, setting: &Setting, take: &mut dyn FnMut(&Written<'_>) -> bool) -> Source {
         let names: Vec<Setting> = setting.former().into_iter().chain([setting.clone()]).collect();
         let mut written = Vec::new();

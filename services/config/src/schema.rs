@@ -171,8 +171,8 @@ section! {
         chunk_tokens: Auto<u32> = Auto::Derived,
             "256 on a CPU, so that two prompts share a step; on a GPU step_tokens, because smaller chunks make long prompts slower.",
             1..=65_536;
-        /// Maximum time of a step that decodes. A node that decodes adds only as many prompt tokens to such a step as fit
-        /// into this time, by step times measured at start and while serving. Prefill nodes ignore it.
+        /// Maximum time of a step that decodes. A node that decodes adds only as many prompt tokens to such a step as
+        /// fit into this time, by step times measured at start and while serving. Prefill nodes ignore it.
         itl_max: Auto<Duration> = Auto::Derived,
             "On a GPU 20ms or 4 decode steps, whichever is longer: decode rows keep 50 tokens/s, and prefill beside them keeps most of its throughput. No limit on a CPU, where chunk_tokens bounds the step.",
             Duration::from_millis(1)..=secs(60);

@@ -57,7 +57,7 @@ struct Block {
     newer: Option<BlockId>,
 }
 
-/// Every block of one arena.
+/// State of every block of one arena.
 ///
 /// Misuse (releasing a block that is not held, pinning a free block) is a bug of the caller and panics.
 #[derive(Debug)]
@@ -109,8 +109,8 @@ impl BlockPool {
         self.blocks[block.index()].retained
     }
 
-    /// Takes `count` blocks, held with one reference or reserved for an incoming transfer, and appends evicted blocks to
-    /// `evicted`. Returns `None` and takes nothing when fewer blocks are available.
+    /// Takes `count` blocks, held with one reference or reserved for an incoming transfer, and appends evicted
+    /// blocks to `evicted`. Returns `None` and takes nothing when fewer blocks are available.
     pub fn take(
         &mut self,
         count: u32,

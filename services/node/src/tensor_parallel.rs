@@ -88,8 +88,8 @@ fn region_bytes(layout: KvLayout, blocks: u32, ranks: u32) -> usize {
     arena_at(ranks).saturating_add(arena)
 }
 
-/// Starts the ranks on these GPUs (by UUID, with this process' contexts) or on CPUs, waits until they are ready, and returns them
-/// with the arena that they compute into.
+/// Starts the ranks on these GPUs (by UUID, with this process' contexts) or on CPUs, waits until they are ready, and
+/// returns them with the arena that they compute into.
 pub(crate) fn start(
     config: &Config,
     epoch: u128,

@@ -1,5 +1,5 @@
-//! Exact bounds in virtual time: a decode node is killed at every moment of a few requests. And bugs
-//! planted into a core's outputs, which the checks must find.
+//! Exact recovery bounds in virtual time: each run kills a decode node at another moment of a few requests.
+//! Other tests plant a bug into a core's outputs, which the checks must find.
 
 use std::time::Duration;
 
@@ -21,7 +21,7 @@ use crate::{
     },
 };
 
-/// Time until a client gets the next token after its decode node was killed.
+/// Maximum time until a client gets the next token after its decode node was killed.
 const RECOVERY_MAX: Duration = Duration::from_secs(3);
 
 fn node(role: Role) -> NodePlan {
@@ -65,7 +65,8 @@ fn request(index: u32) -> RequestPlan {
     }
 }
 
-/// Two prefill and two decode nodes, four requests, and a decode node that dies at `killed_at`.
+/// Returns a scenario with two prefill and two decode nodes and four requests. One decode node is killed at
+/// `killed_at`.
 fn scenario(killed_at: Duration, resets_connections: bool) -> Scenario {
     let restart_after = Duration::from_secs(8);
     Scenario {

@@ -208,9 +208,9 @@ impl Communicator {
         self.memory_bytes
     }
 
-    /// Launches sends and receives as one operation and returns its number. A rank lists its sends to a peer in the order
-    /// of that peer's receives. The first exchange of a pair also connects, for which both ranks must call within the
-    /// limit.
+    /// Launches sends and receives as one operation and returns its number. A rank lists its sends to a peer in the
+    /// order of that peer's receives. The first exchange of a pair also connects, for which both ranks must call
+    /// within the limit.
     ///
     /// The memory must not be used until the operation is complete on the stream, or an abort has returned.
     pub fn exchange<'a, R: Role>(

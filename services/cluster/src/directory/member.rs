@@ -133,7 +133,8 @@ impl Member {
         self.stream.as_ref().map_or(self.retry_at, |stream| Some(stream.deadline))
     }
 
-    /// Handles an event of the member's stream. Returns the epoch of the process after a snapshot, `None` after a delta.
+    /// Handles an event of the member's stream. Returns the epoch of the process after a snapshot, `None` after a
+    /// delta.
     pub(super) fn observed(
         &mut self,
         now: Instant,
@@ -210,8 +211,8 @@ impl Member {
         Ok(())
     }
 
-    /// Drops the unseen attempts that this load report includes. A node of an older release does not name them: its next
-    /// report after the acceptance of an attempt includes the attempt.
+    /// Drops the unseen attempts that this load report includes. A node of an older release does not name them: its
+    /// next report after the acceptance of an attempt includes the attempt.
     fn load_reported(&mut self, now: Instant, arrived: &[Bytes]) {
         let names_arrived = self.seen.as_ref().is_some_and(|seen| seen.step_costs.is_some());
         self.unseen.retain(|_, attempt| {

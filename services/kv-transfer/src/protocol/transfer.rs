@@ -1,5 +1,5 @@
-//! The state that both sides of a transfer share. `sender` and `receiver` add the steps of one side,
-//! and `abort` the failure path of either side.
+//! State and steps that are the same on both sides of a transfer. `sender` and `receiver` add the steps of
+//! one side, and `abort` adds the failure path of either side.
 
 use std::time::{Duration, Instant};
 

@@ -73,7 +73,7 @@ fn attack_until_stopped(
         while !stop.load(Ordering::Relaxed) {
             let Ok(mut stream) = TcpStream::connect(host(&endpoint)) else { continue };
             stream.set_write_timeout(Some(Duration::from_millis(200))).unwrap();
-            // A long-form frame of 2^62 bytes, and one without a length.
+            // Header of a long-form frame of 2^62 bytes.
             let huge = [&[2, 0x40][..], &[0; 7]].concat();
             let attack: Vec<u8> = match count % 6 {
                 0 => noise(count, 300),
