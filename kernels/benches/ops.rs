@@ -79,8 +79,9 @@ fn filled(backend: &CpuBackend, rows: usize, width: usize) -> CpuBuffer {
     buffer
 }
 
-/// The ceiling: how fast threads together read memory that no cache holds. Four streams each: one
-/// alone does not keep enough lines on their way.
+/// Measures the ceiling: the bandwidth at which all threads together read memory that no cache
+/// holds. Each thread reads four streams, because one stream does not keep enough cache lines in
+/// flight.
 fn memory(c: &mut Criterion) {
     const BYTES: usize = 1 << 30;
     const PIECE: usize = 1 << 19;
@@ -295,7 +296,7 @@ impl Model {
     }
 }
 
-/// Tokens per second of a whole forward; greedy sampling would add some microseconds.
+/// Measures tokens per second of a whole forward pass. Greedy sampling would add some microseconds.
 fn model(c: &mut Criterion) {
     for format in FORMATS {
         let mut model = Model::new(format);

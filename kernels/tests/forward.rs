@@ -91,7 +91,7 @@ impl Model {
         })
     }
 
-    /// Logits of every row, one after the other.
+    /// Returns the logits of every row, one after the other.
     fn forward(&mut self, sequences: &[(u32, &[u32], &[BlockId])]) -> Vec<f32> {
         let sequences: Vec<_> = sequences
             .iter()

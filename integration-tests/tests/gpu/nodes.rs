@@ -183,8 +183,8 @@ impl NodeKind {
         )
     }
 
-    /// CTAs of the NCCL communicator: the default is enough for receivers that scatter by copies,
-    /// and receivers with a scatter kernel use more.
+    /// Returns the CTAs of the NCCL communicator. The default is enough for receivers that scatter
+    /// by copies, and receivers with a scatter kernel use more.
     fn nccl_max_ctas(self) -> u32 {
         if self.has_kernel() { 8 } else { 4 }
     }

@@ -434,7 +434,8 @@ mod tests {
         Work { decode_rows, context_tokens, ..Work::default() }
     }
 
-    /// A node with 4 ms, 20 µs a row and 30 ns a KV token; prefill 1 ms, 20 µs a token and 1 ns a pair.
+    /// Returns the step time of a node with 4 ms, 20 µs a row and 30 ns a KV token; prefill takes 1
+    /// ms, 20 µs a token and 1 ns a pair.
     fn true_ms(work: &Work) -> f64 {
         let rows = 0.02 * work.decode_rows + 3e-5 * work.context_tokens;
         let prefill = 1.0 + 0.02 * work.prefill_tokens + 1e-6 * work.prefill_pairs;

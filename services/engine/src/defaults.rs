@@ -400,7 +400,7 @@ mod tests {
         NodeTraits { set, ..node(device, true, SIZES_8B) }
     }
 
-    /// Step times like those of an 8B model on an H200.
+    /// Returns step times like those of an 8B model on an H200.
     fn times_8b() -> StepTimes {
         let prefill = [(256, 9_800), (512, 14_600), (1024, 24_600), (2048, 48_500), (4096, 97_000)];
         StepTimes {

@@ -83,8 +83,8 @@ fn main() {
     println!("{} KiB more resident at the end", resident_kib() - before);
 }
 
-/// The times of the masks of an answer of any tokens that the expression, which is made to cost much,
-/// allows; and how it ended.
+/// Generates random allowed tokens of an expensive expression. Returns the time of each bitmask and
+/// how the output ended.
 fn wander(compiler: &Compiler, expression: &str) -> (Vec<Duration>, String) {
     let mut matcher = compiler.compile(&Grammar::Regex(expression.into())).expect("a grammar");
     let mut masks = Vec::new();
@@ -113,7 +113,7 @@ fn wander(compiler: &Compiler, expression: &str) -> (Vec<Duration>, String) {
 
 const CALL: &str = "<tool_call>\n{\"name\": \"add_person\", \"arguments\": {\"name\":\"Grace\",\"age\":85,\"tags\":[],\"address\":{\"street\":\"12 Long Street\",\"zip\":\"12345\"}}}\n</tool_call>";
 
-/// Ten functions, as Hermes and Qwen write them.
+/// Returns a grammar of ten functions, as Hermes and Qwen write them.
 fn calls(otherwise: Otherwise) -> Grammar {
     let tool = |name: String| CallableTool { name, arguments: Some(PERSON.to_owned()) };
     let others = (0..9).map(|index| tool(format!("function_{index}")));

@@ -54,7 +54,8 @@ impl Callers {
         self.callers.remove(&call.number);
     }
 
-    /// Never waits. A caller that left is no error: its cancel is on the way.
+    /// Sends a reply to a caller. Never waits. A caller that left is no error: its cancel is on the
+    /// way.
     pub fn reply(&mut self, call: CallId, reply: Reply) -> Result<(), QueueFull> {
         let Some(caller) = self.callers.get_mut(&call.number) else { return Ok(()) };
         if let Reply::Ended(AttemptEnd::Failed { kind, message }) = &reply {
@@ -87,7 +88,8 @@ impl Callers {
     }
 }
 
-/// The one log line of a failed attempt. Failures that a client or a full node causes are no warnings.
+/// Logs a failed attempt in one line. Failures that a client or a full node causes are not
+/// warnings.
 fn log_failure(request_id: u128, call: CallId, kind: FailureKind, message: &str) {
     macro_rules! log {
         ($level:ident) => {

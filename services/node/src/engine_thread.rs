@@ -76,7 +76,7 @@ impl EngineThread {
         let _ = (&mut self.ended).await;
     }
 
-    /// Whether [`ended`](Self::ended) returns at once.
+    /// Returns whether [`ended`](Self::ended) returns at once.
     pub fn has_ended(&mut self) -> bool {
         self.ended.try_recv() != Err(oneshot::error::TryRecvError::Empty)
     }

@@ -103,7 +103,7 @@ impl CommandSender {
         (Self { queue, closed, waker }, received)
     }
 
-    /// Never waits.
+    /// Sends a command to the engine thread. Never waits.
     pub fn send(&self, command: Command) -> Result<(), TrySendError<Command>> {
         let closed = self.closed.read().unwrap_or_else(PoisonError::into_inner);
         if *closed {

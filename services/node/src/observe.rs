@@ -49,7 +49,7 @@ pub(crate) fn observer(permit: OwnedSemaphorePermit) -> (ObserverSender, Observe
     (ObserverSender { events, end }, stream)
 }
 
-/// Permits for observers.
+/// Returns the permits for observers.
 pub(crate) fn permits() -> Arc<tokio::sync::Semaphore> {
     Arc::new(tokio::sync::Semaphore::new(OBSERVERS_MAX))
 }
@@ -89,7 +89,8 @@ impl Observers {
         self.senders.extract_if(|_, sender| sender.events.is_closed()).map(|(id, _)| id).collect()
     }
 
-    /// False when the observer's queue is full or its stream was dropped: the observer is ended.
+    /// Sends an event to an observer. Returns false and ends the observer if its queue is full or
+    /// its stream was dropped.
     pub fn send(&mut self, id: ObserverId, event: v1::ObserveEvent) -> bool {
         let Some(sender) = self.senders.get(&id) else { return false };
         let is_sent = sender.events.try_send(Ok(event)).is_ok();

@@ -372,7 +372,8 @@ mod tests {
 
     use super::*;
 
-    /// Threads and CPUs on a machine with two NUMA nodes where this process may use CPUs 0 to 5 of 8.
+    /// Returns threads and CPUs on a machine with two NUMA nodes where this process may use CPUs 0
+    /// to 5 of 8.
     fn found(flags: &[(&str, &str)]) -> Result<(usize, Vec<u32>), String> {
         let flags = flags.iter().map(|(key, value)| ((*key).into(), (*value).into())).collect();
         let config = Config::load(LoadInput { flags, ..LoadInput::default() }).unwrap();

@@ -71,7 +71,8 @@ pub(crate) struct Readers {
 }
 
 impl ReplySender {
-    /// Never waits. A dropped stream is no error: its cancel is on the way.
+    /// Sends a reply to the stream. Never waits. A dropped stream is no error: its cancel is on the
+    /// way.
     pub fn send(&mut self, reply: Reply, readers: &mut Readers) -> Result<(), QueueFull> {
         let mut queue = self.queue.lock();
         if queue.stream_dropped {
@@ -139,7 +140,7 @@ impl AttemptStream {
         self.queue.lock().replies.push_front(first);
     }
 
-    /// The engine thread does not know the call: there is nothing to cancel.
+    /// Drops a call that the engine thread does not know: there is nothing to cancel.
     pub fn discard(mut self) {
         self.is_over = true;
     }

@@ -295,7 +295,8 @@ async fn duplicate_attempt_is_rejected_on_both_nodes() {
     pair.stop().await;
 }
 
-/// Like [`hand_over`], but returns a typed failure as an error. Each node is called after its own delay.
+/// Runs [`hand_over`], but returns a typed failure as an error. Each node is called after its own
+/// delay.
 async fn try_hand_over(
     (prefill, prefill_after): (&Side, Duration),
     (decode, decode_after): (&Side, Duration),
@@ -324,7 +325,8 @@ async fn try_hand_over(
     Err(failure.message)
 }
 
-/// Whether the blocks that are not held leave no room for another prompt of [`FULL_PROMPT`] tokens.
+/// Returns whether the blocks that are not held leave no room for another prompt of [`FULL_PROMPT`]
+/// tokens.
 fn is_full(load: &v1::NodeLoad) -> bool {
     load.blocks_free + load.blocks_cached < FULL_PROMPT.div_ceil(16) as u32
 }

@@ -120,23 +120,23 @@ impl GroupRegion {
         self.region.longs(HEADER_BYTES + rank * LINE, 1)
     }
 
-    /// The bell of free slots in the plan ring.
+    /// Returns the bell of free slots in the plan ring.
     pub fn plan_room(&self) -> Bell {
         self.bell(1)
     }
 
-    /// The bell of results.
+    /// Returns the bell of results.
     pub fn results_there(&self) -> Bell {
         self.bell(2)
     }
 
-    /// The ring of plans, with the ranks as readers.
+    /// Returns the ring of plans, with the ranks as readers.
     pub fn plans(&self) -> RingMemory {
         let (at, shape) = (Self::plans_at(self.ranks), Self::plan_shape(self.ranks));
         RingMemory::new(&self.region, at, shape, (self.bell(0), self.bell(1)), self.seed(0))
     }
 
-    /// The ring of a rank's results.
+    /// Returns the ring of a rank's results.
     pub fn results(&self, rank: usize) -> RingMemory {
         let (at, seed) = (Self::results_at(self.ranks, rank), self.seed(1 + rank as u64));
         let bells = (self.bell(2), self.bell(BELLS_SHARED + rank));
@@ -151,7 +151,8 @@ impl GroupRegion {
         Bell::new(&self.region, HEADER_BYTES + self.ranks * LINE + index * Bell::BYTES)
     }
 
-    /// A step of 256 rows is one part, and a prompt of 100,000 tokens fits as a whole.
+    /// Returns the shape of the plan ring. A step of 256 rows is one part, and a prompt of 100,000
+    /// tokens fits as a whole.
     fn plan_shape(ranks: usize) -> RingShape {
         RingShape { slots: 64, slot_bytes: 8 << 10, readers: ranks }
     }

@@ -165,7 +165,7 @@ fn answer() -> impl Strategy<Value = Answer> {
     ]
 }
 
-/// As the first message.
+/// Decodes `bytes` as the first message.
 fn decoded(bytes: &[u8]) -> Result<Order, DecodeError> {
     decode_order(bytes, &mut History::default())
 }

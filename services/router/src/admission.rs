@@ -166,7 +166,7 @@ impl WaitingRoom {
         Self { turns: Arc::default(), places }
     }
 
-    /// Whether an answer queues for its turn: a new answer must queue behind it.
+    /// Returns whether an answer queues for its turn: a new answer must queue behind it.
     pub fn has_queue(&self) -> bool {
         !lock(&self.turns).queue.is_empty()
     }

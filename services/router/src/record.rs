@@ -112,7 +112,7 @@ impl RequestRecord {
         }
     }
 
-    /// Tokens of some answer were emitted to the client.
+    /// Records that tokens of an answer were emitted to the client.
     pub fn emitted(&self, count: u32) {
         let now = Instant::now();
         let mut state = self.state();
@@ -165,7 +165,7 @@ impl RequestRecord {
         self.rejected(error.report().end, &error.to_string());
     }
 
-    /// The request was rejected before it was parsed completely.
+    /// Records a request that was rejected before it was parsed completely.
     pub fn rejected(&self, end: RequestEnd, reason: &str) {
         self.state().error = Some((end, reason.to_owned()));
     }

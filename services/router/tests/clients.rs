@@ -23,8 +23,8 @@ fn body(stream: bool) -> Value {
     json!({"prompt": long_prompt(), "max_tokens": 1900, "stream": stream, "ignore_eos": true})
 }
 
-/// Repeats: starts requests, disconnects, and waits until the nodes' streams were dropped. The
-/// median time must be at most a second.
+/// Starts requests, disconnects, and waits until the nodes' streams were dropped, several times.
+/// Asserts that the median time is at most a second.
 async fn dropped_within_a_second(cluster: &Cluster, mut leave: impl AsyncFnMut() -> Instant) {
     let mut tries = 0;
     median_within_a_second("nodes' streams dropped", async || {

@@ -26,8 +26,8 @@ pub struct Outage {
 }
 
 impl Simulation {
-    /// A sender may fail although its receiver has every block, because the last ACK may be lost. A
-    /// sender never succeeds without its receiver.
+    /// Checks an event. A sender may fail although its receiver has every block, because the last
+    /// ACK may be lost. A sender never succeeds without its receiver.
     pub fn check_event(&self, event: &Event) {
         if let Event::Delivered { transfer, .. } = event {
             let has_arrived = self.arrived.contains(transfer);

@@ -102,7 +102,7 @@ impl Simulation {
         self.send(SimEvent::ChunkBegins { from: process, to, connection, data });
     }
 
-    /// The first bytes arrive.
+    /// Handles the first bytes of a chunk.
     pub fn chunk_begins(
         &mut self,
         from: usize,
@@ -120,7 +120,7 @@ impl Simulation {
         }
     }
 
-    /// The last bytes arrive.
+    /// Handles the last bytes of a chunk.
     pub fn chunk_ends(
         &mut self,
         from: usize,

@@ -62,7 +62,7 @@ impl Device {
         self.now = now;
     }
 
-    /// Every later call fails, as after the death of a rank process.
+    /// Makes every later call fail, as after the death of a rank process.
     pub fn lose_rank(&mut self) {
         self.is_rank_lost = true;
     }
@@ -114,7 +114,7 @@ impl Executor for Device {
         self.sim.masks_are_due()
     }
 
-    /// Never waits: the cluster's clock does not move meanwhile.
+    /// Returns a completed step, if any. Never waits: the cluster's clock does not move meanwhile.
     fn collect(&mut self, _timeout: Duration) -> Result<Option<StepResult>, ExecutorError> {
         self.check_ranks()?;
         let Some(&(_, busy)) = self.due.front().filter(|(due, _)| *due <= self.now) else {

@@ -230,7 +230,8 @@ impl Simulation {
         }
     }
 
-    /// The executor failed: the process tells its peers and exits, and another one starts.
+    /// Handles a failed executor: the process informs its peers and exits, and another process
+    /// starts.
     pub fn engine_failed(&mut self, process: usize) {
         if self.processes[process].state == ProcessState::Running {
             self.coverage.count("engines failed");
@@ -241,7 +242,7 @@ impl Simulation {
         }
     }
 
-    /// A draining node has no in-flight request any more: its process exits.
+    /// Exits a draining process that has no in-flight request any more.
     pub fn drained(&mut self, process: usize) {
         if self.processes[process].state == ProcessState::Running {
             let load = self.processes[process].load();

@@ -81,7 +81,7 @@ impl Nodes {
         }
     }
 
-    /// The directory of a new router process: empty, with new connections.
+    /// Replaces the directory by the one of a new router process: empty, with new connections.
     pub fn restart(&mut self, seed: u64) {
         self.directory = Directory::new(seed, self.selection);
         self.connections.iter_mut().for_each(|connection| connection.number += 1);
@@ -111,7 +111,7 @@ impl Nodes {
         self.connections[connection.host] == connection
     }
 
-    /// The connection to this host has ended, with the streams on it.
+    /// Handles the end of the connection to this host, with the streams on it.
     pub fn connection_lost(&mut self, now: Instant, host: usize) {
         let ended = self.connections[host];
         self.connections[host].number += 1;
@@ -131,7 +131,7 @@ impl Nodes {
         self.handle(now, Input::Observed { stream, event });
     }
 
-    /// A call to this process lost its connection, or found another process there.
+    /// Handles a call that lost its connection to this process, or found another process there.
     pub fn call_lost(&mut self, now: Instant, node: &Assigned, reason: String) {
         self.handle(now, Input::CallLost { epoch: node.record.epoch, reason });
     }

@@ -215,7 +215,7 @@ impl Router {
         }
     }
 
-    /// A node sent a message of a call.
+    /// Handles a node's message of a call.
     pub fn message(&mut self, now: Instant, key: CallKey, message: NodeMessage) {
         let Some(call) = self.calls.get(&key) else { return };
         let id = call.request;
@@ -254,7 +254,7 @@ impl Router {
         self.perform(now, id);
     }
 
-    /// A connection to a node has ended, with every stream on it.
+    /// Handles the end of a connection to a node, with every stream on it.
     pub fn connection_lost(&mut self, now: Instant, host: usize) {
         let ended = self.nodes.connection(host);
         self.nodes.connection_lost(now, host);
@@ -281,7 +281,7 @@ impl Router {
         self.notify_waiting(now);
     }
 
-    /// Another router process starts. The clients of the old process are lost.
+    /// Starts another router process. The clients of the old process are lost.
     pub fn restart(&mut self) {
         for answer in self.answers.values_mut().filter(|answer| answer.end.is_none()) {
             self.coverage.count("client left");

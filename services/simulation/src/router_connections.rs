@@ -36,7 +36,7 @@ impl Simulation {
         }
     }
 
-    /// Whether the router still uses the connection.
+    /// Returns whether the router still uses the connection.
     pub fn is_open(&self, connection: Connection) -> bool {
         self.routers[connection.router].nodes.is_open(connection)
     }

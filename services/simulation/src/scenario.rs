@@ -54,7 +54,7 @@ pub enum Severity {
 }
 
 impl Severity {
-    /// Every request whose client stays must complete.
+    /// Returns whether every request whose client stays must complete.
     pub fn must_complete(self) -> bool {
         self != Self::Severe
     }
@@ -435,7 +435,8 @@ fn request(random: &mut Random, severity: Severity, longest: u32) -> RequestPlan
     }
 }
 
-/// Prompts of a family differ only in their last tokens, which depend on the tail.
+/// Returns a token of a prompt. Prompts of a family differ only in their last tokens, which depend
+/// on the tail.
 fn prompt_token(family: u32, tail: u32, prompt_len: u32, index: u32) -> u32 {
     let own = if index + 5 >= prompt_len { tail * 17 } else { 0 };
     (family * 11 + index * 7 + index / 5 + own) % VOCABULARY

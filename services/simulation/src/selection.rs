@@ -107,7 +107,7 @@ fn run(
     (outcome.picks, outcome.longest_decode_gap)
 }
 
-/// Arrivals at random times with this mean distance.
+/// Returns arrivals at random times with this mean distance.
 fn arrivals(
     seed: u64,
     count: u32,

@@ -66,7 +66,7 @@ impl SimTransport {
         }
     }
 
-    /// Whether the peer may connect.
+    /// Returns whether the peer may connect.
     pub fn admits(&self, peer: Epoch) -> bool {
         self.admitted.contains(&peer)
     }
@@ -80,7 +80,7 @@ impl SimTransport {
         self.prompts.insert(transfer, prompt);
     }
 
-    /// Must be called before the core handles the command.
+    /// Tracks a command. Must be called before the core handles the command.
     pub fn on_command(&mut self, command: &Command) {
         match command {
             Command::Receive { transfer, first_block, blocks, .. } => {
@@ -103,7 +103,7 @@ impl SimTransport {
         }
     }
 
-    /// Must be called for every event of the core.
+    /// Tracks an event. Must be called for every event of the core.
     pub fn on_event(&mut self, event: &Event) {
         match event {
             Event::Ready { .. } => {}
@@ -233,7 +233,8 @@ impl Transport for SimTransport {
         Ok(())
     }
 
-    /// A chunk that has begun to arrive continues until [`Self::released`].
+    /// Cancels the chunks of a transfer. A chunk that has begun to arrive continues until
+    /// [`Self::released`].
     fn cancel(&mut self, _peer: Epoch, transfer: TransferId) -> Released {
         self.sending.retain(|(id, _), _| *id != transfer);
         self.posted.retain(|(id, _), _| *id != transfer);

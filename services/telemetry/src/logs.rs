@@ -57,7 +57,8 @@ impl Write for SinkWriter {
         }
     }
 
-    /// Called whenever the queue is empty, and before the log thread ends.
+    /// Writes how many log lines were dropped since the previous call. The log thread calls this
+    /// whenever the queue is empty and before the thread ends.
     fn flush(&mut self) -> io::Result<()> {
         let dropped = self.dropped.get().map_or(0, ErrorCounter::dropped_lines);
         let new = dropped - std::mem::replace(&mut self.reported, dropped);

@@ -320,7 +320,7 @@ mod tests {
         assert_eq!(new("a", None), Err(error.to_owned()));
     }
 
-    /// Reference encoder that examines all pairs repeatedly.
+    /// Encodes like the encoder under test, but examines all pairs repeatedly.
     fn plainly(tokens: &[(String, f32)], text: &str) -> Vec<u32> {
         let find = |text: &str| tokens.iter().position(|(token, _)| token == text);
         let mut parts: Vec<String> = text.chars().map(String::from).collect();

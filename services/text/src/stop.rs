@@ -196,7 +196,7 @@ mod tests {
         (text, None)
     }
 
-    /// Reference search: earliest end, then longest, then lowest index.
+    /// Searches in the simplest way: earliest end, then longest, then lowest index.
     fn naive(stops: &[String], include_stop: bool, text: &str) -> (String, Option<usize>) {
         for end in 0..=text.len() {
             let mut best: Option<usize> = None;

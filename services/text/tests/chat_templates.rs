@@ -12,7 +12,7 @@ use text::{
     ChatTemplate, ModelText, RENDERED_BYTES_MAX, RenderRequest, TEMPLATE_FUEL, TemplateError,
 };
 
-/// 26 July 2024.
+/// Returns 26 July 2024.
 fn now() -> SystemTime {
     UNIX_EPOCH + Duration::from_secs(1_722_000_000)
 }

@@ -8,7 +8,8 @@ use proto::v1;
 
 use crate::world::*;
 
-/// Steps of an 8B model on a GPU: prefill 1 ms and 20 µs a token, decode 4.5 ms and 30 µs a row.
+/// Returns the step costs of an 8B model on a GPU: prefill 1 ms and 20 µs a token, decode 4.5 ms
+/// and 30 µs a row.
 fn costs() -> v1::StepCosts {
     v1::StepCosts {
         step_tokens: 512,
@@ -31,7 +32,7 @@ fn load() -> Load {
     Load { step_costs: Some(costs()), ..idle() }
 }
 
-/// A queue of prompts.
+/// Returns the load of a queue of prompts.
 fn queued(pending_prompt_tokens: u64) -> Load {
     let pending_prompt_pairs = pending_prompt_tokens * 500;
     Load { waiting: 1, pending_prompt_tokens, pending_prompt_pairs, ..load() }
@@ -41,7 +42,8 @@ fn decoding(running: u32) -> Load {
     Load { running, context_tokens: u64::from(running) * 1000, ..load() }
 }
 
-/// Pairs of prefill nodes (ports 1, 2, …) and decode nodes (ports 11, 12, …) with these loads.
+/// Returns a world with pairs of prefill nodes (ports 1, 2, …) and decode nodes (ports 11, 12, …)
+/// with these loads.
 fn cluster(selection: Selection, prefill_loads: &[Load], decode_loads: &[Load]) -> World {
     let mut world = World::with(selection);
     for (port, load) in (1..).zip(prefill_loads) {

@@ -49,7 +49,7 @@ fn loads() -> impl Strategy<Value = Load> {
     )
 }
 
-/// Costs of any size, also impossible ones.
+/// Returns costs of any size, including impossible costs.
 fn step_costs() -> impl Strategy<Value = v1::StepCosts> {
     let ps = || prop_oneof![4 => 0..10_000_000_000u64, 1 => any::<u64>()];
     let prefill = (ps(), ps(), ps()).prop_map(|(step_ps, token_ps, pair_ps)| v1::PrefillCosts {

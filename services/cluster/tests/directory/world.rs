@@ -105,7 +105,7 @@ impl World {
         self.input(Input::StreamEnded { stream, reason: "connection refused".into() });
     }
 
-    /// The node joins and sends a snapshot.
+    /// Lets the node join and send a snapshot.
     pub fn up(&mut self, address: &NodeAddress, record: &NodeRecord, load: Load) {
         self.join(address);
         self.send(address, snapshot(record, load, &[]));
@@ -193,7 +193,7 @@ pub fn delta(
     v1::ObserveEvent { sequence, event: Some(v1::observe_event::Event::Delta(delta)) }
 }
 
-/// A delta whose load includes these attempts.
+/// Returns a delta whose load includes these attempts.
 pub fn arrived(sequence: u64, load: Load, transfers: &[u128]) -> v1::ObserveEvent {
     let arrived = transfers.iter().map(|id| id.to_be_bytes().to_vec().into()).collect();
     let delta = v1::NodeDelta { load: Some(load), arrived, ..Default::default() };

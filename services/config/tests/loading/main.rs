@@ -11,7 +11,7 @@ use std::{collections::BTreeMap, io::Write};
 use config::{Config, ConfigError, LoadInput};
 use tempfile::NamedTempFile;
 
-/// A file that lives as long as the test.
+/// Creates a file that lives as long as the test.
 fn file(text: impl AsRef<[u8]>) -> NamedTempFile {
     let mut file = NamedTempFile::with_suffix(".toml").unwrap();
     file.write_all(text.as_ref()).unwrap();
@@ -22,7 +22,7 @@ fn map(pairs: &[(&str, &str)]) -> BTreeMap<String, String> {
     pairs.iter().map(|(name, value)| ((*name).into(), (*value).into())).collect()
 }
 
-/// `flags` by key, as `node.slots`.
+/// Loads a configuration. `flags` have keys such as `node.slots`.
 fn load(
     text: &str,
     environment: &[(&str, &str)],
@@ -36,7 +36,7 @@ fn load(
     })
 }
 
-/// The message of a configuration that must not load.
+/// Returns the message of a configuration that must not load.
 fn refusal(text: &str, environment: &[(&str, &str)], flags: &[(&str, &str)]) -> String {
     match load(text, environment, flags) {
         Ok(_) => panic!("it loaded"),

@@ -142,7 +142,7 @@ fn draft(row: &BatchRow, most: usize, vocabulary: u32) -> Vec<u32> {
     known.split_off(row.tokens.len())
 }
 
-/// One step of SplitMix64.
+/// Computes one step of SplitMix64.
 fn mix(mut value: u64) -> u64 {
     value = value.wrapping_add(0x9e37_79b9_7f4a_7c15);
     value = (value ^ (value >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);

@@ -178,7 +178,7 @@ impl Sequence {
         self.kind != SequenceKind::Send && self.row().length > self.given_len
     }
 
-    /// Length at which this node's part ends: a sender samples one token.
+    /// Returns the length at which this node's part ends: a sender samples one token.
     pub(super) fn length_here(&self) -> usize {
         match self.kind {
             SequenceKind::Send => self.given_len + 1,
@@ -186,7 +186,7 @@ impl Sequence {
         }
     }
 
-    /// Index of the next token in the whole answer.
+    /// Returns the index of the next token in the whole answer.
     pub(super) fn next_index(&self) -> u32 {
         (self.tokens.len() - self.prompt_len) as u32
     }

@@ -281,7 +281,7 @@ pub fn unexpected(message: &Message, expected: &str) -> io::Error {
     })
 }
 
-/// Receiver: hashes written blocks if asked to, and releases them.
+/// Hashes received blocks if `verify` is set, and releases the blocks.
 pub fn verify_and_release(mut blocks: Vec<BlockWrite>, verify: bool) -> Result<Moved, String> {
     let bytes = blocks.iter().map(|block| block.byte_count() as u64).sum();
     let integrity = match verify {

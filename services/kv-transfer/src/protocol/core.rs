@@ -113,7 +113,7 @@ impl Core {
         }
     }
 
-    /// Connected pairs stay: each `RESERVE` names the new version, and peers that have it too
+    /// Keeps connected pairs: each `RESERVE` names the new version, and peers that have it too
     /// continue. Rejected pairs are closed, because they may match now.
     fn on_weights_changed(&mut self, to: u64) {
         let from = std::mem::replace(&mut self.turn.local.identity.weight_version, to);

@@ -295,7 +295,7 @@ impl Pair {
         self.heartbeat_at(now).map_or(end, |heartbeat| heartbeat.min(end))
     }
 
-    /// Work of the peer also keeps the pair.
+    /// Returns when the pair counts as idle. Transfers of the peer also keep the pair.
     fn idle_at(&self, pair_idle: Duration) -> Instant {
         self.idle_since.max(self.peer_works_until) + pair_idle
     }

@@ -151,7 +151,8 @@ impl<T: Transport, S: EventSink> DriverThread<T, S> {
         }
     }
 
-    /// The node finds an event counted when it handles the event.
+    /// Offers events to the node. The metrics are published before, so the node finds an event
+    /// counted when it handles the event.
     fn offer_events(&mut self) {
         if !self.driver.takes_commands() {
             self.metrics.publish(&self.driver.core);

@@ -83,7 +83,7 @@ fn full_block_pools_on_both_sides_do_not_deadlock() {
     }
 }
 
-/// First come, first served, at each decode node.
+/// Reserves blocks at each decode node, first come, first served.
 fn reserve(world: &mut World, unreserved: &mut VecDeque<TransferPlan>) {
     let mut is_full = [false; 3];
     let waiting = std::mem::take(unreserved);

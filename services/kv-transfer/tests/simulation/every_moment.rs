@@ -44,7 +44,8 @@ fn begin_in(faults: NetworkFaults, seed: u64) -> (World, TransferPlan) {
     (world, plan)
 }
 
-/// Every half millisecond, until succeeded after the end of the transfer.
+/// Returns every half millisecond of the first 250 ms, so that the last moments are after the end
+/// of the transfer.
 fn moments() -> impl Iterator<Item = Duration> {
     (0..500).map(|half| Duration::from_micros(500 * half))
 }
@@ -184,7 +185,7 @@ fn late_sender_finds_the_reservation_or_holds_no_block() {
     }
 }
 
-/// A transfer whose sender gets no command.
+/// Returns a transfer whose sender gets no command.
 fn one_sided(faults: NetworkFaults, seed: u64) -> (World, TransferPlan) {
     let mut world = World::new(seed, 2, 40, faults);
     world.release_delay_max = RELEASE_DELAY_MAX;

@@ -72,7 +72,7 @@ impl Node {
         blocks.iter().map(read).collect()
     }
 
-    /// Nodes of one host offer `ipc`.
+    /// Creates a node on `host`. Nodes of one host offer `ipc`.
     pub fn on_host(host: &str, index: usize, block_count: u32, limits: TransferLimits) -> Self {
         let name = format!("node-{index}");
         // The order of the epochs is random.

@@ -580,7 +580,8 @@ impl World {
         node.free_blocks(transfer);
     }
 
-    /// A sender holds blocks from `Ready` on, a receiver from the start.
+    /// Returns whether the node holds blocks of the transfer: a sender from `Ready` on, a receiver
+    /// from the start.
     pub fn has_held_blocks(&self, node: usize, transfer: TransferId) -> bool {
         let is_ready = |(_, event): &(Instant, Event)| matches!(event, Event::Ready { transfer: id, .. } if *id == transfer);
         let node_state = &self.nodes[node];
@@ -588,7 +589,7 @@ impl World {
             && (self.plans[&transfer].receiver == node || node_state.events.iter().any(is_ready))
     }
 
-    /// Whether a data connection from the first node to the second is open.
+    /// Returns whether a data connection from the first node to the second is open.
     pub fn is_connected(&self, from: usize, to: usize) -> bool {
         self.network.connection(from, to).is_some()
     }

@@ -44,7 +44,7 @@ fn refused(node: &Node, reason: &str) {
     }
 }
 
-/// ZMTP greeting of a client: version 3.1, with this mechanism.
+/// Returns the ZMTP 3.1 greeting of a client with this mechanism.
 fn greeting(mechanism: &[u8]) -> Vec<u8> {
     let mut greeting = vec![0xff, 0, 0, 0, 0, 0, 0, 0, 1, 0x7f, 3, 1];
     greeting.extend_from_slice(mechanism);

@@ -6,7 +6,7 @@ use kv_transfer::api::{Event, Identity, TransferFailure, TransferId};
 
 use crate::node::{Node, SECRET, blocks, fresh, identity, layout, run_transfer};
 
-/// An identity that differs, and the text that both errors must contain.
+/// Returns identities that differ, and the texts that both errors must contain.
 fn misfits() -> Vec<(Identity, KvLayout, Vec<String>)> {
     let ours = identity();
     let bf16 = KvLayout { dtype: Dtype::Bf16, ..layout() };

@@ -96,12 +96,12 @@ impl Attempts {
         self.commands.pop_front()
     }
 
-    /// From now on new calls are rejected.
+    /// Rejects new calls from now on.
     pub fn drain(&mut self) {
         self.is_draining = true;
     }
 
-    /// Steps 2 and 3: the router's `Decode` or `Prefill` call arrived.
+    /// Handles the router's `Decode` or `Prefill` call (steps 2 and 3).
     pub fn call(&mut self, call: Call, now: Instant) {
         let (id, call_id) = (call.sequence.id, call.id());
         let refusal = if self.is_draining {
@@ -141,8 +141,8 @@ impl Attempts {
         self.inputs.push_back(Input::Arrived(call.sequence));
     }
 
-    /// The scheduler has seen the arrival and its actions are handled: unless the sequence failed at
-    /// once, the call is accepted.
+    /// Accepts the call after the scheduler has seen its arrival and the resulting actions are
+    /// handled, unless the sequence failed at once.
     pub fn scheduled(&mut self, id: SequenceId, now: Instant) {
         let Some(record) = self.records.get_mut(&id) else { return };
         if record.caller != CallerState::Waiting {
@@ -166,9 +166,9 @@ impl Attempts {
         }
     }
 
-    /// The transfer queue had no room for this command. A transfer that has not begun is rejected:
-    /// for its caller the node is busy. A command on an active transfer must reach it: true; the
-    /// command is the next one again.
+    /// Handles a transfer queue that had no room for this command. A transfer that has not begun is
+    /// rejected, and its caller learns that the node is busy. A command on an active transfer must
+    /// reach the transfer: returns true, and the command is the next one again.
     pub fn transfer_queue_full(
         &mut self,
         call: CallId,
@@ -259,8 +259,9 @@ impl Attempts {
         }
     }
 
-    /// Step 5, decode: tokens 0, 1, 2, … On a prefill node this is token 0 (step 3), which waits for
-    /// `Finished` of the same step to say whether token 0 is the last one.
+    /// Handles sampled tokens. Step 5, decode: tokens 0, 1, 2, … On a prefill node this is token 0
+    /// (step 3), which waits for `Finished` of the same step to say whether token 0 is the last
+    /// one.
     fn on_tokens(
         &mut self,
         id: SequenceId,
@@ -354,7 +355,8 @@ impl Attempts {
         }
     }
 
-    /// The scheduler no longer wants the transfer. It waits for `TransferEnded`.
+    /// Handles a transfer that the scheduler no longer wants. The scheduler waits for
+    /// `TransferEnded`.
     fn abort_transfer(&mut self, id: SequenceId, reason: String) {
         if let Some(record) = self.records.get_mut(&id)
             && let TransferState::Active { is_aborted } = &mut record.transfer
@@ -412,7 +414,7 @@ impl Attempts {
         }
     }
 
-    /// The router owns recovery: the node reports the failure and frees the blocks.
+    /// Reports the failure and frees the blocks: the router owns recovery.
     fn on_transfer_failed(
         &mut self,
         transfer: TransferId,
@@ -444,7 +446,8 @@ impl Attempts {
         self.forget_if_over(id);
     }
 
-    /// Step 6: the router has all it wants, or its client left.
+    /// Handles the end of a call. Step 6: the router has all tokens that it needs, or its client
+    /// left.
     pub fn cancel(&mut self, call: CallId) {
         let id = call.sequence;
         let Some(record) = self.records.get_mut(&id).filter(|record| record.call == call) else {
@@ -460,7 +463,7 @@ impl Attempts {
         self.forget_if_over(id);
     }
 
-    /// The caller's queue had no room for an event.
+    /// Handles a caller whose queue had no room for an event.
     pub fn slow_reader(&mut self, call: CallId) {
         let id = call.sequence;
         if self.records.get(&id).is_none_or(|record| record.call != call) {
@@ -471,7 +474,7 @@ impl Attempts {
         self.fail(id, SequenceEnd::SlowReader, FailureKind::SlowReader, message.to_owned());
     }
 
-    /// Every attempt ends now, and new calls are rejected.
+    /// Ends every attempt now and rejects new calls.
     pub fn close(&mut self, reason: &CloseReason) {
         self.is_draining = true;
         let (end, kind) = match reason {
@@ -489,7 +492,7 @@ impl Attempts {
         }
     }
 
-    /// The scheduler's actions contradict each other.
+    /// Fails an attempt because the scheduler's actions contradict each other.
     fn fail_as_bug(&mut self, id: SequenceId, message: &str) {
         self.inputs.push_back(Input::Abort { id });
         self.fail(id, SequenceEnd::Internal, FailureKind::Internal, message.to_owned());
@@ -557,7 +560,7 @@ impl Attempts {
 }
 
 impl AttemptRecord {
-    /// An aborted transfer takes no more commands.
+    /// Returns whether the transfer takes commands. An aborted transfer takes none.
     fn may_command_transfer(&self) -> bool {
         self.transfer == TransferState::Active { is_aborted: false }
     }
@@ -587,7 +590,7 @@ impl AttemptRecord {
         }
     }
 
-    /// True when the stage was open.
+    /// Ends a stage. Returns true if the stage was open.
     fn end(&mut self, stage: Stage, attributes: StageAttributes, outputs: &mut Outputs) -> bool {
         let is_open = self.open_stages & (1 << stage as u8) != 0;
         if is_open {

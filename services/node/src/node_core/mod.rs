@@ -95,18 +95,18 @@ impl<E: Executor> NodeCore<E> {
         }
     }
 
-    /// A `Prefill` or `Decode` call arrived.
+    /// Handles a `Prefill` or `Decode` call that arrived.
     pub fn handle_call(&mut self, call: Call, now: Instant) {
         self.now = now;
         self.attempts.call(call, now);
     }
 
-    /// The caller dropped its call.
+    /// Handles a caller that dropped its call.
     pub fn handle_cancel(&mut self, call: CallId) {
         self.attempts.cancel(call);
     }
 
-    /// The caller's queue had no room for the last [`Output::Reply`].
+    /// Handles a caller whose queue had no room for the last [`Output::Reply`].
     pub fn handle_slow_reader(&mut self, call: CallId) {
         self.attempts.slow_reader(call);
     }
@@ -116,9 +116,9 @@ impl<E: Executor> NodeCore<E> {
         self.attempts.on_transfer_event(event, now);
     }
 
-    /// The transfer queue had no room for the last [`Output::Transfer`]. A command that begins a
-    /// transfer is rejected: its call is told that the node is busy. Any other command is offered
-    /// again after [`TRANSFER_RETRY_AFTER`], before all later commands: true.
+    /// Handles a transfer queue that had no room for the last [`Output::Transfer`]. A command that
+    /// begins a transfer is rejected: its caller learns that the node is busy. Any other command is
+    /// offered again after [`TRANSFER_RETRY_AFTER`], before all later commands; then returns true.
     pub fn handle_transfer_queue_full(
         &mut self,
         call: CallId,
@@ -134,7 +134,7 @@ impl<E: Executor> NodeCore<E> {
         is_offered_again
     }
 
-    /// A router observes this node from now on.
+    /// Handles a router that observes this node from now on.
     pub fn handle_observe(&mut self, observer: ObserverId, now: Instant) {
         self.now = now;
         let outputs = &mut self.attempts.outputs;
@@ -144,12 +144,12 @@ impl<E: Executor> NodeCore<E> {
         self.observers.add(observer, now, &mut self.steps, outputs);
     }
 
-    /// The observer left, or its queue is full.
+    /// Handles an observer that left, or whose queue is full.
     pub fn handle_observe_ended(&mut self, observer: ObserverId) {
         self.observers.remove(observer);
     }
 
-    /// The node drains: new calls are rejected and observers are told.
+    /// Drains the node: rejects new calls and informs the observers.
     pub fn handle_drain(&mut self, now: Instant) {
         self.now = now;
         self.attempts.drain();
@@ -157,7 +157,7 @@ impl<E: Executor> NodeCore<E> {
         self.observers.drain(now, &mut self.steps, outputs);
     }
 
-    /// Every attempt ends with a failure, and new calls are rejected. Tokens of earlier steps still reach their
+    /// Fails every attempt and rejects new calls. Tokens of earlier steps still reach their
     /// callers.
     pub fn handle_close(&mut self, reason: &CloseReason) {
         while let Some(action) = self.actions.pop_front() {
@@ -193,7 +193,8 @@ impl<E: Executor> NodeCore<E> {
         })
     }
 
-    /// The next output, in order. `None`: the core waits for an input, a step or a deadline.
+    /// Returns the next output, in order. `None` means that the core waits for an input, a step or
+    /// a deadline.
     pub fn poll_output(&mut self) -> Option<Output> {
         loop {
             if let Some(output) = self.attempts.outputs.pop_front() {
@@ -214,8 +215,8 @@ impl<E: Executor> NodeCore<E> {
         }
     }
 
-    /// When [`handle_deadline`](Self::handle_deadline) and [`step`](Self::step) are due if no input
-    /// comes before.
+    /// Returns when [`handle_deadline`](Self::handle_deadline) and [`step`](Self::step) are due if
+    /// no input comes before.
     pub fn next_deadline(&self) -> Option<Instant> {
         let observers = self.observers.due(self.now);
         let deadlines =
@@ -223,12 +224,12 @@ impl<E: Executor> NodeCore<E> {
         deadlines.into_iter().flatten().min()
     }
 
-    /// Whether actions of the scheduler wait for [`poll_output`](Self::poll_output).
+    /// Returns whether actions of the scheduler wait for [`poll_output`](Self::poll_output).
     pub fn has_actions(&self) -> bool {
         !self.actions.is_empty()
     }
 
-    /// Whether no attempt is known.
+    /// Returns whether no attempt is known.
     pub fn is_empty(&self) -> bool {
         self.attempts.is_empty()
     }
@@ -241,7 +242,7 @@ impl<E: Executor> NodeCore<E> {
         self.steps.executor()
     }
 
-    /// For executors in virtual time.
+    /// Returns the executor, for executors in virtual time.
     pub fn executor_mut(&mut self) -> &mut E {
         self.steps.executor_mut()
     }
@@ -274,7 +275,8 @@ impl<E: Executor> NodeCore<E> {
         }
     }
 
-    /// A hung device blocks no thread: without this check the node would look healthy.
+    /// Detects a stall. A hung device blocks no thread: without this check the node would look
+    /// healthy.
     fn detect_stall(&mut self) {
         let is_stalled = self.steps.step_age().is_some_and(|age| age >= self.stall_after);
         if is_stalled == self.is_stalled {
@@ -290,7 +292,7 @@ impl<E: Executor> NodeCore<E> {
         }
     }
 
-    /// When the oldest step in flight becomes a stall.
+    /// Returns when the oldest step in flight becomes a stall.
     fn stall_deadline(&self) -> Option<Instant> {
         let age = self.steps.step_age().filter(|_| !self.is_stalled)?;
         Some(self.steps.executor().now() + self.stall_after.saturating_sub(age))

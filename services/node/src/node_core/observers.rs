@@ -85,7 +85,7 @@ impl Observers {
         self.is_changed = true;
     }
 
-    /// When the next delta is due; `None` when nothing has changed.
+    /// Returns when the next delta is due; `None` when nothing has changed.
     pub fn due(&self, now: Instant) -> Option<Instant> {
         self.is_changed.then(|| self.sent_at.map_or(now, |sent_at| sent_at + INTERVAL))
     }
@@ -227,12 +227,12 @@ fn chunk(hashes: &[BlockHash], index: usize) -> &[BlockHash] {
     hashes.chunks(HASHES_PER_EVENT_MAX).nth(index).unwrap_or_default()
 }
 
-/// A sequence has the id of its transfer.
+/// Encodes sequence ids as transfer ids, which are equal.
 fn wire_ids(arrived: &[SequenceId]) -> Vec<Bytes> {
     arrived.iter().map(|id| Bytes::copy_from_slice(&id.0.to_be_bytes())).collect()
 }
 
-/// 16 bytes per hash, most significant first, in one allocation.
+/// Encodes each hash as 16 bytes, most significant first, in one allocation.
 fn wire_hashes(hashes: &[BlockHash]) -> Vec<Bytes> {
     let all: Bytes =
         hashes.iter().flat_map(|hash| hash.0.to_be_bytes()).collect::<Vec<u8>>().into();

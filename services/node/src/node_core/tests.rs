@@ -24,7 +24,7 @@ const TRANSFER: TransferId = TransferId(0xabc);
 const STATS: TransferStats =
     TransferStats { bytes: 4096, chunks: 1, elapsed: Duration::from_micros(750) };
 
-/// A call with a prompt of 20 tokens.
+/// Returns a call with a prompt of 20 tokens.
 fn call(id: u128, number: u64, kind: SequenceKind, now: Instant) -> Call {
     let peer = PeerAddress {
         node_id: "peer".into(),
@@ -58,7 +58,7 @@ impl Scene {
         Self { attempts: Attempts::default(), now: Instant::now() }
     }
 
-    /// A call that the scheduler accepts.
+    /// Starts a call that the scheduler accepts.
     fn accepted(kind: SequenceKind) -> Self {
         let mut scene = Self::new();
         scene.call(1, kind);
@@ -68,7 +68,7 @@ impl Scene {
         scene
     }
 
-    /// A `Receive` whose reservation has been sent.
+    /// Starts a `Receive` whose reservation has been sent.
     fn reserved() -> Self {
         let mut scene = Self::accepted(SequenceKind::Receive);
         scene.act(Action::Reserve { id: ID, first_block: 0, blocks: vec![BlockId(3)] });
@@ -96,7 +96,7 @@ impl Scene {
         self.attempts.next_command().expect("a command for the transfers").1
     }
 
-    /// The replies since the last look.
+    /// Returns the replies since the previous call.
     fn replies(&mut self) -> Vec<Reply> {
         replies(self.attempts.outputs.drain(..))
     }
@@ -108,7 +108,7 @@ impl Scene {
         }
     }
 
-    /// No input and no command is left.
+    /// Asserts that no input and no command is left.
     fn assert_quiet(&mut self) {
         assert_eq!(self.attempts.next_input(), None);
         assert!(self.attempts.next_command().is_none());

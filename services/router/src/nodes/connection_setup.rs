@@ -41,7 +41,7 @@ impl Rounds {
         Self { next: now + EVERY, since: None }
     }
 
-    /// A node changed; other changes may follow soon.
+    /// Handles a change of a node; other changes may follow soon.
     pub fn on_change(&mut self, now: Instant, settles_in: Duration) {
         let since = *self.since.get_or_insert(now);
         self.next = (now + settles_in).min(since + WAIT_MAX);
@@ -202,8 +202,8 @@ pub mod tests {
         assert_eq!(met, [of("p1", 1, &["d1", "d2"]), of("d1", 3, &["p1"]), of("d2", 4, &["p1"])]);
     }
 
-    /// Nodes come up at these times, until only the periodic round is due. Returns the number of Meet calls,
-    /// and the time of each round.
+    /// Lets nodes come up at these times, until only the periodic round is due. Returns the number
+    /// of Meet calls, and the time of each round.
     fn come_up(start: Instant, ups: &[Duration]) -> (usize, Vec<Duration>) {
         let mut rounds = Rounds::new(start);
         let (mut serving, mut calls, mut began) = (Vec::new(), 0, Vec::new());

@@ -155,7 +155,7 @@ pub struct TextWorkers {
 }
 
 impl TextWorkers {
-    /// Permits that all models share.
+    /// Creates the workers of a model. All models share the permits of `room`.
     pub fn new(text: Arc<ModelText>, room: TextRoom) -> Self {
         Self { text, room, grammars: Arc::default() }
     }

@@ -309,17 +309,17 @@ impl AttemptState {
         }
     }
 
-    /// Whether the decode node sent a token: its sequence is in the running batch.
+    /// Returns whether the decode node sent a token: its sequence is in the running batch.
     pub fn is_decoding(&self) -> bool {
         self.decode == Decode::Decoding
     }
 
-    /// Whether the decode node may still send an event.
+    /// Returns whether the decode node may still send an event.
     pub fn expects_decode(&self) -> bool {
         self.transfer_failed.is_none()
     }
 
-    /// Whether an event of the prefill node can still matter.
+    /// Returns whether an event of the prefill node can still matter.
     pub fn expects_prefill(&self) -> bool {
         self.prefill != Prefill::Ended && !self.delivered
     }

@@ -31,22 +31,22 @@ pub enum EmissionError {
 }
 
 impl EmittedTokens {
-    /// An empty answer of at most `tokens_max` tokens with ids below `vocabulary_size`.
+    /// Creates an empty answer of at most `tokens_max` tokens with ids below `vocabulary_size`.
     pub fn new(tokens_max: u32, vocabulary_size: u32) -> Self {
         Self { ids: Vec::new(), tokens_max, vocabulary_size }
     }
 
-    /// Token ids in order of their index.
+    /// Returns the token ids in order of their index.
     pub fn ids(&self) -> &[u32] {
         &self.ids
     }
 
-    /// Index of the next token; also the number of emitted tokens.
+    /// Returns the index of the next token, which is also the number of emitted tokens.
     pub fn next_index(&self) -> u32 {
         self.ids.len() as u32
     }
 
-    /// Whether the answer has its maximum number of tokens.
+    /// Returns whether the answer has its maximum number of tokens.
     pub fn is_full(&self) -> bool {
         self.next_index() >= self.tokens_max
     }

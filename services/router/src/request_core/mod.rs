@@ -299,22 +299,22 @@ impl RequestCore {
         matches!(self.state, State::Ended)
     }
 
-    /// Whether an event of the decode node is awaited.
+    /// Returns whether an event of the decode node is awaited.
     pub fn expects_decode(&self) -> bool {
         matches!(&self.state, State::Attempting(attempt) if attempt.state.expects_decode())
     }
 
-    /// Whether an event of the prefill node is awaited.
+    /// Returns whether an event of the prefill node is awaited.
     pub fn expects_prefill(&self) -> bool {
         matches!(&self.state, State::Attempting(attempt) if attempt.state.expects_prefill())
     }
 
-    /// Whether [`Self::handle_turn`] is awaited.
+    /// Returns whether [`Self::handle_turn`] is awaited.
     pub fn expects_turn(&self) -> bool {
         matches!(self.state, State::WaitingForTurn)
     }
 
-    /// Whether [`Self::handle_nodes_changed`] is awaited.
+    /// Returns whether [`Self::handle_nodes_changed`] is awaited.
     pub fn expects_node(&self) -> bool {
         matches!(self.state, State::WaitingForNode { .. })
     }
@@ -336,8 +336,8 @@ impl RequestCore {
         }
     }
 
-    /// Nodes were picked: begins an attempt and returns the calls that the owner must open. `transfer_id`
-    /// must be unique among all attempts.
+    /// Handles the picked nodes: begins an attempt and returns the calls that the owner must open.
+    /// `transfer_id` must be unique among all attempts.
     pub fn handle_picked(
         &mut self,
         now: Instant,
@@ -392,15 +392,15 @@ impl RequestCore {
         }
     }
 
-    /// No decode node was picked.
+    /// Handles a pick that found no decode node.
     pub fn handle_no_node(&mut self, now: Instant, reason: &NoNode) {
         debug_assert!(matches!(self.state, State::Picking));
         let next = self.recovery.no_node(reason, now);
         self.follow(now, next);
     }
 
-    /// The Decode call returned `message`: an event, the end of the stream, or an error. The owner calls
-    /// this only while [`Self::expects_decode`].
+    /// Handles a message of the Decode call: an event, the end of the stream, or an error. The
+    /// owner calls this only while [`Self::expects_decode`].
     pub fn handle_decode(&mut self, now: Instant, message: Result<Option<DecodeEvent>, Status>) {
         let State::Attempting(attempt) = &mut self.state else { return };
         let actions = match message {
@@ -410,7 +410,7 @@ impl RequestCore {
         self.act(now, actions);
     }
 
-    /// The Prefill call returned `message`. See [`Self::handle_decode`].
+    /// Handles a message of the Prefill call. See [`Self::handle_decode`].
     pub fn handle_prefill(&mut self, now: Instant, message: Result<Option<PrefillEvent>, Status>) {
         let State::Attempting(attempt) = &mut self.state else { return };
         let actions = match message {
@@ -422,7 +422,8 @@ impl RequestCore {
         self.act(now, actions);
     }
 
-    /// The tokens of the last [`Output::Emit`] were delivered. `stop` is the stop condition in them, if any.
+    /// Handles the delivery of the tokens of the last [`Output::Emit`]. `stop` is the stop
+    /// condition in them, if any.
     pub fn handle_emitted(&mut self, now: Instant, stop: Option<Stop>) {
         let State::Attempting(attempt) = &mut self.state else { return };
         debug_assert!(attempt.is_emitting);
@@ -435,7 +436,7 @@ impl RequestCore {
         self.act(now, Vec::new());
     }
 
-    /// It is this request's turn to pick among busy nodes.
+    /// Handles this request's turn to pick among busy nodes.
     pub fn handle_turn(&mut self, _now: Instant) {
         if let State::WaitingForTurn = self.state {
             self.recovery.take_turn();
@@ -443,14 +444,14 @@ impl RequestCore {
         }
     }
 
-    /// A node's health changed.
+    /// Handles a change of a node's health.
     pub fn handle_nodes_changed(&mut self, _now: Instant) {
         if let State::WaitingForNode { .. } = self.state {
             self.pick();
         }
     }
 
-    /// The client left, or the router stops.
+    /// Handles a client that left, or a router that stops.
     pub fn handle_client_left(&mut self) {
         self.end_attempt(AttemptOutcome::Cancelled);
         self.state = State::Ended;
@@ -475,8 +476,8 @@ impl RequestCore {
         timer.into_iter().chain([self.spec.deadline]).min()
     }
 
-    /// The time of [`Self::next_deadline`] has come. `last_report` returns the time of the last
-    /// load or cache report by the attempt's node on a side.
+    /// Handles the time of [`Self::next_deadline`]. `last_report` returns the time of the last load
+    /// or cache report by the attempt's node on a side.
     pub fn handle_deadline(
         &mut self,
         now: Instant,
@@ -572,7 +573,7 @@ impl RequestCore {
         }
     }
 
-    /// Whether the client has every token of the answer, whatever the nodes may still send.
+    /// Returns whether the client has every token of the answer, whatever the nodes may still send.
     fn is_complete(&self) -> bool {
         self.has_stopped || self.emitted.is_full()
     }

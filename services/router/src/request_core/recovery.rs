@@ -103,42 +103,42 @@ impl Recovery {
         }
     }
 
-    /// Prefill nodes not to pick.
+    /// Returns the prefill nodes not to pick.
     pub fn avoid_prefill(&self) -> &[Epoch] {
         &self.avoid_prefill
     }
 
-    /// Decode nodes not to pick.
+    /// Returns the decode nodes not to pick.
     pub fn avoid_decode(&self) -> &[Epoch] {
         &self.avoid_decode
     }
 
-    /// Number of the current or next attempt, from 1.
+    /// Returns the number of the current or next attempt, from 1.
     pub fn attempts(&self) -> u32 {
         self.failed_total + 1
     }
 
-    /// Whether the next attempt must not need a transfer.
+    /// Returns whether the next attempt must not need a transfer.
     pub fn decode_alone(&self) -> bool {
         let is_last = self.failed + 1 >= self.policy.attempts_max;
         self.transfers_failed >= 2 || is_last && self.failed > 0
     }
 
-    /// A decode node took the request. Returns whether the request had been waiting.
+    /// Records that a decode node took the request. Returns whether the request had been waiting.
     pub fn admitted(&mut self) -> bool {
         self.has_turn = false;
         self.waiting.take().is_some()
     }
 
-    /// The attempt emitted tokens: the budget renews. Failed transfers stay counted: each of them may
-    /// have emitted a token 0.
+    /// Renews the budget after the attempt emitted tokens. Failed transfers stay counted: each of
+    /// them may have emitted a token 0.
     pub fn progressed(&mut self) {
         self.failed = 0;
         self.avoid_prefill.clear();
         self.avoid_decode.clear();
     }
 
-    /// An attempt with these nodes failed.
+    /// Handles a failed attempt with these nodes.
     pub fn failed(
         &mut self,
         failure: AttemptFailure,
@@ -181,7 +181,7 @@ impl Recovery {
         NextStep::Retry
     }
 
-    /// A pick found no decode node.
+    /// Handles a pick that found no decode node.
     pub fn no_node(&mut self, reason: &NoNode, now: Instant) -> NextStep {
         let wait_reason = match reason {
             NoNode::Busy { .. } => return self.all_busy(now),
@@ -204,7 +204,7 @@ impl Recovery {
         NextStep::WaitForNode { waited }
     }
 
-    /// Every decode node that could take the request is busy.
+    /// Handles a pick for which every decode node is busy.
     pub fn all_busy(&mut self, now: Instant) -> NextStep {
         let waited = self.wait(WaitReason::Busy, now);
         match self.policy.busy_timeout.checked_sub(waited) {
@@ -214,17 +214,17 @@ impl Recovery {
         }
     }
 
-    /// The request holds the turn until a node takes it, or none is up.
+    /// Takes the turn. The request keeps the turn until a node takes the request, or no node is up.
     pub fn take_turn(&mut self) {
         self.has_turn = true;
     }
 
-    /// When the wait for a busy node ends.
+    /// Returns when the wait for a busy node ends.
     pub fn busy_until(&self) -> Option<Instant> {
         self.waiting.map(|waiting| waiting.since + self.policy.busy_timeout)
     }
 
-    /// The request's deadline passed while it waited for a node.
+    /// Handles a deadline that passed while the request waited for a node.
     pub fn no_decode_node(&mut self, now: Instant) -> GiveUp {
         let waited = self.waiting.map_or(Duration::ZERO, |waiting| now - waiting.since);
         GiveUp::NoDecodeNode { waited }
@@ -425,7 +425,7 @@ impl<Id> Default for TurnQueue<Id> {
 }
 
 impl<Id: Copy + PartialEq> TurnQueue<Id> {
-    /// Whether no request waits for its turn or has it: a new request may pick at once.
+    /// Returns whether no request waits for its turn or has it: a new request may pick at once.
     pub fn is_empty(&self) -> bool {
         self.waiting.is_empty() && self.picking.is_empty()
     }
@@ -475,7 +475,7 @@ mod tests {
         Epoch::from_bytes(&[number; 16]).unwrap()
     }
 
-    /// A prefill and a decode node.
+    /// Returns a prefill and a decode node.
     fn nodes() -> (Epoch, Epoch) {
         (epoch(1), epoch(101))
     }

@@ -82,7 +82,7 @@ impl Owner {
         Self { core, start: now, now, picked: 0, received: Vec::new() }
     }
 
-    /// A request whose first pick is awaited.
+    /// Creates a request whose first pick is awaited.
     fn started() -> Self {
         let mut owner = Self::new();
         owner.core.start(owner.now, false);
@@ -110,7 +110,7 @@ impl Owner {
         self.outputs()
     }
 
-    /// An attempt begins on a decode node, and on a prefill node where `with_prefill`.
+    /// Begins an attempt on a decode node, and on a prefill node if `with_prefill`.
     fn picked(&mut self, with_prefill: bool) {
         self.picked += 1;
         let prefill = with_prefill.then(|| node(Role::Prefill, 1000 + self.picked));
@@ -132,20 +132,20 @@ impl Owner {
         self.decode_sends(Event::Reserved(Reserved { cached_tokens: 0, alone: false }))
     }
 
-    /// The decode node sends the next `count` tokens. Token `i` is number `i`.
+    /// Sends the next `count` tokens of the decode node. Token `i` has id `i`.
     fn tokens(&mut self, count: u32) -> Vec<Output> {
         let first_index = self.received.len() as u32;
         let tokens = (first_index..first_index + count).map(token).collect();
         self.decode_sends(Event::Tokens(DecodeTokens { first_index, tokens }))
     }
 
-    /// The stream of the decode node ends.
+    /// Ends the stream of the decode node.
     fn loses_decode(&mut self) -> Vec<Output> {
         self.core.handle_decode(self.now, Ok(None));
         self.outputs()
     }
 
-    /// Virtual time passes to the core's next deadline.
+    /// Advances virtual time to the core's next deadline.
     fn deadline(&mut self) -> Vec<Output> {
         self.now = self.core.next_deadline().expect("a deadline");
         self.core.handle_deadline(self.now, |_| None);
@@ -156,7 +156,7 @@ impl Owner {
         self.now - self.start
     }
 
-    /// No decode node is up for `absent`, as every pick finds.
+    /// Lets every pick find no decode node for `absent`.
     fn stays_absent(&mut self, absent: Duration) {
         let until = self.now + absent;
         assert_eq!(self.no_node(&NONE_UP), [Output::WaitForNode]);

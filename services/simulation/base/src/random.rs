@@ -57,7 +57,7 @@ impl Random {
     }
 }
 
-/// SplitMix64's finaliser.
+/// Computes the finalizer of SplitMix64.
 pub fn mix(mut value: u64) -> u64 {
     value = (value ^ (value >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     value = (value ^ (value >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);

@@ -98,7 +98,8 @@ pub(super) fn prefill_row(runs: &[Run], batch: u32, prompt_tokens: u32) -> Row {
     }
 }
 
-/// Throughput of the whole batch from the step in which every sequence decodes.
+/// Returns a row with the throughput of the whole batch from the step in which every sequence
+/// decodes.
 pub(super) fn decode_row(
     runs: &[Run],
     batch: u32,

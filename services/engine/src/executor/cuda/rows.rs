@@ -213,7 +213,7 @@ mod tests {
         StepPlan { step_id: 5, admitted, rows, ..StepPlan::default() }
     }
 
-    /// Slot, table and first block to be written of each row.
+    /// Returns slot, block table and first block to be written of each row.
     fn used(rows: &Rows, step: &Step) -> Vec<(u32, Vec<u32>, usize)> {
         let ids = |row: &RowBlocks<'_>| row.table.iter().map(|block| block.0).collect();
         let used = rows.blocks(step);

@@ -37,7 +37,8 @@ pub fn schemas() -> Map<String, Value> {
     schemas
 }
 
-/// A complete response, which has a usage, or a chunk, whose usage is optional.
+/// Returns the schema of a complete response, which has a usage, or of a chunk, whose usage is
+/// optional.
 fn completion<C: JsonSchema>(generator: &mut SchemaGenerator, object: &str, whole: bool) -> Schema {
     let mut schema = Completion::<'_, C>::json_schema(generator);
     if let Some(properties) = schema.get_mut("properties") {
