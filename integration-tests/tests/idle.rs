@@ -50,7 +50,7 @@ async fn idle_cluster_uses_little_memory_and_cpu() -> Result<()> {
 /// Returns the CPU time of a process, in ticks of 10 ms.
 fn ticks(service: &Service) -> Result<u64> {
     let stat = std::fs::read_to_string(format!("/proc/{}/stat", service.id()))?;
-    // The name may contain any character. The fields behind it start with state; utime and stime
+    // The name may contain any character. The fields after it start with state; utime and stime
     // follow.
     let (_, fields) = stat.rsplit_once(')').context("no name")?;
     let times = fields.split_whitespace().skip(11).take(2).map(str::parse::<u64>);

@@ -1,4 +1,4 @@
-//! The CPU backend's operations at SmolLM2-135M's shapes, beside what the memory gives.
+//! The CPU backend's operations at SmolLM2-135M's shapes, compared with the memory bandwidth.
 //!
 //! `cargo bench -p kernels` prints GiB/s where memory is the limit, and Gelem/s counts multiply-adds
 //! twice (GFLOP/s) where arithmetic is. `BENCH` after `--` picks by name, as criterion has it.

@@ -257,7 +257,7 @@ fn shape(query_heads: usize, kv_heads: usize, head_dim: usize) -> HeadShape {
     HeadShape { query_heads, kv_heads, head_dim }
 }
 
-/// Batches: decode only, whole prompts, chunks behind a prefix, and all three mixed.
+/// Batches: decode only, whole prompts, chunks after a prefix, and all three mixed.
 const MIXES: [&[Part]; 4] = [
     &[Part { position: 0, rows: 1 }],
     &[

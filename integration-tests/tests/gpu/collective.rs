@@ -271,7 +271,7 @@ impl RowSource for Columns {
     }
 }
 
-/// Checks a row-parallel GEMM with all-reduce into the residual stream and the norm behind it. The
+/// Checks a row-parallel GEMM with all-reduce into the residual stream and the norm after it. The
 /// CPU backend computes the expected values with all columns.
 fn check_all_reduce_to_residual(rank: Rank) {
     const EPS: f32 = 1e-5;

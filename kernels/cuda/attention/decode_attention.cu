@@ -281,7 +281,7 @@ __global__ void __launch_bounds__(WARPS * 32) decode_attention_kernel(const __gr
     if (sum > 0 && p.rows * groups <= (int)gridDim.x) {
       const int share = (sum * groups + (int)gridDim.x - 1) / (int)gridDim.x;
       const int least = min(p.least_pages, (sum + p.rows - 1) / p.rows);
-      // With few rows, pieces may have any size: each row is long beside a merge, or all rows are short.
+      // With few rows, pieces may have any size: each row takes long compared with a merge, or all rows are short.
       const int size_max = p.rows <= WARP ? 0x7fffffff : share + share / kPieceSlack;
       piece = own_piece(first, p.rows, groups, max(max(share, least), 1), size_max);
     }

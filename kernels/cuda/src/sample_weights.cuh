@@ -136,7 +136,7 @@ __device__ inline uint64_t ranked_logit(int id, float logit) {
   return static_cast<uint64_t>(~ascending) << 32 | static_cast<uint32_t>(id);
 }
 
-// The number of alternatives reported beside the chosen token.
+// Returns the number of alternatives reported in addition to the chosen token.
 __device__ inline int top_count(const Arguments& in, const Sample& sample) {
   return min(min(sample.how.logprobs, BATON_TOP_LOGPROBS_MAX), in.args.vocabulary);
 }

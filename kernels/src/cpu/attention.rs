@@ -10,7 +10,7 @@
 //! All queries of the tile use the transposed keys.
 //!
 //! With a sliding window, blocks that no row of a tile sees are skipped, and within a block the tokens
-//! before the window are masked like those after the row. Blocks behind the window stay in the sequence's
+//! before the window are masked like those after the row. Blocks that the window has left stay in the sequence's
 //! table: this module frees no blocks.
 
 #[cfg(target_arch = "x86_64")]
@@ -428,7 +428,7 @@ mod tests {
 
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(24))]
-        /// Compares whole, chunked and token-by-token prefill, alone and beside other sequences:
+        /// Compares whole, chunked and token-by-token prefill, alone and in a batch:
         /// the bits are equal.
         #[test]
         fn result_does_not_depend_on_chunks_and_neighbours(

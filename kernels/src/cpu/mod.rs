@@ -2,7 +2,7 @@
 //!
 //! Each operation is one file or folder with its plain f32 `reference` beside the fast code, which is
 //! chosen at run time ([`Isa`]). The backend guarantees:
-//! * at every level and in every format a row's result does not depend on the rows beside it, on the thread
+//! * at every level and in every format a row's result does not depend on the other rows, on the thread
 //!   count, or on prefill chunk boundaries;
 //! * levels that have a fused multiply-add (all but `Portable` on machines without FMA) are bit-equal to
 //!   the reference, except bf16 weights at `Amx` and `Avx512Bf16` and bf16 KV at `Avx512Bf16`, which round

@@ -72,7 +72,7 @@ unsafe impl Sync for Shared {}
 // SAFETY: as above; the pointer is dangling outside a region, where nobody reads it.
 unsafe impl Send for Shared {}
 
-/// Pool of `threads - 1` named workers beside the calling thread. Dropping it stops and joins them.
+/// Pool of `threads - 1` named workers in addition to the calling thread. Dropping it stops and joins them.
 pub struct ThreadPool {
     shared: Arc<Shared>,
     workers: Vec<JoinHandle<()>>,

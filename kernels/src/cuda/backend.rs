@@ -46,7 +46,7 @@ pub struct CudaOptions {
     pub graphs: bool,
     /// Whether kernels use programmatic dependent launch, where the GPU supports it.
     pub dependent_launch: bool,
-    /// SMs left to long-running kernels beside the steps, such as NCCL's. The GEMMs and attention of a decode
+    /// SMs left to long-running kernels that run during steps, such as NCCL's. The GEMMs and attention of a decode
     /// step are split into one equal share per SM. With fewer free SMs than shares, some shares wait for
     /// others, and the step takes up to twice as long.
     pub reserved_sms: u32,

@@ -15,7 +15,7 @@ use super::{
 };
 use crate::layout::BlockId;
 
-/// CTAs of the kernel: enough to match NCCL's throughput, and few beside a forward pass.
+/// CTAs of the kernel: enough to match NCCL's throughput, and few compared with a forward pass.
 const MOVERS: i32 = 16;
 /// Vector width of the kernel in bytes.
 const VECTOR_BYTES: usize = 16;

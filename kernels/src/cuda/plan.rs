@@ -1,4 +1,4 @@
-//! Encodes a step's plan for the device: 32-bit words behind a header (`baton_plan_header`).
+//! Encodes a step's plan for the device: 32-bit words after a header (`baton_plan_header`).
 
 use super::ffi::{
     PlanAdmission, PlanHeader, PlanRun, PlanSequence, RunTarget, SlotSampling, SlotState,

@@ -27,7 +27,7 @@ enum Cli {
     Ring(ring::RingArgs),
     /// Throughput with speculative decoding on a prompt that the answer repeats; no network.
     Speculate(speculate::SpeculateArgs),
-    /// KV transfer throughput between two GPUs by each transport, beside plain copies; two processes.
+    /// KV transfer throughput between two GPUs by each transport, compared with plain copies; two processes.
     Transfer(transfer::TransferArgs),
 }
 

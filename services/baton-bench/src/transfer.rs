@@ -473,7 +473,7 @@ impl Run<'_> {
         Ok(times)
     }
 
-    /// Runs transfers in every other time window, beside forward passes on both GPUs.
+    /// Runs transfers in every other time window, during forward passes on both GPUs.
     fn beside(
         &self,
         args: &TransferArgs,

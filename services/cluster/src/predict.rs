@@ -35,7 +35,7 @@ const PREFILL_TOKENS_MIN: f64 = 32.0;
 /// Decode steps that a prompt on a decode node waits for. With two steps in flight, these are half of the running step
 /// and the next step.
 const STEPS_IN_FLIGHT: f64 = 1.5;
-/// Minimum prompt tokens of a step beside running sequences: one block.
+/// Minimum prompt tokens of a step with running sequences: one block.
 const BLOCK_TOKENS: f64 = 16.0;
 /// Steps that a fit needs before the node reports it.
 const PREFILL_STEPS_MIN: u32 = 4;
@@ -262,7 +262,7 @@ pub struct NodeState {
     pub running: f64,
     /// KV tokens that they attend to.
     pub context_tokens: f64,
-    /// Sequences that will decode beside the prompt: running and waiting.
+    /// Sequences that will decode together with the prompt: running and waiting.
     pub rows: f64,
     /// Time until all queued prompts are prefilled.
     pub queue_ms: f64,
@@ -279,7 +279,7 @@ impl NodeState {
         self.decode_step_ms(self.running, self.context_tokens)
     }
 
-    /// Returns the time of a step that prefills beside the running sequences.
+    /// Returns the time of a step that prefills while the running sequences decode.
     fn mixed_step_ms(&self, tokens: f64, pairs: f64) -> f64 {
         let PrefillCosts { step_ms, token_ms, pair_ms } = self.prefill;
         let rows_ms = self.step_ms() - self.decode.step_ms;

@@ -24,7 +24,7 @@ const GPU_STEP_TOKENS: (u32, u32) = (512, 8192);
 /// Maximum KV of a step on a GPU. A transfer by ipc takes 1.5 ms for this KV, at 365 GB/s. The KV of a prompt's last
 /// step is transferred after the step, so this maximum bounds the hand-over gap.
 const GPU_STEP_KV_BYTES: u64 = 512 * MIB;
-/// A step's activations and KV may take this fraction of the memory beside the weights.
+/// A step's activations and KV may take this fraction of the memory that the weights leave free.
 const GPU_STEP_MEMORY_PART: u64 = 4;
 /// A step counts as full size from this fraction of the best prefill throughput.
 const FULL_THROUGHPUT: f64 = 0.98;

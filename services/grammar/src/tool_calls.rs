@@ -68,7 +68,7 @@ pub enum Otherwise {
     },
 }
 
-/// Text beside calls.
+/// Text outside calls.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Prose {
     /// The literal before a call. If [`CallSyntax::before_name`] starts with it, text may stand between

@@ -52,7 +52,7 @@ fn matches(grammar: &Grammar, text: &str) -> bool {
     taken && matcher.may_end().unwrap()
 }
 
-/// SentencePiece vocabularies have byte tokens beside character tokens with equal bytes.
+/// SentencePiece vocabularies have byte tokens as well as character tokens with equal bytes.
 #[test]
 fn tokens_of_equal_bytes_are_allowed_alike() {
     let space = TOKENS.iter().rposition(|token| token == b" ").unwrap() as u32;

@@ -192,7 +192,7 @@ impl RowSource for StackedRows<'_> {
     fn read_row(&self, row: usize, out: &mut [f32]) {
         let (part, row_of_part) = self.locate(row).expect("the backend reads rows of the stack");
         self.parts[part].read_row(row_of_part, out);
-        // Without a branch per element, so that the check is negligible beside the decoding.
+        // Without a branch per element, so that the check is negligible compared with the decoding.
         let all_finite = out.iter().fold(true, |finite, value| finite & value.is_finite());
         if !all_finite {
             self.first_bad.fetch_min(row, Ordering::Relaxed);
@@ -225,7 +225,7 @@ impl RowSource for StackedRows<'_> {
 }
 
 /// Returns whether all elements are finite: a non-finite float has all exponent bits set. Without branches,
-/// so that the check is negligible beside the copying.
+/// so that the check is negligible compared with the copying.
 fn are_finite(dtype: Dtype, elements: &[u8]) -> bool {
     match dtype {
         Dtype::Bf16 => {

@@ -350,7 +350,7 @@ fn is_due(last: &mut Instant, now: Instant) -> bool {
     is_due
 }
 
-/// Returns the GPU memory in bytes to leave free beside the KV cache: `node.gpu_reserve`, and with transport `nccl` the
+/// Returns the GPU memory in bytes that the KV cache leaves free: `node.gpu_reserve`, and with transport `nccl` the
 /// memory of the pairs that connect in advance.
 fn reserve(config: &Config) -> u64 {
     let of_pairs = match config.transfer.transport {

@@ -17,11 +17,11 @@ const KEEPALIVE_TIMEOUT: Duration = Duration::from_secs(2);
 const BACKLOG: u32 = 1024;
 /// A call's message has at most a few hundred KiB.
 const REQUEST_READ_MAX: Duration = Duration::from_secs(5);
-/// Bytes of a call beside its tokens and its grammar: sampling, ids, salt.
+/// Bytes of a call in addition to its tokens and its grammar: sampling, ids, salt.
 const MESSAGE_BYTES_BESIDE_TOKENS: usize = 64 << 10;
 /// A token id as a varint.
 const TOKEN_BYTES_MAX: usize = 5;
-/// Streams of one connection beside attempts: observers and health checks.
+/// Streams of one connection in addition to attempts: observers and health checks.
 const OTHER_STREAMS_MAX: u32 = 64;
 /// The health check's name for the whole server.
 const WHOLE_NODE: &str = "";

@@ -37,7 +37,7 @@ use crate::{
 /// Interval of the heartbeat check.
 const WATCH_EVERY: Duration = Duration::from_millis(100);
 /// Longest time to spin for a result. A longer step is not a decode step, and a wake-up costs little
-/// beside it.
+/// compared with it.
 const POLL_MAX: Duration = Duration::from_millis(100);
 /// Longest sleep at a time.
 const SLEEP_MAX: Duration = Duration::from_millis(500);

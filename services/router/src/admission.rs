@@ -131,7 +131,7 @@ impl WaitingPlaces {
 }
 
 /// The answers of one model that wait for a node. Those that found every node busy queue for their turn to
-/// pick. Those without any node wait beside the queue.
+/// pick. Answers for which no node is up wait outside the queue.
 pub struct WaitingRoom {
     turns: Arc<Mutex<Turns>>,
     places: Arc<WaitingPlaces>,

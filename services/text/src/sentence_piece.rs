@@ -19,7 +19,7 @@ pub(crate) const SPACE: char = '▁';
 /// pair.
 const TOKEN_BYTES_MAX: usize = 1024;
 
-/// Properties of a vocabulary's tokens beside their text.
+/// Properties of a vocabulary's tokens in addition to their text.
 #[derive(Debug, Default)]
 pub(crate) struct PieceOptions {
     /// Scores by id; none is NaN.

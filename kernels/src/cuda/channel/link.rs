@@ -93,7 +93,7 @@ pub(super) struct LinkEnd {
     pub scatter: Direction,
 }
 
-/// Streams with work that has no mark behind it.
+/// Streams with work that no mark follows.
 #[derive(Debug, Default)]
 struct Ends {
     lanes: Vec<usize>,
@@ -166,7 +166,7 @@ impl Link {
     /// so no shared lock is held while waiting for the peer.
     ///
     /// [`Gpu::launching`] is not held either. So the peer may connect two channels in another order. This is safe:
-    /// each exchange has a stream of its own with nothing behind it, and its kernel fits beside the others.
+    /// each exchange has its own stream with nothing after it, and its kernel fits on the GPU with the others.
     fn add_lane(&mut self, communicator: Communicator, limit: WaitLimit<'_>) -> Result<(), String> {
         let stream = Stream::urgent(self.own.kv.context()).map_err(words)?;
         let peer = 1 - communicator.rank();

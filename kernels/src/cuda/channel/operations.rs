@@ -110,7 +110,7 @@ impl Operations {
     }
 }
 
-/// Marks behind an operation on each link.
+/// Marks after an operation on each link.
 pub(super) type Marks = Vec<Mark>;
 
 pub(super) struct Shared {

@@ -110,7 +110,7 @@ unsafe impl Send for Raw {}
 
 impl Communicator {
     /// Makes NCCL load its kernels to this GPU by creating and destroying a communicator of one rank. The first
-    /// communicator of a process takes 0.2 to 0.4 s for this, and more beside other work.
+    /// communicator of a process takes 0.2 to 0.4 s for this, and more during other work.
     pub fn load_kernels<'a>(
         nccl: &Arc<Nccl>,
         context: &Arc<Context>,

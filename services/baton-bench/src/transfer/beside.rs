@@ -1,4 +1,4 @@
-//! Forward passes beside transfers: the slow-down of the sender's prefill and of the receiver's decode
+//! Forward passes during transfers: the slow-down of the sender's prefill and of the receiver's decode
 //! steps while KV is transferred.
 //!
 //! Each process runs a model with random weights on its GPU, in the CUDA context of its KV blocks: the
@@ -77,7 +77,7 @@ pub struct BesideArgs {
     pub window_s: u64,
 }
 
-/// Work of a GPU beside transfers.
+/// Forward passes of a GPU during transfers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Work {
     Prefill,

@@ -3,7 +3,7 @@
 //!
 //! `node TRANSPORT BLOCKS CHUNK_BLOCKS EPOCH ENDPOINT` starts a node for this receiver; the answer is
 //! `node EPOCH ENDPOINT`. `expect ID...` announces transfers; the answer is `expected`. A transfer is sent as
-//! soon as it is reserved. With a model beside the transfers, `forget` (answer `forgotten`) deletes all time
+//! soon as it is reserved. With forward passes during the transfers, `forget` (answer `forgotten`) deletes all time
 //! windows, `begin KIND` and `end KIND` (`begun`, `ended`) add one, and `stats` returns the statistics of the
 //! forward passes in the windows as JSON.
 

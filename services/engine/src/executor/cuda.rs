@@ -127,7 +127,7 @@ impl CudaModel {
         Ok(self.backend.tune(shapes.into_iter(), tuning)?)
     }
 
-    /// Returns the number of KV blocks that fit beside an executor of these limits.
+    /// Returns the number of KV blocks that fit into the memory that an executor of these limits leaves free.
     ///
     /// # Errors
     /// When a sequence of `tokens_min` tokens does not fit.

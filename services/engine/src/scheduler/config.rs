@@ -14,7 +14,7 @@ pub struct SchedulerConfig {
     pub step_tokens: u32,
     /// Upper bound on the tokens of one row in one step.
     pub chunk_tokens: u32,
-    /// Bound on steps that decode; `None`: prefill may take the whole step beside decode rows.
+    /// Bound on steps that decode; `None`: prefill may take the rest of a step with decode rows.
     pub itl: Option<ItlLimit>,
     /// Whether the prefix cache is on.
     pub prefix_cache: bool,

@@ -9,7 +9,7 @@ use crate::request::{
     tools::OfferedTools,
 };
 
-/// Estimated bytes of a message beside its texts: JSON keys, and the text that templates add.
+/// Estimated bytes of a message in addition to its texts: JSON keys, and the text that templates add.
 const MESSAGE_BYTES: usize = 64;
 
 pub fn of_generate(prompt: Option<generate_request::Prompt>) -> Result<PromptSource, FieldError> {

@@ -11,7 +11,7 @@ use super::super::{
 };
 use crate::plan::{AdmittedRow, RowFailure, RowMask, RowResult, Slot, StepPlan};
 
-/// Stop tokens that a row may have beside `min_tokens`.
+/// Stop tokens of a row with `min_tokens`.
 pub const STOPS_MAX: u32 = 64;
 /// Upper bound on the top log-probabilities of a row.
 const LOGPROBS_MAX: u32 = 32;
