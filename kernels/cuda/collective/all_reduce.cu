@@ -126,7 +126,7 @@ __device__ __forceinline__ void send_to_all(const Group& group, int64_t at, cons
   }
 }
 
-// `items` are of 16 bytes; a thread has UNROLL of them in flight.
+// An item has 16 bytes. A thread has UNROLL items in flight.
 template <class T, int N, int UNROLL>
 __global__ void __launch_bounds__(THREADS_MAX)
     one_shot_kernel(const __grid_constant__ Group group, const T* x, T* out, int64_t items) {

@@ -118,7 +118,7 @@ class Channel {
     return true;
   }
 
-  // Whether this thread's wait has timed out.
+  // Returns whether this thread's wait has timed out.
   __device__ bool has_given_up() const { return has_given_up_; }
 
  private:

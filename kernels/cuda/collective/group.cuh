@@ -54,7 +54,7 @@ struct Wait {
   uint64_t begin = 0;
   uint32_t polls = 0;
 
-  // Called after an unsuccessful poll; true when the wait must stop.
+  // Returns true when the wait must stop. Called after an unsuccessful poll.
   __device__ __forceinline__ bool gives_up(const Group& group) {
     if (++polls % 128 != 0) return false;
     const uint64_t now = now_ns();

@@ -83,7 +83,7 @@ struct Surveys {
   __device__ static Span span(const Arguments& in, int row, int rank, int) {
     return span_of_slices(in, rank, in.scratch.surveys + row * SLICES_MAX);
   }
-  // Greedy rows, one CTA each.
+  // Chooses the tokens of greedy rows, with one CTA per row.
   __device__ static void finish(const Arguments& in, int row) {
     if (threadIdx.x >= WARP) return;
     const Sample sample = in.scratch.samples[row];

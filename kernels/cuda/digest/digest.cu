@@ -15,7 +15,7 @@ constexpr int LIST_MAX = 512;
 
 constexpr uint64_t STEP = 0x9e3779b97f4a7c15ull;
 
-// The last steps of SplitMix64.
+// Computes the last steps of SplitMix64.
 __device__ inline uint64_t mix(uint64_t x) {
   x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ull;
   x = (x ^ (x >> 27)) * 0x94d049bb133111ebull;

@@ -49,7 +49,7 @@ __device__ __forceinline__ void mma(float (&c)[4], uint32_t a0, uint32_t a1, uin
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
-// First weight rows of a tile's two halves.
+// Returns the first weight rows of a tile's two halves.
 template <int R, int EPI>
 __device__ __forceinline__ int2 tile_rows(const baton_skinny_gemm_args& p, int tile) {
   if (EPI == BATON_SKINNY_SILU) return make_int2(tile * (R / 2), p.n / 2 + tile * (R / 2));
@@ -317,7 +317,7 @@ int32_t with_kernel(int tile, int epilogue, int rows, bool deep, Body&& body) {
 }
 constexpr int kTiles[] = {64, 32, 16};
 
-// wide_gemm.cu computes all GEMMs of more than 16 rows, and those of more than 8 rows that are faster there (figures in
+// wide_gemm.cu computes all GEMMs of more than 16 rows, and GEMMs of more than 8 rows if it is faster (figures in
 // README.md). A requested tile does not change this.
 bool is_wide(const baton_skinny_gemm_args& p, const Device& device) {
   if (p.rows > kRowsMost) return true;

@@ -156,7 +156,7 @@ __device__ __forceinline__ void multiply(float (&d)[N / 2], uint64_t a, uint64_t
 
 // ---- Epilogues ----
 
-// First weight rows of a tile's two halves. Rows that the epilogue combines (gate and up, halves of a head) share a
+// Returns the first weight rows of a tile's two halves. Rows that the epilogue combines (gate and up, halves of a head) share a
 // tile.
 template <int BN, int EPI>
 __device__ __forceinline__ int2 tile_rows(const baton_skinny_gemm_args& p, int tile) {
@@ -346,7 +346,7 @@ __device__ __forceinline__ void finish_residual(const baton_skinny_gemm_args& p,
   }
 }
 
-// The epilogue of a thread's two rows.
+// Runs the epilogue of a thread's two rows.
 template <int OWN, int EPI>
 __device__ __forceinline__ void finish(const baton_skinny_gemm_args& p, int place, int places, int2 at, int m0,
                                        const float (&scales)[2], const Extras<OWN, EPI>& extras,

@@ -28,7 +28,7 @@ __device__ inline T narrow(float x) {
   }
 }
 
-// Eight neighbours at a 16-byte boundary, as f32.
+// Loads eight adjacent elements at a 16-byte boundary, as f32.
 __device__ inline void load8(const float* from, float (&to)[8]) {
   const float4 low = *reinterpret_cast<const float4*>(from);
   const float4 high = *reinterpret_cast<const float4*>(from + 4);
@@ -95,13 +95,13 @@ __device__ inline void successor_may_start() {
   asm volatile("griddepcontrol.launch_dependents;");
 #endif
 }
-// The start of a kernel that has no work before the wait.
+// Starts a kernel that has no work before the wait.
 __device__ inline void follow_predecessor() {
   predecessor_done();
   successor_may_start();
 }
 
-// Set by baton_programmatic_launch.
+// Returns the flag that baton_programmatic_launch has set.
 bool is_programmatic();
 
 template <class... Parameters, class... Arguments>

@@ -22,7 +22,7 @@ using Variant = fi::DefaultAttention<false, WINDOW, false, false>;
 
 }  // namespace
 
-// The plan does not depend on the window: chunks that lie before it are read for nothing.
+// The plan does not depend on the window, so the kernel also reads chunks before the window and masks them.
 template <int DIM>
 int32_t FlashDecode<DIM>::prepare(const FlashPrepare& in) {
   const auto& shape = *in.shape;

@@ -80,7 +80,7 @@ __global__ void add_bias_kernel(T* x, int64_t stride, const float* bias, int wid
   }
 }
 
-// x * sigmoid(x); of e^x and e^-x the one that is at most 1, so that nothing overflows.
+// Returns x * sigmoid(x). Uses e^-|x|, which is at most 1 and cannot overflow.
 __device__ inline float silu(float x) {
   const float small = expf(-fabsf(x));
   return (x < 0.f ? x * small : x) / (1.f + small);

@@ -101,7 +101,7 @@ struct Race {
   }
 };
 
-// Sort key: greater weights first, then lower ids.
+// Returns a sort key: greater weights first, then lower ids.
 __device__ inline uint64_t ranked(int id, float weight) {
   return static_cast<uint64_t>(~__float_as_uint(weight)) << 32 | static_cast<uint32_t>(id);
 }
@@ -129,7 +129,7 @@ __device__ inline double sum_runs(const float* totals, int runs, float* shared, 
 
 // ---- Log-probabilities ----
 
-// Sort key of a finite or -infinite logit: greatest first, then lower ids.
+// Returns the sort key of a finite or -infinite logit: greatest first, then lower ids.
 __device__ inline uint64_t ranked_logit(int id, float logit) {
   const uint32_t bits = __float_as_uint(logit + 0.f);
   const uint32_t ascending = bits & 0x80000000u ? ~bits : bits | 0x80000000u;
@@ -141,7 +141,7 @@ __device__ inline int top_count(const Arguments& in, const Sample& sample) {
   return min(min(sample.how.logprobs, BATON_TOP_LOGPROBS_MAX), in.args.vocabulary);
 }
 
-// Logarithm of the sum of all weights. All threads must call it.
+// Returns the logarithm of the sum of all weights. All threads must call it.
 __device__ inline double log_total(const Arguments& in, int index, float* shared, double* result) {
   const int runs = (in.args.vocabulary + RUN - 1) / RUN;
   return log(sum_runs(in.scratch.raw_totals + index * RUNS_MAX, runs, shared, result));
@@ -152,7 +152,7 @@ __device__ inline float logprob(float logit, const Survey& survey, double log_to
 
 // ---- Top-p ----
 
-// Probability mass that the kept tokens must reach, in units of 2^-43.
+// Returns the probability mass that the kept tokens must reach, in units of 2^-43.
 __device__ inline uint64_t needed_mass(float top_p, double whole) {
   const double wanted = ceil(static_cast<double>(top_p) * whole * UNIT);
   return wanted < 1.0 ? 1 : static_cast<uint64_t>(wanted);

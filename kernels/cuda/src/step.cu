@@ -27,7 +27,7 @@ __device__ inline Sums shuffle_up(Sums x, int distance) {
           __shfl_up_sync(FULL, x.pages, distance)};
 }
 
-// The sum over all previous threads.
+// Returns the sum over all previous threads.
 __device__ Sums sum_before(Sums own, Sums* shared) {
   const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
   Sums through = own;
