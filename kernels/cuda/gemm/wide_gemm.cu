@@ -156,8 +156,8 @@ __device__ __forceinline__ void multiply(float (&d)[N / 2], uint64_t a, uint64_t
 
 // ---- Epilogues ----
 
-// Returns the first weight rows of a tile's two halves. Rows that the epilogue combines (gate and up, halves of a head) share a
-// tile.
+// Returns the first weight rows of a tile's two halves. Rows that the epilogue combines (gate and up, halves of a
+// head) share a tile.
 template <int BN, int EPI>
 __device__ __forceinline__ int2 tile_rows(const baton_skinny_gemm_args& p, int tile) {
   if (EPI == BATON_SKINNY_SILU) return make_int2(tile * (BN / 2), p.n / 2 + tile * (BN / 2));

@@ -104,7 +104,7 @@ impl Table {
         self.algorithms.insert(shape, algorithm);
     }
 
-    /// Adds the contents of this machine's file in `folder`. A missing file is no error.
+    /// Adds the contents of this machine's file in `folder`. A missing file is not an error.
     pub fn read(&mut self, folder: &Path) -> Result<(), String> {
         let path = self.path(folder);
         let failed =

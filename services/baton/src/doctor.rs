@@ -47,7 +47,7 @@ pub struct DoctorArgs {
     json: bool,
 }
 
-/// Prints the report. A machine without a GPU is no fault, because the CPU can serve.
+/// Prints the report. A machine without a GPU is not a fault, because the CPU can serve.
 pub fn run(args: DoctorArgs) -> Result<()> {
     let model = args.model.as_deref().map(model_sizes).transpose()?;
     let report = Report::of_this_machine(args.kernels.path(), model);

@@ -54,7 +54,7 @@ impl Callers {
         self.callers.remove(&call.number);
     }
 
-    /// Sends a reply to a caller. Never waits. A caller that left is no error: its cancel is on the
+    /// Sends a reply to a caller. Never waits. A caller that left is not an error: its cancel is on the
     /// way.
     pub fn reply(&mut self, call: CallId, reply: Reply) -> Result<(), QueueFull> {
         let Some(caller) = self.callers.get_mut(&call.number) else { return Ok(()) };

@@ -71,7 +71,7 @@ pub(crate) struct Readers {
 }
 
 impl ReplySender {
-    /// Sends a reply to the stream. Never waits. A dropped stream is no error: its cancel is on the
+    /// Sends a reply to the stream. Never waits. A dropped stream is not an error: its cancel is on the
     /// way.
     pub fn send(&mut self, reply: Reply, readers: &mut Readers) -> Result<(), QueueFull> {
         let mut queue = self.queue.lock();

@@ -26,7 +26,7 @@ pub struct Registrar {
 }
 
 impl Registrar {
-    /// Connects to etcd once, to report a wrong password before the model is loaded. An unreachable etcd is no error:
+    /// Connects to etcd once, to report a wrong password before the model is loaded. An unreachable etcd is not an error:
     /// registration retries.
     pub async fn connect(settings: EtcdSettings) -> Result<Self, EtcdError> {
         let settings = Arc::new(settings);

@@ -53,7 +53,7 @@ pub const TRANSFER_RETRY_AFTER: Duration = Duration::from_millis(2);
 /// A step that takes longer is hung as far as routers are concerned: without an event for this long
 /// they move its requests to other nodes (`router.idle_timeout`).
 pub const STALL_AFTER: Duration = Duration::from_secs(60);
-/// The stall time-out is at least this many times the longest step so far: slow hardware is no stall.
+/// The stall time-out is at least this many times the longest step so far: slow hardware is not a stall.
 const STALL_STEPS: u32 = 4;
 
 /// The state machine of one node.

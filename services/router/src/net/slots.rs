@@ -7,8 +7,8 @@
 //!    is idle while it has no request in progress: a kept-alive connection, or a client that has not sent a whole
 //!    request head yet.
 //! 3. When every ordinary connection has a request in progress, the connection is *reserved*: it serves one probe.
-//!    Other requests are rejected, unless a slot is free by then. When the reserve is full too, the longest-idle reserved
-//!    connection is closed.
+//!    Other requests are rejected, unless a slot is free by then. When the reserve is full too, the longest-idle
+//!    reserved connection is closed.
 //! 4. A *closing* connection holds its descriptor but no slot until its task ends. Its requests are rejected. At most
 //!    `reserved_max` connections are closing at a time; then the port accepts no connection until one has ended.
 
