@@ -2,7 +2,7 @@
 # Stands in for protoc in build scripts: builds and runs the program beside it.
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)
-# A target folder of its own: in the one of the build that waits for us, cargo would wait for it.
+# A separate target folder: the outer build waits for this script and holds the lock of its own target folder.
 target=${CARGO_TARGET_DIR:-$here/../../target}
 case ${OUT_DIR:-} in */build/*) target=${OUT_DIR%/build/*} ;; esac
 # Flags and wrappers of the outer build are none of this program's business.

@@ -1,4 +1,4 @@
-// Paged causal attention by FlashInfer's FA3 kernels (wgmma, compute capability 9.0 alone), for one head
+// Paged causal attention by FlashInfer's FA3 kernels (wgmma, only compute capability 9.0), for one head
 // dimension. Compiled for sm_90a only.
 #include <cuda_bf16.h>
 

@@ -1,7 +1,8 @@
 // Between the QKV GEMM and attention, in one pass: bias, head norms, RoPE, KV store.
 //
-// One warp processes one head of a row after another, because their angles are equal. A lane holds neighbours of the
-// head's lower half and their partners of the upper half, so RoPE needs no shuffles and loads are wide.
+// One warp processes one head of a row after another, because their angles are equal. A lane holds adjacent
+// dimensions of the head's lower half and their partners of the upper half, so RoPE needs no shuffles and loads are
+// wide.
 #include <utility>
 
 #include "device.cuh"

@@ -69,7 +69,7 @@ struct Shared {
 // inside and none can enter (`state` says closed and 0 inside), and read only between entering and
 // leaving; both edges are acquire/release operations on `state`. The closure it points to is Sync.
 unsafe impl Sync for Shared {}
-// SAFETY: as above; the pointer is dangling outside a region, where nobody reads it.
+// SAFETY: as above; the pointer is dangling outside a region, where nothing reads it.
 unsafe impl Send for Shared {}
 
 /// Pool of `threads - 1` named workers in addition to the calling thread. Dropping it stops and joins them.

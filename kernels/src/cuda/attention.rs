@@ -212,7 +212,7 @@ impl Attention {
             AttentionKind::Auto | AttentionKind::Flash => 0,
             AttentionKind::Plain => 1,
         };
-        // SAFETY: the host arrays have an element per sequence, and one more where required; nobody else
+        // SAFETY: the host arrays have an element per sequence, and one more where required; nothing else
         // accesses the pinned buffer until its copy completes.
         unsafe {
             let batch = step.host_batch();

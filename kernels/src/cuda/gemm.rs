@@ -286,7 +286,7 @@ impl Timed<'_> {
         let x = self.weights.part(0, self.shape.x_bytes());
         let out = self.out.part(0, self.shape.out_bytes());
         let algorithm = &self.algorithms[candidate];
-        // SAFETY: the three ranges have the shape's sizes, and nobody reads `out` during tuning.
+        // SAFETY: the three ranges have the shape's sizes, and nothing else reads `out` during tuning.
         unsafe { self.gemm.launch(&self.descriptors, algorithm, x, w, out, self.stream) }.is_ok()
     }
 

@@ -304,7 +304,7 @@ struct Piece {
 
 impl Piece {
     /// # Safety
-    /// See [`Copies::put`]: nobody else accesses the destination blocks until the copies complete.
+    /// See [`Copies::put`]: nothing else accesses the destination blocks until the copies complete.
     unsafe fn put<R: Role>(
         &self,
         runs: &[Run],

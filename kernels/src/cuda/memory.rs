@@ -270,7 +270,7 @@ impl<T: Pod> Pinned<T> {
         // SAFETY: nothing is read or written yet.
         let base = unsafe { result::malloc_host(bytes, 0) }.map_err(|_| refused(()))?.cast::<T>();
         assert!(base.is_aligned(), "pinned memory is page-aligned");
-        // SAFETY: `bytes` bytes were just allocated, and nobody else has them.
+        // SAFETY: `bytes` bytes were just allocated, and nothing else uses them.
         unsafe { base.cast::<u8>().write_bytes(0, bytes) };
         Ok(Self { base, len, context: Arc::clone(context) })
     }
@@ -312,7 +312,7 @@ impl<T: Pod> Pinned<T> {
         let bytes: &mut [u8] = bytemuck::cast_slice_mut(&mut self[..len]);
         let address = from.part(offset, bytes.len());
         if !bytes.is_empty() {
-            // SAFETY: as in `upload`, and nobody reads the host memory before `done`.
+            // SAFETY: as in `upload`, and nothing reads the host memory before `done`.
             unsafe { result::memcpy_dtoh_async(bytes, address, stream.raw()) }
                 .named("cuMemcpyDtoHAsync")?;
         }

@@ -143,7 +143,7 @@ impl DeviceKv {
         let staging = staging.cut(bytes.len())?;
         staging.write(0, bytes)?;
         let stream: Stream<StagingCopies> = Stream::new(self.context())?;
-        // SAFETY: `bytes` is as long as the rows; nobody else has the staging memory, and the test owns the
+        // SAFETY: `bytes` is as long as the rows; nothing else uses the staging memory, and the test owns the
         // blocks until this returns.
         unsafe { move_blocks(self, rows, ids, (&staging, 0), direction, &stream) }?;
         stream.synchronize()?;

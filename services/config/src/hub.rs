@@ -18,7 +18,7 @@ use crate::{
 
 /// Maximum size of a reference file in bytes; a commit has 40 digits.
 const REF_BYTES_MAX: u64 = 256;
-/// Variables that locate the cache, in falling precedence.
+/// Variables that locate the cache, highest precedence first.
 pub(crate) const VARIABLES: [&str; 3] = ["HF_HUB_CACHE", "HF_HOME", "HOME"];
 
 /// Required files of a model.

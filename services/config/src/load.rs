@@ -25,7 +25,7 @@ const ENV_PREFIX: &str = "BATON_";
 /// [`cache_folder`].
 pub type Environment = BTreeMap<String, String>;
 
-/// Variables that locate the folder of [`cache_folder`], in falling precedence.
+/// Variables that locate the folder of [`cache_folder`], highest precedence first.
 pub(crate) const CACHE_VARIABLES: [&str; 2] = ["XDG_CACHE_HOME", "HOME"];
 
 /// Returns the folder for data that programs can recreate: `baton` in `XDG_CACHE_HOME`, otherwise in `.cache` of the
@@ -285,7 +285,7 @@ fn is_service_link(name: &str) -> bool {
         || name.split("_PORT_").skip(1).any(|rest| rest.starts_with(|c: char| c.is_ascii_digit()))
 }
 
-/// Returns the candidate with the smallest edit distance, the first of equal ones.
+/// Returns the candidate with the smallest edit distance, or the first of several.
 pub(crate) fn nearest<'a>(text: &str, candidates: impl Iterator<Item = &'a str>) -> &'a str {
     candidates
         .min_by_key(|candidate| strsim::damerau_levenshtein(text, candidate))

@@ -255,7 +255,7 @@ fn a_blocked_mask_worker_holds_up_its_own_row_only() {
     let mut finished = 0;
     while finished < 3 {
         if finished == 2 {
-            // Only now can the blocked row go on.
+            // Only now can the blocked row continue.
             let _ = turns.send(());
         }
         let turn = engine.turn(Duration::from_millis(50), &mut actions).expect("sound steps");

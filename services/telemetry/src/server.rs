@@ -105,6 +105,6 @@ async fn serve(stream: TcpStream, routes: Router, _permit: OwnedSemaphorePermit)
         .header_read_timeout(Duration::from_secs(5))
         .keep_alive(false)
         .serve_connection(TokioIo::new(stream), service);
-    // Errors of a client that disconnects or sends garbage concern nobody else.
+    // Errors of a client that disconnects or sends garbage affect no other client.
     let _ = tokio::time::timeout(CONNECTION_TIMEOUT, connection).await;
 }

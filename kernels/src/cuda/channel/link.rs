@@ -342,7 +342,7 @@ impl Link {
 
 impl Drop for Link {
     fn drop(&mut self) {
-        // Nobody is left to be told.
+        // There is no caller to which an error could be returned.
         let ended = Communicators::abort_all(slice::from_ref(&self.communicators));
         let _ = Self::drain_all(slice::from_mut(self), ended);
     }

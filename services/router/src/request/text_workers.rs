@@ -65,7 +65,7 @@ impl TextRoom {
         let permit = self.grammar_checks.clone().acquire_owned().await;
         let permit = permit.map_err(|error| RequestError::internal(&error))?;
         let on_thread = move || {
-            // The check itself holds the permit: the check goes on when its caller leaves.
+            // The check itself holds the permit: the check continues when its caller leaves.
             let _permit = permit;
             check()
         };

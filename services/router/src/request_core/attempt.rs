@@ -251,7 +251,7 @@ impl AttemptState {
                         }
                         next
                     }
-                    // The request goes on: the transfer failed for another reason.
+                    // The request continues: the transfer failed for another reason.
                     (None, Decode::Opening) if self.transfer_failed.is_some() => {
                         self.on_token_0_late()
                     }
@@ -562,7 +562,7 @@ mod tests {
             let next = attempt.on_decode_event(failed(kind), &mut emitted);
             assert_eq!(causes(&next), [cause]);
         }
-        // After token 0 the request is known to go on.
+        // After token 0 the request is known to continue.
         let (mut attempt, mut emitted) = pair();
         attempt.on_prefill_event(first(0, 5, None), &mut emitted);
         let next = attempt.on_decode_event(failed(FailureKind::TransferFailed), &mut emitted);

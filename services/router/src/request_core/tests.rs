@@ -231,7 +231,7 @@ fn a_running_request_survives_the_absence_of_all_decode_nodes() {
     owner.stays_absent(Duration::from_secs(5));
     let wanted = owner.core.wanted();
     assert_eq!((wanted.tokens, wanted.new_tokens_max), (67, 97));
-    // Only the model that began the answer may go on with it.
+    // Only the model that began the answer may continue it.
     assert!(wanted.identity.is_some() && wanted.exclude_decode.is_empty());
     owner.picked(false);
     owner.reserved();

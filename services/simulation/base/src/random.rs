@@ -1,4 +1,4 @@
-//! Random numbers that depend on the seed alone.
+//! Random numbers that depend only on the seed.
 
 use std::{ops::RangeInclusive, time::Duration};
 
