@@ -45,6 +45,7 @@ pub fn config(checkpoint: &Checkpoint, slots: u32, blocks: u32, depth: u32) -> S
 
 pub fn step_loop<E: Executor>(config: SchedulerConfig, executor: E) -> StepLoop<E> {
     let seeds = CacheSeeds { model_fingerprint: 0x5eed, weight_version: 1 };
+    let config = SchedulerConfig { limits: executor.limits(), ..config };
     StepLoop::new(Scheduler::new(config, seeds).unwrap(), executor)
 }
 

@@ -251,7 +251,13 @@ pub fn random_request_mixes_give_equal_tokens_in_every_configuration() {
         .iter()
         .map(|configuration| {
             let mut config = config(&checkpoint, SLOTS, configuration.blocks, configuration.depth);
-            let rules = Speculation { row_drafts: 8, step_tokens: 64, ngram_min: 1, ngram_max: 4 };
+            let rules = Speculation {
+                row_drafts: 8,
+                step_tokens: 64,
+                ngram_min: 1,
+                ngram_max: 4,
+                uniform: true,
+            };
             config.limits.speculation = configuration.drafts.then_some(rules);
             config.measures_drafts = false;
             on_gpu(&gpu, &checkpoint, configuration.options, config, |_| ())

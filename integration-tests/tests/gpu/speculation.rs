@@ -175,7 +175,13 @@ pub fn draft_tokens_and_their_acceptance_match_the_cpu() {
         let tokens = [2, 3, 5, 1 + DRAFTS_MAX][round % 4];
         let ngram_min = 1 + numbers.below(3) as u32;
         let ngram_max = ngram_min + numbers.below(5) as u32;
-        let rules = Speculation { row_drafts: DRAFTS_MAX, step_tokens: 64, ngram_min, ngram_max };
+        let rules = Speculation {
+            row_drafts: DRAFTS_MAX,
+            step_tokens: 64,
+            ngram_min,
+            ngram_max,
+            uniform: true,
+        };
         let alphabet = [2, 5, 40][numbers.below(3)];
         let count = [1, 3, SLOTS as usize][round % 3];
         let mut rows: Vec<_> = (0..count)
@@ -201,7 +207,8 @@ pub fn request_mixes_with_draft_tokens_match_cpu_tokens() {
     let gpu = gpu();
     let checkpoint = checkpoint("Qwen3ForCausalLM", "qwen3");
     let mut reference = on_cpu(&checkpoint, config(&checkpoint, 8, 200, 1));
-    let rules = Speculation { row_drafts: 8, step_tokens: 64, ngram_min: 1, ngram_max: 4 };
+    let rules =
+        Speculation { row_drafts: 8, step_tokens: 64, ngram_min: 1, ngram_max: 4, uniform: true };
     let mut engines: Vec<_> = [(1, 200, true), (2, 200, true), (2, 40, true), (2, 200, false)]
         .map(|(depth, blocks, graphs)| {
             let mut config = config(&checkpoint, 8, blocks, depth);
@@ -255,7 +262,8 @@ const STEPS: u32 = 20;
 /// Returns limits for the largest batch, with as many drafts per row as fit into a step.
 fn timed_limits(checkpoint: &Checkpoint, drafts: bool) -> ExecutorLimits {
     let sequence_tokens = CONTEXT + 512;
-    let rules = Speculation { row_drafts: 8, step_tokens: 288, ngram_min: 3, ngram_max: 8 };
+    let rules =
+        Speculation { row_drafts: 8, step_tokens: 288, ngram_min: 3, ngram_max: 8, uniform: true };
     ExecutorLimits {
         slots: BATCHES[3],
         step_tokens: 2048,
@@ -348,7 +356,13 @@ pub fn cost_of_draft_tokens_is_reported() {
     report_step_times(&mut timed_executor(&gpu, &checkpoint, true));
     let mut device = Device::new(&gpu);
     for length in [16, 8192] {
-        let rules = Speculation { row_drafts: 8, step_tokens: 9, ngram_min: 3, ngram_max: 8 };
+        let rules = Speculation {
+            row_drafts: 8,
+            step_tokens: 9,
+            ngram_min: 3,
+            ngram_max: 8,
+            uniform: true,
+        };
         let token = |at: usize| ((at * at) as u32 / 3) % VOCABULARY;
         let times = (0..20).map(|_| {
             let mut rows = [Row { tokens: (0..length).map(token).collect(), most: 8, right: 0 }];

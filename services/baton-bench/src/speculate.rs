@@ -238,6 +238,7 @@ fn start(
             step_tokens: args.step_tokens,
             ngram_min: args.ngram_min,
             ngram_max: args.ngram_max,
+            uniform: false,
         }),
     };
     let layout = config.kv_layout(args.dtype.kv_dtype());
@@ -255,7 +256,7 @@ fn start(
         let arena = KvArena::host(layout, limits.blocks)?;
         Box::new(CpuExecutor::start(&checkpoint, backend, arena, limits, &mut |_| {})?)
     };
-    Ok(StepLoop::new(Scheduler::new(SchedulerConfig::new(limits), seeds)?, executor))
+    Ok(StepLoop::new(Scheduler::new(SchedulerConfig::new(executor.limits()), seeds)?, executor))
 }
 
 /// Runs one batch, timed from the moment when every answer has its first token.

@@ -154,6 +154,48 @@ pub struct Speculation {
     pub ngram_min: u32,
     /// Longest n-gram that is compared to find the best occurrence.
     pub ngram_max: u32,
+    /// Whether all rows of a step with draft tokens have the same number of tokens, because such a step replays a
+    /// CUDA graph. The executor sets it.
+    pub uniform: bool,
+}
+
+impl ExecutorLimits {
+    /// Returns how many draft tokens each row of a decode step of `rows` rows may verify, at most `wanted`.
+    pub(crate) fn row_drafts(&self, rows: u32, wanted: u32) -> u32 {
+        match self.speculation {
+            Some(speculation) if speculation.uniform => {
+                self.verified_tokens(rows, wanted).saturating_sub(1).min(wanted)
+            }
+            Some(_) => wanted,
+            None => 0,
+        }
+    }
+
+    /// Returns the tokens per row of a uniform step of `rows` rows that verifies up to `wanted` draft tokens per row.
+    /// Returns 0 if no uniform step fits.
+    fn verified_tokens(&self, rows: u32, wanted: u32) -> u32 {
+        let sizes = self.verified_sizes();
+        let Some(&(padded, _)) = sizes.iter().find(|size| size.0 >= rows) else { return 0 };
+        let tokens = sizes.iter().filter(|size| size.0 == padded).map(|(_, tokens)| *tokens);
+        let (enough, fewer): (Vec<_>, Vec<_>) = tokens.partition(|tokens| *tokens > wanted);
+        enough.into_iter().min().or(fewer.into_iter().max()).unwrap_or(0)
+    }
+
+    /// Returns the numbers of rows and tokens per row of uniform steps, ascending: powers of two, and one token more
+    /// than a power of two.
+    fn verified_sizes(&self) -> Vec<(u32, u32)> {
+        let Some(speculation) = self.speculation else { return Vec::new() };
+        let tokens_max = speculation.step_tokens.min(self.step_tokens);
+        // Powers of two below `most`, then `most`.
+        let powers = |most: u32| {
+            let last = most.next_power_of_two().trailing_zeros();
+            (0..=last).map(move |power| (1 << power).min(most))
+        };
+        let rows_of = |rows| powers(speculation.row_drafts).map(move |drafts| (rows, 1 + drafts));
+        let mut sizes: Vec<_> = powers(self.slots).flat_map(rows_of).collect();
+        sizes.retain(|(rows, tokens)| rows * tokens <= tokens_max);
+        sizes
+    }
 }
 
 #[derive(Debug, thiserror::Error)]

@@ -11,7 +11,7 @@ use common::{
     oracle, patient, sequence, speculation,
 };
 use engine::{
-    SchedulerConfig, SchedulerConfigError, Speculated,
+    SchedulerConfig, SchedulerConfigError, Speculated, StepKind,
     event::{FinishReason, NewSequence, SequenceId, SequenceKind},
     executor::{ExecutorLimits, Speculation},
 };
@@ -67,6 +67,27 @@ fn draft_tokens_stay_within_the_token_budget_of_a_step() {
     let most = decoding.iter().filter(|record| record.rows == 4).map(|record| record.tokens).max();
     assert_eq!(most, Some(10));
     node.assert_all_returned();
+}
+
+#[test]
+fn draft_tokens_are_granted_only_where_a_uniform_step_fits() {
+    let rules = Speculation { uniform: true, ..speculation(8, 64) };
+    let limits = ExecutorLimits { speculation: Some(rules), ..limits(64, 1024, 400, 2) };
+    for (rows, tokens_max) in [(1, 9), (3, 3 * 9), (16, 16 * 3), (32, 64), (33, 33), (62, 62)] {
+        let mut node = Node::new(patient(limits));
+        for id in 1..=u128::from(rows) {
+            node.arrive(long(id, 10, 40));
+        }
+        node.run();
+        let records = node.engine.take_records();
+        let decoding = records.iter().filter(|record| record.kind == StepKind::Decode);
+        let most = decoding.filter(|record| record.rows == rows).map(|record| record.tokens).max();
+        // Several rows seldom have as many draft tokens as each of them may have.
+        let most = most.expect("all rows decode together");
+        assert!(most <= tokens_max, "{most} tokens in {rows} rows");
+        assert_eq!(most > rows, tokens_max > rows, "{most} tokens in {rows} rows");
+        node.assert_all_returned();
+    }
 }
 
 #[test]
@@ -255,7 +276,7 @@ proptest! {
             .zip(requests)
             .map(|(id, (seed, temperature))| request(id, demanding(seed, temperature)))
             .collect();
-        let rules = Speculation { row_drafts, step_tokens, ngram_min, ngram_max: ngram_min + more };
+        let rules = Speculation { row_drafts, step_tokens, ngram_min, ngram_max: ngram_min + more, uniform: false };
         let limits = ExecutorLimits {
             speculation: Some(rules),
             ..limits_of(&tiny_model(), slots, 64, blocks, depth)

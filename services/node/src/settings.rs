@@ -192,6 +192,7 @@ fn speculation(node: &config::Node) -> Option<Speculation> {
             step_tokens: node.speculate_step_tokens,
             ngram_min: node.speculate_ngram_min,
             ngram_max: node.speculate_ngram_max,
+            uniform: false,
         }),
     }
 }

@@ -134,11 +134,12 @@ fn answer() -> impl Strategy<Value = Answer> {
             device_nanos: it.4,
             landed_nanos: it.5,
         });
-    let speculation = any::<[u32; 4]>().prop_map(|it| Speculation {
+    let speculation = any::<([u32; 4], bool)>().prop_map(|(it, uniform)| Speculation {
         row_drafts: it[0],
         step_tokens: it[1],
         ngram_min: it[2],
         ngram_max: it[3],
+        uniform,
     });
     prop_oneof![
         (any::<[u32; 6]>(), option::of(speculation), vec(any::<u8>(), 0..40)).prop_map(

@@ -39,7 +39,13 @@ const LIMITS: ExecutorLimits = ExecutorLimits {
     blocks: 64,
     depth: 2,
     vocabulary: 50,
-    speculation: Some(Speculation { row_drafts: 4, step_tokens: 24, ngram_min: 1, ngram_max: 4 }),
+    speculation: Some(Speculation {
+        row_drafts: 4,
+        step_tokens: 24,
+        ngram_min: 1,
+        ngram_max: 4,
+        uniform: false,
+    }),
 };
 
 /// Fault that one rank injects; all ranks are told.

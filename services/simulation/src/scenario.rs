@@ -383,6 +383,7 @@ fn speculation(slots: u32, blocks: u32) -> Option<Speculation> {
         step_tokens: 8 + blocks % 57,
         ngram_min: 2,
         ngram_max: 4,
+        uniform: blocks.is_multiple_of(2),
     })
 }
 

@@ -457,6 +457,7 @@ mod tests {
             step_tokens: 8,
             ngram_min: 1,
             ngram_max: 1,
+            uniform: false,
         }),
     };
 

@@ -34,8 +34,8 @@ pub use self::kv_size::{KvRoom, KvShare, kv_blocks};
 pub use self::rank::{CudaRank, join};
 use self::rows::{Rows, STOPS_MAX};
 use super::{
-    CollectWaker, Executor, ExecutorError, ExecutorLimits, Misfit, batch::ScheduledRow,
-    worker::Worker,
+    CollectWaker, Executor, ExecutorError, ExecutorLimits, Misfit, Speculation,
+    batch::ScheduledRow, worker::Worker,
 };
 use crate::plan::{
     Dispatch, RowFailure, RowMask, RowResult, Span, StepId, StepPlan, StepResult, StepRun,
@@ -222,6 +222,9 @@ impl CudaExecutor {
         limits: ExecutorLimits,
     ) -> Result<Self, CudaExecutorError> {
         let CudaModel { mut model, mut backend, .. } = loaded;
+        let speculation = limits.speculation;
+        let speculation = speculation.map(|rules| Speculation { uniform: true, ..rules });
+        let limits = ExecutorLimits { speculation, ..limits };
         check(model.config(), model.shard(), &kv, arena, limits)?;
         let mut batch = DeviceBatch::new(&backend, kv, batch_limits(&limits))?;
         let mut clock = DeviceClock::start(backend.context(), backend.compute())?;

@@ -50,7 +50,7 @@ mod tests {
     use super::*;
 
     fn rules(ngram_min: u32, ngram_max: u32) -> Speculation {
-        Speculation { row_drafts: 8, step_tokens: 64, ngram_min, ngram_max }
+        Speculation { row_drafts: 8, step_tokens: 64, ngram_min, ngram_max, uniform: false }
     }
 
     #[test]

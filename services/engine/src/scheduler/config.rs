@@ -59,7 +59,7 @@ impl SchedulerConfig {
             ("chunk_tokens", self.chunk_tokens),
         ];
         let speculation_limits = self.limits.speculation.into_iter().flat_map(|speculation| {
-            let Speculation { row_drafts, step_tokens, ngram_min, ngram_max } = speculation;
+            let Speculation { row_drafts, step_tokens, ngram_min, ngram_max, .. } = speculation;
             [
                 ("limits.speculation.row_drafts", row_drafts),
                 ("limits.speculation.step_tokens", step_tokens),

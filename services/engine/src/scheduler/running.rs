@@ -236,16 +236,19 @@ impl Scheduler {
     /// the step's budget and free blocks. No row waits or is preempted for draft tokens. All granted draft
     /// tokens count as computed until the result tells how many were accepted.
     fn speculate(&mut self, builder: &mut PlanBuilder) {
-        let Some(Speculation { row_drafts, step_tokens, .. }) = self.config.limits.speculation
+        let Some(Speculation { row_drafts, step_tokens, uniform, .. }) =
+            self.config.limits.speculation
         else {
             return;
         };
-        if !decodes(&builder.plan.rows) {
+        // A uniform step has one token bitmask per row, and a row that verifies draft tokens needs several.
+        if !decodes(&builder.plan.rows) || (uniform && !builder.masks.is_empty()) {
             return;
         }
         let used = self.config.step_tokens - builder.budget;
         let left = step_tokens.min(self.config.step_tokens).saturating_sub(used);
-        let row_drafts = row_drafts.min(left);
+        let rows = builder.sequences.len() as u32;
+        let row_drafts = self.config.limits.row_drafts(rows, row_drafts.min(left));
         let wanted = |sequence: &Sequence| {
             let may_draft = sequence.kind != SequenceKind::Send && sequence.constraint.is_none();
             let to_the_end = sequence.length_here() - sequence.row().length;

@@ -37,7 +37,7 @@ pub fn limits(slots: u32, step_tokens: u32, blocks: u32, depth: u32) -> Executor
 
 /// Returns limits of speculation with n-grams of two to four tokens.
 pub fn speculation(row_drafts: u32, step_tokens: u32) -> Speculation {
-    Speculation { row_drafts, step_tokens, ngram_min: 2, ngram_max: 4 }
+    Speculation { row_drafts, step_tokens, ngram_min: 2, ngram_max: 4, uniform: false }
 }
 
 /// Returns a config whose queues never overflow and whose waits end with the sequence's deadline only.

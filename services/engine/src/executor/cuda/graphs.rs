@@ -19,7 +19,7 @@ use kernels::{
 };
 use model::Llama;
 
-use super::super::{ExecutorLimits, Speculation};
+use super::super::ExecutorLimits;
 use crate::plan::{Dispatch, StepPlan};
 
 /// Maximum rows of a captured step. Larger decode steps are launched kernel by kernel: launches are a small
@@ -35,6 +35,7 @@ pub struct Graphs {
     verifying: Vec<((u32, u32), Option<Graph>)>,
     /// Whether the configuration enables CUDA graphs.
     is_on: bool,
+    limits: ExecutorLimits,
 }
 
 /// Model, backend and batch that run a forward pass.
@@ -105,8 +106,7 @@ impl Graphs {
         }
         sizes.reverse();
         let mut verifying = Vec::new();
-        let speculation = limits.speculation.map(|speculation| (speculation, limits));
-        for (rows, tokens) in speculation.into_iter().flat_map(verified_sizes) {
+        for (rows, tokens) in limits.verified_sizes() {
             let drafts = Some(Drafts { rows: tokens, ngram_min: 1, ngram_max: 1 });
             parts.step(&StepInput { rows_min: rows, drafts, ..EMPTY })?;
             let graph = if is_on { Some(parts.capture(rows, tokens)?) } else { None };
@@ -119,7 +119,7 @@ impl Graphs {
             decode_s = (started.elapsed() - prefilled).as_secs_f64(),
             "warmed up"
         );
-        Ok(Self { sizes, verifying, is_on })
+        Ok(Self { sizes, verifying, is_on, limits: *limits })
     }
 
     /// Returns the tokens per row of a step that verifies draft tokens. Returns 0 for a step that has no draft
@@ -129,12 +129,7 @@ impl Graphs {
         if plan.drafts_max == 0 || wanted == 0 || !is_decode(plan) || plan.awaits_masks {
             return 0;
         }
-        let fits = self.verifying.iter().map(|(size, _)| *size);
-        let mut fits = fits.filter(|(rows, _)| *rows >= plan.rows.len() as u32).peekable();
-        let Some(&(rows, _)) = fits.peek() else { return 0 };
-        let tokens = fits.take_while(|size| size.0 == rows).map(|(_, tokens)| tokens);
-        let (enough, fewer): (Vec<_>, Vec<_>) = tokens.partition(|tokens| *tokens > wanted);
-        enough.into_iter().min().or(fewer.into_iter().max()).unwrap_or(0)
+        self.limits.verified_tokens(plan.rows.len() as u32, wanted)
     }
 
     /// Returns whether a step without draft tokens replays a graph. A graph reads the lengths of the rows from
@@ -197,21 +192,6 @@ fn is_decode(plan: &StepPlan) -> bool {
     plan.rows.iter().all(|row| row.token_count == 1 && row.samples)
 }
 
-/// Returns the numbers of rows and tokens per row of steps with draft tokens, ascending: powers of two, and
-/// one token more than a power of two.
-fn verified_sizes((speculation, limits): (Speculation, &ExecutorLimits)) -> Vec<(u32, u32)> {
-    let tokens_max = speculation.step_tokens.min(limits.step_tokens);
-    // Powers of two below `most`, then `most`.
-    let powers = |most: u32| {
-        let last = most.next_power_of_two().trailing_zeros();
-        (0..=last).map(move |power| (1 << power).min(most))
-    };
-    let rows_of = |rows| powers(speculation.row_drafts).map(move |drafts| (rows, 1 + drafts));
-    let mut sizes: Vec<_> = powers(limits.slots).flat_map(rows_of).collect();
-    sizes.retain(|(rows, tokens)| rows * tokens <= tokens_max);
-    sizes
-}
-
 /// Returns the numbers of rows that decode steps are padded to, ascending.
 fn decode_sizes(rows_max: u32) -> Vec<u32> {
     let rows_max = rows_max.min(ROWS_MAX);
@@ -228,7 +208,20 @@ fn decode_sizes(rows_max: u32) -> Vec<u32> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::plan::{RowPlan, Slot};
+    use crate::{
+        executor::Speculation,
+        plan::{RowPlan, Slot},
+    };
+
+    const LIMITS: ExecutorLimits = ExecutorLimits {
+        slots: 6,
+        step_tokens: 64,
+        sequence_tokens: 64,
+        blocks: 8,
+        depth: 2,
+        vocabulary: 100,
+        speculation: None,
+    };
 
     #[test]
     fn every_number_of_rows_has_a_graph_with_little_padding() {
@@ -245,23 +238,20 @@ mod tests {
 
     #[test]
     fn steps_with_draft_tokens_take_the_next_larger_size_that_fits() {
-        let speculation =
-            Speculation { row_drafts: 6, step_tokens: 20, ngram_min: 1, ngram_max: 1 };
-        let limits = ExecutorLimits {
-            slots: 6,
-            step_tokens: 64,
-            sequence_tokens: 64,
-            blocks: 8,
-            depth: 2,
-            vocabulary: 100,
-            speculation: Some(speculation),
+        let speculation = Speculation {
+            row_drafts: 6,
+            step_tokens: 20,
+            ngram_min: 1,
+            ngram_max: 1,
+            uniform: true,
         };
-        let sizes = verified_sizes((speculation, &limits));
+        let limits = ExecutorLimits { speculation: Some(speculation), ..LIMITS };
+        let sizes = limits.verified_sizes();
         let few = [1, 2].into_iter().flat_map(|rows| [2, 3, 5, 7].map(|tokens| (rows, tokens)));
         let many = [(4, 2), (4, 3), (4, 5), (6, 2), (6, 3)];
         assert_eq!(sizes, few.chain(many).collect::<Vec<_>>());
         let verifying = sizes.into_iter().map(|size| (size, None)).collect();
-        let graphs = Graphs { sizes: vec![(6, None)], verifying, is_on: true };
+        let graphs = Graphs { sizes: vec![(6, None)], verifying, is_on: true, limits };
         let row = |drafts_max| RowPlan {
             slot: Slot(0),
             generation: 0,
@@ -291,7 +281,8 @@ mod tests {
     #[test]
     fn decode_steps_are_padded_and_prefill_steps_are_not() {
         let sizes = || vec![(1, None), (2, None), (4, None)];
-        let mut graphs = Graphs { sizes: sizes(), verifying: Vec::new(), is_on: true };
+        let mut graphs =
+            Graphs { sizes: sizes(), verifying: Vec::new(), is_on: true, limits: LIMITS };
         let row = |slot| StepRows { slot, position: 9, rows: 1, samples: 1 };
         let rows: Vec<_> = (0..5).map(row).collect();
         let prompt = StepRows { rows: 7, samples: 0, ..row(0) };

@@ -180,7 +180,7 @@ mod tests {
     };
 
     const SPECULATION: Speculation =
-        Speculation { row_drafts: 4, step_tokens: 16, ngram_min: 1, ngram_max: 1 };
+        Speculation { row_drafts: 4, step_tokens: 16, ngram_min: 1, ngram_max: 1, uniform: true };
 
     const LIMITS: ExecutorLimits = ExecutorLimits {
         slots: 2,
