@@ -21,6 +21,8 @@
 //! cost   = time to first token + gap + harm + decode + evict
 //! ```
 //!
+//! A decode step counts as one token per row: accepted draft tokens shorten the answer of every option alike.
+//!
 //! All terms are milliseconds that one client waits. A stalled stream and a waiting request are equally slow for their
 //! clients, so the cost is the sum over all clients.
 

@@ -14,15 +14,29 @@ use crate::plan::RowPlan;
 const PROBE_STEPS: u64 = 64;
 /// Weight of the newest step in a mean time.
 const NEWEST: f32 = 0.125;
+/// Decode steps after which a mean time expires. The times change with the context, and steps of one kind may not
+/// occur while the other kind pays off. One step in this many is a small price for a new measurement.
+const EXPIRY_STEPS: u64 = 1024;
 /// Number of size classes: powers of two from 1 to 65,536.
 const SIZES: usize = 17;
 
-/// Mean time in seconds of decode steps, by rows and draft tokens per row.
+/// Mean time of decode steps, by rows and draft tokens per row.
 #[derive(Debug)]
 pub(super) struct DraftTimes {
     /// First index: size class of the rows. Second index: 0 without draft tokens, otherwise their size class
-    /// plus 1. A time of 0 means not measured.
-    seconds: [[f32; SIZES + 1]; SIZES],
+    /// plus 1.
+    means: [[MeanTime; SIZES + 1]; SIZES],
+    /// Decode steps measured so far.
+    steps: u64,
+}
+
+/// Exponentially weighted mean time of steps.
+#[derive(Clone, Copy, Debug, Default)]
+struct MeanTime {
+    /// 0 means not measured.
+    seconds: f32,
+    /// Number of the decode step that was measured last.
+    measured_at: u64,
 }
 
 /// Draft budget of one row.
@@ -64,16 +78,22 @@ fn size(count: u32) -> usize {
     (count.max(1).next_power_of_two().trailing_zeros() as usize).min(SIZES - 1)
 }
 
+/// Returns the index of the mean time with this number of draft tokens per row.
+fn column(drafts: u32) -> usize {
+    if drafts == 0 { 0 } else { 1 + size(drafts) }
+}
+
 impl Default for DraftTimes {
     fn default() -> Self {
-        Self { seconds: [[0.0; SIZES + 1]; SIZES] }
+        Self { means: [[MeanTime::default(); SIZES + 1]; SIZES], steps: 0 }
     }
 }
 
 impl DraftTimes {
-    fn of(&mut self, rows: usize, drafts: u32) -> &mut f32 {
-        let drafts = if drafts == 0 { 0 } else { 1 + size(drafts) };
-        &mut self.seconds[size(rows as u32)][drafts]
+    /// Returns the mean time in seconds, or 0 if it is not measured or has expired.
+    fn of(&self, rows: usize, drafts: u32) -> f32 {
+        let mean = self.means[size(rows as u32)][column(drafts)];
+        if self.steps - mean.measured_at < EXPIRY_STEPS { mean.seconds } else { 0.0 }
     }
 
     /// Adds the time of a step. Ignores steps with prefill rows.
@@ -81,15 +101,18 @@ impl DraftTimes {
         if decodes(rows) {
             let drafts = rows.iter().map(|row| row.drafts_max).max().unwrap_or(0);
             let (mean, newest) = (self.of(rows.len(), drafts), busy.as_secs_f32());
-            *mean += (newest - *mean) * if *mean == 0.0 { 1.0 } else { NEWEST };
+            let seconds = if mean == 0.0 { newest } else { mean + (newest - mean) * NEWEST };
+            self.steps += 1;
+            self.means[size(rows.len() as u32)][column(drafts)] =
+                MeanTime { seconds, measured_at: self.steps };
         }
     }
 
     /// Returns whether a step of `rows` rows with up to `drafts` draft tokens each pays off, if `expected`
     /// draft tokens are accepted. Without a measured step without draft tokens nothing pays off; after that, a
     /// step that was not measured yet pays off, so that it is measured.
-    pub(super) fn pays_off(&mut self, rows: usize, drafts: u32, expected: f32) -> bool {
-        let (plain, verifying) = (*self.of(rows, 0), *self.of(rows, drafts));
+    pub(super) fn pays_off(&self, rows: usize, drafts: u32, expected: f32) -> bool {
+        let (plain, verifying) = (self.of(rows, 0), self.of(rows, drafts));
         let rows = rows as f32;
         plain > 0.0 && (rows + expected) * plain > rows * verifying
     }
@@ -170,6 +193,21 @@ mod tests {
         assert!(!times.pays_off(4, 2, 1.5), "three and four rows have the same size");
         (0..40).for_each(|_| times.add(&rows(4, 2), milliseconds(12)));
         assert!(times.pays_off(3, 2, 1.5));
+    }
+
+    #[test]
+    fn expired_times_are_measured_again() {
+        let mut times = DraftTimes::default();
+        times.add(&rows(1, 0), milliseconds(10));
+        times.add(&rows(1, 8), milliseconds(100));
+        assert!(!times.pays_off(1, 8, 8.0));
+        (0..EXPIRY_STEPS).for_each(|_| times.add(&rows(1, 0), milliseconds(10)));
+        assert!(times.pays_off(1, 8, 1.0), "the time with draft tokens is too old");
+        times.add(&rows(1, 8), milliseconds(11));
+        (0..EXPIRY_STEPS).for_each(|_| times.add(&rows(1, 8), milliseconds(11)));
+        assert!(!times.pays_off(1, 8, 8.0), "the time without draft tokens is too old");
+        times.add(&rows(1, 0), milliseconds(5));
+        assert!(times.pays_off(1, 8, 2.0) && !times.pays_off(1, 8, 1.0));
     }
 
     #[test]
