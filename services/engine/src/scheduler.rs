@@ -89,8 +89,9 @@ pub struct Scheduler {
     alarms: BTreeSet<(Instant, SequenceId)>,
     next_arrival: Arrival,
     preemptions: u64,
-    /// Time of the last step with decode rows beyond [`ItlLimit::step_time`].
-    decode_extra: Duration,
+    /// Exponentially weighted mean of the time that steps with decode rows take beyond [`ItlLimit::step_time`]; `None`
+    /// after a step without decode rows.
+    decode_extra: Option<Duration>,
     planned_work: StepWork,
 }
 
@@ -116,7 +117,7 @@ impl Scheduler {
             alarms: BTreeSet::new(),
             next_arrival: 0,
             preemptions: 0,
-            decode_extra: Duration::ZERO,
+            decode_extra: None,
             planned_work: StepWork::default(),
         })
     }

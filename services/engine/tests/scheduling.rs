@@ -11,8 +11,9 @@ use engine::{
     ItlLimit, Scheduler, SchedulerConfig, SchedulerConfigError, StepKind, StepLoop, Turn,
     event::{Action, CacheChange, Input, NewSequence, SequenceFailure, SequenceId, SequenceKind},
     executor::Executor,
+    plan::{RowPlan, RowResult, StepResult, StepRun},
 };
-use kernels::sampling::Sampling;
+use kernels::sampling::{SampledToken, Sampling};
 
 const COMPUTE: SequenceKind = SequenceKind::Compute;
 const SEND: SequenceKind = SequenceKind::Send;
@@ -113,6 +114,45 @@ fn prefill_beside_decode_rows_keeps_the_step_within_itl_max() {
         assert!(longest > itl_max * 9 / 10, "the bound is used: {longest:?}");
         node.assert_all_returned();
     }
+}
+
+/// Plans a step, completes it after `busy`, and returns the tokens of each row.
+fn step(scheduler: &mut Scheduler, busy: Duration) -> Vec<u32> {
+    let mut actions = Vec::new();
+    let plan = scheduler.plan(&mut actions).expect("a row can advance");
+    let result = |row: &RowPlan| RowResult {
+        slot: row.slot,
+        generation: row.generation,
+        tokens: vec![SampledToken { id: 7, logprobs: None }; usize::from(row.samples)],
+        drafted: 0,
+        failure: None,
+    };
+    let rows = plan.rows.iter().map(result).collect();
+    let step_id = plan.step_id;
+    scheduler.complete(StepResult { step_id, rows, busy, run: StepRun::default() }, &mut actions);
+    plan.rows.iter().map(|row| row.token_count).collect()
+}
+
+#[test]
+fn one_slow_step_does_not_stop_prefill_beside_decode_rows() {
+    let milliseconds = Duration::from_millis;
+    let mut scheduler = scheduler(with_itl_max(milliseconds(20), 1));
+    let arrived =
+        |id| Input::Arrived(NewSequence { ignore_stop_tokens: true, ..new(id, COMPUTE, 200, 60) });
+    actions(&mut scheduler, Instant::now(), arrived(1));
+    (0..8).for_each(|_| _ = step(&mut scheduler, milliseconds(5)));
+    actions(&mut scheduler, Instant::now(), arrived(2));
+    let within_bound = step(&mut scheduler, milliseconds(20));
+    assert_eq!(within_bound, [1, 30]);
+    let budgets: Vec<u32> =
+        [35, 16, 16, 16].map(|busy| step(&mut scheduler, milliseconds(busy))[1]).into();
+    assert!(budgets[0] > 28 && (20..25).contains(&budgets[1]), "{budgets:?}");
+    assert!(budgets[1..].is_sorted_by(|slow, fast| slow < fast), "{budgets:?}");
+    // The rows' extra time is that of the rows that decode now.
+    actions(&mut scheduler, Instant::now(), Input::Abort { id: SequenceId(1) });
+    while step(&mut scheduler, milliseconds(5))[0] > 1 {}
+    actions(&mut scheduler, Instant::now(), arrived(3));
+    assert_eq!(step(&mut scheduler, milliseconds(5)), [1, 30]);
 }
 
 #[test]

@@ -19,7 +19,11 @@ impl Scheduler {
         if let (Some(itl), Some(prefill_cost)) = (&self.config.itl, frame.prefill_cost)
             && frame.rows.iter().any(|row| row.samples && row.token_count == 1)
         {
-            self.decode_extra = result.busy.saturating_sub(itl.step_time(prefill_cost));
+            let newest = result.busy.saturating_sub(itl.step_time(prefill_cost));
+            let mean = self.decode_extra.unwrap_or(newest);
+            self.decode_extra = Some((3 * mean + newest) / 4);
+        } else {
+            self.decode_extra = None;
         }
         self.draft_times.add(&frame.rows, result.busy);
         actions.reserve(frame.rows.len());

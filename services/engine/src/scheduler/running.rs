@@ -146,7 +146,8 @@ impl Scheduler {
             // decodes.
             let decodes = |(_, id): &(Arrival, SequenceId)| self.sequences[id].decodes();
             if self.reserved_count > 0 || self.running.iter().any(decodes) {
-                PrefillBudget::Limited { left: itl.prefill_tokens(self.decode_extra), spent: 0 }
+                let decode_extra = self.decode_extra.unwrap_or_default();
+                PrefillBudget::Limited { left: itl.prefill_tokens(decode_extra), spent: 0 }
             } else {
                 PrefillBudget::Unlimited
             }
