@@ -84,6 +84,7 @@ fn main() -> ExitCode {
             gpu::digest::block_digests_match_cpu_for_any_layout_and_rank_count,
             gpu::digest::digest_bandwidth_is_reported,
             gpu::executor::request_mixes_match_cpu_tokens_with_one_and_two_steps_in_flight,
+            gpu::executor::wait_for_token_bitmasks_is_no_busy_time,
             gpu::executor::step_synchronises_with_the_gpu_once,
             gpu::executor::step_records_contain_gpu_start_and_end,
             gpu::golden::smollm2_generates_the_golden_tokens_in_f32,

@@ -16,9 +16,10 @@ use engine::{
         cpu::CpuExecutor,
         cuda::{CudaExecutor, CudaModel},
     },
+    plan::{AdmittedRow, RowMask, RowPlan, Slot, StepPlan},
 };
 use kernels::{
-    KvArena, WeightFormat,
+    BlockId, KvArena, WeightFormat,
     cuda::{AttentionKind, CudaBackend, CudaOptions},
     sampling::{SampledToken, Sampling, TokenMask},
 };
@@ -228,6 +229,47 @@ fn constrained_mix(round: u128, count: u128) -> Vec<NewSequence> {
         new.constraint = Some(Constraint::new(Box::new(grammar)).unwrap());
     }
     mix
+}
+
+/// The GPU does not work while a step waits for its token bitmasks.
+pub fn wait_for_token_bitmasks_is_no_busy_time() {
+    let gpu = gpu();
+    let checkpoint = checkpoint("Qwen3ForCausalLM", "qwen3");
+    let config = config(&checkpoint, 2, 20, 2);
+    let (mut engine, _) =
+        on_gpu(&gpu, &checkpoint, CudaOptions::new(WeightFormat::Bf16), config, |_| ());
+    let executor = engine.executor_mut();
+    let wait = Duration::from_millis(50);
+    let row = AdmittedRow {
+        slot: Slot(0),
+        generation: 0,
+        tokens: vec![1, 2, 3],
+        prompt_len: 3,
+        computed: 0,
+        blocks: vec![BlockId(0)],
+        sampling: Sampling::greedy(),
+        constrained: true,
+    };
+    let planned =
+        RowPlan { slot: Slot(0), generation: 0, token_count: 3, samples: true, drafts_max: 0 };
+    let plan = StepPlan {
+        admitted: vec![row],
+        rows: vec![planned],
+        awaits_masks: true,
+        ..StepPlan::default()
+    };
+    executor.launch(plan).unwrap();
+    while !executor.masks_are_due() {
+        executor.collect(Duration::from_secs(20)).unwrap();
+    }
+    std::thread::sleep(wait);
+    let vocabulary = executor.limits().vocabulary;
+    let words = vec![u32::MAX; vocabulary.div_ceil(32) as usize];
+    let allowed = Arc::new(TokenMask::new(words, vocabulary));
+    executor.supply(0, vec![RowMask { slot: Slot(0), length: 3, allowed }]).unwrap();
+    let result = executor.collect(Duration::from_secs(20)).unwrap().expect("the step ends");
+    let device = result.run.device.expect("the GPU reports its time");
+    assert!(device.duration() >= wait && result.busy + wait <= device.duration(), "{result:?}");
 }
 
 pub fn request_mixes_match_cpu_tokens_with_one_and_two_steps_in_flight() {

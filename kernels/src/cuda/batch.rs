@@ -144,10 +144,32 @@ pub struct Output {
     top: (Pinned<TokenLogprob>, Event),
     begin: Event,
     end: Event,
+    mask_wait: MaskWait,
     launched_at: Instant,
     /// Sampled rows of the downloaded frame whose whole logits were gathered from all ranks.
     rows_gathered: u64,
     samples: u64,
+}
+
+/// Events around the time in which a step waits for its token bitmasks.
+#[derive(Debug)]
+struct MaskWait {
+    /// Whether the step awaits bitmasks.
+    awaits: bool,
+    /// Recorded when the forward pass has finished.
+    forwarded: Event,
+    /// Recorded when the bitmasks were supplied.
+    supplied: Event,
+}
+
+impl MaskWait {
+    /// Returns the time that the GPU was idle.
+    fn duration(&self) -> Result<Duration, CudaError> {
+        match self.awaits {
+            true => DeviceClock::between(&self.forwarded, &self.supplied),
+            false => Ok(Duration::ZERO),
+        }
+    }
 }
 
 /// A launched step whose results are in flight.
@@ -160,6 +182,7 @@ pub struct CudaFrame {
     top: Result<InFlight<TokenLogprob>, (Pinned<TokenLogprob>, Event)>,
     begin: Event,
     end: Event,
+    mask_wait: MaskWait,
     launched_at: Instant,
     uploaded_bytes: u64,
 }
@@ -172,6 +195,8 @@ pub struct Finished {
     /// Host times at which the GPU began and ended the step.
     pub began_at: Instant,
     pub ended_at: Instant,
+    /// Time between that the GPU waited for token bitmasks.
+    pub mask_wait: Duration,
     /// Host time at which the results were in host memory.
     pub landed_at: Instant,
     /// Bytes of the step's plan and masks.
@@ -181,9 +206,9 @@ pub struct Finished {
 }
 
 impl Finished {
-    /// Returns the time from begin to end of the step on the GPU.
+    /// Returns the time that the GPU worked on the step.
     pub fn busy(&self) -> Duration {
-        self.ended_at.saturating_duration_since(self.began_at)
+        self.ended_at.saturating_duration_since(self.began_at).saturating_sub(self.mask_wait)
     }
 }
 
@@ -307,6 +332,7 @@ impl DeviceBatch {
         let output = self.output.take().or_else(|| self.outputs.pop());
         let mut output = output.expect("there is an output per step in flight");
         output.launched_at = Instant::now();
+        output.mask_wait.awaits = false;
         self.output = Some(output);
         let step_id = input.step_id as u32;
         backend.use_dependent_launch();
@@ -380,6 +406,14 @@ impl DeviceBatch {
         })
     }
 
+    /// Marks the end of the forward pass of a step whose bitmasks are supplied later. The step's GPU time excludes
+    /// the wait.
+    pub fn await_masks(&mut self, backend: &CudaBackend) -> Result<(), CudaError> {
+        let wait = &mut self.output.as_mut().expect("`begin` comes first").mask_wait;
+        wait.awaits = true;
+        wait.forwarded.record(backend.compute())
+    }
+
     /// Supplies the bitmasks of constrained samples, before the step is sampled. `masks` has the index of
     /// each constrained sample, ascending. A sample without a bitmask is withdrawn: the position of its slot
     /// is decremented.
@@ -392,6 +426,11 @@ impl DeviceBatch {
         step: &CudaStep,
         masks: &[(u32, Option<Arc<TokenMask>>)],
     ) -> Result<(), CudaError> {
+        if let Some(output) = &self.output
+            && output.mask_wait.awaits
+        {
+            output.mask_wait.supplied.record(backend.compute())?;
+        }
         if masks.is_empty() {
             return Ok(());
         }
@@ -549,7 +588,13 @@ impl DeviceBatch {
         self.down.wait(&self.sampled)?;
         self.pass(&self.down)?;
         let Output {
-            results: (results, done), top: (top, top_done), begin, end, launched_at, ..
+            results: (results, done),
+            top: (top, top_done),
+            begin,
+            end,
+            mask_wait,
+            launched_at,
+            ..
         } = output;
         let samples = wants_logprobs.len();
         let results = results.download(samples, self.sampler.results(), 0, &self.down, done)?;
@@ -569,6 +614,7 @@ impl DeviceBatch {
             top,
             begin,
             end,
+            mask_wait,
             launched_at,
             uploaded_bytes,
         })
@@ -657,6 +703,11 @@ impl Output {
             ),
             begin: Event::timed(context)?,
             end: Event::timed(context)?,
+            mask_wait: MaskWait {
+                awaits: false,
+                forwarded: Event::timed(context)?,
+                supplied: Event::timed(context)?,
+            },
             launched_at: Instant::now(),
             rows_gathered: 0,
             samples: 0,
@@ -678,7 +729,7 @@ impl CudaFrame {
 
     /// Waits for the results.
     pub fn finish(self, clock: &mut DeviceClock) -> Result<Finished, CudaError> {
-        let Self { wants_logprobs, begin, mut end, launched_at, uploaded_bytes, .. } = self;
+        let Self { wants_logprobs, begin, mut end, mask_wait, launched_at, .. } = self;
         // Waits for the stream's last copy first, so that the host blocks once.
         let top = match self.top {
             Ok(top) => top.finish()?,
@@ -694,8 +745,18 @@ impl CudaFrame {
         let samples = wants_logprobs.len() as u64;
         let gathered = results.0.iter().take(wants_logprobs.len());
         let rows_gathered = gathered.filter(|result| result.is_gathered == 1).count() as u64;
-        let output = Output { results, top, begin, end, launched_at, rows_gathered, samples };
-        Ok(Finished { outcomes, began_at, ended_at, landed_at, uploaded_bytes, output })
+        let waited = mask_wait.duration()?;
+        let output =
+            Output { results, top, begin, end, mask_wait, launched_at, rows_gathered, samples };
+        Ok(Finished {
+            outcomes,
+            began_at,
+            ended_at,
+            mask_wait: waited,
+            landed_at,
+            uploaded_bytes: self.uploaded_bytes,
+            output,
+        })
     }
 }
 

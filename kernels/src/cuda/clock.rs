@@ -42,6 +42,11 @@ impl DeviceClock {
         Ok(Self { reference, host: HostTime { reference: at } })
     }
 
+    /// Returns the time between two completed events.
+    pub fn between(begin: &Event, end: &Event) -> Result<Duration, CudaError> {
+        Ok(milliseconds(end.milliseconds_since(begin)?))
+    }
+
     /// Returns the host times of two completed events, `begin` and `end`. The work cannot have begun before
     /// `launched_at` or ended after `seen_at`; these bounds correct clock drift. `end` may be swapped for
     /// another event.
@@ -52,7 +57,7 @@ impl DeviceClock {
         launched_at: Instant,
         seen_at: Instant,
     ) -> Result<(Instant, Instant), CudaError> {
-        let busy = milliseconds(end.milliseconds_since(begin)?);
+        let busy = Self::between(begin, end)?;
         let since = end.milliseconds_since(&self.reference)?;
         let ended_at = self.host.place(milliseconds(since), busy, launched_at, seen_at);
         if since > REFERENCE_AGE_MAX_MS {

@@ -92,7 +92,7 @@ pub struct StepResult {
     pub step_id: StepId,
     /// One entry for each row of the plan, in the plan's order. The KV of these rows is written.
     pub rows: Vec<RowResult>,
-    /// Time the device worked on the step.
+    /// Time the device worked on the step, without its wait for token bitmasks.
     pub busy: Duration,
     pub run: StepRun,
 }
@@ -103,7 +103,7 @@ pub struct StepRun {
     pub dispatch: Dispatch,
     /// Bytes sent to the device for the step.
     pub uploaded_bytes: u64,
-    /// When the device worked on the step, on the host's clock.
+    /// When the device worked on the step, on the host's clock, its wait for token bitmasks included.
     pub device: Option<Span>,
     /// When the results were in host memory.
     pub landed_at: Option<Instant>,

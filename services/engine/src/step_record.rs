@@ -40,7 +40,7 @@ pub struct StepRecord {
     pub work: StepWork,
     pub dispatch: Dispatch,
     pub uploaded_bytes: u64,
-    /// Time the device worked on the step.
+    /// Time the device worked on the step, without its wait for token bitmasks.
     pub busy: Duration,
     /// When the engine thread planned the step.
     pub plan: Span,
@@ -48,13 +48,18 @@ pub struct StepRecord {
     pub launch: Span,
     /// When the engine thread processed the result. The wait for the result is not part of it.
     pub collect: Span,
-    /// When the device worked on the step, if the executor reports it.
+    /// When the device worked on the step, its wait for token bitmasks included, if the executor reports it.
     pub device: Option<Span>,
     /// When the results were in host memory, if the executor reports it.
     pub landed_at: Option<Instant>,
 }
 
 impl StepRecord {
+    /// Returns how long the device waited for token bitmasks.
+    pub fn mask_wait(&self) -> Duration {
+        self.device.map_or(Duration::ZERO, |device| device.duration().saturating_sub(self.busy))
+    }
+
     /// Returns the rows that a CUDA graph computed beyond the rows of the step.
     pub fn padding_rows(&self) -> u32 {
         match self.dispatch {
@@ -68,11 +73,10 @@ impl StepRecord {
 mod tests {
     use super::*;
 
-    #[test]
-    fn graph_with_more_rows_than_the_step_has_padding_rows() {
+    fn record() -> StepRecord {
         let now = Instant::now();
         let span = Span { begin: now, end: now };
-        let record = StepRecord {
+        StepRecord {
             step_id: 0,
             rows: 5,
             tokens: 5,
@@ -87,7 +91,21 @@ mod tests {
             collect: span,
             device: None,
             landed_at: None,
-        };
+        }
+    }
+
+    #[test]
+    fn wait_for_token_bitmasks_is_the_time_in_which_the_device_did_not_work() {
+        let begin = Instant::now();
+        let device = Some(Span { begin, end: begin + Duration::from_millis(9) });
+        let waited = StepRecord { busy: Duration::from_millis(5), device, ..record() };
+        assert_eq!(waited.mask_wait(), Duration::from_millis(4));
+        assert_eq!(record().mask_wait(), Duration::ZERO);
+    }
+
+    #[test]
+    fn graph_with_more_rows_than_the_step_has_padding_rows() {
+        let record = record();
         let padding = |dispatch| StepRecord { dispatch, ..record }.padding_rows();
         assert_eq!(padding(Dispatch::Graph { rows: 8 }), 3);
         assert_eq!(padding(Dispatch::Fallback), 0);

@@ -350,6 +350,7 @@ impl CudaExecutor {
             if plan.awaits_masks {
                 let event = self.forwarded.pop().expect("there is an event per step in flight");
                 event.record(backend.compute())?;
+                self.batch.await_masks(backend)?;
                 self.awaiting = Some(Awaiting { step_id, prepared, wants_logprobs });
                 return Ok(Job::Forward(step_id, event));
             }

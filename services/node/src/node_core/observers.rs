@@ -68,7 +68,8 @@ impl Observers {
     }
 
     /// Adds a step to the fit of step times. The step's time starts when the step before was collected, so it
-    /// includes the host's work between steps: clients wait for that, too.
+    /// includes the host's work between steps: clients wait for that, too. A wait for token bitmasks is not part of the
+    /// step's time, because it does not depend on the step's work.
     pub fn add_step(&mut self, step: &StepRecord) {
         let work = Work {
             prefill_tokens: step.work.prefill_tokens.into(),
@@ -81,7 +82,8 @@ impl Observers {
             .collected_at
             .replace(end)
             .map_or(step.launch.begin, |before| before.max(step.launch.begin));
-        self.step_fit.add(&work, end.saturating_duration_since(begin));
+        let time = end.saturating_duration_since(begin).saturating_sub(step.mask_wait());
+        self.step_fit.add(&work, time);
         self.is_changed = true;
     }
 
@@ -241,7 +243,44 @@ fn wire_hashes(hashes: &[BlockHash]) -> Vec<Bytes> {
 
 #[cfg(test)]
 mod tests {
+    use engine::{
+        StepKind, StepWork,
+        plan::{Dispatch, Span},
+    };
+
     use super::*;
+
+    #[test]
+    fn wait_for_token_bitmasks_is_no_step_time() {
+        let start = Instant::now();
+        let costs_with_wait = |wait_ms: u64| {
+            let mut observers = Observers::new(&crate::testing::record());
+            for step_id in 0..20 {
+                let begin = start + Duration::from_millis(100 * step_id);
+                let end = begin + Duration::from_millis(5 + wait_ms);
+                let span = |begin, end| Span { begin, end };
+                observers.add_step(&StepRecord {
+                    step_id,
+                    rows: 1,
+                    tokens: 1,
+                    sampled: 1,
+                    kind: StepKind::Decode,
+                    work: StepWork { decode_rows: 1, context_tokens: 9, ..StepWork::default() },
+                    dispatch: Dispatch::Eager,
+                    uploaded_bytes: 0,
+                    busy: Duration::from_millis(5),
+                    plan: span(begin, begin),
+                    launch: span(begin, begin),
+                    collect: span(end, end),
+                    device: Some(span(begin, end)),
+                    landed_at: Some(end),
+                });
+            }
+            let limits = StepLimits { step_tokens: 64, chunk_tokens: 64, itl_max: None };
+            observers.step_fit.report(limits).decode.expect("enough decode steps")
+        };
+        assert_eq!(costs_with_wait(30), costs_with_wait(0));
+    }
 
     #[test]
     fn hashes_are_sixteen_bytes_each_and_chunks_are_bounded() {
