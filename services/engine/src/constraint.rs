@@ -20,6 +20,7 @@ use std::{
     fmt::Debug,
     panic::{AssertUnwindSafe, catch_unwind},
     sync::Arc,
+    time::{Duration, Instant},
 };
 
 use kernels::sampling::TokenMask;
@@ -52,24 +53,64 @@ pub enum ConstraintFailure {
     Broken { reason: String },
 }
 
-/// The matcher of one sequence with the bitmask of its next token.
-#[derive(Debug)]
+impl Clone for Box<dyn Matcher> {
+    fn clone(&self) -> Self {
+        self.boxed_clone()
+    }
+}
+
+/// Grammar of a new sequence: a matcher and the bitmask of the next token.
+#[derive(Clone, Debug)]
 pub struct Constraint {
-    /// `None` while a [`MaskJob`] owns the matcher.
-    matcher: Option<Box<dyn Matcher>>,
-    /// `None` from the acceptance of a token until the next bitmask is computed.
-    allowed: Option<Arc<TokenMask>>,
-    /// Number of the last job. An earlier job belongs to an earlier sequence with the same id.
-    job: u64,
+    matcher: Box<dyn Matcher>,
+    allowed: Arc<TokenMask>,
 }
 
 impl Constraint {
     /// Creates a constraint. `matcher` must have consumed the output so far.
     pub fn new(mut matcher: Box<dyn Matcher>) -> Result<Self, ConstraintFailure> {
         let allowed = Arc::new(matcher.allowed()?);
-        Ok(Self { matcher: Some(matcher), allowed: Some(allowed), job: 0 })
+        Ok(Self { matcher, allowed })
     }
 
+    /// Returns the bitmask of the next token.
+    pub fn allowed(&self) -> &Arc<TokenMask> {
+        &self.allowed
+    }
+
+    pub fn into_matcher(self) -> Box<dyn Matcher> {
+        self.matcher
+    }
+}
+
+/// Compares the bitmask of the next token only: matchers cannot be compared.
+impl PartialEq for Constraint {
+    fn eq(&self, other: &Self) -> bool {
+        self.allowed == other.allowed
+    }
+}
+
+/// Grammar of a sequence in the scheduler. Lends its matcher to a [`MaskJob`], so a copy might never get a bitmask.
+#[derive(Debug)]
+pub(crate) struct ActiveConstraint {
+    /// `None` while a job owns the matcher.
+    matcher: Option<Box<dyn Matcher>>,
+    /// `None` from the acceptance of a token until the next bitmask is computed.
+    allowed: Option<Arc<TokenMask>>,
+    /// Number of the last job. An earlier job belongs to an earlier sequence with the same id.
+    job: u64,
+    /// Time that the last job took.
+    job_time: Duration,
+}
+
+impl From<Constraint> for ActiveConstraint {
+    fn from(new: Constraint) -> Self {
+        let (matcher, allowed) = (Some(new.matcher), Some(new.allowed));
+        Self { matcher, allowed, job: 0, job_time: Duration::ZERO }
+    }
+}
+
+impl ActiveConstraint {
     /// Returns the bitmask of the next token, once it is computed.
     pub fn allowed(&self) -> Option<&Arc<TokenMask>> {
         self.allowed.as_ref()
@@ -93,30 +134,17 @@ impl Constraint {
         }
         let matcher = self.matcher.take()?;
         self.job = job;
-        Some(MaskJob { id, job, matcher })
+        Some(MaskJob { id, job, matcher, expected_time: self.job_time })
     }
 
     /// Takes the result of a job. Ignores a job that is not the last one.
     pub fn take_mask(&mut self, computed: ComputedMask) -> Result<(), ConstraintFailure> {
         if computed.job == self.job && self.matcher.is_none() {
+            self.job_time = computed.time;
             let (matcher, allowed) = computed.outcome?;
             (self.matcher, self.allowed) = (Some(matcher), Some(allowed));
         }
         Ok(())
-    }
-}
-
-/// Compares the bitmask of the next token only: matchers cannot be compared.
-impl PartialEq for Constraint {
-    fn eq(&self, other: &Self) -> bool {
-        self.allowed == other.allowed
-    }
-}
-
-impl Clone for Constraint {
-    fn clone(&self) -> Self {
-        let matcher = self.matcher.as_ref().map(|matcher| matcher.boxed_clone());
-        Self { matcher, allowed: self.allowed.clone(), job: self.job }
     }
 }
 
@@ -126,17 +154,34 @@ pub struct MaskJob {
     id: SequenceId,
     job: u64,
     matcher: Box<dyn Matcher>,
+    /// Time that the sequence's job before took; zero for the first job.
+    expected_time: Duration,
 }
 
 impl MaskJob {
+    #[cfg(test)]
+    pub(crate) fn new(
+        id: SequenceId,
+        job: u64,
+        matcher: Box<dyn Matcher>,
+        expected_time: Duration,
+    ) -> Self {
+        Self { id, job, matcher, expected_time }
+    }
+
+    pub(crate) fn expected_time(&self) -> Duration {
+        self.expected_time
+    }
+
     /// Computes the bitmask. A panic of the matcher fails this sequence only.
     pub fn run(mut self) -> ComputedMask {
+        let started = Instant::now();
         let outcome = catch_unwind(AssertUnwindSafe(|| self.matcher.allowed()));
         let outcome = outcome.unwrap_or_else(|panic| {
             Err(ConstraintFailure::Broken { reason: panic_message(panic.as_ref()) })
         });
         let outcome = outcome.map(|allowed| (self.matcher, Arc::new(allowed)));
-        ComputedMask { id: self.id, job: self.job, outcome }
+        ComputedMask { id: self.id, job: self.job, outcome, time: started.elapsed() }
     }
 }
 
@@ -146,4 +191,5 @@ pub struct ComputedMask {
     pub id: SequenceId,
     job: u64,
     outcome: Result<(Box<dyn Matcher>, Arc<TokenMask>), ConstraintFailure>,
+    time: Duration,
 }

@@ -91,24 +91,22 @@ fn expected_answer(plan: &RequestPlan) -> (Vec<u32>, AnswerEnd) {
     if let Some(grammar) = &plan.grammar {
         grammars::constrain(&mut sequence, grammar).expect("the grammar is valid");
     }
-    let NewSequence { mut tokens, prompt_len, mut constraint, .. } = sequence;
+    let NewSequence { mut tokens, prompt_len, constraint, .. } = sequence;
+    let mut matcher = constraint.map(Constraint::into_matcher);
     let prompt_len = prompt_len as usize;
     let end = loop {
-        let mask =
-            |constraint: &'_ Constraint| constraint.allowed().cloned().expect("it is computed");
-        let allowed = constraint.as_ref().map(mask);
-        let token = next_token(&tokens, prompt_len, &plan.sampling, allowed.as_deref(), VOCABULARY);
+        let allowed = matcher.as_mut().map(|matcher| matcher.allowed().expect("it continues"));
+        let token = next_token(&tokens, prompt_len, &plan.sampling, allowed.as_ref(), VOCABULARY);
         let token = token.expect("a token is allowed");
         tokens.push(token);
         if !plan.ignore_stop_tokens && plan.sampling.stop_token_ids.contains(&token) {
             break AnswerEnd::StopToken;
         }
-        if let Some(constraint) = &mut constraint {
-            if constraint.accept(token).expect("the token is allowed") {
+        if let Some(matcher) = &mut matcher {
+            matcher.accept(token).expect("the token is allowed");
+            if matcher.is_complete() {
                 break AnswerEnd::Grammar;
             }
-            let job = constraint.mask_job(SequenceId(1), 0).expect("a token was accepted");
-            constraint.take_mask(job.run()).expect("the grammar continues");
         }
         if tokens.len() == prompt_len + plan.max_tokens as usize {
             break AnswerEnd::Length;

@@ -9,7 +9,7 @@ use kernels::{
 
 use super::draft_budget::RowDrafts;
 use crate::{
-    constraint::{Constraint, ConstraintFailure},
+    constraint::{ActiveConstraint, ConstraintFailure},
     event::{FinishReason, NewSequence, SequenceKind},
     kv_blocks::blocks_for,
     plan::{Generation, Slot, StepId},
@@ -34,7 +34,7 @@ pub(super) struct Sequence {
     /// Length at which the request ends without a stop token.
     pub(super) length_max: usize,
     /// Grammar; it has consumed the output in `tokens`.
-    pub(super) constraint: Option<Constraint>,
+    pub(super) constraint: Option<ActiveConstraint>,
     /// Every token known to the host. Tokens that the device has sampled since are unknown and have no entry.
     pub(super) tokens: Vec<u32>,
     pub(super) prompt_len: usize,
@@ -140,7 +140,7 @@ impl Sequence {
             length_max,
             sampling: new.sampling,
             ignore_stop_tokens: new.ignore_stop_tokens,
-            constraint: new.constraint,
+            constraint: new.constraint.map(ActiveConstraint::from),
             chain,
             cached_tokens: None,
             deadline: new.deadline,

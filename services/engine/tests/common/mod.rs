@@ -86,22 +86,19 @@ pub fn oracle(new: &NewSequence, sequence_tokens_max: usize) -> (Vec<u32>, Optio
     let mut tokens = new.tokens.clone();
     let length_max = (new.prompt_len as usize + new.max_tokens as usize).min(sequence_tokens_max);
     let mut output = Vec::new();
-    let mut constraint = new.constraint.clone();
+    let mut matcher = new.constraint.clone().map(Constraint::into_matcher);
     loop {
         let prompt_len = new.prompt_len as usize;
-        let mask = |constraint: &Constraint| constraint.allowed().cloned().expect("it is computed");
-        let allowed = constraint.as_ref().map(mask);
-        let token = next_token(&tokens, prompt_len, &new.sampling, allowed.as_deref(), VOCABULARY)
+        let allowed = matcher.as_mut().map(|matcher| matcher.allowed().expect("it goes on"));
+        let token = next_token(&tokens, prompt_len, &new.sampling, allowed.as_ref(), VOCABULARY)
             .expect("some token is not masked");
         tokens.push(token);
         output.push(token);
         let stops = new.sampling.stop_token_ids.contains(&token) && !new.ignore_stop_tokens;
         let mut accept = |token| {
-            constraint.as_mut().is_some_and(|constraint| {
-                let is_complete = constraint.accept(token).expect("it was allowed");
-                let job = constraint.mask_job(new.id, 0).expect("a token was accepted");
-                constraint.take_mask(job.run()).expect("it goes on");
-                is_complete
+            matcher.as_mut().is_some_and(|matcher| {
+                matcher.accept(token).expect("it was allowed");
+                matcher.is_complete()
             })
         };
         let reason = if stops || accept(token) {
