@@ -20,8 +20,8 @@ fn page(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs").join(name)
 }
 
-/// Compares the list between `<!-- BEGIN -->` and `<!-- end -->` with the `wanted` list. If
-/// BATON_WRITE_DOCS is set, writes the `wanted` list instead.
+/// Compares the list after the comment `begin`, up to `<!-- end -->`, with the `wanted` list. If BATON_WRITE_DOCS is
+/// set, writes the `wanted` list instead.
 fn check_list(path: &Path, begin: &str, wanted: &str) -> Result<()> {
     let text = fs::read_to_string(path).with_context(|| path.display().to_string())?;
     let begin = format!("<!-- {begin} -->\n");
@@ -102,8 +102,8 @@ fn configuration_page_lists_every_setting() -> Result<()> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn metrics_page_lists_every_metric() -> Result<()> {
-    // Prometheus text shows a metric only after its first value. So requests wait, the later ones are predicted, one
-    // uses speculative decoding, and one uses a grammar.
+    // Prometheus text shows a metric only after its first value. So some requests wait for a node, later requests have
+    // a predicted time to first token, and others use speculative decoding or a grammar.
     let spec = ClusterSpec::smollm2()
         .set("BATON_NODE_SLOTS", 1)
         .set("BATON_NODE_WAITING_MAX", 0)

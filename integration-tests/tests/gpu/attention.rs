@@ -1,5 +1,4 @@
-//! Compares attention on the GPU with the CPU's, from the fused QKV projection to the attention
-//! output and the KV in the blocks.
+//! Compares GPU attention with CPU attention: the attention output and the KV in the blocks, from equal QKV inputs.
 
 use std::{num::NonZeroUsize, sync::Arc};
 
@@ -33,7 +32,7 @@ struct Case {
     has_weights: bool,
 }
 
-/// Returns the attention output of the last layer. Row i of the step has the projection of row `picked[i]`.
+/// Returns the attention output of the last layer. Row i of the step gets generated QKV row `picked[i]`.
 fn attended<B: Bench>(
     backend: &mut B,
     case: &Case,
@@ -86,7 +85,7 @@ fn make<B: Backend>(backend: &B, shape: HeadShape, rows: usize) -> Made<B> {
     }
 }
 
-/// Fills both arenas with equal values, different in each block.
+/// Fills an arena with values that differ between blocks and are equal in every arena.
 fn fill(arena: &Arc<KvArena>) {
     let layout = arena.layout();
     let values = numbers(1000, layout.block_elements());
@@ -115,8 +114,8 @@ fn values(bytes: &[u8], dtype: Dtype) -> Vec<f32> {
     bytes.chunks(dtype.bytes()).map(element).collect()
 }
 
-/// Prepares a step on the device with the blocks of the sequences. With `verified` above 0, every sequence has
-/// this many rows: one, those of its draft tokens, and padding.
+/// Prepares a step on the device with the blocks of the sequences. If `verified` is above 0, every sequence has
+/// `verified` rows: one for its last token, one for each draft token, and padding rows.
 fn step(
     batch: &mut DeviceBatch,
     backend: &kernels::cuda::CudaBackend,
@@ -178,7 +177,7 @@ fn check(gpu: &Gpu, case: &Case, kind: AttentionKind, parts: &[Part]) {
     check_drafts(gpu, case, kind, parts, 0);
 }
 
-/// Compares one row, or `verified` rows per sequence, with the CPU.
+/// Compares a step with the CPU. If `verified` is above 0, the GPU step pads every sequence to `verified` rows.
 fn check_drafts(gpu: &Gpu, case: &Case, kind: AttentionKind, parts: &[Part], verified: u32) {
     let Case { shape, dtype, .. } = *case;
     let layout = KvLayout {
@@ -238,7 +237,7 @@ fn check_drafts(gpu: &Gpu, case: &Case, kind: AttentionKind, parts: &[Part], ver
     let mut prepared = CpuStep::new(&arena, &sequences).unwrap();
     let wanted = attended(&mut cpu, case, &mut prepared, &mut on_cpu, &picked);
     drop(prepared);
-    // RoPE angles of some hundred radians are rounded, and errors of normed heads accumulate.
+    // RoPE at angles of hundreds of radians and head norms add rounding errors, so the bound for f32 is larger here.
     let tolerance = match dtype {
         Dtype::F32 => 2e-4,
         Dtype::Bf16 => tolerance(dtype),
@@ -257,7 +256,7 @@ fn shape(query_heads: usize, kv_heads: usize, head_dim: usize) -> HeadShape {
     HeadShape { query_heads, kv_heads, head_dim }
 }
 
-/// Batches: decode only, whole prompts, chunks after a prefix, and all three mixed.
+/// Batches: one row, decode rows, prompts with a chunk after a prefix, and chunks with a decode row.
 const MIXES: [&[Part]; 4] = [
     &[Part { position: 0, rows: 1 }],
     &[
@@ -329,7 +328,7 @@ pub fn sliding_window_masks_earlier_tokens() {
     }
 }
 
-/// Sequences of one row and up to eight draft tokens, at the edges of blocks.
+/// Sequences of one row and up to eight rows of draft tokens, most of them at block boundaries.
 const DRAFTING: [Part; 9] = [
     Part { position: 0, rows: 1 },
     Part { position: 0, rows: 9 },
@@ -342,7 +341,7 @@ const DRAFTING: [Part; 9] = [
     Part { position: 1300, rows: 8 },
 ];
 
-/// The rows of draft tokens see the draft tokens before them, and padding rows change nothing.
+/// Tests that rows of draft tokens attend to the draft tokens before them and that padding rows change nothing.
 pub fn attention_of_draft_tokens_matches_cpu() {
     let gpu = gpu();
     let batches = |verified: u32| {

@@ -1,19 +1,21 @@
-// y[rows][n] = x[rows][k] W[n][k]^T for up to 16 rows: the weight is read once, at peak read bandwidth.
+// y[rows][n] = x[rows][k] W[n][k]^T for up to 16 rows: the weight is read once, at close to peak read bandwidth.
 //
 // Every warp of a CTA streams its own slices of k (cp.async, 16 bytes per lane, swizzled) through its own ring in
 // shared memory and multiplies them with all rows of x, so the inner loop has no barrier. The warps' partial sums are
 // reduced in shared memory at the end of a tile of weight rows. Fragments are loaded as 16-byte pieces with the same
 // permutation of k in both operands, which does not change the reduction over k.
 //
-// Neighbouring operations are fused. A preceding RMS norm has two factors: the producer of x applies the norm's weight;
-// the row's scale is applied to the result here, from the partial sums of squares that the producer stored (one per
-// tile, added in a fixed order). The epilogue is the residual add, silu(gate) * up, or bias, RoPE and KV store. Rows
-// that the epilogue combines (gate and up, the two halves of a head) share a tile.
+// Neighbouring operations are fused. A preceding RMS norm has two factors. The producer of x applies the norm's weight.
+// This kernel applies the row's scale to the result. It computes the scale from the partial sums of squares that the
+// producer stored, one per tile, in a fixed order. The epilogue is the residual add, silu(gate) * up, or bias, RoPE and
+// KV store. Rows of W that the epilogue combines (gate and up, the two halves of a head) share a tile.
 //
-// With `pdl` the ring is filled with weights before the preceding kernel has completed; x is read after that.
-// Successors are released only after that wait, so data that a kernel reads early was written at least two kernels
-// before. With `pdl` the ring takes a whole SM's shared memory on purpose: the next kernel's CTA then starts where a
-// CTA of this kernel ends, one per SM. With room for two, early CTAs gather on free SMs, and the SM with two CTAs is
+// With `pdl` (programmatic dependent launch) the rings are filled with weights before the preceding kernel has
+// completed. Then the kernel waits for it, lets the next kernel start, and reads x. Data that a kernel reads before its
+// wait was therefore written at least two kernels before.
+//
+// With `pdl` a CTA takes the whole shared memory of an SM on purpose: the next kernel's CTA starts on an SM only when
+// this kernel's CTA there exits. With two CTAs per SM, early CTAs collect on idle SMs, and an SM with two CTAs finishes
 // late. That was slower than no early start.
 #include <utility>
 
@@ -24,7 +26,7 @@ namespace baton {
 namespace {
 
 constexpr int kWarps = 8;
-constexpr int kRowsMost = 16;  // of the kernel here
+constexpr int kRowsMost = 16;  // rows of x; wide_gemm.cu takes more
 
 constexpr int kSlice = 128;                // k of a stage
 constexpr int kStageBytes = 8 * kSlice * 2;  // 8 weight rows
@@ -144,7 +146,7 @@ __device__ __forceinline__ void finish_tile(const baton_skinny_gemm_args& p, int
       if (EPI == BATON_SKINNY_RESIDUAL && p.squares_out) {
 #pragma unroll
         for (int d = 1; d < kHalf && d < 32; d *= 2) square += __shfl_xor_sync(~0u, square, d);
-        // The halves of 64 rows fill a warp; with fewer rows, several rows of x share a warp.
+        // A row of x has kHalf lanes: a warp for tiles of 64 weight rows, part of a warp for smaller tiles.
         if (valid && i == 0) p.squares_out[m * tiles + tile] = square;
       }
     }
@@ -204,8 +206,7 @@ __global__ void __launch_bounds__(kWarps * 32, DEEP ? 1 : 2)
   for (int i = 0; i < S::kStages; ++i) load(i);
   follow_predecessor();
 
-  // The row's scale, from the squares that the producer of x stored. Read after the first GEMM tile at the earliest,
-  // after the barrier of finish_tile.
+  // The row's scale, from the squares that the producer of x stored. finish_tile reads it after its first barrier.
   for (int m = warp; m < 16; m += kWarps) {
     float sum = 0.f;
     if (p.squares && m < p.rows) {
@@ -266,7 +267,8 @@ __global__ void __launch_bounds__(kWarps * 32, DEEP ? 1 : 2)
   }
 }
 
-// Prepares x of the first norm, which no RESIDUAL epilogue has written: mirror = residual * norm, and the squares.
+// Prepares x for the first norm of a step, because no RESIDUAL epilogue has written it: mirror = residual * norm, and
+// the sum of squares of each row.
 __global__ void __launch_bounds__(256) skinny_prepare_kernel(const float* residual, const float* norm, bf16* mirror,
                                                              float* squares, int width) {
   __shared__ float part[8];
@@ -289,7 +291,7 @@ __global__ void __launch_bounds__(256) skinny_prepare_kernel(const float* residu
   }
 }
 
-// Calls body(kernel, shared bytes) for a tile of NT * 8 rows. With dependent launch rings are as deep as possible.
+// Calls body(kernel, shared bytes) for a tile of NT * 8 weight rows. DEEP, for dependent launch, doubles the rings.
 template <int NT, int MT, bool DEEP, class Body>
 int32_t with_epilogue(int epilogue, Body&& body) {
   constexpr int bytes = Shape<NT, MT, DEEP>::kSmem;
@@ -317,8 +319,8 @@ int32_t with_kernel(int tile, int epilogue, int rows, bool deep, Body&& body) {
 }
 constexpr int kTiles[] = {64, 32, 16};
 
-// wide_gemm.cu computes all GEMMs of more than 16 rows, and GEMMs of more than 8 rows if it is faster (figures in
-// README.md). A requested tile does not change this.
+// Returns whether wide_gemm.cu computes this GEMM: every GEMM of more than 16 rows, and large GEMMs of 9 to 16 rows
+// whose epilogue combines two weight rows. It is faster for these (README.md).
 bool is_wide(const baton_skinny_gemm_args& p, const Device& device) {
   if (p.rows > kRowsMost) return true;
   const bool is_paired = p.epilogue == BATON_SKINNY_SILU || p.epilogue == BATON_SKINNY_QKV;
@@ -329,8 +331,8 @@ bool is_wide(const baton_skinny_gemm_args& p, const Device& device) {
 // Chooses the tile of a valid call.
 int choose_tile(const baton_skinny_gemm_args& p, int grid) {
   if (p.tile != 0) return p.tile;
-  // Cost: the busiest CTA's rows, and the time of about four rows per tile end. Among equals the widest tile wins,
-  // because it reads x less often.
+  // Cost of the busiest CTA in weight rows; the end of a tile costs as much as about four. Of tiles with equal cost the
+  // largest is chosen, because it reads x least often.
   int best = 0, least = 1 << 30;
   for (int tile : kTiles) {
     if (p.epilogue == BATON_SKINNY_QKV && p.head_dim % tile != 0) continue;

@@ -1,8 +1,8 @@
 //! Driver calls in flight, visible to threads that must not call the driver.
 //!
-//! A call that frees memory holds the context's lock until the whole GPU is idle. Every launch on that context waits
-//! for the lock: transfers of other peers and forward passes. So a stuck operation blocks all of them, and the
-//! watchdog that can abort it has to know.
+//! A call that frees memory holds the context's lock until the whole GPU is idle. Meanwhile every launch on that
+//! context waits: forward passes and transfers to other peers. If an operation is stuck, such a call never returns and
+//! blocks them all. The watchdog therefore aborts the stuck operation when a call is overdue.
 
 use std::{
     collections::BTreeMap,
@@ -15,18 +15,18 @@ use std::{
 
 /// Longest usual time of a call that frees memory, including NCCL's abort (0.4 to 0.7 s), while nothing is stuck.
 pub(super) const FREE_USUAL: Duration = Duration::from_secs(1);
-/// A call that is overdue for this long never returns, whatever is aborted.
+/// A call that is overdue for this long is ignored: no abort makes it return.
 const OVERDUE_MAX: Duration = Duration::from_secs(10);
 
 /// Driver calls in flight, each with its longest usual time.
 #[derive(Debug, Default)]
 pub(super) struct DriverCalls {
-    /// By call number: when the call becomes overdue.
+    /// Time at which each call becomes overdue, by call number.
     overdue_at: Mutex<BTreeMap<u64, Instant>>,
     begun: AtomicU64,
 }
 
-/// A call in flight. Dropping this ends it.
+/// A call in flight. Drop it when the call has returned.
 #[must_use]
 pub(super) struct DriverCall<'a> {
     calls: &'a DriverCalls,

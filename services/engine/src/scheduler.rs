@@ -13,13 +13,13 @@
 //!
 //! A plan is made before the results of the steps in flight are known, so positions and lengths of a
 //! running row are upper bounds. A stop is seen one step late. The block for the surplus token was taken
-//! when its row was planned, and is released with its frame.
+//! when its row was planned, and is released when the result of that step has been collected.
 //!
 //! When a row needs a block and none is available, the row that arrived last is preempted. It loses slot
 //! and blocks and returns to its place in the queue; its computed blocks stay cached until evicted. The
 //! oldest row can preempt every other row, and a sequence never needs more than the whole pool, so the
-//! oldest row always finishes. Only a `Send` and the blocks of transfers cannot be preempted. They are
-//! released without preemption: a `Send` has all its blocks from the start, and takes them only after its
+//! oldest row always finishes. Only a `Send` and the blocks of transfers cannot be preempted. Their blocks
+//! are released without preemption: a `Send` has all its blocks from the start, and takes them only after its
 //! receiver has reserved blocks. So no node holds blocks while it waits for a peer's blocks.
 //!
 //! Files: `waiting` holds the queue, `admission` the entry to and exit from the queue, `running` the plan
@@ -89,7 +89,7 @@ pub struct Scheduler {
     alarms: BTreeSet<(Instant, SequenceId)>,
     next_arrival: Arrival,
     preemptions: u64,
-    /// Exponentially weighted mean of the time that steps with decode rows take beyond [`ItlLimit::step_time`]; `None`
+    /// Exponentially weighted mean of the time by which steps with decode rows exceed [`ItlLimit::step_time`]; `None`
     /// after a step without decode rows.
     decode_extra: Option<Duration>,
     planned_work: StepWork,
@@ -126,8 +126,8 @@ impl Scheduler {
         &self.config
     }
 
-    /// Processes one input. Ignores late inputs: for an unknown sequence, or in a phase that does not
-    /// expect them.
+    /// Processes one input. Ignores a late input: its sequence is unknown, or is in a phase that does not
+    /// expect the input.
     pub fn handle(&mut self, now: Instant, input: Input, actions: &mut Vec<Action>) {
         match input {
             Input::Arrived(new) => self.arrived(now, new, actions),
@@ -260,8 +260,8 @@ impl Scheduler {
         Some(sequence)
     }
 
-    /// Releases a row's slot and its references. References that a step in flight may use are released with
-    /// its frame.
+    /// Releases a row's slot and blocks. Blocks that a step in flight may use are released when the step's
+    /// result has been collected.
     fn vacate(&mut self, row: Row) {
         self.slots.vacate(row.slot, row.announced);
         match row.last_step {
@@ -276,7 +276,7 @@ impl Scheduler {
         actions.push(Action::Failed { id, failure });
     }
 
-    /// Emits `AbortTransfer` once.
+    /// Emits `AbortTransfer` once for each transfer.
     fn abort_transfer(&mut self, id: SequenceId, reason: &str, actions: &mut Vec<Action>) {
         if self.transfers.abort(id) {
             actions.push(Action::AbortTransfer { id, reason: reason.to_owned() });

@@ -1,6 +1,6 @@
 //! The library shared by both node binaries: gRPC service, engine thread, transfers and shutdown.
 //!
-//! * [`run`] is the whole life of a node process; each binary's `main` is that call.
+//! * [`run`] runs a node process until it exits; each binary's `main` only calls it.
 //! * [`Node`] is a running node inside another program, such as a test.
 //! * [`node_core::NodeCore`] holds the rules of a node, without I/O.
 //!
@@ -10,8 +10,8 @@
 //! `observe` streams load and cached prefixes to routers, `grpc_server` and `node` start and stop the
 //! node, `tensor_parallel` starts ranks.
 //!
-//! Not here: scheduling and the forward pass (crate `engine`), moving KV (crate `kv-transfer`), text, and
-//! recovery: a node reports a failure, and the router acts.
+//! Left out: scheduling and the forward pass (crate `engine`), KV transfer (crate `kv-transfer`), text processing
+//! (crate `text`), and recovery: a node reports a failure, and the router retries.
 
 #![forbid(unsafe_code)]
 

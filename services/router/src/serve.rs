@@ -15,7 +15,7 @@ use crate::{
     nodes::{Nodes, OwnedTask, Served},
 };
 
-/// Time for requests to end after they were cut.
+/// Time for requests to end after the router has cancelled them.
 const CUT_MAX: Duration = Duration::from_secs(2);
 const MEMBERSHIP_MAX: Duration = Duration::from_secs(2);
 
@@ -141,7 +141,7 @@ impl RunningRouter {
         Ok(())
     }
 
-    /// Returns the token that ends all requests in flight before the drain time-out, for a second signal.
+    /// Returns a token. Cancelling it ends all requests in flight at once, before the drain time-out.
     pub fn cut(&self) -> CancellationToken {
         self.front.cut.clone()
     }

@@ -6,7 +6,7 @@ use hashbrown::HashTable;
 
 use crate::{error::VocabularyError, packed::PackedStrings};
 
-/// Maximum vocabulary size, ten times the largest in use. Bounds the allocation for a corrupt id.
+/// Maximum vocabulary size, more than ten times the largest in use. Bounds the allocation for a corrupt id.
 pub const VOCABULARY_SIZE_MAX: u32 = 1 << 22;
 
 /// Strings of all ids. An id without a string (a hole) has the empty string.
@@ -18,7 +18,7 @@ pub(crate) struct Vocabulary {
 }
 
 impl Vocabulary {
-    /// Creates a vocabulary from strings in any order and the id of each. Of equal strings,
+    /// Creates a vocabulary from strings in any order and the id of each. For equal strings,
     /// [`id`](Self::id) returns the lowest id.
     pub fn new(strings: &PackedStrings, ids: &[u32]) -> Result<Self, VocabularyError> {
         assert_eq!(strings.len(), ids.len(), "every string has an id");
@@ -89,8 +89,8 @@ fn hash(string: &str) -> u64 {
     WordHasher::default().hash_one(string)
 }
 
-/// Fast hash with a fixed seed. Tables keyed by a model's own vocabulary need no resistance to chosen keys:
-/// user text is looked up and never inserted.
+/// Fast hash with a fixed seed. Hash flooding is impossible: the tables contain only strings of the model, and user
+/// text is looked up and never inserted.
 pub(crate) type WordHasher = foldhash::fast::FixedState;
 
 #[cfg(test)]

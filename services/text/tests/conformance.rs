@@ -1,4 +1,4 @@
-//! Real vocabularies: the ids equal those of llama.cpp's own test vectors and of the `tokenizers` Python
+//! Tests with real vocabularies: the ids equal those in llama.cpp's test vectors and those of the `tokenizers` Python
 //! package.
 //!
 //! `deploy/fetch-tokenizers.sh`, which `make test` runs, puts the files into target/tokenizers. Without
@@ -101,7 +101,7 @@ fn tool_calls_of_real_templates_are_parsed_back() {
 
 #[test]
 fn ids_equal_llama_cpp_test_vectors() {
-    // One vocabulary for every supported pre-tokenizer.
+    // Five of them use a pre-tokenizer; llama-spm and phi-3 are SentencePiece models.
     for name in ["llama-bpe", "qwen2", "gpt-2", "starcoder", "refact", "llama-spm", "phi-3"] {
         let path = fetched(&format!("llama.cpp/ggml-vocab-{name}.gguf"));
         let model = ModelText::open(&path).unwrap();

@@ -1,4 +1,4 @@
-//! Download of one model, with all requests to the hub.
+//! Downloads one model; the only file that sends requests to the hub.
 
 use std::{
     collections::BTreeMap,
@@ -26,9 +26,9 @@ use indicatif::ProgressBar;
 use super::{HubSettings, Watched, select};
 use crate::model_store;
 
-/// Number of attempts. Each attempt resumes the interrupted download.
+/// Number of attempts of a request. A further attempt resumes an interrupted download.
 const TRIES: u32 = 4;
-/// Delay before the second attempt; later delays are four times the one before.
+/// Delay before the second attempt. Each later delay is four times the previous delay.
 const WAIT_FIRST: Duration = Duration::from_millis(250);
 /// Extension of hf-hub's incomplete files.
 const PART_EXTENSION: &str = "part";
@@ -102,7 +102,7 @@ impl Download {
         Repo::with_revision(self.model.name.clone(), RepoType::Model, revision.to_owned())
     }
 
-    /// Requests size and tag of a file. The tag becomes a file name, so it must be a valid one.
+    /// Requests the size and the ETag of a file. The ETag becomes a file name, so only safe characters are allowed.
     fn metadata(&self, api: &ApiRepo, file: &str) -> Result<Metadata> {
         let metadata = self.retried(|| self.api.metadata(&api.url(file)))?;
         let tag = metadata.etag();
@@ -177,7 +177,7 @@ impl Download {
     }
 }
 
-/// Verifies a file whose tag is a SHA-256.
+/// Verifies a file whose ETag is a SHA-256.
 fn check(path: &Path, tag: &str) -> Result<()> {
     if tag.len() != SHA256_DIGITS || !is_digits(tag) {
         return Ok(());
@@ -221,7 +221,7 @@ fn is_transient(error: &ApiError) -> bool {
     }
 }
 
-/// Adds the progress of one file to the bar of the whole model.
+/// Progress of one file, shown on the progress bar of the whole model.
 struct FileProgress {
     bar: ProgressBar,
     arrived: Arc<AtomicU64>,

@@ -50,7 +50,7 @@ struct Follow {
     list: MemberList,
     reading: Option<InFlight<ReadOutcome>>,
     watch: Option<OpenWatch>,
-    /// Receives the outcome of the first read.
+    /// Channel for the outcome of the first read; `None` after it was sent.
     first: Option<oneshot::Sender<Result<(), EtcdError>>>,
 }
 
@@ -82,7 +82,7 @@ impl Follow {
     fn read(&mut self, read: ReadOutcome) -> Input {
         if let Some(first) = self.first.take() {
             let refused = read.as_ref().err().map(|error| error.refuse_start(&self.settings));
-            // The receiver may be gone.
+            // Sending fails if the caller of `registered` has been cancelled.
             let _ = first.send(refused.unwrap_or(Ok(())));
         }
         match read {
@@ -102,7 +102,8 @@ impl Follow {
             }
             Action::AskProgress => {
                 if let Some(watch) = &mut self.watch {
-                    // One request is in flight at a time, so the channel has space. The watch reports its own end.
+                    // The channel has space, because one request is in flight at a time. If the watch has ended,
+                    // `heard` returns the failure.
                     let _ = watch.stream.request_progress().await;
                 }
             }
@@ -123,7 +124,7 @@ impl Follow {
     }
 }
 
-/// Waits for the next message of the watch. Never returns while no watch is open.
+/// Waits for the next message of the watch. Never completes while no watch is open.
 async fn heard(watch: &mut Option<OpenWatch>) -> Input {
     let Some(watch) = watch else { return std::future::pending().await };
     match watch.stream.message().await {
@@ -145,7 +146,7 @@ fn changes(response: &WatchResponse) -> Input {
     let changes = response.events().iter().filter_map(|event| {
         let kv = event.kv()?;
         let (key, modified) = (kv.key().to_vec(), kv.mod_revision());
-        // Version 0 means deleted. The event's type shows this too, but the library panics on unknown types.
+        // Version 0 marks a deleted key. The event's type does too, but the library panics on unknown types.
         Some(match kv.version() {
             0 => Change::Removed { key, modified },
             _ => Change::Written(Record { key, value: kv.value().to_vec(), modified }),

@@ -1,6 +1,7 @@
 //! Measures the step times of an executor at start, before its scheduler exists.
 //!
-//! The measured rows use the first blocks of the arena and slot 0, and leave both free: serving overwrites the KV.
+//! The measured rows use slot 0 and the first blocks of the arena. Both are free afterwards, and serving overwrites
+//! the KV.
 
 use std::time::{Duration, Instant};
 
@@ -13,7 +14,7 @@ use crate::plan::{AdmittedRow, RowPlan, Slot, StepPlan};
 const TOKENS_MIN: u32 = 256;
 /// The measurement ends when twice the tokens raise prefill throughput by less than this factor.
 const GAIN_MIN: f64 = 1.02;
-/// Runs of each step; the fastest counts. The first run may load kernels.
+/// Runs of each prefill step; the fastest counts. The first run may load kernels.
 const RUNS: u32 = 2;
 /// Number of decode steps; the fastest counts.
 const DECODE_RUNS: u32 = 4;
@@ -43,7 +44,7 @@ impl StepTimes {
     pub fn measure(executor: &mut dyn Executor) -> Result<Self, ExecutorError> {
         let limits = executor.limits();
         let pool = limits.blocks.saturating_mul(BLOCK_TOKENS as u32);
-        // A row that does not sample leaves at least one token of its prompt.
+        // A row that does not sample must be followed by at least one more prompt token.
         let context_tokens = limits.step_tokens.min(limits.sequence_tokens - 1).min(pool);
         let mut runner = Runner { executor, steps: 0, occupied: false };
 
@@ -84,7 +85,7 @@ fn row_sizes(longest: u32) -> Vec<u32> {
 struct Runner<'a> {
     executor: &'a mut dyn Executor,
     steps: u64,
-    /// Slot 0 has a row.
+    /// Whether slot 0 has a row.
     occupied: bool,
 }
 
@@ -124,7 +125,7 @@ impl Runner<'_> {
         self.step(plan, tokens, samples)
     }
 
-    /// Runs one row of a step and returns the time that the device worked.
+    /// Runs a step with one row and returns the time that the device worked.
     fn step(
         &mut self,
         mut plan: StepPlan,

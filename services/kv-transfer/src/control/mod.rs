@@ -1,8 +1,8 @@
 //! The control messages between nodes: types, encoding and authentication.
 //!
 //! A control message is two ZeroMQ frames: a protobuf message and its HMAC tag. [`Signer`] creates
-//! them. [`Verifier`] checks them in the listener thread, in this order: number and size of the
-//! frames, tag, syntax, version, epochs, replay. No byte of a frame is parsed before its tag is
+//! both frames. [`Verifier`] checks them in the listener thread, in this order: number and size of the
+//! frames, tag, syntax, version, epochs, replay. No byte of the protobuf message is parsed before the tag is
 //! verified.
 
 mod authentication;

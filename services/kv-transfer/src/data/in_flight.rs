@@ -11,7 +11,7 @@ pub enum GivenBack<T> {
     Wanted(T),
     /// Its transfer was cancelled, and this was its last chunk in flight.
     Released,
-    /// Its transfer was cancelled, and other chunks of it are in flight.
+    /// Its transfer was cancelled, and other chunks of the transfer are still in flight.
     Cancelled,
 }
 

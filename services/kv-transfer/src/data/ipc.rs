@@ -1,10 +1,10 @@
-//! KV copied by the receiver's copy engines from the sender's GPU memory (CUDA IPC), within one
-//! host.
+//! Transport `ipc`: the receiver's copy engines copy KV from the sender's GPU memory (CUDA IPC), within
+//! one host.
 //!
 //! 1. The sender offers its memory. The receiver maps it once and answers `Ready`, or `Refused`
 //!    with the reason; the sender then reconnects with another transport.
-//! 2. For each written and cleared chunk the sender lends the blocks (`Lend`). The receiver starts
-//!    to copy them into the posted blocks, a few chunks at a time.
+//! 2. When a chunk's KV is computed and its `CTS` has arrived, the sender lends the blocks (`Lend`). The
+//!    receiver starts to copy them into the posted blocks, a few chunks at a time.
 //! 3. When a copy has finished, the receiver reports the chunk and answers `Pulled`. Only then does
 //!    the sender release its blocks.
 //!
@@ -40,15 +40,15 @@ use super::{
 };
 use crate::{transfer_kind::TransferKind, transport::ChunkId};
 
-/// Unanswered chunks: the receiver copies a few and has the next ones queued.
+/// Maximum number of unanswered chunks: the receiver copies some while the next chunks are queued.
 const LENT_MAX: usize = 4;
 
 /// Time-out for the receiver to map the memory.
 const MAP_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Started copies queued behind the one whose completion is polled.
+/// Maximum number of copies in flight behind the copy whose completion is polled.
 const COPIES_QUEUED_MAX: usize = 2;
-/// A copy that takes longer is logged: the GPU is faulty, and the blocks stay held.
+/// A copy that takes longer is logged: the GPU is probably faulty, and the blocks stay held.
 const COPY_WARN_AFTER: Duration = Duration::from_secs(10);
 
 /// Sends chunks until the outbox is closed or the connection ends.

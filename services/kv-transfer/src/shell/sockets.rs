@@ -2,7 +2,7 @@
 //!
 //! libzmq bounds the size of a frame but not the number of frames per message, and it accepts
 //! frames from every client. The listener therefore uses ZeroMQ's PLAIN mechanism and admits only
-//! clients that know the cluster secret ([`ZapAuth`]). PLAIN only prevents that other clients fill
+//! clients that know the cluster secret ([`ZapAuth`]). PLAIN only prevents other clients from filling
 //! this process's memory. An authentication tag (MAC) in each message authenticates the message.
 
 use std::net::SocketAddr;
@@ -25,8 +25,8 @@ const LINGER_MS: i32 = 100;
 const ZAP_ENDPOINT: &str = "inproc://zeromq.zap.01";
 const USER: &str = "baton";
 
-/// Maximum number of parts kept of a received message: the routing id that the socket adds, then the
-/// frames. A message with more parts is rejected.
+/// Maximum number of parts kept of a received message. A valid message has three: the routing id that the socket
+/// adds, and two frames.
 const PARTS_MAX: usize = 4;
 
 /// Binds the ROUTER socket, which only receives. Returns the socket and its port.
@@ -113,7 +113,7 @@ impl ZapAuth {
         Ok(Self { socket, keys, me })
     }
 
-    /// Answers one request: `Some(true)` if the client was admitted, `None` if no request is
+    /// Answers one request and returns whether the client was admitted. Returns `None` if no request is
     /// queued.
     pub fn answer(&self) -> zmq::Result<Option<bool>> {
         let request = match self.socket.recv_multipart(zmq::DONTWAIT) {

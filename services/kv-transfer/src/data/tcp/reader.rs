@@ -51,7 +51,7 @@ pub(in crate::data) fn read_frames(
             drain(inbox, stream, header.payload_bytes)?;
             continue;
         };
-        // `read_payload` drops the blocks in every case.
+        // `read_payload` drops the guards of the blocks, so that the report may give them another owner.
         let read = read_payload(inbox, stream, &header, blocks);
         let written = match &read {
             Ok(Payload::Whole(moved)) => Ok(*moved),
