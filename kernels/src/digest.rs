@@ -7,7 +7,7 @@
 //! for any number of ranks at either end.
 //!
 //! Detected changes. `STEP` and `mix` are those of SplitMix64 (Steele, Lea and Flood, "Fast splittable
-//! pseudorandom number generators", 2014, with David Stafford's finaliser variant 13): for zero words the
+//! pseudorandom number generators", 2014, with David Stafford's finalizer variant 13): for zero words the
 //! terms are that generator's output from seed 0, in order.
 //! * `mix` is a bijection, because its three shifts and two odd multiplications are. So a change of one
 //!   word, in any of its bits, always changes the digest.

@@ -380,7 +380,7 @@ pub fn peers_stopped_or_killed_together_delay_no_other_pair() {
     }
 }
 
-/// The driver synchronises with the whole GPU when memory is freed: at teardown, and sometimes at
+/// The driver synchronizes with the whole GPU when memory is freed: at teardown, and sometimes at
 /// setup. An operation that was launched in part when its peer died would delay other pairs longer.
 pub fn teardown_or_setup_beside_a_stopped_peer_delays_no_other_pair() {
     let (gpus, _alone) = gpus();
@@ -571,7 +571,7 @@ pub fn random_aborts_from_either_side_leave_other_transfers_intact() {
     }
 }
 
-/// Delayed streams expose a missing synchronisation, and the gather kernel must match the copies.
+/// Delayed streams expose a missing synchronization, and the gather kernel must match the copies.
 pub fn delayed_streams_and_gather_kernels_preserve_kv() {
     let (gpus, _alone) = gpus();
     let cases = [

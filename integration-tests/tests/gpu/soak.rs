@@ -355,7 +355,7 @@ fn run_all_reduces(
             let goes_on = so_far < time || so_far < time + FIRST_WITHIN && !is_enough();
             if rank.exchange(&[u8::from(goes_on)])[0] == [0] {
                 group.check().unwrap();
-                // The caller frees the memory after all tasks have stopped. Freeing synchronises
+                // The caller frees the memory after all tasks have stopped. Freeing synchronizes
                 // with the GPU, and a kernel may still wait for the other rank.
                 return Reduced { _group: group, _memory: [x, out], count: number, late };
             }

@@ -1,7 +1,7 @@
 /* Collectives between the GPUs of a group: a part of the C ABI, with the rules of baton_kernels.h.
  *
  * Every rank has an arena: device memory of the plain allocator, exported by CUDA IPC, mapped by all other ranks, and
- * initialised by baton_group_reset before the first call. All ranks make the same calls in the same order. Addresses
+ * initialized by baton_group_reset before the first call. All ranks make the same calls in the same order. Addresses
  * never change, so graphs need no registration. The half of the arena that a call uses is read from device memory.
  */
 #ifndef BATON_COLLECTIVE_H

@@ -71,7 +71,7 @@ __device__ float penalise(const baton_sampling& how, uint32_t count, float logit
   return changed;
 }
 
-// Initialises the scratch memory that later kernels read and update.
+// Initializes the scratch memory that later kernels read and update.
 __device__ void begin_sample(const Arguments& in, const Sample& sample, int index) {
   const int thread = blockIdx.x * SLICE_THREADS + threadIdx.x;
   if (thread == 0) {

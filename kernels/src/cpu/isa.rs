@@ -19,7 +19,7 @@ pub enum Isa {
     Avx512,
     /// AVX2 with FMA and F16C; bf16 weights are widened to f32.
     Avx2,
-    /// Plain Rust that the compiler vectorises for its target.
+    /// Plain Rust that the compiler vectorizes for its target.
     Portable,
     /// Plain f32 loops that define every operation. Single-threaded and slow.
     Reference,
@@ -124,7 +124,7 @@ impl Level {
 
 /// Defines a function whose body is compiled three times: for the compiler's target, AVX2 and AVX-512. Its
 /// first parameter `level: Level` selects the copy. Plain loops in the body, and in `inline(always)`
-/// functions that it calls, are vectorised for the copy's instruction set. All copies give the same results:
+/// functions that it calls, are vectorized for the copy's instruction set. All copies give the same results:
 /// the compiler neither reorders nor fuses floating-point operations.
 macro_rules! per_level {
     ($(#[$attribute:meta])* $visibility:vis fn $name:ident(

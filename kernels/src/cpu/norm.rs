@@ -1,4 +1,4 @@
-//! Root-mean-square normalisation of rows or heads: `x / sqrt(mean(x²) + eps) · weight`.
+//! Root-mean-square normalization of rows or heads: `x / sqrt(mean(x²) + eps) · weight`.
 
 use super::{
     arithmetic::{LANES, sum_lanes},
@@ -8,7 +8,7 @@ use super::{
 };
 use crate::backend::HeadShape;
 
-/// Normalises every row of `x` (`[rows][weight.len()]`) into `out`. Bit-equal to
+/// Normalizes every row of `x` (`[rows][weight.len()]`) into `out`. Bit-equal to
 /// [`reference::rms_norm`] at every level.
 pub(crate) fn rms_norm(
     level: Level,
@@ -28,7 +28,7 @@ pub(crate) fn rms_norm(
     });
 }
 
-/// Computes `residual += x`, then normalises `residual` into `out`. Bit-equal to
+/// Computes `residual += x`, then normalizes `residual` into `out`. Bit-equal to
 /// [`reference::add_rms_norm`] at every level.
 pub(crate) fn add_rms_norm(
     level: Level,
@@ -54,7 +54,7 @@ pub(crate) fn add_rms_norm(
 }
 
 per_level! {
-    /// Normalises the rows of `x` that `out` has room for.
+    /// Normalizes the rows of `x` that `out` has room for.
     fn norm_rows(x: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) {
         let width = weight.len();
         for (x, out) in x.chunks_exact(width).zip(out.chunks_exact_mut(width)) {
@@ -64,7 +64,7 @@ per_level! {
 }
 
 per_level! {
-    /// Adds and normalises the rows that `out` has room for.
+    /// Adds and normalizes the rows that `out` has room for.
     fn add_and_norm_rows(
         residual: &mut [f32],
         x: &[f32],
@@ -83,7 +83,7 @@ per_level! {
     }
 }
 
-/// Normalises each query head of every row of `qkv` (`[rows][qkv_width]`) with `query_weight` and each key
+/// Normalizes each query head of every row of `qkv` (`[rows][qkv_width]`) with `query_weight` and each key
 /// head with `key_weight`; value heads do not change. Bit-equal to [`reference::norm_heads`] at every level.
 pub(crate) fn norm_heads(
     level: Level,
@@ -110,7 +110,7 @@ pub(crate) fn norm_heads(
 }
 
 per_level! {
-    /// Normalises each `weight.len()` elements in place.
+    /// Normalizes each `weight.len()` elements in place.
     fn norm_in_place(x: &mut [f32], weight: &[f32], eps: f32) {
         for x in x.chunks_exact_mut(weight.len()) {
             let scale = scale(x, eps);

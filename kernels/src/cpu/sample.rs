@@ -158,7 +158,7 @@ fn best(level: Level, logits: &[f32]) -> Result<(u32, f32), SampleError> {
 per_level! {
     /// Returns the lowest id with this logit.
     fn first_with(logits: &[f32], logit: f32) -> Option<usize> {
-        // Whole groups first, because a loop that exits at any element is not vectorised.
+        // Whole groups first, because a loop that exits at any element is not vectorized.
         let (groups, _) = logits.as_chunks::<LANES>();
         let has_it = |group: &[f32; LANES]| group.iter().fold(false, |has, &value| has | (value == logit));
         let start = LANES * groups.iter().position(has_it).unwrap_or(groups.len());

@@ -40,7 +40,7 @@ impl Captured {
                     // SAFETY: as above; the node is a memset node.
                     unsafe { sys::cuGraphMemsetNodeGetParams(node, params.as_mut_ptr()) }
                         .named("cuGraphMemsetNodeGetParams")?;
-                    // SAFETY: the call succeeded and initialised `params`.
+                    // SAFETY: the call succeeded and initialized `params`.
                     note(unsafe { params.assume_init() }.dst);
                 }
                 sys::CUgraphNodeType::CU_GRAPH_NODE_TYPE_MEMCPY => {
@@ -48,7 +48,7 @@ impl Captured {
                     // SAFETY: as above; the node is a memcpy node.
                     unsafe { sys::cuGraphMemcpyNodeGetParams(node, params.as_mut_ptr()) }
                         .named("cuGraphMemcpyNodeGetParams")?;
-                    // SAFETY: the call succeeded and initialised `params`.
+                    // SAFETY: the call succeeded and initialized `params`.
                     let params = unsafe { params.assume_init() };
                     note(params.srcDevice);
                     note(params.dstDevice);
@@ -93,7 +93,7 @@ fn each_word(
     // SAFETY: the node is a live kernel node, and `params` is writable.
     unsafe { sys::cuGraphKernelNodeGetParams_v2(node, params.as_mut_ptr()) }
         .named("cuGraphKernelNodeGetParams")?;
-    // SAFETY: the call succeeded and initialised `params`.
+    // SAFETY: the call succeeded and initialized `params`.
     let params: sys::CUDA_KERNEL_NODE_PARAMS = unsafe { params.assume_init() };
     if params.kernelParams.is_null() {
         return Ok(());

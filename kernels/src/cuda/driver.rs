@@ -13,7 +13,7 @@ use super::error::{CudaError, CudaVersion, Named, reason};
 /// CUDA version of the bindings; the driver may be newer.
 pub const CUDA_NEEDED: CudaVersion = CudaVersion(13000);
 
-/// NVIDIA's driver, loaded and initialised: a token for calling the driver.
+/// NVIDIA's driver, loaded and initialized: a token for calling the driver.
 #[derive(Clone, Copy, Debug)]
 pub struct Driver {
     version: CudaVersion,
@@ -54,12 +54,12 @@ impl fmt::Display for Link {
 }
 
 impl Driver {
-    /// Loads and initialises the driver.
+    /// Loads and initializes the driver.
     ///
     /// # Errors
     /// [`CudaError::NoDriver`] where there is none; the CPU backend then serves.
     pub fn open() -> Result<Self, CudaError> {
-        // SAFETY: opens and closes a library by name; NVIDIA's initialisers may run at any time.
+        // SAFETY: opens and closes a library by name; NVIDIA's initializers may run at any time.
         if !unsafe { sys::is_culib_present() } {
             return Err(CudaError::NoDriver);
         }
@@ -211,7 +211,7 @@ pub fn has_cublaslt() -> bool {
 /// Returns whether NCCL can be loaded.
 pub fn has_nccl() -> bool {
     // cudarc searches for other file names than the one that NCCL installs.
-    // SAFETY: NCCL's initialisers only read NCCL's own settings.
+    // SAFETY: NCCL's initializers only read NCCL's own settings.
     unsafe { Library::new("libnccl.so.2") }.is_ok()
 }
 

@@ -367,7 +367,7 @@ impl Descriptors {
         };
         status.result().named("cublasLtMatmulAlgoGetHeuristic")?;
         let count = usize::try_from(count).unwrap_or(0).min(COUNT);
-        // SAFETY: the call succeeded and initialised `count` results.
+        // SAFETY: the call succeeded and initialized `count` results.
         let found = found[..count].iter().map(|found| unsafe { found.assume_init() });
         let is_usable = |found: &sys::cublasLtMatmulHeuristicResult_t| {
             found.state == sys::cublasStatus_t::CUBLAS_STATUS_SUCCESS

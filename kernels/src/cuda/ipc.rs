@@ -218,7 +218,7 @@ impl IpcMemory {
             let heads = layout.kv_head_count;
             return Err(format!("cannot split {heads} heads equally over {theirs} ranks"));
         }
-        // Retaining the context of a GPU takes long, so all GPUs are initialised concurrently.
+        // Retaining the context of a GPU takes long, so all GPUs are initialized concurrently.
         let ends = in_parallel("ipc-map", 0..ours, |rank, _| self.end(export, rank))?;
         Ok(CudaPeerBlocks {
             blocks: Arc::clone(&self.blocks),

@@ -46,7 +46,7 @@ impl KernelLibrary {
         };
         // `dlopen` searches the system's folders for a bare file name, so the path is made absolute.
         let full = path.canonicalize().map_err(|error| not_opened(&error))?;
-        // SAFETY: the library's initialisers are those of the C++ and CUDA runtimes.
+        // SAFETY: the library's initializers are those of the C++ and CUDA runtimes.
         let library = unsafe { Library::new(&full) }.map_err(|error| not_opened(&error))?;
         // SAFETY: this function has this signature in every version of the library.
         let version = unsafe {

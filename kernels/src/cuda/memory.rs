@@ -324,7 +324,7 @@ impl<T: Pod> Deref for Pinned<T> {
     type Target = [T];
 
     fn deref(&self) -> &[T] {
-        // SAFETY: this value owns `len` initialised elements at `base`, and the GPU only writes memory
+        // SAFETY: this value owns `len` initialized elements at `base`, and the GPU only writes memory
         // that is an `InFlight`.
         unsafe { std::slice::from_raw_parts(self.base, self.len) }
     }

@@ -4,7 +4,7 @@
 //! Baton's kernel library. A missing library is an error that says what to install. So the same binary runs
 //! on machines with and without a GPU.
 //!
-//! * [`Driver`] enumerates [`Device`]s; a [`Context`] initialises one; [`Stream`]s and [`Event`]s
+//! * [`Driver`] enumerates [`Device`]s; a [`Context`] initializes one; [`Stream`]s and [`Event`]s
 //!   order its work.
 //! * [`DeviceMemory`] is allocated once at start and cut into [`Range`]s; [`Pinned`] is page-locked host
 //!   memory for copies.

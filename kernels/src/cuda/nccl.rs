@@ -282,7 +282,7 @@ fn open_first(file: Option<&Path>) -> Result<Library, NcclError> {
     };
     let mut tried = Vec::new();
     for candidate in candidates {
-        // SAFETY: NCCL's initialisers only read NCCL's settings.
+        // SAFETY: NCCL's initializers only read NCCL's settings.
         match unsafe { Library::new(&candidate) } {
             Ok(library) => return Ok(library),
             Err(error) => tried.push(format!("{} ({})", candidate.display(), words(&error))),

@@ -2,7 +2,7 @@
 //!
 //! A launched step is a frame until its result is collected, in order. A row of a frame names its
 //! slot *and* the slot's generation. Vacating a slot bumps its generation, so the row of a sequence that
-//! left in the meantime is recognised as stale. Blocks that a stale row may read or write are released
+//! left in the meantime is recognized as stale. Blocks that a stale row may read or write are released
 //! only when its frame has been collected.
 
 use std::collections::VecDeque;

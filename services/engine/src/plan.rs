@@ -25,7 +25,7 @@ pub type StepId = u64;
 pub struct Slot(pub u32);
 
 /// Counts the occupants of a slot. A finish, abort or preemption increments it, so that a late result row
-/// is recognised as stale.
+/// is recognized as stale.
 pub type Generation = u32;
 
 /// One step, as a diff to the previous step.

@@ -132,7 +132,7 @@ mod tests {
         assert_eq!(decode(Encoding::BF16, &[0x80, 0x3f, 0xc0, 0xff], 2)[0], 1.0);
     }
 
-    /// Compares with a fixture that holds, for every quantised kind, a tensor of random blocks and a
+    /// Compares with a fixture that holds, for every quantized kind, a tensor of random blocks and a
     /// second tensor with suffix `.f32`: the first as decoded by the `gguf` Python package.
     #[test]
     fn quantised_blocks_equal_those_of_the_python_package_bit_for_bit() {

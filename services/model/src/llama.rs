@@ -61,7 +61,7 @@ struct HeadNorms<B: Backend> {
 struct Activations<B: Backend> {
     /// The residual stream `[rows][hidden]`.
     residual: B::Buffer,
-    /// Normalised input of attention or feed-forward `[rows][hidden]`.
+    /// Normalized input of attention or feed-forward `[rows][hidden]`.
     normed: B::Buffer,
     /// `[rows][qkv_width]`.
     qkv: B::Buffer,

@@ -337,7 +337,7 @@ mod tests {
         }
     }
 
-    /// Covers every encoding and any first column: a part may begin inside a quantised block.
+    /// Covers every encoding and any first column: a part may begin inside a quantized block.
     #[test]
     fn a_part_has_the_rows_and_columns_of_the_whole() {
         let noise =

@@ -195,7 +195,7 @@ fn two_equal_pairs_share_a_steady_load() {
 
 #[test]
 fn auto_is_at_least_as_fast_as_the_better_fixed_split_and_starves_nobody() {
-    // Utilisation of one prefill node: 45, 75 and 105 %.
+    // Utilization of one prefill node: 45, 75 and 105 %.
     for mean in [93, 56, 40] {
         let requests: Vec<_> = arrivals(3, 300, Duration::from_millis(mean))
             .map(|(index, at, mut random)| {

@@ -40,7 +40,7 @@ pub enum SpecialTokens {
 pub enum EncodeError {
     #[error("the text has {bytes} bytes; at most {TEXT_BYTES_MAX} are encoded")]
     TooLong { bytes: usize },
-    /// The model's own normaliser or pre-tokenizer rejects the text.
+    /// The model's own normalizer or pre-tokenizer rejects the text.
     #[error("the model's tokenizer cannot split the text: {reason}")]
     Pipeline { reason: String },
 }
@@ -70,7 +70,7 @@ pub struct Tokenizer {
 
 /// Model that encodes the text between added tokens.
 enum WordModel {
-    /// Encodes each word that normaliser and pre-tokenizer produce.
+    /// Encodes each word that normalizer and pre-tokenizer produce.
     BytePair(BytePairModel),
     /// Encodes the whole text at once.
     Pieces(PieceModel),
@@ -99,7 +99,7 @@ pub(crate) struct TokenizerParts {
     pub strings: PackedStrings,
     pub ids: Vec<u32>,
     pub model: WordModelParts,
-    /// Tokens recognised before the text is split, special or not, with the ids they get unless their
+    /// Tokens recognized before the text is split, special or not, with the ids they get unless their
     /// string has an id already.
     pub added: Vec<(u32, AddedToken)>,
     /// Placeholders that represent no text.
@@ -179,7 +179,7 @@ impl Tokenizer {
         added_as_text.set_encode_special_tokens(true);
 
         let decoding = parts.decoding;
-        // The token may be stored in its normalised form.
+        // The token may be stored in its normalized form.
         let added_form = |id| added.simple_id_to_token(id);
         let bytes = TokenBytes::new(&vocabulary, added_form, &decoding, &parts.silent)?;
         Ok(Self {

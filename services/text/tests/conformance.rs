@@ -111,7 +111,7 @@ fn ids_equal_llama_cpp_test_vectors() {
         for (text, ids) in vectors {
             let found = tokenizer.encode(&text, SpecialTokens::AsText).unwrap();
             assert_eq!(found, ids, "{name}: {text:?}");
-            // Qwen 2 normalises text to NFC, so decoding may return other characters.
+            // Qwen 2 normalizes text to NFC, so decoding may return other characters.
             let composed = name == "qwen2";
             let decoded = tokenizer.decode(&found, false);
             assert!(composed || decoded == text, "{name}: {text:?} came back as {decoded:?}");
@@ -147,7 +147,7 @@ fn folder_of_pieces(vocabulary: &Path) -> Value {
 }
 
 /// Compares three forms of one vocabulary: a GGUF file with scores, and folders with merges that use
-/// either the Prepend normaliser or the Metaspace pre-tokenizer.
+/// either the Prepend normalizer or the Metaspace pre-tokenizer.
 #[test]
 fn a_folder_and_a_gguf_file_of_one_tokenizer_agree() {
     let path = fetched("llama.cpp/ggml-vocab-llama-spm.gguf");

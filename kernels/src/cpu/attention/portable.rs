@@ -1,4 +1,4 @@
-//! Attention of a tile over one KV block in plain Rust. The compiler vectorises it for each level.
+//! Attention of a tile over one KV block in plain Rust. The compiler vectorizes it for each level.
 
 use super::{
     Kv,

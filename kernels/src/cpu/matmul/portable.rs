@@ -1,4 +1,4 @@
-//! GEMM tiles in plain Rust, which the compiler vectorises for its target.
+//! GEMM tiles in plain Rust, which the compiler vectorizes for its target.
 
 use super::{Target, Tile, rows::RowFormat};
 use crate::cpu::{

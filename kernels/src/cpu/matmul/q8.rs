@@ -1,7 +1,7 @@
 //! 8-bit numbers: 32 consecutive inputs share a scale.
 //!
 //! A weight is an integer from -127 to 127 times its block's scale, an f16, so a GGUF Q8_0 file keeps its
-//! weights bit for bit. Inputs are quantised the same way when they are packed, with f32 scales. Integer
+//! weights bit for bit. Inputs are quantized the same way when they are packed, with f32 scales. Integer
 //! dot products within a block have no rounding, so their order does not matter. Blocks are then added in
 //! order, one fused multiply-add each. So every level is bit-equal to the reference.
 //!
@@ -47,7 +47,7 @@ pub(super) fn quantise_weights(weights: &[f32; BLOCK]) -> ([i8; BLOCK], f16) {
     (weights.map(|weight| number(weight) as i8), scale)
 }
 
-/// Quantises a row's block of weights into its lane of a panel's block.
+/// Quantizes a row's block of weights into its lane of a panel's block.
 pub(super) fn set_weights(
     block: &mut [u32; PANEL_BLOCK_WORDS],
     lane: usize,
@@ -78,7 +78,7 @@ pub(super) struct Inputs {
     pub scale: f32,
 }
 
-/// Quantises a block of inputs. The scale is NaN when an input is NaN or infinite.
+/// Quantizes a block of inputs. The scale is NaN when an input is NaN or infinite.
 #[inline(always)]
 pub(super) fn quantise_inputs(inputs: &[f32; BLOCK]) -> Inputs {
     let mut lanes = [0.0_f32; LANES];

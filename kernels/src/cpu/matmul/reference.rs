@@ -23,7 +23,7 @@ pub(crate) fn matmul(x: &[f32], w: &CpuMatrix, out: &mut [f32]) {
 }
 
 /// Computes `out[row][n]` = Σ over blocks of 32 inputs, in order, of the integer dot product of the block's
-/// quantised inputs and weights times both scales, each step one fused multiply-add.
+/// quantized inputs and weights times both scales, each step one fused multiply-add.
 fn q8_matmul(x: &[f32], w: &CpuMatrix, out: &mut [f32]) {
     for (x, out) in x.chunks_exact(w.cols()).zip(out.chunks_exact_mut(w.rows())) {
         let inputs: Vec<_> = x

@@ -147,7 +147,7 @@ per_level! {
     }
 }
 
-/// Quantises `[rows][k]` to `[block][INPUT_WORDS][rows]`; the last block is padded with zeros.
+/// Quantizes `[rows][k]` to `[block][INPUT_WORDS][rows]`; the last block is padded with zeros.
 #[inline(always)]
 fn quantise(x: &[f32], k: usize, out: &mut [u32]) {
     let rows = x.len() / k;
@@ -179,7 +179,7 @@ fn interleave<const N: usize>(
         let (groups, rest) = x.as_chunks::<N>();
         let (whole, last) = out.split_at_mut(groups.len() * rows);
         if rows == 1 {
-            // A separate loop, so that the compiler vectorises it.
+            // A separate loop, so that the compiler vectorizes it.
             for (out, &group) in whole.iter_mut().zip(groups) {
                 *out = convert(group);
             }

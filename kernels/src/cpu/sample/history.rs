@@ -53,7 +53,7 @@ pub(super) fn adjust(
             }
         }
         for &token in prompt.iter().chain(output) {
-            // Resets the count, so that a token is penalised once and all counts end as zeros.
+            // Resets the count, so that a token is penalized once and all counts end as zeros.
             let count = counts.get_mut(token as usize).map_or(0, std::mem::take);
             if count != 0 {
                 penalise(sampling, count, &mut adjusted[token as usize]);

@@ -57,7 +57,7 @@ impl Architecture {
         self == Architecture::Qwen2
     }
 
-    /// Returns whether every query and key head is normalised before the rotary embedding.
+    /// Returns whether every query and key head is normalized before the rotary embedding.
     pub fn has_head_norms(self) -> bool {
         self == Architecture::Qwen3
     }

@@ -1,4 +1,4 @@
-//! GGUF's quantised blocks. A small block has 32 elements with one scale. A "K" block has 256 elements in 8
+//! GGUF's quantized blocks. A small block has 32 elements with one scale. A "K" block has 256 elements in 8
 //! or 16 groups whose scales are small integers. Every element is `scale * integer`, plus or minus a
 //! minimum. Each function uses ggml's order of operations, so that results are bit-equal.
 

@@ -33,7 +33,7 @@ enum Splitting {
 pub(super) struct PreTokenizerKind {
     names: &'static [&'static str],
     splitting: Splitting,
-    /// Whether text is first normalised to Unicode's composed form (NFC).
+    /// Whether text is first normalized to Unicode's composed form (NFC).
     composes: bool,
     /// Whether a word that is itself a token becomes that token regardless of merges.
     pub whole_words_first: bool,

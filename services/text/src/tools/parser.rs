@@ -353,7 +353,7 @@ mod tests {
         ] {
             assert_eq!(read(format, &[text]), [content(text)], "{format:?}");
         }
-        // After a broken call the next call is still recognised.
+        // After a broken call the next call is still recognized.
         assert_eq!(
             read(ToolFormat::Hermes, &["<tool_call>{\"name\": <tool_call>{\"name\": \"f\"}"]),
             [content("<tool_call>{\"name\": "), call("f", "{}")]

@@ -62,7 +62,7 @@ pub fn tiny() -> Metadata {
 /// Special tokens of [`tiny`].
 pub const END: u32 = 261;
 pub const START: u32 = 262;
-/// Recognised before splitting, but not special.
+/// Recognized before splitting, but not special.
 pub const TOOL: u32 = 263;
 /// Represents no text.
 pub const UNUSED: u32 = 264;
