@@ -1,4 +1,4 @@
-//! Draft tokens change the number of steps and not the output.
+//! Tests that draft tokens change the number of steps and not the output.
 
 mod common;
 
@@ -201,8 +201,8 @@ fn speculation_keeps_tokens_logprobs_penalties_and_stops_bit_equal() {
     }
 }
 
-/// `DESIGN.md` guarantees equal bits in f32. The CPU kernels give equal bits in the other formats too,
-/// because each row is accumulated in an order of its own.
+/// The documentation guarantees bit-equal results in f32 only. The CPU kernels give bit-equal results in the other
+/// formats too, because the order in which a row is accumulated does not depend on other rows.
 #[test]
 fn speculation_changes_no_token_in_any_weight_format() {
     let requests = || -> Vec<_> {
@@ -228,7 +228,7 @@ fn speculation_changes_no_token_in_any_weight_format() {
 
 #[test]
 fn preemption_with_speculation_keeps_tokens() {
-    // Each sequence finally needs six blocks; with 16 blocks, two of the four are preempted repeatedly.
+    // Each of the four sequences needs six blocks in the end. The pool has 16 blocks, so sequences are preempted.
     let requests = || -> Vec<_> {
         let greedy = || Sampling { logprobs: Some(2), ..Sampling::greedy() };
         (1..=4)
@@ -260,7 +260,7 @@ fn preemption_with_speculation_keeps_tokens() {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 24, ..ProptestConfig::default() })]
 
-    /// Real model in f32: any batches, chunks, preemption, depth and draft tokens.
+    /// Tests f32 with random batches, chunk sizes, pool sizes, depths and numbers of draft tokens.
     #[test]
     fn any_batch_gives_the_tokens_of_each_sequence_alone(
         row_drafts in 1..12u32,

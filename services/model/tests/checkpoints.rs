@@ -1,4 +1,4 @@
-//! Checkpoints on disk: every format gives the same rows, and damaged ones a typed error.
+//! Tests that checkpoints of every format give the same weights, and that damaged files give typed errors.
 
 mod common;
 
@@ -72,7 +72,7 @@ fn opening_the_real_model_does_not_read_its_weights() {
     assert_eq!(checkpoint.description(), "GGUF, F32 + Q4_1 + Q8_0");
     let again = open(&common::smollm2_path()).unwrap();
     assert_eq!(checkpoint.model_fingerprint(), again.model_fingerprint());
-    // Equal shapes with other weights are another model.
+    // A model with equal shapes and other weights has another fingerprint.
     let dummy = Checkpoint::open(common::smollm2_path(), LoadFormat::Dummy { seed: 1 }).unwrap();
     assert_eq!(dummy.config(), config);
     assert_ne!(dummy.model_fingerprint(), checkpoint.model_fingerprint());
@@ -159,7 +159,7 @@ fn paths_without_a_model_are_rejected_with_what_is_expected() {
     );
 }
 
-/// Creates a FIFO, whose opening blocks until another process writes.
+/// Creates a FIFO. Opening it for reading blocks until a writer opens it.
 fn fifo(path: &Path) {
     assert!(Command::new("mkfifo").arg(path).status().unwrap().success());
 }
@@ -203,7 +203,7 @@ fn a_folder_with_one_gguf_file_is_opened_as_that_file() {
     assert!(error.contains("exactly one GGUF file"), "{error}");
 }
 
-/// Opens the tiny model's folder after `change`.
+/// Returns the error of opening the tiny model's folder after `change`.
 fn open_changed(change: impl Fn(&mut Vec<Tensor>)) -> ModelError {
     let folder = tempfile::tempdir().unwrap();
     let mut tensors = common::hugging_face_tensors(&common::tiny_llama3(), Element::F32);
@@ -357,7 +357,7 @@ fn gguf_files_of_unsupported_kind_or_architecture_are_rejected() {
 
     let mut other = good.clone();
     let name = b"blk.1.ffn_up.weight";
-    // The kind follows the name, the number of dimensions and two of them.
+    // The kind follows the name, the number of dimensions and two dimensions.
     let kind = position(name) + name.len() + 4 + 16;
     other[kind..kind + 4].copy_from_slice(&10u32.to_le_bytes());
     let found = message(&other);

@@ -1,4 +1,4 @@
-//! The counters of the transfers, on `/metrics` and over OTLP.
+//! Counters and gauges of KV transfers, exported on `/metrics` and over OTLP.
 
 use std::collections::BTreeMap;
 
@@ -9,7 +9,7 @@ use opentelemetry::{
 };
 
 /// Registers the instruments. They report nothing after the transfers have shut down. A scrape reads
-/// them on its own thread and never blocks.
+/// them on its own thread and waits for no transfer.
 pub(crate) fn register(meter: &Meter, transfers: &Transfers) {
     let stats = transfers.metrics_reader();
     type Read = fn(&TransferMetrics, &dyn AsyncInstrument<u64>);

@@ -5,7 +5,7 @@ use serde::Serialize;
 
 use super::stats::{Percentiles, median};
 
-/// Time of the engine thread for a step in µs, without waiting for the device, over the steps of all runs.
+/// Time in µs that the engine thread works on a step, without waiting for the device, over the steps of all runs.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct HostTimes {
     pub plan: Percentiles,
@@ -14,7 +14,7 @@ pub struct HostTimes {
     pub all: Percentiles,
 }
 
-/// Launch modes of steps, and padding rows.
+/// Numbers of steps by launch mode, and number of padding rows.
 #[derive(Clone, Copy, Debug, Default, Serialize)]
 pub struct Dispatches {
     pub eager: u64,
@@ -25,24 +25,23 @@ pub struct Dispatches {
 
 #[derive(Clone, Debug, Serialize)]
 pub struct DecodeStats {
-    /// Mean step time of each run, from the last first token to the last token.
+    /// Mean step time of each run over its [`Decoding`] part.
     pub step_ms_all: Vec<f64>,
     pub step_ms_median: f64,
     pub host_us: HostTimes,
     pub device_busy_us: Percentiles,
-    /// Fraction of time between steps, from the end of the step with the last first token to the end of
-    /// the last step. Median of the runs.
+    /// Fraction of the time in which the device is idle, over the [`Decoding`] part. Median of the runs.
     pub device_idle_share: Option<f64>,
     pub dispatches: Dispatches,
-    /// Bytes sent to the device for a step.
+    /// Median of the bytes sent to the device for a step.
     pub uploaded_bytes_p50: f64,
-    /// Memory-bound minimum of a step: bytes read at the peak bandwidth.
+    /// Memory-bound minimum of the step time: the bytes that a step reads, at peak bandwidth.
     pub floor_ms: Option<f64>,
     pub share_of_floor: Option<f64>,
 }
 
-/// The part of a run in which every sequence decodes: the step with the last first token and all later
-/// steps.
+/// The part of a run in which every sequence decodes: from the end of the first step, which gives the last sequence its
+/// first token, to the end of the last step.
 #[derive(Clone, Debug)]
 pub struct Decoding {
     pub steps: Vec<StepRecord>,

@@ -42,7 +42,7 @@ enum Item {
 pub struct LastLines(Receiver<()>);
 
 impl Console {
-    /// Starts the writer thread, which ends with the last clone.
+    /// Starts the writer thread. The thread ends when the last clone is dropped.
     pub fn start() -> std::io::Result<(Self, LastLines)> {
         let (queue, lines) = sync_channel(QUEUED_LINES_MAX);
         let (ended, end) = sync_channel(0);

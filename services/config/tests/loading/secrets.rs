@@ -1,4 +1,4 @@
-//! Secrets work and are never shown.
+//! Tests that secrets are loaded and never shown.
 
 use config::{Section, Transfer};
 

@@ -1,4 +1,4 @@
-//! Engines with real arithmetic: a tiny model with random weights, and the real model.
+//! Engines that compute on the CPU: with a tiny random model, or with SmolLM2.
 
 use std::{
     collections::HashMap,
@@ -85,7 +85,7 @@ pub fn engine(
     engine_with(checkpoint, config, threads, WeightFormat::F32)
 }
 
-/// Returns an engine with other weights; KV is f32 for f32 weights, bf16 otherwise.
+/// Returns an engine with weights in this format. KV is f32 for f32 weights, bf16 otherwise.
 pub fn engine_with(
     checkpoint: &Checkpoint,
     config: SchedulerConfig,
@@ -168,7 +168,7 @@ pub struct GoldenRun {
     pub name: String,
     pub prompt_ids: Vec<u32>,
     pub output_ids: Vec<u32>,
-    /// Margin between the best and the second-best token at each step.
+    /// Difference between the logits of the best and the second-best token at each step.
     #[serde(rename = "top1_top2_margin_per_step")]
     pub margins: Vec<f32>,
 }

@@ -1,13 +1,13 @@
-//! KV by NCCL send and receive kernels.
+//! Transport `nccl`: NCCL's send and receive kernels move KV between GPUs.
 //!
 //! 1. The sender invites the receiver (`Offer`). The receiver answers `Accepted` with what the
 //!    sender needs, and both join a communicator of two ranks. If joining fails on either side,
 //!    that side sends `Refused`, the other gives up too, and the sender reconnects with another
 //!    transport. A peer that closes the connection without `Refused` has died or no longer needs
 //!    the connection.
-//! 2. For each written and cleared chunk the sender announces the blocks (`Lend`). The receiver
-//!    answers `Go` and launches its receive; the sender launches its send on `Go`. So no kernel
-//!    waits for data that does not exist, and the sender decides the order.
+//! 2. When a chunk's KV is computed and its `CTS` has arrived, the sender announces the blocks
+//!    (`Lend`). The receiver answers `Go` and launches its receive; the sender launches its send on
+//!    `Go`. So no kernel waits for data that does not exist, and the sender decides the order.
 //! 3. Each side reports a chunk when its kernel's completion flag appears in host memory. It does
 //!    not query the CUDA driver, because the driver may be blocked on another pair's communicator.
 //!
