@@ -361,7 +361,7 @@ fn failed_service_start_reports_its_cause() -> Result<()> {
     for program in ["baton-decode-node", "baton-prefill-node"] {
         let good = [
             ("BATON_MODEL_PATH", model.as_str()),
-            ("BATON_TRANSFER_SECRET", secret),
+            ("BATON_CLUSTER_SECRET", secret),
             ("BATON_NODE_GRPC", "127.0.0.1:0"),
         ];
         let with = |name, value| [&good[..], &[(name, value)]].concat();

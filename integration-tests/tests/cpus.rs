@@ -135,7 +135,7 @@ fn unknown_cpu_or_numa_node_is_rejected_at_start() -> Result<()> {
     ] {
         let settings: BTreeMap<String, String> = [
             ("BATON_MODEL_PATH", smollm2().display().to_string()),
-            ("BATON_TRANSFER_SECRET", SECRET.to_owned()),
+            ("BATON_CLUSTER_SECRET", SECRET.to_owned()),
             ("BATON_NODE_GRPC", "127.0.0.1:0".to_owned()),
             (variable, value),
         ]

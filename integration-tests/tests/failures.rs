@@ -108,7 +108,7 @@ async fn decode_node_killed() -> Result<Duration> {
 #[tokio::test]
 async fn prefill_node_with_another_secret_loses_attempts_but_no_token() -> Result<()> {
     let other = SECRET.chars().rev().collect::<String>();
-    let spec = ClusterSpec::smollm2().set_prefill("BATON_TRANSFER_SECRET", other);
+    let spec = ClusterSpec::smollm2().set_prefill("BATON_CLUSTER_SECRET", other);
     let (cluster, client) = start(spec).await?;
     for name in ["code", "long_600"] {
         let run = run_named(name);

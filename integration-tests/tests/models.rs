@@ -58,7 +58,7 @@ fn start(
         ("BATON_NODE_ID", &format!("{role}-{name}")),
         ("BATON_NODE_GRPC", "127.0.0.1:0"),
         ("BATON_NODE_KV_MEMORY", "64MiB"),
-        ("BATON_TRANSFER_SECRET", SECRET),
+        ("BATON_CLUSTER_SECRET", SECRET),
     ]);
     Service::start(folder, &format!("{role}-{name}"), &format!("baton-{role}-node"), &settings)
 }

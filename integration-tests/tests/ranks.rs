@@ -165,7 +165,7 @@ fn refused(ranks: &str, device: &str) -> Result<(Option<i32>, String)> {
         ("BATON_NODE_GRPC", "127.0.0.1:0"),
         ("BATON_NODE_BLOCKS", "8"),
         ("BATON_NODE_DEVICE", device),
-        ("BATON_TRANSFER_SECRET", SECRET),
+        ("BATON_CLUSTER_SECRET", SECRET),
         (TP, ranks),
     ] {
         command.env(name, value);
@@ -209,7 +209,7 @@ fn node_stopped_while_its_ranks_load_leaks_no_shared_memory() -> Result<()> {
         .env("BATON_NODE_METRICS", "127.0.0.1:0")
         .env("BATON_NODE_DEVICE", "cpu")
         .env("BATON_NODE_BLOCKS", "8")
-        .env("BATON_TRANSFER_SECRET", SECRET)
+        .env("BATON_CLUSTER_SECRET", SECRET)
         .env(TP, "3")
         .stderr(Stdio::null())
         .stdout(Stdio::null())

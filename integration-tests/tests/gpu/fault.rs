@@ -160,7 +160,7 @@ fn settings(folder: &Path) -> Config {
         ("node.slots", "2"),
         ("transfer.control", "127.0.0.1:0"),
         ("transfer.data", "127.0.0.1:0"),
-        ("transfer.secret", SECRET),
+        ("cluster.secret", SECRET),
     ];
     let flags: BTreeMap<String, String> =
         flags.into_iter().map(|(key, value)| (key.to_owned(), value.to_owned())).collect();

@@ -79,7 +79,7 @@ fn refused_at_start(etcd: &Etcd, settings: &[(&str, &Path)], words: &[&str]) -> 
     let folder = tempfile::tempdir()?;
     let mut all: BTreeMap<String, String> = [
         ("BATON_MODEL_PATH", smollm2().display().to_string()),
-        ("BATON_TRANSFER_SECRET", SECRET.to_owned()),
+        ("BATON_CLUSTER_SECRET", SECRET.to_owned()),
         ("BATON_CLUSTER_ETCD", etcd.url()),
         ("BATON_CLUSTER_ETCD_PREFIX", PREFIX.to_owned()),
         ("BATON_CLUSTER_ETCD_USER", "baton".to_owned()),

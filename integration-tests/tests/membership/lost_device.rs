@@ -127,7 +127,7 @@ impl NodeProcess {
             ("node.slots", "2".to_owned()),
             ("transfer.control", "127.0.0.1:0".to_owned()),
             ("transfer.data", "127.0.0.1:0".to_owned()),
-            ("transfer.secret", SECRET.to_owned()),
+            ("cluster.secret", SECRET.to_owned()),
             ("cluster.etcd", etcd.url()),
             ("cluster.etcd_prefix", PREFIX.to_owned()),
             // Far longer than the test: only the node can remove its record in time.

@@ -5,7 +5,7 @@ use std::{fs, net::IpAddr};
 use crate::{
     error::{ConfigError, Problem, Source},
     load::{Config, all_settings},
-    schema::{Model, Node, Transfer},
+    schema::{Cluster, Model, Node, Transfer},
     types::{ModelPath, Pair, Secret, ToolFormat},
     value::Value,
 };
@@ -159,10 +159,6 @@ impl Config {
 
     fn check_transfer(&self, conflicts: &mut Vec<String>) {
         let transfer = &self.transfer;
-        if transfer.secret.is_some() && transfer.secret_file.is_some() {
-            let (secret, file) = (self.at("transfer.secret"), self.at("transfer.secret_file"));
-            conflicts.push(format!("{secret} and {file} are both set; give one"));
-        }
         if transfer.advertise.is_none()
             && (transfer.control.ip().is_unspecified() || transfer.data.ip().is_unspecified())
         {
@@ -178,6 +174,10 @@ impl Config {
     }
 
     fn check_cluster(&self, conflicts: &mut Vec<String>) {
+        if self.cluster.secret.is_some() && self.cluster.secret_file.is_some() {
+            let (secret, file) = (self.at("cluster.secret"), self.at("cluster.secret_file"));
+            conflicts.push(format!("{secret} and {file} are both set; give one"));
+        }
         let urls: Vec<_> = self.cluster.prefill.iter().chain(&self.cluster.decode).collect();
         for (index, url) in urls.iter().enumerate() {
             if urls[..index].contains(url) {
@@ -261,25 +261,27 @@ impl Model {
     }
 }
 
-impl Transfer {
+impl Cluster {
     /// Returns the secret from its setting or file, without surrounding white space.
     pub fn required_secret(&self) -> Result<Secret, ConfigError> {
         if let Some(secret) = &self.secret {
             return Ok(secret.clone());
         }
-        let Some(path) = &self.secret_file else { return Err(missing("transfer.secret_file")) };
+        let Some(path) = &self.secret_file else { return Err(missing("cluster.secret_file")) };
         let text = fs::read_to_string(path)
             .map_err(|reason| Problem::FileUnreadable { path: path.clone(), reason })?;
         Secret::from_text(&text).ok_or_else(|| {
             let detail = format!(
-                "transfer.secret_file = {}: expected a file with {}",
+                "cluster.secret_file = {}: expected a file with {}",
                 path.display(),
                 <Secret as Value>::allowed()
             );
             Problem::Conflict { detail }.into()
         })
     }
+}
 
+impl Transfer {
     /// Returns the host under which peers reach this node, in the form for `tcp://HOST:PORT`.
     pub fn advertised_host(&self) -> String {
         match &self.advertise {

@@ -8,7 +8,7 @@ use crate::{
     error::{ConfigError, Problem},
     hub,
     load::{CACHE_VARIABLES, Config, Environment, Flags, LoadInput, Section},
-    section::Setting,
+    section::{Setting, json_schema},
 };
 
 const FILE_FLAG: &str = "config";
@@ -16,6 +16,7 @@ const FILE_VARIABLE: &str = "BATON_CONFIG";
 /// Program that downloads models, in the folder of the services.
 const FETCHER: &str = "baton";
 const EXPLAIN_FLAG: &str = "explain-config";
+const SCHEMA_FLAG: &str = "config-schema";
 
 /// Configuration and arguments of a process.
 pub struct Started {
@@ -26,23 +27,30 @@ pub struct Started {
 
 /// Reads the arguments and the environment of this process, and the file that they name.
 ///
-/// `--help`, `--version`, `--explain-config` and invalid flags end the process here. No other function of
+/// `--help`, `--version`, `--config-schema`, `--explain-config` and invalid flags end the process here. No other function of
 /// this crate reads the process's arguments or environment. `main` calls it first.
 pub fn from_process(command: Command, sections: &[Section]) -> Result<Started, ConfigError> {
     let matches = args_for(command, sections).get_matches();
+    if matches.get_flag(SCHEMA_FLAG) {
+        print_and_exit(&format!("{:#}\n", json_schema(sections)));
+    }
     let environment = environment_of(env::vars_os())?;
     let mut config = from_matches(&matches, environment, sections)?;
     let program = env::current_exe().ok();
     config.hub = config.hub.fetched_by(program.map(|program| program.with_file_name(FETCHER)));
     if matches.get_flag(EXPLAIN_FLAG) {
-        // The reader may have closed the pipe.
-        let _ = write!(std::io::stdout(), "{}", config.explain(sections));
-        std::process::exit(0);
+        print_and_exit(&config.explain(sections));
     }
     Ok(Started { config, matches })
 }
 
-/// Adds `--config`, `--explain-config` and the flags of these sections to a command.
+fn print_and_exit(text: &str) -> ! {
+    // The reader may have closed the pipe.
+    let _ = write!(std::io::stdout(), "{text}");
+    std::process::exit(0)
+}
+
+/// Adds `--config`, `--config-schema`, `--explain-config` and the flags of these sections to a command.
 pub fn args_for(command: Command, sections: &[Section]) -> Command {
     let mut command = command
         .arg(
@@ -61,6 +69,12 @@ pub fn args_for(command: Command, sections: &[Section]) -> Command {
                 .long(EXPLAIN_FLAG)
                 .action(ArgAction::SetTrue)
                 .help("Prints every setting with its value and the source of the value, then exits"),
+        )
+        .arg(
+            Arg::new(SCHEMA_FLAG)
+                .long(SCHEMA_FLAG)
+                .action(ArgAction::SetTrue)
+                .help("Prints the JSON Schema of the TOML file, then exits"),
         );
     for section in sections {
         let about = section.about();

@@ -74,9 +74,11 @@ impl<'a> File<'a> {
                 Some(keys) if known => {
                     for key in keys.keys() {
                         let name = key.get_ref().as_ref();
+                        let is_named = |setting: &Setting| {
+                            setting.section == section_name && setting.name == name
+                        };
                         let is_known = |setting: &Setting| {
-                            setting.section == section_name
-                                && (setting.name == name || setting.former_name == Some(name))
+                            is_named(setting) || setting.former().as_ref().is_some_and(is_named)
                         };
                         if !settings.iter().any(is_known) {
                             problems.push(Problem::UnknownKey {

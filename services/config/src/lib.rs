@@ -15,6 +15,7 @@
 //! * `main` calls [`from_process`], the only function that reads the process's arguments and environment.
 //! * All other callers, such as tests, call [`Config::load`] with maps.
 //! * [`hub`] finds models in the cache of the Hugging Face hub; [`cache_folder`] returns Baton's own cache.
+//! * [`json_schema`] describes the file, for editors and for Helm charts.
 //! * [`Config::explain`] lists each value with its source. Secrets are never printed.
 //!
 //! The meaning of the values is left out. Each service converts its sections into its own types.
@@ -37,7 +38,7 @@ pub use command_line::{Started, args_for, environment_of, from_matches, from_pro
 pub use error::{ConfigError, Problem, Source};
 pub use load::{Config, Environment, Flags, LoadInput, Section, cache_folder};
 pub use schema::{Cluster, Model, Node, Router, Telemetry, Transfer};
-pub use section::Setting;
+pub use section::{Setting, json_schema};
 pub use types::{
     Auto, ByteSize, CpuList, Device, Disaggregate, Dtype, EtcdPrefix, EtcdUrl, GrpcUrl, HubModel,
     Isa, LoadFormat, LogFormat, ModelPath, NodePolicy, Pair, Password, Secret, Speculate,

@@ -216,7 +216,7 @@ impl Reader<'_> {
         }
         let mut chosen = Source::Default;
         for (named, value, source) in written {
-            if named.name != setting.name {
+            if named.key() != setting.key() {
                 let (old, new) = (named.key(), setting.key());
                 self.warnings.push(format!("{old} ({source}) is deprecated: it is now {new}"));
             }

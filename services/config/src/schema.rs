@@ -54,7 +54,7 @@ section! {
 section! {
     /// The router: its addresses, admission limits and time-outs.
     pub struct Router = "router" {
-        /// Address of the OpenAI HTTP API, /health, /live and /metrics.
+        /// Address of the OpenAI HTTP API, /health, /ready, /live and /metrics.
         http: SocketAddr = loopback(8000),
             "Port 8000 is usual for OpenAI-compatible servers; the loopback address keeps the API private until the operator opens it.";
         /// Address of the gRPC API (baton.v1.Inference), gRPC health and reflection.
@@ -132,10 +132,21 @@ section! {
         slow_client_events: u32 = 1024,
             "About 10 s of a fast answer, at most 200 KiB.",
             1..=65_536;
-        /// Maximum time after SIGTERM until in-flight requests finish; then the router cancels them.
-        drain_timeout: Duration = secs(25),
-            "Kubernetes sends SIGKILL 30 s after SIGTERM.",
+        /// Time after SIGTERM for which the router is unready but accepts requests, because load balancers need
+        /// time to stop sending them. SIGINT skips this time.
+        drain_delay: Duration = secs(5),
+            "Kubernetes takes the router out of a Service within about two seconds; ingresses need a little longer.",
+            secs(0)..=secs(600);
+        /// Maximum time after router.drain_delay until in-flight requests finish; then the router cancels them.
+        drain_timeout: Duration = secs(20),
+            "Kubernetes sends SIGKILL 30 s after SIGTERM: 5 s of delay, 20 s, and 4 s to cancel and to stop.",
             secs(0)..=secs(3600);
+        /// Maximum age of a client's connection, 10 % more or less at random. Then the router asks the client to
+        /// open another one: by GOAWAY over HTTP/2, by Connection: close in the next response over HTTP/1.1.
+        /// Requests in progress finish.
+        connection_age_max: Duration = secs(300),
+            "Clients that keep their connections find an added router within this time; a connection every five minutes costs nothing.",
+            secs(10)..=secs(86_400);
     }
 }
 
@@ -148,7 +159,7 @@ section! {
         /// Address of the node's gRPC server, to which routers connect.
         grpc: SocketAddr = loopback(50_061),
             "Nodes on one machine need different ports.";
-        /// Address of /metrics, /live and /health.
+        /// Address of /metrics, /live and /ready.
         metrics: SocketAddr = loopback(0),
             "Port 0 takes a free port and logs it, so nodes on one machine do not conflict.";
         /// Memory of the KV cache.
@@ -276,7 +287,7 @@ section! {
 }
 
 section! {
-    /// KV transfer between nodes. All nodes need the same secret.
+    /// KV transfer between nodes.
     pub struct Transfer = "transfer" {
         /// Address on which this node receives control messages from its peers (ZeroMQ).
         control was "notice": SocketAddr = loopback(0),
@@ -305,18 +316,11 @@ section! {
         chunk_bytes: Auto<ByteSize> = Auto::Derived,
             "4MiB on a CPU (2 ms at 2 GB/s) and 32MiB on a GPU (0.1 ms): large enough for full bandwidth, small enough to overlap with computation.",
             ByteSize::kib(4)..=ByteSize::mib(256);
-        /// Secret that authenticates control messages between the nodes of a cluster. Prefer secret_file or the
-        /// environment: every user of the machine can see flags.
-        secret: Option<Secret> = None,
-            "A default secret would be known to everybody. Generate one: openssl rand -hex 32.";
-        /// File that contains the secret.
-        secret_file: Option<PathBuf> = None,
-            "Kubernetes and Docker mount secrets as files; set either secret or secret_file.";
     }
 }
 
 section! {
-    /// Membership: a static list of nodes, or registration in etcd.
+    /// Membership: a static list of nodes, or registration in etcd; and the secret of the cluster.
     pub struct Cluster = "cluster" {
         /// gRPC addresses of the prefill nodes.
         prefill: Vec<GrpcUrl> = Vec::new(),
@@ -352,6 +356,14 @@ section! {
         etcd_ttl: Duration = secs(10),
             "Routers detect a lost node within 2.5 s themselves; the lease only removes its record.",
             secs(2)..=secs(3600);
+        /// Secret of the cluster, equal for all services. It authenticates control messages between nodes; routers
+        /// accept the setting and do not use it yet. Prefer secret_file or the environment: every user of the
+        /// machine can see flags.
+        secret was "transfer.secret": Option<Secret> = None,
+            "Required by nodes: a default secret would be known to everybody. Generate one: openssl rand -hex 32.";
+        /// File that contains the secret.
+        secret_file was "transfer.secret_file": Option<PathBuf> = None,
+            "Kubernetes and Docker mount secrets as files; set either secret or secret_file.";
     }
 }
 

@@ -2,14 +2,18 @@
 
 use std::fmt::Write;
 
-use crate::load::Reader;
+use serde_json::{Value as Json, json};
+
+use crate::load::{Reader, Section};
+
+const ABOUT: &str = "Settings of a Baton program.";
 
 /// Description of one setting: names, help text, default and allowed values.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Setting {
     pub section: &'static str,
     pub name: &'static str,
-    /// Name before the setting was renamed; accepted with a warning.
+    /// Name before the setting was renamed, with its section if that was another one; accepted with a warning.
     pub former_name: Option<&'static str>,
     /// Lines of the field's doc comment.
     pub help: &'static [&'static str],
@@ -22,6 +26,8 @@ pub struct Setting {
     pub placeholder: &'static str,
     /// Hides the value in every output.
     pub secret: bool,
+    /// JSON Schema of the value in the file, with the default.
+    pub schema: Json,
 }
 
 impl Setting {
@@ -42,12 +48,25 @@ impl Setting {
 
     /// Returns the setting under its former name.
     pub(crate) fn former(&self) -> Option<Self> {
-        self.former_name.map(|name| Self { name, former_name: None, ..self.clone() })
+        let former_name = self.former_name?;
+        let (section, name) = former_name.split_once('.').unwrap_or((self.section, former_name));
+        Some(Self { section, name, former_name: None, ..self.clone() })
     }
 
     /// Returns the help text as one paragraph.
     pub fn summary(&self) -> String {
         self.help.iter().map(|line| line.trim()).collect::<Vec<_>>().join(" ")
+    }
+
+    /// Returns the JSON Schema of the value in the file, with its description.
+    fn described_schema(&self) -> Json {
+        let mut schema = self.schema.clone();
+        let Self { allowed, why, .. } = self;
+        schema["description"] = format!("{} Allowed: {allowed}. {why}", self.summary()).into();
+        if self.secret {
+            schema["writeOnly"] = true.into();
+        }
+        schema
     }
 
     /// Returns the help text with default, reason, allowed values, key and environment variable.
@@ -58,6 +77,34 @@ impl Setting {
         let _ = write!(text, "\nFile: {}. Environment: {}.", self.key(), self.env());
         text
     }
+}
+
+/// Adds the default of a setting to its JSON Schema; an unset value has none.
+pub(crate) fn with_default(mut schema: Json, default: Json) -> Json {
+    if !default.is_null() {
+        schema["default"] = default;
+    }
+    schema
+}
+
+/// Returns the JSON Schema (draft 7, which Helm reads) of a file with these sections. Former names are left out.
+pub fn json_schema(sections: &[Section]) -> Json {
+    let closed = |description: String, properties: serde_json::Map<String, Json>| {
+        json!({
+            "description": description,
+            "type": "object",
+            "additionalProperties": false,
+            "properties": properties,
+        })
+    };
+    let of_section = |section: &Section| {
+        let settings = section.settings();
+        let settings = settings.iter().map(|it| (it.name.to_owned(), it.described_schema()));
+        (section.name().to_owned(), closed(section.about(), settings.collect()))
+    };
+    let mut schema = closed(ABOUT.to_owned(), sections.iter().map(of_section).collect());
+    schema["$schema"] = "http://json-schema.org/draft-07/schema#".into();
+    schema
 }
 
 /// A declared section.
@@ -108,6 +155,10 @@ macro_rules! section {
                         allowed: $crate::section::section!(@allowed $T $(, $range)?),
                         placeholder: <$T as $crate::value::Value>::PLACEHOLDER,
                         secret: <$T as $crate::value::Value>::SECRET,
+                        schema: $crate::section::with_default(
+                            $crate::section::section!(@schema $T $(, $range)?),
+                            default.json(),
+                        ),
                     }
                 }),+]
             }
@@ -136,6 +187,8 @@ macro_rules! section {
     (@allowed $T:ty, $range:expr) => {
         <$T as $crate::value::Ranged>::allowed_within(&$range)
     };
+    (@schema $T:ty) => { <$T as $crate::value::Value>::schema() };
+    (@schema $T:ty, $range:expr) => { <$T as $crate::value::Ranged>::schema_within(&$range) };
     (@accepts $T:ty) => { |_: &$T| true };
     (@accepts $T:ty, $range:expr) => {
         |value: &$T| $crate::value::Ranged::within(value, &$range)

@@ -2,6 +2,7 @@
 
 use std::{net::SocketAddr, ops::RangeInclusive, path::PathBuf, time::Duration};
 
+use serde_json::{Value as Json, json};
 use toml::de::DeValue;
 
 use crate::types::{
@@ -24,6 +25,12 @@ pub(crate) trait Value: Sized + Clone {
         value.as_str().and_then(Self::from_text)
     }
     fn show(&self) -> String;
+    /// Returns the JSON Schema of the TOML value.
+    fn schema() -> Json;
+    /// Returns the TOML value as JSON; the default implementation returns a string.
+    fn json(&self) -> Json {
+        self.show().into()
+    }
 }
 
 /// A type whose values can be limited to a range.
@@ -34,6 +41,10 @@ pub(crate) trait Ranged: Value {
     fn allowed_within(range: &RangeInclusive<Self::Bound>) -> String {
         format!("{} from {} to {}", Self::allowed(), range.start().show(), range.end().show())
     }
+
+    /// Returns the JSON Schema of a value in this range. A pattern cannot bound a text with a unit, so only
+    /// numbers are bounded.
+    fn schema_within(range: &RangeInclusive<Self::Bound>) -> Json;
 }
 
 fn toml_integer(value: &DeValue<'_>) -> Option<u64> {
@@ -41,12 +52,12 @@ fn toml_integer(value: &DeValue<'_>) -> Option<u64> {
     u64::from_str_radix(&integer.as_str().replace('_', ""), integer.radix()).ok()
 }
 
-/// Implements [`Value`] for scalar types. Each line has the placeholder, the allowed values and the parser. By default
-/// a value is shown through `Display`, and is a string in TOML.
+/// Implements [`Value`] for scalar types. Each line has the placeholder, the allowed values, the parser and the
+/// JSON Schema. By default a value is shown through `Display`, and is a string in TOML.
 macro_rules! values {
     ($(
-        $T:ty: $placeholder:literal, $allowed:expr, $parse:expr
-        $(, show = $show:expr)? $(, toml = $toml:expr)? $(, secret = $secret:literal)?;
+        $T:ty: $placeholder:literal, $allowed:expr, $parse:expr, $schema:expr
+        $(, show = $show:expr)? $(, toml = $toml:expr, json = $json:expr)? $(, secret = $secret:literal)?;
     )+) => { $(
         impl $crate::value::Value for $T {
             const PLACEHOLDER: &'static str = $placeholder;
@@ -62,7 +73,15 @@ macro_rules! values {
 
             $(fn from_toml(value: &DeValue<'_>) -> Option<Self> {
                 $toml(value)
+            }
+
+            fn json(&self) -> serde_json::Value {
+                $json(self)
             })?
+
+            fn schema() -> serde_json::Value {
+                $schema
+            }
 
             fn show(&self) -> String {
                 $crate::value::values!(@show self $(, $show)?)
@@ -77,32 +96,64 @@ pub(crate) use values;
 
 values! {
     u32: "N", "a whole number", |text: &str| text.trim().replace('_', "").parse().ok(),
-        toml = |value| toml_integer(value)?.try_into().ok();
-    bool: "BOOL", "true or false", |text: &str| text.trim().parse().ok(), toml = DeValue::as_bool;
+        integer(0, u32::MAX.into()),
+        toml = |value| toml_integer(value)?.try_into().ok(), json = |count: &Self| (*count).into();
+    bool: "BOOL", "true or false", |text: &str| text.trim().parse().ok(), json!({"type": "boolean"}),
+        toml = DeValue::as_bool, json = |yes: &Self| (*yes).into();
     ByteSize: "BYTES", "a size such as 512KiB, 4MiB, 1GiB or a number of bytes", Self::parse,
-        toml = |value| toml_integer(value).map(Self).or_else(|| Self::parse(value.as_str()?));
+        size(0, i64::MAX as u64),
+        toml = |value| toml_integer(value).map(Self).or_else(|| Self::parse(value.as_str()?)),
+        json = |size: &Self| size.show().into();
     Duration: "DURATION", "a duration with its unit such as 500ms, 2s, 10m or 1h,", parse_duration,
+        pattern("^[0-9]+ *(h|m|s|ms|us)$"),
         show = |duration: &Self| format_duration(*duration);
-    PathBuf: "PATH", "a path", |text| not_empty(text).map(PathBuf::from),
+    PathBuf: "PATH", "a path", |text| not_empty(text).map(PathBuf::from), text(1),
         show = |path: &Self| path.display().to_string();
-    String: "TEXT", NOT_EMPTY, |text: &str| not_empty(text.trim()).map(str::to_owned);
-    ModelPath: "PATH", "a path, or hf:ORG/NAME[@REVISION][/FILE.gguf] for a model of the hub", Self::parse;
+    String: "TEXT", NOT_EMPTY, |text: &str| not_empty(text.trim()).map(str::to_owned), text(1);
+    ModelPath: "PATH", "a path, or hf:ORG/NAME[@REVISION][/FILE.gguf] for a model of the hub", Self::parse,
+        text(1);
     SocketAddr: "ADDR:PORT",
         "an IP address and a port such as 127.0.0.1:8000, 0.0.0.0:8000 or [::]:8000",
-        |text: &str| text.trim().parse().ok();
-    GrpcUrl: "URL", "host:port or http://host:port", Self::parse;
-    CpuList: "CPUS", "CPU numbers below 8192 and ranges of them such as 0-3,8, no CPU twice", Self::parse;
-    Pair: "NAME=VALUE", "NAME=VALUE", Self::parse;
-    EtcdUrl: "URL", "host:port, http://host:port or https://host:port", Self::parse;
+        |text: &str| text.trim().parse().ok(),
+        pattern(r"^([0-9]{1,3}(\.[0-9]{1,3}){3}|\[[0-9A-Fa-f:.%]+\]):[0-9]{1,5}$");
+    GrpcUrl: "URL", "host:port or http://host:port", Self::parse, url("(http://)?");
+    CpuList: "CPUS", "CPU numbers below 8192 and ranges of them such as 0-3,8, no CPU twice", Self::parse,
+        pattern("^[0-9]+(-[0-9]+)?( *, *[0-9]+(-[0-9]+)?)*$");
+    Pair: "NAME=VALUE", "NAME=VALUE", Self::parse, pattern("^[^=]+=.+$");
+    EtcdUrl: "URL", "host:port, http://host:port or https://host:port", Self::parse, url("(https?://)?");
     EtcdPrefix: "TEXT",
         "words of ASCII letters, digits, '.', '_' and '-' with '/' between them, at most 128 bytes",
-        Self::parse;
-    Password: "SECRET", NOT_EMPTY, |text| not_empty(text).map(Self::new), secret = true;
+        Self::parse,
+        pattern("^/*[A-Za-z0-9._-]+(/[A-Za-z0-9._-]+)*/*$");
+    Password: "SECRET", NOT_EMPTY, |text| not_empty(text).map(Self::new), text(1), secret = true;
     Secret: "SECRET", format!("text of at least {SECRET_BYTES_MIN} bytes"),
         |text: &str| {
             Some(Self::new(text.trim())).filter(|secret| secret.reveal().len() >= SECRET_BYTES_MIN)
         },
+        // The minimum counts bytes; a JSON Schema counts characters.
+        text(1),
         secret = true;
+}
+
+fn integer(minimum: u64, maximum: u64) -> Json {
+    json!({"type": "integer", "minimum": minimum, "maximum": maximum})
+}
+
+fn size(minimum: u64, maximum: u64) -> Json {
+    let with_unit = pattern("^[0-9]+ *([KkMmGgTt]?[Bb]|[KkMmGgTt][Ii][Bb])?$");
+    json!({"anyOf": [integer(minimum, maximum), with_unit]})
+}
+
+fn text(length_min: u32) -> Json {
+    json!({"type": "string", "minLength": length_min})
+}
+
+fn pattern(pattern: &str) -> Json {
+    json!({"type": "string", "pattern": pattern})
+}
+
+fn url(scheme: &str) -> Json {
+    pattern(&format!(r"^{scheme}([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):[0-9]{{1,5}}/?$"))
 }
 
 const NOT_EMPTY: &str = "text that is not empty";
@@ -132,6 +183,14 @@ impl<T: Value> Value for Option<T> {
 
     fn show(&self) -> String {
         self.as_ref().map_or_else(|| "unset".into(), T::show)
+    }
+
+    fn schema() -> Json {
+        word_or("", T::schema())
+    }
+
+    fn json(&self) -> Json {
+        self.as_ref().map_or(Json::Null, T::json)
     }
 }
 
@@ -163,6 +222,15 @@ impl<T: Value> Value for Auto<T> {
             Self::Set(value) => value.show(),
         }
     }
+
+    fn schema() -> Json {
+        word_or(AUTO, T::schema())
+    }
+}
+
+/// Returns the schema of a value with one more word: the empty text of an unset value, or `auto`.
+fn word_or(word: &str, value: Json) -> Json {
+    json!({"anyOf": [{"const": word}, value]})
 }
 
 /// A list is an array in TOML and comma-separated in flags and variables. Empty text is an empty list.
@@ -191,27 +259,47 @@ impl<T: Value> Value for Vec<T> {
         }
         self.iter().map(T::show).collect::<Vec<_>>().join(",")
     }
+
+    fn schema() -> Json {
+        json!({"type": "array", "items": T::schema()})
+    }
+
+    fn json(&self) -> Json {
+        self.iter().map(T::json).collect()
+    }
 }
 
 macro_rules! ranged {
-    ($($Scalar:ty),+) => { $(
+    ($($Scalar:ty: $schema:expr;)+) => { $(
         impl Ranged for $Scalar {
             type Bound = $Scalar;
 
             fn within(&self, range: &RangeInclusive<$Scalar>) -> bool {
                 range.contains(self)
             }
+
+            fn schema_within(range: &RangeInclusive<$Scalar>) -> Json {
+                $schema(range)
+            }
         }
     )+ };
 }
 
-ranged!(u32, ByteSize, Duration);
+ranged! {
+    u32: |range: &RangeInclusive<u32>| integer((*range.start()).into(), (*range.end()).into());
+    ByteSize: |range: &RangeInclusive<ByteSize>| size(range.start().bytes(), range.end().bytes());
+    Duration: |_: &RangeInclusive<Duration>| Duration::schema();
+}
 
 impl<T: Ranged<Bound = T> + PartialOrd> Ranged for Option<T> {
     type Bound = T;
 
     fn within(&self, range: &RangeInclusive<T>) -> bool {
         self.as_ref().is_none_or(|value| value.within(range))
+    }
+
+    fn schema_within(range: &RangeInclusive<T>) -> Json {
+        word_or("", T::schema_within(range))
     }
 }
 
@@ -223,5 +311,9 @@ impl<T: Ranged<Bound = T> + PartialOrd> Ranged for Auto<T> {
             Self::Derived => true,
             Self::Set(value) => value.within(range),
         }
+    }
+
+    fn schema_within(range: &RangeInclusive<T>) -> Json {
+        word_or(AUTO, T::schema_within(range))
     }
 }

@@ -35,7 +35,7 @@ fn command(model: &tempfile::TempDir, more: &[&str]) -> Command {
         .env("BATON_MODEL_LOAD_FORMAT", "dummy")
         .env("BATON_NODE_GRPC", "127.0.0.1:0")
         .env("BATON_NODE_KV_MEMORY", "16MiB")
-        .env("BATON_TRANSFER_SECRET", "0123456789abcdef0123456789abcdef");
+        .env("BATON_CLUSTER_SECRET", "0123456789abcdef0123456789abcdef");
     command
 }
 
@@ -147,7 +147,7 @@ fn node_writes_its_ready_file_answers_probes_and_exits_on_either_signal() {
         assert!(node.address("data").starts_with("tcp://127.0.0.1:"));
         TcpStream::connect(node.address("grpc")).unwrap();
         assert_eq!(node.http("/live").0, 200);
-        assert_eq!(node.http("/health").0, 200);
+        assert_eq!(node.http("/ready").0, 200);
         // The request may arrive before the node's first load report.
         let deadline = Instant::now() + TIMEOUT;
         loop {
@@ -174,7 +174,7 @@ fn usage_errors_exit_with_2_and_name_the_argument() {
     let model = model();
     let cases: [(Command, &[&str]); 8] = [
         (command(&model, &["--node-id", "a b"]), &["node.id", "a b"]),
-        (command(&model, &["--transfer-secret", "short"]), &["transfer.secret", "16"]),
+        (command(&model, &["--cluster-secret", "short"]), &["cluster.secret", "16"]),
         (bare(&[]), &["model.path", "BATON_MODEL_PATH"]),
         (command(&model, &["--no-such-flag"]), &["--no-such-flag"]),
         (command(&model, &["--node-slots", "many"]), &["node.slots", "many"]),
@@ -193,10 +193,10 @@ fn usage_errors_exit_with_2_and_name_the_argument() {
         (
             {
                 let mut command = command(&model, &[]);
-                command.env_remove("BATON_TRANSFER_SECRET");
+                command.env_remove("BATON_CLUSTER_SECRET");
                 command
             },
-            &["transfer.secret"],
+            &["cluster.secret"],
         ),
     ];
     for (command, words) in cases {
@@ -316,7 +316,7 @@ async fn second_signal_stops_a_draining_node_at_once() {
     node.signal("-TERM");
     // A draining node fails its readiness probe and continues its requests.
     let deadline = Instant::now() + TIMEOUT;
-    while node.http("/health").0 == 200 {
+    while node.http("/ready").0 == 200 {
         assert!(Instant::now() < deadline);
     }
     assert!(stream.message().await.unwrap().is_some());

@@ -172,7 +172,7 @@ impl Node {
         wrap: impl FnOnce(Box<dyn Executor>) -> Box<dyn Executor>,
     ) -> Result<Self, StartError> {
         // Settings are checked before the model is read.
-        settings::secret(&config.transfer)?;
+        settings::secret(&config.cluster)?;
         let served_name = config.model.served_name()?;
         let epoch = Epoch::mint()?;
         let node = &config.node;
@@ -502,14 +502,14 @@ fn attempts_max(config: &SchedulerConfig) -> u32 {
     config.limits.slots.saturating_add(config.waiting_max).saturating_add(config.transfers_max)
 }
 
-/// Serves `/live` while the process runs and `/health` while the node accepts requests.
+/// Serves `/live` while the process runs and `/ready` while the node accepts requests.
 fn probes(ready: Arc<AtomicBool>) -> Router {
-    let health = move || async move {
+    let is_ready = move || async move {
         if ready.load(Ordering::Acquire) {
             (StatusCode::OK, "ready\n")
         } else {
             (StatusCode::SERVICE_UNAVAILABLE, "not ready\n")
         }
     };
-    Router::new().route("/live", get(|| async { "live\n" })).route("/health", get(health))
+    Router::new().route("/live", get(|| async { "live\n" })).route("/ready", get(is_ready))
 }

@@ -117,7 +117,7 @@ pub fn run_on(
 /// Checks required settings and the node id before anything starts: these are usage errors.
 fn check(config: &Config) -> Result<()> {
     config.model.required_path()?;
-    config.transfer.required_secret()?;
+    config.cluster.required_secret()?;
     if let Some(id) = &config.node.id {
         NodeId::parse(id).map_err(|error| anyhow!("node.id = {id:?}: {error}"))?;
     }

@@ -33,7 +33,7 @@ pub const SECTIONS: &[config::Section] = &[
 pub enum SettingsError {
     #[error(transparent)]
     Config(#[from] ConfigError),
-    #[error("transfer.secret: {0}")]
+    #[error("cluster.secret: {0}")]
     Secret(#[from] SecretTooShort),
     #[error(
         "node.kv_memory = {bytes} bytes hold {blocks} KV blocks of {block_bytes} bytes; at least 2 are needed"
@@ -319,8 +319,8 @@ fn shown(numbers: &[u32]) -> String {
     CpuList::parse(&text.join(",")).map_or_else(|| text.join(","), |list| list.to_string())
 }
 
-pub(crate) fn secret(transfer: &config::Transfer) -> Result<ClusterSecret, SettingsError> {
-    Ok(ClusterSecret::new(transfer.required_secret()?.reveal().as_bytes())?)
+pub(crate) fn secret(cluster: &config::Cluster) -> Result<ClusterSecret, SettingsError> {
+    Ok(ClusterSecret::new(cluster.required_secret()?.reveal().as_bytes())?)
 }
 
 /// Returns limits with room for every transfer that the scheduler may know.
@@ -353,7 +353,7 @@ pub(crate) fn transfer_config(
         node_id: node_id.as_str().to_owned(),
         epoch,
         identity: identity.clone(),
-        secret: secret(transfer)?,
+        secret: secret(&config.cluster)?,
         control_bind: transfer.control,
         data_bind: transfer.data,
         advertise_host: transfer.advertised_host(),

@@ -50,7 +50,7 @@ async fn prefill_node_reports_its_role_and_shuts_down_in_order() {
         .env_clear()
         .env("BATON_MODEL_PATH", folder.path())
         .env("BATON_MODEL_LOAD_FORMAT", "dummy")
-        .env("BATON_TRANSFER_SECRET", "0123456789abcdef0123456789abcdef")
+        .env("BATON_CLUSTER_SECRET", "0123456789abcdef0123456789abcdef")
         .stdin(Stdio::null())
         .spawn()
         .unwrap();

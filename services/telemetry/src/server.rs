@@ -29,7 +29,7 @@ pub struct MetricsServer {
 }
 
 impl MetricsServer {
-    /// Serves `/metrics` and the routes of `extra` (`/live`, `/health`). Port 0 selects a free port.
+    /// Serves `/metrics` and the routes of `extra` (`/live`, `/ready`). Port 0 selects a free port.
     pub async fn start(
         address: SocketAddr,
         metrics: Metrics,

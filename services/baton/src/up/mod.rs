@@ -399,19 +399,23 @@ impl Common {
                 set(name, value);
             }
         }
-        if config.transfer.secret.is_none() && config.transfer.secret_file.is_none() {
+        if config.cluster.secret.is_none() && config.cluster.secret_file.is_none() {
             // Generate a secret for this cluster.
             let mut secret = [0; 32];
             getrandom::fill(&mut secret)
                 .map_err(|error| anyhow!("cannot generate a secret: {error}"))?;
             let secret = secret.iter().map(|byte| format!("{byte:02x}")).collect();
-            set("BATON_TRANSFER_SECRET", secret);
+            set("BATON_CLUSTER_SECRET", secret);
         }
         if config.source_of("node.gpu_memory_percent") == Source::Default {
             // Divide the GPU's memory among the nodes that share the GPU.
             let together = if gpus.is_empty() { nodes } else { gpus::most_shared(&gpus) };
             let share = config.node.gpu_memory_percent / together.max(1);
             set("BATON_NODE_GPU_MEMORY_PERCENT", share.max(1).to_string());
+        }
+        if config.source_of("router.drain_delay") == Source::Default {
+            // No load balancer sends requests to this router.
+            set("BATON_ROUTER_DRAIN_DELAY", "0s".to_owned());
         }
         if config.source_of("telemetry.log_format") == Source::Default {
             // The services write to a pipe and would choose json.

@@ -34,7 +34,9 @@ macro_rules! choice {
             }
         }
 
-        values! { $Name: "WORD", alternatives($Name::WORDS), Self::parse; }
+        values! {
+            $Name: "WORD", alternatives($Name::WORDS), Self::parse, serde_json::json!({"enum": $Name::WORDS});
+        }
     };
 }
 

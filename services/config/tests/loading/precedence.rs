@@ -150,6 +150,15 @@ fn former_name_of_a_setting_is_accepted_with_a_warning() {
         assert!(warning.contains(source), "{warning}");
         assert!(warning.ends_with("transfer.nccl_max_ctas"), "{warning}");
     }
+    // Routers do not read section [transfer], which had the secret.
+    let file = "[transfer]\nsecret = \"0123456789abcdef\"";
+    let config = load(file, &[], &[]).unwrap();
+    assert_eq!(config.cluster.required_secret().unwrap().reveal(), "0123456789abcdef");
+    let [warning] = config.warnings() else { panic!("{:?}", config.warnings()) };
+    assert!(
+        warning.starts_with("transfer.secret (") && warning.ends_with("cluster.secret"),
+        "{warning}"
+    );
     let both = [("transfer.nccl_blocks", "7"), ("transfer.nccl_max_ctas", "8")];
     assert_eq!(load("", &[], &both).unwrap().transfer.nccl_max_ctas, 8);
     assert!(load("", &[], &[]).unwrap().warnings().is_empty());

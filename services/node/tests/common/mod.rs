@@ -86,7 +86,7 @@ pub fn settings(model: &Path, load_format: &str, more: &[(&str, &str)]) -> Flags
         ("node.grpc", "127.0.0.1:0"),
         ("node.threads", "1"),
         ("node.kv_memory", "64MiB"),
-        ("transfer.secret", SECRET),
+        ("cluster.secret", SECRET),
     ]
     .into_iter()
     .map(|(key, value)| (key.to_owned(), value.to_owned()))
