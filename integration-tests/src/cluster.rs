@@ -313,6 +313,8 @@ impl Cluster {
         let mut settings = common_settings(&spec);
         settings.insert("BATON_ROUTER_HTTP".to_owned(), "127.0.0.1:0".to_owned());
         settings.insert("BATON_ROUTER_GRPC".to_owned(), "127.0.0.1:0".to_owned());
+        // No load balancer sends requests to a router that stops.
+        settings.entry("BATON_ROUTER_DRAIN_DELAY".to_owned()).or_insert("0s".to_owned());
         if !settings.contains_key("BATON_CLUSTER_ETCD") {
             if spec.prefill > 0 {
                 settings.insert("BATON_CLUSTER_PREFILL".to_owned(), urls(&prefill));
@@ -411,7 +413,7 @@ fn common_settings(spec: &ClusterSpec) -> BTreeMap<String, String> {
         ("BATON_MODEL_PATH", spec.model.display().to_string()),
         ("BATON_MODEL_DTYPE", spec.dtype.to_owned()),
         ("BATON_MODEL_LOAD_FORMAT", spec.load_format.to_owned()),
-        ("BATON_TRANSFER_SECRET", SECRET.to_owned()),
+        ("BATON_CLUSTER_SECRET", SECRET.to_owned()),
     ] {
         settings.entry(name.to_owned()).or_insert(value);
     }

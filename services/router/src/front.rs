@@ -63,6 +63,8 @@ pub struct Front {
     pub nodes: Nodes,
     pub bodies: BodyRoom,
     pub admission: Admission,
+    /// Cancelled when the router becomes unready, before it rejects requests.
+    pub leaving: CancellationToken,
     /// Cancelled after the drain time-out. Ends the requests that are still in flight.
     pub cut: CancellationToken,
 }
@@ -74,14 +76,16 @@ impl Front {
             admission: Admission::new(settings.router.requests_max),
             models,
             nodes,
+            leaving: CancellationToken::new(),
             cut: CancellationToken::new(),
             settings,
         }
     }
 
-    /// Returns whether new requests are rejected.
-    pub fn is_stopping(&self) -> bool {
-        self.admission.is_closed()
+    /// Returns whether load balancers may send requests: from the first connection to a decode node until the
+    /// router leaves. Unlike [`Self::serves`] it does not become false when the decode nodes are lost for a while.
+    pub fn is_ready(&self) -> bool {
+        self.nodes.are_connected() && !self.leaving.is_cancelled()
     }
 
     /// Returns whether the nodes are connected and at least one model has a decode node.

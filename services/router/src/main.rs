@@ -203,6 +203,7 @@ async fn serve(
     terminate: &mut Signal,
 ) -> Result<()> {
     let Setup { config, models, settings, members } = setup;
+    let drain_delay = settings.router.drain_delay;
     let names: Vec<String> = models.iter().map(|model| model.name.clone()).collect();
     let started = async { tokio::try_join!(members.start(), open_all(config.hub, models)) };
     let (members, models) = tokio::select! {
@@ -216,12 +217,16 @@ async fn serve(
     if let Some(path) = ready_file {
         write_ready_file(path, &router)?;
     }
-    tokio::select! {
-        _ = interrupt.recv() => {}
-        _ = terminate.recv() => {}
-    }
+    // A user at a terminal waits for no load balancer.
+    let delay = tokio::select! {
+        _ = interrupt.recv() => Duration::ZERO,
+        _ = terminate.recv() => drain_delay,
+    };
     let cut = router.cut();
-    let drained = router.shutdown();
+    let drained = async {
+        router.leave(delay).await;
+        router.shutdown().await
+    };
     tokio::pin!(drained);
     tokio::select! {
         drained = &mut drained => drained?,

@@ -85,7 +85,7 @@ pub fn start(
     let front = Arc::new(Front::new(settings, models, nodes));
 
     let (draining, stop) = (CancellationToken::new(), CancellationToken::new());
-    let (health, health_service) = grpc::serve_health(front.clone(), draining.clone());
+    let (health, health_service) = grpc::serve_health(front.clone());
     let started = std::time::SystemTime::UNIX_EPOCH.elapsed().map_or(0, |since| since.as_secs());
     let http_routes = http::routes(front.clone(), metrics, started);
     let grpc_routes = grpc::routes(front.clone(), health_service)?;
@@ -93,9 +93,15 @@ pub fn start(
         net::ConnectionLimits::new(front.settings.open_files_max),
         front.settings.request_read_max,
         front.settings.router.slow_client_timeout,
+        front.settings.router.connection_age_max,
     );
+    let shutdown = net::Shutdown {
+        leaving: front.leaving.clone(),
+        draining: draining.clone(),
+        stop: stop.clone(),
+    };
     let serve = |listener, protocol, routes| {
-        let serve = net::serve(listener, protocol, routes, bounds, stop.clone());
+        let serve = net::serve(listener, protocol, routes, bounds, shutdown.clone());
         tokio::spawn(serve)
     };
     Ok(RunningRouter {
@@ -113,10 +119,23 @@ pub fn start(
 }
 
 impl RunningRouter {
-    /// Drains and stops. The router is unready and rejects new requests at once. Requests in flight may
-    /// finish within the drain time-out; the rest ends with a typed error. Returns when every task has
-    /// ended.
+    /// Serves `/live` and `/ready`.
+    pub fn probes(&self) -> axum::Router {
+        http::probes(self.front.clone())
+    }
+
+    /// First step of a graceful shutdown: for `delay`, or until the requests in flight are cut, the router is
+    /// unready and still accepts requests, which load balancers send until they notice.
+    pub async fn leave(&self, delay: Duration) {
+        self.front.leaving.cancel();
+        tracing::info!(?delay, "leaving: unready, and accepting requests for this time");
+        let _ = tokio::time::timeout(delay, self.front.cut.cancelled()).await;
+    }
+
+    /// Drains and stops. The router rejects new requests at once. Requests in flight may finish within the drain
+    /// time-out; the rest ends with a typed error. Returns when every task has ended.
     pub async fn shutdown(self) -> Result<(), StopError> {
+        self.front.leaving.cancel();
         let admission = &self.front.admission;
         let drain_timeout = self.front.settings.router.drain_timeout;
         admission.close();

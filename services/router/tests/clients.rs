@@ -7,10 +7,11 @@ use std::time::{Duration, Instant};
 use common::{
     Cluster,
     client::{Client, DEADLINE, eventually, ids_of, text_of},
-    encode, long_prompt, median_within_a_second,
-    node::Behaviour,
+    encode, long_prompt, median_within_a_second, model_text,
+    node::{Behaviour, MODEL},
     settings,
 };
+use router::ModelSource;
 use serde_json::{Value, json};
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
@@ -359,6 +360,50 @@ async fn draining_router_is_unready_at_once_and_finishes_requests() {
     assert!(ended.elapsed() < DEADLINE, "{:?}", ended.elapsed());
     assert!(TcpStream::connect(http).await.is_err());
     drop((prefill, decode));
+}
+
+#[tokio::test]
+async fn leaving_router_is_unready_and_serves_requests() {
+    const DELAY: Duration = Duration::from_secs(600);
+    let cluster = Cluster::start(1, 1, ANSWER).await;
+    let Cluster { router, client, prefill, decode, .. } = cluster;
+    assert_eq!(client.get("/ready").await.status, 200);
+    let request = json!({"prompt": "Hi", "max_tokens": 5});
+    let before = client.post("/v1/completions", &request).await;
+    assert_eq!((before.status.as_u16(), before.headers.get("connection")), (200, None));
+    let requests = async {
+        eventually("not ready", async || client.get("/ready").await.status == 503).await;
+        assert_eq!(client.get("/live").await.status, 200);
+        let health = client.get("/health").await;
+        assert_eq!(health.status, 503);
+        assert_eq!(health.json()["status"], "stopping");
+        let answer = client.post("/v1/completions", &request).await;
+        assert_eq!(answer.status, 200);
+        assert_eq!(answer.headers["connection"], "close");
+    };
+    tokio::select! {
+        () = router.leave(DELAY) => panic!("the delay is long"),
+        () = requests => {}
+    }
+    // A second signal ends the delay.
+    router.cut().cancel();
+    router.leave(DELAY).await;
+    router.shutdown().await.unwrap();
+    drop((prefill, decode));
+}
+
+#[tokio::test]
+async fn router_stays_ready_when_its_decode_nodes_are_lost() {
+    let model = ModelSource { name: MODEL.to_owned(), text: model_text() };
+    let cluster = Cluster::begin(settings(), vec![model], vec![], vec![]);
+    assert_eq!(cluster.client.get("/ready").await.status, 503);
+    drop(cluster);
+    let mut cluster = Cluster::start(0, 1, ANSWER).await;
+    assert_eq!(cluster.client.get("/ready").await.status, 200);
+    cluster.decode.clear();
+    eventually("the node is lost", async || cluster.client.get("/health").await.status == 503)
+        .await;
+    assert_eq!(cluster.client.get("/ready").await.status, 200);
 }
 
 #[tokio::test]

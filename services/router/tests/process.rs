@@ -183,6 +183,7 @@ impl Serving {
             .args(["-c", &format!("{ulimits} && exec \"$@\""), "sh"])
             .arg(env!("CARGO_BIN_EXE_baton-router"))
             .args(["--router-http", "127.0.0.1:0", "--router-grpc", "127.0.0.1:0"])
+            .args(["--router-drain-delay", "10m"])
             .args(["--cluster-decode", "http://127.0.0.1:1", "--model-path"])
             .arg(&model)
             .arg("--ready-file")
@@ -258,6 +259,39 @@ fn the_soft_limit_on_open_files_is_raised_to_the_hard_one() {
     let limits = std::fs::read_to_string(format!("/proc/{}/limits", router.child.id())).unwrap();
     let line = limits.lines().find(|line| line.starts_with("Max open files")).unwrap();
     assert_eq!(line.split_whitespace().collect::<Vec<_>>()[3..5], ["512", "512"]);
+}
+
+#[test]
+fn terminated_router_serves_for_its_drain_delay_unless_a_second_signal_comes() {
+    for (first, is_leaving) in [("-TERM", true), ("-INT", false)] {
+        let mut router = Serving::start("ulimit -n 256");
+        let mut kept_alive = router.connect(b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n");
+        let mut head = [0; 12];
+        kept_alive.read_exact(&mut head).unwrap();
+        let pid = router.child.id().to_string();
+        let signal = |name: &str| {
+            assert!(Command::new("kill").args([name, pid.as_str()]).status().unwrap().success());
+        };
+        signal(first);
+        if is_leaving {
+            let log = || std::fs::read_to_string(router.folder.path().join("log")).unwrap();
+            let deadline = Instant::now() + DEADLINE;
+            while !log().contains("leaving: unready") {
+                assert!(Instant::now() < deadline, "{}", log());
+                std::thread::sleep(Duration::from_millis(5));
+            }
+            assert_eq!(router.get("/ready"), "HTTP/1.1 503 Service Unavailable");
+            assert_eq!(router.get("/live"), "HTTP/1.1 200 OK");
+            // The client of a kept connection learns that it must open another one.
+            kept_alive.write_all(b"GET /v1/models HTTP/1.1\r\nhost: x\r\n\r\n").unwrap();
+            let mut response = String::new();
+            kept_alive.read_to_string(&mut response).unwrap();
+            assert!(response.contains("HTTP/1.1 200 OK"), "{response}");
+            assert!(response.contains("connection: close"), "{response}");
+            signal(first);
+        }
+        assert_eq!(wait(&mut router.child).code(), Some(0));
+    }
 }
 
 #[test]

@@ -15,34 +15,25 @@ use crate::{front::Front, nodes::OwnedTask};
 const SERVICES: [&str; 2] = ["", "baton.v1.Inference"];
 
 /// Starts the task that keeps the health service up to date. The service reports NOT_SERVING until a decode
-/// node is up and the first nodes have set up their connections. `draining` is cancelled when new requests are
-/// rejected.
-pub fn serve_health(
-    front: Arc<Front>,
-    draining: CancellationToken,
-) -> (OwnedTask, HealthServer<HealthService>) {
+/// node is up and the first nodes have set up their connections, and again once the router leaves.
+pub fn serve_health(front: Arc<Front>) -> (OwnedTask, HealthServer<HealthService>) {
     let reporter = HealthReporter::new();
     let service = HealthServer::new(HealthService::from_health_reporter(reporter.clone()));
-    (OwnedTask::start(|stop| report(front, reporter, draining, stop)), service)
+    (OwnedTask::start(|stop| report(front, reporter, stop)), service)
 }
 
-async fn report(
-    front: Arc<Front>,
-    reporter: HealthReporter,
-    draining: CancellationToken,
-    stop: CancellationToken,
-) {
+async fn report(front: Arc<Front>, reporter: HealthReporter, stop: CancellationToken) {
     let mut changes = front.nodes.changes();
     let mut heard = false;
     loop {
-        let serves = !front.is_stopping() && front.serves();
+        let serves = !front.leaving.is_cancelled() && front.serves();
         let status = if serves { ServingStatus::Serving } else { ServingStatus::NotServing };
         for service in SERVICES {
             reporter.set_service_status(service, status).await;
         }
         tokio::select! {
             () = stop.cancelled() => return,
-            () = draining.cancelled(), if !heard => heard = true,
+            () = front.leaving.cancelled(), if !heard => heard = true,
             // Fails only without the directory, which `front` holds.
             changed = changes.changed() => if changed.is_err() { return },
         }

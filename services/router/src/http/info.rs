@@ -1,4 +1,4 @@
-//! `/v1/models`, `/health` and `/metrics`.
+//! `/v1/models`, `/health`, `/ready` and `/metrics`.
 
 use std::sync::Arc;
 
@@ -97,7 +97,7 @@ pub async fn health(State(front): State<Arc<Front>>) -> Response {
         })
         .collect();
     let decode_nodes = models.iter().map(|model| model.decode_nodes).sum();
-    let (code, status) = match (front.is_stopping(), decode_nodes) {
+    let (code, status) = match (front.leaving.is_cancelled(), decode_nodes) {
         (true, _) => (StatusCode::SERVICE_UNAVAILABLE, "stopping"),
         (false, 0) => (StatusCode::SERVICE_UNAVAILABLE, "no decode node"),
         (false, _) if !front.nodes.are_connected() => {
@@ -121,6 +121,17 @@ pub async fn health(State(front): State<Arc<Front>>) -> Response {
             .collect(),
     };
     (code, Json(health)).into_response()
+}
+
+pub async fn ready(State(front): State<Arc<Front>>) -> (StatusCode, &'static str) {
+    match front.is_ready() {
+        true => (StatusCode::OK, "ready\n"),
+        false => (StatusCode::SERVICE_UNAVAILABLE, "not ready\n"),
+    }
+}
+
+pub async fn live() -> &'static str {
+    "live\n"
 }
 
 pub fn metrics(metrics: &Metrics) -> Response<Body> {

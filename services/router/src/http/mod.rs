@@ -61,6 +61,12 @@ pub fn routes(front: Arc<Front>, metrics: Metrics, started: u64) -> Router {
         .with_state(front)
 }
 
+/// Returns the probes of the metrics port.
+pub fn probes(front: Arc<Front>) -> Router {
+    let probes = Router::new().route("/live", routing::get(info::live));
+    probes.route("/ready", routing::get(info::ready)).with_state(front)
+}
+
 /// A route: path, method and handler.
 struct Route {
     path: &'static str,
@@ -82,7 +88,8 @@ fn table(metrics: Metrics, started: u64) -> Vec<Route> {
         // A model name may contain slashes.
         get("/v1/models/{*id}", routing::get(move |state, id| info::model(state, id, started))),
         get("/health", routing::get(info::health)),
-        get("/live", routing::get(async || "live\n")),
+        get("/ready", routing::get(info::ready)),
+        get("/live", routing::get(info::live)),
         get("/metrics", routing::get(async move || info::metrics(&metrics))),
         get("/openapi.json", routing::get(openapi)),
     ]

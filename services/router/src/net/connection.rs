@@ -100,6 +100,7 @@ impl ClientConnection {
             Reading::Opening { preface_bytes, timer } => {
                 let rest = &PREFACE[*preface_bytes..];
                 if bytes.starts_with(rest) {
+                    self.requests.http2.store(true, Ordering::Relaxed);
                     self.reading = Reading::Http2;
                 } else if rest.starts_with(bytes) {
                     *preface_bytes += bytes.len();
@@ -204,6 +205,7 @@ pub struct RequestCount {
     in_progress: watch::Sender<usize>,
     /// Request heads that have arrived since the connection was opened.
     begun: AtomicU64,
+    http2: AtomicBool,
     slot: Slot,
 }
 
@@ -212,7 +214,8 @@ pub struct RequestInProgress(Arc<RequestCount>);
 
 impl RequestCount {
     pub fn new(slot: Slot) -> Arc<Self> {
-        Arc::new(Self { in_progress: watch::Sender::new(0), begun: AtomicU64::new(0), slot })
+        let (in_progress, begun) = (watch::Sender::new(0), AtomicU64::new(0));
+        Arc::new(Self { in_progress, begun, http2: AtomicBool::new(false), slot })
     }
 
     /// Counts a request after its head has arrived, and returns whether the router may serve it.
@@ -224,6 +227,11 @@ impl RequestCount {
 
     pub fn begun(&self) -> u64 {
         self.begun.load(Ordering::Relaxed)
+    }
+
+    /// Returns whether the client has sent the HTTP/2 preface.
+    pub fn is_http2(&self) -> bool {
+        self.http2.load(Ordering::Relaxed)
     }
 
     pub fn is_idle(&self) -> bool {

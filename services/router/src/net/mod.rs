@@ -5,5 +5,5 @@ mod server;
 mod slots;
 
 pub use connection::ConnectionEnd;
-pub use server::{Bounds, Protocol, bind, serve};
+pub use server::{Bounds, Protocol, Shutdown, bind, serve};
 pub use slots::ConnectionLimits;

@@ -3,7 +3,7 @@
 use std::{convert::Infallible, io, net::SocketAddr, time::Duration};
 
 use axum::{Router, body::Body};
-use http::{Request, Response, StatusCode, header};
+use http::{HeaderValue, Request, Response, StatusCode, Version, header};
 use hyper::{body::Incoming, service::service_fn};
 use hyper_util::{
     rt::{TokioExecutor, TokioIo, TokioTimer},
@@ -13,6 +13,7 @@ use proto::TimedBody;
 use tokio::{
     net::{TcpListener, TcpSocket, TcpStream},
     task::JoinSet,
+    time::{Instant, sleep_until},
 };
 use tokio_util::sync::CancellationToken;
 use tower::ServiceExt;
@@ -43,6 +44,9 @@ const PING_TIMEOUT: Duration = Duration::from_secs(20);
 const LEAVE_MAX: Duration = Duration::from_secs(2);
 /// Maximum idle time of a closing connection whose slot another connection took.
 const CLOSE_MAX: Duration = Duration::from_millis(100);
+/// Largest difference between the age of a connection and its maximum, as a fraction of the maximum.
+const AGE_JITTER: f64 = 0.1;
+const CLOSE: HeaderValue = HeaderValue::from_static("close");
 /// `Retry-After` of a rejected request, in seconds.
 const RETRY_AFTER_S: u32 = 1;
 
@@ -66,12 +70,31 @@ pub struct Bounds {
     head_max: Duration,
     /// Maximum idle time.
     idle_max: Duration,
+    /// Maximum age of a connection, give or take [`AGE_JITTER`].
+    age_max: Duration,
 }
 
 impl Bounds {
-    pub fn new(connections: ConnectionLimits, read_max: Duration, write_max: Duration) -> Self {
-        Self { connections, read_max, write_max, head_max: HEAD_MAX, idle_max: IDLE_MAX }
+    pub fn new(
+        connections: ConnectionLimits,
+        read_max: Duration,
+        write_max: Duration,
+        age_max: Duration,
+    ) -> Self {
+        let (head_max, idle_max) = (HEAD_MAX, IDLE_MAX);
+        Self { connections, read_max, write_max, head_max, idle_max, age_max }
     }
+}
+
+/// The steps of a graceful shutdown, each cancelled when it begins.
+#[derive(Clone, Debug, Default)]
+pub struct Shutdown {
+    /// The router serves requests, and clients that keep connections must open others elsewhere.
+    pub leaving: CancellationToken,
+    /// New requests are rejected.
+    pub draining: CancellationToken,
+    /// No request is in flight, or the last ones are dropped.
+    pub stop: CancellationToken,
 }
 
 /// Binds a listener with a small send buffer, so that slow clients are detected.
@@ -84,13 +107,13 @@ pub fn bind(address: SocketAddr) -> io::Result<TcpListener> {
     socket.listen(BACKLOG)
 }
 
-/// Serves until `stop`, then closes every connection gracefully and drops the rest after [`LEAVE_MAX`].
+/// Serves until [`Shutdown::stop`], then closes every connection gracefully and drops the rest after [`LEAVE_MAX`].
 pub async fn serve(
     listener: TcpListener,
     protocol: Protocol,
     routes: Router,
     bounds: Bounds,
-    stop: CancellationToken,
+    shutdown: Shutdown,
 ) {
     let ConnectionLimits { ordinary_max, reserved_max } = bounds.connections;
     let slots = Slots::new(ordinary_max, reserved_max);
@@ -101,13 +124,13 @@ pub async fn serve(
             listener.accept().await
         };
         let accepted = tokio::select! {
-            () = stop.cancelled() => break,
+            () = shutdown.stop.cancelled() => break,
             accepted = accept => accepted,
         };
         match accepted {
             Ok((stream, _)) => {
-                let (routes, stop, slot) = (routes.clone(), stop.clone(), slots.admit());
-                connections.spawn(connection(stream, protocol, routes, bounds, stop, slot));
+                let (routes, shutdown, slot) = (routes.clone(), shutdown.clone(), slots.admit());
+                connections.spawn(connection(stream, protocol, routes, bounds, shutdown, slot));
             }
             // Probably no descriptor is free: wait until other connections close.
             Err(error) => {
@@ -129,7 +152,7 @@ async fn connection(
     protocol: Protocol,
     routes: Router,
     bounds: Bounds,
-    stop: CancellationToken,
+    shutdown: Shutdown,
     slot: Slot,
 ) {
     // Send each token at once as a small packet.
@@ -142,16 +165,20 @@ async fn connection(
         head_max: bounds.head_max,
         write_max: bounds.write_max,
     };
+    let ages_at = Instant::now() + jittered(bounds.age_max, slot.id());
     let requests = RequestCount::new(slot);
     let end = ConnectionEnd::default();
     let io = ClientConnection::new(stream, limits, end.clone(), requests.clone());
     let counted = requests.clone();
+    let leaving = shutdown.leaving.clone();
     let service = service_fn(move |mut request: Request<Incoming>| {
         let (in_progress, verdict) = counted.begin(is_probe(request.uri().path()));
         let routes = routes.clone();
+        let leaving = leaving.clone();
+        let is_http1 = request.version() < Version::HTTP_2;
         request.extensions_mut().insert(end.clone());
         async move {
-            let response = match verdict {
+            let mut response = match verdict {
                 Verdict::Refuse => too_many_connections(),
                 Verdict::Serve => {
                     let request = request.map(|body| match protocol {
@@ -162,6 +189,9 @@ async fn connection(
                     routes.oneshot(request).await.unwrap_or_else(|never| match never {})
                 }
             };
+            if is_http1 && (leaving.is_cancelled() || Instant::now() >= ages_at) {
+                response.headers_mut().insert(header::CONNECTION, CLOSE);
+            }
             Ok::<_, Infallible>(response.map(|body| CountedBody { body, _request: in_progress }))
         }
     });
@@ -178,9 +208,20 @@ async fn connection(
     }
     let connection = builder.serve_connection(TokioIo::new(io), service);
     tokio::pin!(connection);
+    let goes_away = async {
+        tokio::select! {
+            () = sleep_until(ages_at) => {}
+            () = shutdown.draining.cancelled() => {}
+        }
+        // Closing an idle HTTP/1.1 connection could lose a request that is on its way, which GOAWAY cannot.
+        if !requests.is_http2() {
+            std::future::pending::<()>().await;
+        }
+    };
     let closes = when_woken(async {
         tokio::select! {
-            () = stop.cancelled() => LEAVE_MAX,
+            () = shutdown.stop.cancelled() => LEAVE_MAX,
+            () = goes_away => LEAVE_MAX,
             () = requests.idle_for(bounds.idle_max) => LEAVE_MAX,
             () = requests.slot().closing() => CLOSE_MAX,
         }
@@ -205,9 +246,16 @@ async fn connection(
     }
 }
 
+/// Returns an age within [`AGE_JITTER`] of `age_max`, so that connections opened together do not end together. The
+/// golden ratio spreads consecutive ids evenly.
+fn jittered(age_max: Duration, id: u64) -> Duration {
+    let fraction = (id as f64 * 0.618_033_988_749_895).fract();
+    age_max.mul_f64(1.0 - AGE_JITTER + 2.0 * AGE_JITTER * fraction)
+}
+
 /// Returns whether a request asks for the state of the router, over HTTP or gRPC.
 fn is_probe(path: &str) -> bool {
-    matches!(path, "/live" | "/health" | "/metrics" | "/grpc.health.v1.Health/Check")
+    matches!(path, "/live" | "/ready" | "/health" | "/metrics" | "/grpc.health.v1.Health/Check")
 }
 
 /// Rejects a request before routing. A gRPC client reads the status as UNAVAILABLE.
@@ -250,6 +298,16 @@ mod tests {
 
     /// Starts a port with one ordinary connection.
     fn port(protocol: Protocol, head_max: Duration, idle_max: Duration) -> Port {
+        port_of(protocol, head_max, idle_max, 100 * LONG, 1)
+    }
+
+    fn port_of(
+        protocol: Protocol,
+        head_max: Duration,
+        idle_max: Duration,
+        age_max: Duration,
+        ordinary_max: usize,
+    ) -> Port {
         let listener = bind("127.0.0.1:0".parse().unwrap()).unwrap();
         let address = listener.local_addr().unwrap();
         let (arrived, go_on) = (Arc::new(Notify::new()), Arc::new(Notify::new()));
@@ -261,16 +319,16 @@ mod tests {
         };
         let routes = Router::new().route("/", get(async || "here")).route("/slow", get(slow));
         let routes = routes.route("/live", get(async || "live"));
-        let connections = ConnectionLimits { ordinary_max: 1, reserved_max: 1 };
-        let bounds = Bounds { head_max, idle_max, ..Bounds::new(connections, LONG, LONG) };
-        let stop = CancellationToken::new();
-        let task = tokio::spawn(serve(listener, protocol, routes, bounds, stop.clone()));
-        Port { address, stop, task, arrived, go_on }
+        let connections = ConnectionLimits { ordinary_max, reserved_max: 1 };
+        let bounds = Bounds { head_max, idle_max, ..Bounds::new(connections, LONG, LONG, age_max) };
+        let shutdown = Shutdown::default();
+        let task = tokio::spawn(serve(listener, protocol, routes, bounds, shutdown.clone()));
+        Port { address, shutdown, task, arrived, go_on }
     }
 
     struct Port {
         address: SocketAddr,
-        stop: CancellationToken,
+        shutdown: Shutdown,
         task: tokio::task::JoinHandle<()>,
         /// The slow request has arrived.
         arrived: Arc<Notify>,
@@ -291,7 +349,7 @@ mod tests {
         }
 
         async fn end(self) {
-            self.stop.cancel();
+            self.shutdown.stop.cancel();
             self.task.await.unwrap();
         }
     }
@@ -392,5 +450,81 @@ mod tests {
             closed(&mut raw).await;
             port.end().await;
         }
+    }
+
+    /// Returns the response to a GET on this connection, which stays open or not.
+    async fn ask(stream: &mut TcpStream) -> String {
+        stream.write_all(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n").await.unwrap();
+        let mut response = Vec::new();
+        let read = async {
+            while !response.ends_with(b"here") {
+                response.push(stream.read_u8().await.expect("the response is complete"));
+            }
+        };
+        tokio::time::timeout(DEADLINE, read).await.expect("the server responds");
+        String::from_utf8(response).unwrap()
+    }
+
+    /// Returns an open HTTP/2 connection without requests.
+    async fn http2(port: &Port) -> TcpStream {
+        let mut raw = port.connect().await;
+        raw.write_all(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n").await.unwrap();
+        raw.write_all(&[0, 0, 0, 4, 0, 0, 0, 0, 0]).await.unwrap();
+        raw
+    }
+
+    /// Reads frames until the server closes, and returns their types.
+    async fn frames(stream: &mut TcpStream) -> Vec<u8> {
+        let mut types = Vec::new();
+        let mut head = [0; 9];
+        while stream.read_exact(&mut head).await.is_ok() {
+            types.push(head[3]);
+            let bytes = u32::from_be_bytes([0, head[0], head[1], head[2]]);
+            let mut payload = vec![0; bytes as usize];
+            stream.read_exact(&mut payload).await.unwrap();
+        }
+        types
+    }
+
+    const GOAWAY: u8 = 7;
+
+    #[tokio::test]
+    async fn leaving_port_closes_http_1_connections_after_a_response_and_draining_sends_goaway() {
+        let port = port_of(Protocol::Http, LONG, LONG, 100 * LONG, 3);
+        let (mut kept, mut raw) = (port.connect().await, http2(&port).await);
+        assert!(!ask(&mut kept).await.contains("connection: close"));
+        port.shutdown.leaving.cancel();
+        assert!(ask(&mut kept).await.contains("connection: close"));
+        closed(&mut kept).await;
+        port.shutdown.draining.cancel();
+        let types = tokio::time::timeout(DEADLINE, frames(&mut raw)).await.unwrap();
+        assert!(types.contains(&GOAWAY), "{types:?}");
+        // Probes come on new connections.
+        assert_eq!(port.get(&client(), "/live").await, 200);
+        port.end().await;
+    }
+
+    #[tokio::test]
+    async fn connection_beyond_its_maximum_age_is_closed() {
+        let port = port_of(Protocol::Http, LONG, LONG, Duration::ZERO, 3);
+        let mut old = port.connect().await;
+        assert!(ask(&mut old).await.contains("connection: close"));
+        closed(&mut old).await;
+        port.end().await;
+        let port = port_of(Protocol::Grpc, LONG, LONG, SHORT, 3);
+        let mut old = http2(&port).await;
+        let types = tokio::time::timeout(DEADLINE, frames(&mut old)).await.unwrap();
+        assert!(types.contains(&GOAWAY), "{types:?}");
+        port.end().await;
+    }
+
+    #[test]
+    fn ages_of_connections_spread_around_the_maximum() {
+        let ages: Vec<f64> = (0..100).map(|id| jittered(LONG, id).as_secs_f64()).collect();
+        let around = 0.9 * LONG.as_secs_f64()..=1.1 * LONG.as_secs_f64();
+        assert!(ages.iter().all(|age| around.contains(age)), "{ages:?}");
+        let mean = ages.iter().sum::<f64>() / 100.0;
+        assert!((mean / LONG.as_secs_f64() - 1.0).abs() < 0.01, "{mean}");
+        assert!((ages[0] - ages[1]).abs() > 1.0);
     }
 }

@@ -162,6 +162,11 @@ impl Slots {
 }
 
 impl Slot {
+    /// Returns the number of the connection, unique on its port.
+    pub fn id(&self) -> u64 {
+        self.id
+    }
+
     /// Returns whether the connection is reserved for a probe.
     pub fn is_reserved(&self) -> bool {
         self.is_reserved

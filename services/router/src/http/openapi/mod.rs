@@ -115,7 +115,11 @@ fn paths() -> Value {
             json!([label_header(), id]),
             with_errors(json_answer("The model.", "Model"), &[404]),
         ),
-        "/health": get("health", "Readiness probe", label(), json!({
+        "/ready": get("ready", "Readiness probe", label(), json!({
+            "200": text("Load balancers may send requests."),
+            "503": text("No decode node has connected yet, or the router leaves."),
+        })),
+        "/health": get("health", "State of the cluster", label(), json!({
             "200": json_answer("Requests can be served.", "Health"),
             "503": no_node,
         })),
