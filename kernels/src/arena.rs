@@ -157,15 +157,15 @@ pub struct KvArena {
 enum Memory {
     /// Owns the range that `base` points to.
     Host(MmapMut),
-    /// Keeps the region that `base` points into.
+    /// Keeps the region alive that `base` points into.
     Shared { _region: Arc<SharedRegion> },
-    /// `base` points to nothing.
+    /// `base` is dangling.
     Remote(Arc<dyn RemoteBlocks>),
 }
 
-// SAFETY: `base` points into `memory`, which this value owns or keeps and which does not move. Code reaches
-// the bytes behind `base` through guards only. `borrows` makes each guard exclusive or shared, with acquire
-// ordering when it borrows and release ordering when it drops.
+// SAFETY: `base` points into `memory`, which this value owns or keeps alive and which does not move, or is dangling
+// and never read. Code reaches the bytes behind `base` through guards only. `borrows` makes each guard exclusive or
+// shared, with acquire ordering when it borrows and release ordering when it drops.
 unsafe impl Send for KvArena {}
 // SAFETY: as above; every method takes `&self` and goes through `borrows`.
 unsafe impl Sync for KvArena {}
@@ -185,9 +185,8 @@ impl KvArena {
         Ok(Self::over(layout, block_count, base, Memory::Host(memory)))
     }
 
-    /// Creates an arena in memory that the ranks of a node and the node process have mapped. The arena
-    /// begins `offset` bytes into the region, a multiple of 64, and has
-    /// [`layout`](KvLayout::block_bytes) times `block_count` bytes.
+    /// Creates an arena of `block_count` blocks in memory that the ranks of a node and the node process have
+    /// mapped. The arena begins `offset` bytes into the region; `offset` is a multiple of 64.
     ///
     /// **Hazard.** Arenas over the same bytes do not see each other's guards. Two rules prevent races:
     /// a rank's steps touch the rank's own heads only, and the node's single block pool never gives a
@@ -292,7 +291,7 @@ impl KvArena {
         Ok(BlockWrite { arena: Arc::clone(self), block })
     }
 
-    /// Returns how many guards and steps hold the block. A pinned block must not get another owner.
+    /// Returns how many guards and steps hold the block. A block that is held must not get another owner.
     pub fn pins(&self, block: BlockId) -> Result<u32, ArenaError> {
         Ok(match self.state(block)? {
             BorrowState::Free => 0,
@@ -301,7 +300,7 @@ impl KvArena {
         })
     }
 
-    /// Returns the borrow state of the block, which may change at once.
+    /// Returns the borrow state of the block. Other threads may change it at any time.
     pub fn state(&self, block: BlockId) -> Result<BorrowState, ArenaError> {
         Ok(BorrowState::of(self.borrow_of(block)?.load(Ordering::Acquire)))
     }
@@ -383,7 +382,7 @@ impl KvArena {
 /// Returns the size of an arena in bytes, or an error when the size is zero or overflows.
 fn arena_bytes(layout: KvLayout, block_count: u32) -> Result<usize, ArenaError> {
     let bad = |reason| ArenaError::BadSize { block_count, layout, reason };
-    // An overflowing size would give out memory outside the mapping.
+    // If the size overflowed, blocks would lie outside the mapping.
     let too_large = || bad("its bytes exceed the address space");
     let block_bytes = layout.checked_block_bytes().ok_or_else(too_large)?;
     if block_count == 0 || block_bytes == 0 {
@@ -428,7 +427,7 @@ impl BlockRead {
         })
     }
 
-    /// Returns whether the block belongs to `arena`.
+    /// Returns whether the block is one of `blocks`.
     pub fn lies_in<B: RemoteBlocks + ?Sized>(&self, blocks: &B) -> bool {
         self.arena.is_of(blocks)
     }
@@ -488,7 +487,7 @@ impl BlockWrite {
         self.arena.block_bytes
     }
 
-    /// Returns whether the block belongs to `arena`.
+    /// Returns whether the block is one of `blocks`.
     pub fn lies_in<B: RemoteBlocks + ?Sized>(&self, blocks: &B) -> bool {
         self.arena.is_of(blocks)
     }

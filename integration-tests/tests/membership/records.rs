@@ -123,13 +123,13 @@ pub async fn invalid_records_in_etcd_are_ignored() -> Result<()> {
     }
     let (membership, mut watch) = follow(at(&etcd.url())).await?;
     assert_eq!(membership.last_known(), []);
-    // Invalid records while the watch is open, and a valid one beside them.
+    // Write invalid records while the watch is open, then register a node.
     client.put(key("g"), vec![b'x'; 1_400_000], None).await?;
     client.put(key("h"), "[]", None).await?;
     let node = entry("decode-1", 1);
     let registration = register(at(&etcd.url()), &node).await?;
     assert_eq!(next(&mut watch).await?, joined(&node));
-    // Another client overwrites the record of a node: the node leaves until it restores the record.
+    // When another client overwrites a node's record, the router loses the node until the node restores the record.
     let key = etcd.wait_leases(&format!("{PREFIX}/nodes/decode-1"), |keys| keys.len() == 1).await?;
     let options = PutOptions::new().with_lease(key[0].1);
     client.put(key[0].0.as_str(), "spoilt", Some(options)).await?;

@@ -409,8 +409,8 @@ def check_attention():
         blocks, layers, layer = 1000, 2, random.randrange(2)
         arena, kv = kv_arena(blocks, layers, kv_heads, dim, dtype)
         sequences = Sequences(shapes, range(blocks - 1), padding=random.choice((0, 3)), trash=blocks - 1)
-        # KV outside the rows' context stays NaN: other blocks, the other layer. Unused tokens of last blocks are zeros, as
-        # a kernel may read them with weight 0.
+        # KV outside the rows' context stays NaN: other blocks and the other layer. Unused tokens of last blocks are zeros,
+        # because a kernel may read them with weight 0.
         used = [block for table in sequences.tables for block in table]
         arena[used, layer] = 0
         for (_, length), table in zip(sequences.shapes, sequences.tables):
@@ -565,7 +565,7 @@ def check_sample():
                     masks[:] = False
                 logits = torch.full((count, stride), NAN)
                 settings, tokens = [], torch.zeros(64, width, dtype=torch.int32)
-                # What is launched; half of the calls have rows that ask for more, which counts as not asked for.
+                # Kernels to launch. In half of the calls rows need further kernels; those needs are ignored.
                 needs, promised = random.choice((0, 0, 1, 3, 4, 5, 8, 9, 15, 15)), random.random() < 0.5
                 stops = torch.zeros(64, 6, dtype=torch.int32)
                 states, order = torch.zeros(64, 4, dtype=torch.int32), random.sample(range(64), count)

@@ -5,14 +5,14 @@ use super::{
     memory::DeviceMemory,
 };
 
-/// Much larger than any cache.
+/// Smallest range to measure, much larger than any cache.
 const BYTES_MIN: u64 = 4 << 30;
 const BYTES_MAX: u64 = 8 << 30;
 const TRIES: usize = 6;
 
 impl CudaBackend {
     /// Measures the peak read bandwidth in GB/s, the best of six runs. Returns `None` when less than 8 GiB
-    /// are free. For benchmarks, before the weights are loaded.
+    /// are free. Benchmarks call it before they load weights.
     pub fn read_gb_per_s(&self) -> Result<Option<f64>, CudaError> {
         let context = self.context();
         // Half of the free memory: other processes may be starting.
@@ -28,7 +28,7 @@ impl CudaBackend {
         let mut best: f64 = 0.0;
         for _ in 0..TRIES {
             begin.record(stream)?;
-            // SAFETY: the range is as long as is said, and its holder outlives the wait below.
+            // SAFETY: the range has `bytes` bytes, and `memory` outlives the wait below.
             unsafe {
                 let (from, sink) = (from.address(), sink.address());
                 launch!(self.library(), stream, baton_read_stream(from, bytes, sink, 0))

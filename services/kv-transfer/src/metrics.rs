@@ -1,5 +1,5 @@
-//! Metrics of the transfers of one node. All threads count here. The driver also publishes a copy of
-//! the protocol's counters after each turn and before each event, so reading never blocks on it.
+//! Metrics of the transfers of one node. All threads count here. The driver thread also publishes a copy of
+//! the protocol's counters after each turn and before each event, so a reader never waits for that thread.
 
 use std::{
     collections::BTreeMap,
@@ -34,7 +34,7 @@ pub struct TransferMetrics {
     pub peers: Vec<PeerMetrics>,
 }
 
-/// A peer that this node is connected to.
+/// A peer that this node is connected to or connecting to.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PeerMetrics {
     pub node_id: String,
@@ -43,7 +43,7 @@ pub struct PeerMetrics {
     pub transfers_active: usize,
 }
 
-/// Reads the metrics without keeping the transfers alive.
+/// Reader of the metrics that does not keep the transfers alive.
 #[derive(Clone, Debug)]
 pub struct MetricsReader(pub(crate) Weak<Metrics>);
 
@@ -57,7 +57,8 @@ impl MetricsReader {
 /// The metrics of one node's transfers, shared by all threads.
 #[derive(Debug, Default)]
 pub(crate) struct Metrics {
-    /// Locked for one increment or one copy. `control_refused` lacks the protocol's rejections.
+    /// Locked for one increment or one copy. `control_refused` does not include the protocol's rejections, which
+    /// [`Self::read`] adds.
     counts: Mutex<TransferMetrics>,
     /// Transport in use with each peer, once a connection is open.
     paths: Mutex<BTreeMap<Epoch, TransferKind>>,
@@ -106,7 +107,7 @@ impl Metrics {
         self.count(|counts| *counts.fallbacks.entry(wanted.name()).or_default() += 1);
     }
 
-    /// Records that a connection with `peer` is in use.
+    /// Records the transport of an open connection with `peer`.
     pub fn set_path(&self, peer: Epoch, kind: TransferKind) {
         locked(&self.paths).insert(peer, kind);
     }

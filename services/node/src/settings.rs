@@ -28,7 +28,7 @@ pub const SECTIONS: &[config::Section] = &[
     config::Section::Telemetry,
 ];
 
-/// A setting that does not fit the model, or that is missing.
+/// A setting that is missing, or that does not fit the model or the machine.
 #[derive(Debug, thiserror::Error)]
 pub enum SettingsError {
     #[error(transparent)]
@@ -73,7 +73,7 @@ pub enum SettingsError {
 /// Default bytes of KV in host memory.
 const KV_MEMORY_BYTES: u64 = 1 << 30;
 
-/// Returns the number of blocks of an arena in host memory: as set, or as many as fit into the memory.
+/// Returns the number of blocks of an arena in host memory: the setting, or as many as fit into the default size.
 pub(crate) fn block_count(node: &config::Node, layout: KvLayout) -> Result<u32, SettingsError> {
     Ok(match block_count_set(node, layout)? {
         Some(blocks) => blocks,
@@ -81,7 +81,7 @@ pub(crate) fn block_count(node: &config::Node, layout: KvLayout) -> Result<u32, 
     })
 }
 
-/// Returns the number of blocks that the settings name, if they do.
+/// Returns the number of blocks that follows from the settings, if one of them is set.
 pub(crate) fn block_count_set(
     node: &config::Node,
     layout: KvLayout,
@@ -103,7 +103,7 @@ fn blocks_of(bytes: u64, layout: KvLayout) -> Result<u32, SettingsError> {
     Ok(blocks as u32)
 }
 
-/// Returns the GPU of each rank in `node.gpu`; `None`: in the driver's order.
+/// Returns the GPU of each rank as listed in `node.gpu`; `None` if unset: the ranks use the driver's order.
 pub(crate) fn gpus(node: &config::Node) -> Result<Option<Vec<&str>>, SettingsError> {
     let Some(gpu) = &node.gpu else { return Ok(None) };
     let names: Vec<&str> = gpu.split(',').map(str::trim).collect();
@@ -114,7 +114,7 @@ pub(crate) fn gpus(node: &config::Node) -> Result<Option<Vec<&str>>, SettingsErr
     Ok(Some(names))
 }
 
-/// Returns the traits from which the node's defaults are derived; `device` is that of one rank.
+/// Returns the traits from which the node's defaults are derived; `device` is the device of one rank.
 pub(crate) fn node_traits(
     config: &Config,
     role: Role,
@@ -323,7 +323,7 @@ pub(crate) fn secret(cluster: &config::Cluster) -> Result<ClusterSecret, Setting
     Ok(ClusterSecret::new(cluster.required_secret()?.reveal().as_bytes())?)
 }
 
-/// Returns limits with room for every transfer that the scheduler may know.
+/// Returns limits that allow every transfer that the scheduler may start.
 pub(crate) fn transfer_limits(chunk_bytes: u64, transfers_max: u32) -> TransferLimits {
     let defaults = TransferLimits::default();
     TransferLimits {
@@ -373,7 +373,7 @@ mod tests {
 
     use super::*;
 
-    /// Returns threads and CPUs on a machine with two NUMA nodes where this process may use CPUs 0
+    /// Returns threads and CPUs on a machine with the NUMA nodes below, where this process may use CPUs 0
     /// to 5 of 8.
     fn found(flags: &[(&str, &str)]) -> Result<(usize, Vec<u32>), String> {
         let flags = flags.iter().map(|(key, value)| ((*key).into(), (*value).into())).collect();

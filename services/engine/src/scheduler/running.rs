@@ -56,8 +56,8 @@ enum Growth {
 }
 
 impl Scheduler {
-    /// Returns the next step, or `None` when `depth` steps are in flight, the last step awaits its token
-    /// bitmasks or no row can advance. The caller launches every plan, in order.
+    /// Returns the next step, or `None` if `depth` steps are in flight, the last step awaits its token bitmasks,
+    /// or no row can advance. The caller launches every plan, in order.
     pub fn plan(&mut self, actions: &mut Vec<Action>) -> Option<StepPlan> {
         if self.frames.len() >= self.config.limits.depth as usize || self.awaited.is_some() {
             return None;
@@ -87,7 +87,7 @@ impl Scheduler {
         Some(plan)
     }
 
-    /// Gives every row of the batch its tokens, oldest first.
+    /// Plans the tokens of every running row, oldest row first.
     fn advance_running(&mut self, builder: &mut PlanBuilder) {
         let step_id = self.frames.next_step();
         let mut index = 0;
@@ -124,7 +124,7 @@ impl Scheduler {
         }
     }
 
-    /// Spends the rest of the token budget on waiting sequences.
+    /// Admits waiting sequences while the token budget allows, and plans their tokens.
     fn advance_newcomers(&mut self, builder: &mut PlanBuilder, actions: &mut Vec<Action>) {
         while builder.budget > 0
             && self.prefill_left(builder) >= PREFILL_MIN
@@ -138,7 +138,7 @@ impl Scheduler {
         }
     }
 
-    /// Returns the prefill that is left in the step, in tokens at the start of a prompt.
+    /// Returns the prefill budget that is left in the step, in tokens at the start of a prompt.
     fn prefill_left(&self, builder: &mut PlanBuilder) -> u32 {
         let Some(itl) = &self.config.itl else { return u32::MAX };
         let budget = builder.prefill.get_or_insert_with(|| {
@@ -168,7 +168,7 @@ impl Scheduler {
             return count;
         };
         let most = itl.tokens_at(position, left_before);
-        // Far into a long prompt a single token may exceed the bound. The prompt must advance nevertheless.
+        // Late in a long prompt a single token may cost more than the budget. The prompt must advance nevertheless.
         let most = if left_before >= PREFILL_MIN { most.max(1) } else { most };
         let count = count.min(most);
         let cost = itl.cost_at(position, count);
@@ -214,9 +214,9 @@ impl Scheduler {
         }
     }
 
-    /// Returns the row to preempt so that the row at `index` gets blocks: the youngest row from `index` on.
-    /// Returns the row at `index` itself only if an older row that is not a sender runs. A sender is never
-    /// preempted: it has all its blocks and finishes on its own. Its handed-over blocks stay held, so a
+    /// Returns the sequence to preempt so that the row at `index` gets blocks: the youngest row from `index` on.
+    /// Returns the row at `index` itself only if an older row that is not a sender is running. A sender is never
+    /// preempted: it has all its blocks and finishes without more. The blocks that it transfers stay held, so a
     /// preempted sender might never get blocks again.
     fn victim(&self, index: usize) -> Option<SequenceId> {
         let displaceable =
@@ -233,9 +233,9 @@ impl Scheduler {
         advance(sequence, id, step_id, count, builder);
     }
 
-    /// Grants draft tokens to the rows of a decode step, oldest first, if they pay off. They take the rest of
-    /// the step's budget and free blocks. No row waits or is preempted for draft tokens. All granted draft
-    /// tokens count as computed until the result tells how many were accepted.
+    /// Grants draft tokens to the rows of a decode step, oldest row first, if they pay off. Draft tokens use only
+    /// the rest of the step's budget and free blocks, so no row waits or is preempted for them. All granted draft
+    /// tokens count as launched until the result tells how many were accepted.
     fn speculate(&mut self, builder: &mut PlanBuilder) {
         let Some(Speculation { row_drafts, step_tokens, uniform, .. }) =
             self.config.limits.speculation

@@ -1,10 +1,10 @@
-//! The connection of two processes.
+//! The connection between two processes.
 //!
-//! 1. The side that has work first sends `HELLO`, repeatedly for one lease. The other compares the
+//! 1. The side that has a transfer first sends `HELLO`, repeatedly for one lease. The other side compares the
 //!    identities and answers `HELLO_OK` or `REJECT`. One such exchange connects both sides.
-//! 2. While either side has transfers, both send `HEARTBEAT`s that name them. Silence for a lease,
-//!    or the end of a data connection, loses the pair and all its transfers.
-//! 3. A pair without transfers sends nothing and is closed after a while.
+//! 2. While either side has transfers, both sides send `HEARTBEAT`s that name the transfers. A side that receives
+//!    nothing for a lease, or loses a data connection, fails the pair and all its transfers.
+//! 3. A pair without transfers sends nothing and is closed after `pair_idle`.
 
 use std::{
     collections::BTreeSet,
@@ -18,7 +18,7 @@ use crate::{
     control::{Body, Hello, HelloOk},
 };
 
-/// A peer that has not answered `HELLO` after this time probably has no room for the pair. It may
+/// A peer that has not answered `HELLO` after this time probably has its maximum number of pairs. The peer may
 /// still answer later.
 const EXPECTED_ANSWER_TIME: Duration = Duration::from_millis(500);
 
@@ -30,25 +30,25 @@ pub struct Pair {
     peer_session: Option<u64>,
     /// All transfers with this peer, including those being aborted.
     pub transfers: BTreeSet<TransferId>,
-    /// Time of the peer's last control message, or of the start of the present work if later: an
-    /// idle peer sends nothing.
+    /// Time of the peer's last control message, or the start of the first of the current transfers if that is later:
+    /// an idle peer sends nothing.
     alive_at: Instant,
-    /// Until this time the peer's last heartbeat obliges this node to send heartbeats.
+    /// The peer has transfers, so this node sends heartbeats until this time.
     peer_works_until: Instant,
     next_heartbeat: Instant,
-    /// Time at which the last work ended.
+    /// Time at which either side last had or expected transfers.
     pub(super) idle_since: Instant,
     data_opened: bool,
     /// This node will send chunks to the peer.
     pub(super) will_send: bool,
-    /// Connected in advance, and no work has come since.
+    /// The pair was created in advance and has had no transfer.
     in_advance: bool,
 }
 
 enum State {
-    /// `HELLO` is sent until it is answered or `until`.
+    /// `HELLO` is sent again until the peer answers, or until the time `until`.
     Connecting { retry: Retry, until: Instant },
-    /// Connected. `transports` are the common ones, the agreed one first.
+    /// Connected. `transports` are the common transports, beginning with the agreed transport.
     Up { data_endpoint: String, transports: Vec<String> },
     /// Rejected. Kept for a lease, so that further commands fail at once.
     Refused { reason: String, until: Instant },
@@ -77,7 +77,7 @@ pub enum Close {
 }
 
 impl Pair {
-    /// Creates a pair that is not connected. `in_advance`: this node has no work for the peer yet.
+    /// Creates a pair that is not connected. `in_advance`: this node has no transfer with the peer yet.
     pub fn new(turn: &mut Turn, address: &PeerAddress, in_advance: bool) -> Self {
         turn.act(Action::Connect { peer: address.clone() });
         turn.sessions += 1;
@@ -110,7 +110,7 @@ impl Pair {
         turn.send(self.peer.epoch, Body::Hello(hello));
     }
 
-    /// Compares the identities each time, so a pair may be rejected later.
+    /// Handles `HELLO`. Compares the identities each time, because a node's weights may have changed.
     pub fn on_hello(&mut self, turn: &mut Turn, hello: &Hello) -> Change {
         self.heard(turn.now);
         if self.is_of_the_past(hello.session) {
@@ -221,8 +221,7 @@ impl Pair {
         }
         self.transfers.insert(transfer);
         if std::mem::take(&mut self.in_advance) && matches!(self.state, State::Connecting { .. }) {
-            // The peer may have had no room for a pair without work, so this `HELLO` gets its own
-            // time-out.
+            // The peer may have rejected a pair without transfers, so this `HELLO` gets its own time-out.
             let (retry, until) = (Retry::start(turn.now), turn.now + LEASE);
             self.state = State::Connecting { retry, until };
             self.send_hello(turn);
@@ -295,7 +294,7 @@ impl Pair {
         self.heartbeat_at(now).map_or(end, |heartbeat| heartbeat.min(end))
     }
 
-    /// Returns when the pair counts as idle. Transfers of the peer also keep the pair.
+    /// Returns when an idle pair is closed. Transfers of the peer also keep the pair open.
     fn idle_at(&self, pair_idle: Duration) -> Instant {
         self.idle_since.max(self.peer_works_until) + pair_idle
     }
@@ -358,7 +357,7 @@ fn in_common(chosen: String, ours: &[String], theirs: &[String]) -> Vec<String> 
 }
 
 /// Returns the first common method in the order of the process with the smaller epoch, so that both
-/// sides choose the same if their `HELLO`s cross.
+/// sides choose the same method if their `HELLO`s cross.
 fn choose(
     what: &str,
     ours: &[String],
