@@ -124,8 +124,8 @@ impl RunningRouter {
         http::probes(self.front.clone())
     }
 
-    /// First step of a graceful shutdown: for `delay`, or until the requests in flight are cut, the router is
-    /// unready and still accepts requests, which load balancers send until they notice.
+    /// First step of a graceful shutdown: for `delay`, or until the requests in flight are cancelled, the router is
+    /// unready and still accepts requests, which load balancers send until their next probe.
     pub async fn leave(&self, delay: Duration) {
         self.front.leaving.cancel();
         tracing::info!(?delay, "leaving: unready, and accepting requests for this time");
