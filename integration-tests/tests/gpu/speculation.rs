@@ -256,7 +256,7 @@ pub fn request_mixes_with_draft_tokens_match_cpu_tokens() {
 
 const CONTEXT: u32 = 1024;
 const BATCHES: [u32; 4] = [1, 8, 32, 128];
-/// Steps of a measurement, after as many that do not count.
+/// Number of measured steps, after the same number of warm-up steps.
 const STEPS: u32 = 20;
 
 /// Returns limits for the largest batch, with as many drafts per row as fit into a step.

@@ -79,7 +79,7 @@ pub enum CpuError {
     Spawn(#[from] io::Error),
 }
 
-/// Runs forward passes on the calling thread and a pool of workers.
+/// CPU backend: runs forward passes on the calling thread and a pool of worker threads.
 pub struct CpuBackend {
     weights: WeightFormat,
     level: Level,

@@ -66,7 +66,7 @@ impl CudaOptions {
     }
 }
 
-/// Runs forward passes on one GPU.
+/// GPU backend: runs forward passes on one GPU.
 ///
 /// Weights and activations have one allocation each. Objects that are created first are only counted;
 /// [`CudaBackend::place`] then allocates the memory, and the same objects are created again in that memory.

@@ -46,7 +46,7 @@ pub enum PeerExchange {}
 
 impl Role for PeerExchange {}
 
-/// Size of a slot, or of one block where a block is larger. The host spends 100 to 150 us on an operation, and
+/// Size of a slot, or of one block where a block is larger. The host spends 100 to 150 µs on an operation, and
 /// NVLink moves 32 to 50 MiB in that time: shorter operations leave the link idle.
 const SLOT_BYTES: usize = 64 << 20;
 /// Slots per link: one is copied to or from while another is sent or received.
@@ -89,7 +89,7 @@ pub fn nccl_reserved_sms(max_ctas: u32) -> u32 {
     if used <= RESERVED_SMS_MAX { used } else { 0 }
 }
 
-/// Makes channels for one arena's blocks.
+/// Factory of channels for one arena's blocks.
 pub struct NcclChannels {
     /// The whole blocks, of which `parts` are the ranks' shares.
     blocks: Arc<dyn RemoteBlocks>,

@@ -12,11 +12,11 @@ use super::{
 
 /// Attempts to observe a GPU event at a known host time.
 const TRIES: usize = 8;
-/// `cuEventElapsedTime` returns an `f32` in ms, which is exact to 0.5 µs up to this age.
+/// Maximum age of the reference event in ms. `cuEventElapsedTime` returns an `f32` in ms, which is exact to 0.5 µs up
+/// to this age.
 const REFERENCE_AGE_MAX_MS: f32 = 4000.0;
 
-/// Converts timed events to host time, relative to a reference event that was observed on both clocks at
-/// start.
+/// Converter of timed events to host time, relative to a reference event that was observed on both clocks at start.
 #[derive(Debug)]
 pub struct DeviceClock {
     reference: Event,

@@ -30,7 +30,7 @@ const FOLDERS: [&str; 5] = [
 ];
 /// The oldest version that accepts all of [`Config`].
 const OLDEST: NcclVersion = NcclVersion(21800);
-/// Later major versions may have other functions.
+/// Newest supported major version. Later versions may have other functions.
 const NEWEST_MAJOR: i32 = 2;
 /// Environment variable of every process that uses NCCL. It turns NVLink multicast off, because a program that crashes
 /// while using multicast can take a host's GPUs out of service.

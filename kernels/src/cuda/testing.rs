@@ -25,7 +25,7 @@ use super::{
 };
 use crate::layout::{BlockId, Dtype, KvLayout};
 
-/// Adds random delays between the work of streams, so that missing waits become visible.
+/// Source of random delays between the work of streams, so that missing waits become visible.
 #[derive(Debug)]
 pub struct Delays {
     library: Arc<KernelLibrary>,

@@ -27,7 +27,7 @@ use baton::bench::stats::Percentiles;
 /// Time-out of every wait for another process.
 const TIMEOUT: Duration = Duration::from_secs(30);
 const WARM_UP: u32 = 100;
-/// On average one of 16 rows begins a block in a step.
+/// Tokens per block: on average one of 16 rows begins a block in a step.
 const BLOCK_TOKENS: u32 = 16;
 
 #[derive(Args)]

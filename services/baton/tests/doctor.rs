@@ -7,7 +7,7 @@ use std::{
 
 use serde_json::Value;
 
-/// Far more than a loaded machine needs.
+/// Time limit, far longer than a loaded machine needs.
 const WITHIN: Duration = Duration::from_secs(60);
 
 /// Returns the output of a process that must exit by itself.

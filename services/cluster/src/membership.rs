@@ -126,7 +126,8 @@ impl MemberList {
     }
 }
 
-/// Converts lists into changes. A slow reader needs bounded memory, because only the latest list counts.
+/// Stream of the changes between successive member lists. Its memory is bounded even for a slow reader, because only
+/// the latest list counts.
 pub struct MemberWatch {
     list: watch::Receiver<Arc<Members>>,
     seen: Members,

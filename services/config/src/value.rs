@@ -157,7 +157,7 @@ fn url(scheme: &str) -> Json {
 }
 
 const NOT_EMPTY: &str = "text that is not empty";
-/// A shorter secret is open to brute force.
+/// Minimum length of a secret in bytes. A shorter secret is open to brute force.
 const SECRET_BYTES_MIN: usize = 16;
 
 fn not_empty(text: &str) -> Option<&str> {

@@ -37,7 +37,7 @@ const GPU_TRANSFER_BYTES: u64 = 32 * MIB;
 const WAITING_BATCHES: u32 = 4;
 /// Minimum default of `node.itl_max`: 50 tokens/s for every decode row.
 const GPU_ITL_MAX: Duration = Duration::from_millis(20);
-/// Minimum default of `node.itl_max` in decode steps. A shorter step has no room for prefill at full throughput.
+/// Minimum default of `node.itl_max` in decode steps. A shorter step cannot prefill at full throughput.
 const GPU_ITL_STEPS: u32 = 4;
 
 /// Device that computes the forward pass.

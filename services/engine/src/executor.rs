@@ -212,7 +212,7 @@ pub enum ExecutorError {
     Group { step_id: u64, source: GroupError },
 }
 
-/// Makes the current or the next `collect` return early. A thread that queues work for the engine thread
+/// Handle that makes the current or the next `collect` return early. A thread that queues work for the engine thread
 /// wakes it, so that a new request does not wait for the running step.
 #[derive(Clone, Default)]
 pub struct CollectWaker {

@@ -25,7 +25,7 @@ const WAITING_MAX: usize = 4096;
 /// Expected time from which a job is slow: a bitmask of this time is late in most decode steps.
 const SLOW: Duration = Duration::from_millis(1);
 
-/// Runs [`MaskJob`]s on worker threads. Without threads, [`submit`](Self::submit) runs them. Dropping it
+/// Worker threads that run [`MaskJob`]s. Without threads, [`submit`](Self::submit) runs them. Dropping this value
 /// discards the queued jobs and joins the threads.
 #[derive(Debug, Default)]
 pub(crate) struct MaskWorkers {

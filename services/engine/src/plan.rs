@@ -24,8 +24,8 @@ pub type StepId = u64;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct Slot(pub u32);
 
-/// Counts the occupants of a slot. A finish, abort or preemption increments it, so that a late result row
-/// is recognized as stale.
+/// Number of the occupant of a slot. A finish, abort or preemption increments it, so that a late result row is
+/// recognized as stale.
 pub type Generation = u32;
 
 /// One step, as a diff to the previous step.

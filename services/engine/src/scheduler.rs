@@ -3,7 +3,7 @@
 //!
 //! Life of a sequence in the scheduler (the [`event`](crate::event) docs describe the node's view):
 //! 1. `handle(Arrived)` rejects or queues the sequence. A `Send` waits until its transfer is ready, a
-//!    `Receive` until blocks can be reserved (at once where possible), a `Compute` until a plan has room.
+//!    `Receive` until blocks can be reserved (at once where possible), a `Compute` until a plan admits it.
 //! 2. Admission looks up the prefix cache and takes every block of the known tokens, so that prefill never
 //!    waits for blocks in the middle of a prompt.
 //! 3. `plan` gives each running row its part of the step's token budget. There are no prefill and decode

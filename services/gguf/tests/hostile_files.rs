@@ -5,7 +5,7 @@ use std::io::Write;
 use gguf::{GgufError, Header, TensorKind};
 use proptest::prelude::*;
 
-/// Writes the elements of a GGUF file.
+/// Writer of the elements of a GGUF file.
 #[derive(Clone, Default)]
 struct Bytes(Vec<u8>);
 

@@ -72,8 +72,8 @@ pub struct TransferLimits {
 }
 
 impl TransferLimits {
-    /// Returns how many commands may wait when this one is queued. A command that begins a transfer finds
-    /// half of the queue: a node that reports "busy" for it still has room for the rest.
+    /// Returns the maximum queue length at which this command is accepted. A command that begins a transfer may fill
+    /// half of the queue: a node that reports "busy" for it still accepts commands of active transfers.
     pub fn queued_max(&self, command: &Command) -> usize {
         match command {
             Command::Receive { .. } | Command::Expect { .. } => self.commands_max / 2,
@@ -101,7 +101,7 @@ impl Default for TransferLimits {
 pub struct ClusterSecret(Vec<u8>);
 
 impl ClusterSecret {
-    /// Shorter secrets can be guessed.
+    /// Minimum length in bytes. A shorter secret is open to brute force.
     pub const BYTES_MIN: usize = 16;
 
     pub fn new(bytes: impl Into<Vec<u8>>) -> Result<Self, SecretTooShort> {

@@ -17,7 +17,7 @@ use xxhash_rust::xxh3::xxh3_128;
 
 use crate::node_core::Refusal;
 
-/// A day; a router's own limit is lower.
+/// Maximum remaining time of an attempt in ms: a day. A router's own limit is lower.
 const REMAINING_MS_MAX: u64 = 86_400_000;
 const CACHE_SALT_BYTES_MAX: usize = 256;
 const ENDPOINT_BYTES_MAX: usize = 262;
@@ -25,7 +25,7 @@ const STOP_TOKENS_MAX: usize = 1024;
 const LOGPROBS_MAX: u32 = 20;
 /// Upper bound of temperature and repetition penalty, far above useful values.
 const SAMPLING_MAGNITUDE_MAX: f32 = 100.0;
-/// OpenAI's bound.
+/// Maximum absolute value of a penalty, as in OpenAI's API.
 const PENALTY_MAX: f32 = 2.0;
 
 /// The bounds that every attempt at this node is checked against.

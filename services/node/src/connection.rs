@@ -31,11 +31,11 @@ use tokio::{
 use tonic::transport::server::Connected;
 use tracing::warn;
 
-/// A few connections per router; more wait in the kernel's accept queue.
+/// Maximum number of connections: a few per router. Further connections wait in the kernel's accept queue.
 const CONNECTIONS_MAX: usize = 256;
-/// The time-out of a peer's ZeroMQ handshake, too.
+/// Time-out of the HTTP/2 connection preface, as long as the time-out of a peer's ZeroMQ handshake.
 const PREFACE_TIMEOUT: Duration = Duration::from_secs(5);
-/// `PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n`.
+/// Length of the HTTP/2 connection preface, `PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n`.
 const PREFACE_BYTES: usize = 24;
 /// Pause after a failed accept: most likely no file descriptor is free.
 const ACCEPT_AGAIN_AFTER: Duration = Duration::from_millis(100);

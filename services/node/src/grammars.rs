@@ -22,9 +22,9 @@ use crate::{
     node_core::Refusal,
 };
 
-/// Compilations that run at the same time. They compete with the engine for CPU cores.
+/// Maximum number of concurrent compilations. They compete with the engine for CPU cores.
 const COMPILING_MAX: usize = 2;
-/// Compilations that wait for those. Typical grammars compile in milliseconds.
+/// Maximum number of compilations that wait to start. Typical grammars compile in milliseconds.
 const WAITING_MAX: usize = 256;
 /// Longest wait for a constraint.
 const CONSTRAIN_WITHIN: Duration = Duration::from_secs(10);

@@ -11,15 +11,16 @@ use tower::util::MapRequestLayer;
 
 use crate::{connection, service::NodeService};
 
-/// A lost router is detected after interval + time-out; then its requests are cancelled.
+/// Interval of keep-alive pings. A lost router is detected within interval plus time-out; then its requests are
+/// cancelled.
 const KEEPALIVE_INTERVAL: Duration = Duration::from_millis(500);
 const KEEPALIVE_TIMEOUT: Duration = Duration::from_secs(2);
 const BACKLOG: u32 = 1024;
-/// A call's message has at most a few hundred KiB.
+/// Time-out for reading a call's message, which has at most a few hundred KiB.
 const REQUEST_READ_MAX: Duration = Duration::from_secs(5);
 /// Bytes of a call in addition to its tokens and its grammar: sampling, ids, salt.
 const MESSAGE_BYTES_BESIDE_TOKENS: usize = 64 << 10;
-/// A token id as a varint.
+/// Maximum bytes of a token id as a varint.
 const TOKEN_BYTES_MAX: usize = 5;
 /// Streams of one connection in addition to attempts: observers and health checks.
 const OTHER_STREAMS_MAX: u32 = 64;

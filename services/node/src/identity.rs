@@ -7,7 +7,7 @@ use kv_transfer::control;
 
 use crate::attempt::AttemptLimits;
 
-/// Weights are loaded once, at start.
+/// Weight version of every node. It is constant, because weights are loaded once, at start.
 const WEIGHT_VERSION: u64 = 1;
 
 /// Returns what must be equal on two nodes that exchange KV.

@@ -18,9 +18,9 @@ use tonic::Status;
 
 use crate::node_core::ObserverId;
 
-/// Most `Observe` calls at a time.
+/// Maximum number of concurrent `Observe` calls.
 pub(crate) const OBSERVERS_MAX: usize = 32;
-/// More than ten seconds of deltas.
+/// Maximum number of queued events: more than ten seconds of deltas.
 const EVENTS_MAX: usize = 256;
 
 type Item = Result<v1::ObserveEvent, Status>;

@@ -26,7 +26,7 @@ use crate::{
 
 const READY_FILE_FLAG: &str = "ready-file";
 const TELEMETRY_STOP_WITHIN: Duration = Duration::from_secs(2);
-/// Async threads serve the streams; the engine and the device have threads of their own.
+/// Number of async threads, which serve the streams. The engine and the device have their own threads.
 const ASYNC_THREADS: usize = 2;
 
 /// Exit code of usage and configuration errors; all other errors exit with 1.

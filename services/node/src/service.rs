@@ -25,10 +25,10 @@ use crate::{
     wire,
 };
 
-/// A `traceparent` of version 00 has 55 bytes; later versions may append.
+/// Maximum length of a `traceparent`. Version 00 has 55 bytes; later versions may append.
 const TRACEPARENT_BYTES_MAX: usize = 128;
 
-/// Serves the calls of routers.
+/// gRPC service for the calls of routers.
 #[derive(Debug)]
 pub(crate) struct NodeService {
     role: Role,

@@ -1,7 +1,7 @@
 //! The bounded queue from the engine thread to one caller.
 //!
 //! The engine thread never waits for a reader: an attempt whose queue is full fails. The last reply
-//! always finds room. Dropping an [`AttemptStream`] before its last reply cancels its attempt.
+//! is always accepted. Dropping an [`AttemptStream`] before its last reply cancels its attempt.
 //!
 //! A step has a reply for every running attempt. [`ReplySender::send`] wakes no reader:
 //! [`Readers::wake`] wakes the readers of a whole step at once, on a thread of the runtime.
@@ -24,10 +24,10 @@ use crate::{
     node_core::{AttemptEnd, CallId, Reply},
 };
 
-/// About ten seconds of fast decoding, 100 KiB at most.
+/// Maximum number of queued events of an attempt: about ten seconds of fast decoding, 100 KiB at most.
 const EVENTS_MAX: usize = 1024;
 
-/// Counts one attempt against the node's bound. The engine thread and the caller's stream hold it; the
+/// Permit that counts one attempt against the node's bound. The engine thread and the caller's stream hold it; the
 /// attempt no longer counts when both have dropped it.
 pub(crate) type AttemptPermit = Arc<OwnedSemaphorePermit>;
 

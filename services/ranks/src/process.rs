@@ -86,7 +86,7 @@ pub fn clock_nanos() -> u64 {
     time.tv_sec as u64 * 1_000_000_000 + time.tv_nsec as u64
 }
 
-/// Converts between [`Instant`] and [`clock_nanos`], so that another process can convert back.
+/// Converter between [`Instant`] and [`clock_nanos`], so that another process can convert back.
 #[derive(Clone, Copy, Debug)]
 pub struct Clock {
     instant: Instant,

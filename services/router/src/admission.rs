@@ -30,7 +30,7 @@ pub enum Full {
 }
 
 /// Bounds the bytes of request bodies before admission. Only received bytes count: a client that announces
-/// a large body and sends nothing takes no room.
+/// a large body and sends nothing takes no bytes.
 #[derive(Clone)]
 pub struct BodyRoom {
     free: Arc<Semaphore>,
@@ -43,7 +43,7 @@ impl BodyRoom {
         Self { free: Arc::new(Semaphore::new(permits.min(Semaphore::MAX_PERMITS))), bytes_max }
     }
 
-    /// Takes room for these bytes of one body, or fails at once. Dropping the permit frees the room.
+    /// Reserves these bytes for one body, or fails at once. Dropping the permit releases them.
     pub fn take(&self, bytes: usize) -> Result<OwnedSemaphorePermit, Full> {
         let full = Full::Bodies { bytes_max: self.bytes_max };
         let permits = u32::try_from(bytes).map_err(|_| full)?;
@@ -188,7 +188,7 @@ impl WaitingRoom {
     }
 }
 
-/// A place in the waiting room, until dropped.
+/// A place in the queue of waiting requests, until dropped.
 pub struct Waiting {
     turns: Arc<Mutex<Turns>>,
     queued: Option<Queued>,

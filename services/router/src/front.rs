@@ -108,7 +108,7 @@ pub struct ServedModel {
     pub name: Arc<str>,
     pub text: TextWorkers,
     pub metrics: RouterMetrics,
-    /// One per model: while the nodes of one model are busy, the nodes of another may have room.
+    /// Queue of waiting requests, one per model: while the nodes of one model are busy, those of another may be free.
     pub waiting: WaitingRoom,
 }
 

@@ -35,7 +35,7 @@ pub enum LogSink {
     Memory(Arc<Mutex<Vec<u8>>>),
 }
 
-/// Runs on the log thread.
+/// Writer that the log thread runs.
 struct SinkWriter {
     sink: LogSink,
     /// Lines dropped since the start; set as soon as the log thread exists.

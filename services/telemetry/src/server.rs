@@ -16,12 +16,13 @@ use tokio_util::sync::{CancellationToken, DropGuard};
 
 use crate::{Metrics, TelemetryError};
 
-/// Enough for a scraper and a few probes; further connections wait in the kernel's queue.
+/// Maximum number of connections, enough for a scraper and a few probes. Further connections wait in the kernel's
+/// queue.
 const CONNECTIONS_MAX: usize = 32;
 /// Maximum lifetime of a connection, which has one request.
 const CONNECTION_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Serves until shutdown. Dropping the server stops it without waiting.
+/// Running HTTP server of the metrics. Dropping it stops the server without waiting.
 pub struct MetricsServer {
     address: SocketAddr,
     stop: DropGuard,

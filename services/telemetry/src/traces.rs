@@ -22,11 +22,11 @@ use tracing_subscriber::{Layer, registry::LookupSpan};
 
 use crate::{Resource, TelemetryError, metrics::Meters};
 
-/// A collector on the same machine or network that is slower than this counts as unreachable.
+/// Time-out of an export. A collector on the same machine or network that is slower counts as unreachable.
 const EXPORT_TIMEOUT: Duration = Duration::from_secs(2);
 /// Queued spans at most, about 1 KiB each; further spans are dropped.
 const QUEUED_SPANS_MAX: usize = 4096;
-/// The collector has the spans of a request about a second after the request's end.
+/// Interval of exports: the collector has the spans of a request about a second after the request's end.
 const EXPORT_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Creates a channel that connects at its first use and reconnects after a lost connection.

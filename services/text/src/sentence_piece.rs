@@ -13,7 +13,7 @@ use crate::{
     vocabulary::{NO_ID, Vocabulary, byte_ids},
 };
 
-/// Represents a space within tokens.
+/// Character that represents a space within tokens.
 pub(crate) const SPACE: char = '▁';
 /// Maximum bytes of a token. The longest in use have about 100 bytes. Bounds the cost of looking up one
 /// pair.

@@ -36,10 +36,10 @@ use crate::{
 /// Time-out for launching an operation. A launch takes microseconds, but during the abort of another channel the
 /// driver may block on an operation of a third one until that one is aborted as well.
 const LAUNCH_MAX: Duration = Duration::from_secs(4);
-/// Aborts took 0.4 to 0.7 s with a dead or a stopped peer.
+/// Time-out of an abort. Aborts took 0.4 to 0.7 s with a dead or a stopped peer.
 const ABORT_MAX: Duration = Duration::from_secs(10);
-/// A launch that takes longer is blocked in the driver, which waits for the GPU. Forward passes in the streams take no
-/// longer, unless prefill steps have many thousand tokens.
+/// Longest usual time of a launch. A launch that takes longer is blocked in the driver, which waits for the GPU.
+/// Forward passes in the streams do not delay a launch for longer, unless prefill steps have many thousand tokens.
 const LAUNCH_USUAL: Duration = Duration::from_millis(200);
 /// Size of the messages that are exchanged before the first block, so that no block waits for the connection.
 const CONNECT_BYTES: usize = 256;

@@ -25,7 +25,7 @@ pub(super) struct StuckLimits {
     pub blocking_polls_max: u32,
 }
 
-/// 2.5 s and 0.2 s. An operation takes milliseconds.
+/// Limits for an operation: 2.5 s and 0.2 s. An operation takes milliseconds.
 const OPERATION: StuckLimits = StuckLimits { polls_max: 50, blocking_polls_max: 4 };
 
 /// Thread that aborts a stuck channel. It never calls the CUDA driver itself: the driver may be blocked on this very
@@ -76,7 +76,7 @@ pub(super) struct Oldest {
     pub is_launched: bool,
 }
 
-/// Counts for how many polls the oldest operation has stayed the same.
+/// Counter of the polls for which the oldest operation has stayed the same.
 pub(super) struct StuckDetector {
     limits: StuckLimits,
     oldest: Option<Oldest>,

@@ -35,7 +35,7 @@ const SPIN: Duration = Duration::from_micros(300);
 /// Pause between later polls.
 const PAUSE: Duration = Duration::from_millis(1);
 
-/// Aborts took 0.4 to 0.7 s with a dead or a stopped peer.
+/// Time-out of an abort. Aborts took 0.4 to 0.7 s with a dead or a stopped peer.
 const ABORT_MAX: Duration = Duration::from_secs(10);
 
 /// A part of a range to send or receive.

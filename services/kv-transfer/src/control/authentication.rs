@@ -100,7 +100,7 @@ impl InvalidMessage {
     }
 }
 
-/// Verifies the messages that arrive at this process. Owned by the listener thread.
+/// Verifier of the messages that arrive at this process. The listener thread owns it.
 pub struct Verifier {
     keys: Keys,
     me: Epoch,

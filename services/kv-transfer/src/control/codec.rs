@@ -16,9 +16,9 @@ const NAME_BYTES_MAX: usize = 256;
 const REASON_BYTES_MAX: usize = 1024;
 /// Longest trace context, in bytes; version 00 has 55.
 const TRACEPARENT_BYTES_MAX: usize = 128;
-/// Most transports or integrity methods in one HELLO.
+/// Maximum number of transports or integrity methods in one HELLO.
 const METHODS_MAX: usize = 16;
-/// Most log-probabilities of a token: more than the API allows a client to ask for.
+/// Maximum number of log-probabilities of a token: more than the API allows a client to request.
 const TOP_LOGPROBS_MAX: usize = 64;
 
 type Checked<T> = Result<T, InvalidMessage>;

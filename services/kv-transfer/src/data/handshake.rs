@@ -17,7 +17,7 @@ use std::{
 use super::stream::{read_exact_by, write_all_by};
 use crate::{api::Epoch, control::Keys, transfer_kind::TransferKind};
 
-/// Far longer than two round trips within a cluster.
+/// Time-out of a handshake, far longer than two round trips within a cluster.
 pub const DEADLINE: Duration = Duration::from_secs(1);
 
 const MAGIC: [u8; 8] = *b"BATONKV1";

@@ -24,11 +24,11 @@ use crate::{api::TransferId, config::LEASE, transport::ChunkId};
 const MAGIC: [u8; 4] = *b"BKI1";
 const HEADER_BYTES: usize = 20;
 const CHECKED_BYTES: usize = 12;
-/// Bound of a body. The largest is a list of more blocks than a transfer may have.
+/// Maximum length of a body in bytes. The longest body is a list of more blocks than a transfer may have.
 const BODY_BYTES_MAX: usize = 1 << 20;
 /// The kind of [`Message::Refused`].
 const REFUSED: u32 = 3;
-/// Longer reasons are truncated.
+/// Maximum length of a reason in bytes. Longer reasons are truncated.
 const REASON_BYTES_MAX: usize = 1024;
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -138,7 +138,7 @@ fn check(head: &[u8], body: &[u8]) -> [u8; 8] {
     hash.digest().to_le_bytes()
 }
 
-/// Reads the messages of one connection.
+/// Reader of the messages of one connection.
 pub struct Messages {
     stream: TcpStream,
     poll: Duration,

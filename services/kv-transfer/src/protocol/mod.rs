@@ -47,9 +47,10 @@ use crate::{
     control::{AbortCause, Body, ControlMessage},
 };
 
-/// Far longer than a round trip within a cluster, so that slow answers cause no retransmission.
+/// Delay before the first retransmission: far longer than a round trip within a cluster, so that slow answers cause no
+/// retransmission.
 const RETRY_FIRST: Duration = Duration::from_millis(100);
-/// At least four retransmissions within a lease.
+/// Maximum delay between retransmissions: at least four of them fit into a lease.
 const RETRY_MAX: Duration = Duration::from_millis(500);
 
 /// Action for the driver. Actions are executed in order.

@@ -52,7 +52,7 @@ const SHUTDOWN_SLACK: Duration = Duration::from_millis(500);
 
 /// Consumer of events. Called on the driver thread; must not block.
 pub trait EventSink: Send + 'static {
-    /// Takes the event, or returns it if there is no room. The driver offers it again, in order,
+    /// Takes the event, or returns it if the sink is full. The driver offers it again, in order,
     /// and accepts no commands meanwhile, so a blocked sink leads to [`Overloaded`].
     fn offer(&mut self, event: Event) -> Result<(), Event>;
 }
@@ -76,7 +76,7 @@ impl<F: FnMut(Event) + Send + 'static> EventSink for F {
 }
 
 /// The command was rejected. Half of the queue is reserved for transfers that have started, so a
-/// node that rejects a `Receive` or `Expect` still has room for the other commands.
+/// node that rejects a `Receive` or `Expect` still accepts the other commands.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 #[error("cannot queue a transfer command: {queued} commands are already queued")]
 pub struct Overloaded {
@@ -321,7 +321,7 @@ fn endpoint(host: &str, port: u16) -> String {
 
 /// Rejects values that peers would reject, naming the field.
 fn check(config: &TransferConfig) -> Result<(), StartError> {
-    /// Bound of names in control messages, minus room for `tcp://` and a port.
+    /// Maximum length of names in control messages, less the bytes of `tcp://` and a port.
     const NAME_BYTES_MAX: usize = 200;
     let names = [
         ("node_id", &config.node_id),

@@ -97,7 +97,7 @@ pub fn receive(socket: &zmq::Socket) -> zmq::Result<Option<(Vec<zmq::Message>, u
     }
 }
 
-/// Decides which connections libzmq accepts (ZAP, RFC 27).
+/// Authenticator that decides which connections libzmq accepts (ZAP, RFC 27).
 pub struct ZapAuth {
     pub socket: zmq::Socket,
     keys: Keys,

@@ -208,7 +208,7 @@ fn few_pairs_with_gpu_memory_are_connected_early() {
     assert_eq!(peers(&world, 0).len(), 4);
 }
 
-/// Returns a world in which node 4 has sent an early HELLO to node 0, which has room for requests only.
+/// Returns a world in which node 4 has sent an early HELLO to node 0, which accepts only pairs of requests.
 fn rejected_early_handshake() -> World {
     let mut world = world(5);
     for node in 1..4 {
@@ -299,7 +299,7 @@ fn early_connects_evict_no_pair_and_leave_room_for_requests() {
         }
         world.run_until(world.now() + CONNECT_INTERVAL);
     }
-    // A request of an unconnected peer finds room without an eviction.
+    // A request of an unconnected peer is accepted without an eviction.
     let from = source(&world, 5);
     world.at(
         world.now(),

@@ -166,9 +166,9 @@ impl Attempts {
         }
     }
 
-    /// Handles a transfer queue that had no room for this command. A transfer that has not begun is
-    /// rejected, and its caller learns that the node is busy. A command on an active transfer must
-    /// reach the transfer: returns true, and the command is the next one again.
+    /// Handles a command that the full transfer queue has rejected. A transfer that has not begun is
+    /// rejected, and its caller learns that the node is busy. A command for an active transfer must
+    /// reach the transfer: returns true, and the command is offered again first.
     pub fn transfer_queue_full(
         &mut self,
         call: CallId,
@@ -463,7 +463,7 @@ impl Attempts {
         self.forget_if_over(id);
     }
 
-    /// Handles a caller whose queue had no room for an event.
+    /// Handles a caller whose queue was full when an event was sent.
     pub fn slow_reader(&mut self, call: CallId) {
         let id = call.sequence;
         if self.records.get(&id).is_none_or(|record| record.call != call) {

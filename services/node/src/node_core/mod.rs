@@ -48,10 +48,10 @@ pub use output::{
 use attempts::Attempts;
 use observers::Observers;
 
-/// How soon a command is offered again after the transfer queue was full.
+/// Delay before a command is offered again after the transfer queue was full.
 pub const TRANSFER_RETRY_AFTER: Duration = Duration::from_millis(2);
-/// A step that takes longer is hung as far as routers are concerned: without an event for this long
-/// they move its requests to other nodes (`router.idle_timeout`).
+/// Time after which a step counts as hung. Routers move requests to other nodes after the same time without an event
+/// (`router.idle_timeout`).
 pub const STALL_AFTER: Duration = Duration::from_secs(60);
 /// The stall time-out is at least this many times the longest step so far: slow hardware is not a stall.
 const STALL_STEPS: u32 = 4;
@@ -106,7 +106,7 @@ impl<E: Executor> NodeCore<E> {
         self.attempts.cancel(call);
     }
 
-    /// Handles a caller whose queue had no room for the last [`Output::Reply`].
+    /// Handles a caller whose queue was full when the last [`Output::Reply`] was sent.
     pub fn handle_slow_reader(&mut self, call: CallId) {
         self.attempts.slow_reader(call);
     }
@@ -116,8 +116,8 @@ impl<E: Executor> NodeCore<E> {
         self.attempts.on_transfer_event(event, now);
     }
 
-    /// Handles a transfer queue that had no room for the last [`Output::Transfer`]. A command that
-    /// begins a transfer is rejected: its caller learns that the node is busy. Any other command is
+    /// Handles a full transfer queue that has rejected the last [`Output::Transfer`]. A command that
+    /// begins a transfer fails: its caller learns that the node is busy. Any other command is
     /// offered again after [`TRANSFER_RETRY_AFTER`], before all later commands; then returns true.
     pub fn handle_transfer_queue_full(
         &mut self,

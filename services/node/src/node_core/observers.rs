@@ -18,7 +18,7 @@ use super::output::{Metric, ObserverId, Output, Outputs};
 
 /// Shortest time between two deltas: routers choose nodes by them and need no exact counts.
 pub(crate) const INTERVAL: Duration = Duration::from_millis(50);
-/// 256 KiB of hashes, far below gRPC's message limit of 4 MiB.
+/// Maximum number of hashes in an event: 256 KiB, far below gRPC's message limit of 4 MiB.
 const HASHES_PER_EVENT_MAX: usize = 16_384;
 
 /// The observers, and the state that they were last sent.

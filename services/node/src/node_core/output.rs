@@ -178,8 +178,8 @@ pub enum Refusal {
 /// The stages of one attempt at one node; each becomes a span.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stage {
-    /// From the arrival until the scheduler may run the sequence: it has room and, on a prefill node,
-    /// the receiver's reservation has arrived.
+    /// From the arrival until the scheduler may run the sequence: blocks and a slot are free and, on a prefill
+    /// node, the receiver's reservation has arrived.
     Queue,
     /// From then on until the first token.
     Prefill,

@@ -99,7 +99,7 @@ fn operation(path: &str) -> Option<Operation> {
 
 type BoxError = Box<dyn std::error::Error + Send + Sync>;
 
-/// A request body that holds room for its bytes until dropped: tonic drops the body once the message is
+/// A request body that reserves its bytes until dropped: tonic drops the body once the message is
 /// decoded.
 pub struct BoundedBody {
     body: Body,

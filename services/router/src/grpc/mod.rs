@@ -21,7 +21,7 @@ use arrived::BoundedBody;
 pub use health::serve_health;
 use inference::InferenceService;
 
-/// Seconds after which a rejected client may find room, as in HTTP's `Retry-After`.
+/// Seconds after which a rejected client should retry, as in HTTP's `Retry-After`.
 const RETRY_AFTER: &str = "1";
 
 /// Returns the routes of every gRPC service of the router. Fails when the compiled-in descriptors are

@@ -296,7 +296,7 @@ pub struct Collected {
     text_offset: u64,
 }
 
-/// Converts tokens into the fields that the client requested.
+/// Converter of tokens into the fields that the client requested.
 #[derive(Clone)]
 pub struct TokenView {
     pub tokenizer: Arc<Tokenizer>,

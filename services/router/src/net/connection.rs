@@ -200,7 +200,7 @@ impl AsyncWrite for ClientConnection {
     }
 }
 
-/// Counts the requests of one connection.
+/// Counter of the requests of one connection.
 pub struct RequestCount {
     in_progress: watch::Sender<usize>,
     /// Request heads that have arrived since the connection was opened.

@@ -20,7 +20,7 @@ pub const SETTLES_IN: Duration = Duration::from_millis(100);
 /// Maximum delay of a round, while further nodes come up.
 pub const WAIT_MAX: Duration = Duration::from_secs(1);
 /// Maximum number of peers that a node connects to in advance; the first request connects other pairs. A
-/// node has room for 64 pairs by default, and connects to the first peers of the list while it has room.
+/// node allows 64 pairs by default, and connects to the first peers of the list up to this number.
 const PEERS_MAX: usize = 16;
 /// Maximum time from the first change since the last round to the end of the round. A starting router is
 /// not ready for this time at most.
@@ -82,8 +82,8 @@ pub struct MeetCall {
 }
 
 /// Returns the Meet calls that pair prefill and decode nodes of equal identity. Both nodes of a pair receive
-/// each other. Each prefill node starts with another decode node, so that every node finds a peer where nodes
-/// have room for few pairs.
+/// each other. Each prefill node starts with another decode node, so that every node finds a peer even if nodes
+/// allow few pairs.
 pub fn meet_calls(serving: &[(String, Role, NodeRecord)]) -> Vec<MeetCall> {
     let fits = |one: &NodeRecord, other: &NodeRecord| {
         one.model == other.model && one.identity == other.identity

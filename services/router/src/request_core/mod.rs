@@ -135,7 +135,7 @@ pub enum Output {
     /// Deliver these new tokens to the client. `hand_over_gap` is set with the decode node's first token:
     /// the time since token 0.
     Emit { first_index: u32, tokens: Vec<Token>, hand_over_gap: Option<Duration> },
-    /// Every node is busy: join the queue of requests that wait for a node with room.
+    /// Every node is busy: join the queue of requests that wait for a free node.
     WaitForTurn,
     /// No node can take the request: release the turn, and wait for a change of nodes.
     WaitForNode,
@@ -274,7 +274,7 @@ impl RequestCore {
         }
     }
 
-    /// Begins the request. `is_queued`: other requests wait for a node with room and come first.
+    /// Begins the request. `is_queued`: other requests wait for a free node and come first.
     pub fn start(&mut self, now: Instant, is_queued: bool) {
         match is_queued {
             true => {

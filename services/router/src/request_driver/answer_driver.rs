@@ -239,7 +239,7 @@ impl<'a> AnswerDriver<'a> {
         }
     }
 
-    /// Returns the request's place in the waiting room. A request that has emitted tokens always finds a
+    /// Returns the request's place in the queue of waiting requests. A request that has emitted tokens always finds a
     /// place: it is bounded by the requests in flight, and rejecting it would cut its answer.
     fn waiting_place(&mut self) -> Result<&mut Waiting, RequestError> {
         let model = &self.request.model;

@@ -141,7 +141,7 @@ impl Queue {
     }
 }
 
-/// Sends the events of a request. A client that does not read blocks its own request only.
+/// Sender of the events of a request. A client that does not read blocks its own request only.
 #[derive(Debug)]
 pub struct EventSender(Arc<Queue>);
 

@@ -141,7 +141,7 @@ impl State {
     }
 }
 
-/// Records when the caller dropped the stream.
+/// Guard that records when the caller dropped the stream.
 struct CallGuard(Arc<Mutex<Option<Instant>>>);
 
 impl Drop for CallGuard {

@@ -48,7 +48,7 @@ pub use router::{
     AttemptEnd, FinishedRequest, InFlightRequest, Operation, RequestEnd, RouterMetrics,
 };
 
-/// Dashboards rarely resolve less.
+/// Interval of pushes. Dashboards rarely show a finer resolution.
 const PUSH_INTERVAL: Duration = Duration::from_secs(10);
 const PUSH_TIMEOUT: Duration = Duration::from_secs(2);
 
@@ -120,7 +120,7 @@ fn metrics_failed(error: impl ToString) -> TelemetryError {
     TelemetryError::Metrics { reason: error.to_string() }
 }
 
-/// Creates instruments and renders their values.
+/// Registry that creates instruments and renders their values.
 #[derive(Clone)]
 pub struct Metrics {
     meter: Meter,

@@ -7,7 +7,8 @@ use kernels::{
     cpu::{CpuBackend, CpuBuffer},
 };
 
-/// Reads as many bytes as the weights have, with all threads, as decoding does. Caches help both alike.
+/// Benchmark that reads as many bytes as the weights have, with all threads, as decoding does. The CPU caches help both
+/// equally.
 pub(super) struct ReadStream {
     /// Huge pages, as for weights.
     memory: CpuBuffer,

@@ -150,15 +150,15 @@ impl Core {
         }
     }
 
-    /// Returns whether there is room for a pair without work. It evicts no pair, and leaves half of
-    /// the table to requests, whose pairs would otherwise evict it again.
+    /// Returns whether another pair without transfers is allowed. Such a pair evicts no pair. Half of the table
+    /// is reserved for requests, because their pairs would evict such a pair again.
     fn has_room_in_advance(&self) -> bool {
         let uses_gpu_memory = |pair: &&Pair| pair.transport() != TCP;
         self.pairs.values().filter(uses_gpu_memory).count() < PRECONNECTED_PAIRS_MAX
             && self.pairs.len() < self.turn.local.limits.pairs_max.div_ceil(2)
     }
 
-    /// Makes room by closing the longest idle pair.
+    /// Closes the longest idle pair if the table is full. Returns whether a pair can be added.
     pub(super) fn make_room_for_pair(&mut self) -> bool {
         if self.pairs.len() < self.turn.local.limits.pairs_max {
             return true;
