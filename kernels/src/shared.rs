@@ -316,7 +316,7 @@ pub fn sweep_in(folder: &Path) -> Vec<RegionName> {
 fn remove_if_ownerless(path: &Path) -> bool {
     let mut options = OpenOptions::new();
     let file = options.read(true).custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK).open(path);
-    // The file is gone, or belongs to another user.
+    // The file was removed, or belongs to another user.
     let Ok(file) = file else { return false };
     let Ok(opened) = file.metadata() else { return false };
     if !opened.is_file() || file.try_lock().is_err() {

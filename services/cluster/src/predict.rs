@@ -294,7 +294,7 @@ impl NodeState {
         steps * self.mixed_step_ms(tokens / steps, pairs / steps)
     }
 
-    /// Returns the prompt tokens of a step, at most `tokens_max`. Beside running sequences, the node's inter-token
+    /// Returns the prompt tokens of a step, at most `tokens_max`. With running sequences, the node's inter-token
     /// latency bound limits them. `context`: mean number of tokens to which a prompt token attends.
     fn bounded_tokens(&self, tokens_max: f64, context: f64) -> f64 {
         let PrefillCosts { step_ms, token_ms, pair_ms } = self.prefill;

@@ -17,7 +17,7 @@ use kernels::{
 };
 use serde::{Deserialize, Serialize};
 
-/// Numbers the steps of one engine, from 0.
+/// Number of a step of one engine, from 0.
 pub type StepId = u64;
 
 /// A row of the running batch.

@@ -202,7 +202,7 @@ fn a_failing_matcher_ends_its_own_sequence_with_a_typed_failure() {
     assert_eq!(broken, SequenceFailure::Internal { reason });
 }
 
-/// A matcher whose bitmasks wait for a message, or panic when the sender is gone.
+/// A matcher whose bitmasks wait for a message, or panic when the sender was dropped.
 #[derive(Clone, Debug)]
 struct Slow {
     grammar: HashGrammar,
@@ -305,7 +305,7 @@ fn a_mask_worker_that_panics_fails_its_own_sequence() {
     assert_eq!(tokens, 20);
 }
 
-/// Allows every token and fails to consume any.
+/// Matcher that allows every token and fails to consume any.
 #[derive(Clone, Debug)]
 struct Refuses;
 

@@ -22,7 +22,7 @@ const LOOKUP_TIMEOUT: Duration = Duration::from_secs(1);
 /// Maximum number of lookups in flight, including those whose caller has timed out.
 const LOOKUPS_MAX: usize = 16;
 
-/// Resolves one `host:port`; may block.
+/// Function that resolves one `host:port`; may block.
 type Lookup = dyn Fn(&str) -> io::Result<Vec<SocketAddr>> + Send + Sync;
 
 /// Resolver that the threads of one node share to connect to peers.

@@ -48,7 +48,7 @@ pub trait Transport: Send {
     fn shutdown(&mut self, deadline: Instant) -> Vec<String>;
 }
 
-/// Names one chunk of a transfer.
+/// Id of one chunk of a transfer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct ChunkId {
     pub transfer: TransferId,

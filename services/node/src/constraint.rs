@@ -22,7 +22,7 @@ use crate::node_core::Refusal;
 /// calls.
 pub const GRAMMAR_VERSION: u32 = 2;
 
-/// Receives the times of the compilation and of each token bitmask.
+/// Callback that receives the times of the compilation and of each token bitmask.
 pub type Timer = Arc<dyn Fn(Timed, Duration) + Send + Sync>;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -29,8 +29,8 @@ pub enum Full {
     Stopping,
 }
 
-/// Bounds the bytes of request bodies before admission. Only received bytes count: a client that announces
-/// a large body and sends nothing takes no bytes.
+/// Bound on the bytes of request bodies before admission. Only received bytes count: a client that announces a large
+/// body and sends nothing takes no bytes.
 #[derive(Clone)]
 pub struct BodyRoom {
     free: Arc<Semaphore>,
@@ -51,7 +51,7 @@ impl BodyRoom {
     }
 }
 
-/// Bounds the answers in flight. Each choice of a request is one answer.
+/// Bound on the answers in flight. Each choice of a request is one answer.
 pub struct Admission {
     in_flight: Arc<watch::Sender<u32>>,
     max: u32,
@@ -85,7 +85,7 @@ impl Admission {
     pub fn admit(&self, answers: u32) -> Result<Admitted, Full> {
         let mut outcome = Err(Full::InFlight { max: self.max });
         self.in_flight.send_if_modified(|count| {
-            // Checked under the lock of `emptied`: no answer is admitted after the last one ended.
+            // Checked under the lock of `emptied`, so that no answer is admitted after the last answer has ended.
             if self.is_closed() {
                 outcome = Err(Full::Stopping);
             } else if answers <= self.max - *count {
@@ -113,12 +113,12 @@ impl Admission {
 
     /// Blocks until no answer is in flight. Callers bound the wait.
     pub async fn emptied(&self) {
-        // Fails only without a sender, and `self` holds it.
+        // Fails only if the sender was dropped, but `self` holds the sender.
         let _ = self.in_flight.subscribe().wait_for(|count| *count == 0).await;
     }
 }
 
-/// Bounds the waiting answers of all models together.
+/// Bound on the waiting answers of all models together.
 pub struct WaitingPlaces {
     taken: AtomicU32,
     max: u32,

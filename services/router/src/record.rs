@@ -201,7 +201,7 @@ impl Drop for RequestRecord {
             completion_tokens: state.completion_tokens,
             cached_tokens: state.cached_tokens,
         });
-        // An exported span ends when it was last left.
+        // The end of an exported span is the time at which the span was last left, so enter and leave it now.
         let _entered = self.span.enter();
         // The span has these fields, if there is one.
         let no_span = self.span.is_disabled();

@@ -1,4 +1,4 @@
-//! Waits that share a task with a stream of tokens, made so that a token does not pay for them.
+//! Waits that share a task with a stream of tokens and take no time when a token arrives.
 
 use std::pin::Pin;
 

@@ -26,7 +26,7 @@ use crate::{
     scenario::{RequestPlan, VOCABULARY},
 };
 
-/// Names one call of an attempt.
+/// Id of one call of an attempt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct CallKey {
     pub transfer: TransferId,

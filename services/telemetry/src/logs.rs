@@ -69,7 +69,7 @@ impl Write for SinkWriter {
     }
 }
 
-/// Owns the log thread.
+/// Owner of the log thread.
 pub(crate) struct LogWriter {
     guard: Option<WorkerGuard>,
     /// Closed when the log thread ends.

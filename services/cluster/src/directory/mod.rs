@@ -334,7 +334,7 @@ impl Directory {
         }
     }
 
-    /// Drops the attempts and transfer times of a process that is gone.
+    /// Drops the attempts and transfer times of a dead process.
     fn forget_assignments(&mut self, key: NodeKey) {
         self.assignments.retain(|_, assigned| assigned.node != key);
         self.transfer_ms.retain(|(prefill, decode), _| *prefill != key && *decode != key);

@@ -203,7 +203,7 @@ impl Directory {
             policy => policy,
         };
         let mut options = options(policy, wanted, &decode, &prefill);
-        // Without predictions nothing speaks against a hand-over.
+        // Without predictions the pair is preferred.
         let may_be_local = self.selection.disaggregate == Disaggregate::Auto && costs.is_some();
         if !may_be_local && options.iter().any(|option| option.prefill.is_some()) {
             options.retain(|option| option.prefill.is_some());

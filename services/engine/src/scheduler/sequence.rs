@@ -25,8 +25,7 @@ pub(super) type Arrival = u64;
 #[repr(C)]
 pub(super) struct Sequence {
     pub(super) phase: Phase,
-    /// Kind of the sequence. A `Receive` becomes a `Compute` when it turns out to be alone or its KV
-    /// has arrived.
+    /// Kind of the sequence. A `Receive` becomes a `Compute` when its KV has arrived, or when it needs no transfer.
     pub(super) kind: SequenceKind,
     pub(super) ignore_stop_tokens: bool,
     /// Prompt tokens that were cached when the sequence was first admitted.
@@ -86,7 +85,7 @@ pub(super) struct Row {
     /// Upper bound: tokens on the device once every frame in flight is done.
     pub(super) length: usize,
     pub(super) last_step: Option<StepId>,
-    /// The executor has been told of this row.
+    /// Whether a plan has admitted this row on the executor.
     pub(super) announced: bool,
     /// The last sample was withdrawn because its token bitmask was late.
     pub(super) was_late: bool,

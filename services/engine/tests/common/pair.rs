@@ -16,7 +16,7 @@ use engine::{
 };
 use kernels::{BlockId, KvArena, sampling::SampledToken};
 
-/// Copies one block's contents from the prefill node's memory to the decode node's.
+/// Copier of one block's contents from the prefill node's memory to the decode node's memory.
 pub trait BlockCopy {
     fn copy(&self, from: BlockId, to: BlockId);
 }

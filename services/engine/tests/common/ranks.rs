@@ -78,7 +78,7 @@ impl RemoteBlocks for RankBlocks {
     }
 }
 
-/// Gives every plan to all ranks and asserts that their results are bit-equal.
+/// Executor that gives every plan to all ranks and asserts that their results are bit-equal.
 pub struct Together {
     pub ranks: Vec<CpuExecutor>,
 }

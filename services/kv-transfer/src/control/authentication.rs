@@ -29,7 +29,7 @@ pub struct TooLarge {
     pub bytes: usize,
 }
 
-/// Signs the control messages of this process. Shared by the sender threads.
+/// Signer of the control messages of this process. The sender threads share it.
 pub struct Signer {
     keys: Keys,
     from: Peer,

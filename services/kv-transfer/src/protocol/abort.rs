@@ -4,7 +4,7 @@
 //! 2. After the release, the final event is emitted: the node may free the blocks.
 //! 3. `ABORT` is sent to the peer until it answers or a lease has passed.
 //!
-//! Step 3 runs in parallel to the others. An `ABORT` by the peer is answered with `ABORT_ACK` after
+//! Step 3 runs in parallel with steps 1 and 2. An `ABORT` by the peer is answered with `ABORT_ACK` after
 //! step 2.
 
 use std::time::Instant;
@@ -110,7 +110,7 @@ impl Transfer {
         }
     }
 
-    /// Sends no message any more: the connection to the peer is gone.
+    /// Stops sending messages: the connection to the peer is lost.
     pub fn stop_abort_messages(&mut self) {
         if let Phase::Aborting(aborting) = &mut self.phase {
             aborting.abort = None;

@@ -33,7 +33,7 @@ pub struct Chunks {
     given_to: usize,
     /// Number of chunks in `State::Announced`.
     announced: usize,
-    /// Number of chunks that are announced or cleared.
+    /// Number of chunks in `State::Announced` or `State::Clear`.
     ahead: usize,
     /// Number of chunks in `State::Given`.
     given: usize,
@@ -126,7 +126,7 @@ impl Chunks {
         Some(&chunk.announcement)
     }
 
-    /// Returns the chunks that were announced and not cleared.
+    /// Returns the announced chunks whose `CTS` has not arrived.
     pub fn unanswered(&self) -> impl Iterator<Item = &control::Chunk> {
         let ahead = self.chunks[self.given_to..self.waiting_from].iter();
         let unanswered = ahead.filter(|chunk| chunk.state == State::Announced);
@@ -137,7 +137,8 @@ impl Chunks {
         self.announced > 0
     }
 
-    /// Marks a chunk as cleared. Returns false if it already was. Fails if it was not announced.
+    /// Marks a chunk whose `CTS` has arrived. Returns false if it was marked before. Fails if the chunk was not
+    /// announced.
     pub fn clear(&mut self, chunk: u32) -> Result<bool, String> {
         match self.chunks.get_mut(chunk as usize) {
             None | Some(Chunk { state: State::Waiting, .. }) => {
@@ -152,7 +153,8 @@ impl Chunks {
         }
     }
 
-    /// Marks the next chunk that is cleared and written as given, and returns it with its blocks.
+    /// Returns the next chunk that is written and has a `CTS`, with its blocks, and marks it as given to the
+    /// transport.
     pub fn give(&mut self) -> Option<(u32, Vec<BlockId>)> {
         let is_due = |chunk: &Chunk| {
             chunk.state == State::Clear

@@ -63,8 +63,8 @@ pub enum Action {
     Disconnect { peer: Epoch },
     /// Send a control message. It may be lost; important messages are retransmitted.
     SendControl { peer: Epoch, message: ControlMessage },
-    /// Open the data connection that sends chunks to this peer. `transports` are the common ones as
-    /// offered: the agreed one, then the others, best first.
+    /// Open the data connection that sends chunks to this peer. `transports` are the common
+    /// transports: the agreed transport, then the others, best first.
     OpenData { peer: Epoch, endpoint: String, transports: Vec<String> },
     /// Close the data connections with this peer in both directions; new ones may follow. No event
     /// about the old ones follows.

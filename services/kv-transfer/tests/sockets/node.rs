@@ -73,7 +73,7 @@ struct Elsewhere {
     reach: Option<Reach>,
 }
 
-/// Simulates how processes of one host access each other's GPU memory.
+/// Simulated access of the processes of one host to each other's GPU memory.
 #[derive(Clone, Debug)]
 pub struct Reach {
     /// While false, copies stay in flight.

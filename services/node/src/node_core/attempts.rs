@@ -2,8 +2,8 @@
 //!
 //! Three parties meet here: the caller ([`Reply`]), the scheduler ([`Input`], [`Action`]) and the
 //! transfers ([`transfer::Command`], [`transfer::Event`]). Scheduler inputs, transfer commands and
-//! outputs are queued; [`NodeCore::poll_output`](super::NodeCore::poll_output) empties the queues. The
-//! step numbers in the comments are those of DESIGN's "Life of a request".
+//! outputs are queued; [`NodeCore::poll_output`](super::NodeCore::poll_output) empties the queues. In the
+//! comments D is the decode node and P the prefill node of a request.
 //!
 //! A record lives from [`Attempts::call`] until the caller got its last reply (or left) *and* the
 //! attempt has no active transfer. The scheduler may know the sequence for a shorter or longer time;
@@ -101,7 +101,7 @@ impl Attempts {
         self.is_draining = true;
     }
 
-    /// Handles the router's `Decode` or `Prefill` call (steps 2 and 3).
+    /// Handles the router's `Decode` or `Prefill` call.
     pub fn call(&mut self, call: Call, now: Instant) {
         let (id, call_id) = (call.sequence.id, call.id());
         let refusal = if self.is_draining {
@@ -150,7 +150,7 @@ impl Attempts {
         }
         record.caller = CallerState::Streaming;
         self.outputs.push_back(Output::Reply { call: record.call, reply: Reply::Accepted });
-        // Step 3, prefill: the transfers pair this call with the RESERVE, whichever comes first.
+        // On P the transfers pair this call with D's `RESERVE`. Either may come first.
         if record.kind == SequenceKind::Send
             && let Some(peer) = record.peer.clone()
         {
@@ -205,7 +205,7 @@ impl Attempts {
     /// Handles an action of the scheduler.
     pub fn on_action(&mut self, action: Action, now: Instant) {
         match action {
-            // Step 2, decode: D asks P for the blocks that D does not have.
+            // D requests the blocks that D does not have from P.
             Action::Reserve { id, first_block, blocks } => {
                 let Some(record) = self.records.get_mut(&id) else { return };
                 let Some(peer) = record.peer.clone() else { return };
@@ -225,7 +225,7 @@ impl Attempts {
                 };
                 self.commands.push_back((record.call, command));
             }
-            // Step 2, decode: the router may emit token 0.
+            // On D: the router may emit token 0.
             Action::Admitted { id, cached_tokens, alone } => {
                 let Some(record) = self.records.get_mut(&id) else { return };
                 for stage in [Stage::Queue, Stage::Reserve] {
@@ -240,7 +240,7 @@ impl Attempts {
                 record.look_up_prefix(cached_tokens, &mut self.outputs);
                 record.send(AttemptEvent::Reserved { cached_tokens, alone }, &mut self.outputs);
             }
-            // Step 4, prefill: a range of blocks may be sent.
+            // On P: a range of blocks may be sent.
             Action::KvWritten { id, first_block, blocks } => {
                 let Some(record) = self.records.get_mut(&id) else { return };
                 record.begin(Stage::Transfer, &mut self.outputs);
@@ -259,9 +259,8 @@ impl Attempts {
         }
     }
 
-    /// Handles sampled tokens. Step 5, decode: tokens 0, 1, 2, … On a prefill node this is token 0
-    /// (step 3), which waits for `Finished` of the same step to say whether token 0 is the last
-    /// one.
+    /// Handles sampled tokens. On D these are tokens 0, 1, 2, … On P this is token 0, which waits for `Finished`
+    /// of the same step: then it is known whether token 0 is the last token.
     fn on_tokens(
         &mut self,
         id: SequenceId,
@@ -294,12 +293,12 @@ impl Attempts {
                 let Some((first_index, token, cached_tokens)) = record.token_0.take() else {
                     return self.fail_as_bug(id, "the sequence finished without a token");
                 };
-                // Step 3: token 0 goes straight to the router, ahead of the transfer.
+                // P sends token 0 straight to the router, ahead of the transfer.
                 let tokens = vec![token.clone()];
                 let event = AttemptEvent::Tokens { first_index, tokens, cached_tokens, finish };
                 record.send(event, &mut self.outputs);
                 let Some(reason) = finish else {
-                    // Step 5, prefill: with token 0 the transfer can complete.
+                    // On P: with token 0 the transfer can complete.
                     record.begin(Stage::Transfer, &mut self.outputs);
                     if record.may_command_transfer() {
                         let transfer = TransferId(id.0);
@@ -373,7 +372,7 @@ impl Attempts {
 
     pub fn on_transfer_event(&mut self, event: transfer::Event, now: Instant) {
         match event {
-            // Step 3, prefill: the RESERVE arrived, so the scheduler may run the sequence.
+            // On P: the `RESERVE` has arrived, so the scheduler may run the sequence.
             transfer::Event::Ready { transfer, first_block, block_count: _, traceparent } => {
                 let id = SequenceId(transfer.0);
                 if let Some(record) = self.records.get_mut(&id) {
@@ -386,7 +385,7 @@ impl Attempts {
                 }
                 self.inputs.push_back(Input::TransferReady { id, first_block });
             }
-            // Step 5, decode: every block and DONE arrived; the blocks become visible.
+            // On D: every block and `DONE` have arrived, and the blocks become visible.
             transfer::Event::Arrived { transfer, first_index, token, stats } => {
                 let id = SequenceId(transfer.0);
                 if let Some(record) = self.records.get_mut(&id) {
@@ -400,7 +399,7 @@ impl Attempts {
             transfer::Event::ReceiveFailed { transfer, failure } => {
                 self.on_transfer_failed(transfer, TransferSide::Receiver, failure);
             }
-            // Step 4, prefill: D has every block; P's reference on the blocks may go.
+            // On P: D has every block, so P may release its reference on the blocks.
             transfer::Event::Delivered { transfer, stats } => {
                 let id = SequenceId(transfer.0);
                 let end = TransferEnd::Complete;
@@ -446,8 +445,7 @@ impl Attempts {
         self.forget_if_over(id);
     }
 
-    /// Handles the end of a call. Step 6: the router has all tokens that it needs, or its client
-    /// left.
+    /// Handles the end of a call: the router has all tokens that it needs, or its client left.
     pub fn cancel(&mut self, call: CallId) {
         let id = call.sequence;
         let Some(record) = self.records.get_mut(&id).filter(|record| record.call == call) else {

@@ -63,15 +63,15 @@ pub struct NodeCore<E> {
     observers: Observers,
     /// From the scheduler, in order.
     actions: VecDeque<Action>,
-    /// Filled and emptied by each call of the step loop.
+    /// Scratch list that each call of the step loop fills and empties.
     new_actions: Vec<Action>,
     /// The sequence whose arrival the scheduler has just seen.
     arrived: Option<SequenceId>,
-    /// No command is offered before, because the transfer queue was full.
+    /// Time before which no command is offered, because the transfer queue was full.
     transfer_retry_at: Option<Instant>,
     stall_after: Duration,
     is_stalled: bool,
-    /// Preemptions that a metric has reported.
+    /// Number of preemptions that the metrics have reported.
     preemptions: u64,
     /// The latest time that the core was given.
     now: Instant,

@@ -11,14 +11,14 @@ use kv_transfer::api::{self as transfer, Epoch, PeerAddress, TransferStats};
 use proto::v1::{self, FailureKind};
 use telemetry::metrics::{SequenceEnd, TransferEnd, TransferSide};
 
-/// Names one `Prefill` or `Decode` call. `number` differs between calls that name the same sequence.
+/// Id of one `Prefill` or `Decode` call. `number` differs between calls that name the same sequence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct CallId {
     pub sequence: SequenceId,
     pub number: u64,
 }
 
-/// Names one `Observe` call.
+/// Id of one `Observe` call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct ObserverId(pub u64);
 

@@ -1,4 +1,4 @@
-//! The list of tokens that were emitted to the client: the only truth about an answer.
+//! The list of tokens that were emitted to the client: the single source of truth about an answer.
 //!
 //! Nodes may repeat tokens, in the same attempt (a decode node repeats token 0) or in a later one. Each
 //! index enters the list once, in order. A repeated token must be equal to the emitted one.
@@ -159,7 +159,7 @@ mod tests {
         assert_eq!(emitted.accept(0, vec![]), Err(EmissionError::Empty { first_index: 0 }));
     }
 
-    /// A window of the true answer, or a lie about it.
+    /// A window of the true answer, or one with a false token.
     #[derive(Clone, Debug)]
     struct Event {
         first: u32,
@@ -173,8 +173,8 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever order, overlap, repetition and lies events come in: what is shown is a prefix
-        /// of the true answer, each index once, unless a lie was about an index still unknown.
+        /// Tests events in any order, with overlaps, repetitions and false tokens: the emitted tokens are a prefix
+        /// of the true answer, each index once, unless a false token was the first for its index.
         #[test]
         fn each_index_is_emitted_once(events in proptest::collection::vec(event(), 0..60)) {
             let truth = |index: u32| index * 31 % 97;

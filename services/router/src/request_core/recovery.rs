@@ -411,7 +411,8 @@ fn one_line(text: &str) -> String {
     line
 }
 
-/// Gives the requests of one model that found every node busy their turn to pick again, in order of arrival.
+/// Queue of the requests of one model that found every node busy. They get their turn to pick again in order of
+/// arrival.
 #[derive(Debug)]
 pub struct TurnQueue<Id> {
     waiting: VecDeque<Id>,

@@ -130,7 +130,7 @@ impl<'a> AnswerDriver<'a> {
         };
         let deadline = core.next_deadline().expect("a request that has not ended has a deadline");
         tokio::select! {
-            // The decode node first: once it sends tokens, the prefill node no longer matters.
+            // Polls the decode node first: once it sends tokens, the prefill node no longer matters.
             biased;
             message = next_message(&mut decode), if core.expects_decode() => {
                 core.handle_decode(Instant::now(), message);
@@ -139,7 +139,7 @@ impl<'a> AnswerDriver<'a> {
                 core.handle_prefill(Instant::now(), message);
             }
             () = Waiting::turn(waiting), if core.expects_turn() => core.handle_turn(Instant::now()),
-            // Fails only without a sender, and `front` holds it.
+            // Fails only if the sender was dropped, but `front` holds the sender.
             _ = node_changes.changed(), if core.expects_node() => {
                 core.handle_nodes_changed(Instant::now());
             }

@@ -190,7 +190,7 @@ impl Drop for EventSender {
     }
 }
 
-/// Receives the events of a request.
+/// Receiver of the events of a request.
 #[derive(Debug)]
 pub struct EventReceiver(Arc<Queue>);
 

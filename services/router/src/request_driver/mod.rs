@@ -166,14 +166,14 @@ async fn prepare(
         .map_err(|error| stop_refused(&error))?;
     let admitted = front.admission.admit(answer_count as u32)?;
     let none = RequestError::NoDecodeNode { waited: Duration::ZERO };
-    // While no node is up, the limits of the last ones hold, and the request waits for a node in its core.
+    // While no node is up, the limits of the last known nodes apply, and the request waits for a node in its core.
     let limits = front.nodes.last_limits(&model.name).ok_or(none)?;
 
     let grammar_version = options.grammar.as_ref().map_or(0, RequestedGrammar::version);
     let grammar = match options.grammar.take() {
         Some(asked) => {
             deadline.limit(model.text.check_grammar(&asked)).await??;
-            // Without any node nothing is known, and the request waits for one in its core.
+            // Without a node the version is unknown, and the request waits for a node in its core.
             let newest = front.nodes.grammar_version(&model.name);
             if newest.is_some_and(|newest| newest < grammar_version) {
                 return Err(RequestError::NoGrammar { field: asked.field });

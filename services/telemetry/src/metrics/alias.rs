@@ -5,7 +5,7 @@
 
 use prometheus::proto::{LabelPair, Metric, MetricFamily};
 
-/// Selects the metrics of a family that an alias repeats.
+/// The metrics of a family that an alias repeats.
 #[derive(Clone, Copy)]
 enum Part {
     All,

@@ -78,7 +78,7 @@ const HOST_SECONDS: [f64; 13] = [
     0.005, 0.02,
 ];
 
-/// Owns the two readers.
+/// The two readers of the metrics.
 pub(crate) struct Meters {
     pub(crate) provider: SdkMeterProvider,
     registry: Registry,

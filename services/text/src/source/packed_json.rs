@@ -74,7 +74,7 @@ fn push<E: Error>(strings: &mut PackedStrings, string: &str) -> Result<(), E> {
     if strings.push(string) { Ok(()) } else { Err(E::custom("the tokens exceed 4 GiB")) }
 }
 
-/// Appends one string.
+/// Deserializer seed that appends one string.
 struct Push<'a>(&'a mut PackedStrings);
 
 impl<'de> DeserializeSeed<'de> for Push<'_> {
@@ -97,7 +97,7 @@ impl Visitor<'_> for Push<'_> {
     }
 }
 
-/// Appends the two strings of one merge.
+/// Deserializer seed that appends the two strings of one merge.
 struct Merge<'a>(&'a mut PackedStrings);
 
 impl<'de> DeserializeSeed<'de> for Merge<'_> {

@@ -27,9 +27,9 @@ const COLOURS: [RGBColor; 6] = [
 const LINE_WIDTH: u32 = 2;
 const THIN_LINE_WIDTH: u32 = 1;
 
-/// Selects the percentiles of a panel.
+/// Function that selects the percentiles of a panel.
 type Figure = fn(&Point) -> &Percentiles;
-/// Selects the percentile of a line.
+/// Function that selects the percentile of a line.
 type Rank = fn(&Percentiles) -> f64;
 
 /// A line of each panel.
