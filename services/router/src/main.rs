@@ -217,7 +217,7 @@ async fn serve(
     if let Some(path) = ready_file {
         write_ready_file(path, &router)?;
     }
-    // A user at a terminal waits for no load balancer.
+    // SIGINT comes from a user at a terminal, where no load balancer needs the delay.
     let delay = tokio::select! {
         _ = interrupt.recv() => Duration::ZERO,
         _ = terminate.recv() => drain_delay,

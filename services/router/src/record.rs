@@ -20,8 +20,8 @@ use crate::{
 /// Maximum length of a client's label.
 const LABEL_CHARS_MAX: usize = 128;
 
-/// Record of one request, logged and counted when dropped. A request that no error and no complete answer
-/// ended was left by its client, or lost its connection because the client did not read.
+/// Record of one request, logged and counted when dropped. If the request has neither failed nor completed by
+/// then, its client left, or its connection was closed because the client did not read.
 pub struct RequestRecord {
     /// The default model until the request's own model is known.
     model: Arc<ServedModel>,
