@@ -30,7 +30,7 @@ const GROWTH_BYTES_MAX: u64 = 180 << 20;
 /// Connections to each port.
 const ROUNDS: u64 = 40;
 const GARBAGE_KINDS: u64 = 5;
-/// Connections that one attacker leaves open. A node accepts 128 unauthenticated ones.
+/// Number of connections that one attacker leaves open. A node accepts 128 unauthenticated connections.
 const HELD_MAX: usize = 60;
 
 async fn start(spec: ClusterSpec) -> Result<(Cluster, Client)> {

@@ -83,7 +83,7 @@ fn replay(target: &str) {
     }
 }
 
-/// Defines a test for each target, and a test that no target is missing.
+/// Defines a test for each target, and a test that fails if a target has no test.
 macro_rules! replays {
     ($($test:ident: $target:literal;)+) => {
         $( #[test] fn $test() { replay($target); } )+

@@ -705,7 +705,7 @@ int32_t load_decode_attention() {
     for (int variant : {41, 44, 81, 88, kVerify}) {
       const int columns = variant == kVerify ? kMaxColumns : kMaxGroup;
       with_variant<decltype(dim)::value>(variant, columns, kMaxRows, [&](auto* kernel, int most) {
-        // The largest group with the most rows exceeds the shared memory of a Hopper CTA; each alone fits.
+        // The largest group and the most rows together exceed the shared memory of a Hopper CTA; each alone fits.
         if (code == BATON_OK) code = load(kernel, most < device->shared_bytes ? most : device->shared_bytes);
       });
     }

@@ -297,7 +297,7 @@ int32_t exchange_candidates(const baton_group& group, const Arguments& in, int s
                             cudaStream_t stream) {
   const int head_items = divide_up(1 + slices_most * static_cast<int>(sizeof(Winner) / 4), ITEM_WORDS);
   ExchangeShape shape;
-  // As many CTAs as whole rows of logits are worth; with few such rows, the other CTAs do nothing.
+  // The number of CTAs suits an exchange of whole rows of logits. If few rows need one, the other CTAs do nothing.
   BATON_TRY(exchange_shape(group, in.args.samples, divide_up(tokens_most, ITEM_WORDS), shape));
   return launch("sampling: candidates", candidates_kernel<N>, shape.grid, dim3(shape.threads), 0, stream,
                 device_group(group), in, head_items, tokens_most, shape.capacity);

@@ -54,7 +54,8 @@ int32_t check(cudaError_t error, const char* what) {
 bool is_programmatic() { return programmatic.load(std::memory_order_relaxed); }
 
 int32_t current_device(Device& device) {
-  // What a device is does not change; which one is current costs a call that only asks the thread.
+  // A device's properties never change, so each thread keeps those of its device. Only the current device is queried
+  // at each call, which is cheap.
   static thread_local int known = -1;
   static thread_local Device kept;
   int index = 0;

@@ -1,4 +1,4 @@
-// Unnormalised token probabilities (weights) and random numbers, with the same arithmetic as on the CPU.
+// Unnormalized token probabilities (weights) and random numbers, with the same arithmetic as on the CPU.
 #pragma once
 
 #include "sample.cuh"

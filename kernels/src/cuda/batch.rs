@@ -195,7 +195,7 @@ pub struct Finished {
     /// Host times at which the GPU began and ended the step.
     pub began_at: Instant,
     pub ended_at: Instant,
-    /// Time between that the GPU waited for token bitmasks.
+    /// Time in this interval in which the GPU waited for token bitmasks.
     pub mask_wait: Duration,
     /// Host time at which the results were in host memory.
     pub landed_at: Instant,

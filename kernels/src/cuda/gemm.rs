@@ -26,7 +26,7 @@ use crate::layout::Dtype;
 
 /// Workspace size that NVIDIA recommends for Hopper; older GPUs need no more.
 pub const WORKSPACE_BYTES: usize = 32 << 20;
-/// Shapes whose plan is cached. The cache is cleared when it is full.
+/// Maximum number of shapes whose plan is cached. The cache is cleared when it is full.
 const PLANS_MAX: usize = 1 << 15;
 
 /// `out[rows][outputs] = x[rows][inputs] · w[outputs][inputs]ᵀ`.

@@ -116,7 +116,7 @@ impl Sampler {
         self.rows_gathered
     }
 
-    /// Adds gathered rows: `told` as counted by the device, or all `samples` where logits are always
+    /// Adds gathered rows: `told`, which the device has counted, or all `samples` if logits are always
     /// gathered.
     pub fn add_gathered(&mut self, told: u64, samples: u64) {
         self.rows_gathered += if self.whole.is_some() { samples } else { told };

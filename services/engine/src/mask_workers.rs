@@ -61,7 +61,7 @@ struct Queue {
 }
 
 /// A queued job. The order of jobs is the order in which they would finish if each began at once, so no job waits
-/// for ever.
+/// forever.
 #[derive(Debug)]
 struct Waiting {
     due: Instant,

@@ -1,8 +1,8 @@
 //! Plans and results as bytes, by postcard.
 //!
-//! A plan leaves out its rows while they are those of the plan before: a steady decode step of 256
-//! sequences takes about 120 bytes. Decoding accepts any bytes: malformed bytes are a typed error, and
-//! memory is allocated for what the bytes hold, not for what a length prefix promises.
+//! A plan leaves out its rows if they equal the rows of the previous plan: a decode step of 256 unchanged
+//! sequences takes about 100 bytes. Decoding accepts any bytes: malformed bytes give a typed error, and
+//! memory is allocated for what the bytes contain, not for what a length prefix states.
 
 use std::borrow::Cow;
 

@@ -151,7 +151,7 @@ struct Watch {
     stopping: AtomicBool,
     /// Process id and handle of each rank; `None` before its start and after its end.
     processes: Mutex<Vec<Option<(u32, Process)>>>,
-    /// Rung at a failure: the bell of results, and the bell of free plan slots.
+    /// Bells that a failure rings: the bell of results, and the bell of free plan slots.
     bells: [Bell; 2],
 }
 

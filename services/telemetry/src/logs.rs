@@ -21,7 +21,7 @@ use tracing_subscriber::{
 
 use crate::{LogFormat, TelemetryConfig, TelemetryError};
 
-/// Queued lines at most; at about 200 bytes a line this is below 1 MiB.
+/// Maximum number of queued lines; at about 200 bytes a line this is below 1 MiB.
 const QUEUED_LINES_MAX: usize = 4096;
 /// Time that a process which exits without [`LogWriter::shutdown`] waits for its last lines.
 const DROP_TIMEOUT: Duration = Duration::from_millis(500);

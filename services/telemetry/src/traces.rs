@@ -24,7 +24,7 @@ use crate::{Resource, TelemetryError, metrics::Meters};
 
 /// Time-out of an export. A collector on the same machine or network that is slower counts as unreachable.
 const EXPORT_TIMEOUT: Duration = Duration::from_secs(2);
-/// Queued spans at most, about 1 KiB each; further spans are dropped.
+/// Maximum number of queued spans, about 1 KiB each; further spans are dropped.
 const QUEUED_SPANS_MAX: usize = 4096;
 /// Interval of exports: the collector has the spans of a request about a second after the request's end.
 const EXPORT_INTERVAL: Duration = Duration::from_secs(1);

@@ -38,7 +38,7 @@ pub(super) struct Answer {
     pub max_ctas: Option<u32>,
     /// The GPUs of the receiver's parts, in order of rank.
     pub uuids: Vec<String>,
-    /// The bytes of a `UniqueId` for each communicator, in pieces because serde has no longer arrays.
+    /// The bytes of a `UniqueId` for each communicator, in pieces because serde supports no longer arrays.
     pub ids: Vec<[[u8; 32]; 4]>,
 }
 

@@ -33,8 +33,8 @@ use crate::{
     peer::{End, WaitLimit},
 };
 
-/// Time-out for launching an operation. A launch takes microseconds, but during the abort of another channel the
-/// driver may block on an operation of a third one until that one is aborted as well.
+/// Time-out for launching an operation. A launch takes microseconds. But while another channel is aborted, the driver
+/// may block on an operation of a third channel until that channel is aborted as well.
 const LAUNCH_MAX: Duration = Duration::from_secs(4);
 /// Time-out of an abort. Aborts took 0.4 to 0.7 s with a dead or a stopped peer.
 const ABORT_MAX: Duration = Duration::from_secs(10);
@@ -43,7 +43,8 @@ const ABORT_MAX: Duration = Duration::from_secs(10);
 const LAUNCH_USUAL: Duration = Duration::from_millis(200);
 /// Size of the messages that are exchanged before the first block, so that no block waits for the connection.
 const CONNECT_BYTES: usize = 256;
-/// Time-out for connecting. An abort of another channel waits for the whole GPU, and so for this as well.
+/// Time-out for connecting. While a channel connects, an abort of another channel waits, because the abort waits for
+/// the whole GPU.
 const CONNECT_MAX: Duration = Duration::from_secs(2);
 /// Connecting is aborted after 2.25 s, or after 0.5 s while another thread is blocked in the driver. The pair then
 /// falls back to another transport.

@@ -218,8 +218,8 @@ impl Shared {
         let _aborting = locked(&self.aborting);
         // Set first: aborting the kernels makes their marks reached.
         self.aborted.store(true, Ordering::SeqCst);
-        // First and without the lock on the links: its holder may be blocked in the driver, and the driver on these
-        // communicators.
+        // Aborts the communicators first and without the lock on the links: its holder may be blocked in the driver,
+        // and the driver on these communicators.
         let ended = Communicators::abort_all(&self.communicators);
         if let Some(mut links) = locked(&self.links).take()
             && let Err(reason) = Link::drain_all(&mut links, ended)

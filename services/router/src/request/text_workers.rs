@@ -394,7 +394,7 @@ mod tests {
         assert!(poll!(&mut fourth).is_pending(), "both threads are busy");
         drop((second, third));
         drop(fourth.await.unwrap());
-        // A text beyond the limit takes all permits and does not wait for ever.
+        // A text beyond the limit takes all permits and does not wait forever.
         let whole = room.enter(usize::MAX).await.unwrap();
         assert!(poll!(pin!(room.enter(1))).is_pending());
         drop(whole);

@@ -11,7 +11,7 @@ pub(super) enum Step {
     More,
     /// A key of the outermost object is complete, between these offsets including quotes.
     Key(usize, usize),
-    /// A string value of such a key is complete, between these offsets including quotes.
+    /// A string value of the outermost object is complete, between these offsets including quotes.
     Text(usize, usize),
     /// The byte closes the object.
     Complete,

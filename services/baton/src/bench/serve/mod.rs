@@ -34,7 +34,7 @@ use self::{
 use super::{output_file, stats::WorkloadRng};
 use crate::http_client::HttpClient;
 
-/// In-flight conversations at most in an open loop; further arrivals are reported as `client full`.
+/// Maximum number of in-flight conversations in an open loop; further arrivals are reported as `client full`.
 const IN_FLIGHT_MAX: usize = 4096;
 const CONCURRENCY: u32 = 8;
 /// Default rates for `--agents`, in jobs per second: those of LMCache's report on agent workloads.

@@ -109,11 +109,11 @@ fn log_refusal(incoming: &Incoming<'_>, reason: &str) {
     shared.metrics.fell_back(TransferKind::Nccl);
 }
 
-/// Reads one message, tells the sender to go, and launches the receive.
+/// Reads one message, answers `Go`, and launches the receive.
 ///
 /// The order matters. Aborting another communicator waits for the whole GPU, and every CUDA driver
-/// call then waits for that abort. A receive launched before its sender was told would block all of
-/// them for ever.
+/// call then waits for that abort. A receive that was launched before its `Go` was sent would block
+/// all of them forever.
 fn launch_receive(
     incoming: &Incoming<'_>,
     channel: &dyn PeerChannel,
