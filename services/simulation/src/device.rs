@@ -23,8 +23,8 @@ pub struct StepCost {
     pub step: Duration,
     /// Time of each token of the step.
     pub token: Duration,
-    /// A step is computed when it is launched. Otherwise it is computed when its result is due. A real
-    /// device computes in between.
+    /// Whether a step is computed when it is launched, instead of when its result is due. A real device
+    /// computes in between.
     pub is_eager: bool,
 }
 

@@ -177,7 +177,7 @@ pub struct Process {
     /// Peers of attempts, by transfer.
     peers: BTreeMap<TransferId, Epoch>,
     holds: BTreeMap<TransferId, TransferHold>,
-    /// Commands in the queue of the transfer thread, on their way or arrived, and those arrived.
+    /// Commands for the transfer thread: the number in transit or arrived, and the arrived commands.
     commands: usize,
     arrived_commands: VecDeque<Command>,
     transfer_limits: TransferLimits,

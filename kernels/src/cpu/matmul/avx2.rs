@@ -132,7 +132,7 @@ unsafe fn with_rows<T: Element>(tile: &Tile<'_>, target: &Target, weights: Weigh
     }
 }
 
-/// Computes `V` vectors of columns after another.
+/// Computes all columns, `V` vectors at a time.
 ///
 /// # Safety
 /// As [`with_rows`], for `M` rows.

@@ -34,7 +34,7 @@ async fn report(front: Arc<Front>, reporter: HealthReporter, stop: CancellationT
         tokio::select! {
             () = stop.cancelled() => return,
             () = front.leaving.cancelled(), if !heard => heard = true,
-            // Fails only without the directory, which `front` holds.
+            // Fails only if the directory was dropped, but `front` holds the directory.
             changed = changes.changed() => if changed.is_err() { return },
         }
     }

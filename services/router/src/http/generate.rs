@@ -49,7 +49,7 @@ use crate::{
 
 const CHAT_CHUNK: &str = "chat.completion.chunk";
 const TEXT_CHUNK: &str = "text_completion";
-/// Bytes of one write from which on further events wait for the next one.
+/// Size of a write in bytes from which on further events wait for the next write.
 const WRITE_BYTES: usize = 4096;
 
 pub async fn chat_completions(State(front): State<Arc<Front>>, request: Request<Body>) -> Response {

@@ -41,7 +41,7 @@ pub(super) struct Tile {
     pub weights: Aligned<u32>,
     /// Tokens of the current span that each query sees, one bit per token.
     pub seen: Vec<u64>,
-    /// Number of tokens, from the start of the current span, of which some query sees the last.
+    /// Number of tokens of the current span up to the last token that any query sees.
     pub known: usize,
     /// Greatest score in the current segment, per query.
     pub maxima: Vec<f32>,
