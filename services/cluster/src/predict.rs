@@ -14,7 +14,7 @@
 //! time to first token = time of the queued prompts (on a decode node at least of the decode steps in flight)
 //!        + the prompt's own steps + wait for free blocks
 //! gap    = transfer time that prefill steps do not overlap (hand-over only)
-//! harm   = running rows * time by which the prompt lengthens their steps (decode node prefills only)
+//! harm   = decoding rows * time by which the prompt lengthens their steps (decode node prefills only)
 //! decode = the first 32 tokens of the answer
 //!          + running and waiting rows * time by which the new row lengthens their steps
 //! evict  = prefill time of one token per block that the decode node lacks, because it may evict a cached prefix
@@ -37,7 +37,7 @@ const PREFILL_TOKENS_MIN: f64 = 32.0;
 /// Decode steps that a prompt on a decode node waits for. With two steps in flight, these are half of the running step
 /// and the next step.
 const STEPS_IN_FLIGHT: f64 = 1.5;
-/// Minimum prompt tokens of a step with running sequences: one block.
+/// Minimum prompt tokens of a step in which sequences decode: one block.
 const BLOCK_TOKENS: f64 = 16.0;
 /// Steps that a fit needs before the node reports it.
 const PREFILL_STEPS_MIN: u32 = 4;
@@ -252,7 +252,7 @@ impl From<v1::StepCosts> for StepCosts {
     }
 }
 
-/// A node's step costs and its running sequences.
+/// A node's step costs and the sequences that decode there.
 #[derive(Clone, Copy, Debug)]
 pub struct NodeState {
     pub prefill: PrefillCosts,
@@ -260,9 +260,9 @@ pub struct NodeState {
     pub step_tokens: f64,
     pub chunk_tokens: f64,
     pub itl_max_ms: f64,
-    /// Running sequences.
-    pub running: f64,
-    /// KV tokens that they attend to.
+    /// Sequences that decode.
+    pub decoding: f64,
+    /// KV tokens that these sequences attend to.
     pub context_tokens: f64,
     /// Sequences that will decode together with the prompt: running and waiting.
     pub rows: f64,
@@ -276,12 +276,12 @@ impl NodeState {
         step_ms + row_ms * rows + context_token_ms * context_tokens
     }
 
-    /// Returns the time of a decode step of the running sequences.
+    /// Returns the time of a decode step of the sequences that decode.
     fn step_ms(&self) -> f64 {
-        self.decode_step_ms(self.running, self.context_tokens)
+        self.decode_step_ms(self.decoding, self.context_tokens)
     }
 
-    /// Returns the time of a step that prefills while the running sequences decode.
+    /// Returns the time of a step that prefills while these sequences decode.
     fn mixed_step_ms(&self, tokens: f64, pairs: f64) -> f64 {
         let PrefillCosts { step_ms, token_ms, pair_ms } = self.prefill;
         let rows_ms = self.step_ms() - self.decode.step_ms;
@@ -299,7 +299,7 @@ impl NodeState {
     fn bounded_tokens(&self, tokens_max: f64, context: f64) -> f64 {
         let PrefillCosts { step_ms, token_ms, pair_ms } = self.prefill;
         let left_ms = self.itl_max_ms - step_ms - (self.step_ms() - self.decode.step_ms);
-        if self.running == 0.0 || left_ms == f64::INFINITY {
+        if self.decoding == 0.0 || left_ms == f64::INFINITY {
             return tokens_max;
         }
         // Without a measured cost per token any number of tokens fits.
@@ -329,7 +329,7 @@ impl NodeState {
     fn exceeds_itl_max(&self, prompt: &Prompt) -> bool {
         let tokens = prompt.uncached_tokens.min(BLOCK_TOKENS);
         let block_ms = self.mixed_step_ms(tokens, attention_pairs(prompt.cached_tokens, tokens));
-        self.running > 0.0 && block_ms > self.itl_max_ms
+        self.decoding > 0.0 && block_ms > self.itl_max_ms
     }
 
     fn decode_ms(&self, tokens: f64, new_tokens_max: u32) -> f64 {
@@ -371,7 +371,7 @@ pub struct Prediction {
     pub harm_ms: f64,
     pub decode_ms: f64,
     pub evict_ms: f64,
-    /// Every step of the prompt exceeds the inter-token latency bound of running sequences.
+    /// Every step of the prompt exceeds the inter-token latency bound of other sequences.
     pub exceeds_itl_max: bool,
 }
 
@@ -410,11 +410,11 @@ pub fn hand_over(
 pub fn local(node: &NodeState, prompt: &Prompt, new_tokens_max: u32) -> Prediction {
     let prompt_ms = node.prompt_ms(prompt);
     let decode_only_ms = node.prompt_steps(prompt) * node.step_ms();
-    let in_flight_ms = if node.running > 0.0 { STEPS_IN_FLIGHT * node.step_ms() } else { 0.0 };
+    let in_flight_ms = if node.decoding > 0.0 { STEPS_IN_FLIGHT * node.step_ms() } else { 0.0 };
     Prediction {
         ttft_ms: node.queue_ms.max(in_flight_ms) + prompt_ms + prompt.blocks_ms,
         gap_ms: 0.0,
-        harm_ms: node.running * (prompt_ms - decode_only_ms),
+        harm_ms: node.decoding * (prompt_ms - decode_only_ms),
         decode_ms: node.decode_ms(prompt.tokens(), new_tokens_max),
         evict_ms: prompt.evict_ms,
         exceeds_itl_max: node.exceeds_itl_max(prompt),
@@ -547,7 +547,7 @@ mod tests {
             step_tokens: 512.0,
             chunk_tokens: 512.0,
             itl_max_ms: f64::INFINITY,
-            running: 0.0,
+            decoding: 0.0,
             context_tokens: 0.0,
             rows: 0.0,
             queue_ms: 0.0,
@@ -572,7 +572,7 @@ mod tests {
 
     #[test]
     fn local_prefill_costs_each_running_row_the_added_time() {
-        let loaded = NodeState { running: 30.0, ..node() };
+        let loaded = NodeState { decoding: 30.0, ..node() };
         let (idle, busy) = (local(&node(), &prompt(512.0), 1), local(&loaded, &prompt(512.0), 1));
         assert_eq!(idle.harm_ms, 0.0);
         let added = loaded.mixed_step_ms(512.0, 512.0 * 256.0) - loaded.step_ms();
@@ -600,19 +600,19 @@ mod tests {
 
     #[test]
     fn steps_beside_running_sequences_stay_within_the_inter_token_latency_bound() {
-        let bounded = NodeState { itl_max_ms: 8.0, running: 10.0, ..node() };
+        let bounded = NodeState { itl_max_ms: 8.0, decoding: 10.0, ..node() };
         let prompt = prompt(2048.0);
         let steps = bounded.prompt_steps(&prompt);
         let longest = bounded.mixed_step_ms(2048.0 / steps, prompt.pairs() / steps);
         assert!(steps > 4.0 && (7.0..8.0).contains(&longest), "{steps} steps of {longest} ms");
         assert!(!local(&bounded, &prompt, 1).exceeds_itl_max);
         // The prompt takes longer, and an idle node needs no bound.
-        let idle = NodeState { running: 0.0, ..bounded };
+        let idle = NodeState { decoding: 0.0, ..bounded };
         assert_eq!(idle.prompt_steps(&prompt), 4.0);
         assert!(local(&bounded, &prompt, 1).ttft_ms > local(&idle, &prompt, 1).ttft_ms + 3.0);
         assert!(bounded.queued_ms(5000.0, 1e6) > idle.queued_ms(5000.0, 1e6));
         // Decode alone takes longer than the bound.
-        let full = NodeState { running: 400.0, ..bounded };
+        let full = NodeState { decoding: 400.0, ..bounded };
         assert!(local(&full, &prompt, 1).exceeds_itl_max);
         assert_eq!(full.bounded_tokens(512.0, 100.0), BLOCK_TOKENS);
     }

@@ -146,13 +146,15 @@ pub struct BlockHash(pub u128);
 pub struct Load {
     /// Sequences in the batch.
     pub running: u32,
+    /// Sequences in the batch that still prefill.
+    pub prefilling: u32,
     /// Known sequences that are not in the batch.
     pub waiting: u32,
     /// Tokens of known sequences that this node has not prefilled yet.
     pub pending_prompt_tokens: u64,
     /// Token pairs that attention computes for these tokens: for each token, the tokens up to it.
     pub pending_prompt_pairs: u64,
-    /// KV tokens of the sequences in the batch.
+    /// KV tokens of the sequences in the batch that decode.
     pub context_tokens: u64,
     pub blocks_free: u32,
     pub blocks_cached: u32,

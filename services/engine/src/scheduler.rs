@@ -177,14 +177,18 @@ impl Scheduler {
 
     pub fn load(&self) -> Load {
         let BlockCounts { free, cached, held, reserved } = self.kv.pool.counts();
-        let (mut pending_prompt_tokens, mut pending_prompt_pairs, mut context_tokens) = (0, 0, 0);
+        let (mut pending_prompt_tokens, mut pending_prompt_pairs) = (0, 0);
+        let (mut prefilling, mut context_tokens) = (0, 0);
         for sequence in self.sequences.values() {
             let computed = match &sequence.phase {
                 Phase::Reserved { .. } => sequence.given_len,
                 Phase::AwaitingReady | Phase::Waiting => 0,
                 Phase::Ready(table) => table.computed,
                 Phase::Running(row) => {
-                    context_tokens += row.computed as u64;
+                    match sequence.decodes() {
+                        true => context_tokens += row.computed as u64,
+                        false => prefilling += 1,
+                    }
                     row.computed
                 }
             };
@@ -194,6 +198,7 @@ impl Scheduler {
         }
         Load {
             running: self.running.len() as u32,
+            prefilling,
             waiting: (self.sequences.len() - self.running.len()) as u32,
             pending_prompt_tokens,
             pending_prompt_pairs,

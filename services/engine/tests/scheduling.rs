@@ -638,8 +638,13 @@ fn load_counts_sequences_and_pending_prompt_tokens() {
     assert_eq!(load.pending_prompt_tokens, 40 - 16 + 30);
     let pairs = |tokens: u64| tokens * (tokens + 1) / 2;
     assert_eq!(load.pending_prompt_pairs, pairs(40) - pairs(16) + pairs(30));
-    assert_eq!(load.context_tokens, 16);
+    assert_eq!((load.prefilling, load.context_tokens), (1, 0));
     assert_eq!((load.blocks_held, load.blocks_free), (3, 13));
+    while node.engine.scheduler().load().pending_prompt_tokens > 30 {
+        node.turn();
+    }
+    let load = node.engine.scheduler().load();
+    assert_eq!((load.running, load.prefilling, load.context_tokens), (1, 0, 40));
 }
 
 #[test]

@@ -437,10 +437,13 @@ impl Candidate<'_> {
     fn state(&self, now: Instant, others: (PrefillCosts, DecodeCosts)) -> (NodeState, Prompt) {
         let costs = self.seen.step_costs.expect("costs are known only if every candidate reports");
         let load = &self.seen.load;
-        // The running sequences of a prefill node are prompts.
-        let (running, context_tokens, rows) = match self.role {
+        // A prefill node decodes nothing: its running sequences are prompts.
+        let (decoding, context_tokens, rows) = match self.role {
             Role::Prefill => (0.0, 0.0, 0.0),
-            Role::Decode => (load.running.into(), load.context_tokens as f64, self.rows() as f64),
+            Role::Decode => {
+                let decoding = load.running.saturating_sub(load.prefilling).into();
+                (decoding, load.context_tokens as f64, self.rows() as f64)
+            }
         };
         let pending = load.pending_prompt_tokens as f64;
         let mut state = NodeState {
@@ -449,7 +452,7 @@ impl Candidate<'_> {
             step_tokens: costs.step_tokens,
             chunk_tokens: costs.chunk_tokens,
             itl_max_ms: costs.itl_max_ms,
-            running,
+            decoding,
             context_tokens,
             rows,
             queue_ms: 0.0,

@@ -100,6 +100,17 @@ fn decode_node_at_its_inter_token_latency_bound_prefills_no_prompt() {
 }
 
 #[test]
+fn running_sequences_that_prefill_delay_a_prompt_by_their_tokens_only() {
+    let step_costs = Some(v1::StepCosts { itl_max_ms: 6, ..costs() });
+    let queue = Load { step_costs, ..queued(500) };
+    let prefills = Load { running: 1, waiting: 0, prefilling: 1, ..queue };
+    let ttft = |load| pick(&mut cluster(DEFAULT, &[], &[load]), 400).ttft.unwrap();
+    assert_eq!(ttft(prefills), ttft(queue));
+    let decodes = Load { prefilling: 0, ..prefills };
+    assert!(ttft(decodes) > ttft(queue), "the prompt waits for the step in flight");
+}
+
+#[test]
 fn always_hands_over_and_never_does_not() {
     let with = |disaggregate| Selection { disaggregate, ..DEFAULT };
     for policy in [NodePolicy::Predicted, NodePolicy::CacheAware] {

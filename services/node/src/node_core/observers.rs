@@ -221,6 +221,7 @@ fn wire_load(load: &Load) -> v1::NodeLoad {
         blocks_reserved: load.blocks_reserved,
         pending_prompt_pairs: load.pending_prompt_pairs,
         context_tokens: load.context_tokens,
+        prefilling: load.prefilling,
         ..v1::NodeLoad::default()
     }
 }
