@@ -520,21 +520,22 @@ fn options<'a>(
         // KV of less than one block is never transferred.
         wanted.tokens >= identity.block_size && prefill.seen.record.identity.fits(identity)
     };
+    let fitting = |decode| prefill.iter().filter(move |prefill| fits(decode, prefill));
     let option = |decode, prefill| NodeOption { decode, prefill, prediction: None };
     let mut options = Vec::new();
     if policy == NodePolicy::Predicted {
         for decode in decode {
-            let fitting = prefill.iter().filter(|prefill| fits(decode, prefill));
-            options.extend(fitting.map(|prefill| option(decode, Some(prefill))));
+            options.extend(fitting(decode).map(|prefill| option(decode, Some(prefill))));
             options.push(option(decode, None));
         }
         return options;
     }
-    let prefills = prefill.is_empty();
-    let decode = decode.iter().min_by_key(|node| node.rank(policy, prefills));
+    let decode = decode.iter().min_by_key(|node| {
+        let prefills = fitting(node).next().is_none();
+        node.rank(policy, prefills)
+    });
     let decode = decode.expect("there is a decode node");
-    let fitting = prefill.iter().filter(|prefill| fits(decode, prefill));
-    let prefill = fitting.min_by_key(|node| node.rank(policy, true));
+    let prefill = fitting(decode).min_by_key(|node| node.rank(policy, true));
     options.extend(prefill.map(|prefill| option(decode, Some(prefill))));
     options.push(option(decode, None));
     options

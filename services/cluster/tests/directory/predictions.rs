@@ -179,6 +179,29 @@ fn each_policy_picks_by_its_own_criterion() {
 }
 
 #[test]
+fn decode_node_without_a_fitting_prefill_node_is_chosen_by_its_own_prefill() {
+    let tokens: Vec<u32> = (0..805).collect();
+    let identity = CacheIdentity::of(&record(Role::Decode, 1).identity);
+    let prefix = [PrefixKeys::new(identity, "", &tokens)];
+    let mut other = record(Role::Prefill, 1);
+    other.identity.weight_version += 1;
+    for prefill_record in [None, Some(other)] {
+        let policy = NodePolicy::CacheAware;
+        let mut world = World::with(Selection { policy, ..DEFAULT });
+        if let Some(record) = prefill_record {
+            world.up(&prefill(1), &record, load());
+        }
+        world.up(&decode(11), &record(Role::Decode, 11), load());
+        // Two rows are less work than the prompt, but more than its transfer.
+        world.join(&decode(12));
+        let cached = prefix[0].keys();
+        world.send(&decode(12), snapshot(&record(Role::Decode, 12), decoding(2), cached));
+        let picked = world.pick_nodes(&Wanted { prefix: &prefix, ..wanted(805) }).unwrap();
+        assert_eq!((picked.decode.record.epoch, picked.prefill.is_none()), (epoch(12), true));
+    }
+}
+
+#[test]
 fn without_measurements_a_prefill_node_prefills() {
     let unmeasured = v1::StepCosts { prefill: None, decode: None, ..costs() };
     let fresh = |load: Load| Load { step_costs: Some(unmeasured), ..load };
