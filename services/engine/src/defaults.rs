@@ -24,7 +24,8 @@ const GPU_STEP_TOKENS: (u32, u32) = (512, 8192);
 /// Maximum KV of a step on a GPU. A transfer by ipc takes 1.5 ms for this KV, at 365 GB/s. The KV of a prompt's last
 /// step is transferred after the step, so this maximum bounds the hand-over gap.
 const GPU_STEP_KV_BYTES: u64 = 512 * MIB;
-/// A step's activations and KV may take this fraction of the memory that the weights leave free.
+/// A step's activations and KV may take this fraction of the memory that the weights leave free. A set KV cache includes
+/// the step's KV: then the activations may take this fraction of the memory that weights and KV cache leave free.
 const GPU_STEP_MEMORY_PART: u64 = 4;
 /// A step counts as full size from this fraction of the best prefill throughput.
 const FULL_THROUGHPUT: f64 = 0.98;
@@ -137,12 +138,12 @@ impl fmt::Display for Reason {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum DefaultsError {
     #[error(
-        "cannot derive node.step_tokens: weights of {} leave too little of the GPU's {} for a step of {tokens} tokens, \
-         which takes {}; expected more ranks (node.tp), a larger node.gpu_memory_percent, a smaller model, or a set \
-         node.step_tokens",
-        size(*weights), size(*memory), size(*step)
+        "cannot derive node.step_tokens: weights of {}{} leave too little of the GPU's {} for a step of {tokens} tokens, \
+         which takes {}; expected more ranks (node.tp), a larger node.gpu_memory_percent, a smaller model, a smaller \
+         node.kv_memory or node.blocks, or a set node.step_tokens",
+        size(*weights), set_kv(*kv), size(*memory), size(*step)
     )]
-    Memory { weights: u64, memory: u64, tokens: u32, step: u64 },
+    Memory { weights: u64, kv: Option<u64>, memory: u64, tokens: u32, step: u64 },
     #[error(
         "node.itl_max = {}: a step that decodes one row takes {} on this device; expected at least {}",
         milliseconds(*itl_max), milliseconds(*decode), milliseconds(ceil_milliseconds(*decode))
@@ -264,21 +265,30 @@ fn step_bound(node: &NodeTraits) -> Result<(u32, String), DefaultsError> {
     };
     let ModelSizes { weights, activations, kv } = node.model;
     let (least, most) = GPU_STEP_TOKENS;
-    let token_bytes = (activations + kv).max(1);
-    let left = memory.saturating_sub(weights);
+    let set_kv_bytes = node.set.kv_bytes;
+    let token_bytes = activations + if set_kv_bytes.is_some() { 0 } else { kv };
+    let token_bytes = token_bytes.max(1);
+    let left = memory.saturating_sub(weights).saturating_sub(set_kv_bytes.unwrap_or(0));
     let by_memory = left / GPU_STEP_MEMORY_PART / token_bytes;
     if left / token_bytes < u64::from(least) {
         let step = token_bytes * u64::from(least);
-        return Err(DefaultsError::Memory { weights, memory, tokens: least, step });
+        return Err(DefaultsError::Memory {
+            weights,
+            kv: set_kv_bytes,
+            memory,
+            tokens: least,
+            step,
+        });
     }
     let by_kv = GPU_STEP_KV_BYTES / kv.max(1);
     let bound = by_memory.min(by_kv).clamp(u64::from(least), u64::from(most)) as u32;
     // The largest power of two within the bound.
     let tokens = 1 << bound.ilog2();
     let why = format!(
-        "at most {most} tokens, {} of KV, a quarter of the {} beside the weights",
+        "at most {most} tokens, {} of KV, a quarter of the {} beside the weights{}",
         size(GPU_STEP_KV_BYTES),
         size(left),
+        set_kv(set_kv_bytes),
     );
     Ok((tokens, why))
 }
@@ -369,6 +379,10 @@ fn milliseconds(time: Duration) -> String {
     let micros = time.as_micros() as f64;
     // At most one digit after the point.
     format!("{}ms", (micros / 100.0).round() / 10.0)
+}
+
+fn set_kv(bytes: Option<u64>) -> String {
+    bytes.map_or_else(String::new, |bytes| format!(" and a set KV cache of {}", size(bytes)))
 }
 
 fn size(bytes: u64) -> String {
@@ -469,6 +483,24 @@ mod tests {
         assert_eq!(derived(gib(4), SIZES_1B), (2048, 64, 256), "a quarter of 1.5 GiB");
         let set = SetValues { kv_bytes: Some(16 << 30), ..SetValues::default() };
         assert_eq!(derive(&with(H200, set), None).unwrap().slots, 128);
+    }
+
+    #[test]
+    fn a_gpu_step_is_bounded_by_the_memory_beside_a_set_kv_cache() {
+        // 110 GiB of memory beside the weights.
+        let derived = |mib: u64| {
+            let set = SetValues { kv_bytes: Some(110 * GIB - mib * MIB), ..SetValues::default() };
+            derive(&with(H200, set), None)
+        };
+        let defaults = derived(1024).unwrap();
+        assert_eq!(defaults.step_tokens, 1024, "a quarter of 1 GiB holds 1927 tokens");
+        let reason = &why(&defaults, "node.step_tokens").why;
+        assert!(reason.ends_with("beside the weights and a set KV cache of 109.0 GiB"), "{reason}");
+        assert_eq!(derived(68).unwrap().step_tokens, 512, "512 tokens take all 68 MiB");
+        let error = derived(67).unwrap_err().to_string();
+        for word in ["109.9 GiB", "node.kv_memory", "512 tokens", "68 MiB"] {
+            assert!(error.contains(word), "{word}: {error}");
+        }
     }
 
     #[test]
