@@ -51,9 +51,9 @@ pub enum CudaExecutorError {
     #[error(transparent)]
     Misfit(#[from] Misfit),
     #[error(
-        "the GPU's memory has {left} bytes left for KV ({free} are free), a sequence of {tokens} tokens \
-         wants {wanted}; raise node.gpu_memory_percent, lower node.gpu_reserve or \
-         node.sequence_tokens_max, take a smaller model, or end what else runs there"
+        "cannot hold the KV of a sequence of {tokens} tokens: it takes {wanted} bytes, and the GPU's memory has {left} \
+         bytes left for KV ({free} are free); expected a larger node.gpu_memory_percent, a smaller node.gpu_reserve, \
+         node.sequence_tokens_max, node.slots or node.step_tokens, a smaller model, or fewer other processes on the GPU"
     )]
     KvTooSmall { left: u64, free: u64, tokens: u32, wanted: u64 },
     #[error("cannot start the thread that waits for the GPU: {0}")]

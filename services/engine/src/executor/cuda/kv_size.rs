@@ -106,8 +106,10 @@ mod tests {
         let one = |percent, tokens| kv_blocks(room(16, 2, 1), share(percent, 0), LAYOUT, tokens);
         assert_eq!(one(90, 8_176).unwrap(), 511);
         let error = one(90, 8_177).unwrap_err().to_string();
-        for word in ["8177 tokens", "1075838976", "1073741824", "2147483648", "gpu_memory_percent"]
-        {
+        let sizes = ["8177 tokens", "1075838976", "1073741824", "2147483648"];
+        // The buffers of the batch take memory for each slot and each token of a step.
+        let settings = ["node.gpu_memory_percent", "node.slots", "node.step_tokens"];
+        for word in sizes.into_iter().chain(settings) {
             assert!(error.contains(word), "{error:?} lacks {word:?}");
         }
         // The share is used up already.
