@@ -7,6 +7,10 @@
 // Only `up::process` needs unsafe code, for system calls that the standard library does not offer.
 #![deny(unsafe_code)]
 
+// First, because the other modules use its macros.
+#[macro_use]
+mod print;
+
 pub mod bench;
 pub mod doctor;
 mod http_client;

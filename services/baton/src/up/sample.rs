@@ -28,7 +28,7 @@ async fn ask(http: &str) -> Result<()> {
         "stream": true, "temperature": 0.0, "max_tokens": ANSWER_TOKENS_MAX,
         "stream_options": {"include_usage": true},
     });
-    println!("\n> {QUESTION}");
+    print(&format!("\n> {QUESTION}\n"));
     let sent = Instant::now();
     let url = format!("http://{http}/v1/chat/completions");
     let (mut first, mut last) = (None, sent);
@@ -46,8 +46,7 @@ async fn ask(http: &str) -> Result<()> {
         {
             first.get_or_insert_with(Instant::now);
             last = Instant::now();
-            print!("{text}");
-            std::io::stdout().flush()?;
+            print(text);
         }
         if let Some(usage) = event["usage"]["completion_tokens"].as_u64() {
             tokens = usage;
@@ -58,12 +57,19 @@ async fn ask(http: &str) -> Result<()> {
         Ok(())
     };
     client.post_for_events(&url, &[("x-baton-figures", "1")], &body, on_event).await?;
-    println!();
+    print("\n");
     let first = first.ok_or_else(|| anyhow!("the answer has no text"))?;
     ensure!(tokens > 0, "invalid usage: completion_tokens is 0");
     let decode_s = (last - first).as_secs_f64();
-    println!("{}\n", line(tokens, (first - sent).as_secs_f64(), decode_s, &stats));
+    let ttft_s = (first - sent).as_secs_f64();
+    print(&format!("{}\n\n", line(tokens, ttft_s, decode_s, &stats)));
     Ok(())
+}
+
+/// Prints the text at once. Ignores errors, because serving continues without a terminal.
+fn print(text: &str) {
+    let mut stdout = std::io::stdout().lock();
+    let (Ok(()) | Err(_)) = stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush());
 }
 
 fn line(tokens: u64, first_s: f64, decode_s: f64, stats: &Value) -> String {
