@@ -43,7 +43,7 @@ fn main() -> std::process::ExitCode {
         transports::peer_lost_while_joining_counts_as_no_fallback,
         transports::failed_join_is_reported_to_the_waiting_peer,
         transports::nodes_connect_before_the_first_transfer,
-        transports::connect_guard_is_dropped_soon_if_the_peer_does_not_answer,
+        transports::connect_guard_is_dropped_if_the_peer_does_not_answer,
         transports::connecting_in_advance_creates_no_tcp_pair,
         transports::preconnected_pairs_are_bounded,
         transports::blocks_stay_held_while_a_copy_is_in_flight,

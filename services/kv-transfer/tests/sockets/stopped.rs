@@ -24,7 +24,7 @@ fn begin(prefill: &Node, child: &mut ChildNode) -> TransferId {
 
 /// Runs small transfers between the two until the stuck one fails. Returns the time of the failure
 /// and the number of completed transfers.
-fn until_failed(prefill: &Node, decode: &Node, stuck: TransferId) -> (Instant, usize) {
+pub fn until_failed(prefill: &Node, decode: &Node, stuck: TransferId) -> (Instant, usize) {
     let (mut failed_at, mut count) = (None, 0);
     let next = |failed_at: &mut Option<Instant>| loop {
         match prefill.event() {
