@@ -1,4 +1,4 @@
-//! `baton-bench`: benchmarks for developers of the engine, the ranks and the transports.
+//! `baton-bench`: benchmarks for developers of the engine, the ranks, the transports and the router.
 //!
 //! Operators use `baton bench`, which shares the engine benchmark and the statistics with this program.
 //! `baton-bench` is not shipped.
@@ -8,6 +8,7 @@
 mod collectives;
 mod engine;
 mod ring;
+mod router;
 mod speculate;
 mod transfer;
 
@@ -25,6 +26,8 @@ enum Cli {
     Engine(engine::EngineVariantArgs),
     /// Time for a step plan from the node to the last of its ranks; several processes, no model.
     Ring(ring::RingArgs),
+    /// CPU time of the router per request and per streamed token; no model computes.
+    Router(router::RouterArgs),
     /// Throughput with speculative decoding on a prompt that the answer repeats; no network.
     Speculate(speculate::SpeculateArgs),
     /// KV transfer throughput between two GPUs by each transport, compared with plain copies; two processes.
@@ -36,6 +39,7 @@ fn main() -> ExitCode {
         Cli::Collectives(args) => collectives::run(args),
         Cli::Engine(args) => engine::run(args),
         Cli::Ring(args) => ring::run(args),
+        Cli::Router(args) => router::run(args),
         Cli::Speculate(args) => speculate::run(args),
         Cli::Transfer(args) => transfer::run(args),
     };

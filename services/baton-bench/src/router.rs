@@ -1,0 +1,241 @@
+//! `baton-bench router`: CPU time of the router per request and per streamed token; no model computes.
+//!
+//! A stand-in for the decode node sends each running stream a token in every step. Clients on loopback read the streams.
+//! Both run in this process, so the CPU time of the router's process is that of the router alone.
+
+mod node;
+
+use std::{
+    fs,
+    net::SocketAddr,
+    path::{Path, PathBuf},
+    process::{Child, Command, Stdio},
+    thread,
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context, Result, ensure};
+use clap::Args;
+use serde::{Deserialize, Serialize};
+use serde_json::json;
+use tokio::{
+    io::{AsyncReadExt, AsyncWriteExt},
+    net::TcpStream,
+    runtime::Builder,
+    task::JoinSet,
+};
+
+use node::StandIn;
+
+/// Time-out of the router's start, and of each answer.
+const TIMEOUT: Duration = Duration::from_secs(60);
+/// Requests before the measurements.
+const WARM_UP: u32 = 500;
+/// Clients of requests with one output token.
+const CLIENTS: u32 = 8;
+/// Step of the stand-in while requests have one output token.
+const SHORT_STEP: Duration = Duration::from_millis(1);
+/// Linux counts the CPU time of a process in hundredths of a second.
+const TICK_US: f64 = 1e4;
+/// Ten tokens, or about as many with the chat template.
+const PROMPT: [u32; 10] = [1000, 1001, 1002, 1003, 1004, 1005, 1006, 1007, 1008, 1009];
+const CONTENT: &str = "Which city is the capital of France, and why?";
+
+#[derive(Args)]
+pub struct RouterArgs {
+    /// Program of the router.
+    #[arg(long, value_name = "PATH")]
+    router: PathBuf,
+    /// Model whose tokenizer and chat template the router uses.
+    #[arg(long, value_name = "PATH")]
+    model: PathBuf,
+    /// Requests with one output token.
+    #[arg(long, default_value_t = 8000)]
+    requests: u32,
+    /// Concurrent streams.
+    #[arg(long, default_value_t = 64)]
+    streams: u32,
+    /// Requests of each stream, one after the other.
+    #[arg(long, default_value_t = 4)]
+    rounds: u32,
+    /// Output tokens of each request of a stream.
+    #[arg(long, default_value_t = 64)]
+    tokens: u32,
+    /// Time of a decode step, in ms.
+    #[arg(long, default_value_t = 20)]
+    step_ms: u64,
+    /// Print JSON.
+    #[arg(long)]
+    json: bool,
+}
+
+/// CPU time of the router, in µs.
+#[derive(Debug, Serialize)]
+struct Report {
+    /// A streamed chat request with one output token.
+    chat_request_us: f64,
+    /// The same request with token ids instead of messages: without chat template and tokenizer.
+    ids_request_us: f64,
+    /// A token of concurrent streams, with its share of the chat request.
+    token_us: f64,
+}
+
+pub fn run(args: RouterArgs) -> Result<()> {
+    let node = StandIn::start()?;
+    let router = Router::start(&args.router, &args.model, &node)?;
+    let runtime = Builder::new_current_thread().enable_all().build()?;
+    let clients = |count, rounds, request: &Request| {
+        runtime.block_on(run_clients(router.http, count, rounds, request))
+    };
+    let short = |request: &Request| -> Result<f64> {
+        let rounds = (args.requests / CLIENTS).max(1);
+        let before = router.cpu_us()?;
+        clients(CLIENTS, rounds, request)?;
+        Ok((router.cpu_us()? - before) / f64::from(CLIENTS * rounds))
+    };
+    node.step(SHORT_STEP);
+    let (chat, ids) = (Request::chat(1), Request::ids(1));
+    for request in [&chat, &ids] {
+        clients(CLIENTS, WARM_UP / CLIENTS, request)?;
+    }
+    let chat_request_us = short(&chat)?;
+    let ids_request_us = short(&ids)?;
+    node.step(Duration::from_millis(args.step_ms));
+    let before = router.cpu_us()?;
+    clients(args.streams, args.rounds, &Request::chat(args.tokens))?;
+    let token_count = f64::from(args.streams * args.rounds) * f64::from(args.tokens);
+    let token_us = (router.cpu_us()? - before) / token_count;
+    let report = Report { chat_request_us, ids_request_us, token_us };
+    if args.json {
+        println!("{}", serde_json::to_string_pretty(&report)?);
+        return Ok(());
+    }
+    let RouterArgs { streams, tokens, step_ms, .. } = args;
+    println!("CPU time of the router (µs)");
+    println!("  {chat_request_us:6.1}  a chat request with one output token");
+    println!("  {ids_request_us:6.1}  the same request with token ids");
+    let text_us = chat_request_us - ids_request_us;
+    println!("  {text_us:6.1}  chat template and tokenizer: the difference");
+    println!(
+        "  {token_us:6.1}  a token of {streams} streams with {tokens} tokens at {step_ms} ms a step, with its share of the \
+         request"
+    );
+    Ok(())
+}
+
+/// A router process.
+struct Router {
+    child: Child,
+    http: SocketAddr,
+    _folder: tempfile::TempDir,
+}
+
+/// The line in the file that the router writes once its ports are open.
+#[derive(Deserialize)]
+struct Ready {
+    http: SocketAddr,
+}
+
+impl Router {
+    fn start(program: &Path, model: &Path, node: &StandIn) -> Result<Self> {
+        let folder = tempfile::tempdir()?;
+        let ready_file = folder.path().join("ready");
+        let mut child = Command::new(program)
+            .arg("--ready-file")
+            .arg(&ready_file)
+            .env("BATON_MODEL_PATH", model)
+            .env("BATON_MODEL_NAME", node::MODEL)
+            .env("BATON_CLUSTER_DECODE", format!("http://{}", node.address))
+            .env("BATON_ROUTER_HTTP", "127.0.0.1:0")
+            .env("BATON_ROUTER_GRPC", "127.0.0.1:0")
+            .env("BATON_TELEMETRY_LOG", "warn")
+            .stdin(Stdio::null())
+            .spawn()
+            .with_context(|| format!("cannot start {}", program.display()))?;
+        let deadline = Instant::now() + TIMEOUT;
+        while !ready_file.exists() || !node.is_observed() {
+            ensure!(child.try_wait()?.is_none(), "the router exited at its start");
+            ensure!(Instant::now() < deadline, "the router is not ready within {TIMEOUT:?}");
+            thread::sleep(Duration::from_millis(10));
+        }
+        let Ready { http } = serde_json::from_slice(&fs::read(&ready_file)?)?;
+        Ok(Self { child, http, _folder: folder })
+    }
+
+    /// Returns the CPU time of all threads, in µs.
+    fn cpu_us(&self) -> Result<f64> {
+        let stat = fs::read_to_string(format!("/proc/{}/stat", self.child.id()))?;
+        // The name of the program may contain spaces. User and system time are fields 14 and 15.
+        let (_, fields) = stat.rsplit_once(") ").context("cannot read the router's CPU time")?;
+        let ticks: Vec<u64> =
+            fields.split(' ').skip(11).take(2).map(str::parse).collect::<Result<_, _>>()?;
+        Ok(ticks.iter().sum::<u64>() as f64 * TICK_US)
+    }
+}
+
+impl Drop for Router {
+    fn drop(&mut self) {
+        // Fails only if the router has exited.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// A streamed request, as bytes of HTTP/1.1.
+struct Request(Vec<u8>);
+
+impl Request {
+    fn chat(tokens: u32) -> Self {
+        let messages = json!([{"role": "user", "content": CONTENT}]);
+        Self::new("chat/completions", json!({"messages": messages, "max_tokens": tokens}))
+    }
+
+    fn ids(tokens: u32) -> Self {
+        Self::new("completions", json!({"prompt": PROMPT, "max_tokens": tokens}))
+    }
+
+    fn new(path: &str, mut body: serde_json::Value) -> Self {
+        body["stream"] = true.into();
+        let body = body.to_string();
+        let length = body.len();
+        Self(
+            format!(
+                "POST /v1/{path} HTTP/1.1\r\nhost: router\r\ncontent-type: application/json\r\n\
+                 content-length: {length}\r\n\r\n{body}"
+            )
+            .into(),
+        )
+    }
+}
+
+/// Runs clients with a connection each. Each client sends the request `rounds` times and reads the whole streams.
+async fn run_clients(http: SocketAddr, count: u32, rounds: u32, request: &Request) -> Result<()> {
+    let mut clients = JoinSet::new();
+    for _ in 0..count {
+        let request = request.0.clone();
+        clients.spawn(async move {
+            let mut stream = TcpStream::connect(http).await?;
+            stream.set_nodelay(true)?;
+            for _ in 0..rounds {
+                stream.write_all(&request).await?;
+                tokio::time::timeout(TIMEOUT, read_stream(&mut stream)).await??;
+            }
+            anyhow::Ok(())
+        });
+    }
+    while let Some(ended) = clients.join_next().await {
+        ended??;
+    }
+    Ok(())
+}
+
+/// Reads a response up to its last chunk.
+async fn read_stream(stream: &mut TcpStream) -> Result<()> {
+    let mut response = Vec::with_capacity(64 << 10);
+    while !response.ends_with(b"data: [DONE]\n\n\r\n0\r\n\r\n") {
+        let count = stream.read_buf(&mut response).await?;
+        let text = || String::from_utf8_lossy(&response);
+        ensure!(count > 0 && !response.ends_with(b"}"), "the router answered {}", text());
+    }
+    Ok(())
+}

@@ -1,0 +1,192 @@
+//! A stand-in for a decode node: every running stream gets a token in each step, and all tokens of a step are sent
+//! together.
+
+use std::{
+    net::{SocketAddr, TcpListener},
+    pin::Pin,
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicBool, Ordering},
+    },
+    task::{Context, Poll},
+    thread,
+    time::Duration,
+};
+
+use anyhow::Result;
+use futures_util::{Stream, StreamExt as _, stream};
+use proto::v1::{
+    DecodeEvent, DecodeFinished, DecodeRequest, DecodeTokens, FinishReason, MeetReply, MeetRequest,
+    ModelIdentity, NodeLoad, NodeRecord, NodeSnapshot, ObserveEvent, ObserveRequest, PrefillEvent,
+    PrefillRequest, Reserved, Role, Token, decode_event, node_server, observe_event,
+};
+use tokio::{
+    runtime::Builder,
+    sync::{mpsc, watch},
+};
+use tonic::{Request, Response, Status, transport::server::TcpIncoming};
+
+pub const MODEL: &str = "bench";
+/// A vocabulary larger than that of any tokenizer.
+const VOCABULARY: u32 = 1 << 20;
+const SEQUENCE_TOKENS: u32 = 8192;
+/// Tokens of the answers: `FIRST_TOKEN` and the following.
+const FIRST_TOKEN: u32 = 1000;
+const TOKENS: u32 = 500;
+
+/// A running stand-in; its thread ends with the process.
+pub struct StandIn {
+    pub address: SocketAddr,
+    step: watch::Sender<Duration>,
+    is_observed: Arc<AtomicBool>,
+}
+
+impl StandIn {
+    pub fn start() -> Result<Self> {
+        let listener = TcpListener::bind("127.0.0.1:0")?;
+        listener.set_nonblocking(true)?;
+        let address = listener.local_addr()?;
+        let is_observed = Arc::new(AtomicBool::new(false));
+        let service = Service { running: Arc::default(), is_observed: is_observed.clone() };
+        let (step, steps) = watch::channel(Duration::from_millis(1));
+        // One thread: a connection writes once the streams of a step have run.
+        let runtime = Builder::new_current_thread().enable_all().build()?;
+        thread::Builder::new().name("stand-in".into()).spawn(move || {
+            runtime.block_on(async {
+                tokio::spawn(run_steps(service.running.clone(), steps));
+                let incoming = TcpIncoming::from(tokio::net::TcpListener::from_std(listener)?);
+                let server = tonic::transport::Server::builder()
+                    .add_service(node_server::NodeServer::new(service))
+                    .serve_with_incoming(incoming.with_nodelay(Some(true)));
+                anyhow::Ok(server.await?)
+            })
+        })?;
+        Ok(Self { address, step, is_observed })
+    }
+
+    /// Sets the time of a step.
+    pub fn step(&self, time: Duration) {
+        self.step.send_replace(time);
+    }
+
+    /// Returns whether a router has the record of this node.
+    pub fn is_observed(&self) -> bool {
+        self.is_observed.load(Ordering::Acquire)
+    }
+}
+
+/// An attempt that decodes.
+struct Running {
+    next_index: u32,
+    count: u32,
+    events: mpsc::UnboundedSender<decode_event::Event>,
+}
+
+impl Running {
+    /// Sends the next token. Returns whether the attempt goes on.
+    fn advance(&mut self) -> bool {
+        let index = self.next_index;
+        self.next_index += 1;
+        let token = Token { id: FIRST_TOKEN + index % TOKENS, logprobs: None };
+        let tokens = DecodeTokens { first_index: index, tokens: vec![token] };
+        let is_sent = self.events.send(decode_event::Event::Tokens(tokens)).is_ok();
+        if is_sent && self.next_index < self.count {
+            return true;
+        }
+        let finished =
+            DecodeFinished { reason: FinishReason::Length.into(), ..DecodeFinished::default() };
+        // Fails if the router has cancelled the attempt.
+        let _ = self.events.send(decode_event::Event::Finished(finished));
+        false
+    }
+}
+
+async fn run_steps(running: Arc<Mutex<Vec<Running>>>, mut steps: watch::Receiver<Duration>) {
+    loop {
+        let step = *steps.borrow_and_update();
+        let mut interval = tokio::time::interval(step);
+        while !steps.has_changed().unwrap_or(false) {
+            interval.tick().await;
+            running.lock().expect("no step panics").retain_mut(Running::advance);
+        }
+    }
+}
+
+struct Service {
+    running: Arc<Mutex<Vec<Running>>>,
+    is_observed: Arc<AtomicBool>,
+}
+
+type Events<E> = Pin<Box<dyn Stream<Item = Result<E, Status>> + Send>>;
+
+#[tonic::async_trait]
+impl node_server::Node for Service {
+    type PrefillStream = Events<PrefillEvent>;
+    type DecodeStream = Events<DecodeEvent>;
+    type ObserveStream = Events<ObserveEvent>;
+
+    async fn prefill(
+        &self,
+        _: Request<PrefillRequest>,
+    ) -> Result<Response<Self::PrefillStream>, Status> {
+        Err(Status::unimplemented("the stand-in is a decode node"))
+    }
+
+    async fn decode(
+        &self,
+        request: Request<DecodeRequest>,
+    ) -> Result<Response<Self::DecodeStream>, Status> {
+        let attempt = request.into_inner().attempt.unwrap_or_default();
+        let count = attempt.sampling.map_or(1, |sampling| sampling.max_tokens);
+        let (events, mut received) = mpsc::unbounded_channel();
+        let reserved = Reserved { cached_tokens: 0, alone: true };
+        // The receiver is open.
+        let _ = events.send(decode_event::Event::Reserved(reserved));
+        self.running.lock().expect("no step panics").push(Running { next_index: 0, count, events });
+        let received = stream::poll_fn(move |cx: &mut Context<'_>| -> Poll<Option<_>> {
+            received
+                .poll_recv(cx)
+                .map(|event| event.map(|event| Ok(DecodeEvent { event: Some(event) })))
+        });
+        Ok(Response::new(Box::pin(received)))
+    }
+
+    async fn meet(&self, _: Request<MeetRequest>) -> Result<Response<MeetReply>, Status> {
+        Ok(Response::new(MeetReply {}))
+    }
+
+    async fn observe(
+        &self,
+        _: Request<ObserveRequest>,
+    ) -> Result<Response<Self::ObserveStream>, Status> {
+        let record = NodeRecord {
+            node_id: "stand-in".into(),
+            epoch: vec![1; 16].into(),
+            role: Role::Decode.into(),
+            notice_endpoint: "tcp://127.0.0.1:9".into(),
+            model: MODEL.into(),
+            identity: Some(ModelIdentity {
+                model_fingerprint: vec![1; 16].into(),
+                weight_version: 1,
+                kv_layout: "none".into(),
+                block_size: 16,
+                dtype: "f32".into(),
+                tp: 1,
+                protocol_min: 1,
+                protocol_max: 1,
+            }),
+            prompt_tokens_max: SEQUENCE_TOKENS - 1,
+            sequence_tokens_max: SEQUENCE_TOKENS,
+            block_count: 1 << 20,
+            vocabulary_size: VOCABULARY,
+            ..NodeRecord::default()
+        };
+        let load = Some(NodeLoad { blocks_free: 1 << 20, ..NodeLoad::default() });
+        let snapshot = NodeSnapshot { record: Some(record), load, cached_blocks: vec![] };
+        let event = Some(observe_event::Event::Snapshot(snapshot));
+        self.is_observed.store(true, Ordering::Release);
+        let first = stream::iter([Ok(ObserveEvent { sequence: 0, event })]);
+        // The load never changes.
+        Ok(Response::new(Box::pin(first.chain(stream::pending()))))
+    }
+}
