@@ -8,6 +8,10 @@
 //! 2. Worker threads run the [`MaskJob`]s of the constrained rows.
 //! 3. The step loop supplies the step in flight with the bitmasks, and the device samples.
 //!
+//! With speculative decoding a job also finds draft tokens of its row and computes the bitmask after each. The grammar
+//! forces some draft tokens, and n-grams propose others. A later step verifies them. While a step is in flight, the
+//! first draft token predicts the token that the step samples.
+//!
 //! A row whose bitmask is late does not sample in this step. It computes its last token again in a later
 //! step, when its bitmask is computed, so its output is the same. Late bitmasks delay no other row: sampling
 //! starts when the forward pass has finished.
@@ -17,6 +21,7 @@
 //! constrained row without a bitmask.
 
 use std::{
+    collections::VecDeque,
     fmt::Debug,
     panic::{AssertUnwindSafe, catch_unwind},
     sync::Arc,
@@ -25,7 +30,10 @@ use std::{
 
 use kernels::sampling::TokenMask;
 
-use crate::{event::SequenceId, executor::panic_message};
+use crate::{
+    event::SequenceId,
+    executor::{Speculation, ngram, panic_message},
+};
 
 /// Matcher of one answer.
 pub trait Matcher: Debug + Send {
@@ -39,6 +47,13 @@ pub trait Matcher: Debug + Send {
     /// Returns whether no token can follow, so that the answer ends without a stop token.
     fn is_complete(&self) -> bool;
 
+    /// Returns tokens for the text that the grammar forces next. They become draft tokens, so the model may sample
+    /// other tokens for this text.
+    fn forced(&self) -> Vec<u32> {
+        Vec::new()
+    }
+
+    /// Returns a copy, which a worker thread advances along draft tokens.
     fn boxed_clone(&self) -> Box<dyn Matcher>;
 }
 
@@ -95,8 +110,7 @@ impl PartialEq for Constraint {
 pub(crate) struct ActiveConstraint {
     /// `None` while a job owns the matcher.
     matcher: Option<Box<dyn Matcher>>,
-    /// `None` from the acceptance of a token until the next bitmask is computed.
-    allowed: Option<Arc<TokenMask>>,
+    ahead: Ahead,
     /// Number of the last job. An earlier job belongs to an earlier sequence with the same id.
     job: u64,
     /// Time that the last job took.
@@ -105,20 +119,31 @@ pub(crate) struct ActiveConstraint {
 
 impl From<Constraint> for ActiveConstraint {
     fn from(new: Constraint) -> Self {
-        let (matcher, allowed) = (Some(new.matcher), Some(new.allowed));
-        Self { matcher, allowed, job: 0, job_time: Duration::ZERO }
+        let ahead = Ahead { masks: [new.allowed].into(), drafts: VecDeque::new() };
+        Self { matcher: Some(new.matcher), ahead, job: 0, job_time: Duration::ZERO }
     }
 }
 
 impl ActiveConstraint {
     /// Returns the bitmask of the next token, once it is computed.
     pub fn allowed(&self) -> Option<&Arc<TokenMask>> {
-        self.allowed.as_ref()
+        self.ahead.masks.front()
+    }
+
+    /// Returns the draft tokens after the next `skipped` ones.
+    pub fn drafts(&self, skipped: usize) -> impl ExactSizeIterator<Item = u32> {
+        self.ahead.drafts.iter().copied().skip(skipped)
+    }
+
+    /// Returns the bitmasks of the next token and of the tokens after each of `drafts`, as far as they are computed.
+    pub fn masks_along(&self, drafts: &[u32]) -> impl Iterator<Item = &Arc<TokenMask>> {
+        let known = self.ahead.drafts.iter().zip(drafts).take_while(|(a, b)| a == b).count();
+        self.ahead.masks.iter().take(1 + known)
     }
 
     /// Consumes the sampled token and returns whether it completes the answer.
     pub fn accept(&mut self, token: u32) -> Result<bool, ConstraintFailure> {
-        self.allowed = None;
+        self.ahead.advance(token);
         let missing =
             || ConstraintFailure::Broken { reason: "a token came before its bitmask".into() };
         let matcher = self.matcher.as_mut().ok_or_else(missing)?;
@@ -128,32 +153,72 @@ impl ActiveConstraint {
 
     /// Returns the computation of the next bitmask, numbered `job`, unless the bitmask is known or being
     /// computed.
-    pub fn mask_job(&mut self, id: SequenceId, job: u64) -> Option<MaskJob> {
-        if self.allowed.is_some() {
+    pub fn mask_job(
+        &mut self,
+        id: SequenceId,
+        job: u64,
+        drafting: impl FnOnce() -> Option<Drafting>,
+    ) -> Option<MaskJob> {
+        if self.allowed().is_some() {
             return None;
         }
         let matcher = self.matcher.take()?;
         self.job = job;
-        Some(MaskJob { id, job, matcher, expected_time: self.job_time })
+        Some(MaskJob { id, job, matcher, drafting: drafting(), expected_time: self.job_time })
     }
 
     /// Takes the result of a job. Ignores a job that is not the last one.
     pub fn take_mask(&mut self, computed: ComputedMask) -> Result<(), ConstraintFailure> {
         if computed.job == self.job && self.matcher.is_none() {
             self.job_time = computed.time;
-            let (matcher, allowed) = computed.outcome?;
-            (self.matcher, self.allowed) = (Some(matcher), Some(allowed));
+            let (matcher, ahead) = computed.outcome?;
+            (self.matcher, self.ahead) = (Some(matcher), ahead);
         }
         Ok(())
     }
 }
 
-/// Computation of one bitmask. Owns the matcher until the bitmask is computed.
+/// Bitmasks and draft tokens of the next positions. Empty from the acceptance of the last of these tokens until the
+/// next job ends.
+#[derive(Debug, Default)]
+struct Ahead {
+    /// Bitmasks of the next token and of the token after each draft token.
+    masks: VecDeque<Arc<TokenMask>>,
+    drafts: VecDeque<u32>,
+}
+
+impl Ahead {
+    fn advance(&mut self, token: u32) {
+        if self.drafts.pop_front() == Some(token) {
+            self.masks.pop_front();
+        } else {
+            *self = Self::default();
+        }
+    }
+}
+
+/// Input of the search for draft tokens.
+#[derive(Debug)]
+pub(crate) struct Drafting {
+    /// Tokens of the sequence.
+    pub tokens: Vec<u32>,
+    /// Maximum number of draft tokens.
+    pub drafts_max: usize,
+    /// Maximum number of draft tokens that no grammar forces.
+    pub ngram_drafts_max: usize,
+    pub rules: Speculation,
+}
+
+/// Time after which a job looks for no further draft token: the bitmask of the next token is not to be late.
+const DRAFTING_MAX: Duration = Duration::from_micros(500);
+
+/// Computation of the next bitmask, and of draft tokens. Owns the matcher until the bitmask is computed.
 #[derive(Debug)]
 pub struct MaskJob {
     id: SequenceId,
     job: u64,
     matcher: Box<dyn Matcher>,
+    drafting: Option<Drafting>,
     /// Time that the sequence's job before took; zero for the first job.
     expected_time: Duration,
 }
@@ -166,7 +231,7 @@ impl MaskJob {
         matcher: Box<dyn Matcher>,
         expected_time: Duration,
     ) -> Self {
-        Self { id, job, matcher, expected_time }
+        Self { id, job, matcher, drafting: None, expected_time }
     }
 
     pub(crate) fn expected_time(&self) -> Duration {
@@ -176,12 +241,44 @@ impl MaskJob {
     /// Computes the bitmask. A panic of the matcher fails this sequence only.
     pub fn run(mut self) -> ComputedMask {
         let started = Instant::now();
-        let outcome = catch_unwind(AssertUnwindSafe(|| self.matcher.allowed()));
+        let outcome = catch_unwind(AssertUnwindSafe(|| self.compute(started)));
         let outcome = outcome.unwrap_or_else(|panic| {
             Err(ConstraintFailure::Broken { reason: panic_message(panic.as_ref()) })
         });
-        let outcome = outcome.map(|allowed| (self.matcher, Arc::new(allowed)));
+        let outcome = outcome.map(|ahead| (self.matcher, ahead));
         ComputedMask { id: self.id, job: self.job, outcome, time: started.elapsed() }
+    }
+
+    fn compute(&mut self, started: Instant) -> Result<Ahead, ConstraintFailure> {
+        let mut allowed = Arc::new(self.matcher.allowed()?);
+        let mut ahead = Ahead { masks: [Arc::clone(&allowed)].into(), drafts: VecDeque::new() };
+        let Some(Drafting { mut tokens, drafts_max, ngram_drafts_max, rules }) =
+            self.drafting.take()
+        else {
+            return Ok(ahead);
+        };
+        // An error along the draft tokens is no error of the answer, which may take another way.
+        let mut matcher = self.matcher.boxed_clone();
+        let mut proposed = VecDeque::from(matcher.forced());
+        let mut proposes_ngrams = true;
+        while ahead.drafts.len() < drafts_max && started.elapsed() < DRAFTING_MAX {
+            let Some(token) = proposed.pop_front() else {
+                if !std::mem::take(&mut proposes_ngrams) {
+                    break;
+                }
+                proposed = ngram::draft(&tokens, ngram_drafts_max, &rules).into();
+                continue;
+            };
+            if !allowed.allows(token) || matcher.accept(token).is_err() || matcher.is_complete() {
+                break;
+            }
+            let Ok(mask) = matcher.allowed() else { break };
+            allowed = Arc::new(mask);
+            ahead.masks.push_back(Arc::clone(&allowed));
+            ahead.drafts.push_back(token);
+            tokens.push(token);
+        }
+        Ok(ahead)
     }
 }
 
@@ -190,6 +287,6 @@ impl MaskJob {
 pub struct ComputedMask {
     pub id: SequenceId,
     job: u64,
-    outcome: Result<(Box<dyn Matcher>, Arc<TokenMask>), ConstraintFailure>,
+    outcome: Result<(Box<dyn Matcher>, Ahead), ConstraintFailure>,
     time: Duration,
 }

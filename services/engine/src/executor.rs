@@ -29,9 +29,10 @@ pub trait Executor: Send {
     /// Starts a step and returns at once. The caller keeps at most `depth` steps in flight.
     fn launch(&mut self, plan: StepPlan) -> Result<(), ExecutorError>;
 
-    /// Supplies the token bitmasks of the step launched last, in the order of its rows. Called once for
-    /// every plan with `awaits_masks`, before the next launch. A constrained row without a bitmask does not
-    /// sample: when it is planned next, it starts with its last token again.
+    /// Supplies the token bitmasks of the step launched last, in the order of its rows and of the lengths of each
+    /// row. Called once for every plan with `awaits_masks`, before the next launch. A constrained row without a
+    /// bitmask does not sample: when it is planned next, it starts with its last token again. The first draft token
+    /// without a bitmask after it is the last that the row verifies.
     fn supply(&mut self, step_id: StepId, masks: Vec<RowMask>) -> Result<(), ExecutorError>;
 
     /// Returns whether the step launched last waits for [`supply`](Self::supply) only: the device has

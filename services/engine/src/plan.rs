@@ -4,7 +4,8 @@
 //! scheduled row advances. The executor keeps the rest: tokens, positions, block tables and sampling
 //! state of every slot. Sampled tokens stay in the executor's token pool, so the next step can be
 //! launched before the host has read them. For the same reason the executor proposes draft tokens; the
-//! scheduler only bounds their number.
+//! scheduler only bounds their number. The draft tokens of a constrained row are known to the host, which needs a
+//! bitmask after each of them.
 
 use std::{
     sync::Arc,
@@ -45,6 +46,8 @@ pub struct StepPlan {
     pub awaits_masks: bool,
     /// Upper bound on the draft tokens of all rows.
     pub drafts_max: u32,
+    /// Draft tokens of constrained rows, in the order of the rows. The executor finds those of other rows.
+    pub drafts: Vec<(Slot, Vec<u32>)>,
 }
 
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -59,15 +62,16 @@ pub struct AdmittedRow {
     pub computed: u32,
     pub blocks: Vec<BlockId>,
     pub sampling: Sampling,
-    /// The row never samples without a token bitmask, and has no draft tokens.
+    /// The row never samples without a token bitmask.
     pub constrained: bool,
 }
 
-/// Token bitmask of one row of a launched step.
+/// Token bitmask of one sample of a launched step. A row that verifies draft tokens may have several: of the token
+/// after its known tokens, and of the tokens after its first draft tokens.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct RowMask {
     pub slot: Slot,
-    /// Length of the row when it samples. The executor rejects a bitmask of another length.
+    /// Length of the row at the sample. The executor rejects a bitmask of another length.
     pub length: u32,
     pub allowed: Arc<TokenMask>,
 }
@@ -81,8 +85,8 @@ pub struct RowPlan {
     /// Whether the executor samples after the row's last token in this step, appends the sampled token
     /// to the token pool and returns it.
     pub samples: bool,
-    /// Upper bound on the draft tokens that the executor may append to a row that samples. The row has
-    /// blocks for their KV. The executor returns the accepted draft tokens and one sampled token.
+    /// Upper bound on the draft tokens that the executor may append to a row that samples; for a constrained row,
+    /// their number. The row has blocks for their KV. The executor returns the accepted draft tokens and one sampled token.
     pub drafts_max: u32,
 }
 

@@ -21,7 +21,7 @@ use engine::{
     Speculated, StepLoop, Turn,
     constraint::{Constraint, ConstraintFailure, MaskJob, Matcher},
     event::{Action, FinishReason, Input, NewSequence, SequenceFailure, SequenceId, SequenceKind},
-    executor::{Executor, ExecutorLimits, cpu::CpuExecutor},
+    executor::{Executor, ExecutorLimits, Speculation, cpu::CpuExecutor},
 };
 use kernels::sampling::{SampledToken, Sampling, TokenMask};
 
@@ -106,10 +106,43 @@ fn preempted_rows_keep_their_place_in_the_grammar() {
     node.assert_all_returned();
 }
 
+/// Returns limits of an executor that verifies draft tokens.
+fn drafting(uniform: bool) -> ExecutorLimits {
+    let rules = Speculation { uniform, ..speculation(6, 64) };
+    ExecutorLimits { speculation: Some(rules), ..limits(4, 64, 60, 2) }
+}
+
 #[test]
-fn constrained_rows_get_no_draft_tokens_and_their_neighbours_do() {
-    let drafting = ExecutorLimits { speculation: Some(speculation(6, 64)), ..limits(4, 64, 60, 2) };
-    let mut node = Node::new(patient(drafting));
+fn tokens_that_the_grammar_forces_save_steps() {
+    let mut steps = Vec::new();
+    for limits in [limits(4, 64, 60, 2), drafting(false)] {
+        let mut node = Node::new(patient(limits));
+        node.arrive(constrained(1, 90));
+        node.run();
+        node.assert_all_returned();
+        steps.push(node.engine.take_records().len());
+        let Speculated { drafted, accepted, .. } = node.engine.take_speculated();
+        if limits.speculation.is_some() {
+            assert!(accepted > 20 && accepted < drafted, "{accepted} of {drafted}");
+        }
+    }
+    assert!(steps[0] == 90 && steps[1] < 75, "{steps:?}");
+}
+
+#[test]
+fn rows_with_and_without_a_grammar_verify_draft_tokens_together() {
+    let mut node = Node::new(patient(drafting(false)));
+    for id in 1..=4 {
+        node.arrive(if id % 2 == 0 { constrained(id, 60) } else { plain(id, 60) });
+    }
+    node.run();
+    assert!(node.engine.take_speculated().accepted > 0);
+    node.assert_all_returned();
+}
+
+#[test]
+fn uniform_steps_with_constrained_rows_have_no_draft_tokens() {
+    let mut node = Node::new(patient(drafting(true)));
     node.arrive(constrained(1, 30));
     node.run();
     assert_eq!(node.engine.take_speculated(), Speculated::default());
@@ -125,8 +158,11 @@ type Outcomes = (BTreeMap<SequenceId, Vec<u32>>, Vec<(SequenceId, SequenceFailur
 
 /// Drives a scheduler and the sim executor by hand until both are idle. `computes` decides in each round
 /// whether the waiting bitmasks are computed now.
-fn drive(arrivals: Vec<NewSequence>, mut computes: impl FnMut(usize) -> bool) -> Outcomes {
-    let limits = limits(4, 64, 60, 2);
+fn drive(
+    limits: ExecutorLimits,
+    arrivals: Vec<NewSequence>,
+    mut computes: impl FnMut(usize) -> bool,
+) -> Outcomes {
     let (mut scheduler, now) = (common::scheduler(patient(limits)), Instant::now());
     let mut executor = common::sim(limits, now);
     let (mut actions, mut jobs) = (Vec::new(), Vec::new());
@@ -169,15 +205,18 @@ fn drive(arrivals: Vec<NewSequence>, mut computes: impl FnMut(usize) -> bool) ->
 #[test]
 fn a_late_bitmask_delays_its_own_row_and_changes_no_token() {
     let arrivals = || vec![plain(1, 30), constrained(2, 30), constrained(3, 30), plain(4, 45)];
-    let (expected, failures) = drive(arrivals(), |_| true);
+    let (expected, failures) = drive(limits(4, 64, 60, 2), arrivals(), |_| true);
     assert_eq!((expected.len(), failures.len()), (4, 0));
     for (id, tokens) in &expected {
         let new = arrivals().into_iter().find(|new| new.id == *id).expect("it arrived");
         assert_eq!(*tokens, oracle(&new, 256).0, "{id:?}");
     }
     // Bitmasks come in every second to seventh round, or hardly ever.
-    for every in [2, 3, 5, 7, 50] {
-        let (tokens, failures) = drive(arrivals(), |round| round % every == every - 1);
+    for (limits, every) in [1, 2, 3, 5, 7, 50]
+        .into_iter()
+        .flat_map(|every| [limits(4, 64, 60, 2), drafting(false)].map(|limits| (limits, every)))
+    {
+        let (tokens, failures) = drive(limits, arrivals(), |round| round % every == every - 1);
         assert_eq!((tokens, failures), (expected.clone(), vec![]), "every {every}");
     }
 }
@@ -186,7 +225,7 @@ fn a_late_bitmask_delays_its_own_row_and_changes_no_token() {
 fn fails_with(failure: ConstraintFailure) -> SequenceFailure {
     let grammar = HashGrammar { fails_at: Some((6, failure)), ..HashGrammar::new(1, 10) };
     let new = NewSequence { constraint: Some(grammar.constraint()), ..plain(1, 40) };
-    let (tokens, failures) = drive(vec![new, plain(2, 30)], |_| true);
+    let (tokens, failures) = drive(limits(4, 64, 60, 2), vec![new, plain(2, 30)], |_| true);
     let counts = [1, 2].map(|id| tokens[&SequenceId(id)].len());
     assert_eq!(counts, [4, 30], "the neighbour's answer is whole");
     let [(SequenceId(1), failure)] = &failures[..] else { panic!("{failures:?}") };
@@ -368,22 +407,30 @@ fn a_mixed_batch_of_real_forwards_equals_its_sequences_alone() {
             NewSequence { constraint, sampling, ignore_stop_tokens: false, ..plain(id, 30) }
         })
     };
-    let engine_of = |slots, step_tokens, depth| {
+    let engine_of = |slots, step_tokens, depth, speculation| {
         let limits = limits_of(&tiny_model(), slots, step_tokens, 60, depth);
-        engine(&tiny_model(), patient(limits), 2).0
+        engine(&tiny_model(), patient(ExecutorLimits { speculation, ..limits }), 2).0
     };
     let mut alone = std::collections::HashMap::new();
     for request in requests() {
-        alone.extend(run(&mut engine_of(1, 64, 1), vec![request]));
+        alone.extend(run(&mut engine_of(1, 64, 1, None), vec![request]));
     }
-    for (slots, step_tokens, depth, mask_threads) in
-        [(6, 64, 2, 0), (6, 64, 2, 2), (6, 7, 3, 1), (3, 16, 2, 2)]
-    {
-        let mut engine = engine_of(slots, step_tokens, depth);
+    let drafts = Some(speculation(5, 64));
+    for (slots, step_tokens, depth, mask_threads, speculation) in [
+        (6, 64, 2, 0, None),
+        (6, 64, 2, 2, None),
+        (6, 7, 3, 1, None),
+        (3, 16, 2, 2, None),
+        (6, 64, 2, 0, drafts),
+        (6, 64, 3, 2, drafts),
+        (3, 16, 1, 2, drafts),
+    ] {
+        let mut engine = engine_of(slots, step_tokens, depth, speculation);
         if mask_threads > 0 {
             engine = engine.with_mask_threads(mask_threads).expect("threads start");
         }
         let together = run(&mut engine, requests().collect());
         assert_eq!(together, alone, "{slots} slots, steps of {step_tokens}, depth {depth}");
+        assert_eq!(engine.take_speculated().accepted > 0, speculation.is_some());
     }
 }

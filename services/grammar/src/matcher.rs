@@ -40,6 +40,14 @@ impl Matcher {
         Ok(Vec::from(mask))
     }
 
+    /// Returns the bytes that the grammar forces next as tokens, as few as possible.
+    pub fn forced(&self) -> Vec<u32> {
+        // Finding the bytes changes the state, and with it the next bitmask.
+        let mut ahead = self.inner.clone();
+        let bytes = ahead.compute_ff_bytes();
+        ahead.tok_env().map_or(Vec::new(), |tokens| tokens.tok_trie().greedy_tokenize(&bytes))
+    }
+
     /// Accepts the next token.
     pub fn accept(&mut self, token: u32) -> Result<(), MatchError> {
         match self.inner.try_consume_tokens(&[token]) {
@@ -84,9 +92,9 @@ impl Matcher {
 }
 
 impl Clone for Matcher {
-    /// Copies the whole state: both matchers continue independently.
+    /// Copies the state: both matchers continue independently. They share the lexer's cache.
     fn clone(&self) -> Self {
-        Self { inner: self.inner.deep_clone(), ..*self }
+        Self { inner: self.inner.clone(), ..*self }
     }
 }
 

@@ -52,6 +52,27 @@ fn matches(grammar: &Grammar, text: &str) -> bool {
     taken && matcher.may_end().unwrap()
 }
 
+#[test]
+fn forced_text_is_given_as_the_longest_tokens_and_changes_no_bitmask() {
+    let token =
+        |text: &str| TOKENS.iter().position(|token| token == text.as_bytes()).unwrap() as u32;
+    let mut matcher = compile(&regex("(x|y)name\": (yes|no)"));
+    assert!(matcher.forced().is_empty(), "two tokens are allowed");
+    matcher.accept(token("x")).unwrap();
+    let before = allowed(&mut matcher);
+    let forced = matcher.forced();
+    assert_eq!(forced, ["name", "\": "].map(token));
+    assert_eq!(allowed(&mut matcher), before);
+    assert!(before.contains(&token("na")), "the model may take other tokens");
+    // A copy goes ahead, and the original stays.
+    let mut ahead = matcher.clone();
+    for token in forced {
+        ahead.accept(token).unwrap();
+    }
+    assert_eq!(allowed(&mut ahead), ["n", "y", "yes", "no", "ye"].map(token));
+    assert_eq!(allowed(&mut matcher), before);
+}
+
 /// SentencePiece vocabularies have byte tokens as well as character tokens with equal bytes.
 #[test]
 fn tokens_of_equal_bytes_are_allowed_alike() {

@@ -149,6 +149,10 @@ impl Matcher for Follower {
         self.matcher.is_complete()
     }
 
+    fn forced(&self) -> Vec<u32> {
+        self.matcher.forced()
+    }
+
     fn boxed_clone(&self) -> Box<dyn Matcher> {
         Box::new(self.clone())
     }

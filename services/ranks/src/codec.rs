@@ -112,6 +112,7 @@ impl History {
 struct WirePlan<'a> {
     step_id: StepId,
     drafts_max: u32,
+    drafts: Cow<'a, [(Slot, Vec<u32>)]>,
     awaits_masks: bool,
     /// `None`: the rows of the plan before.
     rows: Option<Cow<'a, [RowPlan]>>,
@@ -139,6 +140,7 @@ pub fn encode_plan(plan: &StepPlan, history: &mut History, bytes: &mut Vec<u8>) 
     let wire = WirePlan {
         step_id: plan.step_id,
         drafts_max: plan.drafts_max,
+        drafts: Cow::Borrowed(&plan.drafts),
         awaits_masks: plan.awaits_masks,
         rows: (!is_repeated).then_some(Cow::Borrowed(&plan.rows)),
         released: Cow::Borrowed(&plan.released),
@@ -192,6 +194,7 @@ pub fn decode_order(bytes: &[u8], history: &mut History) -> Result<Order, Decode
                 rows: history.rows.clone(),
                 awaits_masks: wire.awaits_masks,
                 drafts_max: wire.drafts_max,
+                drafts: wire.drafts.into_owned(),
             };
             history.state = next_state(history.state, bytes);
             let state = u64::from_le_bytes(*state);

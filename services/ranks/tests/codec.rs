@@ -79,6 +79,7 @@ fn plan() -> impl Strategy<Value = StepPlan> {
         vec((any::<u32>().prop_map(Slot), blocks()), 0..5),
         vec(row(), 0..20),
         any::<bool>(),
+        vec((any::<u32>().prop_map(Slot), vec(any::<u32>(), 0..9)), 0..3),
     );
     (any::<u64>(), any::<u32>(), lists).prop_map(|(step_id, drafts_max, lists)| StepPlan {
         step_id,
@@ -87,6 +88,7 @@ fn plan() -> impl Strategy<Value = StepPlan> {
         extended: lists.2,
         rows: lists.3,
         awaits_masks: lists.4,
+        drafts: lists.5,
         drafts_max,
     })
 }

@@ -26,6 +26,8 @@ pub trait Tokens {
     fn count(&self) -> usize;
     /// Appends draft tokens.
     fn join(&mut self, drafts: &[u32]);
+    /// Removes the last `count` tokens, which are draft tokens.
+    fn retract(&mut self, count: usize);
 }
 
 impl Tokens for Vec<u32> {
@@ -39,6 +41,10 @@ impl Tokens for Vec<u32> {
 
     fn join(&mut self, drafts: &[u32]) {
         self.extend_from_slice(drafts);
+    }
+
+    fn retract(&mut self, count: usize) {
+        self.truncate(self.len() - count);
     }
 }
 
@@ -63,6 +69,11 @@ impl Tokens for TokenCount {
         self.most += drafts.len();
         self.unknown += drafts.len();
     }
+
+    fn retract(&mut self, count: usize) {
+        self.most -= count;
+        self.unknown -= count;
+    }
 }
 
 /// Occupant of one slot.
@@ -78,8 +89,8 @@ pub struct BatchRow<T = Vec<u32>> {
     pub sampling: Sampling,
     /// The row never samples without a token bitmask.
     pub constrained: bool,
-    /// Token bitmask of the step supplied last.
-    pub allowed: Option<Arc<TokenMask>>,
+    /// Token bitmasks of the step supplied last: of its first sample and of the following ones.
+    pub allowed: Vec<Arc<TokenMask>>,
     /// Set when no token could be sampled: the row takes part in no step until it is released.
     pub failure: Option<RowFailure>,
     /// Numbers of the last plans that extended and that scheduled the row.
@@ -156,7 +167,7 @@ impl<T: Tokens> Batch<T> {
     }
 
     /// Supplies the token bitmasks of the step applied last, in the order of its rows. Marks a constrained row
-    /// without a bitmask as late and decrements its position.
+    /// without a bitmask as late and removes its last token and its draft tokens from the step.
     pub fn supply(
         &mut self,
         scheduled: &mut [ScheduledRow],
@@ -168,16 +179,22 @@ impl<T: Tokens> Batch<T> {
             if !row.constrained {
                 continue;
             }
-            let mask = masks.next_if(|mask| mask.slot == planned.slot);
-            if let Some(mask) = &mask
-                && mask.length as usize != planned.end()
-            {
-                let (slot, length, end) = (mask.slot.0, mask.length, planned.end());
-                return Err(format!("slot {slot} has {end} tokens, but a bitmask for {length}"));
+            row.allowed.clear();
+            for expected in planned.sampled_lengths() {
+                let Some(mask) = masks.next_if(|mask| mask.slot == planned.slot) else { break };
+                if mask.length as usize != expected {
+                    let (slot, length) = (mask.slot.0, mask.length);
+                    return Err(format!(
+                        "slot {slot} has {expected} tokens, but a bitmask for {length}"
+                    ));
+                }
+                row.allowed.push(mask.allowed);
             }
-            row.allowed = mask.map(|mask| mask.allowed);
-            planned.is_late = row.allowed.is_none();
-            row.position -= usize::from(planned.is_late);
+            if row.allowed.is_empty() {
+                planned.is_late = true;
+                row.tokens.retract(planned.draft_count);
+                row.position -= 1 + planned.draft_count;
+            }
         }
         match masks.next() {
             Some(mask) => Err(format!("slot {} has a bitmask that no row awaits", mask.slot.0)),
@@ -240,7 +257,7 @@ impl<T: Tokens> Batch<T> {
         mut draft: impl FnMut(&BatchRow<T>, usize) -> Vec<u32>,
     ) -> Result<Vec<ScheduledRow>, String> {
         let tokens: usize = plan.rows.iter().map(|row| row.token_count as usize).sum();
-        let mut drafts_left = plan.drafts_max as usize;
+        let drafts_left = plan.drafts_max as usize;
         let is_empty = plan.rows.is_empty() && plan.released.is_empty();
         if is_empty || tokens + drafts_left > self.limits.step_tokens as usize {
             return Err(format!(
@@ -254,9 +271,18 @@ impl<T: Tokens> Batch<T> {
                 "{drafts_left} draft tokens are planned, but speculative decoding is off"
             ));
         }
+        let known: usize = plan.drafts.iter().map(|(_, drafts)| drafts.len()).sum();
+        let Some(mut drafts_left) = drafts_left.checked_sub(known) else {
+            return Err(format!(
+                "the plan has {known} draft tokens; expected at most {drafts_left}"
+            ));
+        };
+        let mut known = plan.drafts.iter().peekable();
         let plans = self.plans;
         let mut scheduled: Vec<ScheduledRow> = Vec::with_capacity(plan.rows.len());
         for planned in &plan.rows {
+            let known = known.next_if(|(slot, _)| *slot == planned.slot).map(|(_, drafts)| drafts);
+            let vocabulary = self.limits.vocabulary;
             let Some(row) = self.slot(planned.slot)? else {
                 return Err(format!("slot {} is planned but empty", planned.slot.0));
             };
@@ -277,21 +303,26 @@ impl<T: Tokens> Batch<T> {
             }
             let (start, token_count) = (row.position, planned.token_count as usize);
             let end = start + token_count;
-            let known = row.tokens.count();
-            if token_count == 0 || end > known {
-                return Err(format!("slot {slot} plans tokens {start}..{end} of {known}"));
+            let length = row.tokens.count();
+            if token_count == 0 || end > length {
+                return Err(format!("slot {slot} plans tokens {start}..{end} of {length}"));
             }
-            if planned.samples != (end == known) {
+            if planned.samples != (end == length) {
                 return Err(format!("slot {slot} must sample after its last token and only there"));
             }
             if planned.samples && row.constrained && !plan.awaits_masks {
                 return Err(format!("slot {slot} is constrained, but the step awaits no bitmasks"));
             }
             let drafts_max = planned.drafts_max as usize;
-            if drafts_max > 0 && row.constrained {
+            let known_count = known.map_or(0, Vec::len);
+            let expected = if row.constrained { drafts_max } else { 0 };
+            if known_count != expected {
                 return Err(format!(
-                    "slot {slot} is constrained and has {drafts_max} draft tokens"
+                    "slot {slot} has {known_count} draft tokens in the plan; expected {expected}"
                 ));
+            }
+            if let Some(token) = known.into_iter().flatten().find(|token| **token >= vocabulary) {
+                return Err(format!("slot {slot} has draft token {token}, outside the vocabulary"));
             }
             if drafts_max > 0 && !planned.samples {
                 return Err(format!(
@@ -303,10 +334,16 @@ impl<T: Tokens> Batch<T> {
                 let blocks = row.blocks.len();
                 return Err(format!("slot {slot} plans to position {upper} with {blocks} blocks"));
             }
-            let most = drafts_max.min(drafts_left);
-            let mut drafts = if most > 0 { draft(row, most) } else { Vec::new() };
-            drafts.truncate(most);
-            drafts_left -= drafts.len();
+            let drafts = match known {
+                Some(known) => known.clone(),
+                None => {
+                    let most = drafts_max.min(drafts_left);
+                    let mut found = if most > 0 { draft(row, most) } else { Vec::new() };
+                    found.truncate(most);
+                    drafts_left -= found.len();
+                    found
+                }
+            };
             row.tokens.join(&drafts);
             row.position = end + drafts.len();
             scheduled.push(ScheduledRow {
@@ -319,7 +356,10 @@ impl<T: Tokens> Batch<T> {
                 is_late: false,
             });
         }
-        Ok(scheduled)
+        match known.next() {
+            Some((slot, _)) => Err(format!("slot {} has draft tokens, but no row", slot.0)),
+            None => Ok(scheduled),
+        }
     }
 
     fn admit(&mut self, admitted: &AdmittedRow, failure: Option<RowFailure>) -> Result<(), String> {
@@ -348,7 +388,7 @@ impl<T: Tokens> Batch<T> {
             blocks: admitted.blocks.clone(),
             sampling: admitted.sampling.clone(),
             constrained: admitted.constrained,
-            allowed: None,
+            allowed: Vec::new(),
             failure,
             extended_by: 0,
             scheduled_by: 0,
@@ -373,8 +413,8 @@ impl<T: Tokens> Batch<T> {
 impl Batch {
     /// Processes the samples of a row of the current step, one for each of its
     /// [`sampled_lengths`](ScheduledRow::sampled_lengths). The first sample counts. Each further sample
-    /// counts as long as the draft token before it equals the token sampled in its place. The samples
-    /// that count are appended to the row's tokens. A failure marks the row as failed, except a failure
+    /// counts as long as the draft token before it equals the token sampled in its place. A sample of a constrained
+    /// row without a bitmask does not count. The samples that count are appended to the row's tokens. A failure marks the row as failed, except a failure
     /// after accepted draft tokens: the next step will encounter it again. Returns the row's result.
     pub fn sampled(
         &mut self,
@@ -384,7 +424,8 @@ impl Batch {
         let row = self.row_mut(scheduled.slot);
         let known = scheduled.end() - scheduled.draft_count;
         let mut chosen: Vec<SampledToken> = Vec::with_capacity(1);
-        for (length, answer) in scheduled.sampled_lengths().zip(answers) {
+        let samples_max = if row.constrained { row.allowed.len() } else { usize::MAX };
+        for (length, answer) in scheduled.sampled_lengths().zip(answers).take(samples_max) {
             match answer {
                 Ok(token) => chosen.push(token),
                 Err(failure) if chosen.is_empty() => row.failure = Some(failure),
@@ -420,7 +461,10 @@ impl Batch<TokenCount> {
 
     /// Notes how many draft tokens of a row the device accepted. Does nothing when the occupant has left.
     pub fn drafts_accepted(&mut self, scheduled: &ScheduledRow, accepted: usize) {
-        let ScheduledRow { slot, generation, draft_count, .. } = *scheduled;
+        let ScheduledRow { slot, generation, draft_count, is_late, .. } = *scheduled;
+        if is_late {
+            return;
+        }
         let occupant = self.rows[slot.0 as usize].as_mut();
         if let Some(row) = occupant.filter(|row| row.generation == generation) {
             row.tokens.unknown -= draft_count;
@@ -652,7 +696,7 @@ mod tests {
             let mut scheduled = apply(&mut batch, &whole).expect("fits");
             batch.supply(&mut scheduled, masks)?;
             let row = batch.row(Slot(0));
-            Ok::<_, String>((row.allowed.is_some(), row.position, scheduled[0].is_late))
+            Ok::<_, String>((!row.allowed.is_empty(), row.position, scheduled[0].is_late))
         };
         assert_eq!(supplied(vec![mask(0, 6)]), Ok((true, 6, false)));
         assert_eq!(supplied(vec![]), Ok((false, 5, true)));
@@ -665,10 +709,53 @@ mod tests {
         // A row does not sample before its last known token.
         let chunk = plan(vec![constrained()], vec![row(4, false)]);
         assert_eq!(apply(&mut Batch::new(LIMITS), &chunk).expect("fits")[0].token_count, 4);
-        let rows = vec![RowPlan { drafts_max: 1, ..row(6, true) }];
-        let drafting = StepPlan { drafts_max: 1, rows, ..whole.clone() };
-        let error = apply(&mut Batch::new(LIMITS), &drafting).expect_err("has drafts").to_string();
-        assert!(error.contains("constrained"), "{error}");
+    }
+
+    #[test]
+    fn a_constrained_row_verifies_the_draft_tokens_of_the_plan_up_to_its_last_bitmask() {
+        let planned = |known: Vec<u32>| StepPlan {
+            awaits_masks: true,
+            drafts_max: 2,
+            drafts: vec![(Slot(0), known)],
+            ..plan(
+                vec![AdmittedRow { constrained: true, ..admitted(6, 0) }],
+                vec![RowPlan { drafts_max: 2, ..row(6, true) }],
+            )
+        };
+        let mask = |length| {
+            let allowed = Arc::new(TokenMask::new(vec![u32::MAX; 4], LIMITS.vocabulary));
+            RowMask { slot: Slot(0), length, allowed }
+        };
+        // The model agrees with both draft tokens.
+        let answers = [7, 8, 9].map(|id| Ok(SampledToken { id, logprobs: None }));
+        for (masks, tokens) in [(3, 3), (2, 2), (1, 1), (0, 0)] {
+            let mut batch = Batch::new(LIMITS);
+            let mut scheduled = apply(&mut batch, &planned(vec![7, 8])).expect("fits");
+            assert_eq!((scheduled[0].token_count, scheduled[0].draft_count), (8, 2));
+            batch.supply(&mut scheduled, (6..6 + masks).map(mask).collect()).expect("in order");
+            assert_eq!(scheduled[0].is_late, masks == 0);
+            if masks > 0 {
+                let result = batch.sampled(&scheduled[0], answers.clone());
+                assert_eq!((result.tokens.len(), result.drafted), (tokens, 2));
+            }
+            let row = batch.row(Slot(0));
+            let position = if masks == 0 { 5 } else { 5 + tokens };
+            assert_eq!((row.tokens.len(), row.position), (6 + tokens, position), "{masks} masks");
+        }
+        let mut batch = Batch::new(LIMITS);
+        let mut scheduled = apply(&mut batch, &planned(vec![7, 8])).expect("fits");
+        let error = batch.supply(&mut scheduled, vec![mask(6), mask(8)]).expect_err("has a gap");
+        assert_eq!(error, "slot 0 has 7 tokens, but a bitmask for 8");
+        let of = |known| StepPlan { drafts: known, ..planned(vec![]) };
+        for (plan, reason) in [
+            (of(vec![(Slot(0), vec![7, 8, 9])]), "has 3 draft tokens; expected at most 2"),
+            (of(vec![(Slot(0), vec![7])]), "slot 0 has 1 draft tokens in the plan; expected 2"),
+            (of(vec![(Slot(0), vec![7, 100])]), "draft token 100, outside the vocabulary"),
+            (of(vec![]), "slot 0 has 0 draft tokens in the plan; expected 2"),
+        ] {
+            let error = apply(&mut Batch::new(LIMITS), &plan).expect_err(reason).to_string();
+            assert!(error.contains(reason), "{error}");
+        }
     }
 
     #[test]

@@ -225,11 +225,11 @@ impl Runner {
             .iter()
             .flat_map(|scheduled| {
                 let row = batch.row(scheduled.slot);
-                scheduled.sampled_lengths().map(move |length| SampleRow {
+                scheduled.sampled_lengths().enumerate().map(move |(index, length)| SampleRow {
                     sampling: &row.sampling,
-                    tokens: &row.tokens[..length],
+                    tokens: if scheduled.is_late { &row.tokens } else { &row.tokens[..length] },
                     prompt_len: row.prompt_len,
-                    allowed: row.allowed.as_deref(),
+                    allowed: row.allowed.get(index).map(Arc::as_ref),
                 })
             })
             .collect();

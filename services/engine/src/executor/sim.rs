@@ -227,6 +227,10 @@ impl SimExecutor {
             self.write_kv(row);
             cost += self.cost.token * row.token_count as u32;
             cost += self.cost.context_token * row.end() as u32;
+            if row.is_late {
+                let history = &mut self.histories[row.slot.0 as usize];
+                history.truncate(self.batch.row(row.slot).tokens.len());
+            }
             results.push(match row.samples && !row.is_late {
                 true => self.sample(row),
                 false => self.batch.unsampled(row),
@@ -293,8 +297,9 @@ impl SimExecutor {
         let vocabulary = self.limits.vocabulary;
         let history = &mut self.histories[scheduled.slot.0 as usize];
         let row = self.batch.row(scheduled.slot);
-        let answers = scheduled.sampled_lengths().map(|length| {
-            let (output_len, allowed) = (length - row.prompt_len, row.allowed.as_deref());
+        let answers = scheduled.sampled_lengths().enumerate().map(|(index, length)| {
+            let (output_len, allowed) = (length - row.prompt_len, row.allowed.get(index));
+            let allowed = allowed.map(Arc::as_ref);
             choose(history[length - 1], output_len, &row.sampling, allowed, vocabulary)
                 .map(|id| SampledToken { id, logprobs: None })
                 .ok_or_else(|| RowFailure::Sampling { reason: "every token is masked".to_owned() })

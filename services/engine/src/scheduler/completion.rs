@@ -65,14 +65,14 @@ impl Scheduler {
         let Phase::Running(row) = &mut sequence.phase else {
             unreachable!("a current row's sequence runs");
         };
-        let drafts_unused = done.drafts_max as usize - drafts_accepted;
-        if done.drafts_max > 0 {
-            row.drafts.verified(done.drafts_max, drafted, drafts_accepted as u32);
-        }
-        row.launched -= drafts_unused;
-        row.length -= drafts_unused;
-        // The sample was withdrawn, so the row computes its last token again.
+        // The samples were withdrawn, so the row computes its last token again.
         let is_withdrawn = done.samples && tokens.is_empty();
+        if done.drafts_max > 0 && !is_withdrawn {
+            let drafts_unused = done.drafts_max as usize - drafts_accepted;
+            row.drafts.verified(done.drafts_max, drafted, drafts_accepted as u32);
+            row.launched -= drafts_unused;
+            row.length -= drafts_unused;
+        }
         row.computed += done.token_count as usize + drafts_accepted - usize::from(is_withdrawn);
         // Tokens sampled after the end of the request were dropped: their KV is not published.
         let confirmed = row.computed.min(sequence.tokens.len());

@@ -1,20 +1,25 @@
 //! Requests the bitmask that follows each accepted token, and supplies the launched step with bitmasks.
 
-use super::{Scheduler, sequence::Phase};
+use std::sync::Arc;
+
+use kernels::sampling::TokenMask;
+
+use super::{Scheduler, draft_budget::RowDrafts, sequence::Phase};
 use crate::{
-    constraint::{ComputedMask, MaskJob},
+    constraint::{ActiveConstraint, ComputedMask, Drafting, MaskJob},
     event::{Action, SequenceId},
     plan::{Generation, RowMask, Slot, StepId},
 };
 
 /// A constrained row of the last launched step, which samples once its bitmask is known.
-#[derive(Clone, Copy, Debug)]
+#[derive(Debug)]
 pub(super) struct AwaitedMask {
     pub id: SequenceId,
     pub slot: Slot,
     pub generation: Generation,
-    /// Number of tokens of the row when it samples.
+    /// Number of tokens of the row when it samples, without its draft tokens.
     pub length: usize,
+    pub drafts: Vec<u32>,
 }
 
 impl Scheduler {
@@ -38,26 +43,50 @@ impl Scheduler {
     /// forward pass has finished: returns the computed bitmasks, and withdraws the samples of the other rows.
     pub fn supply(&mut self, are_due: bool) -> Option<(StepId, Vec<RowMask>)> {
         let (_, awaited) = self.awaited.as_ref()?;
-        let is_missing = |row: &AwaitedMask| self.is_running(row) && self.mask(row).is_none();
+        let is_missing = |row: &AwaitedMask| self.is_running(row) && self.supplied(row).is_none();
         if !are_due && awaited.iter().any(is_missing) {
             return None;
         }
         let (step_id, awaited) = self.awaited.take()?;
-        let masks = awaited.iter().filter_map(|row| {
-            let mask = self.mask(row);
-            if mask.is_none() && self.is_running(row) {
-                self.withdraw(row.id);
+        let mut masks = Vec::with_capacity(awaited.len());
+        for row in &awaited {
+            let lengths = row.length as u32..;
+            let mask = |(length, allowed): (u32, &Arc<TokenMask>)| {
+                let (slot, allowed) = (row.slot, Arc::clone(allowed));
+                RowMask { slot, length, allowed }
+            };
+            match self.supplied(row) {
+                Some(constraint) => {
+                    masks.extend(lengths.zip(constraint.masks_along(&row.drafts)).map(mask));
+                }
+                None if self.is_running(row) => self.withdraw(row),
+                None => {}
             }
-            mask
-        });
-        Some((step_id, masks.collect()))
+        }
+        Some((step_id, masks))
     }
 
     /// Requests the next bitmask of a sequence that has accepted a token.
     pub(super) fn request_mask(&mut self, id: SequenceId) {
         let sequence = self.sequences.get_mut(&id).expect("the caller looked it up");
         let Some(constraint) = &mut sequence.constraint else { return };
-        if let Some(job) = constraint.mask_job(id, self.next_mask_job) {
+        let ngram_drafts = match &sequence.phase {
+            Phase::Running(row) => row.drafts.most,
+            _ => RowDrafts::default().most,
+        };
+        let rules = self.config.limits.speculation;
+        // A step of more rows has no draft tokens.
+        let rules = rules.filter(|rules| self.running.len() < rules.step_tokens as usize);
+        // One draft token more, which predicts the token of the step in flight.
+        let drafting = || {
+            rules.filter(|rules| !rules.uniform).map(|rules| Drafting {
+                tokens: sequence.tokens.clone(),
+                drafts_max: 1 + rules.row_drafts as usize,
+                ngram_drafts_max: 1 + ngram_drafts.min(rules.row_drafts) as usize,
+                rules,
+            })
+        };
+        if let Some(job) = constraint.mask_job(id, self.next_mask_job, drafting) {
             self.next_mask_job += 1;
             self.mask_jobs.push(job);
         }
@@ -68,22 +97,18 @@ impl Scheduler {
         self.slots.is_current(row.slot, row.generation)
     }
 
-    /// Returns the row's bitmask if it is computed and the token before it is known.
-    fn mask(&self, row: &AwaitedMask) -> Option<RowMask> {
+    /// Returns the row's constraint if the row's bitmask is computed and the token before it is known.
+    fn supplied(&self, row: &AwaitedMask) -> Option<&ActiveConstraint> {
         let sequence = self.sequences.get(&row.id).filter(|_| self.is_running(row))?;
         let is_next = sequence.tokens.len() == row.length;
-        let allowed = sequence.constraint.as_ref()?.allowed().filter(|_| is_next)?.clone();
-        Some(RowMask { slot: row.slot, length: row.length as u32, allowed })
+        sequence.constraint.as_ref().filter(|constraint| is_next && constraint.allowed().is_some())
     }
 
-    /// Withdraws the sample of a row whose bitmask is late. A later step computes the row's last token again.
-    fn withdraw(&mut self, id: SequenceId) {
-        let sequence = self.sequences.get_mut(&id).expect("a current row's sequence is known");
-        let Phase::Running(row) = &mut sequence.phase else {
-            unreachable!("a current row's sequence runs");
-        };
-        row.launched -= 1;
-        row.length -= 1;
+    /// Withdraws the samples of a row whose bitmask is late. A later step computes the row's last token again.
+    fn withdraw(&mut self, awaited: &AwaitedMask) {
+        let row = self.row_mut(awaited.id);
+        row.launched -= 1 + awaited.drafts.len();
+        row.length -= 1 + awaited.drafts.len();
         row.was_late = true;
     }
 }

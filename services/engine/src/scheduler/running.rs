@@ -253,10 +253,14 @@ impl Scheduler {
         let rows = builder.sequences.len() as u32;
         let row_drafts = self.config.limits.row_drafts(rows, row_drafts.min(left));
         let wanted = |sequence: &Sequence| {
-            let may_draft = sequence.kind != SequenceKind::Send && sequence.constraint.is_none();
-            let to_the_end = sequence.length_here() - sequence.row().length;
-            let wanted = sequence.row().drafts.most.min(row_drafts).min(to_the_end as u32);
-            if may_draft { wanted } else { 0 }
+            let row = sequence.row();
+            let most = match &sequence.constraint {
+                _ if sequence.kind == SequenceKind::Send => 0,
+                None => row.drafts.most,
+                Some(constraint) => constraint.drafts(sequence.unknown() - 1).len() as u32,
+            };
+            let to_the_end = sequence.length_here() - row.length;
+            most.min(row_drafts).min(to_the_end as u32)
         };
         let (mut most, mut expected) = (0, 0.0);
         for id in &builder.sequences {
@@ -275,14 +279,34 @@ impl Scheduler {
         let counts: Vec<_> =
             builder.sequences.iter().map(|id| wanted(&self.sequences[id]).min(bound)).collect();
         builder.plan.drafts_max = left;
+        let mut known_left = left;
         for (index, wanted) in counts.into_iter().enumerate() {
             let id = builder.sequences[index];
+            let is_known = self.sequences[&id].constraint.is_some();
+            let wanted = if is_known { wanted.min(known_left) } else { wanted };
             let count = self.cover(id, wanted as usize, builder);
+            builder.plan.rows[index].drafts_max = count;
+            if count > 0 && is_known {
+                known_left -= count;
+                self.add_known_drafts(id, count as usize, builder);
+            }
             let row = self.row_mut(id);
             row.launched += count as usize;
             row.length += count as usize;
-            builder.plan.rows[index].drafts_max = count;
         }
+    }
+
+    /// Adds the draft tokens of a constrained row to the plan.
+    fn add_known_drafts(&self, id: SequenceId, count: usize, builder: &mut PlanBuilder) {
+        let sequence = &self.sequences[&id];
+        let constraint = sequence.constraint.as_ref().expect("the caller looked it up");
+        let drafts: Vec<u32> = constraint.drafts(sequence.unknown() - 1).take(count).collect();
+        let awaited = builder.masks.iter_mut().find(|awaited| awaited.id == id);
+        awaited
+            .expect("a constrained row that samples awaits a bitmask")
+            .drafts
+            .clone_from(&drafts);
+        builder.plan.drafts.push((sequence.row().slot, drafts));
     }
 
     /// Returns how many of `count` further positions fit into the row's blocks. Adds missing blocks if every
@@ -319,7 +343,7 @@ impl Scheduler {
         self.sequences[&id].row()
     }
 
-    fn row_mut(&mut self, id: SequenceId) -> &mut Row {
+    pub(super) fn row_mut(&mut self, id: SequenceId) -> &mut Row {
         match &mut self.sequences.get_mut(&id).expect("a running sequence is known").phase {
             Phase::Running(row) => row,
             phase => unreachable!("a sequence of the batch is {phase:?}"),
@@ -370,7 +394,8 @@ fn advance(
     if samples {
         if sequence.constraint.is_some() {
             let (slot, generation) = (row.slot, row.generation);
-            builder.masks.push(AwaitedMask { id, slot, generation, length: row.length });
+            let (length, drafts) = (row.length, Vec::new());
+            builder.masks.push(AwaitedMask { id, slot, generation, length, drafts });
         }
         row.length += 1;
         row.was_late = false;

@@ -163,12 +163,17 @@ impl Sequence {
             // A bitmask depends on the token before it, so at most one token may be unknown. A row whose bitmask
             // was late waits for the bitmask.
             let is_known = constraint.allowed().is_some();
-            if row.length > self.tokens.len() + 1 || (row.was_late && !is_known) {
+            if self.unknown() > 1 || (row.was_late && !is_known) {
                 return 0;
             }
         }
         // The last token of a sequence needs no KV: nothing comes after it.
         if row.length >= self.length_here() { 0 } else { (row.length - row.launched) as u32 }
+    }
+
+    /// Returns how many tokens of the row are not known to the host, if every draft token is accepted.
+    pub(super) fn unknown(&self) -> usize {
+        self.row().length - self.tokens.len()
     }
 
     /// Returns whether the sequence decodes on this node: the device has sampled its first token, or samples the

@@ -36,10 +36,19 @@ impl HashGrammar {
         self.left = self.left.saturating_sub(1);
     }
 
+    /// Returns the token that is always allowed. It is no stop token of the tests.
+    fn certain(&self) -> u32 {
+        5 + (self.state % 30) as u32
+    }
+
+    /// Whether no other token is allowed.
+    fn forces(&self) -> bool {
+        !(self.state >> 32).is_multiple_of(3)
+    }
+
     fn allows(&self, token: u32) -> bool {
-        // One token that is not a stop token is always allowed.
-        token == 5 + (self.state % 30) as u32
-            || mix(self.state ^ !u64::from(token)).is_multiple_of(6)
+        token == self.certain()
+            || (!self.forces() && mix(self.state ^ !u64::from(token)).is_multiple_of(6))
     }
 }
 
@@ -64,6 +73,16 @@ impl Matcher for HashGrammar {
 
     fn is_complete(&self) -> bool {
         self.left == 0
+    }
+
+    fn forced(&self) -> Vec<u32> {
+        let mut ahead = self.clone();
+        let mut tokens = Vec::new();
+        while ahead.forces() && ahead.left > 0 {
+            tokens.push(ahead.certain());
+            ahead.advance(ahead.certain());
+        }
+        tokens
     }
 
     fn boxed_clone(&self) -> Box<dyn Matcher> {

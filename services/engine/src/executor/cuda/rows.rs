@@ -118,7 +118,7 @@ impl Rows {
         let sampled = (0..).zip(scheduled.iter().filter(|row| row.samples));
         let masks = sampled.filter_map(|(sample, scheduled)| {
             let row = self.batch.row(scheduled.slot);
-            row.constrained.then(|| (sample, row.allowed.clone()))
+            row.constrained.then(|| (sample, row.allowed.first().cloned()))
         });
         Ok(masks.collect())
     }
