@@ -76,6 +76,12 @@ k8s: ## A shell in a Kubernetes cluster of one node that exists only for this sh
 	@deploy/k8s/tools.sh
 	@deploy/k8s/cluster.py
 
+.PHONY: test-k8s
+test-k8s: image image-etcd ## Install the Helm chart in such a cluster, disturb it under load, print a table.
+	$(BIN)/baton model fetch smollm2-135m
+	@deploy/k8s/tools.sh
+	deploy/k8s/cluster.py deploy/k8s/test.py
+
 deps: ## The C++ compiler (for ZeroMQ) and pip (for the model), by apt where they are missing.
 	@deploy/deps.sh
 

@@ -171,6 +171,19 @@ def start_control_plane(components, kubeconfig):
                          f"--authentication-kubeconfig={kubeconfig}", f"--authorization-kubeconfig={kubeconfig}", *flags)
 
 
+def start_collector(components):
+    """Starts an OpenTelemetry Collector that writes what pods send to logs/traces.json and logs/metrics.json."""
+    config = write("collector.json", {
+        "receivers": {"otlp": {"protocols": {"grpc": {"endpoint": f"{NODE}:4317"}}}},
+        "exporters": {"file/traces": {"path": str(LOGS / "traces.json"), "flush_interval": "200ms"},
+                      "file/metrics": {"path": str(LOGS / "metrics.json"), "flush_interval": "200ms"}},
+        "service": {"telemetry": {"metrics": {"level": "none"}},
+                    "pipelines": {"traces": {"receivers": ["otlp"], "exporters": ["file/traces"]},
+                                  "metrics": {"receivers": ["otlp"], "exporters": ["file/metrics"]}}},
+    })
+    components.start("collector", "collector", f"--config={config}")
+
+
 def start_node(components, kubeconfig):
     (STATE / "cni").mkdir()
     write("cni/10-bridge.conflist", {
@@ -241,6 +254,7 @@ def inside(command):
     components = Components()
     start_control_plane(components, kubeconfig)
     start_node(components, kubeconfig)
+    start_collector(components)
     process = subprocess.Popen(command)
     while process.poll() is None:
         components.check()

