@@ -71,6 +71,31 @@ fn once_prints_an_answer_with_statistics_and_stops_cleanly() -> Result<()> {
     Ok(())
 }
 
+#[test]
+fn check_gets_answers_over_http_and_grpc() -> Result<()> {
+    let mut up = start(&[])?;
+    let ready = up.lines.wait_for("baton: ready")?;
+    let word_after = |name: &str| ready.split_whitespace().skip_while(move |w| *w != name).nth(1);
+    let url = word_after("API").context("no URL")?.trim_end_matches("/v1");
+    let grpc = word_after("gRPC").context("no gRPC address")?;
+    let check = |grpc: &str| {
+        command::output(Command::new(bin_dir().join("baton")).args(["check", url, "--grpc", grpc]))
+    };
+    let output = check(grpc)?;
+    let said = String::from_utf8(output.stdout)?;
+    assert!(output.status.success(), "{said}");
+    for words in ["decoded by decode-0", "gRPC: 8 tokens", "metrics: "] {
+        assert!(said.contains(words), "{said:?} lacks {words:?}");
+    }
+    let output = check("127.0.0.1:1")?;
+    let said = String::from_utf8(output.stderr)?;
+    assert!(
+        !output.status.success() && said.contains("127.0.0.1:1: no answer over gRPC"),
+        "{said}"
+    );
+    Ok(())
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn requested_node_counts_and_dtype_are_used() -> Result<()> {
     let mut up = start(&["--prefill", "2", "--decode", "2", "--dtype", "f32"])?;

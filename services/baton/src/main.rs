@@ -4,7 +4,7 @@
 
 use std::process::ExitCode;
 
-use baton::{bench, doctor, model_store, up};
+use baton::{bench, check, doctor, model_store, up};
 use clap::{Parser, Subcommand};
 
 /// Operator's command for Baton clusters.
@@ -19,6 +19,8 @@ struct Cli {
 enum Command {
     /// Starts a router, prefill nodes and decode nodes on this machine, and restarts those that die.
     Up(up::UpArgs),
+    /// Sends one request over HTTP and one over gRPC to a running cluster, and reads its metrics.
+    Check(check::CheckArgs),
     /// Measures one engine or a running server.
     #[command(subcommand)]
     Bench(bench::BenchCommand),
@@ -32,6 +34,7 @@ enum Command {
 fn main() -> ExitCode {
     let outcome = match Cli::parse().command {
         Command::Up(args) => up::run(args),
+        Command::Check(args) => check::run(args),
         Command::Bench(command) => bench::run(command),
         Command::Model(command) => model_store::run(command),
         Command::Doctor(args) => doctor::run(args),

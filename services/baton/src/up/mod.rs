@@ -9,7 +9,7 @@ mod console;
 mod gpus;
 #[allow(unsafe_code)]
 mod process;
-mod sample;
+pub(crate) mod sample;
 
 use std::{
     ffi::OsString,
@@ -301,7 +301,8 @@ async fn serve(
     ));
     if args.sample {
         let held = console.hold();
-        sample::run(&ready.http).await.context("the sample request failed")?;
+        let url = format!("http://{}", ready.http);
+        sample::run(&url).await.context("the sample request failed")?;
         drop(held);
         if args.once {
             return Ok(());

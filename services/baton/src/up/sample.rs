@@ -14,14 +14,15 @@ const QUESTION: &str = "What is the capital of France? Answer in one sentence.";
 const ANSWER_TOKENS_MAX: u32 = 64;
 const DEADLINE: Duration = Duration::from_secs(60);
 
-/// Sends the question, prints the streamed answer and then a line of statistics.
-pub async fn run(http: &str) -> Result<()> {
-    tokio::time::timeout(DEADLINE, ask(http))
+/// Sends the question to the router at `url`, prints the streamed answer and then a line of statistics. Returns the
+/// statistics.
+pub async fn run(url: &str) -> Result<Value> {
+    tokio::time::timeout(DEADLINE, ask(url))
         .await
         .map_err(|_| anyhow!("the sample request did not finish within {} s", DEADLINE.as_secs()))?
 }
 
-async fn ask(http: &str) -> Result<()> {
+async fn ask(url: &str) -> Result<Value> {
     let client = HttpClient::new(Duration::from_secs(5));
     let body = json!({
         "messages": [{"role": "user", "content": QUESTION}],
@@ -30,7 +31,7 @@ async fn ask(http: &str) -> Result<()> {
     });
     print(&format!("\n> {QUESTION}\n"));
     let sent = Instant::now();
-    let url = format!("http://{http}/v1/chat/completions");
+    let url = format!("{url}/v1/chat/completions");
     let (mut first, mut last) = (None, sent);
     let (mut tokens, mut stats) = (0, Value::Null);
     let on_event = |event: &str| {
@@ -63,7 +64,7 @@ async fn ask(http: &str) -> Result<()> {
     let decode_s = (last - first).as_secs_f64();
     let ttft_s = (first - sent).as_secs_f64();
     print(&format!("{}\n\n", line(tokens, ttft_s, decode_s, &stats)));
-    Ok(())
+    Ok(stats)
 }
 
 /// Prints the text at once. Ignores errors, because serving continues without a terminal.
