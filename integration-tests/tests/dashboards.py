@@ -1,0 +1,113 @@
+"""Runs the queries of all panels of the chart's dashboards against a Prometheus that scrapes a `baton up`.
+
+Arguments: folder of the tools, folder of Baton's programs, path of a model.
+"""
+
+import itertools
+import json
+import os
+import pathlib
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.parse
+import urllib.request
+
+TOOLS, PROGRAMS, MODEL = map(pathlib.Path, sys.argv[1:4])
+DASHBOARDS = pathlib.Path(__file__).parents[2] / "helm" / "baton" / "files" / "dashboards"
+PROMETHEUS = shutil.which("prometheus") or TOOLS / "debian/usr/bin/prometheus"
+DEADLINE = 90
+
+
+def free_address():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{listener.getsockname()[1]}"
+
+
+def panels():
+    for path in sorted(DASHBOARDS.glob("*.json")):
+        for panel in json.loads(path.read_text())["panels"]:
+            for target in panel["targets"]:
+                # What Grafana puts in for "All", and for a scrape interval of a second.
+                query = target["expr"].replace("$__rate_interval", "30s")
+                yield f"{path.stem}, {panel['title']}", re.sub(r"\$(namespace|release|model)", ".*", query)
+
+
+def ask(address, query):
+    url = f"http://{address}/api/v1/query?query={urllib.parse.quote(query)}"
+    with urllib.request.urlopen(url, timeout=10) as answer:
+        return json.load(answer)["data"]["result"]
+
+
+def has_number(result):
+    return any(value not in ("NaN", "+Inf", "-Inf") for value in (sample["value"][1] for sample in result))
+
+
+def start_cluster(folder, router):
+    """Starts `baton up` and returns the process and the addresses of the metrics by job."""
+    log = folder / "up.log"
+    command = [PROGRAMS / "baton", "up", "--model", MODEL, "--http", router, "--grpc", "127.0.0.1:0"]
+    # Otherwise an idle decode node may prefill the short prompts itself.
+    env = os.environ | {"BATON_ROUTER_DISAGGREGATE": "always"}
+    up = subprocess.Popen(command, env=env, stdout=log.open("w"), stderr=subprocess.STDOUT)
+    deadline = time.monotonic() + DEADLINE
+    while "baton: ready" not in log.read_text():
+        if up.poll() is not None or time.monotonic() > deadline:
+            up.kill()
+            sys.exit(f"baton up is not ready:\n{log.read_text()}")
+        time.sleep(0.1)
+    text = re.sub(r"\x1b\[[0-9;]*m", "", log.read_text())
+    nodes = re.findall(r"(prefill|decode) node is ready.* metrics=([0-9.:]+)", text)
+    return up, {"router": router, **{f"{role}-node": address for role, address in nodes}}
+
+
+def main(folder):
+    router, address = free_address(), free_address()
+    up, jobs = start_cluster(folder, router)
+    prometheus = None
+    try:
+        scrapes = [
+            {"job_name": f"baton/baton-{job}", "static_configs": [{"targets": [target]}]} for job, target in jobs.items()
+        ]
+        config = folder / "prometheus.yml"
+        # JSON is YAML.
+        config.write_text(json.dumps({"global": {"scrape_interval": "1s"}, "scrape_configs": scrapes}))
+        prometheus = subprocess.Popen(
+            [PROMETHEUS, f"--config.file={config}", f"--storage.tsdb.path={folder}/data", f"--web.listen-address={address}"],
+            stderr=(folder / "prometheus.log").open("w"),
+        )
+        load = [PROGRAMS / "baton", "bench", "serve", "--url", f"http://{router}", "--requests", "8", "--warmup", "0"]
+        load += ["--input-tokens", "40", "--output-tokens", "8", "--concurrency", "2"]
+        wanted = dict(enumerate(panels()))
+        assert len(wanted) > 50, wanted
+        deadline = time.monotonic() + DEADLINE
+        # A rate needs two scrapes with requests between them.
+        for seed in itertools.count():
+            if not wanted or time.monotonic() > deadline:
+                break
+            # Other prompts each time, because a decode node prefills what its prefix cache leaves.
+            subprocess.run([*load, "--seed", str(seed)], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            try:
+                wanted = {index: it for index, it in wanted.items() if not has_number(ask(address, it[1]))}
+            except OSError:
+                # Prometheus is starting.
+                time.sleep(0.2)
+        if wanted:
+            sys.exit("no data in:\n" + "\n".join(f"{name}: {query}" for name, query in wanted.values()))
+        print(f"{len(list(panels()))} queries have data")
+    finally:
+        for process in (prometheus, up):
+            if process:
+                process.terminate()
+        for process in (prometheus, up):
+            if process:
+                process.wait(30)
+
+
+with tempfile.TemporaryDirectory() as temporary:
+    main(pathlib.Path(temporary))
