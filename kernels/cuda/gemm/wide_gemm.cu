@@ -24,19 +24,26 @@ constexpr int kChunk = 64;  // elements of k in a row of 128 bytes, the widest r
 constexpr int kSmem = 227 * 1024;
 constexpr int kStagesMost = 12;
 
-// BN: weight rows per tile; NR: rows of x, rounded up; KC: chunks of k per stage.
-template <int BN_, int NR_, int KC_>
+// BN: weight rows per tile; GROUPS: consumer warpgroups of 64 rows of x; KC: chunks of k per stage.
+template <int BN_, int GROUPS, int KC_>
 struct Shape {
-  static constexpr int BN = BN_, NR = NR_, KC = KC_;
-  static constexpr int kGroups = NR > 64 ? 2 : 1;  // consumer warpgroups
+  static constexpr int BN = BN_, KC = KC_, kGroups = GROUPS;
   static constexpr int kThreads = kGroups * 128 + 128;  // one warp fetches, three add up squares
-  static constexpr int kXBytes = KC * NR * kChunk * 2;
   static constexpr int kWBytes = KC * BN * kChunk * 2;
-  static constexpr int kStageBytes = kXBytes + kWBytes;
-  static constexpr int kFit = (kSmem - 2048) / kStageBytes;
-  static constexpr int kStages = kFit < kStagesMost ? kFit : kStagesMost;
-  static constexpr int kSmemBytes = kStages * kStageBytes + 1024;
-  static_assert(kStageBytes % 1024 == 0 && BN % 16 == 0, "swizzling needs whole groups of eight rows");
+  static constexpr int kRing = kSmem - 2048;
+
+  // Rows of x in a box: whole groups of eight rows for the swizzle. TMA takes three times as long for a row outside the
+  // matrix as for a row of the matrix, so the box is not padded to the 64 rows that wgmma reads. The rest of these rows
+  // are the bytes behind the box; their results are not stored.
+  static __host__ __device__ int box_rows(int rows) { return (rows + 7) / 8 * 8; }
+  static __host__ __device__ int x_bytes(int rows) { return KC * box_rows(rows) * kChunk * 2; }
+  static __host__ __device__ int stage_bytes(int rows) { return x_bytes(rows) + kWBytes; }
+  static __host__ __device__ int stages(int rows) {
+    const int fit = kRing / stage_bytes(rows);
+    return fit < kStagesMost ? fit : kStagesMost;
+  }
+  static_assert(kWBytes % 1024 == 0 && BN % 16 == 0, "swizzling needs whole groups of eight rows");
+  static_assert(kWBytes >= 56 * kChunk * 2, "wgmma reads up to 56 rows behind the last box of x");
 };
 
 __device__ __forceinline__ uint32_t smem_addr(const void* p) {
@@ -378,29 +385,31 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     wide_gemm_kernel(const __grid_constant__ baton_skinny_gemm_args p, const __grid_constant__ CUtensorMap weight_map,
                      const __grid_constant__ CUtensorMap x_map, int tiles) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  constexpr int BN = S::BN, NR = S::NR, KC = S::KC, STAGES = S::kStages;
+  constexpr int BN = S::BN, KC = S::KC;
+  const int x_rows = S::box_rows(p.rows), x_bytes = S::x_bytes(p.rows), stage_bytes = S::stage_bytes(p.rows);
+  const int stages = S::stages(p.rows);
   extern __shared__ char raw[];
-  __shared__ __align__(8) uint64_t barriers[2 * STAGES];
+  __shared__ __align__(8) uint64_t barriers[2 * kStagesMost];
   __shared__ float scales[S::kGroups * 64];
   const uint32_t ring = (smem_addr(raw) + 1023) / 1024 * 1024;
-  const uint32_t full = smem_addr(barriers), empty = full + STAGES * 8;
+  const uint32_t full = smem_addr(barriers), empty = full + kStagesMost * 8;
   const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
   const int steps = (p.depth / kChunk + KC - 1) / KC;
   const int rounds = (tiles - static_cast<int>(blockIdx.x) + static_cast<int>(gridDim.x) - 1) / static_cast<int>(gridDim.x);
   auto tile_of = [&](int round) { return static_cast<int>(blockIdx.x + round * gridDim.x); };
 
   const bool fetches = threadIdx.x == S::kGroups * 128;
-  const int total = rounds * steps, early = total < STAGES ? total : STAGES;
+  const int total = rounds * steps, early = total < stages ? total : stages;
   uint64_t weights_once = 0;
   auto fetch_weights_of = [&](int i, int stage) {
-    barrier_expect(full + stage * 8, S::kStageBytes);
-    fetch_weights(&weight_map, ring + stage * S::kStageBytes + S::kXBytes, full + stage * 8,
+    barrier_expect(full + stage * 8, stage_bytes);
+    fetch_weights(&weight_map, ring + stage * stage_bytes + x_bytes, full + stage * 8,
                   tile_rows<BN, EPI>(p, tile_of(i / steps)).x, i % steps * KC, weights_once);
   };
   if (fetches) {
     fetch_map(&weight_map);
     fetch_map(&x_map);
-    for (int i = 0; i < STAGES; ++i) {
+    for (int i = 0; i < stages; ++i) {
       barrier_init(full + i * 8, 1);
       barrier_init(empty + i * 8, S::kGroups * 4);
     }
@@ -413,7 +422,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   if (fetches) {
     const uint64_t x_often = policy_last();
     auto fetch_x_of = [&](int i, int stage) {
-      fetch_x(&x_map, ring + stage * S::kStageBytes, full + stage * 8, i % steps * KC, x_often);
+      fetch_x(&x_map, ring + stage * stage_bytes, full + stage * 8, i % steps * KC, x_often);
     };
     follow_predecessor();
     for (int i = 0; i < early; ++i) fetch_x_of(i, i);
@@ -423,7 +432,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
       barrier_wait(empty + stage * 8, parity);
       fetch_weights_of(i, stage);
       fetch_x_of(i, stage);
-      if (++stage == STAGES) stage = 0, parity ^= 1;
+      if (++stage == stages) stage = 0, parity ^= 1;
     }
   } else if (warp < S::kGroups * 4) {
     follow_predecessor();
@@ -444,14 +453,14 @@ __global__ void __launch_bounds__(S::kThreads, 1)
       float acc[BN / 2];
       for (int step = 0; step < steps; ++step) {
         barrier_wait(full + stage * 8, parity);
-        const uint32_t x_at = ring + stage * S::kStageBytes + x_first;
-        const uint32_t w_at = ring + stage * S::kStageBytes + S::kXBytes;
+        const uint32_t x_at = ring + stage * stage_bytes + x_first;
+        const uint32_t w_at = ring + stage * stage_bytes + x_bytes;
         wgmma_begin();
 #pragma unroll
         for (int chunk = 0; chunk < KC; ++chunk) {
 #pragma unroll
           for (int k = 0; k < kChunk / 16; ++k) {
-            multiply<BN>(acc, matrix_at(x_at + chunk * NR * kChunk * 2 + k * 32),
+            multiply<BN>(acc, matrix_at(x_at + chunk * x_rows * kChunk * 2 + k * 32),
                          matrix_at(w_at + chunk * BN * kChunk * 2 + k * 32), step > 0 || chunk > 0 || k > 0);
           }
         }
@@ -459,7 +468,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
         wgmma_wait<1>();
         if (before >= 0) release(before);
         before = stage;
-        if (++stage == STAGES) stage = 0, parity ^= 1;
+        if (++stage == stages) stage = 0, parity ^= 1;
       }
       wgmma_wait<0>();
 #pragma unroll
@@ -471,14 +480,14 @@ __global__ void __launch_bounds__(S::kThreads, 1)
         own_scales[0] = scales[m0];
         own_scales[1] = scales[m0 + 8];
       }
-      if (warp * 16 < NR) finish<BN, EPI>(p, tile, tiles, at, m0, own_scales, extras, acc);
+      if (warp * 16 < p.rows) finish<BN, EPI>(p, tile, tiles, at, m0, own_scales, extras, acc);
     }
   } else if (warp > S::kGroups * 4) {
     // Computes the scales of the rows of x from the squares that the producer of x stored, while the other warps
     // multiply.
     follow_predecessor();
     constexpr int TOGETHER = 11;  // rows whose loads are in flight, a third of 32
-    for (int first = (warp - S::kGroups * 4 - 1) * TOGETHER; first < NR; first += 3 * TOGETHER) {
+    for (int first = (warp - S::kGroups * 4 - 1) * TOGETHER; first < p.rows; first += 3 * TOGETHER) {
       float sum[TOGETHER] = {};
       if (p.squares) {
 #pragma unroll 2
@@ -493,7 +502,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
 #pragma unroll
       for (int i = 0; i < TOGETHER; ++i) {
         sum[i] = warp_sum(sum[i]);
-        if (lane == 0 && first + i < NR) {
+        if (lane == 0 && first + i < p.rows) {
           scales[first + i] = p.squares ? rsqrtf(sum[i] / static_cast<float>(p.depth) + p.eps) : 1.f;
         }
       }
@@ -533,45 +542,45 @@ int32_t make_maps(const baton_skinny_gemm_args& p, CUtensorMap& weight, CUtensor
                         {row, apart * row, kChunk * 2},
                         {kChunk, static_cast<cuuint32_t>(is_paired ? S::BN / 2 : S::BN), is_paired ? 2u : 1u, S::KC}));
   return make_map<3>(x, p.x, {kChunk, static_cast<cuuint64_t>(p.rows), chunks},
-                     {static_cast<cuuint64_t>(p.x_stride) * 2, kChunk * 2}, {kChunk, S::NR, S::KC});
+                     {static_cast<cuuint64_t>(p.x_stride) * 2, kChunk * 2},
+                     {kChunk, static_cast<cuuint32_t>(S::box_rows(p.rows)), S::KC});
 }
 
 template <class S, int EPI>
 struct Kernel {
-  static int32_t load() { return baton::load(wide_gemm_kernel<S, EPI>, S::kSmemBytes); }
+  static int32_t load() { return baton::load(wide_gemm_kernel<S, EPI>, S::kRing + 1024); }
   static int32_t run(const baton_skinny_gemm_args& p, int blocks, cudaStream_t stream) {
     CUtensorMap weight, x;
     BATON_TRY(make_maps<S>(p, weight, x));
     const int tiles = divide_up(p.n, S::BN);
     return launch_as(p.pdl != 0, "wide GEMM", wide_gemm_kernel<S, EPI>, dim3(tiles < blocks ? tiles : blocks),
-                     dim3(S::kThreads), S::kSmemBytes, stream, p, weight, x, tiles);
+                     dim3(S::kThreads), S::stages(p.rows) * S::stage_bytes(p.rows) + 1024, stream, p, weight, x,
+                     tiles);
   }
 };
 
-// Tile, rows, chunks per stage: one kernel per tile and row count. Above 64 rows cuBLAS is faster (see README.md),
-// except for the GEMM with a fused activation.
-#define SHAPES(X)                                                      \
-  X(16, 32, 4) X(32, 32, 4) X(64, 32, 2) X(112, 32, 2) X(128, 32, 2)   \
-  X(32, 64, 4) X(64, 64, 2) X(112, 64, 2) X(128, 64, 1)
-#define SILU_SHAPES(X) X(64, 128, 2) X(112, 128, 1) X(128, 128, 1) X(224, 128, 1)
+// Tile, warpgroups, chunks per stage: one kernel per tile and number of warpgroups. Above 64 rows cuBLAS is faster (see
+// README.md), except for the GEMM with a fused activation.
+#define SHAPES(X) X(16, 1, 4) X(32, 1, 4) X(64, 1, 2) X(112, 1, 2) X(128, 1, 2)
+#define SILU_SHAPES(X) X(64, 2, 2) X(112, 2, 1) X(128, 2, 1) X(224, 2, 1)
 
-int rounded_rows(int rows) { return rows <= 32 ? 32 : rows <= 64 ? 64 : 128; }
+int groups_of(int rows) { return divide_up(rows, 64); }
 
 template <class Body>
 int32_t with_kernel(int tile, int rows, int epilogue, Body&& body) {
-  const int rounded = rounded_rows(rows);
-#define CASE(bn, nr, kc)                                                                            \
-  if (tile == bn && rounded == nr) {                                                                \
-    using S = Shape<bn, nr, kc>;                                                                    \
-    if (epilogue == BATON_SKINNY_PLAIN) return body(Kernel<S, BATON_SKINNY_PLAIN>());               \
-    if (epilogue == BATON_SKINNY_RESIDUAL) return body(Kernel<S, BATON_SKINNY_RESIDUAL>());         \
-    if (epilogue == BATON_SKINNY_SILU) return body(Kernel<S, BATON_SKINNY_SILU>());                 \
-    if (epilogue == BATON_SKINNY_F32) return body(Kernel<S, BATON_SKINNY_F32>());                   \
-    if (epilogue == BATON_SKINNY_QKV) return body(Kernel<S, BATON_SKINNY_QKV>());                   \
+  const int groups = groups_of(rows);
+#define CASE(bn, count, kc)                                                                 \
+  if (tile == bn && groups == count) {                                                      \
+    using S = Shape<bn, count, kc>;                                                         \
+    if (epilogue == BATON_SKINNY_PLAIN) return body(Kernel<S, BATON_SKINNY_PLAIN>());       \
+    if (epilogue == BATON_SKINNY_RESIDUAL) return body(Kernel<S, BATON_SKINNY_RESIDUAL>()); \
+    if (epilogue == BATON_SKINNY_SILU) return body(Kernel<S, BATON_SKINNY_SILU>());         \
+    if (epilogue == BATON_SKINNY_F32) return body(Kernel<S, BATON_SKINNY_F32>());           \
+    if (epilogue == BATON_SKINNY_QKV) return body(Kernel<S, BATON_SKINNY_QKV>());           \
   }
-#define SILU_CASE(bn, nr, kc)                                                  \
-  if (tile == bn && rounded == nr && epilogue == BATON_SKINNY_SILU) {          \
-    return body(Kernel<Shape<bn, nr, kc>, BATON_SKINNY_SILU>());               \
+#define SILU_CASE(bn, count, kc)                                        \
+  if (tile == bn && groups == count && epilogue == BATON_SKINNY_SILU) { \
+    return body(Kernel<Shape<bn, count, kc>, BATON_SKINNY_SILU>());     \
   }
   SHAPES(CASE)
   SILU_SHAPES(SILU_CASE)
@@ -593,11 +602,11 @@ int32_t load_wide_gemm() {
   BATON_TRY(check(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found),
                   "finding cuTensorMapEncodeTiled"));
   auto load_it = [](auto kernel) { return decltype(kernel)::load(); };
-#define LOAD(bn, nr, kc)                                                                   \
-  for (int epilogue = BATON_SKINNY_PLAIN; epilogue <= BATON_SKINNY_QKV; ++epilogue) {      \
-    BATON_TRY(with_kernel(bn, nr, epilogue, load_it));                                     \
+#define LOAD(bn, count, kc)                                                           \
+  for (int epilogue = BATON_SKINNY_PLAIN; epilogue <= BATON_SKINNY_QKV; ++epilogue) { \
+    BATON_TRY(with_kernel(bn, 64 * count, epilogue, load_it));                        \
   }
-#define LOAD_SILU(bn, nr, kc) BATON_TRY(with_kernel(bn, nr, BATON_SKINNY_SILU, load_it));
+#define LOAD_SILU(bn, count, kc) BATON_TRY(with_kernel(bn, 64 * count, BATON_SKINNY_SILU, load_it));
   SHAPES(LOAD)
   SILU_SHAPES(LOAD_SILU)
 #undef LOAD_SILU
@@ -608,11 +617,11 @@ int32_t load_wide_gemm() {
 
 int wide_gemm_tile(const baton_skinny_gemm_args& p, const Device& device) {
   if (encode == nullptr || p.depth % kChunk != 0 || p.n % 16 != 0) return 0;
-  const int rows = rounded_rows(p.rows);
+  const int rows = p.rows, groups = groups_of(rows);
   auto is_served = [&](int tile) {
-    if (tile == 224 && rows != 128) return false;
-    if (rows == 128 && (p.epilogue != BATON_SKINNY_SILU || tile < 64)) return false;
-    if (rows == 64 && tile < 32) return false;
+    if (tile == 224 && groups != 2) return false;
+    if (groups == 2 && (p.epilogue != BATON_SKINNY_SILU || tile < 64)) return false;
+    if (rows > 32 && tile < 32) return false;
     return p.epilogue != BATON_SKINNY_QKV || p.head_dim % tile == 0;
   };
   if (p.tile != 0) return is_served(p.tile) ? p.tile : 0;
