@@ -60,7 +60,7 @@ def correctness(results):
     few = ((96, 576), (1000, 1032)), ((96, 576), (1008, 1024))
     many = ((48, 32), (96, 576), (1024, 2048), (4096, 896), (2560, 4096), (1000, 14336), (3072, 544), (640, 1032), (48, 8), (6144, 4096)), \
            ((48, 64), (96, 576), (1024, 2048), (4096, 896), (2560, 4096), (1008, 14336), (3072, 512), (16, 192), (28672, 512))
-    for rows in (2, 9, 17, 40, 70) if QUICK else (1, 2, 7, 8, 9, 15, 16, 17, 31, 32, 33, 64, 65, 100, 128):
+    for rows in (2, 9, 17, 40, 70) if QUICK else (1, 2, 7, 8, 9, 15, 16, 17, 31, 32, 33, 40, 64, 65, 72, 100, 128):
         for n_out, depth in (few if QUICK else many)[rows > 16]:
             w = (torch.randn(n_out, depth, device="cuda") / depth ** 0.5).bfloat16()
             x = (torch.randn(rows, depth, device="cuda") * 3).bfloat16()
@@ -70,25 +70,28 @@ def correctness(results):
             normed = xf * torch.rsqrt(xf.pow(2).mean(-1, keepdim=True) + 1e-5) * g
             weighed = (xf * g).bfloat16()
             squares = (xf.pow(2).sum(-1, keepdim=True) * torch.softmax(torch.randn(rows, 37, device="cuda"), -1)).contiguous()
-            for tile in tiles_of(rows, n_out, depth, SILU):
-                every = tile in tiles_of(rows, n_out, depth)  # above 64 rows there is SILU alone
+            # Above 64 rows there are tiles for SILU, RESIDUAL and QKV alone.
+            plain, gated, added = (tiles_of(rows, n_out, depth, epilogue) for epilogue in (PLAIN, SILU, RESIDUAL))
+            for tile in sorted({*gated, *added}):
                 for pdl in (0, 1):
                     for norm in (False, True):
                         ref = (normed if norm else xf) @ w.float().t()
                         xx = weighed if norm else x
                         more = dict(pdl=pdl, squares=squares, squares_count=37) if norm else dict(pdl=pdl)
                         what = (rows, n_out, depth, tile, pdl, norm)
-                        if every:
+                        if tile in plain:
                             out = torch.full((rows, n_out), float("nan"), device="cuda").bfloat16()
                             own(w, xx, PLAIN, out, tile, bias=bias, **more)
                             see(out, ref + bias, what + ("plain",))
                             out = torch.full((rows, n_out), float("nan"), device="cuda")
                             own(w, xx, F32, out, tile, grid=5, **more)
                             see(out, ref, what + ("f32",))
+                        if tile not in gated:
+                            continue
                         out = torch.full((rows, n_out // 2), float("nan"), device="cuda").bfloat16()
                         own(w, xx, SILU, out, tile, **more)
                         see(out, torch.nn.functional.silu(ref[:, :n_out // 2]) * ref[:, n_out // 2:], what + ("silu",), 1e-2)
-                    if not every:
+                    if tile not in added:
                         continue
                     res, nn = torch.randn(rows, n_out, device="cuda"), torch.rand(n_out, device="cuda")
                     start, mirror = res.clone(), torch.full((rows, n_out), float("nan"), device="cuda").bfloat16()
@@ -120,7 +123,7 @@ def correctness(results):
             a, b = y[:, :qh + kvh, :dim // 2], y[:, :qh + kvh, dim // 2:]
             y = torch.cat([torch.cat([a * cs - b * sn, b * cs + a * sn], -1), y[:, qh + kvh:]], 1)
             xx, squares = (xf * g).bfloat16(), xf.pow(2).sum(-1, keepdim=True).contiguous()
-            for tile in [0] * (rows <= 64) + tiles_of(rows, n_out, depth, QKV, dim):
+            for tile in {0, *tiles_of(rows, n_out, depth, QKV, dim)}:
                 kv = torch.full((40, 2, 2, kvh, 16, dim), float("nan"), device="cuda").bfloat16()
                 out = torch.full((rows, qh * dim), float("nan"), device="cuda").bfloat16()
                 own(w, xx, QKV, out, tile, squares=squares, squares_count=1, bias=bias, k=kv[0, 1, 0], v=kv[0, 1, 1], stride_block=kv.stride(0), stride_head=kv.stride(3),

@@ -3,8 +3,9 @@
 //
 // One thread loads boxes of W and x by TMA, stage by stage of a ring in shared memory. One warpgroup (two above 64
 // rows) computes with wgmma, with rows of x as M and the tile's weight rows as N. N may be any multiple of 8, so tiles
-// that give every SM an equal share exist without split-K. A tile's accumulators stay in registers, where the epilogue
-// (see skinny_gemm.cu) reads them. Epilogue inputs are ready before the accumulators are complete: the consumers fetch
+// that give every SM an equal share exist without split-K. Only above 64 rows do two CTAs split k, where a tile of 32
+// weight rows would read too much of x. A tile's accumulators stay in registers, where the epilogue (see
+// skinny_gemm.cu) reads them. Epilogue inputs are ready before the accumulators are complete: the consumers fetch
 // RoPE angles and old residuals early, and three further warps compute the scales of the rows of x.
 //
 // With `pdl` the ring is filled with weights before the preceding kernel has completed. The ring takes the whole shared
@@ -23,14 +24,19 @@ namespace {
 constexpr int kChunk = 64;  // elements of k in a row of 128 bytes, the widest row that TMA swizzles
 constexpr int kSmem = 227 * 1024;
 constexpr int kStagesMost = 12;
+constexpr int kSplitDepthMin = 512;  // of x, for two CTAs to split k
 
-// BN: weight rows per tile; GROUPS: consumer warpgroups of 64 rows of x; KC: chunks of k per stage.
-template <int BN_, int GROUPS, int KC_>
+// BN: weight rows per tile; GROUPS: consumer warpgroups of 64 rows of x; KC: chunks of k per stage; SPLIT: CTAs of the
+// cluster that computes a tile, each from its own part of k.
+template <int BN_, int GROUPS, int KC_, int SPLIT = 1>
 struct Shape {
-  static constexpr int BN = BN_, KC = KC_, kGroups = GROUPS;
+  static constexpr int BN = BN_, KC = KC_, kGroups = GROUPS, kSplit = SPLIT;
+  static constexpr int kOwn = BN / SPLIT;  // weight rows whose results a CTA finishes
   static constexpr int kThreads = kGroups * 128 + 128;  // one warp fetches, three add up squares
   static constexpr int kWBytes = KC * BN * kChunk * 2;
-  static constexpr int kRing = kSmem - 2048;
+  // Accumulators that a CTA receives from its peer, behind the ring.
+  static constexpr int kPeerBytes = SPLIT > 1 ? kGroups * 128 * kOwn / 2 * 4 : 0;
+  static constexpr int kRing = kSmem - 2048 - kPeerBytes;
 
   // Rows of x in a box: whole groups of eight rows for the swizzle. TMA takes three times as long for a row outside the
   // matrix as for a row of the matrix, so the box is not padded to the 64 rows that wgmma reads. The rest of these rows
@@ -42,6 +48,8 @@ struct Shape {
     const int fit = kRing / stage_bytes(rows);
     return fit < kStagesMost ? fit : kStagesMost;
   }
+  static __host__ __device__ int shared_bytes(int rows) { return stages(rows) * stage_bytes(rows) + kPeerBytes + 1024; }
+  static_assert(SPLIT <= 2, "a CTA has one peer");
   static_assert(kWBytes % 1024 == 0 && BN % 16 == 0, "swizzling needs whole groups of eight rows");
   static_assert(kWBytes >= 56 * kChunk * 2, "wgmma reads up to 56 rows behind the last box of x");
 };
@@ -71,6 +79,21 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) 
 __device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
+
+// ---- The cluster of a split tile ----
+
+// Stores to the same address of the peer's shared memory.
+__device__ __forceinline__ void store_to_peer(uint32_t address, int peer, float value) {
+  asm volatile(
+      "{\n.reg .b32 there;\n"
+      "mapa.shared::cluster.u32 there, %0, %1;\n"
+      "st.shared::cluster.f32 [there], %2;\n}\n" ::"r"(address),
+      "r"(peer), "f"(value)
+      : "memory");
+}
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+
 // ---- TMA ----
 
 __device__ __forceinline__ uint64_t policy_first() {
@@ -394,9 +417,12 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   const uint32_t ring = (smem_addr(raw) + 1023) / 1024 * 1024;
   const uint32_t full = smem_addr(barriers), empty = full + kStagesMost * 8;
   const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
-  const int steps = (p.depth / kChunk + KC - 1) / KC;
-  const int rounds = (tiles - static_cast<int>(blockIdx.x) + static_cast<int>(gridDim.x) - 1) / static_cast<int>(gridDim.x);
-  auto tile_of = [&](int round) { return static_cast<int>(blockIdx.x + round * gridDim.x); };
+  // CTA `part` of a cluster computes the steps of k from `first_step` on. A split tile has one round.
+  const int part = blockIdx.x % S::kSplit, cluster = blockIdx.x / S::kSplit, clusters = gridDim.x / S::kSplit;
+  const int all_steps = (p.depth / kChunk + KC - 1) / KC;
+  const int first_step = all_steps * part / S::kSplit, steps = all_steps * (part + 1) / S::kSplit - first_step;
+  const int rounds = (tiles - cluster + clusters - 1) / clusters;
+  auto tile_of = [&](int round) { return cluster + round * clusters; };
 
   const bool fetches = threadIdx.x == S::kGroups * 128;
   const int total = rounds * steps, early = total < stages ? total : stages;
@@ -404,7 +430,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   auto fetch_weights_of = [&](int i, int stage) {
     barrier_expect(full + stage * 8, stage_bytes);
     fetch_weights(&weight_map, ring + stage * stage_bytes + x_bytes, full + stage * 8,
-                  tile_rows<BN, EPI>(p, tile_of(i / steps)).x, i % steps * KC, weights_once);
+                  tile_rows<BN, EPI>(p, tile_of(i / steps)).x, (first_step + i % steps) * KC, weights_once);
   };
   if (fetches) {
     fetch_map(&weight_map);
@@ -418,11 +444,12 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     for (int i = 0; i < early; ++i) fetch_weights_of(i, i);
   }
   __syncthreads();
+  if constexpr (S::kSplit > 1) cluster_arrive();  // the peer runs, so its shared memory may be written
 
   if (fetches) {
     const uint64_t x_often = policy_last();
     auto fetch_x_of = [&](int i, int stage) {
-      fetch_x(&x_map, ring + stage * stage_bytes, full + stage * 8, i % steps * KC, x_often);
+      fetch_x(&x_map, ring + stage * stage_bytes, full + stage * 8, (first_step + i % steps) * KC, x_often);
     };
     follow_predecessor();
     for (int i = 0; i < early; ++i) fetch_x_of(i, i);
@@ -447,8 +474,9 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     };
     for (int round = 0; round < rounds; ++round) {
       const int tile = tile_of(round);
-      const int2 at = tile_rows<BN, EPI>(p, tile);
-      Extras<BN, EPI> extras;
+      const int own = tile * S::kSplit + part;
+      const int2 at = tile_rows<S::kOwn, EPI>(p, own);
+      Extras<S::kOwn, EPI> extras;
       extras.fetch(p, at, m0);
       float acc[BN / 2];
       for (int step = 0; step < steps; ++step) {
@@ -480,7 +508,29 @@ __global__ void __launch_bounds__(S::kThreads, 1)
         own_scales[0] = scales[m0];
         own_scales[1] = scales[m0 + 8];
       }
-      if (warp * 16 < p.rows) finish<BN, EPI>(p, tile, tiles, at, m0, own_scales, extras, acc);
+      if constexpr (S::kSplit > 1) {
+        // Each CTA finishes one half of the weight rows and sends the sums of the other half to its peer.
+        constexpr int HALF = BN / 4;
+        const uint32_t inbox = ring + stages * stage_bytes + threadIdx.x * 4;
+        float sums[HALF];
+        cluster_wait();
+#pragma unroll
+        for (int i = 0; i < HALF; ++i) {
+          store_to_peer(inbox + i * S::kGroups * 512, 1 - part, part == 0 ? acc[HALF + i] : acc[i]);
+          sums[i] = part == 0 ? acc[i] : acc[HALF + i];
+        }
+        cluster_arrive();
+        cluster_wait();
+#pragma unroll
+        for (int i = 0; i < HALF; ++i) {
+          float received;
+          asm volatile("ld.shared.f32 %0, [%1];" : "=f"(received) : "r"(inbox + i * S::kGroups * 512) : "memory");
+          sums[i] += received;
+        }
+        if (warp * 16 < p.rows) finish<S::kOwn, EPI>(p, own, tiles * S::kSplit, at, m0, own_scales, extras, sums);
+      } else {
+        if (warp * 16 < p.rows) finish<BN, EPI>(p, tile, tiles, at, m0, own_scales, extras, acc);
+      }
     }
   } else if (warp > S::kGroups * 4) {
     // Computes the scales of the rows of x from the squares that the producer of x stored, while the other warps
@@ -508,6 +558,14 @@ __global__ void __launch_bounds__(S::kThreads, 1)
       }
     }
     asm volatile("bar.arrive 1, %0;" ::"n"(S::kThreads - 32) : "memory");
+  }
+  if constexpr (S::kSplit > 1) {
+    if (warp >= S::kGroups * 4) {
+      __syncwarp();
+      cluster_wait();
+      cluster_arrive();
+      cluster_wait();
+    }
   }
 #endif
 }
@@ -548,23 +606,29 @@ int32_t make_maps(const baton_skinny_gemm_args& p, CUtensorMap& weight, CUtensor
 
 template <class S, int EPI>
 struct Kernel {
-  static int32_t load() { return baton::load(wide_gemm_kernel<S, EPI>, S::kRing + 1024); }
+  static int32_t load() { return baton::load(wide_gemm_kernel<S, EPI>, S::kRing + S::kPeerBytes + 1024); }
   static int32_t run(const baton_skinny_gemm_args& p, int blocks, cudaStream_t stream) {
     CUtensorMap weight, x;
     BATON_TRY(make_maps<S>(p, weight, x));
-    const int tiles = divide_up(p.n, S::BN);
-    return launch_as(p.pdl != 0, "wide GEMM", wide_gemm_kernel<S, EPI>, dim3(tiles < blocks ? tiles : blocks),
-                     dim3(S::kThreads), S::stages(p.rows) * S::stage_bytes(p.rows) + 1024, stream, p, weight, x,
-                     tiles);
+    const int tiles = divide_up(p.n, S::BN), ctas = tiles * S::kSplit;
+    return launch_clusters(p.pdl != 0, S::kSplit, "wide GEMM", wide_gemm_kernel<S, EPI>,
+                           dim3(ctas < blocks ? ctas : blocks), dim3(S::kThreads), S::shared_bytes(p.rows), stream, p,
+                           weight, x, tiles);
   }
 };
 
-// Tile, warpgroups, chunks per stage: one kernel per tile and number of warpgroups. Above 64 rows cuBLAS is faster (see
-// README.md), except for the GEMM with a fused activation.
-#define SHAPES(X) X(16, 1, 4) X(32, 1, 4) X(64, 1, 2) X(112, 1, 2) X(128, 1, 2)
+// Tile, warpgroups, chunks per stage: one kernel per tile and number of warpgroups.
+#define SHAPES(X) X(16, 1, 4) X(32, 1, 4) X(64, 1, 2) X(112, 1, 2) X(128, 1, 1)
 #define SILU_SHAPES(X) X(64, 2, 2) X(112, 2, 1) X(128, 2, 1) X(224, 2, 1)
+using WideHeads = Shape<64, 2, 2>;
+// Each of two CTAs finishes 32 weight rows of the tile.
+using SplitResidual = Shape<64, 2, 2, 2>;
 
 int groups_of(int rows) { return divide_up(rows, 64); }
+
+int ctas_max(const baton_skinny_gemm_args& p, const Device& device) {
+  return p.grid > 0 && p.grid < device.sm_count ? p.grid : device.sm_count;
+}
 
 template <class Body>
 int32_t with_kernel(int tile, int rows, int epilogue, Body&& body) {
@@ -584,6 +648,12 @@ int32_t with_kernel(int tile, int rows, int epilogue, Body&& body) {
   }
   SHAPES(CASE)
   SILU_SHAPES(SILU_CASE)
+  if (groups == 2 && epilogue == BATON_SKINNY_QKV && tile == WideHeads::kOwn) {
+    return body(Kernel<WideHeads, BATON_SKINNY_QKV>());
+  }
+  if (groups == 2 && epilogue == BATON_SKINNY_RESIDUAL && tile == SplitResidual::kOwn) {
+    return body(Kernel<SplitResidual, BATON_SKINNY_RESIDUAL>());
+  }
 #undef SILU_CASE
 #undef CASE
   return fail(BATON_UNSUPPORTED,
@@ -609,6 +679,8 @@ int32_t load_wide_gemm() {
 #define LOAD_SILU(bn, count, kc) BATON_TRY(with_kernel(bn, 64 * count, BATON_SKINNY_SILU, load_it));
   SHAPES(LOAD)
   SILU_SHAPES(LOAD_SILU)
+  BATON_TRY(with_kernel(WideHeads::kOwn, 128, BATON_SKINNY_QKV, load_it));
+  BATON_TRY(with_kernel(SplitResidual::kOwn, 128, BATON_SKINNY_RESIDUAL, load_it));
 #undef LOAD_SILU
 #undef LOAD
   encode = reinterpret_cast<Encode>(function);
@@ -617,18 +689,26 @@ int32_t load_wide_gemm() {
 
 int wide_gemm_tile(const baton_skinny_gemm_args& p, const Device& device) {
   if (encode == nullptr || p.depth % kChunk != 0 || p.n % 16 != 0) return 0;
-  const int rows = p.rows, groups = groups_of(rows);
+  const int rows = p.rows, groups = groups_of(rows), grid = ctas_max(p, device);
   auto is_served = [&](int tile) {
-    if (tile == 224 && groups != 2) return false;
-    if (groups == 2 && (p.epilogue != BATON_SKINNY_SILU || tile < 64)) return false;
-    if (rows > 32 && tile < 32) return false;
-    return p.epilogue != BATON_SKINNY_QKV || p.head_dim % tile == 0;
+    if (p.epilogue == BATON_SKINNY_QKV && p.head_dim % tile != 0) return false;
+    if (groups == 1) return tile <= 128 && (tile >= 32 || rows <= 32);
+    switch (p.epilogue) {
+      case BATON_SKINNY_SILU: return tile >= 64;
+      case BATON_SKINNY_QKV: return tile == WideHeads::kOwn;
+      case BATON_SKINNY_RESIDUAL: {
+        // The CTAs run at once, and fill most SMs.
+        const int ctas = p.n / SplitResidual::kOwn;
+        const bool fits = p.n % SplitResidual::BN == 0 && p.depth >= kSplitDepthMin && ctas <= grid && 2 * ctas > grid;
+        return fits && tile == SplitResidual::kOwn;
+      }
+      default: return false;  // cuBLAS is faster
+    }
   };
   if (p.tile != 0) return is_served(p.tile) ? p.tile : 0;
   // A CTA has many tiles of logits, so small tiles balance the CTAs best.
   if (p.epilogue == BATON_SKINNY_F32 && is_served(64)) return 64;
   // Cost in weight rows: the rows of the busiest CTA, and per tile a fixed overhead and the loads of x.
-  const int grid = p.grid > 0 ? p.grid : device.sm_count;
   int best = 0, least = 1 << 30;
   for (int tile : {224, 128, 112, 64, 32, 16}) {
     if (!is_served(tile)) continue;
@@ -639,7 +719,7 @@ int wide_gemm_tile(const baton_skinny_gemm_args& p, const Device& device) {
 }
 
 int32_t wide_gemm(const baton_skinny_gemm_args& p, int tile, const Device& device, cudaStream_t stream) {
-  const int blocks = p.grid > 0 && p.grid < device.sm_count ? p.grid : device.sm_count;
+  const int blocks = ctas_max(p, device);
   return with_kernel(tile, p.rows, p.epilogue, [&](auto kernel) { return decltype(kernel)::run(p, blocks, stream); });
 }
 

@@ -213,7 +213,7 @@ typedef struct {
 
 /* y = x W^T in bf16 with f32 accumulators, bound by reading the weight, with fused neighbouring operations of a decode
  * step. BATON_UNSUPPORTED above the maximum rows and for shapes without a tile. Results do not depend on `pdl`. They
- * depend on the tile, on the order of a row's squares, and on whether there are more than 8 or 16 rows. */
+ * depend on the tile, on the order of a row's squares, and on whether there are more than 8, 16 or 64 rows. */
 BATON_API int32_t baton_skinny_gemm(const baton_skinny_gemm_args *args, void *stream);
 /* Returns the weight rows per tile for these arguments (rows, n, depth, epilogue, head_dim, grid and tile matter;
  * addresses may be null); squares_out has ceil(n / tile) numbers per row. 0: there is no kernel for the shape, or

@@ -105,23 +105,38 @@ __device__ inline void follow_predecessor() {
 bool is_programmatic();
 
 template <class... Parameters, class... Arguments>
-int32_t launch_as(bool programmatic, const char* name, void (*kernel)(Parameters...), dim3 grid, dim3 block,
-                  size_t shared_bytes, cudaStream_t stream, Arguments&&... arguments) {
+int32_t launch_clusters(bool programmatic, int cluster, const char* name, void (*kernel)(Parameters...), dim3 grid,
+                        dim3 block, size_t shared_bytes, cudaStream_t stream, Arguments&&... arguments) {
   cudaLaunchConfig_t config = {};
   config.gridDim = grid;
   config.blockDim = block;
   config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;
-  cudaLaunchAttribute attribute = {};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  config.attrs = &attribute;
-  config.numAttrs = programmatic ? 1 : 0;
+  cudaLaunchAttribute attributes[2] = {};
+  config.attrs = attributes;
+  if (programmatic) {
+    cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (cluster > 1) {
+    cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim.x = cluster;
+    attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+  }
   const cudaError_t error =
       cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(std::forward<Arguments>(arguments))...);
   // Cleared, so that the next call does not return the error.
   if (error != cudaSuccess) cudaGetLastError();
   return check(error, name);
+}
+
+template <class... Parameters, class... Arguments>
+int32_t launch_as(bool programmatic, const char* name, void (*kernel)(Parameters...), dim3 grid, dim3 block,
+                  size_t shared_bytes, cudaStream_t stream, Arguments&&... arguments) {
+  return launch_clusters(programmatic, 1, name, kernel, grid, block, shared_bytes, stream,
+                         std::forward<Arguments>(arguments)...);
 }
 
 template <class... Parameters, class... Arguments>
