@@ -323,8 +323,8 @@ constexpr int kTiles[] = {64, 32, 16};
 // whose epilogue combines two weight rows. It is faster for these (README.md).
 bool is_wide(const baton_skinny_gemm_args& p, const Device& device) {
   if (p.rows > kRowsMost) return true;
-  const bool is_paired = p.epilogue == BATON_SKINNY_SILU || p.epilogue == BATON_SKINNY_QKV;
-  if (p.rows <= 8 || !is_paired || p.depth < 4096 || p.n < 4096) return false;
+  const bool is_inner = p.epilogue != BATON_SKINNY_PLAIN && p.epilogue != BATON_SKINNY_F32;
+  if (p.rows <= 8 || !is_inner || p.depth < 4096 || p.n < 4096) return false;
   return wide_gemm_tile(p, device) != 0;
 }
 
