@@ -24,8 +24,8 @@ mod prefix;
 mod record;
 
 pub use directory::{
-    Action, AssignmentId, Directory, Health, Input, Member, NoNode, NodeChoice, NodeKey, Picked,
-    Selection, StreamId, Wanted,
+    Action, AssignmentId, Considered, ConsideredOption, Directory, Health, IneligibleNode, Input,
+    Member, NoNode, NodeChoice, NodeKey, Picked, Placement, Selection, StreamId, Wanted,
 };
 pub use membership::{
     MemberChange, MemberList, MemberWatch, Members, Membership, MembershipError, NodeAddress,

@@ -365,8 +365,12 @@ impl Prompt {
 /// Predicted waiting time of clients, in milliseconds.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Prediction {
-    /// Time to first token.
-    pub ttft_ms: f64,
+    /// Time until the steps of the prompt begin.
+    pub queue_ms: f64,
+    /// Time of the prompt's own steps.
+    pub prompt_ms: f64,
+    /// Wait for free blocks.
+    pub blocks_ms: f64,
     pub gap_ms: f64,
     pub harm_ms: f64,
     pub decode_ms: f64,
@@ -376,8 +380,13 @@ pub struct Prediction {
 }
 
 impl Prediction {
+    /// Returns the time to first token.
+    pub fn ttft_ms(&self) -> f64 {
+        self.queue_ms + self.prompt_ms + self.blocks_ms
+    }
+
     pub fn cost_ms(&self) -> f64 {
-        self.ttft_ms + self.gap_ms + self.harm_ms + self.decode_ms + self.evict_ms
+        self.ttft_ms() + self.gap_ms + self.harm_ms + self.decode_ms + self.evict_ms
     }
 }
 
@@ -396,8 +405,10 @@ pub fn hand_over(
     let transfer_ms = transfer_token_ms * decode.1.uncached_tokens;
     let gap_ms = (transfer_ms / steps).max(transfer_ms - prompt_ms * (steps - 1.0) / steps);
     Prediction {
+        queue_ms: node.queue_ms,
+        prompt_ms,
         // The first token waits for the reservation of both nodes' blocks.
-        ttft_ms: node.queue_ms + prompt_ms + prompt.blocks_ms.max(decode.1.blocks_ms),
+        blocks_ms: prompt.blocks_ms.max(decode.1.blocks_ms),
         gap_ms,
         harm_ms: 0.0,
         decode_ms: decode.0.decode_ms(prompt.tokens(), new_tokens_max),
@@ -412,7 +423,9 @@ pub fn local(node: &NodeState, prompt: &Prompt, new_tokens_max: u32) -> Predicti
     let decode_only_ms = node.prompt_steps(prompt) * node.step_ms();
     let in_flight_ms = if node.decoding > 0.0 { STEPS_IN_FLIGHT * node.step_ms() } else { 0.0 };
     Prediction {
-        ttft_ms: node.queue_ms.max(in_flight_ms) + prompt_ms + prompt.blocks_ms,
+        queue_ms: node.queue_ms.max(in_flight_ms),
+        prompt_ms,
+        blocks_ms: prompt.blocks_ms,
         gap_ms: 0.0,
         harm_ms: node.decoding * (prompt_ms - decode_only_ms),
         decode_ms: node.decode_ms(prompt.tokens(), new_tokens_max),
@@ -561,13 +574,13 @@ mod tests {
     #[test]
     fn prompt_is_predicted_step_by_step() {
         let predicted = local(&node(), &prompt(1024.0), 1);
-        assert!(is_near(predicted.ttft_ms, 2.0 + 0.02 * 1024.0 + 0.5e-6 * 1024.0 * 1024.0));
+        assert!(is_near(predicted.ttft_ms(), 2.0 + 0.02 * 1024.0 + 0.5e-6 * 1024.0 * 1024.0));
         // A short prompt takes as long as a decode step.
-        assert!(is_near(local(&node(), &prompt(16.0), 1).ttft_ms, 4.0));
+        assert!(is_near(local(&node(), &prompt(16.0), 1).ttft_ms(), 4.0));
         // Cached tokens are attended to, not computed.
         let cached = Prompt { cached_tokens: 7000.0, ..prompt(1024.0) };
-        let with_cache = local(&node(), &cached, 1).ttft_ms;
-        assert!(is_near(with_cache - predicted.ttft_ms, 7000.0 * 1024.0 * 1e-6));
+        let with_cache = local(&node(), &cached, 1).ttft_ms();
+        assert!(is_near(with_cache - predicted.ttft_ms(), 7000.0 * 1024.0 * 1e-6));
     }
 
     #[test]
@@ -609,7 +622,7 @@ mod tests {
         // The prompt takes longer, and an idle node needs no bound.
         let idle = NodeState { decoding: 0.0, ..bounded };
         assert_eq!(idle.prompt_steps(&prompt), 4.0);
-        assert!(local(&bounded, &prompt, 1).ttft_ms > local(&idle, &prompt, 1).ttft_ms + 3.0);
+        assert!(local(&bounded, &prompt, 1).ttft_ms() > local(&idle, &prompt, 1).ttft_ms() + 3.0);
         assert!(bounded.queued_ms(5000.0, 1e6) > idle.queued_ms(5000.0, 1e6));
         // Decode alone takes longer than the bound.
         let full = NodeState { decoding: 400.0, ..bounded };

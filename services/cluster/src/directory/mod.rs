@@ -13,6 +13,7 @@
 //!
 //! Each member has a stream or a scheduled probe.
 
+mod considered;
 mod member;
 mod select;
 
@@ -26,6 +27,7 @@ use proto::v1;
 use crate::{Epoch, MemberChange, NodeAddress, NodeRecord, RecordError, Role, backoff::Jitter};
 use member::Stream;
 
+pub use considered::{Considered, ConsideredOption, IneligibleNode, Placement};
 pub use member::Member;
 pub use select::{NoNode, NodeChoice, Picked, Selection, Wanted};
 

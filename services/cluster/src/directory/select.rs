@@ -32,6 +32,7 @@ use proto::ids::TransferId;
 
 use super::{
     Assignment, AssignmentId, Directory, Forecast, NodeKey, PROBE_TIMEOUT,
+    considered::{Considered, ConsideredOption, IneligibleNode, OPTIONS_MAX, Placement},
     member::{Member, Seen, Unseen},
 };
 use crate::{
@@ -100,6 +101,7 @@ pub struct Picked {
     pub prefill: Option<NodeChoice>,
     /// Predicted time from now to the first token; `None` without measurements.
     pub ttft: Option<Duration>,
+    pub considered: Considered,
 }
 
 /// The picked node and its assignment.
@@ -151,6 +153,25 @@ impl NoNode {
         }
     }
 
+    /// Returns the reason as that of a single node.
+    pub fn of_one_node(&self) -> String {
+        match self {
+            Self::NoneListed { .. } => "not listed".into(),
+            Self::OtherModel { .. } => "serves another model".into(),
+            Self::NoneUp { .. } => "not up".into(),
+            Self::Draining { .. } => "draining".into(),
+            Self::NoneFits { .. } => "other model, weights or KV layout".into(),
+            Self::NoGrammar { version, .. } => format!("no grammars of version {version}"),
+            Self::TooLong { tokens, tokens_max, .. } => {
+                format!("{tokens} tokens, at most {tokens_max} allowed")
+            }
+            Self::Excluded { .. } => "failed this request before".into(),
+            Self::Busy { retry_after, .. } => {
+                format!("busy for another {:.0} ms", milliseconds(*retry_after))
+            }
+        }
+    }
+
     /// Orders reasons by how close the node was to eligible. `fits`: the node's last record fits the request, so the
     /// request may wait for this node. Of equal reasons the earlier retry or the larger limit is closer.
     fn nearness(&self, fits: bool) -> (u8, Reverse<Duration>, u32) {
@@ -186,11 +207,18 @@ impl Directory {
         transfer_id: TransferId,
         wanted: &Wanted<'_>,
     ) -> Result<Picked, NoNode> {
-        let mut decode = self.candidates(now, Role::Decode, wanted)?;
-        let hands_over = !wanted.alone && self.selection.disaggregate != Disaggregate::Never;
-        let mut prefill = match hands_over {
-            true => self.candidates(now, Role::Prefill, wanted).unwrap_or_default(),
-            false => Vec::new(),
+        let mut ineligible = Vec::new();
+        let mut decode = self.candidates(now, Role::Decode, wanted, &mut ineligible)?;
+        let candidates = match self.selection.disaggregate {
+            Disaggregate::Never => Err(Placement::Never),
+            _ if wanted.alone => Err(Placement::AfterFailure),
+            _ => self
+                .candidates(now, Role::Prefill, wanted, &mut ineligible)
+                .map_err(Placement::NoPrefillNode),
+        };
+        let (mut prefill, no_prefill) = match candidates {
+            Ok(prefill) => (prefill, None),
+            Err(reason) => (Vec::new(), Some(reason)),
         };
         let costs = known_costs(&decode, &prefill);
         if let Some(costs) = costs {
@@ -203,9 +231,10 @@ impl Directory {
             policy => policy,
         };
         let mut options = options(policy, wanted, &decode, &prefill);
+        let has_pair = options.iter().any(|option| option.prefill.is_some());
         // Without predictions the pair is preferred.
         let may_be_local = self.selection.disaggregate == Disaggregate::Auto && costs.is_some();
-        if !may_be_local && options.iter().any(|option| option.prefill.is_some()) {
+        if !may_be_local && has_pair {
             options.retain(|option| option.prefill.is_some());
         }
         // A pair without a measured transfer gets the mean of the other pairs.
@@ -217,8 +246,15 @@ impl Directory {
             option.predict(pair.copied().unwrap_or(usual_ms), wanted.new_tokens_max);
         }
         let best = best(&options);
+        let placement = no_prefill.unwrap_or_else(|| match self.selection.disaggregate {
+            _ if !has_pair => no_pair(best.decode, wanted),
+            Disaggregate::Always => Placement::Always,
+            _ if !may_be_local => Placement::Unmeasured,
+            _ => predicted(&options),
+        });
+        let considered = considered(placement, &options, best, &ineligible, self.overhead_ms);
         let (decode, prefill) = (best.decode.assigned(), best.prefill.map(Candidate::assigned));
-        let predicted_ms = best.prediction.map(|prediction| prediction.ttft_ms);
+        let predicted_ms = best.prediction.map(|prediction| prediction.ttft_ms());
         let is_local = prefill.is_none();
         let ttft_ms = predicted_ms.map(|ms| ms + self.overhead_ms);
         let forecast = ttft_ms.map(|ttft_ms| Forecast { at: now, ttft_ms });
@@ -226,6 +262,7 @@ impl Directory {
             decode: self.assign(now, transfer_id, decode, is_local, forecast),
             prefill: prefill.map(|prefill| self.assign(now, transfer_id, prefill, true, None)),
             ttft: ttft_ms.map(|ms| Duration::from_secs_f64(ms.min(DAY_MS) / 1e3)),
+            considered,
         })
     }
 
@@ -325,13 +362,15 @@ impl Directory {
         choice
     }
 
-    /// Returns the eligible nodes of a role, or the reason of the node closest to eligible.
-    fn candidates(
-        &self,
+    /// Returns the eligible nodes of a role, or the reason of the node closest to eligible. Adds the model's other
+    /// nodes to `ineligible`.
+    fn candidates<'a>(
+        &'a self,
         now: Instant,
         role: Role,
         wanted: &Wanted<'_>,
-    ) -> Result<Vec<Candidate<'_>>, NoNode> {
+        ineligible: &mut Vec<(&'a Member, NoNode)>,
+    ) -> Result<Vec<Candidate<'a>>, NoNode> {
         let listed = self.members.values().filter(|member| member.address.role == role).count();
         let mut nearest = (NoNode::NoneListed { role }, false);
         let mut candidates = Vec::new();
@@ -341,6 +380,9 @@ impl Directory {
             match eligible(now, role, member, misfit.flatten(), wanted) {
                 Err(reason) => {
                     let reason = reason.unwrap_or(NoNode::NoneUp { role, listed });
+                    if !matches!(reason, NoNode::OtherModel { .. }) {
+                        ineligible.push((member, reason.clone()));
+                    }
                     if reason.nearness(fits) > nearest.0.nearness(nearest.1) {
                         nearest = (reason, fits);
                     }
@@ -498,6 +540,20 @@ impl NodeOption<'_> {
         });
     }
 
+    /// Returns the predicted cost; 0 without a prediction.
+    fn cost_ms(&self) -> f64 {
+        self.prediction.map_or(0.0, |prediction| prediction.cost_ms())
+    }
+
+    fn considered(&self) -> ConsideredOption {
+        let name = |node: &Candidate<'_>| node.seen.record.node_id.clone();
+        ConsideredOption {
+            decode: name(self.decode),
+            prefill: self.prefill.map(name),
+            prediction: self.prediction,
+        }
+    }
+
     /// Orders options of equal cost.
     fn tie_rank(&self) -> (bool, usize, u64, u64) {
         let of = |field: fn(&Member) -> u64| self.prefill.map_or(0, |node| field(node.member));
@@ -546,7 +602,7 @@ fn best<'a, 'b>(options: &'b [NodeOption<'a>]) -> &'b NodeOption<'a> {
     let has_pair = options.iter().any(|option| option.prefill.is_some());
     let costs = options.iter().filter_map(|option| {
         let prediction = option.prediction.as_ref()?;
-        let Prediction { ttft_ms, decode_ms, .. } = *prediction;
+        let (ttft_ms, decode_ms) = (prediction.ttft_ms(), prediction.decode_ms);
         let is_local = option.prefill.is_none() && has_pair;
         let margin_ms = if is_local { ttft_ms * LOCAL_SAVING_MIN } else { 0.0 };
         // Only an option with a prefill node keeps the bound, so without one a local option is allowed.
@@ -559,6 +615,56 @@ fn best<'a, 'b>(options: &'b [NodeOption<'a>]) -> &'b NodeOption<'a> {
     let Some((first, lowest_ms, error_ms)) = lowest else { return &options[0] };
     let equal = costs.iter().filter(|(_, cost_ms, _)| *cost_ms <= lowest_ms + error_ms);
     equal.map(|(option, ..)| *option).min_by_key(|option| option.tie_rank()).unwrap_or(first)
+}
+
+/// Returns why the options of this decode node have no prefill node, although prefill nodes are eligible.
+fn no_pair(decode: &Candidate<'_>, wanted: &Wanted<'_>) -> Placement {
+    let block_tokens = decode.seen.record.identity.block_size;
+    match wanted.tokens < block_tokens {
+        true => Placement::ShortPrompt { tokens: wanted.tokens, block_tokens },
+        false => Placement::NoPartner,
+    }
+}
+
+/// Returns the lowest predicted costs with and without a prefill node.
+fn predicted(options: &[NodeOption<'_>]) -> Placement {
+    let lowest = |disaggregated: bool| {
+        let of_kind = options.iter().filter(|option| option.prefill.is_some() == disaggregated);
+        of_kind.map(NodeOption::cost_ms).fold(f64::INFINITY, f64::min)
+    };
+    Placement::Predicted { disaggregated_ms: lowest(true), local_ms: lowest(false) }
+}
+
+/// Returns the account of a pick. Bounds the copied options, because a large cluster has thousands of pairs.
+fn considered(
+    placement: Placement,
+    options: &[NodeOption<'_>],
+    best: &NodeOption<'_>,
+    ineligible: &[(&Member, NoNode)],
+    overhead_ms: f64,
+) -> Considered {
+    let is_best = |option: &NodeOption<'_>| std::ptr::eq(option, best);
+    let mut others: Vec<_> = options.iter().filter(|option| !is_best(option)).collect();
+    let by_cost = |a: &&NodeOption<'_>, b: &&NodeOption<'_>| a.cost_ms().total_cmp(&b.cost_ms());
+    if others.len() > OPTIONS_MAX {
+        others.select_nth_unstable_by(OPTIONS_MAX, by_cost);
+        others.truncate(OPTIONS_MAX);
+    }
+    others.sort_by(by_cost);
+    let kept = [best].into_iter().chain(others).take(OPTIONS_MAX);
+    let kept: Vec<_> = kept.map(NodeOption::considered).collect();
+    Considered {
+        placement,
+        options_left_out: options.len() - kept.len(),
+        options: kept,
+        ineligible_left_out: ineligible.len().saturating_sub(OPTIONS_MAX),
+        ineligible: ineligible
+            .iter()
+            .take(OPTIONS_MAX)
+            .map(|(member, reason)| IneligibleNode::new(member, reason))
+            .collect(),
+        overhead_ms,
+    }
 }
 
 fn milliseconds(duration: Duration) -> f64 {

@@ -2,7 +2,9 @@
 
 use std::{collections::BTreeMap, time::Duration};
 
-use cluster::{CacheIdentity, Load, Picked, PrefixKeys, Role, Selection, Wanted};
+use cluster::{
+    CacheIdentity, IneligibleNode, Load, Picked, Placement, PrefixKeys, Role, Selection, Wanted,
+};
 use config::{Disaggregate, NodePolicy};
 use proto::v1;
 
@@ -352,4 +354,97 @@ fn predictions_learn_the_time_outside_of_steps() {
         error = picked.ttft.unwrap().abs_diff(took);
     }
     assert!(error < Duration::from_millis(1), "{error:?}");
+}
+
+#[test]
+fn account_of_a_pick_has_every_option_with_its_terms_from_the_lowest_cost() {
+    let mut world = cluster(DEFAULT, &[load(), queued(4000)], &[decoding(10)]);
+    let picked = pick(&mut world, 400);
+    let options = &picked.considered.options;
+    let names: Vec<_> = options
+        .iter()
+        .map(|option| (option.prefill.as_ref().map(|node| node.as_str()), option.decode.as_str()))
+        .collect();
+    assert_eq!(names[0], (Some("prefill-1"), "decode-11"));
+    assert!(names.contains(&(Some("prefill-2"), "decode-11")), "{names:?}");
+    assert!(names.contains(&(None, "decode-11")) && names.len() == 3, "{names:?}");
+    let predictions: Vec<_> = options.iter().map(|option| option.prediction.unwrap()).collect();
+    assert!(predictions[1..].is_sorted_by(|a, b| a.cost_ms() <= b.cost_ms()));
+    let chosen = predictions[0];
+    let ttft_ms = chosen.queue_ms + chosen.prompt_ms + chosen.blocks_ms;
+    assert_eq!(picked.ttft, Some(Duration::from_secs_f64(ttft_ms / 1e3)));
+    // The other prefill node has a queue, and the decode node's own prefill delays its rows.
+    let of = |prefill| names.iter().position(|(name, _)| *name == prefill).unwrap();
+    assert!(predictions[of(Some("prefill-2"))].queue_ms > 80.0);
+    assert!(predictions[of(None)].harm_ms > 10.0 && chosen.harm_ms == 0.0);
+    let Placement::Predicted { disaggregated_ms, local_ms } = picked.considered.placement else {
+        panic!("{:?}", picked.considered.placement)
+    };
+    assert_eq!((disaggregated_ms, local_ms), (chosen.cost_ms(), predictions[of(None)].cost_ms()));
+}
+
+#[test]
+fn account_of_a_pick_is_bounded_and_counts_the_rest() {
+    let loads: Vec<_> = (0..6).map(|index| queued(400 * index)).collect();
+    let mut world = cluster(DEFAULT, &loads, &loads);
+    (20..40).for_each(|port| world.join(&prefill(port)));
+    let considered = pick(&mut world, 400).considered;
+    assert_eq!((considered.options.len(), considered.options_left_out), (16, 42 - 16));
+    assert_eq!((considered.ineligible.len(), considered.ineligible_left_out), (16, 4));
+    let costs: Vec<_> = considered.options[1..]
+        .iter()
+        .map(|option| option.prediction.unwrap().cost_ms())
+        .collect();
+    assert!(costs.is_sorted(), "{costs:?}");
+}
+
+#[test]
+fn account_of_a_pick_says_why_the_prompt_is_prefilled_there() {
+    let placement = |selection, loads: &[Load], wanted: &Wanted<'_>| {
+        let mut world = cluster(selection, loads, &[load()]);
+        world.pick_nodes(wanted).unwrap().considered.placement
+    };
+    let with = |disaggregate| Selection { disaggregate, ..DEFAULT };
+    let (prompt, short) = (wanted(400), wanted(15));
+    let alone = Wanted { alone: true, ..wanted(400) };
+    let busy = queued(4000);
+    assert_eq!(placement(with(Disaggregate::Always), &[busy], &prompt), Placement::Always);
+    assert_eq!(placement(with(Disaggregate::Never), &[busy], &alone), Placement::Never);
+    assert_eq!(placement(DEFAULT, &[busy], &alone), Placement::AfterFailure);
+    let short_prompt = Placement::ShortPrompt { tokens: 15, block_tokens: 16 };
+    assert_eq!(placement(with(Disaggregate::Always), &[busy], &short), short_prompt);
+    let none = placement(DEFAULT, &[], &prompt);
+    assert_eq!(none.to_string(), "no prefill node is listed");
+    assert_eq!(placement(DEFAULT, &[idle()], &prompt), Placement::Unmeasured);
+
+    let mut world = cluster(DEFAULT, &[], &[load()]);
+    let mut other = record(Role::Prefill, 1);
+    other.identity.weight_version = 2;
+    world.up(&prefill(1), &other, load());
+    assert_eq!(pick(&mut world, 400).considered.placement, Placement::NoPartner);
+}
+
+#[test]
+fn account_of_a_pick_names_ineligible_nodes_with_their_reason() {
+    let mut world = cluster(DEFAULT, &[load(), load(), load()], &[load()]);
+    let busy = pick(&mut world, 400).prefill.unwrap();
+    world.directory.busy(world.now, busy.assignment, Some(Duration::from_millis(200)));
+    world.end_stream(&prefill(2));
+    world.join(&prefill(9));
+    let failed = [epoch(3)];
+    let picked = world.pick_nodes(&Wanted { exclude_prefill: &failed, ..wanted(400) }).unwrap();
+    let of = |node: &str, reason: &str| IneligibleNode {
+        node: node.into(),
+        role: Role::Prefill,
+        reason: reason.into(),
+    };
+    let expected = [
+        of("prefill-1", "busy for another 200 ms"),
+        of("prefill-2", "not up"),
+        of("prefill-3", "failed this request before"),
+        of("http://127.0.0.1:9", "not up"),
+    ];
+    assert_eq!(picked.considered.ineligible, expected);
+    let reason = picked.considered.placement.to_string();
+    assert_eq!(reason, "every prefill node is busy, for another 200ms");
 }

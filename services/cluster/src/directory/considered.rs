@@ -1,0 +1,74 @@
+//! The account of a pick: the options that the directory compared, and the nodes that were not eligible.
+
+use super::{Member, NoNode};
+use crate::{NodeId, Role, predict::Prediction};
+
+/// Maximum number of options, and of ineligible nodes, in the account of one pick.
+pub const OPTIONS_MAX: usize = 16;
+
+/// The account of a pick.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Considered {
+    pub placement: Placement,
+    /// The chosen option, then the others from the lowest predicted cost.
+    pub options: Vec<ConsideredOption>,
+    /// Number of options that the account leaves out.
+    pub options_left_out: usize,
+    /// Nodes of the model that were not eligible.
+    pub ineligible: Vec<IneligibleNode>,
+    /// Number of ineligible nodes that the account leaves out.
+    pub ineligible_left_out: usize,
+    /// Overhead that the router adds to every predicted time to first token, in milliseconds.
+    pub overhead_ms: f64,
+}
+
+/// Nodes that the attempt might have used.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ConsideredOption {
+    pub decode: NodeId,
+    /// `None`: the decode node prefills the prompt.
+    pub prefill: Option<NodeId>,
+    /// `None` without measurements.
+    pub prediction: Option<Prediction>,
+}
+
+/// A node that the attempt could not use.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct IneligibleNode {
+    /// Name of the node; its address if the node never reported.
+    pub node: String,
+    pub role: Role,
+    pub reason: String,
+}
+
+impl IneligibleNode {
+    pub(super) fn new(member: &Member, reason: &NoNode) -> Self {
+        let node = match member.record() {
+            Some(record) => record.node_id.to_string(),
+            None => member.address.grpc.clone(),
+        };
+        Self { node, role: member.address.role, reason: reason.of_one_node() }
+    }
+}
+
+/// Why a prefill node or the decode node prefills the prompt.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+pub enum Placement {
+    #[error("router.disaggregate is always")]
+    Always,
+    #[error("router.disaggregate is never")]
+    Never,
+    #[error("predicted cost: {disaggregated_ms:.1} ms disaggregated, {local_ms:.1} ms local")]
+    Predicted { disaggregated_ms: f64, local_ms: f64 },
+    /// No node has measured its steps, or one is of an older release.
+    #[error("no prediction, because the nodes have not measured their steps")]
+    Unmeasured,
+    #[error("after failed attempts, so that no transfer is needed")]
+    AfterFailure,
+    #[error("short prompt: {tokens} tokens fill no KV block of {block_tokens}")]
+    ShortPrompt { tokens: u32, block_tokens: u32 },
+    #[error("{0}")]
+    NoPrefillNode(NoNode),
+    #[error("no prefill node has the model, weights and KV layout of the decode node")]
+    NoPartner,
+}
