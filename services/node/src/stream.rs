@@ -237,6 +237,7 @@ mod tests {
             tokens: vec![SampledToken { id: 1, logprobs: None }],
             cached_tokens: 0,
             finish: None,
+            stages: None,
         })
     }
 

@@ -9,8 +9,16 @@ use crate::node_core::{AttemptEnd, AttemptEvent, Reply};
 
 /// Converts a reply to a `Prefill` call; `None`: the reply has no message.
 pub fn prefill_event(reply: Reply) -> Option<v1::PrefillEvent> {
+    let mut stages = None;
     let event = match reply {
-        Reply::Event(AttemptEvent::Tokens { first_index, mut tokens, cached_tokens, finish }) => {
+        Reply::Event(AttemptEvent::Tokens {
+            first_index,
+            mut tokens,
+            cached_tokens,
+            finish,
+            stages: times,
+        }) => {
+            stages = times;
             prefill_event::Event::Token(v1::PrefillToken {
                 first_index,
                 token: tokens.pop().map(token),
@@ -35,16 +43,18 @@ pub fn prefill_event(reply: Reply) -> Option<v1::PrefillEvent> {
         // The message of token 0 had the finish reason.
         Reply::Ended(AttemptEnd::Complete | AttemptEnd::Finished { .. }) => return None,
     };
-    Some(v1::PrefillEvent { event: Some(event) })
+    Some(v1::PrefillEvent { event: Some(event), stages })
 }
 
 /// Converts a reply to a `Decode` call; `None`: the reply has no message.
 pub fn decode_event(reply: Reply) -> Option<v1::DecodeEvent> {
+    let mut stages = None;
     let event = match reply {
         Reply::Event(AttemptEvent::Reserved { cached_tokens, alone }) => {
             decode_event::Event::Reserved(v1::Reserved { cached_tokens, alone })
         }
-        Reply::Event(AttemptEvent::Tokens { first_index, tokens, .. }) => {
+        Reply::Event(AttemptEvent::Tokens { first_index, tokens, stages: times, .. }) => {
+            stages = times;
             let tokens = tokens.into_iter().map(token).collect();
             decode_event::Event::Tokens(v1::DecodeTokens { first_index, tokens })
         }
@@ -63,7 +73,7 @@ pub fn decode_event(reply: Reply) -> Option<v1::DecodeEvent> {
         | Reply::Accepted
         | Reply::Rejected(_) => return None,
     };
-    Some(v1::DecodeEvent { event: Some(event) })
+    Some(v1::DecodeEvent { event: Some(event), stages })
 }
 
 fn token(token: SampledToken) -> v1::Token {

@@ -18,7 +18,7 @@ fn repeating_prompt() -> Vec<u32> {
 async fn events_of(side: &Side, attempt: &v1::Attempt) -> (Vec<usize>, Vec<v1::Token>) {
     let mut stream = side.try_decode(attempt, None).await.expect("the node accepts it");
     let (mut counts, mut tokens) = (Vec::new(), Vec::new());
-    while let Some(v1::DecodeEvent { event }) = next(&mut stream).await.expect("no error") {
+    while let Some(v1::DecodeEvent { event, .. }) = next(&mut stream).await.expect("no error") {
         match event.expect("no event is empty") {
             decode_event::Event::Tokens(more) => {
                 assert_eq!(more.first_index as usize, tokens.len());

@@ -11,13 +11,13 @@
 
 use std::{
     collections::{HashMap, HashSet, VecDeque},
-    time::Instant,
+    time::{Duration, Instant},
 };
 
 use engine::event::{Action, FinishReason, Input, SequenceFailure, SequenceId, SequenceKind};
 use kernels::{BLOCK_TOKENS, sampling::SampledToken};
 use kv_transfer::api::{self as transfer, PeerAddress, TransferFailure, TransferId, TransferStats};
-use proto::v1::FailureKind;
+use proto::v1::{FailureKind, StageTimes};
 use telemetry::metrics::{SequenceEnd, TransferEnd, TransferSide};
 
 use super::output::{
@@ -61,6 +61,8 @@ struct AttemptRecord {
     arrived_at: Instant,
     /// When the scheduler admitted the sequence, or the `RESERVE` arrived.
     admitted_at: Option<Instant>,
+    /// From the admission to the first token, if this node prefilled.
+    prefill_time: Option<Duration>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -131,6 +133,7 @@ impl Attempts {
             open_stages: 0,
             arrived_at: now,
             admitted_at: None,
+            prefill_time: None,
         };
         let stage = match record.kind {
             SequenceKind::Compute | SequenceKind::Send => Stage::Queue,
@@ -274,6 +277,7 @@ impl Attempts {
             && let Some(admitted_at) = record.admitted_at
         {
             let took = now.saturating_duration_since(admitted_at);
+            record.prefill_time = Some(took);
             self.outputs.push_back(Output::Metric(Metric::PrefillTime(took)));
         }
         if record.kind == SequenceKind::Send {
@@ -281,8 +285,10 @@ impl Attempts {
             record.token_0 = tokens.pop().map(|token| (first_index, token, cached_tokens));
             return;
         }
-        record.begin(Stage::Decode, &mut self.outputs);
-        let event = AttemptEvent::Tokens { first_index, tokens, cached_tokens, finish: None };
+        let is_first = record.begin(Stage::Decode, &mut self.outputs);
+        let stages = is_first.then(|| record.stage_times());
+        let event =
+            AttemptEvent::Tokens { first_index, tokens, cached_tokens, finish: None, stages };
         record.send(event, &mut self.outputs);
     }
 
@@ -295,7 +301,9 @@ impl Attempts {
                 };
                 // P sends token 0 straight to the router, ahead of the transfer.
                 let tokens = vec![token.clone()];
-                let event = AttemptEvent::Tokens { first_index, tokens, cached_tokens, finish };
+                let stages = Some(record.stage_times());
+                let event =
+                    AttemptEvent::Tokens { first_index, tokens, cached_tokens, finish, stages };
                 record.send(event, &mut self.outputs);
                 let Some(reason) = finish else {
                     // On P: with token 0 the transfer can complete.
@@ -580,12 +588,25 @@ impl AttemptRecord {
         outputs.push_back(Output::Metric(Metric::PrefixLookup { prompt_tokens, cached_tokens }));
     }
 
-    /// Opens a stage, unless it is open.
-    fn begin(&mut self, stage: Stage, outputs: &mut Outputs) {
-        if self.open_stages & (1 << stage as u8) == 0 {
+    /// Returns the times of the stages until the first token.
+    fn stage_times(&self) -> StageTimes {
+        let micros = |time: Duration| u64::try_from(time.as_micros()).unwrap_or(u64::MAX);
+        let waited = self.admitted_at.map(|at| micros(at.saturating_duration_since(self.arrived_at)));
+        let (queue_us, reserve_us) = match self.kind {
+            SequenceKind::Compute | SequenceKind::Send => (waited, None),
+            SequenceKind::Receive => (None, waited),
+        };
+        StageTimes { queue_us, reserve_us, prefill_us: self.prefill_time.map(micros) }
+    }
+
+    /// Opens a stage, unless it is open. Returns true if the stage was not open.
+    fn begin(&mut self, stage: Stage, outputs: &mut Outputs) -> bool {
+        let is_new = self.open_stages & (1 << stage as u8) == 0;
+        if is_new {
             self.open_stages |= 1 << stage as u8;
             outputs.push_back(Output::Stage { call: self.call, change: StageChange::Began(stage) });
         }
+        is_new
     }
 
     /// Ends a stage. Returns true if the stage was open.

@@ -114,6 +114,8 @@ pub enum AttemptEvent {
         tokens: Vec<SampledToken>,
         cached_tokens: u32,
         finish: Option<FinishReason>,
+        /// With the first tokens.
+        stages: Option<v1::StageTimes>,
     },
 }
 

@@ -138,7 +138,19 @@ fn tokens(first_index: u32, ids: &[u32]) -> Action {
 
 fn tokens_reply(first_index: u32, ids: &[u32], finish: Option<FinishReason>) -> Reply {
     let tokens = ids.iter().map(|&id| token(id)).collect();
-    Reply::Event(AttemptEvent::Tokens { first_index, tokens, cached_tokens: 0, finish })
+    let stages = None;
+    Reply::Event(AttemptEvent::Tokens { first_index, tokens, cached_tokens: 0, finish, stages })
+}
+
+/// Returns the first tokens' reply, which has the times of the stages.
+fn first_reply(ids: &[u32], finish: Option<FinishReason>, times: v1::StageTimes) -> Reply {
+    match tokens_reply(0, ids, finish) {
+        Reply::Event(AttemptEvent::Tokens { first_index, tokens, cached_tokens, finish, .. }) => {
+            let stages = Some(times);
+            Reply::Event(AttemptEvent::Tokens { first_index, tokens, cached_tokens, finish, stages })
+        }
+        other => other,
+    }
 }
 
 #[test]
@@ -146,6 +158,7 @@ fn prefill_sends_token_0_and_ends_with_delivered() {
     let mut scene = Scene::accepted(SequenceKind::Send);
     assert!(matches!(scene.command(), transfer::Command::Expect { transfer: TRANSFER, .. }));
 
+    scene.now += Duration::from_millis(3);
     scene.transfer_event(transfer::Event::Ready {
         transfer: TRANSFER,
         first_block: 2,
@@ -157,10 +170,12 @@ fn prefill_sends_token_0_and_ends_with_delivered() {
     scene.act(Action::KvWritten { id: ID, first_block: 2, blocks: vec![BlockId(7)] });
     assert!(matches!(scene.command(), transfer::Command::Written { first_block: 2, .. }));
 
+    scene.now += Duration::from_millis(5);
     scene.act(tokens(0, &[42]));
     assert!(scene.replies().is_empty(), "token 0 may be the last token");
     scene.act(Action::Finished { id: ID, reason: None });
-    assert_eq!(scene.replies(), [tokens_reply(0, &[42], None)]);
+    let times = v1::StageTimes { queue_us: Some(3000), reserve_us: None, prefill_us: Some(5000) };
+    assert_eq!(scene.replies(), [first_reply(&[42], None, times)]);
     assert!(matches!(scene.command(), transfer::Command::Finish { first_index: 0, .. }));
 
     scene.transfer_event(transfer::Event::Delivered { transfer: TRANSFER, stats: STATS });
@@ -173,6 +188,7 @@ fn prefill_sends_token_0_and_ends_with_delivered() {
 #[test]
 fn decode_reserves_receives_and_ends_with_finished() {
     let mut scene = Scene::accepted(SequenceKind::Receive);
+    scene.now += Duration::from_millis(2);
     scene.act(Action::Reserve { id: ID, first_block: 1, blocks: vec![BlockId(3)] });
     scene.act(Action::Admitted { id: ID, cached_tokens: 16, alone: false });
     assert!(matches!(
@@ -194,8 +210,9 @@ fn decode_reserves_receives_and_ends_with_finished() {
     scene.act(tokens(1, &[43, 44]));
     scene.act(Action::Finished { id: ID, reason: Some(FinishReason::Length) });
     let end = AttemptEnd::Finished { reason: FinishReason::Length, received: STATS };
-    let expected =
-        [tokens_reply(0, &[42], None), tokens_reply(1, &[43, 44], None), Reply::Ended(end)];
+    let times = v1::StageTimes { queue_us: None, reserve_us: Some(2000), prefill_us: None };
+    let first = first_reply(&[42], None, times);
+    let expected = [first, tokens_reply(1, &[43, 44], None), Reply::Ended(end)];
     assert_eq!(scene.replies(), expected);
     scene.assert_quiet();
     scene.assert_forgotten();
@@ -210,7 +227,8 @@ fn token_0_that_ends_the_request_aborts_the_transfer() {
     scene.act(Action::Finished { id: ID, reason: Some(FinishReason::Stop) });
     assert!(matches!(scene.command(), transfer::Command::Abort { .. }));
     let finish = Some(FinishReason::Stop);
-    let expected = [tokens_reply(0, &[2], finish), Reply::Ended(AttemptEnd::Complete)];
+    let first = first_reply(&[2], finish, v1::StageTimes::default());
+    let expected = [first, Reply::Ended(AttemptEnd::Complete)];
     assert_eq!(scene.replies(), expected);
 
     let failure = TransferFailure::Aborted { reason: "not needed".into() };
