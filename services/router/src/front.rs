@@ -8,6 +8,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::{
     admission::{Admission, BodyRoom, WaitingPlaces, WaitingRoom},
+    history::SharedHistory,
     nodes::Nodes,
     request::{
         error::RequestError,
@@ -63,6 +64,7 @@ pub struct Front {
     pub nodes: Nodes,
     pub bodies: BodyRoom,
     pub admission: Admission,
+    pub history: SharedHistory,
     /// Cancelled when the router becomes unready, before it rejects requests.
     pub leaving: CancellationToken,
     /// Cancelled after the drain time-out. Ends the requests that are still in flight.
@@ -74,6 +76,7 @@ impl Front {
         Self {
             bodies: BodyRoom::new(settings.bodies_bytes_max),
             admission: Admission::new(settings.router.requests_max),
+            history: SharedHistory::default(),
             models,
             nodes,
             leaving: CancellationToken::new(),

@@ -16,6 +16,7 @@
 mod admission;
 mod front;
 mod grpc;
+mod history;
 mod http;
 mod net;
 mod nodes;

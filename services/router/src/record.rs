@@ -1,16 +1,24 @@
-//! The record of each request: one log line at its end, and its metrics.
+//! The record of each request: one log line at its end, its metrics and its account in the history.
 
 use std::{
     sync::{Arc, Mutex, MutexGuard},
-    time::{Duration, Instant},
+    time::{Duration, Instant, SystemTime},
 };
 
+use cluster::{Considered, NoNode};
 use proto::{ids::RequestId, v1::FinishReason};
-use telemetry::metrics::{AttemptEnd, FinishedRequest, InFlightRequest, Operation, RequestEnd};
+use telemetry::{
+    metrics::{AttemptEnd, FinishedRequest, InFlightRequest, Operation, RequestEnd},
+    propagation,
+};
 use tracing::Span;
 
 use crate::{
-    front::ServedModel,
+    front::{Front, ServedModel},
+    history::{
+        Account, AttemptAccount, AttemptEndAccount, RequestEndAccount, SharedAccount,
+        SharedHistory, bounded, lock,
+    },
     net::ConnectionEnd,
     request::error::RequestError,
     request_core::{AttemptOutcome, Cause, EndedAttempt, HandOverStats, Side},
@@ -31,6 +39,8 @@ pub struct RequestRecord {
     label: Option<String>,
     received: Instant,
     state: Mutex<State>,
+    account: SharedAccount,
+    history: SharedHistory,
     span: Span,
     /// The connection that the request arrived on.
     connection: ConnectionEnd,
@@ -55,19 +65,41 @@ struct State {
 
 impl RequestRecord {
     pub fn new(
-        model: &Arc<ServedModel>,
+        front: &Front,
         operation: Operation,
         request_id: RequestId,
         label: Option<String>,
         connection: ConnectionEnd,
     ) -> Self {
+        let (model, received) = (front.models.default_model(), Instant::now());
+        let account = Account {
+            request_id,
+            label: label.clone(),
+            trace_id: None,
+            api: operation.as_str(),
+            model: model.name.clone(),
+            received,
+            received_at: SystemTime::now(),
+            read: None,
+            prepared: None,
+            choices: 0,
+            prompt_tokens: 0,
+            attempts: Vec::new(),
+            attempts_left_out: 0,
+            waits_for: None,
+            end: None,
+        };
+        let account = Arc::new(Mutex::new(account));
+        front.history.lock().begin(request_id, account.clone());
         Self {
             model: model.clone(),
             operation,
             request_id,
             label,
-            received: Instant::now(),
+            received,
             state: Mutex::default(),
+            account,
+            history: front.history.clone(),
             span: Span::none(),
             connection,
             _running: model.metrics.request_running(),
@@ -80,6 +112,7 @@ impl RequestRecord {
 
     /// Sets the span of the request, whose log line belongs to it.
     pub fn set_span(&mut self, span: Span) {
+        lock(&self.account).trace_id = propagation::trace_id(&span);
         self.span = span;
     }
 
@@ -88,6 +121,7 @@ impl RequestRecord {
     }
 
     pub fn set_label(&mut self, label: Option<String>) {
+        lock(&self.account).label.clone_from(&label);
         self.label = label;
     }
 
@@ -96,19 +130,72 @@ impl RequestRecord {
         if !Arc::ptr_eq(&self.model, model) {
             self._running = model.metrics.request_running();
             self.model = model.clone();
+            lock(&self.account).model = model.name.clone();
         }
+    }
+
+    /// Records that the fields were read and checked.
+    pub fn read(&self) {
+        lock(&self.account).read = Some(self.received.elapsed());
     }
 
     pub fn prepared(&self, choices: u32, prompt_tokens: u32) {
         let mut state = self.state();
         (state.choices, state.prompt_tokens) = (choices, prompt_tokens);
+        let mut account = lock(&self.account);
+        (account.choices, account.prompt_tokens) = (choices, prompt_tokens);
+        account.prepared = Some(self.received.elapsed());
     }
 
-    /// Stores the predicted time from the pick to the first token, unless the first token was sent.
-    pub fn predicted(&self, ttft: Option<Duration>) {
+    /// Records the begin of an attempt. `ttft`: predicted time from the pick to the first token. `cached_believed`:
+    /// tokens that the router believes to be cached on the prefill and the decode node.
+    pub fn picked(
+        &self,
+        choice: u32,
+        number: u32,
+        considered: Considered,
+        ttft: Option<Duration>,
+        cached_believed: (Option<u32>, u32),
+    ) {
+        let picked = self.received.elapsed();
         let mut state = self.state();
         if state.first_token.is_none() {
-            state.predicted = ttft.map(|ttft| self.received.elapsed() + ttft);
+            state.predicted = ttft.map(|ttft| picked + ttft);
+        }
+        drop(state);
+        let mut account = lock(&self.account);
+        let waited_for = account.waits_for.take();
+        account.picked(AttemptAccount {
+            choice,
+            number,
+            picked,
+            waited_for,
+            considered,
+            predicted_ttft: ttft,
+            cached_believed,
+            first_token: None,
+            hand_over: None,
+            end: None,
+        });
+    }
+
+    /// Records that a pick found no node.
+    pub fn no_node(&self, reason: NoNode) {
+        lock(&self.account).waits_for = Some(reason);
+    }
+
+    /// Records the first token of an answer's open attempt.
+    pub fn attempt_began(&self, choice: u32) {
+        let after = self.received.elapsed();
+        if let Some(attempt) = lock(&self.account).open_attempt(choice) {
+            attempt.first_token = Some(after);
+        }
+    }
+
+    /// Records the time from token 0 to the decode node's first token.
+    pub fn handed_over(&self, choice: u32, gap: Duration) {
+        if let Some(attempt) = lock(&self.account).open_attempt(choice) {
+            attempt.hand_over = Some(gap);
         }
     }
 
@@ -138,7 +225,7 @@ impl RequestRecord {
         state.cut_short |= end.reason == FinishReason::Length;
     }
 
-    pub fn attempt_ended(&self, ended: &EndedAttempt) -> AttemptEnd {
+    pub fn attempt_ended(&self, choice: u32, ended: &EndedAttempt) -> AttemptEnd {
         if ended.stats.kv_bytes > 0 {
             let duration = Duration::from_micros(ended.stats.transfer_us);
             self.model.metrics.transfer_delivered(ended.stats.kv_bytes, duration);
@@ -158,6 +245,15 @@ impl RequestRecord {
             },
         };
         self.model.metrics.attempt_ended(end);
+        let at = self.received.elapsed();
+        if let Some(attempt) = lock(&self.account).open_attempt(choice) {
+            let failure = match &ended.outcome {
+                AttemptOutcome::Failed(failure) => Some(bounded(failure.to_string())),
+                AttemptOutcome::Complete | AttemptOutcome::Cancelled => None,
+            };
+            let (outcome, stats) = (end.as_str(), ended.stats);
+            attempt.end = Some(AttemptEndAccount { at, outcome, failure, stats });
+        }
         end
     }
 
@@ -201,6 +297,16 @@ impl Drop for RequestRecord {
             completion_tokens: state.completion_tokens,
             cached_tokens: state.cached_tokens,
         });
+        lock(&self.account).end = Some(RequestEndAccount {
+            at: duration,
+            reason: end.as_str(),
+            is_complete: matches!(end, RequestEnd::Stop | RequestEnd::Length),
+            error: state.error.as_ref().map(|(_, error)| bounded(error.clone())),
+            first_token: state.first_token,
+            completion_tokens: state.completion_tokens,
+        });
+        // The accounts that this one displaces are dropped without the lock.
+        let _displaced = self.history.lock().end(self.request_id);
         // The end of an exported span is the time at which the span was last left, so enter and leave it now.
         let _entered = self.span.enter();
         // The span has these fields, if there is one.

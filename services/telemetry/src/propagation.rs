@@ -26,6 +26,13 @@ pub fn traceparent(span: &Span) -> String {
     fields.remove(TRACEPARENT).unwrap_or_default()
 }
 
+/// Returns the trace id of a span; `None` for a disabled span.
+pub fn trace_id(span: &Span) -> Option<u128> {
+    let context = span.context();
+    let context = context.span().span_context().clone();
+    context.is_valid().then(|| u128::from_be_bytes(context.trace_id().to_bytes()))
+}
+
 /// Sets the sender's span as the parent of `span`, which must not have been entered yet. Empty or
 /// malformed text changes nothing.
 pub fn set_parent(span: &Span, traceparent: &str) {

@@ -146,7 +146,7 @@ impl node_server::Node for Service {
         let received = stream::poll_fn(move |cx: &mut Context<'_>| -> Poll<Option<_>> {
             received
                 .poll_recv(cx)
-                .map(|event| event.map(|event| Ok(DecodeEvent { event: Some(event) })))
+                .map(|event| event.map(|event| Ok(DecodeEvent { event: Some(event), stages: None })))
         });
         Ok(Response::new(Box::pin(received)))
     }

@@ -76,8 +76,7 @@ pub async fn count(
         Err(error) => return Status::internal(error.to_string()).into_http(),
     };
     let connection = request.extensions().get().cloned().unwrap_or_default();
-    let model = front.models.default_model();
-    let record = RequestRecord::new(model, operation, request_id, None, connection);
+    let record = RequestRecord::new(&front, operation, request_id, None, connection);
     let arrived = Arrived::new(record);
     request.extensions_mut().insert(arrived.clone());
     let response = next.run(request).await;

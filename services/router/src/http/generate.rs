@@ -67,7 +67,7 @@ async fn handle(front: Arc<Front>, request: Request<Body>, api: Api) -> Response
         Err(error) => return ApiError::from(error).into_response(),
     };
     let mut record = RequestRecord::new(
-        front.models.default_model(),
+        &front,
         operation(api),
         context.request_id,
         context.label.clone(),

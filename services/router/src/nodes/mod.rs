@@ -15,7 +15,7 @@ use std::{
 };
 
 use cluster::{
-    CacheIdentity, Directory, Health, Input, Membership, NoNode, NodeChoice, NodeRecord, Role,
+    CacheIdentity, Considered, Directory, Health, Input, Membership, NoNode, NodeChoice, NodeRecord, Role,
     Selection, Wanted,
 };
 use proto::{
@@ -116,7 +116,8 @@ impl Nodes {
         let picked = self.directory().pick(Instant::now(), transfer_id, wanted)?;
         let prefill = picked.prefill.map(|choice| self.connected(Role::Prefill, choice));
         let decode = self.connected(Role::Decode, picked.decode)?;
-        Ok(PickedNodes { decode, prefill: prefill.transpose()?, ttft: picked.ttft })
+        let (prefill, considered) = (prefill.transpose()?, picked.considered);
+        Ok(PickedNodes { decode, prefill, ttft: picked.ttft, considered })
     }
 
     fn connected(&self, role: Role, choice: NodeChoice) -> Result<Assigned, NoNode> {
@@ -269,6 +270,7 @@ pub struct PickedNodes {
     pub prefill: Option<Assigned>,
     /// Predicted time from the pick to the first token.
     pub ttft: Option<Duration>,
+    pub considered: Considered,
 }
 
 /// A node that an attempt uses. Dropping it releases the assignment.
@@ -281,6 +283,11 @@ pub struct Assigned {
 impl Assigned {
     pub fn record(&self) -> &Arc<NodeRecord> {
         &self.choice.record
+    }
+
+    /// Returns the number of prompt tokens that the node is believed to have cached.
+    pub fn cached_tokens(&self) -> u32 {
+        self.choice.cached_tokens
     }
 
     /// Notes that the node accepted the attempt: the stream of the call is open.

@@ -15,7 +15,7 @@
 use std::time::Duration;
 
 use proto::v1::{
-    FinishReason, PrefillToken, Token, decode_event::Event as DecodeEvent,
+    FinishReason, PrefillToken, StageTimes, Token, decode_event::Event as DecodeEvent,
     prefill_event::Event as PrefillEvent,
 };
 
@@ -70,6 +70,18 @@ pub struct AttemptStats {
     pub kv_bytes: u64,
     /// Time from the reservation until the KV was visible, in microseconds.
     pub transfer_us: u64,
+    /// The decode node needed no KV of a prefill node.
+    pub alone: bool,
+    pub prefill: NodeStats,
+    pub decode: NodeStats,
+}
+
+/// Statistics that one node reported about an attempt; `None` is unknown.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct NodeStats {
+    /// Prompt tokens found in the node's prefix cache.
+    pub cached_tokens: Option<u32>,
+    pub stages: Option<StageTimes>,
 }
 
 /// An action that follows an event.
@@ -111,6 +123,15 @@ impl AttemptState {
         self.stats
     }
 
+    /// Handles the stage times in an event of the node on this side.
+    pub fn on_stages(&mut self, side: Side, stages: Option<StageTimes>) {
+        let node = match side {
+            Side::Prefill => &mut self.stats.prefill,
+            Side::Decode => &mut self.stats.decode,
+        };
+        node.stages = stages.or(node.stages);
+    }
+
     /// Handles an event of the decode node; `None` for an event of unknown type.
     pub fn on_decode_event(
         &mut self,
@@ -123,6 +144,8 @@ impl AttemptState {
             (Some(DecodeEvent::Reserved(reserved)), Decode::Opening) => {
                 self.decode = Decode::Reserved;
                 self.saw_cached(reserved.cached_tokens);
+                self.stats.decode.cached_tokens = Some(reserved.cached_tokens);
+                self.stats.alone = reserved.alone;
                 let mut next = vec![AttemptAction::Admitted];
                 match std::mem::replace(&mut self.prefill, Prefill::Ended) {
                     Prefill::Ended => {}
@@ -238,6 +261,7 @@ impl AttemptState {
             (Prefill::Ended, _) => return vec![],
             (Prefill::Prefilling, Some(token)) if event.first_index == self.first_index => {
                 self.saw_cached(event.cached_tokens);
+                self.stats.prefill.cached_tokens = Some(event.cached_tokens);
                 return match (finish, self.decode) {
                     (Some(FinishReason::Unspecified | FinishReason::ToolCalls), _) => {
                         self.on_prefill_end(violation("it finished without a reason".into()))
@@ -427,7 +451,15 @@ mod tests {
             attempt.on_decode_event(finished(), &mut emitted),
             [AttemptAction::Finish(FinishReason::Length)]
         );
-        let stats = AttemptStats { cached_tokens: 16, kv_bytes: 9, transfer_us: 3 };
+        let cached = |cached_tokens| NodeStats { cached_tokens: Some(cached_tokens), stages: None };
+        let stats = AttemptStats {
+            cached_tokens: 16,
+            kv_bytes: 9,
+            transfer_us: 3,
+            alone: false,
+            prefill: cached(16),
+            decode: cached(0),
+        };
         assert_eq!(attempt.stats(), stats);
     }
 

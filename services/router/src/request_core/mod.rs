@@ -52,7 +52,7 @@ use schemars::JsonSchema;
 use serde::Serialize;
 use tonic::Status;
 
-pub use attempt::AttemptStats;
+pub use attempt::{AttemptStats, NodeStats};
 use attempt::{AttemptAction, AttemptState, LAST_EVENT_MAX, TOKEN_0_MAX};
 use emitted::EmittedTokens;
 pub use recovery::{AttemptFailure, Cause, GiveUp, NodeReport, Side, TurnQueue};
@@ -404,7 +404,10 @@ impl RequestCore {
     pub fn handle_decode(&mut self, now: Instant, message: Result<Option<DecodeEvent>, Status>) {
         let State::Attempting(attempt) = &mut self.state else { return };
         let actions = match message {
-            Ok(Some(event)) => attempt.state.on_decode_event(event.event, &mut self.emitted),
+            Ok(Some(event)) => {
+                attempt.state.on_stages(Side::Decode, event.stages);
+                attempt.state.on_decode_event(event.event, &mut self.emitted)
+            }
             end => vec![AttemptAction::Fail(AttemptFailure::stream_end(Side::Decode, end.err()))],
         };
         self.act(now, actions);
@@ -414,7 +417,10 @@ impl RequestCore {
     pub fn handle_prefill(&mut self, now: Instant, message: Result<Option<PrefillEvent>, Status>) {
         let State::Attempting(attempt) = &mut self.state else { return };
         let actions = match message {
-            Ok(Some(event)) => attempt.state.on_prefill_event(event.event, &mut self.emitted),
+            Ok(Some(event)) => {
+                attempt.state.on_stages(Side::Prefill, event.stages);
+                attempt.state.on_prefill_event(event.event, &mut self.emitted)
+            }
             end => {
                 attempt.state.on_prefill_end(AttemptFailure::stream_end(Side::Prefill, end.err()))
             }

@@ -124,7 +124,7 @@ impl Owner {
     }
 
     fn decode_sends(&mut self, event: Event) -> Vec<Output> {
-        self.core.handle_decode(self.now, Ok(Some(DecodeEvent { event: Some(event) })));
+        self.core.handle_decode(self.now, Ok(Some(DecodeEvent { event: Some(event), stages: None })));
         self.outputs()
     }
 
@@ -226,7 +226,9 @@ fn a_running_request_survives_the_absence_of_all_decode_nodes() {
     owner.picked(false);
     owner.reserved();
     owner.tokens(3);
-    let ended = EndedAttempt { outcome: AttemptOutcome::Failed(lost()), stats: Default::default() };
+    let decode = NodeStats { cached_tokens: Some(0), stages: None };
+    let stats = AttemptStats { decode, ..AttemptStats::default() };
+    let ended = EndedAttempt { outcome: AttemptOutcome::Failed(lost()), stats };
     assert_eq!(owner.loses_decode(), [Output::EndAttempt(ended), Output::Pick]);
     owner.stays_absent(Duration::from_secs(5));
     let wanted = owner.core.wanted();
@@ -369,7 +371,7 @@ fn a_complete_stop_string_drops_the_calls_and_whatever_follows() {
         finish: Some(FinishReason::Length.into()),
         cached_tokens: 0,
     };
-    let event = PrefillEvent { event: Some(prefill_event::Event::Token(event)) };
+    let event = PrefillEvent { event: Some(prefill_event::Event::Token(event)), stages: None };
     owner.core.handle_prefill(owner.now, Ok(Some(event)));
     assert!(matches!(owner.core.poll_output(), Some(Output::Emit { first_index: 0, .. })));
     // Nothing follows before the tokens are delivered.
@@ -388,7 +390,7 @@ fn reading_time_of_a_client_does_not_count_as_node_silence() {
     owner.picked(false);
     owner.reserved();
     let event = DecodeTokens { first_index: 0, tokens: vec![token(0)] };
-    let event = DecodeEvent { event: Some(Event::Tokens(event)) };
+    let event = DecodeEvent { event: Some(Event::Tokens(event)), stages: None };
     owner.core.handle_decode(owner.now, Ok(Some(event)));
     assert!(matches!(owner.core.poll_output(), Some(Output::Emit { .. })));
     assert_eq!(owner.core.next_deadline(), Some(owner.start + TIMEOUT));

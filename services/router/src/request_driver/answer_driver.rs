@@ -23,7 +23,7 @@ use super::{
 use crate::{
     admission::Waiting,
     front::Front,
-    nodes::{NodeCall, PickedNodes, next_message},
+    nodes::{Assigned, NodeCall, PickedNodes, next_message},
     record::RequestRecord,
     request::error::RequestError,
     request_core::{
@@ -52,6 +52,8 @@ pub struct AnswerDriver<'a> {
 struct OpenAttempt {
     decode: NodeCall<DecodeEvent>,
     prefill: Option<NodeCall<PrefillEvent>>,
+    /// The client received a token of this attempt.
+    has_token: bool,
     span: Span,
 }
 
@@ -94,12 +96,18 @@ impl<'a> AnswerDriver<'a> {
                     Output::Delivered { elapsed } => self.delivered(elapsed),
                     Output::EndAttempt(ended) => self.end_attempt(&ended),
                     Output::Emit { first_index, tokens, hand_over_gap } => {
-                        if first_index == 0
-                            && let Some(attempt) = &self.attempt
+                        if let Some(attempt) = &mut self.attempt
+                            && !std::mem::replace(&mut attempt.has_token, true)
                         {
-                            attempt.decode.node.first_token();
+                            self.record.attempt_began(self.choice);
+                            if first_index == 0 {
+                                attempt.decode.node.first_token();
+                            }
                         }
-                        hand_over_gap.inspect(|gap| self.request.model.metrics.hand_over(*gap));
+                        if let Some(gap) = hand_over_gap {
+                            self.request.model.metrics.hand_over(gap);
+                            self.record.handed_over(self.choice, gap);
+                        }
                         self.emit(first_index, tokens).await?;
                     }
                     Output::WaitForTurn => self.waiting_place()?.queue(),
@@ -159,15 +167,16 @@ impl<'a> AnswerDriver<'a> {
         let nodes = &self.front.nodes;
         let transfer_id = TransferId::mint()?;
         let picked = nodes.pick(transfer_id, &self.core.wanted());
-        let PickedNodes { decode, prefill, ttft } = match picked {
+        let PickedNodes { decode, prefill, ttft, considered } = match picked {
             Ok(picked) => picked,
             Err(reason) => {
                 tracing::debug!(parent: self.record.span(), %reason, "no decode node for the request");
                 self.core.handle_no_node(Instant::now(), &reason);
+                self.record.no_node(reason);
                 return Ok(());
             }
         };
-        self.record.predicted(ttft);
+        let cached = (prefill.as_ref().map(Assigned::cached_tokens), decode.cached_tokens());
         let records = (decode.record().clone(), prefill.as_ref().map(|node| node.record().clone()));
         let calls = self.core.handle_picked(Instant::now(), transfer_id, records.0, records.1);
         let span = tracing::info_span!(
@@ -180,11 +189,13 @@ impl<'a> AnswerDriver<'a> {
             prefill_node = prefill.as_ref().map(|node| field::display(&node.record().node_id)),
             outcome = field::Empty,
         );
+        self.record.picked(self.choice, calls.number, considered, ttft, cached);
         self.attempt = Some(OpenAttempt {
             decode: NodeCall::decode(decode, calls.decode, &span),
             prefill: prefill
                 .zip(calls.prefill)
                 .map(|(node, request)| NodeCall::prefill(node, request, &span)),
+            has_token: false,
             span,
         });
         Ok(())
@@ -218,8 +229,8 @@ impl<'a> AnswerDriver<'a> {
 
     /// Counts the attempt, reports a failure to the directory, drops the calls and releases the nodes.
     fn end_attempt(&mut self, ended: &EndedAttempt) {
-        let Some(OpenAttempt { decode, prefill, span }) = self.attempt.take() else { return };
-        span.record("outcome", self.record.attempt_ended(ended).as_str());
+        let Some(OpenAttempt { decode, prefill, span, .. }) = self.attempt.take() else { return };
+        span.record("outcome", self.record.attempt_ended(self.choice, ended).as_str());
         let AttemptOutcome::Failed(failure) = &ended.outcome else { return };
         let node = match (failure.side, &prefill) {
             (Side::Prefill, Some(prefill)) => &prefill.node,
@@ -235,7 +246,8 @@ impl<'a> AnswerDriver<'a> {
         if report == Some(NodeReport::Busy) {
             tracing::debug!(%node_id, reason = failure.message, "node is busy");
         } else {
-            tracing::warn!(%node_id, %failure, "attempt failed");
+            let request_id = self.record.request_id();
+            tracing::warn!(%request_id, %node_id, %failure, "attempt failed");
         }
     }
 

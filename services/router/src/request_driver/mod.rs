@@ -117,6 +117,7 @@ pub async fn start(
     span: Span,
 ) -> Result<RunningRequest, RequestError> {
     record.set_model(&parsed.model);
+    record.read();
     let choices = parsed.fields.choices as usize;
     match prepare(front, parsed, &record).instrument(span.clone()).await {
         Ok((request, answers)) => {

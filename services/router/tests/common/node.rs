@@ -191,11 +191,11 @@ where
 }
 
 fn decode(event: decode_event::Event) -> Result<DecodeEvent, Status> {
-    Ok(DecodeEvent { event: Some(event) })
+    Ok(DecodeEvent { event: Some(event), stages: None })
 }
 
 fn prefill(event: prefill_event::Event) -> Result<PrefillEvent, Status> {
-    Ok(PrefillEvent { event: Some(event) })
+    Ok(PrefillEvent { event: Some(event), stages: None })
 }
 
 fn failure(kind: FailureKind) -> Failure {
