@@ -144,9 +144,9 @@ impl node_server::Node for Service {
         let _ = events.send(decode_event::Event::Reserved(reserved));
         self.running.lock().expect("no step panics").push(Running { next_index: 0, count, events });
         let received = stream::poll_fn(move |cx: &mut Context<'_>| -> Poll<Option<_>> {
-            received
-                .poll_recv(cx)
-                .map(|event| event.map(|event| Ok(DecodeEvent { event: Some(event), stages: None })))
+            received.poll_recv(cx).map(|event| {
+                event.map(|event| Ok(DecodeEvent { event: Some(event), stages: None }))
+            })
         });
         Ok(Response::new(Box::pin(received)))
     }

@@ -391,10 +391,8 @@ fn account_of_a_pick_is_bounded_and_counts_the_rest() {
     let considered = pick(&mut world, 400).considered;
     assert_eq!((considered.options.len(), considered.options_left_out), (16, 42 - 16));
     assert_eq!((considered.ineligible.len(), considered.ineligible_left_out), (16, 4));
-    let costs: Vec<_> = considered.options[1..]
-        .iter()
-        .map(|option| option.prediction.unwrap().cost_ms())
-        .collect();
+    let costs: Vec<_> =
+        considered.options[1..].iter().map(|option| option.prediction.unwrap().cost_ms()).collect();
     assert!(costs.is_sorted(), "{costs:?}");
 }
 

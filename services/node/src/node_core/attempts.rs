@@ -591,7 +591,8 @@ impl AttemptRecord {
     /// Returns the times of the stages until the first token.
     fn stage_times(&self) -> StageTimes {
         let micros = |time: Duration| u64::try_from(time.as_micros()).unwrap_or(u64::MAX);
-        let waited = self.admitted_at.map(|at| micros(at.saturating_duration_since(self.arrived_at)));
+        let waited =
+            self.admitted_at.map(|at| micros(at.saturating_duration_since(self.arrived_at)));
         let (queue_us, reserve_us) = match self.kind {
             SequenceKind::Compute | SequenceKind::Send => (waited, None),
             SequenceKind::Receive => (None, waited),

@@ -145,9 +145,17 @@ fn tokens_reply(first_index: u32, ids: &[u32], finish: Option<FinishReason>) -> 
 /// Returns the first tokens' reply, which has the times of the stages.
 fn first_reply(ids: &[u32], finish: Option<FinishReason>, times: v1::StageTimes) -> Reply {
     match tokens_reply(0, ids, finish) {
-        Reply::Event(AttemptEvent::Tokens { first_index, tokens, cached_tokens, finish, .. }) => {
+        Reply::Event(AttemptEvent::Tokens {
+            first_index, tokens, cached_tokens, finish, ..
+        }) => {
             let stages = Some(times);
-            Reply::Event(AttemptEvent::Tokens { first_index, tokens, cached_tokens, finish, stages })
+            Reply::Event(AttemptEvent::Tokens {
+                first_index,
+                tokens,
+                cached_tokens,
+                finish,
+                stages,
+            })
         }
         other => other,
     }

@@ -107,9 +107,8 @@ impl Account {
 
     /// Returns the open attempt of a choice.
     pub fn open_attempt(&mut self, choice: u32) -> Option<&mut AttemptAccount> {
-        let is_open = |attempt: &&mut AttemptAccount| {
-            attempt.choice == choice && attempt.end.is_none()
-        };
+        let is_open =
+            |attempt: &&mut AttemptAccount| attempt.choice == choice && attempt.end.is_none();
         self.attempts.iter_mut().rev().find(is_open)
     }
 

@@ -126,9 +126,8 @@ impl Report {
         let age = now.saturating_duration_since(account.received);
         let end = account.end.as_ref();
         let duration = end.map_or(age, |end| end.at);
-        let ended_at = |attempt: &&AttemptAccount| {
-            attempt.end.as_ref().map_or(duration, |end| end.at)
-        };
+        let ended_at =
+            |attempt: &&AttemptAccount| attempt.end.as_ref().map_or(duration, |end| end.at);
         let choice = account.attempts.iter().max_by_key(ended_at).map_or(0, |last| last.choice);
         let stages = stages(account, choice, duration);
         let accounted_ms: f64 =
@@ -231,10 +230,8 @@ fn until_first_token(attempt: &AttemptAccount, ttft: Duration) -> Vec<StageRepor
     // A decode node that needs no KV of its prefill node waits for blocks in place of its queue.
     let queue_ms = of(first, |times| times.queue_us.or(times.reserve_us));
     let prefill_ms = of(first, |times| times.prefill_us);
-    let mut all = vec![
-        stage("queue", &node, queue_ms, false),
-        stage("prefill", &node, prefill_ms, false),
-    ];
+    let mut all =
+        vec![stage("queue", &node, queue_ms, false), stage("prefill", &node, prefill_ms, false)];
     if queue_ms.is_none() || prefill_ms.is_none() {
         let rest_ms = milliseconds(ttft) - queue_ms.unwrap_or(0.0) - prefill_ms.unwrap_or(0.0);
         let ms = Some(rounded(rest_ms.max(0.0)));
@@ -270,9 +267,8 @@ impl AttemptReport {
             true => "the decode node has all but the last tokens of the prompt cached".into(),
             false => placement.to_string(),
         };
-        let found = |of: fn(&AttemptStats) -> NodeStats| {
-            end.and_then(|end| of(&end.stats).cached_tokens)
-        };
+        let found =
+            |of: fn(&AttemptStats) -> NodeStats| end.and_then(|end| of(&end.stats).cached_tokens);
         let (prefill_believed, decode_believed) = attempt.cached_believed;
         let prefill = chosen.prefill.as_ref().map(|node| NodeReport {
             role: "prefill",
@@ -334,11 +330,7 @@ impl OptionReport {
 
 impl IneligibleReport {
     fn new(node: &IneligibleNode) -> Self {
-        Self {
-            node: node.node.clone(),
-            role: node.role.as_str(),
-            reason: node.reason.clone(),
-        }
+        Self { node: node.node.clone(), role: node.role.as_str(), reason: node.reason.clone() }
     }
 }
 

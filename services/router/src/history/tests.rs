@@ -144,8 +144,7 @@ fn slow_and_failed_requests_are_selected() {
 fn ended_requests_are_bounded_by_number_and_running_ones_are_kept() {
     let mut history = History::default();
     begin(&mut history, account(0));
-    let dropped: usize =
-        (1..=ENDED_MAX as u128 + 2).map(|id| add(&mut history, account(id))).sum();
+    let dropped: usize = (1..=ENDED_MAX as u128 + 2).map(|id| add(&mut history, account(id))).sum();
     assert_eq!((dropped, history.ended.len()), (2, ENDED_MAX));
     let is_kept = |id: u128| !ids(&history, Query::Id(&RequestId(id).to_string())).is_empty();
     assert_eq!([0, 1, 2, 3].map(is_kept), [true, false, false, true]);
@@ -251,11 +250,10 @@ fn failed_attempt_is_followed_by_a_local_one() {
     let report = report(vec![first, second]);
     let shown = stages(&report);
     assert_eq!(shown[3], ("until failure", Some(3.0), false));
-    assert_eq!(shown[4..7], [
-        ("wait", Some(2.0), false),
-        ("queue", Some(1.0), false),
-        ("prefill", Some(8.0), false),
-    ]);
+    assert_eq!(
+        shown[4..7],
+        [("wait", Some(2.0), false), ("queue", Some(1.0), false), ("prefill", Some(8.0), false),]
+    );
     assert_eq!((report.stages[3].attempt, report.stages[4].attempt), (Some(1), Some(2)));
     assert_eq!(report.unaccounted_ms, 1.0);
     assert_eq!(report.attempts[0].failure.as_deref(), Some("decode node: connection lost: why"));

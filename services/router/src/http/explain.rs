@@ -45,7 +45,8 @@ pub async fn explain(State(front): State<Arc<Front>>, RawQuery(query): RawQuery)
         let message = format!(
             "invalid query {shown:?}; allowed: /v1/explain/ID, /v1/explain?slow=N with N from 1, /v1/explain?failed"
         );
-        return ApiError::invalid(StatusCode::BAD_REQUEST, "invalid_value", message).into_response();
+        return ApiError::invalid(StatusCode::BAD_REQUEST, "invalid_value", message)
+            .into_response();
     };
     let (requests, kept) = find(&front, parsed);
     reply(requests, kept)

@@ -15,8 +15,8 @@ use std::{
 };
 
 use cluster::{
-    CacheIdentity, Considered, Directory, Health, Input, Membership, NoNode, NodeChoice, NodeRecord, Role,
-    Selection, Wanted,
+    CacheIdentity, Considered, Directory, Health, Input, Membership, NoNode, NodeChoice,
+    NodeRecord, Role, Selection, Wanted,
 };
 use proto::{
     ids::{NoRandomness, TransferId, random_bits},

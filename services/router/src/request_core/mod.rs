@@ -52,8 +52,8 @@ use schemars::JsonSchema;
 use serde::Serialize;
 use tonic::Status;
 
-pub use attempt::{AttemptStats, NodeStats};
 use attempt::{AttemptAction, AttemptState, LAST_EVENT_MAX, TOKEN_0_MAX};
+pub use attempt::{AttemptStats, NodeStats};
 use emitted::EmittedTokens;
 pub use recovery::{AttemptFailure, Cause, GiveUp, NodeReport, Side, TurnQueue};
 use recovery::{NextStep, Recovery};

@@ -124,7 +124,8 @@ impl Owner {
     }
 
     fn decode_sends(&mut self, event: Event) -> Vec<Output> {
-        self.core.handle_decode(self.now, Ok(Some(DecodeEvent { event: Some(event), stages: None })));
+        self.core
+            .handle_decode(self.now, Ok(Some(DecodeEvent { event: Some(event), stages: None })));
         self.outputs()
     }
 
