@@ -1,8 +1,8 @@
 //! The modules of the operator's command `baton`, one for each subcommand.
 //!
 //! `up` runs a whole cluster on this machine, `check` sends requests to a cluster, `bench` measures an
-//! engine or a server, `model` fetches models, `doctor` reports GPUs and libraries. `baton-bench` uses
-//! the engine benchmark, its statistics and the model store from here.
+//! engine or a server, `model` fetches models, `doctor` reports GPUs and libraries, `explain` reports
+//! requests. `baton-bench` uses the engine benchmark, its statistics and the model store from here.
 
 // Only `up::process` needs unsafe code, for system calls that the standard library does not offer.
 #![deny(unsafe_code)]
@@ -14,6 +14,7 @@ mod print;
 pub mod bench;
 pub mod check;
 pub mod doctor;
+pub mod explain;
 mod http_client;
 mod hub;
 pub mod model_store;

@@ -4,7 +4,7 @@
 
 use std::process::ExitCode;
 
-use baton::{bench, check, doctor, model_store, up};
+use baton::{bench, check, doctor, explain, model_store, up};
 use clap::{Parser, Subcommand};
 
 /// Operator's command for Baton clusters.
@@ -29,6 +29,8 @@ enum Command {
     Model(model_store::ModelCommand),
     /// Reports GPUs, driver and libraries of this machine, missing parts and their remedies.
     Doctor(doctor::DoctorArgs),
+    /// Explains a request: its nodes and why, the time of each stage, and what failed.
+    Explain(explain::ExplainArgs),
 }
 
 fn main() -> ExitCode {
@@ -38,6 +40,7 @@ fn main() -> ExitCode {
         Command::Bench(command) => bench::run(command),
         Command::Model(command) => model_store::run(command),
         Command::Doctor(args) => doctor::run(args),
+        Command::Explain(args) => explain::run(args),
     };
     match outcome {
         Ok(()) => ExitCode::SUCCESS,

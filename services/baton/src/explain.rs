@@ -1,0 +1,442 @@
+//! `baton explain`: what the routers know about a request: where it was prefilled and decoded and why, the time of each
+//! stage, and what failed.
+//!
+//! The account comes from the routers' memory, or with `--log` from the lines of a JSON log.
+
+use std::{
+    collections::BTreeSet,
+    fmt::Write as _,
+    net::SocketAddr,
+    path::{Path, PathBuf},
+    time::Duration,
+};
+
+use anyhow::{Context, Result, bail, ensure};
+use clap::Args;
+use http::{StatusCode, Uri};
+use serde_json::{Value, json};
+use time::{OffsetDateTime, format_description::well_known::Rfc3339};
+
+use crate::http_client::HttpClient;
+
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
+/// Fields of a log line that every line has.
+const COMMON_FIELDS: [&str; 5] = ["timestamp", "level", "target", "message", "span"];
+
+#[derive(Args)]
+pub struct ExplainArgs {
+    /// Request id, client label (`x-request-id`) or trace id.
+    #[arg(required_unless_present_any = ["slow", "failed"], conflicts_with_all = ["slow", "failed"])]
+    id: Option<String>,
+    /// Explain the N slowest requests.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=100))]
+    slow: Option<u32>,
+    /// Explain the last requests that failed.
+    #[arg(long, conflicts_with = "slow")]
+    failed: bool,
+    /// Print JSON.
+    #[arg(long)]
+    json: bool,
+    /// URL of the routers. All addresses of the host name are asked.
+    #[arg(long, value_name = "URL", default_value = "http://127.0.0.1:8000")]
+    url: String,
+    /// Read this log of a router (JSON lines) in place of the routers' memory.
+    #[arg(long, value_name = "FILE")]
+    log: Option<PathBuf>,
+}
+
+pub fn run(args: ExplainArgs) -> Result<()> {
+    let found = match &args.log {
+        Some(file) => from_log(file, &args)?,
+        None => {
+            let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+            runtime.block_on(from_routers(&args))?
+        }
+    };
+    if args.json {
+        println!("{}", serde_json::to_string_pretty(&found)?);
+        return Ok(());
+    }
+    if found.is_empty() {
+        println!("no request");
+    }
+    for (index, request) in found.iter().enumerate() {
+        if index > 0 {
+            println!();
+        }
+        match args.log {
+            Some(_) => print!("{}", log_text(request)),
+            None => print!("{}", text(request)),
+        }
+    }
+    Ok(())
+}
+
+/// Asks every address of the URL's host, and returns the requests of all routers.
+async fn from_routers(args: &ExplainArgs) -> Result<Vec<Value>> {
+    let uri: Uri = args.url.parse().with_context(|| format!("invalid --url {:?}", args.url))?;
+    let host = uri.host().filter(|_| uri.scheme_str() == Some("http"));
+    let host =
+        host.with_context(|| format!("invalid --url {:?}: expected http://HOST:PORT", args.url))?;
+    let port = uri.port_u16().unwrap_or(80);
+    let name = host.trim_matches(['[', ']']);
+    let addresses = tokio::net::lookup_host((name, port)).await;
+    let addresses: BTreeSet<SocketAddr> =
+        addresses.with_context(|| format!("cannot resolve {host}"))?.collect();
+    let path = match (&args.id, args.slow) {
+        (Some(id), _) => format!("/v1/explain/{}", percent_encoded(id)),
+        (None, Some(count)) => format!("/v1/explain?slow={count}"),
+        (None, None) => "/v1/explain?failed".into(),
+    };
+    let client = HttpClient::new(CONNECT_TIMEOUT);
+    let (mut found, mut problems, mut answered) = (Vec::new(), Vec::new(), 0);
+    for address in &addresses {
+        match ask(&client, &format!("http://{address}{path}")).await {
+            Ok(Ok(requests)) => {
+                answered += 1;
+                found.extend(requests);
+            }
+            Ok(Err(none)) => {
+                answered += 1;
+                problems.push(format!("{address}: {none}"));
+            }
+            Err(error) => problems.push(format!("{error:#}")),
+        }
+    }
+    ensure!(!addresses.is_empty(), "{host} resolves to no address");
+    if answered == 0 || args.id.is_some() && found.is_empty() {
+        bail!("{}", problems.join("\n"));
+    }
+    if let Some(count) = args.slow {
+        found.sort_by(|a, b| number(b, "duration_ms").total_cmp(&number(a, "duration_ms")));
+        found.truncate(count as usize);
+    } else {
+        problems.iter().for_each(|problem| eprintln!("baton: {problem}"));
+    }
+    Ok(found)
+}
+
+/// Returns the requests of one router, or the message that it knows none.
+async fn ask(client: &HttpClient, url: &str) -> Result<Result<Vec<Value>, String>> {
+    let (status, body) = client.get(url).await?;
+    let body: Value =
+        serde_json::from_slice(&body).with_context(|| format!("{url}: the answer is not JSON"))?;
+    let message = || body["error"]["message"].as_str().unwrap_or("(no message)").to_owned();
+    match status {
+        StatusCode::OK => Ok(Ok(body["requests"].as_array().cloned().unwrap_or_default())),
+        StatusCode::NOT_FOUND => Ok(Err(message())),
+        status => bail!("{url}: {status}: {}", message()),
+    }
+}
+
+fn percent_encoded(text: &str) -> String {
+    let mut encoded = String::new();
+    for byte in text.bytes() {
+        match byte {
+            b'a'..=b'z' | b'A'..=b'Z' | b'0'..=b'9' | b'-' | b'_' | b'.' => {
+                encoded.push(byte.into())
+            }
+            _ => write!(encoded, "%{byte:02X}").expect("a string takes any text"),
+        }
+    }
+    encoded
+}
+
+fn number(value: &Value, field: &str) -> f64 {
+    value[field].as_f64().unwrap_or(0.0)
+}
+
+/// Formats milliseconds; an absent number is unknown.
+fn ms(value: &Value) -> String {
+    value.as_f64().map_or("unknown".into(), |ms| format!("{ms:.1}"))
+}
+
+/// Formats a string or a number; `None` without a value.
+fn shown(value: &Value) -> Option<String> {
+    match value {
+        Value::Null => None,
+        Value::String(text) => Some(text.clone()),
+        other => Some(other.to_string()),
+    }
+}
+
+fn items(value: &Value) -> &[Value] {
+    value.as_array().map_or(&[], Vec::as_slice)
+}
+
+/// Formats the account of one request.
+fn text(request: &Value) -> String {
+    let of = |field: &str| shown(&request[field]);
+    let named = |name: &str, field: &str| of(field).map(|text| format!(", {name} {text}"));
+    let mut lines = vec![format!(
+        "request {}{}{}",
+        of("request_id").unwrap_or_default(),
+        named("label", "label").unwrap_or_default(),
+        named("trace", "trace_id").unwrap_or_default(),
+    )];
+    let received_ns = i128::from(request["received_unix_ms"].as_u64().unwrap_or(0)) * 1_000_000;
+    let received = OffsetDateTime::from_unix_timestamp_nanos(received_ns)
+        .ok()
+        .and_then(|at| at.format(&Rfc3339).ok());
+    lines.push(format!(
+        "  {} of model {}, received {}",
+        of("api").unwrap_or_default(),
+        of("model").unwrap_or_default(),
+        received.unwrap_or_default(),
+    ));
+    lines.push(format!(
+        "  {} after {} ms: {} prompt tokens, {} output tokens, first token after {} ms",
+        of("end").unwrap_or_default(),
+        ms(&request["duration_ms"]),
+        of("prompt_tokens").unwrap_or_default(),
+        of("completion_tokens").unwrap_or("unknown".into()),
+        ms(&request["ttft_ms"]),
+    ));
+    lines.extend(of("error").map(|error| format!("  error: {error}")));
+    lines.extend(of("waits_for").map(|reason| format!("  waits: {reason}")));
+    if let Some(count @ 1..) = request["attempts_left_out"].as_u64() {
+        lines.push(format!("  {count} earlier attempts are not kept"));
+    }
+    items(&request["attempts"]).iter().for_each(|attempt| attempt_lines(attempt, &mut lines));
+    let choices = request["choices"].as_u64().unwrap_or(1);
+    let of_choice = match choices {
+        0 | 1 => String::new(),
+        _ => format!(" of choice {}", of("choice").unwrap_or_default()),
+    };
+    lines.push(format!("  {:<20} {:>8} {:>10}", format!("stage{of_choice}"), "attempt", "ms"));
+    for stage in items(&request["stages"]) {
+        let name = shown(&stage["stage"]).unwrap_or_default();
+        let attempt = shown(&stage["attempt"]).unwrap_or_default();
+        let node = shown(&stage["node"]).map(|node| format!("  at {node}")).unwrap_or_default();
+        let overlaps = match stage["overlaps"].as_bool() {
+            Some(true) => ", at the same time as other stages",
+            _ => "",
+        };
+        lines.push(format!("  {name:<20} {attempt:>8} {:>10}{node}{overlaps}", ms(&stage["ms"])));
+    }
+    lines.push(format!("  {:<20} {:>8} {:>10}", "unaccounted", "", ms(&request["unaccounted_ms"])));
+    lines.join("\n") + "\n"
+}
+
+fn attempt_lines(attempt: &Value, lines: &mut Vec<String>) {
+    let of = |field: &str| shown(&attempt[field]);
+    let way = match attempt["disaggregated"].as_bool() {
+        Some(true) => "disaggregated",
+        _ => "local prefill",
+    };
+    lines.push(format!(
+        "  attempt {} of choice {}: {way}: {}",
+        of("number").unwrap_or_default(),
+        of("choice").unwrap_or_default(),
+        of("reason").unwrap_or_default(),
+    ));
+    lines.extend(of("waited_for").map(|reason| format!("    waited before: {reason}")));
+    lines.push(format!(
+        "    time to first token: predicted {} ms, measured {} ms",
+        ms(&attempt["predicted_ttft_ms"]),
+        ms(&attempt["ttft_ms"]),
+    ));
+    for node in items(&attempt["nodes"]) {
+        lines.push(format!(
+            "    {} node {}: {} cached tokens believed, {} found",
+            shown(&node["role"]).unwrap_or_default(),
+            shown(&node["node"]).unwrap_or_default(),
+            shown(&node["cached_believed"]).unwrap_or_default(),
+            shown(&node["cached_found"]).unwrap_or("unknown".into()),
+        ));
+    }
+    let kv = match attempt["kv_bytes"].as_u64() {
+        Some(bytes @ 1..) => {
+            format!(", {bytes} bytes of KV in {} ms", ms(&attempt["transfer_ms"]))
+        }
+        _ => String::new(),
+    };
+    let failure = of("failure").map(|failure| format!(": {failure}")).unwrap_or_default();
+    lines.push(format!("    {}{failure}{kv}", of("outcome").unwrap_or_default()));
+    let terms = ["cost", "queue", "prompt", "blocks", "gap", "harm", "decode", "evict"];
+    let header: String = terms.iter().map(|term| format!(" {term:>8}")).collect();
+    lines.push(format!("    {:<32}{header}", "option (predicted ms)"));
+    for (index, option) in items(&attempt["options"]).iter().enumerate() {
+        let decode = shown(&option["decode_node"]).unwrap_or_default();
+        let nodes = match shown(&option["prefill_node"]) {
+            Some(prefill) => format!("{prefill} to {decode}"),
+            None => decode,
+        };
+        let mark = if index == 0 { '*' } else { ' ' };
+        let values: String = terms
+            .iter()
+            .map(|term| format!(" {:>8}", ms(&option[format!("{term}_ms").as_str()])))
+            .collect();
+        let bound = match option["exceeds_itl_max"].as_bool() {
+            Some(true) => "  exceeds node.itl_max",
+            _ => "",
+        };
+        lines.push(format!("   {mark}{nodes:<32}{values}{bound}"));
+    }
+    for node in items(&attempt["ineligible"]) {
+        lines.push(format!(
+            "    not eligible: {} node {}: {}",
+            shown(&node["role"]).unwrap_or_default(),
+            shown(&node["node"]).unwrap_or_default(),
+            shown(&node["reason"]).unwrap_or_default(),
+        ));
+    }
+    for (field, what) in [("options_left_out", "options"), ("ineligible_left_out", "nodes")] {
+        if let Some(count @ 1..) = attempt[field].as_u64() {
+            lines.push(format!("    and {count} other {what}"));
+        }
+    }
+}
+
+/// Returns the requests of a log, each with its line `request ended` and its lines `attempt failed`.
+fn from_log(file: &Path, args: &ExplainArgs) -> Result<Vec<Value>> {
+    let log =
+        std::fs::read_to_string(file).with_context(|| format!("cannot read {}", file.display()))?;
+    let lines: Vec<Value> =
+        log.lines().filter_map(|line| serde_json::from_str(line).ok()).collect();
+    ensure!(
+        !lines.is_empty(),
+        "{} has no line of JSON; expected a log with telemetry.log_format = \"json\"",
+        file.display()
+    );
+    let found = in_log(&lines, args.id.as_deref(), args.slow);
+    if let Some(id) = args.id.as_deref().filter(|_| found.is_empty()) {
+        bail!(
+            "no line \"request ended\" in {} has the request id, label or trace id {id:?}",
+            file.display()
+        );
+    }
+    Ok(found)
+}
+
+fn in_log(lines: &[Value], id: Option<&str>, slow: Option<u32>) -> Vec<Value> {
+    // The request's span has the fields that its lines lack.
+    let field = |line: &Value, name: &str| {
+        let found = [&line[name], &line["span"][name]].into_iter().find_map(|value| value.as_str());
+        found.map(str::to_owned)
+    };
+    let is = |line: &&Value, message: &str| {
+        line["message"].as_str().is_some_and(|found| found.starts_with(message))
+    };
+    let mut ended: Vec<&Value> = lines.iter().filter(|line| is(line, "request ended")).collect();
+    match (id, slow) {
+        (Some(id), _) => ended.retain(|line| {
+            ["request_id", "label", "trace_id"]
+                .iter()
+                .any(|name| field(line, name).as_deref() == Some(id))
+        }),
+        (None, Some(count)) => {
+            ended.sort_by(|a, b| number(b, "duration_ms").total_cmp(&number(a, "duration_ms")));
+            ended.truncate(count as usize);
+        }
+        (None, None) => ended.retain(|line| !line["error"].is_null()),
+    }
+    let explained = ended.into_iter().map(|line| {
+        let request_id = field(line, "request_id");
+        let is_own =
+            |other: &&Value| request_id.is_some() && field(other, "request_id") == request_id;
+        let failed: Vec<&Value> =
+            lines.iter().filter(|line| is(line, "attempt failed")).filter(is_own).collect();
+        json!({"request_id": request_id, "ended": line, "failed_attempts": failed})
+    });
+    explained.collect()
+}
+
+fn log_text(request: &Value) -> String {
+    let line = |line: &Value| {
+        let time = shown(&line["timestamp"]).unwrap_or_default();
+        let fields = line.as_object().into_iter().flatten();
+        let fields = fields.filter(|(name, _)| !COMMON_FIELDS.contains(&name.as_str()));
+        let fields: String = fields
+            .map(|(name, value)| format!("\n    {name} {}", shown(value).unwrap_or_default()))
+            .collect();
+        format!("  {time} {}{fields}\n", shown(&line["message"]).unwrap_or_default())
+    };
+    let failed: String = items(&request["failed_attempts"]).iter().map(line).collect();
+    let id = shown(&request["request_id"]).unwrap_or("unknown".into());
+    format!("request {id}\n{failed}{}", line(&request["ended"]))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn account_is_printed_with_unknown_times_by_name() {
+        let option = |prefill: Value, cost: f64| {
+            json!({"prefill_node": prefill, "decode_node": "decode-0", "cost_ms": cost,
+                "queue_ms": 1.0, "prompt_ms": 2.0, "blocks_ms": 0.0, "gap_ms": 0.5, "harm_ms": 0.0,
+                "decode_ms": 3.0, "evict_ms": 0.0, "exceeds_itl_max": prefill.is_null()})
+        };
+        let request = json!({
+            "request_id": "00ab", "label": "mine", "trace_id": null, "api": "chat", "model": "ours",
+            "received_unix_ms": 1_700_000_000_000_u64, "end": "stop", "error": null,
+            "duration_ms": 52.0, "ttft_ms": 20.0, "choices": 1, "prompt_tokens": 40,
+            "completion_tokens": 8, "unaccounted_ms": 1.0, "attempts_left_out": 0,
+            "stages": [
+                {"stage": "text", "attempt": null, "node": null, "ms": 2.0, "overlaps": false},
+                {"stage": "queue", "attempt": 1, "node": "prefill-0", "ms": null, "overlaps": false},
+            ],
+            "attempts": [{
+                "choice": 0, "number": 1, "disaggregated": true, "reason": "why", "waited_for": null,
+                "predicted_ttft_ms": 10.0, "ttft_ms": 15.0, "outcome": "complete", "failure": null,
+                "kv_bytes": 4096, "transfer_ms": 0.7, "options_left_out": 3, "ineligible_left_out": 0,
+                "nodes": [{"role": "decode", "node": "decode-0", "cached_believed": 16,
+                    "cached_found": null}],
+                "options": [option(json!("prefill-0"), 6.5), option(Value::Null, 9.0)],
+                "ineligible": [{"node": "prefill-1", "role": "prefill", "reason": "draining"}],
+            }],
+        });
+        let text = text(&request);
+        for line in [
+            "request 00ab, label mine\n",
+            "  chat of model ours, received 2023-11-14T22:13:20Z\n",
+            "  stop after 52.0 ms: 40 prompt tokens, 8 output tokens, first token after 20.0 ms\n",
+            "  attempt 1 of choice 0: disaggregated: why\n",
+            "    decode node decode-0: 16 cached tokens believed, unknown found\n",
+            "    complete, 4096 bytes of KV in 0.7 ms\n",
+            "   *prefill-0 to decode-0                 6.5 ",
+            "  exceeds node.itl_max\n",
+            "    not eligible: prefill node prefill-1: draining\n",
+            "    and 3 other options\n",
+            "  queue                       1    unknown  at prefill-0\n",
+            "  unaccounted                          1.0\n",
+        ] {
+            assert!(text.contains(line), "{line:?} is missing in\n{text}");
+        }
+    }
+
+    #[test]
+    fn log_lines_tell_how_a_request_ended_and_which_attempts_failed() {
+        let ended = |id: &str, label: &str, duration_ms: f64, error: Value| {
+            json!({"timestamp": "t", "level": "INFO", "message": "request ended", "error": error,
+                "duration_ms": duration_ms, "span": {"name": "request", "request_id": id, "label": label}})
+        };
+        let failed = json!({"message": "attempt failed", "request_id": "1", "failure": "decode node: busy",
+            "span": {"name": "attempt", "number": 1}});
+        let lines = [
+            failed,
+            ended("1", "a", 5.0, Value::Null),
+            ended("2", "b", 9.0, json!("a bug")),
+            json!({"message": "serving"}),
+        ];
+        let ids = |id, slow| -> Vec<String> {
+            let found = in_log(&lines, id, slow);
+            found.iter().filter_map(|request| shown(&request["request_id"])).collect()
+        };
+        assert_eq!(
+            (ids(Some("1"), None), ids(Some("b"), None)),
+            (vec!["1".into()], vec!["2".into()])
+        );
+        assert_eq!((ids(None, Some(1)), ids(None, None)), (vec!["2".into()], vec!["2".into()]));
+        assert!(ids(Some("3"), None).is_empty());
+        let text = log_text(&in_log(&lines, Some("a"), None)[0]);
+        assert!(text.contains("attempt failed\n    failure decode node: busy"), "{text}");
+        assert!(text.contains("request ended\n    duration_ms 5.0"), "{text}");
+    }
+
+    #[test]
+    fn labels_are_percent_encoded() {
+        assert_eq!(percent_encoded("a/b c?ü-1.x_"), "a%2Fb%20c%3F%C3%BC-1.x_");
+    }
+}
