@@ -75,14 +75,16 @@ impl Scheduler {
             _ => RowDrafts::default().most,
         };
         let rules = self.config.limits.speculation;
-        // A step of more rows has no draft tokens.
-        let rules = rules.filter(|rules| self.running.len() < rules.step_tokens as usize);
-        // One draft token more, which predicts the token of the step in flight.
+        let rows = self.running.len().max(1) as u32;
         let drafting = || {
-            rules.filter(|rules| !rules.uniform).map(|rules| Drafting {
+            let rules = rules.filter(|rules| !rules.uniform)?;
+            // The row's share of a step. Bitmasks after further draft tokens would be computed in vain.
+            let most = (rules.step_tokens / rows).saturating_sub(1).min(rules.row_drafts);
+            (most > 0).then(|| Drafting {
                 tokens: sequence.tokens.clone(),
-                drafts_max: 1 + rules.row_drafts as usize,
-                ngram_drafts_max: 1 + ngram_drafts.min(rules.row_drafts) as usize,
+                // One draft token more, which predicts the token of the step in flight.
+                drafts_max: 1 + most as usize,
+                ngram_drafts_max: 1 + ngram_drafts.min(most) as usize,
                 rules,
             })
         };
