@@ -155,6 +155,7 @@ fn step(
         sequences: &sequences,
         rows_min: 0,
         drafts: (verified > 0).then_some(Drafts { rows: verified, ngram_min: 1, ngram_max: 1 }),
+        known_drafts: &[],
     };
     batch.begin(backend, &input).unwrap()
 }
@@ -396,6 +397,7 @@ pub fn oversized_step_is_rejected_before_any_launch() {
             sequences: &sequences,
             rows_min: 0,
             drafts: None,
+            known_drafts: &[],
         };
         let error = batch.begin(&cuda, &input).unwrap_err().to_string();
         assert!(error.contains(word), "{error}");

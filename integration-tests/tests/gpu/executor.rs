@@ -168,7 +168,15 @@ struct HashGrammar {
 }
 
 impl HashGrammar {
+    /// Returns the first of two tokens that alone are allowed, if only two are.
+    fn forced_token(&self) -> Option<u32> {
+        self.state.is_multiple_of(2).then_some(self.state % 1002)
+    }
+
     fn allows(&self, token: u32) -> bool {
+        if let Some(first) = self.forced_token() {
+            return token == first || token == first + 1;
+        }
         (self.state ^ token).wrapping_mul(0x9e37_79b9).rotate_left(7).is_multiple_of(3)
     }
 }
@@ -193,6 +201,18 @@ impl Matcher for HashGrammar {
 
     fn is_complete(&self) -> bool {
         false
+    }
+
+    /// Returns tokens of which about half are sampled.
+    fn forced(&self) -> Vec<u32> {
+        let (mut ahead, mut tokens) = (self.clone(), Vec::new());
+        while let Some(token) = ahead.forced_token()
+            && tokens.len() < 9
+        {
+            tokens.push(token);
+            ahead.accept(token).expect("it is allowed");
+        }
+        tokens
     }
 
     fn boxed_clone(&self) -> Box<dyn Matcher> {
@@ -222,7 +242,7 @@ pub fn mix(round: u128, count: u128) -> Vec<NewSequence> {
 }
 
 /// Returns the mix with a grammar for every third sequence.
-fn constrained_mix(round: u128, count: u128) -> Vec<NewSequence> {
+pub fn constrained_mix(round: u128, count: u128) -> Vec<NewSequence> {
     let mut mix = mix(round, count);
     for new in mix.iter_mut().step_by(3) {
         let grammar = HashGrammar { state: new.id.0 as u32 };

@@ -150,6 +150,7 @@ fn by_gpu(
             sequences: &sequences,
             rows_min: if step_id == 0 { 0 } else { 4 },
             drafts: None,
+            known_drafts: &[],
         };
         let mut step = batch.begin(&cuda, &input).unwrap();
         match &mut graph {

@@ -107,6 +107,7 @@ fn logits(
             sequences: &sequences,
             rows_min: if step_id == 0 { 0 } else { 4 },
             drafts: None,
+            known_drafts: &[],
         };
         let mut step = batch.begin(&cuda, &input).unwrap();
         llama.forward(&mut cuda, &mut step);

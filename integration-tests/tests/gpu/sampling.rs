@@ -108,6 +108,7 @@ impl Sampler {
             sequences: &sequences,
             rows_min: 0,
             drafts: None,
+            known_drafts: &[],
         };
         let clock = DeviceClock::start(self.cuda.context(), self.cuda.compute()).unwrap();
         let step = self.batch.begin(&self.cuda, &input).unwrap();

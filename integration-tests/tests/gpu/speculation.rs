@@ -29,7 +29,7 @@ use model::{Checkpoint, LoadFormat};
 
 use super::{
     bench::{Bench, Gpu, gpu, lacks, short},
-    executor::{config, mix, on_cpu, on_gpu, run, run_arriving, sequence, step_loop},
+    executor::{config, constrained_mix, mix, on_cpu, on_gpu, run, run_arriving, sequence, step_loop},
     mixes::Numbers,
     model::checkpoint,
 };
@@ -115,6 +115,7 @@ impl Device {
             sequences: &sequences,
             rows_min: (rows.len() as u32).next_multiple_of(4),
             drafts: Some(drafts),
+            known_drafts: &[],
         };
         let step = self.batch.begin(&self.cuda, &input).unwrap();
         assert_eq!(step.samples(), (input.rows_min * tokens) as usize);
@@ -220,11 +221,16 @@ pub fn request_mixes_with_draft_tokens_match_cpu_tokens() {
                 ..CudaOptions::new(WeightFormat::F32)
             };
             let engine = on_gpu(&gpu, &checkpoint, options, config, |_| ()).0;
+            let engine = engine.with_mask_threads(depth as usize).unwrap();
             (engine, format!("depth {depth}, {blocks} blocks, graphs {graphs}"))
         })
         .into();
     for round in 0..if short() { 2 } else { 12 } {
-        let wanted = run(&mut reference, mix(round, 14), &HashMap::new());
+        let requests = || match round % 2 {
+            0 => mix(round, 14),
+            _ => constrained_mix(round, 14),
+        };
+        let wanted = run(&mut reference, requests(), &HashMap::new());
         // Some sequences are aborted while a step that contains them is in flight.
         let aborts: HashMap<_, _> = wanted
             .iter()
@@ -232,7 +238,7 @@ pub fn request_mixes_with_draft_tokens_match_cpu_tokens() {
             .map(|(id, outcome)| (*id, outcome.tokens.len() / 2))
             .collect();
         for (engine, name) in &mut engines {
-            let found = run(engine, mix(round, 14), &aborts);
+            let found = run(engine, requests(), &aborts);
             for (id, found) in &found {
                 let (found_ids, wanted_ids) = (found.ids(), wanted[id].ids());
                 let what = format!("round {round}, sequence {}, {name}", id.0);

@@ -30,7 +30,7 @@
 #endif
 
 /* Increases with every incompatible change of this file. */
-#define BATON_ABI_VERSION 4
+#define BATON_ABI_VERSION 5
 
 /* Tokens per KV block. */
 #define BATON_BLOCK_TOKENS 16
@@ -292,7 +292,7 @@ typedef struct {
   int32_t slot;
   int32_t row_count;
   int32_t sample_count;
-  int32_t reserved;
+  int32_t drafts; /* draft tokens that the plan's runs write behind the slot's tokens */
 } baton_plan_sequence;
 
 /* A sequence admitted to a slot; applied before runs and sequences. 96 bytes. */
@@ -540,14 +540,15 @@ BATON_API int32_t baton_sample(const baton_pool *pool, const baton_step *step,
  * Positions are not advanced: baton_accept does that. Rows of draft tokens hold the slot's last token until
  * baton_draft has replaced it.
  *
- * Appends up to row_count - 1 draft tokens to each slot of the step: those after the longest earlier occurrence of the
- * end of the slot's tokens, the latest of equally long ones, of ngram_min to ngram_max tokens. An occurrence that
- * reaches the end continues into its own draft tokens. */
+ * Appends up to row_count - 1 draft tokens to each slot of the step whose draft tokens are not in the plan: those after
+ * the longest earlier occurrence of the end of the slot's tokens, the latest of equally long ones, of ngram_min to
+ * ngram_max tokens. An occurrence that reaches the end continues into its own draft tokens. */
 BATON_API int32_t baton_draft(const baton_pool *pool, const baton_step *step, int32_t sequences, int32_t tokens,
                               int32_t ngram_min, int32_t ngram_max, void *stream);
 /* After baton_sample with `verifies`: keeps the samples of each slot up to the first that differs from the draft token
- * in its place, appends these tokens, and advances the slot. The status of the other samples becomes
- * BATON_SAMPLE_REJECTED or BATON_SAMPLE_NOT_DRAFTED. */
+ * in its place or has become padding, appends these tokens, and advances the slot. The status of the other samples
+ * becomes BATON_SAMPLE_REJECTED or BATON_SAMPLE_NOT_DRAFTED. A slot whose first sample has become padding stays at its
+ * last token. */
 BATON_API int32_t baton_accept(const baton_pool *pool, const baton_step *step, int32_t sequences, int32_t tokens,
                                baton_sample_result *results, void *stream);
 

@@ -39,6 +39,12 @@ __global__ void __launch_bounds__(THREADS)
   const int length = pool.slots[slot].length;
   const int most = step.kv_lengths[sequence] - length;
   int32_t* tokens = pool.tokens + static_cast<int64_t>(slot) * pool.token_width;
+  int32_t* row = step.row_tokens + sequence * row_tokens + 1;
+  if (pool.slots[slot].drafts > 0) {
+    // The plan has written the draft tokens.
+    for (int i = threadIdx.x; i < pool.slots[slot].drafts; i += THREADS) row[i] = tokens[length + i];
+    return;
+  }
   // A key has the length of an occurrence, then the position of the token after it. So the greatest key is the longest
   // occurrence, and the latest of equally long ones.
   uint64_t best = 0;
@@ -72,7 +78,7 @@ __global__ void __launch_bounds__(THREADS)
     // Reads known tokens only: the tokens after the occurrence repeat as often as needed.
     const int token = tokens[next + i % period];
     tokens[length + i] = token;
-    step.row_tokens[sequence * row_tokens + 1 + i] = token;
+    row[i] = token;
   }
   if (threadIdx.x == 0) pool.slots[slot].drafts = count;
 }
@@ -88,13 +94,15 @@ __global__ void accept_kernel(const baton_pool pool, const baton_step step, int 
   baton_slot slot = pool.slots[index];
   int32_t* tokens = pool.tokens + static_cast<int64_t>(index) * pool.token_width + slot.length;
   baton_sample_result* own = results + static_cast<int64_t>(sequence) * row_tokens;
+  // A constrained sample without a bitmask is padding.
+  const int32_t* sample_slots = step.sample_slots + static_cast<int64_t>(sequence) * row_tokens;
   int count = 0;
-  while (count <= slot.drafts && own[count].status == BATON_SAMPLE_OK) {
+  while (count <= slot.drafts && sample_slots[count] >= 0 && own[count].status == BATON_SAMPLE_OK) {
     const int token = own[count].token, draft = count < slot.drafts ? tokens[count] : -1;
     tokens[count++] = token;
     if (token != draft) break;
   }
-  if (count == 0) {
+  if (sample_slots[0] >= 0 && count == 0) {
     // A failed sequence continues with token 0 until the host stops it, since the next step needs a valid id.
     if (slot.failed == 0) slot.failed = own[0].status;
     tokens[0] = 0;

@@ -110,11 +110,12 @@ __global__ void __launch_bounds__(THREADS)
       baton_slot& slot = pool.slots[sequence[j].slot];
       length[j] = slot.position + sequence[j].row_count;
       if (tokens == 0) slot.position = length[j];
+      slot.drafts = sequence[j].drafts;
     } else if (index < sequences) {
-      sequence[j] = {-1, 1, 0, -1};
+      sequence[j] = {-1, 1, 0, 0};
       length[j] = 1;
     } else {
-      sequence[j] = {-1, 0, 0, -1};
+      sequence[j] = {-1, 0, 0, 0};
     }
     own = own + sums_of(sequence[j], length[j], index < count ? tokens : 0, index < sequences ? tokens : 0);
   }

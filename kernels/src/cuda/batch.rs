@@ -24,7 +24,7 @@ use super::{
     kv::DeviceKv,
     library::KernelLibrary,
     memory::{DeviceMemory, InFlight, Pinned, Range},
-    plan::{self, Admission, Extension, StepRows},
+    plan::{self, Admission, Extension, KnownDrafts, StepRows},
     sample::{self, SampleOutcome, Sampler},
     step::CudaStep,
     testing::Delays,
@@ -80,6 +80,8 @@ pub struct StepInput<'a> {
     pub rows_min: u32,
     /// Draft tokens that a decode step verifies.
     pub drafts: Option<Drafts>,
+    /// Draft tokens of slots for which the device looks for none. Only a step with `drafts` has them.
+    pub known_drafts: &'a [KnownDrafts<'a>],
 }
 
 /// Draft tokens of a step, by prompt lookup: the tokens after the longest earlier occurrence of a slot's last
@@ -340,6 +342,7 @@ impl DeviceBatch {
             step_id,
             input.admissions,
             input.extensions,
+            input.known_drafts,
             input.sequences,
             self.plan_words,
         );
@@ -416,7 +419,7 @@ impl DeviceBatch {
 
     /// Supplies the bitmasks of constrained samples, before the step is sampled. `masks` has the index of
     /// each constrained sample, ascending. A sample without a bitmask is withdrawn: the position of its slot
-    /// is decremented.
+    /// is decremented, or the samples of its slot end with the sample before.
     ///
     /// # Errors
     /// When a sample is not one of the step's, or after a GPU error.
@@ -661,6 +664,17 @@ impl DeviceBatch {
             let count = sampling.stop_token_ids.len();
             let is_allowed = sampling.min_tokens == 0 || count <= stops as usize;
             check(is_allowed, "the number of stop tokens", count as u64, "the limit or fewer")?;
+        }
+        for KnownDrafts { slot, length, tokens } in input.known_drafts {
+            let count = length.saturating_add(tokens.len() as u32);
+            let (what, allowed) = ("a draft token of the step", "a token of the vocabulary");
+            let token = tokens.iter().copied().max().unwrap_or(0);
+            check(token < vocabulary, what, token.into(), allowed)?;
+            let row = sequences.iter().find(|sequence| sequence.slot == *slot);
+            let is_allowed = input.drafts.is_some()
+                && count <= sequence_tokens
+                && row.is_some_and(|row| row.rows as usize == 1 + tokens.len());
+            check(is_allowed, "the draft tokens of a slot", count.into(), "those of its rows")?;
         }
         let sum = |count: fn(&StepRows) -> u32| -> u64 {
             sequences.iter().map(|sequence| u64::from(count(sequence))).sum()

@@ -7,7 +7,7 @@ use std::ffi::{c_char, c_void};
 use cudarc::driver::sys::CUdeviceptr;
 
 /// `BATON_ABI_VERSION`.
-pub const ABI_VERSION: i32 = 4;
+pub const ABI_VERSION: i32 = 5;
 /// `BATON_INVALID`.
 pub const INVALID: i32 = 1;
 /// `BATON_UNSUPPORTED`.
@@ -158,7 +158,7 @@ structs! {
         pub slot: i32,
         pub row_count: i32,
         pub sample_count: i32,
-        pub reserved: i32,
+        pub drafts: i32,
     }
 
     #[derive(Default, bytemuck::Pod, bytemuck::Zeroable)]

@@ -108,7 +108,7 @@ pub use nccl::{
     Communicator, CommunicatorOptions, Move, NCCL_ENVIRONMENT, Nccl, NcclError, NcclVersion, Piece,
     UniqueId, set_nccl_environment,
 };
-pub use plan::{Admission, Extension, StepRows};
+pub use plan::{Admission, Extension, KnownDrafts, StepRows};
 pub use sample::SampleOutcome;
 pub use step::CudaStep;
 pub use testing::Delays;

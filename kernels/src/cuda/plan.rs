@@ -27,6 +27,15 @@ pub struct Extension<'a> {
     pub blocks: &'a [BlockId],
 }
 
+/// Draft tokens that a slot verifies, behind its tokens.
+#[derive(Clone, Copy, Debug)]
+pub struct KnownDrafts<'a> {
+    pub slot: u32,
+    /// Tokens of the slot.
+    pub length: u32,
+    pub tokens: &'a [u32],
+}
+
 /// One sequence of a step: `rows` tokens from the slot's position on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StepRows {
@@ -68,6 +77,7 @@ pub(super) fn encode(
     step_id: u32,
     admissions: &[Admission<'_>],
     extensions: &[Extension<'_>],
+    drafts: &[KnownDrafts<'_>],
     sequences: &[StepRows],
     words_max: usize,
 ) -> Vec<Vec<u32>> {
@@ -77,11 +87,11 @@ pub(super) fn encode(
     let mut plans = Vec::new();
     let mut runs = Vec::new();
     let mut left = words_max.saturating_sub(fixed);
-    for write in writes(admissions, extensions) {
+    for write in writes(admissions, extensions, drafts) {
         let (mut first, mut words) = (write.first, &write.words[..]);
         while !words.is_empty() {
             if left <= RUN_WORDS {
-                plans.push(plan(step_id, &[], &[], &std::mem::take(&mut runs)));
+                plans.push(plan(step_id, &[], &[], &[], &std::mem::take(&mut runs)));
                 left = words_max - fixed;
                 assert!(left > RUN_WORDS, "{words_max} words hold a plan of these slots");
             }
@@ -91,7 +101,7 @@ pub(super) fn encode(
             (first, words) = (first + now.len() as u32, rest);
         }
     }
-    plans.push(plan(step_id, sequences, &admitted, &runs));
+    plans.push(plan(step_id, sequences, drafts, &admitted, &runs));
     plans
 }
 
@@ -129,6 +139,7 @@ fn admission(admission: &Admission<'_>) -> PlanAdmission {
 fn writes<'a>(
     admissions: &'a [Admission<'_>],
     extensions: &'a [Extension<'_>],
+    drafts: &'a [KnownDrafts<'_>],
 ) -> impl Iterator<Item = Write> + 'a {
     let ids = |blocks: &[BlockId]| blocks.iter().map(|block| block.0).collect();
     let admitted = admissions.iter().flat_map(move |admission| {
@@ -149,12 +160,19 @@ fn writes<'a>(
         first: extension.first,
         words: ids(extension.blocks),
     });
-    admitted.chain(extended)
+    let drafted = drafts.iter().map(|drafts| Write {
+        target: RunTarget::Tokens,
+        slot: drafts.slot,
+        first: drafts.length,
+        words: drafts.tokens.to_vec(),
+    });
+    admitted.chain(extended).chain(drafted)
 }
 
 fn plan(
     step_id: u32,
     sequences: &[StepRows],
+    drafts: &[KnownDrafts<'_>],
     admissions: &[PlanAdmission],
     runs: &[Write],
 ) -> Vec<u32> {
@@ -181,7 +199,9 @@ fn plan(
     for (words, sequence) in words[sequences_at..].chunks_mut(SEQUENCE_WORDS).zip(sequences) {
         let StepRows { slot, rows, samples, .. } = *sequence;
         let (row_count, sample_count) = (rows as i32, samples as i32);
-        put(words, &PlanSequence { slot: slot as i32, row_count, sample_count, reserved: 0 });
+        let known = drafts.iter().find(|drafts| drafts.slot == slot);
+        let drafts = known.map_or(0, |drafts| drafts.tokens.len() as i32);
+        put(words, &PlanSequence { slot: slot as i32, row_count, sample_count, drafts });
     }
     for (words, admission) in words[admissions_at..].chunks_mut(ADMISSION_WORDS).zip(admissions) {
         put(words, admission);
@@ -251,12 +271,13 @@ mod tests {
         let extension = Extension { slot: 1, first: 4, blocks: &blocks[..1] };
         let sequences = [
             StepRows { slot: 3, position: 1, rows: 2, samples: 1 },
-            StepRows { slot: 1, position: 64, rows: 1, samples: 1 },
+            StepRows { slot: 1, position: 64, rows: 3, samples: 3 },
         ];
-        let plans = encode(42, &[admission], &[extension], &sequences, 1000);
+        let drafts = KnownDrafts { slot: 1, length: 65, tokens: &[21, 22] };
+        let plans = encode(42, &[admission], &[extension], &[drafts], &sequences, 1000);
         let [plan] = &plans[..] else { panic!("{} plans", plans.len()) };
-        assert_eq!(plan[..10], [plan.len() as u32, 2, 3, 2, 1, 4, 16, 24, 48, 42]);
-        assert_eq!(plan[16..24], [3, 2, 1, 0, 1, 1, 1, 0]);
+        assert_eq!(plan[..10], [plan.len() as u32, 2, 5, 4, 1, 5, 16, 24, 48, 42]);
+        assert_eq!(plan[16..24], [3, 2, 1, 0, 1, 3, 3, 2]);
         let occupant: PlanAdmission =
             bytemuck::pod_read_unaligned(bytemuck::cast_slice(&plan[24..48]));
         assert_eq!((occupant.slot, occupant.state.position, occupant.state.length), (3, 1, 3));
@@ -264,7 +285,8 @@ mod tests {
         assert_eq!((occupant.sampling.stop_count, occupant.sampling.prompt_len), (2, 2));
         let tokens = [(0, 3, 0, 11), (0, 3, 1, 12), (0, 3, 2, 13)];
         let rest = [(1, 3, 0, 7), (1, 3, 1, 9), (2, 3, 0, 5), (2, 3, 1, 6), (1, 1, 4, 7)];
-        assert_eq!(applied(&plans), [&tokens[..], &rest[..]].concat());
+        let drafts = [(0, 1, 65, 21), (0, 1, 66, 22)];
+        assert_eq!(applied(&plans), [&tokens[..], &rest[..], &drafts[..]].concat());
     }
 
     #[test]
@@ -283,10 +305,10 @@ mod tests {
         };
         let occupants = [occupant, Admission { slot: 1, ..occupant }];
         let sequences = [StepRows { slot: 1, position: 0, rows: 8, samples: 0 }];
-        let whole = applied(&encode(1, &occupants, &[], &sequences, 1 << 20));
+        let whole = applied(&encode(1, &occupants, &[], &[], &sequences, 1 << 20));
         assert_eq!(whole.len(), 2 * 1063);
         for words_max in [words_min(2), 200, 777] {
-            let plans = encode(1, &occupants, &[], &sequences, words_max);
+            let plans = encode(1, &occupants, &[], &[], &sequences, words_max);
             assert!(plans.len() > 1 && plans.iter().all(|plan| plan.len() <= words_max));
             assert_eq!(applied(&plans), whole);
             let (last, before) = plans.split_last().unwrap();

@@ -131,27 +131,17 @@ fn tokens_that_the_grammar_forces_save_steps() {
 
 #[test]
 fn rows_with_and_without_a_grammar_verify_draft_tokens_together() {
-    let mut node = Node::new(patient(drafting(false)));
-    for id in 1..=4 {
-        node.arrive(if id % 2 == 0 { constrained(id, 60) } else { plain(id, 60) });
+    for uniform in [false, true] {
+        let mut node = Node::new(patient(drafting(uniform)));
+        for id in 1..=4 {
+            node.arrive(if id % 2 == 0 { constrained(id, 60) } else { plain(id, 60) });
+        }
+        node.run();
+        assert!(node.engine.take_speculated().accepted > 0);
+        node.assert_all_returned();
     }
-    node.run();
-    assert!(node.engine.take_speculated().accepted > 0);
-    node.assert_all_returned();
 }
 
-#[test]
-fn uniform_steps_with_constrained_rows_have_no_draft_tokens() {
-    let mut node = Node::new(patient(drafting(true)));
-    node.arrive(constrained(1, 30));
-    node.run();
-    assert_eq!(node.engine.take_speculated(), Speculated::default());
-    node.arrive(constrained(2, 30));
-    node.arrive(plain(3, 60));
-    node.run();
-    assert!(node.engine.take_speculated().accepted > 0);
-    node.assert_all_returned();
-}
 
 /// Sampled tokens of each sequence, and the sequences that failed.
 type Outcomes = (BTreeMap<SequenceId, Vec<u32>>, Vec<(SequenceId, SequenceFailure)>);

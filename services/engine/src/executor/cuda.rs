@@ -23,7 +23,7 @@ use kernels::{
     arena::{StreamAccess, StreamStep},
     cuda::{
         Admission, BatchLimits, CudaBackend, CudaError, CudaFrame, CudaStep, Delays, DeviceBatch,
-        DeviceClock, DeviceKv, Drafts, Event, Extension, Finished, GemmShape, SampleOutcome,
+        DeviceClock, DeviceKv, Drafts, Event, Extension, Finished, GemmShape, KnownDrafts, SampleOutcome,
         StepInput, Tuned, Tuning, row_steps,
     },
 };
@@ -322,6 +322,14 @@ impl CudaExecutor {
                 ngram_min: speculation.ngram_min,
                 ngram_max: speculation.ngram_max,
             }),
+            known_drafts: &step
+                .drafts
+                .iter()
+                .filter_map(|&(slot, length)| {
+                    let (_, tokens) = plan.drafts.iter().find(|(other, _)| *other == slot)?;
+                    Some(KnownDrafts { slot: slot.0, length, tokens })
+                })
+                .collect::<Vec<_>>(),
         };
         let results = step.scheduled.iter().map(|row| self.rows.unsampled(row)).collect();
         let scheduled = step.scheduled;
@@ -450,7 +458,8 @@ impl Executor for CudaExecutor {
         self.masks_are_due = false;
         let launched =
             self.launched.back_mut().expect("the step that awaits bitmasks is in flight");
-        let masks = self.rows.supply(&mut launched.scheduled, masks).map_err(bad)?;
+        let masks = self.rows.supply(&mut launched.scheduled, masks, launched.row_samples);
+        let masks = masks.map_err(bad)?;
         let _supplying = self.backend.library().range(c"supply", step_id);
         self.backend.context().bind()?;
         let Awaiting { prepared, wants_logprobs, .. } = awaiting;

@@ -74,12 +74,13 @@ impl Scheduler {
             Phase::Running(row) => row.drafts.most,
             _ => RowDrafts::default().most,
         };
-        let rules = self.config.limits.speculation;
+        let limits = &self.config.limits;
         let rows = self.running.len().max(1) as u32;
         let drafting = || {
-            let rules = rules.filter(|rules| !rules.uniform)?;
+            let rules = limits.speculation?;
             // The row's share of a step. Bitmasks after further draft tokens would be computed in vain.
-            let most = (rules.step_tokens / rows).saturating_sub(1).min(rules.row_drafts);
+            let share = (rules.step_tokens / rows).saturating_sub(1).min(rules.row_drafts);
+            let most = limits.row_drafts(rows, share);
             (most > 0).then(|| Drafting {
                 tokens: sequence.tokens.clone(),
                 // One draft token more, which predicts the token of the step in flight.

@@ -239,13 +239,11 @@ impl Scheduler {
     /// the rest of the step's budget and free blocks, so no row waits or is preempted for them. All granted draft
     /// tokens count as launched until the result tells how many were accepted.
     fn speculate(&mut self, builder: &mut PlanBuilder) {
-        let Some(Speculation { row_drafts, step_tokens, uniform, .. }) =
-            self.config.limits.speculation
+        let Some(Speculation { row_drafts, step_tokens, .. }) = self.config.limits.speculation
         else {
             return;
         };
-        // A uniform step has one token bitmask per row, and a row that verifies draft tokens needs several.
-        if !decodes(&builder.plan.rows) || (uniform && !builder.masks.is_empty()) {
+        if !decodes(&builder.plan.rows) {
             return;
         }
         let used = self.config.step_tokens - builder.budget;

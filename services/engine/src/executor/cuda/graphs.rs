@@ -123,10 +123,10 @@ impl Graphs {
     }
 
     /// Returns the tokens per row of a step that verifies draft tokens. Returns 0 for a step that has no draft
-    /// tokens, has prefill or constrained rows, or has too many rows.
+    /// tokens, has prefill rows, or has too many rows.
     pub fn verified(&self, plan: &StepPlan) -> u32 {
         let wanted = plan.rows.iter().map(|row| row.drafts_max).max().unwrap_or(0);
-        if plan.drafts_max == 0 || wanted == 0 || !is_decode(plan) || plan.awaits_masks {
+        if plan.drafts_max == 0 || wanted == 0 || !is_decode(plan) {
             return 0;
         }
         self.limits.verified_tokens(plan.rows.len() as u32, wanted)
@@ -185,6 +185,7 @@ const EMPTY: StepInput<'_> = StepInput {
     sequences: &[],
     rows_min: 0,
     drafts: None,
+    known_drafts: &[],
 };
 
 /// Returns whether every row decodes.
@@ -271,8 +272,6 @@ mod tests {
         assert_eq!((of(&[6, 1, 0]), of(&[2, 1, 0]), of(&[6; 5]), of(&[1; 7])), (5, 3, 3, 0));
         let mixed = plan(&[row(3), RowPlan { token_count: 9, ..row(0) }]);
         assert_eq!(graphs.verified(&mixed), 0, "a step with prefill rows");
-        let constrained = StepPlan { awaits_masks: true, ..plan(&[row(3)]) };
-        assert_eq!(graphs.verified(&constrained), 0, "a step with constrained rows");
         assert_eq!(graphs.verified(&StepPlan { drafts_max: 0, ..plan(&[row(3)]) }), 0);
         let sequence = StepRows { slot: 0, position: 9, rows: 4, samples: 4 };
         assert_eq!(graphs.dispatch(&[sequence; 3], 5), (0, Dispatch::Eager), "nothing is captured");

@@ -29,6 +29,8 @@ pub struct Step {
     pub wants_logprobs: Vec<bool>,
     /// Indices of admitted rows that go to the device.
     pub admitted: Vec<usize>,
+    /// Slots whose draft tokens are in the plan, in its order, and the length of each slot before them.
+    pub drafts: Vec<(Slot, u32)>,
     /// Indices of extensions, and the length of the block table before each.
     pub extended: Vec<(usize, u32)>,
 }
@@ -52,18 +54,34 @@ impl Rows {
         let scheduled = self.batch.apply(plan, refusal, |_, _| Vec::new())?;
         let mut step = Step { scheduled, ..Step::default() };
         for (planned, row) in plan.rows.iter().zip(&mut step.scheduled) {
-            if row.samples {
+            let is_known = self.batch.row(row.slot).constrained;
+            if row.samples && !is_known {
                 row.draft_count = planned.drafts_max.min(verified.saturating_sub(1)) as usize;
                 row.token_count += row.draft_count;
             }
+            if row.draft_count > 0 && verified <= row.draft_count as u32 {
+                let (step_id, slot) = (plan.step_id, row.slot.0);
+                let (count, most) = (row.draft_count, verified.saturating_sub(1));
+                let reason =
+                    format!("slot {slot} has {count} draft tokens; a step of its rows has {most}");
+                return Err(ExecutorError::BadPlan { step_id, reason });
+            }
             let Some(sequence) = self.sequence(row) else { continue };
+            if is_known && row.draft_count > 0 {
+                let length = sequence.position + sequence.rows - row.draft_count as u32;
+                step.drafts.push((row.slot, length));
+            }
             step.sequences.push(sequence);
-            step.positions_min.push((row.start - self.batch.unknown(row.slot)) as u32);
+            // A constrained row has no draft tokens in earlier steps in flight.
+            let unknown = if is_known { 0 } else { self.batch.unknown(row.slot) };
+            step.positions_min.push((row.start - unknown) as u32);
             if row.samples {
                 let wants_logprobs = self.batch.row(row.slot).sampling.logprobs.is_some();
                 let samples = verified.max(1) as usize;
                 step.wants_logprobs.extend(std::iter::repeat_n(wants_logprobs, samples));
-                self.batch.will_draft(row);
+                if !is_known {
+                    self.batch.will_draft(row);
+                }
             }
         }
         if !plan.awaits_masks {
@@ -106,19 +124,22 @@ impl Rows {
         })
     }
 
-    /// Supplies the token bitmasks of the step applied last. Returns the bitmask of each constrained sample
-    /// with the index of the sample.
+    /// Supplies the token bitmasks of the step applied last, which has `row_samples` samples for each row that
+    /// samples. Returns the bitmask of each constrained sample with the index of the sample.
     pub fn supply(
         &mut self,
         scheduled: &mut [ScheduledRow],
         masks: Vec<RowMask>,
+        row_samples: usize,
     ) -> Result<Vec<SampleMask>, String> {
         self.batch.supply(scheduled, masks)?;
         self.sample(scheduled);
-        let sampled = (0..).zip(scheduled.iter().filter(|row| row.samples));
-        let masks = sampled.filter_map(|(sample, scheduled)| {
+        let sampled = (0..).step_by(row_samples).zip(scheduled.iter().filter(|row| row.samples));
+        let constrained = sampled.filter(|(_, row)| self.batch.row(row.slot).constrained);
+        let masks = constrained.flat_map(|(first, scheduled)| {
             let row = self.batch.row(scheduled.slot);
-            row.constrained.then(|| (sample, row.allowed.first().cloned()))
+            (0..1 + scheduled.draft_count)
+                .map(move |index| (first + index as u32, row.allowed.get(index).cloned()))
         });
         Ok(masks.collect())
     }
@@ -327,7 +348,7 @@ mod tests {
         let both = vec![occupant, admitted(1, 3, 0, &[1])];
         let both = plan(both, vec![row(0, 5, true), row(1, 3, true)]);
         let mut step = rows.apply(&StepPlan { awaits_masks: true, ..both }, 0).unwrap();
-        assert_eq!(rows.supply(&mut step.scheduled, vec![]).unwrap(), [(0, None)]);
+        assert_eq!(rows.supply(&mut step.scheduled, vec![], 1).unwrap(), [(0, None)]);
         let late = |step: &Step| step.scheduled.iter().map(|row| row.is_late).collect::<Vec<_>>();
         assert_eq!(late(&step), [true, false]);
 
@@ -341,8 +362,46 @@ mod tests {
             (mask(0, 6), "slot 0 has 5 tokens, but a bitmask for 6"),
             (mask(1, 4), "slot 1 has a bitmask that no row awaits"),
         ] {
-            assert_eq!(rows.supply(&mut step.scheduled.clone(), vec![mask]).unwrap_err(), reason);
+            assert_eq!(rows.supply(&mut step.scheduled.clone(), vec![mask], 1).unwrap_err(), reason);
         }
+    }
+
+    #[test]
+    fn draft_tokens_of_the_plan_are_verified_up_to_the_last_bitmask() {
+        let mut rows = Rows::new(ExecutorLimits { speculation: Some(SPECULATION), ..LIMITS });
+        let occupant = AdmittedRow { constrained: true, ..admitted(0, 30, 29, &[3, 1, 5]) };
+        let drafting = |admitted| StepPlan {
+            awaits_masks: true,
+            drafts_max: 4,
+            drafts: vec![(Slot(0), vec![7, 8])],
+            ..plan(admitted, vec![RowPlan { drafts_max: 2, ..row(0, 1, true) }])
+        };
+        let three = |position| StepRows { slot: 0, position, rows: 3, samples: 3 };
+        let present = |masks: Vec<SampleMask>| -> Vec<(u32, bool)> {
+            masks.iter().map(|(sample, mask)| (*sample, mask.is_some())).collect()
+        };
+        let mut step = rows.apply(&drafting(vec![occupant]), 3).unwrap();
+        assert_eq!((&step.sequences[..], &step.drafts[..]), (&[three(29)][..], &[(Slot(0), 30)][..]));
+        assert_eq!(used(&rows, &step), [(0, vec![3, 1], 1)]);
+        let allowed = Arc::new(TokenMask::new(vec![1], LIMITS.vocabulary));
+        let mask = RowMask { slot: Slot(0), length: 30, allowed };
+        let masks = rows.supply(&mut step.scheduled, vec![mask], 3).unwrap();
+        assert_eq!(present(masks), [(0, true), (1, false), (2, false)]);
+        let mut result = rows.unsampled(&step.scheduled[0]);
+        result.tokens = vec![SampledToken { id: 9, logprobs: None }];
+        rows.collect(&step.scheduled[0], &result);
+        // A row without a bitmask starts again with its last token.
+        for _ in 0..2 {
+            let mut late = rows.apply(&drafting(vec![]), 3).unwrap();
+            assert_eq!((&late.sequences[..], &late.drafts[..]), (&[three(30)][..], &[(Slot(0), 31)][..]));
+            let masks = rows.supply(&mut late.scheduled, vec![], 3).unwrap();
+            assert_eq!(present(masks), [(0, false), (1, false), (2, false)]);
+            let result = rows.unsampled(&late.scheduled[0]);
+            rows.collect(&late.scheduled[0], &result);
+            assert!(!rows.has_unknown());
+        }
+        let error = rows.apply(&drafting(vec![]), 2).unwrap_err().to_string();
+        assert!(error.contains("slot 0 has 2 draft tokens; a step of its rows has 1"), "{error}");
     }
 
     #[test]
