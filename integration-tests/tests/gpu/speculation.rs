@@ -29,7 +29,9 @@ use model::{Checkpoint, LoadFormat};
 
 use super::{
     bench::{Bench, Gpu, gpu, lacks, short},
-    executor::{config, constrained_mix, mix, on_cpu, on_gpu, run, run_arriving, sequence, step_loop},
+    executor::{
+        config, constrained_mix, mix, on_cpu, on_gpu, run, run_arriving, sequence, step_loop,
+    },
     mixes::Numbers,
     model::checkpoint,
 };

@@ -142,7 +142,6 @@ fn rows_with_and_without_a_grammar_verify_draft_tokens_together() {
     }
 }
 
-
 /// Sampled tokens of each sequence, and the sequences that failed.
 type Outcomes = (BTreeMap<SequenceId, Vec<u32>>, Vec<(SequenceId, SequenceFailure)>);
 

@@ -23,8 +23,8 @@ use kernels::{
     arena::{StreamAccess, StreamStep},
     cuda::{
         Admission, BatchLimits, CudaBackend, CudaError, CudaFrame, CudaStep, Delays, DeviceBatch,
-        DeviceClock, DeviceKv, Drafts, Event, Extension, Finished, GemmShape, KnownDrafts, SampleOutcome,
-        StepInput, Tuned, Tuning, row_steps,
+        DeviceClock, DeviceKv, Drafts, Event, Extension, Finished, GemmShape, KnownDrafts,
+        SampleOutcome, StepInput, Tuned, Tuning, row_steps,
     },
 };
 use model::{Checkpoint, Limits, Llama, LoadProgress, ModelConfig, ModelError};

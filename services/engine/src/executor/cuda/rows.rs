@@ -362,7 +362,10 @@ mod tests {
             (mask(0, 6), "slot 0 has 5 tokens, but a bitmask for 6"),
             (mask(1, 4), "slot 1 has a bitmask that no row awaits"),
         ] {
-            assert_eq!(rows.supply(&mut step.scheduled.clone(), vec![mask], 1).unwrap_err(), reason);
+            assert_eq!(
+                rows.supply(&mut step.scheduled.clone(), vec![mask], 1).unwrap_err(),
+                reason
+            );
         }
     }
 
@@ -381,7 +384,10 @@ mod tests {
             masks.iter().map(|(sample, mask)| (*sample, mask.is_some())).collect()
         };
         let mut step = rows.apply(&drafting(vec![occupant]), 3).unwrap();
-        assert_eq!((&step.sequences[..], &step.drafts[..]), (&[three(29)][..], &[(Slot(0), 30)][..]));
+        assert_eq!(
+            (&step.sequences[..], &step.drafts[..]),
+            (&[three(29)][..], &[(Slot(0), 30)][..])
+        );
         assert_eq!(used(&rows, &step), [(0, vec![3, 1], 1)]);
         let allowed = Arc::new(TokenMask::new(vec![1], LIMITS.vocabulary));
         let mask = RowMask { slot: Slot(0), length: 30, allowed };
@@ -393,7 +399,10 @@ mod tests {
         // A row without a bitmask starts again with its last token.
         for _ in 0..2 {
             let mut late = rows.apply(&drafting(vec![]), 3).unwrap();
-            assert_eq!((&late.sequences[..], &late.drafts[..]), (&[three(30)][..], &[(Slot(0), 31)][..]));
+            assert_eq!(
+                (&late.sequences[..], &late.drafts[..]),
+                (&[three(30)][..], &[(Slot(0), 31)][..])
+            );
             let masks = rows.supply(&mut late.scheduled, vec![], 3).unwrap();
             assert_eq!(present(masks), [(0, false), (1, false), (2, false)]);
             let result = rows.unsampled(&late.scheduled[0]);
