@@ -71,13 +71,7 @@ fn scenario(killed_at: Duration, resets_connections: bool) -> Scenario {
     let restart_after = Duration::from_secs(8);
     Scenario {
         severity: Severity::Mild,
-        network: NetworkFaults {
-            loss: 0,
-            duplication: 0,
-            lateness: 0,
-            corruption: 0,
-            delay_max: Duration::from_millis(1),
-        },
+        network: NetworkFaults::delays(Duration::from_millis(1)),
         read_failure: 0,
         release_delay_max: Duration::from_millis(60),
         thread_delay_max: Duration::ZERO,

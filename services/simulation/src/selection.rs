@@ -80,13 +80,7 @@ fn run(
     let count = requests.len();
     let scenario = Scenario {
         severity: Severity::Mild,
-        network: NetworkFaults {
-            loss: 0,
-            duplication: 0,
-            lateness: 0,
-            corruption: 0,
-            delay_max: Duration::from_micros(300),
-        },
+        network: NetworkFaults::delays(Duration::from_micros(300)),
         read_failure: 0,
         release_delay_max: Duration::ZERO,
         thread_delay_max: Duration::ZERO,

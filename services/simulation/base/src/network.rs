@@ -26,6 +26,13 @@ pub struct NetworkFaults {
     pub delay_max: Duration,
 }
 
+impl NetworkFaults {
+    /// Returns the faults of a network that only delays messages.
+    pub fn delays(delay_max: Duration) -> Self {
+        Self { loss: 0, duplication: 0, lateness: 0, corruption: 0, delay_max }
+    }
+}
+
 /// Number of one connection between two endpoints; a number is never reused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct ConnectionId(u64);
