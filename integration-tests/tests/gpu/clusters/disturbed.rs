@@ -13,11 +13,7 @@ use std::{
 
 use anyhow::{Context, Result, ensure};
 use futures_util::future::try_join_all;
-use integration_tests::{
-    client::Client,
-    processes::arguments,
-    up::Up,
-};
+use integration_tests::{client::Client, processes::arguments, up::Up};
 use kernels::shared::RegionName;
 use serde_json::json;
 use tokio::{task::JoinHandle, time::timeout};
