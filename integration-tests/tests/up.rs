@@ -113,6 +113,44 @@ async fn requested_node_counts_and_dtype_are_used() -> Result<()> {
     Ok(())
 }
 
+#[tokio::test(flavor = "multi_thread")]
+async fn explained_stages_account_for_95_percent_of_a_request() -> Result<()> {
+    let mut up = start(&[])?;
+    let client = up.client()?;
+    // Nodes without measured steps hand over, whatever the machine.
+    let prompt: Vec<u32> = (1000..1200).collect();
+    let body = json!({"prompt": prompt, "max_tokens": 64, "ignore_eos": true, "temperature": 0});
+    let label = [("x-request-id", "explained")];
+    let answer = client.post_bytes("/v1/completions", body.to_string().into(), &label).await?;
+    assert_eq!(answer.status, 200);
+    let (_, explained) = client.get_json("/v1/explain/explained").await?;
+    let request = &explained["requests"][0];
+    assert_eq!(request["attempts"][0]["disaggregated"], true, "{request:#}");
+    for stage in request["stages"].as_array().context("no stages")? {
+        assert!(stage["ms"].is_number(), "{stage} of {request:#}");
+    }
+    let ms = |field: &str| request[field].as_f64().context("no number");
+    assert!(ms("unaccounted_ms")? <= 0.05 * ms("duration_ms")?, "{request:#}");
+
+    let ready = up.lines.seen().iter().find(|line| line.contains("baton: ready"));
+    let ready = ready.context("ready")?;
+    let url =
+        ready.split_whitespace().find(|word| word.starts_with("http://")).context("no URL")?;
+    let url = url.trim_end_matches("/v1");
+    let explain = |id: &str| {
+        command::output(Command::new(bin_dir().join("baton")).args(["explain", id, "--url", url]))
+    };
+    let printed = String::from_utf8(explain("explained")?.stdout)?;
+    for words in ["label explained", "disaggregated: ", "*prefill-0 to decode-0", "hand-over"] {
+        assert!(printed.contains(words), "{printed:?} lacks {words:?}");
+    }
+    let unknown = explain("nobody")?;
+    let said = String::from_utf8(unknown.stderr)?;
+    assert_eq!(unknown.status.code(), Some(1), "{said}");
+    assert!(said.contains("\"nobody\"") && said.contains("the last 1 that ended"), "{said}");
+    Ok(())
+}
+
 /// Nobody reads the output, as with a paused terminal. A pipe holds 64 KiB.
 #[test]
 fn unread_log_does_not_delay_the_shutdown() -> Result<()> {
