@@ -7,7 +7,8 @@
 //!   node selection. It takes events and `now`, returns actions, and has no socket, clock or task.
 //! * [`predict`] fits the step times of nodes and predicts the waiting time of clients from them.
 //! * [`PrefixKeys`] are the cache keys of a prompt's blocks, by which the router knows what each node has cached.
-//! * [`Membership`] is the source of addresses: a static list, or [`etcd`], where nodes register.
+//! * [`Membership`] is the source of addresses: a static list, the addresses of [`DnsName`]s, or [`etcd`], where nodes
+//!   register.
 //!
 //! RPCs are left out. The router opens the `Observe` streams that a [`Directory`] requests and passes their events to
 //! the directory.
@@ -16,6 +17,7 @@
 
 mod backoff;
 pub mod directory;
+mod dns;
 pub mod etcd;
 mod membership;
 mod node_id;
@@ -27,6 +29,7 @@ pub use directory::{
     Action, AssignmentId, Considered, ConsideredOption, Directory, Health, IneligibleNode, Input,
     Member, NoNode, NodeChoice, NodeKey, Picked, Placement, Selection, StreamId, Wanted,
 };
+pub use dns::DnsName;
 pub use membership::{
     MemberChange, MemberList, MemberWatch, Members, Membership, MembershipError, NodeAddress,
 };

@@ -62,6 +62,10 @@ pub enum RecordError {
     Epoch(#[from] EpochError),
     #[error("role {value} is unknown; allowed: 1 (prefill), 2 (decode)")]
     Role { value: i32 },
+    #[error(
+        "the node is a {found} node, but it is listed as a {listed} node; expected its address in cluster.{found}"
+    )]
+    OtherRole { found: Role, listed: Role },
     #[error("{field} has {byte_count} bytes; allowed: {allowed}")]
     Length { field: &'static str, byte_count: usize, allowed: &'static str },
     #[error("{field} = {value} is out of range; allowed: {min} to {max}")]

@@ -41,6 +41,6 @@ pub use schema::{Cluster, Model, Node, Router, Telemetry, Transfer};
 pub use section::{Setting, json_schema};
 pub use types::{
     Auto, ByteSize, CpuList, Device, Disaggregate, Dtype, EtcdPrefix, EtcdUrl, GrpcUrl, HubModel,
-    Isa, LoadFormat, LogFormat, ModelPath, NodePolicy, Pair, Password, Secret, Speculate,
+    Isa, LoadFormat, LogFormat, ModelPath, NodePolicy, NodeUrl, Pair, Password, Secret, Speculate,
     ToolFormat, Transport, format_duration, parse_duration, parts_of,
 };

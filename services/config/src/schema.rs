@@ -9,7 +9,7 @@ use crate::{
     section::section,
     types::{
         Auto, ByteSize, CpuList, Device, Disaggregate, Dtype, EtcdPrefix, EtcdUrl, GrpcUrl, Isa,
-        LoadFormat, LogFormat, ModelPath, NodePolicy, Pair, Password, Secret, Speculate,
+        LoadFormat, LogFormat, ModelPath, NodePolicy, NodeUrl, Pair, Password, Secret, Speculate,
         ToolFormat, Transport,
     },
 };
@@ -60,6 +60,9 @@ section! {
         /// Address of the gRPC API (baton.v1.Inference), gRPC health and reflection.
         grpc: SocketAddr = loopback(8001),
             "The port after the HTTP port.";
+        /// Address of /metrics, /live and /ready. For one release, router.http serves /metrics too.
+        metrics: SocketAddr = loopback(0),
+            "Port 0 takes a free port and logs it, so services on one machine do not conflict.";
         /// Models besides the model of section [model], each as NAME=PATH. NAME is model.name of the model's
         /// nodes; PATH is as in model.path, for tokenizer and chat template.
         models: Vec<Pair> = Vec::new(),
@@ -279,6 +282,10 @@ section! {
         sequence_tokens_max: Option<u32> = None,
             "Unset means the model's context length, at most the tokens that the KV blocks hold.",
             16..=16_777_216;
+        /// Time in flight of a step after which /live fails, so that Kubernetes restarts the container.
+        hang_restart: Duration = secs(300),
+            "Routers leave a stalled node after a minute; a restart loads the weights again, so it is for hangs that last.",
+            secs(1)..=secs(86_400);
         /// Maximum time after SIGTERM until in-flight sequences finish; then the node aborts them.
         drain_timeout: Duration = secs(25),
             "Kubernetes sends SIGKILL 30 s after SIGTERM.",
@@ -322,11 +329,12 @@ section! {
 section! {
     /// Membership: a static list of nodes, or registration in etcd; and the secret of the cluster.
     pub struct Cluster = "cluster" {
-        /// gRPC addresses of the prefill nodes.
-        prefill: Vec<GrpcUrl> = Vec::new(),
+        /// gRPC addresses of the prefill nodes. The router looks dns:host:port up every second, and each address
+        /// of the host is a node.
+        prefill: Vec<NodeUrl> = Vec::new(),
             "Without prefill nodes decode nodes prefill the prompts.";
-        /// gRPC addresses of the decode nodes.
-        decode: Vec<GrpcUrl> = Vec::new(),
+        /// gRPC addresses of the decode nodes, as in cluster.prefill.
+        decode: Vec<NodeUrl> = Vec::new(),
             "The router is ready when at least one decode node is ready.";
         /// Endpoints of an etcd cluster. Nodes register in etcd and routers watch it, so nodes can join and leave
         /// a running cluster; cluster.prefill and cluster.decode must be empty.

@@ -6,8 +6,8 @@ use serde_json::{Value as Json, json};
 use toml::de::DeValue;
 
 use crate::types::{
-    Auto, ByteSize, CpuList, EtcdPrefix, EtcdUrl, GrpcUrl, ModelPath, Pair, Password, Secret,
-    format_duration, parse_duration,
+    Auto, ByteSize, CpuList, EtcdPrefix, EtcdUrl, GrpcUrl, ModelPath, NodeUrl, Pair, Password,
+    Secret, format_duration, parse_duration,
 };
 
 /// A type that a setting can have.
@@ -117,6 +117,8 @@ values! {
         |text: &str| text.trim().parse().ok(),
         pattern(r"^([0-9]{1,3}(\.[0-9]{1,3}){3}|\[[0-9A-Fa-f:.%]+\]):[0-9]{1,5}$");
     GrpcUrl: "URL", "host:port or http://host:port", Self::parse, url("(http://)?");
+    NodeUrl: "URL", "host:port, http://host:port, or dns:host:port for a node at each address of the host",
+        Self::parse, url("(dns:|http://)?");
     CpuList: "CPUS", "CPU numbers below 8192 and ranges of them such as 0-3,8, no CPU twice", Self::parse,
         pattern("^[0-9]+(-[0-9]+)?( *, *[0-9]+(-[0-9]+)?)*$");
     Pair: "NAME=VALUE", "NAME=VALUE", Self::parse, pattern("^[^=]+=.+$");

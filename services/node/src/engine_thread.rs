@@ -25,6 +25,7 @@ use tracing::{info, warn};
 use crate::{
     callers::Callers,
     core_metrics,
+    hang::StepInFlight,
     inbox::{Command, CommandReceiver},
     node_core::{CloseReason, NodeCore, Output},
     observe::Observers,
@@ -98,6 +99,7 @@ pub(crate) struct Engine<E> {
     commands: CommandReceiver,
     events: Receiver<transfer::Event>,
     metrics: NodeMetrics,
+    step_in_flight: Arc<StepInFlight>,
     is_stopping: bool,
 }
 
@@ -108,9 +110,19 @@ impl<E: Executor> Engine<E> {
         commands: CommandReceiver,
         events: Receiver<transfer::Event>,
         metrics: NodeMetrics,
+        step_in_flight: Arc<StepInFlight>,
     ) -> Self {
-        let (callers, observers) = (Callers::default(), Observers::default());
-        Self { core, callers, observers, transfers, commands, events, metrics, is_stopping: false }
+        Self {
+            core,
+            callers: Callers::default(),
+            observers: Observers::default(),
+            transfers,
+            commands,
+            events,
+            metrics,
+            step_in_flight,
+            is_stopping: false,
+        }
     }
 
     /// Runs until the stop command or a failure of the device. A failure ends every attempt.
@@ -130,7 +142,10 @@ impl<E: Executor> Engine<E> {
             if self.is_stopping {
                 return Ok(());
             }
-            let turn = self.core.step(self.time_until_due())?;
+            self.step_in_flight.begin_turn(Instant::now());
+            let turn = self.core.step(self.time_until_due());
+            self.step_in_flight.end_turn(Instant::now(), self.core.step_age());
+            let turn = turn?;
             self.carry_out();
             self.core.handle_deadline(Instant::now());
             self.carry_out();

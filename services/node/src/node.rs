@@ -44,8 +44,10 @@ use crate::{
     engine_thread::{Device, Engine, EngineError, EngineThread},
     grammars::Grammars,
     grpc_server::{self, GrpcServer},
+    hang::StepInFlight,
     identity,
     inbox::{Command, Inbox, TransferEvents},
+    memory_limit,
     node_core::{NodeCore, STALL_AFTER},
     populate::Populate,
     service::NodeService,
@@ -187,8 +189,9 @@ impl Node {
             None => None,
         };
         let ready = Arc::new(AtomicBool::new(false));
-        let metrics_server =
-            MetricsServer::start(node.metrics, metrics.clone(), probes(ready.clone())).await?;
+        let step_in_flight = Arc::<StepInFlight>::default();
+        let probes = probes(ready.clone(), step_in_flight.clone(), node.hang_restart);
+        let metrics_server = MetricsServer::start(node.metrics, metrics.clone(), probes).await?;
 
         let Loaded { path, arena, identity, executor, defaults, cpus, cpu_fallback } =
             load(role, config.clone(), epoch.0).await?;
@@ -234,7 +237,14 @@ impl Node {
         let (inbox, commands) = Inbox::new(attempts_max, steps.waker());
         let node_metrics = NodeMetrics::new(metrics, &served_name);
         let core = NodeCore::new(steps, &record, STALL_AFTER);
-        let engine = Engine::new(core, transfers.clone(), commands, events, node_metrics.clone());
+        let engine = Engine::new(
+            core,
+            transfers.clone(),
+            commands,
+            events,
+            node_metrics.clone(),
+            step_in_flight,
+        );
         let engine = EngineThread::start(engine).map_err(StartError::Thread)?;
 
         let draining = CancellationToken::new();
@@ -428,6 +438,7 @@ fn load_blocking(
     let weights = settings::weight_format(config.model.dtype);
     let layout = model.kv_layout(weights.kv_dtype());
     let tp = config.node.tp;
+    let kv_bytes = |blocks: u32| u64::from(blocks) * layout.block_bytes() as u64;
     let traits = |device| settings::node_traits(config, role, model, device);
     let (mut executor, arena, traits, cpus, cpu_fallback): (Box<dyn Executor>, _, _, _, _) =
         if tp > 1 {
@@ -443,6 +454,10 @@ fn load_blocking(
                 None => NodeDevice::Cpu,
             })?;
             let sizes = batch_sizes(&traits)?;
+            if gpus.is_none() {
+                let blocks = settings::block_count(&config.node, layout)?;
+                memory_limit::check(u64::from(tp) * traits.model.weights, kv_bytes(blocks))?;
+            }
             let (executor, arena) =
                 tensor_parallel::start(config, epoch, path, &checkpoint, gpus, sizes)?;
             (Box::new(executor), arena, traits, Vec::new(), cpu_fallback)
@@ -459,6 +474,7 @@ fn load_blocking(
                     let traits = traits(NodeDevice::Cpu)?;
                     let sizes = batch_sizes(&traits)?;
                     let blocks = settings::block_count(&config.node, layout)?;
+                    memory_limit::check(traits.model.weights, kv_bytes(blocks))?;
                     let arena = KvArena::host(layout, blocks)?;
                     let threads = (threads, &cpus[..]);
                     let executor =
@@ -502,8 +518,22 @@ fn attempts_max(config: &SchedulerConfig) -> u32 {
     config.limits.slots.saturating_add(config.waiting_max).saturating_add(config.transfers_max)
 }
 
-/// Serves `/live` while the process runs and `/ready` while the node accepts requests.
-fn probes(ready: Arc<AtomicBool>) -> Router {
+/// Serves `/live` until a step hangs and `/ready` while the node accepts requests.
+fn probes(
+    ready: Arc<AtomicBool>,
+    step_in_flight: Arc<StepInFlight>,
+    hang_restart: Duration,
+) -> Router {
+    let is_live = move || async move {
+        match step_in_flight.hung_for(Instant::now(), hang_restart) {
+            None => (StatusCode::OK, "live\n".to_owned()),
+            Some(age) => {
+                let (age, limit) = (age.as_secs(), config::format_duration(hang_restart));
+                let text = format!("hung: a step has been in flight for {age} s; node.hang_restart = {limit}\n");
+                (StatusCode::SERVICE_UNAVAILABLE, text)
+            }
+        }
+    };
     let is_ready = move || async move {
         if ready.load(Ordering::Acquire) {
             (StatusCode::OK, "ready\n")
@@ -511,5 +541,5 @@ fn probes(ready: Arc<AtomicBool>) -> Router {
             (StatusCode::SERVICE_UNAVAILABLE, "not ready\n")
         }
     };
-    Router::new().route("/live", get(|| async { "live\n" })).route("/ready", get(is_ready))
+    Router::new().route("/live", get(is_live)).route("/ready", get(is_ready))
 }

@@ -39,6 +39,12 @@ pub enum SettingsError {
         "node.kv_memory = {bytes} bytes hold {blocks} KV blocks of {block_bytes} bytes; at least 2 are needed"
     )]
     TooFewBlocks { bytes: u64, blocks: u64, block_bytes: usize },
+    #[error(
+        "weights of {} MiB and KV of {} MiB exceed the container's memory limit of {} MiB; expected a smaller \
+         node.kv_memory, or a limit above {} MiB",
+        weights >> 20, kv >> 20, limit >> 20, weights.saturating_add(*kv) >> 20
+    )]
+    MemoryLimit { weights: u64, kv: u64, limit: u64 },
     #[error("node.cpus = {cpus}: this process has no CPU {missing}; allowed: {allowed}")]
     NoSuchCpu { cpus: CpuList, missing: String, allowed: String },
     #[error("node.numa_node = {numa_node}: {reason}; allowed: {allowed}")]

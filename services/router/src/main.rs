@@ -4,6 +4,7 @@
 
 use std::{
     io::Write,
+    net::SocketAddr,
     path::{Path, PathBuf},
     process::ExitCode,
     sync::Arc,
@@ -12,18 +13,20 @@ use std::{
 
 use anyhow::{Context, Result, bail};
 use clap::{Arg, Command};
-use cluster::{Membership, etcd::EtcdSettings};
+use cluster::{DnsName, Membership, Role, etcd::EtcdSettings};
 use config::{
-    Config, ModelPath, Pair, Section,
+    Config, ModelPath, NodeUrl, Pair, Section,
     hub::{Hub, Parts},
 };
 use router::{ModelSource, RouterSettings, RunningRouter};
-use telemetry::{Resource, Telemetry, TelemetryConfig};
+use telemetry::{MetricsServer, Resource, Telemetry, TelemetryConfig};
 use text::{ModelText, ModelTextOptions, ToolFormat};
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
 /// Time to export the last telemetry; the collector may be unreachable.
 const TELEMETRY_MAX: Duration = Duration::from_secs(2);
+/// Time for scrapes in progress to finish.
+const METRICS_STOP_MAX: Duration = Duration::from_millis(500);
 /// Exit code for an invalid argument or setting.
 const USAGE: u8 = 2;
 
@@ -136,7 +139,8 @@ impl ModelSetup {
 
 /// Source of the node addresses.
 enum Members {
-    Listed(Membership),
+    /// A static list, and names whose addresses are members too.
+    Listed(Membership, Vec<DnsName>),
     Registered(EtcdSettings),
 }
 
@@ -145,15 +149,25 @@ impl Members {
         if let Some(etcd) = EtcdSettings::read(cluster)? {
             return Ok(Self::Registered(etcd));
         }
-        let urls = |urls: &[config::GrpcUrl]| -> Vec<String> {
-            urls.iter().map(|url| url.as_str().to_owned()).collect()
+        let mut names = Vec::new();
+        let mut urls = |role, urls: &[NodeUrl]| {
+            let mut listed = Vec::new();
+            for url in urls {
+                match url {
+                    NodeUrl::Grpc(url) => listed.push(url.to_string()),
+                    NodeUrl::Dns(name) => names.push(DnsName { role, authority: name.clone() }),
+                }
+            }
+            listed
         };
-        Ok(Self::Listed(Membership::listed(urls(&cluster.prefill), urls(&cluster.decode))?))
+        let prefill = urls(Role::Prefill, &cluster.prefill);
+        let decode = urls(Role::Decode, &cluster.decode);
+        Ok(Self::Listed(Membership::listed(prefill, decode)?, names))
     }
 
     async fn start(self) -> Result<Membership> {
         Ok(match self {
-            Self::Listed(members) => members,
+            Self::Listed(members, names) => members.resolving(names),
             Self::Registered(settings) => Membership::registered(settings).await?,
         })
     }
@@ -203,7 +217,7 @@ async fn serve(
     terminate: &mut Signal,
 ) -> Result<()> {
     let Setup { config, models, settings, members } = setup;
-    let drain_delay = settings.router.drain_delay;
+    let config::Router { drain_delay, metrics, .. } = settings.router;
     let names: Vec<String> = models.iter().map(|model| model.name.clone()).collect();
     let started = async { tokio::try_join!(members.start(), open_all(config.hub, models)) };
     let (members, models) = tokio::select! {
@@ -213,9 +227,14 @@ async fn serve(
         _ = terminate.recv() => return Ok(()),
     };
     let router = router::start(settings, models, members, telemetry.metrics())?;
-    tracing::info!(http = %router.http, grpc = %router.grpc, ?names, "serving");
+    let metrics = MetricsServer::start(metrics, telemetry.metrics(), router.probes());
+    let metrics = metrics.await.context("router.metrics")?;
+    tracing::info!(
+        http = %router.http, grpc = %router.grpc, metrics = %metrics.address(), ?names,
+        "serving"
+    );
     if let Some(path) = ready_file {
-        write_ready_file(path, &router)?;
+        write_ready_file(path, &router, metrics.address())?;
     }
     // SIGINT comes from a user at a terminal, where no load balancer needs the delay.
     let delay = tokio::select! {
@@ -234,6 +253,7 @@ async fn serve(
         _ = interrupt.recv() => { cut.cancel(); drained.await? }
         _ = terminate.recv() => { cut.cancel(); drained.await? }
     }
+    metrics.shutdown(METRICS_STOP_MAX).await?;
     tracing::info!("stopped");
     Ok(())
 }
@@ -256,11 +276,12 @@ async fn open_all(hub: Hub, models: Vec<ModelSetup>) -> Result<Vec<ModelSource>>
 }
 
 /// Writes the ready file atomically: readers poll for it.
-fn write_ready_file(path: &Path, router: &RunningRouter) -> Result<()> {
+fn write_ready_file(path: &Path, router: &RunningRouter, metrics: SocketAddr) -> Result<()> {
     let line = serde_json::json!({
         "ready": true,
         "http": router.http.to_string(),
         "grpc": router.grpc.to_string(),
+        "metrics": metrics.to_string(),
     });
     let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
     let name = path.file_name().context("--ready-file names no file")?;

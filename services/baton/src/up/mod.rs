@@ -297,7 +297,7 @@ async fn serve(
         started.elapsed().as_secs_f64(),
         ready.http,
         ready.grpc,
-        ready.http
+        ready.metrics
     ));
     if args.sample {
         let held = console.hold();
@@ -487,8 +487,13 @@ impl Common {
             router.envs.extend(address.map(|address| (name.to_owned(), address.to_string())));
         }
         // Clients know the router's addresses, so a restarted router must keep them.
-        router.sticky =
-            |ready| flags(&[("--router-http", &ready.http), ("--router-grpc", &ready.grpc)]);
+        router.sticky = |ready| {
+            flags(&[
+                ("--router-http", &ready.http),
+                ("--router-grpc", &ready.grpc),
+                ("--router-metrics", &ready.metrics),
+            ])
+        };
         router
     }
 }

@@ -167,9 +167,8 @@ impl Member {
         let record = snapshot.record.ok_or(RecordError::Missing { field: "record" })?;
         let record = NodeRecord::try_from(record)?;
         if record.role != self.address.role {
-            let value = record.role.to_string();
-            let allowed = "the role under which the address is listed";
-            return Err(RecordError::Text { field: "role", value, allowed });
+            let (found, listed) = (record.role, self.address.role);
+            return Err(RecordError::OtherRole { found, listed });
         }
         let load = snapshot.load.ok_or(RecordError::Missing { field: "load" })?;
         let mut cached = HashSet::new();

@@ -38,6 +38,35 @@ impl GrpcUrl {
     }
 }
 
+/// Prefix of a name in [`NodeUrl`].
+const DNS_PREFIX: &str = "dns:";
+
+/// A node's gRPC address, or a DNS name with the addresses of several nodes.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum NodeUrl {
+    Grpc(GrpcUrl),
+    /// `host:port`, written `dns:host:port`: each address of the host is a node.
+    Dns(String),
+}
+
+impl NodeUrl {
+    pub fn parse(text: &str) -> Option<Self> {
+        match text.trim().strip_prefix(DNS_PREFIX) {
+            Some(name) => authority(name).map(Self::Dns),
+            None => GrpcUrl::parse(text).map(Self::Grpc),
+        }
+    }
+}
+
+impl std::fmt::Display for NodeUrl {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Grpc(url) => url.fmt(f),
+            Self::Dns(name) => write!(f, "{DNS_PREFIX}{name}"),
+        }
+    }
+}
+
 /// Parses the part of a URL after the scheme as `host:port`; `None` for anything else.
 pub(super) fn authority(text: &str) -> Option<String> {
     let (host, port) = text.strip_suffix('/').unwrap_or(text).rsplit_once(':')?;
@@ -65,6 +94,18 @@ mod tests {
             ("http://[::1]:9/", "http://[::1]:9"),
         ] {
             assert_eq!(GrpcUrl::parse(text).unwrap().as_str(), url);
+        }
+    }
+
+    #[test]
+    fn node_url_is_an_address_or_a_dns_name() {
+        let dns = NodeUrl::parse("dns:decode.serving.svc:50061").unwrap();
+        assert_eq!(dns, NodeUrl::Dns("decode.serving.svc:50061".into()));
+        assert_eq!(NodeUrl::parse(&dns.to_string()), Some(dns));
+        let address = GrpcUrl::parse("a:1").map(NodeUrl::Grpc);
+        assert_eq!(NodeUrl::parse("a:1"), address);
+        for text in ["dns:", "dns:host", "dns:http://host:1", "dns:host:0", "dns://host:1"] {
+            assert_eq!(NodeUrl::parse(text), None, "{text}");
         }
     }
 

@@ -20,7 +20,7 @@ pub use choice::{
 pub use cpu_list::CpuList;
 pub use duration::{format_duration, parse_duration};
 pub use etcd::{EtcdPrefix, EtcdUrl};
-pub use grpc_url::GrpcUrl;
+pub use grpc_url::{GrpcUrl, NodeUrl};
 pub(crate) use model_path::is_word;
 pub use model_path::{HubModel, ModelPath, parts_of};
 pub use pair::Pair;

@@ -62,7 +62,7 @@ fn every_kind_of_value_is_read_from_toml_and_from_text_alike() {
         assert_eq!(config.router.timeout, Duration::from_secs(90));
         assert_eq!(config.node.kv_memory, Some(ByteSize::gib(2)));
         assert_eq!((config.node.step_tokens, config.node.threads), (Auto::Set(1024), Some(3)));
-        let urls: Vec<_> = config.cluster.prefill.iter().map(|url| url.as_str()).collect();
+        let urls: Vec<_> = config.cluster.prefill.iter().map(ToString::to_string).collect();
         assert_eq!(urls, ["http://a:1", "http://b:2"]);
         assert!(config.cluster.decode.is_empty());
         assert_eq!(config.telemetry.otlp.unwrap().as_str(), "http://collector:4317");

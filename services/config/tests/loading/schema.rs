@@ -159,6 +159,8 @@ fn json_schema_agrees_with_the_loader() {
         ("node.cpus", "'0-3,8'", true),
         ("node.cpus", "'0-'", false),
         ("cluster.decode", "['decode-0.decode:50061', 'http://[::1]:9']", true),
+        ("cluster.decode", "['dns:decode:50061']", true),
+        ("cluster.decode", "['dns:decode']", false),
         ("cluster.decode", "['https://a:1']", false),
         ("cluster.decode", "'a:1'", false),
         ("cluster.etcd", "['https://a:1']", true),

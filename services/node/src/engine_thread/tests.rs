@@ -155,7 +155,8 @@ fn engine_that_stalls_after<E: Executor>(stall_after: Duration, executor: E) -> 
     let (inbox, commands) = Inbox::new(4, CollectWaker::default());
     let steps = StepLoop::new(scheduler, executor);
     let core = NodeCore::new(steps, &testing::record(), stall_after);
-    (Engine::new(core, Arc::new(transfers), commands, events, testing::metrics()), inbox)
+    let metrics = testing::metrics();
+    (Engine::new(core, Arc::new(transfers), commands, events, metrics, Arc::default()), inbox)
 }
 
 fn attempt(id: u128) -> NewAttempt {

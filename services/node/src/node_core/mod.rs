@@ -234,6 +234,11 @@ impl<E: Executor> NodeCore<E> {
         self.attempts.is_empty()
     }
 
+    /// Returns the time since the launch of the oldest step in flight.
+    pub fn step_age(&self) -> Option<Duration> {
+        self.steps.step_age()
+    }
+
     pub fn scheduler(&self) -> &Scheduler {
         self.steps.scheduler()
     }

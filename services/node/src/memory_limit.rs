@@ -1,0 +1,103 @@
+//! The memory limit of the process, checked before weights and KV are allocated: the kernel kills a process that exceeds
+//! the limit, without a word about the reason.
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+};
+
+use crate::settings::SettingsError;
+
+/// Where Linux mounts the control groups.
+const MOUNT: &str = "/sys/fs/cgroup";
+/// The control groups of this process.
+const OWN: &str = "/proc/self/cgroup";
+
+/// Rejects weights and KV that exceed the memory limit of the process's control group.
+pub(crate) fn check(weights: u64, kv: u64) -> Result<(), SettingsError> {
+    let own = fs::read_to_string(OWN).unwrap_or_default();
+    check_against(limit(Path::new(MOUNT), &own), weights, kv)
+}
+
+fn check_against(limit: Option<u64>, weights: u64, kv: u64) -> Result<(), SettingsError> {
+    match limit {
+        Some(limit) if weights.saturating_add(kv) > limit => {
+            Err(SettingsError::MemoryLimit { weights, kv, limit })
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Returns the smallest limit of the process's control groups and of the groups above them, in version 1 or 2. `own` is
+/// the text of `/proc/self/cgroup`.
+fn limit(mount: &Path, own: &str) -> Option<u64> {
+    let files = own.lines().filter_map(|line| {
+        let mut parts = line.splitn(3, ':');
+        let (_id, controllers, path) = (parts.next()?, parts.next()?, parts.next()?);
+        let (folder, file) = match controllers {
+            "" => (mount.to_owned(), "memory.max"),
+            list if list.split(',').any(|controller| controller == "memory") => {
+                (mount.join("memory"), "memory.limit_in_bytes")
+            }
+            _ => return None,
+        };
+        // A container may see its own group at the mount instead of at `path`, so every folder on the way is read.
+        let group = PathBuf::from(path.trim_start_matches('/'));
+        let groups: Vec<PathBuf> =
+            group.ancestors().map(|group| folder.join(group).join(file)).collect();
+        Some(groups)
+    });
+    // Without a limit version 2 has the word max, and version 1 a number beyond any memory.
+    let value = |file: PathBuf| fs::read_to_string(file).ok()?.trim().parse::<u64>().ok();
+    files.flatten().filter_map(value).filter(|limit| *limit < 1 << 60).min()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn mount(files: &[(&str, &str)]) -> tempfile::TempDir {
+        let mount = tempfile::tempdir().unwrap();
+        for (file, text) in files {
+            let file = mount.path().join(file);
+            fs::create_dir_all(file.parent().unwrap()).unwrap();
+            fs::write(file, text).unwrap();
+        }
+        mount
+    }
+
+    #[test]
+    fn smallest_limit_of_the_groups_above_the_process_applies() {
+        let two = mount(&[
+            ("pods/memory.max", "3000\n"),
+            ("pods/one/memory.max", "max\n"),
+            ("pods/two/memory.max", "2000\n"),
+        ]);
+        assert_eq!(limit(two.path(), "0::/pods/one\n"), Some(3000));
+        assert_eq!(limit(two.path(), "0::/pods/two\n"), Some(2000));
+        assert_eq!(limit(two.path(), "0::/other\n"), None);
+        let one = mount(&[
+            ("memory/memory.limit_in_bytes", "9223372036854771712\n"),
+            ("memory/pods/memory.limit_in_bytes", "5000\n"),
+            ("cpu/pods/memory.limit_in_bytes", "1\n"),
+        ]);
+        assert_eq!(limit(one.path(), "5:cpu,cpuacct:/pods\n4:memory:/pods\n0::/\n"), Some(5000));
+        assert_eq!(limit(one.path(), "4:memory:/\n"), None);
+        // A container that sees its own group at the mount, and the path of the host.
+        let own = mount(&[("memory/memory.limit_in_bytes", "7000\n")]);
+        assert_eq!(limit(own.path(), "4:memory:/kubepods/pod1/c1\n"), Some(7000));
+        assert_eq!(limit(own.path(), ""), None);
+    }
+
+    #[test]
+    fn weights_and_kv_beyond_the_limit_are_rejected_with_all_three() {
+        const GIB: u64 = 1 << 30;
+        assert!(check_against(None, 100 * GIB, GIB).is_ok());
+        assert!(check_against(Some(3 * GIB), 2 * GIB, GIB).is_ok());
+        let error = check_against(Some(3 * GIB - 1), 2 * GIB, GIB).unwrap_err().to_string();
+        for word in ["weights of 2048 MiB", "KV of 1024 MiB", "limit of 3071 MiB", "node.kv_memory"]
+        {
+            assert!(error.contains(word), "{error:?} lacks {word:?}");
+        }
+    }
+}
