@@ -112,6 +112,8 @@ pub struct Ready {
     #[serde(default)]
     pub metrics: String,
     #[serde(default)]
+    pub admin: String,
+    #[serde(default)]
     pub control: String,
     #[serde(default)]
     pub data: String,
@@ -313,6 +315,7 @@ impl Cluster {
         let mut settings = common_settings(&spec);
         settings.insert("BATON_ROUTER_HTTP".to_owned(), "127.0.0.1:0".to_owned());
         settings.insert("BATON_ROUTER_GRPC".to_owned(), "127.0.0.1:0".to_owned());
+        settings.insert("BATON_ROUTER_ADMIN".to_owned(), "127.0.0.1:0".to_owned());
         // No load balancer sends requests to a router that stops.
         settings.entry("BATON_ROUTER_DRAIN_DELAY".to_owned()).or_insert("0s".to_owned());
         if !settings.contains_key("BATON_CLUSTER_ETCD") {

@@ -2,6 +2,7 @@
 
 use std::{
     collections::BTreeSet,
+    process::Command,
     time::{Duration, Instant},
 };
 
@@ -9,7 +10,8 @@ use anyhow::{Result, ensure};
 use futures_util::future::try_join_all;
 use integration_tests::{
     client::{Client, DEADLINE},
-    cluster::{Cluster, ClusterSpec},
+    cluster::{Cluster, ClusterSpec, Service, bin_dir, smollm2},
+    command::output,
 };
 use serde_json::{Value, json};
 
@@ -137,4 +139,79 @@ async fn queued_prompts_are_prefilled_where_disaggregate_says() -> Result<()> {
     assert_eq!(prefilled_remotely("always").await?.0, 8);
     assert_eq!(prefilled_remotely("never").await?.0, 0);
     Ok(())
+}
+
+/// Runs `baton node` with these arguments against a router, and returns its output.
+async fn baton_node(admin: &str, args: &[&str]) -> Result<(bool, String)> {
+    let mut command = Command::new(bin_dir().join("baton"));
+    command.arg("node").args(args).args(["--admin", &format!("http://{admin}")]);
+    let output = tokio::task::spawn_blocking(move || output(&mut command)).await??;
+    let text = [output.stdout, output.stderr].concat();
+    Ok((output.status.success(), String::from_utf8(text)?))
+}
+
+/// Waits until the router serves with this many decode nodes.
+async fn decode_nodes(client: &Client, count: u64) -> Result<()> {
+    let deadline = Instant::now() + DEADLINE;
+    loop {
+        let (_, health) = client.get_json("/health").await?;
+        if health["decode_nodes"] == count {
+            return Ok(());
+        }
+        ensure!(Instant::now() < deadline, "not {count} decode nodes: {health}");
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn router_finds_nodes_by_dns_and_forwards_calls_of_the_operator() -> Result<()> {
+    let cluster = Cluster::start(ClusterSpec::smollm2().nodes(0, 1)).await?;
+    let port = cluster.decode[0].ready.grpc.rsplit(':').next().expect("an address has a port");
+    let folder = tempfile::tempdir()?;
+    let settings = [
+        ("BATON_MODEL_PATH", smollm2().display().to_string()),
+        ("BATON_ROUTER_HTTP", "127.0.0.1:0".to_owned()),
+        ("BATON_ROUTER_GRPC", "127.0.0.1:0".to_owned()),
+        ("BATON_ROUTER_ADMIN", "127.0.0.1:0".to_owned()),
+        ("BATON_ROUTER_DRAIN_DELAY", "0s".to_owned()),
+        ("BATON_CLUSTER_DECODE", format!("dns:localhost:{port}")),
+        // The node has another role, and no host has this name.
+        ("BATON_CLUSTER_PREFILL", format!("dns:localhost:{port},dns:no-such-host.invalid:1")),
+    ];
+    let settings = settings.map(|(name, value)| (name.to_owned(), value)).into();
+    let mut router = Service::start(folder.path(), "dns", "baton-router", &settings)?;
+    let client = Client::new(format!("http://{}", router.ready.http));
+    decode_nodes(&client, 1).await?;
+    let served = ask(&client, &prompt(0, 320), None).await?;
+    assert_eq!((served.prefill.as_str(), served.decode.as_str()), ("", "decode-0"));
+
+    let metrics = Client::new(format!("http://{}", router.ready.metrics));
+    for (path, status) in [("/metrics", 200), ("/live", 200), ("/ready", 200), ("/v1/models", 404)]
+    {
+        assert_eq!(metrics.get(path).await?.status, status, "{path}");
+    }
+    let admin = router.ready.admin.clone();
+    let (_, list) = baton_node(&admin, &["list"]).await?;
+    assert!(list.contains("decode-0") && list.contains("down"), "{list}");
+    let (is_done, text) = baton_node(&admin, &["reset-prefix-cache", "decode-0"]).await?;
+    assert!(is_done && text.contains("blocks dropped"), "{text}");
+    assert_eq!(ask(&client, &prompt(0, 320), None).await?.cached_tokens, 0);
+    assert!(baton_node(&admin, &["drain", "decode-0"]).await?.0);
+    decode_nodes(&client, 0).await?;
+    assert_eq!(metrics.get("/ready").await?.status, 200, "requests wait");
+    assert!(baton_node(&admin, &["undrain", "decode-0"]).await?.0);
+    decode_nodes(&client, 1).await?;
+    let (is_done, text) = baton_node(&admin, &["drain", "decode-7"]).await?;
+    assert!(!is_done && text.contains("decode-7") && text.contains("decode-0"), "{text}");
+
+    router.terminate_signal();
+    assert_eq!(router.wait_end(DEADLINE)?, Some(0));
+    let log = router.log();
+    for line in [
+        "it is listed as a prefill node",
+        "cannot resolve cluster.prefill = dns:no-such-host.invalid:1",
+    ] {
+        assert_eq!(log.matches(line).count(), 1, "{line}\n{log}");
+    }
+    cluster.stop()
 }

@@ -94,6 +94,7 @@ async fn each_model_has_its_own_template_and_tool_format() -> Result<()> {
             ("BATON_ROUTER_TOOL_FORMATS", "told=hermes"),
             ("BATON_ROUTER_HTTP", "127.0.0.1:0"),
             ("BATON_ROUTER_GRPC", "127.0.0.1:0"),
+            ("BATON_ROUTER_ADMIN", "127.0.0.1:0"),
             ("BATON_CLUSTER_DECODE", &urls.join(",")),
         ]),
     )?;
@@ -193,6 +194,7 @@ async fn each_model_name_is_served_by_its_nodes_and_a_dead_model_disturbs_no_oth
             ("BATON_ROUTER_ALIASES", &format!("small={TINY}")),
             ("BATON_ROUTER_HTTP", "127.0.0.1:0"),
             ("BATON_ROUTER_GRPC", "127.0.0.1:0"),
+            ("BATON_ROUTER_ADMIN", "127.0.0.1:0"),
             // Requests for a model without nodes wait until their deadline.
             ("BATON_ROUTER_TIMEOUT", "30s"),
             ("BATON_CLUSTER_PREFILL", &both(&large.prefill, &tiny.prefill)),

@@ -90,7 +90,8 @@ fn free_ports<const COUNT: usize>() -> Result<[u16; COUNT]> {
 #[tokio::test]
 async fn two_models_start_as_documented() -> Result<()> {
     let blocks = fences(&page("docs/operations.md"));
-    let block = blocks.into_iter().find(|(_, text)| text.starts_with("export BATON_TRANSFER"));
+    let block =
+        blocks.into_iter().find(|(_, text)| text.starts_with("export BATON_CLUSTER_SECRET"));
     let (_, mut text) = block.context("no block starts two models")?;
     text = text.replace("$PWD/target/release", &bin_dir().display().to_string());
     let model = smollm2().display().to_string();
@@ -113,8 +114,8 @@ async fn two_models_start_as_documented() -> Result<()> {
         text = text.replace(&format!("PORT_{place}"), &port.to_string());
     }
     let http = format!("127.0.0.1:{http_port}");
-    let settings =
-        "export BATON_TELEMETRY_LOG=warn BATON_ROUTER_GRPC=127.0.0.1:0 BATON_NODE_KV_MEMORY=64MiB";
+    let settings = "export BATON_TELEMETRY_LOG=warn BATON_ROUTER_GRPC=127.0.0.1:0 BATON_ROUTER_ADMIN=127.0.0.1:0 \
+         BATON_NODE_KV_MEMORY=64MiB";
     let script = format!("{settings} BATON_ROUTER_HTTP={http}\n{text}");
     let _running = Script::start(&script)?;
 

@@ -71,7 +71,7 @@ impl Drop for Terminal {
 fn router() -> String {
     let (program, model) = (bin_dir().join("baton-router"), smollm2());
     format!(
-        "{} --model-path {} --router-http 127.0.0.1:0 --router-grpc 127.0.0.1:0",
+        "{} --model-path {} --router-http 127.0.0.1:0 --router-grpc 127.0.0.1:0 --router-admin 127.0.0.1:0",
         program.display(),
         model.display()
     )

@@ -87,6 +87,7 @@ fn refused_at_start(etcd: &Etcd, settings: &[(&str, &Path)], words: &[&str]) -> 
         ("BATON_NODE_GRPC", "127.0.0.1:0".to_owned()),
         ("BATON_ROUTER_HTTP", "127.0.0.1:0".to_owned()),
         ("BATON_ROUTER_GRPC", "127.0.0.1:0".to_owned()),
+        ("BATON_ROUTER_ADMIN", "127.0.0.1:0".to_owned()),
     ]
     .map(|(name, value)| (name.to_owned(), value))
     .into();

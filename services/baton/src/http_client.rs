@@ -68,12 +68,18 @@ impl HttpClient {
         Ok(())
     }
 
-    /// Returns status and whole body, within [`GET_WITHIN`].
+    /// Returns status and whole body of a GET, within [`GET_WITHIN`].
     pub async fn get(&self, url: &str) -> Result<(http::StatusCode, Bytes)> {
+        self.request("GET", url).await
+    }
+
+    /// Returns status and whole body of a request without a body, within [`GET_WITHIN`].
+    pub async fn request(&self, method: &str, url: &str) -> Result<(http::StatusCode, Bytes)> {
         let uri: Uri = url.parse().with_context(|| format!("invalid URL {url:?}"))?;
+        let request = Request::builder().method(method).uri(uri).body(Full::default())?;
         let answer = async {
-            let response =
-                self.inner.get(uri).await.map_err(|error| anyhow!("{url}: {}", chain(&error)))?;
+            let response = self.inner.request(request).await;
+            let response = response.map_err(|error| anyhow!("{url}: {}", chain(&error)))?;
             let status = response.status();
             Ok((status, whole_body(response).await?))
         };

@@ -1,8 +1,9 @@
 //! The modules of the operator's command `baton`, one for each subcommand.
 //!
 //! `up` runs a whole cluster on this machine, `check` sends requests to a cluster, `bench` measures an
-//! engine or a server, `model` fetches models, `doctor` reports GPUs and libraries, `explain` reports
-//! requests. `baton-bench` uses the engine benchmark, its statistics and the model store from here.
+//! engine or a server, `model` fetches models, `node` manages the nodes of a cluster, `doctor` reports
+//! GPUs and libraries, `explain` reports requests. `baton-bench` uses the engine benchmark, its
+//! statistics and the model store from here.
 
 // Only `up::process` needs unsafe code, for system calls that the standard library does not offer.
 #![deny(unsafe_code)]
@@ -18,6 +19,7 @@ pub mod explain;
 mod http_client;
 mod hub;
 pub mod model_store;
+pub mod node;
 mod sse;
 mod staging;
 pub mod up;

@@ -4,7 +4,7 @@
 
 use std::process::ExitCode;
 
-use baton::{bench, check, doctor, explain, model_store, up};
+use baton::{bench, check, doctor, explain, model_store, node, up};
 use clap::{Parser, Subcommand};
 
 /// Operator's command for Baton clusters.
@@ -27,6 +27,9 @@ enum Command {
     /// Fetches and lists models.
     #[command(subcommand)]
     Model(model_store::ModelCommand),
+    /// Lists, drains and undrains the nodes of a cluster, and resets their prefix caches.
+    #[command(subcommand)]
+    Node(node::NodeCommand),
     /// Reports GPUs, driver and libraries of this machine, missing parts and their remedies.
     Doctor(doctor::DoctorArgs),
     /// Explains a request: its nodes and why, the time of each stage, and what failed.
@@ -39,6 +42,7 @@ fn main() -> ExitCode {
         Command::Check(args) => check::run(args),
         Command::Bench(command) => bench::run(command),
         Command::Model(command) => model_store::run(command),
+        Command::Node(command) => node::run(command),
         Command::Doctor(args) => doctor::run(args),
         Command::Explain(args) => explain::run(args),
     };

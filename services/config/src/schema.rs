@@ -63,6 +63,10 @@ section! {
         /// Address of /metrics, /live and /ready. For one release, router.http serves /metrics too.
         metrics: SocketAddr = loopback(0),
             "Port 0 takes a free port and logs it, so services on one machine do not conflict.";
+        /// Address of the operator's API: the list of nodes, drain and undrain of a node, reset of its prefix
+        /// cache. It has no authentication.
+        admin: SocketAddr = loopback(8002),
+            "The port after the gRPC port; only users of the machine reach the loopback address.";
         /// Models besides the model of section [model], each as NAME=PATH. NAME is model.name of the model's
         /// nodes; PATH is as in model.path, for tokenizer and chat template.
         models: Vec<Pair> = Vec::new(),

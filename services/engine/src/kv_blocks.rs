@@ -80,6 +80,14 @@ impl KvBlocks {
         blocks.iter().rev().for_each(|&block| self.pool.release(block));
     }
 
+    /// Drops all cached blocks and returns their number. Blocks in use stay known to the prefix cache.
+    pub(crate) fn drop_cached(&mut self) -> u32 {
+        let dropped = self.pool.counts().cached;
+        let all = self.allocate(self.pool.available()).expect("available blocks can be allocated");
+        self.release(&all);
+        dropped
+    }
+
     /// Adds one reference and one pin to each block, for an outgoing transfer.
     pub(crate) fn hold_pinned(&mut self, blocks: &[BlockId]) {
         for &block in blocks {

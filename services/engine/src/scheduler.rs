@@ -225,6 +225,11 @@ impl Scheduler {
         self.kv.cache.hashes()
     }
 
+    /// Drops all cached blocks that no sequence or transfer uses, and returns their number.
+    pub fn reset_prefix_cache(&mut self) -> u32 {
+        self.kv.drop_cached()
+    }
+
     /// Returns whether no sequence, transfer or step is left.
     pub fn is_idle(&self) -> bool {
         self.sequences.is_empty() && self.transfers.len() == 0 && self.frames.is_empty()

@@ -277,12 +277,18 @@ pub(crate) fn meet_peers(
     request: v1::MeetRequest,
     limits: &AttemptLimits,
 ) -> Result<Vec<PeerAddress>, Refusal> {
-    let named = Epoch(id("node_epoch", &request.node_epoch)?);
-    if named != limits.epoch {
-        return Err(Refusal::OtherEpoch { named, own: limits.epoch });
-    }
+    check_epoch(&request.node_epoch, limits)?;
     let peers = request.peers.into_iter().take(MEET_PEERS_MAX);
     peers.map(|peer| checked_peer(peer, "peers", limits)).collect()
+}
+
+/// Rejects a call that is meant for another process at this address.
+pub(crate) fn check_epoch(node_epoch: &[u8], limits: &AttemptLimits) -> Result<(), Refusal> {
+    let named = Epoch(id("node_epoch", node_epoch)?);
+    match named == limits.epoch {
+        true => Ok(()),
+        false => Err(Refusal::OtherEpoch { named, own: limits.epoch }),
+    }
 }
 
 /// Checks a peer in the field `within` of a call.

@@ -217,7 +217,12 @@ impl<E: Executor> Engine<E> {
                     let _ = self.transfers.command(command);
                 }
             }
-            Command::Drain => self.core.handle_drain(now),
+            Command::Drain => self.core.handle_draining(true, now),
+            Command::SetDraining { draining, _permit } => self.core.handle_draining(draining, now),
+            Command::ResetPrefixCache { dropped, _permit } => {
+                // The caller may be gone.
+                let _ = dropped.send(self.core.handle_reset_prefix_cache());
+            }
             Command::EndAll => self.core.handle_close(&CloseReason::DrainTimeout),
             Command::Stop => {
                 self.core.handle_close(&CloseReason::Stopped);

@@ -16,7 +16,7 @@ use crossbeam_channel::{Receiver, Sender, TrySendError, bounded};
 use engine::executor::CollectWaker;
 use futures_util::StreamExt;
 use kv_transfer::{EventSink, api as transfer};
-use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, oneshot};
 
 use crate::{
     attempt::NewAttempt,
@@ -25,7 +25,7 @@ use crate::{
     stream::{AttemptPermit, AttemptStream, ReplySender, attempt_stream},
 };
 
-/// Queued commands of routers that belong to no attempt: new observers, and peers to connect to.
+/// Queued commands of routers that belong to no attempt: new observers, peers to connect to, calls of operators.
 const ROUTER_COMMANDS_MAX: usize = 64;
 /// Commands that the node sends once each: [`Command::Drain`], [`Command::EndAll`], [`Command::Stop`].
 const NODE_COMMANDS_MAX: usize = 3;
@@ -48,6 +48,19 @@ pub(crate) enum Command {
     /// Commands for the transfers: transfers with some peers are expected.
     Connect {
         commands: Vec<transfer::Command>,
+        /// Held until the engine thread has taken the command.
+        _permit: OwnedSemaphorePermit,
+    },
+    /// An operator stops or resumes the acceptance of calls.
+    SetDraining {
+        draining: bool,
+        /// Held until the engine thread has taken the command.
+        _permit: OwnedSemaphorePermit,
+    },
+    /// Drop the cached blocks that no sequence uses.
+    ResetPrefixCache {
+        /// Receives the number of dropped blocks.
+        dropped: oneshot::Sender<u32>,
         /// Held until the engine thread has taken the command.
         _permit: OwnedSemaphorePermit,
     },

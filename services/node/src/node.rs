@@ -529,7 +529,9 @@ fn probes(
             None => (StatusCode::OK, "live\n".to_owned()),
             Some(age) => {
                 let (age, limit) = (age.as_secs(), config::format_duration(hang_restart));
-                let text = format!("hung: a step has been in flight for {age} s; node.hang_restart = {limit}\n");
+                let text = format!(
+                    "hung: a step has been in flight for {age} s; node.hang_restart = {limit}\n"
+                );
                 (StatusCode::SERVICE_UNAVAILABLE, text)
             }
         }

@@ -11,7 +11,7 @@ use kv_transfer::{
     api::{self as transfer, ConnectGuard},
 };
 use proto::v1::{self, node_server};
-use tokio::sync::{Semaphore, mpsc};
+use tokio::sync::{Semaphore, mpsc, oneshot};
 use tokio_util::sync::CancellationToken;
 use tonic::{Code, Request, Response, Status, metadata::MetadataMap};
 
@@ -125,6 +125,33 @@ impl node_server::Node for NodeService {
             () = tokio::time::sleep(CONNECT_TIMEOUT) => {}
         }
         Ok(Response::new(v1::MeetReply {}))
+    }
+
+    async fn set_draining(
+        &self,
+        request: Request<v1::SetDrainingRequest>,
+    ) -> Result<Response<v1::SetDrainingReply>, Status> {
+        let v1::SetDrainingRequest { node_epoch, draining } = request.into_inner();
+        attempt::check_epoch(&node_epoch, &self.limits)?;
+        // After SIGTERM the drain cannot be undone.
+        if self.draining.is_cancelled() {
+            return Err(Refusal::Draining.into());
+        }
+        self.inbox.send_for_router(|_permit| Command::SetDraining { draining, _permit })?;
+        tracing::info!(draining, "an operator changed whether the node accepts requests");
+        Ok(Response::new(v1::SetDrainingReply { attempts: self.inbox.attempt_count() }))
+    }
+
+    async fn reset_prefix_cache(
+        &self,
+        request: Request<v1::ResetPrefixCacheRequest>,
+    ) -> Result<Response<v1::ResetPrefixCacheReply>, Status> {
+        attempt::check_epoch(&request.into_inner().node_epoch, &self.limits)?;
+        let (dropped, received) = oneshot::channel();
+        self.inbox.send_for_router(|_permit| Command::ResetPrefixCache { dropped, _permit })?;
+        let blocks = received.await.map_err(|_| Refusal::Stopped)?;
+        tracing::info!(blocks, "an operator reset the prefix cache");
+        Ok(Response::new(v1::ResetPrefixCacheReply { blocks }))
     }
 
     async fn observe(

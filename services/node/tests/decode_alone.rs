@@ -259,6 +259,35 @@ async fn draining_node_finishes_requests_and_accepts_none() {
 }
 
 #[tokio::test]
+async fn operator_drains_and_undrains_a_node_and_resets_its_prefix_cache() {
+    let (node, side, _model) = decode_node(&[]).await;
+    let mut observer = side.observe().await;
+    let prompt = || attempt(&dummy_prompt(40, 1), 5);
+    side.decode_alone(&prompt()).await;
+    observer.until(|load| load.blocks_cached >= 2).await;
+    let node_epoch = side.peer.epoch.clone();
+    let mut client = side.client.clone();
+    let reset = v1::ResetPrefixCacheRequest { node_epoch: node_epoch.clone() };
+    let dropped = client.reset_prefix_cache(reset.clone()).await.unwrap().into_inner().blocks;
+    assert!(dropped >= 2, "{dropped}");
+    observer.until(|load| load.blocks_cached == 0).await;
+    assert_eq!(client.reset_prefix_cache(reset).await.unwrap().into_inner().blocks, 0);
+    assert_eq!(side.decode_alone(&prompt()).await.reserved.unwrap().cached_tokens, 0);
+
+    let set = |draining| v1::SetDrainingRequest { node_epoch: node_epoch.clone(), draining };
+    client.set_draining(set(true)).await.unwrap();
+    observer.until(|load| load.draining).await;
+    let late = side.try_decode(&prompt(), None).await;
+    assert!(refused(late, Code::Unavailable).contains("drains"));
+    client.set_draining(set(false)).await.unwrap();
+    observer.until(|load| !load.draining).await;
+    assert_eq!(side.decode_alone(&prompt()).await.ids.len(), 5);
+    let other = v1::SetDrainingRequest { node_epoch: vec![9; 16].into(), draining: true };
+    assert_eq!(client.set_draining(other).await.unwrap_err().code(), Code::FailedPrecondition);
+    node.stop().await;
+}
+
+#[tokio::test]
 async fn drain_timeout_cancels_the_remaining_requests() {
     let (node, side, _model) = slow_decode_node(&[("node.drain_timeout", "100ms")]).await;
     let stream = side.try_decode(&attempt(&dummy_prompt(20, 1), 1000), None).await.unwrap();

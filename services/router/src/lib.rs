@@ -13,6 +13,7 @@
 
 #![forbid(unsafe_code)]
 
+mod admin;
 mod admission;
 mod front;
 mod grpc;

@@ -230,7 +230,8 @@ async fn serve(
     let metrics = MetricsServer::start(metrics, telemetry.metrics(), router.probes());
     let metrics = metrics.await.context("router.metrics")?;
     tracing::info!(
-        http = %router.http, grpc = %router.grpc, metrics = %metrics.address(), ?names,
+        http = %router.http, grpc = %router.grpc, metrics = %metrics.address(),
+        admin = %router.admin, ?names,
         "serving"
     );
     if let Some(path) = ready_file {
@@ -282,6 +283,7 @@ fn write_ready_file(path: &Path, router: &RunningRouter, metrics: SocketAddr) ->
         "http": router.http.to_string(),
         "grpc": router.grpc.to_string(),
         "metrics": metrics.to_string(),
+        "admin": router.admin.to_string(),
     });
     let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
     let name = path.file_name().context("--ready-file names no file")?;

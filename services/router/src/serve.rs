@@ -9,6 +9,7 @@ use tokio::task::{JoinError, JoinHandle};
 use tokio_util::sync::{CancellationToken, DropGuard};
 
 use crate::{
+    admin,
     front::{Front, ModelSource, Models, RouterSettings},
     grpc, http,
     net::{self, Protocol},
@@ -45,17 +46,20 @@ pub struct RunningRouter {
     pub http: SocketAddr,
     /// Address of the gRPC listener.
     pub grpc: SocketAddr,
+    /// Address of the operator's API.
+    pub admin: SocketAddr,
     front: Arc<Front>,
     draining: CancellationToken,
     stop: DropGuard,
     http_task: JoinHandle<()>,
     grpc_task: JoinHandle<()>,
+    admin_task: JoinHandle<()>,
     health: OwnedTask,
     watch: OwnedTask,
     membership: Membership,
 }
 
-/// Binds both ports and serves these models; the first is the default model. Must run inside a tokio
+/// Binds all ports and serves these models; the first is the default model. Must run inside a tokio
 /// runtime.
 pub fn start(
     settings: RouterSettings,
@@ -70,6 +74,7 @@ pub fn start(
     };
     let (http_address, http_listener) = listen("router.http", settings.router.http)?;
     let (grpc_address, grpc_listener) = listen("router.grpc", settings.router.grpc)?;
+    let (admin_address, admin_listener) = listen("router.admin", settings.router.admin)?;
 
     let mut models = models.into_iter();
     let first = models.next().ok_or(StartError::NoModel)?;
@@ -89,6 +94,7 @@ pub fn start(
     let started = std::time::SystemTime::UNIX_EPOCH.elapsed().map_or(0, |since| since.as_secs());
     let http_routes = http::routes(front.clone(), metrics, started);
     let grpc_routes = grpc::routes(front.clone(), health_service)?;
+    let admin_routes = admin::routes(front.clone());
     let bounds = net::Bounds::new(
         net::ConnectionLimits::new(front.settings.open_files_max),
         front.settings.request_read_max,
@@ -100,15 +106,18 @@ pub fn start(
         draining: draining.clone(),
         stop: stop.clone(),
     };
-    let serve = |listener, protocol, routes| {
+    let admin_bounds = bounds.with_connections(net::ConnectionLimits::ADMIN);
+    let serve = |listener, protocol, routes, bounds| {
         let serve = net::serve(listener, protocol, routes, bounds, shutdown.clone());
         tokio::spawn(serve)
     };
     Ok(RunningRouter {
         http: http_address,
         grpc: grpc_address,
-        http_task: serve(http_listener, Protocol::Http, http_routes),
-        grpc_task: serve(grpc_listener, Protocol::Grpc, grpc_routes),
+        admin: admin_address,
+        http_task: serve(http_listener, Protocol::Http, http_routes, bounds),
+        grpc_task: serve(grpc_listener, Protocol::Grpc, grpc_routes, bounds),
+        admin_task: serve(admin_listener, Protocol::Http, admin_routes, admin_bounds),
         front,
         draining,
         stop: stop.drop_guard(),
@@ -154,6 +163,7 @@ impl RunningRouter {
         drop(self.stop);
         self.http_task.await?;
         self.grpc_task.await?;
+        self.admin_task.await?;
         self.health.shutdown().await?;
         self.watch.shutdown().await?;
         self.membership.shutdown(MEMBERSHIP_MAX).await?;

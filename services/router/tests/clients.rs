@@ -442,3 +442,32 @@ async fn trace_context_is_passed_to_the_nodes() {
     }
     assert_eq!(seen[0], seen[1]);
 }
+
+#[tokio::test]
+async fn operator_lists_drains_and_undrains_nodes_through_the_admin_port() {
+    let cluster = Cluster::start(1, 1, ANSWER).await;
+    let admin = Client::new(format!("http://{}", cluster.router.admin));
+    let nodes = admin.get("/v1/nodes").await.json();
+    let of = |index: usize, field: &str| nodes["nodes"][index][field].clone();
+    assert_eq!([of(0, "node"), of(0, "role"), of(0, "health")], ["prefill-0", "prefill", "up"]);
+    assert_eq!([of(1, "node"), of(1, "model")], ["decode-0", MODEL]);
+
+    let drained = admin.post("/v1/nodes/prefill-0/drain", &json!({})).await;
+    assert_eq!(drained.json(), json!({"node": "prefill-0", "attempts_in_flight": 0}));
+    cluster.wait_nodes(0, 1).await;
+    assert_eq!(admin.get("/v1/nodes").await.json()["nodes"][0]["draining"], true);
+    assert_eq!(admin.post("/v1/nodes/prefill-0/undrain", &json!({})).await.status, 200);
+    cluster.wait_nodes(1, 1).await;
+
+    let unknown = admin.post("/v1/nodes/prefill-7/drain", &json!({})).await;
+    assert_eq!(unknown.status, 404);
+    assert!(unknown.message().contains("prefill-0, decode-0"), "{}", unknown.message());
+    let older = admin.post("/v1/nodes/decode-0/reset-prefix-cache", &json!({})).await;
+    assert_eq!(older.status, 501);
+    assert!(older.message().contains("older release"), "{}", older.message());
+    // A web page cannot call it, and clients do not reach it on their port.
+    let origin = [("origin", "http://page.example")];
+    let page = admin.post_with("/v1/nodes/prefill-0/drain", &origin, &json!({})).await;
+    assert_eq!(page.status, 403);
+    assert_eq!(cluster.client.get("/v1/nodes").await.status, 404);
+}

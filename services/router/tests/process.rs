@@ -183,7 +183,7 @@ impl Serving {
             .args(["-c", &format!("{ulimits} && exec \"$@\""), "sh"])
             .arg(env!("CARGO_BIN_EXE_baton-router"))
             .args(["--router-http", "127.0.0.1:0", "--router-grpc", "127.0.0.1:0"])
-            .args(["--router-drain-delay", "10m"])
+            .args(["--router-admin", "127.0.0.1:0", "--router-drain-delay", "10m"])
             .args(["--cluster-decode", "http://127.0.0.1:1", "--model-path"])
             .arg(&model)
             .arg("--ready-file")

@@ -18,7 +18,8 @@ use futures_util::{Stream, StreamExt as _, stream};
 use proto::v1::{
     DecodeEvent, DecodeFinished, DecodeRequest, DecodeTokens, FinishReason, MeetReply, MeetRequest,
     ModelIdentity, NodeLoad, NodeRecord, NodeSnapshot, ObserveEvent, ObserveRequest, PrefillEvent,
-    PrefillRequest, Reserved, Role, Token, decode_event, node_server, observe_event,
+    PrefillRequest, Reserved, ResetPrefixCacheReply, ResetPrefixCacheRequest, Role,
+    SetDrainingReply, SetDrainingRequest, Token, decode_event, node_server, observe_event,
 };
 use tokio::{
     runtime::Builder,
@@ -153,6 +154,20 @@ impl node_server::Node for Service {
 
     async fn meet(&self, _: Request<MeetRequest>) -> Result<Response<MeetReply>, Status> {
         Ok(Response::new(MeetReply {}))
+    }
+
+    async fn set_draining(
+        &self,
+        _: Request<SetDrainingRequest>,
+    ) -> Result<Response<SetDrainingReply>, Status> {
+        Err(Status::unimplemented("the stand-in does not drain"))
+    }
+
+    async fn reset_prefix_cache(
+        &self,
+        _: Request<ResetPrefixCacheRequest>,
+    ) -> Result<Response<ResetPrefixCacheReply>, Status> {
+        Err(Status::unimplemented("the stand-in has no prefix cache"))
     }
 
     async fn observe(

@@ -49,6 +49,8 @@ pub struct Ready {
     pub http: String,
     #[serde(default)]
     pub metrics: String,
+    #[serde(default)]
+    pub admin: String,
 }
 
 /// A child's state, published by its supervisor.

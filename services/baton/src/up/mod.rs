@@ -293,11 +293,13 @@ async fn serve(
     let ready = router.ready().await?;
     wait_healthy(&ready.http, args.prefill, args.decode).await?;
     console.say(&format!(
-        "baton: ready after {:.2} s: OpenAI API http://{}/v1  gRPC {}  metrics http://{}/metrics",
+        "baton: ready after {:.2} s: OpenAI API http://{}/v1  gRPC {}  metrics http://{}/metrics  \
+         admin http://{}",
         started.elapsed().as_secs_f64(),
         ready.http,
         ready.grpc,
-        ready.metrics
+        ready.metrics,
+        ready.admin
     ));
     if args.sample {
         let held = console.hold();
@@ -414,6 +416,10 @@ impl Common {
             let share = config.node.gpu_memory_percent / together.max(1);
             set("BATON_NODE_GPU_MEMORY_PERCENT", share.max(1).to_string());
         }
+        if args.http.is_some() && config.source_of("router.admin") == Source::Default {
+            // Clusters on one machine have different HTTP ports, and need different admin ports.
+            set("BATON_ROUTER_ADMIN", "127.0.0.1:0".to_owned());
+        }
         if config.source_of("router.drain_delay") == Source::Default {
             // No load balancer sends requests to this router.
             set("BATON_ROUTER_DRAIN_DELAY", "0s".to_owned());
@@ -492,6 +498,7 @@ impl Common {
                 ("--router-http", &ready.http),
                 ("--router-grpc", &ready.grpc),
                 ("--router-metrics", &ready.metrics),
+                ("--router-admin", &ready.admin),
             ])
         };
         router

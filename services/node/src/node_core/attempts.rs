@@ -98,9 +98,9 @@ impl Attempts {
         self.commands.pop_front()
     }
 
-    /// Rejects new calls from now on.
-    pub fn drain(&mut self) {
-        self.is_draining = true;
+    /// Rejects new calls from now on, or accepts them again.
+    pub fn set_draining(&mut self, is_draining: bool) {
+        self.is_draining = is_draining;
     }
 
     /// Handles the router's `Decode` or `Prefill` call.

@@ -149,12 +149,18 @@ impl<E: Executor> NodeCore<E> {
         self.observers.remove(observer);
     }
 
-    /// Drains the node: rejects new calls and informs the observers.
-    pub fn handle_drain(&mut self, now: Instant) {
+    /// Rejects new calls from now on, or accepts them again, and tells the observers.
+    pub fn handle_draining(&mut self, is_draining: bool, now: Instant) {
         self.now = now;
-        self.attempts.drain();
+        self.attempts.set_draining(is_draining);
         let outputs = &mut self.attempts.outputs;
-        self.observers.drain(now, &mut self.steps, outputs);
+        self.observers.set_draining(is_draining, now, &mut self.steps, outputs);
+    }
+
+    /// Drops the cached blocks that no sequence uses, and returns their number.
+    pub fn handle_reset_prefix_cache(&mut self) -> u32 {
+        self.observers.mark_changed();
+        self.steps.scheduler_mut().reset_prefix_cache()
     }
 
     /// Fails every attempt and rejects new calls. Tokens of earlier steps still reach their

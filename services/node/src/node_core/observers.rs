@@ -93,13 +93,14 @@ impl Observers {
     }
 
     /// Sends `draining` at once.
-    pub fn drain<E: Executor>(
+    pub fn set_draining<E: Executor>(
         &mut self,
+        is_draining: bool,
         now: Instant,
         steps: &mut StepLoop<E>,
         outputs: &mut Outputs,
     ) {
-        self.is_draining = true;
+        self.is_draining = is_draining;
         self.publish(now, steps, outputs);
     }
 

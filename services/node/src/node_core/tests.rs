@@ -655,7 +655,7 @@ fn deltas_follow_the_snapshot_in_order_and_at_most_every_interval() {
     assert!(observe_events(node.outputs()).is_empty());
 
     // A drain is told at once, and rejects new calls.
-    node.core.handle_drain(node.now);
+    node.core.handle_draining(true, node.now);
     node.call(3, SequenceKind::Compute);
     let outputs = node.outputs();
     assert_eq!(replies(outputs.clone()), [Reply::Rejected(Refusal::Draining)]);
@@ -665,6 +665,16 @@ fn deltas_follow_the_snapshot_in_order_and_at_most_every_interval() {
         panic!("one delta: {events:?}");
     };
     assert!(delta.load.unwrap().draining);
+
+    // An operator ends the drain.
+    node.core.handle_draining(false, node.now);
+    node.call(4, SequenceKind::Compute);
+    let outputs = node.outputs();
+    assert!(!replies(outputs.clone()).contains(&Reply::Rejected(Refusal::Draining)));
+    let Some(ObserveEvent::Delta(delta)) = &observe_events(outputs)[0].event else {
+        panic!("the end of the drain is sent at once");
+    };
+    assert!(!delta.load.unwrap().draining);
 }
 
 #[test]

@@ -37,7 +37,7 @@ use crate::{
         options::{TENANT_HEADER, Tenant},
     },
 };
-use error::ApiError;
+pub use error::ApiError;
 use generate::{chat_completions, completions};
 use tokenize::{detokenize, tokenize};
 

@@ -84,6 +84,11 @@ impl Bounds {
         let (head_max, idle_max) = (HEAD_MAX, IDLE_MAX);
         Self { connections, read_max, write_max, head_max, idle_max, age_max }
     }
+
+    /// Returns the same bounds with other numbers of connections.
+    pub fn with_connections(self, connections: ConnectionLimits) -> Self {
+        Self { connections, ..self }
+    }
 }
 
 /// The steps of a graceful shutdown, each cancelled when it begins.

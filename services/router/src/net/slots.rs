@@ -40,6 +40,9 @@ pub struct ConnectionLimits {
 }
 
 impl ConnectionLimits {
+    /// Limits of the operator's port, whose descriptors are among [`DESCRIPTORS_KEPT`].
+    pub const ADMIN: Self = Self { ordinary_max: 16, reserved_max: 1 };
+
     /// Returns each port's limits under this limit on open files. A low limit is logged.
     pub fn new(open_files_max: u64) -> Self {
         let limits = Self::split(open_files_max);

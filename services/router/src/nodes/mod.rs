@@ -1,6 +1,7 @@
 //! The router's view of the nodes: a directory, which one task keeps up to date, connections, and the Decode and
 //! Prefill calls of attempts.
 
+mod admin;
 mod connection_setup;
 mod watch;
 
@@ -31,6 +32,7 @@ use tonic::{
 use tracing::Span;
 
 use crate::request::options::ModelLimits;
+pub use admin::{AdminCall, AdminError};
 pub use watch::{OwnedTask, Served};
 
 /// Maximum number of nodes that `/health` names because they unexpectedly compute on the CPU.

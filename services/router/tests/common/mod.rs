@@ -34,6 +34,7 @@ pub fn settings() -> RouterSettings {
     let router = config::Router {
         http: "127.0.0.1:0".parse().unwrap(),
         grpc: "127.0.0.1:0".parse().unwrap(),
+        admin: "127.0.0.1:0".parse().unwrap(),
         drain_timeout: Duration::from_secs(10),
         ..config::Router::default()
     };

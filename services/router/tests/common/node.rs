@@ -17,8 +17,9 @@ use proto::v1::{
     Attempt, DecodeEvent, DecodeFinished, DecodeRequest, DecodeTokens, Delivered, Failure,
     FailureKind, FinishReason, MeetReply, MeetRequest, ModelIdentity, NodeDelta, NodeLoad,
     NodeRecord, NodeSnapshot, ObserveEvent, ObserveRequest, PrefillEvent, PrefillRequest,
-    PrefillToken, Reserved, Role, Token, TokenLogprobs, TopLogprob, decode_event, node_server,
-    observe_event, prefill_event,
+    PrefillToken, Reserved, ResetPrefixCacheReply, ResetPrefixCacheRequest, Role, SetDrainingReply,
+    SetDrainingRequest, Token, TokenLogprobs, TopLogprob, decode_event, node_server, observe_event,
+    prefill_event,
 };
 use tokio::{
     runtime::Runtime,
@@ -342,6 +343,25 @@ impl node_server::Node for Service {
         // Fails only when the node stops.
         let _ = meeting.wait_for(|meeting| !meeting).await;
         Ok(Response::new(MeetReply {}))
+    }
+
+    async fn set_draining(
+        &self,
+        request: Request<SetDrainingRequest>,
+    ) -> Result<Response<SetDrainingReply>, Status> {
+        let SetDrainingRequest { node_epoch, draining } = request.into_inner();
+        if node_epoch[..] != self.0.epoch {
+            return Err(Status::failed_precondition("scripted: another epoch"));
+        }
+        self.0.load.send_modify(|load| load.draining = draining);
+        Ok(Response::new(SetDrainingReply { attempts: self.0.open.load(Ordering::SeqCst) as u32 }))
+    }
+
+    async fn reset_prefix_cache(
+        &self,
+        _: Request<ResetPrefixCacheRequest>,
+    ) -> Result<Response<ResetPrefixCacheReply>, Status> {
+        Err(Status::unimplemented("scripted: a node of an older release"))
     }
 
     async fn observe(

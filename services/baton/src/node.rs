@@ -1,0 +1,122 @@
+//! `baton node`: lists the nodes of a router and calls them through the router's admin API.
+
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail};
+use clap::{Args, Subcommand};
+use serde_json::Value;
+
+use crate::http_client::HttpClient;
+
+const CONNECT_MAX: Duration = Duration::from_secs(2);
+
+#[derive(Subcommand)]
+pub enum NodeCommand {
+    /// Lists the nodes with role, health and load.
+    List(Admin),
+    /// Lets a node finish its requests and accept no others.
+    Drain(NodeArgs),
+    /// Lets a drained node accept requests again.
+    Undrain(NodeArgs),
+    /// Drops the cached KV blocks of a node that no request uses.
+    ResetPrefixCache(NodeArgs),
+}
+
+#[derive(Args)]
+pub struct Admin {
+    /// Address of the router's admin API (`router.admin`).
+    #[arg(long, default_value = "http://127.0.0.1:8002", value_name = "URL")]
+    admin: String,
+}
+
+#[derive(Args)]
+pub struct NodeArgs {
+    /// Id of the node, as `baton node list` prints it.
+    node: String,
+    #[command(flatten)]
+    admin: Admin,
+}
+
+pub fn run(command: NodeCommand) -> Result<()> {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    let text = runtime.block_on(async {
+        match command {
+            NodeCommand::List(admin) => Ok(table(&admin.call("GET", "").await?)),
+            NodeCommand::Drain(node) => node.call("drain").await,
+            NodeCommand::Undrain(node) => node.call("undrain").await,
+            NodeCommand::ResetPrefixCache(node) => node.call("reset-prefix-cache").await,
+        }
+    });
+    println!("{}", text?);
+    Ok(())
+}
+
+impl NodeArgs {
+    async fn call(&self, call: &str) -> Result<String> {
+        let answer = self.admin.call("POST", &format!("/{}/{call}", self.node)).await?;
+        let count = |name: &str| answer[name].as_u64();
+        Ok(match (count("attempts_in_flight"), count("dropped_blocks")) {
+            (Some(attempts), _) => format!("{}: {call}, {attempts} attempts in flight", self.node),
+            (_, Some(blocks)) => format!("{}: {call}, {blocks} blocks dropped", self.node),
+            _ => answer.to_string(),
+        })
+    }
+}
+
+impl Admin {
+    async fn call(&self, method: &str, path: &str) -> Result<Value> {
+        let url = format!("{}/v1/nodes{path}", self.admin.trim_end_matches('/'));
+        let (status, body) = HttpClient::new(CONNECT_MAX).request(method, &url).await.with_context(
+            || format!("cannot reach the router's admin API at {}; expected the address of router.admin", self.admin),
+        )?;
+        let answer: Value = serde_json::from_slice(&body).unwrap_or_default();
+        if !status.is_success() {
+            bail!("{status}: {}", answer["error"]["message"].as_str().unwrap_or("(no message)"));
+        }
+        Ok(answer)
+    }
+}
+
+/// Returns the nodes as lines of aligned columns.
+fn table(answer: &Value) -> String {
+    let nodes = answer["nodes"].as_array().map(Vec::as_slice).unwrap_or_default();
+    let text = |value: &Value| match value {
+        Value::Null => "-".to_owned(),
+        Value::String(text) => text.clone(),
+        other => other.to_string(),
+    };
+    let columns = ["node", "role", "health", "draining", "running", "waiting", "model", "grpc"];
+    let head = columns.map(str::to_uppercase).to_vec();
+    let rows = nodes.iter().map(|node| columns.map(|column| text(&node[column])).to_vec());
+    let rows: Vec<Vec<String>> = [head].into_iter().chain(rows).collect();
+    let width = |column: usize| rows.iter().map(|row| row[column].len()).max().unwrap_or(0);
+    let widths: Vec<usize> = (0..columns.len()).map(width).collect();
+    let line = |row: &Vec<String>| {
+        let cells = row.iter().zip(&widths).map(|(cell, width)| format!("{cell:width$}"));
+        cells.collect::<Vec<_>>().join("  ").trim_end().to_owned()
+    };
+    rows.iter().map(line).collect::<Vec<_>>().join("\n")
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn nodes_are_listed_in_aligned_columns() {
+        let answer = json!({"nodes": [
+            {"node": "prefill-0", "role": "prefill", "health": "up", "draining": false, "running": 1,
+                "waiting": 0, "model": "m", "grpc": "http://a:1"},
+            {"node": null, "role": "decode", "health": "down", "draining": false, "running": 0,
+                "waiting": 0, "model": null, "grpc": "http://b:1"},
+        ]});
+        let lines = table(&answer);
+        let [head, first, second] = lines.lines().collect::<Vec<_>>()[..] else { panic!("{lines}") };
+        assert!(head.starts_with("NODE       ROLE     HEALTH  DRAINING"), "{lines}");
+        assert!(first.starts_with("prefill-0  prefill  up      false"), "{lines}");
+        assert!(second.starts_with("-          decode   down    false"), "{lines}");
+        assert_eq!(head.find("GRPC"), second.find("http://b:1"), "{lines}");
+    }
+}

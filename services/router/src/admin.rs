@@ -1,0 +1,66 @@
+//! The operator's API on `router.admin`: lists the nodes and forwards calls to them over gRPC.
+
+use std::sync::Arc;
+
+use axum::{
+    Json, Router,
+    extract::{Path, Request, State},
+    middleware::{self, Next},
+    response::{IntoResponse, Response},
+    routing::{get, post},
+};
+use http::{StatusCode, header};
+use serde_json::json;
+
+use crate::{
+    front::Front,
+    http::ApiError,
+    nodes::{AdminCall, AdminError},
+};
+
+pub fn routes(front: Arc<Front>) -> Router {
+    let call = |call: AdminCall| {
+        post(async move |State(front): State<Arc<Front>>, Path(node): Path<String>| {
+            forward(&front, &node, call).await
+        })
+    };
+    Router::new()
+        .route("/v1/nodes", get(list))
+        .route("/v1/nodes/{node}/drain", call(AdminCall::Drain))
+        .route("/v1/nodes/{node}/undrain", call(AdminCall::Undrain))
+        .route("/v1/nodes/{node}/reset-prefix-cache", call(AdminCall::ResetPrefixCache))
+        .fallback(async || {
+            let message = "unknown path; expected /v1/nodes or /v1/nodes/{node}/{call}".to_owned();
+            ApiError::invalid(StatusCode::NOT_FOUND, "not_found", message)
+        })
+        .layer(middleware::from_fn(reject_browsers))
+        .with_state(front)
+}
+
+/// Rejects requests of web pages: a page that an operator visits could otherwise drain nodes through the loopback
+/// address.
+async fn reject_browsers(request: Request, next: Next) -> Response {
+    if request.headers().contains_key(header::ORIGIN) {
+        let message = "the admin API rejects requests with the header origin".to_owned();
+        return ApiError::invalid(StatusCode::FORBIDDEN, "forbidden", message).into_response();
+    }
+    next.run(request).await
+}
+
+async fn list(State(front): State<Arc<Front>>) -> Response {
+    Json(json!({"nodes": front.nodes.list()})).into_response()
+}
+
+async fn forward(front: &Front, node: &str, call: AdminCall) -> Response {
+    match front.nodes.forward(node, call).await {
+        Ok(outcome) => Json(outcome).into_response(),
+        Err(error) => {
+            let (status, code) = match &error {
+                AdminError::UnknownNode { .. } => (StatusCode::NOT_FOUND, "unknown_node"),
+                AdminError::OlderRelease { .. } => (StatusCode::NOT_IMPLEMENTED, "older_release"),
+                AdminError::Failed { .. } => (StatusCode::BAD_GATEWAY, "node_failed"),
+            };
+            ApiError::invalid(status, code, error.to_string()).into_response()
+        }
+    }
+}

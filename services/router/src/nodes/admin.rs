@@ -1,0 +1,131 @@
+//! Calls of an operator to nodes.
+
+use std::time::Duration;
+
+use proto::v1::{ResetPrefixCacheRequest, SetDrainingRequest};
+use serde::Serialize;
+use tonic::{Code, Request, Status};
+
+use super::Nodes;
+
+/// Deadline of a call. The engine thread answers between two steps.
+const CALL_MAX: Duration = Duration::from_secs(10);
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum AdminCall {
+    /// Reject new attempts; those in flight finish.
+    Drain,
+    /// Accept attempts again.
+    Undrain,
+    /// Drop the cached blocks that no sequence uses.
+    ResetPrefixCache,
+}
+
+#[derive(Debug, thiserror::Error)]
+pub enum AdminError {
+    #[error("cannot find node {node:?}; expected one of: {known}")]
+    UnknownNode { node: String, known: String },
+    #[error("cannot call node {node}: it is of an older release without this call")]
+    OlderRelease { node: String },
+    #[error("cannot call node {node}: {reason}")]
+    Failed { node: String, reason: String },
+}
+
+/// A member as the router knows it.
+#[derive(Debug, Serialize)]
+pub struct NodeState {
+    /// `None` until the node has reported its record.
+    node: Option<String>,
+    role: &'static str,
+    grpc: String,
+    health: &'static str,
+    draining: bool,
+    model: Option<String>,
+    running: u32,
+    waiting: u32,
+}
+
+/// The outcome of a call.
+#[derive(Debug, Default, Serialize)]
+pub struct AdminOutcome {
+    node: String,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    attempts_in_flight: Option<u32>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    dropped_blocks: Option<u32>,
+}
+
+fn rejected(node: &str, status: Status) -> AdminError {
+    let node = node.to_owned();
+    match status.code() {
+        Code::Unimplemented => AdminError::OlderRelease { node },
+        _ => AdminError::Failed { node, reason: status.message().to_owned() },
+    }
+}
+
+impl Nodes {
+    /// Returns all members in the order of joining.
+    pub fn list(&self) -> Vec<NodeState> {
+        let directory = self.directory();
+        let state = |member: &cluster::Member| {
+            let (record, load) = (member.record(), member.load());
+            NodeState {
+                node: record.map(|record| record.node_id.to_string()),
+                role: member.address.role.as_str(),
+                grpc: member.address.grpc.clone(),
+                health: member.health.as_str(),
+                draining: load.draining,
+                model: record.map(|record| record.model.clone()),
+                running: load.running,
+                waiting: load.waiting,
+            }
+        };
+        directory.nodes().map(state).collect()
+    }
+
+    /// Forwards a call to the node with this id.
+    pub async fn forward(&self, node: &str, call: AdminCall) -> Result<AdminOutcome, AdminError> {
+        let (url, epoch) = self.find(node)?;
+        let failed = |reason| AdminError::Failed { node: node.to_owned(), reason };
+        let channel = self.channel(&url).map_err(|error| failed(error.to_string()))?;
+        let mut client = super::client(channel);
+        let node_epoch = epoch.to_vec().into();
+        let outcome = AdminOutcome { node: node.to_owned(), ..Default::default() };
+        let answer = async {
+            match call {
+                AdminCall::Drain | AdminCall::Undrain => {
+                    let draining = call == AdminCall::Drain;
+                    let request = SetDrainingRequest { node_epoch, draining };
+                    let reply = client.set_draining(Request::new(request)).await?.into_inner();
+                    Ok(AdminOutcome { attempts_in_flight: Some(reply.attempts), ..outcome })
+                }
+                AdminCall::ResetPrefixCache => {
+                    let request = ResetPrefixCacheRequest { node_epoch };
+                    let reply = client.reset_prefix_cache(Request::new(request)).await?;
+                    let dropped_blocks = Some(reply.into_inner().blocks);
+                    Ok(AdminOutcome { dropped_blocks, ..outcome })
+                }
+            }
+        };
+        let answer = tokio::time::timeout(CALL_MAX, answer).await;
+        match answer.map_err(|_| failed(format!("no answer within {CALL_MAX:?}")))? {
+            Ok(outcome) => Ok(outcome),
+            Err(status) => Err(rejected(node, status)),
+        }
+    }
+
+    /// Returns URL and epoch of the node with this id.
+    fn find(&self, node: &str) -> Result<(String, [u8; 16]), AdminError> {
+        let directory = self.directory();
+        let known = || directory.nodes().filter_map(|member| Some((member, member.record()?)));
+        match known().find(|(_, record)| record.node_id.as_str() == node) {
+            Some((member, record)) => Ok((member.address.grpc.clone(), record.epoch.to_bytes())),
+            None => {
+                let node = node.chars().take(100).collect();
+                let ids: Vec<_> = known().map(|(_, record)| record.node_id.to_string()).collect();
+                let known = if ids.is_empty() { "none".to_owned() } else { ids.join(", ") };
+                Err(AdminError::UnknownNode { node, known })
+            }
+        }
+    }
+}
