@@ -326,7 +326,7 @@ impl Process {
             }
             Input::Drain => {
                 self.is_draining = true;
-                self.core.handle_drain(now);
+                self.core.handle_draining(true, now);
             }
             Input::EndAll => self.core.handle_close(&CloseReason::DrainTimeout),
             Input::RankLost => self.core.executor_mut().lose_rank(),
