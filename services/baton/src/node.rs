@@ -113,7 +113,9 @@ mod tests {
                 "waiting": 0, "model": null, "grpc": "http://b:1"},
         ]});
         let lines = table(&answer);
-        let [head, first, second] = lines.lines().collect::<Vec<_>>()[..] else { panic!("{lines}") };
+        let [head, first, second] = lines.lines().collect::<Vec<_>>()[..] else {
+            panic!("{lines}")
+        };
         assert!(head.starts_with("NODE       ROLE     HEALTH  DRAINING"), "{lines}");
         assert!(first.starts_with("prefill-0  prefill  up      false"), "{lines}");
         assert!(second.starts_with("-          decode   down    false"), "{lines}");
