@@ -111,15 +111,15 @@ impl Shared {
     }
 
     /// Returns the job back if the queue is full.
-    fn submit(&self, job: MaskJob) -> Result<(), MaskJob> {
+    fn submit(&self, job: MaskJob) -> Option<MaskJob> {
         let mut queue = self.lock();
         if queue.waiting.iter().map(BinaryHeap::len).sum::<usize>() >= WAITING_MAX {
-            return Err(job);
+            return Some(job);
         }
         let due = Instant::now() + job.expected_time();
         queue.waiting[usize::from(is_slow(&job))].push(Reverse(Waiting { due, job }));
         self.changed.notify_one();
-        Ok(())
+        None
     }
 
     /// Discards the queued jobs. The threads end after their current job.
@@ -181,9 +181,9 @@ impl MaskWorkers {
         self.pending += 1;
         let rejected = match &self.pool {
             Some(pool) => pool.shared.submit(job),
-            None => Err(job),
+            None => Some(job),
         };
-        self.computed.extend(rejected.err().map(MaskJob::run));
+        self.computed.extend(rejected.map(MaskJob::run));
     }
 
     /// Returns the next result, if there is one.
