@@ -453,7 +453,7 @@ async fn operator_lists_drains_and_undrains_nodes_through_the_admin_port() {
     assert_eq!([of(1, "node"), of(1, "model")], ["decode-0", MODEL]);
 
     let drained = admin.post("/v1/nodes/prefill-0/drain", &json!({})).await;
-    assert_eq!(drained.json(), json!({"node": "prefill-0", "attempts_in_flight": 0}));
+    assert_eq!(drained.json(), json!({"node": "prefill-0", "attempts_in_flight": 3}));
     cluster.wait_nodes(0, 1).await;
     assert_eq!(admin.get("/v1/nodes").await.json()["nodes"][0]["draining"], true);
     assert_eq!(admin.post("/v1/nodes/prefill-0/undrain", &json!({})).await.status, 200);
