@@ -176,7 +176,7 @@ async fn router_finds_nodes_by_dns_and_forwards_calls_of_the_operator() -> Resul
         ("BATON_ROUTER_DRAIN_DELAY", "0s".to_owned()),
         ("BATON_CLUSTER_DECODE", format!("dns:localhost:{port}")),
         // The node has another role, and no host has this name.
-        ("BATON_CLUSTER_PREFILL", format!("dns:localhost:{port},dns:no-such-host.invalid:1")),
+        ("BATON_CLUSTER_PREFILL", format!("dns:127.0.0.1:{port},dns:no-such-host.invalid:1")),
     ];
     let settings = settings.map(|(name, value)| (name.to_owned(), value)).into();
     let mut router = Service::start(folder.path(), "dns", "baton-router", &settings)?;
