@@ -8,7 +8,7 @@ use std::{
 
 use crate::settings::SettingsError;
 
-/// Where Linux mounts the control groups.
+/// Mount point of the control groups.
 const MOUNT: &str = "/sys/fs/cgroup";
 /// The control groups of this process.
 const OWN: &str = "/proc/self/cgroup";

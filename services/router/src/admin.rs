@@ -1,4 +1,4 @@
-//! The operator's API on `router.admin`: lists the nodes and forwards calls to them over gRPC.
+//! The operator's API on `router.admin`: lists the nodes and proxies calls to them over gRPC.
 
 use std::sync::Arc;
 

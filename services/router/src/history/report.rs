@@ -9,7 +9,7 @@ use serde::Serialize;
 use super::{Account, AttemptAccount, Considered};
 use crate::request_core::{AttemptStats, NodeStats};
 
-/// What the router knows about one request. An absent number is unknown.
+/// The router's knowledge of one request. An absent number is unknown.
 #[derive(Debug, Serialize)]
 pub struct Report {
     pub request_id: String,
