@@ -53,7 +53,7 @@ bench: build ## Engine speed on this machine, as a table.
 	test -e "$(MODEL)" || $(BIN)/baton model fetch $(MODEL)
 	$(BIN)/baton bench engine --model $(MODEL)
 
-docs: model ## Write the lists of settings and metrics, and the schema of the chart's values, anew.
+docs: model ## Regenerate the lists of settings and metrics, the dashboards, and the schema of the chart's values.
 	$(CARGO) build --locked --workspace --bins
 	BATON_WRITE_DOCS=1 $(CARGO) test --locked -p integration-tests --test docs
 	deploy/dashboards.py helm/baton/files/dashboards
@@ -82,7 +82,7 @@ k8s: ## A shell in a Kubernetes cluster of one node that exists only for this sh
 	@deploy/k8s/cluster.py
 
 .PHONY: test-k8s
-test-k8s: image image-etcd ## Install the Helm chart in such a cluster, disturb it under load, print a table.
+test-k8s: image image-etcd ## Install the Helm chart in such a cluster, upgrade, scale and delete pods under load.
 	$(BIN)/baton model fetch smollm2-135m
 	@deploy/k8s/tools.sh
 	deploy/k8s/cluster.py deploy/k8s/test.py
