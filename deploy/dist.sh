@@ -19,7 +19,7 @@ for program in baton baton-router baton-prefill-node baton-decode-node; do
 done
 cp LICENSE "$out/$folder"
 python3 deploy/licenses.py >"$out/$folder/THIRD-PARTY"
-# The oldest C library with which the binaries start names the wheel.
+# The wheel's tag contains the oldest glibc with which the binaries start.
 glibc=$(objdump -T "$out/$folder"/baton* | grep -oE 'GLIBC_2\.[0-9]+' | sort -uV | tail -1 | cut -d. -f2)
 
 time=$(git log -1 --format=%ct)

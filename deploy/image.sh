@@ -82,7 +82,7 @@ archive=$out/$kind.tar
 rm -f "$archive"
 command -v buildah >/dev/null || command -v podman >/dev/null || command -v docker >/dev/null || deploy/deps.sh buildah
 if tool=$(command -v buildah || command -v podman); then
-    # A store of its own: it works without overlay mounts, and the user's store stays as it is.
+    # A separate store works without overlay mounts and does not change the user's store.
     store=(--storage-driver vfs --root "$work/store" --runroot "$work/run")
     "$tool" "${store[@]}" build --quiet --isolation chroot --timestamp "$time" "${options[@]}" "$work" >/dev/null
     "$tool" "${store[@]}" push --quiet "$name" "oci-archive:$archive:$name"

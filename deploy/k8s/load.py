@@ -69,7 +69,7 @@ class Load:
         try:
             times = stream(connection, self.model, *self.runs[index % len(self.runs)])
         except Exception as error:
-            # The next request of this stream connects anew.
+            # The next request of this stream reconnects.
             connection.close()
             with self.lock:
                 self.failures.append(f"{type(error).__name__} after {time.monotonic() - start:.1f} s: {error}"[:300])

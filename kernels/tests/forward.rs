@@ -179,7 +179,7 @@ fn check_chunks(format: WeightFormat, thread_counts: &[usize]) {
                 let mut model = Model::new(format, isa, threads).unwrap();
                 let (mut got, mut first) = (Vec::new(), 0);
                 for piece in tokens.chunks(chunk) {
-                    // Neighbours on both sides, which start anew in every step.
+                    // Neighbours on both sides, which restart in every step.
                     let (a, b) = (prompt(2, 3), prompt(3, 17));
                     let logits = model.forward(&[
                         (0, &a, &table(1)),

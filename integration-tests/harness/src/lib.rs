@@ -3,7 +3,7 @@
 //! A test can find out only when it runs that this machine lacks something, for example a second GPU. Such
 //! a test calls [`skip`], and the program reports the test as ignored, with the reason. A test can also
 //! start this program again as a helper process ([`helper`]): a peer node, a rank. Helpers are listed
-//! beside the tests and are not counted as tests.
+//! with the tests but are not counted as tests.
 //!
 //! ```ignore
 //! fn main() -> std::process::ExitCode {

@@ -1,7 +1,7 @@
 //! Backend that runs on every CPU.
 //!
-//! Each operation is one file or folder with its plain f32 `reference` beside the fast code, which is
-//! chosen at run time ([`Isa`]). The backend guarantees:
+//! Each operation is one file or folder with a plain f32 `reference` and the fast code, which is chosen at run time
+//! ([`Isa`]). The backend guarantees:
 //! * at every level and in every format a row's result does not depend on the other rows, on the thread
 //!   count, or on prefill chunk boundaries;
 //! * levels that have a fused multiply-add (all but `Portable` on machines without FMA) are bit-equal to

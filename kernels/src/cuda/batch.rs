@@ -53,7 +53,7 @@ pub struct BatchLimits {
 /// Words of a plan for the prompt tokens of admitted sequences, beyond the minimum.
 const PLAN_WORDS: usize = 1 << 16;
 
-/// GPU memory of the batch. The addresses in `pool`, `step` and `kv` point into the ranges beside them.
+/// GPU memory of the batch. The addresses in `pool`, `step` and `kv` point into the other fields' memory.
 #[derive(Debug)]
 pub(super) struct BatchMemory {
     pub kv: ffi::Kv,

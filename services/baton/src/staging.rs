@@ -1,4 +1,4 @@
-//! Staging folder `.baton-fetch-*` of a download, beside the model's final folder.
+//! Staging folder `.baton-fetch-*` of a download, next to the model's final folder.
 //!
 //! The downloading process locks the folder and deletes it at its end. When the process is killed the kernel releases
 //! the lock, and the next download deletes unlocked folders.

@@ -16,7 +16,7 @@ fn output(command: &mut Command) -> Output {
     let deadline = Instant::now() + WITHIN;
     while child.try_wait().unwrap().is_none() {
         if Instant::now() > deadline {
-            // Its exit status is not success.
+            // The caller sees the failure in the exit status.
             child.kill().unwrap();
             break;
         }

@@ -487,7 +487,7 @@ mod tests {
 
     #[test]
     fn a_gpu_step_is_bounded_by_the_memory_beside_a_set_kv_cache() {
-        // 110 GiB of memory beside the weights.
+        // The weights leave 110 GiB of memory.
         let derived = |mib: u64| {
             let set = SetValues { kv_bytes: Some(110 * GIB - mib * MIB), ..SetValues::default() };
             derive(&with(H200, set), None)

@@ -80,7 +80,7 @@ impl Compiler {
     pub fn check(&self, grammar: &Grammar) -> Result<(), GrammarError> {
         Self::check_first_mask(self.compile(grammar)?)?;
         match grammar {
-            // A call starts with the same bytes whatever its arguments are.
+            // The first bitmask of the whole grammar does not reach the arguments, so check each tool alone.
             Grammar::ToolCalls(calls) => self.compile_each_tool(calls, Self::check_first_mask),
             Grammar::JsonSchema(_) | Grammar::Regex(_) => Ok(()),
         }

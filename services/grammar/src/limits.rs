@@ -83,7 +83,7 @@ pub(crate) fn parser_limits() -> ParserLimits {
         step_lexer_fuel: 50_000,
         // Up to 10 ms; 1,000 optional properties take 12,000.
         step_max_items: 20_000,
-        // Four of each optional property.
+        // An optional property takes four items.
         max_items_in_row: 5_000,
         initial_lexer_fuel: LEXER_FUEL,
         max_grammar_size: 100_000,

@@ -34,7 +34,7 @@ pub struct CallSyntax {
     pub before_name: String,
     pub before_arguments: String,
     pub behind_arguments: String,
-    /// Between two calls.
+    /// Text between two calls.
     pub between: String,
 }
 
@@ -62,8 +62,8 @@ pub enum Otherwise {
     Answer {
         /// A schema or an expression, not [`ToolCalls`].
         grammar: Box<Grammar>,
-        /// The literal that starts a call in text. Output that matches a regular expression must not
-        /// contain it, unless it is empty. JSON may contain it.
+        /// The literal that starts a call in text; may be empty. Output of a regular expression must not contain a mark
+        /// that is not empty. JSON output may contain the mark.
         mark: String,
     },
 }

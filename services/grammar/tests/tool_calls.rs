@@ -229,7 +229,7 @@ fn an_answer_may_match_a_schema_instead() {
     check(&calls(hermes(), false, regex), &[PARIS, "yes", "no"], &["y"], &["yesno", "maybe"]);
 }
 
-/// The text of such an answer is searched for calls, too.
+/// The router searches a regex answer for calls too.
 #[test]
 fn a_call_inside_a_regex_answer_must_match_its_schema() {
     let wrong = PARIS.replace("Paris", "Rome");
@@ -253,8 +253,8 @@ fn a_call_inside_a_regex_answer_must_match_its_schema() {
     check(&json, &["[\"<tool_call> is text here\"]"], &[], &[]);
 }
 
-/// A single function with such arguments is rejected at once. Among several functions the model would get
-/// stuck after its choice.
+/// The check compiles each function alone. Otherwise the model could choose a function whose arguments it can never
+/// complete.
 #[test]
 fn unsatisfiable_argument_schemas_are_rejected_with_their_function() {
     let short = json!({"type": "string", "pattern": "^a$", "minLength": 5});

@@ -250,7 +250,7 @@ impl Location {
     }
 }
 
-/// Reads `config.json` and, if it exists, `generation_config.json` beside it.
+/// Reads `config.json` and, if it exists, `generation_config.json` in the same folder.
 fn read_config(path: &Path) -> Result<ModelConfig, ModelError> {
     let config = read_json(path)?;
     let generation_path = path.with_file_name("generation_config.json");

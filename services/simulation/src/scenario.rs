@@ -1,4 +1,4 @@
-//! The scenario that a seed stands for: nodes, network, requests and faults.
+//! The scenario of a seed: nodes, network, requests and faults.
 
 use std::{sync::Arc, time::Duration};
 
@@ -290,7 +290,7 @@ fn is_survived(fault: &Fault, nodes: &[NodePlan]) -> bool {
     }
 }
 
-/// Returns whether the fault leaves decode nodes alone, and the router's connections to them.
+/// Returns whether the fault affects neither decode nodes nor the router's connections to decode nodes.
 fn spares_decode_nodes(fault: &Fault, nodes: &[NodePlan]) -> bool {
     match *fault {
         Fault::Kill { host, .. }

@@ -180,7 +180,7 @@ fn two_equal_pairs_share_a_steady_load() {
             assert!(decode.0.abs_diff(decode.1) < 80, "seed {seed}, mean {mean} ms: {counts:?}");
             let prefill = (counts[&0], counts[&1]);
             assert!(prefill.0.abs_diff(prefill.1) < 80, "seed {seed}, mean {mean} ms: {counts:?}");
-            // A load that changes its place in waves would leave one node idle for a while.
+            // Herding (many consecutive requests to one node) would leave the other node idle for a while.
             let longest_run = picks.chunk_by(|a, b| a.decode == b.decode).map(<[_]>::len).max();
             assert!(longest_run <= Some(12), "seed {seed}, mean {mean} ms: {longest_run:?}");
         }

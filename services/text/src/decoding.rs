@@ -15,9 +15,9 @@ pub(crate) enum Decoding {
         replacements: Vec<(String, String)>,
         /// Whether `<0x41>` is the byte 0x41.
         byte_fallback: bool,
-        /// Number of these characters that are dropped from the start of a text.
+        /// Character, and how many of it are dropped from the start of a text.
         strip_start: Option<(char, usize)>,
-        /// Whether added tokens represent their own text in any case.
+        /// Whether added tokens represent their text unchanged, without replacements.
         keeps_added: bool,
     },
 }

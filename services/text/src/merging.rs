@@ -17,8 +17,8 @@ pub(crate) struct Symbol {
     next: u32,
 }
 
-/// A merge of the symbol at `left` with its right neighbour. The greatest has the highest priority, then is the
-/// leftmost.
+/// A merge of the symbol at `left` with its right neighbour. Ordered by priority; at equal priority the leftmost is
+/// the greatest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Candidate {
     priority: u32,

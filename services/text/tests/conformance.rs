@@ -31,9 +31,8 @@ fn fetched(name: &str) -> PathBuf {
     path
 }
 
-/// Returns the texts and ids of the test vectors that `llama.cpp` keeps beside a vocabulary. File `.inp`
-/// has the texts with separator lines between them. File `.out` has one line of ids per text, without BOS
-/// and EOS.
+/// Returns the texts and ids of llama.cpp's test vectors for a vocabulary. File `.inp` has the texts with separator
+/// lines between them. File `.out` has one line of ids per text, without BOS and EOS.
 fn vectors(vocabulary: &Path) -> Vec<(String, Vec<u32>)> {
     let read = |ending: &str| {
         let path = format!("{}.{ending}", vocabulary.display());

@@ -113,7 +113,7 @@ pub struct EngineArgs {
 #[derive(Clone, Debug, PartialEq)]
 pub struct EngineVariant {
     pub isa: Isa,
-    /// `--dtype` sets the weights' format.
+    /// Its weight format is ignored: `--dtype` sets the format.
     pub cuda: CudaOptions,
     /// The scheduling thread polls while a GPU step runs.
     pub poll: bool,
@@ -200,7 +200,7 @@ pub fn run(args: EngineArgs) -> Result<()> {
             let reads_alone = what == "decode" && batch == 1;
             for number in 1..=args.runs {
                 if let (true, Some(read_stream)) = (reads_alone, &mut read_stream) {
-                    // Alternate, because other processes of the machine come and go.
+                    // Measure the bandwidth before each run, because the load of other processes changes.
                     read_stream.measure();
                 }
                 let run = bench.run(batch, prompt_tokens, max_tokens)?;
@@ -353,7 +353,7 @@ impl Bench {
         for id in self.next_id + 1 - u128::from(batch)..=self.next_id {
             self.engine.handle(Input::Abort { id: SequenceId(id) }, &mut actions);
         }
-        // A node takes them regularly, too.
+        // Drop the cache changes, which a node would send to the routers.
         drop(self.engine.scheduler_mut().take_cache_changes());
         // Steps still in flight belong to this run.
         while self.engine.steps_in_flight() > 0 {

@@ -184,7 +184,7 @@ impl PeerSender {
 }
 
 /// Returns the first address that accepts a connection, else the first address. libzmq connects to
-/// one address only, and a name may have unusable ones (IPv6 beside IPv4). A single address is not
+/// one address only, and a name may have unusable ones (IPv6 as well as IPv4). A single address is not
 /// probed.
 fn first_reachable(addresses: &[SocketAddr]) -> SocketAddr {
     let answers =

@@ -8,7 +8,7 @@ use std::{
 
 use crate::Random;
 
-/// A late datagram arrives within this time: after every lease of its sender and its receiver.
+/// Maximum delay of a late datagram: longer than every lease of its sender and its receiver.
 const LATE_MAX: Duration = Duration::from_secs(6);
 
 /// Faults that the network applies to messages. Probabilities are in percent.
@@ -74,7 +74,7 @@ impl<N: Copy + Ord> Network<N> {
         delays
     }
 
-    /// Flips a bit of `word`, or not. Returns whether a bit was flipped.
+    /// Flips a bit of `word` with the probability of corruption. Returns whether a bit was flipped.
     pub fn corrupt(&mut self, word: &mut u64) -> bool {
         let corrupts = self.random.chance(self.faults.corruption);
         if corrupts {
@@ -83,7 +83,7 @@ impl<N: Copy + Ord> Network<N> {
         corrupts
     }
 
-    /// Returns false when a partition between the two was there already.
+    /// Partitions two endpoints. Returns false if they were partitioned already.
     pub fn cut(&mut self, a: N, b: N) -> bool {
         self.partitions.insert((a.min(b), a.max(b)))
     }

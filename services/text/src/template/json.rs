@@ -1,5 +1,5 @@
 //! The `tojson` filter as `transformers` defines it: Python's `json.dumps` without ASCII escapes.
-//! Models are trained on its spaces, so they matter.
+//! The spaces matter, because models are trained on this format.
 
 use std::fmt::Write;
 

@@ -7,8 +7,8 @@ use kernels::{
     cpu::{CpuBackend, CpuBuffer},
 };
 
-/// Benchmark that reads as many bytes as the weights have, with all threads, as decoding does. The CPU caches help both
-/// equally.
+/// Benchmark that reads as many bytes as the weights have, with all threads, as decoding does. So CPU caches help the
+/// benchmark as much as decoding.
 pub(super) struct ReadStream {
     /// Huge pages, as for weights.
     memory: CpuBuffer,

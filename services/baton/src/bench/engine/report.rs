@@ -52,7 +52,7 @@ pub(super) struct Row {
     pub(super) tokens_each: u32,
     pub(super) tokens_per_s_median: f64,
     pub(super) tokens_per_s_all: Vec<f64>,
-    /// Fraction of the read bandwidth, of decode at batch 1.
+    /// Decode at batch 1 only: fraction of the read bandwidth.
     pub(super) share_of_weight_read: Option<f64>,
     /// Prefill only: medians of the time to the first token of the first sequence and of the last one.
     pub(super) ttft_ms: Option<[f64; 2]>,

@@ -11,7 +11,7 @@ use super::length::Length;
 /// From the trace of eight-turn jobs that LMCache's report on agent workloads describes.
 const AGENT_ANSWER: u32 = 20;
 const AGENT_TOOL_OUTPUTS: [u32; 7] = [1640, 1510, 2455, 1335, 2730, 1930, 775];
-/// Tokens of the instructions and tool descriptions at the begin of a job.
+/// Tokens of the instructions and tool descriptions at the beginning of a job.
 const AGENT_INSTRUCTIONS: u32 = 512;
 const AGENT_TOOL_SECONDS: f64 = 0.5;
 

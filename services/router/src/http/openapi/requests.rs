@@ -271,8 +271,8 @@ struct TokenizeRequest {
     messages: Option<Vec<Message>>,
     /// Show each token's text.
     return_token_strs: Option<bool>,
-    /// Add the model's special tokens; the default is true. Chat templates add their own: only false beside
-    /// messages.
+    /// Add the model's special tokens; the default is true. With `messages` only false is allowed, because chat
+    /// templates add them.
     add_special_tokens: Option<bool>,
 }
 

@@ -1,4 +1,4 @@
-//! Smaller files beside `tokenizer.json`, with the keys that are used here.
+//! The configuration files of a Hugging Face folder, with the keys that this crate reads.
 
 use serde::Deserialize;
 
