@@ -9,7 +9,7 @@
 //! * [`cuda`] is the backend for GPUs; its libraries are loaded on first use.
 //! * [`shared`] is memory shared by the processes of one node.
 //!
-//! Other crates have the models (`model`), scheduling (`engine`) and KV transfer (`kv-transfer`).
+//! Models (`model`), scheduling (`engine`) and KV transfer (`kv-transfer`) are separate crates.
 
 pub mod arena;
 pub mod backend;

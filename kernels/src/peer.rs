@@ -1,8 +1,8 @@
 //! KV transfer between processes of one host without passing through host memory.
 //!
-//! With [`PeerMemory`] one process exports its blocks as bytes. Another process imports them and copies blocks
-//! into its own. The destination blocks stay borrowed until the copy is complete. The exporter must keep the
-//! source blocks unchanged; copying a block that changes gives garbage, but no fault.
+//! With [`PeerMemory`] one process exports handles of its blocks. Another process imports the handles and
+//! copies blocks into its own. The destination blocks stay borrowed until the copy is complete. The exporter
+//! must keep the source blocks unchanged; copying a block that changes gives garbage, but no fault.
 //!
 //! With [`PeerChannels`] both processes create a channel and move blocks through it together.
 
@@ -18,7 +18,7 @@ pub const EXPORT_BYTES_MAX: usize = 4096;
 
 /// Blocks that other processes of this host can map. Errors are text for logs.
 pub trait PeerMemory: Send + Sync {
-    /// Returns what another process needs to read these blocks, at most [`EXPORT_BYTES_MAX`] bytes.
+    /// Returns the handles by which another process reads these blocks, at most [`EXPORT_BYTES_MAX`] bytes.
     fn export(&self) -> Result<Vec<u8>, String>;
 
     /// Maps the exporting process's blocks, which must have the size of our blocks.
@@ -46,7 +46,7 @@ pub trait Moving<B>: Send {
     fn finish(self: Box<Self>) -> Result<Vec<B>, String>;
 }
 
-/// The end of a channel.
+/// Side of a channel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum End {
     Sender,

@@ -1,6 +1,6 @@
 //! Sampling rules.
 //!
-//! The rules are the same on every device, to the tie-break: the lowest token id wins among equals. Random
+//! The rules are the same on every device, tie-breaks included: the lowest token id wins among equals. Random
 //! numbers come from a counter: each candidate's draw depends on (seed, output index, token id) only, so
 //! batches, chunks, retries and ranks see equal draws wherever logits are equal.
 

@@ -1,15 +1,16 @@
 //! Memory that several processes of one node share.
 //!
 //! A [`SharedRegion`] is a named file in `/dev/shm`, mapped whole. Its memory is reserved at creation: when
-//! memory is short, creation fails with one line instead of ending a process with `SIGBUS` at a later
-//! write. The file name carries the epoch and the process id of the owner. The owner holds a lock on the
-//! file as long as it lives, and the system drops the lock however the owner ends. So a file without a lock
-//! has no owner, and [`sweep`] removes it. (A process id alone is not enough: containers that share
-//! `/dev/shm` do not see each other's processes.) The owner unlinks the file once all processes have opened
-//! it, at the latest when it ends; mappings outlive the unlink.
+//! memory is short, creation returns an error, and no process ends with `SIGBUS` at a later write. The file
+//! name carries the epoch and the process id of the owner. The owner holds a lock on the file as long as it
+//! lives, and the system drops the lock however the owner ends. So a file without a lock has no owner, and
+//! [`sweep`] removes it. (A process id alone is not enough: containers that share `/dev/shm` do not see each
+//! other's processes.) The owner unlinks the file once all processes have opened it, at the latest when it
+//! ends; mappings outlive the unlink.
 //!
 //! Code accesses a region through [`Atomics`], which are safe whatever another process does, or through a
-//! pointer whose user proves more. [`futex`] lets processes wait for one of the words.
+//! pointer whose user coordinates with the other processes. [`futex`] lets processes wait for one of the
+//! words.
 
 pub mod futex;
 

@@ -28,8 +28,8 @@ impl BlockSlices {
         Self { layout: layout.with_heads(layout.kv_head_count * slices.len()), slices }
     }
 
-    /// Calls `copy(offset in the whole block, offset in the slice, bytes)` for every contiguous range
-    /// that the slice has of a whole block.
+    /// Calls `copy(offset in the whole block, offset in the slice, bytes)` for every contiguous range of a
+    /// whole block that the slice holds.
     fn ranges(&self, slice: usize, mut copy: impl FnMut(usize, usize, usize)) {
         let own = self.slices[slice].layout();
         let element_bytes = own.dtype.bytes();

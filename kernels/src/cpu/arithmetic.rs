@@ -63,7 +63,7 @@ pub(crate) fn exp(x: f32) -> f32 {
 /// Returns `x · sigmoid(x)`.
 #[inline(always)]
 pub(crate) fn silu(x: f32) -> f32 {
-    // Uses whichever of e^x and e^-x is at most 1, so that nothing overflows.
+    // Uses e^-|x|, which is at most 1 and cannot overflow.
     let small = exp(-x.abs());
     let numerator = if x < 0.0 { x * small } else { x };
     numerator / (1.0 + small)

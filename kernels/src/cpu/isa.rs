@@ -4,8 +4,8 @@ use std::fmt;
 #[cfg(target_arch = "x86_64")]
 use std::sync::OnceLock;
 
-/// Instruction set that a backend uses. Except `Auto`, each value is exact: a backend runs this code or its
-/// creation fails.
+/// Instruction set that a backend uses. Except for `Auto`, a backend runs code for exactly this instruction
+/// set, or its creation fails.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Isa {
     /// Fastest instruction set of this machine.

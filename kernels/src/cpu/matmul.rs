@@ -68,7 +68,7 @@ struct Target {
 }
 
 impl Target {
-    /// Returns the address of an element, which may be outside.
+    /// Returns the address of an element, which may be outside the results.
     #[inline(always)]
     fn at(&self, row: usize, column: usize) -> *mut f32 {
         self.start.wrapping_add(row * self.stride + column)
@@ -225,10 +225,11 @@ impl Kernel {
             (Level::Avx2, WeightFormat::Bf16) => avx2(RowFormat::Rounded),
             (_, WeightFormat::F32) => avx512(RowFormat::F32),
             (Level::Avx512, WeightFormat::Bf16) => avx512(RowFormat::Rounded),
-            // A single row is faster without AMX tiles. It uses their order of additions.
+            // A single row is faster without AMX tiles, but adds in the order of the tiles.
             (Level::Amx, WeightFormat::Bf16) => avx512(RowFormat::Stepped),
             (Level::Avx512Bf16, WeightFormat::Bf16) => avx512(RowFormat::Pairs),
-            // This kernel has no level of its own, because its bits equal the others'.
+            // VNNI is not a level of its own, because this kernel gives the same bits as the other q8
+            // kernels.
             (Level::Avx512 | Level::Avx512Bf16 | Level::Amx, WeightFormat::Q8)
                 if std::arch::is_x86_feature_detected!("avx512vnni") =>
             {

@@ -54,7 +54,7 @@ pub(crate) fn add_rms_norm(
 }
 
 per_level! {
-    /// Normalizes the rows of `x` that `out` has room for.
+    /// Normalizes as many rows of `x` as `out` has.
     fn norm_rows(x: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) {
         let width = weight.len();
         for (x, out) in x.chunks_exact(width).zip(out.chunks_exact_mut(width)) {
@@ -64,7 +64,7 @@ per_level! {
 }
 
 per_level! {
-    /// Adds and normalizes the rows that `out` has room for.
+    /// Adds and normalizes as many rows as `out` has.
     fn add_and_norm_rows(
         residual: &mut [f32],
         x: &[f32],

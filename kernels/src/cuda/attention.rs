@@ -248,7 +248,7 @@ impl Decode {
         stream: &Stream<Compute>,
         sms: i32,
     ) -> Result<Self, CudaError> {
-        // SAFETY: the function of four numbers grows with each of them.
+        // SAFETY: the function only computes a size from four numbers. The size grows with each of them.
         let partial = unsafe {
             (library.functions().baton_decode_attention_workspace)(
                 sms,

@@ -80,7 +80,8 @@ pub struct StepInput<'a> {
     pub rows_min: u32,
     /// Draft tokens that a decode step verifies.
     pub drafts: Option<Drafts>,
-    /// Draft tokens of slots for which the device looks for none. Only a step with `drafts` has them.
+    /// Draft tokens from the host, for slots in which the device does not look for an earlier occurrence.
+    /// Only a step with `drafts` has them.
     pub known_drafts: &'a [KnownDrafts<'a>],
 }
 
@@ -418,8 +419,8 @@ impl DeviceBatch {
     }
 
     /// Supplies the bitmasks of constrained samples, before the step is sampled. `masks` has the index of
-    /// each constrained sample, ascending. A sample without a bitmask is withdrawn: the position of its slot
-    /// is decremented, or the samples of its slot end with the sample before.
+    /// each constrained sample, ascending. A sample without a bitmask is withdrawn: its slot goes back by one
+    /// position or, in a step that verifies draft tokens, keeps only the samples before it.
     ///
     /// # Errors
     /// When a sample is not one of the step's, or after a GPU error.

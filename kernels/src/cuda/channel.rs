@@ -169,7 +169,8 @@ impl CtaShare {
 }
 
 impl NcclChannels {
-    /// `parts` hold the heads of `blocks`, in order of rank: one part for a single rank or a node without ranks.
+    /// Creates the factory. `parts` hold the heads of `blocks`, in order of rank: one part for a single rank or
+    /// a node without ranks.
     pub(super) fn new(blocks: Arc<dyn RemoteBlocks>, parts: Vec<Arc<DeviceKv>>) -> Self {
         let parts = parts.into_iter().map(|part| (part, Arc::default())).collect();
         Self { blocks, parts, nccl: Mutex::default() }

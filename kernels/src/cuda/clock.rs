@@ -48,8 +48,8 @@ impl DeviceClock {
     }
 
     /// Returns the host times of two completed events, `begin` and `end`. The work cannot have begun before
-    /// `launched_at` or ended after `seen_at`; these bounds correct clock drift. `end` may be swapped for
-    /// another event.
+    /// `launched_at` or ended after `seen_at`; these bounds correct clock drift. `end` may become the new
+    /// reference event; the caller then gets the old one.
     pub fn span(
         &mut self,
         begin: &Event,

@@ -250,8 +250,8 @@ impl Gemm {
 
 /// Algorithms timed per shape.
 const CANDIDATES: usize = 8;
-/// GEMMs between two timing events, to hide the launch latency. A GEMM of more rows hides the latency
-/// alone.
+/// GEMMs between two timing events, to hide the launch latency. With more rows than `LAUNCHES_ROWS_MAX`, one
+/// GEMM is long enough to hide it.
 const LAUNCHES: usize = 3;
 const LAUNCHES_ROWS_MAX: usize = 512;
 

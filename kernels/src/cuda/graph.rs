@@ -23,8 +23,9 @@ pub struct Graph {
 unsafe impl Send for Graph {}
 
 impl Graph {
-    /// Captures what `work` enqueues on `stream`, without running it. `work` must not wait for an event of
-    /// another stream, copy host memory, or load a kernel: run `work` once before the capture.
+    /// Captures the operations that `work` enqueues on `stream`, without running them. `work` must not wait
+    /// for an event of another stream, copy host memory, or load a kernel: run `work` once before the
+    /// capture.
     pub fn capture(
         stream: &Stream<Compute>,
         work: impl FnOnce() -> Result<(), CudaError>,

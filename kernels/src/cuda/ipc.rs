@@ -188,12 +188,12 @@ pub struct IpcMemory {
 }
 
 impl IpcMemory {
-    /// Creates the memory of a single rank, or of a node without ranks.
+    /// Exports the blocks of a single rank, or of a node without ranks.
     pub fn new(kv: Arc<DeviceKv>) -> Self {
         Self { blocks: kv.clone(), parts: vec![kv] }
     }
 
-    /// Creates the memory of blocks whose heads are split over these parts, in rank order.
+    /// Exports blocks whose heads are sharded over these parts, in rank order.
     pub(super) fn of_parts(blocks: Arc<dyn RemoteBlocks>, parts: Vec<Arc<DeviceKv>>) -> Self {
         Self { blocks, parts }
     }
@@ -228,7 +228,7 @@ impl IpcMemory {
         })
     }
 
-    /// Maps what one of our parts receives from all peer parts.
+    /// Maps the heads that one of our parts receives from all peer parts.
     fn end(&self, export: &Export, rank: usize) -> Result<ReceivingEnd, String> {
         let (layout, kv) = (self.blocks.layout(), &self.parts[rank]);
         let (ours, theirs) = (self.parts.len(), export.parts.len());

@@ -94,7 +94,8 @@ impl KernelLibrary {
         }
     }
 
-    /// Begins a profiler range of this thread, with a number; it ends when it is dropped.
+    /// Begins a profiler range of this thread, with a number. The range ends when the returned value is
+    /// dropped.
     pub fn range(self: &Arc<Self>, name: &'static CStr, number: u64) -> TimeRange {
         // SAFETY: the name ends with a zero and is copied.
         unsafe { (self.functions.baton_range_push)(name.as_ptr(), number) };

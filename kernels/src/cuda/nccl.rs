@@ -49,8 +49,8 @@ fn environment_is_ours(found: Option<&OsStr>) -> Result<(), NcclError> {
 }
 
 /// Sets [`NCCL_ENVIRONMENT`] in this process, and with `has_queues` the number of hardware queues unless it is set
-/// already. Call it before other threads start, because they might read the environment; with other threads it only
-/// checks.
+/// already. Call it before other threads start, because they might read the environment. If other threads run, the
+/// function only checks the environment.
 pub fn set_nccl_environment(has_queues: bool) -> Result<(), NcclError> {
     let (name, value) = NCCL_ENVIRONMENT;
     let checked = environment_is_ours(env::var_os(name).as_deref());
@@ -68,7 +68,7 @@ pub fn set_nccl_environment(has_queues: bool) -> Result<(), NcclError> {
     Ok(())
 }
 
-/// 21809 is 2.18.9.
+/// Version in NCCL's encoding: 21809 is 2.18.9.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct NcclVersion(pub i32);
 
@@ -198,7 +198,7 @@ pub struct Nccl {
 }
 
 impl Nccl {
-    /// Opens the file, or without a path the one that the system's loader finds. Needs no GPU. Needs
+    /// Opens the file, or without a path the library that the system's loader finds. Needs no GPU. Needs
     /// [`NCCL_ENVIRONMENT`], because NCCL reads that setting from the environment only.
     pub fn open(file: Option<&Path>) -> Result<Arc<Self>, NcclError> {
         let library = open_first(file)?;
@@ -228,7 +228,7 @@ impl Nccl {
         // SAFETY: the version was checked, so the signatures are those above; the library is kept open below.
         let functions = unsafe { Functions::load(&library) }
             .map_err(|error| no_nccl(Some(path.clone()), words(&error)))?;
-        // Checked before the first call that reads it.
+        // Checked before the first call that reads the environment.
         environment_is_ours(env::var_os(NCCL_ENVIRONMENT.0).as_deref())?;
         Ok(Arc::new(Self { path, version, functions, _library: library }))
     }

@@ -72,7 +72,7 @@ struct Write {
 }
 
 /// Encodes the plans of one step, to be applied in order. The last plan has the sequences; the plans before
-/// the last hold what did not fit into `words_max` words.
+/// the last hold the writes that did not fit into `words_max` words.
 pub(super) fn encode(
     step_id: u32,
     admissions: &[Admission<'_>],

@@ -35,7 +35,7 @@ const PAUSE: Duration = Duration::from_micros(50);
 pub(super) struct Operation {
     /// Indices into the chunk's blocks.
     pub blocks: Indices<usize>,
-    /// Otherwise the blocks are contiguous on both sides.
+    /// Whether the blocks go through a slot. Otherwise they are contiguous on both sides.
     pub is_staged: bool,
 }
 
@@ -77,7 +77,7 @@ pub(super) fn operations(runs: &[u32], slot_blocks: usize, direct_min: usize) ->
 }
 
 /// Slots and the stream of their copies. A staging outlives its channel and serves the next one: freeing its memory
-/// would wait for whatever is stuck on the GPU.
+/// would wait for an operation that is stuck on the GPU.
 #[derive(Debug)]
 pub(super) struct Staging {
     memory: Range,

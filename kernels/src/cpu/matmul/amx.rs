@@ -3,11 +3,10 @@
 //! Panels have the layout of the second operand: a row of a B tile is 16 pairs, half a group of a panel.
 //! Rows of the left side are packed into A tiles of 16 rows × 32 inputs. A pass fills four accumulator
 //! tiles: up to 32 rows of one panel, or up to 16 rows of two panels, whose two memory streams are faster
-//! than one. Accumulation runs over the inputs in order, pair by pair, for each row alone: the result does
-//! not depend on the batch.
-//! Within a step of 32 inputs the even and the odd inputs are accumulated separately, and denormals are
-//! flushed, so the result differs from the reference by rounding. `avx512.rs` uses the same order for a
-//! single row.
+//! than one. Accumulation runs over the inputs in order, pair by pair, separately for each row: the result
+//! does not depend on the batch. Within a step of 32 inputs the even and the odd inputs are accumulated
+//! separately, and denormals are flushed, so the result differs from the reference by rounding. `avx512.rs`
+//! uses the same order for a single row.
 
 use std::arch::{asm, x86_64::__cpuid_count};
 
@@ -269,7 +268,7 @@ impl Pass<'_> {
     /// Dispatches to the tile arrangement.
     ///
     /// # Safety
-    /// As [`Self::run`], whole panels wide, and `a` and `b` have the lengths that it checks.
+    /// As [`Self::run`]; the target is whole panels wide, and `a` and `b` have the lengths that `run` checks.
     unsafe fn multiply(&self, target: &Target) {
         // SAFETY: the caller's promise.
         unsafe {

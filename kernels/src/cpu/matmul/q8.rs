@@ -31,7 +31,7 @@ pub(super) const INPUT_WORDS: usize = BLOCK / GROUP + 2;
 pub(super) const NUMBER_WORDS: usize = BLOCK / GROUP * PANEL;
 /// Words of a panel's block: the numbers, then `PANEL` scales, two to a word.
 pub(super) const PANEL_BLOCK_WORDS: usize = NUMBER_WORDS + PANEL / 2;
-/// Added to stored weights.
+/// Offset that is added to stored weights.
 pub(super) const OFFSET: i32 = 128;
 const NUMBER_MAX: f32 = 127.0;
 

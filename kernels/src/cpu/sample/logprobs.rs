@@ -5,8 +5,8 @@ use std::{cmp::Reverse, collections::BinaryHeap};
 use super::{super::isa::Level, total, weigh};
 use crate::sampling::TokenLogprobs;
 
-/// Returns the log-probabilities. `logits` are raw and none is NaN or +∞; `best` is the greatest, `chosen`
-/// one of the ids.
+/// Returns the log-probabilities. `logits` are raw, and none is NaN or +∞. `best` is the greatest logit,
+/// `chosen` a token id.
 pub(super) fn of(
     level: Level,
     logits: &[f32],

@@ -65,7 +65,8 @@ impl Answer {
         encode(self)
     }
 
-    /// `ids` returns the number of communicator ids for the answering node's number of parts.
+    /// Parses an answer. `ids` returns the number of communicator ids for the answering node's number of
+    /// parts.
     pub fn from_bytes(bytes: &[u8], ids: impl Fn(usize) -> usize) -> Result<Self, String> {
         let answer: Self = decode("answer", bytes)?;
         check("parts", answer.uuids.len(), PARTS_MAX)?;

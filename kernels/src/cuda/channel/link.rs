@@ -94,14 +94,15 @@ pub(super) struct LinkEnd {
     pub scatter: Direction,
 }
 
-/// Streams with work that no mark follows.
+/// Streams whose last work has no mark yet.
 #[derive(Debug, Default)]
 struct Ends {
     lanes: Vec<usize>,
     copies: bool,
 }
 
-/// Both ends launch the same operations in the same order, each on the next lane (a communicator and its stream).
+/// Connection of one of our parts with one of the peer's. Both ends launch the same operations in the same order,
+/// each on the next lane (a communicator and its stream).
 #[derive(Debug)]
 pub(super) struct Link {
     own: LinkEnd,
@@ -121,7 +122,7 @@ pub(super) struct Link {
 /// that the abort ends.
 #[derive(Debug, Default)]
 pub(super) struct Communicators {
-    /// An abort has started.
+    /// Whether an abort has started.
     aborting: AtomicBool,
     made: Mutex<Vec<Communicator>>,
 }
@@ -317,8 +318,8 @@ impl Link {
         self.own.kv.context()
     }
 
-    /// Waits for the copies after `aborted`, the outcome of the communicators' abort: copies that waited for an
-    /// operation run now. After `Ok` nothing moves any more.
+    /// Waits for the copies. `aborted` is the outcome of the preceding abort of the communicators: copies that
+    /// waited for an aborted operation run now. After `Ok` nothing moves any more.
     pub fn drain_all(links: &mut [Self], aborted: Result<(), String>) -> Result<(), String> {
         let mut drained = aborted;
         let mut kept = Vec::with_capacity(links.len());

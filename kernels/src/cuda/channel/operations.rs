@@ -122,11 +122,11 @@ pub(super) struct Shared {
     in_flight: Mutex<Operations>,
     /// Held during an abort, so that a second abort waits.
     aborting: Mutex<()>,
-    /// An abort has started: a mark that is reached from now on does not prove a transfer.
+    /// Whether an abort has started. A mark that is reached after that does not prove a transfer.
     aborted: AtomicBool,
     /// Why the watchdog aborted the channel, if it did.
     reason: OnceLock<&'static str>,
-    /// An abort hung.
+    /// Whether an abort hung.
     stuck: AtomicBool,
     cuts: Cuts,
     blocks: Arc<dyn RemoteBlocks>,

@@ -72,7 +72,7 @@ fn watch(shared: &Weak<Shared>, stopped: &mpsc::Receiver<()>) {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Oldest {
     pub number: u64,
-    /// Every part of it is in its stream.
+    /// Whether every part of the operation is in its stream.
     pub is_launched: bool,
 }
 

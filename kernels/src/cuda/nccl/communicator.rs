@@ -2,7 +2,7 @@
 //!
 //! A communicator is non-blocking: each call is polled until it is complete, up to a deadline, before the next call.
 //! (NCCL rejects a second call meanwhile.) Over NVLink NCCL does not report a dead peer. The owner of a communicator
-//! detects it in another way and [`aborts`] the communicator, which ends kernels that wait for the peer.
+//! detects a dead peer by other means and [`aborts`] the communicator, which ends kernels that wait for the peer.
 //!
 //! Order of destruction: CUDA graphs that contain its operations, the communicator, the ranges that it moves, the
 //! context. Memory that a stuck operation uses is freed only after the abort, because freeing waits for the
@@ -182,7 +182,7 @@ impl Communicator {
         }
         let raw = Raw { communicator, nccl: Arc::clone(nccl), context: Arc::clone(context) };
         let (sequence, is_broken, memory_bytes) = (0, false, 0);
-        // Dropping it aborts it, also after an error below.
+        // Dropping `made` aborts the communicator, also after an error below.
         let mut made = Self { raw: Some(raw), rank, ranks, sequence, is_broken, memory_bytes };
         made.finish(call, code, limit)?;
         made.memory_bytes = before.saturating_sub(context.free_bytes()?);
@@ -203,7 +203,8 @@ impl Communicator {
         self.sequence
     }
 
-    /// Returns the GPU memory that creating it took, by the GPU's free bytes. The first operation takes more.
+    /// Returns the GPU memory in bytes that creating the communicator took, measured by the GPU's free
+    /// memory. The first operation takes more.
     pub fn memory_bytes(&self) -> u64 {
         self.memory_bytes
     }

@@ -48,8 +48,8 @@ pub(super) unsafe fn add_span(tile: &mut Tile, blocks: &SpanParts<'_>) {
         // SAFETY: the lengths were checked above.
         unsafe {
             if keys.is_empty() {
-                // These values have weight 0 or none, so they only need to be finite
-                // numbers. Their scores are masked.
+                // The scores of these tokens are masked, so their values are not read, or get weight 0. They
+                // must be finite, because 0 times NaN is NaN.
                 tile.values[block * head / 2..][..head / 2].fill(0);
             } else {
                 turn_keys(tile, block, keys);
