@@ -57,7 +57,7 @@ def comments():
         if words[3]:
             comment.append(words[3])
             continue
-        # The first key of a list's item belongs to the items.
+        # A key after "- " is one level deeper than its indentation.
         depth = (len(words[1]) + len(words[2] or "")) // 2
         path[depth:] = [words[4]]
         found[".".join(path)] = " ".join(comment)
@@ -117,6 +117,6 @@ def described(path, value):
 
 values = yaml.safe_load(VALUES.read_text())
 schema = closed({name: described(name, value) for name, value in values.items()})
-# Parents of this chart set `global`.
+# Charts that include this chart as a dependency may set `global`.
 schema["properties"]["global"] = {"type": "object"}
 print(json.dumps({"$schema": "http://json-schema.org/draft-07/schema#"} | schema, indent=1))

@@ -5,7 +5,7 @@ import json
 import pathlib
 import sys
 
-# Labels of all metrics, then also of the metrics that belong to a model.
+# Label matchers of all metrics, and of metrics with a model label.
 ALL = 'namespace=~"$namespace", release=~"$release"'
 OF_MODEL = f'{ALL}, gen_ai_request_model=~"$model"'
 TTFT, DURATION = "gen_ai_server_time_to_first_token_seconds", "gen_ai_server_request_duration_seconds"
@@ -60,7 +60,7 @@ def pool(role):
     ]
 
 
-# Title, and panels: title, unit, queries with their legends.
+# Dashboards by name: title, and a list of panels (title, unit, queries with their legends).
 DASHBOARDS = {
     "cluster": ("Baton: cluster", [
         ("Nodes", "short", [(total("baton_nodes", "role, health", labels=ALL, function="max"), "{{role}} {{health}}")]),
@@ -162,7 +162,7 @@ def variable(name, metric, label):
         "refresh": 2,
         "multi": True,
         "includeAll": True,
-        # Also matches metrics without the label, as outside of Kubernetes.
+        # Also matches metrics without the label: outside of Kubernetes they have none.
         "allValue": ".*",
         "current": {"text": "All", "value": "$__all"},
     }

@@ -135,7 +135,7 @@ compile() {
         *) own_headers+=(kernels/cuda/src/*.cuh) ;;
     esac
     local more=()
-    # The flags of `abi` hold quotes and spaces.
+    # The flags of unit `abi` contain quotes and spaces.
     [[ -z $further ]] || eval "more=($(sed 's/"\([^"]*\)"/\\"\1\\"/g; s/\(sm_[0-9a-f]*\) /\1\\ /g' <<<"$further"))"
     local object
     object=$objects/$name-$({

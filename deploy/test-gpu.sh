@@ -91,7 +91,7 @@ status=0
 echo "golden tokens: $golden"
 echo "comparison with transformers: $reference"
 grep "^skipped: " "$folder/test.log" | sort -u || true
-# A test that starts the test program again prints a `test result` line, too. The last line is that of the whole run.
+# A test that restarts the test program prints a `test result` line too. Use the last line, which covers the whole run.
 awk '/^test result:/ { passed = $4; failed = $6; skipped = $8; found = 1 }
     END { if (found) printf "%d passed, %d failed, %d skipped\n", passed, failed, skipped; exit !found }' "$folder/test.log"
 exit $status

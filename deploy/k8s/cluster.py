@@ -129,7 +129,7 @@ def isolate():
     run("ip", "link", "add", "cni0", "type", "bridge")
     run("ip", "address", "add", f"{NODE}/16", "dev", "cni0")
     run("ip", "link", "set", "cni0", "up")
-    # Gives packets to Service addresses a route until kube-proxy's rules rewrite them.
+    # Packets to Service addresses need a route before kube-proxy's rules rewrite their addresses.
     run("ip", "route", "add", "default", "dev", "cni0")
     pathlib.Path("/proc/sys/net/ipv4/ip_forward").write_text("1")
 
@@ -219,7 +219,7 @@ conf_dir = "{STATE}/cni"
         "authentication": {"anonymous": {"enabled": True}, "webhook": {"enabled": False}},
         "authorization": {"mode": "AlwaysAllow"},
         "clusterDNS": [NODE], "clusterDomain": "cluster.local", "resolvConf": "",
-        # The disk is not the cluster's own: it may be fuller than the kubelet's defaults allow.
+        # The cluster shares the machine's disk, which may be fuller than the kubelet's defaults allow.
         "evictionHard": {"nodefs.available": "1Gi"}, "imageGCHighThresholdPercent": 100,
         "volumePluginDir": f"{STATE}/volumes",
     })
@@ -228,7 +228,7 @@ conf_dir = "{STATE}/cni"
     proxy = write("kube-proxy.json", {
         "apiVersion": "kubeproxy.config.k8s.io/v1alpha1", "kind": "KubeProxyConfiguration", "mode": "nftables",
         "clientConnection": {"kubeconfig": str(kubeconfig)}, "clusterCIDR": PODS, "hostnameOverride": "node",
-        # These settings belong to the machine, not to the network namespace.
+        # kube-proxy must not change the conntrack settings, which apply to the whole machine.
         "conntrack": {"maxPerCore": 0},
     })
     components.start("kube-proxy", "kubernetes", "kube-proxy", f"--config={proxy}")
@@ -345,7 +345,7 @@ def outside(command):
 
 
 if __name__ == "__main__":
-    # A terminal's interrupt is for the command, which does not inherit this handler.
+    # Ignore Ctrl-C here: only the command handles it, and does not inherit this handler.
     signal.signal(signal.SIGINT, lambda *_: None)
     arguments = sys.argv[1:]
     if arguments[:1] == ["--inside"]:

@@ -82,7 +82,7 @@ class Load:
     def keep_streaming(self, index):
         connection = self.connect()
         while not self.stopping.is_set():
-            # HTTP clients look whether the server has closed a connection before they use it again.
+            # Like other HTTP clients, check whether the server has closed the connection before reusing it.
             if connection.sock and select.select([connection.sock], [], [], 0)[0]:
                 connection.close()
             self.request(connection, index)

@@ -115,7 +115,7 @@ def settled():
 def write_values(name, router, prefill, decode):
     """Writes a values file: the chart's defaults with these replicas, and the model of this machine."""
     model = {"name": NAME, "source": MODEL.name, "volume": {"hostPath": {"path": str(MODEL.parent)}},
-             # The golden outputs are those of f32.
+             # The golden outputs are from f32.
              "dtype": "f32", "prefill": {"replicas": prefill}, "decode": {"replicas": decode}}
     path = pathlib.Path("/run") / f"{name}.json"
     path.write_text(json.dumps({"models": [model], "router": {"replicas": router},

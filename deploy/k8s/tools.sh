@@ -10,7 +10,7 @@ sudo=
 [ "$(id -u)" -eq 0 ] || sudo=sudo
 command -v nft >/dev/null && command -v ip >/dev/null || $sudo apt-get install -y -qq nftables iproute2
 
-# Charts and clients ask for the version, which a build from modules does not know.
+# Charts and clients read the version, which a build from modules lacks.
 release=$(awk '$1 == "k8s.io/kubernetes" { print $2 }' go.mod)
 minor=${release#v1.}
 version=k8s.io/component-base/version

@@ -338,8 +338,7 @@ impl Cluster {
         format!("http://{}", self.router.ready.grpc)
     }
 
-    /// Waits until the router is ready, as far as it can be, and its `/health` reports these
-    /// numbers of serving nodes.
+    /// Waits until the router's `/health` reports these numbers of serving nodes, and status 200 unless `decode` is 0.
     pub async fn wait_nodes(&self, prefill: usize, decode: usize) -> Result<()> {
         let client = Client::new(self.http());
         let deadline = Instant::now() + READY_WITHIN;

@@ -55,8 +55,7 @@ async fn refused(client: &Client, body: Value, status: u16, words: &[&str]) -> R
     for path in ["/v1/completions", "/v1/chat/completions"] {
         let mut body = body.clone();
         if path.ends_with("chat/completions") {
-            // A chat request with the same mistakes. Mistakes in the prompt apply to completions
-            // only.
+            // Send a chat request with the same errors. Errors in the prompt apply to completions only.
             if let Some(prompt) = body.as_object_mut().and_then(|body| body.remove("prompt")) {
                 if prompt != json!("hi") {
                     continue;

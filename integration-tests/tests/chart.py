@@ -107,7 +107,7 @@ class Chart(unittest.TestCase):
         for it in found:
             if it["kind"] != "ConfigMap" or "baton.toml" not in it.get("data", {}):
                 continue
-            # The environment of the pod, without the parts that only a cluster knows.
+            # The environment of the pod, without values that only a running cluster can provide.
             container = named(found, "Deployment", it["metadata"]["name"])["spec"]["template"]["spec"]["containers"][0]
             names = {env["name"] for env in container["env"] if env["name"].startswith("BATON_")}
             with tempfile.NamedTemporaryFile("w", suffix=".toml") as file:

@@ -33,7 +33,7 @@ def panels():
     for path in sorted(DASHBOARDS.glob("*.json")):
         for panel in json.loads(path.read_text())["panels"]:
             for target in panel["targets"]:
-                # What Grafana puts in for "All", and for a scrape interval of a second.
+                # Substitute variables as Grafana does for "All" and a scrape interval of one second.
                 query = target["expr"].replace("$__rate_interval", "30s")
                 yield f"{path.stem}, {panel['title']}", re.sub(r"\$(namespace|release|model)", ".*", query)
 
@@ -75,7 +75,7 @@ def main(folder):
             {"job_name": f"baton/baton-{job}", "static_configs": [{"targets": [target]}]} for job, target in jobs.items()
         ]
         config = folder / "prometheus.yml"
-        # JSON is YAML.
+        # Prometheus reads YAML, and JSON is valid YAML.
         config.write_text(json.dumps({"global": {"scrape_interval": "1s"}, "scrape_configs": scrapes}))
         prometheus = subprocess.Popen(
             [PROMETHEUS, f"--config.file={config}", f"--storage.tsdb.path={folder}/data", f"--web.listen-address={address}"],
@@ -90,7 +90,7 @@ def main(folder):
         for seed in itertools.count():
             if not wanted or time.monotonic() > deadline:
                 break
-            # Other prompts each time, because a decode node prefills what its prefix cache leaves.
+            # Send different prompts each time: a decode node would prefill a mostly cached prompt itself.
             subprocess.run([*load, "--seed", str(seed)], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
             try:
                 wanted = {index: it for index, it in wanted.items() if not has_number(ask(address, it[1]))}

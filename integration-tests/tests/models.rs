@@ -72,7 +72,7 @@ async fn each_model_has_its_own_template_and_tool_format() -> Result<()> {
     let folder = tempfile::tempdir()?;
     folder::write_tiny_config(folder.path(), 256)?;
     folder::write_tokenizer(&smollm2(), folder.path())?;
-    // This template shows tools, but not the format of calls.
+    // This template renders tools, but does not request a format of calls.
     let template = folder.path().join("tools.jinja");
     let text = "{{ tools | tojson }}{% for message in messages %}{{ message.content }}{% endfor %}";
     std::fs::write(&template, text)?;

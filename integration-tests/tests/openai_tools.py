@@ -45,7 +45,7 @@ hidden = client.chat.completions.create(**asked, tool_choice="none")
 assert hidden.usage.prompt_tokens == without.usage.prompt_tokens
 assert hidden.choices[0].message.tool_calls is None
 
-# Calls that are demanded: whatever the model would rather say, they match their schemas.
+# Required calls match their schemas, even if the model would prefer free text.
 trip = {"type": "function", "function": {
     "name": "book_trip", "description": "Books a trip.",
     "parameters": {
@@ -96,7 +96,7 @@ def both_ways(**more):
     assert calls == functions(whole.message), (calls, whole)
     assert (content or None) == (whole.message.content or None), (content, whole)
     assert reason == whole.finish_reason, (reason, whole)
-    # The client's own assembly takes no answer that was cut short.
+    # The client's stream helper rejects an answer that `max_tokens` cut.
     if reason != "length":
         with client.chat.completions.stream(**request) as stream:
             for _ in stream:
@@ -107,7 +107,7 @@ def both_ways(**more):
 
 
 for temperature, seed, is_streamed in [(0, 1, True), (1.5, 2, False), (1.5, 3, False)]:
-    # Between two tokens of JSON there may be 40 characters of white space, and some are drawn.
+    # A sampled answer may have up to 40 characters of white space between two JSON tokens, so it needs more tokens.
     drawn = dict(temperature=temperature, seed=seed, max_tokens=512 if temperature else 160)
     ask = both_ways if is_streamed else lambda **more: answer(**more)[1]
     one = ask(tool_choice="required", parallel_tool_calls=False, **drawn)
@@ -116,7 +116,7 @@ for temperature, seed, is_streamed in [(0, 1, True), (1.5, 2, False), (1.5, 3, F
     check(one.message.tool_calls[0].function)
     for name in ["book_trip", "ping"]:
         named = ask(tool_choice={"type": "function", "function": {"name": name}}, **drawn)
-        # As OpenAI and vLLM have it: that the named function is called is no news.
+        # As in OpenAI and vLLM, the finish reason of a named function is `stop`, not `tool_calls`.
         assert named.finish_reason == "stop" and not named.message.content, named
         assert [call.function.name for call in named.message.tool_calls] == [name], named
         check(named.message.tool_calls[0].function)
@@ -125,7 +125,7 @@ for temperature, seed, is_streamed in [(0, 1, True), (1.5, 2, False), (1.5, 3, F
     for call in some.message.tool_calls:
         check(call.function)
 
-# Where the model decides, what is strict is held to its schema all the same.
+# Calls of a strict function match its schema even when the model decides whether to call.
 strict = {**trip, "function": {**trip["function"], "strict": True}}
 free = both_ways(tools=[strict])
 if free.message.tool_calls:
@@ -143,7 +143,7 @@ led = both_ways(tools=[strict], messages=[
 for call in led.message.tool_calls or []:
     check(call.function)
 
-# An answer is calls, or it matches the format.
+# With a response format an answer consists of calls or matches the format.
 colour = {"type": "json_schema", "json_schema": {"name": "colour", "schema": {"enum": ["red", "blue"]}}}
 either = both_ways(response_format=colour)
 if either.message.tool_calls:

@@ -23,7 +23,7 @@ use serde_json::json;
 
 const DEADLINE: Duration = Duration::from_secs(60);
 
-/// Starts it with the real model on free ports.
+/// Starts `baton up` with the real model on free ports.
 fn start(args: &[&str]) -> Result<Up> {
     let model = smollm2().display().to_string();
     let common = ["--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0", "--model", &model];
@@ -105,7 +105,7 @@ async fn requested_node_counts_and_dtype_are_used() -> Result<()> {
     assert_eq!(formats, [true; 4], "{:#?}", up.lines.seen());
     let (_, health) = client.get_json("/health").await?;
     assert_eq!((&health["prefill_nodes"], &health["decode_nodes"]), (&json!(2), &json!(2)));
-    // Bit-exact values, which bf16 would not give.
+    // The golden tokens are from f32; with bf16 the answer would differ.
     let run = longest();
     assert_eq!(client.greedy(&run.prompt_ids, 48).await?, run.output_ids);
     up.interrupt();
@@ -151,7 +151,7 @@ async fn explained_stages_account_for_95_percent_of_a_request() -> Result<()> {
     Ok(())
 }
 
-/// Nobody reads the output, as with a paused terminal. A pipe holds 64 KiB.
+/// The output is not read, as with a paused terminal. A pipe holds 64 KiB.
 #[test]
 fn unread_log_does_not_delay_the_shutdown() -> Result<()> {
     let model = smollm2().display().to_string();

@@ -1,4 +1,4 @@
-//! Every program is this file; its name is that of its target.
+//! Source of all libFuzzer programs. A program has the name of its target.
 #![no_main]
 
 #[path = "../../tests/fuzz/gguf_file.rs"]

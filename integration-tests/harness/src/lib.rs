@@ -112,7 +112,7 @@ pub fn test(path: &str, run: fn()) -> Trial {
     })
 }
 
-/// Returns what a panic said. The panic hook has already printed it with its place.
+/// Returns the message of a panic. The panic hook has already printed the message and its location.
 fn message(payload: &(dyn std::any::Any + Send)) -> String {
     let text = payload.downcast_ref::<&str>().map(|text| (*text).to_owned());
     text.or_else(|| payload.downcast_ref::<String>().cloned()).unwrap_or_else(|| "panicked".into())

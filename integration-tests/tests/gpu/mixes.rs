@@ -111,7 +111,7 @@ enum Baseline {
     None,
     /// Equal tokens.
     Exactly(&'static str),
-    /// Equal tokens up to choices that a logit change of this size turns.
+    /// Equal tokens, except after choices that a logit change of this size can reverse.
     Nearly(&'static str, f32),
 }
 

@@ -13,7 +13,7 @@ use integration_tests::processes;
 /// Time limit for the end of killed processes and of their children.
 const DEADLINE: Duration = Duration::from_secs(60);
 
-/// Identity of one process, also when its id is reused.
+/// Identity of one process, even if the system reuses its id.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Process {
     pub id: u32,

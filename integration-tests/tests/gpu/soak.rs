@@ -303,7 +303,7 @@ impl<'a> Side<'a> {
             }
             Err(failure) => {
                 let side = if self.is_sender { "sender" } else { "receiver" };
-                // At the end a side aborts transfers that the other has not begun.
+                // At the end a side aborts transfers that the other side has not begun.
                 assert!(
                     one.plan.is_aborted() || !self.goes_on,
                     "{side}: transfer {lane}/{number} failed without an abort: {failure}"

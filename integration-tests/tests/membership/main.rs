@@ -49,7 +49,7 @@ async fn register(settings: EtcdSettings, entry: &NodeEntry) -> Result<Registrat
     Ok(Registrar::connect(settings).await?.register(entry.clone()))
 }
 
-/// Returns a membership and its watch.
+/// Follows the nodes in etcd. Returns the membership and its watch.
 async fn follow(settings: EtcdSettings) -> Result<(Membership, MemberWatch), EtcdError> {
     let membership = Membership::registered(settings).await?;
     let watch = membership.watch();

@@ -841,7 +841,7 @@ def main():
             try:
                 note, verdict = PARTS[name](), "ok"
                 torch.cuda.synchronize()
-            except Exception as error:  # a sticky CUDA error fails all that follow, too
+            except Exception as error:  # a sticky CUDA error fails all later cases too
                 note, verdict, failed = f"{type(error).__name__}: {error}"[:600], "FAILED", failed + 1
             print(f"{'pdl ' if is_programmatic else '    '}{name:16} {verdict:7} {time.time() - begin:6.1f} s  {note}",
                   flush=True)

@@ -360,7 +360,7 @@ def bench(rank, is_sweep, path):
                 shapes += [(blocks, threads) for threads in (128, 256, 512) for blocks in (8, 16, 32, 48, 64, 96, 132)]
             for pdl in (0, 1):
                 for blocks, threads in shapes:
-                    # More blocks than work is no separate case.
+                    # More CTAs than work gives no new case.
                     work = size // 16 // (1 if way == ONE else rank.ranks)
                     if blocks and (blocks - 16) * threads >= work and blocks > 8:
                         continue

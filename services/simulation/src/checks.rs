@@ -16,7 +16,7 @@ use crate::{
 /// All blocks of a transfer with a lost peer are free within this time.
 pub const BLOCKS_FREE_MAX: Duration = Duration::from_millis(500).saturating_add(LEASE);
 
-/// A time during which no message of process `of` reached `to`; without `to`, any process.
+/// A time during which no message of process `of` reached process `to` (any process if `to` is `None`).
 #[derive(Clone, Copy, Debug)]
 pub struct Outage {
     pub of: usize,

@@ -150,7 +150,7 @@ impl Simulation {
         self.set_deadline(index, process.next_deadline());
         self.processes.push(process);
         self.register_later(index);
-        // Some peers find another epoch at the endpoint of the old process.
+        // Some peers connect to the endpoint of the old process and find the new epoch there.
         if before != usize::MAX {
             let peer = self.processes[before].epoch;
             for process in 0..index {

@@ -51,7 +51,7 @@ pub struct Outcome {
     pub coverage: Coverage,
     /// Longest time between two tokens of a request.
     pub longest_gap: Duration,
-    /// The same without the gap after token 0, in which a hand-over may lie.
+    /// Longest time between two tokens of a request, without the gap after token 0 (the possible hand-over).
     pub longest_decode_gap: Duration,
     /// The attempts of all requests, by router and time.
     pub picks: Vec<Pick>,

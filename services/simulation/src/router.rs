@@ -82,7 +82,7 @@ pub struct Router {
     pub picks: Vec<Pick>,
     /// Longest time between two tokens of a request.
     pub longest_gap: Duration,
-    /// The same without the gap after token 0, in which a hand-over may lie.
+    /// Longest time between two tokens of a request, without the gap after token 0 (the possible hand-over).
     pub longest_decode_gap: Duration,
 }
 
