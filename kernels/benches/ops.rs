@@ -1,7 +1,7 @@
 //! The CPU backend's operations at SmolLM2-135M's shapes, compared with the memory bandwidth.
 //!
-//! `cargo bench -p kernels` prints GiB/s where memory is the limit, and Gelem/s counts multiply-adds
-//! twice (GFLOP/s) where arithmetic is. `BENCH` after `--` picks by name, as criterion has it.
+//! `cargo bench -p kernels` prints GiB/s where memory is the limit, and Gelem/s where arithmetic is: a
+//! multiply-add counts as two elements, so Gelem/s are GFLOP/s. A name after `--` selects benchmarks.
 
 use std::{hint::black_box, sync::Arc, time::Duration};
 
@@ -79,9 +79,8 @@ fn filled(backend: &CpuBackend, rows: usize, width: usize) -> CpuBuffer {
     buffer
 }
 
-/// Measures the ceiling: the bandwidth at which all threads together read memory that no cache
-/// holds. Each thread reads four streams, because one stream does not keep enough cache lines in
-/// flight.
+/// Measures peak bandwidth: all threads together read memory that no cache holds. Each thread reads four
+/// streams, because one stream does not keep enough cache lines in flight.
 fn memory(c: &mut Criterion) {
     const BYTES: usize = 1 << 30;
     const PIECE: usize = 1 << 19;
@@ -131,7 +130,7 @@ fn matmul(c: &mut Criterion) {
         for (name, n, k) in
             [("gate_up", 2 * INNER, WIDTH), ("down", WIDTH, INNER), ("logits", VOCABULARY, WIDTH)]
         {
-            // Several copies, so that they come from memory as they do in a forward.
+            // Several copies, so that weights come from memory, as in a forward pass.
             let mut matrices: Vec<CpuMatrix> = Vec::new();
             while matrices.iter().map(CpuMatrix::byte_count).sum::<usize>() < 64 << 20 {
                 matrices.push(backend.matrix(&Weights { rows: n, cols: k }));
@@ -225,7 +224,7 @@ struct Layer {
     down: CpuMatrix,
 }
 
-/// Every operation of a forward, with weights of its own for each layer.
+/// Every operation of a forward pass. Each layer has its own weights.
 struct Model {
     backend: CpuBackend,
     layers: Vec<Layer>,

@@ -26,7 +26,7 @@ namespace {
 constexpr int kPage = BATON_BLOCK_TOKENS;
 constexpr int kMaxGroup = 8;
 constexpr int kMaxRows = 1024;
-// Columns (query tokens times query heads) of one KV head, of a row with several query tokens.
+// Maximum columns (query tokens times query heads) of one KV head, for a row with several query tokens.
 constexpr int kMaxColumns = 16;
 // With more than a few rows, a piece may exceed an equal share by one part in kPieceSlack.
 constexpr int kPieceSlack = 5;
@@ -115,9 +115,9 @@ __device__ __forceinline__ int count_pieces(const int* first, int rows, int size
   return __reduce_add_sync(~0u, count);
 }
 
-// Splits every (row, head group) into equal pieces, one per CTA, of the least size for which there are enough
-// CTAs, and finds this CTA's piece. With shares of the tile sequence, a CTA may end one (row, head group) and
-// begin another, and wait for both merges. But shares are always equal, so shares are better for pieces above
+// Splits every (row, head group) into equal pieces, one per CTA, and finds this CTA's piece. The pieces have the
+// least size for which there are enough CTAs. With shares of the tile sequence, a CTA may end one (row, head group)
+// and begin another, and wait for both merges. But shares are always equal, so shares are better for pieces above
 // `size_max`. One warp calls it.
 __device__ __forceinline__ Piece own_piece(const int* first, int rows, int groups, int size, int size_max) {
   const int lane = threadIdx.x, blocks = gridDim.x;
@@ -645,7 +645,7 @@ int shared_bytes(int columns, int rows) {
   return ring_bytes<HD, WARPS, STAGES, HEADS>() + WARPS * columns * (HD + 4) * 4 + queries + (2 * rows + 8) * 4;
 }
 
-// Calls body(kernel, shared bytes for these columns and rows) for a variant; false for an unknown variant.
+// Calls body(kernel, shared bytes for these columns and rows) for a variant. Returns false for an unknown variant.
 template <int HD, class Body>
 bool with_variant(int variant, int columns, int rows, Body&& body) {
   switch (variant) {

@@ -15,7 +15,7 @@ from abi import DecodeArgs
 kernels = load_kernels()
 i32, i64, f32 = ctypes.c_int32, ctypes.c_int64, ctypes.c_float
 PAGE = 16
-QUICK = "--quick" in sys.argv  # correctness alone, a few cases: for compute-sanitizer
+QUICK = "--quick" in sys.argv  # only correctness, with few cases, for compute-sanitizer
 if not QUICK:
     peak, peer = load("libpeak_read.so"), load("libpeer.so")
 results = Results("attention.json")

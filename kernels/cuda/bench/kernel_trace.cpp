@@ -1,8 +1,8 @@
-// Every kernel that a program runs, with its begin and end, those of replayed graphs one by one: the
-// driver's activity records (CUPTI), written to the file BATON_KERNEL_TRACE when the program ends.
-// With NVTX_INJECTION64_PATH=libcupti.so.13 also the ranges of the program's threads, as lines with #.
-// The driver loads it into any program that is started with CUDA_INJECTION64_PATH=libkernel_trace.so;
-// kernel_idle.py makes figures of the file.
+// Traces every kernel that a program runs, kernels of replayed graphs included, from CUPTI's activity records. The
+// library writes start and end of each kernel to the file BATON_KERNEL_TRACE when the program ends. With
+// NVTX_INJECTION64_PATH=libcupti.so.13 the file also has the NVTX ranges of the program's threads, in lines that
+// begin with #. The driver loads the library into any program that is started with
+// CUDA_INJECTION64_PATH=libkernel_trace.so. kernel_idle.py evaluates the file.
 //
 //   g++ -O2 -shared -fPIC -I$CUDA/include -I$CUDA/extras/CUPTI/include -L$CUDA/extras/CUPTI/lib64
 //       -DKERNEL=CUpti_ActivityKernel<the newest in cupti_activity.h> -o libkernel_trace.so
@@ -35,7 +35,7 @@ void CUPTIAPI take_buffer(CUcontext, uint32_t, uint8_t *buffer, size_t, size_t v
             std::fprintf(file, "%llu %llu %s\n", (unsigned long long)kernel->start,
                          (unsigned long long)kernel->end, kernel->name);
         } else if (record->kind == CUPTI_ACTIVITY_KIND_MARKER) {
-            // Begin and end of a range are a record each; the end has no name.
+            // Start and end of a range are separate records; the end has no name.
             const auto *marker = reinterpret_cast<const CUpti_ActivityMarker2 *>(record);
             std::fprintf(file, "# %llu %u %s\n", (unsigned long long)marker->timestamp, marker->id,
                          marker->flags & CUPTI_ACTIVITY_FLAG_MARKER_START ? marker->name : "");
@@ -53,7 +53,7 @@ void finish() {
 
 }  // namespace
 
-// What the driver calls once it is initialised.
+// The driver calls this function after its initialization.
 extern "C" __attribute__((visibility("default"))) int InitializeInjection() {
     const char *path = std::getenv("BATON_KERNEL_TRACE");
     file = path ? std::fopen(path, "w") : nullptr;

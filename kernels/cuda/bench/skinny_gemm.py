@@ -13,7 +13,7 @@ from abi import SkinnyArgs
 
 kernels = load_kernels()
 PLAIN, RESIDUAL, SILU, F32, QKV = range(5)
-QUICK = "--quick" in sys.argv  # correctness alone, a few shapes: for compute-sanitizer
+QUICK = "--quick" in sys.argv  # only correctness, with few shapes, for compute-sanitizer
 
 
 def own(w, x, epilogue, out=None, tile=0, pdl=0, grid=0, **more):

@@ -88,7 +88,8 @@ __device__ __forceinline__ void store_floats(float* to, const float (&from)[WIDT
   }
 }
 
-// Returns the sum of what all ranks sent for this item, and clears it; `own` is this rank's item. False after a stop.
+// Writes the sum of this item over all ranks to `sum`, and restores UNSENT. `own` is this rank's item. Returns false
+// after a stop.
 template <class T, int N>
 __device__ __forceinline__ bool collect(const Group& group, char* places, int64_t place_bytes, const Item<T>& own,
                                         Wait& wait, float (&sum)[Item<T>::WIDTH]) {

@@ -40,7 +40,7 @@ class Channel {
   }
 
   // Sends the items from `begin` up to `end` of this rank's message and receives those of all other ranks, in equal
-  // number. Called by all threads; false after a stop. Only the receiving thread sees a received item.
+  // number. All threads call it. Returns false after a stop. Only the receiving thread sees a received item.
   //   message.read(item, words)          this rank's
   //   message.take(source, item, words)  another rank's
   template <class Message>

@@ -14,7 +14,7 @@ constexpr int GROUP_MAX = BATON_GROUP_RANKS_MAX;
 // The beginning of an arena.
 struct State {
   uint32_t calls;
-  uint32_t arrived;  // CTAs of the running call that know its number
+  uint32_t arrived;  // CTAs of the running call that have read `calls`
   uint32_t stopped;  // by the host, or by a thread that waited for too long
   uint32_t reserved;
 };
@@ -77,7 +77,7 @@ __device__ __forceinline__ Call begin_call(const Group& group) {
   const uint4 state = load_sys(reinterpret_cast<const uint4*>(group.arenas[group.rank]));
   return {STATE_BYTES + (state.x & 1 ? group.half_bytes : 0), state.z != 0};
 }
-// Counts the call once all threads of the CTA have begun it; false when the group has stopped.
+// Counts the call once all threads of the CTA have begun it. Returns false when the group has stopped.
 __device__ __forceinline__ bool is_counted(const Group& group, const Call& call) {
   if (__syncthreads_or(call.is_stopped)) return false;
   if (threadIdx.x == blockDim.x - 1) {

@@ -15,7 +15,7 @@
  * - Matrices and activations are row-major and contiguous unless a stride is given; strides and offsets
  *   count elements. Widths, strides and head dimensions are multiples of 8;
  *   addresses are 16-byte aligned.
- * - Zero rows are no error: nothing is launched.
+ * - Zero rows are not an error: nothing is launched.
  * - Structs are plain: no padding is left to the compiler (checked in abi.cu), all little-endian.
  */
 #ifndef BATON_KERNELS_H
@@ -54,9 +54,10 @@ typedef enum { BATON_F32 = 0, BATON_BF16 = 1 } baton_dtype;
 
 /* BATON_ABI_VERSION of the library. Compare before calling anything else. */
 BATON_API int32_t baton_abi_version(void);
-/* "abi 2; cuda 13.0; arches sm_90a; flashinfer 0.6.12". Static. */
+/* Returns a static text with ABI version, CUDA version, GPU architectures and FlashInfer version. */
 BATON_API const char *baton_build_info(void);
-/* Error text of this thread's last failed call; empty before the first. Valid until its next failed call. */
+/* Returns the error text of this thread's last failed call, or an empty text. Valid until the thread's next failed
+ * call. */
 BATON_API const char *baton_last_error(void);
 /* Loads every kernel onto the current device and sets its limits, so that no later call does (a first
  * launch under capture, or while a communication kernel waits for its peer, may hang). FlashInfer's kernels are
@@ -353,8 +354,8 @@ BATON_API int32_t baton_step_prepare(const baton_pool *pool, const void *plan, c
                                      int32_t rows, int32_t sequences, int32_t samples, int32_t tokens,
                                      void *stream);
 
-/* Tells constrained samples of a prepared step their token bitmask. `words` has `count` pairs: the index of a
- * sample, and its row of the masks. Without a bitmask (-1) the sample becomes padding, and its slot goes back by
+/* Supplies the token bitmasks of the constrained samples of a prepared step. `words` has `count` pairs: the index of
+ * a sample, and its row of the masks. Without a bitmask (-1) the sample becomes padding, and its slot goes back by
  * one position. */
 BATON_API int32_t baton_step_supply(const baton_pool *pool, const void *words, const baton_step *step, int32_t count,
                                     void *stream);

@@ -189,7 +189,8 @@ BATON_API int32_t baton_move_rows(void* arena, int64_t block_bytes, int64_t pitc
       move.pieces = static_cast<int32_t>(share * ((moved_bytes + PIECE - 1) / PIECE));
       move.gathers = gathers;
       for (int32_t i = 0; i < share; ++i) move.blocks[i] = blocks[begin + i];
-      // No PDL: the kernel does not call follow_predecessor, and its predecessor writes what it reads.
+      // No PDL: the kernel does not call follow_predecessor, and the predecessor may write the data that the kernel
+      // reads.
       BATON_TRY(launch_as(false, "listed block copy", kernel, dim3(grid < move.pieces ? grid : move.pieces),
                           dim3(LIST_THREADS), 0, as_stream(stream), move));
     }

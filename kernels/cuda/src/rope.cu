@@ -1,6 +1,6 @@
 // Between the QKV GEMM and attention, in one pass: bias, head norms, RoPE, KV store.
 //
-// One warp processes one head of a row after another, because their angles are equal. A lane holds adjacent
+// One warp processes several heads of a row, one after another, because their angles are equal. A lane holds adjacent
 // dimensions of the head's lower half and their partners of the upper half, so RoPE needs no shuffles and loads are
 // wide.
 #include <utility>

@@ -27,8 +27,8 @@ __device__ void add_to_bins(uint64_t* masses, uint32_t* numbers, bool is_in, uin
 struct Bins {
   uint64_t mass[BINS];
   uint32_t count[BINS];
-  uint64_t before;  // what the bins before the found one hold
-  int found;        // -1: all of them hold less than is needed
+  uint64_t before;  // tokens or mass of the bins before `found`
+  int found;        // -1: all bins together hold less than is needed
 };
 
 // Finds the greatest key of the shortest sorted prefix that holds `need` (tokens, or mass); false when all keys up to

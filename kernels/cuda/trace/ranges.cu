@@ -1,4 +1,4 @@
-// NVTX consists of headers, which search the environment for a profiler's library at the first call.
+// Profiler ranges by NVTX. NVTX is header-only: its first call searches the environment for a profiler's library.
 #include "ranges.h"
 
 #include <nvtx3/nvToolsExt.h>
