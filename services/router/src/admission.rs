@@ -85,7 +85,7 @@ impl Admission {
     pub fn admit(&self, answers: u32) -> Result<Admitted, Full> {
         let mut outcome = Err(Full::InFlight { max: self.max });
         self.in_flight.send_if_modified(|count| {
-            // Checked under the lock of `emptied`, so that no answer is admitted after the last answer has ended.
+            // Checked under the counter's lock, so that no answer is admitted after `emptied` has returned.
             if self.is_closed() {
                 outcome = Err(Full::Stopping);
             } else if answers <= self.max - *count {
@@ -130,8 +130,8 @@ impl WaitingPlaces {
     }
 }
 
-/// The answers of one model that wait for a node. Those that found every node busy queue for their turn to
-/// pick. Answers for which no node is up wait outside the queue.
+/// The answers of one model that wait for a node. Answers that found every node busy queue for their turn to pick
+/// nodes. Answers for which no node is up wait outside the queue.
 pub struct WaitingRoom {
     turns: Arc<Mutex<Turns>>,
     places: Arc<WaitingPlaces>,

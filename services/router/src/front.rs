@@ -132,7 +132,8 @@ pub struct Models {
 }
 
 impl Models {
-    /// `first` is the default model. The first model with a name keeps it; aliases come after all models.
+    /// `first` is the default model. The first of several models with one name keeps the name. An alias never
+    /// replaces the name of a model.
     pub fn new(
         first: ModelSource,
         others: Vec<ModelSource>,

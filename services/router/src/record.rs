@@ -110,7 +110,7 @@ impl RequestRecord {
         self.request_id
     }
 
-    /// Sets the span of the request, whose log line belongs to it.
+    /// Sets the request's span. The request's log line belongs to this span.
     pub fn set_span(&mut self, span: Span) {
         lock(&self.account).trace_id = propagation::trace_id(&span);
         self.span = span;
@@ -147,7 +147,7 @@ impl RequestRecord {
         account.prepared = Some(self.received.elapsed());
     }
 
-    /// Records the begin of an attempt. `ttft`: predicted time from the pick to the first token. `cached_believed`:
+    /// Records the start of an attempt. `ttft`: predicted time from the pick to the first token. `cached_believed`:
     /// tokens that the router believes to be cached on the prefill and the decode node.
     pub fn picked(
         &self,
@@ -284,7 +284,7 @@ impl Drop for RequestRecord {
             Some((RequestEnd::ClientGone, _)) => left,
             Some((end, _)) => *end,
             None if choices == 0 || state.answers_ended < choices => left,
-            // One answer of maximum length makes the whole request one.
+            // One answer that reached its maximum length gives the whole request this end.
             None if state.cut_short => RequestEnd::Length,
             None => RequestEnd::Stop,
         };
@@ -309,7 +309,7 @@ impl Drop for RequestRecord {
         let _displaced = self.history.lock().end(self.request_id);
         // The end of an exported span is the time at which the span was last left, so enter and leave it now.
         let _entered = self.span.enter();
-        // The span has these fields, if there is one.
+        // An enabled span already has these fields.
         let no_span = self.span.is_disabled();
         tracing::info!(
             parent: &self.span,
@@ -341,7 +341,7 @@ fn milliseconds(duration: Duration) -> f64 {
 }
 
 /// Returns a client's label for headers and log lines: visible ASCII of bounded length; `None` if nothing is
-/// left. The label is never a key.
+/// left. Labels need not be unique.
 pub fn label(text: &str) -> Option<String> {
     let label: String = text.chars().filter(char::is_ascii_graphic).take(LABEL_CHARS_MAX).collect();
     (!label.is_empty()).then_some(label)

@@ -19,8 +19,8 @@ impl MovingTimer {
         Self(Box::pin(sleep_until(deadline)))
     }
 
-    /// Completes at `deadline`. The runtime's timer may be set to an earlier time: it moves when it
-    /// fires, because most deadlines move on before they come. Cancel-safe.
+    /// Completes at `deadline`. The runtime's timer may be set to an earlier time and is reset when it fires:
+    /// most deadlines move before they are reached. Cancel-safe.
     pub async fn reached(&mut self, deadline: Instant) {
         if self.0.deadline() > deadline {
             self.0.as_mut().reset(deadline);

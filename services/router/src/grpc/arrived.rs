@@ -64,7 +64,7 @@ impl Arrived {
     }
 }
 
-/// Adds a record to every generation request. Ends the record if the message is rejected unread.
+/// Adds a record to every generation request. Ends the record if no handler has read the message.
 pub async fn count(
     State(front): State<Arc<Front>>,
     mut request: Request<Body>,

@@ -11,7 +11,7 @@ use tonic_health::{
 
 use crate::{front::Front, nodes::OwnedTask};
 
-/// The names of the whole server and of its service for clients.
+/// Service names in the health protocol: the whole server and the API for clients.
 const SERVICES: [&str; 2] = ["", "baton.v1.Inference"];
 
 /// Starts the task that keeps the health service up to date. The service reports NOT_SERVING until a decode

@@ -1,8 +1,8 @@
-//! The accounts of running and recent requests, for `baton explain`. Pure: the caller passes the time.
+//! Accounts (records for `baton explain`) of running and recent requests. Pure: the caller passes the time.
 //!
-//! An account holds times, nodes, predictions and causes, and neither text nor token ids. [`History`] keeps every
-//! running request, and the last requests that ended within [`ENDED_MAX`] and [`ENDED_BYTES_MAX`]. The owner of a
-//! request writes its [`Account`]; [`Report`] is the account as operators read it.
+//! An account holds times, nodes, predictions and causes, but no text and no token ids. [`History`] keeps every
+//! running request, and the last ended requests within [`ENDED_MAX`] and [`ENDED_BYTES_MAX`]. The owner of a request
+//! writes its [`Account`]; [`Report`] is the account as JSON for operators.
 
 mod report;
 

@@ -30,7 +30,7 @@ pub struct Report {
     pub ttft_ms: Option<f64>,
     /// Time until the end, or until now.
     pub duration_ms: f64,
-    /// The answer of these stages: the one that ended last.
+    /// The answer that `stages` describes: the answer that ended last.
     pub choice: u32,
     pub stages: Vec<StageReport>,
     /// Time of the request outside of its stages: calls between router and nodes.
@@ -73,7 +73,7 @@ pub struct AttemptReport {
     pub transfer_ms: Option<f64>,
     /// Part of the predicted time to first token that all options share.
     pub overhead_ms: f64,
-    /// The chosen option, then the others from the lowest predicted cost.
+    /// The chosen option, then the other options, lowest predicted cost first.
     pub options: Vec<OptionReport>,
     pub options_left_out: usize,
     pub ineligible: Vec<IneligibleReport>,
@@ -85,13 +85,13 @@ pub struct AttemptReport {
 pub struct NodeReport {
     pub role: &'static str,
     pub node: String,
-    /// Cached prompt tokens that the router believed to be there.
+    /// Prompt tokens that the router believed to be cached on the node.
     pub cached_believed: u32,
     /// Cached prompt tokens that the node found.
     pub cached_found: Option<u32>,
 }
 
-/// An option and the terms of its predicted cost.
+/// An option (a choice of nodes) and the terms of its predicted cost.
 #[derive(Debug, Serialize)]
 pub struct OptionReport {
     pub prefill_node: Option<String>,
@@ -227,7 +227,7 @@ fn until_first_token(attempt: &AttemptAccount, ttft: Duration) -> Vec<StageRepor
         ms,
         overlaps,
     };
-    // A decode node that needs no KV of its prefill node waits for blocks in place of its queue.
+    // A decode node that needs no KV of its prefill node reports its wait for blocks as `reserve_us`.
     let queue_ms = of(first, |times| times.queue_us.or(times.reserve_us));
     let prefill_ms = of(first, |times| times.prefill_us);
     let mut all =

@@ -137,7 +137,7 @@ fn whole_number(text: &str) -> Option<i128> {
         return Some(number);
     }
     let number = serde_json::from_str::<f64>(text).ok()?;
-    // Up to 2^53 each whole number has a float of its own.
+    // An f64 represents every whole number up to 2^53 exactly.
     (number.fract() == 0.0 && number.abs() <= 9_007_199_254_740_992.0).then_some(number as i128)
 }
 

@@ -49,7 +49,7 @@ use crate::{
 
 const CHAT_CHUNK: &str = "chat.completion.chunk";
 const TEXT_CHUNK: &str = "text_completion";
-/// Size of a write in bytes from which on further events wait for the next write.
+/// Further events wait for the next write once a write has this number of bytes.
 const WRITE_BYTES: usize = 4096;
 
 pub async fn chat_completions(State(front): State<Arc<Front>>, request: Request<Body>) -> Response {
@@ -326,7 +326,7 @@ struct Chunks {
     totals: Totals,
     /// By choice.
     answers: Vec<AnswerProgress>,
-    /// The bytes of every chunk before its choice.
+    /// The JSON that precedes the choice in every chunk.
     head: Vec<u8>,
     is_over: bool,
 }

@@ -1,6 +1,6 @@
-//! Fields of a request from which the answer's grammar follows: structured output and tools.
+//! Request fields that determine the answer's grammar: structured output and tools.
 //!
-//! For structured output these are OpenAI's `response_format`, and the names of SGLang and vLLM for a regular
+//! The fields of structured output are OpenAI's `response_format`, and SGLang's and vLLM's fields for a regular
 //! expression and a schema. A request has at most one of them.
 
 use grammar::Grammar;

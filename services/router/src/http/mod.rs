@@ -56,7 +56,7 @@ pub fn routes(front: Arc<Front>, metrics: Metrics, started: u64) -> Router {
     for Route { path, method, handler } in table(metrics, started) {
         router = router.route(path, only(method, handler));
     }
-    // Queries of operators are no part of the described API.
+    // `/openapi.json` leaves out the operators' queries.
     router
         .route("/v1/explain", only("GET", routing::get(explain::explain)))
         .route("/v1/explain/{*id}", only("GET", routing::get(explain::explain_id)))
@@ -134,7 +134,7 @@ pub struct RequestContext {
     pub label: Option<String>,
     pub span: Span,
     pub wants_figures: bool,
-    /// An invalid tenant; reported with the other errors of the request.
+    /// The tenant. An invalid tenant is reported with the other errors of the request.
     pub tenant: Result<Option<Tenant>, FieldError>,
 }
 
@@ -199,7 +199,7 @@ impl ReadBody {
     }
 }
 
-/// Rejects a body that is compressed or does not say that it is JSON. A web page can make a browser post
+/// Rejects a body that is compressed or whose content type is not JSON. A web page can make a browser post
 /// forms and plain text to a router on the loopback interface, but not JSON.
 fn check_body_headers(headers: &HeaderMap) -> Result<(), ApiError> {
     let shown = |value: &HeaderValue| String::from_utf8_lossy(value.as_bytes()).into_owned();

@@ -1,5 +1,5 @@
 //! Response bodies of OpenAI's API, with vLLM's additions (`token_ids`, `prompt_token_ids`, `stop_reason`)
-//! and Baton's own `baton` statistics on request, and how tokens and text become their choices.
+//! and Baton's own `baton` statistics on request, and the conversion of tokens and text into choices.
 //!
 //! `/openapi.json` describes the types of this file: doc comments become descriptions there.
 
@@ -16,7 +16,7 @@ use crate::{
     request_driver::{AnswerEnd, StoppedBy},
 };
 
-/// Log-probability of a token without a finite one: JSON has no infinity.
+/// Log-probability sent in place of NaN and -∞, which JSON cannot represent.
 const LOGPROB_MIN: f32 = -9999.0;
 
 #[derive(Serialize, JsonSchema)]
@@ -240,7 +240,7 @@ pub struct ModelCard {
     pub owned_by: &'static str,
     /// Name of the model; `id` may be an alias.
     pub root: String,
-    /// Tokens of prompt and answer together at most; absent while no decode node is known.
+    /// Maximum number of tokens of prompt and answer together; absent while no decode node is known.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schemars(range(min = 1))]
     pub max_model_len: Option<u32>,
@@ -249,7 +249,7 @@ pub struct ModelCard {
 #[derive(Serialize, JsonSchema)]
 pub struct Tokenized {
     pub count: usize,
-    /// Tokens of prompt and answer together at most; `null` while no decode node is known.
+    /// Maximum number of tokens of prompt and answer together; `null` while no decode node is known.
     pub max_model_len: Option<u32>,
     pub tokens: Vec<u32>,
     /// Text of each token, with `return_token_strs`.

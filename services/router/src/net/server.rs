@@ -44,7 +44,7 @@ const PING_TIMEOUT: Duration = Duration::from_secs(20);
 const LEAVE_MAX: Duration = Duration::from_secs(2);
 /// Maximum idle time of a closing connection whose slot another connection took.
 const CLOSE_MAX: Duration = Duration::from_millis(100);
-/// Largest difference between the age of a connection and its maximum, as a fraction of the maximum.
+/// Maximum deviation of a connection's age limit from the configured one, as a fraction of the configured one.
 const AGE_JITTER: f64 = 0.1;
 const CLOSE: HeaderValue = HeaderValue::from_static("close");
 /// `Retry-After` of a rejected request, in seconds.
@@ -94,7 +94,7 @@ impl Bounds {
 /// The steps of a graceful shutdown, each cancelled when it begins.
 #[derive(Clone, Debug, Default)]
 pub struct Shutdown {
-    /// The router serves requests, and clients that keep connections must open others elsewhere.
+    /// The router still serves requests, and asks clients to reconnect elsewhere.
     pub leaving: CancellationToken,
     /// New requests are rejected.
     pub draining: CancellationToken,
@@ -457,7 +457,7 @@ mod tests {
         }
     }
 
-    /// Returns the response to a GET on this connection, which stays open or not.
+    /// Returns the response to a GET on this connection. The server may close the connection afterwards.
     async fn ask(stream: &mut TcpStream) -> String {
         stream.write_all(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n").await.unwrap();
         let mut response = Vec::new();

@@ -325,7 +325,7 @@ mod tests {
         let slots = Slots::new(3, 1);
         let [busy, first, second] = [(); 3].map(|()| slots.admit());
         assert_eq!(busy.begin_request(false), Verdict::Serve);
-        // The first connection is idle since its request has ended: the second one is idle for longer.
+        // The first connection became idle when its request ended. The second connection has been idle for longer.
         assert_eq!(first.begin_request(false), Verdict::Serve);
         first.end_request();
         let new = slots.admit();

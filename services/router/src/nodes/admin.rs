@@ -1,4 +1,4 @@
-//! Calls of an operator to nodes.
+//! Operator calls that the router forwards to nodes.
 
 use std::time::Duration;
 
@@ -31,7 +31,7 @@ pub enum AdminError {
     Failed { node: String, reason: String },
 }
 
-/// A member as the router knows it.
+/// The router's view of a member.
 #[derive(Debug, Serialize)]
 pub struct NodeState {
     /// `None` until the node has reported its record.
@@ -83,7 +83,7 @@ impl Nodes {
         directory.nodes().map(state).collect()
     }
 
-    /// Sends a call on to the node with this id.
+    /// Forwards a call to the node with this id.
     pub async fn forward(&self, node: &str, call: AdminCall) -> Result<AdminOutcome, AdminError> {
         let (url, epoch) = self.find(node)?;
         let failed = |reason| AdminError::Failed { node: node.to_owned(), reason };

@@ -74,7 +74,7 @@ impl Drop for FirstRound {
     }
 }
 
-/// The Meet call of one node: its peers.
+/// A Meet call to one node, with the node's peers.
 #[derive(Clone, Debug, PartialEq)]
 pub struct MeetCall {
     url: String,
@@ -82,7 +82,7 @@ pub struct MeetCall {
 }
 
 /// Returns the Meet calls that pair prefill and decode nodes of equal identity. Both nodes of a pair receive
-/// each other. Each prefill node starts with another decode node, so that every node finds a peer even if nodes
+/// each other. Each prefill node starts with a different decode node, so that every node finds a peer even if nodes
 /// allow few pairs.
 pub fn meet_calls(serving: &[(String, Role, NodeRecord)]) -> Vec<MeetCall> {
     let fits = |one: &NodeRecord, other: &NodeRecord| {
@@ -112,8 +112,8 @@ pub fn meet_calls(serving: &[(String, Role, NodeRecord)]) -> Vec<MeetCall> {
     serving.iter().zip(peers).filter_map(call).collect()
 }
 
-/// Calls Meet. The node answers once its connections are set up. Without an answer, as from a node of an
-/// older release, the first request of a pair connects it.
+/// Calls Meet. The node answers once its connections are set up. If a node does not answer (for example a node of an
+/// older release), its pairs connect at their first request.
 pub async fn meet(
     nodes: Nodes,
     call: MeetCall,

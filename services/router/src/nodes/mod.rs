@@ -359,7 +359,7 @@ pub struct NodeCall<E> {
 
 type Opening<E> = Pin<Box<dyn Future<Output = Result<Response<Streaming<E>>, Status>> + Send>>;
 
-/// The server stream of a call: opening and reading it are one wait.
+/// The server stream of a call. [`next_message`] waits for the opening of the stream and for its messages.
 enum CallStream<E> {
     Opening(Opening<E>),
     Open(Streaming<E>),

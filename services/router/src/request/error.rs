@@ -101,7 +101,7 @@ pub struct ErrorReport {
 }
 
 impl RequestError {
-    /// Returns the error of a request that its core gave up. `timeout` is the request's.
+    /// Returns the error of a request that its core gave up. `timeout` is the request's time-out.
     pub fn gave_up(reason: GiveUp, timeout: Duration, slow_client_timeout: Duration) -> Self {
         match reason {
             GiveUp::AttemptsSpent { attempts, last } => {
@@ -112,8 +112,7 @@ impl RequestError {
             GiveUp::Deadline => Self::Deadline { timeout },
             GiveUp::Final(failure) => match failure.cause {
                 Cause::Deadline => Self::Deadline { timeout },
-                // The node's queue filled because the router's did, and the router's because the client
-                // did not read.
+                // The client did not read, so the router's queue became full, and then the node's queue.
                 Cause::SlowReader => Self::SlowClient { waited: slow_client_timeout },
                 Cause::Contradiction => Self::Contradiction { reason: failure.message },
                 _ => Self::Refused { reason: failure.message },

@@ -1,5 +1,5 @@
-//! Options of a request besides the prompt, the answer's grammar among them: fields, limits and defaults for HTTP
-//! and gRPC, and their conversion into a node's request.
+//! Options of a request (sampling, lengths, stop conditions, grammar): fields, limits and defaults for HTTP and
+//! gRPC, and their conversion into a node's request.
 
 use std::ops::RangeInclusive;
 
@@ -90,7 +90,7 @@ impl Options {
     }
 
     /// Returns a node's options with all defaults filled in. `seed` applies if the client set none; `end_tokens`
-    /// are those of the model; `max_tokens_name` is the client's field for errors.
+    /// are the model's end-of-sequence tokens; `max_tokens_name` is the client's field for errors.
     pub fn sampling(
         &self,
         prompt_tokens: u32,

@@ -14,7 +14,7 @@ use crate::{front::Front, front::ServedModel, request_driver::Deadline};
 /// text's memory.
 const BYTES_MAX: usize = 1 << 20;
 
-/// Returns the token ids that a request with this prompt has.
+/// Returns the token ids that a generation request would have for this prompt.
 pub async fn tokenize(
     front: &Front,
     model: &ServedModel,

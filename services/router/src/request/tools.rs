@@ -1,4 +1,4 @@
-//! Tools: the offer of a request, the grammar of its answers, and the calls in them.
+//! The tools that a request offers, the grammar of its answers, and the tool calls in the answers.
 //!
 //! If the model may choose and no function is strict, there is no grammar: the router parses calls from free text.
 //! Otherwise a grammar constrains the answer ([`OfferedTools::grammar`]): to calls only if a call is required,

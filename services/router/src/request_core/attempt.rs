@@ -4,7 +4,7 @@
 //! Life of the decode side: `Opening` → (Reserved) → `Reserved` → (token 0 repeated) → `Decoding` →
 //! finished or failed. Life of the prefill side: `Prefilling` → (token 0) → `HoldingToken` until the
 //! decode node reported `Reserved` → `Transferring` → (Delivered) → `Ended`. The prefill side is `Ended`
-//! from the start when the decode node works alone, and as soon as the decode node reports that it does.
+//! from the start when the attempt has no prefill node, and as soon as the decode node reports that it needs none.
 //!
 //! The client receives token 0 only once the decode node holds a reservation: a request that a node then
 //! refuses has emitted nothing. A token 0 that ends the request needs no decode node. Once the decode
@@ -24,9 +24,9 @@ use super::{
     recovery::{AttemptFailure, Cause, Side},
 };
 
-/// How long a complete answer waits for the decode node's last event, which only adds statistics.
+/// Maximum time that a complete answer waits for the decode node's last event, which only adds statistics.
 pub const LAST_EVENT_MAX: Duration = Duration::from_millis(200);
-/// How long a failed transfer waits for the prefill node's token 0, which may end the answer. Waiting
+/// Maximum time that a failed transfer waits for the prefill node's token 0, which may end the answer. Waiting
 /// longer would only delay the next attempt.
 pub const TOKEN_0_MAX: Duration = Duration::from_millis(200);
 

@@ -18,8 +18,8 @@
 //!      calls [`RequestCore::handle_turn`], in the order of a [`TurnQueue`], or
 //!      [`RequestCore::handle_nodes_changed`].
 //! 3. The owner calls [`RequestCore::handle_deadline`] at [`RequestCore::next_deadline`].
-//! 4. The last output is [`Output::Finish`] or [`Output::Fail`], exactly once. A client that leaves ends
-//!    the request by [`RequestCore::handle_client_left`], without either.
+//! 4. The last output is [`Output::Finish`] or [`Output::Fail`], exactly once. If the client leaves, the owner calls
+//!    [`RequestCore::handle_client_left`] instead, and neither output follows.
 //!
 //! States: `Picking` → `Attempting` → `Ended`. A failed attempt returns to `Picking`. A pick without a
 //! node leads to `WaitingForTurn`, `HoldingTurn` or `WaitingForNode`, and from there back to `Picking`.
@@ -93,11 +93,11 @@ impl AnswerSpec {
 /// Limits on the attempts and waits of a request.
 #[derive(Clone, Copy, Debug)]
 pub struct RecoveryPolicy {
-    /// Attempts in a row without a token, the first included. Busy refusals do not count.
+    /// Maximum number of attempts in a row without a token, the first included. Busy refusals do not count.
     pub attempts_max: u32,
-    /// How long a request waits while decode nodes are up and none of them takes the request.
+    /// Maximum time that a request waits while decode nodes are up and none of them takes the request.
     pub busy_timeout: Duration,
-    /// How long the nodes of an attempt may be silent.
+    /// Maximum time that the nodes of an attempt may be silent.
     pub idle_timeout: Duration,
 }
 
@@ -117,7 +117,7 @@ pub struct AttemptCalls {
     /// Number of the attempt, from 1.
     pub number: u32,
     pub decode: DecodeRequest,
-    /// `None` when the decode node works alone.
+    /// `None` when the decode node prefills the prompt itself.
     pub prefill: Option<PrefillRequest>,
 }
 
@@ -482,7 +482,7 @@ impl RequestCore {
         timer.into_iter().chain([self.spec.deadline]).min()
     }
 
-    /// Handles the time of [`Self::next_deadline`]. `last_report` returns the time of the last load
+    /// Handles the deadline that [`Self::next_deadline`] returned. `last_report` returns the time of the last load
     /// or cache report by the attempt's node on a side.
     pub fn handle_deadline(
         &mut self,

@@ -1,9 +1,9 @@
 //! Reasons why an attempt failed, and what follows a failed attempt or a pick without a node.
 //!
-//! An attempt that failed is followed by another one over the prompt and all emitted tokens. The next
-//! attempt avoids the node that failed. After a second failed transfer, and on the last attempt of the
-//! budget, a decode node works alone: it needs no transfer. The budget renews whenever an attempt emitted
-//! tokens, so it bounds attempts without progress. Busy nodes cost no attempt: the request waits for a
+//! The next attempt runs over the prompt and all emitted tokens, and avoids the node that failed. After a
+//! second failed transfer, and on the last attempt of the budget, no prefill node is picked: the attempt
+//! needs no transfer. The budget renews whenever an attempt emitted tokens, so it bounds attempts without
+//! progress. Busy nodes cost no attempt: the request waits for a
 //! bounded time. While no decode node is up, the request waits until its deadline. Nodes are remembered
 //! by their epoch: a restarted node is not avoided for the failure of its predecessor. Requests that found
 //! every node busy pick again in the order of a [`TurnQueue`].
@@ -22,7 +22,7 @@ use super::{RecoveryPolicy, emitted::EmissionError};
 
 /// Maximum bytes of a peer's message that the router copies into a log or an error body.
 const MESSAGE_BYTES_MAX: usize = 300;
-/// Requests that pick nodes at the same time. Few, so that busy nodes do not spend their time on
+/// Maximum number of requests that pick nodes at the same time: few, so that busy nodes do not spend their time on
 /// refusals; more than one, so that one slow node does not delay every request.
 const TURNS_MAX: usize = 4;
 
@@ -169,7 +169,7 @@ impl Recovery {
                 (Side::Prefill, Some(prefill)) => self.avoid_prefill.push(prefill),
                 (Side::Prefill, None) | (Side::Decode, _) => self.avoid_decode.push(decode),
             },
-            // Another transfer id is enough.
+            // The next attempt has another transfer id.
             Cause::Duplicate => {}
         }
         self.failed_total += 1;

@@ -23,7 +23,7 @@ struct Owner {
     core: RequestCore,
     start: Instant,
     now: Instant,
-    /// Number of picked nodes, which gives each its epoch.
+    /// Number of attempts, from which the epochs of the picked nodes derive.
     picked: u128,
     /// Tokens that the client received.
     received: Vec<u32>,

@@ -1,7 +1,7 @@
 //! Drives the request core of one answer with tonic streams, tokio timers, spans and metrics.
 //!
 //! [`AnswerDriver::run`] performs the core's outputs and passes it the next input, until the answer is
-//! complete or failed. Every decision is the core's.
+//! complete or failed. The core makes every decision.
 
 use std::{
     sync::Arc,

@@ -1,8 +1,8 @@
 //! The events of a request's answers, and the bounded queue that carries them from the request's task to the
 //! writer of its response.
 //!
-//! Unlike a channel, the sender can empty the queue: a client that does not read keeps its stream as long as
-//! its connection lives, but not the queued events.
+//! Unlike the sender of a channel, this sender can empty the queue. The stream of a client that does not read lives
+//! as long as the client's connection, and must not keep the queued events in memory until then.
 
 use std::{
     collections::VecDeque,

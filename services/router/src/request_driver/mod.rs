@@ -248,7 +248,7 @@ fn stop_refused(error: &text::StopError) -> FieldError {
     FieldError::new("stop", problem)
 }
 
-/// Runs all answers of a request concurrently. The first that fails ends the others.
+/// Runs all answers of a request concurrently. The first failure ends the other answers.
 async fn run(
     front: Arc<Front>,
     request: PreparedRequest,
@@ -269,7 +269,7 @@ async fn run(
         record.failed(error);
     }
     // Events that wait for the client take memory, so the request stays in flight until they are read.
-    // A client that reads slowly has until the deadline, and once more the time-out of one event.
+    // A client that reads slowly has until the deadline plus the time-out of one event.
     let read_by =
         request.deadline.at.max(Instant::now()) + front.settings.router.slow_client_timeout;
     let read = tokio::select! {

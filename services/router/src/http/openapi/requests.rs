@@ -37,7 +37,7 @@ pub fn schemas() -> Map<String, Value> {
             let disabling = disabling.iter().chain(&["null"]);
             let mut values: Vec<Value> =
                 disabling.filter_map(|text| serde_json::from_str(text).ok()).collect();
-            // 1 and 1.0 are one value of JSON.
+            // JSON does not distinguish 1 from 1.0.
             values.dedup_by(|one, other| one.is_number() && one.as_f64() == other.as_f64());
             schemas[request]["properties"][*name] =
                 json!({"enum": values, "description": "Not supported: other values are rejected."});
@@ -71,7 +71,7 @@ struct Generation {
     /// Answers to the prompt.
     #[schemars(range(min = *CHOICES.start(), max = *CHOICES.end()))]
     n: Option<u32>,
-    /// Allowed: `n`.
+    /// Only the value of `n` is allowed.
     #[schemars(range(min = *CHOICES.start(), max = *CHOICES.end()))]
     best_of: Option<u32>,
     /// Stream the answer as server-sent events.
@@ -132,7 +132,7 @@ struct Generation {
     /// Same as `response_format` with a schema.
     #[schemars(extend("anyOf" = [{"type": "object"}, {"const": true}, {"type": "string"}, {"type": "null"}]))]
     guided_json: Option<Value>,
-    /// One of these.
+    /// At most one of the fields.
     structured_outputs: Option<StructuredOutputs>,
 }
 
@@ -226,7 +226,7 @@ struct ChatCompletionRequest {
     /// Number of top tokens; only with `logprobs`.
     #[schemars(range(min = *LOGPROBS.start(), max = *LOGPROBS.end()))]
     top_logprobs: Option<u32>,
-    /// The chat template adds special tokens.
+    /// Only false: the chat template adds special tokens.
     #[schemars(extend("enum" = [false, null]))]
     add_special_tokens: Option<Value>,
 }
