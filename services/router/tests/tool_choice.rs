@@ -145,7 +145,7 @@ async fn response_format_applies_to_answers_without_calls() {
     assert_eq!(serde_json::from_str::<Value>(text).unwrap(), city());
     assert_eq!(calls.mark, "<tool_call>");
     assert!(calls.functions.iter().all(|function| function.arguments_schema.is_none()));
-    // A required call leaves no content for the response format, which is validated all the same.
+    // A required call leaves no content for the response format, which is still validated.
     let demanded = chat(json!({"response_format": format, "tool_choice": "required"}));
     assert_eq!(cluster.client.post(PATH, &demanded).await.status, 200);
     assert_eq!(told(&cluster).unwrap().otherwise, None);

@@ -15,7 +15,7 @@ use super::{operations::Shared, words};
 /// poll.
 pub(super) const POLL_INTERVAL: Duration = Duration::from_millis(50);
 
-/// How many polls an operation may last.
+/// Maximum numbers of polls of an operation.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct StuckLimits {
     /// Limit for any operation. Callers time out earlier.

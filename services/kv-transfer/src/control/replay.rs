@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use crate::api::Epoch;
 
-/// How far behind the newest number a message may arrive. One connection keeps its order; the
+/// Maximum distance of a message behind the newest number. One connection keeps its order; the
 /// window covers two connections that overlap during a reconnect.
 const WINDOW: u64 = 1024;
 

@@ -44,7 +44,7 @@ pub struct Node {
     pub posted: BTreeMap<(TransferId, u32), Vec<BlockId>>,
     pub writing: BTreeMap<(TransferId, u32), Vec<BlockId>>,
     pub sending: BTreeMap<(TransferId, u32), (Epoch, Vec<BlockId>)>,
-    /// How often this node has closed its data connections with each peer. The end of an earlier
+    /// Number of times that this node has closed its data connections with each peer. The end of an earlier
     /// connection is ignored.
     pub closings: BTreeMap<usize, u64>,
     /// Peers that may connect here.

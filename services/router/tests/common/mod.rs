@@ -130,7 +130,7 @@ impl Cluster {
         Self::start_sources(settings(), vec![model], vec![], vec![decode]).await
     }
 
-    /// Starts a router for models with these texts.
+    /// Starts a router that serves these models, and waits until the router has observed all nodes.
     pub async fn start_sources(
         settings: RouterSettings,
         models: Vec<ModelSource>,

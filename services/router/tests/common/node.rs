@@ -45,7 +45,7 @@ pub enum Behaviour {
     CutAfter(usize),
     /// Stops sending after this many tokens.
     HangAfter(usize),
-    /// Never receives KV from this prefill node. Serves with any other, or alone.
+    /// Never receives KV from this prefill node. Serves with any other prefill node, or without one.
     NoKvFrom(&'static str),
     /// Reports that it needs no prefill node.
     Alone,
@@ -98,8 +98,8 @@ pub struct State {
 pub const END: u32 = 2;
 
 impl State {
-    /// Returns token `index` of the answer, and its finish reason if it is the last. It depends
-    /// only on the index, so that all nodes and attempts agree.
+    /// Returns token `index` of the answer, and the finish reason if the token is the last. The token
+    /// depends only on the index, so that all nodes and attempts agree.
     fn token(&self, index: u32, attempt: &Attempt) -> (Token, Option<FinishReason>) {
         let answer = self.answer.lock().unwrap();
         let sampling = attempt.sampling.as_ref().unwrap();
@@ -416,7 +416,7 @@ impl State {
     }
 }
 
-/// A node process, as seen from outside.
+/// A running scripted node.
 pub struct ScriptedNode {
     pub state: Arc<State>,
     pub address: SocketAddr,
