@@ -1,8 +1,8 @@
 //! Members from DNS: each address of a name is a member, as with a headless Service of Kubernetes.
 //!
 //! Every name is looked up once a second by the system's resolver. A failed lookup keeps the last addresses: the
-//! resolver does not tell a name without addresses from a name server that does not answer, and the router probes
-//! the nodes itself. An address that is missing from an answer leaves like a node that is missing from etcd.
+//! resolver does not distinguish a name without addresses from a name server that does not answer, and the router
+//! probes the nodes itself. An address that is missing from an answer leaves like a node that is missing from etcd.
 
 use std::{collections::BTreeSet, io, net::SocketAddr, time::Duration};
 

@@ -10,8 +10,8 @@
 //! * [`Membership`] is the source of addresses: a static list, the addresses of [`DnsName`]s, or [`etcd`], where nodes
 //!   register.
 //!
-//! RPCs are left out. The router opens the `Observe` streams that a [`Directory`] requests and passes their events to
-//! the directory.
+//! The crate makes no RPC to nodes: the router opens the `Observe` streams that a [`Directory`] requests and passes
+//! their events to the directory.
 
 #![forbid(unsafe_code)]
 

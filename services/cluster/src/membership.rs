@@ -1,4 +1,4 @@
-//! Sources of node addresses: a static list, or [etcd](crate::etcd).
+//! Sources of node addresses: a static list, DNS names, or [etcd](crate::etcd).
 
 use std::{
     collections::{BTreeMap, VecDeque},

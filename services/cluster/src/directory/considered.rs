@@ -10,7 +10,7 @@ pub const OPTIONS_MAX: usize = 16;
 #[derive(Clone, Debug, PartialEq)]
 pub struct Considered {
     pub placement: Placement,
-    /// The chosen option, then the others from the lowest predicted cost.
+    /// The chosen option, then the other options, lowest predicted cost first.
     pub options: Vec<ConsideredOption>,
     /// Number of options that the account leaves out.
     pub options_left_out: usize,

@@ -26,7 +26,7 @@ const STABLE_AFTER: Duration = Duration::from_secs(2);
 /// A load report that arrives this much later than an assignment includes the assignment: nodes report changes within
 /// 50 ms.
 const REPORT_LAG: Duration = Duration::from_millis(150);
-/// First pause after Busy if the node names none; a few steps.
+/// First pause after Busy if the node names no pause: a few decode steps.
 const BUSY_DELAY_FIRST: Duration = Duration::from_millis(50);
 const BUSY_DELAY_MAX: Duration = Duration::from_secs(2);
 
@@ -65,7 +65,7 @@ pub(super) struct Stream {
     pub(super) id: StreamId,
     /// Number of the last event; `None` before the snapshot.
     pub(super) last: Option<u64>,
-    /// When the snapshot is late, or when the directory requests a fresh one from a silent node.
+    /// Deadline of the snapshot. After the snapshot: time of requesting a fresh one if the node stays silent.
     pub(super) deadline: Instant,
 }
 
@@ -76,7 +76,7 @@ pub(super) struct Seen {
     pub(super) load: Load,
     /// `None` from a node of an older release.
     pub(super) step_costs: Option<StepCosts>,
-    /// Time of the load.
+    /// Time of the last load report.
     pub(super) reported_at: Instant,
     pub(super) cached: HashSet<u128>,
 }

@@ -9,7 +9,7 @@
 //! 5. Forgotten when the member left the membership and a probe failed. A member that left but is up stays up.
 //!
 //! An epoch identifies the process at an address. A new epoch is a new node: the directory drops load, cached
-//! prefixes, Busy and assignments of the old process.
+//! prefixes, Busy pauses and assignments of the old process.
 //!
 //! Each member has a stream or a scheduled probe.
 
@@ -109,7 +109,7 @@ pub struct Directory {
     selection: Selection,
     /// Transfer time of a token's KV from a prefill node to a decode node, in milliseconds.
     transfer_ms: BTreeMap<(NodeKey, NodeKey), f64>,
-    /// Mean of the measured time to first token beyond the prediction, in milliseconds.
+    /// Moving average of the measured minus the predicted time to first token, in milliseconds.
     overhead_ms: f64,
     jitter: Jitter,
     /// Counter for the ids of members, streams, assignments and picks.
@@ -238,7 +238,7 @@ impl Directory {
         let known = self.members.iter_mut().find(|(_, member)| member.address == *address);
         let Some((key, member)) = known else { return };
         member.listed = false;
-        // An open stream, or the probe in progress, decides.
+        // An open stream or the probe in progress decides whether the member is forgotten.
         if member.stream.is_none() {
             let key = *key;
             self.forget(key, actions);

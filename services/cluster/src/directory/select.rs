@@ -2,8 +2,8 @@
 //!
 //! Under the policy `predicted` the directory compares all pairs and all decode nodes by their predicted cost in
 //! milliseconds ([`predict`]). Costs within the error of predictions are equal; among equal costs a prefill node comes
-//! first. Predictions need a node that has measured its steps, and no node of an older release, which reports none.
-//! Without predictions the directory follows the policy `cache-aware` and hands over.
+//! first. Predictions require that a node has measured its steps, and that no node is of an older release, which
+//! reports no step times. Without predictions the directory follows the policy `cache-aware` and prefers a pair.
 //!
 //! The other policies choose a node of each role; predictions only decide between the pair and the decode node alone.
 //! `cache-aware` estimates the work before the attempt, in units of one prompt token:
@@ -50,13 +50,13 @@ const MISSING_BLOCK_COST: u64 = 64;
 /// Output tokens that count as needed. A decode node reserves the prompt's blocks at once; the answer grows later.
 const NEW_TOKENS_COUNTED: u32 = 64;
 /// A decode node prefills a prompt only if that saves this fraction of its time to first token: more than the usual
-/// error of a prediction. Otherwise idle nodes would change their split with every measurement.
+/// error of a prediction. Otherwise the choice on idle nodes would change with every measurement.
 const LOCAL_SAVING_MIN: f64 = 0.2;
 /// Predicted times that differ by less than this fraction are equal, so that equal nodes share the load.
 const EQUAL_WITHIN: f64 = 0.05;
-/// Share of each further measurement in the router's overhead.
+/// Weight of a new measurement in the moving average of the router's overhead.
 const OVERHEAD_SHARE: f64 = 1.0 / 16.0;
-/// Share of each slower transfer in the transfer time of a pair.
+/// Weight of a slower transfer in the transfer time of a pair.
 const TRANSFER_SHARE: f64 = 1.0 / 16.0;
 const DAY_MS: f64 = 86_400_000.0;
 
@@ -116,7 +116,7 @@ pub struct NodeChoice {
     pub cached_tokens: u32,
 }
 
-/// Reason why no node was picked: that of the node closest to eligible.
+/// Reason why no node was picked: the reason of the node closest to eligible.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum NoNode {
     #[error("no {role} node is listed")]
@@ -153,7 +153,7 @@ impl NoNode {
         }
     }
 
-    /// Returns the reason as that of a single node.
+    /// Returns the reason in words about a single node.
     pub fn of_one_node(&self) -> String {
         match self {
             Self::NoneListed { .. } => "not listed".into(),
@@ -173,7 +173,7 @@ impl NoNode {
     }
 
     /// Orders reasons by how close the node was to eligible. `fits`: the node's last record fits the request, so the
-    /// request may wait for this node. Of equal reasons the earlier retry or the larger limit is closer.
+    /// request may wait for this node. Among equal reasons the earlier retry or the larger limit is closer.
     fn nearness(&self, fits: bool) -> (u8, Reverse<Duration>, u32) {
         let (mut retry_after, mut tokens_max) = (Duration::ZERO, 0);
         let rank = match self {
@@ -200,7 +200,7 @@ impl NoNode {
 impl Directory {
     /// Picks the nodes of an attempt and counts the attempt on each of them until its release. Fails without a decode
     /// node; without a prefill node the decode node prefills the prompt.
-    /// `transfer_id`: id of the attempt, by which its nodes report it.
+    /// `transfer_id`: id under which the nodes report the attempt.
     pub fn pick(
         &mut self,
         now: Instant,
@@ -284,8 +284,8 @@ impl Directory {
         let assigned = (self.assignments.get(&prefill), self.assignments.get(&decode));
         let (Some(prefill), Some(decode)) = assigned else { return };
         let token_ms = milliseconds(elapsed) / decode.uncached_tokens.max(1) as f64;
-        // Chunks wait for prefill, so a transfer takes at least as long as its link needs: the shortest time counts,
-        // and longer ones replace it slowly.
+        // Chunks wait for prefill, so a transfer may take longer than its link needs: a shorter time replaces the known
+        // one at once, a longer time slowly.
         let known = self.transfer_ms.entry((prefill.node, decode.node)).or_insert(token_ms);
         *known = token_ms.min(*known + (token_ms - *known) * TRANSFER_SHARE);
     }
@@ -475,7 +475,8 @@ impl Candidate<'_> {
             .saturating_add(self.missing_blocks() * MISSING_BLOCK_COST)
     }
 
-    /// Returns the node's state and the prompt on it. `others`: costs of another node, for those not measured here.
+    /// Returns the node's state and the prompt on this node. `others`: costs of another node, which replace missing
+    /// measurements.
     fn state(&self, now: Instant, others: (PrefillCosts, DecodeCosts)) -> (NodeState, Prompt) {
         let costs = self.seen.step_costs.expect("costs are known only if every candidate reports");
         let load = &self.seen.load;
@@ -564,7 +565,8 @@ impl NodeOption<'_> {
     }
 }
 
-/// Returns the options under a policy: with predictions all of them, otherwise the best pair and its decode node alone.
+/// Returns the options under a policy: all pairs and all decode nodes with predictions, otherwise the best pair and its
+/// decode node alone.
 fn options<'a>(
     policy: NodePolicy,
     wanted: &Wanted<'_>,
@@ -605,7 +607,7 @@ fn best<'a, 'b>(options: &'b [NodeOption<'a>]) -> &'b NodeOption<'a> {
         let (ttft_ms, decode_ms) = (prediction.ttft_ms(), prediction.decode_ms);
         let is_local = option.prefill.is_none() && has_pair;
         let margin_ms = if is_local { ttft_ms * LOCAL_SAVING_MIN } else { 0.0 };
-        // Only an option with a prefill node keeps the bound, so without one a local option is allowed.
+        // Only an option with a prefill node keeps `itl_max`. If there is no such option, a local one is allowed.
         let is_allowed = !(is_local && prediction.exceeds_itl_max);
         let error_ms = EQUAL_WITHIN * (ttft_ms + decode_ms / 2.0);
         is_allowed.then_some((option, prediction.cost_ms() + margin_ms, error_ms))

@@ -34,7 +34,7 @@ pub struct LeaseId(pub i64);
 pub enum Input {
     /// The record is written under this lease.
     Written { lease: LeaseId, ttl: Duration },
-    /// The lease was renewed and the record is there. `restored`: the record was missing or changed and was written
+    /// The lease was renewed and the record exists. `restored`: the record was missing or changed and was written
     /// again.
     Renewed { restored: bool },
     /// The lease expired.

@@ -83,7 +83,7 @@ impl Nodes {
         directory.nodes().map(state).collect()
     }
 
-    /// Forwards a call to the node with this id.
+    /// Sends a call to the node with this id.
     pub async fn forward(&self, node: &str, call: AdminCall) -> Result<AdminOutcome, AdminError> {
         let (url, epoch) = self.find(node)?;
         let failed = |reason| AdminError::Failed { node: node.to_owned(), reason };
