@@ -161,7 +161,7 @@ struct Lane {
     plan: Plan,
     begun: Instant,
     abort_at: Option<Instant>,
-    /// The transfer has ended and no other follows in this lane.
+    /// Whether the transfer has ended and no other follows in this lane.
     is_ended: bool,
 }
 

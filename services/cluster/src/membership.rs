@@ -132,7 +132,7 @@ pub struct MemberWatch {
     list: watch::Receiver<Arc<Members>>,
     seen: Members,
     changes: VecDeque<MemberChange>,
-    /// The first list was not compared yet.
+    /// Whether the first list was not compared yet.
     fresh: bool,
 }
 

@@ -375,7 +375,7 @@ pub struct Prediction {
     pub harm_ms: f64,
     pub decode_ms: f64,
     pub evict_ms: f64,
-    /// Every step of the prompt exceeds the inter-token latency bound of other sequences.
+    /// Whether every step of the prompt exceeds the inter-token latency bound of other sequences.
     pub exceeds_itl_max: bool,
 }
 

@@ -24,7 +24,7 @@ pub struct Setting {
     pub allowed: String,
     /// Placeholder of the value in help texts.
     pub placeholder: &'static str,
-    /// Hides the value in every output.
+    /// Whether every output hides the value.
     pub secret: bool,
     /// JSON Schema of the value in the file, with the default.
     pub schema: Json,

@@ -50,7 +50,7 @@ struct Block {
     state: BlockState,
     /// Pins for DMA in flight; at most `refs`.
     pins: u32,
-    /// The prefix cache knows the contents.
+    /// Whether the prefix cache has an entry for the contents.
     retained: bool,
     /// Neighbours in the list of cached blocks; meaningful in `Cached` only.
     older: Option<BlockId>,

@@ -62,7 +62,7 @@ pub struct AdmittedRow {
     pub computed: u32,
     pub blocks: Vec<BlockId>,
     pub sampling: Sampling,
-    /// The row never samples without a token bitmask.
+    /// Whether the row must not sample without a token bitmask.
     pub constrained: bool,
 }
 

@@ -74,7 +74,7 @@ pub(crate) struct Connection {
     /// Completes when the runtime has run every ready task. The set polls it only then, however often other
     /// events wake the connection.
     turn: FuturesUnordered<BoxFuture<'static, ()>>,
-    /// The turn of the bytes that are being written has come.
+    /// Whether the turn of the bytes that are being written has come.
     may_write: bool,
     _place: OwnedSemaphorePermit,
 }

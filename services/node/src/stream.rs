@@ -116,7 +116,7 @@ impl Readers {
 pub(crate) struct AttemptStream {
     call: CallId,
     queue: SharedQueue,
-    /// The last reply was read, or none will come.
+    /// Whether the last reply was read, or none will come.
     is_over: bool,
     cancel: CommandSender,
     permit: AttemptPermit,

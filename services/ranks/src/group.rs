@@ -147,7 +147,7 @@ pub enum GroupError {
 struct Watch {
     /// The first failure.
     failure: OnceLock<RankFailure>,
-    /// The group is stopping: exits of processes are not failures.
+    /// Whether the group is stopping: then an exit of a process is not a failure.
     stopping: AtomicBool,
     /// Process id and handle of each rank; `None` before its start and after its end.
     processes: Mutex<Vec<Option<(u32, Process)>>>,

@@ -132,7 +132,7 @@ type Planned = Result<Order, RankError>;
 struct Rank<'a, E> {
     executor: E,
     answers: &'a mut RingWriter,
-    /// Only one rank sends results; all ranks send hashes.
+    /// Whether this rank sends results. Only one rank does; all ranks send hashes.
     sends_results: bool,
     clock: Clock,
     /// Steps in flight: id and state hash.

@@ -36,7 +36,7 @@ pub struct Device {
     due: VecDeque<(Instant, Duration)>,
     /// Results of steps in flight that are computed already.
     computed: VecDeque<StepResult>,
-    /// The step launched last awaits its token bitmasks.
+    /// Whether the step launched last awaits its token bitmasks.
     is_awaiting: bool,
     is_rank_lost: bool,
 }

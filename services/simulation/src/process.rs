@@ -182,7 +182,7 @@ pub struct Process {
     arrived_commands: VecDeque<Command>,
     transfer_limits: TransferLimits,
     events: EventQueue,
-    /// A command waits in the core because the transfer queue is full.
+    /// Whether a command waits in the core because the transfer queue is full.
     is_command_waiting: bool,
     is_draining: bool,
     now: Instant,

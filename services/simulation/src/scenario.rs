@@ -32,7 +32,7 @@ pub struct Scenario {
     /// Longest delay between the threads of one process.
     pub thread_delay_max: Duration,
     pub router_count: usize,
-    /// Nodes register in etcd; otherwise the routers have a static list.
+    /// Whether nodes register in etcd; otherwise the routers have a static list.
     pub has_etcd: bool,
     /// How routers choose nodes.
     pub selection: Selection,

@@ -35,7 +35,7 @@ const BUSY_DELAY_MAX: Duration = Duration::from_secs(2);
 pub struct Member {
     pub node: NodeKey,
     pub address: NodeAddress,
-    /// The address is still in the membership.
+    /// Whether the address is still in the membership.
     pub(super) listed: bool,
     pub health: Health,
     /// Reason for the health.
@@ -90,7 +90,7 @@ pub(super) struct Unseen {
     pub(super) blocks: u64,
     pub(super) since: Instant,
     pub(super) transfer_id: TransferId,
-    /// The node accepted the attempt.
+    /// Whether the node accepted the attempt.
     pub(super) accepted: bool,
 }
 

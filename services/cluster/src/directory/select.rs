@@ -78,7 +78,7 @@ pub struct Wanted<'a> {
     pub tokens: u32,
     /// Maximum number of further output tokens.
     pub new_tokens_max: u32,
-    /// The decode node must prefill the prompt itself.
+    /// Whether the decode node must prefill the prompt itself.
     pub alone: bool,
     /// Cache keys of the prompt's blocks for each identity of the nodes. Without keys of its identity a node counts as
     /// having no cached block.

@@ -87,7 +87,7 @@ pub struct BatchRow<T = Vec<u32>> {
     pub position: usize,
     pub blocks: Vec<BlockId>,
     pub sampling: Sampling,
-    /// The row never samples without a token bitmask.
+    /// Whether the row must not sample without a token bitmask.
     pub constrained: bool,
     /// Token bitmasks of the step supplied last: of its first sample and of the following ones.
     pub allowed: Vec<Arc<TokenMask>>,

@@ -175,7 +175,7 @@ pub struct CudaExecutor {
     forwarded: Vec<Event>,
     /// Waits for the GPU. Closed before the other fields are dropped.
     worker: Worker<Job, Done, CudaError>,
-    /// `collect` polls instead of sleeping.
+    /// Whether `collect` polls instead of sleeping.
     polls: bool,
 }
 

@@ -167,7 +167,7 @@ pub struct SimExecutor {
     histories: Vec<Vec<u64>>,
     arena: SimArena,
     launched: VecDeque<Launched>,
-    /// The oldest step waits for its token bitmasks only.
+    /// Whether the oldest step waits for its token bitmasks only.
     masks_are_due: bool,
     /// The oldest step, computed but not due yet.
     computed: Option<(Instant, StepResult)>,

@@ -87,7 +87,7 @@ pub(super) struct Row {
     pub(super) last_step: Option<StepId>,
     /// Whether a plan has admitted this row on the executor.
     pub(super) announced: bool,
-    /// The last sample was withdrawn because its token bitmask was late.
+    /// Whether the last sample was withdrawn because its token bitmask was late.
     pub(super) was_late: bool,
     pub(super) drafts: RowDrafts,
 }

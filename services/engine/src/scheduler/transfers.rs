@@ -23,7 +23,7 @@ struct Transfer {
     /// Incoming: the reserved blocks. Outgoing: the blocks from `first_block` on that were handed over; the list
     /// only grows, so no block is handed over twice.
     blocks: Vec<BlockId>,
-    /// The node was told to abort this transfer.
+    /// Whether the node was told to abort this transfer.
     abort_told: bool,
 }
 

@@ -15,7 +15,7 @@ use crate::event::SequenceId;
 pub(super) struct Waiting {
     receives: Queue,
     computes: Queue,
-    /// The first of `computes` could not get blocks.
+    /// Whether the first of `computes` could not get blocks.
     compute_starved: bool,
 }
 

@@ -71,7 +71,7 @@ pub struct Hello {
     pub integrity: Vec<String>,
     /// Number of the sender's connection attempt; later ones are higher.
     pub session: u64,
-    /// The sender connects in advance, without a transfer.
+    /// Whether the sender connects in advance, without a transfer.
     pub in_advance: bool,
 }
 

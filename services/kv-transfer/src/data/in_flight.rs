@@ -22,7 +22,7 @@ pub struct InFlight<T> {
 
 pub struct Chunk<T> {
     pub id: ChunkId,
-    /// Its transfer was cancelled while the chunk was in flight.
+    /// Whether the transfer was cancelled while the chunk was in flight.
     pub cancelled: bool,
     pub value: T,
 }

@@ -41,7 +41,7 @@ struct State {
     stream: Option<TcpStream>,
     /// Number of the newest connection, kept after the connection's end.
     connection: u64,
-    /// A reader thread uses this inbox.
+    /// Whether a reader thread uses this inbox.
     occupied: bool,
     closed: bool,
 }

@@ -41,13 +41,13 @@ struct State {
     taken: InFlight<Taken>,
     /// Shut down when the outbox is closed, to wake the thread that uses it.
     stream: Option<TcpStream>,
-    /// Set by the driver: the connection is no longer needed.
+    /// Whether the connection is no longer needed. The driver sets it.
     closed: bool,
     /// Set by the reading thread: why the connection ended.
     broken: Option<String>,
-    /// Set by the writer: the connection has ended, and new chunks are dropped.
+    /// Whether the connection has ended, so that new chunks are dropped. The writer sets it.
     ended: bool,
-    /// Set by the writer: a kernel that cannot be aborted may still read the chunks being sent.
+    /// Whether a kernel that cannot be aborted may still read the chunks being sent. The writer sets it.
     stuck: bool,
 }
 

@@ -39,7 +39,7 @@ pub struct Aborting {
     /// Final event, until it is emitted. `None` from the start if the node never started the
     /// transfer.
     event: Option<Event>,
-    /// The transport still holds blocks.
+    /// Whether the transport still holds blocks.
     releasing: bool,
     owes_abort_ack: bool,
     /// Retransmission of `ABORT` and its time-out; `None` once answered.

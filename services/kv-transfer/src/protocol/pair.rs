@@ -39,9 +39,9 @@ pub struct Pair {
     /// Time at which either side last had or expected transfers.
     pub(super) idle_since: Instant,
     data_opened: bool,
-    /// This node will send chunks to the peer.
+    /// Whether this node will send chunks to the peer.
     pub(super) will_send: bool,
-    /// The pair was created in advance and has had no transfer.
+    /// Whether the pair was created in advance and has had no transfer.
     in_advance: bool,
 }
 

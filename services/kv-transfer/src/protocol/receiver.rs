@@ -22,7 +22,7 @@ use crate::{
 
 pub struct Receiving {
     reserve: Reserve,
-    /// The sender has acknowledged `RESERVE`.
+    /// Whether the sender has acknowledged `RESERVE`.
     pub is_named: bool,
     reserved_at: Instant,
     pub chunks: BTreeMap<u32, PostedChunk>,

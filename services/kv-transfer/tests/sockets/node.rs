@@ -88,17 +88,17 @@ pub struct Reach {
     pub apart: Option<&'static str>,
     /// Reason why joining a communicator fails.
     pub fails: Option<&'static str>,
-    /// Sends complete at once.
+    /// Whether sends complete at once.
     pub hasty: bool,
-    /// Joining hangs until the caller gives up.
+    /// Whether joining hangs until the caller gives up.
     pub hangs: bool,
     /// Started joins.
     pub joining: Arc<AtomicU64>,
     /// Reason why communicators cannot be created, reported on first use.
     pub unloaded: Option<&'static str>,
-    /// Communicators are unavailable from the start.
+    /// Whether communicators are unavailable from the start.
     pub channelless: bool,
-    /// Copies corrupt a byte.
+    /// Whether copies corrupt a byte.
     pub damages: bool,
 }
 

@@ -39,7 +39,7 @@ pub(super) struct Attempts {
     /// per chunk, a finish and an abort.
     commands: VecDeque<(CallId, transfer::Command)>,
     pub outputs: Outputs,
-    /// New calls are rejected.
+    /// Whether new calls are rejected.
     is_draining: bool,
 }
 

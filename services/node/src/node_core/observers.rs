@@ -29,7 +29,7 @@ pub(super) struct Observers {
     sent_at: Option<Instant>,
     /// Sequences that arrived since the last delta.
     arrived: Vec<SequenceId>,
-    /// The scheduler's state may differ from `sent`.
+    /// Whether the scheduler's state may differ from `sent`.
     is_changed: bool,
     is_draining: bool,
     step_fit: StepFit,

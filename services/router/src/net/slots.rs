@@ -99,7 +99,7 @@ struct Table {
     reserved: Class,
     /// Counter for connection ids and for the order of idle connections.
     next: u64,
-    /// Set while the port is full, so that the log reports it once.
+    /// Whether the port is full, so that the log reports this once.
     is_full: bool,
 }
 

@@ -93,7 +93,7 @@ pub struct ChatSource {
     /// List of tool descriptions, or null.
     pub tools: Value,
     pub add_generation_prompt: bool,
-    /// The answer continues the last message.
+    /// Whether the answer continues the last message.
     pub continue_final_message: bool,
     /// Further template variables.
     pub template_kwargs: Map<String, Value>,

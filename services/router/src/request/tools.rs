@@ -24,7 +24,7 @@ pub struct OfferedTools {
     pub definitions: Value,
     pub functions: Vec<OfferedFunction>,
     pub choice: ToolChoice,
-    /// Allows several calls in an answer.
+    /// Whether an answer may have several calls.
     pub parallel: bool,
 }
 
@@ -35,7 +35,7 @@ pub struct OfferedFunction {
     pub parameters: Option<Map<String, Value>>,
     /// Field of the schema in the request.
     pub field: String,
-    /// Constrains the arguments to the schema even if no call is required.
+    /// Whether the arguments are constrained to the schema even if no call is required.
     pub strict: bool,
 }
 
@@ -199,7 +199,7 @@ pub struct CallReading {
     pub format: ToolFormat,
     pub names: Arc<[String]>,
     pub parallel: bool,
-    /// The client named the function.
+    /// Whether the client named the function.
     pub is_named: bool,
     /// Prefix of the calls' ids.
     pub id: String,

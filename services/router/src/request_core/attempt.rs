@@ -36,7 +36,7 @@ pub struct AttemptState {
     first_index: u32,
     decode: Decode,
     prefill: Prefill,
-    /// The prefill node reported Delivered: its stream has no further event.
+    /// Whether the prefill node reported Delivered: then its stream has no further event.
     delivered: bool,
     /// The decode node's transfer failed while token 0 is awaited.
     transfer_failed: Option<AttemptFailure>,
@@ -70,7 +70,7 @@ pub struct AttemptStats {
     pub kv_bytes: u64,
     /// Time from the reservation until the KV was visible, in microseconds.
     pub transfer_us: u64,
-    /// The decode node needed no KV of a prefill node.
+    /// Whether the decode node needed no KV of a prefill node.
     pub alone: bool,
     pub prefill: NodeStats,
     pub decode: NodeStats,

@@ -217,7 +217,7 @@ pub struct RequestCore {
     /// Identity of the nodes that computed the first emitted token. Nodes with another identity could
     /// continue with different tokens.
     identity: Option<ModelIdentity>,
-    /// A stop token was delivered.
+    /// Whether a stop token was delivered.
     has_stopped: bool,
     stats: HandOverStats,
     cached_tokens: Option<u32>,
@@ -242,7 +242,7 @@ struct OpenAttempt {
     prefill: Option<Arc<NodeRecord>>,
     /// Actions to perform after the current delivery.
     actions: VecDeque<AttemptAction>,
-    /// Tokens are being delivered to the client.
+    /// Whether tokens are being delivered to the client.
     is_emitting: bool,
     /// Time of the last event of a node or of the last delivery, whichever is later.
     active_at: Instant,

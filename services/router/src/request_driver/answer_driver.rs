@@ -52,7 +52,7 @@ pub struct AnswerDriver<'a> {
 struct OpenAttempt {
     decode: NodeCall<DecodeEvent>,
     prefill: Option<NodeCall<PrefillEvent>>,
-    /// The client received a token of this attempt.
+    /// Whether the client received a token of this attempt.
     has_token: bool,
     span: Span,
 }
