@@ -171,7 +171,7 @@ impl StepFit {
         if work.prefill_tokens >= PREFILL_TOKENS_MIN {
             let [_, row, context] = self.decode.coefficients;
             let rows_ms = row * work.decode_rows + context * work.context_tokens;
-            // A fit of other batches may explain the whole step by its rows.
+            // A fit from other batches may attribute the whole step to its decode rows.
             let prefill_ms = (time_ms - rows_ms).max(time_ms / 10.0);
             self.prefill.add([1.0, work.prefill_tokens, work.prefill_pairs], prefill_ms);
         }
@@ -449,8 +449,8 @@ mod tests {
         Work { decode_rows, context_tokens, ..Work::default() }
     }
 
-    /// Returns the step time of a node with 4 ms, 20 µs a row and 30 ns a KV token; prefill takes 1
-    /// ms, 20 µs a token and 1 ns a pair.
+    /// Returns the step time of a node. A decode step takes 4 ms, 20 µs per row and 30 ns per KV token. Prefill
+    /// takes 1 ms, 20 µs per token and 1 ns per pair.
     fn true_ms(work: &Work) -> f64 {
         let rows = 0.02 * work.decode_rows + 3e-5 * work.context_tokens;
         let prefill = 1.0 + 0.02 * work.prefill_tokens + 1e-6 * work.prefill_pairs;
@@ -603,7 +603,7 @@ mod tests {
         assert_eq!(gap(0.0), 0.0);
         // A fast link sends the KV of the last of four steps after the prompt.
         assert!(is_near(gap(0.001), 0.001 * 512.0));
-        // A slow link determines the time itself.
+        // On a slow link the transfer determines the gap.
         let prompt_ms = node.prompt_ms(&prompt);
         assert!(is_near(gap(1.0), 2048.0 - prompt_ms * 0.75));
         // Tokens that the decode node has cached are not sent.

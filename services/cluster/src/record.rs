@@ -8,7 +8,7 @@ use crate::{Epoch, EpochError, ModelIdentity, NodeId, NodeIdError};
 
 /// Maximum length of a text in a record, in bytes.
 pub const TEXT_BYTES_MAX: usize = 256;
-/// Maximum number of blocks (256 Mi tokens); it excludes overflow.
+/// Maximum number of blocks (256 Mi tokens); the limit prevents overflow.
 const BLOCKS_MAX: u32 = 1 << 24;
 const BLOCK_TOKENS_MAX: u32 = 1024;
 

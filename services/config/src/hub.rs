@@ -24,7 +24,7 @@ pub(crate) const VARIABLES: [&str; 3] = ["HF_HUB_CACHE", "HF_HOME", "HOME"];
 /// Required files of a model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Parts {
-    /// Tokenizer, chat template and sampling defaults, for the router. A GGUF file is needed whole.
+    /// Tokenizer, chat template and sampling defaults, for the router. For a GGUF model: the whole file.
     Text,
     /// Also the weights.
     All,

@@ -18,7 +18,7 @@
 //! * [`json_schema`] describes the file, for editors and for Helm charts.
 //! * [`Config::explain`] lists each value with its source. Secrets are never printed.
 //!
-//! The meaning of the values is left out. Each service converts its sections into its own types.
+//! The crate does not interpret the values: each service converts its sections into its own types.
 
 #![forbid(unsafe_code)]
 

@@ -87,7 +87,7 @@ pub(crate) fn with_default(mut schema: Json, default: Json) -> Json {
     schema
 }
 
-/// Returns the JSON Schema (draft 7, which Helm reads) of a file with these sections. Former names are left out.
+/// Returns the JSON Schema (draft 7, which Helm reads) of a file with these sections, without former names.
 pub fn json_schema(sections: &[Section]) -> Json {
     let closed = |description: String, properties: serde_json::Map<String, Json>| {
         json!({

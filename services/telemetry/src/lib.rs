@@ -6,7 +6,7 @@
 //!   them as Prometheus text under OpenTelemetry's GenAI names and vLLM's names.
 //! * [`MetricsServer`] serves this text for services without an HTTP server of their own.
 //!
-//! Nothing here is global except what `tracing` requires: `main` calls [`Telemetry::install`]; tests
+//! The only global state is the subscriber of `tracing`: `main` calls [`Telemetry::install`]; tests
 //! use [`Telemetry::dispatch`] for a scope instead. OTLP export is off unless an endpoint is given.
 
 #![forbid(unsafe_code)]

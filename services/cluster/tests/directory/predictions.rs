@@ -125,7 +125,7 @@ fn always_hands_over_and_never_does_not() {
             assert!(!is_local(&mut world(always), 200));
             assert!(is_local(&mut world(never), 200));
         }
-        // Without a prefill node the decode node works alone.
+        // Without a prefill node the decode node prefills.
         assert!(is_local(&mut cluster(always, &[], &[load()]), 200));
     }
     let mut world = cluster(with(Disaggregate::Always), &[load()], &[load()]);
@@ -216,7 +216,7 @@ fn without_measurements_a_prefill_node_prefills() {
         let picked = pick(&mut pair(prefill_load, decode_load), 200);
         assert!(picked.prefill.is_some() && picked.ttft.is_none());
     }
-    // Measurements of another node stand in for those of a node that has not worked yet.
+    // Measurements of another node replace those of a node that has not run a step yet.
     let fresh_decode = v1::StepCosts { prefill: None, ..costs() };
     let decode_load = Load { step_costs: Some(fresh_decode), ..load() };
     let picked = pick(&mut pair(queued(40_000), decode_load), 200);

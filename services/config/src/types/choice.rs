@@ -123,7 +123,7 @@ choice! {
 }
 
 choice! {
-    /// Which node prefills a prompt.
+    /// Selection of the node that prefills a prompt.
     pub enum Disaggregate {
         /// The prefill node or the decode node, whichever costs clients less time.
         Auto = "auto",
@@ -139,7 +139,7 @@ choice! {
     pub enum NodePolicy {
         /// Lowest predicted waiting time of clients, from measured step and transfer times.
         Predicted = "predicted",
-        /// Least work in prompt tokens, less those in the node's prefix cache.
+        /// Least work in prompt tokens; tokens in the node's prefix cache do not count.
         CacheAware = "cache-aware",
         /// Fewest running and waiting requests.
         LeastLoad = "least-load",

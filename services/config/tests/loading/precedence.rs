@@ -114,7 +114,7 @@ fn auto_is_accepted_in_each_way_and_shown() {
     let line = config.explain(&[Section::Node]);
     let line = line.lines().find(|line| line.starts_with("node.slots")).unwrap();
     assert!(line.contains(" auto ") && line.ends_with("BATON_NODE_SLOTS"), "{line}");
-    // A set value covers an auto of lower precedence, and the other way round.
+    // A set value overrides an `auto` of lower precedence, and vice versa.
     let node = load(file, &[], &[("node.step_tokens", "64"), ("node.itl_max", "30ms")]);
     let node = node.unwrap().node;
     assert_eq!(node.step_tokens, Auto::Set(64));
@@ -150,7 +150,7 @@ fn former_name_of_a_setting_is_accepted_with_a_warning() {
         assert!(warning.contains(source), "{warning}");
         assert!(warning.ends_with("transfer.nccl_max_ctas"), "{warning}");
     }
-    // Routers do not read section [transfer], which had the secret.
+    // The secret was in section [transfer], which routers do not read.
     let file = "[transfer]\nsecret = \"0123456789abcdef\"";
     let config = load(file, &[], &[]).unwrap();
     assert_eq!(config.cluster.required_secret().unwrap().reveal(), "0123456789abcdef");

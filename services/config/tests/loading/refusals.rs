@@ -153,7 +153,7 @@ fn duplicate_and_unknown_model_names_are_rejected() {
         (with("router.aliases", "latest=fourth"), ["fourth", "first, second, third"]),
         (with("router.aliases", "latest=second,latest=third"), ["latest=third", "taken"]),
         (with("router.aliases", "first=second"), ["first=second", "taken"]),
-        // An alias of an alias leads nowhere.
+        // An alias must name a model, not another alias.
         (with("router.aliases", "a=second,b=a"), ["b=a", "no model"]),
         (with("router.aliases", "second"), ["router.aliases", "NAME=VALUE"]),
         (with("router.tool_formats", "second=xml"), ["second=xml", "auto, hermes or llama3"]),
