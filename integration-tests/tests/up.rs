@@ -117,7 +117,7 @@ async fn requested_node_counts_and_dtype_are_used() -> Result<()> {
 async fn explained_stages_account_for_95_percent_of_a_request() -> Result<()> {
     let mut up = start(&[])?;
     let client = up.client()?;
-    // Nodes without measured steps hand over, whatever the machine.
+    // Nodes without measured steps hand over on any machine.
     let prompt: Vec<u32> = (1000..1200).collect();
     let body = json!({"prompt": prompt, "max_tokens": 64, "ignore_eos": true, "temperature": 0});
     let label = [("x-request-id", "explained")];

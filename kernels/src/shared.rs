@@ -8,7 +8,7 @@
 //! other's processes.) The owner unlinks the file once all processes have opened it, at the latest when it
 //! ends; mappings outlive the unlink.
 //!
-//! Code accesses a region through [`Atomics`], which are safe whatever another process does, or through a
+//! Code accesses a region through [`Atomics`], which are safe for any writes of other processes, or through a
 //! pointer whose user coordinates with the other processes. [`futex`] lets processes wait for one of the
 //! words.
 

@@ -134,7 +134,7 @@ pub fn fuzz_shard_index(data: &[u8]) {
 
 pub fn fuzz_config_json(data: &[u8]) {
     let folder = folder!(("tokenizer.json", TOKENIZER.as_bytes()))("config.json", data);
-    // Weights are allocated only on use, whatever sizes the file claims.
+    // Weights are allocated only on use, for any sizes that the file claims.
     let _ = Checkpoint::open(&folder, LoadFormat::Dummy { seed: 1 });
     read_text(&folder);
 }

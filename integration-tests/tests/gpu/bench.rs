@@ -24,8 +24,8 @@ pub struct Gpu {
     _alone: MutexGuard<'static, ()>,
 }
 
-/// Skips the running test because this machine lacks what the test needs. With `BATON_TEST_GPU=N` a test
-/// that needs at most N GPUs fails instead.
+/// Skips the running test because this machine lacks hardware or software that the test needs. With
+/// `BATON_TEST_GPU=N` a test that needs at most N GPUs fails instead.
 pub fn lacks(needed_gpus: usize, reason: &str) -> ! {
     let promised = std::env::var("BATON_TEST_GPU").map_or(0, |gpus| {
         gpus.parse::<usize>().unwrap_or_else(|_| {

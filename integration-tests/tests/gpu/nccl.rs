@@ -141,7 +141,7 @@ pub fn killed_peer_is_aborted_and_its_memory_freed() {
         rank.barrier();
         let of = |peer| [Move { peer, piece: Piece::new(&range, 0, BYTES) }];
         if rank.rank == 1 {
-            // Receives half of what the peer would send.
+            // Receives half of the operations that the peer would send.
             for _ in 0..20 {
                 communicator.exchange(&[], &of(0), &stream, deadline).unwrap();
             }

@@ -425,7 +425,7 @@ impl Group {
     fn run(&self, args: &ffi::AllReduceArgs, stream: &Stream<Compute>) -> Result<(), CudaError> {
         stream.context().bind()?;
         // SAFETY: the ranges have the rows' sizes, as the callers check. The kernel stays within the arenas'
-        // size, which is equal on all ranks, whatever the other ranks write.
+        // size, which is equal on all ranks, for any data of the other ranks.
         unsafe { launch!(&self.library, stream, baton_all_reduce(&self.raw, args)) }
     }
 

@@ -201,7 +201,7 @@ impl<R: Role> Stream<R> {
     /// Makes all later work of this stream wait for the event.
     pub fn wait(&self, event: &Event) -> Result<(), CudaError> {
         let flags = sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT;
-        // SAFETY: both are alive; the driver keeps what it needs of the event.
+        // SAFETY: both are alive; the driver keeps its own copy of the event's state.
         unsafe { result::stream::wait_event(self.raw, event.raw, flags) }.named("cuStreamWaitEvent")
     }
 

@@ -13,7 +13,7 @@ pub fn wait(word: &AtomicU32, expected: u32, at_most: Duration) {
     let nanos = at_most.subsec_nanos() as libc::c_long;
     let timeout = libc::timespec { tv_sec: seconds, tv_nsec: nanos };
     // SAFETY: the word's address is valid for the call, and the system only reads it; the time outlives
-    // the call. The caller checks the word again, whatever ended the wait.
+    // the call. The caller checks the word again after every wait.
     unsafe {
         libc::syscall(
             libc::SYS_futex,

@@ -6,7 +6,8 @@
 //! * [`Directory`] is the pure core: a router's view of all nodes with health, load and cached prefixes, and the
 //!   node selection. It takes events and `now`, returns actions, and has no socket, clock or task.
 //! * [`predict`] fits the step times of nodes and predicts the waiting time of clients from them.
-//! * [`PrefixKeys`] are the cache keys of a prompt's blocks, by which the router knows what each node has cached.
+//! * [`PrefixKeys`] are the cache keys of a prompt's blocks, by which the router knows the cached blocks of each
+//!   node.
 //! * [`Membership`] is the source of addresses: a static list, the addresses of [`DnsName`]s, or [`etcd`], where nodes
 //!   register.
 //!

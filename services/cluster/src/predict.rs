@@ -500,7 +500,7 @@ mod tests {
         let (prefill, decode) = (prefill.unwrap(), decode.unwrap());
         let of_tokens = |tokens: f64| prefill.step_ms + prefill.token_ms * tokens;
         assert!(is_near(of_tokens(256.0), 10.0) && is_near(of_tokens(2560.0), 100.0));
-        // Decode reads the weights once, whatever the batch.
+        // Decode reads the weights once per step for any batch size.
         assert!(is_near(decode.step_ms, 5.0), "{decode:?}");
     }
 

@@ -99,7 +99,7 @@ pub struct SetValues {
     pub waiting_max: Option<u32>,
     pub itl_max: Option<Duration>,
     pub transfer_bytes: Option<u64>,
-    /// Memory of the KV cache; `None`: what weights and activations leave.
+    /// Memory of the KV cache in bytes; `None`: the memory that weights and activations leave.
     pub kv_bytes: Option<u64>,
 }
 

@@ -50,7 +50,7 @@ pub struct TransportConfig {
     pub nccl_max_ctas: Option<u32>,
 }
 
-/// Bounds on what one node keeps for its transfers.
+/// Bounds on the state that one node keeps for its transfers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TransferLimits {
     /// Transfers whose final event has not been emitted.

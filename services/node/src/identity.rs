@@ -10,7 +10,7 @@ use crate::attempt::AttemptLimits;
 /// Weight version of every node. It is constant, because weights are loaded once, at start.
 const WEIGHT_VERSION: u64 = 1;
 
-/// Returns what must be equal on two nodes that exchange KV.
+/// Returns the identity that must be equal on two nodes that exchange KV.
 pub fn model_identity(
     model_fingerprint: u128,
     weights: WeightFormat,

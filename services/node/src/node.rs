@@ -447,7 +447,8 @@ fn load_blocking(
                 Chosen::Gpu(gpus) => (Some(gpus), None),
                 Chosen::Cpu { fallback } => (None, fallback),
             };
-            // This process' CUDA contexts take memory, too: they exist before the ranks measure what is left for KV.
+            // This process' CUDA contexts take memory, too: they exist before the ranks measure the memory that is
+            // left for KV.
             let contexts = gpus.as_deref().map(device::contexts).transpose()?;
             let traits = traits(match &contexts {
                 Some(contexts) => device::memory(config, contexts)?,

@@ -233,7 +233,8 @@ async fn decode_or_prefill_call_alone_fails_with_a_typed_error() {
     pair.stop().await;
 }
 
-/// Each node reports in one line that the peer does not fit: both fingerprints and both values of what differs.
+/// Each node reports in one line that the peer does not fit: both fingerprints, and both values of each field
+/// that differs.
 async fn mismatched_nodes_reject_each_other_and_keep_serving() {
     let pair = Pair::start(&[], &[]).await;
     let (p, d) = (pair.p.side(), pair.d.side());

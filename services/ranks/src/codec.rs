@@ -2,7 +2,8 @@
 //!
 //! A plan leaves out its rows if they equal the rows of the previous plan: a decode step of 256 unchanged
 //! sequences takes about 100 bytes. Decoding accepts any bytes: malformed bytes give a typed error, and
-//! memory is allocated for what the bytes contain, not for what a length prefix states.
+//! memory is allocated for the elements that the bytes contain, not for the number that a length prefix
+//! states.
 
 use std::borrow::Cow;
 

@@ -79,7 +79,7 @@ pub fn set_name(name: &str) {
 /// of this machine.
 pub fn clock_nanos() -> u64 {
     let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-    // SAFETY: `time` has room for what is written.
+    // SAFETY: the call writes one `timespec` to `time`.
     unsafe {
         libc::clock_gettime(libc::CLOCK_MONOTONIC, &raw mut time);
     }

@@ -15,7 +15,7 @@
 //!
 //! The main cost is moving cache lines between cores. So a spinning reader polls one cache line: the header
 //! of the next part, which also holds the first bytes of the message. Ringing a bell without sleepers only
-//! reads the bell. After publishing a part, the writer prefetches what its next part needs.
+//! reads the bell. After publishing a part, the writer prefetches the cache lines that its next part needs.
 
 use std::{
     hint,
@@ -44,7 +44,7 @@ pub enum RingError {
     Slow { reader: usize, parts: u64, waited: Duration },
     #[error("cannot transfer a message of {bytes} bytes; expected at most {MESSAGE_BYTES_MAX}")]
     TooLong { bytes: usize },
-    /// The memory does not hold what the other side should have written.
+    /// The shared memory has an invalid cursor or part.
     #[error("part {part} is damaged: {what}")]
     Damaged { part: u64, what: &'static str },
     /// The caller cancelled the wait.
@@ -230,8 +230,8 @@ impl RingWriter {
         self.memory.filled.ring();
     }
 
-    /// Prefetches what the next part needs if it is as long as the last one: the readers' cursors and
-    /// the cache lines of the next slot, which are in the readers' caches since the previous round.
+    /// Prefetches the readers' cursors and the cache lines of the next slot, for a part as long as the last
+    /// one. These lines are in the caches of the readers since the previous round.
     fn look_ahead(&mut self, part_bytes: usize) {
         let slots = self.memory.shape.slots as u64;
         if self.next - self.free_from > slots / 2

@@ -234,7 +234,7 @@ async fn silent_node_with_an_open_connection_counts_as_lost() {
     for silent_after in [0, 3] {
         let cluster = short_silence_limit(1, 2).await;
         let calls = || cluster.decode.iter().map(|node| node.calls().len()).collect::<Vec<_>>();
-        // Applies to the selected node, whichever it is.
+        // Applies to both nodes, because either may be selected.
         for node in &cluster.decode {
             node.behave_in_turn(vec![Behaviour::HangAfter(silent_after), Behaviour::Serve]);
         }
@@ -672,7 +672,7 @@ async fn requests_go_to_the_least_loaded_nodes() {
     }
     assert_eq!((cluster.prefill[0].calls().len(), cluster.prefill[1].calls().len()), (0, 3));
     assert_eq!((cluster.decode[0].calls().len(), cluster.decode[1].calls().len()), (3, 0));
-    // A draining node receives no request, whatever its load.
+    // A draining node receives no request, even without load.
     cluster.decode[0].report(NodeLoad { draining: true, ..Default::default() });
     cluster.wait_nodes(2, 1).await;
     complete(&cluster).await;

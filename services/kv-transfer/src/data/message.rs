@@ -275,7 +275,7 @@ mod tests {
         ]
     }
 
-    /// Returns what the other end of a connection reads when these bytes are written.
+    /// Returns the messages that the other end of a connection reads from these bytes.
     fn read(bytes: &[u8]) -> io::Result<Vec<Message>> {
         let listener = TcpListener::bind("127.0.0.1:0")?;
         let mut sender = TcpStream::connect(listener.local_addr()?)?;

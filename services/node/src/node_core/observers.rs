@@ -110,7 +110,7 @@ impl Observers {
         outputs.extend(stalled.map(|observer| Output::ObserveStalled { observer: observer.id }));
     }
 
-    /// Sends a snapshot to a new observer. The next delta does not repeat what the snapshot says.
+    /// Sends a snapshot to a new observer. The next delta does not repeat the snapshot.
     pub fn add<E: Executor>(
         &mut self,
         id: ObserverId,

@@ -193,7 +193,7 @@ struct Totals {
 }
 
 impl Totals {
-    /// Adds up the usage; `prompts` counts each prompt once, whatever its number of answers.
+    /// Adds up the usage; `prompts` counts each prompt once, for any number of answers.
     fn new(prompts: &[Arc<[u32]>]) -> Self {
         let prompt_tokens = prompts.iter().map(|prompt| prompt.len() as u64).sum();
         let usage = Usage { prompt_tokens, total_tokens: prompt_tokens, ..Usage::default() };

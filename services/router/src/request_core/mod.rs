@@ -579,7 +579,7 @@ impl RequestCore {
         }
     }
 
-    /// Returns whether the client has every token of the answer, whatever the nodes may still send.
+    /// Returns whether the client has every token of the answer. The nodes may still send events.
     fn is_complete(&self) -> bool {
         self.has_stopped || self.emitted.is_full()
     }
