@@ -68,7 +68,7 @@ struct Report {
     asleep_us: PlanLatency,
 }
 
-/// Latency from the begin of encoding to the last rank's decoded plan, and its three parts.
+/// Latency from the start of encoding to the last rank's decoded plan, and its three parts.
 #[derive(Debug, Serialize)]
 struct PlanLatency {
     whole: Percentiles,

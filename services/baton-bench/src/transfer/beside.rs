@@ -66,7 +66,8 @@ pub struct BesideArgs {
     /// Tokens of each prompt that the sender prefills.
     #[arg(long, default_value_t = 8192, value_parser = clap::value_parser!(u32).range(1..=65_536))]
     pub beside_prompt: u32,
-    /// Milliseconds between the begins of two transfers; 0: a transfer begins when the previous one ends.
+    /// Milliseconds from the start of a transfer to the start of the next one; 0: a transfer starts when the previous
+    /// one ends.
     #[arg(long, default_value_t = 180, value_parser = clap::value_parser!(u64).range(0..=3_600_000))]
     pub every_ms: u64,
     /// Number of windows with transfers, and of windows without.

@@ -283,7 +283,7 @@ impl NodeMetrics {
         self.queue_time.record(waited.as_secs_f64(), self.model());
     }
 
-    /// Records the time from the begin of a sequence's first step to its first token.
+    /// Records the time from the start of a sequence's first step to its first token.
     pub fn prefilled(&self, took: Duration) {
         self.prefill_time.record(took.as_secs_f64(), self.model());
     }

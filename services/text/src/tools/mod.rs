@@ -15,7 +15,7 @@ const PYTHON_TAG: &str = "<|python_tag|>";
 const CALL_START: &str = "<tool_call>";
 const CALL_END: &str = "</tool_call>";
 
-/// Format in which a model writes its calls.
+/// Format of a model's tool calls.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ToolFormat {
     /// `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, one after another, with text before,
