@@ -105,7 +105,8 @@ impl PartialEq for Constraint {
     }
 }
 
-/// Grammar of a sequence in the scheduler. Lends its matcher to a [`MaskJob`], so a copy might never get a bitmask.
+/// Grammar of a sequence in the scheduler. Not `Clone`: a copy made while a [`MaskJob`] owns the matcher would never get
+/// a bitmask.
 #[derive(Debug)]
 pub(crate) struct ActiveConstraint {
     /// `None` while a job owns the matcher.
@@ -209,7 +210,7 @@ pub(crate) struct Drafting {
     pub rules: Speculation,
 }
 
-/// Time after which a job looks for no further draft token: the bitmask of the next token is not to be late.
+/// A job stops looking for draft tokens after this time, so that the bitmask of the next token is not late.
 const DRAFTING_MAX: Duration = Duration::from_micros(500);
 
 /// Computation of the next bitmask, and of draft tokens. Owns the matcher until the bitmask is computed.
@@ -219,7 +220,7 @@ pub struct MaskJob {
     job: u64,
     matcher: Box<dyn Matcher>,
     drafting: Option<Drafting>,
-    /// Time that the sequence's job before took; zero for the first job.
+    /// Time that the previous job of the sequence took; zero for the first job.
     expected_time: Duration,
 }
 
@@ -257,7 +258,7 @@ impl MaskJob {
         else {
             return Ok(ahead);
         };
-        // An error along the draft tokens is no error of the answer, which may take another way.
+        // An error along the draft tokens does not fail the answer: the model may sample other tokens.
         let mut matcher = self.matcher.boxed_clone();
         let mut proposed = VecDeque::from(matcher.forced());
         let mut proposes_ngrams = true;

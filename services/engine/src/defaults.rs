@@ -1,7 +1,7 @@
 //! Derives the settings of a node that the operator left to `auto`, each with its reason.
 //!
 //! [`derive()`] is called twice at start. Before the weights are loaded, it bounds the batch by device, role and
-//! model. Once the executor runs, measured step times choose the step within this bound.
+//! model. Once the executor runs, it chooses the step size within this bound by measured step times.
 
 use std::{fmt, time::Duration};
 
@@ -24,10 +24,10 @@ const GPU_STEP_TOKENS: (u32, u32) = (512, 8192);
 /// Maximum KV of a step on a GPU. A transfer by ipc takes 1.5 ms for this KV, at 365 GB/s. The KV of a prompt's last
 /// step is transferred after the step, so this maximum bounds the hand-over gap.
 const GPU_STEP_KV_BYTES: u64 = 512 * MIB;
-/// A step's activations and KV may take this fraction of the memory that the weights leave free. A set KV cache includes
-/// the step's KV: then the activations may take this fraction of the memory that weights and KV cache leave free.
+/// Divisor: a step's activations and KV may take a quarter of the memory that the weights leave free. With a set KV cache,
+/// which includes the step's KV, the activations may take a quarter of the memory that weights and KV cache leave free.
 const GPU_STEP_MEMORY_PART: u64 = 4;
-/// A step counts as full size from this fraction of the best prefill throughput.
+/// Fraction of the best measured prefill throughput from which a step counts as having full throughput.
 const FULL_THROUGHPUT: f64 = 0.98;
 /// Bounds of the slots of a GPU.
 const GPU_SLOTS: (u32, u32) = (64, 256);

@@ -2,13 +2,13 @@
 //!
 //! A *sequence* is one attempt at a request on this node. Its life depends on its kind:
 //! * `Compute`: waiting → running → finished. The node prefills and decodes.
-//! * `Send` (prefill node): waits for [`Input::TransferReady`], then waiting → running. Blocks whose KV is
-//!   written leave through [`Action::KvWritten`]; token 0 ends the sequence. The outgoing transfer holds
-//!   the blocks until [`Input::TransferEnded`].
-//! * `Receive` (decode node): blocks are reserved as soon as enough are available, and leave through
-//!   [`Action::Reserve`]. After [`Input::KvArrived`] they belong to the sequence, which decodes from the next
-//!   index on. After [`Input::TransferEnded`] without arrival the sequence has failed and its blocks are
-//!   free. When less than one block is not cached, the sequence is *alone*: it is a `Compute` from then on.
+//! * `Send` (prefill node): waits for [`Input::TransferReady`], then waiting → running.
+//!   [`Action::KvWritten`] hands blocks whose KV is written to the outgoing transfer; token 0 ends the
+//!   sequence. The transfer holds the blocks until [`Input::TransferEnded`].
+//! * `Receive` (decode node): reserves blocks as soon as enough are available, by [`Action::Reserve`].
+//!   After [`Input::KvArrived`] the blocks belong to the sequence, which decodes from the next index on.
+//!   After [`Input::TransferEnded`] without arrival the sequence has failed and its blocks are free. If
+//!   less than one block of the prompt is uncached, the sequence is *alone*: it becomes a `Compute`.
 //!
 //! A transfer may outlive its sequence. The scheduler knows a transfer for every accepted `Send`, and for a
 //! `Receive` from [`Action::Reserve`] on. Each transfer needs exactly one end: [`Input::KvArrived`] or
@@ -73,8 +73,8 @@ pub enum Input {
         first_index: u32,
         token: SampledToken,
     },
-    /// `Send`: no copy of the transfer is in flight, delivered or not. `Receive`: the transfer failed, and
-    /// no write can land.
+    /// `Send`: the transfer was delivered or failed, and none of its copies is in flight. `Receive`: the transfer
+    /// failed, and no write can land.
     TransferEnded {
         id: SequenceId,
     },

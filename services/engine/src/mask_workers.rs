@@ -1,7 +1,7 @@
 //! Threads that compute token bitmasks while the device runs a forward pass.
 //!
-//! A bitmask of most grammars takes microseconds, of a grammar near its bound milliseconds. So that the slow jobs of
-//! a few sequences do not delay the bitmasks of the others, a job waits for jobs that are expected to finish earlier,
+//! A bitmask takes microseconds for most grammars, and milliseconds for a grammar near its time bound. Slow jobs of a
+//! few sequences must not delay the bitmasks of other sequences: the job that is expected to finish first runs first,
 //! and one of several threads runs no slow job.
 
 use std::{

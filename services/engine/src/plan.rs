@@ -21,7 +21,7 @@ use serde::{Deserialize, Serialize};
 /// Number of a step of one engine, from 0.
 pub type StepId = u64;
 
-/// A row of the running batch.
+/// Index of a row in the running batch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct Slot(pub u32);
 
@@ -86,7 +86,8 @@ pub struct RowPlan {
     /// to the token pool and returns it.
     pub samples: bool,
     /// Upper bound on the draft tokens that the executor may append to a row that samples; for a constrained row,
-    /// their number. The row has blocks for their KV. The executor returns the accepted draft tokens and one sampled token.
+    /// their number. The row has blocks for their KV. The executor returns the accepted draft tokens and one sampled
+    /// token.
     pub drafts_max: u32,
 }
 

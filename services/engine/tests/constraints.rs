@@ -1,5 +1,5 @@
-//! Sequences with a grammar take part in every step, delay no neighbour, and never sample without a token
-//! bitmask.
+//! Sequences with a grammar take part in every step, delay no other sequence, and never sample without a
+//! token bitmask.
 
 mod common;
 

@@ -296,7 +296,7 @@ fn a_dead_late_or_diverged_rank_fails_the_step_of_the_others() {
     ranks[0].launch(first_step(10)).expect("launching waits for nobody");
     let error = fault(ranks[0].collect(WAIT));
     assert_eq!(error, GroupError::Late { rank: 1, of: 2, exchange: 1, timeout });
-    // The late rank learns that it is alone when it needs the other rank.
+    // The late rank detects in its next exchange that the other rank has left.
     ranks[1].launch(first_step(10)).expect("launching waits for nobody");
     let error = fault(ranks[1].collect(WAIT));
     assert_eq!(error, GroupError::Left { rank: 0, of: 2, exchange: 2 });

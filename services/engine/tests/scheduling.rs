@@ -107,7 +107,7 @@ fn prefill_beside_decode_rows_keeps_the_step_within_itl_max() {
             records.iter().filter(|record| record.kind == StepKind::Mixed).collect();
         assert!(mixed.len() >= 10, "{}", mixed.len());
         for record in mixed {
-            // The measured cost of the decode rows lags by the rows that join and the context that grows.
+            // The measured cost of the decode rows lags behind rows that join and context that grows.
             assert!(record.busy <= itl_max * 21 / 20, "{record:?}");
         }
         let longest = records.iter().map(|record| record.busy).max().unwrap();
@@ -148,7 +148,7 @@ fn one_slow_step_does_not_stop_prefill_beside_decode_rows() {
         [35, 16, 16, 16].map(|busy| step(&mut scheduler, milliseconds(busy))[1]).into();
     assert!(budgets[0] > 28 && (20..25).contains(&budgets[1]), "{budgets:?}");
     assert!(budgets[1..].is_sorted_by(|slow, fast| slow < fast), "{budgets:?}");
-    // The rows' extra time is that of the rows that decode now.
+    // The estimate follows the rows that decode now: one row again has the full prefill budget.
     actions(&mut scheduler, Instant::now(), Input::Abort { id: SequenceId(1) });
     while step(&mut scheduler, milliseconds(5))[0] > 1 {}
     actions(&mut scheduler, Instant::now(), arrived(3));

@@ -412,10 +412,10 @@ impl<T: Tokens> Batch<T> {
 
 impl Batch {
     /// Processes the samples of a row of the current step, one for each of its
-    /// [`sampled_lengths`](ScheduledRow::sampled_lengths). The first sample counts. Each further sample
-    /// counts as long as the draft token before it equals the token sampled in its place. A sample of a constrained
-    /// row without a bitmask does not count. The samples that count are appended to the row's tokens. A failure marks the row as failed, except a failure
-    /// after accepted draft tokens: the next step will encounter it again. Returns the row's result.
+    /// [`sampled_lengths`](ScheduledRow::sampled_lengths), and returns the row's result. The first sample counts. Each
+    /// further sample counts as long as the draft token before it equals the token sampled in its place. A sample of a
+    /// constrained row without a bitmask does not count. The samples that count are appended to the row's tokens. A
+    /// failure marks the row as failed, except a failure after accepted draft tokens: it recurs in the next step.
     pub fn sampled(
         &mut self,
         scheduled: &ScheduledRow,

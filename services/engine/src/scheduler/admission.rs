@@ -53,7 +53,7 @@ impl Scheduler {
             let reason = format!("{} transfers are in flight", self.transfers.len());
             return Err(SequenceFailure::Busy { reason });
         }
-        // Sequences with a free slot wait for the next step only.
+        // A sequence that gets a free slot waits for the next step only, so it does not count.
         let waiting_max = self.config.waiting_max.saturating_add(self.unclaimed_slots());
         if new.kind != SequenceKind::Send && self.waiting.len() >= waiting_max as usize {
             let reason = format!("{} sequences wait already", self.waiting.len());
@@ -173,7 +173,7 @@ impl Scheduler {
 
     pub(super) fn transfer_ended(&mut self, id: SequenceId, actions: &mut Vec<Action>) {
         self.transfers.ended(id, &mut self.kv);
-        // A sequence outlives its transfer only as the `Compute` that it became.
+        // A `Receive` that outlives its transfer has become a `Compute`.
         let waits = |sequence: &Sequence| match sequence.phase {
             Phase::Reserved { .. } => true,
             _ => sequence.kind == SequenceKind::Send,

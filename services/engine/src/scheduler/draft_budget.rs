@@ -109,8 +109,8 @@ impl DraftTimes {
     }
 
     /// Returns whether a step of `rows` rows with up to `drafts` draft tokens each pays off, if `expected`
-    /// draft tokens are accepted. Without a measured step without draft tokens nothing pays off; after that, a
-    /// step that was not measured yet pays off, so that it is measured.
+    /// draft tokens are accepted. Returns false until a step without draft tokens is measured. Returns true
+    /// for a step with draft tokens that is not measured yet, so that it is measured.
     pub(super) fn pays_off(&self, rows: usize, drafts: u32, expected: f32) -> bool {
         let (plain, verifying) = (self.of(rows, 0), self.of(rows, drafts));
         let rows = rows as f32;

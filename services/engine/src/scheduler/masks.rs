@@ -39,8 +39,8 @@ impl Scheduler {
         }
     }
 
-    /// Returns the bitmasks of the last launched step once all of them are computed. If they `are_due`, the
-    /// forward pass has finished: returns the computed bitmasks, and withdraws the samples of the other rows.
+    /// Returns the bitmasks of the last launched step once all of them are computed. `are_due` says that the forward
+    /// pass has finished: then returns the computed bitmasks, and withdraws the samples of the other rows.
     pub fn supply(&mut self, are_due: bool) -> Option<(StepId, Vec<RowMask>)> {
         let (_, awaited) = self.awaited.as_ref()?;
         let is_missing = |row: &AwaitedMask| self.is_running(row) && self.supplied(row).is_none();
@@ -78,7 +78,7 @@ impl Scheduler {
         let rows = self.running.len().max(1) as u32;
         let drafting = || {
             let rules = limits.speculation?;
-            // The row's share of a step. Bitmasks after further draft tokens would be computed in vain.
+            // The row's share of a step. Bitmasks after further draft tokens would not be used.
             let share = (rules.step_tokens / rows).saturating_sub(1).min(rules.row_drafts);
             let most = limits.row_drafts(rows, share);
             (most > 0).then(|| Drafting {
@@ -95,7 +95,7 @@ impl Scheduler {
         }
     }
 
-    /// Returns whether the row has not left the batch.
+    /// Returns whether the row is still in the batch.
     fn is_running(&self, row: &AwaitedMask) -> bool {
         self.slots.is_current(row.slot, row.generation)
     }

@@ -111,7 +111,7 @@ impl Row {
         }
     }
 
-    /// Blocks that `count` more positions need and the table lacks.
+    /// Returns how many blocks the table lacks for `count` more positions.
     pub(super) fn missing_blocks(&self, count: u32) -> u32 {
         blocks_for(self.launched + count as usize).saturating_sub(self.blocks.len() as u32)
     }

@@ -36,7 +36,7 @@ impl HashGrammar {
         self.left = self.left.saturating_sub(1);
     }
 
-    /// Returns the token that is always allowed. It is no stop token of the tests.
+    /// Returns the token that is always allowed. No test uses it as a stop token.
     fn certain(&self) -> u32 {
         5 + (self.state % 30) as u32
     }

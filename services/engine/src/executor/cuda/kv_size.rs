@@ -7,7 +7,7 @@ use super::CudaExecutorError;
 /// Shares of a GPU's memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct KvShare {
-    /// Fraction of the GPU's memory for weights, activations, the batch and KV.
+    /// Percentage of the GPU's memory for weights, activations, the batch and KV.
     pub percent: u32,
     /// Bytes of this share reserved for later allocations: CUDA graphs and lazily loaded code.
     pub reserve: u64,

@@ -168,7 +168,7 @@ impl Rows {
     }
 }
 
-/// Returns why the device cannot sample a row, if it cannot.
+/// Returns a failure if the device cannot sample the row.
 fn refusal(admitted: &AdmittedRow) -> Option<RowFailure> {
     let sampling = &admitted.sampling;
     let refused = |reason: String| Some(RowFailure::Sampling { reason });
