@@ -1,4 +1,4 @@
-//! The decode node's program. The library `node` has its code.
+//! Program of the decode node. The library `node` has its code.
 
 #![forbid(unsafe_code)]
 

@@ -105,8 +105,8 @@ impl PartialEq for Constraint {
     }
 }
 
-/// Grammar of a sequence in the scheduler. Not `Clone`: a copy made while a [`MaskJob`] owns the matcher would never get
-/// a bitmask.
+/// Grammar of a sequence in the scheduler. Not `Clone`: a copy made while a [`MaskJob`] owns the matcher would never
+/// get a bitmask.
 #[derive(Debug)]
 pub(crate) struct ActiveConstraint {
     /// `None` while a job owns the matcher.

@@ -24,8 +24,8 @@ const GPU_STEP_TOKENS: (u32, u32) = (512, 8192);
 /// Maximum KV of a step on a GPU. A transfer by ipc takes 1.5 ms for this KV, at 365 GB/s. The KV of a prompt's last
 /// step is transferred after the step, so this maximum bounds the hand-over gap.
 const GPU_STEP_KV_BYTES: u64 = 512 * MIB;
-/// Divisor: a step's activations and KV may take a quarter of the memory that the weights leave free. With a set KV cache,
-/// which includes the step's KV, the activations may take a quarter of the memory that weights and KV cache leave free.
+/// Divisor: a step's activations and KV may take a quarter of the memory that the weights leave free. A set KV cache
+/// includes the step's KV: then the activations may take a quarter of the memory that weights and KV cache leave free.
 const GPU_STEP_MEMORY_PART: u64 = 4;
 /// Fraction of the best measured prefill throughput from which a step counts as having full throughput.
 const FULL_THROUGHPUT: f64 = 0.98;

@@ -54,8 +54,8 @@ impl Callers {
         self.callers.remove(&call.number);
     }
 
-    /// Sends a reply to a caller. Never waits. A caller that left is not an error: its cancel is on the
-    /// way.
+    /// Sends a reply to a caller. Never waits. A caller that has disconnected is not an error: its cancel
+    /// follows.
     pub fn reply(&mut self, call: CallId, reply: Reply) -> Result<(), QueueFull> {
         let Some(caller) = self.callers.get_mut(&call.number) else { return Ok(()) };
         if let Reply::Ended(AttemptEnd::Failed { kind, message }) = &reply {
@@ -88,8 +88,8 @@ impl Callers {
     }
 }
 
-/// Logs a failed attempt in one line. Failures that a client or a full node causes are not
-/// warnings.
+/// Logs a failed attempt in one line. A failure that a client or a full node causes is not logged as a
+/// warning.
 fn log_failure(request_id: u128, call: CallId, kind: FailureKind, message: &str) {
     macro_rules! log {
         ($level:ident) => {

@@ -74,7 +74,7 @@ pub(crate) struct Connection {
     /// Completes when the runtime has run every ready task. The set polls it only then, however often other
     /// events wake the connection.
     turn: FuturesUnordered<BoxFuture<'static, ()>>,
-    /// Whether the turn of the bytes that are being written has come.
+    /// `turn` has completed since the last flush, so bytes may be written.
     may_write: bool,
     _place: OwnedSemaphorePermit,
 }

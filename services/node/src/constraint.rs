@@ -35,7 +35,7 @@ pub enum Timed {
 #[derive(Debug)]
 pub struct GrammarVocabulary {
     compiler: Compiler,
-    /// Special tokens that are text around tool calls, and nowhere else: routers do not show them.
+    /// Special tokens that mark tool calls. In other answers routers omit them from the text.
     call_marks: Vec<CallMark>,
     /// Rows of the model's logits; the tokenizer may know fewer tokens, or more.
     size: u32,

@@ -1,4 +1,4 @@
-//! Which device a node computes on, and the executor of a GPU, or of a rank's.
+//! Selects the device of a node, and starts the executor of a node or a rank.
 
 use std::{
     env,
@@ -50,7 +50,7 @@ pub(crate) enum Chosen<T> {
 }
 
 impl<T> Chosen<T> {
-    /// Chooses by `node.device`, when opening the GPUs gave `opened`. An invalid setting is an error in any case.
+    /// Chooses by `node.device` and by `opened`, the result of opening the GPUs. An invalid setting is always an error.
     fn by(
         device: Device,
         opened: Result<T, StartError>,
@@ -81,7 +81,7 @@ fn choose<T>(
     Ok(chosen)
 }
 
-/// Makes a reason fit for a node's record.
+/// Returns the reason in one line, for a node's record.
 fn one_line(reason: &str) -> String {
     let mut line = reason.replace(char::is_control, " ");
     line.truncate(line.floor_char_boundary(TEXT_BYTES_MAX));
@@ -179,7 +179,7 @@ pub(crate) fn contexts(gpus: &[String]) -> Result<Vec<Arc<Context>>, CudaError> 
     gpus.iter().map(|gpu| Context::new(driver, driver.device(Some(gpu))?)).collect()
 }
 
-/// Returns a GPU's memory for weights, activations and KV: the least of these GPUs.
+/// Returns the memory for weights, activations and KV of the smallest of these GPUs.
 pub(crate) fn memory<'a>(
     config: &Config,
     gpus: impl IntoIterator<Item = &'a Arc<Context>>,
@@ -237,8 +237,8 @@ fn kernels(node: &config::Node) -> Option<PathBuf> {
     node.kernels.clone().or_else(|| KernelLibrary::beside(&env::current_exe().ok()?))
 }
 
-/// Loads the weights and takes the memory for KV: as many blocks as are set, else as fit. `layout`
-/// is a whole block's; a rank has its part of each, and of the weights.
+/// Loads the weights and allocates the KV cache: the configured number of blocks, or as many as fit.
+/// `layout` is the layout of a whole block; a rank has its part of every block and of the weights.
 pub(crate) fn start_gpu(
     backend: CudaBackend,
     config: &Config,
@@ -283,7 +283,7 @@ pub(crate) fn start_gpu(
     let limits = limits_of(rank.map_or(Ok(fitting), |rank| rank.least(fitting))?)?;
     let kv = DeviceKv::new(&context, own_layout, limits.blocks).map_err(CudaExecutorError::from)?;
     if !is_rank {
-        // Peers may want integrity values. The node of a rank computes them and moves the blocks for all ranks.
+        // Peers may require integrity values. With ranks, the node process computes them and moves the blocks.
         warn_of_host_digests(kv.digest_with(Arc::clone(&library)));
         kv.move_with(library).map_err(CudaExecutorError::from)?;
     }
@@ -308,7 +308,7 @@ pub(crate) fn start_gpu(
     Ok(Started { executor, kv, arena })
 }
 
-/// Starts the executor on these threads and CPUs; a rank is in its node's group.
+/// Starts the executor on these threads and CPUs. The backend of a rank joins the group of its node.
 pub(crate) fn start_cpu(
     config: &Config,
     checkpoint: &Checkpoint,
@@ -392,7 +392,7 @@ mod tests {
         );
         let nccl = ("transfer.transport", "nccl");
         let of_a_pair = |flags: &[_]| (reserved(flags) - (1 << 30)) / PRECONNECTED_PAIRS_MAX as u64;
-        // Three slots of 64 MiB, and NCCL's own for as many blocks as two communicators are made for.
+        // Three slots of 64 MiB, and 6 MiB of NCCL's own memory for each CTA of two communicators.
         assert_eq!(of_a_pair(&[nccl]), (192 + 6 * 4) << 20);
         assert_eq!(of_a_pair(&[nccl, ("transfer.nccl_max_ctas", "16")]), (192 + 6 * 32) << 20);
     }

@@ -11,12 +11,13 @@ use std::{
 pub(crate) struct StepInFlight(Mutex<Option<Instant>>);
 
 impl StepInFlight {
-    /// The engine thread gives the device a turn. A step that is in flight keeps its launch time.
+    /// Stores `now` as the launch time unless a step is in flight. Called before the engine thread calls the executor.
     pub fn begin_turn(&self, now: Instant) {
         self.lock().get_or_insert(now);
     }
 
-    /// The turn is over. `step_age` is the time since the launch of the oldest step in flight.
+    /// Stores the launch time of the oldest step in flight, which is `step_age` ago. Called after the executor has
+    /// returned.
     pub fn end_turn(&self, now: Instant, step_age: Option<Duration>) {
         *self.lock() = step_age.and_then(|age| now.checked_sub(age));
     }

@@ -75,7 +75,7 @@ pub(crate) enum Command {
 /// An attempt on its way to the scheduler.
 #[derive(Debug)]
 pub(crate) struct Arrival {
-    /// Differs between all calls of this process.
+    /// Unique among the calls of this process.
     pub call_number: u64,
     pub attempt: NewAttempt,
     pub replies: ReplySender,
@@ -178,7 +178,7 @@ impl Inbox {
         match stream.next().await {
             Some(Reply::Rejected(refusal)) => Err(refusal),
             Some(Reply::Ended(_)) | None => Err(Refusal::Stopped),
-            // An accepted attempt may have an event before.
+            // The first reply of an accepted attempt may be an event.
             Some(first) => {
                 stream.put_back(first);
                 Ok(stream)
@@ -275,7 +275,8 @@ mod tests {
         }
     }
 
-    /// Before the bound, enough `Meet` calls filled the queue, and the cancel of an attempt was lost.
+    /// Without a bound of their own, enough `Meet` calls would fill the queue, and the cancel of an attempt would be
+    /// lost.
     #[tokio::test]
     async fn queued_commands_of_routers_leave_room_for_attempts_and_their_cancels() {
         let (inbox, commands) = Inbox::new(1, CollectWaker::default());

@@ -6,7 +6,7 @@
 //!
 //! The path of a request through the files: `service` (the call) → `attempt` (its fields are checked) →
 //! `grammars` (its grammar is compiled) → `inbox` (bounded queue) → `engine_thread` → `node_core` →
-//! `callers` and `stream` (the caller's channels) → `wire` (messages to the caller). Beside the path:
+//! `callers` and `stream` (the caller's channels) → `wire` (messages to the caller). Other files:
 //! `observe` streams load and cached prefixes to routers, `grpc_server` and `node` start and stop the
 //! node, `tensor_parallel` starts ranks.
 //!

@@ -1,5 +1,5 @@
-//! The memory limit of the process, checked before weights and KV are allocated: the kernel kills a process that exceeds
-//! the limit, without a word about the reason.
+//! Checks the memory limit of the process before weights and KV are allocated: the kernel kills a process that exceeds
+//! the limit without an error message.
 
 use std::{
     fs,
@@ -47,7 +47,7 @@ fn limit(mount: &Path, own: &str) -> Option<u64> {
             group.ancestors().map(|group| folder.join(group).join(file)).collect();
         Some(groups)
     });
-    // Without a limit version 2 has the word max, and version 1 a number beyond any memory.
+    // Without a limit, version 2 has the word `max`, and version 1 has a number larger than any memory.
     let value = |file: PathBuf| fs::read_to_string(file).ok()?.trim().parse::<u64>().ok();
     files.flatten().filter_map(value).filter(|limit| *limit < 1 << 60).min()
 }

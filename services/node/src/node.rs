@@ -144,7 +144,7 @@ pub struct Addresses {
     pub metrics: SocketAddr,
     /// `tcp://host:port`, as peers reach it.
     pub control: String,
-    /// The same, for KV.
+    /// `tcp://host:port` of the KV listener.
     pub data: String,
 }
 
@@ -343,7 +343,7 @@ impl Node {
             }
         };
         tokio::join!(leave, end_work);
-        // The observers' streams end, and with them the server's.
+        // Ends the observers' streams. The server waits for them.
         let _ = inbox.send(Command::Stop);
         drop(inbox);
         if !server.shutdown(SERVER_STOP_WITHIN).await {
@@ -447,8 +447,8 @@ fn load_blocking(
                 Chosen::Gpu(gpus) => (Some(gpus), None),
                 Chosen::Cpu { fallback } => (None, fallback),
             };
-            // This process' CUDA contexts take memory, too: they exist before the ranks measure the memory that is
-            // left for KV.
+            // This process's CUDA contexts take memory too, so they exist before the ranks measure the memory left for
+            // KV.
             let contexts = gpus.as_deref().map(device::contexts).transpose()?;
             let traits = traits(match &contexts {
                 Some(contexts) => device::memory(config, contexts)?,

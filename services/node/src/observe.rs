@@ -29,7 +29,7 @@ type Item = Result<v1::ObserveEvent, Status>;
 #[derive(Debug)]
 pub(crate) struct ObserverSender {
     events: mpsc::Sender<Item>,
-    /// The place of the error that ends the stream.
+    /// Reserved slot of the queue for the error that ends the stream.
     end: mpsc::OwnedPermit<Item>,
 }
 

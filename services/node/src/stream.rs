@@ -71,8 +71,7 @@ pub(crate) struct Readers {
 }
 
 impl ReplySender {
-    /// Sends a reply to the stream. Never waits. A dropped stream is not an error: its cancel is on the
-    /// way.
+    /// Sends a reply to the stream. Never waits. A dropped stream is not an error: its cancel follows.
     pub fn send(&mut self, reply: Reply, readers: &mut Readers) -> Result<(), QueueFull> {
         let mut queue = self.queue.lock();
         if queue.stream_dropped {

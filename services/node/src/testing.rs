@@ -1,4 +1,4 @@
-//! Shared by the unit tests of several modules.
+//! Helpers that unit tests of several modules share.
 
 use std::sync::{Arc, Mutex};
 

@@ -201,7 +201,7 @@ async fn prefill_and_decode_calls_may_arrive_in_any_order() {
 async fn a_cancel_at_any_moment_frees_both_sides_within_a_second() {
     let pair = Pair::start(&[], &[]).await;
     let (p, d) = (pair.p.side(), pair.d.side());
-    // Connects the two nodes first, so that the cancels meet transfers in progress.
+    // Connects the two nodes first, so that the cancels arrive during transfers.
     pair.hand_over(&attempt(&dummy_prompt(40, 1), 2)).await;
     let mut took = Vec::new();
     for delay_us in [0, 200, 1_000, 3_000, 10_000, 30_000, 100_000] {

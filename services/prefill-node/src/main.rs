@@ -1,4 +1,4 @@
-//! The prefill node; everything is in the library `node`.
+//! Program of the prefill node. The library `node` has its code.
 
 #![forbid(unsafe_code)]
 

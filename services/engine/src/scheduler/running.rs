@@ -113,8 +113,8 @@ impl Scheduler {
                 index += 1;
                 continue;
             }
-            // Admission allocates the blocks of all given tokens, so only a decode row grows. Its token takes no prefill
-            // budget.
+            // Admission allocates the blocks of all given tokens, so only a decode row grows. Its token takes no
+            // prefill budget.
             debug_assert!(count == 1 && sequence.decodes());
             match self.grow(index, id, missing, builder) {
                 Growth::Done => {

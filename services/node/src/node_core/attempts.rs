@@ -78,7 +78,7 @@ enum CallerState {
 enum TransferState {
     /// No command named the transfer yet.
     NotBegun,
-    /// The transfers owe its final event.
+    /// The transfer has begun, and its final event has not arrived.
     Active {
         is_aborted: bool,
     },

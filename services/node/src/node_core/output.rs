@@ -246,7 +246,7 @@ pub enum Metric {
     Load(Load),
 }
 
-/// Why every attempt ends and no call is accepted any more.
+/// Reason to end every attempt and to reject new calls.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum CloseReason {
     #[error("the node shuts down; its drain time-out has passed")]
