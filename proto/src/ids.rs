@@ -100,7 +100,7 @@ impl Epoch {
 /// Properties that must be equal on two nodes that exchange KV.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct ModelIdentity {
-    /// Hash of configuration and weights' directory; big-endian on the wire.
+    /// Hash of the configuration, and of names, encodings, shapes and samples of the weights; big-endian on the wire.
     pub model_fingerprint: u128,
     pub weight_version: u64,
     pub kv_layout: String,

@@ -1,4 +1,4 @@
-//! Formats and filters log lines. A thread of its own writes them, so that a log whose reader stopped (a full
+//! Formats and filters log lines. A separate thread writes them, so that a log whose reader stopped (a full
 //! pipe, a paused terminal) never blocks a request. The queue is bounded. Lines beyond the bound are dropped
 //! and counted, and the thread writes the count once the queue is empty.
 

@@ -28,7 +28,7 @@ labels! {
 }
 
 labels! {
-    /// Side of a transfer that this node has.
+    /// This node's side of a transfer.
     pub enum TransferSide {
         Sender = "sender",
         Receiver = "receiver",

@@ -40,7 +40,7 @@ labels! {
         /// The router or every node was at its limit.
         Overloaded = "overloaded",
         Deadline = "deadline",
-        /// The attempt budget was used up, or no node was ready.
+        /// The attempt budget was used up, no node was ready, or a bug occurred.
         Failed = "failed",
     }
 }
@@ -53,7 +53,7 @@ labels! {
         PrefillLost = "prefill_lost",
         DecodeLost = "decode_lost",
         TransferFailed = "transfer_failed",
-        /// The two nodes are incompatible, or a node is not the one that the router knew.
+        /// The two nodes are incompatible, or another process than the router expected answered.
         Mismatch = "mismatch",
         Deadline = "deadline",
         /// The client disconnected, or a stop string completed the answer.
@@ -194,7 +194,7 @@ impl RouterMetrics {
         self.time_to_first_token.record(after.as_secs_f64(), &self.of(operation));
     }
 
-    /// Records how far the predicted time to first token was from the measured one.
+    /// Records the relative error of the predicted time to first token.
     pub fn ttft_predicted(&self, predicted: Duration, measured: Duration) {
         let error = predicted.abs_diff(measured).as_secs_f64() / measured.as_secs_f64().max(1e-6);
         self.ttft_prediction_error.record(error, self.model());
