@@ -4,7 +4,7 @@
 //! 1. The node gives [`Command::Receive`] with the reserved blocks, which then belong to the
 //!    transfer.
 //! 2. [`Event::Arrived`]: all blocks are written and `DONE` matches, so they may become visible. Or
-//!    [`Event::ReceiveFailed`]: no write can land any more, so the blocks may be freed.
+//!    [`Event::ReceiveFailed`]: no further write can land, so the blocks may be freed.
 //!
 //! Transfer at the prefill node (sender):
 //! 1. The node gives [`Command::Expect`] when the router's `Prefill` call arrives. The receiver's
@@ -18,7 +18,7 @@
 //!
 //! Every transfer ends with exactly one of these four final events on each side that knew of it,
 //! also after [`Command::Abort`]. Its blocks are back within lease + 0.5 s after an abort on either
-//! side, after the loss of the peer, or after a start that the other side does not follow. A second
+//! side, after the loss of the peer, or after a start that the other side does not join. A second
 //! start of a transfer in progress is ignored. A start with the id of a finished transfer fails at
 //! once: ids are used once.
 

@@ -55,7 +55,7 @@ pub struct TransportConfig {
 pub struct TransferLimits {
     /// Transfers whose final event has not been emitted.
     pub transfers_max: usize,
-    /// Connected peers. Each costs up to four threads and three sockets.
+    /// Connected peers. Each costs three sockets and four (`tcp`) to six (`nccl`) threads.
     pub pairs_max: usize,
     /// `RESERVE`s whose `Expect` has not arrived.
     pub early_max: usize,

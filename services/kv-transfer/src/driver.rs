@@ -5,11 +5,11 @@
 //! The driver thread (`shell`) runs it over sockets, and the simulation runs it over a simulated
 //! network.
 //!
-//! Rules that are kept here:
+//! Rules of the driver:
 //! * A peer whose queue of control messages is full, or cannot be opened, has failed.
 //! * A chunk that the transport rejects fails its transfer.
 //! * The end of a connection that was closed or replaced meanwhile is ignored.
-//! * While the node does not take its events, it gets no new ones: no command is taken.
+//! * While the node does not take its events, the driver takes none of its commands.
 
 use std::{collections::VecDeque, time::Instant};
 

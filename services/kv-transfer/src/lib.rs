@@ -1,6 +1,6 @@
 //! Moves KV blocks from the prefill node that computed them to the decode node that uses them.
 //!
-//! The crate knows block ids and the arena's guards. It knows nothing of models or scheduling.
+//! The crate knows block ids and the arena's guards. It knows nothing about models or scheduling.
 //!
 //! * [`api`]: commands from the node, events to the node.
 //! * [`protocol`]: pure state machines for the two sides of a transfer and for a pair of nodes. No

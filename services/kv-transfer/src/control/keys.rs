@@ -24,7 +24,7 @@ impl Keys {
             hmac::Key::new(hmac::HMAC_SHA256, hmac::sign(&root, purpose.as_bytes()).as_ref())
         };
         Self {
-            // The purposes keep their first names: a release must understand the one before it.
+            // The purposes keep their original names, so that a release understands the previous release.
             control: key("baton kv-transfer notice 1"),
             data: key("baton kv-transfer data 1"),
             zap: key("baton kv-transfer door 1"),

@@ -13,7 +13,7 @@
 //!   releases the blocks at the end of the connection even if the peer still copies. Such a copy
 //!   only reads, and its result is never used: the sender sends `DONE` only if every chunk was
 //!   answered while it was lent.
-//! * A receiver releases a block only when no copy writes it any more. It reports a chunk only if
+//! * A receiver releases a block only after every copy into it has finished. It reports a chunk only if
 //!   its connection is still the current one.
 //! * A chunk without an answer for one lease closes the connection.
 

@@ -5,8 +5,8 @@
 //! secret by tags over fresh nonces (`handshake`), which also name the transport:
 //!
 //! * [`tcp`]: the blocks themselves, through host memory;
-//! * `ipc`: where the blocks lie in the sender's GPU memory, from which the receiver copies;
-//! * `nccl`: when to launch the send and receive kernels.
+//! * `ipc`: the ids of the blocks in the sender's GPU memory, from which the receiver copies them;
+//! * `nccl`: the messages on which both sides launch send and receive kernels.
 //!
 //! All transports share the sender's `outbox` and the receiver's `inbox`, so a pair may change its
 //! transport when it reconnects. Frames are neither encrypted nor signed: the network between the

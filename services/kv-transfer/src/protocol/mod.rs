@@ -58,8 +58,8 @@ const RETRY_MAX: Duration = Duration::from_millis(500);
 pub enum Action {
     /// Create the queue and socket for control messages to this peer.
     Connect { peer: PeerAddress },
-    /// Close the queue and the data connections of this peer. Queued messages get a short time to
-    /// leave.
+    /// Close the queue and the data connections of this peer. Queued messages may still be sent for a short
+    /// time.
     Disconnect { peer: Epoch },
     /// Send a control message. It may be lost; important messages are retransmitted.
     SendControl { peer: Epoch, message: ControlMessage },
@@ -86,7 +86,7 @@ pub enum DataEvent {
     Sent { transfer: TransferId, chunk: u32, integrity: u64 },
     /// The chunk's blocks are written. `integrity` covers the received bytes.
     Received { transfer: TransferId, chunk: u32, integrity: u64 },
-    /// No block of this transfer is read or written any more.
+    /// No read or write of this transfer's blocks is in flight.
     Released { transfer: TransferId },
     /// A chunk of the transfer cannot be sent or received.
     Failed { transfer: TransferId, reason: String },

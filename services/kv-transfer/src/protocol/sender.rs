@@ -182,7 +182,7 @@ impl Transfer {
         }
     }
 
-    /// Passes chunks to the transport that are computed and have a `CTS`, then announces as many further chunks.
+    /// Passes the computed chunks that have a `CTS` to the transport, then announces further chunks.
     fn give(&mut self, turn: &mut Turn) {
         let Phase::Sending(sending) = &mut self.phase else { return };
         while let Some((chunk, blocks)) = sending.chunks.give() {

@@ -245,7 +245,7 @@ pub fn unusable_transport_counts_as_no_fallback() {
     }
 }
 
-/// A peer that exits while it joins the communicator is no evidence that the transport fails.
+/// A peer that exits while it joins the communicator does not show that the transport fails.
 pub fn peer_lost_while_joining_counts_as_no_fallback() {
     for sender_leaves in [true, false] {
         let absent = Reach { hangs: true, ..Reach::default() };

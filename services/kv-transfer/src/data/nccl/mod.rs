@@ -1,8 +1,8 @@
 //! Transport `nccl`: NCCL's send and receive kernels move KV between GPUs.
 //!
-//! 1. The sender invites the receiver (`Offer`). The receiver answers `Accepted` with what the
-//!    sender needs, and both join a communicator of two ranks. If joining fails on either side,
-//!    that side sends `Refused`, the other gives up too, and the sender reconnects with another
+//! 1. The sender invites the receiver (`Offer`). The receiver answers `Accepted` with the data that
+//!    the sender needs, and both join a communicator of two ranks. If joining fails on either side,
+//!    that side sends `Refused`, the other side gives up too, and the sender reconnects with another
 //!    transport. A peer that closes the connection without `Refused` has died or no longer needs
 //!    the connection.
 //! 2. When a chunk's KV is computed and its `CTS` has arrived, the sender announces the blocks
