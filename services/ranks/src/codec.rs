@@ -31,9 +31,9 @@ pub enum DecodeError {
 pub enum Order {
     /// First message: the rank's configuration, as bytes that the node and the rank agree on.
     Start(Vec<u8>),
-    /// `state` is the writer's running hash of all plans, this one included; `found` is the reader's.
+    /// `state` is the writer's running hash of all plans and bitmasks, this plan included; `found` is the reader's.
     Plan { plan: StepPlan, state: u64, found: u64 },
-    /// Token bitmasks of the plan before, with running hashes as in a plan.
+    /// Token bitmasks of the previous plan, with running hashes as in a plan.
     Masks { step_id: StepId, masks: Vec<RowMask>, state: u64, found: u64 },
     /// Last message: the rank finishes the steps in flight.
     Stop,
@@ -55,7 +55,7 @@ pub enum Answer {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct StepAnswer {
     pub step_id: StepId,
-    /// Running hash of all plans up to this one.
+    /// Running hash of all plans and bitmasks up to this step.
     pub state: u64,
     /// Running hash of all tokens sampled up to this step.
     pub tokens: u64,
@@ -93,10 +93,10 @@ impl From<&ExecutorError> for Failure {
     }
 }
 
-/// State that writer and reader keep of the plans so far.
+/// State that writer and reader each keep of the plans and bitmasks so far. Equal after the same messages.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct History {
-    /// Running hash of all plans.
+    /// Running hash of all plans and bitmasks.
     state: u64,
     /// Rows of the last plan.
     rows: Vec<RowPlan>,
@@ -115,7 +115,7 @@ struct WirePlan<'a> {
     drafts_max: u32,
     drafts: Cow<'a, [(Slot, Vec<u32>)]>,
     awaits_masks: bool,
-    /// `None`: the rows of the plan before.
+    /// `None`: the rows of the previous plan.
     rows: Option<Cow<'a, [RowPlan]>>,
     released: Cow<'a, [Slot]>,
     admitted: Cow<'a, [AdmittedRow]>,
@@ -135,7 +135,7 @@ pub fn encode_stop() -> Vec<u8> {
     vec![STOP]
 }
 
-/// Encodes a plan into `bytes`, replacing their contents. The plan joins the history.
+/// Encodes a plan into `bytes`, replacing their contents. Adds the plan to the history.
 pub fn encode_plan(plan: &StepPlan, history: &mut History, bytes: &mut Vec<u8>) {
     let is_repeated = are_same(&plan.rows, &history.rows);
     let wire = WirePlan {
@@ -154,7 +154,7 @@ pub fn encode_plan(plan: &StepPlan, history: &mut History, bytes: &mut Vec<u8>) 
     }
 }
 
-/// Encodes token bitmasks into `bytes`, replacing their contents. They join the history.
+/// Encodes token bitmasks into `bytes`, replacing their contents. Adds the bitmasks to the history.
 pub fn encode_masks(
     step_id: StepId,
     masks: &[RowMask],
@@ -175,7 +175,7 @@ fn encode_hashed(kind: u8, message: &impl Serialize, history: &mut History, byte
     bytes[1..9].copy_from_slice(&history.state.to_le_bytes());
 }
 
-/// Decodes an order. A plan joins the history.
+/// Decodes an order. Adds plans and bitmasks to the history.
 pub fn decode_order(bytes: &[u8], history: &mut History) -> Result<Order, DecodeError> {
     let end = || DecodeError::Malformed(postcard::Error::DeserializeUnexpectedEnd);
     let (kind, bytes) = bytes.split_first().ok_or_else(end)?;

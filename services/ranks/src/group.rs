@@ -417,8 +417,8 @@ impl RankGroup {
         }
         let Some((_, first_reported)) = reported.first() else { return Ok(()) };
         self.watch.fail(first_reported.clone());
-        // The first failure counts. But if a rank only ended, its own last message tells the cause, and so does a
-        // rank that rejected a plan.
+        // Returns the first failure. But if that failure is only the end of a process, the last message of this rank,
+        // or of a rank that rejected a plan, has the cause.
         let first = self.watch.failure.get().cloned();
         let Some(RankFailure::Ended { name: ended, .. }) = first else {
             return Err(first.unwrap_or_else(|| first_reported.clone()));

@@ -43,7 +43,7 @@ impl Process {
 /// Makes the kernel kill this process when its parent dies.
 ///
 /// # Errors
-/// When the parent is not the process `parent` (any more).
+/// When the parent is not the process `parent`, or is no longer.
 pub fn die_with_parent(parent: u32) -> io::Result<()> {
     // SAFETY: plain numbers.
     if unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) } != 0 {

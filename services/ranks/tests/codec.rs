@@ -168,7 +168,7 @@ fn answer() -> impl Strategy<Value = Answer> {
     ]
 }
 
-/// Decodes `bytes` as the first message.
+/// Decodes `bytes` as the first message of a group.
 fn decoded(bytes: &[u8]) -> Result<Order, DecodeError> {
     decode_order(bytes, &mut History::default())
 }
