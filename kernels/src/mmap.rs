@@ -22,7 +22,7 @@ pub struct MappedFile {
 }
 
 impl MappedFile {
-    /// Maps the file at `path`. A folder or another thing that is not a regular file is an error.
+    /// Maps the file at `path`. Anything but a regular file is an error.
     pub fn open(path: impl AsRef<Path>) -> io::Result<Self> {
         // Checked before the file is opened: opening a FIFO blocks.
         if !std::fs::metadata(&path)?.is_file() {

@@ -541,9 +541,10 @@ BATON_API int32_t baton_sample(const baton_pool *pool, const baton_step *step,
  * Positions are not advanced: baton_accept does that. Rows of draft tokens hold the slot's last token until
  * baton_draft has replaced it.
  *
- * Appends up to row_count - 1 draft tokens to each slot of the step whose draft tokens are not in the plan: those after
- * the longest earlier occurrence of the end of the slot's tokens, the latest of equally long ones, of ngram_min to
- * ngram_max tokens. An occurrence that reaches the end continues into its own draft tokens. */
+ * Appends up to row_count - 1 draft tokens to each slot of the step whose draft tokens are not in the plan (prompt
+ * lookup). The kernel searches the slot's tokens for an earlier occurrence of their last ngram_min to ngram_max tokens,
+ * the longest one, or the latest of equally long ones. The tokens after this occurrence become the draft tokens. An
+ * occurrence that reaches the end continues into its own draft tokens. */
 BATON_API int32_t baton_draft(const baton_pool *pool, const baton_step *step, int32_t sequences, int32_t tokens,
                               int32_t ngram_min, int32_t ngram_max, void *stream);
 /* After baton_sample with `verifies`: keeps the samples of each slot up to the first that differs from the draft token

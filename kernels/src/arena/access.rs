@@ -7,7 +7,7 @@ use half::bf16;
 use super::{ArenaError, KvArena};
 use crate::layout::{BLOCK_TOKENS, BlockId, Dtype, KvHalf, KvLayout};
 
-/// A number type that KV is stored as.
+/// Element type of KV blocks.
 ///
 /// # Safety
 /// Every bit pattern of `DTYPE.bytes()` bytes must be a value of the type, and its alignment at

@@ -1,10 +1,10 @@
-//! Arithmetic that all levels share, so that they are bit-equal.
+//! Arithmetic that all instruction-set levels share, so that their results are bit-equal.
 //!
 //! Sums over a row use [`LANES`] lanes: lane `j` adds the elements `j`, `j + 16`, …, in order, and the
-//! lanes are then added as a tree. This order is the same for every level and thread count, and is natural
-//! for a vector unit. `exp` consists of multiplications and additions that the compiler must not fuse, so
-//! scalar and vector code give the same bits. So a sequence continues with the same bits after a hand-over
-//! to another machine.
+//! lanes are then added as a tree. This order is the same for every level and thread count, and suits vector
+//! instructions. `exp` consists of multiplications and additions that the compiler must not fuse, so scalar
+//! and vector code give the same bits. So a sequence continues with the same bits after a hand-over to
+//! another machine.
 
 use half::bf16;
 

@@ -3,7 +3,7 @@
 //! Keys are processed block by block, 16 tokens at a time counted from position 0, with one running maximum
 //! and sum per query ("online softmax"). Block boundaries depend on the position only, so prefill of a
 //! whole prompt, in chunks or token by token gives the same bits. `pairs` processes bf16 KV 64 tokens at a
-//! time, for processors that multiply pairs of bf16; the rest of this page describes the other kernels.
+//! time, for processors that multiply pairs of bf16; the following paragraphs describe the other kernels.
 //!
 //! A *tile* is some consecutive rows of one sequence with the query heads of one KV head. It loads each
 //! block once and transposes its keys (`[dim][token]`), so that the 16 scores of a query are one vector.

@@ -115,7 +115,7 @@ impl Attention {
     }
 
     /// Launches the attention of one layer on `stream`. With `starts_early` the kernel may start while its
-    /// predecessor ends; that predecessor must itself have waited for its own predecessor first.
+    /// predecessor ends. The predecessor must release the kernel only after its own wait.
     pub fn run(
         &mut self,
         library: &KernelLibrary,

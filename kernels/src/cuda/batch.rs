@@ -2,7 +2,7 @@
 //!
 //! The device keeps each slot's tokens, block table, position and sampling state; a step uploads only
 //! changes. There are three streams: plan uploads, kernels, and result downloads. A stream that overwrites a
-//! buffer waits on the device for its readers; the host only waits for results.
+//! buffer waits on the device for the buffer's readers; the host only waits for results.
 
 use std::{
     collections::VecDeque,

@@ -64,8 +64,8 @@ const CTA_BYTES: usize = 16 << 20;
 const COMMUNICATOR_CTAS_MAX: usize = 64;
 
 /// Largest number of SMs that a node reserves for NCCL. A decode step of an 8B model is as fast on 128 of 132
-/// SMs, but an eighth slower on 124. The receiver of such a channel scatters with the copy engines, which keep up
-/// with this rate and use no SM.
+/// SMs, but an eighth slower on 124. With at most this many CTAs, the receiver scatters with the copy engines,
+/// which are fast enough and use no SM.
 const RESERVED_SMS_MAX: u32 = 4;
 
 /// Time-out for loading NCCL's kernels, which took 0.4 s.
