@@ -2,7 +2,7 @@
 //!
 //! The layout is the hub's own: `models--ORG--NAME` with `refs/REVISION` (a commit) and
 //! `snapshots/COMMIT/FILE`. Services only read the cache. The program `baton` in the same folder downloads
-//! missing models, so only one of four binaries contains HTTP and TLS clients.
+//! missing models, so the services contain no code for downloads.
 
 use std::{
     fs::{self, File},

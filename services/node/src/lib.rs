@@ -10,8 +10,8 @@
 //! `observe` streams load and cached prefixes to routers, `grpc_server` and `node` start and stop the
 //! node, `tensor_parallel` starts ranks.
 //!
-//! Left out: scheduling and the forward pass (crate `engine`), KV transfer (crate `kv-transfer`), text processing
-//! (crate `text`), and recovery: a node reports a failure, and the router retries.
+//! Not in this crate: scheduling and the forward pass (crate `engine`), KV transfer (crate `kv-transfer`), text
+//! processing (crate `text`), and recovery: a node reports a failure, and the router retries.
 
 #![forbid(unsafe_code)]
 

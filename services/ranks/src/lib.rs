@@ -11,7 +11,7 @@
 //! causes it. A group fails as a whole: when one rank dies, hangs or differs, the node kills all ranks
 //! and loses its device.
 //!
-//! Left out: the forward pass and its collectives (crates `engine` and `kernels`).
+//! Not in this crate: the forward pass and its collectives (crates `engine` and `kernels`).
 
 #![deny(unsafe_code)]
 

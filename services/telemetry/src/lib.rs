@@ -4,7 +4,7 @@
 //! * [`propagation`] transfers the W3C trace context over HTTP, gRPC and plain strings.
 //! * [`metrics`] has the typed instruments of router and node, and [`metrics::Metrics`], which renders
 //!   them as Prometheus text under OpenTelemetry's GenAI names and vLLM's names.
-//! * [`MetricsServer`] serves this text for services without an HTTP server of their own.
+//! * [`MetricsServer`] serves this text, and the probes of a service, on a port of its own.
 //!
 //! The only global state is the subscriber of `tracing`: `main` calls [`Telemetry::install`]; tests
 //! use [`Telemetry::dispatch`] for a scope instead. OTLP export is off unless an endpoint is given.

@@ -1,4 +1,4 @@
-//! HTTP server for `/metrics` and probes, for services without an HTTP server of their own.
+//! HTTP server for `/metrics` and probes on a port of its own.
 
 use std::{convert::Infallible, net::SocketAddr, sync::Arc, time::Duration};
 

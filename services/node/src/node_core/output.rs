@@ -183,7 +183,7 @@ pub enum Stage {
     /// From the arrival until the scheduler may run the sequence: blocks and a slot are free and, on a prefill
     /// node, the receiver's reservation has arrived.
     Queue,
-    /// From the end of `Queue` until the first token.
+    /// From the end of `Queue` or `Reserve` until the first token.
     Prefill,
     /// Decode node with a peer: from the arrival until blocks are reserved.
     Reserve,

@@ -144,7 +144,7 @@ pub fn bounded(mut message: String) -> String {
 /// An account that the request's owner writes and queries read.
 pub type SharedAccount = Arc<Mutex<Account>>;
 
-/// Locks an account, for less than a microsecond and never across an await.
+/// Locks an account, never across an await.
 pub fn lock(account: &SharedAccount) -> MutexGuard<'_, Account> {
     account.lock().unwrap_or_else(PoisonError::into_inner)
 }

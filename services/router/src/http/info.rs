@@ -1,4 +1,4 @@
-//! `/v1/models`, `/health`, `/ready` and `/metrics`.
+//! `/v1/models`, `/health`, `/ready`, `/live` and `/metrics`.
 
 use std::sync::Arc;
 

@@ -19,8 +19,8 @@ const EVERY: Duration = Duration::from_secs(20);
 pub const SETTLES_IN: Duration = Duration::from_millis(100);
 /// Maximum delay of a round, while further nodes come up.
 pub const WAIT_MAX: Duration = Duration::from_secs(1);
-/// Maximum number of peers that a node connects to in advance; the first request connects other pairs. A
-/// node allows 64 pairs by default, and connects to the first peers of the list up to this number.
+/// Maximum number of peers that a node connects to in advance; other pairs connect at their first request. A node
+/// stops earlier when its bound on pairs that use GPU memory or half of its pair table is reached.
 const PEERS_MAX: usize = 16;
 /// Maximum time from the first change since the last round to the end of the round. A starting router is
 /// not ready for this time at most.

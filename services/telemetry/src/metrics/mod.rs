@@ -4,7 +4,7 @@
 //! them on request. Names follow OpenTelemetry's GenAI conventions, or start with `baton.`. The
 //! Prometheus text repeats some metrics under vLLM's names (module `alias`).
 //!
-//! Cardinality is bounded by construction: every attribute is an enum or a constant of the process.
+//! Cardinality is bounded by construction: every attribute is an enum, a bounded number or a constant of the process.
 
 /// Declares an enum whose variants are values of a metric's label.
 macro_rules! labels {
