@@ -44,7 +44,7 @@ async fn ask(client: &Client, prompt: &[u32], salt: Option<&str>) -> Result<Serv
     })
 }
 
-/// Waits until the router knows of this many cached blocks on nodes of the role.
+/// Waits until the router knows this many cached blocks on nodes of the role.
 async fn cached_blocks_are_known(client: &Client, role: &str, count: f64) -> Result<()> {
     let deadline = Instant::now() + DEADLINE;
     let (name, label) = ("baton_nodes_cached_blocks", format!("role=\"{role}\""));

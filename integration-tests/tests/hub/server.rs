@@ -45,7 +45,7 @@ pub enum Content {
     OnDisk(PathBuf, String),
 }
 
-/// One request.
+/// A request that the hub received.
 #[derive(Clone, Debug)]
 pub struct Asked {
     pub path: String,

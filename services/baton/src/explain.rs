@@ -1,7 +1,5 @@
-//! `baton explain`: what the routers know about a request: where it was prefilled and decoded and why, the time of each
-//! stage, and what failed.
-//!
-//! The account comes from the routers' memory, or with `--log` from the lines of a JSON log.
+//! `baton explain`: reports the nodes of a request with the reasons for their choice, the time of each stage, and the
+//! failures. The data comes from the routers' memory, or with `--log` from a router's JSON log.
 
 use std::{
     collections::BTreeSet,
@@ -116,7 +114,7 @@ async fn from_routers(args: &ExplainArgs) -> Result<Vec<Value>> {
     Ok(found)
 }
 
-/// Returns the requests of one router, or the message that it knows none.
+/// Returns the requests of one router, or the router's message that it has no such request.
 async fn ask(client: &HttpClient, url: &str) -> Result<Result<Vec<Value>, String>> {
     let (status, body) = client.get(url).await?;
     let body: Value =
@@ -164,7 +162,7 @@ fn items(value: &Value) -> &[Value] {
     value.as_array().map_or(&[], Vec::as_slice)
 }
 
-/// Formats the account of one request.
+/// Formats the report of one request.
 fn text(request: &Value) -> String {
     let of = |field: &str| shown(&request[field]);
     let named = |name: &str, field: &str| of(field).map(|text| format!(", {name} {text}"));

@@ -14,11 +14,11 @@ const CONNECT_MAX: Duration = Duration::from_secs(2);
 pub enum NodeCommand {
     /// Lists the nodes with role, health and load.
     List(Admin),
-    /// Lets a node finish its requests and accept no others.
+    /// Makes a node finish its requests and reject new ones.
     Drain(NodeArgs),
     /// Lets a drained node accept requests again.
     Undrain(NodeArgs),
-    /// Drops the cached KV blocks of a node that no request uses.
+    /// Drops a node's cached KV blocks, except blocks that requests use.
     ResetPrefixCache(NodeArgs),
 }
 

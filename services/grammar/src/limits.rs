@@ -22,9 +22,9 @@ pub const SCHEMA_FORMATS_MAX: usize = 100;
 /// for each remainder: 4,999 compiles in 25 ms, 9,973 in 50 to 70 ms, 131,071 in 0.9 s, 9,999,991 in
 /// minutes.
 pub const MULTIPLE_OF_MAX: u32 = 5_000;
-/// A `multipleOf` without its decimal point: ten times a remainder fits 32 bits.
+/// Maximum of a `multipleOf` without its decimal point, so that ten times a remainder fits into 32 bits.
 pub(crate) const MULTIPLE_OF_COEFFICIENT_MAX: f64 = 1e8;
-/// Decimal places of a `multipleOf`: powers of ten fit 32 bits.
+/// Maximum decimal places of a `multipleOf`, so that the power of ten fits into 32 bits.
 pub(crate) const MULTIPLE_OF_PLACES_MAX: u32 = 8;
 /// Non-ASCII character classes like `\w` and `\p{L}` in a regular expression, or in all patterns of a schema.
 /// Each takes 0.1 ms to parse.
@@ -58,8 +58,8 @@ pub(crate) const JSON_WHITE_SPACE: &str = r"[\x20\x0A\x0D\x09]{1,40}";
 /// Fuel to compute the bitmasks of one output, in addition to [`MASK_WORK_PER_TOKEN`] for each token: about
 /// 20 ms. A large grammar builds most lexer states during its first tokens.
 pub const MASK_WORK_BESIDE: u64 = 500_000;
-/// Fuel per token: about 0.2 ms. Bitmasks are computed between two steps, so they delay other requests. A
-/// schema with 1,000 optional properties takes 3,200, strings of bounded length 600, others less than 100.
+/// Fuel per token: about 0.2 ms of a worker thread, which computes bitmasks for all requests of a node. A schema with
+/// 1,000 optional properties takes 3,200, strings of bounded length 600, others less than 100.
 pub const MASK_WORK_PER_TOKEN: u64 = 5_000;
 /// Fuel that corresponds to one Earley item.
 pub(crate) const ITEM_WORK: u64 = 16;

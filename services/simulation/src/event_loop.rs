@@ -40,7 +40,7 @@ pub enum SimEvent {
         process: usize,
         input: Input,
     },
-    /// A call reaches a host, and the process that runs there by then.
+    /// A call reaches the process that runs on the host at this time.
     Call {
         connection: Connection,
         key: CallKey,

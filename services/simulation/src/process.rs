@@ -141,7 +141,7 @@ pub enum Output {
         transfer: TransferId,
         hold: TransferHold,
     },
-    /// The draining node has no attempt any more.
+    /// The draining node has no attempt left.
     Drained,
     /// The executor failed, so the process exits.
     EngineFailed,

@@ -25,7 +25,7 @@ pub enum StopError {
 pub struct StopProgress {
     /// Text that is certain to belong to the answer.
     pub emit: String,
-    /// Index of the stop string that is now complete. Nothing is emitted after it.
+    /// Index of the stop string that is now complete. Later text is not emitted.
     pub stopped: Option<usize>,
 }
 

@@ -115,9 +115,9 @@ fn coloured(name: &str) -> String {
 
 pub fn run(args: UpArgs) -> Result<()> {
     let config = configuration(&args)?;
-    // Before the signal handlers are installed, so that Ctrl-C ends a long download.
+    // Find the model before the signal handlers are installed, so that Ctrl-C ends a long download.
     let model = find_model(&args, &config)?;
-    // A single thread: the kernel kills a child when the thread that spawned it ends.
+    // Use a single thread, because the kernel kills a child when the thread that spawned it ends.
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     runtime.block_on(up(args, config, model))
 }
@@ -384,7 +384,7 @@ impl Common {
         };
         let FoundModel { path: model, mut envs } = model;
         let mut set = |name: &str, value: String| envs.push((name.to_owned(), value));
-        // Otherwise only the router would fail, after all nodes have loaded.
+        // Fail before the nodes load: only the router would report the missing tokenizer.
         ensure!(
             !model.is_dir()
                 || model.join(TOKENIZER_FILE).exists()

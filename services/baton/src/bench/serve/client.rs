@@ -137,7 +137,7 @@ impl Answer {
         ensure!(output.contains(&counted), "the answer has {counted} tokens; expected {expected}");
         self.token_times.truncate(counted);
         let last = *self.token_times.last().ok_or_else(|| anyhow!("no token came"))?;
-        // Chunks with several tokens: missing times are those of the last chunk.
+        // A chunk may have several tokens. Missing times become the time of the last chunk.
         self.token_times.resize(counted, last);
         let token_ids = self.token_ids.filter(|ids| ids.len() == counted);
         let (cached_tokens, token_times) = (self.cached_tokens, self.token_times);

@@ -166,7 +166,7 @@ async fn measure(args: &ServeArgs) -> Result<Report> {
         servers.push(Server::discover(client, url, model, schema).await?);
     }
     let mut results: Vec<ServerReport> = servers.iter().map(ServerReport::new).collect();
-    // One workload for all: the shortest context decides.
+    // All servers get the same workload, so the shortest context length is the limit.
     let sequence_tokens_max = servers.iter().filter_map(|server| server.sequence_tokens_max).min();
     let workload = args.workload(trace, sequence_tokens_max)?;
     for server in &servers {
@@ -183,7 +183,7 @@ async fn measure(args: &ServeArgs) -> Result<Report> {
         }
     }
     for (index, load) in args.loads().into_iter().enumerate() {
-        // Different prompts at each point: prefix caches have no hits from the previous point.
+        // Each load has different prompts, so that prefix caches have no hits from the previous load.
         let seed = args.seed.wrapping_add((index as u64) << 32);
         for (server, result) in servers.iter().zip(&mut results) {
             let conversations = workload.conversations(load, seed);
@@ -381,7 +381,7 @@ async fn converse(
         bar.inc(1);
         match answer {
             Ok(Ok(measured)) => {
-                // A server without token ids in its answer: repeated prompt tokens replace them.
+                // If the answer has no token ids, repeat prompt tokens instead.
                 match &measured.token_ids {
                     Some(ids) => prompt.extend_from_slice(ids),
                     None => prompt
