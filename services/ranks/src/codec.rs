@@ -55,7 +55,7 @@ pub enum Answer {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct StepAnswer {
     pub step_id: StepId,
-    /// Running hash of all plans and bitmasks up to this step.
+    /// Running hash of all plans and bitmasks up to this plan.
     pub state: u64,
     /// Running hash of all tokens sampled up to this step.
     pub tokens: u64,
