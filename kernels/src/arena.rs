@@ -174,7 +174,7 @@ impl KvArena {
     /// Creates a zeroed arena in host memory. Pages take no memory before they are written or populated.
     pub fn host(layout: KvLayout, block_count: u32) -> Result<Arc<Self>, ArenaError> {
         let bytes = arena_bytes(layout, block_count)?;
-        // Page-aligned, hence aligned for every element type and for vector loads.
+        // Page-aligned, so aligned for every element type and for vector loads.
         let mut memory =
             MmapMut::map_anon(bytes).map_err(|source| ArenaError::OutOfMemory { bytes, source })?;
         // Huge pages mean fewer page faults on first writes and fewer TLB misses in attention. A

@@ -111,8 +111,8 @@ pub trait PeerChannel: Send + Sync {
         blocks: Vec<BlockWrite>,
     ) -> Result<Box<dyn Moving<BlockWrite>>, String>;
 
-    /// Aborts the channel and its operations. After `Ok` nothing moves any more; an error means that
-    /// something may still move.
+    /// Aborts the channel and its operations. After `Ok` no copy is in flight; after an error
+    /// copies may still be in flight.
     fn abort(&self) -> Result<(), String>;
 }
 

@@ -160,7 +160,7 @@ pub fn run_arriving<E: Executor>(
     }
 }
 
-/// Grammar that allows about a third of the tokens, by a hash of the tokens before. Some bitmasks take as
+/// Grammar that allows about a third of the tokens, by a hash of the previous tokens. Some bitmasks take as
 /// long as several forward passes, so that they are late.
 #[derive(Clone, Debug)]
 struct HashGrammar {

@@ -7,8 +7,9 @@
 // payload.
 //
 // An arena has two halves, used in turn. A rank writes a half again two calls later, after it has received every rank's
-// data of the call between. A rank sends that data only after it has read and restored the half of the call before. The
-// call number is in the arena, and the last CTA to read it increments it: graphs replay without a changing argument.
+// data of the call in between. A rank sends that data only after it has read and restored the half of the previous
+// call. The call number is in the arena, and the last CTA to read it increments it: graphs replay without a changing
+// argument.
 //
 // No wait is endless. A thread that times out, or sees that the host or another thread has stopped, returns; from then
 // on every call returns at once. The arena is dirty then, and all ranks reset their arenas.

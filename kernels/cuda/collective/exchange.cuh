@@ -5,8 +5,8 @@
 //
 // A CTA communicates only with the CTAs of the same index on the other ranks, in rounds. It has a range of the
 // call's half, in two parts that are used in turn. It writes a part again two rounds later, after it has received the
-// data of the round between. A rank sends that data only after it has read and restored the part of the round before
-// (its fence comes first). One call therefore moves any amount of data, which may be determined during the call.
+// data of the round in between. A rank sends that data only after it has read and restored the part of the previous
+// round (its fence comes first). One call therefore moves any amount of data, which may be determined during the call.
 #pragma once
 
 #include <algorithm>

@@ -418,7 +418,7 @@ struct Owned<T: Copy> {
 
 impl<T: Copy> Drop for Owned<T> {
     fn drop(&mut self) {
-        // SAFETY: the object was created with this value, and nothing uses it any more.
+        // SAFETY: the object was created with this value, and nothing uses it from now on.
         let _ = unsafe { (self.destroy)(self.raw) };
     }
 }

@@ -434,7 +434,7 @@ impl Moving<BlockWrite> for CudaPull {
 impl Drop for CudaPull {
     fn drop(&mut self) {
         for mark in &self.marks {
-            // After an error that ended the context, nothing is written any more.
+            // After an error that ended the context, no write is in flight.
             let _ = mark.synchronize();
         }
     }

@@ -94,10 +94,10 @@ pub enum Action {
     Tokens { id: SequenceId, first_index: u32, tokens: Vec<SampledToken>, cached_tokens: u32 },
     /// Last action of a sequence that completed. For `Send`: token 0 is sampled and all blocks are
     /// handed over. If `reason` is set, token 0 also ends the request: then there is nothing to
-    /// deliver, and `AbortTransfer` came before.
+    /// deliver, and `AbortTransfer` was emitted earlier.
     Finished { id: SequenceId, reason: Option<FinishReason> },
-    /// Last action of a sequence that did not complete; `AbortTransfer` came before if a transfer is in
-    /// flight. `Duplicate` rejects the new sequence only: the known sequence continues.
+    /// Last action of a sequence that did not complete; `AbortTransfer` was emitted earlier if a
+    /// transfer is in flight. `Duplicate` rejects the new sequence only: the known sequence continues.
     Failed { id: SequenceId, failure: SequenceFailure },
     /// The transfer of this sequence must be aborted. Sent once per transfer; `TransferEnded` follows.
     AbortTransfer { id: SequenceId, reason: String },

@@ -179,7 +179,7 @@ impl<E: Executor> StepLoop<E> {
     /// Returns how long the device has worked on the oldest step in flight.
     pub fn step_age(&self) -> Option<Duration> {
         let launched_at = self.launched.front()?.launch.begin;
-        // The step began when the step before it had finished.
+        // The step began when the previous step had finished.
         let since = self.collected_at.map_or(launched_at, |before| before.max(launched_at));
         Some(self.executor.now().saturating_duration_since(since))
     }

@@ -8,7 +8,7 @@
 //!
 //! Transfer at the prefill node (sender):
 //! 1. The node gives [`Command::Expect`] when the router's `Prefill` call arrives. The receiver's
-//!    `RESERVE` may arrive before or after it. [`Event::Ready`] says that both are there. A
+//!    `RESERVE` may arrive before or after it. [`Event::Ready`] says that both have arrived. A
 //!    `RESERVE` without an `Expect` is rejected after one lease.
 //! 2. The node gives [`Command::Written`] for each computed range, in order. It keeps a reference
 //!    on every block that it has handed over.
@@ -82,8 +82,8 @@ pub enum Command {
     /// Connects to `peer` before the first transfer, and keeps the connection while the command is
     /// repeated. With `sends`, also opens the data connection to the peer and maps memory or joins
     /// the NCCL communicator. Does nothing for `tcp`, which connects fast enough on demand, and
-    /// beyond [`crate::PRECONNECTED_PAIRS_MAX`] pairs. The driver drops `guard` when the connection
-    /// is there or will not be, at the latest after [`crate::CONNECT_TIMEOUT`].
+    /// beyond [`crate::PRECONNECTED_PAIRS_MAX`] pairs. The driver drops `guard` when the nodes are
+    /// connected or will not be, at the latest after [`crate::CONNECT_TIMEOUT`].
     Connect { peer: PeerAddress, sends: bool, guard: Option<ConnectGuard> },
     /// Either side: aborts the transfer. The failed event follows once no read or write is in
     /// flight.

@@ -45,7 +45,7 @@ pub struct TransportConfig {
     /// Whether both ends hash chunks that move from GPU to GPU: by a kernel where the node has one,
     /// otherwise through slow copies in host memory. Chunks sent by `tcp` are always hashed.
     pub verify: bool,
-    /// Maximum number of CTAs, hence SMs, that NCCL uses for one pair while it moves KV; unset
+    /// Maximum number of CTAs (one per SM) that NCCL uses for one pair while it moves KV; unset
     /// leaves the number to NCCL.
     pub nccl_max_ctas: Option<u32>,
 }

@@ -81,7 +81,7 @@ impl Grammars {
         let turn = self.compiling.clone().acquire_owned().await.map_err(|_| Refusal::Stopped)?;
         let shared = self.shared.clone();
         let work = tokio::task::spawn_blocking(move || {
-            // The compilation holds its permits until it ends, also after its caller has left.
+            // The compilation holds its permits until it ends, even if its caller has disconnected.
             let _held = (place, turn);
             shared.constrain(&mut attempt, &grammar)?;
             Ok(attempt)

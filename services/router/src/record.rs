@@ -29,7 +29,7 @@ use crate::{
 const LABEL_CHARS_MAX: usize = 128;
 
 /// Record of one request, logged and counted when dropped. If the request has neither failed nor completed by
-/// then, its client left, or its connection was closed because the client did not read.
+/// then, its client disconnected, or its connection was closed because the client did not read.
 pub struct RequestRecord {
     /// The default model until the request's own model is known.
     model: Arc<ServedModel>,

@@ -242,7 +242,7 @@ impl Simulation {
         }
     }
 
-    /// Exits a draining process that has no in-flight request any more.
+    /// Exits a draining process that has no in-flight request left.
     pub fn drained(&mut self, process: usize) {
         if self.processes[process].state == ProcessState::Running {
             let load = self.processes[process].load();

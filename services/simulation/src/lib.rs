@@ -5,7 +5,7 @@
 //! Routers and nodes exchange the shipped gRPC messages, and nodes check them as the service does.
 //! Network, clock, threads, etcd and faults are simulated: messages are lost, delayed, duplicated and
 //! reordered, chunks are corrupted, processes are killed, paused and drained, ranks die, nodes are
-//! partitioned, etcd is unreachable, routers restart, clients leave.
+//! partitioned, etcd is unreachable, routers restart, clients disconnect.
 //!
 //! After every event the simulation asserts the invariants of the process concerned. It compares
 //! every token with the expected answer. At the end every request has ended once and no resource of

@@ -265,7 +265,7 @@ fn models(random: &mut Random) -> Vec<ModelPlan> {
     (0..count).map(model).collect()
 }
 
-/// Returns whether every request completes despite the fault: another decode node is there, or the
+/// Returns whether every request completes despite the fault: another decode node is up, or the
 /// node is back before requests stop waiting for it.
 fn is_survived(fault: &Fault, nodes: &[NodePlan]) -> bool {
     let has_spare = |host: usize| {

@@ -244,7 +244,7 @@ fn local_prefill_keeps_running_streams_within_the_inter_token_latency_bound() {
     let itl_max = Duration::from_millis(14);
     let (picks, bounded) = run(4, AUTO, 1, Some(itl_max), requests.clone());
     assert!(local(&picks) > 5, "{}", local(&picks));
-    // The scheduler takes the time of decode rows from the step before; the network delays tokens too.
+    // The scheduler takes the time of decode rows from the previous step; the network delays tokens too.
     assert!(bounded <= itl_max.mul_f64(1.1), "{bounded:?}");
     let never = Selection { disaggregate: Disaggregate::Never, ..AUTO };
     let (_, unbounded) = run(4, never, 1, None, requests.into_iter().step_by(4).collect());

@@ -319,7 +319,7 @@ impl Link {
     }
 
     /// Waits for the copies. `aborted` is the outcome of the preceding abort of the communicators: copies that
-    /// waited for an aborted operation run now. After `Ok` nothing moves any more.
+    /// waited for an aborted operation run now. After `Ok` no copy is in flight.
     pub fn drain_all(links: &mut [Self], aborted: Result<(), String>) -> Result<(), String> {
         let mut drained = aborted;
         let mut kept = Vec::with_capacity(links.len());

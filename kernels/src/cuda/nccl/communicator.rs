@@ -341,8 +341,8 @@ impl Communicator {
         Ok(())
     }
 
-    /// Aborts the communicator and its kernels, and returns the time that this took. After `Ok` nothing moves any more,
-    /// and the memory may be used again.
+    /// Aborts the communicator and its kernels, and returns the time that this took. After `Ok` no copy is in
+    /// flight, and the memory may be used again.
     ///
     /// # Errors
     /// [`NcclError::AbortStuck`] if NCCL does not return within `time_out`. A thread keeps waiting for NCCL, and the
@@ -379,7 +379,7 @@ impl Communicator {
             let raw: Raw = raw;
             let _call = raw.context.calls().begin(FREE_USUAL);
             let outcome = raw.context.bind().map_err(NcclError::from).and_then(|()| {
-                // SAFETY: the communicator is alive, and no other thread uses it any more.
+                // SAFETY: the communicator is alive, and no other thread uses it from now on.
                 let mut code = unsafe { (raw.nccl.functions.ncclCommAbort)(raw.communicator) };
                 // IN_PROGRESS is left over from an earlier call; the communicator is destroyed anyway.
                 if code == IN_PROGRESS {

@@ -52,7 +52,7 @@ pub struct CpuExecutor {
 #[derive(Debug)]
 enum Job {
     Step(StepPlan),
-    /// The token bitmasks of the step before.
+    /// The token bitmasks of the step launched last.
     Masks(StepId, Vec<RowMask>),
 }
 

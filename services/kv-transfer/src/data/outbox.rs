@@ -243,7 +243,7 @@ impl Outbox {
     }
 
     /// Ends the connection and releases all blocks except stuck ones. Returns the cancelled
-    /// transfers that were thereby released, and the reason unless the driver closed the outbox.
+    /// transfers that this has released, and the reason unless the driver closed the outbox.
     pub fn end(&self, reason: String) -> (Vec<TransferId>, Option<String>) {
         let mut state = self.lock();
         let state = &mut *state;

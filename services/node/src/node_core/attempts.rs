@@ -5,7 +5,7 @@
 //! outputs are queued; [`NodeCore::poll_output`](super::NodeCore::poll_output) empties the queues. In the
 //! comments D is the decode node and P the prefill node of a request.
 //!
-//! A record lives from [`Attempts::call`] until the caller got its last reply (or left) *and* the
+//! A record lives from [`Attempts::call`] until the caller got its last reply (or disconnected) *and* the
 //! attempt has no active transfer. The scheduler may know the sequence for a shorter or longer time;
 //! actions on unknown ids are ignored.
 
@@ -70,7 +70,7 @@ enum CallerState {
     /// Waits until the scheduler accepts or rejects the sequence.
     Waiting,
     Streaming,
-    /// Got its last reply, or left.
+    /// Got its last reply, or disconnected.
     Gone,
 }
 
@@ -453,7 +453,7 @@ impl Attempts {
         self.forget_if_over(id);
     }
 
-    /// Handles the end of a call: the router has all tokens that it needs, or its client left.
+    /// Handles the end of a call: the router has all tokens that it needs, or its client disconnected.
     pub fn cancel(&mut self, call: CallId) {
         let id = call.sequence;
         let Some(record) = self.records.get_mut(&id).filter(|record| record.call == call) else {

@@ -144,7 +144,7 @@ impl<E: Executor> NodeCore<E> {
         self.observers.add(observer, now, &mut self.steps, outputs);
     }
 
-    /// Handles an observer that left, or whose queue is full.
+    /// Handles an observer that disconnected, or whose queue is full.
     pub fn handle_observe_ended(&mut self, observer: ObserverId) {
         self.observers.remove(observer);
     }

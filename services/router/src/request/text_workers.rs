@@ -56,7 +56,7 @@ impl TextRoom {
         Ok([bytes, self.threads.clone().acquire_owned().await?])
     }
 
-    /// Runs a grammar check on a blocking thread when there is a permit. A check whose caller leaves
+    /// Runs a grammar check on a blocking thread when there is a permit. A check whose caller disconnects
     /// before that is not started.
     async fn check_grammar(
         &self,
@@ -65,7 +65,7 @@ impl TextRoom {
         let permit = self.grammar_checks.clone().acquire_owned().await;
         let permit = permit.map_err(|error| RequestError::internal(&error))?;
         let on_thread = move || {
-            // The check itself holds the permit: the check continues when its caller leaves.
+            // The check itself holds the permit: the check continues when its caller disconnects.
             let _permit = permit;
             check()
         };
@@ -232,7 +232,7 @@ impl TextWorkers {
         let room = self.room.enter(bytes).await.map_err(|error| RequestError::internal(&error))?;
         let text = self.text.clone();
         let on_thread = move || {
-            // The closure holds the permit: it runs to its end even if the caller leaves.
+            // The closure holds the permit: it runs to its end even if the caller disconnects.
             let _room = room;
             work(&text)
         };

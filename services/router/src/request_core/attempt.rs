@@ -57,7 +57,7 @@ enum Prefill {
     HoldingToken(Token),
     /// Token 0 was emitted.
     Transferring,
-    /// No prefill node, not needed any more, or lost.
+    /// No prefill node, no longer needed, or lost.
     Ended,
 }
 

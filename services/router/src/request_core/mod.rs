@@ -18,8 +18,8 @@
 //!      calls [`RequestCore::handle_turn`], in the order of a [`TurnQueue`], or
 //!      [`RequestCore::handle_nodes_changed`].
 //! 3. The owner calls [`RequestCore::handle_deadline`] at [`RequestCore::next_deadline`].
-//! 4. The last output is [`Output::Finish`] or [`Output::Fail`], exactly once. If the client leaves, the owner calls
-//!    [`RequestCore::handle_client_left`] instead, and neither output follows.
+//! 4. The last output is [`Output::Finish`] or [`Output::Fail`], exactly once. If the client disconnects, the owner
+//!    calls [`RequestCore::handle_client_left`] instead, and neither output follows.
 //!
 //! States: `Picking` → `Attempting` → `Ended`. A failed attempt returns to `Picking`. A pick without a
 //! node leads to `WaitingForTurn`, `HoldingTurn` or `WaitingForNode`, and from there back to `Picking`.
@@ -457,7 +457,7 @@ impl RequestCore {
         }
     }
 
-    /// Handles a client that left, or a router that stops.
+    /// Handles a client that disconnected, or a router that stops.
     pub fn handle_client_left(&mut self) {
         self.end_attempt(AttemptOutcome::Cancelled);
         self.state = State::Ended;

@@ -265,7 +265,7 @@ impl<'a> AnswerDriver<'a> {
     }
 }
 
-/// Counts the open attempt when the client leaves or another answer of the request fails.
+/// Counts the open attempt when the client disconnects or another answer of the request fails.
 impl Drop for AnswerDriver<'_> {
     fn drop(&mut self) {
         self.core.handle_client_left();

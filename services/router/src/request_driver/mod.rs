@@ -98,7 +98,7 @@ impl Deadline {
 }
 
 /// A running request, for the writer of its response. Dropping it ends the task, which drops the node
-/// streams: a client that leaves cancels its request this way.
+/// streams: a client that disconnects cancels its request this way.
 #[derive(Debug)]
 pub struct RunningRequest {
     /// The tokenized prompts. The prompt of choice `i` is prompt `i / choices`.

@@ -56,7 +56,7 @@ pub enum Behaviour {
     Flood,
 }
 
-/// A call to the node, and the time when the caller left.
+/// A call to the node, and the time when the caller disconnected.
 #[derive(Clone, Debug)]
 pub struct Call {
     pub attempt: Attempt,
@@ -186,7 +186,7 @@ where
 {
     let (sender, events) = mpsc::channel(4);
     state.open.fetch_add(1, Ordering::SeqCst);
-    // `None` means that the caller left. The script then ends.
+    // `None` means that the caller disconnected. The script then ends.
     tokio::spawn(script(state.clone(), sender));
     Response::new(Box::pin(Events { events, state: state.clone(), _guard: guard }))
 }

@@ -280,7 +280,7 @@ mod tests {
         assert_eq!(used(&rows, &second), [(0, vec![3, 1, 5], 1)]);
         assert!(rows.has_unknown());
         // The third step is launched before the second is collected. It may begin 4 tokens earlier, in the
-        // block before.
+        // previous block.
         let third = rows.apply(&drafting(2), 3).unwrap();
         assert_eq!(third.sequences, [part(35, 3)]);
         assert_eq!(used(&rows, &third), [(0, vec![3, 1, 5], 1)]);
