@@ -3,9 +3,9 @@
 
     cluster.py [COMMAND...]     (default: a shell)
 
-The cluster has its own network, process and mount namespaces and its own cgroup root. Its first process runs this file
-anew: when that process ends, the kernel ends every process and mount of the cluster with it. What remains are
-cgroups, which this file removes, and the logs in target/k8s/logs. The node has the images that `make image` packed.
+The cluster has its own network, process and mount namespaces and its own cgroup root. Its first process runs this file again.
+When that process ends, the kernel ends all processes and mounts of the cluster. This file then removes the cgroups. The logs stay
+in target/k8s/logs. The node has the images that `make image` packed.
 """
 
 import fcntl

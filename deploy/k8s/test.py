@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Installs the Helm chart in the test cluster, disturbs it under load and prints what was reached beside the targets.
+"""Installs the Helm chart in the test cluster, upgrades, scales and deletes pods under load, and prints measured values and targets.
 
 Runs in the cluster: deploy/k8s/cluster.py deploy/k8s/test.py
 """
@@ -35,7 +35,7 @@ GPUS = "nvidia.com/gpu"
 
 
 class Api:
-    """The Kubernetes API, for what is asked often."""
+    """A client of the Kubernetes API, faster than running kubectl for each call."""
 
     def __init__(self):
         config = json.loads(pathlib.Path(os.environ["KUBECONFIG"]).read_text())
@@ -133,7 +133,7 @@ def answered():
 
 
 class Table:
-    """Rows of measured values beside their targets. Times depend on the machine, so only other values fail the test."""
+    """Table of measured values and their targets. Times depend on the machine, so only other values fail the test."""
 
     def __init__(self):
         self.rows, self.failed = [], 0
@@ -181,7 +181,7 @@ def dry_run(table, api):
 
 
 def place_on_gpus(table, api):
-    """Installs the values for GPUs beside nodes that exist only in the API, and looks where the scheduler puts the pods."""
+    """Installs the values for GPUs, adds GPU nodes that exist only in the API, and checks where the scheduler places the pods."""
     for index in range(2):
         resources = {"cpu": "64", "memory": "512Gi", "pods": "110", GPUS: "8"}
         api.request("POST", "/api/v1/nodes", {

@@ -1,4 +1,4 @@
-"""llama.cpp's own OpenAI server, out of the PyPI package xllamacpp: a peer for `baton bench serve`.
+"""Runs llama.cpp's OpenAI server from the PyPI package xllamacpp, as a baseline for `baton bench serve`.
 
     pip install xllamacpp
     python3 xllamacpp_server.py MODEL.gguf [--port 8090] [--slots 8] [--context 4096] [--threads 2]

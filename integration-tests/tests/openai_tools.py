@@ -75,14 +75,14 @@ def check(function):
 
 
 def answer(**more):
-    """What was asked, and the choice."""
+    """Returns the request and its first choice."""
     request = {**asked, "messages": [{"role": "user", "content": "Tell me a joke."}],
                "tools": [trip, ping], "max_tokens": 160, **more}
     return request, client.chat.completions.create(**request).choices[0]
 
 
 def both_ways(**more):
-    """The choice, which is the same whole and streamed."""
+    """Asserts that the streamed answer equals the whole answer, and returns the choice."""
     request, whole = answer(**more)
     content, calls, reason = "", [], None
     for chunk in client.chat.completions.create(**request, stream=True):

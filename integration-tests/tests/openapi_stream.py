@@ -1,4 +1,4 @@
-"""Checks streamed answers of a Baton router against its own description.
+"""Checks streamed answers of a Baton router against the router's OpenAPI description.
 
 Usage: openapi_stream.py http://HOST:PORT
 Any chunk that is not as described is an exception.

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Writes a Hugging Face folder of a Llama without meaning, for load tests: random_model.py FOLDER [tiny|1b|8b|70b] [--weights].
+"""Writes a Hugging Face folder of a random Llama for load tests: random_model.py FOLDER [tiny|1b|8b|70b] [--weights].
 
-config.json and a byte-level tokenizer with as many tokens as the model has; that is enough for `--load-format dummy`. With
---weights also the weights, random bf16, as sharded safetensors (needs torch and safetensors, and 16 GB for 8b, 141 GB for 70b).
+Writes config.json and a byte-level tokenizer of the model's vocabulary size, which suffice for `--load-format dummy`. With
+--weights also writes random bf16 weights as sharded safetensors (needs torch and safetensors, and 16 GB for 8b, 141 GB for 70b).
 """
 import json
 import pathlib

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Writes the folder that is named: random Llama, Qwen2 and Qwen3 models as transformers saves them, and
-beside each reference.safetensors, what transformers computes of it on this GPU.
+"""Writes random Llama, Qwen2 and Qwen3 models in the format of transformers to FOLDER, each with a reference.safetensors that
+transformers computes on this GPU: transformers_reference.py FOLDER
 
-tokens.N are prompt N and the 32 tokens that greedy choice puts behind it, f32.N and bf16.N the logits
-that each of those was chosen from, prompts the prompts' lengths. Needs torch with a GPU and transformers.
+tokens.N holds prompt N and 32 greedy tokens, f32.N and bf16.N hold the logits of these tokens, and prompts holds the lengths of
+the prompts. Needs torch with a GPU and transformers.
 """
 
 import pathlib

@@ -1,6 +1,6 @@
 """Decode attention: peak read bandwidth, correctness, block-major against contiguous pages, Baton against FlashInfer.
 
-Needs libbaton_kernels.so, libpeak_read.so, libpeer.so in BATON_KERNELS_DIR (see README.md beside this), PyTorch and one GPU.
+Needs libbaton_kernels.so, libpeak_read.so, libpeer.so in BATON_KERNELS_DIR (see README.md in this folder), PyTorch and one GPU.
 Writes attention.json to OUT.
 """
 import ctypes

@@ -1,10 +1,10 @@
-"""A whole decode step's chain of kernels in one graph (norm + QKV + rope + KV store, attention, O + residual, norm + gate_up + silu,
-down + residual, every layer; norm + lm_head) against the floor of its bytes, with and without programmatic dependent launch.
-Left out: embedding, sampling, and the way of tokens to the host.
+"""Measures the kernels of a decode step in one CUDA graph (norm + QKV + rope + KV store, attention, O + residual, norm + gate_up +
+silu, down + residual for every layer; norm + lm_head), with and without programmatic dependent launch. Compares the time with the
+memory-bound minimum. Omits embedding, sampling, and the copy of tokens to the host.
 
 Needs libbaton_kernels.so in BATON_KERNELS_DIR. Writes chain.json to OUT. Arguments: the peak read bandwidth in TB/s, attention cases
-(variant x least pages, with commas), models, and --rows with commas. One process a model: a graph of PyTorch's products keeps a workspace that
-is gone once its memory is given back.
+(variant x minimum of pages, separated by commas), models, and --rows separated by commas. Each model has a process of its own,
+because a captured PyTorch GEMM refers to a workspace that PyTorch frees with the cached memory.
 """
 import ctypes
 import math

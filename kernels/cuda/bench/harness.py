@@ -1,7 +1,7 @@
 """Code shared by the benchmarks: loading the kernels, graphs, alternating timing, and results as JSON.
 
-Times are medians over graph replays; every case of a comparison is replayed in turn, so that drift of the card
-meets all of them alike. A graph goes over more bytes than the L2 holds before it touches any again.
+Times are medians over graph replays. The cases of a comparison are replayed in turn, so that drift of the GPU affects all
+cases equally. A graph reads more bytes than the L2 holds before it reads any byte again.
 """
 import ctypes
 import json

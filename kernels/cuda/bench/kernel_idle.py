@@ -1,7 +1,7 @@
-"""Idle share of a GPU from a trace of kernel_trace.cpp: python3 kernel_idle.py FILE [FIRST LAST]
+"""Prints the idle fraction of a GPU from a trace of kernel_trace.cpp: python3 kernel_idle.py FILE [FIRST LAST]
 
-Of the time between the shares FIRST and LAST (0.6 and 0.95) of the kernels recorded, how much no kernel ran;
-gaps inside replayed graphs are counted as those between steps are. Kernels that overlap count once.
+Covers the traced kernels from fraction FIRST (default 0.6) to fraction LAST (default 0.95). Gaps inside replayed graphs and
+between steps both count as idle. Overlapping kernels count once.
 """
 import collections
 import sys

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Latencies of the kernels at the shapes of Llama-3.1-8B's decode steps: bench.py LIBRARY
 
-Each time is that of one call among many in a replayed graph. Attention takes another layer with each call, so that
-its KV comes from memory; what the other kernels read was written by the kernel before, as in a step.
+Each time is the mean of many calls in a replayed graph. Each attention call uses another layer, so that its KV comes from
+memory. The other kernels read the output of the previous kernel, as in a step.
 """
 
 import sys

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Collectives between this machine's GPUs, one process per GPU: collective.py LIBRARY [--ranks N] [--calls N] [--bench] [--sweep] [--json FILE]
 
-Checks every call against sums of the same numbers in the order of the ranks, bit by bit, with ranks delayed at random,
-eagerly and in replayed graphs; then what happens when a rank leaves a call out, the host stops the group, or a rank is
-killed. --bench times calls in graphs, beside NCCL's. Needs torch.
+Checks that every result is bit-equal to the sum in rank order, with randomly delayed ranks, eagerly and in replayed graphs.
+Then checks the behaviour when a rank skips a call, the host stops the group, or a rank is killed. --bench times calls in graphs
+and compares them with NCCL. Needs torch.
 """
 
 import argparse
