@@ -22,9 +22,9 @@
 //! are released without preemption: a `Send` has all its blocks from the start, and takes them only after its
 //! receiver has reserved blocks. So no node holds blocks while it waits for a peer's blocks.
 //!
-//! Files: `waiting` holds the queue, `admission` the entry to and exit from the queue, `running` the plan
-//! of a step, `draft_budget` its draft tokens, `masks` its token bitmasks, `completion` the processing of its
-//! result, `transfers` the blocks of transfers.
+//! Files: `waiting` holds the queue. `admission` fills and empties the queue. `running` plans a step, with its
+//! draft tokens in `draft_budget` and its token bitmasks in `masks`. `completion` processes the result of a step.
+//! `transfers` tracks the blocks of transfers.
 
 mod admission;
 mod completion;

@@ -61,8 +61,8 @@ fn golden_tokens_one_prompt_at_a_time_with_cached_prefixes_and_retries() {
         let expected = (golden.prompt_ids.len() as u32 - 1) / 16 * 16;
         assert_eq!(outcomes[&SequenceId(id)].cached_tokens, expected, "{}", golden.name);
     }
-    // Retries begin with a part of the output. Each number of emitted tokens has a cache salt, so the first
-    // retries with it find nothing cached, and the second retries find the blocks of the first.
+    // Retries begin with a part of the output. Each number of emitted tokens has its own cache salt. So the first
+    // retries find nothing cached, and the second retries find the blocks of the first retries.
     for (first_id, emitted) in [(20, 0), (30, 1), (40, 20)] {
         for again in [0, 100] {
             let attempts = (first_id + again..).zip(golden()).map(|(id, golden)| NewSequence {

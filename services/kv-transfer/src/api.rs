@@ -16,8 +16,8 @@
 //! 4. [`Event::Delivered`] or [`Event::SendFailed`]: no read is in flight, and the node may drop
 //!    its references.
 //!
-//! Every transfer ends with exactly one of these four final events on each side that knew of it,
-//! also after [`Command::Abort`]. Its blocks are back within lease + 0.5 s after an abort on either
+//! Every transfer ends with exactly one of these four final events on each side whose node has started
+//! it, also after [`Command::Abort`]. Its blocks are released within lease + 0.5 s after an abort on either
 //! side, after the loss of the peer, or after a start that the other side does not join. A second
 //! start of a transfer in progress is ignored. A start with the id of a finished transfer fails at
 //! once: ids are used once.

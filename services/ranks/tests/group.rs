@@ -1,5 +1,5 @@
-//! Groups of real rank processes with the `sim` executor. They must match one executor in this process, and fail in an
-//! orderly way when a rank dies, hangs, diverges or cannot start, or when the node dies.
+//! Groups of real rank processes with the `sim` executor. A group gives the tokens of one executor in this process. A
+//! group fails with a typed error when a rank dies, hangs, diverges or cannot start. Ranks end with their node.
 //!
 //! A rank process is this program again, running a helper that reads its rank spec from a variable.
 

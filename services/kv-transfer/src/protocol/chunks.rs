@@ -7,9 +7,9 @@ use kernels::BlockId;
 use super::Local;
 use crate::{api::TransferId, control};
 
-/// Maximum number of chunks of a transfer that are announced but not yet given to the transport. The
-/// KV of a whole step, with the default sizes of GPUs: all of it is written at the same time, and
-/// the receiver should have posted its receives by then.
+/// Maximum number of chunks of a transfer that are announced but not yet given to the transport. A step
+/// writes several chunks at the same time, 32 MiB each on GPUs by default. The receiver should have
+/// posted its receives by then.
 const AHEAD_MAX: usize = 8;
 /// `AHEAD_MAX` before the first block is written. It is smaller because all sequences that wait on a
 /// node may be in this state: with 256 their announcements take half of the peer's queue.

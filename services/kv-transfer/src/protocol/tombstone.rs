@@ -10,7 +10,7 @@ use crate::{
     control::{AbortCause, Body},
 };
 
-/// Time for which a tombstone is kept, far longer than any retransmission or router time-out.
+/// Time for which a tombstone is kept. A peer retransmits for at most a lease after the transfer has ended here.
 const KEPT_FOR: Duration = Duration::from_secs(30);
 
 /// How a transfer ended.

@@ -1,8 +1,7 @@
 //! Several transfer cores, a network with faults, and the blocks of each node.
 //!
-//! Asserts that no chunk is written to a block after its transfer has ended, that no chunk is read from
-//! such a block, that `Arrived` blocks hold the sender's KV for the receiver's weights, and that no
-//! transfer ends twice.
+//! Asserts that no block is read or written for a transfer after the end of that transfer, that `Arrived` blocks
+//! hold the sender's KV for the receiver's weights, and that no transfer ends twice.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
