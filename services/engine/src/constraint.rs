@@ -131,7 +131,7 @@ impl ActiveConstraint {
         self.ahead.masks.front()
     }
 
-    /// Returns the draft tokens after the next `skipped` ones.
+    /// Returns the next draft tokens without the first `skipped`.
     pub fn drafts(&self, skipped: usize) -> impl ExactSizeIterator<Item = u32> {
         self.ahead.drafts.iter().copied().skip(skipped)
     }
@@ -168,7 +168,7 @@ impl ActiveConstraint {
         Some(MaskJob { id, job, matcher, drafting: drafting(), expected_time: self.job_time })
     }
 
-    /// Takes the result of a job. Ignores a job that is not the last one.
+    /// Takes the result of the last job. Ignores results of earlier jobs.
     pub fn take_mask(&mut self, computed: ComputedMask) -> Result<(), ConstraintFailure> {
         if computed.job == self.job && self.matcher.is_none() {
             self.job_time = computed.time;

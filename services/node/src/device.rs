@@ -418,7 +418,7 @@ mod tests {
         gpu.map(|chosen| matches!(chosen, Chosen::Gpu(_))).map_err(|error| error.to_string())
     }
 
-    /// With kernels that are not there no machine has a GPU that can serve.
+    /// Without the kernel library no machine has a GPU that can serve.
     #[test]
     fn auto_device_falls_back_to_the_cpu_and_cuda_does_not() {
         assert_eq!((chosen("cpu"), chosen("auto")), (Ok(false), Ok(false)));

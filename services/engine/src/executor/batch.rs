@@ -3,7 +3,7 @@
 //! Every executor applies plans through a [`Batch`], so the rules of the diff are implemented once. On the
 //! CPU the batch holds the tokens of a row, sampled tokens included: a step reads the tokens that the
 //! previous step sampled, before the scheduler has seen them. When the tokens stay on a device, the host
-//! holds a [`TokenCount`] instead. Positions advance here too.
+//! holds a [`TokenCount`] instead. The batch also advances the positions.
 //!
 //! Draft tokens are appended to a row's tokens for the step that verifies them ([`Batch::apply`]).
 //! [`Batch::sampled`] keeps the accepted draft tokens and truncates the row after them.
@@ -89,7 +89,7 @@ pub struct BatchRow<T = Vec<u32>> {
     pub sampling: Sampling,
     /// Whether the row must not sample without a token bitmask.
     pub constrained: bool,
-    /// Token bitmasks of the step supplied last: of its first sample and of the following ones.
+    /// Token bitmasks of the row's samples in the step supplied last, in order.
     pub allowed: Vec<Arc<TokenMask>>,
     /// Set when no token could be sampled: the row takes part in no step until it is released.
     pub failure: Option<RowFailure>,

@@ -397,7 +397,7 @@ impl CudaExecutor {
         Ok(())
     }
 
-    /// Waits for the worker's next message, and returns a result if the message is one.
+    /// Waits for the worker's next message. Returns a result if the message is a finished step.
     fn receive(&mut self, timeout: Duration) -> Result<Option<StepResult>, ExecutorError> {
         match self.worker.receive(timeout)? {
             Some(Done::Frame(finished)) => self.result(finished).map(Some),

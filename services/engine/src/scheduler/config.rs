@@ -21,7 +21,7 @@ pub struct SchedulerConfig {
     /// Whether rows verify draft tokens only where the measured times of steps show that this pays off. Off
     /// in tests that must not depend on the speed of a machine.
     pub measures_drafts: bool,
-    /// Sequences that may wait for blocks or a slot; further ones are rejected as `Busy`.
+    /// Maximum sequences that wait for blocks or a slot; further sequences are rejected as `Busy`.
     pub waiting_max: u32,
     /// Transfers known at once, from `Arrived` to the end of their last write or read.
     pub transfers_max: u32,

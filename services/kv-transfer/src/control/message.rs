@@ -43,8 +43,8 @@ pub enum Body {
     Abort { transfer: TransferId, cause: AbortCause, reason: String },
     /// No read or write of this transfer is in flight at the sender of this message.
     AbortAck { transfer: TransferId },
-    /// `transfers` are those that the sender of the heartbeat wants; naming a transfer also
-    /// acknowledges its `RESERVE`. `awaited` are wanted ones whose `RESERVE` has not arrived.
+    /// `transfers`: transfers that the sender of the heartbeat wants; naming a transfer also
+    /// acknowledges its `RESERVE`. `awaited`: wanted transfers whose `RESERVE` has not arrived.
     Heartbeat { transfers: Vec<TransferId>, awaited: Vec<TransferId> },
 }
 
@@ -69,7 +69,7 @@ pub struct Hello {
     pub transports: Vec<String>,
     /// Best first.
     pub integrity: Vec<String>,
-    /// Number of the sender's connection attempt; later ones are higher.
+    /// Number of the sender's connection attempt; later attempts have higher numbers.
     pub session: u64,
     /// Whether the sender connects in advance, without a transfer.
     pub in_advance: bool,

@@ -143,7 +143,7 @@ impl Transfer {
         self.complete_when_all_agrees(turn);
     }
 
-    /// Completes the transfer once `DONE` and all blocks are here, in any order.
+    /// Completes the transfer once `DONE` and all blocks have arrived, in any order.
     fn complete_when_all_agrees(&mut self, turn: &mut Turn) {
         let Phase::Receiving(receiving) = &self.phase else { return };
         let Some(done) = &receiving.done else { return };

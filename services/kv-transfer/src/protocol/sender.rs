@@ -1,7 +1,7 @@
 //! The sending side of one transfer, at the prefill node.
 //!
 //! 1. `Expect` (from the node) and `RESERVE` (from the receiver) arrive in either order. Once both
-//!    are here, the node gets `Ready`.
+//!    have arrived, the node gets `Ready`.
 //! 2. The reservation is split into chunks. Each is announced by `CHUNK`, repeatedly until the
 //!    receiver answers `CTS`: the first at once, the others a few ahead of the written blocks. A
 //!    fully written chunk therefore usually goes to the transport without waiting for `CTS`.
