@@ -27,8 +27,8 @@ pub struct Started {
 
 /// Reads the arguments and the environment of this process, and the file that they name.
 ///
-/// `--help`, `--version`, `--config-schema`, `--explain-config` and invalid flags end the process here. No other function of
-/// this crate reads the process's arguments or environment. `main` calls it first.
+/// `main` calls this function first; no other function of this crate reads arguments or environment. `--help`,
+/// `--version`, `--config-schema`, `--explain-config` and invalid flags end the process here.
 pub fn from_process(command: Command, sections: &[Section]) -> Result<Started, ConfigError> {
     let matches = args_for(command, sections).get_matches();
     if matches.get_flag(SCHEMA_FLAG) {

@@ -142,7 +142,7 @@ impl RunningRouter {
     }
 
     /// Drains and stops. The router rejects new requests at once. Requests in flight may finish within the drain
-    /// time-out; the rest ends with a typed error. Returns when every task has ended.
+    /// time-out; the others end with a typed error. Returns when every task has ended.
     pub async fn shutdown(self) -> Result<(), StopError> {
         self.front.leaving.cancel();
         let admission = &self.front.admission;

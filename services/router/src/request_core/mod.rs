@@ -4,7 +4,7 @@
 //! timers; the cluster simulation drives the same core with a simulated network and clock. The core
 //! reads no clock and no socket, draws no random number and records no metric.
 //!
-//! Lifecycle of a [`RequestCore`], as its owner sees it:
+//! Life of a [`RequestCore`], as its owner sees it:
 //! 1. [`RequestCore::start`] begins the request.
 //! 2. The owner performs every [`Output`] that [`RequestCore::poll_output`] returns, in order, before it
 //!    passes the next input:

@@ -1,12 +1,13 @@
 //! Reasons why an attempt failed, and what follows a failed attempt or a pick without a node.
 //!
-//! The next attempt runs over the prompt and all emitted tokens, and avoids the node that failed. After a
-//! second failed transfer, and on the last attempt of the budget, no prefill node is picked: the attempt
-//! needs no transfer. The budget renews whenever an attempt emitted tokens, so it bounds attempts without
-//! progress. Busy nodes cost no attempt: the request waits for a
-//! bounded time. While no decode node is up, the request waits until its deadline. Nodes are remembered
-//! by their epoch: a restarted node is not avoided for the failure of its predecessor. Requests that found
-//! every node busy pick again in the order of a [`TurnQueue`].
+//! * The next attempt runs over the prompt and all emitted tokens, and avoids the node that failed. Nodes are
+//!   remembered by their epoch: a restarted node is not avoided for the failure of its predecessor.
+//! * After a second failed transfer, and on the last attempt of the budget, no prefill node is picked: the attempt
+//!   needs no transfer.
+//! * The budget renews whenever an attempt emitted tokens, so it bounds attempts without progress.
+//! * Busy nodes cost no attempt: the request waits for a bounded time. Requests that found every node busy pick
+//!   again in the order of a [`TurnQueue`].
+//! * While no decode node is up, the request waits until its deadline.
 
 use std::{
     collections::VecDeque,
