@@ -42,8 +42,8 @@ struct MeanTime {
 /// Draft budget of one row.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct RowDrafts {
-    /// Maximum draft tokens of the next step: twice the granted number if all were accepted, otherwise the
-    /// accepted number plus 1.
+    /// Maximum draft tokens of the next step. After a step with draft tokens: twice the granted number if all were
+    /// accepted, otherwise the accepted number plus 1.
     pub(super) most: u32,
     /// Mean number of draft tokens accepted in a step.
     accepted: f32,
