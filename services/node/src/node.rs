@@ -160,7 +160,7 @@ pub struct Node {
     engine: EngineThread,
     transfers: Arc<Transfers>,
     populate: Populate,
-    /// The record in etcd; `None` with a static list of nodes.
+    /// The record in etcd; `None` without etcd.
     registration: Option<Registration>,
     drain_timeout: Duration,
 }

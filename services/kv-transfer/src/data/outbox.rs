@@ -60,7 +60,7 @@ pub struct Job {
 /// State of a chunk in flight.
 struct Taken {
     since: Instant,
-    /// Set while the peer is to read the blocks; otherwise the writer holds them.
+    /// Set once the chunk is lent. Its blocks are empty while the writer holds them.
     lent: Option<Lent>,
 }
 
