@@ -53,8 +53,8 @@ impl Waiting {
         starved.is_none_or(|&(older, _)| arrival < older).then_some(id)
     }
 
-    /// Returns the sequence that may try to join the batch now: none while an older `Receive` waits, which
-    /// lacks blocks.
+    /// Returns the sequence that may try to join the batch now: none while an older `Receive` waits for blocks
+    /// or a slot.
     pub(super) fn next_compute(&self) -> Option<SequenceId> {
         let &(arrival, id) = self.computes.front()?;
         let refused = self.receives.front();

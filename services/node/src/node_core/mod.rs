@@ -240,7 +240,7 @@ impl<E: Executor> NodeCore<E> {
         self.attempts.is_empty()
     }
 
-    /// Returns the time since the launch of the oldest step in flight.
+    /// Returns how long the device has worked on the oldest step in flight.
     pub fn step_age(&self) -> Option<Duration> {
         self.steps.step_age()
     }

@@ -67,7 +67,7 @@ impl Observers {
         self.arrived.push(id);
     }
 
-    /// Adds a step to the fit of step times. The step's time starts when the step before was collected, so it
+    /// Adds a step to the fit of step times. The step's time starts when the previous step was collected, so it
     /// includes the host's work between steps: clients wait for that, too. A wait for token bitmasks is not part of the
     /// step's time, because it does not depend on the step's work.
     pub fn add_step(&mut self, step: &StepRecord) {
