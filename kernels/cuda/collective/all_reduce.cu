@@ -202,7 +202,7 @@ __global__ void __launch_bounds__(THREADS_MAX)
   for (int64_t item = first; item < part && rank * part + item < items; item += stride) {
     const int64_t at = rank * part + item;
     float sum[WIDTH];
-    // Marks the results as missing, so that no rank uses them.
+    // Without the data of all ranks there is no result to send. The other ranks then time out.
     if (!collect<T, N>(group, numbers + item * 16, part_bytes, Item<T>::load(x + at * WIDTH), wait, sum)) return;
     const Item<T> result = Item<T>::of(sum);
     send_to_all<T, N>(group, call.half + (N + rank) * part_bytes + item * 16, {sendable(result.raw)});
@@ -292,7 +292,8 @@ __global__ void __launch_bounds__((NORM_THREADS<N, ITEMS>))
       }
       store_floats(residual + begin + at, values[item]);
     }
-    // Two sets of partial sums in turn: a CTA in the next row has left the previous set.
+    // Two sets of partial sums are used in turn: a thread in the next row must not overwrite sums that others still
+    // read.
     const float scale = 1.f / sqrtf(block_sum(squares, shared[turn]) / static_cast<float>(width) + eps);
 #pragma unroll
     for (int item = 0; item < ITEMS; ++item) {

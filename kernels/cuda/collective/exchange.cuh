@@ -40,7 +40,8 @@ class Channel {
   }
 
   // Sends the items from `begin` up to `end` of this rank's message and receives those of all other ranks, in equal
-  // number. All threads call it. Returns false after a stop. Only the receiving thread sees a received item.
+  // number. All threads call it. Returns false if a wait was stopped before the last round; `has_given_up` reports
+  // the last round. Only the receiving thread sees a received item.
   //   message.read(item, words)          this rank's
   //   message.take(source, item, words)  another rank's
   template <class Message>
@@ -118,7 +119,7 @@ class Channel {
     return true;
   }
 
-  // Returns whether this thread's wait has timed out.
+  // Returns whether a wait of this thread timed out or was stopped.
   __device__ bool has_given_up() const { return has_given_up_; }
 
  private:

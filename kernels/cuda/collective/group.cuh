@@ -77,7 +77,8 @@ __device__ __forceinline__ Call begin_call(const Group& group) {
   const uint4 state = load_sys(reinterpret_cast<const uint4*>(group.arenas[group.rank]));
   return {STATE_BYTES + (state.x & 1 ? group.half_bytes : 0), state.z != 0};
 }
-// Counts the call once all threads of the CTA have begun it. Returns false when the group has stopped.
+// Counts the CTA once all of its threads have read the state; the last CTA counts the call. Returns false when the
+// group has stopped.
 __device__ __forceinline__ bool is_counted(const Group& group, const Call& call) {
   if (__syncthreads_or(call.is_stopped)) return false;
   if (threadIdx.x == blockDim.x - 1) {

@@ -5,7 +5,8 @@
 // Between them, the kernels here add the other ranks' results, and the next kernel works as if the row were whole:
 //   1. after `survey`, always: the summaries of the slices. Greedy rows are then complete.
 //   2. after `weigh`: the earliest arrival of each slice, the runs' totals (each from one rank, added in the order of
-//      the row), and for every bin of likelihood the count and total likelihood of its tokens, as integers.
+//      the row), and for every bin of likelihood the number of its tokens and the sum of their distances, as
+//      integers.
 //   3. after `gather`, top-k and top-p: the number of tokens each rank has listed, and then these tokens; without a
 //      list (NO_LIST, see sample.cuh), each rank's part of the row. Only such rows have their logits gathered; their
 //      results have `reserved` set.

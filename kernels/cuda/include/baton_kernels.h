@@ -329,7 +329,7 @@ typedef struct {
   int32_t *page_indptr;      /* [sequences_max + 1] */
   int32_t *page_indices;     /* [pages_max] */
   int32_t *last_page_tokens; /* [sequences_max]: 1 to 16 */
-  int32_t *kv_lengths;       /* [sequences_max]: tokens, this step's included */
+  int32_t *kv_lengths;       /* [sequences_max]: tokens, this step's included; padding: 0 */
   int32_t *sequence_slots;   /* [sequences_max]; -1 for padding */
   int32_t *sampled_rows;     /* [samples_max]; padding: 0 */
   int32_t *sample_slots;     /* [samples_max]; padding: -1 */
@@ -383,8 +383,8 @@ typedef struct {
 typedef struct {
   const int32_t *row_indptr_host;  /* [sequences + 1] */
   const int32_t *page_indptr_host; /* [sequences + 1] */
-  const int32_t *kv_lengths_host;  /* [sequences]; equal to the device's */
-  int32_t sequences;               /* padding included (1 row, 1 page, length 1) */
+  const int32_t *kv_lengths_host;  /* [sequences]; equal to the device's, which are 0 for padding */
+  int32_t sequences;               /* padding included (1 row, 1 page, here of length 1) */
   int32_t rows;
   int32_t is_graph; /* 1: run will be captured, or has been: grid and offsets depend on shapes alone */
   int32_t reserved;
@@ -558,8 +558,8 @@ BATON_API int32_t baton_accept(const baton_pool *pool, const baton_step *step, i
 
 /* Keeps the stream busy for this time. */
 BATON_API int32_t baton_delay(int64_t nanoseconds, void *stream);
-/* Reads `bytes` (a multiple of 16) once and writes one word to `sink` [1] that depends on all of them;
- * `blocks` CTAs of 512 threads; 0: two per SM, the fastest. */
+/* Reads `bytes` (a multiple of 16) once and xors all words into `sink` [1]; `blocks` CTAs of 512 threads; 0: two per
+ * SM, the fastest. */
 BATON_API int32_t baton_read_stream(const void *from, uint64_t bytes, uint32_t *sink, int32_t blocks,
                                     void *stream);
 /* to[i] = uniform in [-scale, scale) by a hash of (seed, i): random weights without an upload. */

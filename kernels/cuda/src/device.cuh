@@ -58,7 +58,7 @@ __device__ inline void store8(bf16* to, const float (&from)[8]) {
   *reinterpret_cast<uint4*>(to) = make_uint4(words[0], words[1], words[2], words[3]);
 }
 
-// Returns the same sum to every thread, accumulated in an order that depends on the CTA size only.
+// Returns the sum over a warp to every lane, in a fixed order.
 __device__ inline float warp_sum(float x) {
 #pragma unroll
   for (int distance = WARP / 2; distance > 0; distance /= 2) x += __shfl_xor_sync(FULL, x, distance);
@@ -71,7 +71,8 @@ __device__ inline float warp_max(float x) {
   }
   return x;
 }
-// `shared` holds 32 floats and is free again after the call's last barrier.
+// Returns the sum over a CTA to every thread, in an order that depends only on the CTA size. `shared` holds 32 floats
+// and is free again after the CTA's next barrier.
 __device__ inline float block_sum(float x, float* shared) {
   x = warp_sum(x);
   if (threadIdx.x % WARP == 0) shared[threadIdx.x / WARP] = x;

@@ -132,7 +132,7 @@ int32_t check_rows(int32_t rows, int32_t width) {
   return BATON_OK;
 }
 
-// One CTA per row; more CTAs per row where rows are few and wide.
+// One CTA per row and 2,048 elements; with 512 and more rows, per 8,192 elements.
 dim3 row_grid(int32_t rows, int32_t width) {
   const int groups = divide_up(width, 8 * FLAT);
   return dim3(rows, rows < 512 ? groups : divide_up(groups, 4));

@@ -4,7 +4,7 @@
 // equal logits give equal draws.
 //
 // The vocabulary of a row is split into slices of whole runs. A run has 1,024 tokens, the unit in which the CPU sums
-// weights. Every kernel except the last has one CTA per slice. A kernel that no row of the step needs
+// weights. `survey`, `weigh` and `gather` have one CTA per slice. A kernel that no row of the step needs
 // (baton_sample_args.needs) is not launched:
 //   history  (sample.cu, penalties) counts prompt and output tokens of the sequences with penalties.
 //   survey   (sample.cu, always) applies bitmask, min_tokens and penalties, and finds the greatest logit and non-finite

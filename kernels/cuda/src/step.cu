@@ -1,7 +1,7 @@
 // Expands a step's uploaded plan into the arrays that the step's kernels read.
 //
 // The first kernel is one CTA: it applies the plan's changes to the pool, then computes prefix sums of rows, samples
-// and pages over the sequences, at most eight per thread. The second kernel fills the arrays of rows and pages.
+// and pages over the sequences, four sequences per thread. The second kernel fills the arrays of rows and pages.
 #include <utility>
 
 #include "device.cuh"
