@@ -29,7 +29,7 @@ pub struct LinkRate {
     pub latency: Duration,
 }
 
-/// How pieces are submitted to the copy engines.
+/// Submission mode of pieces to the copy engines.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CopySubmission {
     /// One copy per piece.

@@ -57,7 +57,7 @@ pub trait Matcher: Debug + Send {
     fn boxed_clone(&self) -> Box<dyn Matcher>;
 }
 
-/// Why a constrained sequence has no next token.
+/// Reason why a constrained sequence has no next token.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ConstraintFailure {
     /// The grammar exceeds its time or memory bound, here and on every other node.

@@ -134,7 +134,7 @@ impl fmt::Display for Reason {
     }
 }
 
-/// Why settings cannot be derived.
+/// Reason why settings cannot be derived.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum DefaultsError {
     #[error(

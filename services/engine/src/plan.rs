@@ -102,7 +102,7 @@ pub struct StepResult {
     pub run: StepRun,
 }
 
-/// How the executor ran a step.
+/// Launch mode, upload size and times of a step.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct StepRun {
     pub dispatch: Dispatch,
@@ -116,7 +116,7 @@ pub struct StepRun {
     pub taken_at: Option<Instant>,
 }
 
-/// How a step was launched.
+/// Launch mode of a step.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Dispatch {
     /// Kernel by kernel.
@@ -154,7 +154,7 @@ pub struct RowResult {
     pub failure: Option<RowFailure>,
 }
 
-/// Why a row has no next token. Other sequences are not affected.
+/// Reason why a row has no next token. Other sequences are not affected.
 #[derive(Clone, Debug, PartialEq, thiserror::Error, Serialize, Deserialize)]
 pub enum RowFailure {
     /// The sampling parameters allow no token.

@@ -1,6 +1,6 @@
 //! Errors of compiling and matching.
 
-/// Why a grammar is rejected.
+/// Reason why a grammar is rejected.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum GrammarError {
     #[error("has {bytes} bytes; allowed: at most {max}")]
@@ -41,7 +41,7 @@ impl GrammarError {
     }
 }
 
-/// Why a matcher cannot continue.
+/// Reason why a matcher cannot continue.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum MatchError {
     /// The grammar does not allow the token.

@@ -73,7 +73,7 @@ pub enum Released {
     Later,
 }
 
-/// Why a chunk cannot be sent or received.
+/// Reason why a chunk cannot be sent or received.
 #[derive(Debug, thiserror::Error)]
 pub enum DataError {
     #[error(transparent)]

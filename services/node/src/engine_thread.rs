@@ -37,7 +37,7 @@ const SLEEP_MAX: Duration = Duration::from_secs(1);
 /// Commands and events taken between two steps, so that a flood of them cannot starve the device.
 const TAKEN_PER_STEP_MAX: usize = 256;
 
-/// Why the thread ended without a stop command.
+/// Reason why the thread ended without a stop command.
 #[derive(Debug, thiserror::Error)]
 pub enum EngineError {
     #[error(transparent)]

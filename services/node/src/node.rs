@@ -70,7 +70,7 @@ const METRICS_STOP_WITHIN: Duration = Duration::from_millis(500);
 /// time, and a forward pass of 5 ms hides them on four threads.
 const MASK_THREADS_MAX: usize = 8;
 
-/// Why a node cannot start.
+/// Reason why a node cannot start.
 #[derive(Debug, thiserror::Error)]
 pub enum StartError {
     #[error(transparent)]
@@ -128,7 +128,7 @@ impl From<config::ConfigError> for StartError {
     }
 }
 
-/// Why a serving node failed.
+/// Reason why a serving node failed.
 #[derive(Debug, thiserror::Error)]
 pub enum NodeFailure {
     #[error("the engine failed: {0}")]
@@ -395,7 +395,7 @@ struct Loaded {
     defaults: Defaults,
     /// CPUs of the compute threads; empty means any CPU.
     cpus: Vec<u32>,
-    /// Why the CPU serves although the host has a GPU.
+    /// Reason why the CPU serves although the host has a GPU.
     cpu_fallback: Option<String>,
 }
 

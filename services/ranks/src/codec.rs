@@ -74,7 +74,7 @@ pub struct WireResult {
     pub landed_nanos: Option<u64>,
 }
 
-/// Why a rank ends.
+/// Reason why a rank ends.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Failure {
     Stopped { reason: String },

@@ -80,7 +80,7 @@ impl GroupSettings {
     }
 }
 
-/// Why a group failed.
+/// Reason why a group failed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum RankFailure {
     #[error("{name} ended: {how}")]
@@ -131,7 +131,7 @@ fn listed(ranks: &[u32]) -> String {
     format!("{noun} {}", numbers.join(", "))
 }
 
-/// Why a group cannot start.
+/// Reason why a group cannot start.
 #[derive(Debug, thiserror::Error)]
 pub enum GroupError {
     #[error(transparent)]

@@ -122,7 +122,7 @@ struct Answer {
     end: Option<End>,
 }
 
-/// How a request ended.
+/// Outcome of a request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum End {
     Complete,

@@ -29,7 +29,7 @@ pub(super) struct NcclChannel {
     _watch: Watchdog,
 }
 
-/// How a chunk is cut into operations, in blocks.
+/// Sizes by which a chunk is cut into operations, in blocks.
 pub(super) struct Cuts {
     /// Blocks that fit into a slot.
     pub slot_blocks: usize,
@@ -124,7 +124,7 @@ pub(super) struct Shared {
     aborting: Mutex<()>,
     /// Whether an abort has started. A mark that is reached after that does not prove a transfer.
     aborted: AtomicBool,
-    /// Why the watchdog aborted the channel, if it did.
+    /// Reason why the watchdog aborted the channel, if it did.
     reason: OnceLock<&'static str>,
     /// Whether an abort hung.
     stuck: AtomicBool,

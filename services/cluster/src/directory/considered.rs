@@ -51,7 +51,7 @@ impl IneligibleNode {
     }
 }
 
-/// Why a prefill node or the decode node prefills the prompt.
+/// Reason why a prefill node or the decode node prefills the prompt.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum Placement {
     #[error("router.disaggregate is always")]

@@ -134,7 +134,7 @@ pub struct Incoming<'a> {
     connection: u64,
 }
 
-/// How a connection ended without an error.
+/// End of a connection without an error.
 pub enum Ended {
     /// The peer or this node closed the connection.
     Closed,

@@ -13,7 +13,7 @@ use crate::{
 /// Time for which a tombstone is kept. A peer retransmits for at most a lease after the transfer has ended here.
 const KEPT_FOR: Duration = Duration::from_secs(30);
 
-/// How a transfer ended.
+/// Outcome of a transfer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Tombstone {
     /// Arrived or delivered.

@@ -143,7 +143,7 @@ impl AttemptEnd {
     }
 }
 
-/// Why a call is rejected: it ends with a status, and the node keeps nothing of its attempt.
+/// Reason why a call is rejected: it ends with a status, and the node keeps nothing of its attempt.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Refusal {
     #[error("{field} = {value}: {allowed}")]

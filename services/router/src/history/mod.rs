@@ -50,7 +50,7 @@ pub struct Account {
     pub attempts: Vec<AttemptAccount>,
     /// Number of attempts that the account leaves out.
     pub attempts_left_out: u32,
-    /// Why the last pick found no node; `None` once a pick found one.
+    /// Reason why the last pick found no node; `None` once a pick found one.
     pub waits_for: Option<NoNode>,
     pub end: Option<RequestEndAccount>,
 }
@@ -59,7 +59,7 @@ pub struct Account {
 #[derive(Clone, Debug)]
 pub struct RequestEndAccount {
     pub at: Duration,
-    /// How the request ended, as in its log line.
+    /// Outcome of the request, as in its log line.
     pub reason: &'static str,
     pub is_complete: bool,
     pub error: Option<String>,
@@ -73,7 +73,7 @@ pub struct AttemptAccount {
     pub choice: u32,
     pub number: u32,
     pub picked: Duration,
-    /// Why the pick before this one found no node.
+    /// Reason why the pick before this one found no node.
     pub waited_for: Option<NoNode>,
     pub considered: Considered,
     /// Predicted time from the pick to the first token.

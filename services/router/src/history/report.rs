@@ -19,10 +19,10 @@ pub struct Report {
     pub model: String,
     /// Arrival in milliseconds since 1970.
     pub received_unix_ms: u64,
-    /// How the request ended; `running` until then.
+    /// Outcome of the request; `running` until its end.
     pub end: &'static str,
     pub error: Option<String>,
-    /// Why the last pick found no node.
+    /// Reason why the last pick found no node.
     pub waits_for: Option<String>,
     pub choices: u32,
     pub prompt_tokens: u32,
@@ -59,14 +59,14 @@ pub struct AttemptReport {
     /// Whether the KV of a prefill node was used.
     pub disaggregated: bool,
     pub reason: String,
-    /// Why the pick before this one found no node.
+    /// Reason why the pick before this one found no node.
     pub waited_for: Option<String>,
     pub predicted_ttft_ms: Option<f64>,
     /// From the pick to the first token.
     pub ttft_ms: Option<f64>,
     pub hand_over_ms: Option<f64>,
     pub nodes: Vec<NodeReport>,
-    /// How the attempt ended; `running` until then.
+    /// Outcome of the attempt; `running` until its end.
     pub outcome: &'static str,
     pub failure: Option<String>,
     pub kv_bytes: u64,

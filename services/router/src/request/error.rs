@@ -44,7 +44,7 @@ pub fn shown(text: &str) -> String {
     }
 }
 
-/// Why a request is rejected or fails.
+/// Reason why a request is rejected or fails.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum RequestError {
     #[error(transparent)]

@@ -75,7 +75,7 @@ pub enum NextStep {
     GiveUp(GiveUp),
 }
 
-/// Why the request fails.
+/// Reason why the request fails.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum GiveUp {
     /// The attempt budget is spent; the last failure.

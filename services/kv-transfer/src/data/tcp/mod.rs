@@ -22,7 +22,7 @@ use super::{Moved, Outgoing, outbox::Outbox, stream::is_pause};
 /// Time-out of one read of the watcher.
 const WATCH: Duration = Duration::from_secs(1);
 
-/// How the payload of a frame was read or written.
+/// Result of reading or writing the payload of a frame.
 enum Payload {
     /// The blocks are released.
     Whole(Moved),
