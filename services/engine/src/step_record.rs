@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use crate::plan::{Dispatch, Span, StepId};
 
-/// Which phases the rows of a step belong to.
+/// Phases of the rows of a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum StepKind {
     /// Every row prefills.

@@ -273,7 +273,7 @@ pub(crate) fn start_gpu(
         Some(blocks) => blocks,
         None => {
             let share = KvShare { percent: node.gpu_memory_percent, reserve: reserve(config) };
-            // By default the KV of one full step: a node with less KV cannot serve.
+            // The default minimum is the KV of one full step: a node with less KV cannot serve.
             let one_step = (checkpoint.config().context_tokens as u32).min(limits.step_tokens);
             let tokens_min = node.sequence_tokens_max.unwrap_or(one_step);
             model.kv_blocks(&limits, own_layout, share, tokens_min)?

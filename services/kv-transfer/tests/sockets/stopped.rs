@@ -93,7 +93,7 @@ pub fn killed_peer_is_detected_at_once() {
         panic!("it fails")
     };
     assert_eq!(failed, transfer);
-    // By the closed connection, not by an expired lease.
+    // The closed connection ends the transfer, not an expired lease.
     assert!(failure.to_string().contains("connection"), "{failure}");
     prefill.assert_free();
 }

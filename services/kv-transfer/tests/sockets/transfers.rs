@@ -135,7 +135,7 @@ pub fn abort_on_either_side_releases_both_at_once() {
         let reason = "the client left".to_owned();
         side.transfers.command(Command::Abort { transfer, reason }).unwrap();
         let failures = [decode.event(), prefill.event()];
-        // By a message, not by an expired lease.
+        // A message ends the other side, not an expired lease.
         for (event, at_decode) in failures.iter().zip([true, false]) {
             let (Event::ReceiveFailed { failure, .. } | Event::SendFailed { failure, .. }) = event
             else {

@@ -33,9 +33,9 @@ const KNOWN_MAX: usize = 4096;
 pub(super) struct Attempts {
     records: HashMap<SequenceId, AttemptRecord>,
     known: KnownIds,
-    /// For the scheduler, in order.
+    /// Inputs for the scheduler, in order.
     inputs: VecDeque<Input>,
-    /// For the transfers, in order. Each attempt adds at most a reservation or expectation, one range
+    /// Commands for the transfers, in order. Each attempt adds at most a reservation or expectation, one range
     /// per chunk, a finish and an abort.
     commands: VecDeque<(CallId, transfer::Command)>,
     pub outputs: Outputs,
@@ -61,7 +61,7 @@ struct AttemptRecord {
     arrived_at: Instant,
     /// When the scheduler admitted the sequence, or the `RESERVE` arrived.
     admitted_at: Option<Instant>,
-    /// From the admission to the first token, if this node prefilled.
+    /// Time from the admission to the first token, if this node prefilled.
     prefill_time: Option<Duration>,
 }
 

@@ -61,7 +61,7 @@ pub struct NodeCore<E> {
     steps: StepLoop<E>,
     attempts: Attempts,
     observers: Observers,
-    /// From the scheduler, in order.
+    /// Actions of the scheduler, in order.
     actions: VecDeque<Action>,
     /// Scratch list that each call of the step loop fills and empties.
     new_actions: Vec<Action>,
