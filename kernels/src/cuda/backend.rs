@@ -40,7 +40,8 @@ pub struct CudaOptions {
     /// Format of weights and activations; accumulators and the residual stream are f32.
     pub weights: WeightFormat,
     pub attention: AttentionKind,
-    /// Whether skinny GEMMs fuse their neighbouring operations.
+    /// Whether GEMMs of few rows run on Baton's kernels, which fuse the neighbouring operations, and not on
+    /// cuBLASLt.
     pub fused: bool,
     /// Whether decode steps are captured as CUDA graphs and replayed.
     pub graphs: bool,

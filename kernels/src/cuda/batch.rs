@@ -423,7 +423,7 @@ impl DeviceBatch {
     /// position or, in a step that verifies draft tokens, keeps only the samples before it.
     ///
     /// # Errors
-    /// When a sample is not one of the step's, or after a GPU error.
+    /// When the samples are not ascending or not of the step, or after a GPU error.
     pub fn supply(
         &mut self,
         backend: &CudaBackend,

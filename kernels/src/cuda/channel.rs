@@ -91,7 +91,7 @@ pub fn nccl_reserved_sms(max_ctas: u32) -> u32 {
 
 /// Factory of channels for one arena's blocks.
 pub struct NcclChannels {
-    /// The whole blocks, of which `parts` are the ranks' shares.
+    /// Blocks with all heads; `parts` hold the heads of each rank.
     blocks: Arc<dyn RemoteBlocks>,
     /// In order of rank.
     parts: Vec<(Arc<DeviceKv>, Arc<Gpu>)>,

@@ -76,7 +76,8 @@ impl KernelLibrary {
         &self.path
     }
 
-    /// Loads every kernel onto the GPU, so that no later launch does.
+    /// Loads every kernel onto the GPU, so that no later launch does. FlashInfer's kernels are loaded by
+    /// their first launch.
     ///
     /// # Errors
     /// When the library has no code for this GPU.

@@ -46,8 +46,8 @@ const CONNECT_BYTES: usize = 256;
 /// Time-out for connecting. While a channel connects, an abort of another channel waits, because the abort waits for
 /// the whole GPU.
 const CONNECT_MAX: Duration = Duration::from_secs(2);
-/// Connecting is aborted after 2.25 s, or after 0.5 s while another thread is blocked in the driver. The pair then
-/// falls back to another transport.
+/// The watchdog aborts a blocked connection attempt after 2.25 s, or after 0.5 s while another thread is blocked
+/// in the driver. The pair then falls back to another transport.
 const CONNECT: StuckLimits = StuckLimits { polls_max: 45, blocking_polls_max: 10 };
 
 /// Largest number of links per GPU, which bounds their memory. A host with eight GPUs needs fewer.
@@ -331,7 +331,7 @@ impl Link {
             kept.push((Arc::clone(&link.own.gpu), staging, mem::take(&mut link.streams)));
         }
         if drained.is_err() {
-            // Something may still use them, so they are leaked.
+            // A stuck operation may still use the staging memory and the streams, so they are leaked.
             mem::forget(kept);
             return drained;
         }
