@@ -371,8 +371,8 @@ fn a_received_token_that_the_grammar_rejects_fails_the_sequence() {
     assert!(scheduler.is_idle() && scheduler.plan(&mut actions).is_none());
 }
 
-/// A mixed batch in steps of any size gives the output of each sequence alone at depth 1. The model is real, and the
-/// requests use penalties, logprobs and random sampling.
+/// A mixed batch in steps of any size gives the output of each sequence alone at depth 1. The CPU executor runs forward
+/// passes, and the requests use penalties, logprobs and random sampling.
 #[test]
 fn a_mixed_batch_of_real_forwards_equals_its_sequences_alone() {
     let sampling = |seed, temperature| Sampling {
