@@ -51,7 +51,7 @@ impl NodeService {
         Self { role, limits, grammars, inbox, observer_permits: observe::permits(), draining }
     }
 
-    /// Rejects a call of the other role, and every call while the node drains.
+    /// Rejects a call of the other role, and every call after SIGTERM.
     fn check_open(&self, role: Role, method: &'static str) -> Result<(), Refusal> {
         if self.role != role {
             return Err(Refusal::OtherRole { own: self.role.as_str(), method });

@@ -11,7 +11,7 @@
 //! its number and the ring's seed. All accesses are atomic. Invalid data is an error, never undefined
 //! behaviour.
 //!
-//! An idle reader or a blocked writer spins briefly and then sleeps until a [`Bell`] rings.
+//! An idle reader spins briefly and then sleeps until a [`Bell`] rings. A blocked writer sleeps at once.
 //!
 //! The main cost is moving cache lines between cores. So a spinning reader polls one cache line: the header
 //! of the next part, which also holds the first bytes of the message. Ringing a bell without sleepers only
