@@ -67,7 +67,7 @@ impl From<Instant> for WaitLimit<'static> {
     }
 }
 
-/// Creates channels to other GPUs, through which both ends move blocks together. Errors are text for logs.
+/// Factory of channels to other GPUs, through which both ends move blocks together. Errors are text for logs.
 pub trait PeerChannels: Send + Sync {
     /// Opens the library that channels need.
     fn open(&self) -> Result<(), String>;

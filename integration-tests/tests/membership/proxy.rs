@@ -7,7 +7,7 @@ use tokio::{
     task::{JoinHandle, JoinSet},
 };
 
-/// Relays connections to a port of this machine until it is cut.
+/// TCP relay to a port of this machine, until the relay is cut.
 pub struct Proxy {
     port: u16,
     to: u16,

@@ -115,7 +115,7 @@ mod tests {
         layout::{BLOCK_TOKENS, BlockId, Dtype},
     };
 
-    /// Stands in for a device's memory, on the host.
+    /// Stand-in for a device's memory, on the host.
     struct HostSlices {
         layout: KvLayout,
         bytes: Mutex<Vec<u8>>,

@@ -27,7 +27,7 @@ pub fn allowed() -> io::Result<Vec<u32>> {
     Ok((0..CPUS_MAX).filter(|cpu| mask[(cpu / 64) as usize] >> (cpu % 64) & 1 == 1).collect())
 }
 
-/// Confines the calling thread to some CPUs until dropped, which restores the previous CPUs. Threads that
+/// Guard that confines the calling thread to some CPUs. Dropping it restores the previous CPUs. Threads that
 /// the confined thread starts stay confined.
 #[derive(Debug)]
 pub struct Confined {

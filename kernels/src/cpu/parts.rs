@@ -2,7 +2,7 @@
 
 use std::marker::PhantomData;
 
-/// Hands out disjoint parts of a slice that is borrowed exclusively.
+/// Exclusively borrowed slice that hands out disjoint parts.
 pub(crate) struct Parts<'a, T> {
     start: *mut T,
     length: usize,

@@ -122,7 +122,7 @@ pub(super) fn reason(error: DriverError) -> String {
     }
 }
 
-/// Adds the name of the failed call to an error.
+/// Extension of results that adds the name of the failed call to an error.
 pub(super) trait Named<T> {
     fn named(self, call: &'static str) -> Result<T, CudaError>;
 }

@@ -142,7 +142,7 @@ const FLOAT32: c_int = 7;
 const BFLOAT16: c_int = 9;
 const SUM: c_int = 0;
 
-/// Identifies a communicator: one rank creates it, and all ranks use it.
+/// Id of a communicator: one rank creates the id, and all ranks use it.
 #[repr(C)]
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct UniqueId(pub [u8; 128]);

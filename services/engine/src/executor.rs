@@ -23,7 +23,7 @@ use serde::{Deserialize, Serialize};
 pub use self::step_times::StepTimes;
 use crate::plan::{RowMask, StepId, StepPlan, StepResult};
 
-/// Runs steps in order. Implementations: `cpu` (threads of this process), `cuda` (a GPU) and
+/// Device that runs steps in order. Implementations: `cpu` (threads of this process), `cuda` (a GPU) and
 /// `sim` (virtual time).
 pub trait Executor: Send {
     /// Starts a step and returns at once. The caller keeps at most `depth` steps in flight.

@@ -26,7 +26,7 @@ pub enum Token<'a> {
     Silent,
 }
 
-/// Compiles grammars. Immutable: share it by [`Arc`].
+/// Compiler of grammars. Immutable: share it by [`Arc`].
 pub struct Compiler {
     factory: ParserFactory,
 }

@@ -184,7 +184,7 @@ mod tests {
         transport::DataError,
     };
 
-    /// Accepts everything and moves nothing.
+    /// Transport that accepts everything and moves nothing.
     struct IdleTransport;
 
     impl Transport for IdleTransport {

@@ -10,7 +10,7 @@ use crate::{
     transfer_kind::TransferKind,
 };
 
-/// Moves blocks. One thread drives it, and its own threads answer with [`TransportEvent`]s.
+/// Transport of blocks. One thread drives it, and its own threads answer with [`TransportEvent`]s.
 ///
 /// Guarantees of an implementation:
 /// * It writes only into blocks that were posted and reads only from blocks that were sent.

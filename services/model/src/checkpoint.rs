@@ -94,9 +94,9 @@ impl Checkpoint {
         &self.config
     }
 
-    /// Returns a fingerprint that is equal for equal models only. It covers the configuration, the
-    /// tensor directory and a sample of every weight's bytes, but not the element type that a node
-    /// computes in.
+    /// Returns the fingerprint of the model. It covers the configuration, the tensor directory and a sample
+    /// of every weight's bytes, but not the element type that a node computes in. So models that differ only
+    /// outside these samples have the same fingerprint.
     ///
     /// The same weights in another file format are another model: they may round differently.
     pub fn model_fingerprint(&self) -> u128 {

@@ -99,7 +99,7 @@ pub struct LoadProgress {
 
 impl<B: Backend> Llama<B> {
     /// Packs every weight, or the part in [`Backend::shard`], for `backend`, and allocates the
-    /// activations of the largest step. Calls `progress` after every matrix.
+    /// activations of the largest step. Calls `progress` after every matrix and vector.
     pub fn load(
         checkpoint: &Checkpoint,
         backend: &B,
@@ -278,7 +278,7 @@ impl<B: Backend> Llama<B> {
     }
 }
 
-/// Passes weights to the backend and counts their parameters.
+/// Packer of weights for the backend, which counts their parameters.
 struct Packer<'a, B: Backend> {
     checkpoint: &'a Checkpoint,
     backend: &'a B,

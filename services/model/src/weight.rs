@@ -70,7 +70,7 @@ impl WeightPart {
     }
 }
 
-/// Dimension of a weight: decides the size and how ranks shard it.
+/// Dimension of a weight, which determines its size and how ranks shard it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Axis {
     /// The only row of a vector.

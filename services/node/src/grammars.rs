@@ -29,7 +29,7 @@ const WAITING_MAX: usize = 256;
 /// Longest wait for a constraint.
 const CONSTRAIN_WITHIN: Duration = Duration::from_secs(10);
 
-/// Compiles constraints for the vocabulary of one model.
+/// Compiler of constraints for the vocabulary of one model.
 #[derive(Debug)]
 pub(crate) struct Grammars {
     shared: Arc<Shared>,

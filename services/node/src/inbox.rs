@@ -92,7 +92,7 @@ pub(crate) struct Inbox {
     next_call: Arc<AtomicU64>,
 }
 
-/// Queues commands and wakes the engine thread.
+/// Sender of commands, which wakes the engine thread.
 #[derive(Clone, Debug)]
 pub(crate) struct CommandSender {
     queue: Sender<Command>,
@@ -221,7 +221,7 @@ impl Inbox {
 /// Each transfer has at most two events: `Ready` and its final event.
 const EVENTS_PER_TRANSFER: usize = 2;
 
-/// Queues events and wakes the engine thread.
+/// Sender of transfer events, which wakes the engine thread.
 pub(crate) struct TransferEvents {
     queue: Sender<transfer::Event>,
     waker: CollectWaker,

@@ -328,7 +328,7 @@ async fn a_lost_connection_cancels_its_requests() {
     node.stop().await;
 }
 
-/// Relays bytes between a client and a node until `black_hole`, and keeps both connections open.
+/// Relay of bytes between a client and a node until `black_hole`. Keeps both connections open.
 struct Relay {
     address: std::net::SocketAddr,
     black_hole: tokio_util::sync::CancellationToken,

@@ -52,7 +52,8 @@ pub enum RingError {
     GivenUp,
 }
 
-/// Wakes sleeping processes. A bell has its own cache line, which does not change while no process sleeps.
+/// Wake-up signal for sleeping processes. A bell has its own cache line, which does not change while no
+/// process sleeps.
 #[derive(Clone, Debug)]
 pub struct Bell {
     /// The number of wake-ups, and the number of processes that sleep or are about to.

@@ -99,7 +99,7 @@ pub struct RequestPlan {
     pub stops_at: Option<u32>,
 }
 
-/// Hosts are indices of [`Scenario::nodes`].
+/// Fault of a scenario. Hosts are indices of [`Scenario::nodes`].
 #[derive(Clone, Copy, Debug)]
 pub enum Fault {
     /// The process dies, and another one starts on the host. Peers and routers see a connection

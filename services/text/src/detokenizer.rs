@@ -83,7 +83,7 @@ fn strip_start(strip: &mut Option<(char, usize)>, text: &mut String, start: usiz
     }
 }
 
-/// Decodes UTF-8 from byte pieces of any size. Invalid bytes become U+FFFD as in
+/// Decoder of UTF-8 from byte pieces of any size. Invalid bytes become U+FFFD as in
 /// [`String::from_utf8_lossy`], which is also Python's rule.
 #[derive(Clone, Debug, Default)]
 struct Utf8Stream {

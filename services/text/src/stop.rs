@@ -29,7 +29,7 @@ pub struct StopProgress {
     pub stopped: Option<usize>,
 }
 
-/// Searches for one request's stop strings in the text of one choice.
+/// Search for one request's stop strings in the text of one choice.
 ///
 /// Lifecycle: [`push`](Self::push) until it reports a stop, or [`finish`](Self::finish) when the answer
 /// ended otherwise. After either, pushed text is ignored.

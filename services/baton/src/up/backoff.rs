@@ -9,7 +9,7 @@ const LONGEST: Duration = Duration::from_secs(10);
 /// Minimum time in service after which a restart is not delayed.
 const HEALTHY_AFTER: Duration = Duration::from_secs(5);
 
-/// Delays restarts of a child that dies soon after its start: 200 ms, doubling to 10 s.
+/// Delay of restarts of a child that dies soon after its start: 200 ms, doubling to 10 s.
 #[derive(Default)]
 pub struct Backoff {
     failures: u32,

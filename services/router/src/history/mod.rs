@@ -149,7 +149,7 @@ pub fn lock(account: &SharedAccount) -> MutexGuard<'_, Account> {
     account.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Selects the requests of a query.
+/// Selection of the requests of a query.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Query<'a> {
     /// The requests with this request id, client label or trace id.

@@ -67,7 +67,7 @@ impl ConnectionLimits {
     }
 }
 
-/// Admits connections to one port. Clones share their state.
+/// Admission of connections to one port. Clones share their state.
 #[derive(Clone)]
 pub struct Slots {
     table: Arc<Mutex<Table>>,

@@ -56,7 +56,7 @@ const EVENT_BYTES_MAX: usize = 16 << 20;
 /// Maximum size of a sent message, for the longest prompts at a few bytes per token.
 const REQUEST_BYTES_MAX: usize = 16 << 20;
 
-/// Picks nodes and connects to them. Cheap to clone.
+/// Nodes of all models: picks nodes and connects to them. Cheap to clone.
 #[derive(Clone)]
 pub struct Nodes(Arc<Shared>);
 
