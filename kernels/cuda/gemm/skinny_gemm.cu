@@ -319,8 +319,9 @@ int32_t with_kernel(int tile, int epilogue, int rows, bool deep, Body&& body) {
 }
 constexpr int kTiles[] = {64, 32, 16};
 
-// Returns whether wide_gemm.cu computes this GEMM: every GEMM of more than 16 rows, and large GEMMs of 9 to 16 rows
-// whose epilogue combines two weight rows. wide_gemm.cu is faster for these GEMMs (README.md).
+// Returns whether wide_gemm.cu computes this GEMM: every GEMM of more than 16 rows, and GEMMs of 9 to 16 rows with
+// epilogue RESIDUAL, SILU or QKV and at least 4,096 inputs and outputs if wide_gemm.cu has a tile for them.
+// wide_gemm.cu is faster for these GEMMs (README.md).
 bool is_wide(const baton_skinny_gemm_args& p, const Device& device) {
   if (p.rows > kRowsMost) return true;
   const bool is_inner = p.epilogue != BATON_SKINNY_PLAIN && p.epilogue != BATON_SKINNY_F32;

@@ -24,7 +24,7 @@ namespace {
 constexpr int kChunk = 64;  // elements of k in a row of 128 bytes, the widest row that TMA swizzles
 constexpr int kSmem = 227 * 1024;
 constexpr int kStagesMost = 12;
-constexpr int kSplitDepthMin = 512;  // of x, for two CTAs to split k
+constexpr int kSplitDepthMin = 512;  // minimum depth at which two CTAs split k
 
 // BN: weight rows per tile; GROUPS: consumer warpgroups of 64 rows of x; KC: chunks of k per stage; SPLIT: CTAs of the
 // cluster that computes a tile, each from its own part of k.
@@ -697,7 +697,7 @@ int wide_gemm_tile(const baton_skinny_gemm_args& p, const Device& device) {
       case BATON_SKINNY_SILU: return tile >= 64;
       case BATON_SKINNY_QKV: return tile == WideHeads::kOwn;
       case BATON_SKINNY_RESIDUAL: {
-        // The CTAs run at once, and fill most SMs.
+        // All CTAs run at once and fill more than half of the SMs.
         const int ctas = p.n / SplitResidual::kOwn;
         const bool fits = p.n % SplitResidual::BN == 0 && p.depth >= kSplitDepthMin && ctas <= grid && 2 * ctas > grid;
         return fits && tile == SplitResidual::kOwn;

@@ -172,7 +172,8 @@ fn tiles<T: Kv>(
     let Pass { layer, shape, scale, window, qkv, step } = pass;
     let group = shape.query_heads / shape.kv_heads;
     let tiles = row_tiles(step, (TILE_ELEMENTS / (group * shape.head_dim)).max(1));
-    // With fewer KV heads than threads, the query heads of one KV head are split over threads too.
+    // With fewer pairs of tile and KV head than threads, the query heads of one KV head are split over
+    // threads too.
     let head_count = match tiles.len() * shape.kv_heads < pool.threads() {
         true => 1,
         false => group,

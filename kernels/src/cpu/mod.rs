@@ -143,7 +143,7 @@ impl CpuBackend {
         self.weights
     }
 
-    /// Returns the name of the code that runs, for logs: `amx`, `avx512`, `avx2`, …
+    /// Returns the name of the instruction set in use, for logs: `amx`, `avx512`, `avx2`, …
     pub fn isa_name(&self) -> &'static str {
         self.level.name()
     }

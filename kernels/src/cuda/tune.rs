@@ -225,8 +225,8 @@ const ROUNDS: usize = 3;
 const GAIN_MIN: f64 = 0.02;
 
 /// Returns the fastest of `count` candidates, its time and the time of the heuristic's algorithm, candidate 0.
-/// `time` returns `None` for a candidate that does not support the shape. A candidate that is much slower in
-/// one round is not timed again.
+/// Returns candidate 0 if no candidate gains [`GAIN_MIN`]. `time` returns `None` for a candidate that does not
+/// support the shape. A candidate that is much slower in one round is not timed again.
 pub(super) fn choose<E>(
     count: usize,
     mut time: impl FnMut(usize) -> Result<Option<Duration>, E>,
