@@ -87,7 +87,7 @@ class Step:
 
 
 def peer_products(m, rows):
-    """cuBLAS only: the five GEMMs of the step, nothing between them."""
+    """Returns a function that runs the GEMMs of a step on cuBLAS, without the operations between them."""
     x, a, f = (torch.randn(rows, n, device="cuda").bfloat16() for n in (m.hidden, m.heads * m.dim, m.ffn))
     outs = {n: torch.empty(rows, w.shape[0], device="cuda", dtype=torch.bfloat16) for n, w in m.weights[0].items() if w.dim() == 2}
     head = torch.empty(rows, m.vocab, device="cuda", dtype=torch.bfloat16)

@@ -43,7 +43,7 @@ def check(code, what, library=None):
 
 
 def capture(work):
-    """Runs `work` once outside a graph (modules load then), captures it, and returns the graph."""
+    """Runs `work` once outside a graph to load its kernels, captures it, and returns the graph."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -57,7 +57,7 @@ def capture(work):
 
 
 def alternate(graphs, replays, warm=2):
-    """Median, lowest and highest microseconds of a replay of each graph, taken in turn."""
+    """Returns median, minimum and maximum time of a replay of each graph in microseconds. Replays the graphs in turn."""
     times = {name: [] for name in graphs}
     for turn in range(warm + replays):
         for name, graph in graphs.items():

@@ -1,6 +1,6 @@
-"""Skinny GEMMs (1 to 128 rows) at the shapes of Llama-3.2-1B and 3.1-8B: correctness, then Baton against torch.mm (cuBLAS).
+"""Checks skinny GEMMs (1 to 128 rows) at the shapes of Llama-3.2-1B and 3.1-8B, then compares Baton with torch.mm (cuBLAS).
 
-Every launch of a graph reads another copy of the weight, so the L2 is cold. Needs libbaton_kernels.so in BATON_KERNELS_DIR.
+Every launch of a graph reads another copy of the weight, so the L2 cache is cold. Needs libbaton_kernels.so in BATON_KERNELS_DIR.
 Writes gemm.json to OUT. Argument: the peak read bandwidth in TB/s.
 """
 import ctypes
@@ -27,13 +27,13 @@ def own(w, x, epilogue, out=None, tile=0, pdl=0, grid=0, **more):
 
 
 def tile_of(w, rows):
-    """Weight rows per tile that RESIDUAL chooses."""
+    """Returns the weight rows per tile that RESIDUAL chooses."""
     a = SkinnyArgs(rows=rows, n=w.shape[0], depth=w.shape[1], epilogue=RESIDUAL)
     return kernels.baton_skinny_gemm_tile(ctypes.byref(a))
 
 
 def tiles_of(rows, n, depth, epilogue=PLAIN, head_dim=0):
-    """Tiles that a GEMM accepts."""
+    """Returns the tiles that a GEMM accepts."""
     ask = lambda t: kernels.baton_skinny_gemm_tile(ctypes.byref(SkinnyArgs(rows=rows, n=n, depth=depth, epilogue=epilogue, head_dim=head_dim, tile=t)))
     return [t for t in (16, 32, 64, 112, 128, 224) if ask(t) == t]
 

@@ -97,7 +97,7 @@ class Error(Exception):
 
 
 class Library:
-    """Functions by name; tensors become addresses, structs references, the stream is torch's current one."""
+    """Calls the library's functions by name. Passes tensors as addresses, structs by reference, and torch's current stream."""
 
     def __init__(self, path):
         self.raw = c.CDLL(path)
@@ -136,7 +136,7 @@ def ints(values):
 
 
 class StepArrays:
-    """Device arrays of a step, poisoned."""
+    """Device arrays of a step, filled with poison values."""
 
     def __init__(self, rows, sequences, pages, samples):
         sizes = dict.fromkeys(STEP_ARRAYS, 0)
@@ -157,7 +157,7 @@ class StepArrays:
 
 
 def kv_arena(blocks, layers, heads, dim, dtype, fill=float("nan")):
-    """The tensor [block][layer][half][head][token][dim] and its description."""
+    """Returns a tensor [block][layer][half][head][token][dim] and its baton_kv."""
     tensor = torch.full((blocks, layers, 2, heads, 16, dim), fill, dtype=dtype, device="cuda")
     return tensor, Kv(tensor.data_ptr(), tensor[0].numel(), blocks, layers, heads, dim, DTYPES[dtype], 0)
 
@@ -172,7 +172,7 @@ class AttentionMemory:
 
 
 class Sequences:
-    """Sequences with (rows of this step, tokens in all); blocks drawn at random from `free`."""
+    """Sequences given as (rows of this step, total tokens). Their blocks are drawn at random from `free`."""
 
     def __init__(self, shapes, free, padding=0, trash=0, rows_max=None):
         import random

@@ -17,7 +17,7 @@ HIDDEN, INNER, HEADS, KV_HEADS, DIM, LAYERS, VOCABULARY = 4096, 14336, 32, 8, 12
 
 
 def microseconds(call, repeats=32, replays=8):
-    """Latency of one call(i)."""
+    """Returns the latency of one call(i)."""
     call(0)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Checks libbaton_kernels.so on this machine's GPU against torch and numpy: check.py LIBRARY [--short] [part ...]
 
-Needs torch and numpy. Prints a line for every group of cases and ends with 1 if any of them failed. --short takes few
-cases of each group and leaves programmatic launches out, for a run under compute-sanitizer.
+Needs torch and numpy. Prints a line for every group of cases and exits with 1 if a case failed. --short runs a few cases of
+each group, without programmatic dependent launch, for compute-sanitizer.
 """
 
 import itertools
@@ -22,7 +22,7 @@ is_short = False
 
 
 def few(cases, count):
-    """All cases, or some when the run is short."""
+    """Returns all cases, or some with --short."""
     cases = list(cases)
     return random.sample(cases, min(count, len(cases))) if is_short else cases
 
@@ -224,7 +224,7 @@ class Host:
         return (PlanAdmission(slot, (I32 * 3)(), Slot(computed, len(tokens), 0, 0), Sampling(**settings)), runs)
 
     def write(self, step_id, admissions, sequences, runs=()):
-        """The plan as a tensor of words; sequences are (slot, rows, samples)."""
+        """Returns the plan as a tensor of words. Sequences are (slot, rows, samples)."""
         runs = [run for _, own in admissions for run in own] + list(runs)
         words = [0] * 16
         place = lambda: words.extend([0] * (-len(words) % 4)) or len(words)
@@ -345,7 +345,7 @@ def check_step():
 
 
 def attention_reference(queries, arena, layer, sequences, window):
-    """float64, [rows][heads][dim]"""
+    """Returns attention in float64, [rows][heads][dim]."""
     out = torch.zeros_like(queries, dtype=torch.float64)
     heads, dim = queries.shape[1:]
     for index, ((rows, length), table) in enumerate(zip(sequences.shapes, sequences.tables)):
@@ -381,7 +381,7 @@ def run_attention(kind, shape, kv, layer, queries, sequences, arrays, is_graph=0
 
 
 def attention_cases():
-    """(kind, dtype, dim, kv heads, group, window, shapes)"""
+    """Yields (kind, dtype, dim, KV heads, group, window, shapes)."""
     decode = [[(1, 1)], [(1, 16), (1, 17), (1, 300)], [(1, random.randint(1, 700)) for _ in range(33)], [(1, 5000)]]
     prefill = [[(1, 1)], [(5, 5), (17, 33), (1, 100), (130, 300)], [(700, 1500), (64, 64)], [(2, 18), (257, 257)]]
     for group, dim in itertools.product(range(1, 9), (64, 128)):
@@ -431,7 +431,7 @@ def check_attention():
 
 
 def check_attention_invariance():
-    """The plain kernel: a row's bits depend on its own sequence only, for any prefill chunks."""
+    """Checks that a row's bits in the plain kernel depend only on its sequence, not on prefill chunks."""
     for dtype in DTYPES:
         arena, kv = kv_arena(200, 1, 2, 64, dtype, 0)
         arena.copy_(rand(*arena.shape, dtype=dtype))
@@ -455,7 +455,7 @@ def check_attention_invariance():
 
 
 def check_attention_graph():
-    """Captured once, replayed with other lengths and padding; plans stay equal."""
+    """Checks attention that is captured once and replayed with other lengths and padding. Plans must stay equal."""
     cases = 0
     for kind, group, dim in ((DECODE, 4, 128), (DECODE, 3, 64), (FA2, 7, 128), (FA2, 5, 64), (PLAIN, 2, 64)):
         for bucket in (1, 8, 40):
@@ -514,7 +514,7 @@ def random_how():
 
 
 def without(how, needs):
-    """The settings that apply when only those in `needs` count."""
+    """Returns the settings without those whose bit is missing in `needs`."""
     left = dict(how)
     if not needs & NEEDS_DRAW:
         left["temperature"] = 0.0
@@ -643,7 +643,7 @@ def check_sample():
 
 
 def check_step_graph():
-    """Steps and draws in one graph: the next step reads the tokens that the last one drew."""
+    """Checks steps and sampling in one graph: each step reads the tokens that the previous step sampled."""
     vocabulary, bucket = 5000, 8
     host = Host(10, 64, 100)
     arrays = StepArrays(bucket, bucket, 64, bucket)
@@ -682,7 +682,7 @@ def check_step_graph():
 
 
 def check_errors():
-    """GEMMs and decode attention: error texts of invalid arguments. ../bench checks their results."""
+    """Checks the error texts of GEMMs and decode attention for invalid arguments. ../bench checks their results."""
     x = rand(16, 4096, dtype=torch.bfloat16)
     at = x.data_ptr()
 
@@ -727,7 +727,7 @@ def check_errors():
 
 
 def check_dependent_launch():
-    """Decode attention with early start after allowed predecessors: RoPE after a plain GEMM, or a skinny GEMM."""
+    """Checks decode attention with early start after both possible predecessors: RoPE after a plain GEMM, and a skinny GEMM."""
     heads, kv_heads, dim, depth, rows, layers = 32, 8, 128, 1024, 40, 3
     arena, kv = kv_arena(rows * 40, layers, kv_heads, dim, torch.bfloat16, 0)
     arena.copy_(rand(*arena.shape, dtype=torch.bfloat16))

@@ -86,7 +86,7 @@ class Rank:
 
 
 class Numbers:
-    """Data of every rank, known to all ranks. The data changes by itself, so that replays of a graph differ."""
+    """Data of every rank, known to all ranks. `move` changes the data on the device, so that replays of a graph differ."""
 
     def __init__(self, ranks, elements):
         generator = torch.Generator(device="cuda").manual_seed(7)
@@ -140,7 +140,7 @@ class Checker:
         return dtype, rows, width, offset
 
     def one(self, most_elements=1 << 21, may_sleep=True):
-        """One call of any kind; the device counts wrong results."""
+        """Makes one random call. The device counts wrong results."""
         draw, rank = self.random, self.rank
         dtype, rows, width, offset = self.draw(most_elements)
         count = rows * width
@@ -189,7 +189,7 @@ class Checker:
 
 
 def check_special(rank):
-    """NaNs of all kinds, infinities, zeros of both signs."""
+    """Checks all kinds of NaN, infinities, and zeros of both signs."""
     for dtype, words in ((torch.bfloat16, torch.int16), (torch.float32, torch.int32)):
         top = 16 if dtype == torch.bfloat16 else 32
         infinity = 0x7F80 << (top - 16)
@@ -294,7 +294,7 @@ def check_faults(rank):
 
 
 def check_killed(rank):
-    """The last rank dies by SIGKILL between calls; the others time out, and their GPUs keep working."""
+    """Kills the last rank by SIGKILL between calls. The other ranks must time out, and their GPUs must keep working."""
     x, out = torch.ones(1 << 16, device="cuda"), torch.zeros(1 << 16, device="cuda")
     rank.group.timeout_ns = 200_000_000
     rank.exchange(None)

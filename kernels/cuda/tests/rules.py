@@ -1,4 +1,4 @@
-"""The rules of sampling, transcribed from kernels/src/cpu/sample in numpy: the reference of the device."""
+"""Sampling rules of kernels/src/cpu/sample in numpy: the reference for the device."""
 
 import numpy as np
 
@@ -7,7 +7,7 @@ M64 = (1 << 64) - 1
 
 
 def exp(x):
-    """kernels/src/cpu/arithmetic.rs, operation by operation."""
+    """Computes e^x as kernels/src/cpu/arithmetic.rs does, operation by operation."""
     x = np.asarray(x, dtype=f32)
     is_zero = x < f32(-87)
     x = np.where(is_zero, f32(0), x)
@@ -49,7 +49,7 @@ assert [int(triple32(triple32(np.array([i], np.uint32) ^ np.uint32(k & 0xFFFFFFF
 
 
 def total(weights, floor):
-    """Sum in runs of 1,024, 16 lanes each; runs in f64."""
+    """Returns the sum of the weights: runs of 1,024 in 16 lanes each, and the runs in f64."""
     kept = np.where(weights >= f32(floor), weights, f32(0)).astype(f32)
     runs = np.zeros((-len(kept) // 1024 * -1, 64, 16), f32)
     runs.reshape(-1)[: len(kept)] = kept
@@ -94,7 +94,7 @@ def adjust(logits, how, prompt, output, mask, stops):
 
 
 def status(logits):
-    """(status, token)"""
+    """Returns (status, token)."""
     bad = np.isnan(logits) | (logits == np.inf)
     if bad.any():
         return 1, int(np.argmax(bad))
@@ -104,7 +104,7 @@ def status(logits):
 
 
 def sample(logits, how, prompt=(), output=(), mask=None, stops=()):
-    """dict(status, token, chosen, top)"""
+    """Returns dict(status, token, chosen, top)."""
     with np.errstate(all="ignore"):
         return _sample(logits, how, prompt, output, mask, stops)
 
