@@ -48,14 +48,15 @@ async fn speculative_decoding_sends_several_tokens_per_event_and_changes_none() 
     assert!(counts.iter().all(|count| (1..=9).contains(count)), "{counts:?}");
 
     let metrics = ahead.telemetry.metrics().render_prometheus();
-    let accepted = 200 - counts.len();
-    let line = metrics
-        .lines()
-        .find(|line| line.starts_with("vllm:spec_decode_num_accepted_tokens_total{"))
-        .unwrap_or_else(|| panic!("{metrics}"));
-    // The node also counts accepted tokens beyond the last emitted token.
-    let counted: usize = line.rsplit(' ').next().unwrap().parse().unwrap();
-    assert!(counted >= accepted && counted <= accepted + 16, "{line}, {accepted} were seen");
+    let counted = |name: &str| -> usize {
+        let line = metrics.lines().find(|line| line.starts_with(name));
+        line.unwrap_or_else(|| panic!("{metrics}")).rsplit(' ').next().unwrap().parse().unwrap()
+    };
+    let accepted = counted("vllm:spec_decode_num_accepted_tokens_total{");
+    // Each row of a step emits one token and its accepted draft tokens. One event may hold the tokens of
+    // several steps, and the last steps accept tokens beyond the last emitted one.
+    assert!(accepted + counted("baton_step_rows_total{") >= 200, "{metrics}");
+    assert!(accepted <= 200 - counts.len() + 16, "{accepted} accepted, {counts:?}");
     plain.stop().await;
     ahead.stop().await;
 }

@@ -275,12 +275,14 @@ fn start_and_stop_round_trip_and_an_unknown_kind_is_rejected() {
 
 #[test]
 fn length_prefix_beyond_the_message_is_rejected_without_allocating_it() {
-    let head = [&[1], &[0; 8][..], &[0, 0, 0]].concat();
+    // Kind, hash, step_id and drafts_max.
+    let head = [&[1], &[0; 8][..], &[0, 0]].concat();
     let many = [0xff, 0xff, 0xff, 0xff, 0xff, 0x7f];
-    // The lists in the order of the message: rows, released, admitted, extended.
-    for list in 0..4 {
-        let rows = if list == 0 { &[1][..] } else { &[0] };
-        let bytes = [&head, rows, &vec![0; list.max(1) - 1], &many].concat();
+    // The lists in the order of the message: drafts, rows, released, admitted, extended. Each case gives
+    // the bytes between the head and its list.
+    let before: [&[u8]; 5] = [&[], &[0, 0, 1], &[0; 3], &[0; 4], &[0; 5]];
+    for (list, before) in before.iter().enumerate() {
+        let bytes = [&head, *before, &many].concat();
         let end = DecodeError::Malformed(postcard::Error::DeserializeUnexpectedEnd);
         assert_eq!(decoded(&bytes), Err(end), "list {list}");
     }
