@@ -4,22 +4,23 @@ use std::{
     collections::BTreeMap,
     ffi::OsStr,
     io::Read,
+    net::TcpListener,
     path::Path,
     process::{Command, Stdio},
     time::{Duration, Instant},
 };
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use integration_tests::{
-    client::Client,
-    cluster::{bin_dir, smollm2},
+    client::{Client, Event, greedy_body},
+    cluster::{SECRET, Service, bin_dir, smollm2},
     command,
     golden::longest,
     lines::Lines,
     processes::{arguments, signal},
     up::Up,
 };
-use serde_json::json;
+use serde_json::{Value, json};
 
 const DEADLINE: Duration = Duration::from_secs(60);
 
@@ -251,6 +252,80 @@ async fn dead_router_is_reported_and_restarted_at_its_address() -> Result<()> {
     Ok(())
 }
 
+/// Returns the first of two free ports that follow each other.
+fn two_free_ports() -> Result<u16> {
+    for _ in 0..100 {
+        let listener = TcpListener::bind("127.0.0.1:0")?;
+        let port = listener.local_addr()?.port();
+        if port < u16::MAX && TcpListener::bind(("127.0.0.1", port + 1)).is_ok() {
+            return Ok(port);
+        }
+    }
+    bail!("no two free ports that follow each other")
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn nodes_of_one_host_serve_a_router_that_runs_elsewhere() -> Result<()> {
+    let (port, model) = (two_free_ports()?, smollm2().display().to_string());
+    let settings = |pairs: &[(&str, &str)]| -> BTreeMap<String, String> {
+        pairs.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect()
+    };
+    let host = settings(&[
+        ("BATON_CLUSTER_SECRET", SECRET),
+        ("BATON_NODE_GRPC", &format!("127.0.0.1:{port}")),
+        ("BATON_NODE_ID", "host-a"),
+    ]);
+    let args = ["--no-router", "--health", "127.0.0.1:0", "--model", &model, "--dtype", "f32"];
+    let mut up = Up::start(&args, &host)?;
+    let ready = up.lines.wait_for("baton: ready")?;
+    let health = ready.split_whitespace().last().context("no address of health")?;
+    let health = Client::new(health.to_owned());
+    let status = async |path: &str| anyhow::Ok(health.get(path).await?.status.as_u16());
+    assert_eq!((status("/ready").await?, status("/live").await?), (200, 200));
+    assert_eq!(up.children().len(), 2);
+
+    let folder = tempfile::tempdir()?;
+    let router = settings(&[
+        ("BATON_MODEL_PATH", &model),
+        ("BATON_ROUTER_HTTP", "127.0.0.1:0"),
+        ("BATON_ROUTER_GRPC", "127.0.0.1:0"),
+        ("BATON_ROUTER_ADMIN", "127.0.0.1:0"),
+        ("BATON_ROUTER_DISAGGREGATE", "always"),
+        ("BATON_CLUSTER_PREFILL", &format!("dns:localhost:{port}")),
+        ("BATON_CLUSTER_DECODE", &format!("dns:localhost:{}", port + 1)),
+    ]);
+    let router = Service::start(folder.path(), "router", "baton-router", &router)?;
+    let client = Client::new(format!("http://{}", router.ready.http));
+    wait_decode_nodes(&client, 1).await?;
+    let run = longest();
+    let body = json!({"prompt": run.prompt_ids, "max_tokens": 8, "temperature": 0}).to_string();
+    let ask = async || {
+        client.post_bytes("/v1/completions", body.clone().into(), &[("x-baton-figures", "1")]).await
+    };
+    let stats = ask().await?.json()["baton"].clone();
+    assert_eq!(stats["prefill_node"], "host-a-prefill-0", "{stats}");
+    assert_eq!(stats["decode_node"], "host-a-decode-0", "{stats}");
+
+    kill_child(&up, "baton-decode-node")?;
+    up.lines.wait_for("; restarting")?;
+    assert_eq!((status("/ready").await?, status("/live").await?), (200, 200));
+    assert_eq!(ask().await?.status, 200);
+
+    // Unready at once, live until the in-flight request has finished.
+    let mut stream = client.stream("/v1/completions", &greedy_body(&run.prompt_ids, 48)).await?;
+    let mut tokens = stream.next().await?.context("no token")?.token_ids();
+    signal(up.child.id(), "TERM");
+    let deadline = Instant::now() + DEADLINE;
+    while status("/ready").await? == 200 {
+        ensure!(Instant::now() < deadline, "still ready");
+    }
+    assert_eq!(status("/live").await?, 200);
+    tokens.extend(stream.all().await?.iter().flat_map(Event::token_ids));
+    assert_eq!(tokens, run.output_ids[..48]);
+    assert_eq!(up.wait()?, Some(0));
+    Ok(())
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn configuration_file_is_applied() -> Result<()> {
     let folder = tempfile::tempdir()?;
@@ -272,8 +347,9 @@ async fn configuration_file_is_applied() -> Result<()> {
     let message = answer["error"]["message"].as_str().unwrap_or_default();
     assert!(message.contains("max_tokens is 100") && message.contains("64"), "{answer}");
     let seen = up.lines.seen();
-    for name in ["[prefill-0] {", "[decode-0] {", "[router] {"] {
-        assert!(seen.iter().any(|line| line.starts_with(name)), "{seen:#?}");
+    for name in ["prefill-0", "decode-0", "router"] {
+        let lines = seen.iter().filter_map(|line| serde_json::from_str::<Value>(line).ok());
+        assert!(lines.into_iter().any(|line| line["process"] == name), "{seen:#?}");
     }
     up.interrupt();
     assert_eq!(up.wait()?, Some(0));
@@ -317,9 +393,13 @@ fn invalid_model_or_used_port_is_reported_in_one_line() -> Result<()> {
     assert_eq!(code, Some(1));
     assert!(said.contains("nobody") && said.contains("smollm2-135m"), "{said}");
 
-    let taken = std::net::TcpListener::bind("127.0.0.1:0")?;
-    let address = taken.local_addr()?.to_string();
     let model = smollm2().display().to_string();
+    let (code, said) = run(&["--model", &model, "--no-router"])?;
+    assert_eq!((code, said.lines().count()), (Some(1), 1), "{said}");
+    assert!(said.contains("cluster.secret"), "{said}");
+
+    let taken = TcpListener::bind("127.0.0.1:0")?;
+    let address = taken.local_addr()?.to_string();
     let (code, said) = run(&["--model", &model, "--http", &address])?;
     assert_eq!(code, Some(1), "{said}");
     assert!(said.contains(&address), "{said}");

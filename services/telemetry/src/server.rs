@@ -36,12 +36,16 @@ impl MetricsServer {
         metrics: Metrics,
         extra: Router,
     ) -> Result<Self, TelemetryError> {
+        let kind = [(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")];
+        let metrics = get(async move || (kind, metrics.render_prometheus()));
+        Self::start_routes(address, extra.route("/metrics", metrics)).await
+    }
+
+    /// Serves `routes` alone, for a process without metrics.
+    pub async fn start_routes(address: SocketAddr, routes: Router) -> Result<Self, TelemetryError> {
         let failed = |reason| TelemetryError::Listen { address, reason };
         let listener = TcpListener::bind(address).await.map_err(failed)?;
         let address = listener.local_addr().map_err(failed)?;
-        let kind = [(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")];
-        let routes =
-            extra.route("/metrics", get(async move || (kind, metrics.render_prometheus())));
         let stop = CancellationToken::new();
         let task = tokio::spawn(accept(listener, routes, stop.clone()));
         Ok(Self { address, stop: stop.drop_guard(), task })

@@ -200,7 +200,8 @@ fn read_ready(path: &Path) -> Result<Option<Ready>> {
     }
 }
 
-/// Prints lines on the console, each prefixed with the child's name.
+/// Prints lines on the console, each with the child's name: as a prefix, or as a field of a JSON line, which stays
+/// JSON for a log collector.
 async fn print_lines(console: Console, name: String, stream: impl AsyncRead + Unpin) {
     let prefix = super::coloured(&name);
     let mut reader = BufReader::new(stream);
@@ -211,7 +212,11 @@ async fn print_lines(console: Console, name: String, stream: impl AsyncRead + Un
             Ok(0) | Err(_) => return,
             Ok(_) => {
                 let line = String::from_utf8_lossy(&line);
-                console.say(&format!("{prefix} {}", line.trim_end()));
+                let line = line.trim_end();
+                console.say(&match line.strip_prefix("{\"") {
+                    Some(fields) => format!("{{\"process\":\"{name}\",\"{fields}"),
+                    None => format!("{prefix} {line}"),
+                });
             }
         }
     }

@@ -1,12 +1,14 @@
 //! `baton up`: runs a cluster on this machine as supervised child processes.
 //!
 //! Nodes start first, each on a free port. When all nodes are ready the router starts with their addresses. On
-//! shutdown the router stops first, so no request loses its node.
+//! shutdown the router stops first, so no request loses its node. With `--no-router` it runs the nodes of one host of
+//! a larger cluster, on configured ports.
 
 mod backoff;
 mod child;
 mod console;
 mod gpus;
+mod health;
 #[allow(unsafe_code)]
 mod process;
 pub(crate) mod sample;
@@ -32,14 +34,18 @@ use tokio_util::sync::CancellationToken;
 use self::{
     child::{ChildSpec, ChildState, Ready, supervise},
     console::Console,
+    health::Health,
     process::{die_with_parent, send_terminate},
 };
 use crate::{http_client::HttpClient, hub, model_store};
 
 /// Time-out of a service's start.
 const READY_WITHIN: Duration = Duration::from_secs(120);
-/// Grace period from SIGTERM to SIGKILL for in-flight requests.
-const STOP_WITHIN: Duration = Duration::from_secs(30);
+/// Time-out of a node's start with `--no-router`: weights may come from a slow volume, and a pod's startup probe has a
+/// limit of its own.
+const HOST_READY_WITHIN: Duration = Duration::from_secs(3600);
+/// Time that a service has beyond `node.drain_timeout` from SIGTERM to SIGKILL.
+const STOP_MARGIN: Duration = Duration::from_secs(5);
 const NODES_MAX: u32 = 64;
 /// Tokenizer of a Hugging Face folder. A GGUF file contains its tokenizer.
 const TOKENIZER_FILE: &str = "tokenizer.json";
@@ -85,6 +91,13 @@ pub struct UpArgs {
     /// the configuration, otherwise a static list of the nodes started here]
     #[arg(long, value_name = "URL")]
     etcd: Option<String>,
+    /// Start nodes only, for one host of a cluster whose routers run elsewhere. Each node listens on the configured
+    /// ports plus its number, prefill nodes first. Needs cluster.secret.
+    #[arg(long, conflicts_with_all = ["http", "grpc", "sample"])]
+    no_router: bool,
+    /// Address of /ready (all nodes started) and /live (no node hangs) for all nodes together.
+    #[arg(long, requires = "no_router", value_name = "ADDRESS")]
+    health: Option<SocketAddr>,
     /// Configuration file of all services. The environment (BATON_*) and these flags override the file. `up` sets
     /// the nodes' addresses and the router's list of nodes.
     #[arg(long, env = "BATON_CONFIG")]
@@ -160,10 +173,14 @@ impl Supervised {
 struct Cluster {
     nodes: Vec<Supervised>,
     router: Option<Supervised>,
+    health: Option<Health>,
 }
 
 impl Cluster {
     async fn stop(self) {
+        if let Some(health) = &self.health {
+            health.set_ready(false);
+        }
         if let Some(router) = self.router {
             router.stop.cancel();
             let _ = router.task.await;
@@ -184,6 +201,10 @@ fn configuration(args: &UpArgs) -> Result<Config> {
     let tp = args.tp.iter().map(|tp| ("node.tp".to_owned(), tp.to_string()));
     let flags = etcd.chain(tp).collect();
     let config = Config::load(LoadInput { file: args.config.clone(), environment, flags })?;
+    if args.no_router {
+        // A generated secret would part these nodes from those of other hosts.
+        config.cluster.required_secret()?;
+    }
     // All nodes have the same settings, so two nodes would compete for the same CPUs.
     let nodes = args.prefill + args.decode;
     for (key, is_set) in [
@@ -280,14 +301,32 @@ async fn serve(
     let common = Common::new(args, config, model, console)?;
     for (role, count) in [("prefill", args.prefill), ("decode", args.decode)] {
         for index in 0..count {
-            let gpus = common.gpus.get(cluster.nodes.len());
-            cluster.nodes.push(Supervised::start(common.node(role, index, gpus)));
+            let spec = common.node(role, index, cluster.nodes.len());
+            cluster.nodes.push(Supervised::start(spec));
         }
+    }
+    if let Some(address) = args.health {
+        let nodes = cluster.nodes.iter().map(|node| (node.name.clone(), node.state.clone()));
+        cluster.health = Some(Health::start(address, nodes.collect()).await?);
     }
     let (mut prefill, mut decode) = (Vec::new(), Vec::new());
     for node in &mut cluster.nodes {
         let url = format!("http://{}", node.ready().await?.grpc);
         if node.name.starts_with("prefill") { prefill.push(url) } else { decode.push(url) }
+    }
+    if args.no_router {
+        let mut line = format!(
+            "baton: ready after {:.2} s: prefill nodes {}  decode nodes {}",
+            started.elapsed().as_secs_f64(),
+            prefill.join(","),
+            decode.join(",")
+        );
+        if let Some(health) = &cluster.health {
+            health.set_ready(true);
+            line += &format!("  health http://{}", health.address());
+        }
+        console.say(&line);
+        return std::future::pending().await;
     }
     let router = cluster.router.insert(Supervised::start(common.router(args, &prefill, &decode)));
     let ready = router.ready().await?;
@@ -345,6 +384,11 @@ struct Common {
     envs: Vec<(String, String)>,
     /// GPUs of each node's ranks, prefill nodes first; empty where nodes choose their GPUs.
     gpus: Vec<Vec<String>>,
+    /// Prefix of the nodes' ids.
+    id: Option<String>,
+    addresses: NodeAddresses,
+    ready_within: Duration,
+    stop_within: Duration,
     config: Option<PathBuf>,
     /// Nodes register in etcd; the router gets no list.
     etcd: bool,
@@ -361,7 +405,9 @@ impl Common {
                 .ok_or_else(|| anyhow!("cannot find the folder of baton"))?
                 .to_owned(),
         };
-        for program in ["baton-router", "baton-prefill-node", "baton-decode-node"] {
+        let nodes_only = ["baton-prefill-node", "baton-decode-node"];
+        let router = (!args.no_router).then_some("baton-router");
+        for program in nodes_only.into_iter().chain(router) {
             let path = bin_dir.join(program);
             ensure!(
                 path.exists(),
@@ -369,9 +415,9 @@ impl Common {
                 path.display()
             );
         }
-        for (name, given, configured) in
-            [("http", args.http, config.router.http), ("grpc", args.grpc, config.router.grpc)]
-        {
+        let apis =
+            [("http", args.http, config.router.http), ("grpc", args.grpc, config.router.grpc)];
+        for (name, given, configured) in apis.into_iter().filter(|_| !args.no_router) {
             // Fail now rather than after all nodes have loaded.
             let address = given.unwrap_or(configured);
             TcpListener::bind(address)
@@ -386,7 +432,8 @@ impl Common {
         let mut set = |name: &str, value: String| envs.push((name.to_owned(), value));
         // Fail before the nodes load: only the router would report the missing tokenizer.
         ensure!(
-            !model.is_dir()
+            args.no_router
+                || !model.is_dir()
                 || model.join(TOKENIZER_FILE).exists()
                 || gguf::file_of_folder(&model).is_some(),
             "cannot serve {}: it has no {TOKENIZER_FILE}, which the router needs",
@@ -430,8 +477,19 @@ impl Common {
         }
         let ready_dir = tempfile::tempdir().context("cannot create a temporary folder")?;
         let etcd = !config.cluster.etcd.is_empty();
-        let (console, config) = (console.clone(), args.config.clone());
-        Ok(Self { console, bin_dir, envs, gpus, config, etcd, ready_dir })
+        Ok(Self {
+            console: console.clone(),
+            bin_dir,
+            envs,
+            gpus,
+            id: config.node.id.clone(),
+            addresses: NodeAddresses::new(args, config)?,
+            ready_within: if args.no_router { HOST_READY_WITHIN } else { READY_WITHIN },
+            stop_within: config.node.drain_timeout + STOP_MARGIN,
+            config: args.config.clone(),
+            etcd,
+            ready_dir,
+        })
     }
 
     fn spec(&self, name: String, program: &str, mut args: Vec<OsString>) -> ChildSpec {
@@ -446,37 +504,35 @@ impl Common {
             args,
             envs: self.envs.clone(),
             sticky: |_| Vec::new(),
-            ready_within: READY_WITHIN,
-            stop_within: STOP_WITHIN,
+            ready_within: self.ready_within,
+            stop_within: self.stop_within,
         }
     }
 
-    fn node(&self, role: &str, index: u32, gpus: Option<&Vec<String>>) -> ChildSpec {
+    /// Returns the node of this role and index; `number` counts the nodes of both roles.
+    fn node(&self, role: &str, index: u32, number: usize) -> ChildSpec {
         let name = format!("{role}-{index}");
-        let on_gpu = gpus.map(|gpus| {
+        let id = self.id.as_ref().map_or_else(|| name.clone(), |host| format!("{host}-{name}"));
+        let mut envs = self.envs.clone();
+        if let Some(gpus) = self.gpus.get(number) {
             // With --gpus a node must not fall back to the CPU.
-            [("BATON_NODE_GPU", gpus.join(",")), ("BATON_NODE_DEVICE", "cuda".to_owned())]
-                .map(|(name, value)| (name.to_owned(), value))
-        });
+            envs.push(("BATON_NODE_GPU".to_owned(), gpus.join(",")));
+            envs.push(("BATON_NODE_DEVICE".to_owned(), "cuda".to_owned()));
+        }
+        let [grpc, metrics, control, data] = self.addresses.of(number);
+        envs.push(("BATON_NODE_GRPC".to_owned(), grpc));
+        envs.push(("BATON_NODE_METRICS".to_owned(), metrics));
         let args = flags(&[
-            ("--node-id", &name),
-            ("--transfer-control", "127.0.0.1:0"),
-            ("--transfer-data", "127.0.0.1:0"),
+            ("--node-id", &id),
+            ("--transfer-control", &control),
+            ("--transfer-data", &data),
         ]);
         ChildSpec {
             // The router identifies a node by its address, so a restarted node must keep it.
             sticky: |ready| {
                 flags(&[("--node-grpc", &ready.grpc), ("--node-metrics", &ready.metrics)])
             },
-            envs: [
-                self.envs.clone(),
-                vec![
-                    ("BATON_NODE_GRPC".to_owned(), "127.0.0.1:0".to_owned()),
-                    ("BATON_NODE_METRICS".to_owned(), "127.0.0.1:0".to_owned()),
-                ],
-                on_gpu.into_iter().flatten().collect(),
-            ]
-            .concat(),
+            envs,
             ..self.spec(name, &format!("baton-{role}-node"), args)
         }
     }
@@ -502,6 +558,41 @@ impl Common {
             ])
         };
         router
+    }
+}
+
+/// Addresses of the first node: gRPC, metrics, control messages and KV. A node takes these ports plus its number; port 0
+/// is a free port.
+struct NodeAddresses([SocketAddr; 4]);
+
+impl NodeAddresses {
+    fn new(args: &UpArgs, config: &Config) -> Result<Self> {
+        if !args.no_router {
+            return Ok(Self([SocketAddr::from(([127, 0, 0, 1], 0)); 4]));
+        }
+        let addresses = [
+            ("node.grpc", config.node.grpc),
+            ("node.metrics", config.node.metrics),
+            ("transfer.control", config.transfer.control),
+            ("transfer.data", config.transfer.data),
+        ];
+        let last = (1 << 16) - args.prefill - args.decode;
+        for (key, address) in addresses {
+            ensure!(
+                u32::from(address.port()) <= last,
+                "invalid {key}: {address}; expected a port of at most {last}, because each node takes the next port"
+            );
+        }
+        Ok(Self(addresses.map(|(_, address)| address)))
+    }
+
+    fn of(&self, number: usize) -> [String; 4] {
+        self.0.map(|mut address| {
+            if address.port() != 0 {
+                address.set_port(address.port() + number as u16);
+            }
+            address.to_string()
+        })
     }
 }
 
