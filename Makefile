@@ -9,7 +9,8 @@ GRPC ?= 127.0.0.1:8001
 DTYPE ?= bf16
 # The build profile: release, dist, or dev for a quick look.
 PROFILE ?= release
-BIN = $(or $(CARGO_TARGET_DIR),target)/$(PROFILE:dev=debug)
+TARGET = $(or $(CARGO_TARGET_DIR),target)
+BIN = $(TARGET)/$(PROFILE:dev=debug)
 CARGO_HOME ?= $(HOME)/.cargo
 # The dist profile merges functions with equal code (rustc links with LLD there), omits the paths of the build
 # machine, and packs relocations if this machine's C library reads packed ones (2.36 or newer). Such a program
@@ -53,14 +54,15 @@ bench: build ## Engine speed on this machine, as a table.
 	test -e "$(MODEL)" || $(BIN)/baton model fetch $(MODEL)
 	$(BIN)/baton bench engine --model $(MODEL)
 
-docs: model ## Regenerate the lists of settings and metrics, the dashboards, and the schema of the chart's values.
+docs: model ## Regenerate the lists of settings, metrics and chart values, the dashboards, and the values' schema.
 	$(CARGO) build --locked --workspace --bins
 	BATON_WRITE_DOCS=1 $(CARGO) test --locked -p integration-tests --test docs
 	deploy/dashboards.py helm/baton/files/dashboards
 	deploy/chart-tools.sh
-	deploy/chart-schema.py $(or $(CARGO_TARGET_DIR),target)/chart/python $(or $(CARGO_TARGET_DIR),target)/debug \
-		>helm/baton/values.schema.json.tmp
+	deploy/chart-schema.py $(TARGET)/chart/python $(TARGET)/debug >helm/baton/values.schema.json.tmp
 	mv helm/baton/values.schema.json.tmp helm/baton/values.schema.json
+	deploy/chart-schema.py $(TARGET)/chart/python $(TARGET)/debug --page >docs/chart-values.md.tmp
+	mv docs/chart-values.md.tmp docs/chart-values.md
 
 kernels: ## The CUDA kernels, in target/kernels (no CUDA toolkit needed; BATON_CUDA_ARCHS="80 89 90a" for more).
 	@deploy/kernels.sh

@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Prints values.schema.json of the Helm chart, from values.yaml and from the settings that the programs print.
+"""Prints values.schema.json of the Helm chart, or with --page docs/chart-values.md, from values.yaml and from the settings that the
+programs print.
 
 Names, types and descriptions of the values are those of values.yaml and its comments. Arguments: folder of the Python packages
 that deploy/chart-tools.sh installs, folder of Baton's programs.
@@ -33,6 +34,7 @@ SECTIONS = {
 OBJECTS = ("resources", "affinity", "nodeSelector", "labels", "podLabels", "annotations", "podAnnotations", "volume")
 STRINGS = ("hosts", "hostnames", "endpoints")
 FRACTIONS = ("pendingSeconds", "kvUsage")
+CHOICES = {"layout": ["separate", "grouped"]}
 # An object of extraObjects may be a string with a template.
 EITHER = ("extraObjects",)
 
@@ -57,10 +59,10 @@ def comments():
         if words[3]:
             comment.append(words[3])
             continue
-        # A key after "- " is one level deeper than its indentation.
-        depth = (len(words[1]) + len(words[2] or "")) // 2
-        path[depth:] = [words[4]]
-        found[".".join(path)] = " ".join(comment)
+        # Keys of a list's items are indented by the dash too.
+        indent = len(words[1]) + len(words[2] or "")
+        path = [it for it in path if it[0] < indent] + [(indent, words[4])]
+        found[".".join(key for _, key in path)] = " ".join(comment)
         comment = []
     return found
 
@@ -81,6 +83,8 @@ def of_value(path, value):
         return closed({name: it for name, it in properties.items() if name not in own.split()})
     if path == "models":
         return {"type": "array", "minItems": 1, "items": model(value[0])}
+    if path in CHOICES:
+        return {"enum": CHOICES[path]}
     if key in OBJECTS:
         return {"type": "object"}
     if isinstance(value, dict):
@@ -104,8 +108,9 @@ def model(first):
     properties = {name: described(f"models[].{name}", it) for name, it in first.items()}
     properties["name"]["minLength"] = properties["source"]["minLength"] = 1
     properties["dtype"]["enum"] = PROGRAM_SETTINGS["model"]["properties"]["dtype"]["enum"]
-    for role in ("prefill", "decode"):
-        properties[role] = {"$ref": "#/properties/nodes"}
+    for pool in ("prefill", "decode", "group"):
+        comment = COMMENTS[f"models.{pool}"]
+        properties[pool] = {"$ref": "#/properties/nodes"} | ({"description": comment} if comment else {})
     return closed(properties, required=["name", "source"])
 
 
@@ -119,4 +124,48 @@ values = yaml.safe_load(VALUES.read_text())
 schema = closed({name: described(name, value) for name, value in values.items()})
 # Charts that include this chart as a dependency may set `global`.
 schema["properties"]["global"] = {"type": "object"}
-print(json.dumps({"$schema": "http://json-schema.org/draft-07/schema#"} | schema, indent=1))
+
+
+def allowed(path, schema):
+    """What a value may be, in words."""
+    if path in SECTIONS:
+        return f"settings of [`[{SECTIONS[path][0]}]`](configuration.md)"
+    if "$ref" in schema:
+        return "as `nodes`"
+    if "enum" in schema:
+        return " or ".join(map(str, schema["enum"]))
+    [kind] = {*schema["type"]} - {"null"} if isinstance(schema["type"], list) else [schema["type"]]
+    words = {"boolean": "true or false", "object": "a Kubernetes object", "array": "a list", "integer": "a whole number"}
+    return words.get(kind, f"a {kind}")
+
+
+def rows(path, schema, default):
+    """The table's rows of a value and of the values in it."""
+    text = schema.get("description", "")
+    if path == "models":
+        schema, default, path = schema["items"], default[0], "models[]"
+    inner = {} if path in SECTIONS else schema.get("properties", {})
+    if text or not inner:
+        shown = "" if inner or default in ("", None, [], {}) else f"`{json.dumps(default)}`"
+        yield f"| `{path}` | {shown} | {'' if inner else allowed(path, schema)} | {text} |"
+    for name, it in inner.items():
+        yield from rows(f"{path}.{name}", it, default[name])
+
+
+def page():
+    del schema["properties"]["global"]
+    yield "# Values of the Helm chart"
+    yield ""
+    yield "`make docs` writes this page. [helm/README.md](../helm/README.md) explains the chart. An empty default is the empty text, list or"
+    yield "object, or null."
+    yield ""
+    yield "| value | default | allowed | meaning |"
+    yield "| --- | --- | --- | --- |"
+    for name, it in schema["properties"].items():
+        yield from rows(name, it, values[name])
+
+
+if "--page" in sys.argv:
+    print("\n".join(page()))
+else:
+    print(json.dumps({"$schema": "http://json-schema.org/draft-07/schema#"} | schema, indent=1))

@@ -19,6 +19,7 @@ CHART = HERE.parents[1] / "helm" / "baton"
 HELMS = [TOOLS / "helm3", TOOLS / "helm4"]
 PROMTOOL = shutil.which("promtool") or TOOLS / "debian/usr/bin/promtool"
 OLDEST, NEWEST = "1.29", "1.37"
+GROUPED = HERE / "chart" / "values" / "grouped.yaml"
 EVERYTHING = HERE / "chart" / "values" / "everything.yaml"
 IMAGE_VOLUME = HERE / "chart" / "values" / "image_volume.yaml"
 VALUES = sorted(CHART.glob("values*.yaml")) + sorted((HERE / "chart" / "values").glob("*.yaml"))
@@ -110,11 +111,15 @@ class Chart(unittest.TestCase):
             # The environment of the pod, without values that only a running cluster can provide.
             container = named(found, "Deployment", it["metadata"]["name"])["spec"]["template"]["spec"]["containers"][0]
             names = {env["name"] for env in container["env"] if env["name"].startswith("BATON_")}
+            # `baton up` passes the file to its nodes.
+            program = container["command"][0]
+            if program == "baton":
+                program = "baton-decode-node"
             with tempfile.NamedTemporaryFile("w", suffix=".toml") as file:
                 file.write(it["data"]["baton.toml"])
                 file.flush()
                 run = subprocess.run(
-                    [PROGRAMS / container["command"][0], "--config", file.name, "--explain-config"],
+                    [PROGRAMS / program, "--config", file.name, "--explain-config"],
                     env=dict.fromkeys(names, "a-text-of-16-bytes"),
                     capture_output=True,
                     text=True,
@@ -150,6 +155,37 @@ class Chart(unittest.TestCase):
         [container] = dict(pod_specs(objects("--values", EVERYTHING)))["baton-org-big-model-prefill"]["containers"]
         mounts = {mount["mountPath"]: mount.get("readOnly", False) for mount in container["volumeMounts"]}
         self.assertEqual((mounts["/cache"], mounts["/models/org-big-model"]), (False, True))
+
+    def test_a_group_has_all_nodes_and_gpus_of_a_host(self):
+        found = objects("--values", GROUPED)
+        deployments = {it["metadata"]["name"]: it for it in found if it["kind"] == "Deployment"}
+        self.assertEqual(sorted(deployments), ["baton-org-big-model-group", "baton-router", "baton-two-group"])
+        spec = deployments["baton-org-big-model-group"]["spec"]
+        self.assertEqual(spec["replicas"], 2)
+        [container] = spec["template"]["spec"]["containers"]
+        command = "baton up --no-router --health 0.0.0.0:9090 --prefill 1 --decode 3 --gpus 0-7 --config /etc/baton/config/baton.toml"
+        self.assertEqual(container["command"], command.split())
+        self.assertEqual(container["resources"]["limits"], {"nvidia.com/gpu": 8})
+        self.assertIn({"name": "shm", "mountPath": "/dev/shm"}, container["volumeMounts"])
+        toml = named(found, "ConfigMap", "baton-org-big-model-group")["data"]["baton.toml"]
+        self.assertIn("\ntp = 2\n", toml)
+        # Nodes of one container see each other's GPUs, so nothing keeps KV from ipc.
+        self.assertNotIn("transport", toml)
+
+        router = named(found, "ConfigMap", "baton-router")["data"]["baton.toml"]
+        members = lambda model, *ports: [f'"dns:baton-{model}-group.default.svc:{port}"' for port in ports]
+        self.assertIn(f"prefill = [{','.join(members('org-big-model', 50100))}]", router)
+        decode = members("org-big-model", 50101, 50102, 50103) + members("two", 50100)
+        self.assertIn(f"decode = [{','.join(decode)}]", router)
+        endpoints = named(found, "PodMonitor", "baton-pods")["spec"]["podMetricsEndpoints"]
+        self.assertEqual([it["port"] for it in endpoints], ["metrics", "prefill-0", "decode-0", "decode-1", "decode-2"])
+
+    def test_ids_of_nodes_in_a_group_are_short_enough(self):
+        models = f"models[0].name={'m' * 80},models[0].source=hf:a/b"
+        found = objects("--set", f"layout=grouped,{models}", release="r" * 53)
+        component = lambda it: it["metadata"]["labels"]["app.kubernetes.io/component"]
+        [group] = [it for it in found if it["kind"] == "Deployment" and component(it) == "group"]
+        self.assertLessEqual(len(f"{group['metadata']['name']}-0123456789-abcde-prefill-10"), 64)
 
     def test_budgets_exist_from_two_replicas_on(self):
         budgets = lambda *arguments: sorted(
@@ -215,6 +251,9 @@ class Chart(unittest.TestCase):
             ("etcd.tlsSecret=t",): "etcd.endpoints is empty",
             ("gateway.ingress.enabled=true",): "gateway.ingress.hosts is empty",
             ("gateway.httpRoute.enabled=true",): "gateway.httpRoute.parentRefs is empty",
+            ("layout=stacked",): "layout",
+            ("layout=grouped", "models[0].name=m", "models[0].source=hf:a/b", "models[0].decode.gpus=2"): "models.0.decode.gpus is set; expected only replicas",
+            ("layout=grouped", "nodes.autoscaling.enabled=true"): "models.0.group.autoscaling.enabled is true",
             ("nodes.autoscaling.enabled=true",): "models.0.prefill.autoscaling.enabled needs monitoring.prometheus",
         }
         for settings, words in cases.items():
@@ -238,10 +277,12 @@ class Chart(unittest.TestCase):
             self.assertIn(f"needs the kind {kind} of {CUSTOM[kind]}, which this cluster lacks", run.stderr)
 
 
-    def test_schema_of_values_is_that_of_the_programs(self):
-        script = CHART.parents[1] / "deploy" / "chart-schema.py"
-        wanted = subprocess.check_output([script, TOOLS / "python", PROGRAMS], text=True)
-        self.assertEqual((CHART / "values.schema.json").read_text(), wanted, "run `make docs`")
+    def test_schema_and_page_of_values_are_those_of_the_programs(self):
+        root = CHART.parents[1]
+        for path, options in ((CHART / "values.schema.json", []), (root / "docs" / "chart-values.md", ["--page"])):
+            command = [root / "deploy" / "chart-schema.py", TOOLS / "python", PROGRAMS, *options]
+            wanted = subprocess.check_output(command, text=True)
+            self.assertEqual(path.read_text(), wanted, "run `make docs`")
 
     def test_dashboards_are_those_of_their_script(self):
         with tempfile.TemporaryDirectory() as folder:

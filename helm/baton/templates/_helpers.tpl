@@ -1,10 +1,14 @@
-{{- /* Name of an object: (list $ "suffix"). A Pod's name is at most 17 characters longer, a label has at most 63. */ -}}
+{{- /*
+Name of an object: (list $ "suffix"). A Pod's name is at most 17 characters longer, a label has at most 63. The id of a node in
+a group, at most 64, is the Pod's name and up to 11 characters.
+*/ -}}
 {{- define "baton.name" -}}
 {{- $ := index . 0 -}}
 {{- $release := $.Values.fullnameOverride | default (contains "baton" $.Release.Name | ternary $.Release.Name (printf "%s-baton" $.Release.Name)) -}}
 {{- $name := join "-" (prepend (rest .) $release) -}}
-{{- if gt (len $name) 46 -}}
-{{- $name = printf "%s-%s" (trunc 37 $name | trimSuffix "-") (sha256sum $name | trunc 8) -}}
+{{- $longest := eq (last .) "group" | ternary 36 46 -}}
+{{- if gt (len $name) $longest -}}
+{{- $name = printf "%s-%s" (trunc (sub $longest 9 | int) $name | trimSuffix "-") (sha256sum $name | trunc 8) -}}
 {{- end -}}
 {{- $name -}}
 {{- end -}}
@@ -53,6 +57,20 @@ helm.sh/chart: {{ (index . 0).Chart.Name }}-{{ (index . 0).Chart.Version }}
 {{- end -}}
 {{- end -}}
 {{- toJson $pool -}}
+{{- end -}}
+
+{{- /*
+Names of the nodes in each pod of a grouped model, in the order of their ports. gRPC starts at port 50100, control messages at
+50200, KV at 50300, metrics at 9100.
+*/ -}}
+{{- define "baton.group" -}}
+{{- $names := list -}}
+{{- range $role := list "prefill" "decode" -}}
+{{- range $index := until (index $ $role | default dict | dig "replicas" 1 | int) -}}
+{{- $names = append $names (printf "%s-%d" $role $index) -}}
+{{- end -}}
+{{- end -}}
+{{- toJson $names -}}
 {{- end -}}
 
 {{- /* Settings as TOML. Helm reads numbers as floats (64.0, 1.6777216e+07); all numbers of the programs are integers. */ -}}

@@ -1,5 +1,6 @@
 {{- /*
-Pod template of a router or a node. Fields: root, component, model (nodes only), values, program, toml, models, ports, grace.
+Pod template of a router, a node or a group of nodes. Fields: root, component, model (nodes only), values, program, toml, models,
+ports, grace.
 */ -}}
 {{- define "baton.pod" -}}
 {{- $ := .root -}}
@@ -59,7 +60,7 @@ spec:
     - name: {{ .component }}
       image: {{ include "baton.image" (list $ $.Values.image) | quote }}
       imagePullPolicy: {{ $.Values.image.pullPolicy }}
-      command: [{{ .program }}, --config, /etc/baton/config/baton.toml]
+      command: {{ concat .program (list "--config" "/etc/baton/config/baton.toml") | toJson }}
       terminationMessagePolicy: FallbackToLogsOnError
       securityContext:
         allowPrivilegeEscalation: false
@@ -76,7 +77,9 @@ spec:
         - {name: HOST_NAME, valueFrom: {fieldRef: {fieldPath: spec.nodeName}}}
         - name: OTEL_RESOURCE_ATTRIBUTES
           value: k8s.namespace.name=$(POD_NAMESPACE),k8s.pod.name=$(POD_NAME),k8s.node.name=$(HOST_NAME),k8s.container.name={{ .component }},baton.release={{ $.Release.Name }}
+        {{- if ne .component "group" }}
         - {name: BATON_TELEMETRY_INSTANCE, value: $(POD_NAME)}
+        {{- end }}
         - {name: BATON_CLUSTER_SECRET, valueFrom: {secretKeyRef: {name: {{ include "baton.secret" $ }}, key: secret}}}
         {{- if .model }}
         - {name: BATON_NODE_ID, value: $(POD_NAME)}
