@@ -15,7 +15,7 @@ fn chart_renders_valid_objects_and_refuses_bad_values() -> Result<()> {
 }
 
 #[test]
-fn every_panel_of_the_dashboards_has_data() -> Result<()> {
+fn every_panel_and_every_scaling_query_has_data() -> Result<()> {
     run("dashboards.py", &[&smollm2().display().to_string()])
 }
 

@@ -1,4 +1,5 @@
-"""Runs the queries of all panels of the chart's dashboards against a Prometheus that scrapes a `baton up`.
+"""Runs the queries of all panels of the chart's dashboards, and those that scale pools, against a Prometheus that scrapes a
+`baton up`.
 
 Arguments: folder of the tools, folder of Baton's programs, path of a model.
 """
@@ -18,7 +19,12 @@ import urllib.parse
 import urllib.request
 
 TOOLS, PROGRAMS, MODEL = map(pathlib.Path, sys.argv[1:4])
-DASHBOARDS = pathlib.Path(__file__).parents[2] / "helm" / "baton" / "files" / "dashboards"
+sys.path.insert(0, str(TOOLS / "python"))
+
+import yaml  # noqa: E402
+
+CHART = pathlib.Path(__file__).parents[2] / "helm" / "baton"
+DASHBOARDS = CHART / "files" / "dashboards"
 PROMETHEUS = shutil.which("prometheus") or TOOLS / "debian/usr/bin/prometheus"
 DEADLINE = 90
 
@@ -36,6 +42,24 @@ def panels():
                 # Substitute variables as Grafana does for "All" and a scrape interval of one second.
                 query = target["expr"].replace("$__rate_interval", "30s")
                 yield f"{path.stem}, {panel['title']}", re.sub(r"\$(namespace|release|model)", ".*", query)
+
+
+def scaling(model):
+    """The queries of KEDA's triggers. Each ends with 0 for pools without data, which would hide a wrong name."""
+    command = [TOOLS / "helm3", "template", "baton", CHART, "--api-versions", "keda.sh/v1alpha1/ScaledObject"]
+    values = {
+        "existingSecret": "s",
+        "nodes": {"autoscaling": {"enabled": True}},
+        "monitoring": {"prometheus": "http://prometheus:9090"},
+        "models": [{"name": model, "source": "hf:a/b"}],
+    }
+    rendered = subprocess.run([*command, "--values", "-"], input=json.dumps(values), text=True, check=True, capture_output=True)
+    for it in yaml.safe_load_all(rendered.stdout):
+        if it and it["kind"] == "ScaledObject":
+            for trigger in it["spec"]["triggers"]:
+                query, found, _ = trigger["metadata"]["query"].partition(" or vector(0)")
+                assert found, query
+                yield it["metadata"]["name"], query
 
 
 def ask(address, query):
@@ -72,7 +96,11 @@ def main(folder):
     prometheus = None
     try:
         scrapes = [
-            {"job_name": f"baton/baton-{job}", "static_configs": [{"targets": [target]}]} for job, target in jobs.items()
+            {
+                "job_name": f"baton/baton-{job}",
+                "static_configs": [{"targets": [target], "labels": {"namespace": "default", "release": "baton"}}],
+            }
+            for job, target in jobs.items()
         ]
         config = folder / "prometheus.yml"
         # Prometheus reads YAML, and JSON is valid YAML.
@@ -83,7 +111,10 @@ def main(folder):
         )
         load = [PROGRAMS / "baton", "bench", "serve", "--url", f"http://{router}", "--requests", "8", "--warmup", "0"]
         load += ["--input-tokens", "40", "--output-tokens", "8", "--concurrency", "2"]
-        wanted = dict(enumerate(panels()))
+        with urllib.request.urlopen(f"http://{router}/v1/models", timeout=10) as answer:
+            model = json.load(answer)["data"][0]["id"]
+        queries = [*panels(), *scaling(model)]
+        wanted = dict(enumerate(queries))
         assert len(wanted) > 50, wanted
         deadline = time.monotonic() + DEADLINE
         # A rate needs two scrapes with requests between them.
@@ -99,7 +130,7 @@ def main(folder):
                 time.sleep(0.2)
         if wanted:
             sys.exit("no data in:\n" + "\n".join(f"{name}: {query}" for name, query in wanted.values()))
-        print(f"{len(list(panels()))} queries have data")
+        print(f"{len(queries)} queries have data")
     finally:
         for process in (prometheus, up):
             if process:
