@@ -277,6 +277,18 @@ class Chart(unittest.TestCase):
             self.assertIn(f"needs the kind {kind} of {CUSTOM[kind]}, which this cluster lacks", run.stderr)
 
 
+    def test_notes_name_objects_of_the_release_and_wait_for_the_port(self):
+        run = helm(HELMS[1], "install", "baton", CHART, *SECRET, "--dry-run=client", "--set", "router.service.http=80")
+        self.assertEqual(run.returncode, 0, run.stderr)
+        notes = run.stdout.partition("NOTES:")[2]
+        found = objects("--set", "router.service.http=80")
+        for kind, name in re.findall(r"(deployment|service)/(\S+)", notes):
+            self.assertEqual(named(found, kind.capitalize(), name)["kind"], kind.capitalize())
+        self.assertIn("port-forward service/baton-router 8000:80 &", notes)
+        # The line before runs in the background.
+        self.assertIn("curl -N --retry 9 --retry-connrefused http://127.0.0.1:8000/v1/chat/completions", notes)
+        self.assertIn("helm --namespace default test baton --logs", notes)
+
     def test_schema_and_page_of_values_are_those_of_the_programs(self):
         root = CHART.parents[1]
         for path, options in ((CHART / "values.schema.json", []), (root / "docs" / "chart-values.md", ["--page"])):
