@@ -47,15 +47,28 @@ async fn speculative_decoding_sends_several_tokens_per_event_and_changes_none() 
     assert!(counts.len() < 150, "{counts:?}");
     assert!(counts.iter().all(|count| (1..=9).contains(count)), "{counts:?}");
 
-    let metrics = ahead.telemetry.metrics().render_prometheus();
-    let counted = |name: &str| -> usize {
-        let line = metrics.lines().find(|line| line.starts_with(name));
-        line.unwrap_or_else(|| panic!("{metrics}")).rsplit(' ').next().unwrap().parse().unwrap()
+    let counted = || {
+        let metrics = ahead.telemetry.metrics().render_prometheus();
+        let value = |name: &str| -> usize {
+            let line = metrics.lines().find(|line| line.starts_with(name));
+            line.unwrap_or_else(|| panic!("{metrics}")).rsplit(' ').next().unwrap().parse().unwrap()
+        };
+        (value("vllm:spec_decode_num_accepted_tokens_total{"), value("baton_step_rows_total{"))
     };
-    let accepted = counted("vllm:spec_decode_num_accepted_tokens_total{");
-    // Each row of a step emits one token and its accepted draft tokens. One event may hold the tokens of
-    // several steps, and the last steps accept tokens beyond the last emitted one.
-    assert!(accepted + counted("baton_step_rows_total{") >= 200, "{metrics}");
+    // Each row of a step emits one token and its accepted draft tokens. The last step is recorded after its
+    // tokens are sent.
+    let recorded = async {
+        loop {
+            let (accepted, rows) = counted();
+            if accepted + rows >= 200 {
+                break accepted;
+            }
+            tokio::task::yield_now().await;
+        }
+    };
+    let accepted = tokio::time::timeout(TIMEOUT, recorded).await.expect("every token is counted");
+    // One event may hold the tokens of several steps, and the last steps accept tokens beyond the last
+    // emitted one.
     assert!(accepted <= 200 - counts.len() + 16, "{accepted} accepted, {counts:?}");
     plain.stop().await;
     ahead.stop().await;
