@@ -7,6 +7,7 @@ use std::{
         Arc, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicBool, AtomicU32, Ordering},
     },
+    time::Duration,
 };
 
 use telemetry::{RouterMetrics, metrics::InFlightRequest};
@@ -85,8 +86,8 @@ impl Admission {
     pub fn admit(&self, answers: u32) -> Result<Admitted, Full> {
         let mut outcome = Err(Full::InFlight { max: self.max });
         self.in_flight.send_if_modified(|count| {
-            // Checked under the counter's lock, so that no answer is admitted after `emptied` has returned.
-            if self.is_closed() {
+            // Checked under the counter's lock, so that no answer is admitted after the last answer has ended.
+            if self.closed.load(Ordering::SeqCst) {
                 outcome = Err(Full::Stopping);
             } else if answers <= self.max - *count {
                 *count += answers;
@@ -102,19 +103,22 @@ impl Admission {
         self.closed.store(true, Ordering::SeqCst);
     }
 
-    pub fn is_closed(&self) -> bool {
-        self.closed.load(Ordering::SeqCst)
-    }
-
     /// Answers in flight now.
     pub fn in_flight(&self) -> u32 {
         *self.in_flight.borrow()
     }
 
-    /// Blocks until no answer is in flight. Callers bound the wait.
-    pub async fn emptied(&self) {
-        // Fails only if the sender was dropped, but `self` holds the sender.
-        let _ = self.in_flight.subscribe().wait_for(|count| *count == 0).await;
+    /// Blocks until no answer has been in flight for `idle_min`. Callers bound the wait.
+    pub async fn idle_for(&self, idle_min: Duration) {
+        let mut in_flight = self.in_flight.subscribe();
+        loop {
+            // Fails only if the sender was dropped, but `self` holds the sender.
+            let _ = in_flight.wait_for(|count| *count == 0).await;
+            let admitted = in_flight.wait_for(|count| *count > 0);
+            if tokio::time::timeout(idle_min, admitted).await.is_err() {
+                return;
+            }
+        }
     }
 }
 
@@ -268,6 +272,6 @@ mod tests {
         assert_eq!(admission.in_flight(), 0);
         admission.close();
         assert_eq!(admission.admit(1).unwrap_err(), Full::Stopping);
-        admission.emptied().await;
+        admission.idle_for(Duration::ZERO).await;
     }
 }

@@ -19,7 +19,7 @@ use crate::{
         Account, AttemptAccount, AttemptEndAccount, RequestEndAccount, SharedAccount,
         SharedHistory, bounded, lock,
     },
-    net::ConnectionEnd,
+    net::ConnectionState,
     request::error::RequestError,
     request_core::{AttemptOutcome, Cause, EndedAttempt, HandOverStats, Side},
     request_driver::AnswerEnd,
@@ -43,7 +43,7 @@ pub struct RequestRecord {
     history: SharedHistory,
     span: Span,
     /// The connection that the request arrived on.
-    connection: ConnectionEnd,
+    connection: ConnectionState,
     _running: InFlightRequest,
 }
 
@@ -69,7 +69,7 @@ impl RequestRecord {
         operation: Operation,
         request_id: RequestId,
         label: Option<String>,
-        connection: ConnectionEnd,
+        connection: ConnectionState,
     ) -> Self {
         let (model, received) = (front.models.default_model(), Instant::now());
         let account = Account {
@@ -114,6 +114,10 @@ impl RequestRecord {
     pub fn set_span(&mut self, span: Span) {
         lock(&self.account).trace_id = propagation::trace_id(&span);
         self.span = span;
+    }
+
+    pub fn connection(&self) -> &ConnectionState {
+        &self.connection
     }
 
     pub fn span(&self) -> &Span {

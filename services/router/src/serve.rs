@@ -18,6 +18,8 @@ use crate::{
 
 /// Time for requests to end after the router has cancelled them.
 const CUT_MAX: Duration = Duration::from_secs(2);
+/// Time for the next request of a client on a connection that it keeps.
+const NEXT_REQUEST_MAX: Duration = Duration::from_secs(1);
 const MEMBERSHIP_MAX: Duration = Duration::from_secs(2);
 
 #[derive(Debug, thiserror::Error)]
@@ -141,25 +143,29 @@ impl RunningRouter {
         let _ = tokio::time::timeout(delay, self.front.cut.cancelled()).await;
     }
 
-    /// Drains and stops. The router rejects new requests at once. Requests in flight may finish within the drain
-    /// time-out; the others end with a typed error. Returns when every task has ended.
+    /// Drains and stops. The router rejects requests on new connections at once. Requests in flight may finish within
+    /// the drain time-out; the others end with a typed error. An HTTP/1.1 connection whose response began before the
+    /// router left gets one more request, whose response closes the connection. Returns when every task has ended.
     pub async fn shutdown(self) -> Result<(), StopError> {
         self.front.leaving.cancel();
         let admission = &self.front.admission;
         let drain_timeout = self.front.settings.router.drain_timeout;
-        admission.close();
+        let in_flight = admission.in_flight();
         self.draining.cancel();
-        tracing::info!(in_flight = admission.in_flight(), "draining");
-        if tokio::time::timeout(drain_timeout, admission.emptied()).await.is_err() {
+        tracing::info!(in_flight, "draining");
+        let idle_min = if in_flight > 0 { NEXT_REQUEST_MAX } else { Duration::ZERO };
+        let drained = tokio::time::timeout(drain_timeout, admission.idle_for(idle_min)).await;
+        if drained.is_err() && admission.in_flight() > 0 {
             tracing::warn!(
                 in_flight = admission.in_flight(),
                 after = ?drain_timeout,
                 "requests are still in flight after the drain time-out and are ended"
             );
             self.front.cut.cancel();
-            // Requests that do not end in time are dropped with their connections.
-            let _ = tokio::time::timeout(CUT_MAX, admission.emptied()).await;
         }
+        admission.close();
+        // Requests that do not end in time are dropped with their connections.
+        let _ = tokio::time::timeout(CUT_MAX, admission.idle_for(Duration::ZERO)).await;
         drop(self.stop);
         self.http_task.await?;
         self.grpc_task.await?;

@@ -362,6 +362,49 @@ async fn draining_router_is_unready_at_once_and_finishes_requests() {
     drop((prefill, decode));
 }
 
+/// Sends the request over this connection and reads the response's head.
+async fn begin_response(connection: &mut TcpStream, request: &Value) -> String {
+    let body = request.to_string();
+    let head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json";
+    let request = format!("{head}\r\ncontent-length: {}\r\n\r\n{body}", body.len());
+    connection.write_all(request.as_bytes()).await.unwrap();
+    read_to(connection, "\r\n\r\n").await
+}
+
+async fn read_to(connection: &mut TcpStream, end: &str) -> String {
+    let mut read = Vec::new();
+    while !read.ends_with(end.as_bytes()) {
+        read.push(connection.read_u8().await.expect("the response is complete"));
+    }
+    String::from_utf8(read).unwrap()
+}
+
+#[tokio::test]
+async fn draining_router_serves_one_more_request_on_a_connection_of_an_earlier_response() {
+    let cluster = Cluster::start(1, 1, ANSWER).await;
+    for node in cluster.prefill.iter().chain(&cluster.decode) {
+        node.pace(Duration::from_millis(40));
+    }
+    let request = json!({"prompt": long_prompt(), "max_tokens": 100, "stream": true});
+    let mut kept = TcpStream::connect(cluster.router.http).await.unwrap();
+    let head = begin_response(&mut kept, &request).await;
+    assert!(!head.contains("connection: close"), "{head}");
+    let Cluster { router, client, prefill, decode, .. } = cluster;
+    let shutdown = tokio::spawn(router.shutdown());
+    eventually("not ready", async || client.get("/health").await.status == 503).await;
+    let late = client.post("/v1/completions", &request).await;
+    assert_eq!(late.error()["code"], "stopping");
+    read_to(&mut kept, "\r\n0\r\n\r\n").await;
+    let head = begin_response(&mut kept, &request).await;
+    assert!(head.starts_with("HTTP/1.1 200"), "{head}");
+    assert!(head.contains("connection: close"), "{head}");
+    let mut rest = String::new();
+    kept.read_to_string(&mut rest).await.unwrap();
+    assert!(rest.contains("data: [DONE]"), "{rest}");
+    shutdown.await.unwrap().unwrap();
+    drop((prefill, decode));
+}
+
 #[tokio::test]
 async fn leaving_router_is_unready_and_serves_requests() {
     const DELAY: Duration = Duration::from_secs(600);

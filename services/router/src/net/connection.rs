@@ -27,19 +27,27 @@ use super::slots::{Slot, Verdict};
 /// The bytes that open an HTTP/2 connection.
 const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
 
-/// Reason why a connection ended, shared with its requests: a dropped request cannot distinguish a client
-/// that disconnected from a client that did not read.
+/// State of a connection, shared with its requests.
 #[derive(Clone, Debug, Default)]
-pub struct ConnectionEnd(Arc<AtomicBool>);
+pub struct ConnectionState {
+    /// The router was draining already when it accepted the connection.
+    pub is_late: bool,
+    unread: Arc<AtomicBool>,
+}
 
-impl ConnectionEnd {
-    /// Returns whether the connection ended because the client did not read. Set before the connection ends.
+impl ConnectionState {
+    pub fn new(is_late: bool) -> Self {
+        Self { is_late, unread: Arc::default() }
+    }
+
+    /// Returns whether the connection ended because the client did not read, which a dropped request cannot
+    /// distinguish from a client that disconnected. Set before the connection ends.
     pub fn is_unread(&self) -> bool {
-        self.0.load(Ordering::Acquire)
+        self.unread.load(Ordering::Acquire)
     }
 
     fn set_unread(&self) {
-        self.0.store(true, Ordering::Release);
+        self.unread.store(true, Ordering::Release);
     }
 }
 
@@ -56,7 +64,7 @@ pub struct TimeLimits {
 
 pub struct ClientConnection {
     stream: TcpStream,
-    end: ConnectionEnd,
+    state: ConnectionState,
     requests: Arc<RequestCount>,
     limits: TimeLimits,
     reading: Reading,
@@ -84,12 +92,12 @@ impl ClientConnection {
     pub fn new(
         stream: TcpStream,
         limits: TimeLimits,
-        end: ConnectionEnd,
+        state: ConnectionState,
         requests: Arc<RequestCount>,
     ) -> Self {
         let timer = Box::pin(sleep(limits.opening_max));
         let reading = Reading::Opening { preface_bytes: 0, timer };
-        Self { stream, end, requests, limits, reading, write: None }
+        Self { stream, state, requests, limits, reading, write: None }
     }
 
     /// Handles received bytes.
@@ -145,7 +153,7 @@ impl ClientConnection {
         let deadline = Instant::now() + self.limits.write_max;
         let timer = self.write.get_or_insert_with(|| Box::pin(sleep_until(deadline)));
         ready!(timer.as_mut().poll(cx));
-        self.end.set_unread();
+        self.state.set_unread();
         Poll::Ready(Err(io::Error::new(io::ErrorKind::TimedOut, "the client does not read")))
     }
 }
@@ -309,7 +317,7 @@ mod tests {
         let client = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
         let (server, _) = listener.accept().await.unwrap();
         let requests = RequestCount::new(Slots::new(1, 1).admit());
-        (ClientConnection::new(server, limits, ConnectionEnd::default(), requests), client)
+        (ClientConnection::new(server, limits, ConnectionState::default(), requests), client)
     }
 
     /// Long enough for the few bytes of a test on a busy machine.
@@ -367,12 +375,12 @@ mod tests {
         let (mut server, _client) = pair(TimeLimits { write_max: SHORT, ..PATIENT }).await;
         let endless = vec![0; 1 << 20];
         let error = loop {
-            assert!(!server.end.is_unread());
+            assert!(!server.state.is_unread());
             if let Err(error) = server.write_all(&endless).await {
                 break error;
             }
         };
         assert_eq!(error.kind(), io::ErrorKind::TimedOut);
-        assert!(server.end.is_unread());
+        assert!(server.state.is_unread());
     }
 }

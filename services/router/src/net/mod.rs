@@ -4,6 +4,6 @@ mod connection;
 mod server;
 mod slots;
 
-pub use connection::ConnectionEnd;
+pub use connection::ConnectionState;
 pub use server::{Bounds, Protocol, Shutdown, bind, serve};
 pub use slots::ConnectionLimits;

@@ -19,7 +19,7 @@ use tokio_util::sync::CancellationToken;
 use tower::ServiceExt;
 
 use super::{
-    connection::{ClientConnection, ConnectionEnd, CountedBody, RequestCount, TimeLimits},
+    connection::{ClientConnection, ConnectionState, CountedBody, RequestCount, TimeLimits},
     slots::{ConnectionLimits, Slot, Slots, Verdict},
 };
 use crate::wake::when_woken;
@@ -96,7 +96,7 @@ impl Bounds {
 pub struct Shutdown {
     /// The router still serves requests, and asks clients to reconnect elsewhere.
     pub leaving: CancellationToken,
-    /// New requests are rejected.
+    /// Requests on new connections are rejected.
     pub draining: CancellationToken,
     /// No request is in flight, or the last ones are dropped.
     pub stop: CancellationToken,
@@ -172,8 +172,8 @@ async fn connection(
     };
     let ages_at = Instant::now() + jittered(bounds.age_max, slot.id());
     let requests = RequestCount::new(slot);
-    let end = ConnectionEnd::default();
-    let io = ClientConnection::new(stream, limits, end.clone(), requests.clone());
+    let state = ConnectionState::new(shutdown.draining.is_cancelled());
+    let io = ClientConnection::new(stream, limits, state.clone(), requests.clone());
     let counted = requests.clone();
     let leaving = shutdown.leaving.clone();
     let service = service_fn(move |mut request: Request<Incoming>| {
@@ -181,7 +181,7 @@ async fn connection(
         let routes = routes.clone();
         let leaving = leaving.clone();
         let is_http1 = request.version() < Version::HTTP_2;
-        request.extensions_mut().insert(end.clone());
+        request.extensions_mut().insert(state.clone());
         async move {
             let mut response = match verdict {
                 Verdict::Refuse => too_many_connections(),

@@ -19,7 +19,7 @@ use tokio::{task::JoinHandle, time::Instant};
 use tracing::{Instrument, Span};
 
 use crate::{
-    admission::Admitted,
+    admission::{Admitted, Full},
     front::{Front, ServedModel},
     record::RequestRecord,
     request::{
@@ -165,6 +165,9 @@ async fn prepare(
     }
     let stops = StopStrings::new(&options.stop, options.include_stop)
         .map_err(|error| stop_refused(&error))?;
+    if record.connection().is_late {
+        return Err(Full::Stopping.into());
+    }
     let admitted = front.admission.admit(answer_count as u32)?;
     let none = RequestError::NoDecodeNode { waited: Duration::ZERO };
     // While no node is up, the limits of the last known nodes apply, and the request waits for a node in its core.
