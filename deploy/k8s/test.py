@@ -4,6 +4,7 @@
 Runs in the cluster: deploy/k8s/cluster.py deploy/k8s/test.py
 """
 
+import base64
 import contextlib
 import datetime
 import json
@@ -11,11 +12,14 @@ import os
 import pathlib
 import re
 import secrets
+import shlex
+import shutil
 import ssl
 import subprocess
 import sys
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 
 from load import Load, golden, stream
@@ -24,13 +28,15 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 TARGET = pathlib.Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target"))
 CHART = ROOT / "helm/baton"
 MODEL = ROOT / "models/smollm2-135m/SmolLM2-135M-Instruct.Q4_1.gguf"
-NAMESPACE, RELEASE, NAME = "default", "one", "smollm2-135m"
-ROUTER = f"{RELEASE}-baton-router.{NAMESPACE}.svc.cluster.local:8000"
+NAMESPACE, RELEASE, NAME = "default", "baton", "smollm2-135m"
+ROUTER = f"{RELEASE}-router.{NAMESPACE}.svc.cluster.local:8000"
 ROLLOUT_SECONDS = 180
 SETTLE_SECONDS = 3
 CRDS = TARGET / "k8s/crds"
 VALUES = sorted((ROOT / "integration-tests/tests/chart/values").glob("*.yaml"))
 COLLECTOR = "http://10.244.0.1:4317"
+PROMETHEUS = "127.0.0.1:9091"
+PROMETHEUS_FOLDER = pathlib.Path("/run/prometheus")
 GPUS = "nvidia.com/gpu"
 
 
@@ -96,7 +102,7 @@ def wait(what, check):
 
 
 def run(*command, input=None):
-    result = subprocess.run(list(map(str, command)), capture_output=True, text=True, input=input)
+    result = subprocess.run(list(map(str, command)), capture_output=True, text=True, input=input, cwd=ROOT)
     if result.returncode:
         raise SystemExit(f"{' '.join(map(str, command))}:\n{result.stdout}{result.stderr}")
     return result.stdout
@@ -119,14 +125,15 @@ def write_values(name, router, prefill, decode):
              "dtype": "f32", "prefill": {"replicas": prefill}, "decode": {"replicas": decode}}
     path = pathlib.Path("/run") / f"{name}.json"
     path.write_text(json.dumps({"models": [model], "router": {"replicas": router},
-                                "telemetry": {"config": {"otlp": COLLECTOR}}}))
+                                "telemetry": {"config": {"otlp": COLLECTOR}},
+                                "monitoring": {name: {"enabled": True} for name in ("podMonitor", "rules", "dashboards")}}))
     return path
 
 
-def answered():
+def answered(router=ROUTER):
     """Returns whether a request was answered. kube-proxy learns of a ready router up to a second after Helm."""
     try:
-        stream(Load(ROUTER, NAME).connect(), NAME, *golden()[0])
+        stream(Load(router, NAME).connect(), NAME, *golden()[0])
     except ConnectionError:
         return False
     return True
@@ -203,14 +210,23 @@ def place_on_gpus(table, api):
     run("kubectl", "delete", "node", "gpu-0", "gpu-1")
 
 
+def readme_command(verb):
+    """Returns Helm's command of the README's Kubernetes section."""
+    [line] = [line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith(f"helm {verb} ")]
+    return shlex.split(line, comments=True)
+
+
 def install(table, api, values):
     start = time.monotonic()
-    helm("install", values, "--wait")
+    run(*readme_command("install"), "-f", values, f"--timeout={ROLLOUT_SECONDS}s")
     installed = time.monotonic() - start
     wait("answer", answered)
     seconds = time.monotonic() - start
     table.seconds("helm install --wait, s", installed)
     table.seconds("helm install --wait to first token, s", seconds, 30)
+    release = api.request("GET", f"/api/v1/namespaces/{NAMESPACE}/secrets/sh.helm.release.v1.{RELEASE}.v1")["data"]["release"]
+    kilobytes = len(base64.b64decode(release)) / 1000
+    table.require("release secret, kB", "≤ 500", f"{kilobytes:.0f}", kilobytes <= 500)
     # The API rounds both times to seconds. A router waits for its first decode node.
     for role in ("prefill", "decode", "router"):
         started = max(condition(pod, "Ready") - parse_time(container(pod)["state"]["running"]["startedAt"])
@@ -220,6 +236,61 @@ def install(table, api, values):
 
 def container(pod):
     return pod["status"]["containerStatuses"][0]
+
+
+def missing_resource_definition(table, api, values):
+    """Installs before the definitions of custom resources exist, which Helm rejects."""
+    result = subprocess.run(["helm", "install", RELEASE, CHART, "-f", values], capture_output=True, text=True)
+    words = "needs the kind PodMonitor of monitoring.coreos.com/v1, which this cluster lacks"
+    table.require("bad input: Helm names a missing kind of object", True, words in result.stderr)
+
+
+# Bad values, and the message that kubectl shows in the description or in the log of a pod.
+DESCRIBED, LOGGED = (
+    {"existingSecret=absent": 'secret "absent" not found',
+     "models[0].volume.hostPath=null,models[0].volume.persistentVolumeClaim.claimName=absent":
+         'persistentvolumeclaim "absent" not found',
+     "nodes.resources.limits.memory=400Mi,nodes.resources.requests.memory=400Mi":
+         "exceed the container's memory limit of 400 MiB"},
+    {"etcd.bundled=false,router.env[0].name=BATON_CLUSTER_DECODE,router.env[0].value=dns:absent:50061":
+         "cannot resolve cluster.decode = dns:absent:50061",
+     "etcd.bundled=false,etcd.endpoints[0]=http://absent:2379": "etcd is unreachable: dns error"})
+
+
+def bad_input(table, api, values):
+    """Installs with bad input and looks for the message where an operator looks first."""
+    found = 0
+    for command, messages in ((("describe", "pods"), DESCRIBED), (("logs", "--tail=-1"), LOGGED)):
+        for settings, message in messages.items():
+            run("helm", "install", "bad", CHART, "-f", values, "--set", settings)
+            # kubectl fails while a container has not started.
+            show = ["kubectl", *command, "-l", "app.kubernetes.io/instance=bad"]
+            wait(f"message: {message}", lambda: message in subprocess.run(show, capture_output=True, text=True).stdout)
+            found += 1
+            run("helm", "uninstall", "bad", "--wait")
+    table.require("bad input: messages of pods", len(DESCRIBED) + len(LOGGED), found)
+    run("helm", "install", "bad", CHART, "-f", values, "--set", "telemetry.config.otlp=http://absent:4317", "--wait")
+    wait("answer without a collector", lambda: answered(ROUTER.replace("baton", "bad-baton", 1)))
+    warning = "cannot send traces to telemetry.otlp"
+    wait(f"warning: {warning}", lambda: warning in run("kubectl", "logs", "deployment/bad-baton-router"))
+    run("helm", "uninstall", "bad", "--wait")
+
+
+def second_release(table, api, values):
+    """Installs another release, with the longest name, beside the first."""
+    name = "r" * 53
+    run("helm", "install", name, CHART, "-f", values, "--wait", f"--timeout={ROLLOUT_SECONDS}s")
+    selector = f"labelSelector=app.kubernetes.io/instance={name},app.kubernetes.io/component=router"
+    [service] = api.request("GET", f"/api/v1/namespaces/{NAMESPACE}/services?{selector}")["items"]
+    other = f"{service['metadata']['name']}.{NAMESPACE}.svc.cluster.local:8000"
+    wait("answer of the second release", lambda: answered(other))
+    nodes = []
+    for router in (ROUTER, other):
+        with urllib.request.urlopen(f"http://{router}/health", timeout=5) as response:
+            health = json.load(response)
+            nodes.append((health["prefill_nodes"], health["decode_nodes"]))
+    table.require("two releases in one namespace: nodes of each router", [(1, 1)] * 2, nodes)
+    run("helm", "uninstall", name, "--wait")
 
 
 def upgrade(table, api, values, what):
@@ -287,6 +358,97 @@ def trace(table, api):
     table.require("one request: pods that its spans name", 3, len(named))
 
 
+def start_prometheus(api):
+    """Starts a Prometheus with the chart's PodMonitor and rules, whose times are a tenth, so that minutes take seconds."""
+    monitor, rules = (api.request("GET", f"/apis/monitoring.coreos.com/v1/namespaces/{NAMESPACE}/{kind}/{RELEASE}-{name}")["spec"]
+                      for kind, name in (("podmonitors", "pods"), ("prometheusrules", "alerts")))
+    folder = PROMETHEUS_FOLDER
+    folder.mkdir()
+    discover(api)
+    faster = re.sub(r"\b(\d+)m\b", lambda minutes: f"{int(minutes[1]) * 6}s", json.dumps(rules))
+    (folder / "rules.json").write_text(faster)
+
+    def relabeling(rule):
+        return {re.sub("[A-Z]", lambda letter: "_" + letter[0].lower(), key): value for key, value in rule.items()}
+
+    # What the Prometheus operator makes of a PodMonitor, but for the discovery of pods, which Debian's Prometheus lacks.
+    scrapes = [{
+        "job_name": f"pods-{index}",
+        "file_sd_configs": [{"files": [str(folder / "pods.json")]}],
+        "relabel_configs": [
+            {"source_labels": ["__meta_kubernetes_pod_container_port_name"], "regex": endpoint["port"], "action": "keep"},
+            *map(relabeling, endpoint.get("relabelings", [])),
+        ],
+        "metric_relabel_configs": list(map(relabeling, endpoint.get("metricRelabelings", []))),
+    } for index, endpoint in enumerate(monitor["podMetricsEndpoints"])]
+    (folder / "prometheus.json").write_text(json.dumps({
+        "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
+        "rule_files": [str(folder / "rules.json")], "scrape_configs": scrapes}))
+    program = shutil.which("prometheus") or TARGET / "chart/debian/usr/bin/prometheus"
+    command = [program, f"--config.file={folder}/prometheus.json", f"--storage.tsdb.path={folder}/data",
+               f"--web.listen-address={PROMETHEUS}"]
+    return subprocess.Popen(list(map(str, command)), stderr=(TARGET / "k8s/logs/prometheus.log").open("w"))
+
+
+def discover(api):
+    """Tells Prometheus the ports of the release's pods."""
+    targets = []
+    for pod in serving(api):
+        labels = {f"__meta_kubernetes_pod_label_{re.sub('[^a-z]', '_', name)}": value
+                  for name, value in pod["metadata"]["labels"].items()}
+        labels |= {"__meta_kubernetes_pod_name": pod["metadata"]["name"], "namespace": NAMESPACE}
+        for port in pod["spec"]["containers"][0]["ports"]:
+            if ip := pod["status"].get("podIP"):
+                targets.append({"targets": [f"{ip}:{port['containerPort']}"],
+                                "labels": labels | {"__meta_kubernetes_pod_container_port_name": port["name"]}})
+    partial = PROMETHEUS_FOLDER / "pods.new"
+    partial.write_text(json.dumps(targets))
+    partial.rename(PROMETHEUS_FOLDER / "pods.json")
+
+
+def query(text):
+    """Returns the labels of the series that a query finds."""
+    url = f"http://{PROMETHEUS}/api/v1/query?query={urllib.parse.quote(text)}"
+    with urllib.request.urlopen(url, timeout=10) as answer:
+        return [series["metric"] for series in json.load(answer)["data"]["result"]]
+
+
+def firing(api):
+    discover(api)
+    return {it["alertname"] for it in query(f'ALERTS{{alertstate="firing", namespace="{NAMESPACE}", release="{RELEASE}"}}')}
+
+
+def alerts(table, api, values):
+    """Provokes alerts. Each fires, and is silent before."""
+    provocations = {"BatonNoDecodeNode": "models[0].decode.replicas=0", "BatonOverloaded": "router.config.requests_max=1"}
+    prometheus = start_prometheus(api)
+    try:
+        wait("scrape of all pods", lambda: is_listening() and len(query("up == 1")) == len(serving(api)))
+        fired = set()
+        for name, settings in provocations.items():
+            helm("upgrade", values, "--wait")
+            settled()
+            # Rates look back over half a minute.
+            wait(f"silence of {name}", lambda: name not in firing(api))
+            helm("upgrade", values, "--set", settings, "--wait")
+            # Without a decode node requests would only wait.
+            with contextlib.nullcontext() if name == "BatonNoDecodeNode" else Load(ROUTER, NAME, streams=0, rate=8):
+                wait(f"alert {name}", lambda: name in firing(api))
+            fired |= firing(api)
+        table.require("alerts that fire, each provoked", sorted(provocations), sorted(fired))
+    finally:
+        prometheus.terminate()
+        prometheus.wait()
+
+
+def is_listening():
+    try:
+        query("up")
+    except OSError:
+        return False
+    return True
+
+
 def scale(table, api):
     """Scales decode nodes 1 → 3 → 1 and measures when a new node serves its first request after it is ready."""
     with table.under_load("decode nodes 1 → 3 → 1"):
@@ -323,11 +485,14 @@ def main():
     few = write_values("few", router=1, prefill=1, decode=1)
     many = write_values("many", router=2, prefill=2, decode=2)
     try:
+        missing_resource_definition(table, api, few)
         dry_run(table, api)
         place_on_gpus(table, api)
         install(table, api, few)
-        run("helm", "test", RELEASE, "--logs")
+        run(*readme_command("test"))
         trace(table, api)
+        second_release(table, api, few)
+        bad_input(table, api, few)
         upgrade(table, api, few, "1P1D")
         scale(table, api)
         helm("upgrade", many, "--wait")
@@ -335,6 +500,7 @@ def main():
         delete_decode(table, api)
         delete_etcd(table, api)
         evict_all(table, api)
+        alerts(table, api, few)
     finally:
         table.print()
     return table.failed > 0

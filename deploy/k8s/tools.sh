@@ -5,6 +5,7 @@ set -euo pipefail
 cd "$(dirname "$0")"
 target=$(cd ../..; mkdir -p "${CARGO_TARGET_DIR:-target}/k8s"; cd "${CARGO_TARGET_DIR:-target}/k8s"; pwd)
 ../deps.sh
+../chart-tools.sh
 command -v go >/dev/null || { echo "missing: go 1.26; install it from your package manager" >&2; exit 1; }
 sudo=
 [ "$(id -u)" -eq 0 ] || sudo=sudo
