@@ -184,6 +184,12 @@ def start_collector(components):
     components.start("collector", "collector", f"--config={config}")
 
 
+def start_kwok(components, kubeconfig):
+    """Starts the controller that plays the kubelet of nodes with its annotation."""
+    components.start("kwok", "kwok", f"--kubeconfig={kubeconfig}", "--manage-all-nodes=false",
+                     "--manage-nodes-with-annotation-selector=kwok.x-k8s.io/node=fake")
+
+
 def start_node(components, kubeconfig):
     (STATE / "cni").mkdir()
     write("cni/10-bridge.conflist", {
@@ -255,6 +261,7 @@ def inside(command):
     start_control_plane(components, kubeconfig)
     start_node(components, kubeconfig)
     start_collector(components)
+    start_kwok(components, kubeconfig)
     process = subprocess.Popen(command)
     while process.poll() is None:
         components.check()

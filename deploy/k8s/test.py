@@ -188,24 +188,23 @@ def dry_run(table, api):
 
 
 def place_on_gpus(table, api):
-    """Installs the values for GPUs, adds GPU nodes that exist only in the API, and checks where the scheduler places the pods."""
+    """Installs the values for GPUs, adds GPU nodes that kwok simulates, and checks where pods with GPUs run."""
     for index in range(2):
         resources = {"cpu": "64", "memory": "512Gi", "pods": "110", GPUS: "8"}
         api.request("POST", "/api/v1/nodes", {
-            "apiVersion": "v1", "kind": "Node", "metadata": {"name": f"gpu-{index}"},
+            "apiVersion": "v1", "kind": "Node", "metadata": {"name": f"gpu-{index}", "annotations": {"kwok.x-k8s.io/node": "fake"}},
             "spec": {"taints": [{"key": GPUS, "effect": "NoSchedule"}]},
-            "status": {"capacity": resources, "allocatable": resources,
-                       "conditions": [{"type": "Ready", "status": "True", "reason": "Test"}]}})
+            "status": {"capacity": resources, "allocatable": resources}})
     run("kubectl", "create", "namespace", "gpu")
     run("helm", "install", "gpu", CHART, "--namespace", "gpu", "-f", CHART / "values-gpu.yaml")
 
-    def placed():
+    def are_running():
         pods = api.request("GET", "/api/v1/namespaces/gpu/pods")["items"]
         pods = [pod for pod in pods if GPUS in pod["spec"]["containers"][0]["resources"].get("limits", {})]
-        return len(pods) == 2 and all("nodeName" in pod["spec"] for pod in pods) and pods
+        return len(pods) == 2 and all(condition(pod, "Ready") for pod in pods) and pods
 
-    nodes = [pod["spec"]["nodeName"] for pod in wait("node for the pods with GPUs", placed)]
-    table.require("pods with GPUs that are placed on nodes with GPUs", 2, sum(node.startswith("gpu-") for node in nodes))
+    nodes = [pod["spec"]["nodeName"] for pod in wait("pods with GPUs that are ready", are_running)]
+    table.require("pods with GPUs that run on nodes with GPUs", 2, sum(node.startswith("gpu-") for node in nodes))
     run("kubectl", "delete", "namespace", "gpu", "--wait=false")
     run("kubectl", "delete", "node", "gpu-0", "gpu-1")
 

@@ -19,6 +19,7 @@ CGO_ENABLED=0 go build -trimpath -o "$target/bin/" \
     -ldflags="-s -w -X $version.gitVersion=$release -X $version.gitMajor=1 -X $version.gitMinor=${minor%.*}" \
     ./kubernetes ./coredns ./pause
 (cd collector && CGO_ENABLED=0 go build -trimpath -ldflags="-s -w" -o "$target/bin/" .)
+(cd kwok && CGO_ENABLED=0 go build -trimpath -ldflags="-s -w" -o "$target/bin/" sigs.k8s.io/kwok/cmd/kwok)
 
 # Definitions of the custom resources that the chart can create: module, version, folder.
 if [ ! -d "$target/crds" ]; then
