@@ -4,7 +4,7 @@
 //! scattered over both memories. A transfer is timed from the reservation to the arrival of its last
 //! block. Plain copies between the two GPUs give the peak.
 
-mod beside;
+mod model_load;
 mod report;
 mod sender;
 
@@ -38,8 +38,8 @@ use kv_transfer::{
 use serde::Serialize;
 
 use self::{
-    beside::{BesideArgs, ModelLoad, Windows, Work},
-    report::{BesideRow, PlainCopy, Report, Row},
+    model_load::{ModelLoad, ModelLoadArgs, Windows, Work},
+    report::{InterferenceRow, PlainCopy, Report, Row},
 };
 use baton::{
     bench::stats::{Percentiles, WorkloadRng},
@@ -91,7 +91,7 @@ pub struct TransferArgs {
     #[command(flatten)]
     kernels: KernelsArg,
     #[command(flatten)]
-    beside: BesideArgs,
+    load: ModelLoadArgs,
     /// Verify the hash of chunks between GPUs.
     #[arg(long)]
     verify: bool,
@@ -332,7 +332,7 @@ fn measure(args: &TransferArgs) -> Result<Report> {
     // The sender has the same arguments and gathers in the same way.
     let (arena, gather) = arena_and_gather(args, gpus[1])?;
     let mut sender = Sender::start()?;
-    let mut model_load = match (&args.beside.beside, gpus[1]) {
+    let mut model_load = match (&args.load.model, gpus[1]) {
         (Some(_), Some(gpu)) => Some(ModelLoad::start(args, gpu, Work::Decode)?),
         _ => None,
     };
@@ -406,9 +406,9 @@ fn measure_one(
     let begin = Instant::now();
     run.transfer(sender, &mut next, args.rounds, args.in_flight)?;
     let together = begin.elapsed().as_secs_f64();
-    let beside =
-        model_load.map(|model_load| run.beside(args, sender, &mut next, model_load, blocks));
-    let beside = beside.transpose()?;
+    let interference =
+        model_load.map(|model_load| run.interference(args, sender, &mut next, model_load, blocks));
+    let interference = interference.transpose()?;
     run.check(args, blocks, next)?;
     let metrics = node.transfers.metrics();
     let path = metrics.peers.first().map(|peer| peer.path.clone()).unwrap_or_default();
@@ -424,7 +424,7 @@ fn measure_one(
         alone_gb_per_s: bytes / 1e3 / alone_us.p50,
         together_gb_per_s: bytes * args.rounds as f64 / 1e9 / together,
         first_contact_ms,
-        beside,
+        interference,
     })
 }
 
@@ -474,20 +474,20 @@ impl Run<'_> {
     }
 
     /// Runs transfers in every other time window, during forward passes on both GPUs.
-    fn beside(
+    fn interference(
         &self,
         args: &TransferArgs,
         sender: &mut Sender,
         next: &mut u128,
         model_load: &mut ModelLoad,
         blocks: u32,
-    ) -> Result<BesideRow> {
-        let window = Duration::from_secs(args.beside.window_s);
-        let every = Duration::from_millis(args.beside.every_ms);
+    ) -> Result<InterferenceRow> {
+        let window = Duration::from_secs(args.load.window_s);
+        let every = Duration::from_millis(args.load.every_ms);
         let mut windows = [Windows::default(), Windows::default()];
         let (mut times, mut busy_time) = (Vec::new(), Duration::ZERO);
         sender.request("forget", "forgotten")?;
-        for _ in 0..args.beside.windows {
+        for _ in 0..args.load.windows {
             for (kind, windows) in ["quiet", "busy"].into_iter().zip(&mut windows) {
                 let begin = Instant::now();
                 sender.request(&format!("begin {kind}"), "begun")?;
@@ -511,7 +511,7 @@ impl Run<'_> {
         let prompts = serde_json::from_str(&sender.receive_line(TIMEOUT)?)?;
         let bytes = times.len() as f64 * f64::from(blocks) * self.node.arena.block_bytes() as f64;
         let transfer_us = times.iter().map(|time| time.as_secs_f64() * 1e6).collect();
-        Ok(BesideRow {
+        Ok(InterferenceRow {
             transfer_us: Percentiles::of(transfer_us),
             gb_per_s: bytes / 1e9 / busy_time.as_secs_f64(),
             prompts,

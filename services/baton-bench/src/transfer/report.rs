@@ -6,7 +6,7 @@ use serde::Serialize;
 
 use super::{
     Gather,
-    beside::{StepStats, WindowStats},
+    model_load::{StepStats, WindowStats},
 };
 use baton::bench::stats::Percentiles;
 
@@ -26,12 +26,12 @@ pub struct Row {
     pub together_gb_per_s: f64,
     pub first_contact_ms: f64,
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub beside: Option<BesideRow>,
+    pub interference: Option<InterferenceRow>,
 }
 
 /// Interference of transfers and forward passes on the same GPUs.
 #[derive(Clone, Debug, Serialize)]
-pub struct BesideRow {
+pub struct InterferenceRow {
     /// Duration of one transfer in µs.
     pub transfer_us: Percentiles,
     /// Throughput over the windows with transfers.
@@ -111,12 +111,12 @@ impl fmt::Display for Report {
             )?;
         }
         for row in &self.rows {
-            let Some(BesideRow { transfer_us, gb_per_s, prompts, decoding }) = &row.beside else {
+            let Some(InterferenceRow { transfer_us, gb_per_s, prompts, decoding }) = &row.interference else {
                 continue;
             };
             writeln!(
                 f,
-                "\n{}, {} blocks by {}, beside forward passes: {:.2} GB/s, a transfer p50 {:.2} ms, p99 {:.2} ms",
+                "\n{}, {} blocks by {}, during forward passes: {:.2} GB/s, a transfer p50 {:.2} ms, p99 {:.2} ms",
                 row.transport,
                 row.blocks,
                 row.chunk_blocks,
@@ -133,7 +133,7 @@ impl fmt::Display for Report {
                 let (quiet, busy) = (columns(quiet), columns(busy));
                 let mut ratios = quiet.iter().zip(busy).map(|(quiet, busy)| busy / quiet);
                 let ratios: [f64; 5] = std::array::from_fn(|_| ratios.next().unwrap_or_default());
-                for (how, columns) in [("alone", quiet), ("beside", busy), ("ratio", ratios)] {
+                for (how, columns) in [("alone", quiet), ("loaded", busy), ("ratio", ratios)] {
                     let [mean, p50, p90, p99, rate] = columns;
                     let digits = if how == "ratio" { 3 } else { 1 };
                     writeln!(

@@ -23,7 +23,7 @@ use kv_transfer::api::{Command, Epoch, Event, PeerAddress, TransferId};
 
 use super::{
     ANSWER, Node, SENDER_SEED, TIMEOUT, TransferArgs, Transport, arena,
-    beside::{ModelLoad, Windows, Work},
+    model_load::{ModelLoad, Windows, Work},
     pattern, places, pool_blocks,
 };
 
@@ -50,7 +50,7 @@ pub fn run(args: &TransferArgs) -> Result<()> {
         let _ = lines.send(Input::End);
     });
     let mut sending: Option<Sending> = None;
-    let mut model_load = match (&args.beside.beside, args.gpus.first()) {
+    let mut model_load = match (&args.load.model, args.gpus.first()) {
         (Some(_), Some(gpu)) => Some(ModelLoad::start(args, gpu, Work::Prefill)?),
         _ => None,
     };
@@ -93,7 +93,7 @@ pub fn run(args: &TransferArgs) -> Result<()> {
                         "ended".to_owned()
                     }
                     (["stats"], _) => {
-                        let model_load = model_load.as_mut().context("--beside is missing")?;
+                        let model_load = model_load.as_mut().context("--model is missing")?;
                         serde_json::to_string(&model_load.stats(&windows)?)?
                     }
                     _ => bail!("unknown line {line:?}"),

@@ -49,23 +49,23 @@ const ANSWER_TOKENS: u32 = 256;
 const STEP_TOKENS: u32 = 8192;
 
 #[derive(Args)]
-pub struct BesideArgs {
+pub struct ModelLoadArgs {
     /// Also run forward passes on both GPUs, with this folder's config.json and random weights: the sender
     /// prefills, the receiver decodes.
     #[arg(long, value_name = "FOLDER", requires = "gpus")]
-    pub beside: Option<PathBuf>,
+    pub model: Option<PathBuf>,
     /// Batch size of decode.
     #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..=1024))]
-    pub beside_batch: u32,
+    pub model_batch: u32,
     /// Prompt tokens of each sequence that decodes.
     #[arg(long, default_value_t = 512, value_parser = clap::value_parser!(u32).range(1..=65_536))]
-    pub beside_context: u32,
+    pub model_context: u32,
     /// SMs that forward passes leave free for transfers [default: with nccl as many as nodes reserve].
     #[arg(long)]
-    pub beside_reserved_sms: Option<u32>,
+    pub model_reserved_sms: Option<u32>,
     /// Tokens of each prompt that the sender prefills.
     #[arg(long, default_value_t = 8192, value_parser = clap::value_parser!(u32).range(1..=65_536))]
-    pub beside_prompt: u32,
+    pub model_prompt: u32,
     /// Milliseconds from the start of a transfer to the start of the next one; 0: a transfer starts when the previous
     /// one ends.
     #[arg(long, default_value_t = 180, value_parser = clap::value_parser!(u64).range(0..=3_600_000))]
@@ -135,8 +135,8 @@ pub struct ModelLoad {
 impl ModelLoad {
     /// Starts the model on this GPU and waits for its first step.
     pub fn start(all: &TransferArgs, gpu: &str, work: Work) -> Result<Self> {
-        let (args, kernels) = (&all.beside, &all.kernels);
-        let folder = args.beside.as_deref().context("--beside is missing")?;
+        let (args, kernels) = (&all.load, &all.kernels);
+        let folder = args.load.as_deref().context("--model is missing")?;
         let checkpoint = Checkpoint::open(folder, LoadFormat::Dummy { seed: 0 })?;
         let shape = Shape::of(args, work, reserved_sms(all), &checkpoint)?;
         let engine = engine(&checkpoint, kernels, gpu, &shape)?;
@@ -157,7 +157,7 @@ impl ModelLoad {
             model_load.check()?;
             ensure!(
                 begin.elapsed() < STALL_MAX,
-                "the model beside the transfers made no step for {STALL_MAX:?}"
+                "the model that runs during the transfers made no step for {STALL_MAX:?}"
             );
             thread::sleep(Duration::from_millis(10));
         }
@@ -176,7 +176,7 @@ impl ModelLoad {
         let ended = thread.join().unwrap_or_else(|_| bail!("the thread panicked"));
         ended
             .and_then(|()| bail!("the thread ended without an error"))
-            .context("the model beside the transfers has stopped")
+            .context("the model that runs during the transfers has stopped")
     }
 
     /// Returns the statistics of both kinds of windows.
@@ -218,7 +218,7 @@ impl Drop for ModelLoad {
 fn reserved_sms(args: &TransferArgs) -> u32 {
     let by_nccl = args.transport.contains(&Transport::Nccl) && args.ctas > 0;
     let as_nodes = if by_nccl { nccl_reserved_sms(args.ctas) } else { 0 };
-    args.beside.beside_reserved_sms.unwrap_or(as_nodes)
+    args.load.model_reserved_sms.unwrap_or(as_nodes)
 }
 
 /// Shape of the batch that the engine repeats.
@@ -234,7 +234,7 @@ struct Shape {
 
 impl Shape {
     fn of(
-        args: &BesideArgs,
+        args: &ModelLoadArgs,
         work: Work,
         reserved_sms: u32,
         checkpoint: &Checkpoint,
@@ -243,8 +243,8 @@ impl Shape {
         let longest = config.context_tokens as u32;
         // Two prompts at a time, so that one is always waiting.
         let (sequences, prompt_tokens, answer_tokens) = match work {
-            Work::Prefill => (2, args.beside_prompt, 1),
-            Work::Decode => (args.beside_batch, args.beside_context, ANSWER_TOKENS),
+            Work::Prefill => (2, args.model_prompt, 1),
+            Work::Decode => (args.model_batch, args.model_context, ANSWER_TOKENS),
         };
         let room = longest.saturating_sub(prompt_tokens + BLOCK_TOKENS as u32);
         let answer_tokens = answer_tokens.min(room);
