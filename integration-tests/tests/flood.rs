@@ -140,7 +140,7 @@ async fn ten_thousand_concurrent_requests_are_each_served_or_rejected() -> Resul
     loop {
         let (status, health) = client.get_json("/health").await?;
         let files = files_of(cluster.router.id())?;
-        if status == 200 && health["requests_in_work"] == 0 && files <= before + 8 {
+        if status == 200 && health["requests_running"] == 0 && files <= before + 8 {
             break;
         }
         if Instant::now() > deadline {

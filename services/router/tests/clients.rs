@@ -36,7 +36,7 @@ async fn dropped_within_a_second(cluster: &Cluster, mut leave: impl AsyncFnMut()
     })
     .await;
     eventually("no request is running", async || {
-        cluster.client.get("/health").await.json()["requests_in_work"] == 0
+        cluster.client.get("/health").await.json()["requests_running"] == 0
     })
     .await;
     eventually("each request is counted as cancelled", async || {

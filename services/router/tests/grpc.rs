@@ -566,7 +566,7 @@ async fn readiness_waits_for_peer_connections_and_requests_do_not() {
         eventually("ready", async || cluster.client.get("/health").await.status == 200).await;
         eventually("serving", async || by_grpc().await == ServingStatus::Serving).await;
         if !was_ready {
-            assert_eq!(answer.json()["status"], "nodes meet");
+            assert_eq!(answer.json()["status"], "nodes connecting");
             return;
         }
     }

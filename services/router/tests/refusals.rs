@@ -256,7 +256,7 @@ async fn excess_requests_are_rejected_with_retry_after() {
     drop(streams);
     cluster.decode[0].behave(Behaviour::Serve);
     common::client::eventually("no request is running", async || {
-        cluster.client.get("/health").await.json()["requests_in_work"] == 0
+        cluster.client.get("/health").await.json()["requests_running"] == 0
     })
     .await;
     let body = json!({"prompt": long_prompt(), "max_tokens": 5});

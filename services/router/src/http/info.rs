@@ -53,8 +53,8 @@ fn card(front: &Front, named: NamedModel, started: u64) -> ModelCard {
 /// Readiness of the router and its nodes.
 #[derive(Serialize, JsonSchema)]
 pub struct Health<'a> {
-    /// `nodes meet`: the connection setup between the first nodes has not finished.
-    #[schemars(extend("enum" = ["ready", "no decode node", "nodes meet", "stopping"]))]
+    /// `nodes connecting`: the connection setup between the first nodes has not finished.
+    #[schemars(extend("enum" = ["ready", "no decode node", "nodes connecting", "stopping"]))]
     status: &'static str,
     /// At least one model has no prefill node or no decode node.
     degraded: bool,
@@ -67,7 +67,7 @@ pub struct Health<'a> {
     decode_nodes: usize,
     /// Number of in-flight choices, including choices that wait for a node. A request with `n` choices counts `n`
     /// times.
-    requests_in_work: u32,
+    requests_running: u32,
     /// Nodes that compute on the CPU although their host has a GPU; absent when there are none.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     cpu_fallbacks: Vec<CpuFallback>,
@@ -101,7 +101,7 @@ pub async fn health(State(front): State<Arc<Front>>) -> Response {
         (true, _) => (StatusCode::SERVICE_UNAVAILABLE, "stopping"),
         (false, 0) => (StatusCode::SERVICE_UNAVAILABLE, "no decode node"),
         (false, _) if !front.nodes.are_connected() => {
-            (StatusCode::SERVICE_UNAVAILABLE, "nodes meet")
+            (StatusCode::SERVICE_UNAVAILABLE, "nodes connecting")
         }
         (false, _) => (StatusCode::OK, "ready"),
     };
@@ -112,7 +112,7 @@ pub async fn health(State(front): State<Arc<Front>>) -> Response {
         prefill_nodes: models.iter().map(|model| model.prefill_nodes).sum(),
         decode_nodes,
         models,
-        requests_in_work: front.admission.in_flight(),
+        requests_running: front.admission.in_flight(),
         cpu_fallbacks: front
             .nodes
             .cpu_fallbacks()
