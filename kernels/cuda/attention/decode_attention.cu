@@ -786,7 +786,7 @@ BATON_API int32_t baton_decode_attention(const baton_decode_attention_args* args
     int32_t code = BATON_OK;
     auto start = [&](auto* kernel, int bytes) {
       if (bytes > device->shared_bytes) {
-        code = fail(BATON_UNSUPPORTED, "variant %d, %d columns and %d rows need %d bytes of shared memory; a block has %d",
+        code = fail(BATON_UNSUPPORTED, "variant %d, %d columns and %d rows need %d bytes of shared memory; a CTA has at most %d",
                     variant, columns, rows, bytes, device->shared_bytes);
         return;
       }

@@ -447,7 +447,7 @@ BATON_API int32_t baton_skinny_gemm(const baton_skinny_gemm_args* args, void* st
     if (is_wide(p, *device)) {
       const int tile = wide_gemm_tile(p, *device);
       if (tile == 0) {
-        return fail(BATON_UNSUPPORTED, "no product of %d rows with a weight of %d x %d, epilogue %d, is quicker than cuBLAS",
+        return fail(BATON_UNSUPPORTED, "no wide GEMM for %d rows, a weight of %d x %d and epilogue %d: use cuBLAS",
                     p.rows, p.n, p.depth, p.epilogue);
       }
       BATON_REQUIRE(p.out_stride % 2 == 0, "out_stride is %lld; expected even numbers",
@@ -455,7 +455,7 @@ BATON_API int32_t baton_skinny_gemm(const baton_skinny_gemm_args* args, void* st
       return wide_gemm(p, tile, *device, as_stream(stream));
     }
     if (p.tile > 64) {
-      return fail(BATON_UNSUPPORTED, "tile is %d; allowed for this product is 0, 16, 32 or 64", p.tile);
+      return fail(BATON_UNSUPPORTED, "tile is %d; expected 0, 16, 32 or 64 for these rows", p.tile);
     }
     const bool deep = p.pdl != 0 && device->shared_bytes >= kSmemWhole;
     int grid = p.grid > 0 ? p.grid : device->sm_count;
@@ -464,10 +464,10 @@ BATON_API int32_t baton_skinny_gemm(const baton_skinny_gemm_args* args, void* st
     grid = tiles < grid ? tiles : grid;
     return with_kernel(tile, p.epilogue, p.rows, deep, [&](auto* kernel, int bytes) {
       if (bytes > device->shared_bytes) {
-        return fail(BATON_UNSUPPORTED, "a skinny product needs %d bytes of shared memory; a block has %d", bytes,
+        return fail(BATON_UNSUPPORTED, "a skinny GEMM needs %d bytes of shared memory; a CTA has at most %d", bytes,
                     device->shared_bytes);
       }
-      return launch_as(deep, "skinny product", kernel, dim3(grid), dim3(kWarps * WARP), bytes, as_stream(stream), p, tiles);
+      return launch_as(deep, "skinny GEMM", kernel, dim3(grid), dim3(kWarps * WARP), bytes, as_stream(stream), p, tiles);
     });
   });
 }

@@ -28,8 +28,8 @@ pub struct KernelLibrary {
 impl KernelLibrary {
     const FILE: &str = "libbaton_kernels.so";
 
-    /// Returns the path of the library beside this program, if the file exists.
-    pub fn beside(program: &Path) -> Option<PathBuf> {
+    /// Returns the path of the library in this program's folder, if the file exists.
+    pub fn in_folder_of(program: &Path) -> Option<PathBuf> {
         let path = program.with_file_name(Self::FILE);
         path.exists().then_some(path)
     }
@@ -186,13 +186,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn library_is_found_beside_the_program() {
+    fn library_is_found_in_the_programs_folder() {
         let folder = tempfile::tempdir().unwrap();
         let program = folder.path().join("baton-node");
-        assert_eq!(KernelLibrary::beside(&program), None);
+        assert_eq!(KernelLibrary::in_folder_of(&program), None);
         let library = folder.path().join("libbaton_kernels.so");
         std::fs::write(&library, "").unwrap();
-        assert_eq!(KernelLibrary::beside(&program), Some(library));
+        assert_eq!(KernelLibrary::in_folder_of(&program), Some(library));
     }
 
     #[test]

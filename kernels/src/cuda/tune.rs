@@ -84,7 +84,7 @@ pub(super) struct Table {
 }
 
 /// First line of every file; its number changes with the file format.
-const HEADING: &str = "baton products 1";
+const HEADING: &str = "baton gemms 1";
 /// Maximum size of a file, which has about 200 bytes per shape.
 const FILE_BYTES_MAX: u64 = 16 << 20;
 
@@ -146,7 +146,7 @@ impl Table {
     }
 
     fn path(&self, folder: &Path) -> PathBuf {
-        folder.join(format!("products-{:016x}", checksum(self.machine.as_bytes())))
+        folder.join(format!("gemms-{:016x}", checksum(self.machine.as_bytes())))
     }
 
     fn text(&self) -> String {
@@ -434,7 +434,7 @@ mod tests {
             fs::write(&path, bytes).unwrap();
             let mut table = Table::new(MACHINE.into());
             let error = table.read(folder).unwrap_err();
-            assert!(error.contains(word) && error.contains("products-"), "{error:?}: {word}");
+            assert!(error.contains(word) && error.contains("gemms-"), "{error:?}: {word}");
             assert!(table.algorithms.is_empty());
             let time = |_| Ok::<_, Infallible>(Some(([1; 8], milliseconds(1), milliseconds(1))));
             let tuned = tune(&mut table, [shape(8)].into_iter(), &tuning(folder), time).unwrap();
@@ -442,7 +442,7 @@ mod tests {
             Table::new(MACHINE.into()).read(folder).unwrap();
         }
         let nowhere = Path::new("/proc/nowhere");
-        assert!(table.write(nowhere).unwrap_err().contains("/proc/nowhere/products-"));
+        assert!(table.write(nowhere).unwrap_err().contains("/proc/nowhere/gemms-"));
     }
 
     #[test]

@@ -23,15 +23,15 @@ use serde::Serialize;
 
 #[derive(Args, Clone)]
 pub struct KernelsArg {
-    /// Library of Baton's GPU kernels, built by `make kernels` [default: libbaton_kernels.so beside this
-    /// program].
+    /// Library of Baton's GPU kernels, built by `make kernels` [default: libbaton_kernels.so in this
+    /// program's folder].
     #[arg(long, value_name = "PATH", env = "BATON_NODE_KERNELS")]
     kernels: Option<PathBuf>,
 }
 
 impl KernelsArg {
     pub fn path(&self) -> Option<PathBuf> {
-        self.kernels.clone().or_else(|| KernelLibrary::beside(&env::current_exe().ok()?))
+        self.kernels.clone().or_else(|| KernelLibrary::in_folder_of(&env::current_exe().ok()?))
     }
 }
 

@@ -234,7 +234,7 @@ pub(crate) fn open_gpu(
 }
 
 fn kernels(node: &config::Node) -> Option<PathBuf> {
-    node.kernels.clone().or_else(|| KernelLibrary::beside(&env::current_exe().ok()?))
+    node.kernels.clone().or_else(|| KernelLibrary::in_folder_of(&env::current_exe().ok()?))
 }
 
 /// Loads the weights and allocates the KV cache: the configured number of blocks, or as many as fit.
