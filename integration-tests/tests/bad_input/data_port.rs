@@ -44,13 +44,13 @@ impl Target {
         let Some(Observed::Snapshot(snapshot)) = first.event else {
             anyhow::bail!("the first event is not a snapshot: {first:?}");
         };
-        let NodeRecord { epoch, identity, notice_endpoint, .. } =
+        let NodeRecord { epoch, identity, control_endpoint, .. } =
             snapshot.record.context("no record")?;
         Ok(Self {
             name: service.name.clone(),
             process: service.id(),
             data: service.ready.data.trim_start_matches("tcp://").to_owned(),
-            control: notice_endpoint,
+            control: control_endpoint,
             epoch: Epoch::from_bytes(&epoch).context("an epoch has 16 bytes")?,
             identity: identity_from_wire(identity.context("no identity")?)?,
         })

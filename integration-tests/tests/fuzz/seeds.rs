@@ -177,7 +177,7 @@ fn node_record() -> v1::NodeRecord {
         node_id: "decode-0".to_owned(),
         epoch: Bytes::from_static(&[3; 16]),
         role: v1::Role::Decode.into(),
-        notice_endpoint: "tcp://127.0.0.1:7000".to_owned(),
+        control_endpoint: "tcp://127.0.0.1:7000".to_owned(),
         model: "tiny".to_owned(),
         identity: Some(v1::ModelIdentity {
             model_fingerprint: Bytes::from_static(&[1; 16]),

@@ -305,12 +305,12 @@ fn checked_peer(
         let allowed = "must name another process than this one";
         return Err(invalid(&field("epoch"), epoch, allowed));
     }
-    let endpoint = &peer.notice_endpoint;
+    let endpoint = &peer.control_endpoint;
     if endpoint.len() > ENDPOINT_BYTES_MAX || !is_tcp_endpoint(endpoint) {
         let allowed = "must be tcp://host:port";
-        return Err(invalid(&field("notice_endpoint"), shown(endpoint), allowed));
+        return Err(invalid(&field("control_endpoint"), shown(endpoint), allowed));
     }
-    Ok(PeerAddress { node_id: peer.node_id, epoch, control_endpoint: peer.notice_endpoint })
+    Ok(PeerAddress { node_id: peer.node_id, epoch, control_endpoint: peer.control_endpoint })
 }
 
 fn is_tcp_endpoint(text: &str) -> bool {
@@ -374,7 +374,7 @@ mod tests {
         let peer = |epoch: u128, endpoint: &str| v1::Peer {
             node_id: "decode-1".into(),
             epoch: bytes(epoch),
-            notice_endpoint: endpoint.into(),
+            control_endpoint: endpoint.into(),
         };
         let met = |node_epoch: u128, peers| {
             let request = v1::MeetRequest { node_epoch: bytes(node_epoch), peers };
@@ -386,7 +386,7 @@ mod tests {
         assert_eq!(met(7, vec![good(); 100]).unwrap().len(), MEET_PEERS_MAX);
         for (peers, named) in [
             (vec![peer(7, "tcp://127.0.0.1:5555")], "peers.epoch"),
-            (vec![good(), peer(9, "udp://127.0.0.1:5555")], "peers.notice_endpoint"),
+            (vec![good(), peer(9, "udp://127.0.0.1:5555")], "peers.control_endpoint"),
         ] {
             let refused = met(7, peers).unwrap_err();
             assert!(refused.contains(named), "{refused}");
@@ -416,7 +416,7 @@ mod tests {
             decode: Some(v1::Peer {
                 node_id: "decode-0".into(),
                 epoch: bytes(9),
-                notice_endpoint: "tcp://127.0.0.1:5555".into(),
+                control_endpoint: "tcp://127.0.0.1:5555".into(),
             }),
         }
     }
@@ -497,14 +497,14 @@ mod tests {
             ("attempt.grammar.kind = absent", |_, a, _| {
                 a.grammar = Some(v1::Grammar { kind: None });
             }),
-            ("decode.notice_endpoint = \"ipc:///tmp/x\"", |r, _, _| {
-                r.decode.as_mut().unwrap().notice_endpoint = "ipc:///tmp/x".into();
+            ("decode.control_endpoint = \"ipc:///tmp/x\"", |r, _, _| {
+                r.decode.as_mut().unwrap().control_endpoint = "ipc:///tmp/x".into();
             }),
-            ("decode.notice_endpoint = \"tcp://*:5\"", |r, _, _| {
-                r.decode.as_mut().unwrap().notice_endpoint = "tcp://*:5".into();
+            ("decode.control_endpoint = \"tcp://*:5\"", |r, _, _| {
+                r.decode.as_mut().unwrap().control_endpoint = "tcp://*:5".into();
             }),
-            ("decode.notice_endpoint = \"tcp://h:0\"", |r, _, _| {
-                r.decode.as_mut().unwrap().notice_endpoint = "tcp://h:0".into();
+            ("decode.control_endpoint = \"tcp://h:0\"", |r, _, _| {
+                r.decode.as_mut().unwrap().control_endpoint = "tcp://h:0".into();
             }),
         ];
         for (message, spoil) in cases {

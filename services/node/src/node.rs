@@ -222,7 +222,7 @@ impl Node {
             node_id,
             epoch,
             role,
-            notice_endpoint: transfers.control_endpoint().to_owned(),
+            control_endpoint: transfers.control_endpoint().to_owned(),
             model: served_name.clone(),
             identity,
             prompt_tokens_max: identity::prompt_tokens_max(sequence_tokens_max),
@@ -258,7 +258,7 @@ impl Node {
         let addresses = Addresses {
             grpc: grpc_address,
             metrics: metrics_server.address(),
-            control: record.notice_endpoint.clone(),
+            control: record.control_endpoint.clone(),
             data: transfers.data_endpoint().to_owned(),
         };
         let populate = Populate::start(arena, cpus).map_err(StartError::Thread)?;

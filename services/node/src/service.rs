@@ -230,7 +230,7 @@ mod tests {
             let peer = |epoch: u128| v1::Peer {
                 node_id: format!("decode-{epoch}"),
                 epoch: epoch.to_be_bytes().to_vec().into(),
-                notice_endpoint: "tcp://127.0.0.1:5555".into(),
+                control_endpoint: "tcp://127.0.0.1:5555".into(),
             };
             let node_epoch = LIMITS.epoch.to_bytes().to_vec().into();
             let request = v1::MeetRequest { node_epoch, peers: vec![peer(1), peer(2)] };

@@ -24,7 +24,7 @@ pub(crate) fn record() -> NodeRecord {
         node_id: NodeId::parse("decode-1").unwrap(),
         epoch: Epoch::from_bytes(&[1; 16]).unwrap(),
         role: Role::Decode,
-        notice_endpoint: "tcp://127.0.0.1:5555".into(),
+        control_endpoint: "tcp://127.0.0.1:5555".into(),
         model: "model".into(),
         identity: ModelIdentity {
             model_fingerprint: 1,

@@ -67,7 +67,7 @@ async fn prefill_node_reports_its_role_and_shuts_down_in_order() {
     let record = snapshot.record.unwrap();
     assert_eq!(record.role(), v1::Role::Prefill);
     assert_eq!((record.model.as_str(), record.block_count), ("small", 16));
-    assert_eq!(record.notice_endpoint, ready["control"].as_str().unwrap());
+    assert_eq!(record.control_endpoint, ready["control"].as_str().unwrap());
     let status = client.decode(v1::DecodeRequest::default()).await.unwrap_err();
     assert_eq!(status.code(), tonic::Code::FailedPrecondition);
 

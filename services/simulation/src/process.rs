@@ -210,7 +210,7 @@ impl Process {
             node_id: NodeId::parse(&name).expect("a plain name"),
             epoch,
             role: plan.role,
-            notice_endpoint: control_endpoint(host),
+            control_endpoint: control_endpoint(host),
             model: model.name.to_string(),
             identity: identity.clone(),
             prompt_tokens_max: identity::prompt_tokens_max(tokens_max),

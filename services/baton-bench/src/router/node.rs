@@ -178,7 +178,7 @@ impl node_server::Node for Service {
             node_id: "stand-in".into(),
             epoch: vec![1; 16].into(),
             role: Role::Decode.into(),
-            notice_endpoint: "tcp://127.0.0.1:9".into(),
+            control_endpoint: "tcp://127.0.0.1:9".into(),
             model: MODEL.into(),
             identity: Some(ModelIdentity {
                 model_fingerprint: vec![1; 16].into(),

@@ -147,7 +147,7 @@ pub fn record(role: Role, number: u128) -> NodeRecord {
         node_id: NodeId::parse(&format!("{role}-{number}")).unwrap(),
         epoch: epoch(number),
         role,
-        notice_endpoint: "tcp://127.0.0.1:7000".into(),
+        control_endpoint: "tcp://127.0.0.1:7000".into(),
         model: "smollm2".into(),
         identity: ModelIdentity {
             model_fingerprint: 5,

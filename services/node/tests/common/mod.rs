@@ -144,7 +144,7 @@ impl TestNode {
         let peer = v1::Peer {
             node_id: record.node_id.to_string(),
             epoch: epoch.clone(),
-            notice_endpoint: record.notice_endpoint.clone(),
+            control_endpoint: record.control_endpoint.clone(),
         };
         Ok(Self { node, peer, client, epoch, telemetry })
     }

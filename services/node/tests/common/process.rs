@@ -79,9 +79,9 @@ async fn wait_ready(folder: &Path) -> Side {
         if let Ok(text) = fs::read_to_string(folder.join(READY)) {
             let mut lines = text.lines();
             let mut line = || lines.next().unwrap().to_owned();
-            let (grpc, node_id, epoch, notice_endpoint) = (line(), line(), line(), line());
+            let (grpc, node_id, epoch, control_endpoint) = (line(), line(), line(), line());
             let epoch = u128::from_str_radix(&epoch, 16).unwrap().to_be_bytes().to_vec().into();
-            let peer = v1::Peer { node_id, epoch, notice_endpoint };
+            let peer = v1::Peer { node_id, epoch, control_endpoint };
             return Side { peer, client: connect(&grpc).await };
         }
         assert!(Instant::now() < deadline, "the node process was not ready in time");
@@ -111,7 +111,7 @@ async fn serve() {
     let (record, addresses) = (node.node.record(), node.node.addresses());
     let ready = format!(
         "{}\n{}\n{}\n{}\n",
-        addresses.grpc, record.node_id, record.epoch, record.notice_endpoint
+        addresses.grpc, record.node_id, record.epoch, record.control_endpoint
     );
     fs::write(folder.join("unfinished"), ready).unwrap();
     fs::rename(folder.join("unfinished"), folder.join(READY)).unwrap();

@@ -158,7 +158,7 @@ pub mod tests {
                 Role::Prefill => proto::v1::Role::Prefill.into(),
                 Role::Decode => proto::v1::Role::Decode.into(),
             },
-            notice_endpoint: format!("tcp://127.0.0.1:{epoch}"),
+            control_endpoint: format!("tcp://127.0.0.1:{epoch}"),
             model: "ours".into(),
             identity: Some(proto::v1::ModelIdentity {
                 model_fingerprint: fingerprint.to_be_bytes().to_vec().into(),

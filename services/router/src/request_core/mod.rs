@@ -679,6 +679,6 @@ pub fn peer(node: &NodeRecord) -> Peer {
     Peer {
         node_id: node.node_id.to_string(),
         epoch: Bytes::copy_from_slice(&node.epoch.to_bytes()),
-        notice_endpoint: node.notice_endpoint.clone(),
+        control_endpoint: node.control_endpoint.clone(),
     }
 }

@@ -34,7 +34,7 @@ fn node(role: Role, number: u128) -> Arc<NodeRecord> {
         node_id: NodeId::parse(&format!("{}-0", role.as_str())).unwrap(),
         epoch: Epoch(number),
         role,
-        notice_endpoint: "tcp://127.0.0.1:9".into(),
+        control_endpoint: "tcp://127.0.0.1:9".into(),
         model: "model".into(),
         identity: ModelIdentity {
             model_fingerprint: 7,

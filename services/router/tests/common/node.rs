@@ -403,7 +403,7 @@ impl State {
             node_id: self.node_id.clone(),
             epoch: self.epoch.to_vec().into(),
             role: self.role.into(),
-            notice_endpoint: "tcp://127.0.0.1:9".into(),
+            control_endpoint: "tcp://127.0.0.1:9".into(),
             model: self.model.clone(),
             identity: Some(self.identity.clone()),
             prompt_tokens_max: SEQUENCE_MAX - 1,
