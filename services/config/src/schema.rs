@@ -192,7 +192,7 @@ section! {
         /// Maximum time of a step that decodes. A node that decodes adds only as many prompt tokens to such a step as
         /// fit into this time, by step times measured at start and while serving. Prefill nodes ignore it.
         itl_max: Auto<Duration> = Auto::Derived,
-            "On a GPU 20ms or 4 decode steps, whichever is longer: decode rows keep 50 tokens/s, and prefill beside them keeps most of its throughput. No limit on a CPU, where chunk_tokens bounds the step.",
+            "On a GPU 20ms or 4 decode steps, whichever is longer: decode rows keep 50 tokens/s, and prefill in the same steps keeps most of its throughput. No limit on a CPU, where chunk_tokens bounds the step.",
             Duration::from_millis(1)..=secs(60);
         /// Enables the prefix cache: KV of finished sequences stays in free blocks and serves later prompts with
         /// the same beginning.
@@ -259,7 +259,7 @@ section! {
             "A GPU costs more than a core; set false where nodes share few cores.";
         /// Path of the library of Baton's GPU kernels, which make kernels builds.
         kernels: Option<PathBuf> = None,
-            "Unset means libbaton_kernels.so beside the program.";
+            "Unset means libbaton_kernels.so in the program's folder.";
         /// Number of compute threads.
         threads: Option<u32> = None,
             "Unset means one thread per CPU of node.cpus or node.numa_node, otherwise one per CPU that the process may use.",

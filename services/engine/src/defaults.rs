@@ -218,7 +218,7 @@ pub fn derive(node: &NodeTraits, times: Option<&StepTimes>) -> Result<Defaults, 
             (Some(itl), ..) => (
                 milliseconds(itl.max),
                 format!(
-                    "the longer of {} and {GPU_ITL_STEPS} decode steps of {}; {} prompt tokens fit beside one row",
+                    "the longer of {} and {GPU_ITL_STEPS} decode steps of {}; {} prompt tokens fit into a step with one row",
                     milliseconds(GPU_ITL_MAX),
                     milliseconds(itl.decode),
                     itl.prefill_tokens(Duration::ZERO),
@@ -285,7 +285,7 @@ fn step_bound(node: &NodeTraits) -> Result<(u32, String), DefaultsError> {
     // The largest power of two within the bound.
     let tokens = 1 << bound.ilog2();
     let why = format!(
-        "at most {most} tokens, {} of KV, a quarter of the {} beside the weights{}",
+        "at most {most} tokens, {} of KV, a quarter of the {} left by the weights{}",
         size(GPU_STEP_KV_BYTES),
         size(left),
         set_kv(set_kv_bytes),
@@ -495,7 +495,10 @@ mod tests {
         let defaults = derived(1024).unwrap();
         assert_eq!(defaults.step_tokens, 1024, "a quarter of 1 GiB holds 1927 tokens");
         let reason = &why(&defaults, "node.step_tokens").why;
-        assert!(reason.ends_with("beside the weights and a set KV cache of 109.0 GiB"), "{reason}");
+        assert!(
+            reason.ends_with("left by the weights and a set KV cache of 109.0 GiB"),
+            "{reason}"
+        );
         assert_eq!(derived(68).unwrap().step_tokens, 512, "512 tokens take all 68 MiB");
         let error = derived(67).unwrap_err().to_string();
         for word in ["109.9 GiB", "node.kv_memory", "512 tokens", "68 MiB"] {

@@ -53,7 +53,7 @@ fn a_full_prefill_node_and_a_full_decode_node_do_not_deadlock() {
             break;
         }
     }
-    assert!(stuck_full > 0, "the situation did arise");
+    assert!(stuck_full > 0, "both nodes never ran out of blocks at once");
     requests.iter().for_each(|new| assert_exact(&pair, new));
     pair.assert_all_returned();
 }
@@ -85,7 +85,7 @@ fn preemption_beside_waiting_reservations_does_not_deadlock() {
     requests.iter().for_each(|new| pair.submit(new.clone()));
     pair.run();
     requests.iter().for_each(|new| assert_exact(&pair, new));
-    assert!(pair.decode.scheduler().preemptions() > 0, "the situation did arise");
+    assert!(pair.decode.scheduler().preemptions() > 0, "no sequence was preempted");
     pair.assert_all_returned();
 }
 

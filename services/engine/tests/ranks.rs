@@ -121,11 +121,11 @@ fn scheduling_changes_no_bit_on_several_ranks() {
             let drafts = SchedulerConfig { limits, ..drafts };
             let (mut drafts, _) = engine_of_ranks(&checkpoint, drafts, of);
             assert_eq!(tokens_of(run(&mut drafts, requests(&checkpoint, ""))), expected);
-            assert!(drafts.take_speculated().drafted > 0, "the situation did arise");
+            assert!(drafts.take_speculated().drafted > 0, "no token was drafted");
 
             let (mut few_blocks, _) = engine_of_ranks(&checkpoint, config(8, 256, 16, 2), of);
             assert_eq!(tokens_of(run(&mut few_blocks, requests(&checkpoint, ""))), expected);
-            assert!(few_blocks.scheduler().preemptions() > 0, "the situation did arise");
+            assert!(few_blocks.scheduler().preemptions() > 0, "no sequence was preempted");
         }
     }
 }

@@ -243,7 +243,7 @@ fn preemption_with_speculation_keeps_tokens() {
         };
         let mut engine = engine_with(&tiny_model(), patient(limits), 2, weights).0;
         let outcomes = run(&mut engine, requests());
-        assert!(engine.scheduler().preemptions() > 0, "the situation did arise");
+        assert!(engine.scheduler().preemptions() > 0, "no sequence was preempted");
         assert!(engine.take_speculated().accepted > 20);
         for (id, outcome) in &outcomes {
             assert_eq!(outcome.failure, None);

@@ -57,7 +57,7 @@ pub(crate) const JSON_WHITE_SPACE: &str = r"[\x20\x0A\x0D\x09]{1,40}";
 
 /// Fuel to compute the bitmasks of one output, in addition to [`MASK_WORK_PER_TOKEN`] for each token: about
 /// 20 ms. A large grammar builds most lexer states during its first tokens.
-pub const MASK_WORK_BESIDE: u64 = 500_000;
+pub const MASK_WORK_BASE: u64 = 500_000;
 /// Fuel per token: about 0.2 ms of a worker thread, which computes bitmasks for all requests of a node. A schema with
 /// 1,000 optional properties takes 3,200, strings of bounded length 600, others less than 100.
 pub const MASK_WORK_PER_TOKEN: u64 = 5_000;

@@ -4,7 +4,7 @@ use llguidance::api::StopReason;
 
 use crate::{
     error::{MatchError, one_line},
-    limits::{ITEM_WORK, MASK_WORK_BESIDE, MASK_WORK_PER_TOKEN},
+    limits::{ITEM_WORK, MASK_WORK_BASE, MASK_WORK_PER_TOKEN},
 };
 
 /// The state of one output in its grammar. Do not use a matcher after an error other than a mismatch.
@@ -18,7 +18,7 @@ pub struct Matcher {
 
 impl Matcher {
     pub(crate) fn new(inner: llguidance::Matcher) -> Self {
-        Self { inner, work_done: 0, work_allowed: MASK_WORK_BESIDE }
+        Self { inner, work_done: 0, work_allowed: MASK_WORK_BASE }
     }
 
     /// Returns the bitmask of the tokens that may come next: token `i` is bit `i % 32` of word `i / 32`. No

@@ -19,7 +19,7 @@ const BACKLOG: u32 = 1024;
 /// Time-out for reading a call's message, which has at most a few hundred KiB.
 const REQUEST_READ_MAX: Duration = Duration::from_secs(5);
 /// Bytes of a call in addition to its tokens and its grammar: sampling, ids, salt.
-const MESSAGE_BYTES_BESIDE_TOKENS: usize = 64 << 10;
+const MESSAGE_OVERHEAD_BYTES: usize = 64 << 10;
 /// Maximum bytes of a token id as a varint.
 const TOKEN_BYTES_MAX: usize = 5;
 /// Streams of one connection in addition to attempts: observers and health checks.
@@ -62,7 +62,7 @@ impl GrpcServer {
         let (health, health_server) = tonic_health::server::health_reporter();
         let message_bytes_max = sequence_tokens_max as usize * TOKEN_BYTES_MAX
             + grammar::limits::WIRE_BYTES_MAX
-            + MESSAGE_BYTES_BESIDE_TOKENS;
+            + MESSAGE_OVERHEAD_BYTES;
         let node = NodeServer::new(service).max_decoding_message_size(message_bytes_max);
         let stop = CancellationToken::new();
         let stopped = stop.clone().cancelled_owned();

@@ -282,7 +282,7 @@ impl RankGroup {
             failure: OnceLock::new(),
             stopping: AtomicBool::new(false),
             processes: Mutex::new((0..ranks).map(|_| None).collect()),
-            bells: [results_there.clone(), region.plan_room()],
+            bells: [results_there.clone(), region.free_plan_slot()],
         };
         let woken = Arc::new(AtomicBool::new(false));
         let waker = {

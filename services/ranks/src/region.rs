@@ -121,7 +121,7 @@ impl GroupRegion {
     }
 
     /// Returns the bell of free slots in the plan ring.
-    pub fn plan_room(&self) -> Bell {
+    pub fn free_plan_slot(&self) -> Bell {
         self.bell(1)
     }
 
@@ -213,7 +213,7 @@ mod tests {
             assert!(ends.is_sorted() && ends.iter().all(|end| end.is_multiple_of(LINE)));
             assert_eq!(ends.last(), Some(&made.region.byte_count()));
             // Overlapping atomics of different kinds panic.
-            let _all = (made.plans(), made.heartbeat(ranks - 1), made.plan_room());
+            let _all = (made.plans(), made.heartbeat(ranks - 1), made.free_plan_slot());
             let _results: Vec<_> = (0..ranks).map(|rank| made.results(rank)).collect();
         }
     }

@@ -33,12 +33,12 @@ pub enum Full {
 /// Bound on the bytes of request bodies before admission. Only received bytes count: a client that announces a large
 /// body and sends nothing takes no bytes.
 #[derive(Clone)]
-pub struct BodyRoom {
+pub struct BodyBudget {
     free: Arc<Semaphore>,
     bytes_max: u64,
 }
 
-impl BodyRoom {
+impl BodyBudget {
     pub fn new(bytes_max: u64) -> Self {
         let permits = usize::try_from(bytes_max).unwrap_or(usize::MAX);
         Self { free: Arc::new(Semaphore::new(permits.min(Semaphore::MAX_PERMITS))), bytes_max }

@@ -7,7 +7,7 @@ use text::ModelText;
 use tokio_util::sync::CancellationToken;
 
 use crate::{
-    admission::{Admission, BodyRoom, WaitingPlaces, WaitingRoom},
+    admission::{Admission, BodyBudget, WaitingPlaces, WaitingRoom},
     history::SharedHistory,
     nodes::Nodes,
     request::{
@@ -62,7 +62,7 @@ pub struct Front {
     pub settings: RouterSettings,
     pub models: Models,
     pub nodes: Nodes,
-    pub bodies: BodyRoom,
+    pub bodies: BodyBudget,
     pub admission: Admission,
     pub history: SharedHistory,
     /// Cancelled when the router becomes unready, before it rejects requests.
@@ -74,7 +74,7 @@ pub struct Front {
 impl Front {
     pub fn new(settings: RouterSettings, models: Models, nodes: Nodes) -> Self {
         Self {
-            bodies: BodyRoom::new(settings.bodies_bytes_max),
+            bodies: BodyBudget::new(settings.bodies_bytes_max),
             admission: Admission::new(settings.router.requests_max),
             history: SharedHistory::default(),
             models,

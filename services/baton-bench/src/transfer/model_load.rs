@@ -136,7 +136,7 @@ impl ModelLoad {
     /// Starts the model on this GPU and waits for its first step.
     pub fn start(all: &TransferArgs, gpu: &str, work: Work) -> Result<Self> {
         let (args, kernels) = (&all.load, &all.kernels);
-        let folder = args.load.as_deref().context("--model is missing")?;
+        let folder = args.model.as_deref().context("--model is missing")?;
         let checkpoint = Checkpoint::open(folder, LoadFormat::Dummy { seed: 0 })?;
         let shape = Shape::of(args, work, reserved_sms(all), &checkpoint)?;
         let engine = engine(&checkpoint, kernels, gpu, &shape)?;

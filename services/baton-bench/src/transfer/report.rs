@@ -111,7 +111,9 @@ impl fmt::Display for Report {
             )?;
         }
         for row in &self.rows {
-            let Some(InterferenceRow { transfer_us, gb_per_s, prompts, decoding }) = &row.interference else {
+            let Some(InterferenceRow { transfer_us, gb_per_s, prompts, decoding }) =
+                &row.interference
+            else {
                 continue;
             };
             writeln!(

@@ -226,8 +226,8 @@ impl Scheduler {
             |&&(_, id): &&(Arrival, SequenceId)| self.sequences[&id].kind != SequenceKind::Send;
         let (older, others) = self.running.split_at(index);
         let &(_, youngest) = others.iter().rfind(displaceable)?;
-        let others_go_on = || older.iter().any(|entry| displaceable(&entry));
-        (youngest != others[0].1 || others_go_on()).then_some(youngest)
+        let another_row_remains = || older.iter().any(|entry| displaceable(&entry));
+        (youngest != others[0].1 || another_row_remains()).then_some(youngest)
     }
 
     fn advance(&mut self, id: SequenceId, count: u32, builder: &mut PlanBuilder) {

@@ -24,7 +24,7 @@ struct Transfer {
     /// only grows, so no block is handed over twice.
     blocks: Vec<BlockId>,
     /// Whether the node was told to abort this transfer.
-    abort_told: bool,
+    abort_sent: bool,
 }
 
 impl Transfers {
@@ -45,7 +45,7 @@ impl Transfers {
     }
 
     fn insert(&mut self, id: SequenceId, is_incoming: bool, blocks: Vec<BlockId>) {
-        let transfer = Transfer { is_incoming, first_block: 0, blocks, abort_told: false };
+        let transfer = Transfer { is_incoming, first_block: 0, blocks, abort_sent: false };
         self.known.insert(id, transfer);
     }
 
@@ -95,7 +95,7 @@ impl Transfers {
     /// Returns true the first time, when the node must be told to abort this transfer.
     pub(super) fn abort(&mut self, id: SequenceId) -> bool {
         let transfer = self.known.get_mut(&id);
-        transfer.is_some_and(|transfer| !std::mem::replace(&mut transfer.abort_told, true))
+        transfer.is_some_and(|transfer| !std::mem::replace(&mut transfer.abort_sent, true))
     }
 
     /// Returns the blocks on which outgoing transfers have a reference and a pin.

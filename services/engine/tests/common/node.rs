@@ -36,7 +36,7 @@ struct Tracked {
     alone: bool,
     end: Option<End>,
     transfer: Option<Transfer>,
-    abort_told: bool,
+    abort_received: bool,
     transfer_failed: bool,
 }
 
@@ -93,7 +93,7 @@ impl Node {
             alone: false,
             end: None,
             transfer,
-            abort_told: false,
+            abort_received: false,
             transfer_failed: false,
         };
         let id = new.id;
@@ -101,7 +101,7 @@ impl Node {
         self.input(Input::Arrived(new));
         // Rejected at once: no transfer was known.
         let tracked = self.sequences.get_mut(&id).expect("just inserted");
-        if matches!(tracked.end, Some(End::Failed(_))) && !tracked.abort_told {
+        if matches!(tracked.end, Some(End::Failed(_))) && !tracked.abort_received {
             tracked.transfer = None;
         }
     }
@@ -113,7 +113,7 @@ impl Node {
         }
         self.input(Input::Abort { id });
         let tracked = &self.sequences[&id];
-        let told = tracked.transfer.is_none() || tracked.abort_told;
+        let told = tracked.transfer.is_none() || tracked.abort_received;
         assert!(told, "an abort names a transfer in flight");
     }
 
@@ -172,7 +172,7 @@ impl Node {
         let over = |tracked: &Tracked| match tracked.transfer {
             None => false,
             Some(Transfer::Outgoing { .. }) => tracked.end.is_some(),
-            Some(Transfer::Incoming { .. }) => tracked.abort_told,
+            Some(Transfer::Incoming { .. }) => tracked.abort_received,
         };
         self.sequences.iter().filter(|(_, tracked)| over(tracked)).map(|(&id, _)| id).collect()
     }
@@ -261,7 +261,7 @@ impl Node {
         let tracked = self.sequences.get_mut(&id).expect("actions name known sequences");
         if let Action::AbortTransfer { .. } = action {
             assert!(tracked.transfer.is_some(), "{id:?} has no transfer");
-            assert!(!std::mem::replace(&mut tracked.abort_told, true), "told once");
+            assert!(!std::mem::replace(&mut tracked.abort_received, true), "told once");
             return;
         }
         assert_eq!(tracked.end, None, "{id:?} has ended, then {action:?}");
@@ -305,8 +305,8 @@ impl Node {
                 {
                     let total = tracked.new.tokens.len().div_ceil(BLOCK_TOKENS) as u32;
                     let all = handed_over.len() as u32 == total - first;
-                    assert!(all || tracked.abort_told, "everything is handed over, or aborted");
-                    assert_eq!(tracked.abort_told, reason.is_some());
+                    assert!(all || tracked.abort_received, "everything is handed over, or aborted");
+                    assert_eq!(tracked.abort_received, reason.is_some());
                 }
                 tracked.end = Some(End::Finished);
             }
@@ -322,7 +322,7 @@ impl Node {
                     failure => panic!("{id:?} failed: {failure}"),
                 }
                 let under_way = tracked.transfer.is_some() && !tracked.transfer_failed;
-                assert!(!under_way || tracked.abort_told || tracked.received.is_empty());
+                assert!(!under_way || tracked.abort_received || tracked.received.is_empty());
                 tracked.end = Some(End::Failed(failure));
             }
             Action::AbortTransfer { .. } => unreachable!("handled above"),

@@ -25,7 +25,7 @@ use tonic::{Code, Status};
 
 use super::status;
 use crate::{
-    admission::BodyRoom, front::Front, record::RequestRecord, request::error::RequestError,
+    admission::BodyBudget, front::Front, record::RequestRecord, request::error::RequestError,
 };
 
 /// Record of a request whose message is being read.
@@ -102,19 +102,19 @@ type BoxError = Box<dyn std::error::Error + Send + Sync>;
 /// decoded.
 pub struct BoundedBody {
     body: Body,
-    room: BodyRoom,
+    budget: BodyBudget,
     held: Option<OwnedSemaphorePermit>,
     /// Record to notify when the body breaks off.
     arrived: Option<Arrived>,
 }
 
 impl BoundedBody {
-    pub fn new(body: Body, room: BodyRoom, arrived: Option<Arrived>) -> Self {
-        Self { body, room, held: None, arrived }
+    pub fn new(body: Body, budget: BodyBudget, arrived: Option<Arrived>) -> Self {
+        Self { body, budget, held: None, arrived }
     }
 
     fn hold(&mut self, bytes: usize) -> Result<(), Status> {
-        let more = self.room.take(bytes).map_err(|full| status(RequestError::from(full)))?;
+        let more = self.budget.take(bytes).map_err(|full| status(RequestError::from(full)))?;
         match &mut self.held {
             Some(held) => held.merge(more),
             None => self.held = Some(more),

@@ -37,7 +37,7 @@ pub fn routes(
             .register_encoded_file_descriptor_set(proto::DESCRIPTORS)
             .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
     };
-    let room = front.bodies.clone();
+    let budget = front.bodies.clone();
     let counted = middleware::from_fn_with_state(front.clone(), arrived::count);
     let inference = InferenceServer::new(InferenceService::new(front))
         .max_decoding_message_size(body_bytes_max);
@@ -48,7 +48,7 @@ pub fn routes(
         .add_service(reflection().build_v1alpha()?);
     let bounded = MapRequestLayer::new(move |request: Request<Body>| {
         let arrived = request.extensions().get().cloned();
-        request.map(|body| Body::new(BoundedBody::new(body, room.clone(), arrived)))
+        request.map(|body| Body::new(BoundedBody::new(body, budget.clone(), arrived)))
     });
     Ok(routes.prepare().into_axum_router().layer(bounded).layer(counted))
 }

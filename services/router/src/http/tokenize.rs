@@ -74,7 +74,10 @@ pub fn prompt_source(fields: &Fields<'_>) -> Result<PromptSource, FieldError> {
         return chat_source(fields, tools.as_ref()).map(PromptSource::Chat);
     };
     if fields.raw("messages").is_some() {
-        return Err(FieldError::new("prompt", "is given beside messages; allowed: one of them"));
+        return Err(FieldError::new(
+            "prompt",
+            "is set together with messages; expected one of them",
+        ));
     }
     let add_special_tokens = fields.boolean("add_special_tokens")?.unwrap_or(true);
     Ok(PromptSource::Text { text, add_special_tokens })

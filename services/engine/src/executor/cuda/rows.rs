@@ -177,7 +177,9 @@ fn refusal(admitted: &AdmittedRow) -> Option<RowFailure> {
     }
     let stops = sampling.stop_token_ids.len();
     if sampling.min_tokens > 0 && stops > STOPS_MAX as usize {
-        return refused(format!("{stops} stop tokens beside min_tokens; at most {STOPS_MAX}"));
+        return refused(format!(
+            "{stops} stop tokens with min_tokens; expected at most {STOPS_MAX}"
+        ));
     }
     match sampling.logprobs {
         Some(count) if count > LOGPROBS_MAX => {

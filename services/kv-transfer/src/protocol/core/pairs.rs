@@ -24,11 +24,8 @@ impl Core {
             return self.turn.refuse("own_epoch");
         }
         if !self.pairs.contains_key(&from.epoch) {
-            let has_room = if hello.in_advance {
-                self.has_room_in_advance()
-            } else {
-                self.make_room_for_pair()
-            };
+            let has_room =
+                if hello.in_advance { self.can_preconnect() } else { self.make_room_for_pair() };
             if !has_room {
                 let reason = if hello.in_advance { "no_room_in_advance" } else { "pairs_full" };
                 return self.turn.refuse(reason);
@@ -90,7 +87,7 @@ impl Core {
             return;
         }
         if !self.pairs.contains_key(&address.epoch) {
-            if !self.has_room_in_advance() {
+            if !self.can_preconnect() {
                 return;
             }
             let pair = Pair::new(&mut self.turn, address, true);
@@ -152,7 +149,7 @@ impl Core {
 
     /// Returns whether another pair without transfers is allowed. Such a pair evicts no pair. Half of the table
     /// is reserved for requests, because their pairs would evict such a pair again.
-    fn has_room_in_advance(&self) -> bool {
+    fn can_preconnect(&self) -> bool {
         let uses_gpu_memory = |pair: &&Pair| pair.transport() != TCP;
         self.pairs.values().filter(uses_gpu_memory).count() < PRECONNECTED_PAIRS_MAX
             && self.pairs.len() < self.turn.local.limits.pairs_max.div_ceil(2)
