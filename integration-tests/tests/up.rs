@@ -124,7 +124,10 @@ async fn explained_stages_account_for_95_percent_of_a_request() -> Result<()> {
     let label = [("x-request-id", "explained")];
     let answer = client.post_bytes("/v1/completions", body.to_string().into(), &label).await?;
     assert_eq!(answer.status, 200);
-    let (_, explained) = client.get_json("/v1/explain/explained").await?;
+    let ready = up.lines.seen().iter().find(|line| line.contains("baton: ready"));
+    let ready = ready.context("ready")?;
+    let admin = ready.split_once("admin ").context("no admin URL")?.1.trim().to_owned();
+    let (_, explained) = Client::new(admin.clone()).get_json("/v1/explain/explained").await?;
     let request = &explained["requests"][0];
     assert_eq!(request["attempts"][0]["disaggregated"], true, "{request:#}");
     for stage in request["stages"].as_array().context("no stages")? {
@@ -133,22 +136,29 @@ async fn explained_stages_account_for_95_percent_of_a_request() -> Result<()> {
     let ms = |field: &str| request[field].as_f64().context("no number");
     assert!(ms("unaccounted_ms")? <= 0.05 * ms("duration_ms")?, "{request:#}");
 
-    let ready = up.lines.seen().iter().find(|line| line.contains("baton: ready"));
-    let ready = ready.context("ready")?;
-    let url =
-        ready.split_whitespace().find(|word| word.starts_with("http://")).context("no URL")?;
-    let url = url.trim_end_matches("/v1");
-    let explain = |id: &str| {
-        command::output(Command::new(bin_dir().join("baton")).args(["explain", id, "--url", url]))
+    let explain = |id: &str, from: &[&str]| {
+        let mut command = Command::new(bin_dir().join("baton"));
+        command::output(command.args(["explain", id]).args(from))
     };
-    let printed = String::from_utf8(explain("explained")?.stdout)?;
+    let by_url = ["--url", &admin];
+    let printed = String::from_utf8(explain("explained", &by_url)?.stdout)?;
     for words in ["label explained", "disaggregated: ", "*prefill-0 to decode-0", "hand-over"] {
         assert!(printed.contains(words), "{printed:?} lacks {words:?}");
     }
-    let unknown = explain("nobody")?;
+    let unknown = explain("nobody", &by_url)?;
     let said = String::from_utf8(unknown.stderr)?;
     assert_eq!(unknown.status.code(), Some(1), "{said}");
     assert!(said.contains("\"nobody\"") && said.contains("the last 1 that ended"), "{said}");
+
+    up.lines.wait_for("request ended")?;
+    let folder = tempfile::tempdir()?;
+    let log = folder.path().join("up.log");
+    std::fs::write(&log, up.lines.seen().join("\n"))?;
+    let log = log.display().to_string();
+    let printed = String::from_utf8(explain("explained", &["--log", &log])?.stdout)?;
+    for words in ["request ended\n", "    prefill_node prefill-0\n", "    label explained\n"] {
+        assert!(printed.contains(words), "{printed:?} lacks {words:?}");
+    }
     Ok(())
 }
 

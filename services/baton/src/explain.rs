@@ -1,5 +1,5 @@
 //! `baton explain`: reports the nodes of a request with the reasons for their choice, the time of each stage, and the
-//! failures. The data comes from the routers' memory, or with `--log` from a router's JSON log.
+//! failures. The data comes from the routers' memory, or with `--log` from a router's log.
 
 use std::{
     collections::BTreeSet,
@@ -18,6 +18,9 @@ use time::{OffsetDateTime, format_description::well_known::Rfc3339};
 use crate::http_client::HttpClient;
 
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
+/// Messages of the log lines that tell about a request.
+const REQUEST_ENDED: &str = "request ended";
+const ATTEMPT_FAILED: &str = "attempt failed";
 /// Fields of a log line that every line has.
 const COMMON_FIELDS: [&str; 5] = ["timestamp", "level", "target", "message", "span"];
 
@@ -35,10 +38,10 @@ pub struct ExplainArgs {
     /// Print JSON.
     #[arg(long)]
     json: bool,
-    /// URL of the routers. All addresses of the host name are asked.
-    #[arg(long, value_name = "URL", default_value = "http://127.0.0.1:8000")]
+    /// URL of the routers' admin API (`router.admin`). All addresses of the host name are asked.
+    #[arg(long, value_name = "URL", default_value = "http://127.0.0.1:8002")]
     url: String,
-    /// Read this log of a router (JSON lines) in place of the routers' memory.
+    /// Read this log of a router (JSON or text lines) in place of the routers' memory.
     #[arg(long, value_name = "FILE")]
     log: Option<PathBuf>,
 }
@@ -290,21 +293,68 @@ fn attempt_lines(attempt: &Value, lines: &mut Vec<String>) {
 fn from_log(file: &Path, args: &ExplainArgs) -> Result<Vec<Value>> {
     let log =
         std::fs::read_to_string(file).with_context(|| format!("cannot read {}", file.display()))?;
-    let lines: Vec<Value> =
-        log.lines().filter_map(|line| serde_json::from_str(line).ok()).collect();
+    let lines: Vec<Value> = log.lines().filter_map(log_line).collect();
     ensure!(
         !lines.is_empty(),
-        "{} has no line of JSON; expected a log with telemetry.log_format = \"json\"",
+        "{} has no line \"{REQUEST_ENDED}\" and no line of JSON; expected the log of a router",
         file.display()
     );
     let found = in_log(&lines, args.id.as_deref(), args.slow);
     if let Some(id) = args.id.as_deref().filter(|_| found.is_empty()) {
         bail!(
-            "no line \"request ended\" in {} has the request id, label or trace id {id:?}",
+            "no line \"{REQUEST_ENDED}\" in {} has the request id, label or trace id {id:?}",
             file.display()
         );
     }
     Ok(found)
+}
+
+/// Reads a log line of either format. Of lines of text, only those of [`REQUEST_ENDED`] and [`ATTEMPT_FAILED`] are
+/// read.
+fn log_line(line: &str) -> Option<Value> {
+    if let Ok(line @ Value::Object(_)) = serde_json::from_str(line) {
+        return Some(line);
+    }
+    let (message, (head, mut rest)) = [REQUEST_ENDED, ATTEMPT_FAILED]
+        .into_iter()
+        .find_map(|message| Some((message, line.split_once(&format!(": {message} "))?)))?;
+    let timestamp =
+        head.split_whitespace().find(|word| OffsetDateTime::parse(word, &Rfc3339).is_ok());
+    let mut fields = json!({"timestamp": timestamp, "message": message});
+    while let Some((name, value)) = rest.split_once('=') {
+        let (value, after) = field_value(value);
+        // A field of the event comes before a field of its spans.
+        if fields[name].is_null() {
+            fields[name] = value;
+        }
+        rest = after;
+    }
+    Some(fields)
+}
+
+/// Splits the value at the begin of `text` from the fields behind the value.
+fn field_value(text: &str) -> (Value, &str) {
+    let end = match text.strip_prefix('"') {
+        Some(quoted) => {
+            let mut is_escaped = false;
+            let end = quoted.find(|letter| {
+                let closes = letter == '"' && !is_escaped;
+                is_escaped = letter == '\\' && !is_escaped;
+                closes
+            });
+            end.map(|end| end + 2)
+        }
+        // A value without quotes may contain spaces. The next field begins with its name.
+        None => text.match_indices(' ').map(|(at, _)| at).find(|at| {
+            let name = text[at + 1..].split_once('=').map(|(name, _)| name);
+            name.is_some_and(|name| name.chars().all(|c| c.is_ascii_lowercase() || c == '_'))
+        }),
+    };
+    let (value, after) = text.split_at(end.unwrap_or(text.len()));
+    // Longer digits are an id.
+    let is_json = value.starts_with('"') || value.len() < 16;
+    let parsed = is_json.then(|| serde_json::from_str(value).ok()).flatten();
+    (parsed.unwrap_or_else(|| value.into()), after.trim_start())
 }
 
 fn in_log(lines: &[Value], id: Option<&str>, slow: Option<u32>) -> Vec<Value> {
@@ -316,7 +366,7 @@ fn in_log(lines: &[Value], id: Option<&str>, slow: Option<u32>) -> Vec<Value> {
     let is = |line: &&Value, message: &str| {
         line["message"].as_str().is_some_and(|found| found.starts_with(message))
     };
-    let mut ended: Vec<&Value> = lines.iter().filter(|line| is(line, "request ended")).collect();
+    let mut ended: Vec<&Value> = lines.iter().filter(|line| is(line, REQUEST_ENDED)).collect();
     match (id, slow) {
         (Some(id), _) => ended.retain(|line| {
             ["request_id", "label", "trace_id"]
@@ -334,7 +384,7 @@ fn in_log(lines: &[Value], id: Option<&str>, slow: Option<u32>) -> Vec<Value> {
         let is_own =
             |other: &&Value| request_id.is_some() && field(other, "request_id") == request_id;
         let failed: Vec<&Value> =
-            lines.iter().filter(|line| is(line, "attempt failed")).filter(is_own).collect();
+            lines.iter().filter(|line| is(line, ATTEMPT_FAILED)).filter(is_own).collect();
         json!({"request_id": request_id, "ended": line, "failed_attempts": failed})
     });
     explained.collect()
@@ -429,8 +479,32 @@ mod tests {
         assert_eq!((ids(None, Some(1)), ids(None, None)), (vec!["2".into()], vec!["2".into()]));
         assert!(ids(Some("3"), None).is_empty());
         let text = log_text(&in_log(&lines, Some("a"), None)[0]);
-        assert!(text.contains("attempt failed\n    failure decode node: busy"), "{text}");
-        assert!(text.contains("request ended\n    duration_ms 5.0"), "{text}");
+        // Whether serde_json keeps the order of fields depends on the other crates of a build.
+        for line in ["attempt failed\n", "failure decode node: busy\n", "duration_ms 5.0\n"] {
+            assert!(text.contains(line), "{line:?} is missing in\n{text}");
+        }
+    }
+
+    #[test]
+    fn lines_of_text_give_the_fields_of_lines_of_json() {
+        let failed = log_line(
+            "router | 2026-11-23T21:31:47.5Z  WARN request:attempt: router::answer: attempt failed request_id=00ab \
+             node_id=decode-0 failure=decode node: a bug (code=13) request_id=00ab label=\"a \\\"b\\\" c=d\" number=1",
+        );
+        assert_eq!(
+            failed.unwrap(),
+            json!({"timestamp": "2026-11-23T21:31:47.5Z", "message": "attempt failed", "request_id": "00ab",
+                "node_id": "decode-0", "failure": "decode node: a bug (code=13)", "label": "a \"b\" c=d", "number": 1})
+        );
+        let ended = log_line(
+            "router::record: request ended duration_ms=5.5 request_id=12345678901234567890123456789012",
+        );
+        assert_eq!(
+            ended.unwrap(),
+            json!({"timestamp": null, "message": "request ended", "duration_ms": 5.5,
+                "request_id": "12345678901234567890123456789012"})
+        );
+        assert_eq!(log_line("2026-11-23T21:31:47.5Z  INFO router: serving http=127.0.0.1:1"), None);
     }
 
     #[test]

@@ -1,4 +1,6 @@
-//! The operator's API on `router.admin`: lists the nodes and proxies calls to them over gRPC.
+//! The operator's API on `router.admin`: explains requests, lists the nodes and proxies calls to them over gRPC.
+
+mod explain;
 
 use std::sync::Arc;
 
@@ -25,12 +27,16 @@ pub fn routes(front: Arc<Front>) -> Router {
         })
     };
     Router::new()
+        .route("/v1/explain", get(explain::explain))
+        .route("/v1/explain/{*id}", get(explain::explain_id))
         .route("/v1/nodes", get(list))
         .route("/v1/nodes/{node}/drain", call(AdminCall::Drain))
         .route("/v1/nodes/{node}/undrain", call(AdminCall::Undrain))
         .route("/v1/nodes/{node}/reset-prefix-cache", call(AdminCall::ResetPrefixCache))
         .fallback(async || {
-            let message = "unknown path; expected /v1/nodes or /v1/nodes/{node}/{call}".to_owned();
+            let message =
+                "unknown path; expected /v1/explain, /v1/nodes or /v1/nodes/{node}/{call}"
+                    .to_owned();
             ApiError::invalid(StatusCode::NOT_FOUND, "not_found", message)
         })
         .layer(middleware::from_fn(reject_browsers))

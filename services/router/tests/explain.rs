@@ -1,9 +1,11 @@
-//! `GET /v1/explain`: the accounts of requests.
+//! `GET /v1/explain` on the admin port: the accounts of requests.
 
 mod common;
 
 use common::{
-    Cluster, long_prompt,
+    Cluster,
+    client::{Answer, Client},
+    long_prompt,
     node::{Behaviour, ScriptedNode},
     settings,
 };
@@ -20,9 +22,15 @@ async fn complete(cluster: &Cluster, label: &str, prompt: &[u32]) -> u16 {
     cluster.client.post_with("/v1/completions", &headers, &body).await.status.as_u16()
 }
 
+/// Asks the admin port.
+async fn ask(cluster: &Cluster, query: &str) -> Answer {
+    let admin = Client::new(format!("http://{}", cluster.router.admin));
+    admin.get(&format!("/v1/explain{query}")).await
+}
+
 /// Returns the requests of a query.
 async fn explain(cluster: &Cluster, query: &str) -> Vec<Value> {
-    let answer = cluster.client.get(&format!("/v1/explain{query}")).await;
+    let answer = ask(cluster, query).await;
     assert_eq!(answer.status, 200, "{answer:?}");
     answer.json()["requests"].as_array().unwrap().clone()
 }
@@ -92,14 +100,15 @@ async fn failed_attempts_and_requests_are_explained() {
 async fn unknown_request_is_answered_with_what_is_kept() {
     let cluster = Cluster::start(0, 1, ANSWER).await;
     assert_eq!(complete(&cluster, "known", &long_prompt()).await, 200);
-    let answer = cluster.client.get("/v1/explain/nobody%20knows").await;
+    assert_eq!(cluster.client.get("/v1/explain/known").await.status, 404, "the public port");
+    let answer = ask(&cluster, "/nobody%20knows").await;
     assert_eq!(answer.status, 404);
     let message = answer.message();
     for words in ["\"nobody knows\"", "its 0 running requests", "the last 1 that ended", "s ago"] {
         assert!(message.contains(words), "{message}");
     }
     for query in ["", "?slow=0", "?slow=many", "?other"] {
-        let answer = cluster.client.get(&format!("/v1/explain{query}")).await;
+        let answer = ask(&cluster, query).await;
         assert_eq!(answer.status, 400, "{query}");
         assert!(answer.message().contains("allowed: /v1/explain/ID"), "{query}");
     }

@@ -1,7 +1,6 @@
 //! The OpenAI HTTP API, health and metrics: routes, and what all endpoints share (request id, label, span, body).
 
 mod error;
-mod explain;
 mod fields;
 mod generate;
 mod grammar_fields;
@@ -56,10 +55,7 @@ pub fn routes(front: Arc<Front>, metrics: Metrics, started: u64) -> Router {
     for Route { path, method, handler } in table(metrics, started) {
         router = router.route(path, only(method, handler));
     }
-    // `/openapi.json` leaves out the operators' queries.
     router
-        .route("/v1/explain", only("GET", routing::get(explain::explain)))
-        .route("/v1/explain/{*id}", only("GET", routing::get(explain::explain_id)))
         .fallback(async |uri: Uri| no_such_path(&uri))
         .layer(middleware::from_fn(with_request_id))
         .with_state(front)

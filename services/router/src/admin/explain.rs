@@ -10,10 +10,10 @@ use axum::{
 use http::StatusCode;
 use serde::Serialize;
 
-use super::error::ApiError;
 use crate::{
     front::Front,
     history::{Kept, Query, Report, lock},
+    http::ApiError,
 };
 
 #[derive(Serialize)]
