@@ -17,6 +17,7 @@ use kernels::{BlockId, BlockRead, BlockWrite, peer::Moving};
 use super::{
     Ended, Incoming, Moved, Outgoing,
     in_flight::GivenBack,
+    invalid,
     message::{Message, Messages, Polled},
 };
 use crate::{config::LEASE, protocol::DataEvent, transport::ChunkId};
@@ -59,22 +60,6 @@ impl Outgoing<'_> {
             lend.write(stream)?;
         }
         Ok(())
-    }
-
-    /// Reports a chunk whose blocks are no longer read.
-    pub fn report(&self, chunk: ChunkId, given_back: GivenBack<Moved>) {
-        let ChunkId { transfer, index } = chunk;
-        match given_back {
-            GivenBack::Wanted(Moved { integrity, bytes }) => {
-                self.shared.metrics.count(|counts| {
-                    counts.bytes_sent += bytes;
-                    counts.chunks_sent += 1;
-                });
-                self.shared.report(DataEvent::Sent { transfer, chunk: index, integrity });
-            }
-            GivenBack::Released => self.shared.report(DataEvent::Released { transfer }),
-            GivenBack::Cancelled => {}
-        }
     }
 
     /// Handles answers until the outbox is closed. Breaks the connection on failure, and if the oldest
@@ -180,24 +165,6 @@ impl Incoming<'_> {
         let closed = || "the data connection was closed".to_owned();
         self.is_current().then_some(moved).ok_or_else(closed)
     }
-
-    /// Reports a chunk that was written or has failed, after the guards of its blocks were dropped.
-    pub fn report(&self, chunk: ChunkId, written: Result<Moved, String>) {
-        let ChunkId { transfer, index } = chunk;
-        let event = match (self.inbox.give_back(chunk), written) {
-            (GivenBack::Wanted(()), Ok(Moved { integrity, bytes })) => {
-                self.shared.metrics.count(|counts| {
-                    counts.bytes_received += bytes;
-                    counts.chunks_received += 1;
-                });
-                DataEvent::Received { transfer, chunk: index, integrity }
-            }
-            (GivenBack::Wanted(()), Err(reason)) => DataEvent::Failed { transfer, reason },
-            (GivenBack::Released, _) => DataEvent::Released { transfer },
-            (GivenBack::Cancelled, _) => return,
-        };
-        self.shared.report(event);
-    }
 }
 
 /// Receiver: starts chunks on this thread and completes them in order on a second one, until `start`
@@ -268,10 +235,6 @@ pub fn until_done<B>(
         thread::sleep(PAUSE);
     }
     Ok(())
-}
-
-pub fn invalid(reason: String) -> io::Error {
-    io::Error::new(ErrorKind::InvalidData, reason)
 }
 
 pub fn unexpected(message: &Message, expected: &str) -> io::Error {

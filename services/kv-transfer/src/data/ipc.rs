@@ -32,9 +32,8 @@ use kernels::{
 
 use super::{
     Ended, Incoming, Outgoing,
-    chunk_ends::{
-        Lend, Step, invalid, start_and_complete, unexpected, until_done, verify_and_release,
-    },
+    chunk_ends::{Lend, Step, start_and_complete, unexpected, until_done, verify_and_release},
+    invalid,
     message::{Message, Messages},
     stream::POLL,
 };

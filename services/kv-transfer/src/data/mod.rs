@@ -53,6 +53,7 @@ use crate::{
     transfer_kind::TransferKind,
     transport::{ChunkId, DataError, Released, Transport, TransportEvent},
 };
+use in_flight::GivenBack;
 use inbound::Inbound;
 use inbox::{Inbox, Peers};
 use outbox::Outbox;
@@ -125,6 +126,24 @@ pub struct Outgoing<'a> {
     peer: Epoch,
 }
 
+impl Outgoing<'_> {
+    /// Reports a chunk whose blocks are no longer read.
+    pub fn report(&self, chunk: ChunkId, given_back: GivenBack<Moved>) {
+        let ChunkId { transfer, index } = chunk;
+        match given_back {
+            GivenBack::Wanted(Moved { integrity, bytes }) => {
+                self.shared.metrics.count(|counts| {
+                    counts.bytes_sent += bytes;
+                    counts.chunks_sent += 1;
+                });
+                self.shared.report(DataEvent::Sent { transfer, chunk: index, integrity });
+            }
+            GivenBack::Released => self.shared.report(DataEvent::Released { transfer }),
+            GivenBack::Cancelled => {}
+        }
+    }
+}
+
 /// The receiving end of a connection.
 pub struct Incoming<'a> {
     shared: &'a Shared,
@@ -134,12 +153,36 @@ pub struct Incoming<'a> {
     connection: u64,
 }
 
+impl Incoming<'_> {
+    /// Reports a chunk that was written or has failed, after the guards of its blocks were dropped.
+    pub fn report(&self, chunk: ChunkId, written: Result<Moved, String>) {
+        let ChunkId { transfer, index } = chunk;
+        let event = match (self.inbox.give_back(chunk), written) {
+            (GivenBack::Wanted(()), Ok(Moved { integrity, bytes })) => {
+                self.shared.metrics.count(|counts| {
+                    counts.bytes_received += bytes;
+                    counts.chunks_received += 1;
+                });
+                DataEvent::Received { transfer, chunk: index, integrity }
+            }
+            (GivenBack::Wanted(()), Err(reason)) => DataEvent::Failed { transfer, reason },
+            (GivenBack::Released, _) => DataEvent::Released { transfer },
+            (GivenBack::Cancelled, _) => return,
+        };
+        self.shared.report(event);
+    }
+}
+
 /// End of a connection without an error.
 pub enum Ended {
     /// The peer or this node closed the connection.
     Closed,
     /// The transport does not work between these two nodes. No chunk was moved.
     Refused { reason: String },
+}
+
+pub fn invalid(reason: String) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, reason)
 }
 
 /// All data connections of one node.

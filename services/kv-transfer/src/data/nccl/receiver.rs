@@ -15,7 +15,8 @@ use kernels::{
 use super::{
     super::{
         Ended, Incoming,
-        chunk_ends::{Lend, Step, invalid, start_and_complete, unexpected, verify_and_release},
+        chunk_ends::{Lend, Step, start_and_complete, unexpected, verify_and_release},
+        invalid,
         message::{Message, Messages, Polled},
         stream::POLL,
     },

@@ -12,8 +12,8 @@ use xxhash_rust::xxh3::Xxh3;
 use super::{
     super::{
         Incoming, Moved,
-        chunk_ends::invalid,
         inbox::Inbox,
+        invalid,
         stream::{POLL, check_progress, is_pause, move_bytes, read_exact_by},
     },
     Payload,
