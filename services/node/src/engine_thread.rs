@@ -14,20 +14,23 @@ use std::{
 
 use crossbeam_channel::{Receiver, TryRecvError, select};
 use engine::{
-    Turn,
+    Speculated, StepRecord, Turn,
     executor::{Executor, ExecutorError, panic_message},
+    plan::Dispatch,
 };
 use kv_transfer::{Transfers, api as transfer};
-use telemetry::NodeMetrics;
+use telemetry::{
+    NodeMetrics,
+    metrics::{LoadStats, StepDispatch, StepStats},
+};
 use tokio::sync::oneshot;
 use tracing::{info, warn};
 
 use crate::{
     callers::Callers,
-    core_metrics,
     hang::StepInFlight,
     inbox::{Command, CommandReceiver},
-    node_core::{CloseReason, NodeCore, Output},
+    node_core::{CloseReason, Metric, NodeCore, Output},
     observe::Observers,
     stream::QueueFull,
 };
@@ -255,7 +258,7 @@ impl<E: Executor> Engine<E> {
                     }
                 }
                 Output::ObserveStalled { observer } => self.observers.stalled(observer),
-                Output::Metric(metric) => core_metrics::record(&self.metrics, &metric),
+                Output::Metric(metric) => record(&self.metrics, &metric),
                 Output::Stalled { after } => {
                     let seconds = after.as_secs_f64();
                     warn!("the node is stalled: no step has finished for {seconds} s");
@@ -264,6 +267,52 @@ impl<E: Executor> Engine<E> {
             }
         }
         self.callers.wake();
+    }
+}
+
+/// Records a measurement of the core in the node's instruments.
+fn record(metrics: &NodeMetrics, metric: &Metric) {
+    match metric {
+        Metric::QueueTime(waited) => metrics.queued(*waited),
+        Metric::PrefillTime(took) => metrics.prefilled(*took),
+        Metric::PrefixLookup { prompt_tokens, cached_tokens } => {
+            metrics.prefix_lookup((*prompt_tokens).into(), (*cached_tokens).into());
+        }
+        Metric::SequenceFinished(end) => metrics.sequence_ended(*end),
+        Metric::TransferFinished { side, end, stats } => {
+            metrics.transfer_ended(*side, *end, stats.bytes, stats.elapsed);
+        }
+        Metric::Step(step) => metrics.step(&step_stats(step)),
+        Metric::Speculated(Speculated { rows, drafted, accepted, accepted_at }) => {
+            metrics.speculated(*rows, *drafted, *accepted, accepted_at);
+        }
+        Metric::Preempted(count) => metrics.preempted(*count),
+        Metric::Load(load) => metrics.set_load(&LoadStats {
+            running: load.running,
+            waiting: load.waiting,
+            pending_prompt_tokens: load.pending_prompt_tokens,
+            blocks_free: load.blocks_free,
+            blocks_cached: load.blocks_cached,
+            blocks_held: load.blocks_held,
+            blocks_reserved: load.blocks_reserved,
+        }),
+    }
+}
+
+fn step_stats(step: &StepRecord) -> StepStats {
+    StepStats {
+        rows: step.rows,
+        tokens: step.tokens,
+        padding_rows: step.padding_rows(),
+        dispatch: match step.dispatch {
+            Dispatch::Eager => StepDispatch::Eager,
+            Dispatch::Graph { rows } => StepDispatch::Graph { rows },
+            Dispatch::Fallback => StepDispatch::Fallback,
+        },
+        busy: step.busy,
+        plan: step.plan.duration(),
+        launch: step.launch.duration(),
+        collect: step.collect.duration(),
     }
 }
 

@@ -19,7 +19,6 @@ pub mod attempt;
 mod callers;
 mod connection;
 pub mod constraint;
-mod core_metrics;
 mod device;
 mod engine_thread;
 mod grammars;
