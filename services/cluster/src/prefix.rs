@@ -1,11 +1,6 @@
-//! Cache keys of a prompt's blocks.
-//!
-//! The key of a full block is a hash of its tokens and of the key before it. The first key derives from model, weights
-//! and cache salt. Nodes publish the keys of their cached blocks; the router computes the keys of a prompt to find how
-//! much of the prompt each node has cached. The engine computes its keys incrementally and compares tokens too; a test
-//! of the crate `node` asserts that both computations agree.
+//! Cache keys of a prompt's blocks, as nodes compute them.
 
-use xxhash_rust::xxh3::xxh3_128;
+use proto::cache_keys::KeyChain;
 
 use crate::ModelIdentity;
 
@@ -37,20 +32,10 @@ pub struct PrefixKeys {
 impl PrefixKeys {
     /// Computes the keys of the full blocks of `tokens`, in order.
     pub fn new(identity: CacheIdentity, cache_salt: &str, tokens: &[u32]) -> Self {
-        let mut bytes = Vec::with_capacity(24 + cache_salt.len());
-        bytes.extend_from_slice(&identity.model_fingerprint.to_le_bytes());
-        bytes.extend_from_slice(&identity.weight_version.to_le_bytes());
-        bytes.extend_from_slice(cache_salt.as_bytes());
-        let mut parent = xxh3_128(&bytes);
+        let mut chain =
+            KeyChain::new(identity.model_fingerprint, identity.weight_version, cache_salt);
         let blocks = tokens.chunks_exact(identity.block_size.max(1) as usize);
-        let keys = blocks.map(|block| {
-            bytes.clear();
-            bytes.extend_from_slice(&parent.to_le_bytes());
-            bytes.extend(block.iter().flat_map(|token| token.to_le_bytes()));
-            parent = xxh3_128(&bytes);
-            parent
-        });
-        Self { keys: keys.collect(), identity }
+        Self { keys: blocks.map(|block| chain.add(block)).collect(), identity }
     }
 
     /// Returns the keys in the order of the blocks.

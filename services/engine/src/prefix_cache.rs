@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 
 use foldhash::HashMap;
 use kernels::{BLOCK_TOKENS, BlockId};
-use xxhash_rust::xxh3::xxh3_128;
+use proto::cache_keys::KeyChain;
 
 use crate::event::{BlockHash, CacheChange};
 
@@ -24,24 +24,22 @@ pub struct CacheSeeds {
 #[derive(Clone, Debug)]
 pub struct HashChain {
     root: BlockHash,
+    keys: KeyChain,
     hashes: Vec<BlockHash>,
 }
 
 impl HashChain {
     pub fn new(seeds: CacheSeeds, cache_salt: &str) -> Self {
-        let mut bytes = Vec::with_capacity(24 + cache_salt.len());
-        bytes.extend_from_slice(&seeds.model_fingerprint.to_le_bytes());
-        bytes.extend_from_slice(&seeds.weight_version.to_le_bytes());
-        bytes.extend_from_slice(cache_salt.as_bytes());
-        Self { root: BlockHash(xxh3_128(&bytes)), hashes: Vec::new() }
+        let keys = KeyChain::new(seeds.model_fingerprint, seeds.weight_version, cache_salt);
+        Self { root: BlockHash(keys.last()), keys, hashes: Vec::new() }
     }
 
     /// Hashes the full blocks of `tokens` that are not hashed yet. `tokens` only ever grows.
     pub fn extend(&mut self, tokens: &[u32]) {
         let full = tokens.len() / BLOCK_TOKENS;
         for index in self.hashes.len()..full {
-            let hash = link(self.parent(index), block_tokens(tokens, index));
-            self.hashes.push(hash);
+            let hash = self.keys.add(block_tokens(tokens, index));
+            self.hashes.push(BlockHash(hash));
         }
     }
 
@@ -61,15 +59,6 @@ impl HashChain {
 
 fn block_tokens(tokens: &[u32], index: usize) -> &[u32; BLOCK_TOKENS] {
     tokens[index * BLOCK_TOKENS..][..BLOCK_TOKENS].try_into().expect("a slice of one block")
-}
-
-fn link(parent: BlockHash, tokens: &[u32; BLOCK_TOKENS]) -> BlockHash {
-    let mut bytes = [0; 16 + 4 * BLOCK_TOKENS];
-    bytes[..16].copy_from_slice(&parent.0.to_le_bytes());
-    for (bytes, token) in bytes[16..].chunks_exact_mut(4).zip(tokens) {
-        bytes.copy_from_slice(&token.to_le_bytes());
-    }
-    BlockHash(xxh3_128(&bytes))
 }
 
 #[derive(Debug)]
