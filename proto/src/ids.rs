@@ -1,7 +1,7 @@
-//! The ids and the model identity that routers and nodes exchange. An id has 128 random bits and travels as
-//! 16 bytes, most significant first.
+//! The ids and the model identity that routers and nodes exchange. Except for [`NodeId`], an id has 128 random bits
+//! and travels as 16 bytes, most significant first.
 
-use std::fmt;
+use std::{fmt, sync::Arc};
 
 use crate::v1;
 
@@ -15,6 +15,11 @@ pub fn random_bits() -> Result<u128, NoRandomness> {
     let mut bytes = [0; 16];
     getrandom::fill(&mut bytes).map_err(NoRandomness)?;
     Ok(u128::from_be_bytes(bytes))
+}
+
+/// Reads 16 bytes, most significant first; `None` for any other number of bytes.
+pub fn bits(bytes: &[u8]) -> Option<u128> {
+    bytes.try_into().ok().map(u128::from_be_bytes)
 }
 
 /// Id of a request, equal in all of its attempts.
@@ -46,7 +51,7 @@ impl TransferId {
 
     /// Returns `None` unless `bytes` has exactly 16 bytes.
     pub fn from_bytes(bytes: &[u8]) -> Option<Self> {
-        Some(Self(u128::from_be_bytes(bytes.try_into().ok()?)))
+        bits(bytes).map(Self)
     }
 }
 
@@ -78,8 +83,7 @@ impl Epoch {
     }
 
     pub fn from_bytes(bytes: &[u8]) -> Result<Self, EpochError> {
-        let array = bytes.try_into().map_err(|_| EpochError::Length { byte_count: bytes.len() })?;
-        Self::checked(u128::from_be_bytes(array))
+        Self::checked(bits(bytes).ok_or(EpochError::Length { byte_count: bytes.len() })?)
     }
 
     /// Parses the 32 hexadecimal digits that [`fmt::Display`] writes.
@@ -94,6 +98,55 @@ impl Epoch {
 
     fn checked(bits: u128) -> Result<Self, EpochError> {
         if bits == 0 { Err(EpochError::Zero) } else { Ok(Self(bits)) }
+    }
+}
+
+/// Maximum length of a node's name; it fits into a log line, a metric label and a Kubernetes pod name.
+const NODE_ID_BYTES_MAX: usize = 64;
+
+/// A node's name: 1 to 64 ASCII letters, digits, `.`, `_` and `-`, first a letter or digit. The name survives
+/// restarts; the [`Epoch`] identifies the process. Cheap to clone.
+#[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct NodeId(Arc<str>);
+
+#[derive(Debug, thiserror::Error, PartialEq, Eq)]
+pub enum NodeIdError {
+    #[error("a node id has 1 to {NODE_ID_BYTES_MAX} bytes, not {byte_count}")]
+    Length { byte_count: usize },
+    #[error(
+        "invalid node id: {character:?} at byte {position}; allowed: ASCII letters, digits, '.', '_', '-', first a letter or digit"
+    )]
+    Character { character: char, position: usize },
+}
+
+impl NodeId {
+    pub fn parse(text: &str) -> Result<Self, NodeIdError> {
+        if text.is_empty() || text.len() > NODE_ID_BYTES_MAX {
+            return Err(NodeIdError::Length { byte_count: text.len() });
+        }
+        let allowed = |(position, character): (usize, char)| {
+            character.is_ascii_alphanumeric() || (position > 0 && "._-".contains(character))
+        };
+        match text.char_indices().find(|found| !allowed(*found)) {
+            Some((position, character)) => Err(NodeIdError::Character { character, position }),
+            None => Ok(Self(text.into())),
+        }
+    }
+
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+}
+
+impl fmt::Debug for NodeId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl fmt::Display for NodeId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
     }
 }
 
@@ -116,15 +169,74 @@ pub struct ModelIdentity {
 impl ModelIdentity {
     /// Returns whether two nodes can exchange KV: all properties are equal and the protocol versions overlap.
     pub fn fits(&self, other: &Self) -> bool {
-        let protocols =
-            self.protocol_min <= other.protocol_max && other.protocol_min <= self.protocol_max;
-        protocols
-            && self.model_fingerprint == other.model_fingerprint
-            && self.weight_version == other.weight_version
-            && self.kv_layout == other.kv_layout
-            && self.block_size == other.block_size
-            && self.dtype == other.dtype
-            && self.tp == other.tp
+        self.protocols_overlap(other) && self.properties() == other.properties()
+    }
+
+    /// Returns the differences in one line with both fingerprints; `None` if the two nodes can exchange KV.
+    pub fn difference(&self, other: &Self) -> Option<String> {
+        if self.fits(other) {
+            return None;
+        }
+        let pairs = self.properties().into_iter().zip(other.properties());
+        let mut differences: Vec<String> = pairs
+            .filter(|(ours, theirs)| ours != theirs)
+            .map(|((name, ours), (_, theirs))| format!("{name} {ours} against {theirs}"))
+            .collect();
+        if !self.protocols_overlap(other) {
+            differences.push(format!(
+                "protocol {} to {} against {} to {}",
+                self.protocol_min, self.protocol_max, other.protocol_min, other.protocol_max
+            ));
+        }
+        Some(format!(
+            "model {:032x} cannot exchange KV with model {:032x}: {}",
+            self.model_fingerprint,
+            other.model_fingerprint,
+            differences.join(", ")
+        ))
+    }
+
+    /// Returns the difference to KV of this model and these weights.
+    pub fn weights_difference(
+        &self,
+        model_fingerprint: u128,
+        weight_version: u64,
+    ) -> Option<String> {
+        self.difference(&Self { model_fingerprint, weight_version, ..self.clone() })
+    }
+
+    fn protocols_overlap(&self, other: &Self) -> bool {
+        self.protocol_min <= other.protocol_max && other.protocol_min <= self.protocol_max
+    }
+
+    /// Returns the properties that must be equal.
+    fn properties(&self) -> [(&'static str, Property<'_>); 6] {
+        [
+            ("model_fingerprint", Property::Hash(self.model_fingerprint)),
+            ("weight_version", Property::Number(self.weight_version)),
+            ("kv_layout", Property::Text(&self.kv_layout)),
+            ("block_size", Property::Number(self.block_size.into())),
+            ("dtype", Property::Text(&self.dtype)),
+            ("tp", Property::Number(self.tp.into())),
+        ]
+    }
+}
+
+/// Value of a property of a [`ModelIdentity`].
+#[derive(PartialEq)]
+enum Property<'a> {
+    Hash(u128),
+    Number(u64),
+    Text(&'a str),
+}
+
+impl fmt::Display for Property<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Hash(hash) => write!(f, "{hash:032x}"),
+            Self::Number(number) => write!(f, "{number}"),
+            Self::Text(text) => write!(f, "{text:?}"),
+        }
     }
 }
 
@@ -186,5 +298,71 @@ mod tests {
         assert_eq!(TransferId::from_bytes(&a.to_bytes()), Some(a));
         assert_eq!(TransferId::from_bytes(&a.to_bytes()[1..]), None);
         assert_eq!(TransferId(0xab).to_string(), format!("{:0>32}", "ab"));
+    }
+
+    #[test]
+    fn pod_names_and_default_names_are_valid_node_ids() {
+        for text in ["decode-50061", "baton-prefill-0", "a", "node_1.rack-2", "7"] {
+            assert_eq!(NodeId::parse(text).unwrap().as_str(), text);
+        }
+    }
+
+    #[test]
+    fn invalid_node_ids_are_rejected() {
+        assert_eq!(NodeId::parse(""), Err(NodeIdError::Length { byte_count: 0 }));
+        assert_eq!(NodeId::parse(&"x".repeat(65)), Err(NodeIdError::Length { byte_count: 65 }));
+        for (text, character, position) in
+            [("-a", '-', 0), ("a b", ' ', 1), ("a\n", '\n', 1), ("né", 'é', 1)]
+        {
+            assert_eq!(NodeId::parse(text), Err(NodeIdError::Character { character, position }));
+        }
+    }
+
+    fn identity() -> ModelIdentity {
+        ModelIdentity {
+            model_fingerprint: 0xaa,
+            weight_version: 1,
+            kv_layout: "layers=2".to_owned(),
+            block_size: 16,
+            dtype: "bf16".to_owned(),
+            tp: 1,
+            protocol_min: 1,
+            protocol_max: 2,
+        }
+    }
+
+    #[test]
+    fn equal_identities_and_overlapping_protocols_match() {
+        let newer = ModelIdentity { protocol_min: 2, protocol_max: 3, ..identity() };
+        assert_eq!(identity().difference(&identity()), None);
+        assert_eq!(identity().difference(&newer), None);
+        assert_eq!(newer.difference(&identity()), None);
+    }
+
+    #[test]
+    fn every_difference_is_listed_with_both_fingerprints() {
+        let theirs = ModelIdentity {
+            model_fingerprint: 0xbb,
+            weight_version: 7,
+            kv_layout: "layers=3".to_owned(),
+            block_size: 32,
+            dtype: "f32".to_owned(),
+            tp: 2,
+            protocol_min: 3,
+            protocol_max: 3,
+        };
+        let line = identity().difference(&theirs).expect("nothing is equal");
+        for part in [
+            "000000000000000000000000000000aa",
+            "000000000000000000000000000000bb",
+            "weight_version 1 against 7",
+            "\"layers=2\" against \"layers=3\"",
+            "block_size 16 against 32",
+            "\"bf16\" against \"f32\"",
+            "tp 1 against 2",
+            "protocol 1 to 2 against 3 to 3",
+        ] {
+            assert!(line.contains(part), "{line} lacks {part}");
+        }
     }
 }

@@ -21,7 +21,6 @@ pub mod directory;
 mod dns;
 pub mod etcd;
 mod membership;
-mod node_id;
 pub mod predict;
 mod prefix;
 mod record;
@@ -34,9 +33,8 @@ pub use dns::DnsName;
 pub use membership::{
     MemberChange, MemberList, MemberWatch, Members, Membership, MembershipError, NodeAddress,
 };
-pub use node_id::{NodeId, NodeIdError};
 pub use prefix::{CacheIdentity, PrefixKeys};
-pub use proto::ids::{Epoch, EpochError, ModelIdentity};
+pub use proto::ids::{Epoch, EpochError, ModelIdentity, NodeId, NodeIdError};
 /// Load of a node. Any values are accepted, because they only influence node selection.
 pub use proto::v1::NodeLoad as Load;
 pub use record::{NodeRecord, RecordError, Role, TEXT_BYTES_MAX};

@@ -12,7 +12,7 @@ use engine::event::{NewSequence, SequenceId, SequenceKind};
 use grammar::{CallSyntax, CallableTool, Grammar, Otherwise, Prose, ToolCalls};
 use kernels::sampling::Sampling;
 use kv_transfer::api::{Epoch, PeerAddress};
-use proto::v1;
+use proto::{ids::bits, v1};
 use xxhash_rust::xxh3::xxh3_128;
 
 use crate::node_core::Refusal;
@@ -333,10 +333,8 @@ fn missing(field: &str) -> Refusal {
 }
 
 fn id(field: &str, bytes: &[u8]) -> Result<u128, Refusal> {
-    let sixteen: [u8; 16] = bytes
-        .try_into()
-        .map_err(|_| invalid(field, format!("{} bytes", bytes.len()), "must have 16 bytes"))?;
-    Ok(u128::from_be_bytes(sixteen))
+    let wrong = || invalid(field, format!("{} bytes", bytes.len()), "must have 16 bytes");
+    bits(bytes).ok_or_else(wrong)
 }
 
 fn within(field: &str, value: u64, min: u64, max: u64) -> Result<(), Refusal> {

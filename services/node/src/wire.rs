@@ -1,8 +1,7 @@
 //! Converts the core's replies to messages of `node.proto`.
 
 use engine::event::FinishReason;
-use kernels::sampling::SampledToken;
-use kv_transfer::api::TransferStats;
+use kv_transfer::{api::TransferStats, control::token_to_wire};
 use proto::v1::{self, decode_event, prefill_event};
 
 use crate::node_core::{AttemptEnd, AttemptEvent, Reply};
@@ -21,7 +20,7 @@ pub fn prefill_event(reply: Reply) -> Option<v1::PrefillEvent> {
             stages = times;
             prefill_event::Event::Token(v1::PrefillToken {
                 first_index,
-                token: tokens.pop().map(token),
+                token: tokens.pop().as_ref().map(token_to_wire),
                 finish: finish.map(|reason| finish_reason(reason).into()),
                 cached_tokens,
             })
@@ -55,7 +54,7 @@ pub fn decode_event(reply: Reply) -> Option<v1::DecodeEvent> {
         }
         Reply::Event(AttemptEvent::Tokens { first_index, tokens, stages: times, .. }) => {
             stages = times;
-            let tokens = tokens.into_iter().map(token).collect();
+            let tokens = tokens.iter().map(token_to_wire).collect();
             decode_event::Event::Tokens(v1::DecodeTokens { first_index, tokens })
         }
         Reply::Ended(AttemptEnd::Finished { reason, received }) => {
@@ -74,14 +73,6 @@ pub fn decode_event(reply: Reply) -> Option<v1::DecodeEvent> {
         | Reply::Rejected(_) => return None,
     };
     Some(v1::DecodeEvent { event: Some(event), stages })
-}
-
-fn token(token: SampledToken) -> v1::Token {
-    let logprobs = token.logprobs.map(|logprobs| v1::TokenLogprobs {
-        chosen: logprobs.chosen,
-        top: logprobs.top.into_iter().map(|(id, logprob)| v1::TopLogprob { id, logprob }).collect(),
-    });
-    v1::Token { id: token.id, logprobs }
 }
 
 fn finish_reason(reason: FinishReason) -> v1::FinishReason {

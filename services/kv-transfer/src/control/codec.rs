@@ -57,10 +57,7 @@ fn truncate(text: &str, bytes_max: usize) -> String {
 }
 
 fn bits(bytes: &Bytes, field: &'static str) -> Checked<u128> {
-    match bytes.as_ref().try_into() {
-        Ok(bytes) => Ok(u128::from_be_bytes(bytes)),
-        Err(_) => malformed(field),
-    }
+    proto::ids::bits(bytes).ok_or(InvalidMessage::Malformed { field })
 }
 
 fn bits_to_wire(bits: u128) -> Bytes {
@@ -93,7 +90,7 @@ fn identity(identity: Option<v1::ModelIdentity>) -> Checked<Identity> {
     identity_from_wire(identity.ok_or(InvalidMessage::Malformed { field: "identity" })?)
 }
 
-fn token_to_wire(token: &SampledToken) -> v1::Token {
+pub fn token_to_wire(token: &SampledToken) -> v1::Token {
     v1::Token {
         id: token.id,
         logprobs: token.logprobs.as_ref().map(|logprobs| v1::TokenLogprobs {

@@ -12,7 +12,7 @@ mod message;
 mod replay;
 
 pub use authentication::{InvalidMessage, SignedMessage, Signer, Verifier};
-pub use codec::identity_from_wire;
+pub use codec::{identity_from_wire, token_to_wire};
 pub use keys::Keys;
 pub use message::{AbortCause, Body, Chunk, ControlMessage, Done, Hello, HelloOk, Reserve};
 

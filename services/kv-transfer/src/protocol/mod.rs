@@ -26,7 +26,6 @@
 mod abort;
 mod chunks;
 mod core;
-mod identity;
 mod pair;
 mod receiver;
 mod sender;

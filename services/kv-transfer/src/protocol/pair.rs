@@ -11,7 +11,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use super::{Action, Local, Retry, Turn, identity};
+use super::{Action, Local, Retry, Turn};
 use crate::{
     api::{Epoch, Identity, Peer, PeerAddress, TransferId},
     config::{HEARTBEAT, LEASE},
@@ -161,7 +161,7 @@ impl Pair {
         if answers_again || self.refusal().is_some() || self.is_of_the_past(ok.session) {
             return Change::Nothing;
         }
-        if let Some(difference) = identity::difference(&turn.local.identity, &ok.identity) {
+        if let Some(difference) = turn.local.identity.difference(&ok.identity) {
             // The peer has accepted, but this node's weights changed after its `HELLO`.
             return self.reject(turn, difference);
         }
@@ -184,7 +184,7 @@ impl Pair {
         if matches!(self.state, State::Refused { .. }) {
             return Change::Nothing;
         }
-        let reason = identity::difference(&turn.local.identity, identity).unwrap_or(reason);
+        let reason = turn.local.identity.difference(identity).unwrap_or(reason);
         self.refuse(turn.now, reason)
     }
 
@@ -339,7 +339,7 @@ impl Pair {
 
 /// Returns the transport and the integrity method for a pair, or the reason to reject the peer.
 fn agree(local: &Local, peer: Epoch, hello: &Hello) -> Result<(String, String), String> {
-    if let Some(difference) = identity::difference(&local.identity, &hello.identity) {
+    if let Some(difference) = local.identity.difference(&hello.identity) {
         return Err(difference);
     }
     let ours_first = local.epoch < peer;

@@ -12,7 +12,6 @@ use std::{collections::BTreeMap, time::Instant};
 use super::{
     Action, Retry, Turn,
     abort::Tell,
-    identity::weights_difference,
     transfer::{Phase, Transfer},
 };
 use crate::{
@@ -148,7 +147,7 @@ impl Transfer {
         let Phase::Receiving(receiving) = &self.phase else { return };
         let Some(done) = &receiving.done else { return };
         let (fingerprint, version) = (done.model_fingerprint, done.weight_version);
-        if let Some(reason) = weights_difference(&turn.local.identity, fingerprint, version) {
+        if let Some(reason) = turn.local.identity.weights_difference(fingerprint, version) {
             let failure = TransferFailure::Refused {
                 peer: self.peer.node_id.clone(),
                 reason: format!("DONE: {reason}"),

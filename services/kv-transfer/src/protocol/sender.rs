@@ -19,7 +19,6 @@ use super::{
     abort::Tell,
     chunks::Chunks,
     core::RESERVED_BLOCKS_MAX,
-    identity::weights_difference,
     transfer::{Phase, Transfer},
 };
 use crate::{
@@ -89,7 +88,7 @@ impl Transfer {
         traceparent: String,
     ) {
         let (fingerprint, version) = (reserve.model_fingerprint, reserve.weight_version);
-        if let Some(reason) = weights_difference(&turn.local.identity, fingerprint, version) {
+        if let Some(reason) = turn.local.identity.weights_difference(fingerprint, version) {
             let failure = TransferFailure::Refused {
                 peer: self.peer.node_id.clone(),
                 reason: format!("RESERVE: {reason}"),
