@@ -2,7 +2,7 @@
 //! these lists.
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
     fmt::Write,
     fs,
     path::{Path, PathBuf},
@@ -83,6 +83,17 @@ fn families(text: &str) -> BTreeMap<String, (String, String)> {
     families
 }
 
+/// Returns the series of all counters in Prometheus text, without the values.
+fn counters(text: &str) -> BTreeSet<&str> {
+    let families = families(text);
+    let series = text.lines().filter_map(|line| Some(line.rsplit_once(' ')?.0));
+    let is_counter = |series: &&str| {
+        let name = series.split('{').next().unwrap_or_default();
+        families.get(name).is_some_and(|(kind, _)| kind == "counter")
+    };
+    series.filter(is_counter).collect()
+}
+
 fn metrics(families: &BTreeMap<String, (String, String)>) -> String {
     let mut list = String::from("\n| metric | type | what it is |\n| --- | --- | --- |\n");
     for (name, (kind, help)) in families {
@@ -110,6 +121,17 @@ async fn metrics_page_lists_every_metric() -> Result<()> {
         .set("BATON_NODE_SPECULATE", "ngram");
     let cluster = Cluster::start(spec).await?;
     let client = Client::new(cluster.http());
+    let text = async |url: String| -> Result<String> {
+        Ok(String::from_utf8(Client::new(url).get("/metrics").await?.body.to_vec())?)
+    };
+    let scrape = async || -> Result<[String; 2]> {
+        let mut node = String::new();
+        for service in cluster.prefill.iter().chain(&cluster.decode) {
+            node.push_str(&text(format!("http://{}", service.ready.metrics)).await?);
+        }
+        Ok([text(cluster.http()).await?, node])
+    };
+    let fresh = scrape().await?;
     let answers = (0..6).map(|index| {
         // The prompt has several blocks, so that its KV is transferred.
         let prompt = format!("{index} {}", "one two three four five six seven ".repeat(12));
@@ -124,14 +146,12 @@ async fn metrics_page_lists_every_metric() -> Result<()> {
     let constrained = json!({"prompt": "Yes or no?", "max_tokens": 4, "regex": "yes|no"});
     let answer = client.post("/v1/completions", &constrained).await?;
     ensure!(answer.status == 200, "{}: {}", answer.status, answer.json());
-    let text = async |url: String| -> Result<String> {
-        Ok(String::from_utf8(Client::new(url).get("/metrics").await?.body.to_vec())?)
-    };
-    let router = families(&text(cluster.http()).await?);
-    let mut node = BTreeMap::new();
-    for service in cluster.prefill.iter().chain(&cluster.decode) {
-        node.extend(families(&text(format!("http://{}", service.ready.metrics)).await?));
+    let used = scrape().await?;
+    for (fresh, used) in fresh.iter().zip(&used) {
+        let began: Vec<_> = counters(used).difference(&counters(fresh)).copied().collect();
+        ensure!(began.is_empty(), "these series do not exist as 0 from the start: {began:?}");
     }
+    let [router, node] = used.map(|text| families(&text));
     check_list(&page("metrics.md"), "metrics: router", &metrics(&router))?;
     for (source, families) in [("router", &router), ("node", &node)] {
         for name in instruments(source)? {

@@ -37,6 +37,6 @@ pub use config::{
     CONNECT_TIMEOUT, ClusterSecret, PRECONNECTED_PAIRS_MAX, SecretTooShort, TransferConfig,
     TransferLimits, TransportConfig,
 };
-pub use metrics::{MetricsReader, PeerMetrics, TransferMetrics};
+pub use metrics::{CONTROL_REFUSALS, DATA_REFUSALS, MetricsReader, PeerMetrics, TransferMetrics};
 pub use shell::{EventSink, Overloaded, ShutdownError, StartError, Transfers};
 pub use transfer_kind::{TransferKind, TransportChoice};

@@ -13,6 +13,40 @@ use crate::{
     transfer_kind::TransferKind,
 };
 
+/// Reasons for which a control message is rejected.
+pub const CONTROL_REFUSALS: [&str; 16] = [
+    "driver_busy",
+    "epoch",
+    "frames",
+    "malformed",
+    "no_room_in_advance",
+    "not_its_peer",
+    "own_epoch",
+    "pair_not_up",
+    "pairs_full",
+    "protocol",
+    "replayed",
+    "size",
+    "tag",
+    "transfer_unknown",
+    "wrong_side",
+    "zap_auth",
+];
+/// Reasons for which a data connection or a data frame is rejected.
+pub const DATA_REFUSALS: [&str; 11] = [
+    "connections_full",
+    "frame_not_posted",
+    "handshake_epoch",
+    "handshake_io",
+    "handshake_magic",
+    "handshake_random",
+    "handshake_tag",
+    "handshakes_full",
+    "no_thread",
+    "peer_not_admitted",
+    "transport_not_offered",
+];
+
 /// Counters since the start of the process, and gauges.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct TransferMetrics {
@@ -92,13 +126,15 @@ impl Metrics {
         change(&mut locked(&self.counts));
     }
 
-    /// Counts a rejected data connection or frame. The reasons are a fixed set.
+    /// Counts a rejected data connection or frame.
     pub fn refuse_data(&self, reason: &'static str) {
+        debug_assert!(DATA_REFUSALS.contains(&reason), "{reason} is not listed");
         self.count(|counts| *counts.data_refused.entry(reason).or_default() += 1);
     }
 
-    /// Counts a rejected control message. The reasons are a fixed set.
+    /// Counts a rejected control message.
     pub fn refuse_control(&self, reason: &'static str) {
+        debug_assert!(CONTROL_REFUSALS.contains(&reason), "{reason} is not listed");
         self.count(|counts| *counts.control_refused.entry(reason).or_default() += 1);
     }
 

@@ -235,7 +235,8 @@ impl Node {
 
         let attempts_max = attempts_max(&scheduler_config);
         let (inbox, commands) = Inbox::new(attempts_max, steps.waker());
-        let node_metrics = NodeMetrics::new(metrics, &served_name);
+        let row_drafts_max = limits.speculation.map_or(0, |speculation| speculation.row_drafts);
+        let node_metrics = NodeMetrics::new(metrics, &served_name, row_drafts_max);
         let core = NodeCore::new(steps, &record, STALL_AFTER);
         let engine = Engine::new(
             core,

@@ -15,7 +15,7 @@ pub(crate) fn metrics() -> NodeMetrics {
     };
     let resource = Resource { service: "test".into(), instance: "test".into() };
     let telemetry = Telemetry::start(&config, resource).unwrap();
-    NodeMetrics::new(&telemetry.metrics(), "model")
+    NodeMetrics::new(&telemetry.metrics(), "model", 0)
 }
 
 /// Returns the record of a decode node.

@@ -2,7 +2,9 @@
 
 use std::collections::BTreeMap;
 
-use kv_transfer::{MetricsReader, TransferMetrics, Transfers};
+use kv_transfer::{
+    CONTROL_REFUSALS, DATA_REFUSALS, MetricsReader, TransferKind, TransferMetrics, Transfers,
+};
 use opentelemetry::{
     KeyValue,
     metrics::{AsyncInstrument, Meter},
@@ -50,16 +52,17 @@ pub(crate) fn register(meter: &Meter, transfers: &Transfers) {
         "baton.kv_transfer.refused",
         "Control messages and data frames that this node rejected, by reason",
         |stats, instrument| {
-            refused(instrument, "control", &stats.control_refused);
-            refused(instrument, "data", &stats.data_refused);
+            refused(instrument, "control", &CONTROL_REFUSALS, &stats.control_refused);
+            refused(instrument, "data", &DATA_REFUSALS, &stats.data_refused);
         },
     );
     counter(
         "baton.kv_transfer.fallbacks",
         "Connections that fell back to another transport, by the transport that was wanted",
         |stats, instrument| {
-            for (wanted, count) in &stats.fallbacks {
-                instrument.observe(*count, &[KeyValue::new("wanted", *wanted)]);
+            for wanted in TransferKind::ALL.map(TransferKind::name) {
+                let count = stats.fallbacks.get(wanted).copied().unwrap_or_default();
+                instrument.observe(count, &[KeyValue::new("wanted", wanted)]);
             }
         },
     );
@@ -85,10 +88,11 @@ fn direction(name: &'static str) -> KeyValue {
 fn refused(
     instrument: &dyn AsyncInstrument<u64>,
     what: &'static str,
+    reasons: &[&'static str],
     counts: &BTreeMap<&'static str, u64>,
 ) {
-    for (reason, count) in counts {
-        instrument
-            .observe(*count, &[KeyValue::new("what", what), KeyValue::new("reason", *reason)]);
+    for reason in reasons {
+        let count = counts.get(reason).copied().unwrap_or_default();
+        instrument.observe(count, &[KeyValue::new("what", what), KeyValue::new("reason", *reason)]);
     }
 }

@@ -183,6 +183,7 @@ impl Turn {
     }
 
     fn refuse(&mut self, reason: &'static str) {
+        debug_assert!(crate::metrics::CONTROL_REFUSALS.contains(&reason), "{reason} is not listed");
         *self.counters.control_refused.entry(reason).or_default() += 1;
     }
 }

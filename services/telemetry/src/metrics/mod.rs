@@ -6,40 +6,26 @@
 //!
 //! Cardinality is bounded by construction: every attribute is an enum, a bounded number or a constant of the process.
 
-/// Declares an enum whose variants are values of a metric's label.
-macro_rules! labels {
-    ($(#[$meta:meta])* pub enum $name:ident {
-        $($(#[$variant_meta:meta])* $variant:ident = $label:literal,)+
-    }) => {
-        $(#[$meta])*
-        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-        pub enum $name {
-            $($(#[$variant_meta])* $variant,)+
-        }
-
-        impl $name {
-            pub fn as_str(self) -> &'static str {
-                match self {
-                    $(Self::$variant => $label,)+
-                }
-            }
-        }
-    };
-}
-
+#[macro_use]
+mod labels;
 mod alias;
 mod node;
 mod router;
 
 use std::time::Duration;
 
-use opentelemetry::metrics::{Counter, Gauge, Histogram, Meter, MeterProvider};
+use opentelemetry::{
+    KeyValue,
+    metrics::{Counter, Gauge, Histogram, Meter, MeterProvider, UpDownCounter},
+};
 use opentelemetry_otlp::{MetricExporter, WithExportConfig, WithTonicConfig};
 use opentelemetry_sdk::metrics::{PeriodicReader, SdkMeterProvider};
 use prometheus::{Registry, TextEncoder};
 use tonic::transport::Channel;
 
 use crate::{Resource, TelemetryError, traces::otel_resource};
+
+use labels::{Labels, Series};
 
 pub use node::{
     LoadStats, NodeMetrics, SequenceEnd, StepDispatch, StepStats, TransferEnd, TransferSide,
@@ -139,8 +125,25 @@ impl Metrics {
         histogram.with_boundaries(bounds.to_vec()).build()
     }
 
-    fn counter(&self, name: &'static str, about: &'static str) -> Counter<u64> {
-        self.meter.u64_counter(name).with_description(about).build()
+    /// Creates a counter whose series all exist as 0 from the start. `constants`: attributes that every series has.
+    fn counter<L: Labels>(
+        &self,
+        name: &'static str,
+        about: &'static str,
+        constants: &[KeyValue],
+    ) -> Series<Counter<u64>, L> {
+        let counter = self.meter.u64_counter(name).with_description(about).build();
+        Series::counter(counter, constants)
+    }
+
+    fn up_down_counter<L: Labels>(
+        &self,
+        name: &'static str,
+        about: &'static str,
+        constants: &[KeyValue],
+    ) -> Series<UpDownCounter<i64>, L> {
+        let counter = self.meter.i64_up_down_counter(name).with_description(about).build();
+        Series::up_down_counter(counter, constants)
     }
 
     fn gauge(&self, name: &'static str, about: &'static str) -> Gauge<u64> {

@@ -7,11 +7,13 @@ use opentelemetry::{
     metrics::{Counter, Gauge, Histogram},
 };
 
-use super::{FIRST_TOKEN_SECONDS, HOST_SECONDS, MASK_SECONDS, Metrics, STEP_SECONDS};
+use super::{
+    FIRST_TOKEN_SECONDS, HOST_SECONDS, MASK_SECONDS, Metrics, STEP_SECONDS, labels::Series,
+};
 
 labels! {
     /// Outcome of a sequence at this node.
-    pub enum SequenceEnd {
+    pub enum SequenceEnd("outcome") {
         Stop = "stop",
         Length = "length",
         /// The prefill node sampled token 0 and transferred the KV.
@@ -29,7 +31,7 @@ labels! {
 
 labels! {
     /// This node's side of a transfer.
-    pub enum TransferSide {
+    pub enum TransferSide("side") {
         Sender = "sender",
         Receiver = "receiver",
     }
@@ -37,7 +39,7 @@ labels! {
 
 labels! {
     /// Outcome of a transfer.
-    pub enum TransferEnd {
+    pub enum TransferEnd("outcome") {
         Complete = "complete",
         Aborted = "aborted",
         PeerLost = "peer_lost",
@@ -58,6 +60,15 @@ pub struct LoadStats {
     pub blocks_cached: u32,
     pub blocks_held: u32,
     pub blocks_reserved: u32,
+}
+
+labels! {
+    /// Launch mode of a step.
+    enum DispatchMode("mode") {
+        Eager = "eager",
+        Graph = "graph",
+        Fallback = "fallback",
+    }
 }
 
 /// Launch mode of a step.
@@ -102,34 +113,35 @@ pub struct NodeMetrics {
     step_host_duration: Histogram<f64>,
     /// Attributes of the phases plan, launch and collect.
     step_phases: [[KeyValue; 2]; 3],
-    step_dispatches: Counter<u64>,
-    step_padding_rows: Counter<u64>,
-    steps: Counter<u64>,
-    step_rows: Counter<u64>,
-    step_tokens: Counter<u64>,
+    step_dispatches: Series<Counter<u64>, DispatchMode>,
+    step_padding_rows: Series<Counter<u64>, ()>,
+    steps: Series<Counter<u64>, ()>,
+    step_rows: Series<Counter<u64>, ()>,
+    step_tokens: Series<Counter<u64>, ()>,
     queue_time: Histogram<f64>,
     prefill_time: Histogram<f64>,
-    sequences_finished: Counter<u64>,
-    prefix_queries: Counter<u64>,
-    prefix_hits: Counter<u64>,
-    preemptions: Counter<u64>,
-    speculated_rows: Counter<u64>,
-    speculated_drafted: Counter<u64>,
-    speculated_accepted: Counter<u64>,
-    speculated_accepted_at: Counter<u64>,
-    transfers: Counter<u64>,
-    transfer_bytes: Counter<u64>,
+    sequences_finished: Series<Counter<u64>, SequenceEnd>,
+    prefix_queries: Series<Counter<u64>, ()>,
+    prefix_hits: Series<Counter<u64>, ()>,
+    preemptions: Series<Counter<u64>, ()>,
+    speculated_rows: Series<Counter<u64>, ()>,
+    speculated_drafted: Series<Counter<u64>, ()>,
+    speculated_accepted: Series<Counter<u64>, ()>,
+    /// By position in the row.
+    speculated_accepted_at: Vec<Series<Counter<u64>, ()>>,
+    transfers: Series<Counter<u64>, (TransferSide, TransferEnd)>,
+    transfer_bytes: Series<Counter<u64>, TransferSide>,
     transfer_duration: Histogram<f64>,
 }
 
 impl NodeMetrics {
-    /// Creates the instruments for a model by its served name.
-    pub fn new(factory: &Metrics, model: &str) -> Self {
+    /// Creates the instruments for a model by its served name. `row_drafts_max`: largest number of draft tokens of a row.
+    pub fn new(factory: &Metrics, model: &str, row_drafts_max: u32) -> Self {
         let model = KeyValue::new("gen_ai.request.model", model.to_owned());
-        let metrics = Self {
+        let of_model = std::slice::from_ref(&model);
+        Self {
             step_phases: ["plan", "launch", "collect"]
                 .map(|phase| [model.clone(), KeyValue::new("phase", phase)]),
-            model,
             sequences: factory.gauge("baton.sequences", "Sequences on this node, by state"),
             pending_prompt_tokens: factory.gauge(
                 "baton.pending_prompt_tokens",
@@ -159,15 +171,13 @@ impl NodeMetrics {
             ),
             step_dispatches: factory.counter(
                 "baton.step.dispatches",
-                "Steps by launch mode: eager, graph (by its rows), or fallback (eager because no CUDA graph fits)",
-            ),
+                "Steps by launch mode: eager, graph (by its rows), or fallback (eager because no CUDA graph fits)", of_model),
             step_padding_rows: factory.counter(
                 "baton.step.padding_rows",
-                "Padding rows computed because a CUDA graph has more rows than the step",
-            ),
-            steps: factory.counter("baton.steps", "Steps (forward passes)"),
-            step_rows: factory.counter("baton.step.rows", "Rows of all steps"),
-            step_tokens: factory.counter("baton.step.tokens", "Tokens of all steps"),
+                "Padding rows computed because a CUDA graph has more rows than the step", of_model),
+            steps: factory.counter("baton.steps", "Steps (forward passes)", of_model),
+            step_rows: factory.counter("baton.step.rows", "Rows of all steps", of_model),
+            step_tokens: factory.counter("baton.step.tokens", "Tokens of all steps", of_model),
             queue_time: factory.seconds(
                 "baton.sequence.queue_time",
                 "From a sequence's arrival to its first step",
@@ -180,43 +190,40 @@ impl NodeMetrics {
             ),
             sequences_finished: factory.counter(
                 "baton.sequences.finished",
-                "Finished sequences, by outcome",
-            ),
+                "Finished sequences, by outcome", of_model),
             prefix_queries: factory.counter(
                 "baton.prefix_cache.queries",
-                "Prompt tokens looked up in the prefix cache",
-            ),
+                "Prompt tokens looked up in the prefix cache", of_model),
             prefix_hits: factory.counter(
                 "baton.prefix_cache.hits",
-                "Prompt tokens found in the prefix cache",
-            ),
+                "Prompt tokens found in the prefix cache", of_model),
             preemptions: factory.counter(
                 "baton.preemptions",
-                "Sequences preempted because no KV block was free",
-            ),
-            speculated_rows: factory.counter("baton.speculation.rows", "Rows of steps with draft tokens"),
+                "Sequences preempted because no KV block was free", of_model),
+            speculated_rows: factory.counter("baton.speculation.rows", "Rows of steps with draft tokens", of_model),
             speculated_drafted: factory.counter(
                 "baton.speculation.drafted",
-                "Draft tokens proposed by speculative decoding",
-            ),
-            speculated_accepted: factory.counter("baton.speculation.accepted", "Draft tokens accepted"),
-            speculated_accepted_at: factory.counter(
-                "baton.speculation.accepted_at",
-                "Draft tokens accepted, by position in the row from 0",
-            ),
-            transfers: factory.counter("baton.kv_transfers", "KV transfers, by side and outcome"),
-            transfer_bytes: factory.counter("baton.kv_transfer.bytes", "KV bytes transferred, by side"),
+                "Draft tokens proposed by speculative decoding", of_model),
+            speculated_accepted: factory.counter("baton.speculation.accepted", "Draft tokens accepted", of_model),
+            speculated_accepted_at: (0..row_drafts_max)
+                .map(|position| {
+                    let position = KeyValue::new("position", i64::from(position));
+                    factory.counter(
+                        "baton.speculation.accepted_at",
+                        "Draft tokens accepted, by position in the row from 0",
+                        &[model.clone(), position],
+                    )
+                })
+                .collect(),
+            transfers: factory.counter("baton.kv_transfers", "KV transfers, by side and outcome", of_model),
+            transfer_bytes: factory.counter("baton.kv_transfer.bytes", "KV bytes transferred, by side", of_model),
             transfer_duration: factory.seconds(
                 "baton.kv_transfer.duration",
                 "Duration of complete KV transfers, by side",
                 &STEP_SECONDS,
             ),
-        };
-        // Rates and alerts need a first value: counters start at 0 instead of being absent.
-        for counter in [&metrics.preemptions, &metrics.prefix_queries, &metrics.prefix_hits] {
-            counter.add(0, metrics.model());
+            model,
         }
-        metrics
     }
 
     fn model(&self) -> &[KeyValue] {
@@ -249,23 +256,18 @@ impl NodeMetrics {
         for (time, phase) in [step.plan, step.launch, step.collect].iter().zip(&self.step_phases) {
             self.step_host_duration.record(time.as_secs_f64(), phase);
         }
-        let mode = |mode| KeyValue::new("mode", mode);
         match step.dispatch {
-            StepDispatch::Eager => {
-                self.step_dispatches.add(1, &[self.model.clone(), mode("eager")])
-            }
-            StepDispatch::Fallback => {
-                self.step_dispatches.add(1, &[self.model.clone(), mode("fallback")]);
-            }
+            StepDispatch::Eager => self.step_dispatches.add(1, DispatchMode::Eager),
+            StepDispatch::Fallback => self.step_dispatches.add(1, DispatchMode::Fallback),
             StepDispatch::Graph { rows } => {
                 let rows = KeyValue::new("rows", i64::from(rows));
-                self.step_dispatches.add(1, &[self.model.clone(), mode("graph"), rows]);
+                self.step_dispatches.add_with(1, DispatchMode::Graph, rows);
             }
         }
-        self.step_padding_rows.add(step.padding_rows.into(), self.model());
-        self.steps.add(1, self.model());
-        self.step_rows.add(step.rows.into(), self.model());
-        self.step_tokens.add(step.tokens.into(), self.model());
+        self.step_padding_rows.add(step.padding_rows.into(), ());
+        self.steps.add(1, ());
+        self.step_rows.add(step.rows.into(), ());
+        self.step_tokens.add(step.tokens.into(), ());
     }
 
     /// Records the computation of a token bitmask, also a failed one.
@@ -289,40 +291,37 @@ impl NodeMetrics {
     }
 
     pub fn sequence_ended(&self, end: SequenceEnd) {
-        let outcome = KeyValue::new("outcome", end.as_str());
-        self.sequences_finished.add(1, &[self.model.clone(), outcome]);
+        self.sequences_finished.add(1, end);
     }
 
     /// Records a prefix cache lookup: `hit_tokens` of `prompt_tokens` were cached.
     pub fn prefix_lookup(&self, prompt_tokens: u64, hit_tokens: u64) {
-        self.prefix_queries.add(prompt_tokens, self.model());
-        self.prefix_hits.add(hit_tokens, self.model());
+        self.prefix_queries.add(prompt_tokens, ());
+        self.prefix_hits.add(hit_tokens, ());
     }
 
     pub fn preempted(&self, count: u64) {
-        self.preemptions.add(count, self.model());
+        self.preemptions.add(count, ());
     }
 
     /// Records speculative decoding over some steps: rows with draft tokens, draft tokens, accepted
     /// draft tokens, and the accepted ones by position in the row.
     pub fn speculated(&self, rows: u64, drafted: u64, accepted: u64, accepted_at: &[u64]) {
-        self.speculated_rows.add(rows, self.model());
-        self.speculated_drafted.add(drafted, self.model());
-        self.speculated_accepted.add(accepted, self.model());
-        for (position, &count) in accepted_at.iter().enumerate() {
-            let position = KeyValue::new("position", position as i64);
-            self.speculated_accepted_at.add(count, &[self.model.clone(), position]);
+        self.speculated_rows.add(rows, ());
+        self.speculated_drafted.add(drafted, ());
+        self.speculated_accepted.add(accepted, ());
+        for (counter, &count) in self.speculated_accepted_at.iter().zip(accepted_at) {
+            counter.add(count, ());
         }
     }
 
     /// Records a transfer with the bytes that it moved, complete or not.
     pub fn transfer_ended(&self, side: TransferSide, end: TransferEnd, bytes: u64, took: Duration) {
-        let attributes = [self.model.clone(), KeyValue::new("side", side.as_str())];
-        self.transfer_bytes.add(bytes, &attributes);
+        self.transfer_bytes.add(bytes, side);
         if end == TransferEnd::Complete {
-            self.transfer_duration.record(took.as_secs_f64(), &attributes);
+            let side = KeyValue::new("side", side.as_str());
+            self.transfer_duration.record(took.as_secs_f64(), &[self.model.clone(), side]);
         }
-        let [model, side] = attributes;
-        self.transfers.add(1, &[model, side, KeyValue::new("outcome", end.as_str())]);
+        self.transfers.add(1, (side, end));
     }
 }

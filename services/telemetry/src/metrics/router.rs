@@ -9,12 +9,12 @@ use opentelemetry::{
 
 use super::{
     ERROR_FRACTIONS, FIRST_TOKEN_SECONDS, Metrics, OUTPUT_TOKEN_SECONDS, REQUEST_SECONDS,
-    STEP_SECONDS, TOKENS,
+    STEP_SECONDS, TOKENS, labels::Series,
 };
 
 labels! {
     /// API of a request (`gen_ai.operation.name`).
-    pub enum Operation {
+    pub enum Operation("gen_ai.operation.name") {
         /// `/v1/chat/completions`.
         Chat = "chat",
         /// `/v1/completions`.
@@ -26,7 +26,7 @@ labels! {
 
 labels! {
     /// Outcome of a request: complete, or one typed error.
-    pub enum RequestEnd {
+    pub enum RequestEnd("finished_reason") {
         /// A stop token or stop string.
         Stop = "stop",
         /// `max_tokens` or the maximum sequence length.
@@ -47,7 +47,7 @@ labels! {
 
 labels! {
     /// Outcome of an attempt.
-    pub enum AttemptEnd {
+    pub enum AttemptEnd("outcome") {
         Complete = "complete",
         Busy = "busy",
         PrefillLost = "prefill_lost",
@@ -60,6 +60,25 @@ labels! {
         Cancelled = "cancelled",
         /// A bug in a node.
         Internal = "internal",
+    }
+}
+
+labels! {
+    /// Type of tokens.
+    pub enum TokenType("gen_ai.token.type") {
+        Input = "input",
+        /// Prompt tokens found in a prefix cache.
+        InputCached = "input_cached",
+        Output = "output",
+    }
+}
+
+labels! {
+    /// State of a request in flight.
+    pub enum RequestState("state") {
+        Running = "running",
+        /// For a node.
+        Waiting = "waiting",
     }
 }
 
@@ -81,6 +100,7 @@ pub struct FinishedRequest {
 /// The instruments of a router. Cheap to clone.
 #[derive(Clone)]
 pub struct RouterMetrics {
+    factory: Metrics,
     model: KeyValue,
     time_to_first_token: Histogram<f64>,
     ttft_prediction_error: Histogram<f64>,
@@ -89,22 +109,24 @@ pub struct RouterMetrics {
     request_duration: Histogram<f64>,
     queue_time: Histogram<f64>,
     token_usage: Histogram<u64>,
-    tokens: Counter<u64>,
-    finished: Counter<u64>,
-    requests: UpDownCounter<i64>,
-    attempts: Counter<u64>,
+    tokens: Series<Counter<u64>, (Operation, TokenType)>,
+    finished: Series<Counter<u64>, (Operation, RequestEnd)>,
+    requests: Series<UpDownCounter<i64>, RequestState>,
+    attempts: Series<Counter<u64>, AttemptEnd>,
     nodes: Gauge<u64>,
     cached_blocks: Gauge<u64>,
     hand_over: Histogram<f64>,
-    transfer_bytes: Counter<u64>,
+    transfer_bytes: Series<Counter<u64>, ()>,
     transfer_duration: Histogram<f64>,
 }
 
 impl RouterMetrics {
     /// Creates the instruments for a model by its served name.
     pub fn new(metrics: &Metrics, model: &str) -> Self {
+        let model = KeyValue::new("gen_ai.request.model", model.to_owned());
+        let of_model = std::slice::from_ref(&model);
         Self {
-            model: KeyValue::new("gen_ai.request.model", model.to_owned()),
+            factory: metrics.clone(),
             time_to_first_token: metrics.seconds(
                 "gen_ai.server.time_to_first_token",
                 "Time from a request's arrival to its first token",
@@ -145,14 +167,18 @@ impl RouterMetrics {
                 .with_description("Tokens of a request, by type")
                 .with_boundaries(TOKENS.to_vec())
                 .build(),
-            tokens: metrics.counter("baton.tokens", "Tokens served, by type"),
-            finished: metrics.counter("baton.requests.finished", "Finished requests, by reason"),
-            requests: metrics
-                .meter
-                .i64_up_down_counter("baton.requests")
-                .with_description("In-flight requests, by state")
-                .build(),
-            attempts: metrics.counter("baton.attempts", "Finished attempts, by outcome"),
+            tokens: metrics.counter("baton.tokens", "Tokens served, by type", of_model),
+            finished: metrics.counter(
+                "baton.requests.finished",
+                "Finished requests, by reason",
+                of_model,
+            ),
+            requests: metrics.up_down_counter(
+                "baton.requests",
+                "In-flight requests, by state",
+                of_model,
+            ),
+            attempts: metrics.counter("baton.attempts", "Finished attempts, by outcome", of_model),
             nodes: metrics.gauge("baton.nodes", "Nodes known to this router, by role and health"),
             cached_blocks: metrics.gauge(
                 "baton.nodes.cached_blocks",
@@ -163,30 +189,33 @@ impl RouterMetrics {
                 "Time from token 0 (prefill node) to token 1 (decode node)",
                 &STEP_SECONDS,
             ),
-            transfer_bytes: metrics
-                .counter("baton.kv_transfer.bytes", "KV bytes transferred between nodes"),
+            transfer_bytes: metrics.counter(
+                "baton.kv_transfer.bytes",
+                "KV bytes transferred between nodes",
+                of_model,
+            ),
             transfer_duration: metrics.seconds(
                 "baton.kv_transfer.duration",
                 "Time from the first CTS of a transfer to its ACK",
                 &STEP_SECONDS,
             ),
+            model,
         }
     }
 
     /// Returns the same instruments for another model.
     pub fn of_model(&self, model: &str) -> Self {
-        let model = KeyValue::new("gen_ai.request.model", model.to_owned());
-        Self { model, ..self.clone() }
+        Self::new(&self.factory, model)
     }
 
     /// Counts a request as running until the guard is dropped.
     pub fn request_running(&self) -> InFlightRequest {
-        InFlightRequest::new(self, "running")
+        InFlightRequest::new(self, RequestState::Running)
     }
 
     /// Counts a request as waiting for a node until the guard is dropped. The guard records the time.
     pub fn request_waiting(&self) -> InFlightRequest {
-        InFlightRequest::new(self, "waiting")
+        InFlightRequest::new(self, RequestState::Waiting)
     }
 
     /// Records the time from a request's arrival to its first token.
@@ -214,25 +243,28 @@ impl RouterMetrics {
             attributes.push(KeyValue::new("error.type", request.end.as_str()));
         }
         self.request_duration.record(duration, &attributes);
-        let reason = KeyValue::new("finished_reason", request.end.as_str());
-        self.finished.add(1, &[operation.clone(), model.clone(), reason]);
+        self.finished.add(1, (request.operation, request.end));
         if let Some(first) = request.time_to_first_token.filter(|_| count > 1) {
             let rest = request.duration.saturating_sub(first).as_secs_f64();
             let mean = rest / (count - 1) as f64;
             self.time_per_output_token.record(mean, &[operation.clone(), model.clone()]);
         }
-        let of_type =
-            |name| [operation.clone(), model.clone(), KeyValue::new("gen_ai.token.type", name)];
-        let counts = [("input", u64::from(request.prompt_tokens)), ("output", count)];
-        for (name, tokens) in counts {
-            self.token_usage.record(tokens, &of_type(name));
-            self.tokens.add(tokens, &of_type(name));
+        let types = [
+            (TokenType::Input, u64::from(request.prompt_tokens)),
+            (TokenType::InputCached, u64::from(request.cached_tokens)),
+            (TokenType::Output, count),
+        ];
+        for (of_type, tokens) in types {
+            self.tokens.add(tokens, (request.operation, of_type));
+            if of_type != TokenType::InputCached {
+                let of_type = KeyValue::new("gen_ai.token.type", of_type.as_str());
+                self.token_usage.record(tokens, &[operation.clone(), model.clone(), of_type]);
+            }
         }
-        self.tokens.add(u64::from(request.cached_tokens), &of_type("input_cached"));
     }
 
     pub fn attempt_ended(&self, end: AttemptEnd) {
-        self.attempts.add(1, &[self.model.clone(), KeyValue::new("outcome", end.as_str())]);
+        self.attempts.add(1, end);
     }
 
     /// Sets the number of nodes of a role and health. Call it for every pair at each change, also for 0.
@@ -251,7 +283,7 @@ impl RouterMetrics {
     }
 
     pub fn transfer_delivered(&self, bytes: u64, duration: Duration) {
-        self.transfer_bytes.add(bytes, self.model());
+        self.transfer_bytes.add(bytes, ());
         self.transfer_duration.record(duration.as_secs_f64(), self.model());
     }
 
@@ -267,13 +299,13 @@ impl RouterMetrics {
 /// Guard of a request that runs or waits for a node.
 pub struct InFlightRequest {
     metrics: RouterMetrics,
-    state: &'static str,
+    state: RequestState,
     since: Instant,
 }
 
 impl InFlightRequest {
-    fn new(metrics: &RouterMetrics, state: &'static str) -> Self {
-        metrics.requests.add(1, &[metrics.model.clone(), KeyValue::new("state", state)]);
+    fn new(metrics: &RouterMetrics, state: RequestState) -> Self {
+        metrics.requests.add(1, state);
         Self { metrics: metrics.clone(), state, since: Instant::now() }
     }
 }
@@ -281,8 +313,8 @@ impl InFlightRequest {
 impl Drop for InFlightRequest {
     fn drop(&mut self) {
         let Self { metrics, state, since } = self;
-        metrics.requests.add(-1, &[metrics.model.clone(), KeyValue::new("state", *state)]);
-        if *state == "waiting" {
+        metrics.requests.add(-1, *state);
+        if *state == RequestState::Waiting {
             metrics.queue_time.record(since.elapsed().as_secs_f64(), metrics.model());
         }
     }

@@ -5,8 +5,8 @@ use std::time::Duration;
 use telemetry::{
     NodeMetrics, RouterMetrics,
     metrics::{
-        FinishedRequest, LoadStats, Operation, RequestEnd, SequenceEnd, StepDispatch, StepStats,
-        TransferEnd, TransferSide,
+        AttemptEnd, FinishedRequest, LoadStats, Operation, RequestEnd, SequenceEnd, StepDispatch,
+        StepStats, TransferEnd, TransferSide,
     },
 };
 
@@ -51,15 +51,16 @@ fn request_is_counted_under_baton_and_vllm_names() {
     assert!((per_token - 0.01).abs() < 1e-9, "{per_token}");
     assert_eq!(value(&text, "vllm:inter_token_latency_seconds_count", &[model]), 1.0);
     assert_eq!(value(&text, "vllm:e2e_request_latency_seconds_sum", &[model]), 0.13);
-    assert_eq!(value(&text, "vllm:prompt_tokens_total", &[model]), 100.0);
-    assert_eq!(value(&text, "vllm:generation_tokens_total", &[model]), 11.0);
+    let chat = [ours[0], model];
+    assert_eq!(value(&text, "vllm:prompt_tokens_total", &chat), 100.0);
+    assert_eq!(value(&text, "vllm:generation_tokens_total", &chat), 11.0);
     assert_eq!(value(&text, "vllm:request_prompt_tokens_sum", &[model]), 100.0);
-    let finished = [model, r#"finished_reason="stop""#];
+    let finished = [chat[0], model, r#"finished_reason="stop""#];
     assert_eq!(value(&text, "vllm:request_success_total", &finished), 1.0);
     assert_eq!(value(&text, "vllm:num_requests_running", &[model]), 1.0);
     assert_eq!(value(&text, "vllm:num_requests_waiting", &[model]), 0.0);
     assert_eq!(value(&text, "vllm:request_queue_time_seconds_count", &[model]), 1.0);
-    let cached = [r#"gen_ai_token_type="input_cached""#];
+    let cached = [chat[0], r#"gen_ai_token_type="input_cached""#];
     assert_eq!(value(&text, "baton_tokens_total", &cached), 64.0);
     assert!(text.contains(r#"target_info{service_instance_id="router-0""#), "{text}");
     drop(running);
@@ -83,15 +84,18 @@ fn failed_requests_count_by_kind_and_not_as_success() {
     let text = telemetry.metrics().render_prometheus();
     let failed = [r#"error_type="deadline""#];
     assert_eq!(value(&text, "gen_ai_server_request_duration_seconds_count", &failed), 1.0);
-    assert!(!text.contains("vllm:request_success_total{"), "{text}");
-    let all = [r#"finished_reason="deadline""#];
+    for reason in [r#"finished_reason="stop""#, r#"finished_reason="length""#] {
+        let labels = [reason, r#"operation_name="text_completion""#];
+        assert_eq!(value(&text, "vllm:request_success_total", &labels), 0.0);
+    }
+    let all = [r#"finished_reason="deadline""#, r#"operation_name="text_completion""#];
     assert_eq!(value(&text, "baton_requests_finished_total", &all), 1.0);
 }
 
 #[test]
 fn node_load_is_exported_under_baton_and_vllm_names() {
     let (telemetry, _) = start("decode", None);
-    let metrics = NodeMetrics::new(&telemetry.metrics(), "smollm2");
+    let metrics = NodeMetrics::new(&telemetry.metrics(), "smollm2", 4);
     metrics.set_load(&LoadStats {
         running: 3,
         waiting: 2,
@@ -166,6 +170,52 @@ fn node_load_is_exported_under_baton_and_vllm_names() {
     assert_eq!(value(&text, "baton_kv_transfer_duration_seconds_count", &[sender]), 1.0);
     let lost = [receiver, r#"outcome="peer_lost""#];
     assert_eq!(value(&text, "baton_kv_transfers_total", &lost), 1.0);
+}
+
+/// Returns name and labels of the series whose value is 0.
+fn zeros(text: &str) -> Vec<&str> {
+    text.lines().filter_map(|line| line.strip_suffix(" 0")).collect()
+}
+
+#[test]
+fn every_series_of_a_router_counter_exists_for_every_model_from_the_start() {
+    let (telemetry, _) = start("router", None);
+    let metrics = RouterMetrics::new(&telemetry.metrics(), "one");
+    metrics.of_model("two").attempt_ended(AttemptEnd::Busy);
+    let text = telemetry.metrics().render_prometheus();
+    let zeros = zeros(&text);
+    let count = |name: &str, model: &str| {
+        let model = format!(r#"gen_ai_request_model="{model}""#);
+        zeros.iter().filter(|series| series.starts_with(name) && series.contains(&model)).count()
+    };
+    for (model, used) in [("one", 0), ("two", 1)] {
+        assert_eq!(count("baton_attempts_total{", model), 9 - used, "{text}");
+        // Three operations with eight reasons, and with three types of tokens.
+        assert_eq!(count("baton_requests_finished_total{", model), 24);
+        assert_eq!(count("baton_tokens_total{", model), 9);
+        assert_eq!(count("baton_requests{", model), 2);
+        assert_eq!(count("baton_kv_transfer_bytes_total{", model), 1);
+    }
+}
+
+#[test]
+fn every_series_of_a_node_counter_exists_from_the_start() {
+    let (telemetry, _) = start("decode", None);
+    let _metrics = NodeMetrics::new(&telemetry.metrics(), "smollm2", 3);
+    let text = telemetry.metrics().render_prometheus();
+    let zeros = zeros(&text);
+    let count = |name: &str| zeros.iter().filter(|series| series.starts_with(name)).count();
+    for (name, series) in [
+        ("baton_sequences_finished_total{", 10),
+        ("baton_kv_transfers_total{", 14),
+        ("baton_kv_transfer_bytes_total{", 2),
+        ("baton_step_dispatches_total{", 3),
+        ("baton_speculation_accepted_at_total{", 3),
+        ("baton_preemptions_total{", 1),
+        ("baton_steps_total{", 1),
+    ] {
+        assert_eq!(count(name), series, "{name} in\n{text}");
+    }
 }
 
 /// Scrapers require one block of `# HELP`, `# TYPE` and series per metric name.

@@ -33,7 +33,7 @@ fn any_port() -> SocketAddr {
 #[tokio::test]
 async fn metrics_and_probes_are_served_until_shutdown() {
     let (telemetry, _) = start("node", None);
-    let metrics = NodeMetrics::new(&telemetry.metrics(), "smollm2");
+    let metrics = NodeMetrics::new(&telemetry.metrics(), "smollm2", 0);
     metrics.preempted(4);
     let probes = Router::new().route("/live", get(|| async { "alive" }));
     let server = MetricsServer::start(any_port(), telemetry.metrics(), probes).await.unwrap();

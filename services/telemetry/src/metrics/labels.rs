@@ -1,0 +1,171 @@
+//! Labels with a closed set of values, and instruments that know all their series.
+
+use std::{marker::PhantomData, sync::Arc};
+
+use opentelemetry::{
+    KeyValue,
+    metrics::{Counter, UpDownCounter},
+};
+
+/// One or more labels, each with a closed set of values.
+pub trait Labels: Copy {
+    /// Number of combinations of values.
+    const COUNT: usize;
+
+    /// Returns the number of this combination, from 0.
+    fn index(self) -> usize;
+
+    /// Returns the attributes of the combination with this number.
+    fn attributes(index: usize) -> Vec<KeyValue>;
+}
+
+impl Labels for () {
+    const COUNT: usize = 1;
+
+    fn index(self) -> usize {
+        0
+    }
+
+    fn attributes(_: usize) -> Vec<KeyValue> {
+        Vec::new()
+    }
+}
+
+impl<A: Labels, B: Labels> Labels for (A, B) {
+    const COUNT: usize = A::COUNT * B::COUNT;
+
+    fn index(self) -> usize {
+        self.0.index() * B::COUNT + self.1.index()
+    }
+
+    fn attributes(index: usize) -> Vec<KeyValue> {
+        let mut attributes = A::attributes(index / B::COUNT);
+        attributes.extend(B::attributes(index % B::COUNT));
+        attributes
+    }
+}
+
+/// Declares an enum whose variants are values of a label, or of several labels separated by `/`.
+macro_rules! labels {
+    ($(#[$meta:meta])* $visibility:vis enum $name:ident($($key:literal)/+) {
+        $($(#[$variant_meta:meta])* $variant:ident = $($label:literal)/+,)+
+    }) => {
+        $(#[$meta])*
+        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+        $visibility enum $name {
+            $($(#[$variant_meta])* $variant,)+
+        }
+
+        impl $name {
+            const VALUES: &[&[&str]] = &[$(&[$($label),+]),+];
+
+            /// Returns the value of the first label.
+            #[allow(dead_code, reason = "not every label is also text elsewhere")]
+            pub fn as_str(self) -> &'static str {
+                Self::VALUES[self as usize][0]
+            }
+        }
+
+        impl $crate::metrics::labels::Labels for $name {
+            const COUNT: usize = Self::VALUES.len();
+
+            fn index(self) -> usize {
+                self as usize
+            }
+
+            fn attributes(index: usize) -> Vec<opentelemetry::KeyValue> {
+                let pairs = [$($key),+].into_iter().zip(Self::VALUES[index]);
+                pairs.map(|(key, value)| opentelemetry::KeyValue::new(key, *value)).collect()
+            }
+        }
+    };
+}
+
+/// An instrument and the attributes of each of its series.
+#[derive(Clone, Debug)]
+pub(super) struct Series<I, L> {
+    instrument: I,
+    /// By the index of the labels.
+    attributes: Arc<[Vec<KeyValue>]>,
+    labels: PhantomData<L>,
+}
+
+impl<I, L: Labels> Series<I, L> {
+    fn new(instrument: I, constants: &[KeyValue]) -> Self {
+        let attributes = (0..L::COUNT).map(|index| [constants, &L::attributes(index)].concat());
+        Self { instrument, attributes: attributes.collect(), labels: PhantomData }
+    }
+
+    fn attributes(&self, labels: L) -> &[KeyValue] {
+        &self.attributes[labels.index()]
+    }
+}
+
+impl<L: Labels> Series<Counter<u64>, L> {
+    /// Creates every series with the value 0: `increase()` and `rate()` do not see the first increment of a series
+    /// that begins with it.
+    pub fn counter(instrument: Counter<u64>, constants: &[KeyValue]) -> Self {
+        let series = Self::new(instrument, constants);
+        series.attributes.iter().for_each(|attributes| series.instrument.add(0, attributes));
+        series
+    }
+
+    pub fn add(&self, count: u64, labels: L) {
+        self.instrument.add(count, self.attributes(labels));
+    }
+
+    /// Adds to a series with a further label whose values are not known at the start.
+    pub fn add_with(&self, count: u64, labels: L, further: KeyValue) {
+        self.instrument.add(count, &[self.attributes(labels), &[further]].concat());
+    }
+}
+
+impl<L: Labels> Series<UpDownCounter<i64>, L> {
+    /// Creates every series with the value 0.
+    pub fn up_down_counter(instrument: UpDownCounter<i64>, constants: &[KeyValue]) -> Self {
+        let series = Self::new(instrument, constants);
+        series.attributes.iter().for_each(|attributes| series.instrument.add(0, attributes));
+        series
+    }
+
+    pub fn add(&self, change: i64, labels: L) {
+        self.instrument.add(change, self.attributes(labels));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    labels! {
+        /// A label of two values.
+        pub enum Side("side") {
+            Left = "left",
+            Right = "right",
+        }
+    }
+
+    labels! {
+        /// Two labels in three combinations.
+        pub enum End("outcome" / "reason") {
+            Done = "complete" / "stop",
+            Lost = "failed" / "lost",
+            Late = "failed" / "deadline",
+        }
+    }
+
+    #[test]
+    fn every_combination_has_its_attributes_at_its_index() {
+        assert_eq!(<(Side, End)>::COUNT, 6);
+        let expected = [
+            KeyValue::new("side", "right"),
+            KeyValue::new("outcome", "failed"),
+            KeyValue::new("reason", "lost"),
+        ];
+        assert_eq!(<(Side, End)>::attributes((Side::Right, End::Lost).index()), expected);
+        let combinations = [Side::Left, Side::Right]
+            .map(|side| [End::Done, End::Lost, End::Late].map(|end| (side, end).index()));
+        assert_eq!(combinations.as_flattened(), [0, 1, 2, 3, 4, 5]);
+        assert_eq!((End::Late.as_str(), <()>::attributes(0)), ("failed", Vec::new()));
+    }
+}
