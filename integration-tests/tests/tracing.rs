@@ -1,5 +1,5 @@
 //! One request is one trace: router, prefill node, transfer and decode node, each span under its
-//! parent, as an OTLP collector receives it.
+//! parent, as an OTLP collector receives it. The standard `OTEL_*` variables set up the export.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -7,7 +7,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use anyhow::{Result, bail};
+use anyhow::{Result, bail, ensure};
 use integration_tests::{
     client::{Client, greedy_body},
     cluster::{Cluster, ClusterSpec},
@@ -18,7 +18,7 @@ use opentelemetry_proto::tonic::{
         ExportTraceServiceRequest, ExportTraceServiceResponse,
         trace_service_server::{TraceService, TraceServiceServer},
     },
-    common::v1::any_value::Value,
+    common::v1::{KeyValue, any_value::Value},
     trace::v1::Span,
 };
 use tonic::{Request, Response, Status, transport::server::TcpIncoming};
@@ -39,22 +39,30 @@ impl TraceService for Collector {
         request: Request<ExportTraceServiceRequest>,
     ) -> Result<Response<ExportTraceServiceResponse>, Status> {
         let mut spans = self.spans.lock().expect("the lock is not poisoned");
+        if request.metadata().get("x-tenant").is_none_or(|tenant| tenant != "one") {
+            return Err(Status::unauthenticated("expected the header of OTEL_EXPORTER_OTLP_HEADERS"));
+        }
         for resource in request.into_inner().resource_spans {
-            let service = resource
-                .resource
-                .iter()
-                .flat_map(|resource| &resource.attributes)
-                .find(|attribute| attribute.key == "service.name")
-                .and_then(|attribute| attribute.value.as_ref()?.value.clone());
-            let service = match service {
-                Some(Value::StringValue(name)) => name.trim_start_matches("baton-").to_owned(),
-                other => return Err(Status::invalid_argument(format!("service.name {other:?}"))),
-            };
+            let attributes = resource.resource.unwrap_or_default().attributes;
+            if text(&attributes, "k8s.pod.name") != Some("pod-0") {
+                return Err(Status::invalid_argument(format!("attributes {attributes:?}")));
+            }
+            let service = text(&attributes, "service.name").unwrap_or_default();
+            let service = service.trim_start_matches("baton-").to_owned();
             for scope in resource.scope_spans {
                 spans.extend(scope.spans.into_iter().map(|span| (service.clone(), span)));
             }
         }
         Ok(Response::new(ExportTraceServiceResponse::default()))
+    }
+}
+
+/// Returns the text of an attribute.
+fn text<'a>(attributes: &'a [KeyValue], key: &str) -> Option<&'a str> {
+    let found = attributes.iter().find(|attribute| attribute.key == key)?;
+    match found.value.as_ref()?.value.as_ref()? {
+        Value::StringValue(text) => Some(text),
+        _ => None,
     }
 }
 
@@ -73,7 +81,11 @@ async fn a_request_is_one_trace_from_router_to_decode_node() -> Result<()> {
             .add_service(TraceServiceServer::new(collector.clone()))
             .serve_with_incoming(incoming),
     );
-    let spec = ClusterSpec::smollm2().set("BATON_TELEMETRY_OTLP", format!("http://{address}"));
+    let spec = ClusterSpec::smollm2()
+        .set("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", format!("http://{address}"))
+        .set("OTEL_EXPORTER_OTLP_HEADERS", "x-tenant=one")
+        .set("OTEL_RESOURCE_ATTRIBUTES", "k8s.pod.name=pod-0")
+        .set("BATON_TELEMETRY_LOG_FORMAT", "json");
     let cluster = Cluster::start(spec).await?;
     let client = Client::new(cluster.http());
     let run = golden().runs.into_iter().max_by_key(|run| run.prompt_ids.len()).expect("runs");
@@ -88,6 +100,16 @@ async fn a_request_is_one_trace_from_router_to_decode_node() -> Result<()> {
         .token_ids()
         .await?;
     assert_eq!(found, run.output_ids[..8]);
+    let deadline = Instant::now() + Duration::from_secs(10);
+    let ended = loop {
+        let log = cluster.router.log();
+        if let Some(line) = log.lines().find(|line| line.contains("request ended")) {
+            break line.to_owned();
+        }
+        ensure!(Instant::now() < deadline, "the log has no end of the request:\n{log}");
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    };
+    assert!(ended.contains(&format!(r#""trace_id":"{TRACE}""#)), "{ended}");
     // Shutdown flushes the remaining spans.
     cluster.stop()?;
 

@@ -40,7 +40,7 @@ pub use load::{Config, Environment, Flags, LoadInput, Section, cache_folder};
 pub use schema::{Cluster, Model, Node, Router, Telemetry, Transfer};
 pub use section::{Setting, json_schema};
 pub use types::{
-    Auto, ByteSize, CpuList, Device, Disaggregate, Dtype, EtcdPrefix, EtcdUrl, GrpcUrl, HubModel,
-    Isa, LoadFormat, LogFormat, ModelPath, NodePolicy, NodeUrl, Pair, Password, Secret, Speculate,
-    ToolFormat, Transport, format_duration, parse_duration, parts_of,
+    Auto, ByteSize, CpuList, Device, Disaggregate, Dtype, EtcdPrefix, GrpcUrl, HubModel, Isa,
+    LoadFormat, LogFormat, ModelPath, NodePolicy, NodeUrl, Pair, Password, Secret, ServerUrl,
+    Speculate, ToolFormat, Transport, format_duration, parse_duration, parts_of,
 };

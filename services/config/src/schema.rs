@@ -8,8 +8,8 @@ use std::{net::SocketAddr, path::PathBuf, time::Duration};
 use crate::{
     section::section,
     types::{
-        Auto, ByteSize, CpuList, Device, Disaggregate, Dtype, EtcdPrefix, EtcdUrl, GrpcUrl, Isa,
-        LoadFormat, LogFormat, ModelPath, NodePolicy, NodeUrl, Pair, Password, Secret, Speculate,
+        Auto, ByteSize, CpuList, Device, Disaggregate, Dtype, EtcdPrefix, Isa, LoadFormat,
+        LogFormat, ModelPath, NodePolicy, NodeUrl, Pair, Password, Secret, ServerUrl, Speculate,
         ToolFormat, Transport,
     },
 };
@@ -342,7 +342,7 @@ section! {
             "The router is ready when at least one decode node is ready.";
         /// Endpoints of an etcd cluster. Nodes register in etcd and routers watch it, so nodes can join and leave
         /// a running cluster; cluster.prefill and cluster.decode must be empty.
-        etcd: Vec<EtcdUrl> = Vec::new(),
+        etcd: Vec<ServerUrl> = Vec::new(),
             "A static list needs no etcd.";
         /// Prefix of the cluster's keys in etcd; clusters that share an etcd need different prefixes.
         etcd_prefix: EtcdPrefix = EtcdPrefix::default(),
@@ -391,10 +391,11 @@ section! {
         log_format: LogFormat = LogFormat::Auto,
             "auto suits a terminal and a container.";
         /// Address of an OpenTelemetry collector for traces and metrics (OTLP over gRPC).
-        otlp: Option<GrpcUrl> = None,
-            "Unset means no export; a collector usually listens on port 4317.";
+        otlp: Option<ServerUrl> = None,
+            "Unset means OTEL_EXPORTER_OTLP_ENDPOINT, and without it no export; a collector usually listens on port 4317.";
         /// Instance name of this process in traces and metrics.
         instance: Option<String> = None,
-            "Unset means the node's id, or router and its port.";
+            "Unset means service.instance.id of OTEL_RESOURCE_ATTRIBUTES, and without it the node's id, or router and \
+             its port.";
     }
 }

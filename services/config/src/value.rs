@@ -6,8 +6,8 @@ use serde_json::{Value as Json, json};
 use toml::de::DeValue;
 
 use crate::types::{
-    Auto, ByteSize, CpuList, EtcdPrefix, EtcdUrl, GrpcUrl, ModelPath, NodeUrl, Pair, Password,
-    Secret, format_duration, parse_duration,
+    Auto, ByteSize, CpuList, EtcdPrefix, GrpcUrl, ModelPath, NodeUrl, Pair, Password, Secret,
+    ServerUrl, format_duration, parse_duration,
 };
 
 /// A type that a setting can have.
@@ -122,7 +122,7 @@ values! {
     CpuList: "CPUS", "CPU numbers below 8192 and ranges of them such as 0-3,8, no CPU twice", Self::parse,
         pattern("^[0-9]+(-[0-9]+)?( *, *[0-9]+(-[0-9]+)?)*$");
     Pair: "NAME=VALUE", "NAME=VALUE", Self::parse, pattern("^[^=]+=.+$");
-    EtcdUrl: "URL", "host:port, http://host:port or https://host:port", Self::parse, url("(https?://)?");
+    ServerUrl: "URL", "host:port, http://host:port or https://host:port", Self::parse, url("(https?://)?");
     EtcdPrefix: "TEXT",
         "words of ASCII letters, digits, '.', '_' and '-' with '/' between them, at most 128 bytes",
         Self::parse,

@@ -14,7 +14,7 @@ use config::{Config, Device, Transport};
 use engine::executor::Executor;
 use kernels::cuda::{NcclError, set_nccl_environment};
 use ranks::RankSpec;
-use telemetry::{Metrics, Resource, Telemetry, TelemetryConfig, TelemetryError};
+use telemetry::{Metrics, Otlp, Resource, Telemetry, TelemetryConfig, TelemetryError};
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tracing::{error, info, warn};
 
@@ -66,8 +66,9 @@ fn prepare_nccl(config: &Config) -> Result<(), NcclError> {
 /// Runs a rank process, which serves no calls and exports no telemetry except its log.
 fn run_rank(role: Role, spec: &RankSpec, config: &Config) -> u8 {
     let name = program_name(role);
-    let settings = TelemetryConfig { otlp: None, ..TelemetryConfig::from(&config.telemetry) };
-    let telemetry = match start_telemetry(role, config, &settings) {
+    let settings = TelemetryConfig::read(&config.telemetry)
+        .map(|settings| TelemetryConfig { otlp: Otlp::default(), ..settings });
+    let telemetry = match settings.and_then(|settings| start_telemetry(role, config, &settings)) {
         Ok(telemetry) => telemetry,
         Err(error) => return complain(name, &error, 1),
     };
@@ -168,7 +169,8 @@ async fn serve_with_telemetry(
     wrap: impl FnOnce(Box<dyn Executor>) -> Box<dyn Executor>,
 ) -> u8 {
     let name = program_name(role);
-    let telemetry = match start_telemetry(role, config, &(&config.telemetry).into()) {
+    let settings = TelemetryConfig::read(&config.telemetry);
+    let telemetry = match settings.and_then(|settings| start_telemetry(role, config, &settings)) {
         Ok(telemetry) => telemetry,
         Err(error) => return complain(name, &error, 1),
     };
@@ -189,13 +191,13 @@ async fn serve_with_telemetry(
     code
 }
 
-/// Installs telemetry under the name `telemetry.instance`, else the node's id, else role and configured port.
+/// Installs telemetry. The default name of the instance is the node's id, else role and configured port.
 fn start_telemetry(
     role: Role,
     config: &Config,
     settings: &TelemetryConfig,
 ) -> Result<Telemetry, TelemetryError> {
-    let id = config.telemetry.instance.as_ref().or(config.node.id.as_ref()).cloned();
+    let id = config.node.id.clone();
     let instance = id.unwrap_or_else(|| default_node_id(role, config.node.grpc.port()));
     let resource = Resource { service: program_name(role).to_owned(), instance };
     let telemetry = Telemetry::start(settings, resource)?;

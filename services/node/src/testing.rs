@@ -3,15 +3,14 @@
 use std::sync::{Arc, Mutex};
 
 use cluster::{Epoch, ModelIdentity, NodeId, NodeRecord, Role};
-use telemetry::{LogFormat, LogSink, NodeMetrics, Resource, Telemetry, TelemetryConfig};
+use telemetry::{LogSink, NodeMetrics, Resource, Telemetry, TelemetryConfig};
 
 /// Returns instruments without an exporter.
 pub(crate) fn metrics() -> NodeMetrics {
     let config = TelemetryConfig {
         log: "off".into(),
-        log_format: LogFormat::Json,
-        otlp: None,
         log_sink: LogSink::Memory(Arc::new(Mutex::new(Vec::new()))),
+        ..TelemetryConfig::default()
     };
     let resource = Resource { service: "test".into(), instance: "test".into() };
     let telemetry = Telemetry::start(&config, resource).unwrap();

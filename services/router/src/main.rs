@@ -189,13 +189,9 @@ async fn run(setup: Setup, ready_file: Option<&Path>) -> Result<()> {
     let mut interrupt = signal(SignalKind::interrupt())?;
     let mut terminate = signal(SignalKind::terminate())?;
     let config = &setup.config;
-    let instance = config
-        .telemetry
-        .instance
-        .clone()
-        .unwrap_or_else(|| format!("router-{}", config.router.http.port()));
+    let instance = format!("router-{}", config.router.http.port());
     let resource = Resource { service: "baton-router".into(), instance };
-    let telemetry = Telemetry::start(&TelemetryConfig::from(&config.telemetry), resource)?;
+    let telemetry = Telemetry::start(&TelemetryConfig::read(&config.telemetry)?, resource)?;
     telemetry.install()?;
     for warning in config.warnings() {
         tracing::warn!("{warning}");

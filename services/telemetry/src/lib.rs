@@ -11,6 +11,7 @@
 
 #![forbid(unsafe_code)]
 
+mod environment;
 mod logs;
 pub mod metrics;
 pub mod propagation;
@@ -24,6 +25,7 @@ use tracing::Dispatch;
 use tracing_subscriber::{Registry, layer::SubscriberExt};
 
 pub use config::LogFormat;
+pub use environment::Otlp;
 pub use logs::LogSink;
 pub use metrics::{Metrics, NodeMetrics, RouterMetrics};
 pub use server::MetricsServer;
@@ -36,24 +38,42 @@ pub struct TelemetryConfig {
     /// Log level, or levels by module: `info,router=debug`.
     pub log: String,
     pub log_format: LogFormat,
-    /// `http://host:port` of an OTLP collector (gRPC); `None`: nothing is exported.
-    pub otlp: Option<String>,
+    pub otlp: Otlp,
+    /// Name of the instance; `None`: that of `OTEL_RESOURCE_ATTRIBUTES`, else [`Resource::instance`].
+    pub instance: Option<String>,
     /// Destination of log lines; standard error outside of tests.
     pub log_sink: LogSink,
 }
 
-impl From<&config::Telemetry> for TelemetryConfig {
-    fn from(settings: &config::Telemetry) -> Self {
+impl Default for TelemetryConfig {
+    fn default() -> Self {
+        let settings = config::Telemetry::default();
         Self {
-            log: settings.log.clone(),
+            log: settings.log,
             log_format: settings.log_format,
-            otlp: settings.otlp.as_ref().map(|url| url.as_str().to_owned()),
+            otlp: Otlp::default(),
+            instance: None,
             log_sink: LogSink::Stderr,
         }
     }
 }
 
-/// Name of the service (`baton-router`, `baton-prefill-node`, ...) and of its instance.
+impl TelemetryConfig {
+    /// Reads the settings and the `OTEL_*` variables of the process.
+    pub fn read(settings: &config::Telemetry) -> Result<Self, TelemetryError> {
+        let otlp = settings.otlp.as_ref().map(|url| url.as_str());
+        Ok(Self {
+            log: settings.log.clone(),
+            log_format: settings.log_format,
+            otlp: Otlp::read(otlp, |name| std::env::var(name).ok())?,
+            instance: settings.instance.clone(),
+            log_sink: LogSink::Stderr,
+        })
+    }
+}
+
+/// Default names of the service (`baton-router`, `baton-prefill-node`, ...) and of its instance. The `OTEL_*` variables
+/// of the process come before them.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Resource {
     pub service: String,
@@ -67,9 +87,13 @@ pub enum TelemetryError {
         "invalid telemetry.log: {filter:?}: {reason}; expected error, warn, info, debug, trace, or pairs such as info,router=debug"
     )]
     BadFilter { filter: String, reason: String },
-    #[error("invalid telemetry.otlp: {endpoint}: {reason}")]
+    #[error("invalid {name}: {value:?}; expected {allowed}")]
+    BadVariable { name: &'static str, value: String, allowed: &'static str },
+    #[error("cannot export to the OTLP endpoint {endpoint}: {reason}")]
     BadEndpoint { endpoint: String, reason: String },
-    #[error("cannot export to telemetry.otlp: there is no tokio runtime")]
+    #[error("cannot read OTEL_EXPORTER_OTLP_CERTIFICATE {}: {reason}", .path.display())]
+    Certificate { path: std::path::PathBuf, reason: std::io::Error },
+    #[error("cannot export traces and metrics: there is no tokio runtime")]
     NoRuntime,
     #[error("a log subscriber is already installed in this process")]
     AlreadyInstalled,
@@ -96,10 +120,13 @@ pub struct Telemetry {
 impl Telemetry {
     /// Sets up logs, traces and metrics without touching global state. OTLP needs a tokio runtime.
     pub fn start(config: &TelemetryConfig, resource: Resource) -> Result<Self, TelemetryError> {
-        let channel = config.otlp.as_deref().map(traces::channel).transpose()?;
+        if config.otlp.exports() && tokio::runtime::Handle::try_current().is_err() {
+            return Err(TelemetryError::NoRuntime);
+        }
+        let resource = traces::otel_resource(&resource, config.instance.as_deref());
         let export_health = ExportHealth::default();
-        let tracer = traces::provider(channel.clone(), &resource, export_health.clone())?;
-        let meters = Meters::new(channel, &resource)?;
+        let tracer = traces::provider(&config.otlp, resource.clone(), export_health.clone())?;
+        let meters = Meters::new(&config.otlp, resource)?;
         let (log_writer, log_queue) = LogWriter::start(config.log_sink.clone());
         let logs = logs::layer(config, log_queue)?;
         let subscriber = Registry::default().with(logs).with(traces::layer(&tracer));

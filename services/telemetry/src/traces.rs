@@ -12,15 +12,16 @@ use opentelemetry::{KeyValue, trace::TracerProvider};
 use opentelemetry_otlp::{WithExportConfig, WithTonicConfig};
 use opentelemetry_sdk::{
     error::OTelSdkResult,
+    resource::{EnvResourceDetector, ResourceDetector},
     trace::{
         BatchConfigBuilder, BatchSpanProcessor, Sampler, SdkTracerProvider, SpanData, SpanExporter,
     },
 };
-use tonic::transport::{Channel, Endpoint};
+use tonic::transport::{Certificate, ClientTlsConfig};
 use tracing::{Subscriber, level_filters::LevelFilter};
 use tracing_subscriber::{Layer, registry::LookupSpan};
 
-use crate::{Resource, TelemetryError, metrics::Meters};
+use crate::{Otlp, Resource, TelemetryError, metrics::Meters};
 
 /// Time-out of an export. A collector on the same machine or network that is slower counts as unreachable.
 const EXPORT_TIMEOUT: Duration = Duration::from_secs(2);
@@ -29,50 +30,70 @@ const QUEUED_SPANS_MAX: usize = 4096;
 /// Interval of exports: the collector has the spans of a request about a second after the request's end.
 const EXPORT_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Creates a channel that connects at its first use and reconnects after a lost connection.
-pub(crate) fn channel(endpoint: &str) -> Result<Channel, TelemetryError> {
-    if tokio::runtime::Handle::try_current().is_err() {
-        return Err(TelemetryError::NoRuntime);
+/// Configures an exporter to `endpoint`, which connects at its first use and reconnects after a lost connection.
+pub(crate) fn exporter_to<B: WithExportConfig + WithTonicConfig>(
+    builder: B,
+    endpoint: &str,
+    otlp: &Otlp,
+) -> Result<B, TelemetryError> {
+    let builder = builder.with_endpoint(endpoint).with_timeout(EXPORT_TIMEOUT);
+    if !endpoint.starts_with("https://") {
+        return Ok(builder);
     }
-    let endpoint = Endpoint::from_shared(endpoint.to_owned()).map_err(|error| {
-        TelemetryError::BadEndpoint { endpoint: endpoint.into(), reason: error.to_string() }
-    })?;
-    Ok(endpoint.connect_timeout(EXPORT_TIMEOUT).timeout(EXPORT_TIMEOUT).connect_lazy())
+    let tls = match &otlp.certificate {
+        None => ClientTlsConfig::new().with_webpki_roots(),
+        Some(path) => {
+            let pem = std::fs::read(path)
+                .map_err(|reason| TelemetryError::Certificate { path: path.clone(), reason })?;
+            ClientTlsConfig::new().ca_certificate(Certificate::from_pem(pem))
+        }
+    };
+    Ok(builder.with_tls_config(tls))
 }
 
-pub(crate) fn otel_resource(resource: &Resource) -> opentelemetry_sdk::Resource {
-    // Built empty: the default would read the environment.
+/// Returns an error of an exporter's setup.
+pub(crate) fn bad_endpoint(
+    endpoint: &str,
+) -> impl FnOnce(opentelemetry_otlp::ExporterBuildError) -> TelemetryError {
+    let endpoint = endpoint.to_owned();
+    move |error| TelemetryError::BadEndpoint { endpoint, reason: error.to_string() }
+}
+
+/// Returns the attributes of traces and metrics: defaults, then the `OTEL_*` variables, then the setting `instance`.
+pub(crate) fn otel_resource(
+    resource: &Resource,
+    instance: Option<&str>,
+) -> opentelemetry_sdk::Resource {
+    let own = |key, value: &str| KeyValue::new(key, value.to_owned());
+    let service = std::env::var("OTEL_SERVICE_NAME").ok().filter(|name| !name.is_empty());
     opentelemetry_sdk::Resource::builder_empty()
         .with_attributes([
-            KeyValue::new("service.namespace", "baton"),
-            KeyValue::new("service.name", resource.service.clone()),
-            KeyValue::new("service.instance.id", resource.instance.clone()),
-            KeyValue::new("service.version", env!("CARGO_PKG_VERSION")),
+            own("service.namespace", "baton"),
+            own("service.name", &resource.service),
+            own("service.instance.id", &resource.instance),
+            own("service.version", env!("CARGO_PKG_VERSION")),
         ])
+        .with_detector(Box::new(EnvResourceDetector::new()) as Box<dyn ResourceDetector>)
+        .with_attributes(service.map(|name| own("service.name", &name)))
+        .with_attributes(instance.map(|name| own("service.instance.id", name)))
         .build()
 }
 
 /// Creates the tracer provider. Without a collector spans still get ids, so that a client's trace
 /// context passes through and appears in logs, but no span is kept.
 pub(crate) fn provider(
-    channel: Option<Channel>,
-    resource: &Resource,
+    otlp: &Otlp,
+    resource: opentelemetry_sdk::Resource,
     health: ExportHealth,
 ) -> Result<SdkTracerProvider, TelemetryError> {
-    let builder = SdkTracerProvider::builder().with_resource(otel_resource(resource));
-    let Some(channel) = channel else {
+    let builder = SdkTracerProvider::builder().with_resource(resource);
+    let Some(endpoint) = &otlp.traces else {
         let pass_through = Sampler::ParentBased(Box::new(Sampler::AlwaysOff));
         return Ok(builder.with_sampler(pass_through).build());
     };
-    let exporter = opentelemetry_otlp::SpanExporter::builder()
-        .with_tonic()
-        .with_channel(channel)
-        .with_timeout(EXPORT_TIMEOUT)
-        .build()
-        .map_err(|error| TelemetryError::BadEndpoint {
-            endpoint: "telemetry.otlp".into(),
-            reason: error.to_string(),
-        })?;
+    let exporter = opentelemetry_otlp::SpanExporter::builder().with_tonic();
+    let exporter =
+        exporter_to(exporter, endpoint, otlp)?.build().map_err(bad_endpoint(endpoint))?;
     let batch = BatchConfigBuilder::default()
         .with_max_queue_size(QUEUED_SPANS_MAX)
         .with_max_export_batch_size(512)
@@ -80,10 +101,8 @@ pub(crate) fn provider(
         .build();
     let processor =
         BatchSpanProcessor::builder(Watched { exporter, health }).with_batch_config(batch).build();
-    Ok(builder
-        .with_sampler(Sampler::ParentBased(Box::new(Sampler::AlwaysOn)))
-        .with_span_processor(processor)
-        .build())
+    // The sampler is that of OTEL_TRACES_SAMPLER, by default parentbased_always_on.
+    Ok(builder.with_span_processor(processor).build())
 }
 
 pub(crate) fn layer<S>(provider: &SdkTracerProvider) -> impl Layer<S>
@@ -158,9 +177,9 @@ impl<E: SpanExporter> SpanExporter for Watched<E> {
         let was_failing = self.health.0.swap(outcome.is_err(), Ordering::Relaxed);
         match &outcome {
             Err(error) if !was_failing => {
-                tracing::warn!(%error, "cannot send traces to telemetry.otlp; spans are dropped");
+                tracing::warn!(%error, "cannot send traces to the OTLP endpoint; spans are dropped");
             }
-            Ok(()) if was_failing => tracing::info!("telemetry.otlp accepts traces again"),
+            Ok(()) if was_failing => tracing::info!("the OTLP endpoint accepts traces again"),
             _ => {}
         }
         outcome

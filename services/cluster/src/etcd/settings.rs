@@ -79,7 +79,7 @@ impl EtcdSettings {
 
 impl Tls {
     fn read(cluster: &config::Cluster) -> Result<Option<Self>, EtcdError> {
-        if !cluster.etcd.iter().any(config::EtcdUrl::is_https) {
+        if !cluster.etcd.iter().any(config::ServerUrl::is_https) {
             return Ok(None);
         }
         let ca = pem("cluster.etcd_ca", cluster.etcd_ca.as_deref())?;

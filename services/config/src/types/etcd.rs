@@ -1,27 +1,6 @@
-//! Endpoints and key prefix of an etcd cluster.
+//! Key prefix of an etcd cluster.
 
-use super::grpc_url::{authority, text_type};
-
-text_type! {
-    /// An etcd endpoint, `http://host:port` or `https://host:port`; `host:port` means `http://host:port`.
-    EtcdUrl
-}
-
-impl EtcdUrl {
-    pub fn parse(text: &str) -> Option<Self> {
-        let text = text.trim();
-        let (scheme, rest) = match text.split_once("://") {
-            Some((scheme @ ("http" | "https"), rest)) => (scheme, rest),
-            Some(_) => return None,
-            None => ("http", text),
-        };
-        authority(rest).map(|authority| Self(format!("{scheme}://{authority}")))
-    }
-
-    pub fn is_https(&self) -> bool {
-        self.0.starts_with("https://")
-    }
-}
+use super::grpc_url::text_type;
 
 text_type! {
     /// Key prefix of one cluster: words with `/` in front of each, and no trailing slash.
@@ -52,20 +31,6 @@ impl Default for EtcdPrefix {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn endpoint_scheme_is_optional() {
-        for (text, url) in [
-            ("127.0.0.1:2379", "http://127.0.0.1:2379"),
-            ("http://etcd-0.etcd:2379/", "http://etcd-0.etcd:2379"),
-            ("https://[::1]:2379", "https://[::1]:2379"),
-        ] {
-            assert_eq!(EtcdUrl::parse(text).unwrap().as_str(), url);
-        }
-        for text in ["", "etcd", "ftp://etcd:1", "https://etcd", "https://http://etcd:1", "a b:1"] {
-            assert_eq!(EtcdUrl::parse(text), None, "{text}");
-        }
-    }
 
     #[test]
     fn slashes_around_a_prefix_are_optional() {

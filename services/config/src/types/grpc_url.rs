@@ -38,6 +38,27 @@ impl GrpcUrl {
     }
 }
 
+text_type! {
+    /// Address of a server, `http://host:port` or `https://host:port`; `host:port` means `http://host:port`.
+    ServerUrl
+}
+
+impl ServerUrl {
+    pub fn parse(text: &str) -> Option<Self> {
+        let text = text.trim();
+        let (scheme, rest) = match text.split_once("://") {
+            Some((scheme @ ("http" | "https"), rest)) => (scheme, rest),
+            Some(_) => return None,
+            None => ("http", text),
+        };
+        authority(rest).map(|authority| Self(format!("{scheme}://{authority}")))
+    }
+
+    pub fn is_https(&self) -> bool {
+        self.0.starts_with("https://")
+    }
+}
+
 /// Prefix of a name in [`NodeUrl`].
 const DNS_PREFIX: &str = "dns:";
 
@@ -126,6 +147,20 @@ mod tests {
             "host:+5x",
         ] {
             assert_eq!(GrpcUrl::parse(text), None, "{text}");
+        }
+    }
+
+    #[test]
+    fn endpoint_scheme_is_optional() {
+        for (text, url) in [
+            ("127.0.0.1:2379", "http://127.0.0.1:2379"),
+            ("http://etcd-0.etcd:2379/", "http://etcd-0.etcd:2379"),
+            ("https://[::1]:2379", "https://[::1]:2379"),
+        ] {
+            assert_eq!(ServerUrl::parse(text).unwrap().as_str(), url);
+        }
+        for text in ["", "etcd", "ftp://etcd:1", "https://etcd", "https://http://etcd:1", "a b:1"] {
+            assert_eq!(ServerUrl::parse(text), None, "{text}");
         }
     }
 }

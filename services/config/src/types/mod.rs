@@ -19,8 +19,8 @@ pub use choice::{
 };
 pub use cpu_list::CpuList;
 pub use duration::{format_duration, parse_duration};
-pub use etcd::{EtcdPrefix, EtcdUrl};
-pub use grpc_url::{GrpcUrl, NodeUrl};
+pub use etcd::EtcdPrefix;
+pub use grpc_url::{GrpcUrl, NodeUrl, ServerUrl};
 pub(crate) use model_path::is_word;
 pub use model_path::{HubModel, ModelPath, parts_of};
 pub use pair::Pair;

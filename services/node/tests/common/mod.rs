@@ -13,7 +13,7 @@ use std::{
 use config::{Config, Flags, LoadInput};
 use node::{Node, Role, StartError};
 use proto::v1::{self, decode_event, node_client::NodeClient, observe_event, prefill_event};
-use telemetry::{LogFormat, LogSink, Resource, Telemetry, TelemetryConfig};
+use telemetry::{LogSink, Resource, Telemetry, TelemetryConfig};
 use tempfile::TempDir;
 use tonic::{Code, Status, Streaming, transport::Channel};
 
@@ -128,9 +128,8 @@ impl TestNode {
         let telemetry = Telemetry::start(
             &TelemetryConfig {
                 log: "off".into(),
-                log_format: LogFormat::Json,
-                otlp: None,
                 log_sink: LogSink::Memory(Arc::new(Mutex::new(Vec::new()))),
+                ..TelemetryConfig::default()
             },
             Resource { service: "test".into(), instance: "test".into() },
         )

@@ -401,8 +401,8 @@ pub async fn next_message<E>(call: &mut Option<&mut NodeCall<E>>) -> Result<Opti
 
 #[cfg(test)]
 mod tests {
-    use config::{Disaggregate, LogFormat, NodePolicy};
-    use telemetry::{LogSink, Resource, Telemetry, TelemetryConfig};
+    use config::{Disaggregate, NodePolicy};
+    use telemetry::{Resource, Telemetry, TelemetryConfig};
 
     use super::*;
 
@@ -410,12 +410,7 @@ mod tests {
         Selection { disaggregate: Disaggregate::Auto, policy: NodePolicy::Predicted };
 
     pub(super) fn metrics() -> RouterMetrics {
-        let config = TelemetryConfig {
-            log: "off".into(),
-            log_format: LogFormat::Json,
-            otlp: None,
-            log_sink: LogSink::Stderr,
-        };
+        let config = TelemetryConfig { log: "off".into(), ..TelemetryConfig::default() };
         let resource = Resource { service: "baton-router".into(), instance: "test".into() };
         let telemetry = Telemetry::start(&config, resource).unwrap();
         RouterMetrics::new(&telemetry.metrics(), "ours")

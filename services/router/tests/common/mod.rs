@@ -12,11 +12,10 @@ use std::{
 };
 
 use cluster::Membership;
-use config::LogFormat;
 use proto::v1::Role;
 use router::{ModelSource, RouterSettings, RunningRouter};
 use serde_json::{Value, json};
-use telemetry::{LogSink, Resource, Telemetry, TelemetryConfig};
+use telemetry::{Resource, Telemetry, TelemetryConfig};
 use text::{ModelText, ModelTextOptions, SpecialTokens};
 
 use client::{Client, eventually};
@@ -153,12 +152,7 @@ impl Cluster {
         let urls = |nodes: &[ScriptedNode]| nodes.iter().map(|node| node.url()).collect::<Vec<_>>();
         let members = Membership::listed(urls(&prefill), urls(&decode)).unwrap();
         let telemetry = Telemetry::start(
-            &TelemetryConfig {
-                log: "off".into(),
-                log_format: LogFormat::Json,
-                otlp: None,
-                log_sink: LogSink::Stderr,
-            },
+            &TelemetryConfig { log: "off".into(), ..TelemetryConfig::default() },
             Resource { service: "baton-router".into(), instance: "test".into() },
         )
         .unwrap();

@@ -18,12 +18,14 @@ use opentelemetry::{
     KeyValue,
     metrics::{Counter, Gauge, Histogram, Meter, MeterProvider, UpDownCounter},
 };
-use opentelemetry_otlp::{MetricExporter, WithExportConfig, WithTonicConfig};
+use opentelemetry_otlp::MetricExporter;
 use opentelemetry_sdk::metrics::{PeriodicReader, SdkMeterProvider};
 use prometheus::{Registry, TextEncoder};
-use tonic::transport::Channel;
 
-use crate::{Resource, TelemetryError, traces::otel_resource};
+use crate::{
+    Otlp, TelemetryError,
+    traces::{bad_endpoint, exporter_to},
+};
 
 use labels::{Labels, Series};
 
@@ -36,7 +38,6 @@ pub use router::{
 
 /// Interval of pushes. Dashboards rarely show a finer resolution.
 const PUSH_INTERVAL: Duration = Duration::from_secs(10);
-const PUSH_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Seconds, from GenAI's conventions: `gen_ai.server.request.duration`.
 const REQUEST_SECONDS: [f64; 14] =
@@ -72,8 +73,8 @@ pub(crate) struct Meters {
 
 impl Meters {
     pub(crate) fn new(
-        channel: Option<Channel>,
-        resource: &Resource,
+        otlp: &Otlp,
+        resource: opentelemetry_sdk::Resource,
     ) -> Result<Self, TelemetryError> {
         let registry = Registry::new();
         let prometheus = opentelemetry_prometheus::exporter()
@@ -81,16 +82,12 @@ impl Meters {
             .scope_info_enabled(false)
             .build()
             .map_err(metrics_failed)?;
-        let mut builder = SdkMeterProvider::builder()
-            .with_resource(otel_resource(resource))
-            .with_reader(prometheus);
-        if let Some(channel) = channel {
-            let exporter = MetricExporter::builder()
-                .with_tonic()
-                .with_channel(channel)
-                .with_timeout(PUSH_TIMEOUT)
-                .build()
-                .map_err(metrics_failed)?;
+        let mut builder =
+            SdkMeterProvider::builder().with_resource(resource).with_reader(prometheus);
+        if let Some(endpoint) = &otlp.metrics {
+            let exporter = MetricExporter::builder().with_tonic();
+            let exporter =
+                exporter_to(exporter, endpoint, otlp)?.build().map_err(bad_endpoint(endpoint))?;
             let push = PeriodicReader::builder(exporter).with_interval(PUSH_INTERVAL).build();
             builder = builder.with_reader(push);
         }

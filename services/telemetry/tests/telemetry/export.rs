@@ -106,9 +106,8 @@ async fn unreachable_collector_delays_shutdown_by_the_deadline_only() {
 fn export_without_a_runtime_is_rejected() {
     let config = telemetry::TelemetryConfig {
         log: "info".into(),
-        log_format: telemetry::LogFormat::Json,
-        otlp: Some("http://127.0.0.1:1".into()),
-        log_sink: telemetry::LogSink::default(),
+        otlp: telemetry::Otlp::to("http://127.0.0.1:1".into()),
+        ..telemetry::TelemetryConfig::default()
     };
     let resource = telemetry::Resource { service: "node".into(), instance: "0".into() };
     let outcome = telemetry::Telemetry::start(&config, resource);

@@ -207,7 +207,7 @@ mod tests {
     #[tokio::test]
     async fn the_description_has_every_route_and_no_other() {
         let resource = Resource { service: "baton-router".into(), instance: "test".into() };
-        let config = TelemetryConfig::from(&config::Telemetry::default());
+        let config = TelemetryConfig::default();
         let telemetry = Telemetry::start(&config, resource).unwrap();
         let served: BTreeSet<(String, String)> = table(telemetry.metrics(), 0)
             .into_iter()
