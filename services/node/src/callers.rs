@@ -59,7 +59,7 @@ impl Callers {
     pub fn reply(&mut self, call: CallId, reply: Reply) -> Result<(), QueueFull> {
         let Some(caller) = self.callers.get_mut(&call.number) else { return Ok(()) };
         if let Reply::Ended(AttemptEnd::Failed { kind, message }) = &reply {
-            log_failure(caller.request_id, call, *kind, message);
+            log_failure(caller, call, *kind, message);
         }
         caller.replies.send(reply, &mut self.readers)
     }
@@ -90,11 +90,15 @@ impl Callers {
 
 /// Logs a failed attempt in one line. A failure that a client or a full node causes is not logged as a
 /// warning.
-fn log_failure(request_id: u128, call: CallId, kind: FailureKind, message: &str) {
+fn log_failure(caller: &Caller, call: CallId, kind: FailureKind, message: &str) {
+    // The spans of the call's stages have ended, so the line names the caller's span.
+    let (trace_id, span_id) = propagation::ids(&caller.stages.traceparent).unzip();
     macro_rules! log {
         ($level:ident) => {
             tracing::$level!(
-                request_id = format_args!("{request_id:032x}"),
+                trace_id,
+                span_id,
+                request_id = format_args!("{:032x}", caller.request_id),
                 transfer_id = %TransferId(call.sequence.0),
                 kind = kind.as_str_name(),
                 "attempt failed: {message}"

@@ -9,13 +9,18 @@ use std::{
     time::{Duration, Instant},
 };
 
+use opentelemetry::trace::{SpanId, TraceContextExt, TraceId};
 use tokio::sync::oneshot::{self, error::TryRecvError};
-use tracing::Subscriber;
+use tracing::{Dispatch, Event, Subscriber, dispatcher::WeakDispatch};
 use tracing_appender::non_blocking::{ErrorCounter, NonBlocking, NonBlockingBuilder, WorkerGuard};
 use tracing_subscriber::{
     Layer,
-    filter::{ParseError, Targets},
-    fmt,
+    filter::{FilterExt, FilterFn, LevelFilter, ParseError, Targets},
+    fmt::{
+        self, FmtContext, FormatEvent, FormatFields,
+        format::{Format, Json, Writer},
+    },
+    layer::Context,
     registry::LookupSpan,
 };
 
@@ -121,7 +126,69 @@ impl Drop for LogWriter {
     }
 }
 
-/// Creates the layer that formats log lines. Its filter `telemetry.log` does not apply to traces.
+/// Trace and span id of a span, stored in the span with its first log line.
+#[derive(Clone, Copy)]
+struct TraceIds(TraceId, SpanId);
+
+/// Layer that stores the [`TraceIds`] of an event's span before the event is formatted.
+#[derive(Default)]
+struct TraceIdLayer {
+    /// Set when the subscriber is complete.
+    dispatch: OnceLock<WeakDispatch>,
+}
+
+impl<S> Layer<S> for TraceIdLayer
+where
+    S: Subscriber + for<'a> LookupSpan<'a>,
+{
+    fn on_register_dispatch(&self, dispatch: &Dispatch) {
+        let _ = self.dispatch.set(dispatch.downgrade());
+    }
+
+    fn on_event(&self, event: &Event<'_>, context: Context<'_, S>) {
+        let Some(span) = context.event_span(event) else { return };
+        if span.extensions().get::<TraceIds>().is_some() {
+            return;
+        }
+        let dispatch = self.dispatch.get().and_then(WeakDispatch::upgrade);
+        let found = dispatch
+            .and_then(|dispatch| tracing_opentelemetry::get_otel_context(&span.id(), &dispatch));
+        if let Some(found) = found {
+            let found = found.span().span_context().clone();
+            if found.is_valid() {
+                span.extensions_mut().replace(TraceIds(found.trace_id(), found.span_id()));
+            }
+        }
+    }
+}
+
+/// Formatter of JSON lines that begins each line within a span with the span's `trace_id` and `span_id`.
+struct TracedJson(Format<Json>);
+
+impl<S, N> FormatEvent<S, N> for TracedJson
+where
+    S: Subscriber + for<'a> LookupSpan<'a>,
+    N: for<'a> FormatFields<'a> + 'static,
+{
+    fn format_event(
+        &self,
+        context: &FmtContext<'_, S, N>,
+        mut writer: Writer<'_>,
+        event: &Event<'_>,
+    ) -> std::fmt::Result {
+        let ids = context.parent_span().and_then(|span| span.extensions().get().copied());
+        let Some(TraceIds(trace_id, span_id)) = ids else {
+            return self.0.format_event(context, writer, event);
+        };
+        let mut line = String::new();
+        self.0.format_event(context, Writer::new(&mut line), event)?;
+        let fields = line.strip_prefix('{').unwrap_or(&line);
+        write!(writer, r#"{{"trace_id":"{trace_id}","span_id":"{span_id}",{fields}"#)
+    }
+}
+
+/// Creates the layer that formats log lines. Its filter `telemetry.log` does not apply to traces, nor to the spans
+/// that lines show.
 pub(crate) fn layer<S>(
     config: &TelemetryConfig,
     writer: NonBlocking,
@@ -132,6 +199,9 @@ where
     let filter: Targets = config.log.parse().map_err(|error: ParseError| {
         TelemetryError::BadFilter { filter: config.log.clone(), reason: error.to_string() }
     })?;
+    let spans =
+        FilterFn::new(|metadata| metadata.is_span() && *metadata.level() <= tracing::Level::INFO);
+    let filter = filter.or(spans.with_max_level_hint(LevelFilter::INFO));
     let terminal = matches!(config.log_sink, LogSink::Stderr) && io::stderr().is_terminal();
     let pretty = match config.log_format {
         LogFormat::Auto => terminal,
@@ -141,13 +211,8 @@ where
     Ok(if pretty {
         fmt::layer().compact().with_ansi(terminal).with_writer(writer).with_filter(filter).boxed()
     } else {
-        fmt::layer()
-            .json()
-            .flatten_event(true)
-            .with_current_span(true)
-            .with_span_list(false)
-            .with_writer(writer)
-            .with_filter(filter)
-            .boxed()
+        let format = fmt::format().json().flatten_event(true).with_span_list(false);
+        let lines = fmt::layer().json().event_format(TracedJson(format)).with_writer(writer);
+        TraceIdLayer::default().and_then(lines).with_filter(filter).boxed()
     })
 }

@@ -33,6 +33,12 @@ pub fn trace_id(span: &Span) -> Option<u128> {
     context.is_valid().then(|| u128::from_be_bytes(context.trace_id().to_bytes()))
 }
 
+/// Returns trace and span id of a `traceparent` as text; `None` for empty or malformed text.
+pub fn ids(traceparent: &str) -> Option<(&str, &str)> {
+    let mut parts = traceparent.split('-').skip(1);
+    Some((parts.next()?, parts.next()?))
+}
+
 /// Sets the sender's span as the parent of `span`, which must not have been entered yet. Empty or
 /// malformed text changes nothing.
 pub fn set_parent(span: &Span, traceparent: &str) {

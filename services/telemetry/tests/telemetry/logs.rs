@@ -1,8 +1,11 @@
 //! Log lines.
 
-use std::time::Duration;
+use std::{
+    sync::{Arc, Mutex},
+    time::Duration,
+};
 
-use telemetry::{LogFormat, LogSink, Resource, Telemetry, TelemetryConfig, TelemetryError};
+use telemetry::{LogSink, Resource, Telemetry, TelemetryConfig, TelemetryError, propagation};
 use tracing::{dispatcher::with_default, info_span};
 
 use crate::start;
@@ -34,14 +37,44 @@ async fn json_line_has_fields_and_span_and_passes_the_filter() {
     }
 }
 
+/// The ids do not depend on a collector, nor on a level that shows spans.
+#[tokio::test]
+async fn lines_within_a_span_begin_with_the_ids_of_trace_and_span() {
+    let lines = Arc::new(Mutex::new(Vec::new()));
+    let config = TelemetryConfig {
+        log: "warn".into(),
+        log_sink: LogSink::Memory(lines.clone()),
+        ..TelemetryConfig::default()
+    };
+    let telemetry = Telemetry::start(&config, resource()).unwrap();
+    let context = with_default(&telemetry.dispatch(), || {
+        let request = info_span!("request");
+        propagation::set_parent(
+            &request,
+            "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-00",
+        );
+        let attempt = info_span!(parent: &request, "attempt");
+        request.in_scope(|| tracing::warn!("one"));
+        tracing::warn!(parent: &attempt, "two");
+        tracing::warn!("three");
+        [propagation::traceparent(&request), propagation::traceparent(&attempt)]
+    });
+    telemetry.shutdown(Duration::from_secs(20)).await.unwrap();
+    let text = String::from_utf8(lines.lock().unwrap().clone()).unwrap();
+    let lines: Vec<&str> = text.lines().collect();
+    for (line, traceparent) in lines.iter().zip(&context) {
+        let ids: Vec<&str> = traceparent.split('-').collect();
+        assert_eq!(ids[1], "0af7651916cd43dd8448eb211c80319c");
+        let begin = format!(r#"{{"trace_id":"{}","span_id":"{}","timestamp":"#, ids[1], ids[2]);
+        assert!(line.starts_with(&begin), "{line} of {traceparent}");
+    }
+    assert_ne!(context[0], context[1]);
+    assert!(!lines[2].contains("trace_id"), "{text}");
+}
+
 #[test]
 fn invalid_filter_is_rejected_with_its_setting() {
-    let config = TelemetryConfig {
-        log: "info,router=loud".into(),
-        log_format: LogFormat::Auto,
-        otlp: None,
-        log_sink: LogSink::Stderr,
-    };
+    let config = TelemetryConfig { log: "info,router=loud".into(), ..TelemetryConfig::default() };
     let Err(error) = Telemetry::start(&config, resource()) else { panic!("the filter is invalid") };
     let message = error.to_string();
     assert!(message.contains("telemetry.log") && message.contains("router=loud"), "{message}");
