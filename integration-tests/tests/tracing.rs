@@ -19,7 +19,7 @@ use opentelemetry_proto::tonic::{
         trace_service_server::{TraceService, TraceServiceServer},
     },
     common::v1::{KeyValue, any_value::Value},
-    trace::v1::Span,
+    trace::v1::{Span, span::SpanKind},
 };
 use tonic::{Request, Response, Status, transport::server::TcpIncoming};
 
@@ -40,7 +40,9 @@ impl TraceService for Collector {
     ) -> Result<Response<ExportTraceServiceResponse>, Status> {
         let mut spans = self.spans.lock().expect("the lock is not poisoned");
         if request.metadata().get("x-tenant").is_none_or(|tenant| tenant != "one") {
-            return Err(Status::unauthenticated("expected the header of OTEL_EXPORTER_OTLP_HEADERS"));
+            return Err(Status::unauthenticated(
+                "expected the header of OTEL_EXPORTER_OTLP_HEADERS",
+            ));
         }
         for resource in request.into_inner().resource_spans {
             let attributes = resource.resource.unwrap_or_default().attributes;
@@ -138,6 +140,7 @@ async fn a_request_is_one_trace_from_router_to_decode_node() -> Result<()> {
             spans.iter().map(|(service, span)| (service.as_str(), span.name.as_str())).collect();
         if wanted.iter().all(|name| names.contains(name)) {
             check_tree(&spans);
+            check_kinds(&spans);
             check_transfer(&spans);
             break;
         }
@@ -153,6 +156,28 @@ async fn a_request_is_one_trace_from_router_to_decode_node() -> Result<()> {
     }
     server.abort();
     Ok(())
+}
+
+/// Checks that a call has a client's span and a server's span, and that the request has the GenAI names.
+fn check_kinds(spans: &[(String, Span)]) {
+    for (service, name, kind) in [
+        ("router", "request", SpanKind::Server),
+        ("router", "attempt", SpanKind::Client),
+        ("prefill-node", "prefill", SpanKind::Server),
+        ("decode-node", "transfer", SpanKind::Client),
+        ("prefill-node", "transfer", SpanKind::Server),
+        ("decode-node", "decode", SpanKind::Server),
+    ] {
+        let found = spans.iter().find(|(of, span)| of == service && span.name == name);
+        assert_eq!(found.map(|(_, span)| span.kind()), Some(kind), "{service} {name}");
+    }
+    let request = spans.iter().find(|(_, span)| span.name == "request").expect("a request");
+    let attributes = &request.1.attributes;
+    assert_eq!(text(attributes, "gen_ai.operation.name"), Some("text_completion"));
+    assert_eq!(text(attributes, "gen_ai.provider.name"), Some("baton"));
+    let tokens = attributes.iter().find(|it| it.key == "gen_ai.usage.output_tokens");
+    let tokens = tokens.and_then(|tokens| tokens.value.as_ref()?.value.clone());
+    assert_eq!(tokens, Some(Value::IntValue(8)));
 }
 
 /// Checks that the sender's transfer span is a child of the receiver's: `RESERVE` carries the

@@ -13,7 +13,7 @@ use tokio::{
 };
 use tokio_util::sync::CancellationToken;
 
-use crate::{MemberList, Members, Membership, NodeAddress, Role};
+use crate::{Backend, MemberList, Members, Membership, NodeAddress, Role};
 
 /// Time from the start of a lookup to the next one.
 const EVERY: Duration = Duration::from_secs(1);
@@ -108,7 +108,8 @@ impl Membership {
             return self;
         }
         let (list, stop) = (self.list, CancellationToken::new());
-        let follow = follow(list.clone(), names, lookup);
+        let backend = Backend::new("dns");
+        let follow = follow(list.clone(), names, lookup, backend.clone());
         let stopped = stop.clone();
         let task = tokio::spawn(async move {
             tokio::select! {
@@ -116,12 +117,12 @@ impl Membership {
                 () = follow => {}
             }
         });
-        Self { list, task: Some((stop.drop_guard(), task)) }
+        Self { list, task: Some((stop.drop_guard(), task)), backend: Some(backend) }
     }
 }
 
 /// Looks all names up until dropped, and replaces the list when an answer changes it.
-async fn follow<F, L>(list: MemberList, names: Vec<DnsName>, lookup: F)
+async fn follow<F, L>(list: MemberList, names: Vec<DnsName>, lookup: F, backend: Backend)
 where
     F: Fn(String) -> L + Clone + Send + 'static,
     L: Future<Output = io::Result<Vec<SocketAddr>>> + Send + 'static,
@@ -139,6 +140,7 @@ where
         if let Some(report) = report {
             names[index].log(report);
         }
+        backend.set_connected(names.iter().all(|name| name.has_answer == Some(true)));
         let members = members(&listed, &names);
         if members != *list.members() {
             list.replace(members);
@@ -250,10 +252,12 @@ mod tests {
         let mut watch = membership.watch();
         assert_eq!(change(&mut watch).await, MemberChange::Joined(node("10.0.0.9:1")));
         assert_eq!(change(&mut watch).await, MemberChange::Joined(node("10.0.0.1:1")));
+        assert!(membership.backend().unwrap().is_connected());
         for outcome in [Scripted::Fails, Scripted::Addresses(&[]), Scripted::Hangs] {
             *script.lock().unwrap() = (outcome, 0);
             let unchanged = timeout(20 * EVERY, watch.next()).await;
             assert!(unchanged.is_err(), "{unchanged:?}");
+            assert!(!membership.backend().unwrap().is_connected());
             assert_eq!(membership.last_known(), [node("10.0.0.1:1"), node("10.0.0.9:1")]);
         }
         // Lookups of a resolver that hangs do not pile up.

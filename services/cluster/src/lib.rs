@@ -31,7 +31,8 @@ pub use directory::{
 };
 pub use dns::DnsName;
 pub use membership::{
-    MemberChange, MemberList, MemberWatch, Members, Membership, MembershipError, NodeAddress,
+    Backend, MemberChange, MemberList, MemberWatch, Members, Membership, MembershipError,
+    NodeAddress,
 };
 pub use prefix::{CacheIdentity, PrefixKeys};
 pub use proto::ids::{Epoch, EpochError, ModelIdentity, NodeId, NodeIdError};

@@ -3,7 +3,10 @@
 use std::{
     collections::{BTreeMap, VecDeque},
     fmt,
-    sync::Arc,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
     time::Duration,
 };
 
@@ -52,6 +55,29 @@ pub struct Membership {
     pub(crate) list: MemberList,
     /// The task that replaces the list; a static list has none. Dropping the guard stops the task without waiting.
     pub(crate) task: Option<(DropGuard, JoinHandle<()>)>,
+    pub(crate) backend: Option<Backend>,
+}
+
+/// The service that a member list comes from, and whether that service answers; clones share the state.
+#[derive(Clone, Debug)]
+pub struct Backend {
+    /// `etcd` or `dns`.
+    pub name: &'static str,
+    is_connected: Arc<AtomicBool>,
+}
+
+impl Backend {
+    pub(crate) fn new(name: &'static str) -> Self {
+        Self { name, is_connected: Arc::default() }
+    }
+
+    pub fn is_connected(&self) -> bool {
+        self.is_connected.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn set_connected(&self, is_connected: bool) {
+        self.is_connected.store(is_connected, Ordering::Relaxed);
+    }
 }
 
 impl Membership {
@@ -70,7 +96,7 @@ impl Membership {
             }
             members.insert(address, None);
         }
-        Ok(Self { list: MemberList::new(members), task: None })
+        Ok(Self { list: MemberList::new(members), task: None, backend: None })
     }
 
     /// Watches the list: first each known address as `Joined`, then the changes.
@@ -83,9 +109,14 @@ impl Membership {
         self.list.members().keys().cloned().collect()
     }
 
+    /// Returns the service behind the list; `None` for a static list.
+    pub fn backend(&self) -> Option<&Backend> {
+        self.backend.as_ref()
+    }
+
     /// Ends the watches. Stops the source's task and waits for its end, at most until `deadline`.
     pub async fn shutdown(self, deadline: Duration) -> Result<(), MembershipError> {
-        let Self { list, task } = self;
+        let Self { list, task, .. } = self;
         drop(list);
         let Some((stop, task)) = task else { return Ok(()) };
         drop(stop);

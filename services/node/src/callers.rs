@@ -4,7 +4,7 @@ use std::collections::HashMap;
 
 use kv_transfer::api::{Command, TransferId};
 use proto::v1::FailureKind;
-use telemetry::propagation;
+use telemetry::{propagation, spans};
 use tracing::{Span, field::Empty, info_span};
 
 use crate::{
@@ -145,6 +145,7 @@ impl Stages {
             StageChange::Failed { error } => {
                 for span in self.open.iter_mut().filter_map(Option::take) {
                     span.record("error", error.as_str());
+                    spans::failed(&span, error.clone());
                 }
             }
             StageChange::TransferParent { traceparent } => self.transfer_parent = traceparent,
@@ -152,11 +153,17 @@ impl Stages {
     }
 
     fn begin(&mut self, stage: Stage) {
+        // A decode node requests the transfer from the prefill node; a router requests the other stages.
+        let kind = match stage {
+            Stage::Transfer if self.transfer_parent.is_empty() => "client",
+            _ => "server",
+        };
         macro_rules! stage_span {
             ($name:literal) => {
                 info_span!(
                     parent: None,
                     $name,
+                    otel.kind = kind,
                     request_id = %format_args!("{:032x}", self.request_id),
                     transfer_id = %format_args!("{:032x}", self.transfer_id),
                     cached_tokens = Empty,
@@ -188,6 +195,7 @@ impl Stages {
         }
         if let Some(error) = &attributes.error {
             span.record("error", error.as_str());
+            spans::failed(&span, error.clone());
         }
         if let Some(stats) = &attributes.transferred {
             span.record("bytes", stats.bytes);

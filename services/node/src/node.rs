@@ -152,6 +152,7 @@ pub struct Addresses {
 pub struct Node {
     record: NodeRecord,
     addresses: Addresses,
+    metrics: Metrics,
     inbox: Inbox,
     draining: CancellationToken,
     ready: Arc<AtomicBool>,
@@ -190,11 +191,18 @@ impl Node {
         };
         let ready = Arc::new(AtomicBool::new(false));
         let step_in_flight = Arc::<StepInFlight>::default();
+        metrics.set_draining(false);
+        observe_hang(metrics, step_in_flight.clone(), node.hang_restart);
         let probes = probes(ready.clone(), step_in_flight.clone(), node.hang_restart);
         let metrics_server = MetricsServer::start(node.metrics, metrics.clone(), probes).await?;
 
+        let load_began = Instant::now();
         let Loaded { path, arena, identity, executor, defaults, cpus, cpu_fallback } =
             load(role, config.clone(), epoch.0).await?;
+        let load_duration = metrics.meter().f64_gauge("baton.model.load.duration").with_unit("s");
+        let load_duration =
+            load_duration.with_description("Time to fetch, read and pack the model");
+        load_duration.build().record(load_began.elapsed().as_secs_f64(), &[]);
         let executor = wrap(executor);
         let limits = executor.limits();
         let scheduler_config = SchedulerConfig {
@@ -275,6 +283,7 @@ impl Node {
         Ok(Self {
             record,
             addresses,
+            metrics: metrics.clone(),
             inbox,
             draining,
             ready,
@@ -322,6 +331,7 @@ impl Node {
         let NodeRecord { role, node_id, model, .. } = &self.record;
         let name = format!("{role} node {node_id} for {model}");
         self.ready.store(false, Ordering::Release);
+        self.metrics.set_draining(true);
         self.draining.cancel();
         server.set_status(ServingStatus::NotServing).await;
         info!(attempts = inbox.attempt_count(), "{name} drains");
@@ -521,6 +531,17 @@ fn attempts_max(config: &SchedulerConfig) -> u32 {
 }
 
 /// Serves `/live` until a step hangs and `/ready` while the node accepts requests.
+/// Exports what the liveness probe finds.
+fn observe_hang(metrics: &Metrics, step_in_flight: Arc<StepInFlight>, hang_restart: Duration) {
+    let hung = metrics.meter().u64_observable_gauge("baton.step.hung");
+    hung.with_description("1 while a launched step has not finished within node.hang_restart")
+        .with_callback(move |hung| {
+            let age = step_in_flight.hung_for(Instant::now(), hang_restart);
+            hung.observe(u64::from(age.is_some()), &[]);
+        })
+        .build();
+}
+
 fn probes(
     ready: Arc<AtomicBool>,
     step_in_flight: Arc<StepInFlight>,

@@ -5,11 +5,13 @@ use std::{
     time::{Duration, Instant, SystemTime},
 };
 
-use cluster::{Considered, NoNode};
+use cluster::{Considered, NoNode, Placement};
 use proto::{ids::RequestId, v1::FinishReason};
 use telemetry::{
-    metrics::{AttemptEnd, FinishedRequest, InFlightRequest, Operation, RequestEnd},
-    propagation,
+    metrics::{
+        AttemptEnd, FinishedRequest, InFlightRequest, NodeRole, Operation, Pick, RequestEnd,
+    },
+    propagation, spans,
 };
 use tracing::Span;
 
@@ -59,6 +61,8 @@ struct State {
     choices: u32,
     prompt_tokens: u32,
     answers_ended: u32,
+    /// Finish reasons of the ended answers.
+    finish_reasons: Vec<&'static str>,
     cut_short: bool,
     error: Option<(RequestEnd, String)>,
 }
@@ -167,6 +171,7 @@ impl RequestRecord {
             state.predicted = ttft.map(|ttft| picked + ttft);
         }
         drop(state);
+        self.model.metrics.picked(pick(&considered));
         let mut account = lock(&self.account);
         let waited_for = account.waits_for.take();
         account.picked(AttemptAccount {
@@ -185,6 +190,7 @@ impl RequestRecord {
 
     /// Records that a pick found no node.
     pub fn no_node(&self, reason: NoNode) {
+        self.model.metrics.picked(no_pick(&reason));
         lock(&self.account).waits_for = Some(reason);
     }
 
@@ -226,10 +232,17 @@ impl RequestRecord {
         state.cached_tokens += end.cached_tokens;
         state.hand_over.add(&end.hand_over);
         state.answers_ended += 1;
-        state.cut_short |= end.reason == FinishReason::Length;
+        let is_cut = end.reason == FinishReason::Length;
+        state.cut_short |= is_cut;
+        state.finish_reasons.push(if is_cut { "length" } else { "stop" });
     }
 
-    pub fn attempt_ended(&self, choice: u32, ended: &EndedAttempt) -> AttemptEnd {
+    pub fn attempt_ended(
+        &self,
+        choice: u32,
+        ended: &EndedAttempt,
+        has_prefill: bool,
+    ) -> AttemptEnd {
         if ended.stats.kv_bytes > 0 {
             let duration = Duration::from_micros(ended.stats.transfer_us);
             self.model.metrics.transfer_delivered(ended.stats.kv_bytes, duration);
@@ -249,6 +262,16 @@ impl RequestRecord {
             },
         };
         self.model.metrics.attempt_ended(end);
+        let decode = (NodeRole::Decode, Side::Decode);
+        let prefill = has_prefill.then_some((NodeRole::Prefill, Side::Prefill));
+        for (role, side) in [decode].into_iter().chain(prefill) {
+            // A failure of one node cancels the attempt on the other.
+            let of_node = match &ended.outcome {
+                AttemptOutcome::Failed(failure) if failure.side != side => AttemptEnd::Cancelled,
+                _ => end,
+            };
+            self.model.metrics.node_attempt_ended(role, of_node);
+        }
         let at = self.received.elapsed();
         if let Some(attempt) = lock(&self.account).open_attempt(choice) {
             let failure = match &ended.outcome {
@@ -292,7 +315,7 @@ impl Drop for RequestRecord {
             None if state.cut_short => RequestEnd::Length,
             None => RequestEnd::Stop,
         };
-        self.model.metrics.request_ended(&FinishedRequest {
+        let finished = FinishedRequest {
             operation: self.operation,
             end,
             duration,
@@ -300,7 +323,9 @@ impl Drop for RequestRecord {
             prompt_tokens,
             completion_tokens: state.completion_tokens,
             cached_tokens: state.cached_tokens,
-        });
+        };
+        self.model.metrics.request_ended(&finished);
+        spans::request_ended(&self.span, &self.model.name, &finished, &state.finish_reasons);
         lock(&self.account).end = Some(RequestEndAccount {
             at: duration,
             reason: end.as_str(),
@@ -339,6 +364,40 @@ impl Drop for RequestRecord {
     }
 }
 
+/// Returns the metric's label of a pick.
+fn pick(considered: &Considered) -> Pick {
+    let is_disaggregated =
+        considered.options.first().is_some_and(|chosen| chosen.prefill.is_some());
+    match &considered.placement {
+        Placement::Always => Pick::DisaggregatedAlways,
+        Placement::Unmeasured => Pick::DisaggregatedUnmeasured,
+        Placement::Predicted { .. } if is_disaggregated => Pick::DisaggregatedPredicted,
+        Placement::Predicted { .. } => Pick::LocalPredicted,
+        Placement::Never => Pick::LocalNever,
+        Placement::AfterFailure => Pick::LocalAfterFailure,
+        Placement::ShortPrompt { .. } => Pick::LocalShortPrompt,
+        Placement::NoPartner | Placement::NoPrefillNode(NoNode::NoneFits { .. }) => {
+            Pick::LocalNoPartner
+        }
+        Placement::NoPrefillNode(NoNode::Busy { .. }) => Pick::LocalBusy,
+        Placement::NoPrefillNode(_) => Pick::LocalNoPrefillNode,
+    }
+}
+
+/// Returns the metric's label of a pick that found no decode node.
+fn no_pick(reason: &NoNode) -> Pick {
+    match reason {
+        NoNode::Busy { .. } => Pick::NoneBusy,
+        NoNode::NoneFits { .. } => Pick::NoneNoPartner,
+        NoNode::Excluded { .. } => Pick::NoneExcluded,
+        NoNode::TooLong { .. } | NoNode::NoGrammar { .. } => Pick::NoneUnfit,
+        NoNode::NoneListed { .. }
+        | NoNode::OtherModel { .. }
+        | NoNode::NoneUp { .. }
+        | NoNode::Draining { .. } => Pick::NoneNoDecodeNode,
+    }
+}
+
 /// Returns whole microseconds in milliseconds: at most three decimals in a log line.
 fn milliseconds(duration: Duration) -> f64 {
     duration.as_micros() as f64 / 1e3
@@ -354,6 +413,25 @@ pub fn label(text: &str) -> Option<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn pick_without_a_partner_is_not_one_without_a_prefill_node() {
+        let considered = |placement| Considered {
+            placement,
+            options: Vec::new(),
+            options_left_out: 0,
+            ineligible: Vec::new(),
+            ineligible_left_out: 0,
+            overhead_ms: 0.0,
+        };
+        let role = cluster::Role::Prefill;
+        let none_fits = Placement::NoPrefillNode(NoNode::NoneFits { role });
+        assert_eq!(pick(&considered(none_fits)), Pick::LocalNoPartner);
+        assert_eq!(pick(&considered(Placement::NoPartner)), Pick::LocalNoPartner);
+        let none_listed = Placement::NoPrefillNode(NoNode::NoneListed { role });
+        assert_eq!(pick(&considered(none_listed)), Pick::LocalNoPrefillNode);
+        assert_eq!(no_pick(&NoNode::NoneFits { role }), Pick::NoneNoPartner);
+    }
 
     #[test]
     fn labels_are_visible_and_bounded() {

@@ -59,6 +59,7 @@ pub struct RunningRouter {
     health: OwnedTask,
     watch: OwnedTask,
     membership: Membership,
+    metrics: Metrics,
 }
 
 /// Binds all ports and serves these models; the first is the default model. Must run inside a tokio
@@ -80,6 +81,11 @@ pub fn start(
 
     let mut models = models.into_iter();
     let first = models.next().ok_or(StartError::NoModel)?;
+    metrics.set_draining(false);
+    if let Some(backend) = membership.backend() {
+        let backend = backend.clone();
+        metrics.observe_membership(backend.name, move || backend.is_connected());
+    }
     let router_metrics = RouterMetrics::new(&metrics, &first.name);
     let models = Models::new(first, models.collect(), &settings.router, &router_metrics);
     let served = models.all().iter().map(|model| Served {
@@ -94,7 +100,7 @@ pub fn start(
     let (draining, stop) = (CancellationToken::new(), CancellationToken::new());
     let (health, health_service) = grpc::serve_health(front.clone());
     let started = std::time::SystemTime::UNIX_EPOCH.elapsed().map_or(0, |since| since.as_secs());
-    let http_routes = http::routes(front.clone(), metrics, started);
+    let http_routes = http::routes(front.clone(), metrics.clone(), started);
     let grpc_routes = grpc::routes(front.clone(), health_service)?;
     let admin_routes = admin::routes(front.clone());
     let bounds = net::Bounds::new(
@@ -126,6 +132,7 @@ pub fn start(
         health,
         watch,
         membership,
+        metrics,
     })
 }
 
@@ -139,6 +146,7 @@ impl RunningRouter {
     /// unready and still accepts requests, which load balancers send until their next probe.
     pub async fn leave(&self, delay: Duration) {
         self.front.leaving.cancel();
+        self.metrics.set_draining(true);
         tracing::info!(?delay, "leaving: unready, and accepting requests for this time");
         let _ = tokio::time::timeout(delay, self.front.cut.cancelled()).await;
     }

@@ -2,6 +2,7 @@
 //!
 //! * [`Telemetry`] belongs to the process: `main` starts it first and shuts it down last.
 //! * [`propagation`] transfers the W3C trace context over HTTP, gRPC and plain strings.
+//! * [`spans`] sets the attributes and the status of spans.
 //! * [`metrics`] has the typed instruments of router and node, and [`metrics::Metrics`], which renders
 //!   them as Prometheus text under OpenTelemetry's GenAI names and vLLM's names.
 //! * [`MetricsServer`] serves this text, and the probes of a service, on a port of its own.
@@ -16,6 +17,7 @@ mod logs;
 pub mod metrics;
 pub mod propagation;
 mod server;
+pub mod spans;
 mod traces;
 
 use std::time::Duration;
@@ -30,7 +32,7 @@ pub use logs::LogSink;
 pub use metrics::{Metrics, NodeMetrics, RouterMetrics};
 pub use server::MetricsServer;
 
-use crate::{logs::LogWriter, metrics::Meters, traces::ExportHealth};
+use crate::{logs::LogWriter, metrics::Meters, traces::SpanQueue};
 
 /// Settings of logs, traces and metrics.
 #[derive(Clone, Debug)]
@@ -112,7 +114,7 @@ pub enum TelemetryError {
 pub struct Telemetry {
     dispatch: Dispatch,
     tracer: SdkTracerProvider,
-    export_health: ExportHealth,
+    spans: SpanQueue,
     meters: Meters,
     log_writer: LogWriter,
 }
@@ -124,13 +126,14 @@ impl Telemetry {
             return Err(TelemetryError::NoRuntime);
         }
         let resource = traces::otel_resource(&resource, config.instance.as_deref());
-        let export_health = ExportHealth::default();
-        let tracer = traces::provider(&config.otlp, resource.clone(), export_health.clone())?;
+        let spans = SpanQueue::default();
+        let tracer = traces::provider(&config.otlp, resource.clone(), spans.clone())?;
         let meters = Meters::new(&config.otlp, resource)?;
         let (log_writer, log_queue) = LogWriter::start(config.log_sink.clone());
+        meters.observe_dropped(spans.clone(), log_queue.error_counter());
         let logs = logs::layer(config, log_queue)?;
         let subscriber = Registry::default().with(logs).with(traces::layer(&tracer));
-        Ok(Self { dispatch: Dispatch::new(subscriber), tracer, export_health, meters, log_writer })
+        Ok(Self { dispatch: Dispatch::new(subscriber), tracer, spans, meters, log_writer })
     }
 
     /// Installs the subscriber of the whole process. Only `main` calls this.
@@ -153,8 +156,8 @@ impl Telemetry {
     /// Flushes traces, metrics and logs and stops, within `deadline`. An unreachable collector takes the
     /// whole deadline, so call this after draining. A missed deadline is only worth a log line.
     pub async fn shutdown(self, deadline: Duration) -> Result<(), TelemetryError> {
-        let Self { dispatch, tracer, export_health, meters, log_writer } = self;
-        let exported = traces::shutdown(tracer, meters, export_health, deadline).await;
+        let Self { dispatch, tracer, spans, meters, log_writer } = self;
+        let exported = traces::shutdown(tracer, meters, spans, deadline).await;
         // Last, so that messages of the exporters are written.
         drop(dispatch);
         log_writer.shutdown(deadline).await.and(exported)

@@ -3,18 +3,19 @@
 use std::{
     sync::{
         Arc,
-        atomic::{AtomicBool, Ordering},
+        atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
     },
     time::{Duration, Instant},
 };
 
-use opentelemetry::{KeyValue, trace::TracerProvider};
+use opentelemetry::{Context, KeyValue, trace::TracerProvider};
 use opentelemetry_otlp::{WithExportConfig, WithTonicConfig};
 use opentelemetry_sdk::{
     error::OTelSdkResult,
     resource::{EnvResourceDetector, ResourceDetector},
     trace::{
-        BatchConfigBuilder, BatchSpanProcessor, Sampler, SdkTracerProvider, SpanData, SpanExporter,
+        BatchConfigBuilder, BatchSpanProcessor, Sampler, SdkTracerProvider, Span, SpanData,
+        SpanExporter, SpanProcessor,
     },
 };
 use tonic::transport::{Certificate, ClientTlsConfig};
@@ -84,7 +85,7 @@ pub(crate) fn otel_resource(
 pub(crate) fn provider(
     otlp: &Otlp,
     resource: opentelemetry_sdk::Resource,
-    health: ExportHealth,
+    queue: SpanQueue,
 ) -> Result<SdkTracerProvider, TelemetryError> {
     let builder = SdkTracerProvider::builder().with_resource(resource);
     let Some(endpoint) = &otlp.traces else {
@@ -99,8 +100,9 @@ pub(crate) fn provider(
         .with_max_export_batch_size(512)
         .with_scheduled_delay(EXPORT_INTERVAL)
         .build();
-    let processor =
-        BatchSpanProcessor::builder(Watched { exporter, health }).with_batch_config(batch).build();
+    let exporter = Watched { exporter, queue: queue.clone() };
+    let batches = BatchSpanProcessor::builder(exporter).with_batch_config(batch).build();
+    let processor = BoundedProcessor { batches, queue };
     // The sampler is that of OTEL_TRACES_SAMPLER, by default parentbased_always_on.
     Ok(builder.with_span_processor(processor).build())
 }
@@ -124,7 +126,7 @@ where
 pub(crate) async fn shutdown(
     tracer: SdkTracerProvider,
     meters: Meters,
-    health: ExportHealth,
+    queue: SpanQueue,
     deadline: Duration,
 ) -> Result<(), TelemetryError> {
     let began = Instant::now();
@@ -148,7 +150,7 @@ pub(crate) async fn shutdown(
             // The thread has sent its outcome or panicked, so that joining does not block.
             let panicked = thread.join().is_err();
             let reason = match outcome {
-                Ok(Ok(())) if health.0.load(Ordering::Relaxed) => {
+                Ok(Ok(())) if queue.0.is_failing.load(Ordering::Relaxed) => {
                     "the collector was unreachable at the end: the last spans are lost".into()
                 }
                 Ok(Ok(())) if !panicked => return Ok(()),
@@ -160,21 +162,86 @@ pub(crate) async fn shutdown(
     }
 }
 
-/// Result of the last export, shared with the shutdown.
+/// Statistics of the queue of spans. The processor, the exporter, the metrics and the shutdown share them.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct ExportHealth(Arc<AtomicBool>);
+pub(crate) struct SpanQueue(Arc<SpanQueueStats>);
+
+#[derive(Debug, Default)]
+struct SpanQueueStats {
+    /// Spans that were neither exported nor dropped yet.
+    queued: AtomicUsize,
+    dropped: AtomicU64,
+    /// Whether the last export failed.
+    is_failing: AtomicBool,
+}
+
+impl SpanQueue {
+    pub(crate) fn dropped(&self) -> u64 {
+        self.0.dropped.load(Ordering::Relaxed)
+    }
+
+    /// Counts a span as queued, or as dropped if the queue is full.
+    fn push(&self) -> bool {
+        let next = |queued| (queued < QUEUED_SPANS_MAX).then_some(queued + 1);
+        let pushed = self.0.queued.fetch_update(Ordering::Relaxed, Ordering::Relaxed, next).is_ok();
+        self.0.dropped.fetch_add(u64::from(!pushed), Ordering::Relaxed);
+        pushed
+    }
+
+    /// Takes an exported batch off the queue. Returns whether the export before failed.
+    fn exported(&self, spans: usize, failed: bool) -> bool {
+        self.0.queued.fetch_sub(spans, Ordering::Relaxed);
+        if failed {
+            self.0.dropped.fetch_add(spans as u64, Ordering::Relaxed);
+        }
+        self.0.is_failing.swap(failed, Ordering::Relaxed)
+    }
+}
+
+/// Processor that drops and counts the spans for which the queue has no space: the library counts them for its log
+/// only.
+#[derive(Debug)]
+struct BoundedProcessor {
+    batches: BatchSpanProcessor,
+    queue: SpanQueue,
+}
+
+impl SpanProcessor for BoundedProcessor {
+    fn on_start(&self, span: &mut Span, context: &Context) {
+        self.batches.on_start(span, context);
+    }
+
+    fn on_end(&self, span: SpanData) {
+        if self.queue.push() {
+            self.batches.on_end(span);
+        }
+    }
+
+    fn force_flush(&self) -> OTelSdkResult {
+        self.batches.force_flush()
+    }
+
+    fn shutdown_with_timeout(&self, timeout: Duration) -> OTelSdkResult {
+        self.batches.shutdown_with_timeout(timeout)
+    }
+
+    fn set_resource(&mut self, resource: &opentelemetry_sdk::Resource) {
+        self.batches.set_resource(resource);
+    }
+}
 
 /// Exporter that logs once when the collector stops accepting spans, and once when it accepts them again.
 #[derive(Debug)]
 struct Watched<E> {
     exporter: E,
-    health: ExportHealth,
+    queue: SpanQueue,
 }
 
 impl<E: SpanExporter> SpanExporter for Watched<E> {
     async fn export(&self, batch: Vec<SpanData>) -> OTelSdkResult {
+        let spans = batch.len();
         let outcome = self.exporter.export(batch).await;
-        let was_failing = self.health.0.swap(outcome.is_err(), Ordering::Relaxed);
+        let was_failing = self.queue.exported(spans, outcome.is_err());
         match &outcome {
             Err(error) if !was_failing => {
                 tracing::warn!(%error, "cannot send traces to the OTLP endpoint; spans are dropped");

@@ -12,7 +12,7 @@ use super::{
     session::{CallError, OpenWatch, Session},
     settings::{EtcdError, EtcdSettings},
 };
-use crate::{MemberList, Members, Membership};
+use crate::{Backend, MemberList, Members, Membership};
 
 impl Membership {
     /// Follows the nodes that are registered in etcd: reads all records once and watches them from then on. If etcd
@@ -24,16 +24,19 @@ impl Membership {
         let list = MemberList::new(Members::new());
         let stop = CancellationToken::new();
         let (first, first_read) = oneshot::channel();
+        let backend = Backend::new("etcd");
         let follow = Follow {
             follower: Follower::new(Instant::now(), &settings.prefix, super::seed()?),
             settings: Arc::new(settings),
             list: list.clone(),
+            backend: backend.clone(),
             reading: None,
             watch: None,
             first: Some(first),
         };
         let task = tokio::spawn(follow.run(stop.clone()));
-        let membership = Self { list, task: Some((stop.drop_guard(), task)) };
+        let membership =
+            Self { list, task: Some((stop.drop_guard(), task)), backend: Some(backend) };
         // The task reports within the time-out of one read.
         match first_read.await {
             Ok(Err(error)) => Err(error),
@@ -48,6 +51,7 @@ struct Follow {
     follower: Follower,
     settings: Arc<EtcdSettings>,
     list: MemberList,
+    backend: Backend,
     reading: Option<InFlight<ReadOutcome>>,
     watch: Option<OpenWatch>,
     /// Channel for the outcome of the first read; `None` after it was sent.
@@ -109,7 +113,14 @@ impl Follow {
             }
             Action::Disconnect => self.watch = None,
             Action::Publish(members) => self.list.replace(members),
-            Action::Report(report) => self.log(report),
+            Action::Report(report) => {
+                match report {
+                    Report::Following { .. } => self.backend.set_connected(true),
+                    Report::Away { .. } => self.backend.set_connected(false),
+                    Report::Ignored { .. } | Report::TooMany { .. } => {}
+                }
+                self.log(report);
+            }
         }
     }
 

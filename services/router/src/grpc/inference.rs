@@ -69,7 +69,13 @@ impl InferenceService {
         let request_id = record.request_id();
         let (api, label) = (operation.as_str(), call.label.clone());
         record.set_label(label.clone());
-        let span = tracing::info_span!("request", %request_id, label = label.as_deref(), api);
+        let span = tracing::info_span!(
+            "request",
+            otel.kind = "server",
+            %request_id,
+            label = label.as_deref(),
+            api
+        );
         propagation::set_parent_from_grpc(&span, metadata);
         record.set_span(span.clone());
         let named = front.models.find(Some(&call.model));

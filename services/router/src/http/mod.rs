@@ -139,7 +139,13 @@ impl RequestContext {
         let request_id = RequestId::mint()?;
         let text = |name: &HeaderName| headers.get(name).and_then(|value| value.to_str().ok());
         let label = label_of(headers);
-        let span = tracing::info_span!("request", %request_id, label = label.as_deref(), api);
+        let span = tracing::info_span!(
+            "request",
+            otel.kind = "server",
+            %request_id,
+            label = label.as_deref(),
+            api
+        );
         propagation::set_parent_from_http(&span, headers);
         let wants_figures = text(&X_BATON_FIGURES) == Some("1");
         let tenant =

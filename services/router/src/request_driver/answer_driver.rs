@@ -12,6 +12,7 @@ use proto::{
     ids::TransferId,
     v1::{DecodeEvent, FinishReason, PrefillEvent, Sampling, Token},
 };
+use telemetry::spans;
 use text::{TextStream, TextStreamOptions, Tokenizer};
 use tokio::{sync::watch, time::timeout_at};
 use tracing::{Span, field};
@@ -182,6 +183,7 @@ impl<'a> AnswerDriver<'a> {
         let span = tracing::info_span!(
             parent: self.record.span(),
             "attempt",
+            otel.kind = "client",
             choice = self.choice,
             number = calls.number,
             %transfer_id,
@@ -230,8 +232,10 @@ impl<'a> AnswerDriver<'a> {
     /// Counts the attempt, reports a failure to the directory, drops the calls and releases the nodes.
     fn end_attempt(&mut self, ended: &EndedAttempt) {
         let Some(OpenAttempt { decode, prefill, span, .. }) = self.attempt.take() else { return };
-        span.record("outcome", self.record.attempt_ended(self.choice, ended).as_str());
+        let end = self.record.attempt_ended(self.choice, ended, prefill.is_some());
+        span.record("outcome", end.as_str());
         let AttemptOutcome::Failed(failure) = &ended.outcome else { return };
+        spans::failed(&span, end.as_str());
         let node = match (failure.side, &prefill) {
             (Side::Prefill, Some(prefill)) => &prefill.node,
             (Side::Prefill, None) | (Side::Decode, _) => &decode.node,

@@ -10,6 +10,7 @@
 mod labels;
 mod alias;
 mod node;
+mod process;
 mod router;
 
 use std::time::Duration;
@@ -21,10 +22,11 @@ use opentelemetry::{
 use opentelemetry_otlp::MetricExporter;
 use opentelemetry_sdk::metrics::{PeriodicReader, SdkMeterProvider};
 use prometheus::{Registry, TextEncoder};
+use tracing_appender::non_blocking::ErrorCounter;
 
 use crate::{
     Otlp, TelemetryError,
-    traces::{bad_endpoint, exporter_to},
+    traces::{SpanQueue, bad_endpoint, exporter_to},
 };
 
 use labels::{Labels, Series};
@@ -33,7 +35,8 @@ pub use node::{
     LoadStats, NodeMetrics, SequenceEnd, StepDispatch, StepStats, TransferEnd, TransferSide,
 };
 pub use router::{
-    AttemptEnd, FinishedRequest, InFlightRequest, Operation, RequestEnd, RouterMetrics,
+    AttemptEnd, FinishedRequest, InFlightRequest, NodeRole, Operation, Pick, RequestEnd,
+    RouterMetrics,
 };
 
 /// Interval of pushes. Dashboards rarely show a finer resolution.
@@ -91,7 +94,24 @@ impl Meters {
             let push = PeriodicReader::builder(exporter).with_interval(PUSH_INTERVAL).build();
             builder = builder.with_reader(push);
         }
-        Ok(Self { provider: builder.build(), registry })
+        let provider = builder.build();
+        process::register(&provider.meter("baton"));
+        Ok(Self { provider, registry })
+    }
+
+    /// Counts the spans and log lines that were dropped.
+    pub(crate) fn observe_dropped(&self, spans: SpanQueue, lines: ErrorCounter) {
+        let meter = self.provider.meter("baton");
+        meter
+            .u64_observable_counter("baton.telemetry.spans_dropped")
+            .with_description("Spans that were not exported: the collector was unreachable or slow")
+            .with_callback(move |dropped| dropped.observe(spans.dropped(), &[]))
+            .build();
+        meter
+            .u64_observable_counter("baton.telemetry.log_lines_dropped")
+            .with_description("Log lines that were not written: the log was not read in time")
+            .with_callback(move |dropped| dropped.observe(lines.dropped_lines() as u64, &[]))
+            .build();
     }
 
     pub(crate) fn metrics(&self) -> Metrics {
@@ -115,6 +135,30 @@ impl Metrics {
     /// bounded.
     pub fn meter(&self) -> &Meter {
         &self.meter
+    }
+
+    /// Sets whether the process drains.
+    pub fn set_draining(&self, draining: bool) {
+        self.gauge("baton.draining", "1 while the process drains, otherwise 0")
+            .record(u64::from(draining), &[]);
+    }
+
+    /// Exports whether the service behind the member list answers.
+    pub fn observe_membership(
+        &self,
+        backend: &'static str,
+        is_connected: impl Fn() -> bool + Send + Sync + 'static,
+    ) {
+        self.meter
+            .u64_observable_gauge("baton.membership.connected")
+            .with_description(
+                "1 while etcd or DNS answers, otherwise 0: the last known nodes are used",
+            )
+            .with_callback(move |connected| {
+                let backend = KeyValue::new("backend", backend);
+                connected.observe(u64::from(is_connected()), &[backend]);
+            })
+            .build();
     }
 
     fn seconds(&self, name: &'static str, about: &'static str, bounds: &[f64]) -> Histogram<f64> {

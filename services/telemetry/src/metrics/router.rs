@@ -64,6 +64,44 @@ labels! {
 }
 
 labels! {
+    /// Role of a node.
+    pub enum NodeRole("role") {
+        Prefill = "prefill",
+        Decode = "decode",
+    }
+}
+
+labels! {
+    /// Decision of a pick, and its reason. `local`: the decode node prefills the prompt.
+    pub enum Pick("decision" / "reason") {
+        /// `router.disaggregate` is always.
+        DisaggregatedAlways = "disaggregated" / "always",
+        DisaggregatedPredicted = "disaggregated" / "predicted",
+        /// No prediction exists yet.
+        DisaggregatedUnmeasured = "disaggregated" / "unmeasured",
+        /// `router.disaggregate` is never.
+        LocalNever = "local" / "never",
+        LocalPredicted = "local" / "predicted",
+        LocalAfterFailure = "local" / "after_failure",
+        LocalShortPrompt = "local" / "short_prompt",
+        /// Every prefill node is busy.
+        LocalBusy = "local" / "busy",
+        /// No prefill node has the model, weights and KV layout of a decode node.
+        LocalNoPartner = "local" / "no_partner",
+        LocalNoPrefillNode = "local" / "no_prefill_node",
+        /// Every decode node is busy.
+        NoneBusy = "none" / "busy",
+        /// No decode node has the model, weights and KV layout of the attempt before.
+        NoneNoPartner = "none" / "no_partner",
+        /// Every decode node has failed the request.
+        NoneExcluded = "none" / "excluded",
+        /// No decode node takes the request: its length or its grammar.
+        NoneUnfit = "none" / "unfit",
+        NoneNoDecodeNode = "none" / "no_decode_node",
+    }
+}
+
+labels! {
     /// Type of tokens.
     pub enum TokenType("gen_ai.token.type") {
         Input = "input",
@@ -113,6 +151,8 @@ pub struct RouterMetrics {
     finished: Series<Counter<u64>, (Operation, RequestEnd)>,
     requests: Series<UpDownCounter<i64>, RequestState>,
     attempts: Series<Counter<u64>, AttemptEnd>,
+    node_attempts: Series<Counter<u64>, (NodeRole, AttemptEnd)>,
+    picks: Series<Counter<u64>, Pick>,
     nodes: Gauge<u64>,
     cached_blocks: Gauge<u64>,
     hand_over: Histogram<f64>,
@@ -179,6 +219,16 @@ impl RouterMetrics {
                 of_model,
             ),
             attempts: metrics.counter("baton.attempts", "Finished attempts, by outcome", of_model),
+            node_attempts: metrics.counter(
+                "baton.node_attempts",
+                "Finished attempts on nodes, by role of the node and its outcome",
+                of_model,
+            ),
+            picks: metrics.counter(
+                "baton.picks",
+                "Picks of nodes, by decision and its reason; local: the decode node prefills the prompt",
+                of_model,
+            ),
             nodes: metrics.gauge("baton.nodes", "Nodes known to this router, by role and health"),
             cached_blocks: metrics.gauge(
                 "baton.nodes.cached_blocks",
@@ -265,6 +315,15 @@ impl RouterMetrics {
 
     pub fn attempt_ended(&self, end: AttemptEnd) {
         self.attempts.add(1, end);
+    }
+
+    /// Records the outcome of an attempt for one of its nodes.
+    pub fn node_attempt_ended(&self, role: NodeRole, end: AttemptEnd) {
+        self.node_attempts.add(1, (role, end));
+    }
+
+    pub fn picked(&self, pick: Pick) {
+        self.picks.add(1, pick);
     }
 
     /// Sets the number of nodes of a role and health. Call it for every pair at each change, also for 0.

@@ -1,9 +1,17 @@
 //! Export of spans and metrics, and its shutdown.
 
-use std::time::{Duration, Instant};
+use std::{
+    collections::BTreeMap,
+    time::{Duration, Instant},
+};
 
 use http::HeaderMap;
-use telemetry::{RouterMetrics, TelemetryError, metrics::AttemptEnd, propagation};
+use opentelemetry_proto::tonic::trace::v1::{span::SpanKind, status::StatusCode};
+use telemetry::{
+    RouterMetrics, TelemetryError,
+    metrics::{AttemptEnd, FinishedRequest, Operation, RequestEnd},
+    propagation, spans,
+};
 use tokio::net::TcpListener;
 use tonic::metadata::MetadataMap;
 use tracing::{dispatcher::with_default, info_span};
@@ -59,6 +67,63 @@ async fn one_trace_spans_all_processes_with_parents_and_children() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn span_of_a_request_has_its_kind_the_genai_names_and_its_status() {
+    let collector = Collector::start().await;
+    let (telemetry, _) = start("router", Some(collector.url.clone()));
+    let request = FinishedRequest {
+        operation: Operation::Chat,
+        end: RequestEnd::Length,
+        duration: Duration::from_millis(130),
+        time_to_first_token: None,
+        prompt_tokens: 100,
+        completion_tokens: 11,
+        cached_tokens: 64,
+    };
+    with_default(&telemetry.dispatch(), || {
+        let complete = info_span!("complete", otel.kind = "server");
+        spans::request_ended(&complete, "smollm2", &request, &["stop", "length"]);
+        let late = info_span!("late", otel.kind = "server");
+        let end = RequestEnd::Deadline;
+        spans::request_ended(&late, "smollm2", &FinishedRequest { end, ..request }, &[]);
+        let left = info_span!("left", otel.kind = "client");
+        let end = RequestEnd::ClientGone;
+        spans::request_ended(&left, "smollm2", &FinishedRequest { end, ..request }, &[]);
+    });
+    telemetry.shutdown(DEADLINE).await.unwrap();
+    let (spans, _) = collector.finish().await;
+    let attributes = |name: &str| -> BTreeMap<String, String> {
+        let attributes = spans[name].span.attributes.iter();
+        attributes
+            .map(|it| (it.key.clone(), format!("{:?}", it.value.as_ref().unwrap().value)))
+            .collect()
+    };
+    let complete = attributes("complete");
+    for (key, value) in [
+        ("gen_ai.operation.name", r#""chat""#),
+        ("gen_ai.provider.name", r#""baton""#),
+        ("gen_ai.request.model", r#""smollm2""#),
+        ("gen_ai.usage.input_tokens", "IntValue(100)"),
+        ("gen_ai.usage.output_tokens", "IntValue(11)"),
+        ("gen_ai.response.finish_reasons", r#""length""#),
+    ] {
+        assert!(complete[key].contains(value), "{key}: {}", complete[key]);
+    }
+    assert!(!complete.contains_key("error.type"));
+    assert!(attributes("late")["error.type"].contains("deadline"));
+    assert!(attributes("left")["error.type"].contains("client_gone"));
+    let kind_and_code = ["complete", "late", "left"].map(|name| {
+        let span = &spans[name].span;
+        (span.kind(), span.status.as_ref().map_or(StatusCode::Unset, |status| status.code()))
+    });
+    let expected = [
+        (SpanKind::Server, StatusCode::Unset),
+        (SpanKind::Server, StatusCode::Error),
+        (SpanKind::Client, StatusCode::Unset),
+    ];
+    assert_eq!(kind_and_code, expected);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn metrics_are_pushed_at_shutdown_at_the_latest() {
     let collector = Collector::start().await;
     let (telemetry, _) = start("router", Some(collector.url.clone()));
@@ -83,6 +148,11 @@ async fn hung_collector_delays_shutdown_by_the_deadline_only() {
         }
     });
     assert!(began.elapsed() < DEADLINE, "spans never wait for the collector");
+    let text = telemetry.metrics().render_prometheus();
+    let dropped =
+        text.lines().find_map(|line| line.strip_prefix("baton_telemetry_spans_dropped_total "));
+    // The queue holds 4,096 spans.
+    assert_eq!(dropped, Some("15904"), "{text}");
     let began = Instant::now();
     let outcome = telemetry.shutdown(Duration::from_millis(300)).await;
     assert!(began.elapsed() < DEADLINE, "{:?}", began.elapsed());

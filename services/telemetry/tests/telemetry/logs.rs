@@ -91,12 +91,15 @@ async fn stalled_log_reader_blocks_no_request_and_dropped_lines_are_counted() {
             }
         });
     }
+    let metrics = telemetry.metrics().render_prometheus();
     telemetry.shutdown(Duration::from_secs(20)).await.unwrap();
     let text = String::from_utf8(lines.lock().unwrap().clone()).unwrap();
     let (written, last) = (text.lines().count() - 1, text.lines().last().unwrap_or_default());
     assert!((4_096..=4_100).contains(&written), "{written} lines");
     let dropped = 10_000 - written;
     assert_eq!(last, format!("{dropped} log lines were dropped: the log was not read in time"));
+    let counter = format!("baton_telemetry_log_lines_dropped_total {dropped}\n");
+    assert!(metrics.contains(&counter), "{counter} in {metrics}");
 }
 
 #[tokio::test]
