@@ -17,6 +17,7 @@ use opentelemetry_proto::tonic::{
         },
     },
     common::v1::any_value::Value,
+    metrics::v1::Metric,
     resource::v1::Resource,
     trace::v1::Span,
 };
@@ -34,7 +35,7 @@ pub struct Received {
 #[derive(Clone, Default)]
 struct Inbox {
     spans: Arc<Mutex<Vec<Received>>>,
-    metrics: Arc<Mutex<Vec<String>>>,
+    metrics: Arc<Mutex<Vec<Metric>>>,
 }
 
 pub struct Collector {
@@ -59,8 +60,8 @@ impl Collector {
         Self { url, inbox, stop, task: tokio::spawn(server) }
     }
 
-    /// Stops the collector and returns its spans by name and the names of its metrics.
-    pub async fn finish(self) -> (BTreeMap<String, Received>, Vec<String>) {
+    /// Stops the collector and returns its spans by name, and its metrics.
+    pub async fn finish(self) -> (BTreeMap<String, Received>, Vec<Metric>) {
         let _ = self.stop.send(());
         self.task.await.unwrap().unwrap();
         let spans = std::mem::take(&mut *self.inbox.spans.lock().unwrap());
@@ -106,8 +107,7 @@ impl MetricsService for Inbox {
     ) -> Result<Response<ExportMetricsServiceResponse>, Status> {
         let groups = request.into_inner().resource_metrics.into_iter();
         let scopes = groups.flat_map(|group| group.scope_metrics);
-        let names = scopes.flat_map(|scope| scope.metrics).map(|metric| metric.name);
-        self.metrics.lock().unwrap().extend(names);
+        self.metrics.lock().unwrap().extend(scopes.flat_map(|scope| scope.metrics));
         Ok(Response::new(ExportMetricsServiceResponse::default()))
     }
 }

@@ -1,15 +1,18 @@
 //! Export of spans and metrics, and its shutdown.
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
     time::{Duration, Instant},
 };
 
 use http::HeaderMap;
-use opentelemetry_proto::tonic::trace::v1::{span::SpanKind, status::StatusCode};
+use opentelemetry_proto::tonic::{
+    metrics::v1::{Metric, metric::Data},
+    trace::v1::{span::SpanKind, status::StatusCode},
+};
 use telemetry::{
-    RouterMetrics, TelemetryError,
-    metrics::{AttemptEnd, FinishedRequest, Operation, RequestEnd},
+    NodeMetrics, RouterMetrics, TelemetryError,
+    metrics::{AttemptEnd, FinishedRequest, LoadStats, Operation, RequestEnd},
     propagation, spans,
 };
 use tokio::net::TcpListener;
@@ -19,6 +22,15 @@ use tracing::{dispatcher::with_default, info_span};
 use crate::{collector::Collector, start};
 
 const DEADLINE: Duration = Duration::from_secs(20);
+const REQUEST: FinishedRequest = FinishedRequest {
+    operation: Operation::Chat,
+    end: RequestEnd::Length,
+    duration: Duration::from_millis(130),
+    time_to_first_token: None,
+    prompt_tokens: 100,
+    completion_tokens: 11,
+    cached_tokens: 64,
+};
 
 /// The path is client → router (HTTP) → prefill node (gRPC) → decode node (control message).
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -70,15 +82,7 @@ async fn one_trace_spans_all_processes_with_parents_and_children() {
 async fn span_of_a_request_has_its_kind_the_genai_names_and_its_status() {
     let collector = Collector::start().await;
     let (telemetry, _) = start("router", Some(collector.url.clone()));
-    let request = FinishedRequest {
-        operation: Operation::Chat,
-        end: RequestEnd::Length,
-        duration: Duration::from_millis(130),
-        time_to_first_token: None,
-        prompt_tokens: 100,
-        completion_tokens: 11,
-        cached_tokens: 64,
-    };
+    let request = REQUEST;
     with_default(&telemetry.dispatch(), || {
         let complete = info_span!("complete", otel.kind = "server");
         spans::request_ended(&complete, "smollm2", &request, &["stop", "length"]);
@@ -131,8 +135,62 @@ async fn metrics_are_pushed_at_shutdown_at_the_latest() {
     metrics.attempt_ended(AttemptEnd::Complete);
     assert!(telemetry.metrics().render_prometheus().contains("baton_attempts_total{"));
     telemetry.shutdown(DEADLINE).await.unwrap();
-    let (_, names) = collector.finish().await;
-    assert!(names.contains(&"baton.attempts".to_owned()), "{names:?}");
+    let (_, metrics) = collector.finish().await;
+    assert!(metrics.iter().any(|metric| metric.name == "baton.attempts"), "{metrics:?}");
+}
+
+/// Returns the name of a metric in Prometheus by the rules of its OTLP receiver.
+fn translated(metric: &Metric) -> String {
+    let is_counter = matches!(&metric.data, Some(Data::Sum(sum)) if sum.is_monotonic);
+    let mut name = metric.name.replace('.', "_");
+    let unit = match metric.unit.as_str() {
+        "s" => "_seconds",
+        "By" => "_bytes",
+        // A unit in braces is an annotation.
+        unit => unit.split('{').next().unwrap_or_default(),
+    };
+    for suffix in [unit, if is_counter { "_total" } else { "" }] {
+        if !name.ends_with(suffix) {
+            name.push_str(suffix);
+        }
+    }
+    name
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn metrics_have_the_same_names_over_otlp_and_in_a_scrape() {
+    for service in ["router", "decode"] {
+        let collector = Collector::start().await;
+        let (telemetry, _) = start(service, Some(collector.url.clone()));
+        let metrics = telemetry.metrics();
+        metrics.set_draining(false);
+        metrics.observe_membership("etcd", || true);
+        let second = Duration::from_secs(1);
+        if service == "router" {
+            let metrics = RouterMetrics::new(&metrics, "smollm2");
+            metrics.first_token(Operation::Chat, second);
+            metrics.ttft_predicted(second, second);
+            metrics.transfer_delivered(1, second);
+            metrics.set_nodes("decode", "up", 1);
+            let request = FinishedRequest { end: RequestEnd::Failed, ..REQUEST };
+            metrics.request_ended(&request);
+        } else {
+            let metrics = NodeMetrics::new(&metrics, "smollm2", 1);
+            metrics.set_load(&LoadStats::default());
+            metrics.prefilled(second);
+        }
+        let text = metrics.render_prometheus();
+        let types = text.lines().filter_map(|line| line.strip_prefix("# TYPE ")?.split(' ').next());
+        // Aliases exist in scrapes only.
+        let scraped: BTreeSet<String> = types
+            .filter(|name| !name.starts_with("vllm:") && *name != "target_info")
+            .map(str::to_owned)
+            .collect();
+        telemetry.shutdown(DEADLINE).await.unwrap();
+        let (_, metrics) = collector.finish().await;
+        let pushed: BTreeSet<String> = metrics.iter().map(translated).collect();
+        assert_eq!(pushed, scraped, "{service}");
+    }
 }
 
 /// The collector accepts connections and never responds.
