@@ -289,6 +289,39 @@ class Chart(unittest.TestCase):
         self.assertIn("curl -N --retry 9 --retry-connrefused http://127.0.0.1:8000/v1/chat/completions", notes)
         self.assertIn("helm --namespace default test baton --logs", notes)
 
+    def test_no_alias_of_vllm_is_scraped_from_routers_and_nodes(self):
+        page = (CHART.parents[1] / "docs" / "metrics.md").read_text()
+        router, nodes = (set(re.findall(r"^\| `(vllm:\w+)`", part, re.M)) for part in page.split("## Nodes"))
+        self.assertGreater(len(router & nodes), 2)
+        monitor = named(objects("--values", EVERYTHING), "PodMonitor", "baton-pods")
+        for endpoint in monitor["spec"]["podMetricsEndpoints"]:
+            dropped = [rule for rule in endpoint.get("metricRelabelings", []) if rule["action"] == "drop"]
+            # A histogram has series with suffixes.
+            both = [name + end for name in router & nodes for end in (["_sum"] if name.endswith("_seconds") else [""])]
+            found = [name for name in both for rule in dropped if re.fullmatch(rule["regex"], name)]
+            of_router = endpoint["relabelings"][0]["regex"] == "router"
+            self.assertEqual(sorted(found), [] if of_router else sorted(both))
+            for name in nodes - router:
+                self.assertFalse([rule for rule in dropped if re.fullmatch(rule["regex"], name)], name)
+
+    def test_collector_has_a_pipeline_for_each_signal_of_configured_parts(self):
+        config = yaml.safe_load((CHART.parents[1] / "deploy" / "collector.yaml").read_text())
+        pipelines = config["service"]["pipelines"]
+        self.assertEqual(set(pipelines), {"traces", "metrics", "logs"})
+        for kind in ("receivers", "processors", "exporters"):
+            used = {name for pipeline in pipelines.values() for name in pipeline[kind]}
+            self.assertEqual(used, set(config[kind]))
+        # The containers whose logs are read are those of the chart.
+        components = {it["containers"][0]["name"] for _, it in pod_specs(objects())}
+        logs = {path.split("/")[5] for path in config["receivers"]["filelog"]["include"]}
+        self.assertLessEqual(logs, components)
+        # The attributes that become labels are set by the chart.
+        [container] = dict(pod_specs(objects()))["baton-router"]["containers"]
+        attributes = next(env["value"] for env in container["env"] if env["name"] == "OTEL_RESOURCE_ATTRIBUTES")
+        for statement in config["processors"]["transform/labels"]["metric_statements"]:
+            [name] = re.findall(r'resource.attributes\["([^"]+)"\]', statement)
+            self.assertIn(f"{name}=", attributes)
+
     def test_schema_and_page_of_values_are_those_of_the_programs(self):
         root = CHART.parents[1]
         for path, options in ((CHART / "values.schema.json", []), (root / "docs" / "chart-values.md", ["--page"])):
