@@ -11,7 +11,7 @@ use integration_tests::{
 };
 use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair};
 
-use crate::{DEADLINE, PREFIX, at, entry, follow, joined, next, register, settings};
+use crate::{DEADLINE, PREFIX, at, entry, follow, joined, known, next, register, settings};
 
 /// Starts an etcd with two users: `baton` may read and write below the prefix, `reader` may only read.
 async fn with_users(tls: Option<EtcdTls>) -> Result<Etcd> {
@@ -220,7 +220,7 @@ pub async fn mutual_tls_requires_that_both_sides_trust_each_other() -> Result<()
     // A client without a certificate, or with one of another CA, sees no node.
     for settings in [with(&ours.ca, None)?, with(&ours.ca, Some(&foreign))?] {
         let (membership, _watch) = follow(settings).await?;
-        assert_eq!(membership.last_known(), []);
+        assert_eq!(known(&membership), []);
     }
     registration.leave(DEADLINE).await;
 

@@ -14,6 +14,7 @@ use cluster::{
     etcd::{EtcdError, EtcdSettings, NodeEntry, Registrar, Registration},
 };
 use config::{Config, LoadInput};
+use futures_util::FutureExt;
 
 const DEADLINE: Duration = Duration::from_secs(60);
 const PREFIX: &str = "/baton/test";
@@ -54,6 +55,17 @@ async fn follow(settings: EtcdSettings) -> Result<(Membership, MemberWatch), Etc
     let membership = Membership::registered(settings).await?;
     let watch = membership.watch();
     Ok((membership, watch))
+}
+
+/// Returns the members that the membership knows now.
+fn known(membership: &Membership) -> Vec<NodeAddress> {
+    let mut watch = membership.watch();
+    let joined = std::iter::from_fn(|| watch.next().now_or_never().flatten());
+    let address = |change| match change {
+        MemberChange::Joined(address) => address,
+        MemberChange::Left(address) => panic!("{address} left before it joined"),
+    };
+    joined.map(address).collect()
 }
 
 async fn next(watch: &mut MemberWatch) -> Result<MemberChange> {

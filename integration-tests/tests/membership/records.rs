@@ -4,7 +4,9 @@ use anyhow::{Context, Result};
 use etcd_client::PutOptions;
 use integration_tests::etcd::Etcd;
 
-use crate::{DEADLINE, PREFIX, TTL, at, entry, follow, joined, left, next, proxy::Proxy, register};
+use crate::{
+    DEADLINE, PREFIX, TTL, at, entry, follow, joined, known, left, next, proxy::Proxy, register,
+};
 
 pub async fn nodes_join_and_leave_while_a_router_follows() -> Result<()> {
     let etcd = Etcd::start()?;
@@ -14,7 +16,7 @@ pub async fn nodes_join_and_leave_while_a_router_follows() -> Result<()> {
 
     let (membership, mut watch) = follow(at(&etcd.url())).await?;
     assert_eq!(
-        membership.last_known(),
+        known(&membership),
         std::slice::from_ref(&one.address),
         "the membership knows the node when it has started"
     );
@@ -122,7 +124,7 @@ pub async fn invalid_records_in_etcd_are_ignored() -> Result<()> {
         client.put(key(name), vec![b'x'; 1_400_000], None).await?;
     }
     let (membership, mut watch) = follow(at(&etcd.url())).await?;
-    assert_eq!(membership.last_known(), []);
+    assert_eq!(known(&membership), []);
     // Write invalid records while the watch is open, then register a node.
     client.put(key("g"), vec![b'x'; 1_400_000], None).await?;
     client.put(key("h"), "[]", None).await?;
@@ -150,7 +152,7 @@ pub async fn more_records_than_fit_on_a_page_are_all_read() -> Result<()> {
         client.put(format!("{PREFIX}/nodes/n-{index}/{epoch}"), value, None).await?;
     }
     let (membership, _watch) = follow(at(&etcd.url())).await?;
-    assert_eq!(membership.last_known().len(), 600);
+    assert_eq!(known(&membership).len(), 600);
     Ok(())
 }
 
@@ -173,7 +175,7 @@ pub async fn changes_during_a_lost_connection_are_seen_even_after_a_compaction()
     let revision = client.put("/elsewhere", "x", None).await?;
     let revision = revision.header().context("an answer has a header")?.revision();
     client.compact(revision, None).await?;
-    assert_eq!(membership.last_known(), [one.address.clone(), two.address.clone()]);
+    assert_eq!(known(&membership), [one.address.clone(), two.address.clone()]);
 
     proxy.mend().await?;
     assert_eq!([next(&mut watch).await?, next(&mut watch).await?], [left(&one), joined(&three)]);
@@ -189,7 +191,7 @@ pub async fn etcd_that_starts_last_is_found_by_router_and_nodes() -> Result<()> 
     let node = entry("decode-1", 1);
     let registration = register(at(&etcd.url()), &node).await?;
     let (membership, mut watch) = follow(at(&etcd.url())).await?;
-    assert_eq!(membership.last_known(), []);
+    assert_eq!(known(&membership), []);
     etcd.restart()?;
     assert_eq!(next(&mut watch).await?, joined(&node));
     registration.leave(DEADLINE).await;
@@ -207,7 +209,7 @@ pub async fn a_frozen_etcd_ends_leases_and_nodes_register_again() -> Result<()> 
     etcd.stop_signal();
     tokio::time::sleep(TTL * 3).await;
     assert_eq!(
-        membership.last_known(),
+        known(&membership),
         std::slice::from_ref(&node.address),
         "the router keeps its members meanwhile"
     );
@@ -216,7 +218,7 @@ pub async fn a_frozen_etcd_ends_leases_and_nodes_register_again() -> Result<()> 
     assert_eq!(again[0].0, first[0].0, "the same node and epoch");
     registration.leave(DEADLINE).await;
     loop {
-        if next(&mut watch).await? == left(&node) && membership.last_known().is_empty() {
+        if next(&mut watch).await? == left(&node) && known(&membership).is_empty() {
             return Ok(());
         }
     }

@@ -70,7 +70,7 @@ pub enum RecordError {
     Length { field: &'static str, byte_count: usize, allowed: &'static str },
     #[error("{field} = {value} is out of range; allowed: {min} to {max}")]
     Range { field: &'static str, value: u64, min: u64, max: u64 },
-    #[error("{field} = {value:?} is not allowed; allowed: {allowed}")]
+    #[error("invalid {field}: {value:?}; allowed: {allowed}")]
     Text { field: &'static str, value: String, allowed: &'static str },
     #[error("the node lists {count} cached blocks; it has {count_max}")]
     TooManyCached { count: usize, count_max: usize },

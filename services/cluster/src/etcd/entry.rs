@@ -38,7 +38,7 @@ pub enum EntryError {
     Epoch(#[from] EpochError),
     #[error(transparent)]
     Field(#[from] RecordError),
-    #[error("the value is of {value}, the key of {key}")]
+    #[error("the value names {value}, the key names {key}")]
     Mismatch { key: String, value: String },
 }
 

@@ -8,7 +8,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::{
     InFlight,
-    follower::{Action, Change, Follower, Input, Record, Records, Report},
+    follower::{Change, Follower, FollowerAction, FollowerInput, FollowerReport, Record, Records},
     session::{CallError, OpenWatch, Session},
     settings::{EtcdError, EtcdSettings},
 };
@@ -70,7 +70,7 @@ impl Follow {
                     let input = self.read(read);
                     self.follower.handle(Instant::now(), input, &mut actions);
                 }
-                input = heard(&mut self.watch) => {
+                input = next_message(&mut self.watch) => {
                     self.follower.handle(Instant::now(), input, &mut actions);
                 }
                 () = super::sleep_until(deadline) => {
@@ -83,7 +83,7 @@ impl Follow {
         }
     }
 
-    fn read(&mut self, read: ReadOutcome) -> Input {
+    fn read(&mut self, read: ReadOutcome) -> FollowerInput {
         if let Some(first) = self.first.take() {
             let refused = read.as_ref().err().map(|error| error.refuse_start(&self.settings));
             // Sending fails if the caller of `registered` has been cancelled.
@@ -92,43 +92,45 @@ impl Follow {
         match read {
             Ok((records, watch)) => {
                 self.watch = Some(watch);
-                Input::Read(records)
+                FollowerInput::Read(records)
             }
-            Err(error) => Input::Failed { reason: error.to_string() },
+            Err(error) => FollowerInput::Failed { reason: error.to_string() },
         }
     }
 
-    async fn act(&mut self, action: Action) {
+    async fn act(&mut self, action: FollowerAction) {
         match action {
-            Action::Read { within } => {
+            FollowerAction::Read { within } => {
                 self.watch = None;
                 self.reading = Some(Box::pin(Session::new(self.settings.clone()).read(within)));
             }
-            Action::AskProgress => {
+            FollowerAction::AskProgress => {
                 if let Some(watch) = &mut self.watch {
                     // The channel has space, because one request is in flight at a time. If the watch has ended,
-                    // `heard` returns the failure.
+                    // `next_message` returns the failure.
                     let _ = watch.stream.request_progress().await;
                 }
             }
-            Action::Disconnect => self.watch = None,
-            Action::Publish(members) => self.list.replace(members),
-            Action::Report(report) => {
+            FollowerAction::Disconnect => self.watch = None,
+            FollowerAction::Publish(members) => self.list.replace(members),
+            FollowerAction::Report(report) => {
                 match report {
-                    Report::Following { .. } => self.backend.set_connected(true),
-                    Report::Away { .. } => self.backend.set_connected(false),
-                    Report::Ignored { .. } | Report::TooMany { .. } => {}
+                    FollowerReport::Following { .. } => self.backend.set_connected(true),
+                    FollowerReport::Unreachable { .. } => self.backend.set_connected(false),
+                    FollowerReport::Ignored { .. } | FollowerReport::TooMany { .. } => {}
                 }
                 self.log(report);
             }
         }
     }
 
-    fn log(&self, report: Report) {
+    fn log(&self, report: FollowerReport) {
         let (etcd, prefix) = (self.settings.endpoints(), &self.settings.prefix);
         match report {
-            Report::Following { .. } => tracing::info!(etcd, prefix, "{report}"),
-            Report::Away { .. } | Report::Ignored { .. } | Report::TooMany { .. } => {
+            FollowerReport::Following { .. } => tracing::info!(etcd, prefix, "{report}"),
+            FollowerReport::Unreachable { .. }
+            | FollowerReport::Ignored { .. }
+            | FollowerReport::TooMany { .. } => {
                 tracing::warn!(etcd, prefix, "{report}");
             }
         }
@@ -136,23 +138,23 @@ impl Follow {
 }
 
 /// Waits for the next message of the watch. Never completes while no watch is open.
-async fn heard(watch: &mut Option<OpenWatch>) -> Input {
+async fn next_message(watch: &mut Option<OpenWatch>) -> FollowerInput {
     let Some(watch) = watch else { return std::future::pending().await };
     match watch.stream.message().await {
         Ok(Some(response)) => changes(&response),
-        Ok(None) => Input::Failed { reason: "etcd ended the watch".to_owned() },
-        Err(error) => Input::Failed { reason: CallError::from(error).to_string() },
+        Ok(None) => FollowerInput::Failed { reason: "etcd ended the watch".to_owned() },
+        Err(error) => FollowerInput::Failed { reason: CallError::from(error).to_string() },
     }
 }
 
-fn changes(response: &WatchResponse) -> Input {
+fn changes(response: &WatchResponse) -> FollowerInput {
     if response.compact_revision() > 0 {
         let reason = format!("compacted up to revision {}", response.compact_revision());
-        return Input::Failed { reason };
+        return FollowerInput::Failed { reason };
     }
     if response.canceled() {
         let reason = format!("etcd cancelled the watch: {}", response.cancel_reason());
-        return Input::Failed { reason };
+        return FollowerInput::Failed { reason };
     }
     let changes = response.events().iter().filter_map(|event| {
         let kv = event.kv()?;
@@ -163,5 +165,5 @@ fn changes(response: &WatchResponse) -> Input {
             _ => Change::Written(Record { key, value: kv.value().to_vec(), modified }),
         })
     });
-    Input::Changed { changes: changes.collect() }
+    FollowerInput::Changed { changes: changes.collect() }
 }

@@ -1,11 +1,11 @@
 //! Follows the records of a cluster's nodes in etcd. Pure: takes events of etcd and `now`, returns calls.
 //!
 //! Life of a follower:
-//! 1. *Away*: waits with back-off before the next read.
+//! 1. *Disconnected*: waits with back-off before the next read.
 //! 2. *Reading*: requests all records at one revision and a watch from the next revision on.
 //! 3. *Following* the watch. After a silence the follower requests a progress notification, because neither a hung
 //!    etcd nor a dead connection ends a watch.
-//! 4. Away again when the watch ends, is cancelled, finds its revision compacted, or stays silent. The next read
+//! 4. Disconnected again when the watch ends, is cancelled, finds its revision compacted, or stays silent. The next read
 //!    shows the changes since then.
 //!
 //! The list of members changes only with a read or a watch event. A deleted record is published like any other change;
@@ -64,7 +64,7 @@ pub enum Change {
 }
 
 #[derive(Clone, Debug)]
-pub enum Input {
+pub enum FollowerInput {
     /// The records were read, and a watch from the next revision is open.
     Read(Records),
     /// A message of the watch; without changes it is a progress notification.
@@ -74,7 +74,7 @@ pub enum Input {
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Action {
+pub enum FollowerAction {
     /// Read all records and open a watch from the next revision on.
     Read { within: Duration },
     /// Request a progress notification over the watch.
@@ -84,16 +84,16 @@ pub enum Action {
     /// Replace the list of members.
     Publish(Members),
     /// Log this event.
-    Report(Report),
+    Report(FollowerReport),
 }
 
 /// An event to log once, with its log message.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum Report {
+pub enum FollowerReport {
     #[error("following etcd: {nodes} nodes are registered")]
     Following { nodes: usize },
     #[error("etcd is unreachable: {reason}; keeping the last known members")]
-    Away { reason: String },
+    Unreachable { reason: String },
     /// Records since the last report of this kind. `first` are key and reason of at most
     /// [`IGNORED_SHOWN_MAX`] of them.
     #[error("ignoring records in etcd that are not nodes: {count}, first {first:?}")]
@@ -104,9 +104,9 @@ pub enum Report {
 }
 
 enum State {
-    Away { retry_at: Instant },
+    Disconnected { retry_at: Instant },
     Reading,
-    Following { since: Instant, heard: Instant, asked: Option<Instant> },
+    Following { since: Instant, last_message: Instant, asked: Option<Instant> },
 }
 
 /// The result of parsing a record.
@@ -135,7 +135,7 @@ impl Follower {
     pub fn new(now: Instant, prefix: &str, seed: u64) -> Self {
         Self {
             prefix: prefix.to_owned(),
-            state: State::Away { retry_at: now },
+            state: State::Disconnected { retry_at: now },
             known: BTreeMap::new(),
             too_many: false,
             ignored_count: 0,
@@ -146,17 +146,22 @@ impl Follower {
         }
     }
 
-    pub fn handle(&mut self, now: Instant, input: Input, actions: &mut Vec<Action>) {
+    pub fn handle(
+        &mut self,
+        now: Instant,
+        input: FollowerInput,
+        actions: &mut Vec<FollowerAction>,
+    ) {
         match input {
-            Input::Read(records) => {
+            FollowerInput::Read(records) => {
                 if let State::Reading = self.state {
                     self.read(now, records, actions);
                 }
             }
-            Input::Changed { changes } => self.changed(now, changes, actions),
-            Input::Failed { reason } => match self.state {
+            FollowerInput::Changed { changes } => self.changed(now, changes, actions),
+            FollowerInput::Failed { reason } => match self.state {
                 State::Reading | State::Following { .. } => self.failed(now, reason, actions),
-                State::Away { .. } => {}
+                State::Disconnected { .. } => {}
             },
         }
         self.report_ignored(now, actions);
@@ -166,26 +171,26 @@ impl Follower {
     /// Returns the time of the next call of [`Self::on_deadline`]; `None` while a read is in flight.
     pub fn next_deadline(&self) -> Option<Instant> {
         match self.state {
-            State::Away { retry_at } => Some(retry_at),
+            State::Disconnected { retry_at } => Some(retry_at),
             State::Reading => None,
             State::Following { asked: Some(asked), .. } => Some(asked + ANSWER_WITHIN),
-            State::Following { asked: None, heard, .. } => Some(heard + SILENCE_MAX),
+            State::Following { asked: None, last_message, .. } => Some(last_message + SILENCE_MAX),
         }
     }
 
-    pub fn on_deadline(&mut self, now: Instant, actions: &mut Vec<Action>) {
+    pub fn on_deadline(&mut self, now: Instant, actions: &mut Vec<FollowerAction>) {
         if self.next_deadline().is_none_or(|deadline| deadline > now) {
             return;
         }
         self.report_ignored(now, actions);
         match &mut self.state {
-            State::Away { .. } => {
+            State::Disconnected { .. } => {
                 self.state = State::Reading;
-                actions.push(Action::Read { within: READ_WITHIN });
+                actions.push(FollowerAction::Read { within: READ_WITHIN });
             }
             State::Following { asked: asked @ None, .. } => {
                 *asked = Some(now);
-                actions.push(Action::AskProgress);
+                actions.push(FollowerAction::AskProgress);
             }
             State::Following { .. } => {
                 let reason = format!("no answer within {ANSWER_WITHIN:?}");
@@ -195,7 +200,7 @@ impl Follower {
         }
     }
 
-    fn read(&mut self, now: Instant, read: Records, actions: &mut Vec<Action>) {
+    fn read(&mut self, now: Instant, read: Records, actions: &mut Vec<FollowerAction>) {
         let before = std::mem::take(&mut self.known);
         let Records { records, found } = read;
         self.too_many &= found > RECORDS_MAX;
@@ -203,26 +208,26 @@ impl Follower {
             self.report_too_many(found, actions);
         }
         for record in records {
-            self.believe(record, &before, actions);
+            self.apply(record, &before, actions);
         }
         let first = self.published.is_none();
         self.publish(actions);
-        self.state = State::Following { since: now, heard: now, asked: None };
+        self.state = State::Following { since: now, last_message: now, asked: None };
         if self.retry.succeeded() || first {
             let nodes = self.known.values().filter(|known| known.entry.is_some()).count();
-            actions.push(Action::Report(Report::Following { nodes }));
+            actions.push(FollowerAction::Report(FollowerReport::Following { nodes }));
         }
     }
 
-    fn changed(&mut self, now: Instant, changes: Vec<Change>, actions: &mut Vec<Action>) {
-        let State::Following { since, heard, asked } = &mut self.state else { return };
-        (*heard, *asked) = (now, None);
+    fn changed(&mut self, now: Instant, changes: Vec<Change>, actions: &mut Vec<FollowerAction>) {
+        let State::Following { since, last_message, asked } = &mut self.state else { return };
+        (*last_message, *asked) = (now, None);
         if now.saturating_duration_since(*since) >= STABLE_AFTER {
             self.retry.stable();
         }
         for change in changes {
             match change {
-                Change::Written(record) => self.believe(record, &BTreeMap::new(), actions),
+                Change::Written(record) => self.apply(record, &BTreeMap::new(), actions),
                 Change::Removed { key, modified } => {
                     let key = shortened(&key);
                     if self.known.get(key).is_some_and(|known| known.modified <= modified) {
@@ -235,11 +240,11 @@ impl Follower {
     }
 
     /// Parses a record. A record that `before` ignored already is not reported again.
-    fn believe(
+    fn apply(
         &mut self,
         record: Record,
         before: &BTreeMap<Vec<u8>, Known>,
-        actions: &mut Vec<Action>,
+        actions: &mut Vec<FollowerAction>,
     ) {
         let Record { key, value, modified } = record;
         let short = shortened(&key);
@@ -269,14 +274,14 @@ impl Follower {
         self.known.insert(short.to_vec(), Known { modified, entry });
     }
 
-    fn report_too_many(&mut self, found: usize, actions: &mut Vec<Action>) {
+    fn report_too_many(&mut self, found: usize, actions: &mut Vec<FollowerAction>) {
         if !std::mem::replace(&mut self.too_many, true) {
-            actions.push(Action::Report(Report::TooMany { found }));
+            actions.push(FollowerAction::Report(FollowerReport::TooMany { found }));
         }
     }
 
     /// Reports ignored records, at most once per interval: there may be thousands.
-    fn report_ignored(&mut self, now: Instant, actions: &mut Vec<Action>) {
+    fn report_ignored(&mut self, now: Instant, actions: &mut Vec<FollowerAction>) {
         let is_recent = |at| now.saturating_duration_since(at) < IGNORED_INTERVAL;
         if self.ignored_count == 0 || self.ignored_reported.is_some_and(is_recent) {
             return;
@@ -284,14 +289,14 @@ impl Follower {
         self.ignored_reported = Some(now);
         let count = std::mem::take(&mut self.ignored_count);
         let first = std::mem::take(&mut self.ignored_first);
-        actions.push(Action::Report(Report::Ignored { count, first }));
+        actions.push(FollowerAction::Report(FollowerReport::Ignored { count, first }));
     }
 
-    fn publish(&mut self, actions: &mut Vec<Action>) {
+    fn publish(&mut self, actions: &mut Vec<FollowerAction>) {
         let members = self.members();
         if self.published.as_ref() != Some(&members) {
             self.published = Some(members.clone());
-            actions.push(Action::Publish(members));
+            actions.push(FollowerAction::Publish(members));
         }
     }
 
@@ -308,11 +313,11 @@ impl Follower {
         newest.into_values().map(|(_, it)| (it.address.clone(), Some(it.epoch))).collect()
     }
 
-    fn failed(&mut self, now: Instant, reason: String, actions: &mut Vec<Action>) {
-        actions.push(Action::Disconnect);
-        self.state = State::Away { retry_at: now + self.retry.delay() };
+    fn failed(&mut self, now: Instant, reason: String, actions: &mut Vec<FollowerAction>) {
+        actions.push(FollowerAction::Disconnect);
+        self.state = State::Disconnected { retry_at: now + self.retry.delay() };
         if self.retry.is_news(&reason) {
-            actions.push(Action::Report(Report::Away { reason }));
+            actions.push(FollowerAction::Report(FollowerReport::Unreachable { reason }));
         }
     }
 }

@@ -11,7 +11,7 @@ use tokio_util::sync::{CancellationToken, DropGuard};
 use super::{
     InFlight,
     entry::NodeEntry,
-    registrant::{Action, Call, Input, Registrant, Report},
+    registrant::{Call, Registrant, RegistrantAction, RegistrantInput, RegistrantReport},
     session::{CallError, Session},
     settings::{EtcdError, EtcdSettings},
 };
@@ -77,7 +77,7 @@ impl Registration {
 }
 
 /// A call owns the connection until it returns.
-type CallOut = InFlight<(Session, Input)>;
+type CallOut = InFlight<(Session, RegistrantInput)>;
 
 struct Register {
     registrant: Registrant,
@@ -98,7 +98,7 @@ impl Register {
                 () = stop.cancelled() => return,
                 () = leave.cancelled(), if !leaving => {
                     leaving = true;
-                    self.registrant.handle(Instant::now(), Input::Leave, &mut actions);
+                    self.registrant.handle(Instant::now(), RegistrantInput::Leave, &mut actions);
                 }
                 (returned, input) = super::outcome(&mut self.call) => {
                     self.call = None;
@@ -111,9 +111,9 @@ impl Register {
             }
             for action in actions {
                 match action {
-                    Action::Finish => return,
-                    Action::Report(report) => self.log(report),
-                    Action::Call { call, within } => {
+                    RegistrantAction::Finish => return,
+                    RegistrantAction::Report(report) => self.log(report),
+                    RegistrantAction::Call { call, within } => {
                         let fresh = || Session::new(self.settings.clone());
                         let session = session.take().unwrap_or_else(fresh);
                         self.call = Some(self.start(call, within, session));
@@ -130,31 +130,35 @@ impl Register {
                 Call::Write => session
                     .write(key, value, within)
                     .await
-                    .map(|(lease, ttl)| Input::Written { lease, ttl }),
+                    .map(|(lease, ttl)| RegistrantInput::Written { lease, ttl }),
                 Call::Renew(lease) => session
                     .renew(lease, key, value, within)
                     .await
-                    .map(|restored| Input::Renewed { restored }),
-                Call::Remove(lease) => session.revoke(lease, within).await.map(|()| Input::Removed),
+                    .map(|restored| RegistrantInput::Renewed { restored }),
+                Call::Remove(lease) => {
+                    session.revoke(lease, within).await.map(|()| RegistrantInput::Removed)
+                }
             };
             let input = outcome.unwrap_or_else(|error| match error {
-                CallError::LeaseGone => Input::Expired,
-                error => Input::Failed { reason: error.to_string() },
+                CallError::LeaseExpired => RegistrantInput::Expired,
+                error => RegistrantInput::Failed { reason: error.to_string() },
             });
             (session, input)
         })
     }
 
-    fn log(&self, report: Report) {
+    fn log(&self, report: RegistrantReport) {
         let (etcd, key) = (self.settings.endpoints(), &self.key);
         match report {
-            Report::Registered { .. } | Report::Recovered | Report::Removed => {
+            RegistrantReport::Registered { .. }
+            | RegistrantReport::Recovered
+            | RegistrantReport::Removed => {
                 tracing::info!(etcd, key, "{report}");
             }
-            Report::Restored
-            | Report::Lost { .. }
-            | Report::Away { .. }
-            | Report::NotRemoved { .. } => tracing::warn!(etcd, key, "{report}"),
+            RegistrantReport::Restored
+            | RegistrantReport::Lost { .. }
+            | RegistrantReport::Unreachable { .. }
+            | RegistrantReport::NotRemoved { .. } => tracing::warn!(etcd, key, "{report}"),
         }
     }
 }

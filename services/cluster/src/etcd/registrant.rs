@@ -7,7 +7,7 @@
 //!    that fails is retried with back-off until the lease must have expired.
 //! 3. Absent again when etcd reports that the lease does not exist, or when no renewal succeeded for the lease's whole
 //!    time. The record is written again under the same key and epoch, because the process is the same.
-//! 4. *Gone* after a request to leave, when the lease was revoked or the revocation failed.
+//! 4. *Left* after a request to leave, when the lease was revoked or the revocation failed.
 //!
 //! At most one call is in flight; its action has the call's time-out.
 
@@ -31,7 +31,7 @@ pub struct LeaseId(pub i64);
 
 /// The outcome of the call in flight, or the request to leave.
 #[derive(Clone, Debug)]
-pub enum Input {
+pub enum RegistrantInput {
     /// The record is written under this lease.
     Written { lease: LeaseId, ttl: Duration },
     /// The lease was renewed and the record exists. `restored`: the record was missing or changed and was written
@@ -49,13 +49,13 @@ pub enum Input {
 
 /// An operation for the shell to perform.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Action {
-    /// Start this call instead of the one in flight. Its outcome returns as an [`Input`].
+pub enum RegistrantAction {
+    /// Start this call instead of the one in flight. Its outcome returns as a [`RegistrantInput`].
     Call { call: Call, within: Duration },
     /// The registrant has ended.
     Finish,
     /// Log this event.
-    Report(Report),
+    Report(RegistrantReport),
 }
 
 /// A call to etcd.
@@ -71,7 +71,7 @@ pub enum Call {
 
 /// An event to log once, with its log message.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum Report {
+pub enum RegistrantReport {
     #[error("registered in etcd; the lease lasts {ttl:?}")]
     Registered { lease: LeaseId, ttl: Duration },
     #[error("etcd is reachable again and kept the record")]
@@ -81,7 +81,7 @@ pub enum Report {
     #[error("the record in etcd is lost: {reason}; registering again")]
     Lost { reason: String },
     #[error("etcd is unreachable: {reason}; this node continues to serve")]
-    Away { reason: String },
+    Unreachable { reason: String },
     #[error("left etcd")]
     Removed,
     #[error("cannot delete the record in etcd: {reason}; it expires with its lease")]
@@ -93,12 +93,12 @@ enum State {
     Writing { since: Instant },
     Present { lease: LeaseId, ttl: Duration, lost_at: Instant, renewal: Renewal },
     Removing,
-    Gone,
+    Left,
 }
 
 enum Renewal {
     Due(Instant),
-    Out { since: Instant },
+    InFlight { since: Instant },
 }
 
 pub struct Registrant {
@@ -113,19 +113,24 @@ impl Registrant {
         Self { state: State::Absent { write_at: now }, retry: Retry::new(seed), leaving: false }
     }
 
-    pub fn handle(&mut self, now: Instant, input: Input, actions: &mut Vec<Action>) {
+    pub fn handle(
+        &mut self,
+        now: Instant,
+        input: RegistrantInput,
+        actions: &mut Vec<RegistrantAction>,
+    ) {
         match input {
-            Input::Written { lease, ttl } => self.written(lease, ttl, actions),
-            Input::Renewed { restored } => self.renewed(restored, actions),
-            Input::Expired => self.expired(now, actions),
-            Input::Removed => {
+            RegistrantInput::Written { lease, ttl } => self.written(lease, ttl, actions),
+            RegistrantInput::Renewed { restored } => self.renewed(restored, actions),
+            RegistrantInput::Expired => self.expired(now, actions),
+            RegistrantInput::Removed => {
                 if let State::Removing = self.state {
-                    actions.push(Action::Report(Report::Removed));
+                    actions.push(RegistrantAction::Report(RegistrantReport::Removed));
                     self.finish(actions);
                 }
             }
-            Input::Failed { reason } => self.failed(now, reason, actions),
-            Input::Leave => self.leave(actions),
+            RegistrantInput::Failed { reason } => self.failed(now, reason, actions),
+            RegistrantInput::Leave => self.leave(actions),
         }
     }
 
@@ -134,11 +139,11 @@ impl Registrant {
         match &self.state {
             State::Absent { write_at } => Some(*write_at),
             State::Present { renewal: Renewal::Due(at), .. } => Some(*at),
-            State::Present { .. } | State::Writing { .. } | State::Removing | State::Gone => None,
+            State::Present { .. } | State::Writing { .. } | State::Removing | State::Left => None,
         }
     }
 
-    pub fn on_deadline(&mut self, now: Instant, actions: &mut Vec<Action>) {
+    pub fn on_deadline(&mut self, now: Instant, actions: &mut Vec<RegistrantAction>) {
         if self.next_deadline().is_none_or(|deadline| deadline > now) {
             return;
         }
@@ -147,24 +152,24 @@ impl Registrant {
             State::Present { lease, ttl, lost_at, renewal } if *lost_at > now => {
                 // A renewal starts at one third of the lease time and ends by two thirds.
                 let within = (*ttl / 3).clamp(RENEW_WITHIN_MIN, RENEW_WITHIN_MAX);
-                *renewal = Renewal::Out { since: now };
-                actions.push(Action::Call { call: Call::Renew(*lease), within });
+                *renewal = Renewal::InFlight { since: now };
+                actions.push(RegistrantAction::Call { call: Call::Renew(*lease), within });
             }
             State::Present { ttl, .. } => {
                 let reason = format!("no renewal of the lease succeeded for {ttl:?}");
-                actions.push(Action::Report(Report::Lost { reason }));
+                actions.push(RegistrantAction::Report(RegistrantReport::Lost { reason }));
                 self.write(now, actions);
             }
-            State::Writing { .. } | State::Removing | State::Gone => {}
+            State::Writing { .. } | State::Removing | State::Left => {}
         }
     }
 
-    fn write(&mut self, now: Instant, actions: &mut Vec<Action>) {
+    fn write(&mut self, now: Instant, actions: &mut Vec<RegistrantAction>) {
         self.state = State::Writing { since: now };
-        actions.push(Action::Call { call: Call::Write, within: WRITE_WITHIN });
+        actions.push(RegistrantAction::Call { call: Call::Write, within: WRITE_WITHIN });
     }
 
-    fn written(&mut self, lease: LeaseId, ttl: Duration, actions: &mut Vec<Action>) {
+    fn written(&mut self, lease: LeaseId, ttl: Duration, actions: &mut Vec<RegistrantAction>) {
         let State::Writing { since } = self.state else { return };
         if self.leaving {
             return self.remove(lease, actions);
@@ -172,37 +177,38 @@ impl Registrant {
         let ttl = ttl.clamp(TTL_MIN, TTL_MAX);
         self.retry.succeeded();
         self.confirmed(lease, ttl, since);
-        actions.push(Action::Report(Report::Registered { lease, ttl }));
+        actions.push(RegistrantAction::Report(RegistrantReport::Registered { lease, ttl }));
     }
 
-    fn renewed(&mut self, restored: bool, actions: &mut Vec<Action>) {
-        let State::Present { lease, ttl, renewal: Renewal::Out { since }, .. } = self.state else {
+    fn renewed(&mut self, restored: bool, actions: &mut Vec<RegistrantAction>) {
+        let State::Present { lease, ttl, renewal: Renewal::InFlight { since }, .. } = self.state
+        else {
             return;
         };
         self.confirmed(lease, ttl, since);
         self.retry.stable();
         if self.retry.succeeded() {
-            actions.push(Action::Report(Report::Recovered));
+            actions.push(RegistrantAction::Report(RegistrantReport::Recovered));
         }
         if restored {
-            actions.push(Action::Report(Report::Restored));
+            actions.push(RegistrantAction::Report(RegistrantReport::Restored));
         }
     }
 
-    fn expired(&mut self, now: Instant, actions: &mut Vec<Action>) {
+    fn expired(&mut self, now: Instant, actions: &mut Vec<RegistrantAction>) {
         let reason = "the lease expired".to_owned();
         match self.state {
-            State::Present { renewal: Renewal::Out { .. }, .. } => {
-                actions.push(Action::Report(Report::Lost { reason }));
+            State::Present { renewal: Renewal::InFlight { .. }, .. } => {
+                actions.push(RegistrantAction::Report(RegistrantReport::Lost { reason }));
                 self.state = State::Absent { write_at: now + self.retry.delay() };
             }
             // The lease expired before the record was written, because the process or machine was suspended.
             State::Writing { .. } => self.failed(now, reason, actions),
             State::Removing => {
-                actions.push(Action::Report(Report::Removed));
+                actions.push(RegistrantAction::Report(RegistrantReport::Removed));
                 self.finish(actions);
             }
-            State::Absent { .. } | State::Present { .. } | State::Gone => {}
+            State::Absent { .. } | State::Present { .. } | State::Left => {}
         }
     }
 
@@ -212,43 +218,43 @@ impl Registrant {
         self.state = State::Present { lease, ttl, lost_at: called + ttl, renewal };
     }
 
-    fn failed(&mut self, now: Instant, reason: String, actions: &mut Vec<Action>) {
+    fn failed(&mut self, now: Instant, reason: String, actions: &mut Vec<RegistrantAction>) {
         match &mut self.state {
             State::Writing { .. } if self.leaving => return self.finish(actions),
             State::Writing { .. } => {
                 self.state = State::Absent { write_at: now + self.retry.delay() };
             }
-            State::Present { renewal: renewal @ Renewal::Out { .. }, .. } => {
+            State::Present { renewal: renewal @ Renewal::InFlight { .. }, .. } => {
                 *renewal = Renewal::Due(now + self.retry.delay());
             }
             State::Removing => {
-                actions.push(Action::Report(Report::NotRemoved { reason }));
+                actions.push(RegistrantAction::Report(RegistrantReport::NotRemoved { reason }));
                 return self.finish(actions);
             }
-            State::Absent { .. } | State::Present { .. } | State::Gone => return,
+            State::Absent { .. } | State::Present { .. } | State::Left => return,
         }
         if self.retry.is_news(&reason) {
-            actions.push(Action::Report(Report::Away { reason }));
+            actions.push(RegistrantAction::Report(RegistrantReport::Unreachable { reason }));
         }
     }
 
-    fn leave(&mut self, actions: &mut Vec<Action>) {
+    fn leave(&mut self, actions: &mut Vec<RegistrantAction>) {
         self.leaving = true;
         match self.state {
             State::Absent { .. } => self.finish(actions),
             State::Present { lease, .. } => self.remove(lease, actions),
             // Wait for the write in flight before revoking its lease.
-            State::Writing { .. } | State::Removing | State::Gone => {}
+            State::Writing { .. } | State::Removing | State::Left => {}
         }
     }
 
-    fn remove(&mut self, lease: LeaseId, actions: &mut Vec<Action>) {
+    fn remove(&mut self, lease: LeaseId, actions: &mut Vec<RegistrantAction>) {
         self.state = State::Removing;
-        actions.push(Action::Call { call: Call::Remove(lease), within: REMOVE_WITHIN });
+        actions.push(RegistrantAction::Call { call: Call::Remove(lease), within: REMOVE_WITHIN });
     }
 
-    fn finish(&mut self, actions: &mut Vec<Action>) {
-        self.state = State::Gone;
-        actions.push(Action::Finish);
+    fn finish(&mut self, actions: &mut Vec<RegistrantAction>) {
+        self.state = State::Left;
+        actions.push(RegistrantAction::Finish);
     }
 }

@@ -22,7 +22,7 @@ const CONNECT_MAX: Duration = Duration::from_secs(2);
 /// response beyond the size limit is requested again with smaller pages.
 const PAGE_RECORDS: usize = 256;
 /// Error text of the client library for an unknown lease.
-const LEASE_GONE: &str = "lease not found";
+const LEASE_NOT_FOUND: &str = "lease not found";
 /// Start of the TLS library's error for an untrusted certificate.
 const UNTRUSTED: &str = "invalid peer certificate";
 
@@ -38,11 +38,11 @@ pub(super) enum CallError {
     /// The server's certificate is not signed by the configured authority for this host.
     #[error("{0}")]
     Untrusted(String),
-    #[error("{LEASE_GONE}")]
-    LeaseGone,
+    #[error("{LEASE_NOT_FOUND}")]
+    LeaseExpired,
     /// Any other failure, such as no answer.
     #[error("{0}")]
-    Away(String),
+    Unreachable(String),
 }
 
 impl CallError {
@@ -59,7 +59,7 @@ impl CallError {
             }
             Self::Unusable(_) => EtcdError::Unusable { endpoints, reason },
             Self::Untrusted(_) => EtcdError::Untrusted { endpoints, reason },
-            Self::LeaseGone | Self::Away(_) => return Ok(()),
+            Self::LeaseExpired | Self::Unreachable(_) => return Ok(()),
         })
     }
 }
@@ -75,20 +75,22 @@ impl From<Error> for CallError {
                 Unauthenticated | PermissionDenied | InvalidArgument | FailedPrecondition => {
                     Self::Refused(status.message().to_owned())
                 }
-                NotFound if status.message().contains(LEASE_GONE) => Self::LeaseGone,
+                NotFound if status.message().contains(LEASE_NOT_FOUND) => Self::LeaseExpired,
                 _ => match with_causes(status) {
                     reason if reason.contains(UNTRUSTED) => Self::Untrusted(reason),
-                    reason => Self::Away(reason),
+                    reason => Self::Unreachable(reason),
                 },
             },
-            Error::LeaseKeepAliveError(reason) if reason.contains(LEASE_GONE) => Self::LeaseGone,
+            Error::LeaseKeepAliveError(reason) if reason.contains(LEASE_NOT_FOUND) => {
+                Self::LeaseExpired
+            }
             Error::InvalidUri(_) | Error::InvalidArgs(_) => Self::Unusable(error.to_string()),
             // Only invalid options yield this error; network failures yield a status.
             Error::TransportError(error) => {
                 let cause = error.source().map(ToString::to_string);
                 Self::Unusable(cause.unwrap_or_else(|| error.to_string()))
             }
-            _ => Self::Away(error.to_string()),
+            _ => Self::Unreachable(error.to_string()),
         }
     }
 }
@@ -185,7 +187,7 @@ impl Session {
             Ok(())
         };
         match self.call(within, call).await {
-            Err(CallError::LeaseGone) => Ok(()),
+            Err(CallError::LeaseExpired) => Ok(()),
             other => other,
         }
     }
@@ -225,7 +227,7 @@ impl Session {
         };
         let (client, answer) = tokio::time::timeout(within, whole)
             .await
-            .map_err(|_| CallError::Away(format!("no answer within {within:?}")))??;
+            .map_err(|_| CallError::Unreachable(format!("no answer within {within:?}")))??;
         self.client = Some(client);
         Ok(answer)
     }

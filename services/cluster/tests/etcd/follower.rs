@@ -8,7 +8,8 @@ use std::{
 use cluster::{
     Epoch, Members, NodeAddress, Role,
     etcd::follower::{
-        Action, Change, Follower, IGNORED_SHOWN_MAX, Input, RECORDS_MAX, Record, Records, Report,
+        Change, Follower, FollowerAction, FollowerInput, FollowerReport, IGNORED_SHOWN_MAX,
+        RECORDS_MAX, Record, Records,
     },
 };
 use proptest::prelude::*;
@@ -89,7 +90,7 @@ struct World {
     hangs_until: Instant,
     stopped_until: Instant,
     published: Option<Members>,
-    reports: Vec<Report>,
+    reports: Vec<FollowerReport>,
 }
 
 impl World {
@@ -113,30 +114,30 @@ impl World {
         world
     }
 
-    fn input(&mut self, input: Input) {
+    fn input(&mut self, input: FollowerInput) {
         let mut actions = Vec::new();
         self.follower.handle(self.now, input, &mut actions);
         self.perform(actions);
     }
 
-    fn perform(&mut self, actions: Vec<Action>) {
+    fn perform(&mut self, actions: Vec<FollowerAction>) {
         for action in actions {
             match action {
-                Action::Read { within } => {
+                FollowerAction::Read { within } => {
                     assert!(self.reading.is_none() && self.watch.is_none());
                     assert!(!within.is_zero() && within <= Duration::from_secs(5));
                     self.reading = Some(self.now + within);
                 }
-                Action::AskProgress => {
+                FollowerAction::AskProgress => {
                     assert!(self.watch.is_some() && !self.asked, "one question at a time");
                     self.asked = true;
                 }
-                Action::Disconnect => (self.watch, self.asked) = (None, false),
-                Action::Publish(members) => {
+                FollowerAction::Disconnect => (self.watch, self.asked) = (None, false),
+                FollowerAction::Publish(members) => {
                     assert_ne!(self.published.as_ref(), Some(&members), "nothing changed");
                     self.published = Some(members);
                 }
-                Action::Report(report) => self.reports.push(report),
+                FollowerAction::Report(report) => self.reports.push(report),
             }
         }
         assert_eq!(self.follower.next_deadline().is_some(), self.reading.is_none());
@@ -165,7 +166,7 @@ impl World {
 
     fn fail(&mut self, reason: &str) {
         (self.watch, self.asked) = (None, false);
-        self.input(Input::Failed { reason: reason.into() });
+        self.input(FollowerInput::Failed { reason: reason.into() });
     }
 
     fn deliver(&mut self) {
@@ -175,7 +176,7 @@ impl World {
         }
         let changes = watch.drain(..).collect();
         self.asked = false;
-        self.input(Input::Changed { changes });
+        self.input(FollowerInput::Changed { changes });
     }
 
     fn read(&mut self, gives_up: Instant) {
@@ -187,7 +188,7 @@ impl World {
             self.watch = Some(VecDeque::new());
             let records: Vec<_> = self.records.values().cloned().collect();
             let found = records.len();
-            self.input(Input::Read(Records { records, found }));
+            self.input(FollowerInput::Read(Records { records, found }));
         } else if self.now >= gives_up {
             self.reading = None;
             self.fail("no answer");
@@ -269,7 +270,7 @@ impl World {
         newest.into_iter().map(|(port, (_, epoch))| (address(port), Some(epoch))).collect()
     }
 
-    fn count(&self, is: impl Fn(&Report) -> bool) -> usize {
+    fn count(&self, is: impl Fn(&FollowerReport) -> bool) -> usize {
         self.reports.iter().filter(|report| is(report)).count()
     }
 }
@@ -329,7 +330,7 @@ proptest! {
             world.happen(Event::Break);
         }
         world.wait(HEALS_WITHIN);
-        prop_assert_eq!(world.count(|report| matches!(report, Report::Ignored { .. })), 1);
+        prop_assert_eq!(world.count(|report| matches!(report, FollowerReport::Ignored { .. })), 1);
         prop_assert_eq!(world.published, Some(Members::new()));
     }
 }
@@ -363,11 +364,15 @@ fn members_stay_during_an_etcd_outage_and_catch_up_afterwards() {
     world.happen(Event::Stop { ms: 20_000 });
     world.wait(Duration::from_secs(19));
     assert_eq!(world.published, before);
-    assert_eq!(world.count(|report| matches!(report, Report::Away { .. })), 2, "broken, refused");
+    assert_eq!(
+        world.count(|report| matches!(report, FollowerReport::Unreachable { .. })),
+        2,
+        "broken, refused"
+    );
     world.happen(Event::Remove { node: 1, process: 0 });
     world.wait(Duration::from_secs(4));
     assert_eq!(world.published, Some([(address(2), Some(epoch(0)))].into()));
-    assert_eq!(world.reports.last(), Some(&Report::Following { nodes: 1 }));
+    assert_eq!(world.reports.last(), Some(&FollowerReport::Following { nodes: 1 }));
 }
 
 #[test]
@@ -375,7 +380,7 @@ fn a_hung_etcd_is_noticed_by_its_silence() {
     let mut world = World::new();
     world.happen(Event::Hang { ms: 60_000 });
     world.wait(Duration::from_secs(5));
-    assert_eq!(world.count(|report| matches!(report, Report::Away { .. })), 1);
+    assert_eq!(world.count(|report| matches!(report, FollowerReport::Unreachable { .. })), 1);
 }
 
 #[test]
@@ -391,7 +396,7 @@ fn ignored_records_are_summarised() {
         .reports
         .iter()
         .filter_map(|report| match report {
-            Report::Ignored { count, first } => Some((*count, first.len())),
+            FollowerReport::Ignored { count, first } => Some((*count, first.len())),
             _ => None,
         })
         .collect();
@@ -408,8 +413,8 @@ fn too_many_records_are_reported_once_with_their_number() {
     world.happen(Event::Break);
     world.wait(HEALS_WITHIN);
     // The watch counts up to the first record beyond the limit; only a first read counts them all.
-    let too_many = |found| Report::TooMany { found };
-    assert_eq!(world.count(|report| matches!(report, Report::TooMany { .. })), 1);
+    let too_many = |found| FollowerReport::TooMany { found };
+    assert_eq!(world.count(|report| matches!(report, FollowerReport::TooMany { .. })), 1);
     assert_eq!(world.count(|report| *report == too_many(RECORDS_MAX + 1)), 1);
 
     let mut world = World::new();
@@ -420,6 +425,6 @@ fn too_many_records_are_reported_once_with_their_number() {
     world.wait(HEALS_WITHIN);
     world.happen(Event::Break);
     world.wait(HEALS_WITHIN);
-    assert_eq!(world.count(|report| matches!(report, Report::TooMany { .. })), 1);
+    assert_eq!(world.count(|report| matches!(report, FollowerReport::TooMany { .. })), 1);
     assert_eq!(world.count(|report| *report == too_many(RECORDS_MAX + 10)), 1);
 }

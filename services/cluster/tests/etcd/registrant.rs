@@ -5,7 +5,9 @@ use std::{
     time::{Duration, Instant},
 };
 
-use cluster::etcd::registrant::{Action, Call, Input, LeaseId, Registrant, Report};
+use cluster::etcd::registrant::{
+    Call, LeaseId, Registrant, RegistrantAction, RegistrantInput, RegistrantReport,
+};
 use proptest::prelude::*;
 
 const TTL: Duration = Duration::from_secs(5);
@@ -25,7 +27,7 @@ enum Fate {
     /// The call has no effect and no answer.
     Hung,
     /// The lease has expired when etcd handles the call, even a lease that was just granted.
-    LeaseGone,
+    LeaseExpired,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -59,27 +61,27 @@ impl Etcd {
         self.record = self.record.filter(|lease| self.leases.contains_key(lease));
     }
 
-    fn perform(&mut self, now: Instant, call: Call) -> Input {
+    fn perform(&mut self, now: Instant, call: Call) -> RegistrantInput {
         self.expire(now);
         match call {
             Call::Write => {
                 self.granted += 1;
                 self.leases.insert(self.granted, now + TTL);
                 self.record = Some(self.granted);
-                Input::Written { lease: LeaseId(self.granted), ttl: TTL }
+                RegistrantInput::Written { lease: LeaseId(self.granted), ttl: TTL }
             }
             Call::Renew(lease) => match self.leases.get_mut(&lease.0) {
                 Some(ends) => {
                     *ends = now + TTL;
                     let restored = self.record.replace(lease.0) != Some(lease.0);
-                    Input::Renewed { restored }
+                    RegistrantInput::Renewed { restored }
                 }
-                None => Input::Expired,
+                None => RegistrantInput::Expired,
             },
             Call::Remove(lease) => {
                 self.leases.remove(&lease.0);
                 self.expire(now);
-                Input::Removed
+                RegistrantInput::Removed
             }
         }
     }
@@ -91,9 +93,9 @@ struct World {
     registrant: Registrant,
     fate: Fate,
     /// Outcome of the call in progress, and the time when the call returns.
-    out: Option<(Instant, Input)>,
+    out: Option<(Instant, RegistrantInput)>,
     finished: bool,
-    reports: Vec<Report>,
+    reports: Vec<RegistrantReport>,
 }
 
 impl World {
@@ -107,27 +109,27 @@ impl World {
         world
     }
 
-    fn input(&mut self, input: Input) {
+    fn input(&mut self, input: RegistrantInput) {
         let mut actions = Vec::new();
         self.registrant.handle(self.now, input, &mut actions);
         self.perform(actions);
     }
 
-    fn perform(&mut self, actions: Vec<Action>) {
+    fn perform(&mut self, actions: Vec<RegistrantAction>) {
         for action in actions {
             assert!(!self.finished, "{action:?} after the end");
             match action {
-                Action::Call { call, within } => {
+                RegistrantAction::Call { call, within } => {
                     assert!(!within.is_zero() && within <= Duration::from_secs(3));
                     let replaces = matches!(call, Call::Remove(_));
                     assert!(replaces || self.out.is_none(), "{call:?} while another call is out");
                     self.out = Some(self.call(call, within));
                 }
-                Action::Finish => {
+                RegistrantAction::Finish => {
                     assert!(self.out.is_none());
                     self.finished = true;
                 }
-                Action::Report(report) => self.reports.push(report),
+                RegistrantAction::Report(report) => self.reports.push(report),
             }
         }
         let waits = self.registrant.next_deadline().is_some();
@@ -135,8 +137,8 @@ impl World {
         assert_eq!(waits, expected, "a call is out, or a deadline is set, or it is over");
     }
 
-    fn call(&mut self, call: Call, within: Duration) -> (Instant, Input) {
-        let failed = |reason: &str| Input::Failed { reason: reason.into() };
+    fn call(&mut self, call: Call, within: Duration) -> (Instant, RegistrantInput) {
+        let failed = |reason: &str| RegistrantInput::Failed { reason: reason.into() };
         match self.fate {
             Fate::Answered { after_ms } if Duration::from_millis(after_ms) < within => {
                 let input = self.etcd.perform(self.now, call);
@@ -148,12 +150,12 @@ impl World {
                 (self.now + within, failed("no answer"))
             }
             Fate::Hung => (self.now + within, failed("no answer")),
-            Fate::LeaseGone => {
+            Fate::LeaseExpired => {
                 if let Call::Renew(lease) | Call::Remove(lease) = call {
                     self.etcd.leases.remove(&lease.0);
                     self.etcd.expire(self.now);
                 }
-                (self.now, Input::Expired)
+                (self.now, RegistrantInput::Expired)
             }
         }
     }
@@ -195,11 +197,11 @@ impl World {
             Event::Restart => {
                 self.etcd.leases.values_mut().for_each(|ends| *ends = self.now + TTL);
             }
-            Event::Leave => self.input(Input::Leave),
+            Event::Leave => self.input(RegistrantInput::Leave),
         }
     }
 
-    fn count(&self, is: impl Fn(&Report) -> bool) -> usize {
+    fn count(&self, is: impl Fn(&RegistrantReport) -> bool) -> usize {
         self.reports.iter().filter(|report| is(report)).count()
     }
 }
@@ -210,7 +212,7 @@ fn events() -> impl Strategy<Value = Event> {
         1 => Just(Fate::Refused),
         1 => Just(Fate::AnswerLost),
         1 => Just(Fate::Hung),
-        1 => Just(Fate::LeaseGone),
+        1 => Just(Fate::LeaseExpired),
     ];
     prop_oneof![
         4 => fates.prop_map(Event::Next),
@@ -256,7 +258,7 @@ proptest! {
         prop_assert!(world.finished);
         if healthy {
             prop_assert_eq!(world.etcd.record, None);
-            prop_assert!(world.reports.ends_with(&[Report::Removed]));
+            prop_assert!(world.reports.ends_with(&[RegistrantReport::Removed]));
         }
         afterwards.into_iter().for_each(|event| world.happen(event));
         world.happen(Event::Leave);
@@ -268,7 +270,7 @@ fn a_lease_is_renewed_every_third_of_its_time_and_never_taken_twice() {
     let mut world = World::new();
     world.wait(TTL * 20);
     assert_eq!(world.etcd.granted, 1);
-    assert_eq!(world.reports, [Report::Registered { lease: LeaseId(1), ttl: TTL }]);
+    assert_eq!(world.reports, [RegistrantReport::Registered { lease: LeaseId(1), ttl: TTL }]);
 }
 
 #[test]
@@ -277,7 +279,7 @@ fn a_lease_that_etcd_forgot_is_replaced_at_the_next_renewal() {
     world.happen(Event::Forget);
     world.wait(TTL / 3 + Duration::from_millis(200));
     assert_eq!((world.etcd.granted, world.etcd.record), (2, Some(2)));
-    assert_eq!(world.count(|report| matches!(report, Report::Lost { .. })), 1);
+    assert_eq!(world.count(|report| matches!(report, RegistrantReport::Lost { .. })), 1);
 }
 
 #[test]
@@ -287,13 +289,13 @@ fn a_deleted_record_is_written_again_under_its_lease() {
     world.wait(TTL / 3 + Duration::from_millis(1));
     assert_eq!((world.etcd.granted, world.etcd.record), (1, Some(1)));
     world.wait(TTL * 5);
-    assert_eq!(world.count(|report| *report == Report::Restored), 1);
+    assert_eq!(world.count(|report| *report == RegistrantReport::Restored), 1);
 }
 
 #[test]
 fn a_lease_that_ends_before_the_record_is_written_is_replaced() {
     let mut world = World::new();
-    world.happen(Event::Next(Fate::LeaseGone));
+    world.happen(Event::Next(Fate::LeaseExpired));
     world.wait(TTL);
     assert_eq!(world.etcd.record, None);
     world.happen(Event::Next(Fate::Answered { after_ms: 1 }));
@@ -309,8 +311,8 @@ fn an_outage_shorter_than_the_lease_loses_nothing() {
     world.happen(Event::Next(Fate::Answered { after_ms: 1 }));
     world.wait(TTL);
     assert_eq!((world.etcd.granted, world.etcd.record), (1, Some(1)));
-    assert_eq!(world.count(|report| matches!(report, Report::Away { .. })), 1);
-    assert_eq!(world.count(|report| *report == Report::Recovered), 1);
+    assert_eq!(world.count(|report| matches!(report, RegistrantReport::Unreachable { .. })), 1);
+    assert_eq!(world.count(|report| *report == RegistrantReport::Recovered), 1);
 }
 
 #[test]
@@ -318,7 +320,7 @@ fn an_unconfirmed_lease_is_lost_after_its_ttl() {
     let mut world = World::new();
     world.happen(Event::Next(Fate::Hung));
     world.wait(TTL * 2);
-    assert_eq!(world.count(|report| matches!(report, Report::Lost { .. })), 1);
+    assert_eq!(world.count(|report| matches!(report, RegistrantReport::Lost { .. })), 1);
     // etcd recovers and the lease is alive again, as after a restart. The node still writes a new record.
     world.etcd.leases.insert(1, world.now + TTL);
     world.happen(Event::Next(Fate::Answered { after_ms: 1 }));
@@ -331,8 +333,8 @@ fn a_repeated_failure_is_logged_once() {
     let mut world = World::new();
     world.happen(Event::Next(Fate::Refused));
     world.wait(Duration::from_secs(600));
-    assert_eq!(world.count(|report| matches!(report, Report::Away { .. })), 1);
+    assert_eq!(world.count(|report| matches!(report, RegistrantReport::Unreachable { .. })), 1);
     world.happen(Event::Next(Fate::Hung));
     world.wait(Duration::from_secs(600));
-    assert_eq!(world.count(|report| matches!(report, Report::Away { .. })), 2);
+    assert_eq!(world.count(|report| matches!(report, RegistrantReport::Unreachable { .. })), 2);
 }
