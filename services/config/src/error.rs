@@ -49,7 +49,7 @@ pub enum Problem {
     #[error("unknown section [{section}] ({source_}); the nearest valid section is [{nearest}]")]
     UnknownSection { section: String, nearest: String, source_: Source },
     /// Invalid value; `(hidden)` replaces the value of a secret.
-    #[error("{key} = {value} is not allowed ({source_}); allowed: {allowed}")]
+    #[error("invalid {key}: {value} ({source_}); allowed: {allowed}")]
     BadValue { key: String, value: String, allowed: String, source_: Source },
     #[error("{key} is not set; give flag --{flag}, environment {env}, or the key in the file")]
     Missing { key: String, flag: String, env: String },

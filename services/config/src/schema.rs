@@ -240,7 +240,7 @@ section! {
         gpu_memory_percent: u32 = 90,
             "Other processes on a GPU seldom need more than a tenth; two nodes on one GPU take 45 each.",
             1..=100;
-        /// Part of that memory that stays free for CUDA graphs and for kernels that are loaded at their first
+        /// Part of the memory of gpu_memory_percent that stays free for CUDA graphs and for kernels that are loaded at their first
         /// launch.
         gpu_reserve: ByteSize = ByteSize::gib(1),
             "More than measured so far; the log shows the measured use at start.",

@@ -36,11 +36,6 @@ impl ByteSize {
         self.0
     }
 
-    /// Returns the size as `usize`, or `usize::MAX` if the size does not fit.
-    pub fn as_usize(self) -> usize {
-        usize::try_from(self.0).unwrap_or(usize::MAX)
-    }
-
     /// Parses a whole number with an optional known unit; `None` for other text or on overflow.
     pub fn parse(text: &str) -> Option<Self> {
         let text = text.trim();
