@@ -229,9 +229,9 @@ async fn forced_retry_resumes_inside_the_grammar() -> Result<()> {
     let mut whole = None;
     for kill_after in [None, Some(0), Some(1), Some(9)] {
         let (mut cluster, client) = start(ClusterSpec::smollm2().nodes(1, 2)).await?;
-        let figures = [("x-baton-figures", "1")];
+        let headers = [("x-baton-stats", "1")];
         let mut stream =
-            client.stream_with("/v1/completions", &long_body(json!({})), &figures).await?;
+            client.stream_with("/v1/completions", &long_body(json!({})), &headers).await?;
         let (mut found, mut attempts, mut kv_bytes, mut killed) = (Vec::new(), 0, 0, false);
         while let Some(event) = stream.next().await? {
             found.extend(event.token_ids());
@@ -290,7 +290,7 @@ async fn hostile_grammars_are_rejected_with_their_field_and_disturb_no_request()
     let names = (0..3000).map(|index| (format!("key_{index:020}"), json!({"type": "string"})));
     let wide: Value = names.collect();
     let schema = "response_format.json_schema.schema";
-    let no = "cannot be followed";
+    let no = "is not supported";
     let cases = [
         (schema, response_format(nested), "nests 60 deep; allowed: at most 32"),
         (schema, response_format(json!({"enum": ["x".repeat(70_000)]})), "at most 65536"),

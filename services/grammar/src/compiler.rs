@@ -109,7 +109,7 @@ impl Compiler {
         let reason = match matcher.allowed() {
             Ok(_) => return Ok(()),
             Err(error @ MatchError::TooComplex { .. }) => error.to_string(),
-            Err(MatchError::Mismatch { .. } | MatchError::Defect { .. }) => {
+            Err(MatchError::Mismatch { .. } | MatchError::Bug { .. }) => {
                 "no output matches it".to_owned()
             }
         };

@@ -22,7 +22,7 @@ pub enum GrammarError {
     NotARegex { reason: String },
     /// The grammar is well-formed, but has an unknown keyword, matches no output, or exceeds the bounds of
     /// the compiler.
-    #[error("cannot be followed: {reason}")]
+    #[error("is not supported: {reason}")]
     Unsupported { reason: String },
     #[error("has {count} functions; allowed: 1 to {max}")]
     ToolCount { count: usize, max: usize },
@@ -52,7 +52,7 @@ pub enum MatchError {
     TooComplex { reason: String },
     /// A bug in the matcher.
     #[error("the grammar's matcher failed: {reason}")]
-    Defect { reason: String },
+    Bug { reason: String },
 }
 
 pub(crate) fn unsupported(reason: &str) -> GrammarError {

@@ -23,4 +23,4 @@ pub use compiler::{Compiler, Token};
 pub use error::{GrammarError, MatchError};
 pub use matcher::Matcher;
 pub use source::Grammar;
-pub use tool_calls::{CallSyntax, CallableTool, Otherwise, Prose, ToolCalls};
+pub use tool_calls::{Alternative, CallSyntax, CallableTool, FreeText, ToolCalls};

@@ -86,7 +86,7 @@ impl Matcher {
             {
                 MatchError::TooComplex { reason }
             }
-            _ => MatchError::Defect { reason },
+            _ => MatchError::Bug { reason },
         }
     }
 }

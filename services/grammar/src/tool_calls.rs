@@ -10,7 +10,7 @@ use regex_syntax::escape;
 
 use crate::{
     error::{GrammarError, unsupported},
-    limits::{NAME_BYTES_MAX, TOOLS_BYTES_MAX, TOOLS_MAX, TOOLS_PARTS_FACTOR, WRITING_BYTES_MAX},
+    limits::{LITERAL_BYTES_MAX, NAME_BYTES_MAX, TOOLS_BYTES_MAX, TOOLS_MAX, TOOLS_PARTS_FACTOR},
     source::{Grammar, SchemaParts, check_regex, parsed_schema},
 };
 
@@ -25,22 +25,22 @@ pub struct ToolCalls {
     pub tools: Vec<CallableTool>,
     /// Whether the output may have more than one call.
     pub several: bool,
-    pub otherwise: Otherwise,
+    pub alternative: Alternative,
 }
 
-/// Syntax of a call: `before_name "NAME" before_arguments {ARGUMENTS} behind_arguments`.
+/// Syntax of a call: `before_name "NAME" before_arguments {ARGUMENTS} after_arguments`.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct CallSyntax {
     pub before_name: String,
     pub before_arguments: String,
-    pub behind_arguments: String,
+    pub after_arguments: String,
     /// Text between two calls.
     pub between: String,
 }
 
 impl CallSyntax {
     fn literals(&self) -> [&str; 4] {
-        [&self.before_name, &self.before_arguments, &self.behind_arguments, &self.between]
+        [&self.before_name, &self.before_arguments, &self.after_arguments, &self.between]
     }
 }
 
@@ -53,11 +53,11 @@ pub struct CallableTool {
 
 /// Output that is allowed instead of tool calls.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub enum Otherwise {
+pub enum Alternative {
     /// Nothing: the output must call a tool.
     Nothing,
     /// Any text, optionally followed by calls.
-    Text(Prose),
+    Text(FreeText),
     /// Output that matches another grammar.
     Answer {
         /// A schema or an expression, not [`ToolCalls`].
@@ -70,7 +70,7 @@ pub enum Otherwise {
 
 /// Text outside calls.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub struct Prose {
+pub struct FreeText {
     /// The literal before a call. If [`CallSyntax::before_name`] starts with it, text may stand between
     /// calls. Otherwise calls may also be the whole output.
     pub mark: String,
@@ -93,7 +93,7 @@ impl ToolCalls {
                 ..GrammarWithLexer::from_json_schema(schema)
             });
         }
-        if let Otherwise::Answer { grammar, mark } = &self.otherwise {
+        if let Alternative::Answer { grammar, mark } = &self.alternative {
             let answer = match &**grammar {
                 Grammar::JsonSchema(text) => {
                     let (schema, its_parts) = parsed_schema(text)?;
@@ -116,9 +116,9 @@ impl ToolCalls {
 
     /// Returns whether one of the literals around calls contains this text.
     pub fn writes(&self, text: &[u8]) -> bool {
-        let mark = match &self.otherwise {
-            Otherwise::Text(prose) => prose.mark.as_str(),
-            Otherwise::Nothing | Otherwise::Answer { .. } => "",
+        let mark = match &self.alternative {
+            Alternative::Text(free_text) => free_text.mark.as_str(),
+            Alternative::Nothing | Alternative::Answer { .. } => "",
         };
         let has =
             |piece: &str| piece.as_bytes().windows(text.len().max(1)).any(|part| part == text);
@@ -128,9 +128,9 @@ impl ToolCalls {
     pub(crate) fn bytes(&self) -> usize {
         let tool_bytes =
             |tool: &CallableTool| tool.name.len() + tool.arguments.as_ref().map_or(0, String::len);
-        let answer_bytes = match &self.otherwise {
-            Otherwise::Answer { grammar, .. } => grammar.bytes(),
-            Otherwise::Nothing | Otherwise::Text(_) => 0,
+        let answer_bytes = match &self.alternative {
+            Alternative::Answer { grammar, .. } => grammar.bytes(),
+            Alternative::Nothing | Alternative::Text(_) => 0,
         };
         self.tools.iter().map(tool_bytes).sum::<usize>() + answer_bytes
     }
@@ -158,18 +158,18 @@ impl ToolCalls {
             }
         }
         let mut parts = self.syntax.literals().to_vec();
-        match &self.otherwise {
-            Otherwise::Nothing => {}
-            Otherwise::Text(prose) => {
-                parts.push(&prose.mark);
-                if prose.mark.is_empty() {
+        match &self.alternative {
+            Alternative::Nothing => {}
+            Alternative::Text(free_text) => {
+                parts.push(&free_text.mark);
+                if free_text.mark.is_empty() {
                     return Err(unsupported("the mark of calls is empty"));
                 }
-                prose.never_begins.as_deref().map_or(Ok(()), check_regex)?;
+                free_text.never_begins.as_deref().map_or(Ok(()), check_regex)?;
             }
-            Otherwise::Answer { mark, .. } => parts.push(mark),
+            Alternative::Answer { mark, .. } => parts.push(mark),
         }
-        if parts.iter().any(|part| part.len() > WRITING_BYTES_MAX) {
+        if parts.iter().any(|part| part.len() > LITERAL_BYTES_MAX) {
             return Err(unsupported("the text around calls is too long"));
         }
         Ok(())
@@ -178,13 +178,13 @@ impl ToolCalls {
     /// Returns the grammar in llguidance's dialect of Lark. Text of the client is quoted or in a grammar of
     /// its own.
     fn lark(&self) -> Result<String, GrammarError> {
-        let CallSyntax { before_name, before_arguments, behind_arguments, between } = &self.syntax;
+        let CallSyntax { before_name, before_arguments, after_arguments, between } = &self.syntax;
         let calls = match self.several {
             true => format!("calls: call ({} call)*", quoted(between)),
             false => "calls: call".to_owned(),
         };
         let call = format!("call: {} function_call", quoted(before_name));
-        let function_call = format!("function_call: function {}", quoted(behind_arguments));
+        let function_call = format!("function_call: function {}", quoted(after_arguments));
         let functions: Vec<String> = (self.tools.iter().enumerate())
             .map(|(index, tool)| {
                 // The closing quote is in the same lexeme, so no name is a prefix of another.
@@ -194,20 +194,20 @@ impl ToolCalls {
             .collect();
         let function = format!("function: {}", functions.join("\n | "));
         let mut lark = [calls, call, function_call, function].join("\n");
-        let start = match &self.otherwise {
-            Otherwise::Nothing => "start: calls".to_owned(),
-            Otherwise::Answer { .. } => "start: calls | @answer".to_owned(),
-            Otherwise::Text(prose) => self.prose(prose, &mut lark)?,
+        let start = match &self.alternative {
+            Alternative::Nothing => "start: calls".to_owned(),
+            Alternative::Answer { .. } => "start: calls | @answer".to_owned(),
+            Alternative::Text(free_text) => self.free_text(free_text, &mut lark)?,
         };
         write!(lark, "\n{start}\n").expect("a string takes everything");
         Ok(lark)
     }
 
     /// Returns the start rule of an output that may be text, and appends the rules that it uses.
-    fn prose(&self, prose: &Prose, lark: &mut String) -> Result<String, GrammarError> {
-        let mark = escape(&prose.mark);
+    fn free_text(&self, free_text: &FreeText, lark: &mut String) -> Result<String, GrammarError> {
+        let mark = escape(&free_text.mark);
         let any = r"(.|\n)*";
-        let begins = match &prose.never_begins {
+        let begins = match &free_text.never_begins {
             None => String::new(),
             Some(expression) => {
                 format!(" & ~/{}/", regex_to_lark(&format!("({expression}){any}"), ""))
@@ -221,7 +221,7 @@ impl ToolCalls {
              marked[lazy]: TEXT_AND_MARK\n"
         );
         lark.push_str(&rules);
-        match self.syntax.before_name.strip_prefix(&prose.mark) {
+        match self.syntax.before_name.strip_prefix(&free_text.mark) {
             // The mark starts a call: text may stand between calls.
             Some(rest) => {
                 let marked_call = format!("marked_call: marked {} function_call", quoted(rest));

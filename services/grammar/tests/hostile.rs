@@ -4,7 +4,7 @@
 use std::time::{Duration, Instant};
 
 use grammar::{
-    CallSyntax, CallableTool, Compiler, Grammar, MatchError, Otherwise, Token, ToolCalls,
+    Alternative, CallSyntax, CallableTool, Compiler, Grammar, MatchError, Token, ToolCalls,
 };
 use serde_json::{Map, Value, json};
 
@@ -74,9 +74,9 @@ fn lengths_and_counts_of_any_size_are_accepted_in_bounded_time() {
         (lists, ACCEPTED),
         (json!({"type": "string", "maxLength": 1_000_000_000}), ACCEPTED),
         (json!({"type": "string", "minLength": 10_000_000}), ACCEPTED),
-        (json!({"type": "string", "maxLength": 1e20}), "cannot be followed: Expected positive"),
+        (json!({"type": "string", "maxLength": 1e20}), "is not supported: Expected positive"),
         (json!({"type": "object", "minProperties": 1_000_000}), ACCEPTED),
-        (json!({"type": "integer", "minimum": -1e300}), "cannot be followed"),
+        (json!({"type": "integer", "minimum": -1e300}), "is not supported"),
     ]);
 }
 
@@ -114,7 +114,7 @@ fn references_and_combined_schemas_are_checked_in_bounded_time() {
     let cross: Vec<Value> = ["a", "b", "c", "d", "e"].into_iter().map(options).collect();
     check_schemas([
         (json!({"type": "array", "items": {"$ref": "#"}}), ACCEPTED),
-        (json!({"$ref": "#"}), "cannot be followed: no output matches it"),
+        (json!({"$ref": "#"}), "is not supported: no output matches it"),
         // Every output is endless; only `max_tokens` ends the generation.
         (
             json!({"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}),
@@ -122,16 +122,16 @@ fn references_and_combined_schemas_are_checked_in_bounded_time() {
         ),
         (
             json!({"type": "object", "properties": {"a": false}, "required": ["a"]}),
-            "cannot be followed: Unsatisfiable schema: required property 'a' is unsatisfiable",
+            "is not supported: Unsatisfiable schema: required property 'a' is unsatisfiable",
         ),
-        (json!({"$ref": "https://example.com/a"}), "cannot be followed: Only absolute"),
-        (json!({"$ref": "file:///etc/passwd"}), "cannot be followed: Only absolute"),
+        (json!({"$ref": "https://example.com/a"}), "is not supported: Only absolute"),
+        (json!({"$ref": "file:///etc/passwd"}), "is not supported: Only absolute"),
         // Compiling this schema on a stack of 2 MiB would overflow the stack.
         (chain(1400, |next| json!({"items": next})), ACCEPTED),
         (laughs("allOf"), ACCEPTED),
         (laughs("anyOf"), ACCEPTED),
-        (laughs("oneOf"), "cannot be followed: oneOf"),
-        (json!({"allOf": cross}), "cannot be followed: schema too large"),
+        (laughs("oneOf"), "is not supported: oneOf"),
+        (json!({"allOf": cross}), "is not supported: schema too large"),
     ]);
 }
 
@@ -142,7 +142,7 @@ fn patterns_are_checked_in_bounded_time() {
         (json!({"type": "string", "pattern": "((a{100}){100}){100}"}), ACCEPTED),
         (json!({"type": "string", "pattern": "^(a+)+$"}), ACCEPTED),
         (json!({"type": "string", "pattern": "(a|b)*a(a|b){1000}"}), ACCEPTED),
-        (json!({"type": "object", "patternProperties": patterns}), "cannot be followed"),
+        (json!({"type": "object", "patternProperties": patterns}), "is not supported"),
         // Only `x` matches both patterns. A proof that nothing else does needs 2^1000 states.
         (
             json!({"type": "string", "allOf": [
@@ -186,7 +186,7 @@ fn multiples_are_bounded_alone_and_together() {
             "has multipleOf 9999991; allowed: a whole number up to 5000, times a power of ten",
         ),
         // The factor 4999 is within the bound, but the automaton has too many remainders.
-        (json!({"type": "integer", "multipleOf": 49_990_000}), "cannot be followed: too many"),
+        (json!({"type": "integer", "multipleOf": 49_990_000}), "is not supported: too many"),
         (json!({"type": "integer", "allOf": [{"multipleOf": 7}, {"multipleOf": 11}]}), ACCEPTED),
         (
             json!({"type": "integer", "allOf": [{"multipleOf": 4999}, {"multipleOf": 4993}]}),
@@ -205,7 +205,7 @@ fn multiples_are_bounded_alone_and_together() {
             json!({"type": "object", "properties": many(1000, |i| {
                 (format!("k{i}"), json!({"type": "integer", "multipleOf": 4999, "minimum": i}))
             })}),
-            "cannot be followed: too many",
+            "is not supported: too many",
         ),
     ]);
 }
@@ -226,30 +226,35 @@ fn limits_hold_for_all_functions_of_a_request_together() {
     let values =
         json!({"type": "object", "properties": {"a": {"enum": (0..1000).collect::<Vec<_>>()}}});
     let parts = json!({"type": "object", "properties": {"a": {"anyOf": vec![json!({"type": "null"}); 500]}}});
-    let calls = |schema: &Value, count: usize, otherwise: Otherwise| {
+    let calls = |schema: &Value, count: usize, alternative: Alternative| {
         let syntax = CallSyntax {
             before_name: "<call>".into(),
             before_arguments: ":".into(),
-            behind_arguments: "</call>".into(),
+            after_arguments: "</call>".into(),
             between: "\n".into(),
         };
         let arguments = Some(schema.to_string());
         let tool = |index| CallableTool { name: format!("f{index}"), arguments: arguments.clone() };
         let tools = (0..count).map(tool).collect();
-        Grammar::ToolCalls(ToolCalls { syntax, tools, several: true, otherwise })
+        Grammar::ToolCalls(ToolCalls { syntax, tools, several: true, alternative })
     };
-    let answer = |schema: &Value| Otherwise::Answer {
+    let answer = |schema: &Value| Alternative::Answer {
         grammar: Box::new(Grammar::JsonSchema(schema.to_string())),
         mark: "<call>".into(),
     };
-    for (schema, count, otherwise, said) in [
-        (&wide, 4, Otherwise::Nothing, None),
-        (&wide, 5, Otherwise::Nothing, Some("has 5000 properties; allowed: at most 4000")),
+    for (schema, count, alternative, said) in [
+        (&wide, 4, Alternative::Nothing, None),
+        (&wide, 5, Alternative::Nothing, Some("has 5000 properties; allowed: at most 4000")),
         (&wide, 4, answer(&wide), Some("has 5000 properties; allowed: at most 4000")),
-        (&short, 25, Otherwise::Nothing, Some("has 25000 properties; allowed: at most 4000")),
-        (&values, 4, Otherwise::Nothing, None),
-        (&values, 25, Otherwise::Nothing, Some("has 25000 values in enums; allowed: at most 4000")),
-        (&parts, 4, Otherwise::Nothing, None),
+        (&short, 25, Alternative::Nothing, Some("has 25000 properties; allowed: at most 4000")),
+        (&values, 4, Alternative::Nothing, None),
+        (
+            &values,
+            25,
+            Alternative::Nothing,
+            Some("has 25000 values in enums; allowed: at most 4000"),
+        ),
+        (&parts, 4, Alternative::Nothing, None),
         (
             &parts,
             4,
@@ -258,7 +263,7 @@ fn limits_hold_for_all_functions_of_a_request_together() {
         ),
     ] {
         let started = Instant::now();
-        let checked = compiler.check(&calls(schema, count, otherwise));
+        let checked = compiler.check(&calls(schema, count, alternative));
         assert!(started.elapsed() < WITHIN, "{count}: {:?}", started.elapsed());
         assert_eq!(checked.err().map(|error| error.to_string()).as_deref(), said, "{count}");
     }

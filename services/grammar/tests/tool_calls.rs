@@ -1,8 +1,8 @@
 //! Function calls: which output is allowed.
 
 use grammar::{
-    CallSyntax, CallableTool, Compiler, Grammar, GrammarError, Matcher, Otherwise, Prose, Token,
-    ToolCalls, limits::TOOLS_BYTES_MAX,
+    Alternative, CallSyntax, CallableTool, Compiler, FreeText, Grammar, GrammarError, Matcher,
+    Token, ToolCalls, limits::TOOLS_BYTES_MAX,
 };
 use serde_json::json;
 
@@ -32,7 +32,7 @@ fn hermes() -> CallSyntax {
     CallSyntax {
         before_name: "<tool_call>\n{\"name\": ".into(),
         before_arguments: ", \"arguments\": ".into(),
-        behind_arguments: "}\n</tool_call>".into(),
+        after_arguments: "}\n</tool_call>".into(),
         between: "\n".into(),
     }
 }
@@ -41,7 +41,7 @@ fn llama() -> CallSyntax {
     CallSyntax {
         before_name: "{\"name\": ".into(),
         before_arguments: ", \"parameters\": ".into(),
-        behind_arguments: "}".into(),
+        after_arguments: "}".into(),
         between: "; ".into(),
     }
 }
@@ -59,21 +59,21 @@ fn tools() -> Vec<CallableTool> {
     ]
 }
 
-fn calls(syntax: CallSyntax, several: bool, otherwise: Otherwise) -> Grammar {
-    Grammar::ToolCalls(ToolCalls { syntax, tools: tools(), several, otherwise })
+fn calls(syntax: CallSyntax, several: bool, alternative: Alternative) -> Grammar {
+    Grammar::ToolCalls(ToolCalls { syntax, tools: tools(), several, alternative })
 }
 
-fn hermes_prose() -> Otherwise {
-    Otherwise::Text(Prose { mark: "<tool_call>".into(), never_begins: None })
+fn hermes_free_text() -> Alternative {
+    Alternative::Text(FreeText { mark: "<tool_call>".into(), never_begins: None })
 }
 
-fn answer(grammar: Grammar) -> Otherwise {
-    Otherwise::Answer { grammar: Box::new(grammar), mark: "<tool_call>".into() }
+fn answer(grammar: Grammar) -> Alternative {
+    Alternative::Answer { grammar: Box::new(grammar), mark: "<tool_call>".into() }
 }
 
-fn llama_prose() -> Otherwise {
+fn llama_free_text() -> Alternative {
     let never_begins = Some(r#"\s*\{\s*"name""#.to_owned());
-    Otherwise::Text(Prose { mark: "<|python_tag|>".into(), never_begins })
+    Alternative::Text(FreeText { mark: "<|python_tag|>".into(), never_begins })
 }
 
 /// Feeds bytes; returns how many were accepted, and whether the answer may end there.
@@ -127,26 +127,26 @@ fn a_required_tool_call_allows_no_other_text() {
         "<tool_call>\n{\"name\": \"get\", \"arguments\": 7",
         "<tool_call>\n{\"name\": \"get\", \"arguments\": {}}\n</tool_call> so",
     ];
-    let one = calls(hermes(), false, Otherwise::Nothing);
+    let one = calls(hermes(), false, Alternative::Nothing);
     check(&one, &[PARIS, GET, any, odd, &koeln], &["", "<tool_call>\n{\"na"], &others);
     check(&one, &[], &[], &[&two]);
-    let several = calls(hermes(), true, Otherwise::Nothing);
+    let several = calls(hermes(), true, Alternative::Nothing);
     let three = format!("{two}\n{any}");
     check(&several, &[PARIS, &two, &three], &["", &format!("{PARIS}\n")], &others);
     let call = "{\"name\": \"get_weather\", \"parameters\": {\"city\":\"Köln\"}}";
     let two = format!("{call}; {{\"name\": \"get\", \"parameters\": {{}}}}");
-    let several = calls(llama(), true, Otherwise::Nothing);
+    let several = calls(llama(), true, Alternative::Nothing);
     check(&several, &[call, &two], &["", "{\"name\": \"get_w"], &["[", PARIS, "<|python_tag|>"]);
-    check(&calls(llama(), false, Otherwise::Nothing), &[call], &[], &[&two]);
+    check(&calls(llama(), false, Alternative::Nothing), &[call], &[], &[&two]);
 }
 
 #[test]
 fn an_answer_with_one_call_is_complete_after_the_call() {
-    let grammar = calls(hermes(), false, Otherwise::Nothing);
+    let grammar = calls(hermes(), false, Alternative::Nothing);
     let mut matcher = compiler().compile(&grammar).unwrap();
     assert_eq!(taken(&mut matcher, PARIS), (PARIS.len(), true));
     assert!(matcher.is_complete());
-    let mut matcher = compiler().compile(&calls(hermes(), true, Otherwise::Nothing)).unwrap();
+    let mut matcher = compiler().compile(&calls(hermes(), true, Alternative::Nothing)).unwrap();
     assert_eq!(taken(&mut matcher, PARIS), (PARIS.len(), true));
     assert!(!matcher.is_complete());
 }
@@ -158,17 +158,17 @@ fn text_before_a_call_is_unconstrained() {
     let more = format!("{with_call}\nand {GET}\n<done>");
     let broken = format!("I look.\n{}", PARIS.replace("Paris", "Rome"));
     let second = format!("{GET} {}", PARIS.replace("Paris", "Rome"));
-    let several = calls(hermes(), true, hermes_prose());
+    let several = calls(hermes(), true, hermes_free_text());
     let whole: Vec<&str> = texts.into_iter().chain([&*with_call, &more, PARIS]).collect();
     let begun = ["a <tool_call>", "<tool_call>\n{\"name\": \"get"];
     check(&several, &whole, &begun, &[&broken, &second, "<tool_call> is", "<tool_call>\n{\"x"]);
-    let one = calls(hermes(), false, hermes_prose());
+    let one = calls(hermes(), false, hermes_free_text());
     let whole: Vec<&str> = texts.into_iter().chain([&*with_call, PARIS]).collect();
     check(&one, &whole, &begun, &[&broken, &more, "<tool_call> is"]);
 
     let call = "{\"name\": \"get_weather\", \"parameters\": {\"city\": \"Paris\"}}";
     let wrong = call.replace("Paris", "Rome");
-    let grammar = calls(llama(), true, llama_prose());
+    let grammar = calls(llama(), true, llama_free_text());
     check(
         &grammar,
         &[
@@ -198,8 +198,8 @@ fn text_before_a_call_is_unconstrained() {
 #[test]
 fn a_token_is_allowed_exactly_where_its_bytes_are() {
     let texts = [format!("I look.\n{PARIS}\n{GET} x"), format!("{PARIS}\n{GET}")];
-    for (text, otherwise) in texts.iter().zip([hermes_prose(), Otherwise::Nothing]) {
-        let grammar = calls(hermes(), true, otherwise);
+    for (text, alternative) in texts.iter().zip([hermes_free_text(), Alternative::Nothing]) {
+        let grammar = calls(hermes(), true, alternative);
         let mut matcher = compiler().compile(&grammar).unwrap();
         for byte in text.bytes() {
             let words = matcher.allowed().unwrap();
@@ -243,7 +243,7 @@ fn a_call_inside_a_regex_answer_must_match_its_schema() {
             &[&wrong, &behind, "a <tool_call>", "<tool_call>{", "<tool_call> is"],
         );
     }
-    let unmarked = Otherwise::Answer {
+    let unmarked = Alternative::Answer {
         grammar: Box::new(Grammar::Regex("(.|\n)*".into())),
         mark: String::new(),
     };
@@ -259,22 +259,22 @@ fn a_call_inside_a_regex_answer_must_match_its_schema() {
 fn unsatisfiable_argument_schemas_are_rejected_with_their_function() {
     let short = json!({"type": "string", "pattern": "^a$", "minLength": 5});
     for (arguments, words) in [
-        (json!({"$ref": "#"}), "cannot be followed: no output matches it"),
-        (short, "cannot be followed: Unsatisfiable schema"),
+        (json!({"$ref": "#"}), "is not supported: no output matches it"),
+        (short, "is not supported: Unsatisfiable schema"),
     ] {
-        for otherwise in [Otherwise::Nothing, hermes_prose()] {
+        for alternative in [Alternative::Nothing, hermes_free_text()] {
             let mut tools = tools();
             tools[1].arguments = Some(arguments.to_string());
             let syntax = hermes();
-            let calls = ToolCalls { syntax, tools, several: true, otherwise };
+            let calls = ToolCalls { syntax, tools, several: true, alternative };
             let error = compiler().check(&Grammar::ToolCalls(calls)).unwrap_err();
             assert!(matches!(error, GrammarError::InTool { index: 1, .. }), "{error:?}");
             let error = error.to_string();
             assert!(error.starts_with(&format!("function 1: {words}")), "{error}");
         }
     }
-    for otherwise in [Otherwise::Nothing, hermes_prose()] {
-        assert_eq!(compiler().check(&calls(hermes(), true, otherwise)), Ok(()));
+    for alternative in [Alternative::Nothing, hermes_free_text()] {
+        assert_eq!(compiler().check(&calls(hermes(), true, alternative)), Ok(()));
     }
 }
 
@@ -284,8 +284,8 @@ fn invalid_argument_schemas_are_rejected_with_their_function() {
     let with = |arguments: String| {
         let mut tools = tools();
         tools[1].arguments = Some(arguments);
-        let otherwise = Otherwise::Nothing;
-        Grammar::ToolCalls(ToolCalls { syntax: hermes(), tools, several: true, otherwise })
+        let alternative = Alternative::Nothing;
+        Grammar::ToolCalls(ToolCalls { syntax: hermes(), tools, several: true, alternative })
     };
     let deep = format!("{}1{}", "[".repeat(60), "]".repeat(60));
     for (arguments, words) in [
@@ -293,8 +293,8 @@ fn invalid_argument_schemas_are_rejected_with_their_function() {
         ("{".to_owned(), "function 1: is not a JSON schema"),
         ("[]".to_owned(), "function 1: is not a JSON schema: [] is not an object"),
         (json!({"const": "x".repeat(70_000)}).to_string(), "function 1: has 700"),
-        (json!({"type": "strange"}).to_string(), "function 1: cannot be followed"),
-        (json!({"$ref": "https://example.com/x"}).to_string(), "function 1: cannot be followed"),
+        (json!({"type": "strange"}).to_string(), "function 1: is not supported"),
+        (json!({"$ref": "https://example.com/x"}).to_string(), "function 1: is not supported"),
     ] {
         let error = refused(&with(arguments));
         assert!(matches!(error, GrammarError::InTool { index: 1, .. }), "{error:?}");
@@ -306,8 +306,8 @@ fn invalid_argument_schemas_are_rejected_with_their_function() {
     };
     let many = |count| {
         let tools = vec![one.clone(); count];
-        let otherwise = Otherwise::Nothing;
-        Grammar::ToolCalls(ToolCalls { syntax: hermes(), tools, several: true, otherwise })
+        let alternative = Alternative::Nothing;
+        Grammar::ToolCalls(ToolCalls { syntax: hermes(), tools, several: true, alternative })
     };
     assert!(matches!(refused(&many(0)), GrammarError::ToolCount { count: 0, max: 128 }));
     assert!(matches!(refused(&many(129)), GrammarError::ToolCount { count: 129, .. }));

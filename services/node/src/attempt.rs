@@ -9,7 +9,7 @@ use std::{
 
 use cluster::NodeId;
 use engine::event::{NewSequence, SequenceId, SequenceKind};
-use grammar::{CallSyntax, CallableTool, Grammar, Otherwise, Prose, ToolCalls};
+use grammar::{Alternative, CallSyntax, CallableTool, FreeText, Grammar, ToolCalls};
 use kernels::sampling::Sampling;
 use kv_transfer::api::{Epoch, PeerAddress};
 use proto::{ids::bits, v1};
@@ -164,26 +164,26 @@ fn checked_grammar(wire: v1::Grammar) -> Result<Grammar, Refusal> {
 
 /// Converts tool calls. The compiler checks their number and schemas.
 fn tool_calls(wire: v1::ToolCalls) -> ToolCalls {
-    use v1::tool_calls::Otherwise as Wire;
+    use v1::tool_calls::Alternative as Wire;
     let tool = |function: v1::CallableFunction| CallableTool {
         name: function.name,
         arguments: function.arguments_schema,
     };
     let mark = wire.mark;
-    let answer = |grammar| Otherwise::Answer { grammar: Box::new(grammar), mark };
+    let answer = |grammar| Alternative::Answer { grammar: Box::new(grammar), mark };
     ToolCalls {
         syntax: CallSyntax {
             before_name: wire.before_name,
             before_arguments: wire.before_arguments,
-            behind_arguments: wire.behind_arguments,
+            after_arguments: wire.after_arguments,
             between: wire.between,
         },
         tools: wire.functions.into_iter().map(tool).collect(),
         several: wire.several,
-        otherwise: match wire.otherwise {
-            None => Otherwise::Nothing,
-            Some(Wire::Text(v1::Prose { mark, never_begins })) => {
-                Otherwise::Text(Prose { mark, never_begins })
+        alternative: match wire.alternative {
+            None => Alternative::Nothing,
+            Some(Wire::Text(v1::FreeText { mark, never_begins })) => {
+                Alternative::Text(FreeText { mark, never_begins })
             }
             Some(Wire::JsonSchema(text)) => answer(Grammar::JsonSchema(text)),
             Some(Wire::Regex(text)) => answer(Grammar::Regex(text)),

@@ -162,7 +162,7 @@ fn failure(error: MatchError) -> ConstraintFailure {
     let reason = error.to_string();
     match error {
         MatchError::TooComplex { .. } => ConstraintFailure::TooComplex { reason },
-        MatchError::Mismatch { .. } | MatchError::Defect { .. } => {
+        MatchError::Mismatch { .. } | MatchError::Bug { .. } => {
             ConstraintFailure::Broken { reason }
         }
     }
@@ -171,7 +171,7 @@ fn failure(error: MatchError) -> ConstraintFailure {
 #[cfg(test)]
 mod tests {
     use engine::event::{SequenceId, SequenceKind};
-    use grammar::{CallSyntax, Otherwise, Prose, Token, ToolCalls};
+    use grammar::{Alternative, CallSyntax, FreeText, Token, ToolCalls};
     use kernels::sampling::Sampling;
     use text::ToolFormat;
 
@@ -225,15 +225,16 @@ mod tests {
         let silent = |grammar: &Grammar| silent_marks(&call_marks, grammar).to_vec();
         let calls = |format: ToolFormat, with_text: bool| {
             let syntax = format.syntax();
-            let prose = Prose { mark: syntax.mark.into(), never_begins: None };
+            let free_text = FreeText { mark: syntax.mark.into(), never_begins: None };
             let syntax = CallSyntax {
                 before_name: syntax.before_name.into(),
                 before_arguments: syntax.before_arguments.into(),
-                behind_arguments: syntax.behind_arguments.into(),
+                after_arguments: syntax.after_arguments.into(),
                 between: syntax.between.into(),
             };
-            let otherwise = if with_text { Otherwise::Text(prose) } else { Otherwise::Nothing };
-            Grammar::ToolCalls(ToolCalls { syntax, tools: vec![], several: true, otherwise })
+            let alternative =
+                if with_text { Alternative::Text(free_text) } else { Alternative::Nothing };
+            Grammar::ToolCalls(ToolCalls { syntax, tools: vec![], several: true, alternative })
         };
         for with_text in [true, false] {
             assert_eq!(silent(&calls(ToolFormat::Hermes, with_text)), [0]);

@@ -6,7 +6,7 @@ use common::{Cluster, client::text_of, encode, grpc_channel, model_text, node::E
 use proto::v1::{
     CallableFunction, ChatMessage, ChatRequest, Conversation, FinishReason, GenerateOptions,
     Grammar, Role, Tool, ToolCall, ToolCalls, ToolChoice, ToolChoiceMode, generate_response::Event,
-    grammar::Kind, inference_client::InferenceClient, tool_calls::Otherwise, tool_choice::Choice,
+    grammar::Kind, inference_client::InferenceClient, tool_calls::Alternative, tool_choice::Choice,
 };
 use serde_json::{Value, json};
 use tonic::Code;
@@ -83,7 +83,7 @@ async fn required_call_constrains_the_answer() {
         let whole = cluster.client.post(PATH, &chat(more.clone())).await.json();
         let calls = told(&cluster).unwrap();
         assert_eq!((names(&calls), calls.several), (functions, several), "{more}");
-        assert_eq!(calls.otherwise, None);
+        assert_eq!(calls.alternative, None);
         assert_eq!(calls.before_name, "<tool_call>\n{\"name\": ");
         assert_eq!(schema(&calls.functions[0]), city());
         if let Some(clock) = calls.functions.get(1) {
@@ -121,8 +121,8 @@ async fn strict_function_is_constrained_with_automatic_tool_choice() {
     assert_eq!(answer["choices"][0]["finish_reason"], "tool_calls", "{answer}");
     let calls = told(&cluster).unwrap();
     assert_eq!((names(&calls), calls.several), (vec!["weather", "clock"], true));
-    let Some(Otherwise::Text(prose)) = &calls.otherwise else { panic!("{calls:?}") };
-    assert_eq!((prose.mark.as_str(), &prose.never_begins), ("<tool_call>", &None));
+    let Some(Alternative::Text(free_text)) = &calls.alternative else { panic!("{calls:?}") };
+    assert_eq!((free_text.mark.as_str(), &free_text.never_begins), ("<tool_call>", &None));
     assert_eq!(schema(&calls.functions[0]), city());
     assert_eq!(calls.functions[1].arguments_schema, None);
     // Without `tool_choice` calls are not constrained; with `tool_choice` none no function is
@@ -141,14 +141,14 @@ async fn response_format_applies_to_answers_without_calls() {
     let answer = cluster.client.post(PATH, &body).await.json();
     assert_eq!(answer["choices"][0]["message"]["content"], "{\"city\": \"Bonn\"}", "{answer}");
     let calls = told(&cluster).unwrap();
-    let Some(Otherwise::JsonSchema(text)) = &calls.otherwise else { panic!("{calls:?}") };
+    let Some(Alternative::JsonSchema(text)) = &calls.alternative else { panic!("{calls:?}") };
     assert_eq!(serde_json::from_str::<Value>(text).unwrap(), city());
     assert_eq!(calls.mark, "<tool_call>");
     assert!(calls.functions.iter().all(|function| function.arguments_schema.is_none()));
     // A required call leaves no content for the response format, which is still validated.
     let demanded = chat(json!({"response_format": format, "tool_choice": "required"}));
     assert_eq!(cluster.client.post(PATH, &demanded).await.status, 200);
-    assert_eq!(told(&cluster).unwrap().otherwise, None);
+    assert_eq!(told(&cluster).unwrap().alternative, None);
     let wrong = chat(json!({"regex": "a(", "tool_choice": "required"}));
     let answer = cluster.client.post(PATH, &wrong).await;
     assert_eq!((answer.status.as_u16(), &answer.error()["param"]), (400, &json!("regex")));
@@ -204,8 +204,12 @@ async fn unsupported_schemas_are_rejected_with_their_function() {
     for (parameters, param, words) in [
         (deep, field, "of the function \"f\" nests 62 deep; allowed: at most 32"),
         (huge, field, "of the function \"f\" has 700"),
-        (json!({"$ref": "https://example.com/s"}), field, "of the function \"f\" cannot be"),
-        (json!({"properties": {"a": {"type": "x"}}}), field, "of the function \"f\" cannot be"),
+        (json!({"$ref": "https://example.com/s"}), field, "of the function \"f\" is not supported"),
+        (
+            json!({"properties": {"a": {"type": "x"}}}),
+            field,
+            "of the function \"f\" is not supported",
+        ),
         (
             json!({"type": "string"}),
             "tools[1].function.parameters.type",
@@ -441,7 +445,7 @@ async fn grpc_rejects_invalid_tools_and_tool_choices_by_field() {
                 vec![grpc_tool("f", "{\"properties\":{\"a\":{\"type\":\"x\"}}}", false)],
                 required(),
             ),
-            "tools[0].parameters_json of the function \"f\" cannot be followed",
+            "tools[0].parameters_json of the function \"f\" is not supported",
         ),
         (with(vec![grpc_tool("f", "", false); 129], None), "tools has 129 tools; allowed"),
         (with(vec![], required()), "tool_choice demands a call"),

@@ -32,7 +32,7 @@ fn main() {
     let mut detokenizer = Detokenizer::new(Arc::clone(tokenizer), options);
     let start = Instant::now();
     let bytes: usize = ids.iter().map(|id| detokenizer.push(*id).len()).sum();
-    report("detokenise", bytes, ids.len(), start);
+    report("detokenize", bytes, ids.len(), start);
 }
 
 fn report(what: &str, bytes: usize, tokens: usize, start: Instant) {

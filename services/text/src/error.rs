@@ -55,7 +55,7 @@ pub enum VocabularyError {
     IdTooLarge { id: u32, token: String },
     #[error("tokens {first:?} and {second:?} have the same id {id}")]
     IdTwice { id: u32, first: String, second: String },
-    #[error("there are {found} merges; at most {max} are taken")]
+    #[error("there are {found} merges; at most {max} are supported")]
     TooManyMerges { found: usize, max: usize },
     #[error("merge {index} is {found:?}; it must be two tokens with one space between")]
     MalformedMerge { index: usize, found: String },
@@ -69,7 +69,7 @@ pub enum VocabularyError {
     AddedTokens { reason: String },
     #[error("tokens {first} and {second} are both {token:?}")]
     TokenTwice { first: u32, second: u32, token: String },
-    #[error("token {id} has {bytes} bytes; tokens that are no control tokens have at most {max}")]
+    #[error("token {id} has {bytes} bytes; non-control tokens have at most {max}")]
     TokenTooLong { id: u32, bytes: usize, max: usize },
     #[error("there is neither a token <0x{byte:02X}> nor an unknown token: some texts have no ids")]
     NoUnknownToken { byte: u8 },

@@ -314,7 +314,7 @@ mod tests {
             PieceModel::new(vocabulary, options).map(drop).map_err(|error| error.to_string())
         };
         assert_eq!(new(&"a".repeat(1024), Some(0)), Ok(()));
-        let error = "token 0 has 1025 bytes; tokens that are no control tokens have at most 1024";
+        let error = "token 0 has 1025 bytes; non-control tokens have at most 1024";
         assert_eq!(new(&"a".repeat(1025), Some(0)), Err(error.to_owned()));
         let error = "there is neither a token <0x00> nor an unknown token: some texts have no ids";
         assert_eq!(new("a", None), Err(error.to_owned()));

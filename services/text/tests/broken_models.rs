@@ -197,7 +197,7 @@ fn sentence_piece_needs_matching_scores_types_and_bytes() {
         (
             common::tiny_pieces(),
             vec![scores(with_nan)],
-            "tokenizer.ggml.scores: entry 7 is no number",
+            "tokenizer.ggml.scores: entry 7 is not a number",
         ),
         (
             common::tiny_pieces(),
@@ -233,8 +233,7 @@ fn sentence_piece_needs_matching_scores_types_and_bytes() {
                 scores(vec![0.0; 2]),
                 types(vec![2, 1]),
             ],
-            "tokenizer.ggml.tokens: token 1 has 2000 bytes; tokens that are no control tokens have \
-             at most 1024",
+            "tokenizer.ggml.tokens: token 1 has 2000 bytes; non-control tokens have at most 1024",
         ),
         (
             small(),

@@ -14,14 +14,14 @@ use tokenizers::{
     pre_tokenizers::{byte_level::ByteLevel, digits::Digits, sequence::Sequence},
 };
 
-struct Trio {
+struct Sources {
     gguf: ModelText,
     hugging_face: ModelText,
     reference: Tokenizer,
 }
 
 /// SmolLM2 from three sources; the `tokenizers` crate wrote tokenizer.json.
-static SMOLLM2: LazyLock<Trio> = LazyLock::new(|| {
+static SMOLLM2: LazyLock<Sources> = LazyLock::new(|| {
     let path = common::model_path();
     let header = gguf::Header::read_from(&path).unwrap();
     let tokens: &[String] = header.metadata.require("tokenizer.ggml.tokens").unwrap();
@@ -59,7 +59,7 @@ static SMOLLM2: LazyLock<Trio> = LazyLock::new(|| {
         ),
         ("generation_config.json", r#"{"eos_token_id": 2}"#),
     ]);
-    Trio {
+    Sources {
         gguf: ModelText::open(&path).unwrap(),
         hugging_face: ModelText::open(folder.path()).unwrap(),
         reference,

@@ -3,7 +3,7 @@
 
 use std::ops::RangeInclusive;
 
-use grammar::{Grammar, GrammarError, Otherwise};
+use grammar::{Alternative, Grammar, GrammarError};
 use proto::v1::{self, Sampling};
 use text::SamplingDefaults;
 
@@ -283,29 +283,29 @@ impl RequestedGrammar {
 }
 
 fn tool_calls(calls: grammar::ToolCalls) -> v1::ToolCalls {
-    use v1::tool_calls::Otherwise as Wire;
+    use v1::tool_calls::Alternative as Wire;
     let function = |tool: grammar::CallableTool| v1::CallableFunction {
         name: tool.name,
         arguments_schema: tool.arguments,
     };
-    let mark = match &calls.otherwise {
-        Otherwise::Answer { mark, .. } => mark.clone(),
-        Otherwise::Nothing | Otherwise::Text(_) => String::new(),
+    let mark = match &calls.alternative {
+        Alternative::Answer { mark, .. } => mark.clone(),
+        Alternative::Nothing | Alternative::Text(_) => String::new(),
     };
     v1::ToolCalls {
         before_name: calls.syntax.before_name,
         before_arguments: calls.syntax.before_arguments,
-        behind_arguments: calls.syntax.behind_arguments,
+        after_arguments: calls.syntax.after_arguments,
         between: calls.syntax.between,
         functions: calls.tools.into_iter().map(function).collect(),
         several: calls.several,
-        otherwise: match calls.otherwise {
-            Otherwise::Nothing => None,
-            Otherwise::Text(prose) => {
-                let (mark, never_begins) = (prose.mark, prose.never_begins);
-                Some(Wire::Text(v1::Prose { mark, never_begins }))
+        alternative: match calls.alternative {
+            Alternative::Nothing => None,
+            Alternative::Text(free_text) => {
+                let (mark, never_begins) = (free_text.mark, free_text.never_begins);
+                Some(Wire::Text(v1::FreeText { mark, never_begins }))
             }
-            Otherwise::Answer { grammar, .. } => match *grammar {
+            Alternative::Answer { grammar, .. } => match *grammar {
                 Grammar::JsonSchema(text) => Some(Wire::JsonSchema(text)),
                 Grammar::Regex(text) => Some(Wire::Regex(text)),
                 // The check of the grammar has rejected this case.

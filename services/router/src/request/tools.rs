@@ -7,7 +7,7 @@
 use std::sync::Arc;
 
 pub use grammar::limits::{NAME_BYTES_MAX, TOOLS_MAX};
-use grammar::{CallSyntax, CallableTool, Grammar, Otherwise, Prose, ToolCalls};
+use grammar::{Alternative, CallSyntax, CallableTool, FreeText, Grammar, ToolCalls};
 use proto::{ids::RequestId, v1::FinishReason};
 use serde_json::{Map, Value, json};
 use text::{ToolCall, ToolFormat, ToolParser, ToolPiece};
@@ -127,15 +127,15 @@ impl OfferedTools {
                 .push(FunctionField { field: function.field.clone(), name: function.name.clone() });
         }
         let syntax = format.syntax();
-        let (otherwise, alone) = match (is_auto, content) {
+        let (alternative, alone) = match (is_auto, content) {
             // A required call leaves no text to which the format could apply.
-            (false, content) => (Otherwise::Nothing, content),
+            (false, content) => (Alternative::Nothing, content),
             (true, None) => {
                 let never_begins = syntax.never_begins.map(str::to_owned);
-                (Otherwise::Text(Prose { mark: syntax.mark.to_owned(), never_begins }), None)
+                (Alternative::Text(FreeText { mark: syntax.mark.to_owned(), never_begins }), None)
             }
             (true, Some(content)) if syntax.before_name.starts_with(syntax.mark) => {
-                let answer = Otherwise::Answer {
+                let answer = Alternative::Answer {
                     grammar: Box::new(content.grammar.clone()),
                     mark: syntax.mark.to_owned(),
                 };
@@ -152,12 +152,12 @@ impl OfferedTools {
             syntax: CallSyntax {
                 before_name: syntax.before_name.to_owned(),
                 before_arguments: syntax.before_arguments.to_owned(),
-                behind_arguments: syntax.behind_arguments.to_owned(),
+                after_arguments: syntax.after_arguments.to_owned(),
                 between: syntax.between.to_owned(),
             },
             tools,
             several: self.parallel && !matches!(self.choice, ToolChoice::Named(_)),
-            otherwise,
+            alternative,
         };
         Ok(Some(RequestedGrammar {
             field: TOOLS,

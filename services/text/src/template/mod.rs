@@ -39,7 +39,7 @@ const TOOL_USE: &str = "chat_template.tool_use";
 /// Error of rendering a prompt.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum TemplateError {
-    #[error("this model brings no chat template; use plain completions")]
+    #[error("this model has no chat template; use plain completions")]
     Missing,
     #[error("the chat template {name} does not compile: {reason}")]
     Syntax { name: String, reason: String },

@@ -26,12 +26,12 @@ pub enum ToolFormat {
     Llama3,
 }
 
-/// Syntax of a call: `before_name "NAME" before_arguments {ARGUMENTS} behind_arguments`.
+/// Syntax of a call: `before_name "NAME" before_arguments {ARGUMENTS} after_arguments`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ToolSyntax {
     pub before_name: &'static str,
     pub before_arguments: &'static str,
-    pub behind_arguments: &'static str,
+    pub after_arguments: &'static str,
     /// Text between two calls.
     pub between: &'static str,
     /// Mark that precedes or begins a call in text.
@@ -71,7 +71,7 @@ impl ToolFormat {
             Self::Hermes => ToolSyntax {
                 before_name: "<tool_call>\n{\"name\": ",
                 before_arguments: ", \"arguments\": ",
-                behind_arguments: "}\n</tool_call>",
+                after_arguments: "}\n</tool_call>",
                 between: "\n",
                 mark: CALL_START,
                 never_begins: None,
@@ -79,7 +79,7 @@ impl ToolFormat {
             Self::Llama3 => ToolSyntax {
                 before_name: "{\"name\": ",
                 before_arguments: ", \"parameters\": ",
-                behind_arguments: "}",
+                after_arguments: "}",
                 between: "; ",
                 mark: PYTHON_TAG,
                 // Starts of calls that [`ToolParser`] accepts and this syntax does not produce.

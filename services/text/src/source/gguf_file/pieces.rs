@@ -70,7 +70,7 @@ impl File<'_> {
             return Err(self.invalid(SCORES, problem));
         }
         match scores.iter().position(|score| score.is_nan()) {
-            Some(id) => Err(self.invalid(SCORES, format!("entry {id} is no number"))),
+            Some(id) => Err(self.invalid(SCORES, format!("entry {id} is not a number"))),
             None => Ok(scores.to_vec()),
         }
     }

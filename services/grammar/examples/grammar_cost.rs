@@ -1,9 +1,11 @@
-//! Measures the cost of grammars with a model's vocabulary: `figures MODEL`, where MODEL is a `.gguf` file or
+//! Measures the cost of grammars with a model's vocabulary: `grammar_cost MODEL`, where MODEL is a `.gguf` file or
 //! a folder.
 
 use std::time::{Duration, Instant};
 
-use grammar::{CallSyntax, CallableTool, Compiler, Grammar, Otherwise, Prose, Token, ToolCalls};
+use grammar::{
+    Alternative, CallSyntax, CallableTool, Compiler, FreeText, Grammar, Token, ToolCalls,
+};
 use text::TokenTable;
 
 const PERSON: &str = r##"{"type":"object","properties":{"name":{"type":"string"},"age":{"type":
@@ -14,7 +16,7 @@ const PERSON: &str = r##"{"type":"object","properties":{"name":{"type":"string"}
 "^[0-9]{5}$"}},"required":["street","zip"],"additionalProperties":false}}}"##;
 
 fn main() {
-    let path = std::env::args().nth(1).expect("figures MODEL");
+    let path = std::env::args().nth(1).expect("grammar_cost MODEL");
     let before = resident_kib();
     let started = Instant::now();
     let table = TokenTable::open(path).expect("a model");
@@ -42,9 +44,9 @@ fn main() {
             "415-555-2671 ext. 1234",
         ),
         (Grammar::Regex(r"(yes|no|maybe)".into()), "maybe"),
-        (calls(Otherwise::Nothing), CALL),
+        (calls(Alternative::Nothing), CALL),
         (
-            calls(Otherwise::Text(Prose { mark: "<tool_call>".into(), never_begins: None })),
+            calls(Alternative::Text(FreeText { mark: "<tool_call>".into(), never_begins: None })),
             "I look for that, one moment please: a < b.\n<tool_call>\n{\"name\": \"add_person\", \"arguments\": {\"name\":\"Grace\",\"age\":85,\"tags\":[],\"address\":{\"street\":\"12 Long Street\",\"zip\":\"12345\"}}}\n</tool_call>",
         ),
     ];
@@ -114,19 +116,19 @@ fn wander(compiler: &Compiler, expression: &str) -> (Vec<Duration>, String) {
 const CALL: &str = "<tool_call>\n{\"name\": \"add_person\", \"arguments\": {\"name\":\"Grace\",\"age\":85,\"tags\":[],\"address\":{\"street\":\"12 Long Street\",\"zip\":\"12345\"}}}\n</tool_call>";
 
 /// Returns a grammar of ten functions, as Hermes and Qwen write them.
-fn calls(otherwise: Otherwise) -> Grammar {
+fn calls(alternative: Alternative) -> Grammar {
     let tool = |name: String| CallableTool { name, arguments: Some(PERSON.to_owned()) };
     let others = (0..9).map(|index| tool(format!("function_{index}")));
     Grammar::ToolCalls(ToolCalls {
         syntax: CallSyntax {
             before_name: "<tool_call>\n{\"name\": ".into(),
             before_arguments: ", \"arguments\": ".into(),
-            behind_arguments: "}\n</tool_call>".into(),
+            after_arguments: "}\n</tool_call>".into(),
             between: "\n".into(),
         },
         tools: others.chain([tool("add_person".into())]).collect(),
         several: true,
-        otherwise,
+        alternative,
     })
 }
 
