@@ -167,12 +167,12 @@ async fn garbage_on_every_port_disturbs_no_request() -> Result<()> {
         for address in &addresses {
             let mut sent_bytes = 0;
             for round in 0..ROUNDS {
-                let thrown = throw_garbage(address, round)
+                let outcome = throw_garbage(address, round)
                     .with_context(|| format!("{address} in round {round}"))?;
-                sent_bytes += thrown.sent_bytes;
+                sent_bytes += outcome.sent_bytes;
                 // Bytes of no known protocol get an error response or a closed connection.
                 ensure!(
-                    thrown.heard || !round.is_multiple_of(GARBAGE_KINDS),
+                    outcome.answered_or_closed || !round.is_multiple_of(GARBAGE_KINDS),
                     "{address} waits for more in round {round}"
                 );
             }
@@ -269,15 +269,15 @@ async fn garbage_on_data_ports_delays_no_hand_over_and_fills_no_memory() -> Resu
 }
 
 /// Outcome of one connection.
-struct Thrown {
+struct GarbageOutcome {
     sent_bytes: usize,
     /// Whether the service answered or closed the connection.
-    heard: bool,
+    answered_or_closed: bool,
 }
 
 /// Sends invalid data on a connection and reads a little. Waits longer where the service must
 /// detect the error at once.
-fn throw_garbage(address: &str, round: u64) -> std::io::Result<Thrown> {
+fn throw_garbage(address: &str, round: u64) -> std::io::Result<GarbageOutcome> {
     let mut stream = TcpStream::connect(address)?;
     let timeout = match round % GARBAGE_KINDS {
         0 => Duration::from_secs(20),
@@ -319,13 +319,13 @@ fn throw_garbage(address: &str, round: u64) -> std::io::Result<Thrown> {
             Err(_) => break,
         }
     }
-    let heard = match stream.read(&mut [0; 256]) {
+    let answered_or_closed = match stream.read(&mut [0; 256]) {
         Ok(_) => true,
         Err(error) => {
             ![std::io::ErrorKind::WouldBlock, std::io::ErrorKind::TimedOut].contains(&error.kind())
         }
     };
-    Ok(Thrown { sent_bytes, heard })
+    Ok(GarbageOutcome { sent_bytes, answered_or_closed })
 }
 
 /// Asserts that a service with these settings exits with code 1 or 2 and prints these words.

@@ -31,7 +31,7 @@ fn measured(args: &[&str], json: &Path) -> Result<(String, Value)> {
 }
 
 fn number(value: &Value) -> f64 {
-    value.as_f64().unwrap_or_else(|| panic!("{value} is no number"))
+    value.as_f64().unwrap_or_else(|| panic!("{value} is not a number"))
 }
 
 #[test]

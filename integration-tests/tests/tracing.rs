@@ -200,7 +200,7 @@ fn check_transfer(spans: &[(String, Span)]) {
     assert_eq!(
         hex(&sent.parent_span_id),
         hex(&received.span_id),
-        "the sender's transfer hangs on {:?}",
+        "the sender's transfer has the parent {:?}",
         names.get(&hex(&sent.parent_span_id))
     );
 }

@@ -124,7 +124,7 @@ fn committed_corpus_matches_its_generator() {
             fs::write(&path, &seed).expect("the corpus can be written");
         }
         let found = fs::read(&path).unwrap_or_default();
-        assert!(found == seed, "{} is another: run with BATON_WRITE_CORPUS=1", path.display());
+        assert!(found == seed, "{} is out of date: run with BATON_WRITE_CORPUS=1", path.display());
     }
 }
 

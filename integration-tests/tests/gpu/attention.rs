@@ -20,7 +20,7 @@ const LAYERS: usize = 2;
 
 /// One sequence of a step: tokens already in the KV cache, and new tokens.
 #[derive(Clone, Copy, Debug)]
-struct Part {
+struct SequenceRows {
     position: u32,
     rows: u32,
 }
@@ -37,7 +37,7 @@ fn attended<B: Bench>(
     backend: &mut B,
     case: &Case,
     step: &mut B::Step,
-    made: &mut Made<B>,
+    inputs: &mut Inputs<B>,
     picked: &[usize],
 ) -> Vec<f32> {
     let (rows, width) = (backend.rows(step), case.shape.qkv_width());
@@ -47,14 +47,14 @@ fn attended<B: Bench>(
     for layer in 0..LAYERS {
         let all = numbers(20 + layer as u32, most * width);
         let of_row = |row: &usize| all[row * width..][..width].to_vec();
-        backend.put(&mut made.qkv, &picked.iter().flat_map(of_row).collect::<Vec<_>>());
-        backend.poison(&mut made.out);
-        let (qkv, out) = (&mut made.qkv, &mut made.out);
-        let weights = weights_of(case, &made.bias, &made.query_norm, &made.key_norm);
-        backend.store_kv(layer, case.shape, weights, &made.frequencies, qkv, step);
+        backend.put(&mut inputs.qkv, &picked.iter().flat_map(of_row).collect::<Vec<_>>());
+        backend.poison(&mut inputs.out);
+        let (qkv, out) = (&mut inputs.qkv, &mut inputs.out);
+        let weights = weights_of(case, &inputs.bias, &inputs.query_norm, &inputs.key_norm);
+        backend.store_kv(layer, case.shape, weights, &inputs.frequencies, qkv, step);
         backend.attention(layer, case.shape, scale, case.window, qkv, step, out);
     }
-    backend.get(&made.out, rows)
+    backend.get(&inputs.out, rows)
 }
 
 fn weights_of<'a, V>(case: &Case, bias: &'a V, query: &'a V, key: &'a V) -> HeadWeights<'a, V> {
@@ -62,7 +62,7 @@ fn weights_of<'a, V>(case: &Case, bias: &'a V, query: &'a V, key: &'a V) -> Head
     HeadWeights { bias: has.then_some(bias), norms: has.then_some((query, key)), eps: 1e-6 }
 }
 
-struct Made<B: Backend> {
+struct Inputs<B: Backend> {
     frequencies: B::Vector,
     bias: B::Vector,
     query_norm: B::Vector,
@@ -71,11 +71,11 @@ struct Made<B: Backend> {
     out: B::Buffer,
 }
 
-fn make<B: Backend>(backend: &B, shape: HeadShape, rows: usize) -> Made<B> {
+fn make<B: Backend>(backend: &B, shape: HeadShape, rows: usize) -> Inputs<B> {
     let frequencies: Vec<f32> = (0..shape.head_dim / 2)
         .map(|i| 0.7f32.powi(i as i32 * 32 / shape.head_dim as i32))
         .collect();
-    Made {
+    Inputs {
         frequencies: backend.vector(&frequencies),
         bias: backend.vector(&numbers(11, shape.qkv_width())),
         query_norm: backend.vector(&numbers(12, shape.head_dim)),
@@ -119,11 +119,11 @@ fn values(bytes: &[u8], dtype: Dtype) -> Vec<f32> {
 fn step(
     batch: &mut DeviceBatch,
     backend: &kernels::cuda::CudaBackend,
-    parts: &[Part],
+    parts: &[SequenceRows],
     verified: u32,
 ) -> CudaStep {
     let sampling = Sampling::greedy();
-    let known = |part: &Part| part.position + if verified > 0 { 1 } else { part.rows };
+    let known = |part: &SequenceRows| part.position + if verified > 0 { 1 } else { part.rows };
     let known: Vec<Vec<u32>> = parts.iter().map(|part| vec![1; known(part) as usize]).collect();
     let tables: Vec<_> = tables(parts);
     let admissions: Vec<_> = parts
@@ -161,9 +161,9 @@ fn step(
 }
 
 /// Returns block tables that share no block.
-fn tables(parts: &[Part]) -> Vec<Vec<BlockId>> {
+fn tables(parts: &[SequenceRows]) -> Vec<Vec<BlockId>> {
     let mut first = 0;
-    let mut table = |part: &Part| {
+    let mut table = |part: &SequenceRows| {
         let count = (part.position + part.rows).div_ceil(16);
         let table = blocks(first * 7, count as usize, BLOCKS);
         first += count;
@@ -174,12 +174,18 @@ fn tables(parts: &[Part]) -> Vec<Vec<BlockId>> {
     tables
 }
 
-fn check(gpu: &Gpu, case: &Case, kind: AttentionKind, parts: &[Part]) {
+fn check(gpu: &Gpu, case: &Case, kind: AttentionKind, parts: &[SequenceRows]) {
     check_drafts(gpu, case, kind, parts, 0);
 }
 
 /// Compares a step with the CPU. If `verified` is above 0, the GPU step pads every sequence to `verified` rows.
-fn check_drafts(gpu: &Gpu, case: &Case, kind: AttentionKind, parts: &[Part], verified: u32) {
+fn check_drafts(
+    gpu: &Gpu,
+    case: &Case,
+    kind: AttentionKind,
+    parts: &[SequenceRows],
+    verified: u32,
+) {
     let Case { shape, dtype, .. } = *case;
     let layout = KvLayout {
         layer_count: LAYERS,
@@ -187,7 +193,7 @@ fn check_drafts(gpu: &Gpu, case: &Case, kind: AttentionKind, parts: &[Part], ver
         head_dim: shape.head_dim,
         dtype,
     };
-    let part_rows = |part: &Part| part.rows.max(verified) as usize;
+    let part_rows = |part: &SequenceRows| part.rows.max(verified) as usize;
     let rows: usize = parts.iter().map(part_rows).sum();
     let what = format!(
         "{dtype} {}/{} of {}, window {:?}, {kind:?}, {parts:?}, {verified} rows each",
@@ -258,24 +264,24 @@ fn shape(query_heads: usize, kv_heads: usize, head_dim: usize) -> HeadShape {
 }
 
 /// Batches: one row, decode rows, prompts with a chunk after a prefix, and chunks with a decode row.
-const MIXES: [&[Part]; 4] = [
-    &[Part { position: 0, rows: 1 }],
+const MIXES: [&[SequenceRows]; 4] = [
+    &[SequenceRows { position: 0, rows: 1 }],
     &[
-        Part { position: 15, rows: 1 },
-        Part { position: 16, rows: 1 },
-        Part { position: 700, rows: 1 },
-        Part { position: 0, rows: 1 },
-        Part { position: 1300, rows: 1 },
+        SequenceRows { position: 15, rows: 1 },
+        SequenceRows { position: 16, rows: 1 },
+        SequenceRows { position: 700, rows: 1 },
+        SequenceRows { position: 0, rows: 1 },
+        SequenceRows { position: 1300, rows: 1 },
     ],
     &[
-        Part { position: 0, rows: 130 },
-        Part { position: 33, rows: 70 },
-        Part { position: 0, rows: 16 },
+        SequenceRows { position: 0, rows: 130 },
+        SequenceRows { position: 33, rows: 70 },
+        SequenceRows { position: 0, rows: 16 },
     ],
     &[
-        Part { position: 90, rows: 5 },
-        Part { position: 511, rows: 1 },
-        Part { position: 1, rows: 40 },
+        SequenceRows { position: 90, rows: 5 },
+        SequenceRows { position: 511, rows: 1 },
+        SequenceRows { position: 1, rows: 40 },
     ],
 ];
 
@@ -330,23 +336,23 @@ pub fn sliding_window_masks_earlier_tokens() {
 }
 
 /// Sequences of one row and up to eight rows of draft tokens, most of them at block boundaries.
-const DRAFTING: [Part; 9] = [
-    Part { position: 0, rows: 1 },
-    Part { position: 0, rows: 9 },
-    Part { position: 7, rows: 2 },
-    Part { position: 8, rows: 9 },
-    Part { position: 15, rows: 3 },
-    Part { position: 16, rows: 5 },
-    Part { position: 31, rows: 1 },
-    Part { position: 700, rows: 9 },
-    Part { position: 1300, rows: 8 },
+const DRAFTING: [SequenceRows; 9] = [
+    SequenceRows { position: 0, rows: 1 },
+    SequenceRows { position: 0, rows: 9 },
+    SequenceRows { position: 7, rows: 2 },
+    SequenceRows { position: 8, rows: 9 },
+    SequenceRows { position: 15, rows: 3 },
+    SequenceRows { position: 16, rows: 5 },
+    SequenceRows { position: 31, rows: 1 },
+    SequenceRows { position: 700, rows: 9 },
+    SequenceRows { position: 1300, rows: 8 },
 ];
 
 /// Tests that rows of draft tokens attend to the draft tokens before them and that padding rows change nothing.
 pub fn attention_of_draft_tokens_matches_cpu() {
     let gpu = gpu();
     let batches = |verified: u32| {
-        let clamped = DRAFTING.map(|part| Part { rows: part.rows.min(verified), ..part });
+        let clamped = DRAFTING.map(|part| SequenceRows { rows: part.rows.min(verified), ..part });
         [clamped[7..8].to_vec(), clamped[3..5].to_vec(), clamped.to_vec()]
     };
     for (query_heads, kv_heads, dim) in

@@ -44,7 +44,7 @@ const REQUESTS_PER_DIVERGENCE: usize = 4;
 
 /// Devices of the nodes.
 #[derive(Clone, Debug)]
-pub enum Place {
+pub enum Devices {
     /// GPUs, by UUID.
     Gpus(Vec<String>),
     Cpus,
@@ -52,11 +52,11 @@ pub enum Place {
 
 /// Returns the devices of the cluster tests, for one test at a time. Skips the running test if it
 /// cannot run here.
-pub fn place(gpus: usize) -> (Place, MutexGuard<'static, ()>) {
+pub fn place(gpus: usize) -> (Devices, MutexGuard<'static, ()>) {
     static ALONE: Mutex<()> = Mutex::new(());
     let alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
     if env::var_os(CLUSTERS).is_some_and(|place| place == "cpu") {
-        return (Place::Cpus, alone);
+        return (Devices::Cpus, alone);
     }
     if env::var_os(BINARIES).is_none() {
         lacks(gpus, &format!("{BINARIES} does not name the folder of the binaries"));
@@ -64,7 +64,7 @@ pub fn place(gpus: usize) -> (Place, MutexGuard<'static, ()>) {
     require_gpus(gpus);
     let devices =
         Driver::open().and_then(|driver| driver.devices()).expect("the GPUs found before");
-    (Place::Gpus(devices.into_iter().map(|device| device.uuid).collect()), alone)
+    (Devices::Gpus(devices.into_iter().map(|device| device.uuid).collect()), alone)
 }
 
 struct Request {
@@ -80,17 +80,17 @@ struct Wanted {
 
 /// A model, requests and the expected answers.
 struct Fixture {
-    place: Place,
+    place: Devices,
     model: TempDir,
     requests: Vec<Request>,
     wanted: &'static [Wanted],
 }
 
 impl Fixture {
-    fn new(place: Place) -> Result<Self> {
+    fn new(place: Devices) -> Result<Self> {
         static WANTED: OnceLock<Vec<Wanted>> = OnceLock::new();
         let model = tempfile::tempdir()?;
-        write_model(model.path(), matches!(place, Place::Cpus))?;
+        write_model(model.path(), matches!(place, Devices::Cpus))?;
         let requests = requests(&place);
         let mut fixture = Self { place, model, requests, wanted: &[] };
         fixture.wanted = match WANTED.get() {
@@ -110,23 +110,23 @@ impl Fixture {
 
     /// Skips the running test if nodes run on CPUs: other tests cover the same clusters there.
     fn require_gpus(&self) {
-        if let Place::Cpus = self.place {
+        if let Devices::Cpus = self.place {
             skip("BATON_TEST_CLUSTERS=cpu: other tests cover this cluster on CPUs");
         }
     }
 
     fn gpus(&self) -> usize {
         match &self.place {
-            Place::Gpus(gpus) => gpus.len(),
-            Place::Cpus => 0,
+            Devices::Gpus(gpus) => gpus.len(),
+            Devices::Cpus => 0,
         }
     }
 
     /// Returns the settings of every process.
     fn settings(&self) -> BTreeMap<String, String> {
         let (device, blocks) = match self.place {
-            Place::Gpus(_) => ("cuda", 2000),
-            Place::Cpus => ("cpu", 256),
+            Devices::Gpus(_) => ("cuda", 2000),
+            Devices::Cpus => ("cpu", 256),
         };
         let mut settings: BTreeMap<String, String> = [
             ("BATON_NODE_DEVICE", device),
@@ -164,7 +164,7 @@ impl Fixture {
                 settings.insert("BATON_NODE_TP".to_owned(), ranks.len().to_string());
             }
         }
-        if let Place::Gpus(uuids) = &self.place {
+        if let Devices::Gpus(uuids) = &self.place {
             let nodes = shape.prefill.iter().chain(&shape.decode);
             let named = |ranks: &Vec<usize>| ranks.iter().map(|gpu| uuids[*gpu].clone()).collect();
             spec.gpus = nodes.map(named).collect();
@@ -297,9 +297,9 @@ fn write_model(folder: &Path, is_small: bool) -> Result<()> {
 }
 
 /// Returns requests with prompts and answers of mixed length.
-fn requests(place: &Place) -> Vec<Request> {
+fn requests(place: &Devices) -> Vec<Request> {
     let lengths: &[(usize, usize)] = match place {
-        Place::Gpus(_) => &[
+        Devices::Gpus(_) => &[
             (3, 48),
             (1990, 32),
             (17, 160),
@@ -311,7 +311,7 @@ fn requests(place: &Place) -> Vec<Request> {
             (1024, 32),
             (129, 64),
         ],
-        Place::Cpus => &[(3, 12), (290, 16), (17, 40), (160, 8), (64, 20), (33, 12)],
+        Devices::Cpus => &[(3, 12), (290, 16), (17, 40), (160, 8), (64, 20), (33, 12)],
     };
     let request = |(index, (length, tokens)): (usize, &(usize, usize))| {
         let word = |at: usize| (at * 311 + index * 101 + at / 7) % (VOCABULARY - 2);
@@ -346,8 +346,8 @@ async fn answer(client: &Client, request: &Request, salt: &str) -> Result<Answer
         Ok(error["code"].as_str().with_context(|| format!("no code: {error}"))?.to_owned())
     };
     let (mut tokens, mut end, mut kv_bytes) = (Vec::new(), None, 0);
-    let figures = [("x-baton-figures", "1")];
-    let mut stream = match client.try_stream("/v1/completions", &body, &figures).await? {
+    let headers = [("x-baton-stats", "1")];
+    let mut stream = match client.try_stream("/v1/completions", &body, &headers).await? {
         Ok(stream) => stream,
         Err(refused) => {
             let end = End::Failed(code(&refused.json()["error"])?);
@@ -503,8 +503,8 @@ pub fn tp_nodes_on_two_gpus_match_a_single_node() {
     run_on(2, async |fixture| {
         let shape = |prefill, decode| Shape::new(&[prefill], &[decode], "ipc");
         let shapes = match fixture.place {
-            Place::Cpus => vec![Shape { path: "tcp", ..shape(&[0, 1], &[0, 1]) }],
-            Place::Gpus(_) => {
+            Devices::Cpus => vec![Shape { path: "tcp", ..shape(&[0, 1], &[0, 1]) }],
+            Devices::Gpus(_) => {
                 vec![shape(&[0], &[0, 1]), shape(&[0, 1], &[1]), shape(&[0, 1], &[0, 1])]
             }
         };

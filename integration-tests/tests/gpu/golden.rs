@@ -19,7 +19,7 @@ use test_harness::skip;
 
 use super::{
     bench::gpu,
-    clusters::{Place, place, runtime},
+    clusters::{Devices, place, runtime},
     executor::{config, on_gpu, run, sequence},
 };
 
@@ -100,7 +100,7 @@ pub fn smollm2_in_bf16_predicts_every_certain_golden_token() {
 
 pub fn smollm2_cluster_on_a_gpu_generates_the_golden_tokens_in_f32() {
     let (place, _alone) = place(1);
-    let Place::Gpus(uuids) = place else {
+    let Devices::Gpus(uuids) = place else {
         skip("the test of golden tokens covers clusters on CPUs")
     };
     let (_, runs) = smollm2();

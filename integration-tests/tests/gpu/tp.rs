@@ -43,7 +43,7 @@ const BLOCKS: u32 = 400;
 
 /// Task of a rank process.
 #[derive(Clone, Copy, Debug, PartialEq)]
-enum Part {
+enum RankTask {
     /// Only allocates KV memory.
     Kv,
     Model {
@@ -52,7 +52,7 @@ enum Part {
     },
 }
 
-impl Part {
+impl RankTask {
     const ALL: [Self; 5] = [
         Self::Kv,
         Self::Model { weights: WeightFormat::F32, graphs: true },
@@ -99,10 +99,10 @@ fn limits(checkpoint: &Checkpoint) -> ExecutorLimits {
     }
 }
 
-fn layout(checkpoint: &Checkpoint, part: Part) -> KvLayout {
+fn layout(checkpoint: &Checkpoint, part: RankTask) -> KvLayout {
     let weights = match part {
-        Part::Kv => WeightFormat::Bf16,
-        Part::Model { weights, .. } => weights,
+        RankTask::Kv => WeightFormat::Bf16,
+        RankTask::Model { weights, .. } => weights,
     };
     checkpoint.config().kv_layout(weights.kv_dtype())
 }
@@ -118,7 +118,7 @@ pub fn run_rank_process() {
         let [region, numbers @ ..] = &words[..] else { panic!("{words:?}") };
         let mut numbers = numbers.iter().map(|number| number.parse::<usize>().unwrap());
         let mut number = || numbers.next().unwrap();
-        let part = Part::ALL[number()];
+        let part = RankTask::ALL[number()];
         let [blocks, layer_count, kv_head_count, head_dim] = [(); 4].map(|()| number());
         let gpu = numbers.nth(spec.rank as usize).unwrap();
         let driver = Driver::open().unwrap();
@@ -130,13 +130,13 @@ pub fn run_rank_process() {
         let limits = limits(&checkpoint);
         let own = layout.with_heads(layout.kv_head_count / spec.of as usize);
         let (executor, kv): (Box<dyn Executor>, _) = match part {
-            Part::Kv => {
+            RankTask::Kv => {
                 let kv = DeviceKv::new(&context, own, blocks as u32).unwrap();
                 // The memory must live as long as the process.
                 std::mem::forget(kv.clone());
                 (Box::new(SimExecutor::new(limits, CostModel::default(), Instant::now())), kv)
             }
-            Part::Model { weights, graphs } => {
+            RankTask::Model { weights, graphs } => {
                 let path = env::var_os("BATON_TEST_KERNELS").map(std::path::PathBuf::from);
                 let library = Arc::new(KernelLibrary::open(path.as_deref()).unwrap());
                 let backend = CudaBackend::new(&context, library, options(weights, graphs));
@@ -171,17 +171,17 @@ fn epoch() -> u128 {
     u128::from(std::process::id()) << 64 | u128::from(NEXT.fetch_add(1, Ordering::Relaxed))
 }
 
-fn group(ranks: u32, part: Part) -> RankGroup {
+fn group(ranks: u32, part: RankTask) -> RankGroup {
     let gpus: Vec<usize> = (0..ranks as usize).collect();
     group_on(&gpus, part, layout(&model(), part), BLOCKS)
 }
 
 /// Returns ranks that only allocate KV memory, one on each of these GPUs.
 pub fn kv_group(gpus: &[usize], layout: KvLayout, blocks: u32) -> RankGroup {
-    group_on(gpus, Part::Kv, layout, blocks)
+    group_on(gpus, RankTask::Kv, layout, blocks)
 }
 
-fn group_on(gpus: &[usize], part: Part, layout: KvLayout, blocks: u32) -> RankGroup {
+fn group_on(gpus: &[usize], part: RankTask, layout: KvLayout, blocks: u32) -> RankGroup {
     let ranks = gpus.len() as u32;
     let epoch = epoch();
     let name = RegionName::own(epoch, "test_kv");
@@ -287,18 +287,18 @@ fn check_tokens_of(ranks: u32) {
     drop(one);
     let what = format!("{ranks} ranks");
     let recorded = {
-        let mut engine = step_loop(group(ranks, Part::Model { weights, graphs: true }));
+        let mut engine = step_loop(group(ranks, RankTask::Model { weights, graphs: true }));
         let first = run(&mut engine);
         // Repeats the requests with a filled prefix cache.
         compare(&run(&mut engine), &wanted, &format!("{what}, again"));
         first
     };
     compare(&recorded, &wanted, &what);
-    let mut eager = step_loop(group(ranks, Part::Model { weights, graphs: false }));
+    let mut eager = step_loop(group(ranks, RankTask::Model { weights, graphs: false }));
     same(&run(&mut eager), &recorded, &format!("{what}, eager"));
     drop(eager);
     let [recorded, eager] = [true, false].map(|graphs| {
-        run(&mut step_loop(group(ranks, Part::Model { weights: WeightFormat::Bf16, graphs })))
+        run(&mut step_loop(group(ranks, RankTask::Model { weights: WeightFormat::Bf16, graphs })))
     });
     same(&eager, &recorded, &format!("{what}, bf16"));
 }
@@ -313,7 +313,7 @@ pub fn four_ranks_generate_the_tokens_of_one() {
 
 pub fn killed_rank_ends_its_group_and_the_next_group_serves() {
     let _gpu = gpus(2);
-    let part = Part::Model { weights: WeightFormat::F32, graphs: true };
+    let part = RankTask::Model { weights: WeightFormat::F32, graphs: true };
     let group_of_two = group(2, part);
     let victim = group_of_two.process_ids()[1];
     let mut engine = step_loop(group_of_two);
@@ -356,12 +356,12 @@ fn pattern(layout: KvLayout, block: u32, seed: u32) -> Vec<u8> {
 pub fn kv_moves_between_any_two_rank_counts() {
     let gpu = gpus(1);
     let found = gpu.context.driver().devices().unwrap().len() as u32;
-    let layout = layout(&model(), Part::Kv);
+    let layout = layout(&model(), RankTask::Kv);
     let counts: Vec<u32> = [1, 2, 4].into_iter().filter(|ranks| *ranks <= found).collect();
     for from in &counts {
         for to in &counts {
             let what = format!("{from} to {to}");
-            let groups = [from, to].map(|ranks| group(*ranks, Part::Kv));
+            let groups = [from, to].map(|ranks| group(*ranks, RankTask::Kv));
             let [sends, receives] = [0, 1].map(|at: usize| {
                 let kv = RankedKv::imported(layout, &groups[at].ready_messages()).unwrap();
                 KvArena::remote(kv).unwrap()

@@ -47,12 +47,12 @@ pub enum Content {
 
 /// A request that the hub received.
 #[derive(Clone, Debug)]
-pub struct Asked {
+pub struct ReceivedRequest {
     pub path: String,
     pub range: Option<String>,
 }
 
-impl Asked {
+impl ReceivedRequest {
     /// Returns whether the request is more than a query of headers and size.
     pub fn wants_content(&self) -> bool {
         self.range.as_deref() != Some("bytes=0-0")
@@ -67,7 +67,7 @@ pub struct Hub {
 
 struct Shared {
     behaviour: Mutex<Behaviour>,
-    asked: Mutex<Vec<Asked>>,
+    asked: Mutex<Vec<ReceivedRequest>>,
     stopped: AtomicBool,
 }
 
@@ -101,7 +101,7 @@ impl Hub {
     }
 
     /// Returns all requests so far and clears the list.
-    pub fn take_asked(&self) -> Vec<Asked> {
+    pub fn take_asked(&self) -> Vec<ReceivedRequest> {
         std::mem::take(&mut self.shared.asked.lock().unwrap())
     }
 }
@@ -130,7 +130,10 @@ impl Shared {
             headers.insert(name.to_ascii_lowercase(), value.trim().to_owned());
         }
         let range = headers.get("range").cloned();
-        self.asked.lock().unwrap().push(Asked { path: path.clone(), range: range.clone() });
+        self.asked
+            .lock()
+            .unwrap()
+            .push(ReceivedRequest { path: path.clone(), range: range.clone() });
         let Reply { head, body, cut } = self.reply(&path, &headers, range.as_deref(), address);
         let mut stream = stream;
         let length = body.len();

@@ -25,11 +25,11 @@ echo $$ > "$(dirname "$0")/pid"
 exec sleep 600
 "#;
 
-struct Place {
+struct FetchFolder {
     folder: tempfile::TempDir,
 }
 
-impl Place {
+impl FetchFolder {
     fn new() -> Self {
         let folder = tempfile::tempdir().unwrap();
         let python = folder.path().join("python3");
@@ -127,7 +127,7 @@ impl Drop for Downloader {
 
 #[test]
 fn next_download_removes_the_partial_files_of_a_killed_one() {
-    let place = Place::new();
+    let place = FetchFolder::new();
     let (mut fetch, downloader) = place.begun();
     fetch.kill().unwrap();
     fetch.wait().unwrap();
@@ -139,7 +139,7 @@ fn next_download_removes_the_partial_files_of_a_killed_one() {
 
 #[test]
 fn running_download_keeps_its_partial_files() {
-    let place = Place::new();
+    let place = FetchFolder::new();
     let (mut fetch, downloader) = place.begun();
     place.fails();
     assert!(place.has_half(), "{:?}", place.left());

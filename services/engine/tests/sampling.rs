@@ -172,7 +172,7 @@ fn logprobs_are_returned_for_every_token_if_requested() {
 fn a_parameter_outside_its_range_fails_its_sequence_alone() {
     let bad = Sampling { top_p: f32::NAN, ..random(1) };
     let outcomes = run(&mut cpu_engine(), vec![request(0, bad), request(1, random(1))]);
-    let failure = outcomes[&SequenceId(0)].failure.as_ref().expect("top_p is no number");
+    let failure = outcomes[&SequenceId(0)].failure.as_ref().expect("top_p is not a number");
     assert!(matches!(failure, SequenceFailure::Invalid { .. }), "{failure}");
     assert!(failure.to_string().contains("top_p"), "{failure}");
     assert_eq!(outcomes[&SequenceId(1)].tokens.len(), 24);

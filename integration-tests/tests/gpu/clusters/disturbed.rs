@@ -23,7 +23,7 @@ use super::{
         bench::short,
         processes::{Process, wait_gone},
     },
-    DEADLINE, End, Fixture, Place, ask, assert_few_diverged, run_on,
+    DEADLINE, Devices, End, Fixture, ask, assert_few_diverged, run_on,
 };
 
 /// Clients that send one request after the other.
@@ -138,7 +138,7 @@ impl Supervised {
         let mut args = vec!["--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0", "--model", &model];
         args.extend(["--load-format", "dummy", "--dtype", "f32", "--tp", &tp_given]);
         args.extend(["--prefill", &prefill, "--decode", &decode]);
-        if let Place::Gpus(_) = fixture.place {
+        if let Devices::Gpus(_) = fixture.place {
             args.extend(["--gpus", &gpus]);
         }
         let mut up = Up::start(&args, &fixture.settings())?;

@@ -349,7 +349,7 @@ impl Bench {
             }
         }
         let decode = &steps[last + 2 - tokens_each as usize..=last];
-        ensure!(decode.iter().all(|step| step.rows == batch), "a step has not the whole batch");
+        ensure!(decode.iter().all(|step| step.rows == batch), "a step lacks rows of the batch");
         for id in self.next_id + 1 - u128::from(batch)..=self.next_id {
             self.engine.handle(Input::Abort { id: SequenceId(id) }, &mut actions);
         }

@@ -28,15 +28,15 @@ const LINE_WIDTH: u32 = 2;
 const THIN_LINE_WIDTH: u32 = 1;
 
 /// Function that selects the percentiles of a panel.
-type Figure = fn(&Point) -> &Percentiles;
+type PanelOf = fn(&Point) -> &Percentiles;
 /// Function that selects the percentile of a line.
-type Rank = fn(&Percentiles) -> f64;
+type PercentileOf = fn(&Percentiles) -> f64;
 
 /// A line of each panel.
 struct Line<'a> {
     label: String,
     points: Vec<&'a Point>,
-    rank: Rank,
+    percentile: PercentileOf,
     colour: RGBColor,
     width: u32,
 }
@@ -56,7 +56,7 @@ fn draw(report: &Report) -> Result<String, Box<dyn std::error::Error>> {
         area.fill(&WHITE)?;
         let title = format!("{}, {}", report.server.model, report.workload);
         let panels = area.titled(&title, ("sans-serif", 22))?.split_evenly((3, 1));
-        let named: [(&str, Figure); 3] = [
+        let named: [(&str, PanelOf); 3] = [
             ("time to first token, ms", |point| &point.ttft_ms),
             ("inter-token latency, ms", |point| &point.itl_ms),
             ("end to end, ms", |point| &point.e2e_ms),
@@ -74,7 +74,7 @@ fn draw(report: &Report) -> Result<String, Box<dyn std::error::Error>> {
             chart.configure_mesh().x_desc(load_name(report)).y_desc("ms").draw()?;
             for line in &lines {
                 let values = line.points.iter();
-                let values = values.map(|point| (point.load.value(), (line.rank)(of(point))));
+                let values = values.map(|point| (point.load.value(), (line.percentile)(of(point))));
                 let style = line.colour.stroke_width(line.width);
                 let series = LineSeries::new(values, style).point_size(line.width + 1);
                 chart.draw_series(series)?.label(&line.label).legend(move |(x, y)| {
@@ -94,7 +94,7 @@ fn draw(report: &Report) -> Result<String, Box<dyn std::error::Error>> {
 
 /// Returns the lines of each panel: three percentiles of one server, or median and tail of each of several.
 fn lines(report: &Report) -> Vec<Line<'_>> {
-    let ranks: [(&str, Rank); 3] =
+    let percentiles: [(&str, PercentileOf); 3] =
         [("p50", |of| of.p50), ("p99", |of| of.p99), ("p90", |of| of.p90)];
     let is_alone = report.compared.is_empty();
     let mut lines = Vec::new();
@@ -102,19 +102,19 @@ fn lines(report: &Report) -> Vec<Line<'_>> {
         let mut points: Vec<&Point> =
             server.points.iter().filter(|point| point.completed > 0).collect();
         points.sort_by(|a, b| a.load.value().total_cmp(&b.load.value()));
-        for (index, (name, rank)) in
-            ranks.into_iter().enumerate().take(if is_alone { 3 } else { 2 })
+        for (index, (name, percentile)) in
+            percentiles.into_iter().enumerate().take(if is_alone { 3 } else { 2 })
         {
             let points = points.clone();
             lines.push(match is_alone {
                 true => {
                     let colour = COLOURS[index];
-                    Line { label: name.to_owned(), points, rank, colour, width: LINE_WIDTH }
+                    Line { label: name.to_owned(), points, percentile, colour, width: LINE_WIDTH }
                 }
                 false => Line {
                     label: format!("{} {name}", server.url),
                     points,
-                    rank,
+                    percentile,
                     colour: *colour,
                     width: if index == 0 { LINE_WIDTH } else { THIN_LINE_WIDTH },
                 },

@@ -136,7 +136,7 @@ impl Answer {
         let expected = if low == high { high.to_string() } else { format!("{low} to {high}") };
         ensure!(output.contains(&counted), "the answer has {counted} tokens; expected {expected}");
         self.token_times.truncate(counted);
-        let last = *self.token_times.last().ok_or_else(|| anyhow!("no token came"))?;
+        let last = *self.token_times.last().ok_or_else(|| anyhow!("no token arrived"))?;
         // A chunk may have several tokens. Missing times become the time of the last chunk.
         self.token_times.resize(counted, last);
         let token_ids = self.token_ids.filter(|ids| ids.len() == counted);
@@ -210,7 +210,7 @@ mod tests {
             "the answer has 1 tokens; expected 2"
         );
         assert_eq!(said(&[(chunk, 1.0), (error, 1.0)], 2), "error event: no room");
-        assert_eq!(said(&[("[DONE]", 1.0)], 0), "no token came");
+        assert_eq!(said(&[("[DONE]", 1.0)], 0), "no token arrived");
         assert_eq!(said(&[("{", 1.0)], 0), "an event is not JSON");
     }
 }
