@@ -134,8 +134,8 @@ impl Client {
 
     /// Runs a streamed completion to its end and returns the tokens with the request's statistics.
     pub async fn complete(&self, body: &Value) -> Result<Completion> {
-        let figures = [("x-baton-figures", "1")];
-        self.stream_with("/v1/completions", body, &figures).await?.completion().await
+        let headers = [("x-baton-stats", "1")];
+        self.stream_with("/v1/completions", body, &headers).await?.completion().await
     }
 
     /// Returns the output token ids of a greedy completion of a tokenized prompt.
@@ -166,7 +166,7 @@ async fn whole(response: http::Response<Incoming>) -> Result<Answer> {
     Ok(Answer { status, headers, body })
 }
 
-/// A completed streamed answer with the request's statistics (`x-baton-figures`).
+/// A completed streamed answer with the request's statistics (`x-baton-stats`).
 #[derive(Clone, Debug)]
 pub struct Completion {
     pub token_ids: Vec<u32>,
@@ -263,7 +263,7 @@ impl EventStream {
     }
 
     /// Reads a completed stream to its end and returns its tokens and statistics. The request must
-    /// have set `x-baton-figures`.
+    /// have set `x-baton-stats`.
     pub async fn completion(&mut self) -> Result<Completion> {
         let mut last_after = self.sent.elapsed();
         let events = self.all_well().await?;

@@ -32,7 +32,7 @@ async fn ask(client: &Client, prompt: &[u32], salt: Option<&str>) -> Result<Serv
     let body = json!({"prompt": prompt, "max_tokens": 4, "temperature": 0, "ignore_eos": true,
         "cache_salt": salt});
     let body = serde_json::to_vec(&body)?.into();
-    let answer = client.post_bytes("/v1/completions", body, &[("x-baton-figures", "1")]).await?;
+    let answer = client.post_bytes("/v1/completions", body, &[("x-baton-stats", "1")]).await?;
     let answer = answer.json();
     ensure!(answer["error"].is_null(), "{answer}");
     let name = |field: &str| answer["baton"][field].as_str().unwrap_or_default().to_owned();

@@ -32,8 +32,8 @@ impl Begun {
     async fn new(client: &Client, name: &str) -> Result<Self> {
         let run = run_named(name);
         let body = greedy_body(&run.prompt_ids, run.output_ids.len());
-        let figures = [("x-baton-figures", "1")];
-        let mut stream = client.stream_with("/v1/completions", &body, &figures).await?;
+        let headers = [("x-baton-stats", "1")];
+        let mut stream = client.stream_with("/v1/completions", &body, &headers).await?;
         let mut found = Vec::new();
         // The prefill node samples token 0, the decode node token 1.
         while found.len() < 2 {
@@ -146,8 +146,8 @@ async fn prefill_node_killed() -> Result<Duration> {
     let asked = tokio::spawn({
         let (client, body) = (client.clone(), greedy_body(&run.prompt_ids, 16));
         async move {
-            let figures = [("x-baton-figures", "1")];
-            client.stream_with("/v1/completions", &body, &figures).await?.all().await
+            let headers = [("x-baton-stats", "1")];
+            client.stream_with("/v1/completions", &body, &headers).await?.all().await
         }
     });
     let busy = busy_node(&cluster.prefill).await?;

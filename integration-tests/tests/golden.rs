@@ -223,7 +223,7 @@ async fn forced_retry_at_token_0_1_and_20_loses_no_token() -> Result<()> {
             .stream_with(
                 "/v1/completions",
                 &greedy_body(&run.prompt_ids, run.output_ids.len()),
-                &[("x-baton-figures", "1")],
+                &[("x-baton-stats", "1")],
             )
             .await?;
         let mut found = Vec::new();

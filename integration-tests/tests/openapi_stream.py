@@ -43,7 +43,7 @@ for path, prompt, schema, logprobs in [
 ]:
     check = validator(schema)
     for fields in [*variants, logprobs]:
-        for headers in [{}, {"x-baton-figures": "1"}]:
+        for headers in [{}, {"x-baton-stats": "1"}]:
             body = {**prompt, "model": "latest", "max_tokens": 6, "stream": True, **fields}
             *data, last = events(path, body, headers)
             assert last == b"[DONE]", last

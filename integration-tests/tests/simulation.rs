@@ -41,7 +41,7 @@ const REACHED: [&str; 38] = [
     "ranks lost",
     "receive failed",
     "reserved",
-    "reserved alone",
+    "reserved, local prefill",
     "router connections closed",
     "router restarts",
     "send failed",

@@ -120,8 +120,8 @@ async fn migration_keeps_tokens() -> Result<()> {
     for (index, (body, expected)) in bodies.iter().zip(&expected).enumerate() {
         // The other nodes have cached nothing.
         let body = with(body.clone(), json!({"cache_salt": format!("{index}")}));
-        let figures = [("x-baton-figures", "1")];
-        let mut stream = client.stream_with("/v1/completions", &body, &figures).await?;
+        let headers = [("x-baton-stats", "1")];
+        let mut stream = client.stream_with("/v1/completions", &body, &headers).await?;
         let (mut found, mut attempts, mut killed) = (Vec::new(), 0, None);
         while let Some(event) = stream.next().await? {
             found.extend(event.token_ids());

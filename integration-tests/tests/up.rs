@@ -310,7 +310,7 @@ async fn nodes_of_one_host_serve_a_router_that_runs_elsewhere() -> Result<()> {
     let run = longest();
     let body = json!({"prompt": run.prompt_ids, "max_tokens": 8, "temperature": 0}).to_string();
     let ask = async || {
-        client.post_bytes("/v1/completions", body.clone().into(), &[("x-baton-figures", "1")]).await
+        client.post_bytes("/v1/completions", body.clone().into(), &[("x-baton-stats", "1")]).await
     };
     let stats = ask().await?.json()["baton"].clone();
     assert_eq!(stats["prefill_node"], "host-a-prefill-0", "{stats}");

@@ -239,10 +239,10 @@ fn attempt_lines(attempt: &Value, lines: &mut Vec<String>) {
     ));
     for node in items(&attempt["nodes"]) {
         lines.push(format!(
-            "    {} node {}: {} cached tokens believed, {} found",
+            "    {} node {}: {} cached tokens expected, {} found",
             shown(&node["role"]).unwrap_or_default(),
             shown(&node["node"]).unwrap_or_default(),
-            shown(&node["cached_believed"]).unwrap_or_default(),
+            shown(&node["cached_expected"]).unwrap_or_default(),
             shown(&node["cached_found"]).unwrap_or("unknown".into()),
         ));
     }
@@ -254,7 +254,7 @@ fn attempt_lines(attempt: &Value, lines: &mut Vec<String>) {
     };
     let failure = of("failure").map(|failure| format!(": {failure}")).unwrap_or_default();
     lines.push(format!("    {}{failure}{kv}", of("outcome").unwrap_or_default()));
-    let terms = ["cost", "queue", "prompt", "blocks", "gap", "harm", "decode", "evict"];
+    let terms = ["cost", "queue", "prompt", "blocks", "gap", "slowdown", "decode", "evict"];
     let header: String = terms.iter().map(|term| format!(" {term:>8}")).collect();
     lines.push(format!("    {:<32}{header}", "option (predicted ms)"));
     for (index, option) in items(&attempt["options"]).iter().enumerate() {
@@ -413,7 +413,7 @@ mod tests {
     fn account_is_printed_with_unknown_times_by_name() {
         let option = |prefill: Value, cost: f64| {
             json!({"prefill_node": prefill, "decode_node": "decode-0", "cost_ms": cost,
-                "queue_ms": 1.0, "prompt_ms": 2.0, "blocks_ms": 0.0, "gap_ms": 0.5, "harm_ms": 0.0,
+                "queue_ms": 1.0, "prompt_ms": 2.0, "blocks_ms": 0.0, "gap_ms": 0.5, "slowdown_ms": 0.0,
                 "decode_ms": 3.0, "evict_ms": 0.0, "exceeds_itl_max": prefill.is_null()})
         };
         let request = json!({
@@ -429,7 +429,7 @@ mod tests {
                 "choice": 0, "number": 1, "disaggregated": true, "reason": "why", "waited_for": null,
                 "predicted_ttft_ms": 10.0, "ttft_ms": 15.0, "outcome": "complete", "failure": null,
                 "kv_bytes": 4096, "transfer_ms": 0.7, "options_left_out": 3, "ineligible_left_out": 0,
-                "nodes": [{"role": "decode", "node": "decode-0", "cached_believed": 16,
+                "nodes": [{"role": "decode", "node": "decode-0", "cached_expected": 16,
                     "cached_found": null}],
                 "options": [option(json!("prefill-0"), 6.5), option(Value::Null, 9.0)],
                 "ineligible": [{"node": "prefill-1", "role": "prefill", "reason": "draining"}],
@@ -441,7 +441,7 @@ mod tests {
             "  chat of model ours, received 2023-11-14T22:13:20Z\n",
             "  stop after 52.0 ms: 40 prompt tokens, 8 output tokens, first token after 20.0 ms\n",
             "  attempt 1 of choice 0: disaggregated: why\n",
-            "    decode node decode-0: 16 cached tokens believed, unknown found\n",
+            "    decode node decode-0: 16 cached tokens expected, unknown found\n",
             "    complete, 4096 bytes of KV in 0.7 ms\n",
             "   *prefill-0 to decode-0                 6.5 ",
             "  exceeds node.itl_max\n",

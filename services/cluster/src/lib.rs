@@ -26,8 +26,9 @@ mod prefix;
 mod record;
 
 pub use directory::{
-    Action, AssignmentId, Considered, ConsideredOption, Directory, Health, IneligibleNode, Input,
-    Member, NoNode, NodeChoice, NodeKey, Picked, Placement, Selection, StreamId, Wanted,
+    AssignmentId, Considered, ConsideredOption, Directory, DirectoryAction, DirectoryInput, Health,
+    IneligibleNode, Member, NoNode, NodeChoice, NodeKey, Picked, Placement, Selection, StreamId,
+    Wanted,
 };
 pub use dns::DnsName;
 pub use membership::{

@@ -13,12 +13,12 @@
 //! ```text
 //! time to first token = time of the queued prompts (on a decode node at least of the decode steps in flight)
 //!        + the prompt's own steps + wait for free blocks
-//! gap    = transfer time that prefill steps do not overlap (hand-over only)
-//! harm   = decoding rows * time by which the prompt lengthens their steps (decode node prefills only)
-//! decode = the first 32 tokens of the answer
-//!          + running and waiting rows * time by which the new row lengthens their steps
-//! evict  = prefill time of one token per block that the decode node lacks, because it may evict a cached prefix
-//! cost   = time to first token + gap + harm + decode + evict
+//! gap      = transfer time that prefill steps do not overlap (hand-over only)
+//! slowdown = decoding rows * time by which the prompt lengthens their steps (decode node prefills only)
+//! decode   = the first 32 tokens of the answer
+//!            + running and waiting rows * time by which the new row lengthens their steps
+//! evict    = prefill time of one token per block that the decode node lacks, because it may evict a cached prefix
+//! cost     = time to first token + gap + slowdown + decode + evict
 //! ```
 //!
 //! A decode step counts as one token per row: accepted draft tokens shorten the answer of every option alike.
@@ -371,8 +371,8 @@ pub struct Prediction {
     pub prompt_ms: f64,
     /// Wait for free blocks.
     pub blocks_ms: f64,
-    pub gap_ms: f64,
-    pub harm_ms: f64,
+    pub transfer_gap_ms: f64,
+    pub slowdown_ms: f64,
     pub decode_ms: f64,
     pub evict_ms: f64,
     /// Whether every step of the prompt exceeds the inter-token latency bound of other sequences.
@@ -386,7 +386,7 @@ impl Prediction {
     }
 
     pub fn cost_ms(&self) -> f64 {
-        self.ttft_ms() + self.gap_ms + self.harm_ms + self.decode_ms + self.evict_ms
+        self.ttft_ms() + self.transfer_gap_ms + self.slowdown_ms + self.decode_ms + self.evict_ms
     }
 }
 
@@ -403,14 +403,15 @@ pub fn hand_over(
     let prompt_ms = node.prompt_ms(prompt);
     // The KV of a step is sent while the next step is computed, so one step's KV is never overlapped.
     let transfer_ms = transfer_token_ms * decode.1.uncached_tokens;
-    let gap_ms = (transfer_ms / steps).max(transfer_ms - prompt_ms * (steps - 1.0) / steps);
+    let transfer_gap_ms =
+        (transfer_ms / steps).max(transfer_ms - prompt_ms * (steps - 1.0) / steps);
     Prediction {
         queue_ms: node.queue_ms,
         prompt_ms,
         // The first token waits for the reservation of both nodes' blocks.
         blocks_ms: prompt.blocks_ms.max(decode.1.blocks_ms),
-        gap_ms,
-        harm_ms: 0.0,
+        transfer_gap_ms,
+        slowdown_ms: 0.0,
         decode_ms: decode.0.decode_ms(prompt.tokens(), new_tokens_max),
         evict_ms: decode.1.evict_ms,
         exceeds_itl_max: false,
@@ -426,8 +427,8 @@ pub fn local(node: &NodeState, prompt: &Prompt, new_tokens_max: u32) -> Predicti
         queue_ms: node.queue_ms.max(in_flight_ms),
         prompt_ms,
         blocks_ms: prompt.blocks_ms,
-        gap_ms: 0.0,
-        harm_ms: node.decoding * (prompt_ms - decode_only_ms),
+        transfer_gap_ms: 0.0,
+        slowdown_ms: node.decoding * (prompt_ms - decode_only_ms),
         decode_ms: node.decode_ms(prompt.tokens(), new_tokens_max),
         evict_ms: prompt.evict_ms,
         exceeds_itl_max: node.exceeds_itl_max(prompt),
@@ -587,11 +588,11 @@ mod tests {
     fn local_prefill_costs_each_running_row_the_added_time() {
         let loaded = NodeState { decoding: 30.0, ..node() };
         let (idle, busy) = (local(&node(), &prompt(512.0), 1), local(&loaded, &prompt(512.0), 1));
-        assert_eq!(idle.harm_ms, 0.0);
+        assert_eq!(idle.slowdown_ms, 0.0);
         let added = loaded.mixed_step_ms(512.0, 512.0 * 256.0) - loaded.step_ms();
-        assert!(added > 5.0 && is_near(busy.harm_ms, 30.0 * added), "{busy:?}");
+        assert!(added > 5.0 && is_near(busy.slowdown_ms, 30.0 * added), "{busy:?}");
         assert_eq!(
-            hand_over((&node(), &prompt(512.0)), (&loaded, &prompt(512.0)), 0.0, 1).harm_ms,
+            hand_over((&node(), &prompt(512.0)), (&loaded, &prompt(512.0)), 0.0, 1).slowdown_ms,
             0.0
         );
     }
@@ -599,7 +600,8 @@ mod tests {
     #[test]
     fn transfer_costs_what_prefill_does_not_overlap() {
         let (node, prompt) = (node(), prompt(2048.0));
-        let gap = |token_ms| hand_over((&node, &prompt), (&node, &prompt), token_ms, 1).gap_ms;
+        let gap =
+            |token_ms| hand_over((&node, &prompt), (&node, &prompt), token_ms, 1).transfer_gap_ms;
         assert_eq!(gap(0.0), 0.0);
         // A fast link sends the KV of the last of four steps after the prompt.
         assert!(is_near(gap(0.001), 0.001 * 512.0));
@@ -608,7 +610,9 @@ mod tests {
         assert!(is_near(gap(1.0), 2048.0 - prompt_ms * 0.75));
         // Tokens that the decode node has cached are not sent.
         let cached = Prompt { cached_tokens: 1536.0, uncached_tokens: 512.0, ..prompt };
-        assert!(hand_over((&node, &prompt), (&node, &cached), 1.0, 1).gap_ms < gap(1.0) / 3.0);
+        assert!(
+            hand_over((&node, &prompt), (&node, &cached), 1.0, 1).transfer_gap_ms < gap(1.0) / 3.0
+        );
     }
 
     #[test]

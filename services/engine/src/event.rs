@@ -8,7 +8,7 @@
 //! * `Receive` (decode node): reserves blocks as soon as enough are available, by [`Action::Reserve`].
 //!   After [`Input::KvArrived`] the blocks belong to the sequence, which decodes from the next index on.
 //!   After [`Input::TransferEnded`] without arrival the sequence has failed and its blocks are free. If
-//!   less than one block of the prompt is uncached, the sequence is *alone*: it becomes a `Compute`.
+//!   less than one block of the prompt is uncached, the node prefills the rest itself: the sequence becomes a `Compute`.
 //!
 //! A transfer may outlive its sequence. The scheduler knows a transfer for every accepted `Send`, and for a
 //! `Receive` from [`Action::Reserve`] on. Each transfer needs exactly one end: [`Input::KvArrived`] or
@@ -83,8 +83,8 @@ pub enum Input {
 #[derive(Clone, Debug, PartialEq)]
 pub enum Action {
     /// `Receive`, `Compute`: the sequence has blocks, so the router may emit token 0. Sent once.
-    /// `cached_tokens` of the prompt were in the prefix cache; `alone`: no prefill node is needed.
-    Admitted { id: SequenceId, cached_tokens: u32, alone: bool },
+    /// `cached_tokens` of the prompt were in the prefix cache; `local_prefill`: no prefill node is needed.
+    Admitted { id: SequenceId, cached_tokens: u32, local_prefill: bool },
     /// `Receive`: request the prompt's blocks from `first_block` on from the prefill peer.
     Reserve { id: SequenceId, first_block: u32, blocks: Vec<BlockId> },
     /// `Send`: the KV of the prompt's blocks from `first_block` on is written; the blocks are held and

@@ -49,8 +49,8 @@ pub fn prefill_event(reply: Reply) -> Option<v1::PrefillEvent> {
 pub fn decode_event(reply: Reply) -> Option<v1::DecodeEvent> {
     let mut stages = None;
     let event = match reply {
-        Reply::Event(AttemptEvent::Reserved { cached_tokens, alone }) => {
-            decode_event::Event::Reserved(v1::Reserved { cached_tokens, alone })
+        Reply::Event(AttemptEvent::Reserved { cached_tokens, local_prefill }) => {
+            decode_event::Event::Reserved(v1::Reserved { cached_tokens, local_prefill })
         }
         Reply::Event(AttemptEvent::Tokens { first_index, tokens, stages: times, .. }) => {
             stages = times;

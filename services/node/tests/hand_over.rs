@@ -37,9 +37,9 @@ impl Pair {
     }
 
     /// Returns the tokens that D generates alone and without its prefix cache.
-    async fn alone(&self, tokens: &[u32], max_tokens: u32) -> Vec<u32> {
+    async fn local_prefill(&self, tokens: &[u32], max_tokens: u32) -> Vec<u32> {
         let attempt = v1::Attempt { cache_salt: "alone".into(), ..attempt(tokens, max_tokens) };
-        self.d.side().decode_alone(&attempt).await.ids
+        self.d.side().local_prefill(&attempt).await.ids
     }
 
     /// Waits until both nodes have every block back.
@@ -60,8 +60,8 @@ async fn handed_over_answer_equals_one_of_a_single_node() {
     for (seed, length) in [17, 31, 32, 33, 63, 64, 65, 130, 500].into_iter().enumerate() {
         let prompt = dummy_prompt(length, seed as u32);
         let (prefilled, decoded) = pair.hand_over(&attempt(&prompt, 20)).await;
-        assert_eq!(decoded.ids, pair.alone(&prompt, 20).await, "{length} tokens");
-        assert_eq!(decoded.reserved, Some(v1::Reserved { cached_tokens: 0, alone: false }));
+        assert_eq!(decoded.ids, pair.local_prefill(&prompt, 20).await, "{length} tokens");
+        assert_eq!(decoded.reserved, Some(v1::Reserved { cached_tokens: 0, local_prefill: false }));
         assert_eq!(decoded.first_index, Some(0));
         let finished = decoded.finished.unwrap();
         assert_eq!(finished.reason(), FinishReason::Length);
@@ -85,7 +85,7 @@ async fn concurrent_hand_overs_do_not_mix() {
     for ((prefilled, decoded), prompt) in together.into_iter().zip(&prompts) {
         assert_eq!(decoded.failure, None);
         assert_eq!(prefilled.failure, None);
-        assert_eq!(decoded.ids, pair.alone(prompt, 15).await);
+        assert_eq!(decoded.ids, pair.local_prefill(prompt, 15).await);
     }
     pair.stop().await;
 }
@@ -93,7 +93,7 @@ async fn concurrent_hand_overs_do_not_mix() {
 async fn later_attempt_continues_after_the_emitted_tokens() {
     let pair = Pair::start(&[], &[]).await;
     let prompt = dummy_prompt(50, 1);
-    let whole = pair.alone(&prompt, 20).await;
+    let whole = pair.local_prefill(&prompt, 20).await;
     let mut later = attempt(&[&prompt[..], &whole[..8]].concat(), 20);
     later.prompt_len = 50;
     let (prefilled, decoded) = pair.hand_over(&later).await;
@@ -115,7 +115,7 @@ async fn sampled_answers_with_logprobs_are_handed_over() {
         attempt
     };
     let (prefilled, decoded) = pair.hand_over(&sampled("")).await;
-    let alone = pair.d.side().decode_alone(&sampled("alone")).await;
+    let alone = pair.d.side().local_prefill(&sampled("alone")).await;
     assert_eq!(decoded.ids, alone.ids);
     let logprobs = prefilled.token.unwrap().token.unwrap().logprobs.unwrap();
     assert_eq!(logprobs.top.len(), 3);
@@ -130,7 +130,7 @@ async fn prefix_cached_at_d_is_not_sent_and_at_p_not_computed() {
     let longer = dummy_prompt(150, 1);
     assert_eq!(longer[..100], prompt[..]);
     let (second, decoded) = pair.hand_over(&attempt(&longer, 10)).await;
-    assert_eq!(decoded.ids, pair.alone(&longer, 10).await);
+    assert_eq!(decoded.ids, pair.local_prefill(&longer, 10).await);
     assert_eq!(decoded.reserved.unwrap().cached_tokens, 96);
     assert_eq!(second.token.unwrap().cached_tokens, 96);
     let (sent_first, sent_second) =
@@ -149,8 +149,8 @@ async fn uncached_rest_below_one_block_needs_no_peer() {
     let again = attempt(&prompt, 10);
     let stream = pair.d.side().try_decode(&again, Some(pair.p.peer.clone())).await.unwrap();
     let decoded = Decoded::of(stream).await;
-    assert_eq!(decoded.reserved, Some(v1::Reserved { cached_tokens: 48, alone: true }));
-    assert_eq!(decoded.ids, pair.alone(&prompt, 10).await);
+    assert_eq!(decoded.reserved, Some(v1::Reserved { cached_tokens: 48, local_prefill: true }));
+    assert_eq!(decoded.ids, pair.local_prefill(&prompt, 10).await);
     pair.stop().await;
 }
 
@@ -167,7 +167,7 @@ async fn token_0_can_end_the_request_at_the_prefill_node() {
     // The answer is complete: a router cancels the call of D.
     drop(stream);
     pair.assert_free().await;
-    assert_eq!(pair.alone(&prompt, 1).await, [token.token.unwrap().id]);
+    assert_eq!(pair.local_prefill(&prompt, 1).await, [token.token.unwrap().id]);
     pair.stop().await;
 }
 
@@ -175,7 +175,7 @@ async fn prefill_and_decode_calls_may_arrive_in_any_order() {
     let pair = Pair::start(&[], &[]).await;
     let (p, d) = (pair.p.side(), pair.d.side());
     let prompt = dummy_prompt(80, 5);
-    let expected = pair.alone(&prompt, 6).await;
+    let expected = pair.local_prefill(&prompt, 6).await;
     for p_first in [true, false] {
         let attempt = v1::Attempt { cache_salt: format!("{p_first}"), ..attempt(&prompt, 6) };
         let first_call = Duration::from_millis(50);
@@ -274,7 +274,7 @@ async fn mismatched_nodes_reject_each_other_and_keep_serving() {
         assert!(prefilled.token.is_none() && decoded.ids.is_empty(), "no node computed a token");
         // The mismatched node still serves requests alone, and the other nodes serve each other.
         if role == Role::Decode {
-            let alone = odd.side().decode_alone(&attempt(&dummy_prompt(80, 2), 5)).await;
+            let alone = odd.side().local_prefill(&attempt(&dummy_prompt(80, 2), 5)).await;
             assert_eq!(alone.ids.len(), 5);
         }
         odd.side().observe().await.until(is_free).await;
@@ -387,7 +387,7 @@ async fn full_decode_node_does_not_block_a_full_prefill_node() {
             () = watch => unreachable!("it has no end"),
         };
         for (ids, attempt) in answers.iter().zip(&attempts) {
-            assert_eq!(*ids, pair.alone(&attempt.tokens, 10).await);
+            assert_eq!(*ids, pair.local_prefill(&attempt.tokens, 10).await);
         }
         pair.assert_free().await;
         other.thaw();
@@ -493,7 +493,7 @@ async fn killed_prefill_node_fails_its_attempts_and_frees_their_blocks() {
     assert!(killed.elapsed() < LOST_WITHIN, "took {:?}", killed.elapsed());
     // D still serves alone.
     assert_eq!(
-        d.decode_alone(&v1::Attempt { transfer_id: fresh_id(), ..attempt }).await.ids.len(),
+        d.local_prefill(&v1::Attempt { transfer_id: fresh_id(), ..attempt }).await.ids.len(),
         50
     );
     split.here.stop().await;

@@ -42,11 +42,14 @@ async fn golden_tokens_match_with_and_without_hand_over() {
     for run in golden() {
         let count = run.output_ids.len() as u32;
         let alone = v1::Attempt { cache_salt: "alone".into(), ..attempt(&run.prompt_ids, count) };
-        assert_eq!(d.side().decode_alone(&alone).await.ids, run.output_ids, "{}", run.name);
+        assert_eq!(d.side().local_prefill(&alone).await.ids, run.output_ids, "{}", run.name);
         let handed = attempt(&run.prompt_ids, count);
         let (_, decoded) = hand_over(&p.side(), &d.side(), &handed).await;
         assert_eq!(decoded.ids, run.output_ids, "{} handed over", run.name);
-        assert_eq!(decoded.finished.unwrap().received_bytes > 0, !decoded.reserved.unwrap().alone);
+        assert_eq!(
+            decoded.finished.unwrap().received_bytes > 0,
+            !decoded.reserved.unwrap().local_prefill
+        );
     }
     tokio::join!(p.stop(), d.stop());
 }

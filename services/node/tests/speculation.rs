@@ -84,7 +84,7 @@ async fn speculative_decoding_works_after_a_hand_over() {
     let (prefilled, decoded) = hand_over(&p.side(), &d.side(), &wanted).await;
     assert!(prefilled.delivered.is_some());
     assert_eq!(decoded.first_index, Some(0));
-    assert_eq!(decoded.ids, plain.side().decode_alone(&wanted).await.ids);
+    assert_eq!(decoded.ids, plain.side().local_prefill(&wanted).await.ids);
     let has_rows = |node: &TestNode| {
         let text = node.telemetry.metrics().render_prometheus();
         let rows = text.lines().find(|line| line.starts_with("baton_speculation_rows_total{"));

@@ -123,12 +123,12 @@ impl Admission {
 }
 
 /// Bound on the waiting answers of all models together.
-pub struct WaitingPlaces {
+pub struct WaitLimit {
     taken: AtomicU32,
     max: u32,
 }
 
-impl WaitingPlaces {
+impl WaitLimit {
     pub fn new(max: u32) -> Self {
         Self { taken: AtomicU32::new(0), max }
     }
@@ -136,9 +136,9 @@ impl WaitingPlaces {
 
 /// The answers of one model that wait for a node. Answers that found every node busy queue for their turn to pick
 /// nodes. Answers for which no node is up wait outside the queue.
-pub struct WaitingRoom {
+pub struct WaitQueue {
     turns: Arc<Mutex<Turns>>,
-    places: Arc<WaitingPlaces>,
+    places: Arc<WaitLimit>,
 }
 
 #[derive(Default)]
@@ -154,7 +154,7 @@ fn lock(turns: &Mutex<Turns>) -> MutexGuard<'_, Turns> {
 }
 
 impl Turns {
-    fn give(&mut self) {
+    fn notify_next(&mut self) {
         while let Some(id) = self.queue.next_turn() {
             if let Some(answer) = self.notified.remove(&id) {
                 // Fails only when the answer is about to leave the queue.
@@ -164,9 +164,9 @@ impl Turns {
     }
 }
 
-impl WaitingRoom {
-    /// `places` are shared by the rooms of all models.
-    pub fn new(places: Arc<WaitingPlaces>) -> Self {
+impl WaitQueue {
+    /// `places` are shared by the queues of all models.
+    pub fn new(places: Arc<WaitLimit>) -> Self {
         Self { turns: Arc::default(), places }
     }
 
@@ -209,7 +209,7 @@ impl Waiting {
             turns.next_id += 1;
             turns.notified.insert(id, notified);
             turns.queue.join(id);
-            turns.give();
+            turns.notify_next();
             self.queued = Some(Queued { turns: self.turns.clone(), id, turn: Some(turn) });
         }
     }
@@ -245,11 +245,11 @@ impl Drop for Queued {
         let mut turns = lock(&self.turns);
         turns.notified.remove(&self.id);
         turns.queue.leave(self.id);
-        turns.give();
+        turns.notify_next();
     }
 }
 
-struct Place(Arc<WaitingPlaces>);
+struct Place(Arc<WaitLimit>);
 
 impl Drop for Place {
     fn drop(&mut self) {

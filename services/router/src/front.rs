@@ -7,12 +7,12 @@ use text::ModelText;
 use tokio_util::sync::CancellationToken;
 
 use crate::{
-    admission::{Admission, BodyBudget, WaitingPlaces, WaitingRoom},
+    admission::{Admission, BodyBudget, WaitLimit, WaitQueue},
     history::SharedHistory,
     nodes::Nodes,
     request::{
         error::RequestError,
-        text_workers::{TextRoom, TextWorkers},
+        text_workers::{TextPermits, TextWorkers},
     },
 };
 
@@ -112,7 +112,7 @@ pub struct ServedModel {
     pub text: TextWorkers,
     pub metrics: RouterMetrics,
     /// Queue of waiting requests, one per model: while the nodes of one model are busy, those of another may be free.
-    pub waiting: WaitingRoom,
+    pub waiting: WaitQueue,
 }
 
 /// A model and the name that a request used for it.
@@ -140,14 +140,14 @@ impl Models {
         settings: &config::Router,
         metrics: &RouterMetrics,
     ) -> Self {
-        let places = Arc::new(WaitingPlaces::new(settings.waiting_max));
+        let places = Arc::new(WaitLimit::new(settings.waiting_max));
         let threads = std::thread::available_parallelism().map_or(2, usize::from);
-        let room = TextRoom::new(threads);
+        let permits = TextPermits::new(threads);
         let serve = |source: ModelSource| {
             Arc::new(ServedModel {
                 metrics: metrics.of_model(&source.name),
-                text: TextWorkers::new(source.text, room.clone()),
-                waiting: WaitingRoom::new(places.clone()),
+                text: TextWorkers::new(source.text, permits.clone()),
+                waiting: WaitQueue::new(places.clone()),
                 name: source.name.into(),
             })
         };

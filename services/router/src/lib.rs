@@ -27,7 +27,7 @@ mod request {
     pub mod error;
     pub mod options;
     pub mod text_workers;
-    pub mod tokenising;
+    pub mod tokenization;
     pub mod tools;
 }
 pub mod request_core;

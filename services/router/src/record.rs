@@ -1,4 +1,4 @@
-//! The record of each request: one log line at its end, its metrics and its account in the history.
+//! The record of each request: one log line at its end, its metrics and its entry in the history.
 
 use std::{
     sync::{Arc, Mutex, MutexGuard},
@@ -18,8 +18,8 @@ use tracing::Span;
 use crate::{
     front::{Front, ServedModel},
     history::{
-        Account, AttemptAccount, AttemptEndAccount, RequestEndAccount, SharedAccount,
-        SharedHistory, bounded, lock,
+        AttemptEntry, AttemptEntryEnd, RequestEntry, RequestEntryEnd, SharedEntry, SharedHistory,
+        bounded, lock,
     },
     net::ConnectionState,
     request::error::RequestError,
@@ -41,7 +41,7 @@ pub struct RequestRecord {
     label: Option<String>,
     received: Instant,
     state: Mutex<State>,
-    account: SharedAccount,
+    entry: SharedEntry,
     history: SharedHistory,
     span: Span,
     /// The connection that the request arrived on.
@@ -76,7 +76,7 @@ impl RequestRecord {
         connection: ConnectionState,
     ) -> Self {
         let (model, received) = (front.models.default_model(), Instant::now());
-        let account = Account {
+        let entry = RequestEntry {
             request_id,
             label: label.clone(),
             trace_id: None,
@@ -93,8 +93,8 @@ impl RequestRecord {
             waits_for: None,
             end: None,
         };
-        let account = Arc::new(Mutex::new(account));
-        front.history.lock().begin(request_id, account.clone());
+        let entry = Arc::new(Mutex::new(entry));
+        front.history.lock().begin(request_id, entry.clone());
         Self {
             model: model.clone(),
             operation,
@@ -102,7 +102,7 @@ impl RequestRecord {
             label,
             received,
             state: Mutex::default(),
-            account,
+            entry,
             history: front.history.clone(),
             span: Span::none(),
             connection,
@@ -116,7 +116,7 @@ impl RequestRecord {
 
     /// Sets the request's span. The request's log line belongs to this span.
     pub fn set_span(&mut self, span: Span) {
-        lock(&self.account).trace_id = propagation::trace_id(&span);
+        lock(&self.entry).trace_id = propagation::trace_id(&span);
         self.span = span;
     }
 
@@ -129,7 +129,7 @@ impl RequestRecord {
     }
 
     pub fn set_label(&mut self, label: Option<String>) {
-        lock(&self.account).label.clone_from(&label);
+        lock(&self.entry).label.clone_from(&label);
         self.label = label;
     }
 
@@ -138,24 +138,24 @@ impl RequestRecord {
         if !Arc::ptr_eq(&self.model, model) {
             self._running = model.metrics.request_running();
             self.model = model.clone();
-            lock(&self.account).model = model.name.clone();
+            lock(&self.entry).model = model.name.clone();
         }
     }
 
     /// Records that the fields were read and checked.
     pub fn read(&self) {
-        lock(&self.account).read = Some(self.received.elapsed());
+        lock(&self.entry).read = Some(self.received.elapsed());
     }
 
     pub fn prepared(&self, choices: u32, prompt_tokens: u32) {
         let mut state = self.state();
         (state.choices, state.prompt_tokens) = (choices, prompt_tokens);
-        let mut account = lock(&self.account);
-        (account.choices, account.prompt_tokens) = (choices, prompt_tokens);
-        account.prepared = Some(self.received.elapsed());
+        let mut entry = lock(&self.entry);
+        (entry.choices, entry.prompt_tokens) = (choices, prompt_tokens);
+        entry.prepared = Some(self.received.elapsed());
     }
 
-    /// Records the start of an attempt. `ttft`: predicted time from the pick to the first token. `cached_believed`:
+    /// Records the start of an attempt. `ttft`: predicted time from the pick to the first token. `cached_expected`:
     /// tokens that the router believes to be cached on the prefill and the decode node.
     pub fn picked(
         &self,
@@ -163,7 +163,7 @@ impl RequestRecord {
         number: u32,
         considered: Considered,
         ttft: Option<Duration>,
-        cached_believed: (Option<u32>, u32),
+        cached_expected: (Option<u32>, u32),
     ) {
         let picked = self.received.elapsed();
         let mut state = self.state();
@@ -172,16 +172,16 @@ impl RequestRecord {
         }
         drop(state);
         self.model.metrics.picked(pick(&considered));
-        let mut account = lock(&self.account);
-        let waited_for = account.waits_for.take();
-        account.picked(AttemptAccount {
+        let mut entry = lock(&self.entry);
+        let waited_for = entry.waits_for.take();
+        entry.picked(AttemptEntry {
             choice,
             number,
             picked,
             waited_for,
             considered,
             predicted_ttft: ttft,
-            cached_believed,
+            cached_expected,
             first_token: None,
             hand_over: None,
             end: None,
@@ -191,20 +191,20 @@ impl RequestRecord {
     /// Records that a pick found no node.
     pub fn no_node(&self, reason: NoNode) {
         self.model.metrics.picked(no_pick(&reason));
-        lock(&self.account).waits_for = Some(reason);
+        lock(&self.entry).waits_for = Some(reason);
     }
 
     /// Records the first token of an answer's open attempt.
     pub fn attempt_began(&self, choice: u32) {
         let after = self.received.elapsed();
-        if let Some(attempt) = lock(&self.account).open_attempt(choice) {
+        if let Some(attempt) = lock(&self.entry).open_attempt(choice) {
             attempt.first_token = Some(after);
         }
     }
 
     /// Records the time from token 0 to the decode node's first token.
     pub fn handed_over(&self, choice: u32, gap: Duration) {
-        if let Some(attempt) = lock(&self.account).open_attempt(choice) {
+        if let Some(attempt) = lock(&self.entry).open_attempt(choice) {
             attempt.hand_over = Some(gap);
         }
     }
@@ -273,13 +273,13 @@ impl RequestRecord {
             self.model.metrics.node_attempt_ended(role, of_node);
         }
         let at = self.received.elapsed();
-        if let Some(attempt) = lock(&self.account).open_attempt(choice) {
+        if let Some(attempt) = lock(&self.entry).open_attempt(choice) {
             let failure = match &ended.outcome {
                 AttemptOutcome::Failed(failure) => Some(bounded(failure.to_string())),
                 AttemptOutcome::Complete | AttemptOutcome::Cancelled => None,
             };
             let (outcome, stats) = (end.as_str(), ended.stats);
-            attempt.end = Some(AttemptEndAccount { at, outcome, failure, stats });
+            attempt.end = Some(AttemptEntryEnd { at, outcome, failure, stats });
         }
         end
     }
@@ -326,7 +326,7 @@ impl Drop for RequestRecord {
         };
         self.model.metrics.request_ended(&finished);
         spans::request_ended(&self.span, &self.model.name, &finished, &state.finish_reasons);
-        lock(&self.account).end = Some(RequestEndAccount {
+        lock(&self.entry).end = Some(RequestEntryEnd {
             at: duration,
             reason: end.as_str(),
             is_complete: matches!(end, RequestEnd::Stop | RequestEnd::Length),
@@ -334,7 +334,7 @@ impl Drop for RequestRecord {
             first_token: state.first_token,
             completion_tokens: state.completion_tokens,
         });
-        // The accounts that this one displaces are dropped without the lock.
+        // The entries that this one displaces are dropped without the lock.
         let _displaced = self.history.lock().end(self.request_id);
         // The end of an exported span is the time at which the span was last left, so enter and leave it now.
         let _entered = self.span.enter();
@@ -399,7 +399,7 @@ fn no_pick(reason: &NoNode) -> Pick {
 }
 
 /// Returns whole microseconds in milliseconds: at most three decimals in a log line.
-fn milliseconds(duration: Duration) -> f64 {
+pub fn milliseconds(duration: Duration) -> f64 {
     duration.as_micros() as f64 / 1e3
 }
 

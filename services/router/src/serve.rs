@@ -147,7 +147,7 @@ impl RunningRouter {
     pub async fn leave(&self, delay: Duration) {
         self.front.leaving.cancel();
         self.metrics.set_draining(true);
-        tracing::info!(?delay, "leaving: unready, and accepting requests for this time");
+        tracing::info!(?delay, "leaving: not ready, but accepts requests during `delay`");
         let _ = tokio::time::timeout(delay, self.front.cut.cancelled()).await;
     }
 

@@ -258,7 +258,7 @@ fn noise(seed: u64, count: usize) -> Vec<u8> {
 
 /// Outcome of garbage on one port.
 #[derive(Clone, Copy, Debug, Default)]
-struct Thrown {
+struct GarbageCounts {
     messages: usize,
     bytes: usize,
     /// Connections that were rejected or closed, out of those that must be.
@@ -271,9 +271,9 @@ async fn garbage_on_either_port_disturbs_no_request() {
     let cluster = Cluster::start(1, 1, ANSWER).await;
     let ports = [cluster.router.http, cluster.router.grpc];
     let flood = tokio::spawn(async move {
-        let mut thrown = [Thrown::default(); 2];
+        let mut counts = [GarbageCounts::default(); 2];
         for round in 0..ROUNDS {
-            for (port, thrown) in ports.into_iter().zip(&mut thrown) {
+            for (port, counts) in ports.into_iter().zip(&mut counts) {
                 let message: Vec<u8> = match round % 6 {
                     0 => noise(round, 64),
                     1 => noise(round, 100_000),
@@ -286,7 +286,7 @@ async fn garbage_on_either_port_disturbs_no_request() {
                     _ => Vec::new(),
                 };
                 let mut stream = TcpStream::connect(port).await.expect("the port is open");
-                thrown.messages += 1;
+                counts.messages += 1;
                 let mut rest = &message[..];
                 // Writes until everything is sent or the router closes the connection.
                 let write = async {
@@ -298,20 +298,20 @@ async fn garbage_on_either_port_disturbs_no_request() {
                     }
                 };
                 let _ = tokio::time::timeout(Duration::from_millis(100), write).await;
-                thrown.bytes += message.len() - rest.len();
+                counts.bytes += message.len() - rest.len();
                 let mut answer = [0; 64];
                 let read = stream.read(&mut answer);
                 if round % 6 == 0 {
                     // No further bytes can turn this into a request.
                     let heard = tokio::time::timeout(DEADLINE, read).await;
                     assert!(heard.is_ok(), "round {round}: {port} waits for more");
-                    thrown.refused += 1;
+                    counts.refused += 1;
                 } else {
                     let _ = tokio::time::timeout(Duration::from_millis(5), read).await;
                 }
             }
         }
-        thrown
+        counts
     });
     let body = json!({"prompt": long_prompt(), "max_tokens": 100});
     let mut served = 0;
@@ -320,10 +320,10 @@ async fn garbage_on_either_port_disturbs_no_request() {
         assert_eq!(answer.json()["choices"][0]["text"], ANSWER);
         served += 1;
     }
-    for thrown in flood.await.unwrap() {
-        assert_eq!((thrown.messages, thrown.refused), (60, 10), "{thrown:?}");
+    for counts in flood.await.unwrap() {
+        assert_eq!((counts.messages, counts.refused), (60, 10), "{counts:?}");
         // Long payloads are cut off where the router detects the error.
-        assert!(thrown.bytes > 20_000, "{thrown:?}");
+        assert!(counts.bytes > 20_000, "{counts:?}");
     }
     // No node received a request from the garbage.
     assert_eq!(cluster.decode[0].calls().len(), served);

@@ -543,7 +543,7 @@ async fn readiness_waits_for_peer_connections_and_requests_do_not() {
     // On a busy machine this time may be over before the first check.
     for _ in 0..10 {
         let (prefill, decode) = Cluster::nodes(1, 1, ANSWER);
-        prefill[0].keep_meeting(true);
+        prefill[0].keep_connecting(true);
         let source = ModelSource { name: MODEL.to_owned(), text: model_text() };
         let start = Instant::now();
         let cluster = Cluster::begin(settings(), vec![source], prefill, decode);
@@ -562,7 +562,7 @@ async fn readiness_waits_for_peer_connections_and_requests_do_not() {
         let was_ready = answer.status == 200 || status == ServingStatus::Serving;
         assert!(!was_ready || start.elapsed() >= MET_MAX, "they have not met");
         collect(generate(&cluster, request(options())).await.unwrap()).await.unwrap();
-        cluster.prefill[0].keep_meeting(false);
+        cluster.prefill[0].keep_connecting(false);
         eventually("ready", async || cluster.client.get("/health").await.status == 200).await;
         eventually("serving", async || by_grpc().await == ServingStatus::Serving).await;
         if !was_ready {
@@ -576,7 +576,7 @@ async fn readiness_waits_for_peer_connections_and_requests_do_not() {
 #[tokio::test]
 async fn missing_peer_connections_delay_readiness_only_briefly() {
     let (prefill, decode) = Cluster::nodes(1, 1, ANSWER);
-    decode[0].keep_meeting(true);
+    decode[0].keep_connecting(true);
     // Waits until the router is ready.
     let cluster = Cluster::start_over(settings(), prefill, decode).await;
     collect(generate(&cluster, request(options())).await.unwrap()).await.unwrap();

@@ -55,7 +55,7 @@ async fn health_names_nodes_that_fell_back_to_the_cpu() {
 #[tokio::test]
 async fn a_request_is_answered_by_nodes_of_the_model_that_it_names() {
     let cluster = two_models().await;
-    let asked = [("x-baton-figures", "1")];
+    let asked = [("x-baton-stats", "1")];
     for (name, nodes) in [
         (json!(null), MODEL),
         (json!(""), MODEL),

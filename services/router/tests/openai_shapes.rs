@@ -414,11 +414,15 @@ async fn ignored_ends_of_sequence_make_answers_of_an_exact_length() {
 #[tokio::test]
 async fn statistics_are_sent_only_on_request() {
     let cluster = Cluster::start(1, 1, ANSWER).await;
-    let asked = [("x-baton-figures", "1")];
+    let asked = [("x-baton-stats", "1")];
     let expected = json!({"kv_bytes": 4096, "transfer_us": 81, "attempts": 1,
         "prefill_node": "prefill-0", "decode_node": "decode-0"});
     let body = completion(json!({}));
     let answer = cluster.client.post_with("/v1/completions", &asked, &body).await.json();
+    assert_eq!(answer["baton"], expected);
+    // The old name of the header.
+    let old = [("x-baton-figures", "1")];
+    let answer = cluster.client.post_with("/v1/completions", &old, &body).await.json();
     assert_eq!(answer["baton"], expected);
     assert_eq!(cluster.client.post("/v1/completions", &body).await.json().get("baton"), None);
     let body = completion(json!({"stream": true}));
@@ -430,7 +434,7 @@ async fn statistics_are_sent_only_on_request() {
 #[tokio::test]
 async fn decode_node_that_needs_no_peer_cancels_the_prefill_call() {
     let cluster = Cluster::start(1, 1, ANSWER).await;
-    cluster.decode[0].behave(Behaviour::Alone);
+    cluster.decode[0].behave(Behaviour::LocalPrefill);
     cluster.prefill[0].behave(Behaviour::HangAfter(0));
     let answer = cluster.client.post("/v1/completions", &completion(json!({}))).await.json();
     assert_eq!(answer["choices"][0]["text"], ANSWER);

@@ -35,9 +35,9 @@ fn expected() -> Vec<u32> {
 
 /// Asserts that the whole answer arrives with each token once. Returns the statistics.
 async fn complete(cluster: &Cluster) -> Value {
-    let figures = [("x-baton-figures", "1")];
+    let headers = [("x-baton-stats", "1")];
     let chunks =
-        cluster.client.stream_with("/v1/completions", &figures, &streamed()).await.chunks().await;
+        cluster.client.stream_with("/v1/completions", &headers, &streamed()).await.chunks().await;
     assert_eq!(ids_of(&chunks, 0), expected());
     assert_eq!(text_of(&chunks, 0), ANSWER);
     chunks.last().unwrap()["baton"].clone()
@@ -65,17 +65,17 @@ async fn a_prefill_node_that_fails_is_replaced_by_another() {
         // The router selects the other node only if it must.
         prefill[1].report(NodeLoad { pending_prompt_tokens: 5000, ..Default::default() });
         let cluster = Cluster::start_over(settings(), prefill, decode).await;
-        let figures = complete(&cluster).await;
+        let stats = complete(&cluster).await;
         // A busy rejection is not an attempt, and a repeated id does not count against its node.
         match &behaviour {
-            Behaviour::Refuse(Code::AlreadyExists, _) => assert_eq!(figures["attempts"], 4),
+            Behaviour::Refuse(Code::AlreadyExists, _) => assert_eq!(stats["attempts"], 4),
             Behaviour::Refuse(Code::ResourceExhausted, _)
-            | Behaviour::FailAfter(_, FailureKind::Busy) => assert_eq!(figures["attempts"], 1),
-            _ => assert_eq!(figures["attempts"], 2, "{behaviour:?}"),
+            | Behaviour::FailAfter(_, FailureKind::Busy) => assert_eq!(stats["attempts"], 1),
+            _ => assert_eq!(stats["attempts"], 2, "{behaviour:?}"),
         }
         match &behaviour {
             Behaviour::Refuse(Code::AlreadyExists, _) => {}
-            _ => assert_eq!(figures["prefill_node"], "prefill-1", "{behaviour:?}"),
+            _ => assert_eq!(stats["prefill_node"], "prefill-1", "{behaviour:?}"),
         }
         let (prefill_calls, decode_calls) = (cluster.prefill[0].calls(), cluster.decode[0].calls());
         let first = &prefill_calls[0].attempt;
@@ -253,8 +253,8 @@ async fn a_silent_prefill_node_counts_as_lost() {
     let cluster = short_silence_limit(1, 1).await;
     cluster.prefill[0].behave(Behaviour::HangAfter(0));
     cluster.decode[0].behave(Behaviour::NoKvFrom("prefill-0"));
-    let figures = complete(&cluster).await;
-    assert_eq!((&figures["attempts"], &figures["prefill_node"]), (&json!(2), &json!(null)));
+    let stats = complete(&cluster).await;
+    assert_eq!((&stats["attempts"], &stats["prefill_node"]), (&json!(2), &json!(null)));
     assert_eq!(cluster.metric("baton_attempts_total", &["prefill_lost"]).await, 1.0);
 }
 
@@ -289,8 +289,8 @@ async fn long_prefill_is_no_failure_while_its_node_reports_progress() {
         })
         .await;
     };
-    let (figures, ()) = tokio::join!(request, reports);
-    assert_eq!((&figures["attempts"], &figures["prefill_node"]), (&json!(2), &json!(null)));
+    let (stats, ()) = tokio::join!(request, reports);
+    assert_eq!((&stats["attempts"], &stats["prefill_node"]), (&json!(2), &json!(null)));
 }
 
 #[tokio::test]
@@ -388,8 +388,8 @@ async fn a_request_whose_nodes_are_killed_more_often_than_its_budget_completes()
     const KILLS: usize = 6;
     let mut cluster = Cluster::start(1, 1, ANSWER).await;
     cluster.decode[0].behave(Behaviour::HangAfter(1));
-    let figures = [("x-baton-figures", "1")];
-    let mut stream = cluster.client.stream_with("/v1/completions", &figures, &streamed()).await;
+    let headers = [("x-baton-stats", "1")];
+    let mut stream = cluster.client.stream_with("/v1/completions", &headers, &streamed()).await;
     let mut ids = Vec::new();
     for kills in 1..=KILLS {
         while ids.len() < kills {
@@ -441,8 +441,8 @@ async fn repeated_transfer_failures_fall_back_to_a_decode_node_alone() {
     let cluster = Cluster::start(2, 1, ANSWER).await;
     let failing = Behaviour::FailAfter(0, FailureKind::TransferFailed);
     cluster.decode[0].behave_in_turn(vec![failing.clone(), failing, Behaviour::Serve]);
-    let figures = complete(&cluster).await;
-    assert_eq!((&figures["attempts"], &figures["prefill_node"]), (&json!(3), &json!(null)));
+    let stats = complete(&cluster).await;
+    assert_eq!((&stats["attempts"], &stats["prefill_node"]), (&json!(3), &json!(null)));
     let with_peer: Vec<bool> =
         cluster.decode[0].calls().iter().map(|call| call.with_peer).collect();
     assert_eq!(with_peer, [true, true, false]);
@@ -457,8 +457,8 @@ async fn request_waits_for_busy_nodes() {
     let request = tokio::spawn({
         let client = cluster.client.clone();
         async move {
-            let figures = [("x-baton-figures", "1")];
-            client.stream_with("/v1/completions", &figures, &streamed()).await.chunks().await
+            let headers = [("x-baton-stats", "1")];
+            client.stream_with("/v1/completions", &headers, &streamed()).await.chunks().await
         }
     });
     let node = &cluster.decode[0];
@@ -501,14 +501,14 @@ async fn decode_node_prefills_if_all_prefill_nodes_are_full() {
     cluster.prefill[0].behave(Behaviour::Refuse(Code::ResourceExhausted, "queue full"));
     cluster.decode[0].behave(Behaviour::NoKvFrom("prefill-0"));
     for _ in 0..2 {
-        let figures = complete(&cluster).await;
-        assert_eq!((&figures["prefill_node"], &figures["attempts"]), (&json!(null), &json!(1)));
+        let stats = complete(&cluster).await;
+        assert_eq!((&stats["prefill_node"], &stats["attempts"]), (&json!(null), &json!(1)));
     }
     let waited = cluster.metric("baton_requests", &["state=\"waiting\""]).await;
     assert_eq!(waited, 0.0);
     // Calls of one connection may be received in any order.
-    let alone = cluster.decode[0].calls().iter().filter(|call| !call.with_peer).count();
-    assert_eq!(alone, 2);
+    let local_prefill = cluster.decode[0].calls().iter().filter(|call| !call.with_peer).count();
+    assert_eq!(local_prefill, 2);
     assert!(!cluster.prefill[0].calls().is_empty(), "it was asked");
     // The router uses the prefill node again as soon as it has capacity.
     for node in [&cluster.prefill[0], &cluster.decode[0]] {
@@ -551,8 +551,8 @@ async fn only_equal_models_are_paired() {
     let decode = vec![ScriptedNode::start(Role::Decode, "decode-0")];
     decode[0].answer_with(&encode(ANSWER));
     let cluster = Cluster::start_over(settings(), prefill, decode).await;
-    let figures = complete(&cluster).await;
-    assert_eq!(figures["prefill_node"], json!(null));
+    let stats = complete(&cluster).await;
+    assert_eq!(stats["prefill_node"], json!(null));
     assert!(cluster.prefill[0].calls().is_empty());
 }
 
@@ -577,7 +577,7 @@ fn decode_tokens(first_index: u32, ids: &[u32]) -> decode_event::Event {
 }
 
 fn reserved() -> decode_event::Event {
-    decode_event::Event::Reserved(Reserved { cached_tokens: 0, alone: false })
+    decode_event::Event::Reserved(Reserved { cached_tokens: 0, local_prefill: false })
 }
 
 fn first_token(id: u32) -> prefill_event::Event {

@@ -23,7 +23,7 @@ fn token(id: u32) -> Token {
 /// Returns the events of one answer. Each `Tokens` event has as many tokens as the entry of `counts`.
 fn events(counts: &[usize]) -> Vec<Event> {
     let ids = [encode(ANSWER), vec![END]].concat();
-    let mut events = vec![Event::Reserved(Reserved { cached_tokens: 0, alone: true })];
+    let mut events = vec![Event::Reserved(Reserved { cached_tokens: 0, local_prefill: true })];
     let mut rest = &ids[..];
     for &count in counts {
         let first_index = (ids.len() - rest.len()) as u32;

@@ -104,7 +104,7 @@ async fn text_too_long_to_tokenize_is_rejected_with_the_limit() {
 }
 
 #[tokio::test]
-async fn grpc_tokenises_and_lists_models_alike() {
+async fn grpc_tokenizes_and_lists_models_alike() {
     let cluster = Cluster::start(1, 1, " ok").await;
     let mut client = InferenceClient::new(grpc_channel(&cluster).await);
     let of = |input| TokenizeRequest { input: Some(input), ..Default::default() };

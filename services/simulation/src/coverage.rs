@@ -31,7 +31,7 @@ impl Coverage {
 
     pub(crate) fn count_decode_event(&mut self, event: &Option<decode_event::Event>) {
         if let Some(decode_event::Event::Reserved(reserved)) = event {
-            self.count(if reserved.alone { "reserved alone" } else { "reserved" });
+            self.count(if reserved.local_prefill { "reserved, local prefill" } else { "reserved" });
         }
     }
 

@@ -7,8 +7,8 @@ use std::{
 };
 
 use cluster::{
-    Action, AssignmentId, Directory, Health, Input, MemberChange, NoNode, NodeAddress, NodeChoice,
-    NodeRecord, Selection, StreamId, Wanted,
+    AssignmentId, Directory, DirectoryAction, DirectoryInput, Health, MemberChange, NoNode,
+    NodeAddress, NodeChoice, NodeRecord, Selection, StreamId, Wanted,
 };
 use proto::{ids::TransferId, v1::ObserveEvent};
 
@@ -90,7 +90,7 @@ impl Nodes {
     }
 
     pub fn member(&mut self, now: Instant, change: MemberChange) {
-        self.handle(now, Input::Member(change));
+        self.handle(now, DirectoryInput::Member(change));
     }
 
     pub fn take_actions(&mut self) -> Vec<NodesAction> {
@@ -123,17 +123,17 @@ impl Nodes {
 
     pub fn stream_ended(&mut self, now: Instant, stream: StreamId, reason: &str) {
         if self.streams.remove(&stream).is_some() {
-            self.handle(now, Input::StreamEnded { stream, reason: reason.to_owned() });
+            self.handle(now, DirectoryInput::StreamEnded { stream, reason: reason.to_owned() });
         }
     }
 
     pub fn observed(&mut self, now: Instant, stream: StreamId, event: ObserveEvent) {
-        self.handle(now, Input::Observed { stream, event });
+        self.handle(now, DirectoryInput::Observed { stream, event });
     }
 
     /// Handles a call that lost its connection to this process, or found another process there.
     pub fn call_lost(&mut self, now: Instant, node: &Assigned, reason: String) {
-        self.handle(now, Input::CallLost { epoch: node.record.epoch, reason });
+        self.handle(now, DirectoryInput::CallLost { epoch: node.record.epoch, reason });
     }
 
     pub fn pick(
@@ -172,7 +172,7 @@ impl Nodes {
     }
 
     pub fn busy(&mut self, now: Instant, node: &Assigned) {
-        self.directory.busy(now, node.assignment, None);
+        self.directory.busy(now, node.assignment);
     }
 
     pub fn release(&mut self, node: &Assigned) {
@@ -199,26 +199,28 @@ impl Nodes {
         }
     }
 
-    fn handle(&mut self, now: Instant, input: Input) {
+    fn handle(&mut self, now: Instant, input: DirectoryInput) {
         let mut actions = Vec::new();
         self.directory.handle(now, input, &mut actions);
         self.follow(actions);
     }
 
-    fn follow(&mut self, actions: Vec<Action>) {
+    fn follow(&mut self, actions: Vec<DirectoryAction>) {
         for action in actions {
             match action {
-                Action::Observe { stream, address, .. } => {
+                DirectoryAction::Observe { stream, address, .. } => {
                     let connection = self.connections[self.host_of(&address)];
                     let stream = Stream { connection, id: stream };
                     self.streams.insert(stream.id, stream);
                     self.actions.push(NodesAction::Observe(stream));
                 }
-                Action::StopObserving { stream } => {
+                DirectoryAction::StopObserving { stream } => {
                     let stopped = self.streams.remove(&stream);
                     self.actions.extend(stopped.map(NodesAction::StopObserving));
                 }
-                Action::HealthChanged { .. } | Action::Forgotten { .. } => self.has_changed = true,
+                DirectoryAction::HealthChanged { .. } | DirectoryAction::Forgotten { .. } => {
+                    self.has_changed = true
+                }
             }
         }
     }

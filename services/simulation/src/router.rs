@@ -13,7 +13,7 @@ use proto::{
     v1::{self, DecodeEvent, DecodeRequest, ObserveEvent, PrefillEvent, PrefillRequest},
 };
 use router::request_core::{
-    AnswerSpec, AttemptOutcome, EndedAttempt, GiveUp, NodeReport, Output, RecoveryPolicy,
+    AnswerSpec, AttemptOutcome, EndedAttempt, GiveUp, NodeFeedback, Output, RecoveryPolicy,
     RequestCore, Side, TurnQueue,
 };
 use simulation_base::Random;
@@ -328,7 +328,7 @@ impl Router {
         }
         let waiting = self.answers.iter().filter(|(_, answer)| answer.core.expects_node());
         for id in waiting.map(|(id, _)| *id).collect::<Vec<_>>() {
-            self.answer(id).core.handle_nodes_changed(now);
+            self.answer(id).core.handle_nodes_changed();
             self.perform(now, id);
         }
     }
@@ -396,7 +396,7 @@ impl Router {
         for model in self.waiting.keys().cloned().collect::<Vec<_>>() {
             while let Some(id) = self.waiting.get_mut(&model).and_then(TurnQueue::next_turn) {
                 self.coverage.count("turns");
-                self.answer(id).core.handle_turn(now);
+                self.answer(id).core.handle_turn();
                 self.perform(now, id);
             }
         }
@@ -472,9 +472,9 @@ impl Router {
                 (Side::Prefill, Some(prefill)) => prefill,
                 (Side::Prefill, None) | (Side::Decode, _) => &decode,
             };
-            match failure.node_report() {
-                Some(NodeReport::Busy) => self.nodes.busy(now, node),
-                Some(NodeReport::Lost) => {
+            match failure.node_feedback() {
+                Some(NodeFeedback::Busy) => self.nodes.busy(now, node),
+                Some(NodeFeedback::Lost) => {
                     self.nodes.call_lost(now, node, failure.message.clone());
                 }
                 None => {}

@@ -140,7 +140,7 @@ impl node_server::Node for Service {
         let attempt = request.into_inner().attempt.unwrap_or_default();
         let count = attempt.sampling.map_or(1, |sampling| sampling.max_tokens);
         let (events, mut received) = mpsc::unbounded_channel();
-        let reserved = Reserved { cached_tokens: 0, alone: true };
+        let reserved = Reserved { cached_tokens: 0, local_prefill: true };
         // The receiver is open.
         let _ = events.send(decode_event::Event::Reserved(reserved));
         self.running.lock().expect("no step panics").push(Running { next_index: 0, count, events });

@@ -57,7 +57,7 @@ async fn ask(url: &str) -> Result<Value> {
         }
         Ok(())
     };
-    client.post_for_events(&url, &[("x-baton-figures", "1")], &body, on_event).await?;
+    client.post_for_events(&url, &[("x-baton-stats", "1")], &body, on_event).await?;
     print("\n");
     let first = first.ok_or_else(|| anyhow!("the answer has no text"))?;
     ensure!(tokens > 0, "invalid usage: completion_tokens is 0");

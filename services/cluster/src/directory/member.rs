@@ -255,11 +255,8 @@ impl Member {
     }
 
     /// Handles Busy: no attempt goes to the node for a while.
-    pub(super) fn busy(&mut self, now: Instant, asked: Option<Duration>, jitter: &mut Jitter) {
-        let pause = match asked {
-            Some(asked) => asked.min(BUSY_DELAY_MAX).max(BUSY_DELAY_FIRST / 2),
-            None => jitter.spread(doubled(BUSY_DELAY_FIRST, self.busy_count, BUSY_DELAY_MAX)),
-        };
+    pub(super) fn busy(&mut self, now: Instant, jitter: &mut Jitter) {
+        let pause = jitter.spread(doubled(BUSY_DELAY_FIRST, self.busy_count, BUSY_DELAY_MAX));
         self.busy_count = self.busy_count.saturating_add(1);
         self.busy_until = Some(now + pause);
     }

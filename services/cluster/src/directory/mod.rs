@@ -77,7 +77,7 @@ impl Health {
 
 /// An event that a directory handles.
 #[derive(Clone, Debug)]
-pub enum Input {
+pub enum DirectoryInput {
     /// A change of the membership.
     Member(MemberChange),
     /// An event of an `Observe` stream.
@@ -90,7 +90,7 @@ pub enum Input {
 
 /// An operation for the shell to perform.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Action {
+pub enum DirectoryAction {
     /// Open an `Observe` stream to this address and pass its events with this id.
     Observe { stream: StreamId, node: NodeKey, address: NodeAddress },
     /// Drop this stream.
@@ -147,17 +147,26 @@ impl Directory {
         }
     }
 
-    pub fn handle(&mut self, now: Instant, input: Input, actions: &mut Vec<Action>) {
+    pub fn handle(
+        &mut self,
+        now: Instant,
+        input: DirectoryInput,
+        actions: &mut Vec<DirectoryAction>,
+    ) {
         match input {
-            Input::Member(MemberChange::Joined(address)) => self.joined(now, address, actions),
-            Input::Member(MemberChange::Left(address)) => self.left(&address, actions),
-            Input::Observed { stream, event } => self.observed(now, stream, event, actions),
-            Input::StreamEnded { stream, reason } => {
+            DirectoryInput::Member(MemberChange::Joined(address)) => {
+                self.joined(now, address, actions)
+            }
+            DirectoryInput::Member(MemberChange::Left(address)) => self.left(&address, actions),
+            DirectoryInput::Observed { stream, event } => {
+                self.observed(now, stream, event, actions)
+            }
+            DirectoryInput::StreamEnded { stream, reason } => {
                 let Some(key) = self.streams.remove(&stream) else { return };
                 self.member(key).stream = None;
                 self.lost(now, key, reason, actions);
             }
-            Input::CallLost { epoch, reason } => {
+            DirectoryInput::CallLost { epoch, reason } => {
                 let up = self.up_with_epoch(epoch).next();
                 if let Some(key) = up {
                     self.stop_observing(key, actions);
@@ -174,7 +183,7 @@ impl Directory {
     }
 
     /// Starts due probes, requests snapshots from silent nodes, and fails unanswered probes.
-    pub fn on_deadline(&mut self, now: Instant, actions: &mut Vec<Action>) {
+    pub fn on_deadline(&mut self, now: Instant, actions: &mut Vec<DirectoryAction>) {
         let due = |member: &Member| member.deadline().is_some_and(|deadline| deadline <= now);
         let keys: Vec<_> =
             self.members.iter().filter(|(_, member)| due(member)).map(|(key, _)| *key).collect();
@@ -219,7 +228,7 @@ impl Directory {
         of_role.filter_map(|member| Some(member.serving()?.cached.len())).sum()
     }
 
-    fn joined(&mut self, now: Instant, address: NodeAddress, actions: &mut Vec<Action>) {
+    fn joined(&mut self, now: Instant, address: NodeAddress, actions: &mut Vec<DirectoryAction>) {
         let known = self.members.iter_mut().find(|(_, member)| member.address == address);
         if let Some((key, member)) = known {
             let (key, returned) = (*key, !std::mem::replace(&mut member.listed, true));
@@ -234,7 +243,7 @@ impl Directory {
         self.observe(now, key, actions);
     }
 
-    fn left(&mut self, address: &NodeAddress, actions: &mut Vec<Action>) {
+    fn left(&mut self, address: &NodeAddress, actions: &mut Vec<DirectoryAction>) {
         let known = self.members.iter_mut().find(|(_, member)| member.address == *address);
         let Some((key, member)) = known else { return };
         member.listed = false;
@@ -250,7 +259,7 @@ impl Directory {
         now: Instant,
         stream: StreamId,
         event: v1::ObserveEvent,
-        actions: &mut Vec<Action>,
+        actions: &mut Vec<DirectoryAction>,
     ) {
         let Some(key) = self.streams.get(&stream).copied() else { return };
         let member = self.member(key);
@@ -283,7 +292,13 @@ impl Directory {
     }
 
     /// Handles the end of a member's stream: probes a stable node at once, others after a delay.
-    fn lost(&mut self, now: Instant, key: NodeKey, reason: String, actions: &mut Vec<Action>) {
+    fn lost(
+        &mut self,
+        now: Instant,
+        key: NodeKey,
+        reason: String,
+        actions: &mut Vec<DirectoryAction>,
+    ) {
         let member = self.members.get_mut(&key).expect("callers hold a key of a member");
         let was_up = member.health == Health::Up;
         if !was_up && !member.listed {
@@ -300,7 +315,13 @@ impl Directory {
     }
 
     /// Handles an invalid answer: the next probe follows after a delay.
-    fn reject(&mut self, now: Instant, key: NodeKey, reason: String, actions: &mut Vec<Action>) {
+    fn reject(
+        &mut self,
+        now: Instant,
+        key: NodeKey,
+        reason: String,
+        actions: &mut Vec<DirectoryAction>,
+    ) {
         self.stop_observing(key, actions);
         let member = self.members.get_mut(&key).expect("callers hold a key of a member");
         if !member.listed {
@@ -310,7 +331,7 @@ impl Directory {
         self.set_health(key, Health::Down, reason, actions);
     }
 
-    fn observe(&mut self, now: Instant, key: NodeKey, actions: &mut Vec<Action>) {
+    fn observe(&mut self, now: Instant, key: NodeKey, actions: &mut Vec<DirectoryAction>) {
         let stream = StreamId(self.next());
         let member = self.member(key);
         member.retry_at = None;
@@ -318,21 +339,21 @@ impl Directory {
         member.stream = Some(Stream { id: stream, last: None, deadline });
         let address = member.address.clone();
         self.streams.insert(stream, key);
-        actions.push(Action::Observe { stream, node: key, address });
+        actions.push(DirectoryAction::Observe { stream, node: key, address });
     }
 
-    fn stop_observing(&mut self, key: NodeKey, actions: &mut Vec<Action>) {
+    fn stop_observing(&mut self, key: NodeKey, actions: &mut Vec<DirectoryAction>) {
         if let Some(stream) = self.member(key).stream.take() {
             self.streams.remove(&stream.id);
-            actions.push(Action::StopObserving { stream: stream.id });
+            actions.push(DirectoryAction::StopObserving { stream: stream.id });
         }
     }
 
-    fn forget(&mut self, key: NodeKey, actions: &mut Vec<Action>) {
+    fn forget(&mut self, key: NodeKey, actions: &mut Vec<DirectoryAction>) {
         self.stop_observing(key, actions);
         self.forget_assignments(key);
         if let Some(member) = self.members.remove(&key) {
-            actions.push(Action::Forgotten { node: key, address: member.address });
+            actions.push(DirectoryAction::Forgotten { node: key, address: member.address });
         }
     }
 
@@ -342,13 +363,19 @@ impl Directory {
         self.transfer_ms.retain(|(prefill, decode), _| *prefill != key && *decode != key);
     }
 
-    fn set_health(&mut self, key: NodeKey, to: Health, reason: String, actions: &mut Vec<Action>) {
+    fn set_health(
+        &mut self,
+        key: NodeKey,
+        to: Health,
+        reason: String,
+        actions: &mut Vec<DirectoryAction>,
+    ) {
         let member = self.member(key);
         let from = std::mem::replace(&mut member.health, to);
         member.reason.clone_from(&reason);
         if from != to {
             let address = member.address.clone();
-            actions.push(Action::HealthChanged { node: key, address, from, to, reason });
+            actions.push(DirectoryAction::HealthChanged { node: key, address, from, to, reason });
         }
     }
 

@@ -31,7 +31,7 @@ use config::{Disaggregate, NodePolicy};
 use proto::ids::TransferId;
 
 use super::{
-    Assignment, AssignmentId, Directory, Forecast, NodeKey, PROBE_TIMEOUT,
+    Assignment, AssignmentId, Directory, Forecast, NodeKey,
     considered::{Considered, ConsideredOption, IneligibleNode, OPTIONS_MAX, Placement},
     member::{Member, Seen, Unseen},
 };
@@ -70,8 +70,8 @@ pub struct Selection {
 /// Requirements of an attempt on its nodes.
 #[derive(Clone, Copy, Debug)]
 pub struct Wanted<'a> {
-    /// Name of the model; `None` if all nodes serve the same model.
-    pub model: Option<&'a str>,
+    /// Name of the model.
+    pub model: &'a str,
     /// Length of the client's prompt, in tokens.
     pub prompt_tokens: u32,
     /// Prompt and emitted tokens.
@@ -79,7 +79,7 @@ pub struct Wanted<'a> {
     /// Maximum number of further output tokens.
     pub new_tokens_max: u32,
     /// Whether the decode node must prefill the prompt itself.
-    pub alone: bool,
+    pub local_prefill: bool,
     /// Cache keys of the prompt's blocks for each identity of the nodes. Without keys of its identity a node counts as
     /// having no cached block.
     pub prefix: &'a [PrefixKeys],
@@ -107,7 +107,6 @@ pub struct Picked {
 /// The picked node and its assignment.
 #[derive(Clone, Debug)]
 pub struct NodeChoice {
-    pub node: NodeKey,
     pub address: NodeAddress,
     pub record: Arc<NodeRecord>,
     /// Id to release with [`Directory::release`] or [`Directory::busy`] when the attempt ends.
@@ -129,7 +128,7 @@ pub enum NoNode {
     Draining { role: Role },
     #[error("no {role} node has the same model, weights and KV layout")]
     NoneFits { role: Role },
-    #[error("no {role} node holds answers to grammars of version {version}")]
+    #[error("no {role} node supports grammars of version {version}")]
     NoGrammar { role: Role, version: u32 },
     #[error("{tokens} tokens are more than the {tokens_max} that any {role} node takes")]
     TooLong { role: Role, tokens: u32, tokens_max: u32 },
@@ -140,19 +139,6 @@ pub enum NoNode {
 }
 
 impl NoNode {
-    /// Returns an estimate of when a retry may succeed; `None` if only another request or configuration helps.
-    pub fn retry_after(&self) -> Option<Duration> {
-        match self {
-            Self::Busy { retry_after, .. } => Some(*retry_after),
-            Self::OtherModel { .. }
-            | Self::NoneUp { .. }
-            | Self::Draining { .. }
-            | Self::NoGrammar { .. }
-            | Self::Excluded { .. } => Some(PROBE_TIMEOUT),
-            Self::NoneListed { .. } | Self::NoneFits { .. } | Self::TooLong { .. } => None,
-        }
-    }
-
     /// Returns the reason in words about a single node.
     pub fn of_one_node(&self) -> String {
         match self {
@@ -211,7 +197,7 @@ impl Directory {
         let mut decode = self.candidates(now, Role::Decode, wanted, &mut ineligible)?;
         let candidates = match self.selection.disaggregate {
             Disaggregate::Never => Err(Placement::Never),
-            _ if wanted.alone => Err(Placement::AfterFailure),
+            _ if wanted.local_prefill => Err(Placement::AfterFailure),
             _ => self
                 .candidates(now, Role::Prefill, wanted, &mut ineligible)
                 .map_err(Placement::NoPrefillNode),
@@ -305,11 +291,11 @@ impl Directory {
         self.members.get(&self.node_of(assignment)?)?.changed_at
     }
 
-    /// Handles Busy with an optional pause, and releases the attempt.
-    pub fn busy(&mut self, now: Instant, assignment: AssignmentId, retry_after: Option<Duration>) {
+    /// Handles Busy, and releases the attempt.
+    pub fn busy(&mut self, now: Instant, assignment: AssignmentId) {
         let Some(key) = self.node_of(assignment) else { return };
         let member = self.members.get_mut(&key).expect("every assignment has its member");
-        member.busy(now, retry_after, &mut self.jitter);
+        member.busy(now, &mut self.jitter);
         self.release(assignment);
     }
 
@@ -339,7 +325,6 @@ impl Directory {
         let member = self.members.get_mut(&key).expect("the node was just chosen");
         let seen = member.seen.as_ref().expect("an eligible node was seen");
         let choice = NodeChoice {
-            node: key,
             address: member.address.clone(),
             record: seen.record.clone(),
             assignment,
@@ -706,7 +691,7 @@ fn eligible<'a>(
 
 /// Returns why a node with this record cannot serve the request, if it cannot.
 fn misfit(role: Role, record: &NodeRecord, wanted: &Wanted<'_>) -> Option<NoNode> {
-    if wanted.model.is_some_and(|model| model != record.model) {
+    if wanted.model != record.model {
         return Some(NoNode::OtherModel { role });
     }
     // A prefill node must fit its decode node.

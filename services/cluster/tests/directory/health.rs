@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use crate::world::*;
 use cluster::{
-    Health, Input, Load, NoNode, NodeRecord, Role,
+    DirectoryInput, Health, Load, NoNode, NodeRecord, Role,
     directory::{PROBE_TIMEOUT, SILENCE_MAX},
 };
 use proto::v1;
@@ -40,7 +40,7 @@ fn a_lost_stream_makes_a_node_suspect_and_is_probed_at_once() {
 }
 
 #[test]
-fn a_dead_node_is_probed_ever_more_rarely_and_found_within_two_seconds_of_its_return() {
+fn probes_of_a_dead_node_back_off_and_find_it_within_two_seconds_of_its_return() {
     let mut world = World::new();
     let node = decode(1);
     world.up(&node, &record(Role::Decode, 1), idle());
@@ -72,7 +72,7 @@ fn a_probe_that_is_not_answered_fails() {
     assert!(!world.open.contains_key(&probe));
     // The late answer of a timed-out probe is ignored.
     let event = snapshot(&record(Role::Decode, 1), idle(), &[]);
-    world.input(Input::Observed { stream: probe, event });
+    world.input(DirectoryInput::Observed { stream: probe, event });
     assert_eq!(world.health_of(&node), Some(Health::Down));
 }
 
@@ -136,11 +136,11 @@ fn a_call_that_lost_its_connection_makes_exactly_that_process_suspect() {
     world.up(&one, &record(Role::Decode, 1), idle());
     world.up(&two, &record(Role::Decode, 2), idle());
     world.advance(3 * SECOND);
-    world.input(Input::CallLost { epoch: epoch(1), reason: "reset".into() });
+    world.input(DirectoryInput::CallLost { epoch: epoch(1), reason: "reset".into() });
     assert_eq!(world.health_of(&one), Some(Health::Suspect));
     assert_eq!(world.health_of(&two), Some(Health::Up));
     // Events of a replaced process are ignored.
-    world.input(Input::CallLost { epoch: epoch(77), reason: "reset".into() });
+    world.input(DirectoryInput::CallLost { epoch: epoch(77), reason: "reset".into() });
     assert_eq!(world.health_of(&two), Some(Health::Up));
 }
 
@@ -176,7 +176,7 @@ fn a_gap_in_the_deltas_restarts_the_observation() {
     assert_ne!(first, second);
     assert_eq!(world.health_of(&node), Some(Health::Suspect));
     // Deltas of the old stream are ignored, the new one begins at 0.
-    world.input(Input::Observed { stream: first, event: delta(4, None, &[3], &[]) });
+    world.input(DirectoryInput::Observed { stream: first, event: delta(4, None, &[3], &[]) });
     world.send(&node, snapshot(&record(Role::Decode, 1), idle(), &[9]));
     assert_eq!(world.directory.nodes().next().unwrap().cached_blocks(), 1);
     assert_eq!(world.health_of(&node), Some(Health::Up));

@@ -3,7 +3,8 @@
 use std::{collections::BTreeMap, time::Duration};
 
 use cluster::{
-    CacheIdentity, IneligibleNode, Load, Picked, Placement, PrefixKeys, Role, Selection, Wanted,
+    CacheIdentity, IneligibleNode, Load, NoNode, Picked, Placement, PrefixKeys, Role, Selection,
+    Wanted,
 };
 use config::{Disaggregate, NodePolicy};
 use proto::v1;
@@ -113,7 +114,7 @@ fn running_sequences_that_prefill_delay_a_prompt_by_their_tokens_only() {
 }
 
 #[test]
-fn always_hands_over_and_never_does_not() {
+fn always_picks_a_pair_and_never_does_not() {
     let with = |disaggregate| Selection { disaggregate, ..DEFAULT };
     for policy in [NodePolicy::Predicted, NodePolicy::CacheAware] {
         let always = Selection { policy, ..with(Disaggregate::Always) };
@@ -129,8 +130,8 @@ fn always_hands_over_and_never_does_not() {
         assert!(is_local(&mut cluster(always, &[], &[load()]), 200));
     }
     let mut world = cluster(with(Disaggregate::Always), &[load()], &[load()]);
-    let alone = Wanted { alone: true, ..wanted(200) };
-    assert!(world.pick_nodes(&alone).unwrap().prefill.is_none());
+    let wanted_local = Wanted { local_prefill: true, ..wanted(200) };
+    assert!(world.pick_nodes(&wanted_local).unwrap().prefill.is_none());
 }
 
 /// Node 11 has the prompt cached, node 12 has the fewest requests, node 13 was picked least recently, and node 14
@@ -376,7 +377,7 @@ fn account_of_a_pick_has_every_option_with_its_terms_from_the_lowest_cost() {
     // The other prefill node has a queue, and the decode node's own prefill delays its rows.
     let of = |prefill| names.iter().position(|(name, _)| *name == prefill).unwrap();
     assert!(predictions[of(Some("prefill-2"))].queue_ms > 80.0);
-    assert!(predictions[of(None)].harm_ms > 10.0 && chosen.harm_ms == 0.0);
+    assert!(predictions[of(None)].slowdown_ms > 10.0 && chosen.slowdown_ms == 0.0);
     let Placement::Predicted { disaggregated_ms, local_ms } = picked.considered.placement else {
         panic!("{:?}", picked.considered.placement)
     };
@@ -404,11 +405,11 @@ fn account_of_a_pick_says_why_the_prompt_is_prefilled_there() {
     };
     let with = |disaggregate| Selection { disaggregate, ..DEFAULT };
     let (prompt, short) = (wanted(400), wanted(15));
-    let alone = Wanted { alone: true, ..wanted(400) };
+    let wanted_local = Wanted { local_prefill: true, ..wanted(400) };
     let busy = queued(4000);
     assert_eq!(placement(with(Disaggregate::Always), &[busy], &prompt), Placement::Always);
-    assert_eq!(placement(with(Disaggregate::Never), &[busy], &alone), Placement::Never);
-    assert_eq!(placement(DEFAULT, &[busy], &alone), Placement::AfterFailure);
+    assert_eq!(placement(with(Disaggregate::Never), &[busy], &wanted_local), Placement::Never);
+    assert_eq!(placement(DEFAULT, &[busy], &wanted_local), Placement::AfterFailure);
     let short_prompt = Placement::ShortPrompt { tokens: 15, block_tokens: 16 };
     assert_eq!(placement(with(Disaggregate::Always), &[busy], &short), short_prompt);
     let none = placement(DEFAULT, &[], &prompt);
@@ -426,7 +427,7 @@ fn account_of_a_pick_says_why_the_prompt_is_prefilled_there() {
 fn account_of_a_pick_names_ineligible_nodes_with_their_reason() {
     let mut world = cluster(DEFAULT, &[load(), load(), load()], &[load()]);
     let busy = pick(&mut world, 400).prefill.unwrap();
-    world.directory.busy(world.now, busy.assignment, Some(Duration::from_millis(200)));
+    world.directory.busy(world.now, busy.assignment);
     world.end_stream(&prefill(2));
     world.join(&prefill(9));
     let failed = [epoch(3)];
@@ -436,13 +437,18 @@ fn account_of_a_pick_names_ineligible_nodes_with_their_reason() {
         role: Role::Prefill,
         reason: reason.into(),
     };
+    let Placement::NoPrefillNode(NoNode::Busy { retry_after, .. }) = picked.considered.placement
+    else {
+        panic!("{:?}", picked.considered.placement)
+    };
+    let pause = format!("busy for another {:.0} ms", retry_after.as_secs_f64() * 1e3);
     let expected = [
-        of("prefill-1", "busy for another 200 ms"),
+        of("prefill-1", &pause),
         of("prefill-2", "not up"),
         of("prefill-3", "failed this request before"),
         of("http://127.0.0.1:9", "not up"),
     ];
     assert_eq!(picked.considered.ineligible, expected);
     let reason = picked.considered.placement.to_string();
-    assert_eq!(reason, "every prefill node is busy, for another 200ms");
+    assert_eq!(reason, format!("every prefill node is busy, for another {retry_after:?}"));
 }

@@ -3,7 +3,10 @@
 use std::time::Duration;
 
 use crate::world::*;
-use cluster::{Action, Directory, Health, Input, Load, MemberChange, NodeChoice, Role, Wanted};
+use cluster::{
+    Directory, DirectoryAction, DirectoryInput, Health, Load, MemberChange, NodeChoice, Role,
+    Wanted,
+};
 use proptest::prelude::*;
 use proto::v1;
 
@@ -20,9 +23,9 @@ enum Event {
     Garbage { node: u16, event: Box<v1::ObserveEvent> },
     EndStream(u16),
     CallLost { process: u8 },
-    Pick { tokens: u32, exclude: u8, alone: bool },
+    Pick { tokens: u32, exclude: u8, local_prefill: bool },
     Answered(usize),
-    Busy(usize, Option<u64>),
+    Busy(usize),
     Release(usize),
     Wait { millis: u64 },
 }
@@ -122,10 +125,10 @@ fn events() -> impl Strategy<Value = Event> {
         2 => node.prop_map(Event::EndStream),
         1 => (0..12u8).prop_map(|process| Event::CallLost { process }),
         8 => (1..2100u32, 0..12u8, prop::bool::weighted(0.2))
-            .prop_map(|(tokens, exclude, alone)| Event::Pick { tokens, exclude, alone }),
+            .prop_map(|(tokens, exclude, local_prefill)| Event::Pick { tokens, exclude, local_prefill }),
         3 => any::<usize>().prop_map(Event::Answered),
-        2 => (any::<usize>(), prop::option::of(0..100_000u64))
-            .prop_map(|(which, millis)| Event::Busy(which, millis)),
+        2 => any::<usize>()
+            .prop_map(Event::Busy),
         4 => any::<usize>().prop_map(Event::Release),
         4 => (0..4000u64).prop_map(|millis| Event::Wait { millis }),
     ]
@@ -200,27 +203,27 @@ impl Run {
                     world.end_stream(&address);
                 }
             }
-            Event::CallLost { process } => world.input(Input::CallLost {
+            Event::CallLost { process } => world.input(DirectoryInput::CallLost {
                 epoch: epoch(1 + u128::from(*process)),
                 reason: "reset".into(),
             }),
-            Event::Pick { tokens, exclude, alone } => {
+            Event::Pick { tokens, exclude, local_prefill } => {
                 let exclude = [epoch(1 + u128::from(*exclude))];
                 let request = Wanted {
                     exclude_decode: &exclude,
                     exclude_prefill: &exclude,
-                    alone: *alone,
+                    local_prefill: *local_prefill,
                     ..wanted(*tokens)
                 };
                 match world.pick_nodes(&request) {
                     Ok(picked) => {
-                        assert!(!alone || picked.prefill.is_none());
+                        assert!(!local_prefill || picked.prefill.is_none());
                         let roles = [Role::Decode, Role::Prefill];
                         let choices = [Some(picked.decode), picked.prefill];
                         for (role, choice) in roles.into_iter().zip(choices) {
                             let Some(choice) = choice else { continue };
                             let view =
-                                world.directory.nodes().find(|view| view.node == choice.node);
+                                world.directory.nodes().find(|view| view.address == choice.address);
                             let view = view.expect("a picked node is a member");
                             assert_eq!(view.health, Health::Up);
                             assert_eq!(view.address.role, role);
@@ -245,10 +248,9 @@ impl Run {
                     world.directory.delivered(choice.assignment, other.assignment, elapsed);
                 }
             }
-            Event::Busy(which, millis) => {
+            Event::Busy(which) => {
                 if let Some(choice) = pick_one(&self.attempts, *which).cloned() {
-                    let asked = millis.map(Duration::from_millis);
-                    world.directory.busy(world.now, choice.assignment, asked);
+                    world.directory.busy(world.now, choice.assignment);
                     self.attempts.retain(|other| other.assignment != choice.assignment);
                 }
             }
@@ -274,7 +276,7 @@ impl Run {
         );
         for view in directory.nodes() {
             let ours = self.attempts.iter().filter(|choice| {
-                choice.node == view.node
+                choice.address == view.address
                     && Some(choice.record.epoch) == view.record().map(|record| record.epoch)
             });
             assert!(view.in_flight <= ours.count(), "finished attempts are not counted");
@@ -346,10 +348,10 @@ fn actions_do_not_depend_on_anything_but_seed_and_inputs() {
     let run = |seed| {
         let mut directory = Directory::new(seed, DEFAULT);
         let start = std::time::Instant::now();
-        let mut actions: Vec<Action> = Vec::new();
+        let mut actions: Vec<DirectoryAction> = Vec::new();
         for node in 0..NODES {
             let joined = MemberChange::Joined(node_address(node));
-            directory.handle(start, Input::Member(joined), &mut actions);
+            directory.handle(start, DirectoryInput::Member(joined), &mut actions);
         }
         let mut waits = Vec::new();
         let mut now = start;

@@ -118,7 +118,7 @@ fn a_request_goes_to_nodes_of_its_model_only() {
     let mut world = three();
     let other = NodeRecord { model: "other".into(), ..record(Role::Decode, 4) };
     world.up(&decode(4), &other, Load { running: 40, ..idle() });
-    let of_model = |model| Wanted { model: Some(model), ..wanted(100) };
+    let of_model = |model| Wanted { model, ..wanted(100) };
     for _ in 0..8 {
         assert_eq!(world.pick(&of_model("other")).unwrap().record.epoch, other.epoch);
         assert_ne!(world.pick(&of_model("smollm2")).unwrap().record.epoch, other.epoch);
@@ -153,25 +153,13 @@ fn an_attempt_is_counted_until_the_node_reports_it_and_not_twice() {
 }
 
 #[test]
-fn a_busy_node_is_left_alone_for_as_long_as_it_asks() {
-    let mut world = World::new();
-    world.up(&decode(1), &record(Role::Decode, 1), idle());
-    let choice = world.pick(&wanted(8)).unwrap();
-    world.directory.busy(world.now, choice.assignment, Some(Duration::from_millis(400)));
-    let refusal = world.pick(&wanted(8)).unwrap_err();
-    assert_eq!(refusal.retry_after(), Some(Duration::from_millis(400)));
-    world.advance(Duration::from_millis(400));
-    assert!(world.pick(&wanted(8)).is_ok());
-}
-
-#[test]
-fn a_node_that_stays_busy_is_asked_ever_more_rarely_up_to_two_seconds() {
+fn attempts_on_a_busy_node_back_off_up_to_two_seconds() {
     let mut world = World::new();
     world.up(&decode(1), &record(Role::Decode, 1), idle());
     let mut pauses = Vec::new();
     for _ in 0..12 {
         let choice = world.pick(&wanted(8)).unwrap();
-        world.directory.busy(world.now, choice.assignment, None);
+        world.directory.busy(world.now, choice.assignment);
         let NoNode::Busy { retry_after, .. } = world.pick(&wanted(8)).unwrap_err() else {
             panic!("the only node is busy")
         };
@@ -184,9 +172,11 @@ fn a_node_that_stays_busy_is_asked_ever_more_rarely_up_to_two_seconds() {
     let choice = world.pick(&wanted(8)).unwrap();
     world.directory.accepted(choice.assignment);
     let next = world.pick(&wanted(8)).unwrap();
-    world.directory.busy(world.now, next.assignment, None);
-    let refusal = world.pick(&wanted(8)).unwrap_err();
-    assert!(refusal.retry_after().unwrap() <= Duration::from_millis(50));
+    world.directory.busy(world.now, next.assignment);
+    let NoNode::Busy { retry_after, .. } = world.pick(&wanted(8)).unwrap_err() else {
+        panic!("the only node is busy")
+    };
+    assert!(retry_after <= Duration::from_millis(50));
 }
 
 #[test]
@@ -241,7 +231,6 @@ fn a_grammar_goes_to_nodes_that_announce_its_version() {
     world.up(&decode(1), &of(1, 0), idle());
     let none = NoNode::NoGrammar { role: Role::Decode, version: 1 };
     assert_eq!(world.pick(&with(1)).unwrap_err(), none);
-    assert!(none.retry_after().is_some(), "an update may be in progress");
     assert_eq!(world.pick(&with(0)).unwrap().record.epoch, epoch(1));
     let busy = Load { pending_prompt_tokens: 100_000, ..idle() };
     world.up(&decode(2), &of(2, 1), busy);

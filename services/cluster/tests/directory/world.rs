@@ -6,9 +6,9 @@ use std::{
 };
 
 use cluster::{
-    Action, Directory, Epoch, Health, Input, Load, MemberChange, ModelIdentity, NoNode,
-    NodeAddress, NodeChoice, NodeId, NodeKey, NodeRecord, Picked, Role, Selection, StreamId,
-    Wanted,
+    Directory, DirectoryAction, DirectoryInput, Epoch, Health, Load, MemberChange, ModelIdentity,
+    NoNode, NodeAddress, NodeChoice, NodeId, NodeKey, NodeRecord, Picked, Role, Selection,
+    StreamId, Wanted,
 };
 use config::{Disaggregate, NodePolicy};
 use proto::{ids::TransferId, v1};
@@ -43,7 +43,7 @@ impl World {
         }
     }
 
-    pub fn input(&mut self, input: Input) {
+    pub fn input(&mut self, input: DirectoryInput) {
         let mut actions = Vec::new();
         self.directory.handle(self.now, input, &mut actions);
         self.act(actions);
@@ -62,31 +62,31 @@ impl World {
         self.now = until;
     }
 
-    fn act(&mut self, actions: Vec<Action>) {
+    fn act(&mut self, actions: Vec<DirectoryAction>) {
         for action in actions {
             match action {
-                Action::Observe { stream, address, .. } => {
+                DirectoryAction::Observe { stream, address, .. } => {
                     assert!(!self.open.values().any(|open| *open == address), "one stream a node");
                     assert!(self.open.insert(stream, address).is_none(), "stream ids are new");
                 }
-                Action::StopObserving { stream } => {
+                DirectoryAction::StopObserving { stream } => {
                     assert!(self.open.remove(&stream).is_some(), "only open streams are dropped");
                 }
-                Action::HealthChanged { node, from, to, .. } => {
+                DirectoryAction::HealthChanged { node, from, to, .. } => {
                     assert_ne!(from, to);
                     self.health.push((node, from, to));
                 }
-                Action::Forgotten { address, .. } => self.forgotten.push(address),
+                DirectoryAction::Forgotten { address, .. } => self.forgotten.push(address),
             }
         }
     }
 
     pub fn join(&mut self, address: &NodeAddress) {
-        self.input(Input::Member(MemberChange::Joined(address.clone())));
+        self.input(DirectoryInput::Member(MemberChange::Joined(address.clone())));
     }
 
     pub fn leave(&mut self, address: &NodeAddress) {
-        self.input(Input::Member(MemberChange::Left(address.clone())));
+        self.input(DirectoryInput::Member(MemberChange::Left(address.clone())));
     }
 
     pub fn stream_of(&self, address: &NodeAddress) -> Option<StreamId> {
@@ -95,14 +95,14 @@ impl World {
 
     pub fn send(&mut self, address: &NodeAddress, event: v1::ObserveEvent) {
         let stream = self.stream_of(address).expect("the node is being observed");
-        self.input(Input::Observed { stream, event });
+        self.input(DirectoryInput::Observed { stream, event });
     }
 
     /// Ends the node's stream, as a lost connection does.
     pub fn end_stream(&mut self, address: &NodeAddress) {
         let stream = self.stream_of(address).expect("the node is being observed");
         self.open.remove(&stream);
-        self.input(Input::StreamEnded { stream, reason: "connection refused".into() });
+        self.input(DirectoryInput::StreamEnded { stream, reason: "connection refused".into() });
     }
 
     /// Lets the node join and send a snapshot.
@@ -202,11 +202,11 @@ pub fn arrived(sequence: u64, load: Load, transfers: &[u128]) -> v1::ObserveEven
 
 pub fn wanted(tokens: u32) -> Wanted<'static> {
     Wanted {
-        model: None,
+        model: "smollm2",
         prompt_tokens: tokens,
         tokens,
         new_tokens_max: 16,
-        alone: false,
+        local_prefill: false,
         prefix: &[],
         identity: None,
         grammar_version: 0,

@@ -212,8 +212,8 @@ impl Scheduler {
         let cached_tokens = sequence.cached_tokens.unwrap_or(0);
         let first_block = prefix.len() as u32;
         let computed = prefix.len() * BLOCK_TOKENS;
-        let alone = len - computed < BLOCK_TOKENS;
-        if alone {
+        let local_prefill = len - computed < BLOCK_TOKENS;
+        if local_prefill {
             let rest =
                 self.kv.allocate(blocks_total - first_block).expect("availability was checked");
             prefix.extend(rest);
@@ -228,7 +228,7 @@ impl Scheduler {
             self.transfers.start_incoming(id, blocks.clone());
             actions.push(Action::Reserve { id, first_block, blocks });
         }
-        actions.push(Action::Admitted { id, cached_tokens, alone });
+        actions.push(Action::Admitted { id, cached_tokens, local_prefill });
         true
     }
 
@@ -266,7 +266,7 @@ impl Scheduler {
             sequence.note_cached(blocks.len());
             if sequence.kind == SequenceKind::Compute {
                 let cached_tokens = sequence.cached_tokens.unwrap_or(0);
-                actions.push(Action::Admitted { id, cached_tokens, alone: true });
+                actions.push(Action::Admitted { id, cached_tokens, local_prefill: true });
             }
         }
         let computed = blocks.len() * BLOCK_TOKENS;

@@ -33,7 +33,7 @@ struct Tracked {
     reason: Option<FinishReason>,
     received: Vec<u32>,
     admitted: bool,
-    alone: bool,
+    local_prefill: bool,
     end: Option<End>,
     transfer: Option<Transfer>,
     abort_received: bool,
@@ -90,7 +90,7 @@ impl Node {
             reason,
             received: Vec::new(),
             admitted: false,
-            alone: false,
+            local_prefill: false,
             end: None,
             transfer,
             abort_received: false,
@@ -266,11 +266,11 @@ impl Node {
         }
         assert_eq!(tracked.end, None, "{id:?} has ended, then {action:?}");
         match action {
-            Action::Admitted { cached_tokens, alone, .. } => {
+            Action::Admitted { cached_tokens, local_prefill, .. } => {
                 assert!(!std::mem::replace(&mut tracked.admitted, true), "admitted once");
                 assert!(cached_tokens < tracked.new.tokens.len() as u32);
                 assert_ne!(tracked.new.kind, SequenceKind::Send);
-                tracked.alone = alone;
+                tracked.local_prefill = local_prefill;
             }
             Action::Reserve { first_block, blocks, .. } => {
                 assert_eq!(tracked.new.kind, SequenceKind::Receive);

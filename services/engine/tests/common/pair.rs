@@ -298,9 +298,9 @@ impl<E: Executor> Pair<E> {
                 };
                 self.wires.insert(id, wire);
             }
-            Action::Admitted { id, cached_tokens, alone } => {
+            Action::Admitted { id, cached_tokens, local_prefill } => {
                 self.answer(id).cached_at_decode = cached_tokens;
-                if alone && self.expected.contains_key(&id) {
+                if local_prefill && self.expected.contains_key(&id) {
                     self.tell_prefill(Input::Abort { id });
                 }
             }

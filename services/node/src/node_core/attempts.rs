@@ -229,19 +229,22 @@ impl Attempts {
                 self.commands.push_back((record.call, command));
             }
             // On D: the router may emit token 0.
-            Action::Admitted { id, cached_tokens, alone } => {
+            Action::Admitted { id, cached_tokens, local_prefill } => {
                 let Some(record) = self.records.get_mut(&id) else { return };
                 for stage in [Stage::Queue, Stage::Reserve] {
                     let cached_tokens = Some(cached_tokens);
                     let attributes = StageAttributes { cached_tokens, ..Default::default() };
                     record.end(stage, attributes, &mut self.outputs);
                 }
-                if alone {
+                if local_prefill {
                     record.begin(Stage::Prefill, &mut self.outputs);
                 }
                 record.admit(now, &mut self.outputs);
                 record.look_up_prefix(cached_tokens, &mut self.outputs);
-                record.send(AttemptEvent::Reserved { cached_tokens, alone }, &mut self.outputs);
+                record.send(
+                    AttemptEvent::Reserved { cached_tokens, local_prefill },
+                    &mut self.outputs,
+                );
             }
             // On P: a range of blocks may be sent.
             Action::KvWritten { id, first_block, blocks } => {

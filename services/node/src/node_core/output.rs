@@ -106,7 +106,7 @@ impl Reply {
 #[derive(Clone, Debug, PartialEq)]
 pub enum AttemptEvent {
     /// Decode: blocks are reserved.
-    Reserved { cached_tokens: u32, alone: bool },
+    Reserved { cached_tokens: u32, local_prefill: bool },
     /// Tokens `first_index..`. On a prefill node this is token 0, with `finish` when token 0 ends the
     /// request.
     Tokens {

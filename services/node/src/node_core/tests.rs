@@ -198,12 +198,12 @@ fn decode_reserves_receives_and_ends_with_finished() {
     let mut scene = Scene::accepted(SequenceKind::Receive);
     scene.now += Duration::from_millis(2);
     scene.act(Action::Reserve { id: ID, first_block: 1, blocks: vec![BlockId(3)] });
-    scene.act(Action::Admitted { id: ID, cached_tokens: 16, alone: false });
+    scene.act(Action::Admitted { id: ID, cached_tokens: 16, local_prefill: false });
     assert!(matches!(
         scene.command(),
         transfer::Command::Receive { transfer: TRANSFER, first_block: 1, .. }
     ));
-    let reserved = AttemptEvent::Reserved { cached_tokens: 16, alone: false };
+    let reserved = AttemptEvent::Reserved { cached_tokens: 16, local_prefill: false };
     assert_eq!(scene.replies(), [Reply::Event(reserved)]);
 
     scene.transfer_event(transfer::Event::Arrived {
@@ -525,7 +525,10 @@ fn compute_call_is_accepted_decodes_and_leaves_nothing() {
     node.call(1, SequenceKind::Compute);
     let replies = replies(node.run());
     assert_eq!(replies[0], Reply::Accepted);
-    assert_eq!(replies[1], Reply::Event(AttemptEvent::Reserved { cached_tokens: 0, alone: true }));
+    assert_eq!(
+        replies[1],
+        Reply::Event(AttemptEvent::Reserved { cached_tokens: 0, local_prefill: true })
+    );
     let tokens = replies.iter().filter_map(|reply| match reply {
         Reply::Event(AttemptEvent::Tokens { tokens, .. }) => Some(tokens.len()),
         _ => None,

@@ -237,7 +237,7 @@ impl Side {
         Ok(tokio::time::timeout(TIMEOUT, answer).await.expect("in time")?.into_inner())
     }
 
-    pub async fn decode_alone(&self, attempt: &v1::Attempt) -> Decoded {
+    pub async fn local_prefill(&self, attempt: &v1::Attempt) -> Decoded {
         Decoded::of(self.try_decode(attempt, None).await.expect("the node takes it")).await
     }
 

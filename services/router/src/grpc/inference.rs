@@ -29,7 +29,7 @@ use crate::{
         error::{FieldError, RequestError},
         options::{COMPLETION_TOKENS_DEFAULT, DefaultLength},
         text_workers::PromptSource,
-        tokenising::{self, check_vocabulary},
+        tokenization::{self, check_vocabulary},
         tools::{CallReader, Calls, OfferedTools},
     },
     request_driver::{self, Event, GenerationFields, ParsedRequest, RunningRequest},
@@ -149,7 +149,7 @@ impl Inference for InferenceService {
         let tokenized = async {
             let model = self.front.models.find(Some(&model))?.model;
             let source = prompt::of_tokenize(input, add_special_tokens)?;
-            let ids = tokenising::tokenize(&self.front, &model, source).await?;
+            let ids = tokenization::tokenize(&self.front, &model, source).await?;
             let limits = self.front.nodes.serving(&model.name).limits;
             let sequence_tokens_max = limits.map_or(0, |limits| limits.sequence_tokens_max);
             Ok(Response::new(TokenizeResponse { ids, sequence_tokens_max }))
@@ -165,7 +165,7 @@ impl Inference for InferenceService {
         let detokenized = async {
             let model = self.front.models.find(Some(&model))?.model;
             check_vocabulary("ids", &ids, model.text.tokenizer())?;
-            let text = tokenising::detokenize(&self.front, &model, ids).await?;
+            let text = tokenization::detokenize(&self.front, &model, ids).await?;
             Ok(Response::new(DetokenizeResponse { text }))
         };
         detokenized.await.map_err(status)
@@ -235,7 +235,7 @@ fn responses(
         let event = match event {
             Event::Tokens(shown) => {
                 let (text, tool_calls) = match &mut reader {
-                    Some(reader) => tools::told(reader.push(&shown.text)),
+                    Some(reader) => tools::to_wire(reader.push(&shown.text)),
                     None => (text_of(shown.text), Vec::new()),
                 };
                 let (first_index, tokens) = (shown.first_index, shown.tokens);
@@ -246,7 +246,7 @@ fn responses(
                 let (text, tool_calls, calls) = match reader.take() {
                     Some(reader) => {
                         let (pieces, calls) = reader.finish(&end.text);
-                        let (text, tool_calls) = tools::told(pieces);
+                        let (text, tool_calls) = tools::to_wire(pieces);
                         (text, tool_calls, calls)
                     }
                     None => (text_of(end.text), Vec::new(), Calls::None),

@@ -16,13 +16,13 @@ use tonic::{Status, metadata::MetadataValue, service::Routes};
 use tonic_health::{pb::health_server::HealthServer, server::HealthService};
 use tower::util::MapRequestLayer;
 
-use crate::{front::Front, request::error::RequestError};
+use crate::{
+    front::Front,
+    request::error::{RETRY_AFTER_S, RequestError},
+};
 use arrived::BoundedBody;
 pub use health::serve_health;
 use inference::InferenceService;
-
-/// Seconds after which a rejected client should retry, as in HTTP's `Retry-After`.
-const RETRY_AFTER: &str = "1";
 
 /// Returns the routes of every gRPC service of the router. Fails when the compiled-in descriptors are
 /// invalid.
@@ -58,7 +58,7 @@ pub fn status(error: RequestError) -> Status {
     let report = error.report();
     let mut status = Status::new(report.grpc, error.to_string());
     if report.retry {
-        status.metadata_mut().insert("retry-after", MetadataValue::from_static(RETRY_AFTER));
+        status.metadata_mut().insert("retry-after", MetadataValue::from(RETRY_AFTER_S));
     }
     status
 }

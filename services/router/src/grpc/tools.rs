@@ -68,7 +68,7 @@ fn offered(index: usize, tool: v1::Tool) -> Result<(Value, OfferedFunction), Fie
 }
 
 /// Returns the text and the tool calls of these parts of an answer.
-pub fn told(pieces: Vec<AnswerPiece>) -> (String, Vec<v1::ToolCall>) {
+pub fn to_wire(pieces: Vec<AnswerPiece>) -> (String, Vec<v1::ToolCall>) {
     let (mut text, mut calls) = (String::new(), Vec::new());
     for piece in pieces {
         match piece {

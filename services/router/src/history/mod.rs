@@ -1,8 +1,8 @@
-//! Accounts (records for `baton explain`) of running and recent requests. Pure: the caller passes the time.
+//! Entries (records for `baton explain`) of running and recent requests. Pure: the caller passes the time.
 //!
-//! An account holds times, nodes, predictions and causes, but no text and no token ids. [`History`] keeps every
+//! An entry holds times, nodes, predictions and causes, but no text and no token ids. [`History`] keeps every
 //! running request, and the last ended requests within [`ENDED_MAX`] and [`ENDED_BYTES_MAX`]. The owner of a request
-//! writes its [`Account`]; [`Report`] is the account as JSON for operators.
+//! writes its [`RequestEntry`]; [`Report`] is the entry as JSON for operators.
 
 mod report;
 
@@ -21,18 +21,18 @@ pub use report::Report;
 
 /// Maximum number of ended requests.
 const ENDED_MAX: usize = 4096;
-/// Maximum size of the accounts of ended requests.
+/// Maximum size of the entries of ended requests.
 const ENDED_BYTES_MAX: usize = 16 << 20;
-/// Maximum number of attempts in one account. A request that emits tokens may have any number of attempts.
+/// Maximum number of attempts in one entry. A request that emits tokens may have any number of attempts.
 const ATTEMPTS_MAX: usize = 32;
-/// Maximum size of an error message in an account.
+/// Maximum size of an error message in an entry.
 const MESSAGE_BYTES_MAX: usize = 512;
 /// Maximum number of requests that one query returns.
 const FOUND_MAX: usize = 100;
 
-/// The account of one request. Times are measured from `received`.
+/// The entry of one request. Times are measured from `received`.
 #[derive(Clone, Debug)]
-pub struct Account {
+pub struct RequestEntry {
     pub request_id: RequestId,
     /// The client's label.
     pub label: Option<String>,
@@ -47,17 +47,17 @@ pub struct Account {
     pub prepared: Option<Duration>,
     pub choices: u32,
     pub prompt_tokens: u32,
-    pub attempts: Vec<AttemptAccount>,
-    /// Number of attempts that the account leaves out.
+    pub attempts: Vec<AttemptEntry>,
+    /// Number of attempts that the entry leaves out.
     pub attempts_left_out: u32,
     /// Reason why the last pick found no node; `None` once a pick found one.
     pub waits_for: Option<NoNode>,
-    pub end: Option<RequestEndAccount>,
+    pub end: Option<RequestEntryEnd>,
 }
 
 /// The end of a request.
 #[derive(Clone, Debug)]
-pub struct RequestEndAccount {
+pub struct RequestEntryEnd {
     pub at: Duration,
     /// Outcome of the request, as in its log line.
     pub reason: &'static str,
@@ -67,9 +67,9 @@ pub struct RequestEndAccount {
     pub completion_tokens: u32,
 }
 
-/// The account of one attempt.
+/// The entry of one attempt.
 #[derive(Clone, Debug)]
-pub struct AttemptAccount {
+pub struct AttemptEntry {
     pub choice: u32,
     pub number: u32,
     pub picked: Duration,
@@ -78,26 +78,26 @@ pub struct AttemptAccount {
     pub considered: Considered,
     /// Predicted time from the pick to the first token.
     pub predicted_ttft: Option<Duration>,
-    /// Tokens that the router believed to be cached on the prefill and the decode node.
-    pub cached_believed: (Option<u32>, u32),
+    /// Tokens that the router expected to be cached on the prefill and the decode node.
+    pub cached_expected: (Option<u32>, u32),
     pub first_token: Option<Duration>,
     /// Time from token 0 to the decode node's first token.
     pub hand_over: Option<Duration>,
-    pub end: Option<AttemptEndAccount>,
+    pub end: Option<AttemptEntryEnd>,
 }
 
 /// The end of an attempt.
 #[derive(Clone, Debug)]
-pub struct AttemptEndAccount {
+pub struct AttemptEntryEnd {
     pub at: Duration,
     pub outcome: &'static str,
     pub failure: Option<String>,
     pub stats: AttemptStats,
 }
 
-impl Account {
+impl RequestEntry {
     /// Adds an attempt. An attempt that exceeds the bound replaces the oldest one.
-    pub fn picked(&mut self, attempt: AttemptAccount) {
+    pub fn picked(&mut self, attempt: AttemptEntry) {
         if self.attempts.len() == ATTEMPTS_MAX {
             self.attempts.remove(0);
             self.attempts_left_out += 1;
@@ -106,19 +106,19 @@ impl Account {
     }
 
     /// Returns the open attempt of a choice.
-    pub fn open_attempt(&mut self, choice: u32) -> Option<&mut AttemptAccount> {
+    pub fn open_attempt(&mut self, choice: u32) -> Option<&mut AttemptEntry> {
         let is_open =
-            |attempt: &&mut AttemptAccount| attempt.choice == choice && attempt.end.is_none();
+            |attempt: &&mut AttemptEntry| attempt.choice == choice && attempt.end.is_none();
         self.attempts.iter_mut().rev().find(is_open)
     }
 
-    /// Returns the size of the account in memory.
+    /// Returns the size of the entry in memory.
     fn bytes(&self) -> usize {
         let text = |text: &Option<String>| text.as_ref().map_or(0, String::capacity);
-        let of_attempt = |attempt: &AttemptAccount| {
+        let of_attempt = |attempt: &AttemptEntry| {
             let Considered { options, ineligible, .. } = &attempt.considered;
             let names = |node: &IneligibleNode| node.node.capacity() + node.reason.capacity();
-            size_of::<AttemptAccount>()
+            size_of::<AttemptEntry>()
                 + options.capacity() * size_of::<ConsideredOption>()
                 + ineligible.capacity() * size_of::<IneligibleNode>()
                 + ineligible.iter().map(names).sum::<usize>()
@@ -141,12 +141,12 @@ pub fn bounded(mut message: String) -> String {
     message
 }
 
-/// An account that the request's owner writes and queries read.
-pub type SharedAccount = Arc<Mutex<Account>>;
+/// An entry that the request's owner writes and queries read.
+pub type SharedEntry = Arc<Mutex<RequestEntry>>;
 
-/// Locks an account, never across an await.
-pub fn lock(account: &SharedAccount) -> MutexGuard<'_, Account> {
-    account.lock().unwrap_or_else(PoisonError::into_inner)
+/// Locks an entry, never across an await.
+pub fn lock(entry: &SharedEntry) -> MutexGuard<'_, RequestEntry> {
+    entry.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Selection of the requests of a query.
@@ -160,7 +160,7 @@ pub enum Query<'a> {
     Failed,
 }
 
-/// The accounts that a history holds.
+/// The entries that a history holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Kept {
     pub running: usize,
@@ -173,38 +173,37 @@ pub struct Kept {
 #[derive(Default)]
 pub struct History {
     /// By request id.
-    running: HashMap<u128, SharedAccount>,
-    /// The oldest first, with the size of each account.
-    ended: VecDeque<(SharedAccount, usize)>,
+    running: HashMap<u128, SharedEntry>,
+    /// The oldest first, with the size of each entry.
+    ended: VecDeque<(SharedEntry, usize)>,
     ended_bytes: usize,
 }
 
 impl History {
     /// Adds a running request.
-    pub fn begin(&mut self, request_id: RequestId, account: SharedAccount) {
-        self.running.insert(request_id.0, account);
+    pub fn begin(&mut self, request_id: RequestId, entry: SharedEntry) {
+        self.running.insert(request_id.0, entry);
     }
 
-    /// Handles the end of a request, whose account is complete. Returns the accounts that exceed the bounds, so that
+    /// Handles the end of a request, whose entry is complete. Returns the entries that exceed the bounds, so that
     /// the caller drops them without holding the history's lock.
-    pub fn end(&mut self, request_id: RequestId) -> Vec<SharedAccount> {
-        let Some(account) = self.running.remove(&request_id.0) else { return Vec::new() };
-        let bytes = lock(&account).bytes();
-        self.ended.push_back((account, bytes));
+    pub fn end(&mut self, request_id: RequestId) -> Vec<SharedEntry> {
+        let Some(entry) = self.running.remove(&request_id.0) else { return Vec::new() };
+        let bytes = lock(&entry).bytes();
+        self.ended.push_back((entry, bytes));
         self.ended_bytes += bytes;
         let mut dropped = Vec::new();
         while self.ended.len() > ENDED_MAX || self.ended_bytes > ENDED_BYTES_MAX {
-            let Some((account, bytes)) = self.ended.pop_front() else { break };
+            let Some((entry, bytes)) = self.ended.pop_front() else { break };
             self.ended_bytes -= bytes;
-            dropped.push(account);
+            dropped.push(entry);
         }
         dropped
     }
 
     pub fn kept(&self, now: Instant) -> Kept {
-        let age = |(account, _): &(SharedAccount, usize)| {
-            now.saturating_duration_since(lock(account).received)
-        };
+        let age =
+            |(entry, _): &(SharedEntry, usize)| now.saturating_duration_since(lock(entry).received);
         Kept {
             running: self.running.len(),
             ended: self.ended.len(),
@@ -213,20 +212,20 @@ impl History {
     }
 
     /// Returns the requests of a query, at most [`FOUND_MAX`]: the slowest first, otherwise the newest first.
-    pub fn find(&self, now: Instant, query: Query<'_>) -> Vec<SharedAccount> {
-        let mut all: Vec<(Duration, &SharedAccount)> = self
+    pub fn find(&self, now: Instant, query: Query<'_>) -> Vec<SharedEntry> {
+        let mut all: Vec<(Duration, &SharedEntry)> = self
             .running
             .values()
-            .chain(self.ended.iter().map(|(account, _)| account))
-            .filter(|account| matches(&lock(account), query))
-            .map(|account| {
-                let account_locked = lock(account);
-                let age = now.saturating_duration_since(account_locked.received);
+            .chain(self.ended.iter().map(|(entry, _)| entry))
+            .filter(|entry| matches(&lock(entry), query))
+            .map(|entry| {
+                let locked = lock(entry);
+                let age = now.saturating_duration_since(locked.received);
                 let order = match query {
-                    Query::Slow(_) => account_locked.end.as_ref().map_or(age, |end| end.at),
+                    Query::Slow(_) => locked.end.as_ref().map_or(age, |end| end.at),
                     Query::Id(_) | Query::Failed => age,
                 };
-                (order, account)
+                (order, entry)
             })
             .collect();
         let count_max = match query {
@@ -239,7 +238,7 @@ impl History {
                 FOUND_MAX
             }
         };
-        all.into_iter().take(count_max).map(|(_, account)| account.clone()).collect()
+        all.into_iter().take(count_max).map(|(_, entry)| entry.clone()).collect()
     }
 }
 
@@ -254,19 +253,19 @@ impl SharedHistory {
     }
 }
 
-fn matches(account: &Account, query: Query<'_>) -> bool {
+fn matches(entry: &RequestEntry, query: Query<'_>) -> bool {
     match query {
         Query::Slow(_) => true,
-        Query::Failed => account.end.as_ref().is_some_and(|end| !end.is_complete),
+        Query::Failed => entry.end.as_ref().is_some_and(|end| !end.is_complete),
         Query::Id(key) => {
             // The id of an OpenAI response is the request id with a prefix.
             let id = key.strip_prefix("chatcmpl-").or_else(|| key.strip_prefix("cmpl-"));
             let is_hex = |id: u128, key: &str| {
                 key.len() == 32 && u128::from_str_radix(key, 16).is_ok_and(|key| key == id)
             };
-            account.label.as_deref() == Some(key)
-                || is_hex(account.request_id.0, id.unwrap_or(key))
-                || account.trace_id.is_some_and(|trace_id| is_hex(trace_id, key))
+            entry.label.as_deref() == Some(key)
+                || is_hex(entry.request_id.0, id.unwrap_or(key))
+                || entry.trace_id.is_some_and(|trace_id| is_hex(trace_id, key))
         }
     }
 }

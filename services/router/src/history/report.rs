@@ -6,8 +6,11 @@ use cluster::{ConsideredOption, IneligibleNode};
 use proto::v1::StageTimes;
 use serde::Serialize;
 
-use super::{Account, AttemptAccount, Considered};
-use crate::request_core::{AttemptStats, NodeStats};
+use super::{AttemptEntry, Considered, RequestEntry};
+use crate::{
+    record::milliseconds,
+    request_core::{AttemptStats, NodeStats},
+};
 
 /// The router's knowledge of one request. An absent number is unknown.
 #[derive(Debug, Serialize)]
@@ -85,8 +88,8 @@ pub struct AttemptReport {
 pub struct NodeReport {
     pub role: &'static str,
     pub node: String,
-    /// Prompt tokens that the router believed to be cached on the node.
-    pub cached_believed: u32,
+    /// Prompt tokens that the router expected to be cached on the node.
+    pub cached_expected: u32,
     /// Cached prompt tokens that the node found.
     pub cached_found: Option<u32>,
 }
@@ -108,7 +111,7 @@ pub struct PredictionReport {
     pub prompt_ms: f64,
     pub blocks_ms: f64,
     pub gap_ms: f64,
-    pub harm_ms: f64,
+    pub slowdown_ms: f64,
     pub decode_ms: f64,
     pub evict_ms: f64,
     pub exceeds_itl_max: bool,
@@ -122,45 +125,45 @@ pub struct IneligibleReport {
 }
 
 impl Report {
-    pub fn new(account: &Account, now: Instant) -> Self {
-        let age = now.saturating_duration_since(account.received);
-        let end = account.end.as_ref();
+    pub fn new(entry: &RequestEntry, now: Instant) -> Self {
+        let age = now.saturating_duration_since(entry.received);
+        let end = entry.end.as_ref();
         let duration = end.map_or(age, |end| end.at);
         let ended_at =
-            |attempt: &&AttemptAccount| attempt.end.as_ref().map_or(duration, |end| end.at);
-        let choice = account.attempts.iter().max_by_key(ended_at).map_or(0, |last| last.choice);
-        let stages = stages(account, choice, duration);
+            |attempt: &&AttemptEntry| attempt.end.as_ref().map_or(duration, |end| end.at);
+        let choice = entry.attempts.iter().max_by_key(ended_at).map_or(0, |last| last.choice);
+        let stages = stages(entry, choice, duration);
         let accounted_ms: f64 =
             stages.iter().filter(|stage| !stage.overlaps).filter_map(|stage| stage.ms).sum();
         Self {
-            request_id: account.request_id.to_string(),
-            label: account.label.clone(),
-            trace_id: account.trace_id.map(|id| format!("{id:032x}")),
-            api: account.api,
-            model: account.model.to_string(),
-            received_unix_ms: account
+            request_id: entry.request_id.to_string(),
+            label: entry.label.clone(),
+            trace_id: entry.trace_id.map(|id| format!("{id:032x}")),
+            api: entry.api,
+            model: entry.model.to_string(),
+            received_unix_ms: entry
                 .received_at
                 .duration_since(UNIX_EPOCH)
                 .map_or(0, |since| since.as_millis() as u64),
             end: end.map_or("running", |end| end.reason),
             error: end.and_then(|end| end.error.clone()),
-            waits_for: account.waits_for.as_ref().map(ToString::to_string),
-            choices: account.choices,
-            prompt_tokens: account.prompt_tokens,
+            waits_for: entry.waits_for.as_ref().map(ToString::to_string),
+            choices: entry.choices,
+            prompt_tokens: entry.prompt_tokens,
             completion_tokens: end.map(|end| end.completion_tokens),
             ttft_ms: end.and_then(|end| end.first_token).map(milliseconds),
             duration_ms: milliseconds(duration),
             choice,
             unaccounted_ms: rounded((milliseconds(duration) - accounted_ms).max(0.0)),
             stages,
-            attempts: account.attempts.iter().map(AttemptReport::new).collect(),
-            attempts_left_out: account.attempts_left_out,
+            attempts: entry.attempts.iter().map(AttemptReport::new).collect(),
+            attempts_left_out: entry.attempts_left_out,
         }
     }
 }
 
 /// Returns the stages of one answer in their order. Stages that do not overlap follow one another.
-fn stages(account: &Account, choice: u32, duration: Duration) -> Vec<StageReport> {
+fn stages(entry: &RequestEntry, choice: u32, duration: Duration) -> Vec<StageReport> {
     let at_router = |stage, attempt, time: Duration| StageReport {
         stage,
         attempt,
@@ -168,16 +171,16 @@ fn stages(account: &Account, choice: u32, duration: Duration) -> Vec<StageReport
         ms: Some(milliseconds(time)),
         overlaps: false,
     };
-    let read = account.read.unwrap_or(duration);
+    let read = entry.read.unwrap_or(duration);
     let mut all = vec![at_router("read", None, read)];
-    if account.read.is_none() {
+    if entry.read.is_none() {
         return all;
     }
-    let prepared = account.prepared.unwrap_or(duration);
+    let prepared = entry.prepared.unwrap_or(duration);
     all.push(at_router("text", None, prepared.saturating_sub(read)));
     let mut last = prepared;
-    let mut wait = if account.attempts_left_out > 0 { "earlier attempts" } else { "wait" };
-    for attempt in account.attempts.iter().filter(|attempt| attempt.choice == choice) {
+    let mut wait = if entry.attempts_left_out > 0 { "earlier attempts" } else { "wait" };
+    for attempt in entry.attempts.iter().filter(|attempt| attempt.choice == choice) {
         let number = Some(attempt.number);
         all.push(at_router(wait, number, attempt.picked.saturating_sub(last)));
         wait = "wait";
@@ -196,11 +199,11 @@ fn stages(account: &Account, choice: u32, duration: Duration) -> Vec<StageReport
         all.push(at_router("decode", number, decode));
     }
     // After the last attempt the client reads the rest of its answer.
-    let rest = match account.attempts.is_empty() {
+    let rest = match entry.attempts.is_empty() {
         true => "wait",
         false => "delivery",
     };
-    if account.prepared.is_some() && duration > last {
+    if entry.prepared.is_some() && duration > last {
         all.push(at_router(rest, None, duration - last));
     }
     all
@@ -208,7 +211,7 @@ fn stages(account: &Account, choice: u32, duration: Duration) -> Vec<StageReport
 
 /// Returns the stages from the pick to the first token, which the nodes measured. `ttft` replaces the stages that an
 /// older node did not report.
-fn until_first_token(attempt: &AttemptAccount, ttft: Duration) -> Vec<StageReport> {
+fn until_first_token(attempt: &AttemptEntry, ttft: Duration) -> Vec<StageReport> {
     let stats = attempt.end.as_ref().map(|end| end.stats).unwrap_or_default();
     let chosen = &attempt.considered.options[0];
     let decode_node = chosen.decode.to_string();
@@ -249,16 +252,16 @@ fn transfer_ms(stats: &AttemptStats) -> Option<f64> {
     (stats.kv_bytes > 0).then(|| stats.transfer_us as f64 / 1e3)
 }
 
-impl AttemptAccount {
+impl AttemptEntry {
     /// Returns whether the KV of a prefill node was used.
     fn is_disaggregated(&self) -> bool {
-        let needs_none = self.end.as_ref().is_some_and(|end| end.stats.alone);
+        let needs_none = self.end.as_ref().is_some_and(|end| end.stats.local_prefill);
         self.considered.options[0].prefill.is_some() && !needs_none
     }
 }
 
 impl AttemptReport {
-    fn new(attempt: &AttemptAccount) -> Self {
+    fn new(attempt: &AttemptEntry) -> Self {
         let Considered { placement, options, options_left_out, ineligible, .. } =
             &attempt.considered;
         let (end, chosen) = (attempt.end.as_ref(), &options[0]);
@@ -269,17 +272,17 @@ impl AttemptReport {
         };
         let found =
             |of: fn(&AttemptStats) -> NodeStats| end.and_then(|end| of(&end.stats).cached_tokens);
-        let (prefill_believed, decode_believed) = attempt.cached_believed;
+        let (prefill_expected, decode_expected) = attempt.cached_expected;
         let prefill = chosen.prefill.as_ref().map(|node| NodeReport {
             role: "prefill",
             node: node.to_string(),
-            cached_believed: prefill_believed.unwrap_or(0),
+            cached_expected: prefill_expected.unwrap_or(0),
             cached_found: found(|stats| stats.prefill),
         });
         let decode = NodeReport {
             role: "decode",
             node: chosen.decode.to_string(),
-            cached_believed: decode_believed,
+            cached_expected: decode_expected,
             cached_found: found(|stats| stats.decode),
         };
         Self {
@@ -314,8 +317,8 @@ impl OptionReport {
             queue_ms: rounded(terms.queue_ms),
             prompt_ms: rounded(terms.prompt_ms),
             blocks_ms: rounded(terms.blocks_ms),
-            gap_ms: rounded(terms.gap_ms),
-            harm_ms: rounded(terms.harm_ms),
+            gap_ms: rounded(terms.transfer_gap_ms),
+            slowdown_ms: rounded(terms.slowdown_ms),
             decode_ms: rounded(terms.decode_ms),
             evict_ms: rounded(terms.evict_ms),
             exceeds_itl_max: terms.exceeds_itl_max,
@@ -332,11 +335,6 @@ impl IneligibleReport {
     fn new(node: &IneligibleNode) -> Self {
         Self { node: node.node.clone(), role: node.role.as_str(), reason: node.reason.clone() }
     }
-}
-
-/// Returns whole microseconds in milliseconds.
-fn milliseconds(duration: Duration) -> f64 {
-    duration.as_micros() as f64 / 1e3
 }
 
 fn rounded(ms: f64) -> f64 {

@@ -8,8 +8,8 @@ fn ms(ms: u64) -> Duration {
     Duration::from_millis(ms)
 }
 
-fn account(id: u128) -> Account {
-    Account {
+fn entry(id: u128) -> RequestEntry {
+    RequestEntry {
         request_id: RequestId(id),
         label: None,
         trace_id: None,
@@ -28,8 +28,8 @@ fn account(id: u128) -> Account {
     }
 }
 
-fn end(at: Duration, is_complete: bool) -> RequestEndAccount {
-    RequestEndAccount {
+fn end(at: Duration, is_complete: bool) -> RequestEntryEnd {
+    RequestEntryEnd {
         at,
         reason: if is_complete { "stop" } else { "internal" },
         is_complete,
@@ -40,13 +40,13 @@ fn end(at: Duration, is_complete: bool) -> RequestEndAccount {
 }
 
 /// Returns an attempt that was picked after 5 ms and sent its first token after 20 ms.
-fn attempt(prefill: bool) -> AttemptAccount {
+fn attempt(prefill: bool) -> AttemptEntry {
     let prediction = Prediction {
         queue_ms: 1.0,
         prompt_ms: 9.0,
         blocks_ms: 0.0,
-        gap_ms: 2.0,
-        harm_ms: 0.5,
+        transfer_gap_ms: 2.0,
+        slowdown_ms: 0.5,
         decode_ms: 30.0,
         evict_ms: 0.25,
         exceeds_itl_max: false,
@@ -56,7 +56,7 @@ fn attempt(prefill: bool) -> AttemptAccount {
         prefill: prefill.then(|| NodeId::parse("prefill-0").unwrap()),
         prediction: Some(prediction),
     };
-    AttemptAccount {
+    AttemptEntry {
         choice: 0,
         number: 1,
         picked: ms(5),
@@ -70,7 +70,7 @@ fn attempt(prefill: bool) -> AttemptAccount {
             overhead_ms: 0.5,
         },
         predicted_ttft: Some(ms(10)),
-        cached_believed: (prefill.then_some(16), 0),
+        cached_expected: (prefill.then_some(16), 0),
         first_token: Some(ms(20)),
         hand_over: prefill.then(|| ms(4)),
         end: None,
@@ -82,38 +82,44 @@ fn node(queue_us: Option<u64>, reserve_us: Option<u64>, prefill_us: Option<u64>)
     NodeStats { cached_tokens: Some(0), stages }
 }
 
-fn ended(attempt: AttemptAccount, prefill: NodeStats, decode: NodeStats) -> AttemptAccount {
-    let alone = attempt.considered.options[0].prefill.is_none();
-    let kv_bytes = if alone { 0 } else { 4096 };
-    let stats =
-        AttemptStats { cached_tokens: 0, kv_bytes, transfer_us: 700, alone, prefill, decode };
-    let end = AttemptEndAccount { at: ms(50), outcome: "complete", failure: None, stats };
-    AttemptAccount { end: Some(end), ..attempt }
+fn ended(attempt: AttemptEntry, prefill: NodeStats, decode: NodeStats) -> AttemptEntry {
+    let local_prefill = attempt.considered.options[0].prefill.is_none();
+    let kv_bytes = if local_prefill { 0 } else { 4096 };
+    let stats = AttemptStats {
+        cached_tokens: 0,
+        kv_bytes,
+        transfer_us: 700,
+        local_prefill,
+        prefill,
+        decode,
+    };
+    let end = AttemptEntryEnd { at: ms(50), outcome: "complete", failure: None, stats };
+    AttemptEntry { end: Some(end), ..attempt }
 }
 
-fn begin(history: &mut History, account: Account) -> SharedAccount {
-    let (id, account) = (account.request_id, Arc::new(Mutex::new(account)));
-    history.begin(id, account.clone());
-    account
+fn begin(history: &mut History, entry: RequestEntry) -> SharedEntry {
+    let (id, entry) = (entry.request_id, Arc::new(Mutex::new(entry)));
+    history.begin(id, entry.clone());
+    entry
 }
 
-fn add(history: &mut History, account: Account) -> usize {
-    let id = account.request_id;
-    begin(history, account);
+fn add(history: &mut History, entry: RequestEntry) -> usize {
+    let id = entry.request_id;
+    begin(history, entry);
     history.end(id).len()
 }
 
 fn ids(history: &History, query: Query<'_>) -> Vec<u128> {
     let found = history.find(Instant::now(), query);
-    found.iter().map(|account| lock(account).request_id.0).collect()
+    found.iter().map(|entry| lock(entry).request_id.0).collect()
 }
 
 #[test]
 fn requests_are_found_by_request_id_response_id_label_and_trace_id() {
     let mut history = History::default();
-    add(&mut history, Account { label: Some("mine".into()), ..account(1) });
-    add(&mut history, Account { trace_id: Some(0xabc), ..account(2) });
-    begin(&mut history, Account { label: Some("mine".into()), ..account(3) });
+    add(&mut history, RequestEntry { label: Some("mine".into()), ..entry(1) });
+    add(&mut history, RequestEntry { trace_id: Some(0xabc), ..entry(2) });
+    begin(&mut history, RequestEntry { label: Some("mine".into()), ..entry(3) });
     let by = |key: &str| ids(&history, Query::Id(key));
     assert_eq!(by(&RequestId(1).to_string()), [1]);
     assert_eq!(by(&format!("chatcmpl-{}", RequestId(3))), [3]);
@@ -129,11 +135,11 @@ fn slow_and_failed_requests_are_selected() {
     let mut history = History::default();
     for (id, duration, is_complete) in [(1, 30, true), (2, 10, false), (3, 20, true)] {
         let end = Some(end(Duration::from_secs(duration), is_complete));
-        add(&mut history, Account { end, ..account(id) });
+        add(&mut history, RequestEntry { end, ..entry(id) });
     }
     let now = Instant::now();
     let received = now.checked_sub(Duration::from_secs(25)).unwrap();
-    begin(&mut history, Account { received, ..account(4) });
+    begin(&mut history, RequestEntry { received, ..entry(4) });
     assert_eq!(ids(&history, Query::Slow(3)), [1, 4, 3]);
     assert_eq!(ids(&history, Query::Failed), [2]);
     let kept = history.kept(now);
@@ -143,8 +149,8 @@ fn slow_and_failed_requests_are_selected() {
 #[test]
 fn ended_requests_are_bounded_by_number_and_running_ones_are_kept() {
     let mut history = History::default();
-    begin(&mut history, account(0));
-    let dropped: usize = (1..=ENDED_MAX as u128 + 2).map(|id| add(&mut history, account(id))).sum();
+    begin(&mut history, entry(0));
+    let dropped: usize = (1..=ENDED_MAX as u128 + 2).map(|id| add(&mut history, entry(id))).sum();
     assert_eq!((dropped, history.ended.len()), (2, ENDED_MAX));
     let is_kept = |id: u128| !ids(&history, Query::Id(&RequestId(id).to_string())).is_empty();
     assert_eq!([0, 1, 2, 3].map(is_kept), [true, false, false, true]);
@@ -154,7 +160,7 @@ fn ended_requests_are_bounded_by_number_and_running_ones_are_kept() {
 #[test]
 fn ended_requests_are_bounded_by_bytes() {
     let mut history = History::default();
-    let mut large = account(0);
+    let mut large = entry(0);
     for _ in 0..ATTEMPTS_MAX + 8 {
         let mut attempt = attempt(true);
         attempt.considered.options = vec![attempt.considered.options[0].clone(); 16];
@@ -164,7 +170,7 @@ fn ended_requests_are_bounded_by_bytes() {
     let bytes = large.bytes();
     assert!(bytes > ATTEMPTS_MAX * 16 * size_of::<ConsideredOption>());
     for id in 0..1000 {
-        add(&mut history, Account { request_id: RequestId(id), ..large.clone() });
+        add(&mut history, RequestEntry { request_id: RequestId(id), ..large.clone() });
         assert!(history.ended_bytes <= ENDED_BYTES_MAX);
     }
     assert!(history.ended.len() > ENDED_BYTES_MAX / (2 * bytes) && history.ended.len() < 1000);
@@ -184,9 +190,9 @@ fn stages(report: &Report) -> Vec<(&'static str, Option<f64>, bool)> {
     report.stages.iter().map(|stage| (stage.stage, stage.ms, stage.overlaps)).collect()
 }
 
-fn report(attempts: Vec<AttemptAccount>) -> Report {
-    let account = Account { attempts, end: Some(end(ms(52), true)), ..account(7) };
-    Report::new(&account, account.received)
+fn report(attempts: Vec<AttemptEntry>) -> Report {
+    let entry = RequestEntry { attempts, end: Some(end(ms(52), true)), ..entry(7) };
+    Report::new(&entry, entry.received)
 }
 
 #[test]
@@ -215,7 +221,7 @@ fn stages_of_a_disaggregated_request_add_up_to_its_duration() {
     let nodes: Vec<_> = attempt
         .nodes
         .iter()
-        .map(|node| (node.node.as_str(), node.cached_believed, node.cached_found))
+        .map(|node| (node.node.as_str(), node.cached_expected, node.cached_found))
         .collect();
     assert_eq!(nodes, [("prefill-0", 16, Some(0)), ("decode-0", 0, Some(0))]);
     assert_eq!(attempt.options[0].prediction.as_ref().unwrap().cost_ms, 42.75);
@@ -237,15 +243,15 @@ fn stage_times_of_an_older_node_are_unknown_and_not_zero() {
 #[test]
 fn failed_attempt_is_followed_by_a_local_one() {
     let failure = Some("decode node: connection lost: why".to_owned());
-    let lost = AttemptEndAccount {
+    let lost = AttemptEntryEnd {
         at: ms(8),
         outcome: "decode_lost",
         failure,
         stats: AttemptStats::default(),
     };
-    let first = AttemptAccount { first_token: None, hand_over: None, ..attempt(true) };
-    let first = AttemptAccount { end: Some(lost), ..first };
-    let second = AttemptAccount { number: 2, picked: ms(10), ..attempt(false) };
+    let first = AttemptEntry { first_token: None, hand_over: None, ..attempt(true) };
+    let first = AttemptEntry { end: Some(lost), ..first };
+    let second = AttemptEntry { number: 2, picked: ms(10), ..attempt(false) };
     let second = ended(second, NodeStats::default(), node(Some(1000), None, Some(8000)));
     let report = report(vec![first, second]);
     let shown = stages(&report);
@@ -265,7 +271,7 @@ fn decode_node_that_needs_no_kv_reports_a_local_prefill() {
     let decode = node(None, Some(1000), Some(9000));
     let mut attempt = ended(attempt(true), NodeStats::default(), decode);
     attempt.hand_over = None;
-    attempt.end.as_mut().unwrap().stats.alone = true;
+    attempt.end.as_mut().unwrap().stats.local_prefill = true;
     let report = report(vec![attempt]);
     assert_eq!(stages(&report)[3..5], [("queue", Some(1.0), false), ("prefill", Some(9.0), false)]);
     let reason = &report.attempts[0].reason;
@@ -274,7 +280,7 @@ fn decode_node_that_needs_no_kv_reports_a_local_prefill() {
 
 #[test]
 fn running_request_has_its_stages_until_now() {
-    let mut waits = account(7);
+    let mut waits = entry(7);
     let role = cluster::Role::Decode;
     waits.waits_for = Some(NoNode::NoneUp { role, listed: 2 });
     let report = Report::new(&waits, waits.received + ms(100));

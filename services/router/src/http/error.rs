@@ -12,10 +12,7 @@ use super::{
     fields::BodyError,
     wire::{ErrorBody, ErrorContent},
 };
-use crate::request::error::{ErrorReport, FieldError, RequestError};
-
-/// `Retry-After` of rejected requests, in seconds: a few requests finish in this time.
-const RETRY_AFTER_S: u32 = 1;
+use crate::request::error::{ErrorReport, FieldError, RETRY_AFTER_S, RequestError};
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ApiError {

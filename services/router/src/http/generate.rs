@@ -163,7 +163,7 @@ fn reply(
             token_ids: delivery.token_ids,
         },
         delivery,
-        wants_figures: context.wants_figures,
+        wants_stats: context.wants_stats,
         choices_per_prompt: fields.choices,
         keep_alive: front.settings.keep_alive,
     }
@@ -178,7 +178,7 @@ struct Reply {
     system_fingerprint: String,
     view: TokenView,
     delivery: Delivery,
-    wants_figures: bool,
+    wants_stats: bool,
     /// Number of answers to each prompt.
     choices_per_prompt: u32,
     /// Maximum time between events of a stream; then a keep-alive comment follows.
@@ -267,7 +267,7 @@ impl Reply {
     ) -> Completion<'_, C> {
         Completion {
             usage: Some(Some(totals.usage)),
-            baton: self.wants_figures.then(|| totals.hand_over.clone()),
+            baton: self.wants_stats.then(|| totals.hand_over.clone()),
             ..self.chunk(object, choices)
         }
     }
@@ -495,10 +495,10 @@ impl Chunks {
 
     fn write_last(&self, out: &mut Vec<u8>) {
         let (delivery, reply) = (&self.reply.delivery, &self.reply);
-        if delivery.include_usage || reply.wants_figures {
+        if delivery.include_usage || reply.wants_stats {
             let mut chunk = reply.chunk::<()>(reply.chunk_object(), vec![]);
             chunk.usage = delivery.include_usage.then_some(Some(self.totals.usage));
-            chunk.baton = reply.wants_figures.then(|| self.totals.hand_over.clone());
+            chunk.baton = reply.wants_stats.then(|| self.totals.hand_over.clone());
             write_event(&chunk, out);
         }
         out.extend_from_slice(b"data: [DONE]\n\n");

@@ -203,7 +203,7 @@ fn offered(fields: &Fields<'_>) -> Result<Option<(Value, Vec<OfferedFunction>)>,
             return Err(refused(&field, &tool.to_string(), allowed));
         }
         let read = Tool::deserialize(tool).map_err(|error| {
-            FieldError::new(&field, format!("is no tool: {error}; allowed: {allowed}"))
+            FieldError::new(&field, format!("is not a tool: {error}; allowed: {allowed}"))
         })?;
         let Function { name, strict, parameters, .. } = read.function;
         if read.r#type != "function" {
@@ -387,7 +387,7 @@ mod tests {
             (json!({"tools": {}}), "tools is {}"),
             (
                 json!({"tools": [{"type": "function"}]}),
-                "tools[0] is no tool: missing field `function`",
+                "tools[0] is not a tool: missing field `function`",
             ),
             (json!({"tools": [["function", tool("f")]]}), "tools[0] is [\"function\",{"),
             (json!({"tools": [tool("f"), tool("")]}), "tools[1].function.name is \"\""),
@@ -398,7 +398,7 @@ mod tests {
             ),
             (
                 json!({"tools": [{"type": "function", "function": {"name": "f", "strict": 1}}]}),
-                "tools[0] is no tool: invalid type",
+                "tools[0] is not a tool: invalid type",
             ),
             (json!({"parallel_tool_calls": 1}), "parallel_tool_calls is 1"),
         ] {

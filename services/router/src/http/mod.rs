@@ -42,6 +42,8 @@ use tokenize::{detokenize, tokenize};
 
 pub const X_REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 /// With value `1` the last chunk contains statistics of the hand-over between nodes.
+const X_BATON_STATS: HeaderName = HeaderName::from_static("x-baton-stats");
+/// Old name of [`X_BATON_STATS`], accepted until the next minor version.
 const X_BATON_FIGURES: HeaderName = HeaderName::from_static("x-baton-figures");
 
 /// Maximum number of bytes read from a rejected body. Without reading, a client that is still sending would see
@@ -129,7 +131,7 @@ pub struct RequestContext {
     /// Client's label of the request.
     pub label: Option<String>,
     pub span: Span,
-    pub wants_figures: bool,
+    pub wants_stats: bool,
     /// The tenant. An invalid tenant is reported with the other errors of the request.
     pub tenant: Result<Option<Tenant>, FieldError>,
 }
@@ -147,10 +149,11 @@ impl RequestContext {
             api
         );
         propagation::set_parent_from_http(&span, headers);
-        let wants_figures = text(&X_BATON_FIGURES) == Some("1");
+        let wants_stats =
+            [X_BATON_STATS, X_BATON_FIGURES].iter().any(|name| text(name) == Some("1"));
         let tenant =
             headers.get(TENANT_HEADER).map(|name| Tenant::parse(name.as_bytes())).transpose();
-        Ok(Self { request_id, label, span, wants_figures, tenant })
+        Ok(Self { request_id, label, span, wants_stats, tenant })
     }
 
     /// Returns the response's `x-request-id`: the client's label, otherwise the router's id.

@@ -22,7 +22,7 @@ use crate::{
     request::{
         error::FieldError,
         text_workers::PromptSource,
-        tokenising::{self, check_vocabulary},
+        tokenization::{self, check_vocabulary},
     },
 };
 
@@ -34,7 +34,7 @@ pub async fn tokenize(State(front): State<Arc<Front>>, request: Request<Body>) -
         let model = named_model(&fields, &front)?.model;
         let source = prompt_source(&fields)?;
         let with_strings = fields.boolean("return_token_strs")?.unwrap_or(false);
-        let tokens = tokenising::tokenize(&front, &model, source).await?;
+        let tokens = tokenization::tokenize(&front, &model, source).await?;
         let tokenizer = model.text.tokenizer();
         let string = |id: &u32| tokenizer.token_text(*id).unwrap_or_default();
         Ok(Json(Tokenized {
@@ -57,7 +57,7 @@ pub async fn detokenize(State(front): State<Arc<Front>>, request: Request<Body>)
         let tokens = tokens
             .ok_or_else(|| FieldError::new("tokens", "is missing; allowed: a list of token ids"))?;
         check_vocabulary("tokens", &tokens, model.text.tokenizer())?;
-        let prompt = tokenising::detokenize(&front, &model, tokens).await?;
+        let prompt = tokenization::detokenize(&front, &model, tokens).await?;
         Ok(Json(Detokenized { prompt }))
     };
     detokenized.await.map_err(|error: ApiError| error).into_response()

@@ -13,7 +13,7 @@ use text::Tokenizer;
 use crate::{
     request::tools::{AnswerPiece, CallReader, Calls},
     request_core::HandOverStats,
-    request_driver::{AnswerEnd, StoppedBy},
+    request_driver::{AnswerEnd, StopReason},
 };
 
 /// Log-probability sent in place of NaN and -∞, which JSON cannot represent.
@@ -148,14 +148,6 @@ pub struct TextChoice<'a> {
     pub prompt_token_ids: Option<&'a [u32]>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub token_ids: Option<Vec<u32>>,
-}
-
-/// The stop token or the stop string of the client that ended the answer.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, JsonSchema)]
-#[serde(untagged)]
-pub enum StopReason {
-    Token(u32),
-    Text(String),
 }
 
 #[derive(Debug, Default, Serialize, JsonSchema)]
@@ -402,7 +394,7 @@ impl Collected {
                 .logprobs
                 .map(|_| ChatLogprobs { content: self.chat_logprobs, refusal: None }),
             finish_reason: finish_reason(calls.finish_reason(end.reason)),
-            stop_reason: stop_reason(end),
+            stop_reason: end.stop_reason.clone(),
             token_ids: view.token_ids.then_some(self.token_ids),
         }
     }
@@ -429,7 +421,7 @@ pub fn text_end<'a>(end: &AnswerEnd) -> TextChoice<'a> {
         index: end.choice,
         text: end.text.clone(),
         finish_reason: Some(finish_reason(end.reason)),
-        stop_reason: stop_reason(end),
+        stop_reason: end.stop_reason.clone(),
         ..Default::default()
     }
 }
@@ -492,7 +484,7 @@ pub fn chat_end(end: &AnswerEnd, calls: Calls) -> ChatChunkChoice {
     ChatChunkChoice {
         index: end.choice,
         finish_reason: Some(finish_reason(calls.finish_reason(end.reason))),
-        stop_reason: stop_reason(end),
+        stop_reason: end.stop_reason.clone(),
         ..Default::default()
     }
 }
@@ -503,13 +495,6 @@ fn finish_reason(reason: FinishReason) -> &'static str {
         FinishReason::ToolCalls => "tool_calls",
         FinishReason::Length | FinishReason::Unspecified => "length",
     }
-}
-
-fn stop_reason(end: &AnswerEnd) -> Option<StopReason> {
-    end.stopped_by.as_ref().map(|by| match by {
-        StoppedBy::Token(id) => StopReason::Token(*id),
-        StoppedBy::Text(text) => StopReason::Text(text.clone()),
-    })
 }
 
 #[cfg(test)]

@@ -323,7 +323,8 @@ mod tests {
     /// Long enough for the few bytes of a test on a busy machine.
     const SHORT: Duration = Duration::from_secs(1);
     const LONG: Duration = Duration::from_secs(60);
-    const PATIENT: TimeLimits = TimeLimits { opening_max: LONG, head_max: LONG, write_max: LONG };
+    const LONG_TIMEOUT: TimeLimits =
+        TimeLimits { opening_max: LONG, head_max: LONG, write_max: LONG };
 
     async fn read_times_out(server: &mut ClientConnection) {
         let error = server.read_u8().await.unwrap_err();
@@ -341,7 +342,8 @@ mod tests {
     #[tokio::test]
     async fn a_first_request_head_that_stays_incomplete_times_out() {
         for sent in [&b""[..], &PREFACE[..1], &PREFACE[..PREFACE.len() - 1], b"G", b"PO"] {
-            let (mut server, mut client) = pair(TimeLimits { opening_max: SHORT, ..PATIENT }).await;
+            let (mut server, mut client) =
+                pair(TimeLimits { opening_max: SHORT, ..LONG_TIMEOUT }).await;
             send(&mut server, &mut client, sent).await;
             read_times_out(&mut server).await;
         }
@@ -349,7 +351,7 @@ mod tests {
 
     #[tokio::test]
     async fn a_later_request_head_that_stays_incomplete_times_out() {
-        let (mut server, mut client) = pair(TimeLimits { head_max: SHORT, ..PATIENT }).await;
+        let (mut server, mut client) = pair(TimeLimits { head_max: SHORT, ..LONG_TIMEOUT }).await;
         send(&mut server, &mut client, b"POST").await;
         let (request, _) = server.requests.begin(false);
         // The body of a request has its own time limit.
@@ -363,7 +365,7 @@ mod tests {
 
     #[tokio::test]
     async fn an_http_2_connection_has_no_time_limit_for_a_head() {
-        let limits = TimeLimits { opening_max: SHORT, head_max: SHORT, ..PATIENT };
+        let limits = TimeLimits { opening_max: SHORT, head_max: SHORT, ..LONG_TIMEOUT };
         let (mut server, mut client) = pair(limits).await;
         send(&mut server, &mut client, PREFACE).await;
         let waiting = tokio::time::timeout(SHORT * 2, server.read_u8()).await;
@@ -372,7 +374,7 @@ mod tests {
 
     #[tokio::test]
     async fn a_client_that_does_not_read_loses_its_connection() {
-        let (mut server, _client) = pair(TimeLimits { write_max: SHORT, ..PATIENT }).await;
+        let (mut server, _client) = pair(TimeLimits { write_max: SHORT, ..LONG_TIMEOUT }).await;
         let endless = vec![0; 1 << 20];
         let error = loop {
             assert!(!server.state.is_unread());

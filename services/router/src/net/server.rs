@@ -22,7 +22,7 @@ use super::{
     connection::{ClientConnection, ConnectionState, CountedBody, RequestCount, TimeLimits},
     slots::{ConnectionLimits, Slot, Slots, Verdict},
 };
-use crate::wake::when_woken;
+use crate::{request::error::RETRY_AFTER_S, wake::when_woken};
 
 /// Length of the kernel's accept queue, which `net.core.somaxconn` also limits (4,096 by default). When the queue is
 /// full, a client retries after a second.
@@ -47,8 +47,6 @@ const CLOSE_MAX: Duration = Duration::from_millis(100);
 /// Maximum deviation of a connection's age limit from the configured one, as a fraction of the configured one.
 const AGE_JITTER: f64 = 0.1;
 const CLOSE: HeaderValue = HeaderValue::from_static("close");
-/// `Retry-After` of a rejected request, in seconds.
-const RETRY_AFTER_S: u32 = 1;
 
 /// Protocol of a port.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -84,7 +84,7 @@ pub struct MeetCall {
 /// Returns the Meet calls that pair prefill and decode nodes of equal identity. Both nodes of a pair receive
 /// each other. Each prefill node starts with a different decode node, so that every node finds a peer even if nodes
 /// allow few pairs.
-pub fn meet_calls(serving: &[(String, Role, NodeRecord)]) -> Vec<MeetCall> {
+pub fn connect_calls(serving: &[(String, Role, NodeRecord)]) -> Vec<MeetCall> {
     let fits = |one: &NodeRecord, other: &NodeRecord| {
         one.model == other.model && one.identity == other.identity
     };
@@ -188,7 +188,7 @@ pub mod tests {
             node("d2", Role::Decode, 4, 7),
             node("d3", Role::Decode, 5, 9),
         ];
-        let met: Vec<(String, u128, Vec<String>)> = meet_calls(&serving)
+        let met: Vec<(String, u128, Vec<String>)> = connect_calls(&serving)
             .into_iter()
             .map(|MeetCall { url, request }| {
                 let epoch = Epoch::from_bytes(&request.node_epoch).unwrap();
@@ -221,7 +221,7 @@ pub mod tests {
                 }
                 None => {
                     let now = rounds.next();
-                    calls += meet_calls(&serving).len();
+                    calls += connect_calls(&serving).len();
                     began.push(now - start);
                     let over = rounds.on_start(now);
                     assert!(over > now && over <= now + SETUP_MAX);
@@ -257,7 +257,7 @@ pub mod tests {
         for count in [6, 16, 20] {
             let prefill = (1..=count).map(|epoch| node("p", Role::Prefill, epoch, 7));
             let decode = (1..=count).map(|epoch| node("d", Role::Decode, 1000 + epoch, 7));
-            let calls = meet_calls(&prefill.chain(decode).collect::<Vec<_>>());
+            let calls = connect_calls(&prefill.chain(decode).collect::<Vec<_>>());
             let pairs: BTreeSet<(Vec<u8>, Vec<u8>)> = calls
                 .iter()
                 .flat_map(|MeetCall { request, .. }| {
@@ -276,7 +276,7 @@ pub mod tests {
         for (prefills, decodes) in [(1, 98), (98, 1), (40, 50)] {
             let prefill = (1..=prefills).map(|epoch| node("p", Role::Prefill, epoch, 7));
             let decode = (1..=decodes).map(|epoch| node("d", Role::Decode, 1000 + epoch, 7));
-            let calls = meet_calls(&prefill.chain(decode).collect::<Vec<_>>());
+            let calls = connect_calls(&prefill.chain(decode).collect::<Vec<_>>());
             let told = calls.iter().map(|it| it.request.peers.len());
             assert_eq!(told.max(), Some(PEERS_MAX));
             // Both nodes of a pair receive each other.

@@ -16,7 +16,7 @@ use std::{
 };
 
 use cluster::{
-    CacheIdentity, Considered, Directory, Health, Input, Membership, NoNode, NodeChoice,
+    CacheIdentity, Considered, Directory, DirectoryInput, Health, Membership, NoNode, NodeChoice,
     NodeRecord, Role, Selection, Wanted,
 };
 use proto::{
@@ -64,7 +64,7 @@ struct Shared {
     directory: Mutex<Directory>,
     /// Connections by URL.
     channels: Mutex<HashMap<String, Channel>>,
-    inputs: mpsc::Sender<Input>,
+    inputs: mpsc::Sender<DirectoryInput>,
     /// Number of changes of health, plus one for the end of the first connection setup.
     changes: latest::Sender<u64>,
     connected: AtomicBool,
@@ -287,7 +287,7 @@ impl Assigned {
         &self.choice.record
     }
 
-    /// Returns the number of prompt tokens that the node is believed to have cached.
+    /// Returns the number of prompt tokens that the router expects in the cache of the node.
     pub fn cached_tokens(&self) -> u32 {
         self.choice.cached_tokens
     }
@@ -315,14 +315,17 @@ impl Assigned {
 
     /// Reports to the directory that the node rejected the attempt as busy.
     pub fn busy(&self) {
-        self.nodes.directory().busy(Instant::now(), self.choice.assignment, None);
+        self.nodes.directory().busy(Instant::now(), self.choice.assignment);
     }
 
     /// Reports that the connection broke or another process answered. The directory then probes the node.
     pub fn lost(&self, reason: String) {
         // If the queue is full, the node's Observe stream reports the loss.
-        let _ =
-            self.nodes.0.inputs.try_send(Input::CallLost { epoch: self.record().epoch, reason });
+        let _ = self
+            .nodes
+            .0
+            .inputs
+            .try_send(DirectoryInput::CallLost { epoch: self.record().epoch, reason });
     }
 }
 

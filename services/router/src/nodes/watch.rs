@@ -7,7 +7,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use cluster::{Action, Health, Input, MemberWatch, NodeAddress, Role, StreamId};
+use cluster::{DirectoryAction, DirectoryInput, Health, MemberWatch, NodeAddress, Role, StreamId};
 use proto::v1::{ObserveEvent, ObserveRequest, observe_event::Event};
 use tokio::{
     sync::mpsc,
@@ -57,7 +57,7 @@ impl OwnedTask {
 pub(super) fn start(
     nodes: Nodes,
     members: MemberWatch,
-    inputs: mpsc::Receiver<Input>,
+    inputs: mpsc::Receiver<DirectoryInput>,
     served: Arc<[Served]>,
 ) -> OwnedTask {
     let watch = Watch::new(nodes, inputs, served);
@@ -66,7 +66,7 @@ pub(super) fn start(
 
 struct Watch {
     nodes: Nodes,
-    inputs: mpsc::Receiver<Input>,
+    inputs: mpsc::Receiver<DirectoryInput>,
     served: Arc<[Served]>,
     streams: JoinSet<()>,
     open: HashMap<StreamId, AbortHandle>,
@@ -74,11 +74,11 @@ struct Watch {
     /// `Some` until the first round with a decode node.
     first: Option<Arc<FirstRound>>,
     /// Meet calls of this round and of earlier ones.
-    meet_calls: JoinSet<()>,
+    connect_calls: JoinSet<()>,
 }
 
 impl Watch {
-    fn new(nodes: Nodes, inputs: mpsc::Receiver<Input>, served: Arc<[Served]>) -> Self {
+    fn new(nodes: Nodes, inputs: mpsc::Receiver<DirectoryInput>, served: Arc<[Served]>) -> Self {
         Self {
             first: Some(FirstRound::new(nodes.clone())),
             nodes,
@@ -87,7 +87,7 @@ impl Watch {
             streams: JoinSet::new(),
             open: HashMap::new(),
             rounds: Rounds::new(Instant::now()),
-            meet_calls: JoinSet::new(),
+            connect_calls: JoinSet::new(),
         }
     }
 
@@ -107,7 +107,7 @@ impl Watch {
             tokio::select! {
                 () = stop.cancelled() => break,
                 change = members.next(), if !members_end => match change {
-                    Some(change) => self.handle(Input::Member(change), &mut actions),
+                    Some(change) => self.handle(DirectoryInput::Member(change), &mut actions),
                     None => members_end = true,
                 },
                 // `self.nodes` holds a sender, so the channel never ends.
@@ -124,30 +124,30 @@ impl Watch {
                 self.act(action);
             }
             while self.streams.try_join_next().is_some() {}
-            while self.meet_calls.try_join_next().is_some() {}
+            while self.connect_calls.try_join_next().is_some() {}
         }
-        self.meet_calls.shutdown().await;
+        self.connect_calls.shutdown().await;
         self.streams.shutdown().await;
     }
 
-    fn handle(&self, input: Input, actions: &mut Vec<Action>) {
+    fn handle(&self, input: DirectoryInput, actions: &mut Vec<DirectoryAction>) {
         self.nodes.directory().handle(Instant::now(), input, actions);
     }
 
-    fn act(&mut self, action: Action) {
+    fn act(&mut self, action: DirectoryAction) {
         match action {
-            Action::Observe { stream, address, .. } => {
+            DirectoryAction::Observe { stream, address, .. } => {
                 self.open.retain(|_, task| !task.is_finished());
                 let observe = observe(self.nodes.clone(), stream, address, self.served.clone());
                 let task = self.streams.spawn(observe);
                 self.open.insert(stream, task);
             }
-            Action::StopObserving { stream } => {
+            DirectoryAction::StopObserving { stream } => {
                 if let Some(task) = self.open.remove(&stream) {
                     task.abort();
                 }
             }
-            Action::HealthChanged { address, from, to, reason, .. } => {
+            DirectoryAction::HealthChanged { address, from, to, reason, .. } => {
                 tracing::info!(
                     node = %address, from = from.as_str(), to = to.as_str(), reason,
                     "node health changed"
@@ -162,7 +162,7 @@ impl Watch {
                     self.rounds.on_change(Instant::now(), settles_in);
                 }
             }
-            Action::Forgotten { address, .. } => {
+            DirectoryAction::Forgotten { address, .. } => {
                 tracing::info!(node = %address, "node left");
                 self.nodes.forget_channel(&address.grpc);
                 self.changed();
@@ -184,9 +184,9 @@ impl Watch {
         drop(directory);
         let is_served = serving.iter().any(|(_, role, _)| *role == Role::Decode);
         let first = self.first.take_if(|_| is_served);
-        for call in connection_setup::meet_calls(&serving) {
+        for call in connection_setup::connect_calls(&serving) {
             let (nodes, first) = (self.nodes.clone(), first.clone());
-            self.meet_calls.spawn(connection_setup::meet(nodes, call, deadline, first));
+            self.connect_calls.spawn(connection_setup::meet(nodes, call, deadline, first));
         }
     }
 
@@ -211,7 +211,7 @@ async fn observe(nodes: Nodes, stream: StreamId, address: NodeAddress, served: A
         Err(reason) => reason,
     };
     // Fails only when the task has ended.
-    let _ = nodes.0.inputs.send(Input::StreamEnded { stream, reason }).await;
+    let _ = nodes.0.inputs.send(DirectoryInput::StreamEnded { stream, reason }).await;
 }
 
 async fn follow(
@@ -232,7 +232,7 @@ async fn follow(
         Served::check(served, &event)?;
         let drains = drains(&event).unwrap_or(draining);
         let changed = std::mem::replace(&mut draining, drains) != drains;
-        if nodes.0.inputs.send(Input::Observed { stream, event }).await.is_err() {
+        if nodes.0.inputs.send(DirectoryInput::Observed { stream, event }).await.is_err() {
             return Ok(());
         }
         if changed {
@@ -299,8 +299,8 @@ mod tests {
     fn joins(watch: &mut Watch, role: Role, grpc: &str) -> StreamId {
         let address = NodeAddress { role, grpc: grpc.to_owned() };
         let mut actions = Vec::new();
-        watch.handle(Input::Member(MemberChange::Joined(address)), &mut actions);
-        let [Action::Observe { stream, .. }] = actions[..] else { panic!("{actions:?}") };
+        watch.handle(DirectoryInput::Member(MemberChange::Joined(address)), &mut actions);
+        let [DirectoryAction::Observe { stream, .. }] = actions[..] else { panic!("{actions:?}") };
         stream
     }
 
@@ -310,9 +310,10 @@ mod tests {
             NodeSnapshot { record, load: Some(NodeLoad::default()), ..Default::default() };
         let event = ObserveEvent { sequence: 0, event: Some(Event::Snapshot(snapshot)) };
         let mut actions = Vec::new();
-        watch.handle(Input::Observed { stream, event }, &mut actions);
-        let is_up =
-            |action: &Action| matches!(action, Action::HealthChanged { to: Health::Up, .. });
+        watch.handle(DirectoryInput::Observed { stream, event }, &mut actions);
+        let is_up = |action: &DirectoryAction| {
+            matches!(action, DirectoryAction::HealthChanged { to: Health::Up, .. })
+        };
         assert!(actions.iter().any(is_up), "{actions:?}");
         for action in actions {
             watch.act(action);
@@ -321,8 +322,9 @@ mod tests {
 
     fn is_lost(watch: &mut Watch, stream: StreamId) {
         let mut actions = Vec::new();
-        watch.handle(Input::StreamEnded { stream, reason: "a test".into() }, &mut actions);
-        let changes = |action: &Action| matches!(action, Action::HealthChanged { .. });
+        watch.handle(DirectoryInput::StreamEnded { stream, reason: "a test".into() }, &mut actions);
+        let changes =
+            |action: &DirectoryAction| matches!(action, DirectoryAction::HealthChanged { .. });
         for action in actions.into_iter().filter(changes) {
             watch.act(action);
         }
@@ -344,11 +346,11 @@ mod tests {
             // No node listens there: the test counts calls that were started.
             let stream = joins(&mut watch, role, &format!("http://127.0.0.1:{epoch}"));
             comes_up(&mut watch, role, epoch, stream);
-            meets += watch.meet_calls.len();
+            meets += watch.connect_calls.len();
         }
         assert!(watch.rounds.next() + Duration::from_secs(10) < by_itself, "it is due soon");
         watch.set_up_connections();
-        assert_eq!(meets + watch.meet_calls.len(), 12);
+        assert_eq!(meets + watch.connect_calls.len(), 12);
     }
 
     #[tokio::test]
@@ -367,15 +369,15 @@ mod tests {
         // The unreachable node is not awaited.
         is_lost(&mut watch, absent);
         begin_round(&mut watch);
-        assert_eq!((watch.meet_calls.len(), is_ready(&watch)), (2, false));
+        assert_eq!((watch.connect_calls.len(), is_ready(&watch)), (2, false));
 
         // A node that comes up during the round gets a round of its own.
         let late = joins(&mut watch, Role::Decode, &url(4));
         comes_up(&mut watch, Role::Decode, 4, late);
         assert!(!is_ready(&watch));
-        let mut first_round = std::mem::take(&mut watch.meet_calls);
+        let mut first_round = std::mem::take(&mut watch.connect_calls);
         watch.set_up_connections();
-        assert_eq!((watch.meet_calls.len(), is_ready(&watch)), (3, false));
+        assert_eq!((watch.connect_calls.len(), is_ready(&watch)), (3, false));
         first_round.shutdown().await;
         assert!(is_ready(&watch));
 
@@ -408,7 +410,7 @@ mod tests {
         let decode = joins(&mut watch, Role::Decode, "http://127.0.0.1:2");
         comes_up(&mut watch, Role::Decode, 2, decode);
         begin_round(&mut watch);
-        assert_eq!((watch.meet_calls.len(), watch.nodes.are_connected()), (2, false));
+        assert_eq!((watch.connect_calls.len(), watch.nodes.are_connected()), (2, false));
     }
 
     #[test]

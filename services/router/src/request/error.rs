@@ -12,6 +12,8 @@ use crate::{
     request_core::{Cause, GiveUp},
 };
 
+/// `Retry-After` of rejected requests, in seconds: a few requests finish in this time.
+pub const RETRY_AFTER_S: u32 = 1;
 /// Maximum number of characters that an error shows of an invalid value.
 const SHOWN_CHARS_MAX: usize = 64;
 

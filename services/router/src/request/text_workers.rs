@@ -23,7 +23,7 @@ const INLINE_BYTES_MAX: usize = 4096;
 
 /// Maximum bytes of text on all threads. Tokenization takes a hundred times the text's memory, so this limit keeps
 /// the router below 512 MiB. The longest valid text fits.
-const BYTES_IN_WORK_MAX: usize = TEXT_BYTES_MAX;
+const BYTES_IN_FLIGHT_MAX: usize = TEXT_BYTES_MAX;
 
 /// Maximum number of concurrent grammar checks. A check takes at most a few tenths of a second and 50 MB
 /// ([`grammar::limits`]).
@@ -32,18 +32,18 @@ const GRAMMAR_CHECKS_MAX: usize = 2;
 /// Permits for long texts (threads, and bytes of text) and grammar checks of all models. Grammar checks have permits
 /// of their own, so they do not delay prompts.
 #[derive(Clone)]
-pub struct TextRoom {
+pub struct TextPermits {
     threads: Arc<Semaphore>,
     bytes: Arc<Semaphore>,
     grammar_checks: Arc<Semaphore>,
 }
 
-impl TextRoom {
+impl TextPermits {
     pub fn new(threads: usize) -> Self {
         let semaphore = |permits| Arc::new(Semaphore::new(permits));
         Self {
             threads: semaphore(threads),
-            bytes: semaphore(BYTES_IN_WORK_MAX),
+            bytes: semaphore(BYTES_IN_FLIGHT_MAX),
             grammar_checks: semaphore(GRAMMAR_CHECKS_MAX),
         }
     }
@@ -51,7 +51,7 @@ impl TextRoom {
     /// Waits in FIFO order for permits for a text of this size. A text beyond the limit takes all
     /// permits.
     async fn enter(&self, bytes: usize) -> Result<[OwnedSemaphorePermit; 2], AcquireError> {
-        let bytes = bytes.min(BYTES_IN_WORK_MAX) as u32;
+        let bytes = bytes.min(BYTES_IN_FLIGHT_MAX) as u32;
         let bytes = self.bytes.clone().acquire_many_owned(bytes).await?;
         Ok([bytes, self.threads.clone().acquire_owned().await?])
     }
@@ -131,12 +131,12 @@ pub struct CacheKeying {
 
 /// A prompt's token ids, and the cache keys of its blocks.
 #[derive(Debug)]
-pub struct TokenisedPrompt {
+pub struct TokenizedPrompt {
     pub tokens: Vec<u32>,
     pub prefix: Vec<PrefixKeys>,
 }
 
-impl TokenisedPrompt {
+impl TokenizedPrompt {
     fn new(tokens: Vec<u32>, tokens_max: u32, keying: &CacheKeying) -> Self {
         // A longer prompt is rejected, so it needs no keys.
         let is_taken = tokens.len() as u64 <= u64::from(tokens_max);
@@ -149,15 +149,15 @@ impl TokenisedPrompt {
 /// Tokenizer, template and grammar checker of a model, with the shared permits.
 pub struct TextWorkers {
     text: Arc<ModelText>,
-    room: TextRoom,
+    permits: TextPermits,
     /// Grammar checker, created at first use.
     grammars: Arc<OnceLock<Compiler>>,
 }
 
 impl TextWorkers {
-    /// Creates the workers of a model. All models share the permits of `room`.
-    pub fn new(text: Arc<ModelText>, room: TextRoom) -> Self {
-        Self { text, room, grammars: Arc::default() }
+    /// Creates the workers of a model. All models share the permits of `permits`.
+    pub fn new(text: Arc<ModelText>, permits: TextPermits) -> Self {
+        Self { text, permits, grammars: Arc::default() }
     }
 
     pub fn tokenizer(&self) -> &Arc<Tokenizer> {
@@ -194,7 +194,7 @@ impl TextWorkers {
             }
             Ok(())
         };
-        self.room.check_grammar(check).await
+        self.permits.check_grammar(check).await
     }
 
     /// Returns the text of these ids; special tokens appear by name.
@@ -212,10 +212,10 @@ impl TextWorkers {
         source: PromptSource,
         tokens_max: u32,
         keying: Arc<CacheKeying>,
-    ) -> Result<TokenisedPrompt, RequestError> {
+    ) -> Result<TokenizedPrompt, RequestError> {
         self.work(source.bytes(), move |text| {
             let tokens = tokens(text, source, tokens_max)?;
-            Ok(TokenisedPrompt::new(tokens, tokens_max, &keying))
+            Ok(TokenizedPrompt::new(tokens, tokens_max, &keying))
         })
         .await
     }
@@ -229,11 +229,12 @@ impl TextWorkers {
         if bytes <= INLINE_BYTES_MAX {
             return work(&self.text);
         }
-        let room = self.room.enter(bytes).await.map_err(|error| RequestError::internal(&error))?;
+        let permits =
+            self.permits.enter(bytes).await.map_err(|error| RequestError::internal(&error))?;
         let text = self.text.clone();
         let on_thread = move || {
             // The closure holds the permit: it runs to its end even if the caller disconnects.
-            let _room = room;
+            let _permits = permits;
             work(&text)
         };
         tokio::task::spawn_blocking(on_thread)
@@ -250,7 +251,7 @@ fn tokens(
     let field = source.field();
     let tokenizer = text.tokenizer();
     let encoded = |result: Result<Vec<u32>, EncodeError>| {
-        result.map_err(|error| FieldError::new(field, format!("cannot be tokenised: {error}")))
+        result.map_err(|error| FieldError::new(field, format!("cannot be tokenized: {error}")))
     };
     let check_length = |prompt: &str| {
         let at_least = tokenizer.tokens_at_least(prompt);
@@ -383,32 +384,32 @@ mod tests {
     #[tokio::test]
     async fn concurrent_tokenization_is_bounded_in_threads_and_bytes() {
         let mebibytes = |count: usize| count << 20;
-        let room = TextRoom::new(2);
-        let first = room.enter(mebibytes(3)).await.unwrap();
-        let mut second = pin!(room.enter(mebibytes(2)));
+        let permits = TextPermits::new(2);
+        let first = permits.enter(mebibytes(3)).await.unwrap();
+        let mut second = pin!(permits.enter(mebibytes(2)));
         assert!(poll!(&mut second).is_pending(), "no permits are free for its bytes");
         drop(first);
         let second = second.await.unwrap();
-        let third = room.enter(mebibytes(1)).await.unwrap();
-        let mut fourth = pin!(room.enter(1));
+        let third = permits.enter(mebibytes(1)).await.unwrap();
+        let mut fourth = pin!(permits.enter(1));
         assert!(poll!(&mut fourth).is_pending(), "both threads are busy");
         drop((second, third));
         drop(fourth.await.unwrap());
         // A text beyond the limit takes all permits and does not wait forever.
-        let whole = room.enter(usize::MAX).await.unwrap();
-        assert!(poll!(pin!(room.enter(1))).is_pending());
+        let whole = permits.enter(usize::MAX).await.unwrap();
+        assert!(poll!(pin!(permits.enter(1))).is_pending());
         drop(whole);
     }
 
     #[tokio::test]
     async fn grammar_checks_do_not_delay_prompts_and_do_not_start_without_their_caller() {
-        let room = TextRoom::new(1);
-        let permits = room.grammar_checks.clone();
-        let all = permits.acquire_many_owned(GRAMMAR_CHECKS_MAX as u32).await.unwrap();
-        drop(room.enter(1 << 20).await.unwrap());
+        let permits = TextPermits::new(1);
+        let checks = permits.grammar_checks.clone();
+        let all = checks.acquire_many_owned(GRAMMAR_CHECKS_MAX as u32).await.unwrap();
+        drop(permits.enter(1 << 20).await.unwrap());
         let is_started = Arc::new(AtomicBool::new(false));
         let started = is_started.clone();
-        let mut check = Box::pin(room.check_grammar(move || {
+        let mut check = Box::pin(permits.check_grammar(move || {
             started.store(true, Ordering::Relaxed);
             Ok(())
         }));
@@ -416,9 +417,9 @@ mod tests {
         drop(check);
         drop(all);
         // Every permit is free, so the check would have run.
-        let _prompts = room.enter(1 << 20).await.unwrap();
+        let _prompts = permits.enter(1 << 20).await.unwrap();
         for _ in 0..GRAMMAR_CHECKS_MAX {
-            room.check_grammar(|| Ok(())).await.unwrap();
+            permits.check_grammar(|| Ok(())).await.unwrap();
         }
         assert!(!is_started.load(Ordering::Relaxed));
     }

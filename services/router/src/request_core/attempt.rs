@@ -71,7 +71,7 @@ pub struct AttemptStats {
     /// Time from the reservation until the KV was visible, in microseconds.
     pub transfer_us: u64,
     /// Whether the decode node needed no KV of a prefill node.
-    pub alone: bool,
+    pub local_prefill: bool,
     pub prefill: NodeStats,
     pub decode: NodeStats,
 }
@@ -145,13 +145,13 @@ impl AttemptState {
                 self.decode = Decode::Reserved;
                 self.saw_cached(reserved.cached_tokens);
                 self.stats.decode.cached_tokens = Some(reserved.cached_tokens);
-                self.stats.alone = reserved.alone;
+                self.stats.local_prefill = reserved.local_prefill;
                 let mut next = vec![AttemptAction::Admitted];
                 match std::mem::replace(&mut self.prefill, Prefill::Ended) {
                     Prefill::Ended => {}
                     // The decode node samples token 0 itself. The prefill node's token 0 was not emitted.
                     Prefill::Prefilling | Prefill::HoldingToken(_) | Prefill::Transferring
-                        if reserved.alone =>
+                        if reserved.local_prefill =>
                     {
                         next.push(AttemptAction::DropPrefill);
                     }
@@ -380,8 +380,8 @@ mod tests {
         Token { id, logprobs: None }
     }
 
-    fn reserved(alone: bool) -> Option<DecodeEvent> {
-        Some(DecodeEvent::Reserved(Reserved { cached_tokens: 0, alone }))
+    fn reserved(local_prefill: bool) -> Option<DecodeEvent> {
+        Some(DecodeEvent::Reserved(Reserved { cached_tokens: 0, local_prefill }))
     }
 
     fn tokens(first_index: u32, ids: &[u32]) -> Option<DecodeEvent> {
@@ -456,7 +456,7 @@ mod tests {
             cached_tokens: 16,
             kv_bytes: 9,
             transfer_us: 3,
-            alone: false,
+            local_prefill: false,
             prefill: cached(16),
             decode: cached(0),
         };

@@ -55,7 +55,7 @@ use tonic::Status;
 use attempt::{AttemptAction, AttemptState, LAST_EVENT_MAX, TOKEN_0_MAX};
 pub use attempt::{AttemptStats, NodeStats};
 use emitted::EmittedTokens;
-pub use recovery::{AttemptFailure, Cause, GiveUp, NodeReport, Side, TurnQueue};
+pub use recovery::{AttemptFailure, Cause, GiveUp, NodeFeedback, Side, TurnQueue};
 use recovery::{NextStep, Recovery};
 
 /// Interval between two picks of a request that holds the turn: one or two steps of a busy node.
@@ -323,11 +323,11 @@ impl RequestCore {
     pub fn wanted(&self) -> Wanted<'_> {
         let emitted = self.emitted.next_index();
         Wanted {
-            model: Some(&self.spec.model),
+            model: &self.spec.model,
             prompt_tokens: self.spec.prompt_tokens(),
             tokens: self.spec.prompt_tokens() + emitted,
             new_tokens_max: self.spec.sampling.max_tokens - emitted,
-            alone: self.recovery.decode_alone(),
+            local_prefill: self.recovery.local_prefill(),
             prefix: &self.spec.prefix,
             identity: self.identity.as_ref(),
             grammar_version: self.spec.grammar_version,
@@ -443,7 +443,7 @@ impl RequestCore {
     }
 
     /// Handles this request's turn to pick among busy nodes.
-    pub fn handle_turn(&mut self, _now: Instant) {
+    pub fn handle_turn(&mut self) {
         if let State::WaitingForTurn = self.state {
             self.recovery.take_turn();
             self.pick();
@@ -451,7 +451,7 @@ impl RequestCore {
     }
 
     /// Handles a change of a node's health.
-    pub fn handle_nodes_changed(&mut self, _now: Instant) {
+    pub fn handle_nodes_changed(&mut self) {
         if let State::WaitingForNode { .. } = self.state {
             self.pick();
         }

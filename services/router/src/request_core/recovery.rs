@@ -120,7 +120,7 @@ impl Recovery {
     }
 
     /// Returns whether the next attempt must not need a transfer.
-    pub fn decode_alone(&self) -> bool {
+    pub fn local_prefill(&self) -> bool {
         let is_last = self.failed + 1 >= self.policy.attempts_max;
         self.transfers_failed >= 2 || is_last && self.failed > 0
     }
@@ -315,7 +315,7 @@ impl Cause {
 
 /// A report to the directory about the node of a failed attempt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum NodeReport {
+pub enum NodeFeedback {
     Busy,
     /// The connection broke, or another process answered.
     Lost,
@@ -376,10 +376,10 @@ impl AttemptFailure {
     }
 
     /// Returns the report about the node of [`Self::side`], if the failure says anything about it.
-    pub fn node_report(&self) -> Option<NodeReport> {
+    pub fn node_feedback(&self) -> Option<NodeFeedback> {
         match self.cause {
-            Cause::Busy => Some(NodeReport::Busy),
-            Cause::Lost | Cause::Stale => Some(NodeReport::Lost),
+            Cause::Busy => Some(NodeFeedback::Busy),
+            Cause::Lost | Cause::Stale => Some(NodeFeedback::Lost),
             _ => None,
         }
     }
@@ -498,7 +498,7 @@ mod tests {
             assert_eq!(next, NextStep::Retry);
             assert_eq!(recovery.avoid_prefill().contains(&prefill), side == Side::Prefill);
             assert_eq!(recovery.avoid_decode().contains(&decode), side == Side::Decode);
-            assert!(!recovery.decode_alone());
+            assert!(!recovery.local_prefill());
         }
     }
 
@@ -510,9 +510,9 @@ mod tests {
         let failed = || failure(Side::Decode, Cause::TransferFailed);
         recovery.failed(failed(), Some(prefill), decode, now);
         assert_eq!(recovery.avoid_prefill(), [prefill]);
-        assert!(recovery.avoid_decode().is_empty() && !recovery.decode_alone());
+        assert!(recovery.avoid_decode().is_empty() && !recovery.local_prefill());
         recovery.failed(failed(), Some(epoch(2)), decode, now);
-        assert!(recovery.decode_alone());
+        assert!(recovery.local_prefill());
     }
 
     #[test]
@@ -522,10 +522,10 @@ mod tests {
         let mut recovery = Recovery::new(POLICY);
         let lost = || failure(Side::Prefill, Cause::Lost);
         for number in 1..=3 {
-            assert!(!recovery.decode_alone());
+            assert!(!recovery.local_prefill());
             assert_eq!(recovery.failed(lost(), Some(epoch(number)), decode, now), NextStep::Retry);
         }
-        assert!(recovery.decode_alone());
+        assert!(recovery.local_prefill());
         assert_eq!(
             recovery.failed(lost(), None, decode, now),
             NextStep::GiveUp(GiveUp::AttemptsSpent { attempts: 4, last: lost() })
@@ -571,12 +571,12 @@ mod tests {
         let (prefill, decode) = nodes();
         let mut recovery = Recovery::new(POLICY);
         for _ in 0..2 {
-            assert!(!recovery.decode_alone());
+            assert!(!recovery.local_prefill());
             recovery.progressed();
             let failure = failure(Side::Decode, Cause::TransferFailed);
             recovery.failed(failure, Some(prefill), decode, now);
         }
-        assert!(recovery.decode_alone());
+        assert!(recovery.local_prefill());
     }
 
     #[test]

@@ -130,7 +130,7 @@ impl Owner {
     }
 
     fn reserved(&mut self) -> Vec<Output> {
-        self.decode_sends(Event::Reserved(Reserved { cached_tokens: 0, alone: false }))
+        self.decode_sends(Event::Reserved(Reserved { cached_tokens: 0, local_prefill: false }))
     }
 
     /// Sends the next `count` tokens of the decode node. Token `i` has id `i`.
@@ -166,7 +166,7 @@ impl Owner {
             assert_eq!(self.no_node(&NONE_UP), [Output::WaitForNode]);
         }
         self.now = until;
-        self.core.handle_nodes_changed(self.now);
+        self.core.handle_nodes_changed();
         assert_eq!(self.outputs(), [Output::Pick]);
     }
 
@@ -262,7 +262,7 @@ fn a_request_completes_while_its_nodes_are_killed_every_three_seconds() {
 fn attempts_without_a_token_are_bounded() {
     let mut owner = Owner::started();
     for number in 1..=4 {
-        assert_eq!(owner.core.wanted().alone, number == 4);
+        assert_eq!(owner.core.wanted().local_prefill, number == 4);
         owner.picked(number < 4);
         let outputs = owner.loses_decode();
         if number < 4 {
@@ -280,7 +280,7 @@ fn waiting_for_a_busy_cluster_is_bounded_and_in_turns() {
     assert_eq!(owner.no_node(&BUSY), [Output::WaitForTurn]);
     assert!(owner.core.expects_turn());
     owner.now += Duration::from_secs(1);
-    owner.core.handle_turn(owner.now);
+    owner.core.handle_turn();
     assert_eq!(owner.outputs(), [Output::Pick]);
     while owner.no_node(&BUSY).is_empty() {
         assert_eq!(owner.deadline(), [Output::Pick]);
@@ -300,10 +300,10 @@ fn waiting_for_a_busy_cluster_is_bounded_and_in_turns() {
 fn a_request_without_any_node_releases_its_turn() {
     let mut owner = Owner::started();
     owner.no_node(&BUSY);
-    owner.core.handle_turn(owner.now);
+    owner.core.handle_turn();
     assert_eq!(owner.outputs(), [Output::Pick]);
     assert_eq!(owner.no_node(&NONE_UP), [Output::WaitForNode]);
-    owner.core.handle_nodes_changed(owner.now);
+    owner.core.handle_nodes_changed();
     assert_eq!(owner.outputs(), [Output::Pick]);
     assert_eq!(owner.no_node(&BUSY), [Output::WaitForTurn]);
 }

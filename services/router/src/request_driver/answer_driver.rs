@@ -19,7 +19,7 @@ use tracing::{Span, field};
 
 use super::{
     PreparedRequest,
-    events::{AnswerEnd, AnswerTokens, Event, EventSender, StoppedBy},
+    events::{AnswerEnd, AnswerTokens, Event, EventSender, StopReason},
 };
 use crate::{
     admission::Waiting,
@@ -28,7 +28,7 @@ use crate::{
     record::RequestRecord,
     request::error::RequestError,
     request_core::{
-        AnswerSpec, AttemptOutcome, EndedAttempt, FinishedAnswer, NodeReport, Output,
+        AnswerSpec, AttemptOutcome, EndedAttempt, FinishedAnswer, NodeFeedback, Output,
         RecoveryPolicy, RequestCore, Side, Stop,
     },
     wake::MovingTimer,
@@ -147,10 +147,10 @@ impl<'a> AnswerDriver<'a> {
             message = next_message(&mut prefill), if core.expects_prefill() => {
                 core.handle_prefill(Instant::now(), message);
             }
-            () = Waiting::turn(waiting), if core.expects_turn() => core.handle_turn(Instant::now()),
+            () = Waiting::turn(waiting), if core.expects_turn() => core.handle_turn(),
             // Fails only if the sender was dropped, but `front` holds the sender.
             _ = node_changes.changed(), if core.expects_node() => {
-                core.handle_nodes_changed(Instant::now());
+                core.handle_nodes_changed();
             }
             () = timer.reached(deadline.into()) => {
                 core.handle_deadline(Instant::now(), |side| match side {
@@ -241,13 +241,13 @@ impl<'a> AnswerDriver<'a> {
             (Side::Prefill, None) | (Side::Decode, _) => &decode.node,
         };
         let _entered = span.enter();
-        let (node_id, report) = (&node.record().node_id, failure.node_report());
+        let (node_id, report) = (&node.record().node_id, failure.node_feedback());
         match report {
-            Some(NodeReport::Busy) => node.busy(),
-            Some(NodeReport::Lost) => node.lost(failure.message.clone()),
+            Some(NodeFeedback::Busy) => node.busy(),
+            Some(NodeFeedback::Lost) => node.lost(failure.message.clone()),
             None => {}
         }
-        if report == Some(NodeReport::Busy) {
+        if report == Some(NodeFeedback::Busy) {
             tracing::debug!(%node_id, reason = failure.message, "node is busy");
         } else {
             let request_id = self.record.request_id();
@@ -297,9 +297,9 @@ struct AnswerText {
 #[derive(Debug)]
 enum Ended {
     /// The last token is a stop token; the answer excludes its text.
-    StopToken(Option<StoppedBy>),
+    StopToken(Option<StopReason>),
     /// A stop string is complete.
-    StopText(StoppedBy),
+    StopText(StopReason),
 }
 
 impl AnswerText {
@@ -354,7 +354,7 @@ impl AnswerText {
         let delta = self.stream.as_mut().map(|stream| stream.push(&ids)).unwrap_or_default();
         let count = match (delta.stopped, stop_at) {
             (Some(hit), _) => {
-                let by = StoppedBy::Text(self.stop_texts[hit.stop_index].clone());
+                let by = StopReason::Text(self.stop_texts[hit.stop_index].clone());
                 self.ended = Some(Ended::StopText(by));
                 (hit.token_count - self.token_count) as usize
             }
@@ -362,7 +362,7 @@ impl AnswerText {
                 let id = tokens[at].id;
                 // Only a stop token that the client named is reported to the client.
                 let own = !self.tokenizer.eos_ids().contains(&id);
-                self.ended = Some(Ended::StopToken(own.then_some(StoppedBy::Token(id))));
+                self.ended = Some(Ended::StopToken(own.then_some(StopReason::Token(id))));
                 at + 1
             }
             (None, None) => tokens.len(),
@@ -374,7 +374,7 @@ impl AnswerText {
 
     /// Ends the answer. A stop found here takes precedence over the node's finish reason.
     fn finish(&mut self, choice: u32, finished: FinishedAnswer) -> AnswerEnd {
-        let (reason, stopped_by) = match self.ended.take() {
+        let (reason, stop_reason) = match self.ended.take() {
             Some(Ended::StopToken(by)) => (FinishReason::Stop, by),
             Some(Ended::StopText(by)) => (FinishReason::Stop, Some(by)),
             None => (finished.reason, None),
@@ -382,7 +382,7 @@ impl AnswerText {
         AnswerEnd {
             choice,
             reason,
-            stopped_by,
+            stop_reason,
             text: self.stream.take().map(TextStream::finish).unwrap_or_default(),
             prompt_tokens: finished.prompt_tokens,
             completion_tokens: self.token_count,

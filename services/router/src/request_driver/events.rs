@@ -13,6 +13,8 @@ use std::{
 };
 
 use proto::v1::{FinishReason, Token};
+use schemars::JsonSchema;
+use serde::Serialize;
 use tokio::sync::Notify;
 
 use crate::{request::error::RequestError, request_core::HandOverStats};
@@ -41,8 +43,7 @@ pub struct AnswerTokens {
 pub struct AnswerEnd {
     pub choice: u32,
     pub reason: FinishReason,
-    /// The stop token or stop string of the client that ended the answer.
-    pub stopped_by: Option<StoppedBy>,
+    pub stop_reason: Option<StopReason>,
     /// The rest of the text, which was held back.
     pub text: String,
     pub prompt_tokens: u32,
@@ -52,8 +53,10 @@ pub struct AnswerEnd {
     pub hand_over: HandOverStats,
 }
 
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum StoppedBy {
+/// The stop token or the stop string of the client that ended the answer.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, JsonSchema)]
+#[serde(untagged)]
+pub enum StopReason {
     Token(u32),
     Text(String),
 }

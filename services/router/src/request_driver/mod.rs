@@ -28,14 +28,14 @@ use crate::{
             CHOICES_PER_REQUEST_MAX, DefaultLength, Options, RequestedGrammar, Tenant,
             check_prompt, salt_for_nodes,
         },
-        text_workers::{CacheKeying, PromptSource, TokenisedPrompt},
+        text_workers::{CacheKeying, PromptSource, TokenizedPrompt},
         tools::{CallReader, CallReading, OfferedTools},
     },
     request_core::AnswerSpec,
     wake::when_woken,
 };
 use answer_driver::AnswerDriver;
-pub use events::{AnswerEnd, AnswerTokens, Event, StoppedBy};
+pub use events::{AnswerEnd, AnswerTokens, Event, StopReason};
 use events::{EventReceiver, EventSender, event_queue};
 
 /// Parsed and checked fields of a request.
@@ -200,7 +200,7 @@ async fn prepare(
     for source in fields.prompts {
         let field = source.field();
         let work = model.text.prompt(source, limits.prompt_tokens_max, keying.clone());
-        let TokenisedPrompt { tokens, prefix } = deadline.limit(work).await??;
+        let TokenizedPrompt { tokens, prefix } = deadline.limit(work).await??;
         check_prompt(field, &tokens, &limits)?;
         let sampling = options.sampling(
             tokens.len() as u32,

@@ -48,7 +48,7 @@ pub enum Behaviour {
     /// Never receives KV from this prefill node. Serves with any other prefill node, or without one.
     NoKvFrom(&'static str),
     /// Reports that it needs no prefill node.
-    Alone,
+    LocalPrefill,
     /// Sends exactly these events, then hangs.
     DecodeEvents(Vec<decode_event::Event>),
     PrefillEvents(Vec<prefill_event::Event>),
@@ -295,8 +295,8 @@ impl node_server::Node for Service {
                 events.closed().await;
                 return Some(());
             }
-            let alone = matches!(behaviour, Behaviour::Alone) || !with_peer;
-            let reserved = Reserved { cached_tokens: 16, alone };
+            let local_prefill = matches!(behaviour, Behaviour::LocalPrefill) || !with_peer;
+            let reserved = Reserved { cached_tokens: 16, local_prefill };
             send(decode_event::Event::Reserved(reserved)).await?;
             let count = match behaviour {
                 Behaviour::FailAfter(count, _)
@@ -314,7 +314,7 @@ impl node_server::Node for Service {
                 send(decode_event::Event::Tokens(tokens)).await?;
                 index += 1;
                 if let Some(reason) = finish {
-                    let received_bytes = if alone { 0 } else { 4096 };
+                    let received_bytes = if local_prefill { 0 } else { 4096 };
                     return send(decode_event::Event::Finished(DecodeFinished {
                         reason: reason.into(),
                         received_bytes,
@@ -553,7 +553,7 @@ impl ScriptedNode {
     }
 
     /// Sets whether answers to `Meet` are delayed.
-    pub fn keep_meeting(&self, meeting: bool) {
+    pub fn keep_connecting(&self, meeting: bool) {
         self.state.meeting.send_replace(meeting);
     }
 

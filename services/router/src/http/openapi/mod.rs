@@ -180,7 +180,7 @@ fn label_response() -> Value {
 }
 
 fn stats_header() -> Value {
-    json!({"name": "x-baton-figures", "in": "header", "schema": {"type": "string"},
+    json!({"name": "x-baton-stats", "in": "header", "schema": {"type": "string"},
         "description": "With `1` the answer has `baton`: statistics of the hand-over."})
 }
 

@@ -40,10 +40,10 @@ async fn decode_node_of(
 async fn tokens_are_generated_in_index_order() {
     let (node, side, _model) = decode_node(&[]).await;
     let prompt = dummy_prompt(40, 1);
-    let decoded = side.decode_alone(&attempt(&prompt, 20)).await;
+    let decoded = side.local_prefill(&attempt(&prompt, 20)).await;
     assert_eq!(decoded.ids.len(), 20);
     assert_eq!(decoded.first_index, Some(0));
-    assert_eq!(decoded.reserved, Some(v1::Reserved { cached_tokens: 0, alone: true }));
+    assert_eq!(decoded.reserved, Some(v1::Reserved { cached_tokens: 0, local_prefill: true }));
     let finished = decoded.finished.unwrap();
     assert_eq!(finished.reason(), FinishReason::Length);
     assert_eq!(finished.received_bytes, 0);
@@ -51,7 +51,7 @@ async fn tokens_are_generated_in_index_order() {
     // A later attempt continues after the emitted tokens and finds the prompt in the cache.
     let mut later = attempt(&[&prompt[..], &decoded.ids[..7]].concat(), 20);
     later.prompt_len = 40;
-    let rest = side.decode_alone(&later).await;
+    let rest = side.local_prefill(&later).await;
     assert_eq!(rest.first_index, Some(7));
     assert_eq!(rest.ids, decoded.ids[7..]);
     assert_eq!(rest.reserved.unwrap().cached_tokens, 32);
@@ -65,14 +65,14 @@ async fn concurrent_requests_match_single_requests() {
         (0..8).map(|seed| dummy_prompt(10 + 9 * seed, seed as u32)).collect();
     let mut alone = Vec::new();
     for prompt in &prompts {
-        alone.push(side.decode_alone(&attempt(prompt, 12)).await.ids);
+        alone.push(side.local_prefill(&attempt(prompt, 12)).await.ids);
     }
     let attempts: Vec<v1::Attempt> = prompts
         .iter()
         .map(|prompt| v1::Attempt { cache_salt: "other".into(), ..attempt(prompt, 12) })
         .collect();
     let together =
-        futures_util::future::join_all(attempts.iter().map(|attempt| side.decode_alone(attempt)));
+        futures_util::future::join_all(attempts.iter().map(|attempt| side.local_prefill(attempt)));
     for (found, expected) in together.await.into_iter().zip(alone) {
         assert_eq!(found.ids, expected);
     }
@@ -114,7 +114,7 @@ async fn full_node_rejects_as_busy_until_a_request_ends() {
     assert!(refused(third, Code::ResourceExhausted).starts_with("busy"));
     drop((running, waiting));
     observer.until(is_free).await;
-    assert_eq!(side.decode_alone(&attempt(&dummy_prompt(30, 3), 5)).await.ids.len(), 5);
+    assert_eq!(side.local_prefill(&attempt(&dummy_prompt(30, 3), 5)).await.ids.len(), 5);
     node.stop().await;
 }
 
@@ -122,7 +122,7 @@ async fn full_node_rejects_as_busy_until_a_request_ends() {
 async fn invalid_fields_are_rejected_by_name_and_disturb_no_request() {
     let (node, side, _model) = decode_node(&[]).await;
     let good = attempt(&dummy_prompt(20, 1), 8);
-    let expected = side.decode_alone(&good).await.ids;
+    let expected = side.local_prefill(&good).await.ids;
     type Spoil = fn(&mut v1::Attempt);
     let cases: &[(Code, &str, Spoil)] = &[
         (Code::InvalidArgument, "attempt.tokens = empty", |attempt| attempt.tokens.clear()),
@@ -164,7 +164,7 @@ async fn invalid_fields_are_rejected_by_name_and_disturb_no_request() {
     let huge = attempt(&vec![u32::MAX; 200_000], 2);
     refused(side.try_decode(&huge, None).await, Code::OutOfRange);
 
-    assert_eq!(side.decode_alone(&attempt(&dummy_prompt(20, 1), 8)).await.ids, expected);
+    assert_eq!(side.local_prefill(&attempt(&dummy_prompt(20, 1), 8)).await.ids, expected);
     node.stop().await;
 }
 
@@ -189,7 +189,7 @@ async fn deadline_cancels_only_its_own_attempt() {
     let (node, side, _model) = slow_decode_node(&[]).await;
     let mut observer = side.observe().await;
     let short = v1::Attempt { remaining_ms: 200, ..attempt(&dummy_prompt(20, 1), 1000) };
-    let decoded = side.decode_alone(&short).await;
+    let decoded = side.local_prefill(&short).await;
     assert_eq!(decoded.failure.unwrap().kind(), FailureKind::Deadline);
     assert!(decoded.ids.len() < 1000);
     observer.until(is_free).await;
@@ -199,7 +199,7 @@ async fn deadline_cancels_only_its_own_attempt() {
 #[tokio::test]
 async fn observers_see_a_snapshot_then_numbered_changes() {
     let (node, side, _model) = decode_node(&[]).await;
-    side.decode_alone(&attempt(&dummy_prompt(64, 1), 2)).await;
+    side.local_prefill(&attempt(&dummy_prompt(64, 1), 2)).await;
     let mut observer = side.observe().await;
     let v1::observe_event::Event::Snapshot(snapshot) = observer.event().await.unwrap() else {
         panic!("the first event is a snapshot");
@@ -214,7 +214,7 @@ async fn observers_see_a_snapshot_then_numbered_changes() {
     assert!(snapshot.cached_blocks.iter().all(|hash| hash.len() == 16));
 
     // Later cached blocks are reported once, as a change. Known blocks are not repeated.
-    side.decode_alone(&attempt(&dummy_prompt(64, 2), 2)).await;
+    side.local_prefill(&attempt(&dummy_prompt(64, 2), 2)).await;
     let mut cached = Vec::new();
     while cached.len() < 4 {
         let v1::observe_event::Event::Delta(delta) = observer.event().await.unwrap() else {
@@ -263,7 +263,7 @@ async fn operator_drains_and_undrains_a_node_and_resets_its_prefix_cache() {
     let (node, side, _model) = decode_node(&[]).await;
     let mut observer = side.observe().await;
     let prompt = || attempt(&dummy_prompt(40, 1), 5);
-    side.decode_alone(&prompt()).await;
+    side.local_prefill(&prompt()).await;
     observer.until(|load| load.blocks_cached >= 2).await;
     let node_epoch = side.peer.epoch.clone();
     let mut client = side.client.clone();
@@ -272,7 +272,7 @@ async fn operator_drains_and_undrains_a_node_and_resets_its_prefix_cache() {
     assert!(dropped >= 2, "{dropped}");
     observer.until(|load| load.blocks_cached == 0).await;
     assert_eq!(client.reset_prefix_cache(reset).await.unwrap().into_inner().blocks, 0);
-    assert_eq!(side.decode_alone(&prompt()).await.reserved.unwrap().cached_tokens, 0);
+    assert_eq!(side.local_prefill(&prompt()).await.reserved.unwrap().cached_tokens, 0);
 
     let set = |draining| v1::SetDrainingRequest { node_epoch: node_epoch.clone(), draining };
     client.set_draining(set(true)).await.unwrap();
@@ -281,7 +281,7 @@ async fn operator_drains_and_undrains_a_node_and_resets_its_prefix_cache() {
     assert!(refused(late, Code::Unavailable).contains("drains"));
     client.set_draining(set(false)).await.unwrap();
     observer.until(|load| !load.draining).await;
-    assert_eq!(side.decode_alone(&prompt()).await.ids.len(), 5);
+    assert_eq!(side.local_prefill(&prompt()).await.ids.len(), 5);
     let other = v1::SetDrainingRequest { node_epoch: vec![9; 16].into(), draining: true };
     assert_eq!(client.set_draining(other).await.unwrap_err().code(), Code::FailedPrecondition);
     node.stop().await;
@@ -376,7 +376,7 @@ async fn slow_caller_is_cancelled_without_disturbing_others() {
     let mut observer = side.observe().await;
     let stream = slow.try_decode(&long, None).await.unwrap();
     // Other requests are served meanwhile.
-    assert_eq!(side.decode_alone(&attempt(&dummy_prompt(20, 2), 50)).await.ids.len(), 50);
+    assert_eq!(side.local_prefill(&attempt(&dummy_prompt(20, 2), 50)).await.ids.len(), 50);
     // The request was cancelled with a full event queue. Its generated tokens stay in the cache.
     observer.until(|load| is_free(load) && load.blocks_cached > 60).await;
     let decoded = Decoded::of(stream).await;
@@ -415,7 +415,7 @@ async fn garbage_and_silence_on_the_grpc_port_disturb_no_request() {
     use tokio::io::{AsyncReadExt, AsyncWriteExt};
     let (node, side, _model) = decode_node(&[]).await;
     let address = node.node.addresses().grpc;
-    let expected = side.decode_alone(&attempt(&dummy_prompt(20, 1), 50)).await.ids;
+    let expected = side.local_prefill(&attempt(&dummy_prompt(20, 1), 50)).await.ids;
     let mut silent = tokio::net::TcpStream::connect(address).await.unwrap();
     let noise: Vec<u8> =
         (0..100_000u32).map(|byte| (byte.wrapping_mul(0x9e37_79b9) >> 24) as u8).collect();
@@ -433,7 +433,7 @@ async fn garbage_and_silence_on_the_grpc_port_disturb_no_request() {
         // Either side may close first.
         let _ = stream.write_all(message).await;
         let again = attempt(&dummy_prompt(20, 1), 50);
-        assert_eq!(side.decode_alone(&again).await.ids, expected);
+        assert_eq!(side.local_prefill(&again).await.ids, expected);
     }
     // The node sends GOAWAY and closes the connection.
     let mut said = Vec::new();

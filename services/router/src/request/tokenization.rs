@@ -22,7 +22,7 @@ pub async fn tokenize(
 ) -> Result<Vec<u32>, RequestError> {
     let bytes = source.bytes();
     if bytes > BYTES_MAX {
-        let problem = format!("has {bytes} bytes; allowed: at most {BYTES_MAX} to be tokenised");
+        let problem = format!("has {bytes} bytes; allowed: at most {BYTES_MAX} to be tokenized");
         return Err(FieldError::new(source.field(), problem).into());
     }
     let _admitted = front.admission.admit(1)?;
