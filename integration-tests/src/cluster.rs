@@ -293,6 +293,13 @@ pub struct Cluster {
 }
 
 impl Cluster {
+    /// Starts a cluster. Returns it with a client of its router.
+    pub async fn start_with_client(spec: ClusterSpec) -> Result<(Self, Client)> {
+        let cluster = Self::start(spec).await?;
+        let client = Client::new(cluster.http());
+        Ok((cluster, client))
+    }
+
     /// Starts nodes and router, and waits until the router's `/health` reports every node.
     pub async fn start(spec: ClusterSpec) -> Result<Self> {
         let folder = tempfile::tempdir()?;

@@ -33,12 +33,6 @@ const GARBAGE_KINDS: u64 = 5;
 /// Number of connections that one attacker leaves open. A node accepts 128 unauthenticated connections.
 const HELD_MAX: usize = 60;
 
-async fn start(spec: ClusterSpec) -> Result<(Cluster, Client)> {
-    let cluster = Cluster::start(spec).await?;
-    let client = Client::new(cluster.http());
-    Ok((cluster, client))
-}
-
 /// Checks that a long uncached prompt is prefilled on one node and decoded on another, with the
 /// golden tokens.
 async fn hand_over_is_golden(client: &Client, run: &GoldenRun, salt: &str) -> Result<()> {
@@ -76,7 +70,7 @@ async fn refused(client: &Client, body: Value, status: u16, words: &[&str]) -> R
 
 #[tokio::test]
 async fn every_invalid_request_is_rejected_with_its_field() -> Result<()> {
-    let (mut cluster, client) = start(ClusterSpec::smollm2()).await?;
+    let (mut cluster, client) = Cluster::start_with_client(ClusterSpec::smollm2()).await?;
     // This request runs during the whole test and must complete.
     let run = golden().runs.remove(0);
     let undisturbed = tokio::spawn({
@@ -151,7 +145,7 @@ async fn every_invalid_request_is_rejected_with_its_field() -> Result<()> {
 
 #[tokio::test]
 async fn garbage_on_every_port_disturbs_no_request() -> Result<()> {
-    let (mut cluster, client) = start(ClusterSpec::smollm2()).await?;
+    let (mut cluster, client) = Cluster::start_with_client(ClusterSpec::smollm2()).await?;
     let run = longest();
     let addresses: Vec<String> = cluster
         .all()
@@ -198,7 +192,7 @@ async fn garbage_on_every_port_disturbs_no_request() -> Result<()> {
 #[tokio::test]
 async fn garbage_on_data_ports_delays_no_hand_over_and_fills_no_memory() -> Result<()> {
     let spec = ClusterSpec::smollm2().set("BATON_NODE_BLOCKS", 128);
-    let (mut cluster, client) = start(spec).await?;
+    let (mut cluster, client) = Cluster::start_with_client(spec).await?;
     let run = longest();
     hand_over_is_golden(&client, &run, "before").await?;
     let mut targets = Vec::new();

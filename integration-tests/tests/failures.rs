@@ -81,7 +81,8 @@ async fn killed_decode_node_loses_no_token() -> Result<()> {
 }
 
 async fn decode_node_killed() -> Result<Duration> {
-    let (mut cluster, client) = start(ClusterSpec::smollm2().nodes(1, 2)).await?;
+    let (mut cluster, client) =
+        Cluster::start_with_client(ClusterSpec::smollm2().nodes(1, 2)).await?;
     let (victim, hit, other) = one_request_on_each(&cluster, &client).await?;
     let names = [cluster.decode[victim].name.clone(), cluster.decode[1 - victim].name.clone()];
     cluster.decode[victim].kill();
@@ -109,7 +110,7 @@ async fn decode_node_killed() -> Result<Duration> {
 async fn prefill_node_with_another_secret_loses_attempts_but_no_token() -> Result<()> {
     let other = SECRET.chars().rev().collect::<String>();
     let spec = ClusterSpec::smollm2().set_prefill("BATON_CLUSTER_SECRET", other);
-    let (cluster, client) = start(spec).await?;
+    let (cluster, client) = Cluster::start_with_client(spec).await?;
     for name in ["code", "long_600"] {
         let run = run_named(name);
         let answer = client.complete(&greedy_body(&run.prompt_ids, run.output_ids.len())).await?;
@@ -131,7 +132,7 @@ async fn prefill_node_killed() -> Result<Duration> {
     // within the limit.
     let mut spec = ClusterSpec::smollm2().nodes(2, 2).set("BATON_NODE_CHUNK_TOKENS", 32);
     spec.dtype = "bf16";
-    let (mut cluster, client) = start(spec).await?;
+    let (mut cluster, client) = Cluster::start_with_client(spec).await?;
     let runs = golden().runs;
     let (run, other) = (longest(), &runs[0]);
     let mut salted = greedy_body(&run.prompt_ids, 16);
@@ -180,7 +181,7 @@ async fn prefill_node_killed() -> Result<Duration> {
 #[tokio::test]
 async fn requests_without_a_decode_node_fail_once_at_their_deadline() -> Result<()> {
     let spec = ClusterSpec::smollm2().set("BATON_ROUTER_TIMEOUT", "15s");
-    let (mut cluster, client) = start(spec).await?;
+    let (mut cluster, client) = Cluster::start_with_client(spec).await?;
     let run = longest();
     let mut stream = client.stream("/v1/completions", &greedy_body(&run.prompt_ids, 48)).await?;
     let mut tokens = 0;
@@ -208,7 +209,7 @@ async fn requests_without_a_decode_node_fail_once_at_their_deadline() -> Result<
 
 #[tokio::test]
 async fn disconnected_client_frees_its_blocks_within_a_second() -> Result<()> {
-    let (cluster, client) = start(ClusterSpec::smollm2()).await?;
+    let (cluster, client) = Cluster::start_with_client(ClusterSpec::smollm2()).await?;
     let run = longest();
     let mut took = Vec::new();
     while took.len() < 5 {
@@ -249,7 +250,8 @@ async fn held_blocks(cluster: &Cluster) -> Result<f64> {
 
 #[tokio::test]
 async fn draining_node_finishes_its_requests() -> Result<()> {
-    let (mut cluster, client) = start(ClusterSpec::smollm2().nodes(1, 2)).await?;
+    let (mut cluster, client) =
+        Cluster::start_with_client(ClusterSpec::smollm2().nodes(1, 2)).await?;
     let (leaving, first, second) = one_request_on_each(&cluster, &client).await?;
     let names = [cluster.decode[leaving].name.clone(), cluster.decode[1 - leaving].name.clone()];
     cluster.decode[leaving].terminate_signal();
@@ -267,7 +269,7 @@ async fn draining_node_finishes_its_requests() -> Result<()> {
 
 #[tokio::test]
 async fn stopped_prefill_node_delays_its_requests_by_at_most_the_lease() -> Result<()> {
-    let (cluster, client) = start(ClusterSpec::smollm2().nodes(1, 1)).await?;
+    let (cluster, client) = Cluster::start_with_client(ClusterSpec::smollm2().nodes(1, 1)).await?;
     let run = longest();
     let asked = Instant::now();
     let expected = client.greedy(&run.prompt_ids, 8).await?;
@@ -292,7 +294,7 @@ async fn overload_is_rejected_and_queues_stay_bounded() -> Result<()> {
     let spec = ClusterSpec::smollm2()
         .set("BATON_ROUTER_REQUESTS_MAX", 8)
         .set("BATON_ROUTER_WAITING_MAX", 4);
-    let (cluster, client) = start(spec).await?;
+    let (cluster, client) = Cluster::start_with_client(spec).await?;
     let run = longest();
     let answers = futures_util::future::join_all((0..32).map(|_| {
         let (client, prompt) = (client.clone(), run.prompt_ids.clone());
@@ -332,7 +334,7 @@ async fn busy_nodes_are_retried_elsewhere_without_losing_a_token() -> Result<()>
         .set("BATON_NODE_SLOTS", 1)
         .set("BATON_NODE_WAITING_MAX", 0)
         .set("BATON_ROUTER_WAITING_TIMEOUT", "110s");
-    let (cluster, client) = start(spec).await?;
+    let (cluster, client) = Cluster::start_with_client(spec).await?;
     let runs: Vec<GoldenRun> =
         ["code", "chat_template"].into_iter().cycle().take(6).map(run_named).collect();
     let answers = runs.iter().enumerate().map(|(index, run)| {
@@ -365,7 +367,7 @@ async fn client_disconnected_before_the_first_token_frees_all_blocks_within_a_se
 {
     // Small chunks: a step takes less than a second, and prefill takes many steps.
     let spec = ClusterSpec::smollm2().set("BATON_NODE_CHUNK_TOKENS", 16);
-    let (cluster, client) = start(spec).await?;
+    let (cluster, client) = Cluster::start_with_client(spec).await?;
     let mut loads = Vec::new();
     for node in cluster.prefill.iter().chain(&cluster.decode) {
         loads.push(Load::of(node).await?);
@@ -465,10 +467,4 @@ impl Load {
         }
         Ok(())
     }
-}
-
-async fn start(spec: ClusterSpec) -> Result<(Cluster, Client)> {
-    let cluster = Cluster::start(spec).await?;
-    let client = Client::new(cluster.http());
-    Ok((cluster, client))
 }

@@ -40,7 +40,6 @@ mod gpu {
     pub mod moves;
     pub mod nccl;
     pub mod nodes;
-    pub mod processes;
     pub mod ranks;
     pub mod reference;
     pub mod rows;
@@ -119,9 +118,6 @@ fn main() -> ExitCode {
             gpu::nccl::two_ranks_send_receive_and_all_reduce,
             gpu::nccl::absent_rank_times_out,
             gpu::nccl::killed_peer_is_aborted_and_its_memory_freed,
-            gpu::processes::process_names_with_brackets_are_parsed,
-            gpu::processes::reused_process_id_is_another_process,
-            gpu::processes::ended_child_is_not_running_before_it_is_reaped,
             gpu::reference::random_models_match_logits_of_transformers,
             gpu::rows::norms_match_cpu,
             gpu::rows::silu_matches_cpu,

@@ -128,15 +128,9 @@ async fn ask(client: &Client, body: &Value, stream: bool) -> Result<(String, Str
     Ok((text, reason))
 }
 
-async fn start(spec: ClusterSpec) -> Result<(Cluster, Client)> {
-    let cluster = Cluster::start(spec).await?;
-    let client = Client::new(cluster.http());
-    Ok((cluster, client))
-}
-
 #[tokio::test]
 async fn answers_match_their_schema_or_expression_streamed_and_whole() -> Result<()> {
-    let (cluster, client) = start(ClusterSpec::smollm2()).await?;
+    let (cluster, client) = Cluster::start_with_client(ClusterSpec::smollm2()).await?;
     let number = json!({"type": "integer", "minimum": 1, "maximum": 999});
     let schemas = [
         person(),
@@ -178,7 +172,7 @@ async fn answers_match_their_schema_or_expression_streamed_and_whole() -> Result
 
 #[tokio::test]
 async fn max_tokens_stop_strings_and_ignore_eos_combine_with_a_schema() -> Result<()> {
-    let (cluster, client) = start(ClusterSpec::smollm2()).await?;
+    let (cluster, client) = Cluster::start_with_client(ClusterSpec::smollm2()).await?;
     let whole = chat(QUESTION, json!({"response_format": response_format(person())}));
     let (text, _) = ask(&client, &whole, false).await?;
     // With a smaller `max_tokens` the answer is a prefix of the full answer.
@@ -228,7 +222,8 @@ fn long_body(more: Value) -> Value {
 async fn forced_retry_resumes_inside_the_grammar() -> Result<()> {
     let mut whole = None;
     for kill_after in [None, Some(0), Some(1), Some(9)] {
-        let (mut cluster, client) = start(ClusterSpec::smollm2().nodes(1, 2)).await?;
+        let (mut cluster, client) =
+            Cluster::start_with_client(ClusterSpec::smollm2().nodes(1, 2)).await?;
         let headers = [("x-baton-stats", "1")];
         let mut stream =
             client.stream_with("/v1/completions", &long_body(json!({})), &headers).await?;
@@ -263,7 +258,7 @@ async fn mixed_batch_matches_single_requests_with_and_without_speculative_decodi
     let mut first = None;
     for speculate in ["off", "ngram"] {
         let spec = ClusterSpec::smollm2().set("BATON_NODE_SPECULATE", speculate);
-        let (cluster, client) = start(spec).await?;
+        let (cluster, client) = Cluster::start_with_client(spec).await?;
         let constrained = async |salt: &str| {
             let body = long_body(json!({"cache_salt": salt}));
             client.stream("/v1/completions", &body).await?.token_ids().await
@@ -285,7 +280,7 @@ async fn mixed_batch_matches_single_requests_with_and_without_speculative_decodi
 
 #[tokio::test]
 async fn hostile_grammars_are_rejected_with_their_field_and_disturb_no_request() -> Result<()> {
-    let (cluster, client) = start(ClusterSpec::smollm2()).await?;
+    let (cluster, client) = Cluster::start_with_client(ClusterSpec::smollm2()).await?;
     let nested = (0..60).fold(json!(true), |inner, _| json!({"type": "array", "items": inner}));
     let names = (0..3000).map(|index| (format!("key_{index:020}"), json!({"type": "string"})));
     let wide: Value = names.collect();

@@ -14,7 +14,7 @@ use integration_tests::{
     command::output,
     etcd::Etcd,
     golden::{golden, longest, run_named},
-    processes::{children, signal, wait_gone},
+    processes::{Process, wait_gone},
 };
 
 const DEADLINE: Duration = Duration::from_secs(60);
@@ -36,22 +36,23 @@ async fn check_golden(client: &Client) -> Result<()> {
     Ok(())
 }
 
+/// Returns the rank processes of a node.
+fn ranks_of(id: u32) -> Result<Vec<Process>> {
+    Ok(Process::running(id).context("the node has ended")?.children())
+}
+
 async fn check_pair(prefill: usize, decode: usize) -> Result<()> {
     let spec = spec().nodes(1, 1).set_prefill(TP, prefill).set_decode(TP, decode);
     let cluster = Cluster::start(spec).await?;
     for (node, ranks) in [(&cluster.prefill[0], prefill), (&cluster.decode[0], decode)] {
         let expected = if ranks == 1 { 0 } else { ranks };
-        assert_eq!(children(node.id()).len(), expected, "{}", node.name);
+        assert_eq!(ranks_of(node.id())?.len(), expected, "{}", node.name);
     }
     check_golden(&Client::new(cluster.http())).await?;
     let received = cluster.decode[0].metric("baton_kv_transfer_bytes_total").await?;
     assert!(received > 0.0, "no KV was received");
-    let ranks: Vec<u32> = cluster
-        .prefill
-        .iter()
-        .chain(&cluster.decode)
-        .flat_map(|node| children(node.id()))
-        .collect();
+    let nodes = cluster.prefill.iter().chain(&cluster.decode);
+    let ranks = nodes.map(|node| ranks_of(node.id())).collect::<Result<Vec<_>>>()?.concat();
     cluster.stop()?;
     wait_gone(&ranks)
 }
@@ -107,9 +108,9 @@ async fn loses_a_rank(end: End) -> Result<()> {
     while tokens < 3 {
         tokens += stream.next().await?.context("the stream goes on")?.token_ids().len();
     }
-    let ranks = children(cluster.decode[0].id());
+    let ranks = ranks_of(cluster.decode[0].id())?;
     assert_eq!(ranks.len(), RANKS);
-    signal(ranks[1], if end == End::Killed { "KILL" } else { "STOP" });
+    ranks[1].signal(if end == End::Killed { "KILL" } else { "STOP" });
     let lost = Instant::now();
 
     let mut error = None;
@@ -220,9 +221,10 @@ fn node_stopped_while_its_ranks_load_leaks_no_shared_memory() -> Result<()> {
         ensure!(Instant::now() < deadline, "the node has not created shared memory for its ranks");
         std::thread::sleep(Duration::from_millis(1));
     }
-    let ranks = children(id);
-    signal(id, "TERM");
-    wait_gone(&[id])?;
+    let process = Process::running(id).context("the node has ended")?;
+    let ranks = process.children();
+    process.signal("TERM");
+    wait_gone(&[process])?;
     node.wait()?;
     assert_eq!(shared_memory_of(id), Vec::<String>::new());
     wait_gone(&ranks)
@@ -249,7 +251,7 @@ fn rank_process_without_a_node_exits_with_an_error() -> Result<()> {
 async fn killed_node_ends_its_ranks_and_leaks_no_shared_memory() -> Result<()> {
     let mut cluster = Cluster::start(spec().nodes(0, 1).set(TP, RANKS)).await?;
     let node = &mut cluster.decode[0];
-    let (id, ranks) = (node.id(), children(node.id()));
+    let (id, ranks) = (node.id(), ranks_of(node.id())?);
     assert_eq!(ranks.len(), RANKS);
     node.kill();
     wait_gone(&ranks)?;

@@ -4,7 +4,7 @@
 use anyhow::{Context, Result};
 use futures_util::future::try_join_all;
 use integration_tests::{
-    client::{Client, greedy_body},
+    client::greedy_body,
     cluster::{Cluster, ClusterSpec, busy_node},
     golden::{longest, run_named},
 };
@@ -52,15 +52,9 @@ fn speculating(prefill: usize, decode: usize) -> ClusterSpec {
     ClusterSpec::smollm2().nodes(prefill, decode).set("BATON_NODE_SPECULATE", "ngram")
 }
 
-async fn start(spec: ClusterSpec) -> Result<(Cluster, Client)> {
-    let cluster = Cluster::start(spec).await?;
-    let client = Client::new(cluster.http());
-    Ok((cluster, client))
-}
-
 /// Returns the tokens of each request on one node without speculative decoding, one request at a time.
 async fn plain_tokens(bodies: &[Value]) -> Result<Vec<Vec<u32>>> {
-    let (cluster, client) = start(ClusterSpec::smollm2().nodes(0, 1)).await?;
+    let (cluster, client) = Cluster::start_with_client(ClusterSpec::smollm2().nodes(0, 1)).await?;
     let mut tokens = Vec::new();
     for body in bodies {
         tokens.push(client.complete(body).await?.token_ids);
@@ -82,7 +76,7 @@ async fn accepted(cluster: &Cluster) -> Result<f64> {
 async fn hand_over_and_prefix_hits_keep_tokens() -> Result<()> {
     let bodies = bodies();
     let expected = plain_tokens(&bodies).await?;
-    let (cluster, client) = start(speculating(1, 1)).await?;
+    let (cluster, client) = Cluster::start_with_client(speculating(1, 1)).await?;
     for round in 0..2 {
         let answers = try_join_all(bodies.iter().map(|body| client.complete(body))).await?;
         for ((body, answer), expected) in bodies.iter().zip(&answers).zip(&expected) {
@@ -102,7 +96,8 @@ async fn preemption_keeps_tokens() -> Result<()> {
     let bodies: Vec<Value> = salts.zip(kinds().into_iter().chain(kinds())).map(request).collect();
     let expected = plain_tokens(&bodies).await?;
     // A sequence has 5 blocks at first and 9 in the end.
-    let (cluster, client) = start(speculating(0, 1).set("BATON_NODE_BLOCKS", 40)).await?;
+    let (cluster, client) =
+        Cluster::start_with_client(speculating(0, 1).set("BATON_NODE_BLOCKS", 40)).await?;
     let answers = try_join_all(bodies.iter().map(|body| client.complete(body))).await?;
     for ((body, answer), expected) in bodies.iter().zip(&answers).zip(&expected) {
         assert_eq!(&answer.token_ids, expected, "{body}");
@@ -116,7 +111,7 @@ async fn preemption_keeps_tokens() -> Result<()> {
 async fn migration_keeps_tokens() -> Result<()> {
     let bodies = kinds().map(|kind| with(greedy_body(&repeating(), TOKENS), kind));
     let expected = plain_tokens(&bodies).await?;
-    let (mut cluster, client) = start(speculating(1, 2)).await?;
+    let (mut cluster, client) = Cluster::start_with_client(speculating(1, 2)).await?;
     for (index, (body, expected)) in bodies.iter().zip(&expected).enumerate() {
         // The other nodes have cached nothing.
         let body = with(body.clone(), json!({"cache_salt": format!("{index}")}));

@@ -13,17 +13,17 @@ use std::{
 
 use anyhow::{Context, Result, ensure};
 use futures_util::future::try_join_all;
-use integration_tests::{client::Client, processes::arguments, up::Up};
+use integration_tests::{
+    client::Client,
+    processes::{Process, arguments, wait_gone},
+    up::Up,
+};
 use kernels::shared::RegionName;
 use serde_json::json;
 use tokio::{task::JoinHandle, time::timeout};
 
 use super::{
-    super::{
-        bench::short,
-        processes::{Process, wait_gone},
-    },
-    DEADLINE, Devices, End, Fixture, ask, assert_few_diverged, run_on,
+    super::bench::short, DEADLINE, Devices, End, Fixture, ask, assert_few_diverged, run_on,
 };
 
 /// Clients that send one request after the other.
