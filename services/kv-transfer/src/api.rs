@@ -88,11 +88,6 @@ pub enum Command {
     /// Either side: aborts the transfer. The failed event follows once no read or write is in
     /// flight.
     Abort { transfer: TransferId, reason: String },
-    /// The weights of this process have changed. Every transfer in progress fails, because the KV
-    /// of one prompt must come from one set of weights. An [`Event::Arrived`] emitted earlier may
-    /// still be queued for the node, so the node must compare the weights under which it started
-    /// the transfer.
-    WeightsChanged { weight_version: u64 },
 }
 
 #[derive(Clone, Debug, PartialEq)]
@@ -133,9 +128,6 @@ pub enum TransferFailure {
     /// The peer's model, weights or KV layout differ from this node's.
     #[error("rejected by {peer}: {reason}")]
     Refused { peer: String, reason: String },
-    /// This node's weights changed during the transfer.
-    #[error("weight_version changed from {from} to {to} during the transfer")]
-    WeightsChanged { from: u64, to: u64 },
     #[error("deadline exceeded while waiting for {waiting_for}")]
     Deadline { waiting_for: String },
     #[error("chunk {chunk} failed its integrity check")]

@@ -98,8 +98,7 @@ impl SimTransport {
             }
             Command::Finish { .. }
             | Command::Abort { .. }
-            | Command::Connect { .. }
-            | Command::WeightsChanged { .. } => {}
+            | Command::Connect { .. } => {}
         }
     }
 

@@ -153,9 +153,7 @@ impl Transfer {
 /// Returns the cause for the `ABORT` message.
 fn cause_of(failure: &TransferFailure) -> AbortCause {
     match failure {
-        TransferFailure::Refused { .. } | TransferFailure::WeightsChanged { .. } => {
-            AbortCause::Mismatch
-        }
+        TransferFailure::Refused { .. } => AbortCause::Mismatch,
         TransferFailure::PeerLost { .. }
         | TransferFailure::PeerAborted { .. }
         | TransferFailure::Aborted { .. }

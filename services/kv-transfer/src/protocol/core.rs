@@ -109,25 +109,6 @@ impl Core {
             }
             Command::Connect { peer, sends, guard: _ } => self.connect(&peer, sends),
             Command::Abort { transfer, reason } => self.abort(transfer, reason),
-            Command::WeightsChanged { weight_version } => self.on_weights_changed(weight_version),
-        }
-    }
-
-    /// Keeps connected pairs: each `RESERVE` names the new version, and peers that have it too
-    /// continue. Rejected pairs are closed, because they may match now.
-    fn on_weights_changed(&mut self, to: u64) {
-        let from = std::mem::replace(&mut self.turn.local.identity.weight_version, to);
-        if from == to {
-            return;
-        }
-        let failure = TransferFailure::WeightsChanged { from, to };
-        self.with_transfers(self.ids(), |side, turn| {
-            side.on_weights_changed(turn, failure.clone());
-        });
-        let refused = self.pairs.values().filter(|pair| pair.refusal().is_some());
-        let refused: Vec<Epoch> = refused.map(|pair| pair.peer.epoch).collect();
-        for epoch in refused {
-            self.close_pair(epoch);
         }
     }
 

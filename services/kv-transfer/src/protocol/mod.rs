@@ -95,7 +95,6 @@ pub enum DataEvent {
 #[derive(Clone, Debug)]
 pub struct Local {
     pub epoch: Epoch,
-    /// [`crate::api::Command::WeightsChanged`] changes the weight version.
     pub identity: Identity,
     pub control_endpoint: String,
     pub data_endpoint: String,

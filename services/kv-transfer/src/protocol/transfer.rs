@@ -99,14 +99,6 @@ impl Transfer {
         self.fail(turn, TransferFailure::Aborted { reason }, self.tell());
     }
 
-    /// Fails a transfer that the node has started: its KV or its reservation may depend on the old
-    /// weights. A `RESERVE` without `Expect` names its weights and is checked when `Expect` arrives.
-    pub fn on_weights_changed(&mut self, turn: &mut Turn, failure: TransferFailure) {
-        if self.is_begun {
-            self.fail(turn, failure, self.tell());
-        }
-    }
-
     pub fn on_data_failed(&mut self, turn: &mut Turn, reason: String) {
         self.fail(turn, TransferFailure::Aborted { reason }, Tell::Abort);
     }

@@ -281,9 +281,6 @@ impl World {
                 if let Command::Abort { transfer, .. } = &command {
                     node.aborted.entry(*transfer).or_insert(now);
                 }
-                if let Command::WeightsChanged { weight_version } = command {
-                    node.weight_version = weight_version;
-                }
                 node.core.handle_command(now, command);
             }
             Step::ControlMessage(from, message) => node.core.handle_control(now, &from, message),

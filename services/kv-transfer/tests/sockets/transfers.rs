@@ -168,40 +168,6 @@ pub fn different_model_is_rejected_with_both_fingerprints() {
     assert!(line.contains("0000feed") && line.contains("0000beef"), "{line}");
 }
 
-pub fn weight_change_fails_transfers_in_progress_and_rejects_peers_until_they_match() {
-    let (prefill, decode) = (Node::start("prefill"), Node::start("decode"));
-    let changed = |weight_version| Command::WeightsChanged { weight_version };
-    let failure_of = |node: &Node| match node.event() {
-        Event::ReceiveFailed { failure, .. } | Event::SendFailed { failure, .. } => failure,
-        other => panic!("{other:?}"),
-    };
-    // Every block is written; only `Finish` is missing.
-    let transfer = TransferId(fresh());
-    decode.receive(transfer, &prefill, 0, &blocks(0..16));
-    prefill.expect(transfer, &decode);
-    assert!(matches!(prefill.event(), Event::Ready { .. }));
-    prefill.compute(transfer, 0, &blocks(0..16));
-    prefill.written(transfer, 0, &blocks(0..16));
-    decode.transfers.command(changed(2)).unwrap();
-    let failure = failure_of(&decode);
-    assert_eq!(failure, TransferFailure::WeightsChanged { from: 1, to: 2 });
-    let failure = failure_of(&prefill);
-    assert!(matches!(failure, TransferFailure::Refused { .. }), "{failure}");
-    assert!(failure.to_string().contains("weight_version changed from 1 to 2"), "{failure}");
-    // The pair is still connected; RESERVE is rejected.
-    let transfer = TransferId(fresh());
-    prefill.expect(transfer, &decode);
-    decode.receive(transfer, &prefill, 0, &blocks(0..16));
-    for node in [&prefill, &decode] {
-        let failure = failure_of(node);
-        assert!(matches!(failure, TransferFailure::Refused { .. }), "{failure}");
-        assert!(failure.to_string().contains("weight_version 1 against 2"), "{failure}");
-        node.assert_free();
-    }
-    prefill.transfers.command(changed(2)).unwrap();
-    run_transfer(&prefill, &decode, &blocks(0..16), &blocks(0..16));
-}
-
 pub fn wrong_cluster_secret_is_rejected_by_zap() {
     let prefill = Node::start("prefill");
     let decode = Node::start_with("decode", "the secret of another cluster", identity());

@@ -186,8 +186,7 @@ impl Attempts {
             transfer::Command::Written { .. }
             | transfer::Command::Finish { .. }
             | transfer::Command::Abort { .. }
-            | transfer::Command::Connect { .. }
-            | transfer::Command::WeightsChanged { .. } => {
+            | transfer::Command::Connect { .. } => {
                 self.commands.push_front((call, command));
                 true
             }
@@ -433,9 +432,7 @@ impl Attempts {
     ) {
         let id = SequenceId(transfer.0);
         let end = match &failure {
-            TransferFailure::Refused { .. } | TransferFailure::WeightsChanged { .. } => {
-                TransferEnd::Refused
-            }
+            TransferFailure::Refused { .. } => TransferEnd::Refused,
             TransferFailure::PeerLost { .. } => TransferEnd::PeerLost,
             TransferFailure::PeerAborted { .. } | TransferFailure::Aborted { .. } => {
                 TransferEnd::Aborted

@@ -319,9 +319,7 @@ fn failed_transfer_fails_its_attempt_with_the_reason() {
     let lost = TransferFailure::PeerLost { peer: "p".into(), reason: "it is silent".into() };
     let refused =
         TransferFailure::Refused { peer: "p".into(), reason: "model aa against bb".into() };
-    let changed = TransferFailure::WeightsChanged { from: 1, to: 2 };
     for (failure, kind, text) in [
-        (changed, FailureKind::Mismatch, "weight_version changed from 1 to 2"),
         (lost, FailureKind::TransferFailed, "it is silent"),
         (refused, FailureKind::Mismatch, "model aa against bb"),
     ] {
