@@ -13,8 +13,8 @@ import sys
 import torch
 
 from harness import Results, alternate, capture, check, stream
-from abi import DecodeArgs
-from skinny_gemm import F32, QKV, RESIDUAL, SILU, kernels, own, prepare, tile_of
+from abi import DTYPES, DecodeArgs
+from skinny_gemm import F32, QKV, RESIDUAL, SILU, kernels, own, tile_of
 
 PAGE = 16
 MODELS = {"1B": (16, 2048, 32, 8, 64, 8192, 128256), "8B": (32, 4096, 32, 8, 128, 14336, 128256)}
@@ -57,13 +57,16 @@ class Step:
         m = self.m
         self.residual.copy_(self.start)
         kv, t = m.kv, tiles
-        prepare(self.residual, m.weights[0]["norm1"], self.mirror, self.squares, pdl)
-        norm = dict(squares=self.squares, squares_count=1)
+        kernels.baton_programmatic_launch(pdl)
+        pointer = lambda tensor: ctypes.c_void_p(tensor.data_ptr())
+        check(kernels.baton_rms_norm(DTYPES[torch.bfloat16], pointer(self.residual), pointer(m.weights[0]["norm1"]), ctypes.c_float(1e-5),
+                                     pointer(self.mirror), self.rows, m.hidden, stream()), "rms norm", kernels)
+        norm = {}
 
         def add(w, x, tile, next_norm):
             own(w, x, RESIDUAL, None, tile, pdl, residual=self.residual, mirror=self.mirror, next_norm=next_norm, squares_out=self.squares)
             rows = tile or tile_of(w, self.rows)
-            norm["squares_count"] = (m.hidden + rows - 1) // rows
+            norm.update(squares=self.squares, squares_count=(m.hidden + rows - 1) // rows)
         for l, w in enumerate(m.weights):
             k, v = kv[0, l, 0], kv[0, l, 1]
             if "qkv" in parts:

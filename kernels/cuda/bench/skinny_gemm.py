@@ -38,11 +38,6 @@ def tiles_of(rows, n, depth, epilogue=PLAIN, head_dim=0):
     return [t for t in (16, 32, 64, 112, 128, 224) if ask(t) == t]
 
 
-def prepare(residual, norm, mirror, squares, pdl=0):
-    check(kernels.baton_skinny_prepare(ctypes.c_void_p(residual.data_ptr()), ctypes.c_void_p(norm.data_ptr()), ctypes.c_void_p(mirror.data_ptr()),
-                                    ctypes.c_void_p(squares.data_ptr()), residual.shape[0], residual.shape[1], pdl, stream()), "prepare", kernels)
-
-
 def correctness(results):
     torch.manual_seed(int.from_bytes(__import__("os").urandom(4), "little"))
     worst, n = 0.0, 0
@@ -101,10 +96,6 @@ def correctness(results):
                     see(res, ref, what + ("residual",), 1e-5 if rows <= 8 else 4e-5)
                     see(mirror, ref * nn, what + ("mirror",))
                     see(left.sum(-1), ref.pow(2).sum(-1), what + ("squares",), 1e-5 if rows <= 8 else 4e-5)
-            res, mirror, left = torch.randn(rows, depth, device="cuda"), torch.empty(rows, depth, device="cuda").bfloat16(), torch.empty(rows, 1, device="cuda")
-            prepare(res, g, mirror, left)
-            see(mirror, res * g, (rows, depth, "prepared"))
-            see(left[:, 0], res.pow(2).sum(-1), (rows, depth, "prepared squares"), 1e-5)
         for qh, kvh, dim, depth in ((9, 3, 64, 576),) if QUICK else ((32, 8, 128, 4096), (32, 8, 64, 2048), (9, 3, 64, 576), (14, 2, 64, 896)):
             n_out = (qh + 2 * kvh) * dim
             w = (torch.randn(n_out, depth, device="cuda") / depth ** 0.5).bfloat16()

@@ -51,19 +51,6 @@ __device__ __forceinline__ void mma(float (&c)[4], uint32_t a0, uint32_t a1, uin
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
-// Returns the first weight rows of a tile's two halves.
-template <int R, int EPI>
-__device__ __forceinline__ int2 tile_rows(const baton_skinny_gemm_args& p, int tile) {
-  if (EPI == BATON_SKINNY_SILU) return make_int2(tile * (R / 2), p.n / 2 + tile * (R / 2));
-  if (EPI == BATON_SKINNY_QKV) {
-    int per_head = p.head_dim / R;
-    int head = tile / per_head;
-    int a = head * p.head_dim + (tile - head * per_head) * (R / 2);
-    return make_int2(a, a + p.head_dim / 2);
-  }
-  return make_int2(tile * R, tile * R + R / 2);
-}
-
 // Reduces the warps' partial sums of a tile and applies the epilogue.
 template <int NT, int MT, int EPI>
 __device__ __forceinline__ void finish_tile(const baton_skinny_gemm_args& p, int tile, int tiles,
@@ -267,30 +254,6 @@ __global__ void __launch_bounds__(kWarps * 32, DEEP ? 1 : 2)
   }
 }
 
-// Prepares x for the first norm of a step, because no RESIDUAL epilogue has written it: mirror = residual * norm, and
-// the sum of squares of each row.
-__global__ void __launch_bounds__(256) skinny_prepare_kernel(const float* residual, const float* norm, bf16* mirror,
-                                                             float* squares, int width) {
-  __shared__ float part[8];
-  follow_predecessor();
-  const int64_t at = (int64_t)blockIdx.x * width;
-  float sum = 0.f;
-  for (int i = threadIdx.x; i < width; i += 256) {
-    float v = residual[at + i];
-    sum += v * v;
-    mirror[at + i] = __float2bfloat16(v * norm[i]);
-  }
-#pragma unroll
-  for (int d = 16; d > 0; d /= 2) sum += __shfl_xor_sync(~0u, sum, d);
-  if (threadIdx.x % 32 == 0) part[threadIdx.x / 32] = sum;
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    sum = 0.f;
-    for (int i = 0; i < 8; ++i) sum += part[i];
-    squares[blockIdx.x] = sum;
-  }
-}
-
 // Calls body(kernel, shared bytes) for a tile of NT * 8 weight rows. DEEP, for dependent launch, doubles the rings.
 template <int NT, int MT, bool DEEP, class Body>
 int32_t with_epilogue(int epilogue, Body&& body) {
@@ -407,7 +370,6 @@ int32_t load_skinny_gemm() {
       }
     }
   }
-  BATON_TRY(load(skinny_prepare_kernel));
   return load_wide_gemm();
 }
 
@@ -469,17 +431,5 @@ BATON_API int32_t baton_skinny_gemm(const baton_skinny_gemm_args* args, void* st
       }
       return launch_as(deep, "skinny GEMM", kernel, dim3(grid), dim3(kWarps * WARP), bytes, as_stream(stream), p, tiles);
     });
-  });
-}
-
-BATON_API int32_t baton_skinny_prepare(const float* residual, const float* norm, void* mirror, float* squares, int32_t rows,
-                                       int32_t width, int32_t pdl, void* stream) {
-  return guarded([&]() -> int32_t {
-    BATON_REQUIRE(rows >= 0, "rows is %d; expected 0 or more", rows);
-    BATON_REQUIRE(width > 0 && width % 8 == 0, "width is %d; expected multiples of 8", width);
-    if (rows == 0) return BATON_OK;
-    BATON_REQUIRE(residual && norm && mirror && squares, "an address is null");
-    return launch_as(pdl != 0, "skinny prepare", skinny_prepare_kernel, dim3(rows), dim3(256), 0, as_stream(stream),
-                     residual, norm, static_cast<bf16*>(mirror), squares, static_cast<int>(width));
   });
 }

@@ -186,20 +186,6 @@ __device__ __forceinline__ void multiply(float (&d)[N / 2], uint64_t a, uint64_t
 
 // ---- Epilogues ----
 
-// Returns the first weight rows of a tile's two halves. Rows that the epilogue combines (gate and up, halves of a
-// head) share a tile.
-template <int BN, int EPI>
-__device__ __forceinline__ int2 tile_rows(const baton_skinny_gemm_args& p, int tile) {
-  if (EPI == BATON_SKINNY_SILU) return make_int2(tile * (BN / 2), p.n / 2 + tile * (BN / 2));
-  if (EPI == BATON_SKINNY_QKV) {
-    const int per_head = p.head_dim / BN;
-    const int head = tile / per_head;
-    const int first = head * p.head_dim + (tile - head * per_head) * (BN / 2);
-    return make_int2(first, first + p.head_dim / 2);
-  }
-  return make_int2(tile * BN, tile * BN + BN / 2);
-}
-
 __device__ __forceinline__ void store2(bf16* to, float a, float b) {
   *reinterpret_cast<__nv_bfloat162*>(to) = __floats2bfloat162_rn(a, b);
 }

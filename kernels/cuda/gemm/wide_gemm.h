@@ -1,7 +1,7 @@
 // GEMMs of more than 8 rows, which skinny_gemm.cu dispatches to wide_gemm.cu.
 #pragma once
 
-#include "status.h"
+#include "device.cuh"
 
 namespace baton {
 
@@ -11,5 +11,19 @@ int32_t load_wide_gemm();
 // Returns the weight rows per tile, or 0 where cuBLAS is faster or there is no kernel. `args` have been checked.
 int wide_gemm_tile(const baton_skinny_gemm_args& args, const Device& device);
 int32_t wide_gemm(const baton_skinny_gemm_args& args, int tile, const Device& device, cudaStream_t stream);
+
+// Returns the first weight rows of the two halves of a tile of R rows. Rows that the epilogue combines (gate and up,
+// halves of a head) share a tile.
+template <int R, int EPI>
+__device__ __forceinline__ int2 tile_rows(const baton_skinny_gemm_args& p, int tile) {
+  if (EPI == BATON_SKINNY_SILU) return make_int2(tile * (R / 2), p.n / 2 + tile * (R / 2));
+  if (EPI == BATON_SKINNY_QKV) {
+    const int per_head = p.head_dim / R;
+    const int head = tile / per_head;
+    const int first = head * p.head_dim + (tile - head * per_head) * (R / 2);
+    return make_int2(first, first + p.head_dim / 2);
+  }
+  return make_int2(tile * R, tile * R + R / 2);
+}
 
 }  // namespace baton

@@ -30,7 +30,7 @@
 #endif
 
 /* Increases with every incompatible change of this file. */
-#define BATON_ABI_VERSION 5
+#define BATON_ABI_VERSION 6
 
 /* Tokens per KV block. */
 #define BATON_BLOCK_TOKENS 16
@@ -91,10 +91,6 @@ BATON_API int32_t baton_add_rms_norm(int32_t dtype, float *residual, const void 
                                      const float *weight, float eps, void *out, const int32_t *gather,
                                      int32_t rows, int32_t width, void *stream);
 
-/* x[row][width] (T, rows `stride` apart) += bias[width]. */
-BATON_API int32_t baton_add_bias(int32_t dtype, void *x, int64_t stride, const float *bias, int32_t rows,
-                                 int32_t width, void *stream);
-
 /* out[row][i] = silu(gate_up[row][i]) * gate_up[row][width + i]; gate_up is [rows][2 * width]. */
 BATON_API int32_t baton_silu_mul(int32_t dtype, const void *gate_up, void *out, int32_t rows,
                                  int32_t width, void *stream);
@@ -102,10 +98,6 @@ BATON_API int32_t baton_silu_mul(int32_t dtype, const void *gate_up, void *out, 
 /* out[i] = x[indices[i]], rows of `width` elements. */
 BATON_API int32_t baton_gather_rows(int32_t dtype, const void *x, const int32_t *indices, void *out,
                                     int32_t rows, int32_t width, void *stream);
-
-/* to[i] = (to's type) from[i]; any `count` of elements. f32 <-> bf16, round to nearest even. */
-BATON_API int32_t baton_convert(int32_t from_dtype, const void *from, int32_t to_dtype, void *to,
-                                int64_t count, void *stream);
 
 /* ---- The KV arena -------------------------------------------------------------------------------------- */
 
@@ -149,16 +141,6 @@ typedef struct {
 } baton_rope_args;
 BATON_API int32_t baton_rope_store_kv(const baton_kv *kv, const baton_rope_args *args, void *stream);
 
-/* Copies block `pairs[2 * i]` to block `pairs[2 * i + 1]`. No block is both read and written. */
-BATON_API int32_t baton_copy_blocks(const baton_kv *kv, const int32_t *pairs, int32_t count,
-                                    void *stream);
-/* staging[i] = block blocks[i]; staging may be mapped pinned host memory. */
-BATON_API int32_t baton_gather_blocks(const baton_kv *kv, const int32_t *blocks, int32_t count,
-                                      void *staging, void *stream);
-/* block blocks[i] = staging[i]. */
-BATON_API int32_t baton_scatter_blocks(const baton_kv *kv, const int32_t *blocks, int32_t count,
-                                       const void *staging, void *stream);
-
 /* ---- Skinny (small-M) GEMMs -------------------------------------------------------------------------------- */
 
 typedef enum {
@@ -176,7 +158,7 @@ typedef struct {
   int64_t x_stride;   /* at least depth, a multiple of 8 */
   /* Null, or the sums of squares of every row before its norm, [rows][squares_count]: the results of row r are
    * scaled by 1 / sqrt(sum of its squares / depth + eps). Then x is the residual times the norm's weight, as written
-   * by RESIDUAL (or baton_skinny_prepare, with a count of 1). */
+   * by RESIDUAL. */
   const float *squares;
   const float *bias;  /* [n] or null; PLAIN and QKV */
   void *out;          /* RESIDUAL: unused */
@@ -222,10 +204,6 @@ BATON_API int32_t baton_skinny_gemm(const baton_skinny_gemm_args *args, void *st
 BATON_API int32_t baton_skinny_gemm_tile(const baton_skinny_gemm_args *args);
 /* Maximum rows of baton_skinny_gemm; baton_skinny_gemm_tile decides by shape. */
 BATON_API int32_t baton_skinny_gemm_rows_max(void);
-/* mirror (bf16 [rows][width]) = residual * norm; squares [rows]: for the first norm of a step. `width` is a multiple
- * of 8. */
-BATON_API int32_t baton_skinny_prepare(const float *residual, const float *norm, void *mirror, float *squares,
-                                       int32_t rows, int32_t width, int32_t pdl, void *stream);
 
 /* ---- Slots: the state of every sequence on the device --------------------------------------------- */
 

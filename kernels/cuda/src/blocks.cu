@@ -1,86 +1,21 @@
-// Copies of whole KV blocks: block to block, gather to staging memory, and scatter from it.
+// Gather of KV blocks, or of part of each block, to staging memory, and scatter from it.
 #include <utility>
 
 #include "device.cuh"
 
 namespace baton {
-
-int32_t check_kv(const baton_kv& kv);
-
 namespace {
-
-constexpr int THREADS = 256;
-constexpr int64_t PIECE = 64 * 1024;  // bytes that one CTA moves at a time
-
-// A copy of whole blocks: between `pairs` of arena blocks, or between arena blocks and staging memory.
-struct BlockMove {
-  enum Kind { PAIRS, GATHER, SCATTER } kind;
-  const int32_t* blocks;
-  char* arena;
-  char* staging;
-  int64_t block_bytes;
-};
-
-__global__ void __launch_bounds__(THREADS) move_kernel(const BlockMove move) {
-  follow_predecessor();
-  const int64_t index = blockIdx.y;
-  const char* from;
-  char* to;
-  if (move.kind == BlockMove::PAIRS) {
-    from = move.arena + move.blocks[2 * index] * move.block_bytes;
-    to = move.arena + move.blocks[2 * index + 1] * move.block_bytes;
-  } else {
-    char* block = move.arena + move.blocks[index] * move.block_bytes;
-    char* place = move.staging + index * move.block_bytes;
-    from = move.kind == BlockMove::GATHER ? block : place;
-    to = move.kind == BlockMove::GATHER ? place : block;
-  }
-  const int64_t begin = blockIdx.x * PIECE;
-  const int64_t end = min(begin + PIECE, move.block_bytes);
-  constexpr int UNROLL = 4;
-  for (int64_t at = begin + threadIdx.x * 16; at < end; at += UNROLL * THREADS * 16) {
-    uint4 values[UNROLL];
-#pragma unroll
-    for (int i = 0; i < UNROLL; ++i) {
-      const int64_t here = at + i * THREADS * 16;
-      if (here < end) values[i] = *reinterpret_cast<const uint4*>(from + here);
-    }
-#pragma unroll
-    for (int i = 0; i < UNROLL; ++i) {
-      const int64_t here = at + i * THREADS * 16;
-      if (here < end) *reinterpret_cast<uint4*>(to + here) = values[i];
-    }
-  }
-}
-
-int32_t move_blocks(BlockMove::Kind kind, const baton_kv* kv, const int32_t* blocks, int32_t count,
-                    void* staging, void* stream) {
-  BATON_REQUIRE(kv, "kv is null");
-  BATON_TRY(check_kv(*kv));
-  BATON_REQUIRE(count >= 0, "count is %d; expected 0 or more", count);
-  BATON_REQUIRE(count == 0 || kind == BlockMove::PAIRS || staging, "staging is null");
-  const int64_t bytes = kv->block_elements * (kv->dtype == BATON_F32 ? 4 : 2);
-  // gridDim.y is at most 65,535.
-  constexpr int32_t SHARE = 32768;
-  for (int32_t first = 0; first < count; first += SHARE) {
-    BlockMove move = {kind, blocks + (kind == BlockMove::PAIRS ? 2 : 1) * first, static_cast<char*>(kv->base),
-                      static_cast<char*>(staging) + first * bytes, bytes};
-    const int32_t share = count - first < SHARE ? count - first : SHARE;
-    BATON_TRY(launch("block copy", move_kernel, dim3(divide_up(bytes, PIECE), share), dim3(THREADS), 0,
-                     as_stream(stream), move));
-  }
-  return BATON_OK;
-}
 
 // Block ids are passed in the launch arguments, so no list in device memory must outlive the launch. A few CTAs process
 // one piece after another and leave the other SMs free.
 constexpr int LIST_MAX = 512;
-constexpr int LIST_THREADS = 512;
+constexpr int THREADS = 512;
 constexpr int VECTOR = 16;  // bytes that one thread loads at once
+constexpr int64_t PIECE = 64 * 1024;  // bytes that one CTA moves at a time
 
 // A copy between part of each block and contiguous staging memory. A block has rows of length `pitch`. The copy moves
 // `width` of each row, starting at `first`. All lengths are numbers of vectors.
-struct ListedMove {
+struct BlockMove {
   uint4* arena;
   uint4* staging;
   int64_t block;   // length of a block
@@ -94,10 +29,10 @@ struct ListedMove {
 };
 
 template <bool HAS_GAPS>
-__global__ void __launch_bounds__(LIST_THREADS) listed_move_kernel(const __grid_constant__ ListedMove move) {
-  constexpr uint32_t LISTED_PIECE = PIECE / VECTOR;
-  constexpr int UNROLL = LISTED_PIECE / LIST_THREADS;
-  const uint32_t block_pieces = (move.moved + LISTED_PIECE - 1) / LISTED_PIECE;
+__global__ void __launch_bounds__(THREADS) move_kernel(const __grid_constant__ BlockMove move) {
+  constexpr uint32_t PIECE_VECTORS = PIECE / VECTOR;
+  constexpr int UNROLL = PIECE_VECTORS / THREADS;
+  const uint32_t block_pieces = (move.moved + PIECE_VECTORS - 1) / PIECE_VECTORS;
   const auto in_block = [&](uint32_t at) {
     return HAS_GAPS ? int64_t{at / move.width} * move.pitch + move.first + at % move.width : int64_t{at};
   };
@@ -105,56 +40,35 @@ __global__ void __launch_bounds__(LIST_THREADS) listed_move_kernel(const __grid_
     const uint32_t index = piece / block_pieces;
     uint4* const block = move.arena + move.blocks[index] * move.block;
     uint4* const place = move.staging + int64_t{index} * move.moved;
-    const uint32_t begin = piece % block_pieces * LISTED_PIECE + threadIdx.x;
+    const uint32_t begin = piece % block_pieces * PIECE_VECTORS + threadIdx.x;
     uint4 values[UNROLL];
 #pragma unroll
     for (int i = 0; i < UNROLL; ++i) {
-      const uint32_t here = begin + i * LIST_THREADS;
+      const uint32_t here = begin + i * THREADS;
       if (here < move.moved) values[i] = __ldcs(move.gathers ? block + in_block(here) : place + here);
     }
 #pragma unroll
     for (int i = 0; i < UNROLL; ++i) {
-      const uint32_t here = begin + i * LIST_THREADS;
+      const uint32_t here = begin + i * THREADS;
       if (here < move.moved) __stcs(move.gathers ? place + here : block + in_block(here), values[i]);
     }
   }
 }
 
-int32_t load_listed() {
-  BATON_TRY(load(listed_move_kernel<false>));
-  return load(listed_move_kernel<true>);
-}
-
 }  // namespace
 
 int32_t load_blocks() {
-  BATON_TRY(load(move_kernel));
-  return load_listed();
+  BATON_TRY(load(move_kernel<false>));
+  return load(move_kernel<true>);
 }
 
 }  // namespace baton
 
 using namespace baton;
 
-BATON_API int32_t baton_copy_blocks(const baton_kv* kv, const int32_t* pairs, int32_t count, void* stream) {
-  return guarded([&] { return move_blocks(BlockMove::PAIRS, kv, pairs, count, nullptr, stream); });
-}
-
-BATON_API int32_t baton_gather_blocks(const baton_kv* kv, const int32_t* blocks, int32_t count, void* staging,
-                                      void* stream) {
-  return guarded([&] { return move_blocks(BlockMove::GATHER, kv, blocks, count, staging, stream); });
-}
-
-BATON_API int32_t baton_scatter_blocks(const baton_kv* kv, const int32_t* blocks, int32_t count,
-                                       const void* staging, void* stream) {
-  return guarded([&] {
-    return move_blocks(BlockMove::SCATTER, kv, blocks, count, const_cast<void*>(staging), stream);
-  });
-}
-
 // Loads the kernels of baton_move_rows, for a process that calls no other function of the library.
 BATON_API int32_t baton_load_moves(void) {
-  return guarded([] { return load_listed(); });
+  return guarded([] { return load_blocks(); });
 }
 
 // Gathers part of each block blocks[i] to contiguous staging memory, or scatters it back if `gathers` is 0. A block has
@@ -175,10 +89,10 @@ BATON_API int32_t baton_move_rows(void* arena, int64_t block_bytes, int64_t pitc
                   static_cast<long long>(block_bytes));
     BATON_REQUIRE(count >= 0 && grid > 0, "count is %d, grid %d; expected 0 or more, and 1 or more", count, grid);
     const int64_t moved_bytes = block_bytes / pitch * width;
-    const auto kernel = width == pitch ? listed_move_kernel<false> : listed_move_kernel<true>;
+    const auto kernel = width == pitch ? move_kernel<false> : move_kernel<true>;
     for (int32_t begin = 0; begin < count; begin += LIST_MAX) {
       const int32_t share = count - begin < LIST_MAX ? count - begin : LIST_MAX;
-      ListedMove move;
+      BlockMove move;
       move.arena = static_cast<uint4*>(arena);
       move.staging = static_cast<uint4*>(staging) + begin * (moved_bytes / VECTOR);
       move.block = block_bytes / VECTOR;
@@ -191,8 +105,8 @@ BATON_API int32_t baton_move_rows(void* arena, int64_t block_bytes, int64_t pitc
       for (int32_t i = 0; i < share; ++i) move.blocks[i] = blocks[begin + i];
       // No PDL: the kernel does not call follow_predecessor, and the predecessor may write the data that the kernel
       // reads.
-      BATON_TRY(launch_as(false, "listed block copy", kernel, dim3(grid < move.pieces ? grid : move.pieces),
-                          dim3(LIST_THREADS), 0, as_stream(stream), move));
+      BATON_TRY(launch_as(false, "block copy", kernel, dim3(grid < move.pieces ? grid : move.pieces),
+                          dim3(THREADS), 0, as_stream(stream), move));
     }
     return static_cast<int32_t>(BATON_OK);
   });

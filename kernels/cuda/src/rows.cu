@@ -66,20 +66,6 @@ __global__ void norm_kernel(float* residual, const T* delta, const float* weight
   }
 }
 
-template <class T>
-__global__ void add_bias_kernel(T* x, int64_t stride, const float* bias, int width) {
-  follow_predecessor();
-  T* row = x + blockIdx.x * stride;
-  for (int i = (blockIdx.y * blockDim.x + threadIdx.x) * 8; i < width; i += gridDim.y * blockDim.x * 8) {
-    float values[8], biases[8];
-    load8(row + i, values);
-    load8(bias + i, biases);
-#pragma unroll
-    for (int j = 0; j < 8; ++j) values[j] += biases[j];
-    store8(row + i, values);
-  }
-}
-
 // Returns x * sigmoid(x). Uses e^-|x|, which is at most 1 and cannot overflow.
 __device__ inline float silu(float x) {
   const float small = expf(-fabsf(x));
@@ -111,19 +97,6 @@ __global__ void gather_kernel(const T* x, const int32_t* indices, T* out, int wi
     load8(from + i, values);
     store8(to + i, values);
   }
-}
-
-template <class From, class To>
-__global__ void convert_kernel(const From* from, To* to, int64_t count) {
-  const int64_t stride = static_cast<int64_t>(gridDim.x) * blockDim.x;
-  const int64_t thread = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-  follow_predecessor();
-  for (int64_t i = thread; i < count / 8; i += stride) {
-    float values[8];
-    load8(from + i * 8, values);
-    store8(to + i * 8, values);
-  }
-  for (int64_t i = count / 8 * 8 + thread; i < count; i += stride) to[i] = narrow<To>(widen(from[i]));
 }
 
 int32_t check_rows(int32_t rows, int32_t width) {
@@ -168,11 +141,8 @@ int32_t load_rows() {
     BATON_TRY(load(norm_kernel<T, 1, true>));
     BATON_TRY(load(norm_kernel<T, 2, true>));
     BATON_TRY(load(norm_kernel<T, 4, true>));
-    BATON_TRY(load(add_bias_kernel<T>));
     BATON_TRY(load(silu_mul_kernel<T>));
-    BATON_TRY(load(gather_kernel<T>));
-    BATON_TRY(load(convert_kernel<T, float>));
-    return load(convert_kernel<T, bf16>);
+    return load(gather_kernel<T>);
   };
   BATON_TRY(all(float()));
   return all(bf16());
@@ -216,22 +186,6 @@ BATON_API int32_t baton_add_rms_norm(int32_t dtype, float* residual, const void*
   });
 }
 
-BATON_API int32_t baton_add_bias(int32_t dtype, void* x, int64_t stride, const float* bias, int32_t rows,
-                                 int32_t width, void* stream) {
-  return guarded([&] {
-    BATON_TRY(check_rows(rows, width));
-    BATON_REQUIRE(stride >= width && stride % 8 == 0,
-                  "stride is %lld; expected multiples of 8 from the width %d on",
-                  static_cast<long long>(stride), width);
-    if (rows == 0) return static_cast<int32_t>(BATON_OK);
-    return with_dtype(dtype, [&](auto element) {
-      using T = decltype(element);
-      return launch("add bias", add_bias_kernel<T>, row_grid(rows, width), dim3(FLAT), 0, as_stream(stream),
-                    static_cast<T*>(x), stride, bias, width);
-    });
-  });
-}
-
 BATON_API int32_t baton_silu_mul(int32_t dtype, const void* gate_up, void* out, int32_t rows, int32_t width,
                                  void* stream) {
   return guarded([&] {
@@ -254,23 +208,6 @@ BATON_API int32_t baton_gather_rows(int32_t dtype, const void* x, const int32_t*
       using T = decltype(element);
       return launch("gather rows", gather_kernel<T>, row_grid(rows, width), dim3(FLAT), 0, as_stream(stream),
                     static_cast<const T*>(x), indices, static_cast<T*>(out), width);
-    });
-  });
-}
-
-BATON_API int32_t baton_convert(int32_t from_dtype, const void* from, int32_t to_dtype, void* to,
-                                int64_t count, void* stream) {
-  return guarded([&] {
-    BATON_REQUIRE(count >= 0, "count is %lld; expected 0 or more", static_cast<long long>(count));
-    if (count == 0) return static_cast<int32_t>(BATON_OK);
-    return with_dtype(from_dtype, [&](auto source) {
-      return with_dtype(to_dtype, [&](auto target) {
-        using From = decltype(source);
-        using To = decltype(target);
-        const int64_t blocks = (count / 8 + FLAT) / FLAT;
-        return launch("convert", convert_kernel<From, To>, dim3(blocks < 4096 ? blocks : 4096), dim3(FLAT), 0,
-                      as_stream(stream), static_cast<const From*>(from), static_cast<To*>(to), count);
-      });
     });
   });
 }

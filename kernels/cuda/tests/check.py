@@ -103,24 +103,11 @@ def check_rows():
             equal(out[:-1], delta[chosen.long()], f"gather_rows {what}")
             untouched_end(out, "gather_rows")
 
-        stride = width + 24
-        wide = rand(rows + 1, stride, dtype=dtype)
-        want = wide.clone()
-        want[:rows, :width] = (want[:rows, :width].float() + weight).to(dtype)
-        lib.add_bias(code, wide, stride, weight, rows, width)
-        equal(wide, want, f"add_bias {what}")
-
         gate_up, out = rand(rows, 2 * width, dtype=dtype, scale=20), poisoned(rows, width, dtype)
         lib.silu_mul(code, gate_up, out, rows, width)
         gate, up = gate_up.float().chunk(2, -1)
         near(out[:rows], torch.nn.functional.silu(gate.double()) * up, 2 * tolerance, f"silu_mul {what}")
         untouched_end(out, "silu_mul")
-    for source, target in itertools.product(DTYPES, DTYPES):
-        for count in (1, 7, 8, 1000, 100_003):
-            x, out = rand(count, dtype=source), torch.full((count + 1,), NAN, dtype=target, device="cuda")
-            lib.convert(DTYPES[source], x, DTYPES[target], out, count)
-            equal(out[:count], x.to(target), "convert")
-            assert torch.isnan(out[count]), "convert: written beyond the end"
     expect_error(1, "width is 12", lambda: lib.rms_norm(0, rand(8), rand(8), 1e-5, rand(8), 1, 12))
     expect_error(1, "dtype is 7", lambda: lib.rms_norm(7, rand(8), rand(8), 1e-5, rand(8), 1, 8))
     return f"worst {worst:.1e}"
@@ -170,31 +157,8 @@ def check_rope():
             cases += 1
     arena, kv = kv_arena(2, 1, 1, 8, torch.float32)
     kv.block_elements += 8
-    expect_error(1, "block_elements", lambda: lib.copy_blocks(kv, ints([0, 1]), 1))
+    expect_error(1, "block_elements", lambda: lib.rope_store_kv(kv, args))
     return f"{cases} cases"
-
-
-def check_blocks():
-    for dtype in DTYPES:
-        arena, kv = kv_arena(40, 3, 2, 72, dtype)
-        arena.copy_(rand(*arena.shape, dtype=dtype))
-        want, order = arena.clone(), random.sample(range(40), 20)
-        want[order[10:]] = want[order[:10]]
-        lib.copy_blocks(kv, ints([x for pair in zip(order[:10], order[10:]) for x in pair]), 10)
-        equal(arena, want, "copy_blocks")
-        staging = torch.full((13, *arena.shape[1:]), NAN, dtype=dtype, device="cuda")
-        lib.gather_blocks(kv, ints(order[:12]), 12, staging)
-        equal(staging[:12], want[order[:12]], "gather_blocks")
-        assert torch.isnan(staging[12].float()).all(), "gather_blocks: written beyond the end"
-        pinned = torch.empty((12, *arena.shape[1:]), dtype=dtype, pin_memory=True)
-        lib.gather_blocks(kv, ints(order[:12]), 12, pinned)
-        torch.cuda.synchronize()
-        equal(pinned.cuda(), want[order[:12]], "gather_blocks to host")
-        other = random.sample(range(40), 12)
-        want[other] = staging[:12]
-        lib.scatter_blocks(kv, ints(other), 12, staging)
-        equal(arena, want, "scatter_blocks")
-    return ""
 
 
 class Host:
@@ -809,7 +773,7 @@ def check_probe():
     return ""
 
 
-PARTS = dict(rows=check_rows, rope=check_rope, blocks=check_blocks, step=check_step, attention=check_attention,
+PARTS = dict(rows=check_rows, rope=check_rope, step=check_step, attention=check_attention,
              invariance=check_attention_invariance, attention_graph=check_attention_graph, sample=check_sample,
              step_graph=check_step_graph, errors=check_errors, probe=check_probe,
              dependent_launch=check_dependent_launch)

@@ -134,11 +134,6 @@ impl CpuBackend {
         Self { group: Some(group), ..self }
     }
 
-    /// Returns why the group failed, if it failed. Results computed since are undefined.
-    pub fn group_fault(&self) -> Option<&GroupError> {
-        self.group.as_ref()?.fault()
-    }
-
     pub fn weights(&self) -> WeightFormat {
         self.weights
     }

@@ -93,7 +93,6 @@ impl Runner {
         let mut step = CpuStep::of_heads(&self.arena, heads, &sequences).unwrap();
         let logits = self.llama.forward(&mut self.backend, &mut step);
         let rows = (0..step.sampled().len()).map(|row| logits.row(row).to_vec()).collect();
-        assert_eq!(self.backend.group_fault(), None);
         for (sequence, tokens, _) in parts {
             sequence.position += tokens.len() as u32;
         }
