@@ -10,7 +10,7 @@ mod worker;
 
 use std::{
     any::Any,
-    fmt,
+    fmt, hint,
     sync::Arc,
     time::{Duration, Instant},
 };
@@ -22,6 +22,18 @@ use serde::{Deserialize, Serialize};
 
 pub use self::step_times::StepTimes;
 use crate::plan::{RowMask, StepId, StepPlan, StepResult};
+
+/// Maximum time to poll for a result. A longer step is not a decode step, and a wake-up costs little in
+/// comparison.
+pub const POLL_MAX: Duration = Duration::from_millis(100);
+
+/// Spins until `is_ready` returns true, for at most `timeout` and [`POLL_MAX`] after `began`.
+pub fn poll(began: Instant, timeout: Duration, is_ready: impl Fn() -> bool) {
+    let until = began + timeout.min(POLL_MAX);
+    while !is_ready() && Instant::now() < until {
+        hint::spin_loop();
+    }
+}
 
 /// Device that runs steps in order. Implementations: `cpu` (threads of this process), `cuda` (a GPU) and
 /// `sim` (virtual time).

@@ -291,7 +291,7 @@ pub(crate) fn start_gpu(
     let free = context.free_bytes()?;
     let started = Instant::now();
     let mut executor = CudaExecutor::start(model, kv.clone(), &arena, limits)?;
-    executor.poll(node.gpu_poll);
+    executor.set_polling(node.gpu_poll);
     let free_at_end = context.free_bytes()?;
     info!(
         memory_seconds = times.place.as_secs_f64(),

@@ -133,7 +133,7 @@ pub(crate) fn start(
             let region = SharedRegion::create(&name, CudaRank::region_bytes(of as usize))?;
             let mut group = start(0, gpus)?;
             region.unlink();
-            group.poll(config.node.gpu_poll);
+            group.set_polling(config.node.gpu_poll);
             let kv = RankedKv::imported(layout, &group.ready_messages())
                 .map_err(StartError::RankedKv)?;
             device::move_on_gpus(&config.node, &kv, config.transfer.verify);

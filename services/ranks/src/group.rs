@@ -7,7 +7,7 @@
 
 use std::{
     collections::VecDeque,
-    fmt, hint, io,
+    fmt, io,
     process::{Command, ExitStatus},
     sync::{
         Arc, Mutex, MutexGuard, OnceLock, PoisonError,
@@ -19,7 +19,7 @@ use std::{
 
 use crossbeam_channel::{Receiver, Sender, bounded};
 use engine::{
-    executor::{CollectWaker, Executor, ExecutorError, ExecutorLimits},
+    executor::{CollectWaker, Executor, ExecutorError, ExecutorLimits, poll},
     plan::{RowMask, Span, StepId, StepPlan, StepResult, StepRun},
 };
 use kernels::shared::{Atomics, RegionName, SharedError};
@@ -36,9 +36,6 @@ use crate::{
 
 /// Interval of the heartbeat check.
 const WATCH_EVERY: Duration = Duration::from_millis(100);
-/// Longest time to spin for a result. A longer step is not a decode step, and a wake-up costs little
-/// compared with it.
-const POLL_MAX: Duration = Duration::from_millis(100);
 /// Longest sleep at a time.
 const SLEEP_MAX: Duration = Duration::from_millis(500);
 /// Time for killed processes to end.
@@ -262,8 +259,8 @@ impl RankGroup {
         self.members.iter().map(|member| member.ready_message.clone()).collect()
     }
 
-    /// Sets whether `collect` spins for results. By default it sleeps.
-    pub fn poll(&mut self, polls: bool) {
+    /// Sets whether `collect` polls for results. By default it sleeps.
+    pub fn set_polling(&mut self, polls: bool) {
         self.polls = polls;
     }
 
@@ -573,10 +570,7 @@ impl Executor for RankGroup {
                 return Ok(None);
             }
             if self.polls && !self.in_flight.is_empty() {
-                let until = began + timeout.min(POLL_MAX);
-                while !self.has_news() && Instant::now() < until {
-                    hint::spin_loop();
-                }
+                poll(began, timeout, || self.has_news());
             }
             let left = timeout.saturating_sub(began.elapsed());
             if self.woken.swap(false, Ordering::AcqRel) || left.is_zero() {

@@ -282,7 +282,7 @@ fn engine(
     let kv = DeviceKv::new(&context, layout, shape.limits.blocks)?;
     let arena = KvArena::remote(kv.clone())?;
     let mut executor = CudaExecutor::start(model, kv, &arena, shape.limits)?;
-    executor.poll(true);
+    executor.set_polling(true);
     let seeds = CacheSeeds { model_fingerprint: checkpoint.model_fingerprint(), weight_version: 0 };
     let scheduler = Scheduler::new(SchedulerConfig::new(shape.limits), seeds)?;
     Ok(StepLoop::new(scheduler, Box::new(executor)))

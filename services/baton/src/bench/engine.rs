@@ -481,7 +481,7 @@ fn on_gpu(
     let arena = KvArena::remote(kv.clone())?;
     parts.push(lap("kv"));
     let mut executor = CudaExecutor::start(model, kv, &arena, limits)?;
-    executor.poll(args.variant.poll);
+    executor.set_polling(args.variant.poll);
     parts.push(lap("executor"));
     let isa = context.device().name.clone();
     let executor = Box::new(executor);

@@ -34,8 +34,8 @@ pub use self::kv_size::{KvRoom, KvShare, kv_blocks};
 pub use self::rank::{CudaRank, join};
 use self::rows::{Rows, STOPS_MAX};
 use super::{
-    CollectWaker, Executor, ExecutorError, ExecutorLimits, Misfit, Speculation,
-    batch::ScheduledRow, worker::Worker,
+    CollectWaker, Executor, ExecutorError, ExecutorLimits, Misfit, POLL_MAX, Speculation,
+    batch::ScheduledRow, poll, worker::Worker,
 };
 use crate::plan::{
     Dispatch, RowFailure, RowMask, RowResult, Span, StepId, StepPlan, StepResult, StepRun,
@@ -148,10 +148,6 @@ impl CudaModel {
         kv_blocks(room, share, layout, tokens_min)
     }
 }
-
-/// Maximum time to poll for a result. A longer step is not a decode step, and a wake-up costs little in
-/// comparison.
-const POLL_MAX: Duration = Duration::from_millis(100);
 
 /// Deadline of a launch that waits for the steps in flight. The engine thread is blocked until then, and a
 /// node whose GPU hangs must end.
@@ -271,7 +267,7 @@ impl CudaExecutor {
 
     /// Sets whether `collect` polls for a result (the default) or sleeps. A core that slept during a step
     /// finds its caches cold, and the host work between steps takes twice as long.
-    pub fn poll(&mut self, polls: bool) {
+    pub fn set_polling(&mut self, polls: bool) {
         self.polls = polls;
     }
 
@@ -478,10 +474,7 @@ impl Executor for CudaExecutor {
         }
         let deadline = Instant::now().checked_add(timeout);
         if self.polls && !self.launched.is_empty() {
-            let until = Instant::now() + timeout.min(POLL_MAX);
-            while !self.worker.has_news() && Instant::now() < until {
-                std::hint::spin_loop();
-            }
+            poll(Instant::now(), timeout, || self.worker.has_news());
         }
         let left = deadline.map_or(timeout, |at| at.saturating_duration_since(Instant::now()));
         self.receive(left)

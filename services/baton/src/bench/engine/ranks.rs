@@ -69,7 +69,7 @@ pub(super) fn start(args: &EngineArgs, checkpoint: &Checkpoint) -> Result<Loaded
     let mut group =
         RankGroup::start(GroupSettings::new(epoch, args.tp, region_name), RankSpec::command)?;
     region.unlink();
-    group.poll(args.variant.poll);
+    group.set_polling(args.variant.poll);
     let parts = vec![bandwidth, StartPart::new("ranks", begun.elapsed())];
     let executor = Box::new(group);
     Ok(LoadedExecutor { executor, isa, read_stream: None, peak_gb_per_s, parts, tuned: Vec::new() })
@@ -113,6 +113,6 @@ fn load(args: &EngineArgs, spec: &RankSpec, rank: &mut CudaRank) -> Result<CudaE
     // After tuning, because an all-reduce has a time-out.
     rank.least(limits.blocks)?;
     let mut executor = CudaExecutor::start(model, kv, &arena, limits)?;
-    executor.poll(args.variant.poll);
+    executor.set_polling(args.variant.poll);
     Ok(executor)
 }

@@ -59,8 +59,8 @@ impl CudaRank {
         let (shard, exchange) = (self.exchange.shard(), &mut self.exchange);
         join(backend, shard, |own| {
             let all = exchange.all_gather(own).map_err(|error| error.to_string())?;
-            // All ranks send messages of one length, which is not 0.
-            Ok(all.chunks(own.len().max(1)).map(<[u8]>::to_vec).collect())
+            // All ranks send messages of one length.
+            Ok(all.chunks(own.len()).map(<[u8]>::to_vec).collect())
         })
     }
 
