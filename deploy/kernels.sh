@@ -101,7 +101,7 @@ for name in rows rope blocks step drafts probe; do unit $name src/$name.cu; done
 unit attention src/attention.cu $has_hopper
 # Without fused multiply-add the probabilities are bit-equal to the CPU's.
 for name in sample sample_draw sample_choose; do unit $name src/$name.cu -fmad=false; done
-unit sample_together collective/sample_together.cu -fmad=false
+unit tp_sample collective/tp_sample.cu -fmad=false
 unit decode_attention attention/decode_attention.cu
 for name in skinny wide; do unit ${name}_gemm gemm/${name}_gemm.cu; done
 for name in all_reduce gather; do unit $name collective/$name.cu; done
@@ -124,7 +124,7 @@ compile() {
     case $name in
         flash_hopper_*) unit_gencode=(-gencode=arch=compute_90a,code=sm_90a) ;&
         flash_*) unit_flags+=(-w "${flash_flags[@]}") ;;
-        abi | all_reduce | gather | sample_together)
+        abi | all_reduce | gather | tp_sample)
             own_headers+=(kernels/cuda/src/*.cuh kernels/cuda/collective/*.h kernels/cuda/collective/*.cuh)
             unit_flags+=(-Ikernels/cuda/collective) ;;
         digest)

@@ -129,9 +129,9 @@ fn unknown_cpu_or_numa_node_is_rejected_at_start() -> Result<()> {
     let beyond = all.last().context("there is a CPU")? + 1;
     let folder = tempfile::tempdir()?;
     for (variable, value, words) in [
-        ("BATON_NODE_CPUS", format!("{},{beyond}", all[0]), ["node.cpus", "no CPU", "allowed: "]),
+        ("BATON_NODE_CPUS", format!("{},{beyond}", all[0]), ["node.cpus", "no CPU", "expected "]),
         ("BATON_NODE_CPUS", "3-1".to_owned(), ["node.cpus", "3-1", "such as 0-3,8"]),
-        ("BATON_NODE_NUMA_NODE", "1023".to_owned(), ["node.numa_node", "1023", "allowed: "]),
+        ("BATON_NODE_NUMA_NODE", "1023".to_owned(), ["node.numa_node", "1023", "expected "]),
     ] {
         let settings: BTreeMap<String, String> = [
             ("BATON_MODEL_PATH", smollm2().display().to_string()),

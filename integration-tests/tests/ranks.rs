@@ -178,9 +178,9 @@ fn refused(ranks: &str, device: &str) -> Result<(Option<i32>, String)> {
 #[test]
 fn unsupported_rank_count_is_rejected_with_the_supported_ones() -> Result<()> {
     for (ranks, device, expected, words) in [
-        ("2", "cpu", 1, &["node.tp = 2: ", "model's 3 KV heads", "allowed: 1, 3"][..]),
-        ("4", "auto", 1, &["node.tp = 4: ", "allowed: 1, 3"]),
-        ("3", "cuda", 1, &["node.tp = 3: ", "allowed on GPUs: 1"]),
+        ("2", "cpu", 1, &["node.tp = 2: ", "model's 3 KV heads", "expected 1, 3"][..]),
+        ("4", "auto", 1, &["node.tp = 4: ", "expected 1, 3"]),
+        ("3", "cuda", 1, &["node.tp = 3: ", "expected on GPUs 1"]),
         ("0", "cpu", 2, &["node.tp", "1 to 16"]),
         ("17", "cpu", 2, &["node.tp", "1 to 16"]),
     ] {

@@ -663,9 +663,9 @@ mod tests {
         assert!(guard.copy_to_host(&mut back[1..]).is_err());
     }
 
-    struct Elsewhere(std::sync::Mutex<Vec<u8>>);
+    struct FakeDeviceMemory(std::sync::Mutex<Vec<u8>>);
 
-    impl RemoteBlocks for Elsewhere {
+    impl RemoteBlocks for FakeDeviceMemory {
         fn layout(&self) -> KvLayout {
             layout()
         }
@@ -688,7 +688,7 @@ mod tests {
     #[test]
     fn digest_covers_contents_and_order_in_any_memory() {
         let here = arena(4);
-        let remote = Elsewhere(vec![0; 4 * here.block_bytes()].into());
+        let remote = FakeDeviceMemory(vec![0; 4 * here.block_bytes()].into());
         let there = KvArena::remote(Arc::new(remote)).unwrap();
         for (block, other) in [(0, 2), (1, 3), (3, 0)] {
             let bytes: Vec<u8> = (0..here.block_bytes()).map(|at| (at + block) as u8).collect();

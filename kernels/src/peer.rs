@@ -33,12 +33,12 @@ pub trait PeerBlocks: Send {
         &mut self,
         from: &[BlockId],
         to: Vec<BlockWrite>,
-    ) -> Result<Box<dyn Moving<BlockWrite>>, String>;
+    ) -> Result<Box<dyn TransferInFlight<BlockWrite>>, String>;
 }
 
 /// A copy or transfer in flight, with the blocks that it reads or writes. The blocks are returned only after its
 /// end: dropping it waits for the end or aborts.
-pub trait Moving<B>: Send {
+pub trait TransferInFlight<B>: Send {
     /// Returns whether the copy has ended.
     fn is_done(&mut self) -> Result<bool, String>;
 
@@ -102,14 +102,14 @@ pub trait PeerChannel: Send + Sync {
         &self,
         runs: &[u32],
         blocks: Vec<BlockRead>,
-    ) -> Result<Box<dyn Moving<BlockRead>>, String>;
+    ) -> Result<Box<dyn TransferInFlight<BlockRead>>, String>;
 
     /// Starts to receive into our blocks.
     fn receive(
         &self,
         runs: &[u32],
         blocks: Vec<BlockWrite>,
-    ) -> Result<Box<dyn Moving<BlockWrite>>, String>;
+    ) -> Result<Box<dyn TransferInFlight<BlockWrite>>, String>;
 
     /// Aborts the channel and its operations. After `Ok` no copy is in flight; after an error
     /// copies may still be in flight.

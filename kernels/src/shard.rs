@@ -36,7 +36,7 @@ impl Shard {
         self.rank
     }
 
-    pub fn of(self) -> usize {
+    pub fn rank_count(self) -> usize {
         self.of
     }
 

@@ -166,10 +166,10 @@ fn check_all_gather(rank: Rank) {
     let uneven = |columns: usize| -> Vec<_> {
         let border = |rank| match rank {
             0 => 0,
-            _ if rank + 1 >= shard.of() => columns,
+            _ if rank + 1 >= shard.rank_count() => columns,
             _ => rank * 5,
         };
-        (0..shard.of()).map(|rank| border(rank)..border(rank + 1)).collect()
+        (0..shard.rank_count()).map(|rank| border(rank)..border(rank + 1)).collect()
     };
     // A small arena takes many rounds.
     for message_bytes in [32 << 10, MESSAGE_BYTES] {
@@ -317,7 +317,7 @@ fn check_all_reduce_to_residual(rank: Rank) {
         let mut cuda =
             CudaBackend::new(&rank.context, rank.library.clone(), options).unwrap().in_group(group);
         let columns = cuda.shard().part(inputs);
-        assert_eq!((cuda.shard().rank(), cuda.shard().of()), (rank.rank, rank.ranks));
+        assert_eq!((cuda.shard().rank(), cuda.shard().rank_count()), (rank.rank, rank.ranks));
         let part = Columns { whole: source(), columns: columns.clone() };
         let make = |backend: &CudaBackend| {
             (

@@ -374,8 +374,8 @@ pub fn step_records_contain_gpu_start_and_end() {
             let device = record.device.expect("a GPU step has timestamps");
             assert!(idle_from.is_none_or(|from| from <= device.begin + CLOCK), "{record:?}");
             assert!(record.launch.begin <= device.begin + CLOCK, "{record:?}");
-            let landed_at = record.landed_at.expect("a GPU step has timestamps");
-            assert!(device.end <= landed_at && landed_at <= record.collect.begin, "{record:?}");
+            let results_at = record.results_at.expect("a GPU step has timestamps");
+            assert!(device.end <= results_at && results_at <= record.collect.begin, "{record:?}");
             assert!(record.busy > Duration::ZERO && record.uploaded_bytes > 0, "{record:?}");
             idle_from = Some(device.end);
         }

@@ -382,7 +382,7 @@ pub fn peers_stopped_or_killed_together_delay_no_other_pair() {
 
 /// The driver synchronizes with the whole GPU when memory is freed: at teardown, and sometimes at
 /// setup. An operation that was launched in part when its peer died would delay other pairs longer.
-pub fn teardown_or_setup_beside_a_stopped_peer_delays_no_other_pair() {
+pub fn teardown_or_setup_with_a_stopped_peer_delays_no_other_pair() {
     let (gpus, _alone) = gpus();
     let transport = TransferKind::Nccl;
     let Some((from, to)) = pairs(transport, gpus).pop() else { lacks(2, "needs two GPUs") };

@@ -9,8 +9,8 @@ use std::{
 use kernels::{
     Dtype,
     cuda::{
-        Communicator, CommunicatorOptions, Compute, DeviceMemory, HostToDevice, Move, Nccl,
-        NcclError, Piece, Range, Stream, UniqueId,
+        Communicator, CommunicatorOptions, Compute, DeviceMemory, HostToDevice, Nccl, NcclError,
+        Piece, Range, SendOrReceive, Stream, UniqueId,
     },
 };
 
@@ -66,11 +66,12 @@ pub fn two_ranks_send_receive_and_all_reduce() {
         for (at, bytes) in [(0, 1), (17, 65_535), (1 << 20, 1 << 20), (100, 0), (0, size)] {
             to.fill(0xee, &stream).unwrap();
             let (mine, theirs) = (Piece::new(&from, at, bytes), Piece::new(&to, at, bytes));
-            let (send, receive) = (Move { peer, piece: mine }, Move { peer, piece: theirs });
+            let (send, receive) =
+                (SendOrReceive { peer, piece: mine }, SendOrReceive { peer, piece: theirs });
             let again = Piece::new(&to, at / 2, 0);
             let done = communicator.exchange(
-                &[send, Move { peer, piece: Piece::new(&from, 0, 0) }],
-                &[receive, Move { peer, piece: again }],
+                &[send, SendOrReceive { peer, piece: Piece::new(&from, 0, 0) }],
+                &[receive, SendOrReceive { peer, piece: again }],
                 &stream,
                 Instant::now() + TIMEOUT,
             );
@@ -94,7 +95,7 @@ pub fn two_ranks_send_receive_and_all_reduce() {
         let mut found = vec![0.0f32; 1000];
         from.read(0, &mut found).unwrap();
         assert!(found.iter().enumerate().all(|(index, sum)| *sum == (index * 3) as f32));
-        let own = Move { peer: rank.rank as u32, piece };
+        let own = SendOrReceive { peer: rank.rank as u32, piece };
         let error = communicator.exchange(&[own], &[], &stream, deadline).unwrap_err();
         assert!(matches!(error, NcclError::Peer { .. }), "{error}");
         assert_eq!(communicator.sequence(), 6);
@@ -139,7 +140,7 @@ pub fn killed_peer_is_aborted_and_its_memory_freed() {
         range.fill(1, &other).unwrap();
         other.synchronize().unwrap();
         rank.barrier();
-        let of = |peer| [Move { peer, piece: Piece::new(&range, 0, BYTES) }];
+        let of = |peer| [SendOrReceive { peer, piece: Piece::new(&range, 0, BYTES) }];
         if rank.rank == 1 {
             // Receives half of the operations that the peer would send.
             for _ in 0..20 {

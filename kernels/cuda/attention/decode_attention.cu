@@ -338,7 +338,7 @@ __global__ void __launch_bounds__(WARPS * 32) decode_attention_kernel(const __gr
       int page_begin = (skip + ahead.page + ahead_page) * kPage;
       int left = len - page_begin;
       if (base - page_begin <= kPage && !waited) {  // a page that the preceding kernel may still be writing
-        predecessor_done();
+        pdl_wait();
         waited = true;
       }
       int head = ahead.group * HEADS + sub;
@@ -363,9 +363,9 @@ __global__ void __launch_bounds__(WARPS * 32) decode_attention_kernel(const __gr
 #pragma unroll
   for (int s = 0; s < STAGES; ++s) load_tile(s);
 
-  predecessor_done();
+  pdl_wait();
   waited = true;
-  successor_may_start();
+  pdl_release();
 
   // Zeroes the output of rows without KV (padding). The output of padding that verifies draft tokens is undefined.
   for (int r = blockIdx.x; TILES == 0 && r < p.rows; r += gridDim.x) {

@@ -104,7 +104,7 @@ __device__ __forceinline__ bool collect(const Group& group, char* places, int64_
       items[source].raw = load_sys(reinterpret_cast<const uint4*>(places + source * place_bytes));
       is_here &= is_sent(items[source].raw);
     }
-  } while (!is_here && !wait.gives_up(group));
+  } while (!is_here && !wait.timed_out(group));
     // Accumulates in rank order.
 #pragma unroll
   for (int i = 0; i < Item<T>::WIDTH; ++i) sum[i] = 0.f;
@@ -113,7 +113,7 @@ __device__ __forceinline__ bool collect(const Group& group, char* places, int64_
     if (source == group.rank) {
       own.add_to(sum);
     } else {
-      put_back(places + source * place_bytes);
+      mark_unsent(places + source * place_bytes);
       items[source].add_to(sum);
     }
   }
@@ -133,7 +133,7 @@ template <class T, int N, int UNROLL>
 __global__ void __launch_bounds__(THREADS_MAX)
     one_shot_kernel(const __grid_constant__ Group group, const T* x, T* out, int64_t items) {
   constexpr int WIDTH = Item<T>::WIDTH;
-  follow_predecessor();
+  pdl_wait_and_release();
   const Call call = begin_call(group);
   const int64_t place_bytes = items * 16;
   const int64_t stride = static_cast<int64_t>(gridDim.x) * blockDim.x;
@@ -173,7 +173,7 @@ template <class T, int N>
 __global__ void __launch_bounds__(THREADS_MAX)
     two_shot_kernel(const __grid_constant__ Group group, const T* x, T* out, int64_t items) {
   constexpr int WIDTH = Item<T>::WIDTH;
-  follow_predecessor();
+  pdl_wait_and_release();
   const Call call = begin_call(group);
   const int rank = group.rank;
   const int64_t part = (items + N - 1) / N, part_bytes = part * 16;
@@ -220,12 +220,12 @@ __global__ void __launch_bounds__(THREADS_MAX)
         found[step].raw = load_sys(reinterpret_cast<const uint4*>(sums + source * part_bytes + item * 16));
         is_here &= is_sent(found[step].raw);
       }
-    } while (!is_here && !wait.gives_up(group));
+    } while (!is_here && !wait.timed_out(group));
 #pragma unroll
     for (int step = 1; step < N; ++step) {
       const int source = (rank + step) % N;
       if (source * part + item >= items) continue;
-      put_back(sums + source * part_bytes + item * 16);
+      mark_unsent(sums + source * part_bytes + item * 16);
       found[step].store(out + (source * part + item) * WIDTH);
     }
   }
@@ -244,7 +244,7 @@ __global__ void __launch_bounds__((NORM_THREADS<N, ITEMS>))
   // Few items stay in registers; many are read again.
   constexpr bool KEEPS = ITEMS <= 2;
   __shared__ float shared[2][WARP];
-  follow_predecessor();
+  pdl_wait_and_release();
   const Call call = begin_call(group);
   const int64_t place_bytes = static_cast<int64_t>(rows) * width * sizeof(T);
   const int64_t own_place = call.half + group.rank * place_bytes;
@@ -332,7 +332,7 @@ int32_t all_reduce(const baton_group& group, const baton_all_reduce_args& args, 
     BATON_REQUIRE(args.width <= 8 * THREADS_MAX * WIDTH, "width is %d; expected at most %d", args.width,
                   8 * THREADS_MAX * WIDTH);
     BATON_REQUIRE(args.weight != nullptr, "weight is null; a norm has one");
-    if (args.way == BATON_ALL_REDUCE_TWO_SHOT) return fail(BATON_UNSUPPORTED, "a norm goes with one shot alone");
+    if (args.algorithm == BATON_ALL_REDUCE_TWO_SHOT) return fail(BATON_UNSUPPORTED, "a norm requires one-shot");
     if (!one_fits) return too_small();
     const int groups = args.width / WIDTH;
     const int blocks = std::min(args.rows, args.blocks ? std::min(args.blocks, most) : most);
@@ -352,8 +352,8 @@ int32_t all_reduce(const baton_group& group, const baton_all_reduce_args& args, 
   }
   // Measured for 2 and 4 ranks.
   constexpr int64_t ONE_SHOT_MOST = N == 2 ? 1536 << 10 : N == 4 ? 128 << 10 : 32 << 10;
-  const bool is_two = args.way == BATON_ALL_REDUCE_TWO_SHOT ||
-                      (args.way == BATON_ALL_REDUCE_AUTO && (!one_fits || bytes > ONE_SHOT_MOST));
+  const bool is_two = args.algorithm == BATON_ALL_REDUCE_TWO_SHOT ||
+                      (args.algorithm == BATON_ALL_REDUCE_AUTO && (!one_fits || bytes > ONE_SHOT_MOST));
   if (is_two ? !two_fits : !one_fits) return too_small();
   const int64_t work = is_two ? divide_up(items, N) : items;
   const int threads = args.threads ? args.threads : work <= 64 * 128 ? 128 : work <= 128 * 256 ? 256 : 512;
@@ -428,7 +428,7 @@ BATON_API int32_t baton_all_reduce(const baton_group* group, const baton_all_red
     BATON_TRY(check_group(*group));
     BATON_REQUIRE(args->rows >= 0 && args->width > 0 && args->width % 8 == 0,
                   "rows are %d of width %d; expected widths that are multiples of 8", args->rows, args->width);
-    BATON_REQUIRE(args->way >= 0 && args->way <= 2, "way is %d; expected 0 to 2", args->way);
+    BATON_REQUIRE(args->algorithm >= 0 && args->algorithm <= 2, "algorithm is %d; expected 0 to 2", args->algorithm);
     BATON_REQUIRE(args->blocks >= 0 && args->threads >= 0 && args->threads <= THREADS_MAX && args->threads % WARP == 0,
                   "blocks are %d of %d threads; expected multiples of 32 up to %d, and 0", args->blocks, args->threads,
                   THREADS_MAX);

@@ -36,7 +36,7 @@ typedef enum {
   BATON_ALL_REDUCE_AUTO = 0,
   BATON_ALL_REDUCE_ONE_SHOT = 1, /* every rank sends its message to every rank */
   BATON_ALL_REDUCE_TWO_SHOT = 2  /* reduce-scatter, then all-gather; without a norm */
-} baton_all_reduce_way;
+} baton_all_reduce_algorithm;
 
 /* 64 bytes. */
 typedef struct {
@@ -48,7 +48,7 @@ typedef struct {
   int32_t dtype;
   int32_t rows;
   int32_t width; /* a multiple of 8 */
-  int32_t way;
+  int32_t algorithm;
   int32_t blocks;  /* CTAs; 0: automatic */
   int32_t threads; /* per CTA; 0: automatic */
   int32_t pdl;     /* 1: may start before the preceding kernel of the stream has completed, and waits for it */

@@ -40,7 +40,7 @@ class Channel {
   }
 
   // Sends the items from `begin` up to `end` of this rank's message and receives those of all other ranks, in equal
-  // number. All threads call it. Returns false if a wait was stopped before the last round; `has_given_up` reports
+  // number. All threads call it. Returns false if a wait was stopped before the last round; `is_stopped` reports
   // the last round. Only the receiving thread sees a received item.
   //   message.read(item, words)          this rank's
   //   message.take(source, item, words)  another rank's
@@ -50,7 +50,7 @@ class Channel {
     for (int first = begin; first < end; first += capacity_) {
       if (has_begun_) {
         __threadfence_system();
-        if (__syncthreads_or(has_given_up_)) return false;
+        if (__syncthreads_or(is_stopped_)) return false;
       }
       has_begun_ = true;
       const int count = min(capacity_, end - first);
@@ -79,7 +79,7 @@ class Channel {
       }
       char* const places = group_.arenas[group_.rank] + part;
       const int64_t place_bytes = static_cast<int64_t>(capacity_) * 16;
-      for (int base = threadIdx.x; base < count && !has_given_up_; base += blockDim.x * UNROLL) {
+      for (int base = threadIdx.x; base < count && !is_stopped_; base += blockDim.x * UNROLL) {
         uint4 found[UNROLL][N];
         bool is_here;
         do {
@@ -96,9 +96,9 @@ class Channel {
               is_here &= is_sent(found[k][step]);
             }
           }
-        } while (!is_here && !wait_.gives_up(group_));
+        } while (!is_here && !wait_.timed_out(group_));
         if (!is_here) {
-          has_given_up_ = true;
+          is_stopped_ = true;
           break;
         }
 #pragma unroll
@@ -108,7 +108,7 @@ class Channel {
 #pragma unroll
           for (int step = 1; step < N; ++step) {
             const int source = (group_.rank + step) % N;
-            put_back(places + source * place_bytes + static_cast<int64_t>(i) * 16);
+            mark_unsent(places + source * place_bytes + static_cast<int64_t>(i) * 16);
             uint32_t words[ITEM_WORDS];
             unpack(found[k][step], words);
             message.take(source, first + i, words);
@@ -120,7 +120,7 @@ class Channel {
   }
 
   // Returns whether a wait of this thread timed out or was stopped.
-  __device__ bool has_given_up() const { return has_given_up_; }
+  __device__ bool is_stopped() const { return is_stopped_; }
 
  private:
   const Group& group_;
@@ -128,7 +128,7 @@ class Channel {
   int capacity_;
   int turn_ = 0;
   bool has_begun_ = false;
-  bool has_given_up_ = false;
+  bool is_stopped_ = false;
   Wait wait_;
 };
 
@@ -158,7 +158,7 @@ template <int N, class Rows>
 __global__ void __launch_bounds__(EXCHANGE_THREADS, 2)
     exchange_rows_kernel(const __grid_constant__ Group group, const __grid_constant__ Rows rows, int row_count,
                          int row_items, int capacity) {
-  follow_predecessor();
+  pdl_wait_and_release();
   const Call call = begin_call(group);
   if (!is_counted(group, call)) return;
   const RowItems<Rows> message{rows, row_items};
@@ -169,7 +169,7 @@ __global__ void __launch_bounds__(EXCHANGE_THREADS, 2)
   Channel<N> channel(group, call, capacity);
   const bool is_through = channel.exchange(message, begin, min(begin + part, items));
   if constexpr (Rows::FINISHES) {
-    if (__syncthreads_or(!is_through || channel.has_given_up())) return;
+    if (__syncthreads_or(!is_through || channel.is_stopped())) return;
     for (int row = blockIdx.y; row < row_count; row += gridDim.y) rows.finish(row);
   }
 }

@@ -55,7 +55,7 @@ struct Wait {
   uint32_t polls = 0;
 
   // Returns true when the wait must stop. Called after an unsuccessful poll.
-  __device__ __forceinline__ bool gives_up(const Group& group) {
+  __device__ __forceinline__ bool timed_out(const Group& group) {
     if (++polls % 128 != 0) return false;
     const uint64_t now = now_ns();
     if (begin == 0) begin = now;
@@ -89,7 +89,7 @@ __device__ __forceinline__ bool is_counted(const Group& group, const Call& call)
   return true;
 }
 
-__device__ __forceinline__ void put_back(char* at) {
+__device__ __forceinline__ void mark_unsent(char* at) {
   *reinterpret_cast<uint4*>(at) = make_uint4(UNSENT, UNSENT, UNSENT, UNSENT);
 }
 

@@ -191,7 +191,7 @@ __global__ void __launch_bounds__(kWarps * 32, DEEP ? 1 : 2)
   };
 #pragma unroll
   for (int i = 0; i < S::kStages; ++i) load(i);
-  follow_predecessor();
+  pdl_wait_and_release();
 
   // The row's scale, from the squares that the producer of x stored. finish_tile reads it after its first barrier.
   for (int m = warp; m < 16; m += kWarps) {

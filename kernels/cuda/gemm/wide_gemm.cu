@@ -437,7 +437,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     auto fetch_x_of = [&](int i, int stage) {
       fetch_x(&x_map, ring + stage * stage_bytes, full + stage * 8, (first_step + i % steps) * KC, x_often);
     };
-    follow_predecessor();
+    pdl_wait_and_release();
     for (int i = 0; i < early; ++i) fetch_x_of(i, i);
     int stage = 0;
     uint32_t parity = 0;
@@ -448,7 +448,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
       if (++stage == stages) stage = 0, parity ^= 1;
     }
   } else if (warp < S::kGroups * 4) {
-    follow_predecessor();
+    pdl_wait_and_release();
     const int m0 = warp * 16 + (lane >> 2);
     float own_scales[2] = {1.f, 1.f};
     const uint32_t x_first = warp / 4 * 64 * kChunk * 2;
@@ -521,7 +521,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   } else if (warp > S::kGroups * 4) {
     // Computes the scales of the rows of x from the squares that the producer of x stored, while the other warps
     // multiply.
-    follow_predecessor();
+    pdl_wait_and_release();
     constexpr int TOGETHER = 11;  // rows whose loads are in flight, a third of 32
     for (int first = (warp - S::kGroups * 4 - 1) * TOGETHER; first < p.rows; first += 3 * TOGETHER) {
       float sum[TOGETHER] = {};

@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(WARPS* WARP)
     plain_kernel(const T* queries, const T* arena, T* out, const PlainParameters in) {
   __shared__ float query[256];
   __shared__ float maxima[WARPS], sums[WARPS], weighted[WARPS][EACH * WARP];
-  follow_predecessor();
+  pdl_wait_and_release();
   const int64_t row = blockIdx.x;
   const int head = blockIdx.y, heads = gridDim.y;
   const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;

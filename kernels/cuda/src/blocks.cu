@@ -103,7 +103,7 @@ BATON_API int32_t baton_move_rows(void* arena, int64_t block_bytes, int64_t pitc
       move.pieces = static_cast<int32_t>(share * ((moved_bytes + PIECE - 1) / PIECE));
       move.gathers = gathers;
       for (int32_t i = 0; i < share; ++i) move.blocks[i] = blocks[begin + i];
-      // No PDL: the kernel does not call follow_predecessor, and the predecessor may write the data that the kernel
+      // No PDL: the kernel does not call pdl_wait_and_release, and the predecessor may write the data that the kernel
       // reads.
       BATON_TRY(launch_as(false, "block copy", kernel, dim3(grid < move.pieces ? grid : move.pieces),
                           dim3(THREADS), 0, as_stream(stream), move));

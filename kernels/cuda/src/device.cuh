@@ -86,20 +86,20 @@ __device__ inline float block_sum(float x, float* shared) {
 // waits for the predecessor (else a kernel two positions later could not rely on it) and releases the next kernel only
 // after that. So before its wait, a kernel may read data that is older than its predecessor. Without the launch
 // attribute these calls do nothing.
-__device__ inline void predecessor_done() {
+__device__ inline void pdl_wait() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
-__device__ inline void successor_may_start() {
+__device__ inline void pdl_release() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;");
 #endif
 }
 // Starts a kernel that has no work before the wait.
-__device__ inline void follow_predecessor() {
-  predecessor_done();
-  successor_may_start();
+__device__ inline void pdl_wait_and_release() {
+  pdl_wait();
+  pdl_release();
 }
 
 // Returns the flag that baton_programmatic_launch has set.

@@ -32,7 +32,7 @@ __global__ void __launch_bounds__(THREADS)
     draft_kernel(const baton_pool pool, const baton_step step, int row_tokens, int shortest, int longest) {
   __shared__ uint64_t shared[THREADS / WARP];
   __shared__ int32_t end[NGRAM_MAX];  // the last tokens, backwards
-  follow_predecessor();
+  pdl_wait_and_release();
   const int sequence = blockIdx.x;
   const int slot = step.sequence_slots[sequence];
   if (slot < 0) return;
@@ -86,7 +86,7 @@ __global__ void __launch_bounds__(THREADS)
 // One thread per sequence.
 __global__ void accept_kernel(const baton_pool pool, const baton_step step, int sequences, int row_tokens,
                               baton_sample_result* results) {
-  follow_predecessor();
+  pdl_wait_and_release();
   const int sequence = blockIdx.x * blockDim.x + threadIdx.x;
   if (sequence >= sequences) return;
   const int index = step.sequence_slots[sequence];

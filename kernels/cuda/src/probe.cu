@@ -7,7 +7,7 @@ namespace baton {
 namespace {
 
 __global__ void delay_kernel(int64_t nanoseconds) {
-  follow_predecessor();
+  pdl_wait_and_release();
   uint64_t begin, now;
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(begin));
   do {
@@ -29,7 +29,7 @@ __device__ inline uint4 read_once(const uint4* from) {
 
 // Each CTA reads pieces of 64 KiB with a stride of the grid.
 __global__ void __launch_bounds__(READ_THREADS) read_kernel(const uint4* from, uint64_t count, uint32_t* sink) {
-  follow_predecessor();
+  pdl_wait_and_release();
   uint32_t mixed = 0;
   constexpr uint64_t piece = READ_THREADS * READ_UNROLL;
   for (uint64_t at = blockIdx.x * piece; at < count; at += gridDim.x * piece) {
@@ -54,7 +54,7 @@ __device__ inline uint32_t mix(uint64_t x) {
 
 template <class T>
 __global__ void fill_kernel(T* to, int64_t count, uint64_t seed, float scale) {
-  follow_predecessor();
+  pdl_wait_and_release();
   const int64_t stride = static_cast<int64_t>(gridDim.x) * blockDim.x;
   for (int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < count; i += stride) {
     const float unit = static_cast<float>(mix(seed * 0x9e3779b97f4a7c15ull + i) >> 8) * (1.f / 8388608.f);

@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(HEADS* WARP)
                       const float* key_norm, const float* frequencies, const int32_t* positions,
                       const int32_t* destinations, int dim, const RopeParameters shape) {
   using Pack = Neighbours<T, PAIRS>;
-  follow_predecessor();
+  pdl_wait_and_release();
   const int row = blockIdx.x;
   const int heads = shape.query_heads + 2 * shape.kv_heads;
   const int half = dim / 2;

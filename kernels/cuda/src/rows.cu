@@ -15,7 +15,7 @@ constexpr int NORM_THREADS = 1024;
 
 template <class T>
 __global__ void embed_kernel(const T* table, const int32_t* tokens, float* residual, int width) {
-  follow_predecessor();
+  pdl_wait_and_release();
   const T* from = table + static_cast<int64_t>(tokens[blockIdx.x]) * width;
   float* to = residual + static_cast<int64_t>(blockIdx.x) * width;
   for (int i = (blockIdx.y * blockDim.x + threadIdx.x) * 8; i < width; i += gridDim.y * blockDim.x * 8) {
@@ -30,7 +30,7 @@ template <class T, int ITEMS, bool ADD>
 __global__ void norm_kernel(float* residual, const T* delta, const float* weight, float eps, T* out,
                             const int32_t* gather, int width) {
   __shared__ float shared[WARP];
-  follow_predecessor();
+  pdl_wait_and_release();
   const int64_t source = gather ? gather[blockIdx.x] : static_cast<int64_t>(blockIdx.x);
   residual += source * width;
   if constexpr (ADD) delta += source * width;
@@ -74,7 +74,7 @@ __device__ inline float silu(float x) {
 
 template <class T>
 __global__ void silu_mul_kernel(const T* gate_up, T* out, int width) {
-  follow_predecessor();
+  pdl_wait_and_release();
   const T* gate = gate_up + static_cast<int64_t>(blockIdx.x) * 2 * width;
   T* to = out + static_cast<int64_t>(blockIdx.x) * width;
   for (int i = (blockIdx.y * blockDim.x + threadIdx.x) * 8; i < width; i += gridDim.y * blockDim.x * 8) {
@@ -89,7 +89,7 @@ __global__ void silu_mul_kernel(const T* gate_up, T* out, int width) {
 
 template <class T>
 __global__ void gather_kernel(const T* x, const int32_t* indices, T* out, int width) {
-  follow_predecessor();
+  pdl_wait_and_release();
   const T* from = x + static_cast<int64_t>(indices[blockIdx.x]) * width;
   T* to = out + static_cast<int64_t>(blockIdx.x) * width;
   for (int i = (blockIdx.y * blockDim.x + threadIdx.x) * 8; i < width; i += gridDim.y * blockDim.x * 8) {

@@ -41,7 +41,7 @@ uint64_t lay_out(char* base, int64_t ranks, int64_t samples, int64_t vocabulary,
 }
 
 __global__ void history_kernel(const Arguments in) {
-  follow_predecessor();
+  pdl_wait_and_release();
   const int index = blockIdx.y;
   const int thread = blockIdx.x * blockDim.x + threadIdx.x, threads = gridDim.x * blockDim.x;
   const Sample sample = find_sample(in, index);
@@ -115,7 +115,7 @@ template <bool IS_LAST>
 __global__ void __launch_bounds__(SLICE_THREADS) survey_kernel(const Arguments in) {
   __shared__ uint32_t stops[RUN / 32];
   __shared__ Survey shared[SLICE_THREADS / WARP];
-  follow_predecessor();
+  pdl_wait_and_release();
   const int index = blockIdx.y;
   const Sample sample = find_sample(in, index);
   if constexpr (!IS_LAST) begin_sample(in, sample, index);
@@ -189,8 +189,8 @@ __global__ void __launch_bounds__(SLICE_THREADS) survey_kernel(const Arguments i
   __syncthreads();
   if (threadIdx.x == 0) {
     for (int warp = 1; warp < SLICE_THREADS / WARP; ++warp) own = join(own, shared[warp]);
-    if (own.raw_bad != NOBODY) own.raw_bad_value = raw[own.raw_bad];
-    if (own.bad != NOBODY) own.bad_value = sample.is_adjusted ? adjusted[own.bad] : raw[own.bad];
+    if (own.raw_bad != NO_TOKEN) own.raw_bad_value = raw[own.raw_bad];
+    if (own.bad != NO_TOKEN) own.bad_value = sample.is_adjusted ? adjusted[own.bad] : raw[own.bad];
     in.scratch.surveys[index * SLICES_MAX + in.slice_first + blockIdx.x] = own;
   }
   if constexpr (IS_LAST) {

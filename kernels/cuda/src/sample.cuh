@@ -20,7 +20,7 @@
 //
 // With tensor parallelism each rank has a part of every row's logits. A rank processes the slices of this part and
 // stores the results at the slices' global indices. Between the kernels the ranks exchange results
-// (../collective/sample_together.cu).
+// (../collective/tp_sample.cu).
 #pragma once
 
 #include <utility>
@@ -39,7 +39,7 @@ constexpr int LEVELS = 1024;        // bins of likelihood: eight for each factor
 constexpr int RUNS_MAX = 1024;
 constexpr float GREEDY_BELOW = 1e-5f;
 constexpr uint32_t IN_PROMPT = 1u << 31;
-constexpr int NOBODY = 0x7fffffff;
+constexpr int NO_TOKEN = 0x7fffffff;
 constexpr int BINS = 256;
 constexpr int RANKS_MAX = 8;
 
@@ -47,7 +47,7 @@ constexpr int RANKS_MAX = 8;
 // penalties.
 struct Survey {
   float raw_best;       // greatest raw logit
-  int raw_bad;          // lowest id whose raw logit is NaN or +infinity; NOBODY if none
+  int raw_bad;          // lowest id whose raw logit is NaN or +infinity; NO_TOKEN if none
   float raw_bad_value;  // raw logit of raw_bad; unset in joined surveys
   float best;           // greatest adjusted logit
   int best_id;
@@ -211,7 +211,7 @@ __device__ inline Survey join_warp(Survey own) {
   return own;
 }
 
-__device__ inline Survey nothing_seen() { return {-INFINITY, NOBODY, 0.f, -INFINITY, NOBODY, NOBODY, 0.f}; }
+__device__ inline Survey nothing_seen() { return {-INFINITY, NO_TOKEN, 0.f, -INFINITY, NO_TOKEN, NO_TOKEN, 0.f}; }
 
 // Combines the surveys of all slices of a row. Every thread gets the result.
 __device__ inline Survey whole_survey(const Arguments& in, int index, Survey* shared) {
@@ -228,9 +228,9 @@ __device__ inline Survey whole_survey(const Arguments& in, int index, Survey* sh
 }
 
 __device__ inline int status_of(const Survey& survey) {
-  if (survey.raw_bad != NOBODY) return BATON_SAMPLE_BAD_LOGIT;
+  if (survey.raw_bad != NO_TOKEN) return BATON_SAMPLE_BAD_LOGIT;
   if (survey.raw_best == -INFINITY) return BATON_SAMPLE_NO_CANDIDATE;
-  if (survey.bad != NOBODY) return BATON_SAMPLE_BAD_LOGIT;
+  if (survey.bad != NO_TOKEN) return BATON_SAMPLE_BAD_LOGIT;
   if (survey.best == -INFINITY) return BATON_SAMPLE_NO_CANDIDATE;
   return BATON_SAMPLE_OK;
 }
@@ -255,7 +255,7 @@ __device__ inline baton_sample_result begin_result(const Arguments& in, const Sa
   if (result.status == BATON_SAMPLE_OK) return result;
   result.token = -1;
   if (result.status == BATON_SAMPLE_BAD_LOGIT && !failed_before) {
-    const bool is_raw = survey.raw_bad != NOBODY;
+    const bool is_raw = survey.raw_bad != NO_TOKEN;
     result.token = is_raw ? survey.raw_bad : survey.bad;
     for (int slice = 0; slice < in.slices; ++slice) {
       const Survey& part = in.scratch.surveys[index * SLICES_MAX + slice];

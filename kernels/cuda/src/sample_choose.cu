@@ -139,7 +139,7 @@ __device__ int draw(const Arguments& in, const Sample& sample, int index, const 
   if (!sample.is_restricted || cut.mode == Cut::LIST_LAST) {
     if (threadIdx.x < in.slices) {
       const Winner winner = in.scratch.winners[index * SLICES_MAX + threadIdx.x];
-      race.meet_exactly(winner.arrival, winner.token);
+      race.offer_exactly(winner.arrival, winner.token);
     }
   }
   if (sample.is_restricted) {
@@ -171,7 +171,7 @@ __device__ int draw(const Arguments& in, const Sample& sample, int index, const 
     uint64_t limit = ~uint64_t{0};
     auto race_among = [&](auto& source) {
       source([&](bool is_in, uint64_t token) {
-        if (is_in && token <= limit) race.meet(key, static_cast<int>(token), weight_of(token));
+        if (is_in && token <= limit) race.offer(key, static_cast<int>(token), weight_of(token));
       });
     };
     if (cut.mode == Cut::LIST_ALL) {
@@ -285,7 +285,7 @@ __device__ void report_logprobs(const Arguments& in, const Sample& sample, int i
 
 __global__ void __launch_bounds__(CHOOSE_THREADS) choose_kernel(const Arguments in) {
   __shared__ ChooseShared shared;
-  follow_predecessor();
+  pdl_wait_and_release();
   const int index = blockIdx.x;
   const Sample sample = in.scratch.samples[index];
   if (sample.slot < 0) {

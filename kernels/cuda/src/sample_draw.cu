@@ -84,7 +84,7 @@ __global__ void __launch_bounds__(SLICE_THREADS) weigh_kernel(const Arguments in
   // For each bin: the number of weights, and the sum of their distances below the bin's greatest, in two parts.
   __shared__ uint32_t numbers[LEVELS], far_low[LEVELS], far_high[LEVELS];
   constexpr int PART_BITS = LEVEL_BITS / 2, PART = (1 << PART_BITS) - 1;
-  follow_predecessor();
+  pdl_wait_and_release();
   const int index = blockIdx.y;
   const Sample sample = in.scratch.samples[index];
   if (sample.slot < 0) return;
@@ -102,7 +102,7 @@ __global__ void __launch_bounds__(SLICE_THREADS) weigh_kernel(const Arguments in
   Race race;
   // The arrival of the likeliest token is the first bound, which makes the quick test selective. The slice of this
   // token draws it again.
-  if (wants_race) race.meet(key, survey.best_id, weigh(survey.best, survey.best, temperature));
+  if (wants_race) race.offer(key, survey.best_id, weigh(survey.best, survey.best, temperature));
   const float sharpness = 1.f / temperature;
   if (sample.is_restricted) {
     for (int i = threadIdx.x; i < LEVELS; i += SLICE_THREADS) numbers[i] = far_low[i] = far_high[i] = 0;
@@ -113,17 +113,17 @@ __global__ void __launch_bounds__(SLICE_THREADS) weigh_kernel(const Arguments in
     float4 loaded[TOGETHER];
     load_runs(in, values, run, loaded);
     if (wants_race) {
-      race.learn_bound(in.scratch.bounds + index);
+      race.read_bound(in.scratch.bounds + index);
       visit_runs(in, run, loaded, [&](int, int id, bool is_in, float logit) {
         // The quick test uses an approximate exponential; only tokens that pass need the exact one.
         const float rough = __expf((logit - survey.best) * sharpness) * 1.001f;
         const float v = static_cast<float>(key.bits(id) >> 8) * (1.f / 16777216.f);
         if (is_in && v <= rough * race.bound) {
           const float weight = weigh(logit, survey.best, temperature);
-          if (weight > 0.f && weight >= min_p) race.meet(key, id, weight);
+          if (weight > 0.f && weight >= min_p) race.offer(key, id, weight);
         }
       });
-      race.teach_bound(in.scratch.bounds + index);
+      race.write_bound(in.scratch.bounds + index);
     }
     if (sample.is_restricted) {
       visit_runs(in, run, loaded, [&](int k, int id, bool is_in, float logit) {
@@ -246,7 +246,7 @@ __global__ void __launch_bounds__(SLICE_THREADS) gather_kernel(const Arguments i
   __shared__ Survey survey_shared;
   __shared__ Winner winners[SLICE_THREADS / WARP];
   __shared__ CutShared cut_shared;
-  follow_predecessor();
+  pdl_wait_and_release();
   const int index = blockIdx.y;
   const Sample sample = in.scratch.samples[index];
   if (sample.slot < 0 || !sample.is_restricted) return;
@@ -264,7 +264,7 @@ __global__ void __launch_bounds__(SLICE_THREADS) gather_kernel(const Arguments i
   for (int run = 0; run < in.slice_runs; run += TOGETHER) {
     float4 loaded[TOGETHER];
     load_runs(in, values, run, loaded);
-    race.learn_bound(in.scratch.bounds + index);
+    race.read_bound(in.scratch.bounds + index);
     visit_runs(in, run, loaded, [&](int, int id, bool is_in, float logit) {
       // The quick test uses an approximate exponential: most tokens are far below the edge.
       is_in = is_in && __expf((logit - survey.best) * sharpness) * 1.001f >= edge;
@@ -274,7 +274,7 @@ __global__ void __launch_bounds__(SLICE_THREADS) gather_kernel(const Arguments i
         weight = weigh(logit, survey.best, temperature);
         if (weight > 0.f && weight >= min_p) level = level_of(weight);
       }
-      if (cut.mode == Cut::LIST_LAST && level < cut.level) race.meet(key, id, weight);
+      if (cut.mode == Cut::LIST_LAST && level < cut.level) race.offer(key, id, weight);
       const bool is_listed = cut.mode == Cut::LIST_ALL ? level <= cut.level : level == cut.level;
       __syncwarp();
       const unsigned listed = __ballot_sync(FULL, is_listed);
@@ -286,7 +286,7 @@ __global__ void __launch_bounds__(SLICE_THREADS) gather_kernel(const Arguments i
         if (is_listed) in.scratch.list[static_cast<int64_t>(index) * LIST_MAX + to] = ranked(id, weight);
       }
     });
-    if (cut.mode == Cut::LIST_LAST) race.teach_bound(in.scratch.bounds + index);
+    if (cut.mode == Cut::LIST_LAST) race.write_bound(in.scratch.bounds + index);
   }
   if (cut.mode == Cut::LIST_LAST) {
     race.join_block(winners);

@@ -55,10 +55,10 @@ struct Key {
 // earliest arrival wins. Holds the earliest arrival of one thread, and after a join that of several threads.
 struct Race {
   double arrival = INFINITY;
-  int token = NOBODY;
+  int token = NO_TOKEN;
   float bound = INFINITY;  // upper bound of `arrival` in f32, for a quick rejection test
 
-  __device__ void meet_exactly(double other_arrival, int other) {
+  __device__ void offer_exactly(double other_arrival, int other) {
     if (other_arrival < arrival || (other_arrival == arrival && other < token)) {
       arrival = other_arrival;
       token = other;
@@ -66,15 +66,15 @@ struct Race {
     }
   }
   // -ln(1 - v) >= v, so a token with v > p * bound has lost.
-  __device__ void meet(const Key& key, int other, float p) {
+  __device__ void offer(const Key& key, int other, float p) {
     const uint32_t bits = key.bits(other);
-    if (static_cast<float>(bits >> 8) * (1.f / 16777216.f) <= p * bound) meet_exactly(Key::arrival(bits, p), other);
+    if (static_cast<float>(bits >> 8) * (1.f / 16777216.f) <= p * bound) offer_exactly(Key::arrival(bits, p), other);
   }
   // The CTAs of a sample share their bounds, so that each rejects more tokens by the quick test.
-  __device__ void learn_bound(const int32_t* shared) {
+  __device__ void read_bound(const int32_t* shared) {
     bound = fminf(bound, __int_as_float(*reinterpret_cast<const volatile int32_t*>(shared)));
   }
-  __device__ void teach_bound(int32_t* shared) {
+  __device__ void write_bound(int32_t* shared) {
     const float known = __int_as_float(*reinterpret_cast<const volatile int32_t*>(shared));
     if (bound < known) atomicMin(shared, __float_as_int(bound));
   }
@@ -82,7 +82,7 @@ struct Race {
     for (int distance = WARP / 2; distance > 0; distance /= 2) {
       const double other_arrival = __shfl_xor_sync(FULL, arrival, distance);
       const int other = __shfl_xor_sync(FULL, token, distance);
-      meet_exactly(other_arrival, other);
+      offer_exactly(other_arrival, other);
     }
   }
   // Afterwards the first thread has the winner.
@@ -94,7 +94,7 @@ struct Race {
     __syncthreads();
     if (warp == 0) {
       if (lane < blockDim.x / WARP) {
-        meet_exactly(shared[lane].arrival, shared[lane].token);
+        offer_exactly(shared[lane].arrival, shared[lane].token);
       }
       join_warp();
     }

@@ -92,7 +92,7 @@ __global__ void __launch_bounds__(THREADS)
                 int samples, int tokens) {
   __shared__ Sums shared[WARP];
   __shared__ Sums whole;
-  follow_predecessor();
+  pdl_wait_and_release();
   const baton_plan_header header = *reinterpret_cast<const baton_plan_header*>(words);
   apply_plan(pool, words, header);
   __syncthreads();
@@ -171,7 +171,7 @@ __global__ void __launch_bounds__(THREADS)
 // blockIdx.y is the sequence. The CTAs of a sequence share its rows and pages. The last y processes rows of no
 // sequence.
 __global__ void expand_kernel(const baton_pool pool, const baton_step step, int rows, int sequences, int verified) {
-  follow_predecessor();
+  pdl_wait_and_release();
   const int thread = blockIdx.x * blockDim.x + threadIdx.x, threads = gridDim.x * blockDim.x;
   const int trash = pool.trash_block * TOKENS;
   const int sequence = blockIdx.y;
@@ -207,7 +207,7 @@ __global__ void expand_kernel(const baton_pool pool, const baton_step step, int 
 }
 
 __global__ void supply_kernel(const baton_pool pool, const int32_t* words, const baton_step step, int count) {
-  follow_predecessor();
+  pdl_wait_and_release();
   const int index = blockIdx.x * blockDim.x + threadIdx.x;
   if (index >= count) return;
   const int sample = words[2 * index], mask = words[2 * index + 1];

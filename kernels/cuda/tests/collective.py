@@ -78,10 +78,10 @@ class Rank:
         self.fault.zero_()
         self.exchange(None)
 
-    def all_reduce(self, x, out, rows, width, way=0, residual=None, weight=None, eps=1e-5, blocks=0, threads=0, pdl=0):
+    def all_reduce(self, x, out, rows, width, algorithm=0, residual=None, weight=None, eps=1e-5, blocks=0, threads=0, pdl=0):
         pointer = lambda tensor: None if tensor is None else tensor.data_ptr()
         args = AllReduceArgs(pointer(x), pointer(out), pointer(residual), pointer(weight), eps, DTYPES[x.dtype], rows,
-                             width, way, blocks, threads, pdl)
+                             width, algorithm, blocks, threads, pdl)
         self.check(self.lib.baton_all_reduce(ctypes.byref(self.group), ctypes.byref(args), self.stream()))
 
 
@@ -146,10 +146,10 @@ class Checker:
         count = rows * width
         x = self.numbers.of(dtype)[:, offset:offset + count]
         has_norm = draw.random() < 0.4
-        way = ONE if has_norm else draw.choice((0, ONE, TWO))
-        if way == ONE and count * x.element_size() * rank.ranks > 2 * MESSAGE_BYTES:
-            way = 0
-        choice = dict(way=way, blocks=draw.choice((0, 0, 1, 7, 64, 132)), threads=draw.choice((0, 0, 128, 512)),
+        algorithm = ONE if has_norm else draw.choice((0, ONE, TWO))
+        if algorithm == ONE and count * x.element_size() * rank.ranks > 2 * MESSAGE_BYTES:
+            algorithm = 0
+        choice = dict(algorithm=algorithm, blocks=draw.choice((0, 0, 1, 7, 64, 132)), threads=draw.choice((0, 0, 128, 512)),
                       pdl=draw.choice((0, 1)))
         late, is_any_late = draw.randrange(rank.ranks), draw.random() < 0.3
         if may_sleep and is_any_late and late == rank.rank:
@@ -198,16 +198,16 @@ def check_special(rank):
         x = column.view(dtype).clone() if rank.rank % 2 == 0 else column.roll(rank.rank).view(dtype).clone()
         all_x = [column.view(dtype) if r % 2 == 0 else column.roll(r).view(dtype) for r in range(rank.ranks)]
         want = wanted(torch.stack(all_x)).to(dtype)
-        for way in (ONE, TWO):
+        for algorithm in (ONE, TWO):
             out = torch.zeros_like(x)
-            rank.all_reduce(x, out, 1, x.numel(), way=way)
+            rank.all_reduce(x, out, 1, x.numel(), algorithm=algorithm)
             torch.cuda.synchronize()
             same = (out == want) | (out.isnan() & want.isnan())
-            assert same.all(), f"special numbers, {dtype}, way {way}"
+            assert same.all(), f"special numbers, {dtype}, algorithm {algorithm}"
             digests = rank.exchange(bits(out).long().sum().item())
             assert len(set(digests)) == 1, "special numbers differ between ranks"
     if rank.rank == 0:
-        print("ok  special numbers", flush=True)
+        print("ok  NaN, infinities and signed zeros", flush=True)
 
 
 def check_errors(rank):
@@ -216,7 +216,7 @@ def check_errors(rank):
         ("width is", lambda: rank.all_reduce(x, x, 1, 1 << 20, residual=x, weight=x)),
         ("multiples of 8", lambda: rank.all_reduce(x, x, 1, 12)),
         ("arenas of", lambda: rank.all_reduce(x, x, 1 << 15, 1024)),
-        ("norm goes with one shot", lambda: rank.all_reduce(x, x, 1, 8, residual=x, weight=x, way=TWO)),
+        ("a norm requires one-shot", lambda: rank.all_reduce(x, x, 1, 8, residual=x, weight=x, algorithm=TWO)),
     ):
         try:
             call()
@@ -226,7 +226,7 @@ def check_errors(rank):
             raise AssertionError(f"no error: {expected}")
     rank.all_reduce(x, x, 0, 8)
     if rank.rank == 0:
-        print("ok  what cannot be is refused", flush=True)
+        print("ok  invalid arguments are rejected", flush=True)
 
 
 def check_graphs(rank, numbers, calls, seed):
@@ -267,12 +267,12 @@ def check_faults(rank):
         for _ in range(100):
             rank.all_reduce(x, out, 1, 4096)
             rank.all_reduce(x, out, 1, 4096, residual=out, weight=x)
-            rank.all_reduce(x, out, 1, 4096, way=TWO)
+            rank.all_reduce(x, out, 1, 4096, algorithm=TWO)
         torch.cuda.synchronize()
         assert time.time() - begin < 0.1, "a call after a fault waits"
     rank.reset()
-    for way in (ONE, TWO):
-        rank.all_reduce(x, out, 1, 4096, way=way)
+    for algorithm in (ONE, TWO):
+        rank.all_reduce(x, out, 1, 4096, algorithm=algorithm)
         torch.cuda.synchronize()
         assert (out == rank.ranks).all() and rank.fault[0].item() == 0
     # The host stops a wait.
@@ -290,7 +290,7 @@ def check_faults(rank):
     torch.cuda.synchronize()
     assert (out == rank.ranks).all()
     if rank.rank == 0:
-        print("ok  a call left out, and a stop by the host; then all is as new", flush=True)
+        print("ok  time-out after a missing call, stop by the host, and reset", flush=True)
 
 
 def check_killed(rank):
@@ -309,7 +309,7 @@ def check_killed(rank):
     again = torch.ones(1 << 20, device="cuda")
     assert (again + again).sum().item() == 2 << 20
     if rank.rank == 0:
-        print(f"ok  a killed rank is noticed, {time.time() - begin - 0.3:.2f} s after it died; the GPU serves on", flush=True)
+        print(f"ok  a killed rank is detected after {time.time() - begin - 0.3:.2f} s; the GPU remains usable", flush=True)
 
 
 def graph_us(call, calls=60, replays=10, rounds=5):
@@ -352,8 +352,8 @@ def bench(rank, is_sweep, path):
         theirs = graph_us(lambda: nccl.all_reduce(x))
         rank.exchange(None)
         best = {}
-        for way in (ONE, TWO):
-            if way == ONE and size * rank.ranks > 2 * MESSAGE_BYTES:
+        for algorithm in (ONE, TWO):
+            if algorithm == ONE and size * rank.ranks > 2 * MESSAGE_BYTES:
                 continue
             shapes = [(0, 0)]
             if is_sweep and size <= 4 << 20:
@@ -361,13 +361,13 @@ def bench(rank, is_sweep, path):
             for pdl in (0, 1):
                 for blocks, threads in shapes:
                     # More CTAs than work gives no new case.
-                    work = size // 16 // (1 if way == ONE else rank.ranks)
+                    work = size // 16 // (1 if algorithm == ONE else rank.ranks)
                     if blocks and (blocks - 16) * threads >= work and blocks > 8:
                         continue
-                    us = graph_us(lambda: rank.all_reduce(x, x, 1, size // 2, way, blocks=blocks, threads=threads, pdl=pdl),
+                    us = graph_us(lambda: rank.all_reduce(x, x, 1, size // 2, algorithm, blocks=blocks, threads=threads, pdl=pdl),
                                   calls=40, replays=5 if is_sweep else 10, rounds=3 if is_sweep else 5)
-                    found.append(dict(size=size, way=way, blocks=blocks, threads=threads, pdl=pdl, us=us))
-                    kind = (way, pdl)
+                    found.append(dict(size=size, algorithm=algorithm, blocks=blocks, threads=threads, pdl=pdl, us=us))
+                    kind = (algorithm, pdl)
                     if kind not in best or us < best[kind][0]:
                         best[kind] = (us, blocks, threads)
                     if (blocks, threads) == (0, 0):
@@ -475,7 +475,7 @@ def main():
     allowed = [0] * (options.ranks - 1) + [-signal.SIGKILL if options.calls else 0]
     if failed.value or codes != allowed:
         sys.exit(f"failed: the ranks ended with {codes}")
-    print("all is well", flush=True)
+    print("all checks passed", flush=True)
 
 
 if __name__ == "__main__":

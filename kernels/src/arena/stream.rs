@@ -88,7 +88,7 @@ impl StreamAccess {
     /// Releases the blocks of a step that has run.
     pub fn release(&mut self, step: StreamStep) {
         for block in step.writes {
-            self.give_back(block, |uses| &mut uses.writers);
+            self.release_block(block, |uses| &mut uses.writers);
         }
         for (slot, generation) in step.rows {
             let occupants = &mut self.rows[slot as usize];
@@ -99,7 +99,7 @@ impl StreamAccess {
                 let row = occupants.swap_remove(place);
                 row.blocks
                     .into_iter()
-                    .for_each(|block| self.give_back(block, |uses| &mut uses.rows));
+                    .for_each(|block| self.release_block(block, |uses| &mut uses.rows));
             }
         }
     }
@@ -157,7 +157,7 @@ impl StreamAccess {
         Ok(())
     }
 
-    fn give_back(&mut self, block: BlockId, count: fn(&mut Uses) -> &mut u32) {
+    fn release_block(&mut self, block: BlockId, count: fn(&mut Uses) -> &mut u32) {
         let uses = &mut self.uses[block.index()];
         let was_written = uses.writers > 0;
         *count(uses) -= 1;

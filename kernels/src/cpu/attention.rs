@@ -32,8 +32,8 @@ use half::bf16;
 use self::tile::{BLOCKS_TOGETHER, TileMemory};
 use super::{
     arithmetic::from_bf16,
+    disjoint_slice::DisjointSlice,
     isa::Level,
-    parts::Parts,
     step::{CpuStep, SequenceRows},
     threads::ThreadPool,
 };
@@ -182,7 +182,7 @@ fn tiles<T: Kv>(
     let tasks = tiles.len() * shape.kv_heads * splits;
 
     let (width, dim) = (shape.query_width(), shape.head_dim);
-    let sums = Parts::new(out);
+    let sums = DisjointSlice::new(out);
     let run = |thread: usize, task: usize| {
         let tile = &tiles[task / (shape.kv_heads * splits)];
         let kv_head = task / splits % shape.kv_heads;

@@ -126,7 +126,7 @@ impl Group {
     /// exchanges are undefined.
     pub fn new(region: &Arc<SharedRegion>, offset: usize, shard: Shard, timeout: Duration) -> Self {
         // A line per rank, a line of kinds per rank, and the slots.
-        let (of, lines_bytes) = (shard.of(), shard.of() * LINE_BYTES);
+        let (of, lines_bytes) = (shard.rank_count(), shard.rank_count() * LINE_BYTES);
         let words = region.words(offset, of * LINE_WORDS);
         let kinds = region.longs(offset + lines_bytes, lines_bytes / 8);
         let slots = region.bytes(offset + 2 * lines_bytes, of * SLOTS * PIECE_BYTES);
@@ -150,7 +150,7 @@ impl Group {
         for piece in x.chunks_mut(PIECE_BYTES / 4) {
             let kind = Kind { operation: Operation::Reduce, bytes: size_of_val(piece) };
             self.publish(kind, bytemuck::cast_slice(piece))?;
-            for rank in 0..self.shard.of() {
+            for rank in 0..self.shard.rank_count() {
                 let theirs: &[f32] = bytemuck::cast_slice(self.read(kind, rank)?);
                 match rank {
                     0 => piece.copy_from_slice(theirs),
@@ -163,11 +163,11 @@ impl Group {
 
     /// All-gathers `mine`, which has the same length on all ranks, in rank order.
     pub fn all_gather(&mut self, mine: &[u8]) -> Result<Vec<u8>, GroupError> {
-        let mut all = vec![0; self.shard.of() * mine.len()];
+        let mut all = vec![0; self.shard.rank_count() * mine.len()];
         for (number, piece) in mine.chunks(PIECE_BYTES).enumerate() {
             let kind = Kind { operation: Operation::Gather, bytes: piece.len() };
             self.publish(kind, piece)?;
-            for rank in 0..self.shard.of() {
+            for rank in 0..self.shard.rank_count() {
                 let begin = rank * mine.len() + number * PIECE_BYTES;
                 all[begin..begin + piece.len()].copy_from_slice(self.read(kind, rank)?);
             }
@@ -185,7 +185,11 @@ impl Group {
     ) -> Result<(), GroupError> {
         const PIECE: usize = PIECE_BYTES / 4;
         let own = &ranges[self.shard.rank()];
-        assert_eq!((mine.len(), ranges.len()), (own.len(), self.shard.of()), "a range per rank");
+        assert_eq!(
+            (mine.len(), ranges.len()),
+            (own.len(), self.shard.rank_count()),
+            "a range per rank"
+        );
         let longest = ranges.iter().map(Range::len).max().unwrap_or(0);
         for begin in (0..longest).step_by(PIECE) {
             // Ranks with fewer elements publish empty pieces, so that all ranks stay in step.
@@ -247,7 +251,7 @@ impl Group {
     }
 
     fn wait(&self, kind: Kind, rank: usize) -> Result<(), GroupError> {
-        let (of, exchange) = (self.shard.of(), self.exchanges);
+        let (of, exchange) = (self.shard.rank_count(), self.exchanges);
         if rank == self.shard.rank() {
             return Ok(());
         }

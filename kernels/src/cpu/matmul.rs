@@ -28,7 +28,7 @@ use self::{
     pack::PANEL,
     rows::{RowBlocks, RowFormat},
 };
-use super::{isa::Level, parts::Parts, threads::ThreadPool};
+use super::{disjoint_slice::DisjointSlice, isa::Level, threads::ThreadPool};
 use crate::layout::WeightFormat;
 
 /// Bytes of packed rows that are multiplied with one panel after another. They stay in a core's L2 cache.
@@ -120,7 +120,7 @@ fn multiply(
     let grid = grid(pool, w, blocks.count().div_ceil(group_len));
     let panels_max = (kernel.panels_for)(blocks.rows_in(0), fetch_ahead);
     let n = w.rows();
-    let sums = Parts::new(out);
+    let sums = DisjointSlice::new(out);
     pool.run(grid.task_count(), &|_, task| {
         let (group, panels) = grid.part(task);
         let block_end = blocks.count().min((group + 1) * group_len);

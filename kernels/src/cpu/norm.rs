@@ -2,8 +2,8 @@
 
 use super::{
     arithmetic::{LANES, sum_lanes},
+    disjoint_slice::DisjointSlice,
     isa::{Level, per_level},
-    parts::Parts,
     threads::ThreadPool,
 };
 use crate::backend::HeadShape;
@@ -44,7 +44,7 @@ pub(crate) fn add_rms_norm(
     }
     let width = weight.len();
     let task_len = pool.rows_per_task(x.len() / width, width) * width;
-    let residual = Parts::new(residual);
+    let residual = DisjointSlice::new(residual);
     pool.for_each_piece(out, task_len, |_, task, out| {
         let start = task * task_len;
         // SAFETY: the same rows as `out`'s, which belong to this task alone.

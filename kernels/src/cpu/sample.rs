@@ -142,7 +142,7 @@ pub(crate) fn sample_rows<'a>(
 /// Returns the greatest logit and the lowest id that has it. A logit of -∞ is a masked token; NaN and +∞
 /// are errors.
 fn best(level: Level, logits: &[f32]) -> Result<(u32, f32), SampleError> {
-    let (greatest, is_bad) = look_over(level, logits);
+    let (greatest, is_bad) = max_and_validity(level, logits);
     if is_bad {
         let is_bad = |value: &f32| value.is_nan() || *value == f32::INFINITY;
         let token = logits.iter().position(is_bad).expect("a bad logit was seen");
@@ -168,7 +168,7 @@ per_level! {
 
 per_level! {
     /// Returns the greatest logit that is not NaN, and whether a logit is NaN or +∞.
-    fn look_over(logits: &[f32]) -> (f32, bool) {
+    fn max_and_validity(logits: &[f32]) -> (f32, bool) {
         let mut greatest = [f32::NEG_INFINITY; LANES];
         let mut is_bad = [false; LANES];
         let (groups, rest) = logits.as_chunks::<LANES>();

@@ -25,7 +25,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use super::{affinity, parts::Parts};
+use super::{affinity, disjoint_slice::DisjointSlice};
 
 /// Time for which a thread spins before it parks. It is longer than the serial code between two regions of
 /// a forward pass, and short enough to be negligible when several processes share the cores.
@@ -184,7 +184,7 @@ impl ThreadPool {
     ) {
         assert!(piece_len > 0, "pieces have a length");
         let length = data.len();
-        let parts = Parts::new(data);
+        let parts = DisjointSlice::new(data);
         self.run(length.div_ceil(piece_len), &|thread, number| {
             let start = number * piece_len;
             // SAFETY: each number is claimed once, and pieces of different numbers are

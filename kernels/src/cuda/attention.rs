@@ -15,7 +15,7 @@ use crate::{backend::HeadShape, layout::Dtype};
 const FLOAT_BYTES: usize = 256 << 20;
 const INT_BYTES: usize = 8 << 20;
 /// Plans in flight: two steps with two attention windows each.
-const PLACES: usize = 4;
+const PLAN_BUFFERS: usize = 4;
 
 /// Limits of Baton's decode attention.
 const DECODE_ROWS_MAX: usize = 1024;
@@ -40,8 +40,8 @@ pub(super) struct Attention {
     kind: AttentionKind,
     decode: Option<Decode>,
     floats: Range,
-    places: Vec<Place>,
-    /// Index of the next entry of `places` to use.
+    buffers: Vec<PlanBuffer>,
+    /// Index of the next entry of `buffers` to use.
     next: usize,
     /// Serial number of the step that the plans are for.
     serial: u64,
@@ -58,7 +58,7 @@ struct Decode {
 }
 
 /// Buffers of one plan.
-struct Place {
+struct PlanBuffer {
     ints: Range,
     pinned: Pinned<u8>,
     /// Recorded when the copy from `pinned` has completed.
@@ -68,7 +68,7 @@ struct Place {
 struct Planned {
     shape: ffi::AttentionShape,
     plan: ffi::AttentionPlan,
-    place: usize,
+    buffer: usize,
 }
 
 impl Attention {
@@ -87,14 +87,15 @@ impl Attention {
             AttentionKind::Auto => Some(Decode::new(context, library, stream, sms)?),
             AttentionKind::Flash | AttentionKind::Plain => None,
         };
-        let memory = DeviceMemory::new(context, "attention's workspace", floats + PLACES * ints)?;
+        let memory =
+            DeviceMemory::new(context, "attention's workspace", floats + PLAN_BUFFERS * ints)?;
         let floats = memory.cut(floats)?;
-        let place = |_| {
+        let buffer = |_| {
             let pinned = Pinned::zeroed(context, "attention's plans", ints)?;
-            Ok(Place { ints: memory.cut(ints)?, pinned, copied: Event::new(context)? })
+            Ok(PlanBuffer { ints: memory.cut(ints)?, pinned, copied: Event::new(context)? })
         };
-        let places = (0..PLACES).map(place).collect::<Result<_, CudaError>>()?;
-        Ok(Self { kind, decode, floats, places, next: 0, serial: 0, plans: Vec::new() })
+        let buffers = (0..PLAN_BUFFERS).map(buffer).collect::<Result<_, CudaError>>()?;
+        Ok(Self { kind, decode, floats, buffers, next: 0, serial: 0, plans: Vec::new() })
     }
 
     /// Returns whether a decode step's attention can be captured: it has no host plan.
@@ -146,7 +147,7 @@ impl Attention {
         };
         let index = self.planned(library, stream, step, shape)?;
         let planned = &self.plans[index];
-        let workspace = self.workspace(planned.place);
+        let workspace = self.workspace(planned.buffer);
         // SAFETY: the step's arrays and KV blocks were allocated for its rows; the caller has checked the
         // sizes of queries and output; plan and workspace belong together.
         unsafe {
@@ -185,7 +186,7 @@ impl Attention {
         if let Some(index) = self.plans.iter().position(|planned| planned.shape == shape) {
             return Ok(index);
         }
-        if self.plans.len() == self.places.len() {
+        if self.plans.len() == self.buffers.len() {
             return Err(CudaError::Unsupported {
                 what: "the number of different attention windows",
                 value: (self.plans.len() + 1).to_string(),
@@ -197,17 +198,17 @@ impl Attention {
             // The other kernels need a host plan, and only the device knows the lengths.
             _ => AttentionKind::Plain,
         };
-        let place = self.next;
-        self.next = (self.next + 1) % self.places.len();
+        let buffer = self.next;
+        self.next = (self.next + 1) % self.buffers.len();
         // The plain kernel's plan is empty. No copy is enqueued, so the kernel can be captured.
         let copies = kind != AttentionKind::Plain;
         // This buffer belongs to the step before last, which is complete unless the host is far ahead.
-        let copied = &self.places[place].copied;
+        let copied = &self.buffers[buffer].copied;
         if copies && !copied.is_done()? {
             copied.synchronize()?;
         }
         let mut plan = ffi::AttentionPlan::default();
-        let workspace = self.workspace(place);
+        let workspace = self.workspace(buffer);
         let kind_code = match kind {
             AttentionKind::Auto | AttentionKind::Flash => 0,
             AttentionKind::Plain => 1,
@@ -223,14 +224,14 @@ impl Attention {
             )
         }?;
         if copies {
-            self.places[place].copied.record(stream)?;
+            self.buffers[buffer].copied.record(stream)?;
         }
-        self.plans.push(Planned { shape, plan, place });
+        self.plans.push(Planned { shape, plan, buffer });
         Ok(self.plans.len() - 1)
     }
 
-    fn workspace(&self, place: usize) -> ffi::AttentionWorkspace {
-        let Place { ints, pinned, .. } = &self.places[place];
+    fn workspace(&self, buffer: usize) -> ffi::AttentionWorkspace {
+        let PlanBuffer { ints, pinned, .. } = &self.buffers[buffer];
         ffi::AttentionWorkspace {
             floats: self.floats.address(),
             float_bytes: self.floats.bytes() as u64,
@@ -286,16 +287,16 @@ impl Decode {
         out: ffi::Address,
         starts_early: bool,
     ) -> Result<(), CudaError> {
-        let places = step.places(layer);
+        let addresses = step.layer_addresses(layer);
         let arrays = step.arrays();
         let args = ffi::DecodeAttentionArgs {
             q: queries,
             q_stride: query_stride as i64,
-            k: places.keys,
-            v: places.values,
-            stride_block: places.block_stride,
-            stride_head: places.head_stride,
-            stride_token: places.token_stride,
+            k: addresses.keys,
+            v: addresses.values,
+            stride_block: addresses.block_stride,
+            stride_head: addresses.head_stride,
+            stride_token: addresses.token_stride,
             pages: arrays.page_indices,
             page_indptr: arrays.page_indptr,
             kv_len: arrays.kv_lengths,

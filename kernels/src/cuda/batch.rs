@@ -201,7 +201,7 @@ pub struct Finished {
     /// Time in this interval in which the GPU waited for token bitmasks.
     pub mask_wait: Duration,
     /// Host time at which the results were in host memory.
-    pub landed_at: Instant,
+    pub downloaded_at: Instant,
     /// Bytes of the step's plan and masks.
     pub uploaded_bytes: u64,
     /// Buffers to pass to [`DeviceBatch::recycle`].
@@ -490,8 +490,7 @@ impl DeviceBatch {
             InputState::InFlight(copy) => copy.finish()?,
             InputState::Lost => {
                 backend.check()?;
-                let (what, value) = ("a step after a failed step", "the next".to_owned());
-                return Err(CudaError::Unsupported { what, value, allowed: "none" });
+                return Err(CudaError::EarlierCallFailed);
             }
         };
         pinned[..words.len()].copy_from_slice(words);
@@ -751,12 +750,12 @@ impl CudaFrame {
             Err(idle) => idle,
         };
         let results = self.results.finish()?;
-        let landed_at = Instant::now();
+        let downloaded_at = Instant::now();
         let tops = top.0.chunks(ffi::TOP_LOGPROBS_MAX);
         let samples = results.0.iter().zip(tops).zip(&wants_logprobs);
         let outcomes =
             samples.map(|((result, top), wants)| sample::outcome(result, top, *wants)).collect();
-        let (began_at, ended_at) = clock.span(&begin, &mut end, launched_at, landed_at)?;
+        let (began_at, ended_at) = clock.span(&begin, &mut end, launched_at, downloaded_at)?;
         let samples = wants_logprobs.len() as u64;
         let gathered = results.0.iter().take(wants_logprobs.len());
         let rows_gathered = gathered.filter(|result| result.is_gathered == 1).count() as u64;
@@ -768,7 +767,7 @@ impl CudaFrame {
             began_at,
             ended_at,
             mask_wait: waited,
-            landed_at,
+            downloaded_at,
             uploaded_bytes: self.uploaded_bytes,
             output,
         })

@@ -300,16 +300,16 @@ impl Group {
         rows: AllReduceShape,
         x: &Range,
         out: &Range,
-        way: AllReduceAlgorithm,
+        algorithm: AllReduceAlgorithm,
         is_dependent: bool,
         stream: &Stream<Compute>,
     ) -> Result<(), CudaError> {
-        let way = match way {
+        let algorithm = match algorithm {
             AllReduceAlgorithm::Auto => ffi::ALL_REDUCE_AUTO,
             AllReduceAlgorithm::OneShot => ffi::ALL_REDUCE_ONE_SHOT,
             AllReduceAlgorithm::TwoShot => ffi::ALL_REDUCE_TWO_SHOT,
         };
-        let args = ffi::AllReduceArgs { way, ..self.args(rows, x, out, is_dependent) };
+        let args = ffi::AllReduceArgs { algorithm, ..self.args(rows, x, out, is_dependent) };
         self.run(&args, stream)
     }
 

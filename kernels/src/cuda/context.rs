@@ -102,11 +102,11 @@ impl Context {
         self.taken.load(Ordering::Relaxed)
     }
 
-    pub(super) fn count_taken(&self, bytes: u64) {
+    pub(super) fn count_allocated(&self, bytes: u64) {
         self.taken.fetch_add(bytes, Ordering::Relaxed);
     }
 
-    pub(super) fn count_given_back(&self, bytes: u64) {
+    pub(super) fn count_freed(&self, bytes: u64) {
         self.taken.fetch_sub(bytes, Ordering::Relaxed);
     }
 

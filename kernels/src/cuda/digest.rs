@@ -56,8 +56,6 @@ impl Digester {
         heads: &Heads,
         blocks: &[BlockId],
     ) -> Result<DigestInFlight<'_>, CudaError> {
-        const FAULTY: CudaError =
-            CudaError::RangeFull { what: "a digest after an error", wanted: 1, left: 0 };
         let block_bytes = heads.own().block_bytes();
         let ids: Vec<i32> = blocks.iter().map(|block| block.0 as i32).collect();
         let end = blocks.iter().map(|block| block.index() + 1).max().unwrap_or(0);
@@ -66,7 +64,7 @@ impl Digester {
         let (run_bytes, run_stride, first_bytes) = heads.runs();
         let mut download = self.download.lock().unwrap_or_else(PoisonError::into_inner);
         self.context.bind()?;
-        let (pinned, done) = download.take().ok_or(FAULTY)?;
+        let (pinned, done) = download.take().ok_or(CudaError::EarlierCallFailed)?;
         // SAFETY: the blocks are inside their range, by the layout of `heads`. The sum has room for one
         // number, which the lock protects. The list is read before the call returns.
         let code = unsafe {

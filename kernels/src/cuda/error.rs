@@ -97,6 +97,9 @@ pub enum CudaError {
          the GPUs or their links"
     )]
     CopyStuck { waited: Duration },
+    /// The call before this one failed and has lost the buffers.
+    #[error("cannot use the GPU: an earlier call failed")]
+    EarlierCallFailed,
     /// A failed call. After most of these errors the context is unusable.
     #[error("{call} failed ({code}): {reason}")]
     Call { call: &'static str, code: i32, reason: String },

@@ -47,7 +47,7 @@ pub const SKINNY_QKV: i32 = 4;
 /// `BATON_GROUP_RANKS_MAX`.
 pub const GROUP_RANKS_MAX: usize = 8;
 
-/// `baton_all_reduce_way`.
+/// `baton_all_reduce_algorithm`.
 pub const ALL_REDUCE_AUTO: i32 = 0;
 pub const ALL_REDUCE_ONE_SHOT: i32 = 1;
 pub const ALL_REDUCE_TWO_SHOT: i32 = 2;
@@ -353,7 +353,7 @@ structs! {
         pub dtype: i32,
         pub rows: i32,
         pub width: i32,
-        pub way: i32,
+        pub algorithm: i32,
         pub blocks: i32,
         pub threads: i32,
         pub pdl: i32,

@@ -23,7 +23,7 @@ use super::{
 use crate::{
     arena::{BlockWrite, RemoteBlocks},
     layout::{BlockId, KvLayout},
-    peer::{Moving, PeerBlocks, PeerMemory, Run, runs},
+    peer::{PeerBlocks, PeerMemory, Run, TransferInFlight, runs},
     shard::RANKS_MAX,
 };
 
@@ -391,7 +391,7 @@ impl PeerBlocks for CudaPeerBlocks {
         &mut self,
         from: &[BlockId],
         to: Vec<BlockWrite>,
-    ) -> Result<Box<dyn Moving<BlockWrite>>, String> {
+    ) -> Result<Box<dyn TransferInFlight<BlockWrite>>, String> {
         assert_eq!(from.len(), to.len(), "one destination per block");
         assert!(to.iter().all(|block| block.lies_in(&*self.blocks)), "a destination is not ours");
         if let Some(block) = from.iter().find(|block| block.0 >= self.block_count) {
@@ -414,7 +414,7 @@ struct CudaPull {
     _ends: Arc<[ReceivingEnd]>,
 }
 
-impl Moving<BlockWrite> for CudaPull {
+impl TransferInFlight<BlockWrite> for CudaPull {
     fn is_done(&mut self) -> Result<bool, String> {
         for mark in &self.marks {
             if !mark.is_done().map_err(|error| error.to_string())? {

@@ -329,13 +329,10 @@ impl RemoteBlocks for RankedKv {
     }
 }
 
-const FAULTY: CudaError =
-    CudaError::RangeFull { what: "a copy after an error", wanted: 1, left: 0 };
-
 impl Copies {
     fn read(&mut self, data: &Range, offset: usize, host: &mut [u8]) -> Result<(), CudaError> {
         self.context.bind()?;
-        let (pinned, done) = self.staging.take().ok_or(FAULTY)?;
+        let (pinned, done) = self.staging.take().ok_or(CudaError::EarlierCallFailed)?;
         let copy = pinned.download(host.len(), data, offset, &self.down, done)?;
         let (pinned, done) = copy.finish()?;
         host.copy_from_slice(&pinned[..host.len()]);
@@ -345,7 +342,7 @@ impl Copies {
 
     fn write(&mut self, data: &Range, offset: usize, host: &[u8]) -> Result<(), CudaError> {
         self.context.bind()?;
-        let (mut pinned, done) = self.staging.take().ok_or(FAULTY)?;
+        let (mut pinned, done) = self.staging.take().ok_or(CudaError::EarlierCallFailed)?;
         pinned[..host.len()].copy_from_slice(host);
         let copy = pinned.upload(host.len(), data, offset, &self.up, done)?;
         self.staging = Some(copy.finish()?);

@@ -36,7 +36,7 @@ struct Allocation {
 
 impl Drop for Allocation {
     fn drop(&mut self) {
-        self.context.count_given_back(self.own_bytes);
+        self.context.count_freed(self.own_bytes);
         // The driver waits for kernels that still use the memory.
         // After an error that ended the context these calls fail, and the memory is already freed.
         let _call = self.context.calls().begin(FREE_USUAL);
@@ -86,7 +86,7 @@ impl DeviceMemory {
             }
             _ => CudaError::driver("cuMemAlloc", error),
         })?;
-        context.count_taken(bytes as u64);
+        context.count_allocated(bytes as u64);
         let (own_bytes, context) = (bytes as u64, Arc::clone(context));
         let allocation = Allocation { base, own_bytes, is_mapped: false, context };
         let allocation = Some(Arc::new(allocation));

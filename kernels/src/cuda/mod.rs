@@ -105,8 +105,8 @@ pub use library::{KernelLibrary, TimeRange};
 pub use links::{CopySubmission, LinkRate, pull_rate};
 pub use memory::{ALIGNMENT, DeviceMemory, InFlight, Pinned, Range};
 pub use nccl::{
-    Communicator, CommunicatorOptions, Move, NCCL_ENVIRONMENT, Nccl, NcclError, NcclVersion, Piece,
-    UniqueId, set_nccl_environment,
+    Communicator, CommunicatorOptions, NCCL_ENVIRONMENT, Nccl, NcclError, NcclVersion, Piece,
+    SendOrReceive, UniqueId, set_nccl_environment,
 };
 pub use plan::{Admission, Extension, KnownDrafts, StepRows};
 pub use sample::SampleOutcome;

@@ -15,7 +15,7 @@ use std::{
 
 use libloading::Library;
 
-pub use self::communicator::{Communicator, CommunicatorOptions, Move, Piece};
+pub use self::communicator::{Communicator, CommunicatorOptions, Piece, SendOrReceive};
 use super::{error::CudaError, library::text};
 
 /// NCCL's file name.

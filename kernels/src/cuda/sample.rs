@@ -70,8 +70,8 @@ impl Sampler {
     ) -> Result<Self, CudaError> {
         let (samples, vocabulary) = (limits.samples as usize, limits.vocabulary as usize);
         let shard = backend.shard();
-        let is_gathered = !cuts_between_runs(vocabulary, shard.of());
-        let ranks = if is_gathered { 1 } else { shard.of() };
+        let is_gathered = !cuts_between_runs(vocabulary, shard.rank_count());
+        let ranks = if is_gathered { 1 } else { shard.rank_count() };
         // SAFETY: the function only computes a number.
         let scratch_bytes = unsafe {
             (backend.library().functions().baton_group_sample_scratch_bytes)(
@@ -116,10 +116,10 @@ impl Sampler {
         self.rows_gathered
     }
 
-    /// Adds gathered rows: `told`, which the device has counted, or all `samples` if logits are always
+    /// Adds gathered rows: `reported`, which the device has counted, or all `samples` if logits are always
     /// gathered.
-    pub fn add_gathered(&mut self, told: u64, samples: u64) {
-        self.rows_gathered += if self.whole.is_some() { samples } else { told };
+    pub fn add_gathered(&mut self, reported: u64, samples: u64) {
+        self.rows_gathered += if self.whole.is_some() { samples } else { reported };
     }
 
     pub fn sample(

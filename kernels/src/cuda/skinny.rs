@@ -15,7 +15,7 @@ use super::{
     ffi,
     library::KernelLibrary,
     memory::{DeviceMemory, Range},
-    step::{CudaStep, Places},
+    step::{CudaStep, LayerAddresses},
 };
 use crate::{
     backend::{HeadShape, HeadWeights},
@@ -65,7 +65,7 @@ enum Epilogue<'a> {
         shape: HeadShape,
         bias: Option<&'a CudaVector>,
         frequencies: &'a CudaVector,
-        places: Places,
+        addresses: LayerAddresses,
         arrays: &'a ffi::Step,
     },
 }
@@ -106,8 +106,8 @@ impl CudaBackend {
     ) -> bool {
         assert!(layer < step.kv_layout().layer_count, "the KV cache has no layer {layer}");
         assert_eq!(frequencies.len * 2, shape.head_dim, "one frequency per pair");
-        let (bias, places, arrays) = (weights.bias, step.places(layer), step.arrays());
-        let epilogue = Epilogue::Heads { shape, bias, frequencies, places, arrays };
+        let (bias, addresses, arrays) = (weights.bias, step.layer_addresses(layer), step.arrays());
+        let epilogue = Epilogue::Heads { shape, bias, frequencies, addresses, arrays };
         // A tile must not span two heads.
         let is_served = weights.norms.is_none() && shape.head_dim.is_multiple_of(TILE_MIN);
         is_served && self.skinny(step.rows(), (x, w), epilogue, qkv).is_some()
@@ -228,12 +228,12 @@ impl CudaBackend {
                 args.next_norm = norm.data.address();
                 args.squares_out = skinny.squares.address();
             }
-            Epilogue::Heads { shape, bias, frequencies, places, arrays } => {
+            Epilogue::Heads { shape, bias, frequencies, addresses, arrays } => {
                 args.epilogue = ffi::SKINNY_QKV;
-                (args.k, args.v) = (places.keys, places.values);
-                args.stride_block = places.block_stride;
-                args.stride_head = places.head_stride;
-                args.stride_token = places.token_stride;
+                (args.k, args.v) = (addresses.keys, addresses.values);
+                args.stride_block = addresses.block_stride;
+                args.stride_head = addresses.head_stride;
+                args.stride_token = addresses.token_stride;
                 args.bias = bias.map_or(0, |bias| {
                     assert_eq!(bias.len, shape.qkv_width(), "a bias for every output");
                     bias.data.address()

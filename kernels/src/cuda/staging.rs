@@ -102,7 +102,7 @@ struct Slot {
 }
 
 /// Offset in a range, and length, in bytes.
-pub(super) type Place = (usize, usize);
+pub(super) type SlotRange = (usize, usize);
 
 impl Staging {
     /// Allocates the slots. `lanes` is the largest number of communicators per link.
@@ -153,7 +153,7 @@ impl Staging {
         rows: &Rows,
         ids: &[BlockId],
         stream: &Stream<R>,
-        send: impl FnOnce(&Range, Place) -> Result<(), E>,
+        send: impl FnOnce(&Range, SlotRange) -> Result<(), E>,
     ) -> Result<(), E> {
         let (index, place) = self.take_slot(rows, ids);
         let slot = &self.slots[index];
@@ -180,7 +180,7 @@ impl Staging {
         ids: &[BlockId],
         direction: Direction,
         stream: &Stream<R>,
-        receive: impl FnOnce(&Range, Place) -> Result<(), E>,
+        receive: impl FnOnce(&Range, SlotRange) -> Result<(), E>,
     ) -> Result<(), E> {
         let (index, place) = self.take_slot(rows, ids);
         let slot = &self.slots[index];
@@ -212,7 +212,7 @@ impl Staging {
         self.copied.mark(&self.copies)
     }
 
-    fn take_slot(&mut self, rows: &Rows, ids: &[BlockId]) -> (usize, Place) {
+    fn take_slot(&mut self, rows: &Rows, ids: &[BlockId]) -> (usize, SlotRange) {
         let index = self.next;
         self.next = (index + 1) % self.slots.len();
         let bytes = ids.len() * rows.bytes();

@@ -114,14 +114,14 @@ impl CudaStep {
     }
 
     /// Returns the addresses of a layer's keys and values.
-    pub(super) fn places(&self, layer: usize) -> Places {
+    pub(super) fn layer_addresses(&self, layer: usize) -> LayerAddresses {
         let kv = self.kv();
         let token = i64::from(kv.head_dim);
         let head = token * BLOCK_TOKENS as i64;
         let values = head * i64::from(kv.head_count);
         let element = self.kv_layout().dtype.bytes() as u64;
         let keys = kv.base + 2 * layer as u64 * values as u64 * element;
-        Places {
+        LayerAddresses {
             keys,
             values: keys + values as u64 * element,
             block_stride: kv.block_elements,
@@ -147,7 +147,7 @@ impl CudaStep {
 /// Addresses of a layer's keys and values in block 0, and strides in elements from one block, head and token
 /// to the next.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Places {
+pub(super) struct LayerAddresses {
     pub keys: ffi::Address,
     pub values: ffi::Address,
     pub block_stride: i64,

@@ -123,7 +123,7 @@ impl BlockPool {
         match state {
             BlockState::Held { refs: 1 } => self.counts.held += count,
             BlockState::Reserved { .. } => self.counts.reserved += count,
-            state => panic!("{state:?} is no state of taken blocks"),
+            state => panic!("invalid state {state:?}; expected Held or Reserved"),
         }
         let mut taken = Vec::with_capacity(count as usize);
         for _ in 0..count {

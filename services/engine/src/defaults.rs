@@ -357,8 +357,9 @@ fn itl_limit(
     let per_token = per_token.max(1.0);
     let fixed = (nanos(first_time) - per_token * f64::from(first)).max(0.0);
     // The rows were measured in the middle of the prompt: attention grows with the position.
-    let way = f64::from(times.context_tokens - first).max(1.0);
-    let growth = (nanos(times.at_end) - nanos(times.at_start)).max(0.0) / f64::from(first) / way;
+    let distance = f64::from(times.context_tokens - first).max(1.0);
+    let growth =
+        (nanos(times.at_end) - nanos(times.at_start)).max(0.0) / f64::from(first) / distance;
     let at_start =
         (per_token - growth * f64::from(times.context_tokens) / 2.0).max(per_token / 2.0);
     let doubling = if growth > 0.0 { at_start / growth } else { f64::INFINITY };
@@ -486,7 +487,7 @@ mod tests {
     }
 
     #[test]
-    fn a_gpu_step_is_bounded_by_the_memory_beside_a_set_kv_cache() {
+    fn a_gpu_step_is_bounded_by_the_memory_that_a_set_kv_cache_leaves() {
         // The weights leave 110 GiB of memory.
         let derived = |mib: u64| {
             let set = SetValues { kv_bytes: Some(110 * GIB - mib * MIB), ..SetValues::default() };
@@ -538,7 +539,7 @@ mod tests {
     }
 
     #[test]
-    fn itl_max_bounds_prefill_beside_decode_rows_by_measured_times() {
+    fn itl_max_bounds_prefill_with_decode_rows_by_measured_times() {
         let times = times_8b();
         let decode = |set, times| derive(&with(H200, set), Some(times)).map(|it| it.itl.unwrap());
         let itl = decode(SetValues::default(), &times).unwrap();

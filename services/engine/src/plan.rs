@@ -111,9 +111,9 @@ pub struct StepRun {
     /// When the device worked on the step, on the host's clock, its wait for token bitmasks included.
     pub device: Option<Span>,
     /// When the results were in host memory.
-    pub landed_at: Option<Instant>,
+    pub results_at: Option<Instant>,
     /// When the engine thread collected the results; the time before is waiting.
-    pub taken_at: Option<Instant>,
+    pub collected_at: Option<Instant>,
 }
 
 /// Launch mode of a step.

@@ -133,9 +133,9 @@ impl<E: Executor> StepLoop<E> {
         record.busy = result.busy;
         let run = result.run;
         (record.dispatch, record.uploaded_bytes) = (run.dispatch, run.uploaded_bytes);
-        (record.device, record.landed_at) = (run.device, run.landed_at);
+        (record.device, record.results_at) = (run.device, run.results_at);
         self.scheduler.complete(result, actions);
-        let begin = run.taken_at.unwrap_or(collected_at);
+        let begin = run.collected_at.unwrap_or(collected_at);
         record.collect = Span { begin, end: self.executor.now() };
         if self.records.len() == RECORDS_MAX {
             self.records.pop_front();
@@ -250,6 +250,6 @@ fn planned_record(plan: &StepPlan, work: StepWork, planned: Span) -> StepRecord 
         launch: at_once,
         collect: at_once,
         device: None,
-        landed_at: None,
+        results_at: None,
     }
 }

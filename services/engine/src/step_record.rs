@@ -51,7 +51,7 @@ pub struct StepRecord {
     /// When the device worked on the step, its wait for token bitmasks included, if the executor reports it.
     pub device: Option<Span>,
     /// When the results were in host memory, if the executor reports it.
-    pub landed_at: Option<Instant>,
+    pub results_at: Option<Instant>,
 }
 
 impl StepRecord {
@@ -90,7 +90,7 @@ mod tests {
             launch: span,
             collect: span,
             device: None,
-            landed_at: None,
+            results_at: None,
         }
     }
 

@@ -14,7 +14,7 @@ use common::{
     grammar::HashGrammar,
     limits,
     node::Node,
-    oracle, patient, sequence, speculation,
+    oracle, sequence, speculation, unbounded_waits,
 };
 use crossbeam_channel::{Receiver, Sender, unbounded};
 use engine::{
@@ -38,7 +38,7 @@ fn constrained(id: u128, max_tokens: u32) -> NewSequence {
 }
 
 fn node(depth: u32) -> Node {
-    Node::new(patient(limits(4, 64, 60, depth)))
+    Node::new(unbounded_waits(limits(4, 64, 60, depth)))
 }
 
 #[test]
@@ -96,7 +96,7 @@ fn an_answer_resumed_anywhere_continues_equally() {
 
 #[test]
 fn preempted_rows_keep_their_place_in_the_grammar() {
-    let mut node = Node::new(patient(limits(4, 64, 11, 2)));
+    let mut node = Node::new(unbounded_waits(limits(4, 64, 11, 2)));
     for id in 1..=4 {
         node.arrive(constrained(id, 50));
     }
@@ -116,7 +116,7 @@ fn drafting(uniform: bool) -> ExecutorLimits {
 fn tokens_that_the_grammar_forces_save_steps() {
     let mut steps = Vec::new();
     for limits in [limits(4, 64, 60, 2), drafting(false)] {
-        let mut node = Node::new(patient(limits));
+        let mut node = Node::new(unbounded_waits(limits));
         node.arrive(constrained(1, 90));
         node.run();
         node.assert_all_returned();
@@ -132,7 +132,7 @@ fn tokens_that_the_grammar_forces_save_steps() {
 #[test]
 fn rows_with_and_without_a_grammar_verify_draft_tokens_together() {
     for uniform in [false, true] {
-        let mut node = Node::new(patient(drafting(uniform)));
+        let mut node = Node::new(unbounded_waits(drafting(uniform)));
         for id in 1..=4 {
             node.arrive(if id % 2 == 0 { constrained(id, 60) } else { plain(id, 60) });
         }
@@ -152,7 +152,7 @@ fn drive(
     arrivals: Vec<NewSequence>,
     mut computes: impl FnMut(usize) -> bool,
 ) -> Outcomes {
-    let (mut scheduler, now) = (common::scheduler(patient(limits)), Instant::now());
+    let (mut scheduler, now) = (common::scheduler(unbounded_waits(limits)), Instant::now());
     let mut executor = common::sim(limits, now);
     let (mut actions, mut jobs) = (Vec::new(), Vec::new());
     let (mut tokens, mut failures) = (BTreeMap::<_, Vec<u32>>::new(), Vec::new());
@@ -267,7 +267,7 @@ fn slow(id: u128) -> (NewSequence, Sender<()>) {
 
 fn engine_with_mask_threads() -> StepLoop<CpuExecutor> {
     let limits = limits_of(&tiny_model(), 4, 64, 60, 2);
-    let engine = engine(&tiny_model(), patient(limits), 1).0;
+    let engine = engine(&tiny_model(), unbounded_waits(limits), 1).0;
     engine.with_mask_threads(2).expect("threads start")
 }
 
@@ -359,7 +359,7 @@ impl Matcher for Refuses {
 fn a_received_token_that_the_grammar_rejects_fails_the_sequence() {
     let constraint = Some(Constraint::new(Box::new(Refuses)).expect("it has a mask"));
     let new = NewSequence { kind: SequenceKind::Receive, constraint, ..plain(1, 10) };
-    let mut scheduler = common::scheduler(patient(limits(4, 64, 60, 2)));
+    let mut scheduler = common::scheduler(unbounded_waits(limits(4, 64, 60, 2)));
     let (mut actions, now) = (Vec::new(), Instant::now());
     scheduler.handle(now, Input::Arrived(new), &mut actions);
     actions.clear();
@@ -398,7 +398,7 @@ fn a_mixed_batch_of_real_forwards_equals_its_sequences_alone() {
     };
     let engine_of = |slots, step_tokens, depth, speculation| {
         let limits = limits_of(&tiny_model(), slots, step_tokens, 60, depth);
-        engine(&tiny_model(), patient(ExecutorLimits { speculation, ..limits }), 2).0
+        engine(&tiny_model(), unbounded_waits(ExecutorLimits { speculation, ..limits }), 2).0
     };
     let mut alone = std::collections::HashMap::new();
     for request in requests() {

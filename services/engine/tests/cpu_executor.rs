@@ -11,7 +11,7 @@ use std::{
 
 use common::{
     cpu::{CpuEngine, engine, limits_of, pair, run, tiny_model},
-    patient, sequence,
+    sequence, unbounded_waits,
 };
 use engine::{
     SchedulerConfig, Turn,
@@ -49,7 +49,7 @@ fn alone(new: &NewSequence) -> (Vec<u32>, Option<FinishReason>) {
     let (engine, uses, known) = oracle.get_or_insert_with(|| {
         let model = tiny_model();
         let limits = limits_of(&model, 1, 512, 40, 1);
-        (engine(&model, patient(limits), 1).0, 0, HashMap::new())
+        (engine(&model, unbounded_waits(limits), 1).0, 0, HashMap::new())
     });
     let key = (new.tokens.clone(), new.prompt_len, new.max_tokens);
     let answer = known.entry(key).or_insert_with(|| {
@@ -85,7 +85,7 @@ fn test_requests_end_by_length_and_by_stop() {
 fn measured_executor_serves_as_if_it_was_not_measured() {
     let model = tiny_model();
     let limits = limits_of(&model, 2, 300, 40, 2);
-    let (mut engine, _) = engine(&model, patient(limits), 1);
+    let (mut engine, _) = engine(&model, unbounded_waits(limits), 1);
     let times = StepTimes::measure(engine.executor_mut()).unwrap();
     let sizes: Vec<u32> = times.prefill.iter().map(|(tokens, _)| *tokens).collect();
     assert_eq!((sizes, times.context_tokens), (vec![256, 300], 300));
@@ -108,7 +108,7 @@ enum Event {
     Cancel(prop::sample::Index),
     Turns(u8),
     /// Does not wait for the step in flight.
-    Glance,
+    ShortTurn,
 }
 
 fn event() -> impl Strategy<Value = Event> {
@@ -117,7 +117,7 @@ fn event() -> impl Strategy<Value = Event> {
             .prop_map(|(family, len, max_tokens)| Event::Submit { family, len, max_tokens }),
         1 => any::<prop::sample::Index>().prop_map(Event::Cancel),
         4 => (1..6u8).prop_map(Event::Turns),
-        1 => Just(Event::Glance),
+        1 => Just(Event::ShortTurn),
     ]
 }
 
@@ -153,7 +153,7 @@ fn live_alone(config: SchedulerConfig, events: Vec<Event>) {
                     }
                 }
             }
-            Event::Glance => {
+            Event::ShortTurn => {
                 engine.turn(Duration::ZERO, &mut actions).expect("steps succeed");
             }
         }
@@ -192,7 +192,7 @@ proptest! {
         events in prop::collection::vec(event(), 1..60),
     ) {
         let limits = limits_of(&tiny_model(), slots, step_tokens, blocks, depth);
-        live_alone(SchedulerConfig { chunk_tokens, ..patient(limits) }, events);
+        live_alone(SchedulerConfig { chunk_tokens, ..unbounded_waits(limits) }, events);
     }
 
     #[test]
@@ -207,7 +207,7 @@ proptest! {
         mut luck in any::<u64>(),
     ) {
         let limits = limits_of(&tiny_model(), slots, 32, blocks, depth);
-        let mut pair = pair(&tiny_model(), patient(limits));
+        let mut pair = pair(&tiny_model(), unbounded_waits(limits));
         let mut next = || {
             luck = luck.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
             luck >> 33
@@ -321,7 +321,7 @@ fn more_steps_than_the_depth_are_rejected() {
 #[test]
 fn dropping_the_executor_joins_its_thread_and_releases_all_blocks() {
     let model = tiny_model();
-    let (mut engine, arena) = engine(&model, patient(limits_of(&model, 2, 16, 8, 2)), 1);
+    let (mut engine, arena) = engine(&model, unbounded_waits(limits_of(&model, 2, 16, 8, 2)), 1);
     let mut actions = Vec::new();
     engine.handle(Input::Arrived(request(1, 0, 40, 20)), &mut actions);
     engine.turn(Duration::ZERO, &mut actions).expect("launching succeeds");

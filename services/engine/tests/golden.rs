@@ -6,7 +6,7 @@ use std::{collections::HashMap, time::Instant};
 
 use common::{
     cpu::{CpuEngine, GoldenRun, Outcome, engine, golden, limits_of, pair, real_model, run},
-    patient, sequence, speculation,
+    sequence, speculation, unbounded_waits,
 };
 use engine::{
     SchedulerConfig,
@@ -15,7 +15,7 @@ use engine::{
 };
 
 fn config(step_tokens: u32, depth: u32) -> SchedulerConfig {
-    patient(limits_of(&real_model(), 16, step_tokens, 240, depth))
+    unbounded_waits(limits_of(&real_model(), 16, step_tokens, 240, depth))
 }
 
 /// Returns a sequence for a golden prompt, retried after `emitted` output tokens.
@@ -135,7 +135,7 @@ fn golden_tokens_with_preemption() {
     let short: Vec<GoldenRun> =
         golden().into_iter().filter(|golden| golden.prompt_ids.len() < 100).collect();
     let limits = limits_of(&real_model(), 8, 512, 16, 2);
-    let (mut engine, _) = engine(&real_model(), patient(limits), 2);
+    let (mut engine, _) = engine(&real_model(), unbounded_waits(limits), 2);
     let copies = |copy: u32| {
         let of_copy = (10 * u128::from(copy)..).zip(&short).map(move |(id, golden)| NewSequence {
             cache_salt: copy.to_string(),

@@ -5,7 +5,9 @@ mod common;
 
 use std::time::{Duration, Instant};
 
-use common::{family_tokens, limits, oracle, pair::Pair, patient, scheduler, sequence, sim};
+use common::{
+    family_tokens, limits, oracle, pair::Pair, scheduler, sequence, sim, unbounded_waits,
+};
 use engine::{
     StepLoop,
     event::{NewSequence, SequenceId, SequenceKind},
@@ -17,7 +19,7 @@ fn pair(prefill_blocks: u32, decode_blocks: u32, slots: u32, depth: u32) -> Pair
     let start = Instant::now();
     let node = |blocks| {
         let limits = limits(slots, 32, blocks, depth);
-        StepLoop::new(scheduler(patient(limits)), sim(limits, start))
+        StepLoop::new(scheduler(unbounded_waits(limits)), sim(limits, start))
     };
     let (prefill, decode) = (node(prefill_blocks), node(decode_blocks));
     let arenas = (prefill.executor().arena(), decode.executor().arena());
@@ -78,7 +80,7 @@ fn reservations_in_reverse_order_do_not_deadlock() {
 }
 
 #[test]
-fn preemption_beside_waiting_reservations_does_not_deadlock() {
+fn preemption_during_waiting_reservations_does_not_deadlock() {
     // Outputs grow until only preemption frees blocks, and reserved blocks cannot be preempted.
     let mut pair = pair(30, 12, 6, 2);
     let requests: Vec<_> = (0..10).map(|id| request(id, 33, 60)).collect();

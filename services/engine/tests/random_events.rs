@@ -217,7 +217,7 @@ proptest! {
             doubling_tokens: 50,
         });
         let config =
-            SchedulerConfig { chunk_tokens, prefix_cache, itl, ..common::patient(limits) };
+            SchedulerConfig { chunk_tokens, prefix_cache, itl, ..common::unbounded_waits(limits) };
         let config = if short_limits {
             SchedulerConfig {
                 waiting_max: 3,

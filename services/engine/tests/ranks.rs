@@ -11,9 +11,8 @@ use std::{
 use common::{
     cpu::{GoldenRun, Outcome, dummy_model, engine, golden, limits_of, real_model, run},
     pair::Pair,
-    patient,
-    ranks::{Kv, Together, engine_of_ranks, engine_of_ranks_with},
-    sequence, speculation,
+    ranks::{AllRanks, Kv, engine_of_ranks, engine_of_ranks_with},
+    sequence, speculation, unbounded_waits,
 };
 use engine::{
     SchedulerConfig,
@@ -92,7 +91,7 @@ fn scheduling_changes_no_bit_on_several_ranks() {
     for (checkpoint, counts) in models() {
         for of in counts {
             let config = |slots, step_tokens, blocks, depth| {
-                patient(limits_of(&checkpoint, slots, step_tokens, blocks, depth))
+                unbounded_waits(limits_of(&checkpoint, slots, step_tokens, blocks, depth))
             };
             // One request at a time, without chunks.
             let (mut alone, _) = engine_of_ranks(&checkpoint, config(1, 256, 64, 1), of);
@@ -151,7 +150,7 @@ fn compare(found: &[SampledToken], expected: &[SampledToken]) -> usize {
 fn ranks_give_the_tokens_of_one_rank_where_the_margin_suffices() {
     let mut compared = 0;
     for (checkpoint, counts) in models() {
-        let config = || patient(limits_of(&checkpoint, 8, 256, 64, 2));
+        let config = || unbounded_waits(limits_of(&checkpoint, 8, 256, 64, 2));
         let (mut one, _) = engine(&checkpoint, config(), 1);
         let expected = run(&mut one, requests(&checkpoint, ""));
         for of in counts {
@@ -171,7 +170,7 @@ fn kv_transfers_between_any_numbers_of_ranks() {
         "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 301
     }));
     let config = || {
-        let config = patient(limits_of(&checkpoint, 8, 64, 64, 2));
+        let config = unbounded_waits(limits_of(&checkpoint, 8, 64, 64, 2));
         SchedulerConfig { chunk_tokens: 16, ..config }
     };
     let asked = || {
@@ -188,11 +187,11 @@ fn kv_transfers_between_any_numbers_of_ranks() {
     let kinds = [
         ((1, Kv::Shared), (2, Kv::Shared)),
         ((2, Kv::Shared), (1, Kv::Shared)),
-        ((2, Kv::Apart), (4, Kv::Apart)),
-        ((4, Kv::Shared), (2, Kv::Apart)),
-        ((4, Kv::Apart), (1, Kv::Apart)),
-        ((1, Kv::Apart), (4, Kv::Shared)),
-        ((2, Kv::Shared), (2, Kv::Apart)),
+        ((2, Kv::PerRank), (4, Kv::PerRank)),
+        ((4, Kv::Shared), (2, Kv::PerRank)),
+        ((4, Kv::PerRank), (1, Kv::PerRank)),
+        ((1, Kv::PerRank), (4, Kv::Shared)),
+        ((2, Kv::Shared), (2, Kv::PerRank)),
     ];
     let mut compared = 0;
     for ((readers, from), (writers, to)) in kinds {
@@ -233,7 +232,7 @@ fn smollm2_on_three_ranks_gives_the_golden_tokens() {
     // 62 MiB of KV in shared memory.
     let limits = limits_of(&checkpoint, 8, 512, 88, 2);
     let limits = ExecutorLimits { speculation: Some(speculation(8, 64)), ..limits };
-    let config = SchedulerConfig { chunk_tokens: 128, ..patient(limits) };
+    let config = SchedulerConfig { chunk_tokens: 128, ..unbounded_waits(limits) };
     let (mut engine, _) = engine_of_ranks(&checkpoint, config, 3);
     let mut sure_tokens = 0;
     for first_id in [0, 10] {
@@ -281,7 +280,7 @@ fn fault(outcome: Result<Option<engine::plan::StepResult>, ExecutorError>) -> Gr
 fn a_dead_late_or_diverged_rank_fails_the_step_of_the_others() {
     let checkpoint = dummy_model(json!({}));
     let limits = limits_of(&checkpoint, 2, 16, 8, 2);
-    let start = |timeout| Together::start(&checkpoint, limits, 2, Kv::Shared, timeout).0.ranks;
+    let start = |timeout| AllRanks::start(&checkpoint, limits, 2, Kv::Shared, timeout).0.ranks;
 
     let mut ranks = start(WAIT);
     ranks[0].launch(first_step(10)).expect("launching waits for nobody");

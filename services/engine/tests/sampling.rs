@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use common::{
     cpu::{CpuEngine, Outcome, engine, limits_of, pair, run, tiny_model},
-    patient, sequence,
+    sequence, unbounded_waits,
 };
 use engine::{
     SchedulerConfig,
@@ -17,7 +17,7 @@ use kernels::sampling::Sampling;
 const VOCABULARY: u32 = 96;
 
 fn config(slots: u32, depth: u32) -> SchedulerConfig {
-    patient(limits_of(&tiny_model(), slots, 128, 100, depth))
+    unbounded_waits(limits_of(&tiny_model(), slots, 128, 100, depth))
 }
 
 fn cpu_engine() -> CpuEngine {

@@ -5,7 +5,7 @@ mod common;
 use std::time::{Duration, Instant};
 
 use common::{
-    SEEDS, VOCABULARY, family_tokens, limits, node::Node, patient, scheduler, sequence, sim,
+    SEEDS, VOCABULARY, family_tokens, limits, node::Node, scheduler, sequence, sim, unbounded_waits,
 };
 use engine::{
     ItlLimit, Scheduler, SchedulerConfig, SchedulerConfigError, StepKind, StepLoop, Turn,
@@ -25,7 +25,7 @@ fn new(id: u128, kind: SequenceKind, len: usize, max_tokens: u32) -> NewSequence
 }
 
 fn node(slots: u32, step_tokens: u32, blocks: u32, depth: u32) -> Node {
-    Node::new(patient(limits(slots, step_tokens, blocks, depth)))
+    Node::new(unbounded_waits(limits(slots, step_tokens, blocks, depth)))
 }
 
 /// Returns the scheduler's immediate actions for one input.
@@ -46,7 +46,8 @@ fn failure_of(config: SchedulerConfig, new: NewSequence) -> String {
 
 #[test]
 fn prefill_is_chunked_within_the_step_budget() {
-    let mut node = Node::new(SchedulerConfig { chunk_tokens: 16, ..patient(limits(4, 24, 30, 1)) });
+    let mut node =
+        Node::new(SchedulerConfig { chunk_tokens: 16, ..unbounded_waits(limits(4, 24, 30, 1)) });
     node.arrive(new(1, COMPUTE, 70, 3));
     node.arrive(new(2, COMPUTE, 70, 3));
     node.run();
@@ -85,11 +86,11 @@ fn with_itl_max(itl_max: Duration, depth: u32) -> SchedulerConfig {
         token: Duration::from_micros(500),
         doubling_tokens: 10_000,
     };
-    SchedulerConfig { itl: Some(itl), ..patient(limits(8, 128, 100, depth)) }
+    SchedulerConfig { itl: Some(itl), ..unbounded_waits(limits(8, 128, 100, depth)) }
 }
 
 #[test]
-fn prefill_beside_decode_rows_keeps_the_step_within_itl_max() {
+fn prefill_with_decode_rows_keeps_the_step_within_itl_max() {
     let itl_max = Duration::from_millis(20);
     for (depth, decode_rows) in [(1, 1), (2, 1), (1, 5), (2, 5)] {
         let mut node = Node::new(with_itl_max(itl_max, depth));
@@ -134,7 +135,7 @@ fn step(scheduler: &mut Scheduler, busy: Duration) -> Vec<u32> {
 }
 
 #[test]
-fn one_slow_step_does_not_stop_prefill_beside_decode_rows() {
+fn one_slow_step_does_not_stop_prefill_with_decode_rows() {
     let milliseconds = Duration::from_millis;
     let mut scheduler = scheduler(with_itl_max(milliseconds(20), 1));
     let arrived =
@@ -177,7 +178,7 @@ fn prefill_takes_the_whole_step_only_where_nothing_decodes_soon() {
 }
 
 #[test]
-fn prefill_never_starves_beside_decode_rows() {
+fn prefill_never_starves_with_decode_rows() {
     for doubling_tokens in [1, 10_000] {
         let mut config = with_itl_max(Duration::from_millis(1), 2);
         config.itl.as_mut().unwrap().doubling_tokens = doubling_tokens;
@@ -212,7 +213,7 @@ fn the_latest_arrival_is_preempted_and_finds_its_blocks_cached() {
 
 #[test]
 fn a_send_is_never_preempted() {
-    let config = SchedulerConfig { chunk_tokens: 4, ..patient(limits(2, 8, 8, 1)) };
+    let config = SchedulerConfig { chunk_tokens: 4, ..unbounded_waits(limits(2, 8, 8, 1)) };
     let mut node = Node::new(config);
     node.arrive(NewSequence { ignore_stop_tokens: true, ..new(1, COMPUTE, 16, 60) });
     node.turn();
@@ -230,8 +231,8 @@ fn a_send_is_never_preempted() {
 }
 
 #[test]
-fn the_youngest_row_is_preempted_even_beside_a_send() {
-    let config = SchedulerConfig { chunk_tokens: 4, ..patient(limits(3, 12, 12, 2)) };
+fn the_youngest_row_is_preempted_even_during_a_send() {
+    let config = SchedulerConfig { chunk_tokens: 4, ..unbounded_waits(limits(3, 12, 12, 2)) };
     let mut node = Node::new(config);
     node.arrive(NewSequence { ignore_stop_tokens: true, ..new(1, COMPUTE, 16, 60) });
     node.arrive(NewSequence { ignore_stop_tokens: true, ..new(3, COMPUTE, 16, 60) });
@@ -308,7 +309,7 @@ fn kv_that_arrives_after_an_abort_is_dropped() {
 fn kv_with_an_invalid_token_fails_its_sequence_alone() {
     let now = Instant::now();
     for (first_index, id) in [(1, 3), (0, VOCABULARY)] {
-        let mut scheduler = scheduler(patient(limits(4, 64, 6, 2)));
+        let mut scheduler = scheduler(unbounded_waits(limits(4, 64, 6, 2)));
         actions(&mut scheduler, now, Input::Arrived(new(1, RECEIVE, 40, 4)));
         let token = kernels::sampling::SampledToken { id, logprobs: None };
         let arrived = Input::KvArrived { id: SequenceId(1), first_index, token };
@@ -324,7 +325,7 @@ fn kv_with_an_invalid_token_fails_its_sequence_alone() {
 fn a_receive_without_blocks_in_time_is_busy() {
     let config = SchedulerConfig {
         reserve_timeout: Duration::from_millis(50),
-        ..patient(limits(4, 64, 6, 2))
+        ..unbounded_waits(limits(4, 64, 6, 2))
     };
     let mut node = Node::new(config);
     node.arrive(new(1, RECEIVE, 90, 2));
@@ -343,8 +344,10 @@ fn a_receive_without_blocks_in_time_is_busy() {
 
 #[test]
 fn a_send_without_a_reservation_times_out_and_ends_its_transfer() {
-    let config =
-        SchedulerConfig { ready_timeout: Duration::from_secs(2), ..patient(limits(4, 64, 6, 2)) };
+    let config = SchedulerConfig {
+        ready_timeout: Duration::from_secs(2),
+        ..unbounded_waits(limits(4, 64, 6, 2))
+    };
     let mut node = Node::new(config);
     node.arrive(new(1, SEND, 40, 2));
     node.advance(Duration::from_secs(2));
@@ -358,7 +361,7 @@ fn a_send_without_a_reservation_times_out_and_ends_its_transfer() {
 #[test]
 fn an_invalid_reservation_fails_the_send() {
     let now = Instant::now();
-    let mut scheduler = scheduler(patient(limits(4, 64, 6, 2)));
+    let mut scheduler = scheduler(unbounded_waits(limits(4, 64, 6, 2)));
     actions(&mut scheduler, now, Input::Arrived(new(1, SEND, 40, 2)));
     let ready = Input::TransferReady { id: SequenceId(1), first_block: 3 };
     let actions = actions(&mut scheduler, now, ready);
@@ -465,7 +468,7 @@ fn a_sequence_can_grow_to_the_whole_pool() {
 #[test]
 fn a_row_without_an_allowed_token_fails_alone() {
     let limits = limits(4, 64, 20, 2);
-    let mut engine = StepLoop::new(scheduler(patient(limits)), sim(limits, Instant::now()));
+    let mut engine = StepLoop::new(scheduler(unbounded_waits(limits)), sim(limits, Instant::now()));
     let every_token = (0..VOCABULARY).collect();
     let sampling = Sampling { stop_token_ids: every_token, min_tokens: 5, ..Sampling::greedy() };
     let mut seen = Vec::new();
@@ -487,30 +490,30 @@ fn a_row_without_an_allowed_token_fails_alone() {
 
 #[test]
 fn invalid_requests_are_rejected_with_field_value_and_limit() {
-    let config = patient(limits(4, 64, 6, 2));
+    let config = unbounded_waits(limits(4, 64, 6, 2));
     let refusals = [
         (
             NewSequence { prompt_len: 0, ..new(1, COMPUTE, 8, 1) },
-            "prompt_len is 0, allowed is 1 to 8 (tokens)",
+            "invalid prompt_len: 0; expected 1 to 8 (tokens)",
         ),
         (
             NewSequence { prompt_len: 9, ..new(1, COMPUTE, 8, 1) },
-            "prompt_len is 9, allowed is 1 to 8 (tokens)",
+            "invalid prompt_len: 9; expected 1 to 8 (tokens)",
         ),
         (
             NewSequence { tokens: vec![], ..new(1, COMPUTE, 8, 1) },
-            "prompt_len is 8, allowed is 1 to 0 (tokens)",
+            "invalid prompt_len: 8; expected 1 to 0 (tokens)",
         ),
         (
             NewSequence { tokens: vec![1, 2, 40], prompt_len: 3, ..new(1, COMPUTE, 8, 1) },
-            "tokens[2] is 40, the vocabulary has 40",
+            "invalid tokens[2]: 40; expected less than 40 (vocabulary)",
         ),
-        (new(1, COMPUTE, 96, 1), "the sequence has 96 tokens, this node takes at most 95"),
-        (new(1, SEND, 97, 1), "the sequence has 97 tokens, this node takes at most 96"),
-        (new(1, COMPUTE, 8, 0), "max_tokens is 0, 0 exist already"),
+        (new(1, COMPUTE, 96, 1), "invalid sequence: 96 tokens; expected at most 95"),
+        (new(1, SEND, 97, 1), "invalid sequence: 97 tokens; expected at most 96"),
+        (new(1, COMPUTE, 8, 0), "invalid max_tokens: 0; expected more than 0 (generated)"),
         (
             NewSequence { prompt_len: 6, ..new(1, COMPUTE, 8, 2) },
-            "max_tokens is 2, 2 exist already",
+            "invalid max_tokens: 2; expected more than 2 (generated)",
         ),
         (
             NewSequence {
@@ -529,8 +532,11 @@ fn invalid_requests_are_rejected_with_field_value_and_limit() {
 fn every_queue_has_a_bound_and_a_known_id_is_a_duplicate() {
     let now = Instant::now();
     // One sequence gets the slot, one waits.
-    let config =
-        SchedulerConfig { waiting_max: 1, transfers_max: 1, ..patient(limits(1, 64, 6, 2)) };
+    let config = SchedulerConfig {
+        waiting_max: 1,
+        transfers_max: 1,
+        ..unbounded_waits(limits(1, 64, 6, 2))
+    };
     let mut scheduler = scheduler(config);
     let mut arrive = |new| actions(&mut scheduler, now, Input::Arrived(new));
     assert_eq!(arrive(new(1, SEND, 8, 1)), []);
@@ -551,7 +557,7 @@ fn every_queue_has_a_bound_and_a_known_id_is_a_duplicate() {
 #[test]
 fn an_id_stays_known_until_its_transfer_has_ended() {
     let now = Instant::now();
-    let mut scheduler = scheduler(patient(limits(1, 64, 6, 2)));
+    let mut scheduler = scheduler(unbounded_waits(limits(1, 64, 6, 2)));
     let id = SequenceId(1);
     actions(&mut scheduler, now, Input::Arrived(new(1, SEND, 8, 1)));
     let aborted = actions(&mut scheduler, now, Input::Abort { id });
@@ -567,7 +573,7 @@ fn an_id_stays_known_until_its_transfer_has_ended() {
 #[test]
 fn inputs_about_unknown_sequences_change_nothing() {
     let now = Instant::now();
-    let mut scheduler = scheduler(patient(limits(1, 64, 6, 2)));
+    let mut scheduler = scheduler(unbounded_waits(limits(1, 64, 6, 2)));
     let id = SequenceId(9);
     let token = kernels::sampling::SampledToken { id: 0, logprobs: None };
     let overtaken = [
@@ -606,7 +612,7 @@ fn cache_changes_connect_snapshots() {
 
 #[test]
 fn prefix_cache_off_gives_no_hits() {
-    let config = SchedulerConfig { prefix_cache: false, ..patient(limits(2, 64, 8, 2)) };
+    let config = SchedulerConfig { prefix_cache: false, ..unbounded_waits(limits(2, 64, 8, 2)) };
     let mut node = Node::new(config);
     for id in 0..2 {
         node.arrive(NewSequence {
@@ -676,7 +682,7 @@ fn equal_inputs_give_equal_plans_and_actions() {
     let run = || {
         let start = Instant::now();
         let limits = limits(3, 24, 14, 2);
-        let mut scheduler = scheduler(patient(limits));
+        let mut scheduler = scheduler(unbounded_waits(limits));
         let mut executor = sim(limits, start);
         let (mut actions, mut log) = (Vec::new(), Vec::new());
         for id in 0..10 {
@@ -705,7 +711,7 @@ fn equal_inputs_give_equal_plans_and_actions() {
 #[test]
 fn step_loop_returns_idle_pending_or_stepped_and_keeps_records() {
     let limits = limits(2, 64, 20, 2);
-    let mut engine = StepLoop::new(scheduler(patient(limits)), sim(limits, Instant::now()));
+    let mut engine = StepLoop::new(scheduler(unbounded_waits(limits)), sim(limits, Instant::now()));
     let mut actions = Vec::new();
     let second = Duration::from_secs(1);
     assert_eq!(engine.turn(second, &mut actions).expect("nothing to do"), Turn::Idle);
@@ -725,7 +731,7 @@ fn step_loop_returns_idle_pending_or_stepped_and_keeps_records() {
     for record in &records {
         let device = record.device.expect("virtual time is known");
         assert!(record.plan.end <= record.launch.begin && record.launch.end <= device.begin);
-        assert_eq!((device.duration(), record.landed_at), (record.busy, Some(device.end)));
+        assert_eq!((device.duration(), record.results_at), (record.busy, Some(device.end)));
         assert!(device.end <= record.collect.begin && record.collect.begin <= record.collect.end);
     }
     assert_eq!(engine.take_records().len(), 0);
@@ -733,7 +739,7 @@ fn step_loop_returns_idle_pending_or_stepped_and_keeps_records() {
 
 #[test]
 fn contradictory_limits_are_rejected() {
-    let good = patient(limits(4, 64, 6, 2));
+    let good = unbounded_waits(limits(4, 64, 6, 2));
     let error = |config| Scheduler::new(config, SEEDS).expect_err("it contradicts itself");
     assert_eq!(
         error(SchedulerConfig { chunk_tokens: 0, ..good }),
@@ -741,7 +747,7 @@ fn contradictory_limits_are_rejected() {
     );
     assert_eq!(
         error(SchedulerConfig { step_tokens: 3, ..good }).to_string(),
-        "step_tokens is 3, allowed is 4 (one for each slot) to 64 (the executor's)"
+        "invalid step_tokens: 3; expected 4 (one for each slot) to 64 (the executor's)"
     );
     assert!(Scheduler::new(SchedulerConfig { step_tokens: 65, ..good }, SEEDS).is_err());
 }

@@ -8,7 +8,7 @@ use common::{
     cpu::{CpuEngine, Outcome, engine, engine_with, limits_of, pair, run, tiny_model},
     family_tokens, limits,
     node::Node,
-    oracle, patient, sequence, speculation,
+    oracle, sequence, speculation, unbounded_waits,
 };
 use engine::{
     SchedulerConfig, SchedulerConfigError, Speculated, StepKind,
@@ -21,7 +21,7 @@ use proptest::prelude::*;
 const COMPUTE: SequenceKind = SequenceKind::Compute;
 
 fn sim_node(blocks: u32, drafts: Option<Speculation>) -> Node {
-    Node::new(patient(ExecutorLimits { speculation: drafts, ..limits(4, 64, blocks, 2) }))
+    Node::new(unbounded_waits(ExecutorLimits { speculation: drafts, ..limits(4, 64, blocks, 2) }))
 }
 
 fn long(id: u128, len: usize, max_tokens: u32) -> NewSequence {
@@ -74,7 +74,7 @@ fn draft_tokens_are_granted_only_where_a_uniform_step_fits() {
     let rules = Speculation { uniform: true, ..speculation(8, 64) };
     let limits = ExecutorLimits { speculation: Some(rules), ..limits(64, 1024, 400, 2) };
     for (rows, tokens_max) in [(1, 9), (3, 3 * 9), (16, 16 * 3), (32, 64), (33, 33), (62, 62)] {
-        let mut node = Node::new(patient(limits));
+        let mut node = Node::new(unbounded_waits(limits));
         for id in 1..=u128::from(rows) {
             node.arrive(long(id, 10, 40));
         }
@@ -124,7 +124,7 @@ fn the_prefix_cache_holds_exactly_the_answer_after_speculation() {
 #[test]
 fn a_sender_does_not_speculate_and_its_receiver_does() {
     let limits = ExecutorLimits { speculation: Some(speculation(5, 64)), ..real_limits(8, 2) };
-    let mut pair = pair(&tiny_model(), patient(limits));
+    let mut pair = pair(&tiny_model(), unbounded_waits(limits));
     pair.submit(request(1, Sampling::greedy()));
     pair.run();
     pair.assert_all_returned();
@@ -153,7 +153,7 @@ fn real_limits(slots: u32, depth: u32) -> ExecutorLimits {
 
 fn cpu_engine(drafts: Option<Speculation>) -> CpuEngine {
     let limits = ExecutorLimits { speculation: drafts, ..real_limits(8, 2) };
-    engine(&tiny_model(), patient(limits), 2).0
+    engine(&tiny_model(), unbounded_waits(limits), 2).0
 }
 
 /// Returns a request with a periodic prompt; the output of the random model soon repeats.
@@ -211,7 +211,7 @@ fn speculation_changes_no_token_in_any_weight_format() {
     };
     let of = |weights, drafts| {
         let limits = ExecutorLimits { speculation: drafts, ..real_limits(8, 2) };
-        engine_with(&tiny_model(), patient(limits), 2, weights).0
+        engine_with(&tiny_model(), unbounded_waits(limits), 2, weights).0
     };
     for weights in [WeightFormat::F32, WeightFormat::Bf16, WeightFormat::Q8] {
         let plain = run(&mut of(weights, None), requests());
@@ -241,7 +241,7 @@ fn preemption_with_speculation_keeps_tokens() {
             speculation: Some(speculation(8, 128)),
             ..limits_of(&tiny_model(), 4, 128, 16, 2)
         };
-        let mut engine = engine_with(&tiny_model(), patient(limits), 2, weights).0;
+        let mut engine = engine_with(&tiny_model(), unbounded_waits(limits), 2, weights).0;
         let outcomes = run(&mut engine, requests());
         assert!(engine.scheduler().preemptions() > 0, "no sequence was preempted");
         assert!(engine.take_speculated().accepted > 20);
@@ -281,7 +281,7 @@ proptest! {
             speculation: Some(rules),
             ..limits_of(&tiny_model(), slots, 64, blocks, depth)
         };
-        let config = SchedulerConfig { chunk_tokens, ..patient(limits) };
+        let config = SchedulerConfig { chunk_tokens, ..unbounded_waits(limits) };
         let outcomes = run(&mut engine(&tiny_model(), config, 1).0, requests.clone());
         for new in requests {
             let id = new.id;

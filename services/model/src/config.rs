@@ -202,11 +202,11 @@ impl ModelConfig {
 
     /// Rejects a group over which the model cannot be sharded.
     pub fn check_shard(&self, shard: Shard) -> Result<(), ModelError> {
-        if self.rank_counts().any(|of| of == shard.of()) {
+        if self.rank_counts().any(|of| of == shard.rank_count()) {
             return Ok(());
         }
         Err(ModelError::Ranks {
-            ranks: shard.of(),
+            ranks: shard.rank_count(),
             kv_heads: self.kv_head_count,
             ffn_size: self.ffn_size,
             allowed: self.rank_counts().collect(),

@@ -219,7 +219,7 @@ fn unsupported_rank_counts_are_rejected_with_the_supported_ones() {
     let load = |checkpoint: &Checkpoint, shard: Shard, progress: &mut dyn FnMut(LoadProgress)| {
         let options = CpuOptions { weights: WeightFormat::F32, threads: 1, isa: Isa::Auto };
         // No collective runs, so the other ranks are not needed.
-        let region = region("refused", Group::region_bytes(shard.of()));
+        let region = region("refused", Group::region_bytes(shard.rank_count()));
         let group = Group::new(&region, 0, shard, Duration::from_secs(1));
         let backend = CpuBackend::new(options).unwrap().in_group(group);
         let limits = Limits { rows_max: 1, sampled_max: 1 };

@@ -1,6 +1,6 @@
 //! Checks every field of a router's call.
 //!
-//! Each refusal names the field, its value and the allowed values.
+//! Each refusal names the field, its value and the expected values.
 
 use std::{
     fmt,
@@ -120,15 +120,15 @@ impl NewAttempt {
         within("attempt.remaining_ms", remaining_ms, 1, REMAINING_MS_MAX)?;
         let salt_bytes = attempt.cache_salt.len();
         if salt_bytes > CACHE_SALT_BYTES_MAX {
-            let allowed = format!("at most {CACHE_SALT_BYTES_MAX} bytes are allowed");
-            return Err(invalid("attempt.cache_salt", format!("{salt_bytes} bytes"), allowed));
+            let expected = format!("at most {CACHE_SALT_BYTES_MAX} bytes");
+            return Err(invalid("attempt.cache_salt", format!("{salt_bytes} bytes"), expected));
         }
         let wire = attempt.sampling.ok_or_else(|| missing("attempt.sampling"))?;
         let (max_tokens, ignore_stop_tokens) = (wire.max_tokens, wire.ignore_stop_tokens);
         let emitted = attempt.tokens.len() as u32 - attempt.prompt_len;
         if max_tokens <= emitted {
-            let allowed = format!("must be more than the {emitted} tokens that were emitted");
-            return Err(invalid("attempt.sampling.max_tokens", max_tokens, allowed));
+            let expected = format!("more than the {emitted} emitted tokens");
+            return Err(invalid("attempt.sampling.max_tokens", max_tokens, expected));
         }
         let sampling = checked_sampling(wire, limits)?;
         let grammar = attempt.grammar.map(checked_grammar).transpose()?;
@@ -194,19 +194,19 @@ fn tool_calls(wire: v1::ToolCalls) -> ToolCalls {
 fn check_tokens(attempt: &v1::Attempt, limits: &AttemptLimits) -> Result<(), Refusal> {
     let count = attempt.tokens.len() as u64;
     if count == 0 {
-        return Err(invalid("attempt.tokens", "empty", "at least one token is needed"));
+        return Err(invalid("attempt.tokens", "empty", "at least one token"));
     }
     // At least one position is left for a sampled token.
     let count_max = u64::from(limits.sequence_tokens_max.saturating_sub(1));
     if count > count_max {
-        let allowed = format!("at most {count_max} fit this node");
-        return Err(invalid("attempt.tokens", format!("{count} tokens"), allowed));
+        let expected = format!("at most {count_max} on this node");
+        return Err(invalid("attempt.tokens", format!("{count} tokens"), expected));
     }
     let prompt_max = count.min(u64::from(limits.prompt_tokens_max));
     within("attempt.prompt_len", u64::from(attempt.prompt_len), 1, prompt_max)?;
     if let Some((index, token)) = outside_vocabulary(&attempt.tokens, limits) {
-        let allowed = format!("the vocabulary has {} tokens", limits.vocabulary_size);
-        return Err(invalid("attempt.tokens", format!("{token} at index {index}"), allowed));
+        let expected = format!("less than {} (vocabulary)", limits.vocabulary_size);
+        return Err(invalid("attempt.tokens", format!("{token} at index {index}"), expected));
     }
     Ok(())
 }
@@ -229,11 +229,11 @@ fn checked_sampling(wire: v1::Sampling, limits: &AttemptLimits) -> Result<Sampli
     ] {
         // No range contains NaN or an infinity.
         if !(min..=max).contains(&value) {
-            let allowed = match min {
-                POSITIVE => format!("must be above 0 and at most {max}"),
-                _ => format!("must be from {min} to {max}"),
+            let expected = match min {
+                POSITIVE => format!("above 0 and at most {max}"),
+                _ => format!("{min} to {max}"),
             };
-            return Err(invalid(&format!("attempt.sampling.{field}"), value, allowed));
+            return Err(invalid(&format!("attempt.sampling.{field}"), value, expected));
         }
     }
     let (min, max) = (wire.min_tokens, wire.max_tokens);
@@ -243,16 +243,16 @@ fn checked_sampling(wire: v1::Sampling, limits: &AttemptLimits) -> Result<Sampli
     }
     let stop_count = wire.stop_token_ids.len();
     if stop_count > STOP_TOKENS_MAX {
-        let allowed = format!("at most {STOP_TOKENS_MAX} are allowed");
+        let expected = format!("at most {STOP_TOKENS_MAX}");
         return Err(invalid(
             "attempt.sampling.stop_token_ids",
             format!("{stop_count} ids"),
-            allowed,
+            expected,
         ));
     }
     if let Some((_, token)) = outside_vocabulary(&wire.stop_token_ids, limits) {
-        let allowed = format!("the vocabulary has {} tokens", limits.vocabulary_size);
-        return Err(invalid("attempt.sampling.stop_token_ids", token, allowed));
+        let expected = format!("less than {} (vocabulary)", limits.vocabulary_size);
+        return Err(invalid("attempt.sampling.stop_token_ids", token, expected));
     }
     Ok(Sampling {
         temperature: wire.temperature,
@@ -298,17 +298,19 @@ fn checked_peer(
     limits: &AttemptLimits,
 ) -> Result<PeerAddress, Refusal> {
     let field = |name: &str| format!("{within}.{name}");
-    NodeId::parse(&peer.node_id)
-        .map_err(|error| invalid(&field("node_id"), shown(&peer.node_id), error.to_string()))?;
+    NodeId::parse(&peer.node_id).map_err(|_| {
+        let expected = "1 to 64 ASCII letters, digits, '.', '_' and '-', first a letter or digit";
+        invalid(&field("node_id"), shown(&peer.node_id), expected)
+    })?;
     let epoch = Epoch(id(&field("epoch"), &peer.epoch)?);
     if epoch == limits.epoch {
-        let allowed = "must name another process than this one";
-        return Err(invalid(&field("epoch"), epoch, allowed));
+        let expected = "the epoch of another process";
+        return Err(invalid(&field("epoch"), epoch, expected));
     }
     let endpoint = &peer.control_endpoint;
     if endpoint.len() > ENDPOINT_BYTES_MAX || !is_tcp_endpoint(endpoint) {
-        let allowed = "must be tcp://host:port";
-        return Err(invalid(&field("control_endpoint"), shown(endpoint), allowed));
+        let expected = "tcp://host:port";
+        return Err(invalid(&field("control_endpoint"), shown(endpoint), expected));
     }
     Ok(PeerAddress { node_id: peer.node_id, epoch, control_endpoint: peer.control_endpoint })
 }
@@ -324,23 +326,23 @@ fn is_tcp_endpoint(text: &str) -> bool {
     !host.is_empty() && host.chars().all(plain) && port_is_one
 }
 
-fn invalid(field: &str, value: impl fmt::Display, allowed: impl Into<String>) -> Refusal {
-    Refusal::Field { field: field.to_owned(), value: value.to_string(), allowed: allowed.into() }
+fn invalid(field: &str, value: impl fmt::Display, expected: impl Into<String>) -> Refusal {
+    Refusal::Field { field: field.to_owned(), value: value.to_string(), expected: expected.into() }
 }
 
 fn missing(field: &str) -> Refusal {
-    invalid(field, "absent", "must be set")
+    invalid(field, "absent", "a value")
 }
 
 fn id(field: &str, bytes: &[u8]) -> Result<u128, Refusal> {
-    let wrong = || invalid(field, format!("{} bytes", bytes.len()), "must have 16 bytes");
+    let wrong = || invalid(field, format!("{} bytes", bytes.len()), "16 bytes");
     bits(bytes).ok_or_else(wrong)
 }
 
 fn within(field: &str, value: u64, min: u64, max: u64) -> Result<(), Refusal> {
     match (min..=max).contains(&value) {
         true => Ok(()),
-        false => Err(invalid(field, value, format!("must be from {min} to {max}"))),
+        false => Err(invalid(field, value, format!("{min} to {max}"))),
     }
 }
 
@@ -446,62 +448,62 @@ mod tests {
     fn refusal_of_an_invalid_field_names_the_field() {
         type Spoil = fn(&mut v1::PrefillRequest, &mut v1::Attempt, &mut v1::Sampling);
         let cases: &[(&str, Spoil)] = &[
-            ("attempt.request_id = 3 bytes", |_, a, _| a.request_id = vec![1, 2, 3].into()),
-            ("attempt.transfer_id = 0 bytes", |_, a, _| a.transfer_id = vec![].into()),
-            ("attempt.node_epoch = 17 bytes", |_, a, _| a.node_epoch = vec![0; 17].into()),
+            ("attempt.request_id: 3 bytes", |_, a, _| a.request_id = vec![1, 2, 3].into()),
+            ("attempt.transfer_id: 0 bytes", |_, a, _| a.transfer_id = vec![].into()),
+            ("attempt.node_epoch: 17 bytes", |_, a, _| a.node_epoch = vec![0; 17].into()),
             ("node_epoch = ", |_, a, _| a.node_epoch = bytes(8)),
             ("weight_version = 2", |_, a, _| a.weight_version = 2),
-            ("attempt.tokens = empty", |_, a, _| a.tokens.clear()),
-            ("attempt.tokens = 32 tokens", |_, a, _| a.tokens = vec![1; 32]),
-            ("attempt.tokens = 100 at index 1", |_, a, _| a.tokens[1] = 100),
-            ("attempt.prompt_len = 0", |_, a, _| a.prompt_len = 0),
-            ("attempt.prompt_len = 5", |_, a, _| a.prompt_len = 5),
+            ("attempt.tokens: empty", |_, a, _| a.tokens.clear()),
+            ("attempt.tokens: 32 tokens", |_, a, _| a.tokens = vec![1; 32]),
+            ("attempt.tokens: 100 at index 1", |_, a, _| a.tokens[1] = 100),
+            ("attempt.prompt_len: 0", |_, a, _| a.prompt_len = 0),
+            ("attempt.prompt_len: 5", |_, a, _| a.prompt_len = 5),
             ("deadline passed", |_, a, _| a.remaining_ms = 0),
-            ("attempt.remaining_ms = 18446744073709551615", |_, a, _| a.remaining_ms = u64::MAX),
-            ("attempt.cache_salt = 300 bytes", |_, a, _| a.cache_salt = "x".repeat(300)),
-            ("attempt.sampling.max_tokens = 1", |_, _, s| s.max_tokens = 1),
-            ("attempt.sampling.max_tokens = 0", |_, _, s| s.max_tokens = 0),
-            ("attempt.sampling.min_tokens = 9", |_, _, s| s.min_tokens = 9),
-            ("attempt.sampling.temperature = NaN", |_, _, s| s.temperature = f32::NAN),
-            ("attempt.sampling.temperature = -1", |_, _, s| s.temperature = -1.0),
-            ("attempt.sampling.top_p = 0", |_, _, s| s.top_p = 0.0),
-            ("attempt.sampling.min_p = 2", |_, _, s| s.min_p = 2.0),
-            ("attempt.sampling.repetition_penalty = 0", |_, _, s| s.repetition_penalty = 0.0),
-            ("attempt.sampling.frequency_penalty = -50: must be from -2 to 2", |_, _, s| {
+            ("attempt.remaining_ms: 18446744073709551615", |_, a, _| a.remaining_ms = u64::MAX),
+            ("attempt.cache_salt: 300 bytes", |_, a, _| a.cache_salt = "x".repeat(300)),
+            ("attempt.sampling.max_tokens: 1", |_, _, s| s.max_tokens = 1),
+            ("attempt.sampling.max_tokens: 0", |_, _, s| s.max_tokens = 0),
+            ("attempt.sampling.min_tokens: 9", |_, _, s| s.min_tokens = 9),
+            ("attempt.sampling.temperature: NaN", |_, _, s| s.temperature = f32::NAN),
+            ("attempt.sampling.temperature: -1", |_, _, s| s.temperature = -1.0),
+            ("attempt.sampling.top_p: 0", |_, _, s| s.top_p = 0.0),
+            ("attempt.sampling.min_p: 2", |_, _, s| s.min_p = 2.0),
+            ("attempt.sampling.repetition_penalty: 0", |_, _, s| s.repetition_penalty = 0.0),
+            ("attempt.sampling.frequency_penalty: -50; expected -2 to 2", |_, _, s| {
                 s.frequency_penalty = -50.0;
             }),
-            ("attempt.sampling.presence_penalty = inf", |_, _, s| {
+            ("attempt.sampling.presence_penalty: inf", |_, _, s| {
                 s.presence_penalty = f32::INFINITY;
             }),
-            ("attempt.sampling.frequency_penalty = -101", |_, _, s| {
+            ("attempt.sampling.frequency_penalty: -101", |_, _, s| {
                 s.frequency_penalty = -101.0;
             }),
-            ("attempt.sampling.logprobs = 21", |_, _, s| s.logprobs = Some(21)),
-            ("attempt.sampling.stop_token_ids = 2000 ids", |_, _, s| {
+            ("attempt.sampling.logprobs: 21", |_, _, s| s.logprobs = Some(21)),
+            ("attempt.sampling.stop_token_ids: 2000 ids", |_, _, s| {
                 s.stop_token_ids = vec![1; 2000];
             }),
-            ("attempt.sampling.stop_token_ids = 100", |_, _, s| s.stop_token_ids = vec![100]),
-            ("decode = absent", |r, _, _| r.decode = None),
-            ("decode.node_id = \"\"", |r, _, _| r.decode.as_mut().unwrap().node_id.clear()),
-            ("decode.node_id = \"a b\"", |r, _, _| {
+            ("attempt.sampling.stop_token_ids: 100", |_, _, s| s.stop_token_ids = vec![100]),
+            ("decode: absent", |r, _, _| r.decode = None),
+            ("decode.node_id: \"\"", |r, _, _| r.decode.as_mut().unwrap().node_id.clear()),
+            ("decode.node_id: \"a b\"", |r, _, _| {
                 r.decode.as_mut().unwrap().node_id = "a b".into();
             }),
-            ("decode.epoch = 1 bytes", |r, _, _| {
+            ("decode.epoch: 1 bytes", |r, _, _| {
                 r.decode.as_mut().unwrap().epoch = vec![1].into();
             }),
-            ("decode.epoch = 00000000000000000000000000000007", |r, _, _| {
+            ("decode.epoch: 00000000000000000000000000000007", |r, _, _| {
                 r.decode.as_mut().unwrap().epoch = bytes(7);
             }),
-            ("attempt.grammar.kind = absent", |_, a, _| {
+            ("attempt.grammar.kind: absent", |_, a, _| {
                 a.grammar = Some(v1::Grammar { kind: None });
             }),
-            ("decode.control_endpoint = \"ipc:///tmp/x\"", |r, _, _| {
+            ("decode.control_endpoint: \"ipc:///tmp/x\"", |r, _, _| {
                 r.decode.as_mut().unwrap().control_endpoint = "ipc:///tmp/x".into();
             }),
-            ("decode.control_endpoint = \"tcp://*:5\"", |r, _, _| {
+            ("decode.control_endpoint: \"tcp://*:5\"", |r, _, _| {
                 r.decode.as_mut().unwrap().control_endpoint = "tcp://*:5".into();
             }),
-            ("decode.control_endpoint = \"tcp://h:0\"", |r, _, _| {
+            ("decode.control_endpoint: \"tcp://h:0\"", |r, _, _| {
                 r.decode.as_mut().unwrap().control_endpoint = "tcp://h:0".into();
             }),
         ];
@@ -520,8 +522,8 @@ mod tests {
     #[test]
     fn refusal_of_a_missing_message_names_the_field() {
         for (message, request) in [
-            ("attempt = absent", v1::PrefillRequest { attempt: None, ..good() }),
-            ("attempt.sampling = absent", {
+            ("attempt: absent", v1::PrefillRequest { attempt: None, ..good() }),
+            ("attempt.sampling: absent", {
                 let mut request = good();
                 request.attempt.as_mut().unwrap().sampling = None;
                 request

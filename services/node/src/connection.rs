@@ -42,22 +42,22 @@ const ACCEPT_AGAIN_AFTER: Duration = Duration::from_millis(100);
 
 /// Accepts connections without end.
 pub(crate) fn incoming(listener: TcpListener) -> impl Stream<Item = io::Result<Connection>> {
-    let places = Arc::new(Semaphore::new(CONNECTIONS_MAX));
-    stream::unfold((listener, places), |(listener, places)| async move {
-        let connection = accept(&listener, &places).await;
-        Some((Ok(connection), (listener, places)))
+    let permits = Arc::new(Semaphore::new(CONNECTIONS_MAX));
+    stream::unfold((listener, permits), |(listener, permits)| async move {
+        let connection = accept(&listener, &permits).await;
+        Some((Ok(connection), (listener, permits)))
     })
 }
 
-async fn accept(listener: &TcpListener, places: &Arc<Semaphore>) -> Connection {
-    let place = places.clone().acquire_owned().await.expect("the semaphore is never closed");
+async fn accept(listener: &TcpListener, permits: &Arc<Semaphore>) -> Connection {
+    let permit = permits.clone().acquire_owned().await.expect("the semaphore is never closed");
     loop {
         match listener.accept().await {
             Ok((stream, _)) => {
                 // Tokens are small and must not wait for more bytes. A closed connection fails when
                 // it is read.
                 let _ = stream.set_nodelay(true);
-                return Connection::new(stream, place);
+                return Connection::new(stream, permit);
             }
             Err(error) => {
                 warn!(%error, "cannot accept a gRPC connection");
@@ -76,7 +76,7 @@ pub(crate) struct Connection {
     turn: FuturesUnordered<BoxFuture<'static, ()>>,
     /// `turn` has completed since the last flush, so bytes may be written.
     may_write: bool,
-    _place: OwnedSemaphorePermit,
+    _permit: OwnedSemaphorePermit,
 }
 
 /// A preface that is not complete yet.
@@ -86,7 +86,7 @@ struct Preface {
 }
 
 impl Connection {
-    fn new(stream: TcpStream, place: OwnedSemaphorePermit) -> Self {
+    fn new(stream: TcpStream, permit: OwnedSemaphorePermit) -> Self {
         let deadline = Box::pin(sleep(PREFACE_TIMEOUT));
         let preface = Preface { bytes_missing: PREFACE_BYTES, deadline };
         Self {
@@ -94,7 +94,7 @@ impl Connection {
             preface: Some(preface),
             turn: FuturesUnordered::new(),
             may_write: false,
-            _place: place,
+            _permit: permit,
         }
     }
 
@@ -184,8 +184,8 @@ mod tests {
     async fn pair() -> (TcpStream, Connection) {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let client = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
-        let places = Arc::new(Semaphore::new(1));
-        (client, accept(&listener, &places).await)
+        let permits = Arc::new(Semaphore::new(1));
+        (client, accept(&listener, &permits).await)
     }
 
     #[tokio::test]

@@ -36,20 +36,20 @@ pub enum Timed {
 pub struct GrammarVocabulary {
     compiler: Compiler,
     /// Special tokens that mark tool calls. In other answers routers omit them from the text.
-    call_marks: Vec<CallMark>,
+    tool_call_tokens: Vec<ToolCallToken>,
     /// Rows of the model's logits; the tokenizer may know fewer tokens, or more.
     size: u32,
 }
 
 #[derive(Debug)]
-pub struct CallMark {
+pub struct ToolCallToken {
     pub id: u32,
     pub text: Vec<u8>,
 }
 
 impl GrammarVocabulary {
-    pub fn new(compiler: Compiler, call_marks: Vec<CallMark>, size: u32) -> Self {
-        Self { compiler, call_marks, size }
+    pub fn new(compiler: Compiler, tool_call_tokens: Vec<ToolCallToken>, size: u32) -> Self {
+        Self { compiler, tool_call_tokens, size }
     }
 
     /// Compiles the grammar and gives the sequence its constraint, which has accepted the sequence's output so far.
@@ -64,7 +64,7 @@ impl GrammarVocabulary {
         timer(Timed::Compilation, started.elapsed());
         let mut matcher = compiled
             .map_err(|error| Refusal::Invalid { reason: format!("attempt.grammar {error}") })?;
-        let silent = silent_marks(&self.call_marks, grammar);
+        let silent = silent_marks(&self.tool_call_tokens, grammar);
         for &token in &sequence.tokens[sequence.prompt_len as usize..] {
             matcher.accept(token).map_err(|error| Refusal::Invalid {
                 reason: format!("attempt.tokens: {error} of this attempt"),
@@ -83,8 +83,9 @@ impl GrammarVocabulary {
             true => Vec::new(),
             false => sequence.sampling.stop_token_ids.clone(),
         };
-        let follower = Follower { matcher, stop_tokens, silent, vocabulary: self.size, timer };
-        let constraint = Constraint::new(Box::new(follower)).map_err(|failure| {
+        let matcher_with_timer =
+            GrammarMatcher { matcher, stop_tokens, silent, vocabulary: self.size, timer };
+        let constraint = Constraint::new(Box::new(matcher_with_timer)).map_err(|failure| {
             Refusal::Invalid { reason: format!("attempt.grammar: {failure}") }
         })?;
         sequence.constraint = Some(constraint);
@@ -93,17 +94,17 @@ impl GrammarVocabulary {
 }
 
 /// Returns the marks that the grammar does not use: a vocabulary may have the marks of several formats.
-fn silent_marks(call_marks: &[CallMark], grammar: &Grammar) -> Arc<[u32]> {
-    let is_used = |mark: &CallMark| match grammar {
+fn silent_marks(tool_call_tokens: &[ToolCallToken], grammar: &Grammar) -> Arc<[u32]> {
+    let is_used = |mark: &ToolCallToken| match grammar {
         Grammar::JsonSchema(_) | Grammar::Regex(_) => false,
         Grammar::ToolCalls(calls) => calls.writes(&mark.text),
     };
-    call_marks.iter().filter(|mark| !is_used(mark)).map(|mark| mark.id).collect()
+    tool_call_tokens.iter().filter(|mark| !is_used(mark)).map(|mark| mark.id).collect()
 }
 
 /// A grammar matcher behind the engine's constraint seam.
 #[derive(Clone)]
-struct Follower {
+struct GrammarMatcher {
     matcher: grammar::Matcher,
     /// Tokens that end the answer where the grammar lets it end.
     stop_tokens: Vec<u32>,
@@ -113,13 +114,13 @@ struct Follower {
     timer: Timer,
 }
 
-impl fmt::Debug for Follower {
+impl fmt::Debug for GrammarMatcher {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Follower").field("matcher", &self.matcher).finish_non_exhaustive()
+        f.debug_struct("GrammarMatcher").field("matcher", &self.matcher).finish_non_exhaustive()
     }
 }
 
-impl Matcher for Follower {
+impl Matcher for GrammarMatcher {
     fn accept(&mut self, token: u32) -> Result<(), ConstraintFailure> {
         self.matcher.accept(token).map_err(failure)
     }
@@ -218,11 +219,11 @@ mod tests {
     #[test]
     fn marks_of_another_tool_call_format_are_silent() {
         let marks = ["<|python_tag|>", "<tool_call>", "</tool_call>"];
-        let call_marks: Vec<CallMark> = (0..)
+        let tool_call_tokens: Vec<ToolCallToken> = (0..)
             .zip(marks)
-            .map(|(id, mark)| CallMark { id, text: mark.as_bytes().to_vec() })
+            .map(|(id, mark)| ToolCallToken { id, text: mark.as_bytes().to_vec() })
             .collect();
-        let silent = |grammar: &Grammar| silent_marks(&call_marks, grammar).to_vec();
+        let silent = |grammar: &Grammar| silent_marks(&tool_call_tokens, grammar).to_vec();
         let calls = |format: ToolFormat, with_text: bool| {
             let syntax = format.syntax();
             let free_text = FreeText { mark: syntax.mark.into(), never_begins: None };

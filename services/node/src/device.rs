@@ -383,7 +383,7 @@ mod tests {
     }
 
     #[test]
-    fn nccl_pairs_have_gpu_memory_beside_the_reserve() {
+    fn nccl_pairs_have_gpu_memory_in_addition_to_the_reserve() {
         let reserved = |flags: &[_]| reserve(&configured(flags));
         assert_eq!(reserved(&[]), 1 << 30);
         assert_eq!(

@@ -18,7 +18,7 @@ use tracing::{info, warn};
 
 use crate::{
     attempt::NewAttempt,
-    constraint::{CallMark, GrammarVocabulary, Timed},
+    constraint::{GrammarVocabulary, Timed, ToolCallToken},
     node_core::Refusal,
 };
 
@@ -33,7 +33,7 @@ const CONSTRAIN_WITHIN: Duration = Duration::from_secs(10);
 #[derive(Debug)]
 pub(crate) struct Grammars {
     shared: Arc<Shared>,
-    places: Arc<Semaphore>,
+    permits: Arc<Semaphore>,
     compiling: Arc<Semaphore>,
 }
 
@@ -53,7 +53,7 @@ impl Grammars {
         let shared = Arc::new(Shared { model_path, vocabulary, vocabulary_read, metrics });
         Self {
             shared,
-            places: Arc::new(Semaphore::new(COMPILING_MAX + WAITING_MAX)),
+            permits: Arc::new(Semaphore::new(COMPILING_MAX + WAITING_MAX)),
             compiling: Arc::new(Semaphore::new(COMPILING_MAX)),
         }
     }
@@ -75,14 +75,14 @@ impl Grammars {
         mut attempt: NewAttempt,
         grammar: Grammar,
     ) -> Result<NewAttempt, Refusal> {
-        let place = self.places.clone().try_acquire_owned().map_err(|_| Refusal::Busy {
+        let permit = self.permits.clone().try_acquire_owned().map_err(|_| Refusal::Busy {
             reason: format!("{WAITING_MAX} grammars wait to be compiled"),
         })?;
         let turn = self.compiling.clone().acquire_owned().await.map_err(|_| Refusal::Stopped)?;
         let shared = self.shared.clone();
         let work = tokio::task::spawn_blocking(move || {
             // The compilation holds its permits until it ends, even if its caller has disconnected.
-            let _held = (place, turn);
+            let _held = (permit, turn);
             shared.constrain(&mut attempt, &grammar)?;
             Ok(attempt)
         });
@@ -111,17 +111,17 @@ impl Shared {
         let started = Instant::now();
         let table = TokenTable::open(&self.model_path).map_err(|error| error.to_string())?;
         let count = table.size().min(self.vocabulary);
-        let mut call_marks = Vec::new();
+        let mut tool_call_tokens = Vec::new();
         let compiler = Compiler::new((0..count).map(|id| match table.bytes(id) {
             Some(bytes) if !table.is_special(id) => Token::Text(bytes),
             Some(bytes) if ToolFormat::is_mark(bytes) => {
-                call_marks.push(CallMark { id, text: bytes.to_vec() });
+                tool_call_tokens.push(ToolCallToken { id, text: bytes.to_vec() });
                 Token::Text(bytes)
             }
             _ => Token::Silent,
         }));
         let seconds = started.elapsed().as_secs_f64();
         info!(tokens = count, seconds = format_args!("{seconds:.3}"), "read the vocabulary");
-        Ok(GrammarVocabulary::new(compiler, call_marks, self.vocabulary))
+        Ok(GrammarVocabulary::new(compiler, tool_call_tokens, self.vocabulary))
     }
 }

@@ -45,26 +45,26 @@ pub enum SettingsError {
         weights >> 20, kv >> 20, limit >> 20, weights.saturating_add(*kv) >> 20
     )]
     MemoryLimit { weights: u64, kv: u64, limit: u64 },
-    #[error("node.cpus = {cpus}: this process has no CPU {missing}; allowed: {allowed}")]
+    #[error("node.cpus = {cpus}: this process has no CPU {missing}; expected {allowed}")]
     NoSuchCpu { cpus: CpuList, missing: String, allowed: String },
-    #[error("node.numa_node = {numa_node}: {reason}; allowed: {allowed}")]
+    #[error("node.numa_node = {numa_node}: {reason}; expected {allowed}")]
     NoSuchNumaNode { numa_node: u32, reason: String, allowed: String },
-    #[error("node.threads = {threads}: {key} has {cpus} CPUs, one for each; allowed: 1 to {cpus}")]
+    #[error("node.threads = {threads}: {key} has {cpus} CPUs, one for each; expected 1 to {cpus}")]
     TooManyThreads { threads: u32, key: &'static str, cpus: usize },
     #[error("{key}: threads cannot be tied to CPUs here: {reason}")]
     NoAffinity { key: &'static str, reason: io::Error },
     #[error(
         "node.tp = {tp}: the ranks must divide the model's {kv_heads} KV heads and the rows of its \
-         feed-forward network evenly; allowed{on}: {allowed}"
+         feed-forward network evenly; expected{on} {allowed}"
     )]
     Ranks { tp: u32, on: &'static str, kv_heads: usize, allowed: String },
     #[error(
-        "node.gpu = {gpu}: {given} GPUs are named for node.tp = {tp}; allowed: one for each rank, all \
+        "node.gpu = {gpu}: {given} GPUs are named for node.tp = {tp}; expected one for each rank, all \
          different, separated by commas"
     )]
     GpusOfRanks { gpu: String, given: usize, tp: u32 },
     #[error(
-        "node.gpu = {gpu}: {fault}; allowed: different GPUs that reach each other's memory, one for \
+        "node.gpu = {gpu}: {fault}; expected different GPUs that reach each other's memory, one for \
          each rank"
     )]
     GpusApart { gpu: String, fault: String },
@@ -286,7 +286,7 @@ fn of_numa_node(
     let no_such = |reason: String| SettingsError::NoSuchNumaNode {
         numa_node,
         reason,
-        allowed: numa_nodes_there(numa_nodes),
+        allowed: existing_numa_nodes(numa_nodes),
     };
     let file = numa_nodes.join(format!("node{numa_node}")).join("cpulist");
     let text = fs::read_to_string(&file)
@@ -301,7 +301,7 @@ fn of_numa_node(
     Ok(usable)
 }
 
-fn numa_nodes_there(numa_nodes: &Path) -> String {
+fn existing_numa_nodes(numa_nodes: &Path) -> String {
     let entries = fs::read_dir(numa_nodes).into_iter().flatten().flatten();
     let number =
         |entry: fs::DirEntry| entry.file_name().to_str()?.strip_prefix("node")?.parse().ok();
@@ -432,13 +432,13 @@ mod tests {
     #[test]
     fn unknown_cpu_or_numa_node_is_rejected_with_the_allowed_ones() {
         for (flags, words) in [
-            (&[("node.cpus", "4-9")][..], &["node.cpus = 4-9", "no CPU 6-9", "allowed: 0-5"][..]),
-            (&[("node.numa_node", "7")], &["node.numa_node = 7", "node7/cpulist", "allowed: 0-3"]),
+            (&[("node.cpus", "4-9")][..], &["node.cpus = 4-9", "no CPU 6-9", "expected 0-5"][..]),
+            (&[("node.numa_node", "7")], &["node.numa_node = 7", "node7/cpulist", "expected 0-3"]),
             (&[("node.numa_node", "2")], &["node.numa_node = 2", "none of its CPUs"]),
             (&[("node.numa_node", "3")], &["node.numa_node = 3", "none of its CPUs"]),
             (
                 &[("node.numa_node", "1"), ("node.threads", "3")],
-                &["node.threads = 3", "node.numa_node has 2 CPUs", "allowed: 1 to 2"],
+                &["node.threads = 3", "node.numa_node has 2 CPUs", "expected 1 to 2"],
             ),
         ] {
             let error = found(flags).expect_err("it is not there");

@@ -125,18 +125,18 @@ async fn invalid_fields_are_rejected_by_name_and_disturb_no_request() {
     let expected = side.local_prefill(&good).await.ids;
     type Spoil = fn(&mut v1::Attempt);
     let cases: &[(Code, &str, Spoil)] = &[
-        (Code::InvalidArgument, "attempt.tokens = empty", |attempt| attempt.tokens.clear()),
-        (Code::InvalidArgument, "attempt.tokens = 96 at index 3", |attempt| attempt.tokens[3] = 96),
-        (Code::InvalidArgument, "attempt.tokens = 2048 tokens", |attempt| {
+        (Code::InvalidArgument, "attempt.tokens: empty", |attempt| attempt.tokens.clear()),
+        (Code::InvalidArgument, "attempt.tokens: 96 at index 3", |attempt| attempt.tokens[3] = 96),
+        (Code::InvalidArgument, "attempt.tokens: 2048 tokens", |attempt| {
             // 128 blocks hold exactly this many tokens.
             attempt.tokens = vec![1; 2048];
         }),
-        (Code::InvalidArgument, "attempt.prompt_len = 21", |attempt| attempt.prompt_len = 21),
-        (Code::InvalidArgument, "attempt.request_id = 2 bytes", |attempt| {
+        (Code::InvalidArgument, "attempt.prompt_len: 21", |attempt| attempt.prompt_len = 21),
+        (Code::InvalidArgument, "attempt.request_id: 2 bytes", |attempt| {
             attempt.request_id = vec![1, 2].into();
         }),
-        (Code::InvalidArgument, "attempt.sampling = absent", |attempt| attempt.sampling = None),
-        (Code::InvalidArgument, "attempt.sampling.temperature = NaN", |attempt| {
+        (Code::InvalidArgument, "attempt.sampling: absent", |attempt| attempt.sampling = None),
+        (Code::InvalidArgument, "attempt.sampling.temperature: NaN", |attempt| {
             attempt.sampling.as_mut().unwrap().temperature = f32::NAN;
         }),
         (Code::FailedPrecondition, "weight_version = 9", |attempt| attempt.weight_version = 9),
@@ -149,7 +149,7 @@ async fn invalid_fields_are_rejected_by_name_and_disturb_no_request() {
         assert!(message.contains(words), "{message:?} does not say {words:?}");
     }
     let absent = side.client.clone().decode(v1::DecodeRequest::default()).await;
-    assert!(refused(absent, Code::InvalidArgument).contains("attempt = absent"));
+    assert!(refused(absent, Code::InvalidArgument).contains("attempt: absent"));
     // The router expects an earlier process of this node.
     let stale = v1::DecodeRequest {
         attempt: Some(v1::Attempt { node_epoch: fresh_id(), ..attempt(&[1], 2) }),

@@ -71,7 +71,7 @@ pub struct WireResult {
     pub dispatch: Dispatch,
     pub uploaded_bytes: u64,
     pub device_nanos: Option<(u64, u64)>,
-    pub landed_nanos: Option<u64>,
+    pub results_nanos: Option<u64>,
 }
 
 /// Reason why a rank ends.

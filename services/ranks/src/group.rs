@@ -197,7 +197,7 @@ pub struct RankGroup {
     limits: Option<ExecutorLimits>,
     plans: RingWriter,
     members: Vec<Member>,
-    results_there: Bell,
+    results_bell: Bell,
     /// Steps in flight with the state hash of each.
     in_flight: VecDeque<(StepId, u64)>,
     /// The step launched last, until its token bitmasks are supplied.
@@ -265,7 +265,7 @@ impl RankGroup {
     }
 
     fn new(settings: GroupSettings, region: &GroupRegion) -> Self {
-        let results_there = region.results_there();
+        let results_bell = region.results_bell();
         let member = |rank| Member {
             results: RingReader::new(region.results(rank), 0),
             answers: VecDeque::new(),
@@ -279,11 +279,11 @@ impl RankGroup {
             failure: OnceLock::new(),
             stopping: AtomicBool::new(false),
             processes: Mutex::new((0..ranks).map(|_| None).collect()),
-            bells: [results_there.clone(), region.free_plan_slot()],
+            bells: [results_bell.clone(), region.free_plan_slot()],
         };
         let woken = Arc::new(AtomicBool::new(false));
         let waker = {
-            let (woken, bell) = (woken.clone(), results_there.clone());
+            let (woken, bell) = (woken.clone(), results_bell.clone());
             CollectWaker::by(move || {
                 woken.store(true, Ordering::Release);
                 bell.ring();
@@ -294,7 +294,7 @@ impl RankGroup {
             limits: None,
             plans: RingWriter::new(region.plans()),
             members: (0..ranks).map(member).collect(),
-            results_there,
+            results_bell,
             in_flight: VecDeque::new(),
             awaiting: None,
             history: codec::History::default(),
@@ -378,7 +378,7 @@ impl RankGroup {
                 let failure = RankFailure::NotReady { name: self.name(rank), within };
                 return Err(self.fail(failure).into());
             }
-            self.results_there.wait(SLEEP_MAX.min(deadline - now), || self.has_news());
+            self.results_bell.wait(SLEEP_MAX.min(deadline - now), || self.has_news());
         }
         let mut limits = self.members.iter().filter_map(|member| member.limits);
         let first = limits.next().expect("there is a rank");
@@ -460,11 +460,11 @@ impl RankGroup {
         let Some(result) = answers[0].result.take() else {
             return Err(self.name(0).sent(format!("no result of step {step_id}")));
         };
-        Ok(Some(self.here(step_id, result)))
+        Ok(Some(self.to_step_result(step_id, result)))
     }
 
     /// Converts a result to this process: its times become `Instant`s.
-    fn here(&self, step_id: StepId, result: WireResult) -> StepResult {
+    fn to_step_result(&self, step_id: StepId, result: WireResult) -> StepResult {
         let instant = |nanos| self.clock.instant(nanos);
         let device = result.device_nanos.map(|(begin, end)| {
             let begin = instant(begin);
@@ -478,8 +478,8 @@ impl RankGroup {
                 dispatch: result.dispatch,
                 uploaded_bytes: result.uploaded_bytes,
                 device,
-                landed_at: result.landed_nanos.map(instant),
-                taken_at: Some(Instant::now()),
+                results_at: result.results_nanos.map(instant),
+                collected_at: Some(Instant::now()),
             },
         }
     }
@@ -579,7 +579,7 @@ impl Executor for RankGroup {
             if self.polls && self.has_news() {
                 continue;
             }
-            self.results_there.wait(left.min(SLEEP_MAX), || self.has_news());
+            self.results_bell.wait(left.min(SLEEP_MAX), || self.has_news());
         }
     }
 

@@ -228,7 +228,7 @@ impl<E: Executor> Rank<'_, E> {
                 dispatch: run.dispatch,
                 uploaded_bytes: run.uploaded_bytes,
                 device_nanos: run.device.map(|span| (nanos(span.begin), nanos(span.end))),
-                landed_nanos: run.landed_at.map(nanos),
+                results_nanos: run.results_at.map(nanos),
             }
         });
         let answer = StepAnswer { step_id, state, tokens: self.tokens, result };

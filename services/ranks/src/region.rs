@@ -126,7 +126,7 @@ impl GroupRegion {
     }
 
     /// Returns the bell of results.
-    pub fn results_there(&self) -> Bell {
+    pub fn results_bell(&self) -> Bell {
         self.bell(2)
     }
 

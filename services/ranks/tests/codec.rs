@@ -134,7 +134,7 @@ fn answer() -> impl Strategy<Value = Answer> {
             dispatch: it.2,
             uploaded_bytes: it.3,
             device_nanos: it.4,
-            landed_nanos: it.5,
+            results_nanos: it.5,
         });
     let speculation = any::<([u32; 4], bool)>().prop_map(|(it, uniform)| Speculation {
         row_drafts: it[0],

@@ -79,7 +79,7 @@ fn every_reader_gets_every_message_in_order_of_any_length_and_around_the_ring() 
 }
 
 #[test]
-fn readers_of_any_pace_lose_nothing_and_long_messages_pass_through_a_small_ring() {
+fn readers_of_any_speed_lose_nothing_and_long_messages_pass_through_a_small_ring() {
     let ring = Ring::new(8, 192, 4);
     let sent: Vec<Vec<u8>> = (0..3_000)
         .map(|number| message(number, if number % 97 == 0 { 20_000 } else { number % 400 }))

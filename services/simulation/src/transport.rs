@@ -96,9 +96,7 @@ impl SimTransport {
                     registered.extend(blocks.iter().copied().zip(*first_block..));
                 }
             }
-            Command::Finish { .. }
-            | Command::Abort { .. }
-            | Command::Connect { .. } => {}
+            Command::Finish { .. } | Command::Abort { .. } | Command::Connect { .. } => {}
         }
     }
 

@@ -125,7 +125,7 @@ pub(super) unsafe fn add_few<T: Kv>(tile: &mut TileMemory, first: usize, blocks:
             4: 1 2 3 4;
         }
         for (block, (_, values)) in blocks.iter().enumerate() {
-            tile.look_at(first + block);
+            tile.set_visible(first + block);
             let at = block * FEW_QUERIES;
             for query in 0..count {
                 if !tile.seen[query].is_empty() {

@@ -23,7 +23,7 @@ use self::{
 use super::{Pass, RowTile, SHARED_WORK_MIN, row_tiles, tile_work};
 use crate::{
     backend::HeadShape,
-    cpu::{parts::Parts, threads::ThreadPool},
+    cpu::{disjoint_slice::DisjointSlice, threads::ThreadPool},
     layout::{BLOCK_TOKENS, KvHalf},
 };
 
@@ -88,7 +88,7 @@ pub(super) unsafe fn attention(
         })
         .collect();
     let Scratch { tiles, partial } = scratch;
-    let sums = Parts::new(out);
+    let sums = DisjointSlice::new(out);
     let threads = pool.threads();
     let multiply_adds = tile_work(&rows, step, window) * (group + 4) * shape.kv_heads;
     let is_small = multiply_adds * shape.head_dim * 2 < SHARED_WORK_MIN;
@@ -127,7 +127,7 @@ pub(super) unsafe fn attention(
     if partial.len() < pieces.len() * piece_floats {
         partial.resize(pieces.len() * piece_floats, 0.0);
     }
-    let parts = Parts::new(partial);
+    let parts = DisjointSlice::new(partial);
     share(pieces.len(), &|thread, number| {
         let (index, segment) = pieces[number];
         let (work, mut tile) = (&works[index], memory(thread));
@@ -199,7 +199,7 @@ impl Pass<'_> {
         for span in spans {
             let parts = span_parts(span);
             let first_token = span * SPAN_BLOCKS * BLOCK_TOKENS;
-            tile.look_at(first_token, first_position, self.window);
+            tile.set_visible(first_token, first_position, self.window);
             // SAFETY: the caller's promise.
             unsafe { kernel::add_span(tile, &parts) };
         }
@@ -209,7 +209,7 @@ impl Pass<'_> {
     ///
     /// # Safety
     /// As [`attention`]; rows and heads belong to this task alone.
-    unsafe fn finish(&self, work: &Work<'_>, tile: &mut Tile, out: &Parts<'_, f32>) {
+    unsafe fn finish(&self, work: &Work<'_>, tile: &mut Tile, out: &DisjointSlice<'_, f32>) {
         let (group, dim) = (self.group(), self.shape.head_dim);
         for row in 0..work.tile.row_count {
             let start =

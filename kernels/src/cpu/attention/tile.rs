@@ -143,21 +143,21 @@ impl TileMemory {
                 return unsafe { super::avx512::add_few(self, first, blocks) };
             }
             for (index, (keys, values)) in (first..).zip(blocks) {
-                self.look_at(index);
+                self.set_visible(index);
                 // SAFETY: as above.
                 unsafe { super::avx512::add_block(self, keys, values) };
             }
             return;
         }
         for (index, (keys, values)) in (first..).zip(blocks) {
-            self.look_at(index);
+            self.set_visible(index);
             portable::add_block(level, self, keys, values);
         }
     }
 
     /// Sets which tokens of the sequence's block `index` each query sees.
     #[inline]
-    pub fn look_at(&mut self, index: usize) {
+    pub fn set_visible(&mut self, index: usize) {
         let in_block =
             |position: usize| position.saturating_sub(index * BLOCK_TOKENS).min(BLOCK_TOKENS);
         for (query, seen) in self.seen.iter_mut().enumerate() {

@@ -13,8 +13,8 @@ use std::arch::{asm, x86_64::__cpuid_count};
 use super::{
     super::{
         aligned::Aligned,
+        disjoint_slice::DisjointSlice,
         isa::{Level, per_level},
-        parts::Parts,
     },
     CpuMatrix, Target, grid,
     pack::{INPUTS_STEP, PANEL},
@@ -127,7 +127,7 @@ pub(super) unsafe fn matmul(
     let panel_bytes = w.byte_count() / w.panel_count();
     let cached_panels = (WEIGHTS_BYTES / panel_bytes).max(1);
     let grid = grid(pool, w, 1);
-    let sums = Parts::new(out);
+    let sums = DisjointSlice::new(out);
     pool.run(grid.task_count(), &|_, task| {
         let mut shapes = TileShapes::none();
         let (_, panels) = grid.part(task);

@@ -5,7 +5,7 @@ use std::fmt;
 use super::{
     super::{
         aligned::{Aligned, Slab},
-        parts::Parts,
+        disjoint_slice::DisjointSlice,
         threads::ThreadPool,
     },
     q8,
@@ -130,7 +130,7 @@ pub(crate) fn pack(
     let elements =
         rows.div_ceil(PANEL).checked_mul(panel_words).expect("a matrix fits the address space");
     let mut words = slab.zeroed::<u32>(elements);
-    let parts = Parts::new(&mut words);
+    let parts = DisjointSlice::new(&mut words);
     pool.run(rows.div_ceil(PANEL), &|_, panel| {
         let first = panel * PANEL;
         let lanes = PANEL.min(rows - first);

@@ -4,8 +4,8 @@ use super::{
     super::{
         aligned::Aligned,
         arithmetic::round_to_bf16,
+        disjoint_slice::DisjointSlice,
         isa::{Level, per_level},
-        parts::Parts,
         threads::ThreadPool,
     },
     pack::INPUTS_STEP,
@@ -76,7 +76,7 @@ impl RowBlocks {
             self.words = Aligned::zeroed(words.next_power_of_two());
         }
         let (count, block_rows, groups) = (self.count(), self.block_rows, self.groups);
-        let parts = Parts::new(&mut self.words[..words]);
+        let parts = DisjointSlice::new(&mut self.words[..words]);
         let pack_block = |block: usize| {
             let x = &x[block * block_rows * k..];
             let x = &x[..(block_rows * k).min(x.len())];

@@ -72,7 +72,7 @@ impl Winner {
     /// Initial value, before any token.
     const NONE: Self = Self { token: u32::MAX, arrival: f64::INFINITY };
 
-    fn meet(&mut self, token: u32, arrival: f64) {
+    fn offer(&mut self, token: u32, arrival: f64) {
         if (arrival, token) < (self.arrival, self.token) {
             *self = Self { token, arrival };
         }
@@ -85,14 +85,14 @@ impl Winner {
 /// rejects all tokens but a few; starting with the most likely token makes the bound tight.
 pub(super) fn among_all(level: Level, key: Key, best: u32, weights: &[f32]) -> u32 {
     let mut winner = Winner::NONE;
-    winner.meet(best, key.arrival(best, weights[best as usize]));
+    winner.offer(best, key.arrival(best, weights[best as usize]));
     for (run, weights) in weights.chunks(4 * LANES).enumerate() {
         let first = (run * 4 * LANES) as u32;
         // Rounded up, because v below is rounded down: no token that might win is skipped.
         let bound = winner.arrival as f32 * 1.000_001;
         if may_win(level, key, first, weights, bound) {
             for (token, &p) in (first..).zip(weights).filter(|&(_, &p)| p > 0.0) {
-                winner.meet(token, key.arrival(token, p));
+                winner.offer(token, key.arrival(token, p));
             }
         }
     }
@@ -115,7 +115,7 @@ per_level! {
 pub(super) fn among(key: Key, candidates: &[(u32, f32)]) -> u32 {
     let mut winner = Winner::NONE;
     for &(token, p) in candidates {
-        winner.meet(token, key.arrival(token, p));
+        winner.offer(token, key.arrival(token, p));
     }
     winner.token
 }

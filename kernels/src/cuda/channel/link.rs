@@ -17,9 +17,9 @@ use super::{
         kv::DeviceKv,
         memory::Range,
         moves::{Direction, Rows, places_of},
-        nccl::{Communicator, CommunicatorOptions, Move, Nccl, NcclError, Piece},
+        nccl::{Communicator, CommunicatorOptions, Nccl, NcclError, Piece, SendOrReceive},
         parallel::in_parallel,
-        staging::{Place, Staging},
+        staging::{SlotRange, Staging},
     },
     PeerExchange, SLOT_BYTES, SLOTS,
     invitation::LANES_MAX,
@@ -96,7 +96,7 @@ pub(super) struct LinkEnd {
 
 /// Streams whose last work has no mark yet.
 #[derive(Debug, Default)]
-struct Ends {
+struct UnmarkedStreams {
     lanes: Vec<usize>,
     copies: bool,
 }
@@ -112,7 +112,7 @@ pub(super) struct Link {
     streams: Vec<Stream<PeerExchange>>,
     next: usize,
     /// Streams whose last work has no mark yet.
-    unmarked: Ends,
+    unmarked: UnmarkedStreams,
     /// `None` once it was returned.
     staging: Option<Staging>,
 }
@@ -151,8 +151,14 @@ impl Link {
         let staging = Some(own.gpu.staging(&own.kv)?);
         // Dropping the link aborts it, also after an error below.
         let (communicators, streams) = (Arc::default(), Vec::with_capacity(options.len()));
-        let mut link =
-            Self { own, communicators, streams, next: 0, unmarked: Ends::default(), staging };
+        let mut link = Self {
+            own,
+            communicators,
+            streams,
+            next: 0,
+            unmarked: UnmarkedStreams::default(),
+            staging,
+        };
         // In parallel: each one takes 0.1 s.
         let context = link.own.kv.context();
         let communicators = in_parallel("nccl-create", options, |options, _| {
@@ -216,8 +222,10 @@ impl Link {
     ) -> Result<(), String> {
         let stream = self.streams.last().expect("the caller pushed a stream");
         let staging = self.staging.as_mut().expect(LIVES);
-        let to_peer =
-            |offset| Move { peer, piece: Piece::new(staging.memory(), offset, CONNECT_BYTES) };
+        let to_peer = |offset| SendOrReceive {
+            peer,
+            piece: Piece::new(staging.memory(), offset, CONNECT_BYTES),
+        };
         let (out, back) = (to_peer(0), to_peer(CONNECT_BYTES));
         staging.await_all(stream).map_err(words)?;
         {
@@ -255,12 +263,12 @@ impl Link {
         let stream = &streams[lane];
         kv.pass_time(stream)?;
         kv.pass_time(staging.copies())?;
-        let exchange = |range: &Range, (offset, bytes): Place| -> Result<(), NcclError> {
+        let exchange = |range: &Range, (offset, bytes): SlotRange| -> Result<(), NcclError> {
             let _launching = locked(&gpu.launching);
             let mut made = locked(&communicators.made);
             let communicator = made.get_mut(lane).ok_or(NcclError::Ended)?;
             let peer = 1 - communicator.rank();
-            let piece = [Move { peer, piece: Piece::new(range, offset, bytes) }];
+            let piece = [SendOrReceive { peer, piece: Piece::new(range, offset, bytes) }];
             let (sends, receives): (&[_], &[_]) = match *end {
                 End::Sender => (&piece, &[]),
                 End::Receiver => (&[], &piece),
@@ -298,7 +306,7 @@ impl Link {
         let context = self.own.kv.context();
         let _call = context.calls().begin(LAUNCH_USUAL);
         context.bind()?;
-        let Ends { lanes, copies } = mem::take(&mut self.unmarked);
+        let UnmarkedStreams { lanes, copies } = mem::take(&mut self.unmarked);
         let staging = self.staging.as_mut().expect(LIVES);
         let mut marks = Vec::with_capacity(lanes.len() + 1);
         for lane in lanes {

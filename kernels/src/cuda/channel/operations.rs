@@ -20,7 +20,7 @@ use super::{
 use crate::{
     arena::{BlockRead, BlockWrite, RemoteBlocks},
     layout::BlockId,
-    peer::{Moving, PeerChannel},
+    peer::{PeerChannel, TransferInFlight},
 };
 
 /// One end of a channel.
@@ -65,7 +65,7 @@ impl NcclChannel {
         runs: &[u32],
         blocks: Vec<B>,
         block: fn(&B) -> BlockId,
-    ) -> Result<Box<dyn Moving<B>>, String> {
+    ) -> Result<Box<dyn TransferInFlight<B>>, String> {
         let ids: Vec<BlockId> = blocks.iter().map(block).collect();
         self.shared.check(runs, &ids)?;
         let shared = Arc::clone(&self.shared);
@@ -247,7 +247,7 @@ impl PeerChannel for NcclChannel {
         &self,
         runs: &[u32],
         blocks: Vec<BlockRead>,
-    ) -> Result<Box<dyn Moving<BlockRead>>, String> {
+    ) -> Result<Box<dyn TransferInFlight<BlockRead>>, String> {
         assert!(
             blocks.iter().all(|block| block.lies_in(&*self.shared.blocks)),
             "only our blocks are sent"
@@ -259,7 +259,7 @@ impl PeerChannel for NcclChannel {
         &self,
         runs: &[u32],
         blocks: Vec<BlockWrite>,
-    ) -> Result<Box<dyn Moving<BlockWrite>>, String> {
+    ) -> Result<Box<dyn TransferInFlight<BlockWrite>>, String> {
         let ours = |block: &BlockWrite| block.lies_in(&*self.shared.blocks);
         assert!(blocks.iter().all(ours), "only our blocks are received into");
         self.start(runs, blocks, BlockWrite::block)
@@ -278,7 +278,7 @@ struct InFlight<B> {
     shared: Arc<Shared>,
 }
 
-impl<B: Send + 'static> Moving<B> for InFlight<B> {
+impl<B: Send + 'static> TransferInFlight<B> for InFlight<B> {
     fn is_done(&mut self) -> Result<bool, String> {
         let done = self.marks.iter().flatten().all(Mark::is_reached);
         // Checked after the marks: an abort sets the flag before it makes marks reached.

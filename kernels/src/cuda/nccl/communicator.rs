@@ -66,7 +66,7 @@ impl<'a> Piece<'a> {
 
 /// One send or receive of a group, and its peer rank.
 #[derive(Clone, Copy, Debug)]
-pub struct Move<'a> {
+pub struct SendOrReceive<'a> {
     pub peer: u32,
     pub piece: Piece<'a>,
 }
@@ -216,12 +216,12 @@ impl Communicator {
     /// The memory must not be used until the operation is complete on the stream, or an abort has returned.
     pub fn exchange<'a, R: Role>(
         &mut self,
-        sends: &[Move<'_>],
-        receives: &[Move<'_>],
+        sends: &[SendOrReceive<'_>],
+        receives: &[SendOrReceive<'_>],
         stream: &Stream<R>,
         limit: impl Into<WaitLimit<'a>>,
     ) -> Result<u64, NcclError> {
-        for Move { peer, .. } in sends.iter().chain(receives) {
+        for SendOrReceive { peer, .. } in sends.iter().chain(receives) {
             if *peer >= self.ranks || *peer == self.rank {
                 let (rank, ranks) = (self.rank, self.ranks);
                 return Err(NcclError::Peer { peer: *peer, rank, ranks });
@@ -240,7 +240,7 @@ impl Communicator {
                 ("ncclRecv", functions.ncclRecv, receives),
             ];
             for (name, call, moves) in calls {
-                for Move { peer, piece } in moves {
+                for SendOrReceive { peer, piece } in moves {
                     let (address, bytes) = (piece.address(), piece.bytes);
                     // SAFETY: the piece is inside a range of this process; stream and communicator are alive.
                     let code =
@@ -357,7 +357,7 @@ impl Communicator {
         time_out: Duration,
     ) -> Result<Duration, NcclError> {
         let begin = Instant::now();
-        let ending: Vec<_> = communicators.iter_mut().map(Communicator::begin_end).collect();
+        let ending: Vec<_> = communicators.iter_mut().map(Communicator::start_abort).collect();
         let mut outcome = Ok(());
         for ending in ending {
             let rest = time_out.saturating_sub(begin.elapsed());
@@ -368,11 +368,11 @@ impl Communicator {
 
     fn end(&mut self, time_out: Duration) -> Result<Duration, NcclError> {
         let begin = Instant::now();
-        self.begin_end()?.wait(time_out).map(|()| begin.elapsed())
+        self.start_abort()?.wait(time_out).map(|()| begin.elapsed())
     }
 
-    fn begin_end(&mut self) -> Result<Ending, NcclError> {
-        let Some(raw) = self.raw.take() else { return Ok(Ending(None)) };
+    fn start_abort(&mut self) -> Result<AbortInProgress, NcclError> {
+        let Some(raw) = self.raw.take() else { return Ok(AbortInProgress(None)) };
         let (done, ended) = mpsc::sync_channel(1);
         let abort = move || {
             // Owned by this thread, which may outlive the caller.
@@ -394,14 +394,14 @@ impl Communicator {
             let reason = error.to_string();
             return Err(CudaError::NoThreads { reason }.into());
         }
-        Ok(Ending(Some(ended)))
+        Ok(AbortInProgress(Some(ended)))
     }
 }
 
 /// An abort in progress; `None` if there was nothing to abort.
-struct Ending(Option<mpsc::Receiver<Result<(), NcclError>>>);
+struct AbortInProgress(Option<mpsc::Receiver<Result<(), NcclError>>>);
 
-impl Ending {
+impl AbortInProgress {
     fn wait(self, time_out: Duration) -> Result<(), NcclError> {
         match self.0.map(|ended| ended.recv_timeout(time_out)) {
             None => Ok(()),

@@ -136,7 +136,7 @@ mod tests {
             launch: span(begin, begin + 20),
             collect: span(end + 470, end + 500),
             device: Some(span(begin, end)),
-            landed_at: None,
+            results_at: None,
         }
     }
 

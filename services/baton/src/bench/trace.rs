@@ -84,7 +84,7 @@ fn step_args(step: &StepRecord) -> Value {
         Dispatch::Graph { rows } => ("graph", Some(rows)),
         Dispatch::Fallback => ("fallback", None),
     };
-    let waited = step.landed_at.map(|at| step.collect.begin.saturating_duration_since(at));
+    let waited = step.results_at.map(|at| step.collect.begin.saturating_duration_since(at));
     json!({
         "step": step.step_id,
         "rows": step.rows,

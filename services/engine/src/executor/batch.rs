@@ -399,12 +399,14 @@ impl<T: Tokens> Batch<T> {
     fn slot(&mut self, slot: Slot) -> Result<&mut Option<BatchRow<T>>, String> {
         let slots = self.limits.slots;
         let row = self.rows.get_mut(slot.0 as usize);
-        row.ok_or_else(|| format!("slot {} is not one of {slots}", slot.0))
+        row.ok_or_else(|| format!("invalid slot {}; expected less than {slots}", slot.0))
     }
 
     fn check_blocks(&self, blocks: &[BlockId]) -> Result<(), String> {
         match blocks.iter().find(|block| block.0 >= self.limits.blocks) {
-            Some(block) => Err(format!("block {} is not one of {}", block.0, self.limits.blocks)),
+            Some(block) => {
+                Err(format!("invalid block {}; expected less than {}", block.0, self.limits.blocks))
+            }
             None => Ok(()),
         }
     }
@@ -655,7 +657,7 @@ mod tests {
                     extended: vec![(Slot(0), vec![BlockId(4)])],
                     ..plan(vec![admitted(6, 0)], vec![row(1, false)])
                 },
-                "block 4 is not one of 4",
+                "invalid block 4; expected less than 4",
             ),
         ];
         for (plan, reason) in contradictions {

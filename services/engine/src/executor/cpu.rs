@@ -125,7 +125,7 @@ impl Executor for CpuExecutor {
             Some(Done::Step(result)) => result,
         };
         self.in_flight -= 1;
-        result.run.taken_at = Some(Instant::now());
+        result.run.collected_at = Some(Instant::now());
         Ok(Some(result))
     }
 
@@ -211,8 +211,8 @@ impl Runner {
         let sampled = self.sampled(&scheduled);
         let rows = sampled.map_err(|source| ExecutorError::Group { step_id, source })?;
         let end = Instant::now();
-        let (device, landed_at) = (Some(Span { begin, end }), Some(end));
-        let run = StepRun { device, landed_at, ..StepRun::default() };
+        let (device, results_at) = (Some(Span { begin, end }), Some(end));
+        let run = StepRun { device, results_at, ..StepRun::default() };
         Ok(Done::Step(StepResult { step_id, rows, busy: busy + (end - started), run }))
     }
 

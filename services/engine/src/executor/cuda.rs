@@ -408,7 +408,7 @@ impl CudaExecutor {
     }
 
     fn result(&mut self, finished: Finished) -> Result<StepResult, ExecutorError> {
-        let taken_at = Some(Instant::now());
+        let collected_at = Some(Instant::now());
         // An all-reduce may have timed out.
         self.backend.check()?;
         let busy = finished.busy();
@@ -420,8 +420,8 @@ impl CudaExecutor {
             dispatch: launched.dispatch,
             uploaded_bytes: finished.uploaded_bytes,
             device: Some(Span { begin: finished.began_at, end: finished.ended_at }),
-            landed_at: Some(finished.landed_at),
-            taken_at,
+            results_at: Some(finished.downloaded_at),
+            collected_at,
         };
         self.batch.recycle(finished.output);
         let mut outcomes = finished.outcomes.into_iter();

@@ -355,7 +355,7 @@ impl Executor for SimExecutor {
             let begin = self.idle_from.max(at);
             self.idle_from = begin + busy;
             let device = Some(Span { begin, end: self.idle_from });
-            let run = StepRun { device, landed_at: Some(self.idle_from), ..StepRun::default() };
+            let run = StepRun { device, results_at: Some(self.idle_from), ..StepRun::default() };
             let result = StepResult { step_id: plan.step_id, rows, busy, run };
             self.computed = Some((self.idle_from, result));
         }

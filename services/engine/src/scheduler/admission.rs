@@ -66,7 +66,9 @@ impl Scheduler {
         let invalid = |reason: String| Err(SequenceFailure::Invalid { reason });
         let (len, prompt_len) = (new.tokens.len(), new.prompt_len as usize);
         if prompt_len == 0 || prompt_len > len {
-            return invalid(format!("prompt_len is {prompt_len}, allowed is 1 to {len} (tokens)"));
+            return invalid(format!(
+                "invalid prompt_len: {prompt_len}; expected 1 to {len} (tokens)"
+            ));
         }
         if let Err(error) = new.sampling.validate() {
             return invalid(error.to_string());
@@ -75,7 +77,7 @@ impl Scheduler {
         if let Some(position) = new.tokens.iter().position(|&token| token >= vocabulary) {
             let token = new.tokens[position];
             return invalid(format!(
-                "tokens[{position}] is {token}, the vocabulary has {vocabulary}"
+                "invalid tokens[{position}]: {token}; expected less than {vocabulary} (vocabulary)"
             ));
         }
         // A sender prefills the given tokens only; the receiver checks the length of the output.
@@ -85,14 +87,17 @@ impl Scheduler {
         };
         if len >= tokens_max || len > self.sequence_tokens_max() {
             return invalid(format!(
-                "the sequence has {len} tokens, this node takes at most {}",
+                "invalid sequence: {len} tokens; expected at most {}",
                 self.sequence_tokens_max().min(tokens_max - 1)
             ));
         }
         let length_max = prompt_len.saturating_add(new.max_tokens as usize).min(tokens_max);
         if len >= length_max {
             let output = len - prompt_len;
-            return invalid(format!("max_tokens is {}, {output} exist already", new.max_tokens));
+            return invalid(format!(
+                "invalid max_tokens: {}; expected more than {output} (generated)",
+                new.max_tokens
+            ));
         }
         Ok(length_max)
     }
@@ -233,7 +238,7 @@ impl Scheduler {
     }
 
     /// Moves sequences that have their blocks into the batch.
-    pub(super) fn seat_ready(&mut self) {
+    pub(super) fn admit_ready(&mut self) {
         for (arrival, id) in std::mem::take(&mut self.ready) {
             let (slot, generation) = self.slots.occupy().expect("its slot was claimed");
             let sequence = self.sequences.get_mut(&id).expect("a ready sequence is known");

@@ -137,7 +137,7 @@ pub enum SchedulerConfigError {
     Zero { field: &'static str },
     /// Every running row must be able to advance in every step.
     #[error(
-        "step_tokens is {value}, allowed is {slots} (one for each slot) to {most} (the executor's)"
+        "invalid step_tokens: {value}; expected {slots} (one for each slot) to {most} (the executor's)"
     )]
     StepTokens { value: u32, slots: u32, most: u32 },
 }

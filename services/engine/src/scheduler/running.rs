@@ -63,7 +63,7 @@ impl Scheduler {
             return None;
         }
         self.admit_receives(actions);
-        self.seat_ready();
+        self.admit_ready();
         let mut builder = PlanBuilder { budget: self.config.step_tokens, ..PlanBuilder::default() };
         builder.plan.rows.reserve(self.running.len());
         builder.sequences.reserve(self.running.len());

@@ -41,7 +41,7 @@ pub fn speculation(row_drafts: u32, step_tokens: u32) -> Speculation {
 }
 
 /// Returns a config whose queues never overflow and whose waits end with the sequence's deadline only.
-pub fn patient(limits: ExecutorLimits) -> SchedulerConfig {
+pub fn unbounded_waits(limits: ExecutorLimits) -> SchedulerConfig {
     SchedulerConfig {
         waiting_max: 1000,
         transfers_max: 1000,

@@ -168,7 +168,7 @@ impl<E: Executor> Pair<E> {
             if self.turn() && !moved {
                 let open: Vec<_> =
                     self.answers.iter().filter(|(_, answer)| !answer.ended()).collect();
-                assert!(open.is_empty(), "nobody can go on, and these are open: {open:?}");
+                assert!(open.is_empty(), "no progress is possible; open requests: {open:?}");
                 return;
             }
         }

@@ -30,7 +30,7 @@ pub enum Kv {
     /// Whole blocks in memory that all ranks have mapped.
     Shared,
     /// Each rank has its heads in its own memory, as devices do.
-    Apart,
+    PerRank,
 }
 
 /// A rank's blocks, accessed by copies like those of a device.
@@ -79,11 +79,11 @@ impl RemoteBlocks for RankBlocks {
 }
 
 /// Executor that gives every plan to all ranks and asserts that their results are bit-equal.
-pub struct Together {
+pub struct AllRanks {
     pub ranks: Vec<CpuExecutor>,
 }
 
-impl Together {
+impl AllRanks {
     /// Starts the ranks with the given time-out. The returned arena has whole blocks.
     pub fn start(
         checkpoint: &Checkpoint,
@@ -107,13 +107,13 @@ impl Together {
             .iter()
             .map(|&shard| match kv {
                 Kv::Shared => whole().expect("the layout is one"),
-                Kv::Apart => KvArena::host(config.kv_layout_of(dtype, shard), limits.blocks)
+                Kv::PerRank => KvArena::host(config.kv_layout_of(dtype, shard), limits.blocks)
                     .expect("memory for the rank's heads"),
             })
             .collect();
         let arena = match kv {
             Kv::Shared => whole(),
-            Kv::Apart => {
+            Kv::PerRank => {
                 let slice = |arena: &Arc<KvArena>| {
                     Arc::new(RankBlocks(Arc::clone(arena))) as Arc<dyn RemoteBlocks>
                 };
@@ -131,7 +131,7 @@ impl Together {
     }
 }
 
-impl Executor for Together {
+impl Executor for AllRanks {
     fn launch(&mut self, plan: StepPlan) -> Result<(), ExecutorError> {
         self.ranks.iter_mut().try_for_each(|rank| rank.launch(plan.clone()))
     }
@@ -173,7 +173,7 @@ pub fn engine_of_ranks(
     checkpoint: &Checkpoint,
     config: SchedulerConfig,
     of: usize,
-) -> (StepLoop<Together>, Arc<KvArena>) {
+) -> (StepLoop<AllRanks>, Arc<KvArena>) {
     engine_of_ranks_with(checkpoint, config, of, Kv::Shared)
 }
 
@@ -182,8 +182,8 @@ pub fn engine_of_ranks_with(
     config: SchedulerConfig,
     of: usize,
     kv: Kv,
-) -> (StepLoop<Together>, Arc<KvArena>) {
+) -> (StepLoop<AllRanks>, Arc<KvArena>) {
     let timeout = Duration::from_secs(300);
-    let (executor, arena) = Together::start(checkpoint, config.limits, of, kv, timeout);
+    let (executor, arena) = AllRanks::start(checkpoint, config.limits, of, kv, timeout);
     (StepLoop::new(scheduler(config), executor), arena)
 }

@@ -12,7 +12,7 @@ use std::{
 };
 
 use crossbeam_channel::bounded;
-use kernels::{BlockId, BlockRead, BlockWrite, peer::Moving};
+use kernels::{BlockId, BlockRead, BlockWrite, peer::TransferInFlight};
 
 use super::{
     Ended, Incoming, Moved, Outgoing,
@@ -219,7 +219,7 @@ pub fn start_and_complete<C: Send>(
 /// Polls until the operation has finished, because a blocking wait wakes up late, or until `hopeless`
 /// returns the reason why it never will.
 pub fn until_done<B>(
-    moving: &mut dyn Moving<B>,
+    moving: &mut dyn TransferInFlight<B>,
     mut hopeless: impl FnMut(Duration) -> Option<String>,
 ) -> Result<(), String> {
     let start = Instant::now();

@@ -27,7 +27,7 @@ use std::{
 
 use kernels::{
     BlockWrite,
-    peer::{Moving, PeerBlocks},
+    peer::{PeerBlocks, TransferInFlight},
 };
 
 use super::{
@@ -87,7 +87,7 @@ pub fn lend_chunks(
 struct Copy {
     chunk: ChunkId,
     /// The copy in flight; `None` if no receive was posted for the chunk.
-    pull: Option<Box<dyn Moving<BlockWrite>>>,
+    pull: Option<Box<dyn TransferInFlight<BlockWrite>>>,
 }
 
 /// Receives chunks until the peer closes the connection between two messages, or an error occurs.
@@ -163,7 +163,7 @@ fn start_copy(
 fn complete_one(
     incoming: &Incoming<'_>,
     chunk: ChunkId,
-    mut pull: Box<dyn Moving<BlockWrite>>,
+    mut pull: Box<dyn TransferInFlight<BlockWrite>>,
     verify: bool,
 ) -> io::Result<()> {
     let mut logged = false;

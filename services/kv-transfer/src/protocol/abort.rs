@@ -22,7 +22,7 @@ use crate::{
 
 /// Message to the peer about the abort.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Tell {
+pub enum AbortMessage {
     /// No message: the peer does not know the transfer.
     Nothing,
     /// `ABORT`, retransmitted until it is answered.
@@ -65,7 +65,7 @@ impl Aborting {
 
 impl Transfer {
     /// Starts the abort, unless the transfer is already over.
-    pub fn fail(&mut self, turn: &mut Turn, failure: TransferFailure, tell: Tell) {
+    pub fn fail(&mut self, turn: &mut Turn, failure: TransferFailure, message: AbortMessage) {
         let releasing = match &self.phase {
             Phase::Aborting(_) | Phase::Complete => return,
             Phase::Sending(sending) => sending.chunks.are_read(),
@@ -80,10 +80,11 @@ impl Transfer {
             reason: failure.to_string(),
             event: self.is_begun.then(|| self.side.failed(self.id, failure)),
             releasing,
-            owes_abort_ack: tell == Tell::AbortAck,
-            abort: (tell == Tell::Abort).then(|| (Retry::start(turn.now), turn.now + LEASE)),
+            owes_abort_ack: message == AbortMessage::AbortAck,
+            abort: (message == AbortMessage::Abort)
+                .then(|| (Retry::start(turn.now), turn.now + LEASE)),
         });
-        if matches!(tell, Tell::Abort | Tell::AbortOnce) {
+        if matches!(message, AbortMessage::Abort | AbortMessage::AbortOnce) {
             self.send_abort(turn);
         }
         self.emit_if_released(turn);
@@ -101,7 +102,7 @@ impl Transfer {
             aborting.owes_abort_ack = true;
             return self.emit_if_released(turn);
         }
-        self.fail(turn, self.peer.aborted(cause, reason), Tell::AbortAck);
+        self.fail(turn, self.peer.aborted(cause, reason), AbortMessage::AbortAck);
     }
 
     pub fn on_abort_ack(&mut self) {

@@ -64,7 +64,7 @@ pub enum Change {
     /// The peer has repeated `HELLO`: unanswered messages are retransmitted.
     UpAgain,
     /// The peer has reconnected: transfers on the old connection have failed.
-    Anew,
+    Reconnected,
     /// The peers rejected each other.
     Refused { reason: String },
 }
@@ -113,7 +113,7 @@ impl Pair {
     /// Handles `HELLO`. Compares the identities each time, because a node's weights may have changed.
     pub fn on_hello(&mut self, turn: &mut Turn, hello: &Hello) -> Change {
         self.heard(turn.now);
-        if self.is_of_the_past(hello.session) {
+        if self.is_stale_session(hello.session) {
             return Change::Nothing;
         }
         if !hello.in_advance {
@@ -138,7 +138,7 @@ impl Pair {
         self.up(hello.data_endpoint.clone(), transports, hello.session)
     }
 
-    fn is_of_the_past(&self, session: u64) -> bool {
+    fn is_stale_session(&self, session: u64) -> bool {
         self.peer_session.is_some_and(|known| session < known)
     }
 
@@ -150,7 +150,7 @@ impl Pair {
             State::Up { .. } if known == Some(session) => Change::UpAgain,
             State::Up { .. } => {
                 self.data_opened = false;
-                Change::Anew
+                Change::Reconnected
             }
         }
     }
@@ -158,7 +158,7 @@ impl Pair {
     pub fn on_hello_ok(&mut self, turn: &mut Turn, ok: &HelloOk) -> Change {
         self.heard(turn.now);
         let answers_again = self.is_up() && self.peer_session == Some(ok.session);
-        if answers_again || self.refusal().is_some() || self.is_of_the_past(ok.session) {
+        if answers_again || self.refusal().is_some() || self.is_stale_session(ok.session) {
             return Change::Nothing;
         }
         if let Some(difference) = turn.local.identity.difference(&ok.identity) {

@@ -11,7 +11,7 @@ use std::{collections::BTreeMap, time::Instant};
 
 use super::{
     Action, Retry, Turn,
-    abort::Tell,
+    abort::AbortMessage,
     transfer::{Phase, Transfer},
 };
 use crate::{
@@ -152,7 +152,7 @@ impl Transfer {
                 peer: self.peer.node_id.clone(),
                 reason: format!("DONE: {reason}"),
             };
-            return self.fail(turn, failure, Tell::Abort);
+            return self.fail(turn, failure, AbortMessage::Abort);
         }
         if receiving.chunks.len() < done.integrity.len() || receiving.is_written() {
             return;
@@ -174,7 +174,7 @@ impl Transfer {
             (chunk.integrity != Some(done.integrity[*number as usize])).then_some(*number)
         });
         if let Some(chunk) = damaged {
-            return self.fail(turn, TransferFailure::Damaged { chunk }, Tell::Abort);
+            return self.fail(turn, TransferFailure::Damaged { chunk }, AbortMessage::Abort);
         }
         let event = Event::Arrived {
             transfer: self.id,

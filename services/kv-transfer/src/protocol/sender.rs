@@ -16,7 +16,7 @@ use kernels::{BlockId, sampling::SampledToken};
 
 use super::{
     Action, Retry, Turn,
-    abort::Tell,
+    abort::AbortMessage,
     chunks::Chunks,
     core::RESERVED_BLOCKS_MAX,
     transfer::{Phase, Transfer},
@@ -93,7 +93,7 @@ impl Transfer {
                 peer: self.peer.node_id.clone(),
                 reason: format!("RESERVE: {reason}"),
             };
-            return self.fail(turn, failure, Tell::Abort);
+            return self.fail(turn, failure, AbortMessage::Abort);
         }
         let end_block = match end_block(&reserve, prompt_hash) {
             Ok(end_block) => end_block,

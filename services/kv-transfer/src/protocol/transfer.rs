@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use super::{
     Retry, Turn,
-    abort::{Aborting, Tell},
+    abort::{AbortMessage, Aborting},
     receiver::Receiving,
     sender::Sending,
     tombstone::Tombstone,
@@ -96,19 +96,19 @@ impl Transfer {
 
     /// Aborts on behalf of the node. The tombstone answers a `RESERVE` that arrives later.
     pub fn abort(&mut self, turn: &mut Turn, reason: String) {
-        self.fail(turn, TransferFailure::Aborted { reason }, self.tell());
+        self.fail(turn, TransferFailure::Aborted { reason }, self.abort_message());
     }
 
     pub fn on_data_failed(&mut self, turn: &mut Turn, reason: String) {
-        self.fail(turn, TransferFailure::Aborted { reason }, Tell::Abort);
+        self.fail(turn, TransferFailure::Aborted { reason }, AbortMessage::Abort);
     }
 
     pub fn on_peer_lost(&mut self, turn: &mut Turn, failure: TransferFailure) {
-        let tell = match self.phase {
-            Phase::Connecting { .. } => Tell::Nothing,
-            _ => Tell::AbortOnce,
+        let message = match self.phase {
+            Phase::Connecting { .. } => AbortMessage::Nothing,
+            _ => AbortMessage::AbortOnce,
         };
-        self.fail(turn, failure, tell);
+        self.fail(turn, failure, message);
         self.stop_abort_messages();
     }
 
@@ -126,7 +126,7 @@ impl Transfer {
             }
             _ => {
                 let reason = "the peer reconnected and dropped its transfers".to_owned();
-                self.fail(turn, self.peer.lost(reason), Tell::Abort);
+                self.fail(turn, self.peer.lost(reason), AbortMessage::Abort);
             }
         }
     }
@@ -134,7 +134,7 @@ impl Transfer {
     /// Fails the transfer, because the peer has violated the protocol.
     pub fn broken(&mut self, turn: &mut Turn, detail: String) {
         let peer = self.peer.node_id.clone();
-        self.fail(turn, TransferFailure::Protocol { peer, detail }, Tell::Abort);
+        self.fail(turn, TransferFailure::Protocol { peer, detail }, AbortMessage::Abort);
     }
 
     /// Renews the lease: the peer has named the transfer or sent a message about it. A sender that names
@@ -164,14 +164,18 @@ impl Transfer {
         }
         if turn.now >= self.deadline {
             let waiting_for = self.waiting_for().to_owned();
-            return self.fail(turn, TransferFailure::Deadline { waiting_for }, self.tell());
+            return self.fail(
+                turn,
+                TransferFailure::Deadline { waiting_for },
+                self.abort_message(),
+            );
         }
         if self.is_leased() && turn.now >= self.lease {
             let reason = format!(
                 "the peer has not named the transfer in a heartbeat for {} s",
                 LEASE.as_secs()
             );
-            return self.fail(turn, self.peer.lost(reason), self.tell());
+            return self.fail(turn, self.peer.lost(reason), self.abort_message());
         }
         if self.awaits_answer() && self.retry.is_due(turn.now) {
             self.resend(turn);
@@ -226,10 +230,10 @@ impl Transfer {
     }
 
     /// Returns the message for an abort. Before `RESERVE` the peer may not know the transfer.
-    fn tell(&self) -> Tell {
+    fn abort_message(&self) -> AbortMessage {
         match self.phase {
-            Phase::Expecting { .. } | Phase::Connecting { .. } => Tell::Nothing,
-            _ => Tell::Abort,
+            Phase::Expecting { .. } | Phase::Connecting { .. } => AbortMessage::Nothing,
+            _ => AbortMessage::Abort,
         }
     }
 
@@ -252,7 +256,7 @@ impl Transfer {
             Phase::Expecting { .. } => "RESERVE",
             Phase::Early { .. } => "this node's Prefill call",
             Phase::Sending(sending) if sending.done.is_some() => "ACK",
-            Phase::Sending(sending) if sending.finish.is_some() => "the last chunks to leave",
+            Phase::Sending(sending) if sending.finish.is_some() => "the last chunks to be sent",
             Phase::Sending(_) => "this node's KV",
             Phase::Connecting { .. } => "HELLO_OK",
             Phase::Receiving(receiving) if !receiving.is_named => "an answer to RESERVE",

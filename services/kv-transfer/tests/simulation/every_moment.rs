@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use kv_transfer::{
-    api::{Command, Event, TransferFailure, TransferId},
+    api::{Command, TransferId},
     config::LEASE,
 };
 

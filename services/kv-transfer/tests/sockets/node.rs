@@ -13,7 +13,7 @@ use crossbeam_channel::{Receiver, unbounded};
 use kernels::{
     BlockId, BlockRead, BlockWrite, Dtype, KvArena, KvLayout,
     arena::RemoteBlocks,
-    peer::{End, Moving, PeerBlocks, PeerChannel, PeerChannels, PeerMemory, WaitLimit},
+    peer::{End, PeerBlocks, PeerChannel, PeerChannels, PeerMemory, TransferInFlight, WaitLimit},
     sampling::SampledToken,
 };
 use kv_transfer::{
@@ -67,7 +67,7 @@ pub fn config(name: &str, secret: &str, identity: Identity) -> TransferConfig {
 }
 
 /// Fake device memory: it can be copied but not accessed directly.
-struct Elsewhere {
+struct FakeDeviceMemory {
     bytes: Mutex<Vec<u8>>,
     /// How peers access the blocks, if they can.
     reach: Option<Reach>,
@@ -122,9 +122,9 @@ impl Default for Reach {
 }
 
 /// Exported memories of this process, by the number in the export.
-static EXPORTED: Mutex<BTreeMap<u64, Weak<Elsewhere>>> = Mutex::new(BTreeMap::new());
+static EXPORTED: Mutex<BTreeMap<u64, Weak<FakeDeviceMemory>>> = Mutex::new(BTreeMap::new());
 
-impl RemoteBlocks for Elsewhere {
+impl RemoteBlocks for FakeDeviceMemory {
     fn layout(&self) -> KvLayout {
         layout()
     }
@@ -160,14 +160,14 @@ struct Joining {
 
 /// State shared by the two ranks of a fake communicator: each operation waits for its peer.
 #[derive(Default)]
-struct Joint {
+struct FakeChannel {
     /// Blocks of each sent chunk until it is received.
     sent: Mutex<BTreeMap<u64, Vec<Vec<u8>>>>,
     received: AtomicU64,
     joined: AtomicU64,
 }
 
-static JOINTS: Mutex<BTreeMap<u64, Arc<Joint>>> = Mutex::new(BTreeMap::new());
+static JOINTS: Mutex<BTreeMap<u64, Arc<FakeChannel>>> = Mutex::new(BTreeMap::new());
 
 impl PeerChannels for Joining {
     fn open(&self) -> Result<(), String> {
@@ -225,7 +225,7 @@ fn answer_to(invitation: &[u8]) -> Vec<u8> {
 }
 
 struct JointEnd {
-    joint: Arc<Joint>,
+    joint: Arc<FakeChannel>,
     reach: Reach,
     operations: AtomicU64,
     /// Set for this rank only: the peer detects it by a time-out.
@@ -233,14 +233,14 @@ struct JointEnd {
 }
 
 /// One rank's half of an operation.
-struct Half<B> {
-    joint: Arc<Joint>,
+struct PendingOperation<B> {
+    joint: Arc<FakeChannel>,
     reach: Reach,
     number: u64,
     runs: Vec<u32>,
     blocks: Option<Vec<B>>,
     aborted: Arc<AtomicBool>,
-    receive: fn(&mut Half<B>) -> Result<bool, String>,
+    receive: fn(&mut PendingOperation<B>) -> Result<bool, String>,
     done: bool,
 }
 
@@ -249,14 +249,14 @@ impl JointEnd {
         &self,
         runs: &[u32],
         blocks: Vec<B>,
-        receive: fn(&mut Half<B>) -> Result<bool, String>,
-    ) -> Result<Half<B>, String> {
+        receive: fn(&mut PendingOperation<B>) -> Result<bool, String>,
+    ) -> Result<PendingOperation<B>, String> {
         assert_eq!(runs.iter().sum::<u32>() as usize, blocks.len());
         if self.aborted.load(Ordering::Acquire) {
             return Err("the channel was aborted".to_owned());
         }
         self.reach.begun.fetch_add(1, Ordering::Release);
-        Ok(Half {
+        Ok(PendingOperation {
             joint: self.joint.clone(),
             reach: self.reach.clone(),
             number: self.operations.fetch_add(1, Ordering::AcqRel),
@@ -274,7 +274,7 @@ impl PeerChannel for JointEnd {
         &self,
         runs: &[u32],
         blocks: Vec<BlockRead>,
-    ) -> Result<Box<dyn Moving<BlockRead>>, String> {
+    ) -> Result<Box<dyn TransferInFlight<BlockRead>>, String> {
         let half = self.half(runs, blocks, |half| {
             Ok(half.reach.hasty || half.joint.received.load(Ordering::Acquire) > half.number)
         })?;
@@ -292,8 +292,8 @@ impl PeerChannel for JointEnd {
         &self,
         runs: &[u32],
         blocks: Vec<BlockWrite>,
-    ) -> Result<Box<dyn Moving<BlockWrite>>, String> {
-        let half = self.half(runs, blocks, |half: &mut Half<BlockWrite>| {
+    ) -> Result<Box<dyn TransferInFlight<BlockWrite>>, String> {
+        let half = self.half(runs, blocks, |half: &mut PendingOperation<BlockWrite>| {
             let Some(bytes) = half.joint.sent.lock().unwrap().remove(&half.number) else {
                 return Ok(false);
             };
@@ -313,7 +313,7 @@ impl PeerChannel for JointEnd {
     }
 }
 
-impl<B: Send + 'static> Moving<B> for Half<B> {
+impl<B: Send + 'static> TransferInFlight<B> for PendingOperation<B> {
     fn is_done(&mut self) -> Result<bool, String> {
         if self.aborted.load(Ordering::Acquire) {
             return Err("the channel was aborted".to_owned());
@@ -331,7 +331,7 @@ impl<B: Send + 'static> Moving<B> for Half<B> {
     }
 }
 
-impl<B> Drop for Half<B> {
+impl<B> Drop for PendingOperation<B> {
     fn drop(&mut self) {
         if self.blocks.is_some() {
             self.aborted.store(true, Ordering::Release);
@@ -340,7 +340,7 @@ impl<B> Drop for Half<B> {
 }
 
 struct Reachable {
-    blocks: Arc<Elsewhere>,
+    blocks: Arc<FakeDeviceMemory>,
     reach: Reach,
 }
 
@@ -364,7 +364,7 @@ impl PeerMemory for Reachable {
 }
 
 struct ReachedBlocks {
-    from: Arc<Elsewhere>,
+    from: Arc<FakeDeviceMemory>,
     reach: Reach,
 }
 
@@ -373,7 +373,7 @@ impl PeerBlocks for ReachedBlocks {
         &mut self,
         from: &[BlockId],
         to: Vec<BlockWrite>,
-    ) -> Result<Box<dyn Moving<BlockWrite>>, String> {
+    ) -> Result<Box<dyn TransferInFlight<BlockWrite>>, String> {
         let sources = from.to_vec();
         self.reach.begun.fetch_add(1, Ordering::Release);
         Ok(Box::new(Copying { memory: self.from.clone(), sources, to, reach: self.reach.clone() }))
@@ -381,13 +381,13 @@ impl PeerBlocks for ReachedBlocks {
 }
 
 struct Copying {
-    memory: Arc<Elsewhere>,
+    memory: Arc<FakeDeviceMemory>,
     sources: Vec<BlockId>,
     to: Vec<BlockWrite>,
     reach: Reach,
 }
 
-impl Moving<BlockWrite> for Copying {
+impl TransferInFlight<BlockWrite> for Copying {
     fn is_done(&mut self) -> Result<bool, String> {
         if !self.reach.open.load(Ordering::Acquire) {
             return Ok(false);
@@ -537,7 +537,7 @@ impl Node {
 
 fn elsewhere(reach: Option<Reach>) -> Arc<KvArena> {
     let bytes = Mutex::new(vec![0; layout().block_bytes() * BLOCK_COUNT as usize]);
-    KvArena::remote(Arc::new(Elsewhere { bytes, reach })).unwrap()
+    KvArena::remote(Arc::new(FakeDeviceMemory { bytes, reach })).unwrap()
 }
 
 pub fn blocks(range: std::ops::Range<u32>) -> Vec<BlockId> {

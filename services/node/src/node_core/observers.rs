@@ -275,7 +275,7 @@ mod tests {
                     launch: span(begin, begin),
                     collect: span(end, end),
                     device: Some(span(begin, end)),
-                    landed_at: Some(end),
+                    results_at: Some(end),
                 });
             }
             let limits = StepLimits { step_tokens: 64, chunk_tokens: 64, itl_max: None };

@@ -146,8 +146,8 @@ impl AttemptEnd {
 /// Reason why a call is rejected: it ends with a status, and the node keeps nothing of its attempt.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Refusal {
-    #[error("{field} = {value}: {allowed}")]
-    Field { field: String, value: String, allowed: String },
+    #[error("invalid {field}: {value}; expected {expected}")]
+    Field { field: String, value: String, expected: String },
     /// The sequence can never run on this node.
     #[error("{reason}")]
     Invalid { reason: String },

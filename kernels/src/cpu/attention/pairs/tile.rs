@@ -117,7 +117,7 @@ impl Tile {
 
     /// Sets which tokens each query sees of the span that begins with token `first`. The first row is
     /// at `position`, and a row sees `window` tokens including itself.
-    pub fn look_at(&mut self, first: usize, position: usize, window: usize) {
+    pub fn set_visible(&mut self, first: usize, position: usize, window: usize) {
         let in_span = |token: usize| token.saturating_sub(first).min(SPAN);
         let below = |token: usize| ((1_u128 << in_span(token)) - 1) as u64;
         for (row, seen) in self.seen.chunks_mut(self.head_count).enumerate() {

@@ -36,7 +36,7 @@ impl CudaRank {
 
     /// Creates the rank in shared memory that the node has created.
     pub fn open(region: &RegionName, shard: Shard) -> Result<Self, SharedError> {
-        let region = SharedRegion::open(region, Self::region_bytes(shard.of()))?;
+        let region = SharedRegion::open(region, Self::region_bytes(shard.rank_count()))?;
         Ok(Self::new(Exchange::new(&region, 0, shard, LOAD_TIMEOUT)))
     }
 
@@ -79,7 +79,7 @@ pub fn join(
     shard: Shard,
     mut exchange: impl FnMut(&[u8]) -> Result<Vec<Vec<u8>>, String>,
 ) -> Result<CudaBackend, CudaExecutorError> {
-    let place = (shard.rank(), shard.of());
+    let place = (shard.rank(), shard.rank_count());
     let arena = GroupArena::new(backend.context(), backend.library(), place, MESSAGE_BYTES)?;
     let handles = exchange(&arena.handle().to_bytes()).map_err(CudaExecutorError::Connect)?;
     let handles = handles.iter().map(|bytes| GroupHandle::from_bytes(bytes));

@@ -178,7 +178,7 @@ fn refusal(admitted: &AdmittedRow) -> Option<RowFailure> {
     let stops = sampling.stop_token_ids.len();
     if sampling.min_tokens > 0 && stops > STOPS_MAX as usize {
         return refused(format!(
-            "{stops} stop tokens with min_tokens; expected at most {STOPS_MAX}"
+            "invalid stop_token_ids: {stops} with min_tokens; expected at most {STOPS_MAX}"
         ));
     }
     match sampling.logprobs {
@@ -419,7 +419,7 @@ mod tests {
     fn contradictory_plans_are_rejected_with_the_reason() {
         for (plan, reason) in [
             (plan(vec![], vec![row(0, 1, true)]), "slot 0 is planned but empty"),
-            (plan(vec![admitted(0, 5, 0, &[9])], vec![]), "block 9 is not one of 8"),
+            (plan(vec![admitted(0, 5, 0, &[9])], vec![]), "invalid block 9; expected less than 8"),
             (plan(vec![admitted(0, 5, 5, &[1])], vec![]), "5 of them computed"),
             (plan(vec![admitted(0, 5, 0, &[1])], vec![row(0, 6, true)]), "plans tokens 0..6 of 5"),
             (
@@ -428,7 +428,7 @@ mod tests {
             ),
             (plan(vec![admitted(0, 20, 0, &[1])], vec![row(0, 20, true)]), "to position 20 with 1"),
             (plan(vec![admitted(0, 5, 0, &[1])], vec![row(0, 4, false); 2]), "planned twice"),
-            (plan(vec![admitted(2, 5, 0, &[1])], vec![]), "slot 2 is not one of 2"),
+            (plan(vec![admitted(2, 5, 0, &[1])], vec![]), "invalid slot 2; expected less than 2"),
             (
                 StepPlan {
                     drafts_max: 1,

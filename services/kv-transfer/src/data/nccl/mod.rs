@@ -22,7 +22,7 @@ mod sender;
 
 use std::time::Duration;
 
-use kernels::peer::{Moving, PeerChannel};
+use kernels::peer::{PeerChannel, TransferInFlight};
 
 use super::chunk_ends::until_done;
 use crate::config::LEASE;
@@ -42,7 +42,7 @@ const JOIN_POLL: Duration = Duration::from_millis(1);
 /// Waits for the end of an operation and returns its blocks. Fails when the connection `is_over`, and
 /// with `late` after a lease.
 fn complete<B>(
-    mut moving: Box<dyn Moving<B>>,
+    mut moving: Box<dyn TransferInFlight<B>>,
     is_over: impl Fn() -> bool,
     late: &str,
 ) -> Result<Vec<B>, String> {

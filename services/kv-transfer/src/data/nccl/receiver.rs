@@ -9,7 +9,7 @@ use std::{
 
 use kernels::{
     BlockWrite,
-    peer::{End, Moving, PeerChannel, WaitLimit, runs},
+    peer::{End, PeerChannel, TransferInFlight, WaitLimit, runs},
 };
 
 use super::{
@@ -27,7 +27,7 @@ use crate::{protocol::DataEvent, transfer_kind::TransferKind, transport::ChunkId
 /// A chunk whose receive is launched.
 struct Launched {
     chunk: ChunkId,
-    moving: Box<dyn Moving<BlockWrite>>,
+    moving: Box<dyn TransferInFlight<BlockWrite>>,
 }
 
 /// Receives chunks until the peer closes the connection between two messages, or an error occurs.

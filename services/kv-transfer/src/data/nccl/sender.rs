@@ -10,7 +10,7 @@ use std::{
 use crossbeam_channel::{Receiver, bounded};
 use kernels::{
     BlockRead,
-    peer::{End, Moving, PeerChannel, WaitLimit},
+    peer::{End, PeerChannel, TransferInFlight, WaitLimit},
 };
 
 use super::{
@@ -123,7 +123,7 @@ fn send_refused(stream: &mut TcpStream, answers: &mut Messages, reason: &str) {
 /// A chunk whose send is launched.
 struct Launched {
     chunk: ChunkId,
-    moving: Box<dyn Moving<BlockRead>>,
+    moving: Box<dyn TransferInFlight<BlockRead>>,
 }
 
 /// Waits for sends in order and reports them. Continues through the last send after an error.

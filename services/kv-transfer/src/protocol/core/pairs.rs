@@ -63,7 +63,7 @@ impl Core {
                 self.with_transfers(transfers, Transfer::on_pair_up);
             }
             Change::UpAgain => self.with_transfers(transfers, Transfer::resend),
-            Change::Anew => {
+            Change::Reconnected => {
                 self.with_transfers(transfers, Transfer::on_pair_anew);
                 self.turn.act(Action::CloseData { peer: epoch });
                 self.open_data(epoch);

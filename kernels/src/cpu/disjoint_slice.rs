@@ -3,7 +3,7 @@
 use std::marker::PhantomData;
 
 /// Exclusively borrowed slice that hands out disjoint parts.
-pub(crate) struct Parts<'a, T> {
+pub(crate) struct DisjointSlice<'a, T> {
     start: *mut T,
     length: usize,
     _borrow: PhantomData<&'a mut [T]>,
@@ -11,11 +11,11 @@ pub(crate) struct Parts<'a, T> {
 
 // SAFETY: disjoint parts of a `&mut [T]` may be used on several threads when T is Send. The callers of `slice`
 // promise that the parts are disjoint.
-unsafe impl<T: Send> Sync for Parts<'_, T> {}
+unsafe impl<T: Send> Sync for DisjointSlice<'_, T> {}
 // SAFETY: as above.
-unsafe impl<T: Send> Send for Parts<'_, T> {}
+unsafe impl<T: Send> Send for DisjointSlice<'_, T> {}
 
-impl<'a, T> Parts<'a, T> {
+impl<'a, T> DisjointSlice<'a, T> {
     pub fn new(whole: &'a mut [T]) -> Self {
         Self { start: whole.as_mut_ptr(), length: whole.len(), _borrow: PhantomData }
     }

@@ -18,7 +18,7 @@
 
 namespace baton {
 
-int32_t load_sample_together();
+int32_t load_tp_sample();
 
 namespace {
 
@@ -147,17 +147,17 @@ struct Logprobs {
     const int count = top_count(in, sample), all = count * in.shares.ranks;
     const Reported* reported = in.scratch.reported + of_rank(in, row, 0);
     for (int i = threadIdx.x; i < all; i += blockDim.x) {
-      const auto& told = reported[i / count].top[i % count];
-      top[i] = ranked_logit(told.id, told.logit);
+      const auto& entry = reported[i / count].top[i % count];
+      top[i] = ranked_logit(entry.id, entry.logit);
     }
     __syncthreads();
     for (int i = threadIdx.x; i < all; i += blockDim.x) {
       int place = 0;
       for (int other = 0; other < all; ++other) place += top[other] < top[i];
       if (place >= count) continue;
-      const auto& told = reported[i / count].top[i % count];
-      in.args.top[static_cast<int64_t>(row) * BATON_TOP_LOGPROBS_MAX + place] = {told.id,
-                                                                                logprob(told.logit, survey, total)};
+      const auto& entry = reported[i / count].top[i % count];
+      in.args.top[static_cast<int64_t>(row) * BATON_TOP_LOGPROBS_MAX + place] = {entry.id,
+                                                                                logprob(entry.logit, survey, total)};
     }
     if (threadIdx.x == 0) {
       int owner = 0;
@@ -259,7 +259,7 @@ __global__ void __launch_bounds__(EXCHANGE_THREADS, 2)
     candidates_kernel(const __grid_constant__ Group group, const __grid_constant__ Arguments in, int head_items,
                       int tokens_most, int capacity) {
   __shared__ uint32_t counts[BLOCK_ROWS_MAX][GROUP_MAX];
-  follow_predecessor();
+  pdl_wait_and_release();
   const Call call = begin_call(group);
   if (!is_counted(group, call)) return;
   Channel<N> channel(group, call, capacity);
@@ -267,7 +267,7 @@ __global__ void __launch_bounds__(EXCHANGE_THREADS, 2)
   const int own_rows = (in.args.samples - blockIdx.y + gridDim.y - 1) / gridDim.y;
   // Every CTA of a row receives all of the row's head.
   if (!channel.exchange(RowItems<Heads>{heads, head_items}, 0, own_rows * head_items)) return;
-  if (__syncthreads_or(channel.has_given_up())) return;
+  if (__syncthreads_or(channel.is_stopped())) return;
   for (int k = 0; k < own_rows; ++k) {
     const int row = blockIdx.y + k * gridDim.y;
     const int mode = in.scratch.cuts[row].mode;
@@ -347,7 +347,7 @@ int32_t load_all() {
 
 }  // namespace
 
-int32_t load_sample_together() {
+int32_t load_tp_sample() {
   BATON_TRY(load_all<2>());
   BATON_TRY(load_all<4>());
   return load_all<8>();
