@@ -110,7 +110,7 @@ impl Pair {
         turn.send(self.peer.epoch, Body::Hello(hello));
     }
 
-    /// Handles `HELLO`. Compares the identities each time, because a node's weights may have changed.
+    /// Handles `HELLO`. Compares the identities.
     pub fn on_hello(&mut self, turn: &mut Turn, hello: &Hello) -> Change {
         self.heard(turn.now);
         if self.is_stale_session(hello.session) {
@@ -162,7 +162,7 @@ impl Pair {
             return Change::Nothing;
         }
         if let Some(difference) = turn.local.identity.difference(&ok.identity) {
-            // The peer has accepted, but this node's weights changed after its `HELLO`.
+            // The peer has accepted although the identities differ.
             return self.reject(turn, difference);
         }
         if !turn.local.transports.contains(&ok.transport)
