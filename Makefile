@@ -89,10 +89,13 @@ test-k8s: image image-etcd ## Install the Helm chart in such a cluster, upgrade,
 	@deploy/k8s/tools.sh
 	deploy/k8s/cluster.py deploy/k8s/test.py
 
-# Packed relocations would need a newer C library.
-dist: PACK =
-dist: build ## A tarball and a Python wheel of the binaries, in target/dist (PROFILE=dist: smaller).
-	BATON_BIN=$(BIN) deploy/dist.sh
+# Zig links against the C library of Debian 11, whatever this machine has, and the C++ library statically.
+dist: deps ## A tarball and a Python wheel of the binaries, in target/dist (PROFILE=dist: smaller).
+	python3 -m pip install --quiet --disable-pip-version-check --upgrade --target $(TARGET)/zig \
+		'ziglang==0.17.1' 'cargo-zigbuild==0.24.0'
+	PATH=$(abspath $(TARGET)/zig/bin):$$PATH PYTHONPATH=$(abspath $(TARGET)/zig) $(CARGO) zigbuild --profile $(PROFILE) \
+		--target x86_64-unknown-linux-gnu.2.31 --locked $(SERVICES)
+	BATON_BIN=$(TARGET)/x86_64-unknown-linux-gnu/$(PROFILE:dev=debug) deploy/dist.sh
 
 deps: ## The C++ compiler (for ZeroMQ) and pip (for the model), by apt where they are missing.
 	@deploy/deps.sh
