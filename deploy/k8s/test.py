@@ -337,7 +337,7 @@ def evict_all(table, api):
 
 
 def trace(table, api):
-    """Sends one request with a trace id and looks for its spans in the collector."""
+    """Sends one request with a trace id and looks for its spans in the collector and for its log lines."""
     trace_id = secrets.token_hex(16)
     stream(Load(ROUTER, NAME).connect(), NAME, *golden()[-1], headers={"traceparent": f"00-{trace_id}-{'1' * 16}-01"})
 
@@ -355,6 +355,9 @@ def trace(table, api):
     named = {pod for pod, _ in spans} & pods
     table.require("one request: spans in the collector", 8, len(spans), len(spans) >= 8)
     table.require("one request: pods that its spans name", 3, len(named))
+    logs = run("kubectl", "logs", "--tail=-1", "-l", f"app.kubernetes.io/instance={RELEASE}").splitlines()
+    lines = [line for line in logs if f'"trace_id":"{trace_id}"' in line]
+    table.require("one request: log lines with its trace id", "≥ 1", len(lines), bool(lines))
 
 
 def start_prometheus(api):
@@ -419,7 +422,12 @@ def firing(api):
 
 def alerts(table, api, values):
     """Provokes alerts. Each fires, and is silent before."""
-    provocations = {"BatonNoDecodeNode": "models[0].decode.replicas=0", "BatonOverloaded": "router.config.requests_max=1"}
+    provocations = {
+        "BatonNoDecodeNode": "models[0].decode.replicas=0",
+        "BatonOverloaded": "router.config.requests_max=1",
+        # A node with another dtype has another fingerprint.
+        "BatonNoPartner": "models[0].decode.env[0].name=BATON_MODEL_DTYPE,models[0].decode.env[0].value=bf16",
+    }
     prometheus = start_prometheus(api)
     try:
         wait("scrape of all pods", lambda: is_listening() and len(query("up == 1")) == len(serving(api)))
