@@ -170,7 +170,8 @@ async fn connection(
     };
     let ages_at = Instant::now() + jittered(bounds.age_max, slot.id());
     let requests = RequestCount::new(slot);
-    let state = ConnectionState::new(shutdown.draining.is_cancelled());
+    let is_late = shutdown.draining.is_cancelled();
+    let state = ConnectionState::new(is_late);
     let io = ClientConnection::new(stream, limits, state.clone(), requests.clone());
     let counted = requests.clone();
     let leaving = shutdown.leaving.clone();
@@ -214,7 +215,8 @@ async fn connection(
     let goes_away = async {
         tokio::select! {
             () = sleep_until(ages_at) => {}
-            () = shutdown.draining.cancelled() => {}
+            // A client that connects during the drain has a first request on its way, such as a probe.
+            () = shutdown.draining.cancelled(), if !is_late => {}
         }
         // Closing an idle HTTP/1.1 connection could lose a request that is on its way, which GOAWAY cannot.
         if !requests.is_http2() {
@@ -238,8 +240,8 @@ async fn connection(
     connection.as_mut().graceful_shutdown();
     let cut = async {
         requests.idle().await;
-        // A client that has sent no complete request head expects no response.
-        if requests.begun() > 0 {
+        // A client that has sent no complete request head expects no response. With HTTP/2, the head may be on its way.
+        if requests.begun() > 0 || requests.is_http2() {
             tokio::time::sleep(cut_after).await;
         }
     };
@@ -502,8 +504,11 @@ mod tests {
         port.shutdown.draining.cancel();
         let types = tokio::time::timeout(DEADLINE, frames(&mut raw)).await.unwrap();
         assert!(types.contains(&GOAWAY), "{types:?}");
-        // Probes come on new connections.
+        // Probes come on new connections, which stay open.
         assert_eq!(port.get(&client(), "/live").await, 200);
+        let mut late = http2(&port).await;
+        let types = tokio::time::timeout(Duration::from_millis(300), frames(&mut late)).await;
+        assert!(types.is_err(), "{types:?}");
         port.end().await;
     }
 
