@@ -114,7 +114,7 @@ pub struct SharedRegion {
     path: PathBuf,
     /// File with the owner's lock; `None` in processes that opened the region.
     file: Option<File>,
-    /// Claimed ranges. Within one process, no byte is claimed as two kinds.
+    /// Claimed ranges. No byte of this mapping is claimed as two kinds.
     claims: Mutex<Vec<(Range<usize>, Kind)>>,
 }
 
@@ -188,13 +188,13 @@ impl SharedRegion {
     /// region afterwards; its memory is freed with the last mapping.
     pub fn unlink(&self) {
         if self.file.is_some() {
-            // The file was unlinked before.
+            // The file may be unlinked already.
             let _ = fs::remove_file(&self.path);
             named().retain(|path| *path != self.path);
         }
     }
 
-    /// Returns 32-bit words from a byte offset on, on which [`futex`] can wait.
+    /// Returns `count` 32-bit words from byte `offset` on. [`futex`] can wait for each word.
     ///
     /// # Panics
     /// When the words are outside the region, misaligned, or claimed as another kind.
@@ -202,7 +202,7 @@ impl SharedRegion {
         self.atomics(offset, count, Kind::Words)
     }
 
-    /// Returns 64-bit words from a byte offset on.
+    /// Returns `count` 64-bit words from byte `offset` on.
     ///
     /// # Panics
     /// As [`words`](Self::words).
@@ -258,7 +258,7 @@ impl Drop for SharedRegion {
 /// Integers in a region, which other processes change too. Clones refer to the same integers.
 #[derive(Debug)]
 pub struct Atomics<T> {
-    /// Keeps the mapping.
+    /// Keeps the mapping alive.
     region: Arc<SharedRegion>,
     first: NonNull<T>,
     count: usize,
@@ -273,9 +273,9 @@ impl<T> Deref for Atomics<T> {
     type Target = [T];
 
     fn deref(&self) -> &[T] {
-        // SAFETY: `claim` checked that the range is aligned and inside the mapping, which `region`
-        // keeps. Any bits are a valid atomic integer, and references to atomics may be shared. No
-        // byte of the range is claimed as another kind in this process.
+        // SAFETY: `atomics` checked the alignment, and `claim` that the range is inside the mapping,
+        // which `region` keeps alive. Any bits are a valid atomic integer, and references to atomics may
+        // be shared. No byte of the range is claimed as another kind through this mapping.
         unsafe { slice::from_raw_parts(self.first.as_ptr(), self.count) }
     }
 }
@@ -286,14 +286,14 @@ impl<T> Clone for Atomics<T> {
     }
 }
 
-/// Paths of this process's regions that are not unlinked yet.
+/// Paths of the regions that this process created and has not unlinked yet.
 static NAMED: Mutex<Vec<PathBuf>> = Mutex::new(Vec::new());
 
 fn named() -> MutexGuard<'static, Vec<PathBuf>> {
     NAMED.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Unlinks all of this process's regions. Called when the process exits without waiting for threads that
+/// Unlinks all regions that this process created. Called when the process exits without waiting for threads that
 /// hold regions.
 pub fn unlink_all() {
     for path in mem::take(&mut *named()) {
@@ -454,7 +454,7 @@ mod tests {
     /// Time-out of waits that a test wakes; the tests fail when it elapses.
     const LONG: Duration = Duration::from_secs(60);
 
-    /// Some file systems cannot create files without a name.
+    /// Returns a folder in `/dev/shm`: not every file system supports `O_TMPFILE`.
     fn folder() -> tempfile::TempDir {
         tempfile::tempdir_in(FOLDER).unwrap()
     }
@@ -513,7 +513,6 @@ mod tests {
                     sweep_in(folder.path());
                 }
             });
-            // Each name is used once.
             for round in 0.. {
                 if sweeper.is_finished() {
                     break;

@@ -1,4 +1,4 @@
-//! Merges adjacent symbols of a word in the order of their priority. Both byte-pair encodings use this.
+//! Merges adjacent symbols of a word in order of priority, for `byte_pair` and `sentence_piece`.
 
 use std::{cmp::Reverse, collections::BinaryHeap};
 
@@ -9,9 +9,9 @@ const NONE: u32 = u32::MAX;
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Symbol {
     pub id: u32,
-    /// Offset in the word.
+    /// Offset in the word, in the caller's unit: bytes or initial symbols.
     pub start: u32,
-    /// Length; 0 after the symbol was merged into another.
+    /// Length in the same unit; 0 after the symbol was merged into its left neighbour.
     pub len: u32,
     previous: u32,
     next: u32,
@@ -28,7 +28,7 @@ struct Candidate {
     id: u32,
 }
 
-/// Symbols of one word, and the possible merges. The memory is reused for further words.
+/// Symbols of one word, and the possible merges. Further words can reuse the memory.
 #[derive(Debug, Default)]
 pub(crate) struct Merging {
     symbols: Vec<Symbol>,

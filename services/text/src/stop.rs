@@ -70,8 +70,8 @@ impl StopStrings {
         self.advance(text, true)
     }
 
-    /// Processes text in which a stop string may begin but must not end, because its tokens are
-    /// required by `min_tokens`.
+    /// Processes text in which a stop string may begin. A stop string that ends in this text is
+    /// ordinary text, for example within `min_tokens`.
     pub fn push_unstoppable(&mut self, text: &str) -> String {
         self.advance(text, false).emit
     }
@@ -129,8 +129,8 @@ impl StopStrings {
         StopProgress { emit, stopped: Some(index) }
     }
 
-    /// Returns the length of the longest suffix that is a proper prefix of a pattern. Patterns begin
-    /// with a character's first byte, so the suffix does too.
+    /// Returns the length of the text's longest suffix that is a proper prefix of a pattern. Patterns
+    /// begin with a character's first byte, so the suffix does too.
     fn longest_partial(&self) -> usize {
         self.patterns.iter().map(|pattern| pattern.matched).max().unwrap_or(0)
     }
@@ -240,8 +240,7 @@ mod tests {
 
     #[test]
     fn characters_of_several_bytes_are_never_cut() {
-        // The two strings differ in their last byte only: the partial match ends inside a
-        // character.
+        // è and é differ in their last byte only: the partial match ends inside a character.
         assert_eq!(run(&["é"], false, &["aè", "é"]), ("aè".into(), Some(0)));
         assert_eq!(run(&["👍🏽"], false, &["👍", "👍", "🏽!"]), ("👍".into(), Some(0)));
         assert_eq!(run(&["\u{0301}x"], false, &["e\u{0301}", "y"]), ("e\u{0301}y".into(), None));

@@ -1,12 +1,12 @@
-//! Attention over bf16 KV with `vdpbf16ps`: queries, keys, weights and values are multiplied in pairs of
-//! bf16 and accumulated in f32.
+//! Attention over bf16 KV with `vdpbf16ps`: queries, keys, softmax weights and values are multiplied in
+//! pairs of bf16 and accumulated in f32.
 //!
 //! Keys are processed in *spans* of 64 tokens counted from position 0, with one running maximum and sum per
 //! query. Four spans are a *segment*. Each segment starts with empty accumulators, and the segments of a
 //! query are merged in order at the end. Span and segment boundaries depend on the position only, so the
 //! result does not depend on prefill chunks, and the threads can share a long context by segments.
 //!
-//! Queries and weights are rounded to bf16, so the result differs from the reference by rounding.
+//! Queries and softmax weights are rounded to bf16, so the result differs from the reference by rounding.
 
 mod kernel;
 mod tile;
@@ -30,10 +30,10 @@ use crate::{
 /// Maximum queries of a tile. Transposing a span's keys costs as much as about ten queries; twice as many
 /// queries would push their accumulators out of the L1 cache.
 const TILE_QUERIES_MAX: usize = 96;
-/// Target of tasks per thread, so that no thread waits long for the last task.
+/// Target number of tasks per thread, so that no thread waits long for the last task.
 const TASKS_PER_THREAD: usize = 4;
 
-/// Reused memory.
+/// Memory that all calls reuse: one tile per thread, and partial results.
 pub(super) struct Scratch {
     tiles: Vec<Mutex<Tile>>,
     /// Partial results per segment, for tiles that are split by segments.
@@ -61,7 +61,7 @@ impl Work<'_> {
     }
 }
 
-/// Returns whether these kernels support the head width.
+/// Returns whether these kernels support the head dimension.
 pub(super) fn fits(shape: HeadShape) -> bool {
     shape.head_dim.is_multiple_of(16)
 }
@@ -101,8 +101,8 @@ pub(super) unsafe fn attention(
     if is_small || works.len() >= 2 * threads {
         share(works.len(), &|thread, number| {
             let (work, mut tile) = (&works[number], memory(thread));
-            // SAFETY: the caller promises features and width; rows and heads belong to this
-            // task alone.
+            // SAFETY: the caller promises the features and `fits`; rows and heads belong to
+            // this task alone.
             unsafe {
                 pass.begin(work, &mut tile);
                 let segments = work.segments();
@@ -161,7 +161,7 @@ impl Pass<'_> {
         self.shape.query_heads / self.shape.kv_heads
     }
 
-    /// Loads the queries and clears the last tile's accumulators.
+    /// Loads the queries and clears the previous tile's result.
     fn begin(&self, work: &Work<'_>, tile: &mut Tile) {
         let (group, dim) = (self.group(), self.shape.head_dim);
         tile.begin(work.tile.row_count, group, dim, self.scale);
