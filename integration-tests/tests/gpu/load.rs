@@ -50,7 +50,7 @@ impl RowSource for Numbered {
     }
 }
 
-/// Loads 8 rows, and enough rows to pass through all staging buffers several times.
+/// Loads 8 rows, and enough rows that uploads reuse their pinned buffers.
 pub fn weight_rows_of_any_matrix_size_load_correctly() {
     let gpu = gpu();
     for dtype in DTYPES {
@@ -92,7 +92,7 @@ pub fn kv_cache_uses_only_the_free_memory() {
     let options = CudaOptions::new(WeightFormat::Bf16);
     let backend = CudaBackend::new(&gpu.context, gpu.library.clone(), options).unwrap();
     let model = CudaModel::load(&checkpoint, backend, &limits(2), &mut |_| ()).unwrap();
-    // The share allows 4 GiB beyond the memory in use; the model, the batch and the reserve take little of it.
+    // The share allows at least 4 GiB beyond the loaded model; the batch and the reserve take little of it.
     let total = gpu.context.device().memory_bytes;
     let taken = gpu.context.taken_bytes();
     let percent = (100 * (taken + (4 << 30))).div_ceil(total) as u32;
@@ -180,6 +180,7 @@ pub fn invalid_gemm_algorithm_is_not_used() {
         *line = format!("{}{}", words[..7].join(" "), " ffffffffffffffff".repeat(8));
     }
     let body = lines.join("\n") + "\n";
+    // FNV-1a, the checksum of a tuning file.
     let sum = body.bytes().fold(0xcbf2_9ce4_8422_2325_u64, |sum, byte| {
         (sum ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
     });

@@ -1,5 +1,5 @@
-//! Hugging Face folders through whole clusters: with real weights, and with dummy weights from the
-//! configuration alone.
+//! Clusters that serve Hugging Face folders: with real weights, and with dummy weights that need no
+//! weight files.
 
 mod folder;
 
@@ -24,7 +24,7 @@ async fn safetensors_in_shards_give_the_reference_tokens() -> Result<()> {
     check_golden(3).await
 }
 
-/// Checks the golden outputs. Prompts of token ids test the weights, text prompts also test
+/// Compares answers with the reference. Prompts of token ids test the weights, text prompts also test
 /// tokenizer.json.
 async fn check_golden(shards: usize) -> Result<()> {
     let folder = tempfile::tempdir()?;
@@ -42,7 +42,7 @@ async fn check_golden(shards: usize) -> Result<()> {
         assert_eq!(answer["usage"]["prompt_tokens"], run.prompt_ids.len(), "{answer}");
         assert_eq!(answer["choices"][0]["text"], run.output_text, "{name}");
     }
-    // Uses the chat template of tokenizer_config.json and the end of sequence of config.json.
+    // Uses the chat template of tokenizer_config.json and the EOS token of config.json.
     let question = "What is the capital of France? Answer in one sentence.";
     let body = json!({"messages": [{"role": "user", "content": question}], "temperature": 0});
     let answer = client.post("/v1/chat/completions", &body).await?.json();
@@ -74,8 +74,7 @@ async fn dummy_weights_need_no_more_than_config_and_tokenizer() -> Result<()> {
         assert_eq!(answer["usage"]["completion_tokens"], 5, "{answer}");
         cluster.stop()?;
     }
-    // All processes have equal dummy weights, so that a decode node can continue a prefill node's
-    // request.
+    // All nodes have equal dummy weights, so a decode node can continue a request of a prefill node.
     assert_eq!(answers[0], answers[1]);
     assert_eq!(answers[0].len(), 20);
     Ok(())

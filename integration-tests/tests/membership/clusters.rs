@@ -1,4 +1,4 @@
-//! Whole clusters that find each other through etcd.
+//! Whole clusters whose router and nodes find each other through etcd.
 
 use std::{
     collections::BTreeMap,
@@ -40,7 +40,7 @@ struct Load {
     clients: JoinSet<Result<()>>,
     stop: Arc<AtomicBool>,
     complete: Arc<AtomicUsize>,
-    /// Number of answers by prefill node and by decode node.
+    /// Number of answers per node. An answer counts for its prefill node and for its decode node.
     by_node: Arc<Mutex<BTreeMap<String, usize>>>,
 }
 
@@ -49,8 +49,7 @@ impl Load {
         Self::of(http, short_runs())
     }
 
-    /// Starts the clients. Salts keep every prompt out of the prefix caches, so that no cache draws a request to a
-    /// node.
+    /// Starts the clients. Each request has its own cache salt, so that no prefix cache affects the choice of nodes.
     fn of(http: String, runs: Vec<GoldenRun>) -> Self {
         let (stop, complete) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicUsize::new(0)));
         let by_node = Arc::new(Mutex::new(BTreeMap::new()));
@@ -143,7 +142,7 @@ pub async fn nodes_join_and_leave_a_serving_cluster_and_nothing_is_restarted() -
     cluster.add_decode()?;
     cluster.wait_nodes(1, 2).await?;
     load.wait_more(CLIENTS).await?;
-    // The first node drains: it leaves etcd at once and finishes its requests. The second one serves on.
+    // decode-0 drains: it leaves etcd at once and finishes its requests. decode-1 continues to serve.
     cluster.decode[0].terminate_signal();
     let gone = |keys: &[(String, i64)]| !keys.iter().any(|(key, _)| key.contains("/decode-0/"));
     etcd.wait_leases(PREFIX, gone).await?;

@@ -17,7 +17,7 @@ fn part(folder: &Path, number: usize) -> PathBuf {
 }
 
 /// Writes the tiny model in three parts. The first part has no tensors, as splitting tools can produce.
-/// `change` may alter each part's split keys: part number, part count and tensor count.
+/// `change` may alter each part's split keys: part index, part count and tensor count.
 fn write(folder: &Path, change: impl Fn(usize, &mut [Option<u32>; 3])) -> Checkpoint {
     let dummy = common::tiny_llama3();
     let tensors = common::gguf_tensors(&dummy, Element::F32);
@@ -30,7 +30,7 @@ fn write(folder: &Path, change: impl Fn(usize, &mut [Option<u32>; 3])) -> Checkp
         let mut entries =
             vec![("split.no", number), ("split.count", count), ("split.tensors.count", all)];
         if index > 0 {
-            // Only the first part has the model's configuration.
+            // Later parts need not have the model's configuration.
             entries.push(("general.architecture", None));
         }
         let bytes = common::gguf_with(dummy.config(), tensors, &entries);
@@ -57,7 +57,7 @@ fn all_parts_form_the_whole_model() {
     fs::write(&whole, common::gguf(dummy.config(), &tensors)).unwrap();
     let whole = open(&whole).unwrap();
     assert_eq!(split.config(), whole.config());
-    // The split into files is not part of the model.
+    // The split into files does not affect the fingerprint.
     assert_eq!(split.model_fingerprint(), whole.model_fingerprint());
     for weight in model::Weight::all(whole.config()) {
         assert_eq!(common::elements(&split, weight), common::elements(&whole, weight));

@@ -1,7 +1,8 @@
-//! Groups of real rank processes with the `sim` executor. A group gives the tokens of one executor in this process. A
-//! group fails with a typed error when a rank dies, hangs, diverges or cannot start. Ranks end with their node.
+//! Groups of real rank processes with the `sim` executor. A group generates the same tokens as one executor in this
+//! process. A group fails with a typed error when a rank dies, hangs, diverges or cannot start. Ranks end with their
+//! node.
 //!
-//! A rank process is this program again, running a helper that reads its rank spec from a variable.
+//! A rank process is this program again, running a helper that reads its rank spec from an environment variable.
 
 use std::{
     env, fs,
@@ -27,9 +28,9 @@ use ranks::{GroupError, GroupSettings, RankGroup, RankSpec, run_rank};
 
 const RANK_HELPER: &str = "rank";
 const NODE_HELPER: &str = "node";
-/// Names the rank spec of a rank helper.
+/// Environment variable: a rank helper's rank spec.
 const RANK_SPEC: &str = "BATON_TEST_RANK_SPEC";
-/// Names the file to which a node helper writes the process ids of its ranks.
+/// Environment variable: the file to which a node helper writes the process ids of its ranks.
 const PROCESS_IDS: &str = "BATON_TEST_PROCESS_IDS";
 const WITHIN: Duration = Duration::from_secs(60);
 const LIMITS: ExecutorLimits = ExecutorLimits {
@@ -48,7 +49,7 @@ const LIMITS: ExecutorLimits = ExecutorLimits {
     }),
 };
 
-/// Fault that one rank injects; all ranks are told.
+/// Fault that one rank injects. All ranks receive it in the start message.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Fault {
     None,

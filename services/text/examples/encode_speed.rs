@@ -41,7 +41,7 @@ fn report(what: &str, bytes: usize, tokens: usize, start: Instant) {
     println!("{what}: {bytes} bytes, {tokens} tokens, {milliseconds:.1} ms, {rate:.0} tokens/s");
 }
 
-/// Returns the anonymous and file pages of this process in kB; 0 where /proc does not exist.
+/// Returns the resident set size of this process in KiB; 0 where /proc does not exist.
 fn resident_kb() -> u64 {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"));

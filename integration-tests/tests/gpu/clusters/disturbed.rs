@@ -1,4 +1,5 @@
-//! Clusters under load whose processes are killed or drained: what the clients see, and that the cluster recovers.
+//! Clusters under load whose processes are killed or drained. Clients receive correct tokens, and the cluster
+//! recovers.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -42,7 +43,7 @@ struct LoadStats {
 }
 
 impl LoadStats {
-    /// Asserts that requests failed only because no node was available.
+    /// Asserts that requests failed only because nodes were lost or busy.
     fn assert_failed_only_without_nodes(&self) {
         let codes = ["no_decode_node", "attempts_spent", "overloaded"];
         let others: Vec<_> = self.failed.keys().filter(|code| !codes.contains(&&***code)).collect();
@@ -151,7 +152,7 @@ impl Supervised {
         Ok(cluster)
     }
 
-    /// Records all running processes.
+    /// Records the running children of `baton up` and their children.
     fn record_processes(&mut self) {
         for child in self.up.children().into_iter().filter_map(Process::running) {
             self.seen.insert(child);
@@ -210,7 +211,7 @@ impl Supervised {
         assert_eq!(self.up.wait()?, Some(0));
         let seen: Vec<Process> = self.seen.into_iter().collect();
         wait_gone(&seen)?;
-        // The owner's process id may belong to another process by now.
+        // A new process may have the same id, and its regions may stay.
         let is_of_these =
             |id: u32| seen.iter().any(|seen| seen.id == id) && Process::running(id).is_none();
         let left: Vec<String> = fs::read_dir("/dev/shm")?
@@ -223,8 +224,7 @@ impl Supervised {
     }
 }
 
-/// Runs `disturb` on a cluster under load. On failure the error shows the last lines of the
-/// cluster.
+/// Runs `disturb` on a cluster under load. An error shows the last lines of `baton up`'s output.
 async fn under_load(
     fixture: Arc<Fixture>,
     (nodes, tp): ((usize, usize), usize),

@@ -9,7 +9,8 @@ use crate::{
     process::{ChildNode, start_large},
 };
 
-/// A lease on a busy machine, well below the deadline of the transfers.
+/// Maximum time until a transfer to a stopped peer fails: a lease of 2 s, and slack for a busy machine. Less than the
+/// deadline of the transfers.
 const BACK: Duration = Duration::from_secs(7);
 
 /// Starts a transfer of 64 MiB to the child and writes the first blocks.
@@ -22,8 +23,8 @@ fn begin(prefill: &Node, child: &mut ChildNode) -> TransferId {
     transfer
 }
 
-/// Runs small transfers between the two until the stuck one fails. Returns the time of the failure
-/// and the number of completed transfers.
+/// Runs transfers of 4 blocks from `prefill` to `decode` until the transfer `stuck` fails. Returns the
+/// time of the failure and the number of completed transfers.
 pub fn until_failed(prefill: &Node, decode: &Node, stuck: TransferId) -> (Instant, usize) {
     let (mut failed_at, mut count) = (None, 0);
     let next = |failed_at: &mut Option<Instant>| loop {
@@ -60,7 +61,7 @@ pub fn stopped_peer_delays_no_other_pair_and_times_out_after_a_lease() {
     prefill.written(transfer, 4, &blocks(4..256));
     let (failed_at, count) = until_failed(&prefill, &decode, transfer);
     println!("{count} transfers of 4 blocks of 256 KiB beside a stopped peer");
-    // A pair that waits for the stuck one completes none in this time.
+    // A pair that waits for the stuck pair completes no transfer in this time.
     assert!(count >= 3, "{count}");
     let elapsed = failed_at - stopped;
     assert!(elapsed < BACK, "{elapsed:?}");
@@ -68,7 +69,7 @@ pub fn stopped_peer_delays_no_other_pair_and_times_out_after_a_lease() {
     // The child recovers after it continues.
     child.signal("-CONT");
     assert_eq!(child.line(), format!("failed {transfer}"));
-    // Until the child has detected the lost pair, an attempt may fail at once; a later one
+    // Until the child has detected that the pair failed, an attempt may fail at once. A later attempt
     // succeeds.
     let arrived = (0..5).any(|_| {
         let again = TransferId(fresh());
