@@ -196,7 +196,7 @@ impl AddAssign for SchemaParts {
     }
 }
 
-/// Returns whether llguidance intersects objects here, and with them `multipleOf` values of both.
+/// Returns whether llguidance intersects subschemas here, and with them their `multipleOf` values.
 fn merges(schema: &Map<String, Value>) -> bool {
     let has = |keyword: &&str| schema.contains_key(*keyword);
     let combined = ["anyOf", "oneOf", "$ref"].iter().filter(|keyword| has(keyword)).count();
@@ -237,7 +237,7 @@ impl Multiple {
         is_bounded.then_some(Self { coefficient: coefficient as u64, places })
     }
 
-    /// Returns whether the least common multiple is up to [`MULTIPLE_OF_MAX`]: llguidance multiplies two of its
+    /// Returns whether the least common multiple is at most [`MULTIPLE_OF_MAX`]: llguidance multiplies two of its
     /// divisors in 32 bits.
     fn have_small_common_multiple(all: &[Self]) -> bool {
         let places = all.iter().map(|multiple| multiple.places).max().unwrap_or(0);

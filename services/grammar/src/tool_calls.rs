@@ -17,7 +17,7 @@ use crate::{
 /// Any JSON object.
 const ANY_ARGUMENTS: &str = r#"{"type":"object"}"#;
 
-/// Tool calls, and what the output may be instead.
+/// Tool calls, and the output that is allowed instead.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct ToolCalls {
     pub syntax: CallSyntax,
@@ -56,14 +56,14 @@ pub struct CallableTool {
 pub enum Alternative {
     /// Nothing: the output must call a tool.
     Nothing,
-    /// Any text, optionally followed by calls.
+    /// Text, and calls where [`FreeText`] allows them.
     Text(FreeText),
     /// Output that matches another grammar.
     Answer {
         /// A schema or an expression, not [`ToolCalls`].
         grammar: Box<Grammar>,
-        /// The literal that starts a call in text; may be empty. Output of a regular expression must not contain a mark
-        /// that is not empty. JSON output may contain the mark.
+        /// The literal that starts a call in text. Output of a regular expression must not contain it, unless it is
+        /// empty. JSON output may contain it.
         mark: String,
     },
 }
@@ -71,11 +71,10 @@ pub enum Alternative {
 /// Text outside calls.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct FreeText {
-    /// The literal before a call. If [`CallSyntax::before_name`] starts with it, text may stand between
-    /// calls. Otherwise calls may also be the whole output.
+    /// The literal after which a call starts. If [`CallSyntax::before_name`] starts with it, text may stand
+    /// between calls. Otherwise the mark precedes only the first call, and output of calls alone needs no mark.
     pub mark: String,
-    /// Text must not start with a match of this expression: it is the start of calls that are the whole
-    /// output.
+    /// Text must not start with a match of this expression: the start of output of calls alone.
     pub never_begins: Option<String>,
 }
 
@@ -135,7 +134,7 @@ impl ToolCalls {
         self.tools.iter().map(tool_bytes).sum::<usize>() + answer_bytes
     }
 
-    /// Returns the index and the arguments grammar of each tool, to find the tool of an error.
+    /// Returns the index and the arguments grammar of each tool that has a schema.
     pub(crate) fn arguments_alone(&self) -> impl Iterator<Item = (usize, Grammar)> {
         let schemas = self.tools.iter().enumerate();
         schemas
@@ -175,8 +174,8 @@ impl ToolCalls {
         Ok(())
     }
 
-    /// Returns the grammar in llguidance's dialect of Lark. Text of the client is quoted or in a grammar of
-    /// its own.
+    /// Returns the grammar in llguidance's dialect of Lark. Tool names are quoted and schemas are separate
+    /// grammars, so a client cannot add rules.
     fn lark(&self) -> Result<String, GrammarError> {
         let CallSyntax { before_name, before_arguments, after_arguments, between } = &self.syntax;
         let calls = match self.several {
@@ -187,7 +186,7 @@ impl ToolCalls {
         let function_call = format!("function_call: function {}", quoted(after_arguments));
         let functions: Vec<String> = (self.tools.iter().enumerate())
             .map(|(index, tool)| {
-                // The closing quote is in the same lexeme, so no name is a prefix of another.
+                // The closing quote is in the same lexeme, so no lexeme is a prefix of another.
                 let name = serde_json::Value::from(tool.name.as_str()).to_string();
                 format!("{} @arguments_{index}", quoted(&format!("{name}{before_arguments}")))
             })
@@ -237,8 +236,8 @@ impl ToolCalls {
     }
 }
 
-/// Returns the Lark grammar of text that matches the expression and does not contain the mark: no schema
-/// would constrain a call in such text.
+/// Returns the Lark grammar of text that matches the expression and does not contain the mark: the mark would
+/// start a call that no schema constrains.
 fn without_mark(expression: &str, mark: &str) -> String {
     let expression = regex_to_lark(expression, "");
     if mark.is_empty() {
