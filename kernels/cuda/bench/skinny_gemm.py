@@ -51,7 +51,7 @@ def correctness(results):
             print("WRONG", what, err)
             raise SystemExit(1)
 
-    # Above 16 rows: depths of multiples of 64, weights of multiples of 16.
+    # Above 16 rows, the depth must be a multiple of 64, and the number of weight rows a multiple of 16.
     few = ((96, 576), (1000, 1032)), ((96, 576), (1008, 1024))
     many = ((48, 32), (96, 576), (1024, 2048), (4096, 896), (2560, 4096), (1000, 14336), (3072, 544), (640, 1032), (48, 8), (6144, 4096)), \
            ((48, 64), (96, 576), (1024, 2048), (4096, 896), (2560, 4096), (1008, 14336), (3072, 512), (16, 192), (28672, 512))
@@ -65,7 +65,7 @@ def correctness(results):
             normed = xf * torch.rsqrt(xf.pow(2).mean(-1, keepdim=True) + 1e-5) * g
             weighed = (xf * g).bfloat16()
             squares = (xf.pow(2).sum(-1, keepdim=True) * torch.softmax(torch.randn(rows, 37, device="cuda"), -1)).contiguous()
-            # Above 64 rows there are tiles for SILU, RESIDUAL and QKV alone.
+            # Above 64 rows, only SILU, RESIDUAL and QKV have tiles.
             plain, gated, added = (tiles_of(rows, n_out, depth, epilogue) for epilogue in (PLAIN, SILU, RESIDUAL))
             for tile in sorted({*gated, *added}):
                 for pdl in (0, 1):
@@ -156,7 +156,7 @@ def speed(results, best, only=None):
             graphs = {"cublas": capture(peer)}
             for tile, pdl in ((0, 0), (0, 1), *((t, 1) for t in tiles_of(rows, n, depth))) if rows <= 64 else ():
                 graphs[f"own {tile}" + (" pdl" if pdl else "")] = capture(lambda: [own(w[i], x, PLAIN, out, tile, pdl) for i in range(copies)])
-            # The epilogues of a step, at row counts of wide tiles.
+            # The epilogues of gate_up and lm_head in a step, at row counts of the wide GEMM (above 16).
             if rows >= 32 and name.endswith(("gate_up", "lm_head")):
                 is_gated = name.endswith("gate_up")
                 label, epilogue = ("silu", SILU) if is_gated else ("f32", F32)

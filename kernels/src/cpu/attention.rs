@@ -2,15 +2,15 @@
 //!
 //! Keys are processed block by block, 16 tokens at a time counted from position 0, with one running maximum
 //! and sum per query ("online softmax"). Block boundaries depend on the position only, so prefill of a
-//! whole prompt, in chunks or token by token gives the same bits. `pairs` processes bf16 KV 64 tokens at a
-//! time, for processors that multiply pairs of bf16; the following paragraphs describe the other kernels.
+//! whole prompt, in chunks or token by token gives the same bits. At level `Avx512Bf16`, `pairs` processes bf16
+//! KV 64 tokens at a time; the following paragraphs describe the other kernels.
 //!
 //! A *tile* is some consecutive rows of one sequence with the query heads of one KV head. It loads each
 //! block once and transposes its keys (`[dim][token]`), so that the 16 scores of a query are one vector.
 //! All queries of the tile use the transposed keys.
 //!
 //! With a sliding window, blocks that no row of a tile sees are skipped, and within a block the tokens
-//! before the window are masked like those after the row. Blocks that the window has left stay in the sequence's
+//! before the window are masked like the tokens after the row. Blocks that the window has left stay in the sequence's
 //! table: this module frees no blocks.
 
 #[cfg(target_arch = "x86_64")]
@@ -87,8 +87,8 @@ impl RowTile<'_> {
     }
 }
 
-/// Splits rows into tiles. Late rows see most keys and begin first, so that no long task is left for the
-/// end.
+/// Splits rows into tiles. Late rows of a sequence see most keys and begin first, so that no long task is left
+/// for the end.
 fn row_tiles(step: &CpuStep, tile_rows: usize) -> Vec<RowTile<'_>> {
     step.sequences
         .iter()
@@ -172,8 +172,8 @@ fn tiles<T: Kv>(
     let Pass { layer, shape, scale, window, qkv, step } = pass;
     let group = shape.query_heads / shape.kv_heads;
     let tiles = row_tiles(step, (TILE_ELEMENTS / (group * shape.head_dim)).max(1));
-    // With fewer pairs of tile and KV head than threads, the query heads of one KV head are split over
-    // threads too.
+    // If there are fewer pairs of row tile and KV head than threads, the query heads of a KV head are split
+    // too.
     let head_count = match tiles.len() * shape.kv_heads < pool.threads() {
         true => 1,
         false => group,
@@ -429,8 +429,7 @@ mod tests {
 
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(24))]
-        /// Compares whole, chunked and token-by-token prefill, alone and in a batch:
-        /// the bits are equal.
+        /// Chunked prefill in a batch gives the same bits as prefill of the whole prompt alone.
         #[test]
         fn result_does_not_depend_on_chunks_and_neighbours(
             cuts in prop::collection::vec(prop_oneof![4 => 1_u32..40, 1 => 1_u32..300], 1..8),

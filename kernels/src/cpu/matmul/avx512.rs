@@ -1,10 +1,13 @@
 //! GEMM tiles for AVX-512: up to 24 vectors of accumulators in registers.
 //!
-//! There are two kernels for bf16 weights. *Widened* in registers (a shift and a mask give the even and the
-//! odd input), weights are multiplied in f32, which is exact. `vdpbf16ps` takes a pair at once, but flushes
-//! denormals, and Intel's cores issue it only every other cycle: 16 multiply-adds per cycle against 32 of
-//! the two FMA units (60 and 120 G multiply-adds/s, measured on one core of a Xeon with AMX). So it is used
-//! on processors whose `vdpbf16ps` has the throughput of an FMA.
+//! There are three kernels for bf16 weights:
+//! - `widened_tile` widens weights in registers (a shift and a mask give the even and the odd input) and
+//!   multiplies in f32, which is exact.
+//! - `pairs_tile` multiplies a pair at once with `vdpbf16ps`, which flushes denormals. It is used on processors
+//!   whose `vdpbf16ps` has the throughput of an FMA. Intel's cores issue `vdpbf16ps` only every other cycle: 16
+//!   multiply-adds per cycle against 32 of the two FMA units (60 and 120 G multiply-adds/s, measured on one core
+//!   of a Xeon with AMX).
+//! - `stepped_tile` computes a single row at level `Amx`, in the order of AMX tiles.
 
 use std::arch::x86_64::{
     __m512, __m512i, _MM_HINT_T0, _mm_prefetch, _mm512_add_ps, _mm512_and_si512,
@@ -25,7 +28,7 @@ pub(super) const BLOCK_ROWS_MAX: usize = 12;
 /// Prefetch distance of weights in bytes, for the few rows at which GEMMs are memory-bound.
 const PREFETCH_BYTES: usize = 2048;
 
-/// Returns the panels of one tile for blocks of `rows` rows.
+/// Returns the maximum number of panels of a tile for blocks of `rows` rows.
 pub(super) fn panels_for(rows: usize, fetch_ahead: bool) -> usize {
     match rows {
         _ if !fetch_ahead => 1,
@@ -296,7 +299,7 @@ fn prefetch_few<const M: usize>(tile: &Tile<'_>, group: *const u8) {
     }
 }
 
-/// Prefetches two cache lines of weights `DISTANCE` bytes ahead; the address may be outside.
+/// Prefetches two cache lines of weights `DISTANCE` bytes ahead; the address may be outside the weights.
 #[inline]
 #[target_feature(enable = "avx512f")]
 pub(super) fn prefetch<const DISTANCE: usize>(group: *const u8) {
