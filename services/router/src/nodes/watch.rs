@@ -1,5 +1,5 @@
 //! The task that keeps the directory up to date: it follows the membership, holds one `Observe` stream to
-//! each member, and handles the directory's deadlines.
+//! each member, and handles the directory's deadlines. It also starts the rounds of connection setup.
 
 use std::{
     collections::HashMap,
@@ -21,7 +21,7 @@ use super::{
     connection_setup::{self, FirstRound, Rounds, SETTLES_IN, WAIT_MAX},
 };
 
-/// A model that nodes must serve to be used.
+/// A model that this router serves. Nodes of other models are not used.
 #[derive(Clone, Debug)]
 pub struct Served {
     /// The name of the model.
@@ -170,7 +170,7 @@ impl Watch {
         }
     }
 
-    /// Starts a round of Meet calls to all nodes.
+    /// Starts a round of Meet calls to the nodes that are up.
     fn set_up_connections(&mut self) {
         let deadline = self.rounds.on_start(Instant::now());
         let directory = self.nodes.directory();
@@ -204,7 +204,7 @@ impl Watch {
     }
 }
 
-/// Feeds one `Observe` stream into the task until it ends.
+/// Feeds one `Observe` stream into the task until the stream ends.
 async fn observe(nodes: Nodes, stream: StreamId, address: NodeAddress, served: Arc<[Served]>) {
     let reason = match follow(&nodes, stream, &address, &served).await {
         Ok(()) => "the stream ended".to_owned(),
@@ -244,8 +244,8 @@ async fn follow(
 }
 
 impl Served {
-    /// Rejects a node of another model, or with fewer token ids than the tokenizer. A larger vocabulary is
-    /// padded.
+    /// Rejects a node of another model, or with fewer token ids than the tokenizer. More token ids are
+    /// padding.
     fn check(all: &[Self], event: &ObserveEvent) -> Result<(), String> {
         let Some(Event::Snapshot(snapshot)) = &event.event else { return Ok(()) };
         let Some(record) = &snapshot.record else { return Ok(()) };
@@ -287,7 +287,7 @@ mod tests {
         tests::{SELECTION, metrics},
     };
 
-    /// Returns a watch that the test drives, and the idle watch of the nodes.
+    /// Returns a watch that the test drives, and the nodes' own watch, which is idle.
     fn watch() -> (Watch, OwnedTask) {
         let members = cluster::Membership::listed(["http://p"; 0], ["http://d"; 0]).unwrap();
         let served = Arc::new([]);
@@ -295,7 +295,7 @@ mod tests {
         (Watch::new(nodes, mpsc::channel(1).1, served), task)
     }
 
-    /// Returns the Observe stream of the new member.
+    /// Adds a member and returns its Observe stream.
     fn joins(watch: &mut Watch, role: Role, grpc: &str) -> StreamId {
         let address = NodeAddress { role, grpc: grpc.to_owned() };
         let mut actions = Vec::new();
@@ -381,7 +381,7 @@ mod tests {
         first_round.shutdown().await;
         assert!(is_ready(&watch));
 
-        // The router stays ready after a restart and after the loss of all nodes.
+        // The router stays ready after the loss of all nodes and after the restart of a node.
         is_lost(&mut watch, prefill);
         is_lost(&mut watch, decode);
         is_lost(&mut watch, late);
@@ -425,7 +425,7 @@ mod tests {
                 &ObserveEvent { sequence: 0, event: Some(Event::Snapshot(snapshot)) },
             )
         };
-        // With and without padding.
+        // Without and with padding.
         assert_eq!((check("ours", 1000), check("ours", 1024)), (Ok(()), Ok(())));
         assert_eq!(check("small", 10), Ok(()));
         assert!(check("theirs", 1000).unwrap_err().contains("\"theirs\""));
