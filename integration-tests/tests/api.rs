@@ -1,4 +1,5 @@
-//! Promises of the public API with real nodes: prefix-cache routing, isolation of clients, adaptive disaggregation.
+//! The public API with real nodes: prefix-cache routing, isolation of clients, adaptive disaggregation, node discovery
+//! by DNS and the operator's API.
 
 use std::{
     collections::BTreeSet,
@@ -15,12 +16,12 @@ use integration_tests::{
 };
 use serde_json::{Value, json};
 
-/// Returns token ids that share no block with the prompt of another `number`.
+/// Returns `count` token ids. Prompts of different `number`s share no block.
 fn prompt(number: u32, count: u32) -> Vec<u32> {
     (0..count).map(|index| 1000 + number * 3000 + index * 7 % 2900).collect()
 }
 
-/// Nodes of an answer, and the cached tokens of its prompt.
+/// Nodes that served a request, and the cached tokens of its prompt.
 #[derive(Debug)]
 struct Served {
     prefill: String,
@@ -44,7 +45,7 @@ async fn ask(client: &Client, prompt: &[u32], salt: Option<&str>) -> Result<Serv
     })
 }
 
-/// Waits until the router knows this many cached blocks on nodes of the role.
+/// Waits until the router knows at least `count` cached blocks on nodes of the role.
 async fn cached_blocks_are_known(client: &Client, role: &str, count: f64) -> Result<()> {
     let deadline = Instant::now() + DEADLINE;
     let (name, label) = ("baton_nodes_cached_blocks", format!("role=\"{role}\""));
@@ -67,7 +68,7 @@ async fn cached_blocks_are_known(client: &Client, role: &str, count: f64) -> Res
 async fn repeated_prompt_is_routed_to_its_cache_and_others_are_balanced() -> Result<()> {
     let cluster = Cluster::start(ClusterSpec::smollm2().nodes(2, 2)).await?;
     let client = Client::new(cluster.http());
-    // Long enough to outweigh a queue that a load report still shows.
+    // Long enough that the cached prefix outweighs a queue in an outdated load report.
     let long = prompt(0, 1600);
     let first = ask(&client, &long, None).await?;
     assert_eq!(first.cached_tokens, 0);
@@ -80,7 +81,7 @@ async fn repeated_prompt_is_routed_to_its_cache_and_others_are_balanced() -> Res
         assert_eq!((&served.prefill, &served.decode), (&first.prefill, &first.decode));
         assert!(served.cached_tokens >= 1600, "{served:?}");
     }
-    // The requests run concurrently: until a node reports them, the router counts its own.
+    // The requests run concurrently: until a node reports them, the router counts the requests that it sent.
     let others: Vec<Vec<u32>> = (0..4).map(|number| prompt(5 + number, 320)).collect();
     let served = try_join_all(others.iter().map(|prompt| ask(&client, prompt, None))).await?;
     let nodes = |name: fn(&Served) -> &str| served.iter().map(name).collect::<BTreeSet<_>>().len();
@@ -114,7 +115,7 @@ async fn another_salt_or_tenant_has_no_prefix_cache_hit() -> Result<()> {
     cluster.stop()
 }
 
-/// Returns the number of `long` prompts, all sent at once, that the prefill node prefilled, and the metrics.
+/// Returns how many of 8 concurrent prompts the prefill node prefilled, and the router's metrics.
 async fn prefilled_remotely(disaggregate: &str) -> Result<(usize, String)> {
     let spec = ClusterSpec::smollm2().set("BATON_ROUTER_DISAGGREGATE", disaggregate);
     let cluster = Cluster::start(spec).await?;
@@ -141,7 +142,7 @@ async fn queued_prompts_are_prefilled_where_disaggregate_says() -> Result<()> {
     Ok(())
 }
 
-/// Runs `baton node` with these arguments against a router, and returns its output.
+/// Runs `baton node` with these arguments against a router. Returns whether it succeeded, and its output.
 async fn baton_node(admin: &str, args: &[&str]) -> Result<(bool, String)> {
     let mut command = Command::new(bin_dir().join("baton"));
     command.arg("node").args(args).args(["--admin", &format!("http://{admin}")]);
@@ -150,7 +151,7 @@ async fn baton_node(admin: &str, args: &[&str]) -> Result<(bool, String)> {
     Ok((output.status.success(), String::from_utf8(text)?))
 }
 
-/// Waits until the router serves with this many decode nodes.
+/// Waits until the router reports this many usable decode nodes.
 async fn decode_nodes(client: &Client, count: u64) -> Result<()> {
     let deadline = Instant::now() + DEADLINE;
     loop {
@@ -175,7 +176,7 @@ async fn router_finds_nodes_by_dns_and_forwards_calls_of_the_operator() -> Resul
         ("BATON_ROUTER_ADMIN", "127.0.0.1:0".to_owned()),
         ("BATON_ROUTER_DRAIN_DELAY", "0s".to_owned()),
         ("BATON_CLUSTER_DECODE", format!("dns:localhost:{port}")),
-        // The node has another role, and no host has this name.
+        // The first entry is the decode node. The second entry's host does not exist.
         ("BATON_CLUSTER_PREFILL", format!("dns:127.0.0.1:{port},dns:no-such-host.invalid:1")),
     ];
     let settings = settings.map(|(name, value)| (name.to_owned(), value)).into();
