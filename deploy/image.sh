@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Packs an image as an OCI archive, with buildah, podman or docker. Nothing runs inside the image, so no daemon is needed
-# with buildah and podman. Equal inputs give an equal digest: all times are the commit's.
+# Packs an image as an OCI archive, with buildah, podman or docker. Packing runs no program of the image. Equal inputs give
+# an equal digest: all times are the commit's.
 #
 #   deploy/image.sh cpu     the four binaries, their libraries, CA certificates, licenses
 #   deploy/image.sh gpu     also Baton's kernels, cuBLASLt and NCCL
-#   deploy/image.sh etcd    etcd, for the chart's bundled membership
+#   deploy/image.sh etcd    etcd, for the Helm chart's etcd.bundled
 #
 #   BATON_BIN     folder of the binaries, default target/release
 #   BATON_IMAGE   name of the image, default baton:VERSION, baton:VERSION-gpu or baton-etcd:VERSION
@@ -56,7 +56,7 @@ if [[ $kind == gpu ]]; then
         [[ ! -e $license ]] || install -D -m 644 "$license" "$docs/$(basename "${license%%.dist-info*}")/License.txt"
     done
 fi
-# The libraries that the files link, at the paths where the loader of this machine looks for them. A static program
+# The libraries that the packed files link, at the paths where the loader of this machine looks for them. A static program
 # links none.
 linked=$(ldd "${programs[@]}" "${libraries[@]}" 2>/dev/null | grep -oE '(=> )?/[^ :]+ \(' | tr -d '=>( ' | sort -u || true)
 for library in $linked; do

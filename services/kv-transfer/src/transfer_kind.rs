@@ -1,4 +1,4 @@
-//! The transports that a node can use, and how two nodes agree on one.
+//! The transports of KV, and how a node offers its transports to a peer.
 //!
 //! Each node lists its transports in `HELLO`, best first. A transport that works only within one
 //! host is listed as `name@host`. Nodes on different hosts, and nodes that cannot tell their host,
@@ -79,8 +79,8 @@ pub fn offers(choice: TransportChoice, can: &[TransferKind], host: Option<&str>)
     host.into_iter().flat_map(local).chain([TransferKind::Tcp.offer("")]).collect()
 }
 
-/// Returns an id of the running kernel, equal in all containers of one host; `None` if the system
-/// has no boot id.
+/// Returns an id of this boot of the host, equal in all its containers; `None` if the system has no
+/// boot id.
 pub fn host_id() -> Option<String> {
     let boot_id = fs::read_to_string("/proc/sys/kernel/random/boot_id").ok()?;
     Some(format!("{:016x}", xxh3_64(boot_id.trim().as_bytes())))

@@ -205,7 +205,7 @@ fn status_of(error: &ApiError) -> Option<u16> {
 }
 
 /// Returns whether an error is transient: a broken connection, an overloaded server, or a local I/O error other
-/// than a full or read-only disk.
+/// than a full disk, a read-only disk or a missing permission.
 fn is_transient(error: &ApiError) -> bool {
     use std::io::ErrorKind;
     if let Some(status) = status_of(error) {

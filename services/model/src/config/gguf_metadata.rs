@@ -46,7 +46,7 @@ pub(crate) fn from_gguf(
     const TOKENS: &str = "tokenizer.ggml.tokens";
     let token_count = metadata.get::<&[String]>(TOKENS)?.map(<[String]>::len);
     let vocab_size = match (metadata.of_model("vocab_size")?, token_count) {
-        // Otherwise the file's tokenizer would have ids without a row in the embedding.
+        // The file's tokenizer would have ids without a row in the embedding.
         (Some(size), Some(tokens)) if tokens > size => {
             return Err(ModelError::ConfigValue {
                 path: path.into(),
@@ -128,8 +128,7 @@ fn rope_scaling(
     }
 }
 
-/// Metadata with errors that name the file. Callers omit the architecture's name at the beginning of a
-/// model's keys.
+/// Metadata of a file. Errors name the file. Methods with a `key` prefix it with the architecture's name.
 struct Metadata<'a> {
     path: &'a Path,
     header: &'a Header,

@@ -7,15 +7,15 @@ use opentelemetry::{
     metrics::{Counter, UpDownCounter},
 };
 
-/// One or more labels, each with a closed set of values.
+/// Any number of labels, each with a closed set of values.
 pub trait Labels: Copy {
     /// Number of combinations of values.
     const COUNT: usize;
 
-    /// Returns the number of this combination, from 0.
+    /// Returns the index of this combination, below [`Self::COUNT`].
     fn index(self) -> usize;
 
-    /// Returns the attributes of the combination with this number.
+    /// Returns the attributes of the combination with this index.
     fn attributes(index: usize) -> Vec<KeyValue>;
 }
 
@@ -85,7 +85,7 @@ macro_rules! labels {
 #[derive(Clone, Debug)]
 pub(super) struct Series<I, L> {
     instrument: I,
-    /// By the index of the labels.
+    /// Attributes of each series, by [`Labels::index`].
     attributes: Arc<[Vec<KeyValue>]>,
     labels: PhantomData<L>,
 }
@@ -138,7 +138,7 @@ mod tests {
     use super::*;
 
     labels! {
-        /// A label of two values.
+        /// A label with two values.
         pub enum Side("side") {
             Left = "left",
             Right = "right",
