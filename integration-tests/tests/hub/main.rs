@@ -4,9 +4,12 @@ mod server;
 
 use std::{
     collections::BTreeMap,
+    io::ErrorKind,
+    net::TcpListener,
     path::{Path, PathBuf},
     process::{Command, Output},
     sync::Arc,
+    time::Duration,
 };
 
 use anyhow::{Result, ensure};
@@ -15,6 +18,8 @@ use integration_tests::{
     cluster::{Cluster, ClusterSpec, bin_dir, smollm2},
     command,
     golden::golden,
+    processes::signal,
+    up::Up,
 };
 use sha2::{Digest, Sha256};
 
@@ -330,5 +335,34 @@ fn up_reports_a_model_missing_on_the_hub_in_one_line() -> Result<()> {
     assert_eq!(output.status.code(), Some(1), "{said}");
     assert_eq!(said.lines().count(), 1, "{said}");
     assert!(said.contains("404") && said.contains("acme/other"), "{said}");
+    Ok(())
+}
+
+#[test]
+fn sigterm_during_the_download_stops_up() -> Result<()> {
+    let silent = TcpListener::bind("127.0.0.1:0")?;
+    silent.set_nonblocking(true)?;
+    let home = tempfile::tempdir()?;
+    let variables = [
+        ("HF_HUB_CACHE", home.path().display().to_string()),
+        ("HF_HUB_OFFLINE", "0".to_owned()),
+        ("HF_ENDPOINT", format!("http://{}", silent.local_addr()?)),
+        ("NO_PROXY", "127.0.0.1".to_owned()),
+    ];
+    let variables = variables.map(|(name, value)| (name.to_owned(), value)).into();
+    let args = ["--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0", "--model", "hf:acme/tiny"];
+    let mut up = Up::start(&args, &variables)?;
+    // Keep the connection: the download waits for an answer.
+    let _connection = loop {
+        match silent.accept() {
+            Ok(connection) => break connection,
+            Err(error) if error.kind() == ErrorKind::WouldBlock => {}
+            Err(error) => return Err(error.into()),
+        }
+        ensure!(up.child.try_wait()?.is_none(), "{:?}", up.lines.seen());
+        std::thread::sleep(Duration::from_millis(10));
+    };
+    signal(up.child.id(), "TERM");
+    assert_eq!(up.wait()?, Some(0), "{:?}", up.lines.all());
     Ok(())
 }

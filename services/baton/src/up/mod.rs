@@ -25,7 +25,7 @@ use clap::{Args, builder::PossibleValuesParser};
 use config::{Config, Dtype, LoadFormat, LoadInput, ModelPath, Source, hub::Parts};
 use serde_json::Value;
 use tokio::{
-    signal::unix::{SignalKind, signal},
+    signal::unix::{Signal, SignalKind, signal},
     sync::watch,
     task::JoinHandle,
 };
@@ -128,11 +128,12 @@ fn coloured(name: &str) -> String {
 
 pub fn run(args: UpArgs) -> Result<()> {
     let config = configuration(&args)?;
-    // Find the model before the signal handlers are installed, so that Ctrl-C ends a long download.
-    let model = find_model(&args, &config)?;
     // Use a single thread, because the kernel kills a child when the thread that spawned it ends.
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    runtime.block_on(up(args, config, model))
+    let outcome = runtime.block_on(up(args, config));
+    // A drop would wait for a download that a signal interrupted.
+    runtime.shutdown_background();
+    outcome
 }
 
 /// A supervised child.
@@ -256,11 +257,27 @@ fn find_model(args: &UpArgs, config: &Config) -> Result<FoundModel> {
     Ok(FoundModel { path, envs })
 }
 
-async fn up(args: UpArgs, config: Config, model: FoundModel) -> Result<()> {
+async fn up(args: UpArgs, config: Config) -> Result<()> {
+    // Installed before the download: without a handler, the first process of a container ignores signals.
+    let mut signals = [signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?];
+    let find = move || find_model(&args, &config).map(|model| (args, config, model));
+    let found = tokio::select! {
+        found = tokio::task::spawn_blocking(find) => found.context("the search for the model panicked")?,
+        () = stopped(&mut signals) => return Ok(()),
+    };
+    let (args, config, model) = found?;
     let (console, last_lines) = Console::start()?;
-    let outcome = serve_until_signal(args, config, model, console).await;
+    let outcome = serve_until_signal(args, config, model, console, signals).await;
     last_lines.wait();
     outcome
+}
+
+/// Returns at the first SIGTERM or SIGINT.
+async fn stopped([terminate, interrupt]: &mut [Signal; 2]) {
+    tokio::select! {
+        _ = terminate.recv() => {}
+        _ = interrupt.recv() => {}
+    }
 }
 
 async fn serve_until_signal(
@@ -268,15 +285,13 @@ async fn serve_until_signal(
     config: Config,
     model: FoundModel,
     console: Console,
+    mut signals: [Signal; 2],
 ) -> Result<()> {
     let started = Instant::now();
-    let mut interrupt = signal(SignalKind::interrupt())?;
-    let mut terminate = signal(SignalKind::terminate())?;
     let mut cluster = Cluster::default();
     let outcome = tokio::select! {
         outcome = serve(&args, (&config, model), started, &console, &mut cluster) => outcome,
-        _ = interrupt.recv() => Ok(()),
-        _ = terminate.recv() => Ok(()),
+        () = stopped(&mut signals) => Ok(()),
     };
     if cluster.nodes.is_empty() {
         return outcome;
@@ -285,8 +300,9 @@ async fn serve_until_signal(
     tokio::select! {
         () = cluster.stop() => outcome,
         // Returning drops the children, which kills them.
-        _ = interrupt.recv() => Err(anyhow!("stopped at once; in-flight requests were cancelled")),
-        _ = terminate.recv() => Err(anyhow!("stopped at once; in-flight requests were cancelled")),
+        () = stopped(&mut signals) => {
+            Err(anyhow!("stopped at once; in-flight requests were cancelled"))
+        }
     }
 }
 
