@@ -343,7 +343,9 @@ def trace(table, api):
 
     def found():
         spans = []
-        for line in (TARGET / "k8s/logs/traces.json").read_text().splitlines():
+        # The collector may have written a part of the last line.
+        lines, _, _ = (TARGET / "k8s/logs/traces.json").read_text().rpartition("\n")
+        for line in lines.splitlines():
             for resource in json.loads(line)["resourceSpans"]:
                 names = {entry["key"]: entry["value"].get("stringValue") for entry in resource["resource"]["attributes"]}
                 spans += [(names["service.instance.id"], span["name"]) for scope in resource["scopeSpans"]
