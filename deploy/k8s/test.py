@@ -270,7 +270,7 @@ def bad_input(table, api, values):
     table.require("bad input: messages of pods", len(DESCRIBED) + len(LOGGED), found)
     run("helm", "install", "bad", CHART, "-f", values, "--set", "telemetry.config.otlp=http://absent:4317", "--wait")
     wait("answer without a collector", lambda: answered(ROUTER.replace("baton", "bad-baton", 1)))
-    warning = "cannot send traces to telemetry.otlp"
+    warning = "cannot send traces to the OTLP endpoint"
     wait(f"warning: {warning}", lambda: warning in run("kubectl", "logs", "deployment/bad-baton-router"))
     run("helm", "uninstall", "bad", "--wait")
 
