@@ -264,3 +264,55 @@ impl<E: SpanExporter> SpanExporter for Watched<E> {
         self.exporter.set_resource(resource);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Mutex;
+
+    use opentelemetry_sdk::error::OTelSdkError;
+    use tracing::dispatcher::with_default;
+
+    use super::*;
+    use crate::{LogFormat, LogSink, Telemetry, TelemetryConfig};
+
+    /// Exporter whose collector is unreachable while the flag is set.
+    #[derive(Debug)]
+    struct Unreachable(AtomicBool);
+
+    impl SpanExporter for Unreachable {
+        async fn export(&self, _: Vec<SpanData>) -> OTelSdkResult {
+            match self.0.load(Ordering::Relaxed) {
+                true => Err(OTelSdkError::InternalFailure("unreachable".into())),
+                false => Ok(()),
+            }
+        }
+    }
+
+    #[tokio::test(flavor = "multi_thread")]
+    async fn collector_lost_after_the_start_is_logged_once_and_its_return_too() {
+        let lines = Arc::new(Mutex::new(Vec::new()));
+        let config = TelemetryConfig {
+            log: "info".into(),
+            log_format: LogFormat::Json,
+            log_sink: LogSink::Memory(lines.clone()),
+            ..TelemetryConfig::default()
+        };
+        let resource = Resource { service: "node".into(), instance: "0".into() };
+        let telemetry = Telemetry::start(&config, resource).unwrap();
+        let exporter = Unreachable(AtomicBool::new(false));
+        let watched = Watched { exporter, queue: SpanQueue::default() };
+        for is_unreachable in [false, true, true, false, false] {
+            watched.exporter.0.store(is_unreachable, Ordering::Relaxed);
+            let export = || tokio::runtime::Handle::current().block_on(watched.export(Vec::new()));
+            let outcome =
+                tokio::task::block_in_place(|| with_default(&telemetry.dispatch(), export));
+            assert_eq!(outcome.is_err(), is_unreachable);
+        }
+        telemetry.shutdown(Duration::from_secs(20)).await.unwrap();
+        let text = String::from_utf8(lines.lock().unwrap().clone()).unwrap();
+        let lines: Vec<&str> = text.lines().collect();
+        let [lost, back] = lines[..] else { panic!("{text}") };
+        assert!(lost.contains(r#""level":"WARN""#) && lost.contains("unreachable"), "{lost}");
+        assert!(back.contains("accepts traces again"), "{back}");
+    }
+}
