@@ -1,5 +1,6 @@
 """Tests of the Helm chart without a cluster. Arguments: folder of the tools, folder of Baton's programs."""
 
+import json
 import pathlib
 import re
 import shutil
@@ -335,6 +336,27 @@ class Chart(unittest.TestCase):
             for path in sorted(pathlib.Path(folder).iterdir()):
                 committed = CHART / "files" / "dashboards" / path.name
                 self.assertEqual(committed.read_text(), path.read_text(), "run `make docs`")
+
+    def test_dashboards_follow_the_rules_of_grafanas_linter(self):
+        for path in sorted((CHART / "files" / "dashboards").iterdir()):
+            dashboard = json.loads(path.read_text())
+            self.assertIs(dashboard["editable"], False)
+            source, *variables = dashboard["templating"]["list"]
+            self.assertEqual((source["name"], source["type"], source["query"]), ("datasource", "datasource", "prometheus"))
+            self.assertEqual({it["refresh"] for it in variables}, {2}, "reloaded with the time range")
+            for panel in dashboard["panels"]:
+                with self.subTest(dashboard=path.stem, panel=panel["title"]):
+                    self.assertTrue(panel["title"] and panel["targets"] and panel["fieldConfig"]["defaults"]["unit"])
+                    for target in panel["targets"]:
+                        query = target["expr"]
+                        self.assertEqual(target["datasource"]["uid"], "${datasource}")
+                        self.assertLessEqual(set(re.findall(r"\[(.*?)\]", query)), {"$__rate_interval"})
+                        # A counter is only meaningful as a rate.
+                        for function, _ in re.findall(r"(\w*)\(?\b(\w+_(?:total|sum|count|bucket))\{", query):
+                            self.assertEqual(function, "rate", query)
+                        for labels in re.findall(r"\w\{(.*?)\}", query):
+                            for name in ("namespace", "release"):
+                                self.assertIn(f'{name}=~"${name}"', labels)
 
     def test_every_alert_fires_and_is_silent_as_its_tests_say(self):
         with tempfile.TemporaryDirectory() as folder:
