@@ -87,7 +87,7 @@ k8s: ## A shell in a Kubernetes cluster of one node that exists only for this sh
 test-k8s: image image-etcd ## Install the Helm chart in such a cluster, upgrade, scale and delete pods under load.
 	$(BIN)/baton model fetch smollm2-135m
 	@deploy/k8s/tools.sh
-	deploy/k8s/cluster.py deploy/k8s/test.py
+	BATON_BIN=$(BIN) deploy/k8s/cluster.py deploy/k8s/test.py
 
 # Zig links against the C library of Debian 11, whatever this machine has, and the C++ library statically.
 dist: deps ## A tarball and a Python wheel of the binaries, in target/dist (PROFILE=dist: smaller).

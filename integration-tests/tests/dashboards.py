@@ -18,14 +18,14 @@ import time
 import urllib.parse
 import urllib.request
 
-TOOLS, PROGRAMS, MODEL = map(pathlib.Path, sys.argv[1:4])
-sys.path.insert(0, str(TOOLS / "python"))
+if __name__ == "__main__":
+    TOOLS, PROGRAMS, MODEL = map(pathlib.Path, sys.argv[1:4])
+    sys.path.insert(0, str(TOOLS / "python"))
 
 import yaml  # noqa: E402
 
 CHART = pathlib.Path(__file__).parents[2] / "helm" / "baton"
 DASHBOARDS = CHART / "files" / "dashboards"
-PROMETHEUS = shutil.which("prometheus") or TOOLS / "debian/usr/bin/prometheus"
 DEADLINE = 90
 
 
@@ -35,18 +35,19 @@ def free_address():
         return f"127.0.0.1:{listener.getsockname()[1]}"
 
 
-def panels():
+def panels(interval, variables):
+    """Yields the title and the query of each panel, with Grafana's variables replaced."""
     for path in sorted(DASHBOARDS.glob("*.json")):
         for panel in json.loads(path.read_text())["panels"]:
             for target in panel["targets"]:
-                # Substitute variables as Grafana does for "All" and a scrape interval of one second.
-                query = target["expr"].replace("$__rate_interval", "30s")
-                yield f"{path.stem}, {panel['title']}", re.sub(r"\$(namespace|release|model)", ".*", query)
+                query = target["expr"].replace("$__rate_interval", interval)
+                query = re.sub(r"\$(namespace|release|model)", lambda name: variables[name[1]], query)
+                yield f"{path.stem}, {panel['title']}", query
 
 
-def scaling(model):
+def scaling(helm, model):
     """The queries of KEDA's triggers. Each ends with 0 for pools without data, which would hide a wrong name."""
-    command = [TOOLS / "helm3", "template", "baton", CHART, "--api-versions", "keda.sh/v1alpha1/ScaledObject"]
+    command = [helm, "template", "baton", CHART, "--api-versions", "keda.sh/v1alpha1/ScaledObject"]
     values = {
         "existingSecret": "s",
         "nodes": {"autoscaling": {"enabled": True}},
@@ -70,6 +71,26 @@ def ask(address, query):
 
 def has_number(result):
     return any(value not in ("NaN", "+Inf", "-Inf") for value in (sample["value"][1] for sample in result))
+
+
+def without_data(queries, address, baton, router):
+    """Sends requests until all queries have data in the Prometheus at the address. Returns the queries without data."""
+    load = [baton, "bench", "serve", "--url", f"http://{router}", "--requests", "8", "--warmup", "0"]
+    load += ["--input-tokens", "40", "--output-tokens", "8", "--concurrency", "2"]
+    wanted = dict(enumerate(queries))
+    assert len(wanted) > 50, wanted
+    deadline = time.monotonic() + DEADLINE
+    # A rate needs two samples with requests between them.
+    for seed in itertools.count():
+        if not wanted or time.monotonic() > deadline:
+            return list(wanted.values())
+        # Send different prompts each time: a decode node would prefill a mostly cached prompt itself.
+        subprocess.run([*load, "--seed", str(seed)], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        try:
+            wanted = {index: it for index, it in wanted.items() if not has_number(ask(address, it[1]))}
+        except OSError:
+            # Prometheus is starting.
+            time.sleep(0.2)
 
 
 def start_cluster(folder, router):
@@ -105,31 +126,18 @@ def main(folder):
         config = folder / "prometheus.yml"
         # Prometheus reads YAML, and JSON is valid YAML.
         config.write_text(json.dumps({"global": {"scrape_interval": "1s"}, "scrape_configs": scrapes}))
+        program = shutil.which("prometheus") or TOOLS / "debian/usr/bin/prometheus"
         prometheus = subprocess.Popen(
-            [PROMETHEUS, f"--config.file={config}", f"--storage.tsdb.path={folder}/data", f"--web.listen-address={address}"],
+            [program, f"--config.file={config}", f"--storage.tsdb.path={folder}/data", f"--web.listen-address={address}"],
             stderr=(folder / "prometheus.log").open("w"),
         )
-        load = [PROGRAMS / "baton", "bench", "serve", "--url", f"http://{router}", "--requests", "8", "--warmup", "0"]
-        load += ["--input-tokens", "40", "--output-tokens", "8", "--concurrency", "2"]
         with urllib.request.urlopen(f"http://{router}/v1/models", timeout=10) as answer:
             model = json.load(answer)["data"][0]["id"]
-        queries = [*panels(), *scaling(model)]
-        wanted = dict(enumerate(queries))
-        assert len(wanted) > 50, wanted
-        deadline = time.monotonic() + DEADLINE
-        # A rate needs two scrapes with requests between them.
-        for seed in itertools.count():
-            if not wanted or time.monotonic() > deadline:
-                break
-            # Send different prompts each time: a decode node would prefill a mostly cached prompt itself.
-            subprocess.run([*load, "--seed", str(seed)], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-            try:
-                wanted = {index: it for index, it in wanted.items() if not has_number(ask(address, it[1]))}
-            except OSError:
-                # Prometheus is starting.
-                time.sleep(0.2)
-        if wanted:
-            sys.exit("no data in:\n" + "\n".join(f"{name}: {query}" for name, query in wanted.values()))
+        # As Grafana replaces them for "All" and a scrape interval of one second.
+        everything = dict.fromkeys(("namespace", "release", "model"), ".*")
+        queries = [*panels("30s", everything), *scaling(TOOLS / "helm3", model)]
+        if missing := without_data(queries, address, PROGRAMS / "baton", router):
+            sys.exit("no data in:\n" + "\n".join(f"{name}: {query}" for name, query in missing))
         print(f"{len(queries)} queries have data")
     finally:
         for process in (prometheus, up):
@@ -140,5 +148,6 @@ def main(folder):
                 process.wait(30)
 
 
-with tempfile.TemporaryDirectory() as temporary:
-    main(pathlib.Path(temporary))
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as temporary:
+        main(pathlib.Path(temporary))
