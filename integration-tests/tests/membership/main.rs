@@ -85,7 +85,8 @@ fn main() -> std::process::ExitCode {
     let mut tests = test_harness::async_tests![
         access::user_with_its_password_can_register_and_watch,
         access::missing_or_wrong_password_is_rejected_in_one_line,
-        access::services_with_a_wrong_password_exit_before_they_open_a_model,
+        access::services_with_a_wrong_password_exit_at_start,
+        access::node_opens_its_model_before_a_silent_etcd_times_out,
         access::ca_suffices_if_etcd_requires_no_client_certificate,
         access::passwords_are_checked_over_tls,
         access::mutual_tls_requires_that_both_sides_trust_each_other,

@@ -185,10 +185,7 @@ impl Node {
         let id = node.id.clone();
         let id = id.unwrap_or_else(|| settings::default_node_id(role, grpc_address.port()));
         let node_id = NodeId::parse(&id).map_err(|source| StartError::NodeId { id, source })?;
-        let registrar = match EtcdSettings::read(&config.cluster)? {
-            Some(settings) => Some(Registrar::connect(settings).await?),
-            None => None,
-        };
+        let etcd = EtcdSettings::read(&config.cluster)?;
         let ready = Arc::new(AtomicBool::new(false));
         let step_in_flight = Arc::<StepInFlight>::default();
         metrics.set_draining(false);
@@ -196,13 +193,23 @@ impl Node {
         let probes = probes(ready.clone(), step_in_flight.clone(), node.hang_restart);
         let metrics_server = MetricsServer::start(node.metrics, metrics.clone(), probes).await?;
 
-        let load_began = Instant::now();
-        let Loaded { path, arena, identity, executor, defaults, cpus, cpu_fallback } =
-            load(role, config.clone(), epoch.0).await?;
+        // An etcd that starts at the same time must not delay the load by the time-out of a connection.
+        let connect = async {
+            match etcd {
+                Some(settings) => Ok(Some(Registrar::connect(settings).await?)),
+                None => Ok::<_, StartError>(None),
+            }
+        };
+        let load = async {
+            let began = Instant::now();
+            Ok((load(role, config.clone(), epoch.0).await?, began.elapsed()))
+        };
+        let (registrar, (loaded, load_time)) = tokio::try_join!(connect, load)?;
+        let Loaded { path, arena, identity, executor, defaults, cpus, cpu_fallback } = loaded;
         let load_duration = metrics.meter().f64_gauge("baton.model.load.duration").with_unit("s");
         let load_duration =
             load_duration.with_description("Time to fetch, read and pack the model");
-        load_duration.build().record(load_began.elapsed().as_secs_f64(), &[]);
+        load_duration.build().record(load_time.as_secs_f64(), &[]);
         let executor = wrap(executor);
         let limits = executor.limits();
         let scheduler_config = SchedulerConfig {

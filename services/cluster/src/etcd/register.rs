@@ -26,8 +26,8 @@ pub struct Registrar {
 }
 
 impl Registrar {
-    /// Connects to etcd once, to report a wrong password before the model is loaded. An unreachable etcd is not an
-    /// error: registration retries.
+    /// Connects to etcd once, to report a wrong password at the start. An unreachable etcd is not an error:
+    /// registration retries.
     pub async fn connect(settings: EtcdSettings) -> Result<Self, EtcdError> {
         let settings = Arc::new(settings);
         if let Err(error) = Session::new(settings.clone()).check(CHECK_WITHIN).await {
