@@ -9,13 +9,33 @@ use std::{
 };
 
 use anyhow::{Context, Result, bail, ensure};
+use proto::{
+    auth::{CallSigner, ClusterSecret},
+    ids::Epoch,
+    v1::node_client::NodeClient,
+};
 use serde::Deserialize;
+use tonic::{service::interceptor::InterceptedService, transport::Channel};
 
 use crate::client::{Client, DEADLINE};
 
 const READY_WITHIN: Duration = Duration::from_secs(60);
 const STOP_WITHIN: Duration = Duration::from_secs(20);
 pub const SECRET: &str = "00112233445566778899aabbccddeeff00112233445566778899aabbccddeeff";
+
+/// Returns a client of a node's gRPC with [`SECRET`], for the process with this epoch. Without an epoch, it can only
+/// observe.
+pub fn node_client(
+    grpc: &str,
+    epoch: Option<&[u8]>,
+) -> Result<NodeClient<InterceptedService<Channel, CallSigner>>> {
+    let channel = Channel::from_shared(format!("http://{grpc}"))?.connect_lazy();
+    let mut signer = CallSigner::new(&ClusterSecret::new(SECRET)?)?;
+    if let Some(epoch) = epoch {
+        signer = signer.to(Epoch::from_bytes(epoch)?);
+    }
+    Ok(NodeClient::with_interceptor(channel, signer))
+}
 
 /// Description of a cluster. Settings are environment variables, as an operator would set them.
 #[derive(Clone, Debug)]
@@ -159,6 +179,7 @@ impl Service {
             .arg("--ready-file")
             .arg(&ready_file)
             .env("BATON_TELEMETRY_LOG_FORMAT", "pretty")
+            .env("BATON_CLUSTER_SECRET", SECRET)
             .envs(settings)
             .stdin(Stdio::null())
             .stdout(File::create(&log)?)

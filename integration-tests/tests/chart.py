@@ -211,6 +211,18 @@ class Chart(unittest.TestCase):
         self.assertEqual(named(found, "Deployment", "baton-m-decode")["spec"]["replicas"], 0)
         self.assertNotIn("replicas", named(found, "Deployment", "baton-m-prefill")["spec"])
 
+    def test_routers_and_nodes_have_the_cluster_secret(self):
+        seen = set()
+        for layout in ("separate", "grouped"):
+            for _, spec in pod_specs(objects("--set", f"layout={layout}")):
+                for container in spec["containers"]:
+                    if container["name"] not in ("router", "prefill", "decode", "group"):
+                        continue
+                    [secret] = [it["valueFrom"] for it in container["env"] if it["name"] == "BATON_CLUSTER_SECRET"]
+                    self.assertEqual(secret, {"secretKeyRef": {"name": "mine", "key": "secret"}})
+                    seen.add(container["name"])
+        self.assertEqual(seen, {"router", "prefill", "decode", "group"})
+
     def test_grace_periods_cover_the_drain(self):
         grace = lambda *arguments: dict(pod_specs(objects(*arguments)))["baton-router"]["terminationGracePeriodSeconds"]
         drain = lambda time: ("--set", f"router.config.drain_timeout={time}")

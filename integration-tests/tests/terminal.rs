@@ -8,7 +8,7 @@ use std::{
 
 use anyhow::{Context, Result, ensure};
 use integration_tests::{
-    cluster::{bin_dir, smollm2},
+    cluster::{SECRET, bin_dir, smollm2},
     lines::Lines,
 };
 use serde_json::Value;
@@ -71,7 +71,8 @@ impl Drop for Terminal {
 fn router() -> String {
     let (program, model) = (bin_dir().join("baton-router"), smollm2());
     format!(
-        "{} --model-path {} --router-http 127.0.0.1:0 --router-grpc 127.0.0.1:0 --router-admin 127.0.0.1:0",
+        "{} --model-path {} --router-http 127.0.0.1:0 --router-grpc 127.0.0.1:0 --router-admin 127.0.0.1:0 \
+         --cluster-secret {SECRET}",
         program.display(),
         model.display()
     )

@@ -5,6 +5,7 @@
 
 #![forbid(unsafe_code)]
 
+pub mod auth;
 pub mod cache_keys;
 pub mod ids;
 mod timed_body;

@@ -8,14 +8,14 @@ use std::{
 };
 
 use anyhow::{Context, Result, ensure};
-use integration_tests::cluster::{SECRET, Service};
+use integration_tests::cluster::{SECRET, Service, node_client};
 use kv_transfer::{
     ClusterSecret,
     api::{Epoch, Identity, Peer, TransferId},
     control::{Body, ControlMessage, Hello, Keys, Signer, identity_from_wire},
 };
 use proto::v1::{
-    NodeRecord, ObserveRequest, node_client::NodeClient, observe_event::Event as Observed,
+    NodeRecord, ObserveRequest, observe_event::Event as Observed,
 };
 
 /// Time-out of every step.
@@ -38,7 +38,7 @@ pub struct Target {
 impl Target {
     /// Reads the node's record, as a router does.
     pub async fn of(service: &Service) -> Result<Self> {
-        let mut client = NodeClient::connect(format!("http://{}", service.ready.grpc)).await?;
+        let mut client = node_client(&service.ready.grpc, None)?;
         let mut events = client.observe(ObserveRequest {}).await?.into_inner();
         let first = events.message().await?.context("the stream has no first event")?;
         let Some(Observed::Snapshot(snapshot)) = first.event else {

@@ -17,14 +17,14 @@ use engine::{
     executor::{CollectWaker, Executor, ExecutorError, ExecutorLimits},
     plan::{RowMask, StepId, StepPlan, StepResult},
 };
-use integration_tests::cluster::{Ready, SECRET};
+use integration_tests::cluster::{Ready, SECRET, node_client};
 use kernels::{
     WeightFormat,
     cuda::{Compute, CudaOptions, Stream},
     sampling::Sampling,
 };
 use proto::v1::{
-    self, FailureKind, decode_event::Event, node_client::NodeClient,
+    self, FailureKind, decode_event::Event,
     observe_event::Event as Observed,
 };
 
@@ -197,13 +197,14 @@ async fn final_events(ready: &Path) -> Vec<Option<Event>> {
         }
         tokio::time::sleep(Duration::from_millis(5)).await;
     };
-    let mut client = NodeClient::connect(format!("http://{}", ready.grpc)).await.unwrap();
-    let mut observed = client.observe(v1::ObserveRequest {}).await.unwrap().into_inner();
+    let mut observer = node_client(&ready.grpc, None).unwrap();
+    let mut observed = observer.observe(v1::ObserveRequest {}).await.unwrap().into_inner();
     let Some(Observed::Snapshot(snapshot)) = observed.message().await.unwrap().unwrap().event
     else {
         panic!("the stream does not start with a snapshot")
     };
     let epoch = snapshot.record.unwrap().epoch;
+    let mut client = node_client(&ready.grpc, Some(&epoch)).unwrap();
     let mut streams = Vec::new();
     for index in 0..4 {
         match client.decode(request(index, &epoch)).await {

@@ -8,7 +8,7 @@ use std::process::Command;
 use anyhow::Result;
 use integration_tests::{
     client::Client,
-    cluster::{Cluster, ClusterSpec, bin_dir, smollm2},
+    cluster::{Cluster, ClusterSpec, SECRET, bin_dir, smollm2},
     command::output,
     golden::golden,
 };
@@ -89,7 +89,7 @@ async fn missing_tokenizer_file_is_reported() -> Result<()> {
         let output = output(Command::new(bin_dir().join(program)).args(args))?;
         Ok((output.status.code(), String::from_utf8(output.stderr)?))
     };
-    let router = ["--model-path", &path, "--router-http", "127.0.0.1:0"];
+    let router = ["--model-path", &path, "--cluster-secret", SECRET];
     let (code, said) = said_by("baton-router", &router)?;
     assert_eq!((code, said.lines().count()), (Some(1), 1), "{said}");
     assert!(said.contains(&path) && said.contains("tokenizer.json"), "{said}");

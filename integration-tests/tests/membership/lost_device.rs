@@ -19,14 +19,14 @@ use engine::{
     plan::{RowMask, StepId, StepPlan, StepResult},
 };
 use integration_tests::{
-    cluster::{Ready, SECRET},
+    cluster::{Ready, SECRET, node_client},
     etcd::Etcd,
 };
 use proto::v1::{
-    self, FailureKind, decode_event::Event, node_client::NodeClient,
+    self, FailureKind, decode_event::Event,
     observe_event::Event as Observed,
 };
-use tonic::{Code, Streaming, transport::Channel};
+use tonic::{Code, Streaming};
 
 use crate::{DEADLINE, PREFIX};
 
@@ -222,15 +222,15 @@ pub async fn lost_device_fails_each_request_once_removes_the_record_and_exits() 
     let mut node = NodeProcess::start(&etcd)?;
     let ready = node.ready().await?;
     etcd.wait_leases(PREFIX, |keys| keys.len() == 1).await?;
-    let channel = Channel::from_shared(format!("http://{}", ready.grpc))?.connect().await?;
-    let mut client = NodeClient::new(channel);
-    let mut observed = client.observe(v1::ObserveRequest {}).await?.into_inner();
+    let mut observer = node_client(&ready.grpc, None)?;
+    let mut observed = observer.observe(v1::ObserveRequest {}).await?.into_inner();
     let first = within("a snapshot", observed.message()).await??.context("the stream ended")?;
     let Some(Observed::Snapshot(v1::NodeSnapshot { record: Some(record), .. })) = first.event
     else {
         anyhow::bail!("no snapshot: {first:?}")
     };
 
+    let mut client = node_client(&ready.grpc, Some(&record.epoch))?;
     let mut streams = Vec::new();
     for index in 0..4 {
         let stream = client.decode(request(index, &record.epoch));

@@ -146,6 +146,8 @@ impl Router {
             .env("BATON_MODEL_PATH", model)
             .env("BATON_MODEL_NAME", node::MODEL)
             .env("BATON_CLUSTER_DECODE", format!("http://{}", node.address))
+            // The stand-in checks no token.
+            .env("BATON_CLUSTER_SECRET", "of one benchmark run")
             .env("BATON_ROUTER_HTTP", "127.0.0.1:0")
             .env("BATON_ROUTER_GRPC", "127.0.0.1:0")
             .env("BATON_TELEMETRY_LOG", "warn")

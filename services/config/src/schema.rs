@@ -368,11 +368,10 @@ section! {
         etcd_ttl: Duration = secs(10),
             "Routers detect a lost node within 2.5 s themselves; the lease only removes its record.",
             secs(2)..=secs(3600);
-        /// Secret of the cluster, equal for all services. It authenticates control messages between nodes; routers
-        /// accept the setting and do not use it yet. Prefer secret_file or the environment: every user of the
-        /// machine can see flags.
+        /// Secret of the cluster, equal for all services. It authenticates the calls of routers to nodes, and nodes
+        /// to each other. Prefer secret_file or the environment: every user of the machine can see flags.
         secret was "transfer.secret": Option<Secret> = None,
-            "Required by nodes: a default secret would be known to everybody. Generate one: openssl rand -hex 32.";
+            "Required: a default secret would be known to everybody. Generate one: openssl rand -hex 32.";
         /// File that contains the secret.
         secret_file was "transfer.secret_file": Option<PathBuf> = None,
             "Kubernetes and Docker mount secrets as files; set either secret or secret_file.";

@@ -9,9 +9,14 @@ use std::{
     time::{Duration, Instant},
 };
 
-use proto::v1::{self, node_client::NodeClient};
+use proto::{
+    auth::{CallSigner, ClusterSecret},
+    ids::Epoch,
+    v1::{self, node_client::NodeClient},
+};
 
 const TIMEOUT: Duration = Duration::from_secs(30);
+const SECRET: &str = "0123456789abcdef0123456789abcdef";
 
 /// Returns a folder with only the configuration of a model whose answers take seconds.
 fn model() -> tempfile::TempDir {
@@ -35,7 +40,7 @@ fn command(model: &tempfile::TempDir, more: &[&str]) -> Command {
         .env("BATON_MODEL_LOAD_FORMAT", "dummy")
         .env("BATON_NODE_GRPC", "127.0.0.1:0")
         .env("BATON_NODE_KV_MEMORY", "16MiB")
-        .env("BATON_CLUSTER_SECRET", "0123456789abcdef0123456789abcdef");
+        .env("BATON_CLUSTER_SECRET", SECRET);
     command
 }
 
@@ -262,13 +267,19 @@ fn node_logs_derived_settings_with_their_reasons_in_one_line() {
 
 /// Starts a long answer and waits for its first event.
 async fn begin_long_answer(node: &Running) -> tonic::Streaming<v1::DecodeEvent> {
-    let mut client = NodeClient::connect(format!("http://{}", node.address("grpc"))).await.unwrap();
-    let mut observe = client.observe(v1::ObserveRequest {}).await.unwrap().into_inner();
+    let endpoint = format!("http://{}", node.address("grpc"));
+    let channel = tonic::transport::Channel::from_shared(endpoint).unwrap().connect_lazy();
+    let signer = CallSigner::new(&ClusterSecret::new(SECRET).unwrap()).unwrap();
+    let mut observer = NodeClient::with_interceptor(channel.clone(), signer.clone());
+    let mut observe = observer.observe(v1::ObserveRequest {}).await.unwrap().into_inner();
     let Some(v1::observe_event::Event::Snapshot(snapshot)) =
         observe.message().await.unwrap().unwrap().event
     else {
         panic!("no snapshot");
     };
+    let node_epoch = snapshot.record.unwrap().epoch;
+    let signer = signer.to(Epoch::from_bytes(&node_epoch).unwrap());
+    let mut client = NodeClient::with_interceptor(channel, signer);
     let attempt = v1::Attempt {
         request_id: vec![1; 16].into(),
         transfer_id: vec![2; 16].into(),
@@ -282,7 +293,7 @@ async fn begin_long_answer(node: &Running) -> tonic::Streaming<v1::DecodeEvent> 
             ..Default::default()
         }),
         remaining_ms: 60_000,
-        node_epoch: snapshot.record.unwrap().epoch,
+        node_epoch,
         weight_version: 1,
         grammar: None,
         ..Default::default()

@@ -1,6 +1,8 @@
 //! Configuration of the transfers of one node.
 
-use std::{fmt, net::SocketAddr, time::Duration};
+use std::{net::SocketAddr, time::Duration};
+
+pub use proto::auth::{ClusterSecret, SecretTooShort};
 
 use crate::{
     api::{Command, Epoch, Identity},
@@ -94,37 +96,4 @@ impl Default for TransferLimits {
             commands_max: 4096,
         }
     }
-}
-
-/// Secret shared by all nodes of a cluster. Never printed.
-#[derive(Clone, PartialEq, Eq)]
-pub struct ClusterSecret(Vec<u8>);
-
-impl ClusterSecret {
-    /// Minimum length in bytes. A shorter secret is open to brute force.
-    pub const BYTES_MIN: usize = 16;
-
-    pub fn new(bytes: impl Into<Vec<u8>>) -> Result<Self, SecretTooShort> {
-        let bytes = bytes.into();
-        if bytes.len() < Self::BYTES_MIN {
-            return Err(SecretTooShort { bytes: bytes.len() });
-        }
-        Ok(Self(bytes))
-    }
-
-    pub(crate) fn bytes(&self) -> &[u8] {
-        &self.0
-    }
-}
-
-impl fmt::Debug for ClusterSecret {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("ClusterSecret(..)")
-    }
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("invalid cluster secret: {bytes} bytes; expected at least {}", ClusterSecret::BYTES_MIN)]
-pub struct SecretTooShort {
-    pub bytes: usize,
 }

@@ -9,7 +9,7 @@ use tonic::{body::Body, transport::Server};
 use tonic_health::{ServingStatus, server::HealthReporter};
 use tower::util::MapRequestLayer;
 
-use crate::{connection, service::NodeService};
+use crate::{authentication::AuthenticateLayer, connection, service::NodeService};
 
 /// Interval of keep-alive pings. A lost router is detected within interval plus time-out; then its requests are
 /// cancelled.
@@ -55,6 +55,7 @@ impl GrpcServer {
     pub async fn start(
         socket: TcpSocket,
         service: NodeService,
+        authenticate: AuthenticateLayer,
         attempts_max: u32,
         sequence_tokens_max: u32,
     ) -> io::Result<Self> {
@@ -70,6 +71,7 @@ impl GrpcServer {
             request.map(|body| Body::new(TimedBody::new(body, REQUEST_READ_MAX)))
         });
         let serve = Server::builder()
+            .layer(authenticate)
             .layer(timed)
             .http2_keepalive_interval(Some(KEEPALIVE_INTERVAL))
             .http2_keepalive_timeout(Some(KEEPALIVE_TIMEOUT))

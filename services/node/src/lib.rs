@@ -16,6 +16,7 @@
 #![forbid(unsafe_code)]
 
 pub mod attempt;
+mod authentication;
 mod callers;
 mod connection;
 pub mod constraint;

@@ -32,6 +32,7 @@ use kernels::{
 };
 use kv_transfer::Transfers;
 use model::{Checkpoint, ModelError};
+use proto::auth::CallVerifier;
 use telemetry::{Metrics, MetricsServer, NodeMetrics, TelemetryError};
 use tokio::task::JoinError;
 use tokio_util::sync::CancellationToken;
@@ -39,6 +40,7 @@ use tonic_health::ServingStatus;
 use tracing::{info, warn};
 
 use crate::{
+    authentication::AuthenticateLayer,
     constraint::GRAMMAR_VERSION,
     device::{self, Chosen, Started},
     engine_thread::{Device, Engine, EngineError, EngineThread},
@@ -175,7 +177,7 @@ impl Node {
         wrap: impl FnOnce(Box<dyn Executor>) -> Box<dyn Executor>,
     ) -> Result<Self, StartError> {
         // Settings are checked before the model is read.
-        settings::secret(&config.cluster)?;
+        let secret = settings::secret(&config.cluster)?;
         let served_name = config.model.served_name()?;
         let epoch = Epoch::mint()?;
         let node = &config.node;
@@ -265,12 +267,15 @@ impl Node {
 
         let draining = CancellationToken::new();
         let attempt_limits = identity::attempt_limits(&record);
+        let verifier = CallVerifier::new(&secret, epoch);
+        let authenticate = AuthenticateLayer::new(verifier, node_metrics.clone());
         let grammars = Grammars::new(path, record.vocabulary_size, node_metrics);
         let service =
             NodeService::new(role, attempt_limits, grammars, inbox.clone(), draining.clone());
-        let server = GrpcServer::start(grpc, service, attempts_max, sequence_tokens_max)
-            .await
-            .map_err(not_listening)?;
+        let server =
+            GrpcServer::start(grpc, service, authenticate, attempts_max, sequence_tokens_max)
+                .await
+                .map_err(not_listening)?;
         let addresses = Addresses {
             grpc: grpc_address,
             metrics: metrics_server.address(),

@@ -2,7 +2,7 @@
 
 mod common;
 
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
 use bytes::Bytes;
 use common::*;
@@ -14,9 +14,19 @@ use hyper_util::{
     rt::TokioExecutor,
 };
 use node::Role;
-use proto::v1::{self, FailureKind, FinishReason};
+use proto::{
+    auth::{CallSigner, ClusterSecret, TOKEN_KEY},
+    ids::Epoch,
+    v1::{self, FailureKind, FinishReason, node_client::NodeClient},
+};
 use test_harness::assert_median;
-use tonic::{Code, Status};
+use tonic::{
+    Code, Request, Status,
+    metadata::{Binary, MetadataValue},
+    service::Interceptor,
+};
+
+const DECODE: &str = "/baton.v1.Node/Decode";
 
 async fn decode_node(more: &[(&str, &str)]) -> (TestNode, Side, tempfile::TempDir) {
     decode_node_of(dummy_model(), more).await
@@ -313,7 +323,8 @@ async fn used_port_is_reported_before_the_model_is_loaded() {
 async fn a_lost_connection_cancels_its_requests() {
     let (node, side, _model) = slow_decode_node(&[]).await;
     let relay = Relay::start(node.node.addresses().grpc).await;
-    let far = Side { client: connect(&relay.address.to_string()).await, ..side.clone() };
+    let client = connect(&relay.address.to_string(), node.node.record().epoch).await;
+    let far = Side { client, ..side.clone() };
     let mut observer = side.observe().await;
     let mut stream = far.try_decode(&attempt(&dummy_prompt(20, 1), 1000), None).await.unwrap();
     next(&mut stream).await.unwrap();
@@ -370,7 +381,9 @@ async fn slow_caller_is_cancelled_without_disturbing_others() {
     let endpoint =
         tonic::transport::Channel::from_shared(format!("http://{}", node.node.addresses().grpc));
     let channel = endpoint.unwrap().initial_stream_window_size(1024).connect().await.unwrap();
-    let slow = Side { client: v1::node_client::NodeClient::new(channel), ..side.clone() };
+    let signer = signer().to(node.node.record().epoch);
+    let client = NodeClient::with_interceptor(channel, signer);
+    let slow = Side { client, ..side.clone() };
     let mut long = attempt(&dummy_prompt(20, 1), 4000);
     long.sampling.as_mut().unwrap().logprobs = Some(20);
     let mut observer = side.observe().await;
@@ -450,14 +463,109 @@ async fn a_request_that_is_never_complete_ends_in_time() {
     let half = Frame::data(Bytes::from_static(&[0, 0, 0, 0, 100, 7]));
     let body = stream::iter([Ok::<_, std::io::Error>(half)]).chain(stream::pending());
     let address = node.node.addresses().grpc;
-    let request = http::Request::post(format!("http://{address}/baton.v1.Node/Decode"))
+    let token = signer().to(node.node.record().epoch).token(SystemTime::now(), DECODE);
+    let token = MetadataValue::<Binary>::from_bytes(&token);
+    let request = http::Request::post(format!("http://{address}{DECODE}"))
         .header("content-type", "application/grpc")
         .header("te", "trailers")
+        .header(TOKEN_KEY, token.as_encoded_bytes())
         .body(StreamBody::new(Box::pin(body)))
         .unwrap();
     let answer = tokio::time::timeout(TIMEOUT, client.request(request)).await.unwrap().unwrap();
     let status = Status::from_header_map(answer.headers()).unwrap();
     assert_eq!(status.code(), Code::DeadlineExceeded, "{status}");
     assert!(status.message().contains("did not arrive within 5s"), "{status}");
+    node.stop().await;
+}
+
+/// Returns an interceptor that adds this token to each call.
+fn with_token(token: &[u8]) -> impl Interceptor + Clone + use<> {
+    let value = MetadataValue::<Binary>::from_bytes(token);
+    move |mut request: Request<()>| {
+        request.metadata_mut().insert_bin(TOKEN_KEY, value.clone());
+        Ok(request)
+    }
+}
+
+#[tokio::test]
+async fn stranger_learns_and_changes_nothing() {
+    let (node, side, _model) = decode_node(&[]).await;
+    let address = format!("http://{}", node.node.addresses().grpc);
+    let channel = tonic::transport::Channel::from_shared(address).unwrap().connect_lazy();
+    let own = node.node.record().epoch;
+    let secret = ClusterSecret::new("the secret of another cluster").unwrap();
+    let other = CallSigner::new(&secret).unwrap();
+    let mut stranger = NodeClient::new(channel.clone());
+    let mut impostor = NodeClient::with_interceptor(channel.clone(), other.to(own));
+    let node_epoch = side.peer.epoch.clone();
+    let drain = v1::SetDrainingRequest { node_epoch: node_epoch.clone(), draining: true };
+    let reset = v1::ResetPrefixCacheRequest { node_epoch: node_epoch.clone() };
+    // A peer whose endpoint is the stranger's: the node must not connect to it.
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let control_endpoint = format!("tcp://{}", listener.local_addr().unwrap());
+    let peer = v1::Peer { control_endpoint, ..side.peer.clone() };
+    let attempt = side.addressed(&attempt(&dummy_prompt(20, 1), 5));
+    let decode = v1::DecodeRequest { attempt: Some(attempt), prefill: Some(peer.clone()) };
+    let meet = v1::MeetRequest { node_epoch, peers: vec![peer] };
+    let prefill = v1::PrefillRequest::default();
+
+    macro_rules! rejected {
+        ($client:ident, $words:literal) => {
+            for answer in [
+                $client.observe(v1::ObserveRequest {}).await.err(),
+                $client.prefill(prefill.clone()).await.err(),
+                $client.decode(decode.clone()).await.err(),
+                $client.meet(meet.clone()).await.err(),
+                $client.set_draining(drain.clone()).await.err(),
+                $client.reset_prefix_cache(reset.clone()).await.err(),
+            ] {
+                let status = answer.expect("the call is rejected");
+                assert_eq!(status.code(), Code::Unauthenticated, "{status}");
+                assert!(status.message().contains($words), "{status}");
+                let epoch = own.to_string();
+                assert!(!format!("{status:?}").contains(&epoch), "{status:?}");
+            }
+        };
+    }
+    rejected!(stranger, "no token");
+    rejected!(impostor, "another cluster.secret");
+
+    // Tokens of a router: for another process, expired, malformed, and sent twice.
+    let signed = |token: &[u8]| NodeClient::with_interceptor(channel.clone(), with_token(token));
+    let mut misled = NodeClient::with_interceptor(channel.clone(), signer().to(Epoch(9)));
+    let message = refused(misled.decode(decode.clone()).await, Code::FailedPrecondition);
+    assert!(message.contains("node_epoch") && message.contains(&own.to_string()), "{message}");
+    let late = signer().to(own).token(SystemTime::now() - Duration::from_secs(3600), DECODE);
+    let message = refused(signed(&late).decode(decode.clone()).await, Code::Unauthenticated);
+    assert!(message.contains("expired token"), "{message}");
+    let message = refused(signed(b"abc").decode(decode.clone()).await, Code::Unauthenticated);
+    assert!(message.contains("3 bytes"), "{message}");
+    let once = signer().to(own).token(SystemTime::now(), DECODE);
+    let mut client = signed(&once);
+    refused(client.decode(v1::DecodeRequest::default()).await, Code::InvalidArgument);
+    let message = refused(client.decode(decode.clone()).await, Code::Unauthenticated);
+    assert!(message.contains("replayed"), "{message}");
+
+    let metrics = node.telemetry.metrics().render_prometheus();
+    for (reason, count) in [
+        ("missing", 6),
+        ("secret", 6),
+        ("other_node", 1),
+        ("expired", 1),
+        ("malformed", 1),
+        ("replayed", 1),
+    ] {
+        let line = metrics.lines().find(|line| {
+            line.starts_with("baton_node_calls_rejected_total")
+                && line.contains(&format!("reason=\"{reason}\""))
+        });
+        let line = line.unwrap_or_else(|| panic!("no {reason} in {metrics}"));
+        assert_eq!(line.rsplit(' ').next(), Some(count.to_string().as_str()), "{line}");
+    }
+    // Nothing reached a handler, and the node still serves.
+    let served = side.local_prefill(&common::attempt(&dummy_prompt(20, 1), 5)).await;
+    assert_eq!(served.ids.len(), 5);
+    let contacted = tokio::time::timeout(Duration::ZERO, listener.accept()).await;
+    assert!(contacted.is_err(), "the node connected to the stranger's endpoint");
     node.stop().await;
 }

@@ -6,9 +6,14 @@ use std::{
     time::{Duration, Instant},
 };
 
-use proto::v1::{self, node_client::NodeClient, observe_event::Event};
+use proto::{
+    auth::{CallSigner, ClusterSecret},
+    ids::Epoch,
+    v1::{self, node_client::NodeClient, observe_event::Event},
+};
 
 const TIMEOUT: Duration = Duration::from_secs(30);
+const SECRET: &str = "0123456789abcdef0123456789abcdef";
 
 fn wait_until<T>(mut look: impl FnMut() -> Option<T>) -> T {
     let deadline = Instant::now() + TIMEOUT;
@@ -50,7 +55,7 @@ async fn prefill_node_reports_its_role_and_shuts_down_in_order() {
         .env_clear()
         .env("BATON_MODEL_PATH", folder.path())
         .env("BATON_MODEL_LOAD_FORMAT", "dummy")
-        .env("BATON_CLUSTER_SECRET", "0123456789abcdef0123456789abcdef")
+        .env("BATON_CLUSTER_SECRET", SECRET)
         .stdin(Stdio::null())
         .spawn()
         .unwrap();
@@ -58,9 +63,11 @@ async fn prefill_node_reports_its_role_and_shuts_down_in_order() {
     let ready = wait_until(|| fs::read_to_string(&ready_file).ok());
     let ready: serde_json::Value = serde_json::from_str(&ready).unwrap();
     let grpc = format!("http://{}", ready["grpc"].as_str().unwrap());
-    let mut client = NodeClient::connect(grpc).await.unwrap();
+    let channel = tonic::transport::Channel::from_shared(grpc).unwrap().connect_lazy();
+    let signer = CallSigner::new(&ClusterSecret::new(SECRET).unwrap()).unwrap();
 
-    let mut observe = client.observe(v1::ObserveRequest {}).await.unwrap().into_inner();
+    let mut observer = NodeClient::with_interceptor(channel.clone(), signer.clone());
+    let mut observe = observer.observe(v1::ObserveRequest {}).await.unwrap().into_inner();
     let Some(Event::Snapshot(snapshot)) = observe.message().await.unwrap().unwrap().event else {
         panic!("no snapshot");
     };
@@ -68,8 +75,11 @@ async fn prefill_node_reports_its_role_and_shuts_down_in_order() {
     assert_eq!(record.role(), v1::Role::Prefill);
     assert_eq!((record.model.as_str(), record.block_count), ("small", 16));
     assert_eq!(record.control_endpoint, ready["control"].as_str().unwrap());
+    let signer = signer.to(Epoch::from_bytes(&record.epoch).unwrap());
+    let mut client = NodeClient::with_interceptor(channel, signer);
     let status = client.decode(v1::DecodeRequest::default()).await.unwrap_err();
     assert_eq!(status.code(), tonic::Code::FailedPrecondition);
+    assert!(status.message().contains("this is a prefill node"), "{status}");
 
     let signal = Command::new("kill").args(["-TERM", &node.0.id().to_string()]).status();
     assert!(signal.unwrap().success());

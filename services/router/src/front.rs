@@ -2,6 +2,7 @@
 
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
+use proto::auth::ClusterSecret;
 use telemetry::RouterMetrics;
 use text::ModelText;
 use tokio_util::sync::CancellationToken;
@@ -34,6 +35,8 @@ const MODEL_CHARS_MAX: usize = 200;
 #[derive(Clone, Debug)]
 pub struct RouterSettings {
     pub router: config::Router,
+    /// Authenticates the router's calls to nodes.
+    pub secret: ClusterSecret,
     /// Limit on the open files of the process.
     pub open_files_max: u64,
     /// Maximum bytes of all request bodies that are being read or parsed.
@@ -45,8 +48,9 @@ pub struct RouterSettings {
 }
 
 impl RouterSettings {
-    pub fn new(router: config::Router, open_files_max: u64) -> Self {
+    pub fn new(router: config::Router, secret: ClusterSecret, open_files_max: u64) -> Self {
         Self {
+            secret,
             open_files_max,
             // One body of the maximum size must fit.
             bodies_bytes_max: BODIES_BYTES_MAX.max(router.body_bytes_max.bytes()),

@@ -18,6 +18,7 @@ use config::{
     Config, ModelPath, NodeUrl, Pair, Section,
     hub::{Hub, Parts},
 };
+use proto::auth::ClusterSecret;
 use router::{ModelSource, RouterSettings, RunningRouter};
 use telemetry::{MetricsServer, Resource, Telemetry, TelemetryConfig};
 use text::{ModelText, ModelTextOptions, ToolFormat};
@@ -178,7 +179,8 @@ impl Setup {
         let models = ModelSetup::all(&config)?;
         let open_files_max = rlimit::increase_nofile_limit(u64::MAX)
             .context("cannot raise the limit on open files")?;
-        let settings = RouterSettings::new(config.router.clone(), open_files_max);
+        let secret = ClusterSecret::new(config.cluster.required_secret()?.reveal())?;
+        let settings = RouterSettings::new(config.router.clone(), secret, open_files_max);
         let members = Members::new(&config.cluster)?;
         Ok(Self { config, models, settings, members })
     }

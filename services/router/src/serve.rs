@@ -93,8 +93,10 @@ pub fn start(
         vocabulary_size: model.text.tokenizer().vocabulary_size(),
     });
     let config::Router { disaggregate, policy, .. } = settings.router;
+    let secret = settings.secret.clone();
     let selection = Selection { disaggregate, policy };
-    let (nodes, watch) = Nodes::watch(&membership, served.collect(), selection, router_metrics)?;
+    let (nodes, watch) = 
+        Nodes::watch(&membership, served.collect(), selection, router_metrics, secret)?;
     let front = Arc::new(Front::new(settings, models, nodes));
 
     let (draining, stop) = (CancellationToken::new(), CancellationToken::new());

@@ -7,12 +7,14 @@ use std::{
     time::{Duration, Instant},
 };
 
+const SECRET: &str = "0123456789abcdef0123456789abcdef";
 /// Time-out of every wait for the process.
 const DEADLINE: Duration = Duration::from_secs(60);
 
 fn router(arguments: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_baton-router"));
-    command.env_clear().args(arguments).stdout(Stdio::null()).stderr(Stdio::piped());
+    command.env_clear().env("BATON_CLUSTER_SECRET", SECRET);
+    command.args(arguments).stdout(Stdio::null()).stderr(Stdio::piped());
     command
 }
 
@@ -182,6 +184,7 @@ impl Serving {
         let mut child = Command::new("sh")
             .args(["-c", &format!("{ulimits} && exec \"$@\""), "sh"])
             .arg(env!("CARGO_BIN_EXE_baton-router"))
+            .env("BATON_CLUSTER_SECRET", SECRET)
             .args(["--router-http", "127.0.0.1:0", "--router-grpc", "127.0.0.1:0"])
             .args(["--router-admin", "127.0.0.1:0", "--router-drain-delay", "10m"])
             .args(["--cluster-decode", "http://127.0.0.1:1", "--model-path"])

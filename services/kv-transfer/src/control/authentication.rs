@@ -7,11 +7,10 @@ use std::sync::{
 
 use bytes::Bytes;
 use prost::Message;
-use proto::v1;
+use proto::{auth::ReplayGuard, v1};
 
 use super::{
     CONTROL_BYTES_MAX, ControlMessage, Keys, PROTOCOL_MAX, PROTOCOL_MIN, codec, keys::TAG_BYTES,
-    replay::ReplayGuard,
 };
 use crate::api::{Epoch, Peer};
 
@@ -153,7 +152,7 @@ impl Verifier {
         }
         let traceparent = codec::traceparent(envelope.traceparent)?;
         // Checked last, so that a rejected message does not use up its sequence number.
-        if !self.replay.admit(from.epoch, envelope.sequence) {
+        if !self.replay.admit(from.epoch.0, envelope.sequence) {
             return Err(InvalidMessage::Replayed { from: from.epoch, sequence: envelope.sequence });
         }
         Ok((from, ControlMessage { traceparent, body }))

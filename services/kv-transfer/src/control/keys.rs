@@ -19,15 +19,10 @@ pub struct Keys {
 
 impl Keys {
     pub fn derive(secret: &ClusterSecret) -> Self {
-        let root = hmac::Key::new(hmac::HMAC_SHA256, secret.bytes());
-        let key = |purpose: &str| {
-            hmac::Key::new(hmac::HMAC_SHA256, hmac::sign(&root, purpose.as_bytes()).as_ref())
-        };
         Self {
-            // The purposes keep their original names, so that a release understands the previous release.
-            control: key("baton kv-transfer notice 1"),
-            data: key("baton kv-transfer data 1"),
-            zap: key("baton kv-transfer door 1"),
+            control: secret.key("baton kv-transfer notice 1"),
+            data: secret.key("baton kv-transfer data 1"),
+            zap: secret.key("baton kv-transfer door 1"),
         }
     }
 

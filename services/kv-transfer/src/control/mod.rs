@@ -9,7 +9,6 @@ mod authentication;
 mod codec;
 mod keys;
 mod message;
-mod replay;
 
 pub use authentication::{InvalidMessage, SignedMessage, Signer, Verifier};
 pub use codec::{identity_from_wire, token_to_wire};

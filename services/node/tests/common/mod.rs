@@ -12,10 +12,16 @@ use std::{
 
 use config::{Config, Flags, LoadInput};
 use node::{Node, Role, StartError};
-use proto::v1::{self, decode_event, node_client::NodeClient, observe_event, prefill_event};
+use proto::{
+    auth::{CallSigner, ClusterSecret},
+    ids::Epoch,
+    v1::{self, decode_event, node_client::NodeClient, observe_event, prefill_event},
+};
 use telemetry::{LogSink, Resource, Telemetry, TelemetryConfig};
 use tempfile::TempDir;
-use tonic::{Code, Status, Streaming, transport::Channel};
+use tonic::{
+    Code, Status, Streaming, service::interceptor::InterceptedService, transport::Channel,
+};
 
 /// Time-out of every wait in these tests.
 pub const TIMEOUT: Duration = Duration::from_secs(60);
@@ -114,7 +120,7 @@ pub fn dummy_settings(model: &Path, more: &[(&str, &str)]) -> Flags {
 pub struct TestNode {
     pub node: Node,
     pub peer: v1::Peer,
-    pub client: NodeClient<Channel>,
+    pub client: Caller,
     epoch: bytes::Bytes,
     pub telemetry: Telemetry,
 }
@@ -137,8 +143,8 @@ impl TestNode {
         let config = Config::load(LoadInput { flags, ..Default::default() })
             .unwrap_or_else(|error| panic!("{error}"));
         let node = Node::start(role, &config, &telemetry.metrics(), |device| device).await?;
-        let client = connect(&node.addresses().grpc.to_string()).await;
         let record = node.record();
+        let client = connect(&node.addresses().grpc.to_string(), record.epoch).await;
         let epoch: bytes::Bytes = record.epoch.to_bytes().to_vec().into();
         let peer = v1::Peer {
             node_id: record.node_id.to_string(),
@@ -163,12 +169,19 @@ impl TestNode {
 #[derive(Clone)]
 pub struct Side {
     pub peer: v1::Peer,
-    pub client: NodeClient<Channel>,
+    pub client: Caller,
 }
 
-pub async fn connect(address: &str) -> NodeClient<Channel> {
+/// Client with the cluster secret.
+pub type Caller = NodeClient<InterceptedService<Channel, CallSigner>>;
+
+pub fn signer() -> CallSigner {
+    CallSigner::new(&ClusterSecret::new(SECRET).unwrap()).unwrap()
+}
+
+pub async fn connect(address: &str, node: Epoch) -> Caller {
     let endpoint = Channel::from_shared(format!("http://{address}")).unwrap();
-    NodeClient::new(endpoint.connect().await.unwrap())
+    NodeClient::with_interceptor(endpoint.connect().await.unwrap(), signer().to(node))
 }
 
 /// Returns 16 bytes that are unique in this process.

@@ -9,7 +9,7 @@ use std::{
 
 use config::Flags;
 use node::Role;
-use proto::v1;
+use proto::{ids::Epoch, v1};
 
 use super::{Side, TIMEOUT, TestNode, connect};
 
@@ -80,9 +80,10 @@ async fn wait_ready(folder: &Path) -> Side {
             let mut lines = text.lines();
             let mut line = || lines.next().unwrap().to_owned();
             let (grpc, node_id, epoch, control_endpoint) = (line(), line(), line(), line());
-            let epoch = u128::from_str_radix(&epoch, 16).unwrap().to_be_bytes().to_vec().into();
-            let peer = v1::Peer { node_id, epoch, control_endpoint };
-            return Side { peer, client: connect(&grpc).await };
+            let epoch = Epoch::parse(&epoch).unwrap();
+            let client = connect(&grpc, epoch).await;
+            let epoch = epoch.to_bytes().to_vec().into();
+            return Side { peer: v1::Peer { node_id, epoch, control_endpoint }, client };
         }
         assert!(Instant::now() < deadline, "the node process was not ready in time");
         tokio::time::sleep(Duration::from_millis(5)).await;

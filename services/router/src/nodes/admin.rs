@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use cluster::Epoch;
 use proto::v1::{ResetPrefixCacheRequest, SetDrainingRequest};
 use serde::Serialize;
 use tonic::{Code, Request, Status};
@@ -88,8 +89,8 @@ impl Nodes {
         let (url, epoch) = self.find(node)?;
         let failed = |reason| AdminError::Failed { node: node.to_owned(), reason };
         let channel = self.channel(&url).map_err(|error| failed(error.to_string()))?;
-        let mut client = super::client(channel);
-        let node_epoch = epoch.to_vec().into();
+        let mut client = channel.client(epoch);
+        let node_epoch = epoch.to_bytes().to_vec().into();
         let outcome = AdminOutcome { node: node.to_owned(), ..Default::default() };
         let answer = async {
             match call {
@@ -115,11 +116,11 @@ impl Nodes {
     }
 
     /// Returns URL and epoch of the node with this id.
-    fn find(&self, node: &str) -> Result<(String, [u8; 16]), AdminError> {
+    fn find(&self, node: &str) -> Result<(String, Epoch), AdminError> {
         let directory = self.directory();
         let known = || directory.nodes().filter_map(|member| Some((member, member.record()?)));
         match known().find(|(_, record)| record.node_id.as_str() == node) {
-            Some((member, record)) => Ok((member.address.grpc.clone(), record.epoch.to_bytes())),
+            Some((member, record)) => Ok((member.address.grpc.clone(), record.epoch)),
             None => {
                 let node = node.chars().take(100).collect();
                 let ids: Vec<_> = known().map(|(_, record)| record.node_id.to_string()).collect();

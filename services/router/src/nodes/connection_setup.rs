@@ -6,7 +6,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use cluster::{NodeRecord, Role};
+use cluster::{Epoch, NodeRecord, Role};
 use proto::v1::{MeetRequest, Peer};
 use tonic::Request;
 
@@ -78,6 +78,7 @@ impl Drop for FirstRound {
 #[derive(Clone, Debug, PartialEq)]
 pub struct MeetCall {
     url: String,
+    epoch: Epoch,
     request: MeetRequest,
 }
 
@@ -107,7 +108,7 @@ pub fn connect_calls(serving: &[(String, Role, NodeRecord)]) -> Vec<MeetCall> {
     let call = |((url, _, record), peers): (&(String, Role, NodeRecord), Vec<Peer>)| {
         let node_epoch = record.epoch.to_bytes().to_vec().into();
         let request = MeetRequest { node_epoch, peers };
-        (!request.peers.is_empty()).then(|| MeetCall { url: url.clone(), request })
+        (!request.peers.is_empty()).then(|| MeetCall { url: url.clone(), epoch: record.epoch, request })
     };
     serving.iter().zip(peers).filter_map(call).collect()
 }
@@ -120,11 +121,11 @@ pub async fn meet(
     deadline: Instant,
     _first: Option<Arc<FirstRound>>,
 ) {
-    let MeetCall { url, request } = call;
+    let MeetCall { url, epoch, request } = call;
     let Ok(channel) = nodes.channel(&url) else { return };
     let mut request = Request::new(request);
     request.set_timeout(deadline.saturating_duration_since(Instant::now()));
-    let mut client = super::client(channel);
+    let mut client = channel.client(epoch);
     match tokio::time::timeout_at(deadline.into(), client.meet(request)).await {
         Ok(Ok(_)) => {}
         Ok(Err(status)) => tracing::debug!(node = url, %status, "a node rejected connection setup"),
@@ -135,8 +136,6 @@ pub async fn meet(
 #[cfg(test)]
 pub mod tests {
     use std::collections::BTreeSet;
-
-    use cluster::Epoch;
 
     use super::*;
 
@@ -190,8 +189,8 @@ pub mod tests {
         ];
         let met: Vec<(String, u128, Vec<String>)> = connect_calls(&serving)
             .into_iter()
-            .map(|MeetCall { url, request }| {
-                let epoch = Epoch::from_bytes(&request.node_epoch).unwrap();
+            .map(|MeetCall { url, epoch, request }| {
+                assert_eq!(Epoch::from_bytes(&request.node_epoch), Ok(epoch));
                 let ids = request.peers.into_iter().map(|peer| peer.node_id).collect();
                 (url, u128::from_be_bytes(epoch.to_bytes()), ids)
             })

@@ -20,13 +20,15 @@ use cluster::{
     NodeRecord, Role, Selection, Wanted,
 };
 use proto::{
-    ids::{NoRandomness, TransferId, random_bits},
+    auth::{CallSigner, ClusterSecret},
+    ids::{Epoch, NoRandomness, TransferId, random_bits},
     v1::{DecodeEvent, DecodeRequest, PrefillEvent, PrefillRequest, node_client::NodeClient},
 };
 use telemetry::{RouterMetrics, propagation};
 use tokio::sync::{mpsc, watch as latest};
 use tonic::{
     Request, Response, Status, Streaming,
+    service::interceptor::InterceptedService,
     transport::{Channel, Endpoint},
 };
 use tracing::Span;
@@ -63,7 +65,8 @@ pub struct Nodes(Arc<Shared>);
 struct Shared {
     directory: Mutex<Directory>,
     /// Connections by URL.
-    channels: Mutex<HashMap<String, Channel>>,
+    channels: Mutex<HashMap<String, NodeChannel>>,
+    secret: ClusterSecret,
     inputs: mpsc::Sender<DirectoryInput>,
     /// Number of changes of health, plus one for the end of the first connection setup.
     changes: latest::Sender<u64>,
@@ -92,6 +95,7 @@ impl Nodes {
         served: Arc<[Served]>,
         selection: Selection,
         metrics: RouterMetrics,
+        secret: ClusterSecret,
     ) -> Result<(Self, OwnedTask), NoRandomness> {
         let (inputs, received) = mpsc::channel(INPUTS_MAX);
         // A random seed spreads the probes of several routers.
@@ -99,6 +103,7 @@ impl Nodes {
         let nodes = Self(Arc::new(Shared {
             directory: Mutex::new(Directory::new(seed, selection)),
             channels: Mutex::new(HashMap::new()),
+            secret,
             inputs,
             changes: latest::Sender::new(0),
             connected: AtomicBool::new(false),
@@ -125,9 +130,9 @@ impl Nodes {
     fn connected(&self, role: Role, choice: NodeChoice) -> Result<Assigned, NoNode> {
         match self.channel(&choice.address.grpc) {
             Ok(channel) => Ok(Assigned { nodes: self.clone(), choice, channel }),
-            // Cannot happen: the node was observed over the same URL.
+            // The node was observed over the same URL, so only missing random numbers remain.
             Err(error) => {
-                tracing::error!(%error, url = choice.address.grpc, "invalid URL of a node");
+                tracing::error!(%error, url = choice.address.grpc, "cannot open a channel to a node");
                 self.directory().release(choice.assignment);
                 Err(NoNode::NoneUp { role, listed: 1 })
             }
@@ -226,12 +231,12 @@ impl Nodes {
         self.0.changes.send_modify(|count| *count += 1);
     }
 
-    fn channel(&self, url: &str) -> Result<Channel, tonic::transport::Error> {
+    fn channel(&self, url: &str) -> Result<NodeChannel, OpenError> {
         let mut channels = self.0.channels.lock().unwrap_or_else(|error| error.into_inner());
         if let Some(channel) = channels.get(url) {
             return Ok(channel.clone());
         }
-        let channel = open(url)?;
+        let channel = NodeChannel::open(url, &self.0.secret)?;
         channels.insert(url.to_owned(), channel.clone());
         Ok(channel)
     }
@@ -279,10 +284,14 @@ pub struct PickedNodes {
 pub struct Assigned {
     nodes: Nodes,
     choice: NodeChoice,
-    channel: Channel,
+    channel: NodeChannel,
 }
 
 impl Assigned {
+    fn client(&self) -> Client {
+        self.channel.client(self.record().epoch)
+    }
+
     pub fn record(&self) -> &Arc<NodeRecord> {
         &self.choice.record
     }
@@ -335,23 +344,54 @@ impl Drop for Assigned {
     }
 }
 
-/// Returns a channel that connects at first use and reconnects after failures.
-fn open(url: &str) -> Result<Channel, tonic::transport::Error> {
-    let endpoint = Endpoint::from_shared(url.to_owned())?
-        .connect_timeout(CONNECT_MAX)
-        .tcp_nodelay(true)
-        .http2_keep_alive_interval(PING_INTERVAL)
-        .keep_alive_timeout(PING_TIMEOUT)
-        .keep_alive_while_idle(true)
-        .initial_stream_window_size(STREAM_WINDOW_BYTES)
-        .initial_connection_window_size(CONNECTION_WINDOW_BYTES);
-    Ok(endpoint.connect_lazy())
+/// Client of one node. It adds a token to each call.
+type Client = NodeClient<InterceptedService<Channel, CallSigner>>;
+
+/// Connection to one node.
+#[derive(Clone)]
+struct NodeChannel {
+    channel: Channel,
+    signer: CallSigner,
 }
 
-fn client(channel: Channel) -> NodeClient<Channel> {
-    NodeClient::new(channel)
-        .max_decoding_message_size(EVENT_BYTES_MAX)
-        .max_encoding_message_size(REQUEST_BYTES_MAX)
+/// Reason why a channel was not opened.
+#[derive(Debug, thiserror::Error)]
+enum OpenError {
+    #[error("{0}")]
+    Url(#[from] tonic::transport::Error),
+    #[error("{0}")]
+    NoRandomness(#[from] NoRandomness),
+}
+
+impl NodeChannel {
+    /// Returns a channel that connects at first use and reconnects after failures.
+    fn open(url: &str, secret: &ClusterSecret) -> Result<Self, OpenError> {
+        let endpoint = Endpoint::from_shared(url.to_owned())?
+            .connect_timeout(CONNECT_MAX)
+            .tcp_nodelay(true)
+            .http2_keep_alive_interval(PING_INTERVAL)
+            .keep_alive_timeout(PING_TIMEOUT)
+            .keep_alive_while_idle(true)
+            .initial_stream_window_size(STREAM_WINDOW_BYTES)
+            .initial_connection_window_size(CONNECTION_WINDOW_BYTES);
+        Ok(Self { channel: endpoint.connect_lazy(), signer: CallSigner::new(secret)? })
+    }
+
+    /// Returns a client whose calls address this process.
+    fn client(&self, node: Epoch) -> Client {
+        self.signed_by(self.signer.to(node))
+    }
+
+    /// Returns a client for Observe, which addresses any process: the router learns the epoch from it.
+    fn observer(&self) -> Client {
+        self.signed_by(self.signer.clone())
+    }
+
+    fn signed_by(&self, signer: CallSigner) -> Client {
+        NodeClient::with_interceptor(self.channel.clone(), signer)
+            .max_decoding_message_size(EVENT_BYTES_MAX)
+            .max_encoding_message_size(REQUEST_BYTES_MAX)
+    }
 }
 
 /// A call of an attempt. Dropping it cancels the call and releases the node.
@@ -370,7 +410,7 @@ enum CallStream<E> {
 
 impl NodeCall<DecodeEvent> {
     pub fn decode(node: Assigned, request: DecodeRequest, span: &Span) -> Self {
-        let (mut client, request) = (client(node.channel.clone()), traced(span, request));
+        let (mut client, request) = (node.client(), traced(span, request));
         let call = async move { client.decode(request).await };
         Self { node, stream: CallStream::Opening(Box::pin(call)) }
     }
@@ -378,7 +418,7 @@ impl NodeCall<DecodeEvent> {
 
 impl NodeCall<PrefillEvent> {
     pub fn prefill(node: Assigned, request: PrefillRequest, span: &Span) -> Self {
-        let (mut client, request) = (client(node.channel.clone()), traced(span, request));
+        let (mut client, request) = (node.client(), traced(span, request));
         let call = async move { client.prefill(request).await };
         Self { node, stream: CallStream::Opening(Box::pin(call)) }
     }
@@ -412,6 +452,10 @@ mod tests {
     pub(super) const SELECTION: Selection =
         Selection { disaggregate: Disaggregate::Auto, policy: NodePolicy::Predicted };
 
+    pub(super) fn secret() -> ClusterSecret {
+        ClusterSecret::new("a secret of the cluster").unwrap()
+    }
+
     pub(super) fn metrics() -> RouterMetrics {
         let config = TelemetryConfig { log: "off".into(), ..TelemetryConfig::default() };
         let resource = Resource { service: "baton-router".into(), instance: "test".into() };
@@ -425,7 +469,8 @@ mod tests {
         let none: [&str; 0] = [];
         let members = Membership::listed(none, none).unwrap();
         let served = Arc::new([Served { model: "ours".into(), vocabulary_size: 10 }]);
-        let (nodes, _watch) = Nodes::watch(&members, served, SELECTION, metrics()).unwrap();
+        let (nodes, _watch) =
+            Nodes::watch(&members, served, SELECTION, metrics(), secret()).unwrap();
         assert_eq!(nodes.serving("ours").limits, None);
         assert_eq!(nodes.grammar_version("ours"), None);
     }

@@ -225,7 +225,7 @@ async fn follow(
         code => format!("{code:?}: {}", status.message()),
     };
     let channel = nodes.channel(&address.grpc).map_err(|error| error.to_string())?;
-    let response = super::client(channel).observe(ObserveRequest {}).await.map_err(failed)?;
+    let response = channel.observer().observe(ObserveRequest {}).await.map_err(failed)?;
     let mut events = response.into_inner();
     let mut draining = false;
     while let Some(event) = events.message().await.map_err(failed)? {
@@ -284,14 +284,15 @@ mod tests {
     use super::*;
     use crate::nodes::{
         connection_setup::tests::record,
-        tests::{SELECTION, metrics},
+        tests::{SELECTION, metrics, secret},
     };
 
     /// Returns a watch that the test drives, and the nodes' own watch, which is idle.
     fn watch() -> (Watch, OwnedTask) {
         let members = cluster::Membership::listed(["http://p"; 0], ["http://d"; 0]).unwrap();
         let served = Arc::new([]);
-        let (nodes, task) = Nodes::watch(&members, served.clone(), SELECTION, metrics()).unwrap();
+        let (nodes, task) = 
+            Nodes::watch(&members, served.clone(), SELECTION, metrics(), secret()).unwrap();
         (Watch::new(nodes, mpsc::channel(1).1, served), task)
     }
 

@@ -275,7 +275,7 @@ pub enum Cause {
     /// The two nodes have different models, weights or layouts.
     #[error("mismatch")]
     Mismatch,
-    /// The node is another process, or has other weights, than the router expected.
+    /// The node is another process, or has other weights, than the router expected, or rejects the router's token.
     #[error("stale")]
     Stale,
     /// The node knows this transfer id already.
@@ -348,7 +348,7 @@ impl AttemptFailure {
             Code::InvalidArgument => Cause::Invalid,
             Code::OutOfRange => Cause::AnswerComplete,
             Code::AlreadyExists => Cause::Duplicate,
-            Code::FailedPrecondition => Cause::Stale,
+            Code::FailedPrecondition | Code::Unauthenticated => Cause::Stale,
             Code::DeadlineExceeded => Cause::Deadline,
             _ if broken => Cause::Lost,
             _ => Cause::Internal,
@@ -660,6 +660,9 @@ mod tests {
         assert_eq!(AttemptFailure::status(Side::Decode, &broken).cause, Cause::Lost);
         let busy = AttemptFailure::status(Side::Prefill, &Status::resource_exhausted("full"));
         assert_eq!((busy.cause, busy.side), (Cause::Busy, Side::Prefill));
+        // The router observes the node again, and logs why the node rejects its tokens.
+        let rejected = AttemptFailure::status(Side::Decode, &Status::unauthenticated("expired"));
+        assert_eq!(rejected.node_feedback(), Some(NodeFeedback::Lost));
     }
 
     #[test]

@@ -12,7 +12,7 @@ use std::{
 };
 
 use cluster::Membership;
-use proto::v1::Role;
+use proto::{auth::ClusterSecret, v1::Role};
 use router::{ModelSource, RouterSettings, RunningRouter};
 use serde_json::{Value, json};
 use telemetry::{Resource, Telemetry, TelemetryConfig};
@@ -20,6 +20,8 @@ use text::{ModelText, ModelTextOptions, SpecialTokens};
 
 use client::{Client, eventually};
 use node::{MODEL, ScriptedNode};
+
+const SECRET: &str = "0123456789abcdef0123456789abcdef";
 
 pub struct Cluster {
     pub router: RunningRouter,
@@ -37,7 +39,7 @@ pub fn settings() -> RouterSettings {
         drain_timeout: Duration::from_secs(10),
         ..config::Router::default()
     };
-    RouterSettings::new(router, 1024)
+    RouterSettings::new(router, ClusterSecret::new(SECRET).unwrap(), 1024)
 }
 
 pub fn model_path() -> PathBuf {

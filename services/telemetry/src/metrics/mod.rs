@@ -32,7 +32,8 @@ use crate::{
 use labels::{Labels, Series};
 
 pub use node::{
-    LoadStats, NodeMetrics, SequenceEnd, StepDispatch, StepStats, TransferEnd, TransferSide,
+    LoadStats, NodeMetrics, SequenceEnd, StepDispatch, StepStats, TokenRejection, TransferEnd,
+    TransferSide,
 };
 pub use router::{
     AttemptEnd, FinishedRequest, InFlightRequest, NodeRole, Operation, Pick, RequestEnd,

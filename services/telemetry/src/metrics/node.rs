@@ -50,6 +50,19 @@ labels! {
     }
 }
 
+labels! {
+    /// Reason why a node rejected a call because of its token.
+    pub enum TokenRejection("reason") {
+        Missing = "missing",
+        Malformed = "malformed",
+        /// Another cluster secret, or a token for another call.
+        Secret = "secret",
+        OtherNode = "other_node",
+        Expired = "expired",
+        Replayed = "replayed",
+    }
+}
+
 /// Current load of the node.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct LoadStats {
@@ -129,6 +142,7 @@ pub struct NodeMetrics {
     speculated_accepted: Series<Counter<u64>, ()>,
     /// By position in the row.
     speculated_accepted_at: Vec<Series<Counter<u64>, ()>>,
+    calls_rejected: Series<Counter<u64>, TokenRejection>,
     transfers: Series<Counter<u64>, (TransferSide, TransferEnd)>,
     transfer_bytes: Series<Counter<u64>, TransferSide>,
     transfer_duration: Histogram<f64>,
@@ -215,6 +229,9 @@ impl NodeMetrics {
                     )
                 })
                 .collect(),
+            calls_rejected: factory.counter(
+                "baton.node.calls.rejected",
+                "gRPC calls rejected because of their token, by reason", of_model),
             transfers: factory.counter("baton.kv_transfers", "KV transfers, by side and outcome", of_model),
             transfer_bytes: factory.counter("baton.kv_transfer.bytes", "KV bytes transferred, by side", of_model),
             transfer_duration: factory.seconds(
@@ -288,6 +305,10 @@ impl NodeMetrics {
     /// Records the time from the start of a sequence's first step to its first token.
     pub fn prefilled(&self, took: Duration) {
         self.prefill_time.record(took.as_secs_f64(), self.model());
+    }
+
+    pub fn call_rejected(&self, reason: TokenRejection) {
+        self.calls_rejected.add(1, reason);
     }
 
     pub fn sequence_ended(&self, end: SequenceEnd) {

@@ -1,17 +1,15 @@
-//! Rejects replayed sequence numbers.
+//! Rejects replayed sequence numbers, in bounded memory.
 
 use std::collections::{BTreeMap, BTreeSet};
-
-use crate::api::Epoch;
 
 /// Maximum distance of a message behind the newest number. One connection keeps its order; the
 /// window covers two connections that overlap during a reconnect.
 const WINDOW: u64 = 1024;
 
-/// Number of sender epochs that are remembered. Only authenticated senders add entries.
+/// Number of senders that are remembered. Only authenticated senders add entries.
 const SENDERS_MAX: usize = 1024;
 
-/// A window over the sequence numbers of one sender epoch.
+/// A window over the sequence numbers of one sender.
 #[derive(Clone, Debug, Default)]
 struct Window {
     newest: u64,
@@ -39,13 +37,14 @@ impl Window {
 /// The windows of all senders.
 #[derive(Debug, Default)]
 pub struct ReplayGuard {
-    senders: BTreeMap<Epoch, Window>,
+    /// By 128 random bits that the sender chose.
+    senders: BTreeMap<u128, Window>,
     admitted: u64,
 }
 
 impl ReplayGuard {
     /// Returns true the first time.
-    pub fn admit(&mut self, from: Epoch, sequence: u64) -> bool {
+    pub fn admit(&mut self, from: u128, sequence: u64) -> bool {
         if sequence == 0 {
             return false;
         }
@@ -58,13 +57,13 @@ impl ReplayGuard {
         window.admit(sequence)
     }
 
-    /// Evicts the least recently used sender. A replay of its messages does no harm: its transfers
-    /// are finished, and ids are used once.
+    /// Evicts the least recently used sender. A replay of its old messages fails for another reason: tokens expire,
+    /// and the ids of transfers are used once.
     fn forget_least_recent(&mut self) {
-        if let Some(epoch) =
-            self.senders.iter().min_by_key(|(_, window)| window.used).map(|(epoch, _)| *epoch)
+        if let Some(sender) =
+            self.senders.iter().min_by_key(|(_, window)| window.used).map(|(sender, _)| *sender)
         {
-            self.senders.remove(&epoch);
+            self.senders.remove(&sender);
         }
     }
 }
@@ -88,7 +87,7 @@ mod tests {
                     if back % 3 == 0 { newest + ahead } else { newest.saturating_sub(back) };
                 let fresh = sequence > 0 && !seen.contains(&sequence);
                 let within = sequence > newest || newest - sequence < WINDOW;
-                let admitted = guard.admit(Epoch(1), sequence);
+                let admitted = guard.admit(1, sequence);
                 prop_assert_eq!(admitted, fresh && within);
                 if admitted {
                     seen.insert(sequence);
@@ -101,13 +100,13 @@ mod tests {
     #[test]
     fn senders_are_bounded_and_the_least_recently_used_is_evicted() {
         let mut guard = ReplayGuard::default();
-        for epoch in 0..SENDERS_MAX as u128 {
-            assert!(guard.admit(Epoch(epoch), 1));
+        for sender in 0..SENDERS_MAX as u128 {
+            assert!(guard.admit(sender, 1));
         }
-        assert!(guard.admit(Epoch(0), 2));
-        assert!(guard.admit(Epoch(u128::MAX), 1));
+        assert!(guard.admit(0, 2));
+        assert!(guard.admit(u128::MAX, 1));
         assert_eq!(guard.senders.len(), SENDERS_MAX);
-        assert!(!guard.admit(Epoch(0), 2), "was used last but one and is kept");
-        assert!(!guard.senders.contains_key(&Epoch(1)));
+        assert!(!guard.admit(0, 2), "was used last but one and is kept");
+        assert!(!guard.senders.contains_key(&1));
     }
 }

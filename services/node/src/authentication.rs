@@ -1,0 +1,100 @@
+//! Admits only calls with a valid token, before any handler runs.
+
+use std::{
+    sync::Arc,
+    task::{Context, Poll},
+    time::SystemTime,
+};
+
+use futures_util::future::{Either, Ready, ready};
+use proto::auth::{CallVerifier, InvalidToken, TOKEN_KEY};
+use telemetry::{NodeMetrics, metrics::TokenRejection};
+use tonic::{Code, Status, body::Body, metadata::MetadataMap};
+use tower::{Layer, Service};
+
+/// Health checks report whether the node serves, to anybody.
+const HEALTH: &str = "/grpc.health.v1.Health/";
+
+/// Layer that rejects calls without a valid token, except health checks.
+#[derive(Clone)]
+pub(crate) struct AuthenticateLayer(Arc<Guard>);
+
+struct Guard {
+    verifier: CallVerifier,
+    metrics: NodeMetrics,
+}
+
+impl AuthenticateLayer {
+    pub fn new(verifier: CallVerifier, metrics: NodeMetrics) -> Self {
+        Self(Arc::new(Guard { verifier, metrics }))
+    }
+}
+
+impl<S> Layer<S> for AuthenticateLayer {
+    type Service = Authenticate<S>;
+
+    fn layer(&self, inner: S) -> Authenticate<S> {
+        Authenticate { inner, guard: self.0.clone() }
+    }
+}
+
+#[derive(Clone)]
+pub(crate) struct Authenticate<S> {
+    inner: S,
+    guard: Arc<Guard>,
+}
+
+impl<S> Service<http::Request<Body>> for Authenticate<S>
+where
+    S: Service<http::Request<Body>, Response = http::Response<Body>>,
+{
+    type Response = S::Response;
+    type Error = S::Error;
+    type Future = Either<S::Future, Ready<Result<S::Response, S::Error>>>;
+
+    fn poll_ready(&mut self, context: &mut Context<'_>) -> Poll<Result<(), S::Error>> {
+        self.inner.poll_ready(context)
+    }
+
+    fn call(&mut self, mut request: http::Request<Body>) -> Self::Future {
+        match self.guard.admit(&mut request) {
+            Ok(()) => Either::Left(self.inner.call(request)),
+            Err(status) => Either::Right(ready(Ok(status.into_http()))),
+        }
+    }
+}
+
+impl Guard {
+    fn admit(&self, request: &mut http::Request<Body>) -> Result<(), Status> {
+        if request.uri().path().starts_with(HEALTH) {
+            return Ok(());
+        }
+        let mut metadata = MetadataMap::from_headers(std::mem::take(request.headers_mut()));
+        // A value that is not base64 counts as an empty token.
+        let token = metadata.remove_bin(TOKEN_KEY);
+        let token = token.map(|value| value.to_bytes().unwrap_or_default());
+        *request.headers_mut() = metadata.into_headers();
+        let path = request.uri().path();
+        self.verifier.verify(SystemTime::now(), path, token.as_deref()).map_err(|error| {
+            tracing::debug!(%error, path, "call rejected");
+            self.metrics.call_rejected(rejection(&error));
+            // The router handles another process behind an address by this code.
+            let code = match error {
+                InvalidToken::OtherNode { .. } => Code::FailedPrecondition,
+                _ => Code::Unauthenticated,
+            };
+            Status::new(code, error.to_string())
+        })
+    }
+}
+
+fn rejection(error: &InvalidToken) -> TokenRejection {
+    match error {
+        InvalidToken::Missing => TokenRejection::Missing,
+        InvalidToken::Malformed { .. } => TokenRejection::Malformed,
+        InvalidToken::Secret => TokenRejection::Secret,
+        InvalidToken::OtherNode { .. } => TokenRejection::OtherNode,
+        InvalidToken::Expired { .. } => TokenRejection::Expired,
+        InvalidToken::Replayed => TokenRejection::Replayed,
+    }
+}
