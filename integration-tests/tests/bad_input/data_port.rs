@@ -130,11 +130,14 @@ impl Target {
 
     /// Registers `me` as a peer with a HELLO.
     fn send_hello(&self, keys: &Keys, me: Epoch) -> Result<(zmq::Context, zmq::Socket)> {
+        let source = Peer { node_id: "traitor".to_owned(), epoch: me };
+        let signer = Signer::new(keys.clone(), source);
+        let credential = signer.credential(self.epoch);
         let context = zmq::Context::new();
         let dealer = context.socket(zmq::DEALER)?;
         dealer.set_linger(0)?;
-        dealer.set_plain_username(Some("baton"))?;
-        dealer.set_plain_password(Some(&keys.zap_password(self.epoch)))?;
+        dealer.set_plain_username(Some(&credential.user))?;
+        dealer.set_plain_password(Some(&credential.password))?;
         dealer.connect(&self.control)?;
         let hello = ControlMessage::untraced(Body::Hello(Hello {
             identity: self.identity.clone(),
@@ -146,8 +149,7 @@ impl Target {
             session: 1,
             in_advance: false,
         }));
-        let source = Peer { node_id: "traitor".to_owned(), epoch: me };
-        let signed = Signer::new(keys.clone(), source).sign(self.epoch, &hello)?;
+        let signed = signer.sign(self.epoch, &hello)?;
         dealer.send_multipart([&signed.frame, &signed.tag], 0)?;
         Ok((context, dealer))
     }

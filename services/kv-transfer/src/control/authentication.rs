@@ -10,7 +10,7 @@ use prost::Message;
 use proto::{auth::ReplayGuard, v1};
 
 use super::{
-    CONTROL_BYTES_MAX, ControlMessage, Keys, PROTOCOL_MAX, PROTOCOL_MIN, codec, keys::TAG_BYTES,
+    CONTROL_BYTES_MAX, ControlMessage, Credential, Keys, PROTOCOL_MAX, PROTOCOL_MIN, codec, keys::TAG_BYTES,
 };
 use crate::api::{Epoch, Peer};
 
@@ -32,14 +32,23 @@ pub struct TooLarge {
 pub struct Signer {
     keys: Keys,
     from: Peer,
-    /// One counter for all receivers: each receiver sees increasing numbers, also after a
-    /// reconnect.
+    /// One counter for all messages and connections to all receivers: each receiver sees increasing numbers, also
+    /// after a reconnect.
     sequence: AtomicU64,
 }
 
 impl Signer {
     pub fn new(keys: Keys, from: Peer) -> Arc<Self> {
         Arc::new(Self { keys, from, sequence: AtomicU64::new(0) })
+    }
+
+    fn next_sequence(&self) -> u64 {
+        self.sequence.fetch_add(1, Ordering::Relaxed) + 1
+    }
+
+    /// Returns a new credential for one connection to process `to`.
+    pub fn credential(&self, to: Epoch) -> Credential {
+        self.keys.credential(self.from.epoch, to, self.next_sequence())
     }
 
     /// Signs a message for process `to` with the next sequence number. Signing a message again
@@ -52,7 +61,7 @@ impl Signer {
             from_node: self.from.node_id.clone(),
             from_epoch: Bytes::copy_from_slice(&self.from.epoch.to_bytes()),
             to_epoch: Bytes::copy_from_slice(&to.to_bytes()),
-            sequence: self.sequence.fetch_add(1, Ordering::Relaxed) + 1,
+            sequence: self.next_sequence(),
             traceparent: codec::traceparent_to_wire(&message.traceparent),
             body: Some(codec::body_to_wire(&message.body)),
         };

@@ -51,20 +51,74 @@ impl Keys {
         hmac::verify(&self.data, &parts.concat(), tag).is_ok()
     }
 
-    /// Returns the password that a connection must present to the control listener of process `to`
-    /// before libzmq accepts a frame from it. The password crosses the network in clear text. It
-    /// only keeps strangers out; the tags authenticate each message.
-    pub fn zap_password(&self, to: Epoch) -> String {
-        let tag = hmac::sign(&self.zap, &to.to_bytes());
-        tag.as_ref().iter().fold(String::with_capacity(2 * TAG_BYTES), |mut hex, byte| {
+    /// Returns the credential for connection number `sequence` of process `from` to the control listener of process
+    /// `to`. The credential crosses the network in clear text. The listener accepts it once, so a recorded
+    /// credential is useless.
+    pub fn credential(&self, from: Epoch, to: Epoch, sequence: u64) -> Credential {
+        let user = format!("{from}-{sequence}");
+        let tag = self.zap_tag(to, user.as_bytes());
+        let password = tag.as_ref().iter().fold(String::new(), |mut hex, byte| {
             let _ = write!(hex, "{byte:02x}");
             hex
-        })
+        });
+        Credential { user, password }
     }
 
-    /// Compares in constant time.
-    pub fn check_zap_password(&self, me: Epoch, password: &[u8]) -> bool {
-        let expected = hmac::sign(&self.zap, self.zap_password(me).as_bytes());
-        hmac::verify(&self.zap, password, expected.as_ref()).is_ok()
+    /// Returns sender and sequence number of a valid credential for process `me`. Compares in constant time.
+    pub fn check_credential(
+        &self,
+        me: Epoch,
+        user: &[u8],
+        password: &[u8],
+    ) -> Option<(Epoch, u64)> {
+        let (from, sequence) = std::str::from_utf8(user).ok()?.split_once('-')?;
+        let (from, sequence) = (Epoch::parse(from).ok()?, sequence.parse().ok()?);
+        let expected = self.credential(from, me, sequence);
+        // A tag over both passwords compares them in constant time.
+        let tag = hmac::sign(&self.zap, expected.password.as_bytes());
+        hmac::verify(&self.zap, password, tag.as_ref()).is_ok().then_some((from, sequence))
+    }
+
+    fn zap_tag(&self, to: Epoch, user: &[u8]) -> hmac::Tag {
+        hmac::sign(&self.zap, &[&to.to_bytes(), user].concat())
+    }
+}
+
+/// User name and password of ZeroMQ's PLAIN mechanism.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Credential {
+    pub user: String,
+    pub password: String,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const FROM: Epoch = Epoch(1);
+    const TO: Epoch = Epoch(2);
+
+    fn keys(secret: &str) -> Keys {
+        Keys::derive(&ClusterSecret::new(secret).unwrap())
+    }
+
+    #[test]
+    fn credential_is_valid_only_for_its_processes_number_and_secret() {
+        let keys_of_cluster = keys("a secret of the cluster");
+        let check = |me, credential: &Credential| {
+            let Credential { user, password } = credential;
+            keys_of_cluster.check_credential(me, user.as_bytes(), password.as_bytes())
+        };
+        let credential = keys_of_cluster.credential(FROM, TO, 7);
+        assert_eq!(check(TO, &credential), Some((FROM, 7)));
+        assert_eq!(check(Epoch(3), &credential), None);
+        let other = keys("a secret of another cluster").credential(FROM, TO, 7);
+        assert_eq!(check(TO, &other), None);
+        for user in [format!("{FROM}-8"), format!("{TO}-7"), "baton".into(), String::new()] {
+            assert_eq!(check(TO, &Credential { user, ..credential.clone() }), None);
+        }
+        for password in [String::new(), credential.password[1..].into()] {
+            assert_eq!(check(TO, &Credential { password, ..credential.clone() }), None);
+        }
     }
 }

@@ -12,13 +12,13 @@ mod message;
 
 pub use authentication::{InvalidMessage, SignedMessage, Signer, Verifier};
 pub use codec::{identity_from_wire, token_to_wire};
-pub use keys::Keys;
+pub use keys::{Credential, Keys};
 pub use message::{AbortCause, Body, Chunk, ControlMessage, Done, Hello, HelloOk, Reserve};
 
-/// Oldest protocol version that this release accepts.
-pub const PROTOCOL_MIN: u32 = 1;
+/// Oldest protocol version that this release accepts. Version 2 admits each connection by a credential of its own.
+pub const PROTOCOL_MIN: u32 = 2;
 /// Newest protocol version that this release accepts.
-pub const PROTOCOL_MAX: u32 = 1;
+pub const PROTOCOL_MAX: u32 = 2;
 
 /// Maximum size of a message's first frame. A `RESERVE` takes less than 64 KiB for a prompt of 100,000 tokens;
 /// the maximum allows a prompt of a million tokens.

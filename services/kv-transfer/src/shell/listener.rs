@@ -124,7 +124,7 @@ impl Receiver {
         }
     }
 
-    fn admit(&self) -> zmq::Result<()> {
+    fn admit(&mut self) -> zmq::Result<()> {
         for _ in 0..BATCH {
             match self.zap.answer()? {
                 Some(true) => {}

@@ -187,8 +187,7 @@ impl Transfers {
         let links = OutboundQueues {
             context: OutboundContext {
                 context,
-                signer: Signer::new(keys.clone(), source),
-                keys,
+                signer: Signer::new(keys, source),
                 resolver,
                 metrics: Arc::clone(&metrics),
                 failures: failure_sender,

@@ -16,7 +16,7 @@ use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, bounded};
 use super::sockets;
 use crate::{
     api::{Epoch, PeerAddress},
-    control::{ControlMessage, Keys, Signer},
+    control::{ControlMessage, Signer},
     driver::{ControlLinks, Input},
     metrics::Metrics,
     resolve::Resolver,
@@ -35,7 +35,6 @@ const CONNECT_TIMEOUT: Duration = Duration::from_millis(300);
 #[derive(Clone)]
 pub struct OutboundContext {
     pub context: zmq::Context,
-    pub keys: Keys,
     pub signer: Arc<Signer>,
     pub resolver: Resolver,
     pub metrics: Arc<Metrics>,
@@ -108,6 +107,31 @@ impl ControlLinks for OutboundQueues {
     }
 }
 
+/// Socket with one credential, and its monitor.
+struct Connection {
+    dealer: zmq::Socket,
+    events: zmq::Socket,
+}
+
+impl Connection {
+    /// Returns the number of the next event without blocking.
+    fn next_event(&self) -> Option<u16> {
+        let event = self.events.recv_multipart(zmq::DONTWAIT).ok()?;
+        // Two bytes of the event, four of its value.
+        Some(u16::from_ne_bytes(event.first()?.get(..2)?.try_into().ok()?))
+    }
+}
+
+/// Reason why no further message is sent over a connection.
+enum SenderEnd {
+    /// The queue was dropped.
+    Closed,
+    /// The connection was lost, and libzmq reconnected.
+    CredentialUsedUp,
+    /// The peer rejected a new credential.
+    Rejected,
+}
+
 struct PeerSender {
     shared: OutboundContext,
     peer: PeerAddress,
@@ -133,29 +157,52 @@ impl PeerSender {
         let failed = |doing: &str, error: &dyn std::fmt::Display| {
             format!("control endpoint {endpoint}: cannot {doing}: {error}")
         };
-        let OutboundContext { context, keys, monitors, resolver, .. } = &self.shared;
         // Resolved here because libzmq would resolve on its only I/O thread, which serves all
         // pairs.
-        let addresses = resolver.resolve(endpoint).map_err(|error| failed("resolve", &error))?;
+        let addresses =
+            self.shared.resolver.resolve(endpoint).map_err(|error| failed("resolve", &error))?;
         let address = first_reachable(&addresses);
-        let dealer = sockets::outbound(context, keys, self.peer.epoch, address)
-            .map_err(|error| failed("create a socket", &error))?;
-        let rejections = monitor(context, monitors, &dealer)
-            .map_err(|error| failed("monitor the socket", &error))?;
-        dealer.connect(&format!("tcp://{address}")).map_err(|error| failed("connect", &error))?;
+        loop {
+            let connection =
+                self.connect(address).map_err(|error| failed("connect", &error))?;
+            match self.send_over(&connection).map_err(|error| failed("send", &error))? {
+                SenderEnd::Closed => return Ok(()),
+                SenderEnd::CredentialUsedUp => {}
+                SenderEnd::Rejected => {
+                    return Err(failed(
+                        "connect",
+                        &"rejected by the peer; expected the same cluster secret and the epoch of its process",
+                    ));
+                }
+            }
+        }
+    }
+
+    /// Opens a socket with a new credential.
+    fn connect(&self, address: SocketAddr) -> zmq::Result<Connection> {
+        let OutboundContext { context, monitors, signer, .. } = &self.shared;
+        let dealer = sockets::outbound(context, &signer.credential(self.peer.epoch), address)?;
+        let events = monitor(context, monitors, &dealer)?;
+        dealer.connect(&format!("tcp://{address}"))?;
+        Ok(Connection { dealer, events })
+    }
+
+    fn send_over(&self, connection: &Connection) -> zmq::Result<SenderEnd> {
+        let mut connected = false;
         loop {
             match self.messages.recv_timeout(CONNECTION_POLL) {
-                Ok(message) => {
-                    self.send(&dealer, &message).map_err(|error| failed("send", &error))?
-                }
+                Ok(message) => self.send(&connection.dealer, &message)?,
                 Err(RecvTimeoutError::Timeout) => {}
-                Err(RecvTimeoutError::Disconnected) => return Ok(()),
+                Err(RecvTimeoutError::Disconnected) => return Ok(SenderEnd::Closed),
             }
-            if rejections.recv_multipart(zmq::DONTWAIT).is_ok() {
-                return Err(failed(
-                    "connect",
-                    &"rejected by the peer; expected the same cluster secret and the epoch of its process",
-                ));
+            while let Some(event) = connection.next_event() {
+                if event != zmq::SocketEvent::CONNECTED.to_raw() {
+                    return Ok(SenderEnd::Rejected);
+                }
+                // libzmq reconnects with the same credential, which the listener accepts once.
+                if std::mem::replace(&mut connected, true) {
+                    return Ok(SenderEnd::CredentialUsedUp);
+                }
             }
         }
     }
@@ -193,7 +240,7 @@ fn first_reachable(addresses: &[SocketAddr]) -> SocketAddr {
     *several.then(|| addresses.iter().find(answers)).flatten().unwrap_or(&addresses[0])
 }
 
-/// Returns a socket that gets a message if the peer rejects the ZAP credentials.
+/// Returns a socket that gets a message for each connection and if the peer rejects the ZAP credential.
 fn monitor(
     context: &zmq::Context,
     monitors: &AtomicU64,
@@ -201,7 +248,8 @@ fn monitor(
 ) -> zmq::Result<zmq::Socket> {
     let number = monitors.fetch_add(1, Ordering::Relaxed);
     let endpoint = format!("inproc://kv-transfer-monitor-{number}");
-    dealer.monitor(&endpoint, zmq::SocketEvent::HANDSHAKE_FAILED_AUTH.to_raw().into())?;
+    let wanted = [zmq::SocketEvent::CONNECTED, zmq::SocketEvent::HANDSHAKE_FAILED_AUTH];
+    dealer.monitor(&endpoint, wanted.iter().map(|event| i32::from(event.to_raw())).sum())?;
     let events = context.socket(zmq::PAIR)?;
     events.set_linger(0)?;
     events.connect(&endpoint)?;
@@ -210,13 +258,20 @@ fn monitor(
 
 #[cfg(test)]
 mod tests {
-    use std::{net::TcpListener, time::Instant};
+    use std::{
+        net::{Shutdown, TcpListener},
+        sync::Mutex,
+        thread,
+        time::Instant,
+    };
 
     use super::*;
     use crate::{
         api::{Peer, TransferId},
         config::ClusterSecret,
-        control::Body,
+        control::{Body, Keys},
+        shell::listener::Listener,
+        threads::locked,
     };
 
     fn shared() -> (OutboundContext, Receiver<Input>) {
@@ -225,8 +280,7 @@ mod tests {
         let from = Peer { node_id: "me".to_owned(), epoch: Epoch(1) };
         let shared = OutboundContext {
             context: zmq::Context::new(),
-            signer: Signer::new(keys.clone(), from),
-            keys,
+            signer: Signer::new(keys, from),
             resolver: Resolver::system(),
             metrics: Arc::default(),
             failures,
@@ -302,6 +356,71 @@ mod tests {
         assert_eq!(first_reachable(&[closed_at, open_at, other_at]), open_at);
         assert_eq!(first_reachable(&[closed_at]), closed_at);
         assert_eq!(first_reachable(&[closed_at, closed_at]), closed_at);
+    }
+
+    /// Relays connections to `target`. [`Relay::cut`] closes them.
+    struct Relay {
+        address: SocketAddr,
+        streams: Arc<Mutex<Vec<TcpStream>>>,
+    }
+
+    impl Relay {
+        fn start(target: SocketAddr) -> Self {
+            let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+            let address = listener.local_addr().unwrap();
+            let streams: Arc<Mutex<Vec<TcpStream>>> = Arc::default();
+            let shared = Arc::clone(&streams);
+            // Ends with the test process.
+            thread::spawn(move || {
+                for client in listener.incoming() {
+                    let (client, server) = (client.unwrap(), TcpStream::connect(target).unwrap());
+                    for (from, to) in [(&client, &server), (&server, &client)] {
+                        let (mut from, mut to) = (from.try_clone().unwrap(), to.try_clone().unwrap());
+                        thread::spawn(move || io::copy(&mut from, &mut to));
+                    }
+                    locked(&shared).extend([client, server]);
+                }
+            });
+            Self { address, streams }
+        }
+
+        fn cut(&self) {
+            for stream in locked(&self.streams).drain(..) {
+                // Fails if the other end was faster.
+                let _ = stream.shutdown(Shutdown::Both);
+            }
+        }
+    }
+
+    #[test]
+    fn lost_connection_is_opened_again_with_a_new_credential() {
+        let (shared, failed) = shared();
+        let keys = Keys::derive(&ClusterSecret::new("the secret of this test").unwrap());
+        let (messages, received) = bounded(1000);
+        let bind = "127.0.0.1:0".parse().unwrap();
+        let metrics = Arc::default();
+        let listener =
+            Listener::start(&zmq::Context::new(), bind, keys, Epoch(2), messages, metrics).unwrap();
+        let relay = Relay::start(SocketAddr::new(bind.ip(), listener.port));
+        let threads = Threads::default();
+        let peer = peer(&format!("tcp://{}", relay.address));
+        let outbound = Outbound::start(&shared, &peer, &threads).unwrap();
+        for _ in 0..3 {
+            let deadline = Instant::now() + Duration::from_secs(20);
+            loop {
+                assert!(Instant::now() < deadline, "no message arrives");
+                outbound.send(message()).unwrap();
+                if received.recv_timeout(Duration::from_millis(20)).is_ok() {
+                    break;
+                }
+            }
+            relay.cut();
+            // Messages that arrived before the cut.
+            while received.recv_timeout(Duration::from_millis(20)).is_ok() {}
+        }
+        assert!(failed.is_empty(), "{:?}", failed.try_recv());
+        drop(outbound);
+        assert!(threads.join_all(Instant::now() + Duration::from_secs(5)).is_empty());
     }
 
     #[test]

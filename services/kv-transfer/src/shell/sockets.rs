@@ -2,14 +2,17 @@
 //!
 //! libzmq bounds the size of a frame but not the number of frames per message, and it accepts
 //! frames from every client. The listener therefore uses ZeroMQ's PLAIN mechanism and admits only
-//! clients that know the cluster secret ([`ZapAuth`]). PLAIN only prevents other clients from filling
-//! this process's memory. An authentication tag (MAC) in each message authenticates the message.
+//! clients that know the cluster secret ([`ZapAuth`]), each by a credential that is valid for one connection. PLAIN
+//! only prevents other clients from filling this process's memory. An authentication tag (MAC) in each message
+//! authenticates the message. The `zmq` crate builds libzmq without CURVE.
 
 use std::net::SocketAddr;
 
+use proto::auth::ReplayGuard;
+
 use crate::{
     api::Epoch,
-    control::{CONTROL_BYTES_MAX, Keys},
+    control::{CONTROL_BYTES_MAX, Credential, Keys},
 };
 
 /// Maximum number of messages that libzmq queues per direction.
@@ -23,7 +26,6 @@ const SEND_MS: i32 = 100;
 const LINGER_MS: i32 = 100;
 
 const ZAP_ENDPOINT: &str = "inproc://zeromq.zap.01";
-const USER: &str = "baton";
 
 /// Maximum number of parts kept of a received message. A valid message has three: the routing id that the socket
 /// adds, and two frames.
@@ -48,12 +50,11 @@ pub fn listener(context: &zmq::Context, bind: SocketAddr) -> zmq::Result<(zmq::S
     Ok((socket, port))
 }
 
-/// Creates a DEALER socket for the listener of process `to`. It only sends, and it queues nothing
-/// while the peer is unreachable.
+/// Creates a DEALER socket for one connection with this credential. It only sends, and it queues nothing while the
+/// peer is unreachable.
 pub fn outbound(
     context: &zmq::Context,
-    keys: &Keys,
-    to: Epoch,
+    credential: &Credential,
     address: SocketAddr,
 ) -> zmq::Result<zmq::Socket> {
     let socket = context.socket(zmq::DEALER)?;
@@ -64,8 +65,8 @@ pub fn outbound(
     socket.set_reconnect_ivl(RECONNECT_MS)?;
     socket.set_reconnect_ivl_max(RECONNECT_MS_MAX)?;
     socket.set_sndtimeo(SEND_MS)?;
-    socket.set_plain_username(Some(USER))?;
-    socket.set_plain_password(Some(&keys.zap_password(to)))?;
+    socket.set_plain_username(Some(&credential.user))?;
+    socket.set_plain_password(Some(&credential.password))?;
     Ok(socket)
 }
 
@@ -102,6 +103,8 @@ pub struct ZapAuth {
     pub socket: zmq::Socket,
     keys: Keys,
     me: Epoch,
+    /// Credentials that were presented before.
+    replay: ReplayGuard,
 }
 
 impl ZapAuth {
@@ -110,12 +113,12 @@ impl ZapAuth {
         let socket = context.socket(zmq::REP)?;
         socket.set_linger(0)?;
         socket.bind(ZAP_ENDPOINT)?;
-        Ok(Self { socket, keys, me })
+        Ok(Self { socket, keys, me, replay: ReplayGuard::default() })
     }
 
     /// Answers one request and returns whether the client was admitted. Returns `None` if no request is
     /// queued.
-    pub fn answer(&self) -> zmq::Result<Option<bool>> {
+    pub fn answer(&mut self) -> zmq::Result<Option<bool>> {
         let request = match self.socket.recv_multipart(zmq::DONTWAIT) {
             Ok(request) => request,
             Err(zmq::Error::EAGAIN) => return Ok(None),
@@ -124,10 +127,10 @@ impl ZapAuth {
         // version, request id, domain, address, routing id, mechanism, user, password
         let (id, admitted) = match request.as_slice() {
             [_, id, _, _, _, mechanism, user, password] => {
-                let valid = mechanism == b"PLAIN"
-                    && user == USER.as_bytes()
-                    && self.keys.check_zap_password(self.me, password);
-                (id.as_slice(), valid)
+                let credential = self.keys.check_credential(self.me, user, password);
+                let is_new = credential
+                    .is_some_and(|(from, sequence)| self.replay.admit(from.0, sequence));
+                (id.as_slice(), mechanism == b"PLAIN" && is_new)
             }
             [_, id, ..] => (id.as_slice(), false),
             _ => (&[][..], false),

@@ -14,7 +14,7 @@ use std::{
 use kv_transfer::{
     ClusterSecret, TransferKind, TransportChoice, TransportConfig,
     api::{Epoch, Peer, TransferId},
-    control::{Body, ControlMessage, Hello, Keys, Signer},
+    control::{Body, ControlMessage, Credential, Hello, Keys, Signer},
 };
 
 use crate::node::{Node, Reach, SECRET, WAIT_TIMEOUT, blocks, fresh, identity, run_transfer};
@@ -148,18 +148,38 @@ pub fn zap_blocks_frames_of_unauthenticated_peers() {
     assert_eq!(node.transfers.metrics().control_received, 0);
 }
 
-pub fn zap_password_does_not_replace_message_tags() {
+/// Returns a DEALER with this credential for the node.
+fn dealer(context: &zmq::Context, credential: &Credential, node: &Node) -> zmq::Socket {
+    let dealer = context.socket(zmq::DEALER).unwrap();
+    dealer.set_linger(0).unwrap();
+    dealer.set_immediate(true).unwrap();
+    dealer.set_plain_username(Some(&credential.user)).unwrap();
+    dealer.set_plain_password(Some(&credential.password)).unwrap();
+    dealer.connect(node.transfers.control_endpoint()).unwrap();
+    dealer
+}
+
+pub fn recorded_credential_is_rejected() {
+    let node = Node::start("node");
+    let source = Peer { node_id: "peer".to_owned(), epoch: Epoch(fresh()) };
+    let credential = Signer::new(keys(), source).credential(node.address.epoch);
+    let context = zmq::Context::new();
+    let first = dealer(&context, &credential, &node);
+    first.send("one frame", 0).unwrap();
+    refused(&node, "frames");
+    let second = dealer(&context, &credential, &node);
+    second.set_sndtimeo(300).unwrap();
+    assert_eq!(second.send(vec![0; 1 << 19], zmq::SNDMORE), Err(zmq::Error::EAGAIN));
+    refused(&node, "zap_auth");
+}
+
+pub fn zap_credential_does_not_replace_message_tags() {
     let node = Node::start("node");
     let me = node.address.epoch;
     let context = zmq::Context::new();
-    let dealer = context.socket(zmq::DEALER).unwrap();
-    dealer.set_linger(0).unwrap();
-    dealer.set_plain_username(Some("baton")).unwrap();
-    dealer.set_plain_password(Some(&keys().zap_password(me))).unwrap();
-    dealer.connect(node.transfers.control_endpoint()).unwrap();
-
     let source = Peer { node_id: "peer".to_owned(), epoch: Epoch(fresh()) };
     let signer = Signer::new(keys(), source);
+    let dealer = dealer(&context, &signer.credential(me), &node);
     let message = ControlMessage::untraced(Body::Ack { transfer: TransferId(1) });
     let signed = signer.sign(me, &message).unwrap();
     for _ in 0..2 {
@@ -175,7 +195,7 @@ pub fn zap_password_does_not_replace_message_tags() {
     refused(&node, "frames");
     let many: Vec<Vec<u8>> = (0..500).map(|seed| noise(seed, 100)).collect();
     dealer.send_multipart(many, 0).unwrap();
-    // Larger than the message bound: libzmq closes the connection, and this DEALER reconnects.
+    // Larger than the message bound: libzmq closes the connection.
     dealer.send_multipart([noise(1, 2 << 20), noise(2, 32)], 0).unwrap();
     let start = Instant::now();
     while node.transfers.metrics().control_refused["frames"] != 2 {
@@ -188,12 +208,6 @@ pub fn zap_password_does_not_replace_message_tags() {
 
 /// Registers `from` with the node as a peer by a HELLO.
 fn send_hello(to: &Node, from: Epoch) -> (zmq::Context, zmq::Socket) {
-    let context = zmq::Context::new();
-    let dealer = context.socket(zmq::DEALER).unwrap();
-    dealer.set_linger(0).unwrap();
-    dealer.set_plain_username(Some("baton")).unwrap();
-    dealer.set_plain_password(Some(&keys().zap_password(to.address.epoch))).unwrap();
-    dealer.connect(to.transfers.control_endpoint()).unwrap();
     let hello = Body::Hello(Hello {
         identity: identity(),
         control_endpoint: "tcp://127.0.0.1:9".to_owned(),
@@ -206,9 +220,10 @@ fn send_hello(to: &Node, from: Epoch) -> (zmq::Context, zmq::Socket) {
     // Checked by name, because another peer may be evicted at the same time.
     let name = format!("peer-{}", from.0);
     let source = Peer { node_id: name.clone(), epoch: from };
-    let signed = Signer::new(keys(), source)
-        .sign(to.address.epoch, &ControlMessage::untraced(hello))
-        .unwrap();
+    let signer = Signer::new(keys(), source);
+    let context = zmq::Context::new();
+    let dealer = dealer(&context, &signer.credential(to.address.epoch), to);
+    let signed = signer.sign(to.address.epoch, &ControlMessage::untraced(hello)).unwrap();
     dealer.send_multipart([&signed.frame, &signed.tag], 0).unwrap();
     let start = Instant::now();
     while !to.transfers.metrics().peers.iter().any(|peer| peer.node_id == name) {

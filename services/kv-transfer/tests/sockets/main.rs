@@ -12,7 +12,8 @@ fn main() -> std::process::ExitCode {
     let tests = test_harness::tests![
         hostile::garbage_on_both_ports_disturbs_no_transfer,
         hostile::zap_blocks_frames_of_unauthenticated_peers,
-        hostile::zap_password_does_not_replace_message_tags,
+        hostile::recorded_credential_is_rejected,
+        hostile::zap_credential_does_not_replace_message_tags,
         hostile::data_connections_authenticate_and_write_only_posted_blocks,
         hostile::connection_by_a_transport_that_was_not_offered_is_refused,
         hostile::incomplete_handshakes_time_out_and_free_their_slots,
