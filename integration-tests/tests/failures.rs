@@ -10,8 +10,7 @@ use integration_tests::{
 };
 use proto::v1::{
     GenerateOptions, GenerateRequest, NodeLoad, ObserveEvent, ObserveRequest, TokenIds,
-    generate_request::Prompt, inference_client::InferenceClient,
-    observe_event::Event as Observed,
+    generate_request::Prompt, inference_client::InferenceClient, observe_event::Event as Observed,
 };
 use serde_json::json;
 use test_harness::assert_median;

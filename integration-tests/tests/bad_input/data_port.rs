@@ -14,9 +14,7 @@ use kv_transfer::{
     api::{Epoch, Identity, Peer, TransferId},
     control::{Body, ControlMessage, Hello, Keys, Signer, identity_from_wire},
 };
-use proto::v1::{
-    NodeRecord, ObserveRequest, observe_event::Event as Observed,
-};
+use proto::v1::{NodeRecord, ObserveRequest, observe_event::Event as Observed};
 
 /// Time-out of every step.
 const TIMEOUT: Duration = Duration::from_secs(20);

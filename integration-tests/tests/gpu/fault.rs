@@ -23,10 +23,7 @@ use kernels::{
     cuda::{Compute, CudaOptions, Stream},
     sampling::Sampling,
 };
-use proto::v1::{
-    self, FailureKind, decode_event::Event,
-    observe_event::Event as Observed,
-};
+use proto::v1::{self, FailureKind, decode_event::Event, observe_event::Event as Observed};
 
 use super::{
     bench::{Gpu, gpu},

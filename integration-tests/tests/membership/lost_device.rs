@@ -22,10 +22,7 @@ use integration_tests::{
     cluster::{Ready, SECRET, node_client},
     etcd::Etcd,
 };
-use proto::v1::{
-    self, FailureKind, decode_event::Event,
-    observe_event::Event as Observed,
-};
+use proto::v1::{self, FailureKind, decode_event::Event, observe_event::Event as Observed};
 use tonic::{Code, Streaming};
 
 use crate::{DEADLINE, PREFIX};

@@ -127,8 +127,7 @@ impl Interceptor for CallSigner {
         let method = request.extensions().get::<GrpcMethod<'_>>();
         let method = method.ok_or_else(|| Status::internal("a call without a method"))?;
         let path = format!("/{}/{}", method.service(), method.method());
-        let mut value =
-            MetadataValue::<Binary>::from_bytes(&self.token(SystemTime::now(), &path));
+        let mut value = MetadataValue::<Binary>::from_bytes(&self.token(SystemTime::now(), &path));
         // No token is sent twice, so HTTP/2 must not add it to its header table.
         value.set_sensitive(true);
         request.metadata_mut().insert_bin(TOKEN_KEY, value);

@@ -95,7 +95,7 @@ pub fn start(
     let config::Router { disaggregate, policy, .. } = settings.router;
     let secret = settings.secret.clone();
     let selection = Selection { disaggregate, policy };
-    let (nodes, watch) = 
+    let (nodes, watch) =
         Nodes::watch(&membership, served.collect(), selection, router_metrics, secret)?;
     let front = Arc::new(Front::new(settings, models, nodes));
 

@@ -10,7 +10,8 @@ use prost::Message;
 use proto::{auth::ReplayGuard, v1};
 
 use super::{
-    CONTROL_BYTES_MAX, ControlMessage, Credential, Keys, PROTOCOL_MAX, PROTOCOL_MIN, codec, keys::TAG_BYTES,
+    CONTROL_BYTES_MAX, ControlMessage, Credential, Keys, PROTOCOL_MAX, PROTOCOL_MIN, codec,
+    keys::TAG_BYTES,
 };
 use crate::api::{Epoch, Peer};
 

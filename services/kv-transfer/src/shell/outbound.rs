@@ -163,8 +163,7 @@ impl PeerSender {
             self.shared.resolver.resolve(endpoint).map_err(|error| failed("resolve", &error))?;
         let address = first_reachable(&addresses);
         loop {
-            let connection =
-                self.connect(address).map_err(|error| failed("connect", &error))?;
+            let connection = self.connect(address).map_err(|error| failed("connect", &error))?;
             match self.send_over(&connection).map_err(|error| failed("send", &error))? {
                 SenderEnd::Closed => return Ok(()),
                 SenderEnd::CredentialUsedUp => {}
@@ -375,7 +374,8 @@ mod tests {
                 for client in listener.incoming() {
                     let (client, server) = (client.unwrap(), TcpStream::connect(target).unwrap());
                     for (from, to) in [(&client, &server), (&server, &client)] {
-                        let (mut from, mut to) = (from.try_clone().unwrap(), to.try_clone().unwrap());
+                        let (mut from, mut to) =
+                            (from.try_clone().unwrap(), to.try_clone().unwrap());
                         thread::spawn(move || io::copy(&mut from, &mut to));
                     }
                     locked(&shared).extend([client, server]);

@@ -128,8 +128,8 @@ impl ZapAuth {
         let (id, admitted) = match request.as_slice() {
             [_, id, _, _, _, mechanism, user, password] => {
                 let credential = self.keys.check_credential(self.me, user, password);
-                let is_new = credential
-                    .is_some_and(|(from, sequence)| self.replay.admit(from.0, sequence));
+                let is_new =
+                    credential.is_some_and(|(from, sequence)| self.replay.admit(from.0, sequence));
                 (id.as_slice(), mechanism == b"PLAIN" && is_new)
             }
             [_, id, ..] => (id.as_slice(), false),

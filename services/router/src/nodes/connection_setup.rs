@@ -108,7 +108,11 @@ pub fn connect_calls(serving: &[(String, Role, NodeRecord)]) -> Vec<MeetCall> {
     let call = |((url, _, record), peers): (&(String, Role, NodeRecord), Vec<Peer>)| {
         let node_epoch = record.epoch.to_bytes().to_vec().into();
         let request = MeetRequest { node_epoch, peers };
-        (!request.peers.is_empty()).then(|| MeetCall { url: url.clone(), epoch: record.epoch, request })
+        (!request.peers.is_empty()).then(|| MeetCall {
+            url: url.clone(),
+            epoch: record.epoch,
+            request,
+        })
     };
     serving.iter().zip(peers).filter_map(call).collect()
 }

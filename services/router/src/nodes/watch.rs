@@ -291,7 +291,7 @@ mod tests {
     fn watch() -> (Watch, OwnedTask) {
         let members = cluster::Membership::listed(["http://p"; 0], ["http://d"; 0]).unwrap();
         let served = Arc::new([]);
-        let (nodes, task) = 
+        let (nodes, task) =
             Nodes::watch(&members, served.clone(), SELECTION, metrics(), secret()).unwrap();
         (Watch::new(nodes, mpsc::channel(1).1, served), task)
     }
