@@ -122,7 +122,8 @@ const FORMATS: usize = 3;
 const OBJECTS: usize = 4;
 const UNICODE_CLASSES: usize = 5;
 
-/// Counts of [`PARTS`] in a schema. Keywords count wherever they occur, also as names of properties.
+/// Counts of [`PARTS`] in a schema. Keywords count wherever they occur: a property may be called `const`, and `$ref`
+/// may lead into a value.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct SchemaParts([usize; PARTS.len()]);
 
@@ -147,12 +148,7 @@ impl SchemaParts {
                         parts.0[UNICODE_CLASSES] +=
                             all.keys().map(|pattern| unicode_classes(pattern)).sum::<usize>();
                     }
-                    // Values are not schemas.
-                    ("enum", Value::Array(all)) => {
-                        parts.0[ENUM_VALUES] += all.len();
-                        continue;
-                    }
-                    ("const" | "default" | "examples", _) => continue,
+                    ("enum", Value::Array(all)) => parts.0[ENUM_VALUES] += all.len(),
                     ("anyOf" | "oneOf" | "allOf", Value::Array(all)) => {
                         parts.0[ALTERNATIVES] += all.len();
                     }
@@ -244,7 +240,7 @@ impl Multiple {
         let mut common = 1;
         for multiple in all.iter().filter(|multiple| multiple.coefficient != 0) {
             let one = multiple.coefficient * 10_u64.pow(places - multiple.places);
-            common = common / gcd(common, one) * one;
+            common = (common / gcd(common, one)).saturating_mul(one);
             if common > u64::from(MULTIPLE_OF_MAX) {
                 return false;
             }

@@ -198,7 +198,7 @@ impl ToolCalls {
             Alternative::Answer { .. } => "start: calls | @answer".to_owned(),
             Alternative::Text(free_text) => self.free_text(free_text, &mut lark)?,
         };
-        write!(lark, "\n{start}\n").expect("a string takes everything");
+        write!(lark, "\n{start}\n").expect("writing to a String cannot fail");
         Ok(lark)
     }
 
