@@ -24,7 +24,7 @@ use std::{
     slice,
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
-        atomic::{AtomicU32, AtomicU64},
+        atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering},
     },
 };
 
@@ -113,7 +113,9 @@ pub struct SharedRegion {
     map: MmapRaw,
     path: PathBuf,
     /// File with the owner's lock; `None` in processes that opened the region.
-    file: Option<File>,
+    _lock: Option<File>,
+    /// This process created the file and has not unlinked it.
+    is_named: AtomicBool,
     /// Claimed ranges. No byte of this mapping is claimed as two kinds.
     claims: Mutex<Vec<(Range<usize>, Kind)>>,
 }
@@ -146,7 +148,7 @@ impl SharedRegion {
         let map = map(&file, &path)?;
         link(&file, &path).map_err(|source| system(&path, "name", source))?;
         named().push(path.clone());
-        Ok(Arc::new(Self { map, path, file: Some(file), claims: Mutex::default() }))
+        Ok(Arc::new(Self { map, path, _lock: Some(file), is_named: true.into(), claims: Mutex::default() }))
     }
 
     /// Opens a region that another process created, of exactly `bytes` bytes.
@@ -171,7 +173,7 @@ impl SharedRegion {
             return Err(SharedError::Length { path, found, wanted });
         }
         let map = map(&file, &path)?;
-        Ok(Arc::new(Self { map, path, file: None, claims: Mutex::default() }))
+        Ok(Arc::new(Self { map, path, _lock: None, is_named: false.into(), claims: Mutex::default() }))
     }
 
     /// Returns the region's size in bytes.
@@ -187,8 +189,8 @@ impl SharedRegion {
     /// Unlinks the file. Only the owner does this, and later calls do nothing. No process can open the
     /// region afterwards; its memory is freed with the last mapping.
     pub fn unlink(&self) {
-        if self.file.is_some() {
-            // The file may be unlinked already.
+        if self.is_named.swap(false, Ordering::Relaxed) {
+            // Another process may have removed the file.
             let _ = fs::remove_file(&self.path);
             named().retain(|path| *path != self.path);
         }
@@ -484,7 +486,12 @@ mod tests {
         let made = SharedRegion::create_in(folder.path(), &name("a"), 64).unwrap();
         drop(SharedRegion::open_in(folder.path(), &name("a"), 64).unwrap());
         assert!(made.path().exists());
+        // A region that is unlinked already does not unlink a newer one of the same name.
+        made.unlink();
+        let newer = SharedRegion::create_in(folder.path(), &name("a"), 64).unwrap();
         drop(made);
+        assert!(newer.path().exists());
+        drop(newer);
         assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 0);
     }
 
