@@ -91,5 +91,5 @@ else
         --output "type=oci,dest=$archive,rewrite-timestamp=true" "$work"
 fi
 digest=$(tar -xOf "$archive" index.json | grep -oE 'sha256:[0-9a-f]+' | head -1)
-echo "$name: $(du -sb "$root" | cut -f1 | numfmt --to=iec)B unpacked, $digest, in $archive"
+echo "$name: $(du -sb "$root" | cut -f1 | numfmt --to=si)B unpacked, $digest, in $archive"
 rm -rf "$work"

@@ -185,4 +185,4 @@ for object in "$objects"/*.o; do
     [[ " ${paths[*]} " == *" $object "* ]] || rm -f "$object"
 done
 echo "$key" >"$out/key"
-echo "$library: $(stat -c %s "$library" | numfmt --to=iec)B"
+echo "$library: $(stat -c %s "$library" | numfmt --to=si)B"

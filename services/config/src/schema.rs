@@ -23,7 +23,8 @@ const fn secs(count: u64) -> Duration {
 }
 
 section! {
-    /// The served model and how its weights are loaded. Router and nodes need equal values.
+    /// The served model and how its weights are loaded. Router and nodes need equal values, except for `chat_template`,
+    /// which only the router reads.
     pub struct Model = "model" {
         /// Path of the model: a GGUF file, a folder with one GGUF file, a folder with config.json,
         /// tokenizer.json and safetensors, or a model of the Hugging Face hub as hf:ORG/NAME[@REVISION]
@@ -205,7 +206,7 @@ section! {
         /// Speculative decoding: off, or ngram, which takes draft tokens from an earlier occurrence of the
         /// last tokens in the sequence. The output does not change.
         speculate: Speculate = Speculate::Off,
-            "ngram is up to four times faster where answers repeat their prompt, and brings nothing elsewhere.";
+            "ngram is up to five times faster where answers repeat their prompt, and brings nothing elsewhere.";
         /// Maximum number of draft tokens of one sequence in one step.
         speculate_tokens: u32 = 8,
             "Measured on a CPU with repetitive answers: further draft tokens cost as much as they save.",

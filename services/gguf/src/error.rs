@@ -54,10 +54,7 @@ pub enum GgufError {
     PartName { found: String, wanted: String },
     #[error("part {number} of {count} is missing: there is no file {}", path.display())]
     MissingPart { number: u32, count: u32, path: PathBuf },
-    #[error(
-        "the parts are of different models: {key} is {}; expected {} as in the first part",
-        shown(*found), shown(*wanted)
-    )]
+    #[error("the parts are of different models: {key} is {}; expected {}", shown(*found), shown(*wanted))]
     PartMismatch { key: &'static str, found: Option<u64>, wanted: Option<u64> },
     #[error("all parts together have {found} tensors; expected {wanted} as the first part states")]
     PartTensors { found: u64, wanted: u64 },

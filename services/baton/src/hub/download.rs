@@ -110,26 +110,26 @@ impl Download {
         let fits = plain.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"_-".contains(&byte));
         ensure!(
             fits && !plain.is_empty(),
-            "invalid tag {tag:?} from the hub; expected letters and digits"
+            "invalid ETag {tag:?} from the hub; expected letters, digits, \"_\" and \"-\""
         );
         let commit = metadata.commit_hash();
         ensure!(is_digits(commit), "invalid commit {commit:?} from the hub; expected hex digits");
         Ok(metadata)
     }
 
-    fn fetch(&self, api: &ApiRepo, cached: &CacheRepo, file: &str, size: &Metadata) -> Result<()> {
-        let blob = cached.blob_path(size.etag());
+    fn fetch(&self, api: &ApiRepo, cached: &CacheRepo, file: &str, metadata: &Metadata) -> Result<()> {
+        let blob = cached.blob_path(metadata.etag());
         let base = self.watched.0.position();
         let path = self.retried(|| {
             // Delete a partial file that is complete or too long: a download cannot resume it.
             let part = blob.with_extension(PART_EXTENSION);
-            if fs::metadata(&part).is_ok_and(|part| part.len() >= size.size() as u64) {
+            if fs::metadata(&part).is_ok_and(|part| part.len() >= metadata.size() as u64) {
                 fs::remove_file(&part)?;
             }
             let (bar, arrived) = self.watched.clone();
             api.download_with_progress(file, FileProgress { bar, arrived, base, bytes: 0 })
         })?;
-        let outcome = check(&path, size.etag());
+        let outcome = check(&path, metadata.etag());
         if outcome.is_err() {
             // Delete the file, so that the next attempt downloads it again.
             let _ = fs::remove_file(&path);
@@ -169,10 +169,14 @@ impl Download {
             Some(404) => anyhow!(
                 "{hub} answers 404: model {name} with revision {revision} does not exist"
             ),
-            Some(status) => anyhow!("{hub} answers {status}, after {TRIES} attempts"),
-            None => anyhow::Error::new(error).context(format!(
+            Some(status) if is_transient(&error) => {
+                anyhow!("{hub} answers {status}, after {TRIES} attempts")
+            }
+            Some(status) => anyhow!("{hub} answers {status}"),
+            None if is_transient(&error) => anyhow::Error::new(error).context(format!(
                 "cannot reach {hub}; HF_ENDPOINT sets another hub, HF_HUB_OFFLINE=1 uses only the cache"
             )),
+            None => anyhow::Error::new(error).context(format!("cannot fetch {name}")),
         }
     }
 }

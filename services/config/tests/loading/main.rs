@@ -39,7 +39,7 @@ fn load(
 /// Returns the message of a configuration that must not load.
 fn refusal(text: &str, environment: &[(&str, &str)], flags: &[(&str, &str)]) -> String {
     match load(text, environment, flags) {
-        Ok(_) => panic!("it loaded"),
+        Ok(_) => panic!("the configuration loaded"),
         Err(error) => error.to_string(),
     }
 }

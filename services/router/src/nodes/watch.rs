@@ -252,8 +252,8 @@ impl Served {
         let Some(served) = all.iter().find(|served| *served.model == record.model) else {
             let names: Vec<_> = all.iter().map(|served| &*served.model).collect();
             return Err(format!(
-                "it serves model {:?}, but this router serves {names:?}: set the same model.name for both, or the \
-                 router that model in router.models",
+                "it serves model {:?}, but this router serves {names:?}: set the same model.name for both, or \
+                 add that model to router.models",
                 record.model.chars().take(100).collect::<String>()
             ));
         };
@@ -333,7 +333,7 @@ mod tests {
 
     /// Begins the round that is due.
     fn begin_round(watch: &mut Watch) {
-        assert!(watch.rounds.next() <= Instant::now(), "it is due");
+        assert!(watch.rounds.next() <= Instant::now(), "the round is due");
         watch.set_up_connections();
     }
 
@@ -349,7 +349,7 @@ mod tests {
             comes_up(&mut watch, role, epoch, stream);
             meets += watch.connect_calls.len();
         }
-        assert!(watch.rounds.next() + Duration::from_secs(10) < by_itself, "it is due soon");
+        assert!(watch.rounds.next() + Duration::from_secs(10) < by_itself, "the round is due soon");
         watch.set_up_connections();
         assert_eq!(meets + watch.connect_calls.len(), 12);
     }
