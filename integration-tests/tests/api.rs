@@ -41,7 +41,7 @@ async fn ask(client: &Client, prompt: &[u32], salt: Option<&str>) -> Result<Serv
     Ok(Served {
         prefill: name("prefill_node"),
         decode: name("decode_node"),
-        cached_tokens: cached_tokens.as_u64().expect("usage is whole"),
+        cached_tokens: cached_tokens.as_u64().expect("usage has cached_tokens"),
     })
 }
 

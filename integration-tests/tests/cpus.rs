@@ -142,7 +142,7 @@ fn unknown_cpu_or_numa_node_is_rejected_at_start() -> Result<()> {
         .map(|(name, value)| (name.to_owned(), value))
         .into();
         let started = Service::start(folder.path(), "node", "baton-decode-node", &settings);
-        let said = started.err().context("it starts")?.to_string();
+        let said = started.err().context("the node starts")?.to_string();
         let is_it = |line: &&str| words.iter().all(|word| line.contains(word));
         assert_eq!(said.lines().filter(is_it).count(), 1, "{said}");
         assert!(!said.contains("opened the model"), "{said}");

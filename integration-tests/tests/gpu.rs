@@ -106,7 +106,7 @@ fn main() -> ExitCode {
             gpu::links::nccl_transfer_between_tp_ranks_preserves_kv,
             gpu::links::ranks_sharing_a_gpu_with_their_sender_fall_back_to_another_transport,
             gpu::load::weight_rows_of_any_matrix_size_load_correctly,
-            gpu::load::kv_cache_uses_only_the_free_memory,
+            gpu::load::kv_cache_fits_the_memory_share,
             gpu::load::tuned_gemm_matches_untuned_and_is_timed_once,
             gpu::load::invalid_gemm_algorithm_is_not_used,
             gpu::mixes::random_request_mixes_give_equal_tokens_in_every_configuration,

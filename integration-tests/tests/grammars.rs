@@ -184,7 +184,7 @@ async fn max_tokens_stop_strings_and_ignore_eos_combine_with_a_schema() -> Resul
     let stopping = with(whole.clone(), json!({"stop": "\"age\""}));
     let (stopped, reason) = ask(&client, &stopping, true).await?;
     assert_eq!(reason, "stop");
-    assert_eq!(stopped, text[..text.find("\"age\"").context("it has an age")?]);
+    assert_eq!(stopped, text[..text.find("\"age\"").context("the text has an age")?]);
     // Neither option continues a complete answer.
     for more in [json!({"min_tokens": 150}), json!({"ignore_eos": true})] {
         let (same, reason) = ask(&client, &with(whole.clone(), more.clone()), false).await?;

@@ -188,7 +188,7 @@ fn check_transfer(spans: &[(String, Span)]) {
             .iter()
             .filter(|(service, span)| service == wanted && span.name == "transfer")
             .map(|(_, span)| span);
-        let first = found.next().expect("it was waited for");
+        let first = found.next().expect("the span has arrived");
         assert!(found.next().is_none(), "{wanted}: one request has one transfer");
         first
     };

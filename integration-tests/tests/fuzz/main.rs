@@ -69,7 +69,7 @@ fn check(target: &str, run: Target, what: &str, input: &[u8]) {
 }
 
 fn replay(target: &str) {
-    let (_, run) = TARGETS.into_iter().find(|(name, _)| *name == target).expect("it is listed");
+    let (_, run) = TARGETS.into_iter().find(|(name, _)| *name == target).expect("the fuzz target is listed");
     let seeds = read_corpus(target);
     assert!(!seeds.is_empty(), "{target} has no seeds");
     let mut random = Random::new(RANDOM_SEED);
@@ -135,10 +135,10 @@ fn large_allocation_and_panic_are_detected() {
     assert!((3 << 20..4 << 20).contains(&bytes), "{bytes}");
     let hungry = |_: &[u8]| drop(std::hint::black_box(vec![1u8; BYTES_MAX + (1 << 20)]));
     let seen = catch_unwind(|| check("bounds", hungry, "an allocation", &[]));
-    let said = *seen.unwrap_err().downcast::<String>().expect("it says why");
+    let said = *seen.unwrap_err().downcast::<String>().expect("the panic has a message");
     assert!(said.contains("it held"), "{said}");
     let panics = |_: &[u8]| panic!("as a broken decoder does");
     let seen = catch_unwind(|| check("bounds", panics, "a panic", &[]));
-    let said = *seen.unwrap_err().downcast::<String>().expect("it says why");
+    let said = *seen.unwrap_err().downcast::<String>().expect("the panic has a message");
     assert!(said.contains("it panicked"), "{said}");
 }

@@ -199,7 +199,7 @@ fn node_record() -> v1::NodeRecord {
 }
 
 fn etcd_entry() -> String {
-    let node = NodeId::parse("decode-0").expect("it is a good name");
+    let node = NodeId::parse("decode-0").expect("the name is valid");
     let epoch = Epoch::from_bytes(&[7; 16]).expect("16 bytes are an epoch");
     let value = json!({"version": 1, "node_id": node.as_str(), "epoch": epoch.to_string(),
         "role": "decode", "grpc": "http://127.0.0.1:50061"});

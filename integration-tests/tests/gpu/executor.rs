@@ -210,7 +210,7 @@ impl Matcher for HashGrammar {
             && tokens.len() < 9
         {
             tokens.push(token);
-            ahead.accept(token).expect("it is allowed");
+            ahead.accept(token).expect("the grammar allows the token");
         }
         tokens
     }

@@ -76,7 +76,7 @@ pub fn weight_rows_of_any_matrix_size_load_correctly() {
     }
 }
 
-pub fn kv_cache_uses_only_the_free_memory() {
+pub fn kv_cache_fits_the_memory_share() {
     let gpu = gpu();
     let checkpoint = checkpoint("LlamaForCausalLM", "llama");
     let layout = checkpoint.config().kv_layout(Dtype::Bf16);

@@ -97,7 +97,7 @@ impl Machine {
     /// Returns the error output of a failed fetch.
     fn refused(&self, args: &[&str]) -> Result<String> {
         let output = self.run(args)?;
-        ensure!(!output.status.success(), "it was fetched");
+        ensure!(!output.status.success(), "the model was fetched");
         Ok(String::from_utf8(output.stderr)?)
     }
 
@@ -276,7 +276,7 @@ async fn cluster_downloads_and_serves_an_uncached_model() -> Result<()> {
         .filter(|asked| asked.path.starts_with("/stored/") && asked.wants_content());
     assert_eq!(whole.count(), 1);
     let client = Client::new(cluster.http());
-    let run = golden().runs.into_iter().find(|run| run.name == "code").expect("it is there");
+    let run = golden().runs.into_iter().find(|run| run.name == "code").expect("the golden file has this run");
     assert_eq!(client.greedy(&run.prompt_ids, run.output_ids.len()).await?, run.output_ids);
     let (_, models) = client.get_json("/v1/models").await?;
     assert_eq!(models["data"][0]["id"], "SmolLM2-135M-Instruct.Q4_1", "{models}");

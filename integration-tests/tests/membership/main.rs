@@ -105,7 +105,7 @@ fn main() -> std::process::ExitCode {
     tests.extend(test_harness::multi_thread_tests![
         clusters::nodes_join_and_leave_a_serving_cluster_and_nothing_is_restarted,
         clusters::nodes_of_both_roles_join_and_leave_under_load_and_no_token_is_lost,
-        clusters::a_node_killed_and_started_again_at_its_address_is_served_by_its_new_process,
+        clusters::a_node_restarted_at_its_address_serves_under_a_new_record,
         clusters::serving_continues_while_etcd_is_down_for_20_seconds,
         clusters::serving_continues_while_etcd_is_frozen_for_20_seconds,
         clusters::up_with_etcd_answers_and_leaves_nothing_behind,

@@ -1,4 +1,5 @@
-"""Checks skinny GEMMs (1 to 128 rows) at the shapes of Llama-3.2-1B and 3.1-8B, then compares Baton with torch.mm (cuBLAS).
+"""Checks skinny GEMMs (1 to 128 rows) against f32, then compares them with torch.mm (cuBLAS) at the shapes of Llama-3.2-1B and
+3.1-8B.
 
 Every launch of a graph reads another copy of the weight, so the L2 cache is cold. Needs libbaton_kernels.so in BATON_KERNELS_DIR.
 Writes gemm.json to OUT. Argument: the peak read bandwidth in TB/s.

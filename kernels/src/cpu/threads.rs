@@ -444,7 +444,7 @@ mod tests {
         let busy: Vec<Mutex<()>> = (0..4).map(|_| Mutex::new(())).collect();
         for _ in 0..500 {
             pool.run(16, &|thread, _| {
-                let _alone = busy[thread].try_lock().expect("nobody else has this number");
+                let _alone = busy[thread].try_lock().expect("no other task has this thread number");
             });
         }
     }

@@ -165,7 +165,7 @@ mod tests {
         assert!(slots.is_current(slot, first));
         slots.vacate(slot, true);
         assert!(!slots.is_current(slot, first));
-        let (again, second) = slots.occupy().expect("it is free again");
+        let (again, second) = slots.occupy().expect("the slot is free again");
         assert_eq!(again, slot);
         assert_ne!(first, second);
         assert_eq!(slots.take_released(), [slot]);

@@ -270,7 +270,7 @@ mod tests {
     const WITHIN: Duration = Duration::from_secs(60);
 
     fn result(workers: &MaskWorkers) -> SequenceId {
-        let results = &workers.pool.as_ref().expect("it has threads").results;
+        let results = &workers.pool.as_ref().expect("the workers have threads").results;
         results.recv_timeout(WITHIN).expect("a job ends").id
     }
 
@@ -308,7 +308,7 @@ mod tests {
         let mut workers = MaskWorkers::start(1, &CollectWaker::default()).unwrap();
         (1..=3).for_each(|id| workers.submit(gate.job(id, 0)));
         gate.started.recv_timeout(WITHIN).expect("the first job runs");
-        workers.pool.as_ref().expect("it has a thread").shared.close();
+        workers.pool.as_ref().expect("the workers have a thread").shared.close();
         (1..=3).for_each(|_| gate.turns.send(()).unwrap());
         drop(workers);
         assert!(gate.started.is_empty(), "a queued job has run");

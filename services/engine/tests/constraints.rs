@@ -197,7 +197,7 @@ fn a_late_bitmask_delays_its_own_row_and_changes_no_token() {
     let (expected, failures) = drive(limits(4, 64, 60, 2), arrivals(), |_| true);
     assert_eq!((expected.len(), failures.len()), (4, 0));
     for (id, tokens) in &expected {
-        let new = arrivals().into_iter().find(|new| new.id == *id).expect("it arrived");
+        let new = arrivals().into_iter().find(|new| new.id == *id).expect("the sequence arrived");
         assert_eq!(*tokens, oracle(&new, 256).0, "{id:?}");
     }
     // Bitmasks come in every second to seventh round, or hardly ever.
@@ -357,7 +357,7 @@ impl Matcher for Refuses {
 
 #[test]
 fn a_received_token_that_the_grammar_rejects_fails_the_sequence() {
-    let constraint = Some(Constraint::new(Box::new(Refuses)).expect("it has a mask"));
+    let constraint = Some(Constraint::new(Box::new(Refuses)).expect("the grammar has a mask"));
     let new = NewSequence { kind: SequenceKind::Receive, constraint, ..plain(1, 10) };
     let mut scheduler = common::scheduler(unbounded_waits(limits(4, 64, 60, 2)));
     let (mut actions, now) = (Vec::new(), Instant::now());

@@ -134,12 +134,12 @@ fn scheduling_changes_no_bit_on_several_ranks() {
 fn compare(found: &[SampledToken], expected: &[SampledToken]) -> usize {
     let mut compared = 0;
     for (found, expected) in found.iter().zip(expected) {
-        let logprobs = expected.logprobs.as_ref().expect("they were asked for");
+        let logprobs = expected.logprobs.as_ref().expect("log probabilities were requested");
         if logprobs.top[0].1 - logprobs.top[1].1 < SURE_MARGIN {
             break;
         }
         assert_eq!(found.id, expected.id);
-        let chosen = found.logprobs.as_ref().expect("they were asked for").chosen;
+        let chosen = found.logprobs.as_ref().expect("log probabilities were requested").chosen;
         assert!((chosen - logprobs.chosen).abs() < SURE_MARGIN / 4.0);
         compared += 1;
     }

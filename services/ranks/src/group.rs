@@ -547,7 +547,7 @@ impl Executor for RankGroup {
 
     fn supply(&mut self, step_id: StepId, masks: Vec<RowMask>) -> Result<(), ExecutorError> {
         if self.awaiting.take() != Some(step_id) {
-            let reason = "it awaits no bitmasks".to_owned();
+            let reason = "the step awaits no bitmasks".to_owned();
             return Err(ExecutorError::BadPlan { step_id, reason });
         }
         codec::encode_masks(step_id, &masks, &mut self.history, &mut self.message);

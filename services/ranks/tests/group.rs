@@ -49,9 +49,9 @@ const LIMITS: ExecutorLimits = ExecutorLimits {
     }),
 };
 
-/// Fault that one rank injects. All ranks receive it in the start message.
+/// How a group runs. With a fault, one rank injects it. All ranks receive the scenario in the start message.
 #[derive(Clone, Copy, Debug, PartialEq)]
-enum Fault {
+enum Scenario {
     None,
     /// The rank returns a different token in this step.
     Differs(u64),
@@ -71,8 +71,8 @@ enum Fault {
 
 const FAULTY_RANK: u32 = 1;
 
-impl Fault {
-    fn told(self) -> Vec<u8> {
+impl Scenario {
+    fn encode(self) -> Vec<u8> {
         let (kind, step) = match self {
             Self::None => (0, 0),
             Self::Differs(step) => (1, step),
@@ -86,9 +86,9 @@ impl Fault {
         vec![kind, u8::try_from(step).unwrap()]
     }
 
-    fn of(told: &[u8]) -> Self {
-        let step = told[1].into();
-        match told[0] {
+    fn decode(bytes: &[u8]) -> Self {
+        let step = bytes[1].into();
+        match bytes[0] {
             1 => Self::Differs(step),
             2 => Self::Stops(step),
             3 => Self::Exits(step),
@@ -103,7 +103,7 @@ impl Fault {
 
 struct FaultyDevice {
     sim: SimExecutor,
-    fault: Fault,
+    fault: Scenario,
     collected: u64,
 }
 
@@ -123,11 +123,11 @@ impl Executor for FaultyDevice {
     fn collect(&mut self, timeout: Duration) -> Result<Option<StepResult>, ExecutorError> {
         let step = self.collected;
         match self.fault {
-            Fault::Stops(at) if at == step => {
-                return Err(ExecutorError::Stopped { reason: "it burnt down".into() });
+            Scenario::Stops(at) if at == step => {
+                return Err(ExecutorError::Stopped { reason: "the device burnt down".into() });
             }
-            Fault::Exits(at) if at == step => std::process::exit(3),
-            Fault::Hangs(at) if at == step => {
+            Scenario::Exits(at) if at == step => std::process::exit(3),
+            Scenario::Hangs(at) if at == step => {
                 thread::sleep(timeout.min(Duration::from_millis(10)));
                 return Ok(None);
             }
@@ -136,7 +136,7 @@ impl Executor for FaultyDevice {
         let mut result = self.sim.collect(Duration::from_secs(3600))?;
         self.collected += 1;
         if let Some(result) = &mut result
-            && self.fault == Fault::Differs(step)
+            && self.fault == Scenario::Differs(step)
         {
             let mut tokens = result.rows.iter_mut().flat_map(|row| &mut row.tokens);
             tokens.next().expect("a step that samples").id ^= 1;
@@ -163,15 +163,15 @@ fn run_rank_process() {
     let spec: RankSpec = env::var(RANK_SPEC).unwrap().parse().unwrap();
     let outcome = run_rank(&spec, |told| {
         let is_faulty = spec.rank == FAULTY_RANK.min(spec.of - 1);
-        let fault = Fault::of(told);
+        let fault = Scenario::decode(told);
         let limits = match fault {
-            Fault::Refuses if is_faulty => return Err("there is no such GPU".to_owned()),
-            Fault::OtherLimits if is_faulty => ExecutorLimits { blocks: 63, ..LIMITS },
-            Fault::Long => long(),
+            Scenario::Refuses if is_faulty => return Err("there is no such GPU".to_owned()),
+            Scenario::OtherLimits if is_faulty => ExecutorLimits { blocks: 63, ..LIMITS },
+            Scenario::Long => long(),
             _ => LIMITS,
         };
         let sim = SimExecutor::new(limits, CostModel::default(), Instant::now());
-        let fault = if is_faulty { fault } else { Fault::None };
+        let fault = if is_faulty { fault } else { Scenario::None };
         Ok((FaultyDevice { sim, fault, collected: 0 }, vec![spec.rank as u8]))
     });
     if let Err(error) = &outcome {
@@ -190,7 +190,7 @@ fn rank_command(spec: &RankSpec) -> Command {
     helper(RANK_HELPER, RANK_SPEC, &spec.to_string())
 }
 
-fn settings(ranks: u32, fault: Fault) -> GroupSettings {
+fn settings(ranks: u32, fault: Scenario) -> GroupSettings {
     static NUMBER: AtomicU32 = AtomicU32::new(0);
     GroupSettings {
         number: NUMBER.fetch_add(1, Ordering::Relaxed),
@@ -198,11 +198,11 @@ fn settings(ranks: u32, fault: Fault) -> GroupSettings {
         silence_max: WITHIN,
         unread_max: WITHIN,
         stop_within: WITHIN,
-        ..GroupSettings::new(77, ranks, fault.told())
+        ..GroupSettings::new(77, ranks, fault.encode())
     }
 }
 
-fn group(ranks: u32, fault: Fault) -> RankGroup {
+fn group(ranks: u32, fault: Scenario) -> RankGroup {
     let group = RankGroup::start(settings(ranks, fault), rank_command).unwrap();
     assert_eq!(group.ready_messages(), (0..ranks).map(|rank| vec![rank as u8]).collect::<Vec<_>>());
     group
@@ -274,7 +274,7 @@ fn outputs<E: Executor>(
     }
     let deadline = Instant::now() + WITHIN;
     while left > 0 {
-        assert!(Instant::now() < deadline, "it goes on");
+        assert!(Instant::now() < deadline, "the sequences did not finish");
         steps.turn(Duration::from_secs(1), &mut actions)?;
         for action in actions.drain(..) {
             match action {
@@ -295,7 +295,7 @@ fn sequences() -> Vec<NewSequence> {
 }
 
 /// Runs a group until it fails and returns the error.
-fn end(ranks: u32, fault: Fault) -> String {
+fn failure_of(ranks: u32, fault: Scenario) -> String {
     let group = group(ranks, fault);
     let ids = group.process_ids();
     let error = outputs(group, sequences()).unwrap_err().to_string();
@@ -339,7 +339,7 @@ fn groups_of_any_size_match_one_executor() {
     let parities = expected[3].iter().map(|token| token % 2);
     assert!(parities.eq([0, 1].into_iter().cycle().take(40)));
     for ranks in [1, 2, 4] {
-        let group = group(ranks, Fault::None);
+        let group = group(ranks, Scenario::None);
         let ids = group.process_ids();
         assert_eq!(ids.len(), ranks as usize);
         assert_eq!(outputs(group, sequences()).unwrap(), expected, "{ranks} ranks");
@@ -352,11 +352,11 @@ fn a_prompt_of_a_hundred_thousand_tokens_passes_the_ring() {
     let sequences = || vec![sequence(0, 100_000, 3), sequence(1, 3_000, 3)];
     let expected =
         outputs(SimExecutor::new(long(), CostModel::default(), Instant::now()), sequences());
-    assert_eq!(outputs(group(2, Fault::Long), sequences()).unwrap(), expected.unwrap());
+    assert_eq!(outputs(group(2, Scenario::Long), sequences()).unwrap(), expected.unwrap());
 }
 
 fn rank_with_a_different_token_is_detected_in_the_same_step() {
-    let error = end(4, Fault::Differs(6));
+    let error = failure_of(4, Scenario::Differs(6));
     assert_eq!(
         error,
         "the executor stopped: step 6: the tokens of rank 1 differ from those of rank 0"
@@ -364,17 +364,17 @@ fn rank_with_a_different_token_is_detected_in_the_same_step() {
 }
 
 fn failed_rank_reports_its_reason() {
-    let error = end(2, Fault::Stops(3));
-    assert!(error.ends_with("rank 1 of 2: it burnt down"), "{error}");
-    let error = end(2, Fault::Exits(3));
+    let error = failure_of(2, Scenario::Stops(3));
+    assert!(error.ends_with("rank 1 of 2: the device burnt down"), "{error}");
+    let error = failure_of(2, Scenario::Exits(3));
     assert!(error.contains("rank 1 of 2 ended: exit code 3"), "{error}");
-    let error = end(1, Fault::Exits(0));
+    let error = failure_of(1, Scenario::Exits(0));
     assert!(error.contains("rank 0 of 1 ended: exit code 3"), "{error}");
 }
 
 fn a_killed_rank_ends_the_group_in_the_middle_of_a_step_and_when_idle() {
     for is_idle in [false, true] {
-        let group = group(3, if is_idle { Fault::None } else { Fault::Hangs(2) });
+        let group = group(3, if is_idle { Scenario::None } else { Scenario::Hangs(2) });
         let ids = group.process_ids();
         let mut steps = step_loop(group);
         let mut actions = Vec::new();
@@ -389,7 +389,7 @@ fn a_killed_rank_ends_the_group_in_the_middle_of_a_step_and_when_idle() {
         signal(ids[2], "-KILL");
         let deadline = Instant::now() + WITHIN;
         let error = loop {
-            assert!(Instant::now() < deadline, "it is noticed");
+            assert!(Instant::now() < deadline, "the group did not report the failure");
             match steps.turn(Duration::from_secs(1), &mut actions) {
                 Ok(_) => thread::sleep(Duration::from_millis(1)),
                 Err(error) => break error.to_string(),
@@ -407,13 +407,13 @@ fn a_killed_rank_ends_the_group_in_the_middle_of_a_step_and_when_idle() {
 
 fn stopped_rank_counts_as_dead_and_is_killed() {
     let settings =
-        GroupSettings { silence_max: Duration::from_secs(2), ..settings(2, Fault::None) };
+        GroupSettings { silence_max: Duration::from_secs(2), ..settings(2, Scenario::None) };
     let mut group = RankGroup::start(settings, rank_command).unwrap();
     let ids = group.process_ids();
     signal(ids[1], "-STOP");
     let deadline = Instant::now() + WITHIN;
     let error = loop {
-        assert!(Instant::now() < deadline, "it is noticed");
+        assert!(Instant::now() < deadline, "the group did not report the failure");
         match group.collect(Duration::from_secs(1)) {
             Ok(_) => {}
             Err(error) => break error.to_string(),
@@ -425,7 +425,7 @@ fn stopped_rank_counts_as_dead_and_is_killed() {
 
 fn waker_ends_a_wait_for_results_and_a_stuck_group_is_killed() {
     let settings =
-        GroupSettings { stop_within: Duration::from_millis(100), ..settings(2, Fault::Hangs(0)) };
+        GroupSettings { stop_within: Duration::from_millis(100), ..settings(2, Scenario::Hangs(0)) };
     let mut group = RankGroup::start(settings, rank_command).unwrap();
     let ids = group.process_ids();
     let waker: CollectWaker = group.waker();
@@ -445,11 +445,11 @@ fn waker_ends_a_wait_for_results_and_a_stuck_group_is_killed() {
 }
 
 fn plan_that_no_rank_can_run_is_a_bad_plan_error() {
-    let mut group = group(2, Fault::None);
+    let mut group = group(2, Scenario::None);
     group.launch(StepPlan::default()).unwrap();
     let deadline = Instant::now() + WITHIN;
     let error = loop {
-        assert!(Instant::now() < deadline, "it is noticed");
+        assert!(Instant::now() < deadline, "the group did not report the failure");
         match group.collect(WITHIN) {
             Ok(result) => assert_eq!(result, None),
             Err(error) => break error,
@@ -465,13 +465,13 @@ fn failed_group_start_reports_the_reason_and_leaks_nothing() {
     let settings = |ranks, fault| GroupSettings { epoch: EPOCH, ..settings(ranks, fault) };
     let start = |fault| RankGroup::start(settings(2, fault), rank_command).unwrap_err().to_string();
     assert_eq!(
-        start(Fault::Refuses),
+        start(Scenario::Refuses),
         "the ranks did not start: rank 1 of 2: cannot start: there is no such GPU"
     );
-    let error = start(Fault::OtherLimits);
+    let error = start(Scenario::OtherLimits);
     assert!(error.contains("the ranks have different limits: rank 0 has "), "{error}");
     let missing = |_: &RankSpec| Command::new("/no/such/program");
-    let error = RankGroup::start(settings(2, Fault::None), missing).unwrap_err();
+    let error = RankGroup::start(settings(2, Scenario::None), missing).unwrap_err();
     assert!(matches!(error, GroupError::Failed(_)), "{error}");
     assert!(error.to_string().contains(": No such file"), "{error}");
     // A process that never reads its rank spec.
@@ -481,7 +481,7 @@ fn failed_group_start_reports_the_reason_and_leaks_nothing() {
         command
     };
     let settings =
-        GroupSettings { start_within: Duration::from_millis(50), ..settings(2, Fault::None) };
+        GroupSettings { start_within: Duration::from_millis(50), ..settings(2, Scenario::None) };
     let error = RankGroup::start(settings, asleep).unwrap_err().to_string();
     assert!(error.contains("rank 0 of 2 was not ready after 0 s"), "{error}");
     let own = RegionName::own(EPOCH, "x").file_name();
@@ -501,7 +501,7 @@ fn failed_group_start_reports_the_reason_and_leaks_nothing() {
 /// Starts three ranks, reports their process ids and sleeps until it is killed.
 fn run_node() {
     let path = env::var(PROCESS_IDS).unwrap();
-    let group = RankGroup::start(settings(3, Fault::None), rank_command).unwrap();
+    let group = RankGroup::start(settings(3, Scenario::None), rank_command).unwrap();
     let ids: Vec<String> = group.process_ids().iter().map(u32::to_string).collect();
     let unfinished = format!("{path}.new");
     fs::write(&unfinished, ids.join(" ")).unwrap();

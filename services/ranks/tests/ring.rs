@@ -59,7 +59,7 @@ fn write(writer: &mut RingWriter, message: &[u8]) {
 }
 
 fn read(reader: &mut RingReader) -> Vec<u8> {
-    reader.read(WITHIN, NO_SPIN).unwrap().expect("it comes in time").to_vec()
+    reader.read(WITHIN, NO_SPIN).unwrap().expect("the message arrives in time").to_vec()
 }
 
 #[test]

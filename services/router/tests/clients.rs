@@ -118,7 +118,7 @@ async fn slow_client_fails_without_disturbing_others() {
     let max_tokens = encode(&ANSWER.repeat(40)).len();
     let long = json!({"prompt": long_prompt(), "max_tokens": max_tokens, "stream": true});
     let mut undisturbed = cluster.client.stream("/v1/completions", &long).await;
-    let first = undisturbed.next().await.expect("it begins");
+    let first = undisturbed.next().await.expect("the answer begins");
     cluster.decode[0].behave(Behaviour::Flood);
     let mut silent = silent_client(&cluster).await;
     let is_over = async || {

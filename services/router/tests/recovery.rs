@@ -509,7 +509,7 @@ async fn decode_node_prefills_if_all_prefill_nodes_are_full() {
     // Calls of one connection may be received in any order.
     let local_prefill = cluster.decode[0].calls().iter().filter(|call| !call.with_peer).count();
     assert_eq!(local_prefill, 2);
-    assert!(!cluster.prefill[0].calls().is_empty(), "it was asked");
+    assert!(!cluster.prefill[0].calls().is_empty(), "the prefill node was asked");
     // The router uses the prefill node again as soon as it has capacity.
     for node in [&cluster.prefill[0], &cluster.decode[0]] {
         node.behave(Behaviour::Serve);

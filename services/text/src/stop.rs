@@ -11,7 +11,7 @@ pub const STOP_STRING_BYTES_MAX: usize = 1024;
 
 /// Error in a list of stop strings.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum StopError {
+pub enum StopStringError {
     #[error("stop has {count} strings; at most {STOP_STRINGS_MAX} are allowed")]
     TooMany { count: usize },
     #[error("stop[{index}] is empty; a stop string has at least one character")]
@@ -45,15 +45,15 @@ pub struct StopStrings {
 impl StopStrings {
     /// Creates the search. With `include_stop` the stop string itself is part of the answer, so nothing
     /// is held back.
-    pub fn new<S: AsRef<str>>(stops: &[S], include_stop: bool) -> Result<Self, StopError> {
+    pub fn new<S: AsRef<str>>(stops: &[S], include_stop: bool) -> Result<Self, StopStringError> {
         if stops.len() > STOP_STRINGS_MAX {
-            return Err(StopError::TooMany { count: stops.len() });
+            return Err(StopStringError::TooMany { count: stops.len() });
         }
         let pattern = |(index, stop): (usize, &S)| {
             let stop = stop.as_ref();
             match stop.len() {
-                0 => Err(StopError::Empty { index }),
-                bytes if bytes > STOP_STRING_BYTES_MAX => Err(StopError::TooLong { index, bytes }),
+                0 => Err(StopStringError::Empty { index }),
+                bytes if bytes > STOP_STRING_BYTES_MAX => Err(StopStringError::TooLong { index, bytes }),
                 _ => Ok(Pattern::new(stop)),
             }
         };
@@ -269,11 +269,11 @@ mod tests {
             StopStrings::new(&many, false).unwrap_err().to_string(),
             "stop has 33 strings; at most 32 are allowed"
         );
-        assert_eq!(StopStrings::new(&["a", ""], false).unwrap_err(), StopError::Empty { index: 1 });
+        assert_eq!(StopStrings::new(&["a", ""], false).unwrap_err(), StopStringError::Empty { index: 1 });
         let long = "a".repeat(STOP_STRING_BYTES_MAX + 1);
         assert_eq!(
             StopStrings::new(&[long], false).unwrap_err(),
-            StopError::TooLong { index: 0, bytes: STOP_STRING_BYTES_MAX + 1 }
+            StopStringError::TooLong { index: 0, bytes: STOP_STRING_BYTES_MAX + 1 }
         );
     }
 

@@ -88,7 +88,7 @@ pub(super) unsafe fn attention(
         })
         .collect();
     let Scratch { tiles, partial } = scratch;
-    let sums = DisjointSlice::new(out);
+    let out = DisjointSlice::new(out);
     let threads = pool.threads();
     let multiply_adds = tile_work(&rows, step, window) * (group + 4) * shape.kv_heads;
     let is_small = multiply_adds * shape.head_dim * 2 < SHARED_WORK_MIN;
@@ -110,7 +110,7 @@ pub(super) unsafe fn attention(
                     pass.segment(work, segment, &mut tile);
                     kernel::merge_own(&mut tile);
                 }
-                pass.finish(work, &mut tile, &sums);
+                pass.finish(work, &mut tile, &out);
             }
         });
         return;
@@ -151,7 +151,7 @@ pub(super) unsafe fn attention(
             }
         }
         // SAFETY: as above.
-        unsafe { pass.finish(work, &mut tile, &sums) };
+        unsafe { pass.finish(work, &mut tile, &out) };
     });
 }
 

@@ -173,7 +173,7 @@ impl Runner {
             Job::Masks(step_id, masks) => {
                 let bad = |reason: String| ExecutorError::BadPlan { step_id, reason };
                 let step = self.awaiting.take().filter(|step| step.step_id == step_id);
-                let mut step = step.ok_or_else(|| bad("it awaits no bitmasks".to_owned()))?;
+                let mut step = step.ok_or_else(|| bad("the step awaits no bitmasks".to_owned()))?;
                 self.batch.supply(&mut step.scheduled, masks).map_err(bad)?;
                 self.sample(step)
             }

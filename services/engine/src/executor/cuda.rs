@@ -450,7 +450,7 @@ impl Executor for CudaExecutor {
     fn supply(&mut self, step_id: StepId, masks: Vec<RowMask>) -> Result<(), ExecutorError> {
         let bad = |reason: String| ExecutorError::BadPlan { step_id, reason };
         let awaiting = self.awaiting.take().filter(|awaiting| awaiting.step_id == step_id);
-        let awaiting = awaiting.ok_or_else(|| bad("it awaits no bitmasks".to_owned()))?;
+        let awaiting = awaiting.ok_or_else(|| bad("the step awaits no bitmasks".to_owned()))?;
         self.masks_are_due = false;
         let launched =
             self.launched.back_mut().expect("the step that awaits bitmasks is in flight");

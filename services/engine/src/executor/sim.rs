@@ -329,7 +329,7 @@ impl Executor for SimExecutor {
         match last.filter(|last| last.masks.is_none()) {
             Some(last) => last.masks = Some(masks),
             None => {
-                let reason = "it awaits no bitmasks".to_owned();
+                let reason = "the step awaits no bitmasks".to_owned();
                 return Err(ExecutorError::BadPlan { step_id, reason });
             }
         }

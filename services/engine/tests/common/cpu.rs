@@ -40,7 +40,7 @@ pub fn dummy_model(changes: serde_json::Value) -> Checkpoint {
         "rope_theta": 10000.0, "tie_word_embeddings": false, "hidden_act": "silu",
         "bos_token_id": 1, "eos_token_id": 2
     });
-    let fields = config.as_object_mut().expect("it is one");
+    let fields = config.as_object_mut().expect("the configuration is an object");
     fields.extend(changes.as_object().expect("fields and values").clone());
     let path = folder.path().join("config.json");
     std::fs::write(&path, config.to_string()).expect("a small file");

@@ -89,7 +89,7 @@ pub fn oracle(new: &NewSequence, sequence_tokens_max: usize) -> (Vec<u32>, Optio
     let mut matcher = new.constraint.clone().map(Constraint::into_matcher);
     loop {
         let prompt_len = new.prompt_len as usize;
-        let allowed = matcher.as_mut().map(|matcher| matcher.allowed().expect("it goes on"));
+        let allowed = matcher.as_mut().map(|matcher| matcher.allowed().expect("the grammar continues"));
         let token = next_token(&tokens, prompt_len, &new.sampling, allowed.as_ref(), VOCABULARY)
             .expect("some token is not masked");
         tokens.push(token);
@@ -97,7 +97,7 @@ pub fn oracle(new: &NewSequence, sequence_tokens_max: usize) -> (Vec<u32>, Optio
         let stops = new.sampling.stop_token_ids.contains(&token) && !new.ignore_stop_tokens;
         let mut accept = |token| {
             matcher.as_mut().is_some_and(|matcher| {
-                matcher.accept(token).expect("it was allowed");
+                matcher.accept(token).expect("the grammar allowed the token");
                 matcher.is_complete()
             })
         };

@@ -63,7 +63,7 @@ impl RemoteBlocks for RankBlocks {
 
     fn read(&self, offset: usize, host: &mut [u8]) -> Result<(), String> {
         self.each(offset, host.len(), |block, range| {
-            let block = self.0.read(block).expect("nobody computes on it");
+            let block = self.0.read(block).expect("no step uses the block");
             block.copy_to_host(&mut host[range]).expect("a block's bytes");
         });
         Ok(())
@@ -71,7 +71,7 @@ impl RemoteBlocks for RankBlocks {
 
     fn write(&self, offset: usize, host: &[u8]) -> Result<(), String> {
         self.each(offset, host.len(), |block, range| {
-            let mut block = self.0.write(block).expect("nobody computes on it");
+            let mut block = self.0.write(block).expect("no step uses the block");
             block.copy_from_host(&host[range]).expect("a block's bytes");
         });
         Ok(())

@@ -318,7 +318,7 @@ mod tests {
         let ready = Message::Ready { verify: false };
         peer.write_all(&ready.to_bytes()).unwrap();
         until(&|| messages.has_input_or_closed());
-        assert!(!messages.is_rejected_or_closed(), "it is ready");
+        assert!(!messages.is_rejected_or_closed(), "the queue accepts messages");
         assert_eq!(messages.poll().unwrap(), Polled::Message(ready));
         let refused = Message::Refused { reason: "no".to_owned() };
         peer.write_all(&refused.to_bytes()).unwrap();

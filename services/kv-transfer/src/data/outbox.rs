@@ -313,8 +313,8 @@ mod tests {
             assert_eq!(outbox.cancel(transfer), Released::Later);
         }
         outbox.keep_stuck_chunks();
-        let (released, reason) = outbox.end("it broke".to_owned());
-        assert_eq!((released, reason), (vec![lent], Some("it broke".to_owned())));
+        let (released, reason) = outbox.end("connection reset".to_owned());
+        assert_eq!((released, reason), (vec![lent], Some("connection reset".to_owned())));
         assert_eq!(outbox.cancel(stuck), Released::Later, "not later either");
         assert_eq!(outbox.cancel(lent), Released::Now);
         assert_eq!(outbox.cancel(other), Released::Now);

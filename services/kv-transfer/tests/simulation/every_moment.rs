@@ -53,7 +53,7 @@ fn moments() -> impl Iterator<Item = Duration> {
 /// Checks that all blocks of `node` were free within the bound after `over`.
 fn assert_freed(world: &World, plan: &TransferPlan, node: usize, over: Duration) {
     let Some(begun) = world.nodes[node].begun.get(&plan.transfer) else { return };
-    let (at, _) = world.end_of(node, plan.transfer).expect("it ended");
+    let (at, _) = world.end_of(node, plan.transfer).expect("the transfer ended");
     let by = (world.start() + over).max(*begun) + BLOCKS_FREE_MAX;
     assert!(at <= by, "over at {over:?}, back at {:?}, too late", at - world.start());
     assert_eq!(world.nodes[node].free_count(), 40);
@@ -107,7 +107,7 @@ fn abort_from_either_side_ends_both_sides_within_a_heartbeat() {
             world.at(at, side, Step::Command(Command::Abort { transfer, reason }));
             world.run_until(world.start() + Duration::from_secs(30));
             for node in [SENDER, RECEIVER] {
-                let (ended, _) = world.end_of(node, transfer).expect("it ended");
+                let (ended, _) = world.end_of(node, transfer).expect("the transfer ended");
                 let begun = world.nodes[node].begun[&transfer];
                 // A heartbeat, if the abort came before the other side had begun. Then the abort, and
                 // the release by the transport.
@@ -168,7 +168,7 @@ fn late_sender_finds_the_reservation_or_holds_no_block() {
             let expect = world.expect_command(&plan);
             world.at(world.start() + late, SENDER, Step::Command(expect));
             world.run_until(world.start() + Duration::from_secs(40));
-            let (ended, succeeded) = world.end_of(RECEIVER, plan.transfer).expect("it ended");
+            let (ended, succeeded) = world.end_of(RECEIVER, plan.transfer).expect("the transfer ended");
             if late > BLOCKS_FREE_MAX {
                 assert!(!succeeded);
                 assert_freed(&world, &plan, RECEIVER, Duration::ZERO);
@@ -245,12 +245,12 @@ fn transfers_succeed_after_either_side_was_paused() {
             // router's next attempt succeeds.
             for plan in &plans {
                 for node in [SENDER, RECEIVER] {
-                    let (at, _) = world.end_of(node, plan.transfer).expect("it ended");
+                    let (at, _) = world.end_of(node, plan.transfer).expect("the transfer ended");
                     let elapsed = at - world.nodes[node].begun[&plan.transfer];
                     assert!(elapsed < Duration::from_millis(700), "seed {seed}: {elapsed:?}");
                 }
             }
-            let (_, succeeded) = world.end_of(RECEIVER, plans[4].transfer).expect("it ended");
+            let (_, succeeded) = world.end_of(RECEIVER, plans[4].transfer).expect("the transfer ended");
             assert!(succeeded, "seed {seed}, paused {paused}");
         }
     }

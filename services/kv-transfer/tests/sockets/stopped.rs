@@ -11,7 +11,7 @@ use crate::{
 
 /// Maximum time until a transfer to a stopped peer fails: a lease of 2 s, and slack for a busy machine. Less than the
 /// deadline of the transfers.
-const BACK: Duration = Duration::from_secs(7);
+const FAIL_WITHIN: Duration = Duration::from_secs(7);
 
 /// Starts a transfer of 64 MiB to the child and writes the first blocks.
 fn begin(prefill: &Node, child: &mut ChildNode) -> TransferId {
@@ -64,7 +64,7 @@ pub fn stopped_peer_delays_no_other_pair_and_times_out_after_a_lease() {
     // A pair that waits for the stuck pair completes no transfer in this time.
     assert!(count >= 3, "{count}");
     let elapsed = failed_at - stopped;
-    assert!(elapsed < BACK, "{elapsed:?}");
+    assert!(elapsed < FAIL_WITHIN, "{elapsed:?}");
     prefill.assert_free();
     // The child recovers after it continues.
     child.signal("-CONT");
@@ -91,7 +91,7 @@ pub fn killed_peer_is_detected_at_once() {
     let transfer = begin(&prefill, &mut child);
     child.signal("-KILL");
     let Event::SendFailed { transfer: failed, failure } = prefill.event() else {
-        panic!("it fails")
+        panic!("the transfer did not fail")
     };
     assert_eq!(failed, transfer);
     // The closed connection ends the transfer, not an expired lease.

@@ -41,7 +41,7 @@ struct BrokenDevice;
 
 impl Executor for BrokenDevice {
     fn launch(&mut self, _plan: StepPlan) -> Result<(), ExecutorError> {
-        Err(ExecutorError::Stopped { reason: "it burnt down".into() })
+        Err(ExecutorError::Stopped { reason: "the device burnt down".into() })
     }
 
     fn supply(&mut self, _step_id: StepId, _masks: Vec<RowMask>) -> Result<(), ExecutorError> {
@@ -188,7 +188,7 @@ async fn failed_device_fails_every_attempt_and_ends_the_thread() {
     let kind = match inbox.begin(attempt(1)).await {
         Ok(stream) => match stream.collect::<Vec<Reply>>().await.pop() {
             Some(Reply::Ended(AttemptEnd::Failed { kind, message })) => {
-                assert!(message.contains("it burnt down"), "{message}");
+                assert!(message.contains("the device burnt down"), "{message}");
                 kind
             }
             other => panic!("{other:?}"),
@@ -202,7 +202,7 @@ async fn failed_device_fails_every_attempt_and_ends_the_thread() {
     engine.ended().await;
     assert_eq!(inbox.begin(attempt(2)).await.unwrap_err(), Refusal::Stopped);
     let error = engine.join().0.unwrap_err().to_string();
-    assert!(error.contains("it burnt down"), "{error}");
+    assert!(error.contains("the device burnt down"), "{error}");
     inbox.idle().await;
 }
 
@@ -224,7 +224,7 @@ async fn device_that_blocks_when_dropped_delays_no_caller() {
     assert_eq!(inbox.begin(attempt(2)).await.unwrap_err(), Refusal::Stopped);
     drop(release);
     let error = engine.join().0.unwrap_err().to_string();
-    assert!(error.contains("it burnt down"), "{error}");
+    assert!(error.contains("the device burnt down"), "{error}");
 }
 
 #[tokio::test]
@@ -265,7 +265,7 @@ async fn stalled_node_ends_observers_until_a_step_finishes() {
             }
         }
     };
-    let end = tokio::time::timeout(WITHIN, end).await.expect("it ends in time");
+    let end = tokio::time::timeout(WITHIN, end).await.expect("the call ends in time");
     assert_eq!(end.code(), Code::Unavailable);
     assert!(end.message().contains("the node is stalled"), "{end}");
     assert_eq!(first_observed(&inbox).await.1, Err(Code::Unavailable));

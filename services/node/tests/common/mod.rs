@@ -351,7 +351,7 @@ pub struct Observer {
 
 impl Observer {
     pub async fn event(&mut self) -> Result<observe_event::Event, Status> {
-        let event = next(&mut self.stream).await?.expect("it ends with an error only");
+        let event = next(&mut self.stream).await?.expect("the stream ends with an error only");
         assert_eq!(event.sequence, self.next, "no gap");
         self.next += 1;
         let event = event.event.expect("no event is empty");

@@ -348,7 +348,7 @@ mod tests {
         assert_eq!(probe.begin_request(true), Verdict::Serve);
         assert_eq!(other.begin_request(false), Verdict::Refuse);
         assert!(is_closing(&probe) && is_closing(&other));
-        assert_eq!(probe.begin_request(true), Verdict::Refuse, "it is closing");
+        assert_eq!(probe.begin_request(true), Verdict::Refuse, "the connection is closing");
         assert!(!is_closing(&busy));
     }
 

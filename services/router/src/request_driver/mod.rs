@@ -244,7 +244,7 @@ async fn prepare(
     Ok((request, answers))
 }
 
-fn stop_refused(error: &text::StopError) -> FieldError {
+fn stop_refused(error: &text::StopStringError) -> FieldError {
     // The message begins with the name of the field or of one of its elements.
     let message = error.to_string();
     let problem = message.strip_prefix("stop").unwrap_or(&message).trim_start();

@@ -161,7 +161,7 @@ mod tests {
     }
 
     #[test]
-    fn ids_beyond_u32_are_rejected() {
+    fn vocabulary_needs_u32_ids_and_unescapes_tokens() {
         let parse = serde_json::from_str::<PackedVocabulary>;
         assert!(parse(r#"{"a": 4294967296}"#).is_err());
         assert!(parse(r#"{"a": -1}"#).is_err());
