@@ -155,7 +155,8 @@ async fn ask(client: &Client, name: Option<&str>, run: &GoldenRun) -> Result<Com
 async fn nodes_of(client: &Client, name: &str) -> Result<[u64; 2]> {
     let (_, health) = client.get_json("/health").await?;
     let models = health["models"].as_array().with_context(|| format!("no models: {health}"))?;
-    let model = models.iter().find(|model| model["name"] == name).context("the model is not listed")?;
+    let model =
+        models.iter().find(|model| model["name"] == name).context("the model is not listed")?;
     Ok(["prefill_nodes", "decode_nodes"].map(|count| model[count].as_u64().unwrap_or(u64::MAX)))
 }
 

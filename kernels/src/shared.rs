@@ -148,7 +148,13 @@ impl SharedRegion {
         let map = map(&file, &path)?;
         link(&file, &path).map_err(|source| system(&path, "name", source))?;
         named().push(path.clone());
-        Ok(Arc::new(Self { map, path, _lock: Some(file), is_named: true.into(), claims: Mutex::default() }))
+        Ok(Arc::new(Self {
+            map,
+            path,
+            _lock: Some(file),
+            is_named: true.into(),
+            claims: Mutex::default(),
+        }))
     }
 
     /// Opens a region that another process created, of exactly `bytes` bytes.
@@ -173,7 +179,13 @@ impl SharedRegion {
             return Err(SharedError::Length { path, found, wanted });
         }
         let map = map(&file, &path)?;
-        Ok(Arc::new(Self { map, path, _lock: None, is_named: false.into(), claims: Mutex::default() }))
+        Ok(Arc::new(Self {
+            map,
+            path,
+            _lock: None,
+            is_named: false.into(),
+            claims: Mutex::default(),
+        }))
     }
 
     /// Returns the region's size in bytes.

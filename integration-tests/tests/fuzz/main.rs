@@ -69,7 +69,8 @@ fn check(target: &str, run: Target, what: &str, input: &[u8]) {
 }
 
 fn replay(target: &str) {
-    let (_, run) = TARGETS.into_iter().find(|(name, _)| *name == target).expect("the fuzz target is listed");
+    let (_, run) =
+        TARGETS.into_iter().find(|(name, _)| *name == target).expect("the fuzz target is listed");
     let seeds = read_corpus(target);
     assert!(!seeds.is_empty(), "{target} has no seeds");
     let mut random = Random::new(RANDOM_SEED);

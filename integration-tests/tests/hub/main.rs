@@ -276,7 +276,11 @@ async fn cluster_downloads_and_serves_an_uncached_model() -> Result<()> {
         .filter(|asked| asked.path.starts_with("/stored/") && asked.wants_content());
     assert_eq!(whole.count(), 1);
     let client = Client::new(cluster.http());
-    let run = golden().runs.into_iter().find(|run| run.name == "code").expect("the golden file has this run");
+    let run = golden()
+        .runs
+        .into_iter()
+        .find(|run| run.name == "code")
+        .expect("the golden file has this run");
     assert_eq!(client.greedy(&run.prompt_ids, run.output_ids.len()).await?, run.output_ids);
     let (_, models) = client.get_json("/v1/models").await?;
     assert_eq!(models["data"][0]["id"], "SmolLM2-135M-Instruct.Q4_1", "{models}");

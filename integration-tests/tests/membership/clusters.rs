@@ -192,8 +192,7 @@ pub async fn nodes_of_both_roles_join_and_leave_under_load_and_no_token_is_lost(
     Ok(())
 }
 
-pub async fn a_node_restarted_at_its_address_serves_under_a_new_record()
--> Result<()> {
+pub async fn a_node_restarted_at_its_address_serves_under_a_new_record() -> Result<()> {
     let etcd = Etcd::start()?;
     let mut cluster = Cluster::start(spec(&etcd)).await?;
     let decode = format!("{PREFIX}/nodes/decode-0/");

@@ -97,7 +97,10 @@ mod tests {
         ];
         expected.sort();
         assert_eq!(left(parent.path()), expected);
-        assert!(staging.folder.path().read_dir().unwrap().next().is_none(), "the staging folder is empty");
+        assert!(
+            staging.folder.path().read_dir().unwrap().next().is_none(),
+            "the staging folder is empty"
+        );
         drop(staging);
         drop(held);
 

@@ -129,7 +129,8 @@ fn penalties_count_tokens_still_on_the_device() {
 fn stop_tokens_respect_min_tokens_and_ignore_stop_tokens() {
     let free = alone(request(0, Sampling::greedy())).ids();
     let stop_token_ids = vec![free[2]];
-    let first = free.iter().position(|token| *token == free[2]).expect("the token is in the output");
+    let first =
+        free.iter().position(|token| *token == free[2]).expect("the token is in the output");
     let stopping = Sampling { stop_token_ids: stop_token_ids.clone(), ..Sampling::greedy() };
 
     let stopped = alone(request(0, stopping.clone()));

@@ -170,7 +170,10 @@ fn schemas_are_bounded_under_every_name() {
     for name in ["const", "default", "examples", "enum"] {
         check_schemas([
             (json!({"type": "object", "properties": {name: large()}}), "has multipleOf 9999991"),
-            (json!({"$defs": {name: large()}, "$ref": format!("#/$defs/{name}")}), "has multipleOf 9999991"),
+            (
+                json!({"$defs": {name: large()}, "$ref": format!("#/$defs/{name}")}),
+                "has multipleOf 9999991",
+            ),
             (json!({name: [large()], "$ref": format!("#/{name}/0")}), "has multipleOf 9999991"),
         ]);
     }

@@ -313,7 +313,8 @@ async fn used_port_is_reported_before_the_model_is_loaded() {
     let (node, _side, model) = decode_node(&[]).await;
     let address = node.node.addresses().grpc.to_string();
     let flags = dummy_settings(model.path(), &[("node.grpc", &address)]);
-    let error = TestNode::try_start(Role::Decode, flags).await.err().expect("the node cannot start");
+    let error =
+        TestNode::try_start(Role::Decode, flags).await.err().expect("the node cannot start");
     let message = error.to_string();
     assert!(message.contains("node.grpc") && message.contains(&address), "{message}");
     node.stop().await;

@@ -424,8 +424,10 @@ fn stopped_rank_counts_as_dead_and_is_killed() {
 }
 
 fn waker_ends_a_wait_for_results_and_a_stuck_group_is_killed() {
-    let settings =
-        GroupSettings { stop_within: Duration::from_millis(100), ..settings(2, Scenario::Hangs(0)) };
+    let settings = GroupSettings {
+        stop_within: Duration::from_millis(100),
+        ..settings(2, Scenario::Hangs(0))
+    };
     let mut group = RankGroup::start(settings, rank_command).unwrap();
     let ids = group.process_ids();
     let waker: CollectWaker = group.waker();

@@ -95,7 +95,8 @@ fn expected_answer(plan: &RequestPlan) -> (Vec<u32>, AnswerEnd) {
     let mut matcher = constraint.map(Constraint::into_matcher);
     let prompt_len = prompt_len as usize;
     let end = loop {
-        let allowed = matcher.as_mut().map(|matcher| matcher.allowed().expect("the grammar continues"));
+        let allowed =
+            matcher.as_mut().map(|matcher| matcher.allowed().expect("the grammar continues"));
         let token = next_token(&tokens, prompt_len, &plan.sampling, allowed.as_ref(), VOCABULARY);
         let token = token.expect("a token is allowed");
         tokens.push(token);

@@ -35,7 +35,9 @@ pub use detokenizer::{Detokenizer, DetokenizerOptions};
 pub use error::{LoadError, VocabularyError};
 pub use model_text::{ModelText, ModelTextOptions};
 pub use sampling_defaults::SamplingDefaults;
-pub use stop::{STOP_STRING_BYTES_MAX, STOP_STRINGS_MAX, StopStringError, StopProgress, StopStrings};
+pub use stop::{
+    STOP_STRING_BYTES_MAX, STOP_STRINGS_MAX, StopProgress, StopStringError, StopStrings,
+};
 pub use stream::{StopHit, TextDelta, TextStream, TextStreamOptions};
 pub use template::{ChatTemplate, RENDERED_BYTES_MAX, RenderRequest, TEMPLATE_FUEL, TemplateError};
 pub use token_table::TokenTable;

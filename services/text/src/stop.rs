@@ -53,7 +53,9 @@ impl StopStrings {
             let stop = stop.as_ref();
             match stop.len() {
                 0 => Err(StopStringError::Empty { index }),
-                bytes if bytes > STOP_STRING_BYTES_MAX => Err(StopStringError::TooLong { index, bytes }),
+                bytes if bytes > STOP_STRING_BYTES_MAX => {
+                    Err(StopStringError::TooLong { index, bytes })
+                }
                 _ => Ok(Pattern::new(stop)),
             }
         };
@@ -269,7 +271,10 @@ mod tests {
             StopStrings::new(&many, false).unwrap_err().to_string(),
             "stop has 33 strings; at most 32 are allowed"
         );
-        assert_eq!(StopStrings::new(&["a", ""], false).unwrap_err(), StopStringError::Empty { index: 1 });
+        assert_eq!(
+            StopStrings::new(&["a", ""], false).unwrap_err(),
+            StopStringError::Empty { index: 1 }
+        );
         let long = "a".repeat(STOP_STRING_BYTES_MAX + 1);
         assert_eq!(
             StopStrings::new(&[long], false).unwrap_err(),

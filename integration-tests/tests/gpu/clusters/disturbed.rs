@@ -94,7 +94,10 @@ impl Load {
         let deadline = Instant::now() + DEADLINE;
         let wanted = self.complete.load(Ordering::Relaxed) + count;
         while self.complete.load(Ordering::Relaxed) < wanted {
-            ensure!(Instant::now() < deadline, "fewer than {count} requests completed within {DEADLINE:?}");
+            ensure!(
+                Instant::now() < deadline,
+                "fewer than {count} requests completed within {DEADLINE:?}"
+            );
             // Finished workers have failed: `end` returns their error.
             if self.workers.iter().all(JoinHandle::is_finished) {
                 return Ok(());

@@ -117,7 +117,13 @@ impl Download {
         Ok(metadata)
     }
 
-    fn fetch(&self, api: &ApiRepo, cached: &CacheRepo, file: &str, metadata: &Metadata) -> Result<()> {
+    fn fetch(
+        &self,
+        api: &ApiRepo,
+        cached: &CacheRepo,
+        file: &str,
+        metadata: &Metadata,
+    ) -> Result<()> {
         let blob = cached.blob_path(metadata.etag());
         let base = self.watched.0.position();
         let path = self.retried(|| {

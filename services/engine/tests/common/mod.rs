@@ -89,7 +89,8 @@ pub fn oracle(new: &NewSequence, sequence_tokens_max: usize) -> (Vec<u32>, Optio
     let mut matcher = new.constraint.clone().map(Constraint::into_matcher);
     loop {
         let prompt_len = new.prompt_len as usize;
-        let allowed = matcher.as_mut().map(|matcher| matcher.allowed().expect("the grammar continues"));
+        let allowed =
+            matcher.as_mut().map(|matcher| matcher.allowed().expect("the grammar continues"));
         let token = next_token(&tokens, prompt_len, &new.sampling, allowed.as_ref(), VOCABULARY)
             .expect("some token is not masked");
         tokens.push(token);

@@ -168,7 +168,8 @@ fn late_sender_finds_the_reservation_or_holds_no_block() {
             let expect = world.expect_command(&plan);
             world.at(world.start() + late, SENDER, Step::Command(expect));
             world.run_until(world.start() + Duration::from_secs(40));
-            let (ended, succeeded) = world.end_of(RECEIVER, plan.transfer).expect("the transfer ended");
+            let (ended, succeeded) =
+                world.end_of(RECEIVER, plan.transfer).expect("the transfer ended");
             if late > BLOCKS_FREE_MAX {
                 assert!(!succeeded);
                 assert_freed(&world, &plan, RECEIVER, Duration::ZERO);
@@ -250,7 +251,8 @@ fn transfers_succeed_after_either_side_was_paused() {
                     assert!(elapsed < Duration::from_millis(700), "seed {seed}: {elapsed:?}");
                 }
             }
-            let (_, succeeded) = world.end_of(RECEIVER, plans[4].transfer).expect("the transfer ended");
+            let (_, succeeded) =
+                world.end_of(RECEIVER, plans[4].transfer).expect("the transfer ended");
             assert!(succeeded, "seed {seed}, paused {paused}");
         }
     }

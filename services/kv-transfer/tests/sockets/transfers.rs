@@ -162,7 +162,9 @@ pub fn different_model_is_rejected_with_both_fingerprints() {
     let decode = Node::start_with("decode", SECRET, other);
     let transfer = TransferId(fresh());
     decode.receive(transfer, &prefill, 0, &blocks(0..4));
-    let Event::ReceiveFailed { failure, .. } = decode.event() else { panic!("the transfer did not fail") };
+    let Event::ReceiveFailed { failure, .. } = decode.event() else {
+        panic!("the transfer did not fail")
+    };
     assert!(matches!(failure, TransferFailure::Refused { .. }), "{failure}");
     let line = failure.to_string();
     assert!(line.contains("0000feed") && line.contains("0000beef"), "{line}");
@@ -173,7 +175,9 @@ pub fn wrong_cluster_secret_is_rejected_by_zap() {
     let decode = Node::start_with("decode", "the secret of another cluster", identity());
     let transfer = TransferId(fresh());
     decode.receive(transfer, &prefill, 0, &blocks(0..4));
-    let Event::ReceiveFailed { failure, .. } = decode.event() else { panic!("the transfer did not fail") };
+    let Event::ReceiveFailed { failure, .. } = decode.event() else {
+        panic!("the transfer did not fail")
+    };
     // Rejected at once, not by an expired lease.
     assert!(failure.to_string().contains("expected the same cluster secret"), "{failure}");
     assert!(prefill.transfers.metrics().control_refused["zap_auth"] > 0);
@@ -212,7 +216,9 @@ pub fn peer_shutdown_is_detected_at_once() {
     assert!(matches!(prefill.event(), Event::Ready { .. }));
     prefill.transfers.shutdown().unwrap();
     assert!(matches!(prefill.event(), Event::SendFailed { .. }), "the final event still comes");
-    let Event::ReceiveFailed { failure, .. } = decode.event() else { panic!("the transfer did not fail") };
+    let Event::ReceiveFailed { failure, .. } = decode.event() else {
+        panic!("the transfer did not fail")
+    };
     // Detected by a message or a closed connection. An expired lease would be named as the reason.
     let is_told = match &failure {
         TransferFailure::PeerAborted { .. } => true,
@@ -241,7 +247,9 @@ pub fn invalid_endpoint_fails_the_transfer_at_once() {
         control_endpoint: "kind pigeon".to_owned(),
     };
     decode.receive_from(TransferId(fresh()), nowhere, 0, &blocks(0..4));
-    let Event::ReceiveFailed { failure, .. } = decode.event() else { panic!("the transfer did not fail") };
+    let Event::ReceiveFailed { failure, .. } = decode.event() else {
+        panic!("the transfer did not fail")
+    };
     // The reason names the endpoint, not an expired lease.
     assert!(failure.to_string().contains("kind pigeon"), "{failure}");
 }
