@@ -15,7 +15,7 @@ use http::{StatusCode, Uri};
 use serde_json::{Value, json};
 use time::{OffsetDateTime, format_description::well_known::Rfc3339};
 
-use crate::http_client::HttpClient;
+use crate::{http_client::HttpClient, keys::ApiKeyArgs};
 
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
 /// Messages of the log lines that tell about a request.
@@ -44,6 +44,8 @@ pub struct ExplainArgs {
     /// Read this log of a router (JSON or text lines) in place of the routers' memory.
     #[arg(long, value_name = "FILE")]
     log: Option<PathBuf>,
+    #[command(flatten)]
+    key: ApiKeyArgs,
 }
 
 pub fn run(args: ExplainArgs) -> Result<()> {
@@ -89,7 +91,7 @@ async fn from_routers(args: &ExplainArgs) -> Result<Vec<Value>> {
         (None, Some(count)) => format!("/v1/explain?slow={count}"),
         (None, None) => "/v1/explain?failed".into(),
     };
-    let client = HttpClient::new(CONNECT_TIMEOUT);
+    let client = HttpClient::new(CONNECT_TIMEOUT).with_key(args.key.authorization()?);
     let (mut found, mut problems, mut answered) = (Vec::new(), Vec::new(), 0);
     for address in &addresses {
         match ask(&client, &format!("http://{address}{path}")).await {

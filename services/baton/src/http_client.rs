@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow, bail};
 use bytes::Bytes;
-use http::{Request, Response, Uri};
+use http::{HeaderValue, Request, Response, Uri, header::AUTHORIZATION};
 use http_body_util::{BodyExt, Full, Limited};
 use hyper::body::Incoming;
 use hyper_util::{
@@ -24,6 +24,8 @@ const WHOLE_BODY_MAX: usize = 16 << 20;
 pub struct HttpClient {
     inner: Client<HttpConnector, Full<Bytes>>,
     get_within: Duration,
+    /// Header `authorization` of every request.
+    authorization: Option<HeaderValue>,
 }
 
 impl HttpClient {
@@ -32,7 +34,18 @@ impl HttpClient {
         connector.set_connect_timeout(Some(connect_timeout));
         connector.set_nodelay(true);
         let inner = Client::builder(TokioExecutor::new()).build(connector);
-        Self { inner, get_within: GET_WITHIN }
+        Self { inner, get_within: GET_WITHIN, authorization: None }
+    }
+
+    pub fn with_key(self, authorization: Option<HeaderValue>) -> Self {
+        Self { authorization, ..self }
+    }
+
+    fn with_authorization<B>(&self, mut request: Request<B>) -> Request<B> {
+        if let Some(value) = &self.authorization {
+            request.headers_mut().insert(AUTHORIZATION, value.clone());
+        }
+        request
     }
 
     /// Sends a JSON body and passes the data of each server-sent event of the response to `on_event`.
@@ -49,7 +62,7 @@ impl HttpClient {
             request = request.header(*name, *value);
         }
         let request = request.body(Full::from(serde_json::to_vec(body)?))?;
-        let response = self.inner.request(request).await;
+        let response = self.inner.request(self.with_authorization(request)).await;
         let response = response.map_err(|error| anyhow!("{url}: {}", chain(&error)))?;
         let status = response.status();
         if !status.is_success() {
@@ -77,6 +90,7 @@ impl HttpClient {
     pub async fn request(&self, method: &str, url: &str) -> Result<(http::StatusCode, Bytes)> {
         let uri: Uri = url.parse().with_context(|| format!("invalid URL {url:?}"))?;
         let request = Request::builder().method(method).uri(uri).body(Full::default())?;
+        let request = self.with_authorization(request);
         let answer = async {
             let response = self.inner.request(request).await;
             let response = response.map_err(|error| anyhow!("{url}: {}", chain(&error)))?;

@@ -2,7 +2,7 @@
 //!
 //! `up` runs a whole cluster on this machine, `check` sends requests to a cluster, `bench` measures an
 //! engine or a server, `model` fetches models, `node` manages the nodes of a cluster, `doctor` reports
-//! GPUs and libraries, `explain` reports requests. `baton-bench` uses the engine benchmark, its
+//! GPUs and libraries, `explain` reports requests, `keys` makes API keys. `baton-bench` uses the engine benchmark, its
 //! statistics and the model store from here.
 
 // Only `up::process` needs unsafe code, for system calls that the standard library does not offer.
@@ -18,6 +18,7 @@ pub mod doctor;
 pub mod explain;
 mod http_client;
 mod hub;
+pub mod keys;
 pub mod model_store;
 pub mod node;
 mod sse;

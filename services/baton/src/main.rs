@@ -4,7 +4,7 @@
 
 use std::process::ExitCode;
 
-use baton::{bench, check, doctor, explain, model_store, node, up};
+use baton::{bench, check, doctor, explain, keys, model_store, node, up};
 use clap::{Parser, Subcommand};
 
 /// Operator's command for Baton clusters.
@@ -30,6 +30,9 @@ enum Command {
     /// Lists, drains and undrains the nodes of a cluster, and resets their prefix caches.
     #[command(subcommand)]
     Node(node::NodeCommand),
+    /// Makes API keys for clients of a router and for operators.
+    #[command(subcommand)]
+    Keys(keys::KeysCommand),
     /// Reports GPUs, driver and libraries of this machine, missing parts and their remedies.
     Doctor(doctor::DoctorArgs),
     /// Explains a request: its nodes and why, the time of each stage, and what failed.
@@ -41,6 +44,7 @@ fn main() -> ExitCode {
         Command::Up(args) => up::run(args),
         Command::Check(args) => check::run(args),
         Command::Bench(command) => bench::run(command),
+        Command::Keys(command) => keys::run(command),
         Command::Model(command) => model_store::run(command),
         Command::Node(command) => node::run(command),
         Command::Doctor(args) => doctor::run(args),

@@ -19,6 +19,7 @@ impl Config {
         self.check_limits(&mut details);
         self.check_cpus(&mut details);
         self.check_models(&mut details);
+        self.check_admin(&mut details);
         self.check_transfer(&mut details);
         self.check_cluster(&mut details);
         self.check_etcd(&mut details);
@@ -154,6 +155,18 @@ impl Config {
                 conflicts.push(format!("{aliases_at} has {pair}: {alias:?} is already taken"));
             }
             names.push(alias);
+        }
+    }
+
+    fn check_admin(&self, conflicts: &mut Vec<String>) {
+        let router = &self.router;
+        if !router.admin.ip().is_loopback() && router.admin_keys.is_none() {
+            conflicts.push(format!(
+                "{} = {} is not a loopback address; set router.admin_keys, so that only operators \
+                 drain nodes",
+                self.at("router.admin"),
+                router.admin,
+            ));
         }
     }
 

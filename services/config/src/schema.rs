@@ -65,9 +65,17 @@ section! {
         metrics: SocketAddr = loopback(0),
             "Port 0 takes a free port and logs it, so services on one machine do not conflict.";
         /// Address of the operator's API: the list of nodes, drain and undrain of a node, reset of its prefix
-        /// cache. It has no authentication.
+        /// cache. Without router.admin_keys it has no authentication and must be a loopback address.
         admin: SocketAddr = loopback(8002),
             "The port after the gRPC port; only users of the machine reach the loopback address.";
+        /// TOML file with the API keys of clients. Each [[key]] has name and sha256, as baton keys new prints them,
+        /// and optionally models, requests_per_minute, tokens_per_minute and streams_max. The router reads a
+        /// changed file again within seconds.
+        keys: Option<PathBuf> = None,
+            "Without keys every client that reaches the router may use it.";
+        /// TOML file with the API keys of operators for router.admin; each [[key]] has name and sha256.
+        admin_keys: Option<PathBuf> = None,
+            "The loopback address needs no keys.";
         /// Models besides the model of section [model], each as NAME=PATH. NAME is model.name of the model's
         /// nodes; PATH is as in model.path, for tokenizer and chat template.
         models: Vec<Pair> = Vec::new(),

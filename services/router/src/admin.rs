@@ -16,17 +16,19 @@ use serde_json::json;
 
 use crate::{
     front::Front,
-    http::ApiError,
+    http::{ApiError, with_keys},
+    keys::Keys,
     nodes::{AdminCall, AdminError},
 };
 
-pub fn routes(front: Arc<Front>) -> Router {
+/// `keys`: those of operators; `None` accepts every request.
+pub fn routes(front: Arc<Front>, keys: Option<Arc<Keys>>) -> Router {
     let call = |call: AdminCall| {
         post(async move |State(front): State<Arc<Front>>, Path(node): Path<String>| {
             forward(&front, &node, call).await
         })
     };
-    Router::new()
+    let routes = Router::new()
         .route("/v1/explain", get(explain::explain))
         .route("/v1/explain/{*id}", get(explain::explain_id))
         .route("/v1/nodes", get(list))
@@ -39,8 +41,8 @@ pub fn routes(front: Arc<Front>) -> Router {
                     .to_owned();
             ApiError::invalid(StatusCode::NOT_FOUND, "not_found", message)
         })
-        .layer(middleware::from_fn(reject_browsers))
-        .with_state(front)
+        .with_state(front);
+    with_keys(routes, keys).layer(middleware::from_fn(reject_browsers))
 }
 
 /// Rejects requests of web pages: a page that an operator visits could otherwise drain nodes through the loopback

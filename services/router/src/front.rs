@@ -10,6 +10,7 @@ use tokio_util::sync::CancellationToken;
 use crate::{
     admission::{Admission, BodyBudget, WaitLimit, WaitQueue},
     history::SharedHistory,
+    keys::{Caller, Keys},
     nodes::Nodes,
     request::{
         error::RequestError,
@@ -69,6 +70,8 @@ pub struct Front {
     pub bodies: BodyBudget,
     pub admission: Admission,
     pub history: SharedHistory,
+    /// API keys of clients, if they need one.
+    pub keys: Option<Arc<Keys>>,
     /// Cancelled when the router becomes unready, before it rejects requests.
     pub leaving: CancellationToken,
     /// Cancelled after the drain time-out. Ends the requests that are still in flight.
@@ -76,13 +79,19 @@ pub struct Front {
 }
 
 impl Front {
-    pub fn new(settings: RouterSettings, models: Models, nodes: Nodes) -> Self {
+    pub fn new(
+        settings: RouterSettings,
+        models: Models,
+        nodes: Nodes,
+        keys: Option<Arc<Keys>>,
+    ) -> Self {
         Self {
             bodies: BodyBudget::new(settings.bodies_bytes_max),
             admission: Admission::new(settings.router.requests_max),
             history: SharedHistory::default(),
             models,
             nodes,
+            keys,
             leaving: CancellationToken::new(),
             cut: CancellationToken::new(),
             settings,
@@ -177,24 +186,33 @@ impl Models {
         &self.all
     }
 
-    /// Returns every name and alias.
-    pub fn names(&self) -> impl Iterator<Item = NamedModel> {
+    /// Returns the name of the model for each name and alias.
+    pub fn model_names(&self) -> BTreeMap<Arc<str>, Arc<str>> {
+        self.by_name.iter().map(|(name, model)| (name.clone(), model.name.clone())).collect()
+    }
+
+    /// Returns every name and alias that the caller may use.
+    pub fn names(&self, caller: &Caller) -> impl Iterator<Item = NamedModel> {
         self.by_name
             .iter()
+            .filter(|(_, model)| caller.may_use(&model.name))
             .map(|(name, model)| NamedModel { model: model.clone(), name: name.clone() })
     }
 
-    /// Returns the model of this name or alias; the default model for no name or an empty one.
-    pub fn find(&self, name: Option<&str>) -> Result<NamedModel, RequestError> {
+    /// Returns the model of this name or alias; the first model that the caller may use for no name or an empty one.
+    /// A model that the caller may not use is unknown to the caller.
+    pub fn find(&self, name: Option<&str>, caller: &Caller) -> Result<NamedModel, RequestError> {
         let Some(name) = name.filter(|name| !name.is_empty()) else {
-            let model = self.default_model().clone();
+            let model = self.all.iter().find(|model| caller.may_use(&model.name));
+            let model = model.expect("a key allows at least one served model").clone();
             return Ok(NamedModel { name: model.name.clone(), model });
         };
-        match self.by_name.get_key_value(name) {
+        let found = self.by_name.get_key_value(name);
+        match found.filter(|(_, model)| caller.may_use(&model.name)) {
             Some((name, model)) => Ok(NamedModel { model: model.clone(), name: name.clone() }),
             None => Err(RequestError::UnknownModel {
                 model: name.chars().take(MODEL_CHARS_MAX).collect(),
-                served: self.by_name.keys().map(|name| name.to_string()).collect(),
+                served: self.names(caller).map(|named| named.name.to_string()).collect(),
             }),
         }
     }

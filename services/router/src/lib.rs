@@ -19,9 +19,11 @@ mod front;
 mod grpc;
 mod history;
 mod http;
+mod keys;
 mod net;
 mod nodes;
 mod record;
+mod reload;
 /// A client's request, independent of the API.
 mod request {
     pub mod error;

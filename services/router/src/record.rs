@@ -21,6 +21,7 @@ use crate::{
         AttemptEntry, AttemptEntryEnd, RequestEntry, RequestEntryEnd, SharedEntry, SharedHistory,
         bounded, lock,
     },
+    keys::Caller,
     net::ConnectionState,
     request::error::RequestError,
     request_core::{AttemptOutcome, Cause, EndedAttempt, HandOverStats, Side},
@@ -46,6 +47,7 @@ pub struct RequestRecord {
     span: Span,
     /// The connection that the request arrived on.
     connection: ConnectionState,
+    caller: Caller,
     _running: InFlightRequest,
 }
 
@@ -74,6 +76,7 @@ impl RequestRecord {
         request_id: RequestId,
         label: Option<String>,
         connection: ConnectionState,
+        caller: Caller,
     ) -> Self {
         let (model, received) = (front.models.default_model(), Instant::now());
         let entry = RequestEntry {
@@ -106,6 +109,7 @@ impl RequestRecord {
             history: front.history.clone(),
             span: Span::none(),
             connection,
+            caller,
             _running: model.metrics.request_running(),
         }
     }
@@ -122,6 +126,10 @@ impl RequestRecord {
 
     pub fn connection(&self) -> &ConnectionState {
         &self.connection
+    }
+
+    pub fn caller(&self) -> &Caller {
+        &self.caller
     }
 
     pub fn span(&self) -> &Span {
@@ -148,6 +156,7 @@ impl RequestRecord {
     }
 
     pub fn prepared(&self, choices: u32, prompt_tokens: u32) {
+        self.caller.used_tokens(prompt_tokens);
         let mut state = self.state();
         (state.choices, state.prompt_tokens) = (choices, prompt_tokens);
         let mut entry = lock(&self.entry);
@@ -211,6 +220,7 @@ impl RequestRecord {
 
     /// Records that tokens of an answer were emitted to the client.
     pub fn emitted(&self, count: u32) {
+        self.caller.used_tokens(count);
         let now = Instant::now();
         let mut state = self.state();
         state.completion_tokens += count;
@@ -325,6 +335,7 @@ impl Drop for RequestRecord {
             cached_tokens: state.cached_tokens,
         };
         self.model.metrics.request_ended(&finished);
+        self.caller.request_ended(&finished);
         spans::request_ended(&self.span, &self.model.name, &finished, &state.finish_reasons);
         lock(&self.entry).end = Some(RequestEntryEnd {
             at: duration,
@@ -346,6 +357,7 @@ impl Drop for RequestRecord {
             label = self.label.as_deref().filter(|_| no_span),
             api = no_span.then(|| self.operation.as_str()),
             model = &*self.model.name,
+            key = self.caller.name(),
             end = end.as_str(),
             error = state.error.as_ref().map(|(_, error)| error.as_str()),
             choices,

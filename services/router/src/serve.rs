@@ -1,10 +1,10 @@
 //! The running router: starts and stops its ports and tasks.
 
-use std::{io, net::SocketAddr, sync::Arc, time::Duration};
+use std::{io, net::SocketAddr, path::PathBuf, sync::Arc, time::Duration};
 
 use cluster::{Membership, MembershipError, Selection};
 use proto::ids::NoRandomness;
-use telemetry::{Metrics, RouterMetrics};
+use telemetry::{Metrics, RouterMetrics, metrics::ApiKeyMetrics};
 use tokio::task::{JoinError, JoinHandle};
 use tokio_util::sync::{CancellationToken, DropGuard};
 
@@ -12,8 +12,10 @@ use crate::{
     admin,
     front::{Front, ModelSource, Models, RouterSettings},
     grpc, http,
+    keys::{Keys, Purpose},
     net::{self, Protocol},
     nodes::{Nodes, OwnedTask, Served},
+    reload,
 };
 
 /// Time for requests to end after the router has cancelled them.
@@ -26,6 +28,9 @@ const MEMBERSHIP_MAX: Duration = Duration::from_secs(2);
 pub enum StartError {
     #[error("cannot listen on {setting} = {address}: {reason}")]
     Listen { setting: &'static str, address: SocketAddr, reason: io::Error },
+    /// A file that a setting names is missing or invalid.
+    #[error("{0}")]
+    File(String),
     #[error("no model to serve")]
     NoModel,
     #[error("cannot serve the gRPC descriptors: {0}")]
@@ -58,6 +63,7 @@ pub struct RunningRouter {
     admin_task: JoinHandle<()>,
     health: OwnedTask,
     watch: OwnedTask,
+    reload: OwnedTask,
     membership: Membership,
     metrics: Metrics,
 }
@@ -88,6 +94,9 @@ pub fn start(
     }
     let router_metrics = RouterMetrics::new(&metrics, &first.name);
     let models = Models::new(first, models.collect(), &settings.router, &router_metrics);
+    let [keys, admin_keys] = read_keys(&settings.router, &models, &metrics)?;
+    let reloaded: Vec<_> =
+        [&keys, &admin_keys].into_iter().flatten().map(|it| it.reload()).collect();
     let served = models.all().iter().map(|model| Served {
         model: model.name.clone(),
         vocabulary_size: model.text.tokenizer().vocabulary_size(),
@@ -97,14 +106,14 @@ pub fn start(
     let selection = Selection { disaggregate, policy };
     let (nodes, watch) =
         Nodes::watch(&membership, served.collect(), selection, router_metrics, secret)?;
-    let front = Arc::new(Front::new(settings, models, nodes));
+    let front = Arc::new(Front::new(settings, models, nodes, keys));
 
     let (draining, stop) = (CancellationToken::new(), CancellationToken::new());
     let (health, health_service) = grpc::serve_health(front.clone());
     let started = std::time::SystemTime::UNIX_EPOCH.elapsed().map_or(0, |since| since.as_secs());
     let http_routes = http::routes(front.clone(), metrics.clone(), started);
     let grpc_routes = grpc::routes(front.clone(), health_service)?;
-    let admin_routes = admin::routes(front.clone());
+    let admin_routes = admin::routes(front.clone(), admin_keys);
     let bounds = net::Bounds::new(
         net::ConnectionLimits::new(front.settings.open_files_max),
         front.settings.request_read_max,
@@ -133,9 +142,32 @@ pub fn start(
         stop: stop.drop_guard(),
         health,
         watch,
+        reload: OwnedTask::start(|stop| reload::watch(reloaded, stop)),
         membership,
         metrics,
     })
+}
+
+/// Reads the keys of clients and of operators, for each port that needs keys.
+fn read_keys(
+    settings: &config::Router,
+    models: &Models,
+    metrics: &Metrics,
+) -> Result<[Option<Arc<Keys>>; 2], StartError> {
+    let files = [
+        (&settings.keys, Purpose::Clients(models.model_names())),
+        (&settings.admin_keys, Purpose::Operators),
+    ];
+    if files.iter().all(|(path, _)| path.is_none()) {
+        return Ok([None, None]);
+    }
+    let metrics = ApiKeyMetrics::new(metrics);
+    let read = |(path, purpose): (&Option<PathBuf>, Purpose)| match path {
+        Some(path) => Keys::read(path, purpose, metrics.clone()).map(|keys| Some(Arc::new(keys))),
+        None => Ok(None),
+    };
+    let [clients, operators] = files.map(read);
+    Ok([clients.map_err(StartError::File)?, operators.map_err(StartError::File)?])
 }
 
 impl RunningRouter {
@@ -182,6 +214,7 @@ impl RunningRouter {
         self.admin_task.await?;
         self.health.shutdown().await?;
         self.watch.shutdown().await?;
+        self.reload.shutdown().await?;
         self.membership.shutdown(MEMBERSHIP_MAX).await?;
         Ok(())
     }

@@ -37,7 +37,7 @@ use self::{
     health::Health,
     process::{die_with_parent, send_terminate},
 };
-use crate::{http_client::HttpClient, hub, model_store};
+use crate::{http_client::HttpClient, hub, keys::ApiKeyArgs, model_store};
 
 /// Time-out of a service's start.
 const READY_WITHIN: Duration = Duration::from_secs(120);
@@ -359,7 +359,8 @@ async fn serve(
     if args.sample {
         let held = console.hold();
         let url = format!("http://{}", ready.http);
-        sample::run(&url).await.context("the sample request failed")?;
+        let key = ApiKeyArgs::default().authorization()?;
+        sample::run(&url, key).await.context("the sample request failed")?;
         drop(held);
         if args.once {
             return Ok(());

@@ -6,6 +6,7 @@ use std::{
 };
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
+use http::HeaderValue;
 use serde_json::{Value, json};
 
 use crate::http_client::HttpClient;
@@ -16,14 +17,14 @@ const DEADLINE: Duration = Duration::from_secs(60);
 
 /// Sends the question to the router at `url`, prints the streamed answer and then a line of statistics. Returns the
 /// statistics.
-pub async fn run(url: &str) -> Result<Value> {
-    tokio::time::timeout(DEADLINE, ask(url))
+pub async fn run(url: &str, key: Option<HeaderValue>) -> Result<Value> {
+    tokio::time::timeout(DEADLINE, ask(url, key))
         .await
         .map_err(|_| anyhow!("the sample request did not finish within {} s", DEADLINE.as_secs()))?
 }
 
-async fn ask(url: &str) -> Result<Value> {
-    let client = HttpClient::new(Duration::from_secs(5));
+async fn ask(url: &str, key: Option<HeaderValue>) -> Result<Value> {
+    let client = HttpClient::new(Duration::from_secs(5)).with_key(key);
     let body = json!({
         "messages": [{"role": "user", "content": QUESTION}],
         "stream": true, "temperature": 0.0, "max_tokens": ANSWER_TOKENS_MAX,

@@ -43,6 +43,19 @@ fn a_typo_in_an_environment_variable_is_rejected() {
 }
 
 #[test]
+fn public_admin_address_needs_keys_of_operators() {
+    let public = ("BATON_ROUTER_ADMIN", "0.0.0.0:8002");
+    let message = refusal("", &[public], &[]);
+    assert!(
+        message.contains("router.admin (environment BATON_ROUTER_ADMIN) = 0.0.0.0:8002"),
+        "{message}"
+    );
+    assert!(message.contains("set router.admin_keys"), "{message}");
+    load("", &[public, ("BATON_ROUTER_ADMIN_KEYS", "/keys.toml")], &[]).unwrap();
+    load("", &[("BATON_ROUTER_ADMIN", "[::1]:8002"), ("BATON_API_KEY", "baton-1")], &[]).unwrap();
+}
+
+#[test]
 fn variables_that_are_not_settings_are_left_alone() {
     let foreign = [
         ("PATH", "/bin"),

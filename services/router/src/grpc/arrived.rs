@@ -76,7 +76,8 @@ pub async fn count(
         Err(error) => return Status::internal(error.to_string()).into_http(),
     };
     let connection = request.extensions().get().cloned().unwrap_or_default();
-    let record = RequestRecord::new(&front, operation, request_id, None, connection);
+    let caller = request.extensions().get().cloned().unwrap_or_default();
+    let record = RequestRecord::new(&front, operation, request_id, None, connection, caller);
     let arrived = Arrived::new(record);
     request.extensions_mut().insert(arrived.clone());
     let response = next.run(request).await;

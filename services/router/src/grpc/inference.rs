@@ -24,6 +24,7 @@ use super::{
 use crate::{
     front::Front,
     front::NamedModel,
+    keys::Caller,
     record::label,
     request::{
         error::{FieldError, RequestError},
@@ -78,7 +79,7 @@ impl InferenceService {
         );
         propagation::set_parent_from_grpc(&span, metadata);
         record.set_span(span.clone());
-        let named = front.models.find(Some(&call.model));
+        let named = front.models.find(Some(&call.model), record.caller());
         if let Ok(named) = &named {
             // A rejected request counts for its model too.
             record.set_model(&named.model);
@@ -145,9 +146,10 @@ impl Inference for InferenceService {
         &self,
         request: Request<TokenizeRequest>,
     ) -> Result<Response<TokenizeResponse>, Status> {
+        let caller = caller_of(request.extensions());
         let TokenizeRequest { model, input, add_special_tokens } = request.into_inner();
         let tokenized = async {
-            let model = self.front.models.find(Some(&model))?.model;
+            let model = self.front.models.find(Some(&model), &caller)?.model;
             let source = prompt::of_tokenize(input, add_special_tokens)?;
             let ids = tokenization::tokenize(&self.front, &model, source).await?;
             let limits = self.front.nodes.serving(&model.name).limits;
@@ -161,9 +163,10 @@ impl Inference for InferenceService {
         &self,
         request: Request<DetokenizeRequest>,
     ) -> Result<Response<DetokenizeResponse>, Status> {
+        let caller = caller_of(request.extensions());
         let DetokenizeRequest { model, ids } = request.into_inner();
         let detokenized = async {
-            let model = self.front.models.find(Some(&model))?.model;
+            let model = self.front.models.find(Some(&model), &caller)?.model;
             check_vocabulary("ids", &ids, model.text.tokenizer())?;
             let text = tokenization::detokenize(&self.front, &model, ids).await?;
             Ok(Response::new(DetokenizeResponse { text }))
@@ -173,8 +176,9 @@ impl Inference for InferenceService {
 
     async fn list_models(
         &self,
-        _: Request<ListModelsRequest>,
+        request: Request<ListModelsRequest>,
     ) -> Result<Response<ListModelsResponse>, Status> {
+        let caller = caller_of(request.extensions());
         let info = |name: &str, root: &str| {
             let serving = self.front.nodes.serving(root);
             ModelInfo {
@@ -186,10 +190,15 @@ impl Inference for InferenceService {
                 decode_nodes: serving.decode_nodes as u32,
             }
         };
-        let models = self.front.models.names();
+        let models = self.front.models.names(&caller);
         let models = models.map(|named| info(&named.name, &named.model.name)).collect();
         Ok(Response::new(ListModelsResponse { models }))
     }
+}
+
+/// Returns the caller that the check of keys found.
+fn caller_of(extensions: &Extensions) -> Caller {
+    extensions.get().cloned().unwrap_or_default()
 }
 
 fn read(

@@ -7,19 +7,21 @@ mod options;
 mod prompt;
 mod tools;
 
-use std::sync::Arc;
+use std::{sync::Arc, time::Instant};
 
-use axum::{body::Body, middleware};
-use http::Request;
+use axum::{
+    body::Body,
+    extract::State,
+    middleware::{self, Next},
+    response::Response,
+};
+use http::{Request, header};
 use proto::v1::inference_server::InferenceServer;
 use tonic::{Status, metadata::MetadataValue, service::Routes};
 use tonic_health::{pb::health_server::HealthServer, server::HealthService};
 use tower::util::MapRequestLayer;
 
-use crate::{
-    front::Front,
-    request::error::{RETRY_AFTER_S, RequestError},
-};
+use crate::{front::Front, keys::Keys, request::error::RequestError};
 use arrived::BoundedBody;
 pub use health::serve_health;
 use inference::InferenceService;
@@ -39,6 +41,7 @@ pub fn routes(
     };
     let budget = front.bodies.clone();
     let counted = middleware::from_fn_with_state(front.clone(), arrived::count);
+    let keys = front.keys.clone();
     let inference = InferenceServer::new(InferenceService::new(front))
         .max_decoding_message_size(body_bytes_max);
     let routes = Routes::new(inference)
@@ -50,15 +53,39 @@ pub fn routes(
         let arrived = request.extensions().get().cloned();
         request.map(|body| Body::new(BoundedBody::new(body, budget.clone(), arrived)))
     });
-    Ok(routes.prepare().into_axum_router().layer(bounded).layer(counted))
+    let routes = routes.prepare().into_axum_router().layer(bounded).layer(counted);
+    Ok(match keys {
+        // Before the record: clients without a key leave no entry in the history.
+        Some(keys) => routes.layer(middleware::from_fn_with_state(keys, authenticate)),
+        None => routes,
+    })
+}
+
+/// Rejects requests without a valid key. Health checks need none.
+async fn authenticate(
+    State(keys): State<Arc<Keys>>,
+    mut request: Request<Body>,
+    next: Next,
+) -> Response {
+    if request.uri().path().starts_with("/grpc.health.v1.Health/") {
+        return next.run(request).await;
+    }
+    match keys.admit(request.headers(), Instant::now()) {
+        Ok(caller) => {
+            request.headers_mut().remove(header::AUTHORIZATION);
+            request.extensions_mut().insert(caller);
+            next.run(request).await
+        }
+        Err(error) => status(error).into_http(),
+    }
 }
 
 /// Converts an error of a request into a status.
 pub fn status(error: RequestError) -> Status {
     let report = error.report();
     let mut status = Status::new(report.grpc, error.to_string());
-    if report.retry {
-        status.metadata_mut().insert("retry-after", MetadataValue::from(RETRY_AFTER_S));
+    if let Some(seconds) = report.retry_after_s {
+        status.metadata_mut().insert("retry-after", MetadataValue::from(seconds));
     }
     status
 }

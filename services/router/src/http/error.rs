@@ -12,21 +12,21 @@ use super::{
     fields::BodyError,
     wire::{ErrorBody, ErrorContent},
 };
-use crate::request::error::{ErrorReport, FieldError, RETRY_AFTER_S, RequestError};
+use crate::request::error::{ErrorReport, FieldError, RequestError};
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ApiError {
     pub status: StatusCode,
     pub content: ErrorContent,
-    /// Whether the client may retry soon.
-    pub retry: bool,
+    /// Seconds after which the client may retry.
+    pub retry_after_s: Option<u32>,
 }
 
 impl ApiError {
     pub fn invalid(status: StatusCode, code: &'static str, message: String) -> Self {
         let kind = "invalid_request_error";
         let content = ErrorContent { message, kind, param: None, code: Some(code) };
-        Self { status, content, retry: false }
+        Self { status, content, retry_after_s: None }
     }
 
     pub fn body_too_large(limit: u64) -> Self {
@@ -65,7 +65,7 @@ impl From<FieldError> for ApiError {
 
 impl From<RequestError> for ApiError {
     fn from(error: RequestError) -> Self {
-        let ErrorReport { end, status, code, retry, .. } = error.report();
+        let ErrorReport { end, status, code, retry_after_s, .. } = error.report();
         let kind = match (end, status) {
             (RequestEnd::Invalid, _) => "invalid_request_error",
             (_, StatusCode::TOO_MANY_REQUESTS) => "rate_limit_error",
@@ -80,15 +80,19 @@ impl From<RequestError> for ApiError {
             _ => None,
         };
         let content = ErrorContent { message, kind, param, code: Some(code) };
-        Self { status, content, retry }
+        Self { status, content, retry_after_s }
     }
 }
 
 impl IntoResponse for ApiError {
     fn into_response(self) -> Response {
         let mut response = (self.status, Json(ErrorBody { error: self.content })).into_response();
-        if self.retry {
-            response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from(RETRY_AFTER_S));
+        let headers = response.headers_mut();
+        if let Some(seconds) = self.retry_after_s {
+            headers.insert(header::RETRY_AFTER, HeaderValue::from(seconds));
+        }
+        if self.status == StatusCode::UNAUTHORIZED {
+            headers.insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
         }
         response
     }
@@ -98,18 +102,20 @@ impl IntoResponse for ApiError {
 mod tests {
     use std::{collections::BTreeSet, time::Duration};
 
+    use telemetry::metrics::KeyLimit;
     use tonic::Code;
 
     use super::*;
-    use crate::{admission::Full, grpc};
+    use crate::{admission::Full, grpc, keys::Exceeded};
 
     /// All pairs of status and code.
-    const CODES: [(u16, &str); 22] = [
+    const CODES: [(u16, &str); 24] = [
         (400, "invalid_json"),
         (400, "invalid_value"),
         (400, "invalid_text"),
         (400, "body_broken"),
         (400, "refused_by_node"),
+        (401, "invalid_api_key"),
         (404, "model_not_found"),
         (404, "not_found"),
         (405, "method_not_allowed"),
@@ -119,6 +125,7 @@ mod tests {
         (413, "body_too_large"),
         (415, "unsupported_media_type"),
         (429, "overloaded"),
+        (429, "rate_limit_exceeded"),
         (501, "grammar_not_supported"),
         (502, "attempts_spent"),
         (503, "overloaded"),
@@ -164,9 +171,13 @@ mod tests {
     fn errors() -> Vec<RequestError> {
         let waited = Duration::from_secs(1);
         let reason = || "why".to_owned();
+        let exceeded = Exceeded { limit: KeyLimit::Streams, max: 1, retry_after: waited };
         let all = vec![
             RequestError::Field(FieldError::new("n", "is 0")),
             RequestError::UnknownModel { model: reason(), served: vec![] },
+            RequestError::MissingKey,
+            RequestError::UnknownKey,
+            RequestError::KeyLimit(exceeded),
             RequestError::Full(Full::InFlight { max: 1 }),
             RequestError::Full(Full::Waiting { max: 1 }),
             RequestError::Full(Full::Bodies { bytes_max: 1 }),
@@ -188,6 +199,9 @@ mod tests {
             match error {
                 RequestError::Field(_)
                 | RequestError::UnknownModel { .. }
+                | RequestError::MissingKey
+                | RequestError::UnknownKey
+                | RequestError::KeyLimit(_)
                 | RequestError::Full(
                     Full::InFlight { .. }
                     | Full::Waiting { .. }

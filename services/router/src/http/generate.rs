@@ -23,7 +23,7 @@ use tokio::time::Instant;
 use tracing::Instrument;
 
 use super::{
-    RequestContext, X_REQUEST_ID,
+    RequestContext, X_REQUEST_ID, caller_of,
     error::ApiError,
     fields::Fields,
     read_body,
@@ -72,6 +72,7 @@ async fn handle(front: Arc<Front>, request: Request<Body>, api: Api) -> Response
         context.request_id,
         context.label.clone(),
         parts.extensions.get().cloned().unwrap_or_default(),
+        caller_of(&parts.extensions),
     );
     record.set_span(context.span.clone());
     let answered = answer(&front, &context, &parts.headers, body, api, record)
@@ -101,7 +102,7 @@ async fn answer(
     let read = async {
         let body = read_body(front, headers, body).await?;
         let fields = Fields::parse(&body)?;
-        let named = named_model(&fields, front)?;
+        let named = named_model(&fields, front, record.caller())?;
         // The metrics count a rejected request for its model too.
         record.set_model(&named.model);
         let (fields, delivery) = match api {

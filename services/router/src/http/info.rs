@@ -8,12 +8,13 @@ use axum::{
     extract::{Path, State},
     response::{IntoResponse, Response},
 };
-use http::{StatusCode, header};
+use http::{Extensions, StatusCode, header};
 use schemars::JsonSchema;
 use serde::Serialize;
 use telemetry::Metrics;
 
 use super::{
+    caller_of,
     error::ApiError,
     wire::{ModelCard, ModelList},
 };
@@ -22,17 +23,23 @@ use crate::{
     nodes::Serving,
 };
 
-pub async fn models(State(front): State<Arc<Front>>, started: u64) -> Response {
-    let data = front.models.names().map(|named| card(&front, named, started)).collect();
+pub async fn models(
+    State(front): State<Arc<Front>>,
+    extensions: Extensions,
+    started: u64,
+) -> Response {
+    let names = front.models.names(&caller_of(&extensions)).collect::<Vec<_>>();
+    let data = names.into_iter().map(|named| card(&front, named, started)).collect();
     Json(ModelList { object: "list", data }).into_response()
 }
 
 pub async fn model(
     State(front): State<Arc<Front>>,
     Path(id): Path<String>,
+    extensions: Extensions,
     started: u64,
 ) -> Response {
-    match front.models.find(Some(&id)) {
+    match front.models.find(Some(&id), &caller_of(&extensions)) {
         Ok(named) => Json(card(&front, named, started)).into_response(),
         Err(error) => ApiError::from(error).into_response(),
     }

@@ -10,18 +10,22 @@ mod request_fields;
 mod tokenize;
 mod wire;
 
-use std::{ops::Deref, sync::Arc, time::Duration};
+use std::{
+    ops::Deref,
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use axum::{
     Router,
     body::Body,
-    extract::Request,
+    extract::{Request, State},
     middleware::{self, Next},
     response::{IntoResponse, Response},
     routing::{self, MethodRouter},
 };
 use bytes::{Bytes, BytesMut};
-use http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, Uri, header};
+use http::{Extensions, HeaderMap, HeaderName, HeaderValue, Method, StatusCode, Uri, header};
 use http_body_util::BodyExt;
 use proto::ids::RequestId;
 use telemetry::{Metrics, propagation};
@@ -30,6 +34,7 @@ use tracing::Span;
 
 use crate::{
     front::Front,
+    keys::{Caller, Keys},
     record::label,
     request::{
         error::{FieldError, RequestError},
@@ -57,10 +62,35 @@ pub fn routes(front: Arc<Front>, metrics: Metrics, started: u64) -> Router {
     for Route { path, method, handler } in table(metrics, started) {
         router = router.route(path, only(method, handler));
     }
-    router
-        .fallback(async |uri: Uri| no_such_path(&uri))
-        .layer(middleware::from_fn(with_request_id))
-        .with_state(front)
+    let keys = front.keys.clone();
+    let router = router.fallback(async |uri: Uri| no_such_path(&uri)).with_state(front);
+    with_keys(router, keys).layer(middleware::from_fn(with_request_id))
+}
+
+/// Adds the check of API keys, if the port has any.
+pub fn with_keys(router: Router, keys: Option<Arc<Keys>>) -> Router {
+    match keys {
+        Some(keys) => router.layer(middleware::from_fn_with_state(keys, authenticate)),
+        None => router,
+    }
+}
+
+/// Rejects requests without a valid key. Probes need none.
+async fn authenticate(State(keys): State<Arc<Keys>>, mut request: Request, next: Next) -> Response {
+    if matches!(request.uri().path(), "/live" | "/ready" | "/health") {
+        return next.run(request).await;
+    }
+    match keys.admit(request.headers(), Instant::now()) {
+        Ok(caller) => {
+            request.headers_mut().remove(header::AUTHORIZATION);
+            request.extensions_mut().insert(caller);
+            next.run(request).await
+        }
+        Err(error) => {
+            discard(request.body_mut()).await;
+            ApiError::from(error).into_response()
+        }
+    }
 }
 
 /// Returns the probes of the metrics port.
@@ -86,9 +116,12 @@ fn table(metrics: Metrics, started: u64) -> Vec<Route> {
         post("/v1/completions", routing::post(completions)),
         post("/tokenize", routing::post(tokenize)),
         post("/detokenize", routing::post(detokenize)),
-        get("/v1/models", routing::get(move |state| info::models(state, started))),
+        get("/v1/models", routing::get(move |state, caller| info::models(state, caller, started))),
         // A model name may contain slashes.
-        get("/v1/models/{*id}", routing::get(move |state, id| info::model(state, id, started))),
+        get(
+            "/v1/models/{*id}",
+            routing::get(move |state, id, caller| info::model(state, id, caller, started)),
+        ),
         get("/health", routing::get(info::health)),
         get("/ready", routing::get(info::ready)),
         get("/live", routing::get(info::live)),
@@ -107,6 +140,11 @@ async fn with_request_id(request: Request, next: Next) -> Response {
         response.headers_mut().insert(X_REQUEST_ID, echo(label.as_deref(), request_id));
     }
     response
+}
+
+/// Returns the caller that [`authenticate`] found.
+fn caller_of(extensions: &Extensions) -> Caller {
+    extensions.get().cloned().unwrap_or_default()
 }
 
 fn only(allowed: &'static str, route: MethodRouter<Arc<Front>>) -> MethodRouter<Arc<Front>> {

@@ -7,6 +7,7 @@ use super::{fields::Fields, grammar_fields};
 use crate::{
     front::Front,
     front::NamedModel,
+    keys::Caller,
     request::{
         error::{FieldError, RequestError, refused, shown},
         options::{
@@ -54,8 +55,12 @@ pub const UNSUPPORTED: [Unsupported; 14] = [
 ];
 
 /// Returns the model that a request names.
-pub fn named_model(fields: &Fields<'_>, front: &Front) -> Result<NamedModel, RequestError> {
-    front.models.find(fields.string("model")?.as_deref())
+pub fn named_model(
+    fields: &Fields<'_>,
+    front: &Front,
+    caller: &Caller,
+) -> Result<NamedModel, RequestError> {
+    front.models.find(fields.string("model")?.as_deref(), caller)
 }
 
 fn check_unsupported(fields: &Fields<'_>, all: &[Unsupported]) -> Result<(), FieldError> {

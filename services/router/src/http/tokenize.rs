@@ -11,6 +11,7 @@ use axum::{
 use http::Request;
 
 use super::{
+    caller_of,
     error::ApiError,
     fields::Fields,
     grammar_fields, read_body,
@@ -31,7 +32,7 @@ pub async fn tokenize(State(front): State<Arc<Front>>, request: Request<Body>) -
         let (parts, body) = request.into_parts();
         let body = read_body(&front, &parts.headers, body).await?;
         let fields = Fields::parse(&body)?;
-        let model = named_model(&fields, &front)?.model;
+        let model = named_model(&fields, &front, &caller_of(&parts.extensions))?.model;
         let source = prompt_source(&fields)?;
         let with_strings = fields.boolean("return_token_strs")?.unwrap_or(false);
         let tokens = tokenization::tokenize(&front, &model, source).await?;
@@ -52,7 +53,7 @@ pub async fn detokenize(State(front): State<Arc<Front>>, request: Request<Body>)
         let (parts, body) = request.into_parts();
         let body = read_body(&front, &parts.headers, body).await?;
         let fields = Fields::parse(&body)?;
-        let model = named_model(&fields, &front)?.model;
+        let model = named_model(&fields, &front, &caller_of(&parts.extensions))?.model;
         let tokens: Option<Vec<u32>> = fields.value("tokens", "a list of token ids")?;
         let tokens = tokens
             .ok_or_else(|| FieldError::new("tokens", "is missing; allowed: a list of token ids"))?;

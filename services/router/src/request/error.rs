@@ -9,6 +9,7 @@ use tonic::Code;
 
 use crate::{
     admission::Full,
+    keys::Exceeded,
     request_core::{Cause, GiveUp},
 };
 
@@ -53,6 +54,12 @@ pub enum RequestError {
     Field(#[from] FieldError),
     #[error("the model {model:?} does not exist; served: {}", served.join(", "))]
     UnknownModel { model: String, served: Vec<String> },
+    #[error("the request has no API key; expected the header authorization: Bearer KEY")]
+    MissingKey,
+    #[error("the API key is unknown")]
+    UnknownKey,
+    #[error(transparent)]
+    KeyLimit(#[from] Exceeded),
     #[error(transparent)]
     Full(#[from] Full),
     #[error("all nodes are busy, for {} ms now", waited.as_millis())]
@@ -98,8 +105,8 @@ pub struct ErrorReport {
     /// The `code` of OpenAI's error object.
     pub code: &'static str,
     pub grpc: Code,
-    /// Whether the client may retry soon.
-    pub retry: bool,
+    /// Seconds after which the client may retry.
+    pub retry_after_s: Option<u32>,
 }
 
 impl RequestError {
@@ -134,6 +141,9 @@ impl RequestError {
             Self::Refused { .. } => {
                 (End::Invalid, 400, "refused_by_node", Grpc::InvalidArgument, false)
             }
+            Self::MissingKey | Self::UnknownKey => {
+                (End::Invalid, 401, "invalid_api_key", Grpc::Unauthenticated, false)
+            }
             Self::UnknownModel { .. } => {
                 (End::Invalid, 404, "model_not_found", Grpc::NotFound, false)
             }
@@ -141,6 +151,9 @@ impl RequestError {
             Self::ClientGone => (End::ClientGone, 408, "client_gone", Grpc::Cancelled, false),
             Self::Full(Full::InFlight { .. } | Full::Waiting { .. } | Full::Bodies { .. }) => {
                 (End::Overloaded, 429, "overloaded", Grpc::ResourceExhausted, true)
+            }
+            Self::KeyLimit(_) => {
+                (End::Overloaded, 429, "rate_limit_exceeded", Grpc::ResourceExhausted, true)
             }
             Self::Contradiction { .. } => {
                 (End::Failed, 500, "contradiction", Grpc::Internal, false)
@@ -166,7 +179,11 @@ impl RequestError {
             }
         };
         let status = StatusCode::from_u16(status).expect("every status above is valid");
-        ErrorReport { end, status, code, grpc, retry }
+        let retry_after_s = match self {
+            Self::KeyLimit(exceeded) => Some(exceeded.retry_after_s()),
+            _ => retry.then_some(RETRY_AFTER_S),
+        };
+        ErrorReport { end, status, code, grpc, retry_after_s }
     }
 }
 

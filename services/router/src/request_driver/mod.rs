@@ -21,6 +21,7 @@ use tracing::{Instrument, Span};
 use crate::{
     admission::{Admitted, Full},
     front::{Front, ServedModel},
+    keys::OpenStreams,
     record::RequestRecord,
     request::{
         error::{FieldError, RequestError},
@@ -76,6 +77,8 @@ pub struct PreparedRequest {
     pub deadline: Deadline,
     /// The request's share of the requests in flight.
     _admitted: Admitted,
+    /// The request's share of its key's streams.
+    _streams: OpenStreams,
 }
 
 /// The deadline of a request, and its time-out for error messages.
@@ -147,7 +150,9 @@ async fn prepare(
     let deadline = Deadline::after(parsed.timeout);
     let model = parsed.model;
     let fields = parsed.fields;
-    let answers_max = CHOICES_PER_REQUEST_MAX.min(front.admission.max() as usize);
+    let caller = record.caller();
+    let admitted_max = front.admission.max().min(caller.streams_max().unwrap_or(u32::MAX));
+    let answers_max = CHOICES_PER_REQUEST_MAX.min(admitted_max as usize);
     let answer_count = fields.prompts.len().saturating_mul(fields.choices as usize);
     if answer_count > answers_max {
         let (field, what) = match fields.prompts.len() {
@@ -168,6 +173,7 @@ async fn prepare(
     if record.connection().is_late {
         return Err(Full::Stopping.into());
     }
+    let streams = caller.open_streams(answer_count as u32)?;
     let admitted = front.admission.admit(answer_count as u32)?;
     let none = RequestError::NoDecodeNode { waited: Duration::ZERO };
     // While no node is up, the limits of the last known nodes apply, and the request waits for a node in its core.
@@ -240,6 +246,7 @@ async fn prepare(
         calls,
         deadline,
         _admitted: admitted,
+        _streams: streams,
     };
     Ok((request, answers))
 }

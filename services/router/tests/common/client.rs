@@ -76,7 +76,11 @@ impl Client {
     }
 
     pub async fn get(&self, path: &str) -> Answer {
-        whole(self.send(Method::GET, path, &[], "").await).await
+        self.get_with(path, &[]).await
+    }
+
+    pub async fn get_with(&self, path: &str, headers: &[(&str, &str)]) -> Answer {
+        whole(self.send(Method::GET, path, headers, "").await).await
     }
 
     pub async fn post(&self, path: &str, body: &Value) -> Answer {

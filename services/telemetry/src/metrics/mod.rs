@@ -9,6 +9,7 @@
 #[macro_use]
 mod labels;
 mod alias;
+mod keys;
 mod node;
 mod process;
 mod router;
@@ -31,6 +32,7 @@ use crate::{
 
 use labels::{Labels, Series};
 
+pub use keys::{ApiKeyMetrics, KeyLimit, KeyMetrics, KeyRejection};
 pub use node::{
     LoadStats, NodeMetrics, SequenceEnd, StepDispatch, StepStats, TokenRejection, TransferEnd,
     TransferSide,

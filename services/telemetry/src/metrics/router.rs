@@ -135,6 +135,17 @@ pub struct FinishedRequest {
     pub cached_tokens: u32,
 }
 
+impl FinishedRequest {
+    /// Returns the number of tokens of each type.
+    pub(super) fn tokens(&self) -> [(TokenType, u64); 3] {
+        [
+            (TokenType::Input, self.prompt_tokens.into()),
+            (TokenType::InputCached, self.cached_tokens.into()),
+            (TokenType::Output, self.completion_tokens.into()),
+        ]
+    }
+}
+
 /// The instruments of a router. Cheap to clone.
 #[derive(Clone)]
 pub struct RouterMetrics {
@@ -299,12 +310,7 @@ impl RouterMetrics {
             let mean = rest / (count - 1) as f64;
             self.time_per_output_token.record(mean, &[operation.clone(), model.clone()]);
         }
-        let types = [
-            (TokenType::Input, u64::from(request.prompt_tokens)),
-            (TokenType::InputCached, u64::from(request.cached_tokens)),
-            (TokenType::Output, count),
-        ];
-        for (of_type, tokens) in types {
+        for (of_type, tokens) in request.tokens() {
             self.tokens.add(tokens, (request.operation, of_type));
             if of_type != TokenType::InputCached {
                 let of_type = KeyValue::new("gen_ai.token.type", of_type.as_str());

@@ -32,7 +32,7 @@ use self::{
     workload::{Conversation, Shape},
 };
 use super::{output_file, stats::WorkloadRng};
-use crate::http_client::HttpClient;
+use crate::{http_client::HttpClient, keys::ApiKeyArgs};
 
 /// Maximum number of in-flight conversations in an open loop; further arrivals are reported as `client full`.
 const IN_FLIGHT_MAX: usize = 4096;
@@ -126,6 +126,8 @@ pub struct ServeArgs {
     /// Also draw latency percentiles over the load into this SVG file.
     #[arg(long)]
     svg: Option<PathBuf>,
+    #[command(flatten)]
+    key: ApiKeyArgs,
 }
 
 fn parse_rate(text: &str) -> Result<f64, String> {
@@ -159,7 +161,7 @@ pub fn run(args: ServeArgs) -> Result<()> {
 async fn measure(args: &ServeArgs) -> Result<Report> {
     let trace = args.trace.as_deref().map(|path| Trace::read(path, args.requests)).transpose()?;
     let schema = args.schema.as_deref().map(read_schema).transpose()?;
-    let client = HttpClient::new(CONNECT_TIMEOUT);
+    let client = HttpClient::new(CONNECT_TIMEOUT).with_key(args.key.authorization()?);
     let mut servers = Vec::new();
     for url in [&args.url].into_iter().chain(&args.compare) {
         let (client, model, schema) = (client.clone(), args.model.clone(), schema.clone());

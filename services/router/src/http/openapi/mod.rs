@@ -24,7 +24,12 @@ pub fn document() -> Value {
         },
         "servers": [{"url": "/"}],
         "paths": paths(),
-        "components": {"schemas": schemas()},
+        "components": {
+            "schemas": schemas(),
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer",
+                "description": "An API key, if the router has `router.keys`."}},
+        },
+        "security": [{}, {"key": []}],
     })
 }
 
@@ -61,9 +66,9 @@ fn paths() -> Value {
             "description": "One event. A complete stream ends with `[DONE]`, a failed stream with an \
                 Error.",
         }});
-        with_errors(ok, &[400, 404, 408, 413, 415, 429, 500, 501, 502, 503, 504])
+        with_errors(ok, &[400, 401, 404, 408, 413, 415, 429, 500, 501, 502, 503, 504])
     };
-    let text_errors = &[400, 404, 408, 413, 415, 429, 500, 503, 504];
+    let text_errors = &[400, 401, 404, 408, 413, 415, 429, 500, 503, 504];
     let id = json!({
         "name": "id", "in": "path", "required": true, "schema": {"type": "string", "minLength": 1},
         "description": "Name or alias of a model. It may contain slashes.",
@@ -107,13 +112,13 @@ fn paths() -> Value {
             "listModels",
             "Lists model names and aliases",
             label(),
-            with_errors(json_answer("The models.", "ModelList"), &[]),
+            with_errors(json_answer("The models.", "ModelList"), &[401, 429]),
         ),
         "/v1/models/{id}": get(
             "getModel",
             "Describes one model",
             json!([label_header(), id]),
-            with_errors(json_answer("The model.", "Model"), &[404]),
+            with_errors(json_answer("The model.", "Model"), &[401, 404, 429]),
         ),
         "/ready": get("ready", "Readiness probe", label(), json!({
             "200": text("Load balancers may send requests."),
@@ -149,11 +154,12 @@ fn with_errors(ok: Value, statuses: &[u16]) -> Value {
     for &status in statuses {
         let about = match status {
             400 => "The body or a field is invalid.",
-            404 => "Unknown model.",
+            401 => "The request has no API key, or an unknown one.",
+            404 => "Unknown model, or one that the API key may not use.",
             408 => "The client did not send the body or read the answer in time.",
             413 => "The body is too large.",
             415 => "The body is compressed, or its content-type is not JSON.",
-            429 => "The router is at its limit of requests.",
+            429 => "The router or the API key is at a limit.",
             501 => "The nodes' release does not support this grammar.",
             502 => "Every attempt failed.",
             503 => "All nodes are busy, no node is ready, or the router shuts down.",

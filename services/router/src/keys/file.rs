@@ -1,0 +1,190 @@
+//! The file of API keys. Error messages contain no value of the file except names and numbers, because an operator may
+//! have pasted a key into the wrong field.
+
+use std::collections::BTreeSet;
+
+use toml::{Table, Value};
+
+use super::limits::KeyLimits;
+
+const NAME_CHARS_MAX: usize = 64;
+const FIELDS: &str = "name, sha256, models, requests_per_minute, tokens_per_minute or streams_max";
+
+/// One `[[key]]` of the file.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Entry {
+    pub name: String,
+    /// SHA-256 hash of the key's text.
+    pub sha256: [u8; 32],
+    /// Names and aliases of models; `None` is all models.
+    pub models: Option<Vec<String>>,
+    pub limits: KeyLimits,
+}
+
+/// Reads all entries; names and hashes are unique.
+pub fn parse(bytes: &[u8]) -> Result<Vec<Entry>, String> {
+    let text = std::str::from_utf8(bytes).map_err(|_| "not UTF-8; expected TOML".to_owned())?;
+    let file: Table = text.parse().map_err(|error: toml::de::Error| {
+        // The error's own text quotes the line.
+        let before = error.span().and_then(|span| text.as_bytes().get(..span.start));
+        let line = 1 + before.map_or(0, |text| text.iter().filter(|byte| **byte == b'\n').count());
+        format!("line {line}: {}; expected TOML", error.message())
+    })?;
+    if let Some(other) = file.keys().find(|name| *name != "key") {
+        return Err(format!("unknown section {}; expected [[key]]", shown(other)));
+    }
+    let entries = match file.get("key") {
+        Some(Value::Array(entries)) if !entries.is_empty() => entries,
+        _ => return Err("no keys; expected at least one [[key]]".to_owned()),
+    };
+    let (mut names, mut hashes) = (BTreeSet::new(), BTreeSet::new());
+    let read = |(index, value): (usize, &Value)| {
+        let entry = value
+            .as_table()
+            .ok_or_else(|| "not a table; expected [[key]]".to_owned())
+            .and_then(read_entry)
+            .map_err(|problem| {
+                let name = value.get("name").and_then(Value::as_str).filter(|name| is_name(name));
+                let number = || format!("number {}", index + 1);
+                format!("key {}: {problem}", name.map_or_else(number, str::to_owned))
+            })?;
+        if !names.insert(entry.name.clone()) {
+            return Err(format!("two keys have the name {}; expected unique names", entry.name));
+        }
+        if !hashes.insert(entry.sha256) {
+            return Err(format!("key {}: another key has the same sha256", entry.name));
+        }
+        Ok(entry)
+    };
+    entries.iter().enumerate().map(read).collect()
+}
+
+fn read_entry(entry: &Table) -> Result<Entry, String> {
+    let known = |name: &str| FIELDS.split([',', ' ']).any(|field| field == name && name != "or");
+    if let Some(other) = entry.keys().find(|name| !known(name)) {
+        return Err(format!("unknown field {}; expected {FIELDS}", shown(other)));
+    }
+    let name = entry.get("name").and_then(Value::as_str).filter(|name| is_name(name));
+    let sha256 = entry.get("sha256").and_then(Value::as_str).and_then(read_hash);
+    let limit = |field: &str| match entry.get(field) {
+        None => Ok(None),
+        Some(Value::Integer(limit)) if *limit > 0 => match u32::try_from(*limit) {
+            Ok(limit) => Ok(Some(limit)),
+            Err(_) => Err(format!("invalid {field}: {limit}; expected 1 to {}", u32::MAX)),
+        },
+        Some(Value::Integer(limit)) => {
+            Err(format!("invalid {field}: {limit}; expected 1 to {}", u32::MAX))
+        }
+        Some(_) => Err(format!("invalid {field}; expected a whole number")),
+    };
+    let models = match entry.get("models") {
+        None => None,
+        Some(models) => {
+            let names = models.as_array().filter(|names| !names.is_empty());
+            let names = names.and_then(|names| {
+                names.iter().map(|name| name.as_str().map(str::to_owned)).collect::<Option<_>>()
+            });
+            Some(names.ok_or("invalid models; expected a list of at least one name of a model")?)
+        }
+    };
+    Ok(Entry {
+        name: name
+            .ok_or("name is missing or invalid; expected 1 to 64 letters, digits, '.', '_' and '-'")?
+            .to_owned(),
+        sha256: sha256
+            .ok_or("sha256 is missing or invalid; expected 64 hexadecimal digits, as `baton keys new` prints them")?,
+        models,
+        limits: KeyLimits {
+            requests_per_minute: limit("requests_per_minute")?,
+            tokens_per_minute: limit("tokens_per_minute")?,
+            streams_max: limit("streams_max")?,
+        },
+    })
+}
+
+/// Returns whether the text is a valid name: it becomes the value of a label.
+fn is_name(name: &str) -> bool {
+    let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"._-".contains(&byte);
+    (1..=NAME_CHARS_MAX).contains(&name.len()) && name.bytes().all(plain)
+}
+
+/// Returns the name of a field or section; `(hidden)` if it looks like a key.
+fn shown(name: &str) -> &str {
+    if name.len() <= 24 && is_name(name) { name } else { "(hidden)" }
+}
+
+fn read_hash(text: &str) -> Option<[u8; 32]> {
+    let mut hash = [0; 32];
+    if text.len() != 2 * hash.len() || !text.bytes().all(|byte| byte.is_ascii_hexdigit()) {
+        return None;
+    }
+    for (byte, digits) in hash.iter_mut().zip(text.as_bytes().chunks(2)) {
+        *byte = u8::from_str_radix(std::str::from_utf8(digits).ok()?, 16).ok()?;
+    }
+    Some(hash)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const HASH: &str = "00112233445566778899aabbccddeeff00112233445566778899aabbccddeeff";
+
+    #[test]
+    fn every_field_is_read() {
+        let text = format!(
+            "[[key]]\nname = \"team-a\"\nsha256 = \"{HASH}\"\nmodels = [\"one\"]\n\
+             requests_per_minute = 60\ntokens_per_minute = 1000\nstreams_max = 4\n\
+             [[key]]\nname = \"b\"\nsha256 = \"{}\"\n",
+            HASH.replace("00", "FF")
+        );
+        let entries = parse(text.as_bytes()).unwrap();
+        let limits = KeyLimits {
+            requests_per_minute: Some(60),
+            tokens_per_minute: Some(1000),
+            streams_max: Some(4),
+        };
+        assert_eq!((entries[0].name.as_str(), entries[0].limits), ("team-a", limits));
+        assert_eq!(entries[0].models, Some(vec!["one".to_owned()]));
+        assert_eq!(entries[0].sha256[..3], [0, 0x11, 0x22]);
+        assert_eq!((entries[1].limits, entries[1].sha256[0]), (KeyLimits::default(), 0xff));
+    }
+
+    #[test]
+    fn invalid_file_is_rejected_with_key_and_field_and_without_its_values() {
+        let key = "baton-0123456789abcdef0123456789abcdef";
+        let entry = |fields: &str| format!("[[key]]\nname = \"a\"\nsha256 = \"{HASH}\"\n{fields}");
+        for (text, expected) in [
+            (String::new(), "no keys; expected at least one [[key]]"),
+            ("[[keys]]".into(), "unknown section keys; expected [[key]]"),
+            ("key = 1".into(), "no keys"),
+            ("key = [1]".into(), "key number 1: not a table"),
+            (format!("\n\n{key}"), "line 3: "),
+            (format!("[[key]]\nsha256 = \"{HASH}\""), "key number 1: name is missing or invalid"),
+            (format!("[[key]]\nname = \"a b\"\nsha256 = \"{HASH}\""), "key number 1: name is"),
+            ("[[key]]\nname = \"a\"".into(), "key a: sha256 is missing or invalid"),
+            (format!("[[key]]\nname = \"a\"\nsha256 = \"{key}\""), "key a: sha256 is"),
+            (entry(&format!("key = \"{key}\"")), "key a: unknown field key; expected name, sha256"),
+            (entry(&format!("{key} = 1")), "key a: unknown field (hidden)"),
+            (entry("streams_max = 0"), "key a: invalid streams_max: 0; expected 1 to 4294967295"),
+            (
+                entry("tokens_per_minute = 4294967296"),
+                "key a: invalid tokens_per_minute: 4294967296",
+            ),
+            (
+                entry(&format!("requests_per_minute = \"{key}\"")),
+                "key a: invalid requests_per_minute; ",
+            ),
+            (entry("models = []"), "key a: invalid models; expected a list"),
+            (entry("models = [1]"), "key a: invalid models"),
+            (entry("") + &entry(""), "two keys have the name a"),
+            (entry("") + &entry("").replace("\"a\"", "\"b\""), "key b: another key has the same"),
+        ] {
+            let error = parse(text.as_bytes()).unwrap_err();
+            assert!(error.contains(expected), "{text}\n{error}");
+            assert!(!error.contains(key) && !error.contains(HASH), "{error}");
+            assert_eq!(error.lines().count(), 1, "{error}");
+        }
+        assert!(parse(&[0xff]).unwrap_err().contains("not UTF-8"));
+    }
+}

@@ -1,0 +1,324 @@
+//! API keys of clients and operators. A file holds SHA-256 hashes of the keys, with the models and limits of each.
+//!
+//! A key is found by the hash of the presented text. The time of the lookup depends on the hash alone, and nobody can
+//! choose texts whose hashes approach a stored one, so the time reveals nothing about a key. A plain hash suffices,
+//! because `baton keys new` makes keys of 256 random bits.
+
+mod file;
+mod limits;
+
+use std::{
+    collections::{BTreeMap, BTreeSet, HashMap},
+    path::Path,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::Instant,
+};
+
+use http::{HeaderMap, header};
+use sha2::{Digest, Sha256};
+use telemetry::metrics::{ApiKeyMetrics, FinishedRequest, KeyMetrics, KeyRejection};
+
+use crate::{
+    reload::{Reload, Reloaded, SettingFile},
+    request::error::RequestError,
+};
+pub use limits::Exceeded;
+use limits::{KeyLimits, Usage};
+
+/// The port whose clients present the keys.
+pub enum Purpose {
+    /// The APIs of clients; with the served models by name and alias.
+    Clients(BTreeMap<Arc<str>, Arc<str>>),
+    /// `router.admin`, which has no limits.
+    Operators,
+}
+
+impl Purpose {
+    fn setting(&self) -> &'static str {
+        match self {
+            Self::Clients(_) => "router.keys",
+            Self::Operators => "router.admin_keys",
+        }
+    }
+}
+
+/// The keys of one file, by hash.
+type KeysByHash = HashMap<[u8; 32], Arc<Key>>;
+
+/// The keys that a port accepts.
+pub struct Keys {
+    current: Arc<Reloaded<KeysByHash>>,
+    metrics: ApiKeyMetrics,
+}
+
+impl Keys {
+    /// Reads the file. The error names the file and its setting.
+    pub fn read(path: &Path, purpose: Purpose, metrics: ApiKeyMetrics) -> Result<Self, String> {
+        let files = vec![SettingFile::new(purpose.setting(), path)];
+        let of_keys = metrics.clone();
+        let parse = move |files: &[SettingFile],
+                          contents: &[Vec<u8>],
+                          before: Option<&KeysByHash>| {
+            keys(&contents[0], &purpose, &of_keys, before).map_err(|error| files[0].error(error))
+        };
+        Ok(Self { current: Arc::new(Reloaded::read(files, parse)?), metrics })
+    }
+
+    pub fn reload(&self) -> Arc<dyn Reload> {
+        self.current.clone()
+    }
+
+    /// Returns the caller of a request, and counts the request.
+    pub fn admit(&self, headers: &HeaderMap, now: Instant) -> Result<Caller, RequestError> {
+        let Some(presented) = bearer(headers) else {
+            self.metrics.rejected(KeyRejection::Missing);
+            return Err(RequestError::MissingKey);
+        };
+        let hash: [u8; 32] = Sha256::digest(presented).into();
+        let Some(key) = self.current.current().get(&hash).cloned() else {
+            self.metrics.rejected(KeyRejection::Unknown);
+            return Err(RequestError::UnknownKey);
+        };
+        let admitted = key.usage().request(&key.limits, now);
+        key.counted(admitted)?;
+        key.shared.metrics.request();
+        Ok(Caller(Some(key)))
+    }
+}
+
+/// Returns the key of the header `authorization: Bearer KEY`.
+fn bearer(headers: &HeaderMap) -> Option<&[u8]> {
+    let value = headers.get(header::AUTHORIZATION)?.as_bytes().trim_ascii();
+    let (scheme, key) = value.split_at_checked("bearer ".len())?;
+    let key = key.trim_ascii();
+    (scheme.eq_ignore_ascii_case(b"bearer ") && !key.is_empty()).then_some(key)
+}
+
+/// Makes the keys of a file. Keys that `before` had under the same name keep their use of limits.
+fn keys(
+    content: &[u8],
+    purpose: &Purpose,
+    metrics: &ApiKeyMetrics,
+    before: Option<&KeysByHash>,
+) -> Result<KeysByHash, String> {
+    let key = |entry: file::Entry| {
+        let models = match purpose {
+            Purpose::Clients(served) => allowed_models(&entry, served)?,
+            Purpose::Operators
+                if entry.models.is_none() && entry.limits == KeyLimits::default() =>
+            {
+                None
+            }
+            Purpose::Operators => {
+                return Err(format!(
+                    "key {}: keys of operators have no models and no limits; expected name and sha256",
+                    entry.name
+                ));
+            }
+        };
+        let earlier = before.and_then(|keys| keys.values().find(|key| *key.name == entry.name));
+        let new = || Shared { usage: Mutex::default(), metrics: metrics.of_key(&entry.name) };
+        let shared = earlier.map_or_else(|| Arc::new(new()), |key| key.shared.clone());
+        let key = Key { name: entry.name.into(), models, limits: entry.limits, shared };
+        Ok((entry.sha256, Arc::new(key)))
+    };
+    file::parse(content)?.into_iter().map(key).collect()
+}
+
+fn allowed_models(
+    entry: &file::Entry,
+    served: &BTreeMap<Arc<str>, Arc<str>>,
+) -> Result<Option<BTreeSet<Arc<str>>>, String> {
+    let Some(models) = &entry.models else { return Ok(None) };
+    let model = |name: &String| {
+        served.get(name.as_str()).cloned().ok_or_else(|| {
+            let names: Vec<&str> = served.keys().map(|name| &**name).collect();
+            format!(
+                "key {}: models has an unknown model; expected {}",
+                entry.name,
+                names.join(", ")
+            )
+        })
+    };
+    models.iter().map(model).collect::<Result<_, _>>().map(Some)
+}
+
+struct Key {
+    name: Arc<str>,
+    /// Names of the allowed models, without aliases; `None` is all models.
+    models: Option<BTreeSet<Arc<str>>>,
+    limits: KeyLimits,
+    shared: Arc<Shared>,
+}
+
+/// State of a key that outlives changes of the file.
+struct Shared {
+    usage: Mutex<Usage>,
+    metrics: KeyMetrics,
+}
+
+impl Key {
+    fn usage(&self) -> MutexGuard<'_, Usage> {
+        self.shared.usage.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Counts the rejection, if there is one.
+    fn counted(&self, outcome: Result<(), Exceeded>) -> Result<(), Exceeded> {
+        outcome.inspect_err(|exceeded| self.shared.metrics.limited(exceeded.limit))
+    }
+}
+
+/// The client of a request: the owner of a key, or anybody where the port needs no key.
+#[derive(Clone, Default)]
+pub struct Caller(Option<Arc<Key>>);
+
+impl Caller {
+    /// Returns the name of the key.
+    pub fn name(&self) -> Option<&str> {
+        self.0.as_deref().map(|key| &*key.name)
+    }
+
+    /// Returns whether the caller may use the model of this name, which is no alias.
+    pub fn may_use(&self, model: &str) -> bool {
+        let models = self.0.as_deref().and_then(|key| key.models.as_ref());
+        models.is_none_or(|models| models.contains(model))
+    }
+
+    /// Returns the maximum number of answers in flight.
+    pub fn streams_max(&self) -> Option<u32> {
+        self.0.as_deref()?.limits.streams_max
+    }
+
+    /// Counts answers as in flight until the guard is dropped.
+    pub fn open_streams(&self, count: u32) -> Result<OpenStreams, Exceeded> {
+        if let Some(key) = &self.0 {
+            let opened = key.usage().open_streams(&key.limits, count);
+            key.counted(opened)?;
+        }
+        Ok(OpenStreams { caller: self.clone(), count })
+    }
+
+    /// Counts prompt or completion tokens against the limit.
+    pub fn used_tokens(&self, count: u32) {
+        if let Some(key) = self.0.as_deref().filter(|key| key.limits.tokens_per_minute.is_some()) {
+            key.usage().tokens(&key.limits, count, Instant::now());
+        }
+    }
+
+    pub fn request_ended(&self, request: &FinishedRequest) {
+        if let Some(key) = &self.0 {
+            key.shared.metrics.request_ended(request);
+        }
+    }
+}
+
+/// Guard of a caller's answers in flight.
+pub struct OpenStreams {
+    caller: Caller,
+    count: u32,
+}
+
+impl Drop for OpenStreams {
+    fn drop(&mut self) {
+        if let Some(key) = &self.caller.0 {
+            key.usage().close_streams(self.count);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use telemetry::{Resource, Telemetry, TelemetryConfig};
+
+    use super::*;
+    use crate::reload::Outcome;
+
+    fn metrics() -> ApiKeyMetrics {
+        let resource = Resource { service: "baton-router".into(), instance: "test".into() };
+        let telemetry = Telemetry::start(&TelemetryConfig::default(), resource).unwrap();
+        ApiKeyMetrics::new(&telemetry.metrics())
+    }
+
+    fn entry(name: &str, key: &str, fields: &str) -> String {
+        let hash: String = Sha256::digest(key).iter().map(|byte| format!("{byte:02x}")).collect();
+        format!("[[key]]\nname = \"{name}\"\nsha256 = \"{hash}\"\n{fields}\n")
+    }
+
+    fn served() -> Purpose {
+        let name = |name: &'static str, model: &'static str| (name.into(), model.into());
+        Purpose::Clients([name("one", "one"), name("uno", "one"), name("two", "two")].into())
+    }
+
+    fn headers(authorization: &str) -> HeaderMap {
+        HeaderMap::from_iter([(header::AUTHORIZATION, authorization.parse().unwrap())])
+    }
+
+    fn admit(keys: &Keys, authorization: &str) -> Result<Caller, RequestError> {
+        keys.admit(&headers(authorization), Instant::now())
+    }
+
+    #[tokio::test]
+    async fn only_a_listed_key_is_admitted() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("keys.toml");
+        std::fs::write(&path, entry("a", "secret-a", "")).unwrap();
+        let keys = Keys::read(&path, served(), metrics()).unwrap();
+        for accepted in ["Bearer secret-a", "bearer  secret-a ", "BEARER secret-a"] {
+            assert_eq!(admit(&keys, accepted).unwrap().name(), Some("a"), "{accepted}");
+        }
+        for unknown in ["Bearer secret-b", "Bearer secret-", "Bearer secret-a secret-a"] {
+            assert_eq!(admit(&keys, unknown).err(), Some(RequestError::UnknownKey), "{unknown}");
+        }
+        for missing in ["", "Bearer", "Bearer ", "Basic secret-a", "secret-a"] {
+            assert_eq!(admit(&keys, missing).err(), Some(RequestError::MissingKey), "{missing}");
+        }
+        let none = keys.admit(&HeaderMap::new(), Instant::now());
+        assert_eq!(none.err(), Some(RequestError::MissingKey));
+    }
+
+    #[tokio::test]
+    async fn replaced_file_revokes_keys_and_keeps_the_use_of_limits() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("keys.toml");
+        let limit = "requests_per_minute = 1";
+        std::fs::write(&path, entry("a", "old", limit) + &entry("b", "b", "")).unwrap();
+        let keys = Keys::read(&path, served(), metrics()).unwrap();
+        admit(&keys, "Bearer old").unwrap();
+        admit(&keys, "Bearer b").unwrap();
+        std::fs::write(&path, entry("a", "new", limit)).unwrap();
+        assert_eq!(keys.reload().reload(), Outcome::Replaced);
+        for revoked in ["Bearer old", "Bearer b"] {
+            assert_eq!(admit(&keys, revoked).err(), Some(RequestError::UnknownKey));
+        }
+        assert!(matches!(admit(&keys, "Bearer new").err(), Some(RequestError::KeyLimit(_))));
+        std::fs::write(&path, "[[key]]").unwrap();
+        let Outcome::Kept(error) = keys.reload().reload() else { panic!("the file is invalid") };
+        let expected = format!("invalid router.keys {}: key number 1: name", path.display());
+        assert!(error.starts_with(&expected), "{error}");
+        assert!(matches!(admit(&keys, "Bearer new").err(), Some(RequestError::KeyLimit(_))));
+    }
+
+    #[tokio::test]
+    async fn models_of_a_key_are_checked_against_the_served_ones() {
+        let metrics = metrics();
+        let read = |fields| keys(entry("a", "x", fields).as_bytes(), &served(), &metrics, None);
+        let error = read("models = [\"three\"]").err().unwrap();
+        assert_eq!(error, "key a: models has an unknown model; expected one, two, uno");
+        let keys = read("models = [\"uno\"]").unwrap();
+        let caller = Caller(keys.into_values().next());
+        assert!(caller.may_use("one") && !caller.may_use("two"));
+        assert!(Caller::default().may_use("two"));
+    }
+
+    #[tokio::test]
+    async fn keys_of_operators_have_no_limits() {
+        let metrics = metrics();
+        let read = |fields| {
+            keys(entry("a", "x", fields).as_bytes(), &Purpose::Operators, &metrics, None).err()
+        };
+        assert_eq!(read(""), None);
+        for fields in ["models = [\"one\"]", "streams_max = 1"] {
+            assert!(read(fields).unwrap().contains("expected name and sha256"), "{fields}");
+        }
+    }
+}

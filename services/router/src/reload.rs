@@ -1,0 +1,192 @@
+//! Values read from files, which are read again when the files change.
+
+use std::{
+    fs::File,
+    io::Read,
+    path::{Path, PathBuf},
+    sync::{Arc, Mutex, PoisonError, RwLock},
+    time::Duration,
+};
+
+use tokio_util::sync::CancellationToken;
+
+/// Interval at which the files are read. Kubernetes updates mounted Secrets within a minute.
+const INTERVAL: Duration = Duration::from_secs(2);
+const FILE_BYTES_MAX: u64 = 1 << 20;
+
+/// A file and the setting that names it.
+#[derive(Clone, Debug)]
+pub struct SettingFile {
+    pub setting: &'static str,
+    pub path: PathBuf,
+}
+
+impl SettingFile {
+    pub fn new(setting: &'static str, path: &Path) -> Self {
+        Self { setting, path: path.to_owned() }
+    }
+
+    /// Returns the error for a problem with the content.
+    pub fn error(&self, problem: impl std::fmt::Display) -> String {
+        format!("invalid {} {}: {problem}", self.setting, self.path.display())
+    }
+
+    fn read(&self) -> Result<Vec<u8>, String> {
+        let mut bytes = Vec::new();
+        let read = File::open(&self.path)
+            .and_then(|file| file.take(FILE_BYTES_MAX + 1).read_to_end(&mut bytes));
+        match read {
+            Err(error) => {
+                Err(format!("cannot read {} {}: {error}", self.setting, self.path.display()))
+            }
+            Ok(_) if bytes.is_empty() => Err(self.error("the file is empty")),
+            Ok(_) if bytes.len() as u64 > FILE_BYTES_MAX => {
+                Err(self.error(format_args!("expected at most {FILE_BYTES_MAX} bytes")))
+            }
+            Ok(_) => Ok(bytes),
+        }
+    }
+}
+
+/// Contents of the files, in their order.
+type Contents = Result<Vec<Vec<u8>>, String>;
+/// Makes a value from the files and their contents, and the previous value.
+type Parse<T> =
+    Box<dyn Fn(&[SettingFile], &[Vec<u8>], Option<&T>) -> Result<T, String> + Send + Sync>;
+
+/// A value that is replaced when its files change. Invalid files leave the value as it is.
+pub struct Reloaded<T> {
+    current: RwLock<Arc<T>>,
+    files: Vec<SettingFile>,
+    parse: Parse<T>,
+    /// Contents when the files were last read.
+    last: Mutex<Contents>,
+}
+
+impl<T> Reloaded<T> {
+    /// Reads the value. The error names file and setting.
+    pub fn read(
+        files: Vec<SettingFile>,
+        parse: impl Fn(&[SettingFile], &[Vec<u8>], Option<&T>) -> Result<T, String>
+        + Send
+        + Sync
+        + 'static,
+    ) -> Result<Self, String> {
+        let contents = read_all(&files)?;
+        let current = RwLock::new(Arc::new(parse(&files, &contents, None)?));
+        Ok(Self { current, files, parse: Box::new(parse), last: Mutex::new(Ok(contents)) })
+    }
+
+    pub fn current(&self) -> Arc<T> {
+        self.current.read().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+}
+
+fn read_all(files: &[SettingFile]) -> Contents {
+    files.iter().map(SettingFile::read).collect()
+}
+
+/// Outcome of [`Reload::reload`].
+#[derive(Debug, PartialEq, Eq)]
+pub enum Outcome {
+    Unchanged,
+    Replaced,
+    /// The files are invalid: the previous value stays. Returned once for each change.
+    Kept(String),
+}
+
+pub trait Reload: Send + Sync {
+    /// Reads the files and replaces the value if their contents have changed.
+    fn reload(&self) -> Outcome;
+
+    fn settings(&self) -> String;
+}
+
+impl<T: Send + Sync> Reload for Reloaded<T> {
+    fn reload(&self) -> Outcome {
+        let contents = read_all(&self.files);
+        let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
+        if *last == contents {
+            return Outcome::Unchanged;
+        }
+        let parsed = match &contents {
+            Ok(contents) => (self.parse)(&self.files, contents, Some(&self.current())),
+            Err(error) => Err(error.clone()),
+        };
+        *last = contents;
+        match parsed {
+            Ok(value) => {
+                let mut current = self.current.write().unwrap_or_else(PoisonError::into_inner);
+                *current = Arc::new(value);
+                Outcome::Replaced
+            }
+            Err(error) => Outcome::Kept(error),
+        }
+    }
+
+    fn settings(&self) -> String {
+        self.files.iter().map(|file| file.setting).collect::<Vec<_>>().join(", ")
+    }
+}
+
+/// Reads the files of all values again at an interval, until stopped.
+pub async fn watch(values: Vec<Arc<dyn Reload>>, stop: CancellationToken) {
+    while tokio::time::timeout(INTERVAL, stop.cancelled()).await.is_err() {
+        for value in &values {
+            let value = value.clone();
+            let read = tokio::task::spawn_blocking(move || (value.settings(), value.reload()));
+            // Fails only if the runtime stops or the parser panics.
+            let Ok((settings, outcome)) = read.await else { continue };
+            match outcome {
+                Outcome::Unchanged => {}
+                Outcome::Replaced => tracing::info!(settings, "files were read again"),
+                Outcome::Kept(error) => {
+                    tracing::warn!(settings, "{error}; the previous content stays in use");
+                }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn number(
+        _: &[SettingFile],
+        contents: &[Vec<u8>],
+        before: Option<&u32>,
+    ) -> Result<u32, String> {
+        let text = String::from_utf8_lossy(&contents[0]).into_owned();
+        let number = text.parse::<u32>().map_err(|_| format!("{text} is no number"))?;
+        Ok(number + before.map_or(0, |before| before * 1000))
+    }
+
+    #[test]
+    fn changed_file_replaces_the_value_and_invalid_file_keeps_it() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("number");
+        let file = || vec![SettingFile::new("router.number", &path)];
+        let shown = path.display();
+        let missing = format!("cannot read router.number {shown}: ");
+        let error = Reloaded::read(file(), number).err().unwrap();
+        assert!(error.starts_with(&missing), "{error}");
+        std::fs::write(&path, "").unwrap();
+        let error = Reloaded::read(file(), number).err().unwrap();
+        assert_eq!(error, format!("invalid router.number {shown}: the file is empty"));
+        std::fs::write(&path, "1").unwrap();
+
+        let value = Reloaded::read(file(), number).unwrap();
+        assert_eq!((value.reload(), *value.current()), (Outcome::Unchanged, 1));
+        std::fs::write(&path, "2").unwrap();
+        assert_eq!((value.reload(), *value.current()), (Outcome::Replaced, 1002));
+        std::fs::write(&path, "x").unwrap();
+        assert_eq!(value.reload(), Outcome::Kept("x is no number".into()));
+        assert_eq!((value.reload(), *value.current()), (Outcome::Unchanged, 1002));
+        std::fs::remove_file(&path).unwrap();
+        assert!(matches!(value.reload(), Outcome::Kept(error) if error.starts_with(&missing)));
+        assert_eq!((value.reload(), *value.current()), (Outcome::Unchanged, 1002));
+        std::fs::write(&path, "3").unwrap();
+        assert_eq!(value.reload(), Outcome::Replaced);
+    }
+}

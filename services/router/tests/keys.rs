@@ -1,0 +1,279 @@
+//! API keys: which requests need one, what a key may do, and its limits.
+
+mod common;
+
+use std::{fmt::Write, path::Path, time::Duration};
+
+use common::{
+    Cluster,
+    client::{Answer, Client, eventually},
+    grpc_channel, long_prompt,
+    node::{MODEL, ScriptedNode},
+    settings,
+};
+use proto::v1::{
+    GenerateOptions, GenerateRequest, ListModelsRequest, Role, TokenIds, TokenizeRequest,
+    generate_request::Prompt, inference_client::InferenceClient,
+};
+use router::RouterSettings;
+use serde_json::{Value, json};
+use sha2::{Digest, Sha256};
+use tempfile::TempDir;
+use tonic::{Code, Request, Status};
+use tonic_health::pb::{HealthCheckRequest, health_client::HealthClient};
+
+const ANSWER: &str = " one two three";
+
+/// Writes a file with these keys: name, key and further fields of each.
+fn write_keys(path: &Path, keys: &[(&str, &str, &str)]) {
+    let mut file = String::new();
+    for (name, key, fields) in keys {
+        let hash: String = Sha256::digest(key).iter().map(|byte| format!("{byte:02x}")).collect();
+        let _ = write!(file, "[[key]]\nname = \"{name}\"\nsha256 = \"{hash}\"\n{fields}\n");
+    }
+    std::fs::write(path, file).unwrap();
+}
+
+/// Returns settings with these keys of clients.
+fn with_keys(keys: &[(&str, &str, &str)]) -> (TempDir, RouterSettings) {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("keys.toml");
+    write_keys(&path, keys);
+    let mut settings = settings();
+    settings.router.keys = Some(path);
+    (folder, settings)
+}
+
+async fn get(client: &Client, path: &str, key: &str) -> Answer {
+    client.get_with(path, &[("authorization", &format!("Bearer {key}"))]).await
+}
+
+async fn post(client: &Client, path: &str, key: &str, body: &Value) -> Answer {
+    client.post_with(path, &[("authorization", &format!("Bearer {key}"))], body).await
+}
+
+async fn complete(cluster: &Cluster, key: &str) -> Answer {
+    let body = json!({"prompt": long_prompt(), "max_tokens": 20});
+    post(&cluster.client, "/v1/completions", key, &body).await
+}
+
+fn retry_after(answer: &Answer) -> u32 {
+    answer.headers["retry-after"].to_str().unwrap().parse().unwrap()
+}
+
+/// Returns a message with this key in its metadata.
+fn keyed<T>(key: &str, message: T) -> Request<T> {
+    let mut request = Request::new(message);
+    request.metadata_mut().insert("authorization", format!("Bearer {key}").parse().unwrap());
+    request
+}
+
+fn generate(model: &str) -> GenerateRequest {
+    GenerateRequest {
+        model: model.into(),
+        prompt: Some(Prompt::TokenIds(TokenIds { ids: long_prompt() })),
+        options: Some(GenerateOptions { max_tokens: Some(20), ..Default::default() }),
+        client_request_id: String::new(),
+    }
+}
+
+#[tokio::test]
+async fn every_http_request_except_probes_needs_a_key() {
+    let (_folder, settings) = with_keys(&[("a", "key-a", "")]);
+    let cluster = Cluster::start_with(settings, 1, 1, ANSWER).await;
+    for path in ["/live", "/ready", "/health"] {
+        assert_eq!(cluster.client.get(path).await.status, 200, "{path}");
+    }
+    for path in ["/v1/models", "/v1/models/x", "/metrics", "/openapi.json", "/unknown"] {
+        let answer = cluster.client.get(path).await;
+        assert_eq!(answer.status, 401, "{path}");
+        assert_eq!(answer.headers["www-authenticate"], "Bearer");
+        assert!(answer.headers.contains_key("x-request-id"));
+        let error = answer.error();
+        assert_eq!(
+            (&error["code"], &error["type"]),
+            (&json!("invalid_api_key"), &json!("invalid_request_error"))
+        );
+        assert_eq!(get(&cluster.client, path, "other").await.status, 401, "{path}");
+        assert_ne!(get(&cluster.client, path, "key-a").await.status, 401, "{path}");
+    }
+    let body = json!({"prompt": "hello"});
+    for path in ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"] {
+        let answer = post(&cluster.client, path, "secret-of-another", &body).await;
+        assert_eq!(answer.status, 401, "{path}");
+        assert!(!answer.message().contains("secret-of-another"));
+    }
+    // A body that does not fit into the buffers of the connection hides no error.
+    let large = json!({"prompt": "x".repeat(3 << 20)});
+    assert_eq!(post(&cluster.client, "/v1/completions", "other", &large).await.status, 401);
+    assert!(cluster.decode[0].calls().is_empty() && cluster.prefill[0].calls().is_empty());
+    assert_eq!(complete(&cluster, "key-a").await.status, 200);
+    // Clients without a key leave no record.
+    let admin = Client::new(format!("http://{}", cluster.router.admin));
+    let requests = admin.get("/v1/explain?slow=9").await.json();
+    assert_eq!(requests["requests"].as_array().unwrap().len(), 1, "{requests}");
+}
+
+#[tokio::test]
+async fn every_grpc_call_except_health_needs_a_key() {
+    let (_folder, settings) = with_keys(&[("a", "key-a", "")]);
+    let cluster = Cluster::start_with(settings, 1, 1, ANSWER).await;
+    let channel = grpc_channel(&cluster).await;
+    let check = HealthCheckRequest { service: String::new() };
+    HealthClient::new(channel.clone()).check(check).await.unwrap();
+    let mut client = InferenceClient::new(channel);
+    let refused: Vec<Status> = vec![
+        client.generate(generate("")).await.unwrap_err(),
+        client.generate(keyed("other", generate(""))).await.unwrap_err(),
+        client.tokenize(TokenizeRequest::default()).await.unwrap_err(),
+        client.list_models(ListModelsRequest {}).await.unwrap_err(),
+    ];
+    for status in refused {
+        assert_eq!(status.code(), Code::Unauthenticated, "{status}");
+        assert!(!status.message().contains("other"), "{status}");
+    }
+    let mut stream = client.generate(keyed("key-a", generate(""))).await.unwrap().into_inner();
+    while stream.message().await.unwrap().is_some() {}
+}
+
+#[tokio::test]
+async fn key_sees_only_its_models() {
+    let (_folder, mut settings) =
+        with_keys(&[("all", "key-all", ""), ("two", "key-two", "models = [\"two\"]")]);
+    let alias = |name: &str, value: &str| config::Pair { name: name.into(), value: value.into() };
+    settings.router.aliases = vec![alias("latest", "two"), alias("first", MODEL)];
+    let decode = [MODEL, "two"].map(|model| {
+        let node = ScriptedNode::start_for(model, Role::Decode, &format!("decode-{model}"));
+        node.answer_with(&common::encode(ANSWER));
+        node
+    });
+    let cluster = Cluster::start_models(settings, &[MODEL, "two"], vec![], decode.into()).await;
+    let names = async |key| {
+        let list = get(&cluster.client, "/v1/models", key).await.json();
+        let ids = list["data"].as_array().unwrap().iter().map(|card| card["id"].to_string());
+        ids.collect::<Vec<_>>().join(" ")
+    };
+    assert_eq!(names("key-two").await, "\"latest\" \"two\"");
+    assert_eq!(names("key-all").await.split(' ').count(), 4);
+    for (model, status) in [("two", 200), ("latest", 200), ("", 200), (MODEL, 404), ("first", 404)]
+    {
+        let body = json!({"model": model, "prompt": long_prompt(), "max_tokens": 9});
+        let answer = post(&cluster.client, "/v1/completions", "key-two", &body).await;
+        assert_eq!(answer.status, status, "{model}");
+        match status {
+            200 => assert_eq!(answer.json()["model"], if model.is_empty() { "two" } else { model }),
+            _ => assert!(answer.message().ends_with("served: latest, two"), "{}", answer.message()),
+        }
+        let tokenize = json!({"model": model, "prompt": "x"});
+        let tokenized = post(&cluster.client, "/tokenize", "key-two", &tokenize).await;
+        assert_eq!(tokenized.status, status, "{model}");
+    }
+    assert_eq!(get(&cluster.client, &format!("/v1/models/{MODEL}"), "key-two").await.status, 404);
+    let mut client = InferenceClient::new(grpc_channel(&cluster).await);
+    let status = client.generate(keyed("key-two", generate(MODEL))).await.unwrap_err();
+    assert_eq!(status.code(), Code::NotFound);
+    let listed = client.list_models(keyed("key-two", ListModelsRequest {})).await.unwrap();
+    assert_eq!(listed.into_inner().models.len(), 2);
+}
+
+#[tokio::test]
+async fn request_beyond_a_limit_is_rejected_and_other_keys_are_not() {
+    let (_folder, settings) = with_keys(&[
+        ("few", "key-few", "requests_per_minute = 2"),
+        ("short", "key-short", "tokens_per_minute = 50"),
+        ("free", "key-free", ""),
+    ]);
+    let cluster = Cluster::start_with(settings, 1, 1, ANSWER).await;
+    for _ in 0..2 {
+        assert_eq!(complete(&cluster, "key-few").await.status, 200);
+    }
+    let answer = complete(&cluster, "key-few").await;
+    assert_eq!(
+        (answer.status.as_u16(), &answer.error()["code"]),
+        (429, &json!("rate_limit_exceeded"))
+    );
+    assert_eq!(answer.error()["type"], "rate_limit_error");
+    assert!((1..=30).contains(&retry_after(&answer)), "{answer:?}");
+    assert!(answer.message().contains("allows 2 requests per minute"), "{}", answer.message());
+    let mut client = InferenceClient::new(grpc_channel(&cluster).await);
+    let status = client.generate(keyed("key-few", generate(""))).await.unwrap_err();
+    assert_eq!(status.code(), Code::ResourceExhausted);
+    assert!(status.metadata().contains_key("retry-after"));
+
+    // A prompt of 100 tokens and its answer take more than two minutes of the limit.
+    assert_eq!(complete(&cluster, "key-short").await.status, 200);
+    let answer = complete(&cluster, "key-short").await;
+    assert_eq!(answer.status, 429);
+    assert!((55..=80).contains(&retry_after(&answer)), "{answer:?}");
+    assert_eq!(complete(&cluster, "key-free").await.status, 200);
+
+    let answer = get(&cluster.client, "/metrics", "key-free").await;
+    let metrics = String::from_utf8(answer.body.to_vec()).unwrap();
+    let value = |name: &str, labels: &str| {
+        let series = format!("baton_api_key_{name}_total{{{labels}");
+        let line = metrics.lines().find(|line| line.starts_with(&series)).unwrap_or(&series);
+        line.rsplit(' ').next().unwrap().parse::<u64>().unwrap_or_else(|_| panic!("no {series}"))
+    };
+    assert_eq!(value("requests", "key=\"few\""), 2);
+    assert_eq!(value("limited", "key=\"few\",limit=\"requests_per_minute\""), 2);
+    assert_eq!(value("limited", "key=\"few\",limit=\"streams_max\""), 0);
+    assert_eq!(value("tokens", "gen_ai_token_type=\"input\",key=\"few\""), 200);
+    assert_eq!(value("rejected", "reason=\"missing\""), 0);
+}
+
+#[tokio::test]
+async fn streams_of_a_key_are_limited_until_they_end() {
+    let (_folder, settings) = with_keys(&[("a", "key-a", "streams_max = 2")]);
+    let cluster = Cluster::start_with(settings, 1, 1, ANSWER).await;
+    let body = |n| json!({"prompt": long_prompt(), "max_tokens": 20, "n": n, "stream": true});
+    let many = post(&cluster.client, "/v1/completions", "key-a", &body(3)).await;
+    assert_eq!((many.status.as_u16(), &many.error()["param"]), (400, &json!("n")));
+    let pace =
+        |pace| cluster.decode.iter().chain(&cluster.prefill).for_each(|node| node.pace(pace));
+    pace(Duration::from_secs(60));
+    let held = tokio::spawn({
+        let client = cluster.client.clone();
+        let body = body(2);
+        async move { post(&client, "/v1/completions", "key-a", &body).await }
+    });
+    eventually("two answers run", async || cluster.decode[0].calls().len() == 2).await;
+    let answer = post(&cluster.client, "/v1/completions", "key-a", &body(1)).await;
+    assert_eq!((answer.status.as_u16(), retry_after(&answer)), (429, 1));
+    assert!(answer.message().contains("2 streams at a time"), "{}", answer.message());
+    held.abort();
+    pace(Duration::ZERO);
+    eventually("a stream is free", async || {
+        post(&cluster.client, "/v1/completions", "key-a", &body(1)).await.status == 200
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn changed_file_is_read_while_the_router_runs() {
+    let (folder, settings) = with_keys(&[("a", "old", "")]);
+    let path = folder.path().join("keys.toml");
+    let cluster = Cluster::start_with(settings, 1, 1, ANSWER).await;
+    assert_eq!(get(&cluster.client, "/v1/models", "old").await.status, 200);
+    write_keys(&path, &[("a", "new", "")]);
+    eventually("the new key is accepted", async || {
+        get(&cluster.client, "/v1/models", "new").await.status == 200
+    })
+    .await;
+    assert_eq!(get(&cluster.client, "/v1/models", "old").await.status, 401);
+}
+
+#[tokio::test]
+async fn operators_need_a_key_of_their_own_file() {
+    let (folder, mut settings) = with_keys(&[("client", "key-client", "")]);
+    let path = folder.path().join("admin.toml");
+    write_keys(&path, &[("ops", "key-ops", "")]);
+    settings.router.admin_keys = Some(path);
+    let cluster = Cluster::start_with(settings, 1, 1, ANSWER).await;
+    let admin = Client::new(format!("http://{}", cluster.router.admin));
+    assert_eq!(admin.get("/v1/nodes").await.status, 401);
+    assert_eq!(get(&admin, "/v1/nodes", "key-client").await.status, 401);
+    assert_eq!(get(&admin, "/v1/nodes", "key-ops").await.status, 200);
+    assert_eq!(get(&cluster.client, "/v1/models", "key-ops").await.status, 401);
+    let drain = post(&admin, "/v1/nodes/prefill-0/drain", "key-client", &json!({})).await;
+    assert_eq!(drain.status, 401);
+}
