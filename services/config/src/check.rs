@@ -20,6 +20,7 @@ impl Config {
         self.check_cpus(&mut details);
         self.check_models(&mut details);
         self.check_admin(&mut details);
+        self.check_tls(&mut details);
         self.check_transfer(&mut details);
         self.check_cluster(&mut details);
         self.check_etcd(&mut details);
@@ -170,6 +171,18 @@ impl Config {
         }
     }
 
+    fn check_tls(&self, conflicts: &mut Vec<String>) {
+        let cert = ("router.tls_cert", self.router.tls_cert.is_some());
+        let key = ("router.tls_key", self.router.tls_key.is_some());
+        conflicts.extend(self.check_both(cert, key));
+    }
+
+    /// Returns the conflict when only one of two settings is set.
+    fn check_both(&self, one: (&str, bool), other: (&str, bool)) -> Option<String> {
+        let (set, unset) = if one.1 { (one.0, other.0) } else { (other.0, one.0) };
+        (one.1 != other.1).then(|| format!("{} is set without {unset}; give both", self.at(set)))
+    }
+
     fn check_transfer(&self, conflicts: &mut Vec<String>) {
         let transfer = &self.transfer;
         if transfer.advertise.is_none()
@@ -236,10 +249,7 @@ impl Config {
         let user = ("cluster.etcd_user", cluster.etcd_user.is_some());
         let password = ("cluster.etcd_password", cluster.etcd_password.is_some());
         for (one, other) in [(user, password), (cert, private_key)] {
-            if one.1 != other.1 {
-                let (set, unset) = if one.1 { (one.0, other.0) } else { (other.0, one.0) };
-                conflicts.push(format!("{} is set without {unset}; give both", self.at(set)));
-            }
+            conflicts.extend(self.check_both(one, other));
         }
         if self.node.grpc.ip().is_unspecified() && self.transfer.advertise.is_none() {
             conflicts.push(format!(

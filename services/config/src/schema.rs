@@ -68,6 +68,13 @@ section! {
         /// cache. Without router.admin_keys it has no authentication and must be a loopback address.
         admin: SocketAddr = loopback(8002),
             "The port after the gRPC port; only users of the machine reach the loopback address.";
+        /// PEM file with the certificate chain of the router, its own certificate first. Then router.http and
+        /// router.grpc speak only TLS. The router reads changed files again within seconds.
+        tls_cert: Option<PathBuf> = None,
+            "The loopback address needs no encryption.";
+        /// PEM file with the private key of router.tls_cert.
+        tls_key: Option<PathBuf> = None,
+            "Required with router.tls_cert.";
         /// TOML file with the API keys of clients. Each [[key]] has name and sha256, as baton keys new prints them,
         /// and optionally models, requests_per_minute, tokens_per_minute and streams_max. The router reads a
         /// changed file again within seconds.

@@ -15,7 +15,7 @@ use crate::{
     keys::{Keys, Purpose},
     net::{self, Protocol},
     nodes::{Nodes, OwnedTask, Served},
-    reload,
+    reload::{self, Reload},
 };
 
 /// Time for requests to end after the router has cancelled them.
@@ -95,8 +95,12 @@ pub fn start(
     let router_metrics = RouterMetrics::new(&metrics, &first.name);
     let models = Models::new(first, models.collect(), &settings.router, &router_metrics);
     let [keys, admin_keys] = read_keys(&settings.router, &models, &metrics)?;
-    let reloaded: Vec<_> =
+    let tls = read_tls(&settings.router)?;
+    let mut reloaded: Vec<Arc<dyn Reload>> =
         [&keys, &admin_keys].into_iter().flatten().map(|it| it.reload()).collect();
+    if let Some(tls) = &tls {
+        reloaded.push(tls.clone());
+    }
     let served = models.all().iter().map(|model| Served {
         model: model.name.clone(),
         vocabulary_size: model.text.tokenizer().vocabulary_size(),
@@ -126,17 +130,17 @@ pub fn start(
         stop: stop.clone(),
     };
     let admin_bounds = bounds.with_connections(net::ConnectionLimits::ADMIN);
-    let serve = |listener, protocol, routes, bounds| {
-        let serve = net::serve(listener, protocol, routes, bounds, shutdown.clone());
+    let serve = |listener, protocol, tls, routes, bounds| {
+        let serve = net::serve(listener, protocol, tls, routes, bounds, shutdown.clone());
         tokio::spawn(serve)
     };
     Ok(RunningRouter {
         http: http_address,
         grpc: grpc_address,
         admin: admin_address,
-        http_task: serve(http_listener, Protocol::Http, http_routes, bounds),
-        grpc_task: serve(grpc_listener, Protocol::Grpc, grpc_routes, bounds),
-        admin_task: serve(admin_listener, Protocol::Http, admin_routes, admin_bounds),
+        http_task: serve(http_listener, Protocol::Http, tls.clone(), http_routes, bounds),
+        grpc_task: serve(grpc_listener, Protocol::Grpc, tls, grpc_routes, bounds),
+        admin_task: serve(admin_listener, Protocol::Http, None, admin_routes, admin_bounds),
         front,
         draining,
         stop: stop.drop_guard(),
@@ -146,6 +150,12 @@ pub fn start(
         membership,
         metrics,
     })
+}
+
+/// Reads the certificate of the ports of clients.
+fn read_tls(settings: &config::Router) -> Result<Option<Arc<net::Tls>>, StartError> {
+    let (Some(cert), Some(key)) = (&settings.tls_cert, &settings.tls_key) else { return Ok(None) };
+    net::read_tls(cert, key).map(|tls| Some(Arc::new(tls))).map_err(StartError::File)
 }
 
 /// Reads the keys of clients and of operators, for each port that needs keys.

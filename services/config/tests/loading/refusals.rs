@@ -56,6 +56,14 @@ fn public_admin_address_needs_keys_of_operators() {
 }
 
 #[test]
+fn certificate_of_the_router_needs_its_key() {
+    let message = refusal("", &[("BATON_ROUTER_TLS_CERT", "/tls.crt")], &[]);
+    assert!(message.contains("is set without router.tls_key; give both"), "{message}");
+    let both = [("BATON_ROUTER_TLS_CERT", "/tls.crt"), ("BATON_ROUTER_TLS_KEY", "/tls.key")];
+    load("", &both, &[]).unwrap();
+}
+
+#[test]
 fn variables_that_are_not_settings_are_left_alone() {
     let foreign = [
         ("PATH", "/bin"),

@@ -87,8 +87,14 @@ fn every_setting_can_be_given_in_each_way() {
             "TEXT" | "PATH" => "info",
             other => panic!("{other} is a new kind of value: give it a sample here"),
         };
-        let flags = map(&[(&setting.key(), text)]);
-        let environment = map(&[(&setting.env(), text)]);
+        let mut flags = map(&[(&setting.key(), text)]);
+        let mut environment = map(&[(&setting.env(), text)]);
+        if setting.name.starts_with("tls_") {
+            // A certificate and its key need each other.
+            flags.extend(map(&[("router.tls_cert", text), ("router.tls_key", text)]));
+            let both = [("BATON_ROUTER_TLS_CERT", text), ("BATON_ROUTER_TLS_KEY", text)];
+            environment.extend(map(&both));
+        }
         Config::load(LoadInput { flags, ..LoadInput::default() }).unwrap();
         Config::load(LoadInput { environment, ..LoadInput::default() }).unwrap();
     }

@@ -21,6 +21,8 @@ use tokio::{
     sync::watch,
     time::{Instant, Sleep, sleep, sleep_until},
 };
+use tokio_rustls::server::TlsStream;
+use tokio_util::either::Either;
 
 use super::slots::{Slot, Verdict};
 
@@ -62,8 +64,11 @@ pub struct TimeLimits {
     pub write_max: Duration,
 }
 
+/// A client's connection without or with TLS, after the handshake.
+pub type ClientStream = Either<TcpStream, Box<TlsStream<TcpStream>>>;
+
 pub struct ClientConnection {
-    stream: TcpStream,
+    stream: ClientStream,
     state: ConnectionState,
     requests: Arc<RequestCount>,
     limits: TimeLimits,
@@ -90,7 +95,7 @@ struct HeadTimer {
 
 impl ClientConnection {
     pub fn new(
-        stream: TcpStream,
+        stream: ClientStream,
         limits: TimeLimits,
         state: ConnectionState,
         requests: Arc<RequestCount>,
@@ -317,6 +322,7 @@ mod tests {
         let client = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
         let (server, _) = listener.accept().await.unwrap();
         let requests = RequestCount::new(Slots::new(1, 1).admit());
+        let server = Either::Left(server);
         (ClientConnection::new(server, limits, ConnectionState::default(), requests), client)
     }
 

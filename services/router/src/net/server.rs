@@ -1,6 +1,6 @@
 //! Accepts client connections and serves each until it closes.
 
-use std::{convert::Infallible, io, net::SocketAddr, time::Duration};
+use std::{convert::Infallible, io, net::SocketAddr, sync::Arc, time::Duration};
 
 use axum::{Router, body::Body};
 use http::{HeaderValue, Request, Response, StatusCode, Version, header};
@@ -13,14 +13,15 @@ use proto::TimedBody;
 use tokio::{
     net::{TcpListener, TcpSocket, TcpStream},
     task::JoinSet,
-    time::{Instant, sleep_until},
+    time::{Instant, sleep_until, timeout},
 };
-use tokio_util::sync::CancellationToken;
+use tokio_util::{either::Either, sync::CancellationToken};
 use tower::ServiceExt;
 
 use super::{
     connection::{ClientConnection, ConnectionState, CountedBody, RequestCount, TimeLimits},
     slots::{ConnectionLimits, Slot, Slots, Verdict},
+    tls::{Tls, handshake},
 };
 use crate::{request::error::RETRY_AFTER_S, wake::when_woken};
 
@@ -114,6 +115,7 @@ pub fn bind(address: SocketAddr) -> io::Result<TcpListener> {
 pub async fn serve(
     listener: TcpListener,
     protocol: Protocol,
+    tls: Option<Arc<Tls>>,
     routes: Router,
     bounds: Bounds,
     shutdown: Shutdown,
@@ -133,7 +135,9 @@ pub async fn serve(
         match accepted {
             Ok((stream, _)) => {
                 let (routes, shutdown, slot) = (routes.clone(), shutdown.clone(), slots.admit());
-                connections.spawn(connection(stream, protocol, routes, bounds, shutdown, slot));
+                let tls = tls.clone();
+                connections
+                    .spawn(connection(stream, protocol, tls, routes, bounds, shutdown, slot));
             }
             // Probably no descriptor is free: wait until other connections close.
             Err(error) => {
@@ -153,6 +157,7 @@ pub async fn serve(
 async fn connection(
     stream: TcpStream,
     protocol: Protocol,
+    tls: Option<Arc<Tls>>,
     routes: Router,
     bounds: Bounds,
     shutdown: Shutdown,
@@ -163,13 +168,28 @@ async fn connection(
         tracing::debug!(%error, "a client disconnected at once");
         return;
     }
+    let opening_max = if slot.is_reserved() { RESERVED_HEAD_MAX } else { bounds.head_max };
+    let opened = Instant::now();
+    let ages_at = Instant::now() + jittered(bounds.age_max, slot.id());
+    let requests = RequestCount::new(slot);
+    let stream = match tls {
+        None => Either::Left(stream),
+        Some(tls) => {
+            let accepted = tokio::select! {
+                () = shutdown.stop.cancelled() => return,
+                () = requests.slot().closing() => return,
+                accepted = timeout(opening_max, handshake(&tls, stream)) => accepted,
+            };
+            let Ok(Some(stream)) = accepted else { return };
+            Either::Right(Box::new(stream))
+        }
+    };
     let limits = TimeLimits {
-        opening_max: if slot.is_reserved() { RESERVED_HEAD_MAX } else { bounds.head_max },
+        // The handshake took a part of the time.
+        opening_max: opening_max.saturating_sub(opened.elapsed()),
         head_max: bounds.head_max,
         write_max: bounds.write_max,
     };
-    let ages_at = Instant::now() + jittered(bounds.age_max, slot.id());
-    let requests = RequestCount::new(slot);
     let is_late = shutdown.draining.is_cancelled();
     let state = ConnectionState::new(is_late);
     let io = ClientConnection::new(stream, limits, state.clone(), requests.clone());
@@ -287,8 +307,6 @@ mod tests {
         client::legacy::{Client, connect::HttpConnector},
         rt::TokioExecutor,
     };
-    use std::sync::Arc;
-
     use tokio::{
         io::{AsyncReadExt, AsyncWriteExt},
         sync::Notify,
@@ -313,6 +331,17 @@ mod tests {
         age_max: Duration,
         ordinary_max: usize,
     ) -> Port {
+        port_with(None, protocol, head_max, idle_max, age_max, ordinary_max)
+    }
+
+    fn port_with(
+        tls: Option<Arc<Tls>>,
+        protocol: Protocol,
+        head_max: Duration,
+        idle_max: Duration,
+        age_max: Duration,
+        ordinary_max: usize,
+    ) -> Port {
         let listener = bind("127.0.0.1:0".parse().unwrap()).unwrap();
         let address = listener.local_addr().unwrap();
         let (arrived, go_on) = (Arc::new(Notify::new()), Arc::new(Notify::new()));
@@ -327,7 +356,7 @@ mod tests {
         let connections = ConnectionLimits { ordinary_max, reserved_max: 1 };
         let bounds = Bounds { head_max, idle_max, ..Bounds::new(connections, LONG, LONG, age_max) };
         let shutdown = Shutdown::default();
-        let task = tokio::spawn(serve(listener, protocol, routes, bounds, shutdown.clone()));
+        let task = tokio::spawn(serve(listener, protocol, tls, routes, bounds, shutdown.clone()));
         Port { address, shutdown, task, arrived, go_on }
     }
 
@@ -399,6 +428,30 @@ mod tests {
                 assert_eq!(port.get(&client(), "/").await, 200, "{protocol:?} {half:?}");
                 port.end().await;
             }
+        }
+    }
+
+    #[tokio::test]
+    async fn an_incomplete_handshake_is_closed_after_its_time_limit_and_gives_its_slot_away() {
+        let folder = tempfile::tempdir().unwrap();
+        let [cert, key] = ["tls.crt", "tls.key"].map(|name| folder.path().join(name));
+        let pair = rcgen::generate_simple_self_signed(["localhost".to_owned()]).unwrap();
+        std::fs::write(&cert, pair.cert.pem()).unwrap();
+        std::fs::write(&key, pair.signing_key.serialize_pem()).unwrap();
+        let tls = Arc::new(super::super::read_tls(&cert, &key).unwrap());
+        for half in [&[][..], &[22], &[22, 3, 1, 0, 200, 1]] {
+            let port = port_with(Some(tls.clone()), Protocol::Http, SHORT, LONG, 100 * LONG, 1);
+            let mut stuck = port.connect().await;
+            stuck.write_all(half).await.unwrap();
+            closed(&mut stuck).await;
+            port.end().await;
+            // One ordinary connection: the next client takes its slot.
+            let port = port_with(Some(tls.clone()), Protocol::Http, LONG, LONG, 100 * LONG, 1);
+            let mut stuck = port.connect().await;
+            stuck.write_all(half).await.unwrap();
+            let _next = port.connect().await;
+            closed(&mut stuck).await;
+            port.end().await;
         }
     }
 
