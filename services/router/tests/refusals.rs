@@ -122,9 +122,9 @@ async fn unservable_prompts_are_rejected_with_the_reason() {
         (json!(text), &["at most 2047"]),
         (json!([1, VOCABULARY]), &["49152 at index 1"]),
         (json!([-1]), &["-1"]),
-        (json!({"a": 1}), &["{\"a\":1}", "token ids"]),
+        (json!({"a": 1}), &["an object", "token ids"]),
         (json!(3.5), &["3.5"]),
-        (json!([1, "a"]), &["\"a\""]),
+        (json!([1, "a"]), &["string, expected a token id"]),
         (json!(vec!["a"; 1000]), &["1000 prompts", "at most 128"]),
     ] {
         let answer = cluster.client.post("/v1/completions", &json!({"prompt": prompt})).await;

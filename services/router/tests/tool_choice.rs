@@ -462,7 +462,7 @@ async fn grpc_rejects_invalid_tools_and_tool_choices_by_field() {
                 conversation: Some(Conversation { messages, ..Default::default() }),
                 ..grpc_chat()
             },
-            "conversation.messages[0].tool_calls[0].arguments_json is 7; allowed: a JSON object",
+            "conversation.messages[0].tool_calls[0].arguments_json is invalid; allowed: a JSON object",
         ),
     ] {
         let status = grpc_answer(&cluster, request).await.unwrap_err();

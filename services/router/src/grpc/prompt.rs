@@ -4,7 +4,7 @@ use proto::v1::{ChatMessage, Conversation, ToolCall, generate_request, tokenize_
 use serde_json::{Map, Value, json};
 
 use crate::request::{
-    error::{FieldError, refused},
+    error::FieldError,
     text_workers::{ChatSource, PromptSource, check_variables},
     tools::OfferedTools,
 };
@@ -54,8 +54,9 @@ pub fn of_chat(
     let name = "conversation.template_kwargs_json";
     let template_kwargs: Map<String, Value> = match text.is_empty() {
         true => Map::new(),
-        false => serde_json::from_str(&text)
-            .map_err(|_| refused(name, &text, "a JSON object of template variables"))?,
+        false => serde_json::from_str(&text).map_err(|_| {
+            FieldError::new(name, "is invalid; allowed: a JSON object of template variables")
+        })?,
     };
     check_variables(name, &template_kwargs)?;
     let call_bytes = |call: &ToolCall| {
@@ -100,7 +101,7 @@ fn message((index, message): (usize, ChatMessage)) -> Result<Value, FieldError> 
         if serde_json::from_str::<Map<String, Value>>(&call.arguments_json).is_err() {
             let field =
                 format!("conversation.messages[{index}].tool_calls[{call_index}].arguments_json");
-            return Err(refused(&field, &call.arguments_json, "a JSON object"));
+            return Err(FieldError::new(field, "is invalid; allowed: a JSON object"));
         }
         let function = json!({"name": call.name, "arguments": call.arguments_json});
         calls.push(json!({"id": call.id, "type": "function", "function": function}));

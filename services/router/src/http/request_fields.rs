@@ -206,12 +206,12 @@ pub fn chat_source(
     let Some(text) = fields.raw("messages") else {
         return Err(FieldError::new("messages", format!("is missing; allowed: {allowed}")));
     };
-    let messages: Value =
-        serde_json::from_str(text).map_err(|_| refused("messages", text, allowed))?;
+    let other = || refused("messages", &kind(text), allowed);
+    let messages: Value = serde_json::from_str(text).map_err(|_| other())?;
     match messages.as_array() {
         Some(messages) if !messages.is_empty() => {}
         Some(_) => return Err(FieldError::new("messages", "is empty; allowed: at least one")),
-        None => return Err(refused("messages", text, allowed)),
+        None => return Err(other()),
     }
     let continue_final_message = fields.boolean("continue_final_message")?.unwrap_or(false);
     let add_generation_prompt = fields.boolean("add_generation_prompt")?;
@@ -296,18 +296,31 @@ fn prompt(text: &str) -> Result<Prompt, FieldError> {
         Some(b'[') => json(text).map(Prompt::Tokens),
         _ => {
             let problem = "allowed: a text, token ids, or a list of either";
-            Err(FieldError::new("prompt", format!("has {}; {problem}", shown(text))))
+            Err(FieldError::new("prompt", format!("has {}; {problem}", kind(text))))
         }
     }
 }
 
-/// Parses a part of the prompt. The error names the value found and the expected type.
+/// Describes a value of the prompt or the messages. Errors go into logs, so they do not quote a client's text.
+fn kind(text: &str) -> String {
+    match text.as_bytes().first() {
+        Some(b'"') => "a string".into(),
+        Some(b'[') => "a list".into(),
+        Some(b'{') => "an object".into(),
+        _ => shown(text),
+    }
+}
+
+/// Parses a part of the prompt. The error names the type found, or the number, and the expected type.
 fn json<'a, T: Deserialize<'a>>(text: &'a str) -> Result<T, FieldError> {
     serde_json::from_str(text).map_err(|error| {
         let reason = error.to_string();
         let reason = reason.rsplit_once(" at line ").map_or(reason.as_str(), |(what, _)| what);
-        let reason = reason.replace("expected u32", "expected a token id");
-        FieldError::new("prompt", format!("is invalid: {reason} (it is {})", shown(text)))
+        let reason = match reason.split_once("string \"") {
+            Some((before, _)) => format!("{before}string, expected a token id"),
+            None => reason.replace("expected u32", "expected a token id"),
+        };
+        FieldError::new("prompt", format!("is invalid: {reason}"))
     })
 }
 
@@ -408,13 +421,13 @@ mod tests {
     }
 
     #[test]
-    fn invalid_prompts_are_rejected_with_the_value() {
+    fn invalid_prompts_are_rejected_with_type_or_number() {
         for (prompt, words) in [
             ("[]", "prompt is empty"),
             ("null", "prompt is missing"),
             ("7", "has 7; allowed: a text, token ids"),
-            ("{\"a\": 1}", "has {\"a\": 1}; allowed"),
-            ("[1, \"a\"]", "string \"a\""),
+            ("{\"a\": 1}", "has an object; allowed"),
+            ("[1, \"a\"]", "invalid type: string, expected a token id"),
             ("[\"a\", 1]", "has 1; allowed"),
             ("[-1]", "integer `-1`, expected a token id"),
             ("[[1, -2]]", "integer `-2`, expected a token id"),
