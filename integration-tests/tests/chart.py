@@ -157,6 +157,38 @@ class Chart(unittest.TestCase):
         mounts = {mount["mountPath"]: mount.get("readOnly", False) for mount in container["volumeMounts"]}
         self.assertEqual((mounts["/cache"], mounts["/models/org-big-model"]), (False, True))
 
+    def test_certificate_and_keys_of_clients_reach_routers_only(self):
+        secrets = "router.tlsSecret=cert,router.keysSecret=keys"
+        found = objects("--set", secrets)
+        toml = named(found, "ConfigMap", "baton-router")["data"]["baton.toml"]
+        for line in (
+            'tls_cert = "/etc/baton/tls/tls.crt"',
+            'tls_key = "/etc/baton/tls/tls.key"',
+            'keys = "/etc/baton/keys/keys.toml"',
+        ):
+            self.assertIn(f"\n{line}\n", toml)
+        for name, spec in pod_specs(found):
+            [container] = spec["containers"]
+            mounts = {it["mountPath"]: it["name"] for it in container.get("volumeMounts", ()) if it.get("readOnly")}
+            volumes = {it["name"]: it["secret"]["secretName"] for it in spec.get("volumes", ()) if "secret" in it}
+            is_router = name == "baton-router"
+            self.assertEqual(volumes, {"tls": "cert", "keys": "keys"} if is_router else {}, name)
+            self.assertEqual(mounts.get("/etc/baton/tls"), "tls" if is_router else None, name)
+            self.assertEqual(mounts.get("/etc/baton/keys"), "keys" if is_router else None, name)
+            for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+                scheme = container.get(probe, {}).get("httpGet", {}).get("scheme")
+                self.assertEqual(scheme, "HTTPS" if is_router else None, (name, probe))
+        ports = named(found, "Service", "baton-router")["spec"]["ports"]
+        self.assertEqual([port["appProtocol"] for port in ports], ["https", "https"])
+        self.assertNotIn("baton-check", [it["metadata"]["name"] for it in found])
+
+        found = objects("--set", "router.keysSecret=keys,router.checkKeySecret=mine")
+        [container] = named(found, "Pod", "baton-check")["spec"]["containers"]
+        [env] = container["env"]
+        self.assertEqual((env["name"], env["valueFrom"]["secretKeyRef"]["name"]), ("BATON_API_KEY", "mine"))
+        ports = named(found, "Service", "baton-router")["spec"]["ports"]
+        self.assertEqual([port["appProtocol"] for port in ports], ["http", "kubernetes.io/h2c"])
+
     def test_a_group_has_all_nodes_and_gpus_of_a_host(self):
         found = objects("--values", GROUPED)
         deployments = {it["metadata"]["name"]: it for it in found if it["kind"] == "Deployment"}

@@ -101,13 +101,16 @@ spec:
       {{- end }}
       resources: {{ toYaml $resources | nindent 8 }}
       # A download may take an hour.
-      startupProbe: {httpGet: {path: /ready, port: {{ .probes }}}, periodSeconds: 1, timeoutSeconds: 2, failureThreshold: 3600}
-      readinessProbe: {httpGet: {path: /ready, port: {{ .probes }}}, periodSeconds: 2, timeoutSeconds: 2, failureThreshold: 1}
-      livenessProbe: {httpGet: {path: /live, port: {{ .probes }}}, periodSeconds: 10, timeoutSeconds: 5, failureThreshold: 3}
+      startupProbe: {httpGet: {path: /ready, port: {{ .probes }}{{ if $values.tlsSecret }}, scheme: HTTPS{{ end }}}, periodSeconds: 1, timeoutSeconds: 2, failureThreshold: 3600}
+      readinessProbe: {httpGet: {path: /ready, port: {{ .probes }}{{ if $values.tlsSecret }}, scheme: HTTPS{{ end }}}, periodSeconds: 2, timeoutSeconds: 2, failureThreshold: 1}
+      livenessProbe: {httpGet: {path: /live, port: {{ .probes }}{{ if $values.tlsSecret }}, scheme: HTTPS{{ end }}}, periodSeconds: 10, timeoutSeconds: 5, failureThreshold: 3}
       volumeMounts:
         - {name: config, mountPath: /etc/baton/config, readOnly: true}
         - {name: tmp, mountPath: /tmp}
         - {name: cache, mountPath: /cache}
+        {{- range $name, $secret := dict "tls" $values.tlsSecret "keys" $values.keysSecret }}{{- if $secret }}
+        - {name: {{ $name }}, mountPath: /etc/baton/{{ $name }}, readOnly: true}
+        {{- end }}{{- end }}
         {{- if $.Values.etcd.tlsSecret }}
         - {name: etcd-tls, mountPath: /etc/baton/etcd, readOnly: true}
         {{- end }}
@@ -123,6 +126,9 @@ spec:
     - {name: tmp, emptyDir: {}}
     - name: cache
       {{- toYaml ($.Values.modelCache.volume | default (dict "emptyDir" dict)) | nindent 6 }}
+    {{- range $name, $secret := dict "tls" $values.tlsSecret "keys" $values.keysSecret }}{{- with $secret }}
+    - {name: {{ $name }}, secret: {secretName: {{ . }}}}
+    {{- end }}{{- end }}
     {{- with $.Values.etcd.tlsSecret }}
     - {name: etcd-tls, secret: {secretName: {{ . }}}}
     {{- end }}
