@@ -3,6 +3,7 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
+    process::Command,
     sync::{Arc, Mutex},
     time::{Duration, Instant},
 };
@@ -10,7 +11,8 @@ use std::{
 use anyhow::{Result, bail, ensure};
 use integration_tests::{
     client::{Client, greedy_body},
-    cluster::{Cluster, ClusterSpec},
+    cluster::{Cluster, ClusterSpec, SECRET, bin_dir},
+    command::output,
     golden::golden,
 };
 use opentelemetry_proto::tonic::{
@@ -21,6 +23,7 @@ use opentelemetry_proto::tonic::{
     common::v1::{KeyValue, any_value::Value},
     trace::v1::{Span, span::SpanKind},
 };
+use serde_json::json;
 use tonic::{Request, Response, Status, transport::server::TcpIncoming};
 
 const TRACE: &str = "0af7651916cd43dd8448eb211c80319c";
@@ -155,6 +158,127 @@ async fn a_request_is_one_trace_from_router_to_decode_node() -> Result<()> {
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
     server.abort();
+    Ok(())
+}
+
+const PROMPT: &str = "planted-prompt-5d1c";
+const ANSWER: &str = "planted answer";
+const UNKNOWN_KEY: &str = "planted-key-77e0";
+
+/// Makes a key by `baton keys new`, and writes its entry to the file.
+fn new_key(file: &std::path::Path) -> Result<String> {
+    let mut baton = Command::new(bin_dir().join("baton"));
+    let made = output(baton.args(["keys", "new", "team-a"]))?;
+    ensure!(made.status.success(), "{made:?}");
+    std::fs::write(file, &made.stdout)?;
+    let shown = String::from_utf8(made.stderr)?;
+    let key = shown.split_whitespace().last().unwrap_or_default().to_owned();
+    ensure!(key.starts_with("baton-") && key.len() == 70, "{shown}");
+    ensure!(!String::from_utf8(made.stdout)?.contains(&key), "the entry holds the key");
+    Ok(key)
+}
+
+/// Sends requests with planted texts, valid and invalid ones, and returns the bodies of the errors.
+async fn send_planted(client: &Client, key: &str) -> Result<Vec<String>> {
+    let authorization = format!("Bearer {key}");
+    let post = async |path: &str, authorization: &str, body: serde_json::Value| {
+        let headers = [("authorization", authorization)];
+        client.post_bytes(path, body.to_string().into(), &headers).await
+    };
+    let answered = post(
+        "/v1/chat/completions",
+        &authorization,
+        json!({
+            "messages": [{"role": "user", "content": PROMPT}], "max_tokens": 32, "regex": ANSWER,
+            "temperature": 0,
+        }),
+    )
+    .await?;
+    ensure!(answered.json()["choices"][0]["message"]["content"] == ANSWER, "{answered:?}");
+    let tokenized = post("/tokenize", &authorization, json!({"prompt": PROMPT})).await?;
+    ensure!(tokenized.status == 200, "{tokenized:?}");
+    let mut errors = Vec::new();
+    for (path, body, status) in [
+        ("/v1/completions", json!({"prompt": {"text": PROMPT}}), 400),
+        ("/v1/completions", json!({"prompt": [1, PROMPT]}), 400),
+        ("/v1/completions", json!({"prompt": PROMPT, "max_tokens": -1}), 400),
+        ("/v1/completions", json!({"prompt": PROMPT, "model": "other"}), 404),
+        ("/v1/completions", json!({"prompt": PROMPT.repeat(4000)}), 400),
+        ("/v1/chat/completions", json!({"messages": PROMPT}), 400),
+        ("/v1/chat/completions", json!({"messages": [PROMPT]}), 400),
+        (
+            "/v1/chat/completions",
+            json!({"messages": [{"role": "user", "content": {"a": PROMPT}}]}),
+            400,
+        ),
+    ] {
+        let refused = post(path, &authorization, body.clone()).await?;
+        ensure!(refused.status == status, "{body}: {refused:?}");
+        errors.push(String::from_utf8(refused.body.to_vec())?);
+    }
+    let unknown = format!("Bearer {UNKNOWN_KEY}");
+    let refused = post("/v1/completions", &unknown, json!({"prompt": PROMPT})).await?;
+    ensure!(refused.status == 401, "{refused:?}");
+    errors.push(String::from_utf8(refused.body.to_vec())?);
+    Ok(errors)
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn no_log_span_metric_or_error_contains_a_key_a_prompt_or_an_answer() -> Result<()> {
+    for format in ["json", "pretty"] {
+        let collector = Collector::default();
+        let incoming = TcpIncoming::bind("127.0.0.1:0".parse()?)?;
+        let address = incoming.local_addr()?;
+        let server = tokio::spawn(
+            tonic::transport::Server::builder()
+                .add_service(TraceServiceServer::new(collector.clone()))
+                .serve_with_incoming(incoming),
+        );
+        let folder = tempfile::tempdir()?;
+        let keys = folder.path().join("keys.toml");
+        let key = new_key(&keys)?;
+        let spec = ClusterSpec::smollm2()
+            .set("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", format!("http://{address}"))
+            .set("OTEL_EXPORTER_OTLP_HEADERS", "x-tenant=one")
+            .set("OTEL_RESOURCE_ATTRIBUTES", "k8s.pod.name=pod-0")
+            .set("BATON_TELEMETRY_LOG", "debug")
+            .set("BATON_TELEMETRY_LOG_FORMAT", format)
+            .set("BATON_ROUTER_KEYS", keys.display());
+        let mut cluster = Cluster::start(spec).await?;
+        let errors = send_planted(&Client::new(cluster.http()), &key).await?;
+        let mut texts: Vec<(String, String)> =
+            errors.into_iter().map(|body| ("error".to_owned(), body)).collect();
+        let admin = Client::new(format!("http://{}", cluster.router.ready.admin));
+        for query in ["slow=100", "failed"] {
+            let explained = admin.get(&format!("/v1/explain?{query}")).await?;
+            texts.push((query.to_owned(), String::from_utf8(explained.body.to_vec())?));
+        }
+        for service in cluster.all() {
+            let metrics = Client::new(format!("http://{}", service.ready.metrics));
+            let body = metrics.get("/metrics").await?.body;
+            texts.push((format!("metrics of {}", service.name), String::from_utf8(body.to_vec())?));
+        }
+        // Shutdown flushes logs and spans.
+        for service in cluster.all() {
+            service.terminate_signal();
+        }
+        for service in cluster.all() {
+            service.wait_end(Duration::from_secs(20))?;
+            texts.push((format!("log of {}", service.name), service.log()));
+        }
+        server.abort();
+        let spans = collector.spans.lock().expect("the lock is not poisoned").clone();
+        ensure!(spans.iter().any(|(_, span)| span.name == "request"), "no spans");
+        texts.push(("spans".to_owned(), format!("{spans:?}")));
+        let (_, log) = texts.iter().find(|(name, _)| name == "log of router").expect("listed");
+        ensure!(log.contains("team-a"), "log lines of requests name the key:\n{log}");
+        for (name, text) in &texts {
+            for planted in [&key, PROMPT, ANSWER, UNKNOWN_KEY, SECRET] {
+                let line = text.lines().find(|line| line.contains(planted));
+                ensure!(line.is_none(), "{format}: {name} contains {planted}: {line:?}");
+            }
+        }
+    }
     Ok(())
 }
 
