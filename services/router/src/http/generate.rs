@@ -75,9 +75,9 @@ async fn handle(front: Arc<Front>, request: Request<Body>, api: Api) -> Response
         caller_of(&parts.extensions),
     );
     record.set_span(context.span.clone());
-    let answered = answer(&front, &context, &parts.headers, body, api, record)
-        .instrument(context.span.clone())
-        .await;
+    // Boxed, because the layers around the handler would copy the large future at every move.
+    let answered = Box::pin(answer(&front, &context, &parts.headers, body, api, record));
+    let answered = answered.instrument(context.span.clone()).await;
     let mut response = answered.unwrap_or_else(IntoResponse::into_response);
     response.headers_mut().insert(X_REQUEST_ID, context.echo());
     response
