@@ -3,10 +3,13 @@
 
 mod common;
 
+use bytes::Bytes;
 use common::{
     Cluster, encode,
     node::{Behaviour, END},
 };
+use http::Method;
+use http_body_util::BodyExt;
 use proto::v1::{
     DecodeFinished, DecodeTokens, FinishReason, Reserved, Token, TokenLogprobs, TopLogprob,
     decode_event::Event,
@@ -73,4 +76,21 @@ async fn a_stop_string_in_the_middle_of_an_event_ends_the_answer_there() {
             assert_eq!(answer[part], one_by_one[part], "{counts:?}");
         }
     }
+}
+
+#[tokio::test]
+async fn one_write_has_the_finish_reason_and_the_end_of_the_stream() {
+    let cluster = Cluster::start(0, 1, ANSWER).await;
+    let count = encode(ANSWER).len() + 1;
+    cluster.decode[0].behave(Behaviour::DecodeEvents(events(&[count])));
+    let body = json!({"prompt": "count", "max_tokens": 50, "stream": true});
+    let response = cluster.client.send(Method::POST, "/v1/completions", &[], body.to_string());
+    let mut body = response.await.into_body();
+    let mut last = Bytes::new();
+    while let Some(frame) = body.frame().await {
+        last = frame.unwrap().into_data().unwrap_or_default();
+    }
+    let last = str::from_utf8(&last).unwrap();
+    assert!(last.contains(r#""finish_reason":"stop""#), "{last}");
+    assert!(last.ends_with("data: [DONE]\n\n"), "{last}");
 }

@@ -308,7 +308,11 @@ impl Reply {
             Ok(None) | Err(_) => None,
         };
         let keep_alive = self.keep_alive;
-        let chunks = Chunks::new(self, started, first);
+        let mut chunks = Chunks::new(self, started, first);
+        if chunks.first.is_some() {
+            // The head and the first events leave in one write. A time-out leaves the events in `chunks`.
+            let _ = tokio::time::timeout(keep_alive, chunks.fill()).await;
+        }
         let mut response = Response::new(Body::from_stream(event_stream(chunks, keep_alive)));
         let headers = response.headers_mut();
         headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("text/event-stream"));
@@ -329,6 +333,10 @@ struct Chunks {
     answers: Vec<AnswerProgress>,
     /// The JSON that precedes the choice in every chunk.
     head: Vec<u8>,
+    /// Events that no call of [`Self::next`] has returned.
+    out: Vec<u8>,
+    /// Number of answers that have not finished.
+    answers_left: usize,
     is_over: bool,
 }
 
@@ -350,22 +358,36 @@ impl Chunks {
         let mut head = Vec::new();
         write_event(&reply.chunk::<()>(reply.chunk_object(), vec![]), &mut head);
         head.truncate(head.len() - "]}\n\n".len());
-        Self { reply, started, first, totals, answers, head, is_over: false }
+        Self {
+            reply,
+            started,
+            first,
+            totals,
+            answers,
+            head,
+            out: Vec::new(),
+            answers_left: answer_count,
+            is_over: false,
+        }
     }
 
     /// Returns the next events, as many as are ready; `None` at the end of the stream. The function is
     /// cancel-safe.
     async fn next(&mut self) -> Option<Bytes> {
-        let mut out = Vec::new();
-        // Send nothing while all text is held back.
-        while out.is_empty() {
-            if self.is_over {
-                return None;
-            }
+        self.fill().await;
+        (!self.out.is_empty()).then(|| std::mem::take(&mut self.out).into())
+    }
+
+    /// Writes the next events to `out`, as many as are ready. Cancel-safe.
+    async fn fill(&mut self) {
+        // Send nothing while all text is held back. Once all answers have finished, the end of the request follows
+        // at once, so that one write carries both.
+        while !self.is_over && (self.out.is_empty() || self.answers_left == 0) {
             let event = match self.first.take() {
                 Some(event) => Some(Ok(event)),
                 None => self.started.next().await,
             };
+            let mut out = std::mem::take(&mut self.out);
             match event {
                 Some(Ok(event)) => self.write(event, &mut out),
                 // An error event ends the stream; no [DONE] follows.
@@ -383,14 +405,15 @@ impl Chunks {
             {
                 self.write(event, &mut out);
             }
+            self.out = out;
         }
-        Some(out.into())
     }
 
     fn write(&mut self, event: Event, out: &mut Vec<u8>) {
         match event {
             Event::Tokens(shown) => self.write_tokens(shown, out),
             Event::Finished(end) => {
+                self.answers_left -= 1;
                 self.totals.ended(&end, self.reply.choices_per_prompt);
                 self.introduce(end.choice, out);
                 match self.reply.view.api {
