@@ -38,6 +38,11 @@ pub fn request_ended(
     }
 }
 
+/// Sets the outcome of an attempt in its exported span.
+pub fn attempt_ended(span: &Span, outcome: &'static str) {
+    span.set_attribute("outcome", outcome);
+}
+
 /// Sets the status of a span to failed.
 pub fn failed(span: &Span, error: impl Into<std::borrow::Cow<'static, str>>) {
     span.set_status(Status::error(error));

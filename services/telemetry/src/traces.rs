@@ -19,8 +19,8 @@ use opentelemetry_sdk::{
     },
 };
 use tonic::transport::{Certificate, ClientTlsConfig};
-use tracing::{Subscriber, level_filters::LevelFilter};
-use tracing_subscriber::{Layer, registry::LookupSpan};
+use tracing::{Level, Subscriber, level_filters::LevelFilter};
+use tracing_subscriber::{Layer, filter::FilterFn, registry::LookupSpan};
 
 use crate::{Otlp, Resource, TelemetryError, metrics::Meters};
 
@@ -107,18 +107,23 @@ pub(crate) fn provider(
     Ok(builder.with_span_processor(processor).build())
 }
 
-pub(crate) fn layer<S>(provider: &SdkTracerProvider) -> impl Layer<S>
+/// Creates the layer that turns spans into traces. `exports`: whether a collector receives the traces.
+pub(crate) fn layer<S>(provider: &SdkTracerProvider, exports: bool) -> impl Layer<S>
 where
     S: Subscriber + for<'a> LookupSpan<'a>,
 {
+    // Stages of a request are spans at `info`; libraries use `debug` and `trace`. Without a collector no span keeps the
+    // log lines within the span, so the layer does not read their fields.
+    let filter = FilterFn::new(move |metadata| {
+        *metadata.level() <= Level::INFO && (exports || metadata.is_span())
+    });
     tracing_opentelemetry::layer()
         .with_tracer(provider.tracer("baton"))
         .with_location(false)
         .with_threads(false)
         .with_tracked_inactivity(false)
         .with_context_activation(false)
-        // Stages of a request are spans at `info`; libraries use `debug` and `trace`.
-        .with_filter(LevelFilter::INFO)
+        .with_filter(filter.with_max_level_hint(LevelFilter::INFO))
 }
 
 /// Flushes on a thread of its own, because flushing blocks for seconds when the collector is

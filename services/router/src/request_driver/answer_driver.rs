@@ -233,8 +233,11 @@ impl<'a> AnswerDriver<'a> {
     fn end_attempt(&mut self, ended: &EndedAttempt) {
         let Some(OpenAttempt { decode, prefill, span, .. }) = self.attempt.take() else { return };
         let end = self.record.attempt_ended(self.choice, ended, prefill.is_some());
+        let AttemptOutcome::Failed(failure) = &ended.outcome else {
+            // No log line follows. A recorded field would be formatted for log lines.
+            return spans::attempt_ended(&span, end.as_str());
+        };
         span.record("outcome", end.as_str());
-        let AttemptOutcome::Failed(failure) = &ended.outcome else { return };
         spans::failed(&span, end.as_str());
         let node = match (failure.side, &prefill) {
             (Side::Prefill, Some(prefill)) => &prefill.node,
