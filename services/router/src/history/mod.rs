@@ -102,6 +102,8 @@ impl RequestEntry {
             self.attempts.remove(0);
             self.attempts_left_out += 1;
         }
+        // Most requests have one attempt, and a vector grows to four elements at first.
+        self.attempts.reserve_exact(usize::from(self.attempts.is_empty()));
         self.attempts.push(attempt);
     }
 
@@ -118,14 +120,14 @@ impl RequestEntry {
         let of_attempt = |attempt: &AttemptEntry| {
             let Considered { options, ineligible, .. } = &attempt.considered;
             let names = |node: &IneligibleNode| node.node.capacity() + node.reason.capacity();
-            size_of::<AttemptEntry>()
-                + options.capacity() * size_of::<ConsideredOption>()
+            options.capacity() * size_of::<ConsideredOption>()
                 + ineligible.capacity() * size_of::<IneligibleNode>()
                 + ineligible.iter().map(names).sum::<usize>()
                 + attempt.end.as_ref().map_or(0, |end| text(&end.failure))
         };
         size_of::<Mutex<Self>>()
             + text(&self.label)
+            + self.attempts.capacity() * size_of::<AttemptEntry>()
             + self.end.as_ref().map_or(0, |end| text(&end.error))
             + self.attempts.iter().map(of_attempt).sum::<usize>()
     }

@@ -179,6 +179,16 @@ fn ended_requests_are_bounded_by_bytes() {
 }
 
 #[test]
+fn size_of_an_entry_counts_the_capacity_of_its_attempts() {
+    let mut picked = entry(0);
+    picked.picked(attempt(true));
+    let option_bytes = size_of::<ConsideredOption>();
+    assert_eq!(picked.bytes() - entry(0).bytes(), size_of::<AttemptEntry>() + option_bytes);
+    picked.attempts.reserve_exact(3);
+    assert_eq!(picked.bytes() - entry(0).bytes(), 4 * size_of::<AttemptEntry>() + option_bytes);
+}
+
+#[test]
 fn messages_are_bounded() {
     assert_eq!(bounded("short".into()), "short");
     let long = bounded("ü".repeat(1000));
