@@ -150,6 +150,7 @@ impl Router {
             .env("BATON_CLUSTER_SECRET", "of one benchmark run")
             .env("BATON_ROUTER_HTTP", "127.0.0.1:0")
             .env("BATON_ROUTER_GRPC", "127.0.0.1:0")
+            .env("BATON_ROUTER_ADMIN", "127.0.0.1:0")
             .env("BATON_TELEMETRY_LOG", "warn")
             .stdin(Stdio::null())
             .spawn()
