@@ -132,7 +132,9 @@ impl Telemetry {
         let (log_writer, log_queue) = LogWriter::start(config.log_sink.clone());
         meters.observe_dropped(spans.clone(), log_queue.error_counter());
         let logs = logs::layer(config, log_queue)?;
-        let subscriber = Registry::default().with(logs).with(traces::layer(&tracer, config.otlp.traces.is_some()));
+        let subscriber = Registry::default()
+            .with(logs)
+            .with(traces::layer(&tracer, config.otlp.traces.is_some()));
         Ok(Self { dispatch: Dispatch::new(subscriber), tracer, spans, meters, log_writer })
     }
 
