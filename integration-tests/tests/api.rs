@@ -66,7 +66,9 @@ async fn cached_blocks_are_known(client: &Client, role: &str, count: f64) -> Res
 
 #[tokio::test(flavor = "multi_thread")]
 async fn repeated_prompt_is_routed_to_its_cache_and_others_are_balanced() -> Result<()> {
-    let cluster = Cluster::start(ClusterSpec::smollm2().nodes(2, 2)).await?;
+    // This policy counts tokens. Predicted times would depend on the speed of this machine.
+    let spec = ClusterSpec::smollm2().nodes(2, 2).set("BATON_ROUTER_POLICY", "cache-aware");
+    let cluster = Cluster::start(spec.set("BATON_ROUTER_DISAGGREGATE", "always")).await?;
     let client = Client::new(cluster.http());
     // Long enough that the cached prefix outweighs a queue in an outdated load report.
     let long = prompt(0, 1600);
