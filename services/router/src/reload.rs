@@ -32,6 +32,10 @@ impl SettingFile {
     }
 
     fn read(&self) -> Result<Vec<u8>, String> {
+        // Reading a pipe would block.
+        if std::fs::metadata(&self.path).is_ok_and(|metadata| !metadata.is_file()) {
+            return Err(self.error("expected a regular file"));
+        }
         let mut bytes = Vec::new();
         let read = File::open(&self.path)
             .and_then(|file| file.take(FILE_BYTES_MAX + 1).read_to_end(&mut bytes));
@@ -54,13 +58,19 @@ type Contents = Result<Vec<Vec<u8>>, String>;
 type Parse<T> =
     Box<dyn Fn(&[SettingFile], &[Vec<u8>], Option<&T>) -> Result<T, String> + Send + Sync>;
 
+/// The result of the last read.
+struct LastRead {
+    contents: Contents,
+    /// The files are invalid.
+    error: Option<String>,
+}
+
 /// A value that is replaced when its files change. Invalid files leave the value as it is.
 pub struct Reloaded<T> {
     current: RwLock<Arc<T>>,
     files: Vec<SettingFile>,
     parse: Parse<T>,
-    /// Contents when the files were last read.
-    last: Mutex<Contents>,
+    last: Mutex<LastRead>,
 }
 
 impl<T> Reloaded<T> {
@@ -74,7 +84,8 @@ impl<T> Reloaded<T> {
     ) -> Result<Self, String> {
         let contents = read_all(&files)?;
         let current = RwLock::new(Arc::new(parse(&files, &contents, None)?));
-        Ok(Self { current, files, parse: Box::new(parse), last: Mutex::new(Ok(contents)) })
+        let last = LastRead { contents: Ok(contents), error: None };
+        Ok(Self { current, files, parse: Box::new(parse), last: Mutex::new(last) })
     }
 
     pub fn current(&self) -> Arc<T> {
@@ -91,7 +102,7 @@ fn read_all(files: &[SettingFile]) -> Contents {
 pub enum Outcome {
     Unchanged,
     Replaced,
-    /// The files are invalid: the previous value stays. Returned once for each change.
+    /// The files are invalid: the previous value stays. Returned once for each error.
     Kept(String),
 }
 
@@ -106,21 +117,25 @@ impl<T: Send + Sync> Reload for Reloaded<T> {
     fn reload(&self) -> Outcome {
         let contents = read_all(&self.files);
         let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
-        if *last == contents {
+        // Invalid files are parsed again: a certificate becomes valid without a change.
+        if last.error.is_none() && last.contents == contents {
             return Outcome::Unchanged;
         }
         let parsed = match &contents {
             Ok(contents) => (self.parse)(&self.files, contents, Some(&self.current())),
             Err(error) => Err(error.clone()),
         };
-        *last = contents;
+        let error = parsed.as_ref().err().cloned();
+        let is_new = error != last.error;
+        *last = LastRead { contents, error };
         match parsed {
             Ok(value) => {
                 let mut current = self.current.write().unwrap_or_else(PoisonError::into_inner);
                 *current = Arc::new(value);
                 Outcome::Replaced
             }
-            Err(error) => Outcome::Kept(error),
+            Err(error) if is_new => Outcome::Kept(error),
+            Err(_) => Outcome::Unchanged,
         }
     }
 
@@ -136,7 +151,11 @@ pub async fn watch(values: Vec<Arc<dyn Reload>>, stop: CancellationToken) {
             let value = value.clone();
             let read = tokio::task::spawn_blocking(move || (value.settings(), value.reload()));
             // Fails only if the runtime stops or the parser panics.
-            let Ok((settings, outcome)) = read.await else { continue };
+            let read = tokio::select! {
+                () = stop.cancelled() => return,
+                read = read => read,
+            };
+            let Ok((settings, outcome)) = read else { continue };
             match outcome {
                 Outcome::Unchanged => {}
                 Outcome::Replaced => tracing::info!(settings, "files were read again"),
@@ -150,6 +169,8 @@ pub async fn watch(values: Vec<Arc<dyn Reload>>, stop: CancellationToken) {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::{AtomicBool, Ordering};
+
     use super::*;
 
     fn number(
@@ -188,5 +209,29 @@ mod tests {
         assert_eq!((value.reload(), *value.current()), (Outcome::Unchanged, 1002));
         std::fs::write(&path, "3").unwrap();
         assert_eq!(value.reload(), Outcome::Replaced);
+        let error = Reloaded::read(vec![SettingFile::new("router.number", folder.path())], number);
+        assert!(error.err().unwrap().ends_with("expected a regular file"));
+    }
+
+    #[test]
+    fn file_that_becomes_valid_without_a_change_is_used() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("number");
+        std::fs::write(&path, "1").unwrap();
+        let is_valid = Arc::new(AtomicBool::new(true));
+        let when_valid = is_valid.clone();
+        let parse = move |files: &[SettingFile], contents: &[Vec<u8>], before: Option<&u32>| {
+            match when_valid.load(Ordering::Relaxed) {
+                true => number(files, contents, before),
+                false => Err("not valid yet".to_owned()),
+            }
+        };
+        let value = Reloaded::read(vec![SettingFile::new("router.number", &path)], parse).unwrap();
+        is_valid.store(false, Ordering::Relaxed);
+        std::fs::write(&path, "2").unwrap();
+        assert_eq!(value.reload(), Outcome::Kept("not valid yet".into()));
+        assert_eq!((value.reload(), *value.current()), (Outcome::Unchanged, 1));
+        is_valid.store(true, Ordering::Relaxed);
+        assert_eq!((value.reload(), *value.current()), (Outcome::Replaced, 1002));
     }
 }

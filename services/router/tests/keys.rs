@@ -115,14 +115,16 @@ async fn every_http_request_except_probes_needs_a_key() {
 }
 
 #[tokio::test]
-async fn every_grpc_call_except_health_needs_a_key() {
+async fn every_grpc_call_except_a_health_check_needs_a_key() {
     let (_folder, settings) = with_keys(&[("a", "key-a", "")]);
     let cluster = Cluster::start_with(settings, 1, 1, ANSWER).await;
     let channel = grpc_channel(&cluster).await;
     let check = HealthCheckRequest { service: String::new() };
-    HealthClient::new(channel.clone()).check(check).await.unwrap();
+    let mut health = HealthClient::new(channel.clone());
+    health.check(check.clone()).await.unwrap();
     let mut client = InferenceClient::new(channel);
     let refused: Vec<Status> = vec![
+        health.watch(check).await.unwrap_err(),
         client.generate(generate("")).await.unwrap_err(),
         client.generate(keyed("other", generate(""))).await.unwrap_err(),
         client.tokenize(TokenizeRequest::default()).await.unwrap_err(),

@@ -66,7 +66,10 @@ impl Usage {
                 return Err(Exceeded { limit, max, retry_after });
             }
         }
-        self.requests.amount += 1.0;
+        // The use of an absent limit does not decay.
+        if limits.requests_per_minute.is_some() {
+            self.requests.amount += 1.0;
+        }
         Ok(())
     }
 
@@ -176,6 +179,23 @@ mod tests {
             usage.tokens(&limits, u32::MAX, now);
             usage.open_streams(&limits, 128).unwrap();
         }
+    }
+
+    #[test]
+    fn new_limit_does_not_count_earlier_use() {
+        let limits = KeyLimits {
+            requests_per_minute: Some(2),
+            tokens_per_minute: Some(9),
+            ..KeyLimits::default()
+        };
+        let (mut usage, now) = (Usage::default(), Instant::now());
+        for _ in 0..1000 {
+            usage.request(&KeyLimits::default(), now).unwrap();
+            usage.tokens(&KeyLimits::default(), 100, now);
+        }
+        usage.request(&limits, now).unwrap();
+        usage.request(&limits, now).unwrap();
+        assert!(usage.request(&limits, now).is_err());
     }
 
     #[test]
