@@ -1,0 +1,349 @@
+//! State machine of the process that runs an update over several nodes.
+//!
+//! `Preparing → Prepared → Committing → Committed`, or `Aborted` before the decision to commit. The decision needs
+//! every node prepared with one version. After it, [`Coordinator::call`] names the commit until each node has
+//! answered or the deadline has passed. Nodes that missed the commit are named in the outcome and catch up later.
+
+use std::time::{Duration, Instant};
+
+use crate::{UpdateEnd, UpdateState, WeightVersion};
+
+/// Time after which a silent node counts as lost before the commit.
+const SILENCE_MAX: Duration = Duration::from_secs(5);
+/// Time to reach every node after the decision to commit.
+const COMMIT_WITHIN: Duration = Duration::from_secs(60);
+
+/// The next call to a node.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum CoordinatorCall {
+    Begin,
+    Status,
+    Commit { version: WeightVersion },
+    Abort,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum CoordinatorPhase {
+    /// Nodes receive the weights.
+    Preparing,
+    /// Every node is prepared. Waits for [`Coordinator::commit`].
+    Prepared(WeightVersion),
+    Committing(WeightVersion),
+    /// `missed`: indices of the nodes that were not reached.
+    Committed {
+        version: WeightVersion,
+        missed: Vec<usize>,
+    },
+    Aborted {
+        reason: String,
+    },
+}
+
+/// Outcome of a call to a node.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum NodeReply {
+    /// The node's state of this update; `None`: it does not know the update.
+    State(Option<UpdateState>),
+    /// The node rejected the call.
+    Rejected { reason: String },
+    /// The node did not answer. It may have received the call.
+    Unreachable { reason: String },
+    /// The process that took part has ended.
+    Gone { reason: String },
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum CoordinatorError {
+    #[error("cannot commit: nodes still receive the weights; expected a prepared update")]
+    NotPrepared,
+    #[error("cannot {call}: the update was aborted: {reason}")]
+    Aborted { call: &'static str, reason: String },
+    #[error("cannot abort: the update is committed; expected an update before its commit")]
+    Committed,
+}
+
+#[derive(Debug)]
+pub struct Coordinator {
+    phase: CoordinatorPhase,
+    nodes: Vec<Node>,
+    /// When the update is aborted, or, after the decision to commit, when unreached nodes are given up.
+    deadline: Instant,
+    commits_at_once: bool,
+}
+
+#[derive(Clone, Debug)]
+struct Node {
+    name: String,
+    state: NodeState,
+    heard_at: Instant,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum NodeState {
+    /// No answer yet.
+    New,
+    Known(UpdateState),
+    Gone,
+}
+
+impl Coordinator {
+    /// Starts an update over the nodes with these names. `commits_at_once`: commit as soon as every node is prepared.
+    pub fn new(now: Instant, names: Vec<String>, deadline: Instant, commits_at_once: bool) -> Self {
+        let node = |name| Node { name, state: NodeState::New, heard_at: now };
+        let nodes = names.into_iter().map(node).collect();
+        Self { phase: CoordinatorPhase::Preparing, nodes, deadline, commits_at_once }
+    }
+
+    pub fn phase(&self) -> &CoordinatorPhase {
+        &self.phase
+    }
+
+    /// Returns the state of each node; `None` before its first answer or after its end.
+    pub fn states(&self) -> impl Iterator<Item = (&str, Option<&UpdateState>)> {
+        self.nodes.iter().map(|node| match &node.state {
+            NodeState::Known(state) => (node.name.as_str(), Some(state)),
+            NodeState::New | NodeState::Gone => (node.name.as_str(), None),
+        })
+    }
+
+    /// Returns whether the update has ended and no node needs a call.
+    pub fn is_over(&self) -> bool {
+        match self.phase {
+            CoordinatorPhase::Committed { .. } => true,
+            CoordinatorPhase::Aborted { .. } => {
+                (0..self.nodes.len()).all(|node| self.call(node).is_none())
+            }
+            _ => false,
+        }
+    }
+
+    /// Returns the next call to this node; `None` if it needs none now.
+    pub fn call(&self, node: usize) -> Option<CoordinatorCall> {
+        let state = &self.nodes[node].state;
+        match self.phase {
+            CoordinatorPhase::Preparing | CoordinatorPhase::Prepared(_) => Some(match state {
+                NodeState::New => CoordinatorCall::Begin,
+                _ => CoordinatorCall::Status,
+            }),
+            CoordinatorPhase::Committing(version) => match state {
+                NodeState::Gone | NodeState::Known(UpdateState::Ended(_)) => None,
+                _ => Some(CoordinatorCall::Commit { version }),
+            },
+            CoordinatorPhase::Committed { .. } => None,
+            CoordinatorPhase::Aborted { .. } => match state {
+                NodeState::Gone | NodeState::Known(UpdateState::Ended(_)) => None,
+                _ => Some(CoordinatorCall::Abort),
+            },
+        }
+    }
+
+    pub fn handle(&mut self, now: Instant, node: usize, reply: NodeReply) {
+        let name = self.nodes[node].name.clone();
+        match reply {
+            NodeReply::State(state) => {
+                self.nodes[node].heard_at = now;
+                // An aborted update that the node does not know needs no abort.
+                let unknown = UpdateEnd::Aborted { reason: "it does not know the update".into() };
+                let state = state.unwrap_or(UpdateState::Ended(unknown));
+                if let UpdateState::Ended(UpdateEnd::Aborted { reason }) = &state {
+                    self.fail(format!("node {name}: {reason}"));
+                }
+                self.nodes[node].state = NodeState::Known(state);
+            }
+            NodeReply::Rejected { reason } => {
+                self.nodes[node].heard_at = now;
+                self.nodes[node].state = NodeState::Gone;
+                self.fail(format!("node {name}: {reason}"));
+            }
+            NodeReply::Gone { reason } => {
+                self.nodes[node].state = NodeState::Gone;
+                self.fail(format!("node {name} ended: {reason}"));
+            }
+            NodeReply::Unreachable { reason } => {
+                if now.saturating_duration_since(self.nodes[node].heard_at) >= SILENCE_MAX {
+                    self.fail(format!("node {name} does not answer: {reason}"));
+                }
+            }
+        }
+        self.advance(now);
+    }
+
+    /// Decides to commit. Returns `Ok` also when the update was committed before.
+    pub fn commit(&mut self, now: Instant) -> Result<(), CoordinatorError> {
+        match &self.phase {
+            CoordinatorPhase::Preparing => Err(CoordinatorError::NotPrepared),
+            CoordinatorPhase::Prepared(version) => {
+                self.phase = CoordinatorPhase::Committing(*version);
+                self.deadline = now + COMMIT_WITHIN;
+                Ok(())
+            }
+            CoordinatorPhase::Committing(_) | CoordinatorPhase::Committed { .. } => Ok(()),
+            CoordinatorPhase::Aborted { reason } => {
+                Err(CoordinatorError::Aborted { call: "commit", reason: reason.clone() })
+            }
+        }
+    }
+
+    /// Aborts the update unless it is committed. Returns `Ok` also when it was aborted before.
+    pub fn abort(&mut self, reason: &str) -> Result<(), CoordinatorError> {
+        match self.phase {
+            CoordinatorPhase::Committing(_) | CoordinatorPhase::Committed { .. } => {
+                Err(CoordinatorError::Committed)
+            }
+            _ => {
+                self.fail(reason.to_owned());
+                Ok(())
+            }
+        }
+    }
+
+    pub fn next_deadline(&self) -> Option<Instant> {
+        match self.phase {
+            CoordinatorPhase::Committed { .. } => None,
+            CoordinatorPhase::Aborted { .. } if self.is_over() => None,
+            _ => Some(self.deadline),
+        }
+    }
+
+    pub fn on_deadline(&mut self, now: Instant) {
+        if now < self.deadline {
+            return;
+        }
+        match self.phase {
+            CoordinatorPhase::Committing(version) => self.end_commit(version),
+            CoordinatorPhase::Aborted { .. } => {
+                // Nodes abort by themselves at their deadlines.
+                self.nodes.iter_mut().for_each(|node| node.state = NodeState::Gone);
+            }
+            _ => {
+                self.fail("its deadline passed without a commit".to_owned());
+                self.deadline = now + SILENCE_MAX;
+            }
+        }
+    }
+
+    /// Aborts the update before the decision to commit; does nothing after it.
+    fn fail(&mut self, reason: String) {
+        if matches!(self.phase, CoordinatorPhase::Preparing | CoordinatorPhase::Prepared(_)) {
+            self.phase = CoordinatorPhase::Aborted { reason };
+        }
+    }
+
+    fn advance(&mut self, now: Instant) {
+        match self.phase {
+            CoordinatorPhase::Preparing => self.check_prepared(now),
+            CoordinatorPhase::Committing(version)
+                if (0..self.nodes.len()).all(|node| self.call(node).is_none()) =>
+            {
+                self.end_commit(version);
+            }
+            _ => {}
+        }
+    }
+
+    fn check_prepared(&mut self, now: Instant) {
+        let mut versions = Vec::with_capacity(self.nodes.len());
+        for node in &self.nodes {
+            let NodeState::Known(UpdateState::Prepared(version)) = node.state else { return };
+            versions.push((node.name.clone(), version));
+        }
+        let Some((first, version)) = versions.first().cloned() else {
+            return self.fail("no node takes part".to_owned());
+        };
+        if let Some((other, differing)) = versions.iter().find(|(_, found)| *found != version) {
+            return self.fail(format!(
+                "nodes {first} and {other} read different bytes: weight_version {version} and {differing}"
+            ));
+        }
+        self.phase = CoordinatorPhase::Prepared(version);
+        if self.commits_at_once {
+            self.commit(now).expect("every node is prepared");
+        }
+    }
+
+    fn end_commit(&mut self, version: WeightVersion) {
+        let committed = NodeState::Known(UpdateState::Ended(UpdateEnd::Committed(version)));
+        let missed = self.nodes.iter().enumerate();
+        let missed = missed.filter(|(_, node)| node.state != committed).map(|(node, _)| node);
+        self.phase = CoordinatorPhase::Committed { version, missed: missed.collect() };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const NEW: WeightVersion = WeightVersion(70);
+
+    fn coordinator(nodes: usize) -> (Coordinator, Instant) {
+        let now = Instant::now();
+        let names = (0..nodes).map(|node| format!("node-{node}")).collect();
+        (Coordinator::new(now, names, now + Duration::from_secs(60), false), now)
+    }
+
+    fn state(state: UpdateState) -> NodeReply {
+        NodeReply::State(Some(state))
+    }
+
+    #[test]
+    fn commit_needs_every_node_prepared() {
+        let (mut coordinator, now) = coordinator(2);
+        assert_eq!(coordinator.call(0), Some(CoordinatorCall::Begin));
+        coordinator.handle(now, 0, state(UpdateState::Prepared(NEW)));
+        coordinator.handle(now, 1, state(UpdateState::Receiving));
+        assert_eq!(coordinator.commit(now), Err(CoordinatorError::NotPrepared));
+        coordinator.handle(now, 1, state(UpdateState::Prepared(NEW)));
+        coordinator.commit(now).unwrap();
+        assert_eq!(coordinator.call(1), Some(CoordinatorCall::Commit { version: NEW }));
+        assert_eq!(coordinator.abort(""), Err(CoordinatorError::Committed));
+        for node in 0..2 {
+            coordinator.handle(now, node, state(UpdateState::Installing(NEW)));
+            coordinator.handle(now, node, state(UpdateState::Ended(UpdateEnd::Committed(NEW))));
+        }
+        let done = CoordinatorPhase::Committed { version: NEW, missed: vec![] };
+        assert_eq!(*coordinator.phase(), done);
+    }
+
+    #[test]
+    fn nodes_that_read_different_bytes_abort_the_update() {
+        let (mut coordinator, now) = coordinator(2);
+        coordinator.handle(now, 0, state(UpdateState::Prepared(NEW)));
+        coordinator.handle(now, 1, state(UpdateState::Prepared(WeightVersion(71))));
+        let CoordinatorPhase::Aborted { reason } = coordinator.phase() else { panic!() };
+        assert!(reason.contains("node-0 and node-1 read different bytes"), "{reason}");
+        assert_eq!(coordinator.call(0), Some(CoordinatorCall::Abort));
+        let aborted = || state(UpdateState::Ended(UpdateEnd::Aborted { reason: String::new() }));
+        (0..2).for_each(|node| coordinator.handle(now, node, aborted()));
+        assert!(coordinator.is_over());
+    }
+
+    #[test]
+    fn node_that_is_lost_before_the_decision_aborts_the_update_and_later_misses_it() {
+        let gone = || NodeReply::Gone { reason: "restarted".into() };
+        let (mut before, now) = coordinator(2);
+        before.handle(now, 0, state(UpdateState::Prepared(NEW)));
+        before.handle(now, 1, gone());
+        assert!(matches!(before.phase(), CoordinatorPhase::Aborted { .. }));
+
+        let (mut after, now) = coordinator(2);
+        (0..2).for_each(|node| after.handle(now, node, state(UpdateState::Prepared(NEW))));
+        after.commit(now).unwrap();
+        after.handle(now, 1, gone());
+        after.handle(now, 0, state(UpdateState::Ended(UpdateEnd::Committed(NEW))));
+        let done = CoordinatorPhase::Committed { version: NEW, missed: vec![1] };
+        assert_eq!(*after.phase(), done);
+    }
+
+    #[test]
+    fn every_phase_ends_at_its_deadline() {
+        let (mut coordinator, now) = coordinator(1);
+        coordinator.handle(now, 0, state(UpdateState::Receiving));
+        let mut deadlines = 0;
+        while let Some(deadline) = coordinator.next_deadline() {
+            coordinator.on_deadline(deadline);
+            deadlines += 1;
+        }
+        assert_eq!(deadlines, 2, "the abort, and the wait for its confirmation");
+        assert!(coordinator.is_over());
+    }
+}

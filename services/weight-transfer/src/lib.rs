@@ -1,0 +1,33 @@
+//! Live weight updates: all nodes of an update take up the same weights, or none does.
+//!
+//! * [`Plan`] cuts the tensors of an update into chunks, equally on every side.
+//! * [`WeightVersion`] names weights by their content: the hash of the plan and of the chunks' digests.
+//! * [`Participant`] is the state machine of a node: `Serving → Receiving → Prepared → Serving`.
+//! * [`Coordinator`] is the state machine of the process that runs an update over several nodes.
+//!
+//! The crate is pure. It has no socket, clock or task, and knows no model. Its callers move the bytes.
+//!
+//! # Why two nodes never serve different bytes under one version
+//! A version is the content's hash, so a node that installs weights computes the version from the bytes that it has.
+//! A coordinator decides to commit only after every participant is prepared with one version, and a participant
+//! installs only weights whose version the commit names. A prepared participant that loses its coordinator asks its
+//! peers and commits if one of them has committed. Otherwise it aborts at its deadline and keeps its old weights under
+//! their old version. Peers of different versions are never paired, so such a node serves correct answers alone until
+//! it catches up.
+
+#![forbid(unsafe_code)]
+
+mod coordinator;
+mod participant;
+mod plan;
+mod version;
+
+pub use coordinator::{
+    Coordinator, CoordinatorCall, CoordinatorError, CoordinatorPhase, NodeReply,
+};
+pub use participant::{
+    BeginError, CommitError, Participant, ParticipantAction, ParticipantInput, Phase, Proposal,
+    Running, UpdateEnd, UpdateId, UpdateReport, UpdateState,
+};
+pub use plan::{Chunk, Piece, Plan, PlanError, Tensor};
+pub use version::{WeightVersion, digest};

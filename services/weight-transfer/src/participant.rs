@@ -1,0 +1,418 @@
+//! State machine of a node that takes part in updates.
+//!
+//! `Serving → Receiving → Prepared → Installing → Serving`. An abort leads back to `Serving` from `Receiving` and
+//! `Prepared`. `Installing` begins with the decision to commit and cannot be aborted. Every method may be called
+//! again with the same arguments: messages are lost and repeated.
+
+use std::{
+    collections::VecDeque,
+    fmt,
+    time::{Duration, Instant},
+};
+
+use crate::WeightVersion;
+
+/// Time without a call of the coordinator after which a prepared node asks its peers for the outcome.
+const SILENCE_MAX: Duration = Duration::from_secs(2);
+/// Time between two rounds of questions to the peers.
+const ASK_INTERVAL: Duration = Duration::from_secs(1);
+
+/// Id of one update, chosen by its coordinator.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct UpdateId(pub u128);
+
+impl fmt::Display for UpdateId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:032x}", self.0)
+    }
+}
+
+/// An update that a coordinator begins.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Proposal {
+    pub id: UpdateId,
+    /// When the update is aborted unless it is committed.
+    pub deadline: Instant,
+}
+
+/// State of an update at a node.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum UpdateState {
+    /// The node obtains the weights.
+    Receiving,
+    /// The node has weights of this version beside those in use.
+    Prepared(WeightVersion),
+    /// The update is committed, and the node exchanges the weights at the next step boundary.
+    Installing(WeightVersion),
+    Ended(UpdateEnd),
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum UpdateEnd {
+    Committed(WeightVersion),
+    Aborted { reason: String },
+}
+
+/// The update that a node runs, or the last one.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct UpdateReport {
+    pub id: UpdateId,
+    pub state: UpdateState,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Phase {
+    Serving,
+    Receiving(Running),
+    Prepared(Running, WeightVersion),
+    Installing(Running, WeightVersion),
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Running {
+    id: UpdateId,
+    deadline: Instant,
+    /// When the peers are asked unless the coordinator calls before.
+    ask_at: Instant,
+}
+
+/// Event for a participant that is not a call of a coordinator.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum ParticipantInput {
+    /// [`ParticipantAction::Receive`] ended: the weights with this version are prepared, or the reason why not.
+    Received { id: UpdateId, outcome: Result<WeightVersion, String> },
+    /// [`ParticipantAction::Install`] ended.
+    Installed { id: UpdateId },
+    /// A peer has committed the update with this version.
+    PeerCommitted { id: UpdateId, version: WeightVersion },
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum ParticipantAction {
+    /// Obtain the weights and answer [`ParticipantInput::Received`].
+    Receive { id: UpdateId },
+    /// Stop receiving, and free the prepared weights.
+    Discard { id: UpdateId },
+    /// Exchange the weights at a step boundary and answer [`ParticipantInput::Installed`].
+    Install { id: UpdateId, version: WeightVersion },
+    /// Ask the peers whether they have committed the update.
+    AskPeers { id: UpdateId },
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum BeginError {
+    #[error("cannot begin update {id}: update {running} runs; expected one update at a time")]
+    Running { id: UpdateId, running: UpdateId },
+    #[error("cannot begin update {id}: it has ended; expected a new update id")]
+    Ended { id: UpdateId },
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum CommitError {
+    #[error("cannot commit update {id}: this node does not know it; expected {known}")]
+    Unknown { id: UpdateId, known: String },
+    #[error("cannot commit update {id}: it is being received; expected a prepared update")]
+    Receiving { id: UpdateId },
+    #[error("cannot commit update {id}: it was aborted: {reason}")]
+    Aborted { id: UpdateId, reason: String },
+    #[error("cannot commit update {id} with weight_version {named}: this node has prepared {own}")]
+    OtherVersion { id: UpdateId, named: WeightVersion, own: WeightVersion },
+}
+
+#[derive(Debug)]
+pub struct Participant {
+    phase: Phase,
+    last: Option<(UpdateId, UpdateEnd)>,
+    actions: VecDeque<ParticipantAction>,
+}
+
+impl Default for Participant {
+    fn default() -> Self {
+        Self { phase: Phase::Serving, last: None, actions: VecDeque::new() }
+    }
+}
+
+impl Participant {
+    pub fn phase(&self) -> Phase {
+        self.phase
+    }
+
+    /// Returns the running update, or the last one.
+    pub fn report(&self) -> Option<UpdateReport> {
+        let report = |running: Running, state| Some(UpdateReport { id: running.id, state });
+        match self.phase {
+            Phase::Serving => {
+                let (id, end) = self.last.clone()?;
+                Some(UpdateReport { id, state: UpdateState::Ended(end) })
+            }
+            Phase::Receiving(running) => report(running, UpdateState::Receiving),
+            Phase::Prepared(running, version) => report(running, UpdateState::Prepared(version)),
+            Phase::Installing(running, version) => {
+                report(running, UpdateState::Installing(version))
+            }
+        }
+    }
+
+    /// Begins to receive an update.
+    pub fn begin(&mut self, now: Instant, proposal: Proposal) -> Result<(), BeginError> {
+        let id = proposal.id;
+        match (self.running(), &self.last) {
+            (Some(running), _) if running.id == id => {}
+            (Some(running), _) => return Err(BeginError::Running { id, running: running.id }),
+            (None, Some((last, _))) if *last == id => return Err(BeginError::Ended { id }),
+            (None, _) => {
+                let ask_at = now + SILENCE_MAX;
+                self.phase = Phase::Receiving(Running { id, deadline: proposal.deadline, ask_at });
+                self.actions.push_back(ParticipantAction::Receive { id });
+            }
+        }
+        Ok(())
+    }
+
+    /// Notes that the coordinator of this update has called.
+    pub fn heard(&mut self, now: Instant, id: UpdateId) {
+        if let Some(running) = self.running_mut().filter(|running| running.id == id) {
+            running.ask_at = now + SILENCE_MAX;
+        }
+    }
+
+    /// Commits the update. Returns `Ok` also when it was committed before.
+    pub fn commit(&mut self, id: UpdateId, named: WeightVersion) -> Result<(), CommitError> {
+        match self.phase {
+            Phase::Receiving(running) if running.id == id => Err(CommitError::Receiving { id }),
+            Phase::Prepared(running, own) | Phase::Installing(running, own)
+                if running.id == id && own != named =>
+            {
+                Err(CommitError::OtherVersion { id, named, own })
+            }
+            Phase::Prepared(running, version) if running.id == id => {
+                self.phase = Phase::Installing(running, version);
+                self.actions.push_back(ParticipantAction::Install { id, version });
+                Ok(())
+            }
+            Phase::Installing(running, _) if running.id == id => Ok(()),
+            _ => match &self.last {
+                Some((last, UpdateEnd::Committed(own))) if *last == id && *own == named => Ok(()),
+                Some((last, UpdateEnd::Committed(own))) if *last == id => {
+                    Err(CommitError::OtherVersion { id, named, own: *own })
+                }
+                Some((last, UpdateEnd::Aborted { reason })) if *last == id => {
+                    Err(CommitError::Aborted { id, reason: reason.clone() })
+                }
+                _ => Err(CommitError::Unknown { id, known: self.known() }),
+            },
+        }
+    }
+
+    /// Aborts the update unless it is committed. Ignores an unknown id.
+    pub fn abort(&mut self, id: UpdateId, reason: &str) {
+        match self.phase {
+            Phase::Receiving(running) | Phase::Prepared(running, _) if running.id == id => {
+                self.actions.push_back(ParticipantAction::Discard { id });
+                self.end(id, UpdateEnd::Aborted { reason: reason.to_owned() });
+            }
+            _ => {}
+        }
+    }
+
+    pub fn handle(&mut self, input: ParticipantInput) {
+        match (input, self.phase) {
+            (ParticipantInput::Received { id, outcome }, Phase::Receiving(running))
+                if running.id == id =>
+            {
+                match outcome {
+                    Ok(version) => self.phase = Phase::Prepared(running, version),
+                    Err(reason) => self.abort(id, &reason),
+                }
+            }
+            (ParticipantInput::Installed { id }, Phase::Installing(running, version))
+                if running.id == id =>
+            {
+                // The replaced weights.
+                self.actions.push_back(ParticipantAction::Discard { id });
+                self.end(id, UpdateEnd::Committed(version));
+            }
+            (ParticipantInput::PeerCommitted { id, version }, Phase::Prepared(..)) => {
+                // A peer cannot have committed another version of the update.
+                let _ = self.commit(id, version);
+            }
+            _ => {}
+        }
+    }
+
+    /// Returns when to call [`Self::on_deadline`].
+    pub fn next_deadline(&self) -> Option<Instant> {
+        match self.phase {
+            Phase::Receiving(running) => Some(running.deadline),
+            Phase::Prepared(running, _) => Some(running.deadline.min(running.ask_at)),
+            Phase::Serving | Phase::Installing(..) => None,
+        }
+    }
+
+    pub fn on_deadline(&mut self, now: Instant) {
+        let Some(running) = self.running() else { return };
+        if now >= running.deadline {
+            return self.abort(running.id, "its deadline passed without a commit");
+        }
+        if let Phase::Prepared(running, _) = &mut self.phase
+            && now >= running.ask_at
+        {
+            running.ask_at = now + ASK_INTERVAL;
+            let id = running.id;
+            self.actions.push_back(ParticipantAction::AskPeers { id });
+        }
+    }
+
+    pub fn poll_action(&mut self) -> Option<ParticipantAction> {
+        self.actions.pop_front()
+    }
+
+    fn running(&self) -> Option<Running> {
+        match self.phase {
+            Phase::Serving => None,
+            Phase::Receiving(running)
+            | Phase::Prepared(running, _)
+            | Phase::Installing(running, _) => Some(running),
+        }
+    }
+
+    fn running_mut(&mut self) -> Option<&mut Running> {
+        match &mut self.phase {
+            Phase::Serving => None,
+            Phase::Receiving(running)
+            | Phase::Prepared(running, _)
+            | Phase::Installing(running, _) => Some(running),
+        }
+    }
+
+    fn end(&mut self, id: UpdateId, end: UpdateEnd) {
+        self.phase = Phase::Serving;
+        self.last = Some((id, end));
+    }
+
+    fn known(&self) -> String {
+        match self.report() {
+            Some(report) => report.id.to_string(),
+            None => "an update that was begun".to_owned(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const ID: UpdateId = UpdateId(7);
+    const NEW: WeightVersion = WeightVersion(70);
+
+    struct Node {
+        participant: Participant,
+        now: Instant,
+    }
+
+    impl Node {
+        /// Returns a node that has prepared the update.
+        fn prepared() -> Self {
+            let mut node = Self { participant: Participant::default(), now: Instant::now() };
+            let deadline = node.now + Duration::from_secs(60);
+            node.participant.begin(node.now, Proposal { id: ID, deadline }).unwrap();
+            node.participant.handle(ParticipantInput::Received { id: ID, outcome: Ok(NEW) });
+            assert_eq!(node.actions(), [ParticipantAction::Receive { id: ID }]);
+            node
+        }
+
+        fn actions(&mut self) -> Vec<ParticipantAction> {
+            std::iter::from_fn(|| self.participant.poll_action()).collect()
+        }
+
+        fn state(&self) -> UpdateState {
+            self.participant.report().unwrap().state
+        }
+    }
+
+    #[test]
+    fn commit_is_idempotent_and_names_the_prepared_version() {
+        let mut node = Node::prepared();
+        let other = node.participant.commit(ID, WeightVersion(71)).unwrap_err();
+        assert!(other.to_string().contains("this node has prepared"), "{other}");
+        for _ in 0..2 {
+            node.participant.commit(ID, NEW).unwrap();
+        }
+        assert_eq!(node.actions(), [ParticipantAction::Install { id: ID, version: NEW }]);
+        node.participant.abort(ID, "too late");
+        assert_eq!(node.state(), UpdateState::Installing(NEW));
+        node.participant.handle(ParticipantInput::Installed { id: ID });
+        assert_eq!(node.actions(), [ParticipantAction::Discard { id: ID }]);
+        node.participant.commit(ID, NEW).unwrap();
+        assert_eq!(node.actions(), []);
+        assert_eq!(node.state(), UpdateState::Ended(UpdateEnd::Committed(NEW)));
+    }
+
+    #[test]
+    fn commit_of_an_unknown_or_aborted_update_is_rejected() {
+        let mut fresh = Participant::default();
+        assert!(matches!(fresh.commit(ID, NEW), Err(CommitError::Unknown { .. })));
+        let mut node = Node::prepared();
+        assert!(matches!(
+            node.participant.commit(UpdateId(8), NEW),
+            Err(CommitError::Unknown { known, .. }) if known == ID.to_string()
+        ));
+        node.participant.abort(ID, "the trainer left");
+        assert_eq!(node.actions(), [ParticipantAction::Discard { id: ID }]);
+        let error = node.participant.commit(ID, NEW).unwrap_err();
+        assert!(error.to_string().contains("the trainer left"), "{error}");
+    }
+
+    #[test]
+    fn a_second_update_is_rejected_while_one_runs() {
+        let mut node = Node::prepared();
+        let deadline = node.now + Duration::from_secs(60);
+        let other = Proposal { id: UpdateId(8), deadline };
+        let error = node.participant.begin(node.now, other).unwrap_err();
+        assert_eq!(error, BeginError::Running { id: UpdateId(8), running: ID });
+        // A repeated message.
+        node.participant.begin(node.now, Proposal { id: ID, deadline }).unwrap();
+        node.participant.abort(ID, "");
+        node.actions();
+        let again = node.participant.begin(node.now, Proposal { id: ID, deadline });
+        assert_eq!(again, Err(BeginError::Ended { id: ID }));
+        node.participant.begin(node.now, other).unwrap();
+    }
+
+    #[test]
+    fn prepared_node_without_a_coordinator_asks_its_peers_until_its_deadline() {
+        let mut node = Node::prepared();
+        node.now += Duration::from_secs(1);
+        node.participant.heard(node.now, ID);
+        let mut asked = 0;
+        while let Some(deadline) = node.participant.next_deadline() {
+            node.now = deadline;
+            node.participant.on_deadline(deadline);
+            let actions = node.actions();
+            asked += actions
+                .iter()
+                .filter(|it| matches!(it, ParticipantAction::AskPeers { .. }))
+                .count();
+        }
+        assert_eq!(asked, 57);
+        let UpdateState::Ended(UpdateEnd::Aborted { reason }) = node.state() else { panic!() };
+        assert!(reason.contains("deadline"), "{reason}");
+
+        let mut node = Node::prepared();
+        node.participant.handle(ParticipantInput::PeerCommitted { id: ID, version: NEW });
+        assert_eq!(node.actions(), [ParticipantAction::Install { id: ID, version: NEW }]);
+    }
+
+    #[test]
+    fn late_outcome_of_an_aborted_update_is_ignored() {
+        let mut participant = Participant::default();
+        let (now, id) = (Instant::now(), ID);
+        let deadline = now + Duration::from_secs(60);
+        participant.begin(now, Proposal { id, deadline }).unwrap();
+        participant.abort(id, "");
+        let next = UpdateId(8);
+        participant.begin(now, Proposal { id: next, deadline }).unwrap();
+        participant.handle(ParticipantInput::Received { id, outcome: Ok(NEW) });
+        assert_eq!(participant.report().unwrap().state, UpdateState::Receiving);
+    }
+}

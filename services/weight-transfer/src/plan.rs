@@ -1,0 +1,200 @@
+//! Cuts the tensors of an update into chunks.
+
+use std::{collections::HashSet, ops::Range};
+
+use xxhash_rust::xxh3::Xxh3;
+
+/// A tensor of an update.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Tensor {
+    pub name: String,
+    /// Name of the element type, as in safetensors or GGUF.
+    pub dtype: String,
+    /// Dimensions, slowest first.
+    pub shape: Vec<u64>,
+    pub bytes: u64,
+}
+
+/// Tensors and their cut into chunks. Chunks are ranges of the tensors' bytes, one tensor after the other, so every
+/// byte is in exactly one chunk. Equal tensors and chunk sizes give equal plans on every side.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Plan {
+    tensors: Vec<Tensor>,
+    chunk_bytes: u64,
+    chunks: Vec<Chunk>,
+}
+
+/// Bytes that travel together.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Chunk {
+    /// Consecutive parts, at least one.
+    pub pieces: Vec<Piece>,
+    /// Sum of the pieces' bytes, at most the plan's `chunk_bytes`.
+    pub bytes: u64,
+}
+
+/// Range of a tensor's bytes.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Piece {
+    /// Index of the tensor in the plan.
+    pub tensor: usize,
+    pub range: Range<u64>,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum PlanError {
+    #[error("cannot plan an update without weights; expected at least one tensor")]
+    Empty,
+    #[error("cannot plan an update: tensor {name:?} occurs twice; expected each name once")]
+    Duplicate { name: String },
+    #[error("cannot plan an update with chunk_bytes = 0; expected at least 1")]
+    ChunkBytes,
+    #[error("cannot plan an update of more than {} bytes", u64::MAX)]
+    TooLarge,
+}
+
+impl Plan {
+    /// Cuts the tensors, in this order, into chunks of at most `chunk_bytes`.
+    pub fn new(tensors: Vec<Tensor>, chunk_bytes: u64) -> Result<Self, PlanError> {
+        if chunk_bytes == 0 {
+            return Err(PlanError::ChunkBytes);
+        }
+        let mut names = HashSet::new();
+        if let Some(tensor) = tensors.iter().find(|tensor| !names.insert(&tensor.name)) {
+            return Err(PlanError::Duplicate { name: tensor.name.clone() });
+        }
+        let total = tensors.iter().try_fold(0u64, |sum, tensor| sum.checked_add(tensor.bytes));
+        if total.ok_or(PlanError::TooLarge)? == 0 {
+            return Err(PlanError::Empty);
+        }
+        let mut chunks: Vec<Chunk> = Vec::new();
+        for (index, tensor) in tensors.iter().enumerate() {
+            let mut start = 0;
+            while start < tensor.bytes {
+                if chunks.last().is_none_or(|chunk| chunk.bytes == chunk_bytes) {
+                    chunks.push(Chunk { pieces: Vec::new(), bytes: 0 });
+                }
+                let chunk = chunks.last_mut().expect("a chunk was pushed");
+                let end = tensor.bytes.min(start + (chunk_bytes - chunk.bytes));
+                chunk.bytes += end - start;
+                chunk.pieces.push(Piece { tensor: index, range: start..end });
+                start = end;
+            }
+        }
+        Ok(Self { tensors, chunk_bytes, chunks })
+    }
+
+    pub fn tensors(&self) -> &[Tensor] {
+        &self.tensors
+    }
+
+    pub fn chunks(&self) -> &[Chunk] {
+        &self.chunks
+    }
+
+    pub fn chunk_bytes(&self) -> u64 {
+        self.chunk_bytes
+    }
+
+    /// Returns the bytes of all tensors.
+    pub fn bytes(&self) -> u64 {
+        self.chunks.iter().map(|chunk| chunk.bytes).sum()
+    }
+
+    /// Returns the hash of names, element types, shapes and cuts. Both sides compare it before the first byte.
+    pub fn hash(&self) -> u128 {
+        let mut hash = Xxh3::new();
+        let mut number = |value: u64| hash.update(&value.to_le_bytes());
+        number(self.chunk_bytes);
+        number(self.tensors.len() as u64);
+        for Tensor { name, dtype, shape, bytes } in &self.tensors {
+            for text in [name, dtype] {
+                // The length first, so that neighbouring fields cannot be confused.
+                hash.update(&(text.len() as u64).to_le_bytes());
+                hash.update(text.as_bytes());
+            }
+            let mut number = |value: u64| hash.update(&value.to_le_bytes());
+            number(shape.len() as u64);
+            shape.iter().for_each(|&dim| number(dim));
+            number(*bytes);
+        }
+        hash.digest128()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn tensors(sizes: &[u64]) -> Vec<Tensor> {
+        let tensor = |(index, &bytes): (usize, &u64)| Tensor {
+            name: format!("tensor {index}"),
+            dtype: "U8".into(),
+            shape: vec![bytes],
+            bytes,
+        };
+        sizes.iter().enumerate().map(tensor).collect()
+    }
+
+    proptest! {
+        #[test]
+        fn every_byte_is_in_one_chunk_and_no_chunk_exceeds_the_limit(
+            sizes in prop::collection::vec(0u64..500, 1..40),
+            chunk_bytes in 1u64..300,
+        ) {
+            prop_assume!(sizes.iter().sum::<u64>() > 0);
+            let plan = Plan::new(tensors(&sizes), chunk_bytes).unwrap();
+            let mut next: Vec<u64> = vec![0; sizes.len()];
+            let mut last = 0;
+            for (index, chunk) in plan.chunks().iter().enumerate() {
+                let bytes: u64 = chunk.pieces.iter().map(|piece| piece.range.end - piece.range.start).sum();
+                prop_assert_eq!(bytes, chunk.bytes);
+                prop_assert!(bytes <= chunk_bytes);
+                // Only the last chunk may be smaller.
+                prop_assert!(bytes == chunk_bytes || index + 1 == plan.chunks().len());
+                for piece in &chunk.pieces {
+                    prop_assert!(piece.tensor >= last && piece.range.start < piece.range.end);
+                    prop_assert_eq!(next[piece.tensor], piece.range.start);
+                    (next[piece.tensor], last) = (piece.range.end, piece.tensor);
+                }
+            }
+            prop_assert_eq!(next, sizes.clone());
+            let other = Plan::new(tensors(&sizes), chunk_bytes).unwrap();
+            prop_assert_eq!(plan.hash(), other.hash());
+            prop_assert_eq!(plan, other);
+        }
+    }
+
+    #[test]
+    fn hash_depends_on_names_types_shapes_and_cuts() {
+        let hash = |change: fn(&mut Tensor), chunk_bytes| {
+            let mut tensors = tensors(&[6, 4]);
+            change(&mut tensors[1]);
+            Plan::new(tensors, chunk_bytes).unwrap().hash()
+        };
+        let hashes = [
+            hash(|_| (), 8),
+            hash(|_| (), 9),
+            hash(|tensor| tensor.name.push('x'), 8),
+            hash(|tensor| tensor.dtype = "I8".into(), 8),
+            hash(|tensor| tensor.shape = vec![2, 2], 8),
+            hash(|tensor| tensor.bytes = 5, 8),
+        ];
+        let distinct: HashSet<u128> = hashes.into_iter().collect();
+        assert_eq!(distinct.len(), hashes.len());
+    }
+
+    #[test]
+    fn invalid_tensors_are_rejected() {
+        let mut twice = tensors(&[1, 2]);
+        twice[1].name = twice[0].name.clone();
+        let name = twice[0].name.clone();
+        assert_eq!(Plan::new(twice, 8), Err(PlanError::Duplicate { name }));
+        assert_eq!(Plan::new(Vec::new(), 8), Err(PlanError::Empty));
+        assert_eq!(Plan::new(tensors(&[0]), 8), Err(PlanError::Empty));
+        assert_eq!(Plan::new(tensors(&[1]), 0), Err(PlanError::ChunkBytes));
+        assert_eq!(Plan::new(tensors(&[1, u64::MAX]), 8), Err(PlanError::TooLarge));
+    }
+}

@@ -1,0 +1,81 @@
+//! Names weights by their content.
+
+use std::fmt;
+
+use xxhash_rust::xxh3::{Xxh3, xxh3_128};
+
+use crate::Plan;
+
+/// Version of weights, derived from their content. Equal versions mean equal bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct WeightVersion(pub u64);
+
+/// Set in every version that is a hash, so that none of them equals [`WeightVersion::LOADED`].
+const HASHED: u64 = 1 << 63;
+
+impl WeightVersion {
+    /// The weights that a process loaded at its start. The fingerprint of the model names their content.
+    pub const LOADED: Self = Self(1);
+
+    /// Returns the version of weights with this plan and these digests, one for each chunk.
+    pub fn of_content(plan: &Plan, digests: &[u128]) -> Self {
+        assert_eq!(plan.chunks().len(), digests.len(), "a digest for each chunk");
+        let mut hash = Xxh3::new();
+        hash.update(b"baton weights 1");
+        hash.update(&plan.hash().to_le_bytes());
+        digests.iter().for_each(|digest| hash.update(&digest.to_le_bytes()));
+        Self(hash.digest128() as u64 | HASHED)
+    }
+}
+
+impl fmt::Display for WeightVersion {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match *self {
+            Self::LOADED => f.write_str("loaded"),
+            Self(hash) => write!(f, "{hash:016x}"),
+        }
+    }
+}
+
+/// Returns the digest of the bytes of a chunk, whose pieces follow one another.
+pub fn digest<'a>(pieces: impl IntoIterator<Item = &'a [u8]>) -> u128 {
+    let mut pieces = pieces.into_iter();
+    let (first, second) = (pieces.next().unwrap_or_default(), pieces.next());
+    let Some(second) = second else { return xxh3_128(first) };
+    let mut hash = Xxh3::new();
+    hash.update(first);
+    hash.update(second);
+    pieces.for_each(|piece| hash.update(piece));
+    hash.digest128()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Tensor;
+
+    fn plan(name: &str) -> Plan {
+        let tensor =
+            Tensor { name: name.into(), dtype: "BF16".into(), shape: vec![2, 3], bytes: 12 };
+        Plan::new(vec![tensor], 8).unwrap()
+    }
+
+    #[test]
+    fn version_depends_on_every_digest_and_on_the_plan() {
+        let version = WeightVersion::of_content(&plan("a"), &[1, 2]);
+        assert_eq!(version, WeightVersion::of_content(&plan("a"), &[1, 2]));
+        assert_ne!(version, WeightVersion::of_content(&plan("a"), &[1, 3]));
+        assert_ne!(version, WeightVersion::of_content(&plan("a"), &[2, 1]));
+        assert_ne!(version, WeightVersion::of_content(&plan("b"), &[1, 2]));
+        assert_ne!(version, WeightVersion::LOADED);
+    }
+
+    #[test]
+    fn digest_does_not_depend_on_the_cuts_of_a_chunk() {
+        let whole = digest([&b"abcdef"[..]]);
+        assert_eq!(digest([&b"abc"[..], b"def"]), whole);
+        assert_eq!(digest([&b"a"[..], b"", b"bcde", b"f"]), whole);
+        assert_ne!(digest([&b"abcdeg"[..]]), whole);
+        assert_eq!(digest([]), digest([&b""[..]]));
+    }
+}

@@ -1,0 +1,370 @@
+//! Random runs of one coordinator and several participants: messages are lost, repeated and reordered, nodes receive
+//! damaged bytes, and nodes and coordinators die at any message.
+
+use std::{
+    collections::HashMap,
+    time::{Duration, Instant},
+};
+
+use proptest::prelude::*;
+use weight_transfer::{
+    Coordinator, CoordinatorCall, CoordinatorPhase, NodeReply, Participant, ParticipantAction,
+    ParticipantInput, Phase, Plan, Proposal, Tensor, UpdateEnd, UpdateId, UpdateState,
+    WeightVersion, digest,
+};
+
+/// The bytes of weights.
+type Bytes = Vec<u8>;
+
+fn version_of(bytes: &Bytes) -> WeightVersion {
+    let tensor = Tensor {
+        name: "weights".into(),
+        dtype: "U8".into(),
+        shape: vec![bytes.len() as u64],
+        bytes: bytes.len() as u64,
+    };
+    let plan = Plan::new(vec![tensor], 4).unwrap();
+    let digests: Vec<u128> = bytes.chunks(4).map(|chunk| digest([chunk])).collect();
+    WeightVersion::of_content(&plan, &digests)
+}
+
+/// A node: what it serves and what it has prepared.
+struct Node {
+    participant: Participant,
+    version: WeightVersion,
+    serves: Bytes,
+    prepared: Option<(UpdateId, Bytes)>,
+    /// Number of restarts. A new process loads the first weights.
+    epoch: u32,
+    is_reachable: bool,
+}
+
+impl Node {
+    fn new() -> Self {
+        Self {
+            participant: Participant::default(),
+            version: WeightVersion::LOADED,
+            serves: vec![0; 8],
+            prepared: None,
+            epoch: 0,
+            is_reachable: true,
+        }
+    }
+}
+
+/// A running update as its coordinator knows it.
+struct Update {
+    id: UpdateId,
+    coordinator: Coordinator,
+    epochs: Vec<u32>,
+    deadline: Instant,
+}
+
+struct World {
+    now: Instant,
+    nodes: Vec<Node>,
+    update: Option<Update>,
+    /// Calls and replies under way: any of them may be next, lost or repeated.
+    calls: Vec<(UpdateId, usize, u32, CoordinatorCall)>,
+    replies: Vec<(UpdateId, usize, NodeReply)>,
+    receiving: Vec<(usize, UpdateId)>,
+    next_id: u128,
+    /// The bytes that each version has had anywhere.
+    seen: HashMap<WeightVersion, Bytes>,
+    /// Updates whose coordinator decided to commit, with the version.
+    decided: HashMap<UpdateId, WeightVersion>,
+}
+
+#[derive(Clone, Debug)]
+enum Event {
+    Begin { commits_at_once: bool },
+    Commit,
+    AbortUpdate,
+    CoordinatorDies,
+    NodeDies(usize),
+    Partition(usize),
+    Heal(usize),
+    Call(usize),
+    DeliverCall { index: usize, keep: bool },
+    DeliverReply { index: usize, keep: bool },
+    LoseCall(usize),
+    Receive { index: usize, damaged: bool },
+    FailReceive(usize),
+    Advance(u64),
+}
+
+fn event() -> impl Strategy<Value = Event> {
+    let index = any::<usize>;
+    prop_oneof![
+        1 => any::<bool>().prop_map(|commits_at_once| Event::Begin { commits_at_once }),
+        1 => Just(Event::Commit),
+        1 => Just(Event::AbortUpdate),
+        1 => Just(Event::CoordinatorDies),
+        1 => index().prop_map(Event::NodeDies),
+        1 => index().prop_map(Event::Partition),
+        2 => index().prop_map(Event::Heal),
+        12 => index().prop_map(Event::Call),
+        12 => (index(), any::<bool>()).prop_map(|(index, keep)| Event::DeliverCall { index, keep }),
+        12 => (index(), any::<bool>()).prop_map(|(index, keep)| Event::DeliverReply { index, keep }),
+        2 => index().prop_map(Event::LoseCall),
+        8 => (index(), prop::bool::weighted(0.05))
+            .prop_map(|(index, damaged)| Event::Receive { index, damaged }),
+        1 => index().prop_map(Event::FailReceive),
+        4 => (1u64..4000).prop_map(Event::Advance),
+    ]
+}
+
+impl World {
+    fn new(nodes: usize) -> Self {
+        Self {
+            now: Instant::now(),
+            nodes: (0..nodes).map(|_| Node::new()).collect(),
+            update: None,
+            calls: Vec::new(),
+            replies: Vec::new(),
+            receiving: Vec::new(),
+            next_id: 1,
+            seen: HashMap::new(),
+            decided: HashMap::new(),
+        }
+    }
+
+    fn apply(&mut self, event: Event) {
+        let pick = |index: usize, len: usize| (len > 0).then(|| index % len);
+        match event {
+            Event::Begin { commits_at_once } if self.update.is_none() => {
+                let names = (0..self.nodes.len()).map(|node| node.to_string()).collect();
+                let deadline = self.now + Duration::from_secs(20);
+                let id = UpdateId(self.next_id);
+                self.next_id += 1;
+                self.update = Some(Update {
+                    id,
+                    coordinator: Coordinator::new(self.now, names, deadline, commits_at_once),
+                    epochs: self.nodes.iter().map(|node| node.epoch).collect(),
+                    deadline,
+                });
+            }
+            Event::Begin { .. } => {}
+            Event::Commit => {
+                let now = self.now;
+                if let Some(update) = &mut self.update {
+                    let _ = update.coordinator.commit(now);
+                }
+            }
+            Event::AbortUpdate => {
+                if let Some(update) = &mut self.update {
+                    let _ = update.coordinator.abort("asked to");
+                }
+            }
+            Event::CoordinatorDies => self.update = None,
+            Event::NodeDies(index) => {
+                let index = index % self.nodes.len();
+                let epoch = self.nodes[index].epoch + 1;
+                self.nodes[index] = Node { epoch, ..Node::new() };
+                self.receiving.retain(|(node, _)| *node != index);
+            }
+            Event::Partition(index) => {
+                let index = index % self.nodes.len();
+                self.nodes[index].is_reachable = false;
+            }
+            Event::Heal(index) => {
+                let index = index % self.nodes.len();
+                self.nodes[index].is_reachable = true;
+            }
+            Event::Call(index) => {
+                let Some(update) = &self.update else { return };
+                let node = index % self.nodes.len();
+                if let Some(call) = update.coordinator.call(node) {
+                    self.calls.push((update.id, node, update.epochs[node], call));
+                }
+            }
+            Event::DeliverCall { index, keep } => {
+                let Some(index) = pick(index, self.calls.len()) else { return };
+                let call = self.calls[index];
+                if !keep {
+                    self.calls.swap_remove(index);
+                }
+                self.deliver(call);
+            }
+            Event::DeliverReply { index, keep } => {
+                let Some(index) = pick(index, self.replies.len()) else { return };
+                let (id, node, reply) = self.replies[index].clone();
+                if !keep {
+                    self.replies.swap_remove(index);
+                }
+                let now = self.now;
+                if let Some(update) = self.update.as_mut().filter(|update| update.id == id) {
+                    update.coordinator.handle(now, node, reply);
+                }
+            }
+            Event::LoseCall(index) => {
+                let Some(index) = pick(index, self.calls.len()) else { return };
+                let (id, node, ..) = self.calls.swap_remove(index);
+                let reason = "lost".to_owned();
+                self.replies.push((id, node, NodeReply::Unreachable { reason }));
+            }
+            Event::Receive { index, damaged } => {
+                let Some(index) = pick(index, self.receiving.len()) else { return };
+                let (node, id) = self.receiving.swap_remove(index);
+                let mut bytes = vec![id.0 as u8; 8];
+                bytes[5] ^= u8::from(damaged);
+                let outcome = Ok(version_of(&bytes));
+                self.nodes[node].prepared = Some((id, bytes));
+                self.nodes[node].participant.handle(ParticipantInput::Received { id, outcome });
+            }
+            Event::FailReceive(index) => {
+                let Some(index) = pick(index, self.receiving.len()) else { return };
+                let (node, id) = self.receiving.swap_remove(index);
+                let outcome = Err("shape".to_owned());
+                self.nodes[node].participant.handle(ParticipantInput::Received { id, outcome });
+            }
+            Event::Advance(ms) => self.now += Duration::from_millis(ms),
+        }
+        self.settle();
+    }
+
+    fn deliver(&mut self, (id, index, epoch, call): (UpdateId, usize, u32, CoordinatorCall)) {
+        let (now, deadline) = (self.now, self.update.as_ref().map(|update| update.deadline));
+        let node = &mut self.nodes[index];
+        if !node.is_reachable {
+            let reason = "no route".to_owned();
+            return self.replies.push((id, index, NodeReply::Unreachable { reason }));
+        }
+        if node.epoch != epoch {
+            let reason = "another process".to_owned();
+            return self.replies.push((id, index, NodeReply::Gone { reason }));
+        }
+        let rejected = |error: String| NodeReply::Rejected { reason: error };
+        let participant = &mut node.participant;
+        let outcome = match call {
+            CoordinatorCall::Begin => {
+                let deadline = deadline.unwrap_or(now) + Duration::from_secs(5);
+                let proposal = Proposal { id, deadline };
+                participant.begin(now, proposal).map_err(|error| error.to_string())
+            }
+            CoordinatorCall::Commit { version } => {
+                participant.commit(id, version).map_err(|error| error.to_string())
+            }
+            CoordinatorCall::Abort => {
+                participant.abort(id, "the coordinator aborted");
+                Ok(())
+            }
+            CoordinatorCall::Status => Ok(()),
+        };
+        participant.heard(now, id);
+        let report = participant.report().filter(|report| report.id == id);
+        let reply = match outcome {
+            Ok(()) => NodeReply::State(report.map(|report| report.state)),
+            Err(reason) => rejected(reason),
+        };
+        self.replies.push((id, index, reply));
+    }
+
+    /// Carries out what is due, and checks the invariants.
+    fn settle(&mut self) {
+        let now = self.now;
+        if let Some(update) = &mut self.update {
+            if update.coordinator.next_deadline().is_some_and(|due| due <= now) {
+                update.coordinator.on_deadline(now);
+            }
+            if let CoordinatorPhase::Committing(version) = update.coordinator.phase() {
+                self.decided.insert(update.id, *version);
+            }
+            if update.coordinator.is_over() {
+                self.update = None;
+            }
+        }
+        for index in 0..self.nodes.len() {
+            while self.nodes[index].participant.next_deadline().is_some_and(|due| due <= now) {
+                self.nodes[index].participant.on_deadline(now);
+            }
+            while let Some(action) = self.nodes[index].participant.poll_action() {
+                self.act(index, action);
+            }
+        }
+        for node in &self.nodes {
+            if node.version != WeightVersion::LOADED {
+                assert_eq!(node.version, version_of(&node.serves));
+            }
+            let first = self.seen.entry(node.version).or_insert_with(|| node.serves.clone());
+            assert_eq!(*first, node.serves, "different bytes under version {}", node.version);
+        }
+    }
+
+    fn act(&mut self, index: usize, action: ParticipantAction) {
+        match action {
+            ParticipantAction::Receive { id } => self.receiving.push((index, id)),
+            ParticipantAction::Discard { id } => {
+                let node = &mut self.nodes[index];
+                node.prepared = node.prepared.take().filter(|(prepared, _)| *prepared != id);
+                self.receiving.retain(|receiving| *receiving != (index, id));
+            }
+            ParticipantAction::Install { id, version } => {
+                assert_eq!(self.decided.get(&id), Some(&version), "installed without a decision");
+                let node = &mut self.nodes[index];
+                let (prepared, bytes) = node.prepared.clone().expect("prepared weights");
+                assert_eq!((prepared, version_of(&bytes)), (id, version));
+                (node.version, node.serves) = (version, bytes);
+                node.participant.handle(ParticipantInput::Installed { id });
+            }
+            ParticipantAction::AskPeers { id } => {
+                if !self.nodes[index].is_reachable {
+                    return;
+                }
+                let committed =
+                    self.nodes.iter().filter(|node| node.is_reachable).find_map(|node| {
+                        let report = node.participant.report().filter(|report| report.id == id)?;
+                        match report.state {
+                            UpdateState::Ended(UpdateEnd::Committed(version))
+                            | UpdateState::Installing(version) => Some(version),
+                            _ => None,
+                        }
+                    });
+                if let Some(version) = committed {
+                    let input = ParticipantInput::PeerCommitted { id, version };
+                    self.nodes[index].participant.handle(input);
+                }
+            }
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 300, ..ProptestConfig::default() })]
+
+    #[test]
+    fn no_two_nodes_serve_different_bytes_under_one_version(
+        nodes in 1usize..5,
+        events in prop::collection::vec(event(), 1..250),
+    ) {
+        let mut world = World::new(nodes);
+        events.into_iter().for_each(|event| world.apply(event));
+        // Without further messages every node serves again after its deadline.
+        world.update = None;
+        world.calls.clear();
+        world.apply(Event::Advance(60_000));
+        world.settle();
+        for node in &world.nodes {
+            prop_assert!(matches!(node.participant.phase(), Phase::Serving));
+        }
+    }
+
+    #[test]
+    fn every_reachable_node_takes_up_a_committed_update(nodes in 1usize..5, order in any::<u64>()) {
+        let mut world = World::new(nodes);
+        world.apply(Event::Begin { commits_at_once: true });
+        let mut random = order;
+        for _ in 0..200 {
+            random = random.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+            let index = (random >> 33) as usize;
+            world.apply(Event::Call(index));
+            world.apply(Event::DeliverCall { index, keep: false });
+            world.apply(Event::Receive { index, damaged: false });
+            world.apply(Event::DeliverReply { index, keep: false });
+        }
+        let version = version_of(&vec![1; 8]);
+        for node in &world.nodes {
+            prop_assert_eq!(node.version, version);
+        }
+    }
+}
