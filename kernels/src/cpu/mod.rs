@@ -91,7 +91,9 @@ pub struct CpuBackend {
     tiles: attention::Scratch,
     /// Sampling memory, one per thread.
     draws: Vec<Mutex<sample::Scratch>>,
-    /// `None`: the backend computes whole models.
+    /// The shard of a model that the backend packs and computes.
+    shard: Shard,
+    /// `None`: the backend computes whole models, or only packs weights.
     group: Option<Group>,
     /// Logits gathered from all ranks of the group.
     gathered: Vec<f32>,
@@ -124,6 +126,24 @@ impl CpuBackend {
             gemms: matmul::Scratch::default(),
             tiles: attention::Scratch::new(threads),
             draws: (0..threads).map(|_| Mutex::default()).collect(),
+            shard: Shard::WHOLE,
+            group: None,
+            gathered: Vec::new(),
+        })
+    }
+
+    /// Returns a backend that packs the same weights on the calling thread, while this backend computes.
+    pub fn packer(&self) -> Result<Self, CpuError> {
+        let pool = Mutex::new(ThreadPool::on(1, "baton-pack", &[])?);
+        Ok(Self {
+            weights: self.weights,
+            level: self.level,
+            pool,
+            slab: Mutex::default(),
+            gemms: matmul::Scratch::default(),
+            tiles: attention::Scratch::new(1),
+            draws: Vec::new(),
+            shard: self.shard,
             group: None,
             gathered: Vec::new(),
         })
@@ -131,7 +151,7 @@ impl CpuBackend {
 
     /// Turns this backend into one rank of a group, which computes its shard of a model.
     pub fn in_group(self, group: Group) -> Self {
-        Self { group: Some(group), ..self }
+        Self { shard: group.shard(), group: Some(group), ..self }
     }
 
     pub fn weights(&self) -> WeightFormat {
@@ -200,7 +220,7 @@ impl Backend for CpuBackend {
     }
 
     fn shard(&self) -> Shard {
-        self.group.as_ref().map_or(Shard::WHOLE, Group::shard)
+        self.shard
     }
 
     fn rows(&self, step: &CpuStep) -> usize {

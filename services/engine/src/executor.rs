@@ -11,13 +11,14 @@ mod worker;
 use std::{
     any::Any,
     fmt, hint,
+    path::Path,
     sync::Arc,
     time::{Duration, Instant},
 };
 
 use crossbeam_channel::{Receiver, bounded};
 use kernels::{KvLayout, cpu::GroupError};
-use model::ModelConfig;
+use model::{Checkpoint, ModelConfig, ModelError};
 use serde::{Deserialize, Serialize};
 
 pub use self::step_times::StepTimes;
@@ -68,6 +69,16 @@ pub trait Executor: Send {
         CollectWaker::default()
     }
 
+    /// Returns the interface that prepares other weights beside the steps. `None`: the weights cannot change.
+    fn weight_update(&self) -> Option<Arc<dyn WeightUpdate>> {
+        None
+    }
+
+    /// Exchanges the weights in use and the prepared weights. Called while no step is in flight.
+    fn commit_weights(&mut self) -> Result<(), ExecutorError> {
+        Err(ExecutorError::Stopped { reason: "no weights are prepared".to_owned() })
+    }
+
     /// Checks that the executor can run a step. Called while no step is in flight, so that a dead device
     /// is noticed before the next request.
     fn check(&mut self) -> Result<(), ExecutorError> {
@@ -104,9 +115,36 @@ impl<E: Executor + ?Sized> Executor for Box<E> {
         (**self).waker()
     }
 
+    fn weight_update(&self) -> Option<Arc<dyn WeightUpdate>> {
+        (**self).weight_update()
+    }
+
+    fn commit_weights(&mut self) -> Result<(), ExecutorError> {
+        (**self).commit_weights()
+    }
+
     fn check(&mut self) -> Result<(), ExecutorError> {
         (**self).check()
     }
+}
+
+/// Prepares other weights while the executor runs steps. Called from one thread at a time.
+pub trait WeightUpdate: Send + Sync {
+    /// Makes a second copy of the weights from the opened model at `path`, and blocks until it is complete.
+    /// [`Executor::commit_weights`] then exchanges the copies.
+    fn prepare(&self, path: &Path, checkpoint: &Checkpoint) -> Result<(), PrepareError>;
+
+    /// Frees the copy that is not in use.
+    fn discard(&self);
+}
+
+/// Reason why weights could not be prepared. The weights in use are unchanged.
+#[derive(Debug, thiserror::Error)]
+pub enum PrepareError {
+    #[error(transparent)]
+    Model(#[from] ModelError),
+    #[error("cannot prepare the weights: {0}")]
+    Device(String),
 }
 
 /// Limits of an executor, which the scheduler observes.

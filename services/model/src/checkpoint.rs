@@ -42,6 +42,18 @@ pub struct Checkpoint {
     fingerprint: u128,
 }
 
+/// A weight as a file stores it.
+#[derive(Clone, Debug)]
+pub struct StoredWeight<'a> {
+    /// Name of the tensor in the file.
+    pub name: String,
+    /// Name of the element type: `F32`, `BF16`, `Q8_0`, …
+    pub encoding: &'static str,
+    /// Dimensions, slowest first.
+    pub dims: Vec<u64>,
+    pub bytes: &'a [u8],
+}
+
 enum Weights {
     Stored(StoredWeights),
     Dummy(DummyWeights),
@@ -101,6 +113,18 @@ impl Checkpoint {
     /// The same weights in another file format are another model: they may round differently.
     pub fn model_fingerprint(&self) -> u128 {
         self.fingerprint
+    }
+
+    /// Returns the stored weights in the order of the forward pass. Dummy weights are not stored: returns an empty
+    /// list.
+    pub fn stored_weights(&self) -> Result<Vec<StoredWeight<'_>>, ModelError> {
+        let stored = self.directory()?.into_iter().map(|tensor| StoredWeight {
+            name: tensor.name,
+            encoding: tensor.encoding.name(),
+            dims: tensor.dims,
+            bytes: tensor.bytes,
+        });
+        Ok(stored.collect())
     }
 
     /// Returns a description for logs: `GGUF, F32 + Q4_1 + Q8_0`.

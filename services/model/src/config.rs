@@ -88,6 +88,26 @@ impl SlidingWindow {
     }
 }
 
+impl ModelConfig {
+    /// Returns the first difference to the configuration of other weights of this model: the field, its value here
+    /// and its value there. Weights of two configurations cannot replace each other.
+    pub fn difference(&self, other: &Self) -> Option<(&'static str, String, String)> {
+        macro_rules! compare {
+            ($($field:ident)*) => {
+                // Destructured, so that a new field cannot be forgotten here.
+                let Self { $($field),* } = self;
+                $(if *$field != other.$field {
+                    let (here, there) = (format!("{:?}", $field), format!("{:?}", other.$field));
+                    return Some((stringify!($field), here, there));
+                })*
+            };
+        }
+        compare!(architecture hidden_size layer_count query_head_count kv_head_count head_dim ffn_size vocab_size
+            context_tokens rms_eps rope_theta rope_scaling sliding_window tied_output bos_token_id eos_token_ids);
+        None
+    }
+}
+
 // Far above every published model, and low enough that sizes of weights and KV do not overflow.
 const HIDDEN_MAX: usize = 1 << 17;
 const LAYERS_MAX: usize = 4096;

@@ -22,9 +22,9 @@ mod matrix;
 mod rope;
 mod weight;
 
-pub use checkpoint::{Checkpoint, LoadFormat};
+pub use checkpoint::{Checkpoint, LoadFormat, StoredWeight};
 pub use config::{Architecture, ModelConfig, RopeScaling, SlidingWindow};
 pub use error::ModelError;
-pub use llama::{Limits, Llama, LoadProgress};
+pub use llama::{Limits, Llama, LlamaWeights, LoadProgress};
 pub use matrix::MatrixSource;
 pub use weight::{LayerWeight, Weight, WeightPart, WeightShape};

@@ -25,12 +25,17 @@ pub struct Llama<B: Backend> {
     /// Heads of the rank.
     heads: HeadShape,
     rope_frequencies: B::Vector,
+    weights: LlamaWeights<B>,
+    activations: Activations<B>,
+}
+
+/// Packed weights of a model, or of one rank's shard of it.
+pub struct LlamaWeights<B: Backend> {
     embedding: B::Matrix,
     layers: Vec<Layer<B>>,
     output_norm: B::Vector,
     /// Output projection; `None` when it is the embedding, which is possible on a single rank only.
     output: Option<B::Matrix>,
-    activations: Activations<B>,
 }
 
 struct Layer<B: Backend> {
@@ -97,19 +102,17 @@ pub struct LoadProgress {
     pub parameters_total: u64,
 }
 
-impl<B: Backend> Llama<B> {
-    /// Packs every weight, or the part in [`Backend::shard`], for `backend`, and allocates the
-    /// activations of the largest step. Calls `progress` after every matrix and vector.
-    pub fn load(
+impl<B: Backend> LlamaWeights<B> {
+    /// Packs every weight, or the part in [`Backend::shard`], for `backend`. Calls `progress` after every matrix and
+    /// vector.
+    pub fn pack(
         checkpoint: &Checkpoint,
         backend: &B,
-        limits: Limits,
         progress: &mut dyn FnMut(LoadProgress),
     ) -> Result<Self, ModelError> {
-        let config = checkpoint.config().clone();
+        let config = checkpoint.config();
         let shard = backend.shard();
         config.check_shard(shard)?;
-        let heads = config.head_shape_of(shard);
         let mut packer = Packer {
             checkpoint,
             backend,
@@ -160,6 +163,22 @@ impl<B: Backend> Llama<B> {
             true => Some(packer.tied_output()?),
             false => Some(packer.matrix(&[Weight::Output])?),
         };
+        Ok(Self { embedding, layers, output_norm, output })
+    }
+}
+
+impl<B: Backend> Llama<B> {
+    /// Packs the weights as [`LlamaWeights::pack`] does, and allocates the activations of the largest step.
+    pub fn load(
+        checkpoint: &Checkpoint,
+        backend: &B,
+        limits: Limits,
+        progress: &mut dyn FnMut(LoadProgress),
+    ) -> Result<Self, ModelError> {
+        let config = checkpoint.config().clone();
+        let shard = backend.shard();
+        let weights = LlamaWeights::pack(checkpoint, backend, progress)?;
+        let heads = config.head_shape_of(shard);
         let ffn_size = shard.part(config.ffn_size).len();
 
         let rows = |width| backend.buffer(limits.rows_max, width);
@@ -181,12 +200,15 @@ impl<B: Backend> Llama<B> {
             shard,
             limits,
             heads,
-            embedding,
-            layers,
-            output_norm,
-            output,
+            weights,
             activations,
         })
+    }
+
+    /// Exchanges the weights and `other`, which were packed from a checkpoint of the same configuration.
+    pub fn swap_weights(&mut self, other: &mut LlamaWeights<B>) {
+        assert_eq!(self.weights.layers.len(), other.layers.len(), "one configuration");
+        std::mem::swap(&mut self.weights, other);
     }
 
     pub fn config(&self) -> &ModelConfig {
@@ -212,7 +234,7 @@ impl<B: Backend> Llama<B> {
     /// When the step exceeds the limits, or its blocks have another layout than this model's KV. Both
     /// are bugs of the executor.
     pub fn forward(&mut self, backend: &mut B, step: &mut B::Step) -> &B::Buffer {
-        let Self { config, shard, limits, heads, activations, .. } = self;
+        let Self { config, shard, limits, heads, weights, activations, rope_frequencies } = self;
         let (heads, eps, scale) = (*heads, config.rms_eps, config.attention_scale());
         let Activations {
             residual,
@@ -237,19 +259,19 @@ impl<B: Backend> Llama<B> {
         );
         assert_eq!(layout, config.kv_layout_of(layout.dtype, *shard));
 
-        backend.embed(&self.embedding, step, residual);
-        let first_norm = &self.layers.first().expect("a model has layers").attention_norm;
+        backend.embed(&weights.embedding, step, residual);
+        let first_norm = &weights.layers.first().expect("a model has layers").attention_norm;
         backend.rms_norm(rows, residual, first_norm, eps, normed);
-        for (index, layer) in self.layers.iter().enumerate() {
-            let weights = HeadWeights {
+        for (index, layer) in weights.layers.iter().enumerate() {
+            let head_weights = HeadWeights {
                 bias: layer.qkv_bias.as_ref(),
                 norms: layer.head_norms.as_ref().map(|norms| (&norms.query, &norms.key)),
                 eps,
             };
-            let frequencies = &self.rope_frequencies;
+            let frequencies = &*rope_frequencies;
             let normed_qkv = (&*normed, &layer.qkv);
-            backend.project_heads(index, heads, normed_qkv, weights, frequencies, qkv, step);
-            let next = self.layers.get(index + 1);
+            backend.project_heads(index, heads, normed_qkv, head_weights, frequencies, qkv, step);
+            let next = weights.layers.get(index + 1);
             // A prefill chunk that does not end its prompt only stores its KV.
             if next.is_none() && sampled_rows == 0 {
                 return logits;
@@ -268,11 +290,11 @@ impl<B: Backend> Llama<B> {
             backend.project_onto_residual(rows, product, delta, residual, norm, normed);
 
             backend.project_gated(rows, (normed, &layer.gate_up), gate_up, activated);
-            let norm = (next.map_or(&self.output_norm, |next| &next.attention_norm), eps);
+            let norm = (next.map_or(&weights.output_norm, |next| &next.attention_norm), eps);
             let product = (&*activated, &layer.down);
             backend.project_onto_residual(rows, product, delta, residual, norm, normed);
         }
-        let output = self.output.as_ref().unwrap_or(&self.embedding);
+        let output = weights.output.as_ref().unwrap_or(&weights.embedding);
         backend.matmul(sampled_rows, normed, output, logits);
         logits
     }

@@ -9,18 +9,19 @@
 use std::{
     io,
     ops::Range,
-    sync::Arc,
+    path::Path,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::{Duration, Instant},
 };
 
 use kernels::{
     Backend, KvArena,
-    cpu::{CpuBackend, CpuStep, GroupError, SampleError, SampleRow, StepSequence},
+    cpu::{CpuBackend, CpuError, CpuStep, GroupError, SampleError, SampleRow, StepSequence},
 };
-use model::{Checkpoint, Limits, Llama, LoadProgress, ModelError};
+use model::{Checkpoint, Limits, Llama, LlamaWeights, LoadProgress, ModelError};
 
 use super::{
-    CollectWaker, Executor, ExecutorError, ExecutorLimits, Misfit,
+    CollectWaker, Executor, ExecutorError, ExecutorLimits, Misfit, PrepareError, WeightUpdate,
     batch::{Batch, ScheduledRow},
     ngram,
     worker::Worker,
@@ -34,13 +35,15 @@ pub enum CpuExecutorError {
     Model(#[from] ModelError),
     #[error(transparent)]
     Misfit(#[from] Misfit),
+    #[error(transparent)]
+    Backend(#[from] CpuError),
     #[error("cannot start the engine's compute thread: {0}")]
     Spawn(#[from] io::Error),
 }
 
-#[derive(Debug)]
 pub struct CpuExecutor {
     limits: ExecutorLimits,
+    shadow: Arc<Shadow>,
     worker: Worker<Job, Done, ExecutorError>,
     in_flight: u32,
     /// The step launched last, until its token bitmasks are supplied.
@@ -54,6 +57,8 @@ enum Job {
     Step(StepPlan),
     /// The token bitmasks of the step launched last.
     Masks(StepId, Vec<RowMask>),
+    /// Exchange the weights in use and the prepared weights.
+    CommitWeights,
 }
 
 #[derive(Debug)]
@@ -61,6 +66,38 @@ enum Done {
     /// The forward pass of a step that awaits its token bitmasks.
     Forward(StepId),
     Step(StepResult),
+    WeightsCommitted,
+}
+
+/// Time-out of the exchange of weights, which only swaps pointers.
+const COMMIT_MAX: Duration = Duration::from_secs(10);
+
+/// The weights that are not in use: prepared, or replaced by a commit.
+struct Shadow {
+    /// Backend that packs weights beside the steps, on one thread.
+    packer: CpuBackend,
+    weights: Mutex<Option<LlamaWeights<CpuBackend>>>,
+}
+
+impl Shadow {
+    fn weights(&self) -> MutexGuard<'_, Option<LlamaWeights<CpuBackend>>> {
+        self.weights.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl WeightUpdate for Shadow {
+    fn prepare(&self, _path: &Path, checkpoint: &Checkpoint) -> Result<(), PrepareError> {
+        self.discard();
+        let weights = LlamaWeights::pack(checkpoint, &self.packer, &mut |_| ())?;
+        *self.weights() = Some(weights);
+        Ok(())
+    }
+
+    fn discard(&self) {
+        let weights = self.weights().take();
+        // Dropped without the lock: freeing gigabytes takes a while.
+        drop(weights);
+    }
 }
 
 impl CpuExecutor {
@@ -85,11 +122,22 @@ impl CpuExecutor {
         };
         let model = Llama::load(checkpoint, &backend, largest_step, progress)?;
         let batch = Batch::new(limits);
-        let mut runner = Runner { model, backend, arena, heads, limits, batch, awaiting: None };
+        let packer = backend.packer()?;
+        let shadow = Arc::new(Shadow { packer, weights: Mutex::default() });
+        let mut runner = Runner {
+            model,
+            backend,
+            arena,
+            heads,
+            limits,
+            batch,
+            awaiting: None,
+            shadow: Arc::clone(&shadow),
+        };
         // A step has a second job if it awaits bitmasks.
         let worker =
             Worker::start("baton-engine-cpu", 2 * limits.depth, move |job| runner.run(job))?;
-        Ok(Self { limits, worker, in_flight: 0, awaiting: None, masks_are_due: false })
+        Ok(Self { limits, worker, in_flight: 0, awaiting: None, masks_are_due: false, shadow })
     }
 }
 
@@ -123,6 +171,7 @@ impl Executor for CpuExecutor {
                 return Ok(None);
             }
             Some(Done::Step(result)) => result,
+            Some(Done::WeightsCommitted) => return Ok(None),
         };
         self.in_flight -= 1;
         result.run.collected_at = Some(Instant::now());
@@ -135,6 +184,24 @@ impl Executor for CpuExecutor {
 
     fn waker(&self) -> CollectWaker {
         self.worker.waker()
+    }
+
+    fn weight_update(&self) -> Option<Arc<dyn WeightUpdate>> {
+        Some(self.shadow.clone())
+    }
+
+    fn commit_weights(&mut self) -> Result<(), ExecutorError> {
+        assert_eq!(self.in_flight, 0, "weights change between steps");
+        self.worker.send(Job::CommitWeights)?;
+        let deadline = Instant::now() + COMMIT_MAX;
+        while Instant::now() < deadline {
+            // A wake-up ends the wait early.
+            if let Some(Done::WeightsCommitted) = self.worker.receive(COMMIT_MAX)? {
+                return Ok(());
+            }
+        }
+        let reason = format!("the weights were not exchanged within {COMMIT_MAX:?}");
+        Err(ExecutorError::Stopped { reason })
     }
 }
 
@@ -149,6 +216,7 @@ struct Runner {
     batch: Batch,
     /// The step whose token bitmasks come with the next job.
     awaiting: Option<Forwarded>,
+    shadow: Arc<Shadow>,
 }
 
 /// A step between its forward pass and its sampling.
@@ -176,6 +244,15 @@ impl Runner {
                 let mut step = step.ok_or_else(|| bad("the step awaits no bitmasks".to_owned()))?;
                 self.batch.supply(&mut step.scheduled, masks).map_err(bad)?;
                 self.sample(step)
+            }
+            Job::CommitWeights => {
+                let mut shadow = self.shadow.weights();
+                let Some(weights) = &mut *shadow else {
+                    let reason = "no weights are prepared".to_owned();
+                    return Err(ExecutorError::Stopped { reason });
+                };
+                self.model.swap_weights(weights);
+                Ok(Done::WeightsCommitted)
             }
         }
     }

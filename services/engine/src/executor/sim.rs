@@ -373,6 +373,12 @@ impl Executor for SimExecutor {
         }
     }
 
+    /// Tokens do not depend on weights, so nothing changes.
+    fn commit_weights(&mut self) -> Result<(), ExecutorError> {
+        assert!(self.launched.is_empty(), "weights change between steps");
+        Ok(())
+    }
+
     fn limits(&self) -> ExecutorLimits {
         self.limits
     }
