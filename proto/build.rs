@@ -4,11 +4,12 @@ use std::{env, error::Error, fs, path::PathBuf};
 
 use prost::Message;
 
-const FILES: [&str; 4] = [
+const FILES: [&str; 5] = [
     "baton/v1/inference.proto",
     "baton/v1/sampling.proto",
     "baton/v1/node.proto",
     "baton/v1/transfer.proto",
+    "baton/v1/weights.proto",
 ];
 
 fn main() -> Result<(), Box<dyn Error>> {

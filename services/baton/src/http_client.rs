@@ -88,8 +88,24 @@ impl HttpClient {
 
     /// Returns status and whole body of a request without a body, within [`GET_WITHIN`].
     pub async fn request(&self, method: &str, url: &str) -> Result<(http::StatusCode, Bytes)> {
+        self.request_with(method, url, None).await
+    }
+
+    /// Returns status and whole body of a request, within [`GET_WITHIN`].
+    pub async fn request_with(
+        &self,
+        method: &str,
+        url: &str,
+        body: Option<&Value>,
+    ) -> Result<(http::StatusCode, Bytes)> {
         let uri: Uri = url.parse().with_context(|| format!("invalid URL {url:?}"))?;
-        let request = Request::builder().method(method).uri(uri).body(Full::default())?;
+        let request = Request::builder().method(method).uri(uri);
+        let request = match body {
+            Some(body) => request
+                .header("content-type", "application/json")
+                .body(Full::from(serde_json::to_vec(body)?))?,
+            None => request.body(Full::default())?,
+        };
         let request = self.with_authorization(request);
         let answer = async {
             let response = self.inner.request(request).await;

@@ -24,3 +24,4 @@ pub mod node;
 mod sse;
 mod staging;
 pub mod up;
+pub mod weights;

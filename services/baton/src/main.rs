@@ -4,7 +4,7 @@
 
 use std::process::ExitCode;
 
-use baton::{bench, check, doctor, explain, keys, model_store, node, up};
+use baton::{bench, check, doctor, explain, keys, model_store, node, up, weights};
 use clap::{Parser, Subcommand};
 
 /// Operator's command for Baton clusters.
@@ -30,6 +30,9 @@ enum Command {
     /// Lists, drains and undrains the nodes of a cluster, and resets their prefix caches.
     #[command(subcommand)]
     Node(node::NodeCommand),
+    /// Updates the weights of the nodes without a restart.
+    #[command(subcommand)]
+    Weights(weights::WeightsCommand),
     /// Makes API keys for clients of a router and for operators.
     #[command(subcommand)]
     Keys(keys::KeysCommand),
@@ -47,6 +50,7 @@ fn main() -> ExitCode {
         Command::Keys(command) => keys::run(command),
         Command::Model(command) => model_store::run(command),
         Command::Node(command) => node::run(command),
+        Command::Weights(command) => weights::run(command),
         Command::Doctor(args) => doctor::run(args),
         Command::Explain(args) => explain::run(args),
     };

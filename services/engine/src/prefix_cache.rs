@@ -23,6 +23,7 @@ pub struct CacheSeeds {
 /// Keys of one sequence's full blocks. The chain grows with the known tokens.
 #[derive(Clone, Debug)]
 pub struct HashChain {
+    salt: Box<str>,
     root: BlockHash,
     keys: KeyChain,
     hashes: Vec<BlockHash>,
@@ -31,7 +32,13 @@ pub struct HashChain {
 impl HashChain {
     pub fn new(seeds: CacheSeeds, cache_salt: &str) -> Self {
         let keys = KeyChain::new(seeds.model_fingerprint, seeds.weight_version, cache_salt);
-        Self { root: BlockHash(keys.last()), keys, hashes: Vec::new() }
+        Self { salt: cache_salt.into(), root: BlockHash(keys.last()), keys, hashes: Vec::new() }
+    }
+
+    /// Replaces the keys by those of other weights.
+    pub fn reseed(&mut self, seeds: CacheSeeds, tokens: &[u32]) {
+        *self = Self::new(seeds, &self.salt);
+        self.extend(tokens);
     }
 
     /// Hashes the full blocks of `tokens` that are not hashed yet. `tokens` only ever grows.

@@ -24,7 +24,7 @@
 //!
 //! Files: `waiting` holds the queue. `admission` fills and empties the queue. `running` plans a step, with its
 //! draft tokens in `draft_budget` and its token bitmasks in `masks`. `completion` processes the result of a step.
-//! `transfers` tracks the blocks of transfers.
+//! `transfers` tracks the blocks of transfers. `weights` moves sequences to other weights.
 
 mod admission;
 mod completion;
@@ -36,6 +36,7 @@ mod sequence;
 mod testing;
 mod transfers;
 mod waiting;
+mod weights;
 
 use std::{
     collections::BTreeSet,

@@ -11,6 +11,7 @@ use crate::{
     executor::{CollectWaker, Executor, ExecutorError},
     mask_workers::MaskWorkers,
     plan::{Dispatch, RowResult, Span, StepPlan},
+    prefix_cache::CacheSeeds,
     scheduler::Scheduler,
     step_record::{StepKind, StepRecord, StepWork},
 };
@@ -72,6 +73,8 @@ pub struct StepLoop<E> {
     /// When the last result was collected.
     collected_at: Option<Instant>,
     speculated: Speculated,
+    /// Whether no step is launched until the weights are changed.
+    is_held: bool,
 }
 
 impl<E: Executor> StepLoop<E> {
@@ -90,6 +93,7 @@ impl<E: Executor> StepLoop<E> {
             records: VecDeque::with_capacity(RECORDS_MAX),
             collected_at: None,
             speculated: Speculated::default(),
+            is_held: false,
         }
     }
 
@@ -146,6 +150,25 @@ impl<E: Executor> StepLoop<E> {
         Ok(Turn::Stepped)
     }
 
+    /// Stops launching steps, or launches them again. The steps in flight finish.
+    pub fn set_held(&mut self, is_held: bool) {
+        self.is_held = is_held;
+    }
+
+    /// Computes with the prepared weights from the next step on, and moves the sequences to them.
+    ///
+    /// # Panics
+    /// When a step is in flight.
+    pub fn change_weights(
+        &mut self,
+        seeds: CacheSeeds,
+        actions: &mut Vec<Action>,
+    ) -> Result<(), ExecutorError> {
+        self.executor.commit_weights()?;
+        self.scheduler.change_weights(seeds, actions);
+        Ok(())
+    }
+
     /// Returns the time of the next turn if no input arrives earlier.
     pub fn next_deadline(&self) -> Option<Instant> {
         self.scheduler.next_deadline()
@@ -176,6 +199,11 @@ impl<E: Executor> StepLoop<E> {
         self.launched.len()
     }
 
+    /// Returns when the last step was collected.
+    pub fn collected_at(&self) -> Option<Instant> {
+        self.collected_at
+    }
+
     /// Returns how long the device has worked on the oldest step in flight.
     pub fn step_age(&self) -> Option<Duration> {
         let launched_at = self.launched.front()?.launch.begin;
@@ -197,6 +225,9 @@ impl<E: Executor> StepLoop<E> {
     fn launch_planned(&mut self, actions: &mut Vec<Action>) -> Result<(), ExecutorError> {
         loop {
             self.supply_masks(actions)?;
+            if self.is_held {
+                return Ok(());
+            }
             let begin = self.executor.now();
             let Some(plan) = self.scheduler.plan(actions) else { return Ok(()) };
             let planned = Span { begin, end: self.executor.now() };

@@ -85,6 +85,8 @@ pub enum Command {
     /// beyond [`crate::PRECONNECTED_PAIRS_MAX`] pairs. The driver drops `guard` when the nodes are
     /// connected or will not be, at the latest after [`crate::CONNECT_TIMEOUT`].
     Connect { peer: PeerAddress, sends: bool, guard: Option<ConnectGuard> },
+    /// This node computes with other weights from now on. Later handshakes and reservations name this version.
+    ChangeWeights { weight_version: u64 },
     /// Either side: aborts the transfer. The failed event follows once no read or write is in
     /// flight.
     Abort { transfer: TransferId, reason: String },

@@ -32,7 +32,6 @@ const PENALTY_MAX: f32 = 2.0;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct AttemptLimits {
     pub epoch: Epoch,
-    pub weight_version: u64,
     pub vocabulary_size: u32,
     pub prompt_tokens_max: u32,
     pub sequence_tokens_max: u32,
@@ -42,6 +41,8 @@ pub struct AttemptLimits {
 #[derive(Clone, Debug)]
 pub struct NewAttempt {
     pub request_id: u128,
+    /// The weights that the router expects. The engine thread compares them with the weights in use.
+    pub weight_version: u64,
     /// Its constraint is compiled from `grammar` later.
     pub sequence: NewSequence,
     /// The grammar of structured output.
@@ -108,10 +109,6 @@ impl NewAttempt {
         if named != limits.epoch {
             return Err(Refusal::OtherEpoch { named, own: limits.epoch });
         }
-        if attempt.weight_version != limits.weight_version {
-            let (named, own) = (attempt.weight_version, limits.weight_version);
-            return Err(Refusal::OtherWeights { named, own });
-        }
         check_tokens(&attempt, limits)?;
         let remaining_ms = attempt.remaining_ms;
         if remaining_ms == 0 {
@@ -134,6 +131,7 @@ impl NewAttempt {
         let grammar = attempt.grammar.map(checked_grammar).transpose()?;
         Ok(Self {
             request_id,
+            weight_version: attempt.weight_version,
             sequence: NewSequence {
                 id: SequenceId(transfer_id),
                 kind,
@@ -326,7 +324,11 @@ fn is_tcp_endpoint(text: &str) -> bool {
     !host.is_empty() && host.chars().all(plain) && port_is_one
 }
 
-fn invalid(field: &str, value: impl fmt::Display, expected: impl Into<String>) -> Refusal {
+pub(crate) fn invalid(
+    field: &str,
+    value: impl fmt::Display,
+    expected: impl Into<String>,
+) -> Refusal {
     Refusal::Field { field: field.to_owned(), value: value.to_string(), expected: expected.into() }
 }
 
@@ -334,12 +336,13 @@ fn missing(field: &str) -> Refusal {
     invalid(field, "absent", "a value")
 }
 
-fn id(field: &str, bytes: &[u8]) -> Result<u128, Refusal> {
+/// Reads the 16 bytes of an id.
+pub(crate) fn id(field: &str, bytes: &[u8]) -> Result<u128, Refusal> {
     let wrong = || invalid(field, format!("{} bytes", bytes.len()), "16 bytes");
     bits(bytes).ok_or_else(wrong)
 }
 
-fn within(field: &str, value: u64, min: u64, max: u64) -> Result<(), Refusal> {
+pub(crate) fn within(field: &str, value: u64, min: u64, max: u64) -> Result<(), Refusal> {
     match (min..=max).contains(&value) {
         true => Ok(()),
         false => Err(invalid(field, value, format!("{min} to {max}"))),
@@ -347,7 +350,7 @@ fn within(field: &str, value: u64, min: u64, max: u64) -> Result<(), Refusal> {
 }
 
 /// Quotes the first 80 characters of a caller's text on one line.
-fn shown(text: &str) -> String {
+pub(crate) fn shown(text: &str) -> String {
     let start: String = text.chars().take(80).collect();
     let more = if start.len() < text.len() { "..." } else { "" };
     format!("{start:?}{more}")
@@ -359,7 +362,6 @@ mod tests {
 
     const LIMITS: AttemptLimits = AttemptLimits {
         epoch: Epoch(7),
-        weight_version: 1,
         vocabulary_size: 100,
         prompt_tokens_max: 31,
         sequence_tokens_max: 32,
@@ -452,7 +454,6 @@ mod tests {
             ("attempt.transfer_id: 0 bytes", |_, a, _| a.transfer_id = vec![].into()),
             ("attempt.node_epoch: 17 bytes", |_, a, _| a.node_epoch = vec![0; 17].into()),
             ("node_epoch = ", |_, a, _| a.node_epoch = bytes(8)),
-            ("weight_version = 2", |_, a, _| a.weight_version = 2),
             ("attempt.tokens: empty", |_, a, _| a.tokens.clear()),
             ("attempt.tokens: 32 tokens", |_, a, _| a.tokens = vec![1; 32]),
             ("attempt.tokens: 100 at index 1", |_, a, _| a.tokens[1] = 100),

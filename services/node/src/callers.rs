@@ -35,6 +35,7 @@ impl Callers {
         let Arrival { call_number, attempt, replies, permit } = arrival;
         let call = Call {
             number: call_number,
+            weight_version: attempt.weight_version,
             prompt_hash: attempt.prompt_hash(),
             peer: attempt.peer,
             sequence: attempt.sequence,
@@ -112,6 +113,7 @@ fn log_failure(caller: &Caller, call: CallId, kind: FailureKind, message: &str) 
         | FailureKind::Deadline
         | FailureKind::Draining
         | FailureKind::SlowReader
+        | FailureKind::WeightsChanged
         | FailureKind::Invalid => log!(info),
     }
 }

@@ -103,6 +103,8 @@ pub(crate) struct Engine<E> {
     events: Receiver<transfer::Event>,
     metrics: NodeMetrics,
     step_in_flight: Arc<StepInFlight>,
+    /// Waits for the change of weights.
+    weights_changed: Option<oneshot::Sender<Duration>>,
     is_stopping: bool,
 }
 
@@ -124,6 +126,7 @@ impl<E: Executor> Engine<E> {
             events,
             metrics,
             step_in_flight,
+            weights_changed: None,
             is_stopping: false,
         }
     }
@@ -226,6 +229,10 @@ impl<E: Executor> Engine<E> {
                 // The caller may be gone.
                 let _ = dropped.send(self.core.handle_reset_prefix_cache());
             }
+            Command::ChangeWeights { weight_version, label, changed, _permit } => {
+                self.weights_changed = Some(changed);
+                self.core.handle_change_weights(weight_version, label, now);
+            }
             Command::EndAll => self.core.handle_close(&CloseReason::DrainTimeout),
             Command::Stop => {
                 self.core.handle_close(&CloseReason::Stopped);
@@ -245,7 +252,9 @@ impl<E: Executor> Engine<E> {
                 }
                 Output::Forgotten { call } => self.callers.remove(call),
                 Output::Transfer { call, mut command } => {
-                    self.callers.set_traceparent(call, &mut command);
+                    if let Some(call) = call {
+                        self.callers.set_traceparent(call, &mut command);
+                    }
                     if let Err(full) = self.transfers.command(command.clone()) {
                         let (reason, now) = (full.to_string(), Instant::now());
                         self.core.handle_transfer_queue_full(call, command, reason, now);
@@ -259,6 +268,12 @@ impl<E: Executor> Engine<E> {
                 }
                 Output::ObserveStalled { observer } => self.observers.stalled(observer),
                 Output::Metric(metric) => record(&self.metrics, &metric),
+                Output::WeightsChanged { paused } => {
+                    if let Some(changed) = self.weights_changed.take() {
+                        // The caller may be gone.
+                        let _ = changed.send(paused);
+                    }
+                }
                 Output::Stalled { after } => {
                     let seconds = after.as_secs_f64();
                     warn!("the node is stalled: no step has finished for {seconds} s");

@@ -2,14 +2,19 @@
 
 use std::{io, net::SocketAddr, time::Duration};
 
-use proto::{TimedBody, v1::node_server::NodeServer};
+use proto::{
+    TimedBody,
+    v1::{node_server::NodeServer, weights_server::WeightsServer},
+};
 use tokio::{net::TcpSocket, task::JoinHandle};
 use tokio_util::sync::{CancellationToken, DropGuard};
 use tonic::{body::Body, transport::Server};
 use tonic_health::{ServingStatus, server::HealthReporter};
 use tower::util::MapRequestLayer;
 
-use crate::{authentication::AuthenticateLayer, connection, service::NodeService};
+use crate::{
+    authentication::AuthenticateLayer, connection, service::NodeService, weights::WeightsService,
+};
 
 /// Interval of keep-alive pings. A lost router is detected within interval plus time-out; then its requests are
 /// cancelled.
@@ -55,6 +60,7 @@ impl GrpcServer {
     pub async fn start(
         socket: TcpSocket,
         service: NodeService,
+        weights: WeightsService,
         authenticate: AuthenticateLayer,
         attempts_max: u32,
         sequence_tokens_max: u32,
@@ -78,6 +84,7 @@ impl GrpcServer {
             .max_concurrent_streams(attempts_max.saturating_add(OTHER_STREAMS_MAX))
             .add_service(health_server)
             .add_service(node)
+            .add_service(WeightsServer::new(weights))
             .serve_with_incoming_shutdown(incoming, stopped);
         let task = Some(tokio::spawn(serve));
         let server = Self { health, stop: stop.drop_guard(), task };

@@ -4,11 +4,9 @@ use cluster::{ModelIdentity, NodeRecord};
 use engine::CacheSeeds;
 use kernels::{BLOCK_TOKENS, KvLayout, WeightFormat};
 use kv_transfer::control;
+use weight_transfer::WeightVersion;
 
 use crate::attempt::AttemptLimits;
-
-/// Weight version of every node. It is constant, because weights are loaded once, at start.
-const WEIGHT_VERSION: u64 = 1;
 
 /// Returns the identity that must be equal on two nodes that exchange KV.
 pub fn model_identity(
@@ -18,7 +16,7 @@ pub fn model_identity(
 ) -> ModelIdentity {
     ModelIdentity {
         model_fingerprint,
-        weight_version: WEIGHT_VERSION,
+        weight_version: WeightVersion::LOADED.0,
         kv_layout: layout.to_string(),
         block_size: BLOCK_TOKENS as u32,
         // KV of other weights has the same layout but different values.
@@ -45,7 +43,6 @@ pub fn prompt_tokens_max(sequence_tokens_max: u32) -> u32 {
 pub fn attempt_limits(record: &NodeRecord) -> AttemptLimits {
     AttemptLimits {
         epoch: record.epoch,
-        weight_version: record.identity.weight_version,
         vocabulary_size: record.vocabulary_size,
         prompt_tokens_max: record.prompt_tokens_max,
         sequence_tokens_max: record.sequence_tokens_max,

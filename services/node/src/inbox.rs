@@ -10,6 +10,7 @@ use std::{
         Arc, PoisonError, RwLock,
         atomic::{AtomicU64, Ordering},
     },
+    time::Duration,
 };
 
 use crossbeam_channel::{Receiver, Sender, TrySendError, bounded};
@@ -61,6 +62,15 @@ pub(crate) enum Command {
     ResetPrefixCache {
         /// Receives the number of dropped blocks.
         dropped: oneshot::Sender<u32>,
+        /// Held until the engine thread has taken the command.
+        _permit: OwnedSemaphorePermit,
+    },
+    /// Compute with the prepared weights from the next step boundary on.
+    ChangeWeights {
+        weight_version: u64,
+        label: String,
+        /// Receives the time for which no step ran.
+        changed: oneshot::Sender<Duration>,
         /// Held until the engine thread has taken the command.
         _permit: OwnedSemaphorePermit,
     },
@@ -257,6 +267,7 @@ mod tests {
     fn attempt() -> NewAttempt {
         NewAttempt {
             request_id: 1,
+            weight_version: 1,
             sequence: NewSequence {
                 id: SequenceId(1),
                 kind: SequenceKind::Compute,

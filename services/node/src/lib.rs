@@ -8,7 +8,7 @@
 //! `grammars` (its grammar is compiled) → `inbox` (bounded queue) → `engine_thread` → `node_core` →
 //! `callers` and `stream` (the caller's channels) → `wire` (messages to the caller). Other files:
 //! `observe` streams load and cached prefixes to routers, `grpc_server` and `node` start and stop the
-//! node, `tensor_parallel` starts ranks.
+//! node, `tensor_parallel` starts ranks, `weights` takes part in live weight updates.
 //!
 //! Not in this crate: scheduling and the forward pass (crate `engine`), KV transfer (crate `kv-transfer`), text
 //! processing (crate `text`), and recovery: a node reports a failure, and the router retries.
@@ -40,6 +40,7 @@ mod tensor_parallel;
 #[cfg(test)]
 mod testing;
 mod transfer_metrics;
+mod weights;
 pub mod wire;
 
 pub use cluster::Role;

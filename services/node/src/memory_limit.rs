@@ -10,6 +10,8 @@ use crate::settings::SettingsError;
 
 /// Mount point of the control groups.
 const MOUNT: &str = "/sys/fs/cgroup";
+/// Bytes of a memory page in `/proc/self/statm`.
+const PAGE: u64 = 4096;
 /// The control groups of this process.
 const OWN: &str = "/proc/self/cgroup";
 
@@ -17,6 +19,26 @@ const OWN: &str = "/proc/self/cgroup";
 pub(crate) fn check(weights: u64, kv: u64) -> Result<(), SettingsError> {
     let own = fs::read_to_string(OWN).unwrap_or_default();
     check_against(limit(Path::new(MOUNT), &own), weights, kv)
+}
+
+/// Rejects further memory that the process's control group or the machine does not have.
+pub(crate) fn check_more(bytes: u64) -> Result<(), SettingsError> {
+    let own = fs::read_to_string(OWN).unwrap_or_default();
+    let memory = fs::read_to_string("/proc/meminfo").unwrap_or_default();
+    let used = fs::read_to_string("/proc/self/statm").unwrap_or_default();
+    let used = used.split(' ').nth(1).and_then(|pages| pages.parse().ok()).unwrap_or(0) * PAGE;
+    let left = limit(Path::new(MOUNT), &own).map(|limit: u64| limit.saturating_sub(used));
+    match left.into_iter().chain(available(&memory)).min() {
+        Some(left) if bytes > left => Err(SettingsError::NoMemory { bytes, left }),
+        _ => Ok(()),
+    }
+}
+
+/// Returns the memory in bytes that the machine can still give. `memory` is the text of `/proc/meminfo`.
+fn available(memory: &str) -> Option<u64> {
+    let line = memory.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
+    let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
+    Some(kib << 10)
 }
 
 fn check_against(limit: Option<u64>, weights: u64, kv: u64) -> Result<(), SettingsError> {
@@ -87,6 +109,18 @@ mod tests {
         let own = mount(&[("memory/memory.limit_in_bytes", "7000\n")]);
         assert_eq!(limit(own.path(), "4:memory:/kubepods/pod1/c1\n"), Some(7000));
         assert_eq!(limit(own.path(), ""), None);
+    }
+
+    #[test]
+    fn available_memory_is_read_in_kib() {
+        assert_eq!(
+            available("MemFree: 1 kB\nMemAvailable:   2048 kB\nBuffers: 3 kB\n"),
+            Some(2 << 20)
+        );
+        assert_eq!(available(""), None);
+        assert!(check_more(1 << 20).is_ok());
+        let error = check_more(1 << 60).unwrap_err().to_string();
+        assert!(error.contains("expected at most"), "{error}");
     }
 
     #[test]

@@ -31,7 +31,7 @@ use kernels::{
     cuda::CudaError,
 };
 use kv_transfer::Transfers;
-use model::{Checkpoint, ModelError};
+use model::{Checkpoint, ModelConfig, ModelError};
 use proto::auth::CallVerifier;
 use telemetry::{Metrics, MetricsServer, NodeMetrics, TelemetryError};
 use tokio::task::JoinError;
@@ -55,6 +55,7 @@ use crate::{
     service::NodeService,
     settings::{self, BatchSizes, SettingsError},
     tensor_parallel, transfer_metrics,
+    weights::{WeightActor, WeightSettings, WeightsService},
 };
 
 /// Time for attempts to end after the drain time-out: a dead peer holds blocks for one lease and half a
@@ -163,6 +164,7 @@ pub struct Node {
     engine: EngineThread,
     transfers: Arc<Transfers>,
     populate: Populate,
+    weights: WeightActor,
     /// The record in etcd; `None` without etcd.
     registration: Option<Registration>,
     drain_timeout: Duration,
@@ -207,12 +209,14 @@ impl Node {
             Ok((load(role, config.clone(), epoch.0).await?, began.elapsed()))
         };
         let (registrar, (loaded, load_time)) = tokio::try_join!(connect, load)?;
-        let Loaded { path, arena, identity, executor, defaults, cpus, cpu_fallback } = loaded;
+        let Loaded { path, model, arena, identity, executor, defaults, cpus, cpu_fallback } =
+            loaded;
         let load_duration = metrics.meter().f64_gauge("baton.model.load.duration").with_unit("s");
         let load_duration =
             load_duration.with_description("Time to fetch, read and pack the model");
         load_duration.build().record(load_time.as_secs_f64(), &[]);
         let executor = wrap(executor);
+        let weight_update = executor.weight_update();
         let limits = executor.limits();
         let scheduler_config = SchedulerConfig {
             step_tokens: defaults.step_tokens,
@@ -272,10 +276,24 @@ impl Node {
         let grammars = Grammars::new(path, record.vocabulary_size, node_metrics);
         let service =
             NodeService::new(role, attempt_limits, grammars, inbox.clone(), draining.clone());
-        let server =
-            GrpcServer::start(grpc, service, authenticate, attempts_max, sequence_tokens_max)
-                .await
-                .map_err(not_listening)?;
+        let weights = WeightActor::start(WeightSettings {
+            model,
+            update: weight_update,
+            inbox: inbox.clone(),
+            secret,
+        });
+        let weights_service =
+            WeightsService::new(attempt_limits, weights.handle(), draining.clone());
+        let server = GrpcServer::start(
+            grpc,
+            service,
+            weights_service,
+            authenticate,
+            attempts_max,
+            sequence_tokens_max,
+        )
+        .await
+        .map_err(not_listening)?;
         let addresses = Addresses {
             grpc: grpc_address,
             metrics: metrics_server.address(),
@@ -304,6 +322,7 @@ impl Node {
             engine,
             transfers,
             populate,
+            weights,
             registration,
             drain_timeout: node.drain_timeout,
         })
@@ -334,6 +353,7 @@ impl Node {
             mut engine,
             transfers,
             populate,
+            weights,
             metrics_server,
             registration,
             ..
@@ -366,6 +386,8 @@ impl Node {
             }
         };
         tokio::join!(leave, end_work);
+        // It holds an inbox.
+        weights.shutdown().await;
         // Ends the observers' streams. The server waits for them.
         let _ = inbox.send(Command::Stop);
         drop(inbox);
@@ -412,6 +434,7 @@ async fn stop_threads(
 /// An opened model.
 struct Loaded {
     path: PathBuf,
+    model: ModelConfig,
     arena: Arc<KvArena>,
     identity: ModelIdentity,
     executor: Box<dyn Executor>,
@@ -522,7 +545,8 @@ fn load_blocking(
     info!("derived the settings that are auto: {}", reasons.join("; "));
     let identity = identity::model_identity(fingerprint, weights, layout);
     let path = path.to_owned();
-    Ok(Loaded { path, arena, identity, executor, defaults, cpus, cpu_fallback })
+    let model = checkpoint.config().clone();
+    Ok(Loaded { path, model, arena, identity, executor, defaults, cpus, cpu_fallback })
 }
 
 /// Returns the batch for which the executor allocates memory.

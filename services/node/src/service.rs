@@ -178,9 +178,8 @@ impl From<Refusal> for Status {
             Refusal::Busy { .. } => Code::ResourceExhausted,
             Refusal::Draining => Code::Unavailable,
             Refusal::Duplicate { .. } => Code::AlreadyExists,
-            Refusal::OtherEpoch { .. }
-            | Refusal::OtherWeights { .. }
-            | Refusal::OtherRole { .. } => Code::FailedPrecondition,
+            Refusal::OtherEpoch { .. } | Refusal::OtherRole { .. } => Code::FailedPrecondition,
+            Refusal::OtherWeights { .. } | Refusal::WeightsChanged => Code::Aborted,
             Refusal::Deadline => Code::DeadlineExceeded,
             Refusal::Internal { .. } | Refusal::Stopped => Code::Internal,
         };
@@ -213,7 +212,6 @@ mod tests {
 
     const LIMITS: AttemptLimits = AttemptLimits {
         epoch: Epoch(7),
-        weight_version: 1,
         vocabulary_size: 100,
         prompt_tokens_max: 31,
         sequence_tokens_max: 32,

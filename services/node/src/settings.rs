@@ -45,6 +45,8 @@ pub enum SettingsError {
         weights >> 20, kv >> 20, limit >> 20, weights.saturating_add(*kv) >> 20
     )]
     MemoryLimit { weights: u64, kv: u64, limit: u64 },
+    #[error("{} MiB are needed; expected at most {} MiB, the memory that is left", bytes >> 20, left >> 20)]
+    NoMemory { bytes: u64, left: u64 },
     #[error("node.cpus = {cpus}: this process has no CPU {missing}; expected {allowed}")]
     NoSuchCpu { cpus: CpuList, missing: String, allowed: String },
     #[error("node.numa_node = {numa_node}: {reason}; expected {allowed}")]

@@ -149,7 +149,7 @@ async fn invalid_fields_are_rejected_by_name_and_disturb_no_request() {
         (Code::InvalidArgument, "attempt.sampling.temperature: NaN", |attempt| {
             attempt.sampling.as_mut().unwrap().temperature = f32::NAN;
         }),
-        (Code::FailedPrecondition, "weight_version = 9", |attempt| attempt.weight_version = 9),
+        (Code::Aborted, "weight_version = 9", |attempt| attempt.weight_version = 9),
         (Code::DeadlineExceeded, "deadline passed", |attempt| attempt.remaining_ms = 0),
     ];
     for (code, words, spoil) in cases {

@@ -1,6 +1,8 @@
-//! The operator's API on `router.admin`: explains requests, lists the nodes and proxies calls to them over gRPC.
+//! The operator's API on `router.admin`: explains requests, lists the nodes and proxies calls to them over gRPC, and
+//! coordinates weight updates.
 
 mod explain;
+mod weights;
 
 use std::sync::Arc;
 
@@ -19,10 +21,11 @@ use crate::{
     http::{ApiError, with_keys},
     keys::Keys,
     nodes::{AdminCall, AdminError},
+    weights::Weights,
 };
 
 /// `keys`: those of operators; `None` accepts every request.
-pub fn routes(front: Arc<Front>, keys: Option<Arc<Keys>>) -> Router {
+pub fn routes(front: Arc<Front>, weights: Weights, keys: Option<Arc<Keys>>) -> Router {
     let call = |call: AdminCall| {
         post(async move |State(front): State<Arc<Front>>, Path(node): Path<String>| {
             forward(&front, &node, call).await
@@ -37,11 +40,12 @@ pub fn routes(front: Arc<Front>, keys: Option<Arc<Keys>>) -> Router {
         .route("/v1/nodes/{node}/reset-prefix-cache", call(AdminCall::ResetPrefixCache))
         .fallback(async || {
             let message =
-                "unknown path; expected /v1/explain, /v1/nodes or /v1/nodes/{node}/{call}"
+                "unknown path; expected /v1/explain, /v1/nodes, /v1/nodes/{node}/{call} or /v1/weights"
                     .to_owned();
             ApiError::invalid(StatusCode::NOT_FOUND, "not_found", message)
         })
-        .with_state(front);
+        .with_state(front.clone())
+        .merge(self::weights::routes(front, weights));
     with_keys(routes, keys).layer(middleware::from_fn(reject_browsers))
 }
 

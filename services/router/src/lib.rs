@@ -36,6 +36,7 @@ pub mod request_core;
 mod request_driver;
 mod serve;
 mod wake;
+mod weights;
 
 pub use front::{ModelSource, RouterSettings};
 #[doc(hidden)]

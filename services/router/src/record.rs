@@ -265,7 +265,10 @@ impl RequestRecord {
                 (Cause::Lost | Cause::Draining, Side::Prefill) => AttemptEnd::PrefillLost,
                 (Cause::Lost | Cause::Draining, Side::Decode) => AttemptEnd::DecodeLost,
                 (Cause::TransferFailed, _) => AttemptEnd::TransferFailed,
-                (Cause::Mismatch | Cause::Stale, _) => AttemptEnd::Mismatch,
+                (
+                    Cause::Mismatch | Cause::Stale | Cause::OtherWeights | Cause::WeightsChanged,
+                    _,
+                ) => AttemptEnd::Mismatch,
                 (Cause::Deadline, _) => AttemptEnd::Deadline,
                 (Cause::SlowReader, _) => AttemptEnd::Cancelled,
                 _ => AttemptEnd::Internal,

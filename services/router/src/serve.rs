@@ -16,6 +16,7 @@ use crate::{
     net::{self, Protocol},
     nodes::{Nodes, OwnedTask, Served},
     reload::{self, Reload},
+    weights::Weights,
 };
 
 /// Time for requests to end after the router has cancelled them.
@@ -23,6 +24,8 @@ const CUT_MAX: Duration = Duration::from_secs(2);
 /// Time for the next request of a client on a connection that it keeps.
 const NEXT_REQUEST_MAX: Duration = Duration::from_secs(1);
 const MEMBERSHIP_MAX: Duration = Duration::from_secs(2);
+/// Maximum bytes of a chunk of a weight update: large enough for full bandwidth, small enough to overlap.
+const WEIGHT_CHUNK_BYTES: u64 = 256 << 20;
 
 #[derive(Debug, thiserror::Error)]
 pub enum StartError {
@@ -63,6 +66,7 @@ pub struct RunningRouter {
     admin_task: JoinHandle<()>,
     health: OwnedTask,
     watch: OwnedTask,
+    weights: OwnedTask,
     reload: OwnedTask,
     membership: Membership,
     metrics: Metrics,
@@ -117,7 +121,8 @@ pub fn start(
     let started = std::time::SystemTime::UNIX_EPOCH.elapsed().map_or(0, |since| since.as_secs());
     let http_routes = http::routes(front.clone(), metrics.clone(), started);
     let grpc_routes = grpc::routes(front.clone(), health_service)?;
-    let admin_routes = admin::routes(front.clone(), admin_keys);
+    let (weights, weights_task) = Weights::start(front.nodes.clone(), WEIGHT_CHUNK_BYTES);
+    let admin_routes = admin::routes(front.clone(), weights, admin_keys);
     let bounds = net::Bounds::new(
         net::ConnectionLimits::new(front.settings.open_files_max),
         front.settings.request_read_max,
@@ -146,6 +151,7 @@ pub fn start(
         stop: stop.drop_guard(),
         health,
         watch,
+        weights: weights_task,
         reload: OwnedTask::start(|stop| reload::watch(reloaded, stop)),
         membership,
         metrics,
@@ -223,6 +229,7 @@ impl RunningRouter {
         self.grpc_task.await?;
         self.admin_task.await?;
         self.health.shutdown().await?;
+        self.weights.shutdown().await?;
         self.watch.shutdown().await?;
         self.reload.shutdown().await?;
         self.membership.shutdown(MEMBERSHIP_MAX).await?;

@@ -56,6 +56,8 @@ impl Coverage {
             // A shipped node fails like this only because of a bug.
             Cause::SlowReader
             | Cause::Mismatch
+            | Cause::OtherWeights
+            | Cause::WeightsChanged
             | Cause::Duplicate
             | Cause::Invalid
             | Cause::Violation

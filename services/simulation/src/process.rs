@@ -396,6 +396,7 @@ impl Process {
         let number = self.calls_begun;
         let call = Call {
             number,
+            weight_version: attempt.weight_version,
             prompt_hash: attempt.prompt_hash(),
             peer: attempt.peer,
             sequence: attempt.sequence,
@@ -522,7 +523,10 @@ impl Process {
                     self.coverage.add("preemptions", count);
                 }
                 CoreOutput::Stalled { .. } => self.coverage.count("stalls"),
-                CoreOutput::Metric(_) | CoreOutput::Stage { .. } | CoreOutput::Recovered => {}
+                CoreOutput::Metric(_)
+                | CoreOutput::Stage { .. }
+                | CoreOutput::WeightsChanged { .. }
+                | CoreOutput::Recovered => {}
             }
         }
     }
@@ -549,7 +553,12 @@ impl Process {
         }
     }
 
-    fn command_transfers(&mut self, call: CallId, command: Command, outputs: &mut Vec<Output>) {
+    fn command_transfers(
+        &mut self,
+        call: Option<CallId>,
+        command: Command,
+        outputs: &mut Vec<Output>,
+    ) {
         self.is_command_waiting = false;
         if self.commands >= self.transfer_limits.queued_max(&command) {
             self.coverage.count("transfer queue full");

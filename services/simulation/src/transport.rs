@@ -96,7 +96,10 @@ impl SimTransport {
                     registered.extend(blocks.iter().copied().zip(*first_block..));
                 }
             }
-            Command::Finish { .. } | Command::Abort { .. } | Command::Connect { .. } => {}
+            Command::Finish { .. }
+            | Command::Abort { .. }
+            | Command::ChangeWeights { .. }
+            | Command::Connect { .. } => {}
         }
     }
 

@@ -198,6 +198,12 @@ impl Member {
         }
         (stream.last, stream.deadline) = (Some(sequence), now + SILENCE_MAX);
         self.changed_at = Some(now);
+        if let Some(changed) = delta.weights {
+            let mut record = NodeRecord::clone(&seen.record);
+            record.identity.weight_version = changed.weight_version;
+            seen.record = Arc::new(record);
+            seen.cached.clear();
+        }
         for hash in &delta.evicted {
             seen.cached.remove(&sixteen_bytes("evicted", hash)?);
         }

@@ -326,7 +326,7 @@ impl Scheduler {
 
     /// Preempts a sequence: it loses its slot and blocks, and returns to its place in the queue. The results
     /// of its steps in flight are dropped. Recomputation gives the same tokens.
-    fn preempt(&mut self, id: SequenceId) {
+    pub(super) fn preempt(&mut self, id: SequenceId) {
         let sequence = self.sequences.get_mut(&id).expect("a running sequence is known");
         let arrival = sequence.arrival;
         let Phase::Running(row) = std::mem::replace(&mut sequence.phase, Phase::Waiting) else {

@@ -92,6 +92,11 @@ impl Transfers {
         }
     }
 
+    /// Returns the transfers in progress.
+    pub(super) fn ids(&self) -> Vec<SequenceId> {
+        self.known.keys().copied().collect()
+    }
+
     /// Returns true the first time, when the node must be told to abort this transfer.
     pub(super) fn abort(&mut self, id: SequenceId) -> bool {
         let transfer = self.known.get_mut(&id);

@@ -108,6 +108,9 @@ impl Core {
                 self.with_transfer(transfer, |side, turn| side.finish(turn, first_index, token));
             }
             Command::Connect { peer, sends, guard: _ } => self.connect(&peer, sends),
+            Command::ChangeWeights { weight_version } => {
+                self.turn.local.identity.weight_version = weight_version;
+            }
             Command::Abort { transfer, reason } => self.abort(transfer, reason),
         }
     }

@@ -162,6 +162,7 @@ fn engine_that_stalls_after<E: Executor>(stall_after: Duration, executor: E) -> 
 fn attempt(id: u128) -> NewAttempt {
     NewAttempt {
         request_id: id,
+        weight_version: 1,
         sequence: NewSequence {
             id: SequenceId(id),
             kind: SequenceKind::Compute,

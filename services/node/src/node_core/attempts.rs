@@ -37,7 +37,7 @@ pub(super) struct Attempts {
     inputs: VecDeque<Input>,
     /// Commands for the transfers, in order. Each attempt adds at most a reservation or expectation, one range
     /// per chunk, a finish and an abort.
-    commands: VecDeque<(CallId, transfer::Command)>,
+    commands: VecDeque<(Option<CallId>, transfer::Command)>,
     pub outputs: Outputs,
     /// Whether new calls are rejected.
     is_draining: bool,
@@ -94,8 +94,13 @@ impl Attempts {
         self.inputs.pop_front()
     }
 
-    pub fn next_command(&mut self) -> Option<(CallId, transfer::Command)> {
+    pub fn next_command(&mut self) -> Option<(Option<CallId>, transfer::Command)> {
         self.commands.pop_front()
+    }
+
+    /// Tells the transfers, after all earlier commands, that the weights have changed.
+    pub fn change_weights(&mut self, weight_version: u64) {
+        self.commands.push_back((None, transfer::Command::ChangeWeights { weight_version }));
     }
 
     /// Rejects new calls from now on, or accepts them again.
@@ -103,11 +108,13 @@ impl Attempts {
         self.is_draining = is_draining;
     }
 
-    /// Handles the router's `Decode` or `Prefill` call.
-    pub fn call(&mut self, call: Call, now: Instant) {
+    /// Handles the router's `Decode` or `Prefill` call. `own_version`: the weights in use.
+    pub fn call(&mut self, call: Call, own_version: u64, now: Instant) {
         let (id, call_id) = (call.sequence.id, call.id());
         let refusal = if self.is_draining {
             Some(Refusal::Draining)
+        } else if call.weight_version != own_version {
+            Some(Refusal::OtherWeights { named: call.weight_version, own: own_version })
         } else if self.known.contains(id) || self.records.contains_key(&id) {
             Some(Refusal::Duplicate { id: id.0 })
         } else {
@@ -165,7 +172,7 @@ impl Attempts {
                 deadline: record.deadline.saturating_duration_since(now),
                 traceparent: String::new(),
             };
-            self.commands.push_back((record.call, command));
+            self.commands.push_back((Some(record.call), command));
         }
     }
 
@@ -174,18 +181,20 @@ impl Attempts {
     /// reach the transfer: returns true, and the command is offered again first.
     pub fn transfer_queue_full(
         &mut self,
-        call: CallId,
+        call: Option<CallId>,
         command: transfer::Command,
         reason: String,
     ) -> bool {
         match command {
-            transfer::Command::Receive { .. } | transfer::Command::Expect { .. } => {
-                self.transfer_rejected(call.sequence, reason);
+            transfer::Command::Receive { transfer, .. }
+            | transfer::Command::Expect { transfer, .. } => {
+                self.transfer_rejected(SequenceId(transfer.0), reason);
                 false
             }
             transfer::Command::Written { .. }
             | transfer::Command::Finish { .. }
             | transfer::Command::Abort { .. }
+            | transfer::Command::ChangeWeights { .. }
             | transfer::Command::Connect { .. } => {
                 self.commands.push_front((call, command));
                 true
@@ -225,7 +234,7 @@ impl Attempts {
                     deadline: record.deadline.saturating_duration_since(now),
                     traceparent: String::new(),
                 };
-                self.commands.push_back((record.call, command));
+                self.commands.push_back((Some(record.call), command));
             }
             // On D: the router may emit token 0.
             Action::Admitted { id, cached_tokens, local_prefill } => {
@@ -252,7 +261,7 @@ impl Attempts {
                 if record.may_command_transfer() {
                     let transfer = TransferId(id.0);
                     let command = transfer::Command::Written { transfer, first_block, blocks };
-                    self.commands.push_back((record.call, command));
+                    self.commands.push_back((Some(record.call), command));
                 }
             }
             Action::Tokens { id, first_index, tokens, cached_tokens } => {
@@ -313,7 +322,7 @@ impl Attempts {
                     if record.may_command_transfer() {
                         let transfer = TransferId(id.0);
                         let command = transfer::Command::Finish { transfer, first_index, token };
-                        self.commands.push_back((record.call, command));
+                        self.commands.push_back((Some(record.call), command));
                     }
                     return;
                 };
@@ -353,6 +362,10 @@ impl Attempts {
                 let refusal = Refusal::Internal { reason: message.clone() };
                 (SequenceEnd::TransferFailed, FailureKind::TransferFailed, refusal)
             }
+            SequenceFailure::WeightsChanged => {
+                let refusal = Refusal::WeightsChanged;
+                (SequenceEnd::WeightsChanged, FailureKind::WeightsChanged, refusal)
+            }
             SequenceFailure::Internal { .. } => {
                 let refusal = Refusal::Internal { reason: message.clone() };
                 (SequenceEnd::Internal, FailureKind::Internal, refusal)
@@ -372,7 +385,7 @@ impl Attempts {
         {
             if !std::mem::replace(is_aborted, true) {
                 let command = transfer::Command::Abort { transfer: TransferId(id.0), reason };
-                self.commands.push_back((record.call, command));
+                self.commands.push_back((Some(record.call), command));
             }
             return;
         }

@@ -34,11 +34,12 @@ use std::{
 
 use cluster::NodeRecord;
 use engine::{
-    Scheduler, Speculated, StepLoop, Turn,
+    CacheSeeds, Scheduler, Speculated, StepLoop, Turn,
     event::{Action, Input, SequenceId},
     executor::{Executor, ExecutorError},
 };
 use kv_transfer::api as transfer;
+use proto::v1;
 
 pub use output::{
     AttemptEnd, AttemptEvent, Call, CallId, CloseReason, Metric, ObserverId, Output, Refusal,
@@ -71,10 +72,22 @@ pub struct NodeCore<E> {
     transfer_retry_at: Option<Instant>,
     stall_after: Duration,
     is_stalled: bool,
+    seeds: CacheSeeds,
+    /// The weights that the node takes up at the next step boundary.
+    weight_change: Option<WeightChange>,
     /// Number of preemptions that the metrics have reported.
     preemptions: u64,
     /// The latest time that the core was given.
     now: Instant,
+}
+
+/// Weights that the executor has prepared.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct WeightChange {
+    pub weight_version: u64,
+    pub label: String,
+    /// When the node stopped launching steps.
+    pub held_at: Instant,
 }
 
 impl<E: Executor> NodeCore<E> {
@@ -89,6 +102,11 @@ impl<E: Executor> NodeCore<E> {
             transfer_retry_at: None,
             stall_after,
             is_stalled: false,
+            seeds: CacheSeeds {
+                model_fingerprint: record.identity.model_fingerprint,
+                weight_version: record.identity.weight_version,
+            },
+            weight_change: None,
             preemptions: 0,
             now: steps.executor().now(),
             steps,
@@ -98,7 +116,7 @@ impl<E: Executor> NodeCore<E> {
     /// Handles a `Prefill` or `Decode` call that arrived.
     pub fn handle_call(&mut self, call: Call, now: Instant) {
         self.now = now;
-        self.attempts.call(call, now);
+        self.attempts.call(call, self.seeds.weight_version, now);
     }
 
     /// Handles a caller that dropped its call.
@@ -121,7 +139,7 @@ impl<E: Executor> NodeCore<E> {
     /// offered again after [`TRANSFER_RETRY_AFTER`], before all later commands; then returns true.
     pub fn handle_transfer_queue_full(
         &mut self,
-        call: CallId,
+        call: Option<CallId>,
         command: transfer::Command,
         reason: String,
         now: Instant,
@@ -163,6 +181,14 @@ impl<E: Executor> NodeCore<E> {
         self.steps.scheduler_mut().reset_prefix_cache()
     }
 
+    /// Takes up the prepared weights at the next step boundary: no step is launched before. Then emits
+    /// [`Output::WeightsChanged`].
+    pub fn handle_change_weights(&mut self, weight_version: u64, label: String, now: Instant) {
+        self.now = now;
+        self.weight_change = Some(WeightChange { weight_version, label, held_at: now });
+        self.steps.set_held(true);
+    }
+
     /// Fails every attempt and rejects new calls. Tokens of earlier steps still reach their
     /// callers.
     pub fn handle_close(&mut self, reason: &CloseReason) {
@@ -189,12 +215,13 @@ impl<E: Executor> NodeCore<E> {
     /// flight. [`Turn::Idle`]: no step is in flight and no output is due. After an error the executor
     /// is unusable.
     pub fn step(&mut self, timeout: Duration) -> Result<Turn, ExecutorError> {
+        self.change_weights_if_due()?;
         let turn = self.steps.turn(timeout, &mut self.new_actions);
         self.actions.extend(self.new_actions.drain(..));
         self.now = self.steps.executor().now();
         Ok(match turn? {
-            // A handled action may let the scheduler plan a step.
-            Turn::Idle if self.has_actions() => Turn::Pending,
+            // A handled action may let the scheduler plan a step. Without a step in flight the weights change.
+            Turn::Idle if self.has_actions() || self.may_change_weights() => Turn::Pending,
             turn => turn,
         })
     }
@@ -256,6 +283,41 @@ impl<E: Executor> NodeCore<E> {
     /// Returns the executor, for executors in virtual time.
     pub fn executor_mut(&mut self) -> &mut E {
         self.steps.executor_mut()
+    }
+
+    /// Returns whether the weights can change now: no step is in flight, and no earlier command for the transfers
+    /// waits.
+    fn may_change_weights(&self) -> bool {
+        self.weight_change.is_some()
+            && self.steps.steps_in_flight() == 0
+            && self.transfer_retry_at.is_none()
+    }
+
+    fn change_weights_if_due(&mut self) -> Result<(), ExecutorError> {
+        if !self.may_change_weights() {
+            return Ok(());
+        }
+        let Some(change) = self.weight_change.take() else { return Ok(()) };
+        self.seeds.weight_version = change.weight_version;
+        self.steps.change_weights(self.seeds, &mut self.new_actions)?;
+        self.actions.extend(self.new_actions.drain(..));
+        self.steps.set_held(false);
+        self.now = self.steps.executor().now();
+        // After the actions: they abort the transfers.
+        while let Some(action) = self.actions.pop_front() {
+            self.attempts.on_action(action, self.now);
+        }
+        self.attempts.change_weights(change.weight_version);
+        let outputs = &mut self.attempts.outputs;
+        let changed =
+            v1::WeightsChanged { weight_version: change.weight_version, label: change.label };
+        self.observers.change_weights(changed, self.now, &mut self.steps, outputs);
+        // The steps in flight ran on after the hold.
+        let stopped_at =
+            self.steps.collected_at().map_or(change.held_at, |at| at.max(change.held_at));
+        let paused = self.now.saturating_duration_since(stopped_at);
+        outputs.push_back(Output::WeightsChanged { paused });
+        Ok(())
     }
 
     fn give_to_scheduler(&mut self, input: Input) {

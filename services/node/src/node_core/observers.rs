@@ -104,6 +104,23 @@ impl Observers {
         self.publish(now, steps, outputs);
     }
 
+    /// Sends the last state under the old weights, then the change. Later snapshots name the new weights.
+    pub fn change_weights<E: Executor>(
+        &mut self,
+        changed: v1::WeightsChanged,
+        now: Instant,
+        steps: &mut StepLoop<E>,
+        outputs: &mut Outputs,
+    ) {
+        self.publish(now, steps, outputs);
+        if let Some(identity) = &mut self.record.identity {
+            identity.weight_version = changed.weight_version;
+        }
+        let delta = v1::NodeDelta { weights: Some(changed), ..Default::default() };
+        let events = self.observers.iter_mut();
+        outputs.extend(events.map(|observer| observer.event(Event::Delta(delta.clone()))));
+    }
+
     /// Ends every observer's stream: for routers a stalled node is down until a probe succeeds.
     pub fn stall(&mut self, outputs: &mut Outputs) {
         let stalled = self.observers.drain(..);
@@ -196,6 +213,7 @@ impl Observers {
                 cached: wire_hashes(chunk(&cached, index)),
                 evicted: wire_hashes(chunk(&evicted, index)),
                 arrived: if index == 0 { wire_ids(&arrived) } else { Vec::new() },
+                weights: None,
             };
             let events = self.observers.iter_mut();
             outputs.extend(events.map(|observer| observer.event(Event::Delta(delta.clone()))));

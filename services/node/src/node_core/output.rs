@@ -26,6 +26,8 @@ pub struct ObserverId(pub u64);
 #[derive(Clone, Debug)]
 pub struct Call {
     pub number: u64,
+    /// The weights that the router expects.
+    pub weight_version: u64,
     pub sequence: NewSequence,
     /// The other end of the transfer; `None`: this node prefills and decodes.
     pub peer: Option<PeerAddress>,
@@ -58,7 +60,8 @@ pub enum Output {
     /// `traceparent`. When the transfer queue is full, call
     /// [`handle_transfer_queue_full`](super::NodeCore::handle_transfer_queue_full).
     Transfer {
-        call: CallId,
+        /// `None`: the command belongs to no call.
+        call: Option<CallId>,
         command: transfer::Command,
     },
     /// A stage of the call began or ended.
@@ -77,6 +80,11 @@ pub enum Output {
         observer: ObserverId,
     },
     Metric(Metric),
+    /// The node computes with other weights from now on.
+    WeightsChanged {
+        /// Time from the end of the last step under the old weights until the next step could begin.
+        paused: Duration,
+    },
     /// No step has finished for this time.
     Stalled {
         after: Duration,
@@ -166,6 +174,8 @@ pub enum Refusal {
     OtherEpoch { named: Epoch, own: Epoch },
     #[error("weight_version = {named}: this node has {own}")]
     OtherWeights { named: u64, own: u64 },
+    #[error("the node's weights changed before the attempt began")]
+    WeightsChanged,
     #[error("this is a {own} node; it does not serve {method}")]
     OtherRole { own: &'static str, method: &'static str },
     #[error("the request's deadline passed before the request began")]

@@ -44,7 +44,7 @@ fn call(id: u128, number: u64, kind: SequenceKind, now: Instant) -> Call {
         deadline: now + Duration::from_secs(600),
     };
     let peer = (kind != SequenceKind::Compute).then_some(peer);
-    Call { number, sequence, peer, prompt_hash: 0 }
+    Call { number, weight_version: 1, sequence, peer, prompt_hash: 0 }
 }
 
 /// The attempts without their scheduler: the test makes the actions and reads the inputs.
@@ -77,7 +77,7 @@ impl Scene {
     }
 
     fn call(&mut self, number: u64, kind: SequenceKind) {
-        self.attempts.call(call(ID.0, number, kind, self.now), self.now);
+        self.attempts.call(call(ID.0, number, kind, self.now), 1, self.now);
     }
 
     fn act(&mut self, action: Action) {
@@ -446,6 +446,10 @@ impl Executor for Device {
         if self.is_hung { Ok(None) } else { self.sim.collect(timeout) }
     }
 
+    fn commit_weights(&mut self) -> Result<(), ExecutorError> {
+        self.sim.commit_weights()
+    }
+
     fn limits(&self) -> ExecutorLimits {
         LIMITS
     }
@@ -744,4 +748,82 @@ fn stalled_step_ends_the_observers_until_a_step_finishes() {
     assert!(outputs.iter().any(|output| matches!(output, Output::Recovered)));
     node.core.handle_observe(ObserverId(3), node.now);
     assert_eq!(observe_events(node.outputs()).len(), 1);
+}
+
+/// A decode row is recomputed under the new weights. A `Receive` fails at once, before the transfers learn of the
+/// change.
+#[test]
+fn weights_change_at_a_step_boundary_and_no_kv_survives() {
+    let mut node = Node::new();
+    node.core.handle_observe(ObserverId(1), node.now);
+    node.call(1, SequenceKind::Compute);
+    let begun = node.outputs();
+    node.core.step(Duration::ZERO).unwrap();
+    node.call(2, SequenceKind::Receive);
+    let begun: Vec<_> = begun.into_iter().chain(node.outputs()).collect();
+    let commands_begun = |output: &Output| match output {
+        Output::Transfer { command, .. } => {
+            Some(matches!(command, transfer::Command::Receive { .. }))
+        }
+        _ => None,
+    };
+    let receives: Vec<_> = begun.iter().filter_map(commands_begun).collect();
+    assert_eq!(receives, [true], "{begun:?}");
+
+    node.core.handle_change_weights(7, "step 100".into(), node.now);
+    let mut outputs = Vec::new();
+    while !outputs.iter().any(|output| matches!(output, Output::WeightsChanged { .. })) {
+        node.core.step(Duration::ZERO).unwrap();
+        outputs.extend(node.outputs());
+        assert!(outputs.len() < 1000, "the weights never change");
+    }
+    let commands = outputs.iter().filter_map(|output| match output {
+        Output::Transfer { command, .. } => Some(command),
+        _ => None,
+    });
+    let commands: Vec<_> = commands.collect();
+    assert!(matches!(
+        commands[..],
+        [transfer::Command::Abort { .. }, transfer::Command::ChangeWeights { weight_version: 7 }]
+    ));
+    let changes: Vec<_> = observe_events(outputs.clone())
+        .into_iter()
+        .filter_map(|event| match event.event {
+            Some(ObserveEvent::Delta(delta)) => delta.weights,
+            _ => None,
+        })
+        .collect();
+    let changed = v1::WeightsChanged { weight_version: 7, label: "step 100".into() };
+    assert_eq!(changes, [changed]);
+    let ended = replies(outputs);
+    assert!(ended.contains(&Reply::Ended(AttemptEnd::failed(
+        FailureKind::WeightsChanged,
+        "the weights changed"
+    ))));
+    // The aborted transfer still owns its blocks.
+    assert_eq!(node.core.scheduler().cached_hashes(), []);
+
+    let replies = replies(node.run());
+    assert!(matches!(replies.last(), Some(Reply::Ended(AttemptEnd::Finished { .. }))));
+    node.core.handle_transfer_event(
+        transfer::Event::ReceiveFailed {
+            transfer: TransferId(2),
+            failure: TransferFailure::Aborted { reason: String::new() },
+        },
+        node.now,
+    );
+    node.run();
+    assert!(node.core.is_empty() && node.core.scheduler().is_idle());
+    node.core.scheduler().check();
+}
+
+/// Limits are checked before the call reaches the engine thread, and the weights may change in between.
+#[test]
+fn call_for_other_weights_is_rejected() {
+    let mut node = Node::new();
+    node.core.handle_change_weights(7, String::new(), node.now);
+    node.run();
+    node.call(1, SequenceKind::Compute);
+    let refusal = Refusal::OtherWeights { named: 1, own: 7 };
+    assert_eq!(replies(node.outputs()), [Reply::Rejected(refusal)]);
 }

@@ -4,6 +4,7 @@
 mod admin;
 mod connection_setup;
 mod watch;
+mod weights;
 
 use std::{
     collections::{BTreeSet, HashMap},
@@ -36,6 +37,7 @@ use tracing::Span;
 use crate::request::options::ModelLimits;
 pub use admin::{AdminCall, AdminError};
 pub use watch::{OwnedTask, Served};
+pub use weights::{UpdateRequest, WeightNode, WeightsAnswer};
 
 /// Maximum number of nodes that `/health` names because they unexpectedly compute on the CPU.
 const CPU_FALLBACKS_MAX: usize = 16;

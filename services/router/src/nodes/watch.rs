@@ -231,12 +231,12 @@ async fn follow(
     while let Some(event) = events.message().await.map_err(failed)? {
         Served::check(served, &event)?;
         let drains = drains(&event).unwrap_or(draining);
-        let changed = std::mem::replace(&mut draining, drains) != drains;
+        let changed = std::mem::replace(&mut draining, drains) != drains || changes_weights(&event);
         if nodes.0.inputs.send(DirectoryInput::Observed { stream, event }).await.is_err() {
             return Ok(());
         }
         if changed {
-            // Draining changes which nodes can be picked, without a change of health.
+            // Draining and other weights change which nodes can be picked, without a change of health.
             nodes.changed();
         }
     }
@@ -266,6 +266,10 @@ impl Served {
         }
         Ok(())
     }
+}
+
+fn changes_weights(event: &ObserveEvent) -> bool {
+    matches!(&event.event, Some(Event::Delta(delta)) if delta.weights.is_some())
 }
 
 fn drains(event: &ObserveEvent) -> Option<bool> {

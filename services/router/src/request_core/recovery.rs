@@ -151,8 +151,8 @@ impl Recovery {
             Cause::Deadline | Cause::SlowReader | Cause::Invalid | Cause::Contradiction => {
                 return NextStep::GiveUp(GiveUp::Final(failure));
             }
-            // The directory does not return a busy node for a while.
-            Cause::Busy => {
+            // The directory does not return the node for a while.
+            Cause::Busy | Cause::OtherWeights => {
                 self.wait(WaitReason::Busy, now);
                 return NextStep::Retry;
             }
@@ -170,8 +170,8 @@ impl Recovery {
                 (Side::Prefill, Some(prefill)) => self.avoid_prefill.push(prefill),
                 (Side::Prefill, None) | (Side::Decode, _) => self.avoid_decode.push(decode),
             },
-            // The next attempt has another transfer id.
-            Cause::Duplicate => {}
+            // The next attempt has another transfer id, and nodes that changed their weights are as good as before.
+            Cause::Duplicate | Cause::WeightsChanged => {}
         }
         self.failed_total += 1;
         self.failed += 1;
@@ -275,9 +275,15 @@ pub enum Cause {
     /// The two nodes have different models, weights or layouts.
     #[error("mismatch")]
     Mismatch,
-    /// The node is another process, or has other weights, than the router expected, or rejects the router's token.
+    /// The node is another process than the router expected, or rejects the router's token.
     #[error("stale")]
     Stale,
+    /// The node has other weights than the router expected: its report is in flight.
+    #[error("other_weights")]
+    OtherWeights,
+    /// The node's weights changed during the attempt.
+    #[error("weights_changed")]
+    WeightsChanged,
     /// The node knows this transfer id already.
     #[error("duplicate")]
     Duplicate,
@@ -309,6 +315,7 @@ impl Cause {
             FailureKind::Mismatch => Self::Mismatch,
             FailureKind::Internal | FailureKind::Unspecified => Self::Internal,
             FailureKind::Invalid => Self::Invalid,
+            FailureKind::WeightsChanged => Self::WeightsChanged,
         }
     }
 }
@@ -348,6 +355,7 @@ impl AttemptFailure {
             Code::InvalidArgument => Cause::Invalid,
             Code::OutOfRange => Cause::AnswerComplete,
             Code::AlreadyExists => Cause::Duplicate,
+            Code::Aborted => Cause::OtherWeights,
             Code::FailedPrecondition | Code::Unauthenticated => Cause::Stale,
             Code::DeadlineExceeded => Cause::Deadline,
             _ if broken => Cause::Lost,
@@ -378,7 +386,7 @@ impl AttemptFailure {
     /// Returns the report about the node of [`Self::side`], if the failure says anything about it.
     pub fn node_feedback(&self) -> Option<NodeFeedback> {
         match self.cause {
-            Cause::Busy => Some(NodeFeedback::Busy),
+            Cause::Busy | Cause::OtherWeights => Some(NodeFeedback::Busy),
             Cause::Lost | Cause::Stale => Some(NodeFeedback::Lost),
             _ => None,
         }

@@ -25,6 +25,8 @@ labels! {
         Deadline = "deadline",
         Invalid = "invalid",
         SlowReader = "slow_reader",
+        /// The node's weights changed while the KV was transferred.
+        WeightsChanged = "weights_changed",
         Internal = "internal",
     }
 }

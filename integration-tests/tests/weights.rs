@@ -1,0 +1,281 @@
+//! Live weight updates of real nodes: answers equal those of nodes that started with the new weights, requests in
+//! flight survive, and bad weights change nothing.
+
+use std::{
+    path::{Path, PathBuf},
+    sync::atomic::{AtomicBool, Ordering},
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context, Result, ensure};
+use futures_util::future::{join_all, try_join_all};
+use integration_tests::{
+    client::{Client, greedy_body, salted_body},
+    cluster::{Cluster, ClusterSpec, bin_dir, smollm2},
+    command::output,
+    golden::{golden, longest, run_named},
+};
+use serde_json::{Value, json};
+
+const TOKENS: usize = 24;
+const COMMITTED_WITHIN: Duration = Duration::from_secs(240);
+
+/// Returns a client of the router's admin API.
+fn admin(cluster: &Cluster) -> Client {
+    Client::new(format!("http://{}", cluster.router.ready.admin))
+}
+
+/// Writes SmolLM2 with other values in some weights: a model as a trainer would write it.
+fn trained(folder: &Path, name: &str, flips: u8) -> PathBuf {
+    let mut file = std::fs::read(smollm2()).expect("the model can be read");
+    let header = gguf::Header::parse(&file).expect("the model is a GGUF file");
+    let changed: Vec<(usize, usize)> = header
+        .tensors()
+        .iter()
+        .filter(|tensor| tensor.name.ends_with("ffn_up.weight"))
+        .map(|tensor| (tensor.offset as usize, tensor.bytes.unwrap_or(0) as usize))
+        .collect();
+    assert!(!changed.is_empty());
+    for (offset, bytes) in changed {
+        // The last byte of each block of Q4_1 holds two quantized values, so every float stays finite.
+        for block in file[offset..offset + bytes].chunks_exact_mut(20) {
+            block[19] ^= flips;
+        }
+    }
+    let path = folder.join(name);
+    std::fs::create_dir(&path).expect("the folder is new");
+    std::fs::write(path.join("model.gguf"), file).expect("the model can be written");
+    path
+}
+
+/// Returns the greedy tokens of a cluster that serves these weights from its start.
+async fn expected(path: &Path, spec: ClusterSpec) -> Result<Vec<Vec<u32>>> {
+    let spec = ClusterSpec { model: path.to_owned(), ..spec };
+    let (cluster, client) = Cluster::start_with_client(name_model(spec)).await?;
+    let tokens = all_tokens(&client).await?;
+    cluster.stop()?;
+    Ok(tokens)
+}
+
+/// Gives models at any path one name.
+fn name_model(spec: ClusterSpec) -> ClusterSpec {
+    spec.set("BATON_MODEL_NAME", "smollm2").set("BATON_NODE_DEVICE", "cpu")
+}
+
+async fn all_tokens(client: &Client) -> Result<Vec<Vec<u32>>> {
+    let runs = golden().runs;
+    try_join_all(runs.iter().map(|run| client.greedy(&run.prompt_ids, TOKENS))).await
+}
+
+async fn report(cluster: &Cluster) -> Result<Value> {
+    Ok(admin(cluster).get_json("/v1/weights").await?.1)
+}
+
+/// Begins an update and waits until it has ended. Returns its report.
+async fn update(cluster: &Cluster, path: &Path) -> Result<Value> {
+    let body = json!({"path": path, "label": "test", "commit": true, "timeout_s": 200});
+    let answer = admin(cluster).post("/v1/weights/begin", &body).await?;
+    ensure!(answer.status == 200, "{}", String::from_utf8_lossy(&answer.body));
+    let id = answer.json()["update"]["id"].clone();
+    let deadline = Instant::now() + COMMITTED_WITHIN;
+    loop {
+        let report = report(cluster).await?;
+        ensure!(report["update"]["id"] == id, "{report}");
+        if matches!(report["update"]["phase"].as_str(), Some("committed" | "aborted")) {
+            return Ok(report);
+        }
+        ensure!(Instant::now() < deadline, "the update has not ended: {report}");
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+}
+
+async fn committed(cluster: &Cluster, path: &Path) -> Result<Value> {
+    let report = update(cluster, path).await?;
+    ensure!(report["update"]["phase"] == "committed", "{report}");
+    Ok(report)
+}
+
+/// Waits until every node that the router sees has this version.
+async fn wait_version(cluster: &Cluster, version: &Value) -> Result<()> {
+    let deadline = Instant::now() + COMMITTED_WITHIN;
+    loop {
+        let report = report(cluster).await?;
+        let nodes = report["nodes"].as_array().context("a list of nodes")?.clone();
+        if nodes.iter().all(|node| node["weight_version"] == *version) {
+            return Ok(());
+        }
+        ensure!(Instant::now() < deadline, "{report}");
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+}
+
+#[tokio::test]
+async fn updated_nodes_answer_as_nodes_started_with_the_new_weights() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let new = trained(folder.path(), "new", 0x11);
+    let new_tokens = expected(&new, ClusterSpec::smollm2().nodes(0, 1)).await?;
+
+    let spec = name_model(ClusterSpec::smollm2().nodes(1, 1));
+    let (cluster, client) = Cluster::start_with_client(spec).await?;
+    let old_tokens = all_tokens(&client).await?;
+    assert_ne!(old_tokens, new_tokens);
+    let report = committed(&cluster, &new).await?;
+    assert_eq!(report["update"]["missed"], json!([]));
+    let version = report["update"]["weight_version"].clone();
+    wait_version(&cluster, &version).await?;
+    // The prompts were cached with the old weights.
+    assert_eq!(all_tokens(&client).await?, new_tokens);
+    let received = cluster.decode[0].metric("baton_kv_transfer_bytes_total").await?;
+    assert_eq!(all_tokens(&client).await?, new_tokens, "with cached prompts");
+
+    let back = committed(&cluster, &smollm2()).await?;
+    assert_ne!(back["update"]["weight_version"], version);
+    assert_eq!(all_tokens(&client).await?, old_tokens);
+    let again = cluster.decode[0].metric("baton_kv_transfer_bytes_total").await?;
+    assert!(again > received, "prefill and decode node are paired after an update");
+
+    let again = committed(&cluster, &new).await?;
+    assert_eq!(again["update"]["weight_version"], version, "equal bytes have one version");
+    cluster.stop()
+}
+
+#[tokio::test]
+async fn requests_in_flight_survive_updates() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let paths = [trained(folder.path(), "a", 0x11), trained(folder.path(), "b", 0x22)];
+    let spec = name_model(ClusterSpec::smollm2().nodes(1, 2));
+    let (cluster, client) = Cluster::start_with_client(spec).await?;
+    let run = run_named("code");
+    let done = AtomicBool::new(false);
+    let streams = (0..4).map(|index| {
+        let (run, client, done) = (&run, &client, &done);
+        async move {
+            let mut answers = 0;
+            while !done.load(Ordering::Relaxed) {
+                let salt = format!("{index} {answers}");
+                let answer = client.complete(&salted_body(&run.prompt_ids, 60, &salt)).await?;
+                ensure!(answer.token_ids.len() == 60, "{answer:?}");
+                answers += 1;
+            }
+            anyhow::Ok(answers)
+        }
+    });
+    let updates = async {
+        let mut outcome = Ok(());
+        for index in 0..4 {
+            outcome = outcome.and(committed(&cluster, &paths[index % 2]).await.map(drop));
+        }
+        done.store(true, Ordering::Relaxed);
+        outcome
+    };
+    let (answers, updated) = tokio::join!(join_all(streams), updates);
+    updated?;
+    for answers in answers {
+        assert!(answers? > 0);
+    }
+    cluster.stop()
+}
+
+#[tokio::test]
+async fn unusable_weights_change_nothing_and_the_reason_names_them() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let (cluster, client) =
+        Cluster::start_with_client(name_model(ClusterSpec::smollm2().nodes(0, 2))).await?;
+    let before = client.greedy(&longest().prompt_ids, TOKENS).await?;
+    let reason = async |path: &Path| -> Result<String> {
+        let report = update(&cluster, path).await?;
+        assert_eq!(report["update"]["phase"], "aborted", "{report}");
+        Ok(report["update"]["reason"].as_str().unwrap_or_default().to_owned())
+    };
+    let missing = reason(&folder.path().join("nothing")).await?;
+    assert!(missing.contains("nothing") && missing.contains("node decode-"), "{missing}");
+    let truncated = folder.path().join("short.gguf");
+    let file = std::fs::read(smollm2())?;
+    std::fs::write(&truncated, &file[..file.len() / 2])?;
+    let truncated = reason(&truncated).await?;
+    assert!(truncated.contains("short.gguf"), "{truncated}");
+
+    let admin = admin(&cluster);
+    for (path, body, status, words) in [
+        ("/v1/weights/begin", json!({"path": "models/new"}), 400, "invalid path: \"models/new\""),
+        ("/v1/weights/begin", json!({"label": "x"}), 400, "missing field `path`"),
+        (
+            "/v1/weights/begin",
+            json!({"path": "/a", "model": "other"}),
+            400,
+            "expected one of: smollm2",
+        ),
+        ("/v1/weights/begin", json!({"path": "/a", "timeout_s": 0}), 400, "expected 1 to 3600"),
+        ("/v1/weights/7/commit", json!({}), 400, "expected the 32 hexadecimal digits"),
+        (
+            "/v1/weights/00000000000000000000000000000007/commit",
+            json!({}),
+            404,
+            "cannot find update",
+        ),
+    ] {
+        let answer = admin.post(path, &body).await?;
+        let text = String::from_utf8_lossy(&answer.body).into_owned();
+        assert_eq!(answer.status, status, "{text}");
+        assert!(text.replace("\\\"", "\"").contains(words), "{text}");
+    }
+    // Clients have no admin API.
+    let public = client.post("/v1/weights/begin", &json!({"path": "/a"})).await?;
+    assert_eq!(public.status, 404);
+    assert_eq!(client.greedy(&longest().prompt_ids, TOKENS).await?, before);
+    cluster.stop()
+}
+
+#[tokio::test]
+async fn node_that_restarts_catches_up_and_a_prepared_update_can_be_aborted() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let new = trained(folder.path(), "new", 0x11);
+    let (mut cluster, client) =
+        Cluster::start_with_client(name_model(ClusterSpec::smollm2().nodes(1, 1))).await?;
+    let run = run_named("code");
+    let before = client.greedy(&run.prompt_ids, TOKENS).await?;
+
+    // Two steps instead of one: the operator commits or aborts.
+    let admin = admin(&cluster);
+    let begun = admin.post("/v1/weights/begin", &json!({"path": new})).await?.json();
+    let id = begun["update"]["id"].as_str().context("an id")?.to_owned();
+    let second = admin.post("/v1/weights/begin", &json!({"path": new})).await?;
+    assert_eq!(
+        (second.status.as_u16(), second.json()["error"]["code"].as_str()),
+        (409, Some("update_running"))
+    );
+    let deadline = Instant::now() + COMMITTED_WITHIN;
+    while report(&cluster).await?["update"]["phase"] != "prepared" {
+        ensure!(Instant::now() < deadline, "{}", report(&cluster).await?);
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    assert_eq!(client.greedy(&run.prompt_ids, TOKENS).await?, before);
+    admin.post(&format!("/v1/weights/{id}/abort"), &json!({})).await?;
+    while report(&cluster).await?["update"]["phase"] != "aborted" {
+        ensure!(Instant::now() < deadline, "{}", report(&cluster).await?);
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+
+    let command = |arguments: &[&str]| {
+        let mut command = std::process::Command::new(bin_dir().join("baton"));
+        command.arg("weights").args(arguments);
+        command.args(["--to", &format!("http://{}", cluster.router.ready.admin)]);
+        output(&mut command)
+    };
+    let pushed = command(&["push", new.to_str().context("UTF-8")?, "--label", "step 100"])?;
+    let text = String::from_utf8_lossy(&pushed.stdout).into_owned();
+    assert!(pushed.status.success() && text.contains("committed in"), "{pushed:?}");
+    assert!(text.contains("step 100") && text.contains("paused"), "{text}");
+    let version = report(&cluster).await?["update"]["weight_version"].clone();
+    let after = client.greedy(&run.prompt_ids, TOKENS).await?;
+    assert_ne!(after, before);
+
+    cluster.restart_decode(0)?;
+    cluster.wait_nodes(1, 1).await?;
+    wait_version(&cluster, &version).await?;
+    assert_eq!(client.greedy(&run.prompt_ids, TOKENS).await?, after);
+    let mut body = greedy_body(&longest().prompt_ids, 4);
+    body["cache_salt"] = json!("paired");
+    assert!(client.complete(&body).await?.kv_bytes > 0, "the pair works again");
+    cluster.stop()
+}

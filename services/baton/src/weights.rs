@@ -1,0 +1,181 @@
+//! `baton weights`: updates the weights of a cluster's nodes through the router's admin API.
+
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, anyhow, bail};
+use clap::{Args, Subcommand};
+use serde_json::{Value, json};
+
+use crate::{http_client::HttpClient, keys::ApiKeyArgs};
+
+const CONNECT_MAX: Duration = Duration::from_secs(2);
+const POLL_INTERVAL: Duration = Duration::from_millis(50);
+/// Time beyond the update's own time-out until the command gives up.
+const GRACE: Duration = Duration::from_secs(30);
+
+#[derive(Subcommand)]
+pub enum WeightsCommand {
+    /// Loads the weights at a path into every node and commits them on all nodes or none.
+    Push(PushArgs),
+    /// Shows the weights of every node, and the running or last update.
+    Status(Admin),
+    /// Aborts an update that is not committed.
+    Abort(AbortArgs),
+}
+
+#[derive(Args)]
+pub struct Admin {
+    /// Address of the router's admin API (`router.admin`).
+    #[arg(long = "to", default_value = "http://127.0.0.1:8002", value_name = "URL")]
+    to: String,
+    #[command(flatten)]
+    key: ApiKeyArgs,
+}
+
+#[derive(Args)]
+pub struct PushArgs {
+    /// Path of the model on every node: a folder with config.json and safetensors, or a GGUF file.
+    path: std::path::PathBuf,
+    /// Name of the weights in logs and reports.
+    #[arg(long, default_value = "", value_name = "TEXT")]
+    label: String,
+    /// Model whose nodes are updated, if the router serves several.
+    #[arg(long, value_name = "NAME")]
+    model: Option<String>,
+    /// Seconds until the update is aborted unless it is committed.
+    #[arg(long, default_value_t = 300, value_name = "SECONDS", value_parser = clap::value_parser!(u32).range(1..=3600))]
+    timeout: u32,
+    #[command(flatten)]
+    admin: Admin,
+}
+
+#[derive(Args)]
+pub struct AbortArgs {
+    /// Id of the update, as `baton weights status` prints it.
+    id: String,
+    #[command(flatten)]
+    admin: Admin,
+}
+
+pub fn run(command: WeightsCommand) -> Result<()> {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    let text = runtime.block_on(async {
+        match command {
+            WeightsCommand::Push(push) => push.run().await,
+            WeightsCommand::Status(admin) => Ok(report(&admin.call("GET", "", None).await?)),
+            WeightsCommand::Abort(AbortArgs { id, admin }) => {
+                Ok(report(&admin.call("POST", &format!("/{id}/abort"), None).await?))
+            }
+        }
+    });
+    println!("{}", text?);
+    Ok(())
+}
+
+impl PushArgs {
+    async fn run(self) -> Result<String> {
+        // A relative path means a file of this machine, which the nodes share.
+        let path = std::path::absolute(&self.path)
+            .with_context(|| format!("invalid path {}", self.path.display()))?;
+        let mut body = json!({
+            "path": path.to_str().ok_or_else(|| anyhow!("invalid path {}; expected UTF-8", path.display()))?,
+            "label": self.label,
+            "timeout_s": self.timeout,
+            "commit": true,
+        });
+        if let Some(model) = &self.model {
+            body["model"] = json!(model);
+        }
+        let began = Instant::now();
+        let mut answer = self.admin.call("POST", "/begin", Some(&body)).await?;
+        let id = answer["update"]["id"].as_str().unwrap_or_default().to_owned();
+        let give_up = began + Duration::from_secs(self.timeout.into()) + GRACE;
+        loop {
+            let update = &answer["update"];
+            if update["id"].as_str() != Some(&id) {
+                bail!("cannot follow update {id}: the router reports another one");
+            }
+            match update["phase"].as_str() {
+                Some("committed") => {
+                    let seconds = began.elapsed().as_secs_f64();
+                    return Ok(format!("{}\ncommitted in {seconds:.2} s", report(&answer)));
+                }
+                Some("aborted") => {
+                    let reason = update["reason"].as_str().unwrap_or("(no reason)");
+                    bail!("cannot update the weights: {reason}");
+                }
+                _ if Instant::now() > give_up => bail!("update {id} has not ended in time"),
+                _ => {}
+            }
+            tokio::time::sleep(POLL_INTERVAL).await;
+            answer = self.admin.call("GET", "", None).await?;
+        }
+    }
+}
+
+impl Admin {
+    async fn call(&self, method: &str, path: &str, body: Option<&Value>) -> Result<Value> {
+        let url = format!("{}/v1/weights{path}", self.to.trim_end_matches('/'));
+        let client = HttpClient::new(CONNECT_MAX).with_key(self.key.authorization()?);
+        let (status, body) = client.request_with(method, &url, body).await.with_context(|| {
+            format!(
+                "cannot reach the router's admin API at {}; expected the address of router.admin",
+                self.to
+            )
+        })?;
+        let answer: Value = serde_json::from_slice(&body).unwrap_or_default();
+        if !status.is_success() {
+            bail!("{status}: {}", answer["error"]["message"].as_str().unwrap_or("(no message)"));
+        }
+        Ok(answer)
+    }
+}
+
+/// Returns the update and the nodes as lines.
+fn report(answer: &Value) -> String {
+    let text = |value: &Value| value.as_str().unwrap_or("-").to_owned();
+    let list = |value: &Value| value.as_array().cloned().unwrap_or_default();
+    let mut lines = Vec::new();
+    let update = &answer["update"];
+    if update.is_object() {
+        let label = update["label"].as_str().filter(|label| !label.is_empty());
+        let label = label.map(|label| format!(" ({label})")).unwrap_or_default();
+        lines.push(format!(
+            "update {}{label}: {} {}",
+            text(&update["id"]),
+            text(&update["phase"]),
+            update["weight_version"].as_str().or(update["reason"].as_str()).unwrap_or_default(),
+        ));
+        for node in list(&update["nodes"]) {
+            let paused = node["paused_ms"].as_f64();
+            let paused = paused.map(|ms| format!(", paused {ms:.1} ms")).unwrap_or_default();
+            lines.push(format!("  {}: {}{paused}", text(&node["node"]), text(&node["state"])));
+        }
+    }
+    for node in list(&answer["nodes"]) {
+        let [name, role, version] = ["node", "role", "weight_version"].map(|key| text(&node[key]));
+        lines.push(format!("{name} ({role}): weights {version}"));
+    }
+    lines.join("\n")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn report_names_update_nodes_and_pauses() {
+        let answer = json!({
+            "update": {
+                "id": "07", "label": "step 100", "phase": "committed", "weight_version": "8f",
+                "nodes": [{"node": "decode-0", "state": "committed", "paused_ms": 1.25}],
+            },
+            "nodes": [{"node": "decode-0", "role": "decode", "weight_version": "8f"}],
+        });
+        assert_eq!(
+            report(&answer),
+            "update 07 (step 100): committed 8f\n  decode-0: committed, paused 1.2 ms\ndecode-0 (decode): weights 8f"
+        );
+        assert_eq!(report(&json!({"update": null, "nodes": []})), "");
+    }
+}

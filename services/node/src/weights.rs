@@ -1,0 +1,240 @@
+//! Live weight updates of this node: the gRPC service `baton.v1.Weights`.
+//!
+//! `actor` owns the state machine of the crate `weight-transfer` and carries out its actions. `receive` opens, checks
+//! and prepares new weights. The engine thread exchanges the weights at a step boundary.
+
+mod actor;
+mod receive;
+
+use std::{path::PathBuf, time::Duration};
+
+use cluster::Epoch;
+use proto::v1::{self, weights_server};
+use tokio_util::sync::CancellationToken;
+use tonic::{Code, Request, Response, Status};
+use weight_transfer::{BeginError, CommitError, UpdateEnd, UpdateId, UpdateState, WeightVersion};
+
+use self::actor::{Begin, Call, CallError, Handle, NodeWeights, Peer};
+pub(crate) use self::actor::{WeightActor, WeightSettings};
+use crate::{
+    attempt::{self, AttemptLimits, invalid, shown, within},
+    node_core::Refusal,
+};
+
+const LABEL_BYTES_MAX: usize = 128;
+const REASON_BYTES_MAX: usize = 512;
+const PEERS_MAX: usize = 1024;
+const URL_BYTES_MAX: usize = 300;
+/// Maximum remaining time of an update in ms: a day.
+const REMAINING_MS_MAX: u64 = 86_400_000;
+const CHUNK_BYTES_MIN: u64 = 1 << 12;
+const CHUNK_BYTES_MAX: u64 = 1 << 32;
+
+/// gRPC service for the calls of coordinators and peers.
+#[derive(Debug)]
+pub(crate) struct WeightsService {
+    limits: AttemptLimits,
+    actor: Handle,
+    /// Cancelled from SIGTERM on.
+    draining: CancellationToken,
+}
+
+impl WeightsService {
+    pub fn new(limits: AttemptLimits, actor: Handle, draining: CancellationToken) -> Self {
+        Self { limits, actor, draining }
+    }
+
+    async fn answer(&self, call: Call) -> Result<Response<v1::WeightsStatus>, Status> {
+        let weights = self.actor.call(call).await?;
+        Ok(Response::new(status(weights)))
+    }
+}
+
+#[tonic::async_trait]
+impl weights_server::Weights for WeightsService {
+    async fn begin(
+        &self,
+        request: Request<v1::BeginWeightsRequest>,
+    ) -> Result<Response<v1::WeightsStatus>, Status> {
+        let begin = checked_begin(request.into_inner(), &self.limits)?;
+        if self.draining.is_cancelled() {
+            return Err(Refusal::Draining.into());
+        }
+        self.answer(Call::Begin(begin)).await
+    }
+
+    async fn commit(
+        &self,
+        request: Request<v1::CommitWeightsRequest>,
+    ) -> Result<Response<v1::WeightsStatus>, Status> {
+        let v1::CommitWeightsRequest { node_epoch, update_id, weight_version } =
+            request.into_inner();
+        attempt::check_epoch(&node_epoch, &self.limits)?;
+        let (id, version) = (update(&update_id)?, WeightVersion(weight_version));
+        self.answer(Call::Commit { id, version }).await
+    }
+
+    async fn abort(
+        &self,
+        request: Request<v1::AbortWeightsRequest>,
+    ) -> Result<Response<v1::WeightsStatus>, Status> {
+        let v1::AbortWeightsRequest { node_epoch, update_id, reason } = request.into_inner();
+        attempt::check_epoch(&node_epoch, &self.limits)?;
+        let reason = one_line(&reason);
+        self.answer(Call::Abort { id: update(&update_id)?, reason }).await
+    }
+
+    async fn status(
+        &self,
+        request: Request<v1::WeightsStatusRequest>,
+    ) -> Result<Response<v1::WeightsStatus>, Status> {
+        let v1::WeightsStatusRequest { node_epoch, update_id } = request.into_inner();
+        attempt::check_epoch(&node_epoch, &self.limits)?;
+        let of = (!update_id.is_empty()).then(|| update(&update_id)).transpose()?;
+        self.answer(Call::Status { of }).await
+    }
+}
+
+fn update(bytes: &[u8]) -> Result<UpdateId, Refusal> {
+    attempt::id("update_id", bytes).map(UpdateId)
+}
+
+/// Returns a caller's text as one bounded line.
+fn one_line(text: &str) -> String {
+    let mut line = text.replace(char::is_control, " ");
+    line.truncate(line.floor_char_boundary(REASON_BYTES_MAX));
+    line
+}
+
+fn checked_begin(
+    request: v1::BeginWeightsRequest,
+    limits: &AttemptLimits,
+) -> Result<Begin, Refusal> {
+    attempt::check_epoch(&request.node_epoch, limits)?;
+    let label = request.label;
+    if label.len() > LABEL_BYTES_MAX || label.chars().any(char::is_control) {
+        let expected = format!("at most {LABEL_BYTES_MAX} bytes without control characters");
+        return Err(invalid("label", shown(&label), expected));
+    }
+    let path = PathBuf::from(&request.path);
+    if !path.is_absolute() {
+        return Err(invalid("path", shown(&request.path), "an absolute path"));
+    }
+    within("chunk_bytes", request.chunk_bytes, CHUNK_BYTES_MIN, CHUNK_BYTES_MAX)?;
+    within("remaining_ms", request.remaining_ms, 1, REMAINING_MS_MAX)?;
+    if request.peers.len() > PEERS_MAX {
+        let expected = format!("at most {PEERS_MAX}");
+        return Err(invalid("peers", request.peers.len(), expected));
+    }
+    let peers = request.peers.into_iter().map(|peer| {
+        let epoch = Epoch(attempt::id("peers.epoch", &peer.epoch)?);
+        if peer.grpc.len() > URL_BYTES_MAX {
+            let expected = format!("at most {URL_BYTES_MAX} bytes");
+            return Err(invalid("peers.grpc", shown(&peer.grpc), expected));
+        }
+        Ok(Peer { epoch, grpc: peer.grpc })
+    });
+    Ok(Begin {
+        id: update(&request.update_id)?,
+        label,
+        path,
+        chunk_bytes: request.chunk_bytes,
+        remaining: Duration::from_millis(request.remaining_ms),
+        peers: peers.collect::<Result<_, Refusal>>()?,
+    })
+}
+
+impl From<CallError> for Status {
+    /// Maps errors as `weights.proto` documents.
+    fn from(error: CallError) -> Self {
+        let code = match &error {
+            CallError::Unsupported => Code::Unimplemented,
+            CallError::Begin(BeginError::Running { .. } | BeginError::Ended { .. }) => {
+                Code::FailedPrecondition
+            }
+            CallError::Commit(CommitError::Unknown { .. }) => Code::NotFound,
+            CallError::Commit(_) => Code::FailedPrecondition,
+            CallError::Busy => Code::ResourceExhausted,
+            CallError::Stopped => Code::Unavailable,
+        };
+        Self::new(code, error.to_string())
+    }
+}
+
+fn status(weights: NodeWeights) -> v1::WeightsStatus {
+    let NodeWeights { version, label, report, paused } = weights;
+    let update = report.map(|report| {
+        use v1::UpdateState as State;
+        let (state, version, reason) = match report.state {
+            UpdateState::Receiving => (State::Receiving, None, String::new()),
+            UpdateState::Prepared(version) => (State::Prepared, Some(version), String::new()),
+            UpdateState::Installing(version) => (State::Installing, Some(version), String::new()),
+            UpdateState::Ended(UpdateEnd::Committed(version)) => {
+                (State::Committed, Some(version), String::new())
+            }
+            UpdateState::Ended(UpdateEnd::Aborted { reason }) => (State::Aborted, None, reason),
+        };
+        v1::UpdateStatus {
+            update_id: report.id.0.to_be_bytes().to_vec().into(),
+            state: state.into(),
+            weight_version: version.map_or(0, |version| version.0),
+            reason,
+            paused_us: paused.map_or(0, |paused| paused.as_micros() as u64),
+        }
+    });
+    v1::WeightsStatus { weight_version: version.0, label, update }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LIMITS: AttemptLimits = AttemptLimits {
+        epoch: Epoch(7),
+        vocabulary_size: 100,
+        prompt_tokens_max: 31,
+        sequence_tokens_max: 32,
+    };
+
+    fn request() -> v1::BeginWeightsRequest {
+        v1::BeginWeightsRequest {
+            node_epoch: LIMITS.epoch.to_bytes().to_vec().into(),
+            update_id: vec![1; 16].into(),
+            label: "step 100".into(),
+            path: "/models/new".into(),
+            chunk_bytes: 1 << 20,
+            remaining_ms: 1000,
+            peers: Vec::new(),
+        }
+    }
+
+    #[test]
+    fn every_field_of_begin_is_checked() {
+        assert_eq!(checked_begin(request(), &LIMITS).unwrap().label, "step 100");
+        type Change = fn(&mut v1::BeginWeightsRequest);
+        let changes: [(Change, &str); 7] = [
+            (|it| it.node_epoch = vec![9; 16].into(), "node_epoch = "),
+            (|it| it.update_id = vec![1; 15].into(), "invalid update_id: 15 bytes; expected 16"),
+            (|it| it.label = "a\nb".into(), "invalid label"),
+            (
+                |it| it.path = "models/new".into(),
+                "invalid path: \"models/new\"; expected an absolute",
+            ),
+            (|it| it.chunk_bytes = 1, "invalid chunk_bytes: 1; expected 4096 to"),
+            (|it| it.remaining_ms = 0, "invalid remaining_ms: 0; expected 1 to"),
+            (
+                |it| {
+                    let peer = v1::WeightsPeer { epoch: vec![].into(), grpc: "http://a:1".into() };
+                    it.peers = vec![peer];
+                },
+                "invalid peers.epoch: 0 bytes",
+            ),
+        ];
+        for (change, words) in changes {
+            let mut request = request();
+            change(&mut request);
+            let error = checked_begin(request, &LIMITS).unwrap_err().to_string();
+            assert!(error.starts_with(words), "{error:?} lacks {words:?}");
+        }
+    }
+}

@@ -1,0 +1,148 @@
+//! `/v1/weights`: live weight updates.
+
+use std::{sync::Arc, time::Duration};
+
+use axum::{
+    Json, Router,
+    body::Bytes,
+    extract::{Path, State},
+    response::{IntoResponse, Response},
+    routing::{get, post},
+};
+use http::StatusCode;
+use serde::Deserialize;
+use weight_transfer::UpdateId;
+
+use crate::{
+    front::Front,
+    http::ApiError,
+    weights::{NewUpdate, UpdateError, Weights, WeightsReport},
+};
+
+const LABEL_BYTES_MAX: usize = 128;
+const TIMEOUT_MAX_S: f64 = 3600.0;
+const TIMEOUT_DEFAULT_S: f64 = 300.0;
+
+/// Body of `POST /v1/weights/begin`.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct BeginBody {
+    /// Absolute path of the model on every node.
+    path: String,
+    /// The operator's name of the weights.
+    #[serde(default)]
+    label: String,
+    /// Model of the nodes; the default model if absent.
+    model: Option<String>,
+    /// Seconds until the update is aborted unless it is committed.
+    timeout_s: Option<f64>,
+    /// Whether the router commits as soon as every node is prepared.
+    #[serde(default)]
+    commit: bool,
+}
+
+#[derive(Clone)]
+struct Updates {
+    weights: Weights,
+    front: Arc<Front>,
+}
+
+pub fn routes(front: Arc<Front>, weights: Weights) -> Router {
+    Router::new()
+        .route("/v1/weights", get(status))
+        .route("/v1/weights/begin", post(begin))
+        .route("/v1/weights/{id}/commit", post(commit))
+        .route("/v1/weights/{id}/abort", post(abort))
+        .with_state(Updates { weights, front })
+}
+
+async fn status(State(updates): State<Updates>) -> Response {
+    reply(updates.weights.status().await)
+}
+
+async fn begin(State(updates): State<Updates>, body: Bytes) -> Response {
+    match checked(&updates.front, &body) {
+        Ok(update) => reply(updates.weights.begin(update).await),
+        Err(error) => error.into_response(),
+    }
+}
+
+async fn commit(State(updates): State<Updates>, Path(id): Path<String>) -> Response {
+    match update_id(&id) {
+        Ok(id) => reply(updates.weights.commit(id).await),
+        Err(error) => error.into_response(),
+    }
+}
+
+async fn abort(State(updates): State<Updates>, Path(id): Path<String>) -> Response {
+    match update_id(&id) {
+        Ok(id) => reply(updates.weights.abort(id).await),
+        Err(error) => error.into_response(),
+    }
+}
+
+fn checked(front: &Front, body: &[u8]) -> Result<NewUpdate, ApiError> {
+    let BeginBody { path, label, model, timeout_s, commit } = serde_json::from_slice(body)
+        .map_err(|error| {
+            let message = format!("cannot begin an update: {error}");
+            ApiError::invalid(StatusCode::BAD_REQUEST, "invalid_json", message)
+        })?;
+    let shown = |text: &str| text.chars().take(200).collect::<String>();
+    if !path.starts_with('/') {
+        return Err(invalid(
+            "path",
+            format!("{:?}", shown(&path)),
+            "an absolute path on the nodes",
+        ));
+    }
+    if label.len() > LABEL_BYTES_MAX || label.chars().any(char::is_control) {
+        let expected = "at most 128 bytes without control characters";
+        return Err(invalid("label", format!("{:?}", shown(&label)), expected));
+    }
+    let timeout_s = timeout_s.unwrap_or(TIMEOUT_DEFAULT_S);
+    if !(1.0..=TIMEOUT_MAX_S).contains(&timeout_s) {
+        return Err(invalid("timeout_s", timeout_s.to_string(), "1 to 3600"));
+    }
+    let names = front.models.model_names();
+    let model = match model {
+        None => front.models.all()[0].name.clone(),
+        Some(name) => names.get(name.as_str()).cloned().ok_or_else(|| {
+            let known: Vec<&str> = names.keys().map(AsRef::as_ref).collect();
+            let expected = format!("one of: {}", known.join(", "));
+            invalid("model", format!("{:?}", shown(&name)), &expected)
+        })?,
+    };
+    let timeout = Duration::from_secs_f64(timeout_s);
+    Ok(NewUpdate { model, label, path, timeout, commits: commit })
+}
+
+fn update_id(text: &str) -> Result<UpdateId, ApiError> {
+    let digits = Some(text).filter(|text| text.len() == 32 && !text.starts_with('+'));
+    let id = digits.and_then(|text| u128::from_str_radix(text, 16).ok());
+    let shown: String = text.chars().take(100).collect();
+    let expected = "the 32 hexadecimal digits that begin returned";
+    id.map(UpdateId).ok_or_else(|| invalid("id", format!("{shown:?}"), expected))
+}
+
+fn invalid(field: &str, value: String, expected: &str) -> ApiError {
+    let message = format!("invalid {field}: {value}; expected {expected}");
+    ApiError::invalid(StatusCode::BAD_REQUEST, "invalid_value", message)
+}
+
+fn reply(outcome: Result<WeightsReport, UpdateError>) -> Response {
+    let error = match outcome {
+        Ok(report) => return Json(report).into_response(),
+        Err(error) => error,
+    };
+    let (status, code) = match &error {
+        UpdateError::Running { .. } => (StatusCode::CONFLICT, "update_running"),
+        UpdateError::NoNode { .. } => (StatusCode::SERVICE_UNAVAILABLE, "no_node"),
+        UpdateError::Unknown { .. } => (StatusCode::NOT_FOUND, "unknown_update"),
+        UpdateError::Coordinator(_) => (StatusCode::CONFLICT, "wrong_phase"),
+        UpdateError::Busy => (StatusCode::TOO_MANY_REQUESTS, "busy"),
+        UpdateError::NoRandomness(_) | UpdateError::Stopped => {
+            (StatusCode::SERVICE_UNAVAILABLE, "unavailable")
+        }
+    };
+    ApiError::invalid(status, code, error.to_string()).into_response()
+}

@@ -1,0 +1,163 @@
+//! Calls of weight updates to nodes.
+
+use std::time::Duration;
+
+use cluster::{Epoch, Health};
+use proto::{
+    ids::bits,
+    v1::{self, weights_client::WeightsClient},
+};
+use tonic::{Code, Response, Status};
+use weight_transfer::{
+    CoordinatorCall, NodeReply, UpdateEnd, UpdateId, UpdateState, WeightVersion,
+};
+
+use super::Nodes;
+
+/// Deadline of a call. The node answers at once: work of an update runs beside the calls.
+const CALL_MAX: Duration = Duration::from_secs(2);
+
+/// A node that serves a model.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct WeightNode {
+    pub id: String,
+    pub role: &'static str,
+    pub epoch: Epoch,
+    pub grpc: String,
+    pub model: String,
+    pub version: WeightVersion,
+}
+
+/// What every node of an update is told.
+#[derive(Clone, Debug)]
+pub struct UpdateRequest {
+    pub id: UpdateId,
+    pub label: String,
+    pub path: String,
+    pub chunk_bytes: u64,
+}
+
+/// Answer of a node: the reply for the coordinator, and the pause of the node's last commit.
+#[derive(Clone, Debug)]
+pub struct WeightsAnswer {
+    pub reply: NodeReply,
+    pub paused: Duration,
+}
+
+impl Nodes {
+    /// Returns the nodes that are up, in the order of joining.
+    pub fn weight_nodes(&self) -> Vec<WeightNode> {
+        let directory = self.directory();
+        let up = directory.nodes().filter(|member| member.health == Health::Up);
+        up.filter_map(|member| {
+            let record = member.record()?;
+            Some(WeightNode {
+                id: record.node_id.to_string(),
+                role: member.address.role.as_str(),
+                epoch: record.epoch,
+                grpc: member.address.grpc.clone(),
+                model: record.model.clone(),
+                version: WeightVersion(record.identity.weight_version),
+            })
+        })
+        .collect()
+    }
+
+    /// Makes one call of an update. `remaining`: time until the node aborts the update by itself.
+    pub async fn call_weights(
+        &self,
+        node: &WeightNode,
+        peers: &[WeightNode],
+        update: &UpdateRequest,
+        call: CoordinatorCall,
+        remaining: Duration,
+    ) -> WeightsAnswer {
+        let answer = tokio::time::timeout(CALL_MAX, async {
+            let channel =
+                self.channel(&node.grpc).map_err(|error| Status::unknown(error.to_string()))?;
+            let signer = channel.signer.to(node.epoch);
+            let mut client = WeightsClient::with_interceptor(channel.channel.clone(), signer);
+            let node_epoch = node.epoch.to_bytes().to_vec().into();
+            let update_id = update.id.0.to_be_bytes().to_vec().into();
+            match call {
+                CoordinatorCall::Begin => {
+                    let others = peers.iter().filter(|peer| peer.epoch != node.epoch);
+                    let peer = |peer: &WeightNode| v1::WeightsPeer {
+                        epoch: peer.epoch.to_bytes().to_vec().into(),
+                        grpc: peer.grpc.clone(),
+                    };
+                    let request = v1::BeginWeightsRequest {
+                        node_epoch,
+                        update_id,
+                        label: update.label.clone(),
+                        path: update.path.clone(),
+                        chunk_bytes: update.chunk_bytes,
+                        remaining_ms: remaining.as_millis() as u64,
+                        peers: others.map(peer).collect(),
+                    };
+                    client.begin(request).await
+                }
+                CoordinatorCall::Status => {
+                    client.status(v1::WeightsStatusRequest { node_epoch, update_id }).await
+                }
+                CoordinatorCall::Commit { version } => {
+                    let weight_version = version.0;
+                    let request =
+                        v1::CommitWeightsRequest { node_epoch, update_id, weight_version };
+                    client.commit(request).await
+                }
+                CoordinatorCall::Abort => {
+                    let reason = "the router aborted the update".to_owned();
+                    client.abort(v1::AbortWeightsRequest { node_epoch, update_id, reason }).await
+                }
+            }
+        });
+        match answer.await {
+            Ok(Ok(status)) => answered(update.id, status),
+            Ok(Err(status)) => WeightsAnswer { reply: failed(&status), paused: Duration::ZERO },
+            Err(_) => {
+                let reason = format!("no answer within {CALL_MAX:?}");
+                let reply = NodeReply::Unreachable { reason };
+                WeightsAnswer { reply, paused: Duration::ZERO }
+            }
+        }
+    }
+}
+
+fn answered(id: UpdateId, status: Response<v1::WeightsStatus>) -> WeightsAnswer {
+    let update = status.into_inner().update;
+    let Some(update) = update.filter(|update| bits(&update.update_id) == Some(id.0)) else {
+        return WeightsAnswer { reply: NodeReply::State(None), paused: Duration::ZERO };
+    };
+    let paused = Duration::from_micros(update.paused_us);
+    let version = WeightVersion(update.weight_version);
+    let state = match update.state() {
+        v1::UpdateState::Receiving => UpdateState::Receiving,
+        v1::UpdateState::Prepared => UpdateState::Prepared(version),
+        v1::UpdateState::Installing => UpdateState::Installing(version),
+        v1::UpdateState::Committed => UpdateState::Ended(UpdateEnd::Committed(version)),
+        v1::UpdateState::Aborted => {
+            UpdateState::Ended(UpdateEnd::Aborted { reason: update.reason })
+        }
+        v1::UpdateState::Unspecified => {
+            let reason = "the node reports an unknown state".to_owned();
+            return WeightsAnswer { reply: NodeReply::Unreachable { reason }, paused };
+        }
+    };
+    WeightsAnswer { reply: NodeReply::State(Some(state)), paused }
+}
+
+fn failed(status: &Status) -> NodeReply {
+    let reason = status.message().to_owned();
+    match status.code() {
+        Code::Unimplemented if reason.is_empty() => {
+            NodeReply::Rejected { reason: "it is of an older release without live updates".into() }
+        }
+        Code::Unimplemented | Code::InvalidArgument | Code::FailedPrecondition | Code::NotFound => {
+            NodeReply::Rejected { reason }
+        }
+        // The token names the epoch, so another process at this address rejects it.
+        Code::Unauthenticated => NodeReply::Gone { reason },
+        _ => NodeReply::Unreachable { reason },
+    }
+}
