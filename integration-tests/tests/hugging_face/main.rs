@@ -3,7 +3,7 @@
 
 mod folder;
 
-use std::process::Command;
+use std::{path::Path, process::Command};
 
 use anyhow::Result;
 use integration_tests::{
@@ -49,6 +49,39 @@ async fn check_golden(shards: usize) -> Result<()> {
     let choice = &answer["choices"][0];
     assert_eq!(choice["message"]["content"], "The capital of France is Paris.", "{answer}");
     assert_eq!(choice["finish_reason"], "stop", "{answer}");
+    cluster.stop()
+}
+
+/// The client for trainers pushes weights to two nodes, and unusable weights with their reasons.
+#[tokio::test]
+async fn trainer_updates_two_nodes_with_the_python_client() -> Result<()> {
+    let (base, updates) = (tempfile::tempdir()?, tempfile::tempdir()?);
+    folder::write(&smollm2(), base.path(), 1)?;
+    let spec = ClusterSpec { model: base.path().to_owned(), ..ClusterSpec::smollm2() };
+    let spec = spec.set("BATON_MODEL_NAME", "smollm2").set("BATON_NODE_DEVICE", "cpu");
+    let cluster = Cluster::start(spec.clone()).await?;
+    let client = Client::new(cluster.http());
+    let run = golden().runs.into_iter().find(|run| run.name == "code").expect("it is there");
+    let before = client.greedy(&run.prompt_ids, 20).await?;
+    let tests = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let mut trainer = Command::new("python3");
+    trainer.arg(tests.join("tests/hugging_face/trainer.py")).arg(tests.join("../clients"));
+    trainer.arg(format!("http://{}", cluster.router.ready.admin)).arg(base.path()).arg(updates.path());
+    let trained = tokio::task::spawn_blocking(move || output(&mut trainer)).await??;
+    let stderr = String::from_utf8_lossy(&trained.stderr);
+    assert!(trained.status.success(), "{stderr}");
+    let report: serde_json::Value = serde_json::from_slice(&trained.stdout)?;
+    assert_eq!(report["phase"], "committed");
+    let after = client.greedy(&run.prompt_ids, 20).await?;
+    assert_ne!(after, before);
+    cluster.stop()?;
+
+    let path = report["path"].as_str().expect("a path");
+    folder::write_tokenizer(&smollm2(), Path::new(path))?;
+    let spec = ClusterSpec { model: path.into(), ..spec };
+    let cluster = Cluster::start(spec).await?;
+    let started = Client::new(cluster.http()).greedy(&run.prompt_ids, 20).await?;
+    assert_eq!(after, started, "as nodes that start with the weights");
     cluster.stop()
 }
 
