@@ -66,7 +66,10 @@ async fn trainer_updates_two_nodes_with_the_python_client() -> Result<()> {
     let tests = Path::new(env!("CARGO_MANIFEST_DIR"));
     let mut trainer = Command::new("python3");
     trainer.arg(tests.join("tests/hugging_face/trainer.py")).arg(tests.join("../clients"));
-    trainer.arg(format!("http://{}", cluster.router.ready.admin)).arg(base.path()).arg(updates.path());
+    trainer
+        .arg(format!("http://{}", cluster.router.ready.admin))
+        .arg(base.path())
+        .arg(updates.path());
     let trained = tokio::task::spawn_blocking(move || output(&mut trainer)).await??;
     let stderr = String::from_utf8_lossy(&trained.stderr);
     assert!(trained.status.success(), "{stderr}");

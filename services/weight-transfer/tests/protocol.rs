@@ -64,7 +64,7 @@ struct World {
     now: Instant,
     nodes: Vec<Node>,
     update: Option<Update>,
-    /// Calls and replies under way: any of them may be next, lost or repeated.
+    /// Calls and replies in flight: any of them may be next, lost or repeated.
     calls: Vec<(UpdateId, usize, u32, CoordinatorCall)>,
     replies: Vec<(UpdateId, usize, NodeReply)>,
     receiving: Vec<(usize, UpdateId)>,
