@@ -23,6 +23,9 @@ use crate::{
     weight::{Weight, WeightShape},
 };
 
+/// Maximum number of threads that compute a fingerprint.
+const FINGERPRINT_THREADS_MAX: usize = 8;
+
 /// Source of the weights.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum LoadFormat {
@@ -39,7 +42,6 @@ pub enum LoadFormat {
 pub struct Checkpoint {
     config: ModelConfig,
     weights: Weights,
-    fingerprint: u128,
 }
 
 /// A weight as a file stores it.
@@ -91,14 +93,8 @@ impl Checkpoint {
                 });
             }
         };
-        let mut checkpoint = Self { config, weights, fingerprint: 0 };
-        let seed = match &checkpoint.weights {
-            Weights::Dummy(DummyWeights { seed }) => Some(*seed),
-            _ => None,
-        };
-        checkpoint.fingerprint =
-            fingerprint::of(&checkpoint.config, seed, &checkpoint.directory()?);
-        checkpoint.forget_pages();
+        let checkpoint = Self { config, weights };
+        checkpoint.directory()?;
         Ok(checkpoint)
     }
 
@@ -106,13 +102,22 @@ impl Checkpoint {
         &self.config
     }
 
-    /// Returns the fingerprint of the model. It covers the configuration, the tensor directory and a sample
-    /// of every weight's bytes, but not the element type that a node computes in. So models that differ only
-    /// outside these samples have the same fingerprint.
+    /// Computes the fingerprint of the model, on several threads. The fingerprint covers the configuration, the tensor
+    /// directory and every byte of the weights, but not the element type that a node computes in.
     ///
     /// The same weights in another file format are another model: they may round differently.
     pub fn model_fingerprint(&self) -> u128 {
-        self.fingerprint
+        let seed = match &self.weights {
+            Weights::Dummy(DummyWeights { seed }) => Some(*seed),
+            Weights::Stored(_) => None,
+        };
+        let directory = self.directory().expect("the directory was checked when opened");
+        // As many as the affinity of the calling thread allows. More would only wait for memory.
+        let threads = std::thread::available_parallelism().map_or(1, usize::from);
+        let threads = threads.min(FINGERPRINT_THREADS_MAX);
+        let fingerprint = fingerprint::of(&self.config, seed, &directory, threads);
+        self.forget_pages();
+        fingerprint
     }
 
     /// Returns the stored weights in the order of the forward pass. Dummy weights are not stored: returns an empty

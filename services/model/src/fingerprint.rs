@@ -1,32 +1,72 @@
 //! Fingerprint that two nodes compare to check that they hold the same model.
 
-use xxhash_rust::xxh3::Xxh3;
+use std::{
+    sync::atomic::{AtomicUsize, Ordering},
+    thread,
+};
+
+use xxhash_rust::xxh3::{Xxh3, xxh3_128};
 
 use crate::{
     checkpoint::StoredTensor,
     config::{ModelConfig, RopeScaling, SlidingWindow},
 };
 
-/// Number of windows of each tensor that are hashed. Fine-tuned models differ nearly everywhere, so a few
-/// windows of every tensor distinguish them, and even the largest file opens quickly.
-const WINDOWS: usize = 4;
-const WINDOW_BYTES: usize = 256;
+/// Bytes that a thread hashes at a time: small against a large tensor, so that all threads have work. Part of the
+/// fingerprint's definition.
+const CHUNK_BYTES: usize = 4 << 20;
 
-/// Returns the xxh3-128 hash of the configuration, the seed of dummy weights, and each tensor's name,
-/// encoding, dimensions and sampled bytes.
-pub fn of(config: &ModelConfig, dummy_seed: Option<u64>, directory: &[StoredTensor<'_>]) -> u128 {
+/// Returns the xxh3-128 hash of the configuration, the seed of dummy weights, and each tensor's name, encoding,
+/// dimensions and the xxh3-128 hashes of all chunks of its bytes. Up to `threads` threads hash the chunks.
+pub fn of(
+    config: &ModelConfig,
+    dummy_seed: Option<u64>,
+    directory: &[StoredTensor<'_>],
+    threads: usize,
+) -> u128 {
+    let chunks: Vec<&[u8]> =
+        directory.iter().flat_map(|tensor| tensor.bytes.chunks(CHUNK_BYTES)).collect();
+    let mut hashes = hash_chunks(&chunks, threads).into_iter();
     let mut hash = Hash(Xxh3::new());
     // Changes whenever the meaning of the following bytes changes.
-    hash.bytes(b"baton model 2");
+    hash.bytes(b"baton model 3");
     hash.config(config);
     hash.numbers(&[dummy_seed.is_some().into(), dummy_seed.unwrap_or(0)]);
     for tensor in directory {
         hash.bytes(tensor.name.as_bytes());
         hash.bytes(tensor.encoding.name().as_bytes());
         hash.numbers(&tensor.dims);
-        hash.sample(tensor.bytes);
+        hash.numbers(&[tensor.bytes.len() as u64]);
+        for chunk in hashes.by_ref().take(tensor.bytes.len().div_ceil(CHUNK_BYTES)) {
+            hash.0.update(&chunk.to_le_bytes());
+        }
     }
     hash.0.digest128()
+}
+
+/// Returns the hash of each chunk, in order.
+fn hash_chunks(chunks: &[&[u8]], threads: usize) -> Vec<u128> {
+    let next = AtomicUsize::new(0);
+    let work = || {
+        let mut hashes = Vec::new();
+        loop {
+            let index = next.fetch_add(1, Ordering::Relaxed);
+            let Some(chunk) = chunks.get(index) else { return hashes };
+            hashes.push((index, xxh3_128(chunk)));
+        }
+    };
+    let mut all = vec![0; chunks.len()];
+    thread::scope(|scope| {
+        let others: Vec<_> = (1..threads.min(chunks.len())).map(|_| scope.spawn(work)).collect();
+        let mut hashes = work();
+        for other in others {
+            hashes.extend(other.join().expect("hashing does not panic"));
+        }
+        for (index, hash) in hashes {
+            all[index] = hash;
+        }
+    });
+    all
 }
 
 struct Hash(Xxh3);
@@ -122,17 +162,22 @@ impl Hash {
         self.numbers(&bos_token_id.iter().map(|&id| id.into()).collect::<Vec<_>>());
         self.numbers(&eos_token_ids.iter().map(|&id| id.into()).collect::<Vec<_>>());
     }
+}
 
-    /// Hashes a few evenly spaced windows, including the first and last bytes.
-    fn sample(&mut self, bytes: &[u8]) {
-        if bytes.len() <= WINDOWS * WINDOW_BYTES {
-            return self.bytes(bytes);
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn hashes_of_chunks_do_not_depend_on_the_number_of_threads() {
+        let bytes: Vec<u8> = (0..100_000_u32).map(|index| (index * 7 / 3) as u8).collect();
+        let mut chunks: Vec<&[u8]> = bytes.chunks(1000).collect();
+        let hashes = hash_chunks(&chunks, 1);
+        for threads in [2, 3, 8, 200] {
+            assert_eq!(hash_chunks(&chunks, threads), hashes, "{threads} threads");
         }
-        self.0.update(&(bytes.len() as u64).to_le_bytes());
-        let last = bytes.len() - WINDOW_BYTES;
-        for window in 0..WINDOWS {
-            let begin = (last as u128 * window as u128 / (WINDOWS - 1) as u128) as usize;
-            self.0.update(&bytes[begin..begin + WINDOW_BYTES]);
-        }
+        assert!(hash_chunks(&[], 4).is_empty());
+        chunks.swap(0, 99);
+        assert_ne!(hash_chunks(&chunks, 3), hashes);
     }
 }

@@ -101,6 +101,11 @@ fn fingerprints_differ_between_different_models() {
         fingerprint(1, Element::Bf16, &|_, _| {}),
         fingerprint(1, Element::F32, &|tensors, _| tensors[5].bytes[0] ^= 1),
         fingerprint(1, Element::F32, &|tensors, _| *tensors[5].bytes.last_mut().unwrap() ^= 1),
+        fingerprint(1, Element::F32, &|tensors, _| {
+            let largest = tensors.iter_mut().max_by_key(|tensor| tensor.bytes.len()).unwrap();
+            let middle = largest.bytes.len() / 2 + 1;
+            largest.bytes[middle] ^= 1;
+        }),
         fingerprint(1, Element::F32, &|_, config| *config = config.replace("1e-05", "1e-06")),
         fingerprint(1, Element::F32, &|_, config| make_mistral(config, "null")),
         fingerprint(1, Element::F32, &|_, config| make_mistral(config, "9")),

@@ -462,7 +462,6 @@ fn load_blocking(
     path: &Path,
     (threads, cpus): (usize, Vec<u32>),
 ) -> Result<Loaded, StartError> {
-    let started = Instant::now();
     // This thread packs the weights, and the compute thread inherits its CPU: pages that forward passes read are
     // first touched on that NUMA node. Rank processes would inherit the CPU too, so each pins itself.
     let own_cpu = cpus.first().filter(|_| config.node.tp == 1);
@@ -470,7 +469,6 @@ fn load_blocking(
     let _confined = confined.map_err(StartError::Affinity)?;
     let checkpoint = Checkpoint::open(path, settings::load_format(config.model.load_format))?;
     let model = checkpoint.config();
-    let fingerprint = checkpoint.model_fingerprint();
     info!(
         path = %path.display(),
         format = checkpoint.description(),
@@ -478,60 +476,85 @@ fn load_blocking(
         layers = model.layer_count,
         vocabulary = model.vocab_size,
         context_tokens = model.context_tokens,
-        fingerprint = format_args!("{fingerprint:032x}"),
         "opened the model"
     );
+    thread::scope(|scope| {
+        // Reads the same pages as the packing at about the same time.
+        let fingerprint = scope.spawn(|| {
+            // Without these CPUs the thread would share the one that packs.
+            let _confined = (!cpus.is_empty()).then(|| affinity::confine(&cpus));
+            checkpoint.model_fingerprint()
+        });
+        let fingerprint = || fingerprint.join().expect("hashing does not panic");
+        load_weights(role, config, epoch, path, (threads, cpus.clone()), &checkpoint, fingerprint)
+    })
+}
+
+/// Packs the weights on the device that the settings name, and measures its steps.
+fn load_weights(
+    role: Role,
+    config: &Config,
+    epoch: u128,
+    path: &Path,
+    (threads, cpus): (usize, Vec<u32>),
+    checkpoint: &Checkpoint,
+    fingerprint: impl FnOnce() -> u128,
+) -> Result<Loaded, StartError> {
+    let started = Instant::now();
+    let model = checkpoint.config();
     let weights = settings::weight_format(config.model.dtype);
     let layout = model.kv_layout(weights.kv_dtype());
     let tp = config.node.tp;
     let kv_bytes = |blocks: u32| u64::from(blocks) * layout.block_bytes() as u64;
     let traits = |device| settings::node_traits(config, role, model, device);
-    let (mut executor, arena, traits, cpus, cpu_fallback): (Box<dyn Executor>, _, _, _, _) =
-        if tp > 1 {
-            tensor_parallel::check(&checkpoint, &config.node)?;
-            let (gpus, cpu_fallback) = match device::gpus_of_ranks(config, weights)? {
-                Chosen::Gpu(gpus) => (Some(gpus), None),
-                Chosen::Cpu { fallback } => (None, fallback),
-            };
-            // This process's CUDA contexts take memory too, so they exist before the ranks measure the memory left for
-            // KV.
-            let contexts = gpus.as_deref().map(device::contexts).transpose()?;
-            let traits = traits(match &contexts {
-                Some(contexts) => device::memory(config, contexts)?,
-                None => NodeDevice::Cpu,
-            })?;
-            let sizes = batch_sizes(&traits)?;
-            if gpus.is_none() {
-                let blocks = settings::block_count(&config.node, layout)?;
-                memory_limit::check(u64::from(tp) * traits.model.weights, kv_bytes(blocks))?;
-            }
-            let (executor, arena) =
-                tensor_parallel::start(config, epoch, path, &checkpoint, gpus, sizes)?;
-            (Box::new(executor), arena, traits, Vec::new(), cpu_fallback)
-        } else {
-            match device::gpu(config, weights)? {
-                Chosen::Gpu(backend) => {
-                    let traits = traits(device::memory(config, [backend.context()])?)?;
-                    let sizes = batch_sizes(&traits)?;
-                    let Started { executor, arena, .. } =
-                        device::start_gpu(backend, config, &checkpoint, layout, sizes, None)?;
-                    (Box::new(executor), arena, traits, Vec::new(), None)
-                }
-                Chosen::Cpu { fallback } => {
-                    let traits = traits(NodeDevice::Cpu)?;
-                    let sizes = batch_sizes(&traits)?;
-                    let blocks = settings::block_count(&config.node, layout)?;
-                    memory_limit::check(traits.model.weights, kv_bytes(blocks))?;
-                    let arena = KvArena::host(layout, blocks)?;
-                    let threads = (threads, &cpus[..]);
-                    let executor =
-                        device::start_cpu(config, &checkpoint, threads, &arena, sizes, None)?;
-                    (Box::new(executor), arena, traits, cpus, fallback)
-                }
-            }
+    let (mut executor, arena, traits, cpus, cpu_fallback): (Box<dyn Executor>, _, _, _, _) = if tp
+        > 1
+    {
+        tensor_parallel::check(checkpoint, &config.node)?;
+        let (gpus, cpu_fallback) = match device::gpus_of_ranks(config, weights)? {
+            Chosen::Gpu(gpus) => (Some(gpus), None),
+            Chosen::Cpu { fallback } => (None, fallback),
         };
+        // This process's CUDA contexts take memory too, so they exist before the ranks measure the memory left for
+        // KV.
+        let contexts = gpus.as_deref().map(device::contexts).transpose()?;
+        let traits = traits(match &contexts {
+            Some(contexts) => device::memory(config, contexts)?,
+            None => NodeDevice::Cpu,
+        })?;
+        let sizes = batch_sizes(&traits)?;
+        if gpus.is_none() {
+            let blocks = settings::block_count(&config.node, layout)?;
+            memory_limit::check(u64::from(tp) * traits.model.weights, kv_bytes(blocks))?;
+        }
+        let (executor, arena) =
+            tensor_parallel::start(config, epoch, path, checkpoint, gpus, sizes)?;
+        (Box::new(executor), arena, traits, Vec::new(), cpu_fallback)
+    } else {
+        match device::gpu(config, weights)? {
+            Chosen::Gpu(backend) => {
+                let traits = traits(device::memory(config, [backend.context()])?)?;
+                let sizes = batch_sizes(&traits)?;
+                let Started { executor, arena, .. } =
+                    device::start_gpu(backend, config, checkpoint, layout, sizes, None)?;
+                (Box::new(executor), arena, traits, Vec::new(), None)
+            }
+            Chosen::Cpu { fallback } => {
+                let traits = traits(NodeDevice::Cpu)?;
+                let sizes = batch_sizes(&traits)?;
+                let blocks = settings::block_count(&config.node, layout)?;
+                memory_limit::check(traits.model.weights, kv_bytes(blocks))?;
+                let arena = KvArena::host(layout, blocks)?;
+                let threads = (threads, &cpus[..]);
+                let executor = device::start_cpu(config, checkpoint, threads, &arena, sizes, None)?;
+                (Box::new(executor), arena, traits, cpus, fallback)
+            }
+        }
+    };
+    let fingerprint = fingerprint();
     info!(
         dtype = %weights,
+        fingerprint = format_args!("{fingerprint:032x}"),
         ranks = tp,
         blocks = arena.block_count(),
         block_bytes = layout.block_bytes(),
