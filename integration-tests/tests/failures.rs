@@ -303,6 +303,31 @@ async fn draining_node_finishes_its_requests() -> Result<()> {
     Ok(())
 }
 
+/// An answer that would outlast the drain continues on another node before the drained node aborts it.
+#[tokio::test]
+async fn answer_longer_than_the_drain_migrates_and_loses_no_token() -> Result<()> {
+    let spec = ClusterSpec::smollm2().nodes(0, 2).set("BATON_NODE_DRAIN_TIMEOUT", "2s");
+    let (mut cluster, client) = Cluster::start_with_client(spec).await?;
+    let body = greedy_body(&run_named("code").prompt_ids, 500);
+    let expected = client.complete(&body).await?.token_ids;
+    let headers = [("x-baton-stats", "1")];
+    let mut stream = client.stream_with("/v1/completions", &body, &headers).await?;
+    let mut found = Vec::new();
+    while found.len() < 20 {
+        found.extend(stream.next().await?.expect("the stream goes on").token_ids());
+    }
+    let leaving = busy_node(&cluster.decode).await?;
+    cluster.decode[leaving].terminate_signal();
+    let rest = stream.completion().await?;
+    found.extend(&rest.token_ids);
+    assert_eq!(found, expected);
+    println!("paused for {:?}", rest.longest_pause);
+    assert_eq!((rest.attempts, &rest.decode_node), (2, &cluster.decode[1 - leaving].name));
+    assert_eq!(client.metric("baton_attempts_total", "outcome=\"migrated\"").await?, 1.0);
+    assert_eq!(cluster.decode[leaving].wait_end(Duration::from_secs(10))?, Some(0));
+    Ok(())
+}
+
 #[tokio::test]
 async fn stopped_prefill_node_delays_its_requests_by_at_most_the_lease() -> Result<()> {
     let (cluster, client) = Cluster::start_with_client(ClusterSpec::smollm2().nodes(1, 1)).await?;

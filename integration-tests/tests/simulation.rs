@@ -10,14 +10,17 @@ use simulation::{Coverage, run};
 const SEEDS: u64 = 3000;
 
 /// The ordinary seeds reach each of these at least once.
-const REACHED: [&str; 38] = [
+const REACHED: [&str; 41] = [
     "arrived",
     "attempt busy",
     "attempt draining",
     "attempt internal",
     "attempt lost",
+    "attempt migrated",
     "attempt stale",
     "attempt transfer failed",
+    "breaker of a node opened",
+    "breaker of a pair opened",
     "chunks corrupted",
     "client left",
     "complete",

@@ -26,9 +26,9 @@ mod prefix;
 mod record;
 
 pub use directory::{
-    AssignmentId, Considered, ConsideredOption, Directory, DirectoryAction, DirectoryInput, Health,
-    IneligibleNode, Member, NoNode, NodeChoice, NodeKey, Picked, Placement, Selection, StreamId,
-    Wanted,
+    AssignmentId, BreakerChange, BreakerReason, Considered, ConsideredOption, Directory,
+    DirectoryAction, DirectoryInput, Failed, Health, IneligibleNode, Member, NoNode, NodeChoice,
+    NodeKey, Picked, Placement, Selection, StreamId, Wanted,
 };
 pub use dns::DnsName;
 pub use membership::{
@@ -37,6 +37,6 @@ pub use membership::{
 };
 pub use prefix::{CacheIdentity, PrefixKeys};
 pub use proto::ids::{Epoch, EpochError, ModelIdentity, NodeId, NodeIdError};
-/// Load of a node. Any values are accepted, because they only influence node selection.
+/// Load of a node. A load that the node cannot have excludes the node.
 pub use proto::v1::NodeLoad as Load;
 pub use record::{NodeRecord, RecordError, Role, TEXT_BYTES_MAX};

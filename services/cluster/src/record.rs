@@ -72,6 +72,8 @@ pub enum RecordError {
     Range { field: &'static str, value: u64, min: u64, max: u64 },
     #[error("invalid {field}: {value:?}; allowed: {allowed}")]
     Text { field: &'static str, value: String, allowed: &'static str },
+    #[error("impossible load: {what} = {value}; expected at most {value_max}")]
+    Load { what: &'static str, value: u64, value_max: u64 },
     #[error("the node lists {count} cached blocks; it has {count_max}")]
     TooManyCached { count: usize, count_max: usize },
     #[error("event {found} follows event {last}")]
@@ -92,6 +94,23 @@ fn model_identity(wire: v1::ModelIdentity) -> Result<ModelIdentity, RecordError>
         protocol_min: wire.protocol_min,
         protocol_max: wire.protocol_max,
     })
+}
+
+/// Checks that a node with this record can have this load.
+pub(crate) fn check_load(load: &v1::NodeLoad, record: &NodeRecord) -> Result<(), RecordError> {
+    let blocks = [load.blocks_free, load.blocks_cached, load.blocks_held, load.blocks_reserved];
+    let sequences = u64::from(load.running) + u64::from(load.waiting);
+    let pending_max = sequences * u64::from(record.sequence_tokens_max);
+    for (what, value, value_max) in [
+        ("blocks in all states", blocks.map(u64::from).iter().sum(), record.block_count.into()),
+        ("prefilling", load.prefilling.into(), load.running.into()),
+        ("pending_prompt_tokens", load.pending_prompt_tokens, pending_max),
+    ] {
+        if value > value_max {
+            return Err(RecordError::Load { what, value, value_max });
+        }
+    }
+    Ok(())
 }
 
 /// Identity and limits of a node process.

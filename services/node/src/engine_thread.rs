@@ -223,8 +223,10 @@ impl<E: Executor> Engine<E> {
                     let _ = self.transfers.command(command);
                 }
             }
-            Command::Drain => self.core.handle_draining(true, now),
-            Command::SetDraining { draining, _permit } => self.core.handle_draining(draining, now),
+            Command::Drain { grace } => self.core.handle_draining(true, Some(grace), now),
+            Command::SetDraining { draining, _permit } => {
+                self.core.handle_draining(draining, None, now);
+            }
             Command::ResetPrefixCache { dropped, _permit } => {
                 // The caller may be gone.
                 let _ = dropped.send(self.core.handle_reset_prefix_cache());

@@ -75,7 +75,10 @@ pub(crate) enum Command {
         _permit: OwnedSemaphorePermit,
     },
     /// Reject new calls and tell observers.
-    Drain,
+    Drain {
+        /// Time until [`Command::EndAll`].
+        grace: Duration,
+    },
     /// End every attempt with the failure `DRAINING`.
     EndAll,
     /// End every attempt, then the thread.
@@ -302,7 +305,7 @@ mod tests {
             let mut context = Context::from_waker(Waker::noop());
             assert!(begin.as_mut().poll(&mut context).is_pending());
         }
-        for command in [Command::Drain, Command::EndAll, Command::Stop] {
+        for command in [Command::Drain { grace: Duration::ZERO }, Command::EndAll, Command::Stop] {
             inbox.send(command).unwrap();
         }
         let queued: Vec<Command> = std::iter::from_fn(|| commands.try_recv().ok()).collect();

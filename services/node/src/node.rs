@@ -368,7 +368,7 @@ impl Node {
         server.set_status(ServingStatus::NotServing).await;
         info!(attempts = inbox.attempt_count(), "{name} drains");
         // Fails only when the engine thread has ended or hangs, which its join reports below.
-        let _ = inbox.send(Command::Drain);
+        let _ = inbox.send(Command::Drain { grace: drain_timeout });
         let leave = async {
             if let Some(registration) = registration {
                 registration.leave(LEAVE_WITHIN).await;

@@ -269,6 +269,7 @@ impl RequestRecord {
                     Cause::Mismatch | Cause::Stale | Cause::OtherWeights | Cause::WeightsChanged,
                     _,
                 ) => AttemptEnd::Mismatch,
+                (Cause::Migrated, _) => AttemptEnd::Migrated,
                 (Cause::Deadline, _) => AttemptEnd::Deadline,
                 (Cause::SlowReader, _) => AttemptEnd::Cancelled,
                 _ => AttemptEnd::Internal,
@@ -395,6 +396,9 @@ fn pick(considered: &Considered) -> Pick {
             Pick::LocalNoPartner
         }
         Placement::NoPrefillNode(NoNode::Busy { .. }) => Pick::LocalBusy,
+        Placement::TransfersFail | Placement::NoPrefillNode(NoNode::Broken { .. }) => {
+            Pick::LocalCircuitBreaker
+        }
         Placement::NoPrefillNode(_) => Pick::LocalNoPrefillNode,
     }
 }
@@ -404,7 +408,7 @@ fn no_pick(reason: &NoNode) -> Pick {
     match reason {
         NoNode::Busy { .. } => Pick::NoneBusy,
         NoNode::NoneFits { .. } => Pick::NoneNoPartner,
-        NoNode::Excluded { .. } => Pick::NoneExcluded,
+        NoNode::Excluded { .. } | NoNode::Broken { .. } => Pick::NoneExcluded,
         NoNode::TooLong { .. } | NoNode::NoGrammar { .. } => Pick::NoneUnfit,
         NoNode::NoneListed { .. }
         | NoNode::OtherModel { .. }

@@ -31,7 +31,7 @@ async fn two_models_with(settings: RouterSettings) -> Cluster {
     for node in &decode {
         node.answer_with(&encode(ANSWER));
     }
-    decode[1].report(NodeLoad { pending_prompt_tokens: 5000, ..Default::default() });
+    decode[1].report(NodeLoad { waiting: 1000, pending_prompt_tokens: 5000, ..Default::default() });
     Cluster::start_over(settings, vec![], decode).await
 }
 

@@ -63,7 +63,8 @@ async fn a_prefill_node_that_fails_is_replaced_by_another() {
         prefill[0].behave(behaviour.clone());
         decode[0].behave(Behaviour::NoKvFrom("prefill-0"));
         // The router selects the other node only if it must.
-        prefill[1].report(NodeLoad { pending_prompt_tokens: 5000, ..Default::default() });
+        let load = NodeLoad { waiting: 1000, pending_prompt_tokens: 5000, ..Default::default() };
+        prefill[1].report(load);
         let cluster = Cluster::start_over(settings(), prefill, decode).await;
         let stats = complete(&cluster).await;
         // A busy rejection is not an attempt, and a repeated id does not count against its node.
@@ -274,7 +275,8 @@ async fn long_prefill_is_no_failure_while_its_node_reports_progress() {
         while since.elapsed() < 4 * IDLE {
             // Progress of the other node does not count.
             cluster.decode[0].report(NodeLoad { running: left as u32, ..Default::default() });
-            let load = NodeLoad { pending_prompt_tokens: left, ..Default::default() };
+            let waiting = left as u32;
+            let load = NodeLoad { waiting, pending_prompt_tokens: left, ..Default::default() };
             cluster.prefill[0].report(load);
             left -= 1;
             tokio::time::sleep(IDLE / 10).await;
@@ -284,7 +286,7 @@ async fn long_prefill_is_no_failure_while_its_node_reports_progress() {
         let mut free = 0;
         eventually("a second attempt", async || {
             free += 1;
-            cluster.decode[0].report(NodeLoad { blocks_free: free, ..Default::default() });
+            cluster.decode[0].report(NodeLoad { context_tokens: free, ..Default::default() });
             cluster.decode[0].calls().len() == 2
         })
         .await;

@@ -47,6 +47,7 @@ impl Coverage {
         self.count(match failure.cause {
             Cause::Busy => "attempt busy",
             Cause::Draining => "attempt draining",
+            Cause::Migrated => "attempt migrated",
             Cause::Lost => "attempt lost",
             Cause::TransferFailed => "attempt transfer failed",
             Cause::Deadline => "attempt deadline",

@@ -133,7 +133,7 @@ impl Simulation {
                     let exits = timeout + EXIT_MAX;
                     self.later(exits, FaultStep::Exit { process });
                     self.later(exits + restart_after, FaultStep::Start { host });
-                    self.input(process, Input::Drain);
+                    self.input(process, Input::Drain { grace: timeout });
                 }
             }
         }

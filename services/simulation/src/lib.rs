@@ -26,6 +26,8 @@ mod event_loop;
 mod faults;
 mod grammars;
 mod membership;
+#[cfg(test)]
+mod misbehaving;
 mod nodes;
 #[cfg(test)]
 mod planted;

@@ -7,8 +7,8 @@ use std::{
 };
 
 use cluster::{
-    AssignmentId, Directory, DirectoryAction, DirectoryInput, Health, MemberChange, NoNode,
-    NodeAddress, NodeChoice, NodeRecord, Selection, StreamId, Wanted,
+    AssignmentId, BreakerChange, Directory, DirectoryAction, DirectoryInput, Failed, Health,
+    MemberChange, NoNode, NodeAddress, NodeChoice, NodeRecord, Selection, StreamId, Wanted,
 };
 use proto::{ids::TransferId, v1::ObserveEvent};
 
@@ -159,12 +159,51 @@ impl Nodes {
         self.directory.first_token(now, decode.assignment);
     }
 
-    pub fn delivered(&mut self, prefill: &Assigned, decode: &Assigned, elapsed: Duration) {
-        self.directory.delivered(prefill.assignment, decode.assignment, elapsed);
+    pub fn delivered(
+        &mut self,
+        now: Instant,
+        prefill: &Assigned,
+        decode: &Assigned,
+        elapsed: Duration,
+    ) {
+        self.directory.delivered(now, prefill.assignment, decode.assignment, elapsed);
+    }
+
+    pub fn served(&mut self, decode: &Assigned) {
+        self.directory.served(decode.assignment);
+    }
+
+    pub fn decoded(&mut self, now: Instant, decode: &Assigned, tokens: u32, waited: Duration) {
+        self.directory.decoded(now, decode.assignment, tokens, waited);
+    }
+
+    pub fn failed(&mut self, now: Instant, node: &Assigned) {
+        self.directory.failed(now, Failed::Node(node.assignment));
+    }
+
+    pub fn transfer_failed(&mut self, now: Instant, prefill: &Assigned, decode: &Assigned) {
+        let (prefill, decode) = (prefill.assignment, decode.assignment);
+        self.directory.failed(now, Failed::Transfer { prefill, decode });
+    }
+
+    /// Returns the breakers that opened since the last call.
+    pub fn take_opened(&mut self) -> impl Iterator<Item = BreakerChange> {
+        let changes = self.directory.take_breaker_changes();
+        self.has_changed |= !changes.is_empty();
+        changes.into_iter().filter(|change| change.opened.is_some())
     }
 
     pub fn accepted(&mut self, node: &Assigned) {
         self.directory.accepted(node.assignment);
+    }
+
+    pub fn grace_left(
+        &self,
+        now: Instant,
+        node: &Assigned,
+        wanted: &Wanted<'_>,
+    ) -> Option<Duration> {
+        self.directory.grace_left(now, node.assignment, wanted)
     }
 
     pub fn changed_at(&self, node: &Assigned) -> Option<Instant> {
@@ -220,6 +259,9 @@ impl Nodes {
                 }
                 DirectoryAction::HealthChanged { .. } | DirectoryAction::Forgotten { .. } => {
                     self.has_changed = true
+                }
+                DirectoryAction::Rejected { address, reason } => {
+                    panic!("the report of {address} was rejected: {reason}")
                 }
             }
         }

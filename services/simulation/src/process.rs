@@ -76,7 +76,9 @@ pub enum Input {
     Observe(Stream),
     StopObserving(Stream),
     Transfer(transfer::Event),
-    Drain,
+    Drain {
+        grace: Duration,
+    },
     /// The drain timeout is over.
     EndAll,
     /// A rank process died, so the executor fails.
@@ -324,9 +326,9 @@ impl Process {
                 self.events.in_flight -= 1;
                 self.transfer_event(event, outputs);
             }
-            Input::Drain => {
+            Input::Drain { grace } => {
                 self.is_draining = true;
-                self.core.handle_draining(true, now);
+                self.core.handle_draining(true, Some(grace), now);
             }
             Input::EndAll => self.core.handle_close(&CloseReason::DrainTimeout),
             Input::RankLost => self.core.executor_mut().lose_rank(),

@@ -6,14 +6,14 @@ use std::{
     time::{Duration, Instant},
 };
 
-use cluster::{MemberChange, NodeAddress, Selection, StreamId};
+use cluster::{BreakerReason, MemberChange, NodeAddress, Selection, StreamId};
 use grammar::Grammar;
 use proto::{
     ids::{RequestId, TransferId},
     v1::{self, DecodeEvent, DecodeRequest, ObserveEvent, PrefillEvent, PrefillRequest},
 };
 use router::request_core::{
-    AnswerSpec, AttemptOutcome, EndedAttempt, GiveUp, NodeFeedback, Output, RecoveryPolicy,
+    AnswerSpec, AttemptOutcome, Blame, EndedAttempt, GiveUp, NodeFeedback, Output, RecoveryPolicy,
     RequestCore, Side, TurnQueue,
 };
 use simulation_base::Random;
@@ -312,6 +312,12 @@ impl Router {
         for id in due.map(|(id, _)| *id).collect::<Vec<_>>() {
             let answer = self.answers.get_mut(&id).expect("requests are kept");
             let picked = answer.nodes.as_ref();
+            if answer.core.drain_check_is_due(now) {
+                let grace = picked.and_then(|(decode, _)| {
+                    self.nodes.grace_left(now, decode, &answer.core.wanted())
+                });
+                answer.core.handle_drain_check(now, grace);
+            }
             answer.core.handle_deadline(now, |side| {
                 let (decode, prefill) = picked?;
                 let node = if side == Side::Decode { decode } else { prefill.as_ref()? };
@@ -347,7 +353,13 @@ impl Router {
                 Output::Delivered { elapsed } => {
                     let answer = self.answers.get_mut(&id).expect("requests are kept");
                     if let Some((decode, Some(prefill))) = &answer.nodes {
-                        self.nodes.delivered(prefill, decode, elapsed);
+                        self.nodes.delivered(now, prefill, decode, elapsed);
+                    }
+                }
+                Output::Served => {
+                    let answer = self.answers.get_mut(&id).expect("requests are kept");
+                    if let Some((decode, _)) = &answer.nodes {
+                        self.nodes.served(decode);
                     }
                 }
                 Output::EndAttempt(ended) => self.end_attempt(now, id, &ended),
@@ -466,12 +478,20 @@ impl Router {
             self.drop_call(CallKey { transfer, side: Side::Decode });
             self.drop_call(CallKey { transfer, side: Side::Prefill });
         }
+        self.nodes.decoded(now, &decode, ended.stats.decoded_tokens, ended.stats.decode_wait);
         if let AttemptOutcome::Failed(failure) = &ended.outcome {
             self.coverage.count_failure(failure);
             let node = match (failure.side, &prefill) {
                 (Side::Prefill, Some(prefill)) => prefill,
                 (Side::Prefill, None) | (Side::Decode, _) => &decode,
             };
+            match (failure.blame(), &prefill) {
+                (Some(Blame::Node), _) => self.nodes.failed(now, node),
+                (Some(Blame::Pair), Some(prefill)) => {
+                    self.nodes.transfer_failed(now, prefill, &decode);
+                }
+                _ => {}
+            }
             match failure.node_feedback() {
                 Some(NodeFeedback::Busy) => self.nodes.busy(now, node),
                 Some(NodeFeedback::Lost) => {
@@ -482,6 +502,13 @@ impl Router {
         }
         for node in [Some(decode), prefill].into_iter().flatten() {
             self.nodes.release(&node);
+        }
+        for change in self.nodes.take_opened() {
+            self.coverage.count(match (change.partner, change.opened) {
+                (Some(_), _) => "breaker of a pair opened",
+                (None, Some(BreakerReason::Slow)) => "slow node excluded",
+                (None, _) => "breaker of a node opened",
+            });
         }
     }
 

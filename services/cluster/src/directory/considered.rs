@@ -71,4 +71,6 @@ pub enum Placement {
     NoPrefillNode(NoNode),
     #[error("no prefill node has the model, weights and KV layout of the decode node")]
     NoPartner,
+    #[error("the last transfers from every prefill node to the decode node failed")]
+    TransfersFail,
 }

@@ -9,12 +9,15 @@ use std::{
 use bytes::Bytes;
 use proto::{ids::TransferId, v1};
 
-use super::{AssignmentId, CACHED_BLOCKS_MAX, Health, NodeKey, SILENCE_MAX, StreamId};
+use super::{
+    AssignmentId, CACHED_BLOCKS_MAX, Health, NodeKey, SILENCE_MAX, StreamId, breaker::Breaker,
+    service::Pace,
+};
 use crate::{
     Epoch, Load, NodeAddress, NodeRecord, RecordError,
     backoff::{Jitter, doubled},
     predict::StepCosts,
-    record::sixteen_bytes,
+    record::{check_load, sixteen_bytes},
 };
 
 /// First delay after a failed probe; a process restarts in about this time.
@@ -23,6 +26,10 @@ const PROBE_DELAY_FIRST: Duration = Duration::from_millis(100);
 const PROBE_DELAY_MAX: Duration = Duration::from_secs(2);
 /// A node that was up for less than this time flaps.
 const STABLE_AFTER: Duration = Duration::from_secs(2);
+/// Maximum delay of the probe of a node that reported something impossible.
+const REJECTED_DELAY_MAX: Duration = Duration::from_secs(16);
+/// Impossible reports of a node that was up for this time are no longer counted.
+const HONEST_AFTER: Duration = Duration::from_secs(60);
 /// A load report that arrives this much later than an assignment includes the assignment: nodes report changes within
 /// 50 ms.
 const REPORT_LAG: Duration = Duration::from_millis(150);
@@ -56,6 +63,10 @@ pub struct Member {
     /// End of the pause after Busy.
     pub busy_until: Option<Instant>,
     busy_count: u32,
+    /// Impossible reports in a row.
+    rejections: u32,
+    pub(super) breaker: Breaker,
+    pub(super) pace: Pace,
     /// Number of the last pick of this node. Ties go to the node that was not picked for the longest time.
     pub(super) last_picked: u64,
 }
@@ -112,6 +123,9 @@ impl Member {
             in_flight: 0,
             busy_until: None,
             busy_count: 0,
+            rejections: 0,
+            breaker: Breaker::default(),
+            pace: Pace::default(),
             last_picked: 0,
         }
     }
@@ -171,6 +185,7 @@ impl Member {
             return Err(RecordError::OtherRole { found, listed });
         }
         let load = snapshot.load.ok_or(RecordError::Missing { field: "load" })?;
+        check_load(&load, &record)?;
         let mut cached = HashSet::new();
         remember(&mut cached, &snapshot.cached_blocks, &record)?;
         (stream.last, stream.deadline) = (Some(0), now + SILENCE_MAX);
@@ -209,6 +224,7 @@ impl Member {
         }
         remember(&mut seen.cached, &delta.cached, &seen.record)?;
         if let Some(load) = delta.load {
+            check_load(&load, &seen.record)?;
             (seen.load, seen.reported_at) = (load, now);
             seen.step_costs = load.step_costs.map(StepCosts::from);
             self.load_reported(now, &delta.arrived);
@@ -237,6 +253,8 @@ impl Member {
         self.busy_until = None;
         self.busy_count = 0;
         self.failures = 0;
+        self.breaker = Breaker::default();
+        self.pace = Pace::default();
     }
 
     /// Counts a lost stream or failed probe. Returns the delay before the next probe; zero means at once.
@@ -254,10 +272,15 @@ impl Member {
     }
 
     /// Returns the delay before the next probe of a node with an invalid answer.
-    pub(super) fn rejected(&mut self, jitter: &mut Jitter) -> Duration {
-        self.up_since = None;
+    pub(super) fn rejected(&mut self, now: Instant, jitter: &mut Jitter) -> Duration {
+        let up_for = self.up_since.take().map(|since| now.saturating_duration_since(since));
+        if up_for.is_some_and(|up_for| up_for >= HONEST_AFTER) {
+            self.rejections = 0;
+        }
         self.failures = self.failures.saturating_add(1);
-        jitter.spread(PROBE_DELAY_MAX)
+        let delay = doubled(PROBE_DELAY_MAX, self.rejections, REJECTED_DELAY_MAX);
+        self.rejections = self.rejections.saturating_add(1);
+        jitter.spread(delay)
     }
 
     /// Handles Busy: no attempt goes to the node for a while.

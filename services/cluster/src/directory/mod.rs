@@ -12,10 +12,18 @@
 //! prefixes, Busy pauses and assignments of the old process.
 //!
 //! Each member has a stream or a scheduled probe.
+//!
+//! An impossible report (more blocks than the node has, the epoch of another address, a load without its sequences)
+//! ends the stream: the node is *down*, and each further impossible report doubles the time until its next probe.
+//!
+//! Besides its health, each node has a circuit breaker ([`breaker`]). The router's measurements open it
+//! ([`service`]): attempts that fail although the node is up, and a pace far off the pool's median.
 
+mod breaker;
 mod considered;
 mod member;
 mod select;
+mod service;
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -25,11 +33,14 @@ use std::{
 use proto::v1;
 
 use crate::{Epoch, MemberChange, NodeAddress, NodeRecord, RecordError, Role, backoff::Jitter};
+use breaker::Breaker;
 use member::Stream;
 
+pub use breaker::BreakerReason;
 pub use considered::{Considered, ConsideredOption, IneligibleNode, Placement};
 pub use member::Member;
 pub use select::{NoNode, NodeChoice, Picked, Selection, Wanted};
+pub use service::{BreakerChange, Failed};
 
 /// Time-out of a probe; equals the transfer lease.
 pub const PROBE_TIMEOUT: Duration = Duration::from_secs(2);
@@ -97,6 +108,8 @@ pub enum DirectoryAction {
     StopObserving { stream: StreamId },
     /// Log and count this change.
     HealthChanged { node: NodeKey, address: NodeAddress, from: Health, to: Health, reason: String },
+    /// The node's report is impossible, so the node is not used: name it in the log.
+    Rejected { address: NodeAddress, reason: String },
     /// The member is forgotten.
     Forgotten { node: NodeKey, address: NodeAddress },
 }
@@ -109,6 +122,9 @@ pub struct Directory {
     selection: Selection,
     /// Transfer time of a token's KV from a prefill node to a decode node, in milliseconds.
     transfer_ms: BTreeMap<(NodeKey, NodeKey), f64>,
+    /// Circuit breakers of pairs, prefill node first, whose last transfer failed.
+    pair_breakers: BTreeMap<(NodeKey, NodeKey), Breaker>,
+    breaker_changes: Vec<BreakerChange>,
     /// Moving average of the measured minus the predicted time to first token, in milliseconds.
     overhead_ms: f64,
     jitter: Jitter,
@@ -141,6 +157,8 @@ impl Directory {
             assignments: HashMap::new(),
             selection,
             transfer_ms: BTreeMap::new(),
+            pair_breakers: BTreeMap::new(),
+            breaker_changes: Vec::new(),
             overhead_ms: 0.0,
             jitter: Jitter::new(seed),
             counter: 0,
@@ -327,7 +345,9 @@ impl Directory {
         if !member.listed {
             return self.forget(key, actions);
         }
-        member.retry_at = Some(now + member.rejected(&mut self.jitter));
+        member.retry_at = Some(now + member.rejected(now, &mut self.jitter));
+        let address = member.address.clone();
+        actions.push(DirectoryAction::Rejected { address, reason: reason.clone() });
         self.set_health(key, Health::Down, reason, actions);
     }
 
@@ -357,10 +377,10 @@ impl Directory {
         }
     }
 
-    /// Drops the attempts and transfer times of a dead process.
+    /// Drops the attempts, transfer times and breakers of a dead process.
     fn forget_assignments(&mut self, key: NodeKey) {
         self.assignments.retain(|_, assigned| assigned.node != key);
-        self.transfer_ms.retain(|(prefill, decode), _| *prefill != key && *decode != key);
+        self.forget_pairs(key);
     }
 
     fn set_health(

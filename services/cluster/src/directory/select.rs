@@ -32,6 +32,7 @@ use proto::ids::TransferId;
 
 use super::{
     Assignment, AssignmentId, Directory, Forecast, NodeKey,
+    breaker::BreakerReason,
     considered::{Considered, ConsideredOption, IneligibleNode, OPTIONS_MAX, Placement},
     member::{Member, Seen, Unseen},
 };
@@ -56,8 +57,6 @@ const LOCAL_SAVING_MIN: f64 = 0.2;
 const EQUAL_WITHIN: f64 = 0.05;
 /// Weight of a new measurement in the moving average of the router's overhead.
 const OVERHEAD_SHARE: f64 = 1.0 / 16.0;
-/// Weight of a slower transfer in the transfer time of a pair.
-const TRANSFER_SHARE: f64 = 1.0 / 16.0;
 const DAY_MS: f64 = 86_400_000.0;
 
 /// The choice of nodes that the operator set.
@@ -134,6 +133,8 @@ pub enum NoNode {
     TooLong { role: Role, tokens: u32, tokens_max: u32 },
     #[error("every {role} node has failed this request already")]
     Excluded { role: Role },
+    #[error("the circuit breaker of every {role} node is open: {reason}")]
+    Broken { role: Role, reason: BreakerReason, retry_after: Duration },
     #[error("every {role} node is busy, for another {retry_after:?}")]
     Busy { role: Role, retry_after: Duration },
 }
@@ -152,6 +153,13 @@ impl NoNode {
                 format!("{tokens} tokens, at most {tokens_max} allowed")
             }
             Self::Excluded { .. } => "failed this request before".into(),
+            Self::Broken { reason, retry_after: Duration::ZERO, .. } => {
+                format!("circuit breaker half-open: {reason}; another request probes the node")
+            }
+            Self::Broken { reason, retry_after, .. } => {
+                let left_ms = milliseconds(*retry_after);
+                format!("circuit breaker open for another {left_ms:.0} ms: {reason}")
+            }
             Self::Busy { retry_after, .. } => {
                 format!("busy for another {:.0} ms", milliseconds(*retry_after))
             }
@@ -174,9 +182,13 @@ impl NoNode {
                 6
             }
             Self::Excluded { .. } => 9,
-            Self::Busy { retry_after: pause, .. } => {
+            Self::Broken { retry_after: pause, .. } => {
                 retry_after = *pause;
                 10
+            }
+            Self::Busy { retry_after: pause, .. } => {
+                retry_after = *pause;
+                11
             }
         };
         (rank, Reverse(retry_after), tokens_max)
@@ -216,7 +228,7 @@ impl Directory {
             NodePolicy::Predicted if costs.is_none() => NodePolicy::CacheAware,
             policy => policy,
         };
-        let mut options = options(policy, wanted, &decode, &prefill);
+        let mut options = self.options(now, policy, wanted, &decode, &prefill);
         let has_pair = options.iter().any(|option| option.prefill.is_some());
         // Without predictions the pair is preferred.
         let may_be_local = self.selection.disaggregate == Disaggregate::Auto && costs.is_some();
@@ -233,7 +245,7 @@ impl Directory {
         }
         let best = best(&options);
         let placement = no_prefill.unwrap_or_else(|| match self.selection.disaggregate {
-            _ if !has_pair => no_pair(best.decode, wanted),
+            _ if !has_pair => no_pair(best.decode, &prefill, wanted),
             Disaggregate::Always => Placement::Always,
             _ if !may_be_local => Placement::Unmeasured,
             _ => predicted(&options),
@@ -244,9 +256,15 @@ impl Directory {
         let is_local = prefill.is_none();
         let ttft_ms = predicted_ms.map(|ms| ms + self.overhead_ms);
         let forecast = ttft_ms.map(|ttft_ms| Forecast { at: now, ttft_ms });
+        let pair = prefill.map(|prefill| (prefill.0, decode.0));
+        let decode = self.assign(now, transfer_id, decode, is_local, forecast);
+        let prefill = prefill.map(|prefill| self.assign(now, transfer_id, prefill, true, None));
+        if let (Some(pair), Some(prefill)) = (pair, &prefill) {
+            self.pair_assigned(now, pair, prefill.assignment);
+        }
         Ok(Picked {
-            decode: self.assign(now, transfer_id, decode, is_local, forecast),
-            prefill: prefill.map(|prefill| self.assign(now, transfer_id, prefill, true, None)),
+            decode,
+            prefill,
             ttft: ttft_ms.map(|ms| Duration::from_secs_f64(ms.min(DAY_MS) / 1e3)),
             considered,
         })
@@ -262,18 +280,6 @@ impl Directory {
         // One stalled request must not spoil the predictions of the next ones.
         let learnt_ms = OVERHEAD_SHARE * error_ms.clamp(-ttft_ms, ttft_ms);
         self.overhead_ms = (self.overhead_ms + learnt_ms).max(0.0);
-    }
-
-    /// Handles the end of a transfer between the nodes of an attempt. `elapsed`: from the first chunk sent to the last
-    /// one acknowledged.
-    pub fn delivered(&mut self, prefill: AssignmentId, decode: AssignmentId, elapsed: Duration) {
-        let assigned = (self.assignments.get(&prefill), self.assignments.get(&decode));
-        let (Some(prefill), Some(decode)) = assigned else { return };
-        let token_ms = milliseconds(elapsed) / decode.uncached_tokens.max(1) as f64;
-        // Chunks wait for prefill, so a transfer may take longer than its link needs: a shorter time replaces the known
-        // one at once, a longer time slowly.
-        let known = self.transfer_ms.entry((prefill.node, decode.node)).or_insert(token_ms);
-        *known = token_ms.min(*known + (token_ms - *known) * TRANSFER_SHARE);
     }
 
     /// Handles the acceptance of an attempt by its node.
@@ -302,13 +308,14 @@ impl Directory {
     /// Releases an attempt. A second release, or one after the process was replaced, has no effect.
     pub fn release(&mut self, assignment: AssignmentId) {
         let Some(assigned) = self.assignments.remove(&assignment) else { return };
+        self.breakers_released(assigned.node, assignment);
         let member = self.member(assigned.node);
         member.unseen.remove(&assignment);
         member.in_flight -= 1;
         self.check();
     }
 
-    fn node_of(&self, assignment: AssignmentId) -> Option<NodeKey> {
+    pub(super) fn node_of(&self, assignment: AssignmentId) -> Option<NodeKey> {
         self.assignments.get(&assignment).map(|assigned| assigned.node)
     }
 
@@ -341,6 +348,7 @@ impl Directory {
         };
         member.unseen.insert(assignment, unseen);
         member.in_flight += 1;
+        member.breaker.assigned(now, assignment);
         member.last_picked = number;
         self.assignments.insert(assignment, Assignment { node: key, uncached_tokens, forecast });
         self.check();
@@ -348,8 +356,9 @@ impl Directory {
     }
 
     /// Returns the eligible nodes of a role, or the reason of the node closest to eligible. Adds the model's other
-    /// nodes to `ineligible`.
-    fn candidates<'a>(
+    /// nodes to `ineligible`. If only open breakers exclude decode nodes, those nodes are eligible: they may have
+    /// recovered, and the request has no other node.
+    pub(super) fn candidates<'a>(
         &'a self,
         now: Instant,
         role: Role,
@@ -358,12 +367,19 @@ impl Directory {
     ) -> Result<Vec<Candidate<'a>>, NoNode> {
         let listed = self.members.values().filter(|member| member.address.role == role).count();
         let mut nearest = (NoNode::NoneListed { role }, false);
-        let mut candidates = Vec::new();
+        let (mut candidates, mut broken) = (Vec::new(), Vec::new());
         for (key, member) in self.members.iter().filter(|(_, m)| m.address.role == role) {
             let misfit = member.seen.as_ref().map(|seen| misfit(role, &seen.record, wanted));
             let fits = misfit == Some(None);
+            let candidate = |seen: &'a Seen| {
+                let need = Need::of(role, seen, wanted);
+                Candidate { key: *key, role, member, seen, need, state: None }
+            };
             match eligible(now, role, member, misfit.flatten(), wanted) {
                 Err(reason) => {
+                    if let (Some(NoNode::Broken { .. }), Some(seen)) = (&reason, &member.seen) {
+                        broken.push(candidate(seen));
+                    }
                     let reason = reason.unwrap_or(NoNode::NoneUp { role, listed });
                     if !matches!(reason, NoNode::OtherModel { .. }) {
                         ineligible.push((member, reason.clone()));
@@ -372,13 +388,51 @@ impl Directory {
                         nearest = (reason, fits);
                     }
                 }
-                Ok(seen) => {
-                    let need = Need::of(role, seen, wanted);
-                    candidates.push(Candidate { key: *key, role, member, seen, need, state: None });
-                }
+                Ok(seen) => candidates.push(candidate(seen)),
             }
         }
-        if candidates.is_empty() { Err(nearest.0) } else { Ok(candidates) }
+        match nearest.0 {
+            _ if !candidates.is_empty() => Ok(candidates),
+            NoNode::Broken { .. } if role == Role::Decode => Ok(broken),
+            reason => Err(reason),
+        }
+    }
+
+    /// Returns the options under a policy: all pairs and all decode nodes with predictions, otherwise the best pair
+    /// and its decode node alone.
+    fn options<'a>(
+        &self,
+        now: Instant,
+        policy: NodePolicy,
+        wanted: &Wanted<'_>,
+        decode: &'a [Candidate<'a>],
+        prefill: &'a [Candidate<'a>],
+    ) -> Vec<NodeOption<'a>> {
+        let fits = |decode: &Candidate<'_>, prefill: &&Candidate<'_>| {
+            // KV of less than one block is never transferred.
+            wanted.tokens >= decode.seen.record.identity.block_size
+                && prefill.fits(decode)
+                && self.pair_admits(now, (prefill.key, decode.key))
+        };
+        let fitting = |decode| prefill.iter().filter(move |prefill| fits(decode, prefill));
+        let option = |decode, prefill| NodeOption { decode, prefill, prediction: None };
+        let mut options = Vec::new();
+        if policy == NodePolicy::Predicted {
+            for decode in decode {
+                options.extend(fitting(decode).map(|prefill| option(decode, Some(prefill))));
+                options.push(option(decode, None));
+            }
+            return options;
+        }
+        let decode = decode.iter().min_by_key(|node| {
+            let prefills = fitting(node).next().is_none();
+            node.rank(policy, prefills)
+        });
+        let decode = decode.expect("there is a decode node");
+        let prefill = fitting(decode).min_by_key(|node| node.rank(policy, true));
+        options.extend(prefill.map(|prefill| option(decode, Some(prefill))));
+        options.push(option(decode, None));
+        options
     }
 }
 
@@ -398,7 +452,7 @@ fn known_costs(
 }
 
 /// A node that an attempt may use.
-struct Candidate<'a> {
+pub(super) struct Candidate<'a> {
     key: NodeKey,
     role: Role,
     member: &'a Member,
@@ -411,6 +465,11 @@ struct Candidate<'a> {
 impl Candidate<'_> {
     fn assigned(&self) -> (NodeKey, Need) {
         (self.key, self.need)
+    }
+
+    /// Returns whether the two nodes may exchange KV.
+    fn fits(&self, other: &Self) -> bool {
+        self.seen.record.identity.fits(&other.seen.record.identity)
     }
 
     /// Returns the rank under a policy without predictions; the lowest is picked.
@@ -550,40 +609,6 @@ impl NodeOption<'_> {
     }
 }
 
-/// Returns the options under a policy: all pairs and all decode nodes with predictions, otherwise the best pair and its
-/// decode node alone.
-fn options<'a>(
-    policy: NodePolicy,
-    wanted: &Wanted<'_>,
-    decode: &'a [Candidate<'a>],
-    prefill: &'a [Candidate<'a>],
-) -> Vec<NodeOption<'a>> {
-    let fits = |decode: &Candidate<'_>, prefill: &&Candidate<'_>| {
-        let identity = &decode.seen.record.identity;
-        // KV of less than one block is never transferred.
-        wanted.tokens >= identity.block_size && prefill.seen.record.identity.fits(identity)
-    };
-    let fitting = |decode| prefill.iter().filter(move |prefill| fits(decode, prefill));
-    let option = |decode, prefill| NodeOption { decode, prefill, prediction: None };
-    let mut options = Vec::new();
-    if policy == NodePolicy::Predicted {
-        for decode in decode {
-            options.extend(fitting(decode).map(|prefill| option(decode, Some(prefill))));
-            options.push(option(decode, None));
-        }
-        return options;
-    }
-    let decode = decode.iter().min_by_key(|node| {
-        let prefills = fitting(node).next().is_none();
-        node.rank(policy, prefills)
-    });
-    let decode = decode.expect("there is a decode node");
-    let prefill = fitting(decode).min_by_key(|node| node.rank(policy, true));
-    options.extend(prefill.map(|prefill| option(decode, Some(prefill))));
-    options.push(option(decode, None));
-    options
-}
-
 /// Returns the option of the lowest cost. Without predictions that is the first one.
 fn best<'a, 'b>(options: &'b [NodeOption<'a>]) -> &'b NodeOption<'a> {
     let has_pair = options.iter().any(|option| option.prefill.is_some());
@@ -605,10 +630,13 @@ fn best<'a, 'b>(options: &'b [NodeOption<'a>]) -> &'b NodeOption<'a> {
 }
 
 /// Returns why the options of this decode node have no prefill node, although prefill nodes are eligible.
-fn no_pair(decode: &Candidate<'_>, wanted: &Wanted<'_>) -> Placement {
+fn no_pair(decode: &Candidate<'_>, prefill: &[Candidate<'_>], wanted: &Wanted<'_>) -> Placement {
     let block_tokens = decode.seen.record.identity.block_size;
-    match wanted.tokens < block_tokens {
-        true => Placement::ShortPrompt { tokens: wanted.tokens, block_tokens },
+    if wanted.tokens < block_tokens {
+        return Placement::ShortPrompt { tokens: wanted.tokens, block_tokens };
+    }
+    match prefill.iter().any(|prefill| prefill.fits(decode)) {
+        true => Placement::TransfersFail,
         false => Placement::NoPartner,
     }
 }
@@ -683,9 +711,12 @@ fn eligible<'a>(
     if exclude.contains(&seen.record.epoch) {
         return Err(Some(NoNode::Excluded { role }));
     }
-    match member.busy_until {
-        Some(until) if until > now => Err(Some(NoNode::Busy { role, retry_after: until - now })),
-        _ => Ok(seen),
+    if let Some(until) = member.busy_until.filter(|until| *until > now) {
+        return Err(Some(NoNode::Busy { role, retry_after: until - now }));
+    }
+    match member.breaker.refuses(now) {
+        Some((reason, retry_after)) => Err(Some(NoNode::Broken { role, reason, retry_after })),
+        None => Ok(seen),
     }
 }
 

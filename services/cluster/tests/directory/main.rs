@@ -1,5 +1,6 @@
 //! The directory as a router uses it: events in, health and choices out.
 
+mod breakers;
 mod health;
 mod predictions;
 mod properties;

@@ -38,7 +38,8 @@ fn load() -> Load {
 /// Returns the load of a queue of prompts.
 fn queued(pending_prompt_tokens: u64) -> Load {
     let pending_prompt_pairs = pending_prompt_tokens * 500;
-    Load { waiting: 1, pending_prompt_tokens, pending_prompt_pairs, ..load() }
+    let waiting = pending_prompt_tokens.div_ceil(SEQUENCE_TOKENS_MAX) as u32;
+    Load { waiting, pending_prompt_tokens, pending_prompt_pairs, ..load() }
 }
 
 fn decoding(running: u32) -> Load {
@@ -150,7 +151,8 @@ fn each_policy_picks_by_its_own_criterion() {
             prefill.token_ps /= divisor;
             decode.step_ps /= divisor;
             let step_costs = Some(costs);
-            Load { running, pending_prompt_tokens, step_costs, ..load() }
+            let waiting = u64::div_ceil(pending_prompt_tokens, SEQUENCE_TOKENS_MAX) as u32;
+            Load { running, waiting, pending_prompt_tokens, step_costs, ..load() }
         };
         let nodes = [
             (11, with(8, 0, 1)),
@@ -326,7 +328,7 @@ fn slow_link_turns_hand_overs_into_local_prefill() {
     let picked = pick(&mut world, 1024);
     let sender = picked.prefill.expect("the link is not measured yet");
     let slow = Duration::from_millis(1000);
-    world.directory.delivered(sender.assignment, picked.decode.assignment, slow);
+    world.directory.delivered(world.now, sender.assignment, picked.decode.assignment, slow);
     for choice in [&sender, &picked.decode] {
         world.directory.release(choice.assignment);
     }

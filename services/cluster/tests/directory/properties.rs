@@ -4,8 +4,8 @@ use std::time::Duration;
 
 use crate::world::*;
 use cluster::{
-    Directory, DirectoryAction, DirectoryInput, Health, Load, MemberChange, NodeChoice, Role,
-    Wanted,
+    Directory, DirectoryAction, DirectoryInput, Failed, Health, Load, MemberChange, NodeChoice,
+    Role, Wanted,
 };
 use proptest::prelude::*;
 use proto::v1;
@@ -27,13 +27,17 @@ enum Event {
     Answered(usize),
     Busy(usize),
     Release(usize),
+    Failed(usize),
+    Served { which: usize, tokens: u32, itl_ms: u64 },
     Wait { millis: u64 },
 }
 
 fn loads() -> impl Strategy<Value = Load> {
-    let counts = (0..50u32, 0..50u32, prop_oneof![0..5000u64, Just(u64::MAX)], 0..1500u32);
+    // Some loads are impossible: more blocks than the node has, or tokens of no sequence.
+    let pending = prop_oneof![20 => 0..5000u64, 1 => Just(u64::MAX)];
+    let counts = (1..50u32, 0..50u32, pending, 0..510u32);
     let costs = prop::option::weighted(0.9, step_costs());
-    (counts, any::<u32>(), prop::bool::weighted(0.1), costs).prop_map(
+    (counts, 0..500u32, prop::bool::weighted(0.1), costs).prop_map(
         |(counts, blocks_cached, draining, step_costs)| {
             let (running, waiting, pending_prompt_tokens, blocks_free) = counts;
             Load {
@@ -130,6 +134,9 @@ fn events() -> impl Strategy<Value = Event> {
         2 => any::<usize>()
             .prop_map(Event::Busy),
         4 => any::<usize>().prop_map(Event::Release),
+        2 => any::<usize>().prop_map(Event::Failed),
+        2 => (any::<usize>(), 0..40u32, 0..200u64)
+            .prop_map(|(which, tokens, itl_ms)| Event::Served { which, tokens, itl_ms }),
         4 => (0..4000u64).prop_map(|millis| Event::Wait { millis }),
     ]
 }
@@ -245,7 +252,8 @@ impl Run {
                     world.directory.first_token(world.now, choice.assignment);
                     let other = pick_one(&self.attempts, *which / 2).expect("one is there");
                     let elapsed = Duration::from_micros(*which as u64 % 1_000_000);
-                    world.directory.delivered(choice.assignment, other.assignment, elapsed);
+                    let (from, to) = (choice.assignment, other.assignment);
+                    world.directory.delivered(world.now, from, to, elapsed);
                 }
             }
             Event::Busy(which) => {
@@ -260,6 +268,18 @@ impl Run {
                     // A second release has no effect.
                     world.directory.release(choice.assignment);
                     self.attempts.retain(|other| other.assignment != choice.assignment);
+                }
+            }
+            Event::Failed(which) => {
+                if let Some(choice) = pick_one(&self.attempts, *which) {
+                    world.directory.failed(world.now, Failed::Node(choice.assignment));
+                }
+            }
+            Event::Served { which, tokens, itl_ms } => {
+                if let Some(choice) = pick_one(&self.attempts, *which) {
+                    let waited = Duration::from_millis(itl_ms * u64::from(*tokens));
+                    world.directory.served(choice.assignment);
+                    world.directory.decoded(world.now, choice.assignment, *tokens, waited);
                 }
             }
             Event::Wait { millis } => world.advance(Duration::from_millis(*millis)),
@@ -311,7 +331,7 @@ proptest! {
             let is_up = run.world.health_of(&address) == Some(Health::Up);
             run.world.stream_of(&address).filter(|_| is_up)
         });
-        let until = run.world.now + Duration::from_secs(5);
+        let until = run.world.now + Duration::from_secs(20);
         while run.world.now < until {
             for (node, answered) in (0..NODES).zip(&mut answered) {
                 let asked = run.world.stream_of(&node_address(node));
@@ -320,7 +340,7 @@ proptest! {
                     *answered = asked;
                 }
             }
-            run.step(&Event::Wait { millis: 50 });
+            run.step(&Event::Wait { millis: 100 });
         }
         for node in 0..NODES {
             prop_assert_eq!(run.world.health_of(&node_address(node)), Some(Health::Up));

@@ -44,7 +44,7 @@ fn long_prompts_in_the_queue_outweigh_many_short_ones() {
     let mut world = World::new();
     world.up(&decode(3), &record(Role::Decode, 3), idle());
     let (one, two) = (record(Role::Prefill, 1), record(Role::Prefill, 2));
-    let long = Load { waiting: 1, pending_prompt_tokens: 4000, ..idle() };
+    let long = Load { waiting: 2, pending_prompt_tokens: 4000, ..idle() };
     let short = Load { waiting: 4, running: 4, pending_prompt_tokens: 400, ..idle() };
     world.up(&prefill(1), &one, long);
     world.up(&prefill(2), &two, short);
@@ -189,7 +189,7 @@ fn only_nodes_of_equal_identity_are_paired() {
     world.up(&decode(3), &retrained(record(Role::Decode, 3)), idle());
     let request = Wanted { identity: Some(&identity), ..wanted(80) };
     assert!(world.pick_nodes(&request).unwrap().prefill.is_none());
-    let loaded = Load { pending_prompt_tokens: 100_000, ..idle() };
+    let loaded = Load { waiting: 50, pending_prompt_tokens: 100_000, ..idle() };
     world.up(&prefill(2), &retrained(record(Role::Prefill, 2)), loaded);
     let picked = world.pick_nodes(&request).unwrap();
     assert_eq!(picked.prefill.unwrap().record.epoch, epoch(2));
@@ -232,7 +232,7 @@ fn a_grammar_goes_to_nodes_that_announce_its_version() {
     let none = NoNode::NoGrammar { role: Role::Decode, version: 1 };
     assert_eq!(world.pick(&with(1)).unwrap_err(), none);
     assert_eq!(world.pick(&with(0)).unwrap().record.epoch, epoch(1));
-    let busy = Load { pending_prompt_tokens: 100_000, ..idle() };
+    let busy = Load { waiting: 50, pending_prompt_tokens: 100_000, ..idle() };
     world.up(&decode(2), &of(2, 1), busy);
     assert_eq!(world.pick(&with(1)).unwrap().record.epoch, epoch(2));
     assert!(matches!(world.pick(&with(2)), Err(NoNode::NoGrammar { version: 2, .. })));

@@ -20,9 +20,16 @@ pub struct World {
     pub open: BTreeMap<StreamId, NodeAddress>,
     pub health: Vec<(NodeKey, Health, Health)>,
     pub forgotten: Vec<NodeAddress>,
+    /// Nodes whose report was impossible, with the reason.
+    pub rejected: Vec<(NodeAddress, String)>,
     /// Number of picks, which is the transfer id of the last one.
     pub picked: u128,
+    /// Number of load reports that every node has sent.
+    pub reports: u64,
 }
+
+/// Maximum length of a sequence on each node.
+pub const SEQUENCE_TOKENS_MAX: u64 = 2048;
 
 pub const DEFAULT: Selection =
     Selection { disaggregate: Disaggregate::Auto, policy: NodePolicy::Predicted };
@@ -39,7 +46,9 @@ impl World {
             open: BTreeMap::new(),
             health: Vec::new(),
             forgotten: Vec::new(),
+            rejected: Vec::new(),
             picked: 0,
+            reports: 0,
         }
     }
 
@@ -77,6 +86,9 @@ impl World {
                     self.health.push((node, from, to));
                 }
                 DirectoryAction::Forgotten { address, .. } => self.forgotten.push(address),
+                DirectoryAction::Rejected { address, reason } => {
+                    self.rejected.push((address, reason));
+                }
             }
         }
     }
@@ -160,7 +172,7 @@ pub fn record(role: Role, number: u128) -> NodeRecord {
             protocol_max: 1,
         },
         prompt_tokens_max: 2000,
-        sequence_tokens_max: 2048,
+        sequence_tokens_max: SEQUENCE_TOKENS_MAX as u32,
         block_count: 1000,
         vocabulary_size: 100,
         grammar_version: 1,

@@ -167,12 +167,14 @@ impl<E: Executor> NodeCore<E> {
         self.observers.remove(observer);
     }
 
-    /// Rejects new calls from now on, or accepts them again, and tells the observers.
-    pub fn handle_draining(&mut self, is_draining: bool, now: Instant) {
+    /// Rejects new calls from now on, or accepts them again, and tells the observers. `grace`: time until the shell
+    /// ends the attempts in flight, so that routers may migrate longer ones.
+    pub fn handle_draining(&mut self, is_draining: bool, grace: Option<Duration>, now: Instant) {
         self.now = now;
         self.attempts.set_draining(is_draining);
         let outputs = &mut self.attempts.outputs;
-        self.observers.set_draining(is_draining, now, &mut self.steps, outputs);
+        let until = grace.map(|grace| now + grace);
+        self.observers.set_draining(is_draining, until, now, &mut self.steps, outputs);
     }
 
     /// Drops the cached blocks that no sequence uses, and returns their number.

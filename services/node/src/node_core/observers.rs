@@ -32,6 +32,8 @@ pub(super) struct Observers {
     /// Whether the scheduler's state may differ from `sent`.
     is_changed: bool,
     is_draining: bool,
+    /// When the drain ends the sequences in flight.
+    drains_until: Option<Instant>,
     step_fit: StepFit,
     /// When the last step was collected.
     collected_at: Option<Instant>,
@@ -53,6 +55,7 @@ impl Observers {
             arrived: Vec::new(),
             is_changed: true,
             is_draining: false,
+            drains_until: None,
             step_fit: StepFit::default(),
             collected_at: None,
         }
@@ -96,11 +99,12 @@ impl Observers {
     pub fn set_draining<E: Executor>(
         &mut self,
         is_draining: bool,
+        until: Option<Instant>,
         now: Instant,
         steps: &mut StepLoop<E>,
         outputs: &mut Outputs,
     ) {
-        self.is_draining = is_draining;
+        (self.is_draining, self.drains_until) = (is_draining, until);
         self.publish(now, steps, outputs);
     }
 
@@ -189,6 +193,10 @@ impl Observers {
         let costs = self.step_fit.report(limits);
         let load = v1::NodeLoad {
             draining: self.is_draining,
+            // 0 would mean no limit.
+            drain_ms: self.drains_until.map_or(0, |until| {
+                (until.saturating_duration_since(now).as_millis() as u64).max(1)
+            }),
             step_costs: Some(costs),
             step_age_us: step_age.as_micros() as u64,
             ..wire_load(&load)

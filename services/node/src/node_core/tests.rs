@@ -660,7 +660,7 @@ fn deltas_follow_the_snapshot_in_order_and_at_most_every_interval() {
     assert!(observe_events(node.outputs()).is_empty());
 
     // A drain is told at once, and rejects new calls.
-    node.core.handle_draining(true, node.now);
+    node.core.handle_draining(true, None, node.now);
     node.call(3, SequenceKind::Compute);
     let outputs = node.outputs();
     assert_eq!(replies(outputs.clone()), [Reply::Rejected(Refusal::Draining)]);
@@ -672,7 +672,7 @@ fn deltas_follow_the_snapshot_in_order_and_at_most_every_interval() {
     assert!(delta.load.unwrap().draining);
 
     // An operator ends the drain.
-    node.core.handle_draining(false, node.now);
+    node.core.handle_draining(false, None, node.now);
     node.call(4, SequenceKind::Compute);
     let outputs = node.outputs();
     assert!(!replies(outputs.clone()).contains(&Reply::Rejected(Refusal::Draining)));

@@ -92,6 +92,7 @@ fn ended(attempt: AttemptEntry, prefill: NodeStats, decode: NodeStats) -> Attemp
         local_prefill,
         prefill,
         decode,
+        ..AttemptStats::default()
     };
     let end = AttemptEntryEnd { at: ms(50), outcome: "complete", failure: None, stats };
     AttemptEntry { end: Some(end), ..attempt }

@@ -17,15 +17,19 @@ use std::{
 };
 
 use cluster::{
-    CacheIdentity, Considered, Directory, DirectoryInput, Health, Membership, NoNode, NodeChoice,
-    NodeRecord, Role, Selection, Wanted,
+    BreakerChange, BreakerReason, CacheIdentity, Considered, Directory, DirectoryInput, Failed,
+    Health, Membership, NoNode, NodeChoice, NodeRecord, Role, Selection, Wanted,
 };
 use proto::{
     auth::{CallSigner, ClusterSecret},
     ids::{Epoch, NoRandomness, TransferId, random_bits},
     v1::{DecodeEvent, DecodeRequest, PrefillEvent, PrefillRequest, node_client::NodeClient},
 };
-use telemetry::{RouterMetrics, propagation};
+use telemetry::{
+    RouterMetrics,
+    metrics::{Exclusion, NodeRole},
+    propagation,
+};
 use tokio::sync::{mpsc, watch as latest};
 use tonic::{
     Request, Response, Status, Streaming,
@@ -252,6 +256,36 @@ impl Nodes {
         self.0.directory.lock().unwrap_or_else(|error| error.into_inner())
     }
 
+    /// Passes a measurement of a node's service to the directory, and reports breakers that open or close.
+    fn measured(&self, measure: impl FnOnce(&mut Directory)) {
+        let mut directory = self.directory();
+        measure(&mut directory);
+        let changes = directory.take_breaker_changes();
+        drop(directory);
+        if changes.is_empty() {
+            return;
+        }
+        for BreakerChange { address, partner, opened, detail } in changes {
+            let partner = partner.as_ref().map(tracing::field::display);
+            let Some(reason) = opened else {
+                tracing::info!(node = %address, partner, detail, "circuit breaker closed");
+                continue;
+            };
+            tracing::warn!(
+                node = %address, partner, reason = reason.as_str(), detail,
+                "circuit breaker opened: the router uses other nodes"
+            );
+            let exclusion = match (partner, reason) {
+                (Some(_), _) => Exclusion::Transfers,
+                (None, BreakerReason::Failures) => Exclusion::Failures,
+                (None, BreakerReason::Slow) => Exclusion::Slow,
+            };
+            self.0.metrics.node_excluded(role_label(address.role), exclusion);
+        }
+        self.count_nodes();
+        self.changed();
+    }
+
     fn count_nodes(&self) {
         let directory = self.directory();
         for role in Role::ALL {
@@ -259,6 +293,7 @@ impl Nodes {
                 let count = directory.count(role, health);
                 self.0.metrics.set_nodes(role.as_str(), health.as_str(), count);
             }
+            self.0.metrics.set_excluded_nodes(role.as_str(), directory.excluded(role));
         }
         drop(directory);
         self.count_cached_blocks();
@@ -269,6 +304,13 @@ impl Nodes {
         for role in Role::ALL {
             self.0.metrics.set_cached_blocks(role.as_str(), directory.cached_blocks(role));
         }
+    }
+}
+
+fn role_label(role: Role) -> NodeRole {
+    match role {
+        Role::Prefill => NodeRole::Prefill,
+        Role::Decode => NodeRole::Decode,
     }
 }
 
@@ -308,6 +350,12 @@ impl Assigned {
         self.nodes.directory().accepted(self.choice.assignment);
     }
 
+    /// Returns the time until this node aborts its sequences, if the node drains with a limit and another node can
+    /// take the request.
+    pub fn grace_left(&self, wanted: &Wanted<'_>) -> Option<Duration> {
+        self.nodes.directory().grace_left(Instant::now(), self.choice.assignment, wanted)
+    }
+
     /// Returns when the node last reported a change of its load or cache.
     pub fn changed_at(&self) -> Option<Instant> {
         self.nodes.directory().changed_at(self.choice.assignment)
@@ -321,7 +369,34 @@ impl Assigned {
     /// Reports the transfer of the attempt's KV from this node.
     pub fn delivered(&self, decode: &Self, elapsed: Duration) {
         let (prefill, decode) = (self.choice.assignment, decode.choice.assignment);
-        self.nodes.directory().delivered(prefill, decode, elapsed);
+        self.nodes.measured(|directory| {
+            directory.delivered(Instant::now(), prefill, decode, elapsed);
+        });
+    }
+
+    /// Reports that this decode node sent its first token of the attempt.
+    pub fn served(&self) {
+        self.nodes.measured(|directory| directory.served(self.choice.assignment));
+    }
+
+    /// Reports the tokens that this decode node sent, and the time that the router waited for them.
+    pub fn decoded(&self, tokens: u32, waited: Duration) {
+        self.nodes.measured(|directory| {
+            directory.decoded(Instant::now(), self.choice.assignment, tokens, waited);
+        });
+    }
+
+    /// Reports that the attempt failed on this node.
+    pub fn failed(&self) {
+        let failed = Failed::Node(self.choice.assignment);
+        self.nodes.measured(|directory| directory.failed(Instant::now(), failed));
+    }
+
+    /// Reports that the attempt's KV was not transferred from this node.
+    pub fn transfer_failed(&self, decode: &Self) {
+        let (prefill, decode) = (self.choice.assignment, decode.choice.assignment);
+        let failed = Failed::Transfer { prefill, decode };
+        self.nodes.measured(|directory| directory.failed(Instant::now(), failed));
     }
 
     /// Reports to the directory that the node rejected the attempt as busy.

@@ -9,6 +9,7 @@ use std::{
 
 use cluster::{DirectoryAction, DirectoryInput, Health, MemberWatch, NodeAddress, Role, StreamId};
 use proto::v1::{ObserveEvent, ObserveRequest, observe_event::Event};
+use telemetry::metrics::Exclusion;
 use tokio::{
     sync::mpsc,
     task::{AbortHandle, JoinError, JoinHandle, JoinSet},
@@ -19,6 +20,7 @@ use tonic::Code;
 use super::{
     Nodes,
     connection_setup::{self, FirstRound, Rounds, SETTLES_IN, WAIT_MAX},
+    role_label,
 };
 
 /// A model that this router serves. Nodes of other models are not used.
@@ -161,6 +163,11 @@ impl Watch {
                 if let Some(settles_in) = settles_in {
                     self.rounds.on_change(Instant::now(), settles_in);
                 }
+            }
+            DirectoryAction::Rejected { address, reason } => {
+                tracing::warn!(node = %address, reason, "node excluded: its report is invalid");
+                let role = role_label(address.role);
+                self.nodes.0.metrics.node_excluded(role, Exclusion::InvalidReport);
             }
             DirectoryAction::Forgotten { address, .. } => {
                 tracing::info!(node = %address, "node left");

@@ -74,6 +74,9 @@ pub struct AttemptStats {
     pub local_prefill: bool,
     pub prefill: NodeStats,
     pub decode: NodeStats,
+    /// Tokens that the decode node sent after its first event, and the time that the router waited for them.
+    pub decoded_tokens: u32,
+    pub decode_wait: Duration,
 }
 
 /// Statistics that one node reported about an attempt; `None` is unknown.
@@ -130,6 +133,14 @@ impl AttemptState {
             Side::Decode => &mut self.stats.decode,
         };
         node.stages = stages.or(node.stages);
+    }
+
+    /// Handles the time that the router waited for the tokens of the next event of the decode node.
+    pub fn on_decode_wait(&mut self, event: Option<&DecodeEvent>, waited: Duration) {
+        if let (Some(DecodeEvent::Tokens(event)), Decode::Decoding) = (event, self.decode) {
+            self.stats.decoded_tokens += event.tokens.len() as u32;
+            self.stats.decode_wait += waited;
+        }
     }
 
     /// Handles an event of the decode node; `None` for an event of unknown type.
@@ -459,6 +470,7 @@ mod tests {
             local_prefill: false,
             prefill: cached(16),
             decode: cached(0),
+            ..AttemptStats::default()
         };
         assert_eq!(attempt.stats(), stats);
     }

@@ -55,11 +55,15 @@ use tonic::Status;
 use attempt::{AttemptAction, AttemptState, LAST_EVENT_MAX, TOKEN_0_MAX};
 pub use attempt::{AttemptStats, NodeStats};
 use emitted::EmittedTokens;
-pub use recovery::{AttemptFailure, Cause, GiveUp, NodeFeedback, Side, TurnQueue};
+pub use recovery::{AttemptFailure, Blame, Cause, GiveUp, NodeFeedback, Side, TurnQueue};
 use recovery::{NextStep, Recovery};
 
 /// Interval between two picks of a request that holds the turn: one or two steps of a busy node.
 const PICK_AGAIN: Duration = Duration::from_millis(25);
+/// Interval at which an attempt looks whether its decode node drains: short against any grace period.
+const DRAIN_CHECK: Duration = Duration::from_millis(500);
+/// Decoded tokens until the inter-token latency of an attempt predicts the rest of the answer.
+const DRAIN_TOKENS_MIN: u32 = 8;
 /// Minimum and maximum interval between two picks of a request that waits for a node. A change of a node's
 /// health ends the wait at once. Only a new pick finds a node that stopped draining, or one that failed this
 /// request before.
@@ -130,6 +134,8 @@ pub enum Output {
     DropPrefillCall,
     /// The KV of the attempt was transferred in this time: report it to the directory.
     Delivered { elapsed: Duration },
+    /// The decode node sent its first token: report it to the directory.
+    Served,
     /// The attempt is over: drop its calls, release its nodes, count it.
     EndAttempt(EndedAttempt),
     /// Deliver these new tokens to the client. `hand_over_gap` is set with the decode node's first token:
@@ -249,6 +255,9 @@ struct OpenAttempt {
     /// Time of the last sign of work on the attempt: `active_at`, or a later load report of the node.
     silent_since: Instant,
     token_0_at: Option<Instant>,
+    drain_check_at: Instant,
+    /// The rest of the decode node's grace period when the router first saw that the node drains.
+    grace_seen: Option<Duration>,
 }
 
 impl OpenAttempt {
@@ -369,6 +378,8 @@ impl RequestCore {
             active_at: now,
             silent_since: now,
             token_0_at: None,
+            drain_check_at: now + DRAIN_CHECK,
+            grace_seen: None,
         }));
         calls
     }
@@ -405,8 +416,16 @@ impl RequestCore {
         let State::Attempting(attempt) = &mut self.state else { return };
         let actions = match message {
             Ok(Some(event)) => {
+                // Since the last delivery, so that a slow client does not look like a slow node.
+                let waited = now.saturating_duration_since(attempt.active_at);
+                attempt.state.on_decode_wait(event.event.as_ref(), waited);
+                let was_decoding = attempt.state.is_decoding();
                 attempt.state.on_stages(Side::Decode, event.stages);
-                attempt.state.on_decode_event(event.event, &mut self.emitted)
+                let actions = attempt.state.on_decode_event(event.event, &mut self.emitted);
+                if attempt.state.is_decoding() && !was_decoding {
+                    self.outputs.push_back(Output::Served);
+                }
+                actions
             }
             end => vec![AttemptAction::Fail(AttemptFailure::stream_end(Side::Decode, end.err()))],
         };
@@ -476,10 +495,39 @@ impl RequestCore {
                 let token_0 =
                     (!attempt.state.expects_decode()).then(|| attempt.active_at + TOKEN_0_MAX);
                 let silence = attempt.silent_since + self.policy.idle_timeout;
-                [last_event, token_0, Some(silence)].into_iter().flatten().min()
+                let drain = attempt.state.is_decoding().then_some(attempt.drain_check_at);
+                [last_event, token_0, drain, Some(silence)].into_iter().flatten().min()
             }
         };
         timer.into_iter().chain([self.spec.deadline]).min()
+    }
+
+    /// Returns whether [`Self::handle_drain_check`] is due.
+    pub fn drain_check_is_due(&self, now: Instant) -> bool {
+        matches!(&self.state, State::Attempting(attempt)
+            if attempt.state.is_decoding() && !attempt.is_emitting && attempt.drain_check_at <= now)
+    }
+
+    /// Handles the rest of the decode node's grace period, if the node drains with a limit and another node can take
+    /// the request: migrates an answer that would not end in time. Answers of one node migrate at different times in
+    /// the first half of the grace period, so that the other nodes do not recompute all of them at once.
+    pub fn handle_drain_check(&mut self, now: Instant, grace: Option<Duration>) {
+        let tokens_left = self.spec.sampling.max_tokens - self.emitted.next_index();
+        let is_complete = self.is_complete();
+        let State::Attempting(attempt) = &mut self.state else { return };
+        attempt.drain_check_at = now + DRAIN_CHECK;
+        let stats = attempt.state.stats();
+        let Some(grace) = grace.filter(|_| stats.decoded_tokens >= DRAIN_TOKENS_MIN) else {
+            return;
+        };
+        let needed =
+            stats.decode_wait.mul_f64(f64::from(tokens_left) / f64::from(stats.decoded_tokens));
+        let first = *attempt.grace_seen.get_or_insert(grace);
+        let spread = (self.spec.request_id.0 as u8) as f64 / 512.0;
+        if !is_complete && needed > grace && grace <= first.mul_f64(1.0 - spread) {
+            let failure = AttemptFailure::migrated(grace, needed);
+            self.act(now, vec![AttemptAction::Fail(failure)]);
+        }
     }
 
     /// Handles the deadline that [`Self::next_deadline`] returned. `last_report` returns the time of the last load

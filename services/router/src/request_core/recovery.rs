@@ -151,6 +151,11 @@ impl Recovery {
             Cause::Deadline | Cause::SlowReader | Cause::Invalid | Cause::Contradiction => {
                 return NextStep::GiveUp(GiveUp::Final(failure));
             }
+            // The router's own decision.
+            Cause::Migrated => {
+                self.failed_total += 1;
+                return NextStep::Retry;
+            }
             // The directory does not return the node for a while.
             Cause::Busy | Cause::OtherWeights => {
                 self.wait(WaitReason::Busy, now);
@@ -193,7 +198,8 @@ impl Recovery {
             | NoNode::OtherModel { .. }
             | NoNode::NoneUp { .. }
             | NoNode::Draining { .. }
-            | NoNode::Excluded { .. } => WaitReason::Absent,
+            | NoNode::Excluded { .. }
+            | NoNode::Broken { .. } => WaitReason::Absent,
         };
         // A node that failed may have recovered: the budget bounds how often it is tried.
         self.avoid_decode.clear();
@@ -260,6 +266,9 @@ pub enum Cause {
     /// The node is draining.
     #[error("draining")]
     Draining,
+    /// The node drains, and would cut the answer before its end.
+    #[error("migrated")]
+    Migrated,
     /// The connection failed, or the node is silent.
     #[error("lost")]
     Lost,
@@ -328,6 +337,15 @@ pub enum NodeFeedback {
     Lost,
 }
 
+/// The nodes that may be at fault for a failed attempt.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Blame {
+    /// The node of the failure's side.
+    Node,
+    /// The prefill node, the decode node, or their link.
+    Pair,
+}
+
 /// The failure of one attempt.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{side} node: {cause}: {message}")]
@@ -383,11 +401,33 @@ impl AttemptFailure {
         Self { side, cause: Cause::Lost, message }
     }
 
+    /// Returns the failure of an attempt whose decode node drains for less time than the answer needs.
+    pub fn migrated(grace: Duration, needed: Duration) -> Self {
+        let message = format!(
+            "the node drains for another {:.1} s, and the answer may take {:.1} s",
+            grace.as_secs_f64(),
+            needed.as_secs_f64()
+        );
+        Self { side: Side::Decode, cause: Cause::Migrated, message }
+    }
+
     /// Returns the report about the node of [`Self::side`], if the failure says anything about it.
     pub fn node_feedback(&self) -> Option<NodeFeedback> {
         match self.cause {
             Cause::Busy | Cause::OtherWeights => Some(NodeFeedback::Busy),
             Cause::Lost | Cause::Stale => Some(NodeFeedback::Lost),
+            _ => None,
+        }
+    }
+
+    /// Returns who may be at fault, for the circuit breakers. A busy or draining node is not, and neither is a node
+    /// that received an invalid request.
+    pub fn blame(&self) -> Option<Blame> {
+        match self.cause {
+            Cause::Lost | Cause::Internal | Cause::Violation | Cause::Contradiction => {
+                Some(Blame::Node)
+            }
+            Cause::TransferFailed => Some(Blame::Pair),
             _ => None,
         }
     }

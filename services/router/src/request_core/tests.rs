@@ -90,10 +90,15 @@ impl Owner {
         owner
     }
 
+    /// Returns the next output. Reports about the decode node are left out.
+    fn output(&mut self) -> Option<Output> {
+        std::iter::from_fn(|| self.core.poll_output()).find(|output| *output != Output::Served)
+    }
+
     /// Returns all outputs. Tokens are delivered at once.
     fn outputs(&mut self) -> Vec<Output> {
         let mut outputs = Vec::new();
-        while let Some(output) = self.core.poll_output() {
+        while let Some(output) = self.output() {
             if let Output::Emit { first_index, tokens, .. } = &output {
                 assert_eq!(*first_index as usize, self.received.len());
                 self.received.extend(tokens.iter().map(|token| token.id));
@@ -374,9 +379,9 @@ fn a_complete_stop_string_drops_the_calls_and_whatever_follows() {
     };
     let event = PrefillEvent { event: Some(prefill_event::Event::Token(event)), stages: None };
     owner.core.handle_prefill(owner.now, Ok(Some(event)));
-    assert!(matches!(owner.core.poll_output(), Some(Output::Emit { first_index: 0, .. })));
+    assert!(matches!(owner.output(), Some(Output::Emit { first_index: 0, .. })));
     // Nothing follows before the tokens are delivered.
-    assert_eq!(owner.core.poll_output(), None);
+    assert_eq!(owner.output(), None);
     owner.core.handle_emitted(owner.now, Some(Stop::Text));
     let outputs = owner.outputs();
     let [Output::EndAttempt(_), Output::Finish(finished)] = &outputs[..] else {
@@ -393,11 +398,17 @@ fn reading_time_of_a_client_does_not_count_as_node_silence() {
     let event = DecodeTokens { first_index: 0, tokens: vec![token(0)] };
     let event = DecodeEvent { event: Some(Event::Tokens(event)), stages: None };
     owner.core.handle_decode(owner.now, Ok(Some(event)));
-    assert!(matches!(owner.core.poll_output(), Some(Output::Emit { .. })));
+    assert!(matches!(owner.output(), Some(Output::Emit { .. })));
     assert_eq!(owner.core.next_deadline(), Some(owner.start + TIMEOUT));
     owner.now += 2 * POLICY.idle_timeout;
     owner.core.handle_emitted(owner.now, None);
-    assert_eq!(owner.core.next_deadline(), Some(owner.now + POLICY.idle_timeout));
+    owner.core.handle_drain_check(owner.now, None);
+    owner.now += POLICY.idle_timeout - Duration::from_millis(1);
+    owner.core.handle_deadline(owner.now, |_| None);
+    assert_eq!(owner.outputs(), []);
+    owner.now += Duration::from_millis(1);
+    owner.core.handle_deadline(owner.now, |_| None);
+    assert_eq!(owner.outputs().len(), 2, "the attempt ends, and another one begins");
 }
 
 #[test]
@@ -450,4 +461,82 @@ fn a_complete_structured_answer_finishes_although_its_last_event_is_lost() {
         assert_eq!(finished.reason, FinishReason::Stop);
         assert_eq!(owner.received, [0, 1, 2]);
     }
+}
+
+/// Decodes this many tokens, 100 ms apart, on a node that prefilled the prompt.
+fn decoding(tokens: u32) -> Owner {
+    let mut owner = Owner::started();
+    owner.picked(false);
+    owner.decode_sends(Event::Reserved(Reserved { cached_tokens: 0, local_prefill: true }));
+    for first_index in 0..tokens {
+        owner.now += Duration::from_millis(100);
+        owner.decode_sends(Event::Tokens(DecodeTokens { first_index, tokens: vec![token(5)] }));
+    }
+    owner
+}
+
+/// Checks for a drain as often as it is due during the rest of the grace period. Returns the outputs of a migration.
+fn drains(owner: &mut Owner, mut grace: Duration) -> Vec<Output> {
+    while !grace.is_zero() {
+        let due = owner.core.next_deadline().unwrap();
+        grace = grace.saturating_sub(due.saturating_duration_since(owner.now));
+        owner.now = owner.now.max(due);
+        if owner.core.drain_check_is_due(owner.now) {
+            owner.core.handle_drain_check(owner.now, Some(grace));
+        }
+        let outputs = owner.outputs();
+        if !outputs.is_empty() {
+            return outputs;
+        }
+    }
+    Vec::new()
+}
+
+#[test]
+fn answer_that_outlasts_the_drain_of_its_node_migrates_without_spending_the_budget() {
+    // 80 tokens are left, which take 8 s.
+    let mut owner = decoding(20);
+    for migration in 0..2 * POLICY.attempts_max {
+        let outputs = drains(&mut owner, Duration::from_secs(5));
+        let [Output::EndAttempt(ended), Output::Pick] = &outputs[..] else { panic!("{outputs:?}") };
+        let AttemptOutcome::Failed(failure) = &ended.outcome else { panic!("{ended:?}") };
+        assert_eq!((failure.cause, failure.blame()), (Cause::Migrated, None), "{migration}");
+        owner.picked(false);
+        owner.decode_sends(Event::Reserved(Reserved { cached_tokens: 0, local_prefill: true }));
+        for _ in 0..DRAIN_TOKENS_MIN + 1 {
+            owner.now += Duration::from_secs(1);
+            let first_index = owner.received.len() as u32;
+            let tokens = DecodeTokens { first_index, tokens: vec![token(5)] };
+            owner.decode_sends(Event::Tokens(tokens));
+        }
+    }
+}
+
+#[test]
+fn answer_that_ends_within_the_drain_stays_on_its_node() {
+    let mut owner = decoding(20);
+    owner.core.handle_drain_check(owner.now, Some(Duration::from_secs(9)));
+    assert_eq!(owner.outputs(), []);
+    // The rest of the answer cannot be predicted from a few tokens.
+    assert_eq!(drains(&mut decoding(DRAIN_TOKENS_MIN), Duration::from_secs(2)), []);
+    // Without a limit, or without another node.
+    let mut owner = decoding(20);
+    owner.now += DRAIN_CHECK;
+    owner.core.handle_drain_check(owner.now, None);
+    assert_eq!(owner.outputs(), []);
+}
+
+#[test]
+fn answers_migrate_at_different_times_in_the_first_half_of_the_drain() {
+    let grace = Duration::from_secs(4);
+    let left = |id: u128| {
+        let mut owner = decoding(20);
+        owner.core.spec.request_id = RequestId(id);
+        let start = owner.now;
+        assert!(!drains(&mut owner, grace).is_empty());
+        owner.now - start
+    };
+    let times = [0, 128, 255].map(left);
+    assert!(times.is_sorted() && times[0] < times[2], "{times:?}");
+    assert!(times[2] <= grace / 2 + DRAIN_CHECK, "{times:?}");
 }

@@ -28,8 +28,8 @@ use crate::{
     record::RequestRecord,
     request::error::RequestError,
     request_core::{
-        AnswerSpec, AttemptOutcome, EndedAttempt, FinishedAnswer, NodeFeedback, Output,
-        RecoveryPolicy, RequestCore, Side, Stop,
+        AnswerSpec, AttemptOutcome, Blame, Cause, EndedAttempt, FinishedAnswer, NodeFeedback,
+        Output, RecoveryPolicy, RequestCore, Side, Stop,
     },
     wake::MovingTimer,
 };
@@ -95,6 +95,11 @@ impl<'a> AnswerDriver<'a> {
                         }
                     }
                     Output::Delivered { elapsed } => self.delivered(elapsed),
+                    Output::Served => {
+                        if let Some(attempt) = &self.attempt {
+                            attempt.decode.node.served();
+                        }
+                    }
                     Output::EndAttempt(ended) => self.end_attempt(&ended),
                     Output::Emit { first_index, tokens, hand_over_gap } => {
                         if let Some(attempt) = &mut self.attempt
@@ -153,6 +158,11 @@ impl<'a> AnswerDriver<'a> {
                 core.handle_nodes_changed();
             }
             () = timer.reached(deadline.into()) => {
+                if core.drain_check_is_due(Instant::now()) {
+                    let grace =
+                        decode.as_ref().and_then(|call| call.node.grace_left(&core.wanted()));
+                    core.handle_drain_check(Instant::now(), grace);
+                }
                 core.handle_deadline(Instant::now(), |side| match side {
                     Side::Decode => decode?.node.changed_at(),
                     Side::Prefill => prefill?.node.changed_at(),
@@ -233,6 +243,7 @@ impl<'a> AnswerDriver<'a> {
     fn end_attempt(&mut self, ended: &EndedAttempt) {
         let Some(OpenAttempt { decode, prefill, span, .. }) = self.attempt.take() else { return };
         let end = self.record.attempt_ended(self.choice, ended, prefill.is_some());
+        decode.node.decoded(ended.stats.decoded_tokens, ended.stats.decode_wait);
         let AttemptOutcome::Failed(failure) = &ended.outcome else {
             // No log line follows. A recorded field would be formatted for log lines.
             return spans::attempt_ended(&span, end.as_str());
@@ -244,6 +255,11 @@ impl<'a> AnswerDriver<'a> {
             (Side::Prefill, None) | (Side::Decode, _) => &decode.node,
         };
         let _entered = span.enter();
+        match (failure.blame(), &prefill) {
+            (Some(Blame::Node), _) => node.failed(),
+            (Some(Blame::Pair), Some(prefill)) => prefill.node.transfer_failed(&decode.node),
+            _ => {}
+        }
         let (node_id, report) = (&node.record().node_id, failure.node_feedback());
         match report {
             Some(NodeFeedback::Busy) => node.busy(),
@@ -252,6 +268,9 @@ impl<'a> AnswerDriver<'a> {
         }
         if report == Some(NodeFeedback::Busy) {
             tracing::debug!(%node_id, reason = failure.message, "node is busy");
+        } else if failure.cause == Cause::Migrated {
+            let request_id = self.record.request_id();
+            tracing::info!(%request_id, %node_id, reason = failure.message, "attempt migrates");
         } else {
             let request_id = self.record.request_id();
             tracing::warn!(%request_id, %node_id, %failure, "attempt failed");

@@ -38,7 +38,7 @@ pub use node::{
     TransferSide,
 };
 pub use router::{
-    AttemptEnd, FinishedRequest, InFlightRequest, NodeRole, Operation, Pick, RequestEnd,
+    AttemptEnd, Exclusion, FinishedRequest, InFlightRequest, NodeRole, Operation, Pick, RequestEnd,
     RouterMetrics,
 };
 

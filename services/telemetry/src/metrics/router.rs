@@ -53,6 +53,8 @@ labels! {
         PrefillLost = "prefill_lost",
         DecodeLost = "decode_lost",
         TransferFailed = "transfer_failed",
+        /// The decode node drains and would have cut the answer; another node continues it.
+        Migrated = "migrated",
         /// The two nodes are incompatible, or another process than the router expected answered.
         Mismatch = "mismatch",
         Deadline = "deadline",
@@ -86,6 +88,8 @@ labels! {
         LocalShortPrompt = "local" / "short_prompt",
         /// Every prefill node is busy.
         LocalBusy = "local" / "busy",
+        /// The circuit breaker of every prefill node, or of every pair with the decode node, is open.
+        LocalCircuitBreaker = "local" / "circuit_breaker",
         /// No prefill node has the model, weights and KV layout of a decode node.
         LocalNoPartner = "local" / "no_partner",
         LocalNoPrefillNode = "local" / "no_prefill_node",
@@ -98,6 +102,20 @@ labels! {
         /// No decode node takes the request: its length or its grammar.
         NoneUnfit = "none" / "unfit",
         NoneNoDecodeNode = "none" / "no_decode_node",
+    }
+}
+
+labels! {
+    /// Reason why the router excludes a node although the node is up.
+    pub enum Exclusion("reason") {
+        /// Attempts on the node failed.
+        Failures = "failures",
+        /// Transfers to a decode node failed; other pairs of the node are still used.
+        Transfers = "transfers",
+        /// Inter-token latency or transfer time off the pool's median.
+        Slow = "slow",
+        /// The node's report is impossible.
+        InvalidReport = "invalid_report",
     }
 }
 
@@ -165,6 +183,8 @@ pub struct RouterMetrics {
     node_attempts: Series<Counter<u64>, (NodeRole, AttemptEnd)>,
     picks: Series<Counter<u64>, Pick>,
     nodes: Gauge<u64>,
+    excluded_nodes: Gauge<u64>,
+    exclusions: Series<Counter<u64>, (NodeRole, Exclusion)>,
     cached_blocks: Gauge<u64>,
     hand_over: Histogram<f64>,
     transfer_bytes: Series<Counter<u64>, ()>,
@@ -241,6 +261,15 @@ impl RouterMetrics {
                 of_model,
             ),
             nodes: metrics.gauge("baton.nodes", "Nodes known to this router, by role and health"),
+            excluded_nodes: metrics.gauge(
+                "baton.nodes.excluded",
+                "Nodes whose circuit breaker is open or half-open, by role",
+            ),
+            exclusions: metrics.counter(
+                "baton.nodes.exclusions",
+                "Exclusions of nodes by this router, by role and reason",
+                &[],
+            ),
             cached_blocks: metrics.gauge(
                 "baton.nodes.cached_blocks",
                 "Cached KV blocks known to this router, by role",
@@ -336,6 +365,14 @@ impl RouterMetrics {
     pub fn set_nodes(&self, role: &'static str, health: &'static str, count: usize) {
         let attributes = [KeyValue::new("role", role), KeyValue::new("health", health)];
         self.nodes.record(count as u64, &attributes);
+    }
+
+    pub fn set_excluded_nodes(&self, role: &'static str, count: usize) {
+        self.excluded_nodes.record(count as u64, &[KeyValue::new("role", role)]);
+    }
+
+    pub fn node_excluded(&self, role: NodeRole, reason: Exclusion) {
+        self.exclusions.add(1, (role, reason));
     }
 
     pub fn set_cached_blocks(&self, role: &'static str, count: usize) {

@@ -1,0 +1,287 @@
+//! The router's measurements of the nodes' service: they open and close the circuit breakers of nodes and pairs.
+
+use std::time::{Duration, Instant};
+
+use super::{
+    AssignmentId, Directory, NodeKey, Wanted,
+    breaker::{Breaker, BreakerReason, FAILURES_MAX},
+    member::Member,
+};
+use crate::{NodeAddress, Role};
+
+/// A node is slow if its pace is this many times the median of its pool, …
+const SLOW_FACTOR: f64 = 3.0;
+/// … and differs from it by so much that a client notices.
+const SLOW_ITL_MS: f64 = 10.0;
+const SLOW_TRANSFER_TOKEN_MS: f64 = 0.02;
+/// Minimum number of nodes in a pool: fewer have no meaningful median.
+const POOL_MIN: usize = 3;
+/// At most one node in this many of a pool is excluded as slow: the others must carry its load.
+const SLOW_ONE_IN: usize = 3;
+/// Attempts until the mean inter-token latency of a node counts.
+const PACE_ATTEMPTS_MIN: u32 = 4;
+/// Decoded tokens of an attempt until its mean inter-token latency counts.
+const PACE_TOKENS_MIN: u32 = 8;
+/// Weight of an attempt in the moving average of a node's inter-token latency.
+const PACE_SHARE: f64 = 1.0 / 8.0;
+/// Weight of a slower transfer in the transfer time of a pair.
+const TRANSFER_SHARE: f64 = 1.0 / 16.0;
+
+/// A failed attempt, by the nodes that may be at fault.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Failed {
+    Node(AssignmentId),
+    /// The KV was not transferred: the node at fault, or the link, is unknown.
+    Transfer {
+        prefill: AssignmentId,
+        decode: AssignmentId,
+    },
+}
+
+/// A breaker that opened or closed: log and count it.
+#[derive(Clone, Debug, PartialEq)]
+pub struct BreakerChange {
+    pub address: NodeAddress,
+    /// The other node, if the breaker is the one of a pair.
+    pub partner: Option<NodeAddress>,
+    /// `None`: the breaker closed.
+    pub opened: Option<BreakerReason>,
+    pub detail: String,
+}
+
+/// Pace of a node, as this router measures it.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Pace {
+    /// Moving average of the inter-token latency.
+    itl_ms: f64,
+    attempts: u32,
+    /// Transfer time of a token over the node's fast links.
+    transfer_ms: Option<f64>,
+}
+
+impl Pace {
+    fn add_itl(&mut self, itl_ms: f64) {
+        let share = if self.attempts == 0 { 1.0 } else { PACE_SHARE };
+        self.itl_ms += (itl_ms - self.itl_ms) * share;
+        self.attempts = self.attempts.saturating_add(1);
+    }
+
+    fn add_transfer(&mut self, token_ms: f64) {
+        self.transfer_ms = Some(transfer_mean(self.transfer_ms, token_ms));
+    }
+
+    fn itl(&self) -> Option<f64> {
+        (self.attempts >= PACE_ATTEMPTS_MIN).then_some(self.itl_ms)
+    }
+}
+
+/// Adds the transfer time of a token to a mean. Chunks wait for prefill, so a transfer may take longer than its link
+/// needs: a shorter time replaces the known one at once, a longer time slowly.
+fn transfer_mean(known: Option<f64>, token_ms: f64) -> f64 {
+    let known = known.unwrap_or(token_ms);
+    token_ms.min(known + (token_ms - known) * TRANSFER_SHARE)
+}
+
+impl Directory {
+    /// Takes the changes of breakers since the last call.
+    pub fn take_breaker_changes(&mut self) -> Vec<BreakerChange> {
+        std::mem::take(&mut self.breaker_changes)
+    }
+
+    /// Returns the number of nodes of this role whose breaker is open or half-open.
+    pub fn excluded(&self, role: Role) -> usize {
+        let members = self.members.values().filter(|member| member.address.role == role);
+        members.filter(|member| member.breaker.reason().is_some()).count()
+    }
+
+    /// Returns the time until the attempt's node aborts its sequences, if the node drains with a limit and another
+    /// node can take the request.
+    pub fn grace_left(
+        &self,
+        now: Instant,
+        id: AssignmentId,
+        wanted: &Wanted<'_>,
+    ) -> Option<Duration> {
+        let seen = self.members.get(&self.node_of(id)?)?.seen.as_ref()?;
+        if !seen.load.draining || seen.load.drain_ms == 0 {
+            return None;
+        }
+        self.candidates(now, Role::Decode, wanted, &mut Vec::new()).ok()?;
+        let since = now.saturating_duration_since(seen.reported_at);
+        Some(Duration::from_millis(seen.load.drain_ms).saturating_sub(since))
+    }
+
+    /// Handles a failed attempt.
+    pub fn failed(&mut self, now: Instant, failed: Failed) {
+        match failed {
+            Failed::Node(id) => self.node_failed(now, id),
+            Failed::Transfer { prefill, decode } => {
+                if let (Some(from), Some(to)) = (self.node_of(prefill), self.node_of(decode)) {
+                    let breaker = self.pair_breakers.entry((from, to)).or_default();
+                    if breaker.failed(now, prefill, &mut self.jitter) {
+                        self.pair_changed((from, to), Some(BreakerReason::Failures));
+                    }
+                }
+                self.node_failed(now, prefill);
+                self.node_failed(now, decode);
+            }
+        }
+    }
+
+    /// Handles an attempt that its node served: a decode node sent a token, a prefill node delivered the KV.
+    pub fn served(&mut self, id: AssignmentId) {
+        let Some(key) = self.node_of(id) else { return };
+        if self.member(key).breaker.served() {
+            self.node_changed(key, None, "an attempt was served".into());
+        }
+    }
+
+    /// Handles the tokens that an attempt decoded. `waited`: the time that the router waited for them.
+    pub fn decoded(&mut self, now: Instant, id: AssignmentId, tokens: u32, waited: Duration) {
+        let Some(key) = self.node_of(id).filter(|_| tokens >= PACE_TOKENS_MIN) else { return };
+        let itl_ms = waited.as_secs_f64() * 1e3 / f64::from(tokens);
+        let is_probe = self.member(key).breaker.is_probe(id);
+        let member = self.member(key);
+        if is_probe {
+            // Older attempts say nothing about the node's present pace.
+            (member.pace.itl_ms, member.pace.attempts) = (itl_ms, PACE_ATTEMPTS_MIN);
+        } else {
+            member.pace.add_itl(itl_ms);
+        }
+        self.judge(now, key, is_probe, "inter-token latency", SLOW_ITL_MS, Pace::itl);
+    }
+
+    /// Handles the end of a transfer between the nodes of an attempt. `elapsed`: from the first chunk sent to the last
+    /// one acknowledged.
+    pub fn delivered(
+        &mut self,
+        now: Instant,
+        prefill: AssignmentId,
+        decode: AssignmentId,
+        elapsed: Duration,
+    ) {
+        let assigned = (self.assignments.get(&prefill), self.assignments.get(&decode));
+        let (Some(from), Some(to)) = assigned else { return };
+        let pair = (from.node, to.node);
+        let token_ms = elapsed.as_secs_f64() * 1e3 / to.uncached_tokens.max(1) as f64;
+        let known = self.transfer_ms.get(&pair).copied();
+        self.transfer_ms.insert(pair, transfer_mean(known, token_ms));
+        if self.pair_breakers.remove(&pair).is_some_and(|breaker| breaker.reason().is_some()) {
+            self.pair_changed(pair, None);
+        }
+        self.served(prefill);
+        for (key, id) in [(pair.0, prefill), (pair.1, decode)] {
+            let member = self.member(key);
+            let is_probe = member.breaker.is_probe(id);
+            if is_probe {
+                member.pace.transfer_ms = None;
+            }
+            member.pace.add_transfer(token_ms);
+            let (what, pace) = ("transfer time of a token", |pace: &Pace| pace.transfer_ms);
+            self.judge(now, key, is_probe, what, SLOW_TRANSFER_TOKEN_MS, pace);
+        }
+    }
+
+    /// Returns whether attempts may transfer KV between two nodes.
+    pub(super) fn pair_admits(&self, now: Instant, pair: (NodeKey, NodeKey)) -> bool {
+        self.pair_breakers.get(&pair).is_none_or(|breaker| breaker.refuses(now).is_none())
+    }
+
+    /// Excludes a node whose pace is far off the median of its pool, or ends the exclusion after a probe.
+    fn judge(
+        &mut self,
+        now: Instant,
+        key: NodeKey,
+        is_probe: bool,
+        what: &str,
+        least_ms: f64,
+        pace: fn(&Pace) -> Option<f64>,
+    ) {
+        let excluded = self.member(key).breaker.reason();
+        if excluded.is_some() && !(is_probe && excluded == Some(BreakerReason::Slow)) {
+            return;
+        }
+        let pool: Vec<&Member> = self.pool(key).collect();
+        let own = self.members.get(&key).and_then(|member| pace(&member.pace));
+        let mut paces: Vec<f64> = pool.iter().filter_map(|member| pace(&member.pace)).collect();
+        paces.sort_by(f64::total_cmp);
+        let slow = pool.iter().filter(|member| {
+            member.node != key && member.breaker.reason() == Some(BreakerReason::Slow)
+        });
+        let may_exclude = (slow.count() + 1) * SLOW_ONE_IN <= pool.len();
+        let median_ms = paces.get(paces.len().saturating_sub(1) / 2).copied();
+        let (Some(own_ms), Some(median_ms)) = (own, median_ms) else { return };
+        let is_slow = own_ms > SLOW_FACTOR * median_ms && own_ms > median_ms + least_ms;
+        let detail = format!("{what} {own_ms:.3} ms, median of its pool {median_ms:.3} ms");
+        if is_slow && may_exclude && paces.len() >= POOL_MIN {
+            let member = self.members.get_mut(&key).expect("callers hold a key of a member");
+            member.breaker.open(now, BreakerReason::Slow, &mut self.jitter);
+            self.node_changed(key, Some(BreakerReason::Slow), detail);
+        } else if excluded.is_some() {
+            self.member(key).breaker.close();
+            self.node_changed(key, None, detail);
+        }
+    }
+
+    /// Returns the nodes that serve like this one: same role, model, weights and KV layout.
+    fn pool(&self, key: NodeKey) -> impl Iterator<Item = &Member> {
+        let own = self.members.get(&key).and_then(|own| Some((own.address.role, own.serving()?)));
+        self.members.values().filter(move |member| {
+            let Some((role, own)) = own else { return false };
+            let Some(seen) = member.serving().filter(|_| member.address.role == role) else {
+                return false;
+            };
+            seen.record.model == own.record.model && seen.record.identity.fits(&own.record.identity)
+        })
+    }
+
+    fn node_failed(&mut self, now: Instant, id: AssignmentId) {
+        let Some(key) = self.node_of(id) else { return };
+        let member = self.members.get_mut(&key).expect("every assignment has its member");
+        if member.breaker.failed(now, id, &mut self.jitter) {
+            let detail = format!("{FAILURES_MAX} attempts in a row, or a probe, failed");
+            self.node_changed(key, Some(BreakerReason::Failures), detail);
+        }
+    }
+
+    fn node_changed(&mut self, key: NodeKey, opened: Option<BreakerReason>, detail: String) {
+        let address = self.member(key).address.clone();
+        self.breaker_changes.push(BreakerChange { address, partner: None, opened, detail });
+    }
+
+    fn pair_changed(&mut self, pair: (NodeKey, NodeKey), opened: Option<BreakerReason>) {
+        let [address, partner] = [pair.0, pair.1].map(|key| self.member(key).address.clone());
+        let detail = match opened {
+            Some(_) => format!("{FAILURES_MAX} transfers in a row, or a probe, failed"),
+            None => "a transfer completed".to_owned(),
+        };
+        let partner = Some(partner);
+        self.breaker_changes.push(BreakerChange { address, partner, opened, detail });
+    }
+
+    /// Assigns an attempt to the breaker of its pair.
+    pub(super) fn pair_assigned(
+        &mut self,
+        now: Instant,
+        pair: (NodeKey, NodeKey),
+        prefill: AssignmentId,
+    ) {
+        if let Some(breaker) = self.pair_breakers.get_mut(&pair) {
+            breaker.assigned(now, prefill);
+        }
+    }
+
+    /// Releases an attempt from the breakers that it may probe.
+    pub(super) fn breakers_released(&mut self, key: NodeKey, id: AssignmentId) {
+        self.member(key).breaker.released(id);
+        let of_node = self.pair_breakers.iter_mut().filter(|((prefill, _), _)| *prefill == key);
+        of_node.for_each(|(_, breaker)| breaker.released(id));
+    }
+
+    /// Drops the breakers of a dead process's pairs.
+    pub(super) fn forget_pairs(&mut self, key: NodeKey) {
+        let is_of = |(prefill, decode): &(NodeKey, NodeKey)| *prefill == key || *decode == key;
+        self.transfer_ms.retain(|pair, _| !is_of(pair));
+        self.pair_breakers.retain(|pair, _: &mut Breaker| !is_of(pair));
+    }
+}

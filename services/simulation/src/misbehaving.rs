@@ -1,0 +1,115 @@
+//! Nodes that misbehave: the shipped router excludes them, and every request completes.
+
+use std::time::Duration;
+
+use cluster::{Role, Selection};
+use config::{Disaggregate, NodePolicy};
+use engine::{SchedulerConfig, executor::ExecutorLimits};
+use kernels::sampling::Sampling;
+use kv_transfer::TransferLimits;
+use simulation_base::NetworkFaults;
+
+use crate::{
+    Outcome,
+    device::StepCost,
+    event_loop::Simulation,
+    planted::PlantedBug,
+    scenario::{BLOCK_BYTES, ModelPlan, NodePlan, RequestPlan, Scenario, Severity, VOCABULARY},
+};
+
+const STEP: Duration = Duration::from_millis(8);
+const REQUESTS: u32 = 300;
+/// Host of the decode node that misbehaves. Hosts 0 and 1 are prefill nodes, 2 to 4 decode nodes.
+const BAD: usize = 3;
+
+fn node(role: Role, step: Duration) -> NodePlan {
+    let limits = ExecutorLimits {
+        slots: 32,
+        step_tokens: 128,
+        sequence_tokens: 200,
+        blocks: 400,
+        depth: 2,
+        vocabulary: VOCABULARY,
+        speculation: None,
+    };
+    NodePlan {
+        role,
+        model: 0,
+        scheduler: SchedulerConfig { prefix_cache: false, ..SchedulerConfig::new(limits) },
+        transfers: TransferLimits { chunk_bytes_max: 8 * BLOCK_BYTES, ..Default::default() },
+        transfer_events_max: 1024,
+        step_cost: StepCost { step, token: Duration::from_micros(100), is_eager: false },
+    }
+}
+
+fn request(index: u32) -> RequestPlan {
+    RequestPlan {
+        at: Duration::from_millis(100) * index,
+        router: 0,
+        model: 0,
+        prompt: (0..64).map(|position| (position * 7 + index) % VOCABULARY).collect(),
+        sampling: Sampling::greedy(),
+        max_tokens: 30,
+        ignore_stop_tokens: true,
+        grammar: None,
+        cache_salt: String::new(),
+        timeout: Duration::from_secs(100),
+        leaves_after: None,
+        stops_at: None,
+    }
+}
+
+/// Runs one request each 100 ms for 30 s. `slow`: step time of the node on host [`BAD`].
+fn run(slow: Duration, bug: Option<PlantedBug>) -> Outcome {
+    let mut nodes = vec![node(Role::Prefill, STEP); 2];
+    nodes.extend(vec![node(Role::Decode, STEP); 3]);
+    nodes[BAD] = node(Role::Decode, slow);
+    let scenario = Scenario {
+        severity: Severity::Mild,
+        network: NetworkFaults::delays(Duration::from_micros(300)),
+        read_failure: 0,
+        release_delay_max: Duration::ZERO,
+        thread_delay_max: Duration::ZERO,
+        router_count: 1,
+        has_etcd: false,
+        // Without predictions, which avoid a slow node by themselves.
+        selection: Selection { disaggregate: Disaggregate::Always, policy: NodePolicy::LeastLoad },
+        models: vec![ModelPlan { name: "model-0".into(), fingerprint: 1, tp: 1 }],
+        nodes,
+        requests: (0..REQUESTS).map(request).collect(),
+        faults: Vec::new(),
+    };
+    let mut simulation = Simulation::new(1, scenario, false);
+    simulation.planted = bug;
+    simulation.run();
+    simulation.check_idle();
+    simulation.outcome()
+}
+
+fn attempts_on_bad(outcome: &Outcome) -> usize {
+    outcome.picks.iter().filter(|pick| pick.decode == BAD).count()
+}
+
+#[test]
+fn node_that_fails_every_attempt_costs_one_attempt_per_pause() {
+    let outcome = run(STEP, Some(PlantedBug::FailsAttempts { host: BAD }));
+    let ends = ["complete", "complete after a retry"].map(|end| outcome.coverage.get(end));
+    assert_eq!(ends.iter().sum::<u64>(), u64::from(REQUESTS));
+    // Three failures, then probes after pauses of 1, 2, 4, 8 and 16 s, each at least half as long.
+    let attempts = attempts_on_bad(&outcome);
+    assert!((6..=10).contains(&attempts), "{attempts} attempts on the failing node");
+    // Each failure costs its request one recomputation, and no other request anything.
+    assert!(outcome.longest_gap < Duration::from_millis(200), "{:?}", outcome.longest_gap);
+}
+
+#[test]
+fn slow_node_is_excluded_and_probed() {
+    let even = run(STEP, None);
+    assert_eq!(even.coverage.get("slow node excluded"), 0);
+    assert!(attempts_on_bad(&even) > 80);
+    let outcome = run(5 * STEP, None);
+    assert_eq!(outcome.coverage.get("complete"), u64::from(REQUESTS));
+    assert!(outcome.coverage.get("slow node excluded") >= 2, "probed, and still slow");
+    let attempts = attempts_on_bad(&outcome);
+    assert!(attempts < 20, "{attempts} attempts on the slow node");
+}
