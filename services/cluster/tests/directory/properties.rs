@@ -105,6 +105,7 @@ fn garbage() -> impl Strategy<Value = v1::ObserveEvent> {
                 cached: hashes.clone(),
                 evicted: hashes.clone(),
                 arrived: hashes,
+                weights: None,
             })),
         };
         v1::ObserveEvent { sequence: sequence % 4, event }

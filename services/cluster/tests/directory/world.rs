@@ -200,8 +200,8 @@ pub fn delta(
     let bytes = |hashes: &[u128]| {
         hashes.iter().map(|hash| hash.to_be_bytes().to_vec().into()).collect::<Vec<_>>()
     };
-    let delta =
-        v1::NodeDelta { load, cached: bytes(cached), evicted: bytes(evicted), arrived: vec![] };
+    let (cached, evicted) = (bytes(cached), bytes(evicted));
+    let delta = v1::NodeDelta { load, cached, evicted, ..Default::default() };
     v1::ObserveEvent { sequence, event: Some(v1::observe_event::Event::Delta(delta)) }
 }
 
