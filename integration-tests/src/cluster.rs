@@ -2,6 +2,7 @@
 
 use std::{
     collections::BTreeMap,
+    ffi::OsStr,
     fs::File,
     path::{Path, PathBuf},
     process::{Child, Command, Stdio},
@@ -166,6 +167,17 @@ impl Service {
         program: &str,
         settings: &BTreeMap<String, String>,
     ) -> Result<Self> {
+        Self::spawn_by(&[], folder, name, program, settings)
+    }
+
+    /// Starts a binary through the command `wrapper`, which must replace itself by the binary, such as `ip netns exec`.
+    pub fn spawn_by(
+        wrapper: &[&str],
+        folder: &Path,
+        name: &str,
+        program: &str,
+        settings: &BTreeMap<String, String>,
+    ) -> Result<Self> {
         let program = bin_dir().join(program);
         ensure!(
             program.exists(),
@@ -175,7 +187,10 @@ impl Service {
         let log = folder.join(format!("{name}.log"));
         let ready_file = folder.join(format!("{name}.ready"));
         let _ = std::fs::remove_file(&ready_file);
-        let child = Command::new(&program)
+        let command = wrapper.iter().map(OsStr::new).chain([program.as_os_str()]);
+        let mut command = command.collect::<Vec<_>>().into_iter();
+        let child = Command::new(command.next().expect("the program at least"))
+            .args(command)
             .arg("--ready-file")
             .arg(&ready_file)
             .env("BATON_TELEMETRY_LOG_FORMAT", "pretty")
@@ -189,7 +204,8 @@ impl Service {
         Ok(Self { name: name.to_owned(), ready: Ready::default(), child, log })
     }
 
-    fn wait_ready(&mut self, folder: &Path) -> Result<()> {
+    /// Waits until a started process has written its ready file.
+    pub fn wait_ready(&mut self, folder: &Path) -> Result<()> {
         let ready_file = folder.join(format!("{}.ready", self.name));
         let deadline = Instant::now() + READY_WITHIN;
         loop {
@@ -408,12 +424,12 @@ impl Cluster {
 
     /// Restarts a decode node at its old address.
     pub fn restart_decode(&mut self, index: usize) -> Result<()> {
-        let address = self.decode[index].ready.grpc.clone();
-        self.decode[index].kill();
-        let mut node = spawn_node(&self.spec, self.folder.path(), "decode", index, &address)?;
-        node.wait_ready(self.folder.path())?;
-        self.decode[index] = node;
-        Ok(())
+        restart(&self.spec, self.folder.path(), "decode", index, &mut self.decode[index])
+    }
+
+    /// As [`Self::restart_decode`], for a prefill node.
+    pub fn restart_prefill(&mut self, index: usize) -> Result<()> {
+        restart(&self.spec, self.folder.path(), "prefill", index, &mut self.prefill[index])
     }
 
     pub fn all(&mut self) -> impl Iterator<Item = &mut Service> {
@@ -435,6 +451,19 @@ impl Cluster {
         }
         Ok(())
     }
+}
+
+fn restart(
+    spec: &ClusterSpec,
+    folder: &Path,
+    role: &str,
+    index: usize,
+    node: &mut Service,
+) -> Result<()> {
+    let address = node.ready.grpc.clone();
+    node.kill();
+    *node = spawn_node(spec, folder, role, index, &address)?;
+    node.wait_ready(folder)
 }
 
 fn common_settings(spec: &ClusterSpec) -> BTreeMap<String, String> {

@@ -33,9 +33,17 @@ pub struct EtcdTls {
 pub struct Etcd {
     child: Child,
     folder: tempfile::TempDir,
+    place: Place,
     port: u16,
     peer_port: u16,
     tls: Option<EtcdTls>,
+}
+
+/// The address on which etcd listens, and the network namespace of this address if it is another one.
+#[derive(Clone, Debug)]
+struct Place {
+    host: String,
+    namespace: Option<String>,
 }
 
 impl Etcd {
@@ -44,13 +52,22 @@ impl Etcd {
     }
 
     pub fn start_with(tls: Option<EtcdTls>) -> Result<Self> {
+        Self::start_at(Place { host: "127.0.0.1".into(), namespace: None }, tls)
+    }
+
+    /// Starts an etcd in a network namespace, on its address `host`.
+    pub fn start_in(namespace: &str, host: &str) -> Result<Self> {
+        Self::start_at(Place { host: host.into(), namespace: Some(namespace.into()) }, None)
+    }
+
+    fn start_at(place: Place, tls: Option<EtcdTls>) -> Result<Self> {
         let folder = tempfile::tempdir()?;
         // Another process may take a port before etcd binds it.
         for _ in 0..3 {
             let (port, peer_port) = (free_port()?, free_port()?);
-            let mut child = spawn(folder.path(), port, peer_port, tls.as_ref())?;
+            let mut child = spawn(folder.path(), &place, port, peer_port, tls.as_ref())?;
             if wait_serving(&mut child, folder.path(), 0)? {
-                return Ok(Self { child, folder, port, peer_port, tls });
+                return Ok(Self { child, folder, place, port, peer_port, tls });
             }
         }
         let log = std::fs::read_to_string(log_file(folder.path())).unwrap_or_default();
@@ -59,7 +76,7 @@ impl Etcd {
 
     pub fn url(&self) -> String {
         let scheme = if self.tls.is_some() { "https" } else { "http" };
-        format!("{scheme}://127.0.0.1:{}", self.port)
+        format!("{scheme}://{}:{}", self.place.host, self.port)
     }
 
     pub fn port(&self) -> u16 {
@@ -76,7 +93,7 @@ impl Etcd {
         self.kill();
         let folder = self.folder.path();
         let logged = std::fs::metadata(log_file(folder))?.len();
-        self.child = spawn(folder, self.port, self.peer_port, self.tls.as_ref())?;
+        self.child = spawn(folder, &self.place, self.port, self.peer_port, self.tls.as_ref())?;
         ensure!(wait_serving(&mut self.child, folder, logged)?, "etcd does not start again");
         Ok(())
     }
@@ -168,12 +185,25 @@ fn program() -> PathBuf {
     program
 }
 
-fn spawn(folder: &Path, port: u16, peer_port: u16, tls: Option<&EtcdTls>) -> Result<Child> {
+fn spawn(
+    folder: &Path,
+    place: &Place,
+    port: u16,
+    peer_port: u16,
+    tls: Option<&EtcdTls>,
+) -> Result<Child> {
     let scheme = if tls.is_some() { "https" } else { "http" };
-    let client_url = format!("{scheme}://127.0.0.1:{port}");
+    let client_url = format!("{scheme}://{}:{port}", place.host);
     let peer_url = format!("http://127.0.0.1:{peer_port}");
     let log = File::options().create(true).append(true).open(log_file(folder))?;
-    let mut command = Command::new(program());
+    let mut command = match &place.namespace {
+        None => Command::new(program()),
+        Some(namespace) => {
+            let mut command = Command::new("ip");
+            command.args(["netns", "exec", namespace]).arg(program());
+            command
+        }
+    };
     command
         .arg("--data-dir")
         .arg(folder.join("data"))

@@ -1,0 +1,84 @@
+//! Decode nodes killed under load.
+
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use anyhow::{Result, ensure};
+use integration_tests::cluster::{Cluster, ClusterSpec};
+
+use crate::load::{Reference, Report};
+
+const KILLS: usize = 20;
+/// Time from the first request to the kill.
+const BEFORE: Duration = Duration::from_millis(1500);
+
+pub async fn one_decode_node_killed_twenty_times() -> Result<()> {
+    decode_node_killed(24).await
+}
+
+pub async fn hundred_streams_while_a_decode_node_is_killed_twenty_times() -> Result<()> {
+    decode_node_killed(100).await
+}
+
+/// Runs this many streams on two pairs and kills one decode node, twenty times.
+async fn decode_node_killed(streams: usize) -> Result<()> {
+    let spec = ClusterSpec::smollm2().nodes(2, 2).set("BATON_NODE_KV_MEMORY", "768MiB");
+    let (mut cluster, client) = Cluster::start_with_client(spec).await?;
+    let reference = Reference::new();
+    Report::print_head();
+    let fault_free = reference.streams(&client, streams, async { Ok(()) }).await?;
+    fault_free.print("none");
+    let mut all = Report::default();
+    for kill in 0..KILLS {
+        let victim = kill % 2;
+        let node = &mut cluster.decode[victim];
+        let fault = async {
+            tokio::time::sleep(BEFORE).await;
+            node.kill();
+            Ok(())
+        };
+        all.merge(reference.streams(&client, streams, fault).await?);
+        cluster.restart_decode(victim)?;
+        cluster.wait_nodes(2, 2).await?;
+    }
+    all.print(&format!("D killed {KILLS} times"));
+    ensure!(all.failures.is_empty(), "{:#?}", all.failures);
+    cluster.stop()
+}
+
+/// Kills a node of either role every 2 to 3 s for 40 s, and restarts it at once.
+pub async fn nodes_killed_every_few_seconds() -> Result<()> {
+    let spec = ClusterSpec::smollm2()
+        .nodes(2, 2)
+        .set("BATON_NODE_KV_MEMORY", "512MiB")
+        .set("BATON_ROUTER_TIMEOUT", "120s");
+    let (mut cluster, client) = Cluster::start_with_client(spec).await?;
+    let reference = Arc::new(Reference::new());
+    let until = Instant::now() + Duration::from_secs(40);
+    let mut requests = tokio::task::JoinSet::new();
+    for first in 0..32 {
+        requests.spawn(reference.clone().requests(client.clone(), first, until));
+    }
+    let mut kills = 0;
+    while Instant::now() < until {
+        tokio::time::sleep(Duration::from_millis(1500)).await;
+        // The restart is part of the interval between two kills: a node loads for about a second.
+        let victim = kills / 2 % 2;
+        match kills % 2 {
+            0 => cluster.restart_decode(victim)?,
+            _ => cluster.restart_prefill(victim)?,
+        }
+        kills += 1;
+    }
+    let mut all = Report::default();
+    while let Some(report) = requests.join_next().await {
+        all.merge(report?);
+    }
+    Report::print_head();
+    all.print(&format!("{kills} kills of nodes in 40 s"));
+    ensure!(all.failures.is_empty(), "{:#?}", all.failures);
+    cluster.wait_nodes(2, 2).await?;
+    cluster.stop()
+}

@@ -1,0 +1,92 @@
+//! Services without room for their log, or with too few open files.
+
+use std::{
+    collections::BTreeMap,
+    time::{Duration, Instant},
+};
+
+use anyhow::{Result, ensure};
+use integration_tests::{
+    client::{Client, DEADLINE, greedy_body},
+    cluster::{Cluster, ClusterSpec, SECRET, Service, smollm2},
+    golden::run_named,
+};
+
+/// Returns the settings of a router that uses the cluster's nodes.
+fn router_settings(cluster: &Cluster) -> BTreeMap<String, String> {
+    let url = |node: &Service| format!("http://{}", node.ready.grpc);
+    [
+        ("BATON_MODEL_PATH", smollm2().display().to_string()),
+        ("BATON_CLUSTER_SECRET", SECRET.to_owned()),
+        ("BATON_ROUTER_HTTP", "127.0.0.1:0".to_owned()),
+        ("BATON_ROUTER_GRPC", "127.0.0.1:0".to_owned()),
+        ("BATON_ROUTER_ADMIN", "127.0.0.1:0".to_owned()),
+        ("BATON_CLUSTER_PREFILL", url(&cluster.prefill[0])),
+        ("BATON_CLUSTER_DECODE", url(&cluster.decode[0])),
+    ]
+    .map(|(name, value)| (name.to_owned(), value))
+    .into()
+}
+
+async fn answer_is_right(client: &Client) -> Result<()> {
+    let run = run_named("code");
+    assert_eq!(client.greedy(&run.prompt_ids, 16).await?, run.output_ids[..16]);
+    Ok(())
+}
+
+/// `/dev/full` fails every write like a full disk.
+pub async fn full_disk_of_the_log_disturbs_no_request() -> Result<()> {
+    let cluster = Cluster::start(ClusterSpec::smollm2()).await?;
+    let folder = tempfile::tempdir()?;
+    let wrapper = ["sh", "-c", "exec \"$@\" >/dev/full 2>/dev/full", "sh"];
+    let mut settings = router_settings(&cluster);
+    // Writes a line for each event.
+    settings.insert("BATON_TELEMETRY_LOG".to_owned(), "debug".to_owned());
+    let mut router =
+        Service::spawn_by(&wrapper, folder.path(), "router", "baton-router", &settings)?;
+    router.wait_ready(folder.path())?;
+    let client = Client::new(format!("http://{}", router.ready.http));
+    for _ in 0..8 {
+        answer_is_right(&client).await?;
+    }
+    router.terminate_signal();
+    assert_eq!(router.wait_end(Duration::from_secs(20))?, Some(0));
+    cluster.stop()
+}
+
+/// Connections beyond the limit wait or are rejected, and the router serves again when clients have left.
+pub async fn limit_of_open_files_rejects_connections_and_recovers() -> Result<()> {
+    let cluster = Cluster::start(ClusterSpec::smollm2()).await?;
+    let folder = tempfile::tempdir()?;
+    let wrapper = ["sh", "-c", "ulimit -n 96; exec \"$@\"", "sh"];
+    let settings = router_settings(&cluster);
+    let mut router =
+        Service::spawn_by(&wrapper, folder.path(), "router", "baton-router", &settings)?;
+    router.wait_ready(folder.path())?;
+    let http = router.ready.http.clone();
+    let client = Client::new(format!("http://{http}"));
+    answer_is_right(&client).await?;
+    let run = run_named("code");
+    let mut stream = client.stream("/v1/completions", &greedy_body(&run.prompt_ids, 48)).await?;
+    // More idle connections than the router has files.
+    let idle: Vec<_> = (0..200).map_while(|_| std::net::TcpStream::connect(&http).ok()).collect();
+    ensure!(idle.len() > 96, "the system accepts only {} connections", idle.len());
+    // A request in flight is not disturbed.
+    assert_eq!(stream.token_ids().await?, run.output_ids);
+    drop(idle);
+    let deadline = Instant::now() + DEADLINE;
+    loop {
+        let other = Client::new(format!("http://{http}"));
+        let asked = tokio::time::timeout(Duration::from_secs(5), answer_is_right(&other)).await;
+        if matches!(asked, Ok(Ok(()))) {
+            break;
+        }
+        ensure!(Instant::now() < deadline, "{}", router.log());
+    }
+    let limit = std::fs::read_to_string(format!("/proc/{}/limits", router.id()))?;
+    let limit = limit.lines().find(|line| line.starts_with("Max open files"));
+    ensure!(limit.is_some_and(|line| line.contains(" 96 ")), "{limit:?}");
+    router.terminate_signal();
+    assert_eq!(router.wait_end(Duration::from_secs(20))?, Some(0));
+    cluster.stop()
+}
