@@ -44,6 +44,35 @@ pub fn convert_rows<S: RowSource + ?Sized>(source: &S, first: usize, dtype: Dtyp
     }
 }
 
+/// Packs the weights of a model, or of a shard, for a device. Every backend packs weights; a packer of its own packs
+/// other weights while the backend computes.
+pub trait Packer {
+    type Matrix;
+    type Vector;
+
+    fn pack_matrix(&self, source: &dyn RowSource) -> Self::Matrix;
+    fn pack_vector(&self, values: &[f32]) -> Self::Vector;
+    /// Returns the shard of the model to pack.
+    fn pack_shard(&self) -> Shard;
+}
+
+impl<B: Backend> Packer for B {
+    type Matrix = B::Matrix;
+    type Vector = B::Vector;
+
+    fn pack_matrix(&self, source: &dyn RowSource) -> B::Matrix {
+        self.matrix(source)
+    }
+
+    fn pack_vector(&self, values: &[f32]) -> B::Vector {
+        self.vector(values)
+    }
+
+    fn pack_shard(&self) -> Shard {
+        self.shard()
+    }
+}
+
 /// The heads of one attention layer.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct HeadShape {

@@ -24,6 +24,6 @@ pub mod shard;
 pub mod shared;
 
 pub use arena::{ArenaError, BlockRead, BlockWrite, KvArena};
-pub use backend::{Backend, RowSource};
+pub use backend::{Backend, Packer, RowSource};
 pub use layout::{BLOCK_TOKENS, BlockId, Dtype, KvLayout, WeightFormat};
 pub use shard::Shard;

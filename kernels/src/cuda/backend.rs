@@ -23,6 +23,7 @@ use super::{
     graph::Graph,
     library::KernelLibrary,
     memory::{DeviceMemory, Range},
+    packer::CudaPacker,
     skinny::Skinny,
     step::CudaStep,
     tune::{Tuned, Tuning},
@@ -173,6 +174,13 @@ impl CudaBackend {
     pub fn finish_loading(&self) -> Result<(), CudaError> {
         self.check()?;
         self.uploads().take().map_or(Ok(()), Uploads::finish)
+    }
+
+    /// Enqueues a copy of packed weights over those in use, after the work enqueued so far. The addresses of the weights
+    /// stay, so captured graphs stay valid.
+    pub fn replace_weights(&self, packer: &CudaPacker) -> Result<(), CudaError> {
+        let (to, from) = (self.weights.everything(), packer.everything());
+        to.copy(0, &from, 0, from.bytes(), &self.compute)
     }
 
     /// Tunes these GEMM shapes. Call this after loading and before the first forward pass, because tuning

@@ -104,6 +104,11 @@ impl DeviceMemory {
         Range { base, bytes: self.used_bytes(), allocation: self.allocation.clone() }
     }
 
+    /// Cuts the next ranges from the front again. Earlier ranges name the same memory.
+    pub(super) fn cut_anew(&self) {
+        self.used.store(0, Ordering::Relaxed);
+    }
+
     /// Cuts the next `bytes` bytes.
     pub fn cut(&self, bytes: usize) -> Result<Range, CudaError> {
         let padded = bytes.checked_next_multiple_of(ALIGNMENT);

@@ -74,6 +74,7 @@ mod links;
 mod memory;
 mod moves;
 mod nccl;
+mod packer;
 mod parallel;
 mod plan;
 mod sample;
@@ -108,6 +109,7 @@ pub use nccl::{
     Communicator, CommunicatorOptions, NCCL_ENVIRONMENT, Nccl, NcclError, NcclVersion, Piece,
     SendOrReceive, UniqueId, set_nccl_environment,
 };
+pub use packer::CudaPacker;
 pub use plan::{Admission, Extension, KnownDrafts, StepRows};
 pub use sample::SampleOutcome;
 pub use step::CudaStep;

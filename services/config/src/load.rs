@@ -13,7 +13,7 @@ use crate::{
     explain::Explained,
     file::{File, FileText},
     hub::Hub,
-    schema::{Cluster, Model, Node, Router, Telemetry, Transfer},
+    schema::{Cluster, Model, Node, Router, Telemetry, Transfer, Weights},
     section::{Declared, Setting},
     value::Value,
 };
@@ -104,6 +104,8 @@ sections! {
     Node node;
     /// KV transfer between nodes.
     Transfer transfer;
+    /// Live weight updates.
+    Weights weights;
     /// Membership of the cluster.
     Cluster cluster;
     /// Logs, traces, metrics.

@@ -10,7 +10,7 @@ use crate::{
     types::{
         Auto, ByteSize, CpuList, Device, Disaggregate, Dtype, EtcdPrefix, Isa, LoadFormat,
         LogFormat, ModelPath, NodePolicy, NodeUrl, Pair, Password, Secret, ServerUrl, Speculate,
-        ToolFormat, Transport,
+        ToolFormat, Transport, WeightPlace,
     },
 };
 
@@ -343,6 +343,20 @@ section! {
         chunk_bytes: Auto<ByteSize> = Auto::Derived,
             "4MiB on a CPU (2 ms at 2 GB/s) and 32MiB on a GPU (0.1 ms): large enough for full bandwidth, small enough to overlap with computation.",
             ByteSize::kib(4)..=ByteSize::mib(256);
+    }
+}
+
+section! {
+    /// Live weight updates.
+    pub struct Weights = "weights" {
+        /// Place of new weights during an update: shadow reserves GPU memory for a second copy of the weights at start,
+        /// auto reserves none. On CPUs both take host memory during the update.
+        place: WeightPlace = WeightPlace::Auto,
+            "Few clusters update their weights, and the memory of a second copy serves many KV blocks.";
+        /// Maximum number of bytes in one chunk of an update. Each chunk has a digest. The router tells the nodes.
+        chunk_bytes: ByteSize = ByteSize::mib(256),
+            "Large enough for full bandwidth, small enough to overlap with the work on the chunk before.",
+            ByteSize::kib(4)..=ByteSize::gib(4);
     }
 }
 

@@ -4,7 +4,7 @@
 use std::num::NonZeroUsize;
 
 use kernels::{
-    Backend, RowSource, Shard,
+    Backend, Packer, RowSource, Shard,
     backend::{HeadShape, HeadWeights},
 };
 
@@ -25,41 +25,41 @@ pub struct Llama<B: Backend> {
     /// Heads of the rank.
     heads: HeadShape,
     rope_frequencies: B::Vector,
-    weights: LlamaWeights<B>,
+    weights: LlamaWeights<B::Matrix, B::Vector>,
     activations: Activations<B>,
 }
 
 /// Packed weights of a model, or of one rank's shard of it.
-pub struct LlamaWeights<B: Backend> {
-    embedding: B::Matrix,
-    layers: Vec<Layer<B>>,
-    output_norm: B::Vector,
+pub struct LlamaWeights<M, V> {
+    embedding: M,
+    layers: Vec<Layer<M, V>>,
+    output_norm: V,
     /// Output projection; `None` when it is the embedding, which is possible on a single rank only.
-    output: Option<B::Matrix>,
+    output: Option<M>,
 }
 
-struct Layer<B: Backend> {
-    attention_norm: B::Vector,
+struct Layer<M, V> {
+    attention_norm: V,
     /// Queries, keys, values: `[qkv_width][hidden]`.
-    qkv: B::Matrix,
+    qkv: M,
     /// Bias of `qkv`, `[qkv_width]`: Qwen2.
-    qkv_bias: Option<B::Vector>,
+    qkv_bias: Option<V>,
     /// Norms of query heads and key heads: Qwen3.
-    head_norms: Option<HeadNorms<B>>,
+    head_norms: Option<HeadNorms<V>>,
     /// Size of the sliding window in tokens: Mistral, and some layers of Qwen.
     window: Option<NonZeroUsize>,
     /// `[hidden][query_width]`.
-    attention_output: B::Matrix,
-    ffn_norm: B::Vector,
+    attention_output: M,
+    ffn_norm: V,
     /// Gate, then up: `[2 * ffn][hidden]`.
-    gate_up: B::Matrix,
+    gate_up: M,
     /// `[hidden][ffn]`.
-    down: B::Matrix,
+    down: M,
 }
 
-struct HeadNorms<B: Backend> {
-    query: B::Vector,
-    key: B::Vector,
+struct HeadNorms<V> {
+    query: V,
+    key: V,
 }
 
 /// Activations, reused by every layer of every step.
@@ -102,20 +102,19 @@ pub struct LoadProgress {
     pub parameters_total: u64,
 }
 
-impl<B: Backend> LlamaWeights<B> {
-    /// Packs every weight, or the part in [`Backend::shard`], for `backend`. Calls `progress` after every matrix and
-    /// vector.
-    pub fn pack(
+impl<M, V> LlamaWeights<M, V> {
+    /// Packs every weight, or the part in [`Packer::pack_shard`]. Calls `progress` after every matrix and vector.
+    pub fn pack<P: Packer<Matrix = M, Vector = V>>(
         checkpoint: &Checkpoint,
-        backend: &B,
+        packer: &P,
         progress: &mut dyn FnMut(LoadProgress),
     ) -> Result<Self, ModelError> {
         let config = checkpoint.config();
-        let shard = backend.shard();
+        let shard = packer.pack_shard();
         config.check_shard(shard)?;
-        let mut packer = Packer {
+        let mut packer = CheckpointPacker {
             checkpoint,
-            backend,
+            packer,
             shard,
             parameters_done: 0,
             parameters_total: config.parameter_count_of(shard),
@@ -206,7 +205,7 @@ impl<B: Backend> Llama<B> {
     }
 
     /// Exchanges the weights and `other`, which were packed from a checkpoint of the same configuration.
-    pub fn swap_weights(&mut self, other: &mut LlamaWeights<B>) {
+    pub fn swap_weights(&mut self, other: &mut LlamaWeights<B::Matrix, B::Vector>) {
         assert_eq!(self.weights.layers.len(), other.layers.len(), "one configuration");
         std::mem::swap(&mut self.weights, other);
     }
@@ -300,19 +299,19 @@ impl<B: Backend> Llama<B> {
     }
 }
 
-/// Packer of weights for the backend, which counts their parameters.
-struct Packer<'a, B: Backend> {
+/// Packs the weights of a checkpoint and counts their parameters.
+struct CheckpointPacker<'a, P> {
     checkpoint: &'a Checkpoint,
-    backend: &'a B,
+    packer: &'a P,
     shard: Shard,
     parameters_done: u64,
     parameters_total: u64,
     progress: &'a mut dyn FnMut(LoadProgress),
 }
 
-impl<'a, B: Backend> Packer<'a, B> {
+impl<'a, P: Packer> CheckpointPacker<'a, P> {
     /// Packs the rank's parts of `weights`, stacked by rows, as one matrix.
-    fn matrix(&mut self, weights: &[Weight]) -> Result<B::Matrix, ModelError> {
+    fn matrix(&mut self, weights: &[Weight]) -> Result<P::Matrix, ModelError> {
         let parts = weights
             .iter()
             .map(|&weight| self.part(weight, weight))
@@ -321,7 +320,7 @@ impl<'a, B: Backend> Packer<'a, B> {
     }
 
     /// Packs the rank's rows of the embedding as the output projection.
-    fn tied_output(&mut self) -> Result<B::Matrix, ModelError> {
+    fn tied_output(&mut self) -> Result<P::Matrix, ModelError> {
         let part = self.part(Weight::Embedding, Weight::Output)?;
         self.pack(&[Weight::Embedding], vec![part])
     }
@@ -336,9 +335,9 @@ impl<'a, B: Backend> Packer<'a, B> {
         &mut self,
         weights: &[Weight],
         parts: Vec<MatrixSource<'_>>,
-    ) -> Result<B::Matrix, ModelError> {
+    ) -> Result<P::Matrix, ModelError> {
         let source = StackedRows::new(parts);
-        let matrix = self.backend.matrix(&source);
+        let matrix = self.packer.pack_matrix(&source);
         if let Some(NotFinite { part, element, found }) = source.not_finite() {
             return Err(self.checkpoint.not_finite(weights[part], element, found));
         }
@@ -348,14 +347,14 @@ impl<'a, B: Backend> Packer<'a, B> {
     }
 
     /// Returns the rank's parts of `weights`, concatenated, as one vector.
-    fn vector(&mut self, weights: &[Weight]) -> Result<B::Vector, ModelError> {
+    fn vector(&mut self, weights: &[Weight]) -> Result<P::Vector, ModelError> {
         let mut values = Vec::new();
         for &weight in weights {
             let part = weight.part(self.checkpoint.config(), self.shard).cols;
             values.extend_from_slice(&self.checkpoint.vector(weight)?[part]);
         }
         self.count(values.len() as u64);
-        Ok(self.backend.vector(&values))
+        Ok(self.packer.pack_vector(&values))
     }
 
     fn count(&mut self, parameters: u64) {

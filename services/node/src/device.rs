@@ -268,6 +268,10 @@ pub(crate) fn start_gpu(
             warn!(reason, "cannot store the tuned GEMMs");
         }
     }
+    if settings::has_gpu_shadow(config) {
+        // Before the KV cache, which takes the memory that is left.
+        model.allocate_shadow()?;
+    }
     let own_layout = layout.with_heads(layout.kv_head_count / of);
     let fitting = match set {
         Some(blocks) => blocks,

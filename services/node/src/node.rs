@@ -209,8 +209,17 @@ impl Node {
             Ok((load(role, config.clone(), epoch.0).await?, began.elapsed()))
         };
         let (registrar, (loaded, load_time)) = tokio::try_join!(connect, load)?;
-        let Loaded { path, model, arena, identity, executor, defaults, cpus, cpu_fallback } =
-            loaded;
+        let Loaded {
+            path,
+            model,
+            host_bytes,
+            arena,
+            identity,
+            executor,
+            defaults,
+            cpus,
+            cpu_fallback,
+        } = loaded;
         let load_duration = metrics.meter().f64_gauge("baton.model.load.duration").with_unit("s");
         let load_duration =
             load_duration.with_description("Time to fetch, read and pack the model");
@@ -278,6 +287,7 @@ impl Node {
             NodeService::new(role, attempt_limits, grammars, inbox.clone(), draining.clone());
         let weights = WeightActor::start(WeightSettings {
             model,
+            host_bytes,
             update: weight_update,
             inbox: inbox.clone(),
             secret,
@@ -435,6 +445,8 @@ async fn stop_threads(
 struct Loaded {
     path: PathBuf,
     model: ModelConfig,
+    /// Host memory of the weights; 0 on a GPU.
+    host_bytes: u64,
     arena: Arc<KvArena>,
     identity: ModelIdentity,
     executor: Box<dyn Executor>,
@@ -569,7 +581,11 @@ fn load_weights(
     let identity = identity::model_identity(fingerprint, weights, layout);
     let path = path.to_owned();
     let model = checkpoint.config().clone();
-    Ok(Loaded { path, model, arena, identity, executor, defaults, cpus, cpu_fallback })
+    let host_bytes = match traits.device {
+        NodeDevice::Cpu => traits.model.weights,
+        NodeDevice::Gpu { .. } => 0,
+    };
+    Ok(Loaded { path, model, host_bytes, arena, identity, executor, defaults, cpus, cpu_fallback })
 }
 
 /// Returns the batch for which the executor allocates memory.

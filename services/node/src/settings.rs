@@ -3,7 +3,7 @@
 use std::{fs, io, path::Path, thread::available_parallelism};
 
 use cluster::{Epoch, ModelIdentity, NodeId, Role};
-use config::{Config, ConfigError, CpuList};
+use config::{Config, ConfigError, CpuList, WeightPlace};
 use engine::{
     defaults::{Defaults, DefaultsError, ModelSizes, NodeDevice, NodeTraits, SetValues},
     executor::{ExecutorLimits, Speculation},
@@ -24,6 +24,7 @@ pub const SECTIONS: &[config::Section] = &[
     config::Section::Model,
     config::Section::Node,
     config::Section::Transfer,
+    config::Section::Weights,
     config::Section::Cluster,
     config::Section::Telemetry,
 ];
@@ -136,10 +137,17 @@ pub(crate) fn node_traits(
     let shard = Shard::new(0, ranks).expect("the model and the device allow so many ranks");
     let kv_bytes = block_count_set(node, layout)?
         .map(|blocks| u64::from(blocks) * (layout.block_bytes() / ranks) as u64);
+    let sizes = ModelSizes::of(model, shard, weights);
+    let device = match device {
+        NodeDevice::Gpu { memory_bytes } if has_gpu_shadow(config) => {
+            NodeDevice::Gpu { memory_bytes: memory_bytes.saturating_sub(sizes.weights) }
+        }
+        device => device,
+    };
     Ok(NodeTraits {
         device,
         decodes: role == Role::Decode,
-        model: ModelSizes::of(model, shard, weights),
+        model: sizes,
         set: SetValues {
             step_tokens: node.step_tokens.set(),
             chunk_tokens: node.chunk_tokens.set(),
@@ -150,6 +158,11 @@ pub(crate) fn node_traits(
             kv_bytes,
         },
     })
+}
+
+/// Returns whether a GPU holds a second copy of the weights for updates.
+pub(crate) fn has_gpu_shadow(config: &Config) -> bool {
+    config.weights.place == WeightPlace::Shadow && config.node.tp == 1
 }
 
 /// Largest batch of an executor.

@@ -24,8 +24,6 @@ const CUT_MAX: Duration = Duration::from_secs(2);
 /// Time for the next request of a client on a connection that it keeps.
 const NEXT_REQUEST_MAX: Duration = Duration::from_secs(1);
 const MEMBERSHIP_MAX: Duration = Duration::from_secs(2);
-/// Maximum bytes of a chunk of a weight update: large enough for full bandwidth, small enough to overlap.
-const WEIGHT_CHUNK_BYTES: u64 = 256 << 20;
 
 #[derive(Debug, thiserror::Error)]
 pub enum StartError {
@@ -121,7 +119,8 @@ pub fn start(
     let started = std::time::SystemTime::UNIX_EPOCH.elapsed().map_or(0, |since| since.as_secs());
     let http_routes = http::routes(front.clone(), metrics.clone(), started);
     let grpc_routes = grpc::routes(front.clone(), health_service)?;
-    let (weights, weights_task) = Weights::start(front.nodes.clone(), WEIGHT_CHUNK_BYTES);
+    let chunk_bytes = front.settings.weight_chunk_bytes;
+    let (weights, weights_task) = Weights::start(front.nodes.clone(), chunk_bytes);
     let admin_routes = admin::routes(front.clone(), weights, admin_keys);
     let bounds = net::Bounds::new(
         net::ConnectionLimits::new(front.settings.open_files_max),

@@ -81,6 +81,16 @@ choice! {
 }
 
 choice! {
+    /// Place of new weights during an update.
+    pub enum WeightPlace {
+        /// On CPUs, host memory that is allocated during the update. GPUs reserve nothing and reject updates.
+        Auto = "auto",
+        /// A second copy on the device. GPUs reserve its memory at start.
+        Shadow = "shadow",
+    }
+}
+
+choice! {
     /// Instruction set of the CPU kernels.
     pub enum Isa {
         /// The fastest instruction set of the machine.

@@ -16,7 +16,10 @@ use std::{
 
 use kernels::{
     Backend, KvArena,
-    cpu::{CpuBackend, CpuError, CpuStep, GroupError, SampleError, SampleRow, StepSequence},
+    cpu::{
+        CpuBackend, CpuError, CpuMatrix, CpuStep, CpuVector, GroupError, SampleError, SampleRow,
+        StepSequence,
+    },
 };
 use model::{Checkpoint, Limits, Llama, LlamaWeights, LoadProgress, ModelError};
 
@@ -72,15 +75,17 @@ enum Done {
 /// Time-out of the exchange of weights, which only swaps pointers.
 const COMMIT_MAX: Duration = Duration::from_secs(10);
 
+type CpuWeights = LlamaWeights<CpuMatrix, CpuVector>;
+
 /// The weights that are not in use: prepared, or replaced by a commit.
 struct Shadow {
     /// Backend that packs weights beside the steps, on one thread.
     packer: CpuBackend,
-    weights: Mutex<Option<LlamaWeights<CpuBackend>>>,
+    weights: Mutex<Option<CpuWeights>>,
 }
 
 impl Shadow {
-    fn weights(&self) -> MutexGuard<'_, Option<LlamaWeights<CpuBackend>>> {
+    fn weights(&self) -> MutexGuard<'_, Option<CpuWeights>> {
         self.weights.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

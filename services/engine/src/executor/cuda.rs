@@ -10,6 +10,7 @@ mod graphs;
 mod kv_size;
 mod rank;
 mod rows;
+mod shadow;
 
 use std::{
     collections::VecDeque,
@@ -32,10 +33,13 @@ use model::{Checkpoint, Limits, Llama, LoadProgress, ModelConfig, ModelError};
 use self::graphs::{Graphs, Parts};
 pub use self::kv_size::{KvRoom, KvShare, kv_blocks};
 pub use self::rank::{CudaRank, join};
-use self::rows::{Rows, STOPS_MAX};
+use self::{
+    rows::{Rows, STOPS_MAX},
+    shadow::Shadow,
+};
 use super::{
     CollectWaker, Executor, ExecutorError, ExecutorLimits, Misfit, POLL_MAX, Speculation,
-    batch::ScheduledRow, poll, worker::Worker,
+    WeightUpdate, batch::ScheduledRow, poll, worker::Worker,
 };
 use crate::plan::{
     Dispatch, RowFailure, RowMask, RowResult, Span, StepId, StepPlan, StepResult, StepRun,
@@ -68,6 +72,7 @@ pub struct CudaModel {
     model: Llama<CudaBackend>,
     backend: CudaBackend,
     times: LoadTimes,
+    shadow: Option<Arc<Shadow>>,
 }
 
 /// Duration of each stage of loading.
@@ -105,7 +110,13 @@ impl CudaModel {
         let model = Llama::load(checkpoint, &backend, largest_step, progress)?;
         backend.finish_loading()?;
         let times = LoadTimes { place, weights: started.elapsed() - place };
-        Ok(Self { model, backend, times })
+        Ok(Self { model, backend, times, shadow: None })
+    }
+
+    /// Allocates memory for a second copy of the weights, so that the weights can be updated while steps run.
+    pub fn allocate_shadow(&mut self) -> Result<(), CudaExecutorError> {
+        self.shadow = Some(Shadow::new(&self.backend)?);
+        Ok(())
     }
 
     pub fn times(&self) -> LoadTimes {
@@ -153,6 +164,9 @@ impl CudaModel {
 /// node whose GPU hangs must end.
 const LAUNCH_WAIT_MAX: Duration = Duration::from_secs(60);
 
+/// Deadline of the copy of the prepared weights, which takes milliseconds.
+const COMMIT_MAX: Duration = Duration::from_secs(10);
+
 pub struct CudaExecutor {
     limits: ExecutorLimits,
     model: Llama<CudaBackend>,
@@ -173,6 +187,8 @@ pub struct CudaExecutor {
     worker: Worker<Job, Done, CudaError>,
     /// Whether `collect` polls instead of sleeping.
     polls: bool,
+    /// `None`: the weights cannot change.
+    shadow: Option<Arc<Shadow>>,
 }
 
 /// Host state of a step in flight.
@@ -217,7 +233,7 @@ impl CudaExecutor {
         arena: &Arc<KvArena>,
         limits: ExecutorLimits,
     ) -> Result<Self, CudaExecutorError> {
-        let CudaModel { mut model, mut backend, .. } = loaded;
+        let CudaModel { mut model, mut backend, shadow, .. } = loaded;
         let speculation = limits.speculation;
         let speculation = speculation.map(|rules| Speculation { uniform: true, ..rules });
         let limits = ExecutorLimits { speculation, ..limits };
@@ -262,6 +278,7 @@ impl CudaExecutor {
             forwarded,
             worker,
             polls: true,
+            shadow,
         })
     }
 
@@ -486,6 +503,31 @@ impl Executor for CudaExecutor {
 
     fn waker(&self) -> CollectWaker {
         self.worker.waker()
+    }
+
+    fn weight_update(&self) -> Option<Arc<dyn WeightUpdate>> {
+        self.shadow.clone().map(|shadow| shadow as Arc<dyn WeightUpdate>)
+    }
+
+    fn commit_weights(&mut self) -> Result<(), ExecutorError> {
+        assert!(self.launched.is_empty(), "weights change between steps");
+        let stopped = |reason: &str| ExecutorError::Stopped { reason: reason.to_owned() };
+        self.backend.context().bind()?;
+        let shadow = self.shadow.as_ref().ok_or_else(|| stopped("no weights are prepared"))?;
+        if !shadow.commit(&self.backend)? {
+            return Err(stopped("no weights are prepared"));
+        }
+        let copied = Event::new(self.backend.context())?;
+        copied.record(self.backend.compute())?;
+        // The caller reports the pause, and the shadow may be written again after this call.
+        let deadline = Instant::now() + COMMIT_MAX;
+        while !copied.is_done()? {
+            if Instant::now() >= deadline {
+                return Err(stopped("the weights were not copied in time"));
+            }
+            std::thread::yield_now();
+        }
+        Ok(())
     }
 }
 

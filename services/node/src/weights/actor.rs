@@ -23,8 +23,8 @@ use tokio::{
 use tokio_util::sync::{CancellationToken, DropGuard};
 use tonic::transport::Endpoint;
 use weight_transfer::{
-    BeginError, CommitError, Participant, ParticipantAction, ParticipantInput, Proposal, UpdateId,
-    UpdateReport, WeightVersion,
+    BeginError, CommitError, Participant, ParticipantAction, ParticipantInput, Proposal, UpdateEnd,
+    UpdateId, UpdateReport, UpdateState, WeightVersion,
 };
 
 use super::receive::receive;
@@ -40,9 +40,11 @@ const ASK_MAX: Duration = Duration::from_secs(1);
 /// Delay before the commit is offered again to a full queue of the engine thread.
 const RETRY_AFTER: Duration = Duration::from_millis(5);
 
-/// What the actor needs of the node.
+/// The parts of the node that the actor uses.
 pub(crate) struct WeightSettings {
     pub model: ModelConfig,
+    /// Host memory that a second copy of the weights takes.
+    pub host_bytes: u64,
     /// `None`: the device cannot change its weights.
     pub update: Option<Arc<dyn WeightUpdate>>,
     pub inbox: Inbox,
@@ -87,7 +89,8 @@ pub(super) enum Call {
 #[derive(Debug, thiserror::Error)]
 pub(super) enum CallError {
     #[error(
-        "cannot change the weights: this node's device does not support it; expected a node on one CPU process"
+        "cannot change the weights: this node holds no second copy; expected a node without node.tp on a CPU, or on a GPU \
+         with weights.place = shadow"
     )]
     Unsupported,
     #[error(transparent)]
@@ -275,13 +278,8 @@ impl Actor {
                 }
                 self.serving.paused = Some(paused);
                 self.participant.handle(ParticipantInput::Installed { id });
-                if let Some(UpdateReport {
-                    state:
-                        weight_transfer::UpdateState::Ended(weight_transfer::UpdateEnd::Committed(
-                            version,
-                        )),
-                    ..
-                }) = self.participant.report()
+                if let Some(UpdateState::Ended(UpdateEnd::Committed(version))) =
+                    self.participant.report().map(|report| report.state)
                 {
                     self.serving.version = version;
                     tracing::info!(
@@ -315,11 +313,18 @@ impl Actor {
         tracing::info!(update = %id, label = begin.label, path = %begin.path.display(), "receives weights");
         let (begin, cancelled) = (begin.clone(), cancelled.clone());
         let (model, device) = (self.settings.model.clone(), self.device.clone());
+        let host_bytes = self.settings.host_bytes;
         self.work.spawn(async move {
             let device = device.lock_owned().await;
             let read = tokio::task::spawn_blocking(move || {
                 let _device = device;
-                let outcome = receive(&begin.path, begin.chunk_bytes, &model, &*update, &cancelled);
+                let outcome = receive(
+                    &begin.path,
+                    begin.chunk_bytes,
+                    (&model, host_bytes),
+                    &*update,
+                    &cancelled,
+                );
                 if outcome.is_err() || cancelled.load(Ordering::Acquire) {
                     update.discard();
                 }
@@ -335,9 +340,7 @@ impl Actor {
     fn discard(&mut self, id: UpdateId) {
         if let Some(report) = self.participant.report()
             && report.id == id
-            && let weight_transfer::UpdateState::Ended(weight_transfer::UpdateEnd::Aborted {
-                reason,
-            }) = report.state
+            && let UpdateState::Ended(UpdateEnd::Aborted { reason }) = report.state
         {
             tracing::warn!(update = %id, reason, "the weight update was aborted");
         }

@@ -3,11 +3,12 @@
 use std::{
     path::Path,
     sync::atomic::{AtomicBool, Ordering},
+    thread,
 };
 
 use engine::executor::{PrepareError, WeightUpdate};
 use model::{Checkpoint, LoadFormat, ModelConfig, ModelError, StoredWeight};
-use weight_transfer::{Plan, PlanError, Tensor, WeightVersion, digest};
+use weight_transfer::{Chunk, Plan, PlanError, Tensor, WeightVersion, digest};
 
 use crate::{memory_limit, settings::SettingsError};
 
@@ -30,12 +31,12 @@ pub(super) enum ReceiveError {
     Cancelled,
 }
 
-/// Prepares the weights at `path` beside those in use and returns their version. Blocks. Stops early once
-/// `cancelled` is set.
+/// Prepares the weights at `path` beside those in use and returns their version. A copy takes `host_bytes` of host
+/// memory. Blocks. Stops early once `cancelled` is set.
 pub(super) fn receive(
     path: &Path,
     chunk_bytes: u64,
-    model: &ModelConfig,
+    (model, host_bytes): (&ModelConfig, u64),
     update: &dyn WeightUpdate,
     cancelled: &AtomicBool,
 ) -> Result<WeightVersion, ReceiveError> {
@@ -50,20 +51,61 @@ pub(super) fn receive(
         return Err(ReceiveError::OtherModel { path, field, found, wanted });
     }
     let weights = checkpoint.stored_weights()?;
-    memory_limit::check_more(weights.iter().map(|weight| weight.bytes.len() as u64).sum())?;
+    memory_limit::check_more(host_bytes)?;
     let plan = plan(&weights, chunk_bytes)?;
-    let mut digests = Vec::with_capacity(plan.chunks().len());
-    for chunk in plan.chunks() {
-        check()?;
-        let bytes = chunk.pieces.iter().map(|piece| {
+    // The digests read the same pages as the copy, so they are computed beside it.
+    let failed = AtomicBool::new(false);
+    let stop = [cancelled, &failed];
+    let digests = thread::scope(|scope| {
+        let threads = digest_threads(host_bytes);
+        let digests: Vec<_> = (0..threads)
+            .map(|first| {
+                let (plan, weights) = (&plan, &weights);
+                scope.spawn(move || digests(plan, weights, first, threads, stop))
+            })
+            .collect();
+        let prepared = update.prepare(path, &checkpoint);
+        failed.store(prepared.is_err(), Ordering::Release);
+        let mut all = vec![0; plan.chunks().len()];
+        for (first, digests) in digests.into_iter().enumerate() {
+            let digests = digests.join().expect("hashing does not panic");
+            for (digest, to) in digests.into_iter().zip(all.iter_mut().skip(first).step_by(threads))
+            {
+                *to = digest;
+            }
+        }
+        prepared.map(|()| all)
+    })?;
+    // Threads that were cancelled left digests out.
+    check()?;
+    Ok(WeightVersion::of_content(&plan, &digests))
+}
+
+/// Returns the number of threads that hash: one where the CPUs compute steps, otherwise half of the CPUs.
+fn digest_threads(host_bytes: u64) -> usize {
+    match host_bytes {
+        0 => thread::available_parallelism().map_or(1, |cpus| cpus.get() / 2).clamp(1, 16),
+        _ => 1,
+    }
+}
+
+/// Returns the digests of every `step`th chunk from `first` on. Stops early once a flag of `stop` is set.
+fn digests(
+    plan: &Plan,
+    weights: &[StoredWeight<'_>],
+    first: usize,
+    step: usize,
+    stop: [&AtomicBool; 2],
+) -> Vec<u128> {
+    let chunks = plan.chunks().iter().skip(first).step_by(step);
+    let chunks = chunks.take_while(|_| !stop.iter().any(|flag| flag.load(Ordering::Acquire)));
+    let digest = |chunk: &Chunk| {
+        digest(chunk.pieces.iter().map(|piece| {
             let range = piece.range.start as usize..piece.range.end as usize;
             &weights[piece.tensor].bytes[range]
-        });
-        digests.push(digest(bytes));
-    }
-    check()?;
-    update.prepare(path, &checkpoint)?;
-    Ok(WeightVersion::of_content(&plan, &digests))
+        }))
+    };
+    chunks.map(digest).collect()
 }
 
 fn plan(weights: &[StoredWeight<'_>], chunk_bytes: u64) -> Result<Plan, PlanError> {

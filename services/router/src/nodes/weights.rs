@@ -28,7 +28,7 @@ pub struct WeightNode {
     pub version: WeightVersion,
 }
 
-/// What every node of an update is told.
+/// An update as the router sends it to every node.
 #[derive(Clone, Debug)]
 pub struct UpdateRequest {
     pub id: UpdateId,

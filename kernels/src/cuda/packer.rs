@@ -1,0 +1,117 @@
+//! A second copy of the weights on the GPU, which other weights are packed into while the backend computes.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use super::{
+    backend::CudaBackend,
+    buffer::{CudaMatrix, CudaVector},
+    context::Context,
+    error::CudaError,
+    memory::{DeviceMemory, Range},
+    upload::Uploads,
+};
+use crate::{
+    backend::{Backend, Packer, RowSource},
+    layout::Dtype,
+    shard::Shard,
+};
+
+/// Memory of a second copy of a backend's weights. Weights that are packed in the same order lie at the same offsets as
+/// those of the backend, so one copy replaces all of them.
+pub struct CudaPacker {
+    context: Arc<Context>,
+    dtype: Dtype,
+    shard: Shard,
+    memory: DeviceMemory,
+    /// `Some` while weights are packed.
+    uploads: Mutex<Option<Uploads>>,
+    fault: Mutex<Option<CudaError>>,
+}
+
+impl CudaPacker {
+    /// Allocates memory for a second copy of the weights of `backend`, which has loaded them.
+    pub fn new(backend: &CudaBackend) -> Result<Self, CudaError> {
+        let (weights, _) = backend.memory_bytes();
+        let context = Arc::clone(backend.context());
+        let memory = DeviceMemory::new(&context, "the second copy of the weights", weights)?;
+        Ok(Self {
+            context,
+            dtype: backend.dtype(),
+            shard: backend.shard(),
+            memory,
+            uploads: Mutex::default(),
+            fault: Mutex::default(),
+        })
+    }
+
+    /// Begins to pack weights over those that were packed before.
+    pub fn begin(&self) -> Result<(), CudaError> {
+        self.context.bind()?;
+        self.memory.cut_anew();
+        *self.fault() = None;
+        *self.uploads() = Some(Uploads::new(&self.context)?);
+        Ok(())
+    }
+
+    /// Waits until every weight is in GPU memory, and returns the first error.
+    pub fn finish(&self) -> Result<(), CudaError> {
+        let uploaded = self.uploads().take().map_or(Ok(()), Uploads::finish);
+        self.fault().clone().map_or(uploaded, Err)
+    }
+
+    /// Returns the packed weights.
+    pub(super) fn everything(&self) -> Range {
+        self.memory.everything()
+    }
+
+    fn cut(&self, bytes: usize) -> Range {
+        self.memory.cut(bytes).unwrap_or_else(|error| {
+            self.note(Err(error));
+            DeviceMemory::counting("nothing").cut(bytes).expect("counting has no end")
+        })
+    }
+
+    /// Keeps the first error.
+    fn note(&self, outcome: Result<(), CudaError>) {
+        if let Err(error) = outcome {
+            self.fault().get_or_insert(error);
+        }
+    }
+
+    fn fault(&self) -> MutexGuard<'_, Option<CudaError>> {
+        self.fault.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn uploads(&self) -> MutexGuard<'_, Option<Uploads>> {
+        self.uploads.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Packer for CudaPacker {
+    type Matrix = CudaMatrix;
+    type Vector = CudaVector;
+
+    fn pack_matrix(&self, source: &dyn RowSource) -> CudaMatrix {
+        let (rows, cols, dtype) = (source.rows(), source.cols(), self.dtype);
+        let bytes = rows.checked_mul(cols).and_then(|count| count.checked_mul(dtype.bytes()));
+        let data = self.cut(bytes.expect("a matrix fits the address space"));
+        if self.fault().is_none() {
+            let mut uploads = self.uploads();
+            let uploads = uploads.as_mut().expect("weights are packed between begin and finish");
+            self.note(uploads.rows(source, dtype, &data));
+        }
+        CudaMatrix { data, rows, cols, dtype }
+    }
+
+    fn pack_vector(&self, values: &[f32]) -> CudaVector {
+        let data = self.cut(size_of_val(values));
+        if self.fault().is_none() {
+            self.note(data.write(0, values));
+        }
+        CudaVector { data, len: values.len() }
+    }
+
+    fn pack_shard(&self) -> Shard {
+        self.shard
+    }
+}
