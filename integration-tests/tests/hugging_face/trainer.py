@@ -18,6 +18,7 @@ def read(path):
         header = json.loads(file.read(length))
         data = file.read()
     tensors = {}
+    header.pop("__metadata__", None)
     for name, entry in header.items():
         begin, end = entry["data_offsets"]
         tensors[name] = (entry["dtype"], entry["shape"], data[begin:end])

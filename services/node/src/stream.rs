@@ -235,6 +235,7 @@ mod tests {
             first_index: index,
             tokens: vec![SampledToken { id: 1, logprobs: None }],
             cached_tokens: 0,
+            weight_version: 1,
             finish: None,
             stages: None,
         })

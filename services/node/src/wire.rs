@@ -1,8 +1,10 @@
 //! Converts the core's replies to messages of `node.proto`.
 
 use engine::event::FinishReason;
+use kernels::sampling::SampledToken;
 use kv_transfer::{api::TransferStats, control::token_to_wire};
 use proto::v1::{self, decode_event, prefill_event};
+use weight_transfer::WeightVersion;
 
 use crate::node_core::{AttemptEnd, AttemptEvent, Reply};
 
@@ -14,13 +16,14 @@ pub fn prefill_event(reply: Reply) -> Option<v1::PrefillEvent> {
             first_index,
             mut tokens,
             cached_tokens,
+            weight_version,
             finish,
             stages: times,
         }) => {
             stages = times;
             prefill_event::Event::Token(v1::PrefillToken {
                 first_index,
-                token: tokens.pop().as_ref().map(token_to_wire),
+                token: tokens.pop().map(|token| labelled(&token, weight_version)),
                 finish: finish.map(|reason| finish_reason(reason).into()),
                 cached_tokens,
             })
@@ -52,9 +55,15 @@ pub fn decode_event(reply: Reply) -> Option<v1::DecodeEvent> {
         Reply::Event(AttemptEvent::Reserved { cached_tokens, local_prefill }) => {
             decode_event::Event::Reserved(v1::Reserved { cached_tokens, local_prefill })
         }
-        Reply::Event(AttemptEvent::Tokens { first_index, tokens, stages: times, .. }) => {
+        Reply::Event(AttemptEvent::Tokens {
+            first_index,
+            tokens,
+            weight_version,
+            stages: times,
+            ..
+        }) => {
             stages = times;
-            let tokens = tokens.iter().map(token_to_wire).collect();
+            let tokens = tokens.iter().map(|token| labelled(token, weight_version)).collect();
             decode_event::Event::Tokens(v1::DecodeTokens { first_index, tokens })
         }
         Reply::Ended(AttemptEnd::Finished { reason, received }) => {
@@ -73,6 +82,12 @@ pub fn decode_event(reply: Reply) -> Option<v1::DecodeEvent> {
         | Reply::Rejected(_) => return None,
     };
     Some(v1::DecodeEvent { event: Some(event), stages })
+}
+
+/// Names the weights that made the token, unless they are those from the start of the node.
+fn labelled(token: &SampledToken, weight_version: u64) -> v1::Token {
+    let is_loaded = weight_version == WeightVersion::LOADED.0;
+    v1::Token { weight_version: (!is_loaded).then_some(weight_version), ..token_to_wire(token) }
 }
 
 fn finish_reason(reason: FinishReason) -> v1::FinishReason {

@@ -570,7 +570,7 @@ async fn scripted(
 }
 
 fn token(id: u32) -> Token {
-    Token { id, logprobs: None }
+    Token { id, ..Default::default() }
 }
 
 fn decode_tokens(first_index: u32, ids: &[u32]) -> decode_event::Event {

@@ -88,7 +88,7 @@ impl Running {
     fn advance(&mut self) -> bool {
         let index = self.next_index;
         self.next_index += 1;
-        let token = Token { id: FIRST_TOKEN + index % TOKENS, logprobs: None };
+        let token = Token { id: FIRST_TOKEN + index % TOKENS, ..Default::default() };
         let tokens = DecodeTokens { first_index: index, tokens: vec![token] };
         let is_sent = self.events.send(decode_event::Event::Tokens(tokens)).is_ok();
         if is_sent && self.next_index < self.count {

@@ -97,6 +97,7 @@ pub fn token_to_wire(token: &SampledToken) -> v1::Token {
             chosen: logprobs.chosen,
             top: logprobs.top.iter().map(|&(id, logprob)| v1::TopLogprob { id, logprob }).collect(),
         }),
+        weight_version: None,
     }
 }
 

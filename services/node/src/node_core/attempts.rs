@@ -29,8 +29,9 @@ use super::output::{
 const KNOWN_MAX: usize = 4096;
 
 /// The records of all attempts, and the queues between scheduler, callers and transfers.
-#[derive(Default)]
 pub(super) struct Attempts {
+    /// The weights in use.
+    weight_version: u64,
     records: HashMap<SequenceId, AttemptRecord>,
     known: KnownIds,
     /// Inputs for the scheduler, in order.
@@ -86,6 +87,18 @@ enum TransferState {
 }
 
 impl Attempts {
+    pub fn new(weight_version: u64) -> Self {
+        Self {
+            weight_version,
+            records: HashMap::new(),
+            known: KnownIds::default(),
+            inputs: VecDeque::new(),
+            commands: VecDeque::new(),
+            outputs: Outputs::new(),
+            is_draining: false,
+        }
+    }
+
     pub fn is_empty(&self) -> bool {
         self.records.is_empty()
     }
@@ -100,6 +113,7 @@ impl Attempts {
 
     /// Tells the transfers, after all earlier commands, that the weights have changed.
     pub fn change_weights(&mut self, weight_version: u64) {
+        self.weight_version = weight_version;
         self.commands.push_back((None, transfer::Command::ChangeWeights { weight_version }));
     }
 
@@ -108,13 +122,14 @@ impl Attempts {
         self.is_draining = is_draining;
     }
 
-    /// Handles the router's `Decode` or `Prefill` call. `own_version`: the weights in use.
-    pub fn call(&mut self, call: Call, own_version: u64, now: Instant) {
+    /// Handles the router's `Decode` or `Prefill` call.
+    pub fn call(&mut self, call: Call, now: Instant) {
         let (id, call_id) = (call.sequence.id, call.id());
         let refusal = if self.is_draining {
             Some(Refusal::Draining)
-        } else if call.weight_version != own_version {
-            Some(Refusal::OtherWeights { named: call.weight_version, own: own_version })
+        } else if call.weight_version != self.weight_version {
+            let (named, own) = (call.weight_version, self.weight_version);
+            Some(Refusal::OtherWeights { named, own })
         } else if self.known.contains(id) || self.records.contains_key(&id) {
             Some(Refusal::Duplicate { id: id.0 })
         } else {
@@ -298,8 +313,14 @@ impl Attempts {
         }
         let is_first = record.begin(Stage::Decode, &mut self.outputs);
         let stages = is_first.then(|| record.stage_times());
-        let event =
-            AttemptEvent::Tokens { first_index, tokens, cached_tokens, finish: None, stages };
+        let event = AttemptEvent::Tokens {
+            first_index,
+            tokens,
+            cached_tokens,
+            weight_version: self.weight_version,
+            finish: None,
+            stages,
+        };
         record.send(event, &mut self.outputs);
     }
 
@@ -313,8 +334,14 @@ impl Attempts {
                 // P sends token 0 straight to the router, ahead of the transfer.
                 let tokens = vec![token.clone()];
                 let stages = Some(record.stage_times());
-                let event =
-                    AttemptEvent::Tokens { first_index, tokens, cached_tokens, finish, stages };
+                let event = AttemptEvent::Tokens {
+                    first_index,
+                    tokens,
+                    cached_tokens,
+                    weight_version: self.weight_version,
+                    finish,
+                    stages,
+                };
                 record.send(event, &mut self.outputs);
                 let Some(reason) = finish else {
                     // On P: with token 0 the transfer can complete.

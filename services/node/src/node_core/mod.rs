@@ -94,7 +94,7 @@ impl<E: Executor> NodeCore<E> {
     /// `stall_after`: a longer step is a stall ([`STALL_AFTER`]).
     pub fn new(steps: StepLoop<E>, record: &NodeRecord, stall_after: Duration) -> Self {
         Self {
-            attempts: Attempts::default(),
+            attempts: Attempts::new(record.identity.weight_version),
             observers: Observers::new(record),
             actions: VecDeque::new(),
             new_actions: Vec::new(),
@@ -116,7 +116,7 @@ impl<E: Executor> NodeCore<E> {
     /// Handles a `Prefill` or `Decode` call that arrived.
     pub fn handle_call(&mut self, call: Call, now: Instant) {
         self.now = now;
-        self.attempts.call(call, self.seeds.weight_version, now);
+        self.attempts.call(call, now);
     }
 
     /// Handles a caller that dropped its call.

@@ -121,6 +121,8 @@ pub enum AttemptEvent {
         first_index: u32,
         tokens: Vec<SampledToken>,
         cached_tokens: u32,
+        /// Version of the weights that made the tokens.
+        weight_version: u64,
         finish: Option<FinishReason>,
         /// With the first tokens.
         stages: Option<v1::StageTimes>,

@@ -55,7 +55,7 @@ struct Scene {
 
 impl Scene {
     fn new() -> Self {
-        Self { attempts: Attempts::default(), now: Instant::now() }
+        Self { attempts: Attempts::new(1), now: Instant::now() }
     }
 
     /// Starts a call that the scheduler accepts.
@@ -77,7 +77,7 @@ impl Scene {
     }
 
     fn call(&mut self, number: u64, kind: SequenceKind) {
-        self.attempts.call(call(ID.0, number, kind, self.now), 1, self.now);
+        self.attempts.call(call(ID.0, number, kind, self.now), self.now);
     }
 
     fn act(&mut self, action: Action) {
@@ -139,7 +139,14 @@ fn tokens(first_index: u32, ids: &[u32]) -> Action {
 fn tokens_reply(first_index: u32, ids: &[u32], finish: Option<FinishReason>) -> Reply {
     let tokens = ids.iter().map(|&id| token(id)).collect();
     let stages = None;
-    Reply::Event(AttemptEvent::Tokens { first_index, tokens, cached_tokens: 0, finish, stages })
+    Reply::Event(AttemptEvent::Tokens {
+        first_index,
+        tokens,
+        cached_tokens: 0,
+        weight_version: 1,
+        finish,
+        stages,
+    })
 }
 
 /// Returns the first tokens' reply, which has the times of the stages.
@@ -153,6 +160,7 @@ fn first_reply(ids: &[u32], finish: Option<FinishReason>, times: v1::StageTimes)
                 first_index,
                 tokens,
                 cached_tokens,
+                weight_version: 1,
                 finish,
                 stages,
             })

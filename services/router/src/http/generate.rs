@@ -162,6 +162,7 @@ fn reply(
             api,
             logprobs: fields.options.logprobs,
             token_ids: delivery.token_ids,
+            weight_versions: delivery.weight_versions,
         },
         delivery,
         wants_stats: context.wants_stats,
@@ -451,6 +452,7 @@ impl Chunks {
                     logprobs: view.logprobs.map(|_| logprobs),
                     prompt_token_ids: (first && view.token_ids).then_some(prompt),
                     token_ids: view.ids(&shown.tokens),
+                    weight_versions: view.versions(&shown.tokens),
                     ..Default::default()
                 };
                 self.write_chunk(shown.choice, choice, out);
@@ -480,7 +482,12 @@ impl Chunks {
             None if end.text.is_empty() => (Vec::new(), Calls::None),
             None => (vec![AnswerPiece::Content(end.text.clone())], Calls::None),
         };
-        let tokenless = TokenView { logprobs: None, token_ids: false, ..self.reply.view.clone() };
+        let tokenless = TokenView {
+            logprobs: None,
+            token_ids: false,
+            weight_versions: false,
+            ..self.reply.view.clone()
+        };
         for chunk in chat_chunks(&tokenless, end.choice, &[], pieces) {
             self.write_chunk(end.choice, chunk, out);
         }

@@ -30,6 +30,8 @@ pub struct Delivery {
     /// Sends the usage so far in every chunk (as vLLM does).
     pub continuous_usage: bool,
     pub token_ids: bool,
+    /// Return the version of the weights that made each token.
+    pub weight_versions: bool,
 }
 
 /// An unsupported field, with the values (as JSON) that disable it.
@@ -86,6 +88,7 @@ pub fn delivery(fields: &Fields<'_>) -> Result<Delivery, FieldError> {
         include_usage: options.include_usage.unwrap_or(false),
         continuous_usage: options.continuous_usage_stats.unwrap_or(false),
         token_ids: fields.boolean("return_token_ids")?.unwrap_or(false),
+        weight_versions: fields.boolean("return_weight_version")?.unwrap_or(false),
     })
 }
 

@@ -9,6 +9,7 @@ use proto::v1::{FinishReason, Token, TokenLogprobs};
 use schemars::JsonSchema;
 use serde::{Serialize, Serializer, ser::SerializeMap};
 use text::Tokenizer;
+use weight_transfer::WeightVersion;
 
 use crate::{
     request::tools::{AnswerPiece, CallReader, Calls},
@@ -61,6 +62,9 @@ pub struct ChatChoice {
     pub stop_reason: Option<StopReason>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub token_ids: Option<Vec<u32>>,
+    /// Version of the weights that made each token.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub weight_versions: Option<Vec<String>>,
 }
 
 #[derive(Serialize, JsonSchema)]
@@ -103,6 +107,9 @@ pub struct ChatChunkChoice {
     pub stop_reason: Option<StopReason>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub token_ids: Option<Vec<u32>>,
+    /// Version of the weights that made each token.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub weight_versions: Option<Vec<String>>,
 }
 
 #[derive(Default, Serialize, JsonSchema)]
@@ -148,6 +155,9 @@ pub struct TextChoice<'a> {
     pub prompt_token_ids: Option<&'a [u32]>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub token_ids: Option<Vec<u32>>,
+    /// Version of the weights that made each token.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub weight_versions: Option<Vec<String>>,
 }
 
 #[derive(Debug, Default, Serialize, JsonSchema)]
@@ -283,6 +293,7 @@ pub enum Api {
 pub struct Collected {
     pub text: String,
     pub token_ids: Vec<u32>,
+    pub weight_versions: Vec<String>,
     pub chat_logprobs: Vec<ChatTokenLogprob>,
     pub text_logprobs: TextLogprobs,
     text_offset: u64,
@@ -296,6 +307,7 @@ pub struct TokenView {
     /// Number of top log-probabilities for each token.
     pub logprobs: Option<u32>,
     pub token_ids: bool,
+    pub weight_versions: bool,
 }
 
 impl TokenView {
@@ -334,6 +346,13 @@ impl TokenView {
         self.token_ids.then(|| tokens.iter().map(|token| token.id).collect())
     }
 
+    pub fn versions(&self, tokens: &[Token]) -> Option<Vec<String>> {
+        let version = |token: &Token| {
+            token.weight_version.map_or(WeightVersion::LOADED, WeightVersion).to_string()
+        };
+        self.weight_versions.then(|| tokens.iter().map(version).collect())
+    }
+
     fn logprobs_of(&self, token: &Token, count: u32) -> (f32, Vec<(u32, f32)>) {
         let absent = TokenLogprobs { chosen: f32::NAN, top: vec![] };
         let logprobs = token.logprobs.as_ref().unwrap_or(&absent);
@@ -356,6 +375,9 @@ impl Collected {
         self.text.push_str(text);
         if let Some(ids) = view.ids(tokens) {
             self.token_ids.extend(ids);
+        }
+        if let Some(versions) = view.versions(tokens) {
+            self.weight_versions.extend(versions);
         }
         match view.api {
             Api::Chat => self.chat_logprobs.extend(view.chat_logprobs(tokens)),
@@ -396,6 +418,7 @@ impl Collected {
             finish_reason: finish_reason(calls.finish_reason(end.reason)),
             stop_reason: end.stop_reason.clone(),
             token_ids: view.token_ids.then_some(self.token_ids),
+            weight_versions: view.weight_versions.then_some(self.weight_versions),
         }
     }
 
@@ -410,6 +433,7 @@ impl Collected {
             logprobs: view.logprobs.map(|_| self.text_logprobs),
             prompt_token_ids: view.token_ids.then_some(prompt),
             token_ids: view.token_ids.then_some(self.token_ids),
+            weight_versions: view.weight_versions.then_some(self.weight_versions),
             ..text_end(end)
         }
     }
@@ -443,13 +467,15 @@ pub fn chat_chunks(
 ) -> Vec<ChatChunkChoice> {
     let chunk = |delta| ChatChunkChoice { index: choice, delta, ..Default::default() };
     let mut chunks: Vec<_> = pieces.into_iter().flat_map(deltas).map(chunk).collect();
-    if chunks.is_empty() && (view.logprobs.is_some() || view.token_ids) {
+    let describes = view.logprobs.is_some() || view.token_ids || view.weight_versions;
+    if chunks.is_empty() && describes {
         chunks.push(chunk(ChatDelta { content: Some(String::new()), ..Default::default() }));
     }
     if let Some(first) = chunks.first_mut() {
         let content = view.chat_logprobs(tokens);
         first.logprobs = view.logprobs.map(|_| ChatLogprobs { content, refusal: None });
         first.token_ids = view.ids(tokens);
+        first.weight_versions = view.versions(tokens);
     }
     chunks
 }

@@ -388,7 +388,7 @@ mod tests {
     use super::*;
 
     fn token(id: u32) -> Token {
-        Token { id, logprobs: None }
+        Token { id, ..Default::default() }
     }
 
     fn reserved(local_prefill: bool) -> Option<DecodeEvent> {

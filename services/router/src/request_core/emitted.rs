@@ -99,7 +99,7 @@ mod tests {
     use super::*;
 
     fn tokens(ids: &[u32]) -> Vec<Token> {
-        ids.iter().map(|&id| Token { id, logprobs: None }).collect()
+        ids.iter().map(|&id| Token { id, ..Default::default() }).collect()
     }
 
     fn ids(tokens: &[Token]) -> Vec<u32> {

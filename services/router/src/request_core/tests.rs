@@ -60,7 +60,7 @@ fn lost() -> AttemptFailure {
 }
 
 fn token(id: u32) -> Token {
-    Token { id, logprobs: None }
+    Token { id, ..Default::default() }
 }
 
 impl Owner {

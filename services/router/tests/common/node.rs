@@ -121,7 +121,7 @@ impl State {
                 .map(|rank| TopLogprob { id: id + rank, logprob: -0.25 - rank as f32 })
                 .collect(),
         });
-        (Token { id, logprobs }, finish)
+        (Token { id, logprobs, weight_version: None }, finish)
     }
 
     fn next_behaviour(&self) -> Behaviour {

@@ -80,6 +80,8 @@ struct Generation {
     stream_options: Option<StreamOptions>,
     /// Return the token ids of prompt and answer.
     return_token_ids: Option<bool>,
+    /// Return the version of the weights that made each token, in `weight_versions`.
+    return_weight_version: Option<bool>,
     /// Minimum number of generated tokens.
     #[schemars(range(min = 0, max = *TOKENS.end()))]
     min_tokens: Option<u32>,
