@@ -15,7 +15,7 @@ use http::{StatusCode, Uri};
 use serde_json::{Value, json};
 use time::{OffsetDateTime, format_description::well_known::Rfc3339};
 
-use crate::{http_client::HttpClient, keys::ApiKeyArgs};
+use crate::{client_args::ClientArgs, http_client::HttpClient};
 
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
 /// Messages of the log lines that tell about a request.
@@ -45,7 +45,7 @@ pub struct ExplainArgs {
     #[arg(long, value_name = "FILE")]
     log: Option<PathBuf>,
     #[command(flatten)]
-    key: ApiKeyArgs,
+    client: ClientArgs,
 }
 
 pub fn run(args: ExplainArgs) -> Result<()> {
@@ -78,10 +78,15 @@ pub fn run(args: ExplainArgs) -> Result<()> {
 /// Asks every address of the URL's host, and returns the requests of all routers.
 async fn from_routers(args: &ExplainArgs) -> Result<Vec<Value>> {
     let uri: Uri = args.url.parse().with_context(|| format!("invalid --url {:?}", args.url))?;
-    let host = uri.host().filter(|_| uri.scheme_str() == Some("http"));
-    let host =
-        host.with_context(|| format!("invalid --url {:?}: expected http://HOST:PORT", args.url))?;
-    let port = uri.port_u16().unwrap_or(80);
+    let default_port = match uri.scheme_str() {
+        Some("http") => Some(80),
+        Some("https") => Some(443),
+        _ => None,
+    };
+    let (host, default_port) = uri.host().zip(default_port).with_context(|| {
+        format!("invalid --url {:?}: expected http://HOST:PORT or https://HOST:PORT", args.url)
+    })?;
+    let port = uri.port_u16().unwrap_or(default_port);
     let name = host.trim_matches(['[', ']']);
     let addresses = tokio::net::lookup_host((name, port)).await;
     let addresses: BTreeSet<SocketAddr> =
@@ -91,10 +96,13 @@ async fn from_routers(args: &ExplainArgs) -> Result<Vec<Value>> {
         (None, Some(count)) => format!("/v1/explain?slow={count}"),
         (None, None) => "/v1/explain?failed".into(),
     };
-    let client = HttpClient::new(CONNECT_TIMEOUT).with_key(args.key.authorization()?);
+    let (connector, key) = (args.client.connector(CONNECT_TIMEOUT)?, args.client.authorization()?);
+    let url = format!("{}{path}", args.url.trim_end_matches('/'));
     let (mut found, mut problems, mut answered) = (Vec::new(), Vec::new(), 0);
     for address in &addresses {
-        match ask(&client, &format!("http://{address}{path}")).await {
+        // The certificate names the host, so the URL keeps its name.
+        let client = HttpClient::new(connector.clone().at(*address)).with_key(key.clone());
+        match ask(&client, &url).await {
             Ok(Ok(requests)) => {
                 answered += 1;
                 found.extend(requests);
@@ -103,7 +111,7 @@ async fn from_routers(args: &ExplainArgs) -> Result<Vec<Value>> {
                 answered += 1;
                 problems.push(format!("{address}: {none}"));
             }
-            Err(error) => problems.push(format!("{error:#}")),
+            Err(error) => problems.push(format!("{address}: {error:#}")),
         }
     }
     ensure!(!addresses.is_empty(), "{host} resolves to no address");

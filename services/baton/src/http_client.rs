@@ -1,4 +1,4 @@
-//! A small HTTP/1.1 client over plain TCP, with JSON request bodies and streamed responses.
+//! A small HTTP/1.1 client with JSON request bodies and streamed responses.
 
 use std::time::Duration;
 
@@ -7,32 +7,28 @@ use bytes::Bytes;
 use http::{HeaderValue, Request, Response, Uri, header::AUTHORIZATION};
 use http_body_util::{BodyExt, Full, Limited};
 use hyper::body::Incoming;
-use hyper_util::{
-    client::legacy::{Client, connect::HttpConnector},
-    rt::TokioExecutor,
-};
+use hyper_util::{client::legacy::Client, rt::TokioExecutor};
 use serde_json::Value;
 
-use crate::sse::SseReader;
+use crate::{connector::Connector, sse::SseReader};
 
 /// Deadline of a GET request.
 const GET_WITHIN: Duration = Duration::from_secs(10);
 /// Maximum size of a response body that is read whole.
 const WHOLE_BODY_MAX: usize = 16 << 20;
+/// Maximum length of an error's text that is not JSON.
+const TEXT_CHARS_MAX: usize = 200;
 
 #[derive(Clone)]
 pub struct HttpClient {
-    inner: Client<HttpConnector, Full<Bytes>>,
+    inner: Client<Connector, Full<Bytes>>,
     get_within: Duration,
     /// Header `authorization` of every request.
     authorization: Option<HeaderValue>,
 }
 
 impl HttpClient {
-    pub fn new(connect_timeout: Duration) -> Self {
-        let mut connector = HttpConnector::new();
-        connector.set_connect_timeout(Some(connect_timeout));
-        connector.set_nodelay(true);
+    pub fn new(connector: Connector) -> Self {
         let inner = Client::builder(TokioExecutor::new()).build(connector);
         Self { inner, get_within: GET_WITHIN, authorization: None }
     }
@@ -66,9 +62,7 @@ impl HttpClient {
         let response = response.map_err(|error| anyhow!("{url}: {}", chain(&error)))?;
         let status = response.status();
         if !status.is_success() {
-            let body = whole_body(response).await.unwrap_or_default();
-            let error: Value = serde_json::from_slice(&body).unwrap_or_default();
-            bail!("{status}: {}", error["error"]["message"].as_str().unwrap_or("(no message)"));
+            bail!("{status}: {}", error_message(&whole_body(response).await.unwrap_or_default()));
         }
         let mut stream = response.into_body();
         let (mut reader, mut events) = (SseReader::default(), Vec::new());
@@ -119,6 +113,16 @@ impl HttpClient {
     }
 }
 
+/// Returns the message of an error response: of the API, or the text of a proxy.
+pub fn error_message(body: &[u8]) -> String {
+    let error: Value = serde_json::from_slice(body).unwrap_or_default();
+    match error["error"]["message"].as_str() {
+        Some(message) => message.to_owned(),
+        None if body.is_empty() => "(no message)".to_owned(),
+        None => String::from_utf8_lossy(body).trim().chars().take(TEXT_CHARS_MAX).collect(),
+    }
+}
+
 async fn whole_body(response: Response<Incoming>) -> Result<Bytes> {
     Limited::new(response.into_body(), WHOLE_BODY_MAX)
         .collect()
@@ -152,7 +156,7 @@ mod tests {
     async fn silent_or_stalled_server_times_out() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let url = format!("http://{}/health", listener.local_addr().unwrap());
-        let mut client = HttpClient::new(Duration::from_secs(10));
+        let mut client = HttpClient::new(Connector::new(Duration::from_secs(10)));
         client.get_within = Duration::from_secs(1);
         let error = client.get(&url).await.unwrap_err().to_string();
         assert_eq!(error, format!("{url}: no answer within 1s"));

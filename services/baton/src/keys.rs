@@ -1,14 +1,11 @@
-//! API keys: `baton keys new` makes one, and the commands that call a router send one.
+//! `baton keys new` makes an API key.
 
-use std::{fmt::Write, fs, path::PathBuf};
+use std::fmt::Write;
 
-use anyhow::{Context, Result, ensure};
-use clap::{Args, Subcommand};
-use http::HeaderValue;
+use anyhow::{Context, Result};
+use clap::Subcommand;
 use sha2::{Digest, Sha256};
 
-/// Variable with the key.
-const VARIABLE: &str = "BATON_API_KEY";
 const KEY_BYTES: usize = 32;
 
 #[derive(Subcommand)]
@@ -51,39 +48,6 @@ fn hex(bytes: &[u8]) -> String {
     })
 }
 
-/// Flags of commands that call a router.
-#[derive(Args, Clone, Default)]
-pub struct ApiKeyArgs {
-    /// File with the API key for the router. Without the flag the variable BATON_API_KEY has the key, if the router
-    /// needs one.
-    #[arg(long, value_name = "FILE")]
-    api_key_file: Option<PathBuf>,
-}
-
-impl ApiKeyArgs {
-    /// Returns the value of the header `authorization`.
-    pub fn authorization(&self) -> Result<Option<HeaderValue>> {
-        let (source, key) = match &self.api_key_file {
-            Some(file) => {
-                let key = fs::read_to_string(file)
-                    .with_context(|| format!("cannot read --api-key-file {}", file.display()))?;
-                (format!("--api-key-file {}", file.display()), key)
-            }
-            None => match std::env::var(VARIABLE) {
-                Ok(key) => (VARIABLE.to_owned(), key),
-                Err(std::env::VarError::NotPresent) => return Ok(None),
-                Err(error) => return Err(error).context(VARIABLE),
-            },
-        };
-        let key = key.trim();
-        let is_visible = !key.is_empty() && key.bytes().all(|byte| byte.is_ascii_graphic());
-        ensure!(is_visible, "invalid {source}: expected a key of visible ASCII characters");
-        let mut value = HeaderValue::try_from(format!("Bearer {key}"))?;
-        value.set_sensitive(true);
-        Ok(Some(value))
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -95,23 +59,5 @@ mod tests {
         assert_eq!(entry("team-a", "abc"), expected);
         assert!(parse_name("team-a").is_ok());
         assert!(parse_name("a b").is_err() && parse_name("").is_err() && parse_name("\"").is_err());
-    }
-
-    #[test]
-    fn key_is_read_from_a_file_and_never_shown() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("key");
-        let args = ApiKeyArgs { api_key_file: Some(path.clone()) };
-        let missing = args.authorization().unwrap_err().to_string();
-        assert!(missing.starts_with("cannot read --api-key-file"), "{missing}");
-        fs::write(&path, "baton-1\n").unwrap();
-        let value = args.authorization().unwrap().unwrap();
-        assert_eq!(
-            (value.as_bytes(), format!("{value:?}").as_str()),
-            (&b"Bearer baton-1"[..], "Sensitive")
-        );
-        fs::write(&path, "se cret").unwrap();
-        let invalid = args.authorization().unwrap_err().to_string();
-        assert!(invalid.contains("visible ASCII") && !invalid.contains("cret"), "{invalid}");
     }
 }

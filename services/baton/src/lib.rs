@@ -14,6 +14,8 @@ mod print;
 
 pub mod bench;
 pub mod check;
+mod client_args;
+mod connector;
 pub mod doctor;
 pub mod explain;
 mod http_client;

@@ -6,7 +6,7 @@ use anyhow::{Context, Result, bail};
 use clap::{Args, Subcommand};
 use serde_json::Value;
 
-use crate::{http_client::HttpClient, keys::ApiKeyArgs};
+use crate::{client_args::ClientArgs, http_client::error_message};
 
 const CONNECT_MAX: Duration = Duration::from_secs(2);
 
@@ -28,7 +28,7 @@ pub struct Admin {
     #[arg(long, default_value = "http://127.0.0.1:8002", value_name = "URL")]
     admin: String,
     #[command(flatten)]
-    key: ApiKeyArgs,
+    client: ClientArgs,
 }
 
 #[derive(Args)]
@@ -68,18 +68,17 @@ impl NodeArgs {
 impl Admin {
     async fn call(&self, method: &str, path: &str) -> Result<Value> {
         let url = format!("{}/v1/nodes{path}", self.admin.trim_end_matches('/'));
-        let client = HttpClient::new(CONNECT_MAX).with_key(self.key.authorization()?);
+        let client = self.client.client(CONNECT_MAX)?;
         let (status, body) = client.request(method, &url).await.with_context(|| {
             format!(
                 "cannot reach the router's admin API at {}; expected the address of router.admin",
                 self.admin
             )
         })?;
-        let answer: Value = serde_json::from_slice(&body).unwrap_or_default();
         if !status.is_success() {
-            bail!("{status}: {}", answer["error"]["message"].as_str().unwrap_or("(no message)"));
+            bail!("{status}: {}", error_message(&body));
         }
-        Ok(answer)
+        Ok(serde_json::from_slice(&body).unwrap_or_default())
     }
 }
 

@@ -6,7 +6,7 @@ use anyhow::{Context, Result, anyhow, bail};
 use clap::{Args, Subcommand};
 use serde_json::{Value, json};
 
-use crate::{http_client::HttpClient, keys::ApiKeyArgs};
+use crate::{client_args::ClientArgs, http_client::error_message};
 
 const CONNECT_MAX: Duration = Duration::from_secs(2);
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
@@ -29,7 +29,7 @@ pub struct Admin {
     #[arg(long = "to", default_value = "http://127.0.0.1:8002", value_name = "URL")]
     to: String,
     #[command(flatten)]
-    key: ApiKeyArgs,
+    client: ClientArgs,
 }
 
 #[derive(Args)]
@@ -116,18 +116,17 @@ impl PushArgs {
 impl Admin {
     async fn call(&self, method: &str, path: &str, body: Option<&Value>) -> Result<Value> {
         let url = format!("{}/v1/weights{path}", self.to.trim_end_matches('/'));
-        let client = HttpClient::new(CONNECT_MAX).with_key(self.key.authorization()?);
+        let client = self.client.client(CONNECT_MAX)?;
         let (status, body) = client.request_with(method, &url, body).await.with_context(|| {
             format!(
                 "cannot reach the router's admin API at {}; expected the address of router.admin",
                 self.to
             )
         })?;
-        let answer: Value = serde_json::from_slice(&body).unwrap_or_default();
         if !status.is_success() {
-            bail!("{status}: {}", answer["error"]["message"].as_str().unwrap_or("(no message)"));
+            bail!("{status}: {}", error_message(&body));
         }
-        Ok(answer)
+        Ok(serde_json::from_slice(&body).unwrap_or_default())
     }
 }
 

@@ -65,7 +65,8 @@ section! {
         metrics: SocketAddr = loopback(0),
             "Port 0 takes a free port and logs it, so services on one machine do not conflict.";
         /// Address of the operator's API: the list of nodes, drain and undrain of a node, reset of its prefix
-        /// cache. Without router.admin_keys it has no authentication and must be a loopback address.
+        /// cache. Without router.admin_keys it has no authentication and must be a loopback address. On another
+        /// address it speaks only TLS if router.tls_cert is set.
         admin: SocketAddr = loopback(8002),
             "The port after the gRPC port; only users of the machine reach the loopback address.";
         /// PEM file with the certificate chain of the router, its own certificate first. Then router.http and

@@ -23,7 +23,6 @@ mod keys;
 mod net;
 mod nodes;
 mod record;
-mod reload;
 /// A client's request, independent of the API.
 mod request {
     pub mod error;

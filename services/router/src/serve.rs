@@ -3,6 +3,7 @@
 use std::{io, net::SocketAddr, path::PathBuf, sync::Arc, time::Duration};
 
 use cluster::{Membership, MembershipError, Selection};
+use credentials::{Reload, ReloadTask};
 use proto::ids::NoRandomness;
 use telemetry::{Metrics, RouterMetrics, metrics::ApiKeyMetrics};
 use tokio::task::{JoinError, JoinHandle};
@@ -15,7 +16,6 @@ use crate::{
     keys::{Keys, Purpose},
     net::{self, Protocol},
     nodes::{Nodes, OwnedTask, Served},
-    reload::{self, Reload},
     weights::Weights,
 };
 
@@ -65,7 +65,7 @@ pub struct RunningRouter {
     health: OwnedTask,
     watch: OwnedTask,
     weights: OwnedTask,
-    reload: OwnedTask,
+    reload: ReloadTask,
     membership: Membership,
     metrics: Metrics,
 }
@@ -138,20 +138,22 @@ pub fn start(
         let serve = net::serve(listener, protocol, tls, routes, bounds, shutdown.clone());
         tokio::spawn(serve)
     };
+    // The keys of operators must not cross a network in clear.
+    let admin_tls = tls.clone().filter(|_| !admin_address.ip().is_loopback());
     Ok(RunningRouter {
         http: http_address,
         grpc: grpc_address,
         admin: admin_address,
         http_task: serve(http_listener, Protocol::Http, tls.clone(), http_routes, bounds),
         grpc_task: serve(grpc_listener, Protocol::Grpc, tls, grpc_routes, bounds),
-        admin_task: serve(admin_listener, Protocol::Http, None, admin_routes, admin_bounds),
+        admin_task: serve(admin_listener, Protocol::Http, admin_tls, admin_routes, admin_bounds),
         front,
         draining,
         stop: stop.drop_guard(),
         health,
         watch,
         weights: weights_task,
-        reload: OwnedTask::start(|stop| reload::watch(reloaded, stop)),
+        reload: ReloadTask::start(reloaded),
         membership,
         metrics,
     })

@@ -15,7 +15,7 @@ use telemetry::MetricsServer;
 use tokio::sync::watch;
 
 use super::child::ChildState;
-use crate::http_client::HttpClient;
+use crate::{connector::Connector, http_client::HttpClient};
 
 /// Time-out of a connection to a node of this host.
 const CONNECT_WITHIN: Duration = Duration::from_secs(1);
@@ -56,7 +56,7 @@ impl Health {
 /// Asks `/live` of each node that is up. A dead node is restarted and does not count, a hung one is not noticed
 /// otherwise.
 async fn live(nodes: Arc<Vec<Node>>) -> (StatusCode, String) {
-    let client = HttpClient::new(CONNECT_WITHIN);
+    let client = HttpClient::new(Connector::new(CONNECT_WITHIN));
     for (name, state) in nodes.iter() {
         let ChildState::Ready(addresses) = state.borrow().clone() else { continue };
         let problem = match client.get(&format!("http://{}/live", addresses.metrics)).await {
@@ -92,7 +92,7 @@ mod tests {
             vec![("prefill-0".to_owned(), watch::channel(live).1), ("decode-0".to_owned(), state)];
         let any = SocketAddr::from(([127, 0, 0, 1], 0));
         let health = Health::start(any, nodes).await.unwrap();
-        let client = HttpClient::new(CONNECT_WITHIN);
+        let client = HttpClient::new(Connector::new(CONNECT_WITHIN));
         let ask = async |path: &str| {
             let url = format!("http://{}{path}", health.address());
             let (status, text) = client.get(&url).await.unwrap();

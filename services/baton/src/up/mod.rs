@@ -20,9 +20,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-use anyhow::{Context, Result, anyhow, bail, ensure};
+use anyhow::{Context, Error, Result, anyhow, bail, ensure};
 use clap::{Args, builder::PossibleValuesParser};
 use config::{Config, Dtype, LoadFormat, LoadInput, ModelPath, Source, hub::Parts};
+use credentials::{SettingFile, client_config_for};
 use serde_json::Value;
 use tokio::{
     signal::unix::{Signal, SignalKind, signal},
@@ -37,7 +38,9 @@ use self::{
     health::Health,
     process::{die_with_parent, send_terminate},
 };
-use crate::{http_client::HttpClient, hub, keys::ApiKeyArgs, model_store};
+use crate::{
+    client_args::ClientArgs, connector::Connector, http_client::HttpClient, hub, model_store,
+};
 
 /// Time-out of a service's start.
 const READY_WITHIN: Duration = Duration::from_secs(120);
@@ -346,21 +349,20 @@ async fn serve(
     }
     let router = cluster.router.insert(Supervised::start(common.router(args, &prefill, &decode)));
     let ready = router.ready().await?;
-    wait_healthy(&ready.http, args.prefill, args.decode).await?;
+    let (client, url) = api_client(config, &ready)?;
+    wait_healthy(&client, &url, args.prefill, args.decode).await?;
     console.say(&format!(
-        "baton: ready after {:.2} s: OpenAI API http://{}/v1  gRPC {}  metrics http://{}/metrics  \
+        "baton: ready after {:.2} s: OpenAI API {url}/v1  gRPC {}  metrics http://{}/metrics  \
          admin http://{}",
         started.elapsed().as_secs_f64(),
-        ready.http,
         ready.grpc,
         ready.metrics,
         ready.admin
     ));
     if args.sample {
         let held = console.hold();
-        let url = format!("http://{}", ready.http);
-        let key = ApiKeyArgs::default().authorization()?;
-        sample::run(&url, key).await.context("the sample request failed")?;
+        let client = client.with_key(ClientArgs::default().authorization()?);
+        sample::run(&client, &url).await.context("the sample request failed")?;
         drop(held);
         if args.once {
             return Ok(());
@@ -370,12 +372,22 @@ async fn serve(
     std::future::pending().await
 }
 
+/// Returns a client of the started router, and the URL of the router's HTTP API.
+fn api_client(config: &Config, ready: &Ready) -> Result<(HttpClient, String)> {
+    let connector = Connector::new(Duration::from_secs(1));
+    let Some(cert) = &config.router.tls_cert else {
+        return Ok((HttpClient::new(connector), format!("http://{}", ready.http)));
+    };
+    // The certificate need not name the address on which the router listens.
+    let tls = client_config_for(&SettingFile::new("router.tls_cert", cert)).map_err(Error::msg)?;
+    Ok((HttpClient::new(connector.with_tls(tls)), format!("https://{}", ready.http)))
+}
+
 /// Waits until the router is ready and has connected to all nodes.
-async fn wait_healthy(http: &str, prefill: u32, decode: u32) -> Result<()> {
-    let client = HttpClient::new(Duration::from_secs(1));
+async fn wait_healthy(client: &HttpClient, url: &str, prefill: u32, decode: u32) -> Result<()> {
     let deadline = Instant::now() + READY_WITHIN;
     loop {
-        if let Ok((status, body)) = client.get(&format!("http://{http}/health")).await {
+        if let Ok((status, body)) = client.get(&format!("{url}/health")).await {
             let health: Value = serde_json::from_slice(&body).unwrap_or_default();
             // etcd may list further nodes.
             let sees = |key: &str, count: u32| health[key].as_u64() >= Some(count.into());

@@ -6,7 +6,6 @@ use std::{
 };
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
-use http::HeaderValue;
 use serde_json::{Value, json};
 
 use crate::http_client::HttpClient;
@@ -17,14 +16,13 @@ const DEADLINE: Duration = Duration::from_secs(60);
 
 /// Sends the question to the router at `url`, prints the streamed answer and then a line of statistics. Returns the
 /// statistics.
-pub async fn run(url: &str, key: Option<HeaderValue>) -> Result<Value> {
-    tokio::time::timeout(DEADLINE, ask(url, key))
+pub async fn run(client: &HttpClient, url: &str) -> Result<Value> {
+    tokio::time::timeout(DEADLINE, ask(client, url))
         .await
         .map_err(|_| anyhow!("the sample request did not finish within {} s", DEADLINE.as_secs()))?
 }
 
-async fn ask(url: &str, key: Option<HeaderValue>) -> Result<Value> {
-    let client = HttpClient::new(Duration::from_secs(5)).with_key(key);
+async fn ask(client: &HttpClient, url: &str) -> Result<Value> {
     let body = json!({
         "messages": [{"role": "user", "content": QUESTION}],
         "stream": true, "temperature": 0.0, "max_tokens": ANSWER_TOKENS_MAX,

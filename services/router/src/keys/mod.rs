@@ -14,14 +14,12 @@ use std::{
     time::Instant,
 };
 
+use credentials::{Reload, Reloaded, SettingFile};
 use http::{HeaderMap, header};
 use sha2::{Digest, Sha256};
 use telemetry::metrics::{ApiKeyMetrics, FinishedRequest, KeyMetrics, KeyRejection};
 
-use crate::{
-    reload::{Reload, Reloaded, SettingFile},
-    request::error::RequestError,
-};
+use crate::request::error::RequestError;
 pub use limits::Exceeded;
 use limits::{KeyLimits, Usage};
 
@@ -228,10 +226,10 @@ impl Drop for OpenStreams {
 
 #[cfg(test)]
 mod tests {
+    use credentials::Outcome;
     use telemetry::{Resource, Telemetry, TelemetryConfig};
 
     use super::*;
-    use crate::reload::Outcome;
 
     fn metrics() -> ApiKeyMetrics {
         let resource = Resource { service: "baton-router".into(), instance: "test".into() };

@@ -5,7 +5,7 @@ use std::{ops::RangeInclusive, time::Instant};
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use serde_json::{Value, json};
 
-use crate::http_client::HttpClient;
+use crate::http_client::{HttpClient, error_message};
 
 /// The server that is measured.
 #[derive(Clone)]
@@ -41,7 +41,7 @@ impl Server {
         schema: Option<Value>,
     ) -> Result<Self> {
         let (status, body) = client.get(&format!("{url}/v1/models")).await?;
-        ensure!(status.is_success(), "{url}/v1/models answered {status}");
+        ensure!(status.is_success(), "{url}/v1/models: {status}: {}", error_message(&body));
         let models: Value = serde_json::from_slice(&body).context("/v1/models is not JSON")?;
         let cards = models["data"].as_array().map(Vec::as_slice).unwrap_or_default();
         let card = match &model {

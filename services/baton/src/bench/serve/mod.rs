@@ -32,7 +32,7 @@ use self::{
     workload::{Conversation, Shape},
 };
 use super::{output_file, stats::WorkloadRng};
-use crate::{http_client::HttpClient, keys::ApiKeyArgs};
+use crate::client_args::ClientArgs;
 
 /// Maximum number of in-flight conversations in an open loop; further arrivals are reported as `client full`.
 const IN_FLIGHT_MAX: usize = 4096;
@@ -127,7 +127,7 @@ pub struct ServeArgs {
     #[arg(long)]
     svg: Option<PathBuf>,
     #[command(flatten)]
-    key: ApiKeyArgs,
+    client: ClientArgs,
 }
 
 fn parse_rate(text: &str) -> Result<f64, String> {
@@ -161,7 +161,7 @@ pub fn run(args: ServeArgs) -> Result<()> {
 async fn measure(args: &ServeArgs) -> Result<Report> {
     let trace = args.trace.as_deref().map(|path| Trace::read(path, args.requests)).transpose()?;
     let schema = args.schema.as_deref().map(read_schema).transpose()?;
-    let client = HttpClient::new(CONNECT_TIMEOUT).with_key(args.key.authorization()?);
+    let client = args.client.client(CONNECT_TIMEOUT)?;
     let mut servers = Vec::new();
     for url in [&args.url].into_iter().chain(&args.compare) {
         let (client, model, schema) = (client.clone(), args.model.clone(), schema.clone());

@@ -8,7 +8,8 @@ use std::{
     time::Duration,
 };
 
-use tokio_util::sync::CancellationToken;
+use tokio::task::{JoinError, JoinHandle};
+use tokio_util::sync::{CancellationToken, DropGuard};
 
 /// Interval at which the files are read. Kubernetes updates mounted Secrets within a minute.
 const INTERVAL: Duration = Duration::from_secs(2);
@@ -31,7 +32,8 @@ impl SettingFile {
         format!("invalid {} {}: {problem}", self.setting, self.path.display())
     }
 
-    fn read(&self) -> Result<Vec<u8>, String> {
+    /// Returns the content of a regular file that is not empty.
+    pub fn read(&self) -> Result<Vec<u8>, String> {
         // Reading a pipe would block.
         if std::fs::metadata(&self.path).is_ok_and(|metadata| !metadata.is_file()) {
             return Err(self.error("expected a regular file"));
@@ -144,8 +146,30 @@ impl<T: Send + Sync> Reload for Reloaded<T> {
     }
 }
 
+/// The task that reads the files of values again at an interval. Dropping it stops the task without waiting.
+#[derive(Debug)]
+pub struct ReloadTask {
+    stop: DropGuard,
+    task: JoinHandle<()>,
+}
+
+impl ReloadTask {
+    /// Must run inside a tokio runtime.
+    pub fn start(values: Vec<Arc<dyn Reload>>) -> Self {
+        let stop = CancellationToken::new();
+        let task = tokio::spawn(watch(values, stop.clone()));
+        Self { stop: stop.drop_guard(), task }
+    }
+
+    /// Stops the task and waits until it has ended.
+    pub async fn shutdown(self) -> Result<(), JoinError> {
+        drop(self.stop);
+        self.task.await
+    }
+}
+
 /// Reads the files of all values again at an interval, until stopped.
-pub async fn watch(values: Vec<Arc<dyn Reload>>, stop: CancellationToken) {
+async fn watch(values: Vec<Arc<dyn Reload>>, stop: CancellationToken) {
     while tokio::time::timeout(INTERVAL, stop.cancelled()).await.is_err() {
         for value in &values {
             let value = value.clone();

@@ -1,0 +1,165 @@
+//! Connections of HTTP and gRPC clients: TCP, with TLS for https.
+
+use std::{
+    io,
+    net::SocketAddr,
+    pin::Pin,
+    sync::Arc,
+    task::{Context, Poll},
+    time::Duration,
+};
+
+use credentials::client_config;
+use http::Uri;
+use hyper::rt::{Read, ReadBufCursor, Write};
+use hyper_util::{
+    client::legacy::connect::{Connected, Connection},
+    rt::TokioIo,
+};
+use rustls::{CertificateError, ClientConfig, Error, InvalidMessage, pki_types::ServerName};
+use tokio::{
+    io::{AsyncRead, AsyncWrite},
+    net::TcpStream,
+};
+use tokio_rustls::TlsConnector;
+use tower::Service;
+
+/// Opens connections to the hosts of URLs.
+#[derive(Clone)]
+pub struct Connector {
+    tls: Arc<ClientConfig>,
+    connect_timeout: Duration,
+    /// Address to connect to in place of the addresses of the URL's host.
+    address: Option<SocketAddr>,
+}
+
+impl Connector {
+    /// Returns a connector that trusts the built-in authorities. The time-out includes the handshake.
+    pub fn new(connect_timeout: Duration) -> Self {
+        let tls = client_config(None).expect("the built-in authorities are valid");
+        Self { tls: Arc::new(tls), connect_timeout, address: None }
+    }
+
+    pub fn with_tls(self, tls: ClientConfig) -> Self {
+        Self { tls: Arc::new(tls), ..self }
+    }
+
+    /// Offers HTTP/2 only, for gRPC.
+    pub fn for_http2(self) -> Self {
+        let mut tls = (*self.tls).clone();
+        tls.alpn_protocols = vec![b"h2".to_vec()];
+        self.with_tls(tls)
+    }
+
+    pub fn at(self, address: SocketAddr) -> Self {
+        Self { address: Some(address), ..self }
+    }
+
+    async fn connect(self, uri: Uri) -> io::Result<Stream> {
+        let invalid = |problem: &str| io::Error::new(io::ErrorKind::InvalidInput, problem);
+        let is_https = match uri.scheme_str() {
+            Some("https") => true,
+            Some("http") => false,
+            _ => {
+                return Err(invalid("invalid URL; expected http://HOST:PORT or https://HOST:PORT"));
+            }
+        };
+        let host =
+            uri.host().ok_or_else(|| invalid("the URL has no host"))?.trim_matches(['[', ']']);
+        let port = uri.port_u16().unwrap_or(if is_https { 443 } else { 80 });
+        let open = async {
+            let stream = match self.address {
+                Some(address) => TcpStream::connect(address).await?,
+                None => TcpStream::connect((host, port)).await?,
+            };
+            stream.set_nodelay(true)?;
+            if !is_https {
+                return Ok(Stream::new(stream));
+            }
+            let name =
+                ServerName::try_from(host.to_owned()).map_err(|_| invalid("invalid host name"))?;
+            let stream = TlsConnector::from(self.tls).connect(name, stream).await;
+            stream.map(Stream::new).map_err(|error| io::Error::other(tls_problem(&error)))
+        };
+        tokio::time::timeout(self.connect_timeout, open).await.map_err(|_| {
+            let problem = format!("no connection within {:?}", self.connect_timeout);
+            io::Error::new(io::ErrorKind::TimedOut, problem)
+        })?
+    }
+}
+
+/// Returns the reason why a handshake failed, with what was expected where that is known.
+fn tls_problem(error: &io::Error) -> String {
+    let problem = error.get_ref().and_then(|inner| inner.downcast_ref::<Error>());
+    let expected = match problem {
+        Some(Error::InvalidMessage(InvalidMessage::InvalidContentType)) => {
+            return "the server does not speak TLS; expected an http:// URL".to_owned();
+        }
+        Some(Error::InvalidCertificate(CertificateError::UnknownIssuer)) => {
+            "; expected a certificate of a known authority, or its authority as --ca"
+        }
+        _ => "",
+    };
+    format!("TLS: {error}{expected}")
+}
+
+impl Service<Uri> for Connector {
+    type Response = Stream;
+    type Error = io::Error;
+    type Future = Pin<Box<dyn Future<Output = io::Result<Stream>> + Send>>;
+
+    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Poll::Ready(Ok(()))
+    }
+
+    fn call(&mut self, uri: Uri) -> Self::Future {
+        Box::pin(self.clone().connect(uri))
+    }
+}
+
+trait Io: AsyncRead + AsyncWrite + Send + Unpin {}
+
+impl<T: AsyncRead + AsyncWrite + Send + Unpin> Io for T {}
+
+/// A connection, with or without TLS.
+pub struct Stream(TokioIo<Box<dyn Io>>);
+
+impl Stream {
+    fn new(stream: impl Io + 'static) -> Self {
+        Self(TokioIo::new(Box::new(stream)))
+    }
+}
+
+impl Connection for Stream {
+    fn connected(&self) -> Connected {
+        Connected::new()
+    }
+}
+
+impl Read for Stream {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        buffer: ReadBufCursor<'_>,
+    ) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.0).poll_read(context, buffer)
+    }
+}
+
+impl Write for Stream {
+    fn poll_write(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        bytes: &[u8],
+    ) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.0).poll_write(context, bytes)
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.0).poll_flush(context)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.0).poll_shutdown(context)
+    }
+}
