@@ -12,7 +12,7 @@ use integration_tests::cluster::{SECRET, Service, node_client};
 use kv_transfer::{
     ClusterSecret,
     api::{Epoch, Identity, Peer, TransferId},
-    control::{Body, ControlMessage, Hello, Keys, Signer, identity_from_wire},
+    control::{Body, ControlMessage, Hello, Keys, Sealer, identity_from_wire},
 };
 use proto::v1::{NodeRecord, ObserveRequest, observe_event::Event as Observed};
 
@@ -129,8 +129,8 @@ impl Target {
     /// Registers `me` as a peer with a HELLO.
     fn send_hello(&self, keys: &Keys, me: Epoch) -> Result<(zmq::Context, zmq::Socket)> {
         let source = Peer { node_id: "traitor".to_owned(), epoch: me };
-        let signer = Signer::new(keys.clone(), source);
-        let credential = signer.credential(self.epoch);
+        let sealer = Sealer::new(keys.clone(), source);
+        let credential = sealer.credential(self.epoch);
         let context = zmq::Context::new();
         let dealer = context.socket(zmq::DEALER)?;
         dealer.set_linger(0)?;
@@ -147,8 +147,8 @@ impl Target {
             session: 1,
             in_advance: false,
         }));
-        let signed = signer.sign(self.epoch, &hello)?;
-        dealer.send_multipart([&signed.frame, &signed.tag], 0)?;
+        let sealed = sealer.seal(self.epoch, &hello)?;
+        dealer.send_multipart(sealed.frames(), 0)?;
         Ok((context, dealer))
     }
 

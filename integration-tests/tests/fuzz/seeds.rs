@@ -149,11 +149,8 @@ fn control_messages() -> [(&'static str, control_message::Body); 3] {
 
 fn envelope(body: control_message::Body) -> v1::ControlMessage {
     v1::ControlMessage {
-        protocol: 1,
+        protocol: kv_transfer::control::PROTOCOL_MIN,
         from_node: "prefill-0".to_owned(),
-        from_epoch: Bytes::copy_from_slice(&1_u128.to_be_bytes()),
-        to_epoch: Bytes::copy_from_slice(&2_u128.to_be_bytes()),
-        sequence: 1,
         traceparent: String::new(),
         body: Some(body),
     }

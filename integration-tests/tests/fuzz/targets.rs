@@ -18,7 +18,7 @@ use kernels::RowSource;
 use kv_transfer::{
     ClusterSecret,
     api::Epoch,
-    control::{Keys, Verifier},
+    control::{Keys, Opener},
     testing::frame,
 };
 use model::{Checkpoint, LoadFormat, Weight, WeightShape};
@@ -158,10 +158,11 @@ pub fn fuzz_chat_template(data: &[u8]) {
 /// Decodes control messages of a peer with the secret, and of one without it.
 pub fn fuzz_control_message(data: &[u8]) {
     let keys = Keys::derive(&ClusterSecret::new([7; 32]).expect("the secret is long enough"));
-    let mut verifier = Verifier::new(keys, Epoch(2));
-    let _ = verifier.verify(&[data]);
-    let _ = verifier.verify(&[data, &[0; 32]]);
-    let _ = verifier.read(data);
+    let mut opener = Opener::new(keys, Epoch(2));
+    let _ = opener.open(&[data]);
+    let _ = opener.open(&[data, &[0; 32]]);
+    let _ = opener.open(&[&[&[1; 16][..], &Epoch(2).to_bytes(), &[0; 8]].concat(), data]);
+    let _ = opener.read(Epoch(1), 1, data);
 }
 
 /// Decodes the header of a chunk, unchanged and with a corrected checksum.

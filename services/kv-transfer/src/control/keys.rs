@@ -3,7 +3,10 @@
 
 use std::fmt::Write;
 
-use ring::hmac;
+use ring::{
+    aead::{AES_256_GCM, LessSafeKey, UnboundKey},
+    hmac,
+};
 
 use crate::{api::Epoch, config::ClusterSecret};
 
@@ -20,18 +23,18 @@ pub struct Keys {
 impl Keys {
     pub fn derive(secret: &ClusterSecret) -> Self {
         Self {
-            control: secret.key("baton kv-transfer notice 1"),
+            control: secret.key("baton kv-transfer control 3"),
             data: secret.key("baton kv-transfer data 1"),
             zap: secret.key("baton kv-transfer door 1"),
         }
     }
 
-    pub(super) fn tag_control(&self, frame: &[u8]) -> hmac::Tag {
-        hmac::sign(&self.control, frame)
-    }
-
-    pub(super) fn check_control(&self, frame: &[u8], tag: &[u8]) -> bool {
-        hmac::verify(&self.control, frame, tag).is_ok()
+    /// Returns the key of the control messages from one process to another.
+    pub(super) fn control(&self, from: Epoch, to: Epoch) -> LessSafeKey {
+        let epochs = [from.to_bytes(), to.to_bytes()].concat();
+        let key = hmac::sign(&self.control, &epochs);
+        let key = UnboundKey::new(&AES_256_GCM, key.as_ref());
+        LessSafeKey::new(key.expect("a tag of HMAC-SHA-256 has the length of the key"))
     }
 
     /// Returns the tag of a data connection's handshake over `parts` in order. Each part has a

@@ -1,25 +1,26 @@
 //! The control messages between nodes: types, encoding and authentication.
 //!
-//! A control message is two ZeroMQ frames: a protobuf message and its HMAC tag. [`Signer`] creates
-//! both frames. [`Verifier`] checks them in the listener thread, in this order: number and size of the
-//! frames, tag, syntax, version, epochs, replay. No byte of the protobuf message is parsed before the tag is
-//! verified.
+//! A control message is two ZeroMQ frames: a header with both epochs and the sequence number, and a protobuf message
+//! that AES-256-GCM encrypts and authenticates together with the header. Each pair of processes has a key per direction,
+//! which derives from the cluster secret. [`Sealer`] creates both frames. [`Opener`] checks them in the listener
+//! thread, in this order: number and size of the frames, receiver, tag, syntax, version, replay. No byte of the
+//! protobuf message is parsed before the tag is verified.
 
-mod authentication;
 mod codec;
 mod keys;
 mod message;
+mod sealing;
 
-pub use authentication::{InvalidMessage, SignedMessage, Signer, Verifier};
 pub use codec::{identity_from_wire, token_to_wire};
 pub use keys::{Credential, Keys};
 pub use message::{AbortCause, Body, Chunk, ControlMessage, Done, Hello, HelloOk, Reserve};
+pub use sealing::{InvalidMessage, Opener, SealedMessage, Sealer};
 
-/// Oldest protocol version that this release accepts. Version 2 admits each connection by a credential of its own.
-pub const PROTOCOL_MIN: u32 = 2;
+/// Oldest protocol version that this release accepts. Version 3 encrypts control messages.
+pub const PROTOCOL_MIN: u32 = 3;
 /// Newest protocol version that this release accepts.
-pub const PROTOCOL_MAX: u32 = 2;
+pub const PROTOCOL_MAX: u32 = 3;
 
-/// Maximum size of a message's first frame. A `RESERVE` takes less than 64 KiB for a prompt of 100,000 tokens;
+/// Maximum size of a message's second frame. A `RESERVE` takes less than 64 KiB for a prompt of 100,000 tokens;
 /// the maximum allows a prompt of a million tokens.
 pub const CONTROL_BYTES_MAX: usize = 1 << 20;

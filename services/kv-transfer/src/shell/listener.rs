@@ -1,4 +1,4 @@
-//! The listener thread: receives control messages, verifies and parses them, and passes them to the
+//! The listener thread: receives control messages, opens them, and passes them to the
 //! driver. It never blocks on another thread.
 
 use std::{
@@ -15,7 +15,7 @@ use super::{
 };
 use crate::{
     api::Epoch,
-    control::{InvalidMessage, Keys, Verifier},
+    control::{InvalidMessage, Keys, Opener},
     driver::Input,
     metrics::Metrics,
     threads::{Threads, locked},
@@ -59,7 +59,7 @@ impl Listener {
         let name = "kv-control";
         let thread = Threads::default();
         let mut receiver =
-            Receiver { router, zap, stopped, verifier: Verifier::new(keys, me), messages, metrics };
+            Receiver { router, zap, stopped, opener: Opener::new(keys, me), messages, metrics };
         thread
             .spawn(name, move || receiver.run())
             .map_err(|source| StartError::Thread { name: name.to_owned(), source })?;
@@ -96,7 +96,7 @@ struct Receiver {
     router: zmq::Socket,
     zap: ZapAuth,
     stopped: zmq::Socket,
-    verifier: Verifier,
+    opener: Opener,
     messages: Sender<Input>,
     metrics: Arc<Metrics>,
 }
@@ -139,13 +139,13 @@ impl Receiver {
         for _ in 0..BATCH {
             let Some((parts, count)) = sockets::receive(&self.router)? else { break };
             // The first part is the routing id, which is not used.
-            let verified = if count == parts.len() && count > 0 {
+            let opened = if count == parts.len() && count > 0 {
                 let frames: Vec<&[u8]> = parts[1..].iter().map(|part| &part[..]).collect();
-                self.verifier.verify(&frames)
+                self.opener.open(&frames)
             } else {
                 Err(InvalidMessage::Frames { frames: count.saturating_sub(1) })
             };
-            match verified {
+            match opened {
                 Ok((from, message)) => {
                     self.metrics.count(|counts| counts.control_received += 1);
                     let input = Input::Control { from, message: Box::new(message) };

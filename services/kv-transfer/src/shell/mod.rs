@@ -27,7 +27,7 @@ use kernels::{KvArena, peer::PeerChannels};
 use crate::{
     api::{Command, Event, Peer},
     config::{TransferConfig, TransferLimits},
-    control::{Keys, Signer},
+    control::{Keys, Sealer},
     data::{self, DataConnections},
     driver::TransferDriver,
     metrics::{Metrics, MetricsReader, TransferMetrics},
@@ -187,7 +187,7 @@ impl Transfers {
         let links = OutboundQueues {
             context: OutboundContext {
                 context,
-                signer: Signer::new(keys, source),
+                sealer: Sealer::new(keys, source),
                 resolver,
                 metrics: Arc::clone(&metrics),
                 failures: failure_sender,

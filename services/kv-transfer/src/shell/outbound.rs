@@ -16,7 +16,7 @@ use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, bounded};
 use super::sockets;
 use crate::{
     api::{Epoch, PeerAddress},
-    control::{ControlMessage, Signer},
+    control::{ControlMessage, Sealer},
     driver::{ControlLinks, Input},
     metrics::Metrics,
     resolve::Resolver,
@@ -35,7 +35,7 @@ const CONNECT_TIMEOUT: Duration = Duration::from_millis(300);
 #[derive(Clone)]
 pub struct OutboundContext {
     pub context: zmq::Context,
-    pub signer: Arc<Signer>,
+    pub sealer: Arc<Sealer>,
     pub resolver: Resolver,
     pub metrics: Arc<Metrics>,
     /// Unreachable peers.
@@ -179,8 +179,8 @@ impl PeerSender {
 
     /// Opens a socket with a new credential.
     fn connect(&self, address: SocketAddr) -> zmq::Result<Connection> {
-        let OutboundContext { context, monitors, signer, .. } = &self.shared;
-        let dealer = sockets::outbound(context, &signer.credential(self.peer.epoch), address)?;
+        let OutboundContext { context, monitors, sealer, .. } = &self.shared;
+        let dealer = sockets::outbound(context, &sealer.credential(self.peer.epoch), address)?;
         let events = monitor(context, monitors, &dealer)?;
         dealer.connect(&format!("tcp://{address}"))?;
         Ok(Connection { dealer, events })
@@ -209,8 +209,8 @@ impl PeerSender {
     /// Sends one message, or drops it if the peer is unreachable: important messages are
     /// retransmitted.
     fn send(&self, dealer: &zmq::Socket, message: &ControlMessage) -> zmq::Result<()> {
-        let signed = match self.shared.signer.sign(self.peer.epoch, message) {
-            Ok(signed) => signed,
+        let sealed = match self.shared.sealer.seal(self.peer.epoch, message) {
+            Ok(sealed) => sealed,
             Err(error) => {
                 tracing::error!(%error, peer = self.peer.node_id, "dropping a control message");
                 return Ok(());
@@ -218,7 +218,7 @@ impl PeerSender {
         };
         // Never blocks on an unreachable peer while closing.
         let flags = if self.closing.load(Ordering::Acquire) { zmq::DONTWAIT } else { 0 };
-        match dealer.send_multipart([&signed.frame, &signed.tag], flags) {
+        match dealer.send_multipart(sealed.frames(), flags) {
             Ok(()) => {
                 self.shared.metrics.count(|counts| counts.control_sent += 1);
                 Ok(())
@@ -279,7 +279,7 @@ mod tests {
         let from = Peer { node_id: "me".to_owned(), epoch: Epoch(1) };
         let shared = OutboundContext {
             context: zmq::Context::new(),
-            signer: Signer::new(keys, from),
+            sealer: Sealer::new(keys, from),
             resolver: Resolver::system(),
             metrics: Arc::default(),
             failures,

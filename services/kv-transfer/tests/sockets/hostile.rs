@@ -14,7 +14,7 @@ use std::{
 use kv_transfer::{
     ClusterSecret, TransferKind, TransportChoice, TransportConfig,
     api::{Epoch, Peer, TransferId},
-    control::{Body, ControlMessage, Credential, Hello, Keys, Signer},
+    control::{Body, ControlMessage, Credential, Hello, Keys, Sealer},
 };
 
 use crate::node::{Node, Reach, SECRET, WAIT_TIMEOUT, blocks, fresh, identity, run_transfer};
@@ -162,7 +162,7 @@ fn dealer(context: &zmq::Context, credential: &Credential, node: &Node) -> zmq::
 pub fn recorded_credential_is_rejected() {
     let node = Node::start("node");
     let source = Peer { node_id: "peer".to_owned(), epoch: Epoch(fresh()) };
-    let credential = Signer::new(keys(), source).credential(node.address.epoch);
+    let credential = Sealer::new(keys(), source).credential(node.address.epoch);
     let context = zmq::Context::new();
     let first = dealer(&context, &credential, &node);
     first.send("one frame", 0).unwrap();
@@ -178,19 +178,23 @@ pub fn zap_credential_does_not_replace_message_tags() {
     let me = node.address.epoch;
     let context = zmq::Context::new();
     let source = Peer { node_id: "peer".to_owned(), epoch: Epoch(fresh()) };
-    let signer = Signer::new(keys(), source);
-    let dealer = dealer(&context, &signer.credential(me), &node);
+    let sealer = Sealer::new(keys(), source);
+    let dealer = dealer(&context, &sealer.credential(me), &node);
     let message = ControlMessage::untraced(Body::Ack { transfer: TransferId(1) });
-    let signed = signer.sign(me, &message).unwrap();
+    let sealed = sealer.seal(me, &message).unwrap();
     for _ in 0..2 {
-        dealer.send_multipart([&signed.frame, &signed.tag], 0).unwrap();
+        dealer.send_multipart(sealed.frames(), 0).unwrap();
     }
     refused(&node, "replayed");
-    let elsewhere = signer.sign(Epoch(5), &message).unwrap();
-    dealer.send_multipart([&elsewhere.frame, &elsewhere.tag], 0).unwrap();
+    let elsewhere = sealer.seal(Epoch(5), &message).unwrap();
+    dealer.send_multipart(elsewhere.frames(), 0).unwrap();
     refused(&node, "epoch");
-    dealer.send_multipart([noise(1, 100), noise(2, 32)], 0).unwrap();
+    let mut forged = sealer.seal(me, &message).unwrap();
+    forged.body[0] ^= 1;
+    dealer.send_multipart(forged.frames(), 0).unwrap();
     refused(&node, "tag");
+    dealer.send_multipart([noise(1, 100), noise(2, 32)], 0).unwrap();
+    refused(&node, "malformed");
     dealer.send("one frame", 0).unwrap();
     refused(&node, "frames");
     let many: Vec<Vec<u8>> = (0..500).map(|seed| noise(seed, 100)).collect();
@@ -220,11 +224,11 @@ fn send_hello(to: &Node, from: Epoch) -> (zmq::Context, zmq::Socket) {
     // Checked by name, because another peer may be evicted at the same time.
     let name = format!("peer-{}", from.0);
     let source = Peer { node_id: name.clone(), epoch: from };
-    let signer = Signer::new(keys(), source);
+    let sealer = Sealer::new(keys(), source);
     let context = zmq::Context::new();
-    let dealer = dealer(&context, &signer.credential(to.address.epoch), to);
-    let signed = signer.sign(to.address.epoch, &ControlMessage::untraced(hello)).unwrap();
-    dealer.send_multipart([&signed.frame, &signed.tag], 0).unwrap();
+    let dealer = dealer(&context, &sealer.credential(to.address.epoch), to);
+    let sealed = sealer.seal(to.address.epoch, &ControlMessage::untraced(hello)).unwrap();
+    dealer.send_multipart(sealed.frames(), 0).unwrap();
     let start = Instant::now();
     while !to.transfers.metrics().peers.iter().any(|peer| peer.node_id == name) {
         assert!(start.elapsed() < WAIT_TIMEOUT, "{name} was not let in");
