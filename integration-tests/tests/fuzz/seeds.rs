@@ -192,6 +192,7 @@ fn node_record() -> v1::NodeRecord {
         vocabulary_size: 96,
         grammar_version: 2,
         cpu_fallback: String::new(),
+        peer_tag: Bytes::from_static(&[1; 32]),
     }
 }
 

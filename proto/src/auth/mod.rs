@@ -1,9 +1,17 @@
-//! Authentication by the cluster secret: keys by purpose, and the tokens of calls to nodes.
+//! Authentication by the cluster secret: keys by purpose, the tokens of calls to nodes, the proofs of nodes, and the tags
+//! of peers.
 //!
 //! A token authenticates one call. Its bytes are the caller's session (16), a sequence number (8), the time in
 //! milliseconds since 1970 (8), the epoch of the addressed node (16), and a tag (32): HMAC-SHA-256 over these fields
 //! and the call's path. The token covers neither the message nor the response.
+//!
+//! The response to `Observe` has a proof: the epoch of the node (16) and a tag (32), HMAC-SHA-256 over the token of the
+//! call and the epoch. A router sends prompts to no node without a proof.
+//!
+//! A node tags its own address ([`ClusterSecret::peer_tag`]), and its peers connect to no other address.
 
+mod peer;
+mod proof;
 mod replay;
 
 use std::{
@@ -17,11 +25,12 @@ use std::{
 use ring::hmac;
 use tonic::{
     GrpcMethod, Request, Status,
-    metadata::{Binary, MetadataValue},
+    metadata::{Binary, MetadataMap, MetadataValue},
     service::Interceptor,
 };
 
 use crate::ids::{Epoch, NoRandomness, random_bits};
+pub use proof::{InvalidProof, PROOF_KEY, ProofCheck};
 pub use replay::ReplayGuard;
 
 /// Metadata key of the token.
@@ -31,7 +40,7 @@ pub const TOKEN_KEY: &str = "baton-token-bin";
 pub const CLOCK_SKEW_MAX: Duration = Duration::from_secs(60);
 
 /// Path of the only call without an addressed node: its caller does not know the node's epoch yet.
-const OBSERVE: &str = "/baton.v1.Node/Observe";
+pub const OBSERVE: &str = "/baton.v1.Node/Observe";
 
 /// Epoch of no process.
 const NO_NODE: u128 = 0;
@@ -90,6 +99,7 @@ pub struct CallSigner {
 /// State of one channel. A session of its own lets each node expect consecutive sequence numbers.
 struct Session {
     key: hmac::Key,
+    proof_key: hmac::Key,
     id: u128,
     sequence: AtomicU64,
 }
@@ -97,8 +107,12 @@ struct Session {
 impl CallSigner {
     /// Returns a signer that addresses no node: only `Observe` accepts its tokens.
     pub fn new(secret: &ClusterSecret) -> Result<Self, NoRandomness> {
-        let session =
-            Session { key: secret.call_key(), id: random_bits()?, sequence: AtomicU64::new(0) };
+        let session = Session {
+            key: secret.call_key(),
+            proof_key: secret.proof_key(),
+            id: random_bits()?,
+            sequence: AtomicU64::new(0),
+        };
         Ok(Self { session: Arc::new(session), to: NO_NODE })
     }
 
@@ -109,7 +123,7 @@ impl CallSigner {
 
     /// Returns a new token for a call of `path`.
     pub fn token(&self, now: SystemTime, path: &str) -> [u8; TOKEN_BYTES] {
-        let Session { key, id, sequence } = &*self.session;
+        let Session { key, id, sequence, .. } = &*self.session;
         let mut token = [0; TOKEN_BYTES];
         let (fields, tag) = token.split_at_mut(FIELDS_BYTES);
         fields[..16].copy_from_slice(&id.to_be_bytes());
@@ -120,6 +134,20 @@ impl CallSigner {
         tag.copy_from_slice(hmac::sign(key, &signed(fields, path)).as_ref());
         token
     }
+
+    /// Adds the token of an `Observe` call. The result checks the node's proof in the response.
+    pub fn sign_observe(&self, metadata: &mut MetadataMap) -> ProofCheck {
+        let token = self.token(SystemTime::now(), OBSERVE);
+        metadata.insert_bin(TOKEN_KEY, sensitive(&token));
+        ProofCheck { key: self.session.proof_key.clone(), token }
+    }
+}
+
+/// No token is sent twice, so HTTP/2 must not add it to its header table.
+fn sensitive(token: &[u8]) -> MetadataValue<Binary> {
+    let mut value = MetadataValue::from_bytes(token);
+    value.set_sensitive(true);
+    value
 }
 
 impl Interceptor for CallSigner {
@@ -127,10 +155,8 @@ impl Interceptor for CallSigner {
         let method = request.extensions().get::<GrpcMethod<'_>>();
         let method = method.ok_or_else(|| Status::internal("a call without a method"))?;
         let path = format!("/{}/{}", method.service(), method.method());
-        let mut value = MetadataValue::<Binary>::from_bytes(&self.token(SystemTime::now(), &path));
-        // No token is sent twice, so HTTP/2 must not add it to its header table.
-        value.set_sensitive(true);
-        request.metadata_mut().insert_bin(TOKEN_KEY, value);
+        let token = self.token(SystemTime::now(), &path);
+        request.metadata_mut().insert_bin(TOKEN_KEY, sensitive(&token));
         Ok(request)
     }
 }
@@ -161,13 +187,14 @@ pub enum InvalidToken {
 /// Checks the tokens of the calls to one node. Holds the state of 1,024 channels.
 pub struct CallVerifier {
     key: hmac::Key,
+    proof_key: hmac::Key,
     me: Epoch,
     replay: Mutex<ReplayGuard>,
 }
 
 impl CallVerifier {
     pub fn new(secret: &ClusterSecret, me: Epoch) -> Self {
-        Self { key: secret.call_key(), me, replay: Mutex::default() }
+        Self { key: secret.call_key(), proof_key: secret.proof_key(), me, replay: Mutex::default() }
     }
 
     /// Checks the token of a call of `path`, and uses the token up.

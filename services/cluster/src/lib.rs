@@ -11,6 +11,8 @@
 //! * [`Membership`] is the source of addresses: a static list, the addresses of [`DnsName`]s, or [`etcd`], where nodes
 //!   register.
 //!
+//! [`Tls`] has the certificates of the cluster, and [`connect`] opens connections with them.
+//!
 //! The crate makes no RPC to nodes: the router opens the `Observe` streams that a [`Directory`] requests and passes
 //! their events to the directory.
 
@@ -24,6 +26,7 @@ mod membership;
 pub mod predict;
 mod prefix;
 mod record;
+mod tls;
 
 pub use directory::{
     AssignmentId, BreakerChange, BreakerReason, Considered, ConsideredOption, Directory,
@@ -40,3 +43,4 @@ pub use proto::ids::{Epoch, EpochError, ModelIdentity, NodeId, NodeIdError};
 /// Load of a node. A load that the node cannot have excludes the node.
 pub use proto::v1::NodeLoad as Load;
 pub use record::{NodeRecord, RecordError, Role, TEXT_BYTES_MAX};
+pub use tls::{NodeStream, Tls, connect, read_tls};

@@ -10,6 +10,7 @@ use crate::{Epoch, EpochError, ModelIdentity, NodeId, NodeIdError};
 pub const TEXT_BYTES_MAX: usize = 256;
 /// Maximum number of blocks (256 Mi tokens); the limit prevents overflow.
 const BLOCKS_MAX: u32 = 1 << 24;
+const PEER_TAG_BYTES: usize = 32;
 const BLOCK_TOKENS_MAX: u32 = 1024;
 
 /// The part of a request that a node serves.
@@ -134,6 +135,8 @@ pub struct NodeRecord {
     pub grammar_version: u32,
     /// Reason why the node computes on the CPU although its host has a GPU.
     pub cpu_fallback: Option<String>,
+    /// Proves to peers that the control endpoint is that of a member.
+    pub peer_tag: Vec<u8>,
 }
 
 impl TryFrom<v1::NodeRecord> for NodeRecord {
@@ -163,6 +166,7 @@ impl TryFrom<v1::NodeRecord> for NodeRecord {
                 .filter(|reason| !reason.is_empty())
                 .map(|reason| text("cpu_fallback", reason))
                 .transpose()?,
+            peer_tag: length("peer_tag", wire.peer_tag.to_vec(), PEER_TAG_BYTES, "32")?,
         })
     }
 }
@@ -182,6 +186,7 @@ impl From<&NodeRecord> for v1::NodeRecord {
             vocabulary_size: record.vocabulary_size,
             grammar_version: record.grammar_version,
             cpu_fallback: record.cpu_fallback.clone().unwrap_or_default(),
+            peer_tag: record.peer_tag.clone().into(),
         }
     }
 }
@@ -190,6 +195,19 @@ impl From<&NodeRecord> for v1::NodeRecord {
 pub(crate) fn sixteen_bytes(field: &'static str, bytes: &[u8]) -> Result<u128, RecordError> {
     let byte_count = bytes.len();
     proto::ids::bits(bytes).ok_or(RecordError::Length { field, byte_count, allowed: "16" })
+}
+
+fn length(
+    field: &'static str,
+    bytes: Vec<u8>,
+    expected: usize,
+    allowed: &'static str,
+) -> Result<Vec<u8>, RecordError> {
+    let byte_count = bytes.len();
+    match byte_count == expected {
+        true => Ok(bytes),
+        false => Err(RecordError::Length { field, byte_count, allowed }),
+    }
 }
 
 fn text(field: &'static str, value: String) -> Result<String, RecordError> {
@@ -257,6 +275,7 @@ mod tests {
             vocabulary_size: 49152,
             grammar_version: 2,
             cpu_fallback: Some("the kernels are missing".into()),
+            peer_tag: vec![9; 32],
         }
     }
 
@@ -270,7 +289,8 @@ mod tests {
 
     #[test]
     fn every_field_of_a_record_is_validated() {
-        let breakers: [fn(&mut v1::NodeRecord); 18] = [
+        let breakers: [fn(&mut v1::NodeRecord); 19] = [
+            |record| record.peer_tag = vec![1; 31].into(),
             |record| record.cpu_fallback = "a\nb".into(),
             |record| record.cpu_fallback = "x".repeat(257),
             |record| record.node_id = "a b".into(),

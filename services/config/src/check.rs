@@ -175,6 +175,12 @@ impl Config {
         let cert = ("router.tls_cert", self.router.tls_cert.is_some());
         let key = ("router.tls_key", self.router.tls_key.is_some());
         conflicts.extend(self.check_both(cert, key));
+        let cluster = &self.cluster;
+        let cert = ("cluster.tls_cert", cluster.tls_cert.is_some());
+        let key = ("cluster.tls_key", cluster.tls_key.is_some());
+        let ca = ("cluster.tls_ca", cluster.tls_ca.is_some());
+        conflicts.extend(self.check_both(cert, key));
+        conflicts.extend(self.check_both(cert, ca));
     }
 
     /// Returns the conflict when only one of two settings is set.

@@ -406,6 +406,21 @@ section! {
         /// File that contains the secret.
         secret_file was "transfer.secret_file": Option<PathBuf> = None,
             "Kubernetes and Docker mount secrets as files; set either secret or secret_file.";
+        /// PEM file with the certificate chain of this service, its own certificate first. Then the services of the
+        /// cluster speak TLS: routers and nodes over gRPC, and nodes when they exchange KV by tcp. Both sides of a
+        /// connection need a certificate, so set it for all services. A service reads changed files again within
+        /// seconds.
+        tls_cert: Option<PathBuf> = None,
+            "Services of one machine or of a private network need no encryption.";
+        /// PEM file with the private key of tls_cert.
+        tls_key: Option<PathBuf> = None,
+            "Required with tls_cert.";
+        /// PEM file with the certificate authorities of all services.
+        tls_ca: Option<PathBuf> = None,
+            "Required with tls_cert: no authority is trusted by default.";
+        /// DNS name in the certificate of every service of the cluster. It need not resolve to an address.
+        tls_name: String = "baton".into(),
+            "Nodes change their addresses; the name distinguishes the cluster from other owners of certificates of the same authority.";
     }
 }
 

@@ -1,6 +1,8 @@
 //! Configuration of the transfers of one node.
 
-use std::{net::SocketAddr, time::Duration};
+use std::{net::SocketAddr, sync::Arc, time::Duration};
+
+use credentials::{ClusterTls, Reloaded};
 
 pub use proto::auth::{ClusterSecret, SecretTooShort};
 
@@ -23,7 +25,7 @@ pub const PRECONNECTED_PAIRS_MAX: usize = 4;
 pub const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Configuration for `Transfers::start`.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub struct TransferConfig {
     pub node_id: String,
     /// Epoch of this process. The router gives it to peers.
@@ -38,6 +40,8 @@ pub struct TransferConfig {
     pub advertise_host: String,
     pub limits: TransferLimits,
     pub transport: TransportConfig,
+    /// Encrypts KV that is sent by `tcp`, if the cluster has certificates.
+    pub tls: Option<Arc<Reloaded<ClusterTls>>>,
 }
 
 /// Transports that this node may use.

@@ -33,7 +33,7 @@ pub const CONTROL_REFUSALS: [&str; 16] = [
     "zap_auth",
 ];
 /// Reasons for which a data connection or a data frame is rejected.
-pub const DATA_REFUSALS: [&str; 11] = [
+pub const DATA_REFUSALS: [&str; 12] = [
     "connections_full",
     "frame_not_posted",
     "handshake_epoch",
@@ -41,6 +41,7 @@ pub const DATA_REFUSALS: [&str; 11] = [
     "handshake_magic",
     "handshake_random",
     "handshake_tag",
+    "handshake_tls",
     "handshakes_full",
     "no_thread",
     "peer_not_admitted",

@@ -377,6 +377,7 @@ mod tests {
             node_id: "decode-1".into(),
             epoch: bytes(epoch),
             control_endpoint: endpoint.into(),
+            ..v1::Peer::default()
         };
         let met = |node_epoch: u128, peers| {
             let request = v1::MeetRequest { node_epoch: bytes(node_epoch), peers };
@@ -419,6 +420,7 @@ mod tests {
                 node_id: "decode-0".into(),
                 epoch: bytes(9),
                 control_endpoint: "tcp://127.0.0.1:5555".into(),
+                ..v1::Peer::default()
             }),
         }
     }

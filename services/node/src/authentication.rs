@@ -7,13 +7,21 @@ use std::{
 };
 
 use futures_util::future::{Either, Ready, ready};
-use proto::auth::{CallVerifier, InvalidToken, TOKEN_KEY};
+use proto::auth::{CallVerifier, InvalidToken, OBSERVE, TOKEN_KEY};
 use telemetry::{NodeMetrics, metrics::TokenRejection};
-use tonic::{Code, Status, body::Body, metadata::MetadataMap};
+use tonic::{
+    Code, Status,
+    body::Body,
+    metadata::{Binary, MetadataMap, MetadataValue},
+};
 use tower::{Layer, Service};
 
 /// Health checks report whether the node serves, to anybody.
 const HEALTH: &str = "/grpc.health.v1.Health/";
+
+/// Extension of an `Observe` request: the proof to return.
+#[derive(Clone)]
+pub(crate) struct Proof(pub MetadataValue<Binary>);
 
 /// Layer that rejects calls without a valid token, except health checks.
 #[derive(Clone)]
@@ -75,7 +83,8 @@ impl Guard {
         let token = token.map(|value| value.to_bytes().unwrap_or_default());
         *request.headers_mut() = metadata.into_headers();
         let path = request.uri().path();
-        self.verifier.verify(SystemTime::now(), path, token.as_deref()).map_err(|error| {
+        let verified = self.verifier.verify(SystemTime::now(), path, token.as_deref());
+        verified.map_err(|error| {
             tracing::debug!(%error, path, "call rejected");
             self.metrics.call_rejected(rejection(&error));
             // The router handles another process behind an address by this code.
@@ -84,7 +93,14 @@ impl Guard {
                 _ => Code::Unauthenticated,
             };
             Status::new(code, error.to_string())
-        })
+        })?;
+        if path == OBSERVE
+            && let Some(token) = token
+        {
+            let proof = Proof(self.verifier.proof(&token));
+            request.extensions_mut().insert(proof);
+        }
+        Ok(())
     }
 }
 

@@ -1,7 +1,7 @@
 //! Connections of gRPC callers: their maximum number, and the time-out of the HTTP/2 preface.
 //!
 //! HTTP/2 keep-alive finds a dead caller only after the preface. So a connection that does not send
-//! its preface within the time-out is closed.
+//! its preface within the time-out is closed. With certificates the time-out includes the handshake of TLS.
 //!
 //! A step yields tokens for many calls of one connection. A write waits until every task that is ready
 //! has run, so that one system call sends the tokens of all of them.
@@ -16,6 +16,7 @@ use std::{
     time::Duration,
 };
 
+use cluster::Tls;
 use futures_util::{
     Stream, StreamExt,
     future::BoxFuture,
@@ -23,13 +24,15 @@ use futures_util::{
 };
 use tokio::{
     io::{AsyncRead, AsyncWrite, ReadBuf},
-    net::{TcpListener, TcpStream},
+    net::TcpListener,
     sync::{OwnedSemaphorePermit, Semaphore},
     task::yield_now,
     time::{Sleep, sleep},
 };
 use tonic::transport::server::Connected;
 use tracing::warn;
+
+use crate::transport::Transport;
 
 /// Maximum number of connections: a few per router. Further connections wait in the kernel's accept queue.
 const CONNECTIONS_MAX: usize = 256;
@@ -41,15 +44,18 @@ const PREFACE_BYTES: usize = 24;
 const ACCEPT_AGAIN_AFTER: Duration = Duration::from_millis(100);
 
 /// Accepts connections without end.
-pub(crate) fn incoming(listener: TcpListener) -> impl Stream<Item = io::Result<Connection>> {
+pub(crate) fn incoming(
+    listener: TcpListener,
+    tls: Option<Tls>,
+) -> impl Stream<Item = io::Result<Connection>> {
     let permits = Arc::new(Semaphore::new(CONNECTIONS_MAX));
-    stream::unfold((listener, permits), |(listener, permits)| async move {
-        let connection = accept(&listener, &permits).await;
-        Some((Ok(connection), (listener, permits)))
+    stream::unfold((listener, tls, permits), |(listener, tls, permits)| async move {
+        let connection = accept(&listener, tls.as_ref(), &permits).await;
+        Some((Ok(connection), (listener, tls, permits)))
     })
 }
 
-async fn accept(listener: &TcpListener, permits: &Arc<Semaphore>) -> Connection {
+async fn accept(listener: &TcpListener, tls: Option<&Tls>, permits: &Arc<Semaphore>) -> Connection {
     let permit = permits.clone().acquire_owned().await.expect("the semaphore is never closed");
     loop {
         match listener.accept().await {
@@ -57,7 +63,7 @@ async fn accept(listener: &TcpListener, permits: &Arc<Semaphore>) -> Connection 
                 // Tokens are small and must not wait for more bytes. A closed connection fails when
                 // it is read.
                 let _ = stream.set_nodelay(true);
-                return Connection::new(stream, permit);
+                return Connection::new(Transport::new(stream, tls), permit);
             }
             Err(error) => {
                 warn!(%error, "cannot accept a gRPC connection");
@@ -69,7 +75,7 @@ async fn accept(listener: &TcpListener, permits: &Arc<Semaphore>) -> Connection 
 
 /// One caller's connection.
 pub(crate) struct Connection {
-    stream: TcpStream,
+    stream: Transport,
     preface: Option<Preface>,
     /// Completes when the runtime has run every ready task. The set polls it only then, however often other
     /// events wake the connection.
@@ -86,7 +92,7 @@ struct Preface {
 }
 
 impl Connection {
-    fn new(stream: TcpStream, permit: OwnedSemaphorePermit) -> Self {
+    fn new(stream: Transport, permit: OwnedSemaphorePermit) -> Self {
         let deadline = Box::pin(sleep(PREFACE_TIMEOUT));
         let preface = Preface { bytes_missing: PREFACE_BYTES, deadline };
         Self {
@@ -171,21 +177,82 @@ impl Connected for Connection {
     type ConnectInfo = Option<SocketAddr>;
 
     fn connect_info(&self) -> Self::ConnectInfo {
-        self.stream.peer_addr().ok()
+        self.stream.peer_address()
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+    use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair};
+    use tokio::{
+        io::{AsyncReadExt, AsyncWriteExt},
+        net::TcpStream,
+    };
 
     use super::*;
 
     async fn pair() -> (TcpStream, Connection) {
+        pair_with(None).await
+    }
+
+    async fn pair_with(tls: Option<&Tls>) -> (TcpStream, Connection) {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let client = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
         let permits = Arc::new(Semaphore::new(1));
-        (client, accept(&listener, &permits).await)
+        (client, accept(&listener, tls, &permits).await)
+    }
+
+    /// Returns the certificate of a cluster of one service.
+    fn certificate() -> Tls {
+        let folder = tempfile::tempdir().unwrap();
+        let file = |name: &str, pem: String| {
+            std::fs::write(folder.path().join(name), pem).unwrap();
+            folder.path().join(name)
+        };
+        let key = KeyPair::generate().unwrap();
+        let mut params = CertificateParams::new(["baton".to_owned()]).unwrap();
+        params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+        let authority = CertifiedIssuer::self_signed(params, KeyPair::generate().unwrap()).unwrap();
+        let cert = CertificateParams::new(["baton".to_owned()]).unwrap();
+        let cert = file("crt", cert.signed_by(&key, &authority).unwrap().pem());
+        let (key, ca) = (file("key", key.serialize_pem()), file("ca", authority.pem()));
+        Arc::new(credentials::ClusterTls::read(&cert, &key, &ca, "baton").unwrap())
+    }
+
+    #[tokio::test]
+    async fn caller_without_tls_is_told_and_disconnected() {
+        let (mut client, mut connection) = pair_with(Some(&certificate())).await;
+        client.write_all(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n").await.unwrap();
+        let error = connection.read_u8().await.unwrap_err();
+        assert!(error.to_string().contains("does not speak TLS"), "{error}");
+        drop(connection);
+        let mut answer = Vec::new();
+        client.read_to_end(&mut answer).await.unwrap();
+        // GOAWAY with INADEQUATE_SECURITY.
+        assert_eq!((answer.len(), answer[12], answer[25]), (26, 7, 12), "{answer:?}");
+    }
+
+    #[tokio::test]
+    async fn garbage_in_place_of_a_handshake_is_rejected() {
+        // A record of TLS 1.0 with an unknown handshake message.
+        let garbage = [&[22, 3, 1, 0, 4][..], &[1, 2, 3, 4]].concat();
+        let (mut client, mut connection) = pair_with(Some(&certificate())).await;
+        client.write_all(&garbage).await.unwrap();
+        client.shutdown().await.unwrap();
+        connection.read_u8().await.unwrap_err();
+    }
+
+    #[tokio::test]
+    async fn tls_handshake_counts_against_the_time_out_of_the_preface() {
+        for sent in [&[][..], &[22], &[22, 3, 1, 2, 0]] {
+            let (mut client, mut connection) = pair_with(Some(&certificate())).await;
+            client.write_all(sent).await.unwrap();
+            // The paused clock jumps to the deadline.
+            tokio::time::pause();
+            let error = connection.read_u8().await.unwrap_err();
+            assert_eq!(error.kind(), io::ErrorKind::TimedOut, "after {sent:?}");
+            tokio::time::resume();
+        }
     }
 
     #[tokio::test]

@@ -2,6 +2,7 @@
 
 use std::{io, net::SocketAddr, time::Duration};
 
+use cluster::Tls;
 use proto::{
     TimedBody,
     v1::{node_server::NodeServer, weights_server::WeightsServer},
@@ -59,13 +60,14 @@ impl GrpcServer {
     /// checks return SERVING after [`Self::set_status`].
     pub async fn start(
         socket: TcpSocket,
+        tls: Option<Tls>,
         service: NodeService,
         weights: WeightsService,
         authenticate: AuthenticateLayer,
         attempts_max: u32,
         sequence_tokens_max: u32,
     ) -> io::Result<Self> {
-        let incoming = connection::incoming(socket.listen(BACKLOG)?);
+        let incoming = connection::incoming(socket.listen(BACKLOG)?, tls);
         let (health, health_server) = tonic_health::server::health_reporter();
         let message_bytes_max = sequence_tokens_max as usize * TOKEN_BYTES_MAX
             + grammar::limits::WIRE_BYTES_MAX

@@ -40,6 +40,7 @@ mod tensor_parallel;
 #[cfg(test)]
 mod testing;
 mod transfer_metrics;
+mod transport;
 mod weights;
 pub mod wire;
 

@@ -18,6 +18,7 @@ use cluster::{
     etcd::{EtcdError, EtcdSettings, NodeEntry, Registrar, Registration},
 };
 use config::{Config, hub};
+use credentials::{Reload, ReloadTask};
 use engine::{
     Scheduler, SchedulerConfig, SchedulerConfigError, StepLoop,
     defaults::{self, Defaults, NodeDevice, NodeTraits},
@@ -30,9 +31,9 @@ use kernels::{
     cpu::{CpuError, affinity},
     cuda::CudaError,
 };
-use kv_transfer::Transfers;
+use kv_transfer::{TransferConfig, Transfers};
 use model::{Checkpoint, ModelConfig, ModelError};
-use proto::auth::CallVerifier;
+use proto::{auth::CallVerifier, v1};
 use telemetry::{Metrics, MetricsServer, NodeMetrics, TelemetryError};
 use tokio::task::JoinError;
 use tokio_util::sync::CancellationToken;
@@ -82,6 +83,9 @@ pub enum StartError {
     NodeId { id: String, source: NodeIdError },
     #[error(transparent)]
     Epoch(#[from] EpochError),
+    /// A file with a certificate, key or authority is missing or invalid.
+    #[error("{0}")]
+    Tls(String),
     #[error("node.grpc: cannot listen on {address}: {source}")]
     Grpc { address: SocketAddr, source: io::Error },
     #[error("node.metrics: {0}")]
@@ -167,6 +171,8 @@ pub struct Node {
     weights: WeightActor,
     /// The record in etcd; `None` without etcd.
     registration: Option<Registration>,
+    /// Reads changed certificates.
+    reload: ReloadTask,
     drain_timeout: Duration,
 }
 
@@ -180,6 +186,7 @@ impl Node {
     ) -> Result<Self, StartError> {
         // Settings are checked before the model is read.
         let secret = settings::secret(&config.cluster)?;
+        let tls = cluster::read_tls(&config.cluster).map_err(StartError::Tls)?;
         let served_name = config.model.served_name()?;
         let epoch = Epoch::mint()?;
         let node = &config.node;
@@ -244,15 +251,23 @@ impl Node {
         let transfer_limits = settings::transfer_limits(defaults.transfer_bytes, transfers_max);
         let transfer_config =
             settings::transfer_config(config, &node_id, epoch, &identity, transfer_limits)?;
+        let transfer_config = TransferConfig { tls: tls.clone(), ..transfer_config };
         let (sink, events) =
             TransferEvents::new(transfer_config.limits.transfers_max, steps.waker());
         let transfers = Arc::new(Transfers::start(transfer_config, arena.clone(), sink)?);
         transfer_metrics::register(metrics.meter(), &transfers);
+        let own_address = v1::Peer {
+            node_id: node_id.to_string(),
+            epoch: epoch.to_bytes().to_vec().into(),
+            control_endpoint: transfers.control_endpoint().to_owned(),
+            ..v1::Peer::default()
+        };
         let record = NodeRecord {
             node_id,
             epoch,
             role,
-            control_endpoint: transfers.control_endpoint().to_owned(),
+            peer_tag: secret.peer_tag(&own_address).to_vec(),
+            control_endpoint: own_address.control_endpoint,
             model: served_name.clone(),
             identity,
             prompt_tokens_max: identity::prompt_tokens_max(sequence_tokens_max),
@@ -283,19 +298,28 @@ impl Node {
         let verifier = CallVerifier::new(&secret, epoch);
         let authenticate = AuthenticateLayer::new(verifier, node_metrics.clone());
         let grammars = Grammars::new(path, record.vocabulary_size, node_metrics);
-        let service =
-            NodeService::new(role, attempt_limits, grammars, inbox.clone(), draining.clone());
+        let inbox_of_calls = inbox.clone();
+        let service = NodeService::new(
+            role,
+            attempt_limits,
+            grammars,
+            inbox_of_calls,
+            secret.clone(),
+            draining.clone(),
+        );
         let weights = WeightActor::start(WeightSettings {
             model,
             host_bytes,
             update: weight_update,
             inbox: inbox.clone(),
             secret,
+            tls: tls.clone(),
         });
         let weights_service =
             WeightsService::new(attempt_limits, weights.handle(), draining.clone());
         let server = GrpcServer::start(
             grpc,
+            tls.clone(),
             service,
             weights_service,
             authenticate,
@@ -304,6 +328,7 @@ impl Node {
         )
         .await
         .map_err(not_listening)?;
+        let reload = ReloadTask::start(tls.map(|tls| tls as Arc<dyn Reload>).into_iter().collect());
         let addresses = Addresses {
             grpc: grpc_address,
             metrics: metrics_server.address(),
@@ -334,6 +359,7 @@ impl Node {
             populate,
             weights,
             registration,
+            reload,
             drain_timeout: node.drain_timeout,
         })
     }
@@ -366,6 +392,7 @@ impl Node {
             weights,
             metrics_server,
             registration,
+            reload,
             ..
         } = self;
         // A failed engine has no attempts: callers only read the end of their streams.
@@ -407,6 +434,9 @@ impl Node {
         let stopped = stop_threads(engine, transfers, populate).await;
         if let Err(error) = metrics_server.shutdown(METRICS_STOP_WITHIN).await {
             warn!("{error}");
+        }
+        if let Err(error) = reload.shutdown().await {
+            warn!("the task that reads certificates panicked: {error}");
         }
         stopped
     }

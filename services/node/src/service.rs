@@ -10,13 +10,17 @@ use kv_transfer::{
     CONNECT_TIMEOUT,
     api::{self as transfer, ConnectGuard},
 };
-use proto::v1::{self, node_server};
+use proto::{
+    auth::{ClusterSecret, PROOF_KEY},
+    v1::{self, node_server},
+};
 use tokio::sync::{Semaphore, mpsc, oneshot};
 use tokio_util::sync::CancellationToken;
 use tonic::{Code, Request, Response, Status, metadata::MetadataMap};
 
 use crate::{
     attempt::{self, AttemptLimits, NewAttempt},
+    authentication::Proof,
     grammars::Grammars,
     inbox::{Command, Inbox},
     node_core::{Refusal, Reply},
@@ -35,6 +39,8 @@ pub(crate) struct NodeService {
     limits: AttemptLimits,
     grammars: Grammars,
     inbox: Inbox,
+    /// Checks the tags of peers.
+    secret: ClusterSecret,
     observer_permits: Arc<Semaphore>,
     /// Cancelled from SIGTERM on.
     draining: CancellationToken,
@@ -46,9 +52,24 @@ impl NodeService {
         limits: AttemptLimits,
         grammars: Grammars,
         inbox: Inbox,
+        secret: ClusterSecret,
         draining: CancellationToken,
     ) -> Self {
-        Self { role, limits, grammars, inbox, observer_permits: observe::permits(), draining }
+        let observer_permits = observe::permits();
+        Self { role, limits, grammars, inbox, secret, observer_permits, draining }
+    }
+
+    /// Rejects a peer in the field `field` that is no member of the cluster. A token does not cover the message of a
+    /// call.
+    fn check_member(&self, field: &str, peer: Option<&v1::Peer>) -> Result<(), Refusal> {
+        match peer.is_none_or(|peer| self.secret.is_tagged(peer)) {
+            true => Ok(()),
+            false => Err(Refusal::Field {
+                field: format!("{field}.tag"),
+                value: "a tag of another peer or secret".to_owned(),
+                expected: "the tag from the record of the peer".to_owned(),
+            }),
+        }
     }
 
     /// Rejects a call of the other role, and every call after SIGTERM.
@@ -85,6 +106,7 @@ impl node_server::Node for NodeService {
         request: Request<v1::PrefillRequest>,
     ) -> Result<Response<Self::PrefillStream>, Status> {
         self.check_open(Role::Prefill, "Prefill")?;
+        self.check_member("decode", request.get_ref().decode.as_ref())?;
         let traceparent = traceparent(request.metadata());
         let attempt =
             NewAttempt::send(request.into_inner(), traceparent, &self.limits, Instant::now())?;
@@ -96,6 +118,7 @@ impl node_server::Node for NodeService {
         request: Request<v1::DecodeRequest>,
     ) -> Result<Response<Self::DecodeStream>, Status> {
         self.check_open(Role::Decode, "Decode")?;
+        self.check_member("prefill", request.get_ref().prefill.as_ref())?;
         let traceparent = traceparent(request.metadata());
         let attempt = NewAttempt::receive_or_compute(
             request.into_inner(),
@@ -110,6 +133,9 @@ impl node_server::Node for NodeService {
         &self,
         request: Request<v1::MeetRequest>,
     ) -> Result<Response<v1::MeetReply>, Status> {
+        for peer in &request.get_ref().peers {
+            self.check_member("peers", Some(peer))?;
+        }
         let peers = attempt::meet_peers(request.into_inner(), &self.limits)?;
         let sends = self.role == Role::Prefill;
         let (guard, mut over) = mpsc::channel::<Infallible>(1);
@@ -156,7 +182,7 @@ impl node_server::Node for NodeService {
 
     async fn observe(
         &self,
-        _request: Request<v1::ObserveRequest>,
+        request: Request<v1::ObserveRequest>,
     ) -> Result<Response<Self::ObserveStream>, Status> {
         let place = self.observer_permits.clone().try_acquire_owned().map_err(|_| {
             let reason =
@@ -165,7 +191,11 @@ impl node_server::Node for NodeService {
         })?;
         let (observer, stream) = observe::observer(place);
         self.inbox.send_for_router(|_permit| Command::Observe { observer, _permit })?;
-        Ok(Response::new(stream))
+        let mut response = Response::new(stream);
+        if let Some(Proof(proof)) = request.extensions().get() {
+            response.metadata_mut().insert_bin(PROOF_KEY, proof.clone());
+        }
+        Ok(response)
     }
 }
 
@@ -223,12 +253,25 @@ mod tests {
         let (inbox, commands) = Inbox::new(4, CollectWaker::default());
         let grammars = Grammars::new("nowhere".into(), 100, testing::metrics());
         let draining = CancellationToken::new();
-        let service = NodeService::new(Role::Prefill, LIMITS, grammars, inbox, draining.clone());
+        let secret = ClusterSecret::new("a secret of the cluster").unwrap();
+        let service = NodeService::new(
+            Role::Prefill,
+            LIMITS,
+            grammars,
+            inbox,
+            secret.clone(),
+            draining.clone(),
+        );
         let meet = || {
-            let peer = |epoch: u128| v1::Peer {
-                node_id: format!("decode-{epoch}"),
-                epoch: epoch.to_be_bytes().to_vec().into(),
-                control_endpoint: "tcp://127.0.0.1:5555".into(),
+            let peer = |epoch: u128| {
+                let mut peer = v1::Peer {
+                    node_id: format!("decode-{epoch}"),
+                    epoch: epoch.to_be_bytes().to_vec().into(),
+                    control_endpoint: "tcp://127.0.0.1:5555".into(),
+                    ..v1::Peer::default()
+                };
+                peer.tag = secret.peer_tag(&peer).to_vec().into();
+                peer
             };
             let node_epoch = LIMITS.epoch.to_bytes().to_vec().into();
             let request = v1::MeetRequest { node_epoch, peers: vec![peer(1), peer(2)] };

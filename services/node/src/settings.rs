@@ -380,6 +380,7 @@ pub(crate) fn transfer_config(
         advertise_host: transfer.advertised_host(),
         limits,
         transport: TransportConfig { choice, verify, nccl_max_ctas },
+        tls: None,
     })
 }
 

@@ -41,5 +41,6 @@ pub(crate) fn record() -> NodeRecord {
         vocabulary_size: 10,
         grammar_version: crate::constraint::GRAMMAR_VERSION,
         cpu_fallback: None,
+        peer_tag: vec![1; 32],
     }
 }

@@ -489,6 +489,19 @@ fn with_token(token: &[u8]) -> impl Interceptor + Clone + use<> {
 }
 
 #[tokio::test]
+async fn node_proves_to_its_observer_that_it_knows_the_secret() {
+    let (node, _, _model) = decode_node(&[]).await;
+    let address = format!("http://{}", node.node.addresses().grpc);
+    let channel = tonic::transport::Channel::from_shared(address).unwrap().connect_lazy();
+    let mut request = Request::new(v1::ObserveRequest {});
+    let check = signer().sign_observe(request.metadata_mut());
+    let response = NodeClient::new(channel).observe(request).await.unwrap();
+    assert_eq!(check.check(response.metadata()), Ok(node.node.record().epoch));
+    drop(response);
+    node.stop().await;
+}
+
+#[tokio::test]
 async fn stranger_learns_and_changes_nothing() {
     let (node, side, _model) = decode_node(&[]).await;
     let address = format!("http://{}", node.node.addresses().grpc);
@@ -546,6 +559,15 @@ async fn stranger_learns_and_changes_nothing() {
     refused(client.decode(v1::DecodeRequest::default()).await, Code::InvalidArgument);
     let message = refused(client.decode(decode.clone()).await, Code::Unauthenticated);
     assert!(message.contains("replayed"), "{message}");
+
+    // A token does not cover the message, so the node checks the peer too.
+    let mut member = NodeClient::with_interceptor(channel.clone(), signer().to(own));
+    for message in [
+        refused(member.decode(decode.clone()).await, Code::InvalidArgument),
+        refused(member.meet(meet.clone()).await, Code::InvalidArgument),
+    ] {
+        assert!(message.contains(".tag: a tag of another peer"), "{message}");
+    }
 
     let metrics = node.telemetry.metrics().render_prometheus();
     for (reason, count) in [

@@ -11,7 +11,7 @@ use crate::{
     admission::{Admission, BodyBudget, WaitLimit, WaitQueue},
     history::SharedHistory,
     keys::{Caller, Keys},
-    nodes::Nodes,
+    nodes::{NodeCredentials, Nodes},
     request::{
         error::RequestError,
         text_workers::{TextPermits, TextWorkers},
@@ -36,8 +36,7 @@ const MODEL_CHARS_MAX: usize = 200;
 #[derive(Clone, Debug)]
 pub struct RouterSettings {
     pub router: config::Router,
-    /// Authenticates the router's calls to nodes.
-    pub secret: ClusterSecret,
+    pub nodes: NodeCredentials,
     /// Maximum bytes of a chunk of a weight update.
     pub weight_chunk_bytes: u64,
     /// Limit on the open files of the process.
@@ -53,7 +52,7 @@ pub struct RouterSettings {
 impl RouterSettings {
     pub fn new(router: config::Router, secret: ClusterSecret, open_files_max: u64) -> Self {
         Self {
-            secret,
+            nodes: NodeCredentials { secret, tls: None },
             weight_chunk_bytes: config::Weights::default().chunk_bytes.bytes(),
             open_files_max,
             // One body of the maximum size must fit.

@@ -40,4 +40,5 @@ mod weights;
 pub use front::{ModelSource, RouterSettings};
 #[doc(hidden)]
 pub use http::read_bodies;
+pub use nodes::NodeCredentials;
 pub use serve::{RunningRouter, StartError, StopError, start};

@@ -183,6 +183,7 @@ impl Setup {
         let secret = ClusterSecret::new(config.cluster.required_secret()?.reveal())?;
         let mut settings = RouterSettings::new(config.router.clone(), secret, open_files_max);
         settings.weight_chunk_bytes = config.weights.chunk_bytes.bytes();
+        settings.nodes.tls = cluster::read_tls(&config.cluster).map_err(anyhow::Error::msg)?;
         let members = Members::new(&config.cluster)?;
         Ok(Self { config, models, settings, members })
     }

@@ -103,15 +103,18 @@ pub fn start(
     if let Some(tls) = &tls {
         reloaded.push(tls.clone());
     }
+    if let Some(tls) = &settings.nodes.tls {
+        reloaded.push(tls.clone());
+    }
     let served = models.all().iter().map(|model| Served {
         model: model.name.clone(),
         vocabulary_size: model.text.tokenizer().vocabulary_size(),
     });
     let config::Router { disaggregate, policy, .. } = settings.router;
-    let secret = settings.secret.clone();
+    let credentials = settings.nodes.clone();
     let selection = Selection { disaggregate, policy };
     let (nodes, watch) =
-        Nodes::watch(&membership, served.collect(), selection, router_metrics, secret)?;
+        Nodes::watch(&membership, served.collect(), selection, router_metrics, credentials)?;
     let front = Arc::new(Front::new(settings, models, nodes, keys));
 
     let (draining, stop) = (CancellationToken::new(), CancellationToken::new());

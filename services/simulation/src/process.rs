@@ -221,6 +221,7 @@ impl Process {
             vocabulary_size: VOCABULARY,
             grammar_version: GRAMMAR_VERSION,
             cpu_fallback: None,
+            peer_tag: vec![1; 32],
         };
         let seeds = identity::cache_seeds(&identity);
         let scheduler = Scheduler::new(plan.scheduler, seeds).expect("the plan is consistent");

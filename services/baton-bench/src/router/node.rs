@@ -2,7 +2,9 @@
 //! together.
 
 use std::{
+    fs,
     net::{SocketAddr, TcpListener},
+    path::Path,
     pin::Pin,
     sync::{
         Arc, Mutex,
@@ -15,17 +17,27 @@ use std::{
 
 use anyhow::Result;
 use futures_util::{Stream, StreamExt as _, stream};
-use proto::v1::{
-    DecodeEvent, DecodeFinished, DecodeRequest, DecodeTokens, FinishReason, MeetReply, MeetRequest,
-    ModelIdentity, NodeLoad, NodeRecord, NodeSnapshot, ObserveEvent, ObserveRequest, PrefillEvent,
-    PrefillRequest, Reserved, ResetPrefixCacheReply, ResetPrefixCacheRequest, Role,
-    SetDrainingReply, SetDrainingRequest, Token, decode_event, node_server, observe_event,
+use proto::{
+    auth::{CallVerifier, ClusterSecret, PROOF_KEY, TOKEN_KEY},
+    ids::Epoch,
+    v1::{
+        DecodeEvent, DecodeFinished, DecodeRequest, DecodeTokens, FinishReason, MeetReply,
+        MeetRequest, ModelIdentity, NodeLoad, NodeRecord, NodeSnapshot, ObserveEvent,
+        ObserveRequest, PrefillEvent, PrefillRequest, Reserved, ResetPrefixCacheReply,
+        ResetPrefixCacheRequest, Role, SetDrainingReply, SetDrainingRequest, Token, decode_event,
+        node_server, observe_event,
+    },
 };
 use tokio::{
     runtime::Builder,
     sync::{mpsc, watch},
 };
-use tonic::{Request, Response, Status, transport::server::TcpIncoming};
+use tonic::{
+    Request, Response, Status,
+    transport::{Certificate, Identity, ServerTlsConfig, server::TcpIncoming},
+};
+
+use crate::certificates::files;
 
 pub const MODEL: &str = "bench";
 /// A vocabulary larger than that of any tokenizer.
@@ -43,12 +55,21 @@ pub struct StandIn {
 }
 
 impl StandIn {
-    pub fn start() -> Result<Self> {
+    /// With certificates the stand-in and its callers present one.
+    pub fn start(secret: ClusterSecret, certificates: Option<&Path>) -> Result<Self> {
         let listener = TcpListener::bind("127.0.0.1:0")?;
         listener.set_nonblocking(true)?;
         let address = listener.local_addr()?;
         let is_observed = Arc::new(AtomicBool::new(false));
-        let service = Service { running: Arc::default(), is_observed: is_observed.clone() };
+        let service = Service { running: Arc::default(), is_observed: is_observed.clone(), secret };
+        let mut server = tonic::transport::Server::builder();
+        if let Some(folder) = certificates {
+            let [ca, cert, key] = files(folder).map(fs::read);
+            let tls = ServerTlsConfig::new()
+                .identity(Identity::from_pem(cert?, key?))
+                .client_ca_root(Certificate::from_pem(ca?));
+            server = server.tls_config(tls)?;
+        }
         let (step, steps) = watch::channel(Duration::from_millis(1));
         // One thread: a connection writes once the streams of a step have run.
         let runtime = Builder::new_current_thread().enable_all().build()?;
@@ -56,7 +77,7 @@ impl StandIn {
             runtime.block_on(async {
                 tokio::spawn(run_steps(service.running.clone(), steps));
                 let incoming = TcpIncoming::from(tokio::net::TcpListener::from_std(listener)?);
-                let server = tonic::transport::Server::builder()
+                let server = server
                     .add_service(node_server::NodeServer::new(service))
                     .serve_with_incoming(incoming.with_nodelay(Some(true)));
                 anyhow::Ok(server.await?)
@@ -116,6 +137,7 @@ async fn run_steps(running: Arc<Mutex<Vec<Running>>>, mut steps: watch::Receiver
 struct Service {
     running: Arc<Mutex<Vec<Running>>>,
     is_observed: Arc<AtomicBool>,
+    secret: ClusterSecret,
 }
 
 type Events<E> = Pin<Box<dyn Stream<Item = Result<E, Status>> + Send>>;
@@ -172,11 +194,15 @@ impl node_server::Node for Service {
 
     async fn observe(
         &self,
-        _: Request<ObserveRequest>,
+        request: Request<ObserveRequest>,
     ) -> Result<Response<Self::ObserveStream>, Status> {
+        let token = request.metadata().get_bin(TOKEN_KEY).and_then(|token| token.to_bytes().ok());
+        let epoch = Epoch(1);
+        let proof = CallVerifier::new(&self.secret, epoch).proof(&token.unwrap_or_default());
         let record = NodeRecord {
             node_id: "stand-in".into(),
-            epoch: vec![1; 16].into(),
+            epoch: epoch.to_bytes().to_vec().into(),
+            peer_tag: vec![1; 32].into(),
             role: Role::Decode.into(),
             control_endpoint: "tcp://127.0.0.1:9".into(),
             model: MODEL.into(),
@@ -202,6 +228,9 @@ impl node_server::Node for Service {
         self.is_observed.store(true, Ordering::Release);
         let first = stream::iter([Ok(ObserveEvent { sequence: 0, event })]);
         // The load never changes.
-        Ok(Response::new(Box::pin(first.chain(stream::pending()))))
+        let events: Self::ObserveStream = Box::pin(first.chain(stream::pending()));
+        let mut response = Response::new(events);
+        response.metadata_mut().insert_bin(PROOF_KEY, proof);
+        Ok(response)
     }
 }

@@ -177,6 +177,7 @@ pub fn record(role: Role, number: u128) -> NodeRecord {
         vocabulary_size: 100,
         grammar_version: 1,
         cpu_fallback: None,
+        peer_tag: vec![1; 32],
     }
 }
 

@@ -91,9 +91,17 @@ fn every_setting_can_be_given_in_each_way() {
         let mut environment = map(&[(&setting.env(), text)]);
         if setting.name.starts_with("tls_") {
             // A certificate and its key need each other.
-            flags.extend(map(&[("router.tls_cert", text), ("router.tls_key", text)]));
-            let both = [("BATON_ROUTER_TLS_CERT", text), ("BATON_ROUTER_TLS_KEY", text)];
-            environment.extend(map(&both));
+            for key in [
+                "router.tls_cert",
+                "router.tls_key",
+                "cluster.tls_cert",
+                "cluster.tls_key",
+                "cluster.tls_ca",
+            ] {
+                flags.extend(map(&[(key, text)]));
+                let variable = format!("BATON_{}", key.replace('.', "_").to_uppercase());
+                environment.extend(map(&[(&variable, text)]));
+            }
         }
         Config::load(LoadInput { flags, ..LoadInput::default() }).unwrap();
         Config::load(LoadInput { environment, ..LoadInput::default() }).unwrap();

@@ -4,9 +4,10 @@
 //! 2. The sender answers with its own nonce, both epochs, and a tag over all of them.
 //! 3. The listener answers with a tag over the same fields for the other direction.
 //!
-//! The tag also names the transport that the connection carries. All three messages have a fixed
-//! length, and the handshake has one deadline, so a stranger occupies a listener thread only
-//! briefly.
+//! The tag also names the transport that the connection carries. If the cluster has certificates, a `tcp` connection
+//! starts TLS after the second message, and the third message is encrypted; its tag then covers the TLS connection too.
+//! All three messages have a fixed length, and the handshake has one deadline, so a stranger occupies a listener
+//! thread only briefly.
 
 use std::{
     io,
@@ -14,7 +15,12 @@ use std::{
     time::{Duration, Instant},
 };
 
-use super::stream::{read_exact_by, write_all_by};
+use credentials::ClusterTls;
+
+use super::{
+    stream::{read_exact_by, write_all_by},
+    tls::{self, TlsReceiver, TlsSender},
+};
 use crate::{api::Epoch, control::Keys, transfer_kind::TransferKind};
 
 /// Time-out of a handshake, far longer than two round trips within a cluster.
@@ -38,6 +44,15 @@ pub enum HandshakeError {
     Epoch { to: Epoch },
     #[error("handshake failed: invalid tag; expected the same cluster secret on both nodes")]
     Tag,
+    #[error(
+        "handshake failed: TLS: {0}; expected certificates of one cluster on both nodes: equal cluster.tls_ca and \
+         cluster.tls_name"
+    )]
+    Tls(io::Error),
+    #[error(
+        "handshake failed: only one of the two nodes speaks TLS; expected cluster.tls_cert on both"
+    )]
+    OneSided,
     #[error("handshake failed: the operating system returned no random numbers: {0}")]
     Random(getrandom::Error),
 }
@@ -50,6 +65,7 @@ impl HandshakeError {
             HandshakeError::Magic => "handshake_magic",
             HandshakeError::Epoch { .. } => "handshake_epoch",
             HandshakeError::Tag => "handshake_tag",
+            HandshakeError::Tls(_) | HandshakeError::OneSided => "handshake_tls",
             HandshakeError::Random(_) => "handshake_random",
         }
     }
@@ -61,24 +77,28 @@ fn nonce() -> Result<[u8; NONCE_BYTES], HandshakeError> {
     Ok(nonce)
 }
 
-/// Returns the labels that distinguish the sender's tag from the listener's, per transport.
-fn directions(kind: TransferKind) -> [&'static [u8]; 2] {
-    match kind {
-        TransferKind::Tcp => [b"s", b"l"],
-        TransferKind::Ipc => [b"i", b"j"],
-        TransferKind::Nccl => [b"n", b"m"],
+/// Returns the labels that distinguish the sender's tag from the listener's, per transport and with or without TLS.
+fn directions(kind: TransferKind, is_tls: bool) -> [&'static [u8]; 2] {
+    match (kind, is_tls) {
+        (TransferKind::Tcp, false) => [b"s", b"l"],
+        (TransferKind::Tcp, true) => [b"t", b"u"],
+        (TransferKind::Ipc, _) => [b"i", b"j"],
+        (TransferKind::Nccl, _) => [b"n", b"m"],
     }
 }
 
-/// Runs the sender's side of the handshake with `peer`.
+/// Runs the sender's side of the handshake with `peer`. Returns the TLS end of a `tcp` connection if the cluster has
+/// certificates.
 pub fn connect(
     stream: &mut TcpStream,
     keys: &Keys,
+    tls: Option<&ClusterTls>,
     me: Epoch,
     peer: Epoch,
     kind: TransferKind,
-) -> Result<(), HandshakeError> {
-    let [sender, listener] = directions(kind);
+) -> Result<Option<TlsSender>, HandshakeError> {
+    let tls = tls.filter(|_| kind == TransferKind::Tcp);
+    let [sender, listener] = directions(kind, tls.is_some());
     let deadline = Instant::now() + DEADLINE;
     let mut challenge = [0; CHALLENGE_BYTES];
     read_exact_by(stream, &mut challenge, deadline)?;
@@ -91,16 +111,35 @@ pub fn connect(
     let hello = [&terms[NONCE_BYTES..], &keys.tag_data(&[sender, &terms])].concat();
     write_all_by(stream, &hello, deadline)?;
     let mut tag = [0; TAG_BYTES];
-    read_exact_by(stream, &mut tag, deadline)?;
-    if keys.check_data(&[listener, &terms], &tag) { Ok(()) } else { Err(HandshakeError::Tag) }
+    let Some(tls) = tls else {
+        read_exact_by(stream, &mut tag, deadline)?;
+        let is_valid = keys.check_data(&[listener, &terms], &tag);
+        return if is_valid { Ok(None) } else { Err(HandshakeError::Tag) };
+    };
+    let (mut encrypted, binding) =
+        tls::connect(tls, stream, deadline).map_err(HandshakeError::Tls)?;
+    // The listener checks this node's certificate last, so the reason of a rejection arrives here.
+    read_exact_by(&mut encrypted, &mut tag, deadline).map_err(HandshakeError::Tls)?;
+    match keys.check_data(&[listener, &terms, &binding], &tag) {
+        true => Ok(Some(encrypted)),
+        false => Err(HandshakeError::Tag),
+    }
 }
 
-/// Runs the listener's side. Returns the peer and the transport.
+/// The sender of an authenticated connection.
+pub struct Accepted {
+    pub peer: Epoch,
+    pub kind: TransferKind,
+    pub tls: Option<Box<TlsReceiver>>,
+}
+
+/// Runs the listener's side.
 pub fn accept(
     stream: &mut TcpStream,
     keys: &Keys,
+    tls: Option<&ClusterTls>,
     me: Epoch,
-) -> Result<(Epoch, TransferKind), HandshakeError> {
+) -> Result<Accepted, HandshakeError> {
     let deadline = Instant::now() + DEADLINE;
     let listener_nonce = nonce()?;
     write_all_by(stream, &[&MAGIC[..], &listener_nonce].concat(), deadline)?;
@@ -108,13 +147,30 @@ pub fn accept(
     read_exact_by(stream, &mut hello, deadline)?;
     let (fields, tag) = hello.split_at(HELLO_BYTES - TAG_BYTES);
     let terms = [&listener_nonce, fields].concat();
-    let is_signed = |kind: &TransferKind| keys.check_data(&[directions(*kind)[0], &terms], tag);
-    let kind = TransferKind::ALL.into_iter().find(is_signed).ok_or(HandshakeError::Tag)?;
+    let kinds = TransferKind::ALL.into_iter().flat_map(|kind| [(kind, false), (kind, true)]);
+    let is_signed = |(kind, is_tls): &(TransferKind, bool)| {
+        keys.check_data(&[directions(*kind, *is_tls)[0], &terms], tag)
+    };
+    let (kind, is_tls) = kinds.into_iter().find(is_signed).ok_or(HandshakeError::Tag)?;
     let epochs = fields[NONCE_BYTES..].as_chunks::<EPOCH_BYTES>().0;
-    let [from, to] = [0, 1].map(|index| Epoch(u128::from_be_bytes(epochs[index])));
+    let [peer, to] = [0, 1].map(|index| Epoch(u128::from_be_bytes(epochs[index])));
     if to != me {
         return Err(HandshakeError::Epoch { to });
     }
-    write_all_by(stream, &keys.tag_data(&[directions(kind)[1], &terms]), deadline)?;
-    Ok((from, kind))
+    let listener = directions(kind, is_tls)[1];
+    match tls.filter(|_| kind == TransferKind::Tcp) {
+        Some(tls) if is_tls => {
+            let (mut encrypted, binding) =
+                tls::accept(tls, stream, deadline).map_err(HandshakeError::Tls)?;
+            let tag = keys.tag_data(&[listener, &terms, &binding]);
+            write_all_by(&mut encrypted, &tag, deadline)?;
+            tls::flush(&mut encrypted)?;
+            Ok(Accepted { peer, kind, tls: Some(Box::new(encrypted)) })
+        }
+        None if !is_tls => {
+            write_all_by(stream, &keys.tag_data(&[listener, &terms]), deadline)?;
+            Ok(Accepted { peer, kind, tls: None })
+        }
+        _ => Err(HandshakeError::OneSided),
+    }
 }

@@ -15,7 +15,8 @@ use std::{
 use socket2::SockRef;
 
 use super::{
-    Ended, Incoming, Shared, handshake,
+    Ended, Incoming, Shared,
+    handshake::{self, Accepted, HandshakeError},
     inbox::Peers,
     ipc,
     message::{Message, Messages},
@@ -24,7 +25,6 @@ use super::{
     tcp,
 };
 use crate::{
-    api::Epoch,
     config::LEASE,
     threads::{Permit, Threads},
     transfer_kind::TransferKind,
@@ -120,16 +120,20 @@ impl Acceptor {
             let mut stream = stream;
             // Fails only if the connection has closed; the handshake then fails too.
             let _ = stream.set_nodelay(true);
-            match handshake::accept(&mut stream, &shared.keys, shared.me) {
-                Ok((peer, kind)) => {
+            let tls = shared.tls.as_ref().map(|tls| tls.current());
+            match handshake::accept(&mut stream, &shared.keys, tls.as_deref(), shared.me) {
+                Ok(accepted) => {
                     drop(permit);
                     match Permit::take(&connections, connections_max) {
-                        Some(_permit) => read_connection(&shared, &peers, peer, kind, stream),
+                        Some(_permit) => read_connection(&shared, &peers, accepted, stream),
                         None => shared.metrics.refuse_data("connections_full"),
                     }
                 }
                 Err(error) => {
-                    tracing::debug!(%error, "data connection rejected");
+                    match error {
+                        HandshakeError::OneSided => tracing::warn!("{error}"),
+                        _ => tracing::debug!(%error, "data connection rejected"),
+                    }
                     shared.metrics.refuse_data(error.label());
                 }
             }
@@ -145,8 +149,7 @@ impl Acceptor {
 fn read_connection(
     shared: &Shared,
     peers: &Peers,
-    peer: Epoch,
-    kind: TransferKind,
+    Accepted { peer, kind, tls }: Accepted,
     mut stream: TcpStream,
 ) {
     let Some(inbox) = peers.inbox(peer) else {
@@ -163,7 +166,11 @@ fn read_connection(
         excluded if !shared.offered.contains(&excluded) => refuse(&incoming, excluded, &mut stream),
         TransferKind::Tcp => {
             shared.metrics.set_path(peer, kind);
-            tcp::read_frames(&incoming, &mut stream).map(|()| Ended::Closed)
+            let read = match tls {
+                Some(mut tls) => tcp::read_frames(&incoming, &mut *tls),
+                None => tcp::read_frames(&incoming, &mut stream),
+            };
+            read.map(|()| Ended::Closed)
         }
         TransferKind::Ipc => ipc::pull_chunks(&incoming, &mut stream),
         TransferKind::Nccl => nccl::receive_chunks(&incoming, &mut stream),

@@ -9,8 +9,8 @@
 //! * `nccl`: the messages on which both sides launch send and receive kernels.
 //!
 //! All transports share the sender's `outbox` and the receiver's `inbox`, so a pair may change its
-//! transport when it reconnects. Frames are neither encrypted nor signed: the network between the
-//! nodes must be trusted.
+//! transport when it reconnects. With certificates of the cluster, `tcp` connections speak TLS. All other frames are
+//! neither encrypted nor signed: the network between the nodes must be trusted.
 
 mod chunk_ends;
 mod handshake;
@@ -24,6 +24,7 @@ mod outbound;
 mod outbox;
 mod stream;
 pub mod tcp;
+mod tls;
 
 use std::{
     collections::BTreeMap,
@@ -36,6 +37,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use credentials::{ClusterTls, Reloaded};
 use crossbeam_channel::Sender;
 use kernels::{
     BlockId, BlockRead, BlockWrite, KvArena,
@@ -77,6 +79,8 @@ pub struct Shared {
     /// Transports that this node offers in `HELLO`.
     pub offered: Vec<TransferKind>,
     pub transport: TransportConfig,
+    /// Encrypts `tcp` connections, if the cluster has certificates.
+    pub tls: Option<Arc<Reloaded<ClusterTls>>>,
 }
 
 impl Shared {

@@ -9,7 +9,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use super::{Ended, Outgoing, Shared, handshake, ipc, nccl, outbox::Outbox, tcp};
+use super::{Ended, Outgoing, Shared, handshake, ipc, nccl, outbox::Outbox, tcp, tls::TlsSender};
 use crate::{api::Epoch, config::LEASE, protocol::DataEvent, transfer_kind::TransferKind};
 
 const CONNECT_TIMEOUT: Duration = Duration::from_millis(500);
@@ -49,11 +49,11 @@ fn carry(
     loop {
         let connected = connect(shared, outbox, peer, endpoint, kind)
             .map_err(|error| format!("cannot connect: {error}"))?;
-        let Some(stream) = connected else { return Ok(()) };
+        let Some((stream, tls)) = connected else { return Ok(()) };
         let ended = match kind {
             TransferKind::Tcp => {
                 shared.metrics.set_path(peer, kind);
-                tcp::send_chunks(&outgoing, stream).map(|()| Ended::Closed)
+                tcp::send_chunks(&outgoing, stream, tls).map(|()| Ended::Closed)
             }
             TransferKind::Ipc => ipc::lend_chunks(&outgoing, offer, stream),
             TransferKind::Nccl => nccl::send_chunks(&outgoing, offer, stream),
@@ -95,12 +95,12 @@ fn connect(
     peer: Epoch,
     endpoint: &str,
     kind: TransferKind,
-) -> io::Result<Option<TcpStream>> {
+) -> io::Result<Option<(TcpStream, Option<TlsSender>)>> {
     let deadline = Instant::now() + LEASE;
     let addresses = shared.resolver.resolve(endpoint).map_err(io::Error::other)?;
     loop {
         let error = match connect_once(shared, peer, kind, &addresses, deadline) {
-            Ok(stream) => return Ok(outbox.connected(&stream)?.then_some(stream)),
+            Ok(made) => return Ok(outbox.connected(&made.0)?.then_some(made)),
             Err(error) => error,
         };
         // The peer completed the control handshake, so a refused connection means that its process
@@ -121,17 +121,19 @@ fn connect_once(
     kind: TransferKind,
     addresses: &[SocketAddr],
     deadline: Instant,
-) -> io::Result<TcpStream> {
+) -> io::Result<(TcpStream, Option<TlsSender>)> {
+    let tls = shared.tls.as_ref().map(|tls| tls.current());
     let mut last = io::Error::new(io::ErrorKind::NotFound, "the host name has no address");
     for address in addresses {
         let made = TcpStream::connect_timeout(address, CONNECT_TIMEOUT).and_then(|mut stream| {
             stream.set_nodelay(true)?;
-            handshake::connect(&mut stream, &shared.keys, shared.me, peer, kind)
+            let (keys, me) = (&shared.keys, shared.me);
+            let tls = handshake::connect(&mut stream, keys, tls.as_deref(), me, peer, kind)
                 .map_err(io::Error::other)?;
-            Ok(stream)
+            Ok((stream, tls))
         });
         match made {
-            Ok(stream) => return Ok(stream),
+            Ok(made) => return Ok(made),
             Err(error) => last = error,
         }
         if Instant::now() >= deadline {
@@ -167,6 +169,7 @@ mod tests {
             channels: None,
             offered: vec![TransferKind::Tcp],
             transport: TransportConfig::default(),
+            tls: None,
         };
         let outbox = Outbox::new(shared.number_connection());
         run(&shared, &outbox, Epoch(2), "tcp://nowhere.invalid:9", &[TransferKind::Tcp]);

@@ -6,6 +6,8 @@ use std::{
     time::{Duration, Instant},
 };
 
+use rustls::StreamOwned;
+
 use crate::config::LEASE;
 
 /// Longest wait of one system call before the thread checks whether it should stop.
@@ -45,9 +47,35 @@ pub fn move_bytes(
     Ok(())
 }
 
+/// A connection whose time-outs can be set.
+pub trait SetTimeout {
+    fn set_read_timeout(&self, timeout: Option<Duration>) -> io::Result<()>;
+    fn set_write_timeout(&self, timeout: Option<Duration>) -> io::Result<()>;
+}
+
+impl SetTimeout for TcpStream {
+    fn set_read_timeout(&self, timeout: Option<Duration>) -> io::Result<()> {
+        self.set_read_timeout(timeout)
+    }
+
+    fn set_write_timeout(&self, timeout: Option<Duration>) -> io::Result<()> {
+        self.set_write_timeout(timeout)
+    }
+}
+
+impl<C, T: Read + Write + SetTimeout> SetTimeout for StreamOwned<C, T> {
+    fn set_read_timeout(&self, timeout: Option<Duration>) -> io::Result<()> {
+        self.sock.set_read_timeout(timeout)
+    }
+
+    fn set_write_timeout(&self, timeout: Option<Duration>) -> io::Result<()> {
+        self.sock.set_write_timeout(timeout)
+    }
+}
+
 /// Fills `bytes` or fails, by `deadline`.
 pub fn read_exact_by(
-    stream: &mut TcpStream,
+    stream: &mut (impl Read + SetTimeout),
     bytes: &mut [u8],
     deadline: Instant,
 ) -> io::Result<()> {
@@ -58,7 +86,11 @@ pub fn read_exact_by(
 }
 
 /// Writes all of `bytes` or fails, by `deadline`.
-pub fn write_all_by(stream: &mut TcpStream, bytes: &[u8], deadline: Instant) -> io::Result<()> {
+pub fn write_all_by(
+    stream: &mut (impl Write + SetTimeout),
+    bytes: &[u8],
+    deadline: Instant,
+) -> io::Result<()> {
     all_by(bytes.len(), deadline, "writing", |done, timeout| {
         stream.set_write_timeout(Some(timeout))?;
         stream.write(&bytes[done..])

@@ -153,6 +153,7 @@ impl Transfers {
             channels,
             offered: offers.iter().filter_map(|offer| TransferKind::from_offer(offer)).collect(),
             transport: config.transport,
+            tls: config.tls,
         };
         // A replaced connection may still be closing.
         let connections_max = 2 * limits.pairs_max;

@@ -5,6 +5,7 @@ mod mismatch;
 mod node;
 mod process;
 mod stopped;
+mod tls;
 mod transfers;
 mod transports;
 
@@ -20,6 +21,8 @@ fn main() -> std::process::ExitCode {
         mismatch::mismatched_nodes_reject_each_other_and_still_serve_matching_nodes,
         stopped::stopped_peer_delays_no_other_pair_and_times_out_after_a_lease,
         stopped::killed_peer_is_detected_at_once,
+        tls::tcp_speaks_tls_and_preserves_contiguous_and_scattered_blocks,
+        tls::only_nodes_with_certificates_of_one_cluster_exchange_kv,
         transfers::blocks_arrive_unchanged_in_several_chunks,
         transfers::tcp_copies_device_blocks_through_host_memory,
         transfers::many_transfers_share_a_pair_in_both_directions,

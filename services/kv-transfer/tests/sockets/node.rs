@@ -63,6 +63,7 @@ pub fn config(name: &str, secret: &str, identity: Identity) -> TransferConfig {
         // Several chunks per transfer: eight blocks each.
         limits: TransferLimits { chunk_bytes_max: 128 << 10, ..TransferLimits::default() },
         transport: TransportConfig::default(),
+        tls: None,
     }
 }
 
@@ -442,7 +443,7 @@ impl Node {
         Self::start_of(config(name, secret, identity), arena)
     }
 
-    fn start_of(config: TransferConfig, arena: Arc<KvArena>) -> Self {
+    pub fn start_of(config: TransferConfig, arena: Arc<KvArena>) -> Self {
         let (sender, events) = unbounded();
         let (name, epoch) = (config.node_id.clone(), config.epoch);
         let transfers = Transfers::start(config, Arc::clone(&arena), sender).unwrap();

@@ -9,8 +9,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-use cluster::Epoch;
+use cluster::{Epoch, Tls};
 use engine::executor::WeightUpdate;
+use http::Uri;
+use hyper_util::rt::TokioIo;
 use model::ModelConfig;
 use proto::{
     auth::{CallSigner, ClusterSecret},
@@ -49,6 +51,8 @@ pub(crate) struct WeightSettings {
     pub update: Option<Arc<dyn WeightUpdate>>,
     pub inbox: Inbox,
     pub secret: ClusterSecret,
+    /// Encrypts the questions to peers, if the cluster has certificates.
+    pub tls: Option<Tls>,
 }
 
 /// An update whose fields are checked.
@@ -392,9 +396,9 @@ impl Actor {
     fn ask_peers(&mut self, id: UpdateId) {
         let Some(running) = self.running.as_ref().filter(|it| it.begin.id == id) else { return };
         for peer in running.begin.peers.clone() {
-            let secret = self.settings.secret.clone();
+            let (secret, tls) = (self.settings.secret.clone(), self.settings.tls.clone());
             self.work.spawn(async move {
-                match tokio::time::timeout(ASK_MAX, committed_by(peer, id, &secret)).await {
+                match tokio::time::timeout(ASK_MAX, committed_by(peer, id, &secret, tls)).await {
                     Ok(Some(version)) => {
                         Done::Input(ParticipantInput::PeerCommitted { id, version })
                     }
@@ -406,10 +410,19 @@ impl Actor {
 }
 
 /// Returns the version with which the peer has committed the update, if it has.
-async fn committed_by(peer: Peer, id: UpdateId, secret: &ClusterSecret) -> Option<WeightVersion> {
+async fn committed_by(
+    peer: Peer,
+    id: UpdateId,
+    secret: &ClusterSecret,
+    tls: Option<Tls>,
+) -> Option<WeightVersion> {
     let endpoint = Endpoint::from_shared(peer.grpc).ok()?;
     let signer = CallSigner::new(secret).ok()?.to(peer.epoch);
-    let channel = endpoint.connect().await.ok()?;
+    let connect = move |url: Uri| {
+        let tls = tls.clone();
+        async move { cluster::connect(&url, tls.as_ref()).await.map(TokioIo::new) }
+    };
+    let channel = endpoint.connect_with_connector(tower::service_fn(connect)).await.ok()?;
     let mut client = WeightsClient::with_interceptor(channel, signer);
     let node_epoch = peer.epoch.to_bytes().to_vec().into();
     let request = v1::WeightsStatusRequest { node_epoch, ..Default::default() };

@@ -150,6 +150,7 @@ impl TestNode {
             node_id: record.node_id.to_string(),
             epoch: epoch.clone(),
             control_endpoint: record.control_endpoint.clone(),
+            tag: record.peer_tag.clone().into(),
         };
         Ok(Self { node, peer, client, epoch, telemetry })
     }
@@ -174,6 +175,12 @@ pub struct Side {
 
 /// Client with the cluster secret.
 pub type Caller = NodeClient<InterceptedService<Channel, CallSigner>>;
+
+/// Returns the peer with the tag of a member.
+pub fn tagged(peer: v1::Peer) -> v1::Peer {
+    let tag = ClusterSecret::new(SECRET).unwrap().peer_tag(&peer);
+    v1::Peer { tag: tag.to_vec().into(), ..peer }
+}
 
 pub fn signer() -> CallSigner {
     CallSigner::new(&ClusterSecret::new(SECRET).unwrap()).unwrap()

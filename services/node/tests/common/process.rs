@@ -11,7 +11,7 @@ use config::Flags;
 use node::Role;
 use proto::{ids::Epoch, v1};
 
-use super::{Side, TIMEOUT, TestNode, connect};
+use super::{Side, TIMEOUT, TestNode, connect, tagged};
 
 /// Name of the helper that runs [`run_node`].
 pub const NODE_HELPER: &str = "node";
@@ -83,7 +83,8 @@ async fn wait_ready(folder: &Path) -> Side {
             let epoch = Epoch::parse(&epoch).unwrap();
             let client = connect(&grpc, epoch).await;
             let epoch = epoch.to_bytes().to_vec().into();
-            return Side { peer: v1::Peer { node_id, epoch, control_endpoint }, client };
+            let peer = tagged(v1::Peer { node_id, epoch, control_endpoint, ..v1::Peer::default() });
+            return Side { peer, client };
         }
         assert!(Instant::now() < deadline, "the node process was not ready in time");
         tokio::time::sleep(Duration::from_millis(5)).await;

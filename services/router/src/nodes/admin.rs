@@ -88,7 +88,8 @@ impl Nodes {
     pub async fn forward(&self, node: &str, call: AdminCall) -> Result<AdminOutcome, AdminError> {
         let (url, epoch) = self.find(node)?;
         let failed = |reason| AdminError::Failed { node: node.to_owned(), reason };
-        let channel = self.channel(&url).map_err(|error| failed(error.to_string()))?;
+        let channel = self.channel(&url);
+        let channel = channel.ok_or_else(|| failed("the router has no connection to it".into()))?;
         let mut client = channel.client(epoch);
         let node_epoch = epoch.to_bytes().to_vec().into();
         let outcome = AdminOutcome { node: node.to_owned(), ..Default::default() };

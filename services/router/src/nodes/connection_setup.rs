@@ -126,7 +126,7 @@ pub async fn meet(
     _first: Option<Arc<FirstRound>>,
 ) {
     let MeetCall { url, epoch, request } = call;
-    let Ok(channel) = nodes.channel(&url) else { return };
+    let Some(channel) = nodes.channel(&url) else { return };
     let mut request = Request::new(request);
     request.set_timeout(deadline.saturating_duration_since(Instant::now()));
     let mut client = channel.client(epoch);
@@ -179,6 +179,7 @@ pub mod tests {
             vocabulary_size: 10,
             grammar_version: 0,
             cpu_fallback: String::new(),
+            peer_tag: vec![1; 32].into(),
         }
     }
 

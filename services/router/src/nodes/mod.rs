@@ -2,6 +2,7 @@
 //! Prefill calls of attempts.
 
 mod admin;
+mod channel;
 mod connection_setup;
 mod watch;
 mod weights;
@@ -21,9 +22,8 @@ use cluster::{
     Health, Membership, NoNode, NodeChoice, NodeRecord, Role, Selection, Wanted,
 };
 use proto::{
-    auth::{CallSigner, ClusterSecret},
-    ids::{Epoch, NoRandomness, TransferId, random_bits},
-    v1::{DecodeEvent, DecodeRequest, PrefillEvent, PrefillRequest, node_client::NodeClient},
+    ids::{NoRandomness, TransferId, random_bits},
+    v1::{DecodeEvent, DecodeRequest, PrefillEvent, PrefillRequest},
 };
 use telemetry::{
     RouterMetrics,
@@ -31,15 +31,13 @@ use telemetry::{
     propagation,
 };
 use tokio::sync::{mpsc, watch as latest};
-use tonic::{
-    Request, Response, Status, Streaming,
-    service::interceptor::InterceptedService,
-    transport::{Channel, Endpoint},
-};
+use tonic::{Request, Response, Status, Streaming};
 use tracing::Span;
 
 use crate::request::options::ModelLimits;
 pub use admin::{AdminCall, AdminError};
+pub use channel::NodeCredentials;
+use channel::{Client, NodeChannel};
 pub use watch::{OwnedTask, Served};
 pub use weights::{UpdateRequest, WeightNode, WeightsAnswer};
 
@@ -50,29 +48,15 @@ const INPUTS_MAX: usize = 1024;
 /// Maximum number of cache identities: old and new weights during a rolling update, and two more. The router
 /// does not look up prefixes of further identities; it picks their nodes by load.
 const CACHE_IDENTITIES_MAX: usize = 4;
-/// Connect time-out. A node of the cluster accepts a connection within milliseconds.
-const CONNECT_MAX: Duration = Duration::from_secs(1);
-/// Interval of pings. A silent node is detected within interval plus time-out: the lease plus 0.5 s.
-const PING_INTERVAL: Duration = Duration::from_millis(500);
-const PING_TIMEOUT: Duration = Duration::from_secs(2);
-/// Flow-control window of one stream: a few thousand token events.
-const STREAM_WINDOW_BYTES: u32 = 256 << 10;
-/// Flow-control window of all streams of a node: an unread stream must not block the others.
-const CONNECTION_WINDOW_BYTES: u32 = 64 << 20;
-/// Maximum size of a received message. The largest one is a snapshot with 16,384 block hashes, about 300 KiB.
-const EVENT_BYTES_MAX: usize = 16 << 20;
-/// Maximum size of a sent message, for the longest prompts at a few bytes per token.
-const REQUEST_BYTES_MAX: usize = 16 << 20;
-
 /// Nodes of all models: picks nodes and connects to them. Cheap to clone.
 #[derive(Clone)]
 pub struct Nodes(Arc<Shared>);
 
 struct Shared {
     directory: Mutex<Directory>,
-    /// Connections by URL.
+    /// Connections to nodes that have proved their knowledge of the secret, by URL.
     channels: Mutex<HashMap<String, NodeChannel>>,
-    secret: ClusterSecret,
+    credentials: NodeCredentials,
     inputs: mpsc::Sender<DirectoryInput>,
     /// Number of changes of health, plus one for the end of the first connection setup.
     changes: latest::Sender<u64>,
@@ -101,7 +85,7 @@ impl Nodes {
         served: Arc<[Served]>,
         selection: Selection,
         metrics: RouterMetrics,
-        secret: ClusterSecret,
+        credentials: NodeCredentials,
     ) -> Result<(Self, OwnedTask), NoRandomness> {
         let (inputs, received) = mpsc::channel(INPUTS_MAX);
         // A random seed spreads the probes of several routers.
@@ -109,7 +93,7 @@ impl Nodes {
         let nodes = Self(Arc::new(Shared {
             directory: Mutex::new(Directory::new(seed, selection)),
             channels: Mutex::new(HashMap::new()),
-            secret,
+            credentials,
             inputs,
             changes: latest::Sender::new(0),
             connected: AtomicBool::new(false),
@@ -135,10 +119,9 @@ impl Nodes {
 
     fn connected(&self, role: Role, choice: NodeChoice) -> Result<Assigned, NoNode> {
         match self.channel(&choice.address.grpc) {
-            Ok(channel) => Ok(Assigned { nodes: self.clone(), choice, channel }),
-            // The node was observed over the same URL, so only missing random numbers remain.
-            Err(error) => {
-                tracing::error!(%error, url = choice.address.grpc, "cannot open a channel to a node");
+            Some(channel) => Ok(Assigned { nodes: self.clone(), choice, channel }),
+            // The node left after the pick.
+            None => {
                 self.directory().release(choice.assignment);
                 Err(NoNode::NoneUp { role, listed: 1 })
             }
@@ -237,18 +220,13 @@ impl Nodes {
         self.0.changes.send_modify(|count| *count += 1);
     }
 
-    fn channel(&self, url: &str) -> Result<NodeChannel, OpenError> {
-        let mut channels = self.0.channels.lock().unwrap_or_else(|error| error.into_inner());
-        if let Some(channel) = channels.get(url) {
-            return Ok(channel.clone());
-        }
-        let channel = NodeChannel::open(url, &self.0.secret)?;
-        channels.insert(url.to_owned(), channel.clone());
-        Ok(channel)
+    /// Returns the connection of the last `Observe` stream of this node.
+    fn channel(&self, url: &str) -> Option<NodeChannel> {
+        self.channels().get(url).cloned()
     }
 
-    fn forget_channel(&self, url: &str) {
-        self.0.channels.lock().unwrap_or_else(|error| error.into_inner()).remove(url);
+    fn channels(&self) -> MutexGuard<'_, HashMap<String, NodeChannel>> {
+        self.0.channels.lock().unwrap_or_else(|error| error.into_inner())
     }
 
     /// Locks the directory, for a few microseconds and never across an await.
@@ -421,56 +399,6 @@ impl Drop for Assigned {
     }
 }
 
-/// Client of one node. It adds a token to each call.
-type Client = NodeClient<InterceptedService<Channel, CallSigner>>;
-
-/// Connection to one node.
-#[derive(Clone)]
-struct NodeChannel {
-    channel: Channel,
-    signer: CallSigner,
-}
-
-/// Reason why a channel was not opened.
-#[derive(Debug, thiserror::Error)]
-enum OpenError {
-    #[error("{0}")]
-    Url(#[from] tonic::transport::Error),
-    #[error("{0}")]
-    NoRandomness(#[from] NoRandomness),
-}
-
-impl NodeChannel {
-    /// Returns a channel that connects at first use and reconnects after failures.
-    fn open(url: &str, secret: &ClusterSecret) -> Result<Self, OpenError> {
-        let endpoint = Endpoint::from_shared(url.to_owned())?
-            .connect_timeout(CONNECT_MAX)
-            .tcp_nodelay(true)
-            .http2_keep_alive_interval(PING_INTERVAL)
-            .keep_alive_timeout(PING_TIMEOUT)
-            .keep_alive_while_idle(true)
-            .initial_stream_window_size(STREAM_WINDOW_BYTES)
-            .initial_connection_window_size(CONNECTION_WINDOW_BYTES);
-        Ok(Self { channel: endpoint.connect_lazy(), signer: CallSigner::new(secret)? })
-    }
-
-    /// Returns a client whose calls address this process.
-    fn client(&self, node: Epoch) -> Client {
-        self.signed_by(self.signer.to(node))
-    }
-
-    /// Returns a client for Observe, which addresses any process: the router learns the epoch from it.
-    fn observer(&self) -> Client {
-        self.signed_by(self.signer.clone())
-    }
-
-    fn signed_by(&self, signer: CallSigner) -> Client {
-        NodeClient::with_interceptor(self.channel.clone(), signer)
-            .max_decoding_message_size(EVENT_BYTES_MAX)
-            .max_encoding_message_size(REQUEST_BYTES_MAX)
-    }
-}
-
 /// A call of an attempt. Dropping it cancels the call and releases the node.
 pub struct NodeCall<E> {
     pub node: Assigned,
@@ -522,6 +450,7 @@ pub async fn next_message<E>(call: &mut Option<&mut NodeCall<E>>) -> Result<Opti
 #[cfg(test)]
 mod tests {
     use config::{Disaggregate, NodePolicy};
+    use proto::auth::ClusterSecret;
     use telemetry::{Resource, Telemetry, TelemetryConfig};
 
     use super::*;
@@ -529,8 +458,9 @@ mod tests {
     pub(super) const SELECTION: Selection =
         Selection { disaggregate: Disaggregate::Auto, policy: NodePolicy::Predicted };
 
-    pub(super) fn secret() -> ClusterSecret {
-        ClusterSecret::new("a secret of the cluster").unwrap()
+    pub(super) fn credentials() -> NodeCredentials {
+        let secret = ClusterSecret::new("a secret of the cluster").unwrap();
+        NodeCredentials { secret, tls: None }
     }
 
     pub(super) fn metrics() -> RouterMetrics {
@@ -547,7 +477,7 @@ mod tests {
         let members = Membership::listed(none, none).unwrap();
         let served = Arc::new([Served { model: "ours".into(), vocabulary_size: 10 }]);
         let (nodes, _watch) =
-            Nodes::watch(&members, served, SELECTION, metrics(), secret()).unwrap();
+            Nodes::watch(&members, served, SELECTION, metrics(), credentials()).unwrap();
         assert_eq!(nodes.serving("ours").limits, None);
         assert_eq!(nodes.grammar_version("ours"), None);
     }

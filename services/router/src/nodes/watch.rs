@@ -8,7 +8,10 @@ use std::{
 };
 
 use cluster::{DirectoryAction, DirectoryInput, Health, MemberWatch, NodeAddress, Role, StreamId};
-use proto::v1::{ObserveEvent, ObserveRequest, observe_event::Event};
+use proto::{
+    ids::Epoch,
+    v1::{ObserveEvent, observe_event::Event},
+};
 use telemetry::metrics::Exclusion;
 use tokio::{
     sync::mpsc,
@@ -19,6 +22,7 @@ use tonic::Code;
 
 use super::{
     Nodes,
+    channel::{NodeChannel, ObserveError, Observed},
     connection_setup::{self, FirstRound, Rounds, SETTLES_IN, WAIT_MAX},
     role_label,
 };
@@ -171,7 +175,7 @@ impl Watch {
             }
             DirectoryAction::Forgotten { address, .. } => {
                 tracing::info!(node = %address, "node left");
-                self.nodes.forget_channel(&address.grpc);
+                self.nodes.channels().remove(&address.grpc);
                 self.changed();
             }
         }
@@ -231,12 +235,16 @@ async fn follow(
         Code::Unavailable => format!("unavailable: {}", status.message()),
         code => format!("{code:?}: {}", status.message()),
     };
-    let channel = nodes.channel(&address.grpc).map_err(|error| error.to_string())?;
-    let response = channel.observer().observe(ObserveRequest {}).await.map_err(failed)?;
-    let mut events = response.into_inner();
+    let observed = NodeChannel::observe(&address.grpc, &nodes.0.credentials).await;
+    let Observed { channel, node, mut events } = observed.map_err(|error| match error {
+        ObserveError::Call(status) => failed(status),
+        error => error.to_string(),
+    })?;
+    nodes.channels().insert(address.grpc.clone(), channel);
     let mut draining = false;
     while let Some(event) = events.message().await.map_err(failed)? {
         Served::check(served, &event)?;
+        check_epoch(node, &event)?;
         let drains = drains(&event).unwrap_or(draining);
         let changed = std::mem::replace(&mut draining, drains) != drains || changes_weights(&event);
         if nodes.0.inputs.send(DirectoryInput::Observed { stream, event }).await.is_err() {
@@ -248,6 +256,17 @@ async fn follow(
         }
     }
     Ok(())
+}
+
+/// Rejects a record of another process than the one that has proved its knowledge of the secret.
+fn check_epoch(node: Epoch, event: &ObserveEvent) -> Result<(), String> {
+    let Some(Event::Snapshot(snapshot)) = &event.event else { return Ok(()) };
+    match &snapshot.record {
+        Some(record) if record.epoch != node.to_bytes()[..] => {
+            Err(format!("its record has another epoch than its proof, which names {node}"))
+        }
+        _ => Ok(()),
+    }
 }
 
 impl Served {
@@ -295,7 +314,7 @@ mod tests {
     use super::*;
     use crate::nodes::{
         connection_setup::tests::record,
-        tests::{SELECTION, metrics, secret},
+        tests::{SELECTION, credentials, metrics},
     };
 
     /// Returns a watch that the test drives, and the nodes' own watch, which is idle.
@@ -303,7 +322,7 @@ mod tests {
         let members = cluster::Membership::listed(["http://p"; 0], ["http://d"; 0]).unwrap();
         let served = Arc::new([]);
         let (nodes, task) =
-            Nodes::watch(&members, served.clone(), SELECTION, metrics(), secret()).unwrap();
+            Nodes::watch(&members, served.clone(), SELECTION, metrics(), credentials()).unwrap();
         (Watch::new(nodes, mpsc::channel(1).1, served), task)
     }
 

@@ -73,8 +73,8 @@ impl Nodes {
         remaining: Duration,
     ) -> WeightsAnswer {
         let answer = tokio::time::timeout(CALL_MAX, async {
-            let channel =
-                self.channel(&node.grpc).map_err(|error| Status::unknown(error.to_string()))?;
+            let no_connection = || Status::unavailable("the router has no connection to it");
+            let channel = self.channel(&node.grpc).ok_or_else(no_connection)?;
             let signer = channel.signer.to(node.epoch);
             let mut client = WeightsClient::with_interceptor(channel.channel.clone(), signer);
             let node_epoch = node.epoch.to_bytes().to_vec().into();

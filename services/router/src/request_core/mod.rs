@@ -728,5 +728,6 @@ pub fn peer(node: &NodeRecord) -> Peer {
         node_id: node.node_id.to_string(),
         epoch: Bytes::copy_from_slice(&node.epoch.to_bytes()),
         control_endpoint: node.control_endpoint.clone(),
+        tag: Bytes::copy_from_slice(&node.peer_tag),
     }
 }

@@ -52,6 +52,7 @@ fn node(role: Role, number: u128) -> Arc<NodeRecord> {
         vocabulary_size: 1000,
         grammar_version: 0,
         cpu_fallback: None,
+        peer_tag: vec![1; 32],
     })
 }
 

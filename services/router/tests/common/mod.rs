@@ -21,7 +21,7 @@ use text::{ModelText, ModelTextOptions, SpecialTokens};
 use client::{Client, eventually};
 use node::{MODEL, ScriptedNode};
 
-const SECRET: &str = "0123456789abcdef0123456789abcdef";
+pub const SECRET: &str = "0123456789abcdef0123456789abcdef";
 
 pub struct Cluster {
     pub router: RunningRouter,
@@ -153,6 +153,17 @@ impl Cluster {
     ) -> Self {
         let urls = |nodes: &[ScriptedNode]| nodes.iter().map(|node| node.url()).collect::<Vec<_>>();
         let members = Membership::listed(urls(&prefill), urls(&decode)).unwrap();
+        Self::begin_with(settings, models, members, prefill, decode)
+    }
+
+    /// Starts a router over these members.
+    pub fn begin_with(
+        settings: RouterSettings,
+        models: Vec<ModelSource>,
+        members: Membership,
+        prefill: Vec<ScriptedNode>,
+        decode: Vec<ScriptedNode>,
+    ) -> Self {
         let telemetry = Telemetry::start(
             &TelemetryConfig { log: "off".into(), ..TelemetryConfig::default() },
             Resource { service: "baton-router".into(), instance: "test".into() },

@@ -13,19 +13,29 @@ use std::{
 };
 
 use futures_util::Stream;
-use proto::v1::{
-    Attempt, DecodeEvent, DecodeFinished, DecodeRequest, DecodeTokens, Delivered, Failure,
-    FailureKind, FinishReason, MeetReply, MeetRequest, ModelIdentity, NodeDelta, NodeLoad,
-    NodeRecord, NodeSnapshot, ObserveEvent, ObserveRequest, PrefillEvent, PrefillRequest,
-    PrefillToken, Reserved, ResetPrefixCacheReply, ResetPrefixCacheRequest, Role, SetDrainingReply,
-    SetDrainingRequest, Token, TokenLogprobs, TopLogprob, decode_event, node_server, observe_event,
-    prefill_event,
+use proto::{
+    auth::{CallVerifier, ClusterSecret, PROOF_KEY, TOKEN_KEY},
+    ids::Epoch,
+    v1::{
+        Attempt, DecodeEvent, DecodeFinished, DecodeRequest, DecodeTokens, Delivered, Failure,
+        FailureKind, FinishReason, MeetReply, MeetRequest, ModelIdentity, NodeDelta, NodeLoad,
+        NodeRecord, NodeSnapshot, ObserveEvent, ObserveRequest, PrefillEvent, PrefillRequest,
+        PrefillToken, Reserved, ResetPrefixCacheReply, ResetPrefixCacheRequest, Role,
+        SetDrainingReply, SetDrainingRequest, Token, TokenLogprobs, TopLogprob, decode_event,
+        node_server, observe_event, prefill_event,
+    },
 };
 use tokio::{
     runtime::Runtime,
     sync::{mpsc, watch},
 };
-use tonic::{Request, Response, Status, transport::server::TcpIncoming};
+use tonic::{
+    Request, Response, Status,
+    metadata::{Binary, MetadataMap, MetadataValue},
+    transport::server::TcpIncoming,
+};
+
+use super::SECRET;
 
 pub const MODEL: &str = "scripted";
 pub const VOCABULARY: u32 = 49152;
@@ -86,6 +96,7 @@ pub struct State {
     skip: AtomicU64,
     grammar_version: AtomicU32,
     cpu_fallback: Mutex<String>,
+    secret: Mutex<ClusterSecret>,
     /// Number of observers so far.
     observed: AtomicUsize,
     /// Ids of the peers that the router told this node to connect to.
@@ -366,14 +377,15 @@ impl node_server::Node for Service {
 
     async fn observe(
         &self,
-        _: Request<ObserveRequest>,
+        request: Request<ObserveRequest>,
     ) -> Result<Response<Self::ObserveStream>, Status> {
         let state = self.0.clone();
+        let proof = state.proof(request.metadata());
         state.observed.fetch_add(1, Ordering::SeqCst);
         let guard = CallGuard(Arc::default());
         let mut load = state.load.subscribe();
         let first = *load.borrow_and_update();
-        Ok(stream(&self.0, guard, async move |state, events| {
+        let mut response = stream(&self.0, guard, async move |state, events| {
             let snapshot = NodeSnapshot {
                 record: Some(state.record()),
                 load: Some(first),
@@ -393,11 +405,20 @@ impl node_server::Node for Service {
                 let event = Some(observe_event::Event::Delta(delta));
                 events.send(Ok(ObserveEvent { sequence, event })).await.ok()?;
             }
-        }))
+        });
+        response.metadata_mut().insert_bin(PROOF_KEY, proof);
+        Ok(response)
     }
 }
 
 impl State {
+    fn proof(&self, call: &MetadataMap) -> MetadataValue<Binary> {
+        let token = call.get_bin(TOKEN_KEY).unwrap().to_bytes().unwrap();
+        let secret = self.secret.lock().unwrap().clone();
+        let epoch = Epoch::from_bytes(&self.epoch).unwrap();
+        CallVerifier::new(&secret, epoch).proof(&token)
+    }
+
     fn record(&self) -> NodeRecord {
         NodeRecord {
             node_id: self.node_id.clone(),
@@ -412,6 +433,7 @@ impl State {
             vocabulary_size: VOCABULARY,
             grammar_version: self.grammar_version.load(Ordering::SeqCst),
             cpu_fallback: self.cpu_fallback.lock().unwrap().clone(),
+            peer_tag: vec![1; 32].into(),
         }
     }
 }
@@ -469,6 +491,7 @@ impl ScriptedNode {
             open: AtomicUsize::new(0),
             grammar_version: AtomicU32::new(2),
             cpu_fallback: Mutex::default(),
+            secret: Mutex::new(ClusterSecret::new(SECRET).unwrap()),
             load: watch::Sender::new(NodeLoad::default()),
             skip: AtomicU64::new(0),
             observed: AtomicUsize::new(0),
@@ -527,6 +550,11 @@ impl ScriptedNode {
     /// Sets the reason for the CPU in the node's record, for later observers.
     pub fn announce_cpu_fallback(&self, reason: &str) {
         *self.state.cpu_fallback.lock().unwrap() = reason.to_owned();
+    }
+
+    /// Makes the node prove the knowledge of this secret, to later observers.
+    pub fn know(&self, secret: &str) {
+        *self.state.secret.lock().unwrap() = ClusterSecret::new(secret).unwrap();
     }
 
     pub fn answer_with(&self, tokens: &[u32]) {

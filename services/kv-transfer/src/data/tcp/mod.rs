@@ -9,7 +9,7 @@ mod reader;
 mod writer;
 
 use std::{
-    io::{self, Read},
+    io::{self, Read, Write},
     net::{Shutdown, TcpStream},
     thread,
     time::Duration,
@@ -17,7 +17,12 @@ use std::{
 
 pub(in crate::data) use reader::read_frames;
 
-use super::{Moved, Outgoing, outbox::Outbox, stream::is_pause};
+use super::{
+    Moved, Outgoing,
+    outbox::Outbox,
+    stream::{POLL, is_pause},
+    tls::TlsSender,
+};
 
 /// Time-out of one read of the watcher.
 const WATCH: Duration = Duration::from_secs(1);
@@ -35,13 +40,24 @@ enum Payload {
 pub(in crate::data) fn send_chunks(
     outgoing: &Outgoing<'_>,
     mut stream: TcpStream,
+    tls: Option<TlsSender>,
 ) -> io::Result<()> {
+    stream.set_write_timeout(Some(POLL))?;
     let watched = stream.try_clone()?;
     thread::scope(|scope| {
         thread::Builder::new()
             .name("kv-data-watch".to_owned())
             .spawn_scoped(scope, || watch(outgoing.outbox, watched))?;
-        let written = writer::write_frames(outgoing, &mut stream);
+        let written = match tls {
+            Some(mut tls) => {
+                let written = writer::write_frames(outgoing, &mut tls);
+                // Tells the receiver that the end is none of an attacker. Fails if the connection has closed.
+                tls.conn.send_close_notify();
+                let _ = tls.flush();
+                written
+            }
+            None => writer::write_frames(outgoing, &mut stream),
+        };
         // Stops the watcher. Fails only if the connection has already closed.
         let _ = stream.shutdown(Shutdown::Both);
         written

@@ -2,7 +2,6 @@
 
 use std::{
     io::{self, Read},
-    net::TcpStream,
     time::{Duration, Instant},
 };
 
@@ -14,7 +13,7 @@ use super::{
         Incoming, Moved,
         inbox::Inbox,
         invalid,
-        stream::{POLL, check_progress, is_pause, move_bytes, read_exact_by},
+        stream::{POLL, SetTimeout, check_progress, is_pause, move_bytes, read_exact_by},
     },
     Payload,
     frame::{HEADER_BYTES, Header},
@@ -33,7 +32,7 @@ const IDLE_POLL: Duration = Duration::from_secs(1);
 /// Receives frames until the peer closes the connection between two frames, or an error occurs.
 pub(in crate::data) fn read_frames(
     incoming: &Incoming<'_>,
-    stream: &mut TcpStream,
+    stream: &mut (impl Read + SetTimeout),
 ) -> io::Result<()> {
     let Incoming { shared, inbox, .. } = *incoming;
     while let Some(header) = read_header(inbox, stream)? {
@@ -67,7 +66,7 @@ pub(in crate::data) fn read_frames(
 }
 
 /// Returns `None` if the connection closes before the first byte of a header.
-fn read_header(inbox: &Inbox, stream: &mut TcpStream) -> io::Result<Option<Header>> {
+fn read_header(inbox: &Inbox, stream: &mut (impl Read + SetTimeout)) -> io::Result<Option<Header>> {
     let mut bytes = [0; HEADER_BYTES];
     stream.set_read_timeout(Some(IDLE_POLL))?;
     let first = loop {
@@ -79,6 +78,8 @@ fn read_header(inbox: &Inbox, stream: &mut TcpStream) -> io::Result<Option<Heade
                     return Ok(None);
                 }
             }
+            // A peer that was killed ends TLS without a message.
+            Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Ok(None),
             Err(error) => return Err(error),
         }
     };
@@ -90,7 +91,7 @@ fn read_header(inbox: &Inbox, stream: &mut TcpStream) -> io::Result<Option<Heade
 
 fn read_payload(
     inbox: &Inbox,
-    stream: &mut TcpStream,
+    stream: &mut impl Read,
     header: &Header,
     mut blocks: Vec<BlockWrite>,
 ) -> io::Result<Payload> {
@@ -142,7 +143,7 @@ fn read_payload(
 }
 
 /// Skips the rest of an unwanted frame.
-fn drain(inbox: &Inbox, stream: &mut TcpStream, bytes: u64) -> io::Result<()> {
+fn drain(inbox: &Inbox, stream: &mut impl Read, bytes: u64) -> io::Result<()> {
     let mut scratch = [0; 64 << 10];
     let read = |most: usize| stream.read(&mut scratch[..most.min(64 << 10)]);
     move_bytes(bytes, "received no byte", || inbox.is_closed(), read)

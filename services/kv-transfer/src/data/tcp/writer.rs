@@ -2,7 +2,6 @@
 
 use std::{
     io::{self, IoSlice, Write},
-    net::TcpStream,
     time::Instant,
 };
 
@@ -14,7 +13,8 @@ use super::{
         Moved, Outgoing,
         in_flight::GivenBack,
         outbox::{Job, Outbox},
-        stream::{POLL, check_progress, is_pause, move_bytes},
+        stream::{check_progress, is_pause, move_bytes},
+        tls,
     },
     Payload,
     frame::Header,
@@ -27,9 +27,8 @@ const PIECE_SLICES: usize = 16;
 const SLICE_BYTES: usize = 16 << 10;
 
 /// Writes frames until the outbox is closed or the connection ends.
-pub fn write_frames(outgoing: &Outgoing<'_>, stream: &mut TcpStream) -> io::Result<()> {
+pub fn write_frames(outgoing: &Outgoing<'_>, stream: &mut impl Write) -> io::Result<()> {
     let outbox = outgoing.outbox;
-    stream.set_write_timeout(Some(POLL))?;
     while let Some(job) = outbox.next(1) {
         let chunk = job.chunk;
         let written = write_frame(outbox, stream, job);
@@ -50,7 +49,7 @@ pub fn write_frames(outgoing: &Outgoing<'_>, stream: &mut TcpStream) -> io::Resu
 }
 
 /// Writes one frame and releases its blocks.
-fn write_frame(outbox: &Outbox, stream: &mut TcpStream, job: Job) -> io::Result<Payload> {
+fn write_frame(outbox: &Outbox, stream: &mut impl Write, job: Job) -> io::Result<Payload> {
     let ChunkId { transfer, index } = job.chunk;
     let payload_bytes: u64 = job.blocks.iter().map(|block| block.byte_count() as u64).sum();
     let header = Header { transfer, chunk: index, payload_bytes }.to_bytes();
@@ -74,6 +73,7 @@ fn write_frame(outbox: &Outbox, stream: &mut TcpStream, job: Job) -> io::Result<
             return Ok(Payload::Cut { rest });
         }
     }
+    tls::flush(stream)?;
     Ok(Payload::Whole(Moved { integrity: hash.digest(), bytes: payload_bytes }))
 }
 
@@ -93,7 +93,7 @@ fn staged(blocks: &[BlockRead]) -> io::Result<Option<Vec<Vec<u8>>>> {
 fn write_piece(
     outbox: &Outbox,
     transfer: TransferId,
-    stream: &mut TcpStream,
+    stream: &mut impl Write,
     mut slices: &mut [IoSlice<'_>],
     rest: &mut u64,
 ) -> io::Result<bool> {
@@ -119,7 +119,7 @@ fn write_piece(
 }
 
 /// Writes zeros in place of the rest of a cancelled frame.
-fn fill(outbox: &Outbox, stream: &mut TcpStream, bytes: u64) -> io::Result<()> {
+fn fill(outbox: &Outbox, stream: &mut impl Write, bytes: u64) -> io::Result<()> {
     let zeros = [0; 16 << 10];
     let write = |most: usize| stream.write(&zeros[..most.min(zeros.len())]);
     move_bytes(bytes, "the peer accepted no byte", || outbox.is_closed(), write)

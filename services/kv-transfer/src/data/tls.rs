@@ -1,0 +1,122 @@
+//! TLS on the data connections of `tcp`: the sender is the TLS client and writes, the listener only reads.
+
+use std::{
+    io::{self, BufReader, Read, Write},
+    net::TcpStream,
+    time::{Duration, Instant},
+};
+
+use credentials::ClusterTls;
+use rustls::{ClientConnection, ConnectionCommon, ServerConnection, SideData, StreamOwned};
+
+use super::stream::{POLL, SetTimeout, check_progress, is_pause};
+
+/// Bytes that one system call reads. rustls asks for 4 KiB at a time.
+const READ_BYTES: usize = 256 << 10;
+/// Bytes that a sender encrypts before it writes them: as many as it hashes at a time.
+const WRITE_BYTES: usize = 256 << 10;
+/// Purpose of the bytes that bind a tag to its TLS connection.
+const BINDING_LABEL: &[u8] = b"EXPORTER-baton-kv";
+const BINDING_BYTES: usize = 32;
+
+/// The sending end.
+pub type TlsSender = StreamOwned<ClientConnection, TcpStream>;
+/// The receiving end.
+pub type TlsReceiver = StreamOwned<ServerConnection, Buffered>;
+
+/// A socket whose reads are buffered.
+pub struct Buffered(BufReader<TcpStream>);
+
+impl Read for Buffered {
+    fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
+        self.0.read(bytes)
+    }
+}
+
+impl Write for Buffered {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.0.get_mut().write(bytes)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.0.get_mut().flush()
+    }
+}
+
+impl SetTimeout for Buffered {
+    fn set_read_timeout(&self, timeout: Option<Duration>) -> io::Result<()> {
+        self.0.get_ref().set_read_timeout(timeout)
+    }
+
+    fn set_write_timeout(&self, timeout: Option<Duration>) -> io::Result<()> {
+        self.0.get_ref().set_write_timeout(timeout)
+    }
+}
+
+/// Runs the sender's handshake. Also returns bytes that only the two ends of the connection know.
+pub fn connect(
+    tls: &ClusterTls,
+    stream: &TcpStream,
+    deadline: Instant,
+) -> io::Result<(TlsSender, [u8; BINDING_BYTES])> {
+    let mut session =
+        ClientConnection::new(tls.client.clone(), tls.name.clone()).map_err(io::Error::other)?;
+    let mut stream = stream.try_clone()?;
+    shake_hands(&mut session, &mut stream, deadline)?;
+    session.set_buffer_limit(Some(WRITE_BYTES));
+    let binding = binding(&session)?;
+    Ok((StreamOwned::new(session, stream), binding))
+}
+
+/// Runs the listener's handshake, as [`connect`].
+pub fn accept(
+    tls: &ClusterTls,
+    stream: &TcpStream,
+    deadline: Instant,
+) -> io::Result<(TlsReceiver, [u8; BINDING_BYTES])> {
+    let mut session = ServerConnection::new(tls.server.clone()).map_err(io::Error::other)?;
+    let mut stream = Buffered(BufReader::with_capacity(READ_BYTES, stream.try_clone()?));
+    shake_hands(&mut session, &mut stream, deadline)?;
+    let binding = binding(&session)?;
+    Ok((StreamOwned::new(session, stream), binding))
+}
+
+fn shake_hands<S: SideData>(
+    session: &mut ConnectionCommon<S>,
+    stream: &mut (impl Read + Write + SetTimeout),
+    deadline: Instant,
+) -> io::Result<()> {
+    stream.set_read_timeout(Some(POLL))?;
+    stream.set_write_timeout(Some(POLL))?;
+    while session.is_handshaking() || session.wants_write() {
+        match session.complete_io(stream) {
+            Ok(_) => {}
+            Err(error) if is_pause(&error) => {}
+            Err(error) => return Err(error),
+        }
+        if Instant::now() >= deadline {
+            return Err(io::Error::new(io::ErrorKind::TimedOut, "the TLS handshake timed out"));
+        }
+    }
+    Ok(())
+}
+
+fn binding<S: SideData>(session: &ConnectionCommon<S>) -> io::Result<[u8; BINDING_BYTES]> {
+    session
+        .export_keying_material([0; BINDING_BYTES], BINDING_LABEL, None)
+        .map_err(io::Error::other)
+}
+
+/// Writes the bytes that are encrypted already.
+pub fn flush(stream: &mut impl Write) -> io::Result<()> {
+    let start = Instant::now();
+    loop {
+        match stream.flush() {
+            Ok(()) => return Ok(()),
+            Err(error) if is_pause(&error) => {
+                check_progress(start, "the peer did not accept the end")?
+            }
+            Err(error) => return Err(error),
+        }
+    }
+}
