@@ -256,6 +256,7 @@ fn read_text(path: &Path) {
         add_generation_prompt: true,
         extra: &Map::new(),
         now: SystemTime::UNIX_EPOCH,
+        literal: None,
     };
     let _ = template.render(&request);
 }

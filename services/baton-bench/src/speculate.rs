@@ -204,6 +204,7 @@ fn prompt(args: &SpeculateArgs, text: &ModelText) -> Result<Vec<u32>> {
             add_generation_prompt: true,
             extra: &Map::new(),
             now: SystemTime::UNIX_EPOCH,
+            literal: None,
         })?;
     Ok(text.tokenizer().encode(&rendered, SpecialTokens::Parse)?)
 }

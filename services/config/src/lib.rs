@@ -42,5 +42,6 @@ pub use section::{Setting, json_schema};
 pub use types::{
     Auto, ByteSize, CpuList, Device, Disaggregate, Dtype, EtcdPrefix, GrpcUrl, HubModel, Isa,
     LoadFormat, LogFormat, ModelPath, NodePolicy, NodeUrl, Pair, Password, Secret, ServerUrl,
-    Speculate, ToolFormat, Transport, WeightPlace, format_duration, parse_duration, parts_of,
+    SpecialTokensInContent, Speculate, ToolFormat, Transport, WeightPlace, format_duration,
+    parse_duration, parts_of,
 };

@@ -9,8 +9,8 @@ use crate::{
     section::section,
     types::{
         Auto, ByteSize, CpuList, Device, Disaggregate, Dtype, EtcdPrefix, Isa, LoadFormat,
-        LogFormat, ModelPath, NodePolicy, NodeUrl, Pair, Password, Secret, ServerUrl, Speculate,
-        ToolFormat, Transport, WeightPlace,
+        LogFormat, ModelPath, NodePolicy, NodeUrl, Pair, Password, Secret, ServerUrl,
+        SpecialTokensInContent, Speculate, ToolFormat, Transport, WeightPlace,
     },
 };
 
@@ -49,6 +49,11 @@ section! {
         /// alone or after the python tag, auto infers the format from the chat template.
         tool_format: ToolFormat = ToolFormat::Auto,
             "A chat template shows the model the format, so the router can infer it.";
+        /// Treatment of special tokens, such as <|im_end|>, that a client spells in chat messages, tools or template
+        /// arguments: text keeps them text, parse makes them special tokens. Prompts of /v1/completions always parse them.
+        /// Only the router reads the setting, for all models.
+        special_tokens_in_content: SpecialTokensInContent = SpecialTokensInContent::Text,
+            "With parse a client can end its own message and write one of the system.";
     }
 }
 

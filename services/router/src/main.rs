@@ -92,17 +92,21 @@ struct ModelSetup {
     /// The setting that names the file, for error messages, and the file.
     chat_template: Option<(&'static str, PathBuf)>,
     tool_format: config::ToolFormat,
+    parse_special_tokens: bool,
 }
 
 impl ModelSetup {
     /// Returns all models; the model of section `[model]` comes first.
     fn all(config: &Config) -> Result<Vec<Self>> {
         let model = &config.model;
+        let parse_special_tokens =
+            model.special_tokens_in_content == config::SpecialTokensInContent::Parse;
         let first = Self {
             name: model.served_name()?,
             path: model.required_path()?.to_owned(),
             chat_template: model.chat_template.clone().map(|file| ("model.chat_template", file)),
             tool_format: model.tool_format,
+            parse_special_tokens,
         };
         let checked = "the configuration was checked when it was read";
         let router = &config.router;
@@ -118,6 +122,7 @@ impl ModelSetup {
                 tool_format: of(&router.tool_formats).map_or(config::ToolFormat::Auto, |word| {
                     config::ToolFormat::parse(&word).expect(checked)
                 }),
+                parse_special_tokens,
             }
         });
         Ok([first].into_iter().chain(others).collect())
@@ -135,6 +140,7 @@ impl ModelSetup {
                 config::ToolFormat::Hermes => Some(ToolFormat::Hermes),
                 config::ToolFormat::Llama3 => Some(ToolFormat::Llama3),
             },
+            parse_special_tokens: self.parse_special_tokens,
         })
     }
 }

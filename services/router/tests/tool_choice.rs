@@ -293,7 +293,7 @@ async fn nodes_without_tool_call_support_receive_no_tool_calls() {
         node.answer_with(&encode(WEATHER));
         node.announce_grammars(1);
         let options =
-            text::ModelTextOptions { chat_template: Some(HERMES.to_owned()), tool_format: None };
+            text::ModelTextOptions { chat_template: Some(HERMES.to_owned()), ..Default::default() };
         let text = text::ModelText::open_with(common::model_path(), options).unwrap();
         let model = router::ModelSource { name: common::node::MODEL.to_owned(), text: text.into() };
         Cluster::start_sources(settings(), vec![model], vec![], vec![node]).await

@@ -16,6 +16,7 @@ mod byte_pair;
 mod decoding;
 mod detokenizer;
 mod error;
+mod literal;
 mod merging;
 mod model_text;
 mod packed;

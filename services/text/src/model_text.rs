@@ -18,6 +18,7 @@ pub struct ModelText {
     chat_template: Result<ChatTemplate, TemplateError>,
     sampling_defaults: SamplingDefaults,
     tool_format: Option<ToolFormat>,
+    parse_special_tokens: bool,
 }
 
 /// Replacements for parts of a model's own configuration.
@@ -27,6 +28,8 @@ pub struct ModelTextOptions {
     pub chat_template: Option<String>,
     /// Format of tool calls; `None` means the format that the chat template requests.
     pub tool_format: Option<ToolFormat>,
+    /// Whether special tokens in a client's messages become special tokens.
+    pub parse_special_tokens: bool,
 }
 
 impl ModelText {
@@ -58,6 +61,7 @@ impl ModelText {
             chat_template,
             sampling_defaults,
             tool_format: tool_format.filter(|_| takes_tools),
+            parse_special_tokens: options.parse_special_tokens,
         })
     }
 
@@ -77,6 +81,11 @@ impl ModelText {
     /// requests calls in an unknown format.
     pub fn tool_format(&self) -> Option<ToolFormat> {
         self.tool_format
+    }
+
+    /// Returns whether special tokens in a client's messages become special tokens.
+    pub fn parses_special_tokens(&self) -> bool {
+        self.parse_special_tokens
     }
 
     /// Returns the defaults for requests that do not set sampling parameters.

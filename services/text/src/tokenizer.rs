@@ -12,6 +12,7 @@ use crate::{
     decoding::{Decoding, TokenBytes},
     detokenizer::{Detokenizer, DetokenizerOptions},
     error::VocabularyError,
+    literal::{MARK, SpellingFinder},
     packed::PackedStrings,
     pipeline::PipelineModel,
     sentence_piece::{PieceModel, PieceOptions, SPACE},
@@ -26,9 +27,7 @@ pub const TEXT_BYTES_MAX: usize = 4 << 20;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SpecialTokens {
     /// The text becomes the special token. Used for rendered chat templates, whose control tokens are
-    /// text, and, as in vLLM, for prompts of `/v1/completions`. A user's message inside a template can
-    /// therefore spell control tokens too; a caller that must prevent this encodes the message with
-    /// `AsText`.
+    /// text, and, as in vLLM, for prompts of `/v1/completions`.
     Parse,
     /// The text becomes ordinary tokens that decode to the same text; no returned id satisfies
     /// [`is_special`](Tokenizer::is_special).
@@ -59,6 +58,8 @@ pub struct Tokenizer {
     normalizer: Option<NormalizerWrapper>,
     pre_tokenizer: Option<PreTokenizerWrapper>,
     special: Vec<u32>,
+    /// `None` without special tokens.
+    spellings: Option<SpellingFinder>,
     prompt_prefix: Vec<u32>,
     prompt_suffix: Vec<u32>,
     bos_id: Option<u32>,
@@ -195,6 +196,7 @@ impl Tokenizer {
             added_as_text,
             normalizer: parts.normalizer,
             pre_tokenizer: parts.pre_tokenizer,
+            spellings: SpellingFinder::new(special.iter().filter_map(|id| vocabulary.string(*id))),
             special,
             prompt_prefix: parts.prompt_prefix,
             prompt_suffix: parts.prompt_suffix,
@@ -213,6 +215,27 @@ impl Tokenizer {
         let mut ids = Vec::new();
         self.encode_to(text, special, &mut ids)?;
         Ok(ids)
+    }
+
+    /// Encodes a rendered chat template. Text that [`ChatTemplate::render`](crate::ChatTemplate::render) has marked
+    /// stays text.
+    pub fn encode_rendered(&self, text: &str) -> Result<Vec<u32>, EncodeError> {
+        let (mut ids, mut begins) = (Vec::new(), true);
+        if text.len() > TEXT_BYTES_MAX {
+            return Err(EncodeError::TooLong { bytes: text.len() });
+        }
+        for (index, segment) in text.split(MARK).enumerate() {
+            let is_marked = index % 2 == 1;
+            let special = if is_marked { SpecialTokens::AsText } else { SpecialTokens::Parse };
+            if !segment.is_empty() {
+                begins = self.encode_segment(segment, special, begins, &mut ids)?;
+            }
+        }
+        Ok(ids)
+    }
+
+    pub(crate) fn spellings(&self) -> Option<&SpellingFinder> {
+        self.spellings.as_ref()
     }
 
     /// Encodes `text` with the tokens that the model requires around a prompt, usually BOS or none.
@@ -237,6 +260,18 @@ impl Tokenizer {
         if text.len() > TEXT_BYTES_MAX {
             return Err(EncodeError::TooLong { bytes: text.len() });
         }
+        self.encode_segment(text, special, true, ids).map(drop)
+    }
+
+    /// Encodes a part of a text; `begins` means at its beginning or after an added token. Returns this for the next
+    /// part.
+    fn encode_segment(
+        &self,
+        text: &str,
+        special: SpecialTokens,
+        mut begins: bool,
+        ids: &mut Vec<u32>,
+    ) -> Result<bool, EncodeError> {
         let added = match special {
             SpecialTokens::Parse => &self.added,
             SpecialTokens::AsText => &self.added_as_text,
@@ -247,7 +282,6 @@ impl Tokenizer {
                 .pre_tokenize(&mut splits)
                 .map_err(|reason| EncodeError::Pipeline { reason: reason.to_string() })?;
         }
-        let mut begins = true;
         for (word, _, tokens) in splits.get_splits(OffsetReferential::Original, OffsetType::None) {
             match (tokens, &self.model) {
                 (Some(tokens), _) => ids.extend(tokens.iter().map(|token| token.id)),
@@ -256,7 +290,7 @@ impl Tokenizer {
             }
             begins = tokens.is_some();
         }
-        Ok(())
+        Ok(begins)
     }
 
     /// Decodes `ids` as a separate text. Ids outside the vocabulary give no text; bytes that are not

@@ -34,6 +34,7 @@ fn render_with(
         add_generation_prompt: true,
         extra: extra.as_object().unwrap_or(&no_extra),
         now: now(),
+        literal: None,
     };
     ChatTemplate::new(template, special_tokens())?.render(&request)
 }
@@ -254,6 +255,7 @@ fn render_folder(files: &[(&str, &str)], tools: &Value) -> Result<String, Templa
         add_generation_prompt: false,
         extra: &Map::new(),
         now: now(),
+        literal: None,
     };
     model.chat_template().map_err(Clone::clone)?.render(&request)
 }

@@ -64,6 +64,7 @@ fn tool_calls_of_real_templates_are_parsed_back() {
                 add_generation_prompt: false,
                 extra: &Map::new(),
                 now: SystemTime::UNIX_EPOCH,
+                literal: None,
             };
             model.chat_template().unwrap().render(&request).unwrap()
         };

@@ -270,6 +270,7 @@ fn a_chat_begins_with_one_bos_if_its_template_has_one() {
             add_generation_prompt: true,
             extra: &Map::new(),
             now: UNIX_EPOCH,
+            literal: None,
         };
         let text = model.chat_template().unwrap().render(&request).unwrap();
         assert_eq!(text, rendered);

@@ -114,6 +114,7 @@ fn ids_and_templates_are_equal_in_both_formats() {
         add_generation_prompt: true,
         extra: &serde_json::Map::new(),
         now: std::time::UNIX_EPOCH,
+        literal: None,
     };
     let rendered = |model: &ModelText| model.chat_template().unwrap().render(&request).unwrap();
     assert_eq!(rendered(gguf), rendered(hugging_face));

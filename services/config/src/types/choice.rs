@@ -69,6 +69,16 @@ choice! {
 }
 
 choice! {
+    /// Treatment of special tokens that a client spells in a message.
+    pub enum SpecialTokensInContent {
+        /// They stay text.
+        Text = "text",
+        /// They become special tokens.
+        Parse = "parse",
+    }
+}
+
+choice! {
     /// Device of the forward pass.
     pub enum Device {
         /// A usable GPU, otherwise the CPU.

@@ -14,8 +14,8 @@ mod secret;
 pub use auto::Auto;
 pub use byte_size::ByteSize;
 pub use choice::{
-    Device, Disaggregate, Dtype, Isa, LoadFormat, LogFormat, NodePolicy, Speculate, ToolFormat,
-    Transport, WeightPlace,
+    Device, Disaggregate, Dtype, Isa, LoadFormat, LogFormat, NodePolicy, SpecialTokensInContent,
+    Speculate, ToolFormat, Transport, WeightPlace,
 };
 pub use cpu_list::CpuList;
 pub use duration::{format_duration, parse_duration};

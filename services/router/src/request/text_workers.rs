@@ -278,9 +278,10 @@ fn tokens(
                                asks for calls in an unknown format; allowed: only with tool_choice none";
                 return Err(FieldError::new("tools", problem).into());
             }
-            let prompt = render(template, &chat)?;
+            let literal = (!text.parses_special_tokens()).then_some(&**tokenizer);
+            let prompt = render(template, &chat, literal)?;
             check_length(&prompt)?;
-            Ok(encoded(tokenizer.encode(&prompt, SpecialTokens::Parse))?)
+            Ok(encoded(tokenizer.encode_rendered(&prompt))?)
         }
     }
 }
@@ -296,7 +297,11 @@ fn template_failed(error: &TemplateError) -> RequestError {
     }
 }
 
-fn render(template: &ChatTemplate, chat: &ChatSource) -> Result<String, RequestError> {
+fn render(
+    template: &ChatTemplate,
+    chat: &ChatSource,
+    literal: Option<&Tokenizer>,
+) -> Result<String, RequestError> {
     let render = |messages: &Value| {
         let rendered = template.render(&RenderRequest {
             messages,
@@ -304,6 +309,7 @@ fn render(template: &ChatTemplate, chat: &ChatSource) -> Result<String, RequestE
             add_generation_prompt: chat.add_generation_prompt,
             extra: &chat.template_kwargs,
             now: std::time::SystemTime::now(),
+            literal,
         });
         rendered.map_err(|error| template_failed(&error))
     };
@@ -437,7 +443,7 @@ mod tests {
             template_kwargs: Default::default(),
             bytes: 0,
         };
-        render(&template, &chat)
+        render(&template, &chat, None)
     }
 
     #[test]

@@ -123,7 +123,7 @@ impl Cluster {
     /// template.
     pub async fn start_with_template(template: &str, answer: &str) -> Self {
         let options =
-            ModelTextOptions { chat_template: Some(template.to_owned()), tool_format: None };
+            ModelTextOptions { chat_template: Some(template.to_owned()), ..Default::default() };
         let text = Arc::new(ModelText::open_with(model_path(), options).unwrap());
         let decode = ScriptedNode::start(Role::Decode, "decode-0");
         decode.answer_with(&encode(answer));

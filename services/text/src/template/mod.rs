@@ -11,6 +11,7 @@ mod json;
 mod messages;
 
 use std::{
+    borrow::Cow,
     collections::BTreeMap,
     io,
     time::{SystemTime, UNIX_EPOCH},
@@ -24,7 +25,7 @@ use minijinja::{
 
 use regex::{Captures, Regex};
 
-use crate::source::TemplateSources;
+use crate::{source::TemplateSources, tokenizer::Tokenizer};
 
 /// Maximum steps of one rendering. A thousand messages need about 50,000.
 pub const TEMPLATE_FUEL: u64 = 10_000_000;
@@ -57,6 +58,11 @@ pub enum TemplateError {
     OutOfFuel { limit: u64 },
     #[error("the rendered prompt has more than {limit} bytes")]
     TooLong { limit: usize },
+    /// The template changes a special token that a message spells, so that it cannot stay text. The client's fault.
+    #[error(
+        "the chat template does not keep special tokens in messages whole; expected messages without special tokens"
+    )]
+    TornSpecialToken,
     /// Any other error inside the template.
     #[error("the chat template fails: {reason}")]
     Failed { reason: String },
@@ -73,6 +79,7 @@ impl TemplateError {
                 | Self::NoMessages
                 | Self::Refused { .. }
                 | Self::TooLong { .. }
+                | Self::TornSpecialToken
         )
     }
 }
@@ -91,6 +98,9 @@ pub struct RenderRequest<'a> {
     pub extra: &'a serde_json::Map<String, serde_json::Value>,
     /// Time that `strftime_now` uses; the time zone is UTC.
     pub now: SystemTime,
+    /// Tokenizer whose special tokens stay text where messages, tools or `extra` spell them: then the prompt is for
+    /// [`Tokenizer::encode_rendered`]. `None`: a client's text becomes special tokens.
+    pub literal: Option<&'a Tokenizer>,
 }
 
 /// Compiled chat template of a model. Immutable; share it.
@@ -145,16 +155,19 @@ impl ChatTemplate {
     ///
     /// Costs CPU time in proportion to the conversation; render long ones on a blocking thread.
     pub fn render(&self, request: &RenderRequest<'_>) -> Result<String, TemplateError> {
-        let messages = messages::normalise(request.messages)?;
+        let spellings = request.literal.and_then(Tokenizer::spellings);
+        let marked = |value| spellings.map_or(Cow::Borrowed(value), |it| it.marked_value(value));
+        let normalised = messages::normalise(request.messages)?;
+        let (messages, tools) = (marked(&normalised), marked(request.tools));
         let with_tools = request.tools.as_array().is_some_and(|tools| !tools.is_empty());
         let name = if with_tools && self.has_tool_use { TOOL_USE } else { DEFAULT };
-        let tools = if with_tools { Value::from(Serde(request.tools)) } else { Value::from(()) };
+        let tools = if with_tools { Value::from(Serde(&*tools)) } else { Value::from(()) };
 
         let mut variables: BTreeMap<&str, Value> = BTreeMap::new();
         for (token, text) in &self.special_tokens {
             variables.insert(token, Value::from(text.as_str()));
         }
-        variables.insert("messages", Value::from(Serde(&messages)));
+        variables.insert("messages", Value::from(Serde(&*messages)));
         variables.insert("tools", tools);
         variables.insert("documents", Value::from(()));
         variables.insert("add_generation_prompt", Value::from(request.add_generation_prompt));
@@ -166,8 +179,10 @@ impl ChatTemplate {
                     .map_err(|reason| Error::new(ErrorKind::InvalidOperation, reason))
             }),
         );
-        for (name, value) in request.extra {
-            variables.insert(name, Value::from(Serde(value)));
+        let extra: Vec<_> =
+            request.extra.iter().map(|(name, value)| (name, marked(value))).collect();
+        for (name, value) in &extra {
+            variables.insert(name, Value::from(Serde(&**value)));
         }
 
         let template = self.environment.get_template(name).map_err(|error| failure(&error))?;
@@ -178,8 +193,14 @@ impl ChatTemplate {
             _ if output.overflowed => Err(TemplateError::TooLong { limit: RENDERED_BYTES_MAX }),
             Err(error) => Err(failure(&error)),
             // The template engine writes whole strings only.
-            Ok(()) => String::from_utf8(output.bytes)
-                .map_err(|error| TemplateError::Failed { reason: error.to_string() }),
+            Ok(()) => {
+                let rendered = String::from_utf8(output.bytes)
+                    .map_err(|error| TemplateError::Failed { reason: error.to_string() })?;
+                match spellings.is_none_or(|it| it.are_whole(&rendered)) {
+                    true => Ok(rendered),
+                    false => Err(TemplateError::TornSpecialToken),
+                }
+            }
         }
     }
 }
