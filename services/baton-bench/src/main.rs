@@ -5,6 +5,7 @@
 
 #![forbid(unsafe_code)]
 
+mod certificates;
 mod collectives;
 mod engine;
 mod ring;
@@ -20,6 +21,8 @@ use clap::Parser;
 #[derive(Parser)]
 #[command(name = "baton-bench", version, arg_required_else_help = true)]
 enum Cli {
+    /// Writes an authority and a certificate for measurements with TLS.
+    Certificates(certificates::CertificatesArgs),
     /// All-reduce latency over the GPUs of this host, Baton's kernels and NCCL; one process for each GPU.
     Collectives(collectives::CollectivesArgs),
     /// Prefill and decode throughput of one engine, as `baton bench engine`, with one part of it changed.
@@ -36,6 +39,7 @@ enum Cli {
 
 fn main() -> ExitCode {
     let outcome = match Cli::parse() {
+        Cli::Certificates(args) => certificates::run(args),
         Cli::Collectives(args) => collectives::run(args),
         Cli::Engine(args) => engine::run(args),
         Cli::Ring(args) => ring::run(args),

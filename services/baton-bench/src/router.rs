@@ -10,23 +10,31 @@ use std::{
     net::SocketAddr,
     path::{Path, PathBuf},
     process::{Child, Command, Stdio},
+    sync::Arc,
     thread,
     time::{Duration, Instant},
 };
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Error, Result, ensure};
 use clap::Args;
+use credentials::{SettingFile, client_config};
+use proto::auth::ClusterSecret;
+use rustls::pki_types::ServerName;
 use serde::{Deserialize, Serialize};
 use serde_json::json;
+use sha2::{Digest, Sha256};
 use tokio::{
-    io::{AsyncReadExt, AsyncWriteExt},
+    io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt},
     net::TcpStream,
     runtime::Builder,
     task::JoinSet,
 };
+use tokio_rustls::TlsConnector;
 
+use crate::certificates::{NAMES, files};
 use node::StandIn;
 
+const SECRET: &str = "of one benchmark run";
 /// Time-out of the router's start, and of each answer.
 const TIMEOUT: Duration = Duration::from_secs(60);
 /// Requests before the measurements.
@@ -64,10 +72,16 @@ pub struct RouterArgs {
     /// Time of a decode step, in ms.
     #[arg(long, default_value_t = 20)]
     step_ms: u64,
+    /// Folder of `baton-bench certificates`: clients, router and node speak TLS, and clients have an API key.
+    #[arg(long, value_name = "FOLDER")]
+    certificates: Option<PathBuf>,
     /// Print JSON.
     #[arg(long)]
     json: bool,
 }
+
+/// API key of the clients.
+const API_KEY: &str = "baton-of-one-benchmark-run";
 
 /// CPU time of the router, in µs.
 #[derive(Debug, Serialize)]
@@ -81,11 +95,17 @@ struct Report {
 }
 
 pub fn run(args: RouterArgs) -> Result<()> {
-    let node = StandIn::start()?;
-    let router = Router::start(&args.router, &args.model, &node)?;
+    let certificates = args.certificates.as_deref();
+    let node = StandIn::start(ClusterSecret::new(SECRET)?, certificates)?;
+    let router = Router::start(&args.router, &args.model, &node, certificates)?;
+    let tls = certificates.map(|folder| {
+        let ca = SettingFile::new("--certificates", &files(folder)[0]);
+        client_config(Some(&ca)).map(|tls| TlsConnector::from(Arc::new(tls))).map_err(Error::msg)
+    });
+    let tls = tls.transpose()?;
     let runtime = Builder::new_current_thread().enable_all().build()?;
     let clients = |count, rounds, request: &Request| {
-        runtime.block_on(run_clients(router.http, count, rounds, request))
+        runtime.block_on(run_clients(router.http, tls.as_ref(), count, rounds, request))
     };
     let short = |request: &Request| -> Result<f64> {
         let rounds = (args.requests / CLIENTS).max(1);
@@ -137,9 +157,29 @@ struct Ready {
 }
 
 impl Router {
-    fn start(program: &Path, model: &Path, node: &StandIn) -> Result<Self> {
+    fn start(
+        program: &Path,
+        model: &Path,
+        node: &StandIn,
+        certificates: Option<&Path>,
+    ) -> Result<Self> {
         let folder = tempfile::tempdir()?;
         let ready_file = folder.path().join("ready");
+        let mut settings = Vec::new();
+        if let Some(certificates) = certificates {
+            let [ca, cert, key] = files(certificates);
+            let keys = folder.path().join("keys.toml");
+            let hash = format!("{:x}", Sha256::digest(API_KEY));
+            fs::write(&keys, format!("[[key]]\nname = \"bench\"\nsha256 = \"{hash}\"\n"))?;
+            settings = vec![
+                ("BATON_ROUTER_TLS_CERT", cert.clone()),
+                ("BATON_ROUTER_TLS_KEY", key.clone()),
+                ("BATON_ROUTER_KEYS", keys),
+                ("BATON_CLUSTER_TLS_CERT", cert),
+                ("BATON_CLUSTER_TLS_KEY", key),
+                ("BATON_CLUSTER_TLS_CA", ca),
+            ];
+        }
         let mut child = Command::new(program)
             .arg("--ready-file")
             .arg(&ready_file)
@@ -147,11 +187,12 @@ impl Router {
             .env("BATON_MODEL_NAME", node::MODEL)
             .env("BATON_CLUSTER_DECODE", format!("http://{}", node.address))
             // The stand-in checks no token.
-            .env("BATON_CLUSTER_SECRET", "of one benchmark run")
+            .env("BATON_CLUSTER_SECRET", SECRET)
             .env("BATON_ROUTER_HTTP", "127.0.0.1:0")
             .env("BATON_ROUTER_GRPC", "127.0.0.1:0")
             .env("BATON_ROUTER_ADMIN", "127.0.0.1:0")
             .env("BATON_TELEMETRY_LOG", "warn")
+            .envs(settings)
             .stdin(Stdio::null())
             .spawn()
             .with_context(|| format!("cannot start {}", program.display()))?;
@@ -203,8 +244,8 @@ impl Request {
         let length = body.len();
         Self(
             format!(
-                "POST /v1/{path} HTTP/1.1\r\nhost: router\r\ncontent-type: application/json\r\n\
-                 content-length: {length}\r\n\r\n{body}"
+                "POST /v1/{path} HTTP/1.1\r\nhost: router\r\nauthorization: Bearer {API_KEY}\r\n\
+                 content-type: application/json\r\ncontent-length: {length}\r\n\r\n{body}"
             )
             .into(),
         )
@@ -212,13 +253,26 @@ impl Request {
 }
 
 /// Runs clients with a connection each. Each client sends the request `rounds` times and reads the whole streams.
-async fn run_clients(http: SocketAddr, count: u32, rounds: u32, request: &Request) -> Result<()> {
+async fn run_clients(
+    http: SocketAddr,
+    tls: Option<&TlsConnector>,
+    count: u32,
+    rounds: u32,
+    request: &Request,
+) -> Result<()> {
     let mut clients = JoinSet::new();
     for _ in 0..count {
-        let request = request.0.clone();
+        let (request, tls) = (request.0.clone(), tls.cloned());
         clients.spawn(async move {
-            let mut stream = TcpStream::connect(http).await?;
+            let stream = TcpStream::connect(http).await?;
             stream.set_nodelay(true)?;
+            let mut stream: Box<dyn Stream> = match tls {
+                Some(tls) => {
+                    let name = ServerName::try_from(NAMES[0])?;
+                    Box::new(tls.connect(name, stream).await?)
+                }
+                None => Box::new(stream),
+            };
             for _ in 0..rounds {
                 stream.write_all(&request).await?;
                 tokio::time::timeout(TIMEOUT, read_stream(&mut stream)).await??;
@@ -232,8 +286,12 @@ async fn run_clients(http: SocketAddr, count: u32, rounds: u32, request: &Reques
     Ok(())
 }
 
+trait Stream: AsyncRead + AsyncWrite + Send + Unpin {}
+
+impl<T: AsyncRead + AsyncWrite + Send + Unpin> Stream for T {}
+
 /// Reads a response up to its last chunk.
-async fn read_stream(stream: &mut TcpStream) -> Result<()> {
+async fn read_stream(stream: &mut (impl AsyncRead + Unpin)) -> Result<()> {
     let mut response = Vec::with_capacity(64 << 10);
     while !response.ends_with(b"data: [DONE]\n\n\r\n0\r\n\r\n") {
         let count = stream.read_buf(&mut response).await?;

@@ -11,6 +11,7 @@ mod sender;
 use std::{
     collections::VecDeque,
     io::{BufRead, BufReader, Write},
+    path::PathBuf,
     process::{Child, ChildStdin, Command, Stdio},
     sync::{
         Arc,
@@ -36,6 +37,8 @@ use kv_transfer::{
     control,
 };
 use serde::Serialize;
+
+use crate::certificates::cluster_tls;
 
 use self::{
     model_load::{ModelLoad, ModelLoadArgs, Windows, Work},
@@ -95,6 +98,9 @@ pub struct TransferArgs {
     /// Verify the hash of chunks between GPUs.
     #[arg(long)]
     verify: bool,
+    /// Folder of `baton-bench certificates`: tcp speaks TLS.
+    #[arg(long, value_name = "FOLDER")]
+    certificates: Option<PathBuf>,
     /// Print JSON.
     #[arg(long)]
     json: bool,
@@ -309,6 +315,7 @@ impl Node {
                 verify: args.verify,
                 nccl_max_ctas: (args.ctas > 0).then_some(args.ctas),
             },
+            tls: args.certificates.as_deref().map(cluster_tls).transpose()?,
         };
         let transfers = Transfers::start(config, Arc::clone(arena), sink)?;
         let address = PeerAddress {
