@@ -25,7 +25,7 @@ SECTIONS = {
     "router.config": ("router", "http grpc metrics admin keys admin_keys tls_cert tls_key models chat_templates tool_formats"),
     "etcd.config": (
         "cluster",
-        "prefill decode etcd etcd_user etcd_password etcd_ca etcd_cert etcd_key secret secret_file",
+        "prefill decode etcd etcd_user etcd_password etcd_ca etcd_cert etcd_key secret secret_file tls_cert tls_key tls_ca tls_name",
     ),
     "transfer.config": ("transfer", "control data advertise"),
     "telemetry.config": ("telemetry", "instance"),

@@ -132,6 +132,12 @@ Names of the nodes in each pod of a grouped model, in the order of their ports. 
 {{- $_ := set $cluster "etcd_key" "/etc/baton/etcd/tls.key" -}}
 {{- end -}}
 {{- end -}}
+{{- if .Values.clusterTls.secret -}}
+{{- range $key, $file := dict "cert" "tls.crt" "key" "tls.key" "ca" "ca.crt" -}}
+{{- $_ := set $cluster (printf "tls_%s" $key) (printf "/etc/baton/cluster/%s" $file) -}}
+{{- end -}}
+{{- $_ := set $cluster "tls_name" .Values.clusterTls.name -}}
+{{- end -}}
 {{- toJson $cluster -}}
 {{- end -}}
 

@@ -111,6 +111,9 @@ spec:
         {{- range $name, $secret := dict "tls" $values.tlsSecret "keys" $values.keysSecret }}{{- if $secret }}
         - {name: {{ $name }}, mountPath: /etc/baton/{{ $name }}, readOnly: true}
         {{- end }}{{- end }}
+        {{- if $.Values.clusterTls.secret }}
+        - {name: cluster-tls, mountPath: /etc/baton/cluster, readOnly: true}
+        {{- end }}
         {{- if $.Values.etcd.tlsSecret }}
         - {name: etcd-tls, mountPath: /etc/baton/etcd, readOnly: true}
         {{- end }}
@@ -129,6 +132,9 @@ spec:
     {{- range $name, $secret := dict "tls" $values.tlsSecret "keys" $values.keysSecret }}{{- with $secret }}
     - {name: {{ $name }}, secret: {secretName: {{ . }}}}
     {{- end }}{{- end }}
+    {{- with $.Values.clusterTls.secret }}
+    - {name: cluster-tls, secret: {secretName: {{ . }}}}
+    {{- end }}
     {{- with $.Values.etcd.tlsSecret }}
     - {name: etcd-tls, secret: {secretName: {{ . }}}}
     {{- end }}

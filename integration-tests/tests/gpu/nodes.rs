@@ -327,6 +327,7 @@ impl Node {
                 verify: kind.verifies(),
                 nccl_max_ctas: Some(kind.nccl_max_ctas()),
             },
+            tls: None,
         };
         let sink = move |event| {
             // Fails once the receiver of the events is dropped.

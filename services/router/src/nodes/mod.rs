@@ -48,6 +48,7 @@ const INPUTS_MAX: usize = 1024;
 /// Maximum number of cache identities: old and new weights during a rolling update, and two more. The router
 /// does not look up prefixes of further identities; it picks their nodes by load.
 const CACHE_IDENTITIES_MAX: usize = 4;
+
 /// Nodes of all models: picks nodes and connects to them. Cheap to clone.
 #[derive(Clone)]
 pub struct Nodes(Arc<Shared>);
