@@ -34,6 +34,8 @@ SECTIONS = {
 OBJECTS = ("resources", "affinity", "nodeSelector", "labels", "podLabels", "annotations", "podAnnotations", "volume")
 STRINGS = ("hosts", "hostnames", "endpoints")
 FRACTIONS = ("pendingSeconds", "kvUsage")
+# Not 0: no metric of a pool without nodes would tell that the pool is needed.
+POSITIVE = ("min", "max")
 CHOICES = {"layout": ["separate", "grouped"]}
 # An object of extraObjects may be a string with a template.
 EITHER = ("extraObjects",)
@@ -97,7 +99,7 @@ def of_value(path, value):
     if key in FRACTIONS:
         return {"type": "number", "exclusiveMinimum": 0}
     if isinstance(value, int):
-        return {"type": "integer", "minimum": 0}
+        return {"type": "integer", "minimum": int(key in POSITIVE)}
     if value is None:
         return {"type": ["integer", "null"], "minimum": 0}
     return {"type": "string"}

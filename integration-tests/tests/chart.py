@@ -325,6 +325,9 @@ class Chart(unittest.TestCase):
             ("layout=stacked",): "layout",
             ("layout=grouped", "models[0].name=m", "models[0].source=hf:a/b", "models[0].decode.gpus=2"): "models.0.decode.gpus is set; expected only replicas",
             ("layout=grouped", "nodes.autoscaling.enabled=true"): "models.0.group.autoscaling.enabled is true",
+            ("nodes.autoscaling.enabled=true", "nodes.autoscaling.min=0"): "nodes.autoscaling.min",
+            ("nodes.autoscaling.enabled=true", "nodes.autoscaling.min=5"): "models.0.prefill.autoscaling.min is 5; expected at most max, which is 4",
+            ("router.autoscaling.enabled=true", "router.autoscaling.min=9"): "router.autoscaling.min is 9",
             ("nodes.autoscaling.enabled=true",): "models.0.prefill.autoscaling.enabled needs monitoring.prometheus",
         }
         for settings, words in cases.items():

@@ -163,6 +163,14 @@ Names of the nodes in each pod of a grouped model, in the order of their ports. 
 {{- end -}}
 {{- end -}}
 
+{{- /* Fails if a pool cannot scale between its numbers: (list "router" autoscaling-values). */ -}}
+{{- define "baton.between" -}}
+{{- $path := index . 0 -}}{{- $scaling := index . 1 -}}
+{{- if gt (int64 $scaling.min) (int64 $scaling.max) -}}
+{{- fail (printf "%s.autoscaling.min is %d; expected at most max, which is %d" $path (int64 $scaling.min) (int64 $scaling.max)) -}}
+{{- end -}}
+{{- end -}}
+
 {{- /* KEDA trigger: (list $ "query" threshold). */ -}}
 {{- define "baton.trigger" -}}
 type: prometheus
