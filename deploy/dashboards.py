@@ -12,10 +12,15 @@ TTFT, DURATION = "gen_ai_server_time_to_first_token_seconds", "gen_ai_server_req
 
 
 def rate(metric, by="", where="", labels=OF_MODEL):
-    """Rate of a counter. The counter of an event that has not happened yet does not exist: 0."""
+    """Rate of a counter. Every series of a counter exists as 0 from the start."""
     where = f", {where}" if where else ""
     grouped = f" by ({by})" if by else ""
-    return f"sum{grouped} (rate({metric}{{{labels}{where}}}[$__rate_interval])) or on() vector(0)"
+    return f"sum{grouped} (rate({metric}{{{labels}{where}}}[$__rate_interval]))"
+
+
+def or_zero(query):
+    """A histogram exists from its first event on. Until then the query is 0."""
+    return f"({query}) or on() vector(0)"
 
 
 def total(metric, by="", where="", labels=OF_MODEL, function="sum"):
@@ -42,6 +47,7 @@ def ratio(over, under, where="", labels=OF_MODEL):
     return f"{one} / {other}"
 
 
+FAILED_ATTEMPT = 'outcome=~"prefill_lost|decode_lost|transfer_failed|mismatch|internal"'
 FAILED = 'finished_reason=~"failed|deadline|overloaded"'
 NODE = 'job="baton/baton-{}-node"'.format
 
@@ -63,7 +69,8 @@ def pool(role):
 # Dashboards by name: title, and a list of panels (title, unit, queries with their legends).
 DASHBOARDS = {
     "cluster": ("Baton: cluster", [
-        ("Nodes", "short", [(total("baton_nodes", "role, health", labels=ALL, function="max"), "{{role}} {{health}}")]),
+        ("Nodes", "short", [(
+            f"max by (role, health) ({total('baton_nodes', 'instance, role, health', labels=ALL)})", "{{role}} {{health}}")]),
         ("Finished requests", "per second", [(rate("baton_requests_finished_total", "finished_reason"), "{{finished_reason}}")]),
         ("Failed and rejected requests", "per second", [(rate("baton_requests_finished_total", "", FAILED), "failed, late or rejected")]),
         ("Time to first token", "s", quantiles(TTFT)),
@@ -75,7 +82,7 @@ DASHBOARDS = {
     ]),
     "stages": ("Baton: stages of a request", [
         ("Mean time of each stage", "s", [
-            (f"({mean('baton_request_queue_time_seconds', 'job')}) or on() vector(0)", "wait in the router"),
+            (or_zero(mean("baton_request_queue_time_seconds", "job")), "wait in the router"),
             (mean("baton_sequence_queue_time_seconds", "job"), "queue of {{job}}"),
             (mean("baton_sequence_prefill_time_seconds", "job"), "prefill by {{job}}"),
             (mean("baton_kv_transfer_duration_seconds", "job"), "transfer, seen by {{job}}"),
@@ -86,7 +93,7 @@ DASHBOARDS = {
         ("Hand-over gap", "s", quantiles("baton_hand_over_gap_seconds")),
         ("Inter-token latency", "s", quantiles("baton_inter_token_latency_seconds")),
         ("Error of the predicted time to first token", "percentunit",
-            [(mean("baton_time_to_first_token_prediction_error", "job") + " or on() vector(0)", "mean")]),
+            [(or_zero(mean("baton_time_to_first_token_prediction_error", "job")), "mean")]),
     ]),
     "prefill": ("Baton: prefill nodes", [
         ("Pending prompt tokens", "short", [(total("baton_pending_prompt_tokens", "instance", NODE("prefill")), "{{instance}}")]),
@@ -117,9 +124,9 @@ DASHBOARDS = {
         ("Finished requests by router", "per second", [(rate("baton_requests_finished_total", "instance"), "{{instance}}")]),
         ("Attempts", "per second", [(rate("baton_attempts_total", "outcome"), "{{outcome}}")]),
         ("Failed attempts", "percentunit", [(
-            f"({rate('baton_attempts_total', '', 'outcome=~' + chr(34) + 'prefill_lost|decode_lost|transfer_failed|mismatch|internal' + chr(34))})"
+            f"{rate('baton_attempts_total', where=FAILED_ATTEMPT)}"
             f" / clamp_min(sum(rate(baton_attempts_total{{{OF_MODEL}}}[$__rate_interval])), 1e-9)", "of all")]),
-        ("Waiting requests", "short", [(f"({total('baton_requests', '', 'state=' + chr(34) + 'waiting' + chr(34))}) or on() vector(0)", "waiting")]),
+        ("Waiting requests", "short", [(total("baton_requests", where='state="waiting"'), "waiting")]),
         ("Cached blocks known to routers", "short", [(total("baton_nodes_cached_blocks", "role", labels=ALL, function="max"), "{{role}}")]),
         ("Nodes by router", "short", [(total("baton_nodes", "instance, role", 'health="up"', labels=ALL), "{{instance}} {{role}}")]),
     ]),

@@ -1,5 +1,5 @@
 //! The Helm chart: `chart.py` renders it with the oldest and the newest supported Helm, `dashboards.py` asks Prometheus for the
-//! data of all panels.
+//! data of all panels and for the metrics that alerts select.
 
 use std::process::Command;
 
@@ -7,6 +7,7 @@ use anyhow::Result;
 use integration_tests::{
     cluster::{bin_dir, smollm2},
     command::output,
+    etcd::Etcd,
 };
 
 #[test]
@@ -15,8 +16,9 @@ fn chart_renders_valid_objects_and_refuses_bad_values() -> Result<()> {
 }
 
 #[test]
-fn every_panel_and_every_scaling_query_has_data() -> Result<()> {
-    run("dashboards.py", &[&smollm2().display().to_string()])
+fn every_panel_scaling_query_and_alert_selects_metrics_that_exist() -> Result<()> {
+    let etcd = Etcd::start()?;
+    run("dashboards.py", &[&etcd.url(), &smollm2().display().to_string()])
 }
 
 /// Runs a script of this folder with the folders of the tools and of Baton's programs, and further arguments.

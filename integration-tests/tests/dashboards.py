@@ -1,7 +1,7 @@
 """Runs the queries of all panels of the chart's dashboards, and those that scale pools, against a Prometheus that scrapes a
-`baton up`.
+`baton up`. Also asks for every metric, label and label value that panels and alerts select.
 
-Arguments: folder of the tools, folder of Baton's programs, path of a model.
+Arguments: folder of the tools, folder of Baton's programs, URL of etcd, path of a model.
 """
 
 import itertools
@@ -19,13 +19,15 @@ import urllib.parse
 import urllib.request
 
 if __name__ == "__main__":
-    TOOLS, PROGRAMS, MODEL = map(pathlib.Path, sys.argv[1:4])
+    TOOLS, PROGRAMS, MODEL = (pathlib.Path(sys.argv[index]) for index in (1, 2, 4))
+    ETCD = sys.argv[3]
     sys.path.insert(0, str(TOOLS / "python"))
 
 import yaml  # noqa: E402
 
 CHART = pathlib.Path(__file__).parents[2] / "helm" / "baton"
 DASHBOARDS = CHART / "files" / "dashboards"
+ALERTS = CHART / "files" / "alerts.yaml"
 DEADLINE = 90
 
 
@@ -42,11 +44,37 @@ def panels(interval, variables):
             for target in panel["targets"]:
                 query = target["expr"].replace("$__rate_interval", interval)
                 query = re.sub(r"\$(namespace|release|model)", lambda name: variables[name[1]], query)
-                yield f"{path.stem}, {panel['title']}", query
+                name = f"{path.stem}, {panel['title']}"
+                # A 0 for missing data would hide a wrong name.
+                yield name, query.replace(" or on() vector(0)", "")
+                yield from ((name, it) for it in selected(query))
+
+
+def alerts():
+    """Yields the name of each alert with a query for everything that the alert selects. A healthy cluster has no data for the
+    alert's own query."""
+    for rule in yaml.safe_load(ALERTS.read_text())["groups"][0]["rules"]:
+        yield from ((rule["alert"], it) for it in selected(rule["expr"]))
+
+
+def selected(query):
+    """Yields a query for each label value that a query selects or excludes, and for each label by which it groups."""
+    grouped = {label for labels in re.findall(r"\bby \((.*?)\)", query) for label in re.findall(r"\w+", labels)}
+    found = re.findall(r"\b((?:baton|gen_ai)_\w+|up)\b(?:\{(.*?)\})?", re.sub(r"\b(?:by|without) \(.*?\)", "", query))
+    assert found, query
+    for metric, matchers in found:
+        yield from (f'{metric}{{{label}!=""}}' for label in grouped)
+        for label, operator, values in re.findall(r'(\w+)(=~|!~|!=|=)"(.*?)"', matchers):
+            if values == "":
+                yield f'{metric}{{{label}!=""}}'
+            elif re.fullmatch(r"[\w|]+", values):
+                yield from (f'{metric}{{{label}="{value}"}}' for value in values.split("|"))
+            else:
+                yield f'{metric}{{{label}{operator.replace("!", "=")}"{values}"}}'
 
 
 def scaling(helm, model):
-    """The queries of KEDA's triggers. Each ends with 0 for pools without data, which would hide a wrong name."""
+    """Yields the queries of KEDA's triggers. Each ends with 0 for pools without data, which would hide a wrong name."""
     command = [helm, "template", "baton", CHART, "--api-versions", "keda.sh/v1alpha1/ScaledObject"]
     values = {
         "existingSecret": "s",
@@ -76,9 +104,9 @@ def has_number(result):
 def without_data(queries, address, baton, router):
     """Sends requests until all queries have data in the Prometheus at the address. Returns the queries without data."""
     load = [baton, "bench", "serve", "--url", f"http://{router}", "--requests", "8", "--warmup", "0"]
-    load += ["--input-tokens", "40", "--output-tokens", "8", "--concurrency", "2"]
+    load += ["--input-tokens", "40", "--output-tokens", "8", "--concurrency", "4"]
     wanted = dict(enumerate(queries))
-    assert len(wanted) > 50, wanted
+    assert len(wanted) > 200, wanted
     deadline = time.monotonic() + DEADLINE
     # A rate needs two samples with requests between them.
     for seed in itertools.count():
@@ -97,8 +125,15 @@ def start_cluster(folder, router):
     """Starts `baton up` and returns the process and the addresses of the metrics by job."""
     log = folder / "up.log"
     command = [PROGRAMS / "baton", "up", "--model", MODEL, "--http", router, "--grpc", "127.0.0.1:0"]
-    # Otherwise an idle decode node may prefill the short prompts itself.
-    env = os.environ | {"BATON_ROUTER_DISAGGREGATE": "always"}
+    # With etcd, so that routers and nodes report whether it answers.
+    command += ["--etcd", ETCD]
+    env = os.environ | {
+        # Otherwise an idle decode node may prefill the short prompts itself.
+        "BATON_ROUTER_DISAGGREGATE": "always",
+        # So that requests wait in the router.
+        "BATON_NODE_SLOTS": "1",
+        "BATON_NODE_WAITING_MAX": "0",
+    }
     up = subprocess.Popen(command, env=env, stdout=log.open("w"), stderr=subprocess.STDOUT)
     deadline = time.monotonic() + DEADLINE
     while "baton: ready" not in log.read_text():
@@ -114,7 +149,7 @@ def start_cluster(folder, router):
 def main(folder):
     router, address = free_address(), free_address()
     up, jobs = start_cluster(folder, router)
-    prometheus = None
+    running = [up]
     try:
         scrapes = [
             {
@@ -131,21 +166,20 @@ def main(folder):
             [program, f"--config.file={config}", f"--storage.tsdb.path={folder}/data", f"--web.listen-address={address}"],
             stderr=(folder / "prometheus.log").open("w"),
         )
+        running.append(prometheus)
         with urllib.request.urlopen(f"http://{router}/v1/models", timeout=10) as answer:
             model = json.load(answer)["data"][0]["id"]
         # As Grafana replaces them for "All" and a scrape interval of one second.
         everything = dict.fromkeys(("namespace", "release", "model"), ".*")
-        queries = [*panels("30s", everything), *scaling(TOOLS / "helm3", model)]
+        queries = [*panels("30s", everything), *scaling(TOOLS / "helm3", model), *alerts()]
         if missing := without_data(queries, address, PROGRAMS / "baton", router):
             sys.exit("no data in:\n" + "\n".join(f"{name}: {query}" for name, query in missing))
         print(f"{len(queries)} queries have data")
     finally:
-        for process in (prometheus, up):
-            if process:
-                process.terminate()
-        for process in (prometheus, up):
-            if process:
-                process.wait(30)
+        for process in running:
+            process.terminate()
+        for process in running:
+            process.wait(30)
 
 
 if __name__ == "__main__":

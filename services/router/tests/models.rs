@@ -82,6 +82,25 @@ async fn a_request_is_answered_by_nodes_of_the_model_that_it_names() {
     }
 }
 
+/// Returns the decode nodes of `scripted` and of `other` that are up.
+async fn decode_nodes_up(cluster: &Cluster) -> [f64; 2] {
+    let up = async |model: &str| {
+        let model = format!("gen_ai_request_model=\"{model}\"");
+        let labels = ["role=\"decode\"", "health=\"up\"", &model];
+        cluster.metric("baton_nodes{", &labels).await
+    };
+    [up(MODEL).await, up("other").await]
+}
+
+#[tokio::test]
+async fn nodes_are_counted_for_their_model() {
+    let mut cluster = two_models().await;
+    assert_eq!(decode_nodes_up(&cluster).await, [1.0, 1.0]);
+    cluster.decode[1].kill();
+    let is_down = async || decode_nodes_up(&cluster).await == [1.0, 0.0];
+    eventually("the node of the other model is down", is_down).await;
+}
+
 #[tokio::test]
 async fn unknown_model_is_rejected_with_the_list_of_models() {
     let cluster = two_models().await;

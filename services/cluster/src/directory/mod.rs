@@ -226,12 +226,6 @@ impl Directory {
         self.members.values()
     }
 
-    /// Returns the number of members with this role and health.
-    pub fn count(&self, role: Role, health: Health) -> usize {
-        let matches = |member: &&Member| member.address.role == role && member.health == health;
-        self.members.values().filter(matches).count()
-    }
-
     /// Returns the records of this role's nodes that can be picked: up and not draining.
     pub fn serving(&self, role: Role) -> impl Iterator<Item = &NodeRecord> {
         self.members.values().filter_map(move |member| {

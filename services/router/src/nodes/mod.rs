@@ -19,7 +19,7 @@ use std::{
 
 use cluster::{
     BreakerChange, BreakerReason, CacheIdentity, Considered, Directory, DirectoryInput, Failed,
-    Health, Membership, NoNode, NodeChoice, NodeRecord, Role, Selection, Wanted,
+    Health, Member, Membership, NoNode, NodeChoice, NodeRecord, Role, Selection, Wanted,
 };
 use proto::{
     ids::{NoRandomness, TransferId, random_bits},
@@ -64,6 +64,7 @@ struct Shared {
     connected: AtomicBool,
     /// Last known limits of each model, by model name.
     last_limits: Mutex<HashMap<String, ModelLimits>>,
+    served: Arc<[Served]>,
     metrics: RouterMetrics,
 }
 
@@ -99,6 +100,7 @@ impl Nodes {
             changes: latest::Sender::new(0),
             connected: AtomicBool::new(false),
             last_limits: Mutex::default(),
+            served: served.clone(),
             metrics,
         }));
         let watch = watch::start(nodes.clone(), membership.watch(), received, served);
@@ -266,15 +268,30 @@ impl Nodes {
     }
 
     fn count_nodes(&self) {
+        let models = || self.0.served.iter().map(|served| &*served.model);
+        // A node that never answered can only have the model of a router with one model.
+        let only = models().next().filter(|_| models().len() == 1);
+        let model_of = |member: &Member| match member.record() {
+            Some(record) => models().find(|model| *model == record.model),
+            None => only,
+        };
         let directory = self.directory();
+        let nodes = directory.nodes();
+        let nodes: Vec<_> =
+            nodes.map(|node| (node.address.role, node.health, model_of(node))).collect();
+        let excluded = Role::ALL.map(|role| (role, directory.excluded(role)));
+        drop(directory);
+        for (role, excluded) in excluded {
+            self.0.metrics.set_excluded_nodes(role.as_str(), excluded);
+        }
         for role in Role::ALL {
             for health in Health::ALL {
-                let count = directory.count(role, health);
-                self.0.metrics.set_nodes(role.as_str(), health.as_str(), count);
+                for model in models().map(Some).chain([None]) {
+                    let count = nodes.iter().filter(|node| **node == (role, health, model)).count();
+                    self.0.metrics.set_nodes(role.as_str(), health.as_str(), model, count);
+                }
             }
-            self.0.metrics.set_excluded_nodes(role.as_str(), directory.excluded(role));
         }
-        drop(directory);
         self.count_cached_blocks();
     }
 

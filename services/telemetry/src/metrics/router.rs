@@ -260,7 +260,11 @@ impl RouterMetrics {
                 "Picks of nodes, by decision and its reason; local: the decode node prefills the prompt",
                 of_model,
             ),
-            nodes: metrics.gauge("baton.nodes", "Nodes known to this router, by role and health"),
+            nodes: metrics.gauge(
+                "baton.nodes",
+                "Nodes known to this router, by role, health and model; without a model: nodes that never answered \
+                 and nodes of other models",
+            ),
             excluded_nodes: metrics.gauge(
                 "baton.nodes.excluded",
                 "Nodes whose circuit breaker is open or half-open, by role",
@@ -361,9 +365,18 @@ impl RouterMetrics {
         self.picks.add(1, pick);
     }
 
-    /// Sets the number of nodes of a role and health. Call it for every pair at each change, also for 0.
-    pub fn set_nodes(&self, role: &'static str, health: &'static str, count: usize) {
-        let attributes = [KeyValue::new("role", role), KeyValue::new("health", health)];
+    /// Sets the number of nodes of a role, health and model. Call it for every combination at each change, also
+    /// for 0.
+    pub fn set_nodes(
+        &self,
+        role: &'static str,
+        health: &'static str,
+        model: Option<&str>,
+        count: usize,
+    ) {
+        let mut attributes = vec![KeyValue::new("role", role), KeyValue::new("health", health)];
+        attributes
+            .extend(model.map(|model| KeyValue::new("gen_ai.request.model", model.to_owned())));
         self.nodes.record(count as u64, &attributes);
     }
 

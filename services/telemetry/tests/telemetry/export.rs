@@ -171,7 +171,7 @@ async fn metrics_have_the_same_names_over_otlp_and_in_a_scrape() {
             metrics.first_token(Operation::Chat, second);
             metrics.ttft_predicted(second, second);
             metrics.transfer_delivered(1, second);
-            metrics.set_nodes("decode", "up", 1);
+            metrics.set_nodes("decode", "up", Some("smollm2"), 1);
             let request = FinishedRequest { end: RequestEnd::Failed, ..REQUEST };
             metrics.request_ended(&request);
         } else {

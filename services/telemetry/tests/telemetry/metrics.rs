@@ -224,7 +224,7 @@ fn prometheus_text_has_each_family_once() {
     let (telemetry, _) = start("router", None);
     let metrics = RouterMetrics::new(&telemetry.metrics(), "smollm2");
     let _running = metrics.request_running();
-    metrics.set_nodes("decode", "up", 2);
+    metrics.set_nodes("decode", "up", Some("smollm2"), 2);
     let text = telemetry.metrics().render_prometheus();
     let mut types: Vec<_> = text.lines().filter(|line| line.starts_with("# TYPE ")).collect();
     let count = types.len();
