@@ -26,10 +26,6 @@ PYTHON
 rm -r "$target/layers"
 python3 -m pip install --quiet --disable-pip-version-check --target "$target/python" 'kubernetes-validate==1.37.0'
 if ! command -v promtool >/dev/null || ! command -v prometheus >/dev/null; then
-    # Unpacked rather than installed, so that no service starts.
-    packages=$(mktemp -d)
-    (cd "$packages" && apt-get download -qq prometheus)
-    dpkg-deb -x "$packages"/prometheus_*.deb "$target/debian"
-    rm -r "$packages"
+    deploy/unpack.sh "$target/debian" prometheus
 fi
 touch "$target/complete"

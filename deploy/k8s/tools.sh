@@ -39,12 +39,7 @@ MODULES
 fi
 
 if [ ! -x "$target/debian/usr/bin/containerd" ]; then
-    packages=$(mktemp -d)
-    (cd "$packages" && apt-get download -qq containerd runc containernetworking-plugins libseccomp2)
-    for package in "$packages"/*.deb; do
-        dpkg-deb -x "$package" "$target/debian"
-    done
-    rm -r "$packages"
+    ../unpack.sh "$target/debian" containerd runc containernetworking-plugins libseccomp2
 fi
 
 if [ ! -x "$target/bin/helm" ]; then
