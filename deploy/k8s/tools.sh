@@ -22,6 +22,7 @@ CGO_ENABLED=0 go build -trimpath -o "$target/bin/" \
 # remove_all_sd: without the clients of cloud providers.
 (cd prometheus && CGO_ENABLED=0 go build -trimpath -tags remove_all_sd -ldflags="-s -w" -o "$target/bin/" \
     github.com/prometheus/prometheus/cmd/prometheus)
+./etcd.sh
 (cd kwok && CGO_ENABLED=0 go build -trimpath -ldflags="-s -w" -o "$target/bin/" sigs.k8s.io/kwok/cmd/kwok)
 
 # Definitions of the custom resources that the chart can create: module, version, folder.
@@ -57,4 +58,3 @@ for program in ("kubectl", "helm"):
 PYTHON
     rm -r "$target/layer"
 fi
-CARGO_TARGET_DIR=${target%/k8s} ../etcd.sh
