@@ -362,6 +362,11 @@ class Chart(unittest.TestCase):
         # The line before runs in the background.
         self.assertIn("curl -N --retry 9 --retry-connrefused http://127.0.0.1:8000/v1/chat/completions", notes)
         self.assertIn("helm --namespace default test baton --logs", notes)
+        secrets = "router.tlsSecret=cert,router.keysSecret=keys"
+        run = helm(HELMS[1], "install", "baton", CHART, *SECRET, "--dry-run=client", "--set", secrets)
+        # The certificate does not name 127.0.0.1.
+        url = "-k https://127.0.0.1:8000/v1/chat/completions"
+        self.assertIn(f'{url} -H "authorization: Bearer $BATON_API_KEY"', run.stdout.partition("NOTES:")[2])
 
     def test_no_alias_of_vllm_is_scraped_from_routers_and_nodes(self):
         page = (CHART.parents[1] / "docs" / "metrics.md").read_text()
