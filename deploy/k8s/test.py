@@ -16,6 +16,7 @@ import shlex
 import ssl
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.parse
@@ -221,9 +222,46 @@ def readme_command(verb):
     return shlex.split(line, comments=True)
 
 
+class ReadyTimes:
+    """Records when each pod becomes ready. The API's own times are whole seconds."""
+
+    def __init__(self, api):
+        self.api, self.ready, self.done = api, {}, threading.Event()
+        self.thread = threading.Thread(target=self.watch)
+
+    def __enter__(self):
+        self.thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self.done.set()
+        self.thread.join()
+
+    def watch(self):
+        while not self.done.wait(0.05):
+            for pod in self.api.pods():
+                if condition(pod, "Ready"):
+                    self.ready.setdefault(pod["metadata"]["name"], time.clock_gettime(time.CLOCK_BOOTTIME))
+
+    def since_start(self, role):
+        """Returns the longest time from the start of the container's process to Ready of a role's pods."""
+        return max(self.ready[name] - process_start(name) for name in (pod["metadata"]["name"] for pod in self.api.pods(role)))
+
+
+def process_start(pod):
+    """Returns when the process of a pod started, in seconds since the start of the machine."""
+    for folder in pathlib.Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if f"POD_NAME={pod}\0".encode() in (folder / "environ").read_bytes():
+                fields = (folder / "stat").read_text().rpartition(")")[2].split()
+                return int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    raise SystemExit(f"no process of the pod {pod}")
+
+
 def install(table, api, values):
     start = time.monotonic()
-    run(*readme_command("install"), "-f", values, f"--timeout={ROLLOUT_SECONDS}s")
+    with ReadyTimes(api) as times:
+        run(*readme_command("install"), "-f", values, f"--timeout={ROLLOUT_SECONDS}s")
     installed = time.monotonic() - start
     wait("answer", answered)
     seconds = time.monotonic() - start
@@ -232,15 +270,9 @@ def install(table, api, values):
     release = api.request("GET", f"/api/v1/namespaces/{NAMESPACE}/secrets/sh.helm.release.v1.{RELEASE}.v1")["data"]["release"]
     kilobytes = len(base64.b64decode(release)) / 1000
     table.require("release secret, kB", "≤ 500", f"{kilobytes:.0f}", kilobytes <= 500)
-    # The API rounds both times to seconds. A router waits for its first decode node.
+    # A router waits for its first decode node.
     for role in ("prefill", "decode", "router"):
-        started = max(condition(pod, "Ready") - parse_time(container(pod)["state"]["running"]["startedAt"])
-                      for pod in api.pods(role))
-        table.seconds(f"{role}: container start to Ready, s", started, 3)
-
-
-def container(pod):
-    return pod["status"]["containerStatuses"][0]
+        table.seconds(f"{role}: container start to Ready, s", times.since_start(role), 3)
 
 
 def missing_resource_definition(table, api, values):
@@ -374,16 +406,20 @@ def trace(table, api):
 
 
 def panels(table, values):
-    """Requires data in all panels and scaling queries, in a Prometheus that gets metrics over OTLP only."""
-    helm("upgrade", values, "--set", "router.config.disaggregate=always", "--wait")
+    """Requires data in all panels and scaling queries, and everything that alerts select, in a Prometheus that gets metrics over
+    OTLP only."""
+    # With one slot requests wait in the router.
+    helm("upgrade", values, "--set", "router.config.disaggregate=always,nodes.config.slots=1,nodes.config.waiting_max=0", "--wait")
     settled()
     labels = {"namespace": NAMESPACE, "release": RELEASE, "model": NAME}
     # Pods send metrics every 10 s.
     queries = [*dashboards.panels("60s", labels), *dashboards.scaling("helm", NAME)]
+    # Only scrapes have `up`.
+    queries += [it for it in dashboards.alerts() if not it[1].startswith("up{")]
     missing = dashboards.without_data(queries, PROMETHEUS_OTLP, BIN / "baton", ROUTER)
     for name, query in missing:
         print(f"  no data: {name}: {query}", flush=True)
-    table.require("queries of panels and of autoscaling with data over OTLP", len(queries), len(queries) - len(missing))
+    table.require("queries of panels, autoscaling and alerts with data over OTLP", len(queries), len(queries) - len(missing))
 
 
 def start_prometheus(api):
