@@ -24,6 +24,7 @@ use anyhow::{Context, Error, Result, anyhow, bail, ensure};
 use clap::{Args, builder::PossibleValuesParser};
 use config::{Config, Dtype, LoadFormat, LoadInput, ModelPath, Source, hub::Parts};
 use credentials::{SettingFile, client_config_for};
+use futures_util::future::try_join_all;
 use serde_json::Value;
 use tokio::{
     signal::unix::{Signal, SignalKind, signal},
@@ -47,7 +48,7 @@ const READY_WITHIN: Duration = Duration::from_secs(120);
 /// Time-out of a node's start with `--no-router`: weights may come from a slow volume, and a pod's startup probe has a
 /// limit of its own.
 const HOST_READY_WITHIN: Duration = Duration::from_secs(3600);
-/// Time that a service has beyond `node.drain_timeout` from SIGTERM to SIGKILL.
+/// Time that a service has beyond its drain settings from SIGTERM to SIGKILL.
 const STOP_MARGIN: Duration = Duration::from_secs(5);
 const NODES_MAX: u32 = 64;
 /// Tokenizer of a Hugging Face folder. A GGUF file contains its tokenizer.
@@ -329,8 +330,10 @@ async fn serve(
         cluster.health = Some(Health::start(address, nodes.collect()).await?);
     }
     let (mut prefill, mut decode) = (Vec::new(), Vec::new());
-    for node in &mut cluster.nodes {
-        let url = format!("http://{}", node.ready().await?.grpc);
+    // The first node that fails ends the wait for the others, which may load for an hour.
+    let addresses = try_join_all(cluster.nodes.iter_mut().map(Supervised::ready)).await?;
+    for (node, ready) in cluster.nodes.iter().zip(addresses) {
+        let url = format!("http://{}", ready.grpc);
         if node.name.starts_with("prefill") { prefill.push(url) } else { decode.push(url) }
     }
     if args.no_router {
@@ -417,7 +420,9 @@ struct Common {
     id: Option<String>,
     addresses: NodeAddresses,
     ready_within: Duration,
-    stop_within: Duration,
+    /// Grace periods of a node and of the router.
+    node_stop_within: Duration,
+    router_stop_within: Duration,
     config: Option<PathBuf>,
     /// Nodes register in etcd; the router gets no list.
     etcd: bool,
@@ -496,10 +501,14 @@ impl Common {
             // Clusters on one machine have different HTTP ports, and need different admin ports.
             set("BATON_ROUTER_ADMIN", "127.0.0.1:0".to_owned());
         }
-        if config.source_of("router.drain_delay") == Source::Default {
-            // No load balancer sends requests to this router.
-            set("BATON_ROUTER_DRAIN_DELAY", "0s".to_owned());
-        }
+        let drain_delay = match config.source_of("router.drain_delay") {
+            Source::Default => {
+                // No load balancer sends requests to this router.
+                set("BATON_ROUTER_DRAIN_DELAY", "0s".to_owned());
+                Duration::ZERO
+            }
+            _ => config.router.drain_delay,
+        };
         if config.source_of("telemetry.log_format") == Source::Default {
             // The services write to a pipe and would choose json.
             set("BATON_TELEMETRY_LOG_FORMAT", "pretty".to_owned());
@@ -514,7 +523,8 @@ impl Common {
             id: config.node.id.clone(),
             addresses: NodeAddresses::new(args, config)?,
             ready_within: if args.no_router { HOST_READY_WITHIN } else { READY_WITHIN },
-            stop_within: config.node.drain_timeout + STOP_MARGIN,
+            node_stop_within: config.node.drain_timeout + STOP_MARGIN,
+            router_stop_within: drain_delay + config.router.drain_timeout + STOP_MARGIN,
             config: args.config.clone(),
             etcd,
             ready_dir,
@@ -534,7 +544,7 @@ impl Common {
             envs: self.envs.clone(),
             sticky: |_| Vec::new(),
             ready_within: self.ready_within,
-            stop_within: self.stop_within,
+            stop_within: self.node_stop_within,
         }
     }
 
@@ -573,6 +583,7 @@ impl Common {
             ("--cluster-decode", &listed(decode)),
         ]);
         let mut router = self.spec("router".to_owned(), "baton-router", nodes);
+        router.stop_within = self.router_stop_within;
         for (name, address) in [("BATON_ROUTER_HTTP", args.http), ("BATON_ROUTER_GRPC", args.grpc)]
         {
             router.envs.extend(address.map(|address| (name.to_owned(), address.to_string())));
