@@ -20,6 +20,10 @@ fn main() -> Result<(), Box<dyn Error>> {
     // The reflection service serves these descriptors.
     let out = PathBuf::from(env::var("OUT_DIR")?);
     fs::write(out.join("descriptors.bin"), descriptors.encode_to_vec())?;
-    tonic_prost_build::configure().bytes(".").compile_fds(descriptors)?;
+    tonic_prost_build::configure()
+        .bytes(".")
+        // Routers keep the stage times of ended requests.
+        .type_attribute("baton.v1.StageTimes", "#[derive(serde::Serialize, serde::Deserialize)]")
+        .compile_fds(descriptors)?;
     Ok(())
 }

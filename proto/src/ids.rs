@@ -3,6 +3,8 @@
 
 use std::{fmt, sync::Arc};
 
+use serde::{Deserialize, Deserializer, Serialize, Serializer, de::Error as _};
+
 use crate::v1;
 
 /// The operating system returned no random numbers, so no id can be created.
@@ -23,7 +25,7 @@ pub fn bits(bytes: &[u8]) -> Option<u128> {
 }
 
 /// Id of a request, equal in all of its attempts.
-#[derive(Clone, Copy, PartialEq, Eq)]
+#[derive(Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RequestId(pub u128);
 
 impl RequestId {
@@ -135,6 +137,18 @@ impl NodeId {
 
     pub fn as_str(&self) -> &str {
         &self.0
+    }
+}
+
+impl Serialize for NodeId {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.serialize_str(&self.0)
+    }
+}
+
+impl<'de> Deserialize<'de> for NodeId {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        Self::parse(&String::deserialize(deserializer)?).map_err(D::Error::custom)
     }
 }
 

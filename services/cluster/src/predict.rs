@@ -29,6 +29,7 @@
 use std::time::Duration;
 
 use proto::v1;
+use serde::{Deserialize, Serialize};
 
 /// Output tokens that a cost includes. Later tokens change the costs of all options alike.
 const DECODE_STEPS: u32 = 32;
@@ -363,7 +364,7 @@ impl Prompt {
 }
 
 /// Predicted waiting time of clients, in milliseconds.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Prediction {
     /// Time until the steps of the prompt begin.
     pub queue_ms: f64,
@@ -391,7 +392,7 @@ impl Prediction {
 }
 
 /// Predicts prefill on `prefill` and transfer to `decode`. `transfer_token_ms`: transfer time of a token's KV; 0
-/// until a transfer of the pair was measured.
+/// until a transfer was measured.
 pub fn hand_over(
     prefill: (&NodeState, &Prompt),
     decode: (&NodeState, &Prompt),

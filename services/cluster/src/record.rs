@@ -3,6 +3,7 @@
 use std::fmt;
 
 use proto::v1;
+use serde::{Deserialize, Serialize};
 
 use crate::{Epoch, EpochError, ModelIdentity, NodeId, NodeIdError};
 
@@ -14,7 +15,7 @@ const PEER_TAG_BYTES: usize = 32;
 const BLOCK_TOKENS_MAX: u32 = 1024;
 
 /// The part of a request that a node serves.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum Role {
     /// Prefills prompts and sends KV.
     Prefill,

@@ -1,6 +1,10 @@
 //! State shared by all requests: settings, models, nodes and load limits.
 
-use std::{collections::BTreeMap, sync::Arc, time::Duration};
+use std::{
+    collections::BTreeMap,
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use proto::auth::ClusterSecret;
 use telemetry::RouterMetrics;
@@ -90,7 +94,7 @@ impl Front {
         Self {
             bodies: BodyBudget::new(settings.bodies_bytes_max),
             admission: Admission::new(settings.router.requests_max),
-            history: SharedHistory::default(),
+            history: SharedHistory::new(Instant::now()),
             models,
             nodes,
             keys,

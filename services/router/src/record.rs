@@ -83,9 +83,9 @@ impl RequestRecord {
             request_id,
             label: label.clone(),
             trace_id: None,
-            api: operation.as_str(),
+            api: operation.as_str().into(),
             model: model.name.clone(),
-            received,
+            received: front.history.time_of(received),
             received_at: SystemTime::now(),
             read: None,
             prepared: None,
@@ -292,7 +292,7 @@ impl RequestRecord {
                 AttemptOutcome::Failed(failure) => Some(bounded(failure.to_string())),
                 AttemptOutcome::Complete | AttemptOutcome::Cancelled => None,
             };
-            let (outcome, stats) = (end.as_str(), ended.stats);
+            let (outcome, stats) = (end.as_str().into(), ended.stats);
             attempt.end = Some(AttemptEntryEnd { at, outcome, failure, stats });
         }
         end
@@ -343,14 +343,13 @@ impl Drop for RequestRecord {
         spans::request_ended(&self.span, &self.model.name, &finished, &state.finish_reasons);
         lock(&self.entry).end = Some(RequestEntryEnd {
             at: duration,
-            reason: end.as_str(),
+            reason: end.as_str().into(),
             is_complete: matches!(end, RequestEnd::Stop | RequestEnd::Length),
             error: state.error.as_ref().map(|(_, error)| bounded(error.clone())),
             first_token: state.first_token,
             completion_tokens: state.completion_tokens,
         });
-        // The entries that this one displaces are dropped without the lock.
-        let _displaced = self.history.lock().end(self.request_id);
+        self.history.lock().end(self.request_id);
         // The end of an exported span is the time at which the span was last left, so enter and leave it now.
         let _entered = self.span.enter();
         // An enabled span already has these fields.

@@ -9,6 +9,8 @@ use std::{
     time::{Duration, Instant},
 };
 
+use serde::{Deserialize, Serialize};
+
 use super::AssignmentId;
 use crate::backoff::{Jitter, doubled};
 
@@ -22,7 +24,7 @@ const SLOW_PAUSE_FIRST: Duration = Duration::from_secs(10);
 pub const PAUSE_MAX: Duration = Duration::from_secs(30);
 
 /// Reason why a breaker is open.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum BreakerReason {
     /// Attempts failed on the node.
     Failures,

@@ -1,5 +1,7 @@
 //! The account of a pick: the options that the directory compared, and the nodes that were not eligible.
 
+use serde::{Deserialize, Serialize};
+
 use super::{Member, NoNode};
 use crate::{NodeId, Role, predict::Prediction};
 
@@ -7,7 +9,7 @@ use crate::{NodeId, Role, predict::Prediction};
 pub const OPTIONS_MAX: usize = 16;
 
 /// The account of a pick.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Considered {
     pub placement: Placement,
     /// The chosen option, then the other options, lowest predicted cost first.
@@ -23,7 +25,7 @@ pub struct Considered {
 }
 
 /// Nodes that the attempt might have used.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct ConsideredOption {
     pub decode: NodeId,
     /// `None`: the decode node prefills the prompt.
@@ -33,7 +35,7 @@ pub struct ConsideredOption {
 }
 
 /// A node that the attempt could not use.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct IneligibleNode {
     /// Name of the node; its address if the node never reported.
     pub node: String,
@@ -52,7 +54,7 @@ impl IneligibleNode {
 }
 
 /// Reason why a prefill node or the decode node prefills the prompt.
-#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, thiserror::Error)]
 pub enum Placement {
     #[error("router.disaggregate is always")]
     Always,

@@ -29,6 +29,7 @@ use std::{
 
 use config::{Disaggregate, NodePolicy};
 use proto::ids::TransferId;
+use serde::{Deserialize, Serialize};
 
 use super::{
     Assignment, AssignmentId, Directory, Forecast, NodeKey,
@@ -115,7 +116,7 @@ pub struct NodeChoice {
 }
 
 /// Reason why no node was picked: the reason of the node closest to eligible.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 pub enum NoNode {
     #[error("no {role} node is listed")]
     NoneListed { role: Role },

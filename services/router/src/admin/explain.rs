@@ -12,7 +12,7 @@ use serde::Serialize;
 
 use crate::{
     front::Front,
-    history::{Kept, Query, Report, lock},
+    history::{Kept, Query, Report},
     http::ApiError,
 };
 
@@ -26,10 +26,10 @@ struct Explained {
 }
 
 pub async fn explain_id(State(front): State<Arc<Front>>, Path(id): Path<String>) -> Response {
-    let (requests, kept) = find(&front, Query::Id(&id));
-    match requests.is_empty() {
-        true => not_found(&id, kept).into_response(),
-        false => reply(requests, kept),
+    let explained = find(front, Query::Id(id.clone())).await;
+    match explained.requests.is_empty() {
+        true => not_found(&id, &explained).into_response(),
+        false => Json(explained).into_response(),
     }
 }
 
@@ -48,30 +48,31 @@ pub async fn explain(State(front): State<Arc<Front>>, RawQuery(query): RawQuery)
         return ApiError::invalid(StatusCode::BAD_REQUEST, "invalid_value", message)
             .into_response();
     };
-    let (requests, kept) = find(&front, parsed);
-    reply(requests, kept)
+    Json(find(front, parsed).await).into_response()
 }
 
-fn find(front: &Front, query: Query<'_>) -> (Vec<Report>, Kept) {
-    let now = Instant::now();
-    let (found, kept) = {
-        let history = front.history.lock();
-        (history.find(now, query), history.kept(now))
-    };
-    (found.iter().map(|account| Report::new(&lock(account), now)).collect(), kept)
+/// Decodes the entries on a thread of its own, because thousands of entries take milliseconds.
+async fn find(front: Arc<Front>, query: Query) -> Explained {
+    let found = tokio::task::spawn_blocking(move || {
+        let now = front.history.time_of(Instant::now());
+        let history = front.history.snapshot();
+        let found = history.find(now, &query);
+        let Kept { running, ended, oldest } = history.kept(now);
+        Explained {
+            requests: found.iter().map(|entry| Report::new(entry, now)).collect(),
+            running,
+            ended,
+            oldest_s: oldest.map(|oldest| oldest.as_millis() as f64 / 1e3),
+        }
+    });
+    found.await.expect("a query does not panic")
 }
 
-fn reply(requests: Vec<Report>, kept: Kept) -> Response {
-    let Kept { running, ended, oldest } = kept;
-    let oldest_s = oldest.map(|oldest| oldest.as_millis() as f64 / 1e3);
-    Json(Explained { requests, running, ended, oldest_s }).into_response()
-}
-
-fn not_found(id: &str, kept: Kept) -> ApiError {
+fn not_found(id: &str, explained: &Explained) -> ApiError {
     let id: String = id.chars().take(200).collect();
-    let Kept { running, ended, oldest } = kept;
-    let since = match oldest {
-        Some(oldest) => format!(", the oldest from {} s ago", oldest.as_secs()),
+    let Explained { running, ended, oldest_s, .. } = explained;
+    let since = match oldest_s {
+        Some(oldest_s) => format!(", the oldest from {} s ago", oldest_s.trunc()),
         None => String::new(),
     };
     let message = format!(

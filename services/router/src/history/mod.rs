@@ -1,28 +1,28 @@
 //! Entries (records for `baton explain`) of running and recent requests. Pure: the caller passes the time.
 //!
 //! An entry holds times, nodes, predictions and causes, but no text and no token ids. [`History`] keeps every
-//! running request, and the last ended requests within [`ENDED_MAX`] and [`ENDED_BYTES_MAX`]. The owner of a request
+//! running request, and the last ended requests within the bounds of [`EndedEntries`]. The owner of a request
 //! writes its [`RequestEntry`]; [`Report`] is the entry as JSON for operators.
 
+mod ended;
 mod report;
 
 use std::{
-    collections::{HashMap, VecDeque},
-    mem::size_of,
+    borrow::Cow,
+    collections::HashMap,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::{Duration, Instant, SystemTime},
 };
 
-use cluster::{Considered, ConsideredOption, IneligibleNode, NoNode};
+use cluster::{Considered, NoNode};
 use proto::ids::RequestId;
+use serde::{Deserialize, Serialize};
+
+use self::ended::EndedEntries;
 
 use crate::request_core::AttemptStats;
 pub use report::Report;
 
-/// Maximum number of ended requests.
-const ENDED_MAX: usize = 4096;
-/// Maximum size of the entries of ended requests.
-const ENDED_BYTES_MAX: usize = 16 << 20;
 /// Maximum number of attempts in one entry. A request that emits tokens may have any number of attempts.
 const ATTEMPTS_MAX: usize = 32;
 /// Maximum size of an error message in an entry.
@@ -31,15 +31,16 @@ const MESSAGE_BYTES_MAX: usize = 512;
 const FOUND_MAX: usize = 100;
 
 /// The entry of one request. Times are measured from `received`.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct RequestEntry {
     pub request_id: RequestId,
     /// The client's label.
     pub label: Option<String>,
     pub trace_id: Option<u128>,
-    pub api: &'static str,
+    pub api: Cow<'static, str>,
     pub model: Arc<str>,
-    pub received: Instant,
+    /// Time from the start of the history to the request's arrival.
+    pub received: Duration,
     pub received_at: SystemTime,
     /// The fields were read and checked.
     pub read: Option<Duration>,
@@ -56,11 +57,11 @@ pub struct RequestEntry {
 }
 
 /// The end of a request.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct RequestEntryEnd {
     pub at: Duration,
     /// Outcome of the request, as in its log line.
-    pub reason: &'static str,
+    pub reason: Cow<'static, str>,
     pub is_complete: bool,
     pub error: Option<String>,
     pub first_token: Option<Duration>,
@@ -68,7 +69,7 @@ pub struct RequestEntryEnd {
 }
 
 /// The entry of one attempt.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct AttemptEntry {
     pub choice: u32,
     pub number: u32,
@@ -87,10 +88,10 @@ pub struct AttemptEntry {
 }
 
 /// The end of an attempt.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct AttemptEntryEnd {
     pub at: Duration,
-    pub outcome: &'static str,
+    pub outcome: Cow<'static, str>,
     pub failure: Option<String>,
     pub stats: AttemptStats,
 }
@@ -113,24 +114,6 @@ impl RequestEntry {
             |attempt: &&mut AttemptEntry| attempt.choice == choice && attempt.end.is_none();
         self.attempts.iter_mut().rev().find(is_open)
     }
-
-    /// Returns the size of the entry in memory.
-    fn bytes(&self) -> usize {
-        let text = |text: &Option<String>| text.as_ref().map_or(0, String::capacity);
-        let of_attempt = |attempt: &AttemptEntry| {
-            let Considered { options, ineligible, .. } = &attempt.considered;
-            let names = |node: &IneligibleNode| node.node.capacity() + node.reason.capacity();
-            options.capacity() * size_of::<ConsideredOption>()
-                + ineligible.capacity() * size_of::<IneligibleNode>()
-                + ineligible.iter().map(names).sum::<usize>()
-                + attempt.end.as_ref().map_or(0, |end| text(&end.failure))
-        };
-        size_of::<Mutex<Self>>()
-            + text(&self.label)
-            + self.attempts.capacity() * size_of::<AttemptEntry>()
-            + self.end.as_ref().map_or(0, |end| text(&end.error))
-            + self.attempts.iter().map(of_attempt).sum::<usize>()
-    }
 }
 
 /// Returns a message of bounded size.
@@ -152,10 +135,10 @@ pub fn lock(entry: &SharedEntry) -> MutexGuard<'_, RequestEntry> {
 }
 
 /// Selection of the requests of a query.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Query<'a> {
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Query {
     /// The requests with this request id, client label or trace id.
-    Id(&'a str),
+    Id(String),
     /// The slowest requests, at most this many.
     Slow(usize),
     /// The last requests that failed.
@@ -176,9 +159,7 @@ pub struct Kept {
 pub struct History {
     /// By request id.
     running: HashMap<u128, SharedEntry>,
-    /// The oldest first, with the size of each entry.
-    ended: VecDeque<(SharedEntry, usize)>,
-    ended_bytes: usize,
+    ended: EndedEntries,
 }
 
 impl History {
@@ -187,75 +168,88 @@ impl History {
         self.running.insert(request_id.0, entry);
     }
 
-    /// Handles the end of a request, whose entry is complete. Returns the entries that exceed the bounds, so that
-    /// the caller drops them without holding the history's lock.
-    pub fn end(&mut self, request_id: RequestId) -> Vec<SharedEntry> {
-        let Some(entry) = self.running.remove(&request_id.0) else { return Vec::new() };
-        let bytes = lock(&entry).bytes();
-        self.ended.push_back((entry, bytes));
-        self.ended_bytes += bytes;
-        let mut dropped = Vec::new();
-        while self.ended.len() > ENDED_MAX || self.ended_bytes > ENDED_BYTES_MAX {
-            let Some((entry, bytes)) = self.ended.pop_front() else { break };
-            self.ended_bytes -= bytes;
-            dropped.push(entry);
+    /// Handles the end of a request, whose entry is complete.
+    pub fn end(&mut self, request_id: RequestId) {
+        if let Some(entry) = self.running.remove(&request_id.0) {
+            self.ended.push(&lock(&entry));
         }
-        dropped
     }
 
-    pub fn kept(&self, now: Instant) -> Kept {
-        let age =
-            |(entry, _): &(SharedEntry, usize)| now.saturating_duration_since(lock(entry).received);
+    /// Returns a copy for queries, which take too long to hold the history's lock.
+    fn snapshot(&self) -> Snapshot {
+        Snapshot { running: self.running.values().cloned().collect(), ended: self.ended.clone() }
+    }
+}
+
+/// The entries of a history at one time.
+pub struct Snapshot {
+    running: Vec<SharedEntry>,
+    ended: EndedEntries,
+}
+
+impl Snapshot {
+    /// `now`: time since the start of the history.
+    pub fn kept(&self, now: Duration) -> Kept {
+        let oldest = self.ended.iter().next();
         Kept {
             running: self.running.len(),
             ended: self.ended.len(),
-            oldest: self.ended.front().map(age),
+            oldest: oldest.map(|entry| now.saturating_sub(entry.received)),
         }
     }
 
     /// Returns the requests of a query, at most [`FOUND_MAX`]: the slowest first, otherwise the newest first.
-    pub fn find(&self, now: Instant, query: Query<'_>) -> Vec<SharedEntry> {
-        let mut all: Vec<(Duration, &SharedEntry)> = self
-            .running
-            .values()
-            .chain(self.ended.iter().map(|(entry, _)| entry))
-            .filter(|entry| matches(&lock(entry), query))
-            .map(|entry| {
-                let locked = lock(entry);
-                let age = now.saturating_duration_since(locked.received);
-                let order = match query {
-                    Query::Slow(_) => locked.end.as_ref().map_or(age, |end| end.at),
-                    Query::Id(_) | Query::Failed => age,
-                };
-                (order, entry)
-            })
-            .collect();
+    pub fn find(&self, now: Duration, query: &Query) -> Vec<RequestEntry> {
+        let running = self.running.iter().map(|entry| lock(entry).clone());
+        let all = running.chain(self.ended.iter());
+        let mut all: Vec<RequestEntry> = all.filter(|entry| matches(entry, query)).collect();
+        let age = |entry: &RequestEntry| now.saturating_sub(entry.received);
         let count_max = match query {
             Query::Slow(count) => {
-                all.sort_by_key(|(duration, _)| std::cmp::Reverse(*duration));
-                count.min(FOUND_MAX)
+                let duration =
+                    |entry: &RequestEntry| entry.end.as_ref().map_or(age(entry), |end| end.at);
+                all.sort_by_key(|entry| std::cmp::Reverse(duration(entry)));
+                FOUND_MAX.min(*count)
             }
             Query::Id(_) | Query::Failed => {
-                all.sort_by_key(|(age, _)| *age);
+                all.sort_by_key(age);
                 FOUND_MAX
             }
         };
-        all.into_iter().take(count_max).map(|(_, entry)| entry.clone()).collect()
+        all.truncate(count_max);
+        all
     }
 }
 
 /// The history that requests and queries share.
-#[derive(Clone, Default)]
-pub struct SharedHistory(Arc<Mutex<History>>);
+#[derive(Clone)]
+pub struct SharedHistory {
+    start: Instant,
+    history: Arc<Mutex<History>>,
+}
 
 impl SharedHistory {
+    /// Creates an empty history that starts now.
+    pub fn new(now: Instant) -> Self {
+        Self { start: now, history: Arc::default() }
+    }
+
+    /// Returns the time since the start of the history.
+    pub fn time_of(&self, instant: Instant) -> Duration {
+        instant.saturating_duration_since(self.start)
+    }
+
     /// Locks the history, never across an await.
     pub fn lock(&self) -> MutexGuard<'_, History> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.history.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub fn snapshot(&self) -> Snapshot {
+        self.lock().snapshot()
     }
 }
 
-fn matches(entry: &RequestEntry, query: Query<'_>) -> bool {
+fn matches(entry: &RequestEntry, query: &Query) -> bool {
     match query {
         Query::Slow(_) => true,
         Query::Failed => entry.end.as_ref().is_some_and(|end| !end.is_complete),
@@ -265,7 +259,7 @@ fn matches(entry: &RequestEntry, query: Query<'_>) -> bool {
             let is_hex = |id: u128, key: &str| {
                 key.len() == 32 && u128::from_str_radix(key, 16).is_ok_and(|key| key == id)
             };
-            entry.label.as_deref() == Some(key)
+            entry.label.as_ref() == Some(key)
                 || is_hex(entry.request_id.0, id.unwrap_or(key))
                 || entry.trace_id.is_some_and(|trace_id| is_hex(trace_id, key))
         }

@@ -1,6 +1,9 @@
 //! The report of one request, as JSON.
 
-use std::time::{Duration, Instant, UNIX_EPOCH};
+use std::{
+    borrow::Cow,
+    time::{Duration, UNIX_EPOCH},
+};
 
 use cluster::{ConsideredOption, IneligibleNode};
 use proto::v1::StageTimes;
@@ -18,12 +21,12 @@ pub struct Report {
     pub request_id: String,
     pub label: Option<String>,
     pub trace_id: Option<String>,
-    pub api: &'static str,
+    pub api: Cow<'static, str>,
     pub model: String,
     /// Arrival in milliseconds since 1970.
     pub received_unix_ms: u64,
     /// Outcome of the request; `running` until its end.
-    pub end: &'static str,
+    pub end: Cow<'static, str>,
     pub error: Option<String>,
     /// Reason why the last pick found no node.
     pub waits_for: Option<String>,
@@ -70,7 +73,7 @@ pub struct AttemptReport {
     pub hand_over_ms: Option<f64>,
     pub nodes: Vec<NodeReport>,
     /// Outcome of the attempt; `running` until its end.
-    pub outcome: &'static str,
+    pub outcome: Cow<'static, str>,
     pub failure: Option<String>,
     pub kv_bytes: u64,
     pub transfer_ms: Option<f64>,
@@ -125,8 +128,9 @@ pub struct IneligibleReport {
 }
 
 impl Report {
-    pub fn new(entry: &RequestEntry, now: Instant) -> Self {
-        let age = now.saturating_duration_since(entry.received);
+    /// `now`: time since the start of the history.
+    pub fn new(entry: &RequestEntry, now: Duration) -> Self {
+        let age = now.saturating_sub(entry.received);
         let end = entry.end.as_ref();
         let duration = end.map_or(age, |end| end.at);
         let ended_at =
@@ -139,13 +143,13 @@ impl Report {
             request_id: entry.request_id.to_string(),
             label: entry.label.clone(),
             trace_id: entry.trace_id.map(|id| format!("{id:032x}")),
-            api: entry.api,
+            api: entry.api.clone(),
             model: entry.model.to_string(),
             received_unix_ms: entry
                 .received_at
                 .duration_since(UNIX_EPOCH)
                 .map_or(0, |since| since.as_millis() as u64),
-            end: end.map_or("running", |end| end.reason),
+            end: end.map_or("running".into(), |end| end.reason.clone()),
             error: end.and_then(|end| end.error.clone()),
             waits_for: entry.waits_for.as_ref().map(ToString::to_string),
             choices: entry.choices,
@@ -297,7 +301,7 @@ impl AttemptReport {
                 .map(|first_token| milliseconds(first_token.saturating_sub(attempt.picked))),
             hand_over_ms: attempt.hand_over.map(milliseconds),
             nodes: prefill.into_iter().chain([decode]).collect(),
-            outcome: end.map_or("running", |end| end.outcome),
+            outcome: end.map_or("running".into(), |end| end.outcome.clone()),
             failure: end.and_then(|end| end.failure.clone()),
             kv_bytes: end.map_or(0, |end| end.stats.kv_bytes),
             transfer_ms: end.and_then(|end| transfer_ms(&end.stats)),

@@ -1,21 +1,25 @@
-use cluster::{NodeId, Placement, predict::Prediction};
+use cluster::{ConsideredOption, NodeId, Placement, predict::Prediction};
 use proto::v1::StageTimes;
 
 use super::*;
 use crate::request_core::NodeStats;
 
-fn ms(ms: u64) -> Duration {
+/// Times since the start of the history.
+const RECEIVED: Duration = Duration::from_secs(60);
+const NOW: Duration = Duration::from_secs(120);
+
+pub(super) fn ms(ms: u64) -> Duration {
     Duration::from_millis(ms)
 }
 
-fn entry(id: u128) -> RequestEntry {
+pub(super) fn entry(id: u128) -> RequestEntry {
     RequestEntry {
         request_id: RequestId(id),
         label: None,
         trace_id: None,
-        api: "chat",
+        api: "chat".into(),
         model: "ours".into(),
-        received: Instant::now(),
+        received: RECEIVED,
         received_at: SystemTime::UNIX_EPOCH + ms(5),
         read: Some(ms(1)),
         prepared: Some(ms(3)),
@@ -28,10 +32,10 @@ fn entry(id: u128) -> RequestEntry {
     }
 }
 
-fn end(at: Duration, is_complete: bool) -> RequestEntryEnd {
+pub(super) fn end(at: Duration, is_complete: bool) -> RequestEntryEnd {
     RequestEntryEnd {
         at,
-        reason: if is_complete { "stop" } else { "internal" },
+        reason: if is_complete { "stop".into() } else { "internal".into() },
         is_complete,
         error: (!is_complete).then(|| "a bug".to_owned()),
         first_token: Some(ms(20)),
@@ -40,7 +44,7 @@ fn end(at: Duration, is_complete: bool) -> RequestEntryEnd {
 }
 
 /// Returns an attempt that was picked after 5 ms and sent its first token after 20 ms.
-fn attempt(prefill: bool) -> AttemptEntry {
+pub(super) fn attempt(prefill: bool) -> AttemptEntry {
     let prediction = Prediction {
         queue_ms: 1.0,
         prompt_ms: 9.0,
@@ -94,25 +98,23 @@ fn ended(attempt: AttemptEntry, prefill: NodeStats, decode: NodeStats) -> Attemp
         decode,
         ..AttemptStats::default()
     };
-    let end = AttemptEntryEnd { at: ms(50), outcome: "complete", failure: None, stats };
+    let end = AttemptEntryEnd { at: ms(50), outcome: "complete".into(), failure: None, stats };
     AttemptEntry { end: Some(end), ..attempt }
 }
 
-fn begin(history: &mut History, entry: RequestEntry) -> SharedEntry {
-    let (id, entry) = (entry.request_id, Arc::new(Mutex::new(entry)));
-    history.begin(id, entry.clone());
-    entry
+fn begin(history: &mut History, entry: RequestEntry) {
+    history.begin(entry.request_id, Arc::new(Mutex::new(entry)));
 }
 
-fn add(history: &mut History, entry: RequestEntry) -> usize {
+fn add(history: &mut History, entry: RequestEntry) {
     let id = entry.request_id;
     begin(history, entry);
-    history.end(id).len()
+    history.end(id);
 }
 
-fn ids(history: &History, query: Query<'_>) -> Vec<u128> {
-    let found = history.find(Instant::now(), query);
-    found.iter().map(|entry| lock(entry).request_id.0).collect()
+fn ids(history: &History, query: Query) -> Vec<u128> {
+    let found = history.snapshot().find(NOW, &query);
+    found.iter().map(|entry| entry.request_id.0).collect()
 }
 
 #[test]
@@ -120,8 +122,9 @@ fn requests_are_found_by_request_id_response_id_label_and_trace_id() {
     let mut history = History::default();
     add(&mut history, RequestEntry { label: Some("mine".into()), ..entry(1) });
     add(&mut history, RequestEntry { trace_id: Some(0xabc), ..entry(2) });
-    begin(&mut history, RequestEntry { label: Some("mine".into()), ..entry(3) });
-    let by = |key: &str| ids(&history, Query::Id(key));
+    let later = RECEIVED + ms(1);
+    begin(&mut history, RequestEntry { label: Some("mine".into()), received: later, ..entry(3) });
+    let by = |key: &str| ids(&history, Query::Id(key.into()));
     assert_eq!(by(&RequestId(1).to_string()), [1]);
     assert_eq!(by(&format!("chatcmpl-{}", RequestId(3))), [3]);
     assert_eq!(by(&format!("cmpl-{}", RequestId(2))), [2]);
@@ -138,55 +141,21 @@ fn slow_and_failed_requests_are_selected() {
         let end = Some(end(Duration::from_secs(duration), is_complete));
         add(&mut history, RequestEntry { end, ..entry(id) });
     }
-    let now = Instant::now();
-    let received = now.checked_sub(Duration::from_secs(25)).unwrap();
+    let received = NOW - Duration::from_secs(25);
     begin(&mut history, RequestEntry { received, ..entry(4) });
     assert_eq!(ids(&history, Query::Slow(3)), [1, 4, 3]);
     assert_eq!(ids(&history, Query::Failed), [2]);
-    let kept = history.kept(now);
-    assert_eq!((kept.running, kept.ended, kept.oldest.is_some()), (1, 3, true));
+    let oldest = Some(NOW - RECEIVED);
+    assert_eq!(history.snapshot().kept(NOW), Kept { running: 1, ended: 3, oldest });
 }
 
 #[test]
-fn ended_requests_are_bounded_by_number_and_running_ones_are_kept() {
+fn end_of_an_unknown_request_has_no_effect() {
     let mut history = History::default();
-    begin(&mut history, entry(0));
-    let dropped: usize = (1..=ENDED_MAX as u128 + 2).map(|id| add(&mut history, entry(id))).sum();
-    assert_eq!((dropped, history.ended.len()), (2, ENDED_MAX));
-    let is_kept = |id: u128| !ids(&history, Query::Id(&RequestId(id).to_string())).is_empty();
-    assert_eq!([0, 1, 2, 3].map(is_kept), [true, false, false, true]);
-    assert!(history.end(RequestId(1)).is_empty(), "an unknown request has no effect");
-}
-
-#[test]
-fn ended_requests_are_bounded_by_bytes() {
-    let mut history = History::default();
-    let mut large = entry(0);
-    for _ in 0..ATTEMPTS_MAX + 8 {
-        let mut attempt = attempt(true);
-        attempt.considered.options = vec![attempt.considered.options[0].clone(); 16];
-        large.picked(attempt);
-    }
-    assert_eq!((large.attempts.len(), large.attempts_left_out), (ATTEMPTS_MAX, 8));
-    let bytes = large.bytes();
-    assert!(bytes > ATTEMPTS_MAX * 16 * size_of::<ConsideredOption>());
-    for id in 0..1000 {
-        add(&mut history, RequestEntry { request_id: RequestId(id), ..large.clone() });
-        assert!(history.ended_bytes <= ENDED_BYTES_MAX);
-    }
-    assert!(history.ended.len() > ENDED_BYTES_MAX / (2 * bytes) && history.ended.len() < 1000);
-    let sum: usize = history.ended.iter().map(|(_, bytes)| bytes).sum();
-    assert_eq!(sum, history.ended_bytes);
-}
-
-#[test]
-fn size_of_an_entry_counts_the_capacity_of_its_attempts() {
-    let mut picked = entry(0);
-    picked.picked(attempt(true));
-    let option_bytes = size_of::<ConsideredOption>();
-    assert_eq!(picked.bytes() - entry(0).bytes(), size_of::<AttemptEntry>() + option_bytes);
-    picked.attempts.reserve_exact(3);
-    assert_eq!(picked.bytes() - entry(0).bytes(), 4 * size_of::<AttemptEntry>() + option_bytes);
+    begin(&mut history, entry(1));
+    history.end(RequestId(2));
+    let kept = history.snapshot().kept(NOW);
+    assert_eq!((kept.running, kept.ended, kept.oldest), (1, 0, None));
 }
 
 #[test]
@@ -256,7 +225,7 @@ fn failed_attempt_is_followed_by_a_local_one() {
     let failure = Some("decode node: connection lost: why".to_owned());
     let lost = AttemptEntryEnd {
         at: ms(8),
-        outcome: "decode_lost",
+        outcome: "decode_lost".into(),
         failure,
         stats: AttemptStats::default(),
     };
@@ -295,7 +264,7 @@ fn running_request_has_its_stages_until_now() {
     let role = cluster::Role::Decode;
     waits.waits_for = Some(NoNode::NoneUp { role, listed: 2 });
     let report = Report::new(&waits, waits.received + ms(100));
-    assert_eq!((report.end, report.duration_ms), ("running", 100.0));
+    assert_eq!((&*report.end, report.duration_ms), ("running", 100.0));
     assert_eq!(stages(&report)[2], ("wait", Some(97.0), false));
     assert_eq!(report.waits_for.as_deref(), Some("none of 2 decode nodes is up"));
 }

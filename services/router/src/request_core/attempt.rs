@@ -18,6 +18,7 @@ use proto::v1::{
     FinishReason, PrefillToken, StageTimes, Token, decode_event::Event as DecodeEvent,
     prefill_event::Event as PrefillEvent,
 };
+use serde::{Deserialize, Serialize};
 
 use super::{
     emitted::EmittedTokens,
@@ -62,7 +63,7 @@ enum Prefill {
 }
 
 /// Statistics of one attempt.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct AttemptStats {
     /// Prompt tokens found in a prefix cache, the larger of the two nodes' hits.
     pub cached_tokens: u32,
@@ -80,7 +81,7 @@ pub struct AttemptStats {
 }
 
 /// Statistics that one node reported about an attempt; `None` is unknown.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct NodeStats {
     /// Prompt tokens found in the node's prefix cache.
     pub cached_tokens: Option<u32>,
