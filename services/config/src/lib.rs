@@ -37,11 +37,11 @@ mod value;
 pub use command_line::{Started, args_for, environment_of, from_matches, from_process};
 pub use error::{ConfigError, Problem, Source};
 pub use load::{Config, Environment, Flags, LoadInput, Section, cache_folder};
-pub use schema::{Cluster, Model, Node, Router, Telemetry, Transfer, Weights};
+pub use schema::{Cluster, Model, Node, Router, Telemetry, Tier, Transfer, Weights};
 pub use section::{Setting, json_schema};
 pub use types::{
     Auto, ByteSize, CpuList, Device, Disaggregate, Dtype, EtcdPrefix, GrpcUrl, HubModel, Isa,
     LoadFormat, LogFormat, ModelPath, NodePolicy, NodeUrl, Pair, Password, Secret, ServerUrl,
-    SpecialTokensInContent, Speculate, ToolFormat, Transport, WeightPlace, format_duration,
-    parse_duration, parts_of,
+    SpecialTokensInContent, Speculate, TierAdmission, ToolFormat, Transport, WeightPlace,
+    format_duration, parse_duration, parts_of,
 };

@@ -13,7 +13,7 @@ use crate::{
     explain::Explained,
     file::{File, FileText},
     hub::Hub,
-    schema::{Cluster, Model, Node, Router, Telemetry, Transfer, Weights},
+    schema::{Cluster, Model, Node, Router, Telemetry, Tier, Transfer, Weights},
     section::{Declared, Setting},
     value::Value,
 };
@@ -102,6 +102,8 @@ sections! {
     Router router;
     /// A prefill or decode node.
     Node node;
+    /// KV tiers behind the prefix cache.
+    Tier tier;
     /// KV transfer between nodes.
     Transfer transfer;
     /// Live weight updates.

@@ -10,7 +10,7 @@ use crate::{
     types::{
         Auto, ByteSize, CpuList, Device, Disaggregate, Dtype, EtcdPrefix, Isa, LoadFormat,
         LogFormat, ModelPath, NodePolicy, NodeUrl, Pair, Password, Secret, ServerUrl,
-        SpecialTokensInContent, Speculate, ToolFormat, Transport, WeightPlace,
+        SpecialTokensInContent, Speculate, TierAdmission, ToolFormat, Transport, WeightPlace,
     },
 };
 
@@ -316,6 +316,24 @@ section! {
         drain_timeout: Duration = secs(25),
             "Kubernetes sends SIGKILL 30 s after SIGTERM.",
             secs(0)..=secs(3600);
+    }
+}
+
+section! {
+    /// KV tiers of a node: KV that leaves the prefix cache stays on a disk, and later prompts load it again.
+    pub struct Tier = "tier" {
+        /// File of the disk tier, which the node creates and preallocates. Each node needs a file of its own, on a
+        /// local disk whose file system supports direct I/O. The file serves later starts.
+        disk_path: Option<PathBuf> = None,
+            "Unset means no disk tier: a node does not know which disk is local and fast.";
+        /// Size of the file in tier.disk_path.
+        disk_size: ByteSize = ByteSize::gib(64),
+            "KV of half a million tokens of an 8B model, which a disk of 3 GB/s writes in 20 s.",
+            ByteSize::mib(1)..=ByteSize::gib(65_536);
+        /// Blocks that are saved: second_touch saves blocks that occur in a second request, and blocks of a prompt that
+        /// begins with a hit; always saves every full block.
+        admission: TierAdmission = TierAdmission::SecondTouch,
+            "Prompts that never return cost no copies; a conversation costs its first turn once more.";
     }
 }
 

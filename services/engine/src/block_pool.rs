@@ -9,6 +9,9 @@
 //! Allocation takes free blocks first, then evicts the cached block that was released longest ago. A
 //! sequence releases its table from the end, so the tail of a prefix is evicted before its head. An owner
 //! that pins a block also holds it, so a block that can be freed or evicted is never pinned.
+//!
+//! A save to a KV tier reads a cached or held block whose contents are retained. It owns no reference, so the block
+//! keeps its place in the order of eviction, but the block is not evicted before the copy has ended.
 
 mod testing;
 
@@ -52,6 +55,8 @@ struct Block {
     pins: u32,
     /// Whether the prefix cache has an entry for the contents.
     retained: bool,
+    /// Whether a save reads the block.
+    copying: bool,
     /// Neighbours in the list of cached blocks; meaningful in `Cached` only.
     older: Option<BlockId>,
     newer: Option<BlockId>,
@@ -68,18 +73,27 @@ pub struct BlockPool {
     oldest: Option<BlockId>,
     newest: Option<BlockId>,
     counts: BlockCounts,
+    /// Cached blocks that saves read.
+    cached_copying: u32,
 }
 
 impl BlockPool {
     pub fn new(block_count: u32) -> Self {
-        let block =
-            Block { state: BlockState::Free, pins: 0, retained: false, older: None, newer: None };
+        let block = Block {
+            state: BlockState::Free,
+            pins: 0,
+            retained: false,
+            copying: false,
+            older: None,
+            newer: None,
+        };
         Self {
             blocks: vec![block; block_count as usize],
             free: (0..block_count).rev().map(BlockId).collect(),
             oldest: None,
             newest: None,
             counts: BlockCounts { free: block_count, ..BlockCounts::default() },
+            cached_copying: 0,
         }
     }
 
@@ -93,6 +107,11 @@ impl BlockPool {
 
     /// Returns how many blocks an allocation could take now.
     pub fn available(&self) -> u32 {
+        self.evictable() - self.cached_copying
+    }
+
+    /// Returns how many blocks an allocation could take once all saves have ended.
+    pub fn evictable(&self) -> u32 {
         self.counts.free + self.counts.cached
     }
 
@@ -133,7 +152,7 @@ impl BlockPool {
                     block
                 }
                 None => {
-                    let block = self.oldest.expect("available blocks are free or cached");
+                    let block = self.oldest_evictable();
                     self.unlink(block);
                     self.counts.cached -= 1;
                     self.blocks[block.index()].retained = false;
@@ -155,6 +174,7 @@ impl BlockPool {
             BlockState::Cached => {
                 self.unlink(block);
                 self.counts.cached -= 1;
+                self.cached_copying -= u32::from(self.is_copying(block));
                 self.counts.held += 1;
                 self.blocks[block.index()].state = BlockState::Held { refs: 1 };
             }
@@ -185,6 +205,7 @@ impl BlockPool {
             if retained {
                 self.link_newest(block);
                 self.counts.cached += 1;
+                self.cached_copying += u32::from(self.is_copying(block));
             } else {
                 self.put_free(block);
             }
@@ -233,6 +254,38 @@ impl BlockPool {
         let entry = &mut self.blocks[block.index()];
         assert!(entry.pins > 0, "block {} is not pinned", block.0);
         entry.pins -= 1;
+    }
+
+    /// Marks a retained block as the source of a save.
+    pub fn begin_copy(&mut self, block: BlockId) {
+        let entry = &mut self.blocks[block.index()];
+        assert!(entry.retained && !entry.copying, "block {} cannot be saved", block.0);
+        entry.copying = true;
+        self.cached_copying += u32::from(entry.state == BlockState::Cached);
+    }
+
+    /// Ends the copy of a save.
+    pub fn end_copy(&mut self, block: BlockId) {
+        let entry = &mut self.blocks[block.index()];
+        assert!(entry.copying, "block {} is not the source of a save", block.0);
+        entry.copying = false;
+        self.cached_copying -= u32::from(entry.state == BlockState::Cached);
+    }
+
+    /// Returns whether a save reads the block.
+    pub fn is_copying(&self, block: BlockId) -> bool {
+        self.blocks[block.index()].copying
+    }
+
+    /// Returns the cached block that was released longest ago and that no save reads.
+    fn oldest_evictable(&self) -> BlockId {
+        let mut next = self.oldest;
+        while let Some(block) = next
+            && self.is_copying(block)
+        {
+            next = self.blocks[block.index()].newer;
+        }
+        next.expect("available blocks are free or cached")
     }
 
     fn put_free(&mut self, block: BlockId) {
@@ -328,6 +381,23 @@ mod tests {
     }
 
     #[test]
+    fn block_that_a_save_reads_is_not_evicted() {
+        let mut pool = BlockPool::new(3);
+        let blocks = allocate(&mut pool, 3);
+        blocks.iter().for_each(|&block| pool.retain(block));
+        pool.begin_copy(blocks[0]);
+        blocks.iter().for_each(|&block| pool.release(block));
+        assert_eq!(pool.available(), 2);
+        let mut evicted = Vec::new();
+        assert_eq!(pool.take(3, HELD, &mut evicted), None);
+        assert_eq!(pool.take(1, HELD, &mut evicted), Some(vec![blocks[1]]));
+        pool.check();
+        pool.end_copy(blocks[0]);
+        assert_eq!(pool.take(1, HELD, &mut evicted), Some(vec![blocks[0]]), "its place was kept");
+        pool.check();
+    }
+
+    #[test]
     fn a_reservation_becomes_held_or_free_and_never_cached() {
         let mut pool = BlockPool::new(2);
         let blocks = pool.take(2, RESERVED, &mut Vec::new()).expect("two are free");
@@ -365,6 +435,8 @@ mod tests {
         Unpin(usize),
         Accept(usize),
         Cancel(usize),
+        BeginCopy(usize),
+        EndCopy(usize),
     }
 
     fn operation() -> impl Strategy<Value = Operation> {
@@ -378,6 +450,8 @@ mod tests {
             any::<usize>().prop_map(Operation::Unpin),
             any::<usize>().prop_map(Operation::Accept),
             any::<usize>().prop_map(Operation::Cancel),
+            any::<usize>().prop_map(Operation::BeginCopy),
+            any::<usize>().prop_map(Operation::EndCopy),
         ]
     }
 
@@ -390,6 +464,7 @@ mod tests {
             // Model of the pool: block -> (references, pins).
             let mut held: Vec<(BlockId, u32, u32)> = Vec::new();
             let mut reserved: Vec<BlockId> = Vec::new();
+            let mut copying: Vec<BlockId> = Vec::new();
             for operation in operations {
                 let pick = |index: usize, len: usize| (len > 0).then(|| index % len);
                 match operation {
@@ -455,11 +530,26 @@ mod tests {
                             pool.cancel_reservation(reserved.swap_remove(index), OWNER);
                         }
                     }
+                    Operation::BeginCopy(index) => {
+                        let block = BlockId((index % 9) as u32);
+                        if pool.is_retained(block) && !pool.is_copying(block) {
+                            pool.begin_copy(block);
+                            copying.push(block);
+                        }
+                    }
+                    Operation::EndCopy(index) => {
+                        if let Some(index) = pick(index, copying.len()) {
+                            pool.end_copy(copying.swap_remove(index));
+                        }
+                    }
                 }
                 pool.check();
                 for &(block, refs, pins) in &held {
                     prop_assert_eq!(pool.state(block), BlockState::Held { refs });
                     prop_assert_eq!(pool.pins(block), pins);
+                }
+                for &block in &copying {
+                    prop_assert!(pool.is_retained(block), "a save reads block {}", block.0);
                 }
             }
         }

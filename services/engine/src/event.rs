@@ -10,6 +10,8 @@
 //!   After [`Input::TransferEnded`] without arrival the sequence has failed and its blocks are free. If
 //!   less than one block of the prompt is uncached, the node prefills the rest itself: the sequence becomes a `Compute`.
 //!
+//! With KV tiers a sequence may first wait in phase loading: see [`tiers`](crate::tiers).
+//!
 //! A transfer may outlive its sequence. The scheduler knows a transfer for every accepted `Send`, and for a
 //! `Receive` from [`Action::Reserve`] on. Each transfer needs exactly one end: [`Input::KvArrived`] or
 //! [`Input::TransferEnded`].
@@ -21,7 +23,10 @@ use kernels::{
     sampling::{SampledToken, Sampling},
 };
 
-use crate::constraint::Constraint;
+use crate::{
+    constraint::Constraint,
+    tiers::{LoadJob, SaveJob, TierEvent},
+};
 
 /// Id of a sequence at this node: the attempt's transfer id.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -78,6 +83,8 @@ pub enum Input {
     TransferEnded {
         id: SequenceId,
     },
+    /// The result of a copy of the KV tiers.
+    Tier(TierEvent),
 }
 
 #[derive(Clone, Debug, PartialEq)]
@@ -101,6 +108,10 @@ pub enum Action {
     Failed { id: SequenceId, failure: SequenceFailure },
     /// The transfer of this sequence must be aborted. Sent once per transfer; `TransferEnded` follows.
     AbortTransfer { id: SequenceId, reason: String },
+    /// A block is to be copied to a KV tier. [`TierEvent::Saved`] or [`TierEvent::SaveFailed`] follows.
+    Save(SaveJob),
+    /// Blocks are to be copied from KV tiers. [`TierEvent::Loaded`] follows.
+    Load(LoadJob),
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -34,23 +34,24 @@ impl KvBlocks {
     }
 
     /// Holds and returns the cached prefix of `tokens`, if the rest of `blocks_total` blocks could be
-    /// allocated and `headroom` blocks would remain.
+    /// allocated and `headroom` blocks would remain. Otherwise returns the number of available blocks that it needs.
     pub(crate) fn hold_prefix(
         &mut self,
         chain: &HashChain,
         tokens: &[u32],
         blocks_total: u32,
         headroom: u32,
-    ) -> Option<Vec<BlockId>> {
+    ) -> Result<Vec<BlockId>, u32> {
         let hits = self.cache.lookup(chain, tokens);
         let cached = |&&block: &&BlockId| self.pool.state(block) == BlockState::Cached;
         let leaving = hits.iter().filter(cached).count() as u32;
         let rest = blocks_total - hits.len() as u32;
-        if self.pool.available() < leaving + rest + headroom {
-            return None;
+        let needed = leaving + rest + headroom;
+        if self.pool.available() < needed {
+            return Err(needed);
         }
         hits.iter().for_each(|&block| self.pool.hold(block));
-        Some(hits)
+        Ok(hits)
     }
 
     pub(crate) fn allocate(&mut self, count: u32) -> Option<Vec<BlockId>> {

@@ -11,7 +11,10 @@ use foldhash::HashMap;
 use kernels::{BLOCK_TOKENS, BlockId};
 use proto::cache_keys::KeyChain;
 
-use crate::event::{BlockHash, CacheChange};
+use crate::{
+    event::{BlockHash, CacheChange},
+    tiers::BlockContents,
+};
 
 /// Seeds of all hash chains of one engine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -53,6 +56,12 @@ impl HashChain {
     /// Returns the keys of the full blocks, in order.
     pub fn hashes(&self) -> &[BlockHash] {
         &self.hashes
+    }
+
+    /// Returns the contents of block `index` of `tokens`.
+    pub fn contents(&self, tokens: &[u32], index: usize) -> BlockContents {
+        let (key, parent) = (self.hashes[index], self.parent(index));
+        BlockContents { key, parent, tokens: *block_tokens(tokens, index) }
     }
 
     /// Returns the key before block `index`.
@@ -145,6 +154,13 @@ impl PrefixCache {
     /// Takes the changes since the last call; each key occurs at most once.
     pub fn take_changes(&mut self) -> Vec<CacheChange> {
         std::mem::take(&mut self.changes).into_values().collect()
+    }
+
+    /// Returns the block with this key, and what the key was computed from.
+    pub fn get(&self, key: BlockHash) -> Option<(BlockId, BlockContents)> {
+        let entry = self.entries.get(&key)?;
+        let (parent, tokens) = (entry.parent, entry.tokens);
+        Some((entry.block, BlockContents { key, parent, tokens }))
     }
 
     pub fn contains_block(&self, block: BlockId) -> bool {

@@ -24,12 +24,14 @@
 //!
 //! Files: `waiting` holds the queue. `admission` fills and empties the queue. `running` plans a step, with its
 //! draft tokens in `draft_budget` and its token bitmasks in `masks`. `completion` processes the result of a step.
-//! `transfers` tracks the blocks of transfers. `weights` moves sequences to other weights.
+//! `transfers` tracks the blocks of transfers. `weights` moves sequences to other weights. `loading` connects the KV
+//! tiers.
 
 mod admission;
 mod completion;
 mod config;
 mod draft_budget;
+mod loading;
 mod masks;
 mod running;
 mod sequence;
@@ -63,6 +65,7 @@ use crate::{
     plan::StepId,
     prefix_cache::CacheSeeds,
     step_record::StepWork,
+    tiers::Tiers,
 };
 
 #[derive(Debug)]
@@ -74,10 +77,14 @@ pub struct Scheduler {
     waiting: Waiting,
     /// Number of sequences in phase `Reserved`; each has a claim to a slot.
     reserved_count: u32,
+    /// Number of sequences in phase `Loading`; each has a claim to a slot.
+    loading_count: u32,
     /// Sequences in phase `Ready`, by arrival; each has a claim to a slot.
     ready: Vec<(Arrival, SequenceId)>,
     /// Sequences in phase `Running`, by arrival.
     running: Vec<(Arrival, SequenceId)>,
+    /// Available blocks that the last sequence needed which could not be admitted.
+    needed_blocks: u32,
     slots: Slots,
     frames: Frames,
     /// The last launched step, if its sampling awaits token bitmasks.
@@ -86,6 +93,8 @@ pub struct Scheduler {
     next_mask_job: u64,
     draft_times: DraftTimes,
     transfers: Transfers,
+    /// KV tiers; `None` when they are off.
+    tiers: Option<Tiers>,
     /// `(Sequence::alarm, id)` of every sequence.
     alarms: BTreeSet<(Instant, SequenceId)>,
     next_arrival: Arrival,
@@ -106,8 +115,10 @@ impl Scheduler {
             sequences: HashMap::default(),
             waiting: Waiting::default(),
             reserved_count: 0,
+            loading_count: 0,
             ready: Vec::new(),
             running: Vec::new(),
+            needed_blocks: 0,
             slots: Slots::new(config.limits.slots),
             frames: Frames::default(),
             awaited: None,
@@ -115,6 +126,7 @@ impl Scheduler {
             next_mask_job: 0,
             draft_times: DraftTimes::default(),
             transfers: Transfers::default(),
+            tiers: None,
             alarms: BTreeSet::new(),
             next_arrival: 0,
             preemptions: 0,
@@ -143,8 +155,10 @@ impl Scheduler {
                 self.kv_arrived(id, first_index, token, actions)
             }
             Input::TransferEnded { id } => self.transfer_ended(id, actions),
+            Input::Tier(event) => self.handle_tier(event, actions),
         }
         self.admit_receives(actions);
+        self.start_saves(now, actions);
     }
 
     /// Returns when to call [`Self::on_deadline`] if no input arrives before.
@@ -152,7 +166,7 @@ impl Scheduler {
         self.alarms.first().map(|&(alarm, _)| alarm)
     }
 
-    /// Fails the sequences whose deadline has passed.
+    /// Fails the sequences whose deadline has passed, and ends the wait for loads that take too long.
     pub fn on_deadline(&mut self, now: Instant, actions: &mut Vec<Action>) {
         while let Some(&(alarm, id)) = self.alarms.first()
             && alarm <= now
@@ -162,6 +176,9 @@ impl Scheduler {
                 SequenceFailure::Deadline
             } else if matches!(sequence.phase, Phase::AwaitingReady) {
                 SequenceFailure::TransferFailed
+            } else if matches!(sequence.phase, Phase::Loading { .. }) {
+                self.give_up_load(now, id);
+                continue;
             } else {
                 debug_assert_eq!(sequence.kind, SequenceKind::Receive);
                 let reason = format!(
@@ -183,6 +200,9 @@ impl Scheduler {
         for sequence in self.sequences.values() {
             let computed = match &sequence.phase {
                 Phase::Reserved { .. } => sequence.given_len,
+                Phase::Loading { prefix, count, .. } => {
+                    (prefix.len() + count) * kernels::BLOCK_TOKENS
+                }
                 Phase::AwaitingReady | Phase::Waiting => 0,
                 Phase::Ready(table) => table.computed,
                 Phase::Running(row) => {
@@ -226,14 +246,19 @@ impl Scheduler {
         self.kv.cache.hashes()
     }
 
-    /// Drops all cached blocks that no sequence or transfer uses, and returns their number.
+    /// Drops all cached blocks that no sequence, transfer or copy uses, and returns their number. The tiers keep their
+    /// blocks.
     pub fn reset_prefix_cache(&mut self) -> u32 {
         self.kv.drop_cached()
     }
 
-    /// Returns whether no sequence, transfer or step is left.
+    /// Returns whether no sequence, transfer, step, save or load is left.
     pub fn is_idle(&self) -> bool {
-        self.sequences.is_empty() && self.transfers.len() == 0 && self.frames.is_empty()
+        let has_no_copy = self.tiers.as_ref().is_none_or(Tiers::is_idle);
+        self.sequences.is_empty()
+            && self.transfers.len() == 0
+            && self.frames.is_empty()
+            && has_no_copy
     }
 
     /// Returns the number of preemptions since the start.
@@ -257,6 +282,10 @@ impl Scheduler {
             Phase::Waiting => self.waiting.remove(sequence.arrival, id),
             Phase::Reserved { prefix } => {
                 self.reserved_count -= 1;
+                self.kv.release(&prefix);
+            }
+            Phase::Loading { prefix, .. } => {
+                self.loading_count -= 1;
                 self.kv.release(&prefix);
             }
             Phase::Ready(table) => {

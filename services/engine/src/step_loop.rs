@@ -147,6 +147,7 @@ impl<E: Executor> StepLoop<E> {
         self.records.push_back(record);
         // Launches before the caller handles the actions, so that the device stays busy.
         self.launch_planned(actions)?;
+        self.scheduler.start_saves(collected_at, actions);
         Ok(Turn::Stepped)
     }
 

@@ -11,6 +11,7 @@ use engine::{
     ItlLimit, SchedulerConfig, Turn,
     event::{NewSequence, SequenceId, SequenceKind},
     executor::ExecutorLimits,
+    tiers::{TierAdmission, TierConfig},
 };
 use kernels::sampling::Sampling;
 use proptest::prelude::*;
@@ -28,6 +29,8 @@ enum Event {
     TransferReady(prop::sample::Index, u32),
     KvArrives(prop::sample::Index),
     TransferEnds(prop::sample::Index),
+    /// One copy of the KV tiers advances or fails.
+    Copy(usize, bool),
     Turns(u8),
     /// A turn that times out before the step in flight has finished.
     ShortTurn,
@@ -98,6 +101,8 @@ fn event() -> impl Strategy<Value = Event> {
         4 => (index(), 0..8u32).prop_map(|(index, from)| Event::TransferReady(index, from)),
         4 => index().prop_map(Event::KvArrives),
         2 => index().prop_map(Event::TransferEnds),
+        8 => (any::<usize>(), prop::bool::weighted(0.1))
+            .prop_map(|(pick, fails)| Event::Copy(pick, fails)),
         8 => (1..8u8).prop_map(Event::Turns),
         1 => Just(Event::ShortTurn),
         1 => (0..300u64).prop_map(Event::Advance),
@@ -137,8 +142,11 @@ fn sequence(
     }
 }
 
-fn run_events(config: SchedulerConfig, events: Vec<Event>) {
-    let mut node = Node::new(config);
+fn run_events(config: SchedulerConfig, tiers: Option<TierConfig>, events: Vec<Event>) {
+    let mut node = match tiers {
+        Some(tiers) => Node::with_tiers(config, tiers),
+        None => Node::new(config),
+    };
     let mut next_id = 0;
     for event in events {
         let ids = node.ids();
@@ -156,6 +164,9 @@ fn run_events(config: SchedulerConfig, events: Vec<Event>) {
             Event::TransferEnds(index) => {
                 pick(index).into_iter().for_each(|id| node.transfer_ends(id));
             }
+            Event::Copy(pick, fails) => {
+                node.copy(pick, fails);
+            }
             Event::Turns(count) => {
                 for _ in 0..count {
                     node.turn();
@@ -171,7 +182,7 @@ fn run_events(config: SchedulerConfig, events: Vec<Event>) {
     node.assert_all_returned();
 }
 
-/// Completes all transfers. Every sequence must then finish without further input.
+/// Completes all transfers and copies. Every sequence must then finish without further input.
 fn wind_down(node: &mut Node) {
     for _ in 0..10_000 {
         let turn = node.turn();
@@ -184,6 +195,7 @@ fn wind_down(node: &mut Node) {
         for id in node.transfers_to_end() {
             node.transfer_ends(id);
         }
+        node.copy_all();
         if turn == Turn::Idle && node.unfinished().is_empty() && node.receiving().is_empty() {
             return;
         }
@@ -205,6 +217,7 @@ proptest! {
         itl_max in prop::option::of(1..20u64),
         short_limits in any::<bool>(),
         drafts in prop::option::of((1..8u32, 1..64u32)),
+        tiers in prop::option::of((1..40u32, any::<bool>(), 1..500u64)),
         events in prop::collection::vec(event(), 1..120),
     ) {
         let speculation = drafts.map(|(row_drafts, step_tokens)| speculation(row_drafts, step_tokens));
@@ -229,6 +242,11 @@ proptest! {
         } else {
             config
         };
-        run_events(config, events);
+        let tiers = tiers.map(|(disk_slots, always, timeout_ms)| TierConfig {
+            admission: if always { TierAdmission::Always } else { TierAdmission::SecondTouch },
+            disk_slots,
+            load_timeout: Duration::from_millis(timeout_ms),
+        });
+        run_events(config, tiers, events);
     }
 }

@@ -12,11 +12,12 @@ use std::{
     time::{Duration, Instant},
 };
 
-use crossbeam_channel::{Receiver, TryRecvError, select};
+use crossbeam_channel::{Receiver, TryRecvError, never, select};
 use engine::{
     Speculated, StepRecord, Turn,
     executor::{Executor, ExecutorError, panic_message},
     plan::Dispatch,
+    tiers::TierEvent,
 };
 use kv_transfer::{Transfers, api as transfer};
 use telemetry::{
@@ -33,6 +34,7 @@ use crate::{
     node_core::{CloseReason, Metric, NodeCore, Output},
     observe::Observers,
     stream::QueueFull,
+    tiers::{TierCopies, TierMetrics},
 };
 
 /// Longest sleep; no rule depends on it.
@@ -105,7 +107,16 @@ pub(crate) struct Engine<E> {
     step_in_flight: Arc<StepInFlight>,
     /// Waits for the change of weights.
     weights_changed: Option<oneshot::Sender<Duration>>,
+    /// Copies of the KV tiers; `None` without tiers.
+    tiers: Option<TierThreads>,
     is_stopping: bool,
+}
+
+/// The KV tiers as the engine thread uses them.
+pub(crate) struct TierThreads {
+    pub copies: Arc<TierCopies>,
+    pub events: Receiver<TierEvent>,
+    pub metrics: TierMetrics,
 }
 
 impl<E: Executor> Engine<E> {
@@ -127,8 +138,14 @@ impl<E: Executor> Engine<E> {
             metrics,
             step_in_flight,
             weights_changed: None,
+            tiers: None,
             is_stopping: false,
         }
+    }
+
+    pub fn with_tiers(mut self, tiers: Option<TierThreads>) -> Self {
+        self.tiers = tiers;
+        self
     }
 
     /// Runs until the stop command or a failure of the device. A failure ends every attempt.
@@ -170,6 +187,12 @@ impl<E: Executor> Engine<E> {
                 Err(TryRecvError::Disconnected) => return Err(EngineError::TransfersStopped),
             }
         }
+        if let Some(tiers) = &self.tiers {
+            // The threads of the tiers outlive the engine thread.
+            for event in tiers.events.try_iter().take(TAKEN_PER_STEP_MAX) {
+                self.core.handle_tier_event(event, Instant::now());
+            }
+        }
         for _ in 0..TAKEN_PER_STEP_MAX {
             match self.commands.try_recv() {
                 Ok(command) => self.handle(command),
@@ -185,7 +208,11 @@ impl<E: Executor> Engine<E> {
 
     /// Waits for a command, an event or a deadline. No step is in flight.
     fn sleep(&mut self) -> Result<(), EngineError> {
+        let tier_events = self.tiers.as_ref().map_or_else(never, |tiers| tiers.events.clone());
         select! {
+            recv(tier_events) -> event => if let Ok(event) = event {
+                self.core.handle_tier_event(event, Instant::now());
+            },
             recv(*self.commands) -> command => match command {
                 Ok(command) => self.handle(command),
                 // Every sender is dropped.
@@ -269,6 +296,21 @@ impl<E: Executor> Engine<E> {
                     }
                 }
                 Output::ObserveStalled { observer } => self.observers.stalled(observer),
+                Output::Save(job) => {
+                    if let Some(tiers) = &self.tiers {
+                        tiers.copies.save(job);
+                    }
+                }
+                Output::Load(job) => {
+                    if let Some(tiers) = &self.tiers {
+                        tiers.copies.load(job);
+                    }
+                }
+                Output::Metric(Metric::Tier(tier, stats)) => {
+                    if let Some(tiers) = &self.tiers {
+                        tiers.metrics.set(tier, stats);
+                    }
+                }
                 Output::Metric(metric) => record(&self.metrics, &metric),
                 Output::WeightsChanged { paused } => {
                     if let Some(changed) = self.weights_changed.take() {
@@ -313,6 +355,8 @@ fn record(metrics: &NodeMetrics, metric: &Metric) {
             blocks_held: load.blocks_held,
             blocks_reserved: load.blocks_reserved,
         }),
+        // The engine thread has set them.
+        Metric::Tier(..) => {}
     }
 }
 

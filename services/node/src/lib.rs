@@ -39,6 +39,7 @@ mod stream;
 mod tensor_parallel;
 #[cfg(test)]
 mod testing;
+mod tiers;
 mod transfer_metrics;
 mod transport;
 mod weights;

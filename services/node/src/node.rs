@@ -44,7 +44,7 @@ use crate::{
     authentication::AuthenticateLayer,
     constraint::GRAMMAR_VERSION,
     device::{self, Chosen, Started},
-    engine_thread::{Device, Engine, EngineError, EngineThread},
+    engine_thread::{Device, Engine, EngineError, EngineThread, TierThreads},
     grammars::Grammars,
     grpc_server::{self, GrpcServer},
     hang::StepInFlight,
@@ -55,7 +55,9 @@ use crate::{
     populate::Populate,
     service::NodeService,
     settings::{self, BatchSizes, SettingsError},
-    tensor_parallel, transfer_metrics,
+    tensor_parallel,
+    tiers::{OpenTiers, TierCopies, TierMetrics},
+    transfer_metrics,
     weights::{WeightActor, WeightSettings, WeightsService},
 };
 
@@ -68,6 +70,8 @@ const LEAVE_WITHIN: Duration = Duration::from_secs(3);
 const SERVER_STOP_WITHIN: Duration = Duration::from_secs(1);
 /// Time for the step in flight to finish.
 const ENGINE_STOP_WITHIN: Duration = Duration::from_secs(10);
+/// Time for copies of the KV tiers in flight to finish.
+const TIERS_STOP_WITHIN: Duration = Duration::from_secs(5);
 const METRICS_STOP_WITHIN: Duration = Duration::from_millis(500);
 
 /// Upper bound on the threads for token bitmasks. 64 bitmasks of JSON schemas take a few milliseconds of CPU
@@ -167,6 +171,8 @@ pub struct Node {
     metrics_server: MetricsServer,
     engine: EngineThread,
     transfers: Arc<Transfers>,
+    /// Copies of the KV tiers; `None` without tiers.
+    tiers: Option<Arc<TierCopies>>,
     populate: Populate,
     weights: WeightActor,
     /// The record in etcd; `None` without etcd.
@@ -243,6 +249,11 @@ impl Node {
             ..SchedulerConfig::new(limits)
         };
         let scheduler = Scheduler::new(scheduler_config, identity::cache_seeds(&identity))?;
+        let tiers = open_tiers(config, &arena).await?;
+        let scheduler = match &tiers {
+            Some(tiers) => scheduler.with_tiers(tiers.config(), executor.now()),
+            None => scheduler,
+        };
         let sequence_tokens_max = scheduler.sequence_tokens_max() as u32;
         let steps = StepLoop::new(scheduler, executor);
         let steps = steps.with_mask_threads(mask_threads()).map_err(StartError::Thread)?;
@@ -279,6 +290,16 @@ impl Node {
         };
 
         let attempts_max = attempts_max(&scheduler_config);
+        let tiers = tiers
+            .map(|tiers| TierCopies::start(tiers, &arena, steps.waker()))
+            .transpose()
+            .map_err(StartError::Thread)?;
+        let (tier_copies, tier_events) = tiers.unzip();
+        let tier_copies = tier_copies.map(Arc::new);
+        let tier_threads = tier_copies.clone().zip(tier_events).map(|(copies, events)| {
+            let metrics = TierMetrics::register(metrics.meter(), arena.block_bytes());
+            TierThreads { copies, events, metrics }
+        });
         let (inbox, commands) = Inbox::new(attempts_max, steps.waker());
         let row_drafts_max = limits.speculation.map_or(0, |speculation| speculation.row_drafts);
         let node_metrics = NodeMetrics::new(metrics, &served_name, row_drafts_max);
@@ -290,7 +311,8 @@ impl Node {
             events,
             node_metrics.clone(),
             step_in_flight,
-        );
+        )
+        .with_tiers(tier_threads);
         let engine = EngineThread::start(engine).map_err(StartError::Thread)?;
 
         let draining = CancellationToken::new();
@@ -356,6 +378,7 @@ impl Node {
             metrics_server,
             engine,
             transfers,
+            tiers: tier_copies,
             populate,
             weights,
             registration,
@@ -388,6 +411,7 @@ impl Node {
             inbox,
             mut engine,
             transfers,
+            tiers,
             populate,
             weights,
             metrics_server,
@@ -431,7 +455,7 @@ impl Node {
         if !server.shutdown(SERVER_STOP_WITHIN).await {
             info!("{name} closed connections that were still open");
         }
-        let stopped = stop_threads(engine, transfers, populate).await;
+        let stopped = stop_threads(engine, transfers, tiers, populate).await;
         if let Err(error) = metrics_server.shutdown(METRICS_STOP_WITHIN).await {
             warn!("{error}");
         }
@@ -446,6 +470,7 @@ impl Node {
 async fn stop_threads(
     engine: EngineThread,
     transfers: Arc<Transfers>,
+    tiers: Option<Arc<TierCopies>>,
     populate: Populate,
 ) -> Result<(), NodeFailure> {
     let joined = tokio::task::spawn_blocking(move || engine.join());
@@ -456,6 +481,11 @@ async fn stop_threads(
             (ended.map_err(NodeFailure::from), device)
         }
     };
+    // The engine thread has dropped its reference, so this joins the threads. A copy in flight may take long on a broken
+    // disk.
+    let copies = tokio::task::spawn_blocking(move || drop(tiers));
+    let copies = tokio::time::timeout(TIERS_STOP_WITHIN, copies).await;
+    let copies = copies.map_err(|_| NodeFailure::Deadline { what: "copies of KV tiers".into() });
     let shutdown = move || {
         drop(populate);
         transfers.shutdown()
@@ -468,7 +498,17 @@ async fn stop_threads(
     let closed = tokio::task::spawn_blocking(move || drop(device));
     let closed = tokio::time::timeout(ENGINE_STOP_WITHIN, closed).await;
     let closed = closed.map_err(|_| NodeFailure::Deadline { what: "the device".into() });
-    engine.and(transfers).and(closed.map(drop))
+    engine.and(copies.map(drop)).and(transfers).and(closed.map(drop))
+}
+
+/// Opens the KV tiers, off the async threads: allocating a file may take seconds.
+async fn open_tiers(
+    config: &Config,
+    arena: &Arc<KvArena>,
+) -> Result<Option<OpenTiers>, StartError> {
+    let (config, arena) = (config.clone(), arena.clone());
+    let opened = tokio::task::spawn_blocking(move || OpenTiers::open(&config, &arena)).await;
+    opened.map_err(StartError::Load)
 }
 
 /// An opened model.

@@ -23,6 +23,7 @@ use serde::{Deserialize, Serialize};
 pub const SECTIONS: &[config::Section] = &[
     config::Section::Model,
     config::Section::Node,
+    config::Section::Tier,
     config::Section::Transfer,
     config::Section::Weights,
     config::Section::Cluster,

@@ -526,6 +526,7 @@ impl Process {
                     self.coverage.add("preemptions", count);
                 }
                 CoreOutput::Stalled { .. } => self.coverage.count("stalls"),
+                CoreOutput::Save(_) | CoreOutput::Load(_) => unreachable!("the tiers are off"),
                 CoreOutput::Metric(_)
                 | CoreOutput::Stage { .. }
                 | CoreOutput::WeightsChanged { .. }

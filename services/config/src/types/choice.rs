@@ -143,6 +143,16 @@ choice! {
 }
 
 choice! {
+    /// Rule by which a node saves KV blocks to its tiers.
+    pub enum TierAdmission {
+        /// Blocks that occur in a second request, and blocks of a prompt that begins with a hit.
+        SecondTouch = "second_touch",
+        /// Every full block.
+        Always = "always",
+    }
+}
+
+choice! {
     /// Selection of the node that prefills a prompt.
     pub enum Disaggregate {
         /// The prefill node or the decode node, whichever costs clients less time.

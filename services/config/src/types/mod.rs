@@ -15,7 +15,7 @@ pub use auto::Auto;
 pub use byte_size::ByteSize;
 pub use choice::{
     Device, Disaggregate, Dtype, Isa, LoadFormat, LogFormat, NodePolicy, SpecialTokensInContent,
-    Speculate, ToolFormat, Transport, WeightPlace,
+    Speculate, TierAdmission, ToolFormat, Transport, WeightPlace,
 };
 pub use cpu_list::CpuList;
 pub use duration::{format_duration, parse_duration};

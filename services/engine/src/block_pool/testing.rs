@@ -6,6 +6,7 @@ impl BlockPool {
     /// Panics when states, lists and counts disagree. The cost is linear in the pool.
     pub fn check(&self) {
         let mut counts = BlockCounts::default();
+        let mut cached_copying = 0;
         for (index, block) in self.blocks.iter().enumerate() {
             match block.state {
                 BlockState::Free => counts.free += 1,
@@ -17,6 +18,8 @@ impl BlockPool {
                 }
                 BlockState::Reserved { .. } => counts.reserved += 1,
             }
+            assert!(block.retained || !block.copying, "block {index} is saved but has no key");
+            cached_copying += u32::from(block.copying && block.state == BlockState::Cached);
             if !matches!(block.state, BlockState::Held { .. }) {
                 assert_eq!(block.pins, 0, "block {index} is {:?} and pinned", block.state);
                 let cached = block.state == BlockState::Cached;
@@ -24,6 +27,7 @@ impl BlockPool {
             }
         }
         assert_eq!(counts, self.counts);
+        assert_eq!(cached_copying, self.cached_copying);
         assert_eq!(counts.total(), self.total());
         assert_eq!(self.free.len() as u32, counts.free);
         assert!(self.free.iter().all(|&block| self.state(block) == BlockState::Free));

@@ -1,16 +1,18 @@
 //! Admission: sequences enter the queue, and leave it with blocks.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
-use kernels::{BLOCK_TOKENS, sampling::SampledToken};
+use kernels::{BLOCK_TOKENS, BlockId, sampling::SampledToken};
 
 use super::{
     Scheduler,
+    loading::publish,
     sequence::{Arrival, Phase, Row, Sequence, Table},
 };
 use crate::{
     event::{Action, NewSequence, SequenceFailure, SequenceId, SequenceKind},
     kv_blocks::blocks_for,
+    tiers::Tiers,
 };
 
 impl Scheduler {
@@ -40,7 +42,11 @@ impl Scheduler {
 
     /// Returns the length at which a new sequence ends, or why it is rejected.
     fn accept(&self, now: Instant, new: &NewSequence) -> Result<usize, SequenceFailure> {
-        if self.sequences.contains_key(&new.id) || self.transfers.contains(new.id) {
+        let is_loading = |tiers: &Tiers| tiers.is_loading(new.id);
+        if self.sequences.contains_key(&new.id)
+            || self.transfers.contains(new.id)
+            || self.tiers.as_ref().is_some_and(is_loading)
+        {
             return Err(SequenceFailure::Duplicate);
         }
         if new.deadline <= now {
@@ -149,7 +155,7 @@ impl Scheduler {
         blocks.extend(reserved);
         let computed = sequence.tokens.len();
         for (index, &block) in blocks.iter().enumerate().take(computed / BLOCK_TOKENS) {
-            self.kv.publish(&sequence.chain, &sequence.tokens, index, block);
+            publish(&mut self.kv, &mut self.tiers, sequence, index, block);
         }
         sequence.kind = SequenceKind::Compute;
         let finish = sequence.take_token(token.id);
@@ -195,8 +201,6 @@ impl Scheduler {
                 break;
             }
             self.waiting.admitted_receive();
-            let deadline = self.sequences[&id].deadline;
-            self.set_alarm(id, deadline);
         }
     }
 
@@ -205,36 +209,54 @@ impl Scheduler {
             return false;
         }
         let headroom = self.headroom();
-        let sequence = self.sequences.get_mut(&id).expect("a queued sequence is known");
-        let len = sequence.tokens.len();
-        let blocks_total = blocks_for(len);
-        let Some(mut prefix) =
-            self.kv.hold_prefix(&sequence.chain, &sequence.tokens, blocks_total, headroom)
-        else {
-            return false;
+        let sequence = &self.sequences[&id];
+        let blocks_total = blocks_for(sequence.tokens.len());
+        let hits = self.kv.hold_prefix(&sequence.chain, &sequence.tokens, blocks_total, headroom);
+        let prefix = match hits {
+            Ok(prefix) => prefix,
+            Err(needed) => {
+                self.needed_blocks = needed;
+                return false;
+            }
         };
+        // The prefill peer waits for the reservation, so a load must not take longer than a wait for blocks may take.
+        let most = self.config.reserve_timeout;
+        let Some(prefix) = self.load_prefix(id, prefix, most, actions) else { return true };
+        let rest = self.kv.reserve(blocks_total - prefix.len() as u32, id);
+        self.reserve_rest(id, prefix, rest.expect("availability was checked"), actions);
+        true
+    }
+
+    /// Requests the KV of the reserved blocks `rest` from the prefill peer, or computes it here if it is less than a
+    /// block.
+    pub(super) fn reserve_rest(
+        &mut self,
+        id: SequenceId,
+        mut prefix: Vec<BlockId>,
+        rest: Vec<BlockId>,
+        actions: &mut Vec<Action>,
+    ) {
+        let sequence = self.sequences.get_mut(&id).expect("the caller looked it up");
         sequence.note_cached(prefix.len());
         let cached_tokens = sequence.cached_tokens.unwrap_or(0);
-        let first_block = prefix.len() as u32;
         let computed = prefix.len() * BLOCK_TOKENS;
-        let local_prefill = len - computed < BLOCK_TOKENS;
+        let local_prefill = sequence.tokens.len() - computed < BLOCK_TOKENS;
         if local_prefill {
-            let rest =
-                self.kv.allocate(blocks_total - first_block).expect("availability was checked");
+            self.kv.accept(&rest, id);
             prefix.extend(rest);
             sequence.kind = SequenceKind::Compute;
             sequence.phase = Phase::Ready(Table { blocks: prefix, computed });
             insert(&mut self.ready, (sequence.arrival, id));
         } else {
-            let blocks =
-                self.kv.reserve(blocks_total - first_block, id).expect("availability was checked");
+            let first_block = prefix.len() as u32;
             sequence.phase = Phase::Reserved { prefix };
             self.reserved_count += 1;
-            self.transfers.start_incoming(id, blocks.clone());
-            actions.push(Action::Reserve { id, first_block, blocks });
+            self.transfers.start_incoming(id, rest.clone());
+            actions.push(Action::Reserve { id, first_block, blocks: rest });
         }
+        let deadline = sequence.deadline;
+        self.set_alarm(id, deadline);
         actions.push(Action::Admitted { id, cached_tokens, local_prefill });
-        true
     }
 
     /// Moves sequences that have their blocks into the batch.
@@ -251,59 +273,82 @@ impl Scheduler {
         }
     }
 
-    /// Moves the first sequence of the queue into the batch if a slot and blocks are free.
+    /// Moves the first sequence of the queue into the batch if a slot and blocks are free. Sequences before it may begin
+    /// to wait for a load.
     pub(super) fn admit_compute(&mut self, actions: &mut Vec<Action>) -> Option<SequenceId> {
-        let id = self.waiting.next_compute()?;
-        if self.unclaimed_slots() == 0 {
-            return None;
+        loop {
+            let id = self.waiting.next_compute()?;
+            if self.unclaimed_slots() == 0 {
+                return None;
+            }
+            let headroom = self.headroom();
+            let sequence = &self.sequences[&id];
+            let blocks_total = blocks_for(sequence.tokens.len());
+            let hits =
+                self.kv.hold_prefix(&sequence.chain, &sequence.tokens, blocks_total, headroom);
+            let prefix = match hits {
+                Ok(prefix) => prefix,
+                Err(needed) => {
+                    self.needed_blocks = needed;
+                    self.waiting.compute_lacks_blocks();
+                    return None;
+                }
+            };
+            self.waiting.admitted_compute();
+            let Some(mut blocks) = self.load_prefix(id, prefix, Duration::MAX, actions) else {
+                continue;
+            };
+            let cached = blocks.len();
+            let rest = self.kv.allocate(blocks_total - cached as u32);
+            blocks.extend(rest.expect("availability was checked"));
+            self.report_admission(id, &blocks, cached, actions);
+            let (slot, generation) = self.slots.occupy().expect("a slot is unclaimed");
+            let table = Table { blocks, computed: cached * BLOCK_TOKENS };
+            let sequence = self.sequences.get_mut(&id).expect("a queued sequence is known");
+            sequence.phase =
+                Phase::Running(Row::new(slot, generation, table, sequence.tokens.len()));
+            insert(&mut self.running, (sequence.arrival, id));
+            return Some(id);
         }
-        let headroom = self.headroom();
-        let sequence = self.sequences.get_mut(&id).expect("a queued sequence is known");
-        let blocks_total = blocks_for(sequence.tokens.len());
-        let Some(mut blocks) =
-            self.kv.hold_prefix(&sequence.chain, &sequence.tokens, blocks_total, headroom)
-        else {
-            self.waiting.compute_lacks_blocks();
-            return None;
-        };
-        self.waiting.admitted_compute();
+    }
+
+    /// Reports that a sequence has `blocks`, whose first `cached` are written.
+    pub(super) fn report_admission(
+        &mut self,
+        id: SequenceId,
+        blocks: &[BlockId],
+        cached: usize,
+        actions: &mut Vec<Action>,
+    ) {
+        let sequence = self.sequences.get_mut(&id).expect("the caller looked it up");
         if sequence.cached_tokens.is_none() {
-            sequence.note_cached(blocks.len());
+            sequence.note_cached(cached);
             if sequence.kind == SequenceKind::Compute {
                 let cached_tokens = sequence.cached_tokens.unwrap_or(0);
                 actions.push(Action::Admitted { id, cached_tokens, local_prefill: true });
             }
         }
-        let computed = blocks.len() * BLOCK_TOKENS;
-        let rest = self.kv.allocate(blocks_total - blocks.len() as u32);
-        blocks.extend(rest.expect("availability was checked"));
-        if sequence.kind == SequenceKind::Send {
-            let cached = computed / BLOCK_TOKENS;
-            if let Some((first_block, blocks)) =
-                self.transfers.hand_over(id, &blocks, cached, &mut self.kv)
-            {
-                actions.push(Action::KvWritten { id, first_block, blocks });
-            }
+        if sequence.kind == SequenceKind::Send
+            && let Some((first_block, blocks)) =
+                self.transfers.hand_over(id, blocks, cached, &mut self.kv)
+        {
+            actions.push(Action::KvWritten { id, first_block, blocks });
         }
-        let (slot, generation) = self.slots.occupy().expect("a slot is unclaimed");
-        let table = Table { blocks, computed };
-        sequence.phase = Phase::Running(Row::new(slot, generation, table, sequence.tokens.len()));
-        insert(&mut self.running, (sequence.arrival, id));
-        Some(id)
     }
 
     /// Returns the slots that are neither occupied nor claimed by a sequence with blocks.
     fn unclaimed_slots(&self) -> u32 {
-        self.slots.free_count() - self.ready.len() as u32 - self.reserved_count
+        let claimed = self.ready.len() as u32 + self.reserved_count + self.loading_count;
+        self.slots.free_count() - claimed
     }
 
     /// Returns the blocks to leave for the batch: one for each row, so that a new row is not preempted in the
     /// next step. 0 when the batch is empty.
     pub(super) fn headroom(&self) -> u32 {
-        (self.running.len() + self.ready.len()) as u32
+        (self.running.len() + self.ready.len()) as u32 + self.loading_count
     }
 }
 
-fn insert(sorted: &mut Vec<(Arrival, SequenceId)>, entry: (Arrival, SequenceId)) {
+pub(super) fn insert(sorted: &mut Vec<(Arrival, SequenceId)>, entry: (Arrival, SequenceId)) {
     sorted.insert(sorted.partition_point(|&other| other < entry), entry);
 }

@@ -2,7 +2,7 @@
 
 use kernels::{BLOCK_TOKENS, sampling::SampledToken};
 
-use super::{Scheduler, sequence::Phase};
+use super::{Scheduler, loading::publish, sequence::Phase};
 use crate::{
     constraint::ConstraintFailure,
     event::{Action, SequenceFailure, SequenceId, SequenceKind},
@@ -26,6 +26,10 @@ impl Scheduler {
             self.decode_extra = None;
         }
         self.draft_times.add(&frame.rows, result.busy);
+        if let Some(tiers) = &mut self.tiers {
+            let prefills = frame.rows.iter().filter(|row| row.token_count > 1 || !row.samples);
+            tiers.add_prefill(prefills.map(|row| row.token_count).sum(), result.busy);
+        }
         actions.reserve(frame.rows.len());
         for ((row, id), outcome) in frame.rows.iter().zip(frame.sequences).zip(result.rows) {
             debug_assert_eq!((row.slot, row.generation), (outcome.slot, outcome.generation));
@@ -76,10 +80,13 @@ impl Scheduler {
         row.computed += done.token_count as usize + drafts_accepted - usize::from(is_withdrawn);
         // Tokens sampled after the end of the request were dropped: their KV is not published.
         let confirmed = row.computed.min(sequence.tokens.len());
-        while row.published < confirmed / BLOCK_TOKENS {
-            let index = row.published;
-            self.kv.publish(&sequence.chain, &sequence.tokens, index, row.blocks[index]);
-            row.published += 1;
+        let written = row.published..confirmed / BLOCK_TOKENS;
+        if !written.is_empty() {
+            row.published = written.end;
+        }
+        for index in written {
+            let block = sequence.row().blocks[index];
+            publish(&mut self.kv, &mut self.tiers, sequence, index, block);
         }
         let sends = sequence.kind == SequenceKind::Send;
         let cached_tokens = sequence.cached_tokens.unwrap_or(0);

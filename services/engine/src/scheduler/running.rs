@@ -49,7 +49,7 @@ enum PrefillBudget {
 enum Growth {
     /// The row has blocks for the tokens that it is to compute.
     Done,
-    /// No block is free now. A step in flight or a transfer will release blocks.
+    /// No block is free now. A step in flight, a save or a transfer will release blocks.
     Wait,
     /// No block is free, and the row itself was preempted.
     Preempted,
@@ -193,8 +193,8 @@ impl Scheduler {
                 self.append(id, blocks, builder);
                 return Growth::Done;
             }
-            // Steps in flight will release blocks. These may be enough, so no row is preempted yet.
-            if self.frames.has_deferred() {
+            // Steps in flight will release blocks, or saves will end. These may be enough, so no row is preempted yet.
+            if self.frames.has_deferred() || self.kv.pool.evictable() >= missing {
                 return Growth::Wait;
             }
             match self.victim(index) {
@@ -335,6 +335,7 @@ impl Scheduler {
         self.running.retain(|&(_, other)| other != id);
         self.waiting.push_preempted(arrival, id);
         self.preemptions += 1;
+        self.offer_preempted(id, row.published);
         self.vacate(row);
     }
 

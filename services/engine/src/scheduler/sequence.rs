@@ -14,6 +14,7 @@ use crate::{
     kv_blocks::blocks_for,
     plan::{Generation, Slot, StepId},
     prefix_cache::{CacheSeeds, HashChain},
+    tiers::JobId,
 };
 
 /// Order of arrival; a preempted sequence keeps its place.
@@ -28,6 +29,10 @@ pub(super) struct Sequence {
     /// Kind of the sequence. A `Receive` becomes a `Compute` when its KV has arrived, or when it needs no transfer.
     pub(super) kind: SequenceKind,
     pub(super) ignore_stop_tokens: bool,
+    /// Whether the sequence may wait for a load from the KV tiers; false after such a load took too long.
+    pub(super) may_load: bool,
+    /// Whether the prompt began with a hit when the sequence was first admitted.
+    pub(super) continues: bool,
     /// Prompt tokens that were cached when the sequence was first admitted.
     pub(super) cached_tokens: Option<u32>,
     /// Length at which the request ends without a stop token.
@@ -40,6 +45,8 @@ pub(super) struct Sequence {
     /// Tokens at arrival.
     pub(super) given_len: usize,
     pub(super) chain: HashChain,
+    /// Full blocks whose occurrence the KV tiers have counted.
+    pub(super) touched: usize,
     pub(super) sampling: Sampling,
     pub(super) arrival: Arrival,
     pub(super) deadline: Instant,
@@ -56,6 +63,13 @@ pub(super) enum Phase {
     /// `Receive`: holds its cached prefix; the transfer owns the rest.
     Reserved {
         prefix: Vec<BlockId>,
+    },
+    /// Holds its cached prefix and has a claim to a slot; a load from the KV tiers owns the other blocks and writes
+    /// `count` of them.
+    Loading {
+        prefix: Vec<BlockId>,
+        count: usize,
+        job: JobId,
     },
     /// Has its blocks and a claim to a slot; takes it with the next plan.
     Ready(Table),
@@ -141,6 +155,9 @@ impl Sequence {
             ignore_stop_tokens: new.ignore_stop_tokens,
             constraint: new.constraint.map(ActiveConstraint::from),
             chain,
+            touched: 0,
+            may_load: true,
+            continues: false,
             cached_tokens: None,
             deadline: new.deadline,
             alarm: new.deadline,

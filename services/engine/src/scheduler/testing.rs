@@ -22,6 +22,7 @@ impl Scheduler {
             }
         };
         let (mut running, mut ready, mut reserved, mut waiting) = (0, 0, 0, 0);
+        let mut loading = 0;
         for (id, sequence) in &self.sequences {
             assert!(self.alarms.contains(&(sequence.alarm, *id)));
             let entry = (sequence.arrival, *id);
@@ -32,6 +33,10 @@ impl Scheduler {
                     assert!(self.transfers.contains(*id));
                     count(prefix);
                     reserved += 1;
+                }
+                Phase::Loading { prefix, .. } => {
+                    count(prefix);
+                    loading += 1;
                 }
                 Phase::Ready(table) => {
                     assert!(self.ready.contains(&entry));
@@ -56,7 +61,8 @@ impl Scheduler {
             pins[block.index()] += 1;
         }
         let mut reservations = HashMap::default();
-        for (owner, block) in self.transfers.reserved_blocks() {
+        let loads = self.tiers.iter().flat_map(|tiers| tiers.reserved_blocks());
+        for (owner, block) in self.transfers.reserved_blocks().chain(loads) {
             assert_eq!(reservations.insert(block, owner), None, "block {} twice", block.0);
         }
         for block in (0..pool.total()).map(BlockId) {
@@ -72,9 +78,23 @@ impl Scheduler {
         assert_eq!(self.alarms.len(), self.sequences.len());
         assert_eq!((running, ready), (self.running.len(), self.ready.len()));
         assert_eq!((reserved, waiting), (self.reserved_count, self.waiting.len()));
+        assert_eq!(loading, self.loading_count);
+        self.check_tiers();
         assert_eq!(self.slots.free_count() as usize + running, self.slots.total() as usize);
         assert!(self.running.is_sorted() && self.ready.is_sorted());
-        assert!(running + ready + reserved as usize <= self.slots.total() as usize);
+        let claims = ready + (reserved + loading) as usize;
+        assert!(running + claims <= self.slots.total() as usize);
+    }
+
+    /// Panics when a save reads a block that the pool does not keep for it.
+    fn check_tiers(&self) {
+        let Some(tiers) = &self.tiers else { return };
+        tiers.check();
+        let mut copied: Vec<_> = tiers.copied_blocks().collect();
+        copied.sort_unstable();
+        let all = (0..self.kv.pool.total()).map(BlockId);
+        let kept: Vec<_> = all.filter(|&block| self.kv.pool.is_copying(block)).collect();
+        assert_eq!(copied, kept);
     }
 }
 

@@ -6,6 +6,7 @@ pub mod grammar;
 pub mod node;
 pub mod pair;
 pub mod ranks;
+pub mod tiers;
 
 use std::time::{Duration, Instant};
 

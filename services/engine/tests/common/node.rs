@@ -1,7 +1,7 @@
 //! One simulated node that checks the scheduler's guarantees after every action.
 //!
 //! The test plays the transfers: it writes the KV of a `Receive` into the reserved blocks, and checks the
-//! blocks of a `Send` until it ends the transfer.
+//! blocks of a `Send` until it ends the transfer. It also plays the copies of the KV tiers.
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -10,21 +10,26 @@ use std::{
 
 use engine::{
     SchedulerConfig, StepLoop, Turn,
-    event::{Action, FinishReason, Input, NewSequence, SequenceFailure, SequenceId, SequenceKind},
+    event::{
+        Action, BlockHash, FinishReason, Input, NewSequence, SequenceFailure, SequenceId,
+        SequenceKind,
+    },
     executor::{
         Executor,
         sim::{SimArena, SimExecutor, fingerprints},
     },
+    tiers::{SlotIndex, Tier, TierConfig, TierEvent, TierStats},
 };
 use kernels::{BLOCK_TOKENS, BlockId, sampling::SampledToken};
 
-use super::{oracle, scheduler, sim};
+use super::{oracle, scheduler, sim, tiers::TierCopies};
 
 pub struct Node {
     pub engine: StepLoop<SimExecutor>,
     pub start: Instant,
     arena: SimArena,
     sequences: BTreeMap<SequenceId, Tracked>,
+    copies: TierCopies,
 }
 
 struct Tracked {
@@ -65,7 +70,47 @@ impl Node {
         let executor = sim(config.limits, start);
         let arena = executor.arena();
         let engine = StepLoop::new(scheduler(config), executor);
-        Self { engine, start, arena, sequences: BTreeMap::new() }
+        let copies = TierCopies::new(arena.clone());
+        Self { engine, start, arena, sequences: BTreeMap::new(), copies }
+    }
+
+    pub fn with_tiers(config: SchedulerConfig, tiers: TierConfig) -> Self {
+        let start = Instant::now();
+        let executor = sim(config.limits, start);
+        let arena = executor.arena();
+        let scheduler = scheduler(config).with_tiers(tiers, start);
+        let engine = StepLoop::new(scheduler, executor);
+        let copies = TierCopies::new(arena.clone());
+        let mut node = Self { engine, start, arena, sequences: BTreeMap::new(), copies };
+        node.recover(Vec::new(), true);
+        node
+    }
+
+    /// Reports blocks of an earlier start.
+    pub fn recover(&mut self, blocks: Vec<(SlotIndex, BlockHash)>, is_complete: bool) {
+        let tier = Tier::Disk;
+        self.input(Input::Tier(TierEvent::Recovered { tier, blocks, is_complete }));
+    }
+
+    /// Advances one copy of the tiers; `fails` lets the copy fail. Returns false when no copy is in flight.
+    pub fn copy(&mut self, pick: usize, fails: bool) -> bool {
+        let Some(event) = self.copies.advance(pick, fails) else { return false };
+        self.input(Input::Tier(event));
+        true
+    }
+
+    /// Finishes every copy, and those that follow.
+    pub fn copy_all(&mut self) {
+        while self.copy(0, false) {}
+    }
+
+    /// Sets the time that a load reports for each block.
+    pub fn copies_take(&mut self, block_time: Duration) {
+        self.copies.block_time = block_time;
+    }
+
+    pub fn tier_stats(&self) -> TierStats {
+        self.engine.scheduler().tier_stats(Tier::Disk).expect("the tiers are on")
     }
 
     pub fn ids(&self) -> Vec<SequenceId> {
@@ -257,6 +302,7 @@ impl Node {
             | Action::Finished { id, .. }
             | Action::Failed { id, .. }
             | Action::AbortTransfer { id, .. } => *id,
+            Action::Save(_) | Action::Load(_) => return self.copies.start(action),
         };
         let tracked = self.sequences.get_mut(&id).expect("actions name known sequences");
         if let Action::AbortTransfer { .. } = action {
@@ -325,7 +371,9 @@ impl Node {
                 assert!(!under_way || tracked.abort_received || tracked.received.is_empty());
                 tracked.end = Some(End::Failed(failure));
             }
-            Action::AbortTransfer { .. } => unreachable!("handled above"),
+            Action::AbortTransfer { .. } | Action::Save(_) | Action::Load(_) => {
+                unreachable!("handled above")
+            }
         }
     }
 

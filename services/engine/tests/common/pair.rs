@@ -317,7 +317,7 @@ impl<E: Executor> Pair<E> {
                 }
             }
             Action::AbortTransfer { id, .. } => self.end_transfer(id),
-            Action::KvWritten { .. } => panic!("a receiver sends nothing"),
+            action => panic!("a receiver says {action:?}"),
         }
     }
 

@@ -37,6 +37,7 @@ use engine::{
     CacheSeeds, Scheduler, Speculated, StepLoop, Turn,
     event::{Action, Input, SequenceId},
     executor::{Executor, ExecutorError},
+    tiers::TierEvent,
 };
 use kv_transfer::api as transfer;
 use proto::v1;
@@ -132,6 +133,12 @@ impl<E: Executor> NodeCore<E> {
     pub fn handle_transfer_event(&mut self, event: transfer::Event, now: Instant) {
         self.now = now;
         self.attempts.on_transfer_event(event, now);
+    }
+
+    /// Handles the result of a copy of the KV tiers.
+    pub fn handle_tier_event(&mut self, event: TierEvent, now: Instant) {
+        self.now = now;
+        self.give_to_scheduler(Input::Tier(event));
     }
 
     /// Handles a full transfer queue that has rejected the last [`Output::Transfer`]. A command that
@@ -236,7 +243,11 @@ impl<E: Executor> NodeCore<E> {
                 return Some(output);
             }
             if let Some(action) = self.actions.pop_front() {
-                self.attempts.on_action(action, self.now);
+                match action {
+                    Action::Save(job) => return Some(Output::Save(job)),
+                    Action::Load(job) => return Some(Output::Load(job)),
+                    action => self.attempts.on_action(action, self.now),
+                }
             } else if let Some(id) = self.arrived.take() {
                 self.attempts.scheduled(id, self.now);
             } else if let Some(input) = self.attempts.next_input() {

@@ -11,6 +11,7 @@ use engine::{
     StepLoop, StepRecord,
     event::{BlockHash, CacheChange, Load, SequenceId},
     executor::Executor,
+    tiers::Tier,
 };
 use proto::v1::{self, observe_event::Event};
 
@@ -185,6 +186,10 @@ impl Observers {
         let scheduler = steps.scheduler_mut();
         let load = scheduler.load();
         outputs.push_back(Output::Metric(Metric::Load(load)));
+        for tier in Tier::ALL {
+            let stats = scheduler.tier_stats(tier).map(|stats| Metric::Tier(tier, stats));
+            outputs.extend(stats.map(Output::Metric));
+        }
         let config = scheduler.config();
         let step_tokens = config.step_tokens;
         let chunk_tokens = config.chunk_tokens.min(step_tokens);

@@ -5,6 +5,7 @@ use std::{collections::VecDeque, time::Duration};
 use engine::{
     Speculated, StepRecord,
     event::{FinishReason, Load, NewSequence, SequenceId},
+    tiers::{LoadJob, SaveJob, Tier, TierStats},
 };
 use kernels::sampling::SampledToken;
 use kv_transfer::api::{self as transfer, Epoch, PeerAddress, TransferStats};
@@ -79,6 +80,10 @@ pub enum Output {
     ObserveStalled {
         observer: ObserverId,
     },
+    /// The KV tiers copy a block to a tier.
+    Save(SaveJob),
+    /// The KV tiers copy blocks from a tier.
+    Load(LoadJob),
     Metric(Metric),
     /// The node computes with other weights from now on.
     WeightsChanged {
@@ -256,6 +261,7 @@ pub enum Metric {
     Speculated(Speculated),
     Preempted(u64),
     Load(Load),
+    Tier(Tier, TierStats),
 }
 
 /// Reason to end every attempt and to reject new calls.

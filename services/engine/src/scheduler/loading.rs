@@ -1,0 +1,203 @@
+//! Saves to and loads from the KV tiers, with the blocks and sequences that they concern.
+
+use std::time::{Duration, Instant};
+
+use kernels::{BLOCK_TOKENS, BlockId};
+
+use super::{
+    Scheduler,
+    admission::insert,
+    sequence::{Phase, Sequence, Table},
+};
+use crate::{
+    block_pool::BlockState,
+    event::{Action, SequenceId, SequenceKind},
+    kv_blocks::{KvBlocks, blocks_for},
+    tiers::{FinishedLoad, JobId, Tier, TierConfig, TierEvent, TierStats, Tiers},
+};
+
+impl Scheduler {
+    /// Turns the tiers on. Without them the scheduler emits no [`Action::Save`] and no [`Action::Load`].
+    pub fn with_tiers(mut self, config: TierConfig, now: Instant) -> Self {
+        self.tiers = Some(Tiers::new(config, self.config.limits.blocks, now));
+        self
+    }
+
+    /// Returns the statistics of a tier; `None` without this tier.
+    pub fn tier_stats(&self, tier: Tier) -> Option<TierStats> {
+        self.tiers.as_ref()?.stats(tier)
+    }
+
+    /// Starts queued saves, as many as may be in flight. Call it after each step.
+    pub fn start_saves(&mut self, now: Instant, actions: &mut Vec<Action>) {
+        let Some(tiers) = &mut self.tiers else { return };
+        tiers.set_now(now);
+        let needed = if self.waiting.len() > 0 { self.needed_blocks } else { 0 };
+        let resident = |kv: &KvBlocks, key| {
+            let (block, contents) = kv.cache.get(key)?;
+            let is_cached = kv.pool.state(block) == BlockState::Cached;
+            // A sequence that could have its blocks after the copies in flight does not wait for further copies.
+            let waits = needed >= kv.pool.available() && needed <= kv.pool.evictable();
+            (!(is_cached && waits)).then_some((block, contents))
+        };
+        while let Some(save) = tiers.next_save(|key| resident(&self.kv, key)) {
+            self.kv.pool.begin_copy(save.block);
+            actions.push(Action::Save(save));
+        }
+    }
+
+    pub(super) fn handle_tier(&mut self, event: TierEvent, actions: &mut Vec<Action>) {
+        let Some(tiers) = &mut self.tiers else { return };
+        let copied = match event {
+            TierEvent::Copied { job } => tiers.end_copy(job),
+            TierEvent::Saved { job } => tiers.end_save(job, true),
+            TierEvent::SaveFailed { job } => tiers.end_save(job, false),
+            TierEvent::Loaded { job, intact, took } => {
+                if let Some(finished) = tiers.end_load(job, intact, took) {
+                    self.loaded(job, finished, actions);
+                }
+                None
+            }
+            TierEvent::Recovered { tier, blocks, is_complete } => {
+                tiers.recover(tier, &blocks, is_complete);
+                None
+            }
+        };
+        if let Some(block) = copied {
+            self.kv.pool.end_copy(block);
+        }
+    }
+
+    /// Continues a sequence's held prefix with blocks of the tiers, if they can be loaded within `most` and sooner than
+    /// computed: then the sequence waits in phase `Loading`. Otherwise returns the prefix.
+    pub(super) fn load_prefix(
+        &mut self,
+        id: SequenceId,
+        prefix: Vec<BlockId>,
+        most: Duration,
+        actions: &mut Vec<Action>,
+    ) -> Option<Vec<BlockId>> {
+        let Some(tiers) = &mut self.tiers else { return Some(prefix) };
+        let sequence = self.sequences.get_mut(&id).expect("a queued sequence is known");
+        // The forward pass of the last token gives the logits to sample from.
+        let blocks_max = (sequence.tokens.len() - 1) / BLOCK_TOKENS;
+        let resident = prefix.len();
+        let keys = &sequence.chain.hashes()[resident..blocks_max.max(resident)];
+        let count = if sequence.may_load { tiers.choose_load(keys, most) } else { 0 };
+        touch(tiers, sequence, resident, count);
+        if count == 0 {
+            return Some(prefix);
+        }
+        let contents = resident..resident + count;
+        let contents: Vec<_> =
+            contents.map(|index| sequence.chain.contents(&sequence.tokens, index)).collect();
+        let rest = blocks_for(sequence.tokens.len()) - resident as u32;
+        let reserved = self.kv.reserve(rest, id).expect("availability was checked");
+        let load = tiers.start_load(id, &contents, reserved);
+        sequence.phase = Phase::Loading { prefix, count, job: load.job };
+        self.loading_count += 1;
+        let alarm = tiers.load_deadline();
+        self.set_alarm(id, alarm);
+        actions.push(Action::Load(load));
+        None
+    }
+
+    fn loaded(&mut self, job: JobId, finished: FinishedLoad, actions: &mut Vec<Action>) {
+        let FinishedLoad { load, intact } = finished;
+        let id = load.id;
+        let sequence = self.sequences.get_mut(&id);
+        let waits = |sequence: &&mut Sequence| matches!(sequence.phase, Phase::Loading { job: awaited, .. } if awaited == job);
+        let Some(sequence) = sequence.filter(waits) else {
+            return self.kv.cancel_reservation(&load.blocks, id);
+        };
+        let Phase::Loading { mut prefix, .. } =
+            std::mem::replace(&mut sequence.phase, Phase::Waiting)
+        else {
+            unreachable!("the phase was checked");
+        };
+        self.loading_count -= 1;
+        let (written, rest) = load.blocks.split_at(intact);
+        self.kv.accept(written, id);
+        for (index, &block) in (prefix.len()..).zip(written) {
+            self.kv.publish(&sequence.chain, &sequence.tokens, index, block);
+        }
+        prefix.extend_from_slice(written);
+        if sequence.kind == SequenceKind::Receive {
+            return self.reserve_rest(id, prefix, rest.to_vec(), actions);
+        }
+        self.kv.accept(rest, id);
+        let cached = prefix.len();
+        prefix.extend_from_slice(rest);
+        let (arrival, deadline) = (sequence.arrival, sequence.deadline);
+        self.report_admission(id, &prefix, cached, actions);
+        self.set_alarm(id, deadline);
+        let sequence = self.sequences.get_mut(&id).expect("just looked up");
+        sequence.phase = Phase::Ready(Table { blocks: prefix, computed: cached * BLOCK_TOKENS });
+        insert(&mut self.ready, (arrival, id));
+    }
+
+    /// Returns a sequence whose load takes too long to its queue, where it no longer waits for loads. The load keeps
+    /// its blocks until it ends.
+    pub(super) fn give_up_load(&mut self, now: Instant, id: SequenceId) {
+        let sequence = self.sequences.get_mut(&id).expect("an alarm names a known sequence");
+        let Phase::Loading { prefix, .. } = std::mem::replace(&mut sequence.phase, Phase::Waiting)
+        else {
+            unreachable!("the caller checked the phase");
+        };
+        self.loading_count -= 1;
+        self.kv.release(&prefix);
+        sequence.may_load = false;
+        let (arrival, deadline) = (sequence.arrival, sequence.deadline);
+        if sequence.kind == SequenceKind::Receive {
+            self.waiting.push_receive(arrival, id);
+            self.set_alarm(id, now + self.config.reserve_timeout);
+        } else {
+            self.waiting.push_compute(arrival, id);
+            self.set_alarm(id, deadline);
+        }
+    }
+
+    /// Offers the blocks of a sequence that will return to the tiers.
+    pub(super) fn offer_preempted(&mut self, id: SequenceId, published: usize) {
+        let Some(tiers) = &mut self.tiers else { return };
+        self.sequences[&id].chain.hashes()[..published].iter().for_each(|&key| tiers.offer(key));
+    }
+}
+
+/// Counts the occurrence of the prompt's blocks at the first admission, and offers the `resident` ones. `loaded` blocks
+/// come from the tiers.
+fn touch(tiers: &mut Tiers, sequence: &mut Sequence, resident: usize, loaded: usize) {
+    if sequence.touched > 0 {
+        return;
+    }
+    let keys = sequence.chain.hashes();
+    sequence.touched = keys.len();
+    sequence.continues = resident + loaded > 0;
+    // The head was used last, so that a tail is overwritten before its head.
+    keys.iter().rev().for_each(|&key| tiers.touch(key));
+    for &key in &keys[..resident] {
+        if tiers.admits(key, false) {
+            tiers.offer(key);
+        }
+    }
+}
+
+/// Adds block `index` of the sequence, whose KV is written, to the prefix cache, and offers it to the tiers.
+pub(super) fn publish(
+    kv: &mut KvBlocks,
+    tiers: &mut Option<Tiers>,
+    sequence: &mut Sequence,
+    index: usize,
+    block: BlockId,
+) {
+    kv.publish(&sequence.chain, &sequence.tokens, index, block);
+    let Some(tiers) = tiers else { return };
+    let key = sequence.chain.hashes()[index];
+    if index >= sequence.touched {
+        tiers.touch(key);
+        sequence.touched = index + 1;
+    }
+    if tiers.admits(key, sequence.continues) {
+        tiers.offer(key);
+    }
+}

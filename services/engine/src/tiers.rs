@@ -1,0 +1,493 @@
+//! KV tiers: a disk behind the prefix cache.
+//!
+//! The core decides which block is saved to which slot of which tier, and which blocks are loaded instead of computed.
+//! The shell in the node process copies. Pure: no memory, file, clock or thread.
+//!
+//! Life of a block in the tiers:
+//! 1. A step has written the block, its result was collected, and the block is in the prefix cache. Admission decides
+//!    whether the block is worth a save: see [`TierAdmission`]. The save is queued by key. A queue that is full drops
+//!    the save. A queued save owns nothing: if the prefix cache evicts the block before the copy starts, the save is
+//!    cancelled.
+//! 2. [`Action::Save`](crate::event::Action::Save): the copy starts. The block cannot be evicted until
+//!    [`TierEvent::Copied`]. After [`TierEvent::Saved`] loads may read the slot.
+//! 3. A sequence that is admitted continues its prefix with blocks of the tiers, if loading them is predicted to be
+//!    faster than computing them. [`Action::Load`](crate::event::Action::Load): the sequence owns all its blocks, those
+//!    to load as `Reserved`, and waits in phase `Loading`. Other sequences run meanwhile.
+//! 4. [`TierEvent::Loaded`]: the intact blocks enter the prefix cache, and the sequence computes the rest. A damaged or
+//!    missing block ends the loaded prefix, and its slot is free.
+//!
+//! A load waits for nothing but its copies, so there is no circular wait between loads, reservations and sends.
+
+mod rates;
+mod store;
+mod touches;
+
+use std::{
+    collections::{BTreeMap, VecDeque},
+    time::{Duration, Instant},
+};
+
+use kernels::{BLOCK_TOKENS, BlockId};
+use rates::{LoadRate, PrefillRate, choose};
+pub use store::SlotIndex;
+use store::Store;
+use touches::Touches;
+
+use crate::event::{BlockHash, SequenceId};
+
+/// Saves that may wait for their copy, for each tier. A prefill step of 8,192 tokens has 512 blocks.
+const QUEUED_MAX: usize = 2048;
+/// Blocks that saves pin at a time, for each tier: an admission waits for at most these copies.
+pub const COPYING_MAX: usize = 4;
+/// Saves in flight for each tier, copied or not: the shell has a buffer for each.
+pub const SAVES_MAX: usize = 16;
+/// Loads in flight. Further sequences compute.
+pub const LOADS_MAX: usize = 64;
+/// Blocks of one recovery event.
+pub const RECOVERED_MAX: usize = 4096;
+
+/// A tier, fastest first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Tier {
+    Disk,
+}
+
+/// Number of tiers.
+const TIERS: usize = 1;
+
+impl Tier {
+    pub const ALL: [Self; TIERS] = [Self::Disk];
+
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Disk => "disk",
+        }
+    }
+
+    fn index(self) -> usize {
+        self as usize
+    }
+}
+
+/// Rule by which blocks are saved.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum TierAdmission {
+    /// Blocks that occur in a second request, and blocks of a request whose prompt began with a hit. Prompts that
+    /// never return cost no copies.
+    SecondTouch,
+    /// Every full block.
+    Always,
+}
+
+/// Tiers of one node.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TierConfig {
+    pub admission: TierAdmission,
+    /// Blocks that fit on the disk; 0 without this tier.
+    pub disk_slots: u32,
+    /// Time after which a sequence stops to wait for its load.
+    pub load_timeout: Duration,
+}
+
+/// Id of one save or load of one engine.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct JobId(pub u64);
+
+/// Contents of a block: its key, and what the key was computed from. A tier stores them with the KV, and a load
+/// compares them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BlockContents {
+    pub key: BlockHash,
+    /// Key of the block before.
+    pub parent: BlockHash,
+    pub tokens: [u32; BLOCK_TOKENS],
+}
+
+/// Copy of one block into a slot.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SaveJob {
+    pub job: JobId,
+    pub tier: Tier,
+    pub slot: SlotIndex,
+    /// The block to copy, which is not evicted before [`TierEvent::Copied`].
+    pub block: BlockId,
+    pub contents: BlockContents,
+}
+
+/// One block of a load.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LoadBlock {
+    pub tier: Tier,
+    pub slot: SlotIndex,
+    /// The reserved block to write.
+    pub block: BlockId,
+    pub contents: BlockContents,
+}
+
+/// Copies of slots into reserved blocks of one sequence, in the order of its tokens.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LoadJob {
+    pub job: JobId,
+    pub id: SequenceId,
+    pub blocks: Vec<LoadBlock>,
+}
+
+/// Result of a copy.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum TierEvent {
+    /// The source of a save is not read any more. [`Saved`](Self::Saved) or [`SaveFailed`](Self::SaveFailed) follows.
+    Copied { job: JobId },
+    /// The slot holds the block.
+    Saved { job: JobId },
+    /// The slot does not hold the block, and its source is not read any more.
+    SaveFailed { job: JobId },
+    /// The first `intact` blocks are written, and no further write lands. If blocks are left, the slot of the next
+    /// block is damaged or was not readable.
+    Loaded { job: JobId, intact: u32, took: Duration },
+    /// Blocks that a tier holds since an earlier start. Saves begin after the last of these events, so that they do not
+    /// overwrite blocks that are still to be found.
+    Recovered { tier: Tier, blocks: Vec<(SlotIndex, BlockHash)>, is_complete: bool },
+}
+
+/// Statistics of one tier since the start.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct TierStats {
+    /// Blocks that the tier holds now.
+    pub stored: u32,
+    pub slots: u32,
+    pub saved: u64,
+    pub loaded: u64,
+    /// Saves dropped because the queue was full or no slot was idle.
+    pub dropped: u64,
+    /// Queued saves whose block was evicted before the copy.
+    pub cancelled: u64,
+    /// Saves that the shell could not finish.
+    pub failed: u64,
+    /// Blocks that a load found damaged or missing.
+    pub damaged: u64,
+    /// Blocks that a load could have brought, but computing was predicted to be faster.
+    pub refused: u64,
+    /// Age of the oldest queued save.
+    pub queue_age: Duration,
+}
+
+#[derive(Debug)]
+struct TierState {
+    store: Store,
+    /// Whether all blocks of an earlier start are known.
+    is_recovered: bool,
+    /// Admitted blocks whose copy has not started, oldest first.
+    queued: VecDeque<(Instant, BlockHash)>,
+    /// Saves in flight, and those of them that still read their source.
+    saves: usize,
+    copying: usize,
+    stats: TierStats,
+}
+
+#[derive(Debug)]
+struct SaveInFlight {
+    tier: Tier,
+    slot: SlotIndex,
+    block: BlockId,
+    is_copied: bool,
+}
+
+/// A load in flight. It may outlive its sequence.
+#[derive(Debug)]
+pub(crate) struct LoadInFlight {
+    pub id: SequenceId,
+    /// Reserved blocks of the sequence: those to load first, then the rest.
+    pub blocks: Vec<BlockId>,
+    slots: Vec<(Tier, SlotIndex)>,
+}
+
+/// Result of a load for its sequence.
+#[derive(Debug)]
+pub(crate) struct FinishedLoad {
+    pub load: LoadInFlight,
+    /// Leading blocks that are written.
+    pub intact: usize,
+}
+
+/// The tiers of one engine.
+#[derive(Debug)]
+pub(crate) struct Tiers {
+    config: TierConfig,
+    tiers: [Option<TierState>; TIERS],
+    rates: [LoadRate; TIERS],
+    prefill: PrefillRate,
+    touches: Touches,
+    saves: BTreeMap<JobId, SaveInFlight>,
+    loads: BTreeMap<JobId, LoadInFlight>,
+    next_job: u64,
+    /// The latest time that the core was given.
+    now: Instant,
+}
+
+impl Tiers {
+    /// `block_count`: blocks of the arena.
+    pub fn new(config: TierConfig, block_count: u32, now: Instant) -> Self {
+        let tier = |slots: u32| {
+            (slots > 0).then(|| TierState {
+                store: Store::new(slots),
+                is_recovered: false,
+                queued: VecDeque::new(),
+                saves: 0,
+                copying: 0,
+                stats: TierStats { slots, ..TierStats::default() },
+            })
+        };
+        let keys = block_count as usize + config.disk_slots as usize;
+        Self {
+            config,
+            tiers: [tier(config.disk_slots)],
+            rates: Default::default(),
+            prefill: PrefillRate::default(),
+            touches: Touches::new(2 * keys),
+            saves: BTreeMap::new(),
+            loads: BTreeMap::new(),
+            next_job: 0,
+            now,
+        }
+    }
+
+    pub fn set_now(&mut self, now: Instant) {
+        self.now = now;
+    }
+
+    /// Returns when a load that starts now times out.
+    pub fn load_deadline(&self) -> Instant {
+        self.now + self.config.load_timeout
+    }
+
+    pub fn add_prefill(&mut self, tokens: u32, busy: Duration) {
+        self.prefill.add(tokens, busy);
+    }
+
+    /// Counts the block's occurrence in a request. Call it at most once per request and block.
+    pub fn touch(&mut self, key: BlockHash) {
+        if self.config.admission == TierAdmission::SecondTouch {
+            self.touches.touch(key);
+        }
+        self.tiers.iter_mut().flatten().for_each(|tier| tier.store.touch(key));
+    }
+
+    /// Returns whether the block is worth a save. `continues`: its request began with a hit.
+    pub fn admits(&self, key: BlockHash, continues: bool) -> bool {
+        continues || self.config.admission == TierAdmission::Always || self.touches.is_second(key)
+    }
+
+    /// Queues the save of a block of the prefix cache to the fastest tier, unless a tier has the block.
+    pub fn offer(&mut self, key: BlockHash) {
+        let is_known = |tier: &TierState| tier.store.is_known(key);
+        if self.tiers.iter().flatten().any(is_known) {
+            return;
+        }
+        if let Some(first) = Tier::ALL.into_iter().find(|tier| self.tiers[tier.index()].is_some()) {
+            self.queue(first, key);
+        }
+    }
+
+    fn queue(&mut self, tier: Tier, key: BlockHash) {
+        let now = self.now;
+        let Some(tier) = &mut self.tiers[tier.index()] else { return };
+        if tier.store.is_known(key) {
+            return;
+        }
+        if tier.queued.len() >= QUEUED_MAX {
+            tier.stats.dropped += 1;
+            return;
+        }
+        tier.queued.push_back((now, key));
+    }
+
+    /// Starts the next save. `resident` returns a block of the prefix cache. The caller keeps
+    /// the block until [`end_copy`](Self::end_copy) returns it.
+    pub fn next_save(
+        &mut self,
+        resident: impl Fn(BlockHash) -> Option<(BlockId, BlockContents)>,
+    ) -> Option<SaveJob> {
+        Tier::ALL.into_iter().find_map(|tier| self.next_save_to(tier, &resident))
+    }
+
+    fn next_save_to(
+        &mut self,
+        tier: Tier,
+        resident: &impl Fn(BlockHash) -> Option<(BlockId, BlockContents)>,
+    ) -> Option<SaveJob> {
+        loop {
+            let state = self.tiers[tier.index()].as_mut()?;
+            if !state.is_recovered || state.saves >= SAVES_MAX || state.copying >= COPYING_MAX {
+                return None;
+            }
+            let (_, key) = state.queued.pop_front()?;
+            if state.store.is_known(key) {
+                continue;
+            }
+            let Some((block, contents)) = resident(key) else {
+                state.stats.cancelled += 1;
+                continue;
+            };
+            let Some(slot) = state.store.begin_save(key) else {
+                state.stats.dropped += 1;
+                continue;
+            };
+            state.saves += 1;
+            state.copying += 1;
+            let job = self.next_job();
+            self.saves.insert(job, SaveInFlight { tier, slot, block, is_copied: false });
+            return Some(SaveJob { job, tier, slot, block, contents });
+        }
+    }
+
+    /// Handles the end of a save's copy. Returns the block that the save no longer reads.
+    pub fn end_copy(&mut self, job: JobId) -> Option<BlockId> {
+        let save = self.saves.get_mut(&job).filter(|save| !save.is_copied)?;
+        save.is_copied = true;
+        if let Some(state) = &mut self.tiers[save.tier.index()] {
+            state.copying -= 1;
+        }
+        Some(save.block)
+    }
+
+    /// Handles the end of a save. Returns the block that the save no longer reads, if its copy had not ended.
+    pub fn end_save(&mut self, job: JobId, is_saved: bool) -> Option<BlockId> {
+        let block = self.end_copy(job);
+        let save = self.saves.remove(&job)?;
+        if let Some(state) = &mut self.tiers[save.tier.index()] {
+            state.saves -= 1;
+            state.store.end_save(save.slot, is_saved);
+            match is_saved {
+                true => state.stats.saved += 1,
+                false => state.stats.failed += 1,
+            }
+        }
+        block
+    }
+
+    pub fn recover(&mut self, tier: Tier, blocks: &[(SlotIndex, BlockHash)], is_complete: bool) {
+        if let Some(state) = &mut self.tiers[tier.index()] {
+            state.is_recovered |= is_complete;
+            for &(slot, key) in blocks {
+                state.store.recover(slot, key);
+            }
+        }
+    }
+
+    /// Returns how many of `keys`, from the first on, to load. The load must end within `most`.
+    pub fn choose_load(&mut self, keys: &[BlockHash], most: Duration) -> usize {
+        if self.loads.len() >= LOADS_MAX {
+            return 0;
+        }
+        let tier_of = |key: &BlockHash| Some(self.fastest(*key)?.index());
+        let run: Vec<usize> = keys.iter().map_while(tier_of).collect();
+        let most = most.min(self.config.load_timeout / 2);
+        let choice = choose(self.now, &run, &self.rates, &self.prefill, most);
+        if choice.is_refused {
+            for &tier in &run[choice.blocks..] {
+                let state = self.tiers[tier].as_mut().expect("the tier holds the block");
+                state.stats.refused += 1;
+            }
+        }
+        choice.blocks
+    }
+
+    /// Starts a load of blocks that [`choose_load`](Self::choose_load) has just chosen. `reserved` begins with the
+    /// blocks to write.
+    pub fn start_load(
+        &mut self,
+        id: SequenceId,
+        contents: &[BlockContents],
+        reserved: Vec<BlockId>,
+    ) -> LoadJob {
+        let job = self.next_job();
+        let mut blocks = Vec::with_capacity(contents.len());
+        for (contents, &block) in contents.iter().zip(&reserved) {
+            let tier = self.fastest(contents.key).expect("a chosen block is stored");
+            let state = self.tiers[tier.index()].as_mut().expect("the tier holds the block");
+            let slot = state.store.begin_load(contents.key).expect("a chosen block is stored");
+            self.rates[tier.index()].pending += 1;
+            blocks.push(LoadBlock { tier, slot, block, contents: *contents });
+        }
+        let slots = blocks.iter().map(|block| (block.tier, block.slot)).collect();
+        self.loads.insert(job, LoadInFlight { id, blocks: reserved, slots });
+        LoadJob { job, id, blocks }
+    }
+
+    /// Handles the end of a load.
+    pub fn end_load(&mut self, job: JobId, intact: u32, took: Duration) -> Option<FinishedLoad> {
+        let load = self.loads.remove(&job)?;
+        let intact = load.slots.len().min(intact as usize);
+        let mut read = [0; TIERS];
+        for (index, &(tier, slot)) in load.slots.iter().enumerate() {
+            self.rates[tier.index()].pending -= 1;
+            let Some(state) = &mut self.tiers[tier.index()] else { continue };
+            state.store.end_load(slot, index != intact);
+            if index < intact {
+                state.stats.loaded += 1;
+                read[tier.index()] += 1;
+            } else if index == intact {
+                state.stats.damaged += 1;
+            }
+        }
+        for (rate, blocks) in self.rates.iter_mut().zip(read) {
+            rate.add(self.now, blocks, took);
+        }
+        Some(FinishedLoad { load, intact })
+    }
+
+    /// Returns whether a load of this sequence is in flight.
+    pub fn is_loading(&self, id: SequenceId) -> bool {
+        self.loads.values().any(|load| load.id == id)
+    }
+
+    /// Returns whether no copy is in flight.
+    pub fn is_idle(&self) -> bool {
+        self.saves.is_empty() && self.loads.is_empty()
+    }
+
+    pub fn stats(&self, tier: Tier) -> Option<TierStats> {
+        let state = self.tiers[tier.index()].as_ref()?;
+        let oldest = state.queued.front();
+        let age = |&(at, _): &(Instant, BlockHash)| self.now.saturating_duration_since(at);
+        let queue_age = oldest.map(age).unwrap_or_default();
+        Some(TierStats { stored: state.store.stored(), queue_age, ..state.stats })
+    }
+
+    /// Returns the fastest tier that holds the block.
+    fn fastest(&self, key: BlockHash) -> Option<Tier> {
+        let holds = |tier: &Tier| {
+            self.tiers[tier.index()].as_ref().is_some_and(|it| it.store.contains(key))
+        };
+        Tier::ALL.into_iter().find(holds)
+    }
+
+    fn next_job(&mut self) -> JobId {
+        self.next_job += 1;
+        JobId(self.next_job)
+    }
+
+    /// Returns the reserved blocks of loads, with their owners.
+    pub fn reserved_blocks(&self) -> impl Iterator<Item = (SequenceId, BlockId)> {
+        self.loads.values().flat_map(|load| load.blocks.iter().map(|&block| (load.id, block)))
+    }
+
+    /// Returns the blocks that saves read.
+    pub fn copied_blocks(&self) -> impl Iterator<Item = BlockId> {
+        self.saves.values().filter(|save| !save.is_copied).map(|save| save.block)
+    }
+
+    /// Panics when slots, saves and loads disagree.
+    pub fn check(&self) {
+        for tier in Tier::ALL {
+            let Some(state) = &self.tiers[tier.index()] else { continue };
+            state.store.check();
+            let saves = self.saves.values().filter(|save| save.tier == tier);
+            assert_eq!(state.saves, saves.clone().count());
+            assert_eq!(state.copying, saves.filter(|save| !save.is_copied).count());
+            let slots = self.loads.values().flat_map(|load| &load.slots);
+            let pending = slots.filter(|(of, _)| *of == tier).count();
+            assert_eq!(self.rates[tier.index()].pending as usize, pending);
+        }
+    }
+}

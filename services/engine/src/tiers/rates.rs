@@ -1,0 +1,183 @@
+//! Measured times of loads and of prefill, and the choice between them.
+
+use std::time::{Duration, Instant};
+
+use kernels::BLOCK_TOKENS;
+
+/// Prefill tokens of a step below which the step's fixed time hides the time of a token.
+const PREFILL_TOKENS_MIN: u32 = 4 * BLOCK_TOKENS as u32;
+/// Time after which a refused load measures its tier again. The tier may have become faster.
+const PROBE_AFTER: Duration = Duration::from_secs(10);
+/// Blocks of a load that only measures its tier.
+const PROBE_BLOCKS: usize = 2;
+
+/// Time of loads from one tier.
+#[derive(Debug, Default)]
+pub(super) struct LoadRate {
+    /// Time of one block; `None` before the first load.
+    block: Option<Duration>,
+    /// When the last load ended.
+    measured_at: Option<Instant>,
+    /// Blocks of the loads in flight.
+    pub pending: u32,
+}
+
+impl LoadRate {
+    /// Adds a load of `blocks` blocks that took `took`.
+    pub fn add(&mut self, now: Instant, blocks: u32, took: Duration) {
+        if let Some(block) = took.checked_div(blocks) {
+            mix(&mut self.block, block);
+            self.measured_at = Some(now);
+        }
+    }
+
+    /// Returns the predicted time until `blocks` further blocks are loaded.
+    fn time(&self, blocks: u32) -> Duration {
+        // An unknown time is measured by the first load.
+        self.block.unwrap_or_default() * (self.pending + blocks)
+    }
+
+    fn is_outdated(&self, now: Instant) -> bool {
+        let measured = self.measured_at.map(|at| now.saturating_duration_since(at));
+        self.pending == 0 && measured.is_none_or(|age| age >= PROBE_AFTER)
+    }
+}
+
+/// Time of prefill.
+#[derive(Debug, Default)]
+pub(super) struct PrefillRate {
+    token: Option<Duration>,
+}
+
+impl PrefillRate {
+    /// Adds a step that computed `tokens` prefill tokens.
+    pub fn add(&mut self, tokens: u32, busy: Duration) {
+        if tokens >= PREFILL_TOKENS_MIN {
+            mix(&mut self.token, busy / tokens);
+        }
+    }
+
+    /// Returns the time to compute `blocks` blocks; `None` before the first prefill.
+    fn time(&self, blocks: usize) -> Option<Duration> {
+        self.token.map(|token| token * (blocks * BLOCK_TOKENS) as u32)
+    }
+}
+
+/// Choice between loading and computing a run of blocks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Choice {
+    /// Leading blocks to load.
+    pub blocks: usize,
+    /// Whether a load of the run was refused because computing is predicted to be faster.
+    pub is_refused: bool,
+}
+
+/// Chooses how many leading blocks of a run to load. `run` has the index of each block's tier in `rates`. Tiers load at
+/// the same time, and the load must end within `most`.
+pub(super) fn choose(
+    now: Instant,
+    run: &[usize],
+    rates: &[LoadRate],
+    prefill: &PrefillRate,
+    most: Duration,
+) -> Choice {
+    let mut counts = vec![0; rates.len()];
+    let (mut blocks, mut load) = (0, Duration::ZERO);
+    for &tier in run {
+        counts[tier] += 1;
+        let time = load.max(rates[tier].time(counts[tier]));
+        if time > most {
+            break;
+        }
+        (blocks, load) = (blocks + 1, time);
+    }
+    if blocks > 0 && prefill.time(blocks).is_none_or(|compute| load < compute) {
+        return Choice { blocks, is_refused: false };
+    }
+    let probes = run.first().is_some_and(|&tier| rates[tier].is_outdated(now));
+    let blocks = if probes { run.len().min(PROBE_BLOCKS) } else { 0 };
+    Choice { blocks, is_refused: true }
+}
+
+/// Moves the mean a quarter of the way to the newest value.
+fn mix(mean: &mut Option<Duration>, newest: Duration) {
+    *mean = Some(mean.map_or(newest, |mean| (3 * mean + newest) / 4));
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LONG: Duration = Duration::from_secs(60);
+
+    /// Rates of two tiers whose blocks take these milliseconds, and of prefill.
+    fn rates(now: Instant, block_ms: [u64; 2], token_us: u64) -> ([LoadRate; 2], PrefillRate) {
+        let tiers = block_ms.map(|ms| {
+            let mut rate = LoadRate::default();
+            rate.add(now, 10, Duration::from_millis(10 * ms));
+            rate
+        });
+        let mut prefill = PrefillRate::default();
+        prefill.add(1000, Duration::from_micros(1000 * token_us));
+        (tiers, prefill)
+    }
+
+    fn blocks(now: Instant, run: &[usize], rates: &([LoadRate; 2], PrefillRate)) -> usize {
+        choose(now, run, &rates.0, &rates.1, LONG).blocks
+    }
+
+    #[test]
+    fn load_starts_only_when_it_is_predicted_to_be_faster_than_prefill() {
+        let now = Instant::now();
+        // A block takes 16 × 100 µs to compute.
+        assert_eq!(blocks(now, &[0; 50], &rates(now, [1, 9], 100)), 50);
+        assert_eq!(blocks(now, &[0; 50], &rates(now, [2, 9], 100)), 0);
+        let mut busy = rates(now, [1, 9], 100);
+        busy.0[0].pending = 40;
+        assert_eq!(blocks(now, &[0; 50], &busy), 0, "other loads come first");
+        let unknown = ([LoadRate::default(), LoadRate::default()], PrefillRate::default());
+        assert_eq!(blocks(now, &[0; 50], &unknown), 50, "nothing is measured yet");
+        assert_eq!(blocks(now, &[], &unknown), 0);
+    }
+
+    #[test]
+    fn slower_of_two_tiers_decides() {
+        let now = Instant::now();
+        let rates = rates(now, [1, 4], 100);
+        assert_eq!(blocks(now, &[0, 0, 0, 1], &rates), 4, "4 ms instead of 6.4 ms");
+        assert_eq!(blocks(now, &[0, 0, 1, 1], &rates), 0, "8 ms instead of 6.4 ms");
+    }
+
+    #[test]
+    fn load_is_cut_to_the_blocks_that_arrive_in_time() {
+        let now = Instant::now();
+        let (mut tiers, prefill) = rates(now, [1, 9], 100);
+        tiers[0].pending = 5;
+        let within = |ms| choose(now, &[0; 50], &tiers, &prefill, Duration::from_millis(ms));
+        assert_eq!(within(25), Choice { blocks: 20, is_refused: false });
+        assert_eq!(within(5), Choice { blocks: 0, is_refused: true });
+    }
+
+    #[test]
+    fn slow_tier_is_measured_again_after_a_while() {
+        let now = Instant::now();
+        let mut rates = rates(now, [50, 50], 100);
+        let later = now + PROBE_AFTER;
+        assert_eq!(blocks(later, &[0; 50], &rates), PROBE_BLOCKS);
+        rates.0[0].pending = 1;
+        assert_eq!(blocks(later, &[0; 50], &rates), 0, "one load measures");
+        rates.0[0].pending = 0;
+        for _ in 0..20 {
+            rates.0[0].add(later, 2, Duration::from_millis(1));
+        }
+        assert_eq!(blocks(later, &[0; 50], &rates), 50);
+    }
+
+    #[test]
+    fn short_steps_do_not_count_as_prefill() {
+        let now = Instant::now();
+        let mut rates = rates(now, [1, 9], 100);
+        rates.1.add(PREFILL_TOKENS_MIN - 1, Duration::from_nanos(1));
+        assert_eq!(blocks(now, &[0; 50], &rates), 50);
+    }
+}

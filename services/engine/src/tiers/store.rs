@@ -1,0 +1,249 @@
+//! The slots of one tier: which block each slot holds, and which slot is overwritten next.
+//!
+//! A slot is Free, Writing (a save is in flight) or Stored. A save takes a free slot, or the slot of the block that was
+//! used longest ago. A slot that a load reads is not overwritten before the load has ended.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use foldhash::HashMap;
+
+use crate::event::BlockHash;
+
+/// Index of a slot in its tier.
+pub type SlotIndex = u32;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum State {
+    Free,
+    Writing,
+    Stored,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Slot {
+    state: State,
+    /// Key of the block; meaningless when free.
+    key: BlockHash,
+    /// Position in the order of use; meaningful when stored.
+    used: u64,
+    /// Loads that read the slot.
+    readers: u32,
+}
+
+#[derive(Debug)]
+pub(super) struct Store {
+    slots: Vec<Slot>,
+    /// Slots for the next saves.
+    free: BTreeSet<SlotIndex>,
+    /// Slots that are Writing or Stored and not found damaged.
+    index: HashMap<BlockHash, SlotIndex>,
+    /// Stored slots by their time of use.
+    order: BTreeMap<u64, SlotIndex>,
+    clock: u64,
+}
+
+impl Store {
+    pub fn new(slot_count: u32) -> Self {
+        let slot = Slot { state: State::Free, key: BlockHash(0), used: 0, readers: 0 };
+        Self {
+            slots: vec![slot; slot_count as usize],
+            free: (0..slot_count).collect(),
+            index: HashMap::default(),
+            order: BTreeMap::new(),
+            clock: 0,
+        }
+    }
+
+    /// Returns the number of stored blocks.
+    pub fn stored(&self) -> u32 {
+        self.order.len() as u32
+    }
+
+    /// Returns whether a load can read the block.
+    pub fn contains(&self, key: BlockHash) -> bool {
+        self.index.get(&key).is_some_and(|&slot| self.slots[slot as usize].state == State::Stored)
+    }
+
+    /// Returns whether the block is stored or its save is in flight.
+    pub fn is_known(&self, key: BlockHash) -> bool {
+        self.index.contains_key(&key)
+    }
+
+    /// Makes the block the one that was used last.
+    pub fn touch(&mut self, key: BlockHash) {
+        if let Some(&index) = self.index.get(&key)
+            && self.slots[index as usize].state == State::Stored
+        {
+            self.order.remove(&self.slots[index as usize].used);
+            self.set_used(index);
+        }
+    }
+
+    /// Takes a slot for a save of `key`. Returns `None` when every slot is being written or read.
+    pub fn begin_save(&mut self, key: BlockHash) -> Option<SlotIndex> {
+        debug_assert!(!self.is_known(key), "a known block is not saved again");
+        let index = match self.free.pop_first() {
+            Some(index) => index,
+            None => {
+                let idle = |&&index: &&SlotIndex| self.slots[index as usize].readers == 0;
+                let index = *self.order.values().find(idle)?;
+                self.forget(index);
+                index
+            }
+        };
+        let slot = &mut self.slots[index as usize];
+        (slot.state, slot.key) = (State::Writing, key);
+        self.index.insert(key, index);
+        Some(index)
+    }
+
+    /// Ends a save. A failed save frees its slot.
+    pub fn end_save(&mut self, index: SlotIndex, is_saved: bool) {
+        let slot = &mut self.slots[index as usize];
+        debug_assert_eq!(slot.state, State::Writing);
+        if is_saved {
+            slot.state = State::Stored;
+            self.set_used(index);
+        } else {
+            self.index.remove(&slot.key);
+            slot.state = State::Free;
+            self.free.insert(index);
+        }
+    }
+
+    /// Takes in a block that was found in a slot at start. Returns false when the slot or the key is in use already.
+    pub fn recover(&mut self, index: SlotIndex, key: BlockHash) -> bool {
+        let is_free = self.slots.get(index as usize).is_some_and(|it| it.state == State::Free);
+        if !is_free || self.is_known(key) {
+            return false;
+        }
+        self.free.remove(&index);
+        let slot = &mut self.slots[index as usize];
+        (slot.state, slot.key) = (State::Stored, key);
+        self.index.insert(key, index);
+        self.set_used(index);
+        true
+    }
+
+    /// Begins a load of a stored block.
+    pub fn begin_load(&mut self, key: BlockHash) -> Option<SlotIndex> {
+        if !self.contains(key) {
+            return None;
+        }
+        self.touch(key);
+        let index = self.index[&key];
+        self.slots[index as usize].readers += 1;
+        Some(index)
+    }
+
+    /// Ends a load of a slot. A damaged block is forgotten.
+    pub fn end_load(&mut self, index: SlotIndex, is_intact: bool) {
+        let slot = &mut self.slots[index as usize];
+        debug_assert!(slot.readers > 0);
+        slot.readers -= 1;
+        let key = slot.key;
+        if !is_intact && self.index.get(&key) == Some(&index) {
+            self.forget(index);
+            self.slots[index as usize].state = State::Free;
+        }
+        let slot = &self.slots[index as usize];
+        if slot.state == State::Free && slot.readers == 0 {
+            self.free.insert(index);
+        }
+    }
+
+    /// Removes a stored block from the index.
+    fn forget(&mut self, index: SlotIndex) {
+        let Slot { key, used, .. } = self.slots[index as usize];
+        self.index.remove(&key);
+        self.order.remove(&used);
+    }
+
+    fn set_used(&mut self, index: SlotIndex) {
+        self.clock += 1;
+        self.slots[index as usize].used = self.clock;
+        self.order.insert(self.clock, index);
+    }
+
+    /// Panics when slots, index and lists disagree.
+    pub fn check(&self) {
+        let count = |state| self.slots.iter().filter(|slot| slot.state == state).count();
+        let reading = |slot: &&Slot| slot.state == State::Free && slot.readers > 0;
+        let kept = self.slots.iter().filter(reading).count();
+        assert_eq!(self.free.len() + kept, count(State::Free));
+        assert_eq!(self.order.len(), count(State::Stored));
+        assert_eq!(self.index.len(), count(State::Stored) + count(State::Writing));
+        for (key, &index) in &self.index {
+            assert_eq!(self.slots[index as usize].key, *key);
+        }
+        for (used, &index) in &self.order {
+            assert_eq!(self.slots[index as usize].used, *used);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn save(store: &mut Store, key: u128) -> SlotIndex {
+        let slot = store.begin_save(BlockHash(key)).expect("a slot is idle");
+        assert!(!store.contains(BlockHash(key)), "a block is not loaded before it is saved");
+        store.end_save(slot, true);
+        store.check();
+        slot
+    }
+
+    #[test]
+    fn save_overwrites_the_block_that_was_used_longest_ago() {
+        let mut store = Store::new(2);
+        let first = save(&mut store, 1);
+        save(&mut store, 2);
+        store.touch(BlockHash(1));
+        save(&mut store, 3);
+        assert!(store.contains(BlockHash(1)) && !store.contains(BlockHash(2)));
+        let read = store.begin_load(BlockHash(1)).unwrap();
+        assert_eq!(read, first);
+        save(&mut store, 4);
+        let read_too = store.begin_load(BlockHash(4)).unwrap();
+        assert_eq!(store.begin_save(BlockHash(5)), None, "loads read both slots");
+        store.end_load(read, true);
+        store.end_load(read_too, true);
+        assert_eq!(save(&mut store, 5), first);
+    }
+
+    #[test]
+    fn failed_save_frees_its_slot() {
+        let mut store = Store::new(1);
+        let slot = store.begin_save(BlockHash(1)).unwrap();
+        assert!(store.is_known(BlockHash(1)) && store.begin_load(BlockHash(1)).is_none());
+        store.end_save(slot, false);
+        assert!(!store.is_known(BlockHash(1)));
+        save(&mut store, 2);
+    }
+
+    #[test]
+    fn damaged_block_is_forgotten_and_its_slot_is_free_after_the_last_load() {
+        let mut store = Store::new(1);
+        let slot = save(&mut store, 1);
+        assert_eq!(store.begin_load(BlockHash(1)), Some(slot));
+        assert_eq!(store.begin_load(BlockHash(1)), Some(slot));
+        store.end_load(slot, false);
+        store.check();
+        assert!(!store.is_known(BlockHash(1)));
+        assert_eq!(store.begin_save(BlockHash(2)), None, "the other load still reads the slot");
+        store.end_load(slot, false);
+        save(&mut store, 2);
+    }
+
+    #[test]
+    fn recovered_block_is_loaded_and_a_used_slot_or_key_is_not_recovered() {
+        let mut store = Store::new(3);
+        assert!(store.recover(2, BlockHash(7)));
+        assert!(!store.recover(2, BlockHash(8)) && !store.recover(1, BlockHash(7)));
+        assert!(!store.recover(3, BlockHash(9)), "the slot does not exist");
+        store.check();
+        assert_eq!(store.begin_load(BlockHash(7)), Some(2));
+        assert_eq!(store.stored(), 1);
+    }
+}

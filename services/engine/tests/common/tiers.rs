@@ -1,0 +1,89 @@
+//! Copies of the KV tiers in tests: a disk whose copies end when the test says so.
+
+use std::{
+    collections::{BTreeMap, VecDeque},
+    time::Duration,
+};
+
+use engine::{
+    event::Action,
+    executor::sim::{SimArena, SimBlock},
+    tiers::{BlockContents, LoadJob, SaveJob, SlotIndex, TierEvent},
+};
+use kernels::BLOCK_TOKENS;
+
+pub struct TierCopies {
+    arena: SimArena,
+    /// Contents of the slots.
+    disk: BTreeMap<SlotIndex, (BlockContents, SimBlock)>,
+    jobs: VecDeque<Job>,
+    /// Time of one block of a load.
+    pub block_time: Duration,
+}
+
+enum Job {
+    /// The copy reads the block when it ends, so that a block that is reused too early is noticed.
+    Copying(SaveJob),
+    Writing(SaveJob, SimBlock),
+    Loading(LoadJob),
+}
+
+impl TierCopies {
+    pub fn new(arena: SimArena) -> Self {
+        Self {
+            arena,
+            disk: BTreeMap::new(),
+            jobs: VecDeque::new(),
+            block_time: Duration::from_millis(1),
+        }
+    }
+
+    pub fn start(&mut self, action: Action) {
+        match action {
+            Action::Save(save) => {
+                // From now on the old contents of the slot are lost.
+                self.disk.remove(&save.slot);
+                self.jobs.push_back(Job::Copying(save));
+            }
+            Action::Load(load) => {
+                // A block that is used before its load has ended has wrong contents.
+                load.blocks.iter().for_each(|it| self.arena.write(it.block, [0xbad; BLOCK_TOKENS]));
+                self.jobs.push_back(Job::Loading(load));
+            }
+            action => panic!("{action:?} is no copy"),
+        }
+    }
+
+    /// Advances one of the jobs in flight.
+    pub fn advance(&mut self, pick: usize, fails: bool) -> Option<TierEvent> {
+        let count = self.jobs.len();
+        if count == 0 {
+            return None;
+        }
+        Some(match self.jobs.remove(pick % count).expect("the index is in range") {
+            Job::Copying(SaveJob { job, .. }) | Job::Writing(SaveJob { job, .. }, _) if fails => {
+                TierEvent::SaveFailed { job }
+            }
+            Job::Copying(save) => {
+                let kv = self.arena.read(save.block);
+                self.jobs.push_back(Job::Writing(save, kv));
+                TierEvent::Copied { job: save.job }
+            }
+            Job::Writing(save, kv) => {
+                self.disk.insert(save.slot, (save.contents, kv));
+                TierEvent::Saved { job: save.job }
+            }
+            Job::Loading(load) => {
+                let count = load.blocks.len();
+                let intact = if fails { pick % count } else { count };
+                for block in &load.blocks[..intact] {
+                    let (contents, kv) = self.disk[&block.slot];
+                    assert_eq!(contents, block.contents, "slot {} has the block", block.slot);
+                    self.arena.write(block.block, kv);
+                }
+                let took = self.block_time * count as u32;
+                TierEvent::Loaded { job: load.job, intact: intact as u32, took }
+            }
+        })
+    }
+}

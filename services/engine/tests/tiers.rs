@@ -1,0 +1,238 @@
+//! KV tiers behind the prefix cache, one situation at a time, on the sim executor.
+
+mod common;
+
+use std::time::{Duration, Instant};
+
+use common::{family_tokens, limits, node::Node, sequence, unbounded_waits};
+use engine::{
+    Turn,
+    event::{NewSequence, SequenceId, SequenceKind},
+    tiers::{COPYING_MAX, TierAdmission, TierConfig},
+};
+
+const COMPUTE: SequenceKind = SequenceKind::Compute;
+
+fn config(disk_slots: u32) -> TierConfig {
+    let load_timeout = Duration::from_secs(1_000);
+    TierConfig { admission: TierAdmission::Always, disk_slots, load_timeout }
+}
+
+fn node(blocks: u32, tiers: TierConfig) -> Node {
+    Node::with_tiers(unbounded_waits(limits(4, 64, blocks, 1)), tiers)
+}
+
+/// Returns a sequence of a family of prompts, with one generated token.
+fn new(id: u128, kind: SequenceKind, family: u32, len: usize) -> NewSequence {
+    let new = sequence(id, kind, family_tokens(family, len), Instant::now());
+    NewSequence { max_tokens: 1, ..new }
+}
+
+/// Runs everything to its end and returns the number of computed tokens.
+fn run(node: &mut Node) -> u32 {
+    loop {
+        node.run();
+        if !node.copy(0, false) {
+            return node.engine.take_records().iter().map(|record| record.tokens).sum();
+        }
+    }
+}
+
+fn compute(node: &mut Node, id: u128, family: u32, len: usize) -> u32 {
+    node.arrive(new(id, COMPUTE, family, len));
+    run(node)
+}
+
+#[test]
+fn evicted_prefix_is_loaded_instead_of_computed() {
+    let mut node = node(6, config(20));
+    assert_eq!(compute(&mut node, 1, 1, 70), 70);
+    assert_eq!(compute(&mut node, 2, 2, 90), 90, "evicts the first prompt");
+    assert_eq!(compute(&mut node, 3, 1, 70), 6, "four blocks are loaded");
+    let stats = node.tier_stats();
+    assert_eq!((stats.saved, stats.loaded, stats.stored), (9, 4, 9));
+    assert_eq!((stats.dropped, stats.cancelled, stats.failed, stats.damaged), (0, 0, 0, 0));
+    node.assert_all_returned();
+}
+
+#[test]
+fn second_touch_saves_no_prompt_that_never_returns() {
+    let second_touch = TierConfig { admission: TierAdmission::SecondTouch, ..config(40) };
+    let mut node = node(6, second_touch);
+    compute(&mut node, 1, 1, 70);
+    compute(&mut node, 2, 2, 90);
+    assert_eq!(node.tier_stats().saved, 0);
+    // The second occurrence is computed and saved.
+    assert_eq!(compute(&mut node, 3, 1, 70), 70);
+    assert_eq!(node.tier_stats().saved, 4);
+    compute(&mut node, 4, 2, 90);
+    assert_eq!(node.tier_stats().saved, 9);
+    // A prompt that begins with a hit is a conversation that continues: its new block is saved at once.
+    assert_eq!(compute(&mut node, 5, 1, 90), 26);
+    assert_eq!(node.tier_stats().saved, 10);
+    node.assert_all_returned();
+}
+
+#[test]
+fn resident_blocks_are_saved_when_they_are_touched_again() {
+    let second_touch = TierConfig { admission: TierAdmission::SecondTouch, ..config(40) };
+    let mut node = node(12, second_touch);
+    compute(&mut node, 1, 1, 70);
+    assert_eq!(compute(&mut node, 2, 1, 70), 6);
+    assert_eq!(node.tier_stats().saved, 4);
+}
+
+#[test]
+fn damaged_block_means_computing_from_there_on() {
+    let mut node = node(6, config(20));
+    compute(&mut node, 1, 1, 70);
+    compute(&mut node, 2, 2, 90);
+    node.arrive(new(3, COMPUTE, 1, 70));
+    node.run();
+    assert!(node.copy(2, true), "the load ends after two of four blocks");
+    assert_eq!(run(&mut node), 70 - 32);
+    let stats = node.tier_stats();
+    assert_eq!((stats.loaded, stats.damaged), (2, 1));
+    assert_eq!(stats.saved, 10, "the damaged block is saved again");
+    node.assert_all_returned();
+}
+
+#[test]
+fn failed_save_is_no_hit() {
+    let mut node = node(6, config(20));
+    node.arrive(new(1, COMPUTE, 1, 70));
+    node.run();
+    while node.copy(0, true) {}
+    assert_eq!((node.tier_stats().failed, node.tier_stats().stored), (4, 0));
+    compute(&mut node, 2, 2, 90);
+    assert_eq!(compute(&mut node, 3, 1, 70), 70);
+}
+
+#[test]
+fn sequences_run_while_another_sequence_loads() {
+    let mut node = node(13, config(20));
+    compute(&mut node, 1, 1, 70);
+    compute(&mut node, 2, 2, 200);
+    node.arrive(new(3, COMPUTE, 1, 70));
+    node.arrive(new(4, COMPUTE, 3, 40));
+    node.run();
+    assert!(node.finished(SequenceId(4)) && !node.finished(SequenceId(3)));
+    run(&mut node);
+    assert!(node.finished(SequenceId(3)));
+    node.assert_all_returned();
+}
+
+#[test]
+fn load_that_takes_too_long_is_given_up_and_its_blocks_stay_reserved() {
+    let load_timeout = Duration::from_secs(2);
+    let mut node = node(13, TierConfig { load_timeout, ..config(20) });
+    compute(&mut node, 1, 1, 70);
+    compute(&mut node, 2, 2, 200);
+    node.arrive(new(3, COMPUTE, 1, 70));
+    node.run();
+    node.advance(load_timeout);
+    node.run();
+    assert!(node.finished(SequenceId(3)));
+    assert_eq!(node.engine.take_records().iter().map(|it| it.tokens).sum::<u32>(), 70);
+    assert_eq!(node.engine.scheduler().load().blocks_reserved, 5);
+    node.copy_all();
+    node.assert_all_returned();
+}
+
+#[test]
+fn cancelled_sequence_frees_its_blocks_when_its_load_ends() {
+    let mut node = node(13, config(20));
+    compute(&mut node, 1, 1, 70);
+    compute(&mut node, 2, 2, 200);
+    node.arrive(new(3, COMPUTE, 1, 70));
+    node.run();
+    node.abort(SequenceId(3));
+    assert_eq!(node.engine.scheduler().load().blocks_reserved, 5);
+    run(&mut node);
+    node.assert_all_returned();
+}
+
+#[test]
+fn admission_cancels_saves_that_have_not_started_and_waits_for_copies_in_flight() {
+    let mut node = node(6, config(20));
+    node.arrive(new(1, COMPUTE, 1, 95));
+    node.run();
+    // Five full blocks: four are copied, one waits.
+    assert_eq!(node.engine.scheduler().load().blocks_cached, 5);
+    node.arrive(new(2, COMPUTE, 2, 90));
+    node.run();
+    for _ in 0..COPYING_MAX {
+        assert!(!node.finished(SequenceId(2)), "the admission waits for the copies");
+        assert!(node.copy(0, false));
+        node.run();
+    }
+    assert!(node.finished(SequenceId(2)));
+    assert_eq!(node.tier_stats().cancelled, 1);
+    run(&mut node);
+    node.assert_all_returned();
+}
+
+#[test]
+fn load_is_refused_when_computing_is_faster() {
+    let mut node = node(13, config(40));
+    compute(&mut node, 1, 1, 70);
+    compute(&mut node, 2, 2, 200);
+    // The first load measures a slow disk: 100 ms a block. Computing a block takes 8 ms.
+    node.copies_take(Duration::from_millis(100));
+    assert_eq!(compute(&mut node, 3, 1, 70), 6);
+    compute(&mut node, 4, 3, 200);
+    assert_eq!(compute(&mut node, 5, 1, 70), 70);
+    assert_eq!((node.tier_stats().loaded, node.tier_stats().refused), (4, 4));
+    // After a while a small load measures the disk again.
+    compute(&mut node, 6, 4, 200);
+    node.advance(Duration::from_secs(10));
+    assert_eq!(compute(&mut node, 7, 1, 70), 70 - 32);
+    assert_eq!(node.tier_stats().loaded, 4 + 2);
+}
+
+#[test]
+fn receiver_requests_only_the_blocks_that_no_tier_has() {
+    let mut node = node(13, config(40));
+    compute(&mut node, 1, 1, 70);
+    compute(&mut node, 2, 2, 200);
+    node.arrive(new(3, SequenceKind::Receive, 1, 100));
+    assert_eq!(node.receiving(), [], "the reservation waits for the load");
+    assert!(node.copy(0, false));
+    assert_eq!(node.receiving(), [SequenceId(3)]);
+    assert_eq!(node.engine.scheduler().load().blocks_reserved, 3);
+    node.kv_arrives(SequenceId(3));
+    run(&mut node);
+    node.assert_all_returned();
+}
+
+#[test]
+fn sender_hands_over_loaded_blocks() {
+    let mut node = node(13, config(40));
+    compute(&mut node, 1, 1, 70);
+    compute(&mut node, 2, 2, 200);
+    node.arrive(new(3, SequenceKind::Send, 1, 100));
+    node.transfer_ready(SequenceId(3), 1);
+    assert_eq!(run(&mut node), 100 - 64);
+    node.transfer_ends(SequenceId(3));
+    node.assert_all_returned();
+}
+
+#[test]
+fn preempted_sequence_returns_by_load() {
+    let second_touch = TierConfig { admission: TierAdmission::SecondTouch, ..config(40) };
+    let mut node = Node::with_tiers(unbounded_waits(limits(2, 64, 9, 1)), second_touch);
+    let long = |id: u128| NewSequence {
+        max_tokens: 60,
+        ignore_stop_tokens: true,
+        ..new(id, COMPUTE, id as u32, 60)
+    };
+    node.arrive(long(1));
+    node.arrive(long(2));
+    while node.turn() != Turn::Idle {
+        node.copy_all();
+    }
+    assert!(node.engine.scheduler().preemptions() > 0);
+    assert!(node.tier_stats().saved > 0, "a preempted sequence returns, so its blocks are saved");
+    run(&mut node);
+    node.assert_all_returned();
+}

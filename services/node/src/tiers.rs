@@ -1,0 +1,350 @@
+//! The KV tiers of a node: the file of the disk tier, and the threads that copy.
+//!
+//! [`engine::tiers`] decides what is copied. The engine thread queues each copy and never waits: the core bounds the
+//! copies in flight, and the queues have room for all of them. Saves: one thread copies blocks into buffers, and further
+//! threads write the buffers, so that a slow disk does not keep blocks from being evicted. Loads: several threads read
+//! slots, check them, and write the reserved blocks. A recovery thread reads the slots' headers once.
+
+mod disk_file;
+mod loads;
+mod metrics;
+mod saves;
+
+use std::{
+    io,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    thread::{self, JoinHandle},
+    time::{Duration, Instant},
+};
+
+use config::{Config, TierAdmission};
+use crossbeam_channel::{Receiver, Sender, bounded};
+use engine::{
+    executor::CollectWaker,
+    tiers::{self, LoadJob, RECOVERED_MAX, SaveJob, SlotIndex, Tier, TierConfig, TierEvent},
+};
+use kernels::KvArena;
+use tracing::{info, warn};
+
+use crate::settings;
+
+use disk_file::DiskFile;
+use loads::Loads;
+pub(crate) use metrics::TierMetrics;
+use saves::Saves;
+
+/// Events that may wait for the engine thread. The copying threads wait when the queue is full.
+const EVENTS_MAX: usize = 256;
+/// Threads that read headers at start: a disk needs several requests at a time for its full rate.
+const RECOVERY_THREADS: u32 = 8;
+/// Time after which a sequence stops to wait for its load, and computes. A load that is predicted to take more than half
+/// of it is not started.
+const LOAD_TIMEOUT: Duration = Duration::from_secs(4);
+
+/// The opened tiers of a node, before their threads start.
+#[derive(Debug)]
+pub(crate) struct OpenTiers {
+    disk: DiskFile,
+    admission: TierAdmission,
+}
+
+impl OpenTiers {
+    /// Opens the tiers that are configured. A tier that cannot serve is reported and left out. May take seconds.
+    pub fn open(config: &Config, arena: &KvArena) -> Option<Self> {
+        let path = config.tier.disk_path.as_deref()?;
+        let admission = config.tier.admission;
+        if !config.node.prefix_cache {
+            warn!("the node serves without tiers: node.prefix_cache = false; expected true");
+            return None;
+        }
+        let size = config.tier.disk_size.bytes();
+        match DiskFile::open(
+            path,
+            size,
+            arena.layout(),
+            settings::weight_format(config.model.dtype),
+        ) {
+            Ok(disk) => {
+                info!(path = %path.display(), slots = disk.slot_count(), "opened the disk tier");
+                Some(Self { disk, admission })
+            }
+            Err(error) => {
+                let path = path.display();
+                warn!(
+                    "cannot use tier.disk_path = {path}: {error}; the node serves without this tier"
+                );
+                None
+            }
+        }
+    }
+
+    pub fn config(&self) -> TierConfig {
+        TierConfig {
+            admission: match self.admission {
+                TierAdmission::SecondTouch => tiers::TierAdmission::SecondTouch,
+                TierAdmission::Always => tiers::TierAdmission::Always,
+            },
+            disk_slots: self.disk.slot_count(),
+            load_timeout: LOAD_TIMEOUT,
+        }
+    }
+}
+
+/// Sends events to the engine thread and wakes it.
+#[derive(Clone)]
+struct Events {
+    queue: Sender<TierEvent>,
+    waker: CollectWaker,
+}
+
+impl Events {
+    /// Sends an event; waits while the queue is full. Returns false when the engine thread has ended.
+    fn send(&self, event: TierEvent) -> bool {
+        let is_sent = self.queue.send(event).is_ok();
+        self.waker.wake();
+        is_sent
+    }
+}
+
+/// The copying threads. Drop ends and joins them: each finishes the copy of its block.
+pub(crate) struct TierCopies {
+    saves: Saves,
+    loads: Loads,
+    recovery: Vec<JoinHandle<()>>,
+    is_stopping: Arc<AtomicBool>,
+}
+
+impl TierCopies {
+    /// Starts the threads. The receiver gets the results, and the blocks that the disk has from an earlier start.
+    pub fn start(
+        tiers: OpenTiers,
+        arena: &Arc<KvArena>,
+        waker: CollectWaker,
+    ) -> io::Result<(Self, Receiver<TierEvent>)> {
+        let disk = Arc::new(tiers.disk);
+        let (queue, received) = bounded(EVENTS_MAX);
+        let events = Events { queue, waker };
+        let is_stopping = Arc::new(AtomicBool::new(false));
+        let saves = Saves::start(&disk, arena, &events)?;
+        let loads = Loads::start(&disk, arena, &events, &is_stopping)?;
+        let recovery = recover(&disk, &events, &is_stopping)?;
+        Ok((Self { saves, loads, recovery, is_stopping }, received))
+    }
+
+    pub fn save(&self, job: SaveJob) {
+        self.saves.start_job(job);
+    }
+
+    pub fn load(&self, job: LoadJob) {
+        self.loads.start_job(job);
+    }
+}
+
+impl Drop for TierCopies {
+    fn drop(&mut self) {
+        self.is_stopping.store(true, Ordering::Relaxed);
+        self.saves.close();
+        self.loads.close();
+        self.recovery.drain(..).for_each(join);
+    }
+}
+
+fn join(thread: JoinHandle<()>) {
+    if thread.join().is_err() {
+        warn!("a thread of the KV tiers panicked");
+    }
+}
+
+/// Reads all headers on several threads and reports the blocks. The last thread reports the end.
+fn recover(
+    disk: &Arc<DiskFile>,
+    events: &Events,
+    is_stopping: &Arc<AtomicBool>,
+) -> io::Result<Vec<JoinHandle<()>>> {
+    let started = Instant::now();
+    let slots = disk.slot_count();
+    let share = slots.div_ceil(RECOVERY_THREADS).max(1);
+    // Dropped by each thread at its end.
+    let running = Arc::new(());
+    let starts = (0..slots).step_by(share as usize);
+    let threads = starts.map(|first| {
+        let (disk, events, is_stopping) = (Arc::clone(disk), events.clone(), is_stopping.clone());
+        let running = Arc::clone(&running);
+        let name = "baton-tier-scan".to_owned();
+        thread::Builder::new().name(name).spawn(move || {
+            let slots = first..(first + share).min(slots);
+            if let Err(error) = recover_slots(&disk, slots, &events, &is_stopping) {
+                warn!(%error, "cannot read headers of the disk tier: their blocks are not used");
+            }
+            if Arc::into_inner(running).is_some() {
+                let seconds = started.elapsed().as_secs_f64();
+                info!(seconds, "read the headers of the disk tier");
+                let tier = Tier::Disk;
+                events.send(TierEvent::Recovered { tier, blocks: Vec::new(), is_complete: true });
+            }
+        })
+    });
+    let threads = threads.collect::<io::Result<Vec<_>>>();
+    drop(running);
+    threads
+}
+
+fn recover_slots(
+    disk: &DiskFile,
+    slots: std::ops::Range<SlotIndex>,
+    events: &Events,
+    is_stopping: &AtomicBool,
+) -> io::Result<()> {
+    let mut buffer = disk.buffer()?;
+    let mut blocks = Vec::new();
+    for slot in slots.clone() {
+        if let Some(key) = disk.key(slot, &mut buffer)? {
+            blocks.push((slot, key));
+        }
+        let is_last = slot + 1 == slots.end;
+        if blocks.len() >= RECOVERED_MAX || (is_last && !blocks.is_empty()) {
+            let blocks = std::mem::take(&mut blocks);
+            let tier = Tier::Disk;
+            if !events.send(TierEvent::Recovered { tier, blocks, is_complete: false }) {
+                break;
+            }
+        }
+        if is_stopping.load(Ordering::Relaxed) {
+            break;
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use config::LoadInput;
+    use engine::{
+        event::{BlockHash, SequenceId},
+        tiers::{BlockContents, JobId, LoadBlock},
+    };
+    use kernels::{BLOCK_TOKENS, BlockId, Dtype, KvLayout};
+
+    use super::*;
+
+    const WITHIN: Duration = Duration::from_secs(20);
+
+    fn arena() -> Arc<KvArena> {
+        let layout = KvLayout { layer_count: 2, kv_head_count: 2, head_dim: 32, dtype: Dtype::F32 };
+        KvArena::host(layout, 8).unwrap()
+    }
+
+    fn config(path: &std::path::Path) -> Config {
+        let flags = [
+            ("tier.disk_path", path.to_str().unwrap()),
+            ("tier.disk_size", "1MiB"),
+            ("tier.admission", "always"),
+        ];
+        let flags = flags.map(|(key, value)| (key.into(), value.into())).into();
+        Config::load(LoadInput { flags, ..LoadInput::default() }).unwrap()
+    }
+
+    fn start(path: &std::path::Path, arena: &Arc<KvArena>) -> (TierCopies, Receiver<TierEvent>) {
+        let tiers = OpenTiers::open(&config(path), arena).expect("the file can be used");
+        TierCopies::start(tiers, arena, CollectWaker::default()).unwrap()
+    }
+
+    /// Returns the blocks that the tier has from an earlier start.
+    fn recovered(events: &Receiver<TierEvent>) -> Vec<(SlotIndex, BlockHash)> {
+        let mut found = Vec::new();
+        loop {
+            match events.recv_timeout(WITHIN).unwrap() {
+                TierEvent::Recovered { blocks, is_complete, .. } => {
+                    found.extend(blocks);
+                    if is_complete {
+                        return found;
+                    }
+                }
+                event => panic!("unexpected {event:?}"),
+            }
+        }
+    }
+
+    fn contents(key: u128) -> BlockContents {
+        let (key, parent) = (BlockHash(key), BlockHash(key + 100));
+        BlockContents { key, parent, tokens: [key.0 as u32; BLOCK_TOKENS] }
+    }
+
+    fn save(job: u64, key: u128, block: u32) -> SaveJob {
+        let (job, slot, block) = (JobId(job), block, BlockId(block));
+        SaveJob { job, tier: Tier::Disk, slot, block, contents: contents(key) }
+    }
+
+    fn load(job: u64, slots: &[(SlotIndex, u128)]) -> LoadJob {
+        let blocks = slots.iter().zip(4..).map(|(&(slot, key), block)| {
+            let (tier, block) = (Tier::Disk, BlockId(block));
+            LoadBlock { tier, slot, block, contents: contents(key) }
+        });
+        LoadJob { job: JobId(job), id: SequenceId(1), blocks: blocks.collect() }
+    }
+
+    #[test]
+    fn saved_blocks_are_loaded_bit_for_bit_after_a_restart() {
+        let folder = tempfile::tempdir().unwrap();
+        let (path, arena) = (folder.path().join("kv"), arena());
+        let (copies, events) = start(&path, &arena);
+        assert_eq!(recovered(&events), []);
+        for block in 0..3 {
+            let mut write = arena.write(BlockId(block)).unwrap();
+            let bytes = write.host_view_mut().unwrap();
+            bytes
+                .iter_mut()
+                .zip(0..)
+                .for_each(|(byte, at): (_, u32)| *byte = (at * 7 + block) as u8);
+            drop(write);
+            copies.save(save(block.into(), u128::from(block) + 10, block));
+            let mut taken: Vec<_> = (0..2).map(|_| events.recv_timeout(WITHIN).unwrap()).collect();
+            taken.sort_by_key(|event| matches!(event, TierEvent::Saved { .. }));
+            let job = JobId(block.into());
+            assert_eq!(taken, [TierEvent::Copied { job }, TierEvent::Saved { job }]);
+        }
+        drop(copies);
+        let (copies, events) = start(&path, &arena);
+        let mut found = recovered(&events);
+        found.sort_unstable();
+        assert_eq!(found, [10, 11, 12].map(|key| (key as u32 - 10, BlockHash(key))));
+        copies.load(load(9, &[(0, 10), (1, 11), (2, 12)]));
+        let TierEvent::Loaded { job: JobId(9), intact: 3, .. } =
+            events.recv_timeout(WITHIN).unwrap()
+        else {
+            panic!("three blocks are intact");
+        };
+        for block in 0..3 {
+            let read = |block| arena.read(BlockId(block)).unwrap();
+            let (saved, loaded) = (read(block), read(block + 4));
+            assert_eq!(saved.host_view(), loaded.host_view());
+        }
+    }
+
+    #[test]
+    fn load_ends_before_the_first_block_that_the_tier_does_not_have() {
+        let folder = tempfile::tempdir().unwrap();
+        let (path, arena) = (folder.path().join("kv"), arena());
+        let (copies, events) = start(&path, &arena);
+        recovered(&events);
+        for block in 0..2 {
+            copies.save(save(block.into(), u128::from(block) + 10, block));
+            (0..2).for_each(|_| _ = events.recv_timeout(WITHIN).unwrap());
+        }
+        copies.load(load(9, &[(0, 10), (1, 99), (0, 10)]));
+        let event = events.recv_timeout(WITHIN).unwrap();
+        assert!(matches!(event, TierEvent::Loaded { intact: 1, .. }), "{event:?}");
+    }
+
+    #[test]
+    fn unusable_file_leaves_the_node_without_the_tier() {
+        let folder = tempfile::tempdir().unwrap();
+        let arena = arena();
+        let missing = folder.path().join("none/kv");
+        assert!(OpenTiers::open(&config(&missing), &arena).is_none());
+        assert!(OpenTiers::open(&Config::default(), &arena).is_none());
+    }
+}

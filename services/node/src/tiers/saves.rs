@@ -1,0 +1,130 @@
+//! Threads that save blocks.
+
+use std::{
+    io,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    thread::{self, JoinHandle},
+};
+
+use crossbeam_channel::{Receiver, Sender, bounded};
+use engine::tiers::{SAVES_MAX, SaveJob, TierEvent};
+use kernels::KvArena;
+use tracing::warn;
+
+use super::{
+    Events,
+    disk_file::{DiskFile, SlotBuffer},
+    join,
+};
+
+/// Threads that write: enough that the disk always has a request.
+const WRITERS: usize = 2;
+
+/// The queue of saves, and its threads.
+pub(super) struct Saves {
+    /// `None` once closed.
+    jobs: Option<Sender<SaveJob>>,
+    threads: Vec<JoinHandle<()>>,
+}
+
+/// A block in a buffer, on its way to its slot.
+struct Copied {
+    job: SaveJob,
+    buffer: SlotBuffer,
+}
+
+impl Saves {
+    pub fn start(disk: &Arc<DiskFile>, arena: &Arc<KvArena>, events: &Events) -> io::Result<Self> {
+        // The core starts at most SAVES_MAX saves, so no queue is ever full, and a free buffer exists for each save.
+        let (jobs, queued) = bounded(SAVES_MAX);
+        let (copied, to_write) = bounded(SAVES_MAX);
+        let (free, free_buffers) = bounded(SAVES_MAX);
+        for _ in 0..SAVES_MAX {
+            let is_sent = free.send(disk.buffer()?).is_ok();
+            debug_assert!(is_sent, "the receiver is alive");
+        }
+        let is_failing = Arc::new(AtomicBool::new(false));
+        let mut threads = Vec::new();
+        for _ in 0..WRITERS {
+            let (disk, events, is_failing) =
+                (Arc::clone(disk), events.clone(), Arc::clone(&is_failing));
+            let (to_write, free): (Receiver<Copied>, Sender<SlotBuffer>) =
+                (to_write.clone(), free.clone());
+            let write = move || {
+                for Copied { job, mut buffer } in to_write {
+                    let written = disk.write(job.slot, &job.contents, &mut buffer);
+                    report_change(&is_failing, &written);
+                    let job = job.job;
+                    let event = match written {
+                        Ok(()) => TierEvent::Saved { job },
+                        Err(_) => TierEvent::SaveFailed { job },
+                    };
+                    // First the buffer: the next save may follow the event at once.
+                    if free.send(buffer).is_err() || !events.send(event) {
+                        break;
+                    }
+                }
+            };
+            threads.push(thread::Builder::new().name("baton-tier-write".to_owned()).spawn(write)?);
+        }
+        let (arena, events) = (Arc::clone(arena), events.clone());
+        let copy = move || copy_blocks(&arena, &queued, &free_buffers, &copied, &events);
+        threads.push(thread::Builder::new().name("baton-tier-copy".to_owned()).spawn(copy)?);
+        Ok(Self { jobs: Some(jobs), threads })
+    }
+
+    /// Queues a save. Never waits.
+    pub fn start_job(&self, job: SaveJob) {
+        let is_queued = self.jobs.as_ref().is_some_and(|jobs| jobs.try_send(job).is_ok());
+        debug_assert!(is_queued, "the core bounds the saves in flight");
+    }
+
+    /// Ends and joins the threads.
+    pub fn close(&mut self) {
+        self.jobs = None;
+        self.threads.drain(..).for_each(join);
+    }
+}
+
+/// Copies blocks of the arena into buffers until the queue is closed.
+fn copy_blocks(
+    arena: &Arc<KvArena>,
+    jobs: &Receiver<SaveJob>,
+    free: &Receiver<SlotBuffer>,
+    copied: &Sender<Copied>,
+    events: &Events,
+) {
+    for job in jobs {
+        let Ok(mut buffer) = free.recv() else { break };
+        let copy = arena.read(job.block).and_then(|block| block.copy_to_host(buffer.block_mut()));
+        let is_copied = copy.is_ok();
+        if let Err(error) = copy {
+            warn!(%error, "cannot save a block");
+        }
+        // A block that was not copied has a wrong digest in no slot: the save fails.
+        let event = match is_copied {
+            true => TierEvent::Copied { job: job.job },
+            false => TierEvent::SaveFailed { job: job.job },
+        };
+        let next = match is_copied {
+            true => copied.send(Copied { job, buffer }).is_ok(),
+            false => true,
+        };
+        if !events.send(event) || !next {
+            break;
+        }
+    }
+}
+
+/// Logs the first failure after a success, and the first success after a failure.
+fn report_change(is_failing: &AtomicBool, written: &io::Result<()>) {
+    let was_failing = is_failing.swap(written.is_err(), Ordering::Relaxed);
+    match written {
+        Err(error) if !was_failing => warn!(%error, "the disk tier does not take blocks"),
+        Ok(()) if was_failing => warn!("the disk tier takes blocks again"),
+        _ => {}
+    }
+}
