@@ -40,6 +40,7 @@ mod gpu {
     pub mod moves;
     pub mod nccl;
     pub mod nodes;
+    pub mod offload;
     pub mod ranks;
     pub mod reference;
     pub mod rows;
@@ -82,6 +83,8 @@ fn main() -> ExitCode {
             gpu::collective::mismatched_ipc_handles_are_rejected_by_rank,
             gpu::digest::block_digests_match_cpu_for_any_layout_and_rank_count,
             gpu::digest::digest_bandwidth_is_reported,
+            gpu::offload::blocks_return_from_host_memory_for_any_layout_and_rank_count,
+            gpu::offload::offload_bandwidth_is_reported,
             gpu::executor::request_mixes_match_cpu_tokens_with_one_and_two_steps_in_flight,
             gpu::executor::wait_for_token_bitmasks_is_no_busy_time,
             gpu::executor::step_synchronises_with_the_gpu_once,

@@ -34,6 +34,7 @@ pub use stream::{RowBlocks, StreamAccess, StreamStep};
 use crate::{
     digest::{self, Heads},
     layout::{BlockId, KvLayout},
+    offload::BlockOffload,
     peer::{PeerChannels, PeerMemory},
     shared::SharedRegion,
 };
@@ -124,6 +125,10 @@ pub trait RemoteBlocks: Send + Sync {
     }
     /// Returns the interface to channels between GPUs.
     fn peer_channels(self: Arc<Self>) -> Option<Arc<dyn PeerChannels>> {
+        None
+    }
+    /// Returns the interface to copies from and to pinned host memory.
+    fn offload(self: Arc<Self>) -> Option<Arc<dyn BlockOffload>> {
         None
     }
 }
@@ -233,6 +238,11 @@ impl KvArena {
     /// Returns the interface to channels between GPUs.
     pub fn peer_channels(&self) -> Option<Arc<dyn PeerChannels>> {
         Arc::clone(self.remote_blocks()?).peer_channels()
+    }
+
+    /// Returns the interface to copies from and to pinned host memory.
+    pub fn offload(&self) -> Option<Arc<dyn BlockOffload>> {
+        Arc::clone(self.remote_blocks()?).offload()
     }
 
     fn remote_blocks(&self) -> Option<&Arc<dyn RemoteBlocks>> {
@@ -369,6 +379,13 @@ impl KvArena {
         Ok(indices.map(in_host_memory).fold(0, u64::wrapping_add))
     }
 
+    /// Returns the first byte and the size of `count` blocks in host memory.
+    pub(crate) fn host_range(&self, first: BlockId, count: u32) -> (NonNull<u8>, usize) {
+        let in_range = first.0.checked_add(count).is_some_and(|end| end <= self.block_count);
+        assert!(in_range && count > 0, "cannot pin {count} blocks from {} on", first.0);
+        (self.block_ptr(first), count as usize * self.block_bytes)
+    }
+
     /// Returns the first byte of a block in host memory.
     fn block_ptr(&self, block: BlockId) -> NonNull<u8> {
         assert!(block.0 < self.block_count, "only blocks in range are borrowed");
@@ -432,6 +449,11 @@ impl BlockRead {
         self.arena.is_of(blocks)
     }
 
+    /// Returns the block's first byte in host memory, for copies while this guard lives.
+    pub(crate) fn host_address(&self) -> NonNull<u8> {
+        self.arena.block_ptr(self.block)
+    }
+
     /// Copies the whole block into `host`.
     pub fn copy_to_host(&self, host: &mut [u8]) -> Result<(), ArenaError> {
         check_length(self.block, self.byte_count(), host.len())?;
@@ -490,6 +512,11 @@ impl BlockWrite {
     /// Returns whether the block is one of `blocks`.
     pub fn lies_in<B: RemoteBlocks + ?Sized>(&self, blocks: &B) -> bool {
         self.arena.is_of(blocks)
+    }
+
+    /// Returns the block's first byte in host memory, for copies while this guard lives.
+    pub(crate) fn host_address(&self) -> NonNull<u8> {
+        self.arena.block_ptr(self.block)
     }
 
     /// Returns the block's bytes, or `None` when they are not in host memory.

@@ -7,6 +7,7 @@
 //! * [`sampling`] defines the sampling rules, which are the same on every device.
 //! * [`cpu`] is the backend that runs everywhere, with its plain f32 reference.
 //! * [`cuda`] is the backend for GPUs; its libraries are loaded on first use.
+//! * [`offload`] copies blocks between GPUs and pinned host memory.
 //! * [`shared`] is memory shared by the processes of one node.
 //!
 //! Models (`model`), scheduling (`engine`) and KV transfer (`kv-transfer`) are separate crates.
@@ -18,6 +19,7 @@ pub mod cuda;
 pub mod digest;
 pub mod layout;
 pub mod mmap;
+pub mod offload;
 pub mod peer;
 pub mod sampling;
 pub mod shard;

@@ -175,13 +175,25 @@ impl<R: Role> Stream<R> {
 
     /// Creates a stream of the highest priority: its kernels are scheduled before waiting kernels of others.
     pub fn urgent(context: &Arc<Context>) -> Result<Self, CudaError> {
+        Self::with_priority(context, |_, greatest| greatest)
+    }
+
+    /// Creates a stream of the lowest priority: its work is scheduled after waiting work of others.
+    pub fn relaxed(context: &Arc<Context>) -> Result<Self, CudaError> {
+        Self::with_priority(context, |least, _| least)
+    }
+
+    fn with_priority(
+        context: &Arc<Context>,
+        choose: impl FnOnce(i32, i32) -> i32,
+    ) -> Result<Self, CudaError> {
         context.bind()?;
         let (mut least, mut greatest) = (0, 0);
         // SAFETY: two numbers are written; a context is current.
         unsafe { sys::cuCtxGetStreamPriorityRange(&mut least, &mut greatest) }
             .named("cuCtxGetStreamPriorityRange")?;
         let kind = result::stream::StreamKind::NonBlocking;
-        let raw = result::stream::create_with_priority(kind, greatest)
+        let raw = result::stream::create_with_priority(kind, choose(least, greatest))
             .named("cuStreamCreateWithPriority")?;
         Ok(Self { raw, context: Arc::clone(context), role: PhantomData })
     }

@@ -272,7 +272,7 @@ pub(super) struct Strides {
 }
 
 impl Strides {
-    fn is_contiguous(&self) -> bool {
+    pub(super) fn is_contiguous(&self) -> bool {
         self.from.0 == self.bytes && self.to.0 == self.bytes
     }
 }

@@ -11,12 +11,14 @@ use super::{
     ipc::{Export, IpcMemory, Part},
     library::KernelLibrary,
     memory::{DeviceMemory, Pinned, Range},
+    offload::CudaOffload,
     testing::Delays,
 };
 use crate::{
     arena::{BlockSlices, RemoteBlocks, digest_of_copies},
     digest::Heads,
     layout::{BlockId, KvLayout},
+    offload::BlockOffload,
     peer::{PeerChannels, PeerMemory},
 };
 
@@ -217,6 +219,10 @@ impl RemoteBlocks for DeviceKv {
     fn peer_channels(self: Arc<Self>) -> Option<Arc<dyn PeerChannels>> {
         Some(Arc::new(NcclChannels::new(self.clone(), vec![self])))
     }
+
+    fn offload(self: Arc<Self>) -> Option<Arc<dyn BlockOffload>> {
+        Some(Arc::new(CudaOffload::new(self.clone(), vec![self])))
+    }
 }
 
 /// The KV blocks of a tensor-parallel node: each rank has its heads of every block on its own GPU.
@@ -326,6 +332,11 @@ impl RemoteBlocks for RankedKv {
     fn peer_channels(self: Arc<Self>) -> Option<Arc<dyn PeerChannels>> {
         let parts = self.parts.clone();
         Some(Arc::new(NcclChannels::new(self, parts)))
+    }
+
+    fn offload(self: Arc<Self>) -> Option<Arc<dyn BlockOffload>> {
+        let parts = self.parts.clone();
+        Some(Arc::new(CudaOffload::new(self, parts)))
     }
 }
 

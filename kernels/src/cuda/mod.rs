@@ -74,6 +74,7 @@ mod links;
 mod memory;
 mod moves;
 mod nccl;
+mod offload;
 mod packer;
 mod parallel;
 mod plan;

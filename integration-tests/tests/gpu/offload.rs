@@ -1,0 +1,134 @@
+//! Checks copies between KV blocks on GPUs and pinned host memory, and reports their bandwidth.
+
+use std::{
+    collections::VecDeque,
+    sync::Arc,
+    thread,
+    time::{Duration, Instant},
+};
+
+use kernels::{
+    BlockId, BlockRead, BlockWrite, Dtype, KvArena, KvLayout,
+    arena::RemoteBlocks,
+    cuda::{DeviceKv, RankedKv},
+    offload::OffloadStream,
+};
+
+use super::bench::{Gpu, gpu, short};
+
+const BLOCKS: u32 = 24;
+
+/// Returns an arena over the parts of several ranks, all on one GPU.
+fn arena(gpu: &Gpu, layout: KvLayout, ranks: usize, blocks: u32) -> Arc<KvArena> {
+    let own = layout.with_heads(layout.kv_head_count / ranks);
+    let part = || DeviceKv::new(&gpu.context, own, blocks).unwrap();
+    let kv: Arc<dyn RemoteBlocks> = match ranks {
+        1 => part(),
+        _ => RankedKv::of((0..ranks).map(|_| part()).collect()).unwrap(),
+    };
+    KvArena::remote(kv).unwrap()
+}
+
+fn contents(block: u32, bytes: usize) -> Vec<u8> {
+    (0..bytes).map(|at| (at * 31 + at / 257 + block as usize * 101) as u8).collect()
+}
+
+fn reads(arena: &Arc<KvArena>, ids: &[u32]) -> Vec<BlockRead> {
+    ids.iter().map(|&id| arena.read(BlockId(id)).unwrap()).collect()
+}
+
+fn writes(arena: &Arc<KvArena>, ids: &[u32]) -> Vec<BlockWrite> {
+    ids.iter().map(|&id| arena.write(BlockId(id)).unwrap()).collect()
+}
+
+pub fn blocks_return_from_host_memory_for_any_layout_and_rank_count() {
+    let gpu = gpu();
+    for dtype in [Dtype::F32, Dtype::Bf16] {
+        for (layer_count, head_dim) in [(1, 64), (3, 128), (5, 80)] {
+            let layout = KvLayout { layer_count, kv_head_count: 4, head_dim, dtype };
+            for ranks in [1, 2, 4] {
+                let device = arena(&gpu, layout, ranks, BLOCKS);
+                let host = KvArena::host(layout, BLOCKS).unwrap();
+                let offload = device.offload().expect("a GPU's blocks can be offloaded");
+                let slices = [(0, 5), (5, BLOCKS - 5)];
+                let pinned = slices.map(|(first, count)| offload.pin(&host, first, count).unwrap());
+                let mut stream = offload.stream().unwrap();
+                for block in 0..BLOCKS {
+                    let bytes = contents(block, layout.block_bytes());
+                    device.write(BlockId(block)).unwrap().copy_from_host(&bytes).unwrap();
+                }
+                // The slots of the blocks are not in the same order, and cross the slices.
+                let (blocks, slots) = ([3, 4, 9, 0, 23], [7, 6, 4, 5, 11]);
+                let saved = stream.copy(reads(&device, &blocks), writes(&host, &slots)).unwrap();
+                assert_eq!(saved.finish().unwrap().len(), blocks.len());
+                for (block, slot) in blocks.into_iter().zip(slots) {
+                    let slot = host.read(BlockId(slot)).unwrap();
+                    let expected = contents(block, layout.block_bytes());
+                    assert!(slot.host_view().unwrap() == expected, "{layout}, {ranks} ranks");
+                }
+                let others = [12, 13, 1, 20, 2];
+                stream
+                    .copy(reads(&host, &slots), writes(&device, &others))
+                    .unwrap()
+                    .finish()
+                    .unwrap();
+                let mut found = vec![0; layout.block_bytes()];
+                for (block, other) in blocks.into_iter().zip(others) {
+                    device.read(BlockId(other)).unwrap().copy_to_host(&mut found).unwrap();
+                    assert!(found == contents(block, found.len()), "{layout}, {ranks} ranks");
+                }
+                drop((stream, pinned));
+            }
+        }
+    }
+}
+
+/// Copies batches of blocks for a while, two batches at a time, and returns the bytes per second.
+fn rate(stream: &mut dyn OffloadStream, from: &Arc<KvArena>, to: &Arc<KvArena>, first: u32) -> f64 {
+    const BATCH: u32 = 16;
+    let batches = 8;
+    let within = Duration::from_millis(if short() { 50 } else { 500 });
+    let (started, mut bytes) = (Instant::now(), 0);
+    let mut in_flight = VecDeque::new();
+    for batch in 0.. {
+        let ids: Vec<u32> = (0..BATCH).map(|at| first + batch % batches * BATCH + at).collect();
+        if in_flight.len() == 2 {
+            let done: Box<dyn kernels::peer::TransferInFlight<_>> =
+                in_flight.pop_front().expect("two batches are in flight");
+            bytes += done.finish().unwrap().len() * from.block_bytes();
+        }
+        if started.elapsed() >= within {
+            break;
+        }
+        in_flight.push_back(stream.copy(reads(from, &ids), writes(to, &ids)).unwrap());
+    }
+    let rate = bytes as f64 / started.elapsed().as_secs_f64();
+    in_flight.into_iter().for_each(|copy| drop(copy.finish().unwrap()));
+    rate
+}
+
+pub fn offload_bandwidth_is_reported() {
+    let gpu = gpu();
+    // Blocks of an 8B model: 2 MiB.
+    let layout = KvLayout { layer_count: 32, kv_head_count: 8, head_dim: 128, dtype: Dtype::Bf16 };
+    for ranks in [1, 2] {
+        let (device, host) = (arena(&gpu, layout, ranks, 256), KvArena::host(layout, 256).unwrap());
+        let offload = device.offload().unwrap();
+        let started = Instant::now();
+        let _pinned = offload.pin(&host, 0, 256).unwrap();
+        let pin_seconds = started.elapsed().as_secs_f64();
+        let (mut down, mut up) = (offload.stream().unwrap(), offload.stream().unwrap());
+        let save = rate(&mut *down, &device, &host, 0) / 1e9;
+        let load = rate(&mut *up, &host, &device, 128) / 1e9;
+        let (both_save, both_load) = thread::scope(|scope| {
+            let save = scope.spawn(|| rate(&mut *down, &device, &host, 0) / 1e9);
+            let load = scope.spawn(|| rate(&mut *up, &host, &device, 128) / 1e9);
+            (save.join().unwrap(), load.join().unwrap())
+        });
+        println!(
+            "{ranks} ranks on one GPU: save {save:.1} GB/s, load {load:.1} GB/s, both ways {:.1} GB/s \
+             ({both_save:.1} + {both_load:.1}); pinning 512 MiB took {pin_seconds:.2} s",
+            both_save + both_load
+        );
+    }
+}
