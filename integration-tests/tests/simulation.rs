@@ -41,6 +41,8 @@ const REACHED: [&str; 41] = [
     "predicted hand-over",
     "predicted local prefill",
     "preemptions",
+    "saves to tiers",
+    "loads from tiers",
     "ranks lost",
     "receive failed",
     "reserved",

@@ -347,7 +347,7 @@ pub struct Prompt {
     pub cached_tokens: f64,
     /// At least 1.
     pub uncached_tokens: f64,
-    /// Time until the node has free blocks.
+    /// Time until the node has free blocks, and has loaded the cached tokens that are in its KV tiers.
     pub blocks_ms: f64,
     /// Prefill time that the evicted blocks may cost later prompts.
     pub evict_ms: f64,
@@ -370,7 +370,7 @@ pub struct Prediction {
     pub queue_ms: f64,
     /// Time of the prompt's own steps.
     pub prompt_ms: f64,
-    /// Wait for free blocks.
+    /// Wait for free blocks and for loads from KV tiers.
     pub blocks_ms: f64,
     pub transfer_gap_ms: f64,
     pub slowdown_ms: f64,

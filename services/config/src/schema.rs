@@ -320,8 +320,13 @@ section! {
 }
 
 section! {
-    /// KV tiers of a node: KV that leaves the prefix cache stays on a disk, and later prompts load it again.
+    /// KV tiers of a node: KV that leaves the prefix cache stays in host memory or on a disk, and later prompts load it
+    /// again.
     pub struct Tier = "tier" {
+        /// Pinned host memory for the KV of a node on GPUs; 0B means no such tier. The node pins it in the background
+        /// after the start.
+        host_memory: ByteSize = ByteSize::mib(0),
+            "Pinned memory is lost to other programs of the host, so the operator decides.";
         /// File of the disk tier, which the node creates and preallocates. Each node needs a file of its own, on a
         /// local disk whose file system supports direct I/O. The file serves later starts.
         disk_path: Option<PathBuf> = None,
@@ -334,6 +339,10 @@ section! {
         /// begins with a hit; always saves every full block.
         admission: TierAdmission = TierAdmission::SecondTouch,
             "Prompts that never return cost no copies; a conversation costs its first turn once more.";
+        /// Lets later turns of a conversation keep the place of its first turn in the node's queue, for five minutes.
+        /// Without tiers it has no effect.
+        sessions: bool = true,
+            "When the KV of all conversations does not fit, finishing the oldest first moves less KV than advancing all.";
     }
 }
 

@@ -2,7 +2,7 @@
 //!
 //! The core is pure: inputs and `now` go in, actions and plans come out. [`Scheduler`] decides,
 //! `block_pool` and `prefix_cache` track the KV blocks, and `frames` tracks the steps in flight.
-//! [`tiers`] decides which blocks are saved to and loaded from a disk.
+//! [`tiers`] decides which blocks are saved to and loaded from host memory and a disk.
 //! [`executor`] is the interface to the device, and [`constraint`] is the interface to grammars.
 //! [`StepLoop`] drives scheduler and executor and queues a [`StepRecord`] for each step. [`event`] holds
 //! the types between node and scheduler, [`plan`] the types between scheduler and executor.

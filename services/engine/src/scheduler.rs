@@ -35,6 +35,7 @@ mod loading;
 mod masks;
 mod running;
 mod sequence;
+mod sessions;
 mod testing;
 mod transfers;
 mod waiting;
@@ -51,6 +52,7 @@ use foldhash::HashMap;
 use masks::AwaitedMask;
 use running::attention_pairs;
 use sequence::{Arrival, Phase, Row, Sequence};
+use sessions::Sessions;
 use transfers::Transfers;
 use waiting::Waiting;
 
@@ -95,6 +97,8 @@ pub struct Scheduler {
     transfers: Transfers,
     /// KV tiers; `None` when they are off.
     tiers: Option<Tiers>,
+    /// Conversations whose later turns keep their place; `None` when each turn has a place of its own.
+    sessions: Option<Sessions>,
     /// `(Sequence::alarm, id)` of every sequence.
     alarms: BTreeSet<(Instant, SequenceId)>,
     next_arrival: Arrival,
@@ -127,6 +131,7 @@ impl Scheduler {
             draft_times: DraftTimes::default(),
             transfers: Transfers::default(),
             tiers: None,
+            sessions: None,
             alarms: BTreeSet::new(),
             next_arrival: 0,
             preemptions: 0,

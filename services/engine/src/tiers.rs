@@ -1,4 +1,4 @@
-//! KV tiers: a disk behind the prefix cache.
+//! KV tiers: host memory and a disk behind the prefix cache.
 //!
 //! The core decides which block is saved to which slot of which tier, and which blocks are loaded instead of computed.
 //! The shell in the node process copies. Pure: no memory, file, clock or thread.
@@ -9,7 +9,8 @@
 //!    the save. A queued save owns nothing: if the prefix cache evicts the block before the copy starts, the save is
 //!    cancelled.
 //! 2. [`Action::Save`](crate::event::Action::Save): the copy starts. The block cannot be evicted until
-//!    [`TierEvent::Copied`]. After [`TierEvent::Saved`] loads may read the slot.
+//!    [`TierEvent::Copied`]. After [`TierEvent::Saved`] loads may read the slot. With both tiers the block is saved to
+//!    host memory first, and from there to the disk.
 //! 3. A sequence that is admitted continues its prefix with blocks of the tiers, if loading them is predicted to be
 //!    faster than computing them. [`Action::Load`](crate::event::Action::Load): the sequence owns all its blocks, those
 //!    to load as `Reserved`, and waits in phase `Loading`. Other sequences run meanwhile.
@@ -27,19 +28,25 @@ use std::{
     time::{Duration, Instant},
 };
 
+use foldhash::HashMap;
 use kernels::{BLOCK_TOKENS, BlockId};
 use rates::{LoadRate, PrefillRate, choose};
 pub use store::SlotIndex;
 use store::Store;
 use touches::Touches;
 
-use crate::event::{BlockHash, SequenceId};
+use crate::event::{BlockHash, CacheChange, SequenceId};
 
 /// Saves that may wait for their copy, for each tier. A prefill step of 8,192 tokens has 512 blocks.
 const QUEUED_MAX: usize = 2048;
-/// Blocks that saves pin at a time, for each tier: an admission waits for at most these copies.
+/// Blocks that saves to host memory pin at a time: two batches of the copy engines. An admission waits for at most these
+/// copies, which take about a millisecond.
+pub const HOST_COPYING_MAX: usize = 32;
+/// Saves to host memory in flight, copied or not.
+pub const HOST_SAVES_MAX: usize = 64;
+/// Blocks that saves to the disk pin at a time.
 pub const COPYING_MAX: usize = 4;
-/// Saves in flight for each tier, copied or not: the shell has a buffer for each.
+/// Saves to the disk in flight, copied or not: the shell has a buffer for each.
 pub const SAVES_MAX: usize = 16;
 /// Loads in flight. Further sequences compute.
 pub const LOADS_MAX: usize = 64;
@@ -49,23 +56,33 @@ pub const RECOVERED_MAX: usize = 4096;
 /// A tier, fastest first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Tier {
+    Host,
     Disk,
 }
 
 /// Number of tiers.
-const TIERS: usize = 1;
+const TIERS: usize = 2;
 
 impl Tier {
-    pub const ALL: [Self; TIERS] = [Self::Disk];
+    pub const ALL: [Self; TIERS] = [Self::Host, Self::Disk];
 
     pub fn name(self) -> &'static str {
         match self {
+            Self::Host => "host",
             Self::Disk => "disk",
         }
     }
 
     fn index(self) -> usize {
         self as usize
+    }
+
+    /// Returns the bounds on saves in flight, and on those of them that still read their source.
+    fn saves_max(self) -> (usize, usize) {
+        match self {
+            Self::Host => (HOST_SAVES_MAX, HOST_COPYING_MAX),
+            Self::Disk => (SAVES_MAX, COPYING_MAX),
+        }
     }
 }
 
@@ -83,8 +100,12 @@ pub enum TierAdmission {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TierConfig {
     pub admission: TierAdmission,
+    /// Whether there is a tier in host memory. Its slots come with [`TierEvent::Grown`].
+    pub host: bool,
     /// Blocks that fit on the disk; 0 without this tier.
     pub disk_slots: u32,
+    /// Whether later turns of a conversation keep its place in the queue.
+    pub sessions: bool,
     /// Time after which a sequence stops to wait for its load.
     pub load_timeout: Duration,
 }
@@ -103,14 +124,22 @@ pub struct BlockContents {
     pub tokens: [u32; BLOCK_TOKENS],
 }
 
+/// Source of a save.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum SaveSource {
+    /// A block of the arena. It is not evicted before [`TierEvent::Copied`].
+    Block(BlockId),
+    /// A slot of the host tier. It is not overwritten before [`TierEvent::Copied`].
+    HostSlot(SlotIndex),
+}
+
 /// Copy of one block into a slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SaveJob {
     pub job: JobId,
     pub tier: Tier,
     pub slot: SlotIndex,
-    /// The block to copy, which is not evicted before [`TierEvent::Copied`].
-    pub block: BlockId,
+    pub source: SaveSource,
     pub contents: BlockContents,
 }
 
@@ -144,6 +173,8 @@ pub enum TierEvent {
     /// The first `intact` blocks are written, and no further write lands. If blocks are left, the slot of the next
     /// block is damaged or was not readable.
     Loaded { job: JobId, intact: u32, took: Duration },
+    /// The tier has further slots.
+    Grown { tier: Tier, slots: u32 },
     /// Blocks that a tier holds since an earlier start. Saves begin after the last of these events, so that they do not
     /// overwrite blocks that are still to be found.
     Recovered { tier: Tier, blocks: Vec<(SlotIndex, BlockHash)>, is_complete: bool },
@@ -169,6 +200,8 @@ pub struct TierStats {
     pub refused: u64,
     /// Age of the oldest queued save.
     pub queue_age: Duration,
+    /// Measured time to load one block; `None` before the first load.
+    pub block_time: Option<Duration>,
 }
 
 #[derive(Debug)]
@@ -188,7 +221,8 @@ struct TierState {
 struct SaveInFlight {
     tier: Tier,
     slot: SlotIndex,
-    block: BlockId,
+    source: SaveSource,
+    contents: BlockContents,
     is_copied: bool,
 }
 
@@ -217,6 +251,8 @@ pub(crate) struct Tiers {
     rates: [LoadRate; TIERS],
     prefill: PrefillRate,
     touches: Touches,
+    /// Contents of the host tier's slots, for saves from there to the disk.
+    host_contents: HashMap<SlotIndex, BlockContents>,
     saves: BTreeMap<JobId, SaveInFlight>,
     loads: BTreeMap<JobId, LoadInFlight>,
     next_job: u64,
@@ -227,23 +263,25 @@ pub(crate) struct Tiers {
 impl Tiers {
     /// `block_count`: blocks of the arena.
     pub fn new(config: TierConfig, block_count: u32, now: Instant) -> Self {
-        let tier = |slots: u32| {
-            (slots > 0).then(|| TierState {
-                store: Store::new(slots),
-                is_recovered: false,
-                queued: VecDeque::new(),
-                saves: 0,
-                copying: 0,
-                stats: TierStats { slots, ..TierStats::default() },
-            })
+        let tier = |slots: u32, is_recovered: bool| TierState {
+            store: Store::new(slots),
+            is_recovered,
+            queued: VecDeque::new(),
+            saves: 0,
+            copying: 0,
+            stats: TierStats::default(),
         };
-        let keys = block_count as usize + config.disk_slots as usize;
+        let host = config.host.then(|| tier(0, true));
+        let disk = (config.disk_slots > 0).then(|| tier(config.disk_slots, false));
+        // A host tier has about as much memory as the GPUs, or a few times as much.
+        let keys = 4 * block_count as usize + config.disk_slots as usize;
         Self {
             config,
-            tiers: [tier(config.disk_slots)],
+            tiers: [host, disk],
             rates: Default::default(),
             prefill: PrefillRate::default(),
             touches: Touches::new(2 * keys),
+            host_contents: HashMap::default(),
             saves: BTreeMap::new(),
             loads: BTreeMap::new(),
             next_job: 0,
@@ -277,12 +315,8 @@ impl Tiers {
         continues || self.config.admission == TierAdmission::Always || self.touches.is_second(key)
     }
 
-    /// Queues the save of a block of the prefix cache to the fastest tier, unless a tier has the block.
+    /// Queues the save of a block of the prefix cache to the fastest tier.
     pub fn offer(&mut self, key: BlockHash) {
-        let is_known = |tier: &TierState| tier.store.is_known(key);
-        if self.tiers.iter().flatten().any(is_known) {
-            return;
-        }
         if let Some(first) = Tier::ALL.into_iter().find(|tier| self.tiers[tier.index()].is_some()) {
             self.queue(first, key);
         }
@@ -316,53 +350,98 @@ impl Tiers {
         resident: &impl Fn(BlockHash) -> Option<(BlockId, BlockContents)>,
     ) -> Option<SaveJob> {
         loop {
+            let (saves_max, copying_max) = tier.saves_max();
             let state = self.tiers[tier.index()].as_mut()?;
-            if !state.is_recovered || state.saves >= SAVES_MAX || state.copying >= COPYING_MAX {
+            if !state.is_recovered || state.saves >= saves_max || state.copying >= copying_max {
                 return None;
             }
             let (_, key) = state.queued.pop_front()?;
             if state.store.is_known(key) {
                 continue;
             }
-            let Some((block, contents)) = resident(key) else {
-                state.stats.cancelled += 1;
+            let Some((source, contents)) = self.source(tier, key, resident) else {
+                self.state(tier).stats.cancelled += 1;
                 continue;
             };
-            let Some(slot) = state.store.begin_save(key) else {
-                state.stats.dropped += 1;
+            let Some(slot) = self.state(tier).store.begin_save(key) else {
+                self.state(tier).stats.dropped += 1;
+                self.release(source);
                 continue;
             };
+            let state = self.state(tier);
             state.saves += 1;
             state.copying += 1;
             let job = self.next_job();
-            self.saves.insert(job, SaveInFlight { tier, slot, block, is_copied: false });
-            return Some(SaveJob { job, tier, slot, block, contents });
+            self.saves.insert(job, SaveInFlight { tier, slot, source, contents, is_copied: false });
+            return Some(SaveJob { job, tier, slot, source, contents });
         }
+    }
+
+    /// Returns where a save to `tier` can copy the block from.
+    fn source(
+        &mut self,
+        tier: Tier,
+        key: BlockHash,
+        resident: &impl Fn(BlockHash) -> Option<(BlockId, BlockContents)>,
+    ) -> Option<(SaveSource, BlockContents)> {
+        if tier == Tier::Disk
+            && let Some(host) = &mut self.tiers[Tier::Host.index()]
+            && let Some(slot) = host.store.hold(key)
+        {
+            return Some((SaveSource::HostSlot(slot), self.host_contents[&slot]));
+        }
+        let (block, contents) = resident(key)?;
+        Some((SaveSource::Block(block), contents))
+    }
+
+    /// Releases the source of a save. Returns the block of the arena that it was.
+    fn release(&mut self, source: SaveSource) -> Option<BlockId> {
+        match source {
+            SaveSource::Block(block) => Some(block),
+            SaveSource::HostSlot(slot) => {
+                self.state(Tier::Host).store.end_load(slot, true);
+                None
+            }
+        }
+    }
+
+    /// Returns the state of a tier with a save or load.
+    fn state(&mut self, tier: Tier) -> &mut TierState {
+        self.tiers[tier.index()].as_mut().expect("a tier with copies exists")
     }
 
     /// Handles the end of a save's copy. Returns the block that the save no longer reads.
     pub fn end_copy(&mut self, job: JobId) -> Option<BlockId> {
         let save = self.saves.get_mut(&job).filter(|save| !save.is_copied)?;
         save.is_copied = true;
-        if let Some(state) = &mut self.tiers[save.tier.index()] {
-            state.copying -= 1;
-        }
-        Some(save.block)
+        let (tier, source) = (save.tier, save.source);
+        self.state(tier).copying -= 1;
+        self.release(source)
     }
 
     /// Handles the end of a save. Returns the block that the save no longer reads, if its copy had not ended.
     pub fn end_save(&mut self, job: JobId, is_saved: bool) -> Option<BlockId> {
         let block = self.end_copy(job);
         let save = self.saves.remove(&job)?;
-        if let Some(state) = &mut self.tiers[save.tier.index()] {
-            state.saves -= 1;
-            state.store.end_save(save.slot, is_saved);
-            match is_saved {
-                true => state.stats.saved += 1,
-                false => state.stats.failed += 1,
-            }
+        let state = self.state(save.tier);
+        state.saves -= 1;
+        state.store.end_save(save.slot, is_saved);
+        match is_saved {
+            true => state.stats.saved += 1,
+            false => state.stats.failed += 1,
+        }
+        if is_saved && save.tier == Tier::Host {
+            self.host_contents.insert(save.slot, save.contents);
+            self.queue(Tier::Disk, save.contents.key);
         }
         block
+    }
+
+    /// Adds slots to a tier.
+    pub fn grow(&mut self, tier: Tier, slots: u32) {
+        if let Some(state) = &mut self.tiers[tier.index()] {
+            state.store.grow(slots);
+        }
     }
 
     pub fn recover(&mut self, tier: Tier, blocks: &[(SlotIndex, BlockHash)], is_complete: bool) {
@@ -451,7 +530,19 @@ impl Tiers {
         let oldest = state.queued.front();
         let age = |&(at, _): &(Instant, BlockHash)| self.now.saturating_duration_since(at);
         let queue_age = oldest.map(age).unwrap_or_default();
-        Some(TierStats { stored: state.store.stored(), queue_age, ..state.stats })
+        let (stored, slots) = (state.store.stored(), state.store.slots());
+        let block_time = self.rates[tier.index()].block_time();
+        Some(TierStats { stored, slots, queue_age, block_time, ..state.stats })
+    }
+
+    /// Takes the changes of a tier's blocks since the last call.
+    pub fn take_changes(&mut self, tier: Tier) -> Vec<CacheChange> {
+        self.tiers[tier.index()].as_mut().map(|it| it.store.take_changes()).unwrap_or_default()
+    }
+
+    /// Returns the keys of all blocks that a tier holds.
+    pub fn keys(&self, tier: Tier) -> Vec<BlockHash> {
+        self.tiers[tier.index()].as_ref().map(|it| it.store.keys()).unwrap_or_default()
     }
 
     /// Returns the fastest tier that holds the block.
@@ -474,7 +565,10 @@ impl Tiers {
 
     /// Returns the blocks that saves read.
     pub fn copied_blocks(&self) -> impl Iterator<Item = BlockId> {
-        self.saves.values().filter(|save| !save.is_copied).map(|save| save.block)
+        self.saves.values().filter(|save| !save.is_copied).filter_map(|save| match save.source {
+            SaveSource::Block(block) => Some(block),
+            SaveSource::HostSlot(_) => None,
+        })
     }
 
     /// Panics when slots, saves and loads disagree.

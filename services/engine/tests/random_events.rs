@@ -142,11 +142,17 @@ fn sequence(
     }
 }
 
-fn run_events(config: SchedulerConfig, tiers: Option<TierConfig>, events: Vec<Event>) {
+fn run_events(
+    config: SchedulerConfig,
+    tiers: Option<TierConfig>,
+    host_slots: u32,
+    events: Vec<Event>,
+) {
     let mut node = match tiers {
         Some(tiers) => Node::with_tiers(config, tiers),
         None => Node::new(config),
     };
+    node.grow_host(host_slots);
     let mut next_id = 0;
     for event in events {
         let ids = node.ids();
@@ -217,7 +223,7 @@ proptest! {
         itl_max in prop::option::of(1..20u64),
         short_limits in any::<bool>(),
         drafts in prop::option::of((1..8u32, 1..64u32)),
-        tiers in prop::option::of((1..40u32, any::<bool>(), 1..500u64)),
+        tiers in prop::option::of((0..40u32, 0..20u32, any::<bool>(), 1..500u64)),
         events in prop::collection::vec(event(), 1..120),
     ) {
         let speculation = drafts.map(|(row_drafts, step_tokens)| speculation(row_drafts, step_tokens));
@@ -242,11 +248,14 @@ proptest! {
         } else {
             config
         };
-        let tiers = tiers.map(|(disk_slots, always, timeout_ms)| TierConfig {
+        let host_slots = tiers.map_or(0, |(_, host_slots, ..)| host_slots);
+        let tiers = tiers.map(|(disk_slots, host_slots, always, timeout_ms)| TierConfig {
             admission: if always { TierAdmission::Always } else { TierAdmission::SecondTouch },
+            host: host_slots > 0,
+            sessions: always,
             disk_slots,
             load_timeout: Duration::from_millis(timeout_ms),
         });
-        run_events(config, tiers, events);
+        run_events(config, tiers, host_slots, events);
     }
 }

@@ -8,14 +8,20 @@ use common::{family_tokens, limits, node::Node, sequence, unbounded_waits};
 use engine::{
     Turn,
     event::{NewSequence, SequenceId, SequenceKind},
-    tiers::{COPYING_MAX, TierAdmission, TierConfig},
+    tiers::{COPYING_MAX, Tier, TierAdmission, TierConfig},
 };
 
 const COMPUTE: SequenceKind = SequenceKind::Compute;
 
 fn config(disk_slots: u32) -> TierConfig {
     let load_timeout = Duration::from_secs(1_000);
-    TierConfig { admission: TierAdmission::Always, disk_slots, load_timeout }
+    TierConfig {
+        admission: TierAdmission::Always,
+        host: false,
+        disk_slots,
+        sessions: false,
+        load_timeout,
+    }
 }
 
 fn node(blocks: u32, tiers: TierConfig) -> Node {
@@ -188,6 +194,49 @@ fn load_is_refused_when_computing_is_faster() {
     node.advance(Duration::from_secs(10));
     assert_eq!(compute(&mut node, 7, 1, 70), 70 - 32);
     assert_eq!(node.tier_stats().loaded, 4 + 2);
+}
+
+#[test]
+fn host_memory_is_saved_to_first_and_the_disk_from_there() {
+    let mut node = node(6, TierConfig { host: true, ..config(40) });
+    node.grow_host(5);
+    compute(&mut node, 1, 1, 70);
+    compute(&mut node, 2, 2, 90);
+    let (host, disk) = (node.stats_of(Tier::Host), node.stats_of(Tier::Disk));
+    assert_eq!((host.saved, host.stored, host.slots), (9, 5, 5));
+    assert_eq!((disk.saved, disk.stored), (9, 9));
+    assert_eq!(compute(&mut node, 3, 2, 90), 90 - 80, "resident");
+    assert_eq!(compute(&mut node, 4, 1, 70), 6, "the host memory has lost it, the disk has it");
+    let (host, disk) = (node.stats_of(Tier::Host), node.stats_of(Tier::Disk));
+    assert_eq!((host.loaded, disk.loaded), (0, 4));
+    compute(&mut node, 5, 2, 90);
+    assert_eq!(node.stats_of(Tier::Host).loaded, 4, "the faster tier is read");
+    node.assert_all_returned();
+}
+
+#[test]
+fn later_turn_keeps_the_place_of_its_conversation() {
+    let order = |sessions| {
+        let limits = unbounded_waits(limits(1, 64, 40, 1));
+        let mut node = Node::with_tiers(limits, TierConfig { sessions, ..config(40) });
+        node.arrive(new(1, COMPUTE, 1, 70));
+        node.arrive(new(2, COMPUTE, 2, 40));
+        while !node.finished(SequenceId(1)) {
+            node.turn();
+        }
+        // The second turn of the first conversation arrives after another prompt.
+        node.arrive(new(3, COMPUTE, 3, 40));
+        node.arrive(new(4, COMPUTE, 1, 100));
+        while !node.finished(SequenceId(3)) && !node.finished(SequenceId(4)) {
+            node.turn();
+        }
+        let is_first = node.finished(SequenceId(4));
+        run(&mut node);
+        node.assert_all_returned();
+        is_first
+    };
+    assert!(order(true));
+    assert!(!order(false));
 }
 
 #[test]

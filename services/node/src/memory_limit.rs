@@ -17,8 +17,12 @@ const OWN: &str = "/proc/self/cgroup";
 
 /// Rejects weights and KV that exceed the memory limit of the process's control group.
 pub(crate) fn check(weights: u64, kv: u64) -> Result<(), SettingsError> {
-    let own = fs::read_to_string(OWN).unwrap_or_default();
-    check_against(limit(Path::new(MOUNT), &own), weights, kv)
+    check_against(of_process(), weights, kv)
+}
+
+/// Returns the memory limit in bytes of the process's control group, if it has one.
+pub(crate) fn of_process() -> Option<u64> {
+    limit(Path::new(MOUNT), &fs::read_to_string(OWN).unwrap_or_default())
 }
 
 /// Rejects further memory that the process's control group or the machine does not have.

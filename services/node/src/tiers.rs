@@ -1,4 +1,4 @@
-//! The KV tiers of a node: the file of the disk tier, and the threads that copy.
+//! The KV tiers of a node: pinned host memory, the file of the disk tier, and the threads that copy.
 //!
 //! [`engine::tiers`] decides what is copied. The engine thread queues each copy and never waits: the core bounds the
 //! copies in flight, and the queues have room for all of them. Saves: one thread copies blocks into buffers, and further
@@ -6,12 +6,14 @@
 //! slots, check them, and write the reserved blocks. A recovery thread reads the slots' headers once.
 
 mod disk_file;
+mod host;
 mod loads;
 mod metrics;
 mod saves;
 
 use std::{
     io,
+    path::Path,
     sync::{
         Arc,
         atomic::{AtomicBool, Ordering},
@@ -26,13 +28,14 @@ use engine::{
     executor::CollectWaker,
     tiers::{self, LoadJob, RECOVERED_MAX, SaveJob, SlotIndex, Tier, TierConfig, TierEvent},
 };
-use kernels::KvArena;
+use kernels::{KvArena, WeightFormat};
 use tracing::{info, warn};
 
-use crate::settings;
+use crate::{memory_limit, settings};
 
 use disk_file::DiskFile;
-use loads::Loads;
+use host::{HostMemory, HostTier};
+use loads::{Job, Loads};
 pub(crate) use metrics::TierMetrics;
 use saves::Saves;
 
@@ -45,40 +48,31 @@ const RECOVERY_THREADS: u32 = 8;
 const LOAD_TIMEOUT: Duration = Duration::from_secs(4);
 
 /// The opened tiers of a node, before their threads start.
-#[derive(Debug)]
 pub(crate) struct OpenTiers {
-    disk: DiskFile,
+    host: Option<HostMemory>,
+    disk: Option<DiskFile>,
     admission: TierAdmission,
+    sessions: bool,
 }
 
 impl OpenTiers {
     /// Opens the tiers that are configured. A tier that cannot serve is reported and left out. May take seconds.
     pub fn open(config: &Config, arena: &KvArena) -> Option<Self> {
-        let path = config.tier.disk_path.as_deref()?;
-        let admission = config.tier.admission;
+        let tier = &config.tier;
+        if tier.disk_path.is_none() && tier.host_memory.bytes() == 0 {
+            return None;
+        }
         if !config.node.prefix_cache {
             warn!("the node serves without tiers: node.prefix_cache = false; expected true");
             return None;
         }
-        let size = config.tier.disk_size.bytes();
-        match DiskFile::open(
-            path,
-            size,
-            arena.layout(),
-            settings::weight_format(config.model.dtype),
-        ) {
-            Ok(disk) => {
-                info!(path = %path.display(), slots = disk.slot_count(), "opened the disk tier");
-                Some(Self { disk, admission })
-            }
-            Err(error) => {
-                let path = path.display();
-                warn!(
-                    "cannot use tier.disk_path = {path}: {error}; the node serves without this tier"
-                );
-                None
-            }
-        }
+        let host = open_host(tier.host_memory.bytes(), arena);
+        let disk = tier.disk_path.as_deref().and_then(|path| {
+            let weights = settings::weight_format(config.model.dtype);
+            open_disk(path, tier.disk_size.bytes(), arena, weights)
+        });
+        let (admission, sessions) = (tier.admission, tier.sessions);
+        (host.is_some() || disk.is_some()).then_some(Self { host, disk, admission, sessions })
     }
 
     pub fn config(&self) -> TierConfig {
@@ -87,8 +81,60 @@ impl OpenTiers {
                 TierAdmission::SecondTouch => tiers::TierAdmission::SecondTouch,
                 TierAdmission::Always => tiers::TierAdmission::Always,
             },
-            disk_slots: self.disk.slot_count(),
+            host: self.host.is_some(),
+            sessions: self.sessions,
+            disk_slots: self.disk.as_ref().map_or(0, DiskFile::slot_count),
             load_timeout: LOAD_TIMEOUT,
+        }
+    }
+}
+
+fn open_host(bytes: u64, arena: &KvArena) -> Option<HostMemory> {
+    if bytes == 0 {
+        return None;
+    }
+    let without = |reason: &dyn std::fmt::Display| {
+        warn!(
+            "cannot use tier.host_memory = {bytes} bytes: {reason}; the node serves without this tier"
+        );
+    };
+    let slots = u32::try_from(bytes / arena.block_bytes() as u64).unwrap_or(u32::MAX);
+    if slots == 0 {
+        let block = arena.block_bytes();
+        without(&format_args!("it holds no block; expected at least {block}"));
+        return None;
+    }
+    if let Some(limit) = memory_limit::of_process().filter(|limit| bytes > *limit) {
+        without(&format_args!(
+            "the process may use {limit} bytes; expected less, or a higher memory limit of the container"
+        ));
+        return None;
+    }
+    match HostMemory::new(arena, slots) {
+        Some(Ok(memory)) => Some(memory),
+        Some(Err(error)) => {
+            without(&error);
+            None
+        }
+        None => {
+            without(&"the node computes on the CPU, whose KV is in host memory; expected a GPU");
+            None
+        }
+    }
+}
+
+fn open_disk(path: &Path, size: u64, arena: &KvArena, weights: WeightFormat) -> Option<DiskFile> {
+    let shown = path.display();
+    match DiskFile::open(path, size, arena.layout(), weights) {
+        Ok(disk) => {
+            info!(path = %shown, slots = disk.slot_count(), "opened the disk tier");
+            Some(disk)
+        }
+        Err(error) => {
+            warn!(
+                "cannot use tier.disk_path = {shown}: {error}; the node serves without this tier"
+            );
+            None
         }
     }
 }
@@ -109,12 +155,18 @@ impl Events {
     }
 }
 
-/// The copying threads. Drop ends and joins them: each finishes the copy of its block.
+/// The copying threads. Drop ends and joins them: each finishes the copy of its block or batch.
 pub(crate) struct TierCopies {
+    host: Option<HostTier>,
+    disk: Option<DiskTier>,
+    is_stopping: Arc<AtomicBool>,
+}
+
+/// The threads of the disk tier.
+struct DiskTier {
     saves: Saves,
     loads: Loads,
     recovery: Vec<JoinHandle<()>>,
-    is_stopping: Arc<AtomicBool>,
 }
 
 impl TierCopies {
@@ -124,31 +176,54 @@ impl TierCopies {
         arena: &Arc<KvArena>,
         waker: CollectWaker,
     ) -> io::Result<(Self, Receiver<TierEvent>)> {
-        let disk = Arc::new(tiers.disk);
         let (queue, received) = bounded(EVENTS_MAX);
         let events = Events { queue, waker };
         let is_stopping = Arc::new(AtomicBool::new(false));
-        let saves = Saves::start(&disk, arena, &events)?;
-        let loads = Loads::start(&disk, arena, &events, &is_stopping)?;
-        let recovery = recover(&disk, &events, &is_stopping)?;
-        Ok((Self { saves, loads, recovery, is_stopping }, received))
+        let slots = tiers.host.as_ref().map(|host| Arc::clone(host.slots()));
+        let host = tiers.host.map(|host| HostTier::start(&host, arena, &events, &is_stopping));
+        let disk = tiers.disk.map(|disk| {
+            let disk = Arc::new(disk);
+            Ok::<_, io::Error>(DiskTier {
+                saves: Saves::start(&disk, arena, slots.as_ref(), &events)?,
+                loads: Loads::start(&disk, arena, &events, &is_stopping)?,
+                recovery: recover(&disk, &events, &is_stopping)?,
+            })
+        });
+        let (host, disk) = (host.transpose()?, disk.transpose()?);
+        Ok((Self { host, disk, is_stopping }, received))
     }
 
     pub fn save(&self, job: SaveJob) {
-        self.saves.start_job(job);
+        match (job.tier, &self.host, &self.disk) {
+            (Tier::Host, Some(host), _) => host.save(job),
+            (Tier::Disk, _, Some(disk)) => disk.saves.start_job(job),
+            (tier, ..) => unreachable!("the core saves to {tier:?}, which the node does not have"),
+        }
     }
 
     pub fn load(&self, job: LoadJob) {
-        self.loads.start_job(job);
+        let job = Arc::new(Job::new(job));
+        if let Some(disk) = self.disk.as_ref().filter(|_| job.has_disk()) {
+            disk.loads.start_job(&job);
+        }
+        if let Some(host) = self.host.as_ref().filter(|_| job.has_host()) {
+            host.load(job);
+        }
     }
 }
 
 impl Drop for TierCopies {
     fn drop(&mut self) {
         self.is_stopping.store(true, Ordering::Relaxed);
-        self.saves.close();
-        self.loads.close();
-        self.recovery.drain(..).for_each(join);
+        // First the disk, whose saves read host memory.
+        if let Some(disk) = &mut self.disk {
+            disk.saves.close();
+            disk.loads.close();
+            disk.recovery.drain(..).for_each(join);
+        }
+        if let Some(host) = &mut self.host {
+            host.close();
+        }
     }
 }
 
@@ -224,7 +299,7 @@ mod tests {
     use config::LoadInput;
     use engine::{
         event::{BlockHash, SequenceId},
-        tiers::{BlockContents, JobId, LoadBlock},
+        tiers::{BlockContents, JobId, LoadBlock, SaveSource},
     };
     use kernels::{BLOCK_TOKENS, BlockId, Dtype, KvLayout};
 
@@ -275,7 +350,8 @@ mod tests {
 
     fn save(job: u64, key: u128, block: u32) -> SaveJob {
         let (job, slot, block) = (JobId(job), block, BlockId(block));
-        SaveJob { job, tier: Tier::Disk, slot, block, contents: contents(key) }
+        let (tier, source) = (Tier::Disk, SaveSource::Block(block));
+        SaveJob { job, tier, slot, source, contents: contents(key) }
     }
 
     fn load(job: u64, slots: &[(SlotIndex, u128)]) -> LoadJob {
@@ -346,5 +422,8 @@ mod tests {
         let missing = folder.path().join("none/kv");
         assert!(OpenTiers::open(&config(&missing), &arena).is_none());
         assert!(OpenTiers::open(&Config::default(), &arena).is_none());
+        let mut on_host = Config::default();
+        on_host.tier.host_memory = config::ByteSize::mib(1);
+        assert!(OpenTiers::open(&on_host, &arena).is_none(), "the arena is in host memory");
     }
 }

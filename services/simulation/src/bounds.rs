@@ -45,6 +45,7 @@ fn node(role: Role) -> NodePlan {
             token: Duration::from_micros(100),
             is_eager: false,
         },
+        tiers: None,
     }
 }
 

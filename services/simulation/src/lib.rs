@@ -37,6 +37,7 @@ mod router_connections;
 mod scenario;
 #[cfg(test)]
 mod selection;
+mod tiers;
 mod transport;
 
 pub use coverage::Coverage;

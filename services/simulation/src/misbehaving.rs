@@ -39,6 +39,7 @@ fn node(role: Role, step: Duration) -> NodePlan {
         transfers: TransferLimits { chunk_bytes_max: 8 * BLOCK_BYTES, ..Default::default() },
         transfer_events_max: 1024,
         step_cost: StepCost { step, token: Duration::from_micros(100), is_eager: false },
+        tiers: None,
     }
 }
 

@@ -13,6 +13,7 @@ use engine::{
     Scheduler, StepLoop, Turn,
     event::Load,
     executor::{ExecutorError, sim::fingerprints},
+    tiers::{Tier, TierEvent},
 };
 use kernels::{BlockId, Dtype, KvLayout, WeightFormat};
 use kv_transfer::{
@@ -43,6 +44,7 @@ use crate::{
     nodes::{Connection, Stream},
     router::{CallKey, NodeCall, NodeMessage},
     scenario::{BLOCK_BYTES, ModelPlan, NodePlan, VOCABULARY},
+    tiers::{TierCopies, TierPlan},
     transport::{SimLinks, SimTransport},
 };
 
@@ -171,6 +173,7 @@ pub struct Process {
     pub transfers: TransferDriver<SimTransport, SimLinks>,
     pub coverage: Coverage,
     core: NodeCore<Device>,
+    tiers: Option<TierCopies>,
     limits: AttemptLimits,
     calls: BTreeMap<u64, OpenCall>,
     calls_begun: u64,
@@ -228,6 +231,11 @@ impl Process {
         assert_eq!(scheduler.sequence_tokens_max(), tokens_max as usize);
         let device = Device::new(plan.scheduler.limits, plan.step_cost, now);
         let arena = device.arena();
+        let tiers = plan.tiers.map(|tiers| TierCopies::new(tiers, arena.clone()));
+        let scheduler = match plan.tiers {
+            Some(tiers) => scheduler.with_tiers(tiers.config, now),
+            None => scheduler,
+        };
         let local = Local {
             epoch,
             identity,
@@ -239,8 +247,16 @@ impl Process {
             limits: plan.transfers,
         };
         let limits = identity::attempt_limits(&record);
+        let mut core = NodeCore::new(StepLoop::new(scheduler, device), &record, STALL_AFTER);
+        if let Some(TierPlan { host_slots: slots, .. }) = plan.tiers {
+            core.handle_tier_event(TierEvent::Grown { tier: Tier::Host, slots }, now);
+            let (tier, blocks) = (Tier::Disk, Vec::new());
+            let recovered = TierEvent::Recovered { tier, blocks, is_complete: true };
+            core.handle_tier_event(recovered, now);
+        }
         Self {
-            core: NodeCore::new(StepLoop::new(scheduler, device), &record, STALL_AFTER),
+            core,
+            tiers,
             transfers: TransferDriver::new(
                 Core::new(now, local),
                 SimTransport::new(name.clone(), arena),
@@ -288,12 +304,14 @@ impl Process {
         let device = self.core.executor().next_due();
         let transfers = self.transfers.next_deadline(self.now);
         let offer = (!self.transfers.takes_commands()).then(|| self.now + OFFER_AGAIN);
-        [self.core.next_deadline(), device, transfers, offer].into_iter().flatten().min()
+        let copies = self.tiers.as_ref().and_then(TierCopies::next_due);
+        [self.core.next_deadline(), device, transfers, offer, copies].into_iter().flatten().min()
     }
 
     pub fn handle(&mut self, now: Instant, input: Input, outputs: &mut Vec<Output>) {
         self.now = now;
         self.core.executor_mut().set_now(now);
+        self.finish_copies();
         match input {
             Input::Call { connection, key, call } => self.call(connection, key, *call, outputs),
             Input::Cancel(key) => {
@@ -475,6 +493,19 @@ impl Process {
         self.follow_transfers(outputs);
     }
 
+    /// Gives the core the results of the copies that are due.
+    fn finish_copies(&mut self) {
+        let Some(tiers) = &mut self.tiers else { return };
+        while let Some(event) = tiers.take_due(self.now) {
+            match &event {
+                TierEvent::Loaded { .. } => self.coverage.count("loads from tiers"),
+                TierEvent::Saved { .. } => self.coverage.count("saves to tiers"),
+                _ => {}
+            }
+            self.core.handle_tier_event(event, self.now);
+        }
+    }
+
     /// Runs the core until it waits for an input, a step or a deadline.
     fn run_engine(&mut self, outputs: &mut Vec<Output>) {
         loop {
@@ -526,7 +557,16 @@ impl Process {
                     self.coverage.add("preemptions", count);
                 }
                 CoreOutput::Stalled { .. } => self.coverage.count("stalls"),
-                CoreOutput::Save(_) | CoreOutput::Load(_) => unreachable!("the tiers are off"),
+                CoreOutput::Save(job) => {
+                    if let Some(tiers) = &mut self.tiers {
+                        tiers.save(self.now, job);
+                    }
+                }
+                CoreOutput::Load(job) => {
+                    if let Some(tiers) = &mut self.tiers {
+                        tiers.load(self.now, job);
+                    }
+                }
                 CoreOutput::Metric(_)
                 | CoreOutput::Stage { .. }
                 | CoreOutput::WeightsChanged { .. }

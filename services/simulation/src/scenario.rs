@@ -14,7 +14,7 @@ use kv_transfer::TransferLimits;
 
 use simulation_base::{NetworkFaults, Random};
 
-use crate::{device::StepCost, grammars};
+use crate::{device::StepCost, grammars, tiers::TierPlan};
 
 pub const VOCABULARY: u32 = 40;
 /// Bytes of a block: the KV of a position is one number.
@@ -79,6 +79,7 @@ pub struct NodePlan {
     /// Bound of the queue of transfer events to the engine thread.
     pub transfer_events_max: usize,
     pub step_cost: StepCost,
+    pub tiers: Option<TierPlan>,
 }
 
 #[derive(Clone, Debug)]
@@ -373,7 +374,8 @@ fn node(
         token: Duration::from_micros(random.within(0..=500).into()),
         is_eager: random.chance(50),
     };
-    NodePlan { role, model, scheduler, transfers, transfer_events_max, step_cost }
+    let tiers = TierPlan::of(any_chunk).filter(|_| scheduler.prefix_cache);
+    NodePlan { role, model, scheduler, transfers, transfer_events_max, step_cost, tiers }
 }
 
 /// Turns speculative decoding on for a third of the nodes.

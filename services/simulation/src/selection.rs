@@ -47,6 +47,7 @@ fn node(role: Role, itl_max: Option<Duration>) -> NodePlan {
         transfers: TransferLimits { chunk_bytes_max: 8 * BLOCK_BYTES, ..Default::default() },
         transfer_events_max: 1024,
         step_cost: StepCost { step: STEP, token: TOKEN, is_eager: false },
+        tiers: None,
     }
 }
 

@@ -223,7 +223,8 @@ impl node_server::Node for Service {
             ..NodeRecord::default()
         };
         let load = Some(NodeLoad { blocks_free: 1 << 20, ..NodeLoad::default() });
-        let snapshot = NodeSnapshot { record: Some(record), load, cached_blocks: vec![] };
+        let snapshot =
+            NodeSnapshot { record: Some(record), load, cached_blocks: vec![], tiers: vec![] };
         let event = Some(observe_event::Event::Snapshot(snapshot));
         self.is_observed.store(true, Ordering::Release);
         let first = stream::iter([Ok(ObserveEvent { sequence: 0, event })]);

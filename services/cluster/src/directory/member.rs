@@ -10,8 +10,8 @@ use bytes::Bytes;
 use proto::{ids::TransferId, v1};
 
 use super::{
-    AssignmentId, CACHED_BLOCKS_MAX, Health, NodeKey, SILENCE_MAX, StreamId, breaker::Breaker,
-    service::Pace,
+    AssignmentId, CACHED_BLOCKS_MAX, Health, NodeKey, SILENCE_MAX, StreamId, TIER_BLOCKS_MAX,
+    breaker::Breaker, service::Pace,
 };
 use crate::{
     Epoch, Load, NodeAddress, NodeRecord, RecordError,
@@ -90,6 +90,51 @@ pub(super) struct Seen {
     /// Time of the last load report.
     pub(super) reported_at: Instant,
     pub(super) cached: HashSet<u128>,
+    pub(super) tiers: Tiers,
+}
+
+/// Blocks in a node's KV tiers.
+#[derive(Debug, Default)]
+pub(super) struct Tiers {
+    host: HashSet<u128>,
+    disk: HashSet<u128>,
+}
+
+impl Tiers {
+    /// Applies reported changes. Ignores tiers of newer releases, and blocks beyond the directory's limit.
+    fn apply(&mut self, changes: &[v1::TierBlocks]) -> Result<(), RecordError> {
+        for change in changes {
+            let blocks = match change.tier() {
+                v1::KvTier::Host => &mut self.host,
+                v1::KvTier::Disk => &mut self.disk,
+                v1::KvTier::Unspecified => continue,
+            };
+            for hash in &change.lost {
+                blocks.remove(&sixteen_bytes("lost", hash)?);
+            }
+            for hash in &change.stored {
+                let hash = sixteen_bytes("stored", hash)?;
+                if blocks.len() < TIER_BLOCKS_MAX {
+                    blocks.insert(hash);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Returns how many of `keys`, from the first on, the tiers hold, and the time to load them by the node's report.
+    pub(super) fn hits(&self, keys: &[u128], load: &Load) -> (usize, f64) {
+        let block_ms = |key: &u128| match () {
+            () if self.host.contains(key) => Some(load.host_block_ns),
+            () if self.disk.contains(key) => Some(load.disk_block_ns),
+            () => None,
+        };
+        let mut hits = (0, 0.0);
+        for block_ns in keys.iter().map_while(block_ms) {
+            hits = (hits.0 + 1, hits.1 + block_ns as f64 / 1e6);
+        }
+        hits
+    }
 }
 
 /// Load that an attempt adds to a node.
@@ -192,7 +237,9 @@ impl Member {
         let epoch = record.epoch;
         let step_costs = load.step_costs.map(StepCosts::from);
         let record = Arc::new(record);
-        self.seen = Some(Seen { record, load, step_costs, reported_at: now, cached });
+        let mut tiers = Tiers::default();
+        tiers.apply(&snapshot.tiers)?;
+        self.seen = Some(Seen { record, load, step_costs, reported_at: now, cached, tiers });
         self.load_reported(now, &[]);
         Ok(Some(epoch))
     }
@@ -223,6 +270,7 @@ impl Member {
             seen.cached.remove(&sixteen_bytes("evicted", hash)?);
         }
         remember(&mut seen.cached, &delta.cached, &seen.record)?;
+        seen.tiers.apply(&delta.tiers)?;
         if let Some(load) = delta.load {
             check_load(&load, &seen.record)?;
             (seen.load, seen.reported_at) = (load, now);

@@ -51,6 +51,8 @@ pub const SILENCE_MAX: Duration = Duration::from_secs(30);
 /// Further blocks are ignored without a log line: the hashes are only hints for node selection, and such a node is
 /// large but not faulty.
 pub const CACHED_BLOCKS_MAX: usize = 1 << 18;
+/// Blocks of one KV tier of a node that the directory knows; further blocks are no hits for predictions.
+pub const TIER_BLOCKS_MAX: usize = 1 << 20;
 
 /// Id of a member of one directory; never reused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]

@@ -560,7 +560,7 @@ impl Candidate<'_> {
         let prompt = Prompt {
             cached_tokens: self.need.cached_tokens.into(),
             uncached_tokens: self.need.uncached_tokens as f64,
-            blocks_ms: blocks_tokens * state.prefill.token_ms,
+            blocks_ms: blocks_tokens * state.prefill.token_ms + self.need.load_ms,
             evict_ms: self.need.blocks as f64 * state.prefill.token_ms,
         };
         (state, prompt)
@@ -743,7 +743,10 @@ fn misfit(role: Role, record: &NodeRecord, wanted: &Wanted<'_>) -> Option<NoNode
 /// Load that an attempt adds to a node.
 #[derive(Clone, Copy)]
 struct Need {
+    /// Tokens in the prefix cache, and tokens that the node loads from its tiers.
     cached_tokens: u32,
+    /// Time to load the tokens that are in the tiers.
+    load_ms: f64,
     uncached_tokens: u64,
     /// Number of needed blocks that are not cached.
     blocks: u64,
@@ -755,12 +758,16 @@ impl Need {
         let block_size = identity.block_size;
         let keys = wanted.prefix.iter().find(|keys| keys.are_of(identity));
         let keys = keys.map_or(&[][..], PrefixKeys::keys);
-        let hits = keys.iter().take_while(|key| seen.cached.contains(key)).count();
+        let resident = keys.iter().take_while(|key| seen.cached.contains(key)).count();
+        let (loaded, load_ms) = tier_hits(seen, &keys[resident..]);
+        let hits = resident + loaded;
         // The last token is always computed, because sampling needs its logits.
         let cached_tokens = u32::try_from(hits)
             .unwrap_or(u32::MAX)
             .saturating_mul(block_size)
             .min(wanted.tokens.saturating_sub(1));
+        let resident_blocks =
+            u32::try_from(resident).unwrap_or(u32::MAX).min(cached_tokens / block_size);
         let new_tokens = match role {
             Role::Prefill => 0,
             Role::Decode => wanted.new_tokens_max.min(NEW_TOKENS_COUNTED),
@@ -769,7 +776,22 @@ impl Need {
         Self {
             cached_tokens,
             uncached_tokens: u64::from(wanted.tokens - cached_tokens),
-            blocks: u64::from(blocks - cached_tokens / block_size),
+            // Loaded blocks take memory, too.
+            blocks: u64::from(blocks - resident_blocks),
+            load_ms,
         }
+    }
+}
+
+/// Returns how many blocks the node loads from its tiers, and the time of the load. A node computes what it would load
+/// more slowly.
+fn tier_hits(seen: &Seen, keys: &[u128]) -> (usize, f64) {
+    let (hits, load_ms) = seen.tiers.hits(keys, &seen.load);
+    let costs = seen.step_costs.and_then(|costs| costs.prefill);
+    let block_tokens = f64::from(seen.record.identity.block_size);
+    let compute_ms = costs.map(|costs| hits as f64 * block_tokens * costs.token_ms);
+    match compute_ms.is_none_or(|compute_ms| load_ms < compute_ms) {
+        true => (hits, load_ms),
+        false => (0, 0.0),
     }
 }

@@ -183,6 +183,41 @@ fn each_policy_picks_by_its_own_criterion() {
     assert_eq!(picked_by(NodePolicy::Predicted), epoch(14));
 }
 
+/// Each node computes at the same speed; 800 tokens take 16 ms.
+#[test]
+fn prefix_in_memory_is_preferred_to_a_tier_and_a_tier_to_computing() {
+    let tokens: Vec<u32> = (0..805).collect();
+    let identity = CacheIdentity::of(&record(Role::Decode, 1).identity);
+    let prefix = [PrefixKeys::new(identity, "", &tokens)];
+    let bytes = |keys: &[u128]| keys.iter().map(|key| key.to_be_bytes().to_vec().into()).collect();
+    let picked = |ports: &[u16], block_ns: u64| {
+        let mut world = World::with(DEFAULT);
+        for &port in ports {
+            let record = record(Role::Decode, u128::from(port));
+            let load = Load { disk_block_ns: block_ns, ..load() };
+            let cached = if port == 11 { prefix[0].keys() } else { &[] };
+            world.join(&decode(port));
+            world.send(&decode(port), snapshot(&record, load, cached));
+            if port == 12 {
+                let stored = bytes(prefix[0].keys());
+                let tier = v1::KvTier::Disk.into();
+                let tiers = vec![v1::TierBlocks { tier, stored, lost: vec![] }];
+                let delta = v1::NodeDelta { tiers, ..Default::default() };
+                let event = Some(v1::observe_event::Event::Delta(delta));
+                world.send(&decode(port), v1::ObserveEvent { sequence: 1, event });
+            }
+        }
+        let request = Wanted { prefix: &prefix, ..wanted(805) };
+        let picked = world.pick(&request).unwrap();
+        (picked.record.epoch, picked.cached_tokens)
+    };
+    // 50 blocks of 0.1 ms.
+    assert_eq!(picked(&[13, 12, 11], 100_000), (epoch(11), 800));
+    assert_eq!(picked(&[13, 12], 100_000), (epoch(12), 800));
+    // A node computes what it would load more slowly.
+    assert_eq!(picked(&[12], 1_000_000).1, 0);
+}
+
 #[test]
 fn decode_node_without_a_fitting_prefill_node_is_chosen_by_its_own_prefill() {
     let tokens: Vec<u32> = (0..805).collect();

@@ -79,6 +79,11 @@ fn step_costs() -> impl Strategy<Value = v1::StepCosts> {
     )
 }
 
+fn tier_blocks(hashes: &[bytes::Bytes]) -> v1::TierBlocks {
+    let (stored, lost) = (hashes.to_vec(), hashes.to_vec());
+    v1::TierBlocks { tier: hashes.len() as i32, stored, lost }
+}
+
 fn garbage() -> impl Strategy<Value = v1::ObserveEvent> {
     let hashes = prop::collection::vec(prop::collection::vec(any::<u8>(), 0..20), 0..4)
         .prop_map(|hashes| hashes.into_iter().map(Into::into).collect::<Vec<_>>());
@@ -98,12 +103,14 @@ fn garbage() -> impl Strategy<Value = v1::ObserveEvent> {
             1 => Some(v1::observe_event::Event::Snapshot(v1::NodeSnapshot {
                 record: Some(record),
                 load: Some(v1::NodeLoad::default()),
+                tiers: vec![tier_blocks(&hashes)],
                 cached_blocks: hashes,
             })),
             _ => Some(v1::observe_event::Event::Delta(v1::NodeDelta {
                 load: None,
                 cached: hashes.clone(),
                 evicted: hashes.clone(),
+                tiers: vec![tier_blocks(&hashes)],
                 arrived: hashes,
                 weights: None,
             })),

@@ -187,8 +187,12 @@ pub fn idle() -> Load {
 
 pub fn snapshot(record: &NodeRecord, load: Load, cached: &[u128]) -> v1::ObserveEvent {
     let cached_blocks = cached.iter().map(|hash| hash.to_be_bytes().to_vec().into()).collect();
-    let snapshot =
-        v1::NodeSnapshot { record: Some(record.into()), load: Some(load), cached_blocks };
+    let snapshot = v1::NodeSnapshot {
+        record: Some(record.into()),
+        load: Some(load),
+        cached_blocks,
+        tiers: vec![],
+    };
     v1::ObserveEvent { sequence: 0, event: Some(v1::observe_event::Event::Snapshot(snapshot)) }
 }
 

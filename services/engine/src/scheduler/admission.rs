@@ -24,7 +24,13 @@ impl Scheduler {
         };
         let arrival = self.next_arrival;
         self.next_arrival += 1;
-        let sequence = Sequence::new(new, arrival, length_max, self.seeds);
+        let mut sequence = Sequence::new(new, now, arrival, length_max, self.seeds);
+        if let Some(sessions) = &mut self.sessions
+            && let Some(place) = sessions.continued(now, sequence.chain.hashes())
+        {
+            (sequence.arrival, sequence.since) = (place.arrival, place.since);
+        }
+        let arrival = sequence.arrival;
         self.alarms.insert((sequence.alarm, id));
         self.sequences.insert(id, sequence);
         match kind {

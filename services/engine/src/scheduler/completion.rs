@@ -101,6 +101,7 @@ impl Scheduler {
         }
         actions.push(Action::Tokens { id, first_index, tokens, cached_tokens });
         if sends || finish.is_some() {
+            self.end_turn(id);
             self.remove(id);
             if finish.is_some() {
                 self.abort_transfer(id, "the first token ended the request", actions);

@@ -8,24 +8,36 @@ use super::{
     Scheduler,
     admission::insert,
     sequence::{Phase, Sequence, Table},
+    sessions::{Place, Sessions},
 };
 use crate::{
     block_pool::BlockState,
-    event::{Action, SequenceId, SequenceKind},
+    event::{Action, BlockHash, CacheChange, SequenceId, SequenceKind},
     kv_blocks::{KvBlocks, blocks_for},
-    tiers::{FinishedLoad, JobId, Tier, TierConfig, TierEvent, TierStats, Tiers},
+    tiers::{FinishedLoad, JobId, SaveSource, Tier, TierConfig, TierEvent, TierStats, Tiers},
 };
 
 impl Scheduler {
     /// Turns the tiers on. Without them the scheduler emits no [`Action::Save`] and no [`Action::Load`].
     pub fn with_tiers(mut self, config: TierConfig, now: Instant) -> Self {
         self.tiers = Some(Tiers::new(config, self.config.limits.blocks, now));
+        self.sessions = config.sessions.then(Sessions::default);
         self
     }
 
     /// Returns the statistics of a tier; `None` without this tier.
     pub fn tier_stats(&self, tier: Tier) -> Option<TierStats> {
         self.tiers.as_ref()?.stats(tier)
+    }
+
+    /// Takes the changes of a tier's blocks since the last call; each key occurs at most once.
+    pub fn take_tier_changes(&mut self, tier: Tier) -> Vec<CacheChange> {
+        self.tiers.as_mut().map(|tiers| tiers.take_changes(tier)).unwrap_or_default()
+    }
+
+    /// Returns the keys of all blocks that a tier holds.
+    pub fn tier_hashes(&self, tier: Tier) -> Vec<BlockHash> {
+        self.tiers.as_ref().map(|tiers| tiers.keys(tier)).unwrap_or_default()
     }
 
     /// Starts queued saves, as many as may be in flight. Call it after each step.
@@ -41,7 +53,9 @@ impl Scheduler {
             (!(is_cached && waits)).then_some((block, contents))
         };
         while let Some(save) = tiers.next_save(|key| resident(&self.kv, key)) {
-            self.kv.pool.begin_copy(save.block);
+            if let SaveSource::Block(block) = save.source {
+                self.kv.pool.begin_copy(block);
+            }
             actions.push(Action::Save(save));
         }
     }
@@ -56,6 +70,10 @@ impl Scheduler {
                 if let Some(finished) = tiers.end_load(job, intact, took) {
                     self.loaded(job, finished, actions);
                 }
+                None
+            }
+            TierEvent::Grown { tier, slots } => {
+                tiers.grow(tier, slots);
                 None
             }
             TierEvent::Recovered { tier, blocks, is_complete } => {
@@ -136,24 +154,40 @@ impl Scheduler {
         insert(&mut self.ready, (arrival, id));
     }
 
-    /// Returns a sequence whose load takes too long to its queue, where it no longer waits for loads. The load keeps
-    /// its blocks until it ends.
+    /// Returns a sequence whose load takes too long to its queue, where it no longer waits for loads.
     pub(super) fn give_up_load(&mut self, now: Instant, id: SequenceId) {
+        self.leave_load(id);
         let sequence = self.sequences.get_mut(&id).expect("an alarm names a known sequence");
+        sequence.may_load = false;
+        if sequence.kind == SequenceKind::Receive {
+            self.set_alarm(id, now + self.config.reserve_timeout);
+        }
+    }
+
+    /// Returns a sequence to its queue. Its load keeps its blocks until it ends.
+    pub(super) fn leave_load(&mut self, id: SequenceId) {
+        let sequence = self.sequences.get_mut(&id).expect("the caller looked it up");
         let Phase::Loading { prefix, .. } = std::mem::replace(&mut sequence.phase, Phase::Waiting)
         else {
             unreachable!("the caller checked the phase");
         };
         self.loading_count -= 1;
         self.kv.release(&prefix);
-        sequence.may_load = false;
         let (arrival, deadline) = (sequence.arrival, sequence.deadline);
-        if sequence.kind == SequenceKind::Receive {
-            self.waiting.push_receive(arrival, id);
-            self.set_alarm(id, now + self.config.reserve_timeout);
-        } else {
-            self.waiting.push_compute(arrival, id);
-            self.set_alarm(id, deadline);
+        match sequence.kind {
+            SequenceKind::Receive => self.waiting.push_receive(arrival, id),
+            SequenceKind::Compute | SequenceKind::Send => self.waiting.push_compute(arrival, id),
+        }
+        self.set_alarm(id, deadline);
+    }
+
+    /// Keeps the place of a finished sequence's conversation for its next turn.
+    pub(super) fn end_turn(&mut self, id: SequenceId) {
+        let Some(sessions) = &mut self.sessions else { return };
+        let sequence = &self.sequences[&id];
+        if let Some(&last) = sequence.chain.hashes().last() {
+            let (arrival, since) = (sequence.arrival, sequence.since);
+            sessions.ended(last, Place { arrival, since });
         }
     }
 

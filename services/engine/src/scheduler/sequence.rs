@@ -17,7 +17,7 @@ use crate::{
     tiers::JobId,
 };
 
-/// Order of arrival; a preempted sequence keeps its place.
+/// Order of arrival; a preempted sequence keeps its place, and a turn may have the place of its conversation.
 pub(super) type Arrival = u64;
 
 /// State of a sequence. The fields that every step reads come first and share cache lines: with hundreds of
@@ -48,7 +48,10 @@ pub(super) struct Sequence {
     /// Full blocks whose occurrence the KV tiers have counted.
     pub(super) touched: usize,
     pub(super) sampling: Sampling,
+    /// Place in the queue: the order of arrival of the sequence, or of the conversation that it continues.
     pub(super) arrival: Arrival,
+    /// When the sequence, or the conversation that it continues, arrived.
+    pub(super) since: Instant,
     pub(super) deadline: Instant,
     /// Deadline of the sequence, or the earlier deadline of its current wait.
     pub(super) alarm: Instant,
@@ -134,6 +137,7 @@ impl Row {
 impl Sequence {
     pub(super) fn new(
         new: NewSequence,
+        now: Instant,
         arrival: Arrival,
         length_max: usize,
         seeds: CacheSeeds,
@@ -147,6 +151,7 @@ impl Sequence {
         Self {
             kind: new.kind,
             arrival,
+            since: now,
             given_len: new.tokens.len(),
             tokens: new.tokens,
             prompt_len: new.prompt_len as usize,

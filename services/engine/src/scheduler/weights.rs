@@ -2,7 +2,7 @@
 
 use super::{
     Scheduler,
-    sequence::{Arrival, Phase},
+    sequence::{Arrival, Phase, Sequence},
 };
 use crate::{
     event::{Action, SequenceFailure, SequenceId, SequenceKind},
@@ -33,6 +33,17 @@ impl Scheduler {
         // A transfer may outlive its sequence.
         for id in self.transfers.ids() {
             self.abort_transfer(id, "the weights changed", actions);
+        }
+        let is_loading = |sequence: &Sequence| matches!(sequence.phase, Phase::Loading { .. });
+        let mut loading: Vec<(Arrival, SequenceId)> = self
+            .sequences
+            .iter()
+            .filter(|(_, sequence)| is_loading(sequence))
+            .map(|(&id, sequence)| (sequence.arrival, id))
+            .collect();
+        loading.sort_unstable();
+        for (_, id) in loading {
+            self.leave_load(id);
         }
         for (_, id) in std::mem::take(&mut self.ready) {
             let sequence = self.sequences.get_mut(&id).expect("a ready sequence is known");

@@ -31,6 +31,11 @@ impl LoadRate {
         }
     }
 
+    /// Returns the time of one block; `None` before the first load.
+    pub fn block_time(&self) -> Option<Duration> {
+        self.block
+    }
+
     /// Returns the predicted time until `blocks` further blocks are loaded.
     fn time(&self, blocks: u32) -> Duration {
         // An unknown time is measured by the first load.

@@ -7,7 +7,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use foldhash::HashMap;
 
-use crate::event::BlockHash;
+use crate::event::{BlockHash, CacheChange};
 
 /// Index of a slot in its tier.
 pub type SlotIndex = u32;
@@ -30,7 +30,7 @@ struct Slot {
     readers: u32,
 }
 
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(super) struct Store {
     slots: Vec<Slot>,
     /// Slots for the next saves.
@@ -40,18 +40,28 @@ pub(super) struct Store {
     /// Stored slots by their time of use.
     order: BTreeMap<u64, SlotIndex>,
     clock: u64,
+    /// Changes since the last [`Self::take_changes`]; a change and its opposite cancel.
+    changes: BTreeMap<BlockHash, CacheChange>,
 }
 
 impl Store {
     pub fn new(slot_count: u32) -> Self {
+        let mut store = Self::default();
+        store.grow(slot_count);
+        store
+    }
+
+    /// Adds free slots.
+    pub fn grow(&mut self, count: u32) {
+        let first = self.slots.len() as u32;
         let slot = Slot { state: State::Free, key: BlockHash(0), used: 0, readers: 0 };
-        Self {
-            slots: vec![slot; slot_count as usize],
-            free: (0..slot_count).collect(),
-            index: HashMap::default(),
-            order: BTreeMap::new(),
-            clock: 0,
-        }
+        self.slots.resize(self.slots.len() + count as usize, slot);
+        self.free.extend(first..first + count);
+    }
+
+    /// Returns the number of slots.
+    pub fn slots(&self) -> u32 {
+        self.slots.len() as u32
     }
 
     /// Returns the number of stored blocks.
@@ -103,7 +113,9 @@ impl Store {
         debug_assert_eq!(slot.state, State::Writing);
         if is_saved {
             slot.state = State::Stored;
+            let key = slot.key;
             self.set_used(index);
+            self.note(key, CacheChange::Added(key));
         } else {
             self.index.remove(&slot.key);
             slot.state = State::Free;
@@ -122,15 +134,21 @@ impl Store {
         (slot.state, slot.key) = (State::Stored, key);
         self.index.insert(key, index);
         self.set_used(index);
+        self.note(key, CacheChange::Added(key));
         true
     }
 
     /// Begins a load of a stored block.
     pub fn begin_load(&mut self, key: BlockHash) -> Option<SlotIndex> {
+        self.touch(key);
+        self.hold(key)
+    }
+
+    /// Keeps the slot of a stored block until [`end_load`](Self::end_load).
+    pub fn hold(&mut self, key: BlockHash) -> Option<SlotIndex> {
         if !self.contains(key) {
             return None;
         }
-        self.touch(key);
         let index = self.index[&key];
         self.slots[index as usize].readers += 1;
         Some(index)
@@ -157,6 +175,28 @@ impl Store {
         let Slot { key, used, .. } = self.slots[index as usize];
         self.index.remove(&key);
         self.order.remove(&used);
+        self.note(key, CacheChange::Evicted(key));
+    }
+
+    fn note(&mut self, key: BlockHash, change: CacheChange) {
+        match self.changes.get(&key) {
+            Some(&noted) if noted != change => {
+                self.changes.remove(&key);
+            }
+            _ => {
+                self.changes.insert(key, change);
+            }
+        }
+    }
+
+    /// Takes the changes of stored blocks since the last call.
+    pub fn take_changes(&mut self) -> Vec<CacheChange> {
+        std::mem::take(&mut self.changes).into_values().collect()
+    }
+
+    /// Returns the keys of all stored blocks.
+    pub fn keys(&self) -> Vec<BlockHash> {
+        self.order.values().map(|&index| self.slots[index as usize].key).collect()
     }
 
     fn set_used(&mut self, index: SlotIndex) {
@@ -245,5 +285,18 @@ mod tests {
         store.check();
         assert_eq!(store.begin_load(BlockHash(7)), Some(2));
         assert_eq!(store.stored(), 1);
+    }
+
+    #[test]
+    fn changes_tell_which_blocks_came_and_went() {
+        let mut store = Store::new(1);
+        save(&mut store, 1);
+        assert_eq!(store.keys(), [BlockHash(1)]);
+        assert_eq!(store.take_changes(), [CacheChange::Added(BlockHash(1))]);
+        save(&mut store, 2);
+        save(&mut store, 3);
+        let changes = [CacheChange::Evicted(BlockHash(1)), CacheChange::Added(BlockHash(3))];
+        assert_eq!(store.take_changes(), changes);
+        assert_eq!(store.take_changes(), []);
     }
 }

@@ -110,7 +110,16 @@ impl Node {
     }
 
     pub fn tier_stats(&self) -> TierStats {
-        self.engine.scheduler().tier_stats(Tier::Disk).expect("the tiers are on")
+        self.stats_of(Tier::Disk)
+    }
+
+    pub fn stats_of(&self, tier: Tier) -> TierStats {
+        self.engine.scheduler().tier_stats(tier).expect("the tier is on")
+    }
+
+    /// Reports further slots of the host tier.
+    pub fn grow_host(&mut self, slots: u32) {
+        self.input(Input::Tier(TierEvent::Grown { tier: Tier::Host, slots }));
     }
 
     pub fn ids(&self) -> Vec<SequenceId> {

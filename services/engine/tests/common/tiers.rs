@@ -1,4 +1,4 @@
-//! Copies of the KV tiers in tests: a disk whose copies end when the test says so.
+//! Copies of the KV tiers in tests, which end when the test says so.
 
 use std::{
     collections::{BTreeMap, VecDeque},
@@ -8,14 +8,14 @@ use std::{
 use engine::{
     event::Action,
     executor::sim::{SimArena, SimBlock},
-    tiers::{BlockContents, LoadJob, SaveJob, SlotIndex, TierEvent},
+    tiers::{BlockContents, LoadJob, SaveJob, SaveSource, SlotIndex, Tier, TierEvent},
 };
 use kernels::BLOCK_TOKENS;
 
 pub struct TierCopies {
     arena: SimArena,
     /// Contents of the slots.
-    disk: BTreeMap<SlotIndex, (BlockContents, SimBlock)>,
+    slots: BTreeMap<(Tier, SlotIndex), (BlockContents, SimBlock)>,
     jobs: VecDeque<Job>,
     /// Time of one block of a load.
     pub block_time: Duration,
@@ -32,7 +32,7 @@ impl TierCopies {
     pub fn new(arena: SimArena) -> Self {
         Self {
             arena,
-            disk: BTreeMap::new(),
+            slots: BTreeMap::new(),
             jobs: VecDeque::new(),
             block_time: Duration::from_millis(1),
         }
@@ -42,7 +42,7 @@ impl TierCopies {
         match action {
             Action::Save(save) => {
                 // From now on the old contents of the slot are lost.
-                self.disk.remove(&save.slot);
+                self.slots.remove(&(save.tier, save.slot));
                 self.jobs.push_back(Job::Copying(save));
             }
             Action::Load(load) => {
@@ -65,19 +65,26 @@ impl TierCopies {
                 TierEvent::SaveFailed { job }
             }
             Job::Copying(save) => {
-                let kv = self.arena.read(save.block);
+                let kv = match save.source {
+                    SaveSource::Block(block) => self.arena.read(block),
+                    SaveSource::HostSlot(slot) => {
+                        let (contents, kv) = self.slots[&(Tier::Host, slot)];
+                        assert_eq!(contents, save.contents, "the host slot was not overwritten");
+                        kv
+                    }
+                };
                 self.jobs.push_back(Job::Writing(save, kv));
                 TierEvent::Copied { job: save.job }
             }
             Job::Writing(save, kv) => {
-                self.disk.insert(save.slot, (save.contents, kv));
+                self.slots.insert((save.tier, save.slot), (save.contents, kv));
                 TierEvent::Saved { job: save.job }
             }
             Job::Loading(load) => {
                 let count = load.blocks.len();
                 let intact = if fails { pick % count } else { count };
                 for block in &load.blocks[..intact] {
-                    let (contents, kv) = self.disk[&block.slot];
+                    let (contents, kv) = self.slots[&(block.tier, block.slot)];
                     assert_eq!(contents, block.contents, "slot {} has the block", block.slot);
                     self.arena.write(block.block, kv);
                 }

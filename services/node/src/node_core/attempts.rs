@@ -285,8 +285,8 @@ impl Attempts {
             Action::Finished { id, reason } => self.on_finished(id, reason),
             Action::Failed { id, failure } => self.on_failed(id, failure),
             Action::AbortTransfer { id, reason } => self.abort_transfer(id, reason),
-            // The core gives copies to the shell. A node that closes starts none.
-            Action::Save(_) | Action::Load(_) => {}
+            Action::Save(job) => self.outputs.push_back(Output::Save(job)),
+            Action::Load(job) => self.outputs.push_back(Output::Load(job)),
         }
     }
 

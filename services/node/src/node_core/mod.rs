@@ -243,11 +243,7 @@ impl<E: Executor> NodeCore<E> {
                 return Some(output);
             }
             if let Some(action) = self.actions.pop_front() {
-                match action {
-                    Action::Save(job) => return Some(Output::Save(job)),
-                    Action::Load(job) => return Some(Output::Load(job)),
-                    action => self.attempts.on_action(action, self.now),
-                }
+                self.attempts.on_action(action, self.now);
             } else if let Some(id) = self.arrived.take() {
                 self.attempts.scheduled(id, self.now);
             } else if let Some(input) = self.attempts.next_input() {

@@ -147,6 +147,7 @@ impl Observers {
             record: Some(self.record.clone()),
             load: Some(self.sent),
             cached_blocks: wire_hashes(chunks.next().unwrap_or_default()),
+            tiers: Vec::new(),
         };
         let mut observer = Observer { id, next: 0 };
         outputs.push_back(observer.event(Event::Snapshot(snapshot)));
@@ -154,6 +155,12 @@ impl Observers {
             let cached = wire_hashes(chunk);
             let delta = v1::NodeDelta { cached, ..Default::default() };
             outputs.push_back(observer.event(Event::Delta(delta)));
+        }
+        for tier in Tier::ALL {
+            let stored = steps.scheduler().tier_hashes(tier);
+            for delta in tier_deltas(tier, &stored, &[]) {
+                outputs.push_back(observer.event(Event::Delta(delta)));
+            }
         }
         self.observers.push(observer);
     }
@@ -196,21 +203,28 @@ impl Observers {
         let limits =
             StepLimits { step_tokens, chunk_tokens, itl_max: config.itl.map(|itl| itl.max) };
         let costs = self.step_fit.report(limits);
+        let block_ns = |tier| {
+            let time = scheduler.tier_stats(tier).and_then(|stats| stats.block_time);
+            time.map_or(0, |time| time.as_nanos() as u64)
+        };
         let load = v1::NodeLoad {
             draining: self.is_draining,
             // 0 would mean no limit.
             drain_ms: self.drains_until.map_or(0, |until| {
                 (until.saturating_duration_since(now).as_millis() as u64).max(1)
             }),
+            host_block_ns: block_ns(Tier::Host),
+            disk_block_ns: block_ns(Tier::Disk),
             step_costs: Some(costs),
             step_age_us: step_age.as_micros() as u64,
             ..wire_load(&load)
         };
-        let (mut cached, mut evicted) = (Vec::new(), Vec::new());
-        for change in scheduler.take_cache_changes() {
-            match change {
-                CacheChange::Added(hash) => cached.push(hash),
-                CacheChange::Evicted(hash) => evicted.push(hash),
+        let (cached, evicted) = split(scheduler.take_cache_changes());
+        for tier in Tier::ALL {
+            let (stored, lost) = split(scheduler.take_tier_changes(tier));
+            for delta in tier_deltas(tier, &stored, &lost) {
+                let events = self.observers.iter_mut();
+                outputs.extend(events.map(|observer| observer.event(Event::Delta(delta.clone()))));
             }
         }
         let arrived = std::mem::take(&mut self.arrived);
@@ -227,6 +241,7 @@ impl Observers {
                 evicted: wire_hashes(chunk(&evicted, index)),
                 arrived: if index == 0 { wire_ids(&arrived) } else { Vec::new() },
                 weights: None,
+                tiers: Vec::new(),
             };
             let events = self.observers.iter_mut();
             outputs.extend(events.map(|observer| observer.event(Event::Delta(delta.clone()))));
@@ -256,6 +271,39 @@ fn wire_load(load: &Load) -> v1::NodeLoad {
         prefilling: load.prefilling,
         ..v1::NodeLoad::default()
     }
+}
+
+/// Returns the added and the evicted blocks.
+fn split(changes: Vec<CacheChange>) -> (Vec<BlockHash>, Vec<BlockHash>) {
+    let (mut added, mut evicted) = (Vec::new(), Vec::new());
+    for change in changes {
+        match change {
+            CacheChange::Added(hash) => added.push(hash),
+            CacheChange::Evicted(hash) => evicted.push(hash),
+        }
+    }
+    (added, evicted)
+}
+
+/// Returns the deltas that report a tier's changes.
+fn tier_deltas(
+    tier: Tier,
+    stored: &[BlockHash],
+    lost: &[BlockHash],
+) -> impl Iterator<Item = v1::NodeDelta> {
+    let count = stored.len().max(lost.len()).div_ceil(HASHES_PER_EVENT_MAX);
+    (0..count).map(move |index| {
+        let blocks = v1::TierBlocks {
+            tier: match tier {
+                Tier::Host => v1::KvTier::Host,
+                Tier::Disk => v1::KvTier::Disk,
+            }
+            .into(),
+            stored: wire_hashes(chunk(stored, index)),
+            lost: wire_hashes(chunk(lost, index)),
+        };
+        v1::NodeDelta { tiers: vec![blocks], ..v1::NodeDelta::default() }
+    })
 }
 
 fn chunk(hashes: &[BlockHash], index: usize) -> &[BlockHash] {

@@ -11,7 +11,7 @@ use std::{
 };
 
 use crossbeam_channel::{Receiver, Sender, bounded};
-use engine::tiers::{LOADS_MAX, LoadBlock, LoadJob, TierEvent};
+use engine::tiers::{LOADS_MAX, LoadBlock, LoadJob, Tier, TierEvent};
 use kernels::KvArena;
 use tracing::warn;
 
@@ -31,15 +31,76 @@ pub(super) struct Loads {
     threads: Vec<JoinHandle<()>>,
 }
 
-/// A load that several threads work on. Each takes the next block until none is left.
-struct Job {
+/// A load that several threads work on.
+pub(super) struct Job {
     load: LoadJob,
+    /// Indices of the blocks on the disk. Each reader takes the next until none is left.
+    on_disk: Vec<usize>,
     next: AtomicUsize,
     /// Index of the first block that is not intact; the number of blocks when all are.
     failed: AtomicUsize,
     /// Threads that have not yet come to the end of this load.
-    readers: AtomicUsize,
+    working: AtomicUsize,
     started: OnceLock<Instant>,
+}
+
+impl Job {
+    pub fn new(load: LoadJob) -> Self {
+        let on = |tier| load.blocks.iter().enumerate().filter(move |(_, it)| it.tier == tier);
+        let on_disk: Vec<usize> = on(Tier::Disk).map(|(index, _)| index).collect();
+        let readers = if on_disk.is_empty() { 0 } else { READERS };
+        let loaders = usize::from(on_disk.len() < load.blocks.len());
+        Self {
+            next: AtomicUsize::new(0),
+            failed: AtomicUsize::new(load.blocks.len()),
+            working: AtomicUsize::new(readers + loaders),
+            started: OnceLock::new(),
+            on_disk,
+            load,
+        }
+    }
+
+    pub fn block(&self, index: usize) -> &LoadBlock {
+        &self.load.blocks[index]
+    }
+
+    /// Returns the indices of the blocks that a tier holds.
+    pub fn on(&self, tier: Tier) -> Vec<usize> {
+        (0..self.load.blocks.len()).filter(|&index| self.block(index).tier == tier).collect()
+    }
+
+    pub fn has_disk(&self) -> bool {
+        !self.on_disk.is_empty()
+    }
+
+    pub fn has_host(&self) -> bool {
+        self.on_disk.len() < self.load.blocks.len()
+    }
+
+    /// Sets the time at which the first thread begins.
+    pub fn begin(&self) {
+        self.started.get_or_init(Instant::now);
+    }
+
+    /// Notes that a block is not intact. Blocks after it are of no use.
+    pub fn fail(&self, index: usize) {
+        self.failed.fetch_min(index, Ordering::Relaxed);
+    }
+
+    /// Returns whether the block is still of use.
+    pub fn is_wanted(&self, index: usize) -> bool {
+        index < self.failed.load(Ordering::Relaxed)
+    }
+
+    /// Ends a thread's work on this load. The last thread reports the load.
+    pub fn end(&self, events: &Events) {
+        // The last thread sees the results of the others.
+        if self.working.fetch_sub(1, Ordering::AcqRel) == 1 {
+            let intact = self.failed.load(Ordering::Relaxed) as u32;
+            let took = self.started.get().map(Instant::elapsed).unwrap_or_default();
+            events.send(TierEvent::Loaded { job: self.load.job, intact, took });
+        }
+    }
 }
 
 struct Reader {
@@ -79,19 +140,11 @@ impl Loads {
         Ok(Self { jobs: Some(jobs), threads })
     }
 
-    /// Queues a load. Never waits.
-    pub fn start_job(&self, load: LoadJob) {
-        let count = load.blocks.len();
-        let job = Arc::new(Job {
-            load,
-            next: AtomicUsize::new(0),
-            failed: AtomicUsize::new(count),
-            readers: AtomicUsize::new(READERS),
-            started: OnceLock::new(),
-        });
+    /// Queues the blocks of a load that are on the disk. Never waits.
+    pub fn start_job(&self, job: &Arc<Job>) {
         let Some(jobs) = &self.jobs else { return };
         for _ in 0..READERS {
-            let is_queued = jobs.try_send(Arc::clone(&job)).is_ok();
+            let is_queued = jobs.try_send(Arc::clone(job)).is_ok();
             debug_assert!(is_queued, "the core bounds the loads in flight");
         }
     }
@@ -105,23 +158,17 @@ impl Loads {
 
 impl Reader {
     fn work_on(&mut self, job: &Job) {
-        let started = *job.started.get_or_init(Instant::now);
+        job.begin();
         loop {
-            let index = job.next.fetch_add(1, Ordering::Relaxed);
-            // Blocks after a damaged one are of no use.
-            if index >= job.failed.load(Ordering::Relaxed) {
+            let next = job.next.fetch_add(1, Ordering::Relaxed);
+            let Some(&index) = job.on_disk.get(next).filter(|&&index| job.is_wanted(index)) else {
                 break;
-            }
-            if self.is_stopping.load(Ordering::Relaxed) || !self.load(&job.load.blocks[index]) {
-                job.failed.fetch_min(index, Ordering::Relaxed);
+            };
+            if self.is_stopping.load(Ordering::Relaxed) || !self.load(job.block(index)) {
+                job.fail(index);
             }
         }
-        // The last thread sees the results of the others.
-        if job.readers.fetch_sub(1, Ordering::AcqRel) == 1 {
-            let intact = job.failed.load(Ordering::Relaxed) as u32;
-            let (job, took) = (job.load.job, started.elapsed());
-            self.events.send(TierEvent::Loaded { job, intact, took });
-        }
+        job.end(&self.events);
     }
 
     /// Copies one slot into its block. Returns whether the block is intact.

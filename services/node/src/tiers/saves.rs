@@ -10,8 +10,8 @@ use std::{
 };
 
 use crossbeam_channel::{Receiver, Sender, bounded};
-use engine::tiers::{SAVES_MAX, SaveJob, TierEvent};
-use kernels::KvArena;
+use engine::tiers::{SAVES_MAX, SaveJob, SaveSource, TierEvent};
+use kernels::{ArenaError, BlockId, BlockRead, KvArena};
 use tracing::warn;
 
 use super::{
@@ -37,7 +37,13 @@ struct Copied {
 }
 
 impl Saves {
-    pub fn start(disk: &Arc<DiskFile>, arena: &Arc<KvArena>, events: &Events) -> io::Result<Self> {
+    /// `host`: slots of the host tier, if there is one.
+    pub fn start(
+        disk: &Arc<DiskFile>,
+        arena: &Arc<KvArena>,
+        host: Option<&Arc<KvArena>>,
+        events: &Events,
+    ) -> io::Result<Self> {
         // The core starts at most SAVES_MAX saves, so no queue is ever full, and a free buffer exists for each save.
         let (jobs, queued) = bounded(SAVES_MAX);
         let (copied, to_write) = bounded(SAVES_MAX);
@@ -70,8 +76,9 @@ impl Saves {
             };
             threads.push(thread::Builder::new().name("baton-tier-write".to_owned()).spawn(write)?);
         }
-        let (arena, events) = (Arc::clone(arena), events.clone());
-        let copy = move || copy_blocks(&arena, &queued, &free_buffers, &copied, &events);
+        let sources = Sources { arena: Arc::clone(arena), host: host.cloned() };
+        let events = events.clone();
+        let copy = move || copy_blocks(&sources, &queued, &free_buffers, &copied, &events);
         threads.push(thread::Builder::new().name("baton-tier-copy".to_owned()).spawn(copy)?);
         Ok(Self { jobs: Some(jobs), threads })
     }
@@ -89,9 +96,27 @@ impl Saves {
     }
 }
 
-/// Copies blocks of the arena into buffers until the queue is closed.
+/// Memory that saves copy from.
+struct Sources {
+    arena: Arc<KvArena>,
+    host: Option<Arc<KvArena>>,
+}
+
+impl Sources {
+    fn read(&self, source: SaveSource) -> Result<BlockRead, ArenaError> {
+        match source {
+            SaveSource::Block(block) => self.arena.read(block),
+            SaveSource::HostSlot(slot) => {
+                let host = self.host.as_ref().expect("a node with host slots has a host tier");
+                host.read(BlockId(slot))
+            }
+        }
+    }
+}
+
+/// Copies blocks into buffers until the queue is closed.
 fn copy_blocks(
-    arena: &Arc<KvArena>,
+    sources: &Sources,
     jobs: &Receiver<SaveJob>,
     free: &Receiver<SlotBuffer>,
     copied: &Sender<Copied>,
@@ -99,7 +124,8 @@ fn copy_blocks(
 ) {
     for job in jobs {
         let Ok(mut buffer) = free.recv() else { break };
-        let copy = arena.read(job.block).and_then(|block| block.copy_to_host(buffer.block_mut()));
+        let copy =
+            sources.read(job.source).and_then(|block| block.copy_to_host(buffer.block_mut()));
         let is_copied = copy.is_ok();
         if let Err(error) = copy {
             warn!(%error, "cannot save a block");

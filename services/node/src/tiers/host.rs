@@ -1,0 +1,357 @@
+//! The tier in pinned host memory, for nodes on GPUs: its memory, and the threads that copy.
+//!
+//! Copy engines move whole blocks, several in one batch and two batches at a time, so that they are never idle while
+//! copies wait. Other threads compute a digest of every saved block. A load compares the digests while its blocks are
+//! copied.
+
+use std::{
+    any::Any,
+    collections::VecDeque,
+    io,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, AtomicU64, Ordering},
+    },
+    thread::{self, JoinHandle},
+};
+
+use crossbeam_channel::{Receiver, Sender, bounded};
+use engine::tiers::{
+    BlockContents, HOST_SAVES_MAX, LOADS_MAX, SaveJob, SaveSource, SlotIndex, Tier, TierEvent,
+};
+use kernels::{
+    BlockId, BlockWrite, KvArena,
+    offload::{BlockOffload, CopiedBlocks, OffloadStream},
+    peer::TransferInFlight,
+};
+use tracing::{info, warn};
+use xxhash_rust::xxh3::{xxh3_64, xxh3_64_with_seed};
+
+use super::{Events, join, loads::Job};
+
+/// Bytes pinned at a time. Pinning takes up to a second per gibibyte.
+const SLICE_BYTES: usize = 1 << 30;
+/// Blocks of one batch.
+const BATCH: usize = 16;
+/// Batches in flight.
+const BATCHES: usize = 2;
+/// Threads that compute digests of saved blocks, and of the blocks of a load: a thread reads about 15 GB/s.
+const DIGESTERS: usize = 4;
+
+/// Host memory of the tier.
+#[derive(Clone)]
+pub(crate) struct HostMemory {
+    /// Slots, as blocks with all heads.
+    slots: Arc<KvArena>,
+    offload: Arc<dyn BlockOffload>,
+    /// Digest of each stored slot.
+    digests: Arc<[AtomicU64]>,
+}
+
+/// The threads of the tier.
+pub(super) struct HostTier {
+    /// `None` once closed.
+    saves: Option<Sender<SaveJob>>,
+    loads: Option<Sender<Arc<Job>>>,
+    threads: Vec<JoinHandle<()>>,
+    /// Returns what keeps the memory pinned.
+    pinning: Option<JoinHandle<Vec<Box<dyn Any + Send>>>>,
+}
+
+type Copy = Box<dyn TransferInFlight<CopiedBlocks>>;
+
+impl HostMemory {
+    /// Reserves memory for `slot_count` blocks of the arena; `None` when its blocks are in host memory already. Takes
+    /// no memory before it is pinned.
+    pub fn new(arena: &KvArena, slot_count: u32) -> Option<Result<Self, kernels::ArenaError>> {
+        let offload = arena.offload()?;
+        let slots = KvArena::host(arena.layout(), slot_count);
+        let digests = (0..slot_count).map(|_| AtomicU64::new(0)).collect();
+        Some(slots.map(|slots| Self { slots, offload, digests }))
+    }
+
+    pub fn slots(&self) -> &Arc<KvArena> {
+        &self.slots
+    }
+
+    fn store_digest(&self, job: &SaveJob, bytes: &[u8]) {
+        self.digests[job.slot as usize].store(digest(&job.contents, bytes), Ordering::Relaxed);
+    }
+
+    /// Returns whether the slot has the block as it was saved.
+    fn is_intact(&self, slot: SlotIndex, contents: &BlockContents) -> bool {
+        let saved = self.digests[slot as usize].load(Ordering::Relaxed);
+        self.slots.read(BlockId(slot)).is_ok_and(|block| {
+            digest(contents, block.host_view().expect("slots are in host memory")) == saved
+        })
+    }
+}
+
+impl HostTier {
+    pub fn start(
+        memory: &HostMemory,
+        arena: &Arc<KvArena>,
+        events: &Events,
+        is_stopping: &Arc<AtomicBool>,
+    ) -> io::Result<Self> {
+        let failed = |error: String| io::Error::other(error);
+        let spawn = |name: &str, work: Box<dyn FnOnce() + Send>| {
+            thread::Builder::new().name(name.to_owned()).spawn(work)
+        };
+        // The core starts at most this many saves and loads, so no queue is ever full.
+        let (saves, queued) = bounded::<SaveJob>(HOST_SAVES_MAX);
+        let (loads, queued_loads) = bounded::<Arc<Job>>(LOADS_MAX);
+        let (copied, to_digest) = bounded::<(SaveJob, BlockWrite)>(HOST_SAVES_MAX);
+        let mut threads = Vec::new();
+        for _ in 0..DIGESTERS {
+            let (memory, events) = (memory.clone(), events.clone());
+            let to_digest: Receiver<(SaveJob, BlockWrite)> = to_digest.clone();
+            let digest = move || {
+                for (job, mut slot) in to_digest {
+                    let bytes = slot.host_view_mut().expect("slots are in host memory");
+                    memory.store_digest(&job, bytes);
+                    drop(slot);
+                    if !events.send(TierEvent::Saved { job: job.job }) {
+                        break;
+                    }
+                }
+            };
+            threads.push(spawn("baton-tier-hash", Box::new(digest))?);
+        }
+        let mut saver = Saver {
+            memory: memory.clone(),
+            arena: Arc::clone(arena),
+            events: events.clone(),
+            copied,
+            stream: memory.offload.stream().map_err(failed)?,
+            in_flight: VecDeque::new(),
+        };
+        threads.push(spawn("baton-tier-save", Box::new(move || saver.run(&queued)))?);
+        let mut loader = Loader {
+            memory: memory.clone(),
+            arena: Arc::clone(arena),
+            events: events.clone(),
+            stream: memory.offload.stream().map_err(failed)?,
+        };
+        let load = move || {
+            for job in queued_loads {
+                loader.work_on(&job);
+            }
+        };
+        threads.push(spawn("baton-tier-load", Box::new(load))?);
+        let (memory, events, is_stopping) = (memory.clone(), events.clone(), is_stopping.clone());
+        let pin = move || pin(&memory, &events, &is_stopping);
+        let pinning = thread::Builder::new().name("baton-tier-pin".to_owned()).spawn(pin)?;
+        Ok(Self { saves: Some(saves), loads: Some(loads), threads, pinning: Some(pinning) })
+    }
+
+    /// Queues a save. Never waits.
+    pub fn save(&self, job: SaveJob) {
+        let is_queued = self.saves.as_ref().is_some_and(|jobs| jobs.try_send(job).is_ok());
+        debug_assert!(is_queued, "the core bounds the saves in flight");
+    }
+
+    /// Queues the blocks of a load that this tier holds. Never waits.
+    pub fn load(&self, job: Arc<Job>) {
+        let is_queued = self.loads.as_ref().is_some_and(|jobs| jobs.try_send(job).is_ok());
+        debug_assert!(is_queued, "the core bounds the loads in flight");
+    }
+
+    /// Ends and joins the threads, then unpins the memory.
+    pub fn close(&mut self) {
+        (self.saves, self.loads) = (None, None);
+        self.threads.drain(..).for_each(join);
+        if self.pinning.take().is_some_and(|thread| thread.join().is_err()) {
+            warn!("the thread that pins the host tier panicked");
+        }
+    }
+}
+
+/// Pins the memory slice by slice, and reports each slice to the core. Returns what keeps the memory pinned.
+fn pin(memory: &HostMemory, events: &Events, is_stopping: &AtomicBool) -> Vec<Box<dyn Any + Send>> {
+    let slots = memory.slots.block_count();
+    let slice = u32::try_from(SLICE_BYTES / memory.slots.block_bytes()).unwrap_or(u32::MAX).max(1);
+    let mut pinned = Vec::new();
+    for first in (0..slots).step_by(slice as usize) {
+        let count = slice.min(slots - first);
+        match memory.offload.pin(&memory.slots, first, count) {
+            Ok(slice) => pinned.push(slice),
+            Err(error) => {
+                let bytes = u64::from(first) * memory.slots.block_bytes() as u64;
+                warn!(
+                    "cannot pin more than {bytes} bytes of tier.host_memory: {error}; expected a limit of locked \
+                     memory (ulimit -l) and of the container's memory above tier.host_memory"
+                );
+                return pinned;
+            }
+        }
+        let grown = TierEvent::Grown { tier: Tier::Host, slots: count };
+        if is_stopping.load(Ordering::Relaxed) || !events.send(grown) {
+            return pinned;
+        }
+    }
+    info!(slots, "pinned the host tier");
+    pinned
+}
+
+/// The thread that saves.
+struct Saver {
+    memory: HostMemory,
+    arena: Arc<KvArena>,
+    events: Events,
+    copied: Sender<(SaveJob, BlockWrite)>,
+    stream: Box<dyn OffloadStream>,
+    in_flight: VecDeque<(Vec<SaveJob>, Copy)>,
+}
+
+impl Saver {
+    fn run(&mut self, jobs: &Receiver<SaveJob>) {
+        loop {
+            let mut batch = Vec::new();
+            if self.in_flight.is_empty() {
+                match jobs.recv() {
+                    Ok(job) => batch.push(job),
+                    Err(_) => return,
+                }
+            }
+            batch.extend(jobs.try_iter().take(BATCH - batch.len()));
+            let has_started = !batch.is_empty();
+            if has_started {
+                self.start(batch);
+            }
+            if (self.in_flight.len() >= BATCHES || !has_started) && !self.finish_oldest() {
+                return;
+            }
+        }
+    }
+
+    fn start(&mut self, batch: Vec<SaveJob>) {
+        let (mut jobs, mut from, mut to) = (Vec::new(), Vec::new(), Vec::new());
+        for job in batch {
+            let SaveSource::Block(block) = job.source else {
+                unreachable!("the host tier saves blocks of the arena");
+            };
+            let guards = self
+                .arena
+                .read(block)
+                .and_then(|block| Ok((block, self.memory.slots.write(BlockId(job.slot))?)));
+            match guards {
+                Ok((block, slot)) => {
+                    jobs.push(job);
+                    from.push(block);
+                    to.push(slot);
+                }
+                Err(error) => self.failed(&[job], &error),
+            }
+        }
+        if jobs.is_empty() {
+            return;
+        }
+        match self.stream.copy(from, to) {
+            Ok(copy) => self.in_flight.push_back((jobs, copy)),
+            Err(error) => self.failed(&jobs, &error),
+        }
+    }
+
+    /// Waits for the oldest batch. Returns false when the node stops.
+    fn finish_oldest(&mut self) -> bool {
+        let Some((jobs, copy)) = self.in_flight.pop_front() else { return true };
+        let blocks = match copy.finish() {
+            Ok(blocks) => blocks,
+            Err(error) => {
+                self.failed(&jobs, &error);
+                return true;
+            }
+        };
+        jobs.into_iter().zip(blocks).all(|(job, (block, slot))| {
+            drop(block);
+            let id = job.job;
+            self.events.send(TierEvent::Copied { job: id }) && self.copied.send((job, slot)).is_ok()
+        })
+    }
+
+    fn failed(&self, jobs: &[SaveJob], error: &dyn std::fmt::Display) {
+        warn!(%error, blocks = jobs.len(), "cannot save blocks to host memory");
+        jobs.iter().for_each(|job| _ = self.events.send(TierEvent::SaveFailed { job: job.job }));
+    }
+}
+
+/// The thread that loads.
+struct Loader {
+    memory: HostMemory,
+    arena: Arc<KvArena>,
+    events: Events,
+    stream: Box<dyn OffloadStream>,
+}
+
+impl Loader {
+    fn work_on(&mut self, job: &Job) {
+        job.begin();
+        let indices = job.on(Tier::Host);
+        let memory = self.memory.clone();
+        thread::scope(|scope| {
+            let share = indices.len().div_ceil(DIGESTERS).max(BATCH);
+            for indices in indices.chunks(share) {
+                let memory = &memory;
+                scope.spawn(move || check_digests(memory, job, indices));
+            }
+            let mut in_flight: VecDeque<(usize, Copy)> = VecDeque::new();
+            for batch in indices.chunks(BATCH) {
+                if in_flight.len() >= BATCHES {
+                    finish(job, in_flight.pop_front());
+                }
+                match self.start(job, batch) {
+                    Ok(copy) => in_flight.push_back((batch[0], copy)),
+                    Err(error) => {
+                        warn!(%error, "cannot load blocks from host memory");
+                        job.fail(batch[0]);
+                        break;
+                    }
+                }
+            }
+            in_flight.into_iter().for_each(|batch| finish(job, Some(batch)));
+        });
+        job.end(&self.events);
+    }
+
+    fn start(&mut self, job: &Job, batch: &[usize]) -> Result<Copy, String> {
+        let (mut from, mut to) = (Vec::new(), Vec::new());
+        for &index in batch {
+            let block = job.block(index);
+            let slot = self.memory.slots.read(BlockId(block.slot));
+            from.push(slot.map_err(|error| error.to_string())?);
+            to.push(self.arena.write(block.block).map_err(|error| error.to_string())?);
+        }
+        self.stream.copy(from, to)
+    }
+}
+
+/// Waits for a batch whose first block has this index.
+fn finish(job: &Job, batch: Option<(usize, Copy)>) {
+    let Some((first, copy)) = batch else { return };
+    if let Err(error) = copy.finish() {
+        warn!(%error, "cannot load blocks from host memory");
+        job.fail(first);
+    }
+}
+
+/// Returns the digest of a block's KV and of what its key was computed from.
+fn digest(contents: &BlockContents, bytes: &[u8]) -> u64 {
+    let BlockContents { key, parent, tokens } = contents;
+    let mut about = Vec::with_capacity(96);
+    about.extend(key.0.to_le_bytes());
+    about.extend(parent.0.to_le_bytes());
+    tokens.iter().for_each(|token| about.extend(token.to_le_bytes()));
+    xxh3_64_with_seed(bytes, xxh3_64(&about))
+}
+
+/// Compares the slots of these blocks with the digests of their saves.
+fn check_digests(memory: &HostMemory, job: &Job, indices: &[usize]) {
+    for &index in indices {
+        let block = job.block(index);
+        if !memory.is_intact(block.slot, &block.contents) {
+            warn!(slot = block.slot, "a block of the host tier is damaged and computed again");
+            return job.fail(index);
+        }
+    }
+}
