@@ -79,7 +79,7 @@ async fn one_of_many(
         ensure!(body["usage"]["completion_tokens"] == 1, "{body}");
         return Ok(Outcome::Served);
     }
-    ensure!(head.starts_with("http/1.1 429"), "{head}\n{body}");
+    ensure!(head.starts_with("http/1.1 503"), "{head}\n{body}");
     ensure!(body["error"]["code"] == "overloaded", "{body}");
     let after = head.lines().find_map(|line| line.strip_prefix("retry-after: "));
     let seconds: u32 = after.context("no Retry-After")?.trim().parse()?;

@@ -31,7 +31,7 @@ mod tls;
 pub use directory::{
     AssignmentId, BreakerChange, BreakerReason, Considered, ConsideredOption, Directory,
     DirectoryAction, DirectoryInput, Failed, Health, IneligibleNode, Member, NoNode, NodeChoice,
-    NodeKey, Picked, Placement, Selection, StreamId, Wanted,
+    NodeKey, Picked, Placement, Room, Selection, StreamId, Wanted,
 };
 pub use dns::DnsName;
 pub use membership::{

@@ -189,16 +189,18 @@ impl StepFit {
             let [step, row, context] = self.decode.coefficients;
             v1::DecodeCosts { step_ps: ps(step), row_ps: ps(row), context_token_ps: ps(context) }
         });
-        let StepLimits { step_tokens, chunk_tokens, itl_max } = limits;
+        let StepLimits { slots, step_tokens, chunk_tokens, itl_max } = limits;
         let itl_max_ms =
             itl_max.map_or(0, |itl| u32::try_from(itl.as_millis()).unwrap_or(u32::MAX));
-        v1::StepCosts { step_tokens, chunk_tokens, itl_max_ms, prefill, decode }
+        v1::StepCosts { step_tokens, chunk_tokens, itl_max_ms, prefill, decode, slots }
     }
 }
 
 /// Limits of a node's steps.
 #[derive(Clone, Copy, Debug)]
 pub struct StepLimits {
+    /// Maximum number of sequences in a step.
+    pub slots: u32,
     pub step_tokens: u32,
     /// Maximum number of prompt tokens of one sequence in a step.
     pub chunk_tokens: u32,
@@ -209,6 +211,8 @@ pub struct StepLimits {
 /// A node's reported step costs, in milliseconds.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct StepCosts {
+    /// Maximum number of sequences in a step; `None` from a node of an older release.
+    pub slots: Option<u32>,
     pub step_tokens: f64,
     pub chunk_tokens: f64,
     /// Infinite without a bound.
@@ -236,6 +240,7 @@ impl From<v1::StepCosts> for StepCosts {
         let ms = |ps: u64| ps as f64 / PICOSECONDS;
         let step_tokens = f64::from(wire.step_tokens.max(1));
         Self {
+            slots: (wire.slots > 0).then_some(wire.slots),
             step_tokens,
             chunk_tokens: f64::from(wire.chunk_tokens.max(1)).min(step_tokens),
             itl_max_ms: if wire.itl_max_ms == 0 { f64::INFINITY } else { wire.itl_max_ms.into() },
@@ -440,7 +445,8 @@ pub fn local(node: &NodeState, prompt: &Prompt, new_tokens_max: u32) -> Predicti
 mod tests {
     use super::*;
 
-    const LIMITS: StepLimits = StepLimits { step_tokens: 512, chunk_tokens: 256, itl_max: None };
+    const LIMITS: StepLimits =
+        StepLimits { slots: 64, step_tokens: 512, chunk_tokens: 256, itl_max: None };
 
     fn prefill(tokens: f64, computed: f64) -> Work {
         let prefill_pairs = attention_pairs(computed, tokens);

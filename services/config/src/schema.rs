@@ -82,8 +82,8 @@ section! {
         tls_key: Option<PathBuf> = None,
             "Required with router.tls_cert.";
         /// TOML file with the API keys of clients. Each [[key]] has name and sha256, as baton keys new prints them,
-        /// and optionally models, requests_per_minute, tokens_per_minute and streams_max. The router reads a
-        /// changed file again within seconds.
+        /// and optionally models, priority, weight, requests_per_minute, tokens_per_minute and streams_max. The router
+        /// reads a changed file again within seconds.
         keys: Option<PathBuf> = None,
             "Without keys every client that reaches the router may use it.";
         /// TOML file with the API keys of operators for router.admin; each [[key]] has name and sha256.
@@ -119,16 +119,17 @@ section! {
             "A prompt of 128 Ki tokens takes about 1 MiB as text or as JSON ids; 4 MiB leaves room.",
             ByteSize::kib(1)..=ByteSize::gib(1);
         /// Maximum number of in-flight requests, including waiting requests; the router answers further
-        /// requests with 429.
+        /// requests with 503, or 429 to a caller that has its share.
         requests_max: u32 = 1024,
             "A request takes at most a few hundred KiB, so the router stays below a few hundred MiB.",
             1..=1_000_000;
         /// Maximum number of requests that wait for a node, over all models; the router answers further
-        /// requests with 429.
+        /// requests with 503, or 429 to a caller that has its share.
         waiting_max: u32 = 512,
             "Half of router.requests_max: a longer queue delays requests more than a retry would.",
             0..=1_000_000;
-        /// Maximum time that a request waits for a node with free capacity; then the router answers 503.
+        /// Maximum time that a request waits for a node with free capacity; then the router answers 503. A request
+        /// that would wait longer, by prediction, gets this answer at once.
         waiting_timeout: Duration = secs(30),
             "Most clients give up after a minute; half of a minute leaves time for the answer.",
             secs(0)..=secs(3600);
@@ -137,7 +138,8 @@ section! {
         attempts_max: u32 = 4,
             "One request may meet a lost prefill node, a lost decode node and one Busy; more failures indicate an overloaded cluster.",
             1..=16;
-        /// Deadline of a whole request. A gRPC client may set another deadline; an HTTP client cannot.
+        /// Deadline of a whole request. A client may set another deadline: by the deadline of its gRPC call, or by
+        /// the HTTP header x-baton-deadline-ms.
         timeout: Duration = secs(600),
             "4,096 tokens at 10 tokens/s take seven minutes.",
             secs(1)..=secs(86_400);
@@ -147,19 +149,19 @@ section! {
         idle_timeout: Duration = secs(60),
             "It must exceed the slowest step; raise it where one chunk of a prompt takes a minute.",
             secs(1)..=secs(86_400);
-        /// Maximum deadline over gRPC: the router rejects a larger timeout_ms and shortens a later deadline of
-        /// the call.
+        /// Maximum deadline of a client: the router rejects a larger timeout_ms or x-baton-deadline-ms, and
+        /// shortens a later deadline of a gRPC call.
         timeout_max: Duration = secs(3600),
             "An hour suffices for the longest sequences on the slowest machines.",
             secs(1)..=secs(86_400);
         /// Maximum time that a client may leave a full stream unread; then the router ends the stream.
         slow_client_timeout: Duration = secs(30),
-            "A phone that changes networks recovers within 30 s; a longer time-out would hold KV blocks longer.",
+            "A phone that changes networks recovers within 30 s. An unread stream holds no slot and no KV.",
             secs(1)..=secs(3600);
-        /// Maximum number of events that the router buffers for a slow client; then backpressure pauses the
-        /// request.
-        slow_client_events: u32 = 1024,
-            "About 10 s of a fast answer, at most 200 KiB.",
+        /// Maximum number of events that the router buffers for a slow client. If the buffer stays full for half a
+        /// second, the request leaves its node, and continues when the client has read half of the buffer.
+        slow_client_events: u32 = 256,
+            "About 3 s of a fast answer; more would be generated for clients that never read.",
             1..=65_536;
         /// Time after SIGTERM for which the router is unready but accepts requests, because load balancers need
         /// time to stop sending them. SIGINT skips this time.

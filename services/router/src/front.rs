@@ -12,7 +12,7 @@ use text::ModelText;
 use tokio_util::sync::CancellationToken;
 
 use crate::{
-    admission::{Admission, BodyBudget, WaitLimit, WaitQueue},
+    admission::{Admission, BodyBudget},
     history::SharedHistory,
     keys::{Caller, Keys},
     nodes::{NodeCredentials, Nodes},
@@ -20,6 +20,7 @@ use crate::{
         error::RequestError,
         text_workers::{TextPermits, TextWorkers},
     },
+    wait_queue::{WaitLimit, WaitQueue},
 };
 
 /// Interval of SSE keep-alives: less than the idle limits of common proxies (60 s).

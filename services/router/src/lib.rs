@@ -5,6 +5,7 @@
 //! 2. `request_driver` tokenizes the prompt and runs one driver for each answer. The driver does the I/O
 //!    for [`request_core`], which is pure: it owns the list of emitted tokens, decides which nodes to pick,
 //!    and what follows each event and failure.
+//!    `wait_queue` holds back answers that no node can start; [`fair_queue`] is its order.
 //! 3. `nodes` holds the directory of nodes, kept up to date by `Observe` streams, and the connections.
 //! 4. The driver returns the answers as bounded events, which `http` and `grpc` write.
 //!
@@ -15,6 +16,7 @@
 
 mod admin;
 mod admission;
+pub mod fair_queue;
 mod front;
 mod grpc;
 mod history;
@@ -34,6 +36,7 @@ mod request {
 pub mod request_core;
 mod request_driver;
 mod serve;
+mod wait_queue;
 mod wake;
 mod weights;
 

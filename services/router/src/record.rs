@@ -260,6 +260,7 @@ impl RequestRecord {
         let end = match &ended.outcome {
             AttemptOutcome::Complete => AttemptEnd::Complete,
             AttemptOutcome::Cancelled => AttemptEnd::Cancelled,
+            AttemptOutcome::Paused => AttemptEnd::Paused,
             AttemptOutcome::Failed(failure) => match (failure.cause, failure.side) {
                 (Cause::Busy, _) => AttemptEnd::Busy,
                 (Cause::Lost | Cause::Draining, Side::Prefill) => AttemptEnd::PrefillLost,
@@ -290,7 +291,9 @@ impl RequestRecord {
         if let Some(attempt) = lock(&self.entry).open_attempt(choice) {
             let failure = match &ended.outcome {
                 AttemptOutcome::Failed(failure) => Some(bounded(failure.to_string())),
-                AttemptOutcome::Complete | AttemptOutcome::Cancelled => None,
+                AttemptOutcome::Complete | AttemptOutcome::Paused | AttemptOutcome::Cancelled => {
+                    None
+                }
             };
             let (outcome, stats) = (end.as_str().into(), ended.stats);
             attempt.end = Some(AttemptEntryEnd { at, outcome, failure, stats });
@@ -299,6 +302,9 @@ impl RequestRecord {
     }
 
     pub fn failed(&self, error: &RequestError) {
+        if let Some(refusal) = error.refusal() {
+            self.model.metrics.refused(refusal);
+        }
         self.rejected(error.report().end, &error.to_string());
     }
 

@@ -12,8 +12,8 @@ use common::{
     settings,
 };
 use proto::v1::{
-    GenerateOptions, GenerateRequest, ListModelsRequest, Role, TokenIds, TokenizeRequest,
-    generate_request::Prompt, inference_client::InferenceClient,
+    GenerateOptions, GenerateRequest, ListModelsRequest, NodeLoad, Role, StepCosts, TokenIds,
+    TokenizeRequest, generate_request::Prompt, inference_client::InferenceClient,
 };
 use router::RouterSettings;
 use serde_json::{Value, json};
@@ -248,6 +248,42 @@ async fn streams_of_a_key_are_limited_until_they_end() {
         post(&cluster.client, "/v1/completions", "key-a", &body(1)).await.status == 200
     })
     .await;
+}
+
+#[tokio::test]
+async fn request_of_another_key_starts_before_the_queue_of_a_flooding_key() {
+    const FLOOD: usize = 12;
+    let (_folder, settings) = with_keys(&[("flood", "key-flood", ""), ("good", "key-good", "")]);
+    let (_, decode) = Cluster::nodes(0, 1, ANSWER);
+    let limits = StepCosts { slots: 1, step_tokens: 512, chunk_tokens: 512, ..Default::default() };
+    let step_costs = Some(limits);
+    decode[0].report(NodeLoad { blocks_free: 1000, step_costs, ..Default::default() });
+    decode[0].pace(Duration::from_millis(100));
+    let cluster = Cluster::start_over(settings, vec![], decode).await;
+    let ask = |key: &'static str, token: u32| {
+        let client = cluster.client.clone();
+        let body = json!({"prompt": vec![token; 40], "max_tokens": 3, "ignore_eos": true});
+        tokio::spawn(async move { post(&client, "/v1/completions", key, &body).await })
+    };
+    let flood: Vec<_> = (0..FLOOD).map(|_| ask("key-flood", 1000)).collect();
+    let waiting = async || {
+        let answer = get(&cluster.client, "/metrics", "key-good").await;
+        let metrics = String::from_utf8(answer.body.to_vec()).unwrap();
+        let series = "baton_api_key_waiting{key=\"flood\"";
+        let line = metrics.lines().find(|line| line.starts_with(series)).unwrap_or("0");
+        line.rsplit(' ').next().unwrap().parse::<f64>().unwrap()
+    };
+    // A request that starts counts as waiting until the node accepts it.
+    eventually("the others wait", async || waiting().await >= (FLOOD - 2) as f64).await;
+    let before = cluster.decode[0].calls().len();
+    assert_eq!(ask("key-good", 2000).await.unwrap().status, 200);
+    let calls = cluster.decode[0].calls();
+    let position = calls.iter().position(|call| call.attempt.tokens[0] == 2000).unwrap();
+    assert!(position <= before + 2, "{position} {before}");
+    for answer in flood {
+        assert_eq!(answer.await.unwrap().status, 200);
+    }
+    assert_eq!(waiting().await, 0.0);
 }
 
 #[tokio::test]

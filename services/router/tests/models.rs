@@ -172,7 +172,7 @@ async fn requests_waiting_for_one_model_do_not_delay_another() {
         // The limit applies to all models together.
         cluster.decode[1].behave(busy);
         let refused = ask("other").await;
-        assert_eq!(refused.status, 429);
+        assert_eq!(refused.status, 503);
         assert!(refused.message().contains("8 requests wait"), "{}", refused.message());
         cluster.decode[0].behave(Behaviour::Serve);
     };

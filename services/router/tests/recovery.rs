@@ -490,7 +490,7 @@ async fn waiting_for_busy_nodes_is_bounded_in_time_and_number() {
     .await;
     let mut statuses: Vec<u16> = answers.iter().map(|answer| answer.status.as_u16()).collect();
     statuses.sort_unstable();
-    assert_eq!(statuses, [429, 429, 503, 503]);
+    assert_eq!(statuses, [503; 4]);
     assert!(answers.iter().all(|answer| answer.headers.contains_key("retry-after")));
     assert!(answers.iter().all(|answer| answer.error()["code"] == "overloaded"));
 }

@@ -247,8 +247,8 @@ async fn excess_requests_are_rejected_with_retry_after() {
         streams.push(cluster.client.stream("/v1/completions", &body).await);
     }
     let answer = cluster.client.post("/v1/completions", &body).await;
-    check(&answer, 429, None, &["2 requests"]);
-    assert_eq!(answer.error()["type"], "rate_limit_error");
+    check(&answer, 503, None, &["2 requests"]);
+    assert_eq!(answer.error()["code"], "overloaded");
     assert_eq!(answer.headers["retry-after"], "1");
     // A request for more choices than `requests_max` is invalid, not an overload.
     let answer = cluster.client.post("/v1/completions", &json!({"prompt": "a", "n": 3})).await;
@@ -300,6 +300,23 @@ async fn a_request_that_takes_too_long_ends_with_one_error() {
 }
 
 #[tokio::test]
+async fn deadline_of_the_header_is_checked_and_applied() {
+    let cluster = Cluster::start(0, 1, ANSWER).await;
+    cluster.decode[0].behave(Behaviour::HangAfter(0));
+    let body = json!({"prompt": long_prompt(), "max_tokens": 5});
+    let ask = async |value: &str| {
+        let headers = [("x-baton-deadline-ms", value)];
+        cluster.client.post_with("/v1/completions", &headers, &body).await
+    };
+    for value in ["0", "-1", "soon", "3600001", "1.5"] {
+        let param = Some("x-baton-deadline-ms");
+        check(&ask(value).await, 400, param, &[value, "1 to 3600000"]);
+    }
+    check(&ask("700").await, 504, None, &["700 ms"]);
+    assert!(cluster.decode[0].calls()[0].attempt.remaining_ms <= 700);
+}
+
+#[tokio::test]
 async fn request_beyond_node_limits_is_a_client_error() {
     let cluster = Cluster::start(1, 1, ANSWER).await;
     cluster.decode[0].behave(Behaviour::Refuse(tonic::Code::InvalidArgument, "tokens = 9: no"));
@@ -331,9 +348,9 @@ async fn incomplete_bodies_use_bounded_memory() {
                 content-length: 100000\r\n\r\n";
     half.write_all(head.as_bytes()).await.unwrap();
     half.write_all(&[b' '; 50_000]).await.unwrap();
-    eventually("memory for bodies is full", async || post().await.status() == 429).await;
+    eventually("memory for bodies is full", async || post().await.status() == 503).await;
     let refused = post().await;
-    assert_eq!(refused.status(), 429);
+    assert_eq!(refused.status(), 503);
     assert_eq!(refused.headers()["retry-after"], "1");
     let overloaded = &["finished_reason=\"overloaded\""];
     assert!(cluster.metric("baton_requests_finished_total", overloaded).await >= 1.0);

@@ -63,6 +63,8 @@ fn request(index: u32) -> RequestPlan {
         timeout: Duration::from_secs(30),
         leaves_after: None,
         stops_at: None,
+        stalls: None,
+        key: None,
     }
 }
 

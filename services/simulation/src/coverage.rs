@@ -77,6 +77,7 @@ impl Coverage {
             End::Failed(GiveUp::Deadline | GiveUp::Final(_)) => "deadline",
             End::Failed(GiveUp::Busy { .. }) => "busy",
             End::Failed(GiveUp::NoDecodeNode { .. }) => "no decode node",
+            End::Refused => "refused",
         });
     }
 }

@@ -57,6 +57,8 @@ fn request(index: u32) -> RequestPlan {
         timeout: Duration::from_secs(100),
         leaves_after: None,
         stops_at: None,
+        stalls: None,
+        key: None,
     }
 }
 

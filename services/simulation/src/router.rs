@@ -1,20 +1,23 @@
 //! A router: its shipped directory and request cores, with calls and timers of the simulation.
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
     sync::Arc,
     time::{Duration, Instant},
 };
 
-use cluster::{BreakerReason, MemberChange, NodeAddress, Selection, StreamId};
+use cluster::{BreakerReason, MemberChange, NodeAddress, Room, Selection, StreamId};
 use grammar::Grammar;
 use proto::{
     ids::{RequestId, TransferId},
     v1::{self, DecodeEvent, DecodeRequest, ObserveEvent, PrefillEvent, PrefillRequest},
 };
-use router::request_core::{
-    AnswerSpec, AttemptOutcome, Blame, EndedAttempt, GiveUp, NodeFeedback, Output, RecoveryPolicy,
-    RequestCore, Side, TurnQueue,
+use router::{
+    fair_queue::{self, FairQueue, Flow},
+    request_core::{
+        AnswerSpec, AttemptOutcome, Blame, EndedAttempt, GiveUp, NodeFeedback, Output,
+        RecoveryPolicy, RequestCore, Side, Stop,
+    },
 };
 use simulation_base::Random;
 use tonic::Status;
@@ -73,13 +76,19 @@ pub struct Router {
     pub nodes: Nodes,
     policy: RecoveryPolicy,
     answers: BTreeMap<usize, Answer>,
+    /// Requests that have not ended.
+    open: BTreeSet<usize>,
+    /// Deadlines of the open requests.
+    due: BTreeSet<(Instant, usize)>,
     calls: BTreeMap<CallKey, OpenCall>,
-    waiting: BTreeMap<Arc<str>, TurnQueue<usize>>,
+    waiting: BTreeMap<Arc<str>, FairQueue<usize>>,
     random: Random,
     actions: Vec<RouterAction>,
     pub coverage: Coverage,
     /// The attempts of all requests, in order.
     pub picks: Vec<Pick>,
+    /// Time from a request's arrival to its first token, by request.
+    pub first_tokens: BTreeMap<usize, Duration>,
     /// Longest time between two tokens of a request.
     pub longest_gap: Duration,
     /// Longest time between two tokens of a request, without the gap after token 0 (the possible hand-over).
@@ -117,6 +126,15 @@ struct Answer {
     /// The transfer id of the open attempt.
     transfer: Option<TransferId>,
     attempts: u32,
+    flow: Flow,
+    is_queued: bool,
+    /// Account of the open attempt: the charged cost, its prompt tokens, and the tokens emitted before.
+    charge: Option<(f64, u32, usize)>,
+    /// When the client reads again, and the stop condition in the tokens that it has not read.
+    stalled: Option<(Instant, Option<Stop>)>,
+    arrived_at: Instant,
+    /// Entry of the request in [`Router::due`].
+    due: Option<Instant>,
     picked_at: Option<Instant>,
     emitted_at: Option<Instant>,
     end: Option<End>,
@@ -128,6 +146,8 @@ pub enum End {
     Complete,
     ClientLeft,
     Failed(GiveUp),
+    /// The request could not start in time.
+    Refused,
 }
 
 impl Router {
@@ -141,12 +161,15 @@ impl Router {
             nodes: Nodes::new(index, addresses, selection, random.next()),
             policy: RecoveryPolicy::from(&config::Router::default()),
             answers: BTreeMap::new(),
+            open: BTreeSet::new(),
+            due: BTreeSet::new(),
             calls: BTreeMap::new(),
             waiting: BTreeMap::new(),
             random,
             actions: Vec::new(),
             coverage: Coverage::default(),
             picks: Vec::new(),
+            first_tokens: BTreeMap::new(),
             longest_gap: Duration::ZERO,
             longest_decode_gap: Duration::ZERO,
         }
@@ -159,14 +182,14 @@ impl Router {
     }
 
     pub fn all_ended(&self) -> bool {
-        self.answers.values().all(|answer| answer.end.is_some())
+        self.open.is_empty()
     }
 
     /// Checks that no resource of a request is left.
     pub fn check_idle(&self) {
         self.nodes.check_idle();
         assert!(self.calls.is_empty(), "calls are open");
-        assert!(self.waiting.values().all(TurnQueue::is_empty), "requests are queued");
+        assert!(self.waiting.values().all(FairQueue::is_empty), "requests are queued");
     }
 
     // Inputs.
@@ -189,6 +212,7 @@ impl Router {
         let is_queued = self.waiting.get(&model).is_some_and(|queue| !queue.is_empty());
         core.start(now, is_queued);
         let client = Client::new(&plan);
+        let flow = plan.flow();
         let answer = Answer {
             plan,
             model,
@@ -198,11 +222,18 @@ impl Router {
             nodes: None,
             transfer: None,
             attempts: 0,
+            flow,
+            is_queued: false,
+            charge: None,
+            stalled: None,
+            arrived_at: now,
+            due: None,
             picked_at: None,
             emitted_at: None,
             end: None,
         };
         self.answers.insert(id, answer);
+        self.open.insert(id);
         self.perform(now, id);
     }
 
@@ -288,6 +319,8 @@ impl Router {
             answer.core.handle_client_left();
             answer.end = Some(End::ClientLeft);
         }
+        self.open.clear();
+        self.due.clear();
         self.calls.clear();
         self.waiting.clear();
         self.actions.clear();
@@ -295,9 +328,8 @@ impl Router {
     }
 
     pub fn next_deadline(&self) -> Option<Instant> {
-        let open = self.answers.values().filter(|answer| answer.end.is_none());
-        let requests = open.filter_map(|answer| answer.core.next_deadline());
-        requests.chain(self.nodes.next_deadline()).min()
+        let requests = self.due.first().map(|(at, _)| *at);
+        requests.into_iter().chain(self.nodes.next_deadline()).min()
     }
 
     pub fn on_deadline(&mut self, now: Instant) {
@@ -305,12 +337,13 @@ impl Router {
             self.nodes.on_deadline(now);
             self.notify_waiting(now);
         }
-        let is_due = |answer: &Answer| {
-            answer.end.is_none() && answer.core.next_deadline().is_some_and(|at| at <= now)
-        };
-        let due = self.answers.iter().filter(|(_, answer)| is_due(answer));
-        for id in due.map(|(id, _)| *id).collect::<Vec<_>>() {
+        while let Some(&(_, id)) = self.due.first().filter(|(at, _)| *at <= now) {
             let answer = self.answers.get_mut(&id).expect("requests are kept");
+            if let Some((_, stop)) = answer.stalled.take_if(|(reads_at, _)| *reads_at <= now) {
+                answer.core.handle_emitted(now, stop);
+                self.perform(now, id);
+                continue;
+            }
             let picked = answer.nodes.as_ref();
             if answer.core.drain_check_is_due(now) {
                 let grace = picked.and_then(|(decode, _)| {
@@ -332,8 +365,8 @@ impl Router {
         if !self.nodes.take_changed() {
             return;
         }
-        let waiting = self.answers.iter().filter(|(_, answer)| answer.core.expects_node());
-        for id in waiting.map(|(id, _)| *id).collect::<Vec<_>>() {
+        let waits = |id: &&usize| self.answers[id].core.expects_node();
+        for id in self.open.iter().filter(waits).copied().collect::<Vec<_>>() {
             self.answer(id).core.handle_nodes_changed();
             self.perform(now, id);
         }
@@ -372,19 +405,27 @@ impl Router {
                         let pick = self.picks.iter_mut().rfind(|pick| pick.request == id);
                         let pick = pick.expect("tokens come from an attempt");
                         pick.ttft = answer.picked_at.map(|at| now - at);
+                        self.first_tokens.insert(id, now - answer.arrived_at);
                     }
                     let gap = answer.emitted_at.replace(now).map(|at| now - at);
                     let stop = answer.client.receive(first_index, &tokens);
-                    answer.core.handle_emitted(now, stop);
+                    match answer.stalls(first_index, tokens.len() as u32) {
+                        Some(time) => {
+                            answer.stalled = Some((now + time, stop));
+                            answer.core.handle_client_stalled();
+                        }
+                        None => answer.core.handle_emitted(now, stop),
+                    }
                     let gap = gap.unwrap_or_default();
                     self.longest_gap = self.longest_gap.max(gap);
                     if first_index > 1 {
                         self.longest_decode_gap = self.longest_decode_gap.max(gap);
                     }
                 }
-                Output::WaitForTurn => {
+                Output::WaitForTurn => self.queue(now, id),
+                Output::AskForTurn => {
                     let model = self.answer(id).model.clone();
-                    self.waiting.entry(model).or_default().join(id);
+                    self.waiting.entry(model).or_default().ask();
                 }
                 Output::WaitForNode | Output::StopWaiting => self.leave_queue(id),
                 Output::Finish(finished) => {
@@ -394,11 +435,48 @@ impl Router {
                 Output::Fail(reason) => self.end(now, id, End::Failed(reason)),
             }
         }
+        self.set_due(id);
         self.give_turns(now);
     }
 
+    /// Updates the deadline of a request.
+    fn set_due(&mut self, id: usize) {
+        let answer = self.answers.get_mut(&id).expect("requests are kept");
+        if let Some(at) = answer.due.take() {
+            self.due.remove(&(at, id));
+        }
+        if answer.end.is_none() {
+            let reads_at = answer.stalled.map(|(at, _)| at);
+            answer.due = answer.core.next_deadline().into_iter().chain(reads_at).min();
+            self.due.extend(answer.due.map(|at| (at, id)));
+        }
+    }
+
+    /// Joins the queue, or passes the turn.
+    fn queue(&mut self, now: Instant, id: usize) {
+        let answer = self.answers.get_mut(&id).expect("requests are kept");
+        let queue = self.waiting.entry(answer.model.clone()).or_default();
+        if std::mem::replace(&mut answer.is_queued, true) {
+            return queue.passed(now, id);
+        }
+        let wanted = answer.core.wanted();
+        let wait_max = match wanted.room {
+            Room::Any => Duration::ZERO,
+            Room::Start { .. } => self.policy.busy_timeout,
+        };
+        let cost = queue.cost(&answer.flow.name, wanted.tokens, wanted.new_tokens_max);
+        let deadline = answer.deadline.checked_sub(queue.service_time(cost)).unwrap_or(now);
+        let start_by = (now + wait_max).min(deadline.max(now));
+        let is_new = answer.core.emitted().is_empty();
+        if is_new && queue.wait(&answer.flow, cost).is_some_and(|wait| now + wait > start_by) {
+            return self.end(now, id, End::Refused);
+        }
+        queue.join(now, id, &answer.flow, cost, (start_by, is_new));
+    }
+
     fn leave_queue(&mut self, id: usize) {
-        let model = self.answer(id).model.clone();
+        let answer = self.answer(id);
+        let (model, _) = (answer.model.clone(), std::mem::take(&mut answer.is_queued));
         if let Some(queue) = self.waiting.get_mut(&model) {
             queue.leave(id);
         }
@@ -406,7 +484,13 @@ impl Router {
 
     fn give_turns(&mut self, now: Instant) {
         for model in self.waiting.keys().cloned().collect::<Vec<_>>() {
-            while let Some(id) = self.waiting.get_mut(&model).and_then(TurnQueue::next_turn) {
+            while let Some(id) = self.waiting.get_mut(&model).and_then(|queue| queue.take_late(now))
+            {
+                self.answer(id).core.handle_late_turn(now);
+                self.perform(now, id);
+            }
+            while let Some(id) = self.waiting.get_mut(&model).and_then(|queue| queue.next_turn(now))
+            {
                 self.coverage.count("turns");
                 self.answer(id).core.handle_turn();
                 self.perform(now, id);
@@ -418,10 +502,21 @@ impl Router {
     fn pick(&mut self, now: Instant, id: usize) {
         let answer = self.answers.get_mut(&id).expect("requests are kept");
         let transfer = TransferId(self.random.id());
-        let picked = match self.nodes.pick(now, transfer, &answer.core.wanted()) {
+        let queue = self.waiting.entry(answer.model.clone()).or_default();
+        let mut wanted = answer.core.wanted();
+        if let Room::Start { headroom } = &mut wanted.room {
+            *headroom = queue.is_over_share(now, &answer.flow.name);
+        }
+        let (tokens, output_tokens_max) = (wanted.tokens, wanted.new_tokens_max);
+        let picked = match self.nodes.pick(now, transfer, &wanted) {
             Ok(picked) => picked,
             Err(reason) => return answer.core.handle_no_node(now, &reason),
         };
+        let charged = queue.cost(&answer.flow.name, tokens, output_tokens_max);
+        queue.started(now, &answer.flow, charged);
+        queue.leave(id);
+        answer.is_queued = false;
+        answer.charge = Some((charged, tokens, answer.core.emitted().len()));
         let PickedNodes { decode, prefill, ttft } = picked;
         self.picks.push(Pick {
             request: id,
@@ -510,6 +605,21 @@ impl Router {
                 (None, _) => "breaker of a node opened",
             });
         }
+        let answer = self.answers.get_mut(&id).expect("requests are kept");
+        let (charged, prompt_tokens, before) = answer.charge.take().expect("an attempt is charged");
+        let ended_attempt = fair_queue::EndedAttempt {
+            charged,
+            prompt_tokens,
+            output_tokens: (answer.core.emitted().len() - before) as u32,
+            duration: answer.picked_at.map(|at| now - at).unwrap_or_default(),
+            is_complete: ended.outcome == AttemptOutcome::Complete,
+        };
+        let queue = self.waiting.get_mut(&answer.model).expect("the attempt was charged");
+        queue.ended(now, &answer.flow.name, &ended_attempt);
+        queue.ask();
+        if ended.outcome == AttemptOutcome::Paused {
+            self.coverage.count("paused");
+        }
     }
 
     fn end(&mut self, now: Instant, id: usize, end: End) {
@@ -518,6 +628,8 @@ impl Router {
         assert!(now <= answer.deadline, "request {id} ends after its deadline");
         let attempts = answer.attempts;
         answer.end = Some(end.clone());
+        self.open.remove(&id);
+        self.set_due(id);
         self.coverage.count_end(&end, attempts);
         self.leave_queue(id);
     }
@@ -530,6 +642,12 @@ impl Router {
 }
 
 impl Answer {
+    /// Returns how long the client reads nothing after these tokens.
+    fn stalls(&self, first_index: u32, count: u32) -> Option<Duration> {
+        let (after, time) = self.plan.stalls?;
+        (first_index..first_index + count).contains(&after).then_some(time)
+    }
+
     fn node(&self, side: Side) -> Option<&Assigned> {
         match (side, self.nodes.as_ref()?) {
             (Side::Decode, (decode, _)) => Some(decode),

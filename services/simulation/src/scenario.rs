@@ -12,6 +12,7 @@ use grammar::Grammar;
 use kernels::{BLOCK_TOKENS, sampling::Sampling};
 use kv_transfer::TransferLimits;
 
+use router::fair_queue::{Flow, FlowName};
 use simulation_base::{NetworkFaults, Random};
 
 use crate::{device::StepCost, grammars, tiers::TierPlan};
@@ -98,6 +99,22 @@ pub struct RequestPlan {
     pub leaves_after: Option<Duration>,
     /// A stop string is complete after this many tokens. Nodes do not know stop strings.
     pub stops_at: Option<u32>,
+    /// After the token with this index, the client reads nothing for this time.
+    pub stalls: Option<(u32, Duration)>,
+    /// Name, weight and priority of the client's API key.
+    pub key: Option<(&'static str, u32, u32)>,
+}
+
+impl RequestPlan {
+    /// Returns the flow of the client.
+    pub fn flow(&self) -> Flow {
+        match self.key {
+            Some((name, weight, priority)) => {
+                Flow { name: FlowName::Key(name.into()), weight, priority }
+            }
+            None => Flow::new(FlowName::Shared),
+        }
+    }
 }
 
 /// Fault of a scenario. Hosts are indices of [`Scenario::nodes`].
@@ -435,6 +452,11 @@ fn request(random: &mut Random, severity: Severity, longest: u32) -> RequestPlan
             .chance(if severity == Severity::Mild { 5 } else { 15 })
             .then(|| random.millis(0..=1500)),
         stops_at: random.chance(10).then(|| random.within(1..=10)),
+        stalls: prompt_len
+            .is_multiple_of(5)
+            .then(|| (max_tokens / 3, Duration::from_millis(u64::from(prompt_len) * 7))),
+        key: [None, Some(("a", 1, 0)), Some(("b", 4, 0)), Some(("c", 1, 1))]
+            [prompt_len as usize % 4],
     }
 }
 

@@ -65,6 +65,8 @@ fn request(index: u32, at: Duration, prompt_tokens: u32, max_tokens: u32) -> Req
         timeout: Duration::from_secs(100),
         leaves_after: None,
         stops_at: None,
+        stalls: None,
+        key: None,
     }
 }
 

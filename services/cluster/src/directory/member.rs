@@ -58,6 +58,8 @@ pub struct Member {
     pub(super) changed_at: Option<Instant>,
     /// This router's attempts that the reported load cannot include yet.
     pub(super) unseen: BTreeMap<AssignmentId, Unseen>,
+    /// Sequences of other routers in the last load report.
+    pub(super) other_rows: usize,
     /// Number of this router's attempts on the current process.
     pub in_flight: usize,
     /// End of the pause after Busy.
@@ -165,6 +167,7 @@ impl Member {
             seen: None,
             changed_at: None,
             unseen: BTreeMap::new(),
+            other_rows: 0,
             in_flight: 0,
             busy_until: None,
             busy_count: 0,
@@ -291,6 +294,10 @@ impl Member {
             };
             !is_included && now.saturating_duration_since(attempt.since) < REPORT_LAG
         });
+        let load = self.load();
+        let reported = load.running.saturating_add(load.waiting) as usize;
+        let own = self.in_flight.saturating_sub(self.unseen.len());
+        self.other_rows = reported.saturating_sub(own);
     }
 
     /// Drops the state of the old process when a new one answers at the address.

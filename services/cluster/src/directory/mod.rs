@@ -22,6 +22,7 @@
 mod breaker;
 mod considered;
 mod member;
+mod room;
 mod select;
 mod service;
 
@@ -39,6 +40,7 @@ use member::Stream;
 pub use breaker::BreakerReason;
 pub use considered::{Considered, ConsideredOption, IneligibleNode, Placement};
 pub use member::Member;
+pub use room::Room;
 pub use select::{NoNode, NodeChoice, Picked, Selection, Wanted};
 pub use service::{BreakerChange, Failed};
 

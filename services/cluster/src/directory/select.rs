@@ -36,6 +36,7 @@ use super::{
     breaker::BreakerReason,
     considered::{Considered, ConsideredOption, IneligibleNode, OPTIONS_MAX, Placement},
     member::{Member, Seen, Unseen},
+    room::{self, Room},
 };
 use crate::{
     Epoch, ModelIdentity, NodeAddress, NodeRecord, PrefixKeys, Role,
@@ -91,6 +92,8 @@ pub struct Wanted<'a> {
     pub exclude_decode: &'a [Epoch],
     /// Prefill node processes that already failed this request.
     pub exclude_prefill: &'a [Epoch],
+    /// Capacity that the attempt needs of its nodes.
+    pub room: Room,
 }
 
 /// The nodes of an attempt.
@@ -208,6 +211,7 @@ impl Directory {
     ) -> Result<Picked, NoNode> {
         let mut ineligible = Vec::new();
         let mut decode = self.candidates(now, Role::Decode, wanted, &mut ineligible)?;
+        room::retain_free(wanted.room, &mut decode)?;
         let candidates = match self.selection.disaggregate {
             Disaggregate::Never => Err(Placement::Never),
             _ if wanted.local_prefill => Err(Placement::AfterFailure),
@@ -232,7 +236,9 @@ impl Directory {
         let mut options = self.options(now, policy, wanted, &decode, &prefill);
         let has_pair = options.iter().any(|option| option.prefill.is_some());
         // Without predictions the pair is preferred.
-        let may_be_local = self.selection.disaggregate == Disaggregate::Auto && costs.is_some();
+        let may_be_local = self.selection.disaggregate == Disaggregate::Auto
+            && costs.is_some()
+            && !wanted.room.leaves_headroom();
         if !may_be_local && has_pair {
             options.retain(|option| option.prefill.is_some());
         }
@@ -245,10 +251,11 @@ impl Directory {
             option.predict(pair.copied().unwrap_or(usual_ms), wanted.new_tokens_max);
         }
         let best = best(&options);
+        room::check_prompt_queue(wanted.room, best)?;
         let placement = no_prefill.unwrap_or_else(|| match self.selection.disaggregate {
             _ if !has_pair => no_pair(best.decode, &prefill, wanted),
             Disaggregate::Always => Placement::Always,
-            _ if !may_be_local => Placement::Unmeasured,
+            _ if costs.is_none() => Placement::Unmeasured,
             _ => predicted(&options),
         });
         let considered = considered(placement, &options, best, &ineligible, self.overhead_ms);
@@ -455,12 +462,12 @@ fn known_costs(
 /// A node that an attempt may use.
 pub(super) struct Candidate<'a> {
     key: NodeKey,
-    role: Role,
-    member: &'a Member,
-    seen: &'a Seen,
+    pub(super) role: Role,
+    pub(super) member: &'a Member,
+    pub(super) seen: &'a Seen,
     need: Need,
     /// Input of predictions: the node, and the prompt on this node.
-    state: Option<(NodeState, Prompt)>,
+    pub(super) state: Option<(NodeState, Prompt)>,
 }
 
 impl Candidate<'_> {
@@ -491,7 +498,7 @@ impl Candidate<'_> {
         u64::from(load.running) + u64::from(load.waiting) + self.member.unseen.len() as u64
     }
 
-    fn missing_blocks(&self) -> u64 {
+    pub(super) fn missing_blocks(&self) -> u64 {
         let load = &self.seen.load;
         let unseen_blocks: u64 = self.member.unseen.values().map(|attempt| attempt.blocks).sum();
         let available = (u64::from(load.blocks_free) + u64::from(load.blocks_cached))
@@ -568,9 +575,9 @@ impl Candidate<'_> {
 }
 
 /// Nodes that may serve the attempt.
-struct NodeOption<'a> {
-    decode: &'a Candidate<'a>,
-    prefill: Option<&'a Candidate<'a>>,
+pub(super) struct NodeOption<'a> {
+    pub(super) decode: &'a Candidate<'a>,
+    pub(super) prefill: Option<&'a Candidate<'a>>,
     prediction: Option<Prediction>,
 }
 
@@ -742,7 +749,7 @@ fn misfit(role: Role, record: &NodeRecord, wanted: &Wanted<'_>) -> Option<NoNode
 
 /// Load that an attempt adds to a node.
 #[derive(Clone, Copy)]
-struct Need {
+pub(super) struct Need {
     /// Tokens in the prefix cache, and tokens that the node loads from its tiers.
     cached_tokens: u32,
     /// Time to load the tokens that are in the tiers.

@@ -4,5 +4,6 @@ mod breakers;
 mod health;
 mod predictions;
 mod properties;
+mod room;
 mod selection;
 mod world;

@@ -18,6 +18,7 @@ fn costs() -> v1::StepCosts {
         step_tokens: 512,
         chunk_tokens: 512,
         itl_max_ms: 0,
+        slots: 0,
         prefill: Some(v1::PrefillCosts {
             step_ps: 1_000_000_000,
             token_ps: 20_000_000,

@@ -67,14 +67,15 @@ fn step_costs() -> impl Strategy<Value = v1::StepCosts> {
     let decode = (ps(), ps(), ps()).prop_map(|(step_ps, row_ps, context_token_ps)| {
         v1::DecodeCosts { step_ps, row_ps, context_token_ps }
     });
-    let limits = (0..9000u32, 0..9000u32, 0..100u32);
+    let limits = (0..9000u32, 0..9000u32, 0..100u32, 0..9u32);
     (limits, prop::option::of(prefill), prop::option::of(decode)).prop_map(
-        |((step_tokens, chunk_tokens, itl_max_ms), prefill, decode)| v1::StepCosts {
+        |((step_tokens, chunk_tokens, itl_max_ms, slots), prefill, decode)| v1::StepCosts {
             step_tokens,
             chunk_tokens,
             itl_max_ms,
             prefill,
             decode,
+            slots,
         },
     )
 }

@@ -7,7 +7,7 @@ use std::{
 
 use cluster::{
     Directory, DirectoryAction, DirectoryInput, Epoch, Health, Load, MemberChange, ModelIdentity,
-    NoNode, NodeAddress, NodeChoice, NodeId, NodeKey, NodeRecord, Picked, Role, Selection,
+    NoNode, NodeAddress, NodeChoice, NodeId, NodeKey, NodeRecord, Picked, Role, Room, Selection,
     StreamId, Wanted,
 };
 use config::{Disaggregate, NodePolicy};
@@ -229,5 +229,6 @@ pub fn wanted(tokens: u32) -> Wanted<'static> {
         grammar_version: 0,
         exclude_decode: &[],
         exclude_prefill: &[],
+        room: Room::Any,
     }
 }

@@ -200,8 +200,8 @@ impl Observers {
         let config = scheduler.config();
         let step_tokens = config.step_tokens;
         let chunk_tokens = config.chunk_tokens.min(step_tokens);
-        let limits =
-            StepLimits { step_tokens, chunk_tokens, itl_max: config.itl.map(|itl| itl.max) };
+        let (slots, itl_max) = (config.limits.slots, config.itl.map(|itl| itl.max));
+        let limits = StepLimits { slots, step_tokens, chunk_tokens, itl_max };
         let costs = self.step_fit.report(limits);
         let block_ns = |tier| {
             let time = scheduler.tier_stats(tier).and_then(|stats| stats.block_time);
@@ -357,7 +357,7 @@ mod tests {
                     results_at: Some(end),
                 });
             }
-            let limits = StepLimits { step_tokens: 64, chunk_tokens: 64, itl_max: None };
+            let limits = StepLimits { slots: 8, step_tokens: 64, chunk_tokens: 64, itl_max: None };
             observers.step_fit.report(limits).decode.expect("enough decode steps")
         };
         assert_eq!(costs_with_wait(30), costs_with_wait(0));

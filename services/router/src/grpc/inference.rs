@@ -151,7 +151,7 @@ impl Inference for InferenceService {
         let tokenized = async {
             let model = self.front.models.find(Some(&model), &caller)?.model;
             let source = prompt::of_tokenize(input, add_special_tokens)?;
-            let ids = tokenization::tokenize(&self.front, &model, source).await?;
+            let ids = tokenization::tokenize(&self.front, &caller, &model, source).await?;
             let limits = self.front.nodes.serving(&model.name).limits;
             let sequence_tokens_max = limits.map_or(0, |limits| limits.sequence_tokens_max);
             Ok(Response::new(TokenizeResponse { ids, sequence_tokens_max }))
@@ -168,7 +168,7 @@ impl Inference for InferenceService {
         let detokenized = async {
             let model = self.front.models.find(Some(&model), &caller)?.model;
             check_vocabulary("ids", &ids, model.text.tokenizer())?;
-            let text = tokenization::detokenize(&self.front, &model, ids).await?;
+            let text = tokenization::detokenize(&self.front, &caller, &model, ids).await?;
             Ok(Response::new(DetokenizeResponse { text }))
         };
         detokenized.await.map_err(status)

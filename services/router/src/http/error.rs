@@ -106,10 +106,10 @@ mod tests {
     use tonic::Code;
 
     use super::*;
-    use crate::{admission::Full, grpc, keys::Exceeded};
+    use crate::{admission::Full, grpc, keys::Exceeded, request::error::Overload};
 
     /// All pairs of status and code.
-    const CODES: [(u16, &str); 24] = [
+    const CODES: [(u16, &str); 23] = [
         (400, "invalid_json"),
         (400, "invalid_value"),
         (400, "invalid_text"),
@@ -124,7 +124,6 @@ mod tests {
         (408, "client_gone"),
         (413, "body_too_large"),
         (415, "unsupported_media_type"),
-        (429, "overloaded"),
         (429, "rate_limit_exceeded"),
         (501, "grammar_not_supported"),
         (502, "attempts_spent"),
@@ -178,11 +177,15 @@ mod tests {
             RequestError::MissingKey,
             RequestError::UnknownKey,
             RequestError::KeyLimit(exceeded),
-            RequestError::Full(Full::InFlight { max: 1 }),
-            RequestError::Full(Full::Waiting { max: 1 }),
-            RequestError::Full(Full::Bodies { bytes_max: 1 }),
-            RequestError::Full(Full::Stopping),
-            RequestError::Busy { waited },
+            Full::InFlight { max: 1 }.into(),
+            Full::Waiting { max: 1 }.into(),
+            Full::ShareInFlight { max: 1 }.into(),
+            Full::ShareWaiting { max: 1 }.into(),
+            Full::Late { wait: waited, wait_max: waited }.into(),
+            Full::ShareLate { wait: waited, wait_max: waited }.into(),
+            Full::Bodies { bytes_max: 1 }.into(),
+            Full::Stopping.into(),
+            RequestError::Busy { waited, retry_after_s: 1 },
             RequestError::NoDecodeNode { waited },
             RequestError::NoGrammar { field: "regex" },
             RequestError::AttemptsSpent { attempts: 1, last: reason() },
@@ -202,12 +205,18 @@ mod tests {
                 | RequestError::MissingKey
                 | RequestError::UnknownKey
                 | RequestError::KeyLimit(_)
-                | RequestError::Full(
-                    Full::InFlight { .. }
-                    | Full::Waiting { .. }
-                    | Full::Bodies { .. }
-                    | Full::Stopping,
-                )
+                | RequestError::Overload(Overload {
+                    full:
+                        Full::InFlight { .. }
+                        | Full::Waiting { .. }
+                        | Full::ShareInFlight { .. }
+                        | Full::ShareWaiting { .. }
+                        | Full::Late { .. }
+                        | Full::ShareLate { .. }
+                        | Full::Bodies { .. }
+                        | Full::Stopping,
+                    ..
+                })
                 | RequestError::Busy { .. }
                 | RequestError::NoDecodeNode { .. }
                 | RequestError::NoGrammar { .. }

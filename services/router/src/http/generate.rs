@@ -114,7 +114,7 @@ async fn answer(
             tenant: context.tenant.clone()?,
             model: named.model.clone(),
             fields,
-            timeout: front.settings.router.timeout,
+            timeout: context.timeout(front)?,
             with_text: true,
         };
         Ok((parsed, named, delivery))
@@ -124,7 +124,9 @@ async fn answer(
         Err(error) => {
             let error: ApiError = error;
             let end = match error.status {
-                StatusCode::TOO_MANY_REQUESTS => RequestEnd::Overloaded,
+                StatusCode::TOO_MANY_REQUESTS | StatusCode::SERVICE_UNAVAILABLE => {
+                    RequestEnd::Overloaded
+                }
                 _ => RequestEnd::Invalid,
             };
             record.rejected(end, &error.content.message);

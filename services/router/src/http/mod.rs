@@ -37,7 +37,7 @@ use crate::{
     keys::{Caller, Keys},
     record::label,
     request::{
-        error::{FieldError, RequestError},
+        error::{FieldError, RequestError, refused},
         options::{TENANT_HEADER, Tenant},
     },
 };
@@ -46,6 +46,8 @@ use generate::{chat_completions, completions};
 use tokenize::{detokenize, tokenize};
 
 pub const X_REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
+/// Time in milliseconds within which the client wants the whole answer.
+const X_BATON_DEADLINE_MS: HeaderName = HeaderName::from_static("x-baton-deadline-ms");
 /// With value `1` the last chunk contains statistics of the hand-over between nodes.
 const X_BATON_STATS: HeaderName = HeaderName::from_static("x-baton-stats");
 /// Old name of [`X_BATON_STATS`], accepted until the next minor version.
@@ -172,6 +174,8 @@ pub struct RequestContext {
     pub wants_stats: bool,
     /// The tenant. An invalid tenant is reported with the other errors of the request.
     pub tenant: Result<Option<Tenant>, FieldError>,
+    /// The header [`X_BATON_DEADLINE_MS`].
+    deadline_ms: Option<HeaderValue>,
 }
 
 impl RequestContext {
@@ -191,7 +195,24 @@ impl RequestContext {
             [X_BATON_STATS, X_BATON_FIGURES].iter().any(|name| text(name) == Some("1"));
         let tenant =
             headers.get(TENANT_HEADER).map(|name| Tenant::parse(name.as_bytes())).transpose();
-        Ok(Self { request_id, label, span, wants_stats, tenant })
+        let deadline_ms = headers.get(X_BATON_DEADLINE_MS).cloned();
+        Ok(Self { request_id, label, span, wants_stats, tenant, deadline_ms })
+    }
+
+    /// Returns the time-out of the request: the client's, otherwise `router.timeout`.
+    pub fn timeout(&self, front: &Front) -> Result<Duration, FieldError> {
+        let settings = &front.settings.router;
+        let Some(value) = &self.deadline_ms else { return Ok(settings.timeout) };
+        let longest = settings.timeout_max.as_millis();
+        let asked = value.to_str().ok().and_then(|value| value.parse::<u64>().ok());
+        match asked.filter(|asked| (1..=longest).contains(&u128::from(*asked))) {
+            Some(asked) => Ok(Duration::from_millis(asked)),
+            None => {
+                let value = String::from_utf8_lossy(value.as_bytes());
+                let allowed = format!("a whole number from 1 to {longest}");
+                Err(refused(X_BATON_DEADLINE_MS.as_str(), &value, &allowed))
+            }
+        }
     }
 
     /// Returns the response's `x-request-id`: the client's label, otherwise the router's id.
@@ -311,7 +332,7 @@ pub async fn read_body(
         Ok(()) => Ok(whole),
         Err(error) => {
             drop(whole);
-            if [StatusCode::PAYLOAD_TOO_LARGE, StatusCode::TOO_MANY_REQUESTS]
+            if [StatusCode::PAYLOAD_TOO_LARGE, StatusCode::SERVICE_UNAVAILABLE]
                 .contains(&error.status)
             {
                 discard(&mut body).await;

@@ -32,10 +32,11 @@ pub async fn tokenize(State(front): State<Arc<Front>>, request: Request<Body>) -
         let (parts, body) = request.into_parts();
         let body = read_body(&front, &parts.headers, body).await?;
         let fields = Fields::parse(&body)?;
-        let model = named_model(&fields, &front, &caller_of(&parts.extensions))?.model;
+        let caller = caller_of(&parts.extensions);
+        let model = named_model(&fields, &front, &caller)?.model;
         let source = prompt_source(&fields)?;
         let with_strings = fields.boolean("return_token_strs")?.unwrap_or(false);
-        let tokens = tokenization::tokenize(&front, &model, source).await?;
+        let tokens = tokenization::tokenize(&front, &caller, &model, source).await?;
         let tokenizer = model.text.tokenizer();
         let string = |id: &u32| tokenizer.token_text(*id).unwrap_or_default();
         Ok(Json(Tokenized {
@@ -53,12 +54,13 @@ pub async fn detokenize(State(front): State<Arc<Front>>, request: Request<Body>)
         let (parts, body) = request.into_parts();
         let body = read_body(&front, &parts.headers, body).await?;
         let fields = Fields::parse(&body)?;
-        let model = named_model(&fields, &front, &caller_of(&parts.extensions))?.model;
+        let caller = caller_of(&parts.extensions);
+        let model = named_model(&fields, &front, &caller)?.model;
         let tokens: Option<Vec<u32>> = fields.value("tokens", "a list of token ids")?;
         let tokens = tokens
             .ok_or_else(|| FieldError::new("tokens", "is missing; allowed: a list of token ids"))?;
         check_vocabulary("tokens", &tokens, model.text.tokenizer())?;
-        let prompt = tokenization::detokenize(&front, &model, tokens).await?;
+        let prompt = tokenization::detokenize(&front, &caller, &model, tokens).await?;
         Ok(Json(Detokenized { prompt }))
     };
     detokenized.await.map_err(|error: ApiError| error).into_response()

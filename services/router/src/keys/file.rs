@@ -1,14 +1,18 @@
 //! The file of API keys. Error messages contain no value of the file except names and numbers, because an operator may
 //! have pasted a key into the wrong field.
 
-use std::collections::BTreeSet;
+use std::{collections::BTreeSet, ops::RangeInclusive};
 
 use toml::{Table, Value};
 
 use super::limits::KeyLimits;
 
 const NAME_CHARS_MAX: usize = 64;
-const FIELDS: &str = "name, sha256, models, requests_per_minute, tokens_per_minute or streams_max";
+const FIELDS: &str =
+    "name, sha256, models, priority, weight, requests_per_minute, tokens_per_minute or streams_max";
+/// Largest `priority` and `weight`. Larger ratios of weights would starve the lighter key.
+const PRIORITY_MAX: u32 = 9;
+const WEIGHT_MAX: u32 = 100;
 
 /// One `[[key]]` of the file.
 #[derive(Debug, PartialEq, Eq)]
@@ -18,6 +22,10 @@ pub struct Entry {
     pub sha256: [u8; 32],
     /// Names and aliases of models; `None` is all models.
     pub models: Option<Vec<String>>,
+    /// Keys of a higher priority come first; unset is 0.
+    pub priority: Option<u32>,
+    /// Share relative to other keys; unset is 1.
+    pub weight: Option<u32>,
     pub limits: KeyLimits,
 }
 
@@ -66,17 +74,18 @@ fn read_entry(entry: &Table) -> Result<Entry, String> {
     }
     let name = entry.get("name").and_then(Value::as_str).filter(|name| is_name(name));
     let sha256 = entry.get("sha256").and_then(Value::as_str).and_then(read_hash);
-    let limit = |field: &str| match entry.get(field) {
+    let number = |field: &str, range: RangeInclusive<u32>| match entry.get(field) {
         None => Ok(None),
-        Some(Value::Integer(limit)) if *limit > 0 => match u32::try_from(*limit) {
-            Ok(limit) => Ok(Some(limit)),
-            Err(_) => Err(format!("invalid {field}: {limit}; expected 1 to {}", u32::MAX)),
+        Some(Value::Integer(number)) => match u32::try_from(*number) {
+            Ok(number) if range.contains(&number) => Ok(Some(number)),
+            _ => {
+                let (min, max) = range.into_inner();
+                Err(format!("invalid {field}: {number}; expected {min} to {max}"))
+            }
         },
-        Some(Value::Integer(limit)) => {
-            Err(format!("invalid {field}: {limit}; expected 1 to {}", u32::MAX))
-        }
         Some(_) => Err(format!("invalid {field}; expected a whole number")),
     };
+    let limit = |field: &str| number(field, 1..=u32::MAX);
     let models = match entry.get("models") {
         None => None,
         Some(models) => {
@@ -94,6 +103,8 @@ fn read_entry(entry: &Table) -> Result<Entry, String> {
         sha256: sha256
             .ok_or("sha256 is missing or invalid; expected 64 hexadecimal digits, as `baton keys new` prints them")?,
         models,
+        priority: number("priority", 0..=PRIORITY_MAX)?,
+        weight: number("weight", 1..=WEIGHT_MAX)?,
         limits: KeyLimits {
             requests_per_minute: limit("requests_per_minute")?,
             tokens_per_minute: limit("tokens_per_minute")?,
@@ -134,7 +145,7 @@ mod tests {
     fn every_field_is_read() {
         let text = format!(
             "[[key]]\nname = \"team-a\"\nsha256 = \"{HASH}\"\nmodels = [\"one\"]\n\
-             requests_per_minute = 60\ntokens_per_minute = 1000\nstreams_max = 4\n\
+             priority = 2\nweight = 3\nrequests_per_minute = 60\ntokens_per_minute = 1000\nstreams_max = 4\n\
              [[key]]\nname = \"b\"\nsha256 = \"{}\"\n",
             HASH.replace("00", "FF")
         );
@@ -146,6 +157,8 @@ mod tests {
         };
         assert_eq!((entries[0].name.as_str(), entries[0].limits), ("team-a", limits));
         assert_eq!(entries[0].models, Some(vec!["one".to_owned()]));
+        assert_eq!((entries[0].priority, entries[0].weight), (Some(2), Some(3)));
+        assert_eq!((entries[1].priority, entries[1].weight), (None, None));
         assert_eq!(entries[0].sha256[..3], [0, 0x11, 0x22]);
         assert_eq!((entries[1].limits, entries[1].sha256[0]), (KeyLimits::default(), 0xff));
     }
@@ -175,6 +188,8 @@ mod tests {
                 entry(&format!("requests_per_minute = \"{key}\"")),
                 "key a: invalid requests_per_minute; ",
             ),
+            (entry("priority = 10"), "key a: invalid priority: 10; expected 0 to 9"),
+            (entry("weight = 0"), "key a: invalid weight: 0; expected 1 to 100"),
             (entry("models = []"), "key a: invalid models; expected a list"),
             (entry("models = [1]"), "key a: invalid models"),
             (entry("") + &entry(""), "two keys have the name a"),

@@ -17,9 +17,12 @@ use std::{
 use credentials::{Reload, Reloaded, SettingFile};
 use http::{HeaderMap, header};
 use sha2::{Digest, Sha256};
-use telemetry::metrics::{ApiKeyMetrics, FinishedRequest, KeyMetrics, KeyRejection};
+use telemetry::metrics::{ApiKeyMetrics, FinishedRequest, KeyMetrics, KeyRejection, KeyWaiting};
 
-use crate::request::error::RequestError;
+use crate::{
+    fair_queue::{Flow, FlowName},
+    request::{error::RequestError, options::Tenant},
+};
 pub use limits::Exceeded;
 use limits::{KeyLimits, Usage};
 
@@ -103,13 +106,16 @@ fn keys(
         let models = match purpose {
             Purpose::Clients(served) => allowed_models(&entry, served)?,
             Purpose::Operators
-                if entry.models.is_none() && entry.limits == KeyLimits::default() =>
+                if entry.models.is_none()
+                    && (entry.priority, entry.weight) == (None, None)
+                    && entry.limits == KeyLimits::default() =>
             {
                 None
             }
             Purpose::Operators => {
                 return Err(format!(
-                    "key {}: keys of operators have no models and no limits; expected name and sha256",
+                    "key {}: keys of operators have no models, shares and limits; expected name and \
+                     sha256",
                     entry.name
                 ));
             }
@@ -117,7 +123,13 @@ fn keys(
         let earlier = before.and_then(|keys| keys.values().find(|key| *key.name == entry.name));
         let new = || Shared { usage: Mutex::default(), metrics: metrics.of_key(&entry.name) };
         let shared = earlier.map_or_else(|| Arc::new(new()), |key| key.shared.clone());
-        let key = Key { name: entry.name.into(), models, limits: entry.limits, shared };
+        let name: Arc<str> = entry.name.into();
+        let flow = Flow {
+            name: FlowName::Key(name.clone()),
+            weight: entry.weight.unwrap_or(1),
+            priority: entry.priority.unwrap_or(0),
+        };
+        let key = Key { name, models, flow, limits: entry.limits, shared };
         Ok((entry.sha256, Arc::new(key)))
     };
     file::parse(content)?.into_iter().map(key).collect()
@@ -145,6 +157,7 @@ struct Key {
     name: Arc<str>,
     /// Names of the allowed models, without aliases; `None` is all models.
     models: Option<BTreeSet<Arc<str>>>,
+    flow: Flow,
     limits: KeyLimits,
     shared: Arc<Shared>,
 }
@@ -180,6 +193,20 @@ impl Caller {
     pub fn may_use(&self, model: &str) -> bool {
         let models = self.0.as_deref().and_then(|key| key.models.as_ref());
         models.is_none_or(|models| models.contains(model))
+    }
+
+    /// Returns the flow of the key; without a key of the tenant, or the flow of all other callers.
+    pub fn flow(&self, tenant: Option<&Tenant>) -> Flow {
+        match (&self.0, tenant) {
+            (Some(key), _) => key.flow.clone(),
+            (None, Some(tenant)) => Flow::new(FlowName::Tenant(tenant.as_str().into())),
+            (None, None) => Flow::new(FlowName::Shared),
+        }
+    }
+
+    /// Counts a request of the key as waiting for a node until the guard is dropped.
+    pub fn waiting(&self) -> Option<KeyWaiting> {
+        Some(self.0.as_deref()?.shared.metrics.waiting())
     }
 
     /// Returns the maximum number of answers in flight.
@@ -315,7 +342,7 @@ mod tests {
             keys(entry("a", "x", fields).as_bytes(), &Purpose::Operators, &metrics, None).err()
         };
         assert_eq!(read(""), None);
-        for fields in ["models = [\"one\"]", "streams_max = 1"] {
+        for fields in ["models = [\"one\"]", "streams_max = 1", "weight = 1"] {
             assert!(read(fields).unwrap().contains("expected name and sha256"), "{fields}");
         }
     }

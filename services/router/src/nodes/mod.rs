@@ -466,6 +466,9 @@ pub async fn next_message<E>(call: &mut Option<&mut NodeCall<E>>) -> Result<Opti
 }
 
 #[cfg(test)]
+pub(crate) use tests::metrics as test_metrics;
+
+#[cfg(test)]
 mod tests {
     use config::{Disaggregate, NodePolicy};
     use proto::auth::ClusterSecret;
@@ -481,7 +484,7 @@ mod tests {
         NodeCredentials { secret, tls: None }
     }
 
-    pub(super) fn metrics() -> RouterMetrics {
+    pub(crate) fn metrics() -> RouterMetrics {
         let config = TelemetryConfig { log: "off".into(), ..TelemetryConfig::default() };
         let resource = Resource { service: "baton-router".into(), instance: "test".into() };
         let telemetry = Telemetry::start(&config, resource).unwrap();

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use http::StatusCode;
 use proto::ids::NoRandomness;
-use telemetry::metrics::RequestEnd;
+use telemetry::metrics::{Refusal, RequestEnd};
 use tonic::Code;
 
 use crate::{
@@ -47,6 +47,20 @@ pub fn shown(text: &str) -> String {
     }
 }
 
+/// A request that is refused because of load, and the time after which the caller may retry.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{full}; retry after {retry_after_s} s")]
+pub struct Overload {
+    pub full: Full,
+    pub retry_after_s: u32,
+}
+
+impl From<Full> for Overload {
+    fn from(full: Full) -> Self {
+        Self { full, retry_after_s: RETRY_AFTER_S }
+    }
+}
+
 /// Reason why a request is rejected or fails.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum RequestError {
@@ -61,9 +75,9 @@ pub enum RequestError {
     #[error(transparent)]
     KeyLimit(#[from] Exceeded),
     #[error(transparent)]
-    Full(#[from] Full),
-    #[error("all nodes are busy, for {} ms now", waited.as_millis())]
-    Busy { waited: Duration },
+    Overload(#[from] Overload),
+    #[error("all nodes are busy, for {} ms now; retry after {retry_after_s} s", waited.as_millis())]
+    Busy { waited: Duration, retry_after_s: u32 },
     #[error("no decode node was available for {} ms", waited.as_millis())]
     NoDecodeNode { waited: Duration },
     #[error(
@@ -110,13 +124,19 @@ pub struct ErrorReport {
 }
 
 impl RequestError {
-    /// Returns the error of a request that its core gave up. `timeout` is the request's time-out.
-    pub fn gave_up(reason: GiveUp, timeout: Duration, slow_client_timeout: Duration) -> Self {
+    /// Returns the error of a request that its core gave up. `timeout` is the request's time-out, `retry_after_s` the
+    /// predicted time until the queue is served.
+    pub fn gave_up(
+        reason: GiveUp,
+        timeout: Duration,
+        slow_client_timeout: Duration,
+        retry_after_s: u32,
+    ) -> Self {
         match reason {
             GiveUp::AttemptsSpent { attempts, last } => {
                 Self::AttemptsSpent { attempts, last: last.to_string() }
             }
-            GiveUp::Busy { waited } => Self::Busy { waited },
+            GiveUp::Busy { waited } => Self::Busy { waited, retry_after_s },
             GiveUp::NoDecodeNode { waited } => Self::NoDecodeNode { waited },
             GiveUp::Deadline => Self::Deadline { timeout },
             GiveUp::Final(failure) => match failure.cause {
@@ -131,6 +151,22 @@ impl RequestError {
 
     pub fn internal(reason: &impl ToString) -> Self {
         Self::Internal { reason: reason.to_string() }
+    }
+
+    /// Returns the reason for the metric of refused requests, if the request was refused because of load.
+    pub fn refusal(&self) -> Option<Refusal> {
+        match self {
+            Self::Busy { .. } => Some(Refusal::Busy),
+            Self::Overload(overload) => match overload.full {
+                Full::InFlight { .. } => Some(Refusal::InFlight),
+                Full::Waiting { .. } => Some(Refusal::Waiting),
+                Full::Late { .. } => Some(Refusal::Late),
+                Full::ShareInFlight { .. } | Full::ShareWaiting { .. } => Some(Refusal::Share),
+                Full::ShareLate { .. } => Some(Refusal::ShareLate),
+                Full::Bodies { .. } | Full::Stopping => None,
+            },
+            _ => None,
+        }
     }
 
     pub fn report(&self) -> ErrorReport {
@@ -149,8 +185,8 @@ impl RequestError {
             }
             Self::SlowClient { .. } => (End::SlowClient, 408, "slow_client", Grpc::Aborted, false),
             Self::ClientGone => (End::ClientGone, 408, "client_gone", Grpc::Cancelled, false),
-            Self::Full(Full::InFlight { .. } | Full::Waiting { .. } | Full::Bodies { .. }) => {
-                (End::Overloaded, 429, "overloaded", Grpc::ResourceExhausted, true)
+            Self::Overload(overload) if overload.full.is_of_caller() => {
+                (End::Overloaded, 429, "rate_limit_exceeded", Grpc::ResourceExhausted, true)
             }
             Self::KeyLimit(_) => {
                 (End::Overloaded, 429, "rate_limit_exceeded", Grpc::ResourceExhausted, true)
@@ -165,14 +201,14 @@ impl RequestError {
             Self::AttemptsSpent { .. } => {
                 (End::Failed, 502, "attempts_spent", Grpc::Unavailable, false)
             }
-            Self::Busy { .. } => {
+            Self::Overload(Overload { full: Full::Stopping, .. }) | Self::Stopped => {
+                (End::Failed, 503, "stopping", Grpc::Unavailable, true)
+            }
+            Self::Overload(_) | Self::Busy { .. } => {
                 (End::Overloaded, 503, "overloaded", Grpc::ResourceExhausted, true)
             }
             Self::NoDecodeNode { .. } => {
                 (End::Failed, 503, "no_decode_node", Grpc::Unavailable, true)
-            }
-            Self::Full(Full::Stopping) | Self::Stopped => {
-                (End::Failed, 503, "stopping", Grpc::Unavailable, true)
             }
             Self::Deadline { .. } => {
                 (End::Deadline, 504, "deadline_exceeded", Grpc::DeadlineExceeded, false)
@@ -181,9 +217,18 @@ impl RequestError {
         let status = StatusCode::from_u16(status).expect("every status above is valid");
         let retry_after_s = match self {
             Self::KeyLimit(exceeded) => Some(exceeded.retry_after_s()),
+            Self::Overload(Overload { retry_after_s, .. }) | Self::Busy { retry_after_s, .. } => {
+                Some(*retry_after_s)
+            }
             _ => retry.then_some(RETRY_AFTER_S),
         };
         ErrorReport { end, status, code, grpc, retry_after_s }
+    }
+}
+
+impl From<Full> for RequestError {
+    fn from(full: Full) -> Self {
+        Self::Overload(full.into())
     }
 }
 

@@ -206,6 +206,10 @@ impl Tenant {
         }
         Ok(Self(text.into_owned()))
     }
+
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
 }
 
 /// Checks the length of a client's salt.

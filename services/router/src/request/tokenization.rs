@@ -8,7 +8,7 @@ use super::{
     error::{FieldError, RequestError},
     text_workers::PromptSource,
 };
-use crate::{front::Front, front::ServedModel, request_driver::Deadline};
+use crate::{front::Front, front::ServedModel, keys::Caller, request_driver::Deadline};
 
 /// Maximum size of a text or conversation in bytes; 128 Ki tokens take less. Tokenization takes a hundred times the
 /// text's memory.
@@ -17,6 +17,7 @@ const BYTES_MAX: usize = 1 << 20;
 /// Returns the token ids that a generation request would have for this prompt.
 pub async fn tokenize(
     front: &Front,
+    caller: &Caller,
     model: &ServedModel,
     source: PromptSource,
 ) -> Result<Vec<u32>, RequestError> {
@@ -25,7 +26,7 @@ pub async fn tokenize(
         let problem = format!("has {bytes} bytes; allowed: at most {BYTES_MAX} to be tokenized");
         return Err(FieldError::new(source.field(), problem).into());
     }
-    let _admitted = front.admission.admit(1)?;
+    let _admitted = front.admission.admit(&caller.flow(None), 1)?;
     let deadline = Deadline::after(front.settings.router.timeout);
     deadline.limit(model.text.tokens(source, u32::MAX)).await?
 }
@@ -33,10 +34,11 @@ pub async fn tokenize(
 /// Returns the text of these tokens; special tokens appear by name.
 pub async fn detokenize(
     front: &Front,
+    caller: &Caller,
     model: &ServedModel,
     tokens: Vec<u32>,
 ) -> Result<String, RequestError> {
-    let _admitted = front.admission.admit(1)?;
+    let _admitted = front.admission.admit(&caller.flow(None), 1)?;
     let deadline = Deadline::after(front.settings.router.timeout);
     deadline.limit(model.text.text_of(tokens)).await?
 }

@@ -14,15 +14,19 @@
 //!      [`RequestCore::handle_prefill`].
 //!    * [`Output::Emit`]: the owner delivers tokens to the client, then calls
 //!      [`RequestCore::handle_emitted`]. No other output follows until then.
+//!      A client that takes none of them for a while is stalled: the owner calls
+//!      [`RequestCore::handle_client_stalled`], which ends the attempt. The next attempt starts after
+//!      `handle_emitted`.
 //!    * [`Output::WaitForTurn`] and [`Output::WaitForNode`]: no node takes the request now. The owner
-//!      calls [`RequestCore::handle_turn`], in the order of a [`TurnQueue`], or
+//!      calls [`RequestCore::handle_turn`], in the order of a [`FairQueue`](crate::fair_queue::FairQueue), or
 //!      [`RequestCore::handle_nodes_changed`].
 //! 3. The owner calls [`RequestCore::handle_deadline`] at [`RequestCore::next_deadline`].
 //! 4. The last output is [`Output::Finish`] or [`Output::Fail`], exactly once. If the client disconnects, the owner
 //!    calls [`RequestCore::handle_client_left`] instead, and neither output follows.
 //!
 //! States: `Picking` → `Attempting` → `Ended`. A failed attempt returns to `Picking`. A pick without a
-//! node leads to `WaitingForTurn`, `HoldingTurn` or `WaitingForNode`, and from there back to `Picking`.
+//! node leads to `WaitingForTurn` or `WaitingForNode`, and from there back to `Picking`. A stalled client leads from
+//! `Attempting` to `Paused`, and its next read to `WaitingForTurn`.
 //!
 //! [`AttemptState`] checks the order of the nodes' events in one attempt. [`EmittedTokens`] is the list of
 //! tokens that the client has received. [`Recovery`] decides what follows a failed attempt.
@@ -40,7 +44,7 @@ use std::{
 };
 
 use bytes::Bytes;
-use cluster::{ModelIdentity, NoNode, NodeRecord, PrefixKeys, Wanted};
+use cluster::{ModelIdentity, NoNode, NodeRecord, PrefixKeys, Room, Wanted};
 use proto::{
     ids::{RequestId, TransferId},
     v1::{
@@ -55,11 +59,12 @@ use tonic::Status;
 use attempt::{AttemptAction, AttemptState, LAST_EVENT_MAX, TOKEN_0_MAX};
 pub use attempt::{AttemptStats, NodeStats};
 use emitted::EmittedTokens;
-pub use recovery::{AttemptFailure, Blame, Cause, GiveUp, NodeFeedback, Side, TurnQueue};
+pub use recovery::{AttemptFailure, Blame, Cause, GiveUp, NodeFeedback, Side};
 use recovery::{NextStep, Recovery};
 
-/// Interval between two picks of a request that holds the turn: one or two steps of a busy node.
-const PICK_AGAIN: Duration = Duration::from_millis(25);
+/// Minimum and maximum time after which a request that had its turn asks for a turn again: one or two steps of a busy
+/// node; more often only if the end of a node's queue is predicted.
+const ASK_AGAIN: (Duration, Duration) = (Duration::from_millis(2), Duration::from_millis(25));
 /// Interval at which an attempt looks whether its decode node drains: short against any grace period.
 const DRAIN_CHECK: Duration = Duration::from_millis(500);
 /// Decoded tokens until the inter-token latency of an attempt predicts the rest of the answer.
@@ -141,8 +146,11 @@ pub enum Output {
     /// Deliver these new tokens to the client. `hand_over_gap` is set with the decode node's first token:
     /// the time since token 0.
     Emit { first_index: u32, tokens: Vec<Token>, hand_over_gap: Option<Duration> },
-    /// Every node is busy: join the queue of requests that wait for a free node.
+    /// Every node is busy: join the queue of requests that wait for a free node. A request in the queue keeps its
+    /// place, and its turn has passed.
     WaitForTurn,
+    /// Nodes may have capacity again: give the next turn.
+    AskForTurn,
     /// No node can take the request: release the turn, and wait for a change of nodes.
     WaitForNode,
     /// A node took the request: leave the queue.
@@ -164,6 +172,8 @@ pub struct EndedAttempt {
 pub enum AttemptOutcome {
     Complete,
     Failed(AttemptFailure),
+    /// The client did not read: the attempt ended so that it holds no slot and no KV.
+    Paused,
     /// The request ended before the attempt did.
     Cancelled,
 }
@@ -225,6 +235,8 @@ pub struct RequestCore {
     identity: Option<ModelIdentity>,
     /// Whether a stop token was delivered.
     has_stopped: bool,
+    /// Whether the attempt before paused, because the client did not read.
+    was_paused: bool,
     stats: HandOverStats,
     cached_tokens: Option<u32>,
     outputs: VecDeque<Output>,
@@ -233,9 +245,15 @@ pub struct RequestCore {
 #[derive(Debug)]
 enum State {
     Picking,
-    WaitingForTurn,
-    HoldingTurn { pick_at: Instant },
-    WaitingForNode { pick_at: Instant },
+    /// `ask_at`: when to ask for a turn again, after a turn that found every node busy.
+    WaitingForTurn {
+        ask_at: Option<Instant>,
+    },
+    WaitingForNode {
+        pick_at: Instant,
+    },
+    /// No attempt is open until the client reads.
+    Paused,
     Attempting(Box<OpenAttempt>),
     Ended,
 }
@@ -275,6 +293,7 @@ impl RequestCore {
             state: State::Picking,
             identity: None,
             has_stopped: false,
+            was_paused: false,
             stats: HandOverStats::default(),
             cached_tokens: None,
             outputs: VecDeque::new(),
@@ -288,7 +307,7 @@ impl RequestCore {
         match is_queued {
             true => {
                 let next = self.recovery.all_busy(now);
-                self.follow(now, next);
+                self.follow(now, next, None);
             }
             false => self.pick(),
         }
@@ -320,7 +339,7 @@ impl RequestCore {
 
     /// Returns whether [`Self::handle_turn`] is awaited.
     pub fn expects_turn(&self) -> bool {
-        matches!(self.state, State::WaitingForTurn)
+        matches!(self.state, State::WaitingForTurn { .. })
     }
 
     /// Returns whether [`Self::handle_nodes_changed`] is awaited.
@@ -342,6 +361,11 @@ impl RequestCore {
             grammar_version: self.spec.grammar_version,
             exclude_decode: self.recovery.avoid_decode(),
             exclude_prefill: self.recovery.avoid_prefill(),
+            // A started answer continues at once, unless its client paused it.
+            room: match emitted > 0 && !self.was_paused {
+                true => Room::Any,
+                false => Room::Start { headroom: false },
+            },
         }
     }
 
@@ -407,7 +431,11 @@ impl RequestCore {
     pub fn handle_no_node(&mut self, now: Instant, reason: &NoNode) {
         debug_assert!(matches!(self.state, State::Picking));
         let next = self.recovery.no_node(reason, now);
-        self.follow(now, next);
+        let after = match reason {
+            NoNode::Busy { retry_after, .. } => *retry_after,
+            _ => ASK_AGAIN.1,
+        };
+        self.follow(now, next, Some(now + after.clamp(ASK_AGAIN.0, ASK_AGAIN.1)));
     }
 
     /// Handles a message of the Decode call: an event, the end of the stream, or an error. The
@@ -450,22 +478,53 @@ impl RequestCore {
     /// Handles the delivery of the tokens of the last [`Output::Emit`]. `stop` is the stop
     /// condition in them, if any.
     pub fn handle_emitted(&mut self, now: Instant, stop: Option<Stop>) {
-        let State::Attempting(attempt) = &mut self.state else { return };
-        debug_assert!(attempt.is_emitting);
-        attempt.is_emitting = false;
+        match &mut self.state {
+            State::Attempting(attempt) => {
+                debug_assert!(attempt.is_emitting);
+                attempt.is_emitting = false;
+            }
+            State::Paused => {}
+            _ => return,
+        }
         match stop {
             Some(Stop::Text) => return self.complete(FinishReason::Stop),
             Some(Stop::Token) => self.has_stopped = true,
             None => {}
         }
-        self.act(now, Vec::new());
+        match self.state {
+            State::Paused if self.has_stopped => self.complete(self.reason_without_node()),
+            State::Paused => {
+                let next = self.recovery.all_busy(now);
+                self.follow(now, next, None);
+            }
+            _ => self.act(now, Vec::new()),
+        }
+    }
+
+    /// Handles a client that does not take the tokens of the last [`Output::Emit`]: ends the attempt, which holds a
+    /// slot and KV. An attempt whose last token is sampled holds neither and goes on.
+    pub fn handle_client_stalled(&mut self) {
+        let is_complete = self.is_complete();
+        let State::Attempting(attempt) = &self.state else { return };
+        if !is_complete && attempt.is_emitting && attempt.actions.is_empty() {
+            self.end_attempt(AttemptOutcome::Paused);
+            self.recovery.progressed();
+            (self.state, self.was_paused) = (State::Paused, true);
+        }
     }
 
     /// Handles this request's turn to pick among busy nodes.
     pub fn handle_turn(&mut self) {
-        if let State::WaitingForTurn = self.state {
-            self.recovery.take_turn();
+        if let State::WaitingForTurn { .. } = self.state {
             self.pick();
+        }
+    }
+
+    /// Handles a turn that comes too late: the request could not complete within its deadline.
+    pub fn handle_late_turn(&mut self, now: Instant) {
+        if let State::WaitingForTurn { .. } = self.state {
+            let waited = self.recovery.waited(now);
+            self.fail(GiveUp::Busy { waited });
         }
     }
 
@@ -486,9 +545,11 @@ impl RequestCore {
     pub fn next_deadline(&self) -> Option<Instant> {
         let timer = match &self.state {
             State::Ended => return None,
-            State::Picking => None,
-            State::WaitingForTurn => self.recovery.busy_until(),
-            State::HoldingTurn { pick_at } | State::WaitingForNode { pick_at } => Some(*pick_at),
+            State::Picking | State::Paused => None,
+            State::WaitingForTurn { ask_at } => {
+                self.recovery.busy_until().into_iter().chain(*ask_at).min()
+            }
+            State::WaitingForNode { pick_at } => Some(*pick_at),
             State::Attempting(attempt) if attempt.is_emitting => None,
             State::Attempting(attempt) => {
                 let last_event = self.is_complete().then(|| attempt.active_at + LAST_EVENT_MAX);
@@ -542,14 +603,17 @@ impl RequestCore {
         }
         let is_complete = self.is_complete();
         match &mut self.state {
-            State::Picking | State::Ended => {}
-            State::WaitingForTurn => {
+            State::Picking | State::Paused | State::Ended => {}
+            State::WaitingForTurn { ask_at } => {
                 if self.recovery.busy_until().is_some_and(|until| until <= now) {
                     let next = self.recovery.all_busy(now);
-                    self.follow(now, next);
+                    self.follow(now, next, None);
+                } else if ask_at.is_some_and(|at| at <= now) {
+                    *ask_at = Some(now + ASK_AGAIN.1);
+                    self.outputs.push_back(Output::AskForTurn);
                 }
             }
-            State::HoldingTurn { pick_at } | State::WaitingForNode { pick_at } => {
+            State::WaitingForNode { pick_at } => {
                 if *pick_at <= now {
                     self.pick();
                 }
@@ -648,20 +712,18 @@ impl RequestCore {
         let prefill = attempt.prefill.as_ref().map(|node| node.epoch);
         if self.emitted.next_index() > attempt.state.first_index() {
             self.recovery.progressed();
+            self.was_paused = false;
         }
         let next = self.recovery.failed(failure, prefill, attempt.decode.epoch, now);
-        self.follow(now, next);
+        self.follow(now, next, None);
     }
 
-    fn follow(&mut self, now: Instant, next: NextStep) {
+    fn follow(&mut self, now: Instant, next: NextStep, ask_at: Option<Instant>) {
         match next {
             NextStep::Retry => self.pick(),
             NextStep::WaitForTurn => {
-                self.state = State::WaitingForTurn;
+                self.state = State::WaitingForTurn { ask_at };
                 self.outputs.push_back(Output::WaitForTurn);
-            }
-            NextStep::PickAgain { left } => {
-                self.state = State::HoldingTurn { pick_at: now + PICK_AGAIN.min(left) };
             }
             NextStep::WaitForNode { waited } => {
                 let (min, max) = PICK_AGAIN_ABSENT;

@@ -6,11 +6,10 @@
 //!   needs no transfer.
 //! * The budget renews whenever an attempt emitted tokens, so it bounds attempts without progress.
 //! * Busy nodes cost no attempt: the request waits for a bounded time. Requests that found every node busy pick
-//!   again in the order of a [`TurnQueue`].
+//!   again in the order of a [`FairQueue`](crate::fair_queue::FairQueue).
 //! * While no decode node is up, the request waits until its deadline.
 
 use std::{
-    collections::VecDeque,
     error::Error as _,
     time::{Duration, Instant},
 };
@@ -23,9 +22,6 @@ use super::{RecoveryPolicy, emitted::EmissionError};
 
 /// Maximum bytes of a peer's message that the router copies into a log or an error body.
 const MESSAGE_BYTES_MAX: usize = 300;
-/// Maximum number of requests that pick nodes at the same time: few, so that busy nodes do not spend their time on
-/// refusals; more than one, so that one slow node does not delay every request.
-const TURNS_MAX: usize = 4;
 
 #[derive(Debug)]
 pub struct Recovery {
@@ -38,7 +34,6 @@ pub struct Recovery {
     avoid_prefill: Vec<Epoch>,
     avoid_decode: Vec<Epoch>,
     waiting: Option<Waiting>,
-    has_turn: bool,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -64,10 +59,6 @@ pub enum NextStep {
     Retry,
     /// Every decode node is busy: wait for the turn to pick.
     WaitForTurn,
-    /// Every decode node is still busy, and the request holds the turn. `left`: remaining time to wait.
-    PickAgain {
-        left: Duration,
-    },
     /// No decode node takes the request: wait for a change of nodes.
     WaitForNode {
         waited: Duration,
@@ -100,7 +91,6 @@ impl Recovery {
             avoid_prefill: Vec::new(),
             avoid_decode: Vec::new(),
             waiting: None,
-            has_turn: false,
         }
     }
 
@@ -127,7 +117,6 @@ impl Recovery {
 
     /// Records that a decode node took the request. Returns whether the request had been waiting.
     pub fn admitted(&mut self) -> bool {
-        self.has_turn = false;
         self.waiting.take().is_some()
     }
 
@@ -203,7 +192,6 @@ impl Recovery {
         };
         // A node that failed may have recovered: the budget bounds how often it is tried.
         self.avoid_decode.clear();
-        self.has_turn = false;
         let waited = self.wait(wait_reason, now);
         if wait_reason == WaitReason::Unfit && waited >= self.policy.busy_timeout {
             return NextStep::GiveUp(GiveUp::NoDecodeNode { waited });
@@ -216,14 +204,8 @@ impl Recovery {
         let waited = self.wait(WaitReason::Busy, now);
         match self.policy.busy_timeout.checked_sub(waited) {
             None | Some(Duration::ZERO) => NextStep::GiveUp(GiveUp::Busy { waited }),
-            Some(left) if self.has_turn => NextStep::PickAgain { left },
             Some(_) => NextStep::WaitForTurn,
         }
-    }
-
-    /// Takes the turn. The request keeps the turn until a node takes the request, or no node is up.
-    pub fn take_turn(&mut self) {
-        self.has_turn = true;
     }
 
     /// Returns when the wait for a busy node ends.
@@ -233,8 +215,12 @@ impl Recovery {
 
     /// Handles a deadline that passed while the request waited for a node.
     pub fn no_decode_node(&mut self, now: Instant) -> GiveUp {
-        let waited = self.waiting.map_or(Duration::ZERO, |waiting| now - waiting.since);
-        GiveUp::NoDecodeNode { waited }
+        GiveUp::NoDecodeNode { waited: self.waited(now) }
+    }
+
+    /// Returns how long the request has waited.
+    pub fn waited(&self, now: Instant) -> Duration {
+        self.waiting.map_or(Duration::ZERO, |waiting| now.saturating_duration_since(waiting.since))
     }
 
     /// Returns how long the request has waited for this reason without a break.
@@ -460,50 +446,6 @@ fn one_line(text: &str) -> String {
     line
 }
 
-/// Queue of the requests of one model that found every node busy. They get their turn to pick again in order of
-/// arrival.
-#[derive(Debug)]
-pub struct TurnQueue<Id> {
-    waiting: VecDeque<Id>,
-    picking: Vec<Id>,
-}
-
-impl<Id> Default for TurnQueue<Id> {
-    fn default() -> Self {
-        Self { waiting: VecDeque::new(), picking: Vec::new() }
-    }
-}
-
-impl<Id: Copy + PartialEq> TurnQueue<Id> {
-    /// Returns whether no request waits for its turn or has it: a new request may pick at once.
-    pub fn is_empty(&self) -> bool {
-        self.waiting.is_empty() && self.picking.is_empty()
-    }
-
-    /// Adds a request behind every other one. Does nothing if the request is in the queue.
-    pub fn join(&mut self, id: Id) {
-        if !self.waiting.contains(&id) && !self.picking.contains(&id) {
-            self.waiting.push_back(id);
-        }
-    }
-
-    /// Removes a request, and with it its turn.
-    pub fn leave(&mut self, id: Id) {
-        self.waiting.retain(|waiting| *waiting != id);
-        self.picking.retain(|picking| *picking != id);
-    }
-
-    /// Gives a free turn to the first waiting request, which keeps the turn until it leaves.
-    pub fn next_turn(&mut self) -> Option<Id> {
-        if self.picking.len() >= TURNS_MAX {
-            return None;
-        }
-        let id = self.waiting.pop_front()?;
-        self.picking.push(id);
-        Some(id)
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use cluster::Role;
@@ -633,14 +575,12 @@ mod tests {
         let (prefill, decode) = nodes();
         let mut recovery = Recovery::new(POLICY);
         assert_eq!(recovery.all_busy(start), NextStep::WaitForTurn);
-        recovery.take_turn();
         for second in 0..30 {
             let now = start + Duration::from_secs(second);
             let busy = failure(Side::Decode, Cause::Busy);
             assert_eq!(recovery.failed(busy, Some(prefill), decode, now), NextStep::Retry);
             assert!(recovery.avoid_decode().is_empty() && recovery.attempts() == 1);
-            let left = Duration::from_secs(30 - second);
-            assert_eq!(recovery.all_busy(now), NextStep::PickAgain { left });
+            assert_eq!(recovery.all_busy(now), NextStep::WaitForTurn);
         }
         let waited = POLICY.busy_timeout;
         assert_eq!(recovery.all_busy(start + waited), NextStep::GiveUp(GiveUp::Busy { waited }));
@@ -719,25 +659,5 @@ mod tests {
         let failure = AttemptFailure::reported(Side::Decode, failure);
         assert_eq!(failure.cause, Cause::Internal);
         assert!(failure.message.starts_with("a b") && failure.message.len() < 310);
-    }
-
-    #[test]
-    fn turns_are_bounded_and_given_in_order_of_arrival() {
-        let mut queue = TurnQueue::default();
-        assert!(queue.is_empty());
-        (0..7).for_each(|id| queue.join(id));
-        queue.join(0);
-        let next = |queue: &mut TurnQueue<u32>| {
-            std::iter::from_fn(|| queue.next_turn()).collect::<Vec<_>>()
-        };
-        assert_eq!(next(&mut queue), [0, 1, 2, 3]);
-        queue.leave(5);
-        queue.leave(2);
-        queue.leave(0);
-        assert_eq!(next(&mut queue), [4, 6]);
-        [1, 3, 4].into_iter().for_each(|id| queue.leave(id));
-        assert!(!queue.is_empty(), "request 6 has its turn");
-        queue.leave(6);
-        assert!(queue.is_empty());
     }
 }

@@ -288,9 +288,17 @@ fn waiting_for_a_busy_cluster_is_bounded_and_in_turns() {
     owner.now += Duration::from_secs(1);
     owner.core.handle_turn();
     assert_eq!(owner.outputs(), [Output::Pick]);
-    while owner.no_node(&BUSY).is_empty() {
-        assert_eq!(owner.deadline(), [Output::Pick]);
-    }
+    assert_eq!(owner.no_node(&BUSY), [Output::WaitForTurn]);
+    let end = loop {
+        let outputs = owner.deadline();
+        if outputs != [Output::AskForTurn] {
+            break outputs;
+        }
+        owner.core.handle_turn();
+        assert_eq!(owner.outputs(), [Output::Pick]);
+        assert_eq!(owner.no_node(&BUSY), [Output::WaitForTurn]);
+    };
+    assert_eq!(*gave_up(&end), GiveUp::Busy { waited: POLICY.busy_timeout });
     assert_eq!(owner.elapsed(), POLICY.busy_timeout);
     assert!(owner.core.has_ended());
 
@@ -389,6 +397,50 @@ fn a_complete_stop_string_drops_the_calls_and_whatever_follows() {
         panic!("{outputs:?}");
     };
     assert_eq!(finished.reason, FinishReason::Stop);
+}
+
+#[test]
+fn a_client_that_does_not_read_holds_no_node_and_continues_at_its_next_read() {
+    let mut owner = Owner::started();
+    owner.picked(true);
+    owner.reserved();
+    owner.tokens(2);
+    let event = DecodeTokens { first_index: 2, tokens: vec![token(2)] };
+    let event = DecodeEvent { event: Some(Event::Tokens(event)), stages: None };
+    owner.core.handle_decode(owner.now, Ok(Some(event)));
+    assert!(matches!(owner.core.poll_output(), Some(Output::Emit { .. })));
+    owner.core.handle_client_stalled();
+    let outputs = owner.outputs();
+    let [Output::EndAttempt(ended)] = &outputs[..] else { panic!("{outputs:?}") };
+    assert_eq!(ended.outcome, AttemptOutcome::Paused);
+    assert!(!owner.core.expects_decode() && !owner.core.expects_prefill());
+    assert_eq!(owner.core.next_deadline(), Some(owner.start + TIMEOUT));
+    owner.now += Duration::from_secs(20);
+    owner.received.push(2);
+    owner.core.handle_emitted(owner.now, None);
+    assert_eq!(owner.outputs(), [Output::WaitForTurn]);
+    // The next attempt must be able to start, as that of a new request.
+    assert_eq!(owner.core.wanted().room, Room::Start { headroom: false });
+    owner.core.handle_turn();
+    assert_eq!(owner.outputs(), [Output::Pick]);
+    owner.picked(false);
+    assert_eq!(owner.reserved(), [Output::StopWaiting]);
+    owner.tokens(MAX_TOKENS - 3);
+    assert_eq!(owner.core.emitted().len() as u32, MAX_TOKENS);
+    // After the last token the nodes hold nothing.
+    owner.core.handle_client_stalled();
+    assert!(owner.core.expects_decode());
+}
+
+#[test]
+fn a_started_answer_needs_no_room_unless_its_client_paused_it() {
+    let mut owner = Owner::started();
+    assert_eq!(owner.core.wanted().room, Room::Start { headroom: false });
+    owner.picked(false);
+    owner.reserved();
+    owner.tokens(1);
+    owner.loses_decode();
+    assert_eq!(owner.core.wanted().room, Room::Any);
 }
 
 #[test]

@@ -8,6 +8,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use cluster::Room;
 use proto::{
     ids::TransferId,
     v1::{DecodeEvent, FinishReason, PrefillEvent, Sampling, Token},
@@ -22,7 +23,6 @@ use super::{
     events::{AnswerEnd, AnswerTokens, Event, EventSender, StopReason},
 };
 use crate::{
-    admission::Waiting,
     front::Front,
     nodes::{Assigned, NodeCall, PickedNodes, next_message},
     record::RequestRecord,
@@ -31,8 +31,13 @@ use crate::{
         AnswerSpec, AttemptOutcome, Blame, Cause, EndedAttempt, FinishedAnswer, NodeFeedback,
         Output, RecoveryPolicy, RequestCore, Side, Stop,
     },
+    wait_queue::{Charge, Turn, WaitLimits, WaitRequest, Waiting},
     wake::MovingTimer,
 };
+
+/// Time for which a client may leave its full buffer unread until its attempt ends. The nodes meanwhile generate tokens
+/// that are generated again later, so the time is short.
+const STALLED_AFTER: Duration = Duration::from_millis(500);
 
 /// One answer in flight.
 pub struct AnswerDriver<'a> {
@@ -56,6 +61,7 @@ struct OpenAttempt {
     /// Whether the client received a token of this attempt.
     has_token: bool,
     span: Span,
+    charge: Charge,
 }
 
 impl<'a> AnswerDriver<'a> {
@@ -116,7 +122,8 @@ impl<'a> AnswerDriver<'a> {
                         }
                         self.emit(first_index, tokens).await?;
                     }
-                    Output::WaitForTurn => self.waiting_place()?.queue(),
+                    Output::WaitForTurn => self.waiting_place()?.queue()?,
+                    Output::AskForTurn => self.waiting_place()?.ask(),
                     Output::WaitForNode => self.waiting_place()?.leave_queue(),
                     Output::StopWaiting => self.waiting = None,
                     Output::Finish(finished) => {
@@ -126,8 +133,12 @@ impl<'a> AnswerDriver<'a> {
                     }
                     Output::Fail(reason) => {
                         let slow_client_timeout = self.front.settings.router.slow_client_timeout;
-                        let timeout = deadline.timeout;
-                        return Err(RequestError::gave_up(reason, timeout, slow_client_timeout));
+                        return Err(RequestError::gave_up(
+                            reason,
+                            deadline.timeout,
+                            slow_client_timeout,
+                            self.request.model.waiting.retry_after_s(),
+                        ));
                     }
                 }
             }
@@ -152,7 +163,10 @@ impl<'a> AnswerDriver<'a> {
             message = next_message(&mut prefill), if core.expects_prefill() => {
                 core.handle_prefill(Instant::now(), message);
             }
-            () = Waiting::turn(waiting), if core.expects_turn() => core.handle_turn(),
+            turn = Waiting::turn(waiting), if core.expects_turn() => match turn {
+                Turn::Pick => core.handle_turn(),
+                Turn::Late => core.handle_late_turn(Instant::now()),
+            },
             // Fails only if the sender was dropped, but `front` holds the sender.
             _ = node_changes.changed(), if core.expects_node() => {
                 core.handle_nodes_changed();
@@ -177,7 +191,14 @@ impl<'a> AnswerDriver<'a> {
         self.node_changes.mark_unchanged();
         let nodes = &self.front.nodes;
         let transfer_id = TransferId::mint()?;
-        let picked = nodes.pick(transfer_id, &self.core.wanted());
+        let mut wanted = self.core.wanted();
+        let output_tokens_max = wanted.new_tokens_max;
+        let queue = &self.request.model.waiting;
+        if let Room::Start { headroom } = &mut wanted.room {
+            *headroom = queue.leaves_headroom(&self.request.flow.name);
+        }
+        let tokens = wanted.tokens;
+        let picked = nodes.pick(transfer_id, &wanted);
         let PickedNodes { decode, prefill, ttft, considered } = match picked {
             Ok(picked) => picked,
             Err(reason) => {
@@ -202,6 +223,12 @@ impl<'a> AnswerDriver<'a> {
             outcome = field::Empty,
         );
         self.record.picked(self.choice, calls.number, considered, ttft, cached);
+        let cached_tokens = cached.0.unwrap_or(cached.1);
+        let charge =
+            queue.start(&self.request.flow, tokens - cached_tokens.min(tokens), output_tokens_max);
+        if let Some(waiting) = &mut self.waiting {
+            waiting.leave_queue();
+        }
         self.attempt = Some(OpenAttempt {
             decode: NodeCall::decode(decode, calls.decode, &span),
             prefill: prefill
@@ -209,6 +236,7 @@ impl<'a> AnswerDriver<'a> {
                 .map(|(node, request)| NodeCall::prefill(node, request, &span)),
             has_token: false,
             span,
+            charge,
         });
         Ok(())
     }
@@ -218,9 +246,11 @@ impl<'a> AnswerDriver<'a> {
         let (tokens, text) = self.text.push(tokens);
         if !tokens.is_empty() {
             self.record.emitted(tokens.len() as u32);
+            if let Some(attempt) = &mut self.attempt {
+                attempt.charge.emitted(tokens.len() as u32);
+            }
             let event = AnswerTokens { choice: self.choice, first_index, tokens, text };
-            let sent = self.events.send(Event::Tokens(event));
-            match timeout_at(self.request.deadline.at, sent).await {
+            match timeout_at(self.request.deadline.at, self.send(Event::Tokens(event))).await {
                 Ok(sent) => sent?,
                 Err(_) => {
                     self.core.handle_deadline(Instant::now(), |_| None);
@@ -232,6 +262,25 @@ impl<'a> AnswerDriver<'a> {
         Ok(())
     }
 
+    /// Sends an event to the client. If the client leaves its buffer full, the attempt ends, so that it holds no slot
+    /// and no KV. The answer goes on when the client has read half of the buffer.
+    async fn send(&mut self, event: Event) -> Result<(), RequestError> {
+        let events = self.events;
+        let sent = events.send(event);
+        tokio::pin!(sent);
+        if let Ok(sent) = tokio::time::timeout(STALLED_AFTER, &mut sent).await {
+            return sent;
+        }
+        self.core.handle_client_stalled();
+        while let Some(output) = self.core.poll_output() {
+            if let Output::EndAttempt(ended) = output {
+                self.end_attempt(&ended);
+            }
+        }
+        sent.await?;
+        events.half_read().await
+    }
+
     fn delivered(&self, elapsed: Duration) {
         let Some(OpenAttempt { decode, prefill: Some(prefill), .. }) = &self.attempt else {
             return;
@@ -241,23 +290,41 @@ impl<'a> AnswerDriver<'a> {
 
     /// Counts the attempt, reports a failure to the directory, drops the calls and releases the nodes.
     fn end_attempt(&mut self, ended: &EndedAttempt) {
-        let Some(OpenAttempt { decode, prefill, span, .. }) = self.attempt.take() else { return };
+        let Some(attempt) = self.attempt.take() else { return };
+        let OpenAttempt { decode, prefill, span, mut charge, .. } = attempt;
+        if ended.outcome == AttemptOutcome::Complete {
+            charge.completed();
+        }
+        self.report_attempt(ended, &decode.node, prefill.as_ref().map(|call| &call.node), &span);
+        // The charge ends last: the next request then finds the nodes released.
+        drop((decode, prefill));
+        drop(charge);
+    }
+
+    /// Counts the attempt and reports its failure to the directory.
+    fn report_attempt(
+        &self,
+        ended: &EndedAttempt,
+        decode: &Assigned,
+        prefill: Option<&Assigned>,
+        span: &Span,
+    ) {
         let end = self.record.attempt_ended(self.choice, ended, prefill.is_some());
-        decode.node.decoded(ended.stats.decoded_tokens, ended.stats.decode_wait);
+        decode.decoded(ended.stats.decoded_tokens, ended.stats.decode_wait);
         let AttemptOutcome::Failed(failure) = &ended.outcome else {
             // No log line follows. A recorded field would be formatted for log lines.
-            return spans::attempt_ended(&span, end.as_str());
+            return spans::attempt_ended(span, end.as_str());
         };
         span.record("outcome", end.as_str());
-        spans::failed(&span, end.as_str());
-        let node = match (failure.side, &prefill) {
-            (Side::Prefill, Some(prefill)) => &prefill.node,
-            (Side::Prefill, None) | (Side::Decode, _) => &decode.node,
+        spans::failed(span, end.as_str());
+        let node = match (failure.side, prefill) {
+            (Side::Prefill, Some(prefill)) => prefill,
+            (Side::Prefill, None) | (Side::Decode, _) => decode,
         };
         let _entered = span.enter();
-        match (failure.blame(), &prefill) {
+        match (failure.blame(), prefill) {
             (Some(Blame::Node), _) => node.failed(),
-            (Some(Blame::Pair), Some(prefill)) => prefill.node.transfer_failed(&decode.node),
+            (Some(Blame::Pair), Some(prefill)) => prefill.transfer_failed(decode),
             _ => {}
         }
         let (node_id, report) = (&node.record().node_id, failure.node_feedback());
@@ -284,8 +351,21 @@ impl<'a> AnswerDriver<'a> {
         Ok(match &mut self.waiting {
             Some(waiting) => waiting,
             none => {
-                let has_begun = !self.core.emitted().is_empty();
-                none.insert(model.waiting.enter(&model.metrics, has_begun)?)
+                let wanted = self.core.wanted();
+                // A started answer comes before the other answers of its caller, unless its client paused it.
+                let wait_max = match wanted.room {
+                    Room::Any => Duration::ZERO,
+                    Room::Start { .. } => self.front.settings.router.waiting_timeout,
+                };
+                let request = WaitRequest {
+                    flow: self.request.flow.clone(),
+                    prompt_tokens: wanted.tokens,
+                    output_tokens_max: wanted.new_tokens_max,
+                    limits: WaitLimits { wait_max, deadline: self.request.deadline.at.into_std() },
+                    has_begun: !self.core.emitted().is_empty(),
+                };
+                let of_key = self.record.caller().waiting();
+                none.insert(model.waiting.enter(request, &model.metrics, of_key)?)
             }
         })
     }

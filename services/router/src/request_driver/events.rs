@@ -177,6 +177,16 @@ impl EventSender {
         self.0.wait_until(is_read).await
     }
 
+    /// Blocks until at most half of the queue is full.
+    pub async fn half_read(&self) -> Result<(), RequestError> {
+        let events_max = self.0.events_max;
+        let is_read = |state: &mut State| match state.receiver {
+            ReceiverState::Dropped { .. } => Some(Err(RequestError::ClientGone)),
+            ReceiverState::Connected => (state.events.len() <= events_max / 2).then_some(Ok(())),
+        };
+        self.0.wait_until(is_read).await
+    }
+
     /// Drops all queued events.
     pub fn discard(&self) {
         self.0.lock().events = VecDeque::new();
@@ -292,6 +302,23 @@ mod tests {
         drop(receiver);
         assert_eq!(sender.send(event(4)).await, GONE);
         assert_eq!(sender.read_out().await, GONE);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn half_of_a_full_queue_is_read_before_the_answer_goes_on() {
+        let (sender, mut receiver) = event_queue(4, SHORT);
+        for number in 0..4 {
+            sender.send(event(number)).await.unwrap();
+        }
+        let mut half = std::pin::pin!(sender.half_read());
+        receiver.recv().await.unwrap();
+        assert!(futures_util::poll!(&mut half).is_pending());
+        receiver.recv().await.unwrap();
+        assert_eq!(half.await, Ok(()));
+        for number in 0..2 {
+            sender.send(event(number)).await.unwrap();
+        }
+        assert_eq!(sender.half_read().await, SLOW);
     }
 
     #[tokio::test(start_paused = true)]

@@ -20,6 +20,7 @@ use tracing::{Instrument, Span};
 
 use crate::{
     admission::{Admitted, Full},
+    fair_queue::Flow,
     front::{Front, ServedModel},
     keys::OpenStreams,
     record::RequestRecord,
@@ -33,6 +34,7 @@ use crate::{
         tools::{CallReader, CallReading, OfferedTools},
     },
     request_core::AnswerSpec,
+    wait_queue::WaitLimits,
     wake::when_woken,
 };
 use answer_driver::AnswerDriver;
@@ -75,6 +77,8 @@ pub struct PreparedRequest {
     /// Settings for parsing tool calls; `None` without tools.
     pub calls: Option<CallReading>,
     pub deadline: Deadline,
+    /// Flow of the caller, for the order in which requests start.
+    pub flow: Flow,
     /// The request's share of the requests in flight.
     _admitted: Admitted,
     /// The request's share of its key's streams.
@@ -173,8 +177,14 @@ async fn prepare(
     if record.connection().is_late {
         return Err(Full::Stopping.into());
     }
+    let flow = caller.flow(parsed.tenant.as_ref());
     let streams = caller.open_streams(answer_count as u32)?;
-    let admitted = front.admission.admit(answer_count as u32)?;
+    let admitted = front
+        .admission
+        .admit(&flow, answer_count as u32)
+        .map_err(|full| model.waiting.overload(full, &flow.name))?;
+    let wait_max = front.settings.router.waiting_timeout;
+    model.waiting.check(&flow, WaitLimits { wait_max, deadline: deadline.at.into_std() })?;
     let none = RequestError::NoDecodeNode { waited: Duration::ZERO };
     // While no node is up, the limits of the last known nodes apply, and the request waits for a node in its core.
     let limits = front.nodes.last_limits(&model.name).ok_or(none)?;
@@ -245,6 +255,7 @@ async fn prepare(
         with_text: parsed.with_text,
         calls,
         deadline,
+        flow,
         _admitted: admitted,
         _streams: streams,
     };

@@ -1,8 +1,13 @@
 //! Metrics of API keys. The names of the keys come from the operator's file, so the number of series is bounded.
 
-use opentelemetry::{KeyValue, metrics::Counter};
+use std::{sync::Arc, time::Instant};
 
-use super::{FinishedRequest, Metrics, labels::Series, router::TokenType};
+use opentelemetry::{
+    KeyValue,
+    metrics::{Counter, Histogram, UpDownCounter},
+};
+
+use super::{FIRST_TOKEN_SECONDS, FinishedRequest, Metrics, labels::Series, router::TokenType};
 
 labels! {
     /// Limit of a key.
@@ -40,8 +45,23 @@ impl ApiKeyMetrics {
     }
 
     pub fn of_key(&self, name: &str) -> KeyMetrics {
-        let of_key = &[KeyValue::new("key", name.to_owned())];
+        let key = KeyValue::new("key", name.to_owned());
+        let of_key = std::slice::from_ref(&key);
+        let queue = QueueMetrics {
+            waiting: self.factory.up_down_counter(
+                "baton.api_key.waiting",
+                "Requests of an API key that wait for a node",
+                of_key,
+            ),
+            queue_time: self.factory.seconds(
+                "baton.api_key.queue_time",
+                "Time a request of an API key waited in the router for a node",
+                &FIRST_TOKEN_SECONDS,
+            ),
+            key: key.clone(),
+        };
         KeyMetrics {
+            queue: Arc::new(queue),
             requests: self.factory.counter(
                 "baton.api_key.requests",
                 "Requests of an API key within its limits per minute",
@@ -66,9 +86,36 @@ pub struct KeyMetrics {
     requests: Series<Counter<u64>, ()>,
     limited: Series<Counter<u64>, KeyLimit>,
     tokens: Series<Counter<u64>, TokenType>,
+    queue: Arc<QueueMetrics>,
+}
+
+struct QueueMetrics {
+    waiting: Series<UpDownCounter<i64>, ()>,
+    queue_time: Histogram<f64>,
+    key: KeyValue,
+}
+
+/// Guard of a key's request that waits for a node. The guard records the time.
+pub struct KeyWaiting {
+    queue: Arc<QueueMetrics>,
+    since: Instant,
+}
+
+impl Drop for KeyWaiting {
+    fn drop(&mut self) {
+        let QueueMetrics { waiting, queue_time, key } = &*self.queue;
+        waiting.add(-1, ());
+        queue_time.record(self.since.elapsed().as_secs_f64(), std::slice::from_ref(key));
+    }
 }
 
 impl KeyMetrics {
+    /// Counts a request as waiting for a node until the guard is dropped.
+    pub fn waiting(&self) -> KeyWaiting {
+        self.queue.waiting.add(1, ());
+        KeyWaiting { queue: self.queue.clone(), since: Instant::now() }
+    }
+
     pub fn request(&self) {
         self.requests.add(1, ());
     }

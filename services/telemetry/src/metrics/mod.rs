@@ -32,14 +32,14 @@ use crate::{
 
 use labels::{Labels, Series};
 
-pub use keys::{ApiKeyMetrics, KeyLimit, KeyMetrics, KeyRejection};
+pub use keys::{ApiKeyMetrics, KeyLimit, KeyMetrics, KeyRejection, KeyWaiting};
 pub use node::{
     LoadStats, NodeMetrics, SequenceEnd, StepDispatch, StepStats, TokenRejection, TransferEnd,
     TransferSide,
 };
 pub use router::{
-    AttemptEnd, Exclusion, FinishedRequest, InFlightRequest, NodeRole, Operation, Pick, RequestEnd,
-    RouterMetrics,
+    AttemptEnd, Exclusion, FinishedRequest, InFlightRequest, NodeRole, Operation, Pick, Refusal,
+    RequestEnd, RouterMetrics,
 };
 
 /// Interval of pushes. Dashboards rarely show a finer resolution.

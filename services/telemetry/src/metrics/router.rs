@@ -58,10 +58,30 @@ labels! {
         /// The two nodes are incompatible, or another process than the router expected answered.
         Mismatch = "mismatch",
         Deadline = "deadline",
+        /// The client did not read its stream for a while; the answer continues when it does.
+        Paused = "paused",
         /// The client disconnected, or a stop string completed the answer.
         Cancelled = "cancelled",
         /// A bug in a node.
         Internal = "internal",
+    }
+}
+
+labels! {
+    /// Reason why the router refused a request because of load.
+    pub enum Refusal("reason") {
+        /// `router.requests_max` is reached.
+        InFlight = "in_flight",
+        /// `router.waiting_max` is reached.
+        Waiting = "waiting",
+        /// The request could not start before its deadline or within `router.waiting_timeout`, by prediction.
+        Late = "late",
+        /// Every node was busy for `router.waiting_timeout`.
+        Busy = "busy",
+        /// The caller has its share of the requests that may be in flight or wait.
+        Share = "share",
+        /// The caller's own requests would delay the request for too long.
+        ShareLate = "share_late",
     }
 }
 
@@ -178,6 +198,7 @@ pub struct RouterMetrics {
     token_usage: Histogram<u64>,
     tokens: Series<Counter<u64>, (Operation, TokenType)>,
     finished: Series<Counter<u64>, (Operation, RequestEnd)>,
+    refused: Series<Counter<u64>, Refusal>,
     requests: Series<UpDownCounter<i64>, RequestState>,
     attempts: Series<Counter<u64>, AttemptEnd>,
     node_attempts: Series<Counter<u64>, (NodeRole, AttemptEnd)>,
@@ -242,6 +263,11 @@ impl RouterMetrics {
             finished: metrics.counter(
                 "baton.requests.finished",
                 "Finished requests, by reason",
+                of_model,
+            ),
+            refused: metrics.counter(
+                "baton.requests.refused",
+                "Requests that the router refused because of load, by reason",
                 of_model,
             ),
             requests: metrics.up_down_counter(
@@ -350,6 +376,10 @@ impl RouterMetrics {
                 self.token_usage.record(tokens, &[operation.clone(), model.clone(), of_type]);
             }
         }
+    }
+
+    pub fn refused(&self, reason: Refusal) {
+        self.refused.add(1, reason);
     }
 
     pub fn attempt_ended(&self, end: AttemptEnd) {

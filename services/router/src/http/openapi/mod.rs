@@ -159,10 +159,12 @@ fn with_errors(ok: Value, statuses: &[u16]) -> Value {
             408 => "The client did not send the body or read the answer in time.",
             413 => "The body is too large.",
             415 => "The body is compressed, or its content-type is not JSON.",
-            429 => "The router or the API key is at a limit.",
+            429 => "The API key is at a limit, or the caller has its share of a busy router.",
             501 => "The nodes' release does not support this grammar.",
             502 => "Every attempt failed.",
-            503 => "All nodes are busy, no node is ready, or the router shuts down.",
+            503 => {
+                "All nodes are busy, no node is ready, or the router is at a limit or shuts down."
+            }
             504 => "The request's deadline has passed.",
             _ => "A bug in Baton.",
         };

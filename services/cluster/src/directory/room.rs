@@ -1,0 +1,100 @@
+//! Whether an attempt could start on a node now, or would wait in the node's own queues.
+//!
+//! Nodes queue in order of arrival, so a request that waits in a node cannot be overtaken by a request of another
+//! caller. Routers therefore hold requests back until a node has a free slot, free KV blocks and a short queue of
+//! prompts.
+
+use std::time::Duration;
+
+use super::{
+    NoNode,
+    select::{Candidate, NodeOption},
+};
+use crate::Role;
+
+/// Maximum predicted time of a node's queue of prompts before the prompt of a new attempt: a few times the error of
+/// predictions, so that a node does not run out of prompts while requests wait.
+const PROMPT_QUEUE_MAX_MS: f64 = 50.0;
+/// The same for a caller that leaves headroom: the time of a call and its reservation.
+const PROMPT_QUEUE_HEADROOM_MS: f64 = 10.0;
+/// Pause after which a waiting request picks again: an interval between load reports.
+const RETRY_AFTER: Duration = Duration::from_millis(50);
+/// One of this many slots is headroom.
+const HEADROOM: u64 = 8;
+
+/// Capacity that an attempt needs of its nodes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Room {
+    /// None: the nodes may queue the attempt.
+    Any,
+    /// The attempt must be able to start. With `headroom` an eighth of all slots stays free for other callers, the queue
+    /// of prompts is shorter, and no decode node prefills the prompt if a prefill node can.
+    Start { headroom: bool },
+}
+
+impl Room {
+    pub(super) fn leaves_headroom(self) -> bool {
+        self == Self::Start { headroom: true }
+    }
+}
+
+/// Slots of decode nodes. Nodes of older releases do not report them and are never full.
+#[derive(Default)]
+struct Slots {
+    total: u64,
+    free: u64,
+}
+
+/// Keeps the decode nodes on which the attempt could start.
+pub(super) fn retain_free(room: Room, decode: &mut Vec<Candidate<'_>>) -> Result<(), NoNode> {
+    let Room::Start { headroom } = room else { return Ok(()) };
+    let busy = NoNode::Busy { role: Role::Decode, retry_after: RETRY_AFTER };
+    if headroom && has_only_headroom(decode) {
+        return Err(busy);
+    }
+    decode.retain(|node| {
+        let Some(slots) = slots(node) else { return true };
+        // Blocks become free when a sequence ends. Without sequences the node evicts cached blocks.
+        let has_blocks = rows(node) == 0 || node.missing_blocks() == 0;
+        slots.free > 0 && has_blocks
+    });
+    if decode.is_empty() { Err(busy) } else { Ok(()) }
+}
+
+/// Returns whether no slot is free besides the headroom.
+fn has_only_headroom(decode: &[Candidate<'_>]) -> bool {
+    let mut all = Slots::default();
+    for node in decode {
+        let Some(slots) = slots(node) else { return false };
+        all.total += slots.total;
+        all.free += slots.free;
+    }
+    all.free <= all.total / HEADROOM
+}
+
+/// Checks that the prompt of the attempt would not wait long for its prefill.
+pub(super) fn check_prompt_queue(room: Room, best: &NodeOption<'_>) -> Result<(), NoNode> {
+    let node = best.prefill.unwrap_or(best.decode);
+    let queue_ms = node.state.as_ref().map_or(0.0, |(state, _)| state.queue_ms);
+    let queue_max_ms = match room {
+        Room::Any => return Ok(()),
+        Room::Start { headroom: false } => PROMPT_QUEUE_MAX_MS,
+        Room::Start { headroom: true } => PROMPT_QUEUE_HEADROOM_MS,
+    };
+    let excess_ms = queue_ms - queue_max_ms;
+    if excess_ms <= 0.0 {
+        return Ok(());
+    }
+    let retry_after = RETRY_AFTER.min(Duration::from_secs_f64(excess_ms / 1e3));
+    Err(NoNode::Busy { role: node.role, retry_after })
+}
+
+/// Returns the sequences on the node: those of other routers in the last report, and this router's attempts now.
+fn rows(node: &Candidate<'_>) -> u64 {
+    (node.member.other_rows + node.member.in_flight) as u64
+}
+
+fn slots(node: &Candidate<'_>) -> Option<Slots> {
+    let total = u64::from(node.seen.step_costs?.slots?);
+    Some(Slots { total, free: total.saturating_sub(rows(node)) })
+}

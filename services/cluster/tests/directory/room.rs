@@ -1,0 +1,88 @@
+//! Nodes on which an attempt could start now.
+
+use cluster::{Load, NoNode, Role, Room, Wanted};
+use proto::v1;
+
+use crate::world::*;
+
+fn load(slots: u32, running: u32) -> Load {
+    let costs = v1::StepCosts {
+        step_tokens: 512,
+        chunk_tokens: 512,
+        slots,
+        prefill: Some(v1::PrefillCosts { token_ps: 100_000_000, ..Default::default() }),
+        decode: Some(v1::DecodeCosts { step_ps: 5_000_000_000, ..Default::default() }),
+        ..Default::default()
+    };
+    Load { running, step_costs: Some(costs), ..idle() }
+}
+
+fn starting(headroom: bool) -> Wanted<'static> {
+    Wanted { room: Room::Start { headroom }, ..wanted(8) }
+}
+
+fn is_busy(world: &mut World, wanted: &Wanted<'_>) -> bool {
+    match world.pick_nodes(wanted) {
+        Ok(_) => false,
+        Err(NoNode::Busy { .. }) => true,
+        Err(other) => panic!("{other}"),
+    }
+}
+
+#[test]
+fn attempts_start_only_on_nodes_with_a_free_slot() {
+    let mut world = World::new();
+    // Another router has a sequence on the first node.
+    world.up(&decode(11), &record(Role::Decode, 11), load(4, 1));
+    world.up(&decode(12), &record(Role::Decode, 12), load(4, 0));
+    let picked: Vec<_> = (0..7).map(|_| world.pick_nodes(&starting(false)).unwrap()).collect();
+    assert!(is_busy(&mut world, &starting(false)));
+    assert!(!is_busy(&mut world, &wanted(8)), "the node may queue it");
+    // An ended attempt frees its slot at once, although the node has not reported it.
+    world.directory.release(picked[0].decode.assignment);
+    world.directory.release(picked[1].decode.assignment);
+    assert!(!is_busy(&mut world, &starting(false)));
+    assert!(is_busy(&mut world, &starting(false)));
+}
+
+#[test]
+fn headroom_is_an_eighth_of_all_slots() {
+    let mut world = World::new();
+    world.up(&decode(11), &record(Role::Decode, 11), load(8, 0));
+    world.up(&decode(12), &record(Role::Decode, 12), load(8, 0));
+    for _ in 0..14 {
+        assert!(!is_busy(&mut world, &starting(true)));
+    }
+    assert!(is_busy(&mut world, &starting(true)));
+    assert!(!is_busy(&mut world, &starting(false)) && !is_busy(&mut world, &starting(false)));
+    assert!(is_busy(&mut world, &starting(false)));
+}
+
+#[test]
+fn node_without_free_blocks_takes_no_attempt_while_it_has_sequences() {
+    let full = |running| Load { blocks_free: 0, ..load(8, running) };
+    for (running, busy) in [(1, true), (0, false)] {
+        let mut world = World::new();
+        world.up(&decode(11), &record(Role::Decode, 11), full(running));
+        assert_eq!(is_busy(&mut world, &starting(false)), busy, "{running} running");
+    }
+}
+
+#[test]
+fn node_of_an_older_release_is_never_full() {
+    let mut world = World::new();
+    world.up(&decode(11), &record(Role::Decode, 11), load(0, 500));
+    assert!(!is_busy(&mut world, &starting(true)));
+}
+
+#[test]
+fn attempts_wait_while_the_queue_of_prompts_is_long() {
+    for (pending, busy) in [(400, false), (600, true)] {
+        let mut world = World::new();
+        let queue = Load { waiting: 1, pending_prompt_tokens: pending, ..load(8, 0) };
+        world.up(&prefill(1), &record(Role::Prefill, 1), queue);
+        world.up(&decode(11), &record(Role::Decode, 11), Load { running: 1, ..queue });
+        let long = Wanted { room: Room::Start { headroom: false }, ..wanted(200) };
+        assert_eq!(is_busy(&mut world, &long), busy, "{pending} tokens of 0.1 ms");
+    }
+}

@@ -1,0 +1,448 @@
+//! Weighted fair queue of the requests of one model that wait for a free slot. Pure: no clock, no task.
+//!
+//! All requests of an API key are one [`Flow`]; without keys all requests of a tenant. A request costs its uncached prompt
+//! tokens and twice its output tokens, because a decode row takes about as much of a step as two prompt tokens. Each flow
+//! has a *virtual time*: the cost that was served to the flow, divided by the weight of the flow. The next turn goes to
+//! the flow with the lowest virtual time, so flows that always have requests are served in proportion to their weights. A
+//! flow without queued requests collects no credit: its virtual time rises to that of the waiting flows when it returns.
+//!
+//! A flow is charged the predicted cost when its request starts, and the rest or the excess when the attempt ends.
+//! Predictions of the output length are the mean of the flow's last answers. Within a flow the request that must start
+//! first comes first. Flows of a higher priority come first, except for one of [`TURNS_PER_FAIR_TURN`] turns.
+//!
+//! Life of a waiting request:
+//! 1. [`FairQueue::join`]. [`FairQueue::wait`] predicts its waiting time before.
+//! 2. [`FairQueue::next_turn`] returns it: the owner picks nodes for it.
+//! 3. [`FairQueue::started`] and [`FairQueue::leave`] if nodes take the request. Otherwise [`FairQueue::passed`]: the turn
+//!    goes to other requests, until the owner calls [`FairQueue::ask`], because nodes may have capacity again.
+//! 4. [`FairQueue::take_late`] returns it when it could no longer complete before its deadline.
+//! 5. [`FairQueue::ended`] when the attempt has ended.
+
+mod flow_limit;
+#[cfg(test)]
+mod tests;
+
+use std::{
+    cmp::Ordering,
+    collections::{BTreeMap, HashMap},
+    hash::Hash,
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+pub use flow_limit::{FlowLimit, LimitReached};
+
+/// Cost of an output token, in prompt tokens.
+const OUTPUT_TOKEN_COST: f64 = 2.0;
+/// Predicted output tokens of a flow without finished answers, at most the request's own maximum.
+const OUTPUT_TOKENS_FIRST: f64 = 256.0;
+/// Weight of a finished answer in the mean output length of its flow.
+const OUTPUT_SHARE: f64 = 1.0 / 8.0;
+/// Weight of an ended attempt in the service rate.
+const RATE_SHARE: f64 = 1.0 / 32.0;
+/// Time for which a flow without requests keeps its share of the headroom.
+const ACTIVE_FOR: Duration = Duration::from_secs(60);
+/// Maximum number of flows that are kept without requests. Clients may invent names of tenants.
+const IDLE_FLOWS_MAX: usize = 1024;
+/// One of this many turns ignores priorities, so that no flow starves.
+const TURNS_PER_FAIR_TURN: u64 = 8;
+/// Maximum number of requests of a flow, and of all flows, whose turn passes before the owner must ask again. More than
+/// one: a request that failed on an idle node may wait for a busy one. Few: each turn costs a pick of nodes.
+const PASSED_MAX: (usize, usize) = (4, 16);
+/// A first request that no node can start holds back all others every other such time: smaller requests would take each
+/// KV block that becomes free.
+const HOLD_BACK: Duration = Duration::from_secs(4);
+
+/// Name of a flow.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum FlowName {
+    /// All requests without a key and a tenant.
+    Shared,
+    Tenant(Arc<str>),
+    /// Name of the API key.
+    Key(Arc<str>),
+}
+
+/// Requests that share a place in the order of service.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Flow {
+    pub name: FlowName,
+    /// Share of the flow relative to other flows; at least 1.
+    pub weight: u32,
+    /// Flows of a higher priority come first.
+    pub priority: u32,
+}
+
+impl Flow {
+    /// Returns a flow with the default weight and priority.
+    pub fn new(name: FlowName) -> Self {
+        Self { name, weight: 1, priority: 0 }
+    }
+}
+
+/// The queue, and the virtual times of all flows.
+#[derive(Debug)]
+pub struct FairQueue<Id> {
+    flows: BTreeMap<FlowName, FlowState<Id>>,
+    places: HashMap<Id, (FlowName, Place)>,
+    /// Requests whose turn has passed since the owner asked.
+    passed: Vec<Id>,
+    joined: u64,
+    /// Started requests.
+    starts: u64,
+    /// Virtual time of the flow that was served last.
+    last_served: f64,
+    rate: ServiceRate,
+}
+
+/// Place in the queue of one flow: the time by which the request must start, and the number of its arrival.
+type Place = (Instant, u64);
+
+#[derive(Debug)]
+struct FlowState<Id> {
+    weight: f64,
+    priority: u32,
+    virtual_time: f64,
+    queue: BTreeMap<Place, Queued<Id>>,
+    /// Cost of all queued requests.
+    queued_cost: f64,
+    /// Started requests that have not ended.
+    running: u32,
+    /// Number of the last start of the flow. Ties go to the flow that started nothing for the longest time.
+    started: u64,
+    output_tokens: Option<f64>,
+    active_at: Instant,
+}
+
+#[derive(Debug)]
+struct Queued<Id> {
+    id: Id,
+    cost: f64,
+    /// Whether the request is rejected when its turn comes too late.
+    may_be_late: bool,
+    turn: Turn,
+    /// When the turn of this request passed for the first time.
+    passed_at: Option<Instant>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Turn {
+    None,
+    /// The owner picks nodes for the request.
+    Given,
+    /// No node could start the request.
+    Passed,
+}
+
+/// Sums over the last ended attempts, for the rate at which all running requests together are served.
+#[derive(Debug, Default)]
+struct ServiceRate {
+    cost: f64,
+    seconds: f64,
+}
+
+impl<Id> Queued<Id> {
+    fn holds_back(&self, now: Instant) -> bool {
+        let passed_for =
+            self.passed_at.map_or(Duration::ZERO, |at| now.saturating_duration_since(at));
+        passed_for.as_secs() / HOLD_BACK.as_secs() % 2 == 1
+    }
+}
+
+impl<Id> FlowState<Id> {
+    fn new(now: Instant) -> Self {
+        Self {
+            weight: 1.0,
+            priority: 0,
+            virtual_time: 0.0,
+            queue: BTreeMap::new(),
+            queued_cost: 0.0,
+            running: 0,
+            started: 0,
+            output_tokens: None,
+            active_at: now,
+        }
+    }
+
+    fn is_idle(&self) -> bool {
+        self.queue.is_empty() && self.running == 0
+    }
+}
+
+impl<Id> Default for FairQueue<Id> {
+    fn default() -> Self {
+        Self {
+            flows: BTreeMap::new(),
+            places: HashMap::new(),
+            passed: Vec::new(),
+            joined: 0,
+            starts: 0,
+            last_served: 0.0,
+            rate: ServiceRate::default(),
+        }
+    }
+}
+
+impl<Id: Copy + Eq + Hash> FairQueue<Id> {
+    pub fn is_empty(&self) -> bool {
+        self.places.is_empty()
+    }
+
+    /// Returns the predicted cost of an answer. `prompt_tokens`: uncached ones.
+    pub fn cost(&self, flow: &FlowName, prompt_tokens: u32, output_tokens_max: u32) -> f64 {
+        let mean = self.flows.get(flow).and_then(|flow| flow.output_tokens);
+        let output_tokens = mean.unwrap_or(OUTPUT_TOKENS_FIRST).min(output_tokens_max.into());
+        cost(prompt_tokens, output_tokens)
+    }
+
+    /// Returns the predicted time from the start of a request to its end.
+    pub fn service_time(&self, cost: f64) -> Duration {
+        let ServiceRate { cost: costs, seconds: all } = self.rate;
+        if costs > 0.0 { seconds(cost * all / costs) } else { Duration::ZERO }
+    }
+
+    /// Adds a request. `start_by`: the time by which it must start. With `may_be_late`, [`Self::take_late`] returns the
+    /// request after that time.
+    pub fn join(
+        &mut self,
+        now: Instant,
+        id: Id,
+        flow: &Flow,
+        cost: f64,
+        (start_by, may_be_late): (Instant, bool),
+    ) {
+        debug_assert!(!self.places.contains_key(&id), "a request joins once");
+        self.joined += 1;
+        let place = (start_by, self.joined);
+        let state = self.active(now, flow);
+        state
+            .queue
+            .insert(place, Queued { id, cost, may_be_late, turn: Turn::None, passed_at: None });
+        state.queued_cost += cost;
+        self.places.insert(id, (flow.name.clone(), place));
+    }
+
+    /// Removes a request from the queue.
+    pub fn leave(&mut self, id: Id) {
+        let Some((name, place)) = self.places.remove(&id) else { return };
+        let flow = self.flows.get_mut(&name).expect("a flow with requests is kept");
+        let queued = flow.queue.remove(&place).expect("every place has a request");
+        flow.queued_cost = if flow.queue.is_empty() { 0.0 } else { flow.queued_cost - queued.cost };
+        self.passed.retain(|passed| *passed != id);
+    }
+
+    /// Removes a request that can no longer start in time, and returns it.
+    pub fn take_late(&mut self, now: Instant) -> Option<Id> {
+        let first = self.flows.values().filter_map(|flow| flow.queue.first_key_value());
+        let mut late =
+            first.filter(|((start_by, _), queued)| queued.may_be_late && *start_by < now);
+        let id = late.next().map(|(_, queued)| queued.id)?;
+        self.leave(id);
+        Some(id)
+    }
+
+    /// Handles a turn for which no node could start the request. The request keeps its place.
+    pub fn passed(&mut self, now: Instant, id: Id) {
+        let Some(queued) = self.queued(id) else { return };
+        queued.passed_at.get_or_insert(now);
+        queued.turn = Turn::Passed;
+        self.passed.push(id);
+    }
+
+    /// Makes the requests whose turn has passed eligible again.
+    pub fn ask(&mut self) {
+        for id in std::mem::take(&mut self.passed) {
+            self.queued(id).expect("a request that leaves is removed").turn = Turn::None;
+        }
+    }
+
+    fn queued(&mut self, id: Id) -> Option<&mut Queued<Id>> {
+        let (name, place) = self.places.get(&id)?;
+        self.flows.get_mut(name)?.queue.get_mut(place)
+    }
+
+    /// Returns the request whose turn it is, if there is one. Turns of different flows may be open at the same time.
+    pub fn next_turn(&mut self, now: Instant) -> Option<Id> {
+        if self.passed.len() >= PASSED_MAX.1 {
+            return None;
+        }
+        let order = self.order();
+        for (index, name) in order.iter().enumerate() {
+            let flow = &self.flows[name];
+            // A flow is charged when its request starts, so it gets one turn at a time.
+            if flow.queue.values().any(|queued| queued.turn == Turn::Given) {
+                continue;
+            }
+            for (position, queued) in flow.queue.values().take(PASSED_MAX.0).enumerate() {
+                let id = queued.id;
+                if queued.turn == Turn::None {
+                    self.queued(id).expect("the request was just found").turn = Turn::Given;
+                    return Some(id);
+                }
+                let is_first = index == 0 && position == 0;
+                if is_first && queued.holds_back(now) && !self.is_over_share(now, name) {
+                    return None;
+                }
+            }
+        }
+        None
+    }
+
+    /// Returns the flows with queued requests in the order of service.
+    fn order(&self) -> Vec<FlowName> {
+        let is_fair_turn = self.starts % TURNS_PER_FAIR_TURN == TURNS_PER_FAIR_TURN - 1;
+        let waiting = self.flows.iter().filter(|(_, flow)| !flow.queue.is_empty());
+        let mut order: Vec<_> = waiting.collect();
+        order.sort_by(|(_, a), (_, b)| {
+            let by_priority = b.priority.cmp(&a.priority);
+            let by_priority = if is_fair_turn { Ordering::Equal } else { by_priority };
+            by_priority
+                .then(a.virtual_time.total_cmp(&b.virtual_time))
+                .then(a.started.cmp(&b.started))
+        });
+        order.into_iter().map(|(name, _)| name.clone()).collect()
+    }
+
+    /// Charges a flow for a request that starts on nodes.
+    pub fn started(&mut self, now: Instant, flow: &Flow, cost: f64) {
+        self.starts += 1;
+        let starts = self.starts;
+        let state = self.active(now, flow);
+        (state.running, state.started) = (state.running + 1, starts);
+        let begin = state.virtual_time;
+        state.virtual_time += cost / state.weight;
+        self.last_served = self.last_served.max(begin);
+    }
+
+    /// Handles the end of an attempt that was charged `charged`. `is_complete`: the answer is complete, so the attempt
+    /// tells about the lengths and the times of later ones.
+    pub fn ended(&mut self, now: Instant, flow: &FlowName, attempt: &EndedAttempt) {
+        let used = cost(attempt.prompt_tokens, attempt.output_tokens.into());
+        if let Some(state) = self.flows.get_mut(flow) {
+            state.running -= 1;
+            state.active_at = now;
+            state.virtual_time += (used - attempt.charged) / state.weight;
+            if attempt.is_complete {
+                let tokens = f64::from(attempt.output_tokens);
+                let mean = state.output_tokens.get_or_insert(tokens);
+                *mean += (tokens - *mean) * OUTPUT_SHARE;
+            }
+        }
+        if attempt.is_complete {
+            let ServiceRate { cost, seconds } = &mut self.rate;
+            *cost += used - *cost * RATE_SHARE;
+            *seconds += attempt.duration.as_secs_f64() - *seconds * RATE_SHARE;
+        }
+    }
+
+    /// Returns whether the flow runs more than its share of all running requests while another flow is active.
+    pub fn is_over_share(&self, now: Instant, name: &FlowName) -> bool {
+        let Some(flow) = self.flows.get(name) else { return false };
+        let is_active = |flow: &FlowState<Id>| {
+            !flow.is_idle() || now.saturating_duration_since(flow.active_at) < ACTIVE_FOR
+        };
+        let others = self.flows.iter().filter(|(other, flow)| *other != name && is_active(flow));
+        let (weights, running) = others.fold((0.0, 0), |(weights, running), (_, flow)| {
+            (weights + flow.weight, running + flow.running)
+        });
+        let share = flow.weight / (flow.weight + weights);
+        let running = f64::from(running + flow.running) + 1.0;
+        weights > 0.0 && f64::from(flow.running) + 1.0 > share * running
+    }
+
+    /// Predicts how long a new request of the flow would wait for its turn. `None` without measurements.
+    pub fn wait(&self, flow: &Flow, cost: f64) -> Option<Duration> {
+        let rate = self.cost_per_second()?;
+        let state = self.flows.get(&flow.name);
+        let (begin, queued) = match state {
+            Some(state) if !state.queue.is_empty() => (state.virtual_time, state.queued_cost),
+            Some(state) => (state.virtual_time.max(self.waiting_virtual_time()), 0.0),
+            None => (self.waiting_virtual_time(), 0.0),
+        };
+        let end = begin + (queued + cost) / f64::from(flow.weight);
+        // Until the request starts, each flow is served up to the same virtual time.
+        let others = self.flows.iter().filter(|(name, _)| **name != flow.name);
+        let ahead = others.map(|(_, other)| match other.priority.cmp(&flow.priority) {
+            Ordering::Greater => other.queued_cost,
+            Ordering::Less => 0.0,
+            Ordering::Equal => {
+                ((end - other.virtual_time) * other.weight).clamp(0.0, other.queued_cost)
+            }
+        });
+        Some(seconds((queued + ahead.sum::<f64>()) / rate))
+    }
+
+    /// Returns the time in which the queued requests of the flow, or of all flows, are served at the present rate.
+    pub fn drain_time(&self, flow: Option<&FlowName>) -> Option<Duration> {
+        let rate = self.cost_per_second()?;
+        let all: f64 = self.flows.values().map(|flow| flow.queued_cost).sum();
+        let Some(flow) = flow.and_then(|name| self.flows.get(name)) else {
+            return Some(seconds(all / rate));
+        };
+        let waiting = self.flows.values().filter(|flow| !flow.queue.is_empty());
+        let weights: f64 = waiting.map(|flow| flow.weight).sum();
+        let share = if flow.queue.is_empty() { 1.0 } else { flow.weight / weights };
+        Some(seconds((flow.queued_cost / (rate * share)).min(all / rate)))
+    }
+
+    /// Returns the cost that all running requests are served in a second.
+    fn cost_per_second(&self) -> Option<f64> {
+        let ServiceRate { cost, seconds } = self.rate;
+        let running: u32 = self.flows.values().map(|flow| flow.running).sum();
+        let rate = f64::from(running) * cost / seconds;
+        (rate.is_finite() && rate > 0.0).then_some(rate)
+    }
+
+    /// Returns the virtual time of the waiting flow that is served next; without one, of the last served flow.
+    fn waiting_virtual_time(&self) -> f64 {
+        let waiting = self.flows.values().filter(|flow| !flow.queue.is_empty());
+        let least = waiting.map(|flow| flow.virtual_time).reduce(f64::min);
+        least.unwrap_or(self.last_served)
+    }
+
+    /// Returns the state of a flow that has a request. A flow without queued requests begins at the virtual time of the
+    /// waiting flows.
+    fn active(&mut self, now: Instant, flow: &Flow) -> &mut FlowState<Id> {
+        if !self.flows.contains_key(&flow.name) {
+            self.forget_idle();
+        }
+        let begin = self.waiting_virtual_time();
+        let state = self.flows.entry(flow.name.clone()).or_insert_with(|| FlowState::new(now));
+        (state.weight, state.priority) = (f64::from(flow.weight.max(1)), flow.priority);
+        state.active_at = now;
+        if state.queue.is_empty() {
+            state.virtual_time = state.virtual_time.max(begin);
+        }
+        state
+    }
+
+    /// Bounds the number of flows without requests.
+    fn forget_idle(&mut self) {
+        let idle = self.flows.values().filter(|flow| flow.is_idle()).count();
+        if idle >= IDLE_FLOWS_MAX {
+            self.flows.retain(|_, flow| !flow.is_idle());
+        }
+    }
+}
+
+/// An attempt that no longer holds a slot.
+#[derive(Clone, Copy, Debug)]
+pub struct EndedAttempt {
+    /// Cost that [`FairQueue::started`] charged.
+    pub charged: f64,
+    /// Prompt tokens that were not cached.
+    pub prompt_tokens: u32,
+    pub output_tokens: u32,
+    pub duration: Duration,
+    /// Whether the answer is complete: only then the attempt tells about later answers.
+    pub is_complete: bool,
+}
+
+fn cost(prompt_tokens: u32, output_tokens: f64) -> f64 {
+    (f64::from(prompt_tokens) + OUTPUT_TOKEN_COST * output_tokens).max(1.0)
+}
+
+fn seconds(seconds: f64) -> Duration {
+    // A day is longer than any deadline.
+    Duration::from_secs_f64(seconds.clamp(0.0, 86_400.0))
+}

@@ -1,0 +1,327 @@
+use proptest::prelude::*;
+
+use super::*;
+
+fn key(name: &str) -> Flow {
+    Flow::new(FlowName::Key(name.into()))
+}
+
+/// A cluster with a fixed number of slots, in virtual time. Each request holds its slot for `service`.
+struct Scene {
+    queue: FairQueue<u32>,
+    now: Instant,
+    slots: usize,
+    running: Vec<(Instant, Flow, f64, u32)>,
+    flows: HashMap<u32, (Flow, f64, u32)>,
+    joined: u32,
+    served: Vec<u32>,
+}
+
+const SERVICE: Duration = Duration::from_secs(1);
+
+impl Scene {
+    fn new(slots: usize) -> Self {
+        Self {
+            queue: FairQueue::default(),
+            now: Instant::now(),
+            slots,
+            running: Vec::new(),
+            flows: HashMap::new(),
+            joined: 0,
+            served: Vec::new(),
+        }
+    }
+
+    /// Adds a request without output.
+    fn join(&mut self, flow: &Flow, prompt_tokens: u32) -> u32 {
+        self.joined += 1;
+        let (id, cost) = (self.joined, cost(prompt_tokens, 0.0));
+        self.flows.insert(id, (flow.clone(), cost, prompt_tokens));
+        self.queue.join(self.now, id, flow, cost, (self.now + Duration::from_secs(3000), true));
+        id
+    }
+
+    fn join_many(&mut self, flow: &Flow, prompt_tokens: u32, count: u32) {
+        for _ in 0..count {
+            self.join(flow, prompt_tokens);
+        }
+    }
+
+    /// Gives turns while slots are free.
+    fn give_turns(&mut self) {
+        while let Some(id) = self.queue.next_turn(self.now) {
+            if self.running.len() == self.slots {
+                self.queue.passed(self.now, id);
+                continue;
+            }
+            let (flow, cost, prompt_tokens) = self.flows[&id].clone();
+            self.queue.started(self.now, &flow, cost);
+            self.queue.leave(id);
+            self.running.push((self.now + SERVICE, flow, cost, prompt_tokens));
+            self.served.push(id);
+        }
+    }
+
+    /// Moves to the end of the first running request.
+    fn step(&mut self) {
+        self.running.sort_by_key(|running| std::cmp::Reverse(running.0));
+        let Some((at, flow, charged, prompt_tokens)) = self.running.pop() else { return };
+        self.now = at;
+        let attempt = EndedAttempt {
+            charged,
+            prompt_tokens,
+            output_tokens: 0,
+            duration: SERVICE,
+            is_complete: true,
+        };
+        self.queue.ended(self.now, &flow.name, &attempt);
+        self.queue.ask();
+        self.give_turns();
+    }
+
+    fn count_served(&self, flow: &Flow) -> usize {
+        self.served.iter().filter(|id| self.flows[id].0.name == flow.name).count()
+    }
+}
+
+#[test]
+fn flows_are_served_by_weight_and_cost() {
+    let mut scene = Scene::new(4);
+    let (a, b) = (key("a"), Flow { weight: 3, ..key("b") });
+    for _ in 0..400 {
+        scene.join(&a, 100);
+        scene.join(&b, 200);
+    }
+    scene.give_turns();
+    for _ in 0..200 {
+        scene.step();
+    }
+    // `b` has three times the weight, and its requests cost twice as much.
+    let (of_a, of_b) = (scene.count_served(&a) as f64, scene.count_served(&b) as f64);
+    assert!((of_b / of_a - 1.5).abs() < 0.1, "{of_a} {of_b}");
+}
+
+#[test]
+fn flow_that_returns_is_next_and_collects_no_credit() {
+    let mut scene = Scene::new(1);
+    let (flood, other) = (key("flood"), key("other"));
+    scene.join_many(&flood, 100, 100);
+    scene.give_turns();
+    (0..50).for_each(|_| scene.step());
+    let first = scene.join(&other, 100);
+    scene.step();
+    assert_eq!(scene.served.last(), Some(&first));
+    scene.join_many(&other, 100, 40);
+    let before = scene.count_served(&flood);
+    (0..20).for_each(|_| scene.step());
+    assert_eq!(scene.count_served(&flood) - before, 10, "they alternate");
+}
+
+#[test]
+fn higher_priority_comes_first_and_starves_nobody() {
+    let mut scene = Scene::new(1);
+    let (low, high) = (key("low"), Flow { priority: 5, ..key("high") });
+    for _ in 0..200 {
+        scene.join(&low, 100);
+        scene.join(&high, 100);
+    }
+    scene.give_turns();
+    (0..79).for_each(|_| scene.step());
+    let of_low = scene.count_served(&low);
+    assert_eq!(of_low, 10, "of 80 starts");
+}
+
+#[test]
+fn request_that_must_start_first_comes_first_in_its_flow() {
+    let mut scene = Scene::new(1);
+    let flow = key("a");
+    scene.join(&flow, 1);
+    scene.give_turns();
+    let ids = [3, 1, 2].map(|seconds| {
+        let id = scene.join(&flow, 1);
+        scene.queue.leave(id);
+        let start_by = scene.now + Duration::from_secs(seconds);
+        scene.queue.join(scene.now, id, &flow, 1.0, (start_by, true));
+        id
+    });
+    (0..3).for_each(|_| scene.step());
+    assert_eq!(scene.served[1..], [ids[1], ids[2], ids[0]]);
+}
+
+#[test]
+fn request_that_can_no_longer_start_in_time_is_returned() {
+    let mut queue = FairQueue::<u32>::default();
+    let (now, flow) = (Instant::now(), key("a"));
+    let after = |seconds| now + Duration::from_secs(seconds);
+    queue.join(now, 1, &flow, 1.0, (after(1), true));
+    queue.join(now, 2, &flow, 1.0, (after(5), true));
+    // A started answer goes on.
+    queue.join(now, 3, &key("b"), 1.0, (now, false));
+    assert_eq!(queue.take_late(after(1)), None);
+    assert_eq!((queue.take_late(after(2)), queue.take_late(after(2))), (Some(1), None));
+    assert_eq!(queue.take_late(after(6)), Some(2));
+    assert_eq!(queue.take_late(after(60)), None);
+}
+
+#[test]
+fn charge_is_corrected_by_the_tokens_that_were_used() {
+    let mut queue = FairQueue::<u32>::default();
+    let (now, flow) = (Instant::now(), key("a"));
+    assert_eq!(queue.cost(&flow.name, 10, 20), 50.0);
+    let charged = queue.cost(&flow.name, 10, 4096);
+    assert_eq!(charged, 10.0 + 2.0 * OUTPUT_TOKENS_FIRST);
+    queue.started(now, &flow, charged);
+    let duration = SERVICE;
+    let ended =
+        EndedAttempt { charged, prompt_tokens: 10, output_tokens: 5, duration, is_complete: true };
+    queue.ended(now, &flow.name, &ended);
+    assert_eq!(queue.flows[&flow.name].virtual_time, 20.0);
+    assert_eq!(queue.cost(&flow.name, 10, 4096), 20.0, "answers of this flow have 5 tokens");
+    assert_eq!(queue.service_time(40.0), 2 * SERVICE);
+}
+
+#[test]
+fn predicted_wait_is_the_time_of_the_requests_that_come_first() {
+    let mut scene = Scene::new(4);
+    let (flood, other) = (key("flood"), key("other"));
+    assert_eq!(scene.queue.wait(&flood, 100.0), None, "nothing was measured");
+    scene.join_many(&flood, 100, 208);
+    scene.give_turns();
+    (0..104).for_each(|_| scene.step());
+    // 100 requests are queued; four of them are served in each second.
+    assert_eq!(scene.queue.wait(&flood, 100.0).unwrap().as_secs(), 25);
+    assert_eq!(scene.queue.drain_time(None).unwrap().as_secs(), 25);
+    assert_eq!(scene.queue.drain_time(Some(&flood.name)).unwrap().as_secs(), 25);
+    // A new flow waits for one request of the other flow.
+    assert!(scene.queue.wait(&other, 100.0).unwrap() <= Duration::from_millis(250));
+    let high = Flow { priority: 1, ..key("high") };
+    assert_eq!(scene.queue.wait(&high, 100.0).unwrap(), Duration::ZERO);
+}
+
+#[test]
+fn flow_over_its_share_is_known_while_another_one_is_active() {
+    let mut scene = Scene::new(8);
+    let (flood, other) = (key("flood"), key("other"));
+    scene.join_many(&flood, 100, 20);
+    scene.give_turns();
+    assert!(!scene.queue.is_over_share(scene.now, &flood.name), "it is alone");
+    let id = scene.join(&other, 100);
+    assert!(scene.queue.is_over_share(scene.now, &flood.name));
+    assert!(!scene.queue.is_over_share(scene.now, &other.name));
+    scene.queue.leave(id);
+    assert!(scene.queue.is_over_share(scene.now + ACTIVE_FOR / 2, &flood.name));
+    assert!(!scene.queue.is_over_share(scene.now + ACTIVE_FOR, &flood.name));
+}
+
+#[test]
+fn turn_passes_to_other_requests_and_a_large_first_request_holds_them_back_at_times() {
+    let mut queue = FairQueue::<u32>::default();
+    let (start, flow) = (Instant::now(), key("a"));
+    let start_by = start + Duration::from_secs(60);
+    (0..9).for_each(|id| queue.join(start, id, &flow, 1.0, (start_by, true)));
+    let turns = |queue: &mut FairQueue<u32>, seconds| {
+        let now = start + Duration::from_secs(seconds);
+        queue.ask();
+        let mut turns = Vec::new();
+        while let Some(id) = queue.next_turn(now) {
+            assert_eq!(queue.next_turn(now), None, "one turn of a flow at a time");
+            queue.passed(now, id);
+            turns.push(id);
+        }
+        turns
+    };
+    assert_eq!(turns(&mut queue, 0), [0, 1, 2, 3]);
+    assert_eq!(turns(&mut queue, 3), [0, 1, 2, 3]);
+    assert_eq!(turns(&mut queue, 5), [0]);
+    assert_eq!(turns(&mut queue, 9), [0, 1, 2, 3]);
+    queue.leave(0);
+    assert_eq!(turns(&mut queue, 9), [1, 2, 3, 4]);
+}
+
+#[test]
+fn flows_without_requests_are_bounded() {
+    let mut queue = FairQueue::<u32>::default();
+    let now = Instant::now();
+    for index in 0..3 * IDLE_FLOWS_MAX as u32 {
+        let flow = Flow::new(FlowName::Tenant(index.to_string().into()));
+        queue.join(now, index, &flow, 1.0, (now, true));
+        queue.leave(index);
+    }
+    assert!(queue.flows.len() <= IDLE_FLOWS_MAX + 1);
+}
+
+proptest! {
+    /// No request waits longer than the served cost of its flow's share allows: with `n` flows of equal weight, a flow's
+    /// k-th request starts before any other flow has started k + 2 requests after it joined.
+    #[test]
+    fn no_flow_delays_another_beyond_its_share(
+        floods in 1..5usize,
+        flood_requests in 1..60u32,
+        slots in 1..6usize,
+        warm_up in 0..40usize,
+        own_requests in 1..10u32,
+    ) {
+        let mut scene = Scene::new(slots);
+        let flows: Vec<Flow> = (0..floods).map(|flow| key(&format!("flood-{flow}"))).collect();
+        for _ in 0..flood_requests {
+            flows.iter().for_each(|flow| scene.join_many(flow, 100, 1));
+        }
+        scene.give_turns();
+        (0..warm_up).for_each(|_| scene.step());
+        let own = key("own");
+        let ids: Vec<u32> = (0..own_requests).map(|_| scene.join(&own, 100)).collect();
+        let before: Vec<usize> = flows.iter().map(|flow| scene.count_served(flow)).collect();
+        scene.give_turns();
+        for (index, id) in ids.iter().enumerate() {
+            while !scene.served.contains(id) {
+                prop_assert!(!scene.running.is_empty(), "the queue stalls");
+                scene.step();
+            }
+            for (flow, before) in flows.iter().zip(&before) {
+                let served = scene.count_served(flow) - before;
+                prop_assert!(served <= index + 2, "{served} before request {index}");
+            }
+        }
+        while !scene.running.is_empty() {
+            scene.step();
+        }
+        prop_assert!(scene.queue.is_empty(), "every request was served");
+        prop_assert_eq!(scene.served.len(), scene.joined as usize);
+        prop_assert!(scene.queue.flows.values().all(FlowState::is_idle));
+    }
+
+    /// Weights, costs, priorities and cancellations in any order keep the accounts of the queue.
+    #[test]
+    fn every_request_is_served_or_leaves(
+        events in prop::collection::vec((0..4u8, 1..5u32, 0..3u32, 1..900u32), 1..120),
+        slots in 1..4usize,
+    ) {
+        let mut scene = Scene::new(slots);
+        let mut left = 0;
+        for (kind, weight, priority, tokens) in events {
+            let flow = Flow { weight, priority, ..key(&weight.to_string()) };
+            match kind {
+                0 | 1 => scene.join_many(&flow, tokens, 1),
+                2 => {
+                    let first = scene.queue.places.keys().min().copied();
+                    if let Some(id) = first {
+                        scene.queue.leave(id);
+                        left += 1;
+                    }
+                }
+                _ => scene.step(),
+            }
+            scene.give_turns();
+            let queued: usize = scene.queue.flows.values().map(|flow| flow.queue.len()).sum();
+            prop_assert_eq!(queued, scene.queue.places.len());
+        }
+        while !scene.running.is_empty() {
+            scene.step();
+        }
+        prop_assert!(scene.queue.is_empty() && scene.queue.passed.is_empty());
+        prop_assert_eq!(scene.served.len() + left, scene.joined as usize);
+        for flow in scene.queue.flows.values() {
+            prop_assert!(flow.is_idle() && flow.queued_cost == 0.0);
+        }
+    }
+}

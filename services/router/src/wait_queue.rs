@@ -1,0 +1,455 @@
+//! The answers of one model that wait for a node: the async shell around [`FairQueue`].
+
+use std::{
+    collections::HashMap,
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::{Duration, Instant},
+};
+
+use telemetry::{
+    RouterMetrics,
+    metrics::{InFlightRequest, KeyWaiting},
+};
+use tokio::sync::Notify;
+
+use crate::{
+    admission::Full,
+    fair_queue::{EndedAttempt, FairQueue, Flow, FlowLimit, FlowName, LimitReached},
+    request::error::{Overload, RETRY_AFTER_S},
+};
+
+/// Maximum `Retry-After` in seconds: predictions of a longer time say little.
+const RETRY_AFTER_MAX_S: u32 = 60;
+
+/// Bound on the waiting answers of all models together.
+pub struct WaitLimit(Mutex<FlowLimit>);
+
+impl WaitLimit {
+    pub fn new(max: u32) -> Self {
+        Self(Mutex::new(FlowLimit::new(max)))
+    }
+}
+
+/// The answers of one model that wait for a node. Answers that found every node busy queue for their turn to pick
+/// nodes. Answers for which no node is up wait outside the queue.
+#[derive(Clone)]
+pub struct WaitQueue {
+    turns: Arc<Mutex<Turns>>,
+    places: Arc<WaitLimit>,
+}
+
+#[derive(Default)]
+struct Turns {
+    queue: FairQueue<u64>,
+    waiting: HashMap<u64, Arc<TurnSignal>>,
+    next_id: u64,
+}
+
+/// Wakes one answer.
+#[derive(Default)]
+struct TurnSignal {
+    notify: Notify,
+    is_late: AtomicBool,
+}
+
+/// Turn of an answer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Turn {
+    /// Pick nodes.
+    Pick,
+    /// The answer could no longer complete before its deadline.
+    Late,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Turns {
+    fn notify_next(&mut self) {
+        let now = Instant::now();
+        while let Some(id) = self.queue.take_late(now) {
+            if let Some(answer) = self.waiting.get(&id) {
+                answer.is_late.store(true, Ordering::Relaxed);
+                answer.notify.notify_one();
+            }
+        }
+        while let Some(id) = self.queue.next_turn(now) {
+            if let Some(answer) = self.waiting.get(&id) {
+                answer.notify.notify_one();
+            }
+        }
+    }
+}
+
+/// An answer that may have to wait.
+#[derive(Clone, Debug)]
+pub struct WaitRequest {
+    pub flow: Flow,
+    /// Uncached prompt tokens and maximum output tokens.
+    pub prompt_tokens: u32,
+    pub output_tokens_max: u32,
+    pub limits: WaitLimits,
+    /// Whether the answer emitted tokens: then it is not rejected.
+    pub has_begun: bool,
+}
+
+/// Limits of the time that an answer waits.
+#[derive(Clone, Copy, Debug)]
+pub struct WaitLimits {
+    pub wait_max: Duration,
+    /// The answer must be complete by this time.
+    pub deadline: Instant,
+}
+
+impl WaitLimits {
+    /// Returns the time by which an answer of this cost must start.
+    fn start_by(&self, queue: &FairQueue<u64>, cost: f64) -> Instant {
+        let now = Instant::now();
+        let deadline = self.deadline.checked_sub(queue.service_time(cost)).unwrap_or(now);
+        (now + self.wait_max).min(deadline.max(now))
+    }
+}
+
+impl WaitQueue {
+    /// `places` are shared by the queues of all models.
+    pub fn new(places: Arc<WaitLimit>) -> Self {
+        Self { turns: Arc::default(), places }
+    }
+
+    /// Returns whether an answer queues for its turn: a new answer must queue, too.
+    pub fn has_queue(&self) -> bool {
+        !lock(&self.turns).queue.is_empty()
+    }
+
+    /// Returns whether the flow must leave the headroom of slots to others.
+    pub fn leaves_headroom(&self, flow: &FlowName) -> bool {
+        lock(&self.turns).queue.is_over_share(Instant::now(), flow)
+    }
+
+    /// Fails if an answer of the flow could not start in time. Called before the prompt is tokenized, because a refusal
+    /// must be cheap.
+    pub fn check(&self, flow: &Flow, limits: WaitLimits) -> Result<(), Overload> {
+        let Turns { queue, .. } = &*lock(&self.turns);
+        if queue.is_empty() {
+            return Ok(());
+        }
+        let cost = queue.cost(&flow.name, 0, u32::MAX);
+        check_wait(queue, flow, cost, limits.start_by(queue, cost))
+    }
+
+    /// Returns the overload with the predicted time after which the caller may retry.
+    pub fn overload(&self, full: Full, flow: &FlowName) -> Overload {
+        overload(&lock(&self.turns).queue, full, flow)
+    }
+
+    /// Returns the predicted time until the queue is served, in seconds.
+    pub fn retry_after_s(&self) -> u32 {
+        retry_after_s(lock(&self.turns).queue.drain_time(None))
+    }
+
+    /// Takes a place among the waiting answers.
+    pub fn enter(
+        &self,
+        request: WaitRequest,
+        metrics: &RouterMetrics,
+        of_key: Option<KeyWaiting>,
+    ) -> Result<Waiting, Overload> {
+        let mut places = lock(&self.places.0);
+        let flow = &request.flow;
+        match request.has_begun {
+            true => places.add(flow, 1),
+            false => {
+                let max = places.max();
+                places.take(flow, 1).map_err(|reached| {
+                    let full = match reached {
+                        LimitReached::All => Full::Waiting { max },
+                        LimitReached::Share => Full::ShareWaiting { max },
+                    };
+                    self.overload(full, &flow.name)
+                })?;
+            }
+        }
+        drop(places);
+        let place = Place { places: self.places.clone(), flow: flow.name.clone() };
+        Ok(Waiting {
+            queue: self.clone(),
+            request,
+            queued: None,
+            _place: place,
+            _counted: metrics.request_waiting(),
+            _of_key: of_key,
+        })
+    }
+
+    /// Charges the flow for an answer that starts on nodes, until the charge is dropped.
+    pub fn start(&self, flow: &Flow, prompt_tokens: u32, output_tokens_max: u32) -> Charge {
+        let mut turns = lock(&self.turns);
+        let charged = turns.queue.cost(&flow.name, prompt_tokens, output_tokens_max);
+        let started = Instant::now();
+        turns.queue.started(started, flow, charged);
+        drop(turns);
+        Charge {
+            turns: self.turns.clone(),
+            flow: flow.name.clone(),
+            charged,
+            prompt_tokens,
+            output_tokens: 0,
+            started,
+            is_complete: false,
+        }
+    }
+}
+
+fn check_wait(
+    queue: &FairQueue<u64>,
+    flow: &Flow,
+    cost: f64,
+    start_by: Instant,
+) -> Result<(), Overload> {
+    let now = Instant::now();
+    let wait_max = start_by.saturating_duration_since(now);
+    let Some(wait) = queue.wait(flow, cost).filter(|wait| *wait > wait_max) else { return Ok(()) };
+    let full = match queue.is_over_share(now, &flow.name) {
+        true => Full::ShareLate { wait, wait_max },
+        false => Full::Late { wait, wait_max },
+    };
+    Err(overload(queue, full, &flow.name))
+}
+
+fn overload(queue: &FairQueue<u64>, full: Full, flow: &FlowName) -> Overload {
+    let after = match full {
+        Full::Late { wait, wait_max } | Full::ShareLate { wait, wait_max } => Some(wait - wait_max),
+        _ if full.is_of_caller() => queue.drain_time(Some(flow)),
+        _ => queue.drain_time(None),
+    };
+    Overload { full, retry_after_s: retry_after_s(after) }
+}
+
+fn retry_after_s(after: Option<Duration>) -> u32 {
+    let seconds = after.map_or(0, |after| after.as_secs_f64().ceil() as u32);
+    seconds.clamp(RETRY_AFTER_S, RETRY_AFTER_MAX_S)
+}
+
+/// A place among the waiting answers, until dropped.
+pub struct Waiting {
+    queue: WaitQueue,
+    request: WaitRequest,
+    queued: Option<Queued>,
+    _place: Place,
+    _counted: InFlightRequest,
+    _of_key: Option<KeyWaiting>,
+}
+
+impl Waiting {
+    /// Joins the queue, unless the answer could not start in time. An answer in the queue keeps its place, and its turn
+    /// passes to other answers.
+    pub fn queue(&mut self) -> Result<(), Overload> {
+        let WaitRequest { flow, prompt_tokens, output_tokens_max, limits, has_begun } =
+            &self.request;
+        let mut turns = lock(&self.queue.turns);
+        if let Some(Queued { id, .. }) = self.queued {
+            turns.queue.passed(Instant::now(), id);
+        } else {
+            let cost = turns.queue.cost(&flow.name, *prompt_tokens, *output_tokens_max);
+            let start_by = limits.start_by(&turns.queue, cost);
+            if !has_begun {
+                check_wait(&turns.queue, flow, cost, start_by)?;
+            }
+            let (id, signal) = (turns.next_id, Arc::new(TurnSignal::default()));
+            turns.next_id += 1;
+            turns.waiting.insert(id, signal.clone());
+            turns.queue.join(Instant::now(), id, flow, cost, (start_by, !has_begun));
+            self.queued = Some(Queued { turns: self.queue.turns.clone(), id, signal });
+        }
+        turns.notify_next();
+        Ok(())
+    }
+
+    /// Gives the next turn, because nodes may have capacity again.
+    pub fn ask(&self) {
+        let mut turns = lock(&self.queue.turns);
+        turns.queue.ask();
+        turns.notify_next();
+    }
+
+    /// Leaves the queue, and gives the turn to the next answer.
+    pub fn leave_queue(&mut self) {
+        self.queued = None;
+    }
+
+    /// Blocks until it is the turn of this answer. Blocks forever outside of the queue. Cancel-safe.
+    pub async fn turn(waiting: &Option<Self>) -> Turn {
+        let queued = waiting.as_ref().and_then(|waiting| waiting.queued.as_ref());
+        let Some(Queued { signal, .. }) = queued else { return std::future::pending().await };
+        signal.notify.notified().await;
+        if signal.is_late.load(Ordering::Relaxed) { Turn::Late } else { Turn::Pick }
+    }
+}
+
+/// An answer in the queue, until dropped.
+struct Queued {
+    turns: Arc<Mutex<Turns>>,
+    id: u64,
+    signal: Arc<TurnSignal>,
+}
+
+impl Drop for Queued {
+    fn drop(&mut self) {
+        let mut turns = lock(&self.turns);
+        turns.waiting.remove(&self.id);
+        turns.queue.leave(self.id);
+        turns.notify_next();
+    }
+}
+
+struct Place {
+    places: Arc<WaitLimit>,
+    flow: FlowName,
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        lock(&self.places.0).release(&self.flow, 1);
+    }
+}
+
+/// The cost of an attempt on its flow's account, until dropped. Dropped after the attempt's nodes are released, because
+/// the next answer then gets its turn.
+pub struct Charge {
+    turns: Arc<Mutex<Turns>>,
+    flow: FlowName,
+    charged: f64,
+    prompt_tokens: u32,
+    output_tokens: u32,
+    started: Instant,
+    is_complete: bool,
+}
+
+impl Charge {
+    /// Counts tokens that the attempt emitted.
+    pub fn emitted(&mut self, count: u32) {
+        self.output_tokens += count;
+    }
+
+    /// Notes that the attempt completed its answer.
+    pub fn completed(&mut self) {
+        self.is_complete = true;
+    }
+}
+
+impl Drop for Charge {
+    fn drop(&mut self) {
+        let mut turns = lock(&self.turns);
+        let ended = EndedAttempt {
+            charged: self.charged,
+            prompt_tokens: self.prompt_tokens,
+            output_tokens: self.output_tokens,
+            duration: self.started.elapsed(),
+            is_complete: self.is_complete,
+        };
+        turns.queue.ended(Instant::now(), &self.flow, &ended);
+        turns.queue.ask();
+        turns.notify_next();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::nodes::test_metrics;
+
+    fn queue(places: u32) -> WaitQueue {
+        WaitQueue::new(Arc::new(WaitLimit::new(places)))
+    }
+
+    fn request(flow: &Flow, start_in: Duration) -> WaitRequest {
+        WaitRequest {
+            flow: flow.clone(),
+            prompt_tokens: 100,
+            output_tokens_max: 1,
+            limits: within(start_in),
+            has_begun: false,
+        }
+    }
+
+    fn waiting(queue: &WaitQueue, flow: &Flow, start_in: Duration) -> Result<Waiting, Overload> {
+        let metrics = test_metrics();
+        let mut waiting = queue.enter(request(flow, start_in), &metrics, None)?;
+        waiting.queue().map(|()| waiting)
+    }
+
+    /// Returns limits of an answer that must start within this time.
+    fn within(wait_max: Duration) -> WaitLimits {
+        WaitLimits { wait_max, deadline: Instant::now() + Duration::from_secs(600) }
+    }
+
+    const LONG: Duration = Duration::from_secs(30);
+
+    #[tokio::test]
+    async fn turn_passes_to_the_next_flow_and_returns() {
+        let (queue, a, b) = (queue(8), Flow::new(FlowName::Shared), tenant("b"));
+        let mut first = Some(waiting(&queue, &a, LONG).unwrap());
+        assert_eq!(Waiting::turn(&first).await, Turn::Pick);
+        first.as_mut().unwrap().queue().unwrap();
+        let second = Some(waiting(&queue, &b, LONG).unwrap());
+        Waiting::turn(&second).await;
+        let none = tokio::time::timeout(Duration::ZERO, Waiting::turn(&first)).await;
+        assert!(none.is_err(), "its turn has passed");
+        first.as_ref().unwrap().ask();
+        Waiting::turn(&first).await;
+        assert!(queue.has_queue());
+        drop((first, second));
+        assert!(!queue.has_queue());
+    }
+
+    fn tenant(name: &str) -> Flow {
+        Flow::new(FlowName::Tenant(name.into()))
+    }
+
+    #[tokio::test]
+    async fn answer_that_cannot_start_in_time_is_refused_before_it_queues() {
+        let (queue, flow) = (queue(8), tenant("a"));
+        // One attempt runs, and attempts took a second for 102 tokens.
+        let mut ended = queue.start(&flow, 100, 1);
+        ended.emitted(1);
+        ended.completed();
+        ended.started -= Duration::from_secs(1);
+        drop(ended);
+        let _running = queue.start(&flow, 100, 1);
+        let _waiting: Vec<_> = (0..5).map(|_| waiting(&queue, &flow, LONG).unwrap()).collect();
+        let refused = waiting(&queue, &flow, Duration::from_secs(2)).err().unwrap();
+        assert!(matches!(refused.full, Full::Late { .. }), "{refused}");
+        assert!((3..=4).contains(&refused.retry_after_s), "{refused}");
+        assert!(!refused.full.is_of_caller());
+        let soon = within(Duration::from_secs(2));
+        assert!((3..=4).contains(&queue.check(&flow, soon).unwrap_err().retry_after_s));
+        queue.check(&flow, within(LONG)).unwrap();
+        queue.check(&tenant("b"), soon).unwrap();
+        // An answer takes a second, so that it must start before its deadline.
+        let deadline = Instant::now() + Duration::from_millis(5500);
+        let limits = WaitLimits { wait_max: LONG, deadline };
+        let late = WaitRequest { limits, ..request(&flow, LONG) };
+        let refused = queue.enter(late, &test_metrics(), None).unwrap().queue().unwrap_err();
+        assert_eq!(refused.retry_after_s, 1, "{refused}");
+        // Another flow makes it the caller's own limit.
+        let _other = waiting(&queue, &tenant("b"), LONG).unwrap();
+        let refused = waiting(&queue, &flow, Duration::from_secs(2)).err().unwrap();
+        assert!(matches!(refused.full, Full::ShareLate { .. }), "{refused}");
+    }
+
+    #[tokio::test]
+    async fn places_are_bounded_and_free_when_dropped() {
+        let (queue, flow) = (queue(2), Flow::new(FlowName::Shared));
+        let both = [waiting(&queue, &flow, LONG).unwrap(), waiting(&queue, &flow, LONG).unwrap()];
+        let refused = waiting(&queue, &flow, LONG).err().unwrap();
+        assert_eq!((refused.full, refused.retry_after_s), (Full::Waiting { max: 2 }, 1));
+        let begun = WaitRequest { has_begun: true, ..request(&flow, LONG) };
+        let _begun = queue.enter(begun, &test_metrics(), None).unwrap();
+        drop(both);
+        waiting(&queue, &flow, LONG).unwrap();
+    }
+}
