@@ -138,7 +138,7 @@ impl WaitQueue {
             return Ok(());
         }
         let cost = queue.cost(&flow.name, 0, u32::MAX);
-        check_wait(queue, flow, cost, limits.start_by(queue, cost))
+        check_wait(queue, flow, limits.start_by(queue, cost))
     }
 
     /// Returns the overload with the predicted time after which the caller may retry.
@@ -204,15 +204,10 @@ impl WaitQueue {
     }
 }
 
-fn check_wait(
-    queue: &FairQueue<u64>,
-    flow: &Flow,
-    cost: f64,
-    start_by: Instant,
-) -> Result<(), Overload> {
+fn check_wait(queue: &FairQueue<u64>, flow: &Flow, start_by: Instant) -> Result<(), Overload> {
     let now = Instant::now();
     let wait_max = start_by.saturating_duration_since(now);
-    let Some(wait) = queue.wait(flow, cost).filter(|wait| *wait > wait_max) else { return Ok(()) };
+    let Some(wait) = queue.wait(flow).filter(|wait| *wait > wait_max) else { return Ok(()) };
     let full = match queue.is_over_share(now, &flow.name) {
         true => Full::ShareLate { wait, wait_max },
         false => Full::Late { wait, wait_max },
@@ -257,7 +252,7 @@ impl Waiting {
             let cost = turns.queue.cost(&flow.name, *prompt_tokens, *output_tokens_max);
             let start_by = limits.start_by(&turns.queue, cost);
             if !has_begun {
-                check_wait(&turns.queue, flow, cost, start_by)?;
+                check_wait(&turns.queue, flow, start_by)?;
             }
             let (id, signal) = (turns.next_id, Arc::new(TurnSignal::default()));
             turns.next_id += 1;

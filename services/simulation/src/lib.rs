@@ -30,6 +30,8 @@ mod membership;
 mod misbehaving;
 mod nodes;
 #[cfg(test)]
+mod overload;
+#[cfg(test)]
 mod planted;
 mod process;
 mod router;
@@ -81,7 +83,7 @@ fn run_scenario(seed: u64, scenario: Scenario, is_traced: bool) -> Outcome {
     let mut outcome = simulation.outcome();
     if simulation.scenario.severity.must_complete() {
         outcome.coverage.count("must complete");
-        for end in ["attempts spent", "deadline", "busy", "no decode node"] {
+        for end in ["attempts spent", "deadline", "busy", "refused", "no decode node"] {
             assert_eq!(outcome.coverage.get(end), 0, "a request did not complete: {end}");
         }
     }

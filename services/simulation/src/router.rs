@@ -468,7 +468,7 @@ impl Router {
         let deadline = answer.deadline.checked_sub(queue.service_time(cost)).unwrap_or(now);
         let start_by = (now + wait_max).min(deadline.max(now));
         let is_new = answer.core.emitted().is_empty();
-        if is_new && queue.wait(&answer.flow, cost).is_some_and(|wait| now + wait > start_by) {
+        if is_new && queue.wait(&answer.flow).is_some_and(|wait| now + wait > start_by) {
             return self.end(now, id, End::Refused);
         }
         queue.join(now, id, &answer.flow, cost, (start_by, is_new));

@@ -4,7 +4,8 @@
 //! tokens and twice its output tokens, because a decode row takes about as much of a step as two prompt tokens. Each flow
 //! has a *virtual time*: the cost that was served to the flow, divided by the weight of the flow. The next turn goes to
 //! the flow with the lowest virtual time, so flows that always have requests are served in proportion to their weights. A
-//! flow without queued requests collects no credit: its virtual time rises to that of the waiting flows when it returns.
+//! flow that used less than its share keeps a bounded credit: when it returns, its virtual time is at most the cost of
+//! [`CREDIT_REQUESTS`] requests below that of the waiting flows. So its bursts do not wait for the other flows.
 //!
 //! A flow is charged the predicted cost when its request starts, and the rest or the excess when the attempt ends.
 //! Predictions of the output length are the mean of the flow's last answers. Within a flow the request that must start
@@ -40,6 +41,8 @@ const OUTPUT_TOKENS_FIRST: f64 = 256.0;
 const OUTPUT_SHARE: f64 = 1.0 / 8.0;
 /// Weight of an ended attempt in the service rate.
 const RATE_SHARE: f64 = 1.0 / 32.0;
+/// Requests that a flow may start before the waiting flows after a time below its share.
+const CREDIT_REQUESTS: f64 = 16.0;
 /// Time for which a flow without requests keeps its share of the headroom.
 const ACTIVE_FOR: Duration = Duration::from_secs(60);
 /// Maximum number of flows that are kept without requests. Clients may invent names of tenants.
@@ -335,38 +338,45 @@ impl<Id: Copy + Eq + Hash> FairQueue<Id> {
         }
     }
 
-    /// Returns whether the flow runs more than its share of all running requests while another flow is active.
+    /// Returns whether the flow was served more than its share while another flow is active: the other flow, also one
+    /// without requests now, has a lower virtual time.
     pub fn is_over_share(&self, now: Instant, name: &FlowName) -> bool {
         let Some(flow) = self.flows.get(name) else { return false };
         let is_active = |flow: &FlowState<Id>| {
             !flow.is_idle() || now.saturating_duration_since(flow.active_at) < ACTIVE_FOR
         };
-        let others = self.flows.iter().filter(|(other, flow)| *other != name && is_active(flow));
-        let (weights, running) = others.fold((0.0, 0), |(weights, running), (_, flow)| {
-            (weights + flow.weight, running + flow.running)
-        });
-        let share = flow.weight / (flow.weight + weights);
-        let running = f64::from(running + flow.running) + 1.0;
-        weights > 0.0 && f64::from(flow.running) + 1.0 > share * running
+        let mut others =
+            self.flows.iter().filter(|(other, flow)| *other != name && is_active(flow));
+        others.any(|(_, other)| self.begin_of(Some(other), other.weight) < flow.virtual_time)
+    }
+
+    /// Returns the virtual time at which the next request of a flow begins.
+    fn begin_of(&self, flow: Option<&FlowState<Id>>, weight: f64) -> f64 {
+        match flow {
+            Some(flow) if !flow.queue.is_empty() => flow.virtual_time,
+            _ => {
+                // The decayed sum is the cost of the last `1 / RATE_SHARE` requests.
+                let credit = CREDIT_REQUESTS * RATE_SHARE * self.rate.cost / weight;
+                let least = self.waiting_virtual_time() - credit;
+                flow.map_or(least, |flow| flow.virtual_time.max(least))
+            }
+        }
     }
 
     /// Predicts how long a new request of the flow would wait for its turn. `None` without measurements.
-    pub fn wait(&self, flow: &Flow, cost: f64) -> Option<Duration> {
+    pub fn wait(&self, flow: &Flow) -> Option<Duration> {
         let rate = self.cost_per_second()?;
         let state = self.flows.get(&flow.name);
-        let (begin, queued) = match state {
-            Some(state) if !state.queue.is_empty() => (state.virtual_time, state.queued_cost),
-            Some(state) => (state.virtual_time.max(self.waiting_virtual_time()), 0.0),
-            None => (self.waiting_virtual_time(), 0.0),
-        };
-        let end = begin + (queued + cost) / f64::from(flow.weight);
+        let queued = state.map_or(0.0, |state| state.queued_cost);
+        let begin = self.begin_of(state, f64::from(flow.weight));
+        let own = begin + queued / f64::from(flow.weight);
         // Until the request starts, each flow is served up to the same virtual time.
         let others = self.flows.iter().filter(|(name, _)| **name != flow.name);
         let ahead = others.map(|(_, other)| match other.priority.cmp(&flow.priority) {
             Ordering::Greater => other.queued_cost,
             Ordering::Less => 0.0,
             Ordering::Equal => {
-                ((end - other.virtual_time) * other.weight).clamp(0.0, other.queued_cost)
+                ((own - other.virtual_time) * other.weight).clamp(0.0, other.queued_cost)
             }
         });
         Some(seconds((queued + ahead.sum::<f64>()) / rate))
@@ -400,19 +410,16 @@ impl<Id: Copy + Eq + Hash> FairQueue<Id> {
         least.unwrap_or(self.last_served)
     }
 
-    /// Returns the state of a flow that has a request. A flow without queued requests begins at the virtual time of the
-    /// waiting flows.
+    /// Returns the state of a flow that has a request.
     fn active(&mut self, now: Instant, flow: &Flow) -> &mut FlowState<Id> {
         if !self.flows.contains_key(&flow.name) {
             self.forget_idle();
         }
-        let begin = self.waiting_virtual_time();
+        let weight = f64::from(flow.weight.max(1));
+        let begin = self.begin_of(self.flows.get(&flow.name), weight);
         let state = self.flows.entry(flow.name.clone()).or_insert_with(|| FlowState::new(now));
-        (state.weight, state.priority) = (f64::from(flow.weight.max(1)), flow.priority);
-        state.active_at = now;
-        if state.queue.is_empty() {
-            state.virtual_time = state.virtual_time.max(begin);
-        }
+        (state.weight, state.priority, state.active_at) = (weight, flow.priority, now);
+        state.virtual_time = begin;
         state
     }
 

@@ -1,0 +1,195 @@
+//! Overload and fairness in virtual time, with the shipped router and nodes: goodput at several times the capacity, and
+//! the time to first token of one API key while another key floods the router.
+
+use std::time::Duration;
+
+use cluster::{Role, Selection};
+use config::{Disaggregate, NodePolicy};
+use engine::{SchedulerConfig, executor::ExecutorLimits};
+use kernels::sampling::Sampling;
+use kv_transfer::TransferLimits;
+use simulation_base::{NetworkFaults, Random};
+
+use crate::{
+    device::StepCost,
+    event_loop::Simulation,
+    scenario::{BLOCK_BYTES, ModelPlan, NodePlan, RequestPlan, Scenario, Severity, VOCABULARY},
+};
+
+const SLOTS: u32 = 16;
+const PROMPT_TOKENS: u32 = 192;
+const OUTPUT_TOKENS: u32 = 20;
+const GOOD: (&str, u32, u32) = ("good", 1, 0);
+const FLOOD: (&str, u32, u32) = ("flood", 1, 0);
+
+fn node(role: Role) -> NodePlan {
+    let limits = ExecutorLimits {
+        slots: SLOTS,
+        step_tokens: 256,
+        sequence_tokens: 400,
+        blocks: 500,
+        depth: 2,
+        vocabulary: VOCABULARY,
+        speculation: None,
+    };
+    NodePlan {
+        role,
+        model: 0,
+        scheduler: SchedulerConfig { prefix_cache: false, ..SchedulerConfig::new(limits) },
+        transfers: TransferLimits { chunk_bytes_max: 8 * BLOCK_BYTES, ..Default::default() },
+        transfer_events_max: 1024,
+        tiers: None,
+        step_cost: StepCost {
+            step: Duration::from_millis(30),
+            token: Duration::from_micros(300),
+            is_eager: false,
+        },
+    }
+}
+
+/// Returns requests of a key at random times, `per_second` on average.
+fn load(
+    seed: u64,
+    key: (&'static str, u32, u32),
+    per_second: f64,
+    duration: Duration,
+    timeout: Duration,
+) -> Vec<RequestPlan> {
+    let mut random = Random::new(seed);
+    let mut at = Duration::ZERO;
+    let mut requests = Vec::new();
+    loop {
+        let percent: u32 = random.within(1..=199);
+        at += Duration::from_secs_f64(f64::from(percent) / 100.0 / per_second);
+        if at >= duration {
+            return requests;
+        }
+        let index = requests.len() as u32 + seed as u32;
+        let token = |position: u32| (position * 7 + index) % VOCABULARY;
+        requests.push(RequestPlan {
+            at,
+            router: 0,
+            model: 0,
+            prompt: (0..PROMPT_TOKENS).map(token).collect(),
+            sampling: Sampling::greedy(),
+            max_tokens: OUTPUT_TOKENS,
+            ignore_stop_tokens: true,
+            grammar: None,
+            cache_salt: String::new(),
+            timeout,
+            leaves_after: None,
+            stops_at: None,
+            stalls: None,
+            key: Some(key),
+        });
+    }
+}
+
+struct Run {
+    complete: u64,
+    refused: u64,
+    late: u64,
+    /// Times to first token of the requests with the key [`GOOD`], sorted.
+    ttfts: Vec<Duration>,
+}
+
+impl Run {
+    fn percentile(&self, percent: usize) -> Duration {
+        self.ttfts[(self.ttfts.len() * percent / 100).min(self.ttfts.len() - 1)]
+    }
+}
+
+/// Runs these requests on pairs of a prefill and a decode node.
+fn run(pairs: usize, requests: Vec<RequestPlan>) -> Run {
+    let roles = [Role::Prefill, Role::Decode].into_iter().flat_map(|role| vec![role; pairs]);
+    let is_good: Vec<bool> = requests.iter().map(|plan| plan.key == Some(GOOD)).collect();
+    let scenario = Scenario {
+        severity: Severity::Mild,
+        network: NetworkFaults::delays(Duration::from_micros(300)),
+        read_failure: 0,
+        release_delay_max: Duration::ZERO,
+        thread_delay_max: Duration::ZERO,
+        router_count: 1,
+        has_etcd: false,
+        selection: Selection { disaggregate: Disaggregate::Auto, policy: NodePolicy::Predicted },
+        models: vec![ModelPlan { name: "model-0".into(), fingerprint: 1, tp: 1 }],
+        nodes: roles.map(node).collect(),
+        requests,
+        faults: Vec::new(),
+    };
+    let mut simulation = Simulation::new(1, scenario, false);
+    simulation.run();
+    simulation.check_idle();
+    let router = &simulation.routers[0];
+    let first_tokens = router.first_tokens.iter().filter(|(request, _)| is_good[**request]);
+    let mut ttfts: Vec<Duration> = first_tokens.map(|(_, ttft)| *ttft).collect();
+    ttfts.sort();
+    let count = |states: &[&str]| states.iter().map(|state| router.coverage.get(state)).sum();
+    Run {
+        complete: count(&["complete", "complete after a retry"]),
+        refused: count(&["refused", "busy"]),
+        late: count(&["deadline"]),
+        ttfts,
+    }
+}
+
+/// Returns the requests that the cluster completes in a second: 200 requests at once, without deadlines.
+fn capacity() -> f64 {
+    let (count, at_once) = (200, Duration::from_millis(50));
+    let requests = load(7, GOOD, f64::from(count) / 0.05, at_once, Duration::from_secs(1000));
+    let count = requests.len() as f64;
+    let run = run(1, requests);
+    // Requests that cannot start within `router.waiting_timeout` are refused.
+    assert!(run.complete as f64 > count / 2.0, "{} of {count}", run.complete);
+    let last = run.ttfts.last().expect("requests completed");
+    run.complete as f64 / last.as_secs_f64()
+}
+
+#[test]
+fn goodput_at_three_times_the_capacity_is_the_goodput_at_capacity() {
+    let (minutes_5, timeout) = (Duration::from_secs(300), Duration::from_secs(8));
+    let capacity = capacity();
+    let at = |factor: f64| run(1, load(3, FLOOD, factor * capacity, minutes_5, timeout));
+    let (at_capacity, over) = (at(1.0), at(3.0));
+    let ratio = over.complete as f64 / at_capacity.complete as f64;
+    eprintln!(
+        "capacity {capacity:.1}/s; offered 1x: {} complete, {} refused, {} late; offered 3x: {} complete, {} refused, \
+         {} late; goodput ratio {ratio:.3}",
+        at_capacity.complete,
+        at_capacity.refused,
+        at_capacity.late,
+        over.complete,
+        over.refused,
+        over.late
+    );
+    assert!(ratio >= 0.95, "{ratio}");
+    assert!(over.late * 50 <= over.complete, "refused before they queue, not late");
+}
+
+/// Prints the time to first token of a key at 80 % of its share, alone and beside a key that sends 20 times its share.
+/// With one prefill node a request always waits for the running step of that node. With several, one is soon free.
+#[test]
+fn flood_of_one_key_does_not_delay_another_key() {
+    let (duration, timeout) = (Duration::from_secs(40), Duration::from_secs(20));
+    let share = capacity() / 2.0;
+    for pairs in [1, 4] {
+        let share = share * pairs as f64;
+        let good = load(11, GOOD, 0.8 * share, duration, timeout);
+        let alone = run(pairs, good.clone());
+        let mut both = good;
+        both.extend(load(12, FLOOD, 20.0 * share, duration, timeout).into_iter().map(|plan| {
+            // The nodes have measured their steps by then.
+            RequestPlan { at: plan.at + Duration::from_secs(3), ..plan }
+        }));
+        let flooded = run(pairs, both);
+        assert_eq!(flooded.ttfts.len(), alone.ttfts.len(), "no request of the key is refused");
+        let [alone, flooded] = [alone, flooded].map(|run| [50, 90, 99].map(|p| run.percentile(p)));
+        let ratio = flooded[2].as_secs_f64() / alone[2].as_secs_f64();
+        eprintln!(
+            "{pairs} pairs, share {share:.1}/s: TTFT p50, p90, p99 alone {alone:?}, flooded {flooded:?}; p99 ratio \
+             {ratio:.2}"
+        );
+        // Without fair queueing the flood would delay the key by the time-out of 20 s.
+        assert!(ratio <= 4.0, "{ratio}");
+    }
+}
