@@ -390,6 +390,7 @@ impl node_server::Node for Service {
                 record: Some(state.record()),
                 load: Some(first),
                 cached_blocks: vec![],
+                tiers: vec![],
             };
             let event = Some(observe_event::Event::Snapshot(snapshot));
             events.send(Ok(ObserveEvent { sequence: 0, event })).await.ok()?;
