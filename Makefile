@@ -22,7 +22,7 @@ SHIPPED = --config 'target.x86_64-unknown-linux-gnu.rustflags=[$(PACK) "-Clink-a
 SERVICES = -p baton -p router -p prefill-node -p decode-node
 
 .DEFAULT_GOAL := help
-.PHONY: help run build model test check fmt lint bench docs clean deps kernels test-gpu image image-gpu image-etcd dist k8s
+.PHONY: help run build model test check fmt lint bench docs clean deps kernels test-gpu faults image image-gpu image-etcd dist k8s
 
 help: ## This list.
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -69,6 +69,10 @@ kernels: ## The CUDA kernels, in target/kernels (no CUDA toolkit needed; BATON_C
 
 test-gpu: ## Build the tests of the CUDA kernels, where there is cargo, and run them, where there is a GPU.
 	@deploy/test-gpu.sh
+
+faults: deps model ## Long tables of recovery: links cut, processes stopped, nodes killed (root; over an hour).
+	$(CARGO) build --locked --workspace --bins
+	BATON_FAULTS=links,stops,kills $(CARGO) test --locked -p integration-tests --test faults -- --nocapture
 
 image: build ## The image of Baton for CPUs, as an OCI archive in target/image (BATON_IMAGE=NAME:TAG).
 	BATON_BIN=$(BIN) deploy/image.sh cpu

@@ -107,6 +107,7 @@ impl Simulation {
         let decode_gaps = self.routers.iter().map(|router| router.longest_decode_gap);
         Outcome {
             coverage,
+            pauses: self.routers.iter().flat_map(|router| router.pauses()).collect(),
             longest_gap: gaps.max().unwrap_or_default(),
             longest_decode_gap: decode_gaps.max().unwrap_or_default(),
             picks: self.routers.iter().flat_map(|router| router.picks.clone()).collect(),

@@ -34,6 +34,8 @@ mod overload;
 #[cfg(test)]
 mod planted;
 mod process;
+#[cfg(test)]
+mod recovery;
 mod router;
 mod router_connections;
 mod scenario;
@@ -58,6 +60,8 @@ pub struct Outcome {
     pub longest_gap: Duration,
     /// Longest time between two tokens of a request, without the gap after token 0 (the possible hand-over).
     pub longest_decode_gap: Duration,
+    /// Longest time between two tokens of each request.
+    pub pauses: Vec<Duration>,
     /// The attempts of all requests, by router and time.
     pub picks: Vec<Pick>,
     /// Longest time from the loss of a peer until the blocks of a transfer with the peer were free.

@@ -17,17 +17,17 @@ use crate::{
     scenario::{BLOCK_BYTES, ModelPlan, NodePlan, RequestPlan, Scenario, Severity, VOCABULARY},
 };
 
-const STEP: Duration = Duration::from_millis(8);
+pub const STEP: Duration = Duration::from_millis(8);
 const REQUESTS: u32 = 300;
 /// Host of the decode node that misbehaves. Hosts 0 and 1 are prefill nodes, 2 to 4 decode nodes.
 const BAD: usize = 3;
 
-fn node(role: Role, step: Duration) -> NodePlan {
+pub fn node(role: Role, step: Duration) -> NodePlan {
     let limits = ExecutorLimits {
-        slots: 32,
+        slots: 128,
         step_tokens: 128,
         sequence_tokens: 200,
-        blocks: 400,
+        blocks: 1600,
         depth: 2,
         vocabulary: VOCABULARY,
         speculation: None,
@@ -43,7 +43,7 @@ fn node(role: Role, step: Duration) -> NodePlan {
     }
 }
 
-fn request(index: u32) -> RequestPlan {
+pub fn request(index: u32) -> RequestPlan {
     RequestPlan {
         at: Duration::from_millis(100) * index,
         router: 0,

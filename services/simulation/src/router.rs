@@ -137,6 +137,8 @@ struct Answer {
     due: Option<Instant>,
     picked_at: Option<Instant>,
     emitted_at: Option<Instant>,
+    /// Longest time between two tokens.
+    pause: Duration,
     end: Option<End>,
 }
 
@@ -230,11 +232,17 @@ impl Router {
             due: None,
             picked_at: None,
             emitted_at: None,
+            pause: Duration::ZERO,
             end: None,
         };
         self.answers.insert(id, answer);
         self.open.insert(id);
         self.perform(now, id);
+    }
+
+    /// Returns the longest time between two tokens of each request.
+    pub fn pauses(&self) -> impl Iterator<Item = Duration> {
+        self.answers.values().map(|answer| answer.pause)
     }
 
     pub fn client_left(&mut self, now: Instant, id: usize) {
@@ -417,6 +425,7 @@ impl Router {
                         None => answer.core.handle_emitted(now, stop),
                     }
                     let gap = gap.unwrap_or_default();
+                    answer.pause = answer.pause.max(gap);
                     self.longest_gap = self.longest_gap.max(gap);
                     if first_index > 1 {
                         self.longest_decode_gap = self.longest_decode_gap.max(gap);

@@ -9,10 +9,11 @@ use super::{
 };
 use crate::{NodeAddress, Role};
 
-/// A node is slow if its pace is this many times the median of its pool, …
+/// A node is slow if its pace is this many times the median of its pool. The difference must also be one of the
+/// following, because a client does not notice a smaller one.
 const SLOW_FACTOR: f64 = 3.0;
-/// … and differs from it by so much that a client notices.
 const SLOW_ITL_MS: f64 = 10.0;
+/// 20 ms for a prompt of 1,000 tokens.
 const SLOW_TRANSFER_TOKEN_MS: f64 = 0.02;
 /// Minimum number of nodes in a pool: fewer have no meaningful median.
 const POOL_MIN: usize = 3;

@@ -1,0 +1,104 @@
+//! Pauses that clients see when a node is lost, in virtual time: the table of docs/benchmarks/faults.md.
+
+use std::time::Duration;
+
+use cluster::{Role, Selection};
+use config::{Disaggregate, NodePolicy};
+use simulation_base::NetworkFaults;
+
+use crate::{
+    checks::BLOCKS_FREE_MAX,
+    misbehaving::{STEP, node, request},
+    run_scenario,
+    scenario::{Fault, ModelPlan, RequestPlan, Scenario, Severity},
+};
+
+/// Runs of each fault, at other moments.
+const RUNS: u64 = 20;
+const SECOND: Duration = Duration::from_secs(1);
+/// Hosts 0 and 1 are prefill nodes, 2 and 3 decode nodes.
+const PREFILL: usize = 0;
+const DECODE: usize = 2;
+
+/// Returns a scenario on two pairs: streams of 100 tokens, 10 ms apart, and one fault.
+fn scenario(streams: u32, at: Duration, fault: Fault) -> Scenario {
+    let stream = |index| RequestPlan {
+        at: Duration::from_millis(10) * index,
+        max_tokens: 100,
+        ..request(index)
+    };
+    Scenario {
+        severity: Severity::Mild,
+        network: NetworkFaults::delays(Duration::from_millis(1)),
+        read_failure: 0,
+        release_delay_max: Duration::from_millis(60),
+        thread_delay_max: Duration::ZERO,
+        router_count: 1,
+        has_etcd: false,
+        selection: Selection { disaggregate: Disaggregate::Always, policy: NodePolicy::Predicted },
+        models: vec![ModelPlan { name: "model-0".into(), fingerprint: 1, tp: 1 }],
+        nodes: [Role::Prefill, Role::Prefill, Role::Decode, Role::Decode]
+            .map(|role| node(role, STEP))
+            .into(),
+        requests: (0..streams).map(stream).collect(),
+        faults: vec![(at, fault)],
+    }
+}
+
+/// Runs the fault at several moments and prints the pauses of all streams. Every token was compared, and every request
+/// completed. Returns the 99th percentile and the longest pause.
+fn pauses(what: &str, streams: u32, runs: u64, fault: Fault) -> [Duration; 2] {
+    // A decode node is lost while all streams decode, a prefill node or a link while prompts are handed over.
+    let (first_ms, span_ms) = match fault {
+        Fault::Kill { .. } | Fault::Pause { host: DECODE, .. } => (300, 1000),
+        _ => (20, 200),
+    };
+    let (mut pauses, mut release) = (Vec::new(), Duration::ZERO);
+    for run in 0..runs {
+        let at = Duration::from_millis(first_ms + span_ms * run / runs);
+        let outcome = run_scenario(run, scenario(streams, at, fault), false);
+        let ends = ["complete", "complete after a retry"].map(|end| outcome.coverage.get(end));
+        assert_eq!(ends.iter().sum::<u64>(), u64::from(streams), "{what}");
+        pauses.extend(outcome.pauses);
+        release = release.max(outcome.longest_release);
+    }
+    assert!(release <= BLOCKS_FREE_MAX, "{what}: {release:?}");
+    pauses.sort();
+    let at = |percent: usize| pauses[(pauses.len() * percent).div_ceil(100) - 1];
+    let seconds = [50, 99, 100].map(|percent| at(percent).as_secs_f64());
+    let [p50, p99, longest] = seconds;
+    let release = release.as_secs_f64();
+    eprintln!("| {what} | {streams} | {p50:.2} | {p99:.2} | {longest:.2} | {release:.2} |");
+    [at(99), at(100)]
+}
+
+#[test]
+fn lost_nodes_and_cut_links_pause_streams_within_the_bounds() {
+    let kill = |resets_connections| {
+        let restart_after = 3 * SECOND;
+        Fault::Kill { host: DECODE, resets_connections, restart_after }
+    };
+    let pause = |host, duration| Fault::Pause { host, duration };
+    let cut = |duration| Fault::Partition { a: PREFILL, b: DECODE, duration };
+    eprintln!(
+        "| fault | streams | pause p50 (s) | p99 (s) | longest (s) | blocks free after (s) |"
+    );
+    eprintln!("| --- | --- | --- | --- | --- | --- |");
+    for (streams, runs) in [(24, RUNS), (100, 3)] {
+        let [p99, _] = pauses("D killed", streams, runs, kill(true));
+        assert!(p99 <= Duration::from_millis(2500), "{p99:?}");
+    }
+    for (what, fault) in [
+        ("host of D lost", kill(false)),
+        ("D stopped, 1 s", pause(DECODE, SECOND)),
+        ("D stopped, 5 s", pause(DECODE, 5 * SECOND)),
+        ("P stopped, 5 s", pause(PREFILL, 5 * SECOND)),
+        ("P – D cut, 1 s", cut(SECOND)),
+        ("P – D cut, 5 s", cut(5 * SECOND)),
+        ("P – D cut, 25 s", cut(25 * SECOND)),
+    ] {
+        let [_, longest] = pauses(what, 24, RUNS, fault);
+        // The lease or the time-out of a ping, the next ping, and the recomputation of the lost streams.
+        assert!(longest <= 3 * SECOND, "{what}: {longest:?}");
+    }
+}
