@@ -184,7 +184,10 @@ async fn only_services_with_a_certificate_of_the_cluster_talk_to_each_other() ->
     let member =
         start("member", "baton-router", &[&ours.of_cluster("node")[..], &listed].concat())?;
     wait_logged(&member, &[&plain.ready.grpc, "expected cluster.tls_cert on the node too"])?;
-    wait_logged(&member, &[&stranger.ready.grpc, "UnknownIssuer", "equal cluster.tls_ca"])?;
+    wait_logged(
+        &member,
+        &[&stranger.ready.grpc, "invalid peer certificate", "equal cluster.tls_ca"],
+    )?;
     let client = Client::new(format!("http://{}", member.ready.http));
     complete(&client, "").await?;
     let decode = &cluster.decode[0].ready.grpc;
@@ -192,7 +195,7 @@ async fn only_services_with_a_certificate_of_the_cluster_talk_to_each_other() ->
     wait_logged(&outsider, &[decode, "minimum security requirements"])?;
     let foreign =
         start("foreign", "baton-router", &[&theirs.of_cluster("node")[..], &listed].concat())?;
-    wait_logged(&foreign, &[decode, "UnknownIssuer"])?;
+    wait_logged(&foreign, &[decode, "invalid peer certificate"])?;
     cluster.stop()
 }
 
@@ -218,6 +221,7 @@ fn invalid_certificate_of_the_cluster_is_reported_with_file_and_setting() -> Res
                 .env("BATON_CLUSTER_SECRET", SECRET)
                 .env("BATON_ROUTER_HTTP", "127.0.0.1:0")
                 .env("BATON_NODE_GRPC", "127.0.0.1:0")
+                .env("BATON_TELEMETRY_LOG_FORMAT", "pretty")
                 .envs(authority.of_cluster(file));
             let output = command::output(&mut service)?;
             let said = [output.stdout, output.stderr].concat();
