@@ -199,14 +199,15 @@ class Chart(unittest.TestCase):
                 self.assertEqual([it["key"] for it in tls["items"]], ["tls.crt"])
                 expected = {"tls": "cert"}
             self.assertEqual(volumes, expected, name)
-            self.assertEqual(mounts.get("/etc/baton/tls"), "tls" if is_router else None, name)
+            self.assertEqual(mounts.get("/etc/baton/tls"), "tls" if "tls" in expected else None, name)
             self.assertEqual(mounts.get("/etc/baton/keys"), "keys" if is_router else None, name)
             for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
                 scheme = container.get(probe, {}).get("httpGet", {}).get("scheme")
                 self.assertEqual(scheme, "HTTPS" if is_router else None, (name, probe))
         ports = named(found, "Service", "baton-router")["spec"]["ports"]
         self.assertEqual([port["appProtocol"] for port in ports], ["https", "https"])
-        self.assertNotIn("baton-check", [it["metadata"]["name"] for it in found])
+        [container] = named(found, "Pod", "baton-check")["spec"]["containers"]
+        self.assertIn("https://baton-router:8000", container["command"])
 
         found = objects("--set", "router.keysSecret=keys,router.checkKeySecret=mine")
         [container] = named(found, "Pod", "baton-check")["spec"]["containers"]
