@@ -11,14 +11,17 @@ use std::{
 
 use anyhow::Result;
 use axum::{Router, http::StatusCode, routing::get};
+use futures_util::future::join_all;
 use telemetry::MetricsServer;
-use tokio::sync::watch;
+use tokio::{sync::watch, time::timeout};
 
 use super::child::ChildState;
 use crate::{connector::Connector, http_client::HttpClient};
 
 /// Time-out of a connection to a node of this host.
 const CONNECT_WITHIN: Duration = Duration::from_secs(1);
+/// Time-out of a node's answer. The probes of the chart wait for 5 s, so that they show the name of the node.
+const ANSWER_WITHIN: Duration = Duration::from_secs(3);
 
 /// A node's name and state.
 type Node = (String, watch::Receiver<ChildState>);
@@ -57,16 +60,24 @@ impl Health {
 /// otherwise.
 async fn live(nodes: Arc<Vec<Node>>) -> (StatusCode, String) {
     let client = HttpClient::new(Connector::new(CONNECT_WITHIN));
-    for (name, state) in nodes.iter() {
-        let ChildState::Ready(addresses) = state.borrow().clone() else { continue };
-        let problem = match client.get(&format!("http://{}/live", addresses.metrics)).await {
-            Ok((StatusCode::OK, _)) => continue,
-            Ok((_, text)) => String::from_utf8_lossy(&text).into_owned(),
-            Err(error) => format!("{error:#}\n"),
-        };
-        return (StatusCode::SERVICE_UNAVAILABLE, format!("{name}: {problem}"));
+    let problems = join_all(nodes.iter().map(|node| problem(&client, node))).await;
+    match problems.into_iter().flatten().next() {
+        Some(problem) => (StatusCode::SERVICE_UNAVAILABLE, problem),
+        None => (StatusCode::OK, "live\n".to_owned()),
     }
-    (StatusCode::OK, "live\n".to_owned())
+}
+
+/// Returns why a node that is up is not live.
+async fn problem(client: &HttpClient, (name, state): &Node) -> Option<String> {
+    let ChildState::Ready(addresses) = state.borrow().clone() else { return None };
+    let url = format!("http://{}/live", addresses.metrics);
+    let problem = match timeout(ANSWER_WITHIN, client.get(&url)).await {
+        Ok(Ok((StatusCode::OK, _))) => return None,
+        Ok(Ok((_, text))) => String::from_utf8_lossy(&text).into_owned(),
+        Ok(Err(error)) => format!("{error:#}\n"),
+        Err(_) => format!("no answer within {ANSWER_WITHIN:?}\n"),
+    };
+    Some(format!("{name}: {problem}"))
 }
 
 #[cfg(test)]
@@ -81,6 +92,26 @@ mod tests {
         let ready =
             Ready { grpc: String::new(), http: String::new(), metrics, admin: String::new() };
         (server, ChildState::Ready(ready))
+    }
+
+    #[tokio::test]
+    async fn every_silent_node_is_asked_at_the_same_time() {
+        let silent = || {
+            let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+            let metrics = listener.local_addr().unwrap().to_string();
+            let ready =
+                Ready { grpc: String::new(), http: String::new(), metrics, admin: String::new() };
+            (listener, watch::channel(ChildState::Ready(ready)).1)
+        };
+        let (silent, nodes): (Vec<_>, Vec<_>) = (0..4)
+            .map(|index| (format!("decode-{index}"), silent()))
+            .map(|(name, (listener, state))| (listener, (name, state)))
+            .unzip();
+        // All four together, and not one after the other.
+        let answer = timeout(2 * ANSWER_WITHIN, live(Arc::new(nodes))).await.unwrap();
+        let problem = "decode-0: no answer within 3s\n".to_owned();
+        assert_eq!(answer, (StatusCode::SERVICE_UNAVAILABLE, problem));
+        drop(silent);
     }
 
     #[tokio::test]
