@@ -282,6 +282,20 @@ class Chart(unittest.TestCase):
                     seen.add(container["name"])
         self.assertEqual(seen, {"router", "prefill", "decode", "group"})
 
+    def test_helm_test_requires_the_prefill_nodes_that_exist(self):
+        def required(*arguments):
+            [container] = dict(pod_specs(objects(*arguments)))["baton-check"]["containers"]
+            return [word for word in container["command"] if word.startswith("--prefill")]
+
+        model = "models[0].name=m,models[0].source=hf:a/b"
+        self.assertEqual(required(), ["--prefill=smollm2-135m"])
+        self.assertEqual(required("--values", GROUPED), ["--prefill=Org/Big.Model"])
+        # A pool that scales has no replicas of its own.
+        scaled = "monitoring.prometheus=http://p:9090,nodes.autoscaling.enabled=true,nodes.replicas=0"
+        self.assertEqual(required("--set", f"{model},{scaled}"), ["--prefill=m"])
+        self.assertEqual(required("--set", f"{model},models[0].prefill.replicas=0"), [])
+        self.assertEqual(required("--set", "router.config.disaggregate=never"), [])
+
     def test_grace_periods_cover_the_drain(self):
         grace = lambda *arguments: dict(pod_specs(objects(*arguments)))["baton-router"]["terminationGracePeriodSeconds"]
         drain = lambda time: ("--set", f"router.config.drain_timeout={time}")

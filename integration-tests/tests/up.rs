@@ -23,6 +23,8 @@ use integration_tests::{
 use serde_json::{Value, json};
 
 const DEADLINE: Duration = Duration::from_secs(60);
+/// Default name of the model that [`start`] serves: that of its file.
+const MODEL_NAME: &str = "SmolLM2-135M-Instruct.Q4_1";
 
 /// Starts `baton up` with the real model on free ports.
 fn start(args: &[&str]) -> Result<Up> {
@@ -80,18 +82,36 @@ fn check_gets_answers_over_http_and_grpc() -> Result<()> {
     let url = word_after("API").context("no URL")?.trim_end_matches("/v1");
     let grpc = word_after("gRPC").context("no gRPC address")?;
     let check = |grpc: &str| {
-        command::output(Command::new(bin_dir().join("baton")).args(["check", url, "--grpc", grpc]))
+        let mut command = Command::new(bin_dir().join("baton"));
+        command::output(command.args(["check", url, "--grpc", grpc, "--prefill", MODEL_NAME]))
     };
     let output = check(grpc)?;
     let said = String::from_utf8(output.stdout)?;
     assert!(output.status.success(), "{said}");
-    for words in ["decoded by decode-0", "gRPC: 8 tokens", "metrics: "] {
+    for words in
+        ["decoded by decode-0", "gRPC: 8 tokens", "metrics: ", "prefilled by prefill-0, decoded"]
+    {
         assert!(said.contains(words), "{said:?} lacks {words:?}");
     }
     let output = check("127.0.0.1:1")?;
     let said = String::from_utf8(output.stderr)?;
     assert!(
         !output.status.success() && said.contains("127.0.0.1:1: no answer over gRPC"),
+        "{said}"
+    );
+    Ok(())
+}
+
+#[test]
+fn check_fails_if_no_prefill_node_prefills() -> Result<()> {
+    let mut up = start(&["--prefill", "0"])?;
+    let ready = up.lines.wait_for("baton: ready")?;
+    let url = ready.split_once("API ").context("no URL")?.1.split("/v1").next().context("URL")?;
+    let mut command = Command::new(bin_dir().join("baton"));
+    let output = command::output(command.args(["check", url, "--prefill", MODEL_NAME]))?;
+    let said = String::from_utf8(output.stderr)?;
+    assert!(
+        !output.status.success() && said.contains("decode nodes prefilled 8 of 8 prompts"),
         "{said}"
     );
     Ok(())

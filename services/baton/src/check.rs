@@ -1,5 +1,7 @@
 //! `baton check`: sends one request over HTTP and one over gRPC to a running cluster, and reads its metrics.
 
+mod prefill;
+
 use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow, ensure};
@@ -26,23 +28,31 @@ pub struct CheckArgs {
     /// Address of the same router's gRPC API. TLS is used with an https:// URL, or if the address starts with https://.
     #[arg(long, default_value = "127.0.0.1:8001")]
     grpc: String,
+    /// Model of which a prefill node must prefill a prompt. May be repeated. Without it decode nodes may prefill all
+    /// prompts.
+    #[arg(long, value_name = "MODEL")]
+    prefill: Vec<String>,
     #[command(flatten)]
     client: ClientArgs,
 }
 
 pub fn run(args: CheckArgs) -> Result<()> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    runtime.block_on(check(args.url.trim_end_matches('/'), &args.grpc, &args.client))
+    runtime.block_on(check(&args))
 }
 
-async fn check(url: &str, grpc: &str, client: &ClientArgs) -> Result<()> {
-    let (connector, key) = (client.connector(CONNECT_MAX)?, client.authorization()?);
+async fn check(args: &CheckArgs) -> Result<()> {
+    let (url, grpc) = (args.url.trim_end_matches('/'), &args.grpc);
+    let (connector, key) = (args.client.connector(CONNECT_MAX)?, args.client.authorization()?);
     let client = HttpClient::new(connector.clone()).with_key(key.clone());
     let stats =
         sample::run(&client, url).await.with_context(|| format!("{url}: no answer over HTTP"))?;
     let node = |role: &str| stats[format!("{role}_node")].as_str().map(str::to_owned);
     ensure!(node("decode").is_some(), "{url}: the answer names no decode node");
     ensure!(node("prefill") != node("decode"), "{url}: one node has both roles");
+    for model in &args.prefill {
+        prefill::run(&client, url, model).await?;
+    }
 
     let grpc = &grpc_url(url, grpc);
     let tokens = tokio::time::timeout(GRPC_WITHIN, generate(grpc, connector, key))
