@@ -73,7 +73,12 @@ async fn report(cluster: &Cluster) -> Result<Value> {
 
 /// Begins an update and waits until it has ended. Returns its report.
 async fn update(cluster: &Cluster, path: &Path) -> Result<Value> {
-    let body = json!({"path": path, "label": "test", "commit": true, "timeout_s": 200});
+    update_by(cluster, path, json!({"transport": "disk"})).await
+}
+
+async fn update_by(cluster: &Cluster, path: &Path, transport: Value) -> Result<Value> {
+    let mut body = json!({"path": path, "label": "test", "commit": true, "timeout_s": 200});
+    body.as_object_mut().unwrap().extend(transport.as_object().unwrap().clone());
     let answer = admin(cluster).post("/v1/weights/begin", &body).await?;
     ensure!(answer.status == 200, "{}", String::from_utf8_lossy(&answer.body));
     let id = answer.json()["update"]["id"].clone();
@@ -136,6 +141,48 @@ async fn updated_nodes_answer_as_nodes_started_with_the_new_weights() -> Result<
 
     let again = committed(&cluster, &new).await?;
     assert_eq!(again["update"]["weight_version"], version, "equal bytes have one version");
+    cluster.stop()
+}
+
+/// The nodes have separate caches, and only the seed reads the path: the others copy its files, also after the path is
+/// gone.
+#[tokio::test]
+async fn nodes_copy_weights_from_one_node_by_tcp_and_a_late_node_from_a_committed_one() -> Result<()>
+{
+    let folder = tempfile::tempdir()?;
+    let new = trained(folder.path(), "new", 0x11);
+    let spec = name_model(ClusterSpec::smollm2().nodes(1, 1));
+    let (mut cluster, client) = Cluster::start_with_client(spec).await?;
+    let run = run_named("code");
+    let before = client.greedy(&run.prompt_ids, TOKENS).await?;
+    let unknown = update_by(&cluster, &new, json!({"transport": "tcp", "node": "nobody"})).await;
+    assert!(unknown.unwrap_err().to_string().contains("expected one of: "));
+
+    let report = update_by(&cluster, &new, json!({"transport": "tcp", "node": "decode-0"})).await?;
+    assert_eq!(report["update"]["phase"], "committed", "{report}");
+    let version = report["update"]["weight_version"].clone();
+    wait_version(&cluster, &version).await?;
+    let mut body = greedy_body(&run.prompt_ids, TOKENS);
+    body["return_weight_version"] = json!(true);
+    let mut stream = client.stream("/v1/completions", &body).await?;
+    let (mut after, mut versions) = (Vec::new(), Vec::new());
+    for event in stream.all().await? {
+        after.extend(event.token_ids());
+        if !event.is_done() {
+            let labels = event.json()["choices"][0]["weight_versions"].clone();
+            versions.extend(labels.as_array().cloned().unwrap_or_default());
+        }
+    }
+    assert_ne!(after, before);
+    assert_eq!(versions, vec![version.clone(); TOKENS], "every token names its weights");
+    let copied = cluster.prefill[0].log();
+    assert!(copied.contains("origin=Peer"), "{copied}");
+
+    std::fs::remove_dir_all(&new)?;
+    cluster.restart_decode(0)?;
+    cluster.wait_nodes(1, 1).await?;
+    wait_version(&cluster, &version).await?;
+    assert_eq!(client.greedy(&run.prompt_ids, TOKENS).await?, after);
     cluster.stop()
 }
 

@@ -186,6 +186,11 @@ impl ModelIdentity {
         self.protocols_overlap(other) && self.properties() == other.properties()
     }
 
+    /// Returns whether the two nodes differ in their weight versions at most.
+    pub fn fits_but_weights(&self, other: &Self) -> bool {
+        self.fits(&Self { weight_version: self.weight_version, ..other.clone() })
+    }
+
     /// Returns the differences in one line with both fingerprints; `None` if the two nodes can exchange KV.
     pub fn difference(&self, other: &Self) -> Option<String> {
         if self.fits(other) {

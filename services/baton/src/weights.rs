@@ -42,6 +42,12 @@ pub struct PushArgs {
     /// Model whose nodes are updated, if the router serves several.
     #[arg(long, value_name = "NAME")]
     model: Option<String>,
+    /// How nodes obtain the weights: disk reads the path on every node; tcp reads it on one node, from which the others copy.
+    #[arg(long, default_value = "disk", value_parser = ["disk", "tcp"])]
+    transport: String,
+    /// With tcp, the id of the node that has the path; the first node if absent.
+    #[arg(long, value_name = "NODE")]
+    node: Option<String>,
     /// Seconds until the update is aborted unless it is committed.
     #[arg(long, default_value_t = 300, value_name = "SECONDS", value_parser = clap::value_parser!(u32).range(1..=3600))]
     timeout: u32,
@@ -82,7 +88,11 @@ impl PushArgs {
             "label": self.label,
             "timeout_s": self.timeout,
             "commit": true,
+            "transport": self.transport,
         });
+        if let Some(node) = &self.node {
+            body["node"] = json!(node);
+        }
         if let Some(model) = &self.model {
             body["model"] = json!(model);
         }

@@ -388,10 +388,6 @@ section! {
         /// auto reserves none. On CPUs both take host memory during the update.
         place: WeightPlace = WeightPlace::Auto,
             "Few clusters update their weights, and the memory of a second copy serves many KV blocks.";
-        /// Maximum number of bytes in one chunk of an update. Each chunk has a digest. The router tells the nodes.
-        chunk_bytes: ByteSize = ByteSize::mib(256),
-            "Large enough for full bandwidth, small enough to overlap with the work on the chunk before.",
-            ByteSize::kib(4)..=ByteSize::gib(4);
     }
 }
 

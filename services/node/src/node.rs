@@ -58,7 +58,7 @@ use crate::{
     tensor_parallel,
     tiers::{OpenTiers, TierCopies, TierMetrics},
     transfer_metrics,
-    weights::{WeightActor, WeightSettings, WeightsService},
+    weights::{PeerCredentials, WeightActor, WeightSettings, WeightsService},
 };
 
 /// Time for attempts to end after the drain time-out: a dead peer holds blocks for one lease and half a
@@ -334,8 +334,8 @@ impl Node {
             host_bytes,
             update: weight_update,
             inbox: inbox.clone(),
-            secret,
-            tls: tls.clone(),
+            credentials: PeerCredentials { secret, tls: tls.clone() },
+            folder: config.cache.clone().unwrap_or_else(|| "/tmp".into()),
         });
         let weights_service =
             WeightsService::new(attempt_limits, weights.handle(), draining.clone());

@@ -1,21 +1,24 @@
 //! Live weight updates of this node: the gRPC service `baton.v1.Weights`.
 //!
-//! `actor` owns the state machine of the crate `weight-transfer` and carries out its actions. `receive` opens, checks
-//! and prepares new weights. The engine thread exchanges the weights at a step boundary.
+//! `actor` owns the state machine of the crate `weight-transfer` and carries out its actions. `copy` copies files of
+//! weights between nodes. `receive` opens, checks and prepares new weights. The engine thread exchanges the weights at a
+//! step boundary.
 
 mod actor;
+mod copy;
 mod receive;
 
-use std::{path::PathBuf, time::Duration};
+use std::{path::PathBuf, pin::Pin, time::Duration};
 
 use cluster::Epoch;
+use futures_util::{Stream, stream::poll_fn};
 use proto::v1::{self, weights_server};
 use tokio_util::sync::CancellationToken;
 use tonic::{Code, Request, Response, Status};
 use weight_transfer::{BeginError, CommitError, UpdateEnd, UpdateId, UpdateState, WeightVersion};
 
-use self::actor::{Begin, Call, CallError, Handle, NodeWeights, Peer};
-pub(crate) use self::actor::{WeightActor, WeightSettings};
+use self::actor::{Begin, Call, CallError, Handle, NodeWeights, Origin, Peer};
+pub(crate) use self::actor::{PeerCredentials, WeightActor, WeightSettings};
 use crate::{
     attempt::{self, AttemptLimits, invalid, shown, within},
     node_core::Refusal,
@@ -27,8 +30,6 @@ const PEERS_MAX: usize = 1024;
 const URL_BYTES_MAX: usize = 300;
 /// Maximum remaining time of an update in ms: a day.
 const REMAINING_MS_MAX: u64 = 86_400_000;
-const CHUNK_BYTES_MIN: u64 = 1 << 12;
-const CHUNK_BYTES_MAX: u64 = 1 << 32;
 
 /// gRPC service for the calls of coordinators and peers.
 #[derive(Debug)]
@@ -52,6 +53,18 @@ impl WeightsService {
 
 #[tonic::async_trait]
 impl weights_server::Weights for WeightsService {
+    type PullStream = Pin<Box<dyn Stream<Item = Result<v1::WeightsPart, Status>> + Send>>;
+
+    async fn pull(
+        &self,
+        request: Request<v1::PullWeightsRequest>,
+    ) -> Result<Response<Self::PullStream>, Status> {
+        let v1::PullWeightsRequest { node_epoch, weight_version } = request.into_inner();
+        attempt::check_epoch(&node_epoch, &self.limits)?;
+        let mut parts = self.actor.copy(WeightVersion(weight_version)).await?;
+        Ok(Response::new(Box::pin(poll_fn(move |context| parts.poll_recv(context)))))
+    }
+
     async fn begin(
         &self,
         request: Request<v1::BeginWeightsRequest>,
@@ -116,32 +129,42 @@ fn checked_begin(
         let expected = format!("at most {LABEL_BYTES_MAX} bytes without control characters");
         return Err(invalid("label", shown(&label), expected));
     }
-    let path = PathBuf::from(&request.path);
-    if !path.is_absolute() {
-        return Err(invalid("path", shown(&request.path), "an absolute path"));
-    }
-    within("chunk_bytes", request.chunk_bytes, CHUNK_BYTES_MIN, CHUNK_BYTES_MAX)?;
     within("remaining_ms", request.remaining_ms, 1, REMAINING_MS_MAX)?;
     if request.peers.len() > PEERS_MAX {
         let expected = format!("at most {PEERS_MAX}");
         return Err(invalid("peers", request.peers.len(), expected));
     }
-    let peers = request.peers.into_iter().map(|peer| {
-        let epoch = Epoch(attempt::id("peers.epoch", &peer.epoch)?);
-        if peer.grpc.len() > URL_BYTES_MAX {
-            let expected = format!("at most {URL_BYTES_MAX} bytes");
-            return Err(invalid("peers.grpc", shown(&peer.grpc), expected));
+    let peers = request.peers.into_iter().map(|peer| checked_peer("peers", peer));
+    let peers = peers.collect::<Result<_, Refusal>>()?;
+    let origin = match request.from {
+        None => {
+            let path = PathBuf::from(&request.path);
+            if !path.is_absolute() {
+                return Err(invalid("path", shown(&request.path), "an absolute path"));
+            }
+            Origin::Path(path)
         }
-        Ok(Peer { epoch, grpc: peer.grpc })
-    });
+        Some(v1::WeightsSource { peer, weight_version }) => Origin::Peer {
+            peer: checked_peer("from.peer", peer.unwrap_or_default())?,
+            version: WeightVersion(weight_version),
+        },
+    };
     Ok(Begin {
         id: update(&request.update_id)?,
         label,
-        path,
-        chunk_bytes: request.chunk_bytes,
+        origin,
         remaining: Duration::from_millis(request.remaining_ms),
-        peers: peers.collect::<Result<_, Refusal>>()?,
+        peers,
     })
+}
+
+fn checked_peer(field: &str, peer: v1::WeightsPeer) -> Result<Peer, Refusal> {
+    let epoch = Epoch(attempt::id(&format!("{field}.epoch"), &peer.epoch)?);
+    if peer.grpc.len() > URL_BYTES_MAX {
+        let expected = format!("at most {URL_BYTES_MAX} bytes");
+        return Err(invalid(&format!("{field}.grpc"), shown(&peer.grpc), expected));
+    }
+    Ok(Peer { epoch, grpc: peer.grpc })
 }
 
 impl From<CallError> for Status {
@@ -152,7 +175,9 @@ impl From<CallError> for Status {
             CallError::Begin(BeginError::Running { .. } | BeginError::Ended { .. }) => {
                 Code::FailedPrecondition
             }
-            CallError::Commit(CommitError::Unknown { .. }) => Code::NotFound,
+            CallError::Commit(CommitError::Unknown { .. }) | CallError::NoSource { .. } => {
+                Code::NotFound
+            }
             CallError::Commit(_) => Code::FailedPrecondition,
             CallError::Busy => Code::ResourceExhausted,
             CallError::Stopped => Code::Unavailable,
@@ -202,9 +227,9 @@ mod tests {
             update_id: vec![1; 16].into(),
             label: "step 100".into(),
             path: "/models/new".into(),
-            chunk_bytes: 1 << 20,
             remaining_ms: 1000,
             peers: Vec::new(),
+            from: None,
         }
     }
 
@@ -220,7 +245,10 @@ mod tests {
                 |it| it.path = "models/new".into(),
                 "invalid path: \"models/new\"; expected an absolute",
             ),
-            (|it| it.chunk_bytes = 1, "invalid chunk_bytes: 1; expected 4096 to"),
+            (
+                |it| it.from = Some(v1::WeightsSource::default()),
+                "invalid from.peer.epoch: 0 bytes; expected 16",
+            ),
             (|it| it.remaining_ms = 0, "invalid remaining_ms: 0; expected 1 to"),
             (
                 |it| {

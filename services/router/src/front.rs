@@ -42,8 +42,6 @@ const MODEL_CHARS_MAX: usize = 200;
 pub struct RouterSettings {
     pub router: config::Router,
     pub nodes: NodeCredentials,
-    /// Maximum bytes of a chunk of a weight update.
-    pub weight_chunk_bytes: u64,
     /// Limit on the open files of the process.
     pub open_files_max: u64,
     /// Maximum bytes of all request bodies that are being read or parsed.
@@ -58,7 +56,6 @@ impl RouterSettings {
     pub fn new(router: config::Router, secret: ClusterSecret, open_files_max: u64) -> Self {
         Self {
             nodes: NodeCredentials { secret, tls: None },
-            weight_chunk_bytes: config::Weights::default().chunk_bytes.bytes(),
             open_files_max,
             // One body of the maximum size must fit.
             bodies_bytes_max: BODIES_BYTES_MAX.max(router.body_bytes_max.bytes()),

@@ -44,8 +44,7 @@ fn main() -> ExitCode {
                     "File to write once the ports are open: one line of JSON with their addresses",
                 ),
         );
-    let sections =
-        [Section::Model, Section::Router, Section::Weights, Section::Cluster, Section::Telemetry];
+    let sections = [Section::Model, Section::Router, Section::Cluster, Section::Telemetry];
     let started = match config::from_process(command, &sections) {
         Ok(started) => started,
         Err(error) => return report(&error, USAGE),
@@ -188,7 +187,6 @@ impl Setup {
             .context("cannot raise the limit on open files")?;
         let secret = ClusterSecret::new(config.cluster.required_secret()?.reveal())?;
         let mut settings = RouterSettings::new(config.router.clone(), secret, open_files_max);
-        settings.weight_chunk_bytes = config.weights.chunk_bytes.bytes();
         settings.nodes.tls = cluster::read_tls(&config.cluster).map_err(anyhow::Error::msg)?;
         let members = Members::new(&config.cluster)?;
         Ok(Self { config, models, settings, members })

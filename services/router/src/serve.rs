@@ -122,8 +122,7 @@ pub fn start(
     let started = std::time::SystemTime::UNIX_EPOCH.elapsed().map_or(0, |since| since.as_secs());
     let http_routes = http::routes(front.clone(), metrics.clone(), started);
     let grpc_routes = grpc::routes(front.clone(), health_service)?;
-    let chunk_bytes = front.settings.weight_chunk_bytes;
-    let (weights, weights_task) = Weights::start(front.nodes.clone(), chunk_bytes);
+    let (weights, weights_task) = Weights::start(front.nodes.clone());
     let admin_routes = admin::routes(front.clone(), weights, admin_keys);
     let bounds = net::Bounds::new(
         net::ConnectionLimits::new(front.settings.open_files_max),

@@ -20,7 +20,7 @@ use weight_transfer::{
     WeightVersion,
 };
 
-use crate::nodes::{Nodes, OwnedTask, UpdateRequest, WeightNode, WeightsAnswer};
+use crate::nodes::{CopyFrom, Nodes, OwnedTask, UpdateRequest, WeightNode, WeightsAnswer};
 
 /// Queued requests of operators.
 const REQUESTS_MAX: usize = 16;
@@ -42,6 +42,16 @@ pub struct NewUpdate {
     pub timeout: Duration,
     /// Whether the router commits as soon as every node is prepared.
     pub commits: bool,
+    pub transport: Transport,
+}
+
+/// How the nodes obtain the weights.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Transport {
+    /// Every node reads the path.
+    Disk,
+    /// One node reads the path, and the others copy its files. `seed`: its id; the first node if absent.
+    Tcp { seed: Option<String> },
 }
 
 #[derive(Debug)]
@@ -58,6 +68,10 @@ pub enum UpdateError {
     Running { running: UpdateId },
     #[error("cannot begin an update: no node of model {model:?} is up; expected at least one")]
     NoNode { model: String },
+    #[error(
+        "cannot begin an update: no node {node:?} of the model is up; expected one of: {known}"
+    )]
+    UnknownNode { node: String, known: String },
     #[error("cannot find update {id}; expected {known}")]
     Unknown { id: UpdateId, known: String },
     #[error(transparent)]
@@ -121,12 +135,11 @@ pub struct Weights {
 }
 
 impl Weights {
-    /// Starts the task. `chunk_bytes`: maximum bytes of a chunk.
-    pub fn start(nodes: Nodes, chunk_bytes: u64) -> (Self, OwnedTask) {
+    /// Starts the task.
+    pub fn start(nodes: Nodes) -> (Self, OwnedTask) {
         let (requests, received) = mpsc::channel(REQUESTS_MAX);
         let task = Task {
             nodes,
-            chunk_bytes,
             running: None,
             last: None,
             target: None,
@@ -180,13 +193,23 @@ struct Update {
     /// When the next call to each node is due; `None` while a call is in flight.
     due: Vec<Option<Instant>>,
     paused: Vec<Duration>,
+    source: UpdateSource,
     /// A catch-up: commits only these weights.
     expected: Option<WeightVersion>,
 }
 
+/// Place where the nodes of an update obtain the weights.
+#[derive(Clone, Debug)]
+enum UpdateSource {
+    Path,
+    /// The node with this index reads the path, and the others copy from it.
+    Seed(usize),
+    /// A node that does not take part.
+    Peer(CopyFrom),
+}
+
 struct Task {
     nodes: Nodes,
-    chunk_bytes: u64,
     running: Option<Update>,
     /// The last update of an operator that ended.
     last: Option<UpdateView>,
@@ -282,15 +305,25 @@ impl Task {
         if nodes.is_empty() {
             return Err(UpdateError::NoNode { model: new.model.to_string() });
         }
-        let commits = new.commits;
-        self.start(new, nodes, commits, None)
+        let source = match &new.transport {
+            Transport::Disk => UpdateSource::Path,
+            Transport::Tcp { seed: None } => UpdateSource::Seed(0),
+            Transport::Tcp { seed: Some(seed) } => {
+                let index = nodes.iter().position(|node| node.id == *seed);
+                UpdateSource::Seed(index.ok_or_else(|| {
+                    let known: Vec<_> = nodes.iter().map(|node| node.id.as_str()).collect();
+                    UpdateError::UnknownNode { node: seed.clone(), known: known.join(", ") }
+                })?)
+            }
+        };
+        self.start(new, nodes, source, None)
     }
 
     fn start(
         &mut self,
         new: NewUpdate,
         nodes: Vec<WeightNode>,
-        commits_at_once: bool,
+        source: UpdateSource,
         expected: Option<WeightVersion>,
     ) -> Result<(), UpdateError> {
         let now = Instant::now();
@@ -301,19 +334,19 @@ impl Task {
             update = %id, label = new.label, path = new.path, nodes = nodes.len(),
             catches_up = expected.is_some(), "begins a weight update"
         );
+        let coordinator = Coordinator::new(now, names, deadline, new.commits);
         self.running = Some(Update {
-            request: Arc::new(UpdateRequest {
-                id,
-                label: new.label,
-                path: new.path,
-                chunk_bytes: self.chunk_bytes,
-            }),
+            request: Arc::new(UpdateRequest { id, label: new.label, path: new.path }),
             model: new.model,
             due: vec![Some(now); nodes.len()],
             paused: vec![Duration::ZERO; nodes.len()],
             nodes: nodes.into(),
-            coordinator: Coordinator::new(now, names, deadline, commits_at_once),
+            coordinator: match source {
+                UpdateSource::Seed(seed) => coordinator.with_seed(seed),
+                _ => coordinator,
+            },
             deadline,
+            source,
             expected,
         });
         Ok(())
@@ -364,17 +397,24 @@ impl Task {
                 continue;
             }
             let Some(call) = update.coordinator.call(node) else {
-                // Only a change of the phase makes a call necessary.
-                update.due[node] = Some(now + CATCH_UP_INTERVAL);
+                // Another node's state may make a call necessary.
+                update.due[node] = Some(now + POLL_INTERVAL);
                 continue;
             };
             update.due[node] = None;
             let (nodes, participants) = (self.nodes.clone(), update.nodes.clone());
-            let request = update.request.clone();
+            let (request, from) = (update.request.clone(), update.copy_from(node));
             let remaining = update.deadline.saturating_duration_since(now) + NODE_GRACE;
             self.calls.spawn(async move {
                 let target = &participants[node];
-                let answer = nodes.call_weights(target, &participants, &request, call, remaining);
+                let answer = nodes.call_weights(
+                    target,
+                    &participants,
+                    &request,
+                    from.as_ref(),
+                    call,
+                    remaining,
+                );
                 (request.id, node, answer.await)
             });
         }
@@ -414,18 +454,29 @@ impl Task {
         let Some(target) = self.target.clone() else { return };
         let behind =
             |node: &WeightNode| *node.model == *target.model && node.version != target.version;
-        let nodes: Vec<_> = self.nodes.weight_nodes().into_iter().filter(behind).collect();
+        let all = self.nodes.weight_nodes();
+        let nodes: Vec<_> = all.iter().filter(|node| behind(node)).cloned().collect();
         if nodes.is_empty() {
             return;
         }
+        // A committed peer has the bytes even if the path is gone.
+        let is_committed =
+            |node: &&WeightNode| *node.model == *target.model && node.version == target.version;
+        let source = match all.iter().find(is_committed) {
+            Some(node) => {
+                UpdateSource::Peer(CopyFrom { node: node.clone(), version: target.version })
+            }
+            None => UpdateSource::Path,
+        };
         let new = NewUpdate {
             model: target.model,
             label: target.label,
             path: target.path,
             timeout: CATCH_UP_RETRY,
             commits: false,
+            transport: Transport::Disk,
         };
-        if let Err(error) = self.start(new, nodes, false, Some(target.version)) {
+        if let Err(error) = self.start(new, nodes, source, Some(target.version)) {
             tracing::warn!(%error, "cannot begin a catch-up");
         }
     }
@@ -444,6 +495,19 @@ impl Task {
 }
 
 impl Update {
+    /// Returns the node from which this node copies the weights; `None`: it reads the path.
+    fn copy_from(&self, node: usize) -> Option<CopyFrom> {
+        match &self.source {
+            UpdateSource::Path => None,
+            UpdateSource::Seed(seed) if *seed == node => None,
+            UpdateSource::Seed(seed) => {
+                let version = self.coordinator.prepared(*seed)?;
+                Some(CopyFrom { node: self.nodes[*seed].clone(), version })
+            }
+            UpdateSource::Peer(from) => Some(from.clone()),
+        }
+    }
+
     /// Makes a call to every node that has no call in flight.
     fn call_now(&mut self, now: Instant) {
         self.due.iter_mut().flatten().for_each(|due| *due = now);

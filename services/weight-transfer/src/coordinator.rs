@@ -69,6 +69,8 @@ pub struct Coordinator {
     /// When the update is aborted, or, after the decision to commit, when unreached nodes are given up.
     deadline: Instant,
     commits_at_once: bool,
+    /// The node from which the other nodes copy the weights, once it is prepared.
+    seed: Option<usize>,
 }
 
 #[derive(Clone, Debug)]
@@ -91,7 +93,21 @@ impl Coordinator {
     pub fn new(now: Instant, names: Vec<String>, deadline: Instant, commits_at_once: bool) -> Self {
         let node = |name| Node { name, state: NodeState::New, heard_at: now };
         let nodes = names.into_iter().map(node).collect();
-        Self { phase: CoordinatorPhase::Preparing, nodes, deadline, commits_at_once }
+        Self { phase: CoordinatorPhase::Preparing, nodes, deadline, commits_at_once, seed: None }
+    }
+
+    /// Lets the other nodes begin only when the node `seed` is prepared.
+    pub fn with_seed(self, seed: usize) -> Self {
+        assert!(seed < self.nodes.len(), "the seed is one of the nodes");
+        Self { seed: Some(seed), ..self }
+    }
+
+    /// Returns the version that this node has prepared.
+    pub fn prepared(&self, node: usize) -> Option<WeightVersion> {
+        match self.nodes[node].state {
+            NodeState::Known(UpdateState::Prepared(version)) => Some(version),
+            _ => None,
+        }
     }
 
     pub fn phase(&self) -> &CoordinatorPhase {
@@ -121,10 +137,13 @@ impl Coordinator {
     pub fn call(&self, node: usize) -> Option<CoordinatorCall> {
         let state = &self.nodes[node].state;
         match self.phase {
-            CoordinatorPhase::Preparing | CoordinatorPhase::Prepared(_) => Some(match state {
-                NodeState::New => CoordinatorCall::Begin,
-                _ => CoordinatorCall::Status,
-            }),
+            CoordinatorPhase::Preparing | CoordinatorPhase::Prepared(_) => match state {
+                NodeState::New => {
+                    let waits = |seed| seed != node && self.prepared(seed).is_none();
+                    (!self.seed.is_some_and(waits)).then_some(CoordinatorCall::Begin)
+                }
+                _ => Some(CoordinatorCall::Status),
+            },
             CoordinatorPhase::Committing(version) => match state {
                 NodeState::Gone | NodeState::Known(UpdateState::Ended(_)) => None,
                 _ => Some(CoordinatorCall::Commit { version }),
@@ -141,6 +160,9 @@ impl Coordinator {
         let name = self.nodes[node].name.clone();
         match reply {
             NodeReply::State(state) => {
+                // Nodes that wait for the seed are not called.
+                let new = |node: &&mut Node| node.state == NodeState::New;
+                self.nodes.iter_mut().filter(new).for_each(|node| node.heard_at = now);
                 self.nodes[node].heard_at = now;
                 // An aborted update that the node does not know needs no abort.
                 let unknown = UpdateEnd::Aborted { reason: "it does not know the update".into() };
@@ -302,6 +324,23 @@ mod tests {
         }
         let done = CoordinatorPhase::Committed { version: NEW, missed: vec![] };
         assert_eq!(*coordinator.phase(), done);
+    }
+
+    #[test]
+    fn other_nodes_begin_when_the_seed_is_prepared() {
+        let (coordinator, now) = coordinator(3);
+        let mut coordinator = coordinator.with_seed(1);
+        let calls = |coordinator: &Coordinator| [0, 1, 2].map(|node| coordinator.call(node));
+        let (begin, status) = (Some(CoordinatorCall::Begin), Some(CoordinatorCall::Status));
+        assert_eq!(calls(&coordinator), [None, begin, None]);
+        coordinator.handle(now, 1, state(UpdateState::Receiving));
+        assert_eq!(calls(&coordinator), [None, status, None]);
+        coordinator.handle(now, 1, state(UpdateState::Prepared(NEW)));
+        assert_eq!(calls(&coordinator), [begin, status, begin]);
+        assert_eq!(coordinator.prepared(1), Some(NEW));
+        coordinator.abort("").unwrap();
+        let abort = Some(CoordinatorCall::Abort);
+        assert_eq!(calls(&coordinator), [abort; 3]);
     }
 
     #[test]

@@ -29,5 +29,5 @@ pub use participant::{
     BeginError, CommitError, Participant, ParticipantAction, ParticipantInput, Phase, Proposal,
     Running, UpdateEnd, UpdateId, UpdateReport, UpdateState,
 };
-pub use plan::{Chunk, Piece, Plan, PlanError, Tensor};
+pub use plan::{CHUNK_BYTES, Chunk, Piece, Plan, PlanError, Tensor};
 pub use version::{WeightVersion, digest};

@@ -15,6 +15,10 @@ pub struct Tensor {
     pub bytes: u64,
 }
 
+/// Maximum bytes of a chunk of an update: large enough for full bandwidth, small enough to overlap with the work on the
+/// chunk before. Weight versions depend on the cuts, so the size is equal everywhere.
+pub const CHUNK_BYTES: u64 = 256 << 20;
+
 /// Tensors and their cut into chunks. Chunks are ranges of the tensors' bytes, one tensor after the other, so every
 /// byte is in exactly one chunk. Equal tensors and chunk sizes give equal plans on every side.
 #[derive(Clone, Debug, PartialEq, Eq)]

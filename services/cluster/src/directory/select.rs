@@ -86,6 +86,8 @@ pub struct Wanted<'a> {
     pub prefix: &'a [PrefixKeys],
     /// Identity that the decode node must be compatible with.
     pub identity: Option<&'a ModelIdentity>,
+    /// Whether the decode node may have another weight version than `identity`.
+    pub any_weights: bool,
     /// Grammar version that the answer needs; 0 for none.
     pub grammar_version: u32,
     /// Decode node processes that already failed this request.
@@ -735,7 +737,11 @@ fn misfit(role: Role, record: &NodeRecord, wanted: &Wanted<'_>) -> Option<NoNode
     }
     // A prefill node must fit its decode node.
     let identity = wanted.identity.filter(|_| role == Role::Decode);
-    if identity.is_some_and(|identity| !record.identity.fits(identity)) {
+    let fits = |identity: &ModelIdentity| match wanted.any_weights {
+        true => record.identity.fits_but_weights(identity),
+        false => record.identity.fits(identity),
+    };
+    if identity.is_some_and(|identity| !fits(identity)) {
         return Some(NoNode::NoneFits { role });
     }
     if wanted.grammar_version > record.grammar_version {

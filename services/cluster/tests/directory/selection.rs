@@ -195,6 +195,11 @@ fn only_nodes_of_equal_identity_are_paired() {
     assert_eq!(picked.prefill.unwrap().record.epoch, epoch(2));
     let other = Wanted { identity: Some(&odd.identity), ..request };
     assert!(matches!(world.pick(&other), Err(NoNode::NoneFits { .. })));
+    // A request continues after a weight update, but never with another model.
+    assert!(world.pick(&Wanted { any_weights: true, ..other }).is_ok());
+    let model = ModelIdentity { model_fingerprint: 9, ..odd.identity.clone() };
+    let stranger = Wanted { identity: Some(&model), any_weights: true, ..other };
+    assert!(matches!(world.pick(&stranger), Err(NoNode::NoneFits { .. })));
 }
 
 /// The router waits for the fitting node until the deadline, and for an unfit one only for a bounded time.

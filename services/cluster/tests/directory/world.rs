@@ -226,6 +226,7 @@ pub fn wanted(tokens: u32) -> Wanted<'static> {
         local_prefill: false,
         prefix: &[],
         identity: None,
+        any_weights: false,
         grammar_version: 0,
         exclude_decode: &[],
         exclude_prefill: &[],

@@ -23,13 +23,20 @@ use tokio::{
     task::{JoinHandle, JoinSet},
 };
 use tokio_util::sync::{CancellationToken, DropGuard};
-use tonic::transport::Endpoint;
+use tonic::{
+    Status,
+    service::interceptor::InterceptedService,
+    transport::{Channel, Endpoint},
+};
 use weight_transfer::{
     BeginError, CommitError, Participant, ParticipantAction, ParticipantInput, Proposal, UpdateEnd,
     UpdateId, UpdateReport, UpdateState, WeightVersion,
 };
 
-use super::receive::receive;
+use super::{
+    copy::{self, PARTS_MAX, Source},
+    receive::receive,
+};
 use crate::{
     inbox::{Command, Inbox},
     node_core::Refusal,
@@ -50,20 +57,57 @@ pub(crate) struct WeightSettings {
     /// `None`: the device cannot change its weights.
     pub update: Option<Arc<dyn WeightUpdate>>,
     pub inbox: Inbox,
+    pub credentials: PeerCredentials,
+    /// Folder for weights that are copied from peers.
+    pub folder: PathBuf,
+}
+
+/// Authenticates and encrypts calls to peers.
+#[derive(Clone)]
+pub(crate) struct PeerCredentials {
     pub secret: ClusterSecret,
-    /// Encrypts the questions to peers, if the cluster has certificates.
+    /// `None`: the cluster has no certificates.
     pub tls: Option<Tls>,
 }
+
+impl PeerCredentials {
+    /// Connects to a peer.
+    pub(super) async fn client(&self, peer: &Peer) -> Result<PeerClient, String> {
+        let endpoint = Endpoint::from_shared(peer.grpc.clone());
+        let endpoint = endpoint.map_err(|error| error.to_string())?;
+        let signer = CallSigner::new(&self.secret).map_err(|error| error.to_string())?;
+        let tls = self.tls.clone();
+        let connect = move |url: Uri| {
+            let tls = tls.clone();
+            async move { cluster::connect(&url, tls.as_ref()).await.map(TokioIo::new) }
+        };
+        let channel = endpoint.connect_with_connector(tower::service_fn(connect)).await;
+        let channel = channel.map_err(|error| error.to_string())?;
+        Ok(WeightsClient::with_interceptor(channel, signer.to(peer.epoch)))
+    }
+}
+
+type PeerClient = WeightsClient<InterceptedService<Channel, CallSigner>>;
 
 /// An update whose fields are checked.
 #[derive(Clone, Debug)]
 pub(super) struct Begin {
     pub id: UpdateId,
     pub label: String,
-    pub path: PathBuf,
-    pub chunk_bytes: u64,
+    pub origin: Origin,
     pub remaining: Duration,
     pub peers: Vec<Peer>,
+}
+
+/// Place of new weights.
+#[derive(Clone, Debug)]
+pub(super) enum Origin {
+    Path(PathBuf),
+    /// A node that has prepared or committed weights of this version.
+    Peer {
+        peer: Peer,
+        version: WeightVersion,
+    },
 }
 
 /// Another node of the update.
@@ -101,6 +145,10 @@ pub(super) enum CallError {
     Begin(#[from] BeginError),
     #[error(transparent)]
     Commit(#[from] CommitError),
+    #[error(
+        "cannot copy weights of weight_version {version}: expected a version that this node has prepared or committed"
+    )]
+    NoSource { version: WeightVersion },
     #[error("busy: {CALLS_MAX} calls are queued")]
     Busy,
     #[error("the node stops")]
@@ -118,21 +166,41 @@ pub(super) struct NodeWeights {
 }
 
 type Reply = oneshot::Sender<Result<NodeWeights, CallError>>;
+/// Files of weights on their way to a peer.
+type FileParts = mpsc::Receiver<Result<v1::WeightsPart, Status>>;
+
+#[derive(Debug)]
+enum Message {
+    Call(Call, Reply),
+    /// A peer copies weights of this version.
+    Copy(WeightVersion, oneshot::Sender<Result<FileParts, CallError>>),
+}
 
 /// Sends calls to the actor.
 #[derive(Clone, Debug)]
 pub(crate) struct Handle {
-    calls: mpsc::Sender<(Call, Reply)>,
+    messages: mpsc::Sender<Message>,
 }
 
 impl Handle {
     pub(super) async fn call(&self, call: Call) -> Result<NodeWeights, CallError> {
         let (reply, answer) = oneshot::channel();
-        self.calls.try_send((call, reply)).map_err(|error| match error {
+        self.send(Message::Call(call, reply))?;
+        answer.await.map_err(|_| CallError::Stopped)?
+    }
+
+    /// Returns the files of weights of this version.
+    pub(super) async fn copy(&self, version: WeightVersion) -> Result<FileParts, CallError> {
+        let (reply, answer) = oneshot::channel();
+        self.send(Message::Copy(version, reply))?;
+        answer.await.map_err(|_| CallError::Stopped)?
+    }
+
+    fn send(&self, message: Message) -> Result<(), CallError> {
+        self.messages.try_send(message).map_err(|error| match error {
             mpsc::error::TrySendError::Full(_) => CallError::Busy,
             mpsc::error::TrySendError::Closed(_) => CallError::Stopped,
-        })?;
-        answer.await.map_err(|_| CallError::Stopped)?
+        })
     }
 }
 
@@ -146,12 +214,14 @@ pub(crate) struct WeightActor {
 
 impl WeightActor {
     pub fn start(settings: WeightSettings) -> Self {
-        let (calls, received) = mpsc::channel(CALLS_MAX);
+        let (messages, received) = mpsc::channel(CALLS_MAX);
         let stop = CancellationToken::new();
         let actor = Actor {
             settings,
             participant: Participant::default(),
             running: None,
+            prepared: None,
+            committed: None,
             serving: NodeWeights {
                 version: WeightVersion::LOADED,
                 label: String::new(),
@@ -162,7 +232,7 @@ impl WeightActor {
             device: Arc::default(),
         };
         let task = tokio::spawn(actor.run(received, stop.clone()));
-        Self { stop: stop.drop_guard(), task, handle: Handle { calls } }
+        Self { stop: stop.drop_guard(), task, handle: Handle { messages } }
     }
 
     pub fn handle(&self) -> Handle {
@@ -182,6 +252,9 @@ struct Actor {
     participant: Participant,
     /// The update that runs.
     running: Option<RunningUpdate>,
+    /// Weights beside those in use, and weights in use, that peers may copy.
+    prepared: Option<(WeightVersion, Arc<Source>)>,
+    committed: Option<(WeightVersion, Arc<Source>)>,
     serving: NodeWeights,
     work: JoinSet<Done>,
     /// Held while weights are prepared or freed: one at a time.
@@ -202,6 +275,10 @@ impl Drop for RunningUpdate {
 /// The end of a piece of work.
 enum Done {
     Input(ParticipantInput),
+    Received {
+        id: UpdateId,
+        outcome: Result<(WeightVersion, Source), String>,
+    },
     Installed {
         id: UpdateId,
         paused: Duration,
@@ -211,7 +288,7 @@ enum Done {
 }
 
 impl Actor {
-    async fn run(mut self, mut calls: mpsc::Receiver<(Call, Reply)>, stop: CancellationToken) {
+    async fn run(mut self, mut messages: mpsc::Receiver<Message>, stop: CancellationToken) {
         loop {
             let due = async {
                 match self.participant.next_deadline() {
@@ -221,12 +298,17 @@ impl Actor {
             };
             tokio::select! {
                 () = stop.cancelled() => break,
-                Some((call, reply)) = calls.recv() => {
-                    let outcome = self.call(call);
-                    self.act();
-                    // The caller may be gone.
-                    let _ = reply.send(outcome.map(|()| self.weights()));
-                }
+                Some(message) = messages.recv() => match message {
+                    Message::Call(call, reply) => {
+                        let outcome = self.call(call);
+                        self.act();
+                        // The caller may be gone.
+                        let _ = reply.send(outcome.map(|()| self.weights()));
+                    }
+                    Message::Copy(version, reply) => {
+                        let _ = reply.send(self.copy(version));
+                    }
+                },
                 Some(done) = self.work.join_next() => {
                     // A panic while reading weights counts as a failed read.
                     self.done(done.unwrap_or(Done::Quiet));
@@ -276,11 +358,21 @@ impl Actor {
     fn done(&mut self, done: Done) {
         match done {
             Done::Input(input) => self.participant.handle(input),
+            Done::Received { id, outcome } => {
+                let outcome = outcome.map(|(version, source)| {
+                    if self.running.as_ref().is_some_and(|running| running.begin.id == id) {
+                        self.prepared = Some((version, Arc::new(source)));
+                    }
+                    version
+                });
+                self.participant.handle(ParticipantInput::Received { id, outcome });
+            }
             Done::Installed { id, paused } => {
                 if let Some(running) = self.running.take().filter(|it| it.begin.id == id) {
                     self.serving.label.clone_from(&running.begin.label);
                 }
                 self.serving.paused = Some(paused);
+                self.committed = self.prepared.take();
                 self.participant.handle(ParticipantInput::Installed { id });
                 if let Some(UpdateState::Ended(UpdateEnd::Committed(version))) =
                     self.participant.report().map(|report| report.state)
@@ -310,33 +402,62 @@ impl Actor {
         }
     }
 
+    /// Streams the files of weights to a peer.
+    fn copy(&mut self, version: WeightVersion) -> Result<FileParts, CallError> {
+        let sources = [&self.prepared, &self.committed];
+        let source = sources.into_iter().flatten().find(|(found, _)| *found == version);
+        let (_, source) = source.cloned().ok_or(CallError::NoSource { version })?;
+        let (parts, received) = mpsc::channel(PARTS_MAX);
+        self.work.spawn(async move {
+            // A panic ends the stream, and the peer fails.
+            let _ = tokio::task::spawn_blocking(move || copy::send(&source, &parts)).await;
+            Done::Quiet
+        });
+        Ok(received)
+    }
+
     fn receive(&mut self, id: UpdateId) {
         let Some(running) = self.running.as_ref().filter(|it| it.begin.id == id) else { return };
         let Some(update) = self.settings.update.clone() else { return };
         let RunningUpdate { begin, cancelled } = running;
-        tracing::info!(update = %id, label = begin.label, path = %begin.path.display(), "receives weights");
-        let (begin, cancelled) = (begin.clone(), cancelled.clone());
+        tracing::info!(update = %id, label = begin.label, origin = ?begin.origin, "receives weights");
+        let (origin, cancelled) = (begin.origin.clone(), cancelled.clone());
         let (model, device) = (self.settings.model.clone(), self.device.clone());
         let host_bytes = self.settings.host_bytes;
+        let credentials = self.settings.credentials.clone();
+        let folder = self.settings.folder.clone();
         self.work.spawn(async move {
+            // Every element may take 4 bytes, and files have headers.
+            let bytes_max = 8 * model.parameter_count() + (1 << 26);
+            let (source, expected) = match origin {
+                Origin::Path(path) => (Source { path, _folder: None }, None),
+                Origin::Peer { peer, version } => {
+                    match copy::pull(&peer, version, &credentials, &folder, bytes_max).await {
+                        Ok(source) => (source, Some(version)),
+                        Err(reason) => return Done::Received { id, outcome: Err(reason) },
+                    }
+                }
+            };
             let device = device.lock_owned().await;
             let read = tokio::task::spawn_blocking(move || {
                 let _device = device;
-                let outcome = receive(
-                    &begin.path,
-                    begin.chunk_bytes,
-                    (&model, host_bytes),
-                    &*update,
-                    &cancelled,
-                );
+                let outcome = receive(&source.path, (&model, host_bytes), &*update, &cancelled);
+                let outcome = outcome.map_err(|error| error.to_string()).and_then(|version| {
+                    match expected.filter(|expected| *expected != version) {
+                        Some(expected) => Err(format!(
+                            "the copy has weight_version {version}; expected {expected}, that of the peer"
+                        )),
+                        None => Ok((version, source)),
+                    }
+                });
                 if outcome.is_err() || cancelled.load(Ordering::Acquire) {
                     update.discard();
                 }
-                outcome.map_err(|error| error.to_string())
+                outcome
             });
             let outcome =
                 read.await.unwrap_or_else(|panic| Err(format!("reading failed: {panic}")));
-            Done::Input(ParticipantInput::Received { id, outcome })
+            Done::Received { id, outcome }
         });
     }
 
@@ -349,7 +470,9 @@ impl Actor {
             tracing::warn!(update = %id, reason, "the weight update was aborted");
         }
         // Cancels the work of this update.
-        self.running.take_if(|running| running.begin.id == id);
+        if self.running.take_if(|running| running.begin.id == id).is_some() {
+            self.prepared = None;
+        }
         let Some(update) = self.settings.update.clone() else { return };
         let device = self.device.clone();
         self.work.spawn(async move {
@@ -396,9 +519,9 @@ impl Actor {
     fn ask_peers(&mut self, id: UpdateId) {
         let Some(running) = self.running.as_ref().filter(|it| it.begin.id == id) else { return };
         for peer in running.begin.peers.clone() {
-            let (secret, tls) = (self.settings.secret.clone(), self.settings.tls.clone());
+            let credentials = self.settings.credentials.clone();
             self.work.spawn(async move {
-                match tokio::time::timeout(ASK_MAX, committed_by(peer, id, &secret, tls)).await {
+                match tokio::time::timeout(ASK_MAX, committed_by(peer, id, &credentials)).await {
                     Ok(Some(version)) => {
                         Done::Input(ParticipantInput::PeerCommitted { id, version })
                     }
@@ -413,17 +536,9 @@ impl Actor {
 async fn committed_by(
     peer: Peer,
     id: UpdateId,
-    secret: &ClusterSecret,
-    tls: Option<Tls>,
+    credentials: &PeerCredentials,
 ) -> Option<WeightVersion> {
-    let endpoint = Endpoint::from_shared(peer.grpc).ok()?;
-    let signer = CallSigner::new(secret).ok()?.to(peer.epoch);
-    let connect = move |url: Uri| {
-        let tls = tls.clone();
-        async move { cluster::connect(&url, tls.as_ref()).await.map(TokioIo::new) }
-    };
-    let channel = endpoint.connect_with_connector(tower::service_fn(connect)).await.ok()?;
-    let mut client = WeightsClient::with_interceptor(channel, signer);
+    let mut client = credentials.client(&peer).await.ok()?;
     let node_epoch = peer.epoch.to_bytes().to_vec().into();
     let request = v1::WeightsStatusRequest { node_epoch, ..Default::default() };
     let status = client.status(request).await.ok()?.into_inner();

@@ -8,7 +8,7 @@ use std::{
 
 use engine::executor::{PrepareError, WeightUpdate};
 use model::{Checkpoint, LoadFormat, ModelConfig, ModelError, StoredWeight};
-use weight_transfer::{Chunk, Plan, PlanError, Tensor, WeightVersion, digest};
+use weight_transfer::{CHUNK_BYTES, Chunk, Plan, PlanError, Tensor, WeightVersion, digest};
 
 use crate::{memory_limit, settings::SettingsError};
 
@@ -35,7 +35,6 @@ pub(super) enum ReceiveError {
 /// memory. Blocks. Stops early once `cancelled` is set.
 pub(super) fn receive(
     path: &Path,
-    chunk_bytes: u64,
     (model, host_bytes): (&ModelConfig, u64),
     update: &dyn WeightUpdate,
     cancelled: &AtomicBool,
@@ -52,7 +51,7 @@ pub(super) fn receive(
     }
     let weights = checkpoint.stored_weights()?;
     memory_limit::check_more(host_bytes)?;
-    let plan = plan(&weights, chunk_bytes)?;
+    let plan = plan(&weights)?;
     // The digests read the same pages as the copy, so they are computed beside it.
     let failed = AtomicBool::new(false);
     let stop = [cancelled, &failed];
@@ -108,12 +107,12 @@ fn digests(
     chunks.map(digest).collect()
 }
 
-fn plan(weights: &[StoredWeight<'_>], chunk_bytes: u64) -> Result<Plan, PlanError> {
+fn plan(weights: &[StoredWeight<'_>]) -> Result<Plan, PlanError> {
     let tensor = |weight: &StoredWeight<'_>| Tensor {
         name: weight.name.clone(),
         dtype: weight.encoding.to_owned(),
         shape: weight.dims.clone(),
         bytes: weight.bytes.len() as u64,
     };
-    Plan::new(weights.iter().map(tensor).collect(), chunk_bytes)
+    Plan::new(weights.iter().map(tensor).collect(), CHUNK_BYTES)
 }

@@ -16,7 +16,7 @@ use weight_transfer::UpdateId;
 use crate::{
     front::Front,
     http::ApiError,
-    weights::{NewUpdate, UpdateError, Weights, WeightsReport},
+    weights::{NewUpdate, Transport, UpdateError, Weights, WeightsReport},
 };
 
 const LABEL_BYTES_MAX: usize = 128;
@@ -39,6 +39,19 @@ struct BeginBody {
     /// Whether the router commits as soon as every node is prepared.
     #[serde(default)]
     commit: bool,
+    /// disk: every node reads the path. tcp: one node reads it, and the others copy from that node.
+    #[serde(default)]
+    transport: TransportName,
+    /// With tcp, the node that reads the path; the first node if absent.
+    node: Option<String>,
+}
+
+#[derive(Clone, Copy, Default, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
+enum TransportName {
+    #[default]
+    Disk,
+    Tcp,
 }
 
 #[derive(Clone)]
@@ -82,8 +95,8 @@ async fn abort(State(updates): State<Updates>, Path(id): Path<String>) -> Respon
 }
 
 fn checked(front: &Front, body: &[u8]) -> Result<NewUpdate, ApiError> {
-    let BeginBody { path, label, model, timeout_s, commit } = serde_json::from_slice(body)
-        .map_err(|error| {
+    let BeginBody { path, label, model, timeout_s, commit, transport, node } =
+        serde_json::from_slice(body).map_err(|error| {
             let message = format!("cannot begin an update: {error}");
             ApiError::invalid(StatusCode::BAD_REQUEST, "invalid_json", message)
         })?;
@@ -113,7 +126,14 @@ fn checked(front: &Front, body: &[u8]) -> Result<NewUpdate, ApiError> {
         })?,
     };
     let timeout = Duration::from_secs_f64(timeout_s);
-    Ok(NewUpdate { model, label, path, timeout, commits: commit })
+    let transport = match (transport, node) {
+        (TransportName::Tcp, seed) => Transport::Tcp { seed },
+        (TransportName::Disk, None) => Transport::Disk,
+        (TransportName::Disk, Some(node)) => {
+            return Err(invalid("node", format!("{:?}", shown(&node)), "transport tcp with it"));
+        }
+    };
+    Ok(NewUpdate { model, label, path, timeout, commits: commit, transport })
 }
 
 fn update_id(text: &str) -> Result<UpdateId, ApiError> {
@@ -138,6 +158,7 @@ fn reply(outcome: Result<WeightsReport, UpdateError>) -> Response {
         UpdateError::Running { .. } => (StatusCode::CONFLICT, "update_running"),
         UpdateError::NoNode { .. } => (StatusCode::SERVICE_UNAVAILABLE, "no_node"),
         UpdateError::Unknown { .. } => (StatusCode::NOT_FOUND, "unknown_update"),
+        UpdateError::UnknownNode { .. } => (StatusCode::NOT_FOUND, "unknown_node"),
         UpdateError::Coordinator(_) => (StatusCode::CONFLICT, "wrong_phase"),
         UpdateError::Busy => (StatusCode::TOO_MANY_REQUESTS, "busy"),
         UpdateError::NoRandomness(_) | UpdateError::Stopped => {

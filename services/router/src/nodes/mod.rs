@@ -39,7 +39,7 @@ pub use admin::{AdminCall, AdminError};
 pub use channel::NodeCredentials;
 use channel::{Client, NodeChannel};
 pub use watch::{OwnedTask, Served};
-pub use weights::{UpdateRequest, WeightNode, WeightsAnswer};
+pub use weights::{CopyFrom, UpdateRequest, WeightNode, WeightsAnswer};
 
 /// Maximum number of nodes that `/health` names because they unexpectedly compute on the CPU.
 const CPU_FALLBACKS_MAX: usize = 16;

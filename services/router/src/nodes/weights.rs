@@ -34,7 +34,13 @@ pub struct UpdateRequest {
     pub id: UpdateId,
     pub label: String,
     pub path: String,
-    pub chunk_bytes: u64,
+}
+
+/// The node from which another node copies the weights.
+#[derive(Clone, Debug)]
+pub struct CopyFrom {
+    pub node: WeightNode,
+    pub version: WeightVersion,
 }
 
 /// Answer of a node: the reply for the coordinator, and the pause of the node's last commit.
@@ -69,6 +75,7 @@ impl Nodes {
         node: &WeightNode,
         peers: &[WeightNode],
         update: &UpdateRequest,
+        from: Option<&CopyFrom>,
         call: CoordinatorCall,
         remaining: Duration,
     ) -> WeightsAnswer {
@@ -82,16 +89,16 @@ impl Nodes {
             match call {
                 CoordinatorCall::Begin => {
                     let others = peers.iter().filter(|peer| peer.epoch != node.epoch);
-                    let peer = |peer: &WeightNode| v1::WeightsPeer {
-                        epoch: peer.epoch.to_bytes().to_vec().into(),
-                        grpc: peer.grpc.clone(),
-                    };
+                    let from = from.map(|from| v1::WeightsSource {
+                        peer: Some(peer(&from.node)),
+                        weight_version: from.version.0,
+                    });
                     let request = v1::BeginWeightsRequest {
                         node_epoch,
                         update_id,
                         label: update.label.clone(),
                         path: update.path.clone(),
-                        chunk_bytes: update.chunk_bytes,
+                        from,
                         remaining_ms: remaining.as_millis() as u64,
                         peers: others.map(peer).collect(),
                     };
@@ -122,6 +129,10 @@ impl Nodes {
             }
         }
     }
+}
+
+fn peer(node: &WeightNode) -> v1::WeightsPeer {
+    v1::WeightsPeer { epoch: node.epoch.to_bytes().to_vec().into(), grpc: node.grpc.clone() }
 }
 
 fn answered(id: UpdateId, status: Response<v1::WeightsStatus>) -> WeightsAnswer {

@@ -233,6 +233,8 @@ pub struct RequestCore {
     /// Identity of the nodes that computed the first emitted token. Nodes with another identity could
     /// continue with different tokens.
     identity: Option<ModelIdentity>,
+    /// Whether nodes of another weight version may continue: no node has the version of `identity` any more.
+    any_weights: bool,
     /// Whether a stop token was delivered.
     has_stopped: bool,
     /// Whether the attempt before paused, because the client did not read.
@@ -292,6 +294,7 @@ impl RequestCore {
             recovery: Recovery::new(policy),
             state: State::Picking,
             identity: None,
+            any_weights: false,
             has_stopped: false,
             was_paused: false,
             stats: HandOverStats::default(),
@@ -358,6 +361,7 @@ impl RequestCore {
             local_prefill: self.recovery.local_prefill(),
             prefix: &self.spec.prefix,
             identity: self.identity.as_ref(),
+            any_weights: self.any_weights,
             grammar_version: self.spec.grammar_version,
             exclude_decode: self.recovery.avoid_decode(),
             exclude_prefill: self.recovery.avoid_prefill(),
@@ -430,6 +434,13 @@ impl RequestCore {
     /// Handles a pick that found no decode node.
     pub fn handle_no_node(&mut self, now: Instant, reason: &NoNode) {
         debug_assert!(matches!(self.state, State::Picking));
+        // A weight update may leave no node of the version that made the first tokens.
+        if matches!(reason, NoNode::NoneFits { .. })
+            && self.identity.is_some()
+            && !std::mem::replace(&mut self.any_weights, true)
+        {
+            return self.pick();
+        }
         let next = self.recovery.no_node(reason, now);
         let after = match reason {
             NoNode::Busy { retry_after, .. } => *retry_after,

@@ -247,6 +247,27 @@ fn a_running_request_survives_the_absence_of_all_decode_nodes() {
     owner.finishes();
 }
 
+/// Without this a weight update between two attempts would leave the request without a node.
+#[test]
+fn a_running_request_continues_with_other_weights_if_no_node_has_its_own() {
+    let mut owner = Owner::started();
+    owner.picked(false);
+    owner.reserved();
+    owner.tokens(3);
+    owner.loses_decode();
+    assert!(!owner.core.wanted().any_weights);
+    let unfit = NoNode::NoneFits { role: Role::Decode };
+    assert_eq!(owner.no_node(&unfit), [Output::Pick]);
+    assert!(owner.core.wanted().any_weights);
+    // Nodes of another model do not fit either.
+    assert_eq!(owner.no_node(&unfit), [Output::WaitForNode]);
+    owner.core.handle_nodes_changed();
+    assert_eq!(owner.outputs(), [Output::Pick]);
+    owner.picked(false);
+    owner.reserved();
+    owner.finishes();
+}
+
 #[test]
 fn a_request_completes_while_its_nodes_are_killed_every_three_seconds() {
     let mut owner = Owner::started();

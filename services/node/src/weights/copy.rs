@@ -1,0 +1,220 @@
+//! Copies the files of weights from a node that has them.
+
+use std::{
+    fs, io,
+    io::Read,
+    path::{Path, PathBuf},
+    sync::Arc,
+    time::Duration,
+};
+
+use proto::v1::{self, PullWeightsRequest, weights_part::Part};
+use tempfile::TempDir;
+use tokio::{io::AsyncWriteExt, sync::mpsc};
+use tonic::Status;
+use weight_transfer::WeightVersion;
+
+use super::actor::{Peer, PeerCredentials};
+
+/// Bytes of one message.
+const PART_BYTES: usize = 1 << 20;
+/// Messages that wait for the network.
+pub(super) const PARTS_MAX: usize = 4;
+const FILES_MAX: usize = 1024;
+/// Time-out of the connection and of each message.
+const SILENCE_MAX: Duration = Duration::from_secs(10);
+const CONFIGURATIONS: [&str; 3] =
+    ["config.json", "generation_config.json", "model.safetensors.index.json"];
+
+/// Weights on disk: those that a model was opened from.
+#[derive(Debug)]
+pub(super) struct Source {
+    pub path: PathBuf,
+    /// Copied files, which are removed with this value.
+    pub _folder: Option<TempDir>,
+}
+
+pub(super) type Parts = mpsc::Sender<Result<v1::WeightsPart, Status>>;
+
+/// Reads the files of the weights into the stream. Blocks. Stops when the receiver is dropped.
+pub(super) fn send(source: &Arc<Source>, parts: &Parts) {
+    let sent = files(&source.path).and_then(|files| {
+        files.into_iter().try_for_each(|(name, path)| send_file(name, &path, parts))
+    });
+    if let Err(error) = sent {
+        // The receiver may be gone.
+        let _ = parts.blocking_send(Err(Status::internal(format!(
+            "cannot read {}: {error}",
+            source.path.display()
+        ))));
+    }
+}
+
+fn send_file(name: String, path: &Path, parts: &Parts) -> io::Result<()> {
+    let gone = || io::Error::new(io::ErrorKind::BrokenPipe, "the receiver left");
+    let send = |part| parts.blocking_send(Ok(v1::WeightsPart { part: Some(part) }));
+    let mut file = fs::File::open(path)?;
+    let mut left = file.metadata()?.len();
+    send(Part::File(v1::WeightsFile { name, bytes: left })).map_err(|_| gone())?;
+    while left > 0 {
+        let mut bytes = vec![0; left.min(PART_BYTES as u64) as usize];
+        file.read_exact(&mut bytes)?;
+        left -= bytes.len() as u64;
+        send(Part::Bytes(bytes.into())).map_err(|_| gone())?;
+    }
+    Ok(())
+}
+
+/// Returns name and path of each file that opening a model at `path` reads.
+fn files(path: &Path) -> io::Result<Vec<(String, PathBuf)>> {
+    let entry = |path: PathBuf| {
+        let name = path.file_name()?.to_str()?.to_owned();
+        is_wanted(&name).then_some((name, path))
+    };
+    if path.is_file() {
+        return Ok(entry(path.to_owned()).into_iter().collect());
+    }
+    let mut files = Vec::new();
+    for item in fs::read_dir(path)? {
+        let path = item?.path();
+        files.extend(Some(path).filter(|path| path.is_file()).and_then(entry));
+    }
+    files.sort();
+    Ok(files)
+}
+
+/// Returns whether a model has files of this name. The name has no folders.
+fn is_wanted(name: &str) -> bool {
+    let is_plain = !name.starts_with('.') && !name.contains(['/', '\\']) && name.len() <= 255;
+    let is_weights = name.ends_with(".safetensors") || name.ends_with(".gguf");
+    is_plain && (is_weights || CONFIGURATIONS.contains(&name))
+}
+
+/// Copies weights of this version from the peer into a new folder in `folder`. Rejects more than `bytes_max` bytes.
+pub(super) async fn pull(
+    peer: &Peer,
+    version: WeightVersion,
+    credentials: &PeerCredentials,
+    folder: &Path,
+    bytes_max: u64,
+) -> Result<Source, String> {
+    let failed = |cause: String| format!("cannot copy the weights from {}: {cause}", peer.grpc);
+    let copied = async {
+        fs::create_dir_all(folder).map_err(|error| error.to_string())?;
+        let copy = tempfile::Builder::new().prefix("baton-weights-").tempdir_in(folder);
+        let copy = copy.map_err(|error| format!("{}: {error}", folder.display()))?;
+        let client = tokio::time::timeout(SILENCE_MAX, credentials.client(peer)).await;
+        let mut client = client.map_err(|_| format!("no connection within {SILENCE_MAX:?}"))??;
+        let node_epoch = peer.epoch.to_bytes().to_vec().into();
+        let request = PullWeightsRequest { node_epoch, weight_version: version.0 };
+        let parts = timed(client.pull(request)).await?.into_inner();
+        write(parts, copy.path(), bytes_max).await?;
+        Ok(copy)
+    };
+    let copy: TempDir = copied.await.map_err(failed)?;
+    // A GGUF file is a model without its folder.
+    let files = files(copy.path()).map_err(|error| failed(error.to_string()))?;
+    let path = match &files[..] {
+        [(_, file)] => file.clone(),
+        _ => copy.path().to_owned(),
+    };
+    Ok(Source { path, _folder: Some(copy) })
+}
+
+async fn write(
+    mut parts: tonic::Streaming<v1::WeightsPart>,
+    folder: &Path,
+    bytes_max: u64,
+) -> Result<(), String> {
+    let (mut count, mut total) = (0, 0u64);
+    let mut open: Option<(tokio::fs::File, u64)> = None;
+    while let Some(part) = timed(parts.message()).await? {
+        match part.part {
+            Some(Part::File(v1::WeightsFile { name, bytes })) => {
+                finish(open.take()).await?;
+                count += 1;
+                total = total.saturating_add(bytes);
+                if !is_wanted(&name) {
+                    let name: String = name.chars().take(80).collect();
+                    return Err(format!("invalid name {name:?}; expected a file of a model"));
+                }
+                if count > FILES_MAX || total > bytes_max {
+                    return Err(format!(
+                        "{count} files of {total} bytes; expected at most {FILES_MAX} files of {bytes_max} bytes"
+                    ));
+                }
+                let file = tokio::fs::File::create_new(folder.join(&name)).await;
+                open = Some((file.map_err(|error| format!("{name}: {error}"))?, bytes));
+            }
+            Some(Part::Bytes(bytes)) => {
+                let Some((file, left)) = &mut open else {
+                    return Err("bytes without a file".to_owned());
+                };
+                *left = left.checked_sub(bytes.len() as u64).ok_or("more bytes than announced")?;
+                file.write_all(&bytes).await.map_err(|error| error.to_string())?;
+            }
+            None => return Err("an empty message".to_owned()),
+        }
+    }
+    finish(open).await
+}
+
+async fn finish(open: Option<(tokio::fs::File, u64)>) -> Result<(), String> {
+    match open {
+        None => Ok(()),
+        Some((mut file, 0)) => file.flush().await.map_err(|error| error.to_string()),
+        Some((_, left)) => Err(format!("{left} bytes of a file are missing")),
+    }
+}
+
+async fn timed<T>(call: impl Future<Output = Result<T, Status>>) -> Result<T, String> {
+    let answer = tokio::time::timeout(SILENCE_MAX, call).await;
+    let answer = answer.map_err(|_| format!("no answer within {SILENCE_MAX:?}"))?;
+    answer.map_err(|status| status.message().to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_files_of_a_model_are_copied() {
+        let folder = tempfile::tempdir().unwrap();
+        for name in ["config.json", "model.safetensors", "notes.txt", ".hidden.safetensors"] {
+            fs::write(folder.path().join(name), name).unwrap();
+        }
+        fs::create_dir(folder.path().join("nested.safetensors")).unwrap();
+        let names = |path: &Path| -> Vec<String> {
+            files(path).unwrap().into_iter().map(|(name, _)| name).collect()
+        };
+        assert_eq!(names(folder.path()), ["config.json", "model.safetensors"]);
+        assert_eq!(names(&folder.path().join("config.json")), ["config.json"]);
+        for name in ["../a.gguf", "a/b.gguf", "..", ".gguf", "passwd", "a\\b.gguf", ""] {
+            assert!(!is_wanted(name), "{name}");
+        }
+    }
+
+    #[test]
+    fn files_are_sent_whole_and_in_bounded_parts() {
+        let folder = tempfile::tempdir().unwrap();
+        let bytes: Vec<u8> = (0..PART_BYTES + 5).map(|index| index as u8).collect();
+        fs::write(folder.path().join("a.gguf"), &bytes).unwrap();
+        let source = Arc::new(Source { path: folder.path().to_owned(), _folder: None });
+        let (parts, mut received) = mpsc::channel(8);
+        send(&source, &parts);
+        drop(parts);
+        let mut copied = Vec::new();
+        while let Some(part) = received.blocking_recv() {
+            match part.unwrap().part.unwrap() {
+                Part::File(file) => {
+                    assert_eq!((file.name.as_str(), file.bytes), ("a.gguf", bytes.len() as u64))
+                }
+                Part::Bytes(part) => {
+                    assert!(part.len() <= PART_BYTES);
+                    copied.extend_from_slice(&part);
+                }
+            }
+        }
+        assert_eq!(copied, bytes);
+    }
+}
