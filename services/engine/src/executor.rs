@@ -1,6 +1,7 @@
 //! Interface between scheduler and device.
 
 mod batch;
+pub mod counting;
 pub mod cpu;
 pub mod cuda;
 pub mod ngram;
@@ -36,8 +37,8 @@ pub fn poll(began: Instant, timeout: Duration, is_ready: impl Fn() -> bool) {
     }
 }
 
-/// Device that runs steps in order. Implementations: `cpu` (threads of this process), `cuda` (a GPU) and
-/// `sim` (virtual time).
+/// Device that runs steps in order. Implementations: `cpu` (threads of this process), `cuda` (a GPU), and in virtual
+/// time `sim` (checks tokens and KV) and `counting` (counts tokens).
 pub trait Executor: Send {
     /// Starts a step and returns at once. The caller keeps at most `depth` steps in flight.
     fn launch(&mut self, plan: StepPlan) -> Result<(), ExecutorError>;
