@@ -338,6 +338,16 @@ impl NodeState {
         self.decoding > 0.0 && block_ms > self.itl_max_ms
     }
 
+    /// Returns the part of the cost of a hand-over that depends on this prefill node alone.
+    pub fn prefill_part_ms(&self, prompt: &Prompt) -> f64 {
+        self.queue_ms + self.prompt_ms(prompt) + prompt.blocks_ms
+    }
+
+    /// Returns the part of the cost of a hand-over that depends on this decode node alone.
+    pub fn decode_part_ms(&self, prompt: &Prompt, new_tokens_max: u32) -> f64 {
+        prompt.blocks_ms + self.decode_ms(prompt.tokens(), new_tokens_max) + prompt.evict_ms
+    }
+
     fn decode_ms(&self, tokens: f64, new_tokens_max: u32) -> f64 {
         let steps = f64::from(new_tokens_max.min(DECODE_STEPS));
         let with_row_ms = self.decode_step_ms(self.rows + 1.0, self.context_tokens + tokens);

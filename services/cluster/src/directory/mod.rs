@@ -176,13 +176,16 @@ impl Directory {
         actions: &mut Vec<DirectoryAction>,
     ) {
         match input {
+            // Most events only change one member: checking all would cost more than the event.
+            DirectoryInput::Observed { stream, event } => {
+                let key = self.streams.get(&stream).copied();
+                self.observed(now, stream, event, actions);
+                return key.into_iter().for_each(|key| self.check_member(key));
+            }
             DirectoryInput::Member(MemberChange::Joined(address)) => {
                 self.joined(now, address, actions)
             }
             DirectoryInput::Member(MemberChange::Left(address)) => self.left(&address, actions),
-            DirectoryInput::Observed { stream, event } => {
-                self.observed(now, stream, event, actions)
-            }
             DirectoryInput::StreamEnded { stream, reason } => {
                 let Some(key) = self.streams.remove(&stream) else { return };
                 self.member(key).stream = None;
@@ -414,19 +417,23 @@ impl Directory {
 
     /// Asserts the directory's invariants.
     fn check(&self) {
-        for (key, member) in &self.members {
-            assert!(
-                member.stream.is_some() != member.retry_at.is_some(),
-                "{} has neither a stream nor a scheduled probe",
-                member.address
-            );
-            assert!(member.unseen.len() <= member.in_flight);
-            if let Some(stream) = &member.stream {
-                assert_eq!(self.streams.get(&stream.id), Some(key));
-            }
-            if member.health == Health::Up {
-                assert!(member.seen.is_some() && member.stream.is_some());
-            }
+        self.members.keys().for_each(|key| self.check_member(*key));
+    }
+
+    /// Asserts the invariants of one member, unless it was forgotten.
+    fn check_member(&self, key: NodeKey) {
+        let Some(member) = self.members.get(&key) else { return };
+        assert!(
+            member.stream.is_some() != member.retry_at.is_some(),
+            "{} has neither a stream nor a scheduled probe",
+            member.address
+        );
+        assert!(member.unseen.len() <= member.in_flight);
+        if let Some(stream) = &member.stream {
+            assert_eq!(self.streams.get(&stream.id), Some(&key));
+        }
+        if member.health == Health::Up {
+            assert!(member.seen.is_some() && member.stream.is_some());
         }
         assert!(self.streams.len() <= self.members.len());
     }

@@ -1,7 +1,8 @@
 //! Node selection for an attempt: a decode node, and a prefill node unless the decode node prefills the prompt.
 //!
-//! Under the policy `predicted` the directory compares all pairs and all decode nodes by their predicted cost in
-//! milliseconds ([`predict`]). Costs within the error of predictions are equal; among equal costs a prefill node comes
+//! Under the policy `predicted` the directory compares pairs and decode nodes by their predicted cost in
+//! milliseconds ([`predict`]). In a large cluster it compares the pairs of the 16 nodes of each role whose own part of the
+//! cost is lowest. Costs within the error of predictions are equal; among equal costs a prefill node comes
 //! first. Predictions require that a node has measured its steps, and that no node is of an older release, which
 //! reports no step times. Without predictions the directory follows the policy `cache-aware` and prefers a pair.
 //!
@@ -57,6 +58,8 @@ const NEW_TOKENS_COUNTED: u32 = 64;
 const LOCAL_SAVING_MIN: f64 = 0.2;
 /// Predicted times that differ by less than this fraction are equal, so that equal nodes share the load.
 const EQUAL_WITHIN: f64 = 0.05;
+/// Maximum number of nodes of each role whose pairs are compared. All pairs of 1,000 nodes would take milliseconds.
+const PAIRED_MAX: usize = 16;
 /// Weight of a new measurement in the moving average of the router's overhead.
 const OVERHEAD_SHARE: f64 = 1.0 / 16.0;
 const DAY_MS: f64 = 86_400_000.0;
@@ -322,7 +325,7 @@ impl Directory {
         let member = self.member(assigned.node);
         member.unseen.remove(&assignment);
         member.in_flight -= 1;
-        self.check();
+        self.check_member(assigned.node);
     }
 
     pub(super) fn node_of(&self, assignment: AssignmentId) -> Option<NodeKey> {
@@ -361,7 +364,7 @@ impl Directory {
         member.breaker.assigned(now, assignment);
         member.last_picked = number;
         self.assignments.insert(assignment, Assignment { node: key, uncached_tokens, forecast });
-        self.check();
+        self.check_member(key);
         choice
     }
 
@@ -408,7 +411,7 @@ impl Directory {
         }
     }
 
-    /// Returns the options under a policy: all pairs and all decode nodes with predictions, otherwise the best pair
+    /// Returns the options under a policy: with predictions the best pairs and all decode nodes, otherwise the best pair
     /// and its decode node alone.
     fn options<'a>(
         &self,
@@ -428,10 +431,21 @@ impl Directory {
         let option = |decode, prefill| NodeOption { decode, prefill, prediction: None };
         let mut options = Vec::new();
         if policy == NodePolicy::Predicted {
-            for decode in decode {
-                options.extend(fitting(decode).map(|prefill| option(decode, Some(prefill))));
-                options.push(option(decode, None));
+            let by_prefill =
+                |node: &Candidate<'_>| node.part_ms(|state, prompt| state.prefill_part_ms(prompt));
+            let by_decode = |node: &Candidate<'_>| {
+                node.part_ms(|state, prompt| state.decode_part_ms(prompt, wanted.new_tokens_max))
+            };
+            let prefill_order = order_by_part(prefill, by_prefill);
+            // Nodes of another model version have no partner, and must not take the places of those that have one.
+            let paired = order_by_part(decode, by_decode).into_iter();
+            let paired = paired.filter(|decode| fitting(decode).next().is_some());
+            for decode in joined_first(paired.take(PAIRED_MAX)) {
+                let fitting = prefill_order.iter().copied().filter(|prefill| fits(decode, prefill));
+                let prefill = joined_first(fitting.take(PAIRED_MAX));
+                options.extend(prefill.into_iter().map(|prefill| option(decode, Some(prefill))));
             }
+            options.extend(decode.iter().map(|decode| option(decode, None)));
             return options;
         }
         let decode = decode.iter().min_by_key(|node| {
@@ -480,6 +494,11 @@ impl Candidate<'_> {
     /// Returns whether the two nodes may exchange KV.
     fn fits(&self, other: &Self) -> bool {
         self.seen.record.identity.fits(&other.seen.record.identity)
+    }
+
+    /// Returns a part of the predicted cost; 0 without a prediction.
+    fn part_ms(&self, of: impl Fn(&NodeState, &Prompt) -> f64) -> f64 {
+        self.state.as_ref().map_or(0.0, |(state, prompt)| of(state, prompt))
     }
 
     /// Returns the rank under a policy without predictions; the lowest is picked.
@@ -617,6 +636,28 @@ impl NodeOption<'_> {
         let last_picked = self.decode.member.last_picked;
         (self.prefill.is_none(), in_flight, last_picked, of(|member| member.last_picked))
     }
+}
+
+/// Orders nodes by their own part of the cost. Parts within the error of predictions are equal.
+fn order_by_part<'a>(
+    nodes: &'a [Candidate<'a>],
+    part_ms: impl Fn(&Candidate<'_>) -> f64,
+) -> Vec<&'a Candidate<'a>> {
+    let mut ranked: Vec<_> = nodes.iter().map(|node| (part_ms(node), node)).collect();
+    let lowest_ms = ranked.iter().map(|(ms, _)| *ms).fold(f64::INFINITY, f64::min);
+    let equal_ms = lowest_ms * (1.0 + EQUAL_WITHIN);
+    ranked.sort_by(|(a_ms, a), (b_ms, b)| {
+        let tie = |node: &Candidate<'_>| (node.member.in_flight, node.member.last_picked);
+        a_ms.max(equal_ms).total_cmp(&b_ms.max(equal_ms)).then_with(|| tie(a).cmp(&tie(b)))
+    });
+    ranked.into_iter().map(|(_, node)| node).collect()
+}
+
+/// Orders nodes by the time of joining.
+fn joined_first<'a>(nodes: impl Iterator<Item = &'a Candidate<'a>>) -> Vec<&'a Candidate<'a>> {
+    let mut nodes: Vec<_> = nodes.collect();
+    nodes.sort_by_key(|node| node.key);
+    nodes
 }
 
 /// Returns the option of the lowest cost. Without predictions that is the first one.

@@ -54,10 +54,14 @@ fn cluster(selection: Selection, prefill_loads: &[Load], decode_loads: &[Load]) 
     for (port, load) in (1..).zip(prefill_loads) {
         world.up(&prefill(port), &record(Role::Prefill, port.into()), *load);
     }
-    for (port, load) in (11..).zip(decode_loads) {
+    for (port, load) in decode_ports(prefill_loads).zip(decode_loads) {
         world.up(&decode(port), &record(Role::Decode, port.into()), *load);
     }
     world
+}
+
+fn decode_ports(prefill_loads: &[Load]) -> impl Iterator<Item = u16> {
+    if prefill_loads.len() < 10 { 11.. } else { 101.. }
 }
 
 fn pair(prefill_load: Load, decode_load: Load) -> World {
@@ -84,6 +88,30 @@ fn idle_prefill_node_prefills_and_a_loaded_one_leaves_prompts_to_the_decode_node
     // The decode node has a queue too.
     let busy = Load { running: 5, ..queued(30_000) };
     assert!(!is_local(&mut pair(queued(20_000), busy), 200));
+}
+
+#[test]
+fn large_cluster_compares_the_pairs_of_its_best_nodes() {
+    // Queues of 4,000 prompt tokens, except at the last prefill node; many rows, except at the last decode node.
+    let mut prefill_loads = [queued(4000); 40];
+    prefill_loads[39] = load();
+    let mut decode_loads = [decoding(60); 40];
+    decode_loads[39] = decoding(1);
+    let mut world = cluster(DEFAULT, &prefill_loads, &decode_loads);
+    let picked = pick(&mut world, 1500);
+    assert_eq!(picked.prefill.unwrap().address, prefill(40));
+    assert_eq!(picked.decode.address, decode(140));
+    // Equal nodes share a burst.
+    let selection = Selection { disaggregate: Disaggregate::Always, ..DEFAULT };
+    let mut world = cluster(selection, &[load(); 40], &[load(); 40]);
+    let mut counts = BTreeMap::new();
+    for _ in 0..80 {
+        let picked = pick(&mut world, 200);
+        *counts.entry(picked.decode.address.grpc).or_insert(0) += 1;
+        *counts.entry(picked.prefill.unwrap().address.grpc).or_insert(0) += 1;
+    }
+    assert_eq!(counts.len(), 80, "{counts:?}");
+    assert!(counts.values().all(|count| (1..=3).contains(count)), "{counts:?}");
 }
 
 #[test]
