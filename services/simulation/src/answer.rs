@@ -17,9 +17,9 @@ use crate::{
 
 /// The client's side of one request.
 pub struct Client {
-    /// Tokens that the prompt, the sampling parameters and the grammar determine.
-    answer: Vec<u32>,
-    end: AnswerEnd,
+    /// Tokens that the prompt, the sampling parameters and the grammar determine, and what ends them; `None` if tokens
+    /// are not checked.
+    answer: Option<(Vec<u32>, AnswerEnd)>,
     received: usize,
     stop_token_ids: Vec<u32>,
     /// The number of tokens after which a stop string is complete.
@@ -36,22 +36,26 @@ enum AnswerEnd {
 }
 
 impl Client {
-    pub fn new(plan: &RequestPlan) -> Self {
-        let (answer, end) = expected_answer(plan);
+    pub fn new(plan: &RequestPlan, is_checked: bool) -> Self {
+        let answer = is_checked.then(|| expected_answer(plan));
         let stops_at = plan.stops_at.map(|count| count as usize);
         let stop_token_ids = plan.sampling.stop_token_ids.clone();
-        Self { answer, end, received: 0, stop_token_ids, stops_at, stop: None }
+        Self { answer, received: 0, stop_token_ids, stops_at, stop: None }
     }
 
     /// Receives tokens `first_index..`. Returns the stop condition that they complete.
     pub fn receive(&mut self, first_index: u32, tokens: &[v1::Token]) -> Option<Stop> {
         assert!(!tokens.is_empty(), "an event without tokens");
         assert_eq!(first_index as usize, self.received, "a token is duplicated or lost");
+        let Some((answer, end)) = &self.answer else {
+            self.received += tokens.len();
+            return None;
+        };
         for token in tokens {
-            let expected = self.answer.get(self.received);
+            let expected = answer.get(self.received);
             // A node that continues a complete grammar can only sample a stop token.
             let ends_grammar = expected.is_none()
-                && self.end == AnswerEnd::Grammar
+                && *end == AnswerEnd::Grammar
                 && self.stop.is_none()
                 && self.stop_token_ids.contains(&token.id);
             assert!(
@@ -61,10 +65,10 @@ impl Client {
                 self.received
             );
             self.received += 1;
-            let is_last = self.received == self.answer.len();
+            let is_last = self.received == answer.len();
             if self.stops_at == Some(self.received) {
                 self.stop = Some(Stop::Text);
-            } else if ends_grammar || is_last && self.end == AnswerEnd::StopToken {
+            } else if ends_grammar || is_last && *end == AnswerEnd::StopToken {
                 self.stop.get_or_insert(Stop::Token);
             }
         }
@@ -73,11 +77,12 @@ impl Client {
 
     /// Checks that a complete answer has all its tokens and the right finish reason.
     pub fn check_complete(&self, reason: v1::FinishReason) {
+        let Some((answer, end)) = &self.answer else { return };
         if self.stop == Some(Stop::Text) {
             return assert_eq!(reason, v1::FinishReason::Stop);
         }
-        assert!(self.received >= self.answer.len(), "the answer is truncated");
-        let expected = match self.end {
+        assert!(self.received >= answer.len(), "the answer is truncated");
+        let expected = match end {
             AnswerEnd::StopToken | AnswerEnd::Grammar => v1::FinishReason::Stop,
             AnswerEnd::Length => v1::FinishReason::Length,
         };

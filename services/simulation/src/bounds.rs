@@ -40,11 +40,7 @@ fn node(role: Role) -> NodePlan {
         scheduler: SchedulerConfig { chunk_tokens: 32, ..SchedulerConfig::new(limits) },
         transfers: TransferLimits { chunk_bytes_max: 2 * BLOCK_BYTES, ..Default::default() },
         transfer_events_max: 1024,
-        step_cost: StepCost {
-            step: Duration::from_millis(8),
-            token: Duration::from_micros(100),
-            is_eager: false,
-        },
+        step_cost: StepCost::linear(Duration::from_millis(8), Duration::from_micros(100)),
         tiers: None,
     }
 }
@@ -78,6 +74,8 @@ fn scenario(killed_at: Duration, resets_connections: bool) -> Scenario {
         read_failure: 0,
         release_delay_max: Duration::from_millis(60),
         thread_delay_max: Duration::ZERO,
+        is_checked: true,
+        links: None,
         router_count: 1,
         has_etcd: false,
         selection: Selection { disaggregate: Disaggregate::Always, policy: NodePolicy::Predicted },

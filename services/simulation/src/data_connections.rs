@@ -1,6 +1,9 @@
 //! Messages between the nodes: control messages, and chunks on data connections.
 
-use std::time::{Duration, Instant};
+use std::{
+    collections::HashMap,
+    time::{Duration, Instant},
+};
 
 use kv_transfer::{
     api::{Epoch, TransferId},
@@ -21,6 +24,24 @@ const RETRY_AFTER: Duration = Duration::from_millis(3);
 /// Time between two attempts to connect.
 const CONNECT_RETRY: Duration = Duration::from_millis(50);
 
+/// Times at which the network interface of each process has sent and received all chunks.
+#[derive(Default)]
+pub struct LinkEnds {
+    sent: HashMap<usize, Instant>,
+    received: HashMap<usize, Instant>,
+}
+
+impl LinkEnds {
+    /// Returns when a chunk that takes this time alone was sent. Chunks share the bandwidth of both nodes one after another.
+    fn transfer(&mut self, now: Instant, (from, to): (usize, usize), time: Duration) -> Instant {
+        let sent = self.sent.entry(from).or_insert(now);
+        let received = self.received.entry(to).or_insert(now);
+        let end = now.max(*sent).max(*received) + time;
+        (*sent, *received) = (end, end);
+        end
+    }
+}
+
 impl Simulation {
     pub fn send_control(&mut self, from: usize, to: Epoch, message: ControlMessage) {
         let process = self.by_epoch[&to];
@@ -35,7 +56,11 @@ impl Simulation {
         let closings = self.processes[from].transfers.transport.connection(to);
         let to = self.by_epoch[&to];
         let give_up = self.clock.now() + LEASE;
-        self.send(SimEvent::Connect { from, to, closings, give_up });
+        let event = SimEvent::Connect { from, to, closings, give_up };
+        match self.scenario.links {
+            Some(links) => self.clock.after(links.connect, event),
+            None => self.send(event),
+        }
     }
 
     /// Opens the data connection. Across a partition it is tried again for a lease.
@@ -95,7 +120,17 @@ impl Simulation {
         }
         let (mut data, sent) =
             self.processes[process].transfers.transport.send_chunk(transfer, chunk);
-        if self.network.corrupt(&mut data.contents[0][0]) {
+        if let Some(links) = self.scenario.links {
+            let bytes = data.block_count as u64 * links.block_bytes;
+            let time = Duration::from_secs_f64(bytes as f64 / links.bytes_per_s);
+            let sent_at = self.link_ends.transfer(self.clock.now(), (process, to), time);
+            self.clock.at(sent_at, SimEvent::Input { process, input: Input::Data(sent) });
+            let event = SimEvent::ChunkBegins { from: process, to, connection, data };
+            return self.clock.at(sent_at + links.latency, event);
+        }
+        if let Some(block) = data.contents.first_mut()
+            && self.network.corrupt(&mut block[0])
+        {
             self.coverage.count("chunks corrupted");
         }
         self.input(process, Input::Data(sent));

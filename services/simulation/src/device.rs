@@ -1,60 +1,167 @@
-//! The device of a simulated node: the engine's `sim` executor on the cluster's clock.
+//! The device of a simulated node: an executor of the engine on the cluster's clock.
 //!
-//! The `sim` executor has its own clock, which jumps to the end of a step. Here many nodes share one
-//! clock. So the executor gets a cost model of zero, and [`Device`] decides when each step is due.
+//! Many nodes share one clock. So [`Device`] decides when each step is due, by a cost model, and the executor computes
+//! the step's result: the `sim` executor, which checks tokens and KV, or the `counting` executor in a replay.
 
 use std::{
     collections::VecDeque,
     time::{Duration, Instant},
 };
 
+use cluster::predict::{DecodeCosts, PrefillCosts};
 use engine::{
+    StepWork,
     executor::{
         Executor, ExecutorError, ExecutorLimits,
+        counting::CountingExecutor,
         sim::{CostModel, SimArena, SimExecutor},
     },
     plan::{RowMask, StepId, StepPlan, StepResult},
 };
+use simulation_base::Random;
 
-/// The duration of a step.
-#[derive(Clone, Copy, Debug)]
+/// Cost model of a device.
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub struct StepCost {
-    /// Time of any step.
-    pub step: Duration,
-    /// Time of each token of the step.
-    pub token: Duration,
+    pub prefill: PrefillCosts,
+    pub decode: DecodeCosts,
+    /// Standard deviation of a step's time, relative to the model's.
+    pub deviation: f64,
     /// Whether a step is computed when it is launched, instead of when its result is due. A real device
     /// computes in between.
     pub is_eager: bool,
 }
 
+impl StepCost {
+    /// Returns costs of a fixed time for each step and each token.
+    pub fn linear(step: Duration, token: Duration) -> Self {
+        let [step_ms, token_ms] = [step, token].map(|time| time.as_secs_f64() * 1e3);
+        Self {
+            prefill: PrefillCosts { step_ms, token_ms, pair_ms: 0.0 },
+            decode: DecodeCosts { step_ms, row_ms: token_ms, context_token_ms: 0.0 },
+            deviation: 0.0,
+            is_eager: false,
+        }
+    }
+
+    /// Returns the mean time of a step. A step with prefill takes at least as long as its decode part, because every
+    /// step reads all weights.
+    pub fn step_ms(&self, work: &StepWork) -> f64 {
+        let Self { prefill, decode, .. } = self;
+        let rows_ms = decode.row_ms * f64::from(work.decode_rows)
+            + decode.context_token_ms * work.context_tokens as f64;
+        if work.prefill_tokens == 0 {
+            return decode.step_ms + rows_ms;
+        }
+        let prefill_ms = prefill.step_ms
+            + prefill.token_ms * f64::from(work.prefill_tokens)
+            + prefill.pair_ms * work.prefill_pairs as f64;
+        prefill_ms.max(decode.step_ms) + rows_ms
+    }
+}
+
+/// The executor that computes the results.
+enum Results {
+    Checked(SimExecutor),
+    Counted(CountingExecutor),
+}
+
+impl Results {
+    fn executor(&self) -> &dyn Executor {
+        match self {
+            Self::Checked(executor) => executor,
+            Self::Counted(executor) => executor,
+        }
+    }
+
+    fn executor_mut(&mut self) -> &mut dyn Executor {
+        match self {
+            Self::Checked(executor) => executor,
+            Self::Counted(executor) => executor,
+        }
+    }
+
+    /// Launches the step and returns its work. The `sim` executor does not report the work of a step before its end: all
+    /// rows with one token count as decode rows.
+    fn launch(&mut self, plan: StepPlan) -> Result<StepWork, ExecutorError> {
+        match self {
+            Self::Counted(executor) => {
+                executor.launch(plan)?;
+                Ok(executor.work())
+            }
+            Self::Checked(executor) => {
+                let mut work = StepWork::default();
+                for row in &plan.rows {
+                    match row.token_count {
+                        1 => work.decode_rows += 1,
+                        count => work.prefill_tokens += count,
+                    }
+                }
+                executor.launch(plan)?;
+                Ok(work)
+            }
+        }
+    }
+}
+
 pub struct Device {
-    sim: SimExecutor,
+    results: Results,
     cost: StepCost,
+    random: Random,
     now: Instant,
     /// Due time and duration of each step in flight, oldest first.
     due: VecDeque<(Instant, Duration)>,
     /// Results of steps in flight that are computed already.
     computed: VecDeque<StepResult>,
+    /// Time of all launched steps.
+    busy: Duration,
     /// Whether the step launched last awaits its token bitmasks.
     is_awaiting: bool,
     is_rank_lost: bool,
 }
 
 impl Device {
-    pub fn new(limits: ExecutorLimits, cost: StepCost, now: Instant) -> Self {
+    /// `is_checked`: the device keeps and checks tokens and KV.
+    pub fn new(
+        limits: ExecutorLimits,
+        cost: StepCost,
+        is_checked: bool,
+        random: Random,
+        now: Instant,
+    ) -> Self {
         let no_cost = CostModel {
             step: Duration::ZERO,
             token: Duration::ZERO,
             context_token: Duration::ZERO,
         };
-        let sim = SimExecutor::new(limits, no_cost, now);
-        let (due, computed) = (VecDeque::new(), VecDeque::new());
-        Self { sim, cost, now, due, computed, is_awaiting: false, is_rank_lost: false }
+        let results = match is_checked {
+            true => Results::Checked(SimExecutor::new(limits, no_cost, now)),
+            false => Results::Counted(CountingExecutor::new(limits, now)),
+        };
+        Self {
+            results,
+            cost,
+            random,
+            now,
+            due: VecDeque::new(),
+            computed: VecDeque::new(),
+            busy: Duration::ZERO,
+            is_awaiting: false,
+            is_rank_lost: false,
+        }
     }
 
-    pub fn arena(&self) -> SimArena {
-        self.sim.arena()
+    /// Returns the KV memory of a device that keeps KV.
+    pub fn arena(&self) -> Option<SimArena> {
+        match &self.results {
+            Results::Checked(executor) => Some(executor.arena()),
+            Results::Counted(_) => None,
+        }
+    }
+
+    /// Returns the time of all launched steps.
+    pub fn busy(&self) -> Duration {
+        self.busy
     }
 
     pub fn set_now(&mut self, now: Instant) {
@@ -72,10 +179,19 @@ impl Device {
         self.due.front().map(|&(due, _)| due)
     }
 
+    fn step_time(&mut self, work: &StepWork) -> Duration {
+        let mean_ms = self.cost.step_ms(work);
+        let factor = match self.cost.deviation {
+            0.0 => 1.0,
+            deviation => (1.0 + deviation * self.random.normal()).max(0.1),
+        };
+        Duration::from_nanos((mean_ms * factor * 1e6) as u64)
+    }
+
     /// Computes the step launched last if steps are computed when they are launched.
     fn compute_early(&mut self) -> Result<(), ExecutorError> {
         if self.cost.is_eager {
-            self.computed.extend(self.sim.collect(Duration::ZERO)?);
+            self.computed.extend(self.results.executor_mut().collect(Duration::ZERO)?);
         }
         Ok(())
     }
@@ -91,11 +207,11 @@ impl Device {
 impl Executor for Device {
     fn launch(&mut self, plan: StepPlan) -> Result<(), ExecutorError> {
         self.check_ranks()?;
-        let tokens: u32 = plan.rows.iter().map(|row| row.token_count).sum();
-        let busy = self.cost.step + self.cost.token * tokens;
-        let free_at = self.due.back().map_or(self.now, |&(due, _)| due.max(self.now));
         self.is_awaiting = plan.awaits_masks;
-        self.sim.launch(plan)?;
+        let work = self.results.launch(plan)?;
+        let busy = self.step_time(&work);
+        self.busy += busy;
+        let free_at = self.due.back().map_or(self.now, |&(due, _)| due.max(self.now));
         self.due.push_back((free_at + busy, busy));
         if !self.is_awaiting {
             self.compute_early()?;
@@ -105,13 +221,13 @@ impl Executor for Device {
 
     fn supply(&mut self, step_id: StepId, masks: Vec<RowMask>) -> Result<(), ExecutorError> {
         self.check_ranks()?;
-        self.sim.supply(step_id, masks)?;
+        self.results.executor_mut().supply(step_id, masks)?;
         self.is_awaiting = false;
         self.compute_early()
     }
 
     fn masks_are_due(&self) -> bool {
-        self.sim.masks_are_due()
+        self.results.executor().masks_are_due()
     }
 
     /// Returns a completed step, if any. Never waits: the cluster's clock does not move meanwhile.
@@ -122,7 +238,7 @@ impl Executor for Device {
         };
         let result = match self.computed.pop_front() {
             Some(result) => Some(result),
-            None => self.sim.collect(Duration::ZERO)?,
+            None => self.results.executor_mut().collect(Duration::ZERO)?,
         };
         Ok(result.map(|result| {
             self.due.pop_front();
@@ -131,7 +247,7 @@ impl Executor for Device {
     }
 
     fn limits(&self) -> ExecutorLimits {
-        self.sim.limits()
+        self.results.executor().limits()
     }
 
     fn now(&self) -> Instant {

@@ -143,7 +143,8 @@ impl Simulation {
         let epoch = Epoch(self.random.id().max(1));
         let plan = &self.scenario.nodes[host];
         let model = &self.scenario.models[plan.model];
-        let process = Process::start(host, plan, model, epoch, self.clock.now());
+        let is_checked = self.scenario.is_checked;
+        let process = Process::start(host, plan, model, is_checked, epoch, self.clock.now());
         let index = self.processes.len();
         let before = std::mem::replace(&mut self.hosts[host].process, index);
         self.by_epoch.insert(epoch, index);

@@ -11,7 +11,10 @@
 //! every token with the expected answer. At the end every request has ended once and no resource of
 //! any request is left.
 //!
-//! [`run`] is one run. A failing run panics; its seed gives the same run again.
+//! [`run`] is one run. A failing run panics; its seed gives the same run again. [`explore`] runs many seeds.
+//!
+//! [`replay()`] runs recorded requests on up to a thousand nodes. Steps and transfers take the time of a cost model.
+//! For speed, a replay keeps no KV and checks tokens and invariants at the end only.
 
 #![forbid(unsafe_code)]
 
@@ -36,18 +39,24 @@ mod planted;
 mod process;
 #[cfg(test)]
 mod recovery;
+mod replay;
 mod router;
 mod router_connections;
 mod scenario;
 #[cfg(test)]
 mod selection;
+mod stats;
 mod tiers;
 mod transport;
 
 pub use coverage::Coverage;
+pub use device::StepCost;
+pub use replay::{Progress, ReplayConfig, Replayed, TraceRequest, replay};
 pub use router::Pick;
+pub use scenario::LinkCost;
+pub use stats::{Histogram, ServedRequest};
 
-use std::time::Duration;
+use std::{ops::Range, panic, time::Duration};
 
 use event_loop::Simulation;
 use scenario::Scenario;
@@ -68,6 +77,35 @@ pub struct Outcome {
     pub longest_release: Duration,
     /// Hash of the event sequence: equal for equal runs.
     pub digest: u64,
+}
+
+/// A seed whose run violated an invariant.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SeedFailure {
+    pub seed: u64,
+    pub message: String,
+}
+
+/// Runs the scenarios of these seeds until one fails. `progress` is called after each seed.
+pub fn explore(seeds: Range<u64>, progress: impl FnMut(u64)) -> Result<Coverage, SeedFailure> {
+    explore_with(|seed| run(seed, false).coverage, seeds, progress)
+}
+
+fn explore_with(
+    run: impl Fn(u64) -> Coverage + panic::RefUnwindSafe,
+    seeds: Range<u64>,
+    mut progress: impl FnMut(u64),
+) -> Result<Coverage, SeedFailure> {
+    let mut coverage = Coverage::default();
+    for seed in seeds {
+        let ran = panic::catch_unwind(|| run(seed));
+        coverage.merge(&ran.map_err(|panic| {
+            let message = engine::executor::panic_message(&*panic);
+            SeedFailure { seed, message }
+        })?);
+        progress(seed);
+    }
+    Ok(coverage)
 }
 
 /// Runs the scenario of a seed, and panics when an invariant does not hold. With `is_traced` every
@@ -100,7 +138,29 @@ impl Drop for PrintedOnPanic {
     fn drop(&mut self) {
         if std::thread::panicking() {
             let Self(seed) = self;
-            eprintln!("simulation: seed {seed} failed; run it again with BATON_SIM_SEED={seed}");
+            eprintln!(
+                "simulation: seed {seed} failed; `baton sim --seed {seed}` prints its events"
+            );
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn exploration_ends_at_the_first_seed_that_fails() {
+        let run = |seed| {
+            assert_ne!(seed, 5, "a planted failure");
+            let mut coverage = Coverage::default();
+            coverage.count("runs");
+            coverage
+        };
+        let mut seen = Vec::new();
+        let failure = explore_with(run, 2..9, |seed| seen.push(seed)).unwrap_err();
+        assert_eq!((failure.seed, seen), (5, vec![2, 3, 4]));
+        assert!(failure.message.contains("a planted failure"), "{}", failure.message);
+        assert_eq!(explore_with(run, 6..9, |_| ()).unwrap().get("runs"), 3);
     }
 }

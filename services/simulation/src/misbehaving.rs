@@ -38,7 +38,7 @@ pub fn node(role: Role, step: Duration) -> NodePlan {
         scheduler: SchedulerConfig { prefix_cache: false, ..SchedulerConfig::new(limits) },
         transfers: TransferLimits { chunk_bytes_max: 8 * BLOCK_BYTES, ..Default::default() },
         transfer_events_max: 1024,
-        step_cost: StepCost { step, token: Duration::from_micros(100), is_eager: false },
+        step_cost: StepCost::linear(step, Duration::from_micros(100)),
         tiers: None,
     }
 }
@@ -73,6 +73,8 @@ fn run(slow: Duration, bug: Option<PlantedBug>) -> Outcome {
         read_failure: 0,
         release_delay_max: Duration::ZERO,
         thread_delay_max: Duration::ZERO,
+        is_checked: true,
+        links: None,
         router_count: 1,
         has_etcd: false,
         // Without predictions, which avoid a slow node by themselves.

@@ -1,14 +1,15 @@
 //! The nodes as one router sees them: the shipped directory, and a numbered connection to each host.
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, HashMap},
     sync::Arc,
     time::{Duration, Instant},
 };
 
 use cluster::{
     AssignmentId, BreakerChange, Directory, DirectoryAction, DirectoryInput, Failed, Health,
-    MemberChange, NoNode, NodeAddress, NodeChoice, NodeRecord, Selection, StreamId, Wanted,
+    Member, MemberChange, ModelIdentity, NoNode, NodeAddress, NodeChoice, NodeRecord, Role,
+    Selection, StreamId, Wanted,
 };
 use proto::{ids::TransferId, v1::ObserveEvent};
 
@@ -55,11 +56,14 @@ pub enum NodesAction {
 pub struct Nodes {
     directory: Directory,
     selection: Selection,
-    addresses: Vec<NodeAddress>,
     connections: Vec<Connection>,
+    /// Host of each address.
+    hosts: HashMap<NodeAddress, usize>,
     streams: BTreeMap<StreamId, Stream>,
     actions: Vec<NodesAction>,
     has_changed: bool,
+    /// Lower bound of the directory's next deadline. The deltas of a stream only postpone it.
+    deadline: Option<Instant>,
 }
 
 impl Nodes {
@@ -74,10 +78,11 @@ impl Nodes {
             directory: Directory::new(seed, selection),
             selection,
             connections: (0..addresses.len()).map(connection).collect(),
-            addresses,
+            hosts: (0..).zip(&addresses).map(|(host, address)| (address.clone(), host)).collect(),
             streams: BTreeMap::new(),
             actions: Vec::new(),
             has_changed: false,
+            deadline: None,
         }
     }
 
@@ -87,6 +92,7 @@ impl Nodes {
         self.connections.iter_mut().for_each(|connection| connection.number += 1);
         self.streams.clear();
         self.actions.clear();
+        self.deadline = None;
     }
 
     pub fn member(&mut self, now: Instant, change: MemberChange) {
@@ -100,6 +106,17 @@ impl Nodes {
     /// Returns whether the health of any node has changed since the last call.
     pub fn take_changed(&mut self) -> bool {
         std::mem::take(&mut self.has_changed)
+    }
+
+    /// Returns the identity of the nodes that serve the model.
+    pub fn cache_identity(&self, model: &str) -> Option<&ModelIdentity> {
+        let mut records = self.directory.serving(Role::Decode);
+        records.find(|record| record.model == model).map(|record| &record.identity)
+    }
+
+    /// Returns the bytes that the directory keeps of the nodes' cached blocks.
+    pub fn cached_bytes(&self) -> usize {
+        self.directory.nodes().map(Member::cached_bytes).sum()
     }
 
     /// Returns the open connection to a host.
@@ -219,18 +236,19 @@ impl Nodes {
     }
 
     pub fn next_deadline(&self) -> Option<Instant> {
-        self.directory.next_deadline()
+        self.deadline
     }
 
     pub fn on_deadline(&mut self, now: Instant) {
         let mut actions = Vec::new();
         self.directory.on_deadline(now, &mut actions);
+        self.deadline = self.directory.next_deadline();
         self.follow(actions);
     }
 
     /// Checks that every node is up and has no assignment.
     pub fn check_idle(&self) {
-        assert_eq!(self.directory.nodes().count(), self.addresses.len());
+        assert_eq!(self.directory.nodes().count(), self.connections.len());
         for node in self.directory.nodes() {
             assert_eq!(node.health, Health::Up, "{node:?}");
             assert_eq!(node.in_flight, 0, "{node:?}");
@@ -240,7 +258,11 @@ impl Nodes {
 
     fn handle(&mut self, now: Instant, input: DirectoryInput) {
         let mut actions = Vec::new();
+        let is_delta = matches!(input, DirectoryInput::Observed { .. });
         self.directory.handle(now, input, &mut actions);
+        if !is_delta || !actions.is_empty() {
+            self.deadline = self.directory.next_deadline();
+        }
         self.follow(actions);
     }
 
@@ -268,6 +290,6 @@ impl Nodes {
     }
 
     fn host_of(&self, address: &NodeAddress) -> usize {
-        self.addresses.iter().position(|known| known == address).expect("every host is known")
+        *self.hosts.get(address).expect("every host is known")
     }
 }

@@ -39,11 +39,7 @@ fn node(role: Role) -> NodePlan {
         transfers: TransferLimits { chunk_bytes_max: 8 * BLOCK_BYTES, ..Default::default() },
         transfer_events_max: 1024,
         tiers: None,
-        step_cost: StepCost {
-            step: Duration::from_millis(30),
-            token: Duration::from_micros(300),
-            is_eager: false,
-        },
+        step_cost: StepCost::linear(Duration::from_millis(30), Duration::from_micros(300)),
     }
 }
 
@@ -109,6 +105,8 @@ fn run(pairs: usize, requests: Vec<RequestPlan>) -> Run {
         read_failure: 0,
         release_delay_max: Duration::ZERO,
         thread_delay_max: Duration::ZERO,
+        is_checked: true,
+        links: None,
         router_count: 1,
         has_etcd: false,
         selection: Selection { disaggregate: Disaggregate::Auto, policy: NodePolicy::Predicted },

@@ -12,7 +12,7 @@ use cluster::{NodeId, NodeRecord, Role};
 use engine::{
     Scheduler, StepLoop, Turn,
     event::Load,
-    executor::{ExecutorError, sim::fingerprints},
+    executor::ExecutorError,
     tiers::{Tier, TierEvent},
 };
 use kernels::{BlockId, Dtype, KvLayout, WeightFormat};
@@ -36,6 +36,7 @@ use node::{
 };
 use proto::v1;
 use router::request_core::Side;
+use simulation_base::Random;
 
 use crate::{
     coverage::Coverage,
@@ -190,6 +191,7 @@ pub struct Process {
     /// Whether a command waits in the core because the transfer queue is full.
     is_command_waiting: bool,
     is_draining: bool,
+    is_checked: bool,
     now: Instant,
 }
 
@@ -204,6 +206,7 @@ impl Process {
         host: usize,
         plan: &NodePlan,
         model: &ModelPlan,
+        is_checked: bool,
         epoch: Epoch,
         now: Instant,
     ) -> Self {
@@ -229,9 +232,11 @@ impl Process {
         let seeds = identity::cache_seeds(&identity);
         let scheduler = Scheduler::new(plan.scheduler, seeds).expect("the plan is consistent");
         assert_eq!(scheduler.sequence_tokens_max(), tokens_max as usize);
-        let device = Device::new(plan.scheduler.limits, plan.step_cost, now);
+        let random = Random::new(epoch.0 as u64);
+        let device = Device::new(plan.scheduler.limits, plan.step_cost, is_checked, random, now);
         let arena = device.arena();
-        let tiers = plan.tiers.map(|tiers| TierCopies::new(tiers, arena.clone()));
+        let tiers = plan.tiers.zip(arena.clone());
+        let tiers = tiers.map(|(tiers, arena)| TierCopies::new(tiers, arena));
         let scheduler = match plan.tiers {
             Some(tiers) => scheduler.with_tiers(tiers.config, now),
             None => scheduler,
@@ -283,12 +288,18 @@ impl Process {
             events: EventQueue::new(plan.transfer_events_max),
             is_command_waiting: false,
             is_draining: false,
+            is_checked,
             now,
         }
     }
 
     pub fn source(&self) -> Peer {
         Peer { node_id: self.name.clone(), epoch: self.epoch }
+    }
+
+    /// Returns the time of all steps of the device.
+    pub fn device_busy(&self) -> Duration {
+        self.core.executor().busy()
     }
 
     pub fn load(&self) -> Load {
@@ -422,7 +433,7 @@ impl Process {
             peer: attempt.peer,
             sequence: attempt.sequence,
         };
-        self.transfers.transport.expect_prompt(key.transfer, fingerprints(&call.sequence.tokens));
+        self.transfers.transport.expect_prompt(key.transfer, &call.sequence.tokens);
         if let Some(peer) = &call.peer {
             self.peers.insert(key.transfer, peer.epoch);
         }
@@ -620,6 +631,9 @@ impl Process {
 
     /// Checks the scheduler after every step.
     fn check(&self) {
+        if !self.is_checked {
+            return;
+        }
         self.core.scheduler().check();
         let load = self.load();
         let total = load.blocks_free + load.blocks_cached + load.blocks_held + load.blocks_reserved;
@@ -628,7 +642,7 @@ impl Process {
 
     /// Checks that every reserved block belongs to a transfer.
     fn check_reserved(&self) {
-        if !self.is_command_waiting {
+        if self.is_checked && !self.is_command_waiting {
             let reserved: usize = self.holds.values().map(|hold| hold.reserved.len()).sum();
             assert_eq!(self.load().blocks_reserved as usize, reserved, "{}", self.name);
         }

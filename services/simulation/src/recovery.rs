@@ -33,6 +33,8 @@ fn scenario(streams: u32, at: Duration, fault: Fault) -> Scenario {
         read_failure: 0,
         release_delay_max: Duration::from_millis(60),
         thread_delay_max: Duration::ZERO,
+        is_checked: true,
+        links: None,
         router_count: 1,
         has_etcd: false,
         selection: Selection { disaggregate: Disaggregate::Always, policy: NodePolicy::Predicted },

@@ -6,7 +6,9 @@ use std::{
     time::{Duration, Instant},
 };
 
-use cluster::{BreakerReason, MemberChange, NodeAddress, Room, Selection, StreamId};
+use cluster::{
+    BreakerReason, CacheIdentity, MemberChange, NodeAddress, PrefixKeys, Room, Selection, StreamId,
+};
 use grammar::Grammar;
 use proto::{
     ids::{RequestId, TransferId},
@@ -27,6 +29,7 @@ use crate::{
     coverage::Coverage,
     nodes::{Assigned, Connection, Nodes, NodesAction, PickedNodes},
     scenario::{RequestPlan, VOCABULARY},
+    stats::{ReplayStats, ServedRequest},
 };
 
 /// Id of one call of an attempt.
@@ -87,6 +90,8 @@ pub struct Router {
     pub coverage: Coverage,
     /// The attempts of all requests, in order.
     pub picks: Vec<Pick>,
+    /// Statistics of a replay, which keeps neither `picks` nor ended requests.
+    pub stats: Option<ReplayStats>,
     /// Time from a request's arrival to its first token, by request.
     pub first_tokens: BTreeMap<usize, Duration>,
     /// Longest time between two tokens of a request.
@@ -136,9 +141,11 @@ struct Answer {
     /// Entry of the request in [`Router::due`].
     due: Option<Instant>,
     picked_at: Option<Instant>,
+    first_emitted_at: Option<Instant>,
     emitted_at: Option<Instant>,
     /// Longest time between two tokens.
     pause: Duration,
+    cached_tokens: u32,
     end: Option<End>,
 }
 
@@ -171,6 +178,7 @@ impl Router {
             actions: Vec::new(),
             coverage: Coverage::default(),
             picks: Vec::new(),
+            stats: None,
             first_tokens: BTreeMap::new(),
             longest_gap: Duration::ZERO,
             longest_decode_gap: Duration::ZERO,
@@ -196,13 +204,26 @@ impl Router {
 
     // Inputs.
 
-    pub fn request(&mut self, now: Instant, id: usize, model: Arc<str>, plan: RequestPlan) {
+    /// `is_checked`: the client knows the expected tokens.
+    pub fn request(
+        &mut self,
+        now: Instant,
+        id: usize,
+        model: Arc<str>,
+        mut plan: RequestPlan,
+        is_checked: bool,
+    ) {
         let deadline = now + plan.timeout;
+        let client = Client::new(&plan, is_checked);
+        let prefix = self.nodes.cache_identity(&model).map(|identity| {
+            let identity = CacheIdentity::of(identity);
+            PrefixKeys::new(identity, &plan.cache_salt, &plan.prompt)
+        });
         let spec = AnswerSpec {
             request_id: RequestId(id as u128 + 1),
             model: model.clone(),
-            prompt: plan.prompt.clone().into(),
-            prefix: Arc::new([]),
+            prompt: std::mem::take(&mut plan.prompt).into(),
+            prefix: prefix.into_iter().collect(),
             sampling: wire_sampling(&plan),
             grammar: plan.grammar.as_ref().map(|grammar| Arc::new(wire_grammar(grammar))),
             grammar_version: u32::from(plan.grammar.is_some()),
@@ -213,7 +234,6 @@ impl Router {
         let mut core = RequestCore::new(spec, self.policy);
         let is_queued = self.waiting.get(&model).is_some_and(|queue| !queue.is_empty());
         core.start(now, is_queued);
-        let client = Client::new(&plan);
         let flow = plan.flow();
         let answer = Answer {
             plan,
@@ -231,8 +251,10 @@ impl Router {
             arrived_at: now,
             due: None,
             picked_at: None,
+            first_emitted_at: None,
             emitted_at: None,
             pause: Duration::ZERO,
+            cached_tokens: 0,
             end: None,
         };
         self.answers.insert(id, answer);
@@ -386,8 +408,12 @@ impl Router {
         self.answers.get_mut(&id).expect("requests are kept")
     }
 
+    fn poll_output(&mut self, id: usize) -> Option<Output> {
+        self.answers.get_mut(&id)?.core.poll_output()
+    }
+
     fn perform(&mut self, now: Instant, id: usize) {
-        while let Some(output) = self.answer(id).core.poll_output() {
+        while let Some(output) = self.poll_output(id) {
             match output {
                 Output::Pick => self.pick(now, id),
                 Output::DropPrefillCall => self.drop_prefill_call(id),
@@ -410,10 +436,13 @@ impl Router {
                         && let Some((decode, _)) = &answer.nodes
                     {
                         self.nodes.first_token(now, decode);
-                        let pick = self.picks.iter_mut().rfind(|pick| pick.request == id);
-                        let pick = pick.expect("tokens come from an attempt");
-                        pick.ttft = answer.picked_at.map(|at| now - at);
-                        self.first_tokens.insert(id, now - answer.arrived_at);
+                        answer.first_emitted_at = Some(now);
+                        if self.stats.is_none() {
+                            let pick = self.picks.iter_mut().rfind(|pick| pick.request == id);
+                            let pick = pick.expect("tokens come from an attempt");
+                            pick.ttft = answer.picked_at.map(|at| now - at);
+                            self.first_tokens.insert(id, now - answer.arrived_at);
+                        }
                     }
                     let gap = answer.emitted_at.replace(now).map(|at| now - at);
                     let stop = answer.client.receive(first_index, &tokens);
@@ -423,6 +452,9 @@ impl Router {
                             answer.core.handle_client_stalled();
                         }
                         None => answer.core.handle_emitted(now, stop),
+                    }
+                    if let (Some(stats), Some(gap)) = (&mut self.stats, gap) {
+                        stats.inter_token.add(gap);
                     }
                     let gap = gap.unwrap_or_default();
                     answer.pause = answer.pause.max(gap);
@@ -439,6 +471,7 @@ impl Router {
                 Output::WaitForNode | Output::StopWaiting => self.leave_queue(id),
                 Output::Finish(finished) => {
                     self.answer(id).client.check_complete(finished.reason);
+                    self.count_request(now, id);
                     self.end(now, id, End::Complete);
                 }
                 Output::Fail(reason) => self.end(now, id, End::Failed(reason)),
@@ -450,7 +483,7 @@ impl Router {
 
     /// Updates the deadline of a request.
     fn set_due(&mut self, id: usize) {
-        let answer = self.answers.get_mut(&id).expect("requests are kept");
+        let Some(answer) = self.answers.get_mut(&id) else { return };
         if let Some(at) = answer.due.take() {
             self.due.remove(&(at, id));
         }
@@ -459,6 +492,21 @@ impl Router {
             answer.due = answer.core.next_deadline().into_iter().chain(reads_at).min();
             self.due.extend(answer.due.map(|at| (at, id)));
         }
+    }
+
+    /// Records a complete request of a replay.
+    fn count_request(&mut self, now: Instant, id: usize) {
+        let (Some(stats), Some(answer)) = (&mut self.stats, self.answers.get(&id)) else { return };
+        stats.requests.push(ServedRequest {
+            request: id,
+            prompt_tokens: answer.core.wanted().prompt_tokens,
+            cached_tokens: answer.cached_tokens,
+            output_tokens: answer.core.emitted().len() as u32,
+            ttft: answer.first_emitted_at.map_or(Duration::ZERO, |at| at - answer.arrived_at),
+            duration: now - answer.arrived_at,
+            longest_gap: answer.pause,
+            attempts: answer.attempts,
+        });
     }
 
     /// Joins the queue, or passes the turn.
@@ -517,7 +565,12 @@ impl Router {
             *headroom = queue.is_over_share(now, &answer.flow.name);
         }
         let (tokens, output_tokens_max) = (wanted.tokens, wanted.new_tokens_max);
-        let picked = match self.nodes.pick(now, transfer, &wanted) {
+        let started = self.stats.is_some().then(Instant::now);
+        let picked = self.nodes.pick(now, transfer, &wanted);
+        if let (Some(stats), Some(started)) = (&mut self.stats, started) {
+            stats.pick_time += started.elapsed();
+        }
+        let picked = match picked {
             Ok(picked) => picked,
             Err(reason) => return answer.core.handle_no_node(now, &reason),
         };
@@ -527,13 +580,13 @@ impl Router {
         answer.is_queued = false;
         answer.charge = Some((charged, tokens, answer.core.emitted().len()));
         let PickedNodes { decode, prefill, ttft } = picked;
-        self.picks.push(Pick {
+        self.picks.extend(self.stats.is_none().then(|| Pick {
             request: id,
             decode: decode.host,
             prefill: prefill.as_ref().map(|node| node.host),
             predicted: ttft,
             ttft: None,
-        });
+        }));
         if ttft.is_some() {
             self.coverage.count(match prefill {
                 Some(_) => "predicted hand-over",
@@ -582,6 +635,9 @@ impl Router {
             self.drop_call(CallKey { transfer, side: Side::Decode });
             self.drop_call(CallKey { transfer, side: Side::Prefill });
         }
+        // The prefill node's, unless the decode node prefilled.
+        let cached = ended.stats.prefill.cached_tokens.or(ended.stats.decode.cached_tokens);
+        self.answer(id).cached_tokens = cached.unwrap_or(0);
         self.nodes.decoded(now, &decode, ended.stats.decoded_tokens, ended.stats.decode_wait);
         if let AttemptOutcome::Failed(failure) = &ended.outcome {
             self.coverage.count_failure(failure);
@@ -641,6 +697,10 @@ impl Router {
         self.set_due(id);
         self.coverage.count_end(&end, attempts);
         self.leave_queue(id);
+        if let Some(stats) = &mut self.stats {
+            stats.failed += u64::from(matches!(end, End::Failed(_) | End::Refused));
+            self.answers.remove(&id);
+        }
     }
 
     fn drop_call(&mut self, key: CallKey) {

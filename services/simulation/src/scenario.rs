@@ -32,6 +32,11 @@ pub struct Scenario {
     pub release_delay_max: Duration,
     /// Longest delay between the threads of one process.
     pub thread_delay_max: Duration,
+    /// Whether every token, every KV block and the invariants of each process are checked. A replay of many requests
+    /// checks only the ends.
+    pub is_checked: bool,
+    /// Cost of data connections; `None`: only the delay of messages.
+    pub links: Option<LinkCost>,
     pub router_count: usize,
     /// Whether nodes register in etcd; otherwise the routers have a static list.
     pub has_etcd: bool,
@@ -67,6 +72,19 @@ pub struct ModelPlan {
     pub fingerprint: u128,
     /// Tensor parallel ranks of each node.
     pub tp: u32,
+}
+
+/// Cost model of the data connections between nodes.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct LinkCost {
+    /// Time until a new connection can send.
+    pub connect: Duration,
+    /// Time until a chunk that was sent has arrived.
+    pub latency: Duration,
+    /// Bandwidth of each node, for all its connections together, in each direction.
+    pub bytes_per_s: f64,
+    /// Bytes of a KV block.
+    pub block_bytes: u64,
 }
 
 /// Configuration of every process on one host.
@@ -251,6 +269,8 @@ impl Scenario {
             read_failure,
             release_delay_max,
             thread_delay_max,
+            is_checked: true,
+            links: None,
             router_count: router_count as usize,
             has_etcd,
             selection,
@@ -386,11 +406,9 @@ fn node(
         transfers.tombstones_max = random.within(1..=4) as usize;
         transfer_events_max = random.within(1..=3) as usize;
     }
-    let step_cost = StepCost {
-        step: random.millis(1..=12),
-        token: Duration::from_micros(random.within(0..=500).into()),
-        is_eager: random.chance(50),
-    };
+    let step = random.millis(1..=12);
+    let token = Duration::from_micros(random.within(0..=500).into());
+    let step_cost = StepCost { is_eager: random.chance(50), ..StepCost::linear(step, token) };
     let tiers = TierPlan::of(any_chunk).filter(|_| scheduler.prefix_cache);
     NodePlan { role, model, scheduler, transfers, transfer_events_max, step_cost, tiers }
 }
@@ -481,6 +499,7 @@ fn network(random: &mut Random, is_mild: bool) -> NetworkFaults {
         duplication,
         corruption: if is_mild { 0 } else { corruption },
         lateness: if is_mild { 0 } else { lateness },
+        delay_min: Duration::ZERO,
         delay_max: random.pick(&[
             Duration::from_micros(300),
             Duration::from_millis(5),

@@ -46,7 +46,7 @@ fn node(role: Role, itl_max: Option<Duration>) -> NodePlan {
         scheduler: SchedulerConfig { prefix_cache: false, itl, ..SchedulerConfig::new(limits) },
         transfers: TransferLimits { chunk_bytes_max: 8 * BLOCK_BYTES, ..Default::default() },
         transfer_events_max: 1024,
-        step_cost: StepCost { step: STEP, token: TOKEN, is_eager: false },
+        step_cost: StepCost::linear(STEP, TOKEN),
         tiers: None,
     }
 }
@@ -87,6 +87,8 @@ fn run(
         read_failure: 0,
         release_delay_max: Duration::ZERO,
         thread_delay_max: Duration::ZERO,
+        is_checked: true,
+        links: None,
         router_count: 1,
         has_etcd: false,
         selection,

@@ -127,6 +127,7 @@ fn connect(scenario: &Scenario, world: &mut World) {
 /// Runs the scenario to its end.
 fn run(scenario: &Scenario) -> World {
     let faults = NetworkFaults {
+        delay_min: Duration::ZERO,
         loss: scenario.loss,
         duplication: scenario.duplication,
         lateness: 0,

@@ -24,6 +24,7 @@ pub const TOKEN: u32 = 77;
 
 /// A network without faults.
 pub const CALM: NetworkFaults = NetworkFaults {
+    delay_min: Duration::ZERO,
     loss: 0,
     duplication: 0,
     lateness: 0,

@@ -235,7 +235,7 @@ impl Recovery {
 }
 
 /// The prefill or the decode node of an attempt.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, thiserror::Error)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, thiserror::Error)]
 pub enum Side {
     #[error("prefill")]
     Prefill,

@@ -1,12 +1,13 @@
 //! The virtual clock and its pending events.
 
 use std::{
-    collections::BTreeMap,
+    cmp::Reverse,
+    collections::BinaryHeap,
     time::{Duration, Instant},
 };
 
 /// More events than this at one instant are a livelock.
-const EVENTS_AT_ONCE_MAX: u32 = 20_000;
+const EVENTS_AT_ONCE_MAX: u32 = 1_000_000;
 
 /// A virtual clock. It jumps from one event or deadline to the next.
 #[derive(Debug)]
@@ -16,7 +17,11 @@ pub struct Clock<E> {
     /// Events at `now` since the clock last moved.
     events_at_now: u32,
     scheduled: u64,
-    pending: BTreeMap<(Instant, u64), E>,
+    /// Time, number and index in `events` of each pending event.
+    pending: BinaryHeap<Reverse<(Instant, u64, usize)>>,
+    events: Vec<Option<E>>,
+    /// Unused indices of `events`.
+    unused: Vec<usize>,
 }
 
 /// The reason why [`Clock::advance`] returned.
@@ -30,8 +35,15 @@ pub enum Due<E> {
 impl<E> Default for Clock<E> {
     fn default() -> Self {
         let start = Instant::now();
-        let pending = BTreeMap::new();
-        Self { start, now: start, events_at_now: 0, scheduled: 0, pending }
+        Self {
+            start,
+            now: start,
+            events_at_now: 0,
+            scheduled: 0,
+            pending: BinaryHeap::new(),
+            events: Vec::new(),
+            unused: Vec::new(),
+        }
     }
 }
 
@@ -56,7 +68,12 @@ impl<E> Clock<E> {
     /// Schedules an event. Events of one instant keep the order in which they were scheduled.
     pub fn at(&mut self, at: Instant, event: E) {
         self.scheduled += 1;
-        self.pending.insert((at.max(self.now), self.scheduled), event);
+        let index = self.unused.pop().unwrap_or(self.events.len());
+        match self.events.get_mut(index) {
+            Some(place) => *place = Some(event),
+            None => self.events.push(Some(event)),
+        }
+        self.pending.push(Reverse((at.max(self.now), self.scheduled, index)));
     }
 
     pub fn after(&mut self, delay: Duration, event: E) {
@@ -66,7 +83,7 @@ impl<E> Clock<E> {
     /// Moves to the next event or to `deadline`, whichever is first, but not beyond `end`. At one
     /// instant events come before the deadline. Returns `None` at `end`.
     pub fn advance(&mut self, deadline: Option<Instant>, end: Instant) -> Option<Due<E>> {
-        let event_at = self.pending.first_key_value().map(|(&(at, _), _)| at);
+        let event_at = self.pending.peek().map(|Reverse((at, ..))| *at);
         let at = [event_at, deadline].into_iter().flatten().min().filter(|at| *at <= end);
         let Some(at) = at else {
             self.now = self.now.max(end);
@@ -79,7 +96,9 @@ impl<E> Clock<E> {
         if event_at != Some(at) {
             return Some(Due::Deadline);
         }
-        self.pending.pop_first().map(|(_, event)| Due::Event(event))
+        let Reverse((.., index)) = self.pending.pop()?;
+        self.unused.push(index);
+        self.events[index].take().map(Due::Event)
     }
 }
 

@@ -22,14 +22,21 @@ pub struct NetworkFaults {
     pub lateness: u64,
     /// One bit of the data flips.
     pub corruption: u64,
-    /// Longest delay of a message. Delays are independent, so datagrams overtake each other.
+    /// Shortest and longest delay of a message. Delays are independent, so datagrams overtake each other.
+    pub delay_min: Duration,
     pub delay_max: Duration,
 }
 
 impl NetworkFaults {
     /// Returns the faults of a network that only delays messages.
     pub fn delays(delay_max: Duration) -> Self {
-        Self { loss: 0, duplication: 0, lateness: 0, corruption: 0, delay_max }
+        let delay_min = Duration::ZERO;
+        Self { loss: 0, duplication: 0, lateness: 0, corruption: 0, delay_min, delay_max }
+    }
+
+    /// Returns whether the delay of each message is the same.
+    pub fn has_equal_delays(&self) -> bool {
+        self.delay_min == self.delay_max && self.lateness == 0
     }
 }
 
@@ -57,7 +64,8 @@ impl<N: Copy + Ord> Network<N> {
 
     /// Returns the delay of one message.
     pub fn delay(&mut self) -> Duration {
-        self.random.up_to(self.faults.delay_max)
+        let NetworkFaults { delay_min, delay_max, .. } = self.faults;
+        delay_min + self.random.up_to(delay_max - delay_min)
     }
 
     /// Returns the delay of each copy of a datagram that arrives: none, one or two.

@@ -48,6 +48,16 @@ impl Random {
         Duration::from_micros(self.below(max.as_micros() as u64 + 1))
     }
 
+    /// Draws from [0, 1).
+    pub fn unit(&mut self) -> f64 {
+        (self.next() >> 11) as f64 / (1_u64 << 53) as f64
+    }
+
+    /// Draws from an approximate normal distribution with mean 0 and deviation 1: the sum of 12 uniform numbers.
+    pub fn normal(&mut self) -> f64 {
+        (0..12).map(|_| self.unit()).sum::<f64>() - 6.0
+    }
+
     pub fn millis(&mut self, range: RangeInclusive<u32>) -> Duration {
         Duration::from_millis(self.within(range).into())
     }

@@ -1,0 +1,271 @@
+//! A replay: recorded requests on a cluster of two pools, in virtual time.
+
+use std::time::Duration;
+
+use cluster::{Role, Selection};
+use engine::{ItlLimit, SchedulerConfig, executor::ExecutorLimits};
+use kernels::sampling::Sampling;
+use kv_transfer::TransferLimits;
+use simulation_base::{NetworkFaults, Random};
+
+use crate::{
+    coverage::Coverage,
+    device::StepCost,
+    event_loop::Simulation,
+    router::Router,
+    scenario::{
+        BLOCK_BYTES, Fault, LinkCost, ModelPlan, NodePlan, RequestPlan, Scenario, Severity,
+        VOCABULARY,
+    },
+    stats::{Histogram, ReplayStats, ServedRequest},
+};
+
+/// One-way delay of a message between two processes.
+const MESSAGE_DELAY: Duration = Duration::from_micros(100);
+/// Mean time between two faults.
+const FAULT_INTERVAL: Duration = Duration::from_secs(30);
+/// Virtual time between two reports of progress.
+const PROGRESS_INTERVAL: Duration = Duration::from_secs(1);
+/// Every fault is repaired, and every resource is free, this long after the last request.
+const SETTLE: Duration = Duration::from_secs(120);
+
+/// Cluster of a replay.
+#[derive(Clone, Debug)]
+pub struct ReplayConfig {
+    pub prefill: usize,
+    pub decode: usize,
+    pub selection: Selection,
+    pub step_cost: StepCost,
+    pub links: LinkCost,
+    /// Blocks of a chunk of a transfer.
+    pub chunk_blocks: usize,
+    /// Rows of a node's batch.
+    pub slots: u32,
+    pub step_tokens: u32,
+    /// Longest prompt with its answer.
+    pub sequence_tokens: u32,
+    /// KV blocks of each node.
+    pub blocks: u32,
+    /// Bound on the inter-token latency of a decode node that prefills.
+    pub itl_max: Duration,
+    /// Deadline of a request.
+    pub timeout: Duration,
+    /// Seed of step times and ids.
+    pub seed: u64,
+    /// Seed of the faults; `None`: no faults.
+    pub faults: Option<u64>,
+    /// Arrival of the last request: faults occur until then.
+    pub duration: Duration,
+}
+
+/// A recorded request.
+#[derive(Clone, Debug)]
+pub struct TraceRequest {
+    pub at: Duration,
+    pub prompt: Vec<u32>,
+    pub output_tokens: u32,
+}
+
+impl TraceRequest {
+    /// Prompts have token ids below this number.
+    pub const VOCABULARY: u32 = VOCABULARY;
+
+    fn plan(self, timeout: Duration) -> RequestPlan {
+        RequestPlan {
+            at: self.at,
+            router: 0,
+            model: 0,
+            prompt: self.prompt,
+            sampling: Sampling::greedy(),
+            max_tokens: self.output_tokens,
+            ignore_stop_tokens: true,
+            grammar: None,
+            cache_salt: String::new(),
+            timeout,
+            leaves_after: None,
+            stops_at: None,
+            stalls: None,
+            key: None,
+        }
+    }
+}
+
+/// Progress of a replay.
+#[derive(Clone, Copy, Debug)]
+pub struct Progress {
+    /// Virtual time.
+    pub elapsed: Duration,
+    pub arrived: usize,
+}
+
+/// Outcome of a replay.
+#[derive(Clone, Debug)]
+pub struct Replayed {
+    /// Complete requests.
+    pub requests: Vec<ServedRequest>,
+    pub arrived: usize,
+    pub failed: u64,
+    pub inter_token: Histogram,
+    /// Busy time of each prefill node's device, then of each decode node's.
+    pub busy: Vec<Duration>,
+    /// Virtual time from the first arrival to the last token.
+    pub elapsed: Duration,
+    /// Time of this machine that the router took for its inputs, and the part of it that selected nodes.
+    pub router_time: Duration,
+    pub pick_time: Duration,
+    pub attempts: u64,
+    /// Bytes of the router's index of cached blocks, at the end and at most.
+    pub index_bytes: usize,
+    pub index_bytes_max: usize,
+    pub events: u64,
+    pub coverage: Coverage,
+}
+
+/// Replays the requests, which must be in the order of their arrival. Panics when an invariant does not hold.
+pub fn replay(
+    config: &ReplayConfig,
+    requests: impl Iterator<Item = TraceRequest> + Send + 'static,
+    mut progress: impl FnMut(Progress),
+) -> Replayed {
+    let mut simulation = Simulation::new(config.seed, config.scenario(), false);
+    for router in &mut simulation.routers {
+        router.stats = Some(ReplayStats::default());
+    }
+    let timeout = config.timeout;
+    simulation.arrivals = Box::new(requests.map(move |request| request.plan(timeout)));
+    simulation.schedule_arrival();
+    let started = simulation.clock.now();
+    let (mut index_bytes_max, mut last_end) = (0, started);
+    loop {
+        let end = simulation.clock.now() + PROGRESS_INTERVAL;
+        simulation.run_until(end);
+        let elapsed = simulation.clock.elapsed();
+        progress(Progress { elapsed, arrived: simulation.arrived_requests });
+        index_bytes_max = index_bytes_max.max(index_bytes(&simulation));
+        if simulation.has_no_arrivals && simulation.routers.iter().all(Router::all_ended) {
+            break;
+        }
+        last_end = end;
+    }
+    let index_bytes = index_bytes(&simulation);
+    let busy = busy(&simulation);
+    simulation.run_until(simulation.clock.now() + SETTLE);
+    simulation.check_idle();
+    let coverage = simulation.outcome().coverage;
+    let [router] = &mut simulation.routers[..] else { unreachable!("a replay has one router") };
+    let stats = router.stats.take().unwrap_or_default();
+    Replayed {
+        arrived: simulation.arrived_requests,
+        failed: stats.failed,
+        requests: stats.requests,
+        inter_token: stats.inter_token,
+        busy,
+        elapsed: last_end.saturating_duration_since(started),
+        router_time: simulation.router_time,
+        pick_time: stats.pick_time,
+        attempts: coverage.get("attempts"),
+        index_bytes,
+        index_bytes_max,
+        events: simulation.clock.scheduled(),
+        coverage,
+    }
+}
+
+fn index_bytes(simulation: &Simulation) -> usize {
+    simulation.routers.iter().map(|router| router.nodes.cached_bytes()).sum()
+}
+
+fn busy(simulation: &Simulation) -> Vec<Duration> {
+    let mut busy = vec![Duration::ZERO; simulation.hosts.len()];
+    for process in &simulation.processes {
+        busy[process.host] += process.device_busy();
+    }
+    busy
+}
+
+impl ReplayConfig {
+    fn scenario(&self) -> Scenario {
+        let roles = [(Role::Prefill, self.prefill), (Role::Decode, self.decode)];
+        let nodes = roles.into_iter().flat_map(|(role, count)| vec![self.node(role); count]);
+        Scenario {
+            severity: Severity::Severe,
+            network: NetworkFaults {
+                delay_min: MESSAGE_DELAY,
+                ..NetworkFaults::delays(MESSAGE_DELAY)
+            },
+            read_failure: 0,
+            release_delay_max: Duration::ZERO,
+            thread_delay_max: Duration::ZERO,
+            is_checked: false,
+            links: Some(self.links),
+            router_count: 1,
+            has_etcd: self.faults.is_some(),
+            selection: self.selection,
+            models: vec![ModelPlan { name: "model".into(), fingerprint: 1, tp: 1 }],
+            nodes: nodes.collect(),
+            requests: Vec::new(),
+            faults: self.faults.map(|seed| self.draw_faults(seed)).unwrap_or_default(),
+        }
+    }
+
+    fn node(&self, role: Role) -> NodePlan {
+        let limits = ExecutorLimits {
+            slots: self.slots,
+            step_tokens: self.step_tokens,
+            sequence_tokens: self.sequence_tokens,
+            blocks: self.blocks,
+            depth: 2,
+            vocabulary: VOCABULARY,
+            speculation: None,
+        };
+        let StepCost { prefill, decode, .. } = self.step_cost;
+        let time = |ms: f64| Duration::from_secs_f64(ms / 1e3);
+        let itl = (role == Role::Decode).then(|| ItlLimit {
+            max: self.itl_max,
+            decode: time(decode.step_ms + decode.row_ms),
+            prefill: time(prefill.step_ms),
+            token: time(prefill.token_ms),
+            doubling_tokens: (prefill.token_ms / prefill.pair_ms).min(f64::from(u32::MAX)) as u32,
+        });
+        NodePlan {
+            role,
+            model: 0,
+            scheduler: SchedulerConfig { itl, ..SchedulerConfig::new(limits) },
+            transfers: TransferLimits {
+                chunk_bytes_max: self.chunk_blocks * BLOCK_BYTES,
+                ..Default::default()
+            },
+            transfer_events_max: 1024,
+            step_cost: self.step_cost,
+            tiers: None,
+        }
+    }
+
+    /// Draws kills, partitions and etcd outages, one every 30 s on average.
+    fn draw_faults(&self, seed: u64) -> Vec<(Duration, Fault)> {
+        let mut random = Random::new(seed);
+        let hosts = (self.prefill + self.decode) as u64;
+        let count = self.duration.as_secs_f64() / FAULT_INTERVAL.as_secs_f64();
+        let mut faults: Vec<_> = (0..count.ceil() as u64)
+            .map(|_| {
+                let at = random.up_to(self.duration);
+                let fault = match random.below(10) {
+                    0..=4 => Fault::Kill {
+                        host: random.below(hosts) as usize,
+                        resets_connections: random.chance(60),
+                        restart_after: random.millis(1_000..=30_000),
+                    },
+                    5..=8 if self.prefill > 0 => Fault::Partition {
+                        a: random.below(self.prefill as u64) as usize,
+                        b: self.prefill + random.below(self.decode as u64) as usize,
+                        duration: random.millis(1_000..=25_000),
+                    },
+                    _ => Fault::EtcdOutage { duration: random.millis(5_000..=60_000) },
+                };
+                (at, fault)
+            })
+            .collect();
+        faults.sort_by_key(|(at, _)| *at);
+        faults
+    }
+}

@@ -1,0 +1,116 @@
+//! Replays of a few requests on small clusters.
+
+use std::time::Duration;
+
+use cluster::Selection;
+use config::{Disaggregate, NodePolicy};
+use simulation::{LinkCost, ReplayConfig, Replayed, StepCost, TraceRequest, replay};
+
+fn config(prefill: usize, decode: usize) -> ReplayConfig {
+    ReplayConfig {
+        prefill,
+        decode,
+        selection: Selection { disaggregate: Disaggregate::Always, policy: NodePolicy::Predicted },
+        step_cost: StepCost::linear(Duration::from_millis(4), Duration::from_micros(20)),
+        links: LinkCost {
+            connect: Duration::from_millis(10),
+            latency: Duration::from_micros(200),
+            bytes_per_s: 10e9,
+            block_bytes: 1 << 20,
+        },
+        chunk_blocks: 16,
+        slots: 32,
+        step_tokens: 2048,
+        sequence_tokens: 8192,
+        blocks: 4096,
+        itl_max: Duration::from_millis(20),
+        timeout: Duration::from_secs(60),
+        seed: 1,
+        faults: None,
+        duration: Duration::from_secs(30),
+    }
+}
+
+/// Returns requests every 100 ms with 1,024 prompt tokens, half of which the prompts of a family share.
+fn requests(count: u32) -> impl Iterator<Item = TraceRequest> + Send + 'static {
+    (0..count).map(|index| TraceRequest {
+        at: Duration::from_millis(100) * index,
+        prompt: (0..1024).map(|position| token(index, position)).collect(),
+        output_tokens: 10 + index % 7,
+    })
+}
+
+fn token(index: u32, position: u32) -> u32 {
+    let own = if position < 512 { index % 4 } else { index + 9 };
+    let mixed = (own * 4096 + position).wrapping_mul(0x9e37_79b9);
+    (mixed ^ mixed >> 15) % TraceRequest::VOCABULARY
+}
+
+fn run(config: &ReplayConfig, count: u32) -> Replayed {
+    let mut arrived = 0;
+    let replayed = replay(config, requests(count), |progress| arrived = progress.arrived);
+    assert_eq!(arrived, count as usize);
+    assert_eq!(replayed.requests.len() as u64 + replayed.failed, u64::from(count));
+    replayed
+}
+
+#[test]
+fn requests_complete_with_the_tokens_and_prefix_hits_of_the_trace() {
+    let replayed = run(&config(2, 2), 100);
+    assert_eq!(replayed.failed, 0);
+    let mut requests = replayed.requests;
+    requests.sort_by_key(|request| request.request);
+    for (index, request) in (0..).zip(&requests) {
+        assert_eq!((request.prompt_tokens, request.output_tokens), (1024, 10 + index % 7));
+        assert!([0, 512].contains(&request.cached_tokens), "{request:?}");
+        // The first prompts of a family find nothing, on either node.
+        assert!(index < 24 || request.cached_tokens == 512, "{request:?}");
+        assert!(request.ttft > Duration::from_millis(4) && request.duration > request.ttft);
+        assert!(request.longest_gap < Duration::from_millis(60), "{request:?}");
+    }
+    let cached: u32 = requests.iter().map(|request| request.cached_tokens).sum();
+    assert!((80 * 512..=96 * 512).contains(&cached), "{cached}");
+    assert!(replayed.busy.iter().all(|busy| *busy > Duration::from_millis(100)));
+    assert!(replayed.index_bytes > 0 && replayed.router_time >= replayed.pick_time);
+}
+
+#[test]
+fn slower_links_lengthen_the_gap_of_the_hand_over_only() {
+    let gap = |bytes_per_s| {
+        let mut config = config(1, 1);
+        config.links.bytes_per_s = bytes_per_s;
+        let replayed = run(&config, 20);
+        let longest = replayed.requests.iter().map(|request| request.longest_gap).min().unwrap();
+        let ttft = replayed.requests.iter().map(|request| request.ttft).min().unwrap();
+        (longest, ttft)
+    };
+    // 32 uncached blocks of 1 MiB take 34 ms at 1 GB/s.
+    let ((fast_gap, fast_ttft), (slow_gap, slow_ttft)) = (gap(10e9), gap(1e9));
+    assert!(slow_gap > fast_gap + Duration::from_millis(15), "{slow_gap:?} {fast_gap:?}");
+    assert!(slow_ttft < fast_ttft + Duration::from_millis(5), "{slow_ttft:?} {fast_ttft:?}");
+}
+
+#[test]
+fn equal_seeds_give_equal_replays() {
+    let times = |seed| {
+        let mut config = ReplayConfig { seed, ..config(2, 2) };
+        config.step_cost.deviation = 0.1;
+        let replayed = run(&config, 50);
+        let times = replayed.requests.iter().map(|request| (request.request, request.duration));
+        (times.collect::<Vec<_>>(), replayed.events)
+    };
+    assert_eq!(times(1), times(1));
+    assert_ne!(times(1), times(2));
+}
+
+#[test]
+fn every_request_ends_once_under_faults() {
+    for seed in 0..2 {
+        let config = ReplayConfig { faults: Some(seed), ..config(3, 3) };
+        let replayed = run(&config, 300);
+        let faults = ["kills", "partitions", "etcd outages"];
+        let faults: u64 = faults.iter().map(|fault| replayed.coverage.get(fault)).sum();
+        assert!(faults > 0, "seed {seed}");
+        assert_eq!(replayed.failed, 0, "seed {seed}: {}", replayed.coverage);
+    }
+}
