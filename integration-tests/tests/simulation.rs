@@ -1,10 +1,9 @@
 //! Seeds of the cluster simulation.
 //!
-//! * `BATON_SIM_SEED=17 cargo test -p integration-tests --test simulation seeds -- --nocapture` runs
-//!   one seed and prints its events.
+//! * `baton sim --seed 17` runs one seed and prints its events.
 //! * `BATON_SIM_SEEDS=10000` runs that many seeds, from `BATON_SIM_FIRST` (0) on.
 
-use simulation::{Coverage, run};
+use simulation::{SeedFailure, explore, run};
 
 /// Seeds of an ordinary test run.
 const SEEDS: u64 = 3000;
@@ -63,15 +62,12 @@ fn number(name: &str) -> Option<u64> {
 
 #[test]
 fn seeds_lose_no_token_and_no_block() {
-    if let Some(seed) = number("BATON_SIM_SEED") {
-        return eprint!("{}", run(seed, true).coverage);
-    }
     let first = number("BATON_SIM_FIRST").unwrap_or(0);
     let count = number("BATON_SIM_SEEDS").unwrap_or(SEEDS);
-    let mut coverage = Coverage::default();
-    for seed in first..first + count {
-        coverage.merge(&run(seed, false).coverage);
-    }
+    let explored = explore(first..first + count, |_| ());
+    let coverage = explored.unwrap_or_else(|SeedFailure { seed, message }| {
+        panic!("seed {seed} failed: {message}");
+    });
     eprint!("{coverage}");
     if (first, count) == (0, SEEDS) {
         for state in REACHED {

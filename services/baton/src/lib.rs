@@ -2,8 +2,8 @@
 //!
 //! `up` runs a whole cluster on this machine, `check` sends requests to a cluster, `bench` measures an
 //! engine or a server, `model` fetches models, `node` manages the nodes of a cluster, `doctor` reports
-//! GPUs and libraries, `explain` reports requests, `keys` makes API keys. `baton-bench` uses the engine benchmark, its
-//! statistics and the model store from here.
+//! GPUs and libraries, `explain` reports requests, `keys` makes API keys, `replay` and `sim` simulate a cluster.
+//! `baton-bench` uses the engine benchmark, its statistics and the model store from here.
 
 // Only `up::process` needs unsafe code, for system calls that the standard library does not offer.
 #![deny(unsafe_code)]
@@ -23,6 +23,9 @@ mod hub;
 pub mod keys;
 pub mod model_store;
 pub mod node;
+pub mod replay;
+mod request_trace;
+pub mod sim;
 mod sse;
 mod staging;
 pub mod up;

@@ -4,7 +4,7 @@
 
 use std::process::ExitCode;
 
-use baton::{bench, check, doctor, explain, keys, model_store, node, up, weights};
+use baton::{bench, check, doctor, explain, keys, model_store, node, replay, sim, up, weights};
 use clap::{Parser, Subcommand};
 
 /// Operator's command for Baton clusters.
@@ -40,6 +40,12 @@ enum Command {
     Doctor(doctor::DoctorArgs),
     /// Explains a request: its nodes and why, the time of each stage, and what failed.
     Explain(explain::ExplainArgs),
+    /// Replays recorded requests on a simulated cluster of up to 1,000 nodes.
+    Replay(replay::ReplayArgs),
+    /// Simulates two nodes with and without disaggregation, and prints when disaggregation wins, as a Markdown page.
+    BreakEven(replay::break_even::BreakEvenArgs),
+    /// Explores faults: runs a simulated cluster with random faults for each seed, and prints the events of a failure.
+    Sim(sim::SimArgs),
 }
 
 fn main() -> ExitCode {
@@ -53,6 +59,9 @@ fn main() -> ExitCode {
         Command::Weights(command) => weights::run(command),
         Command::Doctor(args) => doctor::run(args),
         Command::Explain(args) => explain::run(args),
+        Command::Replay(args) => replay::run(args),
+        Command::BreakEven(args) => replay::break_even::run(args),
+        Command::Sim(args) => sim::run(args),
     };
     match outcome {
         Ok(()) => ExitCode::SUCCESS,

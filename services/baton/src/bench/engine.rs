@@ -220,7 +220,7 @@ pub fn run(args: EngineArgs) -> Result<()> {
                         let bytes = bench.decode_bytes(&args, &report, batch);
                         bytes as f64 / f64::from(args.tp) / peak / 1e6
                     });
-                    let row = decode_row(&runs, batch, max_tokens, floor_ms);
+                    let row = decode_row(&runs, batch, (prompt_tokens, max_tokens), floor_ms);
                     let share_of_weight_read = (reads_alone && read_stream.is_some()).then(|| {
                         row.tokens_per_s_median * report.weight_bytes as f64
                             / 1e9
@@ -286,6 +286,7 @@ impl Bench {
             peak_gb_per_s,
             depth: args.variant.depth,
             ranks: args.tp,
+            step_tokens: limits.step_tokens,
             rows: Vec::new(),
         };
         let bench = Self {

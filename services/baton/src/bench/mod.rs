@@ -1,7 +1,7 @@
 //! Benchmarks for operators: one engine alone, or any server with the OpenAI API.
 
 pub mod engine;
-mod serve;
+pub mod serve;
 pub mod stats;
 mod steps;
 mod trace;
@@ -29,7 +29,7 @@ pub fn run(command: BenchCommand) -> Result<()> {
 
 /// Creates the file that a flag names. Called before the measurement, so that an invalid path does not
 /// cost minutes.
-fn output_file(flag: &str, path: Option<&Path>) -> Result<Option<File>> {
+pub fn output_file(flag: &str, path: Option<&Path>) -> Result<Option<File>> {
     let create =
         |path: &Path| File::create(path).with_context(|| format!("{flag} {}", path.display()));
     path.map(create).transpose()

@@ -30,6 +30,8 @@ pub(super) struct Report {
     pub(super) peak_gb_per_s: Option<f64>,
     pub(super) depth: u32,
     pub(super) ranks: u32,
+    /// Largest number of tokens of a step.
+    pub(super) step_tokens: u32,
     pub(super) rows: Vec<Row>,
 }
 
@@ -50,6 +52,8 @@ pub(super) struct Row {
     pub(super) what: &'static str,
     pub(super) batch: u32,
     pub(super) tokens_each: u32,
+    /// Decode only: tokens of each prompt.
+    pub(super) context_tokens: Option<u32>,
     pub(super) tokens_per_s_median: f64,
     pub(super) tokens_per_s_all: Vec<f64>,
     /// Decode at batch 1 only: fraction of the read bandwidth.
@@ -90,6 +94,7 @@ pub(super) fn prefill_row(runs: &[Run], batch: u32, prompt_tokens: u32) -> Row {
         what: "prefill",
         batch,
         tokens_each: prompt_tokens,
+        context_tokens: None,
         tokens_per_s_median: median(&all),
         tokens_per_s_all: all,
         share_of_weight_read: None,
@@ -103,7 +108,7 @@ pub(super) fn prefill_row(runs: &[Run], batch: u32, prompt_tokens: u32) -> Row {
 pub(super) fn decode_row(
     runs: &[Run],
     batch: u32,
-    decode_tokens: u32,
+    (context_tokens, decode_tokens): (u32, u32),
     floor_ms: Option<f64>,
 ) -> Row {
     let per_s = |run: &Run| {
@@ -119,6 +124,7 @@ pub(super) fn decode_row(
         what: "decode",
         batch,
         tokens_each: decode_tokens,
+        context_tokens: Some(context_tokens),
         tokens_per_s_median: median(&all),
         tokens_per_s_all: all,
         share_of_weight_read: None,

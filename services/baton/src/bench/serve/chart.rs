@@ -16,7 +16,7 @@ use crate::bench::stats::Percentiles;
 
 const SIZE: (u32, u32) = (960, 1020);
 /// Distinct for most eyes, also in grey (Okabe and Ito 2008).
-const COLOURS: [RGBColor; 6] = [
+pub const COLOURS: [RGBColor; 6] = [
     RGBColor(0, 158, 115),
     RGBColor(230, 159, 0),
     RGBColor(213, 94, 0),

@@ -8,7 +8,6 @@ mod chart;
 mod client;
 mod length;
 mod report;
-mod trace;
 mod workload;
 
 use std::{
@@ -27,12 +26,16 @@ use tokio::{sync::Semaphore, task::JoinSet};
 use self::{
     client::Server,
     length::Length,
-    report::{GoodputLimits, Load, Outcome, Point, Report, ServerReport},
-    trace::Trace,
-    workload::{Conversation, Shape},
+    report::{Load, Outcome, Point, Report, ServerReport},
+    workload::{Conversation, Shape, Turn},
 };
 use super::{output_file, stats::WorkloadRng};
-use crate::client_args::ClientArgs;
+use crate::{
+    client_args::ClientArgs,
+    request_trace::{Row, Trace},
+};
+
+pub use self::{chart::COLOURS, report::GoodputLimits};
 
 /// Maximum number of in-flight conversations in an open loop; further arrivals are reported as `client full`.
 const IN_FLIGHT_MAX: usize = 4096;
@@ -130,7 +133,7 @@ pub struct ServeArgs {
     client: ClientArgs,
 }
 
-fn parse_rate(text: &str) -> Result<f64, String> {
+pub fn parse_rate(text: &str) -> Result<f64, String> {
     let rate = text.parse().ok().filter(|rate: &f64| rate.is_finite() && *rate > 0.0);
     rate.ok_or_else(|| "expected a number greater than 0".to_owned())
 }
@@ -238,15 +241,23 @@ impl Workload {
             };
             return self.shape.draw(&mut rng, self.requests, rate);
         };
+        let mut prompts = WorkloadRng::new(seed);
+        let tokens = 10..=self.shape.vocabulary - 1;
         let mut poisson_arrival = 0.0;
-        trace.conversations(seed, self.shape.vocabulary, |recorded| match load {
-            Load::Rate(rate) => {
-                poisson_arrival += rng.exponential(rate);
-                Some(poisson_arrival)
-            }
-            Load::RateScale(scale) => Some(recorded / scale),
-            Load::Concurrency(_) => None,
-        })
+        let conversation = |row: &Row| {
+            let arrives_at = match load {
+                Load::Rate(rate) => {
+                    poisson_arrival += rng.exponential(rate);
+                    Some(poisson_arrival)
+                }
+                Load::RateScale(scale) => Some(row.arrives_at / scale),
+                Load::Concurrency(_) => None,
+            };
+            let new_tokens = row.prompt(seed, &tokens, &mut prompts);
+            let turn = Turn { pause: 0.0, new_tokens, output_tokens: row.output_tokens };
+            Conversation { arrives_at, turns: vec![turn] }
+        };
+        trace.rows().iter().map(conversation).collect()
     }
 
     fn describe(&self) -> String {

@@ -160,11 +160,10 @@ impl GoodputLimits {
         Ok(limits)
     }
 
-    fn are_met(&self, measured: &Measured) -> bool {
+    /// Returns whether a request with these times in seconds is within the limits.
+    pub fn are_met(&self, ttft: f64, tpot: f64, end: f64) -> bool {
         let within = |limit: Option<f64>, seconds: f64| limit.is_none_or(|ms| seconds * 1e3 <= ms);
-        within(self.ttft_ms, measured.ttft())
-            && within(self.tpot_ms, measured.tpot())
-            && within(self.e2e_ms, measured.end)
+        within(self.ttft_ms, ttft) && within(self.tpot_ms, tpot) && within(self.e2e_ms, end)
     }
 }
 
@@ -192,7 +191,10 @@ impl Point {
         let measured: Vec<&Measured> = outcomes.iter().flat_map(|outcome| &outcome.turns).collect();
         let requests = measured.len() + errors.values().sum::<usize>();
         let good = limits.map(|limits| {
-            measured.iter().filter(|measured| limits.are_met(measured)).count() as f64
+            measured
+                .iter()
+                .filter(|measured| limits.are_met(measured.ttft(), measured.tpot(), measured.end))
+                .count() as f64
         });
         let sum = |count: fn(&Measured) -> usize| {
             measured.iter().map(|measured| count(measured)).sum::<usize>() as f64

@@ -8,6 +8,7 @@
 use std::{
     fs::File,
     io::{BufRead, BufReader, Read},
+    ops::RangeInclusive,
     path::Path,
 };
 
@@ -15,24 +16,46 @@ use anyhow::{Context, Result, anyhow, ensure};
 use serde::Deserialize;
 use time::{OffsetDateTime, PrimitiveDateTime, format_description};
 
-use super::workload::{Conversation, Turn};
 use crate::bench::stats::WorkloadRng;
 
 const CSV_HEADER: &str = "TIMESTAMP,ContextTokens,GeneratedTokens";
 /// Prompt tokens of an id in `hash_ids`.
-const HASHED_TOKENS: usize = 512;
+pub const HASHED_TOKENS: usize = 512;
 const TOKENS_MAX: u32 = 1_000_000;
 /// Maximum length of a line; the longest Mooncake lines have about 3 KB.
 const LINE_BYTES_MAX: u64 = 1 << 20;
 
 /// A recorded request.
 #[derive(Clone, Debug, PartialEq)]
-struct Row {
+pub struct Row {
     /// Seconds since the first request of the trace.
-    arrives_at: f64,
-    input_tokens: u32,
-    output_tokens: u32,
-    hash_ids: Vec<u64>,
+    pub arrives_at: f64,
+    pub input_tokens: u32,
+    pub output_tokens: u32,
+    pub hash_ids: Vec<u64>,
+}
+
+impl Row {
+    /// Returns the prompt. Under one seed, equal `hash_ids` give equal tokens; `rng` draws the tokens after those of
+    /// the last id.
+    pub fn prompt(
+        &self,
+        seed: u64,
+        tokens: &RangeInclusive<u32>,
+        rng: &mut WorkloadRng,
+    ) -> Vec<u32> {
+        let (low, high) = (*tokens.start(), *tokens.end());
+        let wanted = self.input_tokens as usize;
+        let mut prompt = Vec::with_capacity(wanted);
+        for id in &self.hash_ids {
+            let mut shared = WorkloadRng::new(seed ^ id.wrapping_mul(0x9e37_79b9_7f4a_7c15));
+            let count = HASHED_TOKENS.min(wanted - prompt.len());
+            prompt.extend((0..count).map(|_| shared.within(low, high)));
+        }
+        let missing = wanted - prompt.len();
+        prompt.extend((0..missing).map(|_| rng.within(low, high)));
+        prompt
+    }
 }
 
 /// The first requests of a trace.
@@ -56,9 +79,9 @@ struct MooncakeRow {
 impl Trace {
     /// Reads the first `count` requests. Errors name file and line.
     pub fn read(path: &Path, count: u32) -> Result<Self> {
-        let file = File::open(path).with_context(|| format!("--trace {}", path.display()))?;
-        Self::parse(BufReader::new(file), count)
-            .with_context(|| format!("--trace {}", path.display()))
+        let name = || format!("cannot read the trace {}", path.display());
+        let file = File::open(path).with_context(name)?;
+        Self::parse(BufReader::new(file), count).with_context(name)
     }
 
     fn parse(mut file: impl BufRead, count: u32) -> Result<Self> {
@@ -111,6 +134,11 @@ impl Trace {
         self.rows.len()
     }
 
+    /// Returns the requests in the order of their arrival.
+    pub fn rows(&self) -> &[Row] {
+        &self.rows
+    }
+
     /// Returns the mean lengths of prompts and answers in tokens.
     pub fn mean_tokens(&self) -> (f64, f64) {
         let mean = |tokens: fn(&Row) -> u32| {
@@ -118,32 +146,6 @@ impl Trace {
             sum / self.rows.len() as f64
         };
         (mean(|row| row.input_tokens), mean(|row| row.output_tokens))
-    }
-
-    /// Returns the requests with prompts drawn from `seed`; equal `hash_ids` give equal prompt tokens.
-    /// `arrival` returns when a request with this recorded arrival is sent, in seconds.
-    pub fn conversations(
-        &self,
-        seed: u64,
-        vocabulary: u32,
-        mut arrival: impl FnMut(f64) -> Option<f64>,
-    ) -> Vec<Conversation> {
-        let mut rng = WorkloadRng::new(seed);
-        let conversation = |row: &Row| {
-            let arrives_at = arrival(row.arrives_at);
-            let wanted = row.input_tokens as usize;
-            let mut new_tokens = Vec::with_capacity(wanted);
-            for id in &row.hash_ids {
-                let mut shared = WorkloadRng::new(seed ^ id.wrapping_mul(0x9e37_79b9_7f4a_7c15));
-                let tokens = HASHED_TOKENS.min(wanted - new_tokens.len());
-                new_tokens.extend((0..tokens).map(|_| shared.within(10, vocabulary - 1)));
-            }
-            let missing = wanted - new_tokens.len();
-            new_tokens.extend((0..missing).map(|_| rng.within(10, vocabulary - 1)));
-            let turn = Turn { pause: 0.0, new_tokens, output_tokens: row.output_tokens };
-            Conversation { arrives_at, turns: vec![turn] }
-        };
-        self.rows.iter().map(conversation).collect()
     }
 }
 
@@ -265,20 +267,10 @@ mod tests {
 
     #[test]
     fn equal_hash_ids_share_their_tokens() {
-        let trace = Trace {
-            rows: vec![
-                row(0.0, 1100, 5, &[7, 9]),
-                row(1.0, 600, 5, &[7, 3]),
-                row(2.0, 512, 5, &[9]),
-            ],
-            too_long: 0,
-        };
+        let rows = [row(0.0, 1100, 5, &[7, 9]), row(1.0, 600, 5, &[7, 3]), row(2.0, 512, 5, &[9])];
         let prompts = |seed| {
-            let requests = trace.conversations(seed, 30_000, |at| Some(at / 2.0));
-            let arrivals: Vec<_> =
-                requests.iter().map(|request| request.arrives_at.unwrap()).collect();
-            assert_eq!(arrivals, [0.0, 0.5, 1.0]);
-            requests.into_iter().map(|mut request| request.turns.remove(0).new_tokens).collect()
+            let mut rng = WorkloadRng::new(seed);
+            rows.iter().map(|row| row.prompt(seed, &(10..=30_000), &mut rng)).collect()
         };
         let first: Vec<Vec<u32>> = prompts(1);
         assert_eq!(first.iter().map(Vec::len).collect::<Vec<_>>(), [1100, 600, 512]);
