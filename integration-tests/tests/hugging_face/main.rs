@@ -65,7 +65,9 @@ async fn trainer_updates_two_nodes_with_the_python_client() -> Result<()> {
     let before = client.greedy(&run.prompt_ids, 20).await?;
     let tests = Path::new(env!("CARGO_MANIFEST_DIR"));
     let mut trainer = Command::new("python3");
-    trainer.arg(tests.join("tests/hugging_face/trainer.py")).arg(tests.join("../clients"));
+    trainer
+        .arg(tests.join("tests/hugging_face/trainer.py"))
+        .arg(tests.join("../services/weight-transfer/client"));
     trainer
         .arg(format!("http://{}", cluster.router.ready.admin))
         .arg(base.path())

@@ -263,9 +263,9 @@ fn start(blocks: u32, vocabulary: u32) -> Result<CpuExecutor, CpuExecutorError> 
 
 #[test]
 fn limits_that_contradict_arena_or_model_are_rejected_by_name() {
-    let error = start(9, 96).expect_err("the arena has 8 blocks");
+    let error = start(9, 96).err().expect("the arena has 8 blocks");
     assert_eq!(error.to_string(), "limits.blocks is 9; model and arena allow 8 to 8");
-    let error = start(8, 95).expect_err("the model knows 96 tokens");
+    let error = start(8, 95).err().expect("the model knows 96 tokens");
     assert_eq!(error.to_string(), "limits.vocabulary is 95; model and arena allow 96 to 96");
 }
 

@@ -9,8 +9,8 @@ use super::{
 };
 use crate::{NodeAddress, Role};
 
-/// A node is slow if its pace is this many times the median of its pool. The difference must also be one of the
-/// following, because clients do not see a smaller one.
+/// A node is slow if its pace is this many times the median of its pool. The difference must also exceed one of
+/// the following limits, because clients do not perceive a smaller one.
 const SLOW_FACTOR: f64 = 3.0;
 const SLOW_ITL_MS: f64 = 10.0;
 /// 20 ms for a prompt of 1,000 tokens.
