@@ -255,8 +255,7 @@ impl Directory {
             let pair = option.prefill.and_then(|prefill| self.transfer_ms.get(&key(prefill)));
             option.predict(pair.copied().unwrap_or(usual_ms), wanted.new_tokens_max);
         }
-        let best = best(&options);
-        room::check_prompt_queue(wanted.room, best)?;
+        let best = startable(wanted.room, &options)?;
         let placement = no_prefill.unwrap_or_else(|| match self.selection.disaggregate {
             _ if !has_pair => no_pair(best.decode, &prefill, wanted),
             Disaggregate::Always => Placement::Always,
@@ -678,6 +677,23 @@ fn best<'a, 'b>(options: &'b [NodeOption<'a>]) -> &'b NodeOption<'a> {
     let Some((first, lowest_ms, error_ms)) = lowest else { return &options[0] };
     let equal = costs.iter().filter(|(_, cost_ms, _)| *cost_ms <= lowest_ms + error_ms);
     equal.map(|(option, ..)| *option).min_by_key(|option| option.tie_rank()).unwrap_or(first)
+}
+
+/// Returns the option of the lowest cost. If its queue of prompts is too long, returns the cheapest other option that
+/// can start and keeps `itl_max`: no node stays idle while requests wait.
+fn startable<'a, 'b>(
+    room: Room,
+    options: &'b [NodeOption<'a>],
+) -> Result<&'b NodeOption<'a>, NoNode> {
+    let best = best(options);
+    let Err(busy) = room::check_prompt_queue(room, best) else { return Ok(best) };
+    let others = options.iter().filter_map(|option| {
+        let prediction = option.prediction.as_ref()?;
+        let can_start =
+            !prediction.exceeds_itl_max && room::check_prompt_queue(room, option).is_ok();
+        can_start.then_some((option, prediction.cost_ms()))
+    });
+    others.min_by(|a, b| a.1.total_cmp(&b.1)).map(|(option, _)| option).ok_or(busy)
 }
 
 /// Returns why the options of this decode node have no prefill node, although prefill nodes are eligible.

@@ -189,7 +189,7 @@ fn every_series_of_a_router_counter_exists_for_every_model_from_the_start() {
         zeros.iter().filter(|series| series.starts_with(name) && series.contains(&model)).count()
     };
     for (model, used) in [("one", 0), ("two", 1)] {
-        assert_eq!(count("baton_attempts_total{", model), 9 - used, "{text}");
+        assert_eq!(count("baton_attempts_total{", model), 11 - used, "{text}");
         // Three operations with eight reasons, and with three types of tokens.
         assert_eq!(count("baton_requests_finished_total{", model), 24);
         assert_eq!(count("baton_tokens_total{", model), 9);
@@ -206,7 +206,7 @@ fn every_series_of_a_node_counter_exists_from_the_start() {
     let zeros = zeros(&text);
     let count = |name: &str| zeros.iter().filter(|series| series.starts_with(name)).count();
     for (name, series) in [
-        ("baton_sequences_finished_total{", 10),
+        ("baton_sequences_finished_total{", 11),
         ("baton_kv_transfers_total{", 14),
         ("baton_kv_transfer_bytes_total{", 2),
         ("baton_step_dispatches_total{", 3),
