@@ -386,10 +386,9 @@ async fn overload_is_rejected_and_queues_stay_bounded() -> Result<()> {
     cluster.stop()
 }
 
-/// Nodes with one slot and no queue reject most attempts. The router tries another node or waits,
-/// and every request completes.
+/// Nodes have one slot and no queue. The router holds requests back until a node has room, and every request completes.
 #[tokio::test]
-async fn busy_nodes_are_retried_elsewhere_without_losing_a_token() -> Result<()> {
+async fn requests_wait_for_a_free_slot_without_losing_a_token() -> Result<()> {
     let spec = ClusterSpec::smollm2()
         .nodes(1, 2)
         .set("BATON_NODE_SLOTS", 1)
@@ -409,9 +408,6 @@ async fn busy_nodes_are_retried_elsewhere_without_losing_a_token() -> Result<()>
     for (run, answer) in runs.iter().zip(&answers) {
         assert_eq!(answer.token_ids, run.output_ids, "{}", run.name);
     }
-    let busy = client.metric("baton_attempts_total", "outcome=\"busy\"").await?;
-    println!("{busy} attempts met a busy node");
-    assert!(busy > 0.0, "no attempt was rejected as busy");
     cluster.stop()
 }
 
