@@ -9,13 +9,12 @@ use simulation::{SeedFailure, explore, run};
 const SEEDS: u64 = 3000;
 
 /// The ordinary seeds reach each of these at least once.
-const REACHED: [&str; 43] = [
+const REACHED: [&str; 42] = [
     "arrived",
     "attempt busy",
     "attempt draining",
     "attempt internal",
     "attempt lost",
-    "attempt migrated",
     "attempt stale",
     "attempt transfer failed",
     "breaker of a node opened",
@@ -70,9 +69,8 @@ fn seeds_lose_no_token_and_no_block() {
     });
     eprint!("{coverage}");
     if (first, count) == (0, SEEDS) {
-        for state in REACHED {
-            assert_ne!(coverage.get(state), 0, "no seed reached: {state}");
-        }
+        let missing: Vec<_> = REACHED.iter().filter(|state| coverage.get(state) == 0).collect();
+        assert!(missing.is_empty(), "no seed reached: {missing:?}");
     }
 }
 

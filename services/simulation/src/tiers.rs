@@ -84,6 +84,10 @@ impl TierCopies {
         self.jobs.first_key_value().map(|(&(due, _), _)| due)
     }
 
+    pub fn is_loading(&self) -> bool {
+        self.jobs.values().any(|job| matches!(job, Job::Loading(..)))
+    }
+
     pub fn take_due(&mut self, now: Instant) -> Option<TierEvent> {
         let entry = self.jobs.first_entry().filter(|entry| entry.key().0 <= now)?;
         let fails = entry.key().1.is_multiple_of(self.plan.fails_every);
