@@ -354,7 +354,7 @@ fn invalid_flag_is_rejected_in_one_line() -> Result<()> {
         (serve(&["--goodput", "itl:5"]), 2, &["--goodput", "itl", "ttft:MS"]),
         (serve(&["--agents", "--turns", "2"]), 2, &["--agents", "--turns"]),
         (serve(&["--rate", "2", "--concurrency", "2"]), 2, &["--rate", "--concurrency"]),
-        (serve(&["--trace", "/nowhere/t.csv"]), 1, &["--trace /nowhere/t.csv"]),
+        (serve(&["--trace", "/nowhere/t.csv"]), 1, &["the trace /nowhere/t.csv"]),
         (serve(&["--schema", "/nowhere/s.json"]), 1, &["--schema /nowhere/s.json"]),
         (serve(&["--rate-scale", "2"]), 2, &["required arguments"]),
         (serve(&["--url", "not a url"]), 1, &["not a url"]),
