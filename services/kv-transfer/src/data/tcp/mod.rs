@@ -51,7 +51,7 @@ pub(in crate::data) fn send_chunks(
         let written = match tls {
             Some(mut tls) => {
                 let written = writer::write_frames(outgoing, &mut tls);
-                // Tells the receiver that the end is none of an attacker. Fails if the connection has closed.
+                // TLS requires it: without it the receiver cannot tell this end from a truncated stream.
                 tls.conn.send_close_notify();
                 let _ = tls.flush();
                 written
