@@ -347,8 +347,11 @@ impl Directory {
             return self.forget(key, actions);
         }
         member.retry_at = Some(now + member.rejected(now, &mut self.jitter));
-        let address = member.address.clone();
-        actions.push(DirectoryAction::Rejected { address, reason: reason.clone() });
+        // Each probe of such a node is answered alike.
+        if member.health != Health::Down || member.reason != reason {
+            let address = member.address.clone();
+            actions.push(DirectoryAction::Rejected { address, reason: reason.clone() });
+        }
         self.set_health(key, Health::Down, reason, actions);
     }
 
