@@ -11,8 +11,8 @@ use integration_tests::cluster::{Cluster, ClusterSpec};
 use crate::load::{Reference, Report};
 
 const KILLS: usize = 20;
-/// Time from the first request to the kill.
-const BEFORE: Duration = Duration::from_millis(1500);
+/// Tokens of all streams before a kill, fewer than one answer has.
+const TOKENS_BEFORE: usize = 24;
 
 pub async fn one_decode_node_killed_twenty_times() -> Result<()> {
     decode_node_killed(24).await
@@ -35,7 +35,7 @@ async fn decode_node_killed(streams: usize) -> Result<()> {
         let victim = kill % 2;
         let node = &mut cluster.decode[victim];
         let fault = async {
-            tokio::time::sleep(BEFORE).await;
+            reference.further_tokens(TOKENS_BEFORE).await?;
             node.kill();
             Ok(())
         };

@@ -7,15 +7,15 @@ use anyhow::{Result, ensure};
 use crate::{
     hosts::{ETCD, HostCluster, ROUTER, cut, decode_host, prefill_host},
     load::{Reference, Report},
-    network::{Drops, Network, set_drops, set_rate},
+    network::{Drops, Network, check_support, set_drops, set_rate},
 };
 
 pub const SHORT: &str = "faults short";
 pub const LINKS: &str = "faults links";
 pub const STOPS: &str = "faults stops";
 
-/// Time from the first request to the fault: some streams decode, some prompts wait.
-const BEFORE: Duration = Duration::from_millis(1500);
+/// Tokens of all streams before a fault, fewer than one answer has: some streams decode, some prompts wait.
+const TOKENS_BEFORE: usize = 24;
 const STREAMS: usize = 30;
 /// Streams of the test that `make test` runs.
 const STREAMS_SHORT: usize = 8;
@@ -33,10 +33,11 @@ pub fn every_process_stopped() -> Result<()> {
 }
 
 fn on_network(helper: &str) -> Result<()> {
-    match Network::create() {
-        Ok(network) => network.run(helper),
-        Err(error) => test_harness::skip(format!("no network namespaces: {error:#}")),
+    if let Err(error) = check_support() {
+        test_harness::skip(format!("no network namespaces: {error:#}"));
     }
+    let limit = if helper == SHORT { Duration::from_secs(600) } else { Duration::from_secs(7200) };
+    Network::create()?.run(helper, limit)
 }
 
 /// A cluster and its fault-free answers.
@@ -65,7 +66,7 @@ impl Bench {
         run: impl AsyncFnOnce(&HostCluster) -> Result<()>,
     ) -> Result<Report> {
         let begun = async {
-            tokio::time::sleep(BEFORE).await;
+            self.reference.further_tokens(TOKENS_BEFORE).await?;
             run(&self.cluster).await
         };
         let report = self.reference.streams(&self.cluster.client, self.streams, begun).await?;
@@ -119,6 +120,7 @@ fn pairs() -> [(&'static str, &'static str, usize, usize); 6] {
 
 pub fn run_short() {
     test_harness::block_on(async {
+        Report::print_head();
         let mut bench = Bench::start(2, 2, STREAMS_SHORT).await?;
         let (prefill, decode) = (prefill_host(0), decode_host(0));
         bench.links("P → D cut", &[cut(prefill, decode)], Some(SECOND)).await?;
@@ -155,7 +157,9 @@ pub fn run_links() {
             let lossy = |from, to| Drops { from, to, percent: 5 };
             let drops = [(from, to), (to, from), (ROUTER, to), (to, ROUTER)];
             let drops = drops.map(|(from, to)| lossy(from, to));
-            bench.links("5 % of all packets of D lost", &drops, None).await?;
+            bench
+                .links("5 % of packets between D and P and between D and router lost", &drops, None)
+                .await?;
             set_rate(to, Some("50mbit"))?;
             bench.links("50 Mbit/s to D", &[], None).await?;
             set_rate(to, None)?;

@@ -3,12 +3,12 @@
 use std::{
     sync::{
         Arc,
-        atomic::{AtomicU32, Ordering},
+        atomic::{AtomicU32, AtomicUsize, Ordering},
     },
     time::{Duration, Instant},
 };
 
-use anyhow::Result;
+use anyhow::{Result, ensure};
 use integration_tests::{
     client::{Client, salted_body},
     golden::{GoldenRun, golden},
@@ -16,12 +16,16 @@ use integration_tests::{
 
 /// Distance of two requests.
 const STAGGER: Duration = Duration::from_millis(20);
+/// Deadline of the first tokens of a case.
+const FIRST_TOKENS_WITHIN: Duration = Duration::from_secs(60);
 
 /// Prompts, and their answers without a fault.
 pub struct Reference {
     runs: Vec<GoldenRun>,
     /// Makes the cache salts of all requests distinct, so that every request prefills its prompt.
     salts: AtomicU32,
+    /// Tokens that all streams have read.
+    tokens: AtomicUsize,
 }
 
 /// The outcome of one stream.
@@ -50,7 +54,7 @@ impl Reference {
     pub fn new() -> Self {
         let mut runs = golden().runs;
         runs.sort_by_key(|run| run.prompt_ids.len());
-        Self { runs, salts: AtomicU32::new(0) }
+        Self { runs, salts: AtomicU32::new(0), tokens: AtomicUsize::new(0) }
     }
 
     /// Starts streams of all prompts in turn and reads them to their end, while `fault` runs.
@@ -69,6 +73,21 @@ impl Reference {
         let mut report = Report::default();
         streams.into_iter().for_each(|streamed| report.add(streamed));
         Ok(report)
+    }
+
+    /// Returns when the streams have read this many further tokens. A fault that starts then meets streams that decode,
+    /// and none that has ended if `count` is less than an answer has tokens.
+    pub async fn further_tokens(&self, count: usize) -> Result<()> {
+        let (begun, target) = (Instant::now(), self.tokens.load(Ordering::Relaxed) + count);
+        while self.tokens.load(Ordering::Relaxed) < target {
+            let waited = begun.elapsed();
+            ensure!(
+                waited < FIRST_TOKENS_WITHIN,
+                "fewer than {count} tokens arrived in {waited:?}"
+            );
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+        Ok(())
     }
 
     /// Runs requests one after another until `until`.
@@ -95,7 +114,7 @@ impl Reference {
             first: Duration::ZERO,
             pause: Duration::ZERO,
         };
-        match read(client, &body, &mut streamed).await {
+        match read(client, &body, &mut streamed, &self.tokens).await {
             Ok(tokens) if tokens == run.output_ids => {}
             Ok(tokens) => {
                 streamed.is_different = true;
@@ -111,6 +130,7 @@ async fn read(
     client: &Client,
     body: &serde_json::Value,
     streamed: &mut Streamed,
+    read: &AtomicUsize,
 ) -> Result<Vec<u32>> {
     let mut stream = client.stream("/v1/completions", body).await?;
     let (mut tokens, mut last) = (Vec::new(), None);
@@ -119,7 +139,7 @@ async fn read(
             return Ok(tokens);
         }
         let json = event.json();
-        anyhow::ensure!(json["error"].is_null(), "{}", json["error"]);
+        ensure!(json["error"].is_null(), "{}", json["error"]);
         if event.token_ids().is_empty() {
             continue;
         }
@@ -128,6 +148,7 @@ async fn read(
             Some(last) => streamed.pause = streamed.pause.max(event.after.saturating_sub(last)),
         }
         last = Some(event.after);
+        read.fetch_add(event.token_ids().len(), Ordering::Relaxed);
         tokens.extend(event.token_ids());
     }
     anyhow::bail!("the stream ended without [DONE]")

@@ -4,14 +4,24 @@
 use std::{
     io::Write,
     process::{Command, Stdio},
+    time::{Duration, Instant},
 };
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 
 /// Number of hosts: three prefill nodes, three decode nodes, Baton's router and etcd.
 pub const HOSTS: usize = 8;
 /// Environment variable: prefix of the namespaces' names, for the helper process.
 const PREFIX: &str = "BATON_TEST_NETWORK";
+
+/// Returns why this machine cannot have namespaces with a firewall: it needs root, `ip` and `nft`.
+pub fn check_support() -> Result<()> {
+    let probe = format!("baton-{}-probe", std::process::id());
+    ip(&["netns", "add", &probe])?;
+    let listed = ip(&["netns", "exec", &probe, "nft", "list", "ruleset"]);
+    ip(&["netns", "del", &probe])?;
+    listed
+}
 
 /// The namespaces. Dropping it deletes them.
 pub struct Network {
@@ -19,7 +29,7 @@ pub struct Network {
 }
 
 impl Network {
-    /// Creates the namespaces. An error is the reason why this machine has none.
+    /// Creates the namespaces.
     pub fn create() -> Result<Self> {
         let network = Self { prefix: format!("baton-{}", std::process::id()) };
         let router = network.router();
@@ -43,15 +53,27 @@ impl Network {
         Ok(network)
     }
 
-    /// Runs a helper of this program in the namespace of the network's router.
-    pub fn run(&self, helper: &str) -> Result<()> {
+    /// Runs a helper of this program in the namespace of the network's router, for at most `limit`.
+    pub fn run(&self, helper: &str, limit: Duration) -> Result<()> {
         let inner = test_harness::helper(helper);
         let mut command = Command::new("ip");
         command.args(["netns", "exec", &self.router()]).arg(inner.get_program());
         for (name, value) in inner.get_envs() {
             command.env(name, value.expect("the helper removes no variable"));
         }
-        let status = command.env(PREFIX, &self.prefix).status()?;
+        let mut child = command.env(PREFIX, &self.prefix).spawn()?;
+        let end = Instant::now() + limit;
+        let status = loop {
+            if let Some(status) = child.try_wait()? {
+                break status;
+            }
+            if Instant::now() >= end {
+                child.kill()?;
+                child.wait()?;
+                bail!("the helper {helper} did not end within {limit:?}");
+            }
+            std::thread::sleep(Duration::from_millis(100));
+        };
         ensure!(status.success(), "the helper {helper} failed: {status}");
         Ok(())
     }
@@ -126,7 +148,7 @@ pub fn set_rate(host: usize, rate: Option<&str>) -> Result<()> {
             command.args(["qdisc", "del", "dev", &link, "root"]);
         }
     }
-    ensure!(command.status()?.success(), "cannot limit the rate of {link}");
+    ensure!(command.status()?.success(), "tc cannot set the rate of {link} to {rate:?}");
     Ok(())
 }
 
