@@ -56,16 +56,18 @@ impl Connector {
     }
 
     async fn connect(self, uri: Uri) -> io::Result<Stream> {
-        let invalid = |problem: &str| io::Error::new(io::ErrorKind::InvalidInput, problem);
+        let invalid = |problem: String| io::Error::new(io::ErrorKind::InvalidInput, problem);
         let is_https = match uri.scheme_str() {
             Some("https") => true,
             Some("http") => false,
             _ => {
-                return Err(invalid("invalid URL; expected http://HOST:PORT or https://HOST:PORT"));
+                let expected = "http://HOST:PORT or https://HOST:PORT";
+                return Err(invalid(format!("invalid URL {uri}; expected {expected}")));
             }
         };
         let host =
-            uri.host().ok_or_else(|| invalid("the URL has no host"))?.trim_matches(['[', ']']);
+            uri.host().ok_or_else(|| invalid(format!("invalid URL {uri}: it has no host")))?;
+        let host = host.trim_matches(['[', ']']);
         let port = uri.port_u16().unwrap_or(if is_https { 443 } else { 80 });
         let open = async {
             let stream = match self.address {
@@ -76,8 +78,9 @@ impl Connector {
             if !is_https {
                 return Ok(Stream::new(stream));
             }
-            let name =
-                ServerName::try_from(host.to_owned()).map_err(|_| invalid("invalid host name"))?;
+            let name = ServerName::try_from(host.to_owned()).map_err(|_| {
+                invalid(format!("invalid host {host:?}; expected a DNS name or an IP address"))
+            })?;
             let stream = TlsConnector::from(self.tls).connect(name, stream).await;
             stream.map(Stream::new).map_err(|error| io::Error::other(tls_problem(&error)))
         };
