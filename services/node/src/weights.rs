@@ -1,12 +1,13 @@
 //! Live weight updates of this node: the gRPC service `baton.v1.Weights`.
 //!
 //! `actor` owns the state machine of the crate `weight-transfer` and carries out its actions. `copy` copies files of
-//! weights between nodes. `receive` opens, checks and prepares new weights. The engine thread exchanges the weights at a
-//! step boundary.
+//! weights between nodes. `receive` opens, checks and prepares new weights. `standby` owns the copy of the weights that is
+//! not in use. The engine thread exchanges the weights at a step boundary.
 
 mod actor;
 mod copy;
 mod receive;
+mod standby;
 
 use std::{path::PathBuf, pin::Pin, time::Duration};
 

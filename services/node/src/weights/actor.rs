@@ -1,11 +1,8 @@
 //! The task that owns the node's part in updates: calls, deadlines, and the work that they start.
 
 use std::{
-    path::PathBuf,
-    sync::{
-        Arc,
-        atomic::{AtomicBool, Ordering},
-    },
+    path::{Path, PathBuf},
+    sync::Arc,
     time::{Duration, Instant},
 };
 
@@ -36,6 +33,7 @@ use weight_transfer::{
 use super::{
     copy::{self, PARTS_MAX, Source},
     receive::receive,
+    standby::{CANCELLED, Standby},
 };
 use crate::{
     inbox::{Command, Inbox},
@@ -217,6 +215,7 @@ impl WeightActor {
         let (messages, received) = mpsc::channel(CALLS_MAX);
         let stop = CancellationToken::new();
         let actor = Actor {
+            standby: settings.update.clone().map(Standby::new),
             settings,
             participant: Participant::default(),
             running: None,
@@ -229,7 +228,6 @@ impl WeightActor {
                 paused: None,
             },
             work: JoinSet::new(),
-            device: Arc::default(),
         };
         let task = tokio::spawn(actor.run(received, stop.clone()));
         Self { stop: stop.drop_guard(), task, handle: Handle { messages } }
@@ -257,18 +255,21 @@ struct Actor {
     committed: Option<(WeightVersion, Arc<Source>)>,
     serving: NodeWeights,
     work: JoinSet<Done>,
-    /// Held while weights are prepared or freed: one at a time.
-    device: Arc<tokio::sync::Mutex<()>>,
+    /// `None`: the device cannot change its weights.
+    standby: Option<Standby>,
 }
 
 struct RunningUpdate {
     begin: Begin,
-    cancelled: Arc<AtomicBool>,
+    /// Cancelled when this value is dropped.
+    cancelled: CancellationToken,
+    _cancel: DropGuard,
 }
 
-impl Drop for RunningUpdate {
-    fn drop(&mut self) {
-        self.cancelled.store(true, Ordering::Release);
+impl RunningUpdate {
+    fn new(begin: Begin) -> Self {
+        let cancelled = CancellationToken::new();
+        Self { begin, _cancel: cancelled.clone().drop_guard(), cancelled }
     }
 }
 
@@ -329,14 +330,14 @@ impl Actor {
         let now = Instant::now();
         match call {
             Call::Begin(begin) => {
-                if self.settings.update.is_none() {
+                if self.standby.is_none() {
                     return Err(CallError::Unsupported);
                 }
                 let proposal = Proposal { id: begin.id, deadline: now + begin.remaining };
                 self.participant.begin(now, proposal)?;
                 self.participant.heard(now, begin.id);
                 if self.running.as_ref().is_none_or(|running| running.begin.id != begin.id) {
-                    self.running = Some(RunningUpdate { begin, cancelled: Arc::default() });
+                    self.running = Some(RunningUpdate::new(begin));
                 }
             }
             Call::Commit { id, version } => {
@@ -418,45 +419,33 @@ impl Actor {
 
     fn receive(&mut self, id: UpdateId) {
         let Some(running) = self.running.as_ref().filter(|it| it.begin.id == id) else { return };
-        let Some(update) = self.settings.update.clone() else { return };
-        let RunningUpdate { begin, cancelled } = running;
+        let Some(standby) = self.standby.clone() else { return };
+        let RunningUpdate { begin, cancelled, .. } = running;
         tracing::info!(update = %id, label = begin.label, origin = ?begin.origin, "receives weights");
         let (origin, cancelled) = (begin.origin.clone(), cancelled.clone());
-        let (model, device) = (self.settings.model.clone(), self.device.clone());
-        let host_bytes = self.settings.host_bytes;
+        let (model, host_bytes) = (self.settings.model.clone(), self.settings.host_bytes);
         let credentials = self.settings.credentials.clone();
         let folder = self.settings.folder.clone();
         self.work.spawn(async move {
-            // Every element may take 4 bytes, and files have headers.
-            let bytes_max = 8 * model.parameter_count() + (1 << 26);
-            let (source, expected) = match origin {
-                Origin::Path(path) => (Source { path, _folder: None }, None),
-                Origin::Peer { peer, version } => {
-                    match copy::pull(&peer, version, &credentials, &folder, bytes_max).await {
-                        Ok(source) => (source, Some(version)),
-                        Err(reason) => return Done::Received { id, outcome: Err(reason) },
-                    }
+            let source = cancelled
+                .run_until_cancelled(obtain(origin, &model, &credentials, &folder))
+                .await
+                .unwrap_or_else(|| Err(CANCELLED.to_owned()));
+            let (source, expected) = match source {
+                Ok(source) => source,
+                Err(reason) => return Done::Received { id, outcome: Err(reason) },
+            };
+            let prepare = move |update: &dyn WeightUpdate, cancelled: &CancellationToken| {
+                let version = receive(&source.path, (&model, host_bytes), update, cancelled)
+                    .map_err(|error| error.to_string())?;
+                match expected.filter(|expected| *expected != version) {
+                    Some(expected) => Err(format!(
+                        "the copy has weight_version {version}; expected {expected}, that of the peer"
+                    )),
+                    None => Ok((version, source)),
                 }
             };
-            let device = device.lock_owned().await;
-            let read = tokio::task::spawn_blocking(move || {
-                let _device = device;
-                let outcome = receive(&source.path, (&model, host_bytes), &*update, &cancelled);
-                let outcome = outcome.map_err(|error| error.to_string()).and_then(|version| {
-                    match expected.filter(|expected| *expected != version) {
-                        Some(expected) => Err(format!(
-                            "the copy has weight_version {version}; expected {expected}, that of the peer"
-                        )),
-                        None => Ok((version, source)),
-                    }
-                });
-                if outcome.is_err() || cancelled.load(Ordering::Acquire) {
-                    update.discard();
-                }
-                outcome
-            });
-            let outcome =
-                read.await.unwrap_or_else(|panic| Err(format!("reading failed: {panic}")));
+            let outcome = standby.prepare(id, cancelled, prepare).await;
             Done::Received { id, outcome }
         });
     }
@@ -473,16 +462,9 @@ impl Actor {
         if self.running.take_if(|running| running.begin.id == id).is_some() {
             self.prepared = None;
         }
-        let Some(update) = self.settings.update.clone() else { return };
-        let device = self.device.clone();
+        let Some(standby) = self.standby.clone() else { return };
         self.work.spawn(async move {
-            let device = device.lock_owned().await;
-            let free = tokio::task::spawn_blocking(move || {
-                let _device = device;
-                update.discard();
-            });
-            // A panic leaves the memory allocated.
-            let _ = free.await;
+            standby.discard(id).await;
             Done::Quiet
         });
     }
@@ -528,6 +510,24 @@ impl Actor {
                     _ => Done::Quiet,
                 }
             });
+        }
+    }
+}
+
+/// Returns the place of new weights on this machine, and the version that they must have.
+async fn obtain(
+    origin: Origin,
+    model: &ModelConfig,
+    credentials: &PeerCredentials,
+    folder: &Path,
+) -> Result<(Source, Option<WeightVersion>), String> {
+    match origin {
+        Origin::Path(path) => Ok((Source { path, _folder: None }, None)),
+        Origin::Peer { peer, version } => {
+            // Every element may take 4 bytes, and files have headers.
+            let bytes_max = 8 * model.parameter_count() + (1 << 26);
+            let source = copy::pull(&peer, version, credentials, folder, bytes_max).await?;
+            Ok((source, Some(version)))
         }
     }
 }

@@ -1,15 +1,13 @@
 //! Opens new weights, checks them against the model in use, and prepares them.
 
-use std::{
-    path::Path,
-    sync::atomic::{AtomicBool, Ordering},
-    thread,
-};
+use std::{path::Path, thread};
 
 use engine::executor::{PrepareError, WeightUpdate};
 use model::{Checkpoint, LoadFormat, ModelConfig, ModelError, StoredWeight};
+use tokio_util::sync::CancellationToken;
 use weight_transfer::{CHUNK_BYTES, Chunk, Plan, PlanError, Tensor, WeightVersion, digest};
 
+use super::standby::CANCELLED;
 use crate::{memory_limit, settings::SettingsError};
 
 /// Reason why new weights cannot be used. The weights in use are unchanged.
@@ -27,19 +25,19 @@ pub(super) enum ReceiveError {
     Memory(#[from] SettingsError),
     #[error(transparent)]
     Prepare(#[from] PrepareError),
-    #[error("the update was aborted")]
+    #[error("{CANCELLED}")]
     Cancelled,
 }
 
 /// Prepares the weights at `path` beside those in use and returns their version. A copy takes `host_bytes` of host
-/// memory. Blocks. Stops early once `cancelled` is set.
+/// memory. Blocks. Stops early once `cancelled` is cancelled.
 pub(super) fn receive(
     path: &Path,
     (model, host_bytes): (&ModelConfig, u64),
     update: &dyn WeightUpdate,
-    cancelled: &AtomicBool,
+    cancelled: &CancellationToken,
 ) -> Result<WeightVersion, ReceiveError> {
-    let check = || match cancelled.load(Ordering::Acquire) {
+    let check = || match cancelled.is_cancelled() {
         true => Err(ReceiveError::Cancelled),
         false => Ok(()),
     };
@@ -53,18 +51,19 @@ pub(super) fn receive(
     memory_limit::check_more(host_bytes)?;
     let plan = plan(&weights)?;
     // The digests read the same pages as the copy, so they are computed beside it.
-    let failed = AtomicBool::new(false);
-    let stop = [cancelled, &failed];
+    let stop = cancelled.child_token();
     let digests = thread::scope(|scope| {
         let threads = digest_threads(host_bytes);
         let digests: Vec<_> = (0..threads)
             .map(|first| {
-                let (plan, weights) = (&plan, &weights);
+                let (plan, weights, stop) = (&plan, &weights, &stop);
                 scope.spawn(move || digests(plan, weights, first, threads, stop))
             })
             .collect();
         let prepared = update.prepare(path, &checkpoint);
-        failed.store(prepared.is_err(), Ordering::Release);
+        if prepared.is_err() {
+            stop.cancel();
+        }
         let mut all = vec![0; plan.chunks().len()];
         for (first, digests) in digests.into_iter().enumerate() {
             let digests = digests.join().expect("hashing does not panic");
@@ -88,16 +87,16 @@ fn digest_threads(host_bytes: u64) -> usize {
     }
 }
 
-/// Returns the digests of every `step`th chunk from `first` on. Stops early once a flag of `stop` is set.
+/// Returns the digests of every `step`th chunk from `first` on. Stops early once `stop` is cancelled.
 fn digests(
     plan: &Plan,
     weights: &[StoredWeight<'_>],
     first: usize,
     step: usize,
-    stop: [&AtomicBool; 2],
+    stop: &CancellationToken,
 ) -> Vec<u128> {
     let chunks = plan.chunks().iter().skip(first).step_by(step);
-    let chunks = chunks.take_while(|_| !stop.iter().any(|flag| flag.load(Ordering::Acquire)));
+    let chunks = chunks.take_while(|_| !stop.is_cancelled());
     let digest = |chunk: &Chunk| {
         digest(chunk.pieces.iter().map(|piece| {
             let range = piece.range.start as usize..piece.range.end as usize;
