@@ -109,7 +109,7 @@ impl WaitLimits {
     /// Returns the time by which an answer of this cost must start.
     fn start_by(&self, queue: &FairQueue<u64>, cost: f64) -> Instant {
         let now = Instant::now();
-        let deadline = self.deadline.checked_sub(queue.service_time(cost)).unwrap_or(now);
+        let deadline = self.deadline.checked_sub(queue.service_time_max(cost)).unwrap_or(now);
         (now + self.wait_max).min(deadline.max(now))
     }
 }

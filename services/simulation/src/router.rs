@@ -522,7 +522,7 @@ impl Router {
             Room::Start { .. } => self.policy.busy_timeout,
         };
         let cost = queue.cost(&answer.flow.name, wanted.tokens, wanted.new_tokens_max);
-        let deadline = answer.deadline.checked_sub(queue.service_time(cost)).unwrap_or(now);
+        let deadline = answer.deadline.checked_sub(queue.service_time_max(cost)).unwrap_or(now);
         let start_by = (now + wait_max).min(deadline.max(now));
         let is_new = answer.core.emitted().is_empty();
         if is_new && queue.wait(&answer.flow).is_some_and(|wait| now + wait > start_by) {

@@ -184,7 +184,32 @@ fn charge_is_corrected_by_the_tokens_that_were_used() {
     queue.ended(now, &flow.name, &ended);
     assert_eq!(queue.flows[&flow.name].virtual_time, 20.0);
     assert_eq!(queue.cost(&flow.name, 10, 4096), 20.0, "answers of this flow have 5 tokens");
-    assert_eq!(queue.service_time(40.0), 2 * SERVICE);
+    assert_eq!(queue.service_time_max(40.0), 2 * SERVICE);
+}
+
+#[test]
+fn reserve_of_the_service_time_grows_with_its_variation() {
+    let mut queue = FairQueue::<u32>::default();
+    let (now, flow) = (Instant::now(), key("a"));
+    assert_eq!(queue.service_time_max(20.0), Duration::ZERO, "nothing was measured");
+    let mut ended = |milliseconds: u64| {
+        queue.started(now, &flow, 20.0);
+        let duration = Duration::from_millis(milliseconds);
+        let attempt = EndedAttempt {
+            charged: 20.0,
+            prompt_tokens: 10,
+            output_tokens: 5,
+            duration,
+            is_complete: true,
+        };
+        queue.ended(now, &flow.name, &attempt);
+        queue.service_time_max(20.0)
+    };
+    let steady = (0..100).map(|_| ended(1000)).last().unwrap();
+    assert_eq!(steady.as_millis(), 1000);
+    let varied =
+        (0..100).map(|index| ended(if index % 2 == 0 { 500 } else { 1500 })).last().unwrap();
+    assert!((1800..2200).contains(&varied.as_millis()), "{varied:?}");
 }
 
 #[test]
