@@ -356,7 +356,8 @@ impl Tiers {
                 return None;
             }
             let (_, key) = state.queued.pop_front()?;
-            if state.store.is_known(key) {
+            // One save at a time reads a block. A save to host memory queues the block for the disk when it ends.
+            if state.store.is_known(key) || self.is_copying(key) {
                 continue;
             }
             let Some((source, contents)) = self.source(tier, key, resident) else {
@@ -375,6 +376,11 @@ impl Tiers {
             self.saves.insert(job, SaveInFlight { tier, slot, source, contents, is_copied: false });
             return Some(SaveJob { job, tier, slot, source, contents });
         }
+    }
+
+    /// Returns whether a save in flight still reads the block.
+    fn is_copying(&self, key: BlockHash) -> bool {
+        self.saves.values().any(|save| !save.is_copied && save.contents.key == key)
     }
 
     /// Returns where a save to `tier` can copy the block from.

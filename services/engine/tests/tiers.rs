@@ -215,6 +215,28 @@ fn host_memory_is_saved_to_first_and_the_disk_from_there() {
 }
 
 #[test]
+fn one_save_at_a_time_reads_a_block() {
+    let limits = unbounded_waits(limits(4, 64, 6, 1));
+    let mut node = Node::before_recovery(limits, TierConfig { host: true, ..config(40) });
+    node.grow_host(1);
+    // The disk is slow: both prompts wait for it when the second takes the only host slot.
+    compute(&mut node, 1, 1, 20);
+    compute(&mut node, 2, 2, 20);
+    node.arrive(new(3, COMPUTE, 1, 20));
+    node.run();
+    // While the first prompt is saved to host memory again, the disk begins to take blocks.
+    node.recover(Vec::new(), true);
+    // The host slot becomes idle while the second prompt is still copied to the disk.
+    assert!(node.copy(0, false) && node.copy(1, false) && node.copy(1, false));
+    node.arrive(new(4, COMPUTE, 2, 20));
+    run(&mut node);
+    let (host, disk) = (node.stats_of(Tier::Host), node.stats_of(Tier::Disk));
+    assert_eq!((host.saved, disk.saved, disk.stored), (3, 2, 2));
+    assert_eq!((host.cancelled, disk.cancelled), (0, 0));
+    node.assert_all_returned();
+}
+
+#[test]
 fn later_turn_keeps_the_place_of_its_conversation() {
     let order = |sessions| {
         let limits = unbounded_waits(limits(1, 64, 40, 1));

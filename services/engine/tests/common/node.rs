@@ -75,15 +75,20 @@ impl Node {
     }
 
     pub fn with_tiers(config: SchedulerConfig, tiers: TierConfig) -> Self {
+        let mut node = Self::before_recovery(config, tiers);
+        node.recover(Vec::new(), true);
+        node
+    }
+
+    /// Returns a node whose disk tier has not reported the blocks of an earlier start.
+    pub fn before_recovery(config: SchedulerConfig, tiers: TierConfig) -> Self {
         let start = Instant::now();
         let executor = sim(config.limits, start);
         let arena = executor.arena();
         let scheduler = scheduler(config).with_tiers(tiers, start);
         let engine = StepLoop::new(scheduler, executor);
         let copies = TierCopies::new(arena.clone());
-        let mut node = Self { engine, start, arena, sequences: BTreeMap::new(), copies };
-        node.recover(Vec::new(), true);
-        node
+        Self { engine, start, arena, sequences: BTreeMap::new(), copies }
     }
 
     /// Reports blocks of an earlier start.
