@@ -72,9 +72,9 @@ pub struct EngineArgs {
     /// Batch sizes.
     #[arg(long, value_delimiter = ',', default_value = "1,8,64")]
     batch: Vec<u32>,
-    /// Tokens of each prompt in the prefill measurement.
-    #[arg(long, default_value_t = 512, value_parser = clap::value_parser!(u32).range(1..=65_536))]
-    prefill_tokens: u32,
+    /// Tokens of each prompt in the prefill measurements.
+    #[arg(long, value_delimiter = ',', default_value = "512", value_parser = clap::value_parser!(u32).range(1..=65_536))]
+    prefill_tokens: Vec<u32>,
     /// Tokens of each prompt in the decode measurement.
     #[arg(long, default_value_t = 128, value_parser = clap::value_parser!(u32).range(1..=65_536))]
     context_tokens: u32,
@@ -185,17 +185,17 @@ pub fn run(args: EngineArgs) -> Result<()> {
     if let Some(read_stream) = &mut read_stream {
         read_stream.measure();
     }
-    let bar = ProgressBar::new(2 * args.batch.len() as u64 * u64::from(args.runs)).with_style(
+    let prefill = args.prefill_tokens.iter().map(|tokens| ("prefill", *tokens, 1));
+    let measurements: Vec<_> =
+        prefill.chain([("decode", args.context_tokens, args.decode_tokens)]).collect();
+    let run_count = measurements.len() as u64 * args.batch.len() as u64 * u64::from(args.runs);
+    let bar = ProgressBar::new(run_count).with_style(
         ProgressStyle::with_template("{pos}/{len} runs {wide_bar} {elapsed} {msg}")
             .expect("the template is constant"),
     );
-    for what in ["prefill", "decode"] {
+    for (what, prompt_tokens, max_tokens) in measurements {
         for &batch in &args.batch {
             bar.set_message(format!("{what}, batch {batch}"));
-            let (prompt_tokens, max_tokens) = match what {
-                "prefill" => (args.prefill_tokens, 1),
-                _ => (args.context_tokens, args.decode_tokens),
-            };
             let mut runs = Vec::new();
             let reads_alone = what == "decode" && batch == 1;
             for number in 1..=args.runs {
@@ -381,7 +381,8 @@ fn limits(args: &EngineArgs, config: &ModelConfig) -> Result<ExecutorLimits> {
     let step_tokens = step_tokens.max(2 * batch_max);
     let overlap = prefill_steps(batch_max, args.context_tokens, step_tokens);
     let decoded = args.context_tokens + args.decode_tokens + overlap;
-    let sequence_tokens = args.prefill_tokens.max(decoded) + BLOCK_TOKENS as u32;
+    let prefilled = args.prefill_tokens.iter().copied().max().unwrap_or(0);
+    let sequence_tokens = prefilled.max(decoded) + BLOCK_TOKENS as u32;
     ensure!(
         sequence_tokens as usize <= config.context_tokens,
         "sequences reach {sequence_tokens} tokens by --prefill-tokens, or by --context-tokens, --decode-tokens and {overlap} \
