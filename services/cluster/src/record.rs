@@ -102,7 +102,7 @@ fn model_identity(wire: v1::ModelIdentity) -> Result<ModelIdentity, RecordError>
 pub(crate) fn check_load(load: &v1::NodeLoad, record: &NodeRecord) -> Result<(), RecordError> {
     let blocks = [load.blocks_free, load.blocks_cached, load.blocks_held, load.blocks_reserved];
     let sequences = u64::from(load.running) + u64::from(load.waiting);
-    let pending_max = sequences * u64::from(record.sequence_tokens_max);
+    let pending_max = sequences.saturating_mul(record.sequence_tokens_max.into());
     for (what, value, value_max) in [
         ("blocks in all states", blocks.map(u64::from).iter().sum(), record.block_count.into()),
         ("prefilling", load.prefilling.into(), load.running.into()),
@@ -286,6 +286,14 @@ mod tests {
             let record = NodeRecord { cpu_fallback, ..record() };
             assert_eq!(NodeRecord::try_from(v1::NodeRecord::from(&record)), Ok(record));
         }
+    }
+
+    #[test]
+    fn load_of_the_largest_counts_is_checked() {
+        let record = NodeRecord { sequence_tokens_max: u32::MAX, ..record() };
+        let most = v1::NodeLoad { running: u32::MAX, waiting: u32::MAX, ..Default::default() };
+        let load = v1::NodeLoad { pending_prompt_tokens: u64::MAX, ..most };
+        assert_eq!(check_load(&load, &record), Ok(()));
     }
 
     #[test]

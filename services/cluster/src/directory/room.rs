@@ -85,7 +85,8 @@ pub(super) fn check_prompt_queue(room: Room, best: &NodeOption<'_>) -> Result<()
     if excess_ms <= 0.0 {
         return Ok(());
     }
-    let retry_after = RETRY_AFTER.min(Duration::from_secs_f64(excess_ms / 1e3));
+    // A node may report costs that no duration can hold.
+    let retry_after = Duration::from_secs_f64((excess_ms / 1e3).min(RETRY_AFTER.as_secs_f64()));
     Err(NoNode::Busy { role: node.role, retry_after })
 }
 

@@ -76,6 +76,22 @@ fn node_of_an_older_release_is_never_full() {
 }
 
 #[test]
+fn queue_of_a_node_with_impossible_costs_is_long() {
+    let costs = v1::PrefillCosts { pair_ps: u64::MAX, ..Default::default() };
+    let of_node = load(8, 1).step_costs.unwrap();
+    let step_costs = Some(v1::StepCosts { prefill: Some(costs), ..of_node });
+    let queue = Load {
+        pending_prompt_tokens: 100,
+        pending_prompt_pairs: u64::MAX,
+        step_costs,
+        ..load(8, 1)
+    };
+    let mut world = World::new();
+    world.up(&decode(11), &record(Role::Decode, 11), queue);
+    assert!(is_busy(&mut world, &starting(false)));
+}
+
+#[test]
 fn attempts_wait_while_the_queue_of_prompts_is_long() {
     for (pending, busy) in [(400, false), (600, true)] {
         let mut world = World::new();
