@@ -1,6 +1,7 @@
 //! Circuit breaker of a node, or of a pair of nodes that transfer KV.
 //!
-//! *Closed*: attempts may use the node. Consecutive failures, or a pace far off the pool's median, open the breaker.
+//! *Closed*: attempts may use the node. Consecutive failures, or an inter-token latency or transfer time far off the
+//! pool's median, open the breaker.
 //! *Open*: no attempt uses the node until a pause has ended. *Half-open*: one attempt, the probe, uses the node. A
 //! probe that succeeds closes the breaker; a probe that fails opens it for twice the pause.
 
@@ -252,7 +253,7 @@ mod tests {
     }
 
     #[test]
-    fn slow_node_stays_excluded_until_its_pace_is_measured_again() {
+    fn slow_node_stays_excluded_until_its_latency_is_measured_again() {
         let (mut breaker, now) = (Breaker::default(), Instant::now());
         breaker.open(now, BreakerReason::Slow, &mut Jitter::new(1));
         assert!(!breaker.served());

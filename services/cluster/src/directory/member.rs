@@ -12,7 +12,7 @@ use proto::{ids::TransferId, v1};
 
 use super::{
     AssignmentId, CACHED_BLOCKS_MAX, Health, NodeKey, SILENCE_MAX, StreamId, TIER_BLOCKS_MAX,
-    breaker::Breaker, service::Pace,
+    breaker::Breaker, service::Latency,
 };
 use crate::{
     Epoch, Load, NodeAddress, NodeRecord, RecordError,
@@ -69,7 +69,7 @@ pub struct Member {
     /// Impossible reports in a row.
     rejections: u32,
     pub(super) breaker: Breaker,
-    pub(super) pace: Pace,
+    pub(super) latency: Latency,
     /// Number of the last pick of this node. Ties go to the node that was not picked for the longest time.
     pub(super) last_picked: u64,
 }
@@ -174,7 +174,7 @@ impl Member {
             busy_count: 0,
             rejections: 0,
             breaker: Breaker::default(),
-            pace: Pace::default(),
+            latency: Latency::default(),
             last_picked: 0,
         }
     }
@@ -310,7 +310,7 @@ impl Member {
         self.busy_count = 0;
         self.failures = 0;
         self.breaker = Breaker::default();
-        self.pace = Pace::default();
+        self.latency = Latency::default();
     }
 
     /// Counts a lost stream or failed probe. Returns the delay before the next probe; zero means at once.

@@ -17,7 +17,8 @@
 //! ends the stream: the node is *down*, and each further impossible report doubles the time until its next probe.
 //!
 //! Besides its health, each node has a circuit breaker ([`breaker`]). The router's measurements open it
-//! ([`service`]): attempts that fail although the node is up, and a pace far off the pool's median.
+//! ([`service`]): attempts that fail although the node is up, and an inter-token latency or transfer time far off the
+//! pool's median.
 
 mod breaker;
 mod considered;
@@ -25,6 +26,7 @@ mod member;
 mod room;
 mod select;
 mod service;
+mod transfers;
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -36,6 +38,7 @@ use proto::v1;
 use crate::{Epoch, MemberChange, NodeAddress, NodeRecord, RecordError, Role, backoff::Jitter};
 use breaker::Breaker;
 use member::Stream;
+use transfers::TransferTimes;
 
 pub use breaker::BreakerReason;
 pub use considered::{Considered, ConsideredOption, IneligibleNode, Placement};
@@ -124,8 +127,7 @@ pub struct Directory {
     streams: HashMap<StreamId, NodeKey>,
     assignments: HashMap<AssignmentId, Assignment>,
     selection: Selection,
-    /// Transfer time of a token's KV from a prefill node to a decode node, in milliseconds.
-    transfer_ms: BTreeMap<(NodeKey, NodeKey), f64>,
+    transfers: TransferTimes,
     /// Circuit breakers of pairs, prefill node first, whose last transfer failed.
     pair_breakers: BTreeMap<(NodeKey, NodeKey), Breaker>,
     breaker_changes: Vec<BreakerChange>,
@@ -160,7 +162,7 @@ impl Directory {
             streams: HashMap::new(),
             assignments: HashMap::new(),
             selection,
-            transfer_ms: BTreeMap::new(),
+            transfers: TransferTimes::default(),
             pair_breakers: BTreeMap::new(),
             breaker_changes: Vec::new(),
             overhead_ms: 0.0,

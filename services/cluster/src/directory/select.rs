@@ -247,13 +247,10 @@ impl Directory {
         if !may_be_local && has_pair {
             options.retain(|option| option.prefill.is_some());
         }
-        // A pair without a measured transfer gets the mean of the other pairs.
-        let known = self.transfer_ms.values();
-        let usual_ms = known.clone().sum::<f64>() / known.len().max(1) as f64;
         for option in &mut options {
-            let key = |prefill: &Candidate<'_>| (prefill.key, option.decode.key);
-            let pair = option.prefill.and_then(|prefill| self.transfer_ms.get(&key(prefill)));
-            option.predict(pair.copied().unwrap_or(usual_ms), wanted.new_tokens_max);
+            let pair = option.prefill.map(|prefill| (prefill.key, option.decode.key));
+            let transfer_ms = pair.map_or(0.0, |pair| self.transfers.of(pair));
+            option.predict(transfer_ms, wanted.new_tokens_max);
         }
         let best = startable(wanted.room, &options)?;
         let placement = no_prefill.unwrap_or_else(|| match self.selection.disaggregate {

@@ -6,11 +6,12 @@ use super::{
     AssignmentId, Directory, NodeKey, Wanted,
     breaker::{Breaker, BreakerReason, FAILURES_MAX},
     member::Member,
+    transfers::transfer_mean,
 };
 use crate::{NodeAddress, Role};
 
-/// A node is slow if its pace is this many times the median of its pool. The difference must also exceed one of
-/// the following limits, because clients do not perceive a smaller one.
+/// A node is slow if its inter-token latency or transfer time is this many times the median of its pool. The difference
+/// must also exceed one of the following limits, because clients do not perceive a smaller one.
 const SLOW_FACTOR: f64 = 3.0;
 const SLOW_ITL_MS: f64 = 10.0;
 /// 20 ms for a prompt of 1,000 tokens.
@@ -20,13 +21,11 @@ const POOL_MIN: usize = 3;
 /// At most one node in this many of a pool is excluded as slow: the others must carry its load.
 const SLOW_ONE_IN: usize = 3;
 /// Attempts until the mean inter-token latency of a node counts.
-const PACE_ATTEMPTS_MIN: u32 = 4;
+const ITL_ATTEMPTS_MIN: u32 = 4;
 /// Decoded tokens of an attempt until its mean inter-token latency counts.
-const PACE_TOKENS_MIN: u32 = 8;
+const ITL_TOKENS_MIN: u32 = 8;
 /// Weight of an attempt in the moving average of a node's inter-token latency.
-const PACE_SHARE: f64 = 1.0 / 8.0;
-/// Weight of a slower transfer in the transfer time of a pair.
-const TRANSFER_SHARE: f64 = 1.0 / 16.0;
+const ITL_SHARE: f64 = 1.0 / 8.0;
 
 /// A failed attempt, by the nodes that may be at fault.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -50,19 +49,37 @@ pub struct BreakerChange {
     pub detail: String,
 }
 
-/// Pace of a node, as this router measures it.
+/// A measure that finds slow nodes.
+struct Measure {
+    name: &'static str,
+    /// A slow node exceeds the median of its pool by more than this.
+    excess_min_ms: f64,
+    of: fn(&Latency) -> Option<f64>,
+}
+
+const ITL: Measure =
+    Measure { name: "inter-token latency", excess_min_ms: SLOW_ITL_MS, of: Latency::itl };
+const TRANSFER: Measure = Measure {
+    name: "transfer time of a token",
+    excess_min_ms: SLOW_TRANSFER_TOKEN_MS,
+    of: |latency| latency.transfer_ms,
+};
+
+/// Latency of a node, as this router measures it.
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Pace {
+pub(super) struct Latency {
     /// Moving average of the inter-token latency.
     itl_ms: f64,
     attempts: u32,
     /// Transfer time of a token over the node's fast links.
     transfer_ms: Option<f64>,
+    /// Name of the measure that last excluded the node. Only this measure of a probe ends the exclusion.
+    slow_by: Option<&'static str>,
 }
 
-impl Pace {
+impl Latency {
     fn add_itl(&mut self, itl_ms: f64) {
-        let share = if self.attempts == 0 { 1.0 } else { PACE_SHARE };
+        let share = if self.attempts == 0 { 1.0 } else { ITL_SHARE };
         self.itl_ms += (itl_ms - self.itl_ms) * share;
         self.attempts = self.attempts.saturating_add(1);
     }
@@ -72,15 +89,8 @@ impl Pace {
     }
 
     fn itl(&self) -> Option<f64> {
-        (self.attempts >= PACE_ATTEMPTS_MIN).then_some(self.itl_ms)
+        (self.attempts >= ITL_ATTEMPTS_MIN).then_some(self.itl_ms)
     }
-}
-
-/// Adds the transfer time of a token to a mean. Chunks wait for prefill, so a transfer may take longer than its link
-/// needs: a shorter time replaces the known one at once, a longer time slowly.
-fn transfer_mean(known: Option<f64>, token_ms: f64) -> f64 {
-    let known = known.unwrap_or(token_ms);
-    token_ms.min(known + (token_ms - known) * TRANSFER_SHARE)
 }
 
 impl Directory {
@@ -139,17 +149,17 @@ impl Directory {
 
     /// Handles the tokens that an attempt decoded. `waited`: the time that the router waited for them.
     pub fn decoded(&mut self, now: Instant, id: AssignmentId, tokens: u32, waited: Duration) {
-        let Some(key) = self.node_of(id).filter(|_| tokens >= PACE_TOKENS_MIN) else { return };
+        let Some(key) = self.node_of(id).filter(|_| tokens >= ITL_TOKENS_MIN) else { return };
         let itl_ms = waited.as_secs_f64() * 1e3 / f64::from(tokens);
         let is_probe = self.member(key).breaker.is_probe(id);
         let member = self.member(key);
         if is_probe {
-            // Older attempts say nothing about the node's present pace.
-            (member.pace.itl_ms, member.pace.attempts) = (itl_ms, PACE_ATTEMPTS_MIN);
+            // Older attempts say nothing about the node's present latency.
+            (member.latency.itl_ms, member.latency.attempts) = (itl_ms, ITL_ATTEMPTS_MIN);
         } else {
-            member.pace.add_itl(itl_ms);
+            member.latency.add_itl(itl_ms);
         }
-        self.judge(now, key, is_probe, "inter-token latency", SLOW_ITL_MS, Pace::itl);
+        self.judge(now, key, is_probe, &ITL);
     }
 
     /// Handles the end of a transfer between the nodes of an attempt. `elapsed`: from the first chunk sent to the last
@@ -165,8 +175,7 @@ impl Directory {
         let (Some(from), Some(to)) = assigned else { return };
         let pair = (from.node, to.node);
         let token_ms = elapsed.as_secs_f64() * 1e3 / to.uncached_tokens.max(1) as f64;
-        let known = self.transfer_ms.get(&pair).copied();
-        self.transfer_ms.insert(pair, transfer_mean(known, token_ms));
+        self.transfers.add(pair, token_ms);
         if self.pair_breakers.remove(&pair).is_some_and(|breaker| breaker.reason().is_some()) {
             self.pair_changed(pair, None);
         }
@@ -175,11 +184,10 @@ impl Directory {
             let member = self.member(key);
             let is_probe = member.breaker.is_probe(id);
             if is_probe {
-                member.pace.transfer_ms = None;
+                member.latency.transfer_ms = None;
             }
-            member.pace.add_transfer(token_ms);
-            let (what, pace) = ("transfer time of a token", |pace: &Pace| pace.transfer_ms);
-            self.judge(now, key, is_probe, what, SLOW_TRANSFER_TOKEN_MS, pace);
+            member.latency.add_transfer(token_ms);
+            self.judge(now, key, is_probe, &TRANSFER);
         }
     }
 
@@ -188,39 +196,45 @@ impl Directory {
         self.pair_breakers.get(&pair).is_none_or(|breaker| breaker.refuses(now).is_none())
     }
 
-    /// Excludes a node whose pace is far off the median of its pool, or ends the exclusion after a probe.
-    fn judge(
-        &mut self,
-        now: Instant,
-        key: NodeKey,
-        is_probe: bool,
-        what: &str,
-        least_ms: f64,
-        pace: fn(&Pace) -> Option<f64>,
-    ) {
-        let excluded = self.member(key).breaker.reason();
+    /// Excludes a node that one measure finds far slower than the median of its pool. The same measure of a probe ends
+    /// the exclusion.
+    fn judge(&mut self, now: Instant, key: NodeKey, is_probe: bool, measure: &Measure) {
+        let member = self.member(key);
+        let (excluded, slow_by) = (member.breaker.reason(), member.latency.slow_by);
         if excluded.is_some() && !(is_probe && excluded == Some(BreakerReason::Slow)) {
             return;
         }
+        let Some(own_ms) = (measure.of)(&member.latency) else { return };
+        // Most attempts end here: no median makes this node slow.
+        if excluded.is_none() && own_ms <= measure.excess_min_ms {
+            return;
+        }
         let pool: Vec<&Member> = self.pool(key).collect();
-        let own = self.members.get(&key).and_then(|member| pace(&member.pace));
-        let mut paces: Vec<f64> = pool.iter().filter_map(|member| pace(&member.pace)).collect();
-        paces.sort_by(f64::total_cmp);
+        let known_ms = pool.iter().filter_map(|member| (measure.of)(&member.latency));
+        let mut known_ms: Vec<f64> = known_ms.collect();
+        if known_ms.is_empty() {
+            return;
+        }
+        let middle = (known_ms.len() - 1) / 2;
+        let median_ms = *known_ms.select_nth_unstable_by(middle, f64::total_cmp).1;
         let slow = pool.iter().filter(|member| {
             member.node != key && member.breaker.reason() == Some(BreakerReason::Slow)
         });
         let may_exclude = (slow.count() + 1) * SLOW_ONE_IN <= pool.len();
-        let median_ms = paces.get(paces.len().saturating_sub(1) / 2).copied();
-        let (Some(own_ms), Some(median_ms)) = (own, median_ms) else { return };
-        let is_slow = own_ms > SLOW_FACTOR * median_ms && own_ms > median_ms + least_ms;
-        let detail = format!("{what} {own_ms:.3} ms, median of its pool {median_ms:.3} ms");
-        if is_slow && may_exclude && paces.len() >= POOL_MIN {
+        let is_slow =
+            own_ms > SLOW_FACTOR * median_ms && own_ms > median_ms + measure.excess_min_ms;
+        let detail = || {
+            let name = measure.name;
+            format!("{name} {own_ms:.3} ms, median of its pool {median_ms:.3} ms")
+        };
+        if is_slow && may_exclude && known_ms.len() >= POOL_MIN {
             let member = self.members.get_mut(&key).expect("callers hold a key of a member");
             member.breaker.open(now, BreakerReason::Slow, &mut self.jitter);
-            self.node_changed(key, Some(BreakerReason::Slow), detail);
-        } else if excluded.is_some() {
+            member.latency.slow_by = Some(measure.name);
+            self.node_changed(key, Some(BreakerReason::Slow), detail());
+        } else if excluded.is_some() && slow_by == Some(measure.name) {
             self.member(key).breaker.close();
-            self.node_changed(key, None, detail);
+            self.node_changed(key, None, detail());
         }
     }
 
@@ -282,7 +296,7 @@ impl Directory {
     /// Drops the breakers of a dead process's pairs.
     pub(super) fn forget_pairs(&mut self, key: NodeKey) {
         let is_of = |(prefill, decode): &(NodeKey, NodeKey)| *prefill == key || *decode == key;
-        self.transfer_ms.retain(|pair, _| !is_of(pair));
+        self.transfers.forget(key);
         self.pair_breakers.retain(|pair, _: &mut Breaker| !is_of(pair));
     }
 }

@@ -251,7 +251,7 @@ fn slow_nodes_are_excluded_up_to_a_third_of_the_pool() {
 }
 
 #[test]
-fn moderate_difference_of_pace_excludes_no_node() {
+fn moderate_difference_of_latency_excludes_no_node() {
     let mut world = world(0, 4);
     for _ in 0..200 {
         let picked = world.next();
@@ -275,6 +275,34 @@ fn prefill_node_with_slow_transfers_is_excluded() {
         world.release(&picked);
     }
     assert_eq!(world.opened(), [(prefill(2).grpc, BreakerReason::Slow)]);
+}
+
+#[test]
+fn transfers_of_a_probe_do_not_end_the_exclusion_for_a_slow_inter_token_latency() {
+    let mut world = world(2, 3);
+    let attempt = |world: &mut World, itl_ms: u64| {
+        let picked = world.next();
+        let is_slow = picked.decode.address == decode(100);
+        if picked.prefill.is_some() {
+            world.delivers(&picked, 10);
+        }
+        let excluded = world.directory.excluded(Role::Decode);
+        world.decodes(&picked, if is_slow { itl_ms } else { 10 });
+        world.release(&picked);
+        is_slow.then_some(excluded)
+    };
+    for _ in 0..100 {
+        attempt(&mut world, 80);
+    }
+    assert_eq!(world.directory.excluded(Role::Decode), 1);
+    // A probe's transfer says nothing about its decode steps.
+    for (itl_ms, excluded_after) in [(80, 1), (10, 0)] {
+        world.wait(PAUSE_MAX);
+        let probe = (0..20).find_map(|_| attempt(&mut world, itl_ms));
+        assert_eq!(probe, Some(1), "excluded after the transfer");
+        assert_eq!(world.directory.excluded(Role::Decode), excluded_after);
+    }
+    assert_eq!(world.opened().len(), 2);
 }
 
 #[test]
