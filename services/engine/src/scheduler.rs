@@ -147,6 +147,7 @@ impl Scheduler {
     /// Processes one input. Ignores a late input: its sequence is unknown, or is in a phase that does not
     /// expect the input.
     pub fn handle(&mut self, now: Instant, input: Input, actions: &mut Vec<Action>) {
+        self.set_tiers_now(now);
         match input {
             Input::Arrived(new) => self.arrived(now, new, actions),
             Input::Abort { id } => {
@@ -173,6 +174,7 @@ impl Scheduler {
 
     /// Fails the sequences whose deadline has passed, and ends the wait for loads that take too long.
     pub fn on_deadline(&mut self, now: Instant, actions: &mut Vec<Action>) {
+        self.set_tiers_now(now);
         while let Some(&(alarm, id)) = self.alarms.first()
             && alarm <= now
         {

@@ -146,6 +146,23 @@ fn load_that_takes_too_long_is_given_up_and_its_blocks_stay_reserved() {
 }
 
 #[test]
+fn load_of_a_node_that_was_idle_has_its_whole_time() {
+    let load_timeout = Duration::from_secs(2);
+    let mut node = node(13, TierConfig { load_timeout, ..config(20) });
+    compute(&mut node, 1, 1, 70);
+    compute(&mut node, 2, 2, 200);
+    node.advance(10 * load_timeout);
+    node.arrive(new(3, SequenceKind::Receive, 1, 100));
+    node.run();
+    assert_eq!(node.receiving(), [], "the reservation waits for the load");
+    assert!(node.copy(0, false));
+    assert_eq!(node.engine.scheduler().load().blocks_reserved, 3, "four of seven are loaded");
+    node.kv_arrives(SequenceId(3));
+    run(&mut node);
+    node.assert_all_returned();
+}
+
+#[test]
 fn cancelled_sequence_frees_its_blocks_when_its_load_ends() {
     let mut node = node(13, config(20));
     compute(&mut node, 1, 1, 70);

@@ -40,6 +40,13 @@ impl Scheduler {
         self.tiers.as_ref().map(|tiers| tiers.keys(tier)).unwrap_or_default()
     }
 
+    /// Tells the tiers the time, from which they compute deadlines and ages.
+    pub(super) fn set_tiers_now(&mut self, now: Instant) {
+        if let Some(tiers) = &mut self.tiers {
+            tiers.set_now(now);
+        }
+    }
+
     /// Starts queued saves, as many as may be in flight. Call it after each step.
     pub fn start_saves(&mut self, now: Instant, actions: &mut Vec<Action>) {
         let Some(tiers) = &mut self.tiers else { return };
