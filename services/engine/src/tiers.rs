@@ -315,9 +315,11 @@ impl Tiers {
         continues || self.config.admission == TierAdmission::Always || self.touches.is_second(key)
     }
 
-    /// Queues the save of a block of the prefix cache to the fastest tier.
+    /// Queues the save of a block of the prefix cache to the fastest tier that has slots.
     pub fn offer(&mut self, key: BlockHash) {
-        if let Some(first) = Tier::ALL.into_iter().find(|tier| self.tiers[tier.index()].is_some()) {
+        let has_slots =
+            |tier: &Tier| self.tiers[tier.index()].as_ref().is_some_and(|it| it.store.slots() > 0);
+        if let Some(first) = Tier::ALL.into_iter().find(has_slots) {
             self.queue(first, key);
         }
     }

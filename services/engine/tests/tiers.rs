@@ -232,6 +232,17 @@ fn host_memory_is_saved_to_first_and_the_disk_from_there() {
 }
 
 #[test]
+fn host_tier_without_slots_leaves_the_disk_in_use() {
+    let mut node = node(6, TierConfig { host: true, ..config(40) });
+    compute(&mut node, 1, 1, 70);
+    compute(&mut node, 2, 2, 90);
+    assert_eq!(compute(&mut node, 3, 1, 70), 6, "four blocks are loaded");
+    let (host, disk) = (node.stats_of(Tier::Host), node.stats_of(Tier::Disk));
+    assert_eq!((host.dropped, disk.saved, disk.loaded), (0, 9, 4));
+    node.assert_all_returned();
+}
+
+#[test]
 fn one_save_at_a_time_reads_a_block() {
     let limits = unbounded_waits(limits(4, 64, 6, 1));
     let mut node = Node::before_recovery(limits, TierConfig { host: true, ..config(40) });
