@@ -85,8 +85,8 @@ pub struct Scheduler {
     ready: Vec<(Arrival, SequenceId)>,
     /// Sequences in phase `Running`, by arrival.
     running: Vec<(Arrival, SequenceId)>,
-    /// Available blocks that the last sequence needed which could not be admitted.
-    needed_blocks: u32,
+    /// The last sequence that could not be admitted for lack of blocks, and the available blocks that it needs.
+    lacking: Option<(SequenceId, u32)>,
     slots: Slots,
     frames: Frames,
     /// The last launched step, if its sampling awaits token bitmasks.
@@ -122,7 +122,7 @@ impl Scheduler {
             loading_count: 0,
             ready: Vec::new(),
             running: Vec::new(),
-            needed_blocks: 0,
+            lacking: None,
             slots: Slots::new(config.limits.slots),
             frames: Frames::default(),
             awaited: None,

@@ -226,6 +226,15 @@ struct SaveInFlight {
     is_copied: bool,
 }
 
+/// Reason why a queued save does not start.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum NoSource {
+    /// The prefix cache has lost the block. The save is cancelled.
+    Evicted,
+    /// A sequence waits for blocks, and a further copy would delay it. The save stays queued.
+    Awaited,
+}
+
 /// A load in flight. It may outlive its sequence.
 #[derive(Debug)]
 pub(crate) struct LoadInFlight {
@@ -337,11 +346,11 @@ impl Tiers {
         tier.queued.push_back((now, key));
     }
 
-    /// Starts the next save. `resident` returns a block of the prefix cache. The caller keeps
+    /// Starts the next save. `resident` looks a block up in the prefix cache. The caller keeps
     /// the block until [`end_copy`](Self::end_copy) returns it.
     pub fn next_save(
         &mut self,
-        resident: impl Fn(BlockHash) -> Option<(BlockId, BlockContents)>,
+        resident: impl Fn(BlockHash) -> Result<(BlockId, BlockContents), NoSource>,
     ) -> Option<SaveJob> {
         Tier::ALL.into_iter().find_map(|tier| self.next_save_to(tier, &resident))
     }
@@ -349,7 +358,7 @@ impl Tiers {
     fn next_save_to(
         &mut self,
         tier: Tier,
-        resident: &impl Fn(BlockHash) -> Option<(BlockId, BlockContents)>,
+        resident: &impl Fn(BlockHash) -> Result<(BlockId, BlockContents), NoSource>,
     ) -> Option<SaveJob> {
         loop {
             let (saves_max, copying_max) = tier.saves_max();
@@ -357,14 +366,21 @@ impl Tiers {
             if !state.is_recovered || state.saves >= saves_max || state.copying >= copying_max {
                 return None;
             }
-            let (_, key) = state.queued.pop_front()?;
+            let (since, key) = state.queued.pop_front()?;
             // One save at a time reads a block. A save to host memory queues the block for the disk when it ends.
             if state.store.is_known(key) || self.is_copying(key) {
                 continue;
             }
-            let Some((source, contents)) = self.source(tier, key, resident) else {
-                self.state(tier).stats.cancelled += 1;
-                continue;
+            let (source, contents) = match self.source(tier, key, resident) {
+                Ok(source) => source,
+                Err(NoSource::Evicted) => {
+                    self.state(tier).stats.cancelled += 1;
+                    continue;
+                }
+                Err(NoSource::Awaited) => {
+                    self.state(tier).queued.push_front((since, key));
+                    return None;
+                }
             };
             let Some(slot) = self.state(tier).store.begin_save(key) else {
                 self.state(tier).stats.dropped += 1;
@@ -390,16 +406,16 @@ impl Tiers {
         &mut self,
         tier: Tier,
         key: BlockHash,
-        resident: &impl Fn(BlockHash) -> Option<(BlockId, BlockContents)>,
-    ) -> Option<(SaveSource, BlockContents)> {
+        resident: &impl Fn(BlockHash) -> Result<(BlockId, BlockContents), NoSource>,
+    ) -> Result<(SaveSource, BlockContents), NoSource> {
         if tier == Tier::Disk
             && let Some(host) = &mut self.tiers[Tier::Host.index()]
             && let Some(slot) = host.store.hold(key)
         {
-            return Some((SaveSource::HostSlot(slot), self.host_contents[&slot]));
+            return Ok((SaveSource::HostSlot(slot), self.host_contents[&slot]));
         }
         let (block, contents) = resident(key)?;
-        Some((SaveSource::Block(block), contents))
+        Ok((SaveSource::Block(block), contents))
     }
 
     /// Releases the source of a save. Returns the block of the arena that it was.

@@ -196,6 +196,45 @@ fn admission_cancels_saves_that_have_not_started_and_waits_for_copies_in_flight(
 }
 
 #[test]
+fn saves_wait_for_an_admission_that_keeps_their_blocks() {
+    let mut node = node(12, config(40));
+    node.arrive(new(1, COMPUTE, 1, 165));
+    node.run();
+    // Four of ten cached blocks are copied, and the next prompt needs all twelve blocks of the node.
+    node.arrive(new(2, COMPUTE, 1, 191));
+    node.run();
+    assert!(!node.finished(SequenceId(2)));
+    run(&mut node);
+    let stats = node.tier_stats();
+    assert_eq!((stats.saved, stats.cancelled), (11, 0));
+    node.assert_all_returned();
+}
+
+#[test]
+fn sequence_that_waits_for_a_slot_cancels_no_save() {
+    let mut node = Node::with_tiers(unbounded_waits(limits(1, 64, 12, 1)), config(40));
+    node.arrive(new(1, COMPUTE, 1, 165));
+    node.run();
+    node.arrive(new(2, COMPUTE, 2, 140));
+    node.run();
+    assert!(!node.finished(SequenceId(2)), "it needs blocks");
+    run(&mut node);
+    let before = node.tier_stats();
+    let long = NewSequence { max_tokens: 60, ignore_stop_tokens: true, ..new(3, COMPUTE, 3, 100) };
+    node.arrive(long);
+    node.arrive(new(4, COMPUTE, 4, 20));
+    node.arrive(new(5, COMPUTE, 5, 10));
+    (0..4).for_each(|_| _ = node.turn());
+    node.abort(SequenceId(3));
+    node.turn();
+    assert!(node.copy(0, false) && node.unfinished().len() == 2);
+    run(&mut node);
+    let stats = node.tier_stats();
+    assert_eq!((stats.saved - before.saved, stats.cancelled - before.cancelled), (6 + 1, 0));
+    node.assert_all_returned();
+}
+
+#[test]
 fn load_is_refused_when_computing_is_faster() {
     let mut node = node(13, config(40));
     compute(&mut node, 1, 1, 70);

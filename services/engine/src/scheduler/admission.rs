@@ -221,7 +221,7 @@ impl Scheduler {
         let prefix = match hits {
             Ok(prefix) => prefix,
             Err(needed) => {
-                self.needed_blocks = needed;
+                self.lacking = Some((id, needed));
                 return false;
             }
         };
@@ -295,7 +295,7 @@ impl Scheduler {
             let prefix = match hits {
                 Ok(prefix) => prefix,
                 Err(needed) => {
-                    self.needed_blocks = needed;
+                    self.lacking = Some((id, needed));
                     self.waiting.compute_lacks_blocks();
                     return None;
                 }
@@ -346,6 +346,14 @@ impl Scheduler {
     fn unclaimed_slots(&self) -> u32 {
         let claimed = self.ready.len() as u32 + self.reserved_count + self.loading_count;
         self.slots.free_count() - claimed
+    }
+
+    /// Returns the available blocks that a waiting sequence needs; 0 when no sequence waits for blocks.
+    pub(super) fn awaited_blocks(&self) -> u32 {
+        let waits =
+            |id| self.sequences.get(&id).is_some_and(|it| matches!(it.phase, Phase::Waiting));
+        let lacking = self.lacking.filter(|&(id, _)| waits(id) && self.unclaimed_slots() > 0);
+        lacking.map_or(0, |(_, needed)| needed)
     }
 
     /// Returns the blocks to leave for the batch: one for each row, so that a new row is not preempted in the

@@ -14,7 +14,9 @@ use crate::{
     block_pool::BlockState,
     event::{Action, BlockHash, CacheChange, SequenceId, SequenceKind},
     kv_blocks::{KvBlocks, blocks_for},
-    tiers::{FinishedLoad, JobId, SaveSource, Tier, TierConfig, TierEvent, TierStats, Tiers},
+    tiers::{
+        FinishedLoad, JobId, NoSource, SaveSource, Tier, TierConfig, TierEvent, TierStats, Tiers,
+    },
 };
 
 impl Scheduler {
@@ -49,15 +51,15 @@ impl Scheduler {
 
     /// Starts queued saves, as many as may be in flight. Call it after each step.
     pub fn start_saves(&mut self, now: Instant, actions: &mut Vec<Action>) {
+        let needed = self.awaited_blocks();
         let Some(tiers) = &mut self.tiers else { return };
         tiers.set_now(now);
-        let needed = if self.waiting.len() > 0 { self.needed_blocks } else { 0 };
         let resident = |kv: &KvBlocks, key| {
-            let (block, contents) = kv.cache.get(key)?;
+            let (block, contents) = kv.cache.get(key).ok_or(NoSource::Evicted)?;
             let is_cached = kv.pool.state(block) == BlockState::Cached;
             // A sequence that could have its blocks after the copies in flight does not wait for further copies.
             let waits = needed >= kv.pool.available() && needed <= kv.pool.evictable();
-            (!(is_cached && waits)).then_some((block, contents))
+            if is_cached && waits { Err(NoSource::Awaited) } else { Ok((block, contents)) }
         };
         while let Some(save) = tiers.next_save(|key| resident(&self.kv, key)) {
             if let SaveSource::Block(block) = save.source {
