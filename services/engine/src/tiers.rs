@@ -30,7 +30,7 @@ use std::{
 
 use foldhash::HashMap;
 use kernels::{BLOCK_TOKENS, BlockId};
-use rates::{LoadRate, PrefillRate, choose};
+use rates::{LoadRate, PrefillRate, choose, measure};
 pub use store::SlotIndex;
 use store::Store;
 use touches::Touches;
@@ -533,9 +533,7 @@ impl Tiers {
                 state.stats.damaged += 1;
             }
         }
-        for (rate, blocks) in self.rates.iter_mut().zip(read) {
-            rate.add(self.now, blocks, took);
-        }
+        measure(self.now, &mut self.rates, read, took);
         Some(FinishedLoad { load, intact })
     }
 

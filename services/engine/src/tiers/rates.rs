@@ -104,6 +104,23 @@ pub(super) fn choose(
     Choice { blocks, is_refused: true }
 }
 
+/// Adds a load of `read` blocks from each tier, fastest tier first, which took `took`. The tiers loaded at the same
+/// time, so the load measures the slowest of them, unless the others may have taken most of the time.
+pub(super) fn measure<const TIERS: usize>(
+    now: Instant,
+    rates: &mut [LoadRate; TIERS],
+    read: [u32; TIERS],
+    took: Duration,
+) {
+    let Some(slowest) = read.iter().rposition(|&blocks| blocks > 0) else { return };
+    let times =
+        rates.iter().zip(read).map(|(rate, blocks)| rate.block.unwrap_or_default() * blocks);
+    let others = times.take(slowest).max().unwrap_or_default();
+    if took >= 2 * others {
+        rates[slowest].add(now, read[slowest], took);
+    }
+}
+
 /// Moves the mean a quarter of the way to the newest value.
 fn mix(mean: &mut Option<Duration>, newest: Duration) {
     *mean = Some(mean.map_or(newest, |mean| (3 * mean + newest) / 4));
@@ -151,6 +168,22 @@ mod tests {
         let rates = rates(now, [1, 4], 100);
         assert_eq!(blocks(now, &[0, 0, 0, 1], &rates), 4, "4 ms instead of 6.4 ms");
         assert_eq!(blocks(now, &[0, 0, 1, 1], &rates), 0, "8 ms instead of 6.4 ms");
+    }
+
+    #[test]
+    fn load_from_two_tiers_measures_the_slower_one() {
+        let now = Instant::now();
+        let (mut tiers, _) = rates(now, [1, 8], 100);
+        measure(now, &mut tiers, [10, 2], Duration::from_millis(40));
+        let block_ms = |tier: &LoadRate| tier.block.unwrap().as_millis();
+        assert_eq!(tiers.each_ref().map(block_ms), [1, (3 * 8 + 20) / 4]);
+        // The blocks of the faster tier alone take this long.
+        measure(now, &mut tiers, [20, 1], Duration::from_millis(25));
+        assert_eq!(tiers.each_ref().map(block_ms), [1, 11]);
+        measure(now, &mut tiers, [10, 0], Duration::from_millis(50));
+        assert_eq!(tiers.each_ref().map(block_ms), [2, 11]);
+        measure(now, &mut tiers, [0, 0], Duration::from_secs(1));
+        assert_eq!(tiers.each_ref().map(block_ms), [2, 11]);
     }
 
     #[test]
