@@ -410,7 +410,7 @@ impl Tiers {
     ) -> Result<(SaveSource, BlockContents), NoSource> {
         if tier == Tier::Disk
             && let Some(host) = &mut self.tiers[Tier::Host.index()]
-            && let Some(slot) = host.store.hold(key)
+            && let Some(slot) = host.store.begin_load(key)
         {
             return Ok((SaveSource::HostSlot(slot), self.host_contents[&slot]));
         }

@@ -282,6 +282,19 @@ fn host_tier_without_slots_leaves_the_disk_in_use() {
 }
 
 #[test]
+fn tail_of_a_loaded_prefix_is_overwritten_before_its_head() {
+    let mut node = node(6, config(9));
+    compute(&mut node, 1, 1, 70);
+    compute(&mut node, 2, 2, 90);
+    assert_eq!(compute(&mut node, 3, 1, 70), 6, "four blocks are loaded");
+    // These overwrite the second prompt and one block of the first.
+    compute(&mut node, 4, 3, 90);
+    compute(&mut node, 5, 4, 20);
+    assert_eq!(compute(&mut node, 6, 1, 70), 70 - 48, "the first three blocks are loaded");
+    node.assert_all_returned();
+}
+
+#[test]
 fn one_save_at_a_time_reads_a_block() {
     let limits = unbounded_waits(limits(4, 64, 6, 1));
     let mut node = Node::before_recovery(limits, TierConfig { host: true, ..config(40) });

@@ -138,14 +138,8 @@ impl Store {
         true
     }
 
-    /// Begins a load of a stored block.
+    /// Begins a load of a stored block, or a save that copies it. It keeps the block's place in the order of use.
     pub fn begin_load(&mut self, key: BlockHash) -> Option<SlotIndex> {
-        self.touch(key);
-        self.hold(key)
-    }
-
-    /// Keeps the slot of a stored block until [`end_load`](Self::end_load).
-    pub fn hold(&mut self, key: BlockHash) -> Option<SlotIndex> {
         if !self.contains(key) {
             return None;
         }
