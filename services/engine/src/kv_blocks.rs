@@ -81,10 +81,12 @@ impl KvBlocks {
         blocks.iter().rev().for_each(|&block| self.pool.release(block));
     }
 
-    /// Drops all cached blocks and returns their number. Blocks in use stay known to the prefix cache.
+    /// Drops all cached blocks that no save reads, and returns their number. Blocks in use stay known to the prefix
+    /// cache.
     pub(crate) fn drop_cached(&mut self) -> u32 {
-        let dropped = self.pool.counts().cached;
-        let all = self.allocate(self.pool.available()).expect("available blocks can be allocated");
+        let available = self.pool.available();
+        let dropped = available - self.pool.counts().free;
+        let all = self.allocate(available).expect("available blocks can be allocated");
         self.release(&all);
         dropped
     }

@@ -295,6 +295,19 @@ fn tail_of_a_loaded_prefix_is_overwritten_before_its_head() {
 }
 
 #[test]
+fn reset_counts_the_blocks_that_it_drops() {
+    let mut node = node(6, config(20));
+    node.arrive(new(1, COMPUTE, 1, 90));
+    node.run();
+    let scheduler = node.engine.scheduler_mut();
+    assert_eq!(scheduler.reset_prefix_cache(), 1, "saves read the other four");
+    assert_eq!(scheduler.load().blocks_cached, 4);
+    node.copy_all();
+    assert_eq!(node.engine.scheduler_mut().reset_prefix_cache(), 4);
+    node.assert_all_returned();
+}
+
+#[test]
 fn one_save_at_a_time_reads_a_block() {
     let limits = unbounded_waits(limits(4, 64, 6, 1));
     let mut node = Node::before_recovery(limits, TierConfig { host: true, ..config(40) });
