@@ -351,27 +351,17 @@ impl Cluster {
         for node in prefill.iter_mut().chain(&mut decode) {
             node.wait_ready(folder.path())?;
         }
-        let urls = |nodes: &[Service]| {
-            let urls: Vec<String> =
-                nodes.iter().map(|node| format!("http://{}", node.ready.grpc)).collect();
-            urls.join(",")
-        };
-        let mut settings = common_settings(&spec);
-        settings.insert("BATON_ROUTER_HTTP".to_owned(), "127.0.0.1:0".to_owned());
-        settings.insert("BATON_ROUTER_GRPC".to_owned(), "127.0.0.1:0".to_owned());
-        settings.insert("BATON_ROUTER_ADMIN".to_owned(), "127.0.0.1:0".to_owned());
-        // No load balancer sends requests to a router that stops.
-        settings.entry("BATON_ROUTER_DRAIN_DELAY".to_owned()).or_insert("0s".to_owned());
-        if !settings.contains_key("BATON_CLUSTER_ETCD") {
-            if spec.prefill > 0 {
-                settings.insert("BATON_CLUSTER_PREFILL".to_owned(), urls(&prefill));
-            }
-            settings.insert("BATON_CLUSTER_DECODE".to_owned(), urls(&decode));
-        }
+        let settings = router_settings(&spec, &prefill, &decode);
         let router = Service::start(folder.path(), "router", "baton-router", &settings)?;
         let cluster = Self { router, prefill, decode, spec, folder };
         cluster.wait_nodes(cluster.spec.prefill, cluster.spec.decode).await?;
         Ok(cluster)
+    }
+
+    /// Starts another router of the same nodes.
+    pub fn start_router(&self, name: &str) -> Result<Service> {
+        let settings = router_settings(&self.spec, &self.prefill, &self.decode);
+        Service::start(self.folder.path(), name, "baton-router", &settings)
     }
 
     pub fn http(&self) -> String {
@@ -464,6 +454,31 @@ fn restart(
     node.kill();
     *node = spawn_node(spec, folder, role, index, &address)?;
     node.wait_ready(folder)
+}
+
+fn router_settings(
+    spec: &ClusterSpec,
+    prefill: &[Service],
+    decode: &[Service],
+) -> BTreeMap<String, String> {
+    let urls = |nodes: &[Service]| {
+        let urls: Vec<String> =
+            nodes.iter().map(|node| format!("http://{}", node.ready.grpc)).collect();
+        urls.join(",")
+    };
+    let mut settings = common_settings(spec);
+    settings.insert("BATON_ROUTER_HTTP".to_owned(), "127.0.0.1:0".to_owned());
+    settings.insert("BATON_ROUTER_GRPC".to_owned(), "127.0.0.1:0".to_owned());
+    settings.insert("BATON_ROUTER_ADMIN".to_owned(), "127.0.0.1:0".to_owned());
+    // No load balancer sends requests to a router that stops.
+    settings.entry("BATON_ROUTER_DRAIN_DELAY".to_owned()).or_insert("0s".to_owned());
+    if !settings.contains_key("BATON_CLUSTER_ETCD") {
+        if spec.prefill > 0 {
+            settings.insert("BATON_CLUSTER_PREFILL".to_owned(), urls(prefill));
+        }
+        settings.insert("BATON_CLUSTER_DECODE".to_owned(), urls(decode));
+    }
+    settings
 }
 
 fn common_settings(spec: &ClusterSpec) -> BTreeMap<String, String> {

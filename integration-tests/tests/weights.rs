@@ -11,7 +11,7 @@ use anyhow::{Context, Result, ensure};
 use futures_util::future::{join_all, try_join_all};
 use integration_tests::{
     client::{Client, greedy_body, salted_body},
-    cluster::{Cluster, ClusterSpec, bin_dir, smollm2},
+    cluster::{Cluster, ClusterSpec, Service, bin_dir, smollm2},
     command::output,
     golden::{golden, longest, run_named},
 };
@@ -22,7 +22,11 @@ const COMMITTED_WITHIN: Duration = Duration::from_secs(240);
 
 /// Returns a client of the router's admin API.
 fn admin(cluster: &Cluster) -> Client {
-    Client::new(format!("http://{}", cluster.router.ready.admin))
+    admin_of(&cluster.router)
+}
+
+fn admin_of(router: &Service) -> Client {
+    Client::new(format!("http://{}", router.ready.admin))
 }
 
 /// Writes SmolLM2 with other values in some weights: a model as a trainer would write it.
@@ -77,14 +81,18 @@ async fn update(cluster: &Cluster, path: &Path) -> Result<Value> {
 }
 
 async fn update_by(cluster: &Cluster, path: &Path, transport: Value) -> Result<Value> {
+    update_with(&admin(cluster), path, transport).await
+}
+
+async fn update_with(admin: &Client, path: &Path, transport: Value) -> Result<Value> {
     let mut body = json!({"path": path, "label": "test", "commit": true, "timeout_s": 200});
     body.as_object_mut().unwrap().extend(transport.as_object().unwrap().clone());
-    let answer = admin(cluster).post("/v1/weights/begin", &body).await?;
+    let answer = admin.post("/v1/weights/begin", &body).await?;
     ensure!(answer.status == 200, "{}", String::from_utf8_lossy(&answer.body));
     let id = answer.json()["update"]["id"].clone();
     let deadline = Instant::now() + COMMITTED_WITHIN;
     loop {
-        let report = report(cluster).await?;
+        let report = admin.get_json("/v1/weights").await?.1;
         ensure!(report["update"]["id"] == id, "{report}");
         if matches!(report["update"]["phase"].as_str(), Some("committed" | "aborted")) {
             return Ok(report);
@@ -324,5 +332,64 @@ async fn node_that_restarts_catches_up_and_a_prepared_update_can_be_aborted() ->
     let mut body = greedy_body(&longest().prompt_ids, 4);
     body["cache_salt"] = json!("paired");
     assert!(client.complete(&body).await?.kv_bytes > 0, "the pair works again");
+    cluster.stop()
+}
+
+#[tokio::test]
+async fn routers_do_not_replace_the_weights_of_each_other() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let paths = [trained(folder.path(), "a", 0x11), trained(folder.path(), "b", 0x22)];
+    let (mut cluster, _) =
+        Cluster::start_with_client(name_model(ClusterSpec::smollm2().nodes(0, 2))).await?;
+    let second = cluster.start_router("second")?;
+    let admin = admin_of(&second);
+    let first = committed(&cluster, &paths[0]).await?["update"]["weight_version"].clone();
+    wait_version(&cluster, &first).await?;
+    // The first router looks for nodes that missed its update every second.
+    tokio::time::sleep(Duration::from_secs(2)).await;
+    let disk = json!({"transport": "disk"});
+    let report = update_with(&admin, &paths[1], disk).await?;
+    assert_eq!(report["update"]["phase"], "committed", "{report}");
+    let version = report["update"]["weight_version"].clone();
+    assert_ne!(version, first);
+    wait_version(&cluster, &version).await?;
+    let deadline = Instant::now() + Duration::from_secs(5);
+    while Instant::now() < deadline {
+        wait_version(&cluster, &version).await?;
+        assert!(!cluster.router.log().contains("a node catches up"));
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    cluster.restart_decode(0)?;
+    cluster.wait_nodes(0, 2).await?;
+    wait_version(&cluster, &version).await?;
+    assert!(second.log().contains("a node catches up"));
+    assert!(cluster.router.log().contains("another router updated the nodes"));
+    cluster.stop()
+}
+
+#[tokio::test]
+async fn update_begins_while_a_node_catches_up() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let paths = [trained(folder.path(), "a", 0x11), trained(folder.path(), "b", 0x22)];
+    let (mut cluster, _) =
+        Cluster::start_with_client(name_model(ClusterSpec::smollm2().nodes(0, 2))).await?;
+    committed(&cluster, &paths[0]).await?;
+    cluster.restart_decode(0)?;
+    let deadline = Instant::now() + COMMITTED_WITHIN;
+    loop {
+        let report = report(&cluster).await?;
+        let nodes = report["nodes"].as_array().context("a list of nodes")?;
+        if nodes.iter().any(|node| node["catches_up"] == true) {
+            break;
+        }
+        ensure!(Instant::now() < deadline, "no node catches up: {report}");
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
+    cluster.wait_nodes(0, 2).await?;
+    let report = committed(&cluster, &paths[1]).await?;
+    assert_eq!(report["update"]["nodes"].as_array().map(Vec::len), Some(2), "{report}");
+    wait_version(&cluster, &report["update"]["weight_version"]).await?;
+    let log = cluster.router.log();
+    assert!(log.contains("an operator began another update"), "{log}");
     cluster.stop()
 }

@@ -1,7 +1,12 @@
-//! Coordinates weight updates over the nodes: one update at a time, and the catch-up of nodes that missed it.
+//! Coordinates weight updates over the nodes: one update of an operator at a time, and the catch-up of nodes that missed
+//! an update.
 //!
-//! One task owns the [`Coordinator`] of the running update. It makes the calls that the coordinator names, each node's
-//! calls one after the other.
+//! One task owns the running updates. `update` makes the calls that the coordinator of an update names, each node's
+//! calls one after the other. `targets` names the nodes that catch up. A catch-up is an update of one node, so a node
+//! that fails does not stop others, and an operator's update takes precedence over it.
+
+mod targets;
+mod update;
 
 use std::{
     sync::Arc,
@@ -15,23 +20,20 @@ use tokio::{
     task::JoinSet,
 };
 use tokio_util::sync::CancellationToken;
-use weight_transfer::{
-    Coordinator, CoordinatorError, CoordinatorPhase, UpdateEnd, UpdateId, UpdateState,
-    WeightVersion,
-};
+use weight_transfer::{CoordinatorError, CoordinatorPhase, UpdateId};
 
-use crate::nodes::{CopyFrom, Nodes, OwnedTask, UpdateRequest, WeightNode, WeightsAnswer};
+use self::{
+    targets::{CatchUp, Target, Targets},
+    update::{Calls, Update, UpdateSource},
+};
+use crate::nodes::{Nodes, OwnedTask, WeightNode, WeightsAnswer};
 
 /// Queued requests of operators.
 const REQUESTS_MAX: usize = 16;
-/// Time between two calls to a node whose state has not changed.
-const POLL_INTERVAL: Duration = Duration::from_millis(20);
-/// Time by which nodes outlast the coordinator's deadline, so that a commit at the deadline reaches them.
-const NODE_GRACE: Duration = Duration::from_secs(10);
-/// Time between two looks for nodes that missed the last update.
+/// Catch-ups at a time. Each may copy a model from a node that serves.
+const CATCH_UPS_MAX: usize = 4;
+/// Time between two looks for nodes that missed an update. Also lets the nodes report the weights of an update that ended.
 const CATCH_UP_INTERVAL: Duration = Duration::from_secs(1);
-/// Time after a failed catch-up until the next one.
-const CATCH_UP_RETRY: Duration = Duration::from_secs(30);
 
 /// An update that an operator begins.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -124,6 +126,9 @@ pub struct NodeView {
     pub role: &'static str,
     pub model: String,
     pub weight_version: String,
+    /// Whether the router brings the node up to date.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub catches_up: bool,
 }
 
 type Reply = oneshot::Sender<Result<WeightsReport, UpdateError>>;
@@ -142,7 +147,8 @@ impl Weights {
             nodes,
             running: None,
             last: None,
-            target: None,
+            catch_ups: Vec::new(),
+            targets: Targets::default(),
             catch_up_at: Instant::now(),
             calls: JoinSet::new(),
         };
@@ -175,47 +181,17 @@ impl Weights {
     }
 }
 
-/// The weights that every node of a model should have.
-#[derive(Clone, Debug)]
-struct Target {
-    model: Arc<str>,
-    label: String,
-    path: String,
-    version: WeightVersion,
-}
-
-struct Update {
-    request: Arc<UpdateRequest>,
-    model: Arc<str>,
-    nodes: Arc<[WeightNode]>,
-    coordinator: Coordinator,
-    deadline: Instant,
-    /// When the next call to each node is due; `None` while a call is in flight.
-    due: Vec<Option<Instant>>,
-    paused: Vec<Duration>,
-    source: UpdateSource,
-    /// A catch-up: commits only these weights.
-    expected: Option<WeightVersion>,
-}
-
-/// Place where the nodes of an update obtain the weights.
-#[derive(Clone, Debug)]
-enum UpdateSource {
-    Path,
-    /// The node with this index reads the path, and the others copy from it.
-    Seed(usize),
-    /// A node that does not take part.
-    Peer(CopyFrom),
-}
-
 struct Task {
     nodes: Nodes,
+    /// The update of an operator.
     running: Option<Update>,
     /// The last update of an operator that ended.
     last: Option<UpdateView>,
-    target: Option<Target>,
+    /// Updates of one node each.
+    catch_ups: Vec<Update>,
+    targets: Targets,
     catch_up_at: Instant,
-    calls: JoinSet<(UpdateId, usize, WeightsAnswer)>,
+    calls: Calls,
 }
 
 impl Task {
@@ -225,11 +201,12 @@ impl Task {
         stop: CancellationToken,
     ) {
         loop {
-            let due = self.next_due();
+            let due = self.updates().filter_map(Update::next_due).chain([self.catch_up_at]).min();
+            let due = due.expect("the next look for nodes has a time");
             tokio::select! {
                 () = stop.cancelled() => break,
                 Some((request, reply)) = requests.recv() => {
-                    let outcome = self.handle(request);
+                    let outcome = self.handle(Instant::now(), request);
                     // The caller may be gone.
                     let _ = reply.send(outcome.map(|()| self.report()));
                 }
@@ -246,48 +223,33 @@ impl Task {
         self.calls.shutdown().await;
     }
 
-    fn next_due(&self) -> Instant {
-        match &self.running {
-            None => self.catch_up_at,
-            Some(update) => {
-                let calls = update.due.iter().flatten().copied();
-                let due = calls.chain(update.coordinator.next_deadline()).min();
-                due.unwrap_or_else(|| Instant::now() + CATCH_UP_INTERVAL)
-            }
-        }
+    fn updates(&self) -> impl Iterator<Item = &Update> {
+        self.running.iter().chain(&self.catch_ups)
     }
 
-    fn handle(&mut self, request: Request) -> Result<(), UpdateError> {
+    fn updates_mut(&mut self) -> impl Iterator<Item = &mut Update> {
+        self.running.iter_mut().chain(&mut self.catch_ups)
+    }
+
+    fn handle(&mut self, now: Instant, request: Request) -> Result<(), UpdateError> {
+        let running = |id: UpdateId| move |update: &&mut Update| update.id() == id;
         match request {
-            Request::Begin(new) => self.begin(new),
-            Request::Commit(id) => {
-                let now = Instant::now();
-                match self.running.as_mut().filter(|update| update.request.id == id) {
-                    Some(update) => {
-                        update.coordinator.commit(now)?;
-                        update.call_now(now);
-                        Ok(())
-                    }
-                    None => self.known(id),
-                }
-            }
-            Request::Abort(id) => {
-                match self.running.as_mut().filter(|update| update.request.id == id) {
-                    Some(update) => {
-                        update.coordinator.abort("an operator aborted it")?;
-                        update.call_now(Instant::now());
-                        Ok(())
-                    }
-                    None => self.known(id),
-                }
-            }
+            Request::Begin(new) => self.begin(now, new),
+            Request::Commit(id) => match self.running.as_mut().filter(running(id)) {
+                Some(update) => Ok(update.commit(now)?),
+                None => self.known(id),
+            },
+            Request::Abort(id) => match self.running.as_mut().filter(running(id)) {
+                Some(update) => Ok(update.abort(now, "an operator aborted it")?),
+                None => self.known(id),
+            },
             Request::Status => Ok(()),
         }
     }
 
     /// Accepts a repeated request for the update that ended last.
     fn known(&self, id: UpdateId) -> Result<(), UpdateError> {
-        let running = self.running.as_ref().map(|update| update.request.id.to_string());
+        let running = self.running.as_ref().map(|update| update.id().to_string());
         let last = self.last.as_ref().map(|update| update.id.clone());
         if last == Some(id.to_string()) {
             return Ok(());
@@ -296,9 +258,9 @@ impl Task {
         Err(UpdateError::Unknown { id, known })
     }
 
-    fn begin(&mut self, new: NewUpdate) -> Result<(), UpdateError> {
+    fn begin(&mut self, now: Instant, new: NewUpdate) -> Result<(), UpdateError> {
         if let Some(update) = &self.running {
-            return Err(UpdateError::Running { running: update.request.id });
+            return Err(UpdateError::Running { running: update.id() });
         }
         let nodes = self.nodes.weight_nodes();
         let nodes: Vec<_> = nodes.into_iter().filter(|node| *node.model == *new.model).collect();
@@ -316,244 +278,119 @@ impl Task {
                 })?)
             }
         };
-        self.start(new, nodes, source, None)
-    }
-
-    fn start(
-        &mut self,
-        new: NewUpdate,
-        nodes: Vec<WeightNode>,
-        source: UpdateSource,
-        expected: Option<WeightVersion>,
-    ) -> Result<(), UpdateError> {
-        let now = Instant::now();
         let id = UpdateId(random_bits()?);
-        let names = nodes.iter().map(|node| node.id.clone()).collect();
-        let deadline = now + new.timeout;
         tracing::info!(
-            update = %id, label = new.label, path = new.path, nodes = nodes.len(),
-            catches_up = expected.is_some(), "begins a weight update"
+            update = %id, label = new.label, path = new.path, nodes = nodes.len(), "begins a weight update"
         );
-        let coordinator = Coordinator::new(now, names, deadline, new.commits);
-        self.running = Some(Update {
-            request: Arc::new(UpdateRequest { id, label: new.label, path: new.path }),
-            model: new.model,
-            due: vec![Some(now); nodes.len()],
-            paused: vec![Duration::ZERO; nodes.len()],
-            nodes: nodes.into(),
-            coordinator: match source {
-                UpdateSource::Seed(seed) => coordinator.with_seed(seed),
-                _ => coordinator,
-            },
-            deadline,
-            source,
-            expected,
-        });
+        for catch_up in self.catch_ups.iter_mut().filter(|it| *it.model == *new.model) {
+            // A catch-up that is committed ends within moments.
+            let _ = catch_up.abort(now, "an operator began another update");
+        }
+        self.running = Some(Update::new(now, id, new, nodes, source));
         Ok(())
     }
 
     fn answered(&mut self, id: UpdateId, node: usize, answer: WeightsAnswer) {
-        let now = Instant::now();
-        let Some(update) = self.running.as_mut().filter(|it| it.request.id == id) else { return };
-        update.due[node] = Some(now + POLL_INTERVAL);
-        update.paused[node] = answer.paused;
-        let before = update.coordinator.phase().clone();
-        update.coordinator.handle(now, node, answer.reply);
-        if let (CoordinatorPhase::Prepared(version), Some(expected)) =
-            (update.coordinator.phase().clone(), update.expected)
-        {
-            // A catch-up may not decide which weights the cluster has.
-            let outcome = match version == expected {
-                true => update.coordinator.commit(now),
-                false => update.coordinator.abort(&format!(
-                    "the weights at the path have changed: weight_version {version}; expected {expected}"
-                )),
-            };
-            debug_assert!(outcome.is_ok(), "a prepared update can be committed and aborted");
-        }
-        if *update.coordinator.phase() != before {
-            update.call_now(now);
+        if let Some(update) = self.updates_mut().find(|update| update.id() == id) {
+            update.answered(Instant::now(), node, answer);
         }
     }
 
-    /// Makes the calls that are due, and ends the update when it is over.
+    /// Makes the calls that are due, ends updates that are over, and begins catch-ups.
     fn advance(&mut self, now: Instant) {
-        let Some(update) = &mut self.running else {
-            if now >= self.catch_up_at {
-                self.catch_up_at = now + CATCH_UP_INTERVAL;
-                self.catch_up();
-            }
-            return;
-        };
-        if update.coordinator.next_deadline().is_some_and(|deadline| deadline <= now) {
-            update.coordinator.on_deadline(now);
-            update.call_now(now);
+        self.updates_mut().for_each(|update| update.on_deadline(now));
+        if let Some(update) = self.running.take_if(|update| update.is_over()) {
+            self.end(now, &update);
         }
-        if update.coordinator.is_over() {
-            return self.end();
+        let over = |update: &mut Update| update.is_over();
+        for update in self.catch_ups.extract_if(.., over).collect::<Vec<_>>() {
+            self.end_catch_up(now, &update);
         }
-        for node in 0..update.nodes.len() {
-            if update.due[node].is_none_or(|due| due > now) {
-                continue;
-            }
-            let Some(call) = update.coordinator.call(node) else {
-                // Another node's state may make a call necessary.
-                update.due[node] = Some(now + POLL_INTERVAL);
-                continue;
-            };
-            update.due[node] = None;
-            let (nodes, participants) = (self.nodes.clone(), update.nodes.clone());
-            let (request, from) = (update.request.clone(), update.copy_from(node));
-            let remaining = update.deadline.saturating_duration_since(now) + NODE_GRACE;
-            self.calls.spawn(async move {
-                let target = &participants[node];
-                let answer = nodes.call_weights(
-                    target,
-                    &participants,
-                    &request,
-                    from.as_ref(),
-                    call,
-                    remaining,
-                );
-                (request.id, node, answer.await)
-            });
+        if now >= self.catch_up_at {
+            self.catch_up_at = now + CATCH_UP_INTERVAL;
+            self.catch_up(now);
+        }
+        for update in &mut self.catch_ups {
+            update.call_due(now, &self.nodes, &mut self.calls, |_| true);
+        }
+        if let Some(update) = &mut self.running {
+            // A node runs one update at a time.
+            let is_free = |node: &WeightNode| !self.catch_ups.iter().any(|it| it.has(node.epoch));
+            update.call_due(now, &self.nodes, &mut self.calls, is_free);
         }
     }
 
-    fn end(&mut self) {
-        let Some(update) = self.running.take() else { return };
+    fn end(&mut self, now: Instant, update: &Update) {
         let view = update.view();
         let id = &view.id;
-        match update.coordinator.phase() {
+        match update.phase() {
             CoordinatorPhase::Committed { version, missed } => {
                 tracing::info!(update = id, weight_version = %version, missed = missed.len(), "committed a weight update");
-                if update.expected.is_none() {
-                    self.target = Some(Target {
-                        model: update.model.clone(),
-                        label: update.request.label.clone(),
-                        path: update.request.path.clone(),
-                        version: *version,
-                    });
-                }
+                let target = Target {
+                    label: view.label.clone(),
+                    path: view.path.clone(),
+                    version: *version,
+                    timeout: update.timeout(),
+                };
+                let replaced = update.nodes().iter().map(|node| node.version);
+                self.targets.committed(update.model.clone(), target, replaced);
+                self.catch_up_at = now + CATCH_UP_INTERVAL;
             }
             CoordinatorPhase::Aborted { reason } => {
                 tracing::warn!(update = id, reason, "aborted a weight update");
-                if update.expected.is_some() {
-                    self.catch_up_at = Instant::now() + CATCH_UP_RETRY;
-                }
             }
             _ => unreachable!("the update is over"),
         }
-        if update.expected.is_none() {
-            self.last = Some(view);
+        self.last = Some(view);
+    }
+
+    fn end_catch_up(&mut self, now: Instant, update: &Update) {
+        let node = &update.nodes()[0];
+        match update.phase() {
+            CoordinatorPhase::Committed { version, missed } if missed.is_empty() => {
+                tracing::info!(node = node.id, weight_version = %version, "a node caught up");
+                // The node reports its new weights before the next look.
+                self.catch_up_at = now + CATCH_UP_INTERVAL;
+            }
+            CoordinatorPhase::Aborted { reason } => {
+                tracing::warn!(node = node.id, reason, "a node did not catch up");
+                self.targets.failed(now, &update.model, node.epoch);
+            }
+            _ => self.targets.failed(now, &update.model, node.epoch),
         }
     }
 
-    /// Updates the nodes that do not have the weights of the last committed update.
-    fn catch_up(&mut self) {
-        let Some(target) = self.target.clone() else { return };
-        let behind =
-            |node: &WeightNode| *node.model == *target.model && node.version != target.version;
-        let all = self.nodes.weight_nodes();
-        let nodes: Vec<_> = all.iter().filter(|node| behind(node)).cloned().collect();
-        if nodes.is_empty() {
-            return;
-        }
-        // A committed peer has the bytes even if the path is gone.
-        let is_committed =
-            |node: &&WeightNode| *node.model == *target.model && node.version == target.version;
-        let source = match all.iter().find(is_committed) {
-            Some(node) => {
-                UpdateSource::Peer(CopyFrom { node: node.clone(), version: target.version })
-            }
-            None => UpdateSource::Path,
+    /// Begins to update nodes that do not have the weights of the last committed update of their model.
+    fn catch_up(&mut self, now: Instant) {
+        let nodes = self.nodes.weight_nodes();
+        let updated = self.running.as_ref().map(|update| update.model.clone());
+        let is_free = |node: &WeightNode| {
+            updated.as_deref() != Some(node.model.as_str())
+                && !self.catch_ups.iter().any(|it| it.has(node.epoch))
         };
-        let new = NewUpdate {
-            model: target.model,
-            label: target.label,
-            path: target.path,
-            timeout: CATCH_UP_RETRY,
-            commits: false,
-            transport: Transport::Disk,
-        };
-        if let Err(error) = self.start(new, nodes, source, Some(target.version)) {
-            tracing::warn!(%error, "cannot begin a catch-up");
+        let room = CATCH_UPS_MAX.saturating_sub(self.catch_ups.len());
+        for catch_up in self.targets.catch_ups(now, &nodes, is_free).into_iter().take(room) {
+            let CatchUp { model, node, target, from } = catch_up;
+            let id = match random_bits() {
+                Ok(bits) => UpdateId(bits),
+                Err(error) => return tracing::warn!(%error, "cannot begin a catch-up"),
+            };
+            tracing::info!(update = %id, node = node.id, weight_version = %target.version, "a node catches up");
+            let source = from.map_or(UpdateSource::Path, UpdateSource::Peer);
+            let update = Update::catch_up(now, id, model, target, node, source);
+            self.catch_ups.push(update);
         }
     }
 
     fn report(&self) -> WeightsReport {
-        let running = self.running.as_ref().filter(|update| update.expected.is_none());
         let nodes = self.nodes.weight_nodes().into_iter().map(|node| NodeView {
+            catches_up: self.catch_ups.iter().any(|it| it.has(node.epoch)),
             node: node.id,
             role: node.role,
             model: node.model,
             weight_version: node.version.to_string(),
         });
-        let update = running.map(Update::view).or_else(|| self.last.clone());
+        let update = self.running.as_ref().map(Update::view).or_else(|| self.last.clone());
         WeightsReport { update, nodes: nodes.collect() }
-    }
-}
-
-impl Update {
-    /// Returns the node from which this node copies the weights; `None`: it reads the path.
-    fn copy_from(&self, node: usize) -> Option<CopyFrom> {
-        match &self.source {
-            UpdateSource::Path => None,
-            UpdateSource::Seed(seed) if *seed == node => None,
-            UpdateSource::Seed(seed) => {
-                let version = self.coordinator.prepared(*seed)?;
-                Some(CopyFrom { node: self.nodes[*seed].clone(), version })
-            }
-            UpdateSource::Peer(from) => Some(from.clone()),
-        }
-    }
-
-    /// Makes a call to every node that has no call in flight.
-    fn call_now(&mut self, now: Instant) {
-        self.due.iter_mut().flatten().for_each(|due| *due = now);
-    }
-
-    fn view(&self) -> UpdateView {
-        let name = |node: usize| self.nodes[node].id.clone();
-        let (phase, version, reason, missed) = match self.coordinator.phase() {
-            CoordinatorPhase::Preparing => ("preparing", None, None, Vec::new()),
-            CoordinatorPhase::Prepared(version) => ("prepared", Some(version), None, Vec::new()),
-            CoordinatorPhase::Committing(version) => {
-                ("committing", Some(version), None, Vec::new())
-            }
-            CoordinatorPhase::Committed { version, missed } => {
-                let missed = missed.iter().copied().map(name).collect();
-                ("committed", Some(version), None, missed)
-            }
-            CoordinatorPhase::Aborted { reason } => {
-                ("aborted", None, Some(reason.clone()), Vec::new())
-            }
-        };
-        let nodes = self.coordinator.states().zip(&self.paused).map(|((node, state), paused)| {
-            let is_committed = matches!(state, Some(UpdateState::Ended(UpdateEnd::Committed(_))));
-            ParticipantView {
-                node: node.to_owned(),
-                state: match state {
-                    None => "unknown",
-                    Some(UpdateState::Receiving) => "receiving",
-                    Some(UpdateState::Prepared(_)) => "prepared",
-                    Some(UpdateState::Installing(_)) => "installing",
-                    Some(UpdateState::Ended(UpdateEnd::Committed(_))) => "committed",
-                    Some(UpdateState::Ended(UpdateEnd::Aborted { .. })) => "aborted",
-                },
-                paused_ms: is_committed.then(|| paused.as_micros() as f64 / 1e3),
-            }
-        });
-        UpdateView {
-            id: self.request.id.to_string(),
-            label: self.request.label.clone(),
-            path: self.request.path.clone(),
-            model: self.model.to_string(),
-            phase,
-            weight_version: version.map(ToString::to_string),
-            reason,
-            missed,
-            nodes: nodes.collect(),
-        }
     }
 }

@@ -10,6 +10,8 @@ use crate::{UpdateEnd, UpdateState, WeightVersion};
 
 /// Time after which a silent node counts as lost before the commit.
 const SILENCE_MAX: Duration = Duration::from_secs(5);
+/// Nodes that a reason names.
+const NAMED_MAX: usize = 4;
 /// Time to reach every node after the decision to commit.
 const COMMIT_WITHIN: Duration = Duration::from_secs(60);
 
@@ -138,10 +140,7 @@ impl Coordinator {
         let state = &self.nodes[node].state;
         match self.phase {
             CoordinatorPhase::Preparing | CoordinatorPhase::Prepared(_) => match state {
-                NodeState::New => {
-                    let waits = |seed| seed != node && self.prepared(seed).is_none();
-                    (!self.seed.is_some_and(waits)).then_some(CoordinatorCall::Begin)
-                }
+                NodeState::New => (!self.waits_for_seed(node)).then_some(CoordinatorCall::Begin),
                 _ => Some(CoordinatorCall::Status),
             },
             CoordinatorPhase::Committing(version) => match state {
@@ -156,34 +155,43 @@ impl Coordinator {
         }
     }
 
+    fn waits_for_seed(&self, node: usize) -> bool {
+        let waits = |seed| seed != node && self.prepared(seed).is_none();
+        self.nodes[node].state == NodeState::New && self.seed.is_some_and(waits)
+    }
+
     pub fn handle(&mut self, now: Instant, node: usize, reply: NodeReply) {
         let name = self.nodes[node].name.clone();
         match reply {
             NodeReply::State(state) => {
-                // Nodes that wait for the seed are not called.
-                let new = |node: &&mut Node| node.state == NodeState::New;
-                self.nodes.iter_mut().filter(new).for_each(|node| node.heard_at = now);
                 self.nodes[node].heard_at = now;
+                // Nodes that wait for the seed are not called, so their silence begins when the seed is prepared.
+                for waiting in (0..self.nodes.len())
+                    .filter(|node| self.waits_for_seed(*node))
+                    .collect::<Vec<_>>()
+                {
+                    self.nodes[waiting].heard_at = now;
+                }
                 // An aborted update that the node does not know needs no abort.
                 let unknown = UpdateEnd::Aborted { reason: "it does not know the update".into() };
                 let state = state.unwrap_or(UpdateState::Ended(unknown));
                 if let UpdateState::Ended(UpdateEnd::Aborted { reason }) = &state {
-                    self.fail(format!("node {name}: {reason}"));
+                    self.fail(now, format!("node {name}: {reason}"));
                 }
                 self.nodes[node].state = NodeState::Known(state);
             }
             NodeReply::Rejected { reason } => {
                 self.nodes[node].heard_at = now;
                 self.nodes[node].state = NodeState::Gone;
-                self.fail(format!("node {name}: {reason}"));
+                self.fail(now, format!("node {name}: {reason}"));
             }
             NodeReply::Gone { reason } => {
                 self.nodes[node].state = NodeState::Gone;
-                self.fail(format!("node {name} ended: {reason}"));
+                self.fail(now, format!("node {name} ended: {reason}"));
             }
             NodeReply::Unreachable { reason } => {
                 if now.saturating_duration_since(self.nodes[node].heard_at) >= SILENCE_MAX {
-                    self.fail(format!("node {name} does not answer: {reason}"));
+                    self.fail(now, format!("node {name} does not answer: {reason}"));
                 }
             }
         }
@@ -207,13 +215,13 @@ impl Coordinator {
     }
 
     /// Aborts the update unless it is committed. Returns `Ok` also when it was aborted before.
-    pub fn abort(&mut self, reason: &str) -> Result<(), CoordinatorError> {
+    pub fn abort(&mut self, now: Instant, reason: &str) -> Result<(), CoordinatorError> {
         match self.phase {
             CoordinatorPhase::Committing(_) | CoordinatorPhase::Committed { .. } => {
                 Err(CoordinatorError::Committed)
             }
             _ => {
-                self.fail(reason.to_owned());
+                self.fail(now, reason.to_owned());
                 Ok(())
             }
         }
@@ -234,20 +242,36 @@ impl Coordinator {
         match self.phase {
             CoordinatorPhase::Committing(version) => self.end_commit(version),
             CoordinatorPhase::Aborted { .. } => {
-                // Nodes abort by themselves at their deadlines.
                 self.nodes.iter_mut().for_each(|node| node.state = NodeState::Gone);
             }
-            _ => {
-                self.fail("its deadline passed without a commit".to_owned());
-                self.deadline = now + SILENCE_MAX;
+            CoordinatorPhase::Preparing => {
+                let unprepared = self.unprepared();
+                self.fail(now, format!("its deadline passed while {unprepared}"));
             }
+            _ => self.fail(now, "its deadline passed without a commit".to_owned()),
         }
     }
 
+    /// Returns the nodes that are not prepared, with their states.
+    fn unprepared(&self) -> String {
+        let state = |node: &Node| match node.state {
+            NodeState::New => Some(format!("node {} had not begun", node.name)),
+            NodeState::Known(UpdateState::Prepared(_)) => None,
+            _ => Some(format!("node {} received the weights", node.name)),
+        };
+        let mut all: Vec<_> = self.nodes.iter().filter_map(state).collect();
+        let more = all.len().saturating_sub(NAMED_MAX);
+        all.truncate(NAMED_MAX);
+        let more = if more > 0 { format!(", and {more} more") } else { String::new() };
+        all.join(", ") + &more
+    }
+
     /// Aborts the update before the decision to commit; does nothing after it.
-    fn fail(&mut self, reason: String) {
+    fn fail(&mut self, now: Instant, reason: String) {
         if matches!(self.phase, CoordinatorPhase::Preparing | CoordinatorPhase::Prepared(_)) {
             self.phase = CoordinatorPhase::Aborted { reason };
+            // A node that the abort does not reach aborts by itself at its own deadline.
+            self.deadline = now + SILENCE_MAX;
         }
     }
 
@@ -270,12 +294,13 @@ impl Coordinator {
             versions.push((node.name.clone(), version));
         }
         let Some((first, version)) = versions.first().cloned() else {
-            return self.fail("no node takes part".to_owned());
+            return self.fail(now, "no node takes part".to_owned());
         };
         if let Some((other, differing)) = versions.iter().find(|(_, found)| *found != version) {
-            return self.fail(format!(
+            let reason = format!(
                 "nodes {first} and {other} read different bytes: weight_version {version} and {differing}"
-            ));
+            );
+            return self.fail(now, reason);
         }
         self.phase = CoordinatorPhase::Prepared(version);
         if self.commits_at_once {
@@ -317,7 +342,7 @@ mod tests {
         coordinator.handle(now, 1, state(UpdateState::Prepared(NEW)));
         coordinator.commit(now).unwrap();
         assert_eq!(coordinator.call(1), Some(CoordinatorCall::Commit { version: NEW }));
-        assert_eq!(coordinator.abort(""), Err(CoordinatorError::Committed));
+        assert_eq!(coordinator.abort(now, ""), Err(CoordinatorError::Committed));
         for node in 0..2 {
             coordinator.handle(now, node, state(UpdateState::Installing(NEW)));
             coordinator.handle(now, node, state(UpdateState::Ended(UpdateEnd::Committed(NEW))));
@@ -338,7 +363,7 @@ mod tests {
         coordinator.handle(now, 1, state(UpdateState::Prepared(NEW)));
         assert_eq!(calls(&coordinator), [begin, status, begin]);
         assert_eq!(coordinator.prepared(1), Some(NEW));
-        coordinator.abort("").unwrap();
+        coordinator.abort(now, "").unwrap();
         let abort = Some(CoordinatorCall::Abort);
         assert_eq!(calls(&coordinator), [abort; 3]);
     }
@@ -371,6 +396,60 @@ mod tests {
         after.handle(now, 0, state(UpdateState::Ended(UpdateEnd::Committed(NEW))));
         let done = CoordinatorPhase::Committed { version: NEW, missed: vec![1] };
         assert_eq!(*after.phase(), done);
+    }
+
+    #[test]
+    fn silent_node_aborts_the_update_although_others_answer() {
+        for seed in [None, Some(0)] {
+            let (coordinator, mut now) = coordinator(2);
+            let mut coordinator = Coordinator { seed, ..coordinator };
+            // A node that waits for the seed is not silent.
+            for _ in 0..if seed.is_some() { 20 } else { 0 } {
+                now += Duration::from_secs(1);
+                coordinator.handle(now, 0, state(UpdateState::Receiving));
+                assert_eq!(coordinator.call(1), None);
+            }
+            coordinator.handle(now, 0, state(UpdateState::Prepared(NEW)));
+            assert_eq!(coordinator.call(1), Some(CoordinatorCall::Begin));
+            let silent_from = now;
+            while *coordinator.phase() == CoordinatorPhase::Preparing {
+                now += Duration::from_secs(1);
+                coordinator.handle(now, 0, state(UpdateState::Prepared(NEW)));
+                let reason = "no route".to_owned();
+                coordinator.handle(now, 1, NodeReply::Unreachable { reason });
+            }
+            assert_eq!(now - silent_from, SILENCE_MAX);
+            let CoordinatorPhase::Aborted { reason } = coordinator.phase() else { panic!() };
+            assert_eq!(reason, "node node-1 does not answer: no route");
+        }
+    }
+
+    #[test]
+    fn aborted_update_waits_for_a_silent_node_only_briefly() {
+        let (mut coordinator, now) = coordinator(2);
+        coordinator.handle(now, 0, state(UpdateState::Receiving));
+        coordinator.handle(now, 1, state(UpdateState::Receiving));
+        coordinator.abort(now, "").unwrap();
+        let aborted = UpdateState::Ended(UpdateEnd::Aborted { reason: String::new() });
+        coordinator.handle(now, 0, state(aborted));
+        assert!(!coordinator.is_over());
+        assert_eq!(coordinator.next_deadline(), Some(now + SILENCE_MAX));
+        coordinator.on_deadline(now + SILENCE_MAX);
+        assert!(coordinator.is_over());
+    }
+
+    #[test]
+    fn passed_deadline_names_the_nodes_that_are_not_prepared() {
+        let (mut coordinator, now) = coordinator(7);
+        coordinator.handle(now, 0, state(UpdateState::Prepared(NEW)));
+        coordinator.handle(now, 1, state(UpdateState::Receiving));
+        coordinator.on_deadline(coordinator.next_deadline().unwrap());
+        let CoordinatorPhase::Aborted { reason } = coordinator.phase() else { panic!() };
+        assert_eq!(
+            reason,
+            "its deadline passed while node node-1 received the weights, node node-2 had not begun, node node-3 had not \
+             begun, node node-4 had not begun, and 2 more"
+        );
     }
 
     #[test]

@@ -152,8 +152,9 @@ impl World {
                 }
             }
             Event::AbortUpdate => {
+                let now = self.now;
                 if let Some(update) = &mut self.update {
-                    let _ = update.coordinator.abort("asked to");
+                    let _ = update.coordinator.abort(now, "asked to");
                 }
             }
             Event::CoordinatorDies => self.update = None,
@@ -240,7 +241,7 @@ impl World {
             CoordinatorCall::Begin => {
                 let deadline = deadline.unwrap_or(now) + Duration::from_secs(5);
                 let proposal = Proposal { id, deadline };
-                participant.begin(now, proposal).map_err(|error| error.to_string())
+                participant.begin(now, proposal).map(drop).map_err(|error| error.to_string())
             }
             CoordinatorCall::Commit { version } => {
                 participant.commit(id, version).map_err(|error| error.to_string())

@@ -1,0 +1,329 @@
+//! One update: its coordinator, the calls to its nodes, and its report.
+
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use cluster::Epoch;
+use tokio::task::JoinSet;
+use weight_transfer::{
+    Coordinator, CoordinatorError, CoordinatorPhase, UpdateEnd, UpdateId, UpdateState,
+    WeightVersion,
+};
+
+use super::{NewUpdate, ParticipantView, UpdateView, targets::Target};
+use crate::nodes::{CopyFrom, Nodes, UpdateRequest, WeightNode, WeightsAnswer};
+
+/// Least time between two calls to a node whose state has not changed.
+const POLL_MIN: Duration = Duration::from_millis(20);
+/// Greatest time: a node asks its peers after a silence of 2 s.
+const POLL_MAX: Duration = Duration::from_millis(500);
+/// Share of an update's age after which a node is called again before the commit.
+const POLL_SHARE: u32 = 8;
+/// Time by which nodes outlast the coordinator's deadline, so that a commit at the deadline reaches them.
+const NODE_GRACE: Duration = Duration::from_secs(10);
+
+/// Calls to nodes in flight: update, index of the node, and answer.
+pub(super) type Calls = JoinSet<(UpdateId, usize, WeightsAnswer)>;
+
+pub(super) struct Update {
+    request: Arc<UpdateRequest>,
+    pub model: Arc<str>,
+    nodes: Arc<[WeightNode]>,
+    coordinator: Coordinator,
+    began: Instant,
+    deadline: Instant,
+    /// When the next call to each node is due; `None` while a call is in flight.
+    due: Vec<Option<Instant>>,
+    paused: Vec<Duration>,
+    source: UpdateSource,
+    /// A catch-up: commits only these weights.
+    expected: Option<WeightVersion>,
+}
+
+/// Place where the nodes of an update obtain the weights.
+#[derive(Clone, Debug)]
+pub(super) enum UpdateSource {
+    Path,
+    /// The node with this index reads the path, and the others copy from it.
+    Seed(usize),
+    /// A node that does not take part.
+    Peer(CopyFrom),
+}
+
+impl Update {
+    pub fn new(
+        now: Instant,
+        id: UpdateId,
+        new: NewUpdate,
+        nodes: Vec<WeightNode>,
+        source: UpdateSource,
+    ) -> Self {
+        let names = nodes.iter().map(|node| node.id.clone()).collect();
+        let deadline = now + new.timeout;
+        let coordinator = Coordinator::new(now, names, deadline, new.commits);
+        Self {
+            request: Arc::new(UpdateRequest { id, label: new.label, path: new.path }),
+            model: new.model,
+            due: vec![Some(now); nodes.len()],
+            paused: vec![Duration::ZERO; nodes.len()],
+            nodes: nodes.into(),
+            coordinator: match source {
+                UpdateSource::Seed(seed) => coordinator.with_seed(seed),
+                _ => coordinator,
+            },
+            began: now,
+            deadline,
+            source,
+            expected: None,
+        }
+    }
+
+    /// Returns an update of one node that missed an update.
+    pub fn catch_up(
+        now: Instant,
+        id: UpdateId,
+        model: Arc<str>,
+        target: Target,
+        node: WeightNode,
+        source: UpdateSource,
+    ) -> Self {
+        let coordinator = Coordinator::new(now, vec![node.id.clone()], now + target.timeout, false);
+        Self {
+            request: Arc::new(UpdateRequest { id, label: target.label, path: target.path }),
+            model,
+            due: vec![Some(now)],
+            paused: vec![Duration::ZERO],
+            nodes: [node].into(),
+            coordinator,
+            began: now,
+            deadline: now + target.timeout,
+            source,
+            expected: Some(target.version),
+        }
+    }
+
+    pub fn id(&self) -> UpdateId {
+        self.request.id
+    }
+
+    pub fn nodes(&self) -> &[WeightNode] {
+        &self.nodes
+    }
+
+    pub fn has(&self, node: Epoch) -> bool {
+        self.nodes.iter().any(|it| it.epoch == node)
+    }
+
+    pub fn phase(&self) -> &CoordinatorPhase {
+        self.coordinator.phase()
+    }
+
+    pub fn is_over(&self) -> bool {
+        self.coordinator.is_over()
+    }
+
+    pub fn timeout(&self) -> Duration {
+        self.deadline - self.began
+    }
+
+    pub fn commit(&mut self, now: Instant) -> Result<(), CoordinatorError> {
+        self.coordinator.commit(now)?;
+        self.call_now(now);
+        Ok(())
+    }
+
+    pub fn abort(&mut self, now: Instant, reason: &str) -> Result<(), CoordinatorError> {
+        self.coordinator.abort(now, reason)?;
+        self.call_now(now);
+        Ok(())
+    }
+
+    pub fn answered(&mut self, now: Instant, node: usize, answer: WeightsAnswer) {
+        self.due[node] = Some(now + self.poll_interval(now));
+        self.paused[node] = answer.paused;
+        let before = self.phase().clone();
+        let was_prepared = self.coordinator.prepared(node).is_some();
+        self.coordinator.handle(now, node, answer.reply);
+        if let (CoordinatorPhase::Prepared(version), Some(expected)) =
+            (self.phase().clone(), self.expected)
+        {
+            // A catch-up may not decide which weights the cluster has.
+            let outcome = match version == expected {
+                true => self.coordinator.commit(now),
+                false => self.coordinator.abort(now, &format!(
+                    "the weights at the path have changed: weight_version {version}; expected {expected}"
+                )),
+            };
+            debug_assert!(outcome.is_ok(), "a prepared update can be committed and aborted");
+        }
+        // Nodes that wait for a seed begin when it is prepared.
+        let is_prepared = self.coordinator.prepared(node).is_some();
+        if *self.phase() != before || is_prepared && !was_prepared {
+            self.call_now(now);
+        }
+    }
+
+    pub fn on_deadline(&mut self, now: Instant) {
+        if self.coordinator.next_deadline().is_some_and(|deadline| deadline <= now) {
+            self.coordinator.on_deadline(now);
+            self.call_now(now);
+        }
+    }
+
+    /// Returns when a call or the deadline is due.
+    pub fn next_due(&self) -> Option<Instant> {
+        self.due.iter().flatten().copied().chain(self.coordinator.next_deadline()).min()
+    }
+
+    /// Makes the calls that are due, except to nodes that are not free.
+    pub fn call_due(
+        &mut self,
+        now: Instant,
+        nodes: &Nodes,
+        calls: &mut Calls,
+        is_free: impl Fn(&WeightNode) -> bool,
+    ) {
+        for node in 0..self.nodes.len() {
+            if self.due[node].is_none_or(|due| due > now) {
+                continue;
+            }
+            let call = self.coordinator.call(node).filter(|_| is_free(&self.nodes[node]));
+            let Some(call) = call else {
+                // Another node or update may make a call necessary.
+                self.due[node] = Some(now + POLL_MIN);
+                continue;
+            };
+            self.due[node] = None;
+            let (nodes, participants) = (nodes.clone(), self.nodes.clone());
+            let (request, from) = (self.request.clone(), self.copy_from(node));
+            let remaining = self.deadline.saturating_duration_since(now) + NODE_GRACE;
+            calls.spawn(async move {
+                let target = &participants[node];
+                let from = from.as_ref();
+                let answer =
+                    nodes.call_weights(target, &participants, &request, from, call, remaining);
+                (request.id, node, answer.await)
+            });
+        }
+    }
+
+    /// Returns the time until the next call to a node. It grows with the update's age, so that the end of a short update
+    /// is noticed at once and a long update costs few calls. The commit is short.
+    fn poll_interval(&self, now: Instant) -> Duration {
+        match self.phase() {
+            CoordinatorPhase::Committing(_) => POLL_MIN,
+            _ => (now.saturating_duration_since(self.began) / POLL_SHARE).clamp(POLL_MIN, POLL_MAX),
+        }
+    }
+
+    /// Returns the node from which this node copies the weights; `None`: it reads the path.
+    fn copy_from(&self, node: usize) -> Option<CopyFrom> {
+        match &self.source {
+            UpdateSource::Path => None,
+            UpdateSource::Seed(seed) if *seed == node => None,
+            UpdateSource::Seed(seed) => {
+                let version = self.coordinator.prepared(*seed)?;
+                Some(CopyFrom { node: self.nodes[*seed].clone(), version })
+            }
+            UpdateSource::Peer(from) => Some(from.clone()),
+        }
+    }
+
+    /// Makes a call to every node that has no call in flight.
+    fn call_now(&mut self, now: Instant) {
+        self.due.iter_mut().flatten().for_each(|due| *due = now);
+    }
+
+    pub fn view(&self) -> UpdateView {
+        let name = |node: usize| self.nodes[node].id.clone();
+        let (phase, version, reason, missed) = match self.phase() {
+            CoordinatorPhase::Preparing => ("preparing", None, None, Vec::new()),
+            CoordinatorPhase::Prepared(version) => ("prepared", Some(version), None, Vec::new()),
+            CoordinatorPhase::Committing(version) => {
+                ("committing", Some(version), None, Vec::new())
+            }
+            CoordinatorPhase::Committed { version, missed } => {
+                let missed = missed.iter().copied().map(name).collect();
+                ("committed", Some(version), None, missed)
+            }
+            CoordinatorPhase::Aborted { reason } => {
+                ("aborted", None, Some(reason.clone()), Vec::new())
+            }
+        };
+        let nodes = self.coordinator.states().zip(&self.paused).map(|((node, state), paused)| {
+            let is_committed = matches!(state, Some(UpdateState::Ended(UpdateEnd::Committed(_))));
+            ParticipantView {
+                node: node.to_owned(),
+                state: match state {
+                    None => "unknown",
+                    Some(UpdateState::Receiving) => "receiving",
+                    Some(UpdateState::Prepared(_)) => "prepared",
+                    Some(UpdateState::Installing(_)) => "installing",
+                    Some(UpdateState::Ended(UpdateEnd::Committed(_))) => "committed",
+                    Some(UpdateState::Ended(UpdateEnd::Aborted { .. })) => "aborted",
+                },
+                paused_ms: is_committed.then(|| paused.as_micros() as f64 / 1e3),
+            }
+        });
+        UpdateView {
+            id: self.request.id.to_string(),
+            label: self.request.label.clone(),
+            path: self.request.path.clone(),
+            model: self.model.to_string(),
+            phase,
+            weight_version: version.map(ToString::to_string),
+            reason,
+            missed,
+            nodes: nodes.collect(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use weight_transfer::NodeReply;
+
+    use super::*;
+    use crate::weights::Transport;
+
+    #[test]
+    fn calls_become_rarer_until_the_commit_and_a_prepared_seed_starts_the_others_at_once() {
+        let mut now = Instant::now();
+        let new = NewUpdate {
+            model: "m".into(),
+            label: String::new(),
+            path: "/new".into(),
+            timeout: Duration::from_secs(300),
+            commits: true,
+            transport: Transport::Disk,
+        };
+        let node = |number: u128| WeightNode {
+            id: number.to_string(),
+            role: "decode",
+            epoch: Epoch(number),
+            grpc: String::new(),
+            model: "m".into(),
+            version: WeightVersion::LOADED,
+        };
+        let source = UpdateSource::Seed(0);
+        let mut update = Update::new(now, UpdateId(7), new, vec![node(1), node(2)], source);
+        let answer =
+            |state| WeightsAnswer { reply: NodeReply::State(Some(state)), paused: Duration::ZERO };
+        let mut calls = 0;
+        while now < update.began + Duration::from_secs(60) {
+            update.answered(now, 0, answer(UpdateState::Receiving));
+            now = update.due[0].unwrap();
+            calls += 1;
+        }
+        assert!(calls < 200, "{calls} calls within a minute");
+        update.due[1] = Some(now + POLL_MAX);
+        let version = WeightVersion(70);
+        update.answered(now, 0, answer(UpdateState::Prepared(version)));
+        assert_eq!(update.due[1], Some(now));
+        update.answered(now, 1, answer(UpdateState::Prepared(version)));
+        update.answered(now, 1, answer(UpdateState::Installing(version)));
+        assert_eq!(update.due[1], Some(now + POLL_MIN));
+    }
+}
