@@ -16,7 +16,7 @@ use futures_util::{Stream, stream::poll_fn};
 use proto::v1::{self, weights_server};
 use tokio_util::sync::CancellationToken;
 use tonic::{Code, Request, Response, Status};
-use weight_transfer::{BeginError, CommitError, UpdateEnd, UpdateId, UpdateState, WeightVersion};
+use weight_transfer::{CommitError, UpdateEnd, UpdateId, UpdateState, WeightVersion};
 
 use self::actor::{Begin, Call, CallError, Handle, NodeWeights, Origin, Peer};
 pub(crate) use self::actor::{PeerCredentials, WeightActor, WeightSettings};
@@ -173,13 +173,11 @@ impl From<CallError> for Status {
     fn from(error: CallError) -> Self {
         let code = match &error {
             CallError::Unsupported => Code::Unimplemented,
-            CallError::Begin(BeginError::Running { .. } | BeginError::Ended { .. }) => {
-                Code::FailedPrecondition
-            }
             CallError::Commit(CommitError::Unknown { .. }) | CallError::NoSource { .. } => {
                 Code::NotFound
             }
-            CallError::Commit(_) => Code::FailedPrecondition,
+            // FAILED_PRECONDITION means another process.
+            CallError::Begin(_) | CallError::Commit(_) => Code::Aborted,
             CallError::Busy => Code::ResourceExhausted,
             CallError::Stopped => Code::Unavailable,
         };

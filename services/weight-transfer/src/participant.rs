@@ -103,8 +103,6 @@ pub enum ParticipantAction {
 pub enum BeginError {
     #[error("cannot begin update {id}: update {running} runs; expected one update at a time")]
     Running { id: UpdateId, running: UpdateId },
-    #[error("cannot begin update {id}: it has ended; expected a new update id")]
-    Ended { id: UpdateId },
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -153,20 +151,21 @@ impl Participant {
         }
     }
 
-    /// Begins to receive an update.
-    pub fn begin(&mut self, now: Instant, proposal: Proposal) -> Result<(), BeginError> {
+    /// Begins to receive an update. Returns whether the update is new: a repeated call changes nothing, and the report
+    /// says how the update goes on or ended.
+    pub fn begin(&mut self, now: Instant, proposal: Proposal) -> Result<bool, BeginError> {
         let id = proposal.id;
         match (self.running(), &self.last) {
-            (Some(running), _) if running.id == id => {}
-            (Some(running), _) => return Err(BeginError::Running { id, running: running.id }),
-            (None, Some((last, _))) if *last == id => return Err(BeginError::Ended { id }),
+            (Some(running), _) if running.id == id => Ok(false),
+            (Some(running), _) => Err(BeginError::Running { id, running: running.id }),
+            (None, Some((last, _))) if *last == id => Ok(false),
             (None, _) => {
                 let ask_at = now + SILENCE_MAX;
                 self.phase = Phase::Receiving(Running { id, deadline: proposal.deadline, ask_at });
                 self.actions.push_back(ParticipantAction::Receive { id });
+                Ok(true)
             }
         }
-        Ok(())
     }
 
     /// Notes that the coordinator of this update has called.
@@ -370,13 +369,21 @@ mod tests {
         let other = Proposal { id: UpdateId(8), deadline };
         let error = node.participant.begin(node.now, other).unwrap_err();
         assert_eq!(error, BeginError::Running { id: UpdateId(8), running: ID });
-        // A repeated message.
-        node.participant.begin(node.now, Proposal { id: ID, deadline }).unwrap();
+        assert!(!node.participant.begin(node.now, Proposal { id: ID, deadline }).unwrap());
         node.participant.abort(ID, "");
+        assert!(node.participant.begin(node.now, other).unwrap());
+    }
+
+    #[test]
+    fn repeated_begin_of_an_aborted_update_shows_why_it_was_aborted() {
+        let mut node = Node::prepared();
+        node.participant.abort(ID, "wrong shape");
         node.actions();
-        let again = node.participant.begin(node.now, Proposal { id: ID, deadline });
-        assert_eq!(again, Err(BeginError::Ended { id: ID }));
-        node.participant.begin(node.now, other).unwrap();
+        let deadline = node.now + Duration::from_secs(60);
+        assert!(!node.participant.begin(node.now, Proposal { id: ID, deadline }).unwrap());
+        assert_eq!(node.actions(), []);
+        let reason = "wrong shape".to_owned();
+        assert_eq!(node.state(), UpdateState::Ended(UpdateEnd::Aborted { reason }));
     }
 
     #[test]

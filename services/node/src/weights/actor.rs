@@ -334,9 +334,9 @@ impl Actor {
                     return Err(CallError::Unsupported);
                 }
                 let proposal = Proposal { id: begin.id, deadline: now + begin.remaining };
-                self.participant.begin(now, proposal)?;
+                let is_new = self.participant.begin(now, proposal)?;
                 self.participant.heard(now, begin.id);
-                if self.running.as_ref().is_none_or(|running| running.begin.id != begin.id) {
+                if is_new {
                     self.running = Some(RunningUpdate::new(begin));
                 }
             }

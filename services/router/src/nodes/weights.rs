@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use cluster::{Epoch, Health};
+use cluster::{Epoch, Health, Member};
 use proto::{
     ids::bits,
     v1::{self, weights_client::WeightsClient},
@@ -51,11 +51,11 @@ pub struct WeightsAnswer {
 }
 
 impl Nodes {
-    /// Returns the nodes that are up, in the order of joining.
+    /// Returns the nodes that are up and not draining, in the order of joining.
     pub fn weight_nodes(&self) -> Vec<WeightNode> {
         let directory = self.directory();
-        let up = directory.nodes().filter(|member| member.health == Health::Up);
-        up.filter_map(|member| {
+        let serving = |member: &&Member| member.health == Health::Up && !member.load().draining;
+        let nodes = directory.nodes().filter(serving).filter_map(|member| {
             let record = member.record()?;
             Some(WeightNode {
                 id: record.node_id.to_string(),
@@ -65,8 +65,8 @@ impl Nodes {
                 model: record.model.clone(),
                 version: WeightVersion(record.identity.weight_version),
             })
-        })
-        .collect()
+        });
+        nodes.collect()
     }
 
     /// Makes one call of an update. `remaining`: time until the node aborts the update by itself.
@@ -164,11 +164,32 @@ fn failed(status: &Status) -> NodeReply {
         Code::Unimplemented if reason.is_empty() => {
             NodeReply::Rejected { reason: "it is of an older release without live updates".into() }
         }
-        Code::Unimplemented | Code::InvalidArgument | Code::FailedPrecondition | Code::NotFound => {
-            NodeReply::Rejected { reason }
-        }
-        // The token names the epoch, so another process at this address rejects it.
-        Code::Unauthenticated => NodeReply::Gone { reason },
+        Code::Unimplemented
+        | Code::InvalidArgument
+        | Code::Aborted
+        | Code::NotFound
+        | Code::Unauthenticated => NodeReply::Rejected { reason },
+        // The call names the epoch, so another process at this address rejects it.
+        Code::FailedPrecondition => NodeReply::Gone { reason },
         _ => NodeReply::Unreachable { reason },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn another_process_and_a_rejected_call_are_told_apart() {
+        let reply = |code| failed(&Status::new(code, "why"));
+        let reason = "why".to_owned();
+        let gone = NodeReply::Gone { reason: reason.clone() };
+        assert_eq!(reply(Code::FailedPrecondition), gone);
+        for code in [Code::Aborted, Code::Unauthenticated, Code::NotFound] {
+            assert_eq!(reply(code), NodeReply::Rejected { reason: reason.clone() });
+        }
+        for code in [Code::Unavailable, Code::ResourceExhausted] {
+            assert_eq!(reply(code), NodeReply::Unreachable { reason: reason.clone() });
+        }
     }
 }
