@@ -88,17 +88,52 @@ fn shake_hands<S: SideData>(
 ) -> io::Result<()> {
     stream.set_read_timeout(Some(POLL))?;
     stream.set_write_timeout(Some(POLL))?;
+    let mut stream = Until { stream, deadline };
     while session.is_handshaking() || session.wants_write() {
-        match session.complete_io(stream) {
+        match session.complete_io(&mut stream) {
             Ok(_) => {}
             Err(error) if is_pause(&error) => {}
             Err(error) => return Err(error),
         }
         if Instant::now() >= deadline {
-            return Err(io::Error::new(io::ErrorKind::TimedOut, "the TLS handshake timed out"));
+            return Err(timed_out());
         }
     }
     Ok(())
+}
+
+/// A stream that fails from its deadline on. `complete_io` returns only at the end of the handshake if bytes keep coming.
+struct Until<'a, T> {
+    stream: &'a mut T,
+    deadline: Instant,
+}
+
+impl<T> Until<'_, T> {
+    fn check(&self) -> io::Result<()> {
+        if Instant::now() < self.deadline { Ok(()) } else { Err(timed_out()) }
+    }
+}
+
+impl<T: Read> Read for Until<'_, T> {
+    fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
+        self.check()?;
+        self.stream.read(bytes)
+    }
+}
+
+impl<T: Write> Write for Until<'_, T> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.check()?;
+        self.stream.write(bytes)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.stream.flush()
+    }
+}
+
+fn timed_out() -> io::Error {
+    io::Error::new(io::ErrorKind::TimedOut, "the TLS handshake timed out")
 }
 
 fn binding<S: SideData>(session: &ConnectionCommon<S>) -> io::Result<[u8; BINDING_BYTES]> {
@@ -118,5 +153,62 @@ pub fn flush(stream: &mut impl Write) -> io::Result<()> {
             }
             Err(error) => return Err(error),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{sync::Arc, thread};
+
+    use rustls::{ClientConfig, RootCertStore, crypto::ring, pki_types::ServerName};
+
+    use super::*;
+
+    /// A peer that sends a handshake record of 16 KiB, one byte after the other.
+    struct Dripping {
+        sent: usize,
+    }
+
+    impl Read for Dripping {
+        fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
+            thread::sleep(Duration::from_millis(1));
+            bytes[0] = [0x16, 3, 3, 0x40, 0].get(self.sent).copied().unwrap_or(0);
+            self.sent += 1;
+            Ok(1)
+        }
+    }
+
+    impl Write for Dripping {
+        fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+            Ok(bytes.len())
+        }
+
+        fn flush(&mut self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+
+    impl SetTimeout for Dripping {
+        fn set_read_timeout(&self, _: Option<Duration>) -> io::Result<()> {
+            Ok(())
+        }
+
+        fn set_write_timeout(&self, _: Option<Duration>) -> io::Result<()> {
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn handshake_with_a_peer_that_sends_byte_by_byte_ends_at_its_deadline() {
+        let config = ClientConfig::builder_with_provider(Arc::new(ring::default_provider()));
+        let config = config.with_safe_default_protocol_versions().unwrap();
+        let config = config.with_root_certificates(RootCertStore::empty()).with_no_client_auth();
+        let name = ServerName::try_from("node").unwrap();
+        let mut session = ClientConnection::new(Arc::new(config), name).unwrap();
+        let mut peer = Dripping { sent: 0 };
+        let deadline = Instant::now() + Duration::from_millis(100);
+        let error = shake_hands(&mut session, &mut peer, deadline).unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::TimedOut, "{error}");
+        assert!(peer.sent < 1 << 14, "{} bytes", peer.sent);
     }
 }
