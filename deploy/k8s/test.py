@@ -7,6 +7,7 @@ Runs in the cluster: deploy/k8s/cluster.py deploy/k8s/test.py
 import base64
 import contextlib
 import datetime
+import http.client
 import json
 import os
 import pathlib
@@ -227,7 +228,7 @@ class ReadyTimes:
 
     def __init__(self, api):
         self.api, self.ready, self.done = api, {}, threading.Event()
-        self.thread = threading.Thread(target=self.watch)
+        self.thread = threading.Thread(target=self.watch, daemon=True)
 
     def __enter__(self):
         self.thread.start()
@@ -235,13 +236,18 @@ class ReadyTimes:
 
     def __exit__(self, *_):
         self.done.set()
-        self.thread.join()
+        # A call of the API takes at most 30 s.
+        self.thread.join(timeout=60)
+        if self.thread.is_alive():
+            raise SystemExit("cannot stop the watch of ready pods: the API does not answer within 60 s")
 
     def watch(self):
         while not self.done.wait(0.05):
-            for pod in self.api.pods():
-                if condition(pod, "Ready"):
-                    self.ready.setdefault(pod["metadata"]["name"], time.clock_gettime(time.CLOCK_BOOTTIME))
+            # The API server may restart or refuse a call; the next call follows at once.
+            with contextlib.suppress(OSError, http.client.HTTPException, ValueError):
+                for pod in self.api.pods():
+                    if condition(pod, "Ready"):
+                        self.ready.setdefault(pod["metadata"]["name"], time.clock_gettime(time.CLOCK_BOOTTIME))
 
     def since_start(self, role):
         """Returns the longest time from the start of the container's process to Ready of a role's pods."""
