@@ -264,10 +264,10 @@ impl Waiting {
         Ok(())
     }
 
-    /// Gives the next turn, because nodes may have capacity again.
-    pub fn ask(&self) {
+    /// Gives the next turns, because nodes may have capacity again.
+    pub fn retry_passed(&self) {
         let mut turns = lock(&self.queue.turns);
-        turns.queue.ask();
+        turns.queue.retry_passed();
         turns.notify_next();
     }
 
@@ -347,7 +347,7 @@ impl Drop for Charge {
             is_complete: self.is_complete,
         };
         turns.queue.ended(Instant::now(), &self.flow, &ended);
-        turns.queue.ask();
+        turns.queue.retry_passed();
         turns.notify_next();
     }
 }
@@ -394,7 +394,7 @@ mod tests {
         Waiting::turn(&second).await;
         let none = tokio::time::timeout(Duration::ZERO, Waiting::turn(&first)).await;
         assert!(none.is_err(), "its turn has passed");
-        first.as_ref().unwrap().ask();
+        first.as_ref().unwrap().retry_passed();
         Waiting::turn(&first).await;
         assert!(queue.has_queue());
         drop((first, second));

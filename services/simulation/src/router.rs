@@ -464,9 +464,9 @@ impl Router {
                     }
                 }
                 Output::WaitForTurn => self.queue(now, id),
-                Output::AskForTurn => {
+                Output::RetryPassed => {
                     let model = self.answer(id).model.clone();
-                    self.waiting.entry(model).or_default().ask();
+                    self.waiting.entry(model).or_default().retry_passed();
                 }
                 Output::WaitForNode | Output::StopWaiting => self.leave_queue(id),
                 Output::Finish(finished) => {
@@ -681,7 +681,7 @@ impl Router {
         };
         let queue = self.waiting.get_mut(&answer.model).expect("the attempt was charged");
         queue.ended(now, &answer.flow.name, &ended_attempt);
-        queue.ask();
+        queue.retry_passed();
         if ended.outcome == AttemptOutcome::Paused {
             self.coverage.count("paused");
         }

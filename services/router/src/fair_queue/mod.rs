@@ -15,11 +15,12 @@
 //! 1. [`FairQueue::join`]. [`FairQueue::wait`] predicts its waiting time before.
 //! 2. [`FairQueue::next_turn`] returns it: the owner picks nodes for it.
 //! 3. [`FairQueue::started`] and [`FairQueue::leave`] if nodes take the request. Otherwise [`FairQueue::passed`]: the turn
-//!    goes to other requests, until the owner calls [`FairQueue::ask`], because nodes may have capacity again.
+//!    goes to other requests, until the owner calls [`FairQueue::retry_passed`], because nodes may have capacity again.
 //! 4. [`FairQueue::take_late`] returns it when it could no longer complete before its deadline.
 //! 5. [`FairQueue::ended`] when the attempt has ended.
 
 mod flow_limit;
+mod order;
 #[cfg(test)]
 mod tests;
 
@@ -32,6 +33,7 @@ use std::{
 };
 
 pub use flow_limit::{FlowLimit, LimitReached};
+use order::{Order, Rank};
 
 /// Cost of an output token, in prompt tokens.
 const OUTPUT_TOKEN_COST: f64 = 2.0;
@@ -52,9 +54,10 @@ const ACTIVE_FOR: Duration = Duration::from_secs(60);
 const IDLE_FLOWS_MAX: usize = 1024;
 /// One of this many turns ignores priorities, so that no flow starves.
 const TURNS_PER_FAIR_TURN: u64 = 8;
-/// Maximum number of requests of a flow, and of all flows, whose turn passes before the owner must ask again. More than
-/// one: a request that failed on an idle node may wait for a busy one. Few: each turn costs a pick of nodes.
-const PASSED_MAX: (usize, usize) = (4, 16);
+/// Maximum number of requests of a flow, and of all flows, that have a turn or whose turn has passed, before the owner
+/// must call [`FairQueue::retry_passed`]. More than one: a request that failed on an idle node may wait for a busy one.
+/// Few: each turn costs a pick of nodes.
+const TURNS_MAX: (usize, usize) = (4, 16);
 /// A first request that no node can start holds back all others every other such time: smaller requests would take each
 /// KV block that becomes free.
 const HOLD_BACK: Duration = Duration::from_secs(4);
@@ -91,7 +94,13 @@ impl Flow {
 pub struct FairQueue<Id> {
     flows: BTreeMap<FlowName, FlowState<Id>>,
     places: HashMap<Id, (FlowName, Place)>,
-    /// Requests whose turn has passed since the owner asked.
+    /// The flows with queued requests.
+    order: Order,
+    /// Queued requests that are rejected when their turn comes too late.
+    may_be_late: BTreeMap<Place, Id>,
+    /// Number of requests that have a turn.
+    turns: usize,
+    /// Requests whose turn has passed since [`Self::retry_passed`].
     passed: Vec<Id>,
     joined: u64,
     /// Started requests.
@@ -110,11 +119,13 @@ struct FlowState<Id> {
     priority: u32,
     virtual_time: f64,
     queue: BTreeMap<Place, Queued<Id>>,
+    /// Queued request that has the turn: the owner picks nodes for it.
+    turn: Option<Id>,
     /// Cost of all queued requests.
     queued_cost: f64,
     /// Started requests that have not ended.
     running: u32,
-    /// Number of the last start of the flow. Ties go to the flow that started nothing for the longest time.
+    /// Number of the last start of the flow.
     started: u64,
     output_tokens: Option<f64>,
     active_at: Instant,
@@ -124,20 +135,10 @@ struct FlowState<Id> {
 struct Queued<Id> {
     id: Id,
     cost: f64,
-    /// Whether the request is rejected when its turn comes too late.
-    may_be_late: bool,
-    turn: Turn,
+    /// Whether no node could start the request in its turn.
+    has_passed: bool,
     /// When the turn of this request passed for the first time.
     passed_at: Option<Instant>,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Turn {
-    None,
-    /// The owner picks nodes for the request.
-    Given,
-    /// No node could start the request.
-    Passed,
 }
 
 /// Sums over the last ended attempts, for the rate at which all running requests together are served.
@@ -179,6 +180,7 @@ impl<Id> FlowState<Id> {
             priority: 0,
             virtual_time: 0.0,
             queue: BTreeMap::new(),
+            turn: None,
             queued_cost: 0.0,
             running: 0,
             started: 0,
@@ -190,6 +192,11 @@ impl<Id> FlowState<Id> {
     fn is_idle(&self) -> bool {
         self.queue.is_empty() && self.running == 0
     }
+
+    fn rank(&self) -> Rank {
+        let Self { priority, virtual_time, started, .. } = *self;
+        Rank { priority, virtual_time, started }
+    }
 }
 
 impl<Id> Default for FairQueue<Id> {
@@ -197,6 +204,9 @@ impl<Id> Default for FairQueue<Id> {
         Self {
             flows: BTreeMap::new(),
             places: HashMap::new(),
+            order: Order::default(),
+            may_be_late: BTreeMap::new(),
+            turns: 0,
             passed: Vec::new(),
             joined: 0,
             starts: 0,
@@ -237,70 +247,92 @@ impl<Id: Copy + Eq + Hash> FairQueue<Id> {
         debug_assert!(!self.places.contains_key(&id), "a request joins once");
         self.joined += 1;
         let place = (start_by, self.joined);
-        let state = self.active(now, flow);
-        state
-            .queue
-            .insert(place, Queued { id, cost, may_be_late, turn: Turn::None, passed_at: None });
-        state.queued_cost += cost;
+        self.change_active(now, flow, |state| {
+            state.queue.insert(place, Queued { id, cost, has_passed: false, passed_at: None });
+            state.queued_cost += cost;
+        });
+        if may_be_late {
+            self.may_be_late.insert(place, id);
+        }
         self.places.insert(id, (flow.name.clone(), place));
     }
 
     /// Removes a request from the queue.
     pub fn leave(&mut self, id: Id) {
         let Some((name, place)) = self.places.remove(&id) else { return };
-        let flow = self.flows.get_mut(&name).expect("a flow with requests is kept");
-        let queued = flow.queue.remove(&place).expect("every place has a request");
-        flow.queued_cost = if flow.queue.is_empty() { 0.0 } else { flow.queued_cost - queued.cost };
+        self.end_turn(&name, id);
+        self.change(&name, |flow| {
+            let queued = flow.queue.remove(&place).expect("every place has a request");
+            let is_empty = flow.queue.is_empty();
+            flow.queued_cost = if is_empty { 0.0 } else { flow.queued_cost - queued.cost };
+        });
+        self.may_be_late.remove(&place);
         self.passed.retain(|passed| *passed != id);
     }
 
     /// Removes a request that can no longer start in time, and returns it.
     pub fn take_late(&mut self, now: Instant) -> Option<Id> {
-        let first = self.flows.values().filter_map(|flow| flow.queue.first_key_value());
-        let mut late =
-            first.filter(|((start_by, _), queued)| queued.may_be_late && *start_by < now);
-        let id = late.next().map(|(_, queued)| queued.id)?;
+        let first = self.may_be_late.first_key_value();
+        let id = first.filter(|((start_by, _), _)| *start_by < now).map(|(_, id)| *id)?;
         self.leave(id);
         Some(id)
     }
 
     /// Handles a turn for which no node could start the request. The request keeps its place.
     pub fn passed(&mut self, now: Instant, id: Id) {
-        let Some(queued) = self.queued(id) else { return };
+        let Some((name, place)) = self.places.get(&id).cloned() else { return };
+        self.end_turn(&name, id);
+        let queued = self.flow(&name).queue.get_mut(&place).expect("every place has a request");
         queued.passed_at.get_or_insert(now);
-        queued.turn = Turn::Passed;
-        self.passed.push(id);
-    }
-
-    /// Makes the requests whose turn has passed eligible again.
-    pub fn ask(&mut self) {
-        for id in std::mem::take(&mut self.passed) {
-            self.queued(id).expect("a request that leaves is removed").turn = Turn::None;
+        if !std::mem::replace(&mut queued.has_passed, true) {
+            self.passed.push(id);
         }
     }
 
-    fn queued(&mut self, id: Id) -> Option<&mut Queued<Id>> {
-        let (name, place) = self.places.get(&id)?;
-        self.flows.get_mut(name)?.queue.get_mut(place)
+    /// Makes the requests whose turn has passed eligible again.
+    pub fn retry_passed(&mut self) {
+        for id in std::mem::take(&mut self.passed) {
+            let (name, place) = self.places[&id].clone();
+            let queued = self.flow(&name).queue.get_mut(&place);
+            queued.expect("every place has a request").has_passed = false;
+        }
+    }
+
+    fn end_turn(&mut self, name: &FlowName, id: Id) {
+        if self.flow(name).turn.take_if(|turn| *turn == id).is_some() {
+            self.turns -= 1;
+        }
+    }
+
+    /// Returns the state of a flow with requests.
+    fn flow(&mut self, name: &FlowName) -> &mut FlowState<Id> {
+        self.flows.get_mut(name).expect("a flow with requests is kept")
     }
 
     /// Returns the request whose turn it is, if there is one. Turns of different flows may be open at the same time.
     pub fn next_turn(&mut self, now: Instant) -> Option<Id> {
-        if self.passed.len() >= PASSED_MAX.1 {
+        let id = self.find_turn(now)?;
+        let name = self.places[&id].0.clone();
+        self.flow(&name).turn = Some(id);
+        self.turns += 1;
+        Some(id)
+    }
+
+    /// Looks at few flows: each of the first ones has a turn or a request whose turn has passed.
+    fn find_turn(&self, now: Instant) -> Option<Id> {
+        if self.turns + self.passed.len() >= TURNS_MAX.1 {
             return None;
         }
-        let order = self.order();
-        for (index, name) in order.iter().enumerate() {
+        let is_fair_turn = self.starts % TURNS_PER_FAIR_TURN == TURNS_PER_FAIR_TURN - 1;
+        for (index, name) in self.order.flows(is_fair_turn).enumerate() {
             let flow = &self.flows[name];
             // A flow is charged when its request starts, so it gets one turn at a time.
-            if flow.queue.values().any(|queued| queued.turn == Turn::Given) {
+            if flow.turn.is_some() {
                 continue;
             }
-            for (position, queued) in flow.queue.values().take(PASSED_MAX.0).enumerate() {
-                let id = queued.id;
-                if queued.turn == Turn::None {
-                    self.queued(id).expect("the request was just found").turn = Turn::Given;
-                    return Some(id);
+            for (position, queued) in flow.queue.values().take(TURNS_MAX.0).enumerate() {
+                if !queued.has_passed {
+                    return Some(queued.id);
                 }
                 let is_first = index == 0 && position == 0;
                 if is_first && queued.holds_back(now) && !self.is_over_share(now, name) {
@@ -311,29 +343,16 @@ impl<Id: Copy + Eq + Hash> FairQueue<Id> {
         None
     }
 
-    /// Returns the flows with queued requests in the order of service.
-    fn order(&self) -> Vec<FlowName> {
-        let is_fair_turn = self.starts % TURNS_PER_FAIR_TURN == TURNS_PER_FAIR_TURN - 1;
-        let waiting = self.flows.iter().filter(|(_, flow)| !flow.queue.is_empty());
-        let mut order: Vec<_> = waiting.collect();
-        order.sort_by(|(_, a), (_, b)| {
-            let by_priority = b.priority.cmp(&a.priority);
-            let by_priority = if is_fair_turn { Ordering::Equal } else { by_priority };
-            by_priority
-                .then(a.virtual_time.total_cmp(&b.virtual_time))
-                .then(a.started.cmp(&b.started))
-        });
-        order.into_iter().map(|(name, _)| name.clone()).collect()
-    }
-
     /// Charges a flow for a request that starts on nodes.
     pub fn started(&mut self, now: Instant, flow: &Flow, cost: f64) {
         self.starts += 1;
         let starts = self.starts;
-        let state = self.active(now, flow);
-        (state.running, state.started) = (state.running + 1, starts);
-        let begin = state.virtual_time;
-        state.virtual_time += cost / state.weight;
+        let begin = self.change_active(now, flow, |state| {
+            (state.running, state.started) = (state.running + 1, starts);
+            let begin = state.virtual_time;
+            state.virtual_time += cost / state.weight;
+            begin
+        });
         self.last_served = self.last_served.max(begin);
     }
 
@@ -341,7 +360,7 @@ impl<Id: Copy + Eq + Hash> FairQueue<Id> {
     /// tells about the lengths and the times of later ones.
     pub fn ended(&mut self, now: Instant, flow: &FlowName, attempt: &EndedAttempt) {
         let used = cost(attempt.prompt_tokens, attempt.output_tokens.into());
-        if let Some(state) = self.flows.get_mut(flow) {
+        self.change(flow, |state| {
             state.running -= 1;
             state.active_at = now;
             state.virtual_time += (used - attempt.charged) / state.weight;
@@ -350,7 +369,7 @@ impl<Id: Copy + Eq + Hash> FairQueue<Id> {
                 let mean = state.output_tokens.get_or_insert(tokens);
                 *mean += (tokens - *mean) * OUTPUT_SHARE;
             }
-        }
+        });
         if attempt.is_complete {
             self.rate.add(used, attempt.duration.as_secs_f64());
         }
@@ -360,22 +379,25 @@ impl<Id: Copy + Eq + Hash> FairQueue<Id> {
     /// without requests now, has a lower virtual time.
     pub fn is_over_share(&self, now: Instant, name: &FlowName) -> bool {
         let Some(flow) = self.flows.get(name) else { return false };
+        let waiting = self.waiting_virtual_time();
         let is_active = |flow: &FlowState<Id>| {
             !flow.is_idle() || now.saturating_duration_since(flow.active_at) < ACTIVE_FOR
         };
         let mut others =
             self.flows.iter().filter(|(other, flow)| *other != name && is_active(flow));
-        others.any(|(_, other)| self.begin_of(Some(other), other.weight) < flow.virtual_time)
+        others
+            .any(|(_, other)| self.begin_of(Some(other), other.weight, waiting) < flow.virtual_time)
     }
 
-    /// Returns the virtual time at which the next request of a flow begins.
-    fn begin_of(&self, flow: Option<&FlowState<Id>>, weight: f64) -> f64 {
+    /// Returns the virtual time at which the next request of a flow begins. `waiting`:
+    /// [`Self::waiting_virtual_time`], once for many flows.
+    fn begin_of(&self, flow: Option<&FlowState<Id>>, weight: f64, waiting: f64) -> f64 {
         match flow {
             Some(flow) if !flow.queue.is_empty() => flow.virtual_time,
             _ => {
                 // The decayed sum is the cost of the last `1 / RATE_SHARE` requests.
                 let credit = CREDIT_REQUESTS * RATE_SHARE * self.rate.cost / weight;
-                let least = self.waiting_virtual_time() - credit;
+                let least = waiting - credit;
                 flow.map_or(least, |flow| flow.virtual_time.max(least))
             }
         }
@@ -386,7 +408,7 @@ impl<Id: Copy + Eq + Hash> FairQueue<Id> {
         let rate = self.cost_per_second()?;
         let state = self.flows.get(&flow.name);
         let queued = state.map_or(0.0, |state| state.queued_cost);
-        let begin = self.begin_of(state, f64::from(flow.weight));
+        let begin = self.begin_of(state, flow.weight.into(), self.waiting_virtual_time());
         let own = begin + queued / f64::from(flow.weight);
         // Until the request starts, each flow is served up to the same virtual time.
         let others = self.flows.iter().filter(|(name, _)| **name != flow.name);
@@ -423,22 +445,46 @@ impl<Id: Copy + Eq + Hash> FairQueue<Id> {
 
     /// Returns the virtual time of the waiting flow that is served next; without one, of the last served flow.
     fn waiting_virtual_time(&self) -> f64 {
-        let waiting = self.flows.values().filter(|flow| !flow.queue.is_empty());
-        let least = waiting.map(|flow| flow.virtual_time).reduce(f64::min);
-        least.unwrap_or(self.last_served)
+        self.order.least_virtual_time().unwrap_or(self.last_served)
     }
 
-    /// Returns the state of a flow that has a request.
-    fn active(&mut self, now: Instant, flow: &Flow) -> &mut FlowState<Id> {
-        if !self.flows.contains_key(&flow.name) {
-            self.forget_idle();
-        }
+    /// Changes a flow that has a request.
+    fn change_active<T>(
+        &mut self,
+        now: Instant,
+        flow: &Flow,
+        change: impl FnOnce(&mut FlowState<Id>) -> T,
+    ) -> T {
         let weight = f64::from(flow.weight.max(1));
-        let begin = self.begin_of(self.flows.get(&flow.name), weight);
-        let state = self.flows.entry(flow.name.clone()).or_insert_with(|| FlowState::new(now));
-        (state.weight, state.priority, state.active_at) = (weight, flow.priority, now);
-        state.virtual_time = begin;
-        state
+        let known = self.flows.get(&flow.name);
+        let begin = self.begin_of(known, weight, self.waiting_virtual_time());
+        if known.is_none() {
+            self.forget_idle();
+            self.flows.insert(flow.name.clone(), FlowState::new(now));
+        }
+        let changed = self.change(&flow.name, |state| {
+            (state.weight, state.priority, state.active_at) = (weight, flow.priority, now);
+            state.virtual_time = begin;
+            change(state)
+        });
+        changed.expect("the flow is known now")
+    }
+
+    /// Changes a flow and its place in the order of service. Returns `None` for an unknown flow.
+    fn change<T>(
+        &mut self,
+        name: &FlowName,
+        change: impl FnOnce(&mut FlowState<Id>) -> T,
+    ) -> Option<T> {
+        let flow = self.flows.get_mut(name)?;
+        if !flow.queue.is_empty() {
+            self.order.remove(name, flow.rank());
+        }
+        let changed = change(flow);
+        if !flow.queue.is_empty() {
+            self.order.insert(name, flow.rank());
+        }
+        Some(changed)
     }
 
     /// Bounds the number of flows without requests.

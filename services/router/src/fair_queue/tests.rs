@@ -75,7 +75,7 @@ impl Scene {
             is_complete: true,
         };
         self.queue.ended(self.now, &flow.name, &attempt);
-        self.queue.ask();
+        self.queue.retry_passed();
         self.give_turns();
     }
 
@@ -171,6 +171,37 @@ fn request_that_can_no_longer_start_in_time_is_returned() {
 }
 
 #[test]
+fn started_answer_hides_no_late_request_of_its_flow() {
+    let mut queue = FairQueue::<u32>::default();
+    let (now, flow) = (Instant::now(), key("a"));
+    let after = |seconds| now + Duration::from_secs(seconds);
+    queue.join(now, 1, &flow, 1.0, (now, false));
+    queue.join(now, 2, &flow, 1.0, (after(1), true));
+    assert_eq!((queue.take_late(after(2)), queue.take_late(after(2))), (Some(2), None));
+}
+
+#[test]
+fn turns_at_the_same_time_are_bounded() {
+    let mut queue = FairQueue::<u32>::default();
+    let (now, flows) = (Instant::now(), 40);
+    for index in 0..flows {
+        queue.join(now, index, &key(&index.to_string()), 1.0, (now, true));
+    }
+    let give = |queue: &mut FairQueue<u32>| -> Vec<u32> {
+        std::iter::from_fn(|| queue.next_turn(now)).collect()
+    };
+    let first = give(&mut queue);
+    assert_eq!(first.len(), TURNS_MAX.1);
+    // A passed turn counts until the owner asks again; a request that leaves makes place for another one.
+    queue.passed(now, first[0]);
+    assert!(give(&mut queue).is_empty());
+    queue.leave(first[1]);
+    assert_eq!(give(&mut queue).len(), 1);
+    queue.retry_passed();
+    assert_eq!(give(&mut queue), first[..1]);
+}
+
+#[test]
 fn charge_is_corrected_by_the_tokens_that_were_used() {
     let mut queue = FairQueue::<u32>::default();
     let (now, flow) = (Instant::now(), key("a"));
@@ -254,7 +285,7 @@ fn turn_passes_to_other_requests_and_a_large_first_request_holds_them_back_at_ti
     (0..9).for_each(|id| queue.join(start, id, &flow, 1.0, (start_by, true)));
     let turns = |queue: &mut FairQueue<u32>, seconds| {
         let now = start + Duration::from_secs(seconds);
-        queue.ask();
+        queue.retry_passed();
         let mut turns = Vec::new();
         while let Some(id) = queue.next_turn(now) {
             assert_eq!(queue.next_turn(now), None, "one turn of a flow at a time");
@@ -347,6 +378,15 @@ proptest! {
             scene.give_turns();
             let queued: usize = scene.queue.flows.values().map(|flow| flow.queue.len()).sum();
             prop_assert_eq!(queued, scene.queue.places.len());
+            prop_assert_eq!(queued, scene.queue.may_be_late.len());
+            let waiting = scene.queue.flows.iter().filter(|(_, flow)| !flow.queue.is_empty());
+            let mut waiting: Vec<_> = waiting.collect();
+            waiting.sort_by(|(_, a), (_, b)| {
+                let by_time = a.virtual_time.total_cmp(&b.virtual_time);
+                b.priority.cmp(&a.priority).then(by_time).then(a.started.cmp(&b.started))
+            });
+            let waiting: Vec<_> = waiting.into_iter().map(|(name, _)| name).collect();
+            prop_assert_eq!(scene.queue.order.flows(false).collect::<Vec<_>>(), waiting);
         }
         while !scene.running.is_empty() {
             scene.step();

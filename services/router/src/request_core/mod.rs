@@ -62,9 +62,9 @@ use emitted::EmittedTokens;
 pub use recovery::{AttemptFailure, Blame, Cause, GiveUp, NodeFeedback, Side};
 use recovery::{NextStep, Recovery};
 
-/// Minimum and maximum time after which a request that had its turn asks for a turn again: one or two steps of a busy
+/// Minimum and maximum time until the turns that have passed are given again: one or two steps of a busy
 /// node; more often only if the end of a node's queue is predicted.
-const ASK_AGAIN: (Duration, Duration) = (Duration::from_millis(2), Duration::from_millis(25));
+const RETRY_AFTER: (Duration, Duration) = (Duration::from_millis(2), Duration::from_millis(25));
 /// Interval at which an attempt looks whether its decode node drains: short against any grace period.
 const DRAIN_CHECK: Duration = Duration::from_millis(500);
 /// Decoded tokens until the inter-token latency of an attempt predicts the rest of the answer.
@@ -149,8 +149,8 @@ pub enum Output {
     /// Every node is busy: join the queue of requests that wait for a free node. A request in the queue keeps its
     /// place, and its turn has passed.
     WaitForTurn,
-    /// Nodes may have capacity again: give the next turn.
-    AskForTurn,
+    /// Nodes may have capacity again: give the turns that have passed again.
+    RetryPassed,
     /// No node can take the request: release the turn, and wait for a change of nodes.
     WaitForNode,
     /// A node took the request: leave the queue.
@@ -247,9 +247,9 @@ pub struct RequestCore {
 #[derive(Debug)]
 enum State {
     Picking,
-    /// `ask_at`: when to ask for a turn again, after a turn that found every node busy.
+    /// `retry_at`: when to give the turns that have passed again, after a turn that found every node busy.
     WaitingForTurn {
-        ask_at: Option<Instant>,
+        retry_at: Option<Instant>,
     },
     WaitingForNode {
         pick_at: Instant,
@@ -444,9 +444,9 @@ impl RequestCore {
         let next = self.recovery.no_node(reason, now);
         let after = match reason {
             NoNode::Busy { retry_after, .. } => *retry_after,
-            _ => ASK_AGAIN.1,
+            _ => RETRY_AFTER.1,
         };
-        self.follow(now, next, Some(now + after.clamp(ASK_AGAIN.0, ASK_AGAIN.1)));
+        self.follow(now, next, Some(now + after.clamp(RETRY_AFTER.0, RETRY_AFTER.1)));
     }
 
     /// Handles a message of the Decode call: an event, the end of the stream, or an error. The
@@ -557,8 +557,8 @@ impl RequestCore {
         let timer = match &self.state {
             State::Ended => return None,
             State::Picking | State::Paused => None,
-            State::WaitingForTurn { ask_at } => {
-                self.recovery.busy_until().into_iter().chain(*ask_at).min()
+            State::WaitingForTurn { retry_at } => {
+                self.recovery.busy_until().into_iter().chain(*retry_at).min()
             }
             State::WaitingForNode { pick_at } => Some(*pick_at),
             State::Attempting(attempt) if attempt.is_emitting => None,
@@ -615,13 +615,13 @@ impl RequestCore {
         let is_complete = self.is_complete();
         match &mut self.state {
             State::Picking | State::Paused | State::Ended => {}
-            State::WaitingForTurn { ask_at } => {
+            State::WaitingForTurn { retry_at } => {
                 if self.recovery.busy_until().is_some_and(|until| until <= now) {
                     let next = self.recovery.all_busy(now);
                     self.follow(now, next, None);
-                } else if ask_at.is_some_and(|at| at <= now) {
-                    *ask_at = Some(now + ASK_AGAIN.1);
-                    self.outputs.push_back(Output::AskForTurn);
+                } else if retry_at.is_some_and(|at| at <= now) {
+                    *retry_at = Some(now + RETRY_AFTER.1);
+                    self.outputs.push_back(Output::RetryPassed);
                 }
             }
             State::WaitingForNode { pick_at } => {
@@ -729,11 +729,11 @@ impl RequestCore {
         self.follow(now, next, None);
     }
 
-    fn follow(&mut self, now: Instant, next: NextStep, ask_at: Option<Instant>) {
+    fn follow(&mut self, now: Instant, next: NextStep, retry_at: Option<Instant>) {
         match next {
             NextStep::Retry => self.pick(),
             NextStep::WaitForTurn => {
-                self.state = State::WaitingForTurn { ask_at };
+                self.state = State::WaitingForTurn { retry_at };
                 self.outputs.push_back(Output::WaitForTurn);
             }
             NextStep::WaitForNode { waited } => {

@@ -312,7 +312,7 @@ fn waiting_for_a_busy_cluster_is_bounded_and_in_turns() {
     assert_eq!(owner.no_node(&BUSY), [Output::WaitForTurn]);
     let end = loop {
         let outputs = owner.deadline();
-        if outputs != [Output::AskForTurn] {
+        if outputs != [Output::RetryPassed] {
             break outputs;
         }
         owner.core.handle_turn();

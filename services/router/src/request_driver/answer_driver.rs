@@ -123,7 +123,7 @@ impl<'a> AnswerDriver<'a> {
                         self.emit(first_index, tokens).await?;
                     }
                     Output::WaitForTurn => self.waiting_place()?.queue()?,
-                    Output::AskForTurn => self.waiting_place()?.ask(),
+                    Output::RetryPassed => self.waiting_place()?.retry_passed(),
                     Output::WaitForNode => self.waiting_place()?.leave_queue(),
                     Output::StopWaiting => self.waiting = None,
                     Output::Finish(finished) => {
