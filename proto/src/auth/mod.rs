@@ -5,8 +5,9 @@
 //! milliseconds since 1970 (8), the epoch of the addressed node (16), and a tag (32): HMAC-SHA-256 over these fields
 //! and the call's path. The token covers neither the message nor the response.
 //!
-//! The response to `Observe` has a proof: the epoch of the node (16) and a tag (32), HMAC-SHA-256 over the token of the
-//! call and the epoch. A router sends prompts to no node without a proof.
+//! The responses to `Observe` and to the weights calls between nodes have a proof: the epoch of the node (16) and a tag
+//! (32), HMAC-SHA-256 over the token of the call and the epoch. A router sends prompts to no node without a proof, and a
+//! node takes neither weights nor the outcome of an update from a peer without a proof.
 //!
 //! A node tags its own address ([`ClusterSecret::peer_tag`]), and its peers connect to no other address.
 
@@ -41,6 +42,10 @@ pub const CLOCK_SKEW_MAX: Duration = Duration::from_secs(60);
 
 /// Path of the only call without an addressed node: its caller does not know the node's epoch yet.
 pub const OBSERVE: &str = "/baton.v1.Node/Observe";
+
+/// Paths of the calls of a weight update that nodes make to each other.
+pub const WEIGHTS_STATUS: &str = "/baton.v1.Weights/Status";
+pub const WEIGHTS_PULL: &str = "/baton.v1.Weights/Pull";
 
 /// Epoch of no process.
 const NO_NODE: u128 = 0;
@@ -135,9 +140,9 @@ impl CallSigner {
         token
     }
 
-    /// Adds the token of an `Observe` call. The result checks the node's proof in the response.
-    pub fn sign_observe(&self, metadata: &mut MetadataMap) -> ProofCheck {
-        let token = self.token(SystemTime::now(), OBSERVE);
+    /// Adds the token of a call of `path`, whose response has a proof. The result checks the proof.
+    pub fn sign_with_proof(&self, path: &str, metadata: &mut MetadataMap) -> ProofCheck {
+        let token = self.token(SystemTime::now(), path);
         metadata.insert_bin(TOKEN_KEY, sensitive(&token));
         ProofCheck { key: self.session.proof_key.clone(), token }
     }

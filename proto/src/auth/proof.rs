@@ -1,4 +1,4 @@
-//! Proofs of nodes: the response to `Observe` proves that the node knows the cluster secret.
+//! Proofs of nodes: the response to some calls proves that the node knows the cluster secret.
 
 use ring::hmac;
 use tonic::metadata::{Binary, MetadataMap, MetadataValue};
@@ -36,7 +36,7 @@ pub enum InvalidProof {
     Missing,
     #[error(
         "the node's proof was made with another cluster.secret or for another call; expected the same cluster.secret \
-         on router and node"
+         on all services"
     )]
     Secret,
 }
@@ -64,7 +64,7 @@ impl ProofCheck {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::auth::{CallSigner, TOKEN_KEY};
+    use crate::auth::{CallSigner, OBSERVE, TOKEN_KEY};
 
     fn secret(text: &str) -> ClusterSecret {
         ClusterSecret::new(text).unwrap()
@@ -74,7 +74,7 @@ mod tests {
     fn call() -> (ProofCheck, Vec<u8>) {
         let mut metadata = MetadataMap::new();
         let signer = CallSigner::new(&secret("a secret of the cluster")).unwrap();
-        let check = signer.sign_observe(&mut metadata);
+        let check = signer.sign_with_proof(OBSERVE, &mut metadata);
         let token = metadata.get_bin(TOKEN_KEY).unwrap().to_bytes().unwrap().to_vec();
         (check, token)
     }

@@ -7,10 +7,12 @@ use std::{
 };
 
 use futures_util::future::{Either, Ready, ready};
-use proto::auth::{CallVerifier, InvalidToken, OBSERVE, TOKEN_KEY};
+use proto::auth::{
+    CallVerifier, InvalidToken, OBSERVE, PROOF_KEY, TOKEN_KEY, WEIGHTS_PULL, WEIGHTS_STATUS,
+};
 use telemetry::{NodeMetrics, metrics::TokenRejection};
 use tonic::{
-    Code, Status,
+    Code, Response, Status,
     body::Body,
     metadata::{Binary, MetadataMap, MetadataValue},
 };
@@ -19,9 +21,22 @@ use tower::{Layer, Service};
 /// Health checks report whether the node serves, to anybody.
 const HEALTH: &str = "/grpc.health.v1.Health/";
 
-/// Extension of an `Observe` request: the proof to return.
+/// Calls whose responses have a proof: those whose caller trusts what the node says.
+const PROVED: [&str; 3] = [OBSERVE, WEIGHTS_STATUS, WEIGHTS_PULL];
+
+/// Extension of a request: the proof to return.
 #[derive(Clone)]
-pub(crate) struct Proof(pub MetadataValue<Binary>);
+pub(crate) struct Proof(MetadataValue<Binary>);
+
+impl Proof {
+    /// Returns the response with the request's proof, if there is one.
+    pub fn add<T>(proof: Option<Self>, mut response: Response<T>) -> Response<T> {
+        if let Some(Self(proof)) = proof {
+            response.metadata_mut().insert_bin(PROOF_KEY, proof);
+        }
+        response
+    }
+}
 
 /// Layer that rejects calls without a valid token, except health checks.
 #[derive(Clone)]
@@ -94,7 +109,7 @@ impl Guard {
             };
             Status::new(code, error.to_string())
         })?;
-        if path == OBSERVE
+        if PROVED.contains(&path)
             && let Some(token) = token
         {
             let proof = Proof(self.verifier.proof(&token));

@@ -11,7 +11,7 @@ use kv_transfer::{
     api::{self as transfer, ConnectGuard},
 };
 use proto::{
-    auth::{ClusterSecret, PROOF_KEY},
+    auth::ClusterSecret,
     v1::{self, node_server},
 };
 use tokio::sync::{Semaphore, mpsc, oneshot};
@@ -191,11 +191,7 @@ impl node_server::Node for NodeService {
         })?;
         let (observer, stream) = observe::observer(place);
         self.inbox.send_for_router(|_permit| Command::Observe { observer, _permit })?;
-        let mut response = Response::new(stream);
-        if let Some(Proof(proof)) = request.extensions().get() {
-            response.metadata_mut().insert_bin(PROOF_KEY, proof.clone());
-        }
-        Ok(response)
+        Ok(Proof::add(request.extensions().get().cloned(), Response::new(stream)))
     }
 }
 

@@ -1,11 +1,12 @@
 //! Live weight updates of this node: the gRPC service `baton.v1.Weights`.
 //!
 //! `actor` owns the state machine of the crate `weight-transfer` and carries out its actions. `copy` copies files of
-//! weights between nodes. `receive` opens, checks and prepares new weights. `standby` owns the copy of the weights that is
+//! weights between nodes. `peers` calls other nodes of an update. `receive` opens, checks and prepares new weights. `standby` owns the copy of the weights that is
 //! not in use. The engine thread exchanges the weights at a step boundary.
 
 mod actor;
 mod copy;
+mod peers;
 mod receive;
 mod standby;
 
@@ -18,10 +19,17 @@ use tokio_util::sync::CancellationToken;
 use tonic::{Code, Request, Response, Status};
 use weight_transfer::{CommitError, UpdateEnd, UpdateId, UpdateState, WeightVersion};
 
-use self::actor::{Begin, Call, CallError, Handle, NodeWeights, Origin, Peer};
-pub(crate) use self::actor::{PeerCredentials, WeightActor, WeightSettings};
+use self::{
+    actor::{Begin, Call, CallError, Handle, NodeWeights, Origin},
+    peers::Peer,
+};
+pub(crate) use self::{
+    actor::{WeightActor, WeightSettings},
+    peers::PeerCredentials,
+};
 use crate::{
     attempt::{self, AttemptLimits, invalid, shown, within},
+    authentication::Proof,
     node_core::Refusal,
 };
 
@@ -60,10 +68,12 @@ impl weights_server::Weights for WeightsService {
         &self,
         request: Request<v1::PullWeightsRequest>,
     ) -> Result<Response<Self::PullStream>, Status> {
+        let proof = request.extensions().get().cloned();
         let v1::PullWeightsRequest { node_epoch, weight_version } = request.into_inner();
         attempt::check_epoch(&node_epoch, &self.limits)?;
         let mut parts = self.actor.copy(WeightVersion(weight_version)).await?;
-        Ok(Response::new(Box::pin(poll_fn(move |context| parts.poll_recv(context)))))
+        let parts: Self::PullStream = Box::pin(poll_fn(move |context| parts.poll_recv(context)));
+        Ok(Proof::add(proof, Response::new(parts)))
     }
 
     async fn begin(
@@ -102,10 +112,12 @@ impl weights_server::Weights for WeightsService {
         &self,
         request: Request<v1::WeightsStatusRequest>,
     ) -> Result<Response<v1::WeightsStatus>, Status> {
+        let proof = request.extensions().get().cloned();
         let v1::WeightsStatusRequest { node_epoch, update_id } = request.into_inner();
         attempt::check_epoch(&node_epoch, &self.limits)?;
         let of = (!update_id.is_empty()).then(|| update(&update_id)).transpose()?;
-        self.answer(Call::Status { of }).await
+        let answer = self.answer(Call::Status { of }).await?;
+        Ok(Proof::add(proof, answer))
     }
 }
 

@@ -15,7 +15,7 @@ use hyper_util::{
 };
 use node::Role;
 use proto::{
-    auth::{CallSigner, ClusterSecret, TOKEN_KEY},
+    auth::{CallSigner, ClusterSecret, OBSERVE, TOKEN_KEY},
     ids::Epoch,
     v1::{self, FailureKind, FinishReason, node_client::NodeClient},
 };
@@ -494,7 +494,7 @@ async fn node_proves_to_its_observer_that_it_knows_the_secret() {
     let address = format!("http://{}", node.node.addresses().grpc);
     let channel = tonic::transport::Channel::from_shared(address).unwrap().connect_lazy();
     let mut request = Request::new(v1::ObserveRequest {});
-    let check = signer().sign_observe(request.metadata_mut());
+    let check = signer().sign_with_proof(OBSERVE, request.metadata_mut());
     let response = NodeClient::new(channel).observe(request).await.unwrap();
     assert_eq!(check.check(response.metadata()), Ok(node.node.record().epoch));
     drop(response);

@@ -6,32 +6,24 @@ use std::{
     time::{Duration, Instant},
 };
 
-use cluster::{Epoch, Tls};
 use engine::executor::WeightUpdate;
-use http::Uri;
-use hyper_util::rt::TokioIo;
 use model::ModelConfig;
-use proto::{
-    auth::{CallSigner, ClusterSecret},
-    v1::{self, weights_client::WeightsClient},
-};
+use proto::v1;
 use tokio::{
+    runtime,
     sync::{mpsc, oneshot},
     task::{JoinHandle, JoinSet},
 };
 use tokio_util::sync::{CancellationToken, DropGuard};
-use tonic::{
-    Status,
-    service::interceptor::InterceptedService,
-    transport::{Channel, Endpoint},
-};
+use tonic::Status;
 use weight_transfer::{
     BeginError, CommitError, Participant, ParticipantAction, ParticipantInput, Proposal, UpdateEnd,
     UpdateId, UpdateReport, UpdateState, WeightVersion,
 };
 
 use super::{
-    copy::{self, PARTS_MAX, Source},
+    copy::{self, PARTS_MAX, SILENCE_MAX, Source},
+    peers::{Peer, PeerCredentials},
     receive::receive,
     standby::{CANCELLED, Standby},
 };
@@ -44,6 +36,8 @@ use crate::{
 const CALLS_MAX: usize = 64;
 /// Time-out of a question to a peer.
 const ASK_MAX: Duration = Duration::from_secs(1);
+/// Peers that one round of questions asks. The next round asks the next ones.
+const ASKED_MAX: usize = 8;
 /// Delay before the commit is offered again to a full queue of the engine thread.
 const RETRY_AFTER: Duration = Duration::from_millis(5);
 
@@ -59,33 +53,6 @@ pub(crate) struct WeightSettings {
     /// Folder for weights that are copied from peers.
     pub folder: PathBuf,
 }
-
-/// Authenticates and encrypts calls to peers.
-#[derive(Clone)]
-pub(crate) struct PeerCredentials {
-    pub secret: ClusterSecret,
-    /// `None`: the cluster has no certificates.
-    pub tls: Option<Tls>,
-}
-
-impl PeerCredentials {
-    /// Connects to a peer.
-    pub(super) async fn client(&self, peer: &Peer) -> Result<PeerClient, String> {
-        let endpoint = Endpoint::from_shared(peer.grpc.clone());
-        let endpoint = endpoint.map_err(|error| error.to_string())?;
-        let signer = CallSigner::new(&self.secret).map_err(|error| error.to_string())?;
-        let tls = self.tls.clone();
-        let connect = move |url: Uri| {
-            let tls = tls.clone();
-            async move { cluster::connect(&url, tls.as_ref()).await.map(TokioIo::new) }
-        };
-        let channel = endpoint.connect_with_connector(tower::service_fn(connect)).await;
-        let channel = channel.map_err(|error| error.to_string())?;
-        Ok(WeightsClient::with_interceptor(channel, signer.to(peer.epoch)))
-    }
-}
-
-type PeerClient = WeightsClient<InterceptedService<Channel, CallSigner>>;
 
 /// An update whose fields are checked.
 #[derive(Clone, Debug)]
@@ -106,13 +73,6 @@ pub(super) enum Origin {
         peer: Peer,
         version: WeightVersion,
     },
-}
-
-/// Another node of the update.
-#[derive(Clone, Debug)]
-pub(super) struct Peer {
-    pub epoch: Epoch,
-    pub grpc: String,
 }
 
 #[derive(Debug)]
@@ -214,7 +174,7 @@ impl WeightActor {
     pub fn start(settings: WeightSettings) -> Self {
         let (messages, received) = mpsc::channel(CALLS_MAX);
         let stop = CancellationToken::new();
-        let actor = Actor {
+        let mut actor = Actor {
             standby: settings.update.clone().map(Standby::new),
             settings,
             participant: Participant::default(),
@@ -229,6 +189,7 @@ impl WeightActor {
             },
             work: JoinSet::new(),
         };
+        actor.remove_leftovers();
         let task = tokio::spawn(actor.run(received, stop.clone()));
         Self { stop: stop.drop_guard(), task, handle: Handle { messages } }
     }
@@ -264,12 +225,23 @@ struct RunningUpdate {
     /// Cancelled when this value is dropped.
     cancelled: CancellationToken,
     _cancel: DropGuard,
+    /// Index of the peer that the next round of questions asks first.
+    next_peer: usize,
 }
 
 impl RunningUpdate {
     fn new(begin: Begin) -> Self {
         let cancelled = CancellationToken::new();
-        Self { begin, _cancel: cancelled.clone().drop_guard(), cancelled }
+        Self { begin, _cancel: cancelled.clone().drop_guard(), cancelled, next_peer: 0 }
+    }
+
+    /// Returns the peers that a round of questions asks.
+    fn peers_to_ask(&mut self) -> Vec<Peer> {
+        let peers = &self.begin.peers;
+        let asked = peers.iter().cycle().skip(self.next_peer).take(peers.len().min(ASKED_MAX));
+        let asked: Vec<_> = asked.cloned().collect();
+        self.next_peer = (self.next_peer + asked.len()) % peers.len().max(1);
+        asked
     }
 }
 
@@ -403,6 +375,16 @@ impl Actor {
         }
     }
 
+    /// Removes copies of processes that were killed.
+    fn remove_leftovers(&mut self) {
+        let folder = self.settings.folder.clone();
+        self.work.spawn(async move {
+            // A panic leaves the copies on the disk.
+            let _ = tokio::task::spawn_blocking(move || copy::remove_leftovers(&folder)).await;
+            Done::Quiet
+        });
+    }
+
     /// Streams the files of weights to a peer.
     fn copy(&mut self, version: WeightVersion) -> Result<FileParts, CallError> {
         let sources = [&self.prepared, &self.committed];
@@ -411,7 +393,9 @@ impl Actor {
         let (parts, received) = mpsc::channel(PARTS_MAX);
         self.work.spawn(async move {
             // A panic ends the stream, and the peer fails.
-            let _ = tokio::task::spawn_blocking(move || copy::send(&source, &parts)).await;
+            let runtime = runtime::Handle::current();
+            let send = move || copy::send(&source, &parts, &runtime, SILENCE_MAX);
+            let _ = tokio::task::spawn_blocking(send).await;
             Done::Quiet
         });
         Ok(received)
@@ -499,15 +483,20 @@ impl Actor {
     }
 
     fn ask_peers(&mut self, id: UpdateId) {
-        let Some(running) = self.running.as_ref().filter(|it| it.begin.id == id) else { return };
-        for peer in running.begin.peers.clone() {
+        let Some(running) = self.running.as_mut().filter(|it| it.begin.id == id) else { return };
+        for peer in running.peers_to_ask() {
             let credentials = self.settings.credentials.clone();
             self.work.spawn(async move {
-                match tokio::time::timeout(ASK_MAX, committed_by(peer, id, &credentials)).await {
-                    Ok(Some(version)) => {
+                match tokio::time::timeout(ASK_MAX, credentials.committed_by(&peer, id)).await {
+                    Ok(Ok(Some(version))) => {
                         Done::Input(ParticipantInput::PeerCommitted { id, version })
                     }
-                    _ => Done::Quiet,
+                    Ok(Ok(None)) => Done::Quiet,
+                    Ok(Err(error)) => {
+                        tracing::debug!(update = %id, peer = peer.grpc, error, "cannot ask a peer");
+                        Done::Quiet
+                    }
+                    Err(_) => Done::Quiet,
                 }
             });
         }
@@ -522,7 +511,7 @@ async fn obtain(
     folder: &Path,
 ) -> Result<(Source, Option<WeightVersion>), String> {
     match origin {
-        Origin::Path(path) => Ok((Source { path, _folder: None }, None)),
+        Origin::Path(path) => Ok((Source { path, _copy: None }, None)),
         Origin::Peer { peer, version } => {
             // Every element may take 4 bytes, and files have headers.
             let bytes_max = 8 * model.parameter_count() + (1 << 26);
@@ -532,21 +521,31 @@ async fn obtain(
     }
 }
 
-/// Returns the version with which the peer has committed the update, if it has.
-async fn committed_by(
-    peer: Peer,
-    id: UpdateId,
-    credentials: &PeerCredentials,
-) -> Option<WeightVersion> {
-    let mut client = credentials.client(&peer).await.ok()?;
-    let node_epoch = peer.epoch.to_bytes().to_vec().into();
-    let request = v1::WeightsStatusRequest { node_epoch, ..Default::default() };
-    let status = client.status(request).await.ok()?.into_inner();
-    let update = status.update.filter(|update| *update.update_id == id.0.to_be_bytes())?;
-    match update.state() {
-        v1::UpdateState::Committed | v1::UpdateState::Installing => {
-            Some(WeightVersion(update.weight_version))
+#[cfg(test)]
+mod tests {
+    use cluster::Epoch;
+
+    use super::*;
+
+    #[test]
+    fn rounds_of_questions_ask_every_peer_in_turn() {
+        let peer = |number: u128| Peer { epoch: Epoch(number), grpc: String::new() };
+        let begin = |peers| Begin {
+            id: UpdateId(7),
+            label: String::new(),
+            origin: Origin::Path("/new".into()),
+            remaining: Duration::from_secs(1),
+            peers,
+        };
+        let mut many = RunningUpdate::new(begin((0..20).map(peer).collect()));
+        let mut asked = Vec::new();
+        for _ in 0..5 {
+            let round = many.peers_to_ask();
+            assert_eq!(round.len(), ASKED_MAX);
+            asked.extend(round.into_iter().map(|peer| peer.epoch.0));
         }
-        _ => None,
+        assert_eq!(asked, (0..20).chain(0..20).collect::<Vec<_>>());
+        assert_eq!(RunningUpdate::new(begin(vec![peer(1)])).peers_to_ask().len(), 1);
+        assert!(RunningUpdate::new(begin(Vec::new())).peers_to_ask().is_empty());
     }
 }

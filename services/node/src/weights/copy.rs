@@ -8,21 +8,24 @@ use std::{
     time::Duration,
 };
 
-use proto::v1::{self, PullWeightsRequest, weights_part::Part};
+use proto::v1::{self, weights_part::Part};
 use tempfile::TempDir;
-use tokio::{io::AsyncWriteExt, sync::mpsc};
+use tokio::{io::AsyncWriteExt, runtime, sync::mpsc};
 use tonic::Status;
 use weight_transfer::WeightVersion;
 
-use super::actor::{Peer, PeerCredentials};
+use super::peers::{Peer, PeerCredentials};
 
 /// Bytes of one message.
 const PART_BYTES: usize = 1 << 20;
 /// Messages that wait for the network.
 pub(super) const PARTS_MAX: usize = 4;
 const FILES_MAX: usize = 1024;
+/// Names of the folders of copies, and of the lock in each.
+const PREFIX: &str = "baton-weights-";
+const LOCK: &str = ".lock";
 /// Time-out of the connection and of each message.
-const SILENCE_MAX: Duration = Duration::from_secs(10);
+pub(super) const SILENCE_MAX: Duration = Duration::from_secs(10);
 const CONFIGURATIONS: [&str; 3] =
     ["config.json", "generation_config.json", "model.safetensors.index.json"];
 
@@ -31,36 +34,84 @@ const CONFIGURATIONS: [&str; 3] =
 pub(super) struct Source {
     pub path: PathBuf,
     /// Copied files, which are removed with this value.
-    pub _folder: Option<TempDir>,
+    pub _copy: Option<Copied>,
+}
+
+/// A folder of copied files.
+#[derive(Debug)]
+pub(super) struct Copied {
+    folder: TempDir,
+    /// Locked as long as the process lives, so that other processes can tell the folder from a leftover.
+    _lock: fs::File,
+}
+
+impl Copied {
+    fn new(folder: &Path) -> io::Result<Self> {
+        fs::create_dir_all(folder)?;
+        let folder = tempfile::Builder::new().prefix(PREFIX).tempdir_in(folder)?;
+        let lock = fs::File::create_new(folder.path().join(LOCK))?;
+        lock.lock()?;
+        Ok(Self { folder, _lock: lock })
+    }
+}
+
+/// Removes copies in `folder` whose processes have ended without removing them.
+pub(super) fn remove_leftovers(folder: &Path) {
+    let Ok(entries) = fs::read_dir(folder) else { return };
+    for entry in entries.flatten() {
+        let is_copy = entry.file_name().to_str().is_some_and(|name| name.starts_with(PREFIX));
+        // A folder without a lock is about to be locked by its process.
+        let lock = fs::File::open(entry.path().join(LOCK)).ok().filter(|_| is_copy);
+        if lock.is_none_or(|lock| lock.try_lock().is_err()) {
+            continue;
+        }
+        let path = entry.path();
+        match fs::remove_dir_all(&path) {
+            Ok(()) => {
+                tracing::info!(path = %path.display(), "removed copied weights of a process that ended")
+            }
+            Err(error) => {
+                tracing::warn!(path = %path.display(), %error, "cannot remove copied weights of a process that ended");
+            }
+        }
+    }
 }
 
 pub(super) type Parts = mpsc::Sender<Result<v1::WeightsPart, Status>>;
 
-/// Reads the files of the weights into the stream. Blocks. Stops when the receiver is dropped.
-pub(super) fn send(source: &Arc<Source>, parts: &Parts) {
+/// Reads the files of the weights into the stream. Blocks. Stops when the receiver is dropped, or takes no message for `silence`.
+pub(super) fn send(
+    source: &Arc<Source>,
+    parts: &Parts,
+    runtime: &runtime::Handle,
+    silence: Duration,
+) {
+    let send = |part| {
+        let part = Ok(v1::WeightsPart { part: Some(part) });
+        let sent = runtime.block_on(async { parts.send_timeout(part, silence).await });
+        sent.map_err(|_| io::Error::new(io::ErrorKind::BrokenPipe, "the receiver reads no more"))
+    };
     let sent = files(&source.path).and_then(|files| {
-        files.into_iter().try_for_each(|(name, path)| send_file(name, &path, parts))
+        files.into_iter().try_for_each(|(name, path)| send_file(name, &path, send))
     });
     if let Err(error) = sent {
         // The receiver may be gone.
-        let _ = parts.blocking_send(Err(Status::internal(format!(
+        let _ = parts.try_send(Err(Status::internal(format!(
             "cannot read {}: {error}",
             source.path.display()
         ))));
     }
 }
 
-fn send_file(name: String, path: &Path, parts: &Parts) -> io::Result<()> {
-    let gone = || io::Error::new(io::ErrorKind::BrokenPipe, "the receiver left");
-    let send = |part| parts.blocking_send(Ok(v1::WeightsPart { part: Some(part) }));
+fn send_file(name: String, path: &Path, send: impl Fn(Part) -> io::Result<()>) -> io::Result<()> {
     let mut file = fs::File::open(path)?;
     let mut left = file.metadata()?.len();
-    send(Part::File(v1::WeightsFile { name, bytes: left })).map_err(|_| gone())?;
+    send(Part::File(v1::WeightsFile { name, bytes: left }))?;
     while left > 0 {
         let mut bytes = vec![0; left.min(PART_BYTES as u64) as usize];
         file.read_exact(&mut bytes)?;
         left -= bytes.len() as u64;
-        send(Part::Bytes(bytes.into())).map_err(|_| gone())?;
+        send(Part::Bytes(bytes.into()))?;
     }
     Ok(())
 }
@@ -100,25 +151,21 @@ pub(super) async fn pull(
 ) -> Result<Source, String> {
     let failed = |cause: String| format!("cannot copy the weights from {}: {cause}", peer.grpc);
     let copied = async {
-        fs::create_dir_all(folder).map_err(|error| error.to_string())?;
-        let copy = tempfile::Builder::new().prefix("baton-weights-").tempdir_in(folder);
+        let copy = Copied::new(folder);
         let copy = copy.map_err(|error| format!("{}: {error}", folder.display()))?;
-        let client = tokio::time::timeout(SILENCE_MAX, credentials.client(peer)).await;
-        let mut client = client.map_err(|_| format!("no connection within {SILENCE_MAX:?}"))??;
-        let node_epoch = peer.epoch.to_bytes().to_vec().into();
-        let request = PullWeightsRequest { node_epoch, weight_version: version.0 };
-        let parts = timed(client.pull(request)).await?.into_inner();
-        write(parts, copy.path(), bytes_max).await?;
+        let parts = tokio::time::timeout(SILENCE_MAX, credentials.pull(peer, version)).await;
+        let parts = parts.map_err(|_| format!("no answer within {SILENCE_MAX:?}"))??;
+        write(parts, copy.folder.path(), bytes_max).await?;
         Ok(copy)
     };
-    let copy: TempDir = copied.await.map_err(failed)?;
+    let copy: Copied = copied.await.map_err(failed)?;
     // A GGUF file is a model without its folder.
-    let files = files(copy.path()).map_err(|error| failed(error.to_string()))?;
+    let files = files(copy.folder.path()).map_err(|error| failed(error.to_string()))?;
     let path = match &files[..] {
         [(_, file)] => file.clone(),
-        _ => copy.path().to_owned(),
+        _ => copy.folder.path().to_owned(),
     };
-    Ok(Source { path, _folder: Some(copy) })
+    Ok(Source { path, _copy: Some(copy) })
 }
 
 async fn write(
@@ -177,6 +224,11 @@ async fn timed<T>(call: impl Future<Output = Result<T, Status>>) -> Result<T, St
 mod tests {
     use super::*;
 
+    fn runtime() -> runtime::Runtime {
+        let mut runtime = runtime::Builder::new_multi_thread();
+        runtime.worker_threads(1).enable_time().build().unwrap()
+    }
+
     #[test]
     fn only_files_of_a_model_are_copied() {
         let folder = tempfile::tempdir().unwrap();
@@ -195,13 +247,45 @@ mod tests {
     }
 
     #[test]
+    fn copies_of_dead_processes_are_removed_and_those_in_use_stay() {
+        let folder = tempfile::tempdir().unwrap();
+        let used = Copied::new(folder.path()).unwrap();
+        let leftover = folder.path().join("baton-weights-left");
+        for path in
+            [&leftover, &folder.path().join("other"), &folder.path().join("baton-weights-x")]
+        {
+            fs::create_dir(path).unwrap();
+            fs::write(path.join("model.gguf"), "weights").unwrap();
+        }
+        for name in ["baton-weights-left", "other"] {
+            fs::write(folder.path().join(name).join(LOCK), "").unwrap();
+        }
+        remove_leftovers(folder.path());
+        remove_leftovers(&folder.path().join("nothing"));
+        assert!(used.folder.path().exists());
+        assert!(!leftover.exists());
+        assert!(folder.path().join("other").exists());
+        assert!(folder.path().join("baton-weights-x").exists(), "its process locks it in a moment");
+    }
+
+    #[test]
+    fn sender_does_not_wait_forever_for_a_receiver_that_reads_nothing() {
+        let folder = tempfile::tempdir().unwrap();
+        fs::write(folder.path().join("a.gguf"), vec![1; 4 * PART_BYTES]).unwrap();
+        let source = Arc::new(Source { path: folder.path().to_owned(), _copy: None });
+        let (parts, received) = mpsc::channel(1);
+        send(&source, &parts, runtime().handle(), Duration::from_millis(10));
+        assert_eq!(received.len(), 1);
+    }
+
+    #[test]
     fn files_are_sent_whole_and_in_bounded_parts() {
         let folder = tempfile::tempdir().unwrap();
         let bytes: Vec<u8> = (0..PART_BYTES + 5).map(|index| index as u8).collect();
         fs::write(folder.path().join("a.gguf"), &bytes).unwrap();
-        let source = Arc::new(Source { path: folder.path().to_owned(), _folder: None });
+        let source = Arc::new(Source { path: folder.path().to_owned(), _copy: None });
         let (parts, mut received) = mpsc::channel(8);
-        send(&source, &parts);
+        send(&source, &parts, runtime().handle(), SILENCE_MAX);
         drop(parts);
         let mut copied = Vec::new();
         while let Some(part) = received.blocking_recv() {

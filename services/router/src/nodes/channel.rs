@@ -16,7 +16,7 @@ use cluster::{NodeStream, Tls};
 use http::Uri;
 use hyper_util::rt::TokioIo;
 use proto::{
-    auth::{CallSigner, ClusterSecret, InvalidProof},
+    auth::{CallSigner, ClusterSecret, InvalidProof, OBSERVE},
     ids::{Epoch, NoRandomness},
     v1::{ObserveEvent, ObserveRequest, node_client::NodeClient},
 };
@@ -103,7 +103,7 @@ impl NodeChannel {
         let channel = endpoint.connect_with_connector_lazy(tower::service_fn(connect));
         let signer = CallSigner::new(secret)?;
         let mut request = Request::new(ObserveRequest {});
-        let proof = signer.sign_observe(request.metadata_mut());
+        let proof = signer.sign_with_proof(OBSERVE, request.metadata_mut());
         let mut client =
             NodeClient::new(channel.clone()).max_decoding_message_size(EVENT_BYTES_MAX);
         let response = client.observe(request).await?;
