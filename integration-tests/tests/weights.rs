@@ -393,3 +393,49 @@ async fn update_begins_while_a_node_catches_up() -> Result<()> {
     assert!(log.contains("an operator began another update"), "{log}");
     cluster.stop()
 }
+
+/// A proxy or another service at the address of the router.
+#[test]
+fn trainer_client_reports_answers_that_it_cannot_read() -> Result<()> {
+    let script = r#"
+import http.server, sys, tempfile, threading
+sys.path.insert(0, sys.argv[1])
+import baton_weights
+answer = b""
+class Server(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(answer)
+    do_POST = do_GET
+    def log_message(self, *args):
+        pass
+server = http.server.HTTPServer(("127.0.0.1", 0), Server)
+threading.Thread(target=server.serve_forever, daemon=True).start()
+updater = baton_weights.WeightUpdater(f"http://127.0.0.1:{server.server_port}", tempfile.mkdtemp(), ".")
+for answer in (b"<html>", b"", b"{}", b'{"update": null}', b'{"update": {}}'):
+    try:
+        updater.push({})
+        sys.exit(f"{answer} was accepted")
+    except baton_weights.UpdateError as error:
+        print(error)
+server.shutdown()
+server.server_close()
+try:
+    updater.abort("07")
+except baton_weights.UpdateError as error:
+    print(error)
+"#;
+    let client =
+        concat!(env!("CARGO_MANIFEST_DIR"), "/../services/weight-transfer/client").to_owned();
+    let mut python = std::process::Command::new("python3");
+    let output = output(python.args(["-c", script, &client]))?;
+    assert!(output.status.success(), "{output:?}");
+    let text = String::from_utf8(output.stdout)?;
+    let lines: Vec<&str> = text.lines().collect();
+    assert_eq!(lines.len(), 6, "{text}");
+    assert!(lines[..3].iter().all(|line| line.contains("expected JSON with the field update")));
+    assert!(lines[3..5].iter().all(|line| line.contains("expected the address of router.admin")));
+    assert!(lines[5].starts_with("cannot reach the router's admin API"), "{text}");
+    Ok(())
+}

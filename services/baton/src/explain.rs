@@ -15,7 +15,10 @@ use http::{StatusCode, Uri};
 use serde_json::{Value, json};
 use time::{OffsetDateTime, format_description::well_known::Rfc3339};
 
-use crate::{client_args::ClientArgs, http_client::HttpClient};
+use crate::{
+    client_args::ClientArgs,
+    http_client::{HttpClient, json_answer},
+};
 
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
 /// Messages of the log lines that tell about a request.
@@ -130,8 +133,7 @@ async fn from_routers(args: &ExplainArgs) -> Result<Vec<Value>> {
 /// Returns the requests of one router, or the router's message that it has no such request.
 async fn ask(client: &HttpClient, url: &str) -> Result<Result<Vec<Value>, String>> {
     let (status, body) = client.get(url).await?;
-    let body: Value =
-        serde_json::from_slice(&body).with_context(|| format!("{url}: the answer is not JSON"))?;
+    let body = json_answer(url, &body)?;
     let message = || body["error"]["message"].as_str().unwrap_or("(no message)").to_owned();
     match status {
         StatusCode::OK => Ok(Ok(body["requests"].as_array().cloned().unwrap_or_default())),

@@ -113,6 +113,12 @@ impl HttpClient {
     }
 }
 
+/// Returns the JSON of a successful response.
+pub fn json_answer(url: &str, body: &[u8]) -> Result<Value> {
+    serde_json::from_slice(body)
+        .with_context(|| format!("cannot read the answer of {url}; expected JSON"))
+}
+
 /// Returns the message of an error response: of the API, or the text of a proxy.
 pub fn error_message(body: &[u8]) -> String {
     let error: Value = serde_json::from_slice(body).unwrap_or_default();
@@ -173,5 +179,14 @@ mod tests {
         let error = client.get(&url).await.unwrap_err().to_string();
         assert_eq!(error, format!("{url}: no answer within 1s"));
         drop(server.join().unwrap());
+    }
+
+    #[test]
+    fn answer_that_is_not_json_is_reported_with_its_url() {
+        assert_eq!(json_answer("http://a", b"{\"a\": 1}").unwrap()["a"], 1);
+        for body in [&b"<html>"[..], b"", b"{\"a\": "] {
+            let error = json_answer("http://a", body).unwrap_err().to_string();
+            assert_eq!(error, "cannot read the answer of http://a; expected JSON");
+        }
     }
 }

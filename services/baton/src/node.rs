@@ -6,7 +6,10 @@ use anyhow::{Context, Result, bail};
 use clap::{Args, Subcommand};
 use serde_json::Value;
 
-use crate::{client_args::ClientArgs, http_client::error_message};
+use crate::{
+    client_args::ClientArgs,
+    http_client::{error_message, json_answer},
+};
 
 const CONNECT_MAX: Duration = Duration::from_secs(2);
 
@@ -78,7 +81,7 @@ impl Admin {
         if !status.is_success() {
             bail!("{status}: {}", error_message(&body));
         }
-        Ok(serde_json::from_slice(&body).unwrap_or_default())
+        json_answer(&url, &body)
     }
 }
 

@@ -6,12 +6,15 @@ use anyhow::{Context, Result, anyhow, bail};
 use clap::{Args, Subcommand};
 use serde_json::{Value, json};
 
-use crate::{client_args::ClientArgs, http_client::error_message};
+use crate::{
+    client_args::ClientArgs,
+    http_client::{error_message, json_answer},
+};
 
 const CONNECT_MAX: Duration = Duration::from_secs(2);
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
-/// Time beyond the update's own time-out until the command gives up.
-const GRACE: Duration = Duration::from_secs(30);
+/// Time beyond the update's own time-out until the command gives up: the router commits for up to 60 s.
+const GRACE: Duration = Duration::from_secs(90);
 
 #[derive(Subcommand)]
 pub enum WeightsCommand {
@@ -98,7 +101,14 @@ impl PushArgs {
         }
         let began = Instant::now();
         let mut answer = self.admin.call("POST", "/begin", Some(&body)).await?;
-        let id = answer["update"]["id"].as_str().unwrap_or_default().to_owned();
+        let id = answer["update"]["id"].as_str();
+        let id = id.ok_or_else(|| {
+            anyhow!(
+                "the answer of {} has no update.id; expected the address of router.admin",
+                self.admin.to
+            )
+        })?;
+        let id = id.to_owned();
         let give_up = began + Duration::from_secs(self.timeout.into()) + GRACE;
         loop {
             let update = &answer["update"];
@@ -136,7 +146,7 @@ impl Admin {
         if !status.is_success() {
             bail!("{status}: {}", error_message(&body));
         }
-        Ok(serde_json::from_slice(&body).unwrap_or_default())
+        json_answer(&url, &body)
     }
 }
 

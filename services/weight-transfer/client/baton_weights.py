@@ -25,6 +25,8 @@ import urllib.request
 DTYPES = {"torch.float32": "F32", "torch.float16": "F16", "torch.bfloat16": "BF16"}
 COPIED = ("config.json", "generation_config.json")
 POLL_SECONDS = 0.05
+# Time beyond an update's time-out: the router commits for up to 60 s.
+GRACE_SECONDS = 90
 
 
 class UpdateError(Exception):
@@ -49,6 +51,8 @@ class WeightUpdater:
         if self.model is not None:
             body["model"] = self.model
         update = self.call("POST", "/begin", body)
+        if update is None or "id" not in update:
+            raise UpdateError(f"the answer of {self.admin} has no update.id; expected the address of router.admin")
         return self.wait(update["id"], "prepared")["id"]
 
     def commit(self, update_id):
@@ -74,17 +78,17 @@ class WeightUpdater:
         return path
 
     def wait(self, update_id, phase):
-        deadline = time.monotonic() + self.timeout + 30
+        deadline = time.monotonic() + self.timeout + GRACE_SECONDS
         while time.monotonic() < deadline:
             update = self.call("GET", "")
-            if update is None or update["id"] != update_id:
+            if update is None or update.get("id") != update_id:
                 raise UpdateError(f"update {update_id} is not the router's last update: {update}")
-            if update["phase"] in (phase, "committed"):
+            if update.get("phase") in (phase, "committed"):
                 return update
-            if update["phase"] == "aborted":
-                raise UpdateError(f"update {update_id} was aborted: {update['reason']}")
+            if update.get("phase") == "aborted":
+                raise UpdateError(f"update {update_id} was aborted: {update.get('reason')}")
             time.sleep(POLL_SECONDS)
-        raise UpdateError(f"update {update_id} is not {phase} within {self.timeout} s")
+        raise UpdateError(f"update {update_id} is not {phase} within {self.timeout + GRACE_SECONDS} s")
 
     def remove_old(self, committed):
         """Keeps the committed weights, which nodes that missed the update still read, and the newest others."""
@@ -103,7 +107,7 @@ class WeightUpdater:
         request = urllib.request.Request(url, data=data, method=method, headers=headers)
         try:
             with urllib.request.urlopen(request, timeout=30) as response:
-                return json.load(response)["update"]
+                text = response.read()
         except urllib.error.HTTPError as error:
             text = error.read().decode(errors="replace")
             try:
@@ -111,6 +115,13 @@ class WeightUpdater:
             except (ValueError, KeyError, TypeError):
                 pass
             raise UpdateError(f"{method} {url}: {error.code} {text}") from None
+        except OSError as error:
+            raise UpdateError(f"cannot reach the router's admin API: {method} {url}: {error}") from None
+        try:
+            return json.loads(text)["update"]
+        except (ValueError, KeyError, TypeError):
+            shown = text[:200].decode(errors="replace")
+            raise UpdateError(f"cannot read the answer of {url}: {shown!r}; expected JSON with the field update") from None
 
 
 def write_safetensors(path, state_dict):
