@@ -17,7 +17,10 @@ use tokio::sync::Notify;
 
 use crate::{
     admission::Full,
-    fair_queue::{EndedAttempt, FairQueue, Flow, FlowLimit, FlowName, LimitReached},
+    fair_queue::{
+        self, AttemptEnd, FairQueue, Flow, FlowLimit, FlowName, LimitReached, TooLate, WaitLimits,
+        WaitRequest,
+    },
     request::error::{Overload, RETRY_AFTER_S},
 };
 
@@ -85,35 +88,6 @@ impl Turns {
     }
 }
 
-/// An answer that may have to wait.
-#[derive(Clone, Debug)]
-pub struct WaitRequest {
-    pub flow: Flow,
-    /// Uncached prompt tokens and maximum output tokens.
-    pub prompt_tokens: u32,
-    pub output_tokens_max: u32,
-    pub limits: WaitLimits,
-    /// Whether the answer emitted tokens: then it is not rejected.
-    pub has_begun: bool,
-}
-
-/// Limits of the time that an answer waits.
-#[derive(Clone, Copy, Debug)]
-pub struct WaitLimits {
-    pub wait_max: Duration,
-    /// The answer must be complete by this time.
-    pub deadline: Instant,
-}
-
-impl WaitLimits {
-    /// Returns the time by which an answer of this cost must start.
-    fn start_by(&self, queue: &FairQueue<u64>, cost: f64) -> Instant {
-        let now = Instant::now();
-        let deadline = self.deadline.checked_sub(queue.service_time_max(cost)).unwrap_or(now);
-        (now + self.wait_max).min(deadline.max(now))
-    }
-}
-
 impl WaitQueue {
     /// `places` are shared by the queues of all models.
     pub fn new(places: Arc<WaitLimit>) -> Self {
@@ -134,11 +108,7 @@ impl WaitQueue {
     /// must be cheap.
     pub fn check(&self, flow: &Flow, limits: WaitLimits) -> Result<(), Overload> {
         let Turns { queue, .. } = &*lock(&self.turns);
-        if queue.is_empty() {
-            return Ok(());
-        }
-        let cost = queue.cost(&flow.name, 0, u32::MAX);
-        check_wait(queue, flow, limits.start_by(queue, cost))
+        queue.check(Instant::now(), flow, limits).map_err(|late| too_late(queue, late, &flow.name))
     }
 
     /// Returns the overload with the predicted time after which the caller may retry.
@@ -187,32 +157,19 @@ impl WaitQueue {
 
     /// Charges the flow for an answer that starts on nodes, until the charge is dropped.
     pub fn start(&self, flow: &Flow, prompt_tokens: u32, output_tokens_max: u32) -> Charge {
-        let mut turns = lock(&self.turns);
-        let charged = turns.queue.cost(&flow.name, prompt_tokens, output_tokens_max);
-        let started = Instant::now();
-        turns.queue.started(started, flow, charged);
-        drop(turns);
-        Charge {
-            turns: self.turns.clone(),
-            flow: flow.name.clone(),
-            charged,
-            prompt_tokens,
-            output_tokens: 0,
-            started,
-            is_complete: false,
-        }
+        let queue = &mut lock(&self.turns).queue;
+        let charge = queue.start(Instant::now(), flow, prompt_tokens, output_tokens_max);
+        Charge { turns: self.turns.clone(), charge, end: AttemptEnd::Cut }
     }
 }
 
-fn check_wait(queue: &FairQueue<u64>, flow: &Flow, start_by: Instant) -> Result<(), Overload> {
-    let now = Instant::now();
-    let wait_max = start_by.saturating_duration_since(now);
-    let Some(wait) = queue.wait(flow).filter(|wait| *wait > wait_max) else { return Ok(()) };
-    let full = match queue.is_over_share(now, &flow.name) {
+fn too_late(queue: &FairQueue<u64>, late: TooLate, flow: &FlowName) -> Overload {
+    let TooLate { wait, wait_max, is_over_share } = late;
+    let full = match is_over_share {
         true => Full::ShareLate { wait, wait_max },
         false => Full::Late { wait, wait_max },
     };
-    Err(overload(queue, full, &flow.name))
+    overload(queue, full, flow)
 }
 
 fn overload(queue: &FairQueue<u64>, full: Full, flow: &FlowName) -> Overload {
@@ -243,21 +200,16 @@ impl Waiting {
     /// Joins the queue, unless the answer could not start in time. An answer in the queue keeps its place, and its turn
     /// passes to other answers.
     pub fn queue(&mut self) -> Result<(), Overload> {
-        let WaitRequest { flow, prompt_tokens, output_tokens_max, limits, has_begun } =
-            &self.request;
         let mut turns = lock(&self.queue.turns);
+        let now = Instant::now();
         if let Some(Queued { id, .. }) = self.queued {
-            turns.queue.passed(Instant::now(), id);
+            turns.queue.passed(now, id);
         } else {
-            let cost = turns.queue.cost(&flow.name, *prompt_tokens, *output_tokens_max);
-            let start_by = limits.start_by(&turns.queue, cost);
-            if !has_begun {
-                check_wait(&turns.queue, flow, start_by)?;
-            }
             let (id, signal) = (turns.next_id, Arc::new(TurnSignal::default()));
+            let joined = turns.queue.join(now, id, &self.request);
+            joined.map_err(|late| too_late(&turns.queue, late, &self.request.flow.name))?;
             turns.next_id += 1;
             turns.waiting.insert(id, signal.clone());
-            turns.queue.join(Instant::now(), id, flow, cost, (start_by, !has_begun));
             self.queued = Some(Queued { turns: self.queue.turns.clone(), id, signal });
         }
         turns.notify_next();
@@ -316,37 +268,26 @@ impl Drop for Place {
 /// the next answer then gets its turn.
 pub struct Charge {
     turns: Arc<Mutex<Turns>>,
-    flow: FlowName,
-    charged: f64,
-    prompt_tokens: u32,
-    output_tokens: u32,
-    started: Instant,
-    is_complete: bool,
+    charge: fair_queue::Charge,
+    end: AttemptEnd,
 }
 
 impl Charge {
     /// Counts tokens that the attempt emitted.
     pub fn emitted(&mut self, count: u32) {
-        self.output_tokens += count;
+        self.charge.emitted(count);
     }
 
-    /// Notes that the attempt completed its answer.
-    pub fn completed(&mut self) {
-        self.is_complete = true;
+    /// Notes how the attempt ended.
+    pub fn ended(&mut self, end: AttemptEnd) {
+        self.end = end;
     }
 }
 
 impl Drop for Charge {
     fn drop(&mut self) {
         let mut turns = lock(&self.turns);
-        let ended = EndedAttempt {
-            charged: self.charged,
-            prompt_tokens: self.prompt_tokens,
-            output_tokens: self.output_tokens,
-            duration: self.started.elapsed(),
-            is_complete: self.is_complete,
-        };
-        turns.queue.ended(Instant::now(), &self.flow, &ended);
+        turns.queue.ended(Instant::now(), &self.charge, self.end);
         turns.queue.retry_passed();
         turns.notify_next();
     }
@@ -409,11 +350,10 @@ mod tests {
     async fn answer_that_cannot_start_in_time_is_refused_before_it_queues() {
         let (queue, flow) = (queue(8), tenant("a"));
         // One attempt runs, and attempts took a second for 102 tokens.
-        let mut ended = queue.start(&flow, 100, 1);
-        ended.emitted(1);
-        ended.completed();
-        ended.started -= Duration::from_secs(1);
-        drop(ended);
+        let a_second_ago = Instant::now() - Duration::from_secs(1);
+        let mut charge = lock(&queue.turns).queue.start(a_second_ago, &flow, 100, 1);
+        charge.emitted(1);
+        drop(Charge { turns: queue.turns.clone(), charge, end: AttemptEnd::Complete });
         let _running = queue.start(&flow, 100, 1);
         let _waiting: Vec<_> = (0..5).map(|_| waiting(&queue, &flow, LONG).unwrap()).collect();
         let refused = waiting(&queue, &flow, Duration::from_secs(2)).err().unwrap();

@@ -44,6 +44,8 @@ pub struct PickedNodes {
     pub prefill: Option<Assigned>,
     /// Predicted time to first token.
     pub ttft: Option<Duration>,
+    /// Tokens that the attempt must prefill.
+    pub uncached_tokens: u32,
 }
 
 /// The directory's actions, in order.
@@ -169,6 +171,7 @@ impl Nodes {
             decode: assigned(picked.decode),
             prefill: picked.prefill.map(assigned),
             ttft: picked.ttft,
+            uncached_tokens: picked.uncached_tokens,
         })
     }
 

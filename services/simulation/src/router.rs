@@ -15,7 +15,7 @@ use proto::{
     v1::{self, DecodeEvent, DecodeRequest, ObserveEvent, PrefillEvent, PrefillRequest},
 };
 use router::{
-    fair_queue::{self, FairQueue, Flow},
+    fair_queue::{Charge, FairQueue, Flow, WaitLimits, WaitRequest},
     request_core::{
         AnswerSpec, AttemptOutcome, Blame, EndedAttempt, GiveUp, NodeFeedback, Output,
         RecoveryPolicy, RequestCore, Side, Stop,
@@ -133,8 +133,8 @@ struct Answer {
     attempts: u32,
     flow: Flow,
     is_queued: bool,
-    /// Account of the open attempt: the charged cost, its prompt tokens, and the tokens emitted before.
-    charge: Option<(f64, u32, usize)>,
+    /// Charge of the open attempt.
+    charge: Option<Charge>,
     /// When the client reads again, and the stop condition in the tokens that it has not read.
     stalled: Option<(Instant, Option<Stop>)>,
     arrived_at: Instant,
@@ -444,6 +444,9 @@ impl Router {
                             self.first_tokens.insert(id, now - answer.arrived_at);
                         }
                     }
+                    if let Some(charge) = &mut answer.charge {
+                        charge.emitted(tokens.len() as u32);
+                    }
                     let gap = answer.emitted_at.replace(now).map(|at| now - at);
                     let stop = answer.client.receive(first_index, &tokens);
                     match answer.stalls(first_index, tokens.len() as u32) {
@@ -517,18 +520,16 @@ impl Router {
             return queue.passed(now, id);
         }
         let wanted = answer.core.wanted();
-        let wait_max = match wanted.room {
-            Room::Any => Duration::ZERO,
-            Room::Start { .. } => self.policy.busy_timeout,
+        let request = WaitRequest {
+            flow: answer.flow.clone(),
+            prompt_tokens: wanted.tokens,
+            output_tokens_max: wanted.new_tokens_max,
+            limits: WaitLimits::new(wanted.room, self.policy.busy_timeout, answer.deadline),
+            has_begun: !answer.core.emitted().is_empty(),
         };
-        let cost = queue.cost(&answer.flow.name, wanted.tokens, wanted.new_tokens_max);
-        let deadline = answer.deadline.checked_sub(queue.service_time_max(cost)).unwrap_or(now);
-        let start_by = (now + wait_max).min(deadline.max(now));
-        let is_new = answer.core.emitted().is_empty();
-        if is_new && queue.wait(&answer.flow).is_some_and(|wait| now + wait > start_by) {
-            return self.end(now, id, End::Refused);
+        if queue.join(now, id, &request).is_err() {
+            self.end(now, id, End::Refused);
         }
-        queue.join(now, id, &answer.flow, cost, (start_by, is_new));
     }
 
     fn leave_queue(&mut self, id: usize) {
@@ -564,7 +565,7 @@ impl Router {
         if let Room::Start { headroom } = &mut wanted.room {
             *headroom = queue.is_over_share(now, &answer.flow.name);
         }
-        let (tokens, output_tokens_max) = (wanted.tokens, wanted.new_tokens_max);
+        let output_tokens_max = wanted.new_tokens_max;
         let started = self.stats.is_some().then(Instant::now);
         let picked = self.nodes.pick(now, transfer, &wanted);
         if let (Some(stats), Some(started)) = (&mut self.stats, started) {
@@ -574,12 +575,11 @@ impl Router {
             Ok(picked) => picked,
             Err(reason) => return answer.core.handle_no_node(now, &reason),
         };
-        let charged = queue.cost(&answer.flow.name, tokens, output_tokens_max);
-        queue.started(now, &answer.flow, charged);
+        let PickedNodes { decode, prefill, ttft, uncached_tokens } = picked;
+        let charge = queue.start(now, &answer.flow, uncached_tokens, output_tokens_max);
         queue.leave(id);
         answer.is_queued = false;
-        answer.charge = Some((charged, tokens, answer.core.emitted().len()));
-        let PickedNodes { decode, prefill, ttft } = picked;
+        answer.charge = Some(charge);
         self.picks.extend(self.stats.is_none().then(|| Pick {
             request: id,
             decode: decode.host,
@@ -671,16 +671,9 @@ impl Router {
             });
         }
         let answer = self.answers.get_mut(&id).expect("requests are kept");
-        let (charged, prompt_tokens, before) = answer.charge.take().expect("an attempt is charged");
-        let ended_attempt = fair_queue::EndedAttempt {
-            charged,
-            prompt_tokens,
-            output_tokens: (answer.core.emitted().len() - before) as u32,
-            duration: answer.picked_at.map(|at| now - at).unwrap_or_default(),
-            is_complete: ended.outcome == AttemptOutcome::Complete,
-        };
+        let charge = answer.charge.take().expect("an attempt is charged");
         let queue = self.waiting.get_mut(&answer.model).expect("the attempt was charged");
-        queue.ended(now, &answer.flow.name, &ended_attempt);
+        queue.ended(now, &charge, ended.outcome.charged_end());
         queue.retry_passed();
         if ended.outcome == AttemptOutcome::Paused {
             self.coverage.count("paused");

@@ -109,6 +109,8 @@ pub struct Picked {
     pub prefill: Option<NodeChoice>,
     /// Predicted time from now to the first token; `None` without measurements.
     pub ttft: Option<Duration>,
+    /// Tokens that the attempt must prefill: the node that prefills has not cached them.
+    pub uncached_tokens: u32,
     pub considered: Considered,
 }
 
@@ -263,6 +265,7 @@ impl Directory {
         let (decode, prefill) = (best.decode.assigned(), best.prefill.map(Candidate::assigned));
         let predicted_ms = best.prediction.map(|prediction| prediction.ttft_ms());
         let is_local = prefill.is_none();
+        let uncached_tokens = prefill.as_ref().unwrap_or(&decode).1.uncached_tokens as u32;
         let ttft_ms = predicted_ms.map(|ms| ms + self.overhead_ms);
         let forecast = ttft_ms.map(|ttft_ms| Forecast { at: now, ttft_ms });
         let pair = prefill.map(|prefill| (prefill.0, decode.0));
@@ -275,6 +278,7 @@ impl Directory {
             decode,
             prefill,
             ttft: ttft_ms.map(|ms| Duration::from_secs_f64(ms.min(DAY_MS) / 1e3)),
+            uncached_tokens,
             considered,
         })
     }

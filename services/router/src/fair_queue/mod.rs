@@ -12,20 +12,20 @@
 //! first comes first. Flows of a higher priority come first, except for one of [`TURNS_PER_FAIR_TURN`] turns.
 //!
 //! Life of a waiting request:
-//! 1. [`FairQueue::join`]. [`FairQueue::wait`] predicts its waiting time before.
+//! 1. [`FairQueue::join`], which refuses it if its predicted waiting time is too long.
 //! 2. [`FairQueue::next_turn`] returns it: the owner picks nodes for it.
-//! 3. [`FairQueue::started`] and [`FairQueue::leave`] if nodes take the request. Otherwise [`FairQueue::passed`]: the turn
+//! 3. [`FairQueue::start`] and [`FairQueue::leave`] if nodes take the request. Otherwise [`FairQueue::passed`]: the turn
 //!    goes to other requests, until the owner calls [`FairQueue::retry_passed`], because nodes may have capacity again.
 //! 4. [`FairQueue::take_late`] returns it when it could no longer complete before its deadline.
 //! 5. [`FairQueue::ended`] when the attempt has ended.
 
 mod flow_limit;
 mod order;
+mod predict;
 #[cfg(test)]
 mod tests;
 
 use std::{
-    cmp::Ordering,
     collections::{BTreeMap, HashMap},
     hash::Hash,
     sync::Arc,
@@ -34,18 +34,9 @@ use std::{
 
 pub use flow_limit::{FlowLimit, LimitReached};
 use order::{Order, Rank};
+use predict::{OUTPUT_SHARE, OUTPUT_TOKEN_COST, RATE_SHARE, ServiceRate, cost};
+pub use predict::{TooLate, WaitLimits, WaitRequest};
 
-/// Cost of an output token, in prompt tokens.
-const OUTPUT_TOKEN_COST: f64 = 2.0;
-/// Predicted output tokens of a flow without finished answers, at most the request's own maximum.
-const OUTPUT_TOKENS_FIRST: f64 = 256.0;
-/// Weight of a finished answer in the mean output length of its flow.
-const OUTPUT_SHARE: f64 = 1.0 / 8.0;
-/// Weight of an ended attempt in the service rate.
-const RATE_SHARE: f64 = 1.0 / 32.0;
-/// Mean errors of the predicted service time that a request keeps in reserve: about 95 % of requests take no longer if
-/// errors are normally distributed.
-const SERVICE_TIME_RESERVE: f64 = 2.0;
 /// Requests that a flow may start before the waiting flows after a time below its share.
 const CREDIT_REQUESTS: f64 = 16.0;
 /// Time for which a flow without requests keeps its share of the headroom.
@@ -141,30 +132,6 @@ struct Queued<Id> {
     passed_at: Option<Instant>,
 }
 
-/// Sums over the last ended attempts, for the rate at which all running requests together are served.
-#[derive(Debug, Default)]
-struct ServiceRate {
-    cost: f64,
-    seconds: f64,
-    /// Mean absolute error of the times predicted from the two sums, in seconds.
-    error_seconds: f64,
-}
-
-impl ServiceRate {
-    /// Returns the predicted seconds from the start of a request to its end.
-    fn service_seconds(&self, cost: f64) -> Option<f64> {
-        (self.cost > 0.0).then(|| cost * self.seconds / self.cost)
-    }
-
-    fn add(&mut self, cost: f64, seconds: f64) {
-        if let Some(predicted) = self.service_seconds(cost) {
-            self.error_seconds += ((seconds - predicted).abs() - self.error_seconds) * RATE_SHARE;
-        }
-        self.cost += cost - self.cost * RATE_SHARE;
-        self.seconds += seconds - self.seconds * RATE_SHARE;
-    }
-}
-
 impl<Id> Queued<Id> {
     fn holds_back(&self, now: Instant) -> bool {
         let passed_for =
@@ -221,22 +188,21 @@ impl<Id: Copy + Eq + Hash> FairQueue<Id> {
         self.places.is_empty()
     }
 
-    /// Returns the predicted cost of an answer. `prompt_tokens`: uncached ones.
-    pub fn cost(&self, flow: &FlowName, prompt_tokens: u32, output_tokens_max: u32) -> f64 {
-        let mean = self.flows.get(flow).and_then(|flow| flow.output_tokens);
-        let output_tokens = mean.unwrap_or(OUTPUT_TOKENS_FIRST).min(output_tokens_max.into());
-        cost(prompt_tokens, output_tokens)
-    }
-
-    /// Returns the time from the start of a request to its end that few requests exceed; zero without measurements.
-    pub fn service_time_max(&self, cost: f64) -> Duration {
-        let reserve = SERVICE_TIME_RESERVE * self.rate.error_seconds;
-        self.rate.service_seconds(cost).map_or(Duration::ZERO, |mean| seconds(mean + reserve))
+    /// Adds a request, unless a new request could not start in time.
+    pub fn join(&mut self, now: Instant, id: Id, request: &WaitRequest) -> Result<(), TooLate> {
+        let WaitRequest { flow, prompt_tokens, output_tokens_max, limits, has_begun } = request;
+        let cost = self.cost(&flow.name, *prompt_tokens, *output_tokens_max);
+        let start_by = self.start_by(now, *limits, cost);
+        if !has_begun {
+            self.check_start(now, flow, start_by)?;
+        }
+        self.insert(now, id, flow, cost, (start_by, !has_begun));
+        Ok(())
     }
 
     /// Adds a request. `start_by`: the time by which it must start. With `may_be_late`, [`Self::take_late`] returns the
     /// request after that time.
-    pub fn join(
+    fn insert(
         &mut self,
         now: Instant,
         id: Id,
@@ -343,35 +309,48 @@ impl<Id: Copy + Eq + Hash> FairQueue<Id> {
         None
     }
 
-    /// Charges a flow for a request that starts on nodes.
-    pub fn started(&mut self, now: Instant, flow: &Flow, cost: f64) {
+    /// Charges a flow for a request that starts on nodes. `prompt_tokens`: uncached ones.
+    pub fn start(
+        &mut self,
+        now: Instant,
+        flow: &Flow,
+        prompt_tokens: u32,
+        output_tokens_max: u32,
+    ) -> Charge {
+        let charged = self.cost(&flow.name, prompt_tokens, output_tokens_max);
         self.starts += 1;
         let starts = self.starts;
         let begin = self.change_active(now, flow, |state| {
             (state.running, state.started) = (state.running + 1, starts);
             let begin = state.virtual_time;
-            state.virtual_time += cost / state.weight;
+            state.virtual_time += charged / state.weight;
             begin
         });
         self.last_served = self.last_served.max(begin);
+        let flow = flow.name.clone();
+        Charge { flow, charged, prompt_tokens, output_tokens: 0, started: now }
     }
 
-    /// Handles the end of an attempt that was charged `charged`. `is_complete`: the answer is complete, so the attempt
-    /// tells about the lengths and the times of later ones.
-    pub fn ended(&mut self, now: Instant, flow: &FlowName, attempt: &EndedAttempt) {
-        let used = cost(attempt.prompt_tokens, attempt.output_tokens.into());
-        self.change(flow, |state| {
+    /// Handles the end of an attempt: charges the flow for what the attempt used.
+    pub fn ended(&mut self, now: Instant, charge: &Charge, end: AttemptEnd) {
+        let output_tokens = f64::from(charge.output_tokens);
+        let used = match end {
+            // A node that drains may have sent tokens before.
+            AttemptEnd::Refused => OUTPUT_TOKEN_COST * output_tokens,
+            AttemptEnd::Complete | AttemptEnd::Cut => cost(charge.prompt_tokens, output_tokens),
+        };
+        let is_complete = end == AttemptEnd::Complete;
+        self.change(&charge.flow, |state| {
             state.running -= 1;
             state.active_at = now;
-            state.virtual_time += (used - attempt.charged) / state.weight;
-            if attempt.is_complete {
-                let tokens = f64::from(attempt.output_tokens);
-                let mean = state.output_tokens.get_or_insert(tokens);
-                *mean += (tokens - *mean) * OUTPUT_SHARE;
+            state.virtual_time += (used - charge.charged) / state.weight;
+            if is_complete {
+                let mean = state.output_tokens.get_or_insert(output_tokens);
+                *mean += (output_tokens - *mean) * OUTPUT_SHARE;
             }
         });
-        if attempt.is_complete {
-            self.rate.add(used, attempt.duration.as_secs_f64());
+        if is_complete {
+            self.rate.add(used, now.saturating_duration_since(charge.started).as_secs_f64());
         }
     }
 
@@ -401,46 +380,6 @@ impl<Id: Copy + Eq + Hash> FairQueue<Id> {
                 flow.map_or(least, |flow| flow.virtual_time.max(least))
             }
         }
-    }
-
-    /// Predicts how long a new request of the flow would wait for its turn. `None` without measurements.
-    pub fn wait(&self, flow: &Flow) -> Option<Duration> {
-        let rate = self.cost_per_second()?;
-        let state = self.flows.get(&flow.name);
-        let queued = state.map_or(0.0, |state| state.queued_cost);
-        let begin = self.begin_of(state, flow.weight.into(), self.waiting_virtual_time());
-        let own = begin + queued / f64::from(flow.weight);
-        // Until the request starts, each flow is served up to the same virtual time.
-        let others = self.flows.iter().filter(|(name, _)| **name != flow.name);
-        let ahead = others.map(|(_, other)| match other.priority.cmp(&flow.priority) {
-            Ordering::Greater => other.queued_cost,
-            Ordering::Less => 0.0,
-            Ordering::Equal => {
-                ((own - other.virtual_time) * other.weight).clamp(0.0, other.queued_cost)
-            }
-        });
-        Some(seconds((queued + ahead.sum::<f64>()) / rate))
-    }
-
-    /// Returns the time in which the queued requests of the flow, or of all flows, are served at the present rate.
-    pub fn drain_time(&self, flow: Option<&FlowName>) -> Option<Duration> {
-        let rate = self.cost_per_second()?;
-        let all: f64 = self.flows.values().map(|flow| flow.queued_cost).sum();
-        let Some(flow) = flow.and_then(|name| self.flows.get(name)) else {
-            return Some(seconds(all / rate));
-        };
-        let waiting = self.flows.values().filter(|flow| !flow.queue.is_empty());
-        let weights: f64 = waiting.map(|flow| flow.weight).sum();
-        let share = if flow.queue.is_empty() { 1.0 } else { flow.weight / weights };
-        Some(seconds((flow.queued_cost / (rate * share)).min(all / rate)))
-    }
-
-    /// Returns the cost that all running requests are served in a second.
-    fn cost_per_second(&self) -> Option<f64> {
-        let ServiceRate { cost, seconds, .. } = self.rate;
-        let running: u32 = self.flows.values().map(|flow| flow.running).sum();
-        let rate = f64::from(running) * cost / seconds;
-        (rate.is_finite() && rate > 0.0).then_some(rate)
     }
 
     /// Returns the virtual time of the waiting flow that is served next; without one, of the last served flow.
@@ -496,24 +435,30 @@ impl<Id: Copy + Eq + Hash> FairQueue<Id> {
     }
 }
 
-/// An attempt that no longer holds a slot.
-#[derive(Clone, Copy, Debug)]
-pub struct EndedAttempt {
-    /// Cost that [`FairQueue::started`] charged.
-    pub charged: f64,
-    /// Prompt tokens that were not cached.
-    pub prompt_tokens: u32,
-    pub output_tokens: u32,
-    pub duration: Duration,
-    /// Whether the answer is complete: only then the attempt tells about later answers.
-    pub is_complete: bool,
+/// Cost of an attempt on its flow's account, from [`FairQueue::start`] to [`FairQueue::ended`].
+#[derive(Clone, Debug)]
+pub struct Charge {
+    flow: FlowName,
+    charged: f64,
+    prompt_tokens: u32,
+    output_tokens: u32,
+    started: Instant,
 }
 
-fn cost(prompt_tokens: u32, output_tokens: f64) -> f64 {
-    (f64::from(prompt_tokens) + OUTPUT_TOKEN_COST * output_tokens).max(1.0)
+impl Charge {
+    /// Counts tokens that the attempt emitted.
+    pub fn emitted(&mut self, count: u32) {
+        self.output_tokens += count;
+    }
 }
 
-fn seconds(seconds: f64) -> Duration {
-    // A day is longer than any deadline.
-    Duration::from_secs_f64(seconds.clamp(0.0, 86_400.0))
+/// End of an attempt, for the account of its flow.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum AttemptEnd {
+    /// The answer is complete: only then the attempt tells about later answers.
+    Complete,
+    /// The attempt used its prompt tokens and emitted tokens.
+    Cut,
+    /// A node refused the attempt, which therefore used no prompt tokens.
+    Refused,
 }

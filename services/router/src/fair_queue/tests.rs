@@ -1,6 +1,6 @@
 use proptest::prelude::*;
 
-use super::*;
+use super::{predict::OUTPUT_TOKENS_FIRST, *};
 
 fn key(name: &str) -> Flow {
     Flow::new(FlowName::Key(name.into()))
@@ -11,8 +11,8 @@ struct Scene {
     queue: FairQueue<u32>,
     now: Instant,
     slots: usize,
-    running: Vec<(Instant, Flow, f64, u32)>,
-    flows: HashMap<u32, (Flow, f64, u32)>,
+    running: Vec<(Instant, Charge)>,
+    flows: HashMap<u32, (Flow, u32)>,
     joined: u32,
     served: Vec<u32>,
 }
@@ -36,8 +36,8 @@ impl Scene {
     fn join(&mut self, flow: &Flow, prompt_tokens: u32) -> u32 {
         self.joined += 1;
         let (id, cost) = (self.joined, cost(prompt_tokens, 0.0));
-        self.flows.insert(id, (flow.clone(), cost, prompt_tokens));
-        self.queue.join(self.now, id, flow, cost, (self.now + Duration::from_secs(3000), true));
+        self.flows.insert(id, (flow.clone(), prompt_tokens));
+        self.queue.insert(self.now, id, flow, cost, (self.now + Duration::from_secs(3000), true));
         id
     }
 
@@ -54,10 +54,10 @@ impl Scene {
                 self.queue.passed(self.now, id);
                 continue;
             }
-            let (flow, cost, prompt_tokens) = self.flows[&id].clone();
-            self.queue.started(self.now, &flow, cost);
+            let (flow, prompt_tokens) = self.flows[&id].clone();
+            let charge = self.queue.start(self.now, &flow, prompt_tokens, 0);
             self.queue.leave(id);
-            self.running.push((self.now + SERVICE, flow, cost, prompt_tokens));
+            self.running.push((self.now + SERVICE, charge));
             self.served.push(id);
         }
     }
@@ -65,16 +65,9 @@ impl Scene {
     /// Moves to the end of the first running request.
     fn step(&mut self) {
         self.running.sort_by_key(|running| std::cmp::Reverse(running.0));
-        let Some((at, flow, charged, prompt_tokens)) = self.running.pop() else { return };
+        let Some((at, charge)) = self.running.pop() else { return };
         self.now = at;
-        let attempt = EndedAttempt {
-            charged,
-            prompt_tokens,
-            output_tokens: 0,
-            duration: SERVICE,
-            is_complete: true,
-        };
-        self.queue.ended(self.now, &flow.name, &attempt);
+        self.queue.ended(self.now, &charge, AttemptEnd::Complete);
         self.queue.retry_passed();
         self.give_turns();
     }
@@ -148,7 +141,7 @@ fn request_that_must_start_first_comes_first_in_its_flow() {
         let id = scene.join(&flow, 1);
         scene.queue.leave(id);
         let start_by = scene.now + Duration::from_secs(seconds);
-        scene.queue.join(scene.now, id, &flow, 1.0, (start_by, true));
+        scene.queue.insert(scene.now, id, &flow, 1.0, (start_by, true));
         id
     });
     (0..3).for_each(|_| scene.step());
@@ -160,10 +153,10 @@ fn request_that_can_no_longer_start_in_time_is_returned() {
     let mut queue = FairQueue::<u32>::default();
     let (now, flow) = (Instant::now(), key("a"));
     let after = |seconds| now + Duration::from_secs(seconds);
-    queue.join(now, 1, &flow, 1.0, (after(1), true));
-    queue.join(now, 2, &flow, 1.0, (after(5), true));
+    queue.insert(now, 1, &flow, 1.0, (after(1), true));
+    queue.insert(now, 2, &flow, 1.0, (after(5), true));
     // A started answer goes on.
-    queue.join(now, 3, &key("b"), 1.0, (now, false));
+    queue.insert(now, 3, &key("b"), 1.0, (now, false));
     assert_eq!(queue.take_late(after(1)), None);
     assert_eq!((queue.take_late(after(2)), queue.take_late(after(2))), (Some(1), None));
     assert_eq!(queue.take_late(after(6)), Some(2));
@@ -175,8 +168,8 @@ fn started_answer_hides_no_late_request_of_its_flow() {
     let mut queue = FairQueue::<u32>::default();
     let (now, flow) = (Instant::now(), key("a"));
     let after = |seconds| now + Duration::from_secs(seconds);
-    queue.join(now, 1, &flow, 1.0, (now, false));
-    queue.join(now, 2, &flow, 1.0, (after(1), true));
+    queue.insert(now, 1, &flow, 1.0, (now, false));
+    queue.insert(now, 2, &flow, 1.0, (after(1), true));
     assert_eq!((queue.take_late(after(2)), queue.take_late(after(2))), (Some(2), None));
 }
 
@@ -185,7 +178,7 @@ fn turns_at_the_same_time_are_bounded() {
     let mut queue = FairQueue::<u32>::default();
     let (now, flows) = (Instant::now(), 40);
     for index in 0..flows {
-        queue.join(now, index, &key(&index.to_string()), 1.0, (now, true));
+        queue.insert(now, index, &key(&index.to_string()), 1.0, (now, true));
     }
     let give = |queue: &mut FairQueue<u32>| -> Vec<u32> {
         std::iter::from_fn(|| queue.next_turn(now)).collect()
@@ -208,14 +201,31 @@ fn charge_is_corrected_by_the_tokens_that_were_used() {
     assert_eq!(queue.cost(&flow.name, 10, 20), 50.0);
     let charged = queue.cost(&flow.name, 10, 4096);
     assert_eq!(charged, 10.0 + 2.0 * OUTPUT_TOKENS_FIRST);
-    queue.started(now, &flow, charged);
-    let duration = SERVICE;
-    let ended =
-        EndedAttempt { charged, prompt_tokens: 10, output_tokens: 5, duration, is_complete: true };
-    queue.ended(now, &flow.name, &ended);
+    let mut charge = queue.start(now, &flow, 10, 4096);
+    assert_eq!(queue.flows[&flow.name].virtual_time, charged);
+    charge.emitted(5);
+    queue.ended(now + SERVICE, &charge, AttemptEnd::Complete);
     assert_eq!(queue.flows[&flow.name].virtual_time, 20.0);
     assert_eq!(queue.cost(&flow.name, 10, 4096), 20.0, "answers of this flow have 5 tokens");
     assert_eq!(queue.service_time_max(40.0), 2 * SERVICE);
+}
+
+#[test]
+fn attempt_that_a_node_refused_costs_nothing() {
+    let mut queue = FairQueue::<u32>::default();
+    let (now, flow) = (Instant::now(), key("a"));
+    for (emitted, end, cost) in [
+        (0, AttemptEnd::Refused, 0.0),
+        (0, AttemptEnd::Cut, 100.0),
+        (5, AttemptEnd::Cut, 110.0),
+        (5, AttemptEnd::Refused, 10.0),
+    ] {
+        let before = queue.flows.get(&flow.name).map_or(0.0, |flow| flow.virtual_time);
+        let mut charge = queue.start(now, &flow, 100, 4096);
+        charge.emitted(emitted);
+        queue.ended(now, &charge, end);
+        assert_eq!(queue.flows[&flow.name].virtual_time - before, cost, "{end:?}");
+    }
 }
 
 #[test]
@@ -224,16 +234,9 @@ fn reserve_of_the_service_time_grows_with_its_variation() {
     let (now, flow) = (Instant::now(), key("a"));
     assert_eq!(queue.service_time_max(20.0), Duration::ZERO, "nothing was measured");
     let mut ended = |milliseconds: u64| {
-        queue.started(now, &flow, 20.0);
-        let duration = Duration::from_millis(milliseconds);
-        let attempt = EndedAttempt {
-            charged: 20.0,
-            prompt_tokens: 10,
-            output_tokens: 5,
-            duration,
-            is_complete: true,
-        };
-        queue.ended(now, &flow.name, &attempt);
+        let mut charge = queue.start(now, &flow, 10, 5);
+        charge.emitted(5);
+        queue.ended(now + Duration::from_millis(milliseconds), &charge, AttemptEnd::Complete);
         queue.service_time_max(20.0)
     };
     let steady = (0..100).map(|_| ended(1000)).last().unwrap();
@@ -282,7 +285,7 @@ fn turn_passes_to_other_requests_and_a_large_first_request_holds_them_back_at_ti
     let mut queue = FairQueue::<u32>::default();
     let (start, flow) = (Instant::now(), key("a"));
     let start_by = start + Duration::from_secs(60);
-    (0..9).for_each(|id| queue.join(start, id, &flow, 1.0, (start_by, true)));
+    (0..9).for_each(|id| queue.insert(start, id, &flow, 1.0, (start_by, true)));
     let turns = |queue: &mut FairQueue<u32>, seconds| {
         let now = start + Duration::from_secs(seconds);
         queue.retry_passed();
@@ -308,7 +311,7 @@ fn flows_without_requests_are_bounded() {
     let now = Instant::now();
     for index in 0..3 * IDLE_FLOWS_MAX as u32 {
         let flow = Flow::new(FlowName::Tenant(index.to_string().into()));
-        queue.join(now, index, &flow, 1.0, (now, true));
+        queue.insert(now, index, &flow, 1.0, (now, true));
         queue.leave(index);
     }
     assert!(queue.flows.len() <= IDLE_FLOWS_MAX + 1);

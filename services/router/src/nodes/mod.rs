@@ -116,8 +116,8 @@ impl Nodes {
         let picked = self.directory().pick(Instant::now(), transfer_id, wanted)?;
         let prefill = picked.prefill.map(|choice| self.connected(Role::Prefill, choice));
         let decode = self.connected(Role::Decode, picked.decode)?;
-        let (prefill, considered) = (prefill.transpose()?, picked.considered);
-        Ok(PickedNodes { decode, prefill, ttft: picked.ttft, considered })
+        let cluster::Picked { ttft, uncached_tokens, considered, .. } = picked;
+        Ok(PickedNodes { decode, prefill: prefill.transpose()?, ttft, uncached_tokens, considered })
     }
 
     fn connected(&self, role: Role, choice: NodeChoice) -> Result<Assigned, NoNode> {
@@ -317,6 +317,8 @@ pub struct PickedNodes {
     pub prefill: Option<Assigned>,
     /// Predicted time from the pick to the first token.
     pub ttft: Option<Duration>,
+    /// Tokens that the attempt must prefill.
+    pub uncached_tokens: u32,
     pub considered: Considered,
 }
 

@@ -56,6 +56,7 @@ use schemars::JsonSchema;
 use serde::Serialize;
 use tonic::Status;
 
+use crate::fair_queue::AttemptEnd;
 use attempt::{AttemptAction, AttemptState, LAST_EVENT_MAX, TOKEN_0_MAX};
 pub use attempt::{AttemptStats, NodeStats};
 use emitted::EmittedTokens;
@@ -176,6 +177,17 @@ pub enum AttemptOutcome {
     Paused,
     /// The request ended before the attempt did.
     Cancelled,
+}
+
+impl AttemptOutcome {
+    /// Returns the end of the attempt for the account of its flow.
+    pub fn charged_end(&self) -> AttemptEnd {
+        match self {
+            Self::Complete => AttemptEnd::Complete,
+            Self::Failed(failure) if failure.is_refusal() => AttemptEnd::Refused,
+            Self::Failed(_) | Self::Paused | Self::Cancelled => AttemptEnd::Cut,
+        }
+    }
 }
 
 #[derive(Debug, PartialEq)]

@@ -406,6 +406,14 @@ impl AttemptFailure {
         }
     }
 
+    /// Returns whether the node refused the attempt, so that the caller does not pay for the prompt.
+    pub fn is_refusal(&self) -> bool {
+        matches!(
+            self.cause,
+            Cause::Busy | Cause::Draining | Cause::Stale | Cause::OtherWeights | Cause::Duplicate
+        )
+    }
+
     /// Returns who may be at fault, for the circuit breakers. A busy or draining node is not, and neither is a node
     /// that received an invalid request.
     pub fn blame(&self) -> Option<Blame> {
@@ -648,6 +656,8 @@ mod tests {
         assert_eq!(AttemptFailure::status(Side::Decode, &broken).cause, Cause::Lost);
         let busy = AttemptFailure::status(Side::Prefill, &Status::resource_exhausted("full"));
         assert_eq!((busy.cause, busy.side), (Cause::Busy, Side::Prefill));
+        assert!(busy.is_refusal() && refused.is_refusal());
+        assert!(!AttemptFailure::status(Side::Decode, &broken).is_refusal());
         // The router observes the node again, and logs why the node rejects its tokens.
         let rejected = AttemptFailure::status(Side::Decode, &Status::unauthenticated("expired"));
         assert_eq!(rejected.node_feedback(), Some(NodeFeedback::Lost));

@@ -23,6 +23,7 @@ use super::{
     events::{AnswerEnd, AnswerTokens, Event, EventSender, StopReason},
 };
 use crate::{
+    fair_queue::{WaitLimits, WaitRequest},
     front::Front,
     nodes::{Assigned, NodeCall, PickedNodes, next_message},
     record::RequestRecord,
@@ -31,7 +32,7 @@ use crate::{
         AnswerSpec, AttemptOutcome, Blame, Cause, EndedAttempt, FinishedAnswer, NodeFeedback,
         Output, RecoveryPolicy, RequestCore, Side, Stop,
     },
-    wait_queue::{Charge, Turn, WaitLimits, WaitRequest, Waiting},
+    wait_queue::{Charge, Turn, Waiting},
     wake::MovingTimer,
 };
 
@@ -197,9 +198,8 @@ impl<'a> AnswerDriver<'a> {
         if let Room::Start { headroom } = &mut wanted.room {
             *headroom = queue.leaves_headroom(&self.request.flow.name);
         }
-        let tokens = wanted.tokens;
         let picked = nodes.pick(transfer_id, &wanted);
-        let PickedNodes { decode, prefill, ttft, considered } = match picked {
+        let PickedNodes { decode, prefill, ttft, uncached_tokens, considered } = match picked {
             Ok(picked) => picked,
             Err(reason) => {
                 tracing::debug!(parent: self.record.span(), %reason, "no decode node for the request");
@@ -223,9 +223,7 @@ impl<'a> AnswerDriver<'a> {
             outcome = field::Empty,
         );
         self.record.picked(self.choice, calls.number, considered, ttft, cached);
-        let cached_tokens = cached.0.unwrap_or(cached.1);
-        let charge =
-            queue.start(&self.request.flow, tokens - cached_tokens.min(tokens), output_tokens_max);
+        let charge = queue.start(&self.request.flow, uncached_tokens, output_tokens_max);
         if let Some(waiting) = &mut self.waiting {
             waiting.leave_queue();
         }
@@ -292,9 +290,7 @@ impl<'a> AnswerDriver<'a> {
     fn end_attempt(&mut self, ended: &EndedAttempt) {
         let Some(attempt) = self.attempt.take() else { return };
         let OpenAttempt { decode, prefill, span, mut charge, .. } = attempt;
-        if ended.outcome == AttemptOutcome::Complete {
-            charge.completed();
-        }
+        charge.ended(ended.outcome.charged_end());
         self.report_attempt(ended, &decode.node, prefill.as_ref().map(|call| &call.node), &span);
         // The charge ends last: the next request then finds the nodes released.
         drop((decode, prefill));
@@ -352,16 +348,13 @@ impl<'a> AnswerDriver<'a> {
             Some(waiting) => waiting,
             none => {
                 let wanted = self.core.wanted();
-                // A started answer comes before the other answers of its caller, unless its client paused it.
-                let wait_max = match wanted.room {
-                    Room::Any => Duration::ZERO,
-                    Room::Start { .. } => self.front.settings.router.waiting_timeout,
-                };
+                let wait_max = self.front.settings.router.waiting_timeout;
+                let deadline = self.request.deadline.at.into_std();
                 let request = WaitRequest {
                     flow: self.request.flow.clone(),
                     prompt_tokens: wanted.tokens,
                     output_tokens_max: wanted.new_tokens_max,
-                    limits: WaitLimits { wait_max, deadline: self.request.deadline.at.into_std() },
+                    limits: WaitLimits::new(wanted.room, wait_max, deadline),
                     has_begun: !self.core.emitted().is_empty(),
                 };
                 let of_key = self.record.caller().waiting();

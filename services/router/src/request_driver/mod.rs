@@ -20,7 +20,7 @@ use tracing::{Instrument, Span};
 
 use crate::{
     admission::{Admitted, Full},
-    fair_queue::Flow,
+    fair_queue::{Flow, WaitLimits},
     front::{Front, ServedModel},
     keys::OpenStreams,
     record::RequestRecord,
@@ -34,7 +34,6 @@ use crate::{
         tools::{CallReader, CallReading, OfferedTools},
     },
     request_core::AnswerSpec,
-    wait_queue::WaitLimits,
     wake::when_woken,
 };
 use answer_driver::AnswerDriver;

@@ -1,0 +1,185 @@
+//! Predictions of the fair queue: costs, times of service and of waiting, and refusals that follow.
+
+use std::{
+    cmp::Ordering,
+    hash::Hash,
+    time::{Duration, Instant},
+};
+
+use cluster::Room;
+
+use super::{FairQueue, Flow, FlowName};
+
+/// Cost of an output token, in prompt tokens.
+pub(super) const OUTPUT_TOKEN_COST: f64 = 2.0;
+/// Predicted output tokens of a flow without finished answers, at most the request's own maximum.
+pub(super) const OUTPUT_TOKENS_FIRST: f64 = 256.0;
+/// Weight of a finished answer in the mean output length of its flow.
+pub(super) const OUTPUT_SHARE: f64 = 1.0 / 8.0;
+/// Weight of an ended attempt in the service rate.
+pub(super) const RATE_SHARE: f64 = 1.0 / 32.0;
+/// Mean errors of the predicted service time that a request keeps in reserve: about 95 % of requests take no longer if
+/// errors are normally distributed.
+const SERVICE_TIME_RESERVE: f64 = 2.0;
+
+/// A request that may have to wait for its turn.
+#[derive(Clone, Debug)]
+pub struct WaitRequest {
+    pub flow: Flow,
+    /// Prompt and emitted tokens.
+    pub prompt_tokens: u32,
+    pub output_tokens_max: u32,
+    pub limits: WaitLimits,
+    /// Whether the answer emitted tokens: then it is not rejected.
+    pub has_begun: bool,
+}
+
+/// Limits of the time that a request waits.
+#[derive(Clone, Copy, Debug)]
+pub struct WaitLimits {
+    pub wait_max: Duration,
+    /// The request must be complete by this time.
+    pub deadline: Instant,
+}
+
+impl WaitLimits {
+    /// Returns the limits of a request with this need of room. `wait_max`: `router.waiting_timeout`.
+    pub fn new(room: Room, wait_max: Duration, deadline: Instant) -> Self {
+        // A started answer comes before the other answers of its caller, unless its client paused it.
+        let wait_max = match room {
+            Room::Any => Duration::ZERO,
+            Room::Start { .. } => wait_max,
+        };
+        Self { wait_max, deadline }
+    }
+}
+
+/// Reason why a request is refused before it queues: it would wait for longer than it may.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TooLate {
+    pub wait: Duration,
+    pub wait_max: Duration,
+    /// Whether the request waits because its flow was served more than its share.
+    pub is_over_share: bool,
+}
+
+/// Sums over the last ended attempts, for the rate at which all running requests together are served.
+#[derive(Debug, Default)]
+pub(super) struct ServiceRate {
+    pub(super) cost: f64,
+    seconds: f64,
+    /// Mean absolute error of the times predicted from the two sums, in seconds.
+    error_seconds: f64,
+}
+
+impl ServiceRate {
+    /// Returns the predicted seconds from the start of a request to its end.
+    fn service_seconds(&self, cost: f64) -> Option<f64> {
+        (self.cost > 0.0).then(|| cost * self.seconds / self.cost)
+    }
+
+    pub(super) fn add(&mut self, cost: f64, seconds: f64) {
+        if let Some(predicted) = self.service_seconds(cost) {
+            self.error_seconds += ((seconds - predicted).abs() - self.error_seconds) * RATE_SHARE;
+        }
+        self.cost += cost - self.cost * RATE_SHARE;
+        self.seconds += seconds - self.seconds * RATE_SHARE;
+    }
+}
+
+impl<Id: Copy + Eq + Hash> FairQueue<Id> {
+    /// Returns the predicted cost of an answer. `prompt_tokens`: uncached ones.
+    pub(super) fn cost(&self, flow: &FlowName, prompt_tokens: u32, output_tokens_max: u32) -> f64 {
+        let mean = self.flows.get(flow).and_then(|flow| flow.output_tokens);
+        let output_tokens = mean.unwrap_or(OUTPUT_TOKENS_FIRST).min(output_tokens_max.into());
+        cost(prompt_tokens, output_tokens)
+    }
+
+    /// Returns the time from the start of a request to its end that few requests exceed; zero without measurements.
+    pub(super) fn service_time_max(&self, cost: f64) -> Duration {
+        let reserve = SERVICE_TIME_RESERVE * self.rate.error_seconds;
+        self.rate.service_seconds(cost).map_or(Duration::ZERO, |mean| seconds(mean + reserve))
+    }
+
+    /// Returns the time by which a request of this cost must start.
+    pub(super) fn start_by(&self, now: Instant, limits: WaitLimits, cost: f64) -> Instant {
+        let deadline = limits.deadline.checked_sub(self.service_time_max(cost)).unwrap_or(now);
+        (now + limits.wait_max).min(deadline.max(now))
+    }
+
+    /// Fails if a request of the flow could not start in time, whatever its prompt. Called before the prompt is
+    /// tokenized, because a refusal must be cheap.
+    pub fn check(&self, now: Instant, flow: &Flow, limits: WaitLimits) -> Result<(), TooLate> {
+        if self.is_empty() {
+            return Ok(());
+        }
+        let cost = self.cost(&flow.name, 0, u32::MAX);
+        self.check_start(now, flow, self.start_by(now, limits, cost))
+    }
+
+    /// Fails if a request of the flow could not start by this time.
+    pub(super) fn check_start(
+        &self,
+        now: Instant,
+        flow: &Flow,
+        start_by: Instant,
+    ) -> Result<(), TooLate> {
+        let wait_max = start_by.saturating_duration_since(now);
+        match self.wait(flow).filter(|wait| *wait > wait_max) {
+            None => Ok(()),
+            Some(wait) => {
+                let is_over_share = self.is_over_share(now, &flow.name);
+                Err(TooLate { wait, wait_max, is_over_share })
+            }
+        }
+    }
+
+    /// Predicts how long a new request of the flow would wait for its turn. `None` without measurements.
+    pub(super) fn wait(&self, flow: &Flow) -> Option<Duration> {
+        let rate = self.cost_per_second()?;
+        let state = self.flows.get(&flow.name);
+        let queued = state.map_or(0.0, |state| state.queued_cost);
+        let begin = self.begin_of(state, flow.weight.into(), self.waiting_virtual_time());
+        let own = begin + queued / f64::from(flow.weight);
+        // Until the request starts, each flow is served up to the same virtual time.
+        let others = self.flows.iter().filter(|(name, _)| **name != flow.name);
+        let ahead = others.map(|(_, other)| match other.priority.cmp(&flow.priority) {
+            Ordering::Greater => other.queued_cost,
+            Ordering::Less => 0.0,
+            Ordering::Equal => {
+                ((own - other.virtual_time) * other.weight).clamp(0.0, other.queued_cost)
+            }
+        });
+        Some(seconds((queued + ahead.sum::<f64>()) / rate))
+    }
+
+    /// Returns the time in which the queued requests of the flow, or of all flows, are served at the present rate.
+    pub fn drain_time(&self, flow: Option<&FlowName>) -> Option<Duration> {
+        let rate = self.cost_per_second()?;
+        let all: f64 = self.flows.values().map(|flow| flow.queued_cost).sum();
+        let Some(flow) = flow.and_then(|name| self.flows.get(name)) else {
+            return Some(seconds(all / rate));
+        };
+        let waiting = self.flows.values().filter(|flow| !flow.queue.is_empty());
+        let weights: f64 = waiting.map(|flow| flow.weight).sum();
+        let share = if flow.queue.is_empty() { 1.0 } else { flow.weight / weights };
+        Some(seconds((flow.queued_cost / (rate * share)).min(all / rate)))
+    }
+
+    /// Returns the cost that all running requests are served in a second.
+    fn cost_per_second(&self) -> Option<f64> {
+        let ServiceRate { cost, seconds, .. } = self.rate;
+        let running: u32 = self.flows.values().map(|flow| flow.running).sum();
+        let rate = f64::from(running) * cost / seconds;
+        (rate.is_finite() && rate > 0.0).then_some(rate)
+    }
+}
+
+pub(super) fn cost(prompt_tokens: u32, output_tokens: f64) -> f64 {
+    (f64::from(prompt_tokens) + OUTPUT_TOKEN_COST * output_tokens).max(1.0)
+}
+
+fn seconds(seconds: f64) -> Duration {
+    // A day is longer than any deadline.
+    Duration::from_secs_f64(seconds.clamp(0.0, 86_400.0))
+}
