@@ -6,9 +6,7 @@ use std::time::Duration;
 use cluster::{Role, Selection};
 use config::{Disaggregate, NodePolicy};
 use engine::{SchedulerConfig, executor::ExecutorLimits};
-use kernels::sampling::Sampling;
 use kv_transfer::{TransferLimits, config::LEASE};
-use simulation_base::NetworkFaults;
 
 use crate::{
     checks::BLOCKS_FREE_MAX,
@@ -16,9 +14,7 @@ use crate::{
     event_loop::Simulation,
     planted::PlantedBug,
     run_scenario,
-    scenario::{
-        BLOCK_BYTES, Fault, ModelPlan, NodePlan, RequestPlan, Scenario, Severity, VOCABULARY,
-    },
+    scenario::{BLOCK_BYTES, Fault, NodePlan, RequestPlan, Scenario, VOCABULARY, prompt},
 };
 
 /// Maximum time until a client gets the next token after its decode node was killed.
@@ -46,43 +42,21 @@ fn node(role: Role) -> NodePlan {
 }
 
 fn request(index: u32) -> RequestPlan {
-    RequestPlan {
-        at: Duration::from_millis(u64::from(index) * 40),
-        router: 0,
-        model: 0,
-        prompt: (0..100).map(|position| (position * 7 + index) % VOCABULARY).collect(),
-        sampling: Sampling::greedy(),
-        max_tokens: 40,
-        ignore_stop_tokens: true,
-        grammar: None,
-        cache_salt: String::new(),
-        timeout: Duration::from_secs(30),
-        leaves_after: None,
-        stops_at: None,
-        stalls: None,
-        key: None,
-    }
+    let request = RequestPlan::new(prompt(100, index), 40, Duration::from_secs(30));
+    RequestPlan { at: Duration::from_millis(40) * index, ..request }
 }
 
 /// Returns a scenario with two prefill and two decode nodes and four requests. One decode node is killed at
 /// `killed_at`.
 fn scenario(killed_at: Duration, resets_connections: bool) -> Scenario {
     let restart_after = Duration::from_secs(8);
+    let selection = Selection { disaggregate: Disaggregate::Always, policy: NodePolicy::Predicted };
+    let nodes = [Role::Prefill, Role::Prefill, Role::Decode, Role::Decode].map(node).into();
+    let requests = (0..4).map(request).collect();
     Scenario {
-        severity: Severity::Mild,
-        network: NetworkFaults::delays(Duration::from_millis(1)),
-        read_failure: 0,
         release_delay_max: Duration::from_millis(60),
-        thread_delay_max: Duration::ZERO,
-        is_checked: true,
-        links: None,
-        router_count: 1,
-        has_etcd: false,
-        selection: Selection { disaggregate: Disaggregate::Always, policy: NodePolicy::Predicted },
-        models: vec![ModelPlan { name: "model-0".into(), fingerprint: 1, tp: 1 }],
-        nodes: [Role::Prefill, Role::Prefill, Role::Decode, Role::Decode].map(node).into(),
-        requests: (0..4).map(request).collect(),
         faults: vec![(killed_at, Fault::Kill { host: 2, resets_connections, restart_after })],
+        ..Scenario::fault_free(selection, nodes, requests, Duration::from_millis(1))
     }
 }
 

@@ -5,16 +5,14 @@ use std::time::Duration;
 use cluster::{Role, Selection};
 use config::{Disaggregate, NodePolicy};
 use engine::{SchedulerConfig, executor::ExecutorLimits};
-use kernels::sampling::Sampling;
 use kv_transfer::TransferLimits;
-use simulation_base::NetworkFaults;
 
 use crate::{
     Outcome,
     device::StepCost,
     event_loop::Simulation,
     planted::PlantedBug,
-    scenario::{BLOCK_BYTES, ModelPlan, NodePlan, RequestPlan, Scenario, Severity, VOCABULARY},
+    scenario::{BLOCK_BYTES, NodePlan, RequestPlan, Scenario, VOCABULARY, prompt},
 };
 
 pub const STEP: Duration = Duration::from_millis(8);
@@ -44,22 +42,8 @@ pub fn node(role: Role, step: Duration) -> NodePlan {
 }
 
 pub fn request(index: u32) -> RequestPlan {
-    RequestPlan {
-        at: Duration::from_millis(100) * index,
-        router: 0,
-        model: 0,
-        prompt: (0..64).map(|position| (position * 7 + index) % VOCABULARY).collect(),
-        sampling: Sampling::greedy(),
-        max_tokens: 30,
-        ignore_stop_tokens: true,
-        grammar: None,
-        cache_salt: String::new(),
-        timeout: Duration::from_secs(100),
-        leaves_after: None,
-        stops_at: None,
-        stalls: None,
-        key: None,
-    }
+    let request = RequestPlan::new(prompt(64, index), 30, Duration::from_secs(100));
+    RequestPlan { at: Duration::from_millis(100) * index, ..request }
 }
 
 /// Runs one request each 100 ms for 30 s. `slow`: step time of the node on host [`BAD`].
@@ -67,23 +51,10 @@ fn run(slow: Duration, bug: Option<PlantedBug>) -> Outcome {
     let mut nodes = vec![node(Role::Prefill, STEP); 2];
     nodes.extend(vec![node(Role::Decode, STEP); 3]);
     nodes[BAD] = node(Role::Decode, slow);
-    let scenario = Scenario {
-        severity: Severity::Mild,
-        network: NetworkFaults::delays(Duration::from_micros(300)),
-        read_failure: 0,
-        release_delay_max: Duration::ZERO,
-        thread_delay_max: Duration::ZERO,
-        is_checked: true,
-        links: None,
-        router_count: 1,
-        has_etcd: false,
-        // Without predictions, which avoid a slow node by themselves.
-        selection: Selection { disaggregate: Disaggregate::Always, policy: NodePolicy::LeastLoad },
-        models: vec![ModelPlan { name: "model-0".into(), fingerprint: 1, tp: 1 }],
-        nodes,
-        requests: (0..REQUESTS).map(request).collect(),
-        faults: Vec::new(),
-    };
+    // Without predictions, which avoid a slow node by themselves.
+    let selection = Selection { disaggregate: Disaggregate::Always, policy: NodePolicy::LeastLoad };
+    let requests = (0..REQUESTS).map(request).collect();
+    let scenario = Scenario::fault_free(selection, nodes, requests, Duration::from_micros(300));
     let mut simulation = Simulation::new(1, scenario, false);
     simulation.planted = bug;
     simulation.run();

@@ -6,14 +6,13 @@ use std::time::Duration;
 use cluster::{Role, Selection};
 use config::{Disaggregate, NodePolicy};
 use engine::{SchedulerConfig, executor::ExecutorLimits};
-use kernels::sampling::Sampling;
 use kv_transfer::TransferLimits;
-use simulation_base::{NetworkFaults, Random};
+use simulation_base::Random;
 
 use crate::{
     device::StepCost,
     event_loop::Simulation,
-    scenario::{BLOCK_BYTES, ModelPlan, NodePlan, RequestPlan, Scenario, Severity, VOCABULARY},
+    scenario::{BLOCK_BYTES, NodePlan, RequestPlan, Scenario, VOCABULARY, prompt},
 };
 
 const SLOTS: u32 = 16;
@@ -61,23 +60,8 @@ fn load(
             return requests;
         }
         let index = requests.len() as u32 + seed as u32;
-        let token = |position: u32| (position * 7 + index) % VOCABULARY;
-        requests.push(RequestPlan {
-            at,
-            router: 0,
-            model: 0,
-            prompt: (0..PROMPT_TOKENS).map(token).collect(),
-            sampling: Sampling::greedy(),
-            max_tokens: OUTPUT_TOKENS,
-            ignore_stop_tokens: true,
-            grammar: None,
-            cache_salt: String::new(),
-            timeout,
-            leaves_after: None,
-            stops_at: None,
-            stalls: None,
-            key: Some(key),
-        });
+        let request = RequestPlan::new(prompt(PROMPT_TOKENS, index), OUTPUT_TOKENS, timeout);
+        requests.push(RequestPlan { at, key: Some(key), ..request });
     }
 }
 
@@ -99,22 +83,9 @@ impl Run {
 fn run(pairs: usize, requests: Vec<RequestPlan>) -> Run {
     let roles = [Role::Prefill, Role::Decode].into_iter().flat_map(|role| vec![role; pairs]);
     let is_good: Vec<bool> = requests.iter().map(|plan| plan.key == Some(GOOD)).collect();
-    let scenario = Scenario {
-        severity: Severity::Mild,
-        network: NetworkFaults::delays(Duration::from_micros(300)),
-        read_failure: 0,
-        release_delay_max: Duration::ZERO,
-        thread_delay_max: Duration::ZERO,
-        is_checked: true,
-        links: None,
-        router_count: 1,
-        has_etcd: false,
-        selection: Selection { disaggregate: Disaggregate::Auto, policy: NodePolicy::Predicted },
-        models: vec![ModelPlan { name: "model-0".into(), fingerprint: 1, tp: 1 }],
-        nodes: roles.map(node).collect(),
-        requests,
-        faults: Vec::new(),
-    };
+    let selection = Selection { disaggregate: Disaggregate::Auto, policy: NodePolicy::Predicted };
+    let nodes = roles.map(node).collect();
+    let scenario = Scenario::fault_free(selection, nodes, requests, Duration::from_micros(300));
     let mut simulation = Simulation::new(1, scenario, false);
     simulation.run();
     simulation.check_idle();
@@ -167,7 +138,7 @@ fn goodput_at_three_times_the_capacity_is_the_goodput_at_capacity() {
 /// Prints the time to first token of a key at 80 % of its share, alone and beside a key that sends 20 times its share.
 /// With one prefill node a request always waits for the running step of that node. With several, one is soon free.
 #[test]
-fn flood_of_one_key_does_not_delay_another_key() {
+fn flood_of_one_key_raises_p99_ttft_of_another_key_at_most_fourfold() {
     let (duration, timeout) = (Duration::from_secs(40), Duration::from_secs(20));
     let share = capacity() / 2.0;
     for pairs in [1, 4] {

@@ -124,6 +124,26 @@ pub struct RequestPlan {
 }
 
 impl RequestPlan {
+    /// Returns a greedy request of an unnamed client that arrives at once and reads to the end.
+    pub fn new(prompt: Vec<u32>, max_tokens: u32, timeout: Duration) -> Self {
+        Self {
+            at: Duration::ZERO,
+            router: 0,
+            model: 0,
+            prompt,
+            sampling: Sampling::greedy(),
+            max_tokens,
+            ignore_stop_tokens: true,
+            grammar: None,
+            cache_salt: String::new(),
+            timeout,
+            leaves_after: None,
+            stops_at: None,
+            stalls: None,
+            key: None,
+        }
+    }
+
     /// Returns the flow of the client.
     pub fn flow(&self) -> Flow {
         match self.key {
@@ -283,6 +303,32 @@ impl Scenario {
 }
 
 impl Scenario {
+    /// Returns a scenario without faults: one router with a static list of nodes of one model, and messages that take
+    /// up to `delay_max`.
+    pub fn fault_free(
+        selection: Selection,
+        nodes: Vec<NodePlan>,
+        requests: Vec<RequestPlan>,
+        delay_max: Duration,
+    ) -> Self {
+        Self {
+            severity: Severity::Mild,
+            network: NetworkFaults::delays(delay_max),
+            read_failure: 0,
+            release_delay_max: Duration::ZERO,
+            thread_delay_max: Duration::ZERO,
+            is_checked: true,
+            links: None,
+            router_count: 1,
+            has_etcd: false,
+            selection,
+            models: vec![ModelPlan { name: "model-0".into(), fingerprint: 1, tp: 1 }],
+            nodes,
+            requests,
+            faults: Vec::new(),
+        }
+    }
+
     /// Returns the address of each host.
     pub fn addresses(&self) -> Vec<NodeAddress> {
         let address = |(host, node): (usize, &NodePlan)| NodeAddress {
@@ -476,6 +522,12 @@ fn request(random: &mut Random, severity: Severity, longest: u32) -> RequestPlan
         key: [None, Some(("a", 1, 0)), Some(("b", 4, 0)), Some(("c", 1, 1))]
             [prompt_len as usize % 4],
     }
+}
+
+/// Returns a prompt that differs from those of other indices.
+#[cfg(test)]
+pub fn prompt(tokens: u32, index: u32) -> Vec<u32> {
+    (0..tokens).map(|position| (position * 7 + index) % VOCABULARY).collect()
 }
 
 /// Returns a token of a prompt. Prompts of a family differ only in their last tokens, which depend

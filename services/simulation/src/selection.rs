@@ -5,15 +5,14 @@ use std::{collections::BTreeMap, time::Duration};
 use cluster::{Role, Selection};
 use config::{Disaggregate, NodePolicy};
 use engine::{ItlLimit, SchedulerConfig, executor::ExecutorLimits};
-use kernels::sampling::Sampling;
 use kv_transfer::TransferLimits;
-use simulation_base::{NetworkFaults, Random};
+use simulation_base::Random;
 
 use crate::{
     device::StepCost,
     event_loop::Simulation,
     router::Pick,
-    scenario::{BLOCK_BYTES, ModelPlan, NodePlan, RequestPlan, Scenario, Severity, VOCABULARY},
+    scenario::{BLOCK_BYTES, NodePlan, RequestPlan, Scenario, VOCABULARY, prompt},
 };
 
 const STEP: Duration = Duration::from_millis(8);
@@ -52,22 +51,8 @@ fn node(role: Role, itl_max: Option<Duration>) -> NodePlan {
 }
 
 fn request(index: u32, at: Duration, prompt_tokens: u32, max_tokens: u32) -> RequestPlan {
-    RequestPlan {
-        at,
-        router: 0,
-        model: 0,
-        prompt: (0..prompt_tokens).map(|position| (position * 7 + index) % VOCABULARY).collect(),
-        sampling: Sampling::greedy(),
-        max_tokens,
-        ignore_stop_tokens: true,
-        grammar: None,
-        cache_salt: String::new(),
-        timeout: Duration::from_secs(100),
-        leaves_after: None,
-        stops_at: None,
-        stalls: None,
-        key: None,
-    }
+    let prompt = prompt(prompt_tokens, index);
+    RequestPlan { at, ..RequestPlan::new(prompt, max_tokens, Duration::from_secs(100)) }
 }
 
 /// Returns the attempts of all requests on `pairs` prefill and decode nodes, and the longest time between two tokens of
@@ -81,22 +66,8 @@ fn run(
 ) -> (Vec<Pick>, Duration) {
     let nodes = [Role::Prefill, Role::Decode].into_iter().flat_map(|role| vec![role; pairs]);
     let count = requests.len();
-    let scenario = Scenario {
-        severity: Severity::Mild,
-        network: NetworkFaults::delays(Duration::from_micros(300)),
-        read_failure: 0,
-        release_delay_max: Duration::ZERO,
-        thread_delay_max: Duration::ZERO,
-        is_checked: true,
-        links: None,
-        router_count: 1,
-        has_etcd: false,
-        selection,
-        models: vec![ModelPlan { name: "model-0".into(), fingerprint: 1, tp: 1 }],
-        nodes: nodes.map(|role| node(role, itl_max)).collect(),
-        requests,
-        faults: Vec::new(),
-    };
+    let nodes = nodes.map(|role| node(role, itl_max)).collect();
+    let scenario = Scenario::fault_free(selection, nodes, requests, Duration::from_micros(300));
     let mut simulation = Simulation::new(seed, scenario, false);
     simulation.run();
     simulation.check_idle();
