@@ -9,9 +9,10 @@ use simulation::{SeedFailure, explore, run};
 const SEEDS: u64 = 3000;
 
 /// The ordinary seeds reach each of these at least once.
-const REACHED: [&str; 42] = [
+const REACHED: [&str; 47] = [
     "arrived",
     "attempt busy",
+    "attempt deadline",
     "attempt draining",
     "attempt internal",
     "attempt lost",
@@ -19,6 +20,7 @@ const REACHED: [&str; 42] = [
     "attempt transfer failed",
     "breaker of a node opened",
     "breaker of a pair opened",
+    "busy",
     "chunks corrupted",
     "client left",
     "complete",
@@ -35,6 +37,7 @@ const REACHED: [&str; 42] = [
     "must complete",
     "no decode node",
     "partitions",
+    "paused",
     "pauses",
     "predicted hand-over",
     "predicted local prefill",
@@ -43,11 +46,13 @@ const REACHED: [&str; 42] = [
     "loads from tiers",
     "ranks lost",
     "receive failed",
+    "refused",
     "reserved",
     "reserved, local prefill",
     "router connections closed",
     "router restarts",
     "send failed",
+    "slow node excluded",
     "structured output migrated",
     "token 0 finished",
     "transfer queue full",
