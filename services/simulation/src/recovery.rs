@@ -4,13 +4,13 @@ use std::time::Duration;
 
 use cluster::{Role, Selection};
 use config::{Disaggregate, NodePolicy};
-use simulation_base::NetworkFaults;
+use kv_transfer::config::LEASE;
 
 use crate::{
     checks::BLOCKS_FREE_MAX,
     misbehaving::{STEP, node, request},
     run_scenario,
-    scenario::{Fault, ModelPlan, RequestPlan, Scenario, Severity},
+    scenario::{Fault, RequestPlan, Scenario},
 };
 
 /// Runs of each fault, at other moments.
@@ -27,33 +27,32 @@ fn scenario(streams: u32, at: Duration, fault: Fault) -> Scenario {
         max_tokens: 100,
         ..request(index)
     };
+    let selection = Selection { disaggregate: Disaggregate::Always, policy: NodePolicy::Predicted };
+    let nodes = [Role::Prefill, Role::Prefill, Role::Decode, Role::Decode];
+    let nodes = nodes.map(|role| node(role, STEP)).into();
+    let requests = (0..streams).map(stream).collect();
     Scenario {
-        severity: Severity::Mild,
-        network: NetworkFaults::delays(Duration::from_millis(1)),
-        read_failure: 0,
         release_delay_max: Duration::from_millis(60),
-        thread_delay_max: Duration::ZERO,
-        is_checked: true,
-        links: None,
-        router_count: 1,
-        has_etcd: false,
-        selection: Selection { disaggregate: Disaggregate::Always, policy: NodePolicy::Predicted },
-        models: vec![ModelPlan { name: "model-0".into(), fingerprint: 1, tp: 1 }],
-        nodes: [Role::Prefill, Role::Prefill, Role::Decode, Role::Decode]
-            .map(|role| node(role, STEP))
-            .into(),
-        requests: (0..streams).map(stream).collect(),
         faults: vec![(at, fault)],
+        ..Scenario::fault_free(selection, nodes, requests, Duration::from_millis(1))
     }
+}
+
+/// When a fault occurs.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum When {
+    /// Prompts are handed over, so prefill nodes hold blocks for the decode nodes.
+    HandOver,
+    /// All streams decode.
+    Decode,
 }
 
 /// Runs the fault at several moments and prints the pauses of all streams. Every token was compared, and every request
 /// completed. Returns the 99th percentile and the longest pause.
-fn pauses(what: &str, streams: u32, runs: u64, fault: Fault) -> [Duration; 2] {
-    // A decode node is lost while all streams decode, a prefill node or a link while prompts are handed over.
-    let (first_ms, span_ms) = match fault {
-        Fault::Kill { .. } | Fault::Pause { host: DECODE, .. } => (300, 1000),
-        _ => (20, 200),
+fn pauses(what: &str, when: When, streams: u32, runs: u64, fault: Fault) -> [Duration; 2] {
+    let (first_ms, span_ms) = match when {
+        When::HandOver => (20, 200),
+        When::Decode => (300, 1000),
     };
     let (mut pauses, mut release) = (Vec::new(), Duration::ZERO);
     for run in 0..runs {
@@ -64,13 +63,16 @@ fn pauses(what: &str, streams: u32, runs: u64, fault: Fault) -> [Duration; 2] {
         pauses.extend(outcome.pauses);
         release = release.max(outcome.longest_release);
     }
+    let outlasts_lease = !matches!(fault, Fault::Partition { duration, .. } if duration < LEASE);
+    let frees = when == When::HandOver && outlasts_lease;
+    assert!(release > Duration::ZERO || !frees, "{what}: no transfer was interrupted");
     assert!(release <= BLOCKS_FREE_MAX, "{what}: {release:?}");
     pauses.sort();
     let at = |percent: usize| pauses[(pauses.len() * percent).div_ceil(100) - 1];
     let seconds = [50, 99, 100].map(|percent| at(percent).as_secs_f64());
     let [p50, p99, longest] = seconds;
-    let release = release.as_secs_f64();
-    eprintln!("| {what} | {streams} | {p50:.2} | {p99:.2} | {longest:.2} | {release:.2} |");
+    let release = if frees { format!("{:.2}", release.as_secs_f64()) } else { "–".to_owned() };
+    eprintln!("| {what} | {streams} | {p50:.2} | {p99:.2} | {longest:.2} | {release} |");
     [at(99), at(100)]
 }
 
@@ -87,19 +89,20 @@ fn lost_nodes_and_cut_links_pause_streams_within_the_bounds() {
     );
     eprintln!("| --- | --- | --- | --- | --- | --- |");
     for (streams, runs) in [(24, RUNS), (100, 3)] {
-        let [p99, _] = pauses("D killed", streams, runs, kill(true));
+        let [p99, _] = pauses("D killed", When::Decode, streams, runs, kill(true));
         assert!(p99 <= Duration::from_millis(2500), "{p99:?}");
     }
-    for (what, fault) in [
-        ("host of D lost", kill(false)),
-        ("D stopped, 1 s", pause(DECODE, SECOND)),
-        ("D stopped, 5 s", pause(DECODE, 5 * SECOND)),
-        ("P stopped, 5 s", pause(PREFILL, 5 * SECOND)),
-        ("P – D cut, 1 s", cut(SECOND)),
-        ("P – D cut, 5 s", cut(5 * SECOND)),
-        ("P – D cut, 25 s", cut(25 * SECOND)),
+    for (what, when, fault) in [
+        ("host of D lost", When::Decode, kill(false)),
+        ("D stopped, 1 s", When::Decode, pause(DECODE, SECOND)),
+        ("D stopped, 5 s", When::Decode, pause(DECODE, 5 * SECOND)),
+        ("D stopped, 5 s, in hand-over", When::HandOver, pause(DECODE, 5 * SECOND)),
+        ("P stopped, 5 s", When::HandOver, pause(PREFILL, 5 * SECOND)),
+        ("P – D cut, 1 s", When::HandOver, cut(SECOND)),
+        ("P – D cut, 5 s", When::HandOver, cut(5 * SECOND)),
+        ("P – D cut, 25 s", When::HandOver, cut(25 * SECOND)),
     ] {
-        let [_, longest] = pauses(what, 24, RUNS, fault);
+        let [_, longest] = pauses(what, when, 24, RUNS, fault);
         // The lease or the time-out of a ping, the next ping, and the recomputation of the lost streams.
         assert!(longest <= 3 * SECOND, "{what}: {longest:?}");
     }
