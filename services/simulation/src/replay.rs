@@ -4,7 +4,6 @@ use std::time::Duration;
 
 use cluster::{Role, Selection};
 use engine::{ItlLimit, SchedulerConfig, executor::ExecutorLimits};
-use kernels::sampling::Sampling;
 use kv_transfer::TransferLimits;
 use simulation_base::{NetworkFaults, Random};
 
@@ -14,8 +13,7 @@ use crate::{
     event_loop::Simulation,
     router::Router,
     scenario::{
-        BLOCK_BYTES, Fault, LinkCost, ModelPlan, NodePlan, RequestPlan, Scenario, Severity,
-        VOCABULARY,
+        BLOCK_BYTES, Fault, LinkCost, NodePlan, RequestPlan, Scenario, Severity, VOCABULARY,
     },
     stats::{Histogram, ReplayStats, ServedRequest},
 };
@@ -71,22 +69,8 @@ impl TraceRequest {
     pub const VOCABULARY: u32 = VOCABULARY;
 
     fn plan(self, timeout: Duration) -> RequestPlan {
-        RequestPlan {
-            at: self.at,
-            router: 0,
-            model: 0,
-            prompt: self.prompt,
-            sampling: Sampling::greedy(),
-            max_tokens: self.output_tokens,
-            ignore_stop_tokens: true,
-            grammar: None,
-            cache_salt: String::new(),
-            timeout,
-            leaves_after: None,
-            stops_at: None,
-            stalls: None,
-            key: None,
-        }
+        let request = RequestPlan::new(self.prompt, self.output_tokens, timeout);
+        RequestPlan { at: self.at, ..request }
     }
 }
 
@@ -108,7 +92,7 @@ pub struct Replayed {
     pub inter_token: Histogram,
     /// Busy time of each prefill node's device, then of each decode node's.
     pub busy: Vec<Duration>,
-    /// Virtual time from the first arrival to the last token.
+    /// Virtual time from the first arrival to the end of the last request.
     pub elapsed: Duration,
     /// Time of this machine that the router took for its inputs, and the part of it that selected nodes.
     pub router_time: Duration,
@@ -134,8 +118,7 @@ pub fn replay(
     let timeout = config.timeout;
     simulation.arrivals = Box::new(requests.map(move |request| request.plan(timeout)));
     simulation.schedule_arrival();
-    let started = simulation.clock.now();
-    let (mut index_bytes_max, mut last_end) = (0, started);
+    let mut index_bytes_max = 0;
     loop {
         let end = simulation.clock.now() + PROGRESS_INTERVAL;
         simulation.run_until(end);
@@ -145,7 +128,6 @@ pub fn replay(
         if simulation.has_no_arrivals && simulation.routers.iter().all(Router::all_ended) {
             break;
         }
-        last_end = end;
     }
     let index_bytes = index_bytes(&simulation);
     let busy = busy(&simulation);
@@ -154,13 +136,14 @@ pub fn replay(
     let coverage = simulation.outcome().coverage;
     let [router] = &mut simulation.routers[..] else { unreachable!("a replay has one router") };
     let stats = router.stats.take().unwrap_or_default();
+    let elapsed = stats.first_arrival.zip(stats.last_end).map(|(first, last)| last - first);
     Replayed {
         arrived: simulation.arrived_requests,
         failed: stats.failed,
         requests: stats.requests,
         inter_token: stats.inter_token,
         busy,
-        elapsed: last_end.saturating_duration_since(started),
+        elapsed: elapsed.unwrap_or_default(),
         router_time: simulation.router_time,
         pick_time: stats.pick_time,
         attempts: coverage.get("attempts"),
@@ -187,24 +170,18 @@ impl ReplayConfig {
     fn scenario(&self) -> Scenario {
         let roles = [(Role::Prefill, self.prefill), (Role::Decode, self.decode)];
         let nodes = roles.into_iter().flat_map(|(role, count)| vec![self.node(role); count]);
+        let nodes = nodes.collect();
         Scenario {
             severity: Severity::Severe,
             network: NetworkFaults {
                 delay_min: MESSAGE_DELAY,
                 ..NetworkFaults::delays(MESSAGE_DELAY)
             },
-            read_failure: 0,
-            release_delay_max: Duration::ZERO,
-            thread_delay_max: Duration::ZERO,
             is_checked: false,
             links: Some(self.links),
-            router_count: 1,
             has_etcd: self.faults.is_some(),
-            selection: self.selection,
-            models: vec![ModelPlan { name: "model".into(), fingerprint: 1, tp: 1 }],
-            nodes: nodes.collect(),
-            requests: Vec::new(),
             faults: self.faults.map(|seed| self.draw_faults(seed)).unwrap_or_default(),
+            ..Scenario::fault_free(self.selection, nodes, Vec::new(), MESSAGE_DELAY)
         }
     }
 

@@ -257,6 +257,9 @@ impl Router {
             cached_tokens: 0,
             end: None,
         };
+        if let Some(stats) = &mut self.stats {
+            stats.first_arrival.get_or_insert(now);
+        }
         self.answers.insert(id, answer);
         self.open.insert(id);
         self.perform(now, id);
@@ -692,6 +695,7 @@ impl Router {
         self.leave_queue(id);
         if let Some(stats) = &mut self.stats {
             stats.failed += u64::from(matches!(end, End::Failed(_) | End::Refused));
+            stats.last_end = Some(now);
             self.answers.remove(&id);
         }
     }

@@ -1,6 +1,6 @@
 //! Statistics of a replay.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// Statistics of a router's requests.
 #[derive(Clone, Debug, Default)]
@@ -8,6 +8,9 @@ pub struct ReplayStats {
     pub requests: Vec<ServedRequest>,
     /// Requests that ended with an error.
     pub failed: u64,
+    /// Arrival of the first request, and end of the last one.
+    pub first_arrival: Option<Instant>,
+    pub last_end: Option<Instant>,
     pub inter_token: Histogram,
     /// Time of this machine for selecting nodes.
     pub pick_time: Duration,

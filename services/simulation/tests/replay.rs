@@ -71,6 +71,9 @@ fn requests_complete_with_the_tokens_and_prefix_hits_of_the_trace() {
     let cached: u32 = requests.iter().map(|request| request.cached_tokens).sum();
     assert!((80 * 512..=96 * 512).contains(&cached), "{cached}");
     assert!(replayed.busy.iter().all(|busy| *busy > Duration::from_millis(100)));
+    // The last request arrives 9.9 s after the first one.
+    let after_last = replayed.elapsed - Duration::from_millis(9900);
+    assert!((requests[99].duration..Duration::from_millis(500)).contains(&after_last));
     assert!(replayed.index_bytes > 0 && replayed.router_time >= replayed.pick_time);
 }
 
