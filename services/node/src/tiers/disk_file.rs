@@ -215,7 +215,8 @@ impl SlotBuffer {
 
 fn open_direct(path: &Path) -> Result<File, DiskError> {
     let mut options = OpenOptions::new();
-    options.read(true).write(true).create(true).truncate(false);
+    // KV tells the prompts, so other users may not read it.
+    options.read(true).write(true).create(true).truncate(false).mode(0o600);
     let direct = options.clone().custom_flags(OFlags::DIRECT.bits() as i32).open(path);
     direct.map_err(|error| match error.kind() {
         io::ErrorKind::InvalidInput | io::ErrorKind::Unsupported => DiskError::NoDirectIo(error),
@@ -320,6 +321,15 @@ mod tests {
         file.read(last, &contents(7), &mut buffer).unwrap();
         assert!(buffer.block().iter().all(|&byte| byte == 5));
         assert_eq!(buffer.block().len(), LAYOUT.block_bytes());
+    }
+
+    #[test]
+    fn only_its_user_may_read_a_created_file() {
+        use std::os::unix::fs::PermissionsExt;
+        let folder = folder();
+        let path = folder.path().join("kv");
+        open(&path, SIZE).unwrap();
+        assert_eq!(std::fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
     }
 
     #[test]
