@@ -416,6 +416,24 @@ mod tests {
     }
 
     #[test]
+    fn failed_copies_do_not_end_the_saves() {
+        let folder = tempfile::tempdir().unwrap();
+        let (path, arena) = (folder.path().join("kv"), arena());
+        let (copies, events) = start(&path, &arena);
+        recovered(&events);
+        let write = arena.write(BlockId(0)).unwrap();
+        for number in 0..=tiers::SAVES_MAX as u64 {
+            copies.save(save(number, 10, 0));
+            let event = events.recv_timeout(WITHIN).unwrap();
+            assert_eq!(event, TierEvent::SaveFailed { job: JobId(number) });
+        }
+        drop(write);
+        copies.save(save(99, 10, 0));
+        let event = events.recv_timeout(WITHIN).unwrap();
+        assert_ne!(event, TierEvent::SaveFailed { job: JobId(99) });
+    }
+
+    #[test]
     fn unusable_file_leaves_the_node_without_the_tier() {
         let folder = tempfile::tempdir().unwrap();
         let arena = arena();

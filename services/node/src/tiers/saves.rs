@@ -12,7 +12,7 @@ use std::{
 use crossbeam_channel::{Receiver, Sender, bounded};
 use engine::tiers::{SAVES_MAX, SaveJob, SaveSource, TierEvent};
 use kernels::{ArenaError, BlockId, BlockRead, KvArena};
-use tracing::warn;
+use tracing::{info, warn};
 
 use super::{
     Events,
@@ -122,24 +122,25 @@ fn copy_blocks(
     copied: &Sender<Copied>,
     events: &Events,
 ) {
+    // The buffer of a copy that failed, for the next copy.
+    let mut unused = None;
     for job in jobs {
-        let Ok(mut buffer) = free.recv() else { break };
+        let Some(mut buffer) = unused.take().or_else(|| free.recv().ok()) else { break };
         let copy =
             sources.read(job.source).and_then(|block| block.copy_to_host(buffer.block_mut()));
-        let is_copied = copy.is_ok();
-        if let Err(error) = copy {
-            warn!(%error, "cannot save a block");
-        }
-        // A block that was not copied has a wrong digest in no slot: the save fails.
-        let event = match is_copied {
-            true => TierEvent::Copied { job: job.job },
-            false => TierEvent::SaveFailed { job: job.job },
+        let id = job.job;
+        let (event, is_open) = match copy {
+            Ok(()) => {
+                let is_open = copied.send(Copied { job, buffer }).is_ok();
+                (TierEvent::Copied { job: id }, is_open)
+            }
+            Err(error) => {
+                warn!(%error, "cannot copy a block for the disk tier");
+                unused = Some(buffer);
+                (TierEvent::SaveFailed { job: id }, true)
+            }
         };
-        let next = match is_copied {
-            true => copied.send(Copied { job, buffer }).is_ok(),
-            false => true,
-        };
-        if !events.send(event) || !next {
+        if !events.send(event) || !is_open {
             break;
         }
     }
@@ -149,8 +150,8 @@ fn copy_blocks(
 fn report_change(is_failing: &AtomicBool, written: &io::Result<()>) {
     let was_failing = is_failing.swap(written.is_err(), Ordering::Relaxed);
     match written {
-        Err(error) if !was_failing => warn!(%error, "the disk tier does not take blocks"),
-        Ok(()) if was_failing => warn!("the disk tier takes blocks again"),
+        Err(error) if !was_failing => warn!(%error, "cannot write blocks to the disk tier"),
+        Ok(()) if was_failing => info!("blocks are written to the disk tier again"),
         _ => {}
     }
 }
