@@ -16,7 +16,7 @@ use std::{
     path::Path,
     sync::{
         Arc,
-        atomic::{AtomicBool, Ordering},
+        atomic::{AtomicBool, AtomicUsize, Ordering},
     },
     thread::{self, JoinHandle},
     time::{Duration, Instant},
@@ -29,7 +29,7 @@ use engine::{
     tiers::{self, LoadJob, RECOVERED_MAX, SaveJob, SlotIndex, Tier, TierConfig, TierEvent},
 };
 use kernels::{KvArena, WeightFormat};
-use tracing::{info, warn};
+use tracing::{error, info, warn};
 
 use crate::{memory_limit, settings};
 
@@ -157,8 +157,8 @@ impl Events {
 
 /// The copying threads. Drop ends and joins them: each finishes the copy of its block or batch.
 pub(crate) struct TierCopies {
-    host: Option<HostTier>,
     disk: Option<DiskTier>,
+    host: Option<HostTier>,
     is_stopping: Arc<AtomicBool>,
 }
 
@@ -176,21 +176,34 @@ impl TierCopies {
         arena: &Arc<KvArena>,
         waker: CollectWaker,
     ) -> io::Result<(Self, Receiver<TierEvent>)> {
-        let (queue, received) = bounded(EVENTS_MAX);
-        let events = Events { queue, waker };
         let is_stopping = Arc::new(AtomicBool::new(false));
+        let mut this = Self { disk: None, host: None, is_stopping };
+        // Declared after the threads: if one cannot start, none of the others waits for the queue when it is joined.
+        let (queue, received) = bounded(EVENTS_MAX);
+        this.start_threads(tiers, arena, &Events { queue, waker })?;
+        Ok((this, received))
+    }
+
+    fn start_threads(
+        &mut self,
+        tiers: OpenTiers,
+        arena: &Arc<KvArena>,
+        events: &Events,
+    ) -> io::Result<()> {
+        let is_stopping = &self.is_stopping;
         let slots = tiers.host.as_ref().map(|host| Arc::clone(host.slots()));
-        let host = tiers.host.map(|host| HostTier::start(&host, arena, &events, &is_stopping));
-        let disk = tiers.disk.map(|disk| {
-            let disk = Arc::new(disk);
-            Ok::<_, io::Error>(DiskTier {
-                saves: Saves::start(&disk, arena, slots.as_ref(), &events)?,
-                loads: Loads::start(&disk, arena, &events, &is_stopping)?,
-                recovery: recover(&disk, &events, &is_stopping)?,
-            })
-        });
-        let (host, disk) = (host.transpose()?, disk.transpose()?);
-        Ok((Self { host, disk, is_stopping }, received))
+        if let Some(host) = &tiers.host {
+            self.host = Some(HostTier::start(host, arena, events, is_stopping)?);
+        }
+        if let Some(disk) = tiers.disk.map(Arc::new) {
+            let started = self.disk.insert(DiskTier {
+                saves: Saves::start(&disk, arena, slots.as_ref(), events)?,
+                loads: Loads::start(&disk, arena, events, is_stopping)?,
+                recovery: Vec::new(),
+            });
+            recover(&disk, events, is_stopping, &mut started.recovery)?;
+        }
+        Ok(())
     }
 
     pub fn save(&self, job: SaveJob) {
@@ -216,14 +229,18 @@ impl Drop for TierCopies {
     fn drop(&mut self) {
         self.is_stopping.store(true, Ordering::Relaxed);
         // First the disk, whose saves read host memory.
-        if let Some(disk) = &mut self.disk {
-            disk.saves.close();
-            disk.loads.close();
-            disk.recovery.drain(..).for_each(join);
+        if let Some(DiskTier { saves, loads, recovery }) = self.disk.take() {
+            drop((saves, loads));
+            recovery.into_iter().for_each(join);
         }
-        if let Some(host) = &mut self.host {
-            host.close();
-        }
+        self.host = None;
+    }
+}
+
+/// Queues a copy. Never waits: the core bounds the copies in flight, and the queue has room for all of them.
+fn enqueue<T>(queue: Option<&Sender<T>>, job: T) {
+    if queue.is_none_or(|queue| queue.try_send(job).is_err()) {
+        error!("cannot queue a copy of the KV tiers: the threads that copy have ended");
     }
 }
 
@@ -233,38 +250,37 @@ fn join(thread: JoinHandle<()>) {
     }
 }
 
-/// Reads all headers on several threads and reports the blocks. The last thread reports the end.
+/// Starts threads that read all headers and report the blocks. The last of them reports the end.
 fn recover(
     disk: &Arc<DiskFile>,
     events: &Events,
     is_stopping: &Arc<AtomicBool>,
-) -> io::Result<Vec<JoinHandle<()>>> {
+    threads: &mut Vec<JoinHandle<()>>,
+) -> io::Result<()> {
     let started = Instant::now();
     let slots = disk.slot_count();
     let share = slots.div_ceil(RECOVERY_THREADS).max(1);
-    // Dropped by each thread at its end.
-    let running = Arc::new(());
     let starts = (0..slots).step_by(share as usize);
-    let threads = starts.map(|first| {
+    let reading = Arc::new(AtomicUsize::new(starts.len()));
+    for first in starts {
         let (disk, events, is_stopping) = (Arc::clone(disk), events.clone(), is_stopping.clone());
-        let running = Arc::clone(&running);
+        let reading = Arc::clone(&reading);
         let name = "baton-tier-scan".to_owned();
-        thread::Builder::new().name(name).spawn(move || {
+        threads.push(thread::Builder::new().name(name).spawn(move || {
             let slots = first..(first + share).min(slots);
             if let Err(error) = recover_slots(&disk, slots, &events, &is_stopping) {
                 warn!(%error, "cannot read headers of the disk tier: their blocks are not used");
             }
-            if Arc::into_inner(running).is_some() {
+            // The last thread sends its event after those of the others.
+            if reading.fetch_sub(1, Ordering::AcqRel) == 1 {
                 let seconds = started.elapsed().as_secs_f64();
                 info!(seconds, "read the headers of the disk tier");
                 let tier = Tier::Disk;
                 events.send(TierEvent::Recovered { tier, blocks: Vec::new(), is_complete: true });
             }
-        })
-    });
-    let threads = threads.collect::<io::Result<Vec<_>>>();
-    drop(running);
-    threads
+        })?);
+    }
+    Ok(())
 }
 
 fn recover_slots(

@@ -27,7 +27,7 @@ use kernels::{
 use tracing::{info, warn};
 use xxhash_rust::xxh3::{xxh3_64, xxh3_64_with_seed};
 
-use super::{Events, join, loads::Job};
+use super::{Events, enqueue, join, loads::Job};
 
 /// Bytes pinned at a time. Pinning takes up to a second per gibibyte.
 const SLICE_BYTES: usize = 1 << 30;
@@ -50,7 +50,7 @@ pub(crate) struct HostMemory {
 
 /// The threads of the tier.
 pub(super) struct HostTier {
-    /// `None` once closed.
+    /// `None` once dropped.
     saves: Option<Sender<SaveJob>>,
     loads: Option<Sender<Arc<Job>>>,
     threads: Vec<JoinHandle<()>>,
@@ -95,14 +95,14 @@ impl HostTier {
         is_stopping: &Arc<AtomicBool>,
     ) -> io::Result<Self> {
         let failed = |error: String| io::Error::other(error);
-        let spawn = |name: &str, work: Box<dyn FnOnce() + Send>| {
-            thread::Builder::new().name(name.to_owned()).spawn(work)
-        };
         // The core starts at most this many saves and loads, so no queue is ever full.
         let (saves, queued) = bounded::<SaveJob>(HOST_SAVES_MAX);
         let (loads, queued_loads) = bounded::<Arc<Job>>(LOADS_MAX);
+        // Declared before the queue of its threads: if a thread cannot start, the queue closes before the others are
+        // joined.
+        let mut this =
+            Self { saves: Some(saves), loads: Some(loads), threads: Vec::new(), pinning: None };
         let (copied, to_digest) = bounded::<(SaveJob, BlockWrite)>(HOST_SAVES_MAX);
-        let mut threads = Vec::new();
         for _ in 0..DIGESTERS {
             let (memory, events) = (memory.clone(), events.clone());
             let to_digest: Receiver<(SaveJob, BlockWrite)> = to_digest.clone();
@@ -116,7 +116,7 @@ impl HostTier {
                     }
                 }
             };
-            threads.push(spawn("baton-tier-hash", Box::new(digest))?);
+            this.spawn("baton-tier-hash", digest)?;
         }
         let mut saver = Saver {
             memory: memory.clone(),
@@ -126,7 +126,7 @@ impl HostTier {
             stream: memory.offload.stream().map_err(failed)?,
             in_flight: VecDeque::new(),
         };
-        threads.push(spawn("baton-tier-save", Box::new(move || saver.run(&queued)))?);
+        this.spawn("baton-tier-save", move || saver.run(&queued))?;
         let mut loader = Loader {
             memory: memory.clone(),
             arena: Arc::clone(arena),
@@ -138,27 +138,33 @@ impl HostTier {
                 loader.work_on(&job);
             }
         };
-        threads.push(spawn("baton-tier-load", Box::new(load))?);
+        this.spawn("baton-tier-load", load)?;
         let (memory, events, is_stopping) = (memory.clone(), events.clone(), is_stopping.clone());
         let pin = move || pin(&memory, &events, &is_stopping);
         let pinning = thread::Builder::new().name("baton-tier-pin".to_owned()).spawn(pin)?;
-        Ok(Self { saves: Some(saves), loads: Some(loads), threads, pinning: Some(pinning) })
+        this.pinning = Some(pinning);
+        Ok(this)
+    }
+
+    fn spawn(&mut self, name: &str, work: impl FnOnce() + Send + 'static) -> io::Result<()> {
+        self.threads.push(thread::Builder::new().name(name.to_owned()).spawn(work)?);
+        Ok(())
     }
 
     /// Queues a save. Never waits.
     pub fn save(&self, job: SaveJob) {
-        let is_queued = self.saves.as_ref().is_some_and(|jobs| jobs.try_send(job).is_ok());
-        debug_assert!(is_queued, "the core bounds the saves in flight");
+        enqueue(self.saves.as_ref(), job);
     }
 
     /// Queues the blocks of a load that this tier holds. Never waits.
     pub fn load(&self, job: Arc<Job>) {
-        let is_queued = self.loads.as_ref().is_some_and(|jobs| jobs.try_send(job).is_ok());
-        debug_assert!(is_queued, "the core bounds the loads in flight");
+        enqueue(self.loads.as_ref(), job);
     }
+}
 
+impl Drop for HostTier {
     /// Ends and joins the threads, then unpins the memory.
-    pub fn close(&mut self) {
+    fn drop(&mut self) {
         (self.saves, self.loads) = (None, None);
         self.threads.drain(..).for_each(join);
         if self.pinning.take().is_some_and(|thread| thread.join().is_err()) {

@@ -18,7 +18,7 @@ use tracing::warn;
 use super::{
     Events,
     disk_file::{DiskFile, SlotBuffer},
-    join,
+    enqueue, join,
 };
 
 /// Threads that read. A disk needs several requests at a time for its full rate.
@@ -26,7 +26,7 @@ const READERS: usize = 4;
 
 /// The queue of loads, and its threads.
 pub(super) struct Loads {
-    /// `None` once closed.
+    /// `None` once dropped.
     jobs: Option<Sender<Arc<Job>>>,
     threads: Vec<JoinHandle<()>>,
 }
@@ -120,7 +120,7 @@ impl Loads {
     ) -> io::Result<Self> {
         // The core starts at most LOADS_MAX loads, and each is queued once for each thread.
         let (jobs, queued) = bounded::<Arc<Job>>(LOADS_MAX * READERS);
-        let mut threads = Vec::new();
+        let mut this = Self { jobs: Some(jobs), threads: Vec::new() };
         for _ in 0..READERS {
             let mut reader = Reader {
                 disk: Arc::clone(disk),
@@ -135,22 +135,23 @@ impl Loads {
                     reader.work_on(&job);
                 }
             };
-            threads.push(thread::Builder::new().name("baton-tier-read".to_owned()).spawn(read)?);
+            let thread = thread::Builder::new().name("baton-tier-read".to_owned());
+            this.threads.push(thread.spawn(read)?);
         }
-        Ok(Self { jobs: Some(jobs), threads })
+        Ok(this)
     }
 
     /// Queues the blocks of a load that are on the disk. Never waits.
     pub fn start_job(&self, job: &Arc<Job>) {
-        let Some(jobs) = &self.jobs else { return };
         for _ in 0..READERS {
-            let is_queued = jobs.try_send(Arc::clone(job)).is_ok();
-            debug_assert!(is_queued, "the core bounds the loads in flight");
+            enqueue(self.jobs.as_ref(), Arc::clone(job));
         }
     }
+}
 
+impl Drop for Loads {
     /// Ends and joins the threads.
-    pub fn close(&mut self) {
+    fn drop(&mut self) {
         self.jobs = None;
         self.threads.drain(..).for_each(join);
     }

@@ -17,7 +17,7 @@ use tracing::{info, warn};
 use super::{
     Events,
     disk_file::{DiskFile, SlotBuffer},
-    join,
+    enqueue, join,
 };
 
 /// Threads that write: enough that the disk always has a request.
@@ -25,7 +25,7 @@ const WRITERS: usize = 2;
 
 /// The queue of saves, and its threads.
 pub(super) struct Saves {
-    /// `None` once closed.
+    /// `None` once dropped.
     jobs: Option<Sender<SaveJob>>,
     threads: Vec<JoinHandle<()>>,
 }
@@ -46,6 +46,8 @@ impl Saves {
     ) -> io::Result<Self> {
         // The core starts at most SAVES_MAX saves, so no queue is ever full, and a free buffer exists for each save.
         let (jobs, queued) = bounded(SAVES_MAX);
+        // Declared before the queues of its threads: if a thread cannot start, they close before the others are joined.
+        let mut this = Self { jobs: Some(jobs), threads: Vec::new() };
         let (copied, to_write) = bounded(SAVES_MAX);
         let (free, free_buffers) = bounded(SAVES_MAX);
         for _ in 0..SAVES_MAX {
@@ -53,7 +55,6 @@ impl Saves {
             debug_assert!(is_sent, "the receiver is alive");
         }
         let is_failing = Arc::new(AtomicBool::new(false));
-        let mut threads = Vec::new();
         for _ in 0..WRITERS {
             let (disk, events, is_failing) =
                 (Arc::clone(disk), events.clone(), Arc::clone(&is_failing));
@@ -74,23 +75,30 @@ impl Saves {
                     }
                 }
             };
-            threads.push(thread::Builder::new().name("baton-tier-write".to_owned()).spawn(write)?);
+            this.spawn("baton-tier-write", write)?;
         }
         let sources = Sources { arena: Arc::clone(arena), host: host.cloned() };
         let events = events.clone();
-        let copy = move || copy_blocks(&sources, &queued, &free_buffers, &copied, &events);
-        threads.push(thread::Builder::new().name("baton-tier-copy".to_owned()).spawn(copy)?);
-        Ok(Self { jobs: Some(jobs), threads })
+        this.spawn("baton-tier-copy", move || {
+            copy_blocks(&sources, &queued, &free_buffers, &copied, &events)
+        })?;
+        Ok(this)
+    }
+
+    fn spawn(&mut self, name: &str, work: impl FnOnce() + Send + 'static) -> io::Result<()> {
+        self.threads.push(thread::Builder::new().name(name.to_owned()).spawn(work)?);
+        Ok(())
     }
 
     /// Queues a save. Never waits.
     pub fn start_job(&self, job: SaveJob) {
-        let is_queued = self.jobs.as_ref().is_some_and(|jobs| jobs.try_send(job).is_ok());
-        debug_assert!(is_queued, "the core bounds the saves in flight");
+        enqueue(self.jobs.as_ref(), job);
     }
+}
 
+impl Drop for Saves {
     /// Ends and joins the threads.
-    pub fn close(&mut self) {
+    fn drop(&mut self) {
         self.jobs = None;
         self.threads.drain(..).for_each(join);
     }
