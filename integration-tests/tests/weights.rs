@@ -18,6 +18,8 @@ use integration_tests::{
 use serde_json::{Value, json};
 
 const TOKENS: usize = 24;
+/// Tokens of a stream over an update.
+const STREAMED: usize = 200;
 const COMMITTED_WITHIN: Duration = Duration::from_secs(240);
 
 /// Returns a client of the router's admin API.
@@ -438,4 +440,83 @@ except baton_weights.UpdateError as error:
     assert!(lines[3..5].iter().all(|line| line.contains("expected the address of router.admin")));
     assert!(lines[5].starts_with("cannot reach the router's admin API"), "{text}");
     Ok(())
+}
+
+/// Commits a prepared update while a stream runs. Returns the tokens of the stream, and the weight version of each.
+async fn stream_over_update(
+    cluster: &Cluster,
+    client: &Client,
+    path: &Path,
+    in_flight: &str,
+) -> Result<(Vec<u32>, Vec<Value>)> {
+    let admin = admin(cluster);
+    let body = json!({"path": path, "in_flight": in_flight});
+    let begun = admin.post("/v1/weights/begin", &body).await?;
+    ensure!(begun.status == 200, "{}", String::from_utf8_lossy(&begun.body));
+    let id = begun.json()["update"]["id"].as_str().context("an id")?.to_owned();
+    let wait_phase = async |phase: &str| -> Result<Value> {
+        let deadline = Instant::now() + COMMITTED_WITHIN;
+        loop {
+            let report = report(cluster).await?;
+            if report["update"]["phase"] == phase {
+                return Ok(report["update"]["weight_version"].clone());
+            }
+            ensure!(Instant::now() < deadline, "not {phase}: {report}");
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    };
+    wait_phase("prepared").await?;
+    let mut body = greedy_body(&run_named("code").prompt_ids, STREAMED);
+    body["return_weight_version"] = json!(true);
+    let mut stream = client.stream("/v1/completions", &body).await?;
+    let mut events = vec![stream.next().await?.context("the first token")?];
+    admin.post(&format!("/v1/weights/{id}/commit"), &json!({})).await?;
+    events.extend(stream.all().await?);
+    let version = wait_phase("committed").await?;
+    wait_version(cluster, &version).await?;
+    let (mut tokens, mut versions) = (Vec::new(), Vec::new());
+    for event in events.iter().filter(|event| !event.is_done()) {
+        tokens.extend(event.token_ids());
+        let labels = event.json()["choices"][0]["weight_versions"].clone();
+        versions.extend(labels.as_array().cloned().unwrap_or_default());
+    }
+    ensure!(tokens.len() == STREAMED && versions.len() == STREAMED, "{tokens:?} {versions:?}");
+    Ok((tokens, versions))
+}
+
+#[tokio::test]
+async fn running_requests_finish_before_an_update_or_keep_their_kv() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let new = trained(folder.path(), "new", 0x11);
+    let (cluster, client) =
+        Cluster::start_with_client(name_model(ClusterSpec::smollm2().nodes(0, 1))).await?;
+    let prompt = run_named("code").prompt_ids.clone();
+    let old_tokens = client.greedy(&prompt, STREAMED).await?;
+
+    let (tokens, versions) = stream_over_update(&cluster, &client, &new, "wait").await?;
+    assert_eq!(tokens, old_tokens);
+    assert!(versions.iter().all(|version| *version == versions[0]), "{versions:?}");
+    let new_tokens = client.greedy(&prompt, STREAMED).await?;
+    assert_ne!(new_tokens, old_tokens);
+
+    let (tokens, versions) = stream_over_update(&cluster, &client, &smollm2(), "keep_kv").await?;
+    let before = versions.iter().take_while(|version| **version == versions[0]).count();
+    assert!(before > 0 && before < STREAMED, "{versions:?}");
+    assert!(versions[before..].iter().all(|version| *version == versions[before]));
+    assert_eq!(tokens[..before], new_tokens[..before]);
+    assert_eq!(cluster.decode[0].metric("vllm:num_preemptions_total").await?, 0.0);
+    // The blocks of the prompt and of the answer were filled with other weights: nobody uses them.
+    assert_eq!(client.greedy(&prompt, STREAMED).await?, old_tokens);
+    let mut continued = prompt.clone();
+    continued.extend(&tokens[..STREAMED - 8]);
+    let answer = client.complete(&greedy_body(&continued, 4)).await?;
+    let equal = tokens.iter().zip(&old_tokens).take_while(|(one, other)| one == other).count();
+    assert!(equal < STREAMED - 32, "the answers do not differ early enough");
+    assert!(answer.cached_tokens as usize <= prompt.len() + equal, "{answer:?}");
+
+    let unknown = json!({"path": new, "in_flight": "freeze"});
+    let unknown = admin(&cluster).post("/v1/weights/begin", &unknown).await?;
+    let text = String::from_utf8_lossy(&unknown.body).into_owned();
+    assert!(unknown.status == 400 && text.contains("keep_kv"), "{text}");
+    cluster.stop()
 }

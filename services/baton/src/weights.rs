@@ -51,6 +51,10 @@ pub struct PushArgs {
     /// With tcp, the id of the node that has the path; the first node if absent.
     #[arg(long, value_name = "NODE")]
     node: Option<String>,
+    /// Requests in flight at the commit: recompute computes their KV again with the new weights, keep_kv continues on the
+    /// KV of the old ones, and wait lets them finish first, for at most 30 s.
+    #[arg(long, default_value = "recompute", value_parser = ["recompute", "keep_kv", "wait"])]
+    in_flight: String,
     /// Seconds until the update is aborted unless it is committed.
     #[arg(long, default_value_t = 300, value_name = "SECONDS", value_parser = clap::value_parser!(u32).range(1..=3600))]
     timeout: u32,
@@ -92,6 +96,7 @@ impl PushArgs {
             "timeout_s": self.timeout,
             "commit": true,
             "transport": self.transport,
+            "in_flight": self.in_flight,
         });
         if let Some(node) = &self.node {
             body["node"] = json!(node);

@@ -114,6 +114,16 @@ pub enum Action {
     Load(LoadJob),
 }
 
+/// Treatment of running sequences at a change of the weights.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum InFlight {
+    /// They are recomputed over all their tokens.
+    #[default]
+    Recompute,
+    /// They keep their KV, which other sequences never use.
+    KeepKv,
+}
+
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FinishReason {
     /// A stop token was sampled, or the grammar is complete and allows no further token.

@@ -107,6 +107,8 @@ pub struct Scheduler {
     /// after a step without decode rows.
     decode_extra: Option<Duration>,
     planned_work: StepWork,
+    /// False while the batch runs empty before a change of the weights.
+    is_admitting: bool,
 }
 
 impl Scheduler {
@@ -137,6 +139,7 @@ impl Scheduler {
             preemptions: 0,
             decode_extra: None,
             planned_work: StepWork::default(),
+            is_admitting: true,
         })
     }
 

@@ -7,7 +7,7 @@ use std::{
 };
 
 use crate::{
-    event::{Action, Input},
+    event::{Action, InFlight, Input},
     executor::{CollectWaker, Executor, ExecutorError},
     mask_workers::MaskWorkers,
     plan::{Dispatch, RowResult, Span, StepPlan},
@@ -163,10 +163,11 @@ impl<E: Executor> StepLoop<E> {
     pub fn change_weights(
         &mut self,
         seeds: CacheSeeds,
+        in_flight: InFlight,
         actions: &mut Vec<Action>,
     ) -> Result<(), ExecutorError> {
         self.executor.commit_weights()?;
-        self.scheduler.change_weights(seeds, actions);
+        self.scheduler.change_weights(seeds, in_flight, actions);
         Ok(())
     }
 

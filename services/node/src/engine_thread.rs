@@ -258,9 +258,16 @@ impl<E: Executor> Engine<E> {
                 // The caller may be gone.
                 let _ = dropped.send(self.core.handle_reset_prefix_cache());
             }
-            Command::ChangeWeights { weight_version, label, changed, _permit } => {
+            Command::ChangeWeights {
+                weight_version,
+                label,
+                in_flight,
+                waits,
+                changed,
+                _permit,
+            } => {
                 self.weights_changed = Some(changed);
-                self.core.handle_change_weights(weight_version, label, now);
+                self.core.handle_change_weights(weight_version, label, in_flight, waits, now);
             }
             Command::EndAll => self.core.handle_close(&CloseReason::DrainTimeout),
             Command::Stop => {

@@ -14,7 +14,7 @@ use std::{
 };
 
 use crossbeam_channel::{Receiver, Sender, TrySendError, bounded};
-use engine::executor::CollectWaker;
+use engine::{event::InFlight, executor::CollectWaker};
 use futures_util::StreamExt;
 use kv_transfer::{EventSink, api as transfer};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, oneshot};
@@ -69,6 +69,9 @@ pub(crate) enum Command {
     ChangeWeights {
         weight_version: u64,
         label: String,
+        in_flight: InFlight,
+        /// Whether running sequences may finish before.
+        waits: bool,
         /// Receives the time for which no step ran.
         changed: oneshot::Sender<Duration>,
         /// Held until the engine thread has taken the command.

@@ -162,7 +162,11 @@ fn checked_begin(
             version: WeightVersion(weight_version),
         },
     };
+    let in_flight = v1::InFlight::try_from(request.in_flight);
+    let in_flight =
+        in_flight.map_err(|_| invalid("in_flight", request.in_flight, "0, 1 or 2".to_owned()))?;
     Ok(Begin {
+        in_flight,
         id: update(&request.update_id)?,
         label,
         origin,
@@ -241,6 +245,7 @@ mod tests {
             remaining_ms: 1000,
             peers: Vec::new(),
             from: None,
+            in_flight: v1::InFlight::Wait.into(),
         }
     }
 
@@ -248,7 +253,8 @@ mod tests {
     fn every_field_of_begin_is_checked() {
         assert_eq!(checked_begin(request(), &LIMITS).unwrap().label, "step 100");
         type Change = fn(&mut v1::BeginWeightsRequest);
-        let changes: [(Change, &str); 7] = [
+        let changes: [(Change, &str); 8] = [
+            (|it| it.in_flight = 9, "invalid in_flight: 9; expected 0, 1 or 2"),
             (|it| it.node_epoch = vec![9; 16].into(), "node_epoch = "),
             (|it| it.update_id = vec![1; 15].into(), "invalid update_id: 15 bytes; expected 16"),
             (|it| it.label = "a\nb".into(), "invalid label"),

@@ -13,7 +13,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-use proto::ids::{NoRandomness, random_bits};
+use proto::{
+    ids::{NoRandomness, random_bits},
+    v1::InFlight,
+};
 use serde::Serialize;
 use tokio::{
     sync::{mpsc, oneshot},
@@ -45,6 +48,7 @@ pub struct NewUpdate {
     /// Whether the router commits as soon as every node is prepared.
     pub commits: bool,
     pub transport: Transport,
+    pub in_flight: InFlight,
 }
 
 /// How the nodes obtain the weights.

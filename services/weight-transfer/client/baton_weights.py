@@ -34,10 +34,13 @@ class UpdateError(Exception):
 
 
 class WeightUpdater:
-    def __init__(self, admin, folder, config, api_key=None, model=None, timeout=300, keep=2):
-        """admin: URL of router.admin. config: folder with the model's config.json. keep: updates left in the folder."""
+    def __init__(self, admin, folder, config, api_key=None, model=None, timeout=300, keep=2,
+                 in_flight="recompute"):
+        """admin: URL of router.admin. config: folder with the model's config.json. keep: updates left in the folder.
+        in_flight: what becomes of requests in flight at a commit: recompute, keep_kv or wait."""
         self.admin, self.folder, self.config = admin.rstrip("/"), os.path.abspath(folder), config
         self.api_key, self.model, self.timeout, self.keep = api_key, model, timeout, max(2, keep)
+        self.in_flight = in_flight
         os.makedirs(self.folder, exist_ok=True)
 
     def push(self, state_dict, label=""):
@@ -47,7 +50,7 @@ class WeightUpdater:
     def prepare(self, state_dict, label=""):
         """Returns the update's id once every node holds the weights beside those in use."""
         path = self.write(state_dict)
-        body = {"path": path, "label": label, "timeout_s": self.timeout}
+        body = {"path": path, "label": label, "timeout_s": self.timeout, "in_flight": self.in_flight}
         if self.model is not None:
             body["model"] = self.model
         update = self.call("POST", "/begin", body)

@@ -202,7 +202,9 @@ impl Scheduler {
 
     /// Reserves blocks for waiting receivers, in order, while blocks are available.
     pub(super) fn admit_receives(&mut self, actions: &mut Vec<Action>) {
-        while let Some(id) = self.waiting.next_receive() {
+        while self.is_admitting
+            && let Some(id) = self.waiting.next_receive()
+        {
             if !self.admit_receive(id, actions) {
                 break;
             }

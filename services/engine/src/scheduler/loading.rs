@@ -225,7 +225,8 @@ fn touch(tiers: &mut Tiers, sequence: &mut Sequence, resident: usize, loaded: us
     }
 }
 
-/// Adds block `index` of the sequence, whose KV is written, to the prefix cache, and offers it to the tiers.
+/// Adds block `index` of the sequence, whose KV is written, to the prefix cache, and offers it to the tiers, unless the
+/// KV depends on other weights.
 pub(super) fn publish(
     kv: &mut KvBlocks,
     tiers: &mut Option<Tiers>,
@@ -233,6 +234,9 @@ pub(super) fn publish(
     index: usize,
     block: BlockId,
 ) {
+    if sequence.has_old_kv {
+        return;
+    }
     kv.publish(&sequence.chain, &sequence.tokens, index, block);
     let Some(tiers) = tiers else { return };
     let key = sequence.chain.hashes()[index];

@@ -68,7 +68,9 @@ impl Scheduler {
         builder.plan.rows.reserve(self.running.len());
         builder.sequences.reserve(self.running.len());
         self.advance_running(&mut builder);
-        self.advance_newcomers(&mut builder, actions);
+        if self.is_admitting {
+            self.advance_newcomers(&mut builder, actions);
+        }
         if builder.sequences.is_empty() {
             return None;
         }
@@ -329,13 +331,16 @@ impl Scheduler {
     pub(super) fn preempt(&mut self, id: SequenceId) {
         let sequence = self.sequences.get_mut(&id).expect("a running sequence is known");
         let arrival = sequence.arrival;
+        let has_old_kv = std::mem::take(&mut sequence.has_old_kv);
         let Phase::Running(row) = std::mem::replace(&mut sequence.phase, Phase::Waiting) else {
             unreachable!("only running rows are preempted");
         };
         self.running.retain(|&(_, other)| other != id);
         self.waiting.push_preempted(arrival, id);
         self.preemptions += 1;
-        self.offer_preempted(id, row.published);
+        if !has_old_kv {
+            self.offer_preempted(id, row.published);
+        }
         self.vacate(row);
     }
 

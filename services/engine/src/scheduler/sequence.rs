@@ -31,6 +31,8 @@ pub(super) struct Sequence {
     pub(super) ignore_stop_tokens: bool,
     /// Whether the sequence may wait for a load from the KV tiers; false after such a load took too long.
     pub(super) may_load: bool,
+    /// Whether KV of the row was computed with weights before the current ones. No other sequence may use this KV.
+    pub(super) has_old_kv: bool,
     /// Whether the prompt began with a hit when the sequence was first admitted.
     pub(super) continues: bool,
     /// Prompt tokens that were cached when the sequence was first admitted.
@@ -162,6 +164,7 @@ impl Sequence {
             chain,
             touched: 0,
             may_load: true,
+            has_old_kv: false,
             continues: false,
             cached_tokens: None,
             deadline: new.deadline,

@@ -1,24 +1,41 @@
-//! Moves sequences to other weights. No KV of the old weights is used afterwards.
+//! Moves sequences to other weights. No KV of the old weights is used afterwards, except by a sequence that keeps its own.
 
 use super::{
     Scheduler,
     sequence::{Arrival, Phase, Sequence},
 };
 use crate::{
-    event::{Action, SequenceFailure, SequenceId, SequenceKind},
+    event::{Action, InFlight, SequenceFailure, SequenceId, SequenceKind},
     prefix_cache::CacheSeeds,
 };
 
 impl Scheduler {
-    /// Continues with the keys of other weights. Sequences that this node computes alone lose their KV and are
-    /// recomputed over all their tokens. Sequences of transfers fail, and every transfer is aborted: the peer may
-    /// have the old weights. Cached blocks are dropped.
+    /// Admits waiting sequences, or lets the batch run empty.
+    pub fn set_admitting(&mut self, is_admitting: bool) {
+        self.is_admitting = is_admitting;
+    }
+
+    /// Returns whether a sequence is in the batch or will be in it without a further admission, or KV is transferred.
+    pub fn has_running(&self) -> bool {
+        let claims = self.reserved_count + self.loading_count;
+        !self.running.is_empty() || !self.ready.is_empty() || claims > 0 || self.transfers.len() > 0
+    }
+
+    /// Continues with the keys of other weights. Sequences that this node computes alone are recomputed over all their
+    /// tokens, or keep their KV if they run and `in_flight` says so. Sequences of transfers fail, and every transfer is
+    /// aborted: the peer may have the old weights. Cached blocks are dropped. Waiting sequences are admitted.
     ///
     /// # Panics
     /// When a step is in flight.
-    pub fn change_weights(&mut self, seeds: CacheSeeds, actions: &mut Vec<Action>) {
+    pub fn change_weights(
+        &mut self,
+        seeds: CacheSeeds,
+        in_flight: InFlight,
+        actions: &mut Vec<Action>,
+    ) {
         assert!(self.frames.is_empty(), "weights change between steps");
         self.seeds = seeds;
+        self.is_admitting = true;
         let of_transfers = |kind| matches!(kind, SequenceKind::Send | SequenceKind::Receive);
         let mut failed: Vec<(Arrival, SequenceId)> = self
             .sequences
@@ -54,7 +71,14 @@ impl Scheduler {
             self.waiting.push_compute(sequence.arrival, id);
         }
         for (_, id) in self.running.clone() {
-            self.preempt(id);
+            match in_flight {
+                InFlight::Recompute => self.preempt(id),
+                InFlight::KeepKv => {
+                    let sequence =
+                        self.sequences.get_mut(&id).expect("a running sequence is known");
+                    sequence.has_old_kv = true;
+                }
+            }
         }
         for sequence in self.sequences.values_mut() {
             sequence.chain.reseed(seeds, &sequence.tokens);

@@ -35,7 +35,7 @@ use std::{
 use cluster::NodeRecord;
 use engine::{
     CacheSeeds, Scheduler, Speculated, StepLoop, Turn,
-    event::{Action, Input, SequenceId},
+    event::{Action, InFlight, Input, SequenceId},
     executor::{Executor, ExecutorError},
     tiers::TierEvent,
 };
@@ -57,6 +57,9 @@ pub const TRANSFER_RETRY_AFTER: Duration = Duration::from_millis(2);
 pub const STALL_AFTER: Duration = Duration::from_secs(60);
 /// The stall time-out is at least this many times the longest step so far: slow hardware is not a stall.
 const STALL_STEPS: u32 = 4;
+
+/// Time for running sequences to finish before a change of the weights: half of the time that a router gives a commit.
+const FINISH_WITHIN: Duration = Duration::from_secs(30);
 
 /// The state machine of one node.
 pub struct NodeCore<E> {
@@ -87,6 +90,9 @@ pub struct NodeCore<E> {
 pub struct WeightChange {
     pub weight_version: u64,
     pub label: String,
+    pub in_flight: InFlight,
+    /// Until when running sequences may finish; `None` once the node has stopped launching steps.
+    pub wait_until: Option<Instant>,
     /// When the node stopped launching steps.
     pub held_at: Instant,
 }
@@ -191,11 +197,36 @@ impl<E: Executor> NodeCore<E> {
     }
 
     /// Takes up the prepared weights at the next step boundary: no step is launched before. Then emits
-    /// [`Output::WeightsChanged`].
-    pub fn handle_change_weights(&mut self, weight_version: u64, label: String, now: Instant) {
+    /// [`Output::WeightsChanged`]. `waits`: lets running sequences finish first, for at most [`FINISH_WITHIN`], and
+    /// admits no others meanwhile.
+    pub fn handle_change_weights(
+        &mut self,
+        weight_version: u64,
+        label: String,
+        in_flight: InFlight,
+        waits: bool,
+        now: Instant,
+    ) {
         self.now = now;
-        self.weight_change = Some(WeightChange { weight_version, label, held_at: now });
-        self.steps.set_held(true);
+        let wait_until = waits.then(|| now + FINISH_WITHIN);
+        let change = WeightChange { weight_version, label, in_flight, wait_until, held_at: now };
+        self.weight_change = Some(change);
+        self.steps.set_held(!waits);
+        self.steps.scheduler_mut().set_admitting(!waits);
+    }
+
+    /// Stops launching steps once the sequences that may finish before the change have finished.
+    fn end_wait_if_due(&mut self) {
+        let now = self.steps.executor().now();
+        let has_running = self.steps.scheduler().has_running();
+        let waits = |change: &&mut WeightChange| {
+            change.wait_until.is_some_and(|until| until <= now || !has_running)
+        };
+        if let Some(change) = self.weight_change.as_mut().filter(waits) {
+            change.wait_until = None;
+            change.held_at = now;
+            self.steps.set_held(true);
+        }
     }
 
     /// Fails every attempt and rejects new calls. Tokens of earlier steps still reach their
@@ -224,6 +255,7 @@ impl<E: Executor> NodeCore<E> {
     /// flight. [`Turn::Idle`]: no step is in flight and no output is due. After an error the executor
     /// is unusable.
     pub fn step(&mut self, timeout: Duration) -> Result<Turn, ExecutorError> {
+        self.end_wait_if_due();
         self.change_weights_if_due()?;
         let turn = self.steps.turn(timeout, &mut self.new_actions);
         self.actions.extend(self.new_actions.drain(..));
@@ -261,8 +293,14 @@ impl<E: Executor> NodeCore<E> {
     /// no input comes before.
     pub fn next_deadline(&self) -> Option<Instant> {
         let observers = self.observers.due(self.now);
-        let deadlines =
-            [self.steps.next_deadline(), observers, self.transfer_retry_at, self.stall_deadline()];
+        let wait_until = self.weight_change.as_ref().and_then(|change| change.wait_until);
+        let deadlines = [
+            self.steps.next_deadline(),
+            observers,
+            self.transfer_retry_at,
+            self.stall_deadline(),
+            wait_until,
+        ];
         deadlines.into_iter().flatten().min()
     }
 
@@ -297,7 +335,7 @@ impl<E: Executor> NodeCore<E> {
     /// Returns whether the weights can change now: no step is in flight, and no earlier command for the transfers
     /// waits.
     fn may_change_weights(&self) -> bool {
-        self.weight_change.is_some()
+        self.weight_change.as_ref().is_some_and(|change| change.wait_until.is_none())
             && self.steps.steps_in_flight() == 0
             && self.transfer_retry_at.is_none()
     }
@@ -308,7 +346,7 @@ impl<E: Executor> NodeCore<E> {
         }
         let Some(change) = self.weight_change.take() else { return Ok(()) };
         self.seeds.weight_version = change.weight_version;
-        self.steps.change_weights(self.seeds, &mut self.new_actions)?;
+        self.steps.change_weights(self.seeds, change.in_flight, &mut self.new_actions)?;
         self.actions.extend(self.new_actions.drain(..));
         self.steps.set_held(false);
         self.now = self.steps.executor().now();

@@ -2,7 +2,7 @@ use std::time::Duration;
 
 use engine::{
     CacheSeeds, SchedulerConfig,
-    event::{FinishReason, NewSequence, SequenceFailure, SequenceKind},
+    event::{FinishReason, InFlight, NewSequence, SequenceFailure, SequenceKind},
     executor::{
         ExecutorLimits,
         sim::{CostModel, SimExecutor},
@@ -784,7 +784,7 @@ fn weights_change_at_a_step_boundary_and_no_kv_survives() {
     let old = node.core.scheduler().cached_hashes();
     assert!(!old.is_empty());
 
-    node.core.handle_change_weights(7, "step 100".into(), node.now);
+    node.core.handle_change_weights(7, "step 100".into(), InFlight::Recompute, false, node.now);
     let mut outputs = Vec::new();
     while !outputs.iter().any(|output| matches!(output, Output::WeightsChanged { .. })) {
         node.core.step(Duration::ZERO).unwrap();
@@ -836,9 +836,88 @@ fn weights_change_at_a_step_boundary_and_no_kv_survives() {
 #[test]
 fn call_for_other_weights_is_rejected() {
     let mut node = Node::new();
-    node.core.handle_change_weights(7, String::new(), node.now);
+    node.core.handle_change_weights(7, String::new(), InFlight::Recompute, false, node.now);
     node.run();
     node.call(1, SequenceKind::Compute);
     let refusal = Refusal::OtherWeights { named: 1, own: 7 };
     assert_eq!(replies(node.outputs()), [Reply::Rejected(refusal)]);
+}
+
+/// Starts a sequence of 40 tokens and runs two steps. Returns the node and the outputs.
+fn node_with_running_sequence() -> (Node, Vec<Output>) {
+    let mut node = Node::new();
+    let mut call = call(1, 1, SequenceKind::Compute, node.now);
+    call.sequence.max_tokens = 40;
+    node.core.handle_call(call, node.now);
+    let mut outputs = node.outputs();
+    for _ in 0..2 {
+        node.core.step(Duration::ZERO).unwrap();
+        outputs.extend(node.outputs());
+    }
+    (node, outputs)
+}
+
+/// Returns the weight version of each token of a sequence, in order, and 0 for the change of the weights.
+fn versions_of(outputs: &[Output], id: u128) -> Vec<u64> {
+    let versions = outputs.iter().flat_map(|output| match output {
+        Output::Reply {
+            call,
+            reply: Reply::Event(AttemptEvent::Tokens { tokens, weight_version, .. }),
+        } if call.sequence == SequenceId(id) => {
+            vec![*weight_version; tokens.len()]
+        }
+        Output::WeightsChanged { .. } => vec![0],
+        _ => vec![],
+    });
+    versions.collect()
+}
+
+#[test]
+fn sequence_that_keeps_its_kv_continues_and_shares_no_block() {
+    let (mut node, mut outputs) = node_with_running_sequence();
+    let old = node.core.scheduler().cached_hashes();
+    assert_eq!(old.len(), 1);
+    node.core.handle_change_weights(7, String::new(), InFlight::KeepKv, false, node.now);
+    outputs.extend(node.run());
+    let versions = versions_of(&outputs, 1);
+    let before = versions.iter().take_while(|version| **version == 1).count();
+    assert!(before > 0 && before < 40, "{versions:?}");
+    assert_eq!(versions[before], 0);
+    assert_eq!(versions[before + 1..], vec![7; 40 - before]);
+    assert_eq!(node.core.scheduler().preemptions(), 0);
+    // Blocks that were filled after the change depend on both weights.
+    assert_eq!(node.core.scheduler().cached_hashes(), old);
+
+    let second = Call { weight_version: 7, ..call(2, 2, SequenceKind::Compute, node.now) };
+    node.core.handle_call(second, node.now);
+    let fresh = AttemptEvent::Reserved { cached_tokens: 0, local_prefill: true };
+    assert!(replies(node.run()).contains(&Reply::Event(fresh)));
+    node.core.scheduler().check();
+}
+
+#[test]
+fn running_sequence_finishes_before_the_weights_change_and_others_begin_after() {
+    let (mut node, mut outputs) = node_with_running_sequence();
+    node.core.handle_change_weights(7, String::new(), InFlight::Recompute, true, node.now);
+    node.call(2, SequenceKind::Compute);
+    outputs.extend(node.run());
+    assert_eq!(versions_of(&outputs, 1), [vec![1; 40], vec![0]].concat());
+    assert_eq!(versions_of(&outputs, 2), [vec![0], vec![7; 4]].concat());
+    node.core.scheduler().check();
+}
+
+#[test]
+fn weights_change_when_a_running_sequence_does_not_finish_in_time() {
+    let (mut node, mut outputs) = node_with_running_sequence();
+    node.core.handle_change_weights(7, String::new(), InFlight::Recompute, true, node.now);
+    assert!(node.core.next_deadline().unwrap() <= node.now + FINISH_WITHIN);
+    node.core.step(Duration::ZERO).unwrap();
+    outputs.extend(node.outputs());
+    assert!(!outputs.iter().any(|output| matches!(output, Output::WeightsChanged { .. })));
+    node.advance(FINISH_WITHIN);
+    outputs.extend(node.run());
+    let versions = versions_of(&outputs, 1);
+    let before = versions.iter().take_while(|version| **version == 1).count();
+    assert!(before < 40, "{versions:?}");
+    assert_eq!(versions[before..], [vec![0], vec![7; 40 - before]].concat());
 }

@@ -6,7 +6,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use engine::executor::WeightUpdate;
+use engine::{event::InFlight, executor::WeightUpdate};
 use model::ModelConfig;
 use proto::v1;
 use tokio::{
@@ -62,6 +62,7 @@ pub(super) struct Begin {
     pub origin: Origin,
     pub remaining: Duration,
     pub peers: Vec<Peer>,
+    pub in_flight: v1::InFlight,
 }
 
 /// Place of new weights.
@@ -455,8 +456,13 @@ impl Actor {
 
     /// Lets the engine thread exchange the weights.
     fn install(&mut self, id: UpdateId, version: WeightVersion) {
-        let label = self.running.as_ref().map(|running| running.begin.label.clone());
-        let label = label.unwrap_or_default();
+        let begin = self.running.as_ref().map(|running| &running.begin);
+        let label = begin.map(|begin| begin.label.clone()).unwrap_or_default();
+        let (in_flight, waits) = match begin.map(|begin| begin.in_flight).unwrap_or_default() {
+            v1::InFlight::Recompute => (InFlight::Recompute, false),
+            v1::InFlight::KeepKv => (InFlight::KeepKv, false),
+            v1::InFlight::Wait => (InFlight::Recompute, true),
+        };
         let inbox = self.settings.inbox.clone();
         self.work.spawn(async move {
             let mut changed = loop {
@@ -465,6 +471,8 @@ impl Actor {
                 let sent = inbox.send_for_router(|_permit| Command::ChangeWeights {
                     weight_version: version.0,
                     label,
+                    in_flight,
+                    waits,
                     changed: reply,
                     _permit,
                 });
@@ -536,6 +544,7 @@ mod tests {
             origin: Origin::Path("/new".into()),
             remaining: Duration::from_secs(1),
             peers,
+            in_flight: v1::InFlight::Recompute,
         };
         let mut many = RunningUpdate::new(begin((0..20).map(peer).collect()));
         let mut asked = Vec::new();

@@ -10,6 +10,7 @@ use axum::{
     routing::{get, post},
 };
 use http::StatusCode;
+use proto::v1::InFlight;
 use serde::Deserialize;
 use weight_transfer::UpdateId;
 
@@ -44,6 +45,18 @@ struct BeginBody {
     transport: TransportName,
     /// With tcp, the node that reads the path; the first node if absent.
     node: Option<String>,
+    /// Treatment of requests in flight at the commit.
+    #[serde(default)]
+    in_flight: InFlightName,
+}
+
+#[derive(Clone, Copy, Default, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "snake_case")]
+enum InFlightName {
+    #[default]
+    Recompute,
+    KeepKv,
+    Wait,
 }
 
 #[derive(Clone, Copy, Default, PartialEq, Eq, Deserialize)]
@@ -95,7 +108,7 @@ async fn abort(State(updates): State<Updates>, Path(id): Path<String>) -> Respon
 }
 
 fn checked(front: &Front, body: &[u8]) -> Result<NewUpdate, ApiError> {
-    let BeginBody { path, label, model, timeout_s, commit, transport, node } =
+    let BeginBody { path, label, model, timeout_s, commit, transport, node, in_flight } =
         serde_json::from_slice(body).map_err(|error| {
             let message = format!("cannot begin an update: {error}");
             ApiError::invalid(StatusCode::BAD_REQUEST, "invalid_json", message)
@@ -133,7 +146,12 @@ fn checked(front: &Front, body: &[u8]) -> Result<NewUpdate, ApiError> {
             return Err(invalid("node", format!("{:?}", shown(&node)), "transport tcp with it"));
         }
     };
-    Ok(NewUpdate { model, label, path, timeout, commits: commit, transport })
+    let in_flight = match in_flight {
+        InFlightName::Recompute => InFlight::Recompute,
+        InFlightName::KeepKv => InFlight::KeepKv,
+        InFlightName::Wait => InFlight::Wait,
+    };
+    Ok(NewUpdate { model, label, path, timeout, commits: commit, transport, in_flight })
 }
 
 fn update_id(text: &str) -> Result<UpdateId, ApiError> {

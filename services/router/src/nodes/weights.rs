@@ -34,6 +34,7 @@ pub struct UpdateRequest {
     pub id: UpdateId,
     pub label: String,
     pub path: String,
+    pub in_flight: v1::InFlight,
 }
 
 /// The node from which another node copies the weights.
@@ -101,6 +102,7 @@ impl Nodes {
                         from,
                         remaining_ms: remaining.as_millis() as u64,
                         peers: others.map(peer).collect(),
+                        in_flight: update.in_flight.into(),
                     };
                     client.begin(request).await
                 }

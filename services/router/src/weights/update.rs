@@ -6,6 +6,7 @@ use std::{
 };
 
 use cluster::Epoch;
+use proto::v1::InFlight;
 use tokio::task::JoinSet;
 use weight_transfer::{
     Coordinator, CoordinatorError, CoordinatorPhase, UpdateEnd, UpdateId, UpdateState,
@@ -64,7 +65,12 @@ impl Update {
         let deadline = now + new.timeout;
         let coordinator = Coordinator::new(now, names, deadline, new.commits);
         Self {
-            request: Arc::new(UpdateRequest { id, label: new.label, path: new.path }),
+            request: Arc::new(UpdateRequest {
+                id,
+                label: new.label,
+                path: new.path,
+                in_flight: new.in_flight,
+            }),
             model: new.model,
             due: vec![Some(now); nodes.len()],
             paused: vec![Duration::ZERO; nodes.len()],
@@ -91,7 +97,12 @@ impl Update {
     ) -> Self {
         let coordinator = Coordinator::new(now, vec![node.id.clone()], now + target.timeout, false);
         Self {
-            request: Arc::new(UpdateRequest { id, label: target.label, path: target.path }),
+            request: Arc::new(UpdateRequest {
+                id,
+                label: target.label,
+                path: target.path,
+                in_flight: InFlight::Recompute,
+            }),
             model,
             due: vec![Some(now)],
             paused: vec![Duration::ZERO],
@@ -298,6 +309,7 @@ mod tests {
             timeout: Duration::from_secs(300),
             commits: true,
             transport: Transport::Disk,
+            in_flight: InFlight::Recompute,
         };
         let node = |number: u128| WeightNode {
             id: number.to_string(),
