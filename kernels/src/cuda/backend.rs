@@ -173,7 +173,7 @@ impl CudaBackend {
     /// Waits for all weight uploads and releases the upload buffers.
     pub fn finish_loading(&self) -> Result<(), CudaError> {
         self.check()?;
-        self.uploads().take().map_or(Ok(()), Uploads::finish)
+        self.uploads().take().map_or(Ok(()), |mut uploads| uploads.finish())
     }
 
     /// Enqueues a copy of packed weights over those in use, after the work enqueued so far. The addresses of the weights

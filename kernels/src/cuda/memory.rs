@@ -105,7 +105,7 @@ impl DeviceMemory {
     }
 
     /// Cuts the next ranges from the front again. Earlier ranges name the same memory.
-    pub(super) fn cut_anew(&self) {
+    pub(super) fn reset(&self) {
         self.used.store(0, Ordering::Relaxed);
     }
 

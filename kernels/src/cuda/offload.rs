@@ -220,7 +220,9 @@ impl CudaOffloadCopy {
         self.marks.iter().all(|(mark, _)| mark.is_reached())
     }
 
-    /// Waits for the copies. After an error of the context no copy is in flight.
+    /// Waits for the copies. After an error of the context no copy is in flight. There is no deadline: before its end a
+    /// copy may still write the blocks, so nothing could be done with them. A device that hangs also lets no step
+    /// finish, and is reported by the engine thread.
     fn wait(&self) -> Result<(), CudaError> {
         let mut polls: u32 = 0;
         // Polls without a driver call: another thread's call may hold the context's lock.

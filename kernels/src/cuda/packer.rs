@@ -23,23 +23,23 @@ pub struct CudaPacker {
     dtype: Dtype,
     shard: Shard,
     memory: DeviceMemory,
-    /// `Some` while weights are packed.
-    uploads: Mutex<Option<Uploads>>,
+    /// Kept for all updates: the driver may wait for the steps in flight when it frees pinned memory.
+    uploads: Mutex<Uploads>,
     fault: Mutex<Option<CudaError>>,
 }
 
 impl CudaPacker {
-    /// Allocates memory for a second copy of the weights of `backend`, which has loaded them.
+    /// Allocates memory for a second copy of the weights of `backend`, which has loaded them, and for its uploads.
     pub fn new(backend: &CudaBackend) -> Result<Self, CudaError> {
         let (weights, _) = backend.memory_bytes();
         let context = Arc::clone(backend.context());
         let memory = DeviceMemory::new(&context, "the second copy of the weights", weights)?;
         Ok(Self {
-            context,
             dtype: backend.dtype(),
             shard: backend.shard(),
             memory,
-            uploads: Mutex::default(),
+            uploads: Mutex::new(Uploads::new(&context)?),
+            context,
             fault: Mutex::default(),
         })
     }
@@ -47,15 +47,14 @@ impl CudaPacker {
     /// Begins to pack weights over those that were packed before.
     pub fn begin(&self) -> Result<(), CudaError> {
         self.context.bind()?;
-        self.memory.cut_anew();
+        self.memory.reset();
         *self.fault() = None;
-        *self.uploads() = Some(Uploads::new(&self.context)?);
         Ok(())
     }
 
     /// Waits until every weight is in GPU memory, and returns the first error.
     pub fn finish(&self) -> Result<(), CudaError> {
-        let uploaded = self.uploads().take().map_or(Ok(()), Uploads::finish);
+        let uploaded = self.uploads().finish();
         self.fault().clone().map_or(uploaded, Err)
     }
 
@@ -82,7 +81,7 @@ impl CudaPacker {
         self.fault.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn uploads(&self) -> MutexGuard<'_, Option<Uploads>> {
+    fn uploads(&self) -> MutexGuard<'_, Uploads> {
         self.uploads.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -96,9 +95,8 @@ impl Packer for CudaPacker {
         let bytes = rows.checked_mul(cols).and_then(|count| count.checked_mul(dtype.bytes()));
         let data = self.cut(bytes.expect("a matrix fits the address space"));
         if self.fault().is_none() {
-            let mut uploads = self.uploads();
-            let uploads = uploads.as_mut().expect("weights are packed between begin and finish");
-            self.note(uploads.rows(source, dtype, &data));
+            let uploaded = self.uploads().rows(source, dtype, &data);
+            self.note(uploaded);
         }
         CudaMatrix { data, rows, cols, dtype }
     }

@@ -45,8 +45,11 @@ impl Uploads {
     }
 
     /// Waits for the copies in flight.
-    pub fn finish(self) -> Result<(), CudaError> {
-        self.in_flight.into_iter().try_for_each(|copy| copy.finish().map(|_| ()))
+    pub fn finish(&mut self) -> Result<(), CudaError> {
+        while let Some(copy) = self.in_flight.pop_front() {
+            self.free.push(copy.finish()?);
+        }
+        Ok(())
     }
 
     /// Reads a matrix and enqueues its copies. The last copies may be in flight on return.
