@@ -562,9 +562,9 @@ impl Tiers {
         self.tiers[tier.index()].as_mut().map(|it| it.store.take_changes()).unwrap_or_default()
     }
 
-    /// Returns the keys of all blocks that a tier holds.
-    pub fn keys(&self, tier: Tier) -> Vec<BlockHash> {
-        self.tiers[tier.index()].as_ref().map(|it| it.store.keys()).unwrap_or_default()
+    /// Returns the keys of the `most` blocks of a tier that were used last.
+    pub fn keys(&self, tier: Tier, most: usize) -> Vec<BlockHash> {
+        self.tiers[tier.index()].as_ref().map(|it| it.store.keys(most)).unwrap_or_default()
     }
 
     /// Returns the fastest tier that holds the block.

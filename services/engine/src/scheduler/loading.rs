@@ -37,9 +37,9 @@ impl Scheduler {
         self.tiers.as_mut().map(|tiers| tiers.take_changes(tier)).unwrap_or_default()
     }
 
-    /// Returns the keys of all blocks that a tier holds.
-    pub fn tier_hashes(&self, tier: Tier) -> Vec<BlockHash> {
-        self.tiers.as_ref().map(|tiers| tiers.keys(tier)).unwrap_or_default()
+    /// Returns the keys of the `most` blocks of a tier that were used last.
+    pub fn tier_hashes(&self, tier: Tier, most: usize) -> Vec<BlockHash> {
+        self.tiers.as_ref().map(|tiers| tiers.keys(tier, most)).unwrap_or_default()
     }
 
     /// Tells the tiers the time, from which they compute deadlines and ages.

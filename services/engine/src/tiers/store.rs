@@ -188,9 +188,10 @@ impl Store {
         std::mem::take(&mut self.changes).into_values().collect()
     }
 
-    /// Returns the keys of all stored blocks.
-    pub fn keys(&self) -> Vec<BlockHash> {
-        self.order.values().map(|&index| self.slots[index as usize].key).collect()
+    /// Returns the keys of the `most` stored blocks that were used last.
+    pub fn keys(&self, most: usize) -> Vec<BlockHash> {
+        let newest = self.order.values().rev().take(most);
+        newest.map(|&index| self.slots[index as usize].key).collect()
     }
 
     fn set_used(&mut self, index: SlotIndex) {
@@ -282,10 +283,18 @@ mod tests {
     }
 
     #[test]
+    fn keys_are_those_of_the_blocks_that_were_used_last() {
+        let mut store = Store::new(3);
+        (1..=3).for_each(|key| _ = save(&mut store, key));
+        store.touch(BlockHash(1));
+        assert_eq!(store.keys(2), [BlockHash(1), BlockHash(3)]);
+    }
+
+    #[test]
     fn changes_tell_which_blocks_came_and_went() {
         let mut store = Store::new(1);
         save(&mut store, 1);
-        assert_eq!(store.keys(), [BlockHash(1)]);
+        assert_eq!(store.keys(9), [BlockHash(1)]);
         assert_eq!(store.take_changes(), [CacheChange::Added(BlockHash(1))]);
         save(&mut store, 2);
         save(&mut store, 3);

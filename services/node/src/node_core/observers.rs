@@ -22,6 +22,10 @@ pub(crate) const INTERVAL: Duration = Duration::from_millis(50);
 /// Maximum number of hashes in an event: 256 KiB, far below gRPC's message limit of 4 MiB.
 const HASHES_PER_EVENT_MAX: usize = 16_384;
 
+/// Maximum number of a tier's hashes in a snapshot: 16 events, which fit an observer's queue and are made in
+/// milliseconds. A router that connects later learns nothing of the blocks that were used before these.
+const TIER_HASHES_MAX: usize = 16 * HASHES_PER_EVENT_MAX;
+
 /// The observers, and the state that they were last sent.
 pub(super) struct Observers {
     record: v1::NodeRecord,
@@ -157,7 +161,7 @@ impl Observers {
             outputs.push_back(observer.event(Event::Delta(delta)));
         }
         for tier in Tier::ALL {
-            let stored = steps.scheduler().tier_hashes(tier);
+            let stored = steps.scheduler().tier_hashes(tier, TIER_HASHES_MAX);
             for delta in tier_deltas(tier, &stored, &[]) {
                 outputs.push_back(observer.event(Event::Delta(delta)));
             }
