@@ -75,9 +75,10 @@ pub trait Executor: Send {
         None
     }
 
-    /// Exchanges the weights in use and the prepared weights. Called while no step is in flight.
+    /// Exchanges the weights in use and the prepared weights. Called while no step is in flight. Fails without prepared
+    /// weights.
     fn commit_weights(&mut self) -> Result<(), ExecutorError> {
-        Err(ExecutorError::Stopped { reason: "no weights are prepared".to_owned() })
+        Err(ExecutorError::Stopped { reason: "the weights cannot change".to_owned() })
     }
 
     /// Checks that the executor can run a step. Called while no step is in flight, so that a dead device

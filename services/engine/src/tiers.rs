@@ -127,9 +127,9 @@ pub struct BlockContents {
 /// Source of a save.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SaveSource {
-    /// A block of the arena. It is not evicted before [`TierEvent::Copied`].
+    /// A block of the arena. It is not evicted before [`TierEvent::Copied`] or [`TierEvent::SaveFailed`].
     Block(BlockId),
-    /// A slot of the host tier. It is not overwritten before [`TierEvent::Copied`].
+    /// A slot of the host tier. It is not overwritten before [`TierEvent::Copied`] or [`TierEvent::SaveFailed`].
     HostSlot(SlotIndex),
 }
 
@@ -164,9 +164,10 @@ pub struct LoadJob {
 /// Result of a copy.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum TierEvent {
-    /// The source of a save is not read any more. [`Saved`](Self::Saved) or [`SaveFailed`](Self::SaveFailed) follows.
+    /// The source of a save is not read any more. [`Saved`](Self::Saved) or [`SaveFailed`](Self::SaveFailed) ends the
+    /// save, and may overtake this event, which is then ignored.
     Copied { job: JobId },
-    /// The slot holds the block.
+    /// The slot holds the block, and its source is not read any more.
     Saved { job: JobId },
     /// The slot does not hold the block, and its source is not read any more.
     SaveFailed { job: JobId },

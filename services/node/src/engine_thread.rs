@@ -1,8 +1,8 @@
 //! The thread that drives the [`NodeCore`].
 //!
-//! The loop gives the core commands of callers and events of transfers, carries out the core's outputs,
+//! The loop gives the core commands of callers and events of transfers and KV tiers, carries out the core's outputs,
 //! and runs the device one step at a time. It sleeps while the core has no work. It waits only for the
-//! device; each of its two queues wakes it.
+//! device; a command, and an event of transfers or of the KV tiers, wakes it.
 
 use std::{
     any::Any,
@@ -188,7 +188,7 @@ impl<E: Executor> Engine<E> {
             }
         }
         if let Some(tiers) = &self.tiers {
-            // The threads of the tiers outlive the engine thread.
+            // The threads of the tiers outlive the engine thread, so the queue is never closed.
             for event in tiers.events.try_iter().take(TAKEN_PER_STEP_MAX) {
                 self.core.handle_tier_event(event, Instant::now());
             }

@@ -56,8 +56,16 @@ impl TierMetrics {
         counter("baton.tier.damaged", damaged, 1, |it| it.damaged);
         let refused = "KV blocks computed because loading was predicted to be slower, by tier";
         counter("baton.tier.loads_refused", refused, 1, |it| it.refused);
-        let queue_age = "Age of the oldest queued save in milliseconds, by tier";
-        gauge("baton.tier.queue_age", queue_age, 1, |it| it.queue_age.as_millis() as u64);
+        let ages = this.clone();
+        let age = meter.f64_observable_gauge("baton.tier.queue_age").with_unit("s");
+        age.with_description("Age of the oldest queued save, by tier")
+            .with_callback(move |instrument| {
+                for (tier, stats) in ages.lock().iter() {
+                    let tier = KeyValue::new("tier", tier.name());
+                    instrument.observe(stats.queue_age.as_secs_f64(), &[tier]);
+                }
+            })
+            .build();
         this
     }
 
