@@ -282,9 +282,9 @@ impl Nodes {
                     let stopped = self.streams.remove(&stream);
                     self.actions.extend(stopped.map(NodesAction::StopObserving));
                 }
-                DirectoryAction::HealthChanged { .. } | DirectoryAction::Forgotten { .. } => {
-                    self.has_changed = true
-                }
+                DirectoryAction::HealthChanged { .. }
+                | DirectoryAction::ServingChanged { .. }
+                | DirectoryAction::Forgotten { .. } => self.has_changed = true,
                 DirectoryAction::Rejected { address, reason } => {
                     panic!("the report of {address} was rejected: {reason}")
                 }

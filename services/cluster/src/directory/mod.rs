@@ -115,6 +115,8 @@ pub enum DirectoryAction {
     StopObserving { stream: StreamId },
     /// Log and count this change.
     HealthChanged { node: NodeKey, address: NodeAddress, from: Health, to: Health, reason: String },
+    /// The node began or stopped draining, or has other weights, so other requests can use it.
+    ServingChanged { node: NodeKey },
     /// The node's report is impossible, so the node is not used: name it in the log.
     Rejected { address: NodeAddress, reason: String },
     /// The member is forgotten.
@@ -180,9 +182,17 @@ impl Directory {
         match input {
             // Most events only change one member: checking all would cost more than the event.
             DirectoryInput::Observed { stream, event } => {
-                let key = self.streams.get(&stream).copied();
-                self.observed(now, stream, event, actions);
-                return key.into_iter().for_each(|key| self.check_member(key));
+                let Some(key) = self.streams.get(&stream).copied() else { return };
+                let before = self.serves(key);
+                self.observed(now, key, event, actions);
+                // A change of health says so by itself.
+                if before
+                    .zip(self.serves(key))
+                    .is_some_and(|(before, after)| before.0 == after.0 && before.1 != after.1)
+                {
+                    actions.push(DirectoryAction::ServingChanged { node: key });
+                }
+                return self.check_member(key);
             }
             DirectoryInput::Member(MemberChange::Joined(address)) => {
                 self.joined(now, address, actions)
@@ -278,11 +288,10 @@ impl Directory {
     fn observed(
         &mut self,
         now: Instant,
-        stream: StreamId,
+        key: NodeKey,
         event: v1::ObserveEvent,
         actions: &mut Vec<DirectoryAction>,
     ) {
-        let Some(key) = self.streams.get(&stream).copied() else { return };
         let member = self.member(key);
         let epoch_before = member.epoch();
         let epoch = match member.observed(now, event) {
@@ -310,6 +319,12 @@ impl Directory {
         if !was_up {
             self.member(key).up_since = Some(now);
         }
+    }
+
+    /// Returns the member's health, and the weights with which it accepts requests.
+    fn serves(&self, key: NodeKey) -> Option<(Health, Option<u64>)> {
+        let member = self.members.get(&key)?;
+        Some((member.health, member.serving().map(|seen| seen.record.identity.weight_version)))
     }
 
     /// Handles the end of a member's stream: probes a stable node at once, others after a delay.

@@ -293,4 +293,14 @@ fn a_draining_node_is_not_picked_but_stays_up() {
     assert_eq!(world.health_of(&node), Some(Health::Up));
     assert!(matches!(world.pick(&wanted(8)), Err(NoNode::Draining { .. })));
     assert_eq!(world.directory.serving(Role::Decode).count(), 0);
+    // The directory says so once, and again when the node serves or has other weights.
+    world.send(&node, delta(2, Some(Load { draining: true, ..idle() }), &[], &[]));
+    assert_eq!(world.serving_changed.len(), 1);
+    world.send(&node, delta(3, Some(idle()), &[], &[]));
+    assert_eq!(world.serving_changed.len(), 2);
+    let weights = Some(v1::WeightsChanged { weight_version: 2, ..Default::default() });
+    let delta = v1::NodeDelta { weights, ..Default::default() };
+    let event = Some(v1::observe_event::Event::Delta(delta));
+    world.send(&node, v1::ObserveEvent { sequence: 4, event });
+    assert_eq!(world.serving_changed.len(), 3);
 }

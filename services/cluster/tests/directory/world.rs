@@ -20,6 +20,8 @@ pub struct World {
     pub open: BTreeMap<StreamId, NodeAddress>,
     pub health: Vec<(NodeKey, Health, Health)>,
     pub forgotten: Vec<NodeAddress>,
+    /// Nodes that other requests could use without a change of health.
+    pub serving_changed: Vec<NodeKey>,
     /// Nodes whose report was impossible, with the reason.
     pub rejected: Vec<(NodeAddress, String)>,
     /// Number of picks, which is the transfer id of the last one.
@@ -46,6 +48,7 @@ impl World {
             open: BTreeMap::new(),
             health: Vec::new(),
             forgotten: Vec::new(),
+            serving_changed: Vec::new(),
             rejected: Vec::new(),
             picked: 0,
             reports: 0,
@@ -86,6 +89,7 @@ impl World {
                     self.health.push((node, from, to));
                 }
                 DirectoryAction::Forgotten { address, .. } => self.forgotten.push(address),
+                DirectoryAction::ServingChanged { node } => self.serving_changed.push(node),
                 DirectoryAction::Rejected { address, reason } => {
                     self.rejected.push((address, reason));
                 }

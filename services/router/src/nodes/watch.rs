@@ -168,6 +168,8 @@ impl Watch {
                     self.rounds.on_change(Instant::now(), settles_in);
                 }
             }
+            // Waiting requests pick again.
+            DirectoryAction::ServingChanged { .. } => self.nodes.changed(),
             DirectoryAction::Rejected { address, reason } => {
                 tracing::warn!(node = %address, reason, "node excluded: its report is invalid");
                 let role = role_label(address.role);
@@ -241,18 +243,11 @@ async fn follow(
         error => error.to_string(),
     })?;
     nodes.channels().insert(address.grpc.clone(), channel);
-    let mut draining = false;
     while let Some(event) = events.message().await.map_err(failed)? {
         Served::check(served, &event)?;
         check_epoch(node, &event)?;
-        let drains = drains(&event).unwrap_or(draining);
-        let changed = std::mem::replace(&mut draining, drains) != drains || changes_weights(&event);
         if nodes.0.inputs.send(DirectoryInput::Observed { stream, event }).await.is_err() {
             return Ok(());
-        }
-        if changed {
-            // Draining and other weights change which nodes can be picked, without a change of health.
-            nodes.changed();
         }
     }
     Ok(())
@@ -294,22 +289,10 @@ impl Served {
     }
 }
 
-fn changes_weights(event: &ObserveEvent) -> bool {
-    matches!(&event.event, Some(Event::Delta(delta)) if delta.weights.is_some())
-}
-
-fn drains(event: &ObserveEvent) -> Option<bool> {
-    match event.event.as_ref()? {
-        Event::Snapshot(snapshot) => snapshot.load.as_ref(),
-        Event::Delta(delta) => delta.load.as_ref(),
-    }
-    .map(|load| load.draining)
-}
-
 #[cfg(test)]
 mod tests {
     use cluster::MemberChange;
-    use proto::v1::{NodeLoad, NodeRecord, NodeSnapshot};
+    use proto::v1::{NodeDelta, NodeLoad, NodeRecord, NodeSnapshot};
 
     use super::*;
     use crate::nodes::{
@@ -442,6 +425,26 @@ mod tests {
         comes_up(&mut watch, Role::Decode, 2, decode);
         begin_round(&mut watch);
         assert_eq!((watch.connect_calls.len(), watch.nodes.are_connected()), (2, false));
+    }
+
+    #[tokio::test]
+    async fn requests_are_told_of_a_drain_when_the_directory_knows_it() {
+        let (mut watch, _task) = watch();
+        let stream = joins(&mut watch, Role::Decode, "http://127.0.0.1:1");
+        comes_up(&mut watch, Role::Decode, 1, stream);
+        let mut changes = watch.nodes.changes();
+        let serving = |watch: &Watch| watch.nodes.directory().serving(Role::Decode).count();
+        for (sequence, draining, told) in [(1, true, true), (2, true, false), (3, false, true)] {
+            let load = Some(NodeLoad { draining, ..Default::default() });
+            let delta = NodeDelta { load, ..Default::default() };
+            let event = ObserveEvent { sequence, event: Some(Event::Delta(delta)) };
+            let mut actions = Vec::new();
+            changes.mark_unchanged();
+            watch.handle(DirectoryInput::Observed { stream, event }, &mut actions);
+            actions.into_iter().for_each(|action| watch.act(action));
+            assert_eq!(changes.has_changed().unwrap(), told, "event {sequence}");
+            assert_eq!(serving(&watch), usize::from(!draining));
+        }
     }
 
     #[test]
