@@ -4,7 +4,8 @@ use std::time::Duration;
 
 use crate::world::*;
 use cluster::{
-    BreakerReason, Failed, Health, Load, NoNode, NodeChoice, Picked, Placement, Role, Selection,
+    BreakerReason, Failed, Health, Load, NoNode, NodeAddress, NodeChoice, Picked, Placement, Role,
+    Selection,
 };
 use config::{Disaggregate, NodePolicy};
 
@@ -49,6 +50,18 @@ impl World {
         for choice in [Some(&picked.decode), picked.prefill.as_ref()].into_iter().flatten() {
             self.directory.release(choice.assignment);
         }
+    }
+
+    /// Lets every attempt fail that picks this node, until the breaker of the node is open.
+    fn open_breaker(&mut self, node: &NodeAddress) {
+        for _ in 0..20 {
+            let picked = self.next();
+            if picked.decode.address == *node {
+                self.fails(&picked.decode);
+            }
+            self.release(&picked);
+        }
+        assert_eq!(self.directory.excluded(Role::Decode), 1);
     }
 
     fn fails(&mut self, choice: &NodeChoice) {
@@ -114,13 +127,7 @@ fn node_that_fails_every_attempt_gets_one_attempt_per_pause() {
 #[test]
 fn half_open_node_gets_a_single_probe() {
     let mut world = world(0, 2);
-    for _ in 0..20 {
-        let picked = world.next();
-        if picked.decode.address == decode(100) {
-            world.fails(&picked.decode);
-        }
-        world.release(&picked);
-    }
+    world.open_breaker(&decode(100));
     world.advance(SECOND);
     let burst: Vec<_> = (0..10).map(|_| world.next()).collect();
     let probes: Vec<_> =
@@ -156,14 +163,7 @@ fn only_decode_node_is_used_although_its_breaker_is_open() {
 #[test]
 fn new_process_has_a_closed_breaker() {
     let mut world = world(0, 2);
-    for _ in 0..20 {
-        let picked = world.next();
-        if picked.decode.address == decode(100) {
-            world.fails(&picked.decode);
-        }
-        world.release(&picked);
-    }
-    assert_eq!(world.directory.excluded(Role::Decode), 1);
+    world.open_breaker(&decode(100));
     world.end_stream(&decode(100));
     world.advance(3 * SECOND);
     world.send(&decode(100), snapshot(&record(Role::Decode, 200), idle(), &[]));
