@@ -3,7 +3,7 @@
 
 use std::{
     sync::{
-        Arc, Mutex, MutexGuard, PoisonError,
+        Arc, Mutex,
         atomic::{AtomicBool, Ordering},
     },
     time::Duration,
@@ -11,7 +11,10 @@ use std::{
 
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
 
-use crate::fair_queue::{Flow, FlowLimit, FlowName, LimitReached};
+use crate::{
+    fair_queue::{Flow, FlowLimit, FlowName, LimitReached},
+    lock::lock,
+};
 
 /// A bound on the load is reached.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -160,10 +163,6 @@ impl Admission {
             }
         }
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 #[cfg(test)]

@@ -22,6 +22,7 @@ mod grpc;
 mod history;
 mod http;
 mod keys;
+mod lock;
 mod net;
 mod nodes;
 mod record;

@@ -19,9 +19,10 @@ use crate::{
     front::{Front, ServedModel},
     history::{
         AttemptEntry, AttemptEntryEnd, RequestEntry, RequestEntryEnd, SharedEntry, SharedHistory,
-        bounded, lock,
+        bounded,
     },
     keys::Caller,
+    lock::lock,
     net::ConnectionState,
     request::error::RequestError,
     request_core::{AttemptOutcome, Cause, EndedAttempt, HandOverStats, Side},
@@ -314,7 +315,7 @@ impl RequestRecord {
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(|error| error.into_inner())
+        lock(&self.state)
     }
 }
 

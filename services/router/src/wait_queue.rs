@@ -3,7 +3,7 @@
 use std::{
     collections::HashMap,
     sync::{
-        Arc, Mutex, MutexGuard, PoisonError,
+        Arc, Mutex,
         atomic::{AtomicBool, Ordering},
     },
     time::{Duration, Instant},
@@ -21,6 +21,7 @@ use crate::{
         self, AttemptEnd, FairQueue, Flow, FlowLimit, FlowName, LimitReached, TooLate, WaitLimits,
         WaitRequest,
     },
+    lock::lock,
     request::error::{Overload, RETRY_AFTER_S},
 };
 
@@ -65,10 +66,6 @@ pub enum Turn {
     Pick,
     /// The answer could no longer complete before its deadline.
     Late,
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Turns {

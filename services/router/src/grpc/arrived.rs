@@ -5,7 +5,7 @@
 use std::{
     pin::Pin,
     sync::{
-        Arc, Mutex, PoisonError,
+        Arc, Mutex,
         atomic::{AtomicBool, Ordering},
     },
     task::{Context, Poll, ready},
@@ -25,7 +25,8 @@ use tonic::{Code, Status};
 
 use super::status;
 use crate::{
-    admission::BodyBudget, front::Front, record::RequestRecord, request::error::RequestError,
+    admission::BodyBudget, front::Front, lock::lock, record::RequestRecord,
+    request::error::RequestError,
 };
 
 /// Record of a request whose message is being read.
@@ -45,7 +46,7 @@ impl Arrived {
 
     /// Takes the record once the message was read. The caller finishes the record.
     pub fn read(&self) -> Option<RequestRecord> {
-        self.0.record.lock().unwrap_or_else(PoisonError::into_inner).take()
+        lock(&self.0.record).take()
     }
 
     /// Notes that the client cancelled the request before the message was complete. tonic reports this as a

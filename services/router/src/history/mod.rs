@@ -10,7 +10,7 @@ mod report;
 use std::{
     borrow::Cow,
     collections::HashMap,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::{Arc, Mutex, MutexGuard},
     time::{Duration, Instant, SystemTime},
 };
 
@@ -20,7 +20,7 @@ use serde::{Deserialize, Serialize};
 
 use self::ended::EndedEntries;
 
-use crate::request_core::AttemptStats;
+use crate::{lock::lock, request_core::AttemptStats};
 pub use report::Report;
 
 /// Maximum number of attempts in one entry. A request that emits tokens may have any number of attempts.
@@ -129,11 +129,6 @@ pub fn bounded(mut message: String) -> String {
 /// An entry that the request's owner writes and queries read.
 pub type SharedEntry = Arc<Mutex<RequestEntry>>;
 
-/// Locks an entry, never across an await.
-pub fn lock(entry: &SharedEntry) -> MutexGuard<'_, RequestEntry> {
-    entry.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 /// Selection of the requests of a query.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Query {
@@ -175,15 +170,16 @@ impl History {
         }
     }
 
-    /// Returns a copy for queries, which take too long to hold the history's lock.
+    /// Returns what queries read, which take too long to hold the history's lock.
     fn snapshot(&self) -> Snapshot {
         Snapshot { running: self.running.values().cloned().collect(), ended: self.ended.clone() }
     }
 }
 
-/// The entries of a history at one time.
+/// The entries of a history. Requests that run at the time of the snapshot may change their entries later.
 pub struct Snapshot {
     running: Vec<SharedEntry>,
+    /// A copy.
     ended: EndedEntries,
 }
 
@@ -241,7 +237,7 @@ impl SharedHistory {
 
     /// Locks the history, never across an await.
     pub fn lock(&self) -> MutexGuard<'_, History> {
-        self.history.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.history)
     }
 
     pub fn snapshot(&self) -> Snapshot {

@@ -10,7 +10,7 @@ mod limits;
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap},
     path::Path,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::{Arc, Mutex, MutexGuard},
     time::Instant,
 };
 
@@ -21,6 +21,7 @@ use telemetry::metrics::{ApiKeyMetrics, FinishedRequest, KeyMetrics, KeyRejectio
 
 use crate::{
     fair_queue::{Flow, FlowName},
+    lock::lock,
     request::{error::RequestError, options::Tenant},
 };
 pub use limits::Exceeded;
@@ -170,7 +171,7 @@ struct Shared {
 
 impl Key {
     fn usage(&self) -> MutexGuard<'_, Usage> {
-        self.shared.usage.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.shared.usage)
     }
 
     /// Counts the rejection, if there is one.

@@ -14,11 +14,13 @@
 
 use std::{
     collections::{BTreeMap, HashMap},
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::{Arc, Mutex, MutexGuard},
 };
 
 use tokio::sync::Notify;
 use tokio_util::sync::CancellationToken;
+
+use crate::lock::lock;
 
 /// Descriptors kept for listeners, connections to nodes, telemetry and logs.
 const DESCRIPTORS_KEPT: u64 = 128;
@@ -160,7 +162,7 @@ impl Slots {
     }
 
     fn lock(&self) -> MutexGuard<'_, Table> {
-        self.table.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.table)
     }
 }
 

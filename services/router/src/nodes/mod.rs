@@ -34,7 +34,7 @@ use tokio::sync::{mpsc, watch as latest};
 use tonic::{Request, Response, Status, Streaming};
 use tracing::Span;
 
-use crate::request::options::ModelLimits;
+use crate::{lock::lock, request::options::ModelLimits};
 pub use admin::{AdminCall, AdminError};
 pub use channel::NodeCredentials;
 use channel::{Client, NodeChannel};
@@ -172,7 +172,7 @@ impl Nodes {
     }
 
     fn limits_memory(&self) -> MutexGuard<'_, HashMap<String, ModelLimits>> {
-        self.0.last_limits.lock().unwrap_or_else(|error| error.into_inner())
+        lock(&self.0.last_limits)
     }
 
     /// Returns the nodes that compute on the CPU although their host has a GPU, with the reason: at most
@@ -229,12 +229,12 @@ impl Nodes {
     }
 
     fn channels(&self) -> MutexGuard<'_, HashMap<String, NodeChannel>> {
-        self.0.channels.lock().unwrap_or_else(|error| error.into_inner())
+        lock(&self.0.channels)
     }
 
     /// Locks the directory, for a few microseconds and never across an await.
     fn directory(&self) -> MutexGuard<'_, Directory> {
-        self.0.directory.lock().unwrap_or_else(|error| error.into_inner())
+        lock(&self.0.directory)
     }
 
     /// Passes a measurement of a node's service to the directory, and reports breakers that open or close.

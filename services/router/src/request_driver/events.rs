@@ -7,7 +7,7 @@
 use std::{
     collections::VecDeque,
     future::poll_fn,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::{Arc, Mutex, MutexGuard},
     task::{Poll, Waker},
     time::Duration,
 };
@@ -17,7 +17,7 @@ use schemars::JsonSchema;
 use serde::Serialize;
 use tokio::sync::Notify;
 
-use crate::{request::error::RequestError, request_core::HandOverStats};
+use crate::{lock::lock, request::error::RequestError, request_core::HandOverStats};
 
 /// An event of one of the request's answers.
 #[derive(Clone, Debug, PartialEq)]
@@ -110,8 +110,7 @@ enum ReceiverState {
 
 impl Queue {
     fn lock(&self) -> MutexGuard<'_, State> {
-        // Nothing panics while it holds the lock.
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.state)
     }
 
     /// Blocks until `check` returns a result, or the receiver took nothing for `wait_max`.
