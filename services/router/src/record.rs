@@ -392,6 +392,7 @@ fn pick(considered: &Considered) -> Pick {
         considered.options.first().is_some_and(|chosen| chosen.prefill.is_some());
     match &considered.placement {
         Placement::Always => Pick::DisaggregatedAlways,
+        Placement::Headroom => Pick::DisaggregatedHeadroom,
         Placement::Unmeasured => Pick::DisaggregatedUnmeasured,
         Placement::Predicted { .. } if is_disaggregated => Pick::DisaggregatedPredicted,
         Placement::Predicted { .. } => Pick::LocalPredicted,

@@ -62,6 +62,8 @@ pub enum Placement {
     Never,
     #[error("predicted cost: {disaggregated_ms:.1} ms disaggregated, {local_ms:.1} ms local")]
     Predicted { disaggregated_ms: f64, local_ms: f64 },
+    #[error("the caller leaves headroom, so that no decode node prefills if a prefill node can")]
+    Headroom,
     /// No node has measured its steps, or one is of an older release.
     #[error("no prediction, because the nodes have not measured their steps")]
     Unmeasured,

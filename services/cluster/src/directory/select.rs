@@ -259,6 +259,7 @@ impl Directory {
             _ if !has_pair => no_pair(best.decode, &prefill, wanted),
             Disaggregate::Always => Placement::Always,
             _ if costs.is_none() => Placement::Unmeasured,
+            _ if wanted.room.leaves_headroom() => Placement::Headroom,
             _ => predicted(&options),
         });
         let considered = considered(placement, &options, best, &ineligible, self.overhead_ms);

@@ -1,6 +1,6 @@
 //! Nodes on which an attempt could start now.
 
-use cluster::{Load, NoNode, Role, Room, Wanted};
+use cluster::{Load, NoNode, Placement, Role, Room, Wanted};
 use proto::v1;
 
 use crate::world::*;
@@ -100,5 +100,23 @@ fn attempts_wait_while_the_queue_of_prompts_is_long() {
         world.up(&decode(11), &record(Role::Decode, 11), Load { running: 1, ..queue });
         let long = Wanted { room: Room::Start { headroom: false }, ..wanted(200) };
         assert_eq!(is_busy(&mut world, &long), busy, "{pending} tokens of 0.1 ms");
+    }
+}
+
+#[test]
+fn caller_that_leaves_headroom_gets_a_prefill_node_although_local_prefill_is_cheaper() {
+    let mut world = World::new();
+    world.up(
+        &prefill(1),
+        &record(Role::Prefill, 1),
+        Load { pending_prompt_tokens: 40, ..load(8, 1) },
+    );
+    world.up(&decode(11), &record(Role::Decode, 11), load(8, 0));
+    for (headroom, is_local) in [(false, true), (true, false)] {
+        let wanted = Wanted { room: Room::Start { headroom }, ..wanted(32) };
+        let picked = world.pick_nodes(&wanted).unwrap();
+        let placement = &picked.considered.placement;
+        assert_eq!(picked.prefill.is_none(), is_local, "{placement}");
+        assert_eq!(*placement == Placement::Headroom, headroom, "{placement}");
     }
 }

@@ -99,6 +99,8 @@ labels! {
         /// `router.disaggregate` is always.
         DisaggregatedAlways = "disaggregated" / "always",
         DisaggregatedPredicted = "disaggregated" / "predicted",
+        /// The caller leaves headroom on decode nodes to others.
+        DisaggregatedHeadroom = "disaggregated" / "headroom",
         /// No prediction exists yet.
         DisaggregatedUnmeasured = "disaggregated" / "unmeasured",
         /// `router.disaggregate` is never.
