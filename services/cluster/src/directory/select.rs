@@ -296,6 +296,29 @@ impl Directory {
         self.overhead_ms = (self.overhead_ms + learnt_ms).max(0.0);
     }
 
+    /// Returns the time until the attempt's node aborts its sequences, if the node drains with a limit and another
+    /// node can take the request.
+    pub fn grace_left(
+        &self,
+        now: Instant,
+        id: AssignmentId,
+        wanted: &Wanted<'_>,
+    ) -> Option<Duration> {
+        let seen = self.members.get(&self.node_of(id)?)?.seen.as_ref()?;
+        if !seen.load.draining || seen.load.drain_ms == 0 {
+            return None;
+        }
+        let role = Role::Decode;
+        let mut decode = self.members.values().filter(|member| member.address.role == role);
+        let is_eligible = |member: &Member| {
+            let misfit = member.seen.as_ref().and_then(|seen| misfit(role, &seen.record, wanted));
+            eligible(now, role, member, misfit, wanted).is_ok()
+        };
+        decode.any(is_eligible).then_some(())?;
+        let since = now.saturating_duration_since(seen.reported_at);
+        Some(Duration::from_millis(seen.load.drain_ms).saturating_sub(since))
+    }
+
     /// Handles the acceptance of an attempt by its node.
     pub fn accepted(&mut self, assignment: AssignmentId) {
         let Some(key) = self.node_of(assignment) else { return };

@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use super::{
-    AssignmentId, Directory, NodeKey, Wanted,
+    AssignmentId, Directory, NodeKey,
     breaker::{Breaker, BreakerReason, FAILURES_MAX},
     member::Member,
     transfers::transfer_mean,
@@ -103,23 +103,6 @@ impl Directory {
     pub fn excluded(&self, role: Role) -> usize {
         let members = self.members.values().filter(|member| member.address.role == role);
         members.filter(|member| member.breaker.reason().is_some()).count()
-    }
-
-    /// Returns the time until the attempt's node aborts its sequences, if the node drains with a limit and another
-    /// node can take the request.
-    pub fn grace_left(
-        &self,
-        now: Instant,
-        id: AssignmentId,
-        wanted: &Wanted<'_>,
-    ) -> Option<Duration> {
-        let seen = self.members.get(&self.node_of(id)?)?.seen.as_ref()?;
-        if !seen.load.draining || seen.load.drain_ms == 0 {
-            return None;
-        }
-        self.candidates(now, Role::Decode, wanted, &mut Vec::new()).ok()?;
-        let since = now.saturating_duration_since(seen.reported_at);
-        Some(Duration::from_millis(seen.load.drain_ms).saturating_sub(since))
     }
 
     /// Handles a failed attempt.
