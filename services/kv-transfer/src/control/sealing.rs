@@ -101,8 +101,8 @@ impl Sealer {
     /// so the receiver does not reject a retransmission as a replay.
     pub fn seal(&self, to: Epoch, message: &ControlMessage) -> Result<SealedMessage, TooLarge> {
         let envelope = v1::ControlMessage {
-            // The handshake messages are equal in all versions, so that incompatible nodes can
-            // reject each other.
+            // Messages are equal in all versions that this release accepts. Receivers ignore the version of handshake
+            // messages, so that incompatible nodes can reject each other.
             protocol: PROTOCOL_MIN,
             from_node: self.from.node_id.clone(),
             traceparent: codec::traceparent_to_wire(&message.traceparent),

@@ -50,9 +50,10 @@ pub enum HandshakeError {
     )]
     Tls(io::Error),
     #[error(
-        "handshake failed: only one of the two nodes speaks TLS; expected cluster.tls_cert on both"
+        "handshake failed: only one of this process and process {peer} speaks TLS; expected cluster.tls_cert on \
+         both"
     )]
-    OneSided,
+    OneSided { peer: Epoch },
     #[error("handshake failed: the operating system returned no random numbers: {0}")]
     Random(getrandom::Error),
 }
@@ -65,7 +66,7 @@ impl HandshakeError {
             HandshakeError::Magic => "handshake_magic",
             HandshakeError::Epoch { .. } => "handshake_epoch",
             HandshakeError::Tag => "handshake_tag",
-            HandshakeError::Tls(_) | HandshakeError::OneSided => "handshake_tls",
+            HandshakeError::Tls(_) | HandshakeError::OneSided { .. } => "handshake_tls",
             HandshakeError::Random(_) => "handshake_random",
         }
     }
@@ -171,6 +172,6 @@ pub fn accept(
             write_all_by(stream, &keys.tag_data(&[listener, &terms]), deadline)?;
             Ok(Accepted { peer, kind, tls: None })
         }
-        _ => Err(HandshakeError::OneSided),
+        _ => Err(HandshakeError::OneSided { peer }),
     }
 }

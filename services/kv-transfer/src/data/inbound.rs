@@ -131,7 +131,10 @@ impl Acceptor {
                 }
                 Err(error) => {
                     match error {
-                        HandshakeError::OneSided => tracing::warn!("{error}"),
+                        HandshakeError::OneSided { .. } => {
+                            let address = stream.peer_addr().ok().map(tracing::field::display);
+                            tracing::warn!(address, %error, "data connection rejected");
+                        }
                         _ => tracing::debug!(%error, "data connection rejected"),
                     }
                     shared.metrics.refuse_data(error.label());
