@@ -60,8 +60,10 @@ const LOCAL_SAVING_MIN: f64 = 0.2;
 const EQUAL_WITHIN: f64 = 0.05;
 /// Maximum number of nodes of each role whose pairs are compared. All pairs of 1,000 nodes would take milliseconds.
 const PAIRED_MAX: usize = 16;
-/// Weight of a new measurement in the moving average of the router's overhead.
+/// Largest relative change of the router's overhead by one measurement.
 const OVERHEAD_SHARE: f64 = 1.0 / 16.0;
+/// Scale of the overhead: it grows from zero by a part of this.
+const OVERHEAD_MS: f64 = 1.0;
 const DAY_MS: f64 = 86_400_000.0;
 
 /// The choice of nodes that the operator set.
@@ -290,9 +292,11 @@ impl Directory {
     pub fn first_token(&mut self, now: Instant, assignment: AssignmentId) {
         let Some(assigned) = self.assignments.get_mut(&assignment) else { return };
         let Some(Forecast { at, ttft_ms }) = assigned.forecast.take() else { return };
-        let error_ms = milliseconds(now.saturating_duration_since(at)) - ttft_ms;
-        // One stalled request must not spoil the predictions of the next ones.
-        let learnt_ms = OVERHEAD_SHARE * error_ms.clamp(-ttft_ms, ttft_ms);
+        let taken_ms = milliseconds(now.saturating_duration_since(at)).max(1e-3);
+        // The relative error: in a long time to first token the overhead is a small part, and the rest of its error is
+        // that of the queue.
+        let error = ((taken_ms - ttft_ms) / taken_ms).max(-1.0);
+        let learnt_ms = OVERHEAD_SHARE * error * (self.overhead_ms + OVERHEAD_MS);
         self.overhead_ms = (self.overhead_ms + learnt_ms).max(0.0);
     }
 

@@ -408,7 +408,7 @@ fn slow_link_turns_hand_overs_into_local_prefill() {
 fn predictions_learn_the_time_outside_of_steps() {
     let mut world = pair(load(), load());
     let mut error = Duration::MAX;
-    for _ in 0..60 {
+    for _ in 0..200 {
         let picked = pick(&mut world, 500);
         let took = Duration::from_millis(20);
         world.advance(took);
@@ -421,6 +421,18 @@ fn predictions_learn_the_time_outside_of_steps() {
         error = picked.ttft.unwrap().abs_diff(took);
     }
     assert!(error < Duration::from_millis(1), "{error:?}");
+    // One of eight requests waits in a queue that the prediction does not know.
+    let mut predicted = Duration::ZERO;
+    for number in 0..200 {
+        let picked = pick(&mut world, 500);
+        world.advance(Duration::from_millis(if number % 8 == 7 { 200 } else { 20 }));
+        world.directory.first_token(world.now, picked.decode.assignment);
+        for choice in picked.prefill.into_iter().chain([picked.decode]) {
+            world.directory.release(choice.assignment);
+        }
+        predicted = predicted.max(picked.ttft.unwrap());
+    }
+    assert!(predicted < Duration::from_millis(24), "{predicted:?}");
 }
 
 #[test]
