@@ -442,13 +442,14 @@ except baton_weights.UpdateError as error:
     Ok(())
 }
 
-/// Commits a prepared update while a stream runs. Returns the tokens of the stream, and the weight version of each.
+/// Commits a prepared update while a stream runs. Returns the tokens of the stream, the weight version of each, and the
+/// finish reason.
 async fn stream_over_update(
     cluster: &Cluster,
     client: &Client,
     path: &Path,
     in_flight: &str,
-) -> Result<(Vec<u32>, Vec<Value>)> {
+) -> Result<(Vec<u32>, Vec<Value>, Value)> {
     let admin = admin(cluster);
     let body = json!({"path": path, "in_flight": in_flight});
     let begun = admin.post("/v1/weights/begin", &body).await?;
@@ -474,18 +475,20 @@ async fn stream_over_update(
     events.extend(stream.all().await?);
     let version = wait_phase("committed").await?;
     wait_version(cluster, &version).await?;
-    let (mut tokens, mut versions) = (Vec::new(), Vec::new());
+    let (mut tokens, mut versions, mut finish) = (Vec::new(), Vec::new(), Value::Null);
     for event in events.iter().filter(|event| !event.is_done()) {
+        let reason = event.json()["choices"][0]["finish_reason"].clone();
+        finish = if reason.is_null() { finish } else { reason };
         tokens.extend(event.token_ids());
         let labels = event.json()["choices"][0]["weight_versions"].clone();
         versions.extend(labels.as_array().cloned().unwrap_or_default());
     }
-    ensure!(tokens.len() == STREAMED && versions.len() == STREAMED, "{tokens:?} {versions:?}");
-    Ok((tokens, versions))
+    ensure!(tokens.len() == versions.len(), "{tokens:?} {versions:?}");
+    Ok((tokens, versions, finish))
 }
 
 #[tokio::test]
-async fn running_requests_finish_before_an_update_or_keep_their_kv() -> Result<()> {
+async fn running_requests_finish_keep_their_kv_or_end_at_an_update() -> Result<()> {
     let folder = tempfile::tempdir()?;
     let new = trained(folder.path(), "new", 0x11);
     let (cluster, client) =
@@ -493,13 +496,15 @@ async fn running_requests_finish_before_an_update_or_keep_their_kv() -> Result<(
     let prompt = run_named("code").prompt_ids.clone();
     let old_tokens = client.greedy(&prompt, STREAMED).await?;
 
-    let (tokens, versions) = stream_over_update(&cluster, &client, &new, "wait").await?;
-    assert_eq!(tokens, old_tokens);
+    let (tokens, versions, finish) = stream_over_update(&cluster, &client, &new, "wait").await?;
+    assert_eq!((tokens, finish), (old_tokens.clone(), json!("length")));
     assert!(versions.iter().all(|version| *version == versions[0]), "{versions:?}");
     let new_tokens = client.greedy(&prompt, STREAMED).await?;
     assert_ne!(new_tokens, old_tokens);
 
-    let (tokens, versions) = stream_over_update(&cluster, &client, &smollm2(), "keep_kv").await?;
+    let (tokens, versions, _) =
+        stream_over_update(&cluster, &client, &smollm2(), "keep_kv").await?;
+    assert_eq!(tokens.len(), STREAMED);
     let before = versions.iter().take_while(|version| **version == versions[0]).count();
     assert!(before > 0 && before < STREAMED, "{versions:?}");
     assert!(versions[before..].iter().all(|version| *version == versions[before]));
@@ -513,6 +518,13 @@ async fn running_requests_finish_before_an_update_or_keep_their_kv() -> Result<(
     let equal = tokens.iter().zip(&old_tokens).take_while(|(one, other)| one == other).count();
     assert!(equal < STREAMED - 32, "the answers do not differ early enough");
     assert!(answer.cached_tokens as usize <= prompt.len() + equal, "{answer:?}");
+
+    let (tokens, versions, finish) = stream_over_update(&cluster, &client, &new, "abort").await?;
+    assert_eq!(finish, "abort");
+    assert!(!tokens.is_empty() && tokens.len() < STREAMED, "{tokens:?}");
+    assert_eq!(tokens, old_tokens[..tokens.len()]);
+    assert!(versions.iter().all(|version| *version == versions[0]), "{versions:?}");
+    assert_eq!(client.greedy(&prompt, STREAMED).await?, new_tokens);
 
     let unknown = json!({"path": new, "in_flight": "freeze"});
     let unknown = admin(&cluster).post("/v1/weights/begin", &unknown).await?;

@@ -52,8 +52,8 @@ pub struct PushArgs {
     #[arg(long, value_name = "NODE")]
     node: Option<String>,
     /// Requests in flight at the commit: recompute computes their KV again with the new weights, keep_kv continues on the
-    /// KV of the old ones, and wait lets them finish first, for at most 30 s.
-    #[arg(long, default_value = "recompute", value_parser = ["recompute", "keep_kv", "wait"])]
+    /// KV of the old ones, wait lets them finish first, for at most 30 s, and abort ends them with finish reason abort.
+    #[arg(long, default_value = "recompute", value_parser = ["recompute", "keep_kv", "wait", "abort"])]
     in_flight: String,
     /// Seconds until the update is aborted unless it is committed.
     #[arg(long, default_value_t = 300, value_name = "SECONDS", value_parser = clap::value_parser!(u32).range(1..=3600))]

@@ -122,6 +122,8 @@ pub enum InFlight {
     Recompute,
     /// They keep their KV, which other sequences never use.
     KeepKv,
+    /// Sequences with output end. The others are recomputed.
+    Abort,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -130,6 +132,8 @@ pub enum FinishReason {
     Stop,
     /// The output reached `max_tokens` or the sequence reached its maximum length.
     Length,
+    /// The weights changed.
+    Abort,
 }
 
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]

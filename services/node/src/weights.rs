@@ -164,7 +164,7 @@ fn checked_begin(
     };
     let in_flight = v1::InFlight::try_from(request.in_flight);
     let in_flight =
-        in_flight.map_err(|_| invalid("in_flight", request.in_flight, "0, 1 or 2".to_owned()))?;
+        in_flight.map_err(|_| invalid("in_flight", request.in_flight, "0 to 3".to_owned()))?;
     Ok(Begin {
         in_flight,
         id: update(&request.update_id)?,
@@ -254,7 +254,7 @@ mod tests {
         assert_eq!(checked_begin(request(), &LIMITS).unwrap().label, "step 100");
         type Change = fn(&mut v1::BeginWeightsRequest);
         let changes: [(Change, &str); 8] = [
-            (|it| it.in_flight = 9, "invalid in_flight: 9; expected 0, 1 or 2"),
+            (|it| it.in_flight = 9, "invalid in_flight: 9; expected 0 to 3"),
             (|it| it.node_epoch = vec![9; 16].into(), "node_epoch = "),
             (|it| it.update_id = vec![1; 15].into(), "invalid update_id: 15 bytes; expected 16"),
             (|it| it.label = "a\nb".into(), "invalid label"),

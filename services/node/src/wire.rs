@@ -94,6 +94,7 @@ fn finish_reason(reason: FinishReason) -> v1::FinishReason {
     match reason {
         FinishReason::Stop => v1::FinishReason::Stop,
         FinishReason::Length => v1::FinishReason::Length,
+        FinishReason::Abort => v1::FinishReason::Abort,
     }
 }
 

@@ -243,9 +243,12 @@ impl RequestRecord {
         state.cached_tokens += end.cached_tokens;
         state.hand_over.add(&end.hand_over);
         state.answers_ended += 1;
-        let is_cut = end.reason == FinishReason::Length;
-        state.cut_short |= is_cut;
-        state.finish_reasons.push(if is_cut { "length" } else { "stop" });
+        state.cut_short |= end.reason == FinishReason::Length;
+        state.finish_reasons.push(match end.reason {
+            FinishReason::Length => "length",
+            FinishReason::Abort => "abort",
+            _ => "stop",
+        });
     }
 
     pub fn attempt_ended(

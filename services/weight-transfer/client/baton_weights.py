@@ -37,7 +37,7 @@ class WeightUpdater:
     def __init__(self, admin, folder, config, api_key=None, model=None, timeout=300, keep=2,
                  in_flight="recompute"):
         """admin: URL of router.admin. config: folder with the model's config.json. keep: updates left in the folder.
-        in_flight: what becomes of requests in flight at a commit: recompute, keep_kv or wait."""
+        in_flight: what becomes of requests in flight at a commit: recompute, keep_kv, wait or abort."""
         self.admin, self.folder, self.config = admin.rstrip("/"), os.path.abspath(folder), config
         self.api_key, self.model, self.timeout, self.keep = api_key, model, timeout, max(2, keep)
         self.in_flight = in_flight

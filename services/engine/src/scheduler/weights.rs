@@ -5,7 +5,7 @@ use super::{
     sequence::{Arrival, Phase, Sequence},
 };
 use crate::{
-    event::{Action, InFlight, SequenceFailure, SequenceId, SequenceKind},
+    event::{Action, FinishReason, InFlight, SequenceFailure, SequenceId, SequenceKind},
     prefix_cache::CacheSeeds,
 };
 
@@ -51,6 +51,9 @@ impl Scheduler {
         for id in self.transfers.ids() {
             self.abort_transfer(id, "the weights changed", actions);
         }
+        if in_flight == InFlight::Abort {
+            self.end_with_output(actions);
+        }
         let is_loading = |sequence: &Sequence| matches!(sequence.phase, Phase::Loading { .. });
         let mut loading: Vec<(Arrival, SequenceId)> = self
             .sequences
@@ -72,7 +75,7 @@ impl Scheduler {
         }
         for (_, id) in self.running.clone() {
             match in_flight {
-                InFlight::Recompute => self.preempt(id),
+                InFlight::Recompute | InFlight::Abort => self.preempt(id),
                 InFlight::KeepKv => {
                     let sequence =
                         self.sequences.get_mut(&id).expect("a running sequence is known");
@@ -86,5 +89,21 @@ impl Scheduler {
         // Transfers that are being aborted still hold blocks. Their keys are those of the old weights, so no lookup
         // finds them.
         self.kv.drop_cached();
+    }
+
+    /// Ends the sequences whose next token would follow tokens of other weights.
+    fn end_with_output(&mut self, actions: &mut Vec<Action>) {
+        let mut ended: Vec<(Arrival, SequenceId)> = self
+            .sequences
+            .iter()
+            .filter(|(_, sequence)| sequence.next_index() > 0)
+            .map(|(&id, sequence)| (sequence.arrival, id))
+            .collect();
+        ended.sort_unstable();
+        for (_, id) in ended {
+            self.end_turn(id);
+            self.remove(id);
+            actions.push(Action::Finished { id, reason: Some(FinishReason::Abort) });
+        }
     }
 }

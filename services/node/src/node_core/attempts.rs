@@ -676,6 +676,7 @@ fn sequence_end(reason: FinishReason) -> SequenceEnd {
     match reason {
         FinishReason::Stop => SequenceEnd::Stop,
         FinishReason::Length => SequenceEnd::Length,
+        FinishReason::Abort => SequenceEnd::WeightsChanged,
     }
 }
 

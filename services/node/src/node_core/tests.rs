@@ -907,6 +907,27 @@ fn running_sequence_finishes_before_the_weights_change_and_others_begin_after() 
 }
 
 #[test]
+fn aborted_sequence_ends_at_the_change_and_one_without_output_begins_after() {
+    let (mut node, mut outputs) = node_with_running_sequence();
+    node.call(2, SequenceKind::Compute);
+    outputs.extend(node.outputs());
+    node.core.handle_change_weights(7, String::new(), InFlight::Abort, false, node.now);
+    outputs.extend(node.run());
+    let versions = versions_of(&outputs, 1);
+    let tokens = versions.iter().filter(|version| **version == 1).count();
+    assert!(tokens > 0 && tokens < 40, "{versions:?}");
+    assert_eq!(versions, [vec![1; tokens], vec![0]].concat());
+    assert_eq!(versions_of(&outputs, 2), [vec![0], vec![7; 4]].concat());
+    let ended = replies(outputs).into_iter().filter_map(|reply| match reply {
+        Reply::Ended(AttemptEnd::Finished { reason, .. }) => Some(reason),
+        _ => None,
+    });
+    assert_eq!(ended.collect::<Vec<_>>(), [FinishReason::Abort, FinishReason::Length]);
+    assert!(node.core.is_empty() && node.core.scheduler().is_idle());
+    node.core.scheduler().check();
+}
+
+#[test]
 fn weights_change_when_a_running_sequence_does_not_finish_in_time() {
     let (mut node, mut outputs) = node_with_running_sequence();
     node.core.handle_change_weights(7, String::new(), InFlight::Recompute, true, node.now);

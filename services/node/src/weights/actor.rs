@@ -462,6 +462,7 @@ impl Actor {
             v1::InFlight::Recompute => (InFlight::Recompute, false),
             v1::InFlight::KeepKv => (InFlight::KeepKv, false),
             v1::InFlight::Wait => (InFlight::Recompute, true),
+            v1::InFlight::Abort => (InFlight::Abort, false),
         };
         let inbox = self.settings.inbox.clone();
         self.work.spawn(async move {

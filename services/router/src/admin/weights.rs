@@ -57,6 +57,7 @@ enum InFlightName {
     Recompute,
     KeepKv,
     Wait,
+    Abort,
 }
 
 #[derive(Clone, Copy, Default, PartialEq, Eq, Deserialize)]
@@ -150,6 +151,7 @@ fn checked(front: &Front, body: &[u8]) -> Result<NewUpdate, ApiError> {
         InFlightName::Recompute => InFlight::Recompute,
         InFlightName::KeepKv => InFlight::KeepKv,
         InFlightName::Wait => InFlight::Wait,
+        InFlightName::Abort => InFlight::Abort,
     };
     Ok(NewUpdate { model, label, path, timeout, commits: commit, transport, in_flight })
 }

@@ -57,7 +57,7 @@ pub struct ChatChoice {
     pub index: u32,
     pub message: ChatMessage,
     pub logprobs: Option<ChatLogprobs>,
-    #[schemars(extend("enum" = ["stop", "length", "tool_calls"]))]
+    #[schemars(extend("enum" = ["stop", "length", "abort", "tool_calls"]))]
     pub finish_reason: &'static str,
     pub stop_reason: Option<StopReason>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -101,7 +101,7 @@ pub struct ChatChunkChoice {
     pub index: u32,
     pub delta: ChatDelta,
     pub logprobs: Option<ChatLogprobs>,
-    #[schemars(extend("enum" = ["stop", "length", "tool_calls", null]))]
+    #[schemars(extend("enum" = ["stop", "length", "abort", "tool_calls", null]))]
     pub finish_reason: Option<&'static str>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub stop_reason: Option<StopReason>,
@@ -148,7 +148,7 @@ pub struct TextChoice<'a> {
     pub index: u32,
     pub text: String,
     pub logprobs: Option<TextLogprobs>,
-    #[schemars(extend("enum" = ["stop", "length", null]))]
+    #[schemars(extend("enum" = ["stop", "length", "abort", null]))]
     pub finish_reason: Option<&'static str>,
     pub stop_reason: Option<StopReason>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -519,6 +519,7 @@ fn finish_reason(reason: FinishReason) -> &'static str {
     match reason {
         FinishReason::Stop => "stop",
         FinishReason::ToolCalls => "tool_calls",
+        FinishReason::Abort => "abort",
         FinishReason::Length | FinishReason::Unspecified => "length",
     }
 }
