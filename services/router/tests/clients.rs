@@ -114,7 +114,7 @@ async fn slow_client_fails_without_disturbing_others() {
     // More than the kernel buffers for a client that does not read.
     let cluster = Cluster::start_with(settings, 0, 1, &ANSWER.repeat(300)).await;
     // A second stream spans the lifetime of the unread one.
-    cluster.decode[0].pace(Duration::from_millis(2));
+    cluster.decode[0].set_token_time(Duration::from_millis(2));
     let max_tokens = encode(&ANSWER.repeat(40)).len();
     let long = json!({"prompt": long_prompt(), "max_tokens": max_tokens, "stream": true});
     let mut undisturbed = cluster.client.stream("/v1/completions", &long).await;
@@ -158,7 +158,7 @@ async fn unread_stream_disturbs_no_other_stream_of_its_connection() {
     settings.router.slow_client_events = 4;
     let cluster = Cluster::start_with(settings, 0, 2, &ANSWER.repeat(40)).await;
     for node in &cluster.decode {
-        node.pace(Duration::from_millis(5));
+        node.set_token_time(Duration::from_millis(5));
     }
     let client = Client::with_small_windows(format!("http://{}", cluster.router.http));
     let long = json!({"prompt": long_prompt(), "max_tokens": 1900, "stream": true});
@@ -215,7 +215,7 @@ async fn a_slow_but_steady_client_gets_everything() {
     settings.router.slow_client_events = 4;
     let cluster = Cluster::start_with(settings, 1, 1, &ANSWER.repeat(10)).await;
     for node in cluster.prefill.iter().chain(&cluster.decode) {
-        node.pace(Duration::ZERO);
+        node.set_token_time(Duration::ZERO);
     }
     let body = json!({"prompt": long_prompt(), "max_tokens": 500, "stream": true});
     let mut stream = cluster.client.stream("/v1/completions", &body).await;
@@ -334,7 +334,7 @@ async fn garbage_on_either_port_disturbs_no_request() {
 async fn draining_router_is_unready_at_once_and_finishes_requests() {
     let cluster = Cluster::start(1, 1, ANSWER).await;
     for node in cluster.prefill.iter().chain(&cluster.decode) {
-        node.pace(Duration::from_millis(40));
+        node.set_token_time(Duration::from_millis(40));
     }
     let request = json!({"prompt": long_prompt(), "max_tokens": 100, "stream": true,
         "return_token_ids": true});
@@ -383,7 +383,7 @@ async fn read_to(connection: &mut TcpStream, end: &str) -> String {
 async fn draining_router_serves_one_more_request_on_a_connection_of_an_earlier_response() {
     let cluster = Cluster::start(1, 1, ANSWER).await;
     for node in cluster.prefill.iter().chain(&cluster.decode) {
-        node.pace(Duration::from_millis(40));
+        node.set_token_time(Duration::from_millis(40));
     }
     let request = json!({"prompt": long_prompt(), "max_tokens": 100, "stream": true});
     let mut kept = TcpStream::connect(cluster.router.http).await.unwrap();

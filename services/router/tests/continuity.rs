@@ -91,7 +91,7 @@ async fn transfer_aborted_after_a_final_token_0_uses_no_attempt() {
     // The prefill node reports the end of the answer after the decode node has aborted the transfer.
     for max_tokens in [1, 50] {
         let cluster = Cluster::start(1, 1, if max_tokens == 1 { ANSWER } else { "" }).await;
-        cluster.prefill[0].pace(Duration::from_millis(50));
+        cluster.prefill[0].set_token_time(Duration::from_millis(50));
         cluster.decode[0].behave(Behaviour::FailAfter(0, FailureKind::TransferFailed));
         let body = json!({"prompt": long_prompt(), "max_tokens": max_tokens});
         let answer = cluster.client.post("/v1/completions", &body).await.json();

@@ -405,7 +405,7 @@ async fn unread_stream_disturbs_no_other_stream_of_its_connection() {
     settings.router.slow_client_events = 4;
     let cluster = Cluster::start_with(settings, 0, 2, &ANSWER.repeat(40)).await;
     for node in &cluster.decode {
-        node.pace(Duration::from_millis(5));
+        node.set_token_time(Duration::from_millis(5));
     }
     let channel = tonic::transport::Channel::from_shared(format!("http://{}", cluster.router.grpc))
         .unwrap()

@@ -230,9 +230,14 @@ async fn streams_of_a_key_are_limited_until_they_end() {
     let body = |n| json!({"prompt": long_prompt(), "max_tokens": 20, "n": n, "stream": true});
     let many = post(&cluster.client, "/v1/completions", "key-a", &body(3)).await;
     assert_eq!((many.status.as_u16(), &many.error()["param"]), (400, &json!("n")));
-    let pace =
-        |pace| cluster.decode.iter().chain(&cluster.prefill).for_each(|node| node.pace(pace));
-    pace(Duration::from_secs(60));
+    let set_token_time = |token_time| {
+        cluster
+            .decode
+            .iter()
+            .chain(&cluster.prefill)
+            .for_each(|node| node.set_token_time(token_time))
+    };
+    set_token_time(Duration::from_secs(60));
     let held = tokio::spawn({
         let client = cluster.client.clone();
         let body = body(2);
@@ -243,7 +248,7 @@ async fn streams_of_a_key_are_limited_until_they_end() {
     assert_eq!((answer.status.as_u16(), retry_after(&answer)), (429, 1));
     assert!(answer.message().contains("2 streams at a time"), "{}", answer.message());
     held.abort();
-    pace(Duration::ZERO);
+    set_token_time(Duration::ZERO);
     eventually("a stream is free", async || {
         post(&cluster.client, "/v1/completions", "key-a", &body(1)).await.status == 200
     })
@@ -258,7 +263,7 @@ async fn request_of_another_key_starts_before_the_queue_of_a_flooding_key() {
     let limits = StepCosts { slots: 1, step_tokens: 512, chunk_tokens: 512, ..Default::default() };
     let step_costs = Some(limits);
     decode[0].report(NodeLoad { blocks_free: 1000, step_costs, ..Default::default() });
-    decode[0].pace(Duration::from_millis(100));
+    decode[0].set_token_time(Duration::from_millis(100));
     let cluster = Cluster::start_over(settings, vec![], decode).await;
     let ask = |key: &'static str, token: u32| {
         let client = cluster.client.clone();

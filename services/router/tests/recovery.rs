@@ -151,7 +151,7 @@ async fn nodes_receive_their_peers_before_any_request() {
 async fn killed_decode_node_loses_no_token_and_little_time() {
     let mut cluster = Cluster::start(1, 2, ANSWER).await;
     for node in &cluster.decode {
-        node.pace(Duration::from_millis(30));
+        node.set_token_time(Duration::from_millis(30));
     }
     let mut stream = cluster.client.stream("/v1/completions", &streamed()).await;
     let mut ids = Vec::new();

@@ -88,7 +88,7 @@ pub struct State {
     /// Tokens of the answer, without the final token.
     answer: Mutex<Vec<u32>>,
     /// Pause between two tokens.
-    pace: Mutex<Duration>,
+    token_time: Mutex<Duration>,
     pub calls: Mutex<Vec<Call>>,
     open: AtomicUsize,
     load: watch::Sender<NodeLoad>,
@@ -233,7 +233,7 @@ impl node_server::Node for Service {
         Ok(stream(&self.0, guard, async move |state, events| {
             let send = async |event| events.send(prefill(event)).await.ok();
             let first_index = attempt.tokens.len() as u32 - attempt.prompt_len;
-            let pace = *state.pace.lock().unwrap();
+            let token_time = *state.token_time.lock().unwrap();
             let (before, after) = match &behaviour {
                 Behaviour::FailAfter(count, kind) => (*count, Some(*kind)),
                 Behaviour::CutAfter(count) => (*count, None),
@@ -248,7 +248,7 @@ impl node_server::Node for Service {
                 _ => (usize::MAX, None),
             };
             if before > 0 {
-                tokio::time::sleep(pace).await;
+                tokio::time::sleep(token_time).await;
                 let (token, finish) = state.token(first_index, &attempt);
                 send(prefill_event::Event::Token(PrefillToken {
                     first_index,
@@ -298,7 +298,7 @@ impl node_server::Node for Service {
         Ok(stream(&self.0, guard, async move |state, events| {
             let send = async |event| events.send(decode(event)).await.ok();
             let mut index = attempt.tokens.len() as u32 - attempt.prompt_len;
-            let pace = *state.pace.lock().unwrap();
+            let token_time = *state.token_time.lock().unwrap();
             if let Behaviour::DecodeEvents(scripted) = &behaviour {
                 for event in scripted.clone() {
                     send(event).await?;
@@ -318,7 +318,7 @@ impl node_server::Node for Service {
             // With a prefill node, token 0 follows the transfer.
             for _ in 0..count {
                 if !matches!(behaviour, Behaviour::Flood) {
-                    tokio::time::sleep(pace).await;
+                    tokio::time::sleep(token_time).await;
                 }
                 let (token, finish) = state.token(index, &attempt);
                 let tokens = DecodeTokens { first_index: index, tokens: vec![token] };
@@ -487,7 +487,7 @@ impl ScriptedNode {
             model: model.into(),
             behaviours: Mutex::new(vec![Behaviour::Serve]),
             answer: Mutex::new(vec![]),
-            pace: Mutex::new(Duration::from_millis(1)),
+            token_time: Mutex::new(Duration::from_millis(1)),
             calls: Mutex::new(vec![]),
             open: AtomicUsize::new(0),
             grammar_version: AtomicU32::new(2),
@@ -562,8 +562,8 @@ impl ScriptedNode {
         *self.state.answer.lock().unwrap() = tokens.to_vec();
     }
 
-    pub fn pace(&self, pace: Duration) {
-        *self.state.pace.lock().unwrap() = pace;
+    pub fn set_token_time(&self, token_time: Duration) {
+        *self.state.token_time.lock().unwrap() = token_time;
     }
 
     pub fn report(&self, load: NodeLoad) {
