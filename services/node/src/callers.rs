@@ -169,6 +169,7 @@ impl Stages {
                     request_id = %format_args!("{:032x}", self.request_id),
                     transfer_id = %format_args!("{:032x}", self.transfer_id),
                     cached_tokens = Empty,
+                    loaded_tokens = Empty,
                     bytes = Empty,
                     chunks = Empty,
                     error = Empty,
@@ -180,6 +181,7 @@ impl Stages {
             Stage::Prefill => stage_span!("prefill"),
             Stage::Reserve => stage_span!("reserve"),
             Stage::Transfer => stage_span!("transfer"),
+            Stage::Load => stage_span!("load"),
             Stage::Decode => stage_span!("decode"),
         };
         let parent = match stage {
@@ -194,6 +196,9 @@ impl Stages {
         let Some(span) = self.open[stage as usize].take() else { return };
         if let Some(cached_tokens) = attributes.cached_tokens {
             span.record("cached_tokens", cached_tokens);
+        }
+        if let Some(loaded_tokens) = attributes.loaded_tokens {
+            span.record("loaded_tokens", loaded_tokens);
         }
         if let Some(error) = &attributes.error {
             span.record("error", error.as_str());

@@ -14,7 +14,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-use engine::event::{Action, FinishReason, Input, SequenceFailure, SequenceId, SequenceKind};
+use engine::{
+    event::{Action, FinishReason, Input, SequenceFailure, SequenceId, SequenceKind},
+    tiers::JobId,
+};
 use kernels::{BLOCK_TOKENS, sampling::SampledToken};
 use kv_transfer::api::{self as transfer, PeerAddress, TransferFailure, TransferId, TransferStats};
 use proto::v1::{FailureKind, StageTimes};
@@ -34,6 +37,8 @@ pub(super) struct Attempts {
     weight_version: u64,
     records: HashMap<SequenceId, AttemptRecord>,
     known: KnownIds,
+    /// Loads from the KV tiers in flight.
+    loads: HashMap<JobId, SequenceId>,
     /// Inputs for the scheduler, in order.
     inputs: VecDeque<Input>,
     /// Commands for the transfers, in order. Each attempt adds at most a reservation or expectation, one range
@@ -92,6 +97,7 @@ impl Attempts {
             weight_version,
             records: HashMap::new(),
             known: KnownIds::default(),
+            loads: HashMap::new(),
             inputs: VecDeque::new(),
             commands: VecDeque::new(),
             outputs: Outputs::new(),
@@ -286,8 +292,23 @@ impl Attempts {
             Action::Failed { id, failure } => self.on_failed(id, failure),
             Action::AbortTransfer { id, reason } => self.abort_transfer(id, reason),
             Action::Save(job) => self.outputs.push_back(Output::Save(job)),
-            Action::Load(job) => self.outputs.push_back(Output::Load(job)),
+            Action::Load(load) => {
+                self.loads.insert(load.job, load.id);
+                if let Some(record) = self.records.get_mut(&load.id) {
+                    record.begin(Stage::Load, &mut self.outputs);
+                }
+                self.outputs.push_back(Output::Load(load));
+            }
         }
+    }
+
+    /// Handles a load whose first `intact` blocks are written, and which writes no further block.
+    pub fn loaded(&mut self, job: JobId, intact: u32) {
+        let Some(id) = self.loads.remove(&job) else { return };
+        let Some(record) = self.records.get_mut(&id) else { return };
+        let loaded_tokens = Some(intact * BLOCK_TOKENS as u32);
+        let attributes = StageAttributes { loaded_tokens, ..Default::default() };
+        record.end(Stage::Load, attributes, &mut self.outputs);
     }
 
     /// Handles sampled tokens. On D these are tokens 0, 1, 2, … On P this is token 0, which waits for `Finished`

@@ -206,6 +206,8 @@ pub enum Stage {
     Reserve,
     /// From the reservation (decode) or the first written chunk (prefill) until the transfer ends.
     Transfer,
+    /// From the start of a load from the KV tiers until no copy of it is left, while the attempt queues or reserves.
+    Load,
     /// From the first token until the last token.
     Decode,
 }
@@ -236,6 +238,8 @@ pub enum StageChange {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct StageAttributes {
     pub cached_tokens: Option<u32>,
+    /// Tokens whose KV a load has brought.
+    pub loaded_tokens: Option<u32>,
     pub transferred: Option<TransferStats>,
     pub error: Option<String>,
 }

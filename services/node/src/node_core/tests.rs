@@ -7,6 +7,7 @@ use engine::{
         ExecutorLimits,
         sim::{CostModel, SimExecutor},
     },
+    tiers::{JobId, LoadJob},
 };
 use kernels::{
     BlockId,
@@ -232,6 +233,29 @@ fn decode_reserves_receives_and_ends_with_finished() {
     assert_eq!(scene.replies(), expected);
     scene.assert_quiet();
     scene.assert_forgotten();
+}
+
+#[test]
+fn load_from_a_tier_is_a_stage_of_its_attempt() {
+    let mut scene = Scene::accepted(SequenceKind::Compute);
+    let stages = |scene: &mut Scene| -> Vec<StageChange> {
+        let change = |output| match output {
+            Output::Stage { call: CALL, change } => Some(change),
+            _ => None,
+        };
+        scene.attempts.outputs.drain(..).filter_map(change).collect()
+    };
+    stages(&mut scene);
+    let load = LoadJob { job: JobId(5), id: ID, blocks: Vec::new() };
+    scene.act(Action::Load(load));
+    assert_eq!(stages(&mut scene), [StageChange::Began(Stage::Load)]);
+    scene.attempts.loaded(JobId(4), 9);
+    assert_eq!(stages(&mut scene), []);
+    scene.attempts.loaded(JobId(5), 2);
+    let attributes = StageAttributes { loaded_tokens: Some(32), ..StageAttributes::default() };
+    assert_eq!(stages(&mut scene), [StageChange::Ended { stage: Stage::Load, attributes }]);
+    scene.attempts.loaded(JobId(5), 2);
+    assert_eq!(stages(&mut scene), []);
 }
 
 #[test]
