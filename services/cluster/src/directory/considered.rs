@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::{Member, NoNode};
+use super::{Member, NoNode, options::NodeOption};
 use crate::{NodeId, Role, predict::Prediction};
 
 /// Maximum number of options, and of ineligible nodes, in the account of one pick.
@@ -77,4 +77,36 @@ pub enum Placement {
     NoPartner,
     #[error("the last transfers from every prefill node to the decode node failed")]
     TransfersFail,
+}
+
+/// Returns the account of a pick. Bounds the copied options, because a large cluster has thousands of pairs.
+pub(super) fn considered(
+    placement: Placement,
+    options: &[NodeOption<'_>],
+    best: &NodeOption<'_>,
+    ineligible: &[(&Member, NoNode)],
+    overhead_ms: f64,
+) -> Considered {
+    let is_best = |option: &NodeOption<'_>| std::ptr::eq(option, best);
+    let mut others: Vec<_> = options.iter().filter(|option| !is_best(option)).collect();
+    let by_cost = |a: &&NodeOption<'_>, b: &&NodeOption<'_>| a.cost_ms().total_cmp(&b.cost_ms());
+    if others.len() > OPTIONS_MAX {
+        others.select_nth_unstable_by(OPTIONS_MAX, by_cost);
+        others.truncate(OPTIONS_MAX);
+    }
+    others.sort_by(by_cost);
+    let kept = [best].into_iter().chain(others).take(OPTIONS_MAX);
+    let kept: Vec<_> = kept.map(NodeOption::considered).collect();
+    Considered {
+        placement,
+        options_left_out: options.len() - kept.len(),
+        options: kept,
+        ineligible_left_out: ineligible.len().saturating_sub(OPTIONS_MAX),
+        ineligible: ineligible
+            .iter()
+            .take(OPTIONS_MAX)
+            .map(|(member, reason)| IneligibleNode::new(member, reason))
+            .collect(),
+        overhead_ms,
+    }
 }

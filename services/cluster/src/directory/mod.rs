@@ -20,9 +20,13 @@
 //! ([`service`]): attempts that fail although the node is up, and an inter-token latency or transfer time far off the
 //! pool's median.
 
+mod assignments;
 mod breaker;
+mod candidate;
 mod considered;
+mod eligible;
 mod member;
+mod options;
 mod room;
 mod select;
 mod service;
@@ -42,9 +46,10 @@ use transfers::TransferTimes;
 
 pub use breaker::BreakerReason;
 pub use considered::{Considered, ConsideredOption, IneligibleNode, Placement};
+pub use eligible::NoNode;
 pub use member::Member;
 pub use room::Room;
-pub use select::{NoNode, NodeChoice, Picked, Selection, Wanted};
+pub use select::{NodeChoice, Picked, Selection, Wanted};
 pub use service::{BreakerChange, Failed};
 
 /// Time-out of a probe; equals the transfer lease.

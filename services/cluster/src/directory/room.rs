@@ -6,10 +6,7 @@
 
 use std::time::Duration;
 
-use super::{
-    NoNode,
-    select::{Candidate, NodeOption},
-};
+use super::{NoNode, candidate::Candidate, options::NodeOption};
 use crate::Role;
 
 /// Maximum predicted time of a node's queue of prompts before the prompt of a new attempt: a few times the error of

@@ -1,0 +1,131 @@
+//! The attempts on nodes, from their pick to their release.
+
+use std::time::{Duration, Instant};
+
+use proto::ids::TransferId;
+
+use super::{
+    Assignment, AssignmentId, Directory, Forecast, NodeKey,
+    candidate::Need,
+    eligible::{eligible, misfit},
+    member::{Member, Unseen},
+    select::{NodeChoice, Wanted, milliseconds},
+};
+use crate::Role;
+
+/// Largest relative change of the router's overhead by one measurement.
+const OVERHEAD_SHARE: f64 = 1.0 / 16.0;
+/// Scale of the overhead: it grows from zero by a part of this.
+const OVERHEAD_MS: f64 = 1.0;
+
+impl Directory {
+    /// Handles the first token of an attempt, by its decode node's assignment. Updates the overhead that
+    /// predictions leave out, such as calls and the reservation. All options have the same overhead, so it
+    /// changes no choice.
+    pub fn first_token(&mut self, now: Instant, assignment: AssignmentId) {
+        let Some(assigned) = self.assignments.get_mut(&assignment) else { return };
+        let Some(Forecast { at, ttft_ms }) = assigned.forecast.take() else { return };
+        let taken_ms = milliseconds(now.saturating_duration_since(at)).max(1e-3);
+        // The relative error: in a long time to first token the overhead is a small part, and the rest of its error is
+        // that of the queue.
+        let error = ((taken_ms - ttft_ms) / taken_ms).max(-1.0);
+        let learnt_ms = OVERHEAD_SHARE * error * (self.overhead_ms + OVERHEAD_MS);
+        self.overhead_ms = (self.overhead_ms + learnt_ms).max(0.0);
+    }
+
+    /// Returns the time until the attempt's node aborts its sequences, if the node drains with a limit and another
+    /// node can take the request.
+    pub fn grace_left(
+        &self,
+        now: Instant,
+        id: AssignmentId,
+        wanted: &Wanted<'_>,
+    ) -> Option<Duration> {
+        let seen = self.members.get(&self.node_of(id)?)?.seen.as_ref()?;
+        if !seen.load.draining || seen.load.drain_ms == 0 {
+            return None;
+        }
+        let role = Role::Decode;
+        let mut decode = self.members.values().filter(|member| member.address.role == role);
+        let is_eligible = |member: &Member| {
+            let misfit = member.seen.as_ref().and_then(|seen| misfit(role, &seen.record, wanted));
+            eligible(now, role, member, misfit, wanted).is_ok()
+        };
+        decode.any(is_eligible).then_some(())?;
+        let since = now.saturating_duration_since(seen.reported_at);
+        Some(Duration::from_millis(seen.load.drain_ms).saturating_sub(since))
+    }
+
+    /// Handles the acceptance of an attempt by its node.
+    pub fn accepted(&mut self, assignment: AssignmentId) {
+        let Some(key) = self.node_of(assignment) else { return };
+        let member = self.member(key);
+        member.took();
+        if let Some(attempt) = member.unseen.get_mut(&assignment) {
+            attempt.accepted = true;
+        }
+    }
+
+    /// Returns the time of the last load or cache change that the attempt's node reported.
+    pub fn changed_at(&self, assignment: AssignmentId) -> Option<Instant> {
+        self.members.get(&self.node_of(assignment)?)?.changed_at
+    }
+
+    /// Handles Busy, and releases the attempt.
+    pub fn busy(&mut self, now: Instant, assignment: AssignmentId) {
+        let Some(key) = self.node_of(assignment) else { return };
+        let member = self.members.get_mut(&key).expect("every assignment has its member");
+        member.busy(now, &mut self.jitter);
+        self.release(assignment);
+    }
+
+    /// Releases an attempt. A second release, or one after the process was replaced, has no effect.
+    pub fn release(&mut self, assignment: AssignmentId) {
+        let Some(assigned) = self.assignments.remove(&assignment) else { return };
+        self.breakers_released(assigned.node, assignment);
+        let member = self.member(assigned.node);
+        member.unseen.remove(&assignment);
+        member.in_flight -= 1;
+        self.check_member(assigned.node);
+    }
+
+    pub(super) fn node_of(&self, assignment: AssignmentId) -> Option<NodeKey> {
+        self.assignments.get(&assignment).map(|assigned| assigned.node)
+    }
+
+    pub(super) fn assign(
+        &mut self,
+        now: Instant,
+        transfer_id: TransferId,
+        (key, need): (NodeKey, Need),
+        prefills: bool,
+        forecast: Option<Forecast>,
+    ) -> NodeChoice {
+        let number = self.next();
+        let assignment = AssignmentId(number);
+        let member = self.members.get_mut(&key).expect("the node was just chosen");
+        let seen = member.seen.as_ref().expect("an eligible node was seen");
+        let choice = NodeChoice {
+            address: member.address.clone(),
+            record: seen.record.clone(),
+            assignment,
+            cached_tokens: need.cached_tokens,
+        };
+        let uncached_tokens = need.uncached_tokens;
+        let unseen = Unseen {
+            prompt_tokens: if prefills { uncached_tokens } else { 0 },
+            computed_tokens: need.cached_tokens.into(),
+            blocks: need.blocks,
+            since: now,
+            transfer_id,
+            accepted: false,
+        };
+        member.unseen.insert(assignment, unseen);
+        member.in_flight += 1;
+        member.breaker.assigned(now, assignment);
+        member.last_picked = number;
+        self.assignments.insert(assignment, Assignment { node: key, uncached_tokens, forecast });
+        self.check_member(key);
+        choice
+    }
+}

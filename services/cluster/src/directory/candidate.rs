@@ -1,0 +1,218 @@
+//! A node that an attempt may use: its load, and the load that the attempt adds.
+
+use std::time::Instant;
+
+use config::NodePolicy;
+
+use super::{
+    NodeKey,
+    member::{Member, Seen},
+    select::{Wanted, milliseconds},
+};
+use crate::{
+    PrefixKeys, Role,
+    predict::{DecodeCosts, NodeState, PrefillCosts, Prompt, attention_pairs},
+};
+
+const DECODE_ROW_COST: u64 = 64;
+const PREFILL_ROW_COST: u64 = 16;
+/// Cost of a missing block. The attempt waits for other sequences or preempts them, which costs more than computing
+/// the block's 16 tokens four times.
+const MISSING_BLOCK_COST: u64 = 64;
+/// Output tokens that count as needed. A decode node reserves the prompt's blocks at once; the answer grows later.
+const NEW_TOKENS_COUNTED: u32 = 64;
+
+/// Returns the step costs of the first candidates that have measured them, for candidates that have not. Returns `None`
+/// if no candidate has measured its steps, or if one is of an older release and reports no costs.
+pub(super) fn known_costs(
+    decode: &[Candidate<'_>],
+    prefill: &[Candidate<'_>],
+) -> Option<(PrefillCosts, DecodeCosts)> {
+    let reported = || prefill.iter().chain(decode).map(|node| node.seen.step_costs);
+    if reported().any(|costs| costs.is_none()) {
+        return None;
+    }
+    let prefill_costs = reported().find_map(|costs| costs?.prefill)?;
+    let decode_costs = reported().find_map(|costs| costs?.decode)?;
+    Some((prefill_costs, decode_costs))
+}
+
+/// A node that an attempt may use.
+pub(super) struct Candidate<'a> {
+    pub(super) key: NodeKey,
+    pub(super) role: Role,
+    pub(super) member: &'a Member,
+    pub(super) seen: &'a Seen,
+    pub(super) need: Need,
+    /// Input of predictions: the node, and the prompt on this node.
+    pub(super) state: Option<(NodeState, Prompt)>,
+}
+
+impl Candidate<'_> {
+    pub(super) fn assigned(&self) -> (NodeKey, Need) {
+        (self.key, self.need)
+    }
+
+    /// Returns whether the two nodes may exchange KV.
+    pub(super) fn fits(&self, other: &Self) -> bool {
+        self.seen.record.identity.fits(&other.seen.record.identity)
+    }
+
+    /// Returns a part of the predicted cost; 0 without a prediction.
+    pub(super) fn part_ms(&self, of: impl Fn(&NodeState, &Prompt) -> f64) -> f64 {
+        self.state.as_ref().map_or(0.0, |(state, prompt)| of(state, prompt))
+    }
+
+    /// Returns the rank under a policy without predictions; the lowest is picked.
+    pub(super) fn rank(&self, policy: NodePolicy, prefills: bool) -> (u64, usize, u64) {
+        let Member { in_flight, last_picked, .. } = *self.member;
+        match policy {
+            NodePolicy::RoundRobin => (0, 0, last_picked),
+            NodePolicy::LeastLoad => (self.rows(), in_flight, last_picked),
+            NodePolicy::CacheAware | NodePolicy::Predicted => {
+                (self.cost(prefills), in_flight, last_picked)
+            }
+        }
+    }
+
+    /// Returns the number of running and waiting sequences.
+    fn rows(&self) -> u64 {
+        let load = &self.seen.load;
+        u64::from(load.running) + u64::from(load.waiting) + self.member.unseen.len() as u64
+    }
+
+    pub(super) fn missing_blocks(&self) -> u64 {
+        let load = &self.seen.load;
+        let unseen_blocks: u64 = self.member.unseen.values().map(|attempt| attempt.blocks).sum();
+        let available = (u64::from(load.blocks_free) + u64::from(load.blocks_cached))
+            .saturating_sub(unseen_blocks);
+        self.need.blocks.saturating_sub(available)
+    }
+
+    /// Returns the cost in prompt tokens.
+    fn cost(&self, prefills: bool) -> u64 {
+        let unseen = self.member.unseen.values();
+        let unseen_tokens: u64 = unseen.map(|attempt| attempt.prompt_tokens).sum();
+        let row_cost = match self.role {
+            Role::Prefill => PREFILL_ROW_COST,
+            Role::Decode => DECODE_ROW_COST,
+        };
+        let own = match prefills {
+            true => self.need.uncached_tokens,
+            false => {
+                self.need.uncached_tokens.div_ceil(self.seen.record.identity.block_size.into())
+            }
+        };
+        let pending = self.seen.load.pending_prompt_tokens.saturating_add(unseen_tokens);
+        pending
+            .saturating_add(self.rows() * row_cost)
+            .saturating_add(own)
+            .saturating_add(self.missing_blocks() * MISSING_BLOCK_COST)
+    }
+
+    /// Returns the node's state and the prompt on this node. `others`: costs of another node, which replace missing
+    /// measurements.
+    pub(super) fn state(
+        &self,
+        now: Instant,
+        others: (PrefillCosts, DecodeCosts),
+    ) -> (NodeState, Prompt) {
+        let costs = self.seen.step_costs.expect("costs are known only if every candidate reports");
+        let load = &self.seen.load;
+        // A prefill node decodes nothing: its running sequences are prompts.
+        let (decoding, context_tokens, rows) = match self.role {
+            Role::Prefill => (0.0, 0.0, 0.0),
+            Role::Decode => {
+                let decoding = load.running.saturating_sub(load.prefilling).into();
+                (decoding, load.context_tokens as f64, self.rows() as f64)
+            }
+        };
+        let pending = load.pending_prompt_tokens as f64;
+        let mut state = NodeState {
+            prefill: costs.prefill.unwrap_or(others.0),
+            decode: costs.decode.unwrap_or(others.1),
+            step_tokens: costs.step_tokens,
+            chunk_tokens: costs.chunk_tokens,
+            itl_max_ms: costs.itl_max_ms,
+            decoding,
+            context_tokens,
+            rows,
+            queue_ms: 0.0,
+        };
+        // Subtracts the work since the report, and for each unseen prompt at most the time since its pick.
+        let since = |at: Instant| milliseconds(now.saturating_duration_since(at));
+        let pending_ms = state.queued_ms(pending, load.pending_prompt_pairs as f64);
+        let step_age_ms = load.step_age_us as f64 / 1e3;
+        let mut queue_ms = pending_ms - step_age_ms - since(self.seen.reported_at);
+        for unseen in self.member.unseen.values().filter(|unseen| unseen.prompt_tokens > 0) {
+            let tokens = unseen.prompt_tokens as f64;
+            let pairs = attention_pairs(unseen.computed_tokens as f64, tokens);
+            queue_ms = queue_ms.max(-since(unseen.since)) + state.queued_ms(tokens, pairs);
+        }
+        state.queue_ms = queue_ms.max(0.0);
+        let blocks_tokens = (self.missing_blocks() * MISSING_BLOCK_COST) as f64;
+        let prompt = Prompt {
+            cached_tokens: self.need.cached_tokens.into(),
+            uncached_tokens: self.need.uncached_tokens as f64,
+            blocks_ms: blocks_tokens * state.prefill.token_ms + self.need.load_ms,
+            evict_ms: self.need.blocks as f64 * state.prefill.token_ms,
+        };
+        (state, prompt)
+    }
+}
+
+/// Load that an attempt adds to a node.
+#[derive(Clone, Copy)]
+pub(super) struct Need {
+    /// Tokens in the prefix cache, and tokens that the node loads from its tiers.
+    pub(super) cached_tokens: u32,
+    /// Time to load the tokens that are in the tiers.
+    pub(super) load_ms: f64,
+    pub(super) uncached_tokens: u64,
+    /// Number of needed blocks that are not cached.
+    pub(super) blocks: u64,
+}
+
+impl Need {
+    pub(super) fn of(role: Role, seen: &Seen, wanted: &Wanted<'_>) -> Self {
+        let identity = &seen.record.identity;
+        let block_size = identity.block_size;
+        let keys = wanted.prefix.iter().find(|keys| keys.are_of(identity));
+        let keys = keys.map_or(&[][..], PrefixKeys::keys);
+        let resident = keys.iter().take_while(|key| seen.cached.contains(key)).count();
+        let (loaded, load_ms) = tier_hits(seen, &keys[resident..]);
+        let hits = resident + loaded;
+        // The last token is always computed, because sampling needs its logits.
+        let cached_tokens = u32::try_from(hits)
+            .unwrap_or(u32::MAX)
+            .saturating_mul(block_size)
+            .min(wanted.tokens.saturating_sub(1));
+        let resident_blocks =
+            u32::try_from(resident).unwrap_or(u32::MAX).min(cached_tokens / block_size);
+        let new_tokens = match role {
+            Role::Prefill => 0,
+            Role::Decode => wanted.new_tokens_max.min(NEW_TOKENS_COUNTED),
+        };
+        let blocks = wanted.tokens.saturating_add(new_tokens).div_ceil(block_size);
+        Self {
+            cached_tokens,
+            uncached_tokens: u64::from(wanted.tokens - cached_tokens),
+            // Loaded blocks take memory, too.
+            blocks: u64::from(blocks - resident_blocks),
+            load_ms,
+        }
+    }
+}
+
+/// Returns how many blocks the node loads from its tiers, and the time of the load. A node computes what it would load
+/// more slowly.
+fn tier_hits(seen: &Seen, keys: &[u128]) -> (usize, f64) {
+    let (hits, load_ms) = seen.tiers.hits(keys, &seen.load);
+    let costs = seen.step_costs.and_then(|costs| costs.prefill);
+    let block_tokens = f64::from(seen.record.identity.block_size);
+    let compute_ms = costs.map(|costs| hits as f64 * block_tokens * costs.token_ms);
+    match compute_ms.is_none_or(|compute_ms| load_ms < compute_ms) {
+        true => (hits, load_ms),
+        false => (0, 0.0),
+    }
+}

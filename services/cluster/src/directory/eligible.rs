@@ -1,0 +1,154 @@
+//! Whether a node may serve an attempt, and the reason if none may.
+
+use std::{
+    cmp::Reverse,
+    time::{Duration, Instant},
+};
+
+use serde::{Deserialize, Serialize};
+
+use super::{
+    Health,
+    breaker::BreakerReason,
+    member::{Member, Seen},
+    select::{Wanted, milliseconds},
+};
+use crate::{ModelIdentity, NodeRecord, Role};
+
+/// Reason why no node was picked: the reason of the node closest to eligible.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
+pub enum NoNode {
+    #[error("no {role} node is listed")]
+    NoneListed { role: Role },
+    #[error("no {role} node that is up serves the model")]
+    OtherModel { role: Role },
+    #[error("none of {listed} {role} nodes is up")]
+    NoneUp { role: Role, listed: usize },
+    #[error("every {role} node that is up is draining")]
+    Draining { role: Role },
+    #[error("no {role} node has the same model, weights and KV layout")]
+    NoneFits { role: Role },
+    #[error("no {role} node supports grammars of version {version}")]
+    NoGrammar { role: Role, version: u32 },
+    #[error("{tokens} tokens are more than the {tokens_max} that any {role} node takes")]
+    TooLong { role: Role, tokens: u32, tokens_max: u32 },
+    #[error("every {role} node has failed this request already")]
+    Excluded { role: Role },
+    #[error("the circuit breaker of every {role} node is open: {reason}")]
+    Broken { role: Role, reason: BreakerReason, retry_after: Duration },
+    #[error("every {role} node is busy, for another {retry_after:?}")]
+    Busy { role: Role, retry_after: Duration },
+}
+
+impl NoNode {
+    /// Returns the reason in words about a single node.
+    pub fn of_one_node(&self) -> String {
+        match self {
+            Self::NoneListed { .. } => "not listed".into(),
+            Self::OtherModel { .. } => "serves another model".into(),
+            Self::NoneUp { .. } => "not up".into(),
+            Self::Draining { .. } => "draining".into(),
+            Self::NoneFits { .. } => "other model, weights or KV layout".into(),
+            Self::NoGrammar { version, .. } => format!("no grammars of version {version}"),
+            Self::TooLong { tokens, tokens_max, .. } => {
+                format!("{tokens} tokens, at most {tokens_max} allowed")
+            }
+            Self::Excluded { .. } => "failed this request before".into(),
+            Self::Broken { reason, retry_after: Duration::ZERO, .. } => {
+                format!("circuit breaker half-open: {reason}; another request probes the node")
+            }
+            Self::Broken { reason, retry_after, .. } => {
+                let left_ms = milliseconds(*retry_after);
+                format!("circuit breaker open for another {left_ms:.0} ms: {reason}")
+            }
+            Self::Busy { retry_after, .. } => {
+                format!("busy for another {:.0} ms", milliseconds(*retry_after))
+            }
+        }
+    }
+
+    /// Orders reasons by how close the node was to eligible. `fits`: the node's last record fits the request, so the
+    /// request may wait for this node. Among equal reasons the earlier retry or the larger limit is closer.
+    pub(super) fn nearness(&self, fits: bool) -> (u8, Reverse<Duration>, u32) {
+        let (mut retry_after, mut tokens_max) = (Duration::ZERO, 0);
+        let rank = match self {
+            Self::NoneListed { .. } => 0,
+            Self::OtherModel { .. } => 1,
+            Self::NoneUp { .. } => 2 + 5 * u8::from(fits),
+            Self::Draining { .. } => 3 + 5 * u8::from(fits),
+            Self::NoneFits { .. } => 4,
+            Self::NoGrammar { .. } => 5,
+            Self::TooLong { tokens_max: limit, .. } => {
+                tokens_max = *limit;
+                6
+            }
+            Self::Excluded { .. } => 9,
+            Self::Broken { retry_after: pause, .. } => {
+                retry_after = *pause;
+                10
+            }
+            Self::Busy { retry_after: pause, .. } => {
+                retry_after = *pause;
+                11
+            }
+        };
+        (rank, Reverse(retry_after), tokens_max)
+    }
+}
+
+/// Returns the report of an eligible node, or the reason why the node is not eligible; `Err(None)` if it is not up.
+pub(super) fn eligible<'a>(
+    now: Instant,
+    role: Role,
+    member: &'a Member,
+    misfit: Option<NoNode>,
+    wanted: &Wanted<'_>,
+) -> Result<&'a Seen, Option<NoNode>> {
+    if matches!(misfit, Some(NoNode::OtherModel { .. })) {
+        return Err(misfit);
+    }
+    let Some(seen) = member.serving() else {
+        let draining = member.health == Health::Up;
+        return Err(draining.then_some(NoNode::Draining { role }));
+    };
+    if misfit.is_some() {
+        return Err(misfit);
+    }
+    let exclude = match role {
+        Role::Prefill => wanted.exclude_prefill,
+        Role::Decode => wanted.exclude_decode,
+    };
+    if exclude.contains(&seen.record.epoch) {
+        return Err(Some(NoNode::Excluded { role }));
+    }
+    if let Some(until) = member.busy_until.filter(|until| *until > now) {
+        return Err(Some(NoNode::Busy { role, retry_after: until - now }));
+    }
+    match member.breaker.refuses(now) {
+        Some((reason, retry_after)) => Err(Some(NoNode::Broken { role, reason, retry_after })),
+        None => Ok(seen),
+    }
+}
+
+/// Returns why a node with this record cannot serve the request, if it cannot.
+pub(super) fn misfit(role: Role, record: &NodeRecord, wanted: &Wanted<'_>) -> Option<NoNode> {
+    if wanted.model != record.model {
+        return Some(NoNode::OtherModel { role });
+    }
+    // A prefill node must fit its decode node.
+    let identity = wanted.identity.filter(|_| role == Role::Decode);
+    let fits = |identity: &ModelIdentity| match wanted.any_weights {
+        true => record.identity.fits_but_weights(identity),
+        false => record.identity.fits(identity),
+    };
+    if identity.is_some_and(|identity| !fits(identity)) {
+        return Some(NoNode::NoneFits { role });
+    }
+    if wanted.grammar_version > record.grammar_version {
+        return Some(NoNode::NoGrammar { role, version: wanted.grammar_version });
+    }
+    let sequence_max = record.sequence_tokens_max.saturating_sub(1);
+    let lengths = [(wanted.prompt_tokens, record.prompt_tokens_max), (wanted.tokens, sequence_max)];
+    let (tokens, tokens_max) = lengths.into_iter().find(|(tokens, most)| tokens > most)?;
+    Some(NoNode::TooLong { role, tokens, tokens_max })
+}
