@@ -22,6 +22,9 @@ use crate::{
 const MESSAGE_DELAY: Duration = Duration::from_micros(100);
 /// Mean time between two faults.
 const FAULT_INTERVAL: Duration = Duration::from_secs(30);
+/// Default of `node.step_tokens` for an 8B model on a GPU, by role.
+const PREFILL_STEP_TOKENS: u32 = 4096;
+const DECODE_STEP_TOKENS: u32 = 1024;
 /// Virtual time between two reports of progress.
 const PROGRESS_INTERVAL: Duration = Duration::from_secs(1);
 /// Every fault is repaired, and every resource is free, this long after the last request.
@@ -186,9 +189,13 @@ impl ReplayConfig {
     }
 
     fn node(&self, role: Role) -> NodePlan {
+        let step_tokens_max = match role {
+            Role::Prefill => PREFILL_STEP_TOKENS,
+            Role::Decode => DECODE_STEP_TOKENS,
+        };
         let limits = ExecutorLimits {
             slots: self.slots,
-            step_tokens: self.step_tokens,
+            step_tokens: self.step_tokens.min(step_tokens_max.max(self.slots)),
             sequence_tokens: self.sequence_tokens,
             blocks: self.blocks,
             depth: 2,

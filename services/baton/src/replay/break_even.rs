@@ -25,12 +25,12 @@ const DECODE_ROWS: f64 = 96.0;
 const CACHED_PERCENT: [u32; 3] = [0, 50, 90];
 /// A difference below this fraction is no win and no loss.
 const EQUAL_WITHIN: f64 = 0.1;
-const KV_TOKENS: u32 = 820_000;
+const KV_TOKENS: u32 = 458_000;
 
 #[derive(Args, Clone)]
 pub struct BreakEvenArgs {
     /// Results of `baton bench engine --json` on the device, separated by commas [default: an 8B model in bf16 on one
-    /// H200].
+    /// H100].
     #[arg(long, value_delimiter = ',')]
     engine: Vec<PathBuf>,
     /// Result of `baton-bench transfer --json` [default: nccl between two H200].
@@ -81,7 +81,7 @@ Two nodes serve the same requests in three configurations:
 The simulation runs the shipped router, scheduler and KV transfer in virtual time, with the cost model below. Every cell has 300
 requests that arrive as a Poisson process, with 256 output tokens each. The arrival rate keeps the prefill node of 1P1D busy for
 half of the time, or its decode node at 96 rows if that is less. Cached tokens are a prefix that all prompts of the cell share.
-Nodes have 256 slots, 820,000 tokens of KV and `node.itl_max` = 20 ms, or 4 decode steps if that is longer, so a decode
+Nodes have 256 slots, 458,000 tokens of KV and `node.itl_max` = 20 ms, or 4 decode steps if that is longer, so a decode
 node prefills in small steps beside its decode rows.
 
 *Longest gap* is the longest time between two tokens of a request: the hand-over, or the step of a neighbour's prompt. A configuration

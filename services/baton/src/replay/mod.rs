@@ -73,7 +73,7 @@ pub struct ReplayArgs {
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1000))]
     repeat: u32,
     /// Results of `baton bench engine --json` on the simulated device, separated by commas, for the cost model
-    /// [default: an 8B model in bf16 on one H200].
+    /// [default: an 8B model in bf16 on one H100].
     #[arg(long, value_delimiter = ',')]
     engine: Vec<PathBuf>,
     /// Result of `baton-bench transfer --json`; the first row names the transport [default: nccl between two H200].
@@ -82,8 +82,8 @@ pub struct ReplayArgs {
     /// Bandwidth of a node's network in GB/s [default: that of --transfer].
     #[arg(long, value_parser = parse_rate)]
     link_gb_per_s: Option<f64>,
-    /// KV memory of each node in tokens [default: that of an 8B model in bf16 on one H200].
-    #[arg(long, default_value_t = 820_000, value_parser = clap::value_parser!(u32).range(1024..=100_000_000))]
+    /// KV memory of each node in tokens [default: that of an 8B model in bf16 on one H100].
+    #[arg(long, default_value_t = 458_000, value_parser = clap::value_parser!(u32).range(1024..=100_000_000))]
     kv_tokens: u32,
     /// Rows of a node's batch.
     #[arg(long, default_value_t = 256, value_parser = clap::value_parser!(u32).range(1..=1024))]
