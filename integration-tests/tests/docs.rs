@@ -119,6 +119,10 @@ async fn metrics_page_lists_every_metric() -> Result<()> {
         .set("BATON_NODE_SLOTS", 1)
         .set("BATON_NODE_WAITING_MAX", 0)
         .set("BATON_NODE_SPECULATE", "ngram");
+    let tier = tempfile::tempdir()?;
+    let spec = spec
+        .set_decode("BATON_TIER_DISK_PATH", tier.path().join("kv").display())
+        .set_decode("BATON_TIER_DISK_SIZE", "16MiB");
     // SHA-256 of "key".
     let hash = "2c70e12b7a0646f92279f427c7b38e7334d8e5389cff167a1dc30e73f826b683";
     let keys = tempfile::NamedTempFile::new()?;
@@ -162,7 +166,12 @@ async fn metrics_page_lists_every_metric() -> Result<()> {
     }
     let [router, node] = used.map(|text| families(&text));
     check_list(&page("metrics.md"), "metrics: router", &metrics(&router))?;
-    for (source, families) in [("router", &router), ("keys", &router), ("node", &node)] {
+    for (source, families) in [
+        ("telemetry/src/metrics/router", &router),
+        ("telemetry/src/metrics/keys", &router),
+        ("telemetry/src/metrics/node", &node),
+        ("node/src/tiers/metrics", &node),
+    ] {
         for name in instruments(source)? {
             let shown = families.keys().any(|family| family.starts_with(&name));
             ensure!(shown, "{name} of the {source} has no value yet, so the page cannot list it");
@@ -172,9 +181,9 @@ async fn metrics_page_lists_every_metric() -> Result<()> {
     cluster.stop()
 }
 
-/// Returns the names of a service's metrics, without the unit and the `_total` of the Prometheus text.
-fn instruments(service: &str) -> Result<Vec<String>> {
-    let file = format!("../services/telemetry/src/metrics/{service}.rs");
+/// Returns the names of the metrics in a source file, without the unit and the `_total` of the Prometheus text.
+fn instruments(source: &str) -> Result<Vec<String>> {
+    let file = format!("../services/{source}.rs");
     let source = std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join(file))?;
     let literals = source.split('"').skip(1).step_by(2);
     let names: Vec<String> = literals

@@ -138,7 +138,7 @@ fn goodput_at_three_times_the_capacity_is_the_goodput_at_capacity() {
 /// Prints the time to first token of a key at 80 % of its share, alone and beside a key that sends 20 times its share.
 /// With one prefill node a request always waits for the running step of that node. With several, one is soon free.
 #[test]
-fn flood_of_one_key_raises_p99_ttft_of_another_key_at_most_fourfold() {
+fn flood_of_one_key_at_most_doubles_p99_ttft_of_another_key() {
     let (duration, timeout) = (Duration::from_secs(40), Duration::from_secs(20));
     let share = capacity() / 2.0;
     for pairs in [1, 4] {
@@ -159,6 +159,6 @@ fn flood_of_one_key_raises_p99_ttft_of_another_key_at_most_fourfold() {
              {ratio:.2}"
         );
         // Without fair queueing the flood would delay the key by the time-out of 20 s.
-        assert!(ratio <= 4.0, "{ratio}");
+        assert!(ratio <= 2.0, "{ratio}");
     }
 }
