@@ -19,6 +19,9 @@ use crate::predict::{Prediction, hand_over, local};
 const LOCAL_SAVING_MIN: f64 = 0.2;
 /// Predicted times that differ by less than this fraction are equal, so that equal nodes share the load.
 const EQUAL_WITHIN: f64 = 0.05;
+/// Maximum number of tokens that a node prefills because the best node has a queue, relative to the tokens of the best
+/// node. A node without the cached prefix would take time from the requests that wait.
+const WORK_MAX: f64 = 1.5;
 /// Maximum number of nodes of each role whose pairs are compared. All pairs of 1,000 nodes would take milliseconds.
 const PAIRED_MAX: usize = 16;
 
@@ -96,6 +99,11 @@ impl NodeOption<'_> {
         self.prediction.map_or(0.0, |prediction| prediction.cost_ms())
     }
 
+    /// Returns the prompt tokens that the option computes.
+    fn uncached_tokens(&self) -> f64 {
+        self.prefill.unwrap_or(self.decode).need.uncached_tokens as f64
+    }
+
     pub(super) fn considered(&self) -> ConsideredOption {
         let name = |node: &Candidate<'_>| node.seen.record.node_id.clone();
         ConsideredOption {
@@ -165,10 +173,12 @@ pub(super) fn startable<'a, 'b>(
 ) -> Result<&'b NodeOption<'a>, NoNode> {
     let best = best(options);
     let Err(busy) = room::check_prompt_queue(room, best) else { return Ok(best) };
+    let tokens_max = WORK_MAX * best.uncached_tokens();
     let others = options.iter().filter_map(|option| {
         let prediction = option.prediction.as_ref()?;
-        let can_start =
-            !prediction.exceeds_itl_max && room::check_prompt_queue(room, option).is_ok();
+        let can_start = !prediction.exceeds_itl_max
+            && option.uncached_tokens() <= tokens_max
+            && room::check_prompt_queue(room, option).is_ok();
         can_start.then_some((option, prediction.cost_ms()))
     });
     others.min_by(|a, b| a.1.total_cmp(&b.1)).map(|(option, _)| option).ok_or(busy)

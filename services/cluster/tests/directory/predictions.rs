@@ -3,8 +3,8 @@
 use std::{collections::BTreeMap, time::Duration};
 
 use cluster::{
-    CacheIdentity, IneligibleNode, Load, NoNode, Picked, Placement, PrefixKeys, Role, Selection,
-    Wanted,
+    CacheIdentity, IneligibleNode, Load, NoNode, Picked, Placement, PrefixKeys, Role, Room,
+    Selection, Wanted,
 };
 use config::{Disaggregate, NodePolicy};
 use proto::v1;
@@ -268,6 +268,30 @@ fn decode_node_without_a_fitting_prefill_node_is_chosen_by_its_own_prefill() {
         let picked = world.pick_nodes(&Wanted { prefix: &prefix, ..wanted(805) }).unwrap();
         assert_eq!((picked.decode.record.epoch, picked.prefill.is_none()), (epoch(12), true));
     }
+}
+
+#[test]
+fn request_waits_for_the_node_with_its_prefix_if_another_node_computes_much_more() {
+    let slow = v1::PrefillCosts { step_ps: 0, token_ps: 200_000_000, pair_ps: 0 };
+    let costs = v1::StepCosts { prefill: Some(slow), ..costs() };
+    let with = |load: Load| Load { step_costs: Some(costs), ..load };
+    let tokens: Vec<u32> = (0..1600).collect();
+    let identity = CacheIdentity::of(&record(Role::Prefill, 1).identity);
+    let prefix = [PrefixKeys::new(identity, "", &tokens)];
+    let pick = |cached: usize| {
+        let selection = Selection { disaggregate: Disaggregate::Always, ..DEFAULT };
+        let mut world = cluster(selection, &[], &[with(load())]);
+        // The queue takes 100 ms, the whole prompt 320 ms.
+        world.join(&prefill(1));
+        let keys = &prefix[0].keys()[..cached];
+        world.send(&prefill(1), snapshot(&record(Role::Prefill, 1), with(queued(500)), keys));
+        world.up(&prefill(2), &record(Role::Prefill, 2), with(load()));
+        let room = Room::Start { headroom: false };
+        world.pick_nodes(&Wanted { prefix: &prefix, room, ..wanted(1600) })
+    };
+    assert!(matches!(pick(99), Err(NoNode::Busy { role: Role::Prefill, .. })));
+    let picked = pick(20).unwrap();
+    assert_eq!(picked.prefill.unwrap().address, prefill(2));
 }
 
 #[test]
