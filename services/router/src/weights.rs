@@ -103,7 +103,7 @@ pub struct UpdateView {
     pub label: String,
     pub path: String,
     pub model: String,
-    /// preparing, prepared, committing, committed or aborted.
+    /// preparing, prepared, committing, committed, aborting or aborted.
     pub phase: &'static str,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub weight_version: Option<String>,

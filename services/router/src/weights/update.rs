@@ -260,7 +260,9 @@ impl Update {
                 ("committed", Some(version), None, missed)
             }
             CoordinatorPhase::Aborted { reason } => {
-                ("aborted", None, Some(reason.clone()), Vec::new())
+                // The next update can begin once the nodes know.
+                let phase = if self.is_over() { "aborted" } else { "aborting" };
+                (phase, None, Some(reason.clone()), Vec::new())
             }
         };
         let nodes = self.coordinator.states().zip(&self.paused).map(|((node, state), paused)| {
