@@ -1,6 +1,6 @@
 //! The nodes that an attempt may use together, and the choice among them.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use config::NodePolicy;
 
@@ -10,7 +10,7 @@ use super::{
     considered::ConsideredOption,
     member::Member,
     room::{self, Room},
-    select::Wanted,
+    select::{Wanted, milliseconds},
 };
 use crate::predict::{Prediction, hand_over, local};
 
@@ -19,8 +19,8 @@ use crate::predict::{Prediction, hand_over, local};
 const LOCAL_SAVING_MIN: f64 = 0.2;
 /// Predicted times that differ by less than this fraction are equal, so that equal nodes share the load.
 const EQUAL_WITHIN: f64 = 0.05;
-/// Maximum number of tokens that a node prefills because the best node has a queue, relative to the tokens of the best
-/// node. A node without the cached prefix would take time from the requests that wait.
+/// Maximum number of tokens that a node prefills at once because the best node has a queue, relative to the tokens of
+/// the best node. A node without the cached prefix would take time from the requests that wait.
 const WORK_MAX: f64 = 1.5;
 /// Maximum number of nodes of each role whose pairs are compared. All pairs of 1,000 nodes would take milliseconds.
 const PAIRED_MAX: usize = 16;
@@ -167,8 +167,12 @@ fn best<'a, 'b>(options: &'b [NodeOption<'a>]) -> &'b NodeOption<'a> {
 
 /// Returns the option of the lowest cost. If its queue of prompts is too long, returns the cheapest other option that
 /// can start and keeps `itl_max`: no node stays idle while requests wait.
+///
+/// A node that computes many more tokens than the best one takes the request only after a wait as long as the costs
+/// differ. So a prefix is computed again when its node is overloaded, and the wait at most doubles the cost.
 pub(super) fn startable<'a, 'b>(
     room: Room,
+    waited: Duration,
     options: &'b [NodeOption<'a>],
 ) -> Result<&'b NodeOption<'a>, NoNode> {
     let best = best(options);
@@ -177,7 +181,8 @@ pub(super) fn startable<'a, 'b>(
     let others = options.iter().filter_map(|option| {
         let prediction = option.prediction.as_ref()?;
         let can_start = !prediction.exceeds_itl_max
-            && option.uncached_tokens() <= tokens_max
+            && (option.uncached_tokens() <= tokens_max
+                || milliseconds(waited) >= prediction.cost_ms() - best.cost_ms())
             && room::check_prompt_queue(room, option).is_ok();
         can_start.then_some((option, prediction.cost_ms()))
     });

@@ -78,6 +78,8 @@ pub struct Wanted<'a> {
     pub exclude_prefill: &'a [Epoch],
     /// Capacity that the attempt needs of its nodes.
     pub room: Room,
+    /// When a pick first found no node with this capacity.
+    pub waits_since: Option<Instant>,
 }
 
 /// The nodes of an attempt.
@@ -152,7 +154,9 @@ impl Directory {
             let transfer_ms = pair.map_or(0.0, |pair| self.transfers.of(pair));
             option.predict(transfer_ms, wanted.new_tokens_max);
         }
-        let best = startable(wanted.room, &options)?;
+        let waits_since = wanted.waits_since.unwrap_or(now);
+        let waited = now.saturating_duration_since(waits_since);
+        let best = startable(wanted.room, waited, &options)?;
         let placement = no_prefill.unwrap_or_else(|| match self.selection.disaggregate {
             _ if !has_pair => no_pair(best.decode, &prefill, wanted),
             Disaggregate::Always => Placement::Always,

@@ -278,7 +278,7 @@ fn request_waits_for_the_node_with_its_prefix_if_another_node_computes_much_more
     let tokens: Vec<u32> = (0..1600).collect();
     let identity = CacheIdentity::of(&record(Role::Prefill, 1).identity);
     let prefix = [PrefixKeys::new(identity, "", &tokens)];
-    let pick = |cached: usize| {
+    let pick = |cached: usize, waited: u64| {
         let selection = Selection { disaggregate: Disaggregate::Always, ..DEFAULT };
         let mut world = cluster(selection, &[], &[with(load())]);
         // The queue takes 100 ms, the whole prompt 320 ms.
@@ -287,11 +287,15 @@ fn request_waits_for_the_node_with_its_prefix_if_another_node_computes_much_more
         world.send(&prefill(1), snapshot(&record(Role::Prefill, 1), with(queued(500)), keys));
         world.up(&prefill(2), &record(Role::Prefill, 2), with(load()));
         let room = Room::Start { headroom: false };
-        world.pick_nodes(&Wanted { prefix: &prefix, room, ..wanted(1600) })
+        let waits_since = Some(world.now - Duration::from_millis(waited));
+        world.pick_nodes(&Wanted { prefix: &prefix, room, waits_since, ..wanted(1600) })
     };
-    assert!(matches!(pick(99), Err(NoNode::Busy { role: Role::Prefill, .. })));
-    let picked = pick(20).unwrap();
-    assert_eq!(picked.prefill.unwrap().address, prefill(2));
+    assert!(matches!(pick(99, 0), Err(NoNode::Busy { role: Role::Prefill, .. })));
+    assert!(matches!(pick(99, 150), Err(NoNode::Busy { role: Role::Prefill, .. })));
+    // A node of an overloaded prefix gets help: the other node costs about 220 ms more.
+    for picked in [pick(20, 0), pick(99, 300)] {
+        assert_eq!(picked.unwrap().prefill.unwrap().address, prefill(2));
+    }
 }
 
 #[test]

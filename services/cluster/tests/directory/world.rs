@@ -235,5 +235,6 @@ pub fn wanted(tokens: u32) -> Wanted<'static> {
         exclude_decode: &[],
         exclude_prefill: &[],
         room: Room::Any,
+        waits_since: None,
     }
 }

@@ -382,6 +382,7 @@ impl RequestCore {
                 true => Room::Any,
                 false => Room::Start { headroom: false },
             },
+            waits_since: self.recovery.waits_since(),
         }
     }
 

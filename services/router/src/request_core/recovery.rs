@@ -208,6 +208,11 @@ impl Recovery {
         }
     }
 
+    /// Returns since when the request waits for a node.
+    pub fn waits_since(&self) -> Option<Instant> {
+        self.waiting.map(|waiting| waiting.since)
+    }
+
     /// Returns when the wait for a busy node ends.
     pub fn busy_until(&self) -> Option<Instant> {
         self.waiting.map(|waiting| waiting.since + self.policy.busy_timeout)
