@@ -27,7 +27,7 @@ use weight_transfer::{CoordinatorError, CoordinatorPhase, UpdateId};
 
 use self::{
     targets::{CatchUp, Target, Targets},
-    update::{Calls, Update, UpdateSource},
+    update::{PendingCalls, Update, UpdateSource},
 };
 use crate::nodes::{Nodes, OwnedTask, WeightNode, WeightsAnswer};
 
@@ -195,7 +195,7 @@ struct Task {
     catch_ups: Vec<Update>,
     targets: Targets,
     catch_up_at: Instant,
-    calls: Calls,
+    calls: PendingCalls,
 }
 
 impl Task {

@@ -10,7 +10,7 @@ use crate::{UpdateEnd, UpdateState, WeightVersion};
 
 /// Time after which a silent node counts as lost before the commit.
 const SILENCE_MAX: Duration = Duration::from_secs(5);
-/// Nodes that a reason names.
+/// Maximum number of nodes that a reason names.
 const NAMED_MAX: usize = 4;
 /// Time to reach every node after the decision to commit.
 const COMMIT_WITHIN: Duration = Duration::from_secs(60);

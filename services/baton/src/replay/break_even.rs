@@ -76,18 +76,22 @@ Two nodes serve the same requests in three configurations:
 
 - *0P2D*: two decode nodes that prefill by themselves (`router.disaggregate = \"never\"`),
 - *1P1D*: a prefill node and a decode node (`\"always\"`),
-- *auto*: the same pair, whose router lets the decode node prefill where that is faster (`\"auto\"`, the default).
+- *auto*: the same pair, whose router lets the decode node prefill where the router predicts a lower cost (`\"auto\"`, the default).
+
+0P2D decodes on two nodes, 1P1D and auto on one: the columns compare clusters of two nodes, not choices of the router.
 
 The simulation runs the shipped router, scheduler and KV transfer in virtual time, with the cost model below. Every cell has 300
 requests that arrive as a Poisson process, with 256 output tokens each. The arrival rate keeps the prefill node of 1P1D busy for
-half of the time, or its decode node at 96 rows if that is less. Cached tokens are a prefix that all prompts of the cell share.
+half of the time, or keeps its decode node at 96 rows, whichever rate is lower. Cached tokens are a prefix that all prompts of the cell share.
 Nodes have 256 slots, 458,000 tokens of KV and `node.itl_max` = 20 ms, or 4 decode steps if that is longer, so a decode
 node prefills in small steps beside its decode rows.
 
-*Longest gap* is the longest time between two tokens of a request: the hand-over, or the step of a neighbour's prompt. A configuration
+*Longest gap* is the longest time between two tokens of a request: the hand-over, or a step that also prefills the prompt of another request. A configuration
 **wins** against 0P2D if its TTFT p90 or its request p50 is more than 10 % shorter and the other is not more than 10 % longer. It *loses* in
-the reverse case. If one is shorter and the other longer, the cell is a trade-off. A configuration that fails more
-requests than 0P2D loses. Latencies are those of complete requests.
+the reverse case. If one is more than 10 % shorter and the other more than 10 % longer, the cell is a trade-off; otherwise it is *equal*. A configuration that fails more
+requests than 0P2D loses. Latencies are those of complete requests. [Simulated and measured
+latencies](benchmarks/replay.md#simulation-against-measurement) differ by up to 18 %, so a cell near the limit of 10 % can have another
+result on hardware.
 ";
 
 /// Latencies of one way in ms.

@@ -9,7 +9,7 @@ use cluster::predict::{
 use serde::Deserialize;
 use simulation::{LinkCost, StepCost};
 
-/// Figures of docs/benchmarks: one H100 with weights in bf16 and the sizes of Llama-3.1-8B, and `nccl` between two H200.
+/// Measurements from docs/benchmarks: one H100 with weights in bf16 and the sizes of Llama-3.1-8B, and `nccl` between two H200.
 const ENGINE: &str = include_str!("h100-8b-engine.json");
 const TRANSFER: &str = include_str!("h200-8b-transfer.json");
 /// A fit weights its steps by age. After this many passes over the rows their weights are equal.

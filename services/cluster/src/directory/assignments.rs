@@ -15,7 +15,7 @@ use crate::Role;
 
 /// Largest relative change of the router's overhead by one measurement.
 const OVERHEAD_SHARE: f64 = 1.0 / 16.0;
-/// Scale of the overhead: it grows from zero by a part of this.
+/// Offset that lets the overhead grow from zero.
 const OVERHEAD_MS: f64 = 1.0;
 
 impl Directory {

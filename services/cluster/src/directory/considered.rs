@@ -79,7 +79,7 @@ pub enum Placement {
     TransfersFail,
 }
 
-/// Returns the account of a pick. Bounds the copied options, because a large cluster has thousands of pairs.
+/// Returns the explanation of a pick. Bounds the copied options, because a large cluster has thousands of pairs.
 pub(super) fn considered(
     placement: Placement,
     options: &[NodeOption<'_>],

@@ -36,7 +36,7 @@ use crate::{
 const CALLS_MAX: usize = 64;
 /// Time-out of a question to a peer.
 const ASK_MAX: Duration = Duration::from_secs(1);
-/// Peers that one round of questions asks. The next round asks the next ones.
+/// Number of peers asked in a round; rounds rotate over all peers.
 const ASKED_MAX: usize = 8;
 /// Delay before the commit is offered again to a full queue of the engine thread.
 const RETRY_AFTER: Duration = Duration::from_millis(5);

@@ -7,7 +7,7 @@ use tokio::{sync::Mutex, task::spawn_blocking};
 use tokio_util::sync::CancellationToken;
 use weight_transfer::UpdateId;
 
-/// Reason of work that its update's end has stopped.
+/// Error text of work that was cancelled because its update ended.
 pub(super) const CANCELLED: &str = "the update was aborted";
 
 /// Prepares and frees the copy for updates, one after the other.

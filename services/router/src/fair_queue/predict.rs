@@ -18,8 +18,8 @@ pub(super) const OUTPUT_TOKENS_FIRST: f64 = 256.0;
 pub(super) const OUTPUT_SHARE: f64 = 1.0 / 8.0;
 /// Weight of an ended attempt in the service rate.
 pub(super) const RATE_SHARE: f64 = 1.0 / 32.0;
-/// Mean errors of the predicted service time that a request keeps in reserve: about 95 % of requests take no longer if
-/// errors are normally distributed.
+/// Safety margin on the predicted service time, in mean absolute errors: about 95 % of requests take no longer if errors
+/// are normally distributed.
 const SERVICE_TIME_RESERVE: f64 = 2.0;
 
 /// A request that may have to wait for its turn.
@@ -166,7 +166,7 @@ impl<Id: Copy + Eq + Hash> FairQueue<Id> {
         Some(seconds((flow.queued_cost / (rate * share)).min(all / rate)))
     }
 
-    /// Returns the cost that all running requests are served in a second.
+    /// Returns the cost served per second, over all running requests.
     fn cost_per_second(&self) -> Option<f64> {
         let ServiceRate { cost, seconds, .. } = self.rate;
         let running: u32 = self.flows.values().map(|flow| flow.running).sum();

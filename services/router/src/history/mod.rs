@@ -170,7 +170,7 @@ impl History {
         }
     }
 
-    /// Returns what queries read, which take too long to hold the history's lock.
+    /// Returns a snapshot for queries, so that queries do not hold the history's lock.
     fn snapshot(&self) -> Snapshot {
         Snapshot { running: self.running.values().cloned().collect(), ended: self.ended.clone() }
     }

@@ -1,8 +1,8 @@
 //! The weights that the nodes of each model should have, and the nodes that lack them.
 //!
 //! A router brings nodes up to date with the update that it committed last. It updates a node only if the node has the
-//! weights of its start, or weights that this router has replaced. When a process that had the update's weights has
-//! others, another router has updated the nodes. Then this router leaves the nodes to the other one: it never pushes
+//! weights of its start, or weights that this router has replaced. When a process with the update's weights later
+//! reports others, another router has updated it. Then this router leaves the nodes to the other one: it never pushes
 //! older weights over newer ones.
 
 use std::{

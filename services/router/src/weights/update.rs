@@ -26,7 +26,7 @@ const POLL_SHARE: u32 = 8;
 const NODE_GRACE: Duration = Duration::from_secs(10);
 
 /// Calls to nodes in flight: update, index of the node, and answer.
-pub(super) type Calls = JoinSet<(UpdateId, usize, WeightsAnswer)>;
+pub(super) type PendingCalls = JoinSet<(UpdateId, usize, WeightsAnswer)>;
 
 pub(super) struct Update {
     request: Arc<UpdateRequest>,
@@ -193,7 +193,7 @@ impl Update {
         &mut self,
         now: Instant,
         nodes: &Nodes,
-        calls: &mut Calls,
+        calls: &mut PendingCalls,
         is_free: impl Fn(&WeightNode) -> bool,
     ) {
         for node in 0..self.nodes.len() {
