@@ -18,7 +18,7 @@ pub(super) const OUTPUT_TOKENS_FIRST: f64 = 256.0;
 pub(super) const OUTPUT_SHARE: f64 = 1.0 / 8.0;
 /// Weight of an ended attempt in the service rate.
 pub(super) const RATE_SHARE: f64 = 1.0 / 32.0;
-/// Safety margin on the predicted service time, in mean absolute errors: about 95 % of requests take no longer if errors
+/// Safety margin on the predicted service time, in mean relative errors: about 95 % of requests take no longer if errors
 /// are normally distributed.
 const SERVICE_TIME_RESERVE: f64 = 2.0;
 
@@ -68,8 +68,9 @@ pub struct TooLate {
 pub(super) struct ServiceRate {
     pub(super) cost: f64,
     seconds: f64,
-    /// Mean absolute error of the times predicted from the two sums, in seconds.
-    error_seconds: f64,
+    /// Mean relative error of the times predicted from the two sums. Requests differ in length, so an error in seconds of
+    /// long ones would refuse short ones.
+    error: f64,
 }
 
 impl ServiceRate {
@@ -79,8 +80,9 @@ impl ServiceRate {
     }
 
     pub(super) fn add(&mut self, cost: f64, seconds: f64) {
-        if let Some(predicted) = self.service_seconds(cost) {
-            self.error_seconds += ((seconds - predicted).abs() - self.error_seconds) * RATE_SHARE;
+        if let Some(predicted) = self.service_seconds(cost).filter(|predicted| *predicted > 0.0) {
+            let error = (seconds / predicted - 1.0).abs();
+            self.error += (error - self.error) * RATE_SHARE;
         }
         self.cost += cost - self.cost * RATE_SHARE;
         self.seconds += seconds - self.seconds * RATE_SHARE;
@@ -97,8 +99,8 @@ impl<Id: Copy + Eq + Hash> FairQueue<Id> {
 
     /// Returns the time from the start of a request to its end that few requests exceed; zero without measurements.
     pub(super) fn service_time_max(&self, cost: f64) -> Duration {
-        let reserve = SERVICE_TIME_RESERVE * self.rate.error_seconds;
-        self.rate.service_seconds(cost).map_or(Duration::ZERO, |mean| seconds(mean + reserve))
+        let factor = 1.0 + SERVICE_TIME_RESERVE * self.rate.error;
+        self.rate.service_seconds(cost).map_or(Duration::ZERO, |mean| seconds(mean * factor))
     }
 
     /// Returns the time by which a request of this cost must start.

@@ -244,6 +244,11 @@ fn reserve_of_the_service_time_grows_with_its_variation() {
     let varied =
         (0..100).map(|index| ended(if index % 2 == 0 { 500 } else { 1500 })).last().unwrap();
     assert!((1800..2200).contains(&varied.as_millis()), "{varied:?}");
+    let short = queue.service_time_max(2.0);
+    assert!(
+        (180..220).contains(&short.as_millis()),
+        "errors of long answers leave short ones: {short:?}"
+    );
 }
 
 #[test]
