@@ -200,6 +200,12 @@ impl AttemptState {
                 self.decode = Decode::Decoding;
                 self.emit(Side::Decode, event.first_index, event.tokens, emitted)
             }
+            // A weight update ended an answer that had begun in an earlier attempt.
+            (Some(DecodeEvent::Finished(event)), Decode::Opening | Decode::Reserved)
+                if event.reason() == FinishReason::Abort && self.first_index > 0 =>
+            {
+                vec![AttemptAction::Finish(FinishReason::Abort)]
+            }
             (Some(DecodeEvent::Finished(_)), Decode::Opening | Decode::Reserved) => {
                 violation("it finished without a token")
             }
@@ -444,6 +450,20 @@ mod tests {
 
     fn pair() -> (AttemptState, EmittedTokens) {
         (AttemptState::new(0, true), EmittedTokens::new(16, 1000))
+    }
+
+    #[test]
+    fn weight_update_ends_a_continued_answer_and_no_new_one() {
+        let aborted = || {
+            let reason = FinishReason::Abort.into();
+            Some(DecodeEvent::Finished(DecodeFinished { reason, ..Default::default() }))
+        };
+        let on_aborted = |first_index: u32| {
+            let mut emitted = EmittedTokens::new(16, 1000);
+            AttemptState::new(first_index, false).on_decode_event(aborted(), &mut emitted)
+        };
+        assert_eq!(on_aborted(50), [AttemptAction::Finish(FinishReason::Abort)]);
+        assert_eq!(causes(&on_aborted(0)), [Cause::Violation]);
     }
 
     #[test]
