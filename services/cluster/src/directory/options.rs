@@ -169,7 +169,7 @@ fn best<'a, 'b>(options: &'b [NodeOption<'a>]) -> &'b NodeOption<'a> {
 /// can start and keeps `itl_max`: no node stays idle while requests wait.
 ///
 /// A node that computes many more tokens than the best one takes the request only after a wait as long as the costs
-/// differ. So a prefix is computed again when its node is overloaded, and the wait at most doubles the cost.
+/// differ. So a prefix is computed again when its node stays overloaded, and the wait at most doubles the extra cost.
 pub(super) fn startable<'a, 'b>(
     room: Room,
     waited: Duration,

@@ -78,7 +78,7 @@ pub struct Wanted<'a> {
     pub exclude_prefill: &'a [Epoch],
     /// Capacity that the attempt needs of its nodes.
     pub room: Room,
-    /// When a pick first found no node with this capacity.
+    /// Since when the request waits for a node; `None` before its first pick.
     pub waits_since: Option<Instant>,
 }
 
