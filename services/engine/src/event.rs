@@ -150,7 +150,7 @@ pub enum SequenceFailure {
     TransferFailed,
     #[error("the deadline passed")]
     Deadline,
-    /// The node's weights changed, so KV of this attempt is worthless. The next attempt may succeed.
+    /// The node's weights changed or are about to change, so KV of this attempt is worthless. The next attempt may succeed.
     #[error("the weights changed")]
     WeightsChanged,
     /// This node computed invalid values for this sequence. Another node may succeed.

@@ -127,6 +127,10 @@ impl Scheduler {
         if first_block >= blocks_for(sequence.tokens.len()) {
             return self.fail(id, SequenceFailure::TransferFailed, actions);
         }
+        // The change of the weights would fail the sender. Until then its receiver would hold blocks.
+        if !self.is_admitting {
+            return self.fail(id, SequenceFailure::WeightsChanged, actions);
+        }
         sequence.phase = Phase::Waiting;
         let (arrival, deadline) = (sequence.arrival, sequence.deadline);
         self.transfers.set_first_block(id, first_block);

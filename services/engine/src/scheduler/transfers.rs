@@ -32,6 +32,11 @@ impl Transfers {
         self.known.len()
     }
 
+    /// Returns whether a transfer has blocks: reserved blocks to receive, or blocks that were handed over to send.
+    pub(super) fn have_blocks(&self) -> bool {
+        self.known.values().any(|transfer| !transfer.blocks.is_empty())
+    }
+
     pub(super) fn contains(&self, id: SequenceId) -> bool {
         self.known.contains_key(&id)
     }

@@ -10,15 +10,37 @@ use crate::{
 };
 
 impl Scheduler {
-    /// Admits waiting sequences, or lets the batch run empty.
-    pub fn set_admitting(&mut self, is_admitting: bool) {
-        self.is_admitting = is_admitting;
+    /// Lets the batch run empty: admits no sequence until the weights change. Fails the senders that wait. Their
+    /// receivers hold blocks and would wait in vain, because the change fails every sender.
+    pub fn stop_admitting(&mut self, actions: &mut Vec<Action>) {
+        self.is_admitting = false;
+        let waits = |sequence: &Sequence| {
+            sequence.kind == SequenceKind::Send && !matches!(sequence.phase, Phase::Running(_))
+        };
+        self.fail_where(waits, actions);
     }
 
     /// Returns whether a sequence is in the batch or will be in it without a further admission, or KV is transferred.
     pub fn has_running(&self) -> bool {
         let claims = self.reserved_count + self.loading_count;
-        !self.running.is_empty() || !self.ready.is_empty() || claims > 0 || self.transfers.len() > 0
+        !self.running.is_empty()
+            || !self.ready.is_empty()
+            || claims > 0
+            || self.transfers.have_blocks()
+    }
+
+    /// Fails every sequence for which `applies` returns true, oldest first.
+    fn fail_where(&mut self, applies: impl Fn(&Sequence) -> bool, actions: &mut Vec<Action>) {
+        let mut failed: Vec<(Arrival, SequenceId)> = self
+            .sequences
+            .iter()
+            .filter(|(_, sequence)| applies(sequence))
+            .map(|(&id, sequence)| (sequence.arrival, id))
+            .collect();
+        failed.sort_unstable();
+        for (_, id) in failed {
+            self.fail(id, SequenceFailure::WeightsChanged, actions);
+        }
     }
 
     /// Continues with the keys of other weights. Sequences that this node computes alone are recomputed over all their
@@ -36,17 +58,10 @@ impl Scheduler {
         assert!(self.frames.is_empty(), "weights change between steps");
         self.seeds = seeds;
         self.is_admitting = true;
-        let of_transfers = |kind| matches!(kind, SequenceKind::Send | SequenceKind::Receive);
-        let mut failed: Vec<(Arrival, SequenceId)> = self
-            .sequences
-            .iter()
-            .filter(|(_, sequence)| of_transfers(sequence.kind))
-            .map(|(&id, sequence)| (sequence.arrival, id))
-            .collect();
-        failed.sort_unstable();
-        for (_, id) in failed {
-            self.fail(id, SequenceFailure::WeightsChanged, actions);
-        }
+        let is_transferred = |sequence: &Sequence| {
+            matches!(sequence.kind, SequenceKind::Send | SequenceKind::Receive)
+        };
+        self.fail_where(is_transferred, actions);
         // A transfer may outlive its sequence.
         for id in self.transfers.ids() {
             self.abort_transfer(id, "the weights changed", actions);

@@ -215,7 +215,10 @@ impl<E: Executor> NodeCore<E> {
         let change = WeightChange { weight_version, label, in_flight, wait_until, held_at: now };
         self.weight_change = Some(change);
         self.steps.set_held(!waits);
-        self.steps.scheduler_mut().set_admitting(!waits);
+        if waits {
+            self.steps.scheduler_mut().stop_admitting(&mut self.new_actions);
+            self.actions.extend(self.new_actions.drain(..));
+        }
     }
 
     /// Stops launching steps once the sequences that may finish before the change have finished.

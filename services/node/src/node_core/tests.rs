@@ -930,6 +930,69 @@ fn running_sequence_finishes_before_the_weights_change_and_others_begin_after() 
     node.core.scheduler().check();
 }
 
+/// One sender waits for its receiver, one for a step, and one arrives later.
+#[test]
+fn weights_change_without_waiting_for_senders_that_are_not_admitted() {
+    let mut node = Node::new();
+    node.call(1, SequenceKind::Send);
+    node.call(2, SequenceKind::Send);
+    let ready = |id| transfer::Event::Ready {
+        transfer: TransferId(id),
+        first_block: 0,
+        block_count: 2,
+        traceparent: String::new(),
+    };
+    node.outputs();
+    node.core.handle_transfer_event(ready(2), node.now);
+    let mut outputs = node.outputs();
+    node.core.handle_change_weights(7, String::new(), InFlight::Recompute, true, node.now);
+    outputs.extend(node.outputs());
+    let failed = || {
+        let message = SequenceFailure::WeightsChanged.to_string();
+        Reply::Ended(AttemptEnd::failed(FailureKind::WeightsChanged, message))
+    };
+    assert_eq!(replies(outputs), [failed(), failed()]);
+
+    node.call(3, SequenceKind::Send);
+    node.call(4, SequenceKind::Send);
+    node.outputs();
+    node.core.handle_transfer_event(ready(4), node.now);
+    assert_eq!(replies(node.outputs()), [failed()], "a ready sender fails during the wait");
+    let mut outputs = node.run();
+    outputs.extend(node.outputs());
+    assert!(outputs.iter().any(|output| matches!(output, Output::WeightsChanged { .. })));
+    assert_eq!(replies(outputs), [failed()]);
+    node.core.scheduler().check();
+}
+
+/// The receiver waits for KV that this node sends: it must arrive.
+#[test]
+fn weights_change_after_an_admitted_sender_has_delivered_its_kv() {
+    let mut node = Node::new();
+    node.call(1, SequenceKind::Send);
+    node.outputs();
+    let ready = transfer::Event::Ready {
+        transfer: TransferId(1),
+        first_block: 0,
+        block_count: 2,
+        traceparent: String::new(),
+    };
+    node.core.handle_transfer_event(ready, node.now);
+    node.outputs();
+    node.core.step(Duration::ZERO).unwrap();
+    node.core.handle_change_weights(7, String::new(), InFlight::Recompute, true, node.now);
+    let changes = |node: &mut Node| {
+        let mut outputs = node.run();
+        outputs.extend(node.outputs());
+        outputs.iter().any(|output| matches!(output, Output::WeightsChanged { .. }))
+    };
+    assert!(!changes(&mut node));
+    let delivered = transfer::Event::Delivered { transfer: TransferId(1), stats: STATS };
+    node.core.handle_transfer_event(delivered, node.now);
+    assert!(changes(&mut node));
+    node.core.scheduler().check();
+}
+
 #[test]
 fn aborted_sequence_ends_at_the_change_and_one_without_output_begins_after() {
     let (mut node, mut outputs) = node_with_running_sequence();
