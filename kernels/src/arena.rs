@@ -119,6 +119,10 @@ pub trait RemoteBlocks: Send + Sync {
     fn digest(&self, blocks: &[BlockId]) -> Result<u64, String> {
         digest_of_copies(self, blocks)
     }
+    /// Computes the [`digest`] of each block by itself, by default over copies in host memory.
+    fn digests(&self, blocks: &[BlockId]) -> Result<Vec<u64>, String> {
+        digests_of_copies(self, blocks)
+    }
     /// Returns the interface by which processes of this host read each other's blocks on the device.
     fn peer_memory(self: Arc<Self>) -> Option<Arc<dyn PeerMemory>> {
         None
@@ -146,6 +150,14 @@ pub(crate) fn digest_of_copies<B: RemoteBlocks + ?Sized>(
         sum = sum.wrapping_add(digest::of_block(&heads, index, &copy));
     }
     Ok(sum)
+}
+
+/// Implements [`RemoteBlocks::digests`] over copies in host memory.
+pub(crate) fn digests_of_copies<B: RemoteBlocks + ?Sized>(
+    remote: &B,
+    blocks: &[BlockId],
+) -> Result<Vec<u64>, String> {
+    blocks.iter().map(|block| digest_of_copies(remote, slice::from_ref(block))).collect()
 }
 
 /// One range of KV blocks, shared by transfers and forward passes.
@@ -379,6 +391,20 @@ impl KvArena {
         Ok(indices.map(in_host_memory).fold(0, u64::wrapping_add))
     }
 
+    /// Computes the digest of each borrowed block by itself, as [`Self::digest`] does for a list of one block.
+    fn digests(
+        &self,
+        blocks: &[BlockId],
+        mut in_host_memory: impl FnMut(usize, &Heads) -> u64,
+    ) -> Result<Vec<u64>, ArenaError> {
+        if let Some(remote) = self.remote_blocks() {
+            let failed = |reason| ArenaError::Digest { blocks: blocks.len(), reason };
+            return remote.digests(blocks).map_err(failed);
+        }
+        let heads = Heads::all(self.layout);
+        Ok((0..blocks.len()).map(|index| in_host_memory(index, &heads)).collect())
+    }
+
     /// Returns the first byte and the size of `count` blocks in host memory.
     pub(crate) fn host_range(&self, first: BlockId, count: u32) -> (NonNull<u8>, usize) {
         let in_range = first.0.checked_add(count).is_some_and(|end| end <= self.block_count);
@@ -479,6 +505,20 @@ impl BlockRead {
             digest::of_block(heads, index, view)
         })
     }
+
+    /// Computes the [`digest`] of each of these blocks of one arena by itself.
+    ///
+    /// # Panics
+    /// When the blocks belong to several arenas.
+    pub fn digests(blocks: &[Self]) -> Result<Vec<u64>, ArenaError> {
+        let Some(first) = blocks.first() else { return Ok(Vec::new()) };
+        assert!(blocks.iter().all(|block| Arc::ptr_eq(&block.arena, &first.arena)), "one arena");
+        let ids: Vec<BlockId> = blocks.iter().map(Self::block).collect();
+        first.arena.digests(&ids, |index, heads| {
+            let view = blocks[index].host_view().expect("blocks in host memory have a view");
+            digest::of_block(heads, 0, view)
+        })
+    }
 }
 
 impl Drop for BlockRead {
@@ -553,6 +593,18 @@ impl BlockWrite {
         arena.digest(&ids, |(index, heads)| {
             let view = blocks[index].host_view_mut().expect("blocks in host memory have a view");
             digest::of_block(heads, index, view)
+        })
+    }
+
+    /// Computes the digests as [`BlockRead::digests`] does.
+    pub fn digests(blocks: &mut [Self]) -> Result<Vec<u64>, ArenaError> {
+        let Some(first) = blocks.first() else { return Ok(Vec::new()) };
+        let arena = Arc::clone(&first.arena);
+        assert!(blocks.iter().all(|block| Arc::ptr_eq(&block.arena, &arena)), "one arena");
+        let ids: Vec<BlockId> = blocks.iter().map(Self::block).collect();
+        arena.digests(&ids, |index, heads| {
+            let view = blocks[index].host_view_mut().expect("blocks in host memory have a view");
+            digest::of_block(heads, 0, view)
         })
     }
 }
@@ -730,6 +782,13 @@ mod tests {
             let guards: Vec<_> =
                 blocks.iter().map(|block| arena.read(BlockId(*block)).unwrap()).collect();
             assert_eq!(BlockRead::digest(&guards).unwrap(), written);
+            let each = BlockRead::digests(&guards).unwrap();
+            let alone = |guard| BlockRead::digest(slice::from_ref(guard)).unwrap();
+            assert_eq!(each, guards.iter().map(alone).collect::<Vec<_>>());
+            drop(guards);
+            let mut guards: Vec<_> =
+                blocks.iter().map(|block| arena.write(BlockId(*block)).unwrap()).collect();
+            assert_eq!(BlockWrite::digests(&mut guards).unwrap(), each);
             written
         };
         assert_eq!(of(&here, &[0, 1, 3]), of(&there, &[2, 3, 0]));

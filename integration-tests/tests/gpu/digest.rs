@@ -98,6 +98,13 @@ pub fn block_digests_match_cpu_for_any_layout_and_rank_count() {
             for (list, expected) in lists.iter().zip(&expected) {
                 assert_eq!(memory.digest(list), Ok(*expected), "{what}, {} blocks", list.len());
             }
+            // Takes more digests than one download has.
+            let each = ids((0..300).map(|at| at * 7 % BLOCKS));
+            let alone = |block: &BlockId| {
+                digest::of_block(&Heads::all(layout), 0, &contents[block.index()])
+            };
+            assert_eq!(memory.digests(&each), Ok(each.iter().map(alone).collect()), "{what}");
+            assert_eq!(memory.digests(&[]), Ok(Vec::new()), "{what}");
             // Changes one byte and restores it.
             let guards =
                 || ids([9, 4]).iter().map(|id| arena.read(*id).unwrap()).collect::<Vec<_>>();

@@ -11,17 +11,21 @@ use kernels::{
     BlockId, BlockRead, BlockWrite, Dtype, KvArena, KvLayout,
     arena::RemoteBlocks,
     cuda::{DeviceKv, RankedKv},
-    offload::OffloadStream,
+    offload::{CopiedBlocks, OffloadStream},
 };
 
 use super::bench::{Gpu, gpu, short};
 
 const BLOCKS: u32 = 24;
 
-/// Returns an arena over the parts of several ranks, all on one GPU.
+/// Returns an arena over the parts of several ranks, all on one GPU, which computes digests.
 fn arena(gpu: &Gpu, layout: KvLayout, ranks: usize, blocks: u32) -> Arc<KvArena> {
     let own = layout.with_heads(layout.kv_head_count / ranks);
-    let part = || DeviceKv::new(&gpu.context, own, blocks).unwrap();
+    let part = || {
+        let kv = DeviceKv::new(&gpu.context, own, blocks).unwrap();
+        kv.digest_with(Arc::clone(&gpu.library)).unwrap();
+        kv
+    };
     let kv: Arc<dyn RemoteBlocks> = match ranks {
         1 => part(),
         _ => RankedKv::of((0..ranks).map(|_| part()).collect()).unwrap(),
@@ -39,6 +43,17 @@ fn reads(arena: &Arc<KvArena>, ids: &[u32]) -> Vec<BlockRead> {
 
 fn writes(arena: &Arc<KvArena>, ids: &[u32]) -> Vec<BlockWrite> {
     ids.iter().map(|&id| arena.write(BlockId(id)).unwrap()).collect()
+}
+
+fn flip_last_bit(arena: &Arc<KvArena>, block: u32) {
+    let mut write = arena.write(BlockId(block)).unwrap();
+    *write.host_view_mut().expect("the block is in host memory").last_mut().unwrap() ^= 1;
+}
+
+/// Returns the digests of blocks that were just written.
+fn loaded_digests(copied: Vec<CopiedBlocks>) -> Vec<u64> {
+    let (_, mut written): (Vec<_>, Vec<_>) = copied.into_iter().unzip();
+    BlockWrite::digests(&mut written).unwrap()
 }
 
 pub fn blocks_return_from_host_memory_for_any_layout_and_rank_count() {
@@ -59,19 +74,29 @@ pub fn blocks_return_from_host_memory_for_any_layout_and_rank_count() {
                 }
                 // The slots of the blocks are not in the same order, and cross the slices.
                 let (blocks, slots) = ([3, 4, 9, 0, 23], [7, 6, 4, 5, 11]);
-                let saved = stream.copy(reads(&device, &blocks), writes(&host, &slots)).unwrap();
+                let sources = reads(&device, &blocks);
+                let digests = BlockRead::digests(&sources).unwrap();
+                let saved = stream.copy(sources, writes(&host, &slots)).unwrap();
                 assert_eq!(saved.finish().unwrap().len(), blocks.len());
+                assert_eq!(BlockRead::digests(&reads(&host, &slots)).unwrap(), digests);
                 for (block, slot) in blocks.into_iter().zip(slots) {
                     let slot = host.read(BlockId(slot)).unwrap();
                     let expected = contents(block, layout.block_bytes());
                     assert!(slot.host_view().unwrap() == expected, "{layout}, {ranks} ranks");
                 }
                 let others = [12, 13, 1, 20, 2];
-                stream
-                    .copy(reads(&host, &slots), writes(&device, &others))
-                    .unwrap()
-                    .finish()
-                    .unwrap();
+                // A flipped bit of host memory changes the digest of the loaded block.
+                flip_last_bit(&host, slots[1]);
+                let mut load = || {
+                    let to = writes(&device, &others);
+                    let copy = stream.copy(reads(&host, &slots), to).unwrap();
+                    loaded_digests(copy.finish().unwrap())
+                };
+                let damaged = load();
+                assert_ne!(damaged[1], digests[1], "{layout}, {ranks} ranks");
+                assert_eq!((damaged[0], &damaged[2..]), (digests[0], &digests[2..]));
+                flip_last_bit(&host, slots[1]);
+                assert_eq!(load(), digests, "{layout}, {ranks} ranks");
                 let mut found = vec![0; layout.block_bytes()];
                 for (block, other) in blocks.into_iter().zip(others) {
                     device.read(BlockId(other)).unwrap().copy_to_host(&mut found).unwrap();
@@ -83,8 +108,21 @@ pub fn blocks_return_from_host_memory_for_any_layout_and_rank_count() {
     }
 }
 
+/// Direction of copies, and whether digests are computed as the host tier of a node does.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Work {
+    Copy,
+    Save,
+    Load,
+}
+
 /// Copies batches of blocks for a while, two batches at a time, and returns the bytes per second.
-fn rate(stream: &mut dyn OffloadStream, from: &Arc<KvArena>, to: &Arc<KvArena>, first: u32) -> f64 {
+fn rate(
+    stream: &mut dyn OffloadStream,
+    (from, to): (&Arc<KvArena>, &Arc<KvArena>),
+    work: Work,
+    first: u32,
+) -> f64 {
     const BATCH: u32 = 16;
     let batches = 8;
     let within = Duration::from_millis(if short() { 50 } else { 500 });
@@ -95,16 +133,24 @@ fn rate(stream: &mut dyn OffloadStream, from: &Arc<KvArena>, to: &Arc<KvArena>, 
         if in_flight.len() == 2 {
             let done: Box<dyn kernels::peer::TransferInFlight<_>> =
                 in_flight.pop_front().expect("two batches are in flight");
-            bytes += done.finish().unwrap().len() * from.block_bytes();
+            let copied = done.finish().unwrap();
+            bytes += copied.len() * from.block_bytes();
+            if work == Work::Load {
+                assert_eq!(loaded_digests(copied).len(), BATCH as usize);
+            }
         }
         if started.elapsed() >= within {
             break;
         }
-        in_flight.push_back(stream.copy(reads(from, &ids), writes(to, &ids)).unwrap());
+        let sources = reads(from, &ids);
+        if work == Work::Save {
+            assert_eq!(BlockRead::digests(&sources).unwrap().len(), BATCH as usize);
+        }
+        in_flight.push_back(stream.copy(sources, writes(to, &ids)).unwrap());
     }
     let rate = bytes as f64 / started.elapsed().as_secs_f64();
     in_flight.into_iter().for_each(|copy| drop(copy.finish().unwrap()));
-    rate
+    rate / 1e9
 }
 
 pub fn offload_bandwidth_is_reported() {
@@ -117,18 +163,24 @@ pub fn offload_bandwidth_is_reported() {
         let started = Instant::now();
         let _pinned = offload.pin(&host, 0, 256).unwrap();
         let pin_seconds = started.elapsed().as_secs_f64();
+        println!("{ranks} ranks on one GPU: pinning 512 MiB took {pin_seconds:.2} s");
         let (mut down, mut up) = (offload.stream().unwrap(), offload.stream().unwrap());
-        let save = rate(&mut *down, &device, &host, 0) / 1e9;
-        let load = rate(&mut *up, &host, &device, 128) / 1e9;
-        let (both_save, both_load) = thread::scope(|scope| {
-            let save = scope.spawn(|| rate(&mut *down, &device, &host, 0) / 1e9);
-            let load = scope.spawn(|| rate(&mut *up, &host, &device, 128) / 1e9);
-            (save.join().unwrap(), load.join().unwrap())
-        });
-        println!(
-            "{ranks} ranks on one GPU: save {save:.1} GB/s, load {load:.1} GB/s, both ways {:.1} GB/s \
-             ({both_save:.1} + {both_load:.1}); pinning 512 MiB took {pin_seconds:.2} s",
-            both_save + both_load
-        );
+        let (saves, loads) = ((&device, &host), (&host, &device));
+        let works =
+            [("copies", Work::Copy, Work::Copy), ("copies with digests", Work::Save, Work::Load)];
+        for (name, save_work, load_work) in works {
+            let save = rate(&mut *down, saves, save_work, 0);
+            let load = rate(&mut *up, loads, load_work, 128);
+            let (both_save, both_load) = thread::scope(|scope| {
+                let save = scope.spawn(|| rate(&mut *down, saves, save_work, 0));
+                let load = scope.spawn(|| rate(&mut *up, loads, load_work, 128));
+                (save.join().unwrap(), load.join().unwrap())
+            });
+            println!(
+                "{ranks} ranks on one GPU, {name}: save {save:.1} GB/s, load {load:.1} GB/s, both ways \
+                 {:.1} GB/s ({both_save:.1} + {both_load:.1})",
+                both_save + both_load
+            );
+        }
     }
 }

@@ -1,6 +1,9 @@
-//! Computes the digest of KV blocks on the GPU that has them.
+//! Computes digests of KV blocks on the GPU that has them.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::{
+    slice,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+};
 
 use super::{
     context::{Context, DeviceToHost, Event, Stream},
@@ -11,21 +14,25 @@ use super::{
 };
 use crate::{digest::Heads, layout::BlockId};
 
-/// Buffers of the digest kernel on one GPU, for one digest at a time.
+/// Digests of one download.
+const DIGESTS_MAX: usize = 128;
+
+/// Buffers of the digest kernel on one GPU, for one download of digests at a time.
 #[derive(Debug)]
 pub(super) struct Digester {
     library: Arc<KernelLibrary>,
     digest_blocks: DigestBlocks,
     context: Arc<Context>,
     stream: Stream<DeviceToHost>,
-    /// Device memory in which the digest is accumulated.
-    sum: Range,
-    /// Host memory and event of the result's download. `None` after an error.
+    /// Device memory in which the digests are accumulated.
+    sums: Range,
+    /// Host memory and event of the results' download. `None` after an error.
     download: Mutex<Option<(Pinned<u64>, Event)>>,
 }
 
-/// A digest that the GPU is computing.
+/// Digests that the GPU is computing.
 pub(super) struct DigestInFlight<'a> {
+    count: usize,
     // `finish` waits for the copy before it releases the lock.
     copy: InFlight<u64>,
     download: MutexGuard<'a, Option<(Pinned<u64>, Event)>>,
@@ -36,14 +43,16 @@ impl Digester {
     /// When the library has no digest kernel, or memory is exhausted.
     pub fn new(context: &Arc<Context>, library: Arc<KernelLibrary>) -> Result<Self, CudaError> {
         let digest_blocks = library.digest_blocks()?;
-        let memory = DeviceMemory::new(context, "a digest", size_of::<u64>())?;
-        let download = (Pinned::zeroed(context, "a digest's download", 1)?, Event::new(context)?);
+        let bytes = DIGESTS_MAX * size_of::<u64>();
+        let memory = DeviceMemory::new(context, "digests", bytes)?;
+        let pinned = Pinned::zeroed(context, "the download of digests", DIGESTS_MAX)?;
+        let download = (pinned, Event::new(context)?);
         Ok(Self {
             digest_blocks,
             library,
             context: Arc::clone(context),
             stream: Stream::new(context)?,
-            sum: memory.cut(size_of::<u64>())?,
+            sums: memory.cut(bytes)?,
             download: Mutex::new(Some(download)),
         })
     }
@@ -56,17 +65,69 @@ impl Digester {
         heads: &Heads,
         blocks: &[BlockId],
     ) -> Result<DigestInFlight<'_>, CudaError> {
+        self.start_lists(data, heads, &[blocks])
+    }
+
+    /// Launches a digest for each block by itself. See [`start`](Self::start).
+    ///
+    /// # Panics
+    /// When there are more than [`Self::BLOCKS_MAX`] blocks.
+    pub fn start_each(
+        &self,
+        data: &Range,
+        heads: &Heads,
+        blocks: &[BlockId],
+    ) -> Result<DigestInFlight<'_>, CudaError> {
+        let lists: Vec<_> = blocks.iter().map(slice::from_ref).collect();
+        self.start_lists(data, heads, &lists)
+    }
+
+    /// Blocks whose own digests are computed at a time.
+    pub const BLOCKS_MAX: usize = DIGESTS_MAX;
+
+    fn start_lists(
+        &self,
+        data: &Range,
+        heads: &Heads,
+        lists: &[&[BlockId]],
+    ) -> Result<DigestInFlight<'_>, CudaError> {
+        assert!(
+            lists.len() <= DIGESTS_MAX,
+            "{} digests; expected at most {DIGESTS_MAX}",
+            lists.len()
+        );
+        let mut download = self.download.lock().unwrap_or_else(PoisonError::into_inner);
+        self.context.bind()?;
+        let (pinned, done) = download.take().ok_or(CudaError::EarlierCallFailed)?;
+        for (index, blocks) in lists.iter().enumerate() {
+            if let Err(error) = self.launch(data, heads, blocks, index) {
+                // The launch was refused. After the end of the earlier launches the next digest may start.
+                let _ = self.stream.synchronize();
+                *download = Some((pinned, done));
+                return Err(error);
+            }
+        }
+        let count = lists.len();
+        let copy = pinned.download(count, &self.sums, 0, &self.stream, done)?;
+        Ok(DigestInFlight { count, copy, download })
+    }
+
+    /// Launches the digest of a list of blocks into the sum at `index`.
+    fn launch(
+        &self,
+        data: &Range,
+        heads: &Heads,
+        blocks: &[BlockId],
+        index: usize,
+    ) -> Result<(), CudaError> {
         let block_bytes = heads.own().block_bytes();
         let ids: Vec<i32> = blocks.iter().map(|block| block.0 as i32).collect();
         let end = blocks.iter().map(|block| block.index() + 1).max().unwrap_or(0);
         // Checks that the blocks are inside the range.
         let arena = data.part(0, end * block_bytes);
         let (run_bytes, run_stride, first_bytes) = heads.runs();
-        let mut download = self.download.lock().unwrap_or_else(PoisonError::into_inner);
-        self.context.bind()?;
-        let (pinned, done) = download.take().ok_or(CudaError::EarlierCallFailed)?;
-        // SAFETY: the blocks are inside their range, by the layout of `heads`. The sum has room for one
-        // number, which the lock protects. The list is read before the call returns.
+        // SAFETY: the blocks are inside their range, by the layout of `heads`. The caller holds the lock, which
+        // protects the sum. The list is read before the call returns.
         let code = unsafe {
             (self.digest_blocks)(
                 arena,
@@ -77,25 +138,20 @@ impl Digester {
                 heads.whole_bytes() as i64,
                 ids.as_ptr(),
                 ids.len() as i32,
-                self.sum.address(),
+                self.sums.part(index * size_of::<u64>(), size_of::<u64>()),
                 self.stream.raw().cast(),
             )
         };
-        if let Err(error) = self.library.check("baton_digest_blocks", code) {
-            // The launch was refused, so the next digest may start.
-            *download = Some((pinned, done));
-            return Err(error);
-        }
-        let copy = pinned.download(1, &self.sum, 0, &self.stream, done)?;
-        Ok(DigestInFlight { copy, download })
+        self.library.check("baton_digest_blocks", code)
     }
 }
 
 impl DigestInFlight<'_> {
-    pub fn finish(mut self) -> Result<u64, CudaError> {
+    /// Returns the digests, one for each list or block.
+    pub fn finish(mut self) -> Result<Vec<u64>, CudaError> {
         let (pinned, done) = self.copy.finish()?;
-        let digest = pinned[0];
+        let digests = pinned[..self.count].to_vec();
         *self.download = Some((pinned, done));
-        Ok(digest)
+        Ok(digests)
     }
 }

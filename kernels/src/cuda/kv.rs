@@ -15,7 +15,7 @@ use super::{
     testing::Delays,
 };
 use crate::{
-    arena::{BlockSlices, RemoteBlocks, digest_of_copies},
+    arena::{BlockSlices, RemoteBlocks, digest_of_copies, digests_of_copies},
     digest::Heads,
     layout::{BlockId, KvLayout},
     offload::BlockOffload,
@@ -209,7 +209,20 @@ impl RemoteBlocks for DeviceKv {
     fn digest(&self, blocks: &[BlockId]) -> Result<u64, String> {
         let Some(digester) = self.digester.get() else { return digest_of_copies(self, blocks) };
         let digest = digester.start(&self.data, &Heads::all(self.layout), blocks);
-        digest.and_then(DigestInFlight::finish).map_err(|error| error.to_string())
+        let digest = digest.and_then(DigestInFlight::finish);
+        digest.map(|digests| digests[0]).map_err(|error| error.to_string())
+    }
+
+    fn digests(&self, blocks: &[BlockId]) -> Result<Vec<u64>, String> {
+        let Some(digester) = self.digester.get() else { return digests_of_copies(self, blocks) };
+        let heads = Heads::all(self.layout);
+        let mut digests = Vec::with_capacity(blocks.len());
+        for blocks in blocks.chunks(Digester::BLOCKS_MAX) {
+            let started = digester.start_each(&self.data, &heads, blocks);
+            let finished = started.and_then(DigestInFlight::finish);
+            digests.extend(finished.map_err(|error| error.to_string())?);
+        }
+        Ok(digests)
     }
 
     fn peer_memory(self: Arc<Self>) -> Option<Arc<dyn PeerMemory>> {
@@ -270,8 +283,11 @@ impl RankedKv {
         self.parts.iter().try_for_each(|part| part.digest_with(Arc::clone(library)))
     }
 
-    /// Returns the digest, or `None` when a rank has no digest kernel.
-    fn digest_parts(&self, blocks: &[BlockId]) -> Option<Result<u64, CudaError>> {
+    /// Adds up the digests that `start` launches for each rank. Returns `None` when a rank has no digest kernel.
+    fn digest_parts<'a>(
+        &'a self,
+        start: impl Fn(&'a Digester, &'a Range, &Heads) -> Result<DigestInFlight<'a>, CudaError>,
+    ) -> Option<Result<Vec<u64>, String>> {
         let digesters = self.parts.iter().map(|part| part.digester.get());
         let digesters = digesters.collect::<Option<Vec<_>>>()?;
         let whole = self.layout();
@@ -279,14 +295,19 @@ impl RankedKv {
         let started =
             self.parts.iter().zip(digesters).enumerate().map(|(rank, (part, digester))| {
                 let heads = Heads::some(whole, rank * own_heads, own_heads);
-                digester.start(&part.data, &heads, blocks)
+                start(digester, &part.data, &heads)
             });
         // All ranks' digests run concurrently.
         let started: Vec<_> = started.collect();
         // Every digest is waited for, even if one fails.
         let parts: Vec<_> =
             started.into_iter().map(|part| part.and_then(DigestInFlight::finish)).collect();
-        Some(parts.into_iter().try_fold(0_u64, |sum, part| Ok(sum.wrapping_add(part?))))
+        let sums = parts.into_iter().reduce(|sums, part| {
+            let (sums, part) = (sums?, part?);
+            Ok(sums.iter().zip(part).map(|(sum, part)| sum.wrapping_add(part)).collect())
+        });
+        let sums = sums.expect("a node has ranks");
+        Some(sums.map_err(|error| error.to_string()))
     }
 
     /// Calls [`DeviceKv::move_with`] for every rank.
@@ -318,10 +339,23 @@ impl RemoteBlocks for RankedKv {
     }
 
     fn digest(&self, blocks: &[BlockId]) -> Result<u64, String> {
-        match self.digest_parts(blocks) {
-            Some(digest) => digest.map_err(|error| error.to_string()),
+        match self.digest_parts(|digester, data, heads| digester.start(data, heads, blocks)) {
+            Some(digests) => Ok(digests?[0]),
             None => digest_of_copies(self, blocks),
         }
+    }
+
+    fn digests(&self, blocks: &[BlockId]) -> Result<Vec<u64>, String> {
+        let mut digests = Vec::with_capacity(blocks.len());
+        for blocks in blocks.chunks(Digester::BLOCKS_MAX) {
+            let parts =
+                self.digest_parts(|digester, data, heads| digester.start_each(data, heads, blocks));
+            match parts {
+                Some(some) => digests.extend(some?),
+                None => return digests_of_copies(self, blocks),
+            }
+        }
+        Ok(digests)
     }
 
     fn peer_memory(self: Arc<Self>) -> Option<Arc<dyn PeerMemory>> {

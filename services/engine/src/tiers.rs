@@ -39,11 +39,9 @@ use crate::event::{BlockHash, CacheChange, SequenceId};
 
 /// Saves that may wait for their copy, for each tier. A prefill step of 8,192 tokens has 512 blocks.
 const QUEUED_MAX: usize = 2048;
-/// Blocks that saves to host memory pin at a time: two batches of the copy engines. An admission waits for at most these
-/// copies, which take about a millisecond.
-pub const HOST_COPYING_MAX: usize = 32;
-/// Saves to host memory in flight, copied or not.
-pub const HOST_SAVES_MAX: usize = 64;
+/// Saves to host memory in flight: two batches of the copy engines. An admission waits for at most these copies, which
+/// take about a millisecond.
+pub const HOST_SAVES_MAX: usize = 32;
 /// Blocks that saves to the disk pin at a time.
 pub const COPYING_MAX: usize = 4;
 /// Saves to the disk in flight, copied or not: the shell has a buffer for each.
@@ -80,7 +78,7 @@ impl Tier {
     /// Returns the bounds on saves in flight, and on those of them that still read their source.
     fn saves_max(self) -> (usize, usize) {
         match self {
-            Self::Host => (HOST_SAVES_MAX, HOST_COPYING_MAX),
+            Self::Host => (HOST_SAVES_MAX, HOST_SAVES_MAX),
             Self::Disk => (SAVES_MAX, COPYING_MAX),
         }
     }

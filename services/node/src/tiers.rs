@@ -191,13 +191,12 @@ impl TierCopies {
         events: &Events,
     ) -> io::Result<()> {
         let is_stopping = &self.is_stopping;
-        let slots = tiers.host.as_ref().map(|host| Arc::clone(host.slots()));
         if let Some(host) = &tiers.host {
             self.host = Some(HostTier::start(host, arena, events, is_stopping)?);
         }
         if let Some(disk) = tiers.disk.map(Arc::new) {
             let started = self.disk.insert(DiskTier {
-                saves: Saves::start(&disk, arena, slots.as_ref(), events)?,
+                saves: Saves::start(&disk, arena, tiers.host.as_ref(), events)?,
                 loads: Loads::start(&disk, arena, events, is_stopping)?,
                 recovery: Vec::new(),
             });

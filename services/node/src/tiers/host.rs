@@ -1,8 +1,8 @@
 //! The tier in pinned host memory, for nodes on GPUs: its memory, and the threads that copy.
 //!
 //! Copy engines move whole blocks, several in one batch and two batches at a time, so that they are never idle while
-//! copies wait. Other threads compute a digest of every saved block. A load compares the digests while its blocks are
-//! copied.
+//! copies wait. The GPU computes a digest of every block before its save and after its load, while another batch is
+//! copied: digests at the speed of the copies would take several CPU cores.
 
 use std::{
     any::Any,
@@ -20,23 +20,26 @@ use engine::tiers::{
     BlockContents, HOST_SAVES_MAX, LOADS_MAX, SaveJob, SaveSource, SlotIndex, Tier, TierEvent,
 };
 use kernels::{
-    BlockId, BlockWrite, KvArena,
+    BlockId, BlockRead, BlockWrite, KvArena,
+    digest::{self, Heads},
     offload::{BlockOffload, CopiedBlocks, OffloadStream},
     peer::TransferInFlight,
 };
 use tracing::{info, warn};
-use xxhash_rust::xxh3::{xxh3_64, xxh3_64_with_seed};
+use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 use super::{Events, enqueue, join, loads::Job};
 
 /// Bytes pinned at a time. Pinning takes up to a second per gibibyte.
 const SLICE_BYTES: usize = 1 << 30;
-/// Blocks of one batch.
-const BATCH: usize = 16;
 /// Batches in flight.
 const BATCHES: usize = 2;
-/// Threads that compute digests of saved blocks, and of the blocks of a load: a thread reads about 15 GB/s.
-const DIGESTERS: usize = 4;
+/// Blocks of one batch of saves.
+const SAVE_BATCH: usize = HOST_SAVES_MAX / BATCHES;
+/// Bytes of one batch of a load. They take 0.6 ms, longer than the digests of the batch before.
+const LOAD_BATCH_BYTES: usize = 32 << 20;
+/// Most blocks of one batch of a load.
+const LOAD_BATCH_MAX: usize = 128;
 
 /// Host memory of the tier.
 #[derive(Clone)]
@@ -70,20 +73,33 @@ impl HostMemory {
         Some(slots.map(|slots| Self { slots, offload, digests }))
     }
 
-    pub fn slots(&self) -> &Arc<KvArena> {
-        &self.slots
+    fn store_digest(&self, job: &SaveJob, kv: u64) {
+        self.digests[job.slot as usize].store(digest(&job.contents, kv), Ordering::Relaxed);
     }
 
-    fn store_digest(&self, job: &SaveJob, bytes: &[u8]) {
-        self.digests[job.slot as usize].store(digest(&job.contents, bytes), Ordering::Relaxed);
+    /// Returns whether a block with this digest of its KV, copied from the slot, is the block that was saved.
+    fn is_intact(&self, slot: SlotIndex, contents: &BlockContents, kv: u64) -> bool {
+        self.digests[slot as usize].load(Ordering::Relaxed) == digest(contents, kv)
     }
 
-    /// Returns whether the slot has the block as it was saved.
-    fn is_intact(&self, slot: SlotIndex, contents: &BlockContents) -> bool {
-        let saved = self.digests[slot as usize].load(Ordering::Relaxed);
-        self.slots.read(BlockId(slot)).is_ok_and(|block| {
-            digest(contents, block.host_view().expect("slots are in host memory")) == saved
-        })
+    /// Copies a slot to `to`.
+    ///
+    /// # Errors
+    /// When the bytes are not those that were saved.
+    pub fn copy(
+        &self,
+        slot: SlotIndex,
+        contents: &BlockContents,
+        to: &mut [u8],
+    ) -> Result<(), String> {
+        let read = self.slots.read(BlockId(slot));
+        let copied = read.and_then(|block| block.copy_to_host(to));
+        copied.map_err(|error| error.to_string())?;
+        let kv = digest::of_block(&Heads::all(self.slots.layout()), 0, to);
+        match self.is_intact(slot, contents, kv) {
+            true => Ok(()),
+            false => Err(format!("slot {slot} of the host tier is damaged")),
+        }
     }
 }
 
@@ -102,27 +118,10 @@ impl HostTier {
         // joined.
         let mut this =
             Self { saves: Some(saves), loads: Some(loads), threads: Vec::new(), pinning: None };
-        let (copied, to_digest) = bounded::<(SaveJob, BlockWrite)>(HOST_SAVES_MAX);
-        for _ in 0..DIGESTERS {
-            let (memory, events) = (memory.clone(), events.clone());
-            let to_digest: Receiver<(SaveJob, BlockWrite)> = to_digest.clone();
-            let digest = move || {
-                for (job, mut slot) in to_digest {
-                    let bytes = slot.host_view_mut().expect("slots are in host memory");
-                    memory.store_digest(&job, bytes);
-                    drop(slot);
-                    if !events.send(TierEvent::Saved { job: job.job }) {
-                        break;
-                    }
-                }
-            };
-            this.spawn("baton-tier-hash", digest)?;
-        }
         let mut saver = Saver {
             memory: memory.clone(),
             arena: Arc::clone(arena),
             events: events.clone(),
-            copied,
             stream: memory.offload.stream().map_err(failed)?,
             in_flight: VecDeque::new(),
         };
@@ -205,9 +204,16 @@ struct Saver {
     memory: HostMemory,
     arena: Arc<KvArena>,
     events: Events,
-    copied: Sender<(SaveJob, BlockWrite)>,
     stream: Box<dyn OffloadStream>,
-    in_flight: VecDeque<(Vec<SaveJob>, Copy)>,
+    in_flight: VecDeque<SavesInFlight>,
+}
+
+/// Saves of one batch, in the order of its blocks.
+struct SavesInFlight {
+    jobs: Vec<SaveJob>,
+    /// Digests of the blocks' KV.
+    digests: Vec<u64>,
+    copy: Copy,
 }
 
 impl Saver {
@@ -220,7 +226,7 @@ impl Saver {
                     Err(_) => return,
                 }
             }
-            batch.extend(jobs.try_iter().take(BATCH - batch.len()));
+            batch.extend(jobs.try_iter().take(SAVE_BATCH - batch.len()));
             let has_started = !batch.is_empty();
             if has_started {
                 self.start(batch);
@@ -253,26 +259,27 @@ impl Saver {
         if jobs.is_empty() {
             return;
         }
-        match self.stream.copy(from, to) {
-            Ok(copy) => self.in_flight.push_back((jobs, copy)),
+        let digests = BlockRead::digests(&from).map_err(|error| error.to_string());
+        let started = digests.and_then(|digests| Ok((digests, self.stream.copy(from, to)?)));
+        match started {
+            Ok((digests, copy)) => self.in_flight.push_back(SavesInFlight { jobs, digests, copy }),
             Err(error) => self.failed(&jobs, &error),
         }
     }
 
     /// Waits for the oldest batch. Returns false when the node stops.
     fn finish_oldest(&mut self) -> bool {
-        let Some((jobs, copy)) = self.in_flight.pop_front() else { return true };
-        let blocks = match copy.finish() {
-            Ok(blocks) => blocks,
-            Err(error) => {
-                self.failed(&jobs, &error);
-                return true;
-            }
+        let Some(SavesInFlight { jobs, digests, copy }) = self.in_flight.pop_front() else {
+            return true;
         };
-        jobs.into_iter().zip(blocks).all(|(job, (block, slot))| {
-            drop(block);
-            let id = job.job;
-            self.events.send(TierEvent::Copied { job: id }) && self.copied.send((job, slot)).is_ok()
+        // The blocks are released before the core hears of it.
+        if let Err(error) = copy.finish().map(drop) {
+            self.failed(&jobs, &error);
+            return true;
+        }
+        jobs.into_iter().zip(digests).all(|(job, kv)| {
+            self.memory.store_digest(&job, kv);
+            self.events.send(TierEvent::Saved { job: job.job })
         })
     }
 
@@ -293,30 +300,26 @@ struct Loader {
 impl Loader {
     fn work_on(&mut self, job: &Job) {
         job.begin();
+        let blocks = LOAD_BATCH_BYTES / self.arena.block_bytes();
+        let mut in_flight: VecDeque<(&[usize], Copy)> = VecDeque::new();
         let indices = job.on(Tier::Host);
-        let memory = self.memory.clone();
-        thread::scope(|scope| {
-            let share = indices.len().div_ceil(DIGESTERS).max(BATCH);
-            for indices in indices.chunks(share) {
-                let memory = &memory;
-                scope.spawn(move || check_digests(memory, job, indices));
+        for batch in indices.chunks(blocks.clamp(1, LOAD_BATCH_MAX)) {
+            if in_flight.len() >= BATCHES {
+                self.finish(job, in_flight.pop_front());
             }
-            let mut in_flight: VecDeque<(usize, Copy)> = VecDeque::new();
-            for batch in indices.chunks(BATCH) {
-                if in_flight.len() >= BATCHES {
-                    finish(job, in_flight.pop_front());
-                }
-                match self.start(job, batch) {
-                    Ok(copy) => in_flight.push_back((batch[0], copy)),
-                    Err(error) => {
-                        warn!(%error, "cannot load blocks from host memory");
-                        job.fail(batch[0]);
-                        break;
-                    }
+            if !job.is_wanted(batch[0]) {
+                break;
+            }
+            match self.start(job, batch) {
+                Ok(copy) => in_flight.push_back((batch, copy)),
+                Err(error) => {
+                    warn!(%error, "cannot load blocks from host memory");
+                    job.fail(batch[0]);
+                    break;
                 }
             }
-            in_flight.into_iter().for_each(|batch| finish(job, Some(batch)));
-        });
+        }
+        in_flight.into_iter().for_each(|batch| self.finish(job, Some(batch)));
         job.end(&self.events);
     }
 
@@ -330,34 +333,40 @@ impl Loader {
         }
         self.stream.copy(from, to)
     }
-}
 
-/// Waits for a batch whose first block has this index.
-fn finish(job: &Job, batch: Option<(usize, Copy)>) {
-    let Some((first, copy)) = batch else { return };
-    if let Err(error) = copy.finish() {
-        warn!(%error, "cannot load blocks from host memory");
-        job.fail(first);
+    /// Waits for a batch, and compares its blocks with the digests of their saves.
+    fn finish(&self, job: &Job, batch: Option<(&[usize], Copy)>) {
+        let Some((indices, copy)) = batch else { return };
+        let digests = copy.finish().and_then(|blocks| {
+            let (_, mut written): (Vec<_>, Vec<_>) = blocks.into_iter().unzip();
+            BlockWrite::digests(&mut written).map_err(|error| error.to_string())
+        });
+        let digests = match digests {
+            Ok(digests) => digests,
+            Err(error) => {
+                warn!(%error, "cannot load blocks from host memory");
+                return job.fail(indices[0]);
+            }
+        };
+        for (&index, kv) in indices.iter().zip(digests) {
+            let block = job.block(index);
+            if !self.memory.is_intact(block.slot, &block.contents, kv) {
+                warn!(slot = block.slot, "a block of the host tier is damaged and computed again");
+                return job.fail(index);
+            }
+        }
     }
 }
 
-/// Returns the digest of a block's KV and of what its key was computed from.
-fn digest(contents: &BlockContents, bytes: &[u8]) -> u64 {
+/// Returns the digest of a block with this digest of its KV, and of what its key was computed from.
+fn digest(contents: &BlockContents, kv: u64) -> u64 {
     let BlockContents { key, parent, tokens } = contents;
     let mut about = Vec::with_capacity(96);
     about.extend(key.0.to_le_bytes());
     about.extend(parent.0.to_le_bytes());
     tokens.iter().for_each(|token| about.extend(token.to_le_bytes()));
-    xxh3_64_with_seed(bytes, xxh3_64(&about))
+    xxh3_64_with_seed(&about, kv)
 }
 
-/// Compares the slots of these blocks with the digests of their saves.
-fn check_digests(memory: &HostMemory, job: &Job, indices: &[usize]) {
-    for &index in indices {
-        let block = job.block(index);
-        if !memory.is_intact(block.slot, &block.contents) {
-            warn!(slot = block.slot, "a block of the host tier is damaged and computed again");
-            return job.fail(index);
-        }
-    }
-}
+#[cfg(test)]
+mod tests;

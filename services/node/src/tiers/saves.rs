@@ -11,13 +11,15 @@ use std::{
 
 use crossbeam_channel::{Receiver, Sender, bounded};
 use engine::tiers::{SAVES_MAX, SaveJob, SaveSource, TierEvent};
-use kernels::{ArenaError, BlockId, BlockRead, KvArena};
+use kernels::KvArena;
 use tracing::{info, warn};
 
 use super::{
     Events,
     disk_file::{DiskFile, SlotBuffer},
-    enqueue, join,
+    enqueue,
+    host::HostMemory,
+    join,
 };
 
 /// Threads that write: enough that the disk always has a request.
@@ -37,11 +39,11 @@ struct Copied {
 }
 
 impl Saves {
-    /// `host`: slots of the host tier, if there is one.
+    /// `host`: memory of the host tier, if there is one.
     pub fn start(
         disk: &Arc<DiskFile>,
         arena: &Arc<KvArena>,
-        host: Option<&Arc<KvArena>>,
+        host: Option<&HostMemory>,
         events: &Events,
     ) -> io::Result<Self> {
         // The core starts at most SAVES_MAX saves, so no queue is ever full, and a free buffer exists for each save.
@@ -107,16 +109,21 @@ impl Drop for Saves {
 /// Memory that saves copy from.
 struct Sources {
     arena: Arc<KvArena>,
-    host: Option<Arc<KvArena>>,
+    host: Option<HostMemory>,
 }
 
 impl Sources {
-    fn read(&self, source: SaveSource) -> Result<BlockRead, ArenaError> {
-        match source {
-            SaveSource::Block(block) => self.arena.read(block),
+    /// Copies the block of a save to `to`. The digest of a slot in host memory is checked: the disk would store a
+    /// damaged block with a digest of its own.
+    fn copy(&self, job: &SaveJob, to: &mut [u8]) -> Result<(), String> {
+        match job.source {
+            SaveSource::Block(block) => {
+                let copied = self.arena.read(block).and_then(|block| block.copy_to_host(to));
+                copied.map_err(|error| error.to_string())
+            }
             SaveSource::HostSlot(slot) => {
                 let host = self.host.as_ref().expect("a node with host slots has a host tier");
-                host.read(BlockId(slot))
+                host.copy(slot, &job.contents, to)
             }
         }
     }
@@ -134,8 +141,7 @@ fn copy_blocks(
     let mut unused = None;
     for job in jobs {
         let Some(mut buffer) = unused.take().or_else(|| free.recv().ok()) else { break };
-        let copy =
-            sources.read(job.source).and_then(|block| block.copy_to_host(buffer.block_mut()));
+        let copy = sources.copy(&job, buffer.block_mut());
         let id = job.job;
         let (event, is_open) = match copy {
             Ok(()) => {

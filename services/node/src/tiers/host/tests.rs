@@ -1,0 +1,174 @@
+//! The host tier over blocks that are outside host memory as those of a GPU are.
+
+use std::{sync::Mutex, time::Duration};
+
+use engine::{
+    event::{BlockHash, SequenceId},
+    executor::CollectWaker,
+    tiers::{JobId, LoadBlock, LoadJob},
+};
+use kernels::{BLOCK_TOKENS, Dtype, KvLayout, arena::RemoteBlocks, offload::BlockOffload};
+
+use super::*;
+
+const WITHIN: Duration = Duration::from_secs(20);
+const LAYOUT: KvLayout =
+    KvLayout { layer_count: 2, kv_head_count: 2, head_dim: 32, dtype: Dtype::F32 };
+const BLOCKS: u32 = 150;
+
+/// Blocks that are reached by copies only.
+struct DeviceBlocks(Mutex<Vec<u8>>);
+
+impl RemoteBlocks for DeviceBlocks {
+    fn layout(&self) -> KvLayout {
+        LAYOUT
+    }
+
+    fn block_count(&self) -> u32 {
+        2 * BLOCKS
+    }
+
+    fn read(&self, offset: usize, host: &mut [u8]) -> Result<(), String> {
+        host.copy_from_slice(&self.0.lock().unwrap()[offset..offset + host.len()]);
+        Ok(())
+    }
+
+    fn write(&self, offset: usize, host: &[u8]) -> Result<(), String> {
+        self.0.lock().unwrap()[offset..offset + host.len()].copy_from_slice(host);
+        Ok(())
+    }
+
+    fn offload(self: Arc<Self>) -> Option<Arc<dyn BlockOffload>> {
+        Some(Arc::new(Copies))
+    }
+}
+
+struct Copies;
+
+impl BlockOffload for Copies {
+    fn pin(&self, _: &Arc<KvArena>, _: u32, _: u32) -> Result<Box<dyn Any + Send>, String> {
+        Ok(Box::new(()))
+    }
+
+    fn stream(&self) -> Result<Box<dyn OffloadStream>, String> {
+        Ok(Box::new(Self))
+    }
+}
+
+impl OffloadStream for Copies {
+    fn copy(&mut self, from: Vec<BlockRead>, mut to: Vec<BlockWrite>) -> Result<Copy, String> {
+        let mut bytes = vec![0; LAYOUT.block_bytes()];
+        for (from, to) in from.iter().zip(&mut to) {
+            from.copy_to_host(&mut bytes).map_err(|error| error.to_string())?;
+            to.copy_from_host(&bytes).map_err(|error| error.to_string())?;
+        }
+        Ok(Box::new(Copied(from.into_iter().zip(to).collect())))
+    }
+}
+
+struct Copied(Vec<CopiedBlocks>);
+
+impl TransferInFlight<CopiedBlocks> for Copied {
+    fn is_done(&mut self) -> Result<bool, String> {
+        Ok(true)
+    }
+
+    fn finish(self: Box<Self>) -> Result<Vec<CopiedBlocks>, String> {
+        Ok(self.0)
+    }
+}
+
+fn contents(key: u32) -> BlockContents {
+    let (key, parent) = (BlockHash(key.into()), BlockHash(u128::from(key) + 1000));
+    BlockContents { key, parent, tokens: [key.0 as u32; BLOCK_TOKENS] }
+}
+
+fn kv(block: u32) -> Vec<u8> {
+    (0..LAYOUT.block_bytes()).map(|at| (at * 7 + at / 256) as u8 ^ block as u8).collect()
+}
+
+struct Node {
+    arena: Arc<KvArena>,
+    memory: HostMemory,
+    tier: HostTier,
+    events: Receiver<TierEvent>,
+}
+
+impl Node {
+    /// Starts a tier, and saves the first blocks to slots in the opposite order.
+    fn with_saved_blocks() -> Self {
+        let bytes = 2 * BLOCKS as usize * LAYOUT.block_bytes();
+        let blocks = Arc::new(DeviceBlocks(Mutex::new(vec![0; bytes])));
+        let arena = KvArena::remote(blocks).unwrap();
+        let memory = HostMemory::new(&arena, BLOCKS).expect("the blocks are remote").unwrap();
+        let (queue, events) = bounded(256);
+        let sender = Events { queue, waker: CollectWaker::default() };
+        let stopping = Arc::new(AtomicBool::new(false));
+        let tier = HostTier::start(&memory, &arena, &sender, &stopping).unwrap();
+        let this = Self { arena, memory, tier, events };
+        assert_eq!(this.event(), TierEvent::Grown { tier: Tier::Host, slots: BLOCKS });
+        for block in 0..BLOCKS {
+            this.arena.write(BlockId(block)).unwrap().copy_from_host(&kv(block)).unwrap();
+            let (tier, source) = (Tier::Host, SaveSource::Block(BlockId(block)));
+            let (job, slot) = (JobId(block.into()), BLOCKS - 1 - block);
+            this.tier.save(SaveJob { job, tier, slot, source, contents: contents(block) });
+            assert_eq!(this.event(), TierEvent::Saved { job });
+        }
+        this
+    }
+
+    fn event(&self) -> TierEvent {
+        self.events.recv_timeout(WITHIN).unwrap()
+    }
+
+    /// Loads all saved blocks, and returns how many of them are intact.
+    fn load(&self) -> u32 {
+        let blocks = (0..BLOCKS).map(|block| {
+            let (tier, slot) = (Tier::Host, BLOCKS - 1 - block);
+            LoadBlock { tier, slot, block: BlockId(BLOCKS + block), contents: contents(block) }
+        });
+        let load = LoadJob { job: JobId(1000), id: SequenceId(1), blocks: blocks.collect() };
+        self.tier.load(Arc::new(Job::new(load)));
+        let TierEvent::Loaded { intact, .. } = self.event() else { panic!("the load ends") };
+        intact
+    }
+
+    /// Flips one bit of the slot of a block.
+    fn damage(&self, block: u32) {
+        let mut slot = self.memory.slots.write(BlockId(BLOCKS - 1 - block)).unwrap();
+        let bytes = slot.host_view_mut().unwrap();
+        *bytes.last_mut().unwrap() ^= 1;
+    }
+}
+
+#[test]
+fn saved_blocks_are_loaded_bit_for_bit() {
+    let node = Node::with_saved_blocks();
+    assert_eq!(node.load(), BLOCKS);
+    let mut found = vec![0; LAYOUT.block_bytes()];
+    for block in 0..BLOCKS {
+        node.arena.read(BlockId(BLOCKS + block)).unwrap().copy_to_host(&mut found).unwrap();
+        assert_eq!(found, kv(block), "block {block}");
+    }
+}
+
+#[test]
+fn load_ends_before_the_first_damaged_slot() {
+    for first in [140, 128, 127, 5, 0] {
+        let node = Node::with_saved_blocks();
+        node.damage(first);
+        node.damage(145);
+        assert_eq!(node.load(), first);
+    }
+}
+
+#[test]
+fn damaged_slot_is_not_copied_to_the_disk() {
+    let node = Node::with_saved_blocks();
+    node.damage(3);
+    let mut copy = vec![0; LAYOUT.block_bytes()];
+    let mut copied = |block| node.memory.copy(BLOCKS - 1 - block, &contents(block), &mut copy);
+    assert_eq!(copied(4), Ok(()));
+    assert!(copied(3).unwrap_err().contains("is damaged"));
+    assert!(node.memory.copy(0, &contents(0), &mut copy).is_err(), "another block");
+}
