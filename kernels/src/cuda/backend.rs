@@ -27,7 +27,7 @@ use super::{
     skinny::Skinny,
     step::CudaStep,
     tune::{Tuned, Tuning},
-    upload::Uploads,
+    upload::{ReaderShare, Uploads},
 };
 use crate::{
     backend::{Backend, HeadShape, HeadWeights, RowSource},
@@ -166,7 +166,7 @@ impl CudaBackend {
         self.weights = DeviceMemory::new(&self.context, "the weights", weights)?;
         self.activations = DeviceMemory::new(&self.context, "the activations", activations)?;
         self.is_placed = true;
-        *self.uploads() = Some(Uploads::new(&self.context)?);
+        *self.uploads() = Some(Uploads::new(&self.context, ReaderShare::All)?);
         Ok(())
     }
 

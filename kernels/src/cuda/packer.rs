@@ -8,7 +8,7 @@ use super::{
     context::Context,
     error::CudaError,
     memory::{DeviceMemory, Range},
-    upload::Uploads,
+    upload::{ReaderShare, Uploads},
 };
 use crate::{
     backend::{Backend, Packer, RowSource},
@@ -38,7 +38,7 @@ impl CudaPacker {
             dtype: backend.dtype(),
             shard: backend.shard(),
             memory,
-            uploads: Mutex::new(Uploads::new(&context)?),
+            uploads: Mutex::new(Uploads::new(&context, ReaderShare::Half)?),
             context,
             fault: Mutex::default(),
         })
@@ -104,7 +104,8 @@ impl Packer for CudaPacker {
     fn pack_vector(&self, values: &[f32]) -> CudaVector {
         let data = self.cut(size_of_val(values));
         if self.fault().is_none() {
-            self.note(data.write(0, values));
+            let uploaded = self.uploads().bytes(bytemuck::cast_slice(values), &data);
+            self.note(uploaded);
         }
         CudaVector { data, len: values.len() }
     }

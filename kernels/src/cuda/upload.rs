@@ -27,13 +27,28 @@ pub(super) struct Uploads {
     readers: ThreadPool,
 }
 
+/// Use of the machine's CPUs by uploads.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum ReaderShare {
+    /// Nothing else runs: weights are loaded at the start.
+    All,
+    /// Other threads compute digests of the weights and run steps. Readers wait for each other after every buffer, so one
+    /// reader without a CPU delays all of them.
+    Half,
+}
+
 impl Uploads {
-    pub fn new(context: &Arc<Context>) -> Result<Self, CudaError> {
+    pub fn new(context: &Arc<Context>, share: ReaderShare) -> Result<Self, CudaError> {
         let buffer = |_| {
             let pinned = Pinned::zeroed(context, "the weights' uploads", BUFFER_BYTES)?;
             Ok((pinned, Event::new(context)?))
         };
-        let threads = thread::available_parallelism().map_or(1, usize::from).min(READERS_MAX);
+        let cpus = thread::available_parallelism().map_or(1, usize::from);
+        let threads = match share {
+            ReaderShare::All => cpus,
+            ReaderShare::Half => cpus / 2,
+        };
+        let threads = threads.clamp(1, READERS_MAX);
         let readers = ThreadPool::new(threads, "baton-load")
             .map_err(|error| CudaError::NoThreads { reason: error.to_string() })?;
         Ok(Self {
@@ -50,6 +65,25 @@ impl Uploads {
             self.free.push(copy.finish()?);
         }
         Ok(())
+    }
+
+    /// Enqueues a copy of `bytes`.
+    pub fn bytes(&mut self, bytes: &[u8], to: &Range) -> Result<(), CudaError> {
+        for (index, piece) in bytes.chunks(BUFFER_BYTES).enumerate() {
+            let (mut pinned, done) = self.buffer()?;
+            pinned[..piece.len()].copy_from_slice(piece);
+            let copy = pinned.upload(piece.len(), to, index * BUFFER_BYTES, &self.stream, done)?;
+            self.in_flight.push_back(copy);
+        }
+        Ok(())
+    }
+
+    /// Returns a free buffer, or waits for the oldest copy.
+    fn buffer(&mut self) -> Result<(Pinned<u8>, Event), CudaError> {
+        match self.free.pop() {
+            Some(buffer) => Ok(buffer),
+            None => self.in_flight.pop_front().expect("a buffer is free or in flight").finish(),
+        }
     }
 
     /// Reads a matrix and enqueues its copies. The last copies may be in flight on return.
@@ -73,12 +107,7 @@ impl Uploads {
         let step = BUFFER_BYTES / row_bytes;
         for first in (0..rows).step_by(step) {
             let bytes = step.min(rows - first) * row_bytes;
-            let (mut pinned, done) = match self.free.pop() {
-                Some(buffer) => buffer,
-                None => {
-                    self.in_flight.pop_front().expect("a buffer is free or in flight").finish()?
-                }
-            };
+            let (mut pinned, done) = self.buffer()?;
             read(&mut self.readers, source, first, dtype, &mut pinned[..bytes]);
             let copy = pinned.upload(bytes, to, first * row_bytes, &self.stream, done)?;
             self.in_flight.push_back(copy);

@@ -12,7 +12,7 @@ use crate::{
 };
 
 const CONNECT_MAX: Duration = Duration::from_secs(2);
-const POLL_INTERVAL: Duration = Duration::from_millis(50);
+const POLL_INTERVAL: Duration = Duration::from_millis(20);
 /// Time beyond the update's own time-out until the command gives up: the router commits for up to 60 s.
 const GRACE: Duration = Duration::from_secs(90);
 

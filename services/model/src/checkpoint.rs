@@ -42,6 +42,7 @@ pub enum LoadFormat {
 pub struct Checkpoint {
     config: ModelConfig,
     weights: Weights,
+    keeps_pages: bool,
 }
 
 /// A weight as a file stores it.
@@ -93,7 +94,7 @@ impl Checkpoint {
                 });
             }
         };
-        let checkpoint = Self { config, weights };
+        let checkpoint = Self { config, weights, keeps_pages: false };
         checkpoint.directory()?;
         Ok(checkpoint)
     }
@@ -185,10 +186,19 @@ impl Checkpoint {
         Ok(values)
     }
 
-    /// Drops the pages read so far from this process's resident memory. Otherwise the weights would be
-    /// resident twice after packing.
+    /// Keeps the pages of the weights mapped until the checkpoint is dropped, for callers that read them on several
+    /// threads. Dropping the pages of one weight would drop those that other threads read.
+    #[must_use]
+    pub fn keeping_pages(self) -> Self {
+        Self { keeps_pages: true, ..self }
+    }
+
+    /// Drops the pages read so far from this process's resident memory, unless they are kept. Otherwise the weights would
+    /// be resident twice after packing.
     pub(crate) fn forget_pages(&self) {
-        if let Weights::Stored(stored) = &self.weights {
+        if let Weights::Stored(stored) = &self.weights
+            && !self.keeps_pages
+        {
             stored.forget_pages();
         }
     }

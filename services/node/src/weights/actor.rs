@@ -7,7 +7,7 @@ use std::{
 };
 
 use engine::{event::InFlight, executor::WeightUpdate};
-use model::ModelConfig;
+use model::{Checkpoint, ModelConfig};
 use proto::v1;
 use tokio::{
     runtime,
@@ -24,7 +24,7 @@ use weight_transfer::{
 use super::{
     copy::{self, PARTS_MAX, SILENCE_MAX, Source},
     peers::{Peer, PeerCredentials},
-    receive::receive,
+    receive::{Received, receive},
     standby::{CANCELLED, Standby},
 };
 use crate::{
@@ -251,7 +251,7 @@ enum Done {
     Input(ParticipantInput),
     Received {
         id: UpdateId,
-        outcome: Result<(WeightVersion, Source), String>,
+        outcome: Result<(WeightVersion, Source, Checkpoint), String>,
     },
     Installed {
         id: UpdateId,
@@ -333,7 +333,8 @@ impl Actor {
         match done {
             Done::Input(input) => self.participant.handle(input),
             Done::Received { id, outcome } => {
-                let outcome = outcome.map(|(version, source)| {
+                let outcome = outcome.map(|(version, source, checkpoint)| {
+                    self.unmap(checkpoint);
                     if self.running.as_ref().is_some_and(|running| running.begin.id == id) {
                         self.prepared = Some((version, Arc::new(source)));
                     }
@@ -386,6 +387,15 @@ impl Actor {
         });
     }
 
+    /// Unmaps files of weights that were prepared.
+    fn unmap(&mut self, checkpoint: Checkpoint) {
+        self.work.spawn(async move {
+            // Dropping does not panic.
+            let _ = tokio::task::spawn_blocking(move || drop(checkpoint)).await;
+            Done::Quiet
+        });
+    }
+
     /// Streams the files of weights to a peer.
     fn copy(&mut self, version: WeightVersion) -> Result<FileParts, CallError> {
         let sources = [&self.prepared, &self.committed];
@@ -421,13 +431,14 @@ impl Actor {
                 Err(reason) => return Done::Received { id, outcome: Err(reason) },
             };
             let prepare = move |update: &dyn WeightUpdate, cancelled: &CancellationToken| {
-                let version = receive(&source.path, (&model, host_bytes), update, cancelled)
-                    .map_err(|error| error.to_string())?;
+                let Received { version, checkpoint } =
+                    receive(&source.path, (&model, host_bytes), update, cancelled)
+                        .map_err(|error| error.to_string())?;
                 match expected.filter(|expected| *expected != version) {
                     Some(expected) => Err(format!(
                         "the copy has weight_version {version}; expected {expected}, that of the peer"
                     )),
-                    None => Ok((version, source)),
+                    None => Ok((version, source, checkpoint)),
                 }
             };
             let outcome = standby.prepare(id, cancelled, prepare).await;

@@ -1,11 +1,15 @@
 //! Opens new weights, checks them against the model in use, and prepares them.
 
-use std::{path::Path, thread};
+use std::{
+    path::Path,
+    sync::atomic::{AtomicUsize, Ordering},
+    thread,
+};
 
 use engine::executor::{PrepareError, WeightUpdate};
 use model::{Checkpoint, LoadFormat, ModelConfig, ModelError, StoredWeight};
 use tokio_util::sync::CancellationToken;
-use weight_transfer::{CHUNK_BYTES, Chunk, Plan, PlanError, Tensor, WeightVersion, digest};
+use weight_transfer::{CHUNK_BYTES, Plan, PlanError, Tensor, WeightVersion, digest};
 
 use super::standby::CANCELLED;
 use crate::{memory_limit, settings::SettingsError};
@@ -29,14 +33,21 @@ pub(super) enum ReceiveError {
     Cancelled,
 }
 
-/// Prepares the weights at `path` beside those in use and returns their version. A copy takes `host_bytes` of host
-/// memory. Blocks. Stops early once `cancelled` is cancelled.
+/// Prepared weights.
+pub(super) struct Received {
+    pub version: WeightVersion,
+    /// The files, which are still mapped. Unmapping gigabytes takes a while, so the caller drops them beside the update.
+    pub checkpoint: Checkpoint,
+}
+
+/// Prepares the weights at `path` beside those in use. A copy takes `host_bytes` of host memory, 0 on a GPU. Blocks. Stops
+/// early once `cancelled` is cancelled.
 pub(super) fn receive(
     path: &Path,
     (model, host_bytes): (&ModelConfig, u64),
     update: &dyn WeightUpdate,
     cancelled: &CancellationToken,
-) -> Result<WeightVersion, ReceiveError> {
+) -> Result<Received, ReceiveError> {
     let check = || match cancelled.is_cancelled() {
         true => Err(ReceiveError::Cancelled),
         false => Ok(()),
@@ -47,63 +58,66 @@ pub(super) fn receive(
         let path = path.display().to_string();
         return Err(ReceiveError::OtherModel { path, field, found, wanted });
     }
-    let weights = checkpoint.stored_weights()?;
     memory_limit::check_more(host_bytes)?;
+    // A copy in host memory takes the place of the pages.
+    let checkpoint = match host_bytes {
+        0 => checkpoint.keeping_pages(),
+        _ => checkpoint,
+    };
+    let weights = checkpoint.stored_weights()?;
     let plan = plan(&weights)?;
     // The digests read the same pages as the copy, so they are computed beside it.
     let stop = cancelled.child_token();
+    let next = AtomicUsize::new(0);
     let digests = thread::scope(|scope| {
-        let threads = digest_threads(host_bytes);
-        let digests: Vec<_> = (0..threads)
-            .map(|first| {
-                let (plan, weights, stop) = (&plan, &weights, &stop);
-                scope.spawn(move || digests(plan, weights, first, threads, stop))
-            })
-            .collect();
+        let work = || digests(&plan, &weights, &next, &stop);
+        let threads: Vec<_> = (0..digest_threads(host_bytes)).map(|_| scope.spawn(work)).collect();
         let prepared = update.prepare(path, &checkpoint);
         if prepared.is_err() {
             stop.cancel();
         }
         let mut all = vec![0; plan.chunks().len()];
-        for (first, digests) in digests.into_iter().enumerate() {
-            let digests = digests.join().expect("hashing does not panic");
-            for (digest, to) in digests.into_iter().zip(all.iter_mut().skip(first).step_by(threads))
-            {
-                *to = digest;
+        for thread in threads {
+            for (chunk, digest) in thread.join().expect("hashing does not panic") {
+                all[chunk] = digest;
             }
         }
         prepared.map(|()| all)
     })?;
     // Threads that were cancelled left digests out.
     check()?;
-    Ok(WeightVersion::of_content(&plan, &digests))
+    let version = WeightVersion::of_content(&plan, &digests);
+    drop(weights);
+    Ok(Received { version, checkpoint })
 }
 
-/// Returns the number of threads that hash: one where the CPUs compute steps, otherwise half of the CPUs.
+/// Returns the number of threads that hash: one where the CPUs compute steps. Otherwise the uploads read the weights on half
+/// of the CPUs, and the rest is for hashing and for the threads that run steps.
 fn digest_threads(host_bytes: u64) -> usize {
     match host_bytes {
-        0 => thread::available_parallelism().map_or(1, |cpus| cpus.get() / 2).clamp(1, 16),
+        0 => thread::available_parallelism().map_or(1, |cpus| cpus.get() * 3 / 8).clamp(1, 16),
         _ => 1,
     }
 }
 
-/// Returns the digests of every `step`th chunk from `first` on. Stops early once `stop` is cancelled.
+/// Claims chunks from `next` on and returns their digests. Stops early once `stop` is cancelled.
 fn digests(
     plan: &Plan,
     weights: &[StoredWeight<'_>],
-    first: usize,
-    step: usize,
+    next: &AtomicUsize,
     stop: &CancellationToken,
-) -> Vec<u128> {
-    let chunks = plan.chunks().iter().skip(first).step_by(step);
-    let chunks = chunks.take_while(|_| !stop.is_cancelled());
-    let digest = |chunk: &Chunk| {
-        digest(chunk.pieces.iter().map(|piece| {
+) -> Vec<(usize, u128)> {
+    let mut digests = Vec::new();
+    while !stop.is_cancelled() {
+        let index = next.fetch_add(1, Ordering::Relaxed);
+        let Some(chunk) = plan.chunks().get(index) else { break };
+        let pieces = chunk.pieces.iter().map(|piece| {
             let range = piece.range.start as usize..piece.range.end as usize;
             &weights[piece.tensor].bytes[range]
-        }))
-    };
-    chunks.map(digest).collect()
+        });
+        digests.push((index, digest(pieces)));
+    }
+    digests
 }
 
 fn plan(weights: &[StoredWeight<'_>]) -> Result<Plan, PlanError> {

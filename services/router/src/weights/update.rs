@@ -21,7 +21,7 @@ const POLL_MIN: Duration = Duration::from_millis(20);
 /// Greatest time: a node asks its peers after a silence of 2 s.
 const POLL_MAX: Duration = Duration::from_millis(500);
 /// Share of an update's age after which a node is called again before the commit.
-const POLL_SHARE: u32 = 8;
+const POLL_SHARE: u32 = 16;
 /// Time by which nodes outlast the coordinator's deadline, so that a commit at the deadline reaches them.
 const NODE_GRACE: Duration = Duration::from_secs(10);
 
