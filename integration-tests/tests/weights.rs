@@ -370,6 +370,44 @@ async fn routers_do_not_replace_the_weights_of_each_other() -> Result<()> {
 }
 
 #[tokio::test]
+async fn of_two_routers_that_begin_at_once_at_least_one_commits() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let paths = [trained(folder.path(), "a", 0x11), trained(folder.path(), "b", 0x22)];
+    let (cluster, _) =
+        Cluster::start_with_client(name_model(ClusterSpec::smollm2().nodes(0, 2))).await?;
+    let second = cluster.start_router("second")?;
+    let admins = [admin(&cluster), admin_of(&second)];
+    let deadline = Instant::now() + COMMITTED_WITHIN;
+    while admins[1].get_json("/v1/weights").await?.1["nodes"].as_array().map(Vec::len) != Some(2) {
+        ensure!(Instant::now() < deadline, "the second router sees no nodes");
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    let disk = || json!({"transport": "disk"});
+    let (first, second) = tokio::try_join!(
+        update_with(&admins[0], &paths[0], disk()),
+        update_with(&admins[1], &paths[1], disk())
+    )?;
+    let mut committed = Vec::new();
+    for report in [first, second] {
+        match report["update"]["phase"].as_str() {
+            Some("committed") => committed.push(report["update"]["weight_version"].clone()),
+            _ => {
+                let reason = report["update"]["reason"].as_str().unwrap_or_default();
+                assert!(reason.contains("expected one update at a time"), "{report}");
+            }
+        }
+    }
+    assert!(!committed.is_empty());
+    let report = report(&cluster).await?;
+    let nodes = report["nodes"].as_array().context("a list of nodes")?.clone();
+    for node in nodes {
+        wait_version(&cluster, &node["weight_version"]).await?;
+        assert!(committed.contains(&node["weight_version"]), "{node}");
+    }
+    cluster.stop()
+}
+
+#[tokio::test]
 async fn update_begins_while_a_node_catches_up() -> Result<()> {
     let folder = tempfile::tempdir()?;
     let paths = [trained(folder.path(), "a", 0x11), trained(folder.path(), "b", 0x22)];

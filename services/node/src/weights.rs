@@ -17,7 +17,7 @@ use futures_util::{Stream, stream::poll_fn};
 use proto::v1::{self, weights_server};
 use tokio_util::sync::CancellationToken;
 use tonic::{Code, Request, Response, Status};
-use weight_transfer::{CommitError, UpdateEnd, UpdateId, UpdateState, WeightVersion};
+use weight_transfer::{BeginError, CommitError, UpdateEnd, UpdateId, UpdateState, WeightVersion};
 
 use self::{
     actor::{Begin, Call, CallError, Handle, NodeWeights, Origin},
@@ -197,7 +197,13 @@ impl From<CallError> for Status {
             CallError::Busy => Code::ResourceExhausted,
             CallError::Stopped => Code::Unavailable,
         };
-        Self::new(code, error.to_string())
+        let running = match &error {
+            CallError::Begin(BeginError::Running { running, .. }) => {
+                running.0.to_be_bytes().to_vec()
+            }
+            _ => Vec::new(),
+        };
+        Self::with_details(code, error.to_string(), running.into())
     }
 }
 

@@ -35,6 +35,8 @@ use crate::nodes::{Nodes, OwnedTask, WeightNode, WeightsAnswer};
 const REQUESTS_MAX: usize = 16;
 /// Catch-ups at a time. Each may copy a model from a node that serves.
 const CATCH_UPS_MAX: usize = 4;
+/// Set in the id of every catch-up, so that the update of another router's operator, whose id is lower, wins.
+const CATCH_UP: u128 = 1 << 127;
 /// Time between two looks for nodes that missed an update. Also lets the nodes report the weights of an update that ended.
 const CATCH_UP_INTERVAL: Duration = Duration::from_secs(1);
 
@@ -282,7 +284,7 @@ impl Task {
                 })?)
             }
         };
-        let id = UpdateId(random_bits()?);
+        let id = UpdateId(random_bits()? & !CATCH_UP);
         tracing::info!(
             update = %id, label = new.label, path = new.path, nodes = nodes.len(), "begins a weight update"
         );
@@ -335,6 +337,7 @@ impl Task {
                     path: view.path.clone(),
                     version: *version,
                     timeout: update.timeout(),
+                    in_flight: update.in_flight(),
                 };
                 let replaced = update.nodes().iter().map(|node| node.version);
                 self.targets.committed(update.model.clone(), target, replaced);
@@ -376,7 +379,7 @@ impl Task {
         for catch_up in self.targets.catch_ups(now, &nodes, is_free).into_iter().take(room) {
             let CatchUp { model, node, target, from } = catch_up;
             let id = match random_bits() {
-                Ok(bits) => UpdateId(bits),
+                Ok(bits) => UpdateId(bits | CATCH_UP),
                 Err(error) => return tracing::warn!(%error, "cannot begin a catch-up"),
             };
             tracing::info!(update = %id, node = node.id, weight_version = %target.version, "a node catches up");

@@ -1,17 +1,21 @@
 //! State machine of the process that runs an update over several nodes.
 //!
 //! `Preparing → Prepared → Committing → Committed`, or `Aborted` before the decision to commit. The decision needs
-//! every node prepared with one version. After it, [`Coordinator::call`] names the commit until each node has
+//! every node prepared with one version. When two coordinators begin at once, the update with the lower id wins: it calls
+//! nodes that run the other update again, and the other coordinator aborts. After the decision, [`Coordinator::call`] names the commit until each node has
 //! answered or the deadline has passed. Nodes that missed the commit are named in the outcome and catch up later.
 
 use std::time::{Duration, Instant};
 
-use crate::{UpdateEnd, UpdateState, WeightVersion};
+use crate::{UpdateEnd, UpdateId, UpdateState, WeightVersion};
 
 /// Time after which a silent node counts as lost before the commit.
 const SILENCE_MAX: Duration = Duration::from_secs(5);
 /// Maximum number of nodes that a reason names.
 const NAMED_MAX: usize = 4;
+/// Time for which a node may run another update before this one is aborted: enough for the coordinator of the other
+/// update to abort it.
+const BUSY_MAX: Duration = Duration::from_secs(5);
 /// Time to reach every node after the decision to commit.
 const COMMIT_WITHIN: Duration = Duration::from_secs(60);
 
@@ -46,6 +50,8 @@ pub enum CoordinatorPhase {
 pub enum NodeReply {
     /// The node's state of this update; `None`: it does not know the update.
     State(Option<UpdateState>),
+    /// The node runs another update and did not begin this one.
+    Busy { running: UpdateId },
     /// The node rejected the call.
     Rejected { reason: String },
     /// The node did not answer. It may have received the call.
@@ -66,6 +72,7 @@ pub enum CoordinatorError {
 
 #[derive(Debug)]
 pub struct Coordinator {
+    id: UpdateId,
     phase: CoordinatorPhase,
     nodes: Vec<Node>,
     /// When the update is aborted, or, after the decision to commit, when unreached nodes are given up.
@@ -80,6 +87,8 @@ struct Node {
     name: String,
     state: NodeState,
     heard_at: Instant,
+    /// When the node first said that it runs another update.
+    busy_since: Option<Instant>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -91,11 +100,24 @@ enum NodeState {
 }
 
 impl Coordinator {
-    /// Starts an update over the nodes with these names. `commits_at_once`: commit as soon as every node is prepared.
-    pub fn new(now: Instant, names: Vec<String>, deadline: Instant, commits_at_once: bool) -> Self {
-        let node = |name| Node { name, state: NodeState::New, heard_at: now };
+    /// Starts the update `id` over the nodes with these names. `commits_at_once`: commit as soon as every node is prepared.
+    pub fn new(
+        now: Instant,
+        id: UpdateId,
+        names: Vec<String>,
+        deadline: Instant,
+        commits_at_once: bool,
+    ) -> Self {
+        let node = |name| Node { name, state: NodeState::New, heard_at: now, busy_since: None };
         let nodes = names.into_iter().map(node).collect();
-        Self { phase: CoordinatorPhase::Preparing, nodes, deadline, commits_at_once, seed: None }
+        Self {
+            id,
+            phase: CoordinatorPhase::Preparing,
+            nodes,
+            deadline,
+            commits_at_once,
+            seed: None,
+        }
     }
 
     /// Lets the other nodes begin only when the node `seed` is prepared.
@@ -179,6 +201,18 @@ impl Coordinator {
                     self.fail(now, format!("node {name}: {reason}"));
                 }
                 self.nodes[node].state = NodeState::Known(state);
+            }
+            NodeReply::Busy { running } => {
+                self.nodes[node].heard_at = now;
+                let busy_since = *self.nodes[node].busy_since.get_or_insert(now);
+                if running < self.id || now.saturating_duration_since(busy_since) >= BUSY_MAX {
+                    self.fail(
+                        now,
+                        format!(
+                            "node {name}: update {running} runs; expected one update at a time"
+                        ),
+                    );
+                }
             }
             NodeReply::Rejected { reason } => {
                 self.nodes[node].heard_at = now;
@@ -320,12 +354,13 @@ impl Coordinator {
 mod tests {
     use super::*;
 
+    const ID: UpdateId = UpdateId(7);
     const NEW: WeightVersion = WeightVersion(70);
 
     fn coordinator(nodes: usize) -> (Coordinator, Instant) {
         let now = Instant::now();
         let names = (0..nodes).map(|node| format!("node-{node}")).collect();
-        (Coordinator::new(now, names, now + Duration::from_secs(60), false), now)
+        (Coordinator::new(now, ID, names, now + Duration::from_secs(60), false), now)
     }
 
     fn state(state: UpdateState) -> NodeReply {
@@ -349,6 +384,32 @@ mod tests {
         }
         let done = CoordinatorPhase::Committed { version: NEW, missed: vec![] };
         assert_eq!(*coordinator.phase(), done);
+    }
+
+    #[test]
+    fn update_with_the_lower_id_waits_for_a_bounded_time_and_the_other_one_aborts() {
+        let busy = |running| NodeReply::Busy { running: UpdateId(running) };
+        let (mut lower, mut now) = coordinator(2);
+        for _ in 0..2 {
+            lower.handle(now, 1, busy(8));
+            assert_eq!(lower.call(1), Some(CoordinatorCall::Begin));
+            assert_eq!(*lower.phase(), CoordinatorPhase::Preparing);
+            now += BUSY_MAX / 2;
+        }
+        lower.handle(now, 1, state(UpdateState::Receiving));
+        assert_eq!(lower.call(1), Some(CoordinatorCall::Status));
+
+        let aborted = |coordinator: &Coordinator| match coordinator.phase() {
+            CoordinatorPhase::Aborted { reason } => reason.clone(),
+            phase => panic!("{phase:?}"),
+        };
+        let (mut higher, now) = coordinator(2);
+        higher.handle(now, 0, busy(6));
+        assert!(aborted(&higher).contains("expected one update at a time"));
+        let (mut late, now) = coordinator(1);
+        late.handle(now, 0, busy(8));
+        late.handle(now + BUSY_MAX, 0, busy(8));
+        assert!(aborted(&late).starts_with("node node-0: update 0"));
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! Random runs of one coordinator and several participants: messages are lost, repeated and reordered, nodes receive
+//! Random runs of two coordinators and several participants: messages are lost, repeated and reordered, nodes receive
 //! damaged bytes, and nodes and coordinators die at any message.
 
 use std::{
@@ -8,10 +8,13 @@ use std::{
 
 use proptest::prelude::*;
 use weight_transfer::{
-    Coordinator, CoordinatorCall, CoordinatorPhase, NodeReply, Participant, ParticipantAction,
-    ParticipantInput, Phase, Plan, Proposal, Tensor, UpdateEnd, UpdateId, UpdateState,
-    WeightVersion, digest,
+    BeginError, CommitError, Coordinator, CoordinatorCall, CoordinatorPhase, NodeReply,
+    Participant, ParticipantAction, ParticipantInput, Phase, Plan, Proposal, Tensor, UpdateEnd,
+    UpdateId, UpdateState, WeightVersion, digest,
 };
+
+/// The ids of updates are above and below this one.
+const FIRST_ID: u128 = 1000;
 
 /// The bytes of weights.
 type Bytes = Vec<u8>;
@@ -63,12 +66,13 @@ struct Update {
 struct World {
     now: Instant,
     nodes: Vec<Node>,
-    update: Option<Update>,
+    /// At most two, of different coordinators.
+    updates: Vec<Update>,
     /// Calls and replies in flight: any of them may be next, lost or repeated.
     calls: Vec<(UpdateId, usize, u32, CoordinatorCall)>,
     replies: Vec<(UpdateId, usize, NodeReply)>,
     receiving: Vec<(usize, UpdateId)>,
-    next_id: u128,
+    begun: u128,
     /// The bytes that each version has had anywhere.
     seen: HashMap<WeightVersion, Bytes>,
     /// Updates whose coordinator decided to commit, with the version.
@@ -77,18 +81,31 @@ struct World {
 
 #[derive(Clone, Debug)]
 enum Event {
-    Begin { commits_at_once: bool },
-    Commit,
-    AbortUpdate,
-    CoordinatorDies,
+    /// `lower`: with a lower id than every earlier update, otherwise with a higher one.
+    Begin {
+        commits_at_once: bool,
+        lower: bool,
+    },
+    Commit(usize),
+    AbortUpdate(usize),
+    CoordinatorDies(usize),
     NodeDies(usize),
     Partition(usize),
     Heal(usize),
     Call(usize),
-    DeliverCall { index: usize, keep: bool },
-    DeliverReply { index: usize, keep: bool },
+    DeliverCall {
+        index: usize,
+        keep: bool,
+    },
+    DeliverReply {
+        index: usize,
+        keep: bool,
+    },
     LoseCall(usize),
-    Receive { index: usize, damaged: bool },
+    Receive {
+        index: usize,
+        damaged: bool,
+    },
     FailReceive(usize),
     Advance(u64),
 }
@@ -96,10 +113,11 @@ enum Event {
 fn event() -> impl Strategy<Value = Event> {
     let index = any::<usize>;
     prop_oneof![
-        1 => any::<bool>().prop_map(|commits_at_once| Event::Begin { commits_at_once }),
-        1 => Just(Event::Commit),
-        1 => Just(Event::AbortUpdate),
-        1 => Just(Event::CoordinatorDies),
+        2 => (any::<bool>(), any::<bool>())
+            .prop_map(|(commits_at_once, lower)| Event::Begin { commits_at_once, lower }),
+        1 => index().prop_map(Event::Commit),
+        1 => index().prop_map(Event::AbortUpdate),
+        1 => index().prop_map(Event::CoordinatorDies),
         1 => index().prop_map(Event::NodeDies),
         1 => index().prop_map(Event::Partition),
         2 => index().prop_map(Event::Heal),
@@ -119,11 +137,11 @@ impl World {
         Self {
             now: Instant::now(),
             nodes: (0..nodes).map(|_| Node::new()).collect(),
-            update: None,
+            updates: Vec::new(),
             calls: Vec::new(),
             replies: Vec::new(),
             receiving: Vec::new(),
-            next_id: 1,
+            begun: 0,
             seen: HashMap::new(),
             decided: HashMap::new(),
         }
@@ -132,32 +150,39 @@ impl World {
     fn apply(&mut self, event: Event) {
         let pick = |index: usize, len: usize| (len > 0).then(|| index % len);
         match event {
-            Event::Begin { commits_at_once } if self.update.is_none() => {
+            Event::Begin { commits_at_once, lower } if self.updates.len() < 2 => {
                 let names = (0..self.nodes.len()).map(|node| node.to_string()).collect();
                 let deadline = self.now + Duration::from_secs(20);
-                let id = UpdateId(self.next_id);
-                self.next_id += 1;
-                self.update = Some(Update {
+                self.begun += 1;
+                let id = UpdateId(match lower {
+                    true => FIRST_ID - self.begun,
+                    false => FIRST_ID + self.begun,
+                });
+                self.updates.push(Update {
                     id,
-                    coordinator: Coordinator::new(self.now, names, deadline, commits_at_once),
+                    coordinator: Coordinator::new(self.now, id, names, deadline, commits_at_once),
                     epochs: self.nodes.iter().map(|node| node.epoch).collect(),
                     deadline,
                 });
             }
             Event::Begin { .. } => {}
-            Event::Commit => {
+            Event::Commit(index) => {
                 let now = self.now;
-                if let Some(update) = &mut self.update {
-                    let _ = update.coordinator.commit(now);
+                if let Some(index) = pick(index, self.updates.len()) {
+                    let _ = self.updates[index].coordinator.commit(now);
                 }
             }
-            Event::AbortUpdate => {
+            Event::AbortUpdate(index) => {
                 let now = self.now;
-                if let Some(update) = &mut self.update {
-                    let _ = update.coordinator.abort(now, "asked to");
+                if let Some(index) = pick(index, self.updates.len()) {
+                    let _ = self.updates[index].coordinator.abort(now, "asked to");
                 }
             }
-            Event::CoordinatorDies => self.update = None,
+            Event::CoordinatorDies(index) => {
+                if let Some(index) = pick(index, self.updates.len()) {
+                    self.updates.remove(index);
+                }
+            }
             Event::NodeDies(index) => {
                 let index = index % self.nodes.len();
                 let epoch = self.nodes[index].epoch + 1;
@@ -173,8 +198,9 @@ impl World {
                 self.nodes[index].is_reachable = true;
             }
             Event::Call(index) => {
-                let Some(update) = &self.update else { return };
-                let node = index % self.nodes.len();
+                let Some(update) = pick(index, self.updates.len()) else { return };
+                let update = &self.updates[update];
+                let node = index / self.updates.len() % self.nodes.len();
                 if let Some(call) = update.coordinator.call(node) {
                     self.calls.push((update.id, node, update.epochs[node], call));
                 }
@@ -194,7 +220,7 @@ impl World {
                     self.replies.swap_remove(index);
                 }
                 let now = self.now;
-                if let Some(update) = self.update.as_mut().filter(|update| update.id == id) {
+                if let Some(update) = self.updates.iter_mut().find(|update| update.id == id) {
                     update.coordinator.handle(now, node, reply);
                 }
             }
@@ -225,7 +251,8 @@ impl World {
     }
 
     fn deliver(&mut self, (id, index, epoch, call): (UpdateId, usize, u32, CoordinatorCall)) {
-        let (now, deadline) = (self.now, self.update.as_ref().map(|update| update.deadline));
+        let update = self.updates.iter().find(|update| update.id == id);
+        let (now, deadline) = (self.now, update.map(|update| update.deadline));
         let node = &mut self.nodes[index];
         if !node.is_reachable {
             let reason = "no route".to_owned();
@@ -235,16 +262,18 @@ impl World {
             let reason = "another process".to_owned();
             return self.replies.push((id, index, NodeReply::Gone { reason }));
         }
-        let rejected = |error: String| NodeReply::Rejected { reason: error };
         let participant = &mut node.participant;
         let outcome = match call {
             CoordinatorCall::Begin => {
                 let deadline = deadline.unwrap_or(now) + Duration::from_secs(5);
                 let proposal = Proposal { id, deadline };
-                participant.begin(now, proposal).map(drop).map_err(|error| error.to_string())
+                let busy = |BeginError::Running { running, .. }| NodeReply::Busy { running };
+                participant.begin(now, proposal).map(drop).map_err(busy)
             }
             CoordinatorCall::Commit { version } => {
-                participant.commit(id, version).map_err(|error| error.to_string())
+                let rejected =
+                    |error: CommitError| NodeReply::Rejected { reason: error.to_string() };
+                participant.commit(id, version).map_err(rejected)
             }
             CoordinatorCall::Abort => {
                 participant.abort(id, "the coordinator aborted");
@@ -256,25 +285,36 @@ impl World {
         let report = participant.report().filter(|report| report.id == id);
         let reply = match outcome {
             Ok(()) => NodeReply::State(report.map(|report| report.state)),
-            Err(reason) => rejected(reason),
+            Err(reply) => reply,
         };
         self.replies.push((id, index, reply));
+    }
+
+    /// Delivers every message in a random order, and loses none.
+    fn run_fairly(&mut self, order: u64) {
+        let mut random = order;
+        for _ in 0..1000 {
+            random = random.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+            let index = (random >> 33) as usize;
+            self.apply(Event::Call(index));
+            self.apply(Event::DeliverCall { index, keep: false });
+            self.apply(Event::Receive { index, damaged: false });
+            self.apply(Event::DeliverReply { index, keep: false });
+        }
     }
 
     /// Carries out what is due, and checks the invariants.
     fn settle(&mut self) {
         let now = self.now;
-        if let Some(update) = &mut self.update {
+        for update in &mut self.updates {
             if update.coordinator.next_deadline().is_some_and(|due| due <= now) {
                 update.coordinator.on_deadline(now);
             }
             if let CoordinatorPhase::Committing(version) = update.coordinator.phase() {
                 self.decided.insert(update.id, *version);
             }
-            if update.coordinator.is_over() {
-                self.update = None;
-            }
         }
+        self.updates.retain(|update| !update.coordinator.is_over());
         for index in 0..self.nodes.len() {
             while self.nodes[index].participant.next_deadline().is_some_and(|due| due <= now) {
                 self.nodes[index].participant.on_deadline(now);
@@ -341,7 +381,7 @@ proptest! {
         let mut world = World::new(nodes);
         events.into_iter().for_each(|event| world.apply(event));
         // Without further messages every node serves again after its deadline.
-        world.update = None;
+        world.updates.clear();
         world.calls.clear();
         world.apply(Event::Advance(60_000));
         world.settle();
@@ -353,19 +393,29 @@ proptest! {
     #[test]
     fn every_reachable_node_takes_up_a_committed_update(nodes in 1usize..5, order in any::<u64>()) {
         let mut world = World::new(nodes);
-        world.apply(Event::Begin { commits_at_once: true });
-        let mut random = order;
-        for _ in 0..200 {
-            random = random.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-            let index = (random >> 33) as usize;
-            world.apply(Event::Call(index));
-            world.apply(Event::DeliverCall { index, keep: false });
-            world.apply(Event::Receive { index, damaged: false });
-            world.apply(Event::DeliverReply { index, keep: false });
-        }
-        let version = version_of(&vec![1; 8]);
+        world.apply(Event::Begin { commits_at_once: true, lower: false });
+        world.run_fairly(order);
+        let version = version_of(&vec![(FIRST_ID + 1) as u8; 8]);
         for node in &world.nodes {
             prop_assert_eq!(node.version, version);
+        }
+    }
+
+    #[test]
+    fn at_least_one_of_two_updates_that_begin_at_once_commits_on_every_node(
+        nodes in 1usize..5,
+        order in any::<u64>(),
+        first_is_lower in any::<bool>(),
+    ) {
+        let mut world = World::new(nodes);
+        world.apply(Event::Begin { commits_at_once: true, lower: first_is_lower });
+        world.apply(Event::Begin { commits_at_once: true, lower: !first_is_lower });
+        world.run_fairly(order);
+        prop_assert!(world.updates.is_empty());
+        // The other one aborts, or runs after it.
+        for node in &world.nodes {
+            prop_assert_ne!(node.version, WeightVersion::LOADED);
+            prop_assert_eq!(node.version, world.nodes[0].version);
         }
     }
 }

@@ -162,6 +162,9 @@ fn answered(id: UpdateId, status: Response<v1::WeightsStatus>) -> WeightsAnswer 
 
 fn failed(status: &Status) -> NodeReply {
     let reason = status.message().to_owned();
+    if let (Code::Aborted, Some(running)) = (status.code(), bits(status.details())) {
+        return NodeReply::Busy { running: UpdateId(running) };
+    }
     match status.code() {
         Code::Unimplemented if reason.is_empty() => {
             NodeReply::Rejected { reason: "it is of an older release without live updates".into() }
@@ -190,6 +193,9 @@ mod tests {
         for code in [Code::Aborted, Code::Unauthenticated, Code::NotFound] {
             assert_eq!(reply(code), NodeReply::Rejected { reason: reason.clone() });
         }
+        let details = UpdateId(7).0.to_be_bytes().to_vec().into();
+        let busy = failed(&Status::with_details(Code::Aborted, "why", details));
+        assert_eq!(busy, NodeReply::Busy { running: UpdateId(7) });
         for code in [Code::Unavailable, Code::ResourceExhausted] {
             assert_eq!(reply(code), NodeReply::Unreachable { reason: reason.clone() });
         }

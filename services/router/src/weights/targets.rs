@@ -12,6 +12,7 @@ use std::{
 };
 
 use cluster::Epoch;
+use proto::v1::InFlight;
 use weight_transfer::WeightVersion;
 
 use crate::nodes::{CopyFrom, WeightNode};
@@ -29,6 +30,8 @@ pub(super) struct Target {
     pub version: WeightVersion,
     /// The operator's time-out of the update, which suits the size of the weights.
     pub timeout: Duration,
+    /// The operator's choice for requests in flight.
+    pub in_flight: InFlight,
 }
 
 /// A node that needs the weights of its model's last update.
@@ -165,7 +168,8 @@ mod tests {
 
     fn target(version: WeightVersion) -> Target {
         let timeout = Duration::from_secs(300);
-        Target { label: String::new(), path: "/new".into(), version, timeout }
+        let in_flight = InFlight::Wait;
+        Target { label: String::new(), path: "/new".into(), version, timeout, in_flight }
     }
 
     fn node(model: &str, epoch: u128, version: WeightVersion) -> WeightNode {

@@ -63,7 +63,7 @@ impl Update {
     ) -> Self {
         let names = nodes.iter().map(|node| node.id.clone()).collect();
         let deadline = now + new.timeout;
-        let coordinator = Coordinator::new(now, names, deadline, new.commits);
+        let coordinator = Coordinator::new(now, id, names, deadline, new.commits);
         Self {
             request: Arc::new(UpdateRequest {
                 id,
@@ -95,13 +95,14 @@ impl Update {
         node: WeightNode,
         source: UpdateSource,
     ) -> Self {
-        let coordinator = Coordinator::new(now, vec![node.id.clone()], now + target.timeout, false);
+        let (names, deadline) = (vec![node.id.clone()], now + target.timeout);
+        let coordinator = Coordinator::new(now, id, names, deadline, false);
         Self {
             request: Arc::new(UpdateRequest {
                 id,
                 label: target.label,
                 path: target.path,
-                in_flight: InFlight::Recompute,
+                in_flight: target.in_flight,
             }),
             model,
             due: vec![Some(now)],
@@ -133,6 +134,10 @@ impl Update {
 
     pub fn is_over(&self) -> bool {
         self.coordinator.is_over()
+    }
+
+    pub fn in_flight(&self) -> InFlight {
+        self.request.in_flight
     }
 
     pub fn timeout(&self) -> Duration {
@@ -301,6 +306,31 @@ mod tests {
     use super::*;
     use crate::weights::Transport;
 
+    fn node(number: u128) -> WeightNode {
+        WeightNode {
+            id: number.to_string(),
+            role: "decode",
+            epoch: Epoch(number),
+            grpc: String::new(),
+            model: "m".into(),
+            version: WeightVersion::LOADED,
+        }
+    }
+
+    #[test]
+    fn catch_up_treats_requests_in_flight_as_the_update_did() {
+        let target = Target {
+            label: String::new(),
+            path: "/new".into(),
+            version: WeightVersion(70),
+            timeout: Duration::from_secs(300),
+            in_flight: InFlight::KeepKv,
+        };
+        let (now, id) = (Instant::now(), UpdateId(7));
+        let update = Update::catch_up(now, id, "m".into(), target, node(1), UpdateSource::Path);
+        assert_eq!(update.request.in_flight, InFlight::KeepKv);
+    }
+
     #[test]
     fn calls_become_rarer_until_the_commit_and_a_prepared_seed_starts_the_others_at_once() {
         let mut now = Instant::now();
@@ -312,14 +342,6 @@ mod tests {
             commits: true,
             transport: Transport::Disk,
             in_flight: InFlight::Recompute,
-        };
-        let node = |number: u128| WeightNode {
-            id: number.to_string(),
-            role: "decode",
-            epoch: Epoch(number),
-            grpc: String::new(),
-            model: "m".into(),
-            version: WeightVersion::LOADED,
         };
         let source = UpdateSource::Seed(0);
         let mut update = Update::new(now, UpdateId(7), new, vec![node(1), node(2)], source);
