@@ -369,6 +369,79 @@ async fn routers_do_not_replace_the_weights_of_each_other() -> Result<()> {
     cluster.stop()
 }
 
+/// Nodes keep the KV of running sequences, wait with new requests, and take up new weights meanwhile.
+#[tokio::test]
+async fn paused_nodes_serve_nothing_until_they_resume() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let new = trained(folder.path(), "new", 0x11);
+    let spec = name_model(ClusterSpec::smollm2().nodes(1, 1));
+    let (cluster, client) = Cluster::start_with_client(spec).await?;
+    let admin = admin(&cluster);
+    let prompt = run_named("code").prompt_ids.clone();
+    let expected = client.greedy(&prompt, STREAMED).await?;
+    let ready = || async {
+        let node = Client::new(format!("http://{}", cluster.decode[0].ready.metrics));
+        let ready = node.get("/ready").await?.status.as_u16();
+        let live = node.get("/live").await?.status.as_u16();
+        anyhow::Ok((ready, live))
+    };
+    let wait_pauses = async |pause: Value| -> Result<()> {
+        let deadline = Instant::now() + COMMITTED_WITHIN;
+        loop {
+            let report = report(&cluster).await?;
+            let nodes = report["nodes"].as_array().context("a list of nodes")?.clone();
+            if nodes.iter().all(|node| node["pause"] == pause) {
+                return Ok(());
+            }
+            ensure!(Instant::now() < deadline, "not {pause}: {report}");
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    };
+
+    let mut stream = client.stream("/v1/completions", &greedy_body(&prompt, STREAMED)).await?;
+    let mut events = vec![stream.next().await?.context("the first token")?];
+    let paused = admin.post("/v1/weights/pause?mode=keep_kv&timeout_s=45", &json!({})).await?;
+    assert_eq!(paused.status, 200, "{}", String::from_utf8_lossy(&paused.body));
+    wait_pauses(json!("paused")).await?;
+    assert_eq!(ready().await?, (503, 200));
+    let resume = async {
+        let begun = Instant::now();
+        // A new request waits meanwhile.
+        tokio::time::sleep(Duration::from_millis(500)).await;
+        let resumed = admin.post("/v1/weights/resume", &json!({})).await?;
+        ensure!(resumed.status == 200, "{}", String::from_utf8_lossy(&resumed.body));
+        anyhow::Ok(begun.elapsed())
+    };
+    let request = async {
+        let begun = Instant::now();
+        anyhow::Ok((client.greedy(&longest().prompt_ids, 4).await?, begun.elapsed()))
+    };
+    let (paused_for, (_, took)) = tokio::try_join!(resume, request)?;
+    assert!(took >= Duration::from_millis(500) && paused_for <= took, "{took:?}");
+    events.extend(stream.all().await?);
+    let tokens: Vec<u32> = events.iter().flat_map(|event| event.token_ids()).collect();
+    assert_eq!(tokens, expected, "the stream continues where it stopped");
+    wait_pauses(Value::Null).await?;
+    assert_eq!(ready().await?, (200, 200));
+
+    // An update is committed during a pause, which ends by itself.
+    admin.post("/v1/weights/pause?mode=wait&timeout_s=3", &json!({})).await?;
+    committed(&cluster, &new).await?;
+    wait_pauses(Value::Null).await?;
+    assert_ne!(client.greedy(&prompt, STREAMED).await?, expected);
+
+    for (path, words) in [
+        ("pause?mode=freeze", "unknown variant `freeze`, expected one of `recompute`, `keep_kv`"),
+        ("pause?timeout_s=0", "invalid timeout_s: 0; expected 1 to 3600"),
+        ("resume?model=other", "expected one of: smollm2"),
+    ] {
+        let answer = admin.post(&format!("/v1/weights/{path}"), &json!({})).await?;
+        let text = String::from_utf8_lossy(&answer.body).into_owned();
+        assert!(answer.status == 400 && text.contains(words), "{text}");
+    }
+    cluster.stop()
+}
+
 #[tokio::test]
 async fn of_two_routers_that_begin_at_once_at_least_one_commits() -> Result<()> {
     let folder = tempfile::tempdir()?;

@@ -7,7 +7,10 @@
 use std::{
     any::Any,
     io,
-    sync::Arc,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
     thread::{self, JoinHandle},
     time::{Duration, Instant},
 };
@@ -20,6 +23,7 @@ use engine::{
     tiers::TierEvent,
 };
 use kv_transfer::{Transfers, api as transfer};
+use proto::v1;
 use telemetry::{
     NodeMetrics,
     metrics::{LoadStats, StepDispatch, StepStats},
@@ -105,6 +109,8 @@ pub(crate) struct Engine<E> {
     events: Receiver<transfer::Event>,
     metrics: NodeMetrics,
     step_in_flight: Arc<StepInFlight>,
+    /// Whether the node is paused, for its readiness.
+    is_paused: Arc<AtomicBool>,
     /// Waits for the change of weights.
     weights_changed: Option<oneshot::Sender<Duration>>,
     /// Copies of the KV tiers; `None` without tiers.
@@ -127,6 +133,7 @@ impl<E: Executor> Engine<E> {
         events: Receiver<transfer::Event>,
         metrics: NodeMetrics,
         step_in_flight: Arc<StepInFlight>,
+        is_paused: Arc<AtomicBool>,
     ) -> Self {
         Self {
             core,
@@ -137,6 +144,7 @@ impl<E: Executor> Engine<E> {
             events,
             metrics,
             step_in_flight,
+            is_paused,
             weights_changed: None,
             tiers: None,
             is_stopping: false,
@@ -269,6 +277,10 @@ impl<E: Executor> Engine<E> {
                 self.weights_changed = Some(changed);
                 self.core.handle_change_weights(weight_version, label, in_flight, waits, now);
             }
+            Command::Pause { in_flight, waits, at_most, _permit } => {
+                self.core.handle_pause(in_flight, waits, now + at_most, now);
+            }
+            Command::Resume { _permit } => self.core.handle_resume(now),
             Command::EndAll => self.core.handle_close(&CloseReason::DrainTimeout),
             Command::Stop => {
                 self.core.handle_close(&CloseReason::Stopped);
@@ -324,6 +336,17 @@ impl<E: Executor> Engine<E> {
                         // The caller may be gone.
                         let _ = changed.send(paused);
                     }
+                }
+                Output::PauseChanged { state } => {
+                    info!(
+                        "{}",
+                        match state {
+                            v1::PauseState::None => "the node serves again after a pause",
+                            v1::PauseState::Pausing => "the node pauses: it admits nothing",
+                            v1::PauseState::Paused => "the node is paused: nothing runs",
+                        }
+                    );
+                    self.is_paused.store(state != v1::PauseState::None, Ordering::Release);
                 }
                 Output::Stalled { after } => {
                     let seconds = after.as_secs_f64();

@@ -77,6 +77,21 @@ pub(crate) enum Command {
         /// Held until the engine thread has taken the command.
         _permit: OwnedSemaphorePermit,
     },
+    /// Serve nothing until [`Command::Resume`].
+    Pause {
+        in_flight: InFlight,
+        /// Whether running sequences may finish.
+        waits: bool,
+        /// Time until the node serves again by itself.
+        at_most: Duration,
+        /// Held until the engine thread has taken the command.
+        _permit: OwnedSemaphorePermit,
+    },
+    /// End a pause.
+    Resume {
+        /// Held until the engine thread has taken the command.
+        _permit: OwnedSemaphorePermit,
+    },
     /// Reject new calls and tell observers.
     Drain {
         /// Time until [`Command::EndAll`].

@@ -204,10 +204,15 @@ impl Node {
         let node_id = NodeId::parse(&id).map_err(|source| StartError::NodeId { id, source })?;
         let etcd = EtcdSettings::read(&config.cluster)?;
         let ready = Arc::new(AtomicBool::new(false));
-        let step_in_flight = Arc::<StepInFlight>::default();
+        let (step_in_flight, is_paused) = (Arc::<StepInFlight>::default(), Arc::default());
         metrics.set_draining(false);
         observe_hang(metrics, step_in_flight.clone(), node.hang_restart);
-        let probes = probes(ready.clone(), step_in_flight.clone(), node.hang_restart);
+        let probes = probes(
+            ready.clone(),
+            Arc::clone(&is_paused),
+            step_in_flight.clone(),
+            node.hang_restart,
+        );
         let metrics_server = MetricsServer::start(node.metrics, metrics.clone(), probes).await?;
 
         // An etcd that starts at the same time must not delay the load by the time-out of a connection.
@@ -311,6 +316,7 @@ impl Node {
             events,
             node_metrics.clone(),
             step_in_flight,
+            is_paused,
         )
         .with_tiers(tier_threads);
         let engine = EngineThread::start(engine).map_err(StartError::Thread)?;
@@ -338,7 +344,7 @@ impl Node {
             folder: config.cache.clone().unwrap_or_else(|| "/tmp".into()),
         });
         let weights_service =
-            WeightsService::new(attempt_limits, weights.handle(), draining.clone());
+            WeightsService::new(attempt_limits, weights.handle(), inbox.clone(), draining.clone());
         let server = GrpcServer::start(
             grpc,
             tls.clone(),
@@ -689,6 +695,7 @@ fn observe_hang(metrics: &Metrics, step_in_flight: Arc<StepInFlight>, hang_resta
 
 fn probes(
     ready: Arc<AtomicBool>,
+    is_paused: Arc<AtomicBool>,
     step_in_flight: Arc<StepInFlight>,
     hang_restart: Duration,
 ) -> Router {
@@ -705,10 +712,10 @@ fn probes(
         }
     };
     let is_ready = move || async move {
-        if ready.load(Ordering::Acquire) {
-            (StatusCode::OK, "ready\n")
-        } else {
-            (StatusCode::SERVICE_UNAVAILABLE, "not ready\n")
+        match (ready.load(Ordering::Acquire), is_paused.load(Ordering::Acquire)) {
+            (true, false) => (StatusCode::OK, "ready\n"),
+            (true, true) => (StatusCode::SERVICE_UNAVAILABLE, "paused\n"),
+            (false, _) => (StatusCode::SERVICE_UNAVAILABLE, "not ready\n"),
         }
     };
     Router::new().route("/live", get(is_live)).route("/ready", get(is_ready))

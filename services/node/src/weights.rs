@@ -13,6 +13,7 @@ mod standby;
 use std::{path::PathBuf, pin::Pin, time::Duration};
 
 use cluster::Epoch;
+use engine::event::InFlight;
 use futures_util::{Stream, stream::poll_fn};
 use proto::v1::{self, weights_server};
 use tokio_util::sync::CancellationToken;
@@ -30,6 +31,7 @@ pub(crate) use self::{
 use crate::{
     attempt::{self, AttemptLimits, invalid, shown, within},
     authentication::Proof,
+    inbox::{Command, Inbox},
     node_core::Refusal,
 };
 
@@ -45,13 +47,19 @@ const REMAINING_MS_MAX: u64 = 86_400_000;
 pub(crate) struct WeightsService {
     limits: AttemptLimits,
     actor: Handle,
+    inbox: Inbox,
     /// Cancelled from SIGTERM on.
     draining: CancellationToken,
 }
 
 impl WeightsService {
-    pub fn new(limits: AttemptLimits, actor: Handle, draining: CancellationToken) -> Self {
-        Self { limits, actor, draining }
+    pub fn new(
+        limits: AttemptLimits,
+        actor: Handle,
+        inbox: Inbox,
+        draining: CancellationToken,
+    ) -> Self {
+        Self { limits, actor, inbox, draining }
     }
 
     async fn answer(&self, call: Call) -> Result<Response<v1::WeightsStatus>, Status> {
@@ -108,6 +116,29 @@ impl weights_server::Weights for WeightsService {
         self.answer(Call::Abort { id: update(&update_id)?, reason }).await
     }
 
+    async fn pause(
+        &self,
+        request: Request<v1::PauseWeightsRequest>,
+    ) -> Result<Response<v1::WeightsStatus>, Status> {
+        let v1::PauseWeightsRequest { node_epoch, in_flight, remaining_ms } = request.into_inner();
+        attempt::check_epoch(&node_epoch, &self.limits)?;
+        within("remaining_ms", remaining_ms, 1, REMAINING_MS_MAX)?;
+        let (in_flight, waits) = of_requests_in_flight(checked_in_flight(in_flight)?);
+        let at_most = Duration::from_millis(remaining_ms);
+        let pause = |_permit| Command::Pause { in_flight, waits, at_most, _permit };
+        self.inbox.send_for_router(pause)?;
+        self.answer(Call::Status { of: None }).await
+    }
+
+    async fn resume(
+        &self,
+        request: Request<v1::ResumeWeightsRequest>,
+    ) -> Result<Response<v1::WeightsStatus>, Status> {
+        attempt::check_epoch(&request.into_inner().node_epoch, &self.limits)?;
+        self.inbox.send_for_router(|_permit| Command::Resume { _permit })?;
+        self.answer(Call::Status { of: None }).await
+    }
+
     async fn status(
         &self,
         request: Request<v1::WeightsStatusRequest>,
@@ -162,17 +193,28 @@ fn checked_begin(
             version: WeightVersion(weight_version),
         },
     };
-    let in_flight = v1::InFlight::try_from(request.in_flight);
-    let in_flight =
-        in_flight.map_err(|_| invalid("in_flight", request.in_flight, "0 to 3".to_owned()))?;
     Ok(Begin {
-        in_flight,
+        in_flight: checked_in_flight(request.in_flight)?,
         id: update(&request.update_id)?,
         label,
         origin,
         remaining: Duration::from_millis(request.remaining_ms),
         peers,
     })
+}
+
+fn checked_in_flight(value: i32) -> Result<v1::InFlight, Refusal> {
+    v1::InFlight::try_from(value).map_err(|_| invalid("in_flight", value, "0 to 3".to_owned()))
+}
+
+/// Returns what becomes of running sequences, and whether they may finish before.
+fn of_requests_in_flight(in_flight: v1::InFlight) -> (InFlight, bool) {
+    match in_flight {
+        v1::InFlight::Recompute => (InFlight::Recompute, false),
+        v1::InFlight::KeepKv => (InFlight::KeepKv, false),
+        v1::InFlight::Wait => (InFlight::Recompute, true),
+        v1::InFlight::Abort => (InFlight::Abort, false),
+    }
 }
 
 fn checked_peer(field: &str, peer: v1::WeightsPeer) -> Result<Peer, Refusal> {

@@ -13,9 +13,10 @@ use std::{
     time::{Duration, Instant},
 };
 
+use futures_util::future::join_all;
 use proto::{
     ids::{NoRandomness, random_bits},
-    v1::InFlight,
+    v1::{InFlight, PauseState},
 };
 use serde::Serialize;
 use tokio::{
@@ -74,7 +75,7 @@ enum Request {
 pub enum UpdateError {
     #[error("cannot begin an update: update {running} runs; expected one update at a time")]
     Running { running: UpdateId },
-    #[error("cannot begin an update: no node of model {model:?} is up; expected at least one")]
+    #[error("cannot find a node of model {model:?} that is up; expected at least one")]
     NoNode { model: String },
     #[error(
         "cannot begin an update: no node {node:?} of the model is up; expected one of: {known}"
@@ -82,6 +83,8 @@ pub enum UpdateError {
     UnknownNode { node: String, known: String },
     #[error("cannot find update {id}; expected {known}")]
     Unknown { id: UpdateId, known: String },
+    #[error("cannot {call} node {node}: {reason}")]
+    Pause { call: &'static str, node: String, reason: String },
     #[error(transparent)]
     Coordinator(#[from] CoordinatorError),
     #[error(transparent)]
@@ -132,6 +135,9 @@ pub struct NodeView {
     pub role: &'static str,
     pub model: String,
     pub weight_version: String,
+    /// pausing or paused; absent while the node serves.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub pause: Option<&'static str>,
     /// Whether the router brings the node up to date.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub catches_up: bool,
@@ -142,6 +148,7 @@ type Reply = oneshot::Sender<Result<WeightsReport, UpdateError>>;
 /// Sends requests of operators to the task. Cheap to clone.
 #[derive(Clone)]
 pub struct Weights {
+    nodes: Nodes,
     requests: mpsc::Sender<(Request, Reply)>,
 }
 
@@ -150,7 +157,7 @@ impl Weights {
     pub fn start(nodes: Nodes) -> (Self, OwnedTask) {
         let (requests, received) = mpsc::channel(REQUESTS_MAX);
         let task = Task {
-            nodes,
+            nodes: nodes.clone(),
             running: None,
             last: None,
             catch_ups: Vec::new(),
@@ -158,7 +165,7 @@ impl Weights {
             catch_up_at: Instant::now(),
             calls: JoinSet::new(),
         };
-        (Self { requests }, OwnedTask::start(|stop| task.run(received, stop)))
+        (Self { nodes, requests }, OwnedTask::start(|stop| task.run(received, stop)))
     }
 
     pub async fn begin(&self, update: NewUpdate) -> Result<WeightsReport, UpdateError> {
@@ -175,6 +182,47 @@ impl Weights {
 
     pub async fn status(&self) -> Result<WeightsReport, UpdateError> {
         self.request(Request::Status).await
+    }
+
+    /// Pauses every node of the model, or none: after a failed call the other nodes serve again.
+    pub async fn pause(
+        &self,
+        model: &str,
+        in_flight: InFlight,
+        at_most: Duration,
+    ) -> Result<WeightsReport, UpdateError> {
+        if let Err(error) = self.call_pause(model, Some((in_flight, at_most))).await {
+            if let Err(resume) = self.call_pause(model, None).await {
+                tracing::warn!(%resume, "a node stays paused for at most {at_most:?}");
+            }
+            return Err(error);
+        }
+        self.status().await
+    }
+
+    /// Lets every node of the model serve again.
+    pub async fn resume(&self, model: &str) -> Result<WeightsReport, UpdateError> {
+        self.call_pause(model, None).await?;
+        self.status().await
+    }
+
+    /// Calls every node, and returns the first error.
+    async fn call_pause(
+        &self,
+        model: &str,
+        pause: Option<(InFlight, Duration)>,
+    ) -> Result<(), UpdateError> {
+        let nodes = self.nodes.weight_nodes();
+        let nodes: Vec<_> = nodes.into_iter().filter(|node| node.model == model).collect();
+        if nodes.is_empty() {
+            return Err(UpdateError::NoNode { model: model.to_owned() });
+        }
+        let calls = nodes.iter().map(async |node| {
+            let call = if pause.is_some() { "pause" } else { "resume" };
+            let outcome = self.nodes.call_pause(node, pause).await;
+            outcome.map_err(|reason| UpdateError::Pause { call, node: node.id.clone(), reason })
+        });
+        join_all(calls).await.into_iter().collect()
     }
 
     async fn request(&self, request: Request) -> Result<WeightsReport, UpdateError> {
@@ -396,6 +444,11 @@ impl Task {
             role: node.role,
             model: node.model,
             weight_version: node.version.to_string(),
+            pause: match node.pause {
+                PauseState::None => None,
+                PauseState::Pausing => Some("pausing"),
+                PauseState::Paused => Some("paused"),
+            },
         });
         let update = self.running.as_ref().map(Update::view).or_else(|| self.last.clone());
         WeightsReport { update, nodes: nodes.collect() }

@@ -10,14 +10,19 @@ use crate::{
 };
 
 impl Scheduler {
-    /// Lets the batch run empty: admits no sequence until the weights change. Fails the senders that wait. Their
-    /// receivers hold blocks and would wait in vain, because the change fails every sender.
+    /// Lets the batch run empty: admits no sequence until the weights change or [`Self::admit_again`]. Fails the senders that
+    /// wait. Their receivers hold blocks and would wait in vain, because the change fails every sender.
     pub fn stop_admitting(&mut self, actions: &mut Vec<Action>) {
         self.is_admitting = false;
         let waits = |sequence: &Sequence| {
             sequence.kind == SequenceKind::Send && !matches!(sequence.phase, Phase::Running(_))
         };
         self.fail_where(waits, actions);
+    }
+
+    /// Admits sequences again.
+    pub fn admit_again(&mut self) {
+        self.is_admitting = true;
     }
 
     /// Returns whether a sequence is in the batch or will be in it without a further admission, or KV is transferred.
@@ -58,6 +63,22 @@ impl Scheduler {
         assert!(self.frames.is_empty(), "weights change between steps");
         self.seeds = seeds;
         self.is_admitting = true;
+        self.empty_batch(in_flight, actions);
+        for sequence in self.sequences.values_mut() {
+            sequence.chain.reseed(seeds, &sequence.tokens);
+        }
+        // Transfers that are being aborted still hold blocks. Their keys are those of the old weights, so no lookup
+        // finds them.
+        self.kv.drop_cached();
+    }
+
+    /// Takes every sequence out of the batch, unless `in_flight` keeps its KV. Sequences of transfers fail, and every
+    /// transfer is aborted. The other ones wait for admission.
+    ///
+    /// # Panics
+    /// When a step is in flight.
+    pub fn empty_batch(&mut self, in_flight: InFlight, actions: &mut Vec<Action>) {
+        assert!(self.frames.is_empty(), "sequences leave the batch between steps");
         let is_transferred = |sequence: &Sequence| {
             matches!(sequence.kind, SequenceKind::Send | SequenceKind::Receive)
         };
@@ -98,12 +119,6 @@ impl Scheduler {
                 }
             }
         }
-        for sequence in self.sequences.values_mut() {
-            sequence.chain.reseed(seeds, &sequence.tokens);
-        }
-        // Transfers that are being aborted still hold blocks. Their keys are those of the old weights, so no lookup
-        // finds them.
-        self.kv.drop_cached();
     }
 
     /// Ends the sequences whose next token would follow tokens of other weights.

@@ -157,7 +157,18 @@ fn engine_that_stalls_after<E: Executor>(stall_after: Duration, executor: E) -> 
     let steps = StepLoop::new(scheduler, executor);
     let core = NodeCore::new(steps, &testing::record(), stall_after);
     let metrics = testing::metrics();
-    (Engine::new(core, Arc::new(transfers), commands, events, metrics, Arc::default()), inbox)
+    (
+        Engine::new(
+            core,
+            Arc::new(transfers),
+            commands,
+            events,
+            metrics,
+            Arc::default(),
+            Arc::default(),
+        ),
+        inbox,
+    )
 }
 
 fn attempt(id: u128) -> NewAttempt {

@@ -24,6 +24,7 @@
 mod attempts;
 mod observers;
 mod output;
+mod pause;
 #[cfg(test)]
 mod tests;
 
@@ -49,6 +50,7 @@ pub use output::{
 
 use attempts::Attempts;
 use observers::Observers;
+use pause::Pause;
 
 /// Delay before a command is offered again after the transfer queue was full.
 pub const TRANSFER_RETRY_AFTER: Duration = Duration::from_millis(2);
@@ -79,6 +81,9 @@ pub struct NodeCore<E> {
     seeds: CacheSeeds,
     /// The weights that the node takes up at the next step boundary.
     weight_change: Option<WeightChange>,
+    pause: Option<Pause>,
+    /// The state that observers were last sent.
+    pause_state: v1::PauseState,
     /// Number of preemptions that the metrics have reported.
     preemptions: u64,
     /// The latest time that the core was given.
@@ -114,6 +119,8 @@ impl<E: Executor> NodeCore<E> {
                 weight_version: record.identity.weight_version,
             },
             weight_change: None,
+            pause: None,
+            pause_state: v1::PauseState::None,
             preemptions: 0,
             now: steps.executor().now(),
             steps,
@@ -214,24 +221,24 @@ impl<E: Executor> NodeCore<E> {
         let wait_until = waits.then(|| now + FINISH_WITHIN);
         let change = WeightChange { weight_version, label, in_flight, wait_until, held_at: now };
         self.weight_change = Some(change);
-        self.steps.set_held(!waits);
+        self.update_hold();
         if waits {
-            self.steps.scheduler_mut().stop_admitting(&mut self.new_actions);
-            self.actions.extend(self.new_actions.drain(..));
+            self.stop_admitting();
         }
     }
 
     /// Stops launching steps once the sequences that may finish before the change have finished.
     fn end_wait_if_due(&mut self) {
         let now = self.steps.executor().now();
-        let has_running = self.steps.scheduler().has_running();
+        // Nothing finishes during a pause that holds the steps.
+        let can_finish = !self.is_held_by_pause() && self.steps.scheduler().has_running();
         let waits = |change: &&mut WeightChange| {
-            change.wait_until.is_some_and(|until| until <= now || !has_running)
+            change.wait_until.is_some_and(|until| until <= now || !can_finish)
         };
         if let Some(change) = self.weight_change.as_mut().filter(waits) {
             change.wait_until = None;
             change.held_at = now;
-            self.steps.set_held(true);
+            self.update_hold();
         }
     }
 
@@ -250,6 +257,8 @@ impl<E: Executor> NodeCore<E> {
         self.now = now;
         self.report_steps();
         self.detect_stall();
+        self.end_pause_if_due(now);
+        self.report_pause();
         let outputs = &mut self.attempts.outputs;
         self.observers.publish_if_due(now, &mut self.steps, outputs);
         if self.transfer_retry_at.is_some_and(|at| at <= now) {
@@ -263,6 +272,7 @@ impl<E: Executor> NodeCore<E> {
     pub fn step(&mut self, timeout: Duration) -> Result<Turn, ExecutorError> {
         self.end_wait_if_due();
         self.change_weights_if_due()?;
+        self.empty_batch_if_due();
         let turn = self.steps.turn(timeout, &mut self.new_actions);
         self.actions.extend(self.new_actions.drain(..));
         self.now = self.steps.executor().now();
@@ -306,6 +316,7 @@ impl<E: Executor> NodeCore<E> {
             self.transfer_retry_at,
             self.stall_deadline(),
             wait_until,
+            self.pause.as_ref().map(|pause| pause.until),
         ];
         deadlines.into_iter().flatten().min()
     }
@@ -354,7 +365,10 @@ impl<E: Executor> NodeCore<E> {
         self.seeds.weight_version = change.weight_version;
         self.steps.change_weights(self.seeds, change.in_flight, &mut self.new_actions)?;
         self.actions.extend(self.new_actions.drain(..));
-        self.steps.set_held(false);
+        self.update_hold();
+        if self.pause.is_some() {
+            self.stop_admitting();
+        }
         self.now = self.steps.executor().now();
         // After the actions: they abort the transfers.
         while let Some(action) = self.actions.pop_front() {

@@ -37,6 +37,7 @@ pub(super) struct Observers {
     /// Whether the scheduler's state may differ from `sent`.
     is_changed: bool,
     is_draining: bool,
+    pause: v1::PauseState,
     /// When the drain ends the sequences in flight.
     drains_until: Option<Instant>,
     step_fit: StepFit,
@@ -60,6 +61,7 @@ impl Observers {
             arrived: Vec::new(),
             is_changed: true,
             is_draining: false,
+            pause: v1::PauseState::None,
             drains_until: None,
             step_fit: StepFit::default(),
             collected_at: None,
@@ -110,6 +112,18 @@ impl Observers {
         outputs: &mut Outputs,
     ) {
         (self.is_draining, self.drains_until) = (is_draining, until);
+        self.publish(now, steps, outputs);
+    }
+
+    /// Sends the state of a pause at once.
+    pub fn set_pause<E: Executor>(
+        &mut self,
+        pause: v1::PauseState,
+        now: Instant,
+        steps: &mut StepLoop<E>,
+        outputs: &mut Outputs,
+    ) {
+        self.pause = pause;
         self.publish(now, steps, outputs);
     }
 
@@ -217,6 +231,7 @@ impl Observers {
             drain_ms: self.drains_until.map_or(0, |until| {
                 (until.saturating_duration_since(now).as_millis() as u64).max(1)
             }),
+            pause: self.pause.into(),
             host_block_ns: block_ns(Tier::Host),
             disk_block_ns: block_ns(Tier::Disk),
             step_costs: Some(costs),

@@ -90,6 +90,10 @@ pub enum Output {
         /// Time from the end of the last step under the old weights until the next step could begin.
         paused: Duration,
     },
+    /// A pause began, took effect or ended.
+    PauseChanged {
+        state: v1::PauseState,
+    },
     /// No step has finished for this time.
     Stalled {
         after: Duration,

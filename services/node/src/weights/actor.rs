@@ -6,7 +6,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use engine::{event::InFlight, executor::WeightUpdate};
+use engine::executor::WeightUpdate;
 use model::{Checkpoint, ModelConfig};
 use proto::v1;
 use tokio::{
@@ -23,6 +23,7 @@ use weight_transfer::{
 
 use super::{
     copy::{self, PARTS_MAX, SILENCE_MAX, Source},
+    of_requests_in_flight,
     peers::{Peer, PeerCredentials},
     receive::{Received, receive},
     standby::{CANCELLED, Standby},
@@ -469,12 +470,8 @@ impl Actor {
     fn install(&mut self, id: UpdateId, version: WeightVersion) {
         let begin = self.running.as_ref().map(|running| &running.begin);
         let label = begin.map(|begin| begin.label.clone()).unwrap_or_default();
-        let (in_flight, waits) = match begin.map(|begin| begin.in_flight).unwrap_or_default() {
-            v1::InFlight::Recompute => (InFlight::Recompute, false),
-            v1::InFlight::KeepKv => (InFlight::KeepKv, false),
-            v1::InFlight::Wait => (InFlight::Recompute, true),
-            v1::InFlight::Abort => (InFlight::Abort, false),
-        };
+        let in_flight = begin.map(|begin| begin.in_flight).unwrap_or_default();
+        let (in_flight, waits) = of_requests_in_flight(in_flight);
         let inbox = self.settings.inbox.clone();
         self.work.spawn(async move {
             let mut changed = loop {

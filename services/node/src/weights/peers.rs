@@ -152,6 +152,20 @@ mod tests {
             Err(Status::unimplemented("the test aborts no update"))
         }
 
+        async fn pause(
+            &self,
+            _: Request<v1::PauseWeightsRequest>,
+        ) -> Result<Response<v1::WeightsStatus>, Status> {
+            Err(Status::unimplemented("the test pauses nothing"))
+        }
+
+        async fn resume(
+            &self,
+            _: Request<v1::ResumeWeightsRequest>,
+        ) -> Result<Response<v1::WeightsStatus>, Status> {
+            Err(Status::unimplemented("the test resumes nothing"))
+        }
+
         async fn status(
             &self,
             request: Request<v1::WeightsStatusRequest>,

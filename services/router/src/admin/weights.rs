@@ -5,7 +5,7 @@ use std::{sync::Arc, time::Duration};
 use axum::{
     Json, Router,
     body::Bytes,
-    extract::{Path, State},
+    extract::{Path, Query, State, rejection::QueryRejection},
     response::{IntoResponse, Response},
     routing::{get, post},
 };
@@ -23,6 +23,8 @@ use crate::{
 const LABEL_BYTES_MAX: usize = 128;
 const TIMEOUT_MAX_S: f64 = 3600.0;
 const TIMEOUT_DEFAULT_S: f64 = 300.0;
+/// Shorter than `router.idle_timeout`, after which requests move to other nodes.
+const PAUSE_DEFAULT_S: f64 = 30.0;
 
 /// Body of `POST /v1/weights/begin`.
 #[derive(Deserialize)]
@@ -48,6 +50,27 @@ struct BeginBody {
     /// Treatment of requests in flight at the commit.
     #[serde(default)]
     in_flight: InFlightName,
+}
+
+/// Query of `POST /v1/weights/pause`.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct PauseQuery {
+    /// Treatment of requests in flight.
+    #[serde(default)]
+    mode: InFlightName,
+    /// Seconds until the nodes serve again by themselves.
+    timeout_s: Option<f64>,
+    /// Model of the nodes; the default model if absent.
+    model: Option<String>,
+}
+
+/// Query of `POST /v1/weights/resume`.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct ResumeQuery {
+    /// Model of the nodes; the default model if absent.
+    model: Option<String>,
 }
 
 #[derive(Clone, Copy, Default, PartialEq, Eq, Deserialize)]
@@ -78,6 +101,8 @@ pub fn routes(front: Arc<Front>, weights: Weights) -> Router {
     Router::new()
         .route("/v1/weights", get(status))
         .route("/v1/weights/begin", post(begin))
+        .route("/v1/weights/pause", post(pause))
+        .route("/v1/weights/resume", post(resume))
         .route("/v1/weights/{id}/commit", post(commit))
         .route("/v1/weights/{id}/abort", post(abort))
         .with_state(Updates { weights, front })
@@ -90,6 +115,31 @@ async fn status(State(updates): State<Updates>) -> Response {
 async fn begin(State(updates): State<Updates>, body: Bytes) -> Response {
     match checked(&updates.front, &body) {
         Ok(update) => reply(updates.weights.begin(update).await),
+        Err(error) => error.into_response(),
+    }
+}
+
+async fn pause(
+    State(updates): State<Updates>,
+    query: Result<Query<PauseQuery>, QueryRejection>,
+) -> Response {
+    let checked = query.map_err(|error| invalid_query(&error)).and_then(|Query(query)| {
+        let timeout = checked_timeout(query.timeout_s.unwrap_or(PAUSE_DEFAULT_S))?;
+        Ok((checked_model(&updates.front, query.model)?, query.mode.into(), timeout))
+    });
+    match checked {
+        Ok((model, mode, timeout)) => reply(updates.weights.pause(&model, mode, timeout).await),
+        Err(error) => error.into_response(),
+    }
+}
+
+async fn resume(
+    State(updates): State<Updates>,
+    query: Result<Query<ResumeQuery>, QueryRejection>,
+) -> Response {
+    let model = query.map_err(|error| invalid_query(&error));
+    match model.and_then(|Query(query)| checked_model(&updates.front, query.model)) {
+        Ok(model) => reply(updates.weights.resume(&model).await),
         Err(error) => error.into_response(),
     }
 }
@@ -114,7 +164,6 @@ fn checked(front: &Front, body: &[u8]) -> Result<NewUpdate, ApiError> {
             let message = format!("cannot begin an update: {error}");
             ApiError::invalid(StatusCode::BAD_REQUEST, "invalid_json", message)
         })?;
-    let shown = |text: &str| text.chars().take(200).collect::<String>();
     if !path.starts_with('/') {
         return Err(invalid(
             "path",
@@ -126,20 +175,8 @@ fn checked(front: &Front, body: &[u8]) -> Result<NewUpdate, ApiError> {
         let expected = "at most 128 bytes without control characters";
         return Err(invalid("label", format!("{:?}", shown(&label)), expected));
     }
-    let timeout_s = timeout_s.unwrap_or(TIMEOUT_DEFAULT_S);
-    if !(1.0..=TIMEOUT_MAX_S).contains(&timeout_s) {
-        return Err(invalid("timeout_s", timeout_s.to_string(), "1 to 3600"));
-    }
-    let names = front.models.model_names();
-    let model = match model {
-        None => front.models.all()[0].name.clone(),
-        Some(name) => names.get(name.as_str()).cloned().ok_or_else(|| {
-            let known: Vec<&str> = names.keys().map(AsRef::as_ref).collect();
-            let expected = format!("one of: {}", known.join(", "));
-            invalid("model", format!("{:?}", shown(&name)), &expected)
-        })?,
-    };
-    let timeout = Duration::from_secs_f64(timeout_s);
+    let timeout = checked_timeout(timeout_s.unwrap_or(TIMEOUT_DEFAULT_S))?;
+    let model = checked_model(front, model)?;
     let transport = match (transport, node) {
         (TransportName::Tcp, seed) => Transport::Tcp { seed },
         (TransportName::Disk, None) => Transport::Disk,
@@ -147,13 +184,46 @@ fn checked(front: &Front, body: &[u8]) -> Result<NewUpdate, ApiError> {
             return Err(invalid("node", format!("{:?}", shown(&node)), "transport tcp with it"));
         }
     };
-    let in_flight = match in_flight {
-        InFlightName::Recompute => InFlight::Recompute,
-        InFlightName::KeepKv => InFlight::KeepKv,
-        InFlightName::Wait => InFlight::Wait,
-        InFlightName::Abort => InFlight::Abort,
-    };
+    let in_flight = in_flight.into();
     Ok(NewUpdate { model, label, path, timeout, commits: commit, transport, in_flight })
+}
+
+impl From<InFlightName> for InFlight {
+    fn from(name: InFlightName) -> Self {
+        match name {
+            InFlightName::Recompute => Self::Recompute,
+            InFlightName::KeepKv => Self::KeepKv,
+            InFlightName::Wait => Self::Wait,
+            InFlightName::Abort => Self::Abort,
+        }
+    }
+}
+
+fn shown(text: &str) -> String {
+    text.chars().take(200).collect()
+}
+
+fn checked_timeout(timeout_s: f64) -> Result<Duration, ApiError> {
+    match (1.0..=TIMEOUT_MAX_S).contains(&timeout_s) {
+        true => Ok(Duration::from_secs_f64(timeout_s)),
+        false => Err(invalid("timeout_s", timeout_s.to_string(), "1 to 3600")),
+    }
+}
+
+/// Returns the model with this name, or the default model.
+fn checked_model(front: &Front, name: Option<String>) -> Result<Arc<str>, ApiError> {
+    let Some(name) = name else { return Ok(front.models.all()[0].name.clone()) };
+    let names = front.models.model_names();
+    names.get(name.as_str()).cloned().ok_or_else(|| {
+        let known: Vec<&str> = names.keys().map(AsRef::as_ref).collect();
+        let expected = format!("one of: {}", known.join(", "));
+        invalid("model", format!("{:?}", shown(&name)), &expected)
+    })
+}
+
+fn invalid_query(error: &QueryRejection) -> ApiError {
+    let message = format!("invalid query: {}", error.body_text());
+    ApiError::invalid(StatusCode::BAD_REQUEST, "invalid_value", message)
 }
 
 fn update_id(text: &str) -> Result<UpdateId, ApiError> {
@@ -179,6 +249,7 @@ fn reply(outcome: Result<WeightsReport, UpdateError>) -> Response {
         UpdateError::NoNode { .. } => (StatusCode::SERVICE_UNAVAILABLE, "no_node"),
         UpdateError::Unknown { .. } => (StatusCode::NOT_FOUND, "unknown_update"),
         UpdateError::UnknownNode { .. } => (StatusCode::NOT_FOUND, "unknown_node"),
+        UpdateError::Pause { .. } => (StatusCode::BAD_GATEWAY, "node_failed"),
         UpdateError::Coordinator(_) => (StatusCode::CONFLICT, "wrong_phase"),
         UpdateError::Busy => (StatusCode::TOO_MANY_REQUESTS, "busy"),
         UpdateError::NoRandomness(_) | UpdateError::Stopped => {

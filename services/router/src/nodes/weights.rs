@@ -26,6 +26,7 @@ pub struct WeightNode {
     pub grpc: String,
     pub model: String,
     pub version: WeightVersion,
+    pub pause: v1::PauseState,
 }
 
 /// An update as the router sends it to every node.
@@ -65,9 +66,41 @@ impl Nodes {
                 grpc: member.address.grpc.clone(),
                 model: record.model.clone(),
                 version: WeightVersion(record.identity.weight_version),
+                pause: member.load().pause(),
             })
         });
         nodes.collect()
+    }
+
+    /// Pauses a node, or lets the node serve again. `pause`: what becomes of running sequences, and the longest pause.
+    pub async fn call_pause(
+        &self,
+        node: &WeightNode,
+        pause: Option<(v1::InFlight, Duration)>,
+    ) -> Result<(), String> {
+        let channel = self.channel(&node.grpc);
+        let channel = channel.ok_or("the router has no connection to it")?;
+        let signer = channel.signer.to(node.epoch);
+        let mut client = WeightsClient::with_interceptor(channel.channel.clone(), signer);
+        let node_epoch = node.epoch.to_bytes().to_vec().into();
+        let answer = tokio::time::timeout(CALL_MAX, async {
+            match pause {
+                Some((in_flight, at_most)) => {
+                    let (in_flight, remaining_ms) = (in_flight.into(), at_most.as_millis() as u64);
+                    let request = v1::PauseWeightsRequest { node_epoch, in_flight, remaining_ms };
+                    client.pause(request).await
+                }
+                None => client.resume(v1::ResumeWeightsRequest { node_epoch }).await,
+            }
+        });
+        match answer.await {
+            Ok(Ok(_)) => Ok(()),
+            Ok(Err(status)) if status.code() == Code::Unimplemented => {
+                Err("it is of an older release without pauses".to_owned())
+            }
+            Ok(Err(status)) => Err(status.message().to_owned()),
+            Err(_) => Err(format!("no answer within {CALL_MAX:?}")),
+        }
     }
 
     /// Makes one call of an update. `remaining`: time until the node aborts the update by itself.

@@ -161,6 +161,8 @@ impl ModelTarget {
 
 #[cfg(test)]
 mod tests {
+    use proto::v1::PauseState;
+
     use super::*;
 
     const OLD: WeightVersion = WeightVersion(70);
@@ -180,6 +182,7 @@ mod tests {
             grpc: String::new(),
             model: model.to_owned(),
             version,
+            pause: PauseState::None,
         }
     }
 

@@ -303,6 +303,8 @@ impl Update {
 mod tests {
     use weight_transfer::NodeReply;
 
+    use proto::v1::PauseState;
+
     use super::*;
     use crate::weights::Transport;
 
@@ -314,6 +316,7 @@ mod tests {
             grpc: String::new(),
             model: "m".into(),
             version: WeightVersion::LOADED,
+            pause: PauseState::None,
         }
     }
 
