@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use anyhow::{Result, ensure};
+use anyhow::{Result, bail, ensure};
 
 use crate::{
     hosts::{ETCD, HostCluster, ROUTER, cut, decode_host, prefill_host},
@@ -14,6 +14,9 @@ pub const SHORT: &str = "faults short";
 pub const LINKS: &str = "faults links";
 pub const STOPS: &str = "faults stops";
 
+/// Environment variable: cluster sizes of the long tables, separated by commas. Tables of different sizes can run at the
+/// same time, because each run has its own network.
+const SIZES: &str = "BATON_FAULTS_SIZES";
 /// Tokens of all streams before a fault, fewer than one answer has: some streams decode, some prompts wait.
 const TOKENS_BEFORE: usize = 24;
 const STREAMS: usize = 30;
@@ -135,15 +138,25 @@ pub fn run_short() {
     .unwrap_or_else(|error: anyhow::Error| panic!("{error:#}"));
 }
 
+/// Returns the cluster sizes of the long tables, in nodes of each role.
+fn sizes() -> Result<Vec<usize>> {
+    let wanted = std::env::var(SIZES).unwrap_or("1,2,3".to_owned());
+    let sizes = wanted.split(',').map(|size| match size.parse() {
+        Ok(size @ 1..=3) => Ok(size),
+        _ => bail!("invalid {SIZES}: {size}; expected 1, 2 or 3"),
+    });
+    sizes.collect()
+}
+
 pub fn run_links() {
     test_harness::block_on(async {
         Report::print_head();
-        for (prefill, decode) in [(1, 1), (2, 2), (3, 3)] {
-            let mut bench = Bench::start(prefill, decode, STREAMS).await?;
+        for count in sizes()? {
+            let mut bench = Bench::start(count, count, STREAMS).await?;
             for (a, b, from, to) in pairs() {
                 for length in [Some(SECOND), Some(5 * SECOND), None] {
                     // Without another decode node the answers wait for the end of the cut.
-                    let is_survived = decode > 1 || to != decode_host(0) || from != ROUTER;
+                    let is_survived = count > 1 || to != decode_host(0) || from != ROUTER;
                     if length.is_none() && !is_survived {
                         continue;
                     }
@@ -173,8 +186,8 @@ pub fn run_links() {
 pub fn run_stops() {
     test_harness::block_on(async {
         Report::print_head();
-        for (prefill, decode) in [(1, 1), (2, 2), (3, 3)] {
-            let mut bench = Bench::start(prefill, decode, STREAMS).await?;
+        for count in sizes()? {
+            let mut bench = Bench::start(count, count, STREAMS).await?;
             for time in [SECOND, 5 * SECOND, 20 * SECOND] {
                 for who in ["P", "D", "router", "etcd"] {
                     bench.stop(who, time).await?;

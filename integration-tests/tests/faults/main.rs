@@ -5,7 +5,7 @@
 //! network's router. Without root, `ip` or `nft` the tests of the network are skipped.
 //!
 //! `BATON_FAULTS=links,stops,kills cargo test -p integration-tests --test faults -- --nocapture` also runs the long
-//! tables of docs/benchmarks/faults.md.
+//! tables of docs/benchmarks/faults.md. `BATON_FAULTS_SIZES=2` limits the tables of links and stops to 2P2D.
 
 mod hosts;
 mod kills;
