@@ -24,7 +24,8 @@
 //! 4. The last output is [`Output::Finish`] or [`Output::Fail`], exactly once. If the client disconnects, the owner
 //!    calls [`RequestCore::handle_client_left`] instead, and neither output follows.
 //!
-//! States: `Picking` → `Attempting` → `Ended`. A failed attempt returns to `Picking`. A pick without a
+//! States: `Picking` → `Attempting` → `Ended`. A failed attempt returns to `Picking`, after lost nodes through
+//! `WaitingToRetry`. A pick without a
 //! node leads to `WaitingForTurn` or `WaitingForNode`, and from there back to `Picking`. A stalled client leads from
 //! `Attempting` to `Paused`, and its next read to `WaitingForTurn`.
 //!
@@ -264,6 +265,9 @@ enum State {
         retry_at: Option<Instant>,
     },
     WaitingForNode {
+        pick_at: Instant,
+    },
+    WaitingToRetry {
         pick_at: Instant,
     },
     /// No attempt is open until the client reads.
@@ -573,7 +577,7 @@ impl RequestCore {
             State::WaitingForTurn { retry_at } => {
                 self.recovery.busy_until().into_iter().chain(*retry_at).min()
             }
-            State::WaitingForNode { pick_at } => Some(*pick_at),
+            State::WaitingForNode { pick_at } | State::WaitingToRetry { pick_at } => Some(*pick_at),
             State::Attempting(attempt) if attempt.is_emitting => None,
             State::Attempting(attempt) => {
                 let last_event = self.is_complete().then(|| attempt.active_at + LAST_EVENT_MAX);
@@ -637,7 +641,7 @@ impl RequestCore {
                     self.outputs.push_back(Output::RetryPassed);
                 }
             }
-            State::WaitingForNode { pick_at } => {
+            State::WaitingForNode { pick_at } | State::WaitingToRetry { pick_at } => {
                 if *pick_at <= now {
                     self.pick();
                 }
@@ -745,6 +749,9 @@ impl RequestCore {
     fn follow(&mut self, now: Instant, next: NextStep, retry_at: Option<Instant>) {
         match next {
             NextStep::Retry => self.pick(),
+            NextStep::RetryAfter(wait) => {
+                self.state = State::WaitingToRetry { pick_at: now + wait };
+            }
             NextStep::WaitForTurn => {
                 self.state = State::WaitingForTurn { retry_at };
                 self.outputs.push_back(Output::WaitForTurn);

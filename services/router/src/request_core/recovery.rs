@@ -4,6 +4,8 @@
 //!   remembered by their epoch: a restarted node is not avoided for the failure of its predecessor.
 //! * After a second failed transfer, and on the last attempt of the budget, no prefill node is picked: the attempt
 //!   needs no transfer.
+//! * After a second lost node in a row the next attempt waits, longer each time: if the router itself was stopped or cut
+//!   off, it notices the loss of its other connections meanwhile instead of spending an attempt on each of them.
 //! * The budget renews whenever an attempt emitted tokens, so it bounds attempts without progress.
 //! * Busy nodes cost no attempt: the request waits for a bounded time. Requests that found every node busy pick
 //!   again in the order of a [`FairQueue`](crate::fair_queue::FairQueue).
@@ -22,6 +24,9 @@ use super::{RecoveryPolicy, emitted::EmissionError};
 
 /// Maximum bytes of a peer's message that the router copies into a log or an error body.
 const MESSAGE_BYTES_MAX: usize = 300;
+/// Wait for the next attempt after a second lost node in a row, and its maximum. Each further loss doubles it.
+const LOST_WAIT: Duration = Duration::from_millis(100);
+const LOST_WAIT_MAX: Duration = Duration::from_secs(2);
 
 #[derive(Debug)]
 pub struct Recovery {
@@ -57,6 +62,8 @@ enum WaitReason {
 pub enum NextStep {
     /// Pick nodes at once.
     Retry,
+    /// Pick nodes after this time.
+    RetryAfter(Duration),
     /// Every decode node is busy: wait for the turn to pick.
     WaitForTurn,
     /// No decode node takes the request: wait for a change of nodes.
@@ -173,7 +180,13 @@ impl Recovery {
             let attempts = self.failed;
             return NextStep::GiveUp(GiveUp::AttemptsSpent { attempts, last: failure });
         }
-        NextStep::Retry
+        match (failure.cause, self.failed) {
+            (Cause::Lost, 2..) => {
+                let factor = 2u32.saturating_pow(self.failed - 2);
+                NextStep::RetryAfter(LOST_WAIT.saturating_mul(factor).min(LOST_WAIT_MAX))
+            }
+            _ => NextStep::Retry,
+        }
     }
 
     /// Handles a pick that found no decode node.
@@ -480,6 +493,21 @@ mod tests {
         Epoch::from_bytes(&[number; 16]).unwrap()
     }
 
+    fn retry_after(ms: u64) -> NextStep {
+        NextStep::RetryAfter(Duration::from_millis(ms))
+    }
+
+    #[test]
+    fn waits_after_lost_nodes_are_bounded() {
+        let policy = RecoveryPolicy { attempts_max: u32::MAX, ..POLICY };
+        let (mut recovery, now) = (Recovery::new(policy), Instant::now());
+        let mut next = NextStep::Retry;
+        for number in 1..=200 {
+            next = recovery.failed(failure(Side::Decode, Cause::Lost), None, epoch(number), now);
+        }
+        assert_eq!(next, NextStep::RetryAfter(LOST_WAIT_MAX));
+    }
+
     /// Returns a prefill and a decode node.
     fn nodes() -> (Epoch, Epoch) {
         (epoch(1), epoch(101))
@@ -524,9 +552,10 @@ mod tests {
         let (_, decode) = nodes();
         let mut recovery = Recovery::new(POLICY);
         let lost = || failure(Side::Prefill, Cause::Lost);
-        for number in 1..=3 {
+        let waits = [NextStep::Retry, retry_after(100), retry_after(200)];
+        for (number, next) in (1..).zip(waits) {
             assert!(!recovery.local_prefill());
-            assert_eq!(recovery.failed(lost(), Some(epoch(number)), decode, now), NextStep::Retry);
+            assert_eq!(recovery.failed(lost(), Some(epoch(number)), decode, now), next);
         }
         assert!(recovery.local_prefill());
         assert_eq!(
@@ -559,8 +588,8 @@ mod tests {
             assert_eq!(recovery.avoid_decode(), [epoch(number)]);
         }
         assert_eq!(recovery.attempts(), 101);
-        for number in 101..=102 {
-            assert_eq!(recovery.failed(lost(), None, epoch(number), now), NextStep::Retry);
+        for (number, next) in (101..).zip([retry_after(100), retry_after(200)]) {
+            assert_eq!(recovery.failed(lost(), None, epoch(number), now), next);
         }
         assert_eq!(
             recovery.failed(lost(), None, epoch(103), now),

@@ -292,13 +292,22 @@ fn attempts_without_a_token_are_bounded() {
         assert_eq!(owner.core.wanted().local_prefill, number == 4);
         owner.picked(number < 4);
         let outputs = owner.loses_decode();
-        if number < 4 {
-            assert_eq!(outputs[1..], [Output::Pick]);
-        } else {
-            let spent = GiveUp::AttemptsSpent { attempts: 4, last: lost() };
-            assert_eq!(*gave_up(&outputs), spent);
+        match number {
+            1 => assert_eq!(outputs[1..], [Output::Pick]),
+            2 | 3 => {
+                assert!(matches!(outputs[..], [Output::EndAttempt(_)]));
+                owner.core.handle_nodes_changed();
+                assert_eq!(owner.outputs(), []);
+                assert_eq!(owner.deadline(), [Output::Pick]);
+            }
+            _ => {
+                let spent = GiveUp::AttemptsSpent { attempts: 4, last: lost() };
+                assert_eq!(*gave_up(&outputs), spent);
+            }
         }
     }
+    // 100 ms after the second attempt, 200 ms after the third.
+    assert_eq!(owner.elapsed(), Duration::from_millis(300));
 }
 
 #[test]
