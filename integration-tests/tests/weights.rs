@@ -154,6 +154,68 @@ async fn updated_nodes_answer_as_nodes_started_with_the_new_weights() -> Result<
     cluster.stop()
 }
 
+/// Changes a model so that its files can be opened, but a weight is not finite.
+fn damaged(folder: &Path) -> PathBuf {
+    let path = trained(folder, "damaged", 0);
+    let file = path.join("model.gguf");
+    let mut bytes = std::fs::read(&file).expect("the model was written");
+    let header = gguf::Header::parse(&bytes).expect("the model is a GGUF file");
+    let last = header.tensors().iter().rfind(|tensor| tensor.name.ends_with("ffn_up.weight"));
+    let offset = last.expect("the model has layers").offset as usize;
+    // The scale of the first block, in f16.
+    bytes[offset..offset + 2].copy_from_slice(&0x7e00u16.to_le_bytes());
+    std::fs::write(&file, bytes).expect("the model can be written");
+    path
+}
+
+#[tokio::test]
+async fn weights_change_in_place_and_are_restored_after_an_abort() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let new = trained(folder.path(), "new", 0x11);
+    let new_tokens = expected(&new, ClusterSpec::smollm2().nodes(0, 1)).await?;
+    let spec = name_model(ClusterSpec::smollm2().nodes(1, 1));
+    let spec = spec.set("BATON_WEIGHTS_PLACE", "in_place");
+    let (cluster, client) = Cluster::start_with_client(spec).await?;
+    let old_tokens = all_tokens(&client).await?;
+
+    // The first bad weight is found after the weights in use are gone.
+    let damaged = damaged(folder.path());
+    let report = update(&cluster, &damaged).await?;
+    assert_eq!(report["update"]["phase"], "aborted", "{report}");
+    assert!(report["update"]["reason"].as_str().unwrap_or_default().contains("ffn_up"), "{report}");
+    wait_version(&cluster, &json!("loaded")).await?;
+    assert_eq!(all_tokens(&client).await?, old_tokens);
+    assert!(cluster.decode[0].log().contains("no valid weights"), "the node says so");
+
+    let report = committed(&cluster, &new).await?;
+    let version = report["update"]["weight_version"].clone();
+    wait_version(&cluster, &version).await?;
+    assert_eq!(all_tokens(&client).await?, new_tokens);
+
+    // An operator aborts a prepared update: the nodes return to the weights of the last commit.
+    let admin = admin(&cluster);
+    let begun = admin.post("/v1/weights/begin", &json!({"path": smollm2()})).await?.json();
+    let id = begun["update"]["id"].as_str().context("an id")?.to_owned();
+    let deadline = Instant::now() + COMMITTED_WITHIN;
+    while self::report(&cluster).await?["update"]["phase"] != "prepared" {
+        ensure!(Instant::now() < deadline, "{}", self::report(&cluster).await?);
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    admin.post(&format!("/v1/weights/{id}/abort"), &json!({})).await?;
+    // The nodes restore the weights themselves, or the router sees first that they need an update.
+    for node in cluster.prefill.iter().chain(&cluster.decode) {
+        while node.log().matches("no valid weights").count() < 2 {
+            ensure!(Instant::now() < deadline, "{}", node.log());
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+    }
+    wait_version(&cluster, &version).await?;
+    assert_eq!(all_tokens(&client).await?, new_tokens);
+    committed(&cluster, &smollm2()).await?;
+    assert_eq!(all_tokens(&client).await?, old_tokens);
+    cluster.stop()
+}
+
 /// The nodes have separate caches, and only the seed reads the path: the others copy its files, also after the path is
 /// gone.
 #[tokio::test]

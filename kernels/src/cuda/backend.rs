@@ -183,6 +183,10 @@ impl CudaBackend {
         to.copy(0, &from, 0, from.bytes(), &self.compute)
     }
 
+    pub(super) fn weights_memory(&self) -> &DeviceMemory {
+        &self.weights
+    }
+
     /// Tunes these GEMM shapes. Call this after loading and before the first forward pass, because tuning
     /// overwrites the activations.
     pub fn tune(

@@ -93,6 +93,12 @@ impl DeviceMemory {
         Ok(Self { what, allocation, bytes, used: AtomicUsize::new(0) })
     }
 
+    /// Returns the same memory, to cut ranges from its front again.
+    pub(super) fn alias(&self, what: &'static str) -> Self {
+        let (allocation, used) = (self.allocation.clone(), AtomicUsize::new(0));
+        Self { what, allocation, bytes: self.bytes, used }
+    }
+
     /// Returns the bytes cut so far, including alignment.
     pub fn used_bytes(&self) -> usize {
         self.used.load(Ordering::Relaxed)

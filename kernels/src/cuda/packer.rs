@@ -1,4 +1,4 @@
-//! A second copy of the weights on the GPU, which other weights are packed into while the backend computes.
+//! Packs other weights on the GPU: into a second copy while the backend computes, or over the weights in use.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -16,7 +16,7 @@ use crate::{
     shard::Shard,
 };
 
-/// Memory of a second copy of a backend's weights. Weights that are packed in the same order lie at the same offsets as
+/// Memory of a second copy of a backend's weights, or that of the weights themselves. Weights that are packed in the same order lie at the same offsets as
 /// those of the backend, so one copy replaces all of them.
 pub struct CudaPacker {
     context: Arc<Context>,
@@ -32,8 +32,18 @@ impl CudaPacker {
     /// Allocates memory for a second copy of the weights of `backend`, which has loaded them, and for its uploads.
     pub fn new(backend: &CudaBackend) -> Result<Self, CudaError> {
         let (weights, _) = backend.memory_bytes();
+        let memory =
+            DeviceMemory::new(backend.context(), "the second copy of the weights", weights)?;
+        Self::into(memory, backend)
+    }
+
+    /// Packs over the weights of `backend` themselves. No kernel may read them meanwhile.
+    pub fn in_place(backend: &CudaBackend) -> Result<Self, CudaError> {
+        Self::into(backend.weights_memory().alias("the weights"), backend)
+    }
+
+    fn into(memory: DeviceMemory, backend: &CudaBackend) -> Result<Self, CudaError> {
         let context = Arc::clone(backend.context());
-        let memory = DeviceMemory::new(&context, "the second copy of the weights", weights)?;
         Ok(Self {
             dtype: backend.dtype(),
             shard: backend.shard(),

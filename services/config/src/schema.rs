@@ -385,7 +385,8 @@ section! {
     /// Live weight updates.
     pub struct Weights = "weights" {
         /// Place of new weights during an update: shadow reserves GPU memory for a second copy of the weights at start,
-        /// auto reserves none. On CPUs both take host memory during the update.
+        /// in_place overwrites the weights in use and serves nothing meanwhile, and with auto a GPU rejects updates. On CPUs
+        /// auto and shadow take host memory during the update.
         place: WeightPlace = WeightPlace::Auto,
             "Few clusters update their weights, and the memory of a second copy serves many KV blocks.";
     }

@@ -75,6 +75,12 @@ pub trait Executor: Send {
         None
     }
 
+    /// Gives up the weights in use, so that others can be prepared in their place. Called while no step is in flight. No
+    /// step is launched before [`commit_weights`](Self::commit_weights).
+    fn release_weights(&mut self) -> Result<(), ExecutorError> {
+        Err(ExecutorError::Stopped { reason: "the weights cannot change in place".to_owned() })
+    }
+
     /// Exchanges the weights in use and the prepared weights. Called while no step is in flight. Fails without prepared
     /// weights.
     fn commit_weights(&mut self) -> Result<(), ExecutorError> {
@@ -121,6 +127,10 @@ impl<E: Executor + ?Sized> Executor for Box<E> {
         (**self).weight_update()
     }
 
+    fn release_weights(&mut self) -> Result<(), ExecutorError> {
+        (**self).release_weights()
+    }
+
     fn commit_weights(&mut self) -> Result<(), ExecutorError> {
         (**self).commit_weights()
     }
@@ -130,17 +140,21 @@ impl<E: Executor + ?Sized> Executor for Box<E> {
     }
 }
 
-/// Prepares other weights while the executor runs steps. Called from one thread at a time.
+/// Prepares other weights. Called from one thread at a time.
 pub trait WeightUpdate: Send + Sync {
-    /// Makes a second copy of the weights from the opened model at `path`, and blocks until it is complete.
-    /// [`Executor::commit_weights`] then exchanges the copies.
+    /// Returns whether weights are prepared in the place of those in use, after [`Executor::release_weights`]. Otherwise
+    /// the executor runs steps meanwhile.
+    fn is_in_place(&self) -> bool;
+
+    /// Packs the weights of the opened model at `path`, and blocks until they are complete.
+    /// [`Executor::commit_weights`] then uses them.
     fn prepare(&self, path: &Path, checkpoint: &Checkpoint) -> Result<(), PrepareError>;
 
-    /// Frees the copy that is not in use.
+    /// Frees the weights that are not in use.
     fn discard(&self);
 }
 
-/// Reason why weights could not be prepared. The weights in use are unchanged.
+/// Reason why weights could not be prepared. A second copy leaves the weights in use unchanged.
 #[derive(Debug, thiserror::Error)]
 pub enum PrepareError {
     #[error(transparent)]

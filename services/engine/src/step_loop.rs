@@ -156,6 +156,16 @@ impl<E: Executor> StepLoop<E> {
         self.is_held = is_held;
     }
 
+    /// Gives up the weights in use, so that others can be prepared in their place. The loop must be held until the weights
+    /// change.
+    ///
+    /// # Panics
+    /// When a step is in flight.
+    pub fn release_weights(&mut self) -> Result<(), ExecutorError> {
+        assert!(self.launched.is_empty(), "weights change between steps");
+        self.executor.release_weights()
+    }
+
     /// Computes with the prepared weights from the next step on, and moves the sequences to them.
     ///
     /// # Panics

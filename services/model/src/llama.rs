@@ -25,7 +25,8 @@ pub struct Llama<B: Backend> {
     /// Heads of the rank.
     heads: HeadShape,
     rope_frequencies: B::Vector,
-    weights: LlamaWeights<B::Matrix, B::Vector>,
+    /// `None` while other weights are packed in their place.
+    weights: Option<LlamaWeights<B::Matrix, B::Vector>>,
     activations: Activations<B>,
 }
 
@@ -199,15 +200,27 @@ impl<B: Backend> Llama<B> {
             shard,
             limits,
             heads,
-            weights,
+            weights: Some(weights),
             activations,
         })
     }
 
-    /// Exchanges the weights and `other`, which were packed from a checkpoint of the same configuration.
-    pub fn swap_weights(&mut self, other: &mut LlamaWeights<B::Matrix, B::Vector>) {
-        assert_eq!(self.weights.layers.len(), other.layers.len(), "one configuration");
-        std::mem::swap(&mut self.weights, other);
+    /// Replaces the weights with others that were packed from a checkpoint of the same configuration. Returns the old ones.
+    pub fn replace_weights(
+        &mut self,
+        weights: LlamaWeights<B::Matrix, B::Vector>,
+    ) -> Option<LlamaWeights<B::Matrix, B::Vector>> {
+        assert_eq!(weights.layers.len(), self.config.layer_count, "one configuration");
+        self.weights.replace(weights)
+    }
+
+    /// Gives up the weights. No forward pass may run until they are replaced.
+    pub fn take_weights(&mut self) -> Option<LlamaWeights<B::Matrix, B::Vector>> {
+        self.weights.take()
+    }
+
+    pub fn has_weights(&self) -> bool {
+        self.weights.is_some()
     }
 
     pub fn config(&self) -> &ModelConfig {
@@ -230,10 +243,11 @@ impl<B: Backend> Llama<B> {
     /// columns of its [vocabulary shard](Shard::tokens).
     ///
     /// # Panics
-    /// When the step exceeds the limits, or its blocks have another layout than this model's KV. Both
+    /// When the model has no weights, the step exceeds the limits, or its blocks have another layout than this model's KV. All
     /// are bugs of the executor.
     pub fn forward(&mut self, backend: &mut B, step: &mut B::Step) -> &B::Buffer {
         let Self { config, shard, limits, heads, weights, activations, rope_frequencies } = self;
+        let weights = weights.as_ref().expect("no forward pass runs without weights");
         let (heads, eps, scale) = (*heads, config.rms_eps, config.attention_scale());
         let Activations {
             residual,

@@ -272,6 +272,9 @@ pub(crate) fn start_gpu(
         // Before the KV cache, which takes the memory that is left.
         model.allocate_shadow()?;
     }
+    if settings::updates_in_place(config) {
+        model.update_in_place()?;
+    }
     let own_layout = layout.with_heads(layout.kv_head_count / of);
     let fitting = match set {
         Some(blocks) => blocks,
@@ -331,7 +334,11 @@ pub(crate) fn start_cpu(
     if let Some(group) = group {
         backend = backend.in_group(group);
     }
-    Ok(CpuExecutor::start(checkpoint, backend, arena.clone(), limits, &mut load_log())?)
+    let executor = CpuExecutor::start(checkpoint, backend, arena.clone(), limits, &mut load_log())?;
+    if settings::updates_in_place(config) {
+        executor.update_in_place();
+    }
+    Ok(executor)
 }
 
 /// Returns a callback that logs the progress of loading the weights, at most every [`LOAD_LOG_INTERVAL`].

@@ -113,6 +113,8 @@ pub(crate) struct Engine<E> {
     is_paused: Arc<AtomicBool>,
     /// Waits for the change of weights.
     weights_changed: Option<oneshot::Sender<Duration>>,
+    /// Waits for the release of the weights.
+    weights_released: Option<oneshot::Sender<()>>,
     /// Copies of the KV tiers; `None` without tiers.
     tiers: Option<TierThreads>,
     is_stopping: bool,
@@ -146,6 +148,7 @@ impl<E: Executor> Engine<E> {
             step_in_flight,
             is_paused,
             weights_changed: None,
+            weights_released: None,
             tiers: None,
             is_stopping: false,
         }
@@ -277,6 +280,15 @@ impl<E: Executor> Engine<E> {
                 self.weights_changed = Some(changed);
                 self.core.handle_change_weights(weight_version, label, in_flight, waits, now);
             }
+            Command::ReleaseWeights { waits, released, _permit } => {
+                self.weights_released = Some(released);
+                self.core.handle_release_weights(waits, now);
+            }
+            Command::LoseWeights { lost, _permit } => {
+                self.weights_released = None;
+                // The caller may be gone.
+                let _ = lost.send(self.core.handle_lost_weights(now));
+            }
             Command::Pause { in_flight, waits, at_most, _permit } => {
                 self.core.handle_pause(in_flight, waits, now + at_most, now);
             }
@@ -335,6 +347,12 @@ impl<E: Executor> Engine<E> {
                     if let Some(changed) = self.weights_changed.take() {
                         // The caller may be gone.
                         let _ = changed.send(paused);
+                    }
+                }
+                Output::WeightsReleased => {
+                    if let Some(released) = self.weights_released.take() {
+                        // The caller may be gone.
+                        let _ = released.send(());
                     }
                 }
                 Output::PauseChanged { state } => {

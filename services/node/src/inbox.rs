@@ -77,6 +77,22 @@ pub(crate) enum Command {
         /// Held until the engine thread has taken the command.
         _permit: OwnedSemaphorePermit,
     },
+    /// Give up the weights in use at the next step boundary, and launch no step until [`Command::ChangeWeights`].
+    ReleaseWeights {
+        /// Whether running sequences may finish before.
+        waits: bool,
+        /// Receives the moment.
+        released: oneshot::Sender<()>,
+        /// Held until the engine thread has taken the command.
+        _permit: OwnedSemaphorePermit,
+    },
+    /// The update that released the weights was aborted.
+    LoseWeights {
+        /// Receives whether the node has no valid weights now.
+        lost: oneshot::Sender<bool>,
+        /// Held until the engine thread has taken the command.
+        _permit: OwnedSemaphorePermit,
+    },
     /// Serve nothing until [`Command::Resume`].
     Pause {
         in_flight: InFlight,

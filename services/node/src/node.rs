@@ -58,7 +58,7 @@ use crate::{
     tensor_parallel,
     tiers::{OpenTiers, TierCopies, TierMetrics},
     transfer_metrics,
-    weights::{PeerCredentials, WeightActor, WeightSettings, WeightsService},
+    weights::{LoadedModel, PeerCredentials, WeightActor, WeightSettings, WeightsService},
 };
 
 /// Time for attempts to end after the drain time-out: a dead peer holds blocks for one lease and half a
@@ -325,6 +325,11 @@ impl Node {
         let attempt_limits = identity::attempt_limits(&record);
         let verifier = CallVerifier::new(&secret, epoch);
         let authenticate = AuthenticateLayer::new(verifier, node_metrics.clone());
+        let loaded = LoadedModel {
+            path: path.clone(),
+            format: settings::load_format(config.model.load_format),
+            fingerprint: record.identity.model_fingerprint,
+        };
         let grammars = Grammars::new(path, record.vocabulary_size, node_metrics);
         let inbox_of_calls = inbox.clone();
         let service = NodeService::new(
@@ -337,6 +342,7 @@ impl Node {
         );
         let weights = WeightActor::start(WeightSettings {
             model,
+            loaded,
             host_bytes,
             update: weight_update,
             inbox: inbox.clone(),

@@ -166,6 +166,11 @@ pub(crate) fn has_gpu_shadow(config: &Config) -> bool {
     config.weights.place == WeightPlace::Shadow && config.node.tp == 1
 }
 
+/// Returns whether updates overwrite the weights in use.
+pub(crate) fn updates_in_place(config: &Config) -> bool {
+    config.weights.place == WeightPlace::InPlace && config.node.tp == 1
+}
+
 /// Largest batch of an executor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct BatchSizes {

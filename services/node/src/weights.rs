@@ -1,19 +1,22 @@
 //! Live weight updates of this node: the gRPC service `baton.v1.Weights`.
 //!
 //! `actor` owns the state machine of the crate `weight-transfer` and carries out its actions. `copy` copies files of
-//! weights between nodes. `peers` calls other nodes of an update. `receive` opens, checks and prepares new weights. `standby` owns the copy of the weights that is
-//! not in use. The engine thread exchanges the weights at a step boundary.
+//! weights between nodes. `peers` calls other nodes of an update. `receive` opens, checks and prepares new weights.
+//! `standby` owns the weights that are not in use. The engine thread exchanges the weights at a step boundary; `engine` has
+//! the calls. `restore` reads the old weights again after an aborted update in place.
 
 mod actor;
 mod copy;
+mod engine;
 mod peers;
 mod receive;
+mod restore;
 mod standby;
 
 use std::{path::PathBuf, pin::Pin, time::Duration};
 
+use ::engine::event::InFlight;
 use cluster::Epoch;
-use engine::event::InFlight;
 use futures_util::{Stream, stream::poll_fn};
 use proto::v1::{self, weights_server};
 use tokio_util::sync::CancellationToken;
@@ -27,6 +30,7 @@ use self::{
 pub(crate) use self::{
     actor::{WeightActor, WeightSettings},
     peers::PeerCredentials,
+    restore::LoadedModel,
 };
 use crate::{
     attempt::{self, AttemptLimits, invalid, shown, within},

@@ -581,6 +581,7 @@ impl Process {
                 CoreOutput::Metric(_)
                 | CoreOutput::Stage { .. }
                 | CoreOutput::WeightsChanged { .. }
+                | CoreOutput::WeightsReleased
                 | CoreOutput::PauseChanged { .. }
                 | CoreOutput::Recovered => {}
             }

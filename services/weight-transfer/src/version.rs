@@ -16,6 +16,8 @@ const HASHED: u64 = 1 << 63;
 impl WeightVersion {
     /// The weights that a process loaded at its start. The fingerprint of the model names their content.
     pub const LOADED: Self = Self(1);
+    /// No valid weights: an update in place was aborted, and the node has not restored its weights yet.
+    pub const NONE: Self = Self(0);
 
     /// Returns the version of weights with this plan and these digests, one for each chunk.
     pub fn of_content(plan: &Plan, digests: &[u128]) -> Self {
@@ -32,6 +34,7 @@ impl fmt::Display for WeightVersion {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match *self {
             Self::LOADED => f.write_str("loaded"),
+            Self::NONE => f.write_str("none"),
             Self(hash) => write!(f, "{hash:016x}"),
         }
     }

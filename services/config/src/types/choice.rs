@@ -97,6 +97,8 @@ choice! {
         Auto = "auto",
         /// A second copy on the device. GPUs reserve its memory at start.
         Shadow = "shadow",
+        /// The place of the weights in use. The node serves nothing while it receives weights.
+        InPlace = "in_place",
     }
 }
 

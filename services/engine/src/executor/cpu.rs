@@ -10,7 +10,10 @@ use std::{
     io,
     ops::Range,
     path::Path,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicBool, Ordering},
+    },
     time::{Duration, Instant},
 };
 
@@ -60,6 +63,8 @@ enum Job {
     Step(StepPlan),
     /// The token bitmasks of the step launched last.
     Masks(StepId, Vec<RowMask>),
+    /// Free the weights in use.
+    ReleaseWeights,
     /// Exchange the weights in use and the prepared weights.
     CommitWeights,
 }
@@ -69,10 +74,11 @@ enum Done {
     /// The forward pass of a step that awaits its token bitmasks.
     Forward(StepId),
     Step(StepResult),
-    WeightsCommitted,
+    /// The weights in use were freed or exchanged.
+    WeightsChanged,
 }
 
-/// Time-out of the exchange of weights, which only swaps pointers.
+/// Time-out of the exchange of weights, which only swaps pointers or frees memory.
 const COMMIT_MAX: Duration = Duration::from_secs(10);
 
 type CpuWeights = LlamaWeights<CpuMatrix, CpuVector>;
@@ -81,6 +87,7 @@ type CpuWeights = LlamaWeights<CpuMatrix, CpuVector>;
 struct Shadow {
     /// Backend that packs weights beside the steps, on one thread.
     packer: CpuBackend,
+    is_in_place: AtomicBool,
     weights: Mutex<Option<CpuWeights>>,
 }
 
@@ -91,6 +98,10 @@ impl Shadow {
 }
 
 impl WeightUpdate for Shadow {
+    fn is_in_place(&self) -> bool {
+        self.is_in_place.load(Ordering::Relaxed)
+    }
+
     fn prepare(&self, _path: &Path, checkpoint: &Checkpoint) -> Result<(), PrepareError> {
         self.discard();
         let weights = LlamaWeights::pack(checkpoint, &self.packer, &mut |_| ())?;
@@ -128,7 +139,8 @@ impl CpuExecutor {
         let model = Llama::load(checkpoint, &backend, largest_step, progress)?;
         let batch = Batch::new(limits);
         let packer = backend.packer()?;
-        let shadow = Arc::new(Shadow { packer, weights: Mutex::default() });
+        let shadow = Shadow { packer, is_in_place: false.into(), weights: Mutex::default() };
+        let shadow = Arc::new(shadow);
         let mut runner = Runner {
             model,
             backend,
@@ -143,6 +155,28 @@ impl CpuExecutor {
         let worker =
             Worker::start("baton-engine-cpu", 2 * limits.depth, move |job| runner.run(job))?;
         Ok(Self { limits, worker, in_flight: 0, awaiting: None, masks_are_due: false, shadow })
+    }
+}
+
+impl CpuExecutor {
+    /// Lets updates free the weights in use before they pack others, so that memory holds one copy.
+    pub fn update_in_place(&self) {
+        self.shadow.is_in_place.store(true, Ordering::Relaxed);
+    }
+
+    /// Runs a job that changes the weights, and waits for its end.
+    fn change_weights(&mut self, job: Job) -> Result<(), ExecutorError> {
+        assert_eq!(self.in_flight, 0, "weights change between steps");
+        self.worker.send(job)?;
+        let deadline = Instant::now() + COMMIT_MAX;
+        while Instant::now() < deadline {
+            // A wake-up ends the wait early.
+            if let Some(Done::WeightsChanged) = self.worker.receive(COMMIT_MAX)? {
+                return Ok(());
+            }
+        }
+        let reason = format!("the weights were not exchanged within {COMMIT_MAX:?}");
+        Err(ExecutorError::Stopped { reason })
     }
 }
 
@@ -176,7 +210,7 @@ impl Executor for CpuExecutor {
                 return Ok(None);
             }
             Some(Done::Step(result)) => result,
-            Some(Done::WeightsCommitted) => return Ok(None),
+            Some(Done::WeightsChanged) => return Ok(None),
         };
         self.in_flight -= 1;
         result.run.collected_at = Some(Instant::now());
@@ -196,17 +230,11 @@ impl Executor for CpuExecutor {
     }
 
     fn commit_weights(&mut self) -> Result<(), ExecutorError> {
-        assert_eq!(self.in_flight, 0, "weights change between steps");
-        self.worker.send(Job::CommitWeights)?;
-        let deadline = Instant::now() + COMMIT_MAX;
-        while Instant::now() < deadline {
-            // A wake-up ends the wait early.
-            if let Some(Done::WeightsCommitted) = self.worker.receive(COMMIT_MAX)? {
-                return Ok(());
-            }
-        }
-        let reason = format!("the weights were not exchanged within {COMMIT_MAX:?}");
-        Err(ExecutorError::Stopped { reason })
+        self.change_weights(Job::CommitWeights)
+    }
+
+    fn release_weights(&mut self) -> Result<(), ExecutorError> {
+        self.change_weights(Job::ReleaseWeights)
     }
 }
 
@@ -250,14 +278,18 @@ impl Runner {
                 self.batch.supply(&mut step.scheduled, masks).map_err(bad)?;
                 self.sample(step)
             }
+            Job::ReleaseWeights => {
+                drop(self.model.take_weights());
+                Ok(Done::WeightsChanged)
+            }
             Job::CommitWeights => {
                 let mut shadow = self.shadow.weights();
-                let Some(weights) = &mut *shadow else {
+                let Some(weights) = shadow.take() else {
                     let reason = "no weights are prepared".to_owned();
                     return Err(ExecutorError::Stopped { reason });
                 };
-                self.model.swap_weights(weights);
-                Ok(Done::WeightsCommitted)
+                *shadow = self.model.replace_weights(weights);
+                Ok(Done::WeightsChanged)
             }
         }
     }
@@ -265,6 +297,10 @@ impl Runner {
     /// Computes the logits of a step, which stay in the model.
     fn forward(&mut self, plan: &StepPlan) -> Result<Forwarded, ExecutorError> {
         let (step_id, begin) = (plan.step_id, Instant::now());
+        if !self.model.has_weights() {
+            let reason = "the weights were released".to_owned();
+            return Err(ExecutorError::BadPlan { step_id, reason });
+        }
         let scheduled = self.batch.apply(
             plan,
             |_| None,

@@ -119,6 +119,12 @@ impl CudaModel {
         Ok(())
     }
 
+    /// Lets the weights be updated in place, while no step runs.
+    pub fn update_in_place(&mut self) -> Result<(), CudaExecutorError> {
+        self.shadow = Some(Shadow::in_place(&self.backend)?);
+        Ok(())
+    }
+
     pub fn times(&self) -> LoadTimes {
         self.times
     }
@@ -455,6 +461,23 @@ impl CudaExecutor {
     }
 }
 
+impl CudaExecutor {
+    /// Waits for the work enqueued so far.
+    fn wait_for_compute(&self) -> Result<(), ExecutorError> {
+        let done = Event::new(self.backend.context())?;
+        done.record(self.backend.compute())?;
+        let deadline = Instant::now() + COMMIT_MAX;
+        while !done.is_done()? {
+            if Instant::now() >= deadline {
+                let reason = "the GPU did not finish before a change of weights".to_owned();
+                return Err(ExecutorError::Stopped { reason });
+            }
+            std::thread::yield_now();
+        }
+        Ok(())
+    }
+}
+
 impl Executor for CudaExecutor {
     fn launch(&mut self, plan: StepPlan) -> Result<(), ExecutorError> {
         if self.launched.len() == self.limits.depth as usize {
@@ -509,25 +532,25 @@ impl Executor for CudaExecutor {
         self.shadow.clone().map(|shadow| shadow as Arc<dyn WeightUpdate>)
     }
 
+    fn release_weights(&mut self) -> Result<(), ExecutorError> {
+        assert!(self.launched.is_empty(), "weights change between steps");
+        self.backend.context().bind()?;
+        // A kernel of the last step may still read the weights.
+        self.wait_for_compute()
+    }
+
     fn commit_weights(&mut self) -> Result<(), ExecutorError> {
         assert!(self.launched.is_empty(), "weights change between steps");
-        let stopped = |reason: &str| ExecutorError::Stopped { reason: reason.to_owned() };
         self.backend.context().bind()?;
-        let shadow = self.shadow.as_ref().ok_or_else(|| stopped("no weights are prepared"))?;
-        if !shadow.commit(&self.backend)? {
-            return Err(stopped("no weights are prepared"));
+        let is_prepared = match &self.shadow {
+            Some(shadow) => shadow.commit(&self.backend)?,
+            None => false,
+        };
+        if !is_prepared {
+            return Err(ExecutorError::Stopped { reason: "no weights are prepared".to_owned() });
         }
-        let copied = Event::new(self.backend.context())?;
-        copied.record(self.backend.compute())?;
         // The caller reports the pause, and the shadow may be written again after this call.
-        let deadline = Instant::now() + COMMIT_MAX;
-        while !copied.is_done()? {
-            if Instant::now() >= deadline {
-                return Err(stopped("the weights were not copied in time"));
-            }
-            std::thread::yield_now();
-        }
-        Ok(())
+        self.wait_for_compute()
     }
 }
 

@@ -20,6 +20,14 @@ impl Scheduler {
         self.fail_where(waits, actions);
     }
 
+    /// Fails every sequence and aborts every transfer: the node has no weights any more.
+    pub fn fail_all(&mut self, actions: &mut Vec<Action>) {
+        self.fail_where(|_| true, actions);
+        for id in self.transfers.ids() {
+            self.abort_transfer(id, "the node has no weights", actions);
+        }
+    }
+
     /// Admits sequences again.
     pub fn admit_again(&mut self) {
         self.is_admitting = true;

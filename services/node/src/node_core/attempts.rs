@@ -133,7 +133,7 @@ impl Attempts {
         let (id, call_id) = (call.sequence.id, call.id());
         let refusal = if self.is_draining {
             Some(Refusal::Draining)
-        } else if call.weight_version != self.weight_version {
+        } else if call.weight_version != self.weight_version || self.weight_version == 0 {
             let (named, own) = (call.weight_version, self.weight_version);
             Some(Refusal::OtherWeights { named, own })
         } else if self.known.contains(id) || self.records.contains_key(&id) {

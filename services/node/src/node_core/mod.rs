@@ -27,6 +27,7 @@ mod output;
 mod pause;
 #[cfg(test)]
 mod tests;
+mod weight_change;
 
 use std::{
     collections::VecDeque,
@@ -36,7 +37,7 @@ use std::{
 use cluster::NodeRecord;
 use engine::{
     CacheSeeds, Scheduler, Speculated, StepLoop, Turn,
-    event::{Action, InFlight, Input, SequenceId},
+    event::{Action, Input, SequenceId},
     executor::{Executor, ExecutorError},
     tiers::TierEvent,
 };
@@ -51,6 +52,7 @@ pub use output::{
 use attempts::Attempts;
 use observers::Observers;
 use pause::Pause;
+use weight_change::WeightChange;
 
 /// Delay before a command is offered again after the transfer queue was full.
 pub const TRANSFER_RETRY_AFTER: Duration = Duration::from_millis(2);
@@ -59,9 +61,6 @@ pub const TRANSFER_RETRY_AFTER: Duration = Duration::from_millis(2);
 pub const STALL_AFTER: Duration = Duration::from_secs(60);
 /// The stall time-out is at least this many times the longest step so far: slow hardware is not a stall.
 const STALL_STEPS: u32 = 4;
-
-/// Time for running sequences to finish before a change of the weights: half of the time that a router gives a commit.
-const FINISH_WITHIN: Duration = Duration::from_secs(30);
 
 /// The state machine of one node.
 pub struct NodeCore<E> {
@@ -79,8 +78,10 @@ pub struct NodeCore<E> {
     stall_after: Duration,
     is_stalled: bool,
     seeds: CacheSeeds,
-    /// The weights that the node takes up at the next step boundary.
+    /// The change of the weights at the next step boundary.
     weight_change: Option<WeightChange>,
+    /// When the last step ended before the weights were released, until others are in use.
+    released_at: Option<Instant>,
     pause: Option<Pause>,
     /// The state that observers were last sent.
     pause_state: v1::PauseState,
@@ -88,18 +89,6 @@ pub struct NodeCore<E> {
     preemptions: u64,
     /// The latest time that the core was given.
     now: Instant,
-}
-
-/// Weights that the executor has prepared.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct WeightChange {
-    pub weight_version: u64,
-    pub label: String,
-    pub in_flight: InFlight,
-    /// Until when running sequences may finish; `None` once the node has stopped launching steps.
-    pub wait_until: Option<Instant>,
-    /// When the node stopped launching steps.
-    pub held_at: Instant,
 }
 
 impl<E: Executor> NodeCore<E> {
@@ -119,6 +108,7 @@ impl<E: Executor> NodeCore<E> {
                 weight_version: record.identity.weight_version,
             },
             weight_change: None,
+            released_at: None,
             pause: None,
             pause_state: v1::PauseState::None,
             preemptions: 0,
@@ -204,42 +194,6 @@ impl<E: Executor> NodeCore<E> {
     pub fn handle_reset_prefix_cache(&mut self) -> u32 {
         self.observers.mark_changed();
         self.steps.scheduler_mut().reset_prefix_cache()
-    }
-
-    /// Takes up the prepared weights at the next step boundary: no step is launched before. Then emits
-    /// [`Output::WeightsChanged`]. `waits`: lets running sequences finish first, for at most [`FINISH_WITHIN`], and
-    /// admits no others meanwhile.
-    pub fn handle_change_weights(
-        &mut self,
-        weight_version: u64,
-        label: String,
-        in_flight: InFlight,
-        waits: bool,
-        now: Instant,
-    ) {
-        self.now = now;
-        let wait_until = waits.then(|| now + FINISH_WITHIN);
-        let change = WeightChange { weight_version, label, in_flight, wait_until, held_at: now };
-        self.weight_change = Some(change);
-        self.update_hold();
-        if waits {
-            self.stop_admitting();
-        }
-    }
-
-    /// Stops launching steps once the sequences that may finish before the change have finished.
-    fn end_wait_if_due(&mut self) {
-        let now = self.steps.executor().now();
-        // Nothing finishes during a pause that holds the steps.
-        let can_finish = !self.is_held_by_pause() && self.steps.scheduler().has_running();
-        let waits = |change: &&mut WeightChange| {
-            change.wait_until.is_some_and(|until| until <= now || !can_finish)
-        };
-        if let Some(change) = self.weight_change.as_mut().filter(waits) {
-            change.wait_until = None;
-            change.held_at = now;
-            self.update_hold();
-        }
     }
 
     /// Fails every attempt and rejects new calls. Tokens of earlier steps still reach their
@@ -347,44 +301,6 @@ impl<E: Executor> NodeCore<E> {
     /// Returns the executor, for executors in virtual time.
     pub fn executor_mut(&mut self) -> &mut E {
         self.steps.executor_mut()
-    }
-
-    /// Returns whether the weights can change now: no step is in flight, and no earlier command for the transfers
-    /// waits.
-    fn may_change_weights(&self) -> bool {
-        self.weight_change.as_ref().is_some_and(|change| change.wait_until.is_none())
-            && self.steps.steps_in_flight() == 0
-            && self.transfer_retry_at.is_none()
-    }
-
-    fn change_weights_if_due(&mut self) -> Result<(), ExecutorError> {
-        if !self.may_change_weights() {
-            return Ok(());
-        }
-        let Some(change) = self.weight_change.take() else { return Ok(()) };
-        self.seeds.weight_version = change.weight_version;
-        self.steps.change_weights(self.seeds, change.in_flight, &mut self.new_actions)?;
-        self.actions.extend(self.new_actions.drain(..));
-        self.update_hold();
-        if self.pause.is_some() {
-            self.stop_admitting();
-        }
-        self.now = self.steps.executor().now();
-        // After the actions: they abort the transfers.
-        while let Some(action) = self.actions.pop_front() {
-            self.attempts.on_action(action, self.now);
-        }
-        self.attempts.change_weights(change.weight_version);
-        let outputs = &mut self.attempts.outputs;
-        let changed =
-            v1::WeightsChanged { weight_version: change.weight_version, label: change.label };
-        self.observers.change_weights(changed, self.now, &mut self.steps, outputs);
-        // The steps in flight ran on after the hold.
-        let stopped_at =
-            self.steps.collected_at().map_or(change.held_at, |at| at.max(change.held_at));
-        let paused = self.now.saturating_duration_since(stopped_at);
-        outputs.push_back(Output::WeightsChanged { paused });
-        Ok(())
     }
 
     fn give_to_scheduler(&mut self, input: Input) {

@@ -142,6 +142,13 @@ impl Observers {
         let delta = v1::NodeDelta { weights: Some(changed), ..Default::default() };
         let events = self.observers.iter_mut();
         outputs.extend(events.map(|observer| observer.event(Event::Delta(delta.clone()))));
+        // A node without weights counts as draining.
+        self.publish(now, steps, outputs);
+    }
+
+    /// Returns whether the node has valid weights.
+    fn has_weights(&self) -> bool {
+        self.record.identity.as_ref().is_none_or(|identity| identity.weight_version != 0)
     }
 
     /// Ends every observer's stream: for routers a stalled node is down until a probe succeeds.
@@ -226,7 +233,7 @@ impl Observers {
             time.map_or(0, |time| time.as_nanos() as u64)
         };
         let load = v1::NodeLoad {
-            draining: self.is_draining,
+            draining: self.is_draining || !self.has_weights(),
             // 0 would mean no limit.
             drain_ms: self.drains_until.map_or(0, |until| {
                 (until.saturating_duration_since(now).as_millis() as u64).max(1)

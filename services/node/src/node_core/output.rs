@@ -90,6 +90,8 @@ pub enum Output {
         /// Time from the end of the last step under the old weights until the next step could begin.
         paused: Duration,
     },
+    /// The weights were given up. No step runs until the weights change.
+    WeightsReleased,
     /// A pause began, took effect or ended.
     PauseChanged {
         state: v1::PauseState,

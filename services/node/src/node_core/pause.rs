@@ -40,7 +40,7 @@ impl<E: Executor> NodeCore<E> {
         if self.pause.take().is_some() {
             let waits = |change: &super::WeightChange| change.wait_until.is_some();
             if !self.weight_change.as_ref().is_some_and(waits) {
-                self.steps.scheduler_mut().admit_again();
+                self.admit_unless_paused();
             }
             self.update_hold();
             self.report_pause();
@@ -52,11 +52,18 @@ impl<E: Executor> NodeCore<E> {
         self.actions.extend(self.new_actions.drain(..));
     }
 
-    /// Launches steps unless a change of the weights or a pause holds them.
+    pub(super) fn admit_unless_paused(&mut self) {
+        if self.pause.is_none() {
+            self.steps.scheduler_mut().admit_again();
+        }
+    }
+
+    /// Launches steps unless a change of the weights or a pause holds them, or the weights are released.
     pub(super) fn update_hold(&mut self) {
         let change = self.weight_change.as_ref();
         let is_changing = change.is_some_and(|change| change.wait_until.is_none());
-        self.steps.set_held(is_changing || self.is_held_by_pause());
+        let has_weights = self.released_at.is_none();
+        self.steps.set_held(is_changing || self.is_held_by_pause() || !has_weights);
     }
 
     pub(super) fn is_held_by_pause(&self) -> bool {

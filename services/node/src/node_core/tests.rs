@@ -16,7 +16,7 @@ use kernels::{
 use kv_transfer::api::{PeerAddress, TransferFailure, TransferId, TransferStats};
 use proto::v1::{self, FailureKind, observe_event::Event as ObserveEvent};
 
-use super::*;
+use super::{weight_change::FINISH_WITHIN, *};
 use crate::testing;
 
 const ID: SequenceId = SequenceId(0xabc);
@@ -476,6 +476,10 @@ impl Executor for Device {
         timeout: Duration,
     ) -> Result<Option<engine::plan::StepResult>, ExecutorError> {
         if self.is_hung { Ok(None) } else { self.sim.collect(timeout) }
+    }
+
+    fn release_weights(&mut self) -> Result<(), ExecutorError> {
+        Ok(())
     }
 
     fn commit_weights(&mut self) -> Result<(), ExecutorError> {
@@ -1134,5 +1138,90 @@ fn weights_change_during_a_pause_and_the_pause_goes_on() {
         assert_eq!(versions.len(), 41);
         assert_eq!(versions.last(), Some(&7));
         node.core.scheduler().check();
+    }
+}
+
+fn is_released(outputs: &[Output]) -> bool {
+    outputs.iter().any(|output| matches!(output, Output::WeightsReleased))
+}
+
+#[test]
+fn released_weights_hold_sequences_where_they_are_until_the_change() {
+    let (mut node, mut outputs) = node_with_running_sequence();
+    node.core.handle_release_weights(false, node.now);
+    node.call(2, SequenceKind::Compute);
+    outputs.extend(node.run());
+    outputs.extend(node.outputs());
+    assert!(is_released(&outputs));
+    let tokens = versions_of(&outputs, 1).len();
+    node.advance(Duration::from_secs(1));
+    outputs.extend(node.run());
+    assert_eq!((versions_of(&outputs, 1).len(), versions_of(&outputs, 2).len()), (tokens, 0));
+
+    node.core.handle_change_weights(7, String::new(), InFlight::KeepKv, true, node.now);
+    outputs.extend(node.run());
+    outputs.extend(node.outputs());
+    let paused = outputs.iter().find_map(|output| match output {
+        Output::WeightsChanged { paused } => Some(*paused),
+        _ => None,
+    });
+    assert!(paused.unwrap() >= Duration::from_secs(1), "from the release on: {paused:?}");
+    let kept = [vec![1; tokens], vec![0], vec![7; 40 - tokens]].concat();
+    assert_eq!(versions_of(&outputs, 1), kept);
+    node.core.scheduler().check();
+}
+
+#[test]
+fn node_without_weights_fails_every_sequence_and_refuses_calls_until_it_has_some() {
+    let (mut node, _) = node_with_running_sequence();
+    node.core.handle_observe(ObserverId(1), node.now);
+    node.core.handle_release_weights(false, node.now);
+    node.call(2, SequenceKind::Compute);
+    node.run();
+    node.outputs();
+    assert!(node.core.handle_lost_weights(node.now));
+    let outputs = node.outputs();
+    let ended = replies(outputs.clone());
+    let failed = |reply: &&Reply| {
+        matches!(reply, Reply::Ended(AttemptEnd::Failed { kind: FailureKind::WeightsChanged, .. }))
+    };
+    assert_eq!(ended.iter().filter(failed).count(), 2, "{ended:?}");
+    let deltas = |outputs: Vec<Output>| -> Vec<(Option<u64>, Option<bool>)> {
+        let delta = |event: v1::ObserveEvent| match event.event {
+            Some(ObserveEvent::Delta(delta)) => Some((
+                delta.weights.map(|weights| weights.weight_version),
+                delta.load.map(|load| load.draining),
+            )),
+            _ => None,
+        };
+        observe_events(outputs).into_iter().filter_map(delta).collect()
+    };
+    assert_eq!(deltas(outputs).last_chunk(), Some(&[(Some(0), None), (None, Some(true))]));
+    for named in [0, 1] {
+        let call = Call { weight_version: named, ..call(3, 3, SequenceKind::Compute, node.now) };
+        node.core.handle_call(call, node.now);
+        let refusal = Refusal::OtherWeights { named, own: 0 };
+        assert_eq!(replies(node.outputs()), [Reply::Rejected(refusal)]);
+    }
+
+    node.core.handle_change_weights(1, String::new(), InFlight::Recompute, false, node.now);
+    node.run();
+    assert_eq!(deltas(node.outputs()).last_chunk(), Some(&[(Some(1), None), (None, Some(false))]));
+    node.call(4, SequenceKind::Compute);
+    assert_eq!(versions_of(&node.run(), 4), [1; 4]);
+    node.core.scheduler().check();
+}
+
+#[test]
+fn update_that_is_aborted_before_the_release_loses_nothing() {
+    for waits in [false, true] {
+        let (mut node, mut outputs) = node_with_running_sequence();
+        node.core.handle_release_weights(waits, node.now);
+        assert!(!node.core.handle_lost_weights(node.now));
+        node.call(2, SequenceKind::Compute);
+        outputs.extend(node.run());
+        assert!(!is_released(&outputs));
+        assert_eq!(versions_of(&outputs, 1), [1; 40]);
+        assert_eq!(versions_of(&outputs, 2), [1; 4]);
     }
 }

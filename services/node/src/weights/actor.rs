@@ -2,11 +2,14 @@
 
 use std::{
     path::{Path, PathBuf},
-    sync::Arc,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
     time::{Duration, Instant},
 };
 
-use engine::executor::WeightUpdate;
+use ::engine::executor::WeightUpdate;
 use model::{Checkpoint, ModelConfig};
 use proto::v1;
 use tokio::{
@@ -23,15 +26,14 @@ use weight_transfer::{
 
 use super::{
     copy::{self, PARTS_MAX, SILENCE_MAX, Source},
+    engine::{change_weights, lose_weights, release_weights},
     of_requests_in_flight,
     peers::{Peer, PeerCredentials},
-    receive::{Received, receive},
+    receive::{ReceiveError, Received, receive},
+    restore::{LoadedModel, LostWeights, restore},
     standby::{CANCELLED, Standby},
 };
-use crate::{
-    inbox::{Command, Inbox},
-    node_core::Refusal,
-};
+use crate::inbox::Inbox;
 
 /// Queued calls: those of a few coordinators and of the peers of an update.
 const CALLS_MAX: usize = 64;
@@ -39,12 +41,14 @@ const CALLS_MAX: usize = 64;
 const ASK_MAX: Duration = Duration::from_secs(1);
 /// Number of peers asked in a round; rounds rotate over all peers.
 const ASKED_MAX: usize = 8;
-/// Delay before the commit is offered again to a full queue of the engine thread.
-const RETRY_AFTER: Duration = Duration::from_millis(5);
+/// Owner of the prepared weights while they are restored. Coordinators choose ids at random.
+const RESTORE: UpdateId = UpdateId(0);
 
 /// The parts of the node that the actor uses.
 pub(crate) struct WeightSettings {
     pub model: ModelConfig,
+    /// The weights to restore after an aborted update in place, unless an update was committed.
+    pub loaded: LoadedModel,
     /// Host memory that a second copy of the weights takes.
     pub host_bytes: u64,
     /// `None`: the device cannot change its weights.
@@ -98,7 +102,7 @@ pub(super) enum Call {
 pub(super) enum CallError {
     #[error(
         "cannot change the weights: this node holds no second copy; expected a node without node.tp on a CPU, or on a GPU \
-         with weights.place = shadow"
+         with weights.place = shadow or in_place"
     )]
     Unsupported,
     #[error(transparent)]
@@ -181,6 +185,8 @@ impl WeightActor {
             settings,
             participant: Participant::default(),
             running: None,
+            released: Arc::default(),
+            restoring: None,
             prepared: None,
             committed: None,
             serving: NodeWeights {
@@ -213,6 +219,10 @@ struct Actor {
     participant: Participant,
     /// The update that runs.
     running: Option<RunningUpdate>,
+    /// Set before an update gives up the weights in use, until it is committed or lost.
+    released: Arc<AtomicBool>,
+    /// Stops the restoring of lost weights when it is dropped.
+    restoring: Option<DropGuard>,
     /// Weights beside those in use, and weights in use, that peers may copy.
     prepared: Option<(WeightVersion, Arc<Source>)>,
     committed: Option<(WeightVersion, Arc<Source>)>,
@@ -258,6 +268,10 @@ enum Done {
         id: UpdateId,
         paused: Duration,
     },
+    /// An update in place ended without a commit. Whether the node has no valid weights now.
+    Lost(bool),
+    /// The weights from before an aborted update in place are in use again, or the reason why not.
+    Restored(Result<WeightVersion, String>),
     /// Nothing to report.
     Quiet,
 }
@@ -311,6 +325,7 @@ impl Actor {
                 let is_new = self.participant.begin(now, proposal)?;
                 self.participant.heard(now, begin.id);
                 if is_new {
+                    self.restoring = None;
                     self.running = Some(RunningUpdate::new(begin));
                 }
             }
@@ -342,8 +357,32 @@ impl Actor {
                     version
                 });
                 self.participant.handle(ParticipantInput::Received { id, outcome });
+                if self.running.as_ref().is_none_or(|running| running.begin.id != id) {
+                    // The update was aborted before it gave up the weights.
+                    self.lose_if_released();
+                }
             }
+            Done::Lost(false) => {}
+            Done::Lost(true) => {
+                tracing::warn!("the node has no valid weights: an update in place was aborted");
+                self.serving.version = WeightVersion::NONE;
+                // Otherwise the next update brings weights.
+                if self.running.is_none() {
+                    self.restore();
+                }
+            }
+            Done::Restored(outcome) => match outcome {
+                Ok(version) => {
+                    self.serving.version = version;
+                    tracing::info!(weight_version = %version, "restored the weights");
+                }
+                Err(reason) if reason == CANCELLED => {}
+                Err(reason) => tracing::error!(
+                    "cannot restore the weights: {reason}; the node serves after the next update or a restart"
+                ),
+            },
             Done::Installed { id, paused } => {
+                self.released.store(false, Ordering::Release);
                 if let Some(running) = self.running.take().filter(|it| it.begin.id == id) {
                     self.serving.label.clone_from(&running.begin.label);
                 }
@@ -420,6 +459,20 @@ impl Actor {
         tracing::info!(update = %id, label = begin.label, origin = ?begin.origin, "receives weights");
         let (origin, cancelled) = (begin.origin.clone(), cancelled.clone());
         let (model, host_bytes) = (self.settings.model.clone(), self.settings.host_bytes);
+        let release = {
+            let (inbox, released) = (self.settings.inbox.clone(), self.released.clone());
+            let (_, waits) = of_requests_in_flight(begin.in_flight);
+            let cancelled = cancelled.clone();
+            move || {
+                released.store(true, Ordering::Release);
+                let release = cancelled.run_until_cancelled(release_weights(&inbox, waits));
+                match runtime::Handle::current().block_on(release) {
+                    Some(Some(())) => Ok(()),
+                    Some(None) => Err(ReceiveError::Release("the engine has ended")),
+                    None => Err(ReceiveError::Cancelled),
+                }
+            }
+        };
         let credentials = self.settings.credentials.clone();
         let folder = self.settings.folder.clone();
         self.work.spawn(async move {
@@ -433,7 +486,7 @@ impl Actor {
             };
             let prepare = move |update: &dyn WeightUpdate, cancelled: &CancellationToken| {
                 let Received { version, checkpoint } =
-                    receive(&source.path, (&model, host_bytes), update, cancelled)
+                    receive(&source.path, (&model, host_bytes), update, &release, cancelled)
                         .map_err(|error| error.to_string())?;
                 match expected.filter(|expected| *expected != version) {
                     Some(expected) => Err(format!(
@@ -455,9 +508,10 @@ impl Actor {
         {
             tracing::warn!(update = %id, reason, "the weight update was aborted");
         }
-        // Cancels the work of this update.
+        // Cancels the work of this update. A committed one is over.
         if self.running.take_if(|running| running.begin.id == id).is_some() {
             self.prepared = None;
+            self.lose_if_released();
         }
         let Some(standby) = self.standby.clone() else { return };
         self.work.spawn(async move {
@@ -474,28 +528,44 @@ impl Actor {
         let (in_flight, waits) = of_requests_in_flight(in_flight);
         let inbox = self.settings.inbox.clone();
         self.work.spawn(async move {
-            let mut changed = loop {
-                let (reply, changed) = oneshot::channel();
-                let label = label.clone();
-                let sent = inbox.send_for_router(|_permit| Command::ChangeWeights {
-                    weight_version: version.0,
-                    label,
-                    in_flight,
-                    waits,
-                    changed: reply,
-                    _permit,
-                });
-                match sent {
-                    Ok(()) => break changed,
-                    Err(Refusal::Busy { .. }) => tokio::time::sleep(RETRY_AFTER).await,
-                    // The engine has ended, and the node ends.
-                    Err(_) => return Done::Quiet,
-                }
-            };
-            match (&mut changed).await {
-                Ok(paused) => Done::Installed { id, paused },
-                Err(_) => Done::Quiet,
+            match change_weights(&inbox, version, &label, in_flight, waits).await {
+                Some(paused) => Done::Installed { id, paused },
+                None => Done::Quiet,
             }
+        });
+    }
+
+    /// Ends an update in place without a commit: tells the engine thread, and restores the weights if they are lost.
+    fn lose_if_released(&mut self) {
+        if self.released.swap(false, Ordering::AcqRel) {
+            let inbox = self.settings.inbox.clone();
+            self.work.spawn(async move { Done::Lost(lose_weights(&inbox).await) });
+        } else if self.serving.version == WeightVersion::NONE {
+            self.restore();
+        }
+    }
+
+    /// Restores the weights from before an aborted update in place.
+    fn restore(&mut self) {
+        let Some(standby) = self.standby.clone() else { return };
+        let lost = match &self.committed {
+            Some((version, source)) => LostWeights::Updated {
+                version: *version,
+                label: self.serving.label.clone(),
+                source: source.clone(),
+            },
+            None => LostWeights::Loaded(self.settings.loaded.clone()),
+        };
+        let cancelled = CancellationToken::new();
+        self.restoring = Some(cancelled.clone().drop_guard());
+        let inbox = self.settings.inbox.clone();
+        let (model, host_bytes) = (self.settings.model.clone(), self.settings.host_bytes);
+        self.work.spawn(async move {
+            // The aborted update may still write: the weights have one owner at a time.
+            let restore = move |update: &dyn WeightUpdate, cancelled: &CancellationToken| {
+                restore(lost, (&model, host_bytes), update, &inbox, cancelled)
+            };
+            Done::Restored(standby.prepare(RESTORE, cancelled, restore).await)
         });
     }
 

@@ -29,6 +29,8 @@ pub(super) enum ReceiveError {
     Memory(#[from] SettingsError),
     #[error(transparent)]
     Prepare(#[from] PrepareError),
+    #[error("cannot stop the steps before the weights change: {0}")]
+    Release(&'static str),
     #[error("{CANCELLED}")]
     Cancelled,
 }
@@ -40,12 +42,13 @@ pub(super) struct Received {
     pub checkpoint: Checkpoint,
 }
 
-/// Prepares the weights at `path` beside those in use. A copy takes `host_bytes` of host memory, 0 on a GPU. Blocks. Stops
-/// early once `cancelled` is cancelled.
+/// Prepares the weights at `path` beside those in use, or in their place after `release`. A copy takes `host_bytes` of
+/// host memory, 0 on a GPU. Blocks. Stops early once `cancelled` is cancelled.
 pub(super) fn receive(
     path: &Path,
     (model, host_bytes): (&ModelConfig, u64),
     update: &dyn WeightUpdate,
+    release: &dyn Fn() -> Result<(), ReceiveError>,
     cancelled: &CancellationToken,
 ) -> Result<Received, ReceiveError> {
     let check = || match cancelled.is_cancelled() {
@@ -58,7 +61,9 @@ pub(super) fn receive(
         let path = path.display().to_string();
         return Err(ReceiveError::OtherModel { path, field, found, wanted });
     }
-    memory_limit::check_more(host_bytes)?;
+    if !update.is_in_place() {
+        memory_limit::check_more(host_bytes)?;
+    }
     // A copy in host memory takes the place of the pages.
     let checkpoint = match host_bytes {
         0 => checkpoint.keeping_pages(),
@@ -66,6 +71,10 @@ pub(super) fn receive(
     };
     let weights = checkpoint.stored_weights()?;
     let plan = plan(&weights)?;
+    if update.is_in_place() {
+        release()?;
+        check()?;
+    }
     // The digests read the same pages as the copy, so they are computed beside it.
     let stop = cancelled.child_token();
     let next = AtomicUsize::new(0);

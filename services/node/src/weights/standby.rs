@@ -94,6 +94,10 @@ mod tests {
     }
 
     impl WeightUpdate for Device {
+        fn is_in_place(&self) -> bool {
+            false
+        }
+
         fn prepare(&self, _: &Path, _: &Checkpoint) -> Result<(), PrepareError> {
             unreachable!("the tests prepare nothing")
         }

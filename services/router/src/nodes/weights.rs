@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use cluster::{Epoch, Health, Member};
+use cluster::{Epoch, Health, Member, NodeRecord};
 use proto::{
     ids::bits,
     v1::{self, weights_client::WeightsClient},
@@ -53,10 +53,17 @@ pub struct WeightsAnswer {
 }
 
 impl Nodes {
-    /// Returns the nodes that are up and not draining, in the order of joining.
+    /// Returns the nodes that are up and not draining, in the order of joining. A node that has lost its weights counts as
+    /// draining, but needs weights.
     pub fn weight_nodes(&self) -> Vec<WeightNode> {
         let directory = self.directory();
-        let serving = |member: &&Member| member.health == Health::Up && !member.load().draining;
+        let takes_part = |member: &Member| {
+            let lost = |record: &NodeRecord| {
+                WeightVersion(record.identity.weight_version) == WeightVersion::NONE
+            };
+            !member.load().draining || member.record().is_some_and(lost)
+        };
+        let serving = |member: &&Member| member.health == Health::Up && takes_part(member);
         let nodes = directory.nodes().filter(serving).filter_map(|member| {
             let record = member.record()?;
             Some(WeightNode {

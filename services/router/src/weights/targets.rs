@@ -1,7 +1,7 @@
 //! The weights that the nodes of each model should have, and the nodes that lack them.
 //!
 //! A router brings nodes up to date with the update that it committed last. It updates a node only if the node has the
-//! weights of its start, or weights that this router has replaced. When a process with the update's weights later
+//! weights of its start, weights that this router has replaced, or none. When a process with the update's weights later
 //! reports others, another router has updated it. Then this router leaves the nodes to the other one: it never pushes
 //! older weights over newer ones.
 
@@ -123,7 +123,8 @@ impl Targets {
 
 impl ModelTarget {
     fn was_replaced_at(&self, node: &WeightNode) -> bool {
-        node.version != self.target.version && self.had.contains(&node.epoch)
+        let has_others = node.version != self.target.version && node.version != WeightVersion::NONE;
+        has_others && self.had.contains(&node.epoch)
     }
 
     fn catch_ups(
@@ -137,7 +138,8 @@ impl ModelTarget {
             nodes.into_iter().partition(|node| node.version == self.target.version);
         self.had = current.iter().map(|node| node.epoch).collect();
         let is_behind = |node: &WeightNode| {
-            node.version == WeightVersion::LOADED || self.replaced.contains(&node.version)
+            matches!(node.version, WeightVersion::LOADED | WeightVersion::NONE)
+                || self.replaced.contains(&node.version)
         };
         let behind: Vec<_> = others.into_iter().filter(|node| is_behind(node)).collect();
         self.failed.retain(|epoch, _| behind.iter().any(|node| node.epoch == *epoch));
@@ -257,6 +259,15 @@ mod tests {
         assert_eq!(places, ["m-1", "path", "m-2", "path"]);
         assert_eq!(targets.catch_ups(now, &nodes, |_| true)[0].target.timeout, target(NEW).timeout);
         assert!(targets.catch_ups(now, &nodes, |_| false).is_empty());
+    }
+
+    #[test]
+    fn node_that_lost_its_weights_catches_up() {
+        let mut targets = pushed(NEW, &[OLD]);
+        let now = Instant::now();
+        assert_eq!(due(&mut targets, now, &[node("m", 1, NEW), node("m", 2, NEW)]), []);
+        let lost = [node("m", 1, WeightVersion::NONE), node("m", 2, NEW)];
+        assert_eq!(due(&mut targets, now, &lost), names(&[("m-1", "m-2")]));
     }
 
     #[test]

@@ -1,0 +1,63 @@
+//! Calls to the engine thread, which changes the weights between steps.
+
+use std::time::Duration;
+
+use engine::event::InFlight;
+use tokio::sync::{OwnedSemaphorePermit, oneshot};
+use weight_transfer::WeightVersion;
+
+use crate::{
+    inbox::{Command, Inbox},
+    node_core::Refusal,
+};
+
+/// Delay before a command is offered again to a full queue of the engine thread.
+const RETRY_AFTER: Duration = Duration::from_millis(5);
+
+/// Lets the engine thread use the prepared weights. Returns the time for which no step ran; `None` when the engine has
+/// ended, and the node ends.
+pub(super) async fn change_weights(
+    inbox: &Inbox,
+    version: WeightVersion,
+    label: &str,
+    in_flight: InFlight,
+    waits: bool,
+) -> Option<Duration> {
+    let change = |changed, _permit| Command::ChangeWeights {
+        weight_version: version.0,
+        label: label.to_owned(),
+        in_flight,
+        waits,
+        changed,
+        _permit,
+    };
+    call(inbox, change).await
+}
+
+/// Gives up the weights in use, so that others can be prepared in their place. `waits`: after running sequences have
+/// finished. Returns `None` when the engine has ended or the update was aborted.
+pub(super) async fn release_weights(inbox: &Inbox, waits: bool) -> Option<()> {
+    let release = |released, _permit| Command::ReleaseWeights { waits, released, _permit };
+    call(inbox, release).await
+}
+
+/// Ends an update that may have released the weights. Returns whether the node has no valid weights now.
+pub(super) async fn lose_weights(inbox: &Inbox) -> bool {
+    let lose = |lost, _permit| Command::LoseWeights { lost, _permit };
+    call(inbox, lose).await.unwrap_or(false)
+}
+
+/// Sends a command and waits for its outcome.
+async fn call<T>(
+    inbox: &Inbox,
+    command: impl Fn(oneshot::Sender<T>, OwnedSemaphorePermit) -> Command,
+) -> Option<T> {
+    loop {
+        let (reply, answer) = oneshot::channel();
+        match inbox.send_for_router(|permit| command(reply, permit)) {
+            Ok(()) => return answer.await.ok(),
+            Err(Refusal::Busy { .. }) => tokio::time::sleep(RETRY_AFTER).await,
+            Err(_) => return None,
+        }
+    }
+}
