@@ -2,7 +2,8 @@
 //!
 //! * [`Plan`] cuts the tensors of an update into chunks, equally on every side.
 //! * [`WeightVersion`] names weights by their content: the hash of the plan and of the chunks' digests.
-//! * [`Participant`] is the state machine of a node: `Serving → Receiving → Prepared → Serving`.
+//! * [`Participant`] is the state machine of a node: `Serving → Receiving → Prepared → Installing →
+//!   Serving`. An abort leads back to `Serving` before `Installing`.
 //! * [`Coordinator`] is the state machine of the process that runs an update over several nodes.
 //!
 //! The crate is pure. It has no socket, clock or task, and knows no model. Its callers move the bytes.

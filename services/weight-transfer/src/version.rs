@@ -6,7 +6,7 @@ use xxhash_rust::xxh3::{Xxh3, xxh3_128};
 
 use crate::Plan;
 
-/// Version of weights, derived from their content. Equal versions mean equal bytes.
+/// Version of weights: 63 bits of a hash of their bytes, or [`Self::LOADED`] for the weights that a process started with.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct WeightVersion(pub u64);
 

@@ -138,7 +138,7 @@ pub struct Directory {
     /// Circuit breakers of pairs, prefill node first, whose last transfer failed.
     pair_breakers: BTreeMap<(NodeKey, NodeKey), Breaker>,
     breaker_changes: Vec<BreakerChange>,
-    /// Moving average of the measured minus the predicted time to first token, in milliseconds.
+    /// Time that the router adds to every predicted time to first token, in milliseconds. Measured ones adjust it.
     overhead_ms: f64,
     jitter: Jitter,
     /// Counter for the ids of members, streams, assignments and picks.

@@ -19,8 +19,8 @@ use crate::predict::{Prediction, hand_over, local};
 const LOCAL_SAVING_MIN: f64 = 0.2;
 /// Predicted times that differ by less than this fraction are equal, so that equal nodes share the load.
 const EQUAL_WITHIN: f64 = 0.05;
-/// Maximum number of tokens that a node prefills at once because the best node has a queue, relative to the tokens of
-/// the best node. A node without the cached prefix would take time from the requests that wait.
+/// Another node takes a request at once, because the best node has a queue, only if it prefills at most this many times
+/// as many tokens. A node without the cached prefix would take time from the requests that wait.
 const WORK_MAX: f64 = 1.5;
 /// Maximum number of nodes of each role whose pairs are compared. All pairs of 1,000 nodes would take milliseconds.
 const PAIRED_MAX: usize = 16;

@@ -5,7 +5,7 @@
 //! * After a second failed transfer, and on the last attempt of the budget, no prefill node is picked: the attempt
 //!   needs no transfer.
 //! * After a second lost node in a row the next attempt waits, longer each time: if the router itself was stopped or cut
-//!   off, it notices the loss of its other connections meanwhile instead of spending an attempt on each of them.
+//!   off, it finds its dead connections meanwhile instead of spending an attempt on each.
 //! * The budget renews whenever an attempt emitted tokens, so it bounds attempts without progress.
 //! * Busy nodes cost no attempt: the request waits for a bounded time. Requests that found every node busy pick
 //!   again in the order of a [`FairQueue`](crate::fair_queue::FairQueue).
